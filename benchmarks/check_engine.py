@@ -1,43 +1,47 @@
-"""Holds the engine on this device's kernels, on one device or several, against the engine on their jnp twins
-on one.
-
-Greedy answers are made with the fast kernels (decode attention, chunks of every size, batches that change
-from step to step); then both engines read the same prompts with these answers behind them, and the
-log-probabilities that they give each token are compared. In bfloat16 two right engines differ by rounding; a
-wrong key, page or mask shows as a difference of ones.
+"""Check the engine with this device's kernels against the engine with reference implementations.
 
     python benchmarks/check_engine.py [--model llama-3.1-8b] [--layers 4] [--fp8] [--tensor_parallel_size 4]
-    [--plan plan.json]
+        [--plan plan.json] [--output_json FILE]
 
---plan: a plan for steps of 512 tokens, which the first engine's full steps then run:
-plans/tp2/check-512-copied.json for two devices, plans/tp4/check-512-swapped.json for four.
+The first engine runs on one device or on several, and the reference engine on one device. The first engine draws
+greedy answers, with decode attention, chunks of every size, and batches that change from step to step. Then both
+engines score the prompts with these answers. The check compares the log-probabilities of every token. In bfloat16
+two correct engines differ by rounding. A wrong key, page or mask changes log-probabilities by about 1.
 
-With --fp8 both engines have e4m3 weights and cache. An activation that falls on another e4m3 step than the
-other engine's moves by 6 %, and the next layers' may follow, so that right engines differ by more.
+--plan names a plan for steps of 512 tokens, which the first engine runs in full steps. Such plans are
+benchmarks/plans/h200/llama-3.1-8b/tp2/check-512-copied.json for two devices, and tp4/check-512-swapped.json for four.
+
+With --fp8 both engines have e4m3 weights and an e4m3 cache. An activation that rounds to another e4m3 value
+changes by 6 %, and the next layers follow. Therefore correct engines differ by more than in bfloat16.
 """
 
 import argparse
 import dataclasses
 import json
+import shlex
 import sys
+from typing import Any
 
 import numpy as np
 
+from jaxflow.bench.report import machine
+from jaxflow.bench.report.requests import write_json
 from jaxflow.config import EngineConfig
 from jaxflow.engine.loop import Loop
 from jaxflow.engine.start import choose_plans, make_executor, make_loop, prepare_process, resolve
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.request import Delta, Logprob, Request, SamplingParams, Started
 from pallas_kernels.kernel_set import REFERENCE
+from pallas_kernels.measure.provenance import provenance
 
-# Nats that log-probabilities may differ by, in the mean and at most, and the share of drawn tokens that are
-# the twins' best. The twins' own engines in bfloat16 and in float32 differ by 0.010 nats in the mean, and by
-# 0.103 with e4m3 (two layers, hidden size 1024).
+# By --fp8: limits of the mean and of the maximum difference in nats, and the minimum share of drawn tokens that
+# the reference engine ranks first. Reference engines in bfloat16 and in float32 differ by 0.010 nats in the mean,
+# and by 0.103 with e4m3 (two layers, hidden size 1024).
 LIMITS = {False: (0.02, 0.5, 0.9), True: (0.12, 1.0, 0.75)}
 
 
 def run(engine: Loop, requests: list[Request]) -> tuple[dict[str, list[int]], dict[str, list[Logprob]]]:
-    """(drawn tokens, what the model makes of each of the prompt's tokens) of each request, all at once."""
+    """Run all requests at once. Return the drawn tokens and the prompt's log-probabilities of each request."""
     tokens: dict[str, list[int]] = {r.request_id: [] for r in requests}
     prompts: dict[str, list[Logprob]] = {}
     for request in requests:
@@ -53,7 +57,8 @@ def run(engine: Loop, requests: list[Request]) -> tuple[dict[str, list[int]], di
     return tokens, prompts
 
 
-def main() -> int:
+def check() -> tuple[argparse.Namespace, dict[str, Any]]:
+    """Return the command line and the comparison of both engines."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -84,16 +89,17 @@ def main() -> int:
     config = resolve(settings, model)
 
     def engine(kernels, devices: int) -> Loop:
-        own = dataclasses.replace(
+        """Return a warm engine on `devices` devices. kernels: None for this device's kernels."""
+        local = dataclasses.replace(
             config, tensor_parallel_size=devices, plan=given.plan if kernels is None else "sequential"
         )
         plans = {
-            tokens: plan for tokens, plan in choose_plans(own, model).items() if tokens in (8, 64, 256, 512)
+            tokens: plan for tokens, plan in choose_plans(local, model).items() if tokens in (8, 64, 256, 512)
         }
-        executor = make_executor(own, checkpoint, plans, kernels=kernels, progress=False)
+        executor = make_executor(local, checkpoint, plans, kernels=kernels, progress=False)
         executor.warm_up()
         print(executor.programs.context.kernels.describe(), flush=True)
-        return make_loop(own, model, executor)
+        return make_loop(local, model, executor)
 
     rng = np.random.default_rng()
     lengths = [1, 2, 63, 64, 65, 127, 500, 1300, 2900, *rng.integers(1, 900, 30).tolist()]
@@ -103,19 +109,18 @@ def main() -> int:
     drawn, _ = run(fast, [Request(f"{i}", p, greedy) for i, p in enumerate(prompts)])
     again, _ = run(fast, [Request(f"{i}", p, greedy) for i, p in reversed(list(enumerate(prompts)))])
     score = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, prompt_logprobs=0)
-    whole = [Request(f"{i}", p + drawn[f"{i}"], score) for i, p in enumerate(prompts)]
-    _, ours = run(fast, whole)
+    scored = [Request(f"{i}", p + drawn[f"{i}"], score) for i, p in enumerate(prompts)]
+    _, ours = run(fast, scored)
     compilations = fast.executor.compilations
-    _, twins = run(engine(REFERENCE, 1), whole)
+    _, reference = run(engine(REFERENCE, 1), scored)
     pairs = [
         (a.logprob, b.logprob)
-        for r in whole
-        for a, b in zip(ours[r.request_id], twins[r.request_id], strict=True)
+        for r in scored
+        for a, b in zip(ours[r.request_id], reference[r.request_id], strict=True)
     ]
     differences = np.abs(np.subtract(*np.array(pairs).T))
-    # Tokens that decode attention drew must be the twins' best too, but where the two best are a rounding
-    # apart.
-    best = [entry.rank == 1 for i in range(len(prompts)) for entry in twins[f"{i}"][-48:]]
+    # The reference engine must rank the drawn tokens first, except where two tokens differ by rounding only.
+    best = [entry.rank == 1 for i in range(len(prompts)) for entry in reference[f"{i}"][-48:]]
     result = {
         "model": given.model,
         "layers": given.layers,
@@ -127,19 +132,28 @@ def main() -> int:
         "tokens_compared": int(differences.size),
         "mean_difference_nats": float(differences.mean()),
         "largest_difference_nats": float(differences.max()),
-        "drawn_tokens_that_are_the_twins_best": float(np.mean(best)),
-        "same_tokens_in_another_order": float(
+        "drawn_tokens_ranked_first_by_reference": float(np.mean(best)),
+        "same_tokens_in_reverse_order": float(
             np.mean([drawn[k][j] == again[k][j] for k in drawn for j in range(48)])
         ),
         "compilations_after_warmup": compilations,
     }
+    return given, result
+
+
+def main() -> int:
+    """Run the check, write its report, and return the exit status: 0 for engines that agree."""
+    with machine.watch() as readings:
+        given, result = check()
+    head = {"command_name": "check_engine", **provenance(shlex.join(["python", *sys.argv]))}
+    result = machine.with_power(head | result, readings)
     print(json.dumps(result, indent=1))
     if given.output_json:
-        with open(given.output_json, "w") as file:
-            json.dump(result, file, indent=1)
+        write_json(given.output_json, result)
     mean, largest, share = LIMITS[given.fp8]
     close = result["mean_difference_nats"] < mean and result["largest_difference_nats"] < largest
-    return 0 if close and result["drawn_tokens_that_are_the_twins_best"] > share and compilations == 0 else 1
+    ranked = result["drawn_tokens_ranked_first_by_reference"] > share
+    return 0 if close and ranked and result["compilations_after_warmup"] == 0 else 1
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks import cards
-from jaxflow.bench.plans.steady import Steady, page_appends
+from jaxflow.bench.plans.steady import SteadyStep, page_appends
 from jaxflow.config import EngineConfig
 from jaxflow.engine.executor import Executor
 from jaxflow.engine.layout import StepLayout
@@ -116,7 +116,7 @@ def places_of(steps: Sequence[tuple[list[Decode], list[Piece]]]) -> dict[tuple[i
 
 def step_of(
     executor: Executor, layout: StepLayout, step: tuple[list[Decode], list[Piece]], token_ids: np.ndarray
-) -> Steady:
+) -> SteadyStep:
     """Return the step, ready to run, whose decodes read `token_ids` [S, N] and not what was sampled."""
     decodes, pieces = step
     slots, positions = (np.array([one[k] for one in decodes], np.int32) for k in (0, 1))
@@ -128,7 +128,7 @@ def step_of(
     nothing = np.empty((0, 4), np.int32)
     tokens = len(decodes) + sum(size for *_, size in pieces)
     work = StepWork(nobody, slots, positions, chunks, (), tokens, layout.tokens, nothing)
-    found = Steady.of(executor, layout, work)
+    found = SteadyStep.of(executor, layout, work)
     layout.views(found.buffer)["token_ids"][: len(decodes)] = token_ids[slots, positions]
     return found
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.plan_windows --model llama-3-70b --load_format dummy --tensor_parallel_size 2
         --quantization fp8 --kv_cache_dtype fp8 --num_kv_pages 16000 --tokens 1536,2048
-        --found plans/searched/llama-3-70b-tp2-fp8.json --plans plans/tp2/fp8/products-copied.json,...
+        --found benchmarks/plans/h200/llama-3-70b/searched/tp2-fp8.json --plans benchmarks/plans/h200/llama-3-70b/tp2-fp8
         --workload 1024/512 --output_json report.json
 
 First every plan and every size of the sequential step run in short windows in turns (`bench plans`): with the
@@ -31,9 +31,9 @@ import numpy as np
 from absl import flags
 
 from benchmarks import cards
-from jaxflow.bench.plans import report as plans_report
-from jaxflow.bench.plans.command import Bed, bed_of_flags
-from jaxflow.bench.plans.steady import Steady, Workload, page_appends, parse_workload
+from jaxflow.bench.plans import compare
+from jaxflow.bench.plans.bed import Bed, bed_of_flags
+from jaxflow.bench.plans.steady import SteadyStep, StepWorkload, page_appends, parse_workload
 from jaxflow.bench.workload import flags as options
 from jaxflow.bench.workload.lengths import Item, lognormal
 from jaxflow.cli.engine_flags import parse
@@ -66,13 +66,13 @@ class Mix:
         return tuple(pairs.mean(0))
 
     @property
-    def like(self) -> Workload:
+    def like(self) -> StepWorkload:
         """Return the workload of equal lengths whose steps have as many decodes."""
         prompt, output = self.means
-        return Workload(round(prompt), round(output))
+        return StepWorkload(round(prompt), round(output))
 
 
-def parse_mix(text: str) -> Workload | Mix:
+def parse_mix(text: str) -> StepWorkload | Mix:
     """Return the workload of a text. Raises: ConfigError."""
     if not text.startswith("lognormal:"):
         return parse_workload(text, "workload")
@@ -135,16 +135,16 @@ def work_of(step: Composition, positions: np.ndarray, layout: StepLayout, vocabu
     return StepWork(nobody, slots, positions, chunks, (), int(step.tokens), layout.tokens, nothing)
 
 
-def ready(bed: Bed, workload: Workload | Mix) -> dict[str, tuple[Steady, Composition]]:
+def ready(bed: Bed, workload: StepWorkload | Mix) -> dict[str, tuple[SteadyStep, Composition]]:
     """Return the workload's step under each plan, with its pages in the page table. Raises: ConfigError."""
-    if isinstance(workload, Workload):
+    if isinstance(workload, StepWorkload):
         return bed.ready(workload)
     found, largest = {}, None
-    for name, (plan, _) in bed.ways.items():
+    for name, (plan, _) in bed.variants.items():
         (layout,) = (layout for layout in bed.executor.layouts[plan.tokens] if layout.plan == name)
         step, positions = mixed_step(workload, plan.tokens, bed.executor.slots)
         work = work_of(step, positions, layout, bed.model.vocab_size)
-        found[name] = Steady.of(bed.executor, layout, work), step
+        found[name] = SteadyStep.of(bed.executor, layout, work), step
         # a smaller step's rows are in other places: pages are those of the longest row in each slot
         largest = work if largest is None else longest_rows(largest, work)
     assert largest is not None
@@ -279,14 +279,17 @@ def define_flags() -> None:
 
 
 def surveyed(
-    bed: Bed, workload: Workload | Mix, steps: Mapping[str, tuple[Steady, Composition]], seconds: float
+    bed: Bed,
+    workload: StepWorkload | Mix,
+    steps: Mapping[str, tuple[SteadyStep, Composition]],
+    seconds: float,
 ) -> list[dict[str, Any]]:
     """Return a row for each plan, of three short windows in turns."""
     timings = interleaved({name: steady.enqueue for name, (steady, _) in steps.items()}, seconds=seconds)
-    measured = [(bed.ways[name], name, steps[name][1], timings[name]) for name in steps]
-    like = workload if isinstance(workload, Workload) else workload.like
-    rows = plans_report.rows(bed.config, bed.model, like, measured)
-    return [row | {"uncut": uncut(bed.ways[row["plan"]][0])} for row in rows]
+    measured = [(bed.variants[name], name, steps[name][1], timings[name]) for name in steps]
+    like = workload if isinstance(workload, StepWorkload) else workload.like
+    rows = compare.rows(bed.config, bed.model, like, measured)
+    return [row | {"uncut": uncut(bed.variants[row["plan"]][0])} for row in rows]
 
 
 def run(seen: cards.Cards, write: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
@@ -294,7 +297,9 @@ def run(seen: cards.Cards, write: Callable[[dict[str, Any]], None]) -> dict[str,
     f, begun = flags.FLAGS, time.monotonic()
     workload = parse_mix(f.workload)
     f.plans = [*([f.found] if f.found else []), *f.plans]  # of two alike the found one has predictions
-    bed = bed_of_flags([workload if isinstance(workload, Workload) else workload.like], ["usual"], "workload")
+    bed = bed_of_flags(
+        [workload if isinstance(workload, StepWorkload) else workload.like], ["usual"], "workload"
+    )
     steps = ready(bed, workload)
     made_s = time.monotonic() - begun
     survey = surveyed(bed, workload, steps, f.survey_seconds)

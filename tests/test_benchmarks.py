@@ -1,7 +1,6 @@
-"""The README's figures are those of the committed reports."""
+"""The reports under benchmarks/: their keys, their index, and the README's table."""
 
 import json
-import re
 import runpy
 
 import paths
@@ -10,20 +9,24 @@ import pytest
 from jaxflow.pipeline.plan import load
 
 FOLDER = paths.ROOT / "benchmarks"
-TABLE = runpy.run_path(str(FOLDER / "table.py"))
+RESULTS = runpy.run_path(str(FOLDER / "results.py"))
+REPORTS = RESULTS["read_reports"](FOLDER)
+INCOMPLETE = json.loads((FOLDER / "incomplete.json").read_text("utf-8"))
+MOST_INCOMPLETE = 121  # may only shrink: a new report knows every key
 
 REPORT = {
     "command_name": "throughput",
     "model": "llama-3.1-8b",
     "device": "NVIDIA H200",
-    "engine_config": {"dtype": "bfloat16", "kv_cache_dtype": "auto", "tensor_parallel_size": 1},
+    "engine_config": {
+        "dtype": "bfloat16",
+        "kv_cache_dtype": "auto",
+        "tensor_parallel_size": 1,
+        "max_num_batched_tokens": 2048,
+        "max_num_seqs": 512,
+        "plan": "sequential",
+    },
     "workload": {"kind": "constant", "mean_prompt_tokens": 1024.0, "mean_output_tokens": 512.0},
-    "completed": 3,
-    "total_input_tokens": 3 * 1024,
-    "total_output_tokens": 3 * 512,
-    "cached_input_tokens": 0,
-    "duration": 4608 / 12345.6,
-    "engine_stats": {"steps": 3},
     "total_token_throughput": 12345.6,
     "fraction_of_optimal": 0.3,
     "power": {"mean_watts": 689.4, "mean_sm_clock_mhz": 1503.2},
@@ -31,176 +34,96 @@ REPORT = {
 
 
 @pytest.fixture
-def folder(tmp_path):
+def write(tmp_path):
+    """Write reports into a folder of their own, and return the folder."""
     (tmp_path / "rivals.json").write_text((FOLDER / "rivals.json").read_text("utf-8"))
-    return tmp_path
+    (tmp_path / "h200" / "m").mkdir(parents=True)
+
+    def written(**reports):
+        for name, report in reports.items():
+            (tmp_path / "h200" / "m" / f"{name}.json").write_text(json.dumps(report))
+        return tmp_path
+
+    return written
 
 
-def test_the_readme_has_the_table_of_the_reports():
-    readme = (paths.ROOT / "README.md").read_text("utf-8")
-    assert TABLE["rewritten"](readme) == readme
+def rows(folder, title):
+    """Return the table of a section of the index as lists of cells, without its head."""
+    section = RESULTS["index"](folder).split(f"## {title}\n")[1].split("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("| ")]
+    return [line.strip("| ").split(" | ") for line in lines[2:]]
 
 
-def test_the_speeds_on_its_first_page_are_of_the_table():
-    """Each in the row that its sentence speaks of."""
-    readme = (paths.ROOT / "README.md").read_text("utf-8")
-    said = readme.split("On one H200 Llama-3.1-8B makes ")[1].split("\n\n")[0]
-    rows = [line for line in readme.splitlines() if line.startswith("| ") and "| 1024 / 512 |" in line]
-    for device, model, ours, beside in (
-        ("NVIDIA H200", "llama-3.1-8b, bfloat16", "28,339", "vLLM 0.24.0 25,378"),
-        ("NVIDIA H200", "llama-3.1-8b, fp8, fp8 KV", "47,042", "vLLM 0.24.0 36,811"),
-        ("4 × NVIDIA H200", "llama-3-70b, fp8, fp8 KV", "19,624", "its sequential plan 18,361"),
-    ):
-        assert any(
-            row.startswith(f"| {device} | {model} |") and f"| {ours} |" in row and f"| {beside} |" in row
-            for row in rows
-        )
-        said = said.replace(ours, "").replace(beside.split()[-1], "")
-    assert not re.search(r"\d,\d", said), said
+@pytest.mark.parametrize("path", REPORTS)
+def test_a_report_has_every_key(path):
+    missing = [key for key in RESULTS["KEYS"] if key not in REPORTS[path]]
+    assert not missing
+    assert RESULTS["unknown_keys"](REPORTS[path]) == INCOMPLETE.get(path, [])
 
 
-def test_the_plans_of_engines_that_were_checked_are_there():
-    named = {
-        json.loads(path.read_text("utf-8")).get("plan", "sequential")
-        for path in FOLDER.glob("h200-check-engine*.json")
+def test_the_list_of_incomplete_reports_only_shrinks():
+    assert set(INCOMPLETE) <= set(REPORTS) and len(INCOMPLETE) <= MOST_INCOMPLETE
+
+
+def test_every_json_file_is_a_report_a_plan_a_setting_or_a_list():
+    others = {
+        path.relative_to(FOLDER).as_posix()
+        for path in FOLDER.rglob("*.json")
+        if path.relative_to(FOLDER).parts[0] not in RESULTS["NOT_REPORTS"]
     }
-    assert "benchmarks/plans/tp2/check-512-copied.json" in named
-    assert {load(paths.ROOT / plan).tokens for plan in named - {"sequential"}} == {512}
+    assert others - set(REPORTS) == {"rivals.json", "incomplete.json"}
 
 
-def test_what_moves_memory_is_in_the_kernels_table_as_it_was_measured():
-    """Norms, appends and sampling of docs/kernels.md's "Measured"; each figure is of one case."""
-    doc = (paths.ROOT / "docs" / "kernels.md").read_text("utf-8").split("## What was wanted")[1]
-    rows = json.loads((FOLDER / "h200-kernels.json").read_text("utf-8"))["rows"]
-    cases = {(row["group"], row["case"]): row for row in rows}
-    of = lambda start: next(line for line in doc.splitlines() if line.startswith(start))
-    for start, group in (("| norms,", "add_norm"), ("| append,", "rope_append")):
-        each = [cases[group, f"2048 tokens {form}"] for form in ("bf16", "fp8")]
-        assert f"{', '.join(f'{row["ways"][group]["us"]:.1f}' for row in each)} µs" in of(start)
-        assert f"{', '.join(f'{row["ratios"]["copy"]:.2f}' for row in each)} of a copy" in of(start)
-        assert all(row["reached"] for row in each) and "| 0.8: reached |" in of(start)
-    plain, full, flat, many = (row for (group, _), row in cases.items() if group == "sampling")
-    figures = [
-        f"{row['ways'][way]['us']:,.0f}"
-        for row, way in ((plain, "plain"), (full, "full"), (flat, "full"), (many, "full"))
+def test_a_command_names_the_report_and_plans_that_exist():
+    for path, report in REPORTS.items():
+        words = (report["command"] or "").replace("=", " ").replace(",", " ").split()
+        named = [word for word in words if word.startswith("benchmarks/") and word.endswith(".json")]
+        assert all((paths.ROOT / name).exists() for name in named), path
+        if "--output_json" in words and "&&" not in words:
+            assert words[words.index("--output_json") + 1] == f"benchmarks/{path}"
+
+
+def test_the_index_is_what_the_script_writes():
+    assert (FOLDER / "RESULTS.md").read_text("utf-8") == RESULTS["index"]()
+
+
+def test_the_readme_has_the_table_that_the_script_writes():
+    readme = (paths.ROOT / "README.md").read_text("utf-8")
+    assert RESULTS["rewritten"](readme) == readme
+    assert 2 < RESULTS["headline_table"]().count("\n") <= 2 + 8
+
+
+def test_the_headline_is_the_median_of_nine_runs():
+    assert "| 27,182 | [9 runs](benchmarks/RESULTS.md#throughput) |" in RESULTS["headline_table"]()
+
+
+def test_the_plans_of_checked_engines_exist():
+    named = {REPORTS[path]["plan"] for path in REPORTS if "/check-engine" in path} - {"sequential"}
+    assert len(named) == 2 and {load(paths.ROOT / plan).tokens for plan in named} == {512}
+
+
+def test_runs_of_the_same_work_share_a_row_with_their_median(write):
+    rates = {"a": 9.0, "b": 30.0, "c": 20.0}
+    folder = write(**{name: REPORT | {"total_token_throughput": rate} for name, rate in rates.items()})
+    (cells,) = rows(folder, "Throughput")
+    assert cells[:9] == [
+        *("NVIDIA H200", "llama-3.1-8b, bfloat16", "1024 / 512", "sequential, 2048", "512"),
+        *("20", "3", "9–30", "30%"),
     ]
-    assert "{}, {} µs (top-p 0.9 of a flat softmax {}, top-k 5000 {})".format(*figures) in of("| sampling,")
-
-
-def test_a_report_becomes_a_line_beside_its_rival(folder):
-    (folder / "a.json").write_text(json.dumps(REPORT))
-    (folder / "b.json").write_text(json.dumps(REPORT | {"power": None}))
-    (folder / "other.json").write_text(json.dumps(REPORT | {"command_name": "latency"}))
-    line, of_a_cpu = TABLE["render"](folder).strip().splitlines()[2:]
-    cells = [
-        "NVIDIA H200",
-        "llama-3.1-8b, bfloat16",
-        "1024 / 512",
-        "12,346",
-        "30%",
-        "29%, energy",
+    assert cells[9:11] == [
         "689 at 1503",
-        "vLLM 0.24.0 25,378",
+        "vLLM 0.24.0 25,378 (tuned, 512 sequences), vLLM 0.24.0 23,230 (defaults)",
     ]
-    assert line == f"| {' | '.join(cells)} | [json](benchmarks/a.json) |"
-    assert "| 30% | 29%, energy | – |" in of_a_cpu
+    assert "[c](h200/m/c.json)" in cells[11]
 
 
-def test_a_sweep_becomes_a_line_for_each_point(folder):
-    head = {key: REPORT[key] for key in ("model", "device", "engine_config")} | {"command_name": "sweep"}
-    point = {key: value for key, value in REPORT.items() if key not in (*head, "command_name")}
-    (folder / "a.json").write_text(
-        json.dumps(head | {"kind": "length", "points": [point, point | {"total_token_throughput": 9.0}]})
-    )
-    figures = {"mean_normalized_latency_ms": 20.0, "p99_normalized_latency_ms": 25.0, "mean_ttft_ms": 1234.5}
-    trace = {
-        "kind": "trace",
-        "trace": "sharegpt.csv",
-        "mean_prompt_tokens": 223.0,
-        "mean_output_tokens": 318.0,
+def test_an_overlapped_plan_has_a_row_of_its_own(write):
+    engine = REPORT["engine_config"] | {"plan": "plan.json"}
+    folder = write(a=REPORT, b=REPORT | {"engine_config": engine, "power": None})
+    assert {row[3]: row[9] for row in rows(folder, "Throughput")} == {
+        "sequential, 2048": "689 at 1503",
+        "overlapped, 2048": "–",
     }
-    rates = [
-        {"request_rate": rate, "total_token_throughput": 500.0 * rate, **figures} for rate in (36.0, 44.0)
-    ]
-    rates[1]["settled"] = {"mean_normalized_latency_ms": 24.0, "p99_to_mean_normalized_latency": 1.07}
-    (folder / "b.json").write_text(json.dumps(head | {"kind": "rate", "workload": trace, "points": rates}))
-    lines = [line for line in TABLE["render"](folder).splitlines() if "H200" in line]
-    assert [line.split(" | ")[3] for line in lines[:2]] == ["12,346", "9"]
-    cells = [
-        "NVIDIA H200",
-        "llama-3.1-8b, bfloat16",
-        "223 / 318 (sharegpt)",
-        "44",
-        "22,000",
-        "20",
-        "25",
-        "1.25",
-        "24",
-        "1.07",
-        "1,234",
-    ]
-    assert "| 1.25 | – | – |" in lines[2]
-    assert lines[3] == f"| {' | '.join(cells)} | [json](benchmarks/b.json) |"
-
-
-def test_the_hosts_cost_has_a_table_of_its_own(folder):
-    host = [
-        {"running": n, "mean_rows": 2048.0, "median_ms": ms, "p99_ms": 2 * ms}
-        for n, ms in ((1, 0.111), (1024, 1.26))
-    ]
-    (folder / "host.json").write_text(json.dumps({"command_name": "host", "cpu": "a CPU", "host": host}))
-    assert TABLE["render"](folder).strip().splitlines()[2:] == [
-        "| a CPU | 1 | 2048 | 0.11 | 0.22 | [json](benchmarks/host.json) |",
-        "| a CPU | 1024 | 2048 | 1.26 | 2.52 | [json](benchmarks/host.json) |",
-    ]
-
-
-def test_policies_of_a_model_that_does_not_fit(folder):
-    row = {
-        "name": "by-hand",
-        "policy": {
-            "weight_bits": 4,
-            "kv_bits": 16,
-            "num_gpu_batches": 3,
-            "gpu_batch_size": 48,
-            "prompt_tokens": 512,
-            "output_tokens": 32,
-        },
-        "paper_tokens_per_s": 7.32,
-        "latency_s": 10.0,
-        "tokens_per_s": 8.123,
-        "predicted": {"tokens_per_s": 9.0},
-        "link": {
-            "down_bytes": 512e9,
-            "busy_share": 0.84,
-            "decode_busy_share": 0.97,
-            "bound_tokens_per_s": 9.67,
-        },
-    }
-    report = {
-        "command_name": "search offload",
-        "device": "NVIDIA H200",
-        "model": "opt-30b",
-        "memory_gb": {"device": 16.0, "host": 100.0},
-    }
-    (folder / "a.json").write_text(json.dumps(report | {"rows": [row, {"name": "b", "failed": "no room"}]}))
-    (line,) = TABLE["render"](folder).strip().splitlines()[2:]
-    cells = [
-        "NVIDIA H200: 16, 100",
-        "opt-30b: 4, 16",
-        "512 / 32",
-        "3 × 48: by hand",
-        "8.12",
-        "9.00",
-        "51.2",
-        "84%, 97%",
-        "9.7",
-        "7.32",
-    ]
-    assert line == f"| {' | '.join([*cells, '[json](benchmarks/a.json)'])} |"
-    del row["link"]["decode_busy_share"]  # as reports of single transfers have it
-    (folder / "a.json").write_text(json.dumps(report | {"rows": [row]}))
-    assert "| 51.2 | – | – | 7.32 |" in TABLE["render"](folder)
 
 
 @pytest.mark.parametrize(
@@ -209,44 +132,58 @@ def test_policies_of_a_model_that_does_not_fit(folder):
         {"device": "NVIDIA H100"},
         {"model": "llama-2-7b"},
         {"engine_config": REPORT["engine_config"] | {"kv_cache_dtype": "float8_e4m3fn"}},
+        {"engine_config": REPORT["engine_config"] | {"tensor_parallel_size": 2}},
         {"workload": REPORT["workload"] | {"kind": "lognormal"}},
     ],
 )
-def test_a_rival_is_shown_only_beside_the_same_work(folder, change):
-    (folder / "a.json").write_text(json.dumps(REPORT | change))
-    assert "not measured" in TABLE["render"](folder)
+def test_a_rival_stands_only_next_to_the_same_work(write, change):
+    assert rows(write(a=REPORT | change), "Throughput")[0][10] == "–"
 
 
-def test_a_stale_readme_is_seen(folder):
-    readme = "x\n<!-- benchmarks -->\nold\n<!-- /benchmarks -->\ny\n"
-    assert (
-        TABLE["rewritten"](readme, folder)
-        == "x\n<!-- benchmarks -->\n\nNo measurement has been committed yet.\n\n<!-- /benchmarks -->\ny\n"
-    )
-    with pytest.raises(ValueError, match="README"):
-        TABLE["rewritten"]("no place", folder)
+def test_the_points_of_a_sweep_have_a_row_each(write):
+    head = {key: REPORT[key] for key in ("model", "device", "engine_config")} | {"command_name": "sweep"}
+    figures = {"mean_normalized_latency_ms": 20.0, "p99_normalized_latency_ms": 25.0, "mean_ttft_ms": 1234.5}
+    trace = {
+        "kind": "trace",
+        "trace": "sharegpt.csv",
+        "mean_prompt_tokens": 223.0,
+        "mean_output_tokens": 318.0,
+    }
+    points = [
+        {"request_rate": rate, "total_token_throughput": 500.0 * rate, **figures} for rate in (36.0, 44.0)
+    ]
+    points[1]["settled"] = {"mean_normalized_latency_ms": 24.0, "p99_to_mean_normalized_latency": 1.07}
+    folder = write(a=head | {"kind": "rate", "workload": trace, "points": points})
+    assert [row[2:10] for row in rows(folder, "Latency at a request rate")] == [
+        ["223 / 318 (sharegpt)", "36", "18,000", "20", "1.25", "–", "–", "1,234"],
+        ["223 / 318 (sharegpt)", "44", "22,000", "20", "1.25", "24", "1.07", "1,234"],
+    ]
 
 
-@pytest.mark.parametrize("run", ["mooncake", "1000-pages"])
-def test_the_page_has_what_each_tier_found(run):
-    report = json.loads((paths.ROOT / "benchmarks" / f"h200-kv-hierarchy-{run}.json").read_text("utf-8"))
-    lines = []
-    for name, way in report["ways"].items():
-        found, tiers = way["conversations"], {"recompute": 0, "device": 1, "host": 2, "disk": 3}[name]
-        shares = [
-            f"{share:.0%}".replace("%", " %")
-            for share in list(found["reuse_hit_rate_by_tier"].values())[:tiers]
+def test_a_failed_policy_has_no_row(write):
+    row = {
+        "name": "by-hand",
+        "policy": {
+            **{"weight_bits": 4, "kv_bits": 16, "num_gpu_batches": 3, "gpu_batch_size": 48},
+            **{"prompt_tokens": 512, "output_tokens": 32},
+        },
+        "paper_tokens_per_s": 7.32,
+        "latency_s": 10.0,
+        "tokens_per_s": 8.123,
+        "predicted": {"tokens_per_s": 9.0},
+        "link": {"down_bytes": 512e9},
+    }
+    head = {"command_name": "search offload", "device": "NVIDIA H200", "model": "opt-30b"}
+    memory = {"memory_gb": {"device": 16.0, "host": 100.0}}
+    folder = write(a=head | memory | {"rows": [row, {"name": "b", "failed": "no room"}]})
+    assert [cells[:8] for cells in rows(folder, "Offloaded inference")] == [
+        [
+            *("NVIDIA H200: 16, 100", "opt-30b: 4, 16", "512 / 32", "3 × 48: by hand"),
+            *("8.12", "9.00", "51.2", "7.32"),
         ]
-        cells = (
-            "none" if name == "recompute" else name,
-            *shares,
-            *("–" for _ in range(3 - tiers)),
-            f"{found['reuse_hit_rate']:.0%}".replace("%", " %") if tiers else "–",
-            f"{found['compute_saved']:.1%}".replace("%", " %"),
-            f"{found['later_rounds']['median_ttft_ms']:.0f}",
-            f"{found['median_tpot_ms']:.1f}",
-            f"{way['no_reuse']['median']:,.0f}",
-        )
-        lines.append(f"| {' | '.join(cells)} |")
-    text = (paths.ROOT / "docs" / "memory.md").read_text("utf-8")
-    assert text.partition(f"<!-- {run} -->\n")[2].partition(f"\n<!-- /{run} -->")[0].splitlines()[2:] == lines
+    ]
+
+
+def test_a_readme_without_a_place_for_the_table_is_refused():
+    with pytest.raises(ValueError, match="<!-- results -->"):
+        RESULTS["rewritten"]("no place")

@@ -42,16 +42,17 @@ COMMANDS = {
     "host": "engine.host",
     "link": "kv.link",
     "offload": "engine.offload",
-    "kernels": "kernels.command",
+    "kernels": "kernels.compare",
     "decode_step": "kernels.decode_step",
-    "plans": "plans.command",
+    "plans": "plans.compare",
     "trace": "plans.trace",
     "memory": "engine.memory",
     "perplexity": "engine.perplexity",
     "sweep": "engine.sweep",
 }
 
-DRAWN = ("output_png", "plot")  # flags that name a command's chart file
+CHARTS = ("output_png", "plot")  # flags that name a command's chart file
+RENAMED = {"beside_sequential": "compare_sequential", "smallest": "min_bucket"}  # flags of earlier releases
 
 
 def main(argv: list[str]) -> int:
@@ -70,7 +71,10 @@ def main(argv: list[str]) -> int:
     try:
         parse(argv[1:])
     except flags.Error as error:
-        print(f"error: {error}\n`python -m jaxflow.bench {argv[1]} --help` lists the flags", file=sys.stderr)
+        given = {word.lstrip("-").partition("=")[0] for word in argv[2:] if word.startswith("-")}
+        names = [f"--{old} is now --{new}" for old, new in RENAMED.items() if old in given]
+        help_command = f"`python -m jaxflow.bench {argv[1]} --help` lists the flags"
+        print(f"error: {error}", *names, help_command, sep="\n", file=sys.stderr)
         return 2
     return _run(command)
 
@@ -90,32 +94,49 @@ def _flag_help(command) -> list[str]:
 
 
 def _run(command) -> int:
+    from jaxflow.bench.report import machine
     from jaxflow.bench.report.requests import write_json
     from jaxflow.cli.output_files import check_outputs, check_pictures
-    from jaxflow.model.checkpoints.checkpoint import CheckpointError
     from jaxflow.parallel.mesh import choose_platform
-    from serving.client import RequestFailed
 
     choose_platform()
     without_weights()
     try:
         check_outputs("output_json", make_folders=True)
-        check_pictures(*(name for name in DRAWN if name in flags.FLAGS), make_folders=True)
-        result = command.run()
+        check_pictures(*(name for name in CHARTS if name in flags.FLAGS), make_folders=True)
+        with machine.watch() as readings:
+            result = command.run()
         if flags.FLAGS.output_json:
-            write_json(flags.FLAGS.output_json, result)
+            write_json(flags.FLAGS.output_json, machine.with_power(result, readings))
             print(f"wrote {flags.FLAGS.output_json}", file=sys.stderr)
     except BrokenPipeError:
         raise
-    except (
-        ValueError,
-        OSError,
-        CheckpointError,
-        RequestFailed,
-    ) as error:  # ConfigError and WorkloadError are subclasses of ValueError
+    except user_errors() as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def user_errors() -> tuple[type[Exception], ...]:
+    """Return the errors that name a wrong setting, file or answer. Any other error keeps its traceback."""
+    from jaxflow.bench.report.trace_events import TraceError
+    from jaxflow.bench.workload.lengths import WorkloadError
+    from jaxflow.config import ConfigError
+    from jaxflow.flexgen.policy import PolicyError
+    from jaxflow.model.checkpoints.source import CheckpointError
+    from jaxflow.pipeline.plan import PlanError
+    from serving.client import RequestFailed
+
+    return (
+        ConfigError,
+        WorkloadError,
+        CheckpointError,
+        PlanError,
+        PolicyError,
+        TraceError,
+        RequestFailed,
+        OSError,
+    )
 
 
 def without_weights() -> None:

@@ -6,7 +6,7 @@ shift and a mask widen bfloat16 in pieces, and numpy's BLAS multiplies. Threads 
 row's heads. Most likely Python's lock, which a thread holds between these calls, limits the rate: on an
 H200's host one thread reads 3.6 GB/s of bfloat16 in pieces of 1 MiB; eight threads read 13 GB/s and sixteen
 6.5 GB/s in pieces of 2 MiB; eight threads read a third less in pieces of 1 MiB
-(benchmarks/settings/h200-host-attention.json: 330 MB of complete pages over median_s). XLA's loops for the
+(benchmarks/h200/opt-30b/host-attention.json: 330 MB of complete pages over median_s). XLA's loops for the
 same work (jaxlib 0.11.2) took two to five times the time of a core. Each thread keeps its scratch memory,
 because fresh memory costs a page fault every 4 KB.
 """

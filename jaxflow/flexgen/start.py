@@ -40,7 +40,7 @@ from jaxflow.parallel.mesh import axis_of, make_mesh, on_gpu
 log = logging.getLogger(__name__)
 # Shares lost to gaps between tensors, of a GPU's memory and of its pool of pinned memory: of a pool of 100.9 GB
 # on an H200's host 98.3 GB could be used, and 99.2 GB could not
-# (benchmarks/settings/h200-offload-out-of-pinned-memory.json).
+# (benchmarks/h200/opt-30b/pinned-memory-exhausted.json).
 _SPARE, _POOL_SPARE = 0.06, 0.025
 
 

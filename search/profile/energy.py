@@ -1,8 +1,8 @@
 """What work costs a card in joules, fitted to runs that were measured on it: the constants of the fourth
 resource.
 
-  python -m search energy --runs benchmarks/h200-energy.json
-  python -m search energy --runs benchmarks/h200-energy.json --profile search/profiles/h200-llama-3.1-8b.json --out
+  python -m search energy --runs benchmarks/settings/h200-energy-runs.json
+  python -m search energy --runs benchmarks/settings/h200-energy-runs.json --profile search/profiles/h200-llama-3.1-8b.json --out
   h200.json
 
 A file of runs holds sustained rates of work with the watts and the clock that they settled at, and what is

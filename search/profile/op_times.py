@@ -24,7 +24,7 @@ SCHEMA_VERSION = 1
 ATTENTION = ("decode_attention", "chunk_attention")
 PAIR_TOKENS, PAIR_DECODES = 1024, 256  # of a pair's product and chunk attention; of its decode attention
 # that a collective by NCCL holds where a profile does not say: its channels on H200s
-# (benchmarks/h200-sums-of-two.json)
+# (benchmarks/h200/kernels/all-reduce-of-two.json)
 NETWORK_SMS = 24
 # of pairs of devices, each sends the other a whole part by the copy engines (`jaxflow.parallel.collectives`)
 EXCHANGE = "exchange"

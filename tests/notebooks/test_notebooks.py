@@ -10,7 +10,7 @@ import pytest
 NOTEBOOKS = sorted((paths.ROOT / "notebooks").glob("*.ipynb"))
 
 
-def test_there_are_the_sweep_and_the_cost_model():
+def test_sweep_and_cost_are_among_the_notebooks():
     assert {"cost.ipynb", "sweep.ipynb"} <= {path.name for path in NOTEBOOKS}
 
 
@@ -35,6 +35,6 @@ def test_notebook_runs_and_draws(path, monkeypatch):
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebook_is_kept_without_outputs(path):
+def test_notebook_has_no_outputs(path):
     for cell in nbformat.read(path, as_version=4).cells:
         assert not cell.get("outputs") and not cell.get("execution_count")

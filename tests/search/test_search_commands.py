@@ -138,7 +138,7 @@ def test_help_of_a_command_lists_every_flag_that_it_takes(command, capsys):
     )
 
 
-RUNS = str(paths.ROOT / "benchmarks" / "h200-energy.json")
+RUNS = str(paths.ROOT / "benchmarks" / "settings/h200-energy-runs.json")
 
 
 def test_energy_fits_runs_and_profiles_and_writes_what_engines_read(tmp_path, capsys):
@@ -164,7 +164,7 @@ def test_energy_fits_runs_and_profiles_and_writes_what_engines_read(tmp_path, ca
             ["--runs", str(paths.ROOT / "search" / "profiles" / "h200-llama-3.1-8b.json")],
             "h200-llama-3.1-8b.json: Object contains unknown field",
         ),
-        (["--runs", RUNS, "--profile", RUNS], "h200-energy.json"),
+        (["--runs", RUNS, "--profile", RUNS], "settings/h200-energy-runs.json"),
         (["--runs", RUNS, "--out", "no/such/folder.json"], "out="),
     ],
 )

@@ -204,7 +204,7 @@ def rooms(
 
 
 def run() -> dict[str, Any]:
-    """Run the command and return its report. Raises: ConfigError, OSError, ValueError for invalid flags."""
+    """Run the command and return its report. Raises: ConfigError, CheckpointError, OSError."""
     f, config = flags.FLAGS, engine_config_from_flags()
     if not f.target_config:  # the engine's share of memory is fixed when JAX starts
         prepare_process(config)

@@ -51,7 +51,7 @@ def rope_append_in_4_bits(
 
 
 @dataclasses.dataclass(frozen=True)
-class Way:
+class Precision:
     """Engine settings, and kernels that differ from the engine's own choice."""
 
     quantization: str | None = None
@@ -62,15 +62,15 @@ class Way:
 KV_4_BITS = dataclasses.replace(
     REFERENCE, name="reference, KV through 4 bits", rope_append=rope_append_in_4_bits
 )
-WAYS = {
-    "wide": Way(),
-    "fp8": Way("fp8"),
-    "fp8, fp8 KV": Way("fp8", "fp8"),
-    "fp8 KV": Way(None, "fp8"),
-    "int8 KV": Way(None, "int8"),
-    "int4": Way("int4"),
-    "int4, 4-bit KV": Way("int4", kernels=KV_4_BITS),
-    "4-bit KV": Way(kernels=KV_4_BITS),
+PRECISIONS = {
+    "unquantized": Precision(),
+    "fp8": Precision("fp8"),
+    "fp8, fp8 KV": Precision("fp8", "fp8"),
+    "fp8 KV": Precision(None, "fp8"),
+    "int8 KV": Precision(None, "int8"),
+    "int4": Precision("int4"),
+    "int4, 4-bit KV": Precision("int4", kernels=KV_4_BITS),
+    "4-bit KV": Precision(kernels=KV_4_BITS),
 }
 
 
@@ -101,56 +101,56 @@ def token_logprobs(llm: LLM, windows: np.ndarray) -> np.ndarray:
 
 
 def measure(
-    config: EngineConfig, windows: np.ndarray, ways: Sequence[str] = tuple(WAYS)
+    config: EngineConfig, windows: np.ndarray, precisions: Sequence[str] = tuple(PRECISIONS)
 ) -> Iterator[tuple[LLM, dict[str, Any]]]:
-    """Yield, for each of `ways`, its open engine and {way, perplexity, mean_moved, max_moved}.
+    """Yield, for each of `precisions`, its open engine and {precision, perplexity, mean_change, max_change}.
 
-    The `moved` values are changes from the first of `ways`.
+    The `changes` values are changes from the first of `precisions`.
     """
-    wide: np.ndarray | None = None
-    for name in ways:
-        way = WAYS[name]
+    unquantized: np.ndarray | None = None
+    for name in precisions:
+        precision = PRECISIONS[name]
         settings = dataclasses.replace(
-            config, quantization=way.quantization, kv_cache_dtype=way.kv_cache_dtype
+            config, quantization=precision.quantization, kv_cache_dtype=precision.kv_cache_dtype
         )
-        with LLM.from_config(settings, progress=False, kernels=way.kernels) as llm:
+        with LLM.from_config(settings, progress=False, kernels=precision.kernels) as llm:
             found = token_logprobs(llm, windows)
-            wide = found if wide is None else wide
-            yield llm, {"way": name, **moved(found, wide)}
+            unquantized = found if unquantized is None else unquantized
+            yield llm, {"precision": name, **changes(found, unquantized)}
 
 
-def moved(found: np.ndarray, wide: np.ndarray) -> dict[str, float]:
+def changes(found: np.ndarray, unquantized: np.ndarray) -> dict[str, float]:
     """Return the perplexity of these token log-probabilities, and their distance from the unquantized
     model's."""
-    distance = np.abs(found - wide)
+    distance = np.abs(found - unquantized)
     return {
         "perplexity": float(np.exp(-found.mean())),
-        "mean_moved": float(distance.mean()),
-        "max_moved": float(distance.max()),
+        "mean_change": float(distance.mean()),
+        "max_change": float(distance.max()),
     }
 
 
 def run() -> dict[str, Any]:
-    """Run the command and return its report. Raises: ConfigError, OSError, ValueError for invalid flags."""
+    """Run the command and return its report. Raises: ConfigError, CheckpointError, OSError."""
     f = flags.FLAGS
     windows = load_tokens(f.tokens)[: f.windows].astype(np.int64)
     result: dict[str, Any] = {}
-    ways = []
-    for llm, way in measure(engine_config_from_flags(), windows):
+    precisions = []
+    for llm, precision in measure(engine_config_from_flags(), windows):
         result = result or {
             "command_name": "perplexity",
             **head(llm),
             "tokens": f.tokens,
             "windows": list(windows.shape),
         }
-        ways.append(way)
+        precisions.append(precision)
         print(
             report.line(
-                f"{way['way']}:",
+                f"{precision['precision']}:",
                 (
-                    f"{way['perplexity']:.4f}, mean change of a token's log-probability "
-                    f"{way['mean_moved']:.4f}"
+                    f"{precision['perplexity']:.4f}, mean change of a token's log-probability "
+                    f"{precision['mean_change']:.4f}"
                 ),
             )
         )
-    return result | {"ways": ways}
+    return result | {"precisions": precisions}

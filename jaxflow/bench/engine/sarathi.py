@@ -11,12 +11,19 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxflow.bench.engine.simulate import Policy, simulate
-from jaxflow.bench.workload.lengths import constant
+import numpy as np
+
+from jaxflow.bench.engine.policies import step_policy
+from jaxflow.bench.report.requests import Record
+from jaxflow.bench.workload.lengths import Item, constant
 from jaxflow.config import Layer, ModelConfig, Rope
 from jaxflow.model.composition import Composition
 from jaxflow.model.cost import DEVICES, Rates, step_timer
 from jaxflow.model.graph import model_graph
+from jaxflow.request import Request, SamplingParams
+from jaxflow.scheduler.config import SchedulerConfig
+from jaxflow.scheduler.scheduler import Scheduler
+from jaxflow.scheduler.state import StepWork
 
 # The paper's first setting: LLaMA-13B on an A6000, with memory for 18 requests of 1K tokens.
 LLAMA_13B = ModelConfig("llama", 32000, 5120, 40, 40, 128, 13824, (Layer(rope=Rope(10000.0)),) * 40, 2048)
@@ -25,7 +32,7 @@ WHOLE = 1 << 14  # token budget of a step without chunking
 
 
 @dataclasses.dataclass(frozen=True)
-class Setting:
+class SarathiSetting:
     """A model, device and batch. `tile_rows` is the rows of a GEMM's tile, or None for products without
     tiles."""
 
@@ -53,7 +60,7 @@ def tile_chunk(chunk_size: int, slots: int) -> int:
 
 
 def gain_curves(
-    setting: Setting, chunk_sizes: Sequence[int] = (128, 256, 512), ratios: Sequence[float] = RATIOS
+    setting: SarathiSetting, chunk_sizes: Sequence[int] = (128, 256, 512), ratios: Sequence[float] = RATIOS
 ) -> dict[str, Any]:
     """Return the throughput of each chunk size over that of prefill-only and decode-only steps, by P : D
     (Fig. 9, 11b)."""
@@ -80,7 +87,9 @@ def gain_curves(
     }
 
 
-def tile_curve(setting: Setting, lengths: Sequence[int] = tuple(range(32, 1025, 16))) -> dict[str, Any]:
+def tile_curve(
+    setting: SarathiSetting, lengths: Sequence[int] = tuple(range(32, 1025, 16))
+) -> dict[str, Any]:
     """Return the time of a prefill step by number of tokens (Fig. 7), including one token more than each full
     tile."""
     step_s = setting.step_s()
@@ -98,7 +107,7 @@ def tile_curve(setting: Setting, lengths: Sequence[int] = tuple(range(32, 1025, 
     }
 
 
-def policy_table(setting: Setting, chunk_size: int = 256) -> dict[str, Any]:
+def policy_table(setting: SarathiSetting, chunk_size: int = 256) -> dict[str, Any]:
     """Return the throughput of each policy at the best ratio for the chunk size (Fig. 11a).
 
     The first row has the setting's length and B requests. The other rows have two and three times the length,
@@ -138,7 +147,7 @@ def policy_table(setting: Setting, chunk_size: int = 256) -> dict[str, Any]:
     return {"kind": "policies", "chunk_size": chunk_size, "rows": rows, **_describe(setting)}
 
 
-def _describe(setting: Setting) -> dict[str, Any]:
+def _describe(setting: SarathiSetting) -> dict[str, Any]:
     model = setting.model
     return {
         "model": f"{model.architecture}, {model.num_layers} layers of {model.hidden_size}",
@@ -149,3 +158,91 @@ def _describe(setting: Setting) -> dict[str, Any]:
         "bfloat16_flops_per_s": setting.rates.flops_per_s["bfloat16"],
         "memory_bytes_per_s": setting.rates.memory_bytes_per_s,
     }
+
+
+BLOCK_SIZE = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """A policy for filling steps.
+
+    `chunk_size` applies to the policies that use chunks. `budget` limits the tokens of any step.
+    """
+
+    name: str
+    budget: int
+    chunk_size: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Simulation:
+    """The result of a simulation: a record of each item on the simulated clock, and the composition of each
+    step."""
+
+    records: list[Record]
+    duration_s: float
+    steps: list[Composition]
+
+    @property
+    def token_throughput(self) -> float:
+        """Return the prompt and output tokens per second."""
+        return sum(r.prompt_tokens + r.output_tokens for r in self.records) / self.duration_s
+
+
+def composition(work: StepWork) -> Composition:
+    """Return the composition of a scheduled step for the cost model. Padding rows count as decodes without
+    keys."""
+    rows = work.bucket - sum(chunk.tokens for chunk in work.chunks)
+    keys = float(work.decode_positions.sum() + len(work.decode_positions)) / rows if rows else 0.0
+    chunks = tuple((chunk.tokens, chunk.start) for chunk in work.chunks)
+    return Composition(rows, keys, chunks, len(work.sampled))
+
+
+def simulate(
+    items: Sequence[Item], policy: Policy, slots: int, step_s: Callable[[Composition], float]
+) -> Simulation:
+    """Simulate all items from their arrival times, with at most `slots` running at once and unlimited KV.
+
+    step_s: returns the seconds of a step.
+    """
+    longest = max(item.prompt_tokens + item.output_tokens for item in items)
+    scheduler = Scheduler(
+        SchedulerConfig(
+            token_budget=policy.budget,
+            max_num_seqs=slots,
+            block_size=BLOCK_SIZE,
+            windows=(None,),
+            num_pages=(slots * (-(-longest // BLOCK_SIZE) + 1),),
+            max_model_len=longest,
+            buckets=tuple(range(1, policy.budget + 1)),  # the cost model rounds to tiles itself
+            enable_prefix_caching=False,
+            max_waiting=len(items),
+        ),
+        policy=step_policy(policy.name, policy.chunk_size),
+    )
+    coming = sorted(range(len(items)), key=lambda i: items[i].arrival_s, reverse=True)
+    records = [Record(item.prompt_tokens, item.arrival_s) for item in items]
+    now, steps = 0.0, []
+    left = len(items)
+    while left:
+        while coming and items[coming[-1]].arrival_s <= now:
+            i = coming.pop()
+            sampling = SamplingParams(temperature=0.0, max_tokens=items[i].output_tokens, ignore_eos=True)
+            scheduler.add(Request(str(i), np.zeros(items[i].prompt_tokens, np.int32).tolist(), sampling), now)
+        work = scheduler.schedule(now)
+        if work is None:
+            now = items[coming[-1]].arrival_s
+            continue
+        steps.append(composition(work))
+        now += step_s(steps[-1])
+        sampled = [seq for seq in work.sampled if not seq.finished]
+        scheduler.commit(sampled, [0] * len(sampled))
+        for seq in sampled:
+            record = records[int(seq.request.request_id)]
+            record.deliveries.append((now, 1))
+            if record.output_tokens == seq.request.sampling.max_tokens:
+                record.finished_s = now
+                scheduler.finish(seq)
+                left -= 1
+    return Simulation(records, now, steps)

@@ -24,6 +24,7 @@ from absl import flags
 
 from jaxflow.bench.report import machine, reuse
 from jaxflow.bench.report import requests as report
+from jaxflow.bench.report.optimum import optimal
 from jaxflow.bench.workload import conversations
 from jaxflow.bench.workload import flags as options
 from jaxflow.bench.workload import lengths as workload
@@ -168,7 +169,7 @@ async def _run() -> dict[str, Any]:
     config = find_model_config(f.model or served.name)
     tokens = result["total_input_tokens"], result["total_output_tokens"]
     if config and sum(tokens):
-        result |= machine.optimal(
+        result |= optimal(
             config, *tokens, dtype=served.dtype, tp=served.tensor_parallel_size, device=f.optimal_device
         )
         result["fraction_of_optimal"] = result["total_token_throughput"] / result["optimal_token_throughput"]
@@ -178,7 +179,7 @@ async def _run() -> dict[str, Any]:
 def run() -> dict[str, Any]:
     """Run the command and return its report.
 
-    Raises: WorkloadError, ValueError for invalid flags; RequestFailed if no server answers.
+    Raises: WorkloadError, ConfigError for invalid flags; RequestFailed if no server answers.
     """
     result = asyncio.run(_run())
     extra = {

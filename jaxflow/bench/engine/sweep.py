@@ -9,7 +9,7 @@
       --load_format dummy
   python -m jaxflow.bench sweep --sweep pd_ratio
 
-rate: requests at random times, by mean requests per second. --beside_sequential also runs each rate with the
+rate: requests at random times, by mean requests per second. --compare_sequential also runs each rate with the
 sequential plan, if the engine has another plan. NanoFlow's measure is the highest rate with a mean latency of
 at most 200 ms per token. At an excessive rate the queue grows during all arrivals. Therefore the report gives
 the measure together with the seconds of arrivals.
@@ -62,7 +62,7 @@ def define_flags() -> None:
         "target", None, "For rate: address host:port of a running server; default: an engine in this process."
     )
     flags.DEFINE_boolean(
-        "beside_sequential",
+        "compare_sequential",
         False,
         "For rate: also run each rate with only the sequential plan, first, in the same engine.",
     )
@@ -91,19 +91,19 @@ def rates(
     seed: int = 0,
     slo: Mapping[str, float] | None = None,
     keep: Keep = lambda sweep: None,
-    beside_sequential: bool = False,
+    compare_sequential: bool = False,
     **kwargs: Any,
 ) -> dict[str, Any]:
     """Run the same requests at each rate and return the sweep.
 
-    keep: receives the unfinished sweep after each rate. beside_sequential: also run with only the sequential
+    keep: receives the unfinished sweep after each rate. compare_sequential: also run with only the sequential
     plan, if the engine has another plan. kwargs: of `throughput.measure`.
     """
-    found: dict[str, Any] = {"kind": "rate", "beside_sequential": beside_sequential, "points": []}
+    found: dict[str, Any] = {"kind": "rate", "compare_sequential": compare_sequential, "points": []}
     for rate in values:
         arriving = workload.poisson_arrivals(items, rate, seed)
         once = functools.partial(throughput.measure, llm, arriving, arrive=True, seed=seed, slo=slo, **kwargs)
-        point = throughput.compared(llm, once) if beside_sequential else once()
+        point = throughput.compared(llm, once) if compare_sequential else once()
         found["points"].append({"request_rate": rate, "arrivals_s": arriving[-1].arrival_s, **point})
         found["highest_rate"] = highest_rate(found["points"])
         keep(found)
@@ -129,7 +129,7 @@ def highest_rate(points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     result = {
         "limit_ms": LIMIT_MS,
         "requests_per_s": highest(lambda p: p),
-        "settled": highest(lambda p: p["settled"]),
+        "later_half": highest(lambda p: p["later_half"]),
     }
     if all("sequential" in point for point in points):
         result["sequential"] = highest(lambda p: p["sequential"])
@@ -204,7 +204,9 @@ def lengths(
 
 def _simulated(kind: str) -> dict[str, Any]:
     f = flags.FLAGS
-    setting = sarathi.Setting(tile_rows=f.tile_rows, slots=f.slots, length=f.length, requests=5 * f.slots)
+    setting = sarathi.SarathiSetting(
+        tile_rows=f.tile_rows, slots=f.slots, length=f.length, requests=5 * f.slots
+    )
     if f.optimal_device:
         setting = dataclasses.replace(setting, rates=DEVICES[f.optimal_device].rates)
     if f.model:
@@ -231,7 +233,7 @@ def _measured(kind: str) -> dict[str, Any]:
     slo = report.parse_goodput(f.goodput)
     config = engine_config_from_flags()
     if kind == "rate":
-        if f.beside_sequential:
+        if f.compare_sequential:
             steps.check_plan(config)
         options.check_workload(options.longest(config))
     with LLM.from_config(
@@ -250,7 +252,7 @@ def _measured(kind: str) -> dict[str, Any]:
         else:
             items, head["workload"] = options.items_from_flags(llm.max_model_len)
             found = rates(
-                llm, items, values, slo=slo, beside_sequential=f.beside_sequential, progress=True, **common
+                llm, items, values, slo=slo, compare_sequential=f.compare_sequential, progress=True, **common
             )
     return head | found
 
@@ -306,7 +308,7 @@ def _shape(value: str) -> tuple[int, int]:
 def run() -> dict[str, Any]:
     """Run the command and return its report.
 
-    Raises: ConfigError, WorkloadError, ValueError for invalid flags; RequestFailed from a server.
+    Raises: ConfigError, WorkloadError for invalid flags; RequestFailed from a server.
     """
     f = flags.FLAGS
     if f.sweep in SIMULATED:
@@ -314,7 +316,7 @@ def run() -> dict[str, Any]:
     else:
         result = asyncio.run(_served()) if f.sweep == "rate" and f.target else _measured(f.sweep)
     result = {"command_name": "sweep", **result}
-    for row in [*table(result), *_said(result)]:
+    for row in [*table(result), *_summary(result)]:
         print(row)
     if f.output_png:
         plot.save(result, f.output_png)
@@ -362,26 +364,26 @@ def table(sweep: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _said(sweep: Mapping[str, Any]) -> list[str]:
+def _summary(sweep: Mapping[str, Any]) -> list[str]:
     """Return the summary of a sweep of rates as lines of text."""
     if "highest_rate" not in sweep:
         return []
     found = sweep["highest_rate"]
-    told = {
+    labels = {
         "requests_per_s": "all requests",
-        "settled": "the later half",
+        "later_half": "the later half",
         "sequential": "with the sequential plan",
     }
     rates = ", ".join(
         f"{'none' if found[key] is None else format(found[key], 'g')} ({of})"
-        for key, of in told.items()
+        for key, of in labels.items()
         if key in found
     )
     limit, seconds = (
         f"{found['limit_ms']:g} ms mean latency per token",
         f"at least {found['least_arrivals_s']:.0f} s of arrivals",
     )
-    same = sweep["beside_sequential"] and "sequential" not in found
+    same = sweep["compare_sequential"] and "sequential" not in found
     return [
         f"Highest rate with at most {limit}, with {seconds}: {rates} requests/s",
         *([throughput.SAME] if same else []),

@@ -5,11 +5,11 @@
   python -m jaxflow.bench throughput --model llama-3.1-8b --load_format dummy --lengths lognormal
       --input_len 246 --output_len 322
   python -m jaxflow.bench throughput --model llama-3.1-8b --load_format dummy --plan searched
-      --beside_sequential
+      --compare_sequential
 
 The time includes ramp-up and tail. Sampling is greedy, end tokens are ignored, prompts are random token ids,
 and prefix caching is off by default. A second figure is the steady state without ramp-up and tail: from the
-end of the first request to the first token of the last. --beside_sequential runs the same requests twice,
+end of the first request to the first token of the last. --compare_sequential runs the same requests twice,
 first with the sequential plan, if the engine has another plan. --profiled_seconds runs them once more under a
 profiler, which measures the device's idle time.
 """
@@ -26,13 +26,12 @@ from absl import flags
 from jaxflow.bench.engine import gaps, steps
 from jaxflow.bench.report import machine, reuse
 from jaxflow.bench.report import requests as report
-from jaxflow.bench.report.optimum import of_run
+from jaxflow.bench.report.optimum import of_run, optimal
 from jaxflow.bench.report.requests import Record
 from jaxflow.bench.workload import flags as options
 from jaxflow.bench.workload import lengths as workload
 from jaxflow.bench.workload.conversations import Conversation
-from jaxflow.bench.workload.converse import converse
-from jaxflow.bench.workload.drive import drive, greedy_requests
+from jaxflow.bench.workload.drive import converse, drive, greedy_requests
 from jaxflow.bench.workload.lengths import Item
 from jaxflow.cli.engine_flags import engine_config_from_flags
 from jaxflow.config import ConfigError
@@ -56,7 +55,7 @@ def define_flags() -> None:
     options.define_conversations()
     options.define_report()
     flags.DEFINE_boolean(
-        "beside_sequential",
+        "compare_sequential",
         False,
         "Run the requests twice in the same engine, first with the sequential plan, to measure the gain "
         "of --plan.",
@@ -169,7 +168,7 @@ def _measured(
     )
     result["steady_state"] = report.steady_state(records)
     if arrivals_s:
-        result["settled"] = report.settled(records, arrivals_s)
+        result["later_half"] = report.later_half(records, arrivals_s)
     result["steps"] = steps.summary(log)
     result["engine_stats"] = _difference(msgspec.to_builtins(after), msgspec.to_builtins(before))
     result["power"] = readings.summary()
@@ -187,7 +186,7 @@ def with_optimum(result: Mapping[str, Any], llm: LLM, steps: int, device: str | 
     if not sum(tokens):
         return {}
     model, engine = llm.model_config, llm.engine_config
-    best = machine.optimal(
+    best = optimal(
         model, *tokens, dtype=products_dtype(engine), tp=engine.tensor_parallel_size, device=device
     )
     optimum, steady = best["optimal_token_throughput"], result.get("steady_state")
@@ -231,8 +230,7 @@ def head(llm: LLM) -> dict[str, Any]:
 
 
 def run() -> dict[str, Any]:
-    """Run the command and return its report. Raises: ConfigError, WorkloadError, ValueError for invalid
-    flags."""
+    """Run the command and return its report. Raises: ConfigError, WorkloadError for invalid flags."""
     f = flags.FLAGS
     slo = report.parse_goodput(f.goodput)
     config = engine_config_from_flags()
@@ -240,14 +238,14 @@ def run() -> dict[str, Any]:
         config, max_waiting=max(config.max_waiting, f.num_requests or max(options.PROTOCOL.values()))
     )
     talking = f.rounds > 1 or (f.trace and f.trace.endswith(".jsonl"))
-    for name in ("beside_sequential", "profiled_seconds"):
+    for name in ("compare_sequential", "profiled_seconds"):
         if talking and f[name].value:
             raise ConfigError(
                 name,
                 f[name].value,
                 "requests without conversations: no --rounds, no trace with shared blocks",
             )
-    if f.beside_sequential:
+    if f.compare_sequential:
         steps.check_plan(config)
     options.check_workload(options.longest(config))
     with LLM.from_config(config) as llm:
@@ -266,8 +264,8 @@ def run() -> dict[str, Any]:
             def once() -> dict[str, Any]:
                 return _measure(llm, items, slo)
 
-            result |= compared(llm, once) if f.beside_sequential else once()
-            result["beside_sequential"] = f.beside_sequential
+            result |= compared(llm, once) if f.compare_sequential else once()
+            result["compare_sequential"] = f.compare_sequential
             if f.profiled_seconds:
                 result["profile"] = profiled(llm, items, f.profiled_seconds, f.workload_seed)
     result |= {  # the key names of vllm bench throughput
@@ -320,6 +318,6 @@ def show(result: Mapping[str, Any], title: str = "Throughput Benchmark Result") 
         print(report.line(f"Steps by {plan!r}:", number))
     if "against_sequential" in result:
         print(report.line("Against the sequential plan (x):", result["against_sequential"]))
-    elif result.get("beside_sequential"):
+    elif result.get("compare_sequential"):
         print(SAME)
     print(machine.text(result))

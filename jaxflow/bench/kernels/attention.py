@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxflow.bench.kernels.case import Case, Group, Way
+from jaxflow.bench.kernels.case import Implementation, KernelCase, KernelGroup
 from pallas_kernels.attention.chunk.api import chunk_attention
 from pallas_kernels.attention.decode.api import decode_attention
 from pallas_kernels.attention.decode.gpu_check import cudnn_paged, jax_paged
@@ -57,7 +57,7 @@ def _queries(calls: int, rows: int) -> list[jax.Array]:
 
 def _paged(
     kernel, table, counts, qs, caches, amount: float, work: float | None = None, **settings: Any
-) -> Way:
+) -> Implementation:
     """Return a program with one call per element of `qs`, over the caches in turn."""
     one = jax.jit(functools.partial(kernel, scale=SCALE, **settings))  # one lowering serves all calls
     program = jax.jit(
@@ -69,7 +69,7 @@ def _paged(
     dtype = (
         "float8_e4m3fn" if caches[0][0].dtype == jnp.float8_e4m3fn else "bfloat16"
     )  # int8 is multiplied as bfloat16
-    return Way(lambda: program(*arguments), len(qs), amount, work, dtype=dtype)
+    return Implementation(lambda: program(*arguments), len(qs), amount, work, dtype=dtype)
 
 
 def _decode(lengths: Sequence[int], kinds: Sequence[str]):
@@ -89,12 +89,12 @@ def _decode(lengths: Sequence[int], kinds: Sequence[str]):
     made = {
         dtype: [_cache(i, pages, dtype) for i in range(caches)] for dtype in {_dtype(kind) for kind in kinds}
     }
-    ways = {}
+    implementations = {}
     for kind in kinds:
         cache = made[_dtype(kind)]
         if kind in ("jax", "cudnn"):
             rival = {"jax": jax_paged, "cudnn": cudnn_paged}[kind](table, np.asarray(lengths), H)
-            ways[kind] = Way(functools.partial(rival, qs, cache), calls, read, keys)
+            implementations[kind] = Implementation(functools.partial(rival, qs, cache), calls, read, keys)
             continue
         settings: dict[str, Any] = {"unified": jnp.asarray(PHI, jnp.float32)} if "unified" in kind else {}
         if "fp8" in kind:
@@ -103,8 +103,8 @@ def _decode(lengths: Sequence[int], kinds: Sequence[str]):
             kind, lambda: decode_attention
         )()
         size = {"int8": read / 2 + keys * K * 8}.get(kind, read / 2 if "fp8" in kind else read)
-        ways[kind] = _paged(kernel, table, lengths, qs, cache, size, keys, **settings)
-    return ways
+        implementations[kind] = _paged(kernel, table, lengths, qs, cache, size, keys, **settings)
+    return implementations
 
 
 def _int8(attention: Callable) -> Callable:
@@ -141,22 +141,22 @@ def _chunk(chunks, kinds: Sequence[str]):
     qs = _queries(
         max(3, min(64, int(1.2e12 / flop) + 1)), tokens
     )  # at least 2 ms per program: eight calls with 8 chunks of 256 tokens measured the host instead
-    ways = {}
+    implementations = {}
     for kind in kinds:
         if kind == "cudnn":
-            ways[kind] = _cudnn(len(chunks), chunks[0][1], chunks[0][3], len(qs))
+            implementations[kind] = _cudnn(len(chunks), chunks[0][1], chunks[0][3], len(qs))
             continue
         settings: dict[str, Any] = {"unified": jnp.asarray(PHI, jnp.float32)} if kind == "unified" else {}
         if kind == "fp8":
             settings |= {"k_scale": jnp.ones(K, jnp.float32), "v_scale": jnp.ones(K, jnp.float32)}
         kernel = _int8(chunk_attention) if kind == "int8" else chunk_attention
-        ways[kind] = _paged(
+        implementations[kind] = _paged(
             kernel, table, chunks, qs, [_cache(i, pages, _dtype(kind)) for i in range(2)], flop, **settings
         )
-    return ways
+    return implementations
 
 
-def _cudnn(chunks: int, tokens: int, context: int, calls: int) -> Way:
+def _cudnn(chunks: int, tokens: int, context: int, calls: int) -> Implementation:
     """Return cuDNN's attention, which has no causal mask at an offset.
 
     Without context the attention is square and causal; otherwise it is unmasked over all keys.
@@ -170,11 +170,13 @@ def _cudnn(chunks: int, tokens: int, context: int, calls: int) -> Way:
         ]
     )
     pairs = chunks * (tokens * (tokens + 1) // 2 if causal else tokens * keys)
-    return Way(lambda: program(qs, k, v), calls, 4.0 * pairs * N * H)
+    return Implementation(lambda: program(qs, k, v), calls, 4.0 * pairs * N * H)
 
 
-def _cases(batches, make, kinds, **must) -> tuple[Case, ...]:
-    return tuple(Case(name, functools.partial(make, batch, kinds), **must) for name, batch in batches.items())
+def _cases(batches, make, kinds, **targets) -> tuple[KernelCase, ...]:
+    return tuple(
+        KernelCase(name, functools.partial(make, batch, kinds), **targets) for name, batch in batches.items()
+    )
 
 
 _CUDNN = (
@@ -182,27 +184,32 @@ _CUDNN = (
     "1 x 131072",
     "64 x 1100",
 )  # cuDNN needs as many pages in every row as the longest row has, which exceeds memory in other cases
-_MUST = {"1 x 131072": 3.7e12, "64 x 1100": None}
+_TARGETS = {"1 x 131072": 3.7e12, "64 x 1100": None}
 GROUPS = (
-    Group(
+    KernelGroup(
         "decode_attention",
         "TB/s",
         tuple(
-            Case(
+            KernelCase(
                 name,
                 functools.partial(_decode, batch, ("bf16", "jax", *["cudnn"] * (name in _CUDNN))),
-                rate=_MUST.get(name, 4.2e12),
+                rate=_TARGETS.get(name, 4.2e12),
             )
             for name, batch in BATCHES.items()
         ),
     ),
-    Group("decode_attention_fp8", "TB/s", _cases(BATCHES, _decode, ("fp8", "bf16"), ratio=1.8)),
-    Group("decode_unified", "TB/s", _cases(BATCHES, _decode, ("unified", "bf16"), ratio=1.0)),
-    Group("decode_fp8_unified", "TB/s", _cases(BATCHES, _decode, ("fp8 unified", "fp8"), ratio=1.0)),
-    Group("decode_attention_int8", "TB/s", _cases(BATCHES, _decode, ("int8", "bf16", "fp8"))),
-    Group("decode_attention_triton", "TB/s", _cases(BATCHES, _decode, ("triton", "jax", "bf16")), asked=True),
-    Group("chunk_attention", "TFLOP/s", _cases(CHUNKS, _chunk, ("bf16", "cudnn"), ratio=1.0)),
-    Group("chunk_unified", "TFLOP/s", _cases(CHUNKS, _chunk, ("unified", "bf16"), ratio=1.0)),
-    Group("chunk_attention_fp8", "TFLOP/s", _cases(CHUNKS, _chunk, ("fp8", "bf16"))),
-    Group("chunk_attention_int8", "TFLOP/s", _cases(CHUNKS, _chunk, ("int8", "bf16"))),
+    KernelGroup("decode_attention_fp8", "TB/s", _cases(BATCHES, _decode, ("fp8", "bf16"), ratio=1.8)),
+    KernelGroup("decode_unified", "TB/s", _cases(BATCHES, _decode, ("unified", "bf16"), ratio=1.0)),
+    KernelGroup("decode_fp8_unified", "TB/s", _cases(BATCHES, _decode, ("fp8 unified", "fp8"), ratio=1.0)),
+    KernelGroup("decode_attention_int8", "TB/s", _cases(BATCHES, _decode, ("int8", "bf16", "fp8"))),
+    KernelGroup(
+        "decode_attention_triton",
+        "TB/s",
+        _cases(BATCHES, _decode, ("triton", "jax", "bf16")),
+        on_request=True,
+    ),
+    KernelGroup("chunk_attention", "TFLOP/s", _cases(CHUNKS, _chunk, ("bf16", "cudnn"), ratio=1.0)),
+    KernelGroup("chunk_unified", "TFLOP/s", _cases(CHUNKS, _chunk, ("unified", "bf16"), ratio=1.0)),
+    KernelGroup("chunk_attention_fp8", "TFLOP/s", _cases(CHUNKS, _chunk, ("fp8", "bf16"))),
+    KernelGroup("chunk_attention_int8", "TFLOP/s", _cases(CHUNKS, _chunk, ("int8", "bf16"))),
 )

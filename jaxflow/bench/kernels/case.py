@@ -8,7 +8,7 @@ from pallas_kernels.measure.peaks import Least
 
 
 @dataclasses.dataclass(frozen=True)
-class Way:
+class Implementation:
     """One implementation of a case's work.
 
     run: enqueues a program with `calls` calls. amount: bytes, FLOP or tokens of one call, for its rate.
@@ -29,7 +29,7 @@ class Way:
     dtype: str = "bfloat16"
     tuned: bool = False
 
-    def must(self, unit: str) -> Least:
+    def least_work(self, unit: str) -> Least:
         """Return the minimum work of a call, in the group's `unit`."""
         if self.least is not None:
             return self.least
@@ -39,7 +39,7 @@ class Way:
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class KernelCase:
     """One benchmark case.
 
     prepare: makes inputs on the device and returns the implementations, ours first. rate: target rate of our
@@ -49,25 +49,25 @@ class Case:
     """
 
     name: str
-    prepare: Callable[[], Mapping[str, Way]]
+    prepare: Callable[[], Mapping[str, Implementation]]
     rate: float | None = None
     ratio: float | None = None
     recorded_us: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
-class Group:
+class KernelGroup:
     """The cases of one kernel.
 
     unit: of the rates: TB/s, TFLOP/s or tok/s. geomean: target for the geometric mean of the ratios.
 
-    together: the cases share a model in memory, so one process runs all of them. asked: measured only on
+    together: the cases share a model in memory, so one process runs all of them. on_request: measured only on
     request.
     """
 
     name: str
     unit: str
-    cases: tuple[Case, ...]
+    cases: tuple[KernelCase, ...]
     geomean: float | None = None
     together: bool = False
-    asked: bool = False
+    on_request: bool = False

@@ -12,7 +12,7 @@ The methods take turns in one process:
     graph              one CUDA graph, as for larger steps
     graph and chunks   the same with the kernel for prefill chunks, although the step has no chunks
     one by one         each kernel launched separately
-    early              each kernel launched separately with programmatic dependent launch
+    pdl                each kernel launched separately with programmatic dependent launch
                        (`pallas_kernels.hopper.pdl`), as for small steps
 
 The report also compares the hidden states of each method with those of the first method, bit by bit. Above 64
@@ -53,11 +53,11 @@ from jaxflow.pipeline.handwritten import sequential_plan
 from pallas_kernels.measure.timing import interleaved
 
 # (a name in jaxflow.pipeline.streams.GRAPHS, programmatic dependent launch, a kernel for chunks)
-WAYS = {
+LAUNCHES = {
     "graph": ("xla", False, False),
     "graph and chunks": ("xla", False, True),
     "one by one": ("streams", False, False),
-    "early": ("streams", True, False),
+    "pdl": ("streams", True, False),
 }
 
 
@@ -72,15 +72,18 @@ class Steps:
         model = executor.programs.context.config
         plan = sequential_plan(model, tokens)
         base = executor.layouts[tokens][0]
-        layouts = {way: dataclasses.replace(base, decodes=not chunks) for way, (_, _, chunks) in WAYS.items()}
-        self.buffers = {way: jnp.asarray(self._buffer(layout)) for way, layout in layouts.items()}
+        layouts = {
+            launch: dataclasses.replace(base, decodes=not chunks)
+            for launch, (_, _, chunks) in LAUNCHES.items()
+        }
+        self.buffers = {launch: jnp.asarray(self._buffer(layout)) for launch, layout in layouts.items()}
         self.lowered, self.options, self.programs = {}, {}, {}
-        for way, (launched, early, _) in WAYS.items():
-            forward = compile_plan(plan, model, quantized=quantized, pdl=early)
-            step = executor.programs.step(layouts[way], forward)
+        for launch, (graphs, pdl, _) in LAUNCHES.items():
+            forward = compile_plan(plan, model, quantized=quantized, pdl=pdl)
+            step = executor.programs.step(layouts[launch], forward)
             state = (executor.weights, executor.kv, executor.page_table, executor.last_tokens)
-            self.lowered[way] = step.lower(*state, self.buffers[way])
-            self.options[way] = xla_options(plan, 1, launched)
+            self.lowered[launch] = step.lower(*state, self.buffers[launch])
+            self.options[launch] = xla_options(plan, 1, graphs)
         self.sampler = executor.programs.sample_plain()
 
     def _buffer(self, layout: StepLayout) -> np.ndarray:
@@ -88,18 +91,18 @@ class Steps:
         table.sampler[:] = PLAIN
         return packed(layout, table, self.requests, self.context - 1)
 
-    def compile(self, way: str) -> None:
-        self.programs[way] = self.lowered[way].compile(compiler_options=self.options[way] or None)
+    def compile(self, launch: str) -> None:
+        self.programs[launch] = self.lowered[launch].compile(compiler_options=self.options[launch] or None)
 
-    def forward(self, way: str, last: jax.Array) -> tuple[jax.Array, Any]:
-        hidden, _, rows = self.executor.run_program(self.programs[way], self.buffers[way], last)
+    def forward(self, launch: str, last: jax.Array) -> tuple[jax.Array, Any]:
+        hidden, _, rows = self.executor.run_program(self.programs[launch], self.buffers[launch], last)
         return hidden, rows
 
-    def run(self, way: str) -> jax.Array:
+    def run(self, launch: str) -> jax.Array:
         """Enqueue a full step and return its hidden states. The next step reads its drawn tokens."""
         e = self.executor
         tokens, e.last_tokens = self.sampler(
-            head(e.weights), *self.forward(way, e.last_tokens), e.last_tokens
+            head(e.weights), *self.forward(launch, e.last_tokens), e.last_tokens
         )
         return tokens
 
@@ -107,22 +110,22 @@ class Steps:
         """Return, for each method, True if every run gives the first method's hidden states bit by bit."""
         last = jnp.zeros_like(self.executor.last_tokens)
         last = jax.device_put(last, self.executor.last_tokens.sharding)
-        wanted = np.asarray(self.forward(next(iter(WAYS)), last)[0])[: self.requests]
+        wanted = np.asarray(self.forward(next(iter(LAUNCHES)), last)[0])[: self.requests]
         return {
-            way: all(
-                np.array_equal(wanted, np.asarray(self.forward(way, last)[0])[: self.requests])
+            launch: all(
+                np.array_equal(wanted, np.asarray(self.forward(launch, last)[0])[: self.requests])
                 for _ in range(times)
             )
-            for way in WAYS
+            for launch in LAUNCHES
         }
 
-    def enqueue_us(self, way: str, times: int = 5) -> float:
+    def enqueue_us(self, launch: str, times: int = 5) -> float:
         """Return the median time in microseconds for the host to enqueue a step on an idle device."""
         took = []
         for _ in range(times):
             jax.block_until_ready(self.executor.kv)
             start = time.perf_counter()
-            tokens = self.run(way)
+            tokens = self.run(launch)
             took.append(time.perf_counter() - start)
             tokens.block_until_ready()
         return 1e6 * float(np.median(took))
@@ -159,7 +162,7 @@ def define_flags() -> None:
     )
     flags.DEFINE_list("requests", [str(n) for n in REQUESTS], "Numbers of decoding requests to measure.")
     flags.DEFINE_list(
-        "smallest",
+        "min_bucket",
         ["8"],
         (
             "Minimum tokens of a step's bucket (default 8; an engine uses 1 for one bfloat16 request). A "
@@ -218,7 +221,7 @@ def _compared(executor: Executor, wanted: list[tuple[int, int]]) -> dict[str, An
                     "context": f.context,
                     "steps": f.steps,
                     "quantized": f.precision == "fp8",
-                    "early": not chunk,
+                    "with_pdl": not chunk,
                 }
                 rows.append(agreement(executor, tokens, decodes=decodes, chunk=chunk, **how))
                 print(
@@ -239,13 +242,13 @@ def _compared(executor: Executor, wanted: list[tuple[int, int]]) -> dict[str, An
 def run() -> dict[str, Any]:
     """Run the command and return its report.
 
-    Raises: ConfigError, CheckpointError; ValueError without a GPU, because the default model needs gigabytes.
+    Raises: ConfigError, CheckpointError; ConfigError without a GPU, because the default model needs gigabytes.
     """
     machine.need_gpu("decode_step")
     f = flags.FLAGS
     requests = [int(n) for n in f.requests]
     wanted = [
-        (n, tokens) for n in requests for tokens in sorted({max(int(least), n) for least in f.smallest})
+        (n, tokens) for n in requests for tokens in sorted({max(int(least), n) for least in f.min_bucket})
     ]
     executor = _executor(f.model, f.precision, sorted({tokens for _, tokens in wanted}), f.context)
     if f.steps:
@@ -253,26 +256,33 @@ def run() -> dict[str, Any]:
     every = [Steps(executor, *one, f.context, f.precision == "fp8") for one in wanted]
     with ThreadPoolExecutor(8) as threads:
         list(
-            threads.map(lambda job: job[0].compile(job[1]), [(steps, way) for steps in every for way in WAYS])
+            threads.map(
+                lambda job: job[0].compile(job[1]),
+                [(steps, launch) for steps in every for launch in LAUNCHES],
+            )
         )
     rows: list[dict[str, Any]] = []
     for steps in every:
         same = steps.same_bits()
-        timings = interleaved({way: functools.partial(steps.run, way) for way in WAYS}, seconds=f.seconds)
-        ways = {
-            way: dataclasses.asdict(timings[way])
-            | {"same_bits": same[way], "enqueue_us": steps.enqueue_us(way)}
-            for way in WAYS
+        timings = interleaved(
+            {launch: functools.partial(steps.run, launch) for launch in LAUNCHES}, seconds=f.seconds
+        )
+        launches = {
+            launch: dataclasses.asdict(timings[launch])
+            | {"same_bits": same[launch], "enqueue_us": steps.enqueue_us(launch)}
+            for launch in LAUNCHES
         }
-        for way, row in ways.items():
-            took = f"{row['us'] / 1e3:7.3f} ms ±{row['spread'] / 2:.1%}, the same bits: {same[way]}"
-            print(f"{steps.requests:4} requests in {steps.tokens}, {way:17} {took}", flush=True)
+        for launch, row in launches.items():
+            took = f"{row['us'] / 1e3:7.3f} ms ±{row['spread'] / 2:.1%}, the same bits: {same[launch]}"
+            print(f"{steps.requests:4} requests in {steps.tokens}, {launch:17} {took}", flush=True)
         profiles = {
-            way: kernels_of(functools.partial(steps.run, way))
-            for way, (graphs, *_) in WAYS.items()
+            launch: kernels_of(functools.partial(steps.run, launch))
+            for launch, (graphs, *_) in LAUNCHES.items()
             if graphs == "streams"
         }
-        rows.append({"requests": steps.requests, "tokens": steps.tokens, "ways": ways, "profiles": profiles})
+        rows.append(
+            {"requests": steps.requests, "tokens": steps.tokens, "launches": launches, "profiles": profiles}
+        )
     given = {name: f[name].value for name in ("model", "precision", "context", "seconds")}
     return {
         "command_name": "decode_step",

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jaxflow.bench.kernels.case import Case, Group, Way
+from jaxflow.bench.kernels.case import Implementation, KernelCase, KernelGroup
 from pallas_kernels.gemm import model_shapes
 from pallas_kernels.gemm import reference as gemm_reference
 from pallas_kernels.gemm.dense.api import dense_gemm
@@ -38,10 +38,12 @@ def _normal(i: int, *shape: int) -> jax.Array:
     return jax.random.normal(jax.random.key(i), shape, jnp.bfloat16)
 
 
-def _program(gemm: Callable, xs: list, ws: list, rounds: int, amount: float, least: Least, **settings) -> Way:
+def _program(
+    gemm: Callable, xs: list, ws: list, rounds: int, amount: float, least: Least, **settings
+) -> Implementation:
     """Return a program that multiplies each x with its own weight, repeated `rounds` times."""
     program = looped(jax.jit(functools.partial(gemm, **settings)), rounds)
-    return Way(
+    return Implementation(
         lambda: program(xs, ws),
         rounds * len(xs),
         amount,
@@ -57,17 +59,19 @@ def _operands(m: int, k: int, n: int, bytes_a_weight: float = 2) -> tuple[int, i
     return weights, max(1, round(5e-3 / weights / max(2 * m * k * n / 700e12, k * n * bytes_a_weight / 4e12)))
 
 
-def _bf16(m: int, shape: tuple[int, int], flop: bool, ways: dict[str, Callable]) -> dict[str, Way]:
+def _bf16(
+    m: int, shape: tuple[int, int], flop: bool, implementations: dict[str, Callable]
+) -> dict[str, Implementation]:
     k, n = shape
     weights, rounds = _operands(m, k, n)
     ws, xs = [_normal(i, n, k) * k**-0.5 for i in range(weights)], [_normal(i, m, k) for i in range(weights)]
     amount, least = 2.0 * m * k * n if flop else 2.0 * k * n, Least(2.0 * k * n, 2.0 * m * k * n)
-    return {name: _program(gemm, xs, ws, rounds, amount, least) for name, gemm in ways.items()}
+    return {name: _program(gemm, xs, ws, rounds, amount, least) for name, gemm in implementations.items()}
 
 
 def _fp8(
     m: int, shape: tuple[int, int], name: str, forms: dict[str, Callable] | None = None
-) -> dict[str, Way]:
+) -> dict[str, Implementation]:
     """Return the FP8 products of our kernels and of XLA.
 
     Our kernels take the layer's own inputs: `down` has scales per 128 columns, and the others have scales per
@@ -98,10 +102,10 @@ def _fp8(
     return found
 
 
-def _products(rows, make: Callable, **must) -> tuple[Case, ...]:
+def _products(rows, make: Callable, **targets) -> tuple[KernelCase, ...]:
     """Return cases for every shape and number of rows. make(m, shape, name) prepares one case."""
     return tuple(
-        Case(f"{name} M {m}", functools.partial(make, m, shape, name), **must)
+        KernelCase(f"{name} M {m}", functools.partial(make, m, shape, name), **targets)
         for m in rows
         for name, shape in SHAPES.items()
     )
@@ -139,14 +143,17 @@ def _int4(m, shape, _):
     """Prepare the int4 product. Each rate counts the bytes that its kernel reads, and the ratio compares
     times."""
     k, n = shape
-    ways = _flat(m, shape, _)
+    implementations = _flat(m, shape, _)
     weights, rounds = _operands(m, k, n, 0.5)
     ws = [jax.jit(quantize_int4)(_normal(i, n, k) * k**-0.5) for i in range(weights)]
     read = (0.5 + 4 / 64) * k * n
     four = _program(
         int4_gemm, [_normal(i, m, k) for i in range(weights)], ws, rounds, read, Least(read, 2.0 * m * k * n)
     )
-    return {"int4": dataclasses.replace(four, work=1.0), "flat": dataclasses.replace(ways["flat"], work=1.0)}
+    return {
+        "int4": dataclasses.replace(four, work=1.0),
+        "flat": dataclasses.replace(implementations["flat"], work=1.0),
+    }
 
 
 def _bounded(sms: int, m, shape, _):
@@ -158,13 +165,13 @@ def _bounded(sms: int, m, shape, _):
     )
 
 
-def _large(case: Case) -> Case:
+def _large(case: KernelCase) -> KernelCase:
     """Return the case with a target of 4.0 TB/s if the flat product has more than 100 MB of weights."""
     k, n = next(shape for name, shape in SHAPES.items() if case.name.startswith(f"{name} "))
-    return Case(case.name, case.prepare, rate=4.0e12 if 2 * k * n > 100e6 else None, ratio=case.ratio)
+    return KernelCase(case.name, case.prepare, rate=4.0e12 if 2 * k * n > 100e6 else None, ratio=case.ratio)
 
 
-def _only(cases: tuple[Case, ...], part: str) -> tuple[Case, ...]:
+def _only(cases: tuple[KernelCase, ...], part: str) -> tuple[KernelCase, ...]:
     return tuple(case for case in cases if part in case.name)
 
 
@@ -187,7 +194,7 @@ def _tiles(m, shape, name):
     return _bf16(m, shape, True, ours | {"xla": _xla_gated if gates else gemm_reference.gemm})
 
 
-def _fp8_tiles(m: int, sms: int) -> dict[str, Way]:
+def _fp8_tiles(m: int, sms: int) -> dict[str, Implementation]:
     """Return the chosen tile plan and the other plans for 8B's `down` on `sms` SMs."""
     k, n = SHAPES["8B down"]
     told = {"blocked": True, "gate_block": None, "quantize": False}
@@ -201,32 +208,38 @@ def _fp8_tiles(m: int, sms: int) -> dict[str, Way]:
 
 DENSE_ROWS = (2048, 1024, 512, 256)
 GROUPS = (
-    Group("dense_gemm", "TFLOP/s", _products(DENSE_ROWS, _dense, ratio=0.95), geomean=1.0),
-    Group(
+    KernelGroup("dense_gemm", "TFLOP/s", _products(DENSE_ROWS, _dense, ratio=0.95), geomean=1.0),
+    KernelGroup(
         "dense_gemm_gated",
         "TFLOP/s",
         _only(_products(DENSE_ROWS, _gated, ratio=0.95), "8B up_gate"),
         geomean=1.0,
     ),
     *(
-        Group(
+        KernelGroup(
             f"dense_gemm_{sms}",
             "TFLOP/s",
             _only(_products((2048, 832), functools.partial(_bounded, sms), ratio=least), "8B"),
         )
         for sms, least in ((104, 0.87), (112, 0.90), (120, 0.93))
     ),
-    Group("fp8_gemm", "TFLOP/s", _products(DENSE_ROWS, _fp8), geomean=1.0),
-    Group("fp8_flat_gemm", "TFLOP/s", _products((64, 1), _fp8), geomean=1.0),
-    Group("int4_gemm", "TB/s", _products((16, 1), _int4), geomean=2.5),
-    Group("flat_gemm", "TB/s", tuple(map(_large, _products((64, 16, 1), _flat, ratio=0.97))), geomean=1.1),
-    Group("flat_gemm_triton", "TB/s", _only(_products((64, 16, 1), _flat_triton), "8B"), asked=True),
-    Group("dense_tiles", "TFLOP/s", _only(_products((512, 256, 1024, 768, 384), _tiles), "8B"), asked=True),
-    Group(
+    KernelGroup("fp8_gemm", "TFLOP/s", _products(DENSE_ROWS, _fp8), geomean=1.0),
+    KernelGroup("fp8_flat_gemm", "TFLOP/s", _products((64, 1), _fp8), geomean=1.0),
+    KernelGroup("int4_gemm", "TB/s", _products((16, 1), _int4), geomean=2.5),
+    KernelGroup(
+        "flat_gemm", "TB/s", tuple(map(_large, _products((64, 16, 1), _flat, ratio=0.97))), geomean=1.1
+    ),
+    KernelGroup(
+        "flat_gemm_triton", "TB/s", _only(_products((64, 16, 1), _flat_triton), "8B"), on_request=True
+    ),
+    KernelGroup(
+        "dense_tiles", "TFLOP/s", _only(_products((512, 256, 1024, 768, 384), _tiles), "8B"), on_request=True
+    ),
+    KernelGroup(
         "fp8_tiles",
         "TFLOP/s",
         tuple(
-            Case(f"8B down M {m} on {sms}", functools.partial(_fp8_tiles, m, sms))
+            KernelCase(f"8B down M {m} on {sms}", functools.partial(_fp8_tiles, m, sms))
             for m, sms in (
                 (1024, 100),
                 (768, 84),
@@ -237,6 +250,6 @@ GROUPS = (
                 (256, 132),
             )
         ),
-        asked=True,
+        on_request=True,
     ),
 )

@@ -25,11 +25,11 @@ from jaxflow.pipeline.handwritten import sequential_plan
 from jaxflow.scheduler.state import Chunk, StepWork
 
 TURNS = 16
-WAYS = {
+LAUNCHES = {
     "graph": ("xla", False),
     "one by one": ("streams", False),
-    "early": ("streams", True),
-}  # (as in `streams.GRAPHS`, kernels begin early)
+    "pdl": ("streams", True),
+}  # (as in `streams.GRAPHS`, programmatic dependent launch)
 _AHEAD = 50  # maximum steps in flight
 
 
@@ -102,7 +102,7 @@ def agreement(
     context: int,
     steps: int,
     quantized: bool,
-    early: bool,
+    with_pdl: bool,
 ) -> dict[str, Any]:
     """Run `steps` steps with each launch method and compare their outputs with those of the first method.
 
@@ -111,7 +111,7 @@ def agreement(
     Args:
       executor: without warm-up; its slots have pages for `context` tokens.
       tokens: the bucket. decodes: decoding requests. chunk: prompt tokens of one more request; 0 means no
-      chunk and no chunk kernel. early: include the method with programmatic dependent launch, for decode-only
+      chunk and no chunk kernel. with_pdl: include the method with programmatic dependent launch, for decode-only
       steps.
     """
     layout = dataclasses.replace(executor.layouts[tokens][0], decodes=not chunk)
@@ -121,17 +121,17 @@ def agreement(
         executor.programs.sample_plain(),
     )
     rows, histories = decodes + bool(chunk), {}
-    for way, (launched, begins) in WAYS.items():
-        if begins and not early:
+    for launch, (graphs, pdl) in LAUNCHES.items():
+        if pdl and not with_pdl:
             continue
-        step = executor.programs.step(layout, compile_plan(plan, config, quantized=quantized, pdl=begins))
+        step = executor.programs.step(layout, compile_plan(plan, config, quantized=quantized, pdl=pdl))
         state = executor.weights, executor.kv, executor.page_table, executor.last_tokens
         program = step.lower(*state, buffers[0]).compile(
-            compiler_options=xla_options(plan, 1, launched) or None
+            compiler_options=xla_options(plan, 1, graphs) or None
         )
-        histories[way] = _history(executor, program, sampler, buffers, rows, steps)
+        histories[launch] = _history(executor, program, sampler, buffers, rows, steps)
     first, *others = histories.items()
-    found = {way: _first_difference(first[1], history) for way, history in others}
+    found = {launch: _first_difference(first[1], history) for launch, history in others}
     distinct = len(np.unique(first[1][1]))
     about = {
         "tokens": tokens,

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxflow.bench.kernels.case import Case, Group, Way
+from jaxflow.bench.kernels.case import Implementation, KernelCase, KernelGroup
 from jaxflow.config import EngineConfig
 from jaxflow.engine.executor import Executor
 from jaxflow.engine.layout import SlotSampling, pack
@@ -80,7 +80,7 @@ def _normal(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     return (0.5 * jax.random.normal(key, shape, jnp.bfloat16)).astype(dtype)
 
 
-def _decode_step(precision: str, requests: int) -> dict[str, Way]:
+def _decode_step(precision: str, requests: int) -> dict[str, Implementation]:
     """Prepare steps in which every request repeatedly decodes its token at position CONTEXT - 1."""
     # memory holds only one model next to its cache
     if _executor.cache_info().currsize and _last[0] != precision:
@@ -102,7 +102,7 @@ def _decode_step(precision: str, requests: int) -> dict[str, Way]:
     buffer, _ = pack(layout, work, table)
     executor.run(layout, buffer, appends, full=False)
     return {
-        precision: Way(
+        precision: Implementation(
             lambda: executor.run(layout, buffer, appends[:0], full=False).tokens, 1, float(requests)
         )
     }
@@ -111,7 +111,7 @@ def _decode_step(precision: str, requests: int) -> dict[str, Way]:
 _last = [""]
 
 
-def _layer(fp8: bool, tokens: int) -> dict[str, Way]:
+def _layer(fp8: bool, tokens: int) -> dict[str, Implementation]:
     """Prepare the dense ops and norms of LAYERS consecutive layers. Queries replace the attention output."""
     model = open_checkpoint(MODEL, load_format="dummy").model_config
     model = dataclasses.replace(model, layers=model.layers[:LAYERS])
@@ -146,7 +146,7 @@ def _layer(fp8: bool, tokens: int) -> dict[str, Way]:
     }
 
 
-def _through(c: Context, weights: list, x: jax.Array, flop: float) -> Way:
+def _through(c: Context, weights: list, x: jax.Array, flop: float) -> Implementation:
     def run(weights, x):
         y = None
         for w in weights:
@@ -162,29 +162,31 @@ def _through(c: Context, weights: list, x: jax.Array, flop: float) -> Way:
 
     program = jax.jit(run)
     dtype = "float8_e4m3fn" if isinstance(weights[0]["qkv"], Quantized) else "bfloat16"
-    return Way(lambda: program(weights, x), LAYERS, flop / LAYERS, dtype=dtype, tuned=True)
+    return Implementation(lambda: program(weights, x), LAYERS, flop / LAYERS, dtype=dtype, tuned=True)
 
 
-def _steps(precision: str) -> tuple[Case, ...]:
+def _steps(precision: str) -> tuple[KernelCase, ...]:
     cases = []
     for requests, limit, vllm in zip(REQUESTS, LIMIT_MS[precision], VLLM_MS[precision], strict=True):
         recorded = {} if vllm is None else {"vLLM 0.24": vllm * 1e3}
         make = functools.partial(_decode_step, precision, requests)
-        cases.append(Case(f"{requests} x {CONTEXT}", make, rate=requests / limit * 1e3, recorded_us=recorded))
+        cases.append(
+            KernelCase(f"{requests} x {CONTEXT}", make, rate=requests / limit * 1e3, recorded_us=recorded)
+        )
     return tuple(cases)
 
 
 GROUPS = (
     *(
-        Group(
+        KernelGroup(
             f"layer_{name}",
             "TFLOP/s",
-            tuple(Case(f"M {m}", functools.partial(_layer, fp8, m), ratio=1.05) for m in (1024, 2048)),
+            tuple(KernelCase(f"M {m}", functools.partial(_layer, fp8, m), ratio=1.05) for m in (1024, 2048)),
         )
         for name, fp8 in (("bf16", False), ("fp8", True))
     ),
     *(
-        Group(f"decode_step_{precision}", "tok/s", _steps(precision), together=True, asked=True)
+        KernelGroup(f"decode_step_{precision}", "tok/s", _steps(precision), together=True, on_request=True)
         for precision in PRECISIONS
     ),
 )

@@ -40,7 +40,7 @@ COLUMNS = f"{'lowest tier':<16}{'1st ms':>11}{'later ms':>11}{'saved':>9}{'devic
 
 _NO_DISK = {"kv_disk_path": None, "kv_disk_size": None}
 _DEVICE = {"enable_prefix_caching": True, "kv_offloading_size": 0.0, **_NO_DISK}
-WAYS: dict[str, Callable[[EngineConfig], EngineConfig]] = {
+LOWEST_TIERS: dict[str, Callable[[EngineConfig], EngineConfig]] = {
     "recompute": lambda config: dataclasses.replace(config, **{**_DEVICE, "enable_prefix_caching": False}),
     "device": lambda config: dataclasses.replace(config, **_DEVICE),
     "host": lambda config: dataclasses.replace(config, enable_prefix_caching=True, **_NO_DISK),
@@ -67,27 +67,27 @@ def define_flags() -> None:
     flags.DEFINE_multi_enum(
         "only",
         [],
-        list(WAYS),
+        list(LOWEST_TIERS),
         "Engine to run, named by its lowest tier; may be repeated. Default: all engines with configured "
         "tiers.",
     )
     flags.DEFINE_integer("repeats", 3, "Number of runs of the requests without reuse.", lower_bound=1)
 
 
-def ways(config: EngineConfig) -> dict[str, EngineConfig]:
+def lowest_tiers(config: EngineConfig) -> dict[str, EngineConfig]:
     """Return the engine configurations to compare, by lowest tier, limited to the tiers that `config` has."""
     host, disk = config.kv_offloading_size > 0, config.kv_disk_path is not None
-    there = {"recompute": True, "device": True, "host": host, "disk": disk, "disk, restarted": disk}
-    return {name: way(config) for name, way in WAYS.items() if there[name]}
+    available = {"recompute": True, "device": True, "host": host, "disk": disk, "disk, restarted": disk}
+    return {name: tier(config) for name, tier in LOWEST_TIERS.items() if available[name]}
 
 
 def measure(
-    llm: LLM, talks: Sequence[Conversation], alone: Sequence[Item], repeats: int, seed: int
+    llm: LLM, talks: Sequence[Conversation], unshared: Sequence[Item], repeats: int, seed: int
 ) -> dict[str, Any]:
     """Return the report of the conversations, and each repeat's throughput for the requests without reuse."""
     found = throughput.measure_conversations(llm, talks, progress=True)
     rates = [
-        throughput.measure(llm, alone, seed=seed + 1 + i, progress=True)["total_token_throughput"]
+        throughput.measure(llm, unshared, seed=seed + 1 + i, progress=True)["total_token_throughput"]
         for i in range(repeats)
     ]
     return {
@@ -96,7 +96,7 @@ def measure(
     }
 
 
-def _measure_way(
+def _measure_engine(
     config: EngineConfig, executor: Executor | None
 ) -> tuple[dict[str, Any], dict[str, Any], Executor]:
     """Return the report's head, one engine's figures, and the engine's executor for the next engine."""
@@ -114,10 +114,10 @@ def _measure_way(
         talks, more = options.conversations_from_flags(
             openings, llm.max_model_len, llm.model_config.vocab_size
         )
-        alone = [Item(item.prompt_tokens, item.output_tokens) for item in items]
+        unshared = [Item(item.prompt_tokens, item.output_tokens) for item in items]
         return (
             {**throughput.head(llm), "workload": described | more},
-            measure(llm, talks, alone, f.repeats, seed),
+            measure(llm, talks, unshared, f.repeats, seed),
             llm.executor,
         )
 
@@ -125,11 +125,13 @@ def _measure_way(
 def run() -> dict[str, Any]:
     """Run the command and write the report after each engine.
 
-    Raises: ConfigError, WorkloadError, ValueError for invalid flags.
+    Raises: ConfigError, WorkloadError for invalid flags.
     """
     f = flags.FLAGS
     chosen = {
-        name: config for name, config in ways(engine_config_from_flags()).items() if name in (f.only or WAYS)
+        name: config
+        for name, config in lowest_tiers(engine_config_from_flags()).items()
+        if name in (f.only or LOWEST_TIERS)
     }
     if not chosen:
         raise ConfigError(
@@ -145,12 +147,12 @@ def run() -> dict[str, Any]:
     executor: Executor | None = None
     for name in (name for name in ORDER if name in chosen):
         print(f"{name}:", file=sys.stderr)
-        head, found, executor = _measure_way(chosen[name], executor)
-        result = result or {"command_name": "hierarchy", **head, "request_rate": rate, "ways": {}}
-        result["ways"] = {
-            way: found if way == name else result["ways"][way]
-            for way in WAYS
-            if way == name or way in result["ways"]
+        head, found, executor = _measure_engine(chosen[name], executor)
+        result = result or {"command_name": "hierarchy", **head, "request_rate": rate, "lowest_tiers": {}}
+        result["lowest_tiers"] = {
+            tier: found if tier == name else result["lowest_tiers"][tier]
+            for tier in LOWEST_TIERS
+            if tier == name or tier in result["lowest_tiers"]
         }
         if f.output_json:
             write_json(f.output_json, result)
@@ -162,7 +164,7 @@ def run() -> dict[str, Any]:
 def text(result: Mapping[str, Any]) -> str:
     """Return one line per engine: median times to the first token, shares of input tokens, tokens per second."""
     lines = [f" KV hierarchy, {result['model']} on {result['device']} ".center(100, "="), COLUMNS]
-    for name, found in result["ways"].items():
+    for name, found in result["lowest_tiers"].items():
         talks = found["conversations"]
         sides = [talks[side]["median_ttft_ms"] if side in talks else math.nan for side in reuse.ROUNDS]
         shares = [talks["compute_saved"], *talks["compute_saved_by_tier"].values()]

@@ -16,17 +16,19 @@ same number of pages. `storing and loading` does both. `storing x4` stores four 
 import collections
 import dataclasses
 import functools
+import itertools
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from absl import flags
 
-from jaxflow.bench.kv import link_rates
-from jaxflow.bench.plans.command import USUAL, make_bed
-from jaxflow.bench.plans.steady import Steady, parse_workload
+from jaxflow.bench.plans.bed import USUAL, make_bed
+from jaxflow.bench.plans.steady import SteadyStep, parse_workload
 from jaxflow.bench.report import machine
 from jaxflow.bench.workload import flags as options
 from jaxflow.cli.engine_flags import engine_config_from_flags
@@ -34,7 +36,8 @@ from jaxflow.config import ConfigError
 from jaxflow.engine.executor import Executor
 from jaxflow.engine.start import prefill_seconds_per_token
 from jaxflow.kv.tiers.host_machine import bind, gpu_bus_ids, near_cpus, run_bound
-from jaxflow.kv.tiers.offload import Transfers
+from jaxflow.kv.tiers.offload import PAGES_A_CALL, Transfers, in_calls
+from jaxflow.kv.tiers.page_copies import PageCopies
 from jaxflow.kv.tiers.start import link_bytes_per_s, reserve
 from jaxflow.parallel.mesh import on_gpu
 from pallas_kernels.measure.timing import interleaved
@@ -57,10 +60,10 @@ def define_flags() -> None:
     flags.DEFINE_string("output_json", None, "Write the report to this file.")
 
 
-class Beside:
+class StepsWithCopies:
     """Steps with concurrent copies, started as the engine starts them."""
 
-    def __init__(self, steady: Steady, transfers: Transfers, pages: int):
+    def __init__(self, steady: SteadyStep, transfers: Transfers, pages: int):
         self.steady, self.transfers, self.pages = steady, transfers, pages
         assert steady.executor.copies is not None
         self.copies, self.executor = steady.executor.copies, steady.executor
@@ -100,28 +103,28 @@ class Beside:
             self.transfers.wait(0.001)
 
 
-def measure_steps(steady: Steady, transfers: Transfers, tokens: int, seconds: float) -> dict[str, Any]:
+def measure_steps(steady: SteadyStep, transfers: Transfers, tokens: int, seconds: float) -> dict[str, Any]:
     """Return the milliseconds of a step of `tokens` tokens, without and with concurrent copies, and the
     slowdowns."""
     pages = max(1, tokens // steady.layout.page_size)
-    beside = Beside(steady, transfers, pages)
+    stepper = StepsWithCopies(steady, transfers, pages)
     kinds: dict[str, dict[str, int]] = {
-        "alone": {},
+        "no copies": {},
         "storing": {"stored": 1},
         "loading": {"loaded": 1},
         "storing and loading": {"stored": 1, "loaded": 1},
         "storing x4": {"stored": 4},
     }
-    ways: dict[str, Callable[[], Any]] = {
-        name: functools.partial(beside.step, **kind) for name, kind in kinds.items()
+    runs: dict[str, Callable[[], Any]] = {
+        name: functools.partial(stepper.step, **kind) for name, kind in kinds.items()
     }
-    timings = interleaved(ways, seconds=seconds)
-    alone = timings["alone"].us
+    timings = interleaved(runs, seconds=seconds)
+    without = timings["no copies"].us
     return {
         "pages_a_step": pages,
-        "bytes_a_step": pages * sum(page.nbytes for page in beside._host[:1]),
+        "bytes_a_step": pages * sum(page.nbytes for page in stepper._host[:1]),
         "steps": {
-            name: {"ms": t.us / 1e3, "slowdown": t.us / alone, "spread": t.spread, "watts": t.watts}
+            name: {"ms": t.us / 1e3, "slowdown": t.us / without, "spread": t.spread, "watts": t.watts}
             for name, t in timings.items()
         },
     }
@@ -146,10 +149,8 @@ def run() -> dict[str, Any]:
         run_bound(cpus, lambda: reserve(copies, transfers, capacity))
         reserved_s = time.perf_counter() - begin
         count = min(f.pages, min(copies.num_pages), max(1, capacity // (max(copies.page_bytes) * mesh.size)))
-        rates = link_rates.measure(copies, transfers, executor.kv, 0, count, f.seconds)
-        rates["loaded_to_its_place_gb_per_s"] = link_rates.loaded_rate(
-            executor, 0, count, transfers, f.seconds
-        )
+        rates = measure_rates(copies, transfers, executor.kv, 0, count, f.seconds)
+        rates["loaded_to_its_place_gb_per_s"] = loaded_rate(executor, 0, count, transfers, f.seconds)
         ((steady, step),) = bed.ready(workload).values()
         steps = measure_steps(steady, transfers, int(step.tokens), f.step_seconds)
         result = {
@@ -203,3 +204,156 @@ def text(result: dict[str, Any]) -> str:
         f"a token: {costs['us_a_token']:.2f} us to compute, {costs['load_us_a_token']:.2f} us to load"
     )
     return "\n".join(lines)
+
+
+TRAIN = 4  # requests in flight before the first wait, as in a run that keeps the link busy
+CALLS = (1, 2, 4, 16)  # pages that one call copies
+
+
+def rate(run: Callable[[], Any], num_bytes: int, seconds: float) -> float:
+    """Return the bytes per second of `run`, which moves `num_bytes` and returns its arrays.
+
+    The rate is the median over `seconds`, after one warm-up run.
+    """
+    jax.block_until_ready(run())
+    times: list[float] = []
+    end = time.perf_counter() + seconds
+    while not times or time.perf_counter() < end:
+        begin = time.perf_counter()
+        jax.block_until_ready(run())
+        times.append(time.perf_counter() - begin)
+    return num_bytes / float(np.median(times))
+
+
+def both(
+    down: Callable[[], Any], up: Callable[[], Any], num_bytes: int, seconds: float
+) -> tuple[float, float]:
+    """Return the rates of two transfers that run at the same time."""
+    found: dict[str, float] = {}
+    gate = threading.Barrier(2)
+
+    def measure(name: str, run: Callable[[], Any]) -> None:
+        gate.wait()
+        found[name] = rate(run, num_bytes, seconds)
+
+    threads = [threading.Thread(target=measure, args=pair) for pair in (("down", down), ("up", up))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found["down"], found["up"]
+
+
+def in_turns(
+    on_device: list[jax.Array], on_host: list[jax.Array], transfers: Transfers, pages_a_call: int
+) -> list[jax.Array]:
+    """Start equal numbers of page copies in both directions, alternating groups as `Transfers.copy` does."""
+    calls = (itertools.batched(pages, pages_a_call) for pages in (on_device * TRAIN, on_host * TRAIN))
+    copies = []
+    for down, up in zip(*calls, strict=True):
+        copies += jax.device_put(down, transfers.to_host.sharding)
+        copies += jax.device_put(up, transfers.to_device.sharding)
+    return copies
+
+
+def pieces_of(kv: list, pages: Sequence[int]) -> list[jax.Array]:
+    """Return pages in their cache layout: one array for each layer's keys, values and scales of each page."""
+    cut = jax.jit(lambda kv, page: [array[page] for array in jax.tree.leaves(kv)])
+    return [piece for page in pages for piece in cut(kv, page)]
+
+
+def measure_rates(
+    copies: PageCopies, transfers: Transfers, kv: list, group: int, count: int, seconds: float
+) -> dict[str, float]:
+    """Return the GB/s of `count` pages of a layer group, summed over shards, and the speedup of contiguous
+    pages."""
+    ids = np.random.default_rng(0).permutation(copies.num_pages[group])[:count].tolist()
+    host, device = transfers.to_host.sharding, transfers.to_device.sharding
+    layers = [kv[i] for i in copies.programs[group].group.layers]
+    on_device = jax.block_until_ready(copies.gather(kv, group, ids))
+    num_bytes = sum(page.nbytes for page in on_device)
+    on_host = jax.block_until_ready(jax.device_put(on_device, host))
+    some = ids[: max(1, count // 16)]
+    pieces = jax.block_until_ready(pieces_of(layers, some))
+    pieces_here = jax.block_until_ready(jax.device_put(pieces, [_on_host(piece) for piece in pieces]))
+    piece_bytes = sum(piece.nbytes for piece in pieces)
+    found = {
+        "to_host": rate(lambda: in_calls(on_device, host), num_bytes, seconds),
+        "to_device": rate(lambda: in_calls(on_host, device), num_bytes, seconds),
+        "one_call_to_host": rate(lambda: jax.device_put(on_device, host), num_bytes, seconds),
+        "one_call_to_device": rate(lambda: jax.device_put(on_host, device), num_bytes, seconds),
+        "train_to_host": rate(
+            lambda: [in_calls(on_device, host) for _ in range(TRAIN)], TRAIN * num_bytes, seconds
+        ),
+        "train_to_device": rate(
+            lambda: [in_calls(on_host, device) for _ in range(TRAIN)], TRAIN * num_bytes, seconds
+        ),
+        "pieces_to_host": rate(
+            lambda: jax.device_put(pieces, [_on_host(piece) for piece in pieces]), piece_bytes, seconds
+        ),
+        "pieces_to_device": rate(
+            lambda: jax.device_put(pieces_here, [piece.sharding for piece in pieces]), piece_bytes, seconds
+        ),
+        "numpy_to_host": rate(
+            lambda: [np.array(page) for page in _again(on_device[:1])], on_device[0].nbytes, min(seconds, 0.5)
+        ),
+        "begin_to_host": _begin_rate(lambda: in_calls(on_device, host), num_bytes),
+        "begin_to_device": _begin_rate(lambda: in_calls(on_host, device), num_bytes),
+        "gather": rate(lambda: copies.gather(kv, group, ids), num_bytes, seconds),
+    }
+    for some in CALLS:  # pages per call in each direction, until both rates are known
+        found[f"both_in_turns_of_{some}"] = rate(
+            lambda some=some: in_turns(on_device, on_host, transfers, some), TRAIN * num_bytes, seconds
+        )
+    found["both_to_host"] = found["both_to_device"] = found[f"both_in_turns_of_{PAGES_A_CALL}"]
+    found["both_one_call_to_host"], found["both_one_call_to_device"] = both(
+        lambda: jax.device_put(on_device, host), lambda: jax.device_put(on_host, device), num_bytes, seconds
+    )
+    whole = jax.block_until_ready(
+        jax.jit(lambda pages: jax.numpy.concatenate(pages, axis=1))(on_device)
+    )  # one array, for comparison
+    whole_on_host = jax.block_until_ready(jax.device_put(whole, host))
+    found["one_array_to_host"] = rate(lambda: jax.device_put(whole, host), num_bytes, seconds)
+    found["one_array_to_device"] = rate(lambda: jax.device_put(whole_on_host, device), num_bytes, seconds)
+    found["both_one_array_to_host"], found["both_one_array_to_device"] = both(
+        lambda: jax.device_put(whole, host), lambda: jax.device_put(whole_on_host, device), num_bytes, seconds
+    )
+    return {f"{name}_gb_per_s": value / 1e9 for name, value in found.items()} | {
+        "contiguous_over_pieces_to_host": found["to_host"] / found["pieces_to_host"],
+        "contiguous_over_pieces_to_device": found["to_device"] / found["pieces_to_device"],
+    }
+
+
+def loaded_rate(executor: Any, group: int, count: int, transfers: Transfers, seconds: float) -> float:
+    """Return the GB/s of loading host pages into their places in the cache: one copy, then a scatter."""
+    ids = list(range(count))
+    on_host = jax.device_put(executor.gather_pages(group, ids), transfers.to_host.sharding)
+
+    def load() -> Any:
+        executor.scatter_pages(group, ids, in_calls(on_host, transfers.to_device.sharding))
+        return executor.kv
+
+    return rate(load, sum(page.nbytes for page in on_host), seconds) / 1e9
+
+
+def _begin_rate(run: Callable[[], Any], num_bytes: int) -> float:
+    """Return the bytes per second at which copies are started.
+
+    The start rate is far above the link's rate unless a start waits for its copy.
+    """
+    times = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        copies = run()
+        times.append(time.perf_counter() - begin)
+        jax.block_until_ready(copies)
+    return num_bytes / float(np.median(times))
+
+
+def _on_host(array: jax.Array) -> Any:
+    return array.sharding.with_memory_kind("pinned_host")
+
+
+def _again(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """Return new arrays with the same content, because an array caches the values that numpy has read."""
+    return jax.block_until_ready([array + 0 for array in arrays])

@@ -31,7 +31,7 @@ _NOTHING = np.empty((0, 4), np.int32)
 
 
 @dataclasses.dataclass(frozen=True)
-class Workload:
+class StepWorkload:
     """Mean prompt and output tokens; or `decodes` decoding requests, each with `prompt_tokens` keys."""
 
     prompt_tokens: int
@@ -52,7 +52,7 @@ class Workload:
         return self.prompt_tokens + self.output_tokens
 
 
-def parse_workload(text: str, flag: str = "workloads") -> Workload:
+def parse_workload(text: str, flag: str = "workloads") -> StepWorkload:
     """Return the workload of a text.
 
     `1024/512` means prompt and output tokens. `256x1100` means 256 decodes with 1100 keys each.
@@ -63,11 +63,11 @@ def parse_workload(text: str, flag: str = "workloads") -> Workload:
     first, kind, second = (int(found[1]), found[2], int(found[3])) if found else (0, "", 0)
     if not first or (kind == "x" and not second):
         raise ConfigError(flag, text, "prompt/output tokens (1024/512), or decodes x keys (256x1100)")
-    return Workload(first, second) if kind == "/" else Workload(second, 0, decodes=first)
+    return StepWorkload(first, second) if kind == "/" else StepWorkload(second, 0, decodes=first)
 
 
 def average_step(
-    workload: Workload, tokens: int, *, most_rows: int, kv_tokens: int, page_size: int
+    workload: StepWorkload, tokens: int, *, most_rows: int, kv_tokens: int, page_size: int
 ) -> Composition:
     """Return the workload's step of at most `tokens` tokens, in integers.
 
@@ -95,7 +95,9 @@ def average_step(
     )
 
 
-def fitting_step(workload: Workload, tokens: int, *, rows: int, pages: int, page_size: int) -> Composition:
+def fitting_step(
+    workload: StepWorkload, tokens: int, *, rows: int, pages: int, page_size: int
+) -> Composition:
     """Return the average step, as large as the rows and pages permit. One page is reserved.
 
     Raises: ConfigError if no step fits, with the minimum that would fit.
@@ -129,7 +131,7 @@ def rows_of(step: Composition) -> int:
 
 
 def step_work(
-    workload: Workload, step: Composition, layout: StepLayout, vocabulary: int, seed: int = 0
+    workload: StepWorkload, step: Composition, layout: StepLayout, vocabulary: int, seed: int = 0
 ) -> StepWork:
     """Return the work of a step with this composition.
 
@@ -208,7 +210,7 @@ def _filled(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class Steady:
+class SteadyStep:
     """A step that is ready to run on an executor, with its rows' pages in the page table."""
 
     executor: Executor
@@ -216,7 +218,7 @@ class Steady:
     buffer: np.ndarray
 
     @classmethod
-    def of(cls, executor: Executor, layout: StepLayout, work: StepWork) -> "Steady":
+    def of(cls, executor: Executor, layout: StepLayout, work: StepWork) -> "SteadyStep":
         table = SlotSampling.empty(executor.slots)
         table.sampler[:] = PLAIN
         return cls(executor, layout, pack(layout, work, table)[0])

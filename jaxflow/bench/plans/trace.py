@@ -27,8 +27,8 @@ import jax.numpy as jnp
 from absl import flags
 
 from jaxflow.bench.plans import trace_plot
-from jaxflow.bench.plans.command import Bed, bed_of_flags
-from jaxflow.bench.plans.steady import Steady, Workload, parse_workload
+from jaxflow.bench.plans.bed import Bed, bed_of_flags
+from jaxflow.bench.plans.steady import SteadyStep, StepWorkload, parse_workload
 from jaxflow.bench.report import machine
 from jaxflow.bench.report.requests import line
 from jaxflow.bench.report.trace_events import (
@@ -77,7 +77,7 @@ def define_flags() -> None:
     )
 
 
-def traced(steady: Steady, step_s: float, seconds: float, folder: Path) -> list[Kernel]:
+def traced(steady: SteadyStep, step_s: float, seconds: float, folder: Path) -> list[Kernel]:
     """Return the kernels of back-to-back steps over `seconds`, with at least `_LEAST_STEPS` steps."""
     settings = jax.profiler.ProfileOptions()
     settings.python_tracer_level = 0
@@ -132,7 +132,7 @@ def described(
     bed: Bed, name: str, step: Composition, kernels: list[Kernel], text: str, device: str | None
 ) -> dict[str, Any]:
     """Return the report of one plan's layer. text: the compiled program of the step."""
-    plan, _ = bed.ways[name]
+    plan, _ = bed.variants[name]
     trace = one_layer(kernels, scopes(text), plan, graph_of(bed, plan), step)
     source, peaks = peaks_of(device, products_dtype(bed.config), trace)
     rows = shares(trace, peaks)
@@ -181,9 +181,9 @@ def graph_of(bed: Bed, plan: Plan) -> Graph:
 
 
 def measure(
-    bed: Bed, workload: Workload, seconds: float, traced_seconds: float, folder: Path, device: str | None
+    bed: Bed, workload: StepWorkload, seconds: float, traced_seconds: float, folder: Path, device: str | None
 ) -> list[dict[str, Any]]:
-    """Return every plan's layer, timed and traced. Raises: ValueError for a trace without the plan's ops."""
+    """Return every plan's layer, timed and traced. Raises: TraceError for a trace without the plan's ops."""
     ready = bed.ready(workload)
     timings = interleaved({name: steady.enqueue for name, (steady, _) in ready.items()}, seconds=seconds)
     found = []
@@ -204,7 +204,7 @@ def measure(
 
 
 def run() -> dict[str, Any]:
-    """Run the command and return its report. Raises: ConfigError, PlanError, CheckpointError, ValueError."""
+    """Run the command and return its report. Raises: ConfigError, PlanError, CheckpointError, TraceError."""
     f, begun = flags.FLAGS, time.monotonic()
     workload = parse_workload(f.workload, "workload")
     bed = bed_of_flags([workload], ["streams"], "workload")

@@ -1,87 +1,95 @@
-"""What a run was measured on: device, clock, watts, versions, the command; and what that device could do at
-best.
-"""
+"""The machine of a report: command, commit, versions, device, clock, watts and date."""
 
 import contextlib
 import dataclasses
-import functools
-import importlib.metadata
 import os
 import platform
 import shlex
 import sys
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pynvml
 
 from jaxflow.bench.report.requests import line
-from jaxflow.config import ModelConfig
-from jaxflow.model.cost import DEVICES, dense_parameters, find_device, optimal_throughput
+from jaxflow.config import ConfigError
+from pallas_kernels.measure.provenance import KEYS, provenance
 from pallas_kernels.nvml import first_visible
 
 SAMPLE_EVERY_S = 0.2
-
-
-def _version(package: str) -> str:
-    """A package's version; `source` for a checkout that is not installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "source"
+# keys under which reports hold clocks in MHz and watts of a part of their run
+_CLOCKS = ("mean_sm_clock_mhz", "sm_clock_mhz", "mhz")
+_WATTS = ("mean_watts", "watts")
 
 
 def need_gpu(command: str) -> None:
-    """Raises: ValueError, which names the command, where JAX has no GPU."""
+    """Check that JAX has a GPU. Raises: ConfigError, which names the command."""
     if jax.default_backend() != "gpu":
-        raise ValueError(f"bench {command} needs a GPU: JAX's backend here is {jax.default_backend()!r}")
+        raise ConfigError("JAX backend", jax.default_backend(), f"gpu, for bench {command}")
 
 
 def describe() -> dict[str, Any]:
-    """Device, versions and the command of this process."""
-    devices = jax.devices()
-    return {
-        "device": devices[0].device_kind,
-        "num_devices": len(devices),
+    """Return the keys of `provenance` for this process, and its devices and CPU."""
+    return provenance(shlex.join(["python", "-m", "jaxflow.bench", *sys.argv[1:]])) | {
+        "num_devices": len(jax.devices()),
         "cpu": _cpu_model(),
         "cpu_cores": os.cpu_count(),
-        "versions": {name: _version(name) for name in ("jaxflow", "jax", "jaxlib", "numpy")}
-        | {"python": platform.python_version()},
-        "command": shlex.join(["python", "-m", "jaxflow.bench", *sys.argv[1:]]),
     }
 
 
 def _cpu_model() -> str:
-    """The processor's own name where Linux tells it."""
+    """Return the processor's model name, or its architecture where Linux does not name the model."""
     info = Path("/proc/cpuinfo")
-    names = (
-        [
-            line.partition(":")[2].strip()
-            for line in info.read_text().splitlines()
-            if line.startswith("model name")
-        ]
-        if info.exists()
-        else []
-    )
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [text.partition(":")[2].strip() for text in lines if text.startswith("model name")]
     return names[0] if names else platform.machine()
+
+
+def with_power(result: Mapping[str, Any], readings: "Readings") -> dict[str, Any]:
+    """Return a report with its clock and watts, and with the keys of `KEYS` at its start.
+
+    Clock and watts are means over the measurements that the report holds. In a report without such measurements
+    they are means over the entire command. A report without a GPU's readings keeps null.
+
+    readings: samples over the entire command.
+    """
+    summary = readings.summary() or {}
+    measured = {
+        "clock_mhz": _mean(_values(result, _CLOCKS)) or summary.get("mean_sm_clock_mhz"),
+        "watts": _mean(_values(result, _WATTS)) or summary.get("mean_watts"),
+    }
+    head = {"command_name": result["command_name"], **{key: result[key] for key in KEYS}}
+    return head | measured | {key: value for key, value in result.items() if key not in head}
+
+
+def _values(part: Any, names: tuple[str, ...]) -> list[float]:
+    """Return the numbers under `names` at any depth of a report."""
+    if isinstance(part, Mapping):
+        here = [
+            float(value) for key, value in part.items() if key in names and isinstance(value, float | int)
+        ]
+        return here + [v for value in part.values() for v in _values(value, names)]
+    return [v for value in part for v in _values(value, names)] if isinstance(part, list) else []
+
+
+def _mean(values: list[float]) -> float | None:
+    return float(np.mean(values)) if values else None
 
 
 @dataclasses.dataclass
 class Readings:
-    """Samples of one card over a run; empty where there is no NVML."""
+    """Samples of one card over a run; empty without an NVIDIA driver."""
 
     watts: list[float] = dataclasses.field(default_factory=list)
     sm_clock_mhz: list[float] = dataclasses.field(default_factory=list)
     temperature_c: list[float] = dataclasses.field(default_factory=list)
 
     def summary(self) -> dict[str, float] | None:
-        """Mean and extremes; None without samples."""
+        """Return the mean and the extremes, or None without samples."""
         if not self.watts:
             return None
         return {
@@ -96,7 +104,7 @@ class Readings:
 
 @contextlib.contextmanager
 def watch() -> Iterator[Readings]:
-    """Samples the first visible card while the block runs."""
+    """Sample the first visible card while the block runs."""
     readings = Readings()
     try:
         pynvml.nvmlInit()
@@ -124,70 +132,8 @@ def watch() -> Iterator[Readings]:
         pynvml.nvmlShutdown()
 
 
-@dataclasses.dataclass(frozen=True)
-class Ceiling:
-    """Dense FLOP/s of one device, and where the figure comes from."""
-
-    flops_per_s: float
-    source: str
-
-
-@functools.cache
-def ceiling(dtype: str, device: str | None = None) -> Ceiling:
-    """Of a device of the cost model's table, or (None) of this machine's; measured here if the table lacks
-    it.
-
-    Raises:
-      KeyError: for a named device or a dtype of it that the table lacks.
-    """
-    known = DEVICES[device] if device else find_device(jax.devices()[0].device_kind)
-    for rates, source in (
-        ((known.measured, "measured, sustained"), (known.datasheet, "datasheet")) if known else ()
-    ):
-        if rates and dtype in rates.flops_per_s:
-            return Ceiling(rates.flops_per_s[dtype], f"{known.name if known else ''} {dtype}, {source}")
-    if device:
-        raise KeyError(f"no rate for {dtype} on {device}")
-    return Ceiling(_measured_flops_per_s(dtype), f"{dtype} products of 1024, measured here")
-
-
-def _measured_flops_per_s(dtype: str, size: int = 1024, seconds: float = 0.3) -> float:
-    """Of square products, the best of several rounds."""
-    x = jax.random.normal(jax.random.key(0), (size, size)).astype(dtype)
-    product = jax.jit(lambda a: a @ a.T)
-    product(x).block_until_ready()
-    best, start = 0.0, time.perf_counter()
-    while time.perf_counter() - start < seconds:
-        began = time.perf_counter()
-        product(x).block_until_ready()
-        best = max(best, 2 * size**3 / (time.perf_counter() - began))
-    return best
-
-
-def optimal(
-    config: ModelConfig,
-    prompt_tokens: float,
-    output_tokens: float,
-    *,
-    dtype: str,
-    tp: int = 1,
-    device: str | None = None,
-) -> dict[str, Any]:
-    """NanoFlow's Eq. 5 for a model, a device and a workload (mean or total token counts; only their ratio
-    matters).
-    """
-    best = ceiling(jnp.dtype(dtype).name, device)
-    parameters = dense_parameters(config, output_tokens / (prompt_tokens + output_tokens))
-    return {
-        "optimal_token_throughput": optimal_throughput(tp * best.flops_per_s, parameters),
-        "optimal_flops_per_s": tp * best.flops_per_s,
-        "optimal_flops_source": best.source,
-        "optimal_parameters": parameters,
-    }
-
-
 def text(result: Mapping[str, Any]) -> str:
-    """The report's last lines: the optimum and the fraction reached, the machine, the command."""
+    """Return the last lines of a text report: the optimum, the reached fraction, the machine and the command."""
     steady = result.get("steady_state") or {}
     lines = ["Optimal Throughput (NanoFlow Eq. 5)".center(50, "-")]
     if "optimal_token_throughput" in result:
@@ -216,7 +162,7 @@ def text(result: Mapping[str, Any]) -> str:
 
 
 def where(result: Mapping[str, Any]) -> str:
-    """The last of them: the machine, the command."""
+    """Return the lines of a text report that name the machine and the command."""
     lines = [
         "Machine".center(50, "-"),
         line("Device:", f"{result['num_devices']} x {result['device']}"),

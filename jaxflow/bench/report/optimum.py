@@ -1,18 +1,23 @@
-"""The fraction that a run reaches of the bound by compute, memory, network and energy, in addition to Eq.
-5's.
+"""The fractions that a run reaches of NanoFlow's Eq. 5, and of the bound by compute, memory, network and energy.
 
 The work of a step is linear in the counts of its composition. Therefore the total work of a run is its mean
 step times its number of steps. The bound keeps the number of steps, because fewer steps would read the
 weights less often.
 """
 
+import dataclasses
+import functools
 import math
+import time
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from jaxflow.config import ModelConfig
 from jaxflow.model.composition import Composition
-from jaxflow.model.cost import find_device
+from jaxflow.model.cost import DEVICES, dense_parameters, find_device, optimal_throughput
 from jaxflow.model.energy import bound, shipped_power
 from jaxflow.model.graph import Widths, model_graph
 
@@ -23,6 +28,69 @@ _BYTES = {
     "int4": 0.5625,
     "float32": 4.0,
 }  # int4: including the scale and minimum of each group
+
+
+@dataclasses.dataclass(frozen=True)
+class PeakRate:
+    """The peak rate of dense products on one device, and the source of the rate."""
+
+    flops_per_s: float
+    source: str
+
+
+@functools.cache
+def peak_rate(dtype: str, device: str | None = None) -> PeakRate:
+    """Return the peak rate of a device in the cost model's table, or of this machine's device for None.
+
+    A rate of this machine that the table lacks is measured here.
+
+    Raises: KeyError for a named device without a rate in the table.
+    """
+    known = DEVICES[device] if device else find_device(jax.devices()[0].device_kind)
+    for rates, source in (
+        ((known.measured, "measured, sustained"), (known.datasheet, "datasheet")) if known else ()
+    ):
+        if rates and dtype in rates.flops_per_s:
+            return PeakRate(rates.flops_per_s[dtype], f"{known.name if known else ''} {dtype}, {source}")
+    if device:
+        raise KeyError(f"no rate for {dtype} on {device}")
+    return PeakRate(_measured_flops_per_s(dtype), f"{dtype} products of 1024, measured here")
+
+
+def _measured_flops_per_s(dtype: str, size: int = 1024, seconds: float = 0.3) -> float:
+    """Return the best rate of square products over several rounds."""
+    x = jax.random.normal(jax.random.key(0), (size, size)).astype(dtype)
+    product = jax.jit(lambda a: a @ a.T)
+    product(x).block_until_ready()
+    best, start = 0.0, time.perf_counter()
+    while time.perf_counter() - start < seconds:
+        began = time.perf_counter()
+        product(x).block_until_ready()
+        best = max(best, 2 * size**3 / (time.perf_counter() - began))
+    return best
+
+
+def optimal(
+    config: ModelConfig,
+    prompt_tokens: float,
+    output_tokens: float,
+    *,
+    dtype: str,
+    tp: int = 1,
+    device: str | None = None,
+) -> dict[str, Any]:
+    """Return the optimal throughput of a model on a device by NanoFlow's Eq. 5.
+
+    prompt_tokens, output_tokens: mean or total counts; only their ratio matters.
+    """
+    best = peak_rate(jnp.dtype(dtype).name, device)
+    parameters = dense_parameters(config, output_tokens / (prompt_tokens + output_tokens))
+    return {
+        "optimal_token_throughput": optimal_throughput(tp * best.flops_per_s, parameters),
+        "optimal_flops_per_s": tp * best.flops_per_s,
+        "optimal_flops_source": best.source,
+        "optimal_parameters": parameters,
+    }
 
 
 def mean_step(run: Mapping[str, Any], steps: int) -> Composition:

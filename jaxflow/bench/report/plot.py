@@ -60,7 +60,7 @@ def _rate(sweep: Mapping[str, Any], axes: list[Axes]) -> None:
                 color=line.get_color(),
                 label=f"{label}, sequential plan",
             )
-    later = [point.get("settled") for point in points]
+    later = [point.get("later_half") for point in points]
     if all(later):
         for key, color in (("mean", "tab:blue"), ("p99", "tab:green")):
             values = [one[f"{key}_normalized_latency_ms"] for one in later]
@@ -75,7 +75,7 @@ def _rate(sweep: Mapping[str, Any], axes: list[Axes]) -> None:
     if limit < axes[0].get_ylim()[1]:
         axes[0].axhline(limit, color="gray", linewidth=1)
     _label(axes[0], "offered requests per second", "latency per output token (ms)")
-    if sweep.get("beside_sequential") and not alone:
+    if sweep.get("compare_sequential") and not alone:
         axes[0].set_title("no other plan is expected to gain: same as the sequential plan", fontsize=9)
     axes[1].plot(rates, _column(sweep, "total_token_throughput"), marker="o", label="reached")
     if len(alone) == len(points):

@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxflow.config import ConfigError
+
 PERCENTILES = (90, 99)
 WIDTH = 50  # of the text layout
 METRICS = {  # key: (short name, header)
@@ -62,7 +64,7 @@ class Record:
 
 
 def parse_goodput(pairs: Sequence[str]) -> dict[str, float]:
-    """`["ttft:500", "tpot:50"]` (milliseconds) -> seconds by metric. Raises: ValueError, naming the pair."""
+    """Return seconds by metric of pairs like `ttft:500`, in milliseconds. Raises: ConfigError."""
     slo = {}
     for pair in pairs:
         name, _, value = pair.partition(":")
@@ -71,9 +73,7 @@ def parse_goodput(pairs: Sequence[str]) -> dict[str, float]:
         except ValueError:
             slo[name] = math.nan
         if name not in GOODPUT_KEYS or not slo[name] >= 0:
-            raise ValueError(
-                f"goodput {pair!r}: KEY:MILLISECONDS with KEY one of {', '.join(GOODPUT_KEYS)} is accepted"
-            )
+            raise ConfigError("goodput", pair, f"KEY:MILLISECONDS with KEY one of {', '.join(GOODPUT_KEYS)}")
     return slo
 
 
@@ -174,7 +174,7 @@ def steady_state(records: Sequence[Record]) -> dict[str, float] | None:
     }
 
 
-def settled(records: Sequence[Record], arrivals_s: Sequence[float]) -> dict[str, float] | None:
+def later_half(records: Sequence[Record], arrivals_s: Sequence[float]) -> dict[str, float] | None:
     """Latencies of the requests due in the later half of the time in which any was: those that met no empty
     engine.
 

@@ -23,6 +23,10 @@ from jaxflow.pipeline.plan import NanoOp, Plan
 RESOURCES = ("compute", "memory", "network")
 
 
+class TraceError(ValueError):
+    """A profiler trace does not show what its reader needs."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Kernel:
     """One run of a kernel.
@@ -136,13 +140,13 @@ def one_layer(
     kernels: of several steps, including other kernels between them. names: `scopes` of the step's program.
     step: its composition.
 
-    Raises: ValueError for a trace without the plan's ops, or with too few runs of them.
+    Raises: TraceError for a trace without the plan's ops, or with too few runs of them.
     """
     by_program: dict[tuple[str, str], float] = collections.defaultdict(float)
     for kernel in kernels:
         by_program[kernel.program] += kernel.seconds
     if not by_program:
-        raise ValueError("the trace has no kernels; accepted is a trace of at least 3 full steps")
+        raise TraceError("the trace has no kernels; accepted is a trace of at least 3 full steps")
     program = max(by_program, key=by_program.__getitem__)
     known = {(nano.op, nano.id): nano for nano in plan.nano_ops}
     own = [(kernel, _assigned(kernel, program, names, known)) for kernel in kernels]
@@ -150,7 +154,7 @@ def one_layer(
     anchors = _anchors(own, plan, layers)
     steps = len(anchors) // layers
     if steps < 3:
-        raise ValueError(f"the trace has {steps} full steps; at least 3 are needed")
+        raise TraceError(f"the trace has {steps} full steps; at least 3 are needed")
     first = (steps - 2) * layers + (layers - 1) // 2
     begin, end = anchors[first], anchors[first + 1]
     step_s = anchors[first] - anchors[first - layers]
@@ -219,7 +223,7 @@ def _anchors(own: Iterable[tuple[Kernel, NanoOp | None]], plan: Plan, layers: in
         :layers
     ]
     if len(longest) < layers:
-        raise ValueError(f"the trace has {len(longest)} layers of {products}; the model has {layers} layers")
+        raise TraceError(f"the trace has {len(longest)} layers of {products}; the model has {layers} layers")
     return sorted(kernel.start_s for kernels in longest for kernel in kernels[-steps:])
 
 

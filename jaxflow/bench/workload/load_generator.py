@@ -33,11 +33,11 @@ async def converse(
         async def one(talk: Conversation) -> list[Record]:
             await asyncio.sleep(max(0.0, start + talk.arrival_s - time.perf_counter()))
             records: list[Record] = []
-            said, known = np.zeros(0, np.int32), talk.known_tokens
+            history, known = np.zeros(0, np.int32), talk.known_tokens
             for number, turn in enumerate(talk.rounds, start=talk.opening):
                 await asyncio.sleep(turn.think_s)
-                said = np.concatenate([said, turn.text])
-                record = Record(len(said), time.perf_counter(), round=number, known_tokens=known)
+                history = np.concatenate([history, turn.text])
+                record = Record(len(history), time.perf_counter(), round=number, known_tokens=known)
                 records.append(record)
                 settings = {
                     "temperature": 0.0,
@@ -45,7 +45,7 @@ async def converse(
                     "ignore_eos": True,
                     "seed": 0,
                 }
-                answer = client.generate(said.tolist(), timeout_s=timeout_s, **settings)
+                answer = client.generate(history.tolist(), timeout_s=timeout_s, **settings)
                 try:
                     await answer.read_all()
                     record.finished_s = time.perf_counter()
@@ -58,8 +58,8 @@ async def converse(
                 bar.update()
                 if record.error:
                     break
-                said = np.concatenate([said, np.array(answer.token_ids[0], np.int32)])
-                known = len(said)
+                history = np.concatenate([history, np.array(answer.token_ids[0], np.int32)])
+                known = len(history)
             return records
 
         records = await asyncio.gather(*(one(talk) for talk in conversations))

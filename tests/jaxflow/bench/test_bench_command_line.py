@@ -1,11 +1,18 @@
 """The bench's command line before an engine exists."""
 
+import grpc
 import paths
 import pytest
 
 from jaxflow.bench.__main__ import COMMANDS, main
-from jaxflow.bench.plans import command as plans
+from jaxflow.bench.engine import host
+from jaxflow.bench.plans import bed
+from jaxflow.bench.report.trace_events import TraceError
+from jaxflow.bench.workload.lengths import WorkloadError
+from jaxflow.config import ConfigError
 from jaxflow.llm import LLM
+from jaxflow.model.checkpoints.source import CheckpointError
+from serving.client import RequestFailed
 
 MODEL = str(paths.MODELS / "stories260K")
 TRACE = str(paths.TRACES / "azure2023_conv_1000.csv")
@@ -19,6 +26,18 @@ def test_help_of_every_command_lists_its_flags(no_flags, capsys, command):
     assert ("--max_num_batched_tokens" in out) == (command not in ("serve", "kernels", "decode_step"))
 
 
+@pytest.mark.parametrize(
+    ("command", "old", "new"),
+    [
+        ("throughput", "--beside_sequential", "--compare_sequential"),
+        ("decode_step", "--smallest=8", "--min_bucket"),
+    ],
+)
+def test_the_error_of_a_renamed_flag_gives_the_new_name(no_flags, capsys, command, old, new):
+    assert main(["bench", command, *(["--model", MODEL] if command == "throughput" else []), old]) == 2
+    assert f"{old.partition('=')[0]} is now {new}" in capsys.readouterr().err
+
+
 def test_help_of_the_bench_names_the_commands(capsys):
     assert main(["bench", "--help"]) == 0
     out = capsys.readouterr().out
@@ -29,9 +48,9 @@ def test_help_of_the_bench_names_the_commands(capsys):
     ("command", "arguments", "message"),
     [
         ("throughput", ["--trace", "absent.csv"], "--trace absent.csv"),
-        ("throughput", ["--input_len", "600"], "over the 512 tokens"),
-        ("throughput", ["--input_len", "100", "--max_model_len", "128"], "over the 128 tokens"),
-        ("hierarchy", ["--input_len", "600"], "over the 512 tokens"),
+        ("throughput", ["--input_len", "600"], "a sum of at most 512 tokens"),
+        ("throughput", ["--input_len", "100", "--max_model_len", "128"], "a sum of at most 128 tokens"),
+        ("hierarchy", ["--input_len", "600"], "a sum of at most 512 tokens"),
         ("hierarchy", ["--trace", TRACE, "--rounds", "3"], "--rounds 3"),
         (
             "hierarchy",
@@ -85,6 +104,39 @@ def test_a_workload_is_refused_before_a_model_is_loaded_for_it(
     no_flags, monkeypatch, capsys, command, arguments, message
 ):
     monkeypatch.setattr(LLM, "from_config", classmethod(lambda *_, **__: pytest.fail("a model was loaded")))
-    monkeypatch.setattr(plans, "make_executor", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(bed, "make_executor", lambda *_, **__: pytest.fail("a model was loaded"))
     assert main(["bench", command, "--model", MODEL, *arguments]) == 1
     assert message in capsys.readouterr().err
+
+
+def broken(raised):
+    def run():
+        raise raised
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConfigError("seed", -1, "at least 0"),
+        WorkloadError("no request"),
+        CheckpointError("no weights"),
+        TraceError("no kernels"),
+        RequestFailed(grpc.StatusCode.UNAVAILABLE, "no server"),
+        FileNotFoundError("absent.json"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_user_error_is_one_line(no_flags, monkeypatch, capsys, error):
+    monkeypatch.setattr(host, "run", broken(error))
+    assert main(["bench", "host"]) == 1
+    assert capsys.readouterr().err == f"error: {error}\n"
+
+
+@pytest.mark.parametrize("error", [ValueError("shapes differ"), KeyError("row"), RuntimeError("no memory")])
+def test_another_error_keeps_its_traceback(no_flags, monkeypatch, error):
+    monkeypatch.setattr(host, "run", broken(error))
+    with pytest.raises(type(error)) as caught:
+        main(["bench", "host"])
+    assert caught.value is error

@@ -213,7 +213,7 @@ def test_searched_plans_beside_the_sequential_one_in_one_run(bench, llm, tmp_pat
         "5",
         "--output_len",
         "3",
-        "--beside_sequential",
+        "--compare_sequential",
         "--output_json",
         str(path),
     ]
@@ -244,7 +244,11 @@ def test_a_plan_that_has_no_sequential_one_beside_it_is_refused_before_a_model_i
     command, bench, capsys, monkeypatch
 ):
     monkeypatch.setattr(LLM, "from_config", lambda config: pytest.fail("loaded"))
-    plan = ["--plan", "benchmarks/plans/variants/parts92-40.json", "--beside_sequential"]
+    plan = [
+        "--plan",
+        "benchmarks/plans/h200/llama-3.1-8b/bf16-variants/parts92-40.json",
+        "--compare_sequential",
+    ]
     assert bench(*command, "--model", MODEL, *plan, "--input_len", "5", "--output_len", "3") != 0
     assert "is not supported: plans with predictions" in capsys.readouterr().err
 
@@ -261,12 +265,12 @@ def test_without_a_plan_that_is_sure_to_gain_it_runs_once_and_says_so(bench, cap
             "5",
             "--output_len",
             "3",
-            "--beside_sequential",
+            "--compare_sequential",
         )
         == 0
     )
     out = capsys.readouterr().out
-    assert "no plan that is sure to gain" in out and "Against the sequential plan" not in out
+    assert "expects no plan to gain" in out and "Against the sequential plan" not in out
 
 
 def test_a_shipped_name_is_measured_with_random_weights(llm, no_flags, monkeypatch):
@@ -338,13 +342,13 @@ def test_host_command(bench, tmp_path, capsys):
     ("arguments", "status", "message"),
     [
         ([], 2, ""),
-        (["thruput"], 2, "'thruput' is no command"),
+        (["thruput"], 2, "unknown command 'thruput'"),
         (["throughput"], 2, "model"),
         (["throughput", "--model", "x", "--input_len", "0"], 2, "input_len"),
         (["throughput", "--model", "x", "stray"], 2, "stray"),
         (["throughput", "--model", MODEL, "--goodput", "itl:3"], 1, "itl:3"),
         (["throughput", "--model", MODEL, "--block_size", "0"], 1, "block_size"),
-        (["throughput", "--model", MODEL, "--input_len", "120", "--output_len", "20"], 1, "over the 128 tokens"),
+        (["throughput", "--model", MODEL, "--input_len", "120", "--output_len", "20"], 1, "a sum of at most 128 tokens"),
         (["throughput", "--model", MODEL, "--trace", "absent.csv"], 1, ("--trace absent.csv: a " "file that exists")),
         (["throughput", "--model", MODEL, "--max_model_len", "128", "--lengths", "lognormal", "--input_len", "500"], 1, "500"),
         (["throughput", "--model", MODEL, "--output_json", "/"], 1, ("output_json='/' is not supported: a " "file that can be written")),
@@ -353,14 +357,14 @@ def test_host_command(bench, tmp_path, capsys):
         (["trace", "--model", MODEL, "--plot", "layer"], 1, ("plot='layer' is not supported: a " "file of .png, .svg, .pdf")),
         (["latency", "--model", MODEL, "--input_len", "128"], 1, "--input_len 128"),
         (["sweep", "--sweep", "length", "--values", "8x4", "--model", MODEL], 1, "8x4"),
-        (["sweep", "--sweep", "rate", "--model", MODEL], 1, "--values is needed"),
+        (["sweep", "--sweep", "rate", "--model", MODEL], 1, "--values: required for --sweep rate"),
         (["sweep", "--sweep", "rate", "--values", "4,inf", "--model", MODEL, "--num_requests", "2", "--input_len", "9"], 1, "4,inf"),
         (["sweep", "--sweep", "tiles", "--model", "no-such-model"], 1, "no-such-model"),
         *((["serve", "--trace", TRACE, "--arrivals", "trace", "--request_rate", rate], 1, f"rate={rate}") for rate in ("0.0", "-2.0")),
-        (["serve", "--arrivals", "trace"], 1, "with --trace it is possible"),
+        (["serve", "--arrivals", "trace"], 1, "accepted only together with --trace"),
         *((["serve", f"--{flag}", "nan"], 2, f"--{flag}=nan") for flag in ("request_rate", "timeout_s", "think_time_s")),
-        *((["serve", "--lengths", "lognormal", f"--{flag}_cv", cv], 1, (f"a spread (cv) " f"of {cv}")) for flag, cv in SPREADS),
-        (["serve", "--trace", "absent.csv"], 1, "--trace absent.csv: a file that exists"),
+        *((["serve", "--lengths", "lognormal", f"--{flag}_cv", cv], 1, f"cv={float(cv)}: accepted are") for flag, cv in SPREADS),
+        (["serve", "--trace", "absent.csv"], 1, "--trace absent.csv: accepted is an existing file"),
         (["serve", "--target", "127.0.0.1:1", "--wait_s", "0.2"], 1, "DEADLINE_EXCEEDED"),
     ],
 )  # fmt: skip
@@ -429,6 +433,8 @@ def test_perplexity_scores_every_way(bench, tmp_path, capsys):
         == 0
     )
     found = json.loads(report.read_text())
-    assert found["windows"] == [2, 20] and [way["way"] for way in found["ways"]] == list(perplexity.WAYS)
-    assert all(way["max_moved"] < 1e-4 for way in found["ways"])
+    assert found["windows"] == [2, 20] and [one["precision"] for one in found["precisions"]] == list(
+        perplexity.PRECISIONS
+    )
+    assert all(one["max_change"] < 1e-4 for one in found["precisions"])
     assert "fp8, fp8 KV:" in capsys.readouterr().out

@@ -13,7 +13,7 @@ from jaxflow.bench.report import reuse
 from jaxflow.bench.report.requests import Record
 from jaxflow.bench.workload import lengths as workload
 from jaxflow.bench.workload.conversations import Conversation, Round, of_items, shared_blocks, synthetic
-from jaxflow.bench.workload.converse import converse
+from jaxflow.bench.workload.drive import converse
 from jaxflow.bench.workload.lengths import Item, WorkloadError
 from jaxflow.request import Delta, Finished, FinishReason, QueueFull, Started, Timings, Usage
 

@@ -1,4 +1,4 @@
-"""`bench decode_step` on a tiny model: ways of launching are timed, give the same bits, and kernels are
+"""`bench decode_step` on a tiny model: launches of launching are timed, give the same bits, and kernels are
 listed; many steps are compared.
 """
 
@@ -37,13 +37,13 @@ def anywhere(monkeypatch):
 
 def test_it_refuses_without_a_gpu_before_it_makes_a_model(given, monkeypatch):
     monkeypatch.setattr(decode_step, "_executor", lambda *_: pytest.fail("a model was made"))
-    with pytest.raises(ValueError, match="bench decode_step needs a GPU: JAX's backend here is 'cpu'"):
+    with pytest.raises(ValueError, match="JAX backend='cpu' is not supported: gpu, for bench decode_step"):
         decode_step.run()
 
 
 def test_every_way_is_timed_and_gives_the_same_bits(given, anywhere, capsys, monkeypatch):
     monkeypatch.setattr(
-        decode_step, "WAYS", {name: decode_step.WAYS[name] for name in ("graph and chunks", "early")}
+        decode_step, "LAUNCHES", {name: decode_step.LAUNCHES[name] for name in ("graph and chunks", "pdl")}
     )
     given.model, given.requests, given.context, given.seconds = (
         str(paths.MODELS / "tiny-llama"),
@@ -54,9 +54,14 @@ def test_every_way_is_timed_and_gives_the_same_bits(given, anywhere, capsys, mon
     given.smallest = ["4"]
     result = decode_step.run()
     (step,) = result["steps"]
-    assert step["requests"] == 3 and step["tokens"] == 4 and list(step["ways"]) == list(decode_step.WAYS)
-    assert all(way["us"] > 0 and way["enqueue_us"] > 0 and way["same_bits"] for way in step["ways"].values())
-    assert "3 requests in 4, early" in capsys.readouterr().out
+    assert (
+        step["requests"] == 3 and step["tokens"] == 4 and list(step["launches"]) == list(decode_step.LAUNCHES)
+    )
+    assert all(
+        launch["us"] > 0 and launch["enqueue_us"] > 0 and launch["same_bits"]
+        for launch in step["launches"].values()
+    )
+    assert "3 requests in 4, pdl" in capsys.readouterr().out
     for profile in step["profiles"].values():
         assert profile["launches"] == sum(kernel["runs"] for kernel in profile["kernels"]) > 0
         assert profile["kernels_us"] == pytest.approx(sum(kernel["us"] for kernel in profile["kernels"]))
@@ -64,7 +69,7 @@ def test_every_way_is_timed_and_gives_the_same_bits(given, anywhere, capsys, mon
 
 def test_many_steps_are_compared_each_way(given, anywhere, capsys, monkeypatch):
     monkeypatch.setattr(
-        graph_steps, "WAYS", {name: graph_steps.WAYS[name] for name in ("graph", "one by one")}
+        graph_steps, "LAUNCHES", {name: graph_steps.LAUNCHES[name] for name in ("graph", "one by one")}
     )
     given.model, given.requests, given.context, given.steps = str(paths.MODELS / "tiny-llama"), ["3"], 40, 20
     result = decode_step.run()

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxflow.bench.kernels import command as kernels
-from jaxflow.bench.kernels import report as kernels_report
-from jaxflow.bench.kernels import worker as kernels_worker
-from jaxflow.bench.kernels.case import Case, Group, Way
+from jaxflow.bench.kernels import compare as kernels
+from jaxflow.bench.kernels import compare as kernels_report
+from jaxflow.bench.kernels import workers as kernels_worker
+from jaxflow.bench.kernels.case import Implementation, KernelCase, KernelGroup
 from pallas_kernels.gemm.int4 import mma as int4_mma
 from pallas_kernels.gemm.tuned_table import load
 from pallas_kernels.measure import timing
@@ -18,20 +18,24 @@ BY_NAME = {group.name: group for group in kernels.GROUPS}
 
 @pytest.mark.parametrize("name", [name for name in BY_NAME if not name.startswith("decode_step")])
 def test_a_case_of_each_group_can_be_traced(name):
-    """Inputs, ways and rivals, all but the running; whole steps have tests of their own."""
+    """Inputs, implementations and rivals, all but the running; whole steps have tests of their own."""
     case = BY_NAME[name].cases[-1]
-    ways = lambda: [jax.tree.leaves(way.run()) for name, way in case.prepare().items() if name != "cudnn"]
-    shapes = jax.eval_shape(ways)
+    implementations = lambda: [
+        jax.tree.leaves(implementation.run())
+        for name, implementation in case.prepare().items()
+        if name != "cudnn"
+    ]
+    shapes = jax.eval_shape(implementations)
     assert shapes and all(shapes)
 
 
-@pytest.mark.parametrize(("rows", "ways"), [(1, ["flat", "xla", "fma"]), (16, ["flat", "xla"])])
-def test_products_of_few_rows_are_timed_without_tensor_cores_too(rows, ways):
+@pytest.mark.parametrize(("rows", "implementations"), [(1, ["flat", "xla", "fma"]), (16, ["flat", "xla"])])
+def test_products_of_few_rows_are_timed_without_tensor_cores_too(rows, implementations):
     """As an engine has some of one row; last, so that a row's ratio and the summary stay flat GEMM's to XLA."""
     (case,) = (case for case in BY_NAME["flat_gemm"].cases if case.name == f"70B/tp4 out_proj M {rows}")
     found: list[str] = []
     jax.eval_shape(lambda: found.extend(case.prepare()))
-    assert found == ways
+    assert found == implementations
 
 
 def test_int4_of_one_row_is_timed_as_the_engine_has_it(monkeypatch):
@@ -60,12 +64,12 @@ def test_names_can_be_asked_for():
     assert {case.name for _, case in kernels.chosen(["dense_gemm/8B up_gate"])} == {
         f"8B up_gate M {m}" for m in (256, 512, 1024, 2048)
     }
-    asked = [group.name for group in kernels.GROUPS if group.asked]
+    asked = [group.name for group in kernels.GROUPS if group.on_request]
     assert {(group.name, case.name) for group, case in kernels.chosen([])} == {
         name for name in names if name[0] not in asked
     }
     assert kernels.chosen(asked) and {group.name for group, _ in kernels.chosen(asked)} == set(asked)
-    with pytest.raises(ValueError, match="no such case; groups are ceilings"):
+    with pytest.raises(ValueError, match=r"only='dense_gemm/nothing' is not supported: .*; groups: ceilings"):
         kernels.chosen(["dense_gemm/nothing"])
 
 
@@ -76,21 +80,28 @@ def test_the_first_case_of_each_group_comes_before_the_second_of_any():
     assert set(kernels._FIRST) <= set(BY_NAME)
 
 
-def measured(monkeypatch, us: dict[str, float], ways: dict[str, Way], **must) -> dict:
+def measured(
+    monkeypatch, us: dict[str, float], implementations: dict[str, Implementation], **targets
+) -> dict:
     def interleaved(runs, *, calls, seconds):
-        assert {name: way.calls for name, way in ways.items()} == calls
+        assert {name: implementation.calls for name, implementation in implementations.items()} == calls
         return {name: Timing(us[name], 0.02, 1500.0, 600.0, 0.1, seconds) for name in runs}
 
     monkeypatch.setattr(kernels_worker, "interleaved", interleaved)
-    return kernels_worker.measure(Group("some", "TB/s", ()), Case("one", lambda: ways, **must), ways, 0.5)
+    return kernels_worker.measure(
+        KernelGroup("some", "TB/s", ()),
+        KernelCase("one", lambda: implementations, **targets),
+        implementations,
+        0.5,
+    )
 
 
-def way(amount: float, work: float | None = None) -> Way:
-    return Way(lambda: jnp.zeros(1), 2, amount, work)
+def implementation(amount: float, work: float | None = None) -> Implementation:
+    return Implementation(lambda: jnp.zeros(1), 2, amount, work)
 
 
 @pytest.mark.parametrize(
-    ("must", "reached"),
+    ("targets", "reached"),
     [
         ({}, None),
         ({"rate": 2e12}, True),
@@ -100,9 +111,14 @@ def way(amount: float, work: float | None = None) -> Way:
         ({"rate": 1.0, "ratio": 3.0}, False),
     ],
 )
-def test_a_row_has_rates_ratios_and_whether_it_is_reached(monkeypatch, must, reached):
-    row = measured(monkeypatch, {"ours": 10.0, "rival": 20.0}, {"ours": way(2e7), "rival": way(2e7)}, **must)
-    assert row["ways"]["ours"]["rate"] == pytest.approx(2e12)
+def test_a_row_has_rates_ratios_and_whether_it_is_reached(monkeypatch, targets, reached):
+    row = measured(
+        monkeypatch,
+        {"ours": 10.0, "rival": 20.0},
+        {"ours": implementation(2e7), "rival": implementation(2e7)},
+        **targets,
+    )
+    assert row["implementations"]["ours"]["rate"] == pytest.approx(2e12)
     assert row["ratios"] == {"rival": pytest.approx(2.0)}
     assert row["reached"] is reached
     lines = list(kernels_report.text(row))
@@ -126,13 +142,17 @@ def test_a_way_without_clock_and_watts_is_measured_again_and_then_refused(monkey
         }
 
     monkeypatch.setattr(kernels_worker, "interleaved", interleaved)
-    assert kernels_worker.timed({"ours": way(1.0)}, 0.5)["ours"].mhz == 1500.0 and len(asked) == 2
-    with pytest.raises(kernels_worker.NoReading, match="no clock or watts of never: 13 ms measured"):
-        kernels_worker.timed({"never": way(1.0)}, 0.5)
+    assert kernels_worker.timed({"ours": implementation(1.0)}, 0.5)["ours"].mhz == 1500.0 and len(asked) == 2
+    with pytest.raises(kernels_worker.NoReading, match="no clock or watts for never: measured 13 ms"):
+        kernels_worker.timed({"never": implementation(1.0)}, 0.5)
 
 
 def test_ways_that_move_other_amounts_are_compared_by_their_work(monkeypatch):
-    row = measured(monkeypatch, {"fp8": 6.0, "bf16": 12.0}, {"fp8": way(1e7, 1.0), "bf16": way(2e7, 1.0)})
+    row = measured(
+        monkeypatch,
+        {"fp8": 6.0, "bf16": 12.0},
+        {"fp8": implementation(1e7, 1.0), "bf16": implementation(2e7, 1.0)},
+    )
     assert row["ratios"] == {"bf16": pytest.approx(2.0)}
 
 
@@ -152,7 +172,7 @@ def test_a_summary_is_of_a_groups_first_rival():
             "cases": 2,
             "geomean": pytest.approx(1.0),
             "least": 0.5,
-            "must": 1.1,
+            "target": 1.1,
         }
     ]
     assert list(kernels_report.text(rows[2])) == [f"{'flat_gemm':18} {'x':28} failed: it did"]
@@ -160,7 +180,7 @@ def test_a_summary_is_of_a_groups_first_rival():
 
 def test_it_refuses_without_a_gpu(monkeypatch):
     monkeypatch.setattr(kernels.flags, "FLAGS", type("Flags", (), {"only": [], "merge": [], "share": "0/1"}))
-    with pytest.raises(ValueError, match="needs a GPU: JAX's backend here is 'cpu'"):
+    with pytest.raises(ValueError, match="JAX backend='cpu' is not supported: gpu, for bench kernels"):
         kernels.run()
 
 

@@ -9,15 +9,17 @@ import sys
 import jax.numpy as jnp
 import pytest
 
-from jaxflow.bench.kernels import command as kernels
-from jaxflow.bench.kernels import pool as kernels_pool
-from jaxflow.bench.kernels import report as kernels_report
-from jaxflow.bench.kernels import worker as kernels_worker
-from jaxflow.bench.kernels.case import Case, Group, Way
+from jaxflow.bench.kernels import compare as kernels
+from jaxflow.bench.kernels import compare as kernels_report
+from jaxflow.bench.kernels import workers as kernels_pool
+from jaxflow.bench.kernels import workers as kernels_worker
+from jaxflow.bench.kernels.case import Implementation, KernelCase, KernelGroup
+from jaxflow.config import ConfigError
 from pallas_kernels.measure.peaks import Least
+from pallas_kernels.measure.provenance import KEYS
 from pallas_kernels.measure.timing import Timing
 
-ALL = kernels.chosen([group.name for group in kernels.GROUPS if group.together or not group.asked])
+ALL = kernels.chosen([group.name for group in kernels.GROUPS if group.together or not group.on_request])
 NAMES = [f"{group.name}/{case.name}" for group, case in ALL]
 
 
@@ -39,7 +41,7 @@ def test_every_case_is_some_process_once_and_the_first_cases_come_first(processe
         firsts = {
             f"{group.name}/{group.cases[0].name}"
             for group in kernels.GROUPS
-            if not group.asked and not group.together
+            if not group.on_request and not group.together
         }
         assert all(place[name][0] == 0 for name in firsts)
 
@@ -53,7 +55,7 @@ def test_shares_are_all_cases_once_and_what_belongs_together_stays_so():
             or sum(any(other.name == group.name for other, _ in part) for part in parts) == 1
         )
     for wrong in ("3/3", "1", "a/b", ""):
-        with pytest.raises(ValueError, match="--share"):
+        with pytest.raises(ValueError, match="share="):
             kernels.shared(ALL, wrong)
 
 
@@ -101,7 +103,7 @@ def test_cases_of_a_process_that_ended_while_it_compiled_are_failed_rows_and_the
         )
     )
     assert rows["g/a"] == {"row": "g/a"}
-    assert {rows[f"g/{name}"]["failed"] for name in "cd"} == {"its process ended to: compile g/c, g/d"}
+    assert {rows[f"g/{name}"]["failed"] for name in "cd"} == {"its process ended; order: compile g/c, g/d"}
 
 
 def test_what_would_end_after_the_time_limit_is_left_out():
@@ -119,19 +121,19 @@ def cases(monkeypatch, us=20.0):
     def fails():
         raise RuntimeError("it does not compile")
 
-    def interleaved(ways, **_):
-        return {name: Timing(us, 0.02, 1500.0, 600.0, 0.1, 0.1) for name in ways}
+    def interleaved(implementations, **_):
+        return {name: Timing(us, 0.02, 1500.0, 600.0, 0.1, 0.1) for name in implementations}
 
     ran = []
-    ways = {
-        name: Way(lambda name=name: ran.append(name) or jnp.zeros(1), 1, 4e7, tuned=name == "xla")
+    implementations = {
+        name: Implementation(lambda name=name: ran.append(name) or jnp.zeros(1), 1, 4e7, tuned=name == "xla")
         for name in ("ours", "xla")
     }
     monkeypatch.setattr(kernels_worker, "interleaved", interleaved)
     monkeypatch.setattr(
         kernels_worker.jax, "devices", lambda: [type("Device", (), {"device_kind": "NVIDIA H200"})]
     )
-    group = Group("g", "TB/s", (Case("good", lambda: ways), Case("bad", fails)))
+    group = KernelGroup("g", "TB/s", (KernelCase("good", lambda: implementations), KernelCase("bad", fails)))
     return kernels_worker.Cases([group]), ran
 
 
@@ -142,27 +144,30 @@ def test_a_worker_compiles_then_lets_xla_tune_and_a_case_that_fails_takes_no_oth
     made.obey({"tune": True})
     assert ran == ["ours", "xla"]
     good, bad = (made.obey({"measure": f"g/{name}", "seconds": 0.1}) for name in ("good", "bad"))
-    assert good["ratios"] == {"xla": 1.0} and good["ways"]["ours"]["rate"] == pytest.approx(2e12)
+    assert good["ratios"] == {"xla": 1.0} and good["implementations"]["ours"]["rate"] == pytest.approx(2e12)
     assert bad == {"group": "g", "case": "bad", "failed": "RuntimeError: it does not compile"}
     made.obey({"drop": True})
-    assert made.obey({"measure": "g/good", "seconds": 0.1})["failed"] == "it was not compiled"
+    assert made.obey({"measure": "g/good", "seconds": 0.1})["failed"] == "case not compiled"
 
 
 def test_a_time_that_the_card_cannot_have_met_is_no_row(monkeypatch):
     made, _ = cases(monkeypatch, us=1.0)
     made.obey({"compile": ["g/good"]})
     row = made.obey({"measure": "g/good", "seconds": 0.1})
-    assert row["failed"].startswith("ImpossibleTime: g/good ours: 1.00 us for 40.0 MB") and "ways" not in row
+    assert (
+        row["failed"].startswith("ImpossibleTime: g/good ours: 1.00 us for 40.0 MB")
+        and "implementations" not in row
+    )
 
 
 def test_products_must_read_their_weights_whatever_their_unit():
-    assert Way(lambda: None, 1, 5.0).must("TB/s") == Least(moved=5.0)
-    assert Way(lambda: None, 1, 5.0).must("tok/s") == Least()
-    assert Way(lambda: None, 1, 5.0).must("TFLOP/s") == Least(flop=5.0)
-    assert Way(lambda: None, 1, 5.0, dtype="float8_e4m3fn").must("TFLOP/s") == Least(
+    assert Implementation(lambda: None, 1, 5.0).least_work("TB/s") == Least(moved=5.0)
+    assert Implementation(lambda: None, 1, 5.0).least_work("tok/s") == Least()
+    assert Implementation(lambda: None, 1, 5.0).least_work("TFLOP/s") == Least(flop=5.0)
+    assert Implementation(lambda: None, 1, 5.0, dtype="float8_e4m3fn").least_work("TFLOP/s") == Least(
         flop=5.0, dtype="float8_e4m3fn"
     )
-    assert Way(lambda: None, 1, 5.0, least=Least(7.0)).must("TFLOP/s") == Least(7.0)
+    assert Implementation(lambda: None, 1, 5.0, least=Least(7.0)).least_work("TFLOP/s") == Least(7.0)
 
 
 def test_a_worker_is_a_process_that_answers_each_order_until_its_stdin_ends():
@@ -170,7 +175,7 @@ def test_a_worker_is_a_process_that_answers_each_order_until_its_stdin_ends():
     worker.tell(compile=[])
     assert worker.answer() == {}
     worker.tell(measure="ceilings/read 2 GiB", seconds=0.1)
-    assert worker.answer() == {"group": "ceilings", "case": "read 2 GiB", "failed": "it was not compiled"}
+    assert worker.answer() == {"group": "ceilings", "case": "read 2 GiB", "failed": "case not compiled"}
     worker.end()
     assert worker._process.returncode == 0
 
@@ -205,7 +210,7 @@ def test_xlas_products_are_cublas_unless_the_flags_say_otherwise():
     assert kernels_pool.environment({"XLA_FLAGS": given})["XLA_FLAGS"] == given
 
 
-GOOD = {"command_name": "kernels", "device": "a GPU", "command": "", "left_out": [], "rows": []}
+GOOD = dict.fromkeys(KEYS, "") | {"command_name": "kernels", "device": "a GPU", "left_out": [], "rows": []}
 
 
 def test_reports_of_shares_become_one(tmp_path):
@@ -223,7 +228,7 @@ def test_reports_of_shares_become_one(tmp_path):
         (tmp_path / f"{i}.json").write_text(json.dumps(part))
     made = kernels_report.merged([str(tmp_path / f"{i}.json") for i in range(2)], kernels.GROUPS)
     assert [(r["case"], "failed" in r) for r in made["rows"]] == [(first, False), (second, False)]
-    assert made["left_out"] == ["flat_gemm/third"] and made["commands"] == ["share 0", "share 1"]
+    assert made["left_out"] == ["flat_gemm/third"] and made["command"] == "share 0 && share 1"
     assert made["summaries"][0]["cases"] == 2
     (tmp_path / "1.json").write_text(json.dumps(GOOD | {"device": "another"}))
     with pytest.raises(ValueError, match="one device"):
@@ -231,28 +236,26 @@ def test_reports_of_shares_become_one(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "why"),
+    "text",
     [
-        ("no JSON", "JSONDecodeError"),
-        ("[]", "TypeError"),
-        ("{}", "KeyError: 'command_name'"),
-        (json.dumps(GOOD | {"command_name": "latency"}), "command_name='latency', not 'kernels'"),
-        (json.dumps({k: v for k, v in GOOD.items() if k != "rows"}), "KeyError: 'rows'"),
-        (json.dumps({k: v for k, v in GOOD.items() if k != "left_out"}), "it has no left_out"),
-        (json.dumps(GOOD | {"rows": [{"group": "flat_gemm"}]}), "it has no case"),
-        (json.dumps(GOOD | {"rows": [1]}), "TypeError"),
+        "no JSON",
+        "[]",
+        "{}",
+        json.dumps(GOOD | {"command_name": "latency"}),
+        *(json.dumps({k: v for k, v in GOOD.items() if k != key}) for key in ("rows", "left_out", "commit")),
+        json.dumps(GOOD | {"rows": [{"group": "flat_gemm"}]}),
+        json.dumps(GOOD | {"rows": [1]}),
     ],
 )
-def test_what_is_no_report_is_refused_by_its_name(tmp_path, text, why):
+def test_another_file_than_a_kernels_report_is_refused_by_its_name(tmp_path, text):
     (tmp_path / "good.json").write_text(json.dumps(GOOD))
     (tmp_path / "bad.json").write_text(text)
-    with pytest.raises(ValueError, match=r"bad.json: no report of `bench kernels`") as caught:
+    with pytest.raises(ConfigError, match=r"merge='.*bad.json' is not supported: reports of `bench kernels`"):
         kernels_report.merged([str(tmp_path / f"{name}.json") for name in ("good", "bad")], kernels.GROUPS)
-    assert why in str(caught.value)
 
 
 def test_a_report_of_a_group_that_is_no_more_has_its_summary(tmp_path):
     row = {"group": "gone", "case": "one", "ratios": {"xla": 2.0}}
     (tmp_path / "old.json").write_text(json.dumps(GOOD | {"rows": [row]}))
     (summary,) = kernels_report.merged([str(tmp_path / "old.json")], kernels.GROUPS)["summaries"]
-    assert summary["group"] == "gone" and summary["must"] is None and summary["cases"] == 1
+    assert summary["group"] == "gone" and summary["target"] is None and summary["cases"] == 1

@@ -9,7 +9,7 @@ import paths
 import pytest
 
 from jaxflow.bench.__main__ import main
-from jaxflow.bench.kv import link_rates
+from jaxflow.bench.kv import link as link_rates
 
 
 def test_the_command(tmp_path, no_flags, capsys):
@@ -40,7 +40,7 @@ def test_the_command(tmp_path, no_flags, capsys):
     assert main(["bench", "link", *line, "--output_json", str(tmp_path / "out.json")]) == 0
     result = json.loads((tmp_path / "out.json").read_text())
     assert all(value > 0 and math.isfinite(value) for value in result["link"].values())
-    ways = {
+    runs = {
         "to_host",
         "to_device",
         "both_to_host",
@@ -49,22 +49,22 @@ def test_the_command(tmp_path, no_flags, capsys):
         "pieces_to_device",
         "loaded_to_its_place",
     }
-    ways |= {
+    runs |= {
         f"{both}{form}_to_{way}"
         for both in ("", "both_")
         for form in ("one_call", "one_array")
         for way in ("host", "device")
     }
     assert {
-        f"{way}_gb_per_s" for way in ways | {"train_to_host", "train_to_device", "both_in_turns_of_4"}
+        f"{way}_gb_per_s" for way in runs | {"train_to_host", "train_to_device", "both_in_turns_of_4"}
     } <= set(result["link"])
     rates = result["link"]
     for way in ("to_host", "to_device"):
         expected = rates[f"{way}_gb_per_s"] / rates[f"pieces_{way}_gb_per_s"]
         assert rates[f"contiguous_over_pieces_{way}"] == pytest.approx(expected)
     steps = result["steps"]
-    assert list(steps) == ["alone", "storing", "loading", "storing and loading", "storing x4"]
-    assert all(row["slowdown"] == pytest.approx(row["ms"] / steps["alone"]["ms"]) for row in steps.values())
+    assert list(steps) == ["without", "storing", "loading", "storing and loading", "storing x4"]
+    assert all(row["slowdown"] == pytest.approx(row["ms"] / steps["without"]["ms"]) for row in steps.values())
     assert result["pages_a_step"] == result["step_tokens"] // 16
     assert result["bytes_a_step"] == result["pages_a_step"] * result["page_bytes"][0]
     assert "slowdown" in capsys.readouterr().out

@@ -5,9 +5,10 @@ import time
 import pynvml
 import pytest
 
-from jaxflow.bench.report import machine
+from jaxflow.bench.report import machine, optimum
 from jaxflow.config import Layer, ModelConfig, Rope
 from jaxflow.model.cost import dense_parameters
+from pallas_kernels.measure.provenance import KEYS
 
 LLAMA = ModelConfig("llama", 128256, 4096, 32, 8, 128, 14336, (Layer(rope=Rope(500000.0)),) * 32, 8192)
 
@@ -62,17 +63,33 @@ def test_no_driver_is_no_readings(monkeypatch):
     assert readings.summary() is None
 
 
+def test_a_report_begins_with_its_keys_and_has_the_means_of_its_own_power():
+    report = {"command_name": "plans", **machine.describe()}
+    report["plans"] = [{"watts": watts, "sm_clock_mhz": 1500.0, "note": "watts"} for watts in (600.0, 700.0)]
+    found = machine.with_power(report, machine.Readings(watts=[100.0], sm_clock_mhz=[200.0]))
+    assert list(found)[:9] == ["command_name", *KEYS]
+    assert (found["watts"], found["clock_mhz"]) == (650.0, 1500.0)
+    assert found["plans"] == report["plans"] and set(found) == set(report)
+
+
+def test_a_report_without_power_of_its_own_has_the_means_of_the_command():
+    report = {"command_name": "disk", **machine.describe(), "rates": [1.0]}
+    found = machine.with_power(report, machine.Readings(watts=[100.0, 300.0], sm_clock_mhz=[1000.0, 2000.0]))
+    assert (found["watts"], found["clock_mhz"]) == (200.0, 1500.0)
+    assert machine.with_power(report, machine.Readings())["watts"] is None
+
+
 def test_the_optimum_of_llama_8b_on_an_h200():
-    found = machine.optimal(LLAMA, 1024, 512, dtype="bfloat16", device="H200")
+    found = optimum.optimal(LLAMA, 1024, 512, dtype="bfloat16", device="H200")
     assert found["optimal_flops_source"] == "H200 bfloat16, measured, sustained"
     assert found["optimal_parameters"] == dense_parameters(LLAMA, 1 / 3)
     assert found["optimal_token_throughput"] == pytest.approx(700e12 / 2 / (6.98e9 + 0.525e9 / 3), rel=1e-3)
-    two = machine.optimal(LLAMA, 1024, 512, dtype="bfloat16", tp=2, device="H200")
+    two = optimum.optimal(LLAMA, 1024, 512, dtype="bfloat16", tp=2, device="H200")
     assert two["optimal_token_throughput"] == 2 * found["optimal_token_throughput"]
 
 
 def test_the_report_names_optimum_machine_and_command():
-    result = machine.describe() | machine.optimal(LLAMA, 1, 1, dtype="bfloat16", device="H100")
+    result = machine.describe() | optimum.optimal(LLAMA, 1, 1, dtype="bfloat16", device="H100")
     result |= {
         "fraction_of_optimal": 0.5,
         "fraction_of_bound": 0.6,
@@ -99,7 +116,7 @@ def test_the_report_names_optimum_machine_and_command():
 
 
 def test_an_unknown_device_is_measured():
-    best = machine.ceiling("float32")
+    best = optimum.peak_rate("float32")
     assert best.flops_per_s > 1e8 and "measured here" in best.source
     with pytest.raises(KeyError, match="int4 on H200"):
-        machine.ceiling("int4", "H200")
+        optimum.peak_rate("int4", "H200")

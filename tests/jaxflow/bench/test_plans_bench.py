@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxflow.bench.__main__ import main
-from jaxflow.bench.plans import report as plans_report
+from jaxflow.bench.plans import compare as plans_report
 from jaxflow.bench.plans.steady import (
-    Workload,
+    StepWorkload,
     average_step,
     fitting_step,
     page_appends,
@@ -35,7 +35,7 @@ LENGTHS = st.integers(1, 2000)
 
 @given(LENGTHS, st.integers(0, 2000), st.integers(16, 2048), st.integers(2, ROWS), st.integers(4, 4000))
 def test_an_average_step_fits_and_keeps_the_workloads_balance(prompt, output, tokens, rows, pages):
-    workload = Workload(prompt, output)
+    workload = StepWorkload(prompt, output)
     step = average_step(workload, tokens, most_rows=rows, kv_tokens=pages * PAGE, page_size=PAGE)
     assert step.tokens <= tokens and step.decode_tokens + len(step.chunks) <= max(rows, len(step.chunks))
     assert all(0 < size <= prompt and 0 <= start <= prompt - size for size, start in step.chunks)
@@ -51,7 +51,9 @@ def test_an_average_step_fits_and_keeps_the_workloads_balance(prompt, output, to
 
 
 @given(
-    st.sampled_from([Workload(200, 90), Workload(64, 0), Workload(50, 200), Workload(33, 0, decodes=40)]),
+    st.sampled_from(
+        [StepWorkload(200, 90), StepWorkload(64, 0), StepWorkload(50, 200), StepWorkload(33, 0, decodes=40)]
+    ),
     st.integers(0, 99),
 )
 def test_the_step_that_runs_is_that_step(workload, seed):
@@ -95,11 +97,11 @@ def test_what_is_no_workload(text):
 
 
 WORKLOADS = [
-    Workload(200, 90),
-    Workload(4, 0),
-    Workload(200, 0),
-    Workload(400, 2),
-    Workload(33, 0, decodes=40),
+    StepWorkload(200, 90),
+    StepWorkload(4, 0),
+    StepWorkload(200, 0),
+    StepWorkload(400, 2),
+    StepWorkload(33, 0, decodes=40),
 ]
 
 
@@ -124,7 +126,7 @@ def test_a_step_fits_or_what_it_lacks_is_told(workload, rows, pages):
 
 
 def test_a_cache_that_is_too_small_is_named():
-    work = step_work(Workload(100, 100), Composition(4, 150.0), StepLayout(8, 8, 8, PAGE), 100)
+    work = step_work(StepWorkload(100, 100), Composition(4, 150.0), StepLayout(8, 8, 8, PAGE), 100)
     with pytest.raises(ConfigError, match=r"num_kv_pages=20 .* at least "):
         page_appends(work, (20,), (None,), PAGE)
 
@@ -188,9 +190,7 @@ def test_a_pick_is_held_against_plans_without_predictions_too():
     """DeepSeek-67B's plan cut at 1280 gained 1.019; an order written by hand, without a prediction, gained
     1.045.
     """
-    rows = json.loads((REPORTS / "settings" / "h200-plans-deepseek-67b-tp2-fp8-cut-1280.json").read_text())[
-        "plans"
-    ]
+    rows = json.loads((REPORTS / "h200/deepseek-67b/plans-tp2-fp8-cut-1280.json").read_text())["plans"]
     sequential, two, searched, copied = rows[:4]
     assert two["sure_gain"] is None and searched["sure_gain"] > 1
     for pick, sizes in zip(
@@ -206,7 +206,7 @@ def test_a_pick_is_held_against_plans_without_predictions_too():
 
 def test_a_pick_is_held_against_steps_of_other_sizes():
     """By real tokens: at 1000/1000 a step of 2048 is half padding, and the one of 512 was faster."""
-    rows = json.loads((REPORTS / "h200-plans-llama-3.1-8b-variants.json").read_text())["plans"]
+    rows = json.loads((REPORTS / "h200/llama-3.1-8b/plans-bf16-variants.json").read_text())["plans"]
     pick = next(pick for pick in plans_report.summary(rows)["picks"] if pick["workload"] == "1000/1000")
     picked = next(row for row in rows if (row["workload"], row["plan"]) == ("1000/1000", pick["picked"]))
     assert (pick["tokens"], pick["best"], pick["picked_to_best"]) == (2048, "sequential, 2048 tokens", 1.0)
@@ -215,7 +215,7 @@ def test_a_pick_is_held_against_steps_of_other_sizes():
     result = {"plans": rows, "picks": [pick], "mean_prediction_error": None, "left_out": [], "command": ""}
     text = plans_report.text(result | {"made_s": 0.0, "measured_s": 0.0, "num_devices": 1, "device": "toy"})
     assert (
-        "at 1.000 of the best, 'sequential, 2048 tokens', and at 0.750 of that of any size, "
+        "with 1.000 of the rate of the best, 'sequential, 2048 tokens', and 0.750 of the best of any size, "
         "'sequential, 512 tokens'."
     ) in text
 

@@ -139,7 +139,7 @@ def test_requests_that_met_no_empty_engine():
     """
     records = [Record(5, float(i), [(i + 0.5, 1), (i + 1.0 + i, 1)], i + 1.0 + i) for i in range(11)]
     records[5].sent_s = 5.2
-    found = report.settled([*records, Record(5, 10.0, error="full")], [*range(11), 10])
+    found = report.later_half([*records, Record(5, 10.0, error="full")], [*range(11), 10])
     assert found is not None and (found["after_s"], found["completed"]) == (5.0, 5)
     assert found["mean_normalized_latency_ms"] == pytest.approx(
         1e3 * np.mean([(1 + i) / 2 for i in range(6, 11)])
@@ -149,7 +149,7 @@ def test_requests_that_met_no_empty_engine():
         == found["p99_normalized_latency_ms"] / found["mean_normalized_latency_ms"]
     )
     assert found["mean_ttft_ms"] == pytest.approx(500.0)
-    assert report.settled([FIRST, SECOND], [0.0, 0.0]) is None  # at once
+    assert report.later_half([FIRST, SECOND], [0.0, 0.0]) is None  # at once
 
 
 def test_line_keeps_columns():

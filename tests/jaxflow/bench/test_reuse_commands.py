@@ -174,22 +174,24 @@ def test_hierarchy_command_compares_the_tiers(bench, always_load, tmp_path, caps
         )
         == 0
     )
-    ways = json.loads(path.read_text())["ways"]
-    assert list(ways) == ["recompute", "disk", "disk, restarted"]
+    lowest_tiers = json.loads(path.read_text())["lowest_tiers"]
+    assert list(lowest_tiers) == ["recompute", "disk", "disk, restarted"]
     assert (
-        ways["recompute"]["conversations"]["reused_input_tokens"]
+        lowest_tiers["recompute"]["conversations"]["reused_input_tokens"]
         == 0
-        == ways["recompute"]["conversations"]["compute_saved"]
+        == lowest_tiers["recompute"]["conversations"]["compute_saved"]
     )
-    disk, restarted = (ways[name]["conversations"] for name in ("disk", "disk, restarted"))
+    disk, restarted = (lowest_tiers[name]["conversations"] for name in ("disk", "disk, restarted"))
     assert disk["first_round"]["reused_input_tokens"] == 0
     assert (
         restarted["reused_input_tokens_by_tier"]["disk"] >= 5 * 80
         and restarted["first_round"]["reused_input_tokens"] == 5 * 80
     )
     assert disk["completed"] == restarted["completed"] == 15
-    assert all(len(way["no_reuse"]["total_token_throughput"]) == 1 for way in ways.values())
-    assert [way["conversations"]["engine_stats"]["compilations_after_warmup"] for way in ways.values()] == [
+    assert all(len(tier["no_reuse"]["total_token_throughput"]) == 1 for tier in lowest_tiers.values())
+    assert [
+        tier["conversations"]["engine_stats"]["compilations_after_warmup"] for tier in lowest_tiers.values()
+    ] == [
         0,
         0,
         0,
@@ -238,12 +240,16 @@ def test_a_tier_is_compared_where_there_is_one():
     whole = EngineConfig(
         "m", kv_offloading_size=1.0, kv_disk_path="/tmp", kv_disk_size=2.0, enable_prefix_caching=False
     )
-    found = hierarchy.ways(whole)
+    found = hierarchy.lowest_tiers(whole)
     assert list(found) == ["recompute", "device", "host", "disk", "disk, restarted"]
-    assert [way.enable_prefix_caching for way in found.values()] == [False, True, True, True, True]
-    assert [way.kv_offloading_size for way in found.values()] == [0, 0, 1, 1, 1]
-    assert [way.kv_disk_path for way in found.values()] == [None, None, None, "/tmp", "/tmp"]
-    assert list(hierarchy.ways(EngineConfig("m", kv_offloading_size=1.0))) == ["recompute", "device", "host"]
+    assert [tier.enable_prefix_caching for tier in found.values()] == [False, True, True, True, True]
+    assert [tier.kv_offloading_size for tier in found.values()] == [0, 0, 1, 1, 1]
+    assert [tier.kv_disk_path for tier in found.values()] == [None, None, None, "/tmp", "/tmp"]
+    assert list(hierarchy.lowest_tiers(EngineConfig("m", kv_offloading_size=1.0))) == [
+        "recompute",
+        "device",
+        "host",
+    ]
 
 
 def test_rounds_of_a_trace_are_refused(bench, served, capsys):

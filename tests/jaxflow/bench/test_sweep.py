@@ -30,7 +30,7 @@ def test_sweeps_and_their_pictures(llm, tmp_path):
         assert (tmp_path / "new" / f"{one['kind']}.png").read_bytes().startswith(b"\x89PNG")
     assert [point["workload"]["mean_prompt_tokens"] for point in found[2]["points"]] == [8.0, 16.0]
     assert all(
-        0 < point["settled"]["completed"] < 4 and "sequential" not in point for point in found[0]["points"]
+        0 < point["later_half"]["completed"] < 4 and "sequential" not in point for point in found[0]["points"]
     )
     assert found[0]["highest_rate"]["least_arrivals_s"] == min(
         point["arrivals_s"] for point in found[0]["points"]
@@ -50,11 +50,11 @@ def test_rates_by_the_plans_and_by_the_sequential_one(llm, tmp_path, monkeypatch
     monkeypatch.setattr(
         steps, "plans_of", lambda executor: {"sequential", "another"}
     )  # its steps are sequential here
-    found = sweep.rates(llm, workload.constant(3, 8, 4), [100.0], beside_sequential=True)
+    found = sweep.rates(llm, workload.constant(3, 8, 4), [100.0], compare_sequential=True)
     (point,) = found["points"]
     assert (
         point["against_sequential"] > 0
-        and point["sequential"]["settled"]["completed"] == point["settled"]["completed"]
+        and point["sequential"]["later_half"]["completed"] == point["later_half"]["completed"]
     )
     assert found["highest_rate"]["sequential"] == 100.0 == found["highest_rate"]["requests_per_s"]
     legend = plot.draw(found).axes[0].get_legend()
@@ -68,7 +68,7 @@ def test_the_highest_rate_has_no_slower_one_below_it():
         return {
             "request_rate": rate,
             "arrivals_s": 600 / rate,
-            "settled": figures[1],
+            "later_half": figures[1],
             "sequential": figures[2],
             **figures[0],
         }
@@ -82,7 +82,7 @@ def test_the_highest_rate_has_no_slower_one_below_it():
     assert found == {
         "limit_ms": 200.0,
         "requests_per_s": 30.0,
-        "settled": 10.0,
+        "later_half": 10.0,
         "sequential": 10.0,
         "least_arrivals_s": 20.0,
     }
@@ -112,17 +112,17 @@ def test_rate_sweep_where_no_plan_is_sure_to_gain(bench, tmp_path, capsys):
         "8",
         "--output_len",
         "4",
-        "--beside_sequential",
+        "--compare_sequential",
         "--output_png",
         str(tmp_path / "a.png"),
     ]
     assert bench("sweep", "--sweep", "rate", "--values", "80", "--model", MODEL, *settings) == 0
     out = capsys.readouterr().out
     assert (
-        "Highest rate with at most 200 ms a token in the mean" in out
+        "Highest rate with at most 200 ms mean latency per token" in out
         and "80 (all requests), 80 (the later half) requests/s" in out
     )
-    assert "by the sequential plan alone it is the same" in out
+    assert "expects no plan to gain over the sequential plan" in out
 
 
 @pytest.mark.parametrize(
@@ -164,4 +164,4 @@ def test_simulated_sweep_commands_need_no_engine(bench, tmp_path, kind, more):
 )
 def test_a_list_that_is_not_of_numbers_names_its_flag(bench, capsys, kind, given):
     assert bench("sweep", "--sweep", kind, *given, "--model", MODEL) == 1
-    assert f"error: {' '.join(given)}: positive, finite numbers are accepted" in capsys.readouterr().err
+    assert f"error: {' '.join(given)}: accepted are positive, finite numbers" in capsys.readouterr().err

@@ -134,7 +134,7 @@ def test_sample_draws_without_replacement_while_it_can():
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.csv", "prompt,output\n1,2\n", "no column output_tokens and prompt_tokens"),
+        ("a.csv", "prompt,output\n1,2\n", "missing column output_tokens and prompt_tokens"),
         ("a.csv", "prompt_tokens,output_tokens\n1,2\n1,x\n", "line 3"),
         ("a.csv", "prompt_tokens,output_tokens\n1\n", "line 2"),
         (

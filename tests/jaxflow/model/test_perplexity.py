@@ -13,7 +13,7 @@ import paths
 import pytest
 from hurry import OFTEN
 
-from jaxflow.bench.engine.perplexity import KV_4_BITS, moved
+from jaxflow.bench.engine.perplexity import KV_4_BITS, changes
 from jaxflow.kv.device_cache import cache_shapes, page_groups
 from jaxflow.model import ops
 from jaxflow.model.batch import Batch
@@ -102,7 +102,7 @@ def costs(model, text, few_and_large):
     wide = logprobs(model, text)
     assert np.exp(-wide.mean()) == pytest.approx(24.09, abs=0.01)  # as an engine scores these tokens
     return {
-        way: moved(logprobs(model, text, **numbers), wide) | {"wide": np.exp(-wide.mean())}
+        way: changes(logprobs(model, text, **numbers), wide) | {"wide": np.exp(-wide.mean())}
         for way, numbers in WAYS.items()
     }
 
@@ -123,7 +123,7 @@ def test_what_few_bits_cost(way, lost, off, costs):
 
 def test_it_is_few_bits_that_ran(costs):
     """Tokens moved, and the more the fewer the bits."""
-    moved_by = {way: cost["mean_moved"] for way, cost in costs.items()}
+    moved_by = {way: cost["mean_change"] for way, cost in costs.items()}
     eight = (
         moved_by["fp8"],
         moved_by["fp8, fp8 KV"],

@@ -60,7 +60,7 @@ def shipped(name):
     return load(SHIPPED / f"h200-llama-3-70b-{name}.json")
 
 
-TWO_DEVICES = paths.ROOT / "benchmarks" / "plans" / "measured" / "h200-llama-3-70b-tp2-bfloat16.json"
+TWO_DEVICES = paths.ROOT / "benchmarks/plans/h200/llama-3-70b/measured/tp2-bfloat16.json"
 WAITING = load(paths.DATA / "plans" / "llama-3.1-8b-2048-waits.json")
 SEARCHED = paths.DATA / "plans" / "llama-3.1-8b-2048.json"
 PLANS = {

@@ -99,7 +99,7 @@ def test_waited_sums_overlap_with_nothing():
     model = open_checkpoint("llama-3-70b", load_format="dummy").model_config
     plan = waited(copied(two_nano_batch_plan(model, 2048, 1024, 2)))
     check(plan, graph_of(plan, model, 2))
-    assert plan == load(paths.ROOT / "benchmarks" / "plans" / "tp2" / "fp8" / "ablation-nano-batches.json")
+    assert plan == load(paths.ROOT / "benchmarks/plans/h200/llama-3-70b/tp2-fp8/ablation-nano-batches.json")
     for sent, reader in zip(plan.nano_ops, plan.nano_ops[1:], strict=False):
         if sent.op.endswith("_reduce"):
             assert (reader.op.endswith("_norm"), reader.start, reader.ahead) == (

@@ -38,7 +38,7 @@ LLAMA_8B = open_checkpoint("llama-3.1-8b", load_format="dummy").model_config
 class PlansReport:
     """A report of `bench plans`, the plans that it measured, and the profile that predicts its steps.
 
-    plans: patterns of plan files under benchmarks/plans. num_layers: the layers measured; None: all of the
+    plans: patterns of plan files under benchmarks/plans/h200. num_layers: the layers measured; None: all of the
     model. profile: a measured profile under search/profiles; None: the modelled profile.
     """
 
@@ -59,39 +59,54 @@ class PlansReport:
 
 
 def _tp_report(model: str, fp8: bool, tp: int, suffix: str = "", **rest) -> PlansReport:
-    kind = "fp8" if fp8 else "bfloat16"
-    folder = "mixtral" if model == "mixtral-8x7b" else kind
-    plans = (f"tp{tp}/{folder}/*.json", *([] if suffix else [f"searched/{model}-tp{tp}-{kind}.json"]))
-    file = f"h200-plans-{model}-tp{tp}{'-fp8' * fp8}{suffix}.json"
+    kind = "fp8" if fp8 else "bf16"
+    folder = "mixtral-8x7b" if model == "mixtral-8x7b" else "llama-3-70b"
+    searched = f"{model}/searched/tp{tp}-{'fp8' if fp8 else 'bfloat16'}.json"
+    plans = (f"{folder}/tp{tp}-{kind}/*.json", *([] if suffix else [searched]))
+    file = f"h200/{model}/plans-tp{tp}-{kind}{suffix}.json"
     return PlansReport(**{"file": file, "model": model, "fp8": fp8, "tp": tp, "plans": plans} | rest)
 
 
 MEASURED_8B = "h200-llama-3.1-8b.json"
-LEAN = "lean/1024-512-92-40.json"
+LEAN = "llama-3.1-8b/bf16-lean/1024-512-92-40.json"
 ONE_GPU = {
-    "8b": PlansReport("h200-plans-llama-3.1-8b.json", plans=("bfloat16/*.json",), profile=MEASURED_8B),
-    "8b-fp8": PlansReport("h200-plans-llama-3.1-8b-fp8.json", fp8=True, plans=("float8_e4m3fn/*.json",)),
+    "8b": PlansReport(
+        "h200/llama-3.1-8b/plans-bf16.json", plans=("llama-3.1-8b/bf16/*.json",), profile=MEASURED_8B
+    ),
+    "8b-fp8": PlansReport("h200/llama-3.1-8b/plans-fp8.json", fp8=True, plans=("llama-3.1-8b/fp8/*.json",)),
     "8b-lean": PlansReport(
-        "h200-plans-llama-3.1-8b-lean.json", plans=("bfloat16/*.json", "lean/*.json"), profile=MEASURED_8B
+        "h200/llama-3.1-8b/plans-bf16-lean.json",
+        plans=("llama-3.1-8b/bf16/*.json", "llama-3.1-8b/bf16-lean/*.json"),
+        profile=MEASURED_8B,
     ),
     "8b-variants": PlansReport(
-        "h200-plans-llama-3.1-8b-variants.json",
-        plans=("bfloat16/*.json", "lean/*.json", "variants/*.json"),
+        "h200/llama-3.1-8b/plans-bf16-variants.json",
+        plans=(
+            "llama-3.1-8b/bf16/*.json",
+            "llama-3.1-8b/bf16-lean/*.json",
+            "llama-3.1-8b/bf16-variants/*.json",
+        ),
         profile=MEASURED_8B,
     ),
     "8b-traces": PlansReport(
-        "h200-plans-llama-3.1-8b-traces.json", plans=("bfloat16/*.json", LEAN), profile=MEASURED_8B
+        "h200/llama-3.1-8b/plans-bf16-traces.json",
+        plans=("llama-3.1-8b/bf16/*.json", LEAN),
+        profile=MEASURED_8B,
     ),
     "8b-fourth": PlansReport(
-        "h200-plans-llama-3.1-8b-fourth.json", plans=(LEAN, "variants/*.json"), profile=MEASURED_8B
+        "h200/llama-3.1-8b/plans-bf16-cuts.json",
+        plans=(LEAN, "llama-3.1-8b/bf16-variants/*.json"),
+        profile=MEASURED_8B,
     ),
-    "8b-lean-fp8": PlansReport("h200-plans-llama-3.1-8b-lean-fp8.json", fp8=True, plans=("lean-fp8/*.json",)),
+    "8b-lean-fp8": PlansReport(
+        "h200/llama-3.1-8b/plans-fp8-lean.json", fp8=True, plans=("llama-3.1-8b/fp8-lean/*.json",)
+    ),
     "8b-lean-fp8-lmsys": PlansReport(
-        "h200-plans-llama-3.1-8b-lean-fp8-lmsys.json", fp8=True, plans=("lean-fp8/*.json",)
+        "h200/llama-3.1-8b/plans-fp8-lean-lmsys.json", fp8=True, plans=("llama-3.1-8b/fp8-lean/*.json",)
     ),
 }
-EIGHT_LAYERS = "h200-plans-llama-3-70b-8-layers-tp2-fp8.json"
-SIXTEEN_LAYERS = "h200-plans-llama-3-70b-16-layers-tp2-fp8-ablation.json"
+EIGHT_LAYERS = "h200/llama-3-70b/plans-tp2-fp8-8-layers.json"
+SIXTEEN_LAYERS = "h200/llama-3-70b/plans-tp2-fp8-16-layers-ablation.json"
 TWO_GPUS = {
     "70b": _tp_report("llama-3-70b", False, 2),
     "70b-fp8": _tp_report("llama-3-70b", True, 2),
@@ -109,7 +124,7 @@ FOUR_GPUS = {
     "70b-tp4-fp8-kernels": _tp_report("llama-3-70b", True, 4, "-kernels"),
 }
 CUT_AT_1280 = {
-    model: _tp_report(model, True, 2, "?", file=f"settings/h200-plans-{model}-tp2-fp8-cut-1280.json")
+    model: _tp_report(model, True, 2, "?", file=f"h200/{model}/plans-tp2-fp8-cut-1280.json")
     for model in ("deepseek-67b", "qwen2-72b")
 }
 REPORTS = ONE_GPU | TWO_GPUS | FOUR_GPUS
@@ -193,7 +208,7 @@ def _share_times(report: PlansReport, copies: bool, scattered: bool, swapped: bo
 
 
 def _plans(report: PlansReport) -> dict[str, Plan]:
-    files = (path for pattern in report.plans for path in (BENCHMARKS / "plans").glob(pattern))
+    files = (path for pattern in report.plans for path in (BENCHMARKS / "plans/h200").glob(pattern))
     loaded = (
         on_all_sms(load(path)) if "searched" in path.parts and report.tp > 1 else load(path) for path in files
     )

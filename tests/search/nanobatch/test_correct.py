@@ -21,11 +21,12 @@ from search.__main__ import main
 from search.nanobatch.correct import Point, as_measured, check_kind, corrected, points, read_report, target
 
 BENCHMARKS = paths.ROOT / "benchmarks"
-PLAN = load(BENCHMARKS / "plans" / "lean" / "1024-512-92-40.json")
+PLAN = load(BENCHMARKS / "plans/h200/llama-3.1-8b/bf16-lean/1024-512-92-40.json")
 REPORTS = [
-    BENCHMARKS / f"h200-plans-llama-3.1-8b-{name}.json" for name in ("lean", "variants", "traces", "fourth")
+    BENCHMARKS / f"h200/llama-3.1-8b/plans-bf16-{name}.json"
+    for name in ("lean", "variants", "traces", "cuts")
 ]  # a start of the machine each
-PLAIN = BENCHMARKS / "h200-plans-llama-3-70b-tp2-fp8.json"
+PLAIN = BENCHMARKS / "h200/llama-3-70b/plans-tp2-fp8.json"
 FOUND = PLAN.predictions
 SECONDS = st.floats(0.01, 0.1)
 pytestmark = pytest.mark.usefixtures("no_flags")
@@ -60,7 +61,7 @@ def test_the_shipped_plan_is_the_searched_one_as_it_was_measured(tmp_path, capsy
     out = tmp_path / "corrected.json"
     named = [
         "--plan",
-        str(paths.ROOT / "benchmarks" / "plans" / "lean" / "1024-512-92-40.json"),
+        str(paths.ROOT / "benchmarks" / "plans/h200/llama-3.1-8b/bf16-lean/1024-512-92-40.json"),
         "--report",
         ",".join(map(str, REPORTS)),
         "--by_name",
@@ -144,13 +145,13 @@ def test_a_plan_by_hand_gets_what_was_measured_and_is_offered_to_what_it_was_mea
         target(read_report(report), "qwen2-72b", [Point(683, 1280.5, 1.1, 0.0)])
 
 
-KEPT = paths.ROOT / "benchmarks" / "plans" / "measured"  # with what was measured, not offered by default
+KEPT = paths.ROOT / "benchmarks" / "plans" / "h200"  # with what was measured, not offered by default
 
 
 @pytest.mark.parametrize(
     "path",
-    sorted([*SHIPPED.glob("*.json"), *KEPT.glob("*.json")]),
-    ids=lambda path: f"{path.parent.name} {path.stem}",
+    sorted([*SHIPPED.glob("*.json"), *KEPT.glob("*/measured/*.json")]),
+    ids=lambda path: f"{path.parent.parent.name} {path.parent.name} {path.stem}",
 )
 def test_what_is_shipped_is_a_plan_of_the_model_that_it_is_offered_to(path):
     plan = load(path)
@@ -213,9 +214,9 @@ def run(tmp_path, *words, report=PLAIN):
     return main(["search", "correct", *line])
 
 
-CUT_AT_1536 = BENCHMARKS / "plans" / "searched" / "deepseek-67b-tp2-fp8.json"
-CUT_AT_1280 = BENCHMARKS / "plans" / "tp2" / "fp8" / "searched-1280-copied.json"  # of the same name
-DEEPSEEK = BENCHMARKS / "settings" / "h200-plans-deepseek-67b-tp2-fp8-cut-1280.json"  # of the latter
+CUT_AT_1536 = BENCHMARKS / "plans/h200/deepseek-67b/searched/tp2-fp8.json"
+CUT_AT_1280 = BENCHMARKS / "plans/h200/llama-3-70b/tp2-fp8/searched-1280-copied.json"  # of the same name
+DEEPSEEK = BENCHMARKS / "h200/deepseek-67b/plans-tp2-fp8-cut-1280.json"  # of the latter
 
 
 def test_a_report_that_does_not_say_what_its_plans_do_is_taken_by_name_only_if_that_is_asked_for(
@@ -351,12 +352,12 @@ def test_layers_are_counted_where_the_model_is():
 @pytest.mark.parametrize(
     ("report", "words"),
     [
-        ("deepseek-67b-tp2-fp8", "a report of llama-3-70b on 2 x NVIDIA H200"),
-        ("llama-3-70b-8-layers-tp2-fp8", "all 80 layers"),
+        ("deepseek-67b/plans-tp2-fp8.json", "a report of llama-3-70b on 2 x NVIDIA H200"),
+        ("llama-3-70b/plans-tp2-fp8-8-layers.json", "all 80 layers"),
     ],
 )
 def test_another_models_report_of_a_plan_of_this_name_is_refused(report, words, tmp_path, capsys):
-    assert run(tmp_path, report=BENCHMARKS / f"h200-plans-{report}.json") == 1
+    assert run(tmp_path, report=BENCHMARKS / "h200" / report) == 1
     assert words in capsys.readouterr().err
     assert not (tmp_path / "out.json").exists()
 

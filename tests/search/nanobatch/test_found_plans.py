@@ -1,4 +1,4 @@
-"""The plan files of benchmarks/plans/searched against hand-written orders and the shipped plans.
+"""The searched plan files under benchmarks/plans against hand-written orders and the shipped plans.
 
 The command below wrote the files, with each file's model, tokens and dtypes:
 
@@ -9,6 +9,7 @@ A file for two devices in bfloat16 is compared at the steps of an engine with gp
 
 import functools
 import json
+from pathlib import Path
 
 import paths
 import pytest
@@ -38,7 +39,7 @@ from search.profile.clock import shipped_card
 from search.profile.modelled import modelled_profile
 from search.profile.share_times import ShareTimes, product_shapes
 
-FOLDER = paths.ROOT / "benchmarks" / "plans" / "searched"
+FOLDER = paths.ROOT / "benchmarks" / "plans" / "h200"
 H200, POWER, CARD = DEVICES["H200"], shipped_power("H200"), shipped_card("H200")
 KINDS = {True: (FP8, "float8_e4m3fn"), False: (BFLOAT16, "bfloat16")}
 # by file: model, devices, tokens, where the order by hand cuts, and where what is found does (0: nowhere)
@@ -51,6 +52,16 @@ CASES = {
     "llama-3-70b-tp4-bfloat16": ("llama-3-70b", 4, 2048, 1024, 768),
     "llama-3-70b-tp4-fp8": ("llama-3-70b", 4, 4096, 2048, 2048),
 }
+
+
+def kind_of(name: str) -> str:
+    """Return a case's devices and dtype, for example tp2-fp8."""
+    return name.removeprefix(f"{CASES[name][0]}-")
+
+
+def plan_file(name: str) -> Path:
+    """Return the file of a case's searched plan."""
+    return FOLDER / CASES[name][0] / "searched" / f"{kind_of(name)}.json"
 
 
 def by_hand(name: str) -> dict[str, Plan]:
@@ -77,7 +88,7 @@ def gains(name: str) -> dict[str, float]:
     (model, tp, tokens, *_), fp8 = CASES[name], name.endswith("fp8")
     config, (widths, dtype) = open_checkpoint(model, load_format="dummy").model_config, KINDS[fp8]
     assert CARD is not None
-    sizes, found = range(128, tokens + 1, 128), on_all_sms(load(FOLDER / f"{name}.json"))
+    sizes, found = range(128, tokens + 1, 128), on_all_sms(load(plan_file(name)))
     profile = modelled_profile(
         model, config, H200, tp=tp, widths=widths, dtype=dtype, kv_dtype=dtype, keys=KEYS, tokens=sizes
     )
@@ -102,7 +113,7 @@ def test_it_is_at_least_as_fast_as_what_was_written_by_hand(name):
     cut where the page says.
     """
     model, tp, _, _, cut = CASES[name]
-    plan = load(FOLDER / f"{name}.json")
+    plan = load(plan_file(name))
     compile_plan(
         plan, open_checkpoint(model, load_format="dummy").model_config, tp, quantized=name.endswith("fp8")
     )
@@ -114,7 +125,7 @@ def test_it_is_at_least_as_fast_as_what_was_written_by_hand(name):
 
 @pytest.mark.parametrize("name", ["llama-3-70b-tp2-fp8", "llama-3-70b-tp4-bfloat16"])
 def test_a_found_plan_with_a_hand_written_order_has_its_nano_ops(name):
-    found = load(FOLDER / f"{name}.json")
+    found = load(plan_file(name))
     shipped = load(SHIPPED / f"h200-{name.replace('fp8', 'float8_e4m3fn')}.json")
     assert found.nano_ops == by_hand(name)[found.name.rpartition(", sums ")[0]].nano_ops
     assert (found.nano_ops == shipped.nano_ops) == (name == "llama-3-70b-tp2-fp8")
@@ -123,10 +134,12 @@ def test_a_found_plan_with_a_hand_written_order_has_its_nano_ops(name):
 @pytest.mark.parametrize("name", ["deepseek-67b-tp2-fp8", "qwen2-72b-tp2-fp8"])
 def test_what_was_found_is_shipped_where_it_was_the_best_that_was_measured(name):
     found, shipped = (
-        load(FOLDER / f"{name}.json"),
+        load(plan_file(name)),
         load(SHIPPED / f"h200-{name.replace('fp8', 'float8_e4m3fn')}.json"),
     )
-    rows = json.loads((paths.ROOT / "benchmarks" / f"h200-plans-{name}.json").read_text("utf-8"))["plans"]
+    rows = json.loads(
+        (paths.ROOT / f"benchmarks/h200/{CASES[name][0]}/plans-{kind_of(name)}.json").read_text("utf-8")
+    )["plans"]
     for workload in ("1024/512", "512/0"):
         best = min((row for row in rows if row["workload"] == workload), key=lambda row: row["step_ms"])
         assert best["plan"].startswith(found.name) and found.nano_ops == shipped.nano_ops
@@ -137,7 +150,7 @@ def test_the_solver_has_the_shipped_order_of_four_devices():
     a thousandth shorter.
     """
     name, earlier = "llama-3-70b-tp4-fp8", {"attn_reduce.0", "mlp_reduce.1"}
-    found, shipped = load(FOLDER / f"{name}.json"), load(SHIPPED / "h200-llama-3-70b-tp4-float8_e4m3fn.json")
+    found, shipped = load(plan_file(name)), load(SHIPPED / "h200-llama-3-70b-tp4-float8_e4m3fn.json")
     orders = [
         [nano for nano in on_all_sms(plan).nano_ops if nano.id not in earlier] for plan in (found, shipped)
     ]
@@ -148,12 +161,15 @@ def test_the_solver_has_the_shipped_order_of_four_devices():
 def test_where_the_step_is_whole_it_is_the_sequential_one_with_its_sums_copied():
     for name, (*_, cut) in CASES.items():
         if not cut:
-            assert load(FOLDER / f"{name}.json").nano_ops == by_hand(name)["its sums copied"].nano_ops
+            assert load(plan_file(name)).nano_ops == by_hand(name)["its sums copied"].nano_ops
 
 
 def test_at_512_it_has_the_nano_ops_of_the_plan_that_is_shipped_for_one_device():
     """On its streams and SMs, in another order."""
-    found, shipped = load(FOLDER / "llama-3.1-8b-512.json"), load(SHIPPED / "h200-llama-3.1-8b-bfloat16.json")
+    found, shipped = (
+        load(FOLDER / "llama-3.1-8b/searched/512.json"),
+        load(SHIPPED / "h200-llama-3.1-8b-bfloat16.json"),
+    )
     same = [
         {(nano.id, nano.start, nano.stop, nano.stream, nano.sms) for nano in plan.nano_ops}
         for plan in (found, shipped)

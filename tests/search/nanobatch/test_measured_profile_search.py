@@ -33,7 +33,7 @@ def test_the_command_finds_products_in_two_nano_batches(prompt, output, gain, tm
     assert main(["search", "plan", *profile, *lengths, *orders, "--out", str(out)]) == 0
     assert f"{gain:.3f}x" in capsys.readouterr().out
     found = load(out)
-    same = load(measured.BENCHMARKS / "plans" / "tp2" / "fp8" / "products-copied.json")
+    same = load(measured.BENCHMARKS / "plans/h200/llama-3-70b/tp2-fp8/products-copied.json")
     assert nano_ops_of(found) == nano_ops_of(same)
     table = Gain.of(found.predictions)
     made_for = found.target.decode_tokens, found.target.mean_context_tokens

@@ -11,7 +11,7 @@ import paths
 import pytest
 from search_toys import llama_shares
 
-from jaxflow.bench.plans.steady import Workload, average_step
+from jaxflow.bench.plans.steady import StepWorkload, average_step
 from jaxflow.config import ConfigError
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.pipeline.plan import Plan, load
@@ -28,13 +28,13 @@ LLAMA, LARGE = (
 BF16 = llama_shares().profile
 PROFILE = paths.ROOT / "search" / "profiles" / "h200-llama-3.1-8b.json"
 BENCHMARKS = paths.ROOT / "benchmarks"
-VARIANTS = BENCHMARKS / "h200-plans-llama-3.1-8b-variants.json"
+VARIANTS = BENCHMARKS / "h200/llama-3.1-8b/plans-bf16-variants.json"
 pytestmark = pytest.mark.usefixtures("no_flags")
 
 
 REPORTS = {
-    path.stem.removeprefix("h200-plans-"): json.loads(path.read_text("utf-8"))
-    for path in BENCHMARKS.glob("h200-plans-*.json")
+    f"{path.parent.name}-{path.stem.removeprefix('plans-')}": json.loads(path.read_text("utf-8"))
+    for path in BENCHMARKS.glob("h200/*/plans-*.json")
 }
 
 
@@ -95,7 +95,7 @@ def test_pages_that_an_engine_was_told_to_have_are_no_more_than_it_is_thought_to
     """
     for name, report, row in steady_rows(told=True):
         assert fitting(report, row) >= row["decode_tokens"], (name, row["workload"])
-    for name, share in (("llama-3-70b-tp2", 0.95), ("qwen2-72b-tp2", 0.94)):
+    for name, share in (("llama-3-70b-tp2-bf16", 0.95), ("qwen2-72b-tp2-bf16", 0.94)):
         row = next(row for row in REPORTS[name]["plans"] if row["workload"] == "1024/512")
         assert row["decode_tokens"] == pytest.approx(share * fitting(REPORTS[name], row), rel=0.01)
 
@@ -123,7 +123,7 @@ def test_fewer_decode_than_the_largest_batch_of_the_datasheet_has(capsys):
 
 def test_a_cards_memory_is_what_an_engine_was_given():
     """Of a driver that gave out three quarters of it."""
-    observed = json.loads((BENCHMARKS / "h200-memory-llama-3.1-8b-observed.json").read_text("utf-8"))[
+    observed = json.loads((BENCHMARKS / "h200/llama-3.1-8b/memory-observed.json").read_text("utf-8"))[
         "observed"
     ]
     card = shipped_card("H200")
@@ -132,7 +132,7 @@ def test_a_cards_memory_is_what_an_engine_was_given():
 
 def test_what_a_step_needs_is_what_an_engine_kept_free():
     """XLA's own account of it, on an H200 and of steps whose sampler is the largest program."""
-    found = json.loads((BENCHMARKS / "h200-memory-llama-3.1-8b-observed.json").read_text("utf-8"))
+    found = json.loads((BENCHMARKS / "h200/llama-3.1-8b/memory-observed.json").read_text("utf-8"))
     table = 512 * 131072 // PAGE * 4  # of pages, which the shorter sequences of a workload need few of
     kept = found["observed"]["reserved"] + found["state_bytes"] - table
     assert step_bytes(LLAMA, 2048, 512, 1, found["observed"]["bytes_limit"]) == pytest.approx(kept, rel=0.01)
@@ -181,7 +181,7 @@ def test_a_load_is_the_step_that_the_bench_runs(prompt, output, most):
     """Decodes, prefill and what is left of the rows."""
     chunks = math.ceil(2048 * prompt / (prompt + output) / prompt)
     step = average_step(
-        Workload(prompt, output), 2048, most_rows=most + chunks, kv_tokens=10**9, page_size=64
+        StepWorkload(prompt, output), 2048, most_rows=most + chunks, kv_tokens=10**9, page_size=64
     )
     held = Load.steady_state(2048, prompt, output, most + 0.9)
     assert (held.decode_tokens, held.real_tokens) == (step.decode_tokens, step.tokens)

@@ -9,7 +9,7 @@ import pytest
 from absl import flags
 from search_toys import llama_shares
 
-from jaxflow.bench.plans import command as bench
+from jaxflow.bench.plans import compare as bench
 from jaxflow.bench.plans.steady import parse_workload
 from jaxflow.cli.engine_flags import engine_config_from_flags, parse
 from jaxflow.engine.step_plans import products_dtype

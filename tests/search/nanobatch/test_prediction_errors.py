@@ -87,7 +87,7 @@ def test_the_modelled_profile_predicts_8b_steps():
 
 def test_sequential_steps_of_another_start_are_predicted():
     """Steps of 512 and 2048 tokens; no constant of the model comes from this report."""
-    for row in measured.read_rows("h200-plans-llama-3.1-8b-sequential.json"):
+    for row in measured.read_rows("h200/llama-3.1-8b/plans-bf16-sequential.json"):
         if row["prefill_tokens"]:
             within = 0.02 if row["workload"] == "1024/512" else 0.08
             assert sequential_step_s(row) == pytest.approx(row["step_ms"] / 1e3, rel=within)
@@ -175,7 +175,7 @@ def test_the_measured_70b_profile_predicts_that_memory_overlap_gains_nothing():
         gains(report.with_profile(MEASURED_70B)), gains(report), strict=True
     ):
         assert timed < 1.0 < modelled and abs(timed - was) < 0.015
-    small = load_profile(paths.ROOT / "benchmarks" / "settings" / "h200-measure-llama-3.1-8b-fp8.json")
+    small = load_profile(paths.ROOT / "benchmarks" / "settings/h200-llama-3.1-8b-fp8-profile.json")
     assert measured.share_times_70b(MEASURED_70B).clocks.sm_bytes_per_cycle == pytest.approx(33, abs=0.5)
     assert Clocks(measured.graph_8b_fp8(), small).sm_bytes_per_cycle == pytest.approx(50, abs=0.5)
 

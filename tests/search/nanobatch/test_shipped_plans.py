@@ -3,11 +3,11 @@ measured of it.
 
   python -m search plan --modelled --model llama-3-70b --gpus 2 --tokens 1024 --sums copies --orders two
   --cuts 512 --out two.json python -m search correct --measured_alone --by_name --plan two.json --report
-  benchmarks/h200-plans-llama-3-70b-tp2.json --out made.json
+  benchmarks/h200/llama-3-70b/plans-tp2-bf16.json --out made.json
 
 One was found by a search with an earlier model of the card: of it the file that was corrected is kept
 (`test_correct.py`). Two were made likewise and are not shipped, since a smaller sequential step makes more
-tokens a second (benchmarks/plans/measured).
+tokens a second (benchmarks/plans/h200/*/measured).
 """
 
 import msgspec
@@ -22,14 +22,14 @@ from search.__main__ import main
 BENCHMARKS = paths.ROOT / "benchmarks"
 FP8 = ["--dtype", "float8_e4m3fn", "--kv_cache_dtype", "float8_e4m3fn"]
 MEASURED = {  # by file: the plan that was measured, and in which reports
-    "llama-3-70b-tp2-float8_e4m3fn": ("tp2/fp8/two-copied", "h200-plans-llama-3-70b-tp2-fp8"),
-    "llama-3-70b-tp2-bfloat16": ("tp2/bfloat16/two-copied", "h200-plans-llama-3-70b-tp2"),
-    "llama-2-70b-tp2-float8_e4m3fn": ("tp2/fp8/two-copied", "h200-plans-llama-2-70b-tp2-fp8"),
-    "deepseek-67b-tp2-float8_e4m3fn": ("searched/deepseek-67b-tp2-fp8", "h200-plans-deepseek-67b-tp2-fp8"),
-    "qwen2-72b-tp2-float8_e4m3fn": ("searched/qwen2-72b-tp2-fp8", "h200-plans-qwen2-72b-tp2-fp8"),
-    "qwen2-72b-tp2-bfloat16": ("tp2/bfloat16/two-copied", "h200-plans-qwen2-72b-tp2"),
-    "llama-3-70b-tp4-float8_e4m3fn": ("tp4/fp8/two-swapped", "h200-plans-llama-3-70b-tp4-fp8"),
-    "llama-3-70b-tp4-bfloat16": ("tp4/bfloat16/two-swapped", "h200-plans-llama-3-70b-tp4"),
+    "llama-3-70b-tp2-float8_e4m3fn": ("llama-3-70b/tp2-fp8/two-copied", "h200/llama-3-70b/plans-tp2-fp8"),
+    "llama-3-70b-tp2-bfloat16": ("llama-3-70b/tp2-bf16/two-copied", "h200/llama-3-70b/plans-tp2-bf16"),
+    "llama-2-70b-tp2-float8_e4m3fn": ("llama-3-70b/tp2-fp8/two-copied", "h200/llama-2-70b/plans-tp2-fp8"),
+    "deepseek-67b-tp2-float8_e4m3fn": ("deepseek-67b/searched/tp2-fp8", "h200/deepseek-67b/plans-tp2-fp8"),
+    "qwen2-72b-tp2-float8_e4m3fn": ("qwen2-72b/searched/tp2-fp8", "h200/qwen2-72b/plans-tp2-fp8"),
+    "qwen2-72b-tp2-bfloat16": ("llama-3-70b/tp2-bf16/two-copied", "h200/qwen2-72b/plans-tp2-bf16"),
+    "llama-3-70b-tp4-float8_e4m3fn": ("llama-3-70b/tp4-fp8/two-swapped", "h200/llama-3-70b/plans-tp4-fp8"),
+    "llama-3-70b-tp4-bfloat16": ("llama-3-70b/tp4-bf16/two-swapped", "h200/llama-3-70b/plans-tp4-bf16"),
 }
 NOT_SHIPPED = {"llama-3-70b-tp2-bfloat16", "qwen2-72b-tp2-bfloat16"}  # of these
 SEQUENTIAL = {  # by file: the words of `search plan`
@@ -64,9 +64,8 @@ def test_there_are_no_others():
     assert {path.stem for path in SHIPPED.glob("*.json")} == {
         f"h200-{name}" for name in (*MEASURED, *SEQUENTIAL, *SEARCHED)
     }
-    assert {path.stem for path in (BENCHMARKS / "plans" / "measured").glob("*.json")} == {
-        f"h200-{name}" for name in NOT_SHIPPED
-    }
+    measured = (BENCHMARKS / "plans" / "h200").glob("*/measured/*.json")
+    assert {f"{path.parent.parent.name}-{path.stem}" for path in measured} == NOT_SHIPPED
     assert MEASURED.keys() & SEQUENTIAL.keys() == NOT_SHIPPED
 
 
@@ -74,14 +73,21 @@ def test_there_are_no_others():
 def test_it_is_an_order_by_hand_or_found_with_what_was_measured_of_it(name, tmp_path):
     """What was predicted of it leaves no trace."""
     file, *reports = MEASURED[name]
-    kept = (BENCHMARKS / "plans" / "measured" if name in NOT_SHIPPED else SHIPPED) / f"h200-{name}.json"
-    plan, made, out = load(BENCHMARKS / "plans" / f"{file}.json"), load(kept), tmp_path / "shipped.json"
+    kept = SHIPPED / f"h200-{name}.json"
+    if name in NOT_SHIPPED:
+        model, _, kind = name.partition("-tp2-")
+        kept = BENCHMARKS / "plans" / "h200" / model / "measured" / f"tp2-{kind}.json"
+    plan, made, out = (
+        load(BENCHMARKS / "plans" / "h200" / f"{file}.json"),
+        load(kept),
+        tmp_path / "shipped.json",
+    )
     tp, model = (
         made.target.parallel.tp,
         open_checkpoint(made.target.model, load_format="dummy").model_config,
     )
     by_hand = (copied if tp == 2 else swapped)(two_nano_batch_plan(model, plan.tokens, plan.tokens // 2, tp))
-    assert plan == by_hand or file.startswith("searched/")
+    assert plan == by_hand or "/searched/" in file
     save(
         msgspec.structs.replace(plan, target=None, predictions=Predictions((0,), (0,), ((1.0,),), ((2.0,),))),
         tmp_path / "plan.json",
@@ -116,7 +122,7 @@ def test_the_search_writes_an_order_by_hand(tmp_path):
     found = load(tmp_path / "two.json")
     assert found.predictions is not None and found.target is not None
     by_hand = msgspec.structs.replace(found, predictions=None, target=None)
-    assert by_hand == load(BENCHMARKS / "plans" / "tp2" / "bfloat16" / "two-copied.json")
+    assert by_hand == load(BENCHMARKS / "plans/h200/llama-3-70b/tp2-bf16/two-copied.json")
 
 
 @pytest.mark.parametrize("name", SEQUENTIAL)

@@ -53,9 +53,9 @@ def test_they_rank_as_they_were_measured(lengths):
     """Sequential steps of 512, 1536 and 2048 tokens, in one run: one of the two that a plan is searched for
     is the best, none the worst.
     """
-    rows = json.loads((paths.ROOT / "benchmarks" / "h200-plans-llama-3.1-8b-sizes.json").read_text("utf-8"))[
-        "plans"
-    ]
+    rows = json.loads(
+        (paths.ROOT / "benchmarks" / "h200/llama-3.1-8b/plans-bf16-sizes.json").read_text("utf-8")
+    )["plans"]
     of_workload = (row for row in rows if row["sequential"] and row["workload"] == "{}/{}".format(*lengths))
     measured = {row["tokens"]: row["tokens_per_s"] for row in of_workload}
     sizes = [size_of(tokens, *lengths) for tokens in measured]
@@ -66,9 +66,9 @@ def test_they_rank_as_they_were_measured(lengths):
         assert size.tokens_per_s == pytest.approx(measured[size.tokens], rel=0.07)
 
 
-FOURTH = json.loads((paths.ROOT / "benchmarks" / "h200-plans-llama-3.1-8b-fourth.json").read_text("utf-8"))[
-    "plans"
-]
+FOURTH = json.loads(
+    (paths.ROOT / "benchmarks" / "h200/llama-3.1-8b/plans-bf16-cuts.json").read_text("utf-8")
+)["plans"]
 LENGTHS = ((1024, 512), (512, 1024), (1000, 1000))
 
 

@@ -183,15 +183,15 @@ def test_every_square_takes_the_driver_some_time():
         Machine(name="drawn", method="", square_s=-1.0, **CONSTANTS)
 
 
-@pytest.mark.parametrize(
-    "report", ["opt-30b", "opt-30b-4", "opt-30b-4-rivals", "opt-30b-4-again", "opt-30b-4-one-run"]
-)
+@pytest.mark.parametrize("report", ["16-bit", "4-bit-by-hand", "4-bit-three-policies", "4-bit"])
 def test_blocks_that_an_h200_ran_are_predicted_within_3_percent(report):
     """Within 1 % by the constants that were fitted to the blocks of the first four reports."""
     work = dataclasses.replace(OPT, page_size=64)
     rows = [
         row
-        for row in json.loads((paths.ROOT / "benchmarks" / f"h200-offload-{report}.json").read_text())["rows"]
+        for row in json.loads(
+            (paths.ROOT / "benchmarks" / f"h200/opt-30b/offload-{report}.json").read_text()
+        )["rows"]
         if "failed" not in row
     ]
     assert rows
@@ -207,7 +207,7 @@ def test_blocks_that_an_h200_ran_are_predicted_within_3_percent(report):
 
 def ablations() -> list[dict[str, Any]]:
     reports = (
-        paths.ROOT / "benchmarks" / f"h200-offload-{name}-ablations.json" for name in ("opt-30b-4", "opt-30b")
+        paths.ROOT / "benchmarks" / f"h200/opt-30b/offload-{bits}-bit-ablations.json" for bits in (4, 16)
     )
     return [row for report in reports for row in json.loads(report.read_text())["rows"]]
 

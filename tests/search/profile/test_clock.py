@@ -1,5 +1,5 @@
 """The clock's model of overlap, against what was measured on an H200 before there was an engine
-(benchmarks/h200-overlap.json).
+(benchmarks/h200/kernels/overlap.json).
 
 Its kernels were others than the engine's: products reached 0.88 of the tensor cores, streams took in 63 bytes
 a cycle and SM, and lost nothing beside products; nothing was joined, and windows of half a second left the
@@ -30,7 +30,7 @@ from search.profile.modelled import modelled_profile
 from search.profile.op_times import Pair
 from search.profile.share_times import ShareTimes, product_shapes
 
-MEASURED = json.loads((paths.ROOT / "benchmarks" / "h200-overlap.json").read_text("utf-8"))
+MEASURED = json.loads((paths.ROOT / "benchmarks" / "h200/kernels/overlap.json").read_text("utf-8"))
 H200, POWER, CARD = DEVICES["H200"], shipped_power("H200"), shipped_card("H200")
 LLAMA = open_checkpoint("llama-3.1-8b", load_format="dummy").model_config
 assert POWER is not None and CARD is not None

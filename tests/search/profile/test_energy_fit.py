@@ -25,11 +25,11 @@ from search.profile.clock import of_kernels, shipped_card
 from search.profile.energy_fit import Run, Runs, errors, fit, load_runs, lowered, of_profile, watts_of
 from search.profile.op_times import OpTime, Pair, Profile, load_profile
 
-MEASURED = paths.ROOT / "benchmarks" / "h200-energy.json"
+MEASURED = paths.ROOT / "benchmarks" / "settings/h200-energy-runs.json"
 SETTINGS = paths.ROOT / "benchmarks" / "settings"
 PROFILES = (
     paths.ROOT / "search" / "profiles" / "h200-llama-3.1-8b.json",
-    *(SETTINGS / f"h200-measure-llama-3.1-8b-fp8{kind}.json" for kind in ("", "-cold")),
+    *(SETTINGS / f"h200-llama-3.1-8b-fp8-profile{kind}.json" for kind in ("", "-cold")),
     paths.ROOT / "search" / "profiles" / "h200-llama-3-70b-tp2-fp8.json",
 )
 LLAMA = open_checkpoint("llama-3.1-8b", load_format="dummy").model_config
@@ -160,16 +160,19 @@ def test_what_cannot_lower_the_constants_is_refused():
 
 
 def timed_products():
-    """(group, case, way, run, its timing) of every product of the kernels' report in bfloat16 and e4m3, with
-    its weight's bytes alone.
+    """Yield (group, case, implementation, run, timing) of every product in the kernels' reports.
+
+    A run counts the bytes of its weight only.
     """
-    for row in json.loads((paths.ROOT / "benchmarks" / "h200-kernels.json").read_bytes())["rows"]:
+    reports = (paths.ROOT / "benchmarks" / "h200" / "kernels").glob("*.json")
+    found = [json.loads(path.read_bytes()) for path in sorted(reports)]
+    for row in (row for report in found if report.get("command_name") == "kernels" for row in report["rows"]):
         about = re.fullmatch(r"(8B|70B/tp4) (\w+) M (\d+)", row["case"])
         if not about or "gemm" not in row["group"]:
             continue
         n, k = SHAPES[about[1]][about[2]]
         dtype = "float8_e4m3fn" if row["group"].startswith("fp8") else "bfloat16"
-        for way, t in row["ways"].items():
+        for way, t in row["implementations"].items():
             if way != "int4":
                 flops, moved = (
                     2e6 * int(about[3]) * n * k / t["us"],

@@ -1,0 +1,464 @@
+"""Write the index of the reports, `benchmarks/RESULTS.md`, and the table of the README.
+
+  python benchmarks/results.py
+
+A report is a JSON file `benchmarks/<device>/<model>/<what>.json`. A command of JaxFlow wrote the report.
+`rivals.json` holds the rates of other engines. `incomplete.json` lists the old reports with unknown keys.
+"""
+
+import json
+import math
+import re
+import statistics
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+README = HERE.parent / "README.md"
+INDEX = HERE / "RESULTS.md"
+BLOCK = re.compile(r"(?<=<!-- results -->\n).*?(?=<!-- /results -->)", re.S)
+
+KEYS = ("command", "commit", "versions", "driver", "device", "clock_mhz", "watts", "date")
+NULL_ON_CPU = ("driver", "clock_mhz", "watts")
+NOT_REPORTS = ("plans", "settings", "notes")
+
+Report = Mapping[str, Any]
+Row = tuple[str, ...]
+
+# The README's rows: devices, model, numbers, prompt and output tokens.
+HEADLINES = (
+    (1, "llama-3.1-8b", "bfloat16", "1024 / 512"),
+    (1, "llama-3.1-8b", "fp8, fp8 KV", "1024 / 512"),
+    (1, "llama-3.1-8b", "bfloat16", "512 / 512"),
+    (1, "llama-3.1-8b", "bfloat16", "1024 / 1"),
+    (1, "llama-3.1-8b", "fp8, fp8 KV", "218 / 316 (sharegpt)"),
+    (2, "llama-3-70b", "fp8, fp8 KV", "1024 / 512"),
+    (4, "llama-3-70b", "fp8, fp8 KV", "1024 / 512"),
+)
+
+
+def read_reports(folder: Path) -> dict[str, Report]:
+    """Return every report under `folder` by its path relative to `folder`."""
+    return {
+        path.relative_to(folder).as_posix(): json.loads(path.read_text("utf-8"))
+        for path in sorted(folder.glob("*/*/*.json"))
+        if path.relative_to(folder).parts[0] not in NOT_REPORTS
+    }
+
+
+def unknown_keys(report: Report) -> list[str]:
+    """Return the required keys that are missing or null. Some may be null on a CPU."""
+    required = [key for key in KEYS if report.get("device") != "cpu" or key not in NULL_ON_CPU]
+    return [key for key in required if report.get(key) is None]
+
+
+def lengths(workload: Mapping[str, Any]) -> str:
+    """Return mean prompt and output tokens, with the kind of a workload of uneven lengths."""
+    mean = f"{workload['mean_prompt_tokens']:.0f} / {workload['mean_output_tokens']:.0f}"
+    kind = Path(workload["trace"]).stem if workload.get("trace") else workload["kind"]
+    return mean if kind == "constant" else f"{mean} ({kind})"
+
+
+def precision(engine: Mapping[str, Any]) -> str:
+    """Return the number format of the weights, and of the KV cache where it differs."""
+    kv = engine["kv_cache_dtype"]
+    cache = "" if kv in ("auto", engine["dtype"]) else f", {'fp8' if kv == 'float8_e4m3fn' else kv} KV"
+    return (engine.get("quantization") or engine["dtype"]) + cache
+
+
+def machine(report: Report) -> str:
+    """Return the device, with the number of devices above one."""
+    devices = report["engine_config"]["tensor_parallel_size"]
+    return f"{devices} × {report['device']}" if devices > 1 else report["device"]
+
+
+def model_of(report: Report) -> str:
+    """Return the model and its number formats."""
+    return f"{report['model']}, {precision(report['engine_config'])}"
+
+
+def median(values: Iterable[float]) -> float:
+    """Return the median as one of the values: the lower one of the two in the middle."""
+    return statistics.median_low(values)
+
+
+def links(paths: Iterable[str]) -> str:
+    """Return a link to each report, once."""
+    return ", ".join(f"[{Path(path).stem}]({path})" for path in dict.fromkeys(paths))
+
+
+def points(reports: Mapping[str, Report], kind: str) -> Iterator[tuple[str, Report]]:
+    """Yield (path, report) of throughput runs, or of a sweep's points with the sweep's own fields.
+
+    kind: "throughput" for runs and sweeps of requests that arrive at once; "rate" for sweeps of request rates.
+    """
+    for path, report in reports.items():
+        command = report.get("command_name")
+        if command == "throughput" and kind == "throughput" and not Path(path).stem.startswith("start-"):
+            yield path, report
+        elif command == "sweep" and report["kind"] == {"throughput": "length", "rate": "rate"}[kind]:
+            head = {key: value for key, value in report.items() if key != "points"}
+            yield from ((path, head | point) for point in report["points"])
+
+
+def throughput_groups(reports: Mapping[str, Report]) -> dict[tuple, list[tuple[str, Report]]]:
+    """Return the runs of the same work: device, model, numbers, lengths, tokens of a step, and kind of plan."""
+    groups: dict[tuple, list[tuple[str, Report]]] = {}
+    for path, report in points(reports, "throughput"):
+        engine = report["engine_config"]
+        plan = "sequential" if engine["plan"] == "sequential" else "overlapped"
+        work = (machine(report), model_of(report), lengths(report["workload"]))
+        groups.setdefault((*work, engine["max_num_batched_tokens"], plan), []).append((path, report))
+    return dict(sorted(groups.items(), key=lambda item: item[0][:3]))
+
+
+def rivals_of(rivals: Iterable[Mapping[str, Any]], report: Report) -> list[str]:
+    """Return the rates of others at the same work, the best first: other engines, or the sequential plan."""
+    if "sequential" in report:
+        return [f"sequential plan {report['sequential']['total_token_throughput']:,.0f}"]
+    same = [
+        rival
+        for rival in rivals
+        if rival["device"] == report["device"]
+        and report["engine_config"]["tensor_parallel_size"] == 1
+        and rival["model"] == report["model"]
+        and rival["precision"] == precision(report["engine_config"])
+        and rival["workload"] == lengths(report["workload"])
+    ]
+    same.sort(key=lambda rival: -rival["total_token_throughput"])
+    return [f"{one['engine']} {one['total_token_throughput']:,.0f} ({one['settings']})" for one in same] or [
+        "–"
+    ]
+
+
+def throughput_rows(folder: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
+    """Yield the rates of requests that arrive at once."""
+    rivals = json.loads((folder / "rivals.json").read_text("utf-8"))["results"]
+    for (*work, rows, plan), runs in throughput_groups(reports).items():
+        rates = [report["total_token_throughput"] for _, report in runs]
+        slots = sorted({report["engine_config"]["max_num_seqs"] for _, report in runs})
+        power = [report["power"] for _, report in runs if report["power"]]
+        yield (
+            *work,
+            f"{plan}, {rows}",
+            ", ".join(map(str, slots)),
+            f"{median(rates):,.0f}",
+            f"{len(rates)}",
+            f"{min(rates):,.0f}–{max(rates):,.0f}" if len(rates) > 1 else "–",
+            f"{median(report['fraction_of_optimal'] for _, report in runs):.0%}",
+            f"{median(one['mean_watts'] for one in power):.0f} at "
+            f"{median(one['mean_sm_clock_mhz'] for one in power):.0f}"
+            if power
+            else "–",
+            ", ".join(rivals_of(rivals, runs[0][1])),
+            links(path for path, _ in runs),
+        )
+
+
+def rate_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
+    """Yield the latencies of requests that arrive at a rate."""
+    for path, point in points(reports, "rate"):
+        mean, p99 = point["mean_normalized_latency_ms"], point["p99_normalized_latency_ms"]
+        late = point.get("later_half") or {}
+        late_mean = late.get("mean_normalized_latency_ms")
+        late_ratio = late.get("p99_to_mean_normalized_latency")
+        yield (
+            machine(point),
+            model_of(point),
+            lengths(point["workload"]),
+            f"{point['request_rate']:g}",
+            f"{point['total_token_throughput']:,.0f}",
+            f"{mean:.0f}",
+            f"{p99 / mean:.2f}",
+            f"{late_mean:.0f}" if late_mean else "–",
+            f"{late_ratio:.2f}" if late_ratio else "–",
+            f"{point['mean_ttft_ms']:,.0f}",
+            links([path]),
+        )
+
+
+def decode_step_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
+    """Yield the times of decode steps through the engine's compiled programs."""
+    for path, report in reports.items():
+        if report.get("command_name") == "decode_step" and "precision" in report:
+            for step in report.get("steps", []) if isinstance(report.get("steps"), list) else []:
+                launch = step["launches"]["graph"]
+                figures = (f"{launch['us'] / 1e3:.2f}", f"{launch['watts']:.0f} at {launch['mhz']:.0f}")
+                model = f"{report['model']}, {report['precision']}"
+                yield report["device"], model, f"{step['requests']}", *figures, links([path])
+
+
+def plan_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
+    """Yield the best overlapped plan and the best sequential step of each workload with prefill."""
+    for path, report in reports.items():
+        if report.get("command_name") != "plans":
+            continue
+        filled = [row for row in report["plans"] if row["prefill_tokens"]]
+        for workload in dict.fromkeys(row["workload"] for row in filled):
+            here = sorted(
+                (row for row in filled if row["workload"] == workload), key=lambda row: -row["tokens_per_s"]
+            )
+            sequential, overlapped = (
+                next((row for row in here if row["sequential"] is kind), None) for kind in (True, False)
+            )
+            if sequential and overlapped:
+                ratio = overlapped["tokens_per_s"] / sequential["tokens_per_s"]
+                cells = (f"{one['plan']}: {one['tokens_per_s']:,.0f}" for one in (sequential, overlapped))
+                yield machine(report), model_of(report), workload, *cells, f"{ratio:.3f}", links([path])
+
+
+def kernel_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
+    """Yield the geometric mean of each kernel group's speedup over its first rival."""
+    found: dict[tuple[str, str], list[tuple[str, float]]] = {}
+    for path, report in reports.items():
+        for row in report["rows"] if report.get("command_name") == "kernels" else ():
+            for rival, ratio in list(row.get("ratios", {}).items())[:1]:
+                found.setdefault((row["group"], rival), []).append((path, ratio))
+    for (group, rival), cases in sorted(found.items()):
+        ratios = [ratio for _, ratio in cases]
+        mean = math.exp(statistics.fmean(map(math.log, ratios)))
+        yield group, rival, f"{len(ratios)}", f"{mean:.3f}", f"{min(ratios):.3f}", links(p for p, _ in cases)
+
+
+def offload_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
+    """Yield each measured policy of a model that does not fit the device."""
+    for path, report in reports.items():
+        if report.get("command_name") != "search offload":
+            continue
+        memory = f"{report['memory_gb']['device']:g}, {report['memory_gb']['host']:g}"
+        for row in (row for row in report["rows"] if "failed" not in row):
+            policy, paper = row["policy"], row["paper_tokens_per_s"]
+            yield (
+                f"{report['device']}: {memory}",
+                f"{report['model']}: {policy['weight_bits']}, {policy['kv_bits']}",
+                f"{policy['prompt_tokens']} / {policy['output_tokens']}",
+                f"{policy['num_gpu_batches']} × {policy['gpu_batch_size']}: {row['name'].replace('-', ' ')}",
+                f"{row['tokens_per_s']:.2f}",
+                f"{row['predicted']['tokens_per_s']:.2f}",
+                f"{row['link']['down_bytes'] / row['latency_s'] / 1e9:.1f}",
+                f"{paper:.2f}" if paper else "–",
+                links([path]),
+            )
+
+
+def tier_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
+    """Yield the reuse of KV pages by conversations, for each lowest tier of the KV cache."""
+    for path, report in reports.items():
+        for name, engine in (
+            report["lowest_tiers"].items() if report.get("command_name") == "hierarchy" else ()
+        ):
+            found = engine["conversations"]
+            yield (
+                report["device"],
+                report["model"],
+                "none" if name == "recompute" else name,
+                f"{found['reuse_hit_rate']:.0%}",
+                f"{found['compute_saved']:.1%}",
+                f"{found['later_rounds']['median_ttft_ms']:.0f}",
+                f"{found['median_tpot_ms']:.1f}",
+                f"{engine['no_reuse']['median']:,.0f}",
+                links([path]),
+            )
+
+
+def start_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
+    """Yield the seconds that an engine compiles before it serves."""
+    for path, report in reports.items():
+        if Path(path).stem.startswith("start-"):
+            cache = "empty" if path.endswith("cold.json") else "filled"
+            yield machine(report), model_of(report), cache, f"{report['warm_up_s']:.1f}", links([path])
+
+
+def host_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
+    """Yield the CPU time of a step's host work."""
+    for path, report in reports.items():
+        for one in report["host"] if report.get("command_name") == "host" else ():
+            figures = (f"{one['mean_rows']:.0f}", f"{one['median_ms']:.2f}", f"{one['p99_ms']:.2f}")
+            yield report["cpu"], f"{one['running']}", *figures, links([path])
+
+
+def perplexity_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
+    """Yield the perplexity of each number format."""
+    for path, report in reports.items():
+        for one in report["precisions"] if report.get("command_name") == "perplexity" else ():
+            unquantized = one["precision"] == "unquantized"
+            numbers = report["engine_config"]["dtype"] if unquantized else one["precision"]
+            change = "–" if unquantized else f"{one['mean_change']:.3f}"
+            yield report["model"], numbers, f"{one['perplexity']:.2f}", change, links([path])
+
+
+def _mean(value: float | list[float] | None) -> float | None:
+    """Return a number, the mean over several cards, or None for an unknown value."""
+    if isinstance(value, list):
+        return statistics.fmean(value) if value else None
+    return value
+
+
+def file_rows(folder: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
+    """Yield every report with its device, date, clock and watts."""
+    for path, report in reports.items():
+        clock, watts = (_mean(report.get(key)) for key in ("clock_mhz", "watts"))
+        power = f"{watts:.0f} at {clock:.0f}" if clock and watts else "–"
+        commit = report.get("commit") or "–"
+        yield f"[{path}]({path})", str(report.get("device")), str(report.get("date")), commit[:10], power
+
+
+# Title, a sentence about the columns, the columns, the rows.
+SECTIONS = (
+    (
+        "Throughput",
+        "All requests arrive at once. Tokens count prompts. A step is the plan's kind and the tokens of a step. "
+        "The optimum is NanoFlow's equation 5. Watts are the mean of a run, at the mean SM clock in MHz.",
+        (
+            *("device", "model", "tokens in / out", "step", "slots", "median tokens/s", "runs", "range"),
+            *("of optimum", "watts at MHz", "rivals", "reports"),
+        ),
+        throughput_rows,
+    ),
+    (
+        "Latency at a request rate",
+        "Latencies are normalized: milliseconds for each output token. Late requests arrive in the second half.",
+        (
+            *("device", "model", "trace: mean in / out", "requests/s", "tokens/s", "mean ms", "p99 / mean"),
+            *("mean ms, late", "p99 / mean, late", "first token, ms", "report"),
+        ),
+        rate_rows,
+    ),
+    (
+        "Decode steps",
+        "A step of decodes with 1,100 tokens of context, as one CUDA graph.",
+        ("device", "model", "requests", "ms", "watts at MHz", "report"),
+        decode_step_rows,
+    ),
+    (
+        "Plans",
+        "Each cell names a plan and its tokens/s. The ratio divides the overlapped rate by the sequential rate.",
+        (
+            *("device", "model", "workload", "best sequential step", "best overlapped plan"),
+            *("ratio", "report"),
+        ),
+        plan_rows,
+    ),
+    (
+        "Kernels",
+        "The rival's time divided by the kernel's time. Both ran in turns in one process on one H200.",
+        ("group", "rival", "cases", "geometric mean", "minimum", "reports"),
+        kernel_rows,
+    ),
+    (
+        "Offloaded inference",
+        "Models that do not fit the device memory. Bits are those of weights and KV. The last rate is FlexGen's, "
+        "on a T4.",
+        (
+            *("device: GB of device, host", "model: bits", "tokens in / out", "block and policy"),
+            *("generated tokens/s", "predicted", "link GB/s", "FlexGen's paper", "report"),
+        ),
+        offload_rows,
+    ),
+    (
+        "KV tiers",
+        "Conversations of several rounds. The lowest tier holds the pages that the device evicts.",
+        (
+            *("device", "model", "lowest tier", "hit rate", "compute saved", "first token, later rounds, ms"),
+            *("ms a token", "tokens/s without reuse", "report"),
+        ),
+        tier_rows,
+    ),
+    (
+        "Start",
+        "Seconds to compile or load all programs. A filled cache holds the programs of an earlier start.",
+        ("device", "model", "compilation cache", "seconds", "report"),
+        start_rows,
+    ),
+    (
+        "Host time",
+        "CPU milliseconds of the engine's host work in one step.",
+        ("CPU", "running requests", "tokens a step", "median ms", "p99 ms", "report"),
+        host_rows,
+    ),
+    (
+        "Perplexity",
+        "WikiText-2. The last figure is the mean change of a token's log-probability.",
+        ("model", "numbers", "perplexity", "mean change", "report"),
+        perplexity_rows,
+    ),
+    (
+        "All reports",
+        "A dash marks an unknown value. `incomplete.json` lists the unknown keys of old reports.",
+        ("report", "device", "date", "commit", "watts at MHz"),
+        file_rows,
+    ),
+)
+
+INTRODUCTION = """\
+# Results
+
+`python benchmarks/results.py` writes this file from the reports in this folder. Do not edit it.
+
+A report is `<device>/<model>/<what>.json`. It holds the command, the commit, the versions, the driver, the device, the SM clock, the watts
+and the date of its measurement. Where a table shows several runs, it shows the median of the runs.
+"""
+
+
+def table(head: Row, rows: Iterable[Row]) -> str:
+    """Return a Markdown table."""
+    return "".join(f"| {' | '.join(line)} |\n" for line in (head, ("---",) * len(head), *rows))
+
+
+def index(folder: Path = HERE) -> str:
+    """Return the text of RESULTS.md. A section without a report is left out."""
+    reports = read_reports(folder)
+    text = INTRODUCTION
+    for title, about, head, section in SECTIONS:
+        rows = list(section(folder, reports))
+        if rows:
+            text += f"\n## {title}\n\n{about}\n\n{table(head, rows)}"
+    return text
+
+
+def headline_table(folder: Path = HERE) -> str:
+    """Return the README's table: the best kind of step of each headline workload, by its median."""
+    reports = read_reports(folder)
+    rivals = json.loads((folder / "rivals.json").read_text("utf-8"))["results"]
+    groups = throughput_groups(reports)
+    rows = []
+    for devices, model, numbers, work in HEADLINES:
+        named = [
+            runs
+            for (device, name, tokens, *_), runs in groups.items()
+            if (name, tokens) == (f"{model}, {numbers}", work)
+            and runs[0][1]["engine_config"]["tensor_parallel_size"] == devices
+        ]
+        if not named:
+            continue
+        rates = {id(runs): median(report["total_token_throughput"] for _, report in runs) for runs in named}
+        best = max(named, key=lambda runs: (len(runs), rates[id(runs)]))
+        source = f"benchmarks/{best[0][0]}" if len(best) == 1 else "benchmarks/RESULTS.md#throughput"
+        count = f"{len(best)} run" + "s" * (len(best) > 1)
+        rows.append(
+            (
+                machine(best[0][1]),
+                f"{model}, {numbers}",
+                work,
+                f"{rates[id(best)]:,.0f}",
+                f"[{count}]({source})",
+                rivals_of(rivals, best[0][1])[0],
+            )
+        )
+    return table(("device", "model", "tokens in / out", "median tokens/s", "reports", "rival"), rows)
+
+
+def rewritten(readme: str, folder: Path = HERE) -> str:
+    """Return the README with a new table.
+
+    Raises: ValueError for a README without the comments `<!-- results -->` and `<!-- /results -->`.
+    """
+    if not BLOCK.search(readme):
+        raise ValueError("README.md: the lines <!-- results --> and <!-- /results --> are missing")
+    return BLOCK.sub(lambda _: f"\n{headline_table(folder)}\n", readme)
+
+
+if __name__ == "__main__":
+    INDEX.write_text(index(), "utf-8")
+    README.write_text(rewritten(README.read_text("utf-8")), "utf-8")
