@@ -1,1 +1,1 @@
-"""Benchmarks of kernels beside their rivals."""
+"""Benchmarks of kernels and of rival implementations."""

@@ -34,56 +34,14 @@ from typing import Any
 from absl import flags
 from tqdm import tqdm
 
-from jaxflow.bench.kernels import attention as kernels_attention
-from jaxflow.bench.kernels import gemm as kernels_gemm
-from jaxflow.bench.kernels import pointwise as kernels_pointwise
-from jaxflow.bench.kernels import step as kernels_step
 from jaxflow.bench.kernels.case import KernelCase, KernelGroup
+from jaxflow.bench.kernels.groups import GROUPS
 from jaxflow.bench.kernels.workers import Worker, environment, measured, rounds
 from jaxflow.bench.report import machine
 from jaxflow.bench.report.requests import write_json
 from jaxflow.config import ConfigError
 from pallas_kernels.measure.provenance import KEYS
 from pallas_kernels.measure.script import parse_share
-
-_ALL = (
-    kernels_pointwise.CEILINGS,
-    kernels_attention.GROUPS,
-    kernels_gemm.GROUPS,
-    kernels_pointwise.GROUPS,
-)
-_FIRST = (
-    "ceilings",
-    "ceiling_gemm",
-    "decode_attention",
-    "dense_gemm",
-    "fp8_gemm",
-    "decode_attention_fp8",
-    "chunk_attention",
-    "flat_gemm",
-)
-_FIRST += (
-    "fp8_flat_gemm",
-    "decode_step_bf16",
-    "decode_step_fp8",
-    "layer_bf16",
-    "layer_fp8",
-    "chunk_attention_fp8",
-    "rope_append",
-    "add_norm",
-)
-
-
-def _by_importance(groups: Iterable[KernelGroup]) -> tuple[KernelGroup, ...]:
-    """Return the groups that dominate the time per served token, followed by the others in their given order."""
-    return tuple(
-        sorted(groups, key=lambda group: _FIRST.index(group.name) if group.name in _FIRST else len(_FIRST))
-    )
-
-
-GROUPS: tuple[KernelGroup, ...] = _by_importance(
-    group for groups in (*_ALL, kernels_step.GROUPS) for group in groups
-)
 
 
 def define_flags() -> None:

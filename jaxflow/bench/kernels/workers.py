@@ -340,7 +340,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     choose_platform()
-    from jaxflow.bench.kernels.compare import GROUPS
+    from jaxflow.bench.kernels.groups import GROUPS
 
     cases = Cases(GROUPS)
     for line in sys.stdin:

@@ -1,9 +1,9 @@
-"""From what happened to each request to the figures of a report, under the names and in the layout of `vllm
-bench`.
+"""Figures of a run from the records of its requests, with the names and the text layout of `vllm bench`.
 
-Times are seconds of one clock; `ms` figures are of completed requests. TTFT: from sending to the first token.
-TPOT: (E2E - TTFT) / (output tokens - 1). ITL: between two deliveries. E2EL: from sending to the end.
-Normalised latency: E2EL / output tokens, whose mean is NanoFlow's (§6.3).
+Times are seconds of one clock. Figures in ms count completed requests.
+
+TTFT: time from sending to the first token. TPOT: (E2EL - TTFT) / (output tokens - 1). ITL: time between two
+deliveries. E2EL: time from sending to the end. Normalized latency: E2EL / output tokens (NanoFlow §6.3).
 """
 
 import dataclasses
@@ -31,10 +31,10 @@ GOODPUT_KEYS = ("ttft", "tpot", "e2el")
 
 @dataclasses.dataclass
 class Record:
-    """What happened to one request. `deliveries`: (time, number of tokens), in order.
+    """The times and token counts of one request.
 
-    `round`: of a conversation, from 1. `known_tokens`: of the prompt's beginning, that an earlier request had
-    too.
+    `deliveries`: (time, number of tokens), in order. `round`: the round of a conversation, from 1. `known_tokens`:
+    leading prompt tokens that an earlier request also had.
     """
 
     prompt_tokens: int
@@ -55,7 +55,7 @@ class Record:
         return sum(number for _, number in self.deliveries)
 
     def latencies(self) -> dict[str, float]:
-        """Seconds of each metric but ITL; TPOT of a single token is 0. For a completed request."""
+        """Return the seconds of each metric except ITL, for a completed request. TPOT of a single token is 0."""
         assert self.finished_s is not None
         total, first = self.finished_s - self.sent_s, self.deliveries[0][0] - self.sent_s
         tokens = self.output_tokens
@@ -80,9 +80,9 @@ def parse_goodput(pairs: Sequence[str]) -> dict[str, float]:
 def figures(
     records: Sequence[Record], duration_s: float, slo: Mapping[str, float] | None = None
 ) -> dict[str, Any]:
-    """All figures of a run: throughputs, and mean, median, std, p90, p99 of each latency in ms.
+    """Return the figures of a run: throughputs, and mean, median, std, p90 and p99 of each latency in ms.
 
-    slo: seconds by metric; goodput counts the requests that keep all of them.
+    slo: limits in seconds by metric. Goodput counts the requests within all limits.
     """
     done = [record for record in records if record.completed]
     latencies = [record.latencies() for record in done]
@@ -115,8 +115,9 @@ def figures(
 
 
 def _mean_keys(done: Sequence[Record]) -> dict[str, float]:
-    """Keys, their own included, that a prompt's computed token and a decode had in the mean; 0 where there
-    was none.
+    """Return the mean KV tokens that a computed prompt token and a decode attend to, itself included.
+
+    A mean over no tokens is 0.
     """
     prompt = [
         (r.prompt_tokens - r.cached_prompt_tokens, (r.prompt_tokens + r.cached_prompt_tokens + 1) / 2)
@@ -138,7 +139,7 @@ def _statistics(key: str, seconds: Sequence[float]) -> dict[str, float]:
 
 
 def _peak_tokens_per_s(done: Sequence[Record]) -> float:
-    """The most output tokens in one of the seconds since the first request was sent."""
+    """Return the maximum output tokens in a second, counted from the first sending."""
     if not done:
         return 0.0
     start = min(record.sent_s for record in done)
@@ -147,15 +148,15 @@ def _peak_tokens_per_s(done: Sequence[Record]) -> float:
 
 
 def _peak_concurrency(done: Sequence[Record]) -> int:
-    """The most requests under way at one moment; one that ends as another starts does not count beside it."""
+    """Return the maximum number of concurrent requests. A request ends before another starts at the same time."""
     changes = sorted([(r.sent_s, 1) for r in done] + [(r.finished_s or 0.0, -1) for r in done])
     return int(np.cumsum([0] + [change for _, change in changes]).max())
 
 
 def steady_state(records: Sequence[Record]) -> dict[str, float] | None:
-    """Throughput between ramp-up and tail: from the first request's end to the last one's first token.
+    """Return the throughput from the end of the first request to the first token of the last request.
 
-    Prompts count when their first token comes. None if no request starts after another ended.
+    A prompt counts at its first output token. The result is None if no request starts after another has ended.
     """
     done = [record for record in records if record.completed]
     if not done:
@@ -175,11 +176,11 @@ def steady_state(records: Sequence[Record]) -> dict[str, float] | None:
 
 
 def later_half(records: Sequence[Record], arrivals_s: Sequence[float]) -> dict[str, float] | None:
-    """Latencies of the requests due in the later half of the time in which any was: those that met no empty
-    engine.
+    """Return the latencies of the requests with arrival times in the later half of all arrivals.
 
-    arrivals_s: when each record's request was due, not when a busy machine sent it, so that two runs compare
-    the same requests. None where all came at once, and where none of them was completed.
+    These requests find no empty engine. arrivals_s: the planned arrival time of each record's request. A busy
+    machine may send a request later, but two runs then still compare the same requests. The result is None if
+    all requests arrive at once, or if none of the later ones completes.
     """
     start, end = min(arrivals_s), max(arrivals_s)
     late = [
@@ -199,7 +200,7 @@ def later_half(records: Sequence[Record], arrivals_s: Sequence[float]) -> dict[s
 
 
 def text(title: str, result: Mapping[str, Any], extra: Mapping[str, str] | None = None) -> str:
-    """The report for people. `extra`: more lines for its head, as label -> value."""
+    """Return the report as text. extra: further lines of the head, label -> value."""
     rows: list[tuple[str, Any]] = [
         ("Successful requests:", result["completed"]),
         ("Failed requests:", result["failed"]),
@@ -229,11 +230,11 @@ def text(title: str, result: Mapping[str, Any], extra: Mapping[str, str] | None 
 
 
 def line(label: str, value: Any) -> str:
-    """One line of the text layout; numbers with a fraction get two digits of it."""
+    """Return one line of the text layout, with two decimals for a float."""
     return f"{label:<40} {value:<10.2f}" if isinstance(value, float) else f"{label:<40} {value!s:<10}"
 
 
 def write_json(path: str | Path, result: Mapping[str, Any]) -> None:
-    """Writes a report, making its folder if need be."""
+    """Write a report, creating its folder if needed."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")

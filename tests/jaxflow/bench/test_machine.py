@@ -66,7 +66,7 @@ def test_no_driver_is_no_readings(monkeypatch):
 def test_a_report_begins_with_its_keys_and_has_the_means_of_its_own_power():
     report = {"command_name": "plans", **machine.describe()}
     report["plans"] = [{"watts": watts, "sm_clock_mhz": 1500.0, "note": "watts"} for watts in (600.0, 700.0)]
-    found = machine.with_power(report, machine.Readings(watts=[100.0], sm_clock_mhz=[200.0]))
+    found = machine.with_power(report, machine.Readings([100.0], [200.0], [50.0]))
     assert list(found)[:9] == ["command_name", *KEYS]
     assert (found["watts"], found["clock_mhz"]) == (650.0, 1500.0)
     assert found["plans"] == report["plans"] and set(found) == set(report)
@@ -74,7 +74,7 @@ def test_a_report_begins_with_its_keys_and_has_the_means_of_its_own_power():
 
 def test_a_report_without_power_of_its_own_has_the_means_of_the_command():
     report = {"command_name": "disk", **machine.describe(), "rates": [1.0]}
-    found = machine.with_power(report, machine.Readings(watts=[100.0, 300.0], sm_clock_mhz=[1000.0, 2000.0]))
+    found = machine.with_power(report, machine.Readings([100.0, 300.0], [1000.0, 2000.0], [50.0]))
     assert (found["watts"], found["clock_mhz"]) == (200.0, 1500.0)
     assert machine.with_power(report, machine.Readings())["watts"] is None
 
