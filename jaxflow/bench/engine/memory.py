@@ -103,17 +103,18 @@ def room(
     largest: Mapping[str, Need],
     smallest: Mapping[str, Need],
 ) -> dict[str, int]:
-    """Return the tokens of KV that one device of `memory_bytes` holds, by amount of reserved temporary space.
+    """Return the tokens of KV that one device of `memory_bytes` holds, by the reserved temporary space.
 
     Args:
-      fixed_bytes: weights, per-slot state and spare memory. token_bytes: KV bytes of a token.
-      activation_bytes: bytes of a token in the three buffers. largest, smallest: memory needs of the programs
-      of the largest bucket and of a decode-only bucket.
+      fixed_bytes: weights, per-slot state and spare memory.
+      token_bytes: KV bytes of a token.
+      activation_bytes: bytes of a token in the three buffers.
+      largest, smallest: memory needs of the programs of the largest bucket, and of a decode-only bucket.
+
     Returns:
-      Tokens by reservation policy. whole_prompt: space for one sequence prefilled at once, with its
-      activations and KV; summed: space of a step and of a sampler; largest: space of the largest program;
-      lent: capacity while only small steps run, if the space of larger programs were lent to KV; none: no
-      reservation.
+      Tokens by reservation. whole_prompt: one sequence with its activations and KV, prefilled at once. summed: a
+      step and a sampler. largest: the largest program. lent: the capacity while only small steps run, with the
+      space of larger programs given to KV. none: no reservation.
     """
     free = memory_bytes - fixed_bytes
     summed = sum(need.temporary for need in largest.values()) - min(

@@ -11,7 +11,7 @@
 reports and measures nothing.
 
 The two ceilings run first: the bandwidth of a copy and a read, and the rate of cuBLAS. Each kernel's cases
-(`kernels_*.py`) use random data. Our kernel and its rivals take turns, each with `--seconds` of back-to-back
+(the other modules of this folder) use random data. Our kernel and its rivals take turns, each with `--seconds` of back-to-back
 work. Weights and caches rotate through more memory than the L2 holds. A ratio above 1 means that our kernel
 is faster. The report holds the target of each case, and marks a case below its target as `missed`.
 

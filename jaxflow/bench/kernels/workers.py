@@ -205,8 +205,8 @@ class Cases:
     def obey(self, order: Mapping[str, Any]) -> dict[str, Any]:
         """Run one order and return its answer.
 
-        Orders: compile [names] without XLA's autotuned programs; tune, for the autotuned programs; measure a
-        name for `seconds`; drop all cases.
+        `compile` compiles the named cases, without the programs that XLA autotunes. `tune` compiles these
+        programs. `measure` measures a named case for `seconds`. `drop` drops all cases.
         """
         if "compile" in order:
             units: dict[str, list[str]] = {}  # cases that share a model are prepared one after the other

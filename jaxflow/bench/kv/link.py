@@ -61,7 +61,7 @@ def define_flags() -> None:
 
 
 class StepsWithCopies:
-    """Steps with concurrent copies, started as the engine starts them."""
+    """Steps with concurrent page copies. The copies start as in the engine."""
 
     def __init__(self, steady: SteadyStep, transfers: Transfers, pages: int):
         self.steady, self.transfers, self.pages = steady, transfers, pages

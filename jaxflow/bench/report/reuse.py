@@ -15,8 +15,7 @@ def figures(records: Sequence[Record], tiers: Mapping[str, int] | None = None) -
 
     Only completed requests count.
 
-    tiers: prompt tokens from each tier below the device, if known. The device supplied the other reused
-    tokens.
+    tiers: prompt tokens from each lower tier, if known. The other reused tokens came from the device.
 
     `reusable_input_tokens` counts the tokens that an earlier request also had. An initially empty, unbounded
     cache with single-token pages could reuse all of them. Hit rates are relative to the reusable tokens. The

@@ -134,11 +134,12 @@ class LayerTrace:
 def one_layer(
     kernels: Sequence[Kernel], names: Mapping[str, str], plan: Plan, graph: Graph, step: Composition
 ) -> LayerTrace:
-    """Return the layer time of the second-to-last step, from the middle layer's first product to the next
-    layer's.
+    """Return the kernels and the time of one layer of the second-to-last step.
 
-    kernels: of several steps, including other kernels between them. names: `scopes` of the step's program.
-    step: its composition.
+    The layer begins at the first product of the middle layer, and ends at the first product of the next layer.
+
+    kernels: the kernels of several steps, and any other kernels between these steps. names: `scopes` of the
+    step's program. step: the composition of a step.
 
     Raises: TraceError for a trace without the plan's ops, or with too few runs of them.
     """

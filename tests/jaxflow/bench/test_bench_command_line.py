@@ -100,7 +100,7 @@ def test_help_of_the_bench_names_the_commands(capsys):
         ("plans", ["--workloads", "40/20", "--graphs="], "graphs='' is not supported"),
     ],
 )
-def test_a_workload_is_refused_before_a_model_is_loaded_for_it(
+def test_an_impossible_workload_is_refused_before_a_model_is_loaded(
     no_flags, monkeypatch, capsys, command, arguments, message
 ):
     monkeypatch.setattr(LLM, "from_config", classmethod(lambda *_, **__: pytest.fail("a model was loaded")))

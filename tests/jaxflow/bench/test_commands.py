@@ -31,7 +31,7 @@ TRACE = str(paths.TRACES / "azure2023_conv_1000.csv")
 SPREADS = (("input", "-1.0"), ("output", "inf"))
 
 
-def test_throughput_measures_what_it_ran(llm):
+def test_throughput_figures_match_the_requests_that_ran(llm):
     items = workload.lognormal(12, 20, 9, limits=workload.Limits(60, 30, 90))
     result = throughput.measure(llm, items)
     prompt, output = sum(i.prompt_tokens for i in items), sum(i.output_tokens for i in items)
@@ -71,7 +71,7 @@ def test_the_fraction_of_the_optimum_is_eq_5s(llm):
     assert result["fraction_of_bound"] is None  # an H200's joules are not known of float32
 
 
-def test_requests_come_at_their_times(llm):
+def test_requests_arrive_at_their_times(llm):
     items = workload.poisson_arrivals(workload.constant(6, 8, 4), rate=20.0)
     result = throughput.measure(llm, items, arrive=True)
     assert result["completed"] == 6 and result["duration"] > items[-1].arrival_s
@@ -143,7 +143,7 @@ def test_serve_command(bench, target, tmp_path, capsys):
     assert "Serving Benchmark Result" in out and "Request goodput (req/s):" in out and "40.0 (trace)" in out
 
 
-def test_serve_command_without_the_models_configuration(bench, target, capsys):
+def test_serve_command_without_a_model_configuration(bench, target, capsys):
     settings = ["--num_requests", "2", "--input_len", "5", "--output_len", "3"]
     assert bench("serve", "--target", target, "--model", "no-such-model", *settings) == 0
     assert "unknown: the model's configuration was not found" in capsys.readouterr().out
@@ -186,7 +186,7 @@ def test_throughput_command(bench, tmp_path, capsys):
         assert line in out
 
 
-def test_what_failed_under_the_profiler_is_said(llm, monkeypatch):
+def test_requests_that_fail_under_the_profiler_are_reported(llm, monkeypatch):
     """The step after a profile may fail on the device without harm to the measured run."""
 
     def failing(*args, **kwargs):
@@ -204,7 +204,9 @@ def test_what_failed_under_the_profiler_is_said(llm, monkeypatch):
     )
 
 
-def test_searched_plans_beside_the_sequential_one_in_one_run(bench, llm, tmp_path, capsys, monkeypatch):
+def test_throughput_compares_searched_plans_with_the_sequential_plan(
+    bench, llm, tmp_path, capsys, monkeypatch
+):
     path = tmp_path / "out.json"
     settings = [
         "--num_requests",
@@ -240,9 +242,7 @@ def test_searched_plans_beside_the_sequential_one_in_one_run(bench, llm, tmp_pat
 
 
 @pytest.mark.parametrize("command", [["throughput"], ["sweep", "--sweep", "rate", "--values", "1"]])
-def test_a_plan_that_has_no_sequential_one_beside_it_is_refused_before_a_model_is_loaded(
-    command, bench, capsys, monkeypatch
-):
+def test_a_plan_without_predictions_is_not_compared(command, bench, capsys, monkeypatch):
     monkeypatch.setattr(LLM, "from_config", lambda config: pytest.fail("loaded"))
     plan = [
         "--plan",
@@ -253,7 +253,7 @@ def test_a_plan_that_has_no_sequential_one_beside_it_is_refused_before_a_model_i
     assert "is not supported: plans with predictions" in capsys.readouterr().err
 
 
-def test_without_a_plan_that_is_sure_to_gain_it_runs_once_and_says_so(bench, capsys):
+def test_throughput_runs_once_if_no_plan_gains(bench, capsys):
     assert (
         bench(
             "throughput",
@@ -368,7 +368,7 @@ def test_host_command(bench, tmp_path, capsys):
         (["serve", "--target", "127.0.0.1:1", "--wait_s", "0.2"], 1, "DEADLINE_EXCEEDED"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_said_in_a_line(bench, capsys, arguments, status, message):
+def test_a_wrong_command_line_is_one_error_line(bench, capsys, arguments, status, message):
     assert bench(*arguments) == status
     err = capsys.readouterr().err
     assert message in err and "Traceback" not in err
@@ -414,7 +414,7 @@ def test_the_command_as_a_process(tmp_path):
     assert done.stderr.count("kernels: ") == done.stderr.count("kernels: reference, for every op\n") == 1
 
 
-def test_perplexity_scores_every_way(bench, tmp_path, capsys):
+def test_perplexity_scores_every_precision(bench, tmp_path, capsys):
     """Over one engine for all ways, nothing moves."""
     np.save(tmp_path / "ids.npy", np.arange(60, dtype=np.uint16).reshape(3, 20))
     report = tmp_path / "report.json"

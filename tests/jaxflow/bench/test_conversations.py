@@ -56,7 +56,7 @@ def talk(*lengths, arrival_s=0.0, think_s=0.0):
     return Conversation(arrival_s, tuple(rounds))
 
 
-def test_a_prompt_is_all_that_was_said_and_the_new_text():
+def test_a_prompt_is_the_conversation_and_the_new_text():
     engine = Counting()
     [records, one], duration_s = converse(engine, [talk((3, 2), (1, 1), (2, 4)), talk((5, 1))])
     said = [1000] * 3 + [3] * 2 + [1001] + [6] + [1002] * 2
@@ -72,7 +72,7 @@ def test_a_prompt_is_all_that_was_said_and_the_new_text():
     assert duration_s >= 0.03, "one round after the other"
 
 
-def test_rounds_are_sent_when_the_answer_was_read():
+def test_a_round_is_sent_after_the_previous_answer():
     engine, begun_s = Counting(delay_s=0.02), time.perf_counter()
     [[first, second], [late]], _ = converse(
         engine, [talk((2, 1), (2, 1), think_s=0.1), talk((2, 1), arrival_s=0.05)]
@@ -82,7 +82,7 @@ def test_rounds_are_sent_when_the_answer_was_read():
     assert late.sent_s < second.sent_s, "nobody waits for another's pause"
 
 
-def test_a_round_that_failed_is_the_last():
+def test_a_failed_round_ends_its_conversation():
     engine = Counting(refuse={"bench-0-1"}, break_off={"bench-1-0"})
     [refused, broken, whole], _ = converse(engine, [talk((2, 1), (2, 1), (2, 1))] * 3)
     assert [r.completed for r in refused] == [True, False] and "QueueFull" in str(refused[1].error)
@@ -120,13 +120,13 @@ def test_pauses_have_their_mean():
     assert np.mean([turn.think_s for one in talks for turn in one.rounds[1:]]) == pytest.approx(3.0, rel=0.05)
 
 
-def test_rounds_that_do_not_go_round_are_refused():
+def test_unequal_numbers_of_rounds_are_refused():
     with pytest.raises(WorkloadError, match="3 later rounds for 2"):
         synthetic([Item(1, 1)] * 2, [Item(1, 1)] * 3, 10)
 
 
 @given(st.lists(st.lists(st.integers(0, 2), max_size=4), max_size=8))
-def test_shared_blocks_are_the_longest_common_beginnings(every):
+def test_shared_blocks_are_the_longest_common_prefixes(every):
     items = [Item(max(1, 512 * len(blocks)), 1, blocks=tuple(blocks)) for blocks in every]
 
     def common(a, b):

@@ -35,13 +35,13 @@ def anywhere(monkeypatch):
     monkeypatch.setattr(decode_step.machine, "need_gpu", lambda command: None)
 
 
-def test_it_refuses_without_a_gpu_before_it_makes_a_model(given, monkeypatch):
+def test_decode_step_needs_a_gpu(given, monkeypatch):
     monkeypatch.setattr(decode_step, "_executor", lambda *_: pytest.fail("a model was made"))
     with pytest.raises(ValueError, match="JAX backend='cpu' is not supported: gpu, for bench decode_step"):
         decode_step.run()
 
 
-def test_every_way_is_timed_and_gives_the_same_bits(given, anywhere, capsys, monkeypatch):
+def test_every_launch_is_timed_and_gives_the_same_bits(given, anywhere, capsys, monkeypatch):
     monkeypatch.setattr(
         decode_step, "LAUNCHES", {name: decode_step.LAUNCHES[name] for name in ("graph and chunks", "pdl")}
     )
@@ -67,7 +67,7 @@ def test_every_way_is_timed_and_gives_the_same_bits(given, anywhere, capsys, mon
         assert profile["kernels_us"] == pytest.approx(sum(kernel["us"] for kernel in profile["kernels"]))
 
 
-def test_many_steps_are_compared_each_way(given, anywhere, capsys, monkeypatch):
+def test_many_steps_of_each_launch_are_compared(given, anywhere, capsys, monkeypatch):
     monkeypatch.setattr(
         graph_steps, "LAUNCHES", {name: graph_steps.LAUNCHES[name] for name in ("graph", "one by one")}
     )
@@ -84,7 +84,7 @@ def test_many_steps_are_compared_each_way(given, anywhere, capsys, monkeypatch):
     assert "a chunk of   5: first to differ of 20 steps" in capsys.readouterr().out
 
 
-def test_a_difference_is_found_wherever_it_is():
+def test_digest_finds_a_difference_at_any_place():
     one = np.zeros((4, 2), np.uint32), np.zeros((4, 3), np.int32)
     other = tuple(a.copy() for a in one)
     assert graph_steps._first_difference(one, other) is None

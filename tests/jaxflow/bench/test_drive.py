@@ -63,7 +63,7 @@ def test_records_of_all_requests_the_refused_and_the_failed_among_them():
     assert duration_s >= 0.015
 
 
-def test_requests_are_sent_at_their_times_not_before():
+def test_requests_are_sent_at_their_arrival_times():
     engine = Echo()
     arrivals = [0.0, 0.02, 0.02, 0.05]
     start = time.perf_counter()
@@ -72,7 +72,7 @@ def test_requests_are_sent_at_their_times_not_before():
         assert sent - start >= due
 
 
-def test_no_requests_are_no_wait():
+def test_driving_no_requests_returns_at_once():
     assert drive(Echo(), [])[0] == []
 
 
@@ -101,7 +101,7 @@ class FakeExecutor:
         return FakePending(FakeTokens(time.perf_counter() + 0.01))
 
 
-def test_step_log_notes_every_step_and_leaves_no_trace():
+def test_step_log_records_every_step_and_restores_the_executor():
     executor = FakeExecutor()
     with steps.step_log(executor) as log:
         pending = executor.run(FakeLayout(), None, None, full=False)
@@ -113,7 +113,7 @@ def test_step_log_notes_every_step_and_leaves_no_trace():
     assert len(log) == 2 and "run" not in vars(executor)
 
 
-def test_idle_time_is_what_passes_between_a_steps_end_and_the_next_ones_enqueueing():
+def test_idle_time_counts_from_a_steps_end_to_the_next_enqueueing():
     log = [
         Step(8, 4, 4, 0.0, 0.0, 1.0),
         Step(8, 4, 4, 0.5, 0.5, 2.0),  # enqueued while the first ran

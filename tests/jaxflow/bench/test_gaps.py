@@ -10,7 +10,7 @@ def kernel(start_us, us, program="a", name="k"):
     return Kernel(name, name, (program, "1"), "", "Stream #1", start_us * 1e-6, us * 1e-6)
 
 
-def test_time_in_which_no_kernel_runs():
+def test_shares_of_time_without_a_kernel():
     kernels = [
         kernel(0, 100),
         kernel(20, 30),  # beside it, on another stream
@@ -36,7 +36,7 @@ def test_time_in_which_no_kernel_runs():
     }
 
 
-def test_a_block_that_ends_before_its_moment_has_no_trace():
+def test_a_block_that_ends_early_has_no_trace():
     with watch(0.1, lambda: False) as watched:
         pass
     assert watched.summary() is None

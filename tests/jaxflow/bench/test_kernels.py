@@ -30,7 +30,7 @@ def test_a_case_of_each_group_can_be_traced(name):
 
 
 @pytest.mark.parametrize(("rows", "implementations"), [(1, ["flat", "xla", "fma"]), (16, ["flat", "xla"])])
-def test_products_of_few_rows_are_timed_without_tensor_cores_too(rows, implementations):
+def test_products_of_one_row_are_also_timed_on_cuda_cores(rows, implementations):
     """As an engine has some of one row; last, so that a row's ratio and the summary stay flat GEMM's to XLA."""
     (case,) = (case for case in BY_NAME["flat_gemm"].cases if case.name == f"70B/tp4 out_proj M {rows}")
     found: list[str] = []
@@ -38,7 +38,7 @@ def test_products_of_few_rows_are_timed_without_tensor_cores_too(rows, implement
     assert found == implementations
 
 
-def test_int4_of_one_row_is_timed_as_the_engine_has_it(monkeypatch):
+def test_int4_of_one_row_is_timed_as_in_the_engine(monkeypatch):
     """int4 uses `mma` with the kernel's own tile: the shipped table names the kernel and no tile."""
     (case,) = (case for case in BY_NAME["int4_gemm"].cases if case.name == "70B/tp4 out_proj M 1")
     multiply_add, calls = int4_mma.multiply_add, []
@@ -52,7 +52,7 @@ def shipped_choices():
     return [(rule.shape, choice) for rule in load("NVIDIA H200").rules for choice in rule.choices]
 
 
-def test_names_can_be_asked_for():
+def test_only_selects_groups_and_cases():
     names = [(group.name, case.name) for group in kernels.GROUPS for case in group.cases]
     assert len(set(names)) == len(names)
     assert not any(
@@ -111,7 +111,7 @@ def implementation(amount: float, work: float | None = None) -> Implementation:
         ({"rate": 1.0, "ratio": 3.0}, False),
     ],
 )
-def test_a_row_has_rates_ratios_and_whether_it_is_reached(monkeypatch, targets, reached):
+def test_a_row_has_rates_ratios_and_its_target(monkeypatch, targets, reached):
     row = measured(
         monkeypatch,
         {"ours": 10.0, "rival": 20.0},
@@ -130,7 +130,7 @@ def test_a_row_has_rates_ratios_and_whether_it_is_reached(monkeypatch, targets, 
     )
 
 
-def test_a_way_without_clock_and_watts_is_measured_again_and_then_refused(monkeypatch):
+def test_an_implementation_without_clock_and_watts_is_measured_again_and_then_refused(monkeypatch):
     asked = []
 
     def interleaved(runs, *, calls, seconds):
@@ -147,7 +147,7 @@ def test_a_way_without_clock_and_watts_is_measured_again_and_then_refused(monkey
         kernels_worker.timed({"never": implementation(1.0)}, 0.5)
 
 
-def test_ways_that_move_other_amounts_are_compared_by_their_work(monkeypatch):
+def test_implementations_that_move_different_bytes_are_compared_by_work(monkeypatch):
     row = measured(
         monkeypatch,
         {"fp8": 6.0, "bf16": 12.0},
@@ -178,7 +178,7 @@ def test_a_summary_is_of_a_groups_first_rival():
     assert list(kernels_report.text(rows[2])) == [f"{'flat_gemm':18} {'x':28} failed: it did"]
 
 
-def test_it_refuses_without_a_gpu(monkeypatch):
+def test_kernels_needs_a_gpu(monkeypatch):
     monkeypatch.setattr(kernels.flags, "FLAGS", type("Flags", (), {"only": [], "merge": [], "share": "0/1"}))
     with pytest.raises(ValueError, match="JAX backend='cpu' is not supported: gpu, for bench kernels"):
         kernels.run()
@@ -193,7 +193,7 @@ class Sensor:
     def __exit__(self, *_): ...
 
 
-def test_ways_take_turns_and_each_is_timed_by_its_calls(monkeypatch):
+def test_implementations_take_turns_and_are_timed_by_call(monkeypatch):
     order = []
     monkeypatch.setattr(timing, "_Sensor", Sensor)
     monkeypatch.setattr(timing, "_once", lambda run: 0.1)

@@ -24,7 +24,7 @@ NAMES = [f"{group.name}/{case.name}" for group, case in ALL]
 
 
 @pytest.mark.parametrize("processes", [1, 2, 8])
-def test_every_case_is_some_process_once_and_the_first_cases_come_first(processes):
+def test_every_case_runs_in_one_process_and_first_cases_run_first(processes):
     plan = kernels_pool.rounds(ALL, processes)
     assert sorted(NAMES) == sorted(name for turn in plan for names in turn for name in names)
     assert all(len(turn) == processes for turn in plan)
@@ -46,7 +46,7 @@ def test_every_case_is_some_process_once_and_the_first_cases_come_first(processe
         assert all(place[name][0] == 0 for name in firsts)
 
 
-def test_shares_are_all_cases_once_and_what_belongs_together_stays_so():
+def test_shares_hold_every_case_once_and_keep_groups_together():
     parts = [kernels.shared(ALL, f"{i}/3") for i in range(3)]
     assert sorted(NAMES) == sorted(f"{group.name}/{case.name}" for part in parts for group, case in part)
     for group in kernels.GROUPS:
@@ -78,7 +78,7 @@ class Fake(kernels_pool.Worker):
         return {"row": self.last["measure"]} if "measure" in self.last else {}
 
 
-def test_one_times_while_nobody_compiles_and_a_process_that_ended_is_said():
+def test_no_worker_compiles_during_a_measurement_and_an_ended_worker_is_reported():
     told = []
     workers = [Fake(told), Fake(told, "g/d")]
     rows = dict(
@@ -96,7 +96,7 @@ def test_one_times_while_nobody_compiles_and_a_process_that_ended_is_said():
         open_orders.add(id(worker))
 
 
-def test_cases_of_a_process_that_ended_while_it_compiled_are_failed_rows_and_the_others_are_measured():
+def test_a_worker_that_ends_while_compiling_fails_only_its_cases():
     rows = dict(
         kernels_pool.measured(
             [[["g/a"], ["g/c", "g/d"]]], [Fake([]), Fake([], compiles_all=False)], 0.1, float("inf")
@@ -106,7 +106,7 @@ def test_cases_of_a_process_that_ended_while_it_compiled_are_failed_rows_and_the
     assert {rows[f"g/{name}"]["failed"] for name in "cd"} == {"its process ended; order: compile g/c, g/d"}
 
 
-def test_what_would_end_after_the_time_limit_is_left_out():
+def test_cases_beyond_the_time_limit_are_left_out():
     clock = itertools.count(0.0, 10.0)  # looking at it takes 10 s, and so does everything
     plan = [[["g/a", "g/b", "g/c"]], [["g/d"]]]
     rows = list(kernels_pool.measured(plan, [Fake([])], 0.1, 45.0, clock=lambda: next(clock)))
@@ -137,7 +137,7 @@ def cases(monkeypatch, us=20.0):
     return kernels_worker.Cases([group]), ran
 
 
-def test_a_worker_compiles_then_lets_xla_tune_and_a_case_that_fails_takes_no_other_with_it(monkeypatch):
+def test_a_worker_compiles_then_tunes_and_a_failed_case_stops_no_other(monkeypatch):
     made, ran = cases(monkeypatch)
     made.obey({"compile": ["g/good", "g/bad"]})
     assert ran == ["ours"]
@@ -150,7 +150,7 @@ def test_a_worker_compiles_then_lets_xla_tune_and_a_case_that_fails_takes_no_oth
     assert made.obey({"measure": "g/good", "seconds": 0.1})["failed"] == "case not compiled"
 
 
-def test_a_time_that_the_card_cannot_have_met_is_no_row(monkeypatch):
+def test_an_impossible_time_is_a_failed_row(monkeypatch):
     made, _ = cases(monkeypatch, us=1.0)
     made.obey({"compile": ["g/good"]})
     row = made.obey({"measure": "g/good", "seconds": 0.1})
@@ -170,7 +170,7 @@ def test_products_must_read_their_weights_whatever_their_unit():
     assert Implementation(lambda: None, 1, 5.0, least=Least(7.0)).least_work("TFLOP/s") == Least(7.0)
 
 
-def test_a_worker_is_a_process_that_answers_each_order_until_its_stdin_ends():
+def test_a_worker_answers_orders_until_its_stdin_ends():
     worker = kernels_pool.Worker()
     worker.tell(compile=[])
     assert worker.answer() == {}
@@ -180,7 +180,7 @@ def test_a_worker_is_a_process_that_answers_each_order_until_its_stdin_ends():
     assert worker._process.returncode == 0
 
 
-def test_a_process_that_ended_or_does_not_answer_is_replaced(monkeypatch):
+def test_an_ended_or_hung_worker_is_replaced(monkeypatch):
     ends = (
         "import sys; [print('{}', flush=True) if 'good' in line else sys.exit() if 'ends' in line else "
         "None for line in sys.stdin]"
@@ -199,7 +199,7 @@ def test_a_process_that_ended_or_does_not_answer_is_replaced(monkeypatch):
     worker.end()
 
 
-def test_xlas_products_are_cublas_unless_the_flags_say_otherwise():
+def test_xla_products_use_cublas_by_default():
     ours = kernels_pool.environment({"XLA_FLAGS": "--xla_some=1"})
     assert (
         ours["XLA_FLAGS"] == "--xla_some=1 --xla_gpu_enable_triton_gemm=false"
@@ -213,7 +213,7 @@ def test_xlas_products_are_cublas_unless_the_flags_say_otherwise():
 GOOD = dict.fromkeys(KEYS, "") | {"command_name": "kernels", "device": "a GPU", "left_out": [], "rows": []}
 
 
-def test_reports_of_shares_become_one(tmp_path):
+def test_reports_of_shares_are_merged(tmp_path):
     def row(case, **more):
         return {"group": "flat_gemm", "case": case, "ratios": {"xla": 2.0}} | more
 
@@ -254,7 +254,7 @@ def test_another_file_than_a_kernels_report_is_refused_by_its_name(tmp_path, tex
         kernels_report.merged([str(tmp_path / f"{name}.json") for name in ("good", "bad")], kernels.GROUPS)
 
 
-def test_a_report_of_a_group_that_is_no_more_has_its_summary(tmp_path):
+def test_a_removed_group_keeps_its_summary(tmp_path):
     row = {"group": "gone", "case": "one", "ratios": {"xla": 2.0}}
     (tmp_path / "old.json").write_text(json.dumps(GOOD | {"rows": [row]}))
     (summary,) = kernels_report.merged([str(tmp_path / "old.json")], kernels.GROUPS)["summaries"]

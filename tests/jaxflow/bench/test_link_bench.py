@@ -71,17 +71,17 @@ def test_the_command(tmp_path, no_flags, capsys):
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("jaxflow")]
 
 
-def test_it_needs_a_host(no_flags, capsys):
+def test_link_needs_host_memory(no_flags, capsys):
     assert main(["bench", "link", "--model", "x", "--kv_offloading_size", "0"]) == 1
     assert "kv_offloading_size" in capsys.readouterr().err
 
 
-def test_a_workload_that_is_none_is_refused_by_its_flags_name(no_flags, capsys):
+def test_a_malformed_workload_names_its_flag(no_flags, capsys):
     assert main(["bench", "link", "--model", "x", "--workload", "foo"]) == 1
     assert "error: workload='foo' is not supported" in capsys.readouterr().err
 
 
-def test_a_rate_is_of_the_median_time(monkeypatch):
+def test_a_rate_uses_the_median_time(monkeypatch):
     now, times = [0.0], iter([50.0, 1.0, 3.0, 2.0, 90.0])  # the first one warms
 
     def run():

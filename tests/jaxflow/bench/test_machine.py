@@ -53,7 +53,7 @@ def test_a_card_may_be_named_by_its_uuid(card, monkeypatch):
     assert card == ["GPU-1234", "shutdown"]
 
 
-def test_no_driver_is_no_readings(monkeypatch):
+def test_there_are_no_readings_without_a_driver(monkeypatch):
     def absent():
         raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
 
@@ -63,7 +63,7 @@ def test_no_driver_is_no_readings(monkeypatch):
     assert readings.summary() is None
 
 
-def test_a_report_begins_with_its_keys_and_has_the_means_of_its_own_power():
+def test_a_report_starts_with_its_keys_and_has_its_mean_power():
     report = {"command_name": "plans", **machine.describe()}
     report["plans"] = [{"watts": watts, "sm_clock_mhz": 1500.0, "note": "watts"} for watts in (600.0, 700.0)]
     found = machine.with_power(report, machine.Readings([100.0], [200.0], [50.0]))
@@ -72,7 +72,7 @@ def test_a_report_begins_with_its_keys_and_has_the_means_of_its_own_power():
     assert found["plans"] == report["plans"] and set(found) == set(report)
 
 
-def test_a_report_without_power_of_its_own_has_the_means_of_the_command():
+def test_a_report_without_power_has_the_mean_of_the_command():
     report = {"command_name": "disk", **machine.describe(), "rates": [1.0]}
     found = machine.with_power(report, machine.Readings([100.0, 300.0], [1000.0, 2000.0], [50.0]))
     assert (found["watts"], found["clock_mhz"]) == (200.0, 1500.0)

@@ -17,7 +17,7 @@ needs = st.fixed_dictionaries(dict.fromkeys(("step", "plain", "full", "prompt"),
 
 
 @given(largest=needs, smallest=needs, free=st.integers(0, 10**12))
-def test_less_kept_free_is_more_room(largest, smallest, free):
+def test_room_grows_as_less_memory_is_reserved(largest, smallest, free):
     found = room(free + 10**6, 10**6, 131072.0, 45056.0, largest, smallest)
     assert found["none"] == free // 131072
     assert found["none"] >= found["largest"] >= found["summed"]
@@ -25,7 +25,7 @@ def test_less_kept_free_is_more_room(largest, smallest, free):
     assert found["whole_prompt"] == free // (131072 + 45056)
 
 
-def test_results_of_two_steps_stand_beside_the_largest_program():
+def test_needs_add_the_results_of_two_steps_to_the_largest_program():
     assert together([Need(100, 3), Need(70, 0), Need(20, 1)]) == 108
 
 

@@ -16,7 +16,7 @@ LLAMA = ModelConfig("llama", 128256, 4096, 32, 8, 128, 14336, (Layer(rope=Rope(5
 POWER = shipped_power("H200")
 
 
-def test_a_runs_mean_step_is_its_steps_means():
+def test_mean_step_is_the_mean_of_a_runs_steps():
     """Two requests of 100 + 3 and 60 + 5 tokens, in 4 steps; the first 20 tokens of the first came from
     elsewhere.
     """
@@ -34,7 +34,7 @@ def test_a_runs_mean_step_is_its_steps_means():
     )  # as reports have it that came before those fields
 
 
-def test_the_bound_of_a_run_is_that_of_its_steps():
+def test_the_bound_of_a_run_is_the_bound_of_its_steps():
     run = report.figures([Record(1024, 0.0, [(1.0, 512)], 1.0)] * 12, 1.0)
     engine = dataclasses.asdict(EngineConfig("llama-3.1-8b", dtype="bfloat16", kv_cache_dtype="bfloat16"))
     found = optimum.of_run(LLAMA, engine, "NVIDIA H200", run, 9)

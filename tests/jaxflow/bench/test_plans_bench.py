@@ -56,7 +56,7 @@ def test_an_average_step_fits_and_keeps_the_workloads_balance(prompt, output, to
     ),
     st.integers(0, 99),
 )
-def test_the_step_that_runs_is_that_step(workload, seed):
+def test_step_work_has_the_composition_of_the_step(workload, seed):
     """Mean context, chunks and rows are as requested. Every KV token that a step reads has its own page,
     except behind a window.
     """
@@ -91,7 +91,7 @@ def test_the_step_that_runs_is_that_step(workload, seed):
 
 
 @pytest.mark.parametrize("text", ["", "1024", "0/5", "4x0", "a/b", "1/2/3"])
-def test_what_is_no_workload(text):
+def test_a_malformed_workload_is_refused(text):
     with pytest.raises(ConfigError, match="workloads="):
         parse_workload(text)
 
@@ -106,7 +106,7 @@ WORKLOADS = [
 
 
 @given(st.sampled_from(WORKLOADS), st.integers(1, 64), st.integers(1, 99))
-def test_a_step_fits_or_what_it_lacks_is_told(workload, rows, pages):
+def test_a_step_fits_or_the_error_names_the_limit(workload, rows, pages):
     """The stated memory is sufficient, and less is not."""
     have = {"rows": rows, "pages": pages}
     try:
@@ -125,7 +125,7 @@ def test_a_step_fits_or_what_it_lacks_is_told(workload, rows, pages):
             fitting_step(workload, 64, **roomy | {lacked: least - 1}, page_size=PAGE)
 
 
-def test_a_cache_that_is_too_small_is_named():
+def test_too_small_a_cache_is_refused():
     work = step_work(StepWorkload(100, 100), Composition(4, 150.0), StepLayout(8, 8, 8, PAGE), 100)
     with pytest.raises(ConfigError, match=r"num_kv_pages=20 .* at least "):
         page_appends(work, (20,), (None,), PAGE)
@@ -186,7 +186,7 @@ def test_the_command(tmp_path, no_flags, capsys):
 REPORTS = paths.ROOT / "benchmarks"
 
 
-def test_a_pick_is_held_against_plans_without_predictions_too():
+def test_a_pick_is_compared_with_plans_without_predictions():
     """DeepSeek-67B's plan cut at 1280 gained 1.019; an order written by hand, without a prediction, gained
     1.045.
     """
@@ -204,7 +204,7 @@ def test_a_pick_is_held_against_plans_without_predictions_too():
         assert pick["picked_to_best"] == pick["picked_to_best_of_any_size"] < 0.98
 
 
-def test_a_pick_is_held_against_steps_of_other_sizes():
+def test_a_pick_is_compared_with_steps_of_other_sizes():
     """By real tokens: at 1000/1000 a step of 2048 is half padding, and the one of 512 was faster."""
     rows = json.loads((REPORTS / "h200/llama-3.1-8b/plans-bf16-variants.json").read_text())["plans"]
     pick = next(pick for pick in plans_report.summary(rows)["picks"] if pick["workload"] == "1000/1000")
@@ -262,7 +262,7 @@ def test_a_damaged_plan_is_refused_by_name(tmp_path, no_flags, capsys):
     assert capsys.readouterr().err.startswith("error: backwards: down: reads")
 
 
-def test_a_model_cut_short_is_predicted_to_gain_and_no_times():
+def test_a_truncated_model_has_a_predicted_gain_and_no_predicted_time():
     target = Target("llama-3.1-8b", "NVIDIA H200", ParallelConfig(), "bfloat16", "bfloat16", 10, 22, 40)
     predicted = Predictions((0, 32), (1, 100), ((0.5, 0.5),) * 2, ((1.0, 1.0),) * 2)
     model = open_checkpoint("llama-3.1-8b", load_format="dummy").model_config
@@ -276,7 +276,7 @@ def test_a_model_cut_short_is_predicted_to_gain_and_no_times():
         assert found["prediction_error"] == (0.0 if ms else None)
 
 
-def test_what_an_h200_could_reach_at_best(monkeypatch):
+def test_fractions_of_an_h200s_optimum_and_bound(monkeypatch):
     """The four-resource bound of the step, on the device's own figures."""
     monkeypatch.setattr(
         plans_report.jax, "devices", lambda: [type("Device", (), {"device_kind": "NVIDIA H200"})()]

@@ -64,7 +64,7 @@ def test_the_layout_is_that_of_vllm_bench():
     assert not any("goodput" in line for line in lines)
 
 
-def test_goodput_counts_requests_that_keep_every_promise():
+def test_goodput_counts_requests_within_every_limit():
     records = [FIRST, SECOND, SHORT, FAILED]
     for pairs, good in [
         (["ttft:500"], 2),
@@ -76,7 +76,7 @@ def test_goodput_counts_requests_that_keep_every_promise():
 
 
 @pytest.mark.parametrize("pair", ["itl:5", "ttft", "ttft:x", "ttft:-1", "ttft:nan"])
-def test_a_bad_promise_is_named(pair):
+def test_a_malformed_goodput_limit_is_named(pair):
     with pytest.raises(ValueError, match=pair):
         report.parse_goodput([pair])
 
@@ -133,7 +133,7 @@ def test_no_steady_window_where_all_run_at_once():
     assert report.steady_state([FAILED]) is None
 
 
-def test_requests_that_met_no_empty_engine():
+def test_later_half_leaves_out_the_first_requests():
     """One request a second for ten seconds, with growing latencies: the requests due after the middle of the
     arrivals, late as the sixth was sent.
     """

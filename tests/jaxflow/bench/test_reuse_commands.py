@@ -199,7 +199,7 @@ def test_hierarchy_command_compares_the_tiers(bench, always_load, tmp_path, caps
     assert "KV hierarchy, stories260K on cpu" in capsys.readouterr().out
 
 
-def test_an_engine_is_chosen_whose_tiers_are_there(bench, capsys):
+def test_only_needs_an_engine_with_configured_tiers(bench, capsys):
     assert bench("hierarchy", "--model", MODEL, "--only", "host") == 1
     assert "only='host'" in capsys.readouterr().err.replace('"', "'")
 
@@ -225,7 +225,7 @@ def test_disk_command(bench, tmp_path, capsys):
     assert "Read into host memory (GB/s):" in capsys.readouterr().out and not list(tmp_path.rglob("*.kv"))
 
 
-def test_a_disk_that_cannot_be_measured(bench, tmp_path, capsys):
+def test_a_disk_too_small_is_refused(bench, tmp_path, capsys):
     settings = [
         "--block_size=16",
         "--kv_offloading_size=0.01",
@@ -236,7 +236,7 @@ def test_a_disk_that_cannot_be_measured(bench, tmp_path, capsys):
     assert "--pages 400" in capsys.readouterr().err
 
 
-def test_a_tier_is_compared_where_there_is_one():
+def test_engines_are_compared_for_configured_tiers():
     whole = EngineConfig(
         "m", kv_offloading_size=1.0, kv_disk_path="/tmp", kv_disk_size=2.0, enable_prefix_caching=False
     )

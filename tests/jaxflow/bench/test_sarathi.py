@@ -19,7 +19,7 @@ def curves():
 
 
 @pytest.mark.parametrize("chunk_size", [128, 256, 512])
-def test_the_gain_peaks_where_all_decodes_ride_along(curves, chunk_size):
+def test_the_gain_peaks_where_every_decode_runs_with_a_chunk(curves, chunk_size):
     """P : D = C / (B - 1), with C prompt tokens and B - 1 decodes: 6.5, 14 and 29 here (§5.1.3)."""
     expected = tile_chunk(chunk_size, SETTING.slots) / (SETTING.slots - 1)
     assert curves["expected_peak_by_chunk_size"][str(chunk_size)] == expected
@@ -58,7 +58,7 @@ def test_policies_rank_as_in_the_paper():
         assert found["decode-maximal"] == pytest.approx(found["hybrid"], rel=0.05)
 
 
-def test_one_token_past_a_tile_costs_a_tile():
+def test_a_token_past_a_full_tile_costs_another_tile():
     """Fig. 7: a step jumps just past each multiple of 128 tokens, by a share that falls with its length."""
     curve = sarathi.tile_curve(SETTING, range(128, 1025, 128))
     jumps = curve["one_token_more"]
@@ -68,7 +68,7 @@ def test_one_token_past_a_tile_costs_a_tile():
     assert all(jump < 1.01 for jump in flat["one_token_more"].values())
 
 
-def test_a_chunk_that_fills_the_tiles_with_its_decodes_is_faster_than_a_whole_one():
+def test_a_chunk_that_fills_tiles_with_its_decodes_is_faster():
     """§4.4: 256 - (B - 1) prompt tokens with B - 1 decodes, rather than 256."""
     step_s = SETTING.step_s()
     assert tile_chunk(256, 18) == 239
@@ -76,7 +76,7 @@ def test_a_chunk_that_fills_the_tiles_with_its_decodes_is_faster_than_a_whole_on
     assert step_s(over) / over.tokens > 1.2 * step_s(fitting) / fitting.tokens
 
 
-def test_a_decode_that_rides_along_costs_a_fraction_of_one_that_does_not():
+def test_a_decode_in_a_chunks_batch_is_cheaper():
     """Table 2: the marginal time of a decode in a prefill chunk's batch, by an order of magnitude."""
     step_s = SETTING.step_s()
     alone = step_s(Composition(4, 1024.0)) / 4

@@ -10,7 +10,7 @@ from jaxflow.bench.report import plot
 from jaxflow.bench.workload import lengths as workload
 
 
-def test_sweeps_and_their_pictures(llm, tmp_path):
+def test_sweeps_and_their_charts(llm, tmp_path):
     kept: list[tuple[str, int]] = []
 
     def keep(one) -> None:
@@ -46,7 +46,7 @@ def test_lengths_have_the_protocols_requests(monkeypatch):
     ]
 
 
-def test_rates_by_the_plans_and_by_the_sequential_one(llm, tmp_path, monkeypatch):
+def test_rates_compare_the_plans_with_the_sequential_plan(llm, tmp_path, monkeypatch):
     monkeypatch.setattr(
         steps, "plans_of", lambda executor: {"sequential", "another"}
     )  # its steps are sequential here
@@ -62,7 +62,7 @@ def test_rates_by_the_plans_and_by_the_sequential_one(llm, tmp_path, monkeypatch
     assert {"mean", "mean, sequential plan", "mean, later half"} <= set(labels)
 
 
-def test_the_highest_rate_has_no_slower_one_below_it():
+def test_highest_rate_stops_at_the_first_slow_rate():
     def point(rate, ms, later, alone):
         figures = [{"mean_normalized_latency_ms": one} for one in (ms, later, alone)]
         return {
@@ -104,7 +104,7 @@ def test_sweep_command(bench, tmp_path, capsys, kind, values, columns):
     assert len(json.loads(path.read_text())["points"]) == 2
 
 
-def test_rate_sweep_where_no_plan_is_sure_to_gain(bench, tmp_path, capsys):
+def test_rate_sweep_where_no_plan_gains(bench, tmp_path, capsys):
     settings = [
         "--num_requests",
         "3",
@@ -162,6 +162,6 @@ def test_simulated_sweep_commands_need_no_engine(bench, tmp_path, kind, more):
         ("tiles", ("--values", "1.5")),
     ],
 )
-def test_a_list_that_is_not_of_numbers_names_its_flag(bench, capsys, kind, given):
+def test_a_list_without_numbers_names_its_flag(bench, capsys, kind, given):
     assert bench("sweep", "--sweep", kind, *given, "--model", MODEL) == 1
     assert f"error: {' '.join(given)}: accepted are positive, finite numbers" in capsys.readouterr().err

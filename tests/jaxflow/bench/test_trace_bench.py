@@ -53,7 +53,7 @@ COUNTS = ("tokens", "decode_tokens", "decode_keys", "chunk_tokens", "chunk_pairs
     st.lists(st.tuples(st.integers(1, 40), st.integers(0, 90)), max_size=4),
     st.sets(st.integers(1, 199)),
 )
-def test_the_parts_of_a_step_are_the_step(decodes, chunks, cuts):
+def test_the_parts_of_a_step_sum_to_the_step(decodes, chunks, cuts):
     step = Composition(decodes, 33.0, tuple(chunks))
     edges = [0, *sorted(cut for cut in cuts if cut < step.tokens), int(step.tokens) + 7]  # padding is nothing
     parts = [part(step, low, high) for low, high in itertools.pairwise(edges)]
@@ -96,7 +96,7 @@ def fake(plan, tp, seconds, *, steps=4, beside=0.0):
     (sequential_plan(SIX, TOKENS), 1), (phased_plan(SIX, TOKENS, 24), 1), (two_nano_batch_plan(SIX, TOKENS, 40, 2), 2),
 ], ids=["sequential", "phased", "two devices"])  # fmt: skip
 @pytest.mark.parametrize("beside", [0.0, 0.5])
-def test_a_layers_time_has_a_layers_work(plan, tp, beside):
+def test_one_layer_holds_a_layers_work(plan, tp, beside):
     """However its kernels last: all of it, at the moments when they run."""
     kernels, names, graph = fake(plan, tp, [3e-6, 1e-6, 5e-6], beside=beside)
     trace = one_layer(kernels, names, plan, graph, STEP)
@@ -128,7 +128,7 @@ def test_a_layers_time_has_a_layers_work(plan, tp, beside):
         assert max(row["memory"] for row in shares(trace, own)) == pytest.approx(1.0)
 
 
-def test_sums_are_counted_in_the_form_that_the_plan_has_them():
+def test_reductions_are_counted_in_the_plans_form():
     """Swapped, both exchanges have their bytes, and together more than a ring's."""
     config = EngineConfig(NAME, dtype="float32", kv_cache_dtype="float32", tensor_parallel_size=4)
     bed: Any = types.SimpleNamespace(config=config, model=SIX)
@@ -159,7 +159,7 @@ def test_the_trace_of_swapped_sums_counts_both_exchanges():
     assert plan["mean_shares"] == pytest.approx(means(plan["shares"]))
 
 
-def test_a_trace_that_shows_too_little_is_refused():
+def test_a_trace_of_too_few_steps_is_refused():
     plan = sequential_plan(SIX, TOKENS)
     kernels, names, graph = fake(plan, 1, [1e-6], steps=2)
     with pytest.raises(TraceError, match="2 full steps"):
@@ -170,7 +170,7 @@ def test_a_trace_that_shows_too_little_is_refused():
         one_layer(kernels, {}, plan, graph, STEP)
 
 
-def test_the_pauses_of_a_step():
+def test_gaps_between_a_steps_kernels():
     kernels = [
         Kernel("k", "k", ("p", "1"), "", "s", start, seconds)
         for start, seconds in ((0, 3), (1, 1), (4, 2), (5, 4), (11, 5))
@@ -179,7 +179,7 @@ def test_the_pauses_of_a_step():
     assert _gaps(kernels, 4.5, 10.0) == []  # the end of the last one is not recorded
 
 
-def test_watts_are_the_models_with_the_sensors_mean():
+def test_watts_are_the_models_scaled_to_the_sensors_mean():
     kernel = {"op": "down", "start_us": 0.0, "us": 100.0, "flops": 4e10, "memory_bytes": 1e8}
     stream = {"op": "decode_attention", "start_us": 50.0, "us": 100.0, "flops": 1e9, "memory_bytes": 4e8}
     rows = [
@@ -222,7 +222,7 @@ def test_eight_bits_have_a_peak_of_their_own():
     assert source == "H200, datasheet" and peaks["compute"]["qkv"] == 2 * peaks["compute"][""] + 1e12
 
 
-def test_a_program_says_in_which_scope_an_instruction_was_made():
+def test_scopes_reads_the_op_of_each_instruction():
     def named(x):
         with jax.named_scope("qkv"), jax.named_scope("qkv.1"):
             return jax.numpy.tanh(x @ x.T)
@@ -231,7 +231,7 @@ def test_a_program_says_in_which_scope_an_instruction_was_made():
     assert any("/qkv/qkv.1/" in scope for scope in found.values())
 
 
-def test_a_folder_may_keep_an_older_trace(tmp_path):
+def test_the_newest_trace_of_a_folder_is_read(tmp_path):
     older = tmp_path / "plugins" / "profile" / "2020_01_01" / "host.xplane.pb"
     older.parent.mkdir(parents=True)
     older.write_bytes(b"no trace")
@@ -258,7 +258,7 @@ def report(tmp_path_factory):
     return json.loads((folder / "out.json").read_text()), folder
 
 
-def test_the_command_shows_where_a_layers_time_goes(report):
+def test_trace_command_reports_a_layers_time(report):
     result, folder = report
     assert (folder / "plot.png").read_bytes().startswith(b"\x89PNG")
     sequential, two = result["plans"]

@@ -26,7 +26,7 @@ def test_lognormal_has_the_mean_and_keeps_the_limits(prompt_mean, output_mean, s
     assert items == workload.lognormal(500, prompt_mean, output_mean, seed=seed)
 
 
-def test_lognormal_spreads_as_asked():
+def test_lognormal_has_the_requested_spread():
     items = workload.lognormal(20000, 100, 100, prompt_cv=0.5, output_cv=1.0, limits=UNLIMITED, seed=1)
     assert np.std([i.prompt_tokens for i in items]) == pytest.approx(50, rel=0.05)
     assert np.std([i.output_tokens for i in items]) == pytest.approx(100, rel=0.1)
@@ -151,7 +151,7 @@ def test_sample_draws_without_replacement_while_it_can():
         ("a.txt", "", "not a trace"),
     ],
 )
-def test_files_that_are_no_traces_are_refused_by_name(tmp_path, name, text, message):
+def test_a_malformed_trace_file_is_refused(tmp_path, name, text, message):
     path = tmp_path / name
     path.write_text(text)
     with pytest.raises(WorkloadError, match=message) as caught:
