@@ -70,10 +70,10 @@ def gain_curves(
     for ratio in ratios:
         items = constant(setting.requests, *setting.split(ratio))
         baseline.append(
-            simulate(items, Policy("request-level", WHOLE), setting.slots, step_s).token_throughput
+            simulate(items, SimulatedPolicy("request-level", WHOLE), setting.slots, step_s).token_throughput
         )
         for size in chunk_sizes:
-            run = simulate(items, Policy("decode-maximal", size), setting.slots, step_s)
+            run = simulate(items, SimulatedPolicy("decode-maximal", size), setting.slots, step_s)
             curves[str(size)].append(run.token_throughput / baseline[-1])
     return {
         "kind": "pd_ratio",
@@ -126,12 +126,12 @@ def policy_table(setting: SarathiSetting, chunk_size: int = 256) -> dict[str, An
         runs = {
             policy.name: simulate(items, policy, slots, step_s)
             for policy in (
-                Policy("request-level", WHOLE),
-                Policy("orca-worst", WHOLE),
-                Policy("prefill-first", WHOLE),
-                Policy("orca-best", length + slots),
-                Policy("hybrid", chunk_size + slots, tile_chunk(chunk_size, slots)),
-                Policy("decode-maximal", chunk_size),
+                SimulatedPolicy("request-level", WHOLE),
+                SimulatedPolicy("orca-worst", WHOLE),
+                SimulatedPolicy("prefill-first", WHOLE),
+                SimulatedPolicy("orca-best", length + slots),
+                SimulatedPolicy("hybrid", chunk_size + slots, tile_chunk(chunk_size, slots)),
+                SimulatedPolicy("decode-maximal", chunk_size),
             )
         }
         found = {name: run.token_throughput for name, run in runs.items()}
@@ -164,7 +164,7 @@ BLOCK_SIZE = 64
 
 
 @dataclasses.dataclass(frozen=True)
-class Policy:
+class SimulatedPolicy:
     """A policy for filling steps.
 
     `chunk_size` applies to the policies that use chunks. `budget` limits the tokens of any step.
@@ -200,7 +200,7 @@ def composition(work: StepWork) -> Composition:
 
 
 def simulate(
-    items: Sequence[Item], policy: Policy, slots: int, step_s: Callable[[Composition], float]
+    items: Sequence[Item], policy: SimulatedPolicy, slots: int, step_s: Callable[[Composition], float]
 ) -> Simulation:
     """Simulate all items from their arrival times, with at most `slots` running at once and unlimited KV.
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxflow.bench.engine import sarathi
-from jaxflow.bench.engine.sarathi import Policy, SarathiSetting, tile_chunk
+from jaxflow.bench.engine.sarathi import SarathiSetting, SimulatedPolicy, tile_chunk
 from jaxflow.bench.workload.lengths import Item, constant
 from jaxflow.model.composition import Composition
 
@@ -41,8 +41,8 @@ def test_chunks_as_long_as_prompts_are_orcas_best_case():
     """§5.2: with C at least the prompt length, one full prompt together with the decodes."""
     step_s = SETTING.step_s()
     items = constant(24, 200, 20)
-    orca = sarathi.simulate(items, Policy("orca-best", 300), 6, step_s)
-    hybrid = sarathi.simulate(items, Policy("hybrid", 300, 200), 6, step_s)
+    orca = sarathi.simulate(items, SimulatedPolicy("orca-best", 300), 6, step_s)
+    hybrid = sarathi.simulate(items, SimulatedPolicy("hybrid", 300, 200), 6, step_s)
     assert orca.duration_s == pytest.approx(hybrid.duration_s)
 
 
@@ -86,7 +86,7 @@ def test_a_decode_in_a_chunks_batch_is_cheaper():
 
 def test_the_simulation_computes_every_token_once_and_keeps_time():
     items = [Item(37, 5, 0.0), Item(300, 3, 0.0), Item(10, 40, 0.05), Item(64, 1, 9.0)]
-    run = sarathi.simulate(items, Policy("decode-maximal", 96), 3, lambda step: 0.01)
+    run = sarathi.simulate(items, SimulatedPolicy("decode-maximal", 96), 3, lambda step: 0.01)
     assert [r.output_tokens for r in run.records] == [5, 3, 40, 1]
     assert sum(step.tokens for step in run.steps) == sum(i.prompt_tokens + i.output_tokens - 1 for i in items)
     assert sum(step.count("chunk_pairs") for step in run.steps) == sum(
@@ -104,7 +104,7 @@ def test_padded_rows_of_ended_requests_cost_time():
     items = [Item(16, 2), Item(16, 50)]
     sizes = {}
     for policy in ("request-level", "orca-worst"):
-        run = sarathi.simulate(items, Policy(policy, 64), 2, lambda step: 1e-3)
+        run = sarathi.simulate(items, SimulatedPolicy(policy, 64), 2, lambda step: 1e-3)
         sizes[policy] = [step.decode_tokens for step in run.steps if not step.chunks]
     assert sizes["request-level"] == [2] * 49
     assert sizes["orca-worst"] == [2] + [1] * 48
