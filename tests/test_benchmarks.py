@@ -152,7 +152,7 @@ def test_the_points_of_a_sweep_have_a_row_each(write):
     points = [
         {"request_rate": rate, "total_token_throughput": 500.0 * rate, **figures} for rate in (36.0, 44.0)
     ]
-    points[1]["settled"] = {"mean_normalized_latency_ms": 24.0, "p99_to_mean_normalized_latency": 1.07}
+    points[1]["later_half"] = {"mean_normalized_latency_ms": 24.0, "p99_to_mean_normalized_latency": 1.07}
     folder = write(a=head | {"kind": "rate", "workload": trace, "points": points})
     assert [row[2:10] for row in rows(folder, "Latency at a request rate")] == [
         ["223 / 318 (sharegpt)", "36", "18,000", "20", "1.25", "–", "–", "1,234"],
