@@ -51,7 +51,7 @@ def test_every_launch_is_timed_and_gives_the_same_bits(given, anywhere, capsys, 
         40,
         0.0,
     )
-    given.smallest = ["4"]
+    given.min_bucket = ["4"]
     result = decode_step.run()
     (step,) = result["steps"]
     assert (
