@@ -1,8 +1,7 @@
-"""Reads a Hugging Face `config.json` into a `ModelConfig`, and leaves no key unread.
+"""Read a Hugging Face `config.json` into a `ModelConfig`.
 
-Every key is used, or known not to change what the model computes, or an error that names it. Where a key is
-absent the default is the one its family has in Hugging Face's own configuration classes; sizes have no
-defaults.
+Every key is used, ignored because it does not change the computation, or refused by name. Defaults of absent
+keys are those of Hugging Face's configuration classes. Sizes have no defaults.
 """
 
 import dataclasses
@@ -10,37 +9,36 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from jaxflow.config import Activation, ConfigError, Layer, ModelConfig
+from jaxflow.config import Activation, ConfigError, Layer, ModelConfig, Rope
 from jaxflow.model.architectures.hf_keys import Keys
-from jaxflow.model.architectures.hf_rope import layer_ropes
 
-MAX_LAYERS = 4096  # a corrupt config must not make us build a billion layers
+MAX_LAYERS = 4096  # protects against a corrupt config with a billion layers
 
 
 @dataclasses.dataclass(frozen=True)
 class _Family:
-    """How the configs of one `model_type` differ in their defaults and in what their keys mean."""
+    """Defaults and meanings of the config keys of one `model_type`."""
 
-    causal_lm: str  # the one entry `architectures` may have
+    causal_lm: str  # the accepted entry of `architectures`
     head_dim: int | None = None  # default; None: hidden_size / num_attention_heads
-    kv_heads_default: bool = False  # num_key_value_heads may be absent, and is then num_attention_heads
+    kv_heads_default: bool = False  # an absent num_key_value_heads is num_attention_heads
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
     tied: bool = False
-    qkv_bias: bool = False  # always, whatever the config says
+    qkv_bias: bool = False  # True: independent of the config
     qk_norm: bool = False
-    gemma: bool = False  # norms scaled by 1 + w and set after each block too, scaled embeddings
-    own_windows: bool = False  # `layer_types` may mix windows and full attention
+    gemma: bool = False  # norms scaled by 1 + w, norms after each block, scaled embeddings
+    mixed_windows: bool = False  # `layer_types` may mix windows and full attention
 
 
 _FAMILIES = {
     "llama": _Family("LlamaForCausalLM", kv_heads_default=True),
     "mistral": _Family("MistralForCausalLM"),
     "mixtral": _Family("MixtralForCausalLM", rms_norm_eps=1e-5, rope_theta=1e6),
-    "qwen2": _Family("Qwen2ForCausalLM", qkv_bias=True, own_windows=True),
-    "qwen3": _Family("Qwen3ForCausalLM", head_dim=128, qk_norm=True, own_windows=True),
+    "qwen2": _Family("Qwen2ForCausalLM", qkv_bias=True, mixed_windows=True),
+    "qwen3": _Family("Qwen3ForCausalLM", head_dim=128, qk_norm=True, mixed_windows=True),
     "qwen3_moe": _Family("Qwen3MoeForCausalLM", qk_norm=True),
-    "gemma2": _Family("Gemma2ForCausalLM", head_dim=256, tied=True, gemma=True, own_windows=True),
+    "gemma2": _Family("Gemma2ForCausalLM", head_dim=256, tied=True, gemma=True, mixed_windows=True),
     "gemma3_text": _Family(
         "Gemma3ForCausalLM",
         head_dim=256,
@@ -48,7 +46,7 @@ _FAMILIES = {
         tied=True,
         gemma=True,
         qk_norm=True,
-        own_windows=True,
+        mixed_windows=True,
     ),
     "opt": _Family("OPTForCausalLM", tied=True),
 }
@@ -63,19 +61,16 @@ _ACTIVATIONS: dict[str, Activation] = {
 
 
 def model_config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
-    """The architecture that a parsed `config.json` describes, of the older style (`rope_scaling`) or the
-    newer (`rope_parameters`).
+    """Return the architecture of a parsed `config.json`, with `rope_scaling` or the newer `rope_parameters`.
 
     Raises:
-      ConfigError: an unknown architecture, a setting that is not supported or contradicts another, a missing
-      size; it names the field.
+      ConfigError: an unknown architecture, a missing size, or a setting that is not supported or contradicts
+        another setting. The error names the field.
     """
     keys = Keys(config)
     model_type = keys.take("model_type")
     if model_type == "gemma3":
-        raise ConfigError(
-            "model_type", model_type, "the text model alone (gemma3_text); pictures are not supported"
-        )
+        raise ConfigError("model_type", model_type, "gemma3_text, the text model; images are not supported")
     if not isinstance(model_type, str) or model_type not in _FAMILIES:
         raise ConfigError("model_type", model_type, f"one of {', '.join(_FAMILIES)}")
     family = _FAMILIES[model_type]
@@ -86,7 +81,7 @@ def model_config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
         )
     auto_map = keys.mapping("auto_map") or {}
     if any(name in auto_map for name in ("AutoConfig", "AutoModel", "AutoModelForCausalLM")):
-        raise ConfigError("auto_map", auto_map, "no model code is ever taken from a checkpoint")
+        raise ConfigError("auto_map", auto_map, "no auto_map: JaxFlow runs no model code of a checkpoint")
     model = _opt(keys, family) if model_type == "opt" else _rotary(keys, model_type, family)
     keys.finish()
     _check_sizes(model)
@@ -94,12 +89,12 @@ def model_config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
 
 
 def _rotary(keys: Keys, model_type: str, family: _Family) -> ModelConfig:
-    """Every family with rotary positions."""
+    """Return the config of a family with rotary position embeddings."""
     hidden_size = keys.integer("hidden_size")
     heads = keys.integer("num_attention_heads")
     num_layers = _num_layers(keys)
     windows = _windows(keys, model_type, family, num_layers)
-    ropes = layer_ropes(keys, model_type, family.rope_theta, windows)
+    ropes = _layer_ropes(keys, model_type, family.rope_theta, windows)
     experts = _expert_layers(keys, model_type, num_layers)
     moe: dict[str, Any] = {}
     if model_type == "mixtral":
@@ -119,7 +114,7 @@ def _rotary(keys: Keys, model_type: str, family: _Family) -> ModelConfig:
             raise ConfigError(
                 "num_experts_per_tok",
                 moe["experts_per_token"],
-                f"at most the {moe['num_experts']} experts there are",
+                f"at most {moe['num_experts']}, the number of experts",
             )
     attention_bias = (
         keys.flag("attention_bias", False)
@@ -143,7 +138,7 @@ def _rotary(keys: Keys, model_type: str, family: _Family) -> ModelConfig:
             raise ConfigError(
                 "hidden_size",
                 hidden_size,
-                f"a multiple of num_attention_heads={heads}, or a head_dim of its own",
+                f"a multiple of num_attention_heads={heads}, or a config with head_dim",
             )
         head_dim = hidden_size // heads
     return ModelConfig(
@@ -172,8 +167,9 @@ def _rotary(keys: Keys, model_type: str, family: _Family) -> ModelConfig:
 
 
 def _opt(keys: Keys, family: _Family) -> ModelConfig:
-    """OPT: learned positions, LayerNorm, biases; only with the norm before each block, as all but the 350M
-    model have it.
+    """Return the config of OPT, with learned positions, LayerNorm and biases.
+
+    Models with the norm after each block, as the 350M model, are refused.
     """
     hidden_size = keys.integer("hidden_size")
     heads = keys.integer("num_attention_heads")
@@ -184,10 +180,10 @@ def _opt(keys: Keys, family: _Family) -> ModelConfig:
         raise ConfigError(
             "word_embed_proj_dim",
             embedded,
-            f"hidden_size={hidden_size}: projected embeddings are not supported",
+            f"hidden_size={hidden_size}; projected embeddings are not supported",
         )
     if not keys.flag("do_layer_norm_before", True):
-        raise ConfigError("do_layer_norm_before", False, "true: norms after each block are not supported")
+        raise ConfigError("do_layer_norm_before", False, "true; norms after each block are not supported")
     bias = keys.flag("enable_bias", True)
     return ModelConfig(
         architecture="opt",
@@ -220,7 +216,7 @@ def _num_layers(keys: Keys) -> int:
 
 
 def _activation(keys: Keys, key: str, default: str | None = None) -> Activation:
-    # Gemma's configs often carry the other spelling too; two that disagree are a model nobody can be sure of.
+    # Configs of Gemma often have both spellings. Values that disagree are refused.
     names = {name: value for name in {key, "hidden_act"} if (value := keys.take(name)) is not None}
     if not names:
         names = {key: default if default else "gelu_pytorch_tanh" if key == "hidden_activation" else "silu"}
@@ -241,15 +237,15 @@ def _token_ids(keys: Keys) -> dict[str, Any]:
 
 
 def token_ids(field: str, value: Any) -> tuple[int, ...]:
-    """One id, a list of ids or null, as a tuple without repeats; ConfigError otherwise."""
+    """Return one id, a list of ids or null as a tuple without duplicates. Raises: ConfigError."""
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if any(isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < 2**31 for token in ids):
-        raise ConfigError(field, value, "a token id, a list of them, or null")
+        raise ConfigError(field, value, "a token id, a list of token ids, or null")
     return tuple(dict.fromkeys(ids))
 
 
 def _windows(keys: Keys, model_type: str, family: _Family, num_layers: int) -> tuple[int | None, ...]:
-    """The window of each layer."""
+    """Return the attention window of each layer, None for full attention."""
     window, sliding = None, [False] * num_layers
     if model_type in ("mistral", "mixtral"):
         default = 4096 if model_type == "mistral" else None
@@ -259,13 +255,11 @@ def _windows(keys: Keys, model_type: str, family: _Family, num_layers: int) -> t
         used, window = keys.flag("use_sliding_window", False), keys.take("sliding_window", 4096)
         window = window if used else None
         first = keys.integer("max_window_layers", 28, least=0)
-        from_layer = (
-            0 if model_type == "qwen3_moe" else first
-        )  # the MoE family's model never reads max_window_layers
+        from_layer = 0 if model_type == "qwen3_moe" else first  # qwen3_moe ignores max_window_layers
         sliding = [window is not None and layer >= from_layer for layer in range(num_layers)]
     elif family.gemma:
         window = keys.integer("sliding_window", 4096)
-        again = keys.integer("sliding_window_size", window)  # some Gemma 2 files say it twice
+        again = keys.integer("sliding_window_size", window)  # some Gemma 2 files have both keys
         if again != window:
             raise ConfigError("sliding_window_size", again, f"the same as sliding_window={window}")
         pattern = (
@@ -286,17 +280,77 @@ def _windows(keys: Keys, model_type: str, family: _Family, num_layers: int) -> t
             or not {*types} <= {"full_attention", "sliding_attention"}
         ):
             raise ConfigError("layer_types", types, f"{num_layers} times full_attention or sliding_attention")
-        told = [kind == "sliding_attention" for kind in types]
-        if told != sliding and not family.own_windows:
+        stated = [kind == "sliding_attention" for kind in types]
+        if stated != sliding and not family.mixed_windows:
             raise ConfigError(
-                "layer_types", types, f"what model_type {model_type!r} does with sliding_window={window}"
+                "layer_types",
+                types,
+                f"the layers that model_type {model_type!r} derives from sliding_window={window}",
             )
-        if any(told) and window is None:
+        if any(stated) and window is None:
             raise ConfigError(
-                "layer_types", types, "sliding_attention only where sliding_window is set and in use"
+                "layer_types", types, "sliding_attention only with a sliding_window that is in use"
             )
-        sliding = told
+        sliding = stated
     return tuple(window if slides else None for slides in sliding)
+
+
+def _layer_ropes(
+    keys: Keys, model_type: str, default_theta: float, windows: tuple[int | None, ...]
+) -> tuple[Rope, ...]:
+    """Return the rotary embedding of each layer. In Gemma 3, layers with a window have a separate one.
+
+    Raises:
+      ConfigError: a scaling that is not supported, or settings that contradict each other. The error names the
+        field.
+    """
+    theta = keys.optional_number("rope_theta", None)
+    newer, older = keys.mapping("rope_parameters"), keys.mapping("rope_scaling")
+    if newer is not None and older is not None and newer != older:
+        raise ConfigError("rope_scaling", older, "absent where rope_parameters is given")
+    field = "rope_scaling" if newer is None else "rope_parameters"
+    settings = newer if newer is not None else older if older is not None else {}
+    if model_type != "gemma3_text":
+        return (_rope(field, settings, theta, default_theta),) * len(windows)
+    local_theta = keys.number("rope_local_base_freq", 10_000.0)
+    if {*settings} & {"full_attention", "sliding_attention"}:
+        extra = {*settings} - {"full_attention", "sliding_attention"}
+        if extra or not all(isinstance(value, dict) for value in settings.values()):
+            raise ConfigError(field, settings, "an object for full_attention and one for sliding_attention")
+        full = _rope(f"{field}.full_attention", settings.get("full_attention", {}), theta, default_theta)
+        local = _rope(f"{field}.sliding_attention", settings.get("sliding_attention", {}), None, local_theta)
+    else:
+        full, local = _rope(field, settings, theta, default_theta), Rope(local_theta)
+    return tuple(full if window is None else local for window in windows)
+
+
+def _rope(field: str, settings: Mapping[str, Any], theta: float | None, default_theta: float) -> Rope:
+    keys = Keys(settings, field + ".")
+    its_theta = keys.optional_number("rope_theta", None)
+    if theta is not None and its_theta is not None and theta != its_theta:
+        raise ConfigError(keys.name("rope_theta"), its_theta, f"the same as rope_theta={theta}")
+    base = theta if its_theta is None else its_theta
+    base = default_theta if base is None else base
+    older, newer = keys.take("type"), keys.take("rope_type")
+    if older is not None and newer is not None and older != newer:
+        raise ConfigError(keys.name("type"), older, f"the same as rope_type={newer!r}")
+    kind = newer or older or "default"
+    if kind == "default":
+        rope = Rope(base)
+    elif kind == "linear":
+        rope = Rope(base, "linear", keys.number("factor"))
+        keys.take("original_max_position_embeddings")  # linear scaling does not depend on it
+    elif kind == "llama3":
+        low, high = keys.number("low_freq_factor"), keys.number("high_freq_factor")
+        if not low < high:
+            raise ConfigError(keys.name("low_freq_factor"), low, f"less than high_freq_factor={high}")
+        rope = Rope(
+            base, "llama3", keys.number("factor"), low, high, keys.integer("original_max_position_embeddings")
+        )
+    else:
+        raise ConfigError(keys.name("rope_type" if newer else "type"), kind, "default, linear or llama3")
+    keys.finish()
+    return rope
 
 
 def _expert_layers(keys: Keys, model_type: str, num_layers: int) -> tuple[bool, ...]:
@@ -316,7 +370,9 @@ def _check_sizes(model: ModelConfig) -> None:
             "num_key_value_heads", model.num_kv_heads, f"a divisor of num_attention_heads={model.num_heads}"
         )
     if model.head_dim % 2 and model.learned_position_offset is None:
-        raise ConfigError("head_dim", model.head_dim, "an even number: rotary embeddings turn pairs")
+        raise ConfigError(
+            "head_dim", model.head_dim, "an even number, because rotary embeddings rotate pairs"
+        )
     for field, ids in (("bos_token_id", (model.bos_token_id or 0,)), ("eos_token_id", model.eos_token_ids)):
         if max(ids, default=0) >= model.vocab_size:
             raise ConfigError(field, max(ids), f"below vocab_size={model.vocab_size}")

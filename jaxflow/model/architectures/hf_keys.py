@@ -1,6 +1,4 @@
-"""The keys of a Hugging Face `config.json`: each is taken by its reader, or known to be harmless, or refused
-by name.
-"""
+"""Access to the keys of a config. A key that is neither read nor known to be harmless is refused by name."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -8,8 +6,7 @@ from typing import Any
 
 from jaxflow.config import ConfigError
 
-# Keys of training, of generation defaults, of other software, or of the file itself: none changes the
-# function computed.
+# Keys of training, generation, other software or the file itself. They do not change the computation.
 _IRRELEVANT_NAMES = """
     _attn_implementation _attn_implementation_autoset _commit_hash _flash_attn_2_enabled _name_or_path activation_dropout
     attention_dropout attention_probs_dropout_prob attn_implementation attn_pdrop bad_words_ids begin_suppress_tokens
@@ -26,10 +23,10 @@ _IRRELEVANT_NAMES = """
 """
 _IRRELEVANT = frozenset(_IRRELEVANT_NAMES.split())
 
-# Keys that change the function unless they have one of these values.
+# Keys that change the computation unless they have one of these values.
 _ONLY: dict[str, tuple[object, ...]] = {
     "add_cross_attention": (False,),
-    "attention_bias": (False,),  # of the families that do not take it
+    "attention_bias": (False,),  # families whose config class lacks this key
     "is_encoder_decoder": (False,),
     "is_llama_config": (True,),
     "layer_norm_elementwise_affine": (True,),
@@ -45,22 +42,28 @@ _ONLY: dict[str, tuple[object, ...]] = {
 
 
 class Keys:
-    """The keys of one JSON object, each taken once; `finish` refuses what nobody took."""
+    """The keys of one JSON object. Each is taken once. `finish` refuses the keys that are left.
+
+    Each method raises ConfigError for a value of another type.
+    """
 
     def __init__(self, values: Mapping[str, Any], prefix: str = ""):
         self._left, self._prefix = dict(values), prefix
 
     def name(self, key: str) -> str:
+        """Return the full name of a key, for error messages."""
         return self._prefix + key
 
     def take(self, key: str, default: Any = None) -> Any:
-        """The value, or the default where the key is absent; a null stays None."""
+        """Return the value, or the default if the key is absent. A null is None."""
         return self._left.pop(key, default)
 
     def has(self, key: str) -> bool:
+        """Return True if the key has a value that is not null."""
         return self._left.get(key) is not None
 
     def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
+        """Return an integer of at least `least`."""
         value = self._left.pop(key, None)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**31:
@@ -68,6 +71,7 @@ class Keys:
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
+        """Return a positive number."""
         value = self._left.pop(key, None)
         value = default if value is None else value
         if (
@@ -79,12 +83,13 @@ class Keys:
         return float(value)
 
     def optional_number(self, key: str, default: float | None) -> float | None:
-        """Absent: the default. Null: None, the feature is off."""
+        """Return a positive number. An absent key gives the default, a null gives None."""
         if key in self._left and self._left[key] is None:
             return self._left.pop(key)
         return self.number(key, default) if key in self._left or default is not None else None
 
     def flag(self, key: str, default: bool) -> bool:
+        """Return a boolean."""
         value = self._left.pop(key, None)
         value = default if value is None else value
         if not isinstance(value, bool):
@@ -92,6 +97,7 @@ class Keys:
         return value
 
     def mapping(self, key: str) -> dict[str, Any] | None:
+        """Return an object, or None."""
         value = self._left.pop(key, None)
         if value is not None and not isinstance(value, dict):
             raise ConfigError(self.name(key), value, "an object, or null")
@@ -100,12 +106,12 @@ class Keys:
     def finish(
         self, irrelevant: Collection[str] = _IRRELEVANT, only: Mapping[str, tuple[object, ...]] = _ONLY
     ) -> None:
-        """Raises ConfigError for a key left over that may change the function computed."""
+        """Raise ConfigError for an unread key that may change the computation."""
         for key, value in self._left.items():
             if value is None or key in irrelevant:
                 continue
             if key in only:
-                # `0 == False` in Python, and 0 is not what these keys say
+                # In Python 0 == False, but these keys are booleans.
                 if not any(
                     value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
                     for allowed in only[key]
@@ -117,11 +123,15 @@ class Keys:
                 raise ConfigError(
                     self.name(key),
                     value,
-                    "none here: e4m3 is known where a checkpoint is opened",
+                    "no quantization here; `open_checkpoint` reads this key",
                 )
             elif key == "auto_map":
-                raise ConfigError(self.name(key), value, "no model code is ever taken from a checkpoint")
+                raise ConfigError(
+                    self.name(key), value, "no auto_map: JaxFlow runs no model code of a checkpoint"
+                )
             else:
                 raise ConfigError(
-                    self.name(key), value, "this key is unknown here and may change what the model computes"
+                    self.name(key),
+                    value,
+                    "no such key: JaxFlow does not know this key, which may change the computation",
                 )

@@ -1,10 +1,9 @@
-"""The `quantization_config` of a published checkpoint: which say e4m3 weights that we can run, and what is
-refused by name.
+"""Checks of a checkpoint's `quantization_config`.
 
-Two kinds are read: compressed-tensors' `float-quantized`, and `fp8`. Their weights are e4m3 with a scale for
-each matrix or each output channel. Activations are quantised as they are made, a scale for each token or 128
-columns, which is at least as fine as any the checkpoint may say (`input_scale` is not needed). Which matrices
-stay wide is read off the tensors.
+Two kinds are accepted: `float-quantized` of compressed-tensors, and `fp8`. Their weights are e4m3 with a scale
+a matrix or an output channel. JaxFlow quantizes activations at run time, with a scale a token or 128 columns.
+These scales are at least as fine as those of any checkpoint, so `input_scale` is not needed. The dtypes of the
+tensors decide which matrices stay in 16 bits.
 """
 
 from collections.abc import Mapping
@@ -17,10 +16,10 @@ _WHERE = "quantization_config."
 
 
 def check_fp8(config: Mapping[str, Any]) -> None:
-    """Accepts a `quantization_config` that says e4m3.
+    """Check that a `quantization_config` describes e4m3 weights.
 
     Raises:
-      ConfigError: any other scheme, naming the field.
+      ConfigError: any other scheme. The error names the field.
     """
     keys = Keys(config, _WHERE)
     method = keys.take("quant_method")
@@ -42,10 +41,10 @@ def _fp8(keys: Keys) -> None:
         keys,
         "weight_block_size",
         None,
-        told="null: a scale a matrix or an output channel; blocks of weights are not supported",
+        accepts="null: a scale a matrix or an output channel; blocks of weights are not supported",
     )
     _one_of(keys, "fmt", None, "e4m3")
-    keys.take("kv_cache_scheme")  # what it says is in the tensors k_scale and v_scale
+    keys.take("kv_cache_scheme")  # the tensors k_scale and v_scale hold its values
     keys.finish(("ignored_layers", "modules_to_not_convert", "is_checkpoint_fp8_serialized"), {})
 
 
@@ -68,17 +67,22 @@ def _compressed_tensors(keys: Keys) -> None:
         raise ConfigError(keys.name("sparsity_config.format"), sparsity["format"], "dense")
     if keys.mapping("transform_config"):
         raise ConfigError(
-            keys.name("transform_config"), "...", "empty: weights that are transformed are not supported"
+            keys.name("transform_config"), "...", "empty; transformed weights are not supported"
         )
     keys.finish(("ignore", "global_compression_ratio", "version"), {})
 
 
 def _group(keys: Keys) -> None:
-    for part, strategies in (("weights", ("channel", "tensor")), ("input_activations", ("token", "tensor"))):
-        numbers = keys.mapping(part)
+    for operand, strategies in (
+        ("weights", ("channel", "tensor")),
+        ("input_activations", ("token", "tensor")),
+    ):
+        numbers = keys.mapping(operand)
         if numbers is None:
-            raise ConfigError(keys.name(part), None, "float, 8 bits: both operands of a product are e4m3")
-        _numbers(Keys(numbers, keys.name(f"{part}.")), strategies)
+            raise ConfigError(
+                keys.name(operand), None, "float with 8 bits, because both operands of a GEMM are e4m3"
+            )
+        _numbers(Keys(numbers, keys.name(f"{operand}.")), strategies)
     _one_of(keys, "output_activations", None)
     _one_of(keys, "format", None, "float-quantized", "naive-quantized")
     keys.finish(("targets",), {})
@@ -95,7 +99,7 @@ def _numbers(keys: Keys, strategies: tuple[str, ...]) -> None:
     keys.finish(("dynamic", "observer", "observer_kwargs", "scale_dtype", "zp_dtype"), {})
 
 
-def _one_of(keys: Keys, key: str, *accepted: Any, told: str = "") -> None:
+def _one_of(keys: Keys, key: str, *accepted: Any, accepts: str = "") -> None:
     value = keys.take(key)
     if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in accepted):
-        raise ConfigError(keys.name(key), value, told or " or ".join(repr(one) for one in accepted))
+        raise ConfigError(keys.name(key), value, accepts or " or ".join(repr(one) for one in accepted))

@@ -1,4 +1,4 @@
-"""What Hugging Face checkpoints call the tensors of a model, by the part each plays here."""
+"""Names of a model's tensors in Hugging Face and GGUF checkpoints, by their roles in JaxFlow."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -7,14 +7,14 @@ from jaxflow.config import ModelConfig
 
 
 def model_names(config: ModelConfig) -> Mapping[str, str]:
-    """Names of what is not in a layer; `layer` is the prefix of layer number {}."""
+    """Return the names of the tensors outside the layers. `layer` is the prefix of layer number {}."""
     if config.architecture == "opt":
         return _OPT_MODEL
     return _MODEL
 
 
 def layer_names(config: ModelConfig) -> Mapping[str, str]:
-    """Names within a layer, without `.weight` or `.bias`; {} in an expert's name is its number."""
+    """Return the names within a layer, without `.weight` or `.bias`. {} is the number of an expert."""
     if config.architecture == "opt":
         return _OPT_LAYER
     names = dict(_LAYER)
@@ -106,7 +106,7 @@ _GGUF_LAYER = MappingProxyType(
 
 
 def gguf_to_hf(config: ModelConfig) -> dict[str, str]:
-    """Hugging Face's name of every tensor that a GGUF file of this model may have, by its GGUF name."""
+    """Return the Hugging Face name of each tensor of a GGUF file, by its GGUF name."""
     model, layer = model_names(config), layer_names(config)
     names = {
         "token_embd.weight": model["embed"],

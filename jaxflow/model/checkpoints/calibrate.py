@@ -1,11 +1,11 @@
-"""Runs text through a model and writes how its softmax inputs are distributed (FlashDecoding++Next §3, Fig.
-5).
+"""Measure the distribution of a model's softmax inputs (FlashDecoding++Next §3, Fig. 5).
 
-python -m jaxflow.model.checkpoints.calibrate MODEL --text FILE      (or --tokens FILE.npy, token ids [windows, tokens])
+  python -m jaxflow.model.checkpoints.calibrate MODEL --text FILE
+  python -m jaxflow.model.checkpoints.calibrate MODEL --tokens FILE.npy     (token ids [windows, tokens])
 
-The result says, for each layer, φ and its bound, and whether the model qualifies for a unified maximum; OPT
-does not. It is written beside the model, where an engine finds it by itself, or to --output, for
-`--calibration`.
+The output file holds for each layer the unified max value φ and its bounds, and a flag if the model qualifies
+for a unified max value. OPT does not qualify. By default the file is written next to the model, where an
+engine finds it. With --output, give the file to the engine as `--calibration`.
 """
 
 import argparse
@@ -37,16 +37,14 @@ from jaxflow.text.vocabulary import TokenizerError
 from pallas_kernels.attention.chunk import reference
 from pallas_kernels.kernel_set import REFERENCE
 
-_STEPS_A_UNIT, _REACH = (
-    8,
-    1024,
-)  # scores are counted in steps of 1/8 from -1024 to 1024; what is beyond counts as the end
-_CENTRE = 0.9999  # of all scores, the paper's figure
+# Scores are counted in bins of 1/8 from -1024 to 1024. Scores outside count in the first or last bin.
+_BINS_A_UNIT, _LIMIT = 8, 1024
+_CENTRE = 0.9999  # fraction of all scores within the reported range, as in the paper
 
 
 @dataclasses.dataclass
 class Counts:
-    """Of one layer: scores and rows' maxima by step, [2 · 1024 · 8] each."""
+    """Histograms of one layer: scores, and maxima of the rows, [2 · 1024 · 8] each."""
 
     scores: np.ndarray
     tops: np.ndarray
@@ -55,13 +53,19 @@ class Counts:
 def softmax_range(
     name: str, config: ModelConfig, weights: dict[str, Any], windows: np.ndarray, *, progress: bool = False
 ) -> SoftmaxRange:
-    """What the scores of each layer are over `windows`, token ids [W, N], each a text of its own.
+    """Return the range of the attention scores of each layer.
 
-    Raises: ConfigError for no tokens at all, of which nothing can be counted.
+    Args:
+      windows: token ids [W, N]. Each row is a separate text.
+
+    Raises:
+      ConfigError: `windows` is empty.
     """
     if not windows.size:
-        raise ConfigError("windows", list(windows.shape), "token ids [windows, tokens], at least one of each")
-    counts = [Counts(*np.zeros((2, 2 * _REACH * _STEPS_A_UNIT), np.int64)) for _ in config.layers]
+        raise ConfigError(
+            "windows", list(windows.shape), "token ids [windows, tokens], at least one window and one token"
+        )
+    counts = [Counts(*np.zeros((2, 2 * _LIMIT * _BINS_A_UNIT), np.int64)) for _ in config.layers]
     observe = jax.jit(functools.partial(_observe, config))
     for window in tqdm(windows, disable=not progress, unit="window"):
         for found, layer in zip(observe(weights, window), counts, strict=True):
@@ -76,8 +80,10 @@ def softmax_range(
 def _observe(
     config: ModelConfig, weights: dict[str, Any], window: Int[Array, " n"]
 ) -> list[tuple[Array, Array]]:
-    """Each layer's counts of one text, by the plain forward with an attention that counts: one prefill chunk,
-    one page.
+    """Return the histograms of each layer for one text.
+
+    The text runs through the plain forward as one prefill chunk with one KV page. The attention of the
+    forward counts its scores.
     """
     n, seen = len(window), []
 
@@ -114,7 +120,7 @@ def _count(
     window: int | None,
     soft_cap: float | None,
 ) -> tuple[Array, Array]:
-    """(scores, rows' maxima) by step, int32, of the keys that each token sees."""
+    """Return histograms, int32, of (visible scores, maxima of the rows)."""
     t, _, h = q.shape
     grouped = q.reshape(t, k.shape[0], -1, h).astype(jnp.float32)
     scores = jnp.einsum("tkgh,skh->kgts", grouped, k.transpose(1, 0, 2).astype(jnp.float32)) * scale
@@ -123,26 +129,28 @@ def _count(
     distance = jnp.arange(t)[:, None] - jnp.arange(t)
     visible = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
     tops = jnp.where(visible, scores, -jnp.inf).max(-1)
-    return _steps(scores, jnp.broadcast_to(visible, scores.shape)), _steps(tops, jnp.ones(tops.shape, bool))
+    return _histogram(scores, jnp.broadcast_to(visible, scores.shape)), _histogram(
+        tops, jnp.ones(tops.shape, bool)
+    )
 
 
-def _steps(values: Array, counted: Array) -> Array:
-    ends = 2 * _REACH * _STEPS_A_UNIT
-    step = jnp.clip(jnp.floor((values + _REACH) * _STEPS_A_UNIT), 0, ends - 1).astype(jnp.int32)
+def _histogram(values: Array, counted: Array) -> Array:
+    ends = 2 * _LIMIT * _BINS_A_UNIT
+    step = jnp.clip(jnp.floor((values + _LIMIT) * _BINS_A_UNIT), 0, ends - 1).astype(jnp.int32)
     return jnp.zeros(ends, jnp.int32).at[step.reshape(-1)].add(counted.reshape(-1))
 
 
 def _between(counts: np.ndarray, tail: float) -> tuple[float, float]:
-    """Values that all but `tail` of what was counted lies above, and below."""
+    """Return the range of the counts without a fraction `tail` at each end."""
     share = np.cumsum(counts) / counts.sum()
     first, last = int(np.argmax(share > tail)), int(np.argmax(share >= 1 - tail))
-    return first / _STEPS_A_UNIT - _REACH, (last + 1) / _STEPS_A_UNIT - _REACH
+    return first / _BINS_A_UNIT - _LIMIT, (last + 1) / _BINS_A_UNIT - _LIMIT
 
 
 def text_windows(checkpoint: Checkpoint, text: str, tokens: int) -> np.ndarray:
-    """A text as token ids [W, tokens]; what does not fill a window is left out, unless it is all there is."""
+    """Return a text as token ids [W, tokens]. An incomplete last window is dropped if it is not the only one."""
     if checkpoint.tokenizer_path is None:
-        raise ConfigError("text", "...", "--tokens: this model came without a tokenizer")
+        raise ConfigError("text", "...", "--tokens, because the model has no tokenizer")
     ids = np.array(load_tokenizer(checkpoint.tokenizer_path).encode(text))
     tokens = min(tokens, len(ids))
     if tokens < 2:
@@ -151,22 +159,25 @@ def text_windows(checkpoint: Checkpoint, text: str, tokens: int) -> np.ndarray:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Raises ConfigError for windows in which no token follows another, or no windows."""
+    """Check --window and --windows. Raises: ConfigError."""
     for name, least in (("window", 2), ("windows", 1)):
         if getattr(options, name) < least:
             raise ConfigError(name, getattr(options, name), f"at least {least}")
 
 
 def load_tokens(path: str | Path) -> np.ndarray:
-    """The array of a .npy file of token ids. Raises: ConfigError for what is no such file; OSError for one
-    that cannot be read.
+    """Return the token ids in a .npy file.
+
+    Raises:
+      ConfigError: the file is not an array of token ids.
+      OSError: the file cannot be read.
     """
     accepted = "a .npy file of token ids [windows, tokens], at least one window of two"
     try:
         found = np.load(path)
-    except (EOFError, ValueError) as error:  # no file of numbers; objects, which are pickled, are none either
+    except (EOFError, ValueError) as error:  # not an array, or an array of pickled objects
         raise ConfigError("tokens", str(path), accepted) from error
-    if not isinstance(found, np.ndarray):  # an archive of several
+    if not isinstance(found, np.ndarray):  # an archive of several arrays
         raise ConfigError("tokens", str(path), accepted)
     if found.ndim != 2 or found.shape[0] < 1 or found.shape[1] < 2 or found.dtype.kind not in "iu":
         raise ConfigError("tokens", f"{path}, {found.dtype} {list(found.shape)}", accepted)
@@ -200,42 +211,37 @@ def _lines(found: SoftmaxRange) -> Iterable[str]:
             f"layer {i:3}: 99.99% of scores in [{layer.score_low:.2f}, {layer.score_high:.2f}], rows' maxima in "
             f"[{layer.row_low:.2f}, {layer.row_high:.2f}], phi {layer.phi:.2f}{'' if layer.qualifies else ': too wide'}"
         )
-    yield f"{found.model}: {'qualifies' if found.qualifies else 'does not qualify'} for a unified maximum"
+    yield f"{found.model}: {'qualifies' if found.qualifies else 'does not qualify'} for a unified max value"
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Run the command and return its exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m jaxflow.model.checkpoints.calibrate",
-        description="How a model's softmax inputs are distributed.",
+        description="Measure the distribution of a model's softmax inputs.",
     )
     parser.add_argument("model", metavar="MODEL", help="a folder, a .gguf file or a hub id")
     given = parser.add_mutually_exclusive_group(required=True)
-    given.add_argument("--text", type=Path, help="a file of text")
-    given.add_argument("--tokens", type=Path, help="a .npy file of token ids [windows, tokens]")
-    parser.add_argument(
-        "--window", type=int, default=512, help="tokens that are read together (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--windows", type=int, default=64, help="how many windows at most (default: %(default)s)"
-    )
+    given.add_argument("--text", type=Path, help="text file")
+    given.add_argument("--tokens", type=Path, help=".npy file of token ids [windows, tokens]")
+    parser.add_argument("--window", type=int, default=512, help="tokens in a window (default: %(default)s)")
+    parser.add_argument("--windows", type=int, default=64, help="most windows to read (default: %(default)s)")
     parser.add_argument(
         "--dtype",
         choices=("bfloat16", "float32"),
         default="float32",
-        help="of the forward (default: %(default)s)",
+        help="dtype of the model (default: %(default)s)",
     )
-    parser.add_argument("--output", type=Path, help="where to write; default: beside the model")
+    parser.add_argument("--output", type=Path, help="output file (default: next to the model)")
     options = parser.parse_args(arguments)
     choose_platform()
     try:
         _check(options)
         checkpoint = open_checkpoint(options.model)
         if checkpoint.source is None:
-            raise ConfigError(
-                "model", options.model, "a model with weights: random ones have nothing to find"
-            )
+            raise ConfigError("model", options.model, "a model with weights")
         path = options.output or path_beside(checkpoint.source.path)
-        check_output("output", str(path))  # before the model has run
+        check_output("output", str(path))  # before the model runs
         windows = _load_windows(options, checkpoint)
         found = softmax_range(
             checkpoint.name, checkpoint.model_config, checkpoint.load(options.dtype), windows, progress=True

@@ -1,9 +1,9 @@
-"""Opens a model by what its user calls it, and loads its weights to where they run.
+"""Open a checkpoint by path, hub id or name, and load its weights to their devices.
 
     checkpoint = open_checkpoint("path/to/folder")
     weights = checkpoint.load(jnp.bfloat16, mesh)
 
-`python -m jaxflow.model.checkpoints.checkpoint convert SRC DST` writes JaxFlow's own checkpoint
+`python -m jaxflow.model.checkpoints.checkpoint convert SRC DST` writes a checkpoint in JaxFlow's format
 (`jaxflow.model.checkpoints.orbax_file`).
 """
 
@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from huggingface_hub import snapshot_download
 from jax.sharding import Mesh, PartitionSpec
 from tqdm import tqdm
 
@@ -28,13 +29,15 @@ from jaxflow.config import ConfigError, ModelConfig
 from jaxflow.model.architectures.hf_config import model_config_from_hf
 from jaxflow.model.architectures.hf_quantization import check_fp8
 from jaxflow.model.checkpoints import orbax_file
-from jaxflow.model.checkpoints.fp8_tensors import Fp8Tensors
-from jaxflow.model.checkpoints.generation_config import generation_settings
-from jaxflow.model.checkpoints.gguf_file import GgufFile
-from jaxflow.model.checkpoints.gguf_tensors import write_metadata_only
-from jaxflow.model.checkpoints.hub import download
-from jaxflow.model.checkpoints.safetensors_file import SafetensorsFolder
-from jaxflow.model.checkpoints.source import CheckpointError, TensorSource, check_tensors, read_json
+from jaxflow.model.checkpoints.gguf_file import GgufFile, write_metadata_only
+from jaxflow.model.checkpoints.safetensors_file import Fp8Tensors, SafetensorsFolder
+from jaxflow.model.checkpoints.source import (
+    CheckpointError,
+    TensorSource,
+    check_tensors,
+    generation_settings,
+    read_json,
+)
 from jaxflow.model.weight_spec import Leaf, assemble, quantize_leaf
 from jaxflow.model.weights import Weights, dummy_groups, dummy_weights, leaves, tensors
 from jaxflow.parallel.mesh import TP, choose_platform, sharded
@@ -55,18 +58,28 @@ _TOKENIZER_FILES = (
     *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json"),
 )
 _GGUF_TOKENIZER = "tokenizer.gguf"
+_HUB_WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+_HUB_OTHERS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A model found and understood, its weights not read yet."""
+    """A checkpoint whose config is read and whose weights are not read yet."""
 
     name: str
     model_config: ModelConfig
-    tokenizer_path: Path | None  # a folder or a .gguf file; None: it brings no tokenizer
-    generation_config: dict[str, Any]  # those of temperature, top_p, ... that it names; always eos_token_ids
+    tokenizer_path: Path | None  # a folder or a .gguf file; None: the checkpoint has no tokenizer
+    generation_config: dict[str, Any]  # sampling defaults that the checkpoint names, and always eos_token_ids
     source: TensorSource | orbax_file.OrbaxFolder | None  # None: dummy weights
-    quantization: str | None = None  # fp8: its matrices are published in e4m3
+    quantization: str | None = None  # fp8: the checkpoint stores its matrices in e4m3
 
     def load(
         self,
@@ -79,21 +92,22 @@ class Checkpoint:
         quantization: str | None = None,
         kv_scales: bool = False,
     ) -> Weights:
-        """The weights as `jaxflow.model.weights` lays them out for the mesh, on its devices; without one, on
-        the default device.
+        """Return the weights in the layout of `jaxflow.model.weights`, on the devices of the mesh.
 
-        One tensor at a time goes from the file through host memory to its device buffer, and is quantised
-        there if that is asked: there are never two copies of the model. Over a second, `progress` shows a
-        bar.
+        Tensors go one at a time from the file through host memory to the device, and are quantized there. The
+        host never holds a full copy of the model.
 
         Args:
-          seed: of dummy weights alone.
-          quantization: of matrices, fp8 or int4; None: as published. Asked for fp8, a checkpoint of it keeps
-          its wide matrices wide. kv_scales: the scales of an e4m3 cache: the checkpoint's, or 1.
+          mesh: None for the default device.
+          progress: show a progress bar if loading takes more than a second.
+          seed: seed of dummy weights.
+          quantization: fp8 or int4 for the matrices; None keeps the checkpoint's format. With fp8, an fp8
+            checkpoint keeps its 16-bit matrices in 16 bits.
+          kv_scales: add the scales of an e4m3 KV cache. A scale that the checkpoint lacks is 1.
 
         Raises:
-          CheckpointError: tensors missing, unexpected or misshapen (by name), files damaged.
-          ConfigError: `tensor_parallel_size` does not cut this model.
+          CheckpointError: missing, unexpected or misshapen tensors, or damaged files.
+          ConfigError: the model cannot be sharded over `tensor_parallel_size` devices.
         """
         dtype, devices = jnp.dtype(dtype), 1 if mesh is None else mesh.shape[TP]
         if tp not in (None, devices):
@@ -117,16 +131,17 @@ class Checkpoint:
     def stream(
         self, dtype: Any, mesh: Mesh | None = None, *, seed: int = 0, quantization: str | None = None
     ) -> Iterator[Weights]:
-        """`load` a group at a time: what is in no layer, then each layer. Only the last one's arrays are kept
-        here.
+        """Yield the weights in groups: the weights outside the layers, then each layer.
 
-        Raises: CheckpointError. ConfigError for a checkpoint published in 8 bits.
+        Raises:
+          CheckpointError: as `load`.
+          ConfigError: the checkpoint is stored in 8 bits.
         """
         if self.quantization is not None:
             raise ConfigError(
                 "quantization",
                 self.quantization,
-                "a checkpoint of wide weights, which are kept or turned to 4 bits",
+                "a checkpoint of 16-bit or 32-bit weights, which may be quantized to int4",
             )
         config, source, options = self.model_config, self.source, {"quantization": quantization}
         if source is None:
@@ -170,7 +185,7 @@ def _load(
         return array if leaf.quantization is None else quantize_leaf(leaf, array, mesh)
 
     def place(leaf: Leaf) -> Any:
-        # Waiting for the transfer before the last bounds what the host holds to two arrays and one tensor.
+        # Waiting for the transfer before the last one limits host memory to two arrays and one tensor.
         if len(in_flight) == 2:
             jax.block_until_ready(in_flight.pop(0))
         in_flight.append(make(leaf))
@@ -185,7 +200,13 @@ def _kv_scale(source: TensorSource, heads: int, name: str) -> np.ndarray:
 
 
 def _check(source: TensorSource, config: ModelConfig) -> None:
-    """Just the tensors the model needs, but for frequencies that old files store, and a copy of a tied head."""
+    """Check that `source` has exactly the tensors of the model.
+
+    Rotary frequencies of old files are ignored, and a copy of the embeddings as a tied output head.
+
+    Raises:
+      CheckpointError: the tensors differ from those of the config.
+    """
     tied = config.tie_word_embeddings and "lm_head.weight" in source.shapes
     check_tensors(
         source,
@@ -196,22 +217,27 @@ def _check(source: TensorSource, config: ModelConfig) -> None:
         source.read("lm_head.weight"), source.read(leaves(config)["embed"].pieces[0].name)
     ):
         raise CheckpointError(
-            f"{source.path}: lm_head.weight differs from the embeddings that tie_word_embeddings says it is"
+            f"{source.path}: tie_word_embeddings is true, but lm_head.weight differs from the embeddings"
         )
 
 
 def shipped_configs() -> list[str]:
-    """The names of the configs that come with the program."""
+    """Return the names of the configs that the package contains."""
     return sorted(path.stem for path in CONFIGS.glob("*.json"))
 
 
 def open_checkpoint(model: str, *, load_format: str = "auto") -> Checkpoint:
-    """Finds a model: a folder (Hugging Face's or converted), a .gguf file or a hub id; for dummies also a
-    config.json or shipped name.
+    """Open a checkpoint and read its config.
+
+    Args:
+      model: a folder in Hugging Face's or JaxFlow's format, a .gguf file, or a hub id. With
+        `load_format="dummy"` also a config.json or the name of a shipped config.
+      load_format: "auto" for the weights of the checkpoint, "dummy" for random weights.
 
     Raises:
-      CheckpointError: nothing there, not readable, damaged, or without weights; it names the file.
-      ConfigError: the architecture or a setting of it is not supported; it names the field.
+      CheckpointError: the checkpoint is missing, unreadable, damaged, or has no weights. The error names the
+        file.
+      ConfigError: the architecture or one of its settings is not supported. The error names the field.
     """
     if load_format not in ("auto", "dummy"):
         raise ConfigError("load_format", load_format, "auto or dummy")
@@ -223,18 +249,36 @@ def open_checkpoint(model: str, *, load_format: str = "auto") -> Checkpoint:
     elif model in shipped_configs():
         if not dummy:
             raise CheckpointError(
-                f"{model}: a shipped config has no weights; an engine makes random ones with "
-                f"load_format=dummy"
+                f"{model}: a shipped config has no weights; load_format=dummy makes random weights"
             )
         opened = _from_config(CONFIGS / f"{model}.json", model)
     elif _HUB_ID.fullmatch(model):
         opened = _open_folder(download(model, weights=not dummy), model, dummy)
     else:
         raise CheckpointError(
-            f"{model}: no such folder or file, no hub id (owner/name), and not one of "
-            f"{', '.join(shipped_configs())}"
+            f"{model}: not a folder, a file, a hub id (owner/name), or one of {', '.join(shipped_configs())}"
         )
     return dataclasses.replace(opened, source=None) if dummy else opened
+
+
+def download(repo: str, *, weights: bool) -> Path:
+    """Download the files of a hub repository ("owner/name") that JaxFlow reads. Return their folder.
+
+    Raises:
+      CheckpointError: the repository does not exist, access is denied, or there is no connection and the
+        files are not in the hub's cache.
+    """
+    patterns = [*_HUB_OTHERS, "chat_template*", *(_HUB_WEIGHTS if weights else ())]
+    try:
+        return Path(
+            snapshot_download(repo, allow_patterns=patterns, ignore_patterns=["*/*", "consolidated*"])
+        )
+    except Exception as error:  # errors of the library, of its HTTP client and of the system
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise CheckpointError(
+            f"{repo}: not a folder, and the download from the Hugging Face hub failed ({reason}). "
+            "Without a connection, give a folder or a .gguf file, or download it into the hub's cache before"
+        ) from error
 
 
 def _open_file(path: Path, dummy: bool) -> Checkpoint:
@@ -245,11 +289,10 @@ def _open_file(path: Path, dummy: bool) -> Checkpoint:
         return _from_config(path, path.resolve().parent.name)
     if path.suffix == ".json":
         raise CheckpointError(
-            f"{path}: a config has no weights; give its folder; an engine makes random ones with "
-            f"load_format=dummy"
+            f"{path}: a config has no weights; give its folder, or load_format=dummy for random weights"
         )
     if path.suffix == ".safetensors":
-        raise CheckpointError(f"{path}: give the folder, which has the config.json too")
+        raise CheckpointError(f"{path}: give the folder of this file, which contains config.json")
     raise CheckpointError(
         f"{path}: neither a .gguf file nor a folder; pickled weights (.bin, .pt) are never read"
     )
@@ -264,14 +307,14 @@ def _open_folder(folder: Path, name: str, dummy: bool) -> Checkpoint:
         return _checkpoint(header.name, header.model_config, tokenizer, header.generation_config, source)
     if not (folder / "config.json").exists():
         inside = sorted(path.name for path in folder.glob("*.gguf"))
-        hint = f"; give the file itself, as {folder / inside[0]}" if inside else ""
-        raise CheckpointError(f"{folder}: no config.json in it{hint}")
+        hint = f"; for a GGUF file give its path, as {folder / inside[0]}" if inside else ""
+        raise CheckpointError(f"{folder}: config.json is missing{hint}")
     opened = _from_config(folder / "config.json", name)
     if dummy:
         return opened
-    published = opened.quantization is not None
-    source = SafetensorsFolder(folder, e4m3=published)
-    return dataclasses.replace(opened, source=Fp8Tensors(source) if published else source)
+    is_fp8 = opened.quantization is not None
+    source = SafetensorsFolder(folder, e4m3=is_fp8)
+    return dataclasses.replace(opened, source=Fp8Tensors(source) if is_fp8 else source)
 
 
 def _from_config(path: Path, name: str) -> Checkpoint:
@@ -280,8 +323,8 @@ def _from_config(path: Path, name: str) -> Checkpoint:
     if scheme is not None:
         check_fp8(scheme)
     config = model_config_from_hf(keys)
-    beside = path.with_name("generation_config.json")
-    settings = generation_settings(beside, read_json(beside)) if beside.exists() else {}
+    generation = path.with_name("generation_config.json")
+    settings = generation_settings(generation, read_json(generation)) if generation.exists() else {}
     opened = _checkpoint(name, config, _tokenizer(path.parent), settings, None)
     return dataclasses.replace(opened, quantization=None if scheme is None else "fp8")
 
@@ -297,7 +340,7 @@ def _tokenizer(folder: Path) -> Path | None:
 def _checkpoint(
     name: str, config: ModelConfig, tokenizer: Path | None, settings: dict[str, Any], source: Any
 ) -> Checkpoint:
-    """The end tokens are those of both, the generation settings' first."""
+    """Return a checkpoint. Its end-of-sequence tokens are those of the generation config, then of the config."""
     eos = tuple(dict.fromkeys((*settings.get("eos_token_ids", ()), *config.eos_token_ids)))
     return Checkpoint(
         name,
@@ -309,19 +352,21 @@ def _checkpoint(
 
 
 def convert(source: str, target: str | Path, dtype: str = "bfloat16") -> None:
-    """Writes the model `source` (whatever `open_checkpoint` opens) as JaxFlow's own checkpoint, in a new
-    folder.
+    """Write a model as a new folder in JaxFlow's format.
+
+    Args:
+      source: a model that `open_checkpoint` opens.
 
     Raises:
-      CheckpointError: the source cannot be read, or the target is there already.
+      CheckpointError: the source cannot be read, or the target exists.
     """
     opened = open_checkpoint(source)
     tensor_source = opened.source
     if tensor_source is None or isinstance(tensor_source, orbax_file.OrbaxFolder):
-        raise CheckpointError(f"{source}: is converted already")
+        raise CheckpointError(f"{source}: is already in JaxFlow's format, or has no weights")
     if opened.quantization is not None:
         raise CheckpointError(
-            f"{source}: is published in e4m3, which loads as it is; convert takes wide weights"
+            f"{source}: is stored in e4m3 and cannot be converted; it loads without conversion"
         )
     _check(tensor_source, opened.model_config)
     settings = {key: value for key, value in opened.generation_config.items() if key != "eos_token_ids"}
@@ -348,30 +393,27 @@ def convert(source: str, target: str | Path, dtype: str = "bfloat16") -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Run the command and return its exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m jaxflow.model.checkpoints.checkpoint", description="Converts checkpoints."
     )
     commands = parser.add_subparsers(required=True)
     command = commands.add_parser(
-        "convert", help="write a model as JaxFlow's own checkpoint, which loads straight to its shards"
+        "convert", help="write a model in JaxFlow's format, where each device reads only its shards"
     )
     command.add_argument("source", metavar="SRC", help="a Hugging Face folder, a .gguf file or a hub id")
-    command.add_argument("target", metavar="DST", help="the folder to make")
+    command.add_argument("target", metavar="DST", help="new folder for the converted checkpoint")
     command.add_argument(
         "--dtype",
         choices=("bfloat16", "float32"),
         default="bfloat16",
-        help="what to store (default: %(default)s)",
+        help="dtype of the stored weights (default: %(default)s)",
     )
     options = parser.parse_args(arguments)
     choose_platform()
     try:
         convert(options.source, options.target, options.dtype)
-    except (
-        CheckpointError,
-        ConfigError,
-        OSError,
-    ) as error:  # OSError: a folder that cannot be made, a disk that is full
+    except (CheckpointError, ConfigError, OSError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 1
     print(f"{options.target}: written, {options.dtype}")

@@ -1,5 +1,6 @@
-"""What tells one model's KV from another's, without reading all of its weights: an engine may be served what
-another computed that has the same fingerprint.
+"""Fingerprints of a model and of its KV pages.
+
+Engines with equal KV fingerprints may share stored KV pages. The weights are sampled, not read in full.
 """
 
 import hashlib
@@ -9,16 +10,21 @@ from jaxflow.config import EngineConfig
 from jaxflow.model.checkpoints.checkpoint import Checkpoint
 
 FINGERPRINT_BYTES = 16
-# of what a page's bytes mean: to be raised when `jaxflow.kv.tiers.page_copies` or the cache lays it out
-# otherwise
+# Version of the byte layout of a page. Raise it when `jaxflow.kv.tiers.page_copies` or the cache changes the
+# layout.
 PAGE_FORMAT = 1
-_SAMPLES = 64  # of each file, evenly spread
+_SAMPLES = 64  # samples of a file, evenly spread
 _SAMPLE_BYTES = 4096
 
 
 def kv_fingerprint(config: EngineConfig, checkpoint: Checkpoint) -> bytes:
-    """FINGERPRINT_BYTES of all that a page's content depends on beside its tokens. config: resolved. Raises:
-    OSError.
+    """Return FINGERPRINT_BYTES that identify the KV content of a page, up to its tokens.
+
+    Args:
+      config: the resolved settings.
+
+    Raises:
+      OSError: a file of the checkpoint cannot be read.
     """
     settings = (
         PAGE_FORMAT,
@@ -33,11 +39,17 @@ def kv_fingerprint(config: EngineConfig, checkpoint: Checkpoint) -> bytes:
 
 
 def fingerprint(checkpoint: Checkpoint, seed: int) -> bytes:
-    """FINGERPRINT_BYTES of the architecture and of every file beside it: its name, size, time and samples of
-    its content.
+    """Return FINGERPRINT_BYTES that identify the model.
 
-    A file that was written again makes another model, even where nothing changed: better a cache lost than a
-    wrong answer. Where it lies does not matter. seed: of dummy weights. Raises: OSError.
+    The fingerprint covers the architecture, and for each file its name, size, time and samples of its
+    content. Rewriting a file changes the fingerprint, because a lost cache is better than a wrong answer. The
+    location of the folder does not matter.
+
+    Args:
+      seed: seed of dummy weights.
+
+    Raises:
+      OSError: a file cannot be read.
     """
     found = hashlib.blake2b(digest_size=FINGERPRINT_BYTES, person=b"jaxflow.model")
     found.update(repr(checkpoint.model_config).encode())

@@ -1,23 +1,27 @@
-"""A GGUF file as a checkpoint: its metadata as a `ModelConfig`, its tensors under Hugging Face's names,
-dequantised as they are read.
-"""
+"""A GGUF file as a checkpoint: its config, and its tensors under Hugging Face names, dequantized when read."""
 
 import dataclasses
 import math
+import mmap
+import struct
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from gguf import GGMLQuantizationType, dequantize
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 
 from jaxflow.config import ConfigError, ModelConfig
 from jaxflow.model.architectures.hf_config import model_config_from_hf, token_ids
 from jaxflow.model.architectures.hf_keys import Keys
 from jaxflow.model.architectures.tensor_names import gguf_to_hf
-from jaxflow.model.checkpoints.gguf_tensors import GgufTensor, read_gguf
 from jaxflow.model.checkpoints.source import CheckpointError
+from jaxflow.text.gguf_metadata import GgufError, read_metadata_section
 
+TYPES = {
+    GGMLQuantizationType[name]: name
+    for name in ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+}
 _PLAIN = {
     GGMLQuantizationType.F32: np.float32,
     GGMLQuantizationType.F16: np.float16,
@@ -33,17 +37,28 @@ _ONLY = {
     "expert_used_count": (0,),
     "rope.scaling.attn_factor": (1.0,),
 }
-# Where a turn of a chat ends; files often name only one of their model's end tokens.
+# End tokens of a chat message. Files often name only one end token of their model.
 _TURN_ENDS = frozenset({"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<end_of_turn>"})
-_CONTROL = 3  # of tokenizer.ggml.token_type
+_CONTROL = 3  # a value of tokenizer.ggml.token_type
+
+
+@dataclasses.dataclass(frozen=True)
+class GgufTensor:
+    """The location of one tensor in a GGUF file."""
+
+    name: str
+    shape: tuple[int, ...]  # slowest dimension first, as in numpy
+    kind: GGMLQuantizationType
+    start: int  # bytes from the start of the file
+    stop: int
 
 
 class GgufFile:
-    """Tensors by their Hugging Face names, read one at a time from the memory-mapped file.
+    """A GGUF file. Its tensors have Hugging Face names and are read one at a time from the memory-mapped file.
 
     Raises:
-      CheckpointError: no GGUF file, cut short or damaged; a tensor of a type that is not supported.
-      ConfigError: an architecture or a setting that is not supported, naming the metadata key.
+      CheckpointError: not a GGUF file, truncated or damaged, or a tensor type that is not supported.
+      ConfigError: an architecture or a setting that is not supported. The error names the metadata key.
     """
 
     def __init__(self, path: Path):
@@ -60,21 +75,20 @@ class GgufFile:
         self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
 
     def read(self, name: str) -> np.ndarray:
-        """Float32 where the file's tensor is quantised, otherwise its own dtype."""
+        """Return a tensor, as float32 if it is quantized, otherwise in its dtype."""
         tensor = self._tensors[name]
         values = self._values(tensor)
         if self.config.architecture == "llama" and tensor.name.rpartition(".")[0].endswith(
             ("attn_q", "attn_k")
         ):
-            # This architecture's files have the two halves of each head interleaved: rows 0, H/2, 1, H/2 + 1,
-            # ...
+            # Files of this architecture interleave the two halves of each head: rows 0, H/2, 1, H/2 + 1, ...
             h = self.config.head_dim
             return values.reshape(-1, h // 2, 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
         return values
 
     @property
     def generation_config(self) -> dict[str, Any]:
-        """The sampling settings in the metadata, as `generation_config.json` calls them."""
+        """Return the sampling settings of the metadata, with the names of `generation_config.json`."""
         names = {
             "temp": "temperature",
             "top_k": "top_k",
@@ -101,10 +115,10 @@ class GgufFile:
         if architecture not in _READERS:
             raise ConfigError("general.architecture", architecture, f"one of {', '.join(_READERS)}")
         if metadata.get("general.type", "model") != "model":
-            raise ConfigError("general.type", metadata["general.type"], "a whole model")
+            raise ConfigError("general.type", metadata["general.type"], "model")
         if metadata.get("split.count", 1) not in (0, 1):
             raise ConfigError(
-                "split.count", metadata["split.count"], "one file; merge the parts with gguf-split first"
+                "split.count", metadata["split.count"], "one file; merge the files with gguf-split"
             )
         prefix = architecture + "."
         keys = Keys(
@@ -132,7 +146,7 @@ class GgufFile:
         return config
 
     def _rope(self, keys: Keys, hf: dict[str, Any]) -> dict[str, Any]:
-        """Hugging Face's `rope_parameters`."""
+        """Return the rotary settings as Hugging Face's `rope_parameters`."""
         theta = keys.number("rope.freq_base", 10_000.0)
         kind, factor = keys.take("rope.scaling.type", "linear"), keys.take("rope.scaling.factor", 1.0)
         original = keys.integer("rope.scaling.original_context_length", 8192)
@@ -146,18 +160,20 @@ class GgufFile:
                 else {"rope_theta": theta}
             )
         if linear:
-            raise ConfigError(keys.name("rope.scaling.factor"), factor, f"1 beside a tensor {_ROPE_FREQS}")
+            raise ConfigError(
+                keys.name("rope.scaling.factor"), factor, f"1 in a file with the tensor {_ROPE_FREQS}"
+            )
         divisors = np.asarray(self._values(self._by_gguf_name[_ROPE_FREQS]), np.float64)
         return llama3_scaling(theta, hf["head_dim"], divisors, original) | {"rope_theta": theta}
 
 
 def _plain(value: Any) -> Any:
-    """A float32 as its shortest decimal, as people write it in a config: 1e-05 and not 9.999999747378752e-06."""
+    """Return a float32 as its shortest decimal: 1e-05 instead of 9.999999747378752e-06."""
     return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
 def _end_tokens(metadata: dict[str, Any]) -> list[int]:
-    """Every token that ends an answer: those the metadata names, and control tokens that end a turn."""
+    """Return all end-of-sequence tokens: those that the metadata names, and control tokens that end a message."""
     named = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     texts, kinds = metadata.get("tokenizer.ggml.tokens", []), metadata.get("tokenizer.ggml.token_type", [])
     found = [
@@ -170,7 +186,7 @@ def _end_tokens(metadata: dict[str, Any]) -> list[int]:
     )
 
 
-# ---- one reader an architecture: the rest of the metadata, and what Hugging Face's config would be
+# ---- one reader an architecture, which returns the ModelConfig of the equivalent Hugging Face config
 
 
 def _common(keys: Keys) -> dict[str, Any]:
@@ -201,8 +217,10 @@ def _qwen2(keys: Keys, hf: dict[str, Any]) -> ModelConfig:
 
 
 def _gemma3(keys: Keys, hf: dict[str, Any]) -> ModelConfig:
-    """The format has no field for what q·k is scaled by: only the model of 62 layers (27B) scales by another
-    width than its heads'.
+    """Return the config of Gemma 3.
+
+    The format has no field for the attention scale. All models scale by the head width except the 27B model
+    with 62 layers.
     """
     pattern = keys.take("attention.sliding_window_pattern", 6)
     layers, hidden_size, heads = hf["num_hidden_layers"], hf["hidden_size"], hf["num_attention_heads"]
@@ -223,7 +241,7 @@ def _gemma3(keys: Keys, hf: dict[str, Any]) -> ModelConfig:
             "attn_logit_softcapping": keys.optional_number("attn_logit_softcapping", None),
         }
     )
-    # These files hold 1 + w where the original checkpoint holds w.
+    # These files store 1 + w for the norm weight w of the original checkpoint.
     return dataclasses.replace(config, norm_weight_offset=0.0)
 
 
@@ -231,16 +249,16 @@ _READERS = {"llama": _llama, "qwen2": _qwen2, "gemma3": _gemma3}
 
 
 def llama3_scaling(theta: float, head_dim: int, divisors: np.ndarray, original: int = 8192) -> dict[str, Any]:
-    """The Llama 3 rope scaling (as Hugging Face's `rope_parameters`) that divides the frequencies by
-    `divisors` [H/2].
+    """Return the Llama 3 rope scaling that divides the frequencies by `divisors` [H/2].
 
-    A GGUF file has only the divisors. In the band between the high and the low frequencies 1/divisor is
-    linear in 1/wavelength, which gives back the band's borders; they are told relative to the context
-    `original`, which may be any.
+    A GGUF file holds only the divisors. Between the high and the low frequencies, 1/divisor is linear in
+    1/wavelength. A line fit gives the borders of this band, relative to the context length `original`.
+
+    Returns:
+      Hugging Face's `rope_parameters`.
 
     Raises:
-      ConfigError: rope_freqs.weight, where no such scaling gives these divisors, or too few are in the band
-      to tell which.
+      ConfigError: no Llama 3 scaling has these divisors, or the band holds too few of them.
     """
 
     def fail() -> ConfigError:
@@ -251,9 +269,8 @@ def llama3_scaling(theta: float, head_dim: int, divisors: np.ndarray, original: 
     factor = float(divisors.max())
     if factor < 1 + 1e-6:
         return {"rope_type": "default"}
-    rotations = (
-        original * theta ** (-np.arange(0, head_dim, 2) / head_dim) / (2 * math.pi)
-    )  # within the context `original`
+    # Rotations within the context `original`.
+    rotations = original * theta ** (-np.arange(0, head_dim, 2) / head_dim) / (2 * math.pi)
 
     def divisors_of(low: float, high: float) -> np.ndarray:
         smooth = np.clip((rotations - low) / (high - low), 0, 1)
@@ -276,3 +293,88 @@ def llama3_scaling(theta: float, head_dim: int, divisors: np.ndarray, original: 
             }
             return scaling | {"original_max_position_embeddings": original}
     raise fail()
+
+
+# ---- the tensor section of the file
+
+
+def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
+    """Return the metadata by key, with numpy arrays of numbers, and the tensors by name.
+
+    Raises:
+      CheckpointError: not a GGUF file, truncated or damaged, or a tensor type that is not supported. The error
+        names the file and the tensor.
+    """
+    metadata, at = _metadata(path)
+    alignment = metadata.get("general.alignment", 32)
+    if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+        raise CheckpointError(f"{path}: general.alignment={alignment!r} is not a power of two")
+    found: list[tuple[str, tuple[int, ...], int, int]] = []
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        size = len(data)
+        (count,) = struct.unpack_from("<Q", data, 8)
+        try:
+            for _ in range(count):
+                description, at = _description(data, at)
+                found.append(description)
+        except (struct.error, UnicodeDecodeError) as error:
+            raise CheckpointError(
+                f"{path}: cut short or damaged: {len(found)} of {count} tensors are described ({size} bytes)"
+            ) from error
+    data_start = -(-at // alignment) * alignment
+    tensors = {
+        name: _tensor(path, size, name, shape, kind, data_start + offset)
+        for name, shape, kind, offset in found
+    }
+    if len(tensors) != count:
+        raise CheckpointError(f"{path}: two tensors have the same name")
+    return metadata, tensors
+
+
+def write_metadata_only(source: Path, target: Path) -> None:
+    """Write a GGUF file with the metadata of another file and without tensors."""
+    end = _metadata(source)[1]
+    with source.open("rb") as file:
+        section = file.read(end)
+    # The section is: magic and version, the number of tensors in 8 bytes, the number of values, the values.
+    target.write_bytes(section[:8] + struct.pack("<Q", 0) + section[16:])
+
+
+def _metadata(path: Path) -> tuple[dict[str, Any], int]:
+    try:
+        return read_metadata_section(path)
+    except GgufError as error:
+        raise CheckpointError(f"{error}: cut short or damaged, or no GGUF file") from error
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from error
+
+
+def _description(data: mmap.mmap, at: int) -> tuple[tuple[str, tuple[int, ...], int, int], int]:
+    """Return (name, shape, type, offset) of the tensor described at byte `at`, and the next byte offset."""
+    (length,) = struct.unpack_from("<Q", data, at)
+    name = data[at + 8 : at + 8 + length].decode()
+    at += 8 + length
+    (rank,) = struct.unpack_from("<I", data, at)
+    *dims, kind, offset = struct.unpack_from(f"<{min(rank, 64)}QIQ", data, at + 4)
+    return (name, tuple(dims[::-1]), kind, offset), at + 4 + 8 * rank + 12
+
+
+def _tensor(path: Path, size: int, name: str, shape: tuple[int, ...], kind: int, start: int) -> GgufTensor:
+    if kind not in TYPES:
+        known = {known.value: known.name for known in GGMLQuantizationType}
+        raise CheckpointError(
+            f"{path}: tensor {name!r} is of type {known.get(kind, kind)}; accepted: "
+            f"{', '.join(TYPES.values())}"
+        )
+    block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+    if not shape or shape[-1] % block:
+        raise CheckpointError(
+            f"{path}: tensor {name!r} is {list(shape)}, and {TYPES[GGMLQuantizationType(kind)]} has "
+            f"blocks of {block}"
+        )
+    stop = start + math.prod(shape) // block * block_bytes
+    if stop > size:
+        raise CheckpointError(
+            f"{path}: cut short: tensor {name!r} ends at byte {stop}, the file at byte {size}"
+        )
+    return GgufTensor(name, shape, GGMLQuantizationType(kind), start, stop)

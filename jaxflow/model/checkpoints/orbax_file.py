@@ -1,11 +1,12 @@
-"""JaxFlow's own checkpoint: a folder that holds the weights as they run, one Orbax checkpoint for each layer.
+"""JaxFlow's checkpoint format: a folder of weights in their runtime layout, one Orbax checkpoint a layer.
 
-    jaxflow.json     what it is: format version, name, dtype, ModelConfig, generation settings
-    outer/           what is in no layer          layer_00000/ ...   the layers
-    tokenizer.json and the like, or tokenizer.gguf (a GGUF file with metadata and no tensors)
+    jaxflow.json     format version, name, dtype, ModelConfig, generation settings
+    outer/           weights outside the layers
+    layer_00000/     weights of layer 0, and so on
+    tokenizer files: tokenizer.json and others, or tokenizer.gguf (a GGUF file with metadata and no tensors)
 
-Layers are written and read one at a time, so a host needs the memory of one layer. Arrays are stored as for
-one device; each device reads only its shard of each.
+Layers are written and read one at a time, so the host needs the memory of one layer. Arrays are stored in the
+layout of one device. Each device reads only its shards.
 """
 
 import dataclasses
@@ -29,7 +30,7 @@ from jaxflow.parallel.mesh import TP, sharded
 
 HEADER = "jaxflow.json"
 VERSION = 1
-_CHUNK_BYTES = 16 << 20  # stored in pieces of at most this, so that a shard is read without its neighbours
+_CHUNK_BYTES = 16 << 20  # limit of a stored chunk: a device reads its shards without the other shards
 
 
 class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -43,7 +44,7 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_header(folder: Path) -> Header:
-    """Raises: CheckpointError where it is damaged or of a version this program does not know."""
+    """Return the content of `jaxflow.json`. Raises: CheckpointError if it is damaged or of another version."""
     path = folder / HEADER
     try:
         header = msgspec.json.decode(path.read_bytes(), type=Header)
@@ -51,7 +52,7 @@ def read_header(folder: Path) -> Header:
         raise CheckpointError(f"{path}: {error}") from error
     if header.version != VERSION:
         raise CheckpointError(
-            f"{path}: version={header.version}; supported is {VERSION}: convert the checkpoint again"
+            f"{path}: version={header.version} is not supported; accepted: {VERSION}. Convert the checkpoint again"
         )
     return header
 
@@ -59,14 +60,17 @@ def read_header(folder: Path) -> Header:
 def write_folder(
     folder: Path, header: Header, make: Callable[[Leaf], np.ndarray], others: Callable[[Path], None]
 ) -> None:
-    """Writes a checkpoint: `make` assembles a leaf in host memory, `others` puts the tokenizer's files in the
-    folder it is given.
+    """Write a checkpoint. The folder gets its name after it is complete.
 
-    The folder appears under its name only when it is whole. Raises: CheckpointError where something of that
-    name is there.
+    Args:
+      make: assembles a leaf in host memory.
+      others: writes the tokenizer files into the folder that it receives.
+
+    Raises:
+      CheckpointError: the folder exists.
     """
     if folder.exists():
-        raise CheckpointError(f"{folder}: is there already; convert writes a new folder")
+        raise CheckpointError(f"{folder}: exists; convert writes a new folder")
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -81,8 +85,10 @@ def write_folder(
 
 
 def groups(config: ModelConfig, tp: int, **options: Any) -> Iterator[tuple[str, dict[str, Leaf]]]:
-    """The leaves by the folder they are stored in: those in no layer, then each layer's. options: those of
-    `leaves`.
+    """Yield (folder, leaves) of the weights outside the layers, then of each layer.
+
+    Args:
+      options: options of `jaxflow.model.weights.leaves`.
     """
     tree = leaves(config, tp, **options)
     yield "outer", {key: leaf for key, leaf in tree.items() if key != "layers"}
@@ -92,7 +98,7 @@ def groups(config: ModelConfig, tp: int, **options: Any) -> Iterator[tuple[str, 
 
 @dataclasses.dataclass(frozen=True)
 class OrbaxFolder:
-    """A folder that `write_folder` wrote."""
+    """A checkpoint that `write_folder` wrote."""
 
     path: Path
 
@@ -104,14 +110,14 @@ class OrbaxFolder:
         progress: Callable[[int], object],
         **options: Any,
     ) -> Weights:
-        """The weights, each array read straight to its shards; `progress` is told how many arrays each step
-        brought.
+        """Return the weights. Each device reads its shards. Matrices are quantized layer by layer.
 
-        options: those of `leaves`; matrices are quantised as they are read, layer by layer, and the scales of
-        a cache are 1.
+        Args:
+          progress: called with the number of arrays that were read.
+          options: options of `jaxflow.model.weights.leaves`. The scales of a KV cache are 1.
 
         Raises:
-          CheckpointError: a group is missing or damaged, or its arrays are not those of the config, by name.
+          CheckpointError: a group is missing or damaged, or its arrays do not fit the config.
         """
         outer, *layers = self.load_groups(config, dtype, mesh, progress, **options)
         return {**outer, "layers": layers}
@@ -124,7 +130,7 @@ class OrbaxFolder:
         progress: Callable[[int], object],
         **options: Any,
     ) -> Iterator[dict[str, jax.Array]]:
-        """`load` a group at a time: what is in no layer, then each layer."""
+        """Yield the weights outside the layers, then each layer. Arguments and errors are those of `load`."""
         devices = 1 if mesh is None else mesh.shape[TP]
         stored_as, wanted = dict(groups(config, 1)), dict(groups(config, devices, **options))
         with ocp.PyTreeCheckpointer(use_compression=False) as checkpointer:
@@ -140,9 +146,9 @@ class OrbaxFolder:
                     arrays = jax.block_until_ready(checkpointer.restore(path, restore_args=arguments))
                 except CheckpointError:
                     raise
-                except Exception as error:  # Orbax and TensorStore raise many kinds
+                except Exception as error:  # Orbax and TensorStore raise many types
                     raise CheckpointError(
-                        f"{path}: cannot be restored, it may be damaged: {str(error)[:300]}"
+                        f"{path}: cannot be read and may be damaged: {str(error)[:300]}"
                     ) from error
                 stored = {key: _copy_rows(arrays[key], leaf, mesh) for key, leaf in group.items()}
                 yield {key: _finished(leaf, stored.pop(key, None), mesh) for key, leaf in leaves_of.items()}
@@ -157,27 +163,26 @@ def _check_group(path: Path, checkpointer: ocp.PyTreeCheckpointer, group: dict[s
     expected = {key: leaf.shape for key, leaf in group.items()}
     if stored != expected:
         wrong = sorted(key for key in {*stored, *expected} if stored.get(key) != expected.get(key))
-        told = ", ".join(
+        differences = ", ".join(
             f"{key} is {stored.get(key, 'missing')} and should be {expected.get(key, 'absent')}"
             for key in wrong[:4]
         )
-        raise CheckpointError(f"{path}: does not fit {HEADER}: {told}")
+        raise CheckpointError(f"{path}: does not fit {HEADER}: {differences}")
 
 
 def _restore_args(leaf: Leaf, stored: Leaf, dtype: Any, mesh: Mesh | None) -> ocp.ArrayRestoreArgs:
     if mesh is None:
         placed = SingleDeviceSharding(jnp.zeros(()).device)
     else:
-        # Rows that are to be repeated are read whole to each device first.
+        # Repeated rows need the full array on each device.
         placed = sharded(mesh, leaf.spec if leaf.rows is None else jax.sharding.PartitionSpec())
-    # What is padded further than it is stored, a vocabulary or an e4m3 MLP, gets its zeros from
-    # `strict=False`.
+    # With strict=False, Orbax fills the padding of a vocabulary or an e4m3 MLP with zeros.
     shape = leaf.shape if leaf.rows is None else stored.shape
     return ocp.ArrayRestoreArgs(sharding=placed, global_shape=shape, dtype=dtype, strict=False)
 
 
 def _finished(leaf: Leaf, array: jax.Array | None, mesh: Mesh | None) -> Any:
-    """What stands in a leaf's place, of the array that is stored for it; None: no array is, it is a scale."""
+    """Return the runtime value of a leaf from its stored array. `array` is None for a scale, which is 1."""
     if array is None:
         return jax.device_put(
             np.ones(leaf.shape, np.float32), None if mesh is None else sharded(mesh, leaf.spec)
@@ -188,4 +193,4 @@ def _finished(leaf: Leaf, array: jax.Array | None, mesh: Mesh | None) -> Any:
 def _copy_rows(array: jax.Array, leaf: Leaf, mesh: Mesh | None) -> jax.Array:
     if leaf.rows is None or mesh is None:
         return array
-    return jax.jit(lambda whole: whole[leaf.rows], out_shardings=sharded(mesh, leaf.spec))(array)
+    return jax.jit(lambda full: full[leaf.rows], out_shardings=sharded(mesh, leaf.spec))(array)

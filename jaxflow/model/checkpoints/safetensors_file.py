@@ -1,4 +1,4 @@
-"""The tensors of a Hugging Face folder: one safetensors file, or several with an index."""
+"""Tensors of a Hugging Face folder: one safetensors file, or several files with an index."""
 
 import json
 import struct
@@ -14,17 +14,29 @@ from jaxflow.model.checkpoints.source import CheckpointError, read_json
 
 INDEX = "model.safetensors.index.json"
 _DTYPES = {"F32": np.float32, "BF16": jnp.bfloat16, "F16": np.float16, "F64": np.float64}
-_E4M3 = {"F8_E4M3": jnp.float8_e4m3fn}  # a number only with the scale beside it
+_E4M3 = {"F8_E4M3": jnp.float8_e4m3fn}  # needs a scale tensor
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+_SCALES = (
+    ".weight_scale",
+    ".input_scale",
+    ".k_scale",
+    ".v_scale",
+    ".q_scale",
+    ".output_scale",
+    ".kv_scale",
+    ".prob_scale",
+)
 
 
 class SafetensorsFolder:
     """Tensors by name, read one at a time from memory-mapped files.
 
+    Args:
+      e4m3: accept tensors of dtype e4m3.
+
     Raises:
-      CheckpointError: no weights or only pickled ones, a damaged or missing file, an index that leads out of
-      the folder,
-        a dtype of quantised weights other than e4m3, and that too unless `e4m3`.
+      CheckpointError: no weights or only pickled weights, a damaged or missing file, an index that points
+        outside the folder, or a dtype that is not supported.
     """
 
     def __init__(self, folder: Path, *, e4m3: bool = False):
@@ -37,16 +49,14 @@ class SafetensorsFolder:
                     continue
                 if name in views:
                     raise CheckpointError(
-                        f"{folder / file_name}: tensor {name!r} is in another file of the folder too"
+                        f"{folder / file_name}: tensor {name!r} is also in another file of the folder"
                     )
                 views[name] = view
         for name, file_name in index.items():
             if name not in views:
-                raise CheckpointError(
-                    f"{folder / file_name}: has no tensor {name!r}, which {INDEX} says it has"
-                )
+                raise CheckpointError(f"{folder / file_name}: has no tensor {name!r}, which {INDEX} lists")
         if not any(name.startswith("model.") for name in views):
-            # A model saved without its head lacks the outer prefix of all names.
+            # A model that was saved without its head has names without the prefix `model.`.
             views = {
                 name if name.startswith("lm_head.") else f"model.{name}": view for name, view in views.items()
             }
@@ -54,12 +64,71 @@ class SafetensorsFolder:
         self.shapes = {name: view.shape for name, view in views.items()}
 
     def read(self, name: str) -> np.ndarray:
-        """A view of the file: nothing is read before its numbers are used."""
+        """Return a view of the memory-mapped file."""
         return self._views[name]
 
 
+class Fp8Tensors:
+    """A `TensorSource` of an e4m3 checkpoint, which also returns the stored values and scales.
+
+    The scale of matrix `name` is the tensor `name` + "_scale".
+
+    Raises:
+      CheckpointError: an e4m3 matrix without a scale.
+    """
+
+    def __init__(self, source: SafetensorsFolder):
+        self._source, self.path = source, source.path
+        self._scales = {name for name in source.shapes if name.endswith(_SCALES)}
+        self.shapes = {name: shape for name, shape in source.shapes.items() if name not in self._scales}
+        for name in self.shapes:
+            if self.is_e4m3(name) and f"{name}_scale" not in self._scales:
+                raise CheckpointError(f"{self.path}: tensor {name!r} is e4m3, but {name}_scale is missing")
+
+    def is_e4m3(self, name: str) -> bool:
+        """Return True if the tensor is stored in e4m3."""
+        return name in self.shapes and self.stored(name).dtype == jnp.float8_e4m3fn
+
+    def stored(self, name: str) -> np.ndarray:
+        """Return the tensor as stored."""
+        return self._source.read(name)
+
+    def row_scale(self, name: str) -> np.ndarray:
+        """Return the scale of each row of a matrix, float32 [rows]. `name` is the name of the scale."""
+        rows = self.shapes[name.removesuffix("_scale")][0]
+        return self._scale(name, rows)
+
+    def kv_scale(self, name: str, heads: int) -> np.ndarray:
+        """Return the factors of the values in an e4m3 KV cache, float32 [heads]; 1 without a scale tensor.
+
+        Older checkpoints have one `kv_scale` for keys and values.
+        """
+        block, _, which = name.rpartition(".")  # ...self_attn, k_scale or v_scale
+        projection = f"{block}.{which[0]}_proj"
+        names = (name, f"{projection}.{which}", f"{projection}.output_scale", f"{block}.kv_scale")
+        known = [found for found in names if found in self._scales]
+        return self._scale(known[0], heads) if known else np.ones(heads, np.float32)
+
+    def read(self, name: str) -> np.ndarray:
+        """Return the tensor, as float32 if it is stored in e4m3, otherwise in its dtype."""
+        values = self.stored(name)
+        return (
+            values.astype(np.float32) * self.row_scale(f"{name}_scale")[:, None]
+            if self.is_e4m3(name)
+            else values
+        )
+
+    def _scale(self, name: str, rows: int) -> np.ndarray:
+        scale = self._source.read(name).astype(np.float32).reshape(-1)
+        if scale.size not in (1, rows):
+            raise CheckpointError(f"{self.path}: {name} has {scale.size} numbers and should have 1 or {rows}")
+        if not (np.isfinite(scale) & (scale > 0)).all():
+            raise CheckpointError(f"{self.path}: {name} is not positive and finite")
+        return np.broadcast_to(scale, rows)
+
+
 def _views(path: Path, dtypes: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Every tensor of a file that the library finds whole."""
+    """Return views of all tensors of a file, after the library has checked the file."""
     try:
         with safe_open(path, framework="np"):
             pass
@@ -68,8 +137,7 @@ def _views(path: Path, dtypes: Mapping[str, Any]) -> dict[str, np.ndarray]:
         raise CheckpointError(
             f"{path}: cut short or damaged, or no safetensors file ({size} bytes): {error}"
         ) from error
-    # The library would copy each tensor, five times slower than arranging it: views of the mapped file are
-    # made here.
+    # The library copies each tensor, which takes five times as long as arranging it. Views avoid the copy.
     data = np.memmap(path, np.uint8, mode="r")
     (header_bytes,) = struct.unpack("<Q", data[:8])
     header = json.loads(data[8 : 8 + header_bytes].tobytes())
@@ -87,7 +155,7 @@ def _views(path: Path, dtypes: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 def _files(folder: Path) -> tuple[list[str], dict[str, str]]:
-    """The safetensors files of a folder, and the index (tensor -> file), empty where there is none."""
+    """Return the safetensors files of a folder, and the index (tensor -> file), empty without an index file."""
     if (folder / INDEX).exists():
         return _indexed(folder)
     found = sorted(path.name for path in folder.glob("*.safetensors"))
@@ -96,16 +164,14 @@ def _files(folder: Path) -> tuple[list[str], dict[str, str]]:
     if len(found) == 1:
         return found, {}
     if found:
-        raise CheckpointError(
-            f"{folder}: {len(found)} safetensors files and no {INDEX} that says which tensor is where"
-        )
+        raise CheckpointError(f"{folder}: {len(found)} safetensors files, but {INDEX} is missing")
     pickles = sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLES)
     if pickles:
         raise CheckpointError(
-            f"{folder}: only pickled weights ({pickles[0]}); reading those can run any code, so they "
-            f"never are: convert to safetensors"
+            f"{folder}: only pickled weights ({pickles[0]}), which could run any code when they are read; "
+            f"convert them to safetensors"
         )
-    raise CheckpointError(f"{folder}: no *.safetensors file in it")
+    raise CheckpointError(f"{folder}: contains no *.safetensors file")
 
 
 def _indexed(folder: Path) -> tuple[list[str], dict[str, str]]:
@@ -116,7 +182,7 @@ def _indexed(folder: Path) -> tuple[list[str], dict[str, str]]:
             f"{path}: weight_map={json.dumps(index)[:80]} is not an object of tensor names and file names"
         )
     for tensor, name in index.items():
-        # Only files of this very folder: an index from elsewhere must not make us read any other.
+        # An index may name only files of its folder, because a checkpoint is not trusted.
         if (
             not isinstance(name, str)
             or "\\" in name
@@ -130,5 +196,5 @@ def _indexed(folder: Path) -> tuple[list[str], dict[str, str]]:
     names = sorted({*index.values()})
     for name in names:
         if not (folder / name).is_file():
-            raise CheckpointError(f"{folder / name}: missing, though {INDEX} names it")
+            raise CheckpointError(f"{folder / name}: missing, but {INDEX} names it")
     return names, index

@@ -127,7 +127,7 @@ def test_a_model_with_a_wide_range_does_not_qualify(tmp_path, capsys):
         == 0
     )
     out = capsys.readouterr().out
-    assert "stories260K: does not qualify for a unified maximum" in out and ": too wide" in out
+    assert "stories260K: does not qualify for a unified max value" in out and ": too wide" in out
     found = read(output, 5)
     assert found.windows == (2, 32) and not found.qualifies and found.layers[0].qualifies
 
@@ -135,7 +135,7 @@ def test_a_model_with_a_wide_range_does_not_qualify(tmp_path, capsys):
 def test_the_command_writes_beside_the_model_and_an_engine_reads_it(model, tmp_path, capsys, caplog):
     np.save(tmp_path / "ids.npy", np.arange(96).reshape(3, 32))
     assert main([str(model), "--tokens", str(tmp_path / "ids.npy"), "--windows", "2"]) == 0
-    assert "tiny: qualifies for a unified maximum" in capsys.readouterr().out
+    assert "tiny: qualifies for a unified max value" in capsys.readouterr().out
     written = read(path_beside(model), 2)
     assert written.windows == (2, 32)
 
@@ -263,7 +263,8 @@ def test_where_nothing_can_be_written_no_model_runs(tmp_path, capsys, monkeypatc
 def test_of_no_tokens_nothing_is_found(shape):
     checkpoint = open_checkpoint(str(paths.MODELS / "stories260K"))
     with pytest.raises(
-        ConfigError, match=r"windows=\[\d, \d+\] is not supported: token ids .*, at least one of each"
+        ConfigError,
+        match=r"windows=\[\d, \d+\] is not supported: token ids .*, at least one window and one token",
     ):
         softmax_range("stories", checkpoint.model_config, {}, np.zeros(shape, np.int32))
 

@@ -84,7 +84,7 @@ def test_convert_brings_the_tokenizer_and_the_settings(
     assert main(["convert", str(target), str(tmp_path / "again")]) == 1
     assert main(["convert", "no-such-model", str(tmp_path / "again")]) == 1
     assert not (tmp_path / "again").exists()
-    assert "is there already" in capsys.readouterr().err
+    assert "exists; convert" in capsys.readouterr().err
     (tmp_path / "file").touch()
     assert main(["convert", str(source), str(tmp_path / "file" / "converted")]) == 1
     assert "Not a directory" in capsys.readouterr().err
@@ -143,7 +143,7 @@ def test_a_damaged_converted_checkpoint_is_named(tmp_path: Path) -> None:
         key=lambda path: path.stat().st_size,
     )
     data.write_bytes(data.read_bytes()[:100])
-    refused(r"layer_00001: cannot be restored")
+    refused(r"layer_00001: cannot be read")
     gc.collect()
     shutil.rmtree(target / "layer_00001")
     refused(r"layer_00001: missing")

@@ -9,7 +9,7 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
-from jaxflow.model.checkpoints.gguf_tensors import TYPES
+from jaxflow.model.checkpoints.gguf_file import TYPES
 
 
 def f16(block: bytes, at: int) -> float:
