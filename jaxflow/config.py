@@ -1,18 +1,18 @@
-"""What to run (`ModelConfig`: the architecture) and how to run it (`EngineConfig`). Both are frozen data.
+"""Frozen configurations: `ModelConfig` is an architecture, `EngineConfig` holds the settings of an engine.
 
-Nothing here touches JAX or a file: `jaxflow.model.architectures.hf_config` reads a checkpoint's `config.json` into a
-`ModelConfig`, the command lines and `jaxflow.LLM` fill an `EngineConfig`.
+This module imports no JAX and reads no file. `jaxflow.model.architectures.hf_config` reads `config.json` into a
+`ModelConfig`. The command lines and `jaxflow.LLM` make an `EngineConfig`.
 """
 
 import dataclasses
 import math
-from typing import Literal
+from typing import Any, Literal
 
 Activation = Literal["silu", "gelu_tanh", "relu"]
 
 
 class ConfigError(ValueError):
-    """A setting that cannot work. The message names the field, the value and what would be accepted."""
+    """A setting that is not supported. The message names the field, the value and the accepted values."""
 
     def __init__(self, field: str, value: object, accepted: str):
         self.field, self.value, self.accepted = field, value, accepted
@@ -21,7 +21,7 @@ class ConfigError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding of one layer; `scaling` is `default`, `linear` or `llama3`."""
+    """Rotary position embedding of one layer. `scaling` is `default`, `linear` or `llama3`."""
 
     theta: float
     scaling: Literal["default", "linear", "llama3"] = "default"
@@ -33,18 +33,20 @@ class Rope:
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """What one layer has that its neighbours may not."""
+    """Settings that may differ between the layers of a model."""
 
-    window: int | None = None  # a query sees itself and the window - 1 keys before it; None: all
-    rope: Rope | None = None  # None: learned positions, or none
+    window: int | None = (
+        None  # attention covers the token and the window - 1 tokens before it; None: full attention
+    )
+    rope: Rope | None = None  # None: learned positions, or no positions
     experts: bool = False  # a mixture of experts instead of a dense MLP
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """The architecture of one decoder-only transformer; every family is a setting of these fields.
+    """The architecture of one decoder-only transformer.
 
-    Letters as in the design: D `hidden_size`, N `num_heads`, K `num_kv_heads`, H `head_dim`,
+    Letters of array shapes: D `hidden_size`, N `num_heads`, K `num_kv_heads`, H `head_dim`,
     F `intermediate_size`, V `vocab_size`, L `num_layers`.
     """
 
@@ -56,18 +58,18 @@ class ModelConfig:
     head_dim: int
     intermediate_size: int
     layers: tuple[Layer, ...]
-    max_position: int  # the longest context the checkpoint was made for
+    max_position: int  # context length in tokens that the checkpoint was trained for
     activation: Activation = "silu"
     gated_mlp: bool = True
     norm: Literal["rms_norm", "layer_norm"] = "rms_norm"
     norm_eps: float = 1e-5
     norm_weight_offset: float = 0.0  # Gemma scales by 1 + w
-    post_norms: bool = False  # norms after attention and after the MLP, before the residual is added
+    post_norms: bool = False  # norms after attention and after the MLP, before the residual add
     qkv_bias: bool = False
     out_proj_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    learned_position_offset: int | None = None  # OPT: row of position 0 in its position table
+    learned_position_offset: int | None = None  # OPT: row of position 0 in the position table
     attention_scale: float | None = None  # None: 1 / sqrt(H)
     attention_soft_cap: float | None = None
     logits_soft_cap: float | None = None
@@ -82,32 +84,30 @@ class ModelConfig:
 
     @property
     def num_layers(self) -> int:
+        """Return L, the number of layers."""
         return len(self.layers)
 
     @property
     def scale(self) -> float:
-        """What q·k is multiplied by."""
+        """Return the factor of q·k in attention."""
         return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The distinct windows of the layers, full attention first: the layer groups of the page table (axis
-        G).
-        """
+        """Return the distinct attention windows of the layers, full attention first."""
         return tuple(sorted({layer.window for layer in self.layers}, key=lambda w: (w is not None, w or 0)))
 
     @property
     def gate_block(self) -> int:
-        """Rows of gate, then rows of up, alternate in blocks of this many in the fused `up_gate` weight.
+        """Return the block size of the fused `up_gate` weight, where blocks of gate rows and up rows alternate.
 
-        A power of two, at most 64, such that 8 tensor-parallel shards still cut between blocks wherever F
-        allows it.
+        The size is a power of two, at most 64. 8 tensor-parallel shards end at a block border if F allows it.
         """
         return gate_block(self.intermediate_size)
 
 
 def gate_block(intermediate_size: int) -> int:
-    """The block of `ModelConfig.gate_block` for an MLP width F."""
+    """Return `ModelConfig.gate_block` for an MLP width F."""
     power_of_two = intermediate_size & -intermediate_size
     return max(1, min(64, power_of_two // 8))
 
@@ -133,7 +133,7 @@ class ParallelConfig:
                 raise ConfigError(field, size, "1, the only size that engines run today")
 
 
-# The settings of `kv_cache_dtype`, and the array dtype each stands for; auto is the model's.
+# Array dtype of each value of `kv_cache_dtype`. None: the dtype of the model.
 KV_DTYPES = {
     "auto": None,
     "bfloat16": "bfloat16",
@@ -145,49 +145,98 @@ KV_DTYPES = {
 }
 
 
+def _setting(default: Any, text: str) -> Any:
+    """Return a dataclass field with its help text, which the command lines show."""
+    return dataclasses.field(default=default, metadata={"help": text})
+
+
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
-    """How to run a model. Names and meanings are those of vLLM where it has them.
+    """The settings of an engine. Fields that vLLM has carry vLLM's names and meanings.
 
     Raises:
-      ConfigError: for a value no engine could run with, naming the field.
+      ConfigError: a value that no engine can run with. The error names the field.
     """
 
-    model: str
-    tokenizer: str | None = None  # None: the model's own
-    dtype: str = "auto"  # auto: bfloat16 on a GPU, float32 on CPU
-    load_format: str = "auto"  # auto or dummy
-    quantization: str | None = (
-        None  # fp8: e4m3 products; int4: weights of 4 bits; from any checkpoint; None: as the checkpoint is
+    model: str = _setting(
+        dataclasses.MISSING,
+        "Model to run: a folder with config.json and safetensors, a .gguf file, a converted checkpoint, a hub "
+        "id, or the name of a shipped config.",
     )
-    kv_cache_dtype: str = "auto"
-    block_size: int = 64  # tokens a page; attention's kernels take no other number
-    tensor_parallel_size: int = 1
-    max_model_len: int | None = None  # None: what the checkpoint was made for
-    max_num_batched_tokens: int | None = (
-        None  # the dense batch of a step; None: 2048 on a GPU but for some models, 256 on CPU
+    tokenizer: str | None = _setting(None, "Folder or .gguf file of the tokenizer. Default: the model's.")
+    dtype: str = _setting(
+        "auto",
+        "dtype of weights and activations: bfloat16, float32, or auto (bfloat16 on a GPU, float32 on CPU).",
     )
-    step_sizes: str | None = (
-        # "256,512": tokens of the steps compiled below that batch; None: powers of two, and what pads little
-        None
+    load_format: str = _setting(
+        "auto",
+        "auto: load the weights of the checkpoint. dummy: random weights, which need only config.json.",
     )
-    max_num_seqs: int | None = None  # running sequences; None: 512 on a GPU, 8 on CPU
-    max_waiting: int = 4096  # requests waiting at most; one more is refused
-    gpu_memory_utilization: float = 0.9
-    num_kv_pages: int | None = None  # None: as memory allows
-    enable_prefix_caching: bool = True
-    kv_offloading_size: float = 0.0  # GiB of host memory for KV pages; 0: none leave the device
-    kv_disk_path: str | None = None  # a folder for KV pages that survive the process; None: none
-    kv_disk_size: float | None = None  # GiB of files there, with kv_disk_path only
-    seed: int = 0
-    calibration: str | None = (
-        None  # a file of jaxflow.model.checkpoints.calibrate; None: the one beside the model, if there is one; "": none
+    quantization: str | None = _setting(
+        None,
+        "Quantization at load: fp8 (e4m3 weights and activations) or int4 (weights in groups of 64). Default: "
+        "the format of the checkpoint.",
     )
-    # auto: searched where that is sure to gain; sequential, searched, a plan file or a folder of them
-    plan: str = "auto"
-    # auto: by the device; reference; mosaic or triton, refused where they have no attention for this
-    kernels: str = "auto"
-    compilation_cache_dir: str | None = None  # None: ~/.cache/jaxflow/compiled; "": none
+    kv_cache_dtype: str = _setting(
+        "auto",
+        "dtype of the KV cache: auto (the dtype of the model), bfloat16, float32, fp8 (e4m3, with the scales of "
+        "the checkpoint or 1) or int8.",
+    )
+    block_size: int = _setting(
+        64,
+        "Tokens in a page of the KV cache. GPU attention kernels need 64; other sizes run the slower reference "
+        "implementation.",
+    )
+    tensor_parallel_size: int = _setting(1, "Number of devices that the model is sharded over.")
+    max_model_len: int | None = _setting(
+        None, "Longest sequence in tokens, prompt and output together. Default: the limit of the model."
+    )
+    max_num_batched_tokens: int | None = _setting(
+        None,
+        "Most tokens of a step. Default: 2048 on a GPU, or less for models where a smaller step is faster; 256 "
+        "on CPU.",
+    )
+    step_sizes: str | None = _setting(
+        None,
+        "Sizes in tokens of the smaller compiled steps, as 256,512. Fewer sizes start faster and pad more. "
+        "Default: powers of two and a few sizes between.",
+    )
+    max_num_seqs: int | None = _setting(
+        None, "Most sequences that run at the same time. Default: 512 on a GPU, 8 on CPU."
+    )
+    max_waiting: int = _setting(4096, "Most requests in the waiting queue. Further requests are refused.")
+    gpu_memory_utilization: float = _setting(0.9, "Fraction of the device memory that the engine uses.")
+    num_kv_pages: int | None = _setting(None, "Pages of the KV cache. Default: as many as fit the memory.")
+    enable_prefix_caching: bool = _setting(True, "Share the KV of equal prompt prefixes between requests.")
+    kv_offloading_size: float = _setting(
+        0.0,
+        "GiB of host memory for KV pages of evicted prefixes and pre-empted requests. 0: no KV offloading.",
+    )
+    kv_disk_path: str | None = _setting(
+        None,
+        "Folder of the disk tier, which keeps KV pages across restarts. Servers must not share a folder.",
+    )
+    kv_disk_size: float | None = _setting(None, "Most GiB of KV pages in --kv_disk_path.")
+    seed: int = _setting(0, "Seed of dummy weights, and of requests without a seed.")
+    calibration: str | None = _setting(
+        None,
+        "File of `python -m jaxflow.model.checkpoints.calibrate`. Default: the file next to the model, if it "
+        "exists. Empty: no calibration.",
+    )
+    plan: str = _setting(
+        "auto",
+        "Plans of the steps: sequential, searched (the shipped plans for this model and device), a plan file or "
+        "a folder of plans. auto: searched where a plan is certain to be faster, else sequential.",
+    )
+    kernels: str = _setting(
+        "auto",
+        "Kernels: reference (XLA), mosaic (Hopper), triton (other NVIDIA GPUs, with the extra triton), or auto "
+        "(by device). A kernel set without attention for the model is refused.",
+    )
+    compilation_cache_dir: str | None = _setting(
+        None,
+        "Folder of compiled and lowered programs. Default: ~/.cache/jaxflow/compiled. Empty: no cache.",
+    )
 
     @property
     def parallel(self) -> ParallelConfig:
@@ -205,7 +254,7 @@ class EngineConfig:
         check(
             "quantization",
             self.quantization in (None, "fp8", "int4"),
-            "fp8, int4, or unset for what the checkpoint is",
+            "fp8, int4, or unset for the format of the checkpoint",
         )
         check("kv_cache_dtype", self.kv_cache_dtype in KV_DTYPES, ", ".join(KV_DTYPES))
         check("block_size", 1 <= self.block_size <= 1024, "1 to 1024 tokens a page")
@@ -222,7 +271,7 @@ class EngineConfig:
         check(
             "step_sizes",
             all(one.isdecimal() and int(one) for one in sizes),
-            "numbers of tokens, like 256,512",
+            "numbers of tokens, as 256,512",
         )
         check("max_num_seqs", self.max_num_seqs is None or self.max_num_seqs <= 4096, "at most 4096")
         check("max_waiting", self.max_waiting >= 1, "a positive number")
@@ -231,15 +280,18 @@ class EngineConfig:
         size = self.kv_offloading_size
         check("kv_offloading_size", math.isfinite(size) and size >= 0, "GiB of host memory, or 0")
         size, disk = self.kv_disk_size, self.kv_disk_path is not None
-        check(
-            "kv_disk_path", self.kv_disk_path != "", "a folder, or unset"
-        )  # an empty path would be the working directory
+        # An empty path would mean the working directory.
+        check("kv_disk_path", self.kv_disk_path != "", "a folder, or unset")
         check(
             "kv_disk_path",
             not disk or self.kv_offloading_size > 0,
-            "unset without kv_offloading_size: pages pass the host's memory",
+            "unset without kv_offloading_size, because pages go to disk through host memory",
         )
-        check("kv_disk_size", disk == (size is not None), "GiB of files with kv_disk_path, and only with it")
+        check(
+            "kv_disk_size",
+            disk == (size is not None),
+            "GiB of files together with kv_disk_path, unset without kv_disk_path",
+        )
         check("kv_disk_size", size is None or (math.isfinite(size) and size > 0), "a positive number of GiB")
         check(
             "kernels",

@@ -227,4 +227,6 @@ def log(text: str) -> None:
 if __name__ == "__main__":
     jaxflow.cli.engine_flags.define_engine_flags()
     flags.adopt_module_key_flags(jaxflow.cli.engine_flags)
+    if problem := jaxflow.cli.engine_flags.removed_flag(sys.argv):
+        sys.exit(f"error: {problem}")
     run_command(main)

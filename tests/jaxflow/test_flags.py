@@ -1,4 +1,4 @@
-"""The engine's settings on a command line."""
+"""Test the command-line flags of EngineConfig."""
 
 import dataclasses
 
@@ -15,7 +15,7 @@ DEFINE = {
 
 @pytest.fixture
 def parse(monkeypatch):
-    """Parses a command line into flags of its own; returns the settings."""
+    """Return a function that parses a command line into separate flags and returns the settings."""
 
     def parse(*arguments, model=None):
         values = flags.FlagValues()
@@ -35,17 +35,17 @@ def parse(monkeypatch):
     return parse
 
 
-def test_nothing_said_is_the_default(parse):
+def test_defaults_are_those_of_engine_config(parse):
     assert parse("--model=m") == EngineConfig(model="m")
     assert parse(model="embedded") == EngineConfig(model="embedded")
 
 
-def test_a_model_must_be_named(parse):
+def test_model_is_required(parse):
     with pytest.raises(flags.IllegalFlagValueError, match="--model"):
         parse()
 
 
-def test_every_setting_has_a_flag_of_its_name(parse):
+def test_every_field_has_a_flag(parse):
     given = EngineConfig(
         model="m",
         tokenizer="t",
@@ -88,12 +88,24 @@ def test_every_setting_has_a_flag_of_its_name(parse):
         ("--block_size=0", "block_size"),
     ],
 )
-def test_a_value_that_cannot_be_names_its_flag(parse, flag, field):
+def test_an_invalid_value_names_its_field(parse, flag, field):
     with pytest.raises(ConfigError) as caught:
         parse("--model=m", flag)
     assert caught.value.field == field
 
 
-def test_a_value_that_is_no_number(parse):
+def test_a_value_that_is_not_a_number(parse):
     with pytest.raises(flags.IllegalFlagValueError, match="block_size"):
         parse("--model=m", "--block_size=many")
+
+
+def test_every_field_has_one_sentence_of_help():
+    for field in dataclasses.fields(EngineConfig):
+        assert field.metadata["help"].endswith("."), field.name
+
+
+def test_a_removed_flag_names_its_replacement():
+    for argument in ("--scheduling_policy=hybrid", "--chunk_size", "-chunk_size=64"):
+        name = argument.lstrip("-").partition("=")[0]
+        with pytest.raises(flags.Error, match=f"flag --{name} was removed: .*(sweep|max_num_batched_tokens)"):
+            engine_flags.parse(["program", argument])
