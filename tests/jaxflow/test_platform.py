@@ -17,7 +17,7 @@ print(jax.devices()[0].platform)
 """
 
 
-def test_without_a_gpu_the_plugin_that_tests_compile_with_stays_silent():
+def test_without_a_gpu_the_cuda_plugin_logs_nothing():
     environ = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], cwd=paths.ROOT, env=environ, capture_output=True, text=True

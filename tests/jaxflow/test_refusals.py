@@ -256,7 +256,7 @@ def test_a_model_without_a_tokenizer(tmp_path):
             llm.chat([{"role": "user", "content": "words"}], use_tqdm=False)
 
 
-def test_what_the_pages_cannot_hold_is_refused_before_any_runs():
+def test_a_request_larger_than_the_kv_pages_is_refused():
     """The prompt fits the context, and does not fit two pages of KV."""
     with LLM(str(paths.MODELS / "tiny-llama"), **(SMALL | {"num_kv_pages": 2})) as llm:
         with pytest.raises(InvalidRequest) as caught:

@@ -101,7 +101,7 @@ CASES = (
 )
 
 
-def test_each_is_refused_with_its_status_and_its_field():
+def test_bad_requests_get_their_status_and_field():
     async def scenario():
         llm = FakeLLM(chat_template=TEMPLATE)
         async with (
@@ -148,7 +148,7 @@ def test_a_message_that_is_only_small_when_compressed_is_too_large():
         ({"chat_template": None}, chat("user"), "chat template"),
     ],
 )
-def test_what_the_model_lacks_is_a_failed_precondition(llm, request_, says):
+def test_missing_tokenizer_or_template_is_failed_precondition(llm, request_, says):
     async def scenario():
         async with serving(FakeLLM(**llm)) as (server, fake), stubs_of(server) as (generate, _, _):
             error = await failure(generate.Generate(request_))
@@ -177,7 +177,7 @@ def test_a_model_without_a_tokenizer_answers_token_ids():
     asyncio.run(scenario())
 
 
-def test_the_tokenizers_calls_refuse_too():
+def test_tokenize_and_detokenize_refuse_bad_requests():
     async def scenario():
         async with serving() as (server, _), stubs_of(server) as (generate, _, admin):
             for call, code, field in (

@@ -127,7 +127,7 @@ def test_serve_ask_and_end(tmp_path):
         assert len(told) == 1 and told[0].endswith("kernels: reference, for every op")
 
 
-def test_an_interrupt_while_loading_ends_it_too():
+def test_an_interrupt_while_loading_ends_the_server():
     with process("--model", MODEL, *SMALL) as server:
         assert "loading the model" in server.stdout.readline()
         server.send_signal(signal.SIGINT)
@@ -179,13 +179,13 @@ def test_help_reads_well(module, says):
         ("--timeout_s=nan", "a number of seconds"),
     ],
 )
-def test_what_the_client_cannot_send_names_the_flag(flag, accepted):
+def test_a_value_that_the_client_cannot_send_names_the_flag(flag, accepted):
     done = run("serving.client", flag, "hi")
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert flag.partition("=")[0] in done.stderr and accepted in done.stderr
 
 
-def test_a_prompt_that_is_no_text_is_one_line():
+def test_a_prompt_that_is_not_utf8_is_one_line():
     async def scenario():
         async with serving(FakeLLM()) as (server, _):
             command = [sys.executable, "-m", "serving.client", f"--target=127.0.0.1:{server.port}"]
@@ -212,7 +212,7 @@ def test_a_prompt_that_is_no_text_is_one_line():
     asyncio.run(scenario())
 
 
-def test_a_gone_reader_of_the_answer_is_no_error():
+def test_a_closed_standard_output_is_no_error():
     async def scenario():
         async with serving(FakeLLM()) as (server, _):
             command = [

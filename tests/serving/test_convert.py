@@ -12,11 +12,11 @@ from serving.grpc import convert
 from serving.grpc import generate_pb2 as pb
 
 
-def test_nothing_set_means_the_defaults_of_the_proto():
+def test_unset_fields_take_the_defaults_of_the_proto():
     assert convert.sampling_params(pb.SamplingParams(), {}) == SamplingParams(max_tokens=None)
 
 
-def test_the_checkpoint_fills_what_is_unset_and_only_that():
+def test_the_generation_config_fills_only_unset_fields():
     defaults = convert.sampling_defaults(
         {"temperature": 0.5, "top_k": 40, "top_p": None, "do_sample": True, "eos_token_id": 2}
     )
@@ -26,7 +26,7 @@ def test_the_checkpoint_fills_what_is_unset_and_only_that():
 
 
 @pytest.mark.parametrize("config", [{"temperature": -1.0}, {"top_p": 0.0}, {"temperature": "hot"}])
-def test_a_generation_config_nobody_could_be_served_with_is_found_at_the_start(config):
+def test_an_invalid_generation_config_is_refused_at_start(config):
     with pytest.raises(ConfigError, match="generation_config"):
         convert.sampling_defaults(config)
 
@@ -97,7 +97,7 @@ def test_a_refused_field_is_named_by_its_path(refused, path):
 
 
 @pytest.mark.parametrize("settings", [{"top_p": math.nan}, {"logit_bias": {3: math.inf}}, {"n": 65}])
-def test_what_cannot_be_served_is_refused(settings):
+def test_invalid_sampling_is_refused(settings):
     with pytest.raises(InvalidRequest) as refused:
         convert.sampling_params(pb.SamplingParams(**settings), {})
     assert refused.value.field.startswith(next(iter(settings)))

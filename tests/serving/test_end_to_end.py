@@ -15,7 +15,7 @@ from harness import client_of, read, serving, stubs_of
 from hurry import OFTEN, compiled_with
 from hypothesis import given, settings
 
-from jaxflow import LLM
+from jaxflow import LLM, SamplingParams
 from serving.client import Client, RequestFailed
 from serving.grpc import generate_pb2 as pb
 from serving.grpc.server import Server
@@ -95,6 +95,31 @@ def test_many_callers_at_once_stream_the_golden_texts(llm):
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("include", [False, True])
+def test_a_stop_string_cuts_the_text_and_keeps_the_tokens(llm, include):
+    """As in vLLM, `token_ids` end with the token that completes the stop string. Python and gRPC agree."""
+    prompt = next(prompt for prompt in PROMPTS if prompt["text"])
+    words = prompt["greedy_text"].split(" ")
+    stop = " ".join(words[3:5])[:-1]  # ends within a word
+
+    async def ask():
+        async with serving(llm) as (server, _), client_of(server) as client:
+            settings = greedy(prompt) | {"stop": stop, "include_stop_string": include}
+            return await client.generate(prompt["prompt_ids"], **settings).read_all()
+
+    answer = asyncio.run(ask())
+    params = SamplingParams(**greedy(prompt), stop=stop, include_stop_str_in_output=include)
+    [output] = llm.generate([prompt["prompt_ids"]], params, use_tqdm=False)
+    [sequence] = output.outputs
+    before = prompt["greedy_text"].partition(stop)[0]
+    assert answer.text == sequence.text == (before + stop if include else before)
+    assert answer.token_ids[0] == list(sequence.token_ids)
+    tokens = len(sequence.token_ids)
+    assert list(sequence.token_ids) == prompt["greedy_ids"][:tokens]
+    assert stop in llm.tokenizer.decode(prompt["prompt_ids"] + prompt["greedy_ids"][:tokens])
+    assert stop not in llm.tokenizer.decode(prompt["prompt_ids"] + prompt["greedy_ids"][: tokens - 1])
+
+
 def test_logprobs_arrive_with_their_text(llm):
     async def scenario():
         async with serving(llm) as (server, _), client_of(server) as client:
@@ -135,7 +160,7 @@ def test_the_reported_seed_draws_the_same_answer(llm):
     asyncio.run(scenario())
 
 
-def test_any_requests_side_by_side(llm):
+def test_any_concurrent_requests(llm):
     """Whatever is asked at once, of the real engine: it is served or refused by name, and leaves nothing
     behind.
     """

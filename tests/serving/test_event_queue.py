@@ -13,7 +13,7 @@ def delta(request_id: str, *tokens: int) -> Delta:
     return Delta(request_id, 0, tokens)
 
 
-def test_a_step_wakes_the_loop_once_however_many_streams_it_has_tokens_for():
+def test_a_step_wakes_the_event_loop_once():
     async def scenario():
         loop = asyncio.get_running_loop()
         wakeups = 0
@@ -39,7 +39,7 @@ def test_a_step_wakes_the_loop_once_however_many_streams_it_has_tokens_for():
     asyncio.run(scenario())
 
 
-def test_a_disconnected_stream_hears_nothing_more():
+def test_a_disconnected_queue_gets_no_events():
     async def scenario():
         board = EventRouter(asyncio.get_running_loop())
         gone, there = EventQueue(100, lambda: None), EventQueue(100, lambda: None)

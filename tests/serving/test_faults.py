@@ -242,7 +242,7 @@ def test_a_full_queue_says_when_to_come_back():
     asyncio.run(scenario())
 
 
-def test_one_requests_fault_is_its_own_and_its_id_is_in_the_log(caplog):
+def test_a_fault_ends_one_request_and_its_id_is_in_the_log(caplog):
     async def scenario():
         async with (
             serving() as (server, llm),
@@ -267,7 +267,7 @@ def test_one_requests_fault_is_its_own_and_its_id_is_in_the_log(caplog):
 
 
 @pytest.mark.parametrize("broken", ["submit", "stats", "request", "tokenizer.encode", "model_config"])
-def test_no_fault_of_ours_is_unknown(broken, caplog):
+def test_server_faults_are_never_unknown(broken, caplog):
     """Whatever part raises: the callers see INTERNAL with an id, never the exception."""
 
     async def scenario():
@@ -331,7 +331,7 @@ def test_draining_lets_the_running_finish_and_refuses_the_new():
     asyncio.run(scenario())
 
 
-def test_what_outlasts_a_drain_is_aborted_and_told_so():
+def test_requests_that_outlast_a_drain_are_aborted():
     async def scenario():
         async with serving() as (server, llm), client_of(server) as client:
             llm.driver.gate.clear()
@@ -344,7 +344,7 @@ def test_what_outlasts_a_drain_is_aborted_and_told_so():
     asyncio.run(scenario())
 
 
-def test_a_dead_engine_is_told_to_probes():
+def test_health_reports_a_dead_engine():
     async def scenario():
         async with serving() as (server, llm), client_of(server) as client:
             await client.wait_until_ready(5.0)

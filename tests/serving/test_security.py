@@ -31,7 +31,7 @@ UNAUTHENTICATED = grpc.StatusCode.UNAUTHENTICATED
         (("authorization", "Bearer wrong"), ("authorization", "Bearer first-token")),
     ],
 )
-def test_without_a_token_nothing_is_served(metadata):
+def test_calls_without_a_token_are_refused(metadata):
     async def scenario():
         async with serving(auth_tokens=TOKENS) as (server, llm), stubs_of(server) as (generate, model, admin):
             for call, request in (
@@ -59,7 +59,7 @@ def test_without_a_token_nothing_is_served(metadata):
 
 
 @pytest.mark.parametrize("token", TOKENS)
-def test_any_of_the_tokens_is_good_for_everything(token):
+def test_each_token_opens_every_service(token):
     async def scenario():
         async with (
             serving(auth_tokens=TOKENS) as (server, _),
@@ -143,7 +143,7 @@ def test_certificates_that_cannot_be_used_are_named(tmp_path):
             asyncio.run(start(**files))
 
 
-def test_the_server_is_on_the_loopback_unless_told_otherwise():
+def test_the_default_address_is_the_loopback():
     assert (ServerConfig().host, ServerConfig().admin_host) == ("127.0.0.1", "127.0.0.1")
     assert warnings(ServerConfig()) == []
     assert any("--auth_token_file" in line for line in warnings(ServerConfig(host="0.0.0.0")))
@@ -165,7 +165,7 @@ def test_a_port_in_use_is_found_at_the_start(which):
     asyncio.run(scenario())
 
 
-def test_an_address_that_is_none_of_ours():
+def test_an_address_of_another_machine_is_refused():
     async def start(host):
         await Server(ServerConfig(host=host, port=0, admin_port=0)).start()
 
@@ -174,7 +174,7 @@ def test_an_address_that_is_none_of_ours():
             asyncio.run(start(host))
 
 
-def test_ipv6_too():
+def test_ipv6():
     async def scenario():
         server = Server(ServerConfig(host="::1", port=0, admin_port=0))
         await server.start()

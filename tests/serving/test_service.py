@@ -17,7 +17,7 @@ from serving.grpc.server import Server, ServerConfig
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 
 
-def test_a_text_is_answered_as_it_comes():
+def test_the_answer_to_a_text_streams():
     async def scenario():
         async with serving() as (server, llm), client_of(server) as client:
             ids = llm.tokenizer.encode("Once upon a time there was")
@@ -37,7 +37,7 @@ def test_a_text_is_answered_as_it_comes():
 
 
 @pytest.mark.parametrize(("given", "meant"), [("girl", ("girl",)), (["girl", "boy"], ("girl", "boy"))])
-def test_one_stop_string_is_not_one_for_each_of_its_characters(given, meant):
+def test_a_single_stop_string_is_not_split_into_characters(given, meant):
     async def scenario():
         async with serving() as (server, llm), client_of(server) as client:
             await client.generate("Once upon a time", max_tokens=2, stop=given).read_all()
@@ -72,7 +72,7 @@ def test_the_stream_is_started_then_deltas_then_a_finished_for_each_sequence():
     asyncio.run(scenario())
 
 
-def test_what_the_caller_asks_reaches_the_engine():
+def test_every_request_field_reaches_the_engine():
     async def scenario():
         llm = FakeLLM(generation_config={"temperature": 0.25, "top_k": 9})
         async with serving(llm) as (server, _), client_of(server) as client:

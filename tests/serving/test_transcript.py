@@ -115,7 +115,7 @@ def test_a_stop_token_is_in_the_ids_and_not_in_the_text(data, answer):
     assert messages[-1].finished.stop_token_id == stop
 
 
-def test_a_token_that_could_have_stopped_but_did_not_is_text():
+def test_a_stop_token_that_did_not_stop_is_text():
     """The end token was the last allowed token: min_tokens, or the engine, did not stop there."""
     word = TOKENIZER.encode("girl", add_special_tokens=False)
     subject = transcript(stop_token_ids=(word[-1],))

@@ -56,7 +56,7 @@ def first_layer_scores(config, weights, window):
 
 
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-gemma2", "tiny-mistral"])
-def test_what_is_found(name):
+def test_score_ranges_equal_a_direct_computation(name):
     """Grouped heads, windows, soft caps: the layer's extremes to a step of the counting."""
     checkpoint, weights = opened(name)
     config = checkpoint.model_config
@@ -83,13 +83,13 @@ def test_what_is_found(name):
         ((-20.0, 70.0, -10.0, 75.0), False),  # rows too far apart
     ],
 )
-def test_who_qualifies(found, qualifies):
+def test_qualification_depends_on_the_range(found, qualifies):
     layer = layer_range(*found)
     assert layer.qualifies == qualifies and layer.bound == BOUND
     assert layer.row_low < layer.phi < layer.row_high
 
 
-def test_scores_that_are_too_wide_are_seen():
+def test_a_wide_range_of_scores_is_detected():
     checkpoint, weights = opened("tiny-opt")
     windows = np.arange(64, dtype=np.int32).reshape(2, 32)
     assert softmax_range("opt", checkpoint.model_config, weights, windows).qualifies
@@ -132,7 +132,7 @@ def test_a_model_with_a_wide_range_does_not_qualify(tmp_path, capsys):
     assert found.windows == (2, 32) and not found.qualifies and found.layers[0].qualifies
 
 
-def test_the_command_writes_beside_the_model_and_an_engine_reads_it(model, tmp_path, capsys, caplog):
+def test_the_command_writes_next_to_the_model_and_an_engine_reads_the_file(model, tmp_path, capsys, caplog):
     np.save(tmp_path / "ids.npy", np.arange(96).reshape(3, 32))
     assert main([str(model), "--tokens", str(tmp_path / "ids.npy"), "--windows", "2"]) == 0
     assert "tiny: qualifies for a unified max value" in capsys.readouterr().out
@@ -238,7 +238,7 @@ def test_a_command_that_cannot_work(tmp_path, capsys, arguments, message):
     assert message in capsys.readouterr().err and not output.exists()
 
 
-def test_where_nothing_can_be_written_no_model_runs(tmp_path, capsys, monkeypatch):
+def test_an_unwritable_output_is_refused_before_the_model_runs(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(calibrate, "softmax_range", lambda *_, **__: pytest.fail("the model ran"))
     np.save(tmp_path / "tokens.npy", np.ones((1, 4), np.int64))
     for output in (tmp_path / "none" / "x.json", tmp_path):
@@ -260,7 +260,7 @@ def test_where_nothing_can_be_written_no_model_runs(tmp_path, capsys, monkeypatc
 
 
 @pytest.mark.parametrize("shape", [(0, 32), (2, 0)])
-def test_of_no_tokens_nothing_is_found(shape):
+def test_empty_windows_are_refused(shape):
     checkpoint = open_checkpoint(str(paths.MODELS / "stories260K"))
     with pytest.raises(
         ConfigError,

@@ -50,7 +50,7 @@ def test_a_vocabulary_padded_further_gets_zeros(folder: Callable[..., Path], tmp
         )
 
 
-def test_an_mlp_of_8_bits_gets_zeros_that_are_not_stored(folder: Callable[..., Path], tmp_path: Path) -> None:
+def test_an_8_bit_mlp_is_padded_with_zeros(folder: Callable[..., Path], tmp_path: Path) -> None:
     def widen(tensors: dict[str, np.ndarray]) -> None:
         for name in [name for name in tensors if ".mlp." in name]:
             axis = int("down" in name)

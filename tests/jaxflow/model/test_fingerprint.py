@@ -42,7 +42,7 @@ def test_a_file_written_again_is_another_model(folder):
     assert of(folder) != before
 
 
-def test_dummy_weights_are_their_architecture_and_seed(folder):
+def test_dummy_fingerprint_depends_on_architecture_and_seed(folder):
     dummy = of(folder, load_format="dummy")
     assert dummy == of(folder, load_format="dummy") and len({dummy, of(folder, 1, "dummy"), of(folder)}) == 3
     checkpoint = open_checkpoint(str(folder), load_format="dummy")
@@ -62,7 +62,7 @@ def test_dummy_weights_are_their_architecture_and_seed(folder):
         {"tensor_parallel_size": 2},
     ],
 )
-def test_kv_is_another_under_other_settings(folder, change):
+def test_kv_fingerprint_depends_on_the_settings(folder, change):
     checkpoint = open_checkpoint(str(folder))
     config = EngineConfig(str(folder), dtype="float32", kv_cache_dtype="float32")
     same = dataclasses.replace(config, max_num_seqs=3, num_kv_pages=7, enable_prefix_caching=False)
@@ -72,5 +72,5 @@ def test_kv_is_another_under_other_settings(folder, change):
     )
 
 
-def test_a_single_file_has_one_too(smollm2_gguf):
+def test_a_single_file_has_a_fingerprint(smollm2_gguf):
     assert len({of(smollm2_gguf), of(smollm2_gguf)}) == 1

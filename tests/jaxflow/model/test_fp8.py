@@ -121,7 +121,7 @@ def test_quantised_on_load(name: str) -> None:
 
 
 @pytest.mark.parametrize("tp", [2, 4])
-def test_shards_are_cuts_of_the_whole(tp: int) -> None:
+def test_shards_are_slices_of_the_full_array(tp: int) -> None:
     """A row's scale is of the whole row, however many devices share it; with more devices than heads rows
     repeat.
     """
@@ -138,7 +138,7 @@ def test_shards_are_cuts_of_the_whole(tp: int) -> None:
             same(jax.device_get(layer[key]), jax.device_get(jax.jit(quantize_rows)(np.asarray(before[key]))))
 
 
-def test_dummy_weights_are_the_wide_ones_quantised() -> None:
+def test_fp8_dummy_weights_are_quantized_16_bit_dummies() -> None:
     checkpoint = open_checkpoint(str(paths.MODELS / "tiny-llama"), load_format="dummy")
     options = {}, {"quantization": "fp8", "kv_scales": True}
     wide, found = (checkpoint.load("bfloat16", make_mesh(2), seed=3, **chosen) for chosen in options)
@@ -182,7 +182,7 @@ def test_a_published_checkpoint_is_taken_as_it_is(published, scheme: dict, one_s
         convert(str(folder), folder / "converted")
 
 
-def test_in_4_bits_if_that_is_asked(published) -> None:
+def test_quantization_to_int4(published) -> None:
     """Read e4m3 matrices as float32, then quantize these. The checkpoint's scales are included."""
     found, wide = (
         load(published(COMPRESSED), quantization="int4")["layers"][0],
@@ -196,7 +196,7 @@ def test_in_4_bits_if_that_is_asked(published) -> None:
         assert (error <= 0.6 * levels + np.abs(np.asarray(wide[key])) / 15).all()
 
 
-def test_what_was_left_wide_stays_wide(published) -> None:
+def test_16_bit_matrices_of_an_fp8_checkpoint_stay(published) -> None:
     """A fused matrix is e4m3 only if all its parts are."""
     found = load(published(COMPRESSED, wide=("layers.0.self_attn.k_proj", "layers.1.mlp.down_proj")))
     assert [is_leaf(found["layers"][0][key]) for key in QUANTIZED] == [False, True, True, True]

@@ -386,7 +386,7 @@ def test_other_files_are_no_gguf(tmp_path: Path) -> None:
 # ---- the default chat model
 
 
-def test_smollm2_is_what_it_says(smollm2_gguf: Path) -> None:
+def test_smollm2_config(smollm2_gguf: Path) -> None:
     opened = open_checkpoint(str(smollm2_gguf))
     config = opened.model_config
     assert (

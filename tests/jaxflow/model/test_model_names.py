@@ -17,7 +17,7 @@ INDEX = "model.safetensors.index.json"
 
 
 @pytest.mark.parametrize("name", ["no-such-model", "./nothing/here/at all", "a/b/c", "", "..x/y"])
-def test_an_unknown_model_lists_what_there_is(name: str) -> None:
+def test_an_unknown_model_lists_the_shipped_configs(name: str) -> None:
     with pytest.raises(CheckpointError, match=r"llama-3\.1-8b|config\.json is missing"):
         open_checkpoint(name)
 

@@ -76,7 +76,7 @@ def test_a_continued_message_is_followed_by_no_generation_prompt():
     )
 
 
-def test_a_chat_gets_no_bos_but_its_template_s(tmp_path):
+def test_only_the_template_adds_a_bos(tmp_path):
     backend = toy_vocabularies.byte_level_bpe()
     backend.post_processor = processors.TemplateProcessing(single=["<s>", "$A"], special_tokens=[("<s>", 0)])
     files = {
@@ -149,7 +149,7 @@ def test_templates_find_their_special_tokens_and_settings(tmp_path):
         ),
     ],
 )
-def test_what_templates_use(template, text):
+def test_supported_template_features(template, text):
     assert render_chat(template, HELLO) == text
 
 
@@ -167,7 +167,7 @@ def test_what_templates_use(template, text):
         ("{{ messages[0].update(role='x') }}", "chat template: .*safe"),
     ],
 )
-def test_a_template_that_fails_is_an_error_of_ours(template, says):
+def test_a_template_that_fails_raises_chat_template_error(template, says):
     with pytest.raises(ChatTemplateError, match=says):
         render_chat(template, HELLO)
 
@@ -268,7 +268,7 @@ def test_a_model_without_a_template_says_so(models_dir):
         render_chat(load_tokenizer(models_dir / "stories260K"), HELLO)
 
 
-def test_the_caller_s_messages_are_left_alone():
+def test_render_chat_does_not_change_the_messages():
     messages = [{"role": "user", "content": "x", "extra": object()}]
     before = copy.copy(messages[0])
     render_chat(PLAIN, messages, continue_final_message=True)

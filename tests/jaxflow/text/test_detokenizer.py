@@ -75,12 +75,12 @@ def check_the_law(tokenizer, case):
 
 
 @given(case=cases(STORIES_IDS))
-def test_the_law_for_sentencepiece(stories, case):
+def test_pushes_join_to_the_full_text_for_sentencepiece(stories, case):
     check_the_law(stories, case)
 
 
 @given(data=st.data())
-def test_the_law_for_byte_level_bpe(smollm2, partial_ids, data):
+def test_pushes_join_to_the_full_text_for_byte_level_bpe(smollm2, partial_ids, data):
     ids = st.one_of(st.integers(0, 49200), st.sampled_from(partial_ids), st.integers(0, 20))
     check_the_law(smollm2, data.draw(cases(ids)))
 
@@ -88,7 +88,7 @@ def test_the_law_for_byte_level_bpe(smollm2, partial_ids, data):
 @given(
     text=st.text(st.characters(exclude_categories=["Cs"], max_codepoint=0x3FFFF), max_size=40), data=st.data()
 )
-def test_no_half_of_a_character_is_ever_told(stories, text, data):
+def test_no_push_ends_within_a_character(stories, text, data):
     ids = stories.encode(text.replace("\ufffd", ""))
     detokenizer = Detokenizer(stories)
     while ids:
@@ -99,7 +99,7 @@ def test_no_half_of_a_character_is_ever_told(stories, text, data):
 
 
 @given(case=cases(STORIES_IDS))
-def test_stop_strings_are_told_at_the_token_that_completes_them(stories, case):
+def test_stop_strings_are_reported_at_the_token_that_completes_them(stories, case):
     prompt, pushes, skip, _, spans, others = case
     answer = [i for push in pushes for i in push]
     before = settled(stories, prompt, skip)

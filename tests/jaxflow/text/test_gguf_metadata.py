@@ -115,7 +115,7 @@ def test_a_damaged_file_is_read_or_refused_and_nothing_else(tmp_path_factory, sm
         (b"", "too few"),
     ],
 )
-def test_what_is_wrong_is_said(tmp_path, header, says):
+def test_errors_name_the_problem(tmp_path, header, says):
     path = tmp_path / "bad.gguf"
     path.write_bytes(header)
     with pytest.raises(GgufError, match=r"bad\.gguf.*" + says):

@@ -74,7 +74,7 @@ def stories_twice(loaded, sentencepiece, models_dir):
         ("default", "I'll pay 1234567 ok?", ["I", "'", "ll", " pay", " ", "123", "456", "7", " ok", "?"]),
     ],
 )
-def test_where_each_pre_tokenizer_cuts(pre, text, words):
+def test_splits_of_each_pre_tokenizer(pre, text, words):
     cuts = [
         pre_tokenizers.Split(tokenizers.Regex(expression), "isolated") for expression in PRE_TOKENIZERS[pre]
     ]
@@ -176,7 +176,7 @@ def test_without_a_space_prefix_none_is_added_or_taken(loaded, sentencepiece):
     assert tokenizer.encode("the") != loaded(sentencepiece).encode("the")
 
 
-def test_what_surrounds_a_text(loaded, sentencepiece):
+def test_bos_and_eos_around_a_text(loaded, sentencepiece):
     byte_level = toy_vocabularies.byte_level_metadata()
     assert loaded(sentencepiece).encode("")[:1] == [
         1

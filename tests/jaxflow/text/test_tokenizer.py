@@ -46,7 +46,7 @@ def test_goldens(name, goldens, stories, smollm2):
             ), prompt["name"]
 
 
-def test_what_the_checkpoints_say_of_themselves(stories, smollm2):
+def test_settings_of_the_checkpoints(stories, smollm2):
     assert (stories.vocab_size, stories.bos_token_id, stories.eos_token_id, stories.eos_token_ids) == (
         512,
         1,
@@ -212,7 +212,7 @@ def test_a_folder_of_just_a_tokenizer(tmp_path):
         ({"tokenizer_config.json": {"eos_token": "no such token"}}, ()),
     ],
 )
-def test_where_the_end_tokens_are_found(tmp_path, files, expected):
+def test_sources_of_the_end_tokens(tmp_path, files, expected):
     assert _folder(tmp_path, **files).eos_token_ids == expected
 
 
@@ -232,7 +232,7 @@ def test_where_the_end_tokens_are_found(tmp_path, files, expected):
         ({"tokenizer_config.json": {"chat_template": [{"name": "rag", "template": "a"}]}}, None),
     ],
 )
-def test_where_the_chat_template_is_found(tmp_path, files, expected):
+def test_sources_of_the_chat_template(tmp_path, files, expected):
     assert _folder(tmp_path, **files).chat_template == expected
 
 

@@ -45,7 +45,7 @@ def ended(body: str, **streams) -> subprocess.CompletedProcess[str]:
     ],
     ids=["in code", "in a collector's callback"],
 )
-def test_an_interrupt_is_a_word_and_130(body):
+def test_an_interrupt_exits_with_130(body):
     done = ended(body)
     assert (done.returncode, done.stderr) == (130, "interrupted\n")
 
@@ -81,7 +81,7 @@ def test_an_interrupt_that_was_ignored_stays_so():
 
 
 @pytest.mark.parametrize("body", ["print('once')", "print('x' * 1_000_000)"], ids=["buffered", "written"])
-def test_a_reader_that_is_gone_is_no_fault(body):
+def test_a_closed_pipe_exits_with_141(body):
     with subprocess.Popen(["true"], stdin=subprocess.PIPE) as reader:
         reader.wait()
         done = ended(body, stdout=reader.stdin)
@@ -90,7 +90,7 @@ def test_a_reader_that_is_gone_is_no_fault(body):
 
 
 @pytest.mark.parametrize("module", ["jaxflow.bench", "search"])
-def test_a_command_lets_a_gone_reader_be_none_of_its_errors(module):
+def test_a_command_exits_with_141_after_a_closed_pipe(module):
     arguments = {"jaxflow.bench": ["sweep", "--sweep=tiles"], "search": ["cost", "--model=llama-3.1-8b"]}[
         module
     ]
