@@ -286,7 +286,7 @@ def test_an_index_must_fit_its_files(folder: Callable[..., Path]) -> None:
         opened(whole["weight_map"])
     (path / INDEX).unlink()
     (path / "model-00002-of-00002.safetensors").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=f"2 safetensors files and no {INDEX}"):
+    with pytest.raises(CheckpointError, match=f"2 safetensors files, but {INDEX} is missing"):
         open_checkpoint(str(path))
 
 

@@ -26,7 +26,7 @@ def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config.json is missing"):
         open_checkpoint(str(tmp_path))
     (tmp_path / "x.gguf").write_bytes(b"GGUF")
-    with pytest.raises(CheckpointError, match=r"give the file itself, as .*x\.gguf"):
+    with pytest.raises(CheckpointError, match=r"for a GGUF file give its path, as .*x\.gguf"):
         open_checkpoint(str(tmp_path))
 
 
