@@ -1,9 +1,7 @@
-"""The one thread that owns the engine: requests come in through a bounded queue, events go out through
-mailboxes.
+"""The thread that owns the engine: requests come in through a bounded queue, events go out through mailboxes.
 
-A caller never blocks a step, and a step never blocks a caller: submitting takes a lock for a moment, and a
-mailbox's
-`post` is called once a step with all of its events and must return at once.
+A caller never blocks a step, and a step never blocks a caller. `submit` holds a lock for a moment. A mailbox's
+`post` is called once a step with all of its events, and must return at once.
 """
 
 import collections
@@ -21,25 +19,25 @@ log = logging.getLogger(__name__)
 
 
 class Mailbox(Protocol):
-    """Where a caller's events go."""
+    """The receiver of a caller's events."""
 
     def post(self, events: list[Event]) -> None:
-        """Takes the events of one step, on the engine's thread; must not block."""
+        """Take the events of one step, on the engine's thread, without blocking."""
         ...
 
 
 class EngineDead(RuntimeError):
-    """The engine's thread ended by a fault; its cause is chained."""
+    """A fault ended the engine's thread. The fault is the cause."""
 
 
 class Driver:
-    """Runs a `Loop` on a thread of its own."""
+    """A `Loop` on its own thread."""
 
     def __init__(self, loop: Loop):
         self._loop = loop
         self._wake = threading.Condition()
         self._commands: collections.deque[Callable[[], None]] = collections.deque()
-        self._mailboxes: dict[str, Mailbox] = {}  # by request id; touched by the engine's thread alone
+        self._mailboxes: dict[str, Mailbox] = {}  # by request id, used by the engine's thread only
         self._queued = 0  # submitted and not yet taken by the engine's thread
         self._draining = self._closed = False
         self._fault: BaseException | None = None
@@ -50,7 +48,7 @@ class Driver:
 
     @property
     def alive(self) -> bool:
-        """Whether steps can still run."""
+        """True while steps can run."""
         return self._thread.is_alive() and self._fault is None
 
     def accept(self, request: Request) -> Request:
@@ -62,12 +60,13 @@ class Driver:
         return self._loop.scheduler.accept(request)
 
     def submit(self, request: Request, mailbox: Mailbox) -> None:
-        """Hands over a request; its events go to `mailbox`, the last of them `Finished` for each of its
-        sequences.
+        """Queue a request. Its events go to `mailbox`, at last a `Finished` for each of its sequences.
 
         Raises:
-          QueueFull: as many wait as may. Draining: shutting down. EngineDead: after a fault.
-          InvalidRequest: for what the scheduler could never run.
+          InvalidRequest: for a request that could never run.
+          QueueFull: the waiting queue is full.
+          Draining: the engine is shutting down.
+          EngineDead: a fault ended the engine.
         """
         request = self.accept(request)
         with self._wake:
@@ -80,8 +79,9 @@ class Driver:
             self._wake.notify()
 
     def abort(self, request_id: str) -> None:
-        """Ends a request at once, freeing its pages; its sequences get `Finished` with reason abort. Unknown
-        ids are ignored.
+        """End a request and free its pages. Its sequences get `Finished` with reason abort.
+
+        Unknown ids are ignored.
         """
         with self._wake:
             self._commands.append(lambda: self._deliver(self._loop.abort(request_id)))
@@ -91,9 +91,7 @@ class Driver:
         return self._loop.stats(self._queued)
 
     def drain(self, timeout_s: float) -> int:
-        """Takes no new requests and waits for the running ones. Returns how many had to be aborted at the
-        timeout.
-        """
+        """Refuse new requests and wait for the running ones. Return the number aborted at the timeout."""
         deadline = time.monotonic() + timeout_s
         with self._wake:
             self._draining = True
@@ -108,7 +106,7 @@ class Driver:
         return aborted
 
     def close(self) -> None:
-        """Stops the thread, aborting what runs."""
+        """Abort what runs, and stop the thread."""
         with self._wake:
             self._draining = self._closed = True
             self._wake.notify_all()
@@ -128,14 +126,13 @@ class Driver:
         with self._wake:
             self._closed = True
             self._wake.notify_all()
-        # What was live, then what was submitted until a moment ago and never reached the loop: nobody waits
-        # for ever.
+        # Every caller gets an end: of the running requests, then of those that never reached the loop.
         self._deliver(self._loop.end_all(self._fault))
         self._take_commands()
         self._loop.close()
 
     def _next_commands(self) -> bool:
-        """Runs what callers asked for; waits when there is nothing to do. Returns False once closed."""
+        """Run the callers' commands; wait if there is no work. Return False once closed."""
         with self._wake:
             while not (self._commands or self._loop.has_work or self._closed):
                 self._wake.notify_all()  # a drain may wait for this
@@ -163,8 +160,8 @@ class Driver:
         self._mailboxes[name] = mailbox
         try:
             self._loop.add(request, now)
-        except Exception as fault:  # this request's fault alone
-            log.exception("request %s was not taken", name)
+        except Exception as fault:  # only this request fails
+            log.exception("request %s was refused", name)
             self._deliver(refused(request, fault))
 
     def _abort_all(self) -> None:
@@ -172,14 +169,14 @@ class Driver:
             self._deliver(self._loop.abort(request_id))
 
     def _deliver(self, events: Sequence[Event]) -> None:
-        """Posts each mailbox its events, in one call."""
+        """Post the events of each mailbox in one call."""
         by_mailbox: dict[int, tuple[Mailbox, list[Event]]] = {}
         mailboxes, last, batch, ended = self._mailboxes, None, [], []
         for event in events:
             mailbox = mailboxes.get(event.request_id)
             if mailbox is None:
                 continue
-            if mailbox is not last:  # a thousand events of a step mostly go to one place
+            if mailbox is not last:  # most events of a step go to one mailbox
                 last, batch = mailbox, by_mailbox.setdefault(id(mailbox), (mailbox, []))[1]
             batch.append(event)
             if type(event) is Finished and not self._loop.is_live(event.request_id):
@@ -193,7 +190,7 @@ class Driver:
         try:
             mailbox.post(events)
         except Exception:
-            log.exception("a mailbox failed; its request goes on without it")
+            log.exception("a mailbox failed; its request continues without events")
 
     def _refuse_if_ending(self) -> None:
         if self._fault is not None:

@@ -1,9 +1,8 @@
-"""Owns the weights and the KV cache on the device, and runs compiled steps over them.
+"""The owner of the weights and the KV cache on the device, which runs compiled steps.
 
-Everything is compiled before the first request: `warm_up` builds one forward for each token bucket and plan
-of it, two samplers for each number of rows, and the small programs beside them. After that nothing compiles,
-and nothing waits for the host:
-`run` returns as soon as the step is enqueued.
+Everything is compiled before the first request. `warm_up` compiles one forward for each token bucket and each
+of its plans, two samplers for each number of rows, and a few small programs. After warm-up nothing compiles,
+and no call waits for the host: `run` returns as soon as the step is enqueued.
 """
 
 import concurrent.futures
@@ -48,7 +47,7 @@ jax.monitoring.register_event_duration_secs_listener(_count_compilation)
 
 @contextlib.contextmanager
 def _collector_paused() -> Iterator[None]:
-    """Lowering makes millions of objects that live on: to walk them again and again is an eighth of its time."""
+    """Pause garbage collection: lowering makes millions of lasting objects, whose traversal takes an eighth of its time."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -60,16 +59,16 @@ def _collector_paused() -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class Pending:
-    """A step that was enqueued; its arrays fill on the device. Reading one waits for it."""
+    """The results of an enqueued step. Reading an array waits for the device."""
 
     tokens: jax.Array  # [R] int32
-    logprobs: LogprobsOut | None  # of the drawn tokens, where the full sampler ran
-    prompt: LogprobsOut | None  # of all T tokens, where prompt log-probabilities were asked for
+    logprobs: LogprobsOut | None  # of the sampled tokens, if the full sampler ran
+    prompt: LogprobsOut | None  # of all T tokens, if prompt log-probabilities were requested
     enqueued_s: float
 
 
 class Executor:
-    """Runs steps of one model on one mesh. Not thread-safe: the engine's thread owns it."""
+    """The steps of one model on one mesh. Not thread-safe: only the engine's thread uses it."""
 
     def __init__(
         self,
@@ -111,14 +110,14 @@ class Executor:
     # ---- before serving
 
     def temporary_bytes(self) -> int:
-        """Device memory that the largest bucket's programs need beside weights and cache."""
+        """Return the device memory of the largest bucket's programs, without weights and cache."""
         return temporary.together(self.temporary_needs(max(self.layouts)).values())
 
     def temporary_needs(self, tokens: int) -> dict[str, temporary.Need]:
-        """What each program that a step of a bucket may run needs of the device's memory while it runs.
+        """Return the device memory of each program of a bucket's step.
 
-        Of the bucket's first plan: others hold the same values, cut, and compiling them twice would cost
-        their whole warm-up.
+        Only the bucket's first plan is compiled. The other plans split the same values, and compiling all of
+        them twice would double the warm-up.
         """
         layout = self.layouts[tokens][0]
         few = (self.pages_per_sequence + 1,) * self.groups
@@ -132,14 +131,14 @@ class Executor:
         return {name: temporary.Need.of(program) for name, program in programs.items()}
 
     def state_bytes(self) -> int:
-        """Device memory of the per-slot state: page tables, sampling settings and token counts."""
+        """Return the device memory of the page tables, the sampling settings and the token counts."""
         vocab = self._vocabulary()
         params, counts = jax.eval_shape(lambda: empty_slots(self.slots, vocab))
         table = self.groups * self.slots * self.pages_per_sequence * 4
         return table + sum(a.size * a.dtype.itemsize for a in jax.tree.leaves((params, counts)))
 
     def allocate(self, num_pages: tuple[int, ...]) -> None:
-        """Makes the cache and the per-slot state. num_pages: of each layer group."""
+        """Allocate the KV cache and the per-slot state. `num_pages`: pages of each layer group."""
         mesh = self.programs.mesh
         self.num_pages = num_pages
         self.kv = make_cache(self.page_groups, num_pages, self.page_size, mesh)
@@ -155,7 +154,7 @@ class Executor:
 
     @_collector_paused()
     def warm_up(self, on_progress: Callable[[int, int], None] = lambda done, total: None) -> float:
-        """Compiles every program, several at a time, and runs each once. Returns the seconds it took."""
+        """Compile every program, several at a time, and run each once. Return the seconds."""
         start = time.perf_counter()
         rows = sorted(
             {
@@ -187,7 +186,7 @@ class Executor:
             for kind in ("plain", "full")
         ]
         with concurrent.futures.ThreadPoolExecutor(max(1, min(8, os.cpu_count() or 1))) as pool:
-            # Lowering is Python, one at a time whatever the threads; compiling is XLA's, and runs beside it.
+            # Lowering is Python and runs one program at a time; XLA compiles at the same time, on threads.
             futures: dict[concurrent.futures.Future, tuple[dict, Any, Any, dict[str, Any]]] = {}
             crowded = []
             for table, key, lower, options in jobs:
@@ -203,7 +202,7 @@ class Executor:
                         raise
                     crowded.append((table, key, lowered, options))
                 on_progress(done, len(jobs))
-        # XLA tries products on the device, in what the cache leaves: room for one (a head takes 1 GB), not
+        # XLA times GEMMs in the memory that the cache leaves: room for one program (the head takes 1 GB), not
         # for as many as compile at once.
         for table, key, lowered, options in crowded:
             table[key] = self._compile(lowered, options)
@@ -219,11 +218,11 @@ class Executor:
 
     @property
     def compilations(self) -> int:
-        """Backend compilations since warm-up; anything but 0 is a fault."""
+        """The number of backend compilations since warm-up, which must be 0."""
         return _compiled - self._compiled_at_warm_up
 
     def program(self, layout: StepLayout) -> jax.stages.Compiled:
-        """The compiled step of a layout. After warm-up."""
+        """Return the compiled step of a layout, after warm-up."""
         return self._steps[layout.key]
 
     # ---- serving
@@ -237,13 +236,13 @@ class Executor:
         full: bool,
         targets: np.ndarray | None = None,
     ) -> Pending:
-        """Enqueues a step.
+        """Enqueue a step.
 
         Args:
-          buffer: [layout.size] int32, of `layout.pack`.
-          appends: [n, 4] int32, page-table entries that did not fit in the buffer.
-          full: whether a row needs the full sampler.
-          targets: [T] int32, each token's successor in its prompt, where log-probabilities of it are wanted.
+          buffer: [layout.size] int32, from `layout.pack`.
+          appends: [n, 4] int32, page-table entries that do not fit in the buffer.
+          full: True if a row needs the full sampler.
+          targets: [T] int32, each token's successor in its prompt, for prompt log-probabilities.
         """
         enqueued_s = time.perf_counter()
         for i in range(0, len(appends), APPENDS):
@@ -326,11 +325,11 @@ class Executor:
         self.kv = jax.tree.unflatten(tree, arrays)
 
     def set_slot(self, slot: int, values: SlotParams, token_ids: np.ndarray, num_prompt: int) -> None:
-        """Gives a slot the settings of a sequence and the tokens that its penalties look back on.
+        """Store a sequence's sampling settings and the tokens that its penalties count, for a slot.
 
         Args:
-          token_ids: [n] int32, all tokens known so far, the prompt's `num_prompt` first; empty if nothing
-          looks back.
+          token_ids: [n] int32, all known tokens, the prompt's `num_prompt` tokens first; empty without
+            penalties.
         """
         index = self._put(np.int32(slot))
         self.params, self.counts = self._set_slot(
@@ -355,7 +354,7 @@ class Executor:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.programs.mesh, spec))
 
     def _state(self, num_pages: tuple[int, ...]) -> tuple:
-        """Shapes of (kv, page_table, last_tokens)."""
+        """Return the shapes of (kv, page_table, last_tokens)."""
         mesh = self.programs.mesh
         cache = cache_shapes(self.page_groups, num_pages, self.page_size)
         cache = jax.tree.map(lambda a: self._abstract(a.shape, a.dtype, cache_spec(mesh)), cache)
@@ -425,7 +424,7 @@ class Executor:
         )
 
     def rehearse(self, layout: StepLayout) -> None:
-        """Runs an empty step of a bucket and plan with both samplers, so that first use costs nothing later."""
+        """Run an empty step of a layout with both samplers, so that serving pays no first-use cost."""
         buffer = np.zeros(layout.size, np.int32)
         fields = layout.views(buffer)
         fields["token_rows"][:] = -1

@@ -1,6 +1,4 @@
-"""The kernels of an engine: chosen for its device and model, refused where they were asked for and cannot
-run, told when it starts.
-"""
+"""The choice of an engine's kernels for its device and model, and its report at start."""
 
 import logging
 import sys
@@ -19,18 +17,17 @@ log = logging.getLogger(__name__)
 _SETTINGS = {
     "page_size": "block_size",
     "kv_dtype": "kv_cache_dtype",
-}  # what the limits of kernels are about, where it is one of ours
-_CACHES = {dtype: name for name, dtype in reversed(KV_DTYPES.items())}  # of several names the first
+}  # settings that the limits of kernels concern
+_CACHES = {dtype: name for name, dtype in reversed(KV_DTYPES.items())}  # the first of several names
 
 
 def choose_kernels(config: EngineConfig, model: ModelConfig) -> KernelSet:
-    """The kernels for this device and model; ops that run on their twins although the device has kernels for
-    them are warned of.
+    """Return the kernels for this device and model. config: resolved.
 
-    config: resolved.
+    A warning names each op that runs its reference although the device has a kernel for it.
 
-    Raises: ConfigError for kernels that cannot run here, and for a set that was asked for and has no
-    attention for this model.
+    Raises:
+      ConfigError: for kernels that cannot run here, and for requested kernels without attention for this model.
     """
     device = jax.devices()[0]
     try:
@@ -58,9 +55,7 @@ def choose_kernels(config: EngineConfig, model: ModelConfig) -> KernelSet:
 
 
 def asked_of_kernels(config: EngineConfig, model: ModelConfig) -> dict[str, Any]:
-    """What `kernel_set_for` goes by beside the device: the model's shapes on one device, and the dtypes and
-    pages. config: resolved.
-    """
+    """Return the arguments of `kernel_set_for`: shapes on one device, dtypes and pages. config: resolved."""
     return {
         "head_dim": model.head_dim,
         "queries_per_kv_head": model.num_heads // model.num_kv_heads,
@@ -73,9 +68,7 @@ def asked_of_kernels(config: EngineConfig, model: ModelConfig) -> dict[str, Any]
 
 
 def fallback_lines(fallbacks: Iterable[Fallback]) -> list[str]:
-    """A line for each reason: the ops that it keeps from their kernels, the setting and its value, and what
-    the kernels take.
-    """
+    """Return a line for each fallback reason: its ops, the setting, its value, and the accepted values."""
     ops: dict[tuple[str, int | str, str], list[str]] = {}
     for fallback in fallbacks:
         ops.setdefault((*_setting(fallback), fallback.accepted), []).append(fallback.op)
@@ -89,10 +82,9 @@ def fallback_lines(fallbacks: Iterable[Fallback]) -> list[str]:
 
 
 def tell_kernels(kernels: KernelSet, products: Mapping[str, Product], progress: bool) -> None:
-    """Says what runs on what: in the log, where one is kept of such things, else above the progress, where
-    that is shown.
+    """Report the kernels of each op in the log, or without a log above the progress bars.
 
-    products: as for `KernelSet.describe`.
+    products: see `KernelSet.describe`.
     """
     text = kernels.describe(products) if kernels.own else f"kernels: {kernels.name}, for every op"
     if log.isEnabledFor(logging.INFO) and log.hasHandlers():
@@ -102,9 +94,7 @@ def tell_kernels(kernels: KernelSet, products: Mapping[str, Product], progress: 
 
 
 def _check_attention(asked: str, kernels: KernelSet) -> None:
-    """Raises: ConfigError where all attention of a set that was asked for would run on the reference. One op
-    alone may.
-    """
+    """Raise ConfigError for requested kernels if all attention would run on the reference."""
     reasons = [fallback for fallback in kernels.fallbacks if fallback.op == "decode_attention"]
     if reasons and "chunk_attention" not in kernels.own:
         field, value = _setting(reasons[0])
@@ -116,6 +106,6 @@ def _check_attention(asked: str, kernels: KernelSet) -> None:
 
 
 def _setting(fallback: Fallback) -> tuple[str, int | str]:
-    """The field and the value by the names that the settings have for them."""
+    """Return the setting and its value by their names in `EngineConfig`."""
     field = _SETTINGS.get(fallback.field, fallback.field)
     return field, _CACHES[str(fallback.value)] if field == "kv_cache_dtype" else fallback.value

@@ -1,7 +1,7 @@
-"""A step's work as one packed buffer of int32: every host input of a step crosses to the device in one copy.
+"""The packed int32 buffer of a step's host inputs, which crosses to the device in one copy.
 
-`StepLayout` fixes the shapes of a token bucket; `pack` fills a buffer on the host, `unpack` takes it apart on
-the device. Both read the one table of fields.
+`StepLayout` fixes the shapes of a token bucket. `pack` fills a buffer on the host, and `unpack` reads it on the
+device, both by the same table of fields.
 """
 
 import dataclasses
@@ -25,10 +25,11 @@ _KINDS = {"i": np.int32, "f": np.float32, "u": np.uint32}
 class StepLayout:
     """The fixed shapes of a step: T tokens, R rows, C chunks, A page-table entries; Q slots, G layer groups.
 
-    `borders` are the token positions at which the plan cuts nano-batches: no chunk crosses one. `gain`: what
-    the plan is chosen by among those of its bucket; None for the sequential one, and for one that has no
-    choice beside it. `decodes`: of steps in which nobody prefills: no chunks, and so no kernel for them in
-    any layer.
+    Attributes:
+      borders: token positions between the plan's nano-batches. No chunk crosses a border.
+      plan: the plan's name, unique in its bucket.
+      gain: the predicted gain that decides between the bucket's plans; None if there is no decision.
+      decodes: True for steps of decodes only. Their program has no chunks and no chunk kernels.
     """
 
     tokens: int
@@ -43,7 +44,7 @@ class StepLayout:
 
     @property
     def key(self) -> tuple[int, str, bool]:
-        """What tells its program from others of the engine."""
+        """The key of the layout's program among the engine's programs."""
         return self.tokens, self.plan, self.decodes
 
     @property
@@ -52,7 +53,7 @@ class StepLayout:
 
     @property
     def page_appends(self) -> int:
-        """Entries that travel with the step: each row may cross a page border, prefill fills whole pages."""
+        """Page-table entries in the buffer: a row may cross a page border, and prefill fills pages."""
         return self.groups * (2 * self.rows + self.tokens // self.page_size)
 
     @functools.cached_property
@@ -69,7 +70,7 @@ class StepLayout:
             "samples": (
                 (self.rows,),
                 "i",
-            ),  # which sampler the row needs (`programs.PLAIN`, FULL); 0: it draws nothing
+            ),  # the row's sampler, `programs.PLAIN` or FULL; 0 without a sample
             "chunks": ((self.chunks, 4), "i"),
             "page_appends": ((self.page_appends, 4), "i"),  # group (G: not there), slot, index, page
             "temperature": ((self.rows,), "f"),
@@ -83,18 +84,18 @@ class StepLayout:
 
     @functools.cached_property
     def size(self) -> int:
-        """int32 words in the buffer."""
+        """The number of int32 words in the buffer."""
         return max(offset + math.prod(shape) for offset, shape, _ in self.fields.values())
 
     def views(self, buffer: np.ndarray) -> dict[str, np.ndarray]:
-        """The fields of a host buffer, as writable views of it."""
+        """Return the fields of a host buffer as writable views."""
         return {
             name: buffer[offset : offset + math.prod(shape)].view(_KINDS[kind]).reshape(shape)
             for name, (offset, shape, kind) in self.fields.items()
         }
 
     def field(self, buffer: jax.Array, name: str) -> jax.Array:
-        """One field of a device buffer."""
+        """Return one field of a device buffer."""
         offset, shape, kind = self.fields[name]
         flat = lax.slice_in_dim(buffer, offset, offset + math.prod(shape)).reshape(shape)
         return flat if kind == "i" else lax.bitcast_convert_type(flat, _KINDS[kind])
@@ -102,9 +103,7 @@ class StepLayout:
 
 @dataclasses.dataclass(frozen=True)
 class SlotSampling:
-    """Per-slot settings the host keeps for packing, [Q] each; a slot is a running sequence's place on the
-    device.
-    """
+    """The sampling settings of each slot, [Q] each, which `pack` reads."""
 
     temperature: np.ndarray
     seeds: np.ndarray  # [Q, 2] uint32, high word first
@@ -121,9 +120,9 @@ class SlotSampling:
 
 
 def pack(layout: StepLayout, work: StepWork, table: SlotSampling) -> tuple[np.ndarray, np.ndarray]:
-    """The step's buffer [layout.size] int32, and the page appends that did not fit in it ([n, 4] int32).
+    """Return the step's buffer, [layout.size] int32, and the page appends beyond it, [n, 4] int32.
 
-    Rows are the decodes in order, then one for each prefilling sequence.
+    The rows are the decodes in order, then one for each prefilling sequence.
     """
     buffer = np.zeros(layout.size, np.int32)
     f = layout.views(buffer)
@@ -142,8 +141,7 @@ def pack(layout: StepLayout, work: StepWork, table: SlotSampling) -> tuple[np.nd
     token, piece = n, 0
     for row, chunk in enumerate(work.chunks, start=n):
         stop = token + chunk.tokens
-        # The last token of a re-prefill may be one that only the device knows; the scheduler waits until it
-        # is known.
+        # A pre-empted sequence waits until the host knows its last token, so all tokens here are known.
         f["token_ids"][token:stop] = chunk.token_ids
         f["positions"][token:stop] = np.arange(chunk.start, chunk.start + chunk.tokens)
         f["token_rows"][token:stop] = row
@@ -166,19 +164,19 @@ def pack(layout: StepLayout, work: StepWork, table: SlotSampling) -> tuple[np.nd
 
 
 def _cut(start: int, stop: int, borders: tuple[int, ...]) -> list[tuple[int, int]]:
-    """[start, stop) cut at the borders inside it."""
+    """Split [start, stop) at the borders in it."""
     cuts = [start, *(b for b in borders if start < b < stop), stop]
     return list(itertools.pairwise(cuts))
 
 
 def apply_page_appends(page_table: jax.Array, appends: jax.Array) -> jax.Array:
-    """Writes entries (group, slot, index, page) into page_table [G, Q, MP]; those outside it are dropped."""
+    """Write entries (group, slot, index, page) into page_table [G, Q, MP]. Entries outside are dropped."""
     group, slot, index, page = (appends[:, i] for i in range(4))
     return page_table.at[group, slot, index].set(page, mode="drop", wrap_negative_indices=False)
 
 
 def unpack(layout: StepLayout, buffer: jax.Array, page_table: jax.Array, last_tokens: jax.Array) -> Batch:
-    """The step's `Batch`, from its buffer, the page table [G, Q, MP] and each slot's last sampled token [Q]."""
+    """Return the `Batch` of a buffer, the page table [G, Q, MP] and each slot's last sampled token [Q]."""
     f = functools.partial(layout.field, buffer)
     slots = f("row_slots")
     rows = f("token_rows")

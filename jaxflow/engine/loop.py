@@ -1,9 +1,8 @@
-"""The asynchronous loop: step n+1 is scheduled and enqueued while step n runs, and only then are n's tokens
-read.
+"""The asynchronous loop: step n+1 is scheduled and enqueued while step n runs, then the tokens of step n are read.
 
-So sampled tokens never wait for the host: the device gathers a step's decode inputs from the step before. The
-price is that an end token or a stop string is seen one step late: the surplus token is dropped, and never
-reaches the prefix cache. A sequence that ends by length is known to end beforehand and runs no surplus step.
+The device gathers the decode inputs of a step from the step before, so sampled tokens do not wait for the host.
+In return, an end token or a stop string is noticed one step late. The surplus token is dropped and never
+reaches the prefix cache. A sequence that ends by length runs no surplus step, because its end is known before.
 """
 
 import collections
@@ -27,7 +26,7 @@ from jaxflow.scheduler.state import Sequence, StepWork
 
 
 class Stats(msgspec.Struct, frozen=True):
-    """Counters since start, and what there is now."""
+    """Counters since start, and present numbers."""
 
     running_requests: int
     waiting_requests: int
@@ -40,21 +39,19 @@ class Stats(msgspec.Struct, frozen=True):
     preemptions: int
     compilations_after_warmup: int
     steps_by_plan: dict[str, int]
-    kv_tiers: dict[
-        str, int
-    ]  # of the tiers below the device, see `KvOffload.counters`; empty where there are none
+    kv_tiers: dict[str, int]  # counters of the lower tiers, see `KvOffload.counters`; empty without tiers
 
 
 @dataclasses.dataclass(frozen=True)
 class InFlight:
-    """A step that was enqueued and whose tokens have not been read."""
+    """An enqueued step; its tokens are not read yet."""
 
     work: StepWork
     pending: Pending
 
 
 class Loop:
-    """Schedules, runs and reads steps. Not thread-safe: one thread owns it."""
+    """The loop of steps: schedule, enqueue, read. Not thread-safe: only one thread uses it."""
 
     def __init__(
         self,
@@ -65,7 +62,7 @@ class Loop:
         offload: KvOffload | None = None,
         clock=time.monotonic,
     ):
-        """`offload`: carries out what the scheduler's host tier decides; there if that is."""
+        """`offload`: executes the copies that the scheduler's tier policy decides; None without tiers."""
         self.scheduler, self.executor, self._offload = scheduler, executor, offload
         self._eos = frozenset(eos_token_ids)
         self._clock = clock
@@ -76,24 +73,24 @@ class Loop:
         self._slots = SlotSampling.empty(executor.slots)
         self._plain = PlainSlots(executor.slots, self._eos)
         self._in_flight: InFlight | None = None
-        self._events: list[Event] = []  # of the step being read: a fault midway must not lose who has ended
+        self._events: list[Event] = []  # of the step being read, kept here so that a fault loses no end
         self._counts = collections.Counter()
         self._steps_by_plan = collections.Counter()
 
     # ---- requests
 
     def add(self, request: Request, now: float) -> None:
-        """Queues a request. Raises: InvalidRequest, QueueFull."""
+        """Queue a request. Raises: InvalidRequest, QueueFull."""
         sequences = self.scheduler.add(request, now)
         try:
             self._live[request.request_id] = LiveRequest(request, sequences, self._eos, now)
-        except Exception:  # the caller's stop checkers are made there
+        except Exception:  # the request's text decoders are made here
             for seq in sequences:
                 self.scheduler.abort(seq)
             raise
 
     def abort(self, request_id: str) -> list[Event]:
-        """Ends what is left of a request, at once."""
+        """End the unfinished sequences of a request, and return their last events."""
         live = self._live.get(request_id)
         if live is None:
             return []
@@ -104,8 +101,9 @@ class Loop:
         return events
 
     def end_all(self, fault: BaseException | None) -> list[Event]:
-        """Ends every request; there are no more steps. After a fault the scheduler may be in any state, and
-        is not asked.
+        """Return the last events of every request, when no more steps run.
+
+        The scheduler is not used, because after a fault its state is unknown.
         """
         every, self._live = list(self._live.values()), {}
         now = self._clock()
@@ -133,7 +131,7 @@ class Loop:
 
     @property
     def waiting(self) -> int:
-        """Requests not yet begun."""
+        """Requests that have not begun."""
         return self.scheduler.num_waiting
 
     @property
@@ -144,8 +142,9 @@ class Loop:
         return self.scheduler.seconds_until_room()
 
     def stats(self, queued: int) -> Stats:
-        """Counters, as of the last step; any thread may read them. `queued`: requests that have not reached
-        the loop yet.
+        """Return the counters as of the last step. Any thread may call it.
+
+        `queued`: requests that have not reached the loop.
         """
         scheduler, counts = self.scheduler, self._counts
         return Stats(
@@ -164,19 +163,19 @@ class Loop:
         )
 
     def begin(self) -> None:
-        """To be called first on the thread that will call `step`, if that is another than this loop's maker."""
+        """Prepare the thread that will call `step`."""
         if self._offload is not None:
             self._offload.begin()
 
     def close(self) -> None:
-        """Ends what runs beside the steps; there are no more of them."""
+        """End the copies that run concurrently, after the last step."""
         if self._offload is not None:
             self._offload.close()
 
     # ---- steps
 
     def step(self) -> list[Event]:
-        """Enqueues the next step, then reads the one before it."""
+        """Enqueue the next step, then read the step before. Return its events."""
         if self._offload is not None:
             self._offload.receive()
         work = self.scheduler.schedule(self._clock())
@@ -188,7 +187,7 @@ class Loop:
         if before is not None:
             self._read(before)
         elif work is None and self._offload is not None and self._offload.busy:
-            self._offload.wait()  # for pages: nothing else can go on
+            self._offload.wait()  # only page copies are in progress
         events, self._events = self._events, []
         return events
 
@@ -204,9 +203,7 @@ class Loop:
         return self.executor.run(layout, buffer, appends, full=full, targets=self._targets(layout, work))
 
     def _choose(self, work: StepWork) -> StepLayout:
-        """The plan that the step runs, of those of its bucket, and of that the form without chunks where it
-        has none.
-        """
+        """Return the layout of the bucket's best plan for the step, without chunks if the step has none."""
         layouts = self.executor.layouts[work.bucket]
         one = len(layouts) == 1
         chosen = layouts[
@@ -218,7 +215,7 @@ class Loop:
         return alone if alone is not None and alone.plan == chosen.plan else chosen
 
     def _take_slot(self, seq: Sequence) -> None:
-        """Tells the device what a newly admitted sequence samples with."""
+        """Store the sampling settings of a newly admitted sequence for its slot."""
         sampling = seq.request.sampling
         full = needs_full_sampler(sampling)
         self._plain.close(seq.slot)
@@ -227,7 +224,7 @@ class Loop:
             self.executor.set_slot(seq.slot, *slot_settings(seq, self._eos))
 
     def _targets(self, layout: StepLayout, work: StepWork) -> np.ndarray | None:
-        """Each token's successor in its prompt [T], if a chunk's request wants prompt log-probabilities."""
+        """Return each token's successor in its prompt, [T], if a request wants prompt log-probabilities."""
         targets, token = None, len(work.decodes)
         for chunk in work.chunks:
             if self._wants_prompt(chunk.seq):
@@ -246,7 +243,7 @@ class Loop:
     # ---- results
 
     def _read(self, step: InFlight) -> None:
-        """Waits for a step's tokens, and tells who gets them."""
+        """Wait for the tokens of a step, commit them, and add their events."""
         work, pending = step.work, step.pending
         tokens = np.asarray(pending.tokens)
         found = None if pending.logprobs is None else HostLogprobs.of(pending.logprobs)
@@ -254,7 +251,7 @@ class Loop:
         if pending.prompt is not None:
             self._read_prompt(work, HostLogprobs.of(pending.prompt))
         slots, decoded = work.decode_slots, tokens[: len(work.decode_slots)]
-        plain = self._plain.only_told(slots, decoded) & self.scheduler.in_slot(work)
+        plain = self._plain.pass_through(slots, decoded) & self.scheduler.in_slot(work)
         self.scheduler.commit_in_slot(slots[plain], decoded[plain])
         self._events.extend(self._plain.deltas(slots[plain], decoded[plain]))
         rows = [(row, work.decodes.item(row)) for row in np.flatnonzero(~plain).tolist()]
@@ -273,7 +270,7 @@ class Loop:
             self._plain.open(seq, heeds_eos=not seq.request.sampling.ignore_eos)
 
     def _read_prompt(self, work: StepWork, found: HostLogprobs) -> None:
-        """Hands each prompt the log-probabilities of its chunk."""
+        """Give each prompt the log-probabilities of its chunk."""
         token = len(work.decodes)
         for chunk in work.chunks:
             if self._wants_prompt(chunk.seq):

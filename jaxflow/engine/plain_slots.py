@@ -1,6 +1,4 @@
-"""The slots whose tokens only need to be told: most of a thousand decodes a step pass here, without a loop in
-Python.
-"""
+"""The slots whose tokens need no inspection except for end tokens: most of a thousand decodes a step."""
 
 from collections.abc import Iterable, Iterator
 
@@ -11,11 +9,10 @@ from jaxflow.scheduler.state import Sequence
 
 
 class PlainSlots:
-    """By slot, whether its sequence looks for nothing in its tokens but the model's end tokens, and what its
-    deltas carry.
+    """Arrays over slots: is the slot open, and the fields of its deltas.
 
-    Arrays over slots. A slot is closed until its sequence has told its first token there, and again when it
-    changes hands.
+    The tokens of an open slot pass without a Python loop, unless they are end tokens. A slot is open from its
+    sequence's first token in it until it gets another sequence.
     """
 
     def __init__(self, slots: int, eos: Iterable[int]):
@@ -26,21 +23,22 @@ class PlainSlots:
         self._indices = np.zeros(slots, np.int32)
 
     def open(self, seq: Sequence, *, heeds_eos: bool) -> None:
-        """From now on `seq`, which has a slot, needs no look at its tokens."""
+        """Open the slot of a sequence. `heeds_eos`: the model's end tokens end the sequence."""
         slot = seq.slot
         self._open[slot], self._heeds_eos[slot] = True, heeds_eos
         self._request_ids[slot], self._indices[slot] = seq.request.request_id, seq.index
 
     def close(self, slot: int) -> None:
+        """Close a slot, for a new sequence."""
         self._open[slot] = False
 
-    def only_told(self, slots: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """bool [n]: which of these slots' tokens, int32 [n], end nothing and are looked at by nobody."""
+    def pass_through(self, slots: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """Return bool [n]: for each slot, whether its token, int32 [n], needs no inspection."""
         ends = (tokens[:, None] == self._eos).any(axis=1)
         return self._open[slots] & ~(ends & self._heeds_eos[slots])
 
     def deltas(self, slots: np.ndarray, tokens: np.ndarray) -> Iterator[Delta]:
-        """What the callers are told."""
+        """Return the deltas of tokens, one a slot."""
         return map(
             Delta,
             self._request_ids[slots].tolist(),

@@ -1,37 +1,33 @@
-"""The memory that compiled programs need beside weights, cache and per-slot state: what it is, and what is
-reserved for it.
+"""The device memory of compiled programs, besides weights, KV cache and per-slot state.
 
-XLA assigns the values of a program to buffers that it reuses (FlashDecoding++Next §5's three activation
-buffers are what comes of it, see docs/activation-memory.md). Programs of a device run one after another on
-one stream, so the space of one is free for the next as soon as that is enqueued: the largest of them counts,
-not their sum.
+XLA places the values of a program in buffers that it reuses; FlashDecoding++Next's three activation buffers
+(§5) follow from this reuse, see docs/activation-memory.md. The programs of a device run one after another on
+one stream. The temporary space of one is free for the next, so the largest counts, not the sum.
 """
 
 import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-SPARE = 0.02  # of the memory that may be used, left for fragmentation
-IN_FLIGHT = 2  # steps whose results exist at once: one runs while the next is enqueued
+SPARE = 0.02  # share of the usable memory that is left for fragmentation
+IN_FLIGHT = 2  # results of two steps exist at once: one step runs while the next is enqueued
 
 
 @dataclasses.dataclass(frozen=True)
 class Need:
-    """Bytes of one device."""
+    """The memory of one program, in bytes of one device."""
 
-    temporary: int  # while the program runs
-    results: int  # that it makes, not written over what it was given
+    temporary: int  # used while the program runs
+    results: int  # outputs, without those that reuse an input's memory
 
     @classmethod
     def of(cls, compiled: Any) -> "Need":
-        """By XLA's own account of a `jax.stages.Compiled`."""
+        """Return the memory that XLA states for a `jax.stages.Compiled`."""
         memory = compiled.memory_analysis()
         return cls(memory.temp_size_in_bytes, memory.output_size_in_bytes - memory.alias_size_in_bytes)
 
 
 def together(needs: Iterable[Need]) -> int:
-    """Bytes that must be free for programs which run one after another, and for the results of steps in
-    flight.
-    """
+    """Return the bytes that programs need which run one after another, with the results of steps in flight."""
     needs = list(needs)
     return max(need.temporary for need in needs) + IN_FLIGHT * sum(need.results for need in needs)

@@ -1,9 +1,7 @@
-"""The jitted functions of a step: forward, the two samplers, prompt log-probabilities, and what they keep
-between steps.
+"""The jitted functions of a step: the forward, the two samplers and the prompt log-probabilities.
 
-A step is two programs, not one: the forward is compiled for each token bucket and the samplers for each
-number of rows, so that buckets and samplers add up instead of multiplying. They are dispatched together and
-never wait for the host between them.
+A step is two programs. The forward is compiled for each token bucket, the samplers for each number of rows, so
+that their numbers add instead of multiply. Both are enqueued together, and none waits for the host.
 """
 
 import dataclasses
@@ -33,7 +31,7 @@ STEP_DONATES, FULL_DONATES = (
 
 @flax.struct.dataclass
 class Rows:
-    """What the samplers need of a step's rows, [R] each."""
+    """The samplers' inputs for the rows of a step, [R] each."""
 
     slots: Int[Array, " R"]
     lengths: Int[Array, " R"]  # the position of the token to be drawn
@@ -44,7 +42,7 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True)
 class Programs:
-    """Builds the functions of a model on a mesh; `forward` is a compiled plan or the plain forward."""
+    """The functions of a model on a mesh. A `forward` is a compiled plan or the plain forward."""
 
     context: Context
     mesh: Mesh

@@ -95,9 +95,7 @@ def freeze_heap() -> None:
 
 
 def prepare_process(config: EngineConfig) -> None:
-    """Settings of JAX that must stand before its first use: the platform, the memory it may take, its
-    compilation cache.
-    """
+    """Set JAX's platform, memory limits and compilation cache, before its first use."""
     choose_platform()
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{config.gpu_memory_utilization:.3f}")
     if config.kv_offloading_size:
@@ -113,9 +111,7 @@ def prepare_process(config: EngineConfig) -> None:
 
 
 def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
-    """Fills in what was left open, for this device and model. Raises: ConfigError for what this model cannot
-    do.
-    """
+    """Return the settings with their defaults for this device and model. Raises: ConfigError."""
     gpu = on_gpu()
     dtype = config.dtype if config.dtype != "auto" else ("bfloat16" if gpu else "float32")
     longest = config.max_model_len or model.max_position
@@ -139,19 +135,19 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
 
 
 def memory_budget(mesh: Mesh, config: EngineConfig) -> int:
-    """Bytes of one device that are still free for the cache, before the step's temporary space."""
+    """Return the free bytes of one device for the KV cache and the steps' temporary space."""
     stats = [device.memory_stats() for device in mesh.local_devices]
     if all(stats):
         free = min(s["bytes_limit"] - s["bytes_in_use"] for s in stats)
         return int(free - SPARE * stats[0]["bytes_limit"])
     return int(
         free_host_bytes() * config.gpu_memory_utilization / 2 / mesh.size
-    )  # CPU: half of what is free now
+    )  # CPU: half of the free memory
 
 
 @dataclasses.dataclass(frozen=True)
 class Engine:
-    """A warm engine and what it was built with."""
+    """A warm engine, and its parts."""
 
     config: EngineConfig  # resolved
     driver: Driver
@@ -167,11 +163,15 @@ def start_engine(
     executor: Executor | None = None,
     progress: bool = True,
 ) -> Engine:
-    """Loads, compiles and starts.
+    """Load a model, compile its programs and start the engine.
 
-    kernels: None for the device's own. executor: one of an engine that has ended, of these settings but for
-    the tiers below the device; it must have `copies` where these have a host tier. Raises: ConfigError,
-    CheckpointError, PlanError.
+    Args:
+      kernels: None for the device's kernels.
+      executor: the executor of an engine that has ended, with the same settings except for the KV tiers. It
+        must have `copies` if there is a host tier.
+
+    Raises:
+      ConfigError, CheckpointError, PlanError
     """
     config = dataclasses.replace(config, quantization=config.quantization or checkpoint.quantization)
     config = resolve(config, checkpoint.model_config)
@@ -207,10 +207,13 @@ def make_executor(
     graphs: Mapping[str, str] | None = None,
     progress: bool = True,
 ) -> Executor:
-    """An executor with its weights and cache, not warm yet.
+    """Return an executor with its weights and KV cache, before warm-up.
 
-    config: resolved. plans: of each bucket, at least one. kernels: None for the device's own. graphs: by a
-    plan's name, how its steps are launched (`jaxflow.pipeline.streams.GRAPHS`), where not as usual.
+    Args:
+      config: resolved.
+      plans: at least one plan for each bucket.
+      kernels: None for the device's kernels.
+      graphs: the launch mode of plans by name (`jaxflow.pipeline.streams.GRAPHS`), instead of the default.
     """
     model, tp, seqs = checkpoint.model_config, config.tensor_parallel_size, config.max_num_seqs
     assert seqs is not None and config.max_model_len is not None
@@ -220,7 +223,7 @@ def make_executor(
     own, kernels = (
         kernels is None,
         kernels or choose_kernels(config, model),
-    )  # what is refused is refused before weights are read
+    )  # a refusal comes before the weights are read
     kv_scales, quantization = (
         config.kv_cache_dtype == "float8_e4m3fn",
         config.quantization or checkpoint.quantization,
@@ -244,7 +247,7 @@ def make_executor(
     def plan_of(layout: StepLayout) -> Plan:
         return named.get((layout.tokens, layout.plan)) or sequential_plan(
             model, layout.tokens, tp
-        )  # a single decode's is in no bucket
+        )  # the step of a single decode is in no bucket
 
     layer_bytes = min(sum(a.nbytes for a in jax.tree.leaves(layer)) for layer in weights["layers"])
 
@@ -288,9 +291,7 @@ def program_settings(config: EngineConfig) -> dict[str, Any]:
 
 
 def dense_products(model: ModelConfig, weights: dict[str, Any]) -> dict[str, Product]:
-    """The product of a row and the weight of each dense op of the first layer, and the head's, as one device
-    holds it.
-    """
+    """Return the one-row GEMM of each dense op of the first layer and of the head, on one device."""
     named = {op: weights["layers"][0].get(op) for op in ("qkv", "out_proj", "up_gate", "down")}
     named["logits"] = weights.get("lm_head", weights["embed"])
     gates = {"up_gate": model.gate_block if model.gated_mlp else 0}
@@ -309,15 +310,15 @@ def dense_products(model: ModelConfig, weights: dict[str, Any]) -> dict[str, Pro
 
 
 def _one_shard(weight: Any) -> Any:
-    """The shapes of what one device holds of a weight's arrays."""
+    """Return the shapes of one device's shard of a weight."""
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.sharding.shard_shape(a.shape), a.dtype), weight)
 
 
 def _calibrated(config: EngineConfig, checkpoint: Checkpoint, weights: Weights, mesh: Mesh) -> Weights:
-    """The weights with the unified maximum of each layer, where the model was found to qualify.
+    """Return the weights with the unified max value of each layer, if the model qualifies.
 
-    Not over a cache of e4m3: its chunks' attention weights are e4m3 too, which has no room for a maximum that
-    is not the row's own, and its decodes gain nothing (docs/kernels.md).
+    With an e4m3 cache the running maximum stays: e4m3 attention weights lack the range for a maximum that
+    differs from the row's, and decodes gain nothing.
     """
     path = Path(config.calibration) if config.calibration else None
     if config.calibration is None and checkpoint.source is not None:
@@ -327,13 +328,13 @@ def _calibrated(config: EngineConfig, checkpoint: Checkpoint, weights: Weights, 
         return weights
     found = softmax_range.read(path, checkpoint.model_config.num_layers)
     if not found.qualifies:
-        log.info("softmax: running maximum: the model does not qualify for a unified one (%s)", path)
+        log.info("softmax: running maximum: the model does not qualify for a unified max value (%s)", path)
         return weights
     if jnp.dtype(config.kv_cache_dtype) == jnp.float8_e4m3fn:
         say = log.warning if config.calibration else log.info
-        say("softmax: running maximum: a cache of e4m3 has no use for a unified one (%s)", path)
+        say("softmax: running maximum: an e4m3 cache does not use a unified max value (%s)", path)
         return weights
-    log.info("softmax: unified maximum (%s)", path)
+    log.info("softmax: unified max value (%s)", path)
     return softmax_range.with_unified_max(weights, found, mesh)
 
 
@@ -382,13 +383,13 @@ def prefill_seconds_per_token(executor: Executor) -> float:
 
 
 def _num_pages(config: EngineConfig, model: ModelConfig, mesh: Mesh, executor: Executor) -> tuple[int, ...]:
-    """Pages of each layer group: as told, or as many as the memory beside weights and temporary space holds."""
+    """Return the pages of each layer group: as configured, or all that fit in the free memory."""
     if config.num_kv_pages is not None:
         return (config.num_kv_pages,) * len(model.windows)
     assert config.max_num_seqs and config.max_num_batched_tokens and config.max_model_len
     free = memory_budget(mesh, config) - executor.state_bytes()
     if on_gpu():
-        free -= executor.temporary_bytes()  # on CPU the half of memory that is left alone has room for it
+        free -= executor.temporary_bytes()  # on a CPU the other half of the memory holds them
         if config.kv_offloading_size:
             free -= device_bytes(page_bytes(executor.page_groups, config.block_size, mesh.size), free)
     return fit_pages(

@@ -1,4 +1,4 @@
-"""Which steps an engine compiles: its token buckets, and the plans of each."""
+"""The steps that an engine compiles: its token buckets, and the plans of each bucket."""
 
 import dataclasses
 import logging
@@ -19,13 +19,12 @@ from pallas_kernels.gemm.api import HopperGemm, Product
 from pallas_kernels.kernel_set import KernelSet
 
 log = logging.getLogger(__name__)
-EARLY = 64  # decodes of a step whose kernels begin before the ones before them have ended
+EARLY = 64  # most decodes of a step with programmatic dependent launch
 EARLY_BYTES = (
     400 * 10**6
-    # of a layer's weights: so long they take to read that a host keeps ahead, which launches eight kernels
-    # meanwhile
+    # least bytes of a layer's weights, so that reading them takes longer than launching its eight kernels
 )
-FEW = 256  # decodes of a step that has a program without chunks
+FEW = 256  # most decodes of a step that has a program without chunks
 SHAPES = (
     "num_layers",
     "hidden_size",
@@ -39,16 +38,17 @@ SHAPES = (
 
 
 def token_buckets(budget: int, *, few: bool, seqs: int = 0) -> tuple[int, ...]:
-    """Sizes of a step that are compiled: powers of two from 8 on, from 256 on what lies halfway, and the
-    budget; and `seqs`, if over 512, in whole tiles.
+    """Return the token counts of the compiled steps, ascending; the last is the budget.
 
-    Each costs a first start seconds, since kernels are lowered and compiled one at a time, and later ones a
-    tenth of one. With requests waiting, steps are filled to the budget; near the rate that the engine can do
-    they lie anywhere below it, and what pads them makes others wait.
-    `few`: only 8 and 64 and the budget, where compiling costs more than padding (CPU), and 1: for one request
-    alone eight rows would take twice as long. `seqs`: the most sequences of a step. All of them decoding
-    alone is a usual step, which above 512 would be padded by up to half: of 560 decodes, 40 % of the
-    products.
+    They are the powers of two from 8, the sizes halfway between from 256, and `seqs` rounded up to a tile if
+    it exceeds 512. Each size adds seconds to a first start and a tenth of a second to later ones. With a full
+    waiting queue all steps have the budget's size; below saturation they have any size, and padding delays
+    them.
+
+    Args:
+      few: only 1, 8, 64 and the budget, for a CPU, where compiling costs more than padding.
+      seqs: maximum number of sequences. A step in which all of them decode is frequent, and powers of two
+        would pad it by up to half: 560 decodes by 40 % of the GEMM rows.
     """
     sizes = (
         {1, 8, 64}
@@ -60,8 +60,10 @@ def token_buckets(budget: int, *, few: bool, seqs: int = 0) -> tuple[int, ...]:
 
 
 def step_sizes(config: EngineConfig) -> tuple[int, ...]:
-    """Those that are compiled: as told and the budget, or `token_buckets`. config: resolved. Raises:
-    ConfigError over the budget.
+    """Return the configured step sizes and the budget, or `token_buckets`. config: resolved.
+
+    Raises:
+      ConfigError: for a size over the budget.
     """
     budget = config.max_num_batched_tokens
     assert budget is not None
@@ -74,19 +76,19 @@ def step_sizes(config: EngineConfig) -> tuple[int, ...]:
 
 
 def products_dtype(config: EngineConfig) -> str:
-    """What the engine's products are of. config: resolved."""
+    """Return the dtype of the engine's GEMMs. config: resolved."""
     return "float8_e4m3fn" if config.quantization == "fp8" else config.dtype
 
 
 def named_plans(config: EngineConfig, model: ModelConfig) -> tuple[Plan, ...]:
-    """The plans that `--plan` names, each one of this model's layers: those shipped, of a folder, or of one
-    file.
+    """Return the plans that `--plan` names: shipped plans, those of a folder, or the plan of a file.
 
-    Of a folder, those that were searched for this model, device, parallelism and dtypes. config: resolved, at
-    least its dtypes; none are named yet where its plan is `auto` still.
+    From a folder come the plans of this model, device, parallelism and dtypes. config: its dtypes are
+    resolved. With plan=auto there are none.
 
-    Raises: ConfigError where there is none. PlanError for a file that cannot be read, or whose plan is not
-    one of this model.
+    Raises:
+      ConfigError: there is no plan.
+      PlanError: a file is damaged, or its plan is for another model.
     """
     if config.plan in ("auto", "sequential"):
         return ()
@@ -115,10 +117,10 @@ def named_plans(config: EngineConfig, model: ModelConfig) -> tuple[Plan, ...]:
 
 
 def _check(plan: Plan, config: EngineConfig, model: ModelConfig) -> None:
-    """Also of a plan that no step will run: what is damaged says nothing. All that its step would refuse once
-    the weights were read.
+    """Compile a plan, so that a wrong plan is refused before the weights are read, even an unused one.
 
-    Raises: PlanError naming the plan and its nano-op.
+    Raises:
+      PlanError: naming the plan and its nano-op.
     """
     try:
         compile_plan(plan, model, config.tensor_parallel_size, quantized=config.quantization == "fp8")
@@ -129,9 +131,7 @@ def _check(plan: Plan, config: EngineConfig, model: ModelConfig) -> None:
 
 
 def _made_for(folder: Path, config: EngineConfig, model: ModelConfig) -> tuple[Plan, ...]:
-    """The plans of a folder for runs of this kind: for the model by its name, or if there is none, for a
-    shipped one of the same shapes.
-    """
+    """Return a folder's plans for the model's name, or without those for a shipped model of equal shapes."""
     kind = (
         jax.devices()[0].device_kind,
         config.parallel,
@@ -148,14 +148,15 @@ def _made_for(folder: Path, config: EngineConfig, model: ModelConfig) -> tuple[P
 
 
 def same_shapes(name: str, model: ModelConfig) -> bool:
-    """Whether a shipped config has the products and the attention of a model, whatever that one's name."""
+    """Return True if a shipped config has the shapes of a model."""
     config = open_checkpoint(name, load_format="dummy").model_config
     return all(getattr(config, field) == getattr(model, field) for field in SHAPES)
 
 
 def default_plan(config: EngineConfig, model: ModelConfig) -> str:
-    """What `plan=auto` stands for: searched where a shipped plan is sure to gain within the budget. config:
-    resolved, but for the plan.
+    """Return the plan setting of plan=auto: searched if a shipped plan is sure to gain, else sequential.
+
+    config: resolved except for the plan.
     """
     budget = config.max_num_batched_tokens or 0
     sure = (
@@ -167,12 +168,13 @@ def default_plan(config: EngineConfig, model: ModelConfig) -> str:
 
 
 def largest_step(config: EngineConfig, model: ModelConfig) -> int | None:
-    """Tokens of the largest step that the named plans are for; where none is named, that of the sequential
-    plan, if it is what is shipped.
+    """Return the tokens of the largest named plan, or of the shipped sequential plan; None without both.
 
-    None without any. The sequential plan is shipped at the size that makes most of the device: it says
-    nothing where not all sequences have room in that. config: resolved, at least its dtypes and sequences.
-    Raises: as `named_plans`.
+    A sequential plan is shipped at the best step size of the device. It does not count if the step has fewer
+    tokens than there are sequences. config: its dtypes and max_num_seqs are resolved.
+
+    Raises:
+      ConfigError, PlanError: as `named_plans`.
     """
     plans, seqs = named_plans(config, model), config.max_num_seqs or 0
     if config.plan in ("auto", "sequential"):
@@ -183,12 +185,14 @@ def largest_step(config: EngineConfig, model: ModelConfig) -> int | None:
 
 
 def choose_plans(config: EngineConfig, model: ModelConfig) -> dict[int, tuple[Plan, ...]]:
-    """The plans of each bucket: the named ones at the tokens they are for, the sequential one everywhere else
-    and beside those that can be compared with it (`jaxflow.pipeline.choice`). A named plan that is the
-    sequential one says that no other is faster. config: resolved.
+    """Return the plans of each bucket. config: resolved.
 
-    Raises: ConfigError for plans that do not exist or do not fit. PlanError for those that cannot be read or
-    told apart.
+    A bucket has the named plans of its size. It also has the sequential plan, unless a named plan has no
+    prediction to compare (`jaxflow.pipeline.choice`). A named sequential plan means that no other is faster.
+
+    Raises:
+      ConfigError: for plans that do not exist or do not fit.
+      PlanError: for plans that cannot be read, and for two plans of one name.
     """
     budget, tp = config.max_num_batched_tokens, config.tensor_parallel_size
     assert budget is not None
@@ -223,11 +227,10 @@ def choose_plans(config: EngineConfig, model: ModelConfig) -> dict[int, tuple[Pl
 
 
 def begins_early(layout: StepLayout, kernels: KernelSet, tp: int, layer_bytes: int) -> bool:
-    """Whether a step's kernels are launched one by one, each before the one before it has ended, and not in a
-    CUDA graph.
+    """Return True if a step uses programmatic dependent launch instead of a CUDA graph.
 
-    So are few decodes alone on one device: their products are reads of weights, which then begin while the
-    last kernel ends. layer_bytes: of the smallest layer's weights.
+    Steps of a few decodes on one device do: their GEMMs read weights, and the reads begin while the kernel
+    before ends. layer_bytes: bytes of the smallest layer's weights.
     """
     return (
         layout.decodes
@@ -239,9 +242,7 @@ def begins_early(layout: StepLayout, kernels: KernelSet, tp: int, layer_bytes: i
 
 
 def one_alone(products: Iterable[Product], kernels: KernelSet) -> bool:
-    """Whether one request that decodes alone has a step of its own: where its products go faster without
-    tensor cores, as measured.
-    """
+    """Return True if a single decode has its own step, because its GEMMs are faster without tensor cores."""
     gemm = kernels.gemm
     return isinstance(gemm, HopperGemm) and any(
         gemm.choose(dataclasses.replace(p, rows=1)).kernel == "fma" for p in products
@@ -251,11 +252,12 @@ def one_alone(products: Iterable[Product], kernels: KernelSet) -> bool:
 def make_layouts(
     config: EngineConfig, model: ModelConfig, plans: Iterable[Plan], *, decodes_alone: bool, one: bool = False
 ) -> list[StepLayout]:
-    """The fixed shapes of the plans' steps. config: resolved.
+    """Return the layouts of the plans' steps. config: resolved.
 
-    decodes_alone: also those of the sequential plan's steps of few decodes alone: the kernel that would find
-    no chunk costs them 3 to 1.5 % (docs/kernels.md), and larger ones less than its programs' start-up is
-    worth. one: with those, also one of a single decode.
+    Args:
+      decodes_alone: add layouts without chunks for small sequential steps, where an idle chunk kernel costs
+        1.5 to 3 %. In larger steps it costs less than the start-up time of their programs.
+      one: add a layout of a single decode too, with `decodes_alone`.
     """
     seqs = config.max_num_seqs
     assert seqs is not None
