@@ -1,4 +1,4 @@
-"""The ops of the graph as functions; plans, the plain forward and offloaded runs are made of them.
+"""The ops of the graph as functions; plans, the plain forward and offloaded runs call these functions.
 
 An op takes a `Site` and its inputs, and returns its outputs, both in the graph's order. A norm adds the
 residual stream, so that one kernel does both. `x` is the residual stream [t, D], `h` a normed input [t, D],
@@ -335,7 +335,7 @@ def merge_heads(
     *,
     in_place: bool = True,
 ) -> Float[Array, "t N H"]:
-    """Return each token's heads from the attention that computed them.
+    """Return each token's heads from the attention that computed the token.
 
     in_place: read and write only the rows that could decode. Otherwise copy all rows in one pass, which a
     side stream needs.

@@ -142,7 +142,7 @@ def is_sequential(plan: Plan) -> bool:
 def _plain(nano: NanoOp, tokens: int) -> bool:
     """Return whether a nano-op covers all tokens and sets nothing else.
 
-    A searched plan notes the SMs that NCCL takes for a sum. The compiler ignores them.
+    A searched plan notes the SMs that NCCL takes for a sum. The compiler ignores these SMs.
     """
     sms = nano.sms if nano.op.endswith("_reduce") else None
     return nano == NanoOp(nano.id, nano.op, 0, tokens, sms=sms)

@@ -100,9 +100,9 @@ def xla_options(plan: Plan, tp: int = 1, graphs: str | None = None) -> dict[str,
 class _Slice:
     """A value's rows of some tokens. `array` may be a pytree of arrays with the same rows.
 
-    stream: the stream that made it. merged: it holds the heads of both attentions.
+    stream: the stream that made the slice. merged: it holds the heads of both attentions.
     passed: the barriers that it went through, one bit each. behind: the barriers that it, or an input of it,
-    went through. followers: the slices that were made from it.
+    went through. followers: the slices that were made from this slice.
     """
 
     value: Value
@@ -346,7 +346,7 @@ class _StepTrace:
         return self.batch.sample_tokens + self.zero.array if self.overlaps else self.batch.sample_tokens
 
     def trace_region(self, region: Region) -> Array:
-        """Trace the operations of a region. Returns the value that outlives it."""
+        """Trace the operations of a region. Returns the value that outlives the region."""
         local = self.values.copy()
         for op in region.ops:
             entry = op.entry

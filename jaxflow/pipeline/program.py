@@ -110,7 +110,7 @@ def _value(graph: Graph, layer: int, name: str) -> Value:
 
 
 class Reads:
-    """The reads of each value, in a program and after it."""
+    """The reads of each value, in a program and after its end."""
 
     def __init__(self, entries: tuple[LayerOp, ...], final: tuple[Value, ...]):
         self.entries = entries

@@ -95,7 +95,7 @@ def _adds_residual(entry: LayerOp) -> bool:
 
 
 def _continues(current: list[LayerOp], following: LayerOp, makers: dict[Value, set[int]]) -> bool:
-    """Return whether an entry may share a region with the entries before it.
+    """Return whether an entry may share a region with its predecessors.
 
     XLA would merge GEMMs of different tokens that share a region.
     """

@@ -1,4 +1,4 @@
-"""XLA's streams, barriers and flags; no other module names them.
+"""XLA's streams, barriers and flags, which no other module names.
 
 XLA orders nothing that data does not order. It merges GEMMs that share a weight, and copies a buffer that is
 written while it may still be read. `together` gives XLA the order of a plan as data. `region` puts operations
