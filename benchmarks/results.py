@@ -22,6 +22,7 @@ BLOCK = re.compile(r"(?<=<!-- results -->\n).*?(?=<!-- /results -->)", re.S)
 KEYS = ("command", "commit", "versions", "driver", "device", "clock_mhz", "watts", "date")
 NULL_ON_CPU = ("driver", "clock_mhz", "watts")
 NOT_REPORTS = ("plans", "settings", "notes")
+SAME_SLOTS = 1.5
 
 Report = Mapping[str, Any]
 Row = tuple[str, ...]
@@ -103,14 +104,26 @@ def points(reports: Mapping[str, Report], kind: str) -> Iterator[tuple[str, Repo
 
 
 def throughput_groups(reports: Mapping[str, Report]) -> dict[tuple, list[tuple[str, Report]]]:
-    """Return the runs of the same work: device, model, numbers, lengths, tokens of a step, and kind of plan."""
+    """Return the runs of the same work by device, model, lengths, tokens of a step, kind of plan, and slots.
+
+    Runs with up to SAME_SLOTS times the fewest slots share a group, under the fewest slots.
+    """
     groups: dict[tuple, list[tuple[str, Report]]] = {}
-    for path, report in points(reports, "throughput"):
+    runs = sorted(points(reports, "throughput"), key=lambda run: run[1]["engine_config"]["max_num_seqs"])
+    for path, report in runs:
         engine = report["engine_config"]
         plan = "sequential" if engine["plan"] == "sequential" else "overlapped"
         work = (machine(report), model_of(report), lengths(report["workload"]))
-        groups.setdefault((*work, engine["max_num_batched_tokens"], plan), []).append((path, report))
-    return dict(sorted(groups.items(), key=lambda item: item[0][:3]))
+        key = (*work, engine["max_num_batched_tokens"], plan)
+        slots = engine["max_num_seqs"]
+        fewest = max((one[-1] for one in groups if one[:-1] == key), default=slots)
+        groups.setdefault((*key, fewest if slots <= SAME_SLOTS * fewest else slots), []).append(
+            (path, report)
+        )
+    return {
+        key: sorted(group, key=lambda run: run[0])
+        for key, group in sorted(groups.items(), key=lambda item: item[0])
+    }
 
 
 def rivals_of(rivals: Iterable[Mapping[str, Any]], report: Report) -> list[str]:
@@ -135,7 +148,7 @@ def rivals_of(rivals: Iterable[Mapping[str, Any]], report: Report) -> list[str]:
 def throughput_rows(folder: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
     """Yield the rates of requests that arrive at once."""
     rivals = json.loads((folder / "rivals.json").read_text("utf-8"))["results"]
-    for (*work, rows, plan), runs in throughput_groups(reports).items():
+    for (*work, rows, plan, _), runs in throughput_groups(reports).items():
         rates = [report["total_token_throughput"] for _, report in runs]
         slots = sorted({report["engine_config"]["max_num_seqs"] for _, report in runs})
         power = [report["power"] for _, report in runs if report["power"]]
@@ -301,7 +314,7 @@ def file_rows(folder: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
         clock, watts = (_mean(report.get(key)) for key in ("clock_mhz", "watts"))
         power = f"{watts:.0f} at {clock:.0f}" if clock and watts else "–"
         commit = report.get("commit") or "–"
-        yield f"[{path}]({path})", str(report.get("device")), str(report.get("date")), commit[:10], power
+        yield f"[{path}]({path})", str(report.get("device")), str(report.get("date"))[:10], commit[:10], power
 
 
 # Title, a sentence about the columns, the columns, the rows.
