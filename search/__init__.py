@@ -1,1 +1,7 @@
-"""Reads measurements, writes plans and fits. Nothing of it is imported while serving."""
+"""Read measurements and write plans, placements and fits. Serving imports nothing of this package."""
+
+INSTALL = "install the extra `search`: pip install 'jaxflow[search]'"
+
+
+class UserError(ValueError):
+    """An input that a command of search cannot use. The message says what is accepted."""

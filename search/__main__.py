@@ -1,18 +1,18 @@
-"""Finds how an engine should run a model on a machine. Its results are files; nothing of it is imported while
-serving.
+"""Finds how an engine runs a model on a machine. The results are files; serving imports nothing of it.
 
   python -m search COMMAND [flags]
 
-  correct      puts what a plan gained on a GPU in place of what was predicted of it
-  cost         compute, memory, network and energy of a model's step, what binds, and the optimal throughput
-  energy       fits joules of a FLOP and a byte to runs that were measured: the fourth resource's constants
-  machine      measures the links, memories and rates that placements are searched with
-  measure      how long each op of a model takes on this GPU, alone and beside others: a profile for plan
-  placement    where to keep a model that does not fit the device: FlexGen's policy search
-  offload      runs the policy of placement beside its rivals, and holds what was predicted against it
-  plan         how a step is cut into nano-batches that overlap: NanoFlow's two-stage search
+  correct      replaces a plan's predicted gains with gains measured on a GPU
+  cost         prints a step's compute, memory, network and energy, what binds it, and the optimal throughput
+  energy       fits the joules of a FLOP and of a byte to measured runs
+  machine      measures the links, memories and rates that a placement search needs
+  measure      measures how long each op takes on this GPU, in isolation and in pairs: a profile for plan
+  offload      runs a placement and its rivals, and compares each with its prediction
+  placement    finds where to keep a model that exceeds the device: FlexGen's policy search
+  plan         finds how to split a step into overlapping nano-batches: NanoFlow's two-stage search
 
-`python -m search COMMAND --help` lists a command's flags.
+`python -m search COMMAND --help` lists a command's flags. Searches and fits need the extra `search`:
+pip install 'jaxflow[search]', or in a source checkout: python3 run.py exec python -m search COMMAND.
 """
 
 import importlib
@@ -24,8 +24,11 @@ from absl import flags
 from jaxflow.cli.engine_flags import parse
 from jaxflow.cli.exit_status import exit_status
 from jaxflow.config import ConfigError
+from jaxflow.flexgen.policy import PolicyError
 from jaxflow.model.checkpoints.checkpoint import CheckpointError
 from jaxflow.parallel.mesh import choose_platform
+from jaxflow.pipeline.plan import PlanError
+from search import INSTALL, UserError
 
 COMMANDS = {
     "correct": "nanobatch.correct",
@@ -37,15 +40,18 @@ COMMANDS = {
     "placement": "placement.command",
     "plan": "nanobatch.plan",
 }
+# Any other exception is a defect of the program and keeps its traceback.
+USER_ERRORS = (UserError, ConfigError, CheckpointError, PlanError, PolicyError, OSError)
+EXTRA = ("mip", "highspy", "optax")  # the packages of the extra `search`
 
 
 def main(argv: list[str]) -> int:
-    """Runs one command; returns the exit status: 2 for a wrong command line, 1 for what could not be done."""
+    """Run one command and return its exit status: 2 for a wrong command line, 1 for a failed command."""
     if len(argv) < 2 or argv[1] in ("--help", "-h", "help"):
         print(__doc__)
         return 0 if len(argv) > 1 else 2
     if argv[1] not in COMMANDS:
-        print(f"error: {argv[1]!r} is no command; there are {', '.join(COMMANDS)}", file=sys.stderr)
+        print(f"error: unknown command {argv[1]!r}; accepted: {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
     command = importlib.import_module(f"search.{COMMANDS[argv[1]]}")
     command.define_flags()
@@ -62,14 +68,19 @@ def main(argv: list[str]) -> int:
         command.run()
     except BrokenPipeError:
         raise
-    except (ConfigError, CheckpointError, ValueError, OSError) as error:
+    except USER_ERRORS as error:
         print(f"error: {error}", file=sys.stderr)
+        return 1
+    except ModuleNotFoundError as error:
+        if error.name not in EXTRA:
+            raise
+        print(f"error: search {argv[1]} needs {error.name}: {INSTALL}", file=sys.stderr)
         return 1
     return 0
 
 
 def _flag_help(command: ModuleType) -> list[str]:
-    """Of the command's own flags, then of those that another command's module has for it."""
+    """Return the help of the command's flags, then of the flags that other modules of search define for it."""
     others = (
         name
         for name in flags.FLAGS.flags_by_module_dict()

@@ -1,12 +1,12 @@
-"""Compute, memory, network and energy of a model's average step, what binds it, and the optimal throughput.
+"""Print a step's compute, memory, network and energy, what binds it, and the optimal throughput.
 
   python -m search cost --model llama-3.1-8b --device H200 --prompt_tokens 1024 --output_tokens 512
 
-Times are lower bounds: ops at the datasheet's rates, joules at the least that sustained runs took (where the
-device's were measured). The optimal throughput of Eq. 5 counts dense products alone, at the rate that they
-kept up for a second or longer where that was measured (`jaxflow.model.cost.DEVICES`): single products in
-short windows may be faster. The largest batch is what NanoFlow's classification assumes (Eq. 1, 2 and 4;
-docs/cost-model.md): requests fill the memory beside the weights.
+All times are lower bounds. Ops run at the datasheet's rates. Joules are the least that sustained runs took,
+on devices with measured joules. The optimal throughput of Eq. 5 counts dense products only, at their
+sustained rate where one was measured (`jaxflow.model.cost.DEVICES`); a single product in a short window may
+be faster. The largest batch follows NanoFlow's classification (Eq. 1, 2 and 4; docs/cost-model.md): requests
+fill the memory that the weights leave.
 """
 
 import dataclasses
@@ -19,7 +19,6 @@ from jaxflow.model.composition import Composition
 from jaxflow.model.cost import DEVICES, Device, dense_parameters, optimal_throughput, work_times
 from jaxflow.model.energy import Bound, Power, bound, shipped_power
 from jaxflow.model.graph import Widths, Work, model_graph
-from search.command_checks import check_gpus, check_lengths
 from search.regimes import largest_batch, weight_bytes
 
 BYTES = {"bfloat16": 2.0, "float8_e4m3fn": 1.0}
@@ -28,19 +27,35 @@ WIDTH = 107
 
 def define_flags() -> None:
     flags.DEFINE_string("model", "llama-3.1-8b", "A shipped config's name, a folder or a hub id.")
-    flags.DEFINE_enum("device", "H200", sorted(DEVICES), "Which GPU.")
+    flags.DEFINE_enum("device", "H200", sorted(DEVICES), "The GPU.")
     flags.DEFINE_integer("gpus", 1, "GPUs that share the model (tensor parallel).", lower_bound=1)
-    flags.DEFINE_enum("dtype", "bfloat16", sorted(BYTES), "Of weights and products.")
-    flags.DEFINE_enum("kv_cache_dtype", "bfloat16", sorted(BYTES), "Of the cache.")
-    flags.DEFINE_integer("tokens", 2048, "Tokens of a step, prefill and decode together.", lower_bound=1)
-    flags.DEFINE_integer("prompt_tokens", 1024, "Mean prompt.", lower_bound=1)
-    flags.DEFINE_integer("output_tokens", 512, "Mean output.", lower_bound=0)
+    flags.DEFINE_enum("dtype", "bfloat16", sorted(BYTES), "The dtype of weights and products.")
+    flags.DEFINE_enum("kv_cache_dtype", "bfloat16", sorted(BYTES), "The dtype of the KV cache.")
+    flags.DEFINE_integer("tokens", 2048, "Tokens of a step: prefill plus decode.", lower_bound=1)
+    flags.DEFINE_integer("prompt_tokens", 1024, "Mean prompt length.", lower_bound=1)
+    flags.DEFINE_integer("output_tokens", 512, "Mean output length.", lower_bound=0)
+
+
+def check_gpus(name: str, model: ModelConfig, gpus: int) -> None:
+    """Raises: ConfigError for a number of GPUs that does not divide the model's heads."""
+    heads, kv_heads = model.num_heads, model.num_kv_heads
+    if heads % gpus:
+        raise ConfigError("gpus", gpus, f"a divisor of {name}'s {heads} heads")
+    if kv_heads % gpus and gpus % kv_heads:
+        raise ConfigError("gpus", gpus, f"a divisor or a multiple of {name}'s {kv_heads} key/value heads")
+
+
+def check_lengths(name: str, model: ModelConfig, prompt: int, output: int) -> None:
+    """Raises: ConfigError for a prompt and output, in tokens, that together exceed the model's context."""
+    if prompt + output > model.max_position:
+        accepted = f"with the output's {output} at most {model.max_position}, which {name} was made for"
+        raise ConfigError("prompt_tokens", prompt, accepted)
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
-    """One op's share of a step, on one GPU, over all layers. The bound by energy is 0 where the device's
-    joules are not known.
+class OpBound:
+    """The share of one op in a step: on one GPU, over all layers. The energy bound is 0 without measured
+    joules.
     """
 
     name: str
@@ -50,14 +65,14 @@ class Row:
 
 def rows(
     model: ModelConfig, gpus: int, device_name: str, dtype: str, kv_dtype: str, step: Composition
-) -> list[Row]:
-    """A row for each op of the model, in order of the step, and one for their sum."""
+) -> list[OpBound]:
+    """Return one row for each op, in the order of the step, and a last row for their sum."""
     device, power = DEVICES[device_name], shipped_power(device_name)
     works: dict[str, Work] = {}
     for op in model_graph(model, gpus, Widths(weights=BYTES[dtype], kv=BYTES[kv_dtype])).ops():
         works[op.name] = works.get(op.name, Work()) + op.work(step)
     works["total"] = sum(works.values(), Work())
-    return [Row(name, work, _bound(work, device, power, dtype)) for name, work in works.items()]
+    return [OpBound(name, work, _bound(work, device, power, dtype)) for name, work in works.items()]
 
 
 def _bound(work: Work, device: Device, power: Power | None, dtype: str) -> Bound:
@@ -68,7 +83,7 @@ def _bound(work: Work, device: Device, power: Power | None, dtype: str) -> Bound
 
 
 def run() -> None:
-    """The command."""
+    """Run the command."""
     f = flags.FLAGS
     model, device = open_checkpoint(f.model, load_format="dummy").model_config, DEVICES[f.device]
     if f.dtype not in device.datasheet.flops_per_s:
@@ -138,7 +153,7 @@ def _print_throughput(model: ModelConfig, device: Device, total: Bound) -> None:
         print(f"Largest batch: none, the weights alone fill {need:.1f} x {f.device}")
 
 
-def _line(row: Row) -> str:
+def _line(row: OpBound) -> str:
     work, times = row.work, row.bound
     seconds = (times.compute_s, times.memory_s, times.network_s)
     cells = "".join(f"{1e3 * value:>{width}.3f}" for value, width in zip(seconds, (11, 10, 10), strict=True))

@@ -1,15 +1,21 @@
-"""Which resource binds serving: NanoFlow's classification of devices, models and workloads (§3.2 and 3.3,
-Tables 1 and 2, Figures 2 and 3).
+"""The resource that binds serving: NanoFlow's classification of devices, models and workloads.
 
-  python -m search.heat_maps      writes the tables of docs/cost-model.md and its two heat maps anew
+The tables and heat maps follow NanoFlow §3.2 and 3.3 (Tables 1 and 2, Figures 2 and 3):
 
-Compute, bandwidths and sizes are datasheets'; nothing here is measured.
+  python -m search.regimes      writes the tables and the two heat maps of docs/cost-model.md
+
+Compute, bandwidths and sizes come from datasheets; no number here is measured.
 """
 
 import dataclasses
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+
+import matplotlib
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
 
 from jaxflow.config import ModelConfig
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
@@ -31,7 +37,7 @@ DOCS = Path(__file__).parent.parent / "docs"
 
 @dataclasses.dataclass(frozen=True)
 class Accelerator:
-    """A row of Table 1: network both ways, compute of dense 16-bit products."""
+    """A row of Table 1: network bandwidth in both directions, compute of dense 16-bit products."""
 
     vendor: str
     name: str
@@ -43,7 +49,7 @@ class Accelerator:
 
     @property
     def memory_s(self) -> float:
-        """Eq. 1."""
+        """Return the seconds to read the whole memory once (Eq. 1)."""
         return self.memory_gb / self.memory_gb_per_s
 
     @property
@@ -78,7 +84,7 @@ TABLE_1 = (
     Accelerator("Intel", "Gaudi 3", 2024, 128, 3_700, 1_200, 1_800_000),
     Accelerator("NVIDIA", "Ada 6000", 2022, 48, 960, 64, 182_000),
 )
-TODAY = (  # datasheets, where the paper has another memory or nothing
+TODAY = (  # datasheets of devices that the paper lacks or lists with another memory
     Accelerator("NVIDIA", "H200", 2024, 141, 4_800, 900, 989_000),
     Accelerator("NVIDIA", "GH200", 2024, 144, 4_900, 900, 989_000),
     Accelerator("NVIDIA", "B200", 2025, 180, 8_000, 1_800, 2_250_000),
@@ -88,7 +94,7 @@ TODAY = (  # datasheets, where the paper has another memory or nothing
     Accelerator("Google", "TPU7x", 2025, 192, 7_380, 1_200, 2_307_000),
     Accelerator("NVIDIA", "L40S", 2023, 48, 864, 64, 362_000),
 )
-# Figure 3's models on the devices that the paper gives them, and today's.
+# Figure 3's models on the paper's device counts, and newer models.
 SERVED = (
     ("llama-3-8b", 1), ("mixtral-8x7b", 8), ("llama-2-70b", 8), ("llama-3-70b", 8), ("qwen2-72b", 8), ("deepseek-67b", 8),
     ("llama-3.1-8b", 1), ("qwen3-8b", 1), ("qwen3-30b-a3b", 1),
@@ -100,23 +106,23 @@ WORKLOADS = {  # mean prompt and output
 
 
 @dataclasses.dataclass(frozen=True)
-class Batch:
-    """The largest batch that the memory holds, on the average: Eq. 1's and 2's assumption (§3.1)."""
+class LargestBatch:
+    """The largest batch that the memory holds, on average: the assumption of Eq. 1 and 2 (§3.1)."""
 
     tokens: float  # B_Dense
-    requests: float  # that decode
+    requests: float  # decoding requests
     memory_s: float
     compute_s: float
 
     @property
     def ratio(self) -> float:
-        """T_R of Eq. 4: below 1 serving is bound by compute."""
+        """Return T_R of Eq. 4; below 1, compute binds serving."""
         return self.memory_s / self.compute_s
 
 
 def weight_bytes(config: ModelConfig, widths: Widths = BFLOAT16) -> float:
-    """Of the whole model, all experts and the embedding."""
-    everything = Composition(decode_tokens=1e9, decode_keys=1)  # many tokens touch every expert
+    """Return the bytes of the full model, with all experts and the embedding."""
+    everything = Composition(decode_tokens=1e9, decode_keys=1)  # so many tokens reach every expert
     products = sum(
         op.work(everything).weight_bytes for op in model_graph(config, 1, widths).ops() if op.kind == "dense"
     )
@@ -126,8 +132,8 @@ def weight_bytes(config: ModelConfig, widths: Widths = BFLOAT16) -> float:
 
 
 def request_bytes(config: ModelConfig, prompt: float, output: float, widths: Widths = BFLOAT16) -> float:
-    """What the cache holds of a request of so many tokens, in the mean over its outputs: p + d / 2 tokens, on
-    all devices together.
+    """Return the KV bytes of one request, averaged over its output: p + d / 2 tokens, on all devices
+    together.
     """
     return sum(2 * config.num_kv_heads * config.head_dim * widths.kv for _ in config.layers) * (
         prompt + output / 2
@@ -137,11 +143,11 @@ def request_bytes(config: ModelConfig, prompt: float, output: float, widths: Wid
 def largest_batch(
     config: ModelConfig, rates: Rates, memory_bytes: float, gpus: int, prompt: float, output: float, *, widths: Widths = BFLOAT16,
     dtype: str = "bfloat16",
-) -> Batch | None:  # fmt: skip
-    """Requests of p prompt and d output tokens fill the memory; each holds p + d / 2 tokens in the mean. None
-    if the model alone does.
+) -> LargestBatch | None:  # fmt: skip
+    """Return the largest batch of requests with p prompt and d output tokens, or None if the weights do not
+    fit.
 
-    rates and memory_bytes: of one device.
+    A request holds p + d / 2 tokens on average. rates and memory_bytes: of one device.
     """
     left = gpus * memory_bytes - weight_bytes(config, widths)
     if left <= 0 or not output:
@@ -149,7 +155,7 @@ def largest_batch(
     requests = left / request_bytes(config, prompt, output, widths)
     tokens = requests * (prompt + output) / output
     parameters = dense_parameters(config, output / (prompt + output))
-    return Batch(
+    return LargestBatch(
         tokens,
         requests,
         memory_time_s(memory_bytes, rates.memory_bytes_per_s),
@@ -158,15 +164,17 @@ def largest_batch(
 
 
 def network_ratio(config: ModelConfig, accelerator: Accelerator, gpus: int = 8) -> float:
-    """T_Net / T_Compute (§3.3), whatever the batch: below 1 the network is not what binds."""
+    """Return T_Net / T_Compute of any batch (§3.3); below 1, the network does not bind."""
     rates = accelerator.rates
     sent = network_time_s(gpus, 1, config.hidden_size, 2, config.num_layers, gpus * rates.network_bytes_per_s)
     return sent / compute_time_s(1, dense_parameters(config), gpus * rates.flops_per_s["bfloat16"])
 
 
 @dataclasses.dataclass(frozen=True)
-class Map:
-    """A heat map: its title, and a value of each row and column, None where a model does not fit."""
+class HeatMap:
+    """A heat map: its title, and a value for each row and column. A value is None where the model does not
+    fit.
+    """
 
     title: str
     rows: tuple[str, ...]
@@ -176,13 +184,13 @@ class Map:
 
 def network_map(
     models: Sequence[str] = tuple(dict.fromkeys(name for name, gpus in SERVED if gpus > 1)),
-) -> Map:
-    """Figure 2: network over compute, 8 devices."""
+) -> HeatMap:
+    """Return Figure 2: network over compute on 8 devices."""
     configs = [_config(name) for name in models]
     values = tuple(
         tuple(network_ratio(config, device) for config in configs) for device in (*TABLE_1, *TODAY)
     )
-    return Map(
+    return HeatMap(
         "T_net / T_compute on 8 devices",
         tuple(device.name for device in (*TABLE_1, *TODAY)),
         tuple(models),
@@ -190,8 +198,8 @@ def network_map(
     )
 
 
-def memory_map(accelerator: Accelerator = TABLE_1[2], served: Sequence[tuple[str, int]] = SERVED) -> Map:
-    """Figure 3: memory over compute at the largest batch."""
+def memory_map(accelerator: Accelerator = TABLE_1[2], served: Sequence[tuple[str, int]] = SERVED) -> HeatMap:
+    """Return Figure 3: memory over compute at the largest batch."""
 
     def ratio(name: str, gpus: int, lengths: tuple[int, int]) -> float | None:
         found = largest_batch(_config(name), accelerator.rates, accelerator.memory_gb * GIGA, gpus, *lengths)
@@ -200,7 +208,7 @@ def memory_map(accelerator: Accelerator = TABLE_1[2], served: Sequence[tuple[str
     values = tuple(
         tuple(ratio(name, gpus, lengths) for lengths in WORKLOADS.values()) for name, gpus in served
     )
-    return Map(
+    return HeatMap(
         f"T_mem / T_compute on {accelerator.name}",
         tuple(f"{name} × {gpus}" for name, gpus in served),
         tuple(WORKLOADS),
@@ -225,9 +233,7 @@ TABLE_2 = {
 
 
 def table_2(step: Composition | None = None) -> dict[str, tuple[float, float, float]]:
-    """The model's own T_comp, T_mem and T_net of Table 2's rows, in ms, over all layers and all devices as
-    one.
-    """
+    """Return T_comp, T_mem and T_net of Table 2's rows, in ms, over all layers, with all devices as one."""
     step, config = step or Composition.steady_state(2048, 512, 1024), _config("llama-2-70b")
     eight = Rates({"bfloat16": 8 * 312 * TERA}, 8 * 2.0 * TERA, 8 * 300 * GIGA)
     found = {}
@@ -243,7 +249,7 @@ def table_2(step: Composition | None = None) -> dict[str, tuple[float, float, fl
 
 
 def tables() -> dict[str, str]:
-    """docs/cost-model.md's tables, in Markdown, by name."""
+    """Return the tables of docs/cost-model.md in Markdown, by name."""
     first = [
         f"| {a.vendor} {a.name} | {a.year} | {a.memory_gb:,g} | {a.memory_gb_per_s:,g} | {a.network_gb_per_s:,g} | {a.gflops_per_s:,.0f} "
         f"| {a.memory_s:.3f} | {a.compute_to_memory:.0f} | {a.network_to_memory:.2f} |"
@@ -294,7 +300,7 @@ def _three(times: Iterable[float]) -> str:
 
 
 def rewritten(text: str) -> str:
-    """docs/cost-model.md with its tables as they are computed now."""
+    """Return the text of docs/cost-model.md with its tables computed anew."""
     for name, table in tables().items():
         text = re.sub(
             rf"(?<=<!-- {name} -->\n).*?(?=\n<!-- /{name} -->)",
@@ -303,3 +309,57 @@ def rewritten(text: str) -> str:
             flags=re.S,
         )
     return text
+
+
+USAGE = (
+    "usage: python -m search.regimes   (writes the tables of docs/cost-model.md and its two pictures "
+    "anew; takes no arguments)"
+)
+
+
+def draw(shown: HeatMap) -> Figure:
+    """Draw a heat map: yellow is bound by compute, blue by the other resource, with the border at 1."""
+    figure = Figure(
+        figsize=(1.6 + 0.9 * len(shown.columns), 1.1 + 0.32 * len(shown.rows)), layout="constrained"
+    )
+    axes = figure.add_subplot()
+    values = [[float("nan") if value is None else value for value in row] for row in shown.values]
+    axes.imshow(values, cmap="cividis_r", norm=LogNorm(0.1, 10), aspect="auto")
+    axes.set_xticks(range(len(shown.columns)), shown.columns, rotation=30, ha="right", fontsize=8)
+    axes.set_yticks(range(len(shown.rows)), shown.rows, fontsize=8)
+    axes.set_title(shown.title, fontsize=10)
+    for i, row in enumerate(shown.values):
+        for j, value in enumerate(row):
+            dark = value is not None and value > 1.5
+            axes.text(
+                j,
+                i,
+                "–" if value is None else f"{value:.2f}",
+                ha="center",
+                va="center",
+                fontsize=7,
+                color="w" if dark else "k",
+            )
+    return figure
+
+
+def save(shown: HeatMap, path: str | Path) -> None:
+    """Draw a map into a file; equal maps give equal files."""
+    with matplotlib.rc_context({"svg.hashsalt": "jaxflow", "svg.fonttype": "none"}):
+        draw(shown).savefig(path, metadata={"Date": None} if str(path).endswith(".svg") else None)
+
+
+def main(argv: list[str]) -> int:
+    """Write the page and its pictures anew and return the exit status."""
+    if argv[1:]:
+        print(USAGE, file=sys.stdout if (helped := argv[1] in ("--help", "-h")) else sys.stderr)
+        return 0 if helped else 2
+    page = DOCS / "cost-model.md"
+    page.write_text(rewritten(page.read_text("utf-8")), "utf-8")
+    save(network_map(), DOCS / "network-over-compute.svg")
+    save(memory_map(), DOCS / "memory-over-compute.svg")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

@@ -1,22 +1,21 @@
-"""Puts what a plan gained where it was measured in place of what it was predicted to gain there.
+"""Replace a plan's predicted gains with gains measured on a GPU.
 
-  python -m jaxflow.bench plans --model llama-3.1-8b --plans plans --workloads 1024/512,512/1024 --output_json
-  report.json python -m search correct --plan plans/1024-512.json --report report.json --out corrected.json
+  python -m jaxflow.bench plans --model llama-3.1-8b --plans plans --workloads 1024/512,512/1024 \
+      --output_json report.json
+  python -m search correct --plan plans/1024-512.json --report report.json --out corrected.json
 
-Names repeat: what was measured is the plan's where a row's digest of what its plan does is this plan's
-(`jaxflow.pipeline.plan.digest`). A row of its name and another digest is refused, and one without, in a
-report from before there were any, unless --by_name is given.
+Plan names repeat. A report's row belongs to the plan if the row's digest equals the plan's
+(`jaxflow.pipeline.plan.digest`). A row with the plan's name and another digest is refused. A row without a
+digest, from an old report, is refused unless --by_name is given.
 
-A plan without predictions, or with --measured_alone any, gets what was measured in their place: between two
-measured compositions the engine takes what lies between, beyond them the nearest; and it is offered to the
-model, device, parallelism and dtypes of the reports (--model: to another model of the same shapes), which are
-alike. A plan with predictions is corrected by reports of what it was searched for alone, and a report of a
-model cut to some of its layers (`num_layers`) by none. Of a plan with predictions:
+A plan without predictions, or any plan with --measured_alone, gets a table of measured times. Between two
+measured step shapes the engine interpolates; beyond them it takes the nearest. The plan's target becomes the
+reports' model, device, parallelism and dtypes, which must agree (--model: another model of the same shapes).
 
-A prediction that is off is off alike for steps that are alike: a plan's predicted gains over the sequential
-step are multiplied by the geometric mean of measured over predicted gain of the report's workloads. Their
-`margin` becomes the most that a corrected gain is above a measured one, and the spread of the measurements.
-The engine then runs the plan for steps like those where it was seen to gain.
+A plan with predictions is corrected only by reports of its target, and never by a report of a model with
+fewer layers (`num_layers`). Its predicted gains over the sequential step are multiplied by the geometric
+mean of measured over predicted gain, since similar steps have similar errors. The new margin is the largest
+excess of a corrected gain over a measured one, plus the spread of the measurements.
 """
 
 import math
@@ -40,11 +39,10 @@ from jaxflow.pipeline.plan import Plan, Predictions, Target, digest, load, save
 _ANOTHER_START = {"kernels": 0.03, "copies": 0.01}
 
 
-class Point(msgspec.Struct, frozen=True):
-    """A composition at which a plan was measured in turn with the sequential one: how many times faster it
-    was, and the spread of that.
+class MeasuredGain(msgspec.Struct, frozen=True):
+    """A step shape at which a plan was measured in turns with the sequential plan: the gain, and its spread.
 
-    sequential_s: of the sequential step. prefill_tokens: beside the decodes.
+    sequential_s: the time of the sequential step. prefill_tokens: the prefill next to the decodes.
     """
 
     decode_tokens: int
@@ -55,11 +53,10 @@ class Point(msgspec.Struct, frozen=True):
     prefill_tokens: int = 0
 
 
-class Row(msgspec.Struct, frozen=True):
-    """What `correct` reads of a row of `bench plans`: a plan's steps of a workload. step_ms, and how much of
-    it it spread by.
+class PlansReportRow(msgspec.Struct, frozen=True):
+    """The fields that `correct` reads of a row of `bench plans`: one plan's steps of one workload.
 
-    digest: of what the plan does; None in a report from before rows had it.
+    step_ms: the time of a step; spread: its relative spread. digest: of the plan; None in an old report.
     """
 
     workload: str
@@ -75,8 +72,8 @@ class Row(msgspec.Struct, frozen=True):
     digest: str | None = None
 
 
-class Ran(msgspec.Struct, frozen=True):
-    """Of the engine's settings those that say what ran, as they were resolved."""
+class MeasuredEngine(msgspec.Struct, frozen=True):
+    """The resolved engine settings that identify a measurement."""
 
     model: str
     tensor_parallel_size: int
@@ -85,19 +82,19 @@ class Ran(msgspec.Struct, frozen=True):
     quantization: str | None = None
 
 
-class Report(msgspec.Struct, frozen=True):
-    """What `correct` reads of a report. num_layers: that the model had; None: nobody wrote it, all are taken
-    for granted.
+class PlansReportFile(msgspec.Struct, frozen=True):
+    """The fields that `correct` reads of a report. num_layers: the layers measured; None: not recorded, all
+    assumed.
     """
 
-    plans: tuple[Row, ...]
+    plans: tuple[PlansReportRow, ...]
     device: str
-    engine_config: Ran
+    engine_config: MeasuredEngine
     num_layers: int | None = None
 
     @property
     def kind(self) -> tuple[str, str, ParallelConfig, str, str]:
-        """As `Target.fits` takes it."""
+        """Return the arguments of `Target.fits`."""
         ran = self.engine_config
         products = products_dtype(EngineConfig(ran.model, dtype=ran.dtype, quantization=ran.quantization))
         parallel = ParallelConfig(ran.tensor_parallel_size)
@@ -121,7 +118,7 @@ def define_flags() -> None:
 
 
 def run() -> None:
-    """The command."""
+    """Run the command."""
     f = flags.FLAGS
     for name in ("plan", "report", "out"):
         if not getattr(f, name):
@@ -161,24 +158,23 @@ def run() -> None:
     print(f"{f.out}: margin {made.predictions.margin:.3f}")
 
 
-def read_report(path: str) -> Report:
-    """Raises: ConfigError with the file, and the field that is not as `bench plans` writes it."""
+def read_report(path: str) -> PlansReportFile:
+    """Read a report. Raises: ConfigError with the file, and the field that `bench plans` writes differently."""
     try:
-        return msgspec.json.decode(Path(path).read_bytes(), type=Report)
+        return msgspec.json.decode(Path(path).read_bytes(), type=PlansReportFile)
     except OSError as error:
         raise ConfigError("report", path, f"a file of `bench plans`: {error.strerror or error}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError("report", path, f"what `bench plans` writes: {error}") from error
 
 
-def check_kind(plan: Plan, reports: Mapping[str, Report], model: str | None) -> None:
-    """Whether reports, by file, are of what a plan with predictions was searched for; else of what the first
-    of them is of.
+def check_kind(plan: Plan, reports: Mapping[str, PlansReportFile], model: str | None) -> None:
+    """Check that reports, by file, match the target of a plan with predictions, or else the first report.
 
-    model: which --model names; a plan with predictions keeps its own.
+    model: the value of --model; a plan with predictions keeps its model.
 
-    Raises: ConfigError for a report of another model, device, parallelism or dtype, or of some layers alone,
-    and for another model. CheckpointError for one that is not there.
+    Raises: ConfigError for a report of another model, device, parallelism or dtype or of fewer layers, and
+    for another model. CheckpointError for a missing model.
     """
     wanted = (plan.predictions and plan.target) or Target(*next(iter(reports.values())).kind, 0, 0, 0)
     name = Path(wanted.model).name
@@ -213,7 +209,7 @@ def check_kind(plan: Plan, reports: Mapping[str, Report], model: str | None) -> 
 
 
 def _layers(name: str, place: str) -> int:
-    """Of a model by its name, where it is shipped, or found here. Raises: ConfigError where it is neither."""
+    """Return the layers of a model that is shipped, or found here. Raises: ConfigError for any other model."""
     try:
         return open_checkpoint(
             name if name in shipped_configs() else place, load_format="dummy"
@@ -228,12 +224,15 @@ def _said(model: str, device: str, parallel: ParallelConfig, dtype: str, kv_cach
     return f"{model} on {parallel.tp} x {device}, {dtype} over a {kv_cache_dtype} cache"
 
 
-def points(plan: Plan, report: Report, path: str = "", *, by_name: bool = False) -> list[Point]:
-    """Where a report of `bench plans`, of the file `path`, has a plan and the sequential one of its tokens,
-    both launched as usual.
+def points(
+    plan: Plan, report: PlansReportFile, path: str = "", *, by_name: bool = False
+) -> list[MeasuredGain]:
+    """Return the measured gains of a plan in a report of `bench plans`, from the file `path`.
 
-    Raises: ConfigError for rows of its name that are of another plan, or, unless `by_name`, do not say of
-    which.
+    A gain compares the plan with the sequential plan of as many tokens, both launched as usual.
+
+    Raises: ConfigError for rows with the plan's name that belong to another plan, or have no digest without
+    `by_name`.
     """
     rows = [row for row in report.plans if row.tokens == plan.tokens and row.graphs in (None, "usual")]
     alone = {row.workload: row for row in rows if row.sequential}
@@ -241,7 +240,7 @@ def points(plan: Plan, report: Report, path: str = "", *, by_name: bool = False)
         (row, alone[row.workload]) for row in _rows_of(plan, rows, path, by_name) if row.workload in alone
     ]
     return [
-        Point(
+        MeasuredGain(
             row.decode_tokens,
             row.mean_context_tokens,
             sequential.step_ms / row.step_ms,
@@ -253,10 +252,8 @@ def points(plan: Plan, report: Report, path: str = "", *, by_name: bool = False)
     ]
 
 
-def _rows_of(plan: Plan, rows: Sequence[Row], path: str, by_name: bool) -> list[Row]:
-    """Those that are the plan's: by what it does, whatever it was called there; else by its name, where no
-    row says more.
-    """
+def _rows_of(plan: Plan, rows: Sequence[PlansReportRow], path: str, by_name: bool) -> list[PlansReportRow]:
+    """Return the rows of the plan: by digest, or by name where no row has its digest."""
     own, name = digest(plan), f"{plan.name}, {plan.tokens} tokens"
     if same := [row for row in rows if row.digest == own]:
         return same
@@ -277,9 +274,9 @@ def _rows_of(plan: Plan, rows: Sequence[Row], path: str, by_name: bool) -> list[
     return named
 
 
-def corrected(plan: Plan, measured: Iterable[Point]) -> Plan:
-    """The plan with its predictions brought to what was measured. Raises: ConfigError for a plan without
-    predictions.
+def corrected(plan: Plan, measured: Iterable[MeasuredGain]) -> Plan:
+    """Return the plan with its predictions scaled to the measured gains. Raises: ConfigError for a plan
+    without them.
     """
     if plan.predictions is None:
         raise ConfigError("plan", plan.name, "a plan with predictions, as `search plan` writes it")
@@ -294,12 +291,11 @@ def corrected(plan: Plan, measured: Iterable[Point]) -> Plan:
     )
 
 
-def as_measured(plan: Plan, measured: Iterable[Point], offered: Target) -> Plan:
-    """The plan with a table of what was measured: at a composition that was not, the measured one of the
-    nearest contexts.
+def as_measured(plan: Plan, measured: Iterable[MeasuredGain], offered: Target) -> Plan:
+    """Return the plan with a table of measured times. At an unmeasured shape, the nearest context stands.
 
-    Where one was measured several times, the least gain stands. The margin is the most that the measurements
-    spread, and what such a gain differed by after another start of the machine.
+    Of several measurements at one shape the least gain stands. The margin is the largest spread, plus the
+    difference that another start of the machine made.
     """
     points = tuple(measured)
     decodes, contexts = (
@@ -307,7 +303,7 @@ def as_measured(plan: Plan, measured: Iterable[Point], offered: Target) -> Plan:
         sorted({round(p.mean_context_tokens) for p in points}),
     )
 
-    def nearest(tokens: int, keys: int) -> Point:
+    def nearest(tokens: int, keys: int) -> MeasuredGain:
         return min(
             (p for p in points if p.decode_tokens == tokens),
             key=lambda p: (abs(p.mean_context_tokens - keys), p.gain),
@@ -324,11 +320,10 @@ def as_measured(plan: Plan, measured: Iterable[Point], offered: Target) -> Plan:
     return msgspec.structs.replace(plan, predictions=predictions, target=offered)
 
 
-def target(report: Report, model: str | None, measured: Sequence[Point]) -> Target:
-    """What a plan measured in reports of this kind is offered to; of compositions, the one with the most
-    decodes.
+def target(report: PlansReportFile, model: str | None, measured: Sequence[MeasuredGain]) -> Target:
+    """Return the target of a plan measured in such reports, at the shape with the most decodes.
 
-    Raises: ConfigError for a model of other shapes than the report's.
+    Raises: ConfigError for a model whose shapes differ from the report's.
     """
     theirs, most = report.engine_config.model, max(measured, key=lambda point: point.decode_tokens)
     if model is not None:

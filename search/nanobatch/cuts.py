@@ -1,5 +1,5 @@
-"""Where a step may be cut: the sets of cuts, the tasks that each could make of a layer, a guess at its period
-and a bound on it.
+"""The split points of a step: sets of cuts, the tasks of each set, and an estimate and a bound of its
+period.
 """
 
 import collections
@@ -10,19 +10,16 @@ from collections.abc import Sequence
 from search.nanobatch.cyclic import SearchError
 from search.nanobatch.layer_tasks import Chain, Task, chains, has_side_streams, make_task, repeated_layer
 from search.nanobatch.options import chain_s, task_options
-from search.nanobatch.problem import Setting
-from search.time_budget import Limit
+from search.nanobatch.problem import Deadline, SearchProblem
 
-TILE = 128  # rows that a product computes at once: cuts are multiples of it
-_GAIN = 0.02  # of an op's time: what must be saved by cutting it less often
+TILE = 128  # rows of a product's tile: cuts are its multiples
+_GAIN = 0.02  # share of an op's time that an unsplit task must save
 
 
-def cut_sets(setting: Setting) -> list[tuple[int, ...]]:
-    """Where the step may be cut: at multiples of a tile, or where the setting says; the tile next to the last
-    decode is among them.
+def cut_sets(setting: SearchProblem) -> list[tuple[int, ...]]:
+    """Return the sets of cuts: at multiples of a tile, or at the places that the problem gives.
 
-    Scattered rows divide among the devices. Raises: SearchError for a step, or one that is to be cut, that
-    leaves none.
+    Scattered rows divide among the devices. Raises: SearchError where no set is left.
     """
     if setting.split and setting.nano_batches < 2:
         raise SearchError(
@@ -47,11 +44,11 @@ def cut_sets(setting: Setting) -> list[tuple[int, ...]]:
     return sets
 
 
-def make_tasks(setting: Setting, cuts: Sequence[int]) -> tuple[list[Task], list[tuple[int, ...]]]:
-    """All tasks that a layer could be made of, and groups of which one is run: each piece of tokens in one
-    task of a chain.
+def make_tasks(setting: SearchProblem, cuts: Sequence[int]) -> tuple[list[Task], list[tuple[int, ...]]]:
+    """Return all tasks that a layer could consist of, and groups of tasks of which exactly one runs.
 
-    A chain may leave out cuts. A longer task that saves next to nothing of its parts' time is left out.
+    Each range of tokens is in one running task of a chain. A chain may skip cuts. A longer task is left out
+    where it saves next to none of the time of its parts.
     """
     load, rates = setting.load, None if setting.device is None else setting.device.rates
     dtype, full = setting.shares.profile.dtype, setting.shares.profile.total_sms
@@ -62,7 +59,7 @@ def make_tasks(setting: Setting, cuts: Sequence[int]) -> tuple[list[Task], list[
     tasks, covers = [], []
     for chain in chains(
         repeated_layer(setting.graph), setting.quantized and aside
-    ):  # on one stream no value of two arrays leaves it
+    ):  # with one stream, values of two arrays stay on it
         first, own = len(tasks), []
         alone = {}
         for count in range(1, len(edges)):
@@ -73,7 +70,7 @@ def make_tasks(setting: Setting, cuts: Sequence[int]) -> tuple[list[Task], list[
                 parts = min((alone[a, c] + alone[c, b] for c in range(a + 1, b)), default=float("inf"))
                 uncut = (
                     count > 1 and chain.is_network and setting.graph.scattered
-                )  # scattered rows are cut alike everywhere
+                )  # all chains cut scattered rows alike
                 if alone[a, b] < parts * (1 - _GAIN) and not uncut:
                     own.append((a, b))
                     tasks.append(
@@ -99,10 +96,8 @@ def make_tasks(setting: Setting, cuts: Sequence[int]) -> tuple[list[Task], list[
     return tasks, covers
 
 
-def most_promising(setting: Setting, sequential_s: float, limit: Limit) -> list[tuple[int, ...]]:
-    """Sets of cuts, first those with which a guess at the period is shortest, then those for which no time is
-    left to guess.
-    """
+def most_promising(setting: SearchProblem, sequential_s: float, limit: Deadline) -> list[tuple[int, ...]]:
+    """Return the sets of cuts by estimated period; sets after the time limit come last, without an estimate."""
     around, _ = setting.in_time((), sequential_s)
     return sorted(
         filter(None, cut_sets(setting)),
@@ -110,8 +105,8 @@ def most_promising(setting: Setting, sequential_s: float, limit: Limit) -> list[
     )
 
 
-def least_s(setting: Setting, cuts: Sequence[int]) -> float:
-    """A bound on every period with these cuts: the busiest resource's ops at their own speeds, or the joules."""
+def least_s(setting: SearchProblem, cuts: Sequence[int]) -> float:
+    """Return a lower bound of the period: the busiest resource's isolated op times, or the joules."""
     tasks, covers = make_tasks(setting, cuts)
     optional = {at for group in covers for at in group}
     busy: dict[str, float] = collections.defaultdict(float)
@@ -128,9 +123,9 @@ def least_s(setting: Setting, cuts: Sequence[int]) -> float:
     return max(*busy.values(), setting.energy_s([(0, setting.load.tokens)]))
 
 
-def estimate_s(setting: Setting, cuts: Sequence[int]) -> float:
-    """A guess at the period, by which cuts are tried: each nano-batch's memory-bound ops beside the next
-    one's others.
+def estimate_s(setting: SearchProblem, cuts: Sequence[int]) -> float:
+    """Return an estimate of the period: memory-bound ops of each nano-batch overlapped with the next one's
+    others.
     """
     tasks, full = (
         [task for task in make_tasks(setting, cuts)[0] if task.resource != "network"],
@@ -150,7 +145,7 @@ def estimate_s(setting: Setting, cuts: Sequence[int]) -> float:
         ]
         return sum(
             min(one)[1] for one in ways
-        )  # on the whole device what was timed on no such part, as chunk attention
+        )  # ops without a time on this part, such as chunk attention, take the full device
 
     guesses = []
     for few in (sms for sms in setting.shares.offered_sms() if 2 * sms <= full):
@@ -166,9 +161,10 @@ def estimate_s(setting: Setting, cuts: Sequence[int]) -> float:
     return min(guesses, default=0.0)
 
 
-def _shortest_s(setting: Setting, tasks: Sequence[Task]) -> float:
-    """Of the ways to run a chain on all tokens, each in some of these tasks; that uncut is none of them where
-    it takes longer.
+def _shortest_s(setting: SearchProblem, tasks: Sequence[Task]) -> float:
+    """Return the least time of a chain on all tokens over its possible splits into these tasks.
+
+    The unsplit chain is absent where it takes longer.
     """
     until = {0: 0.0}
     for task in sorted(tasks, key=lambda task: task.start):
@@ -177,5 +173,5 @@ def _shortest_s(setting: Setting, tasks: Sequence[Task]) -> float:
     return until[setting.load.tokens]
 
 
-def _alone_s(setting: Setting, chain: Chain, start: int, stop: int) -> float:
+def _alone_s(setting: SearchProblem, chain: Chain, start: int, stop: int) -> float:
     return chain_s(setting.shares, chain, setting.load.part(start, stop), setting.shares.profile.total_sms)

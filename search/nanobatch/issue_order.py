@@ -1,9 +1,8 @@
-"""A schedule as a plan: the order in which nano-ops are issued, their layers, and the joins that the schedule
-needs.
+"""A schedule as a plan: the order in which nano-ops are issued, their layers, and their waits.
 
-Nano-ops of one stream run in order, and data orders most of the others. What else must not run together,
-since it shares a resource or would need more SMs than there are, is ordered by waits; those that follow from
-other orders are left out. No more than three ever run at once, one of each resource.
+Nano-ops of one stream run in order, and data orders most of the others. The remaining pairs that must not
+overlap, by resource or by their SMs, get waits. A wait that follows from other orders is left out. At most
+three nano-ops run at once, one of each resource.
 """
 
 import itertools
@@ -11,22 +10,22 @@ import math
 from collections.abc import Sequence
 
 from jaxflow.pipeline.plan import NanoOp, Plan, Target
-from search.nanobatch.cyclic import Option, Problem, Schedule
+from search.nanobatch.cyclic import CyclicProblem, CyclicSchedule, Option
 from search.nanobatch.layer_tasks import MEMORY_STREAM, Task
 
-Pair = tuple[int, int]  # (i, j): j starts after the last i that was issued before it has ended
+Pair = tuple[int, int]  # (i, j): j starts after the end of the last i issued before j
 Edges = dict[tuple[int, int], int]  # (i, j) -> rounds r: j of round n + r starts after i of round n has ended
 
 
 def to_plan(
     name: str,
     tasks: Sequence[Task],
-    problem: Problem,
-    found: Schedule,
+    problem: CyclicProblem,
+    found: CyclicSchedule,
     total_sms: int,
     target: Target | None = None,
 ) -> Plan:
-    """The plan of a schedule in which every task is run."""
+    """Return the plan of a schedule in which every task runs."""
     chosen = [option for option in found.chosen if option is not None]
     assert len(chosen) == len(tasks)
     order = issue_order(tasks, problem, found)
@@ -62,16 +61,18 @@ def _ids(tasks: Sequence[Task]) -> dict[tuple[int, str], str]:
     }
 
 
-def issue_order(tasks: Sequence[Task], problem: Problem, found: Schedule) -> list[int]:
-    """Tasks by phase. Of equal phases: what others depend on; what takes no time, for which the solver keeps
-    no stream free; sums over devices, which would wait for what is issued before them on their stream;
-    attention, which XLA should issue early.
+def issue_order(tasks: Sequence[Task], problem: CyclicProblem, found: CyclicSchedule) -> list[int]:
+    """Return the tasks by phase.
+
+    At equal phases the order is: tasks that others depend on; tasks without time, for which the solver keeps
+    no stream free; collectives, which wait for earlier work of their stream; attention, which XLA should
+    issue early.
     """
     before = {j: set() for j in range(len(tasks))}
     for i, j, distance in problem.follows:
         if found.stages[j] + distance == found.stages[i]:
             before[j].add(i)
-    cut = any(task.start for task in tasks)  # else they keep the order that they have in the layer
+    cut = any(task.start for task in tasks)  # an unsplit step keeps the layer's order
     idle = {i for i, option in enumerate(found.chosen) if cut and (option is None or not option.seconds)}
     left, order = set(before), []
 
@@ -91,8 +92,10 @@ def issue_order(tasks: Sequence[Task], problem: Problem, found: Schedule) -> lis
     return order
 
 
-def joins(tasks: Sequence[Task], problem: Problem, found: Schedule, order: Sequence[int]) -> list[list[int]]:
-    """For each task, the tasks it waits for beyond what data and streams order."""
+def joins(
+    tasks: Sequence[Task], problem: CyclicProblem, found: CyclicSchedule, order: Sequence[int]
+) -> list[list[int]]:
+    """Return for each task the tasks that it waits for beyond data and stream order."""
     place = {task: at for at, task in enumerate(order)}
     paths = _shortest(_given(tasks, problem, found, order), len(tasks))
     waits: list[list[int]] = [[] for _ in tasks]
@@ -109,14 +112,14 @@ def joins(tasks: Sequence[Task], problem: Problem, found: Schedule, order: Seque
         return (place[j] - place[i]) % len(order)
 
     def cost(way: Sequence[Pair]) -> tuple:
-        """First what the schedule has; of that the fewest waits, of the nearest."""
+        """Rank by schedule change, then the fewest waits, then the nearest."""
         late = max((_left(found, i, j, place[i] > place[j]) for i, j in way), default=0.0)
         return late, len(way), sum(away(*pair) for pair in way)
 
     for i, j in sorted(itertools.permutations(order, 2), key=lambda pair: (away(*pair), pair)):
         if _too_many(problem, found.chosen, (i, j)) and missing(i, j):
             wait(i, j)
-    for crowd in itertools.combinations(order, 3):  # it is enough that two of them are apart
+    for crowd in itertools.combinations(order, 3):  # keeping two of them apart is enough
         if _too_many(problem, found.chosen, crowd):
             ways = (
                 [one for one in ((i, j), (j, i)) if missing(*one)]
@@ -127,8 +130,8 @@ def joins(tasks: Sequence[Task], problem: Problem, found: Schedule, order: Seque
     return waits
 
 
-def _too_many(problem: Problem, chosen: Sequence[Option | None], crowd: tuple[int, ...]) -> bool:
-    """Whether these never all run at the same time."""
+def _too_many(problem: CyclicProblem, chosen: Sequence[Option | None], crowd: tuple[int, ...]) -> bool:
+    """Return whether these tasks never all run at the same time."""
     options = [option for option in (chosen[i] for i in crowd) if option is not None and option.seconds]
     if len(options) < len(crowd):
         return False
@@ -136,17 +139,17 @@ def _too_many(problem: Problem, chosen: Sequence[Option | None], crowd: tuple[in
     return beyond or not problem.exclusive.isdisjoint(itertools.permutations(crowd, 2))
 
 
-def _left(found: Schedule, i: int, j: int, rounds: int) -> float:
-    """How much of i is left when j starts in the schedule: a part of a period; what the solver may be off by
-    is none.
-    """
+def _left(found: CyclicSchedule, i: int, j: int, rounds: int) -> float:
+    """Return the share of a period that is left of i when j starts; the solver's tolerance counts as 0."""
     option = found.chosen[i]
     assert option is not None
     return max(0.0, round(found.phases[i] + option.seconds / found.period_s - found.phases[j] - rounds, 4))
 
 
-def _given(tasks: Sequence[Task], problem: Problem, found: Schedule, order: Sequence[int]) -> Edges:
-    """What the executor orders without waits: data, a cache's readers and appends, and each stream."""
+def _given(
+    tasks: Sequence[Task], problem: CyclicProblem, found: CyclicSchedule, order: Sequence[int]
+) -> Edges:
+    """Return the orders without waits: data, the cache's readers and appends, and each stream."""
     edges: Edges = {}
 
     def add(i: int, j: int, rounds: int) -> None:
@@ -169,14 +172,14 @@ def _given(tasks: Sequence[Task], problem: Problem, found: Schedule, order: Sequ
     for lane in lanes:
         for i, j in itertools.permutations(
             lane, 2
-        ):  # a chain that begins with a norm, or ends with a sum, does so in the other lane
+        ):  # a chain that begins with a norm, or ends with a collective, is in the other lane there
             if (
                 tasks[j].chain.ops[0].kind == "network"
                 if lane is lanes[0]
                 else tasks[i].chain.ops[-1].kind != "network"
             ):
                 add(i, j, int(place[i] > place[j]))
-    for i in lanes[0]:  # a sum over devices follows what was issued on its stream before it
+    for i in lanes[0]:  # a collective follows the earlier work of its stream
         own = [j for j in order if tasks[j].stream == tasks[i].stream and not tasks[j].chain.is_network]
         if own:
             before = [j for j in own if place[j] < place[i]]
@@ -185,7 +188,7 @@ def _given(tasks: Sequence[Task], problem: Problem, found: Schedule, order: Sequ
 
 
 def _shortest(edges: Edges, count: int) -> list[list[float]]:
-    """Rounds along the shortest path between any two tasks."""
+    """Return the rounds along the shortest path between any two tasks."""
     paths = [
         [float(edges.get((i, j), math.inf)) if i != j else 0.0 for j in range(count)] for i in range(count)
     ]

@@ -1,8 +1,7 @@
-"""Orders of nano-ops that are known before a search begins: those written by hand, wherever the step may be
-cut.
+"""Orders of nano-ops known before a search: the hand-written ones, at every cut.
 
-A solver whose time is over may have less than what somebody wrote. So a search simulates these orders, too,
-and keeps the best.
+A solver out of time may have less than a hand-written order. A search therefore simulates these orders and
+keeps the best.
 """
 
 import contextlib
@@ -23,7 +22,7 @@ from jaxflow.pipeline.handwritten import (
 from jaxflow.pipeline.plan import Plan
 from search.nanobatch.cuts import cut_sets
 from search.nanobatch.layer_tasks import repeated_layer
-from search.nanobatch.problem import Setting
+from search.nanobatch.problem import SearchProblem
 from search.nanobatch.simulate import Timeline, simulate
 from search.profile.op_times import ProfileError
 
@@ -32,12 +31,12 @@ ORDERS = (
     "two",
     "products",
     "phases",
-)  # nothing cut, and what `jaxflow.pipeline.handwritten` has of two nano-batches
+)  # the unsplit step, and the orders of two nano-batches in `jaxflow.pipeline.handwritten`
 
 
 @dataclasses.dataclass(frozen=True)
-class Simulated:
-    """A plan with what is simulated of it."""
+class SimulatedPlan:
+    """A plan with its simulation."""
 
     plan: Plan
     timeline: Timeline
@@ -47,48 +46,47 @@ class Simulated:
         return self.timeline.step_s
 
 
-def simulated(plan: Plan, setting: Setting) -> Simulated:
-    """Raises: ProfileError for SMs that an op was not timed on."""
+def simulated(plan: Plan, setting: SearchProblem) -> SimulatedPlan:
+    """Return a plan with its simulation. Raises: ProfileError for an SM count without a measured time."""
     shares = setting.shares
-    return Simulated(
+    return SimulatedPlan(
         plan, simulate(plan, setting.graph, shares, setting.load, device=setting.device, power=setting.power)
     )
 
 
-def sequential(model: ModelConfig, setting: Setting) -> Simulated:
-    """The step that is not cut. Raises: ProfileError for an op that the profile lacks: without it nothing can
-    be searched.
-    """
+def sequential(model: ModelConfig, setting: SearchProblem) -> SimulatedPlan:
+    """Return the sequential step. Raises: ProfileError for an op that the profile lacks."""
     (plan,) = known_plans(model, dataclasses.replace(setting, split=False), ("sequential",))
     return simulated(plan, setting)
 
 
 def cuts_of(plan: Plan) -> tuple[int, ...]:
-    """Where its tokens are cut, rising."""
+    """Return the cuts of a plan's tokens, rising."""
     return tuple(sorted({nano.start for nano in plan.nano_ops} - {0}))
 
 
 def best_known(
-    model: ModelConfig, setting: Setting, orders: Collection[str], stop_s: float = float("inf")
-) -> Simulated | None:
-    """The fastest of these orders; None where none is allowed. stop_s: when, by the monotonic clock, no
-    further one is begun.
+    model: ModelConfig, setting: SearchProblem, orders: Collection[str], stop_s: float = float("inf")
+) -> SimulatedPlan | None:
+    """Return the fastest of these orders, or None where none is allowed.
+
+    stop_s: the time of the monotonic clock after which no further order begins.
     """
     best = None
     for plan in known_plans(model, setting, orders):
         if best is not None and time.monotonic() > stop_s:
             break
-        with contextlib.suppress(ProfileError):  # on shares that were not timed it is no candidate
+        with contextlib.suppress(ProfileError):  # an order on unmeasured SM counts is no candidate
             found = simulated(plan, setting)
             best = found if best is None or found.step_s < best.step_s else best
     return best
 
 
-def known_plans(model: ModelConfig, setting: Setting, orders: Collection[str]) -> Iterator[Plan]:
-    """Plans of these orders at every cut, in which only what the setting allows to overlap does.
+def known_plans(model: ModelConfig, setting: SearchProblem, orders: Collection[str]) -> Iterator[Plan]:
+    """Yield the plans of these orders at every cut, with only the overlap that the problem allows.
 
-    No phases where sums are swapped, for which they have no place, or of a mixture, whose experts' products
-    stay on the main stream.
+    The order with phases is absent where all-reduces are swapped, which have no place in it, and for a
+    mixture of experts, whose products stay on the main stream.
     """
     profile, graph, tokens = setting.shares.profile, setting.graph, setting.load.tokens
     tp, names = profile.tensor_parallel_size, [op.name for op in repeated_layer(graph)]

@@ -1,10 +1,9 @@
-"""What a search schedules: the ops of a layer in chains, on ranges of the step's tokens, and what binds and
-orders them.
+"""The tasks of one layer: chains of ops on ranges of the step's tokens, with their dependences.
 
-A chain is ops that stay together on a stream: pointwise ops go with the product that reads them, since nobody
-gains from scheduling them apart, and values of two arrays do not leave a stream. A task is a chain on a range
-of tokens. Tasks depend on each other where their chains do and their tokens meet, and through the layer's
-cache (`jaxflow.pipeline.program`).
+A chain holds the ops that stay together on one stream. A pointwise op joins the product that reads its
+result, and a value of two arrays does not leave its stream. A task is a chain on a token range; in a plan
+each of its ops becomes one nano-op. Tasks depend on each other through data on common tokens and through the
+layer's KV cache (`jaxflow.pipeline.program`).
 """
 
 import dataclasses
@@ -19,18 +18,17 @@ from jaxflow.pipeline.program import ATTENTION
 from search.nanobatch.cyclic import SearchError
 
 APPEND = "rope_append"
-RESOURCES = ("memory", "network")  # what may run beside compute
+RESOURCES = ("memory", "network")  # may run concurrently with compute
 MAIN, MEMORY_STREAM, COMPUTE_STREAM = 0, 1, 2
-_TWO_ARRAYS = {"routing"}  # values that cannot leave a stream
+_TWO_ARRAYS = {"routing"}  # values that stay on their stream
 _TWO_ARRAYS_FP8 = _TWO_ARRAYS | {"h1", "h2", "a"}
 
 
 @dataclasses.dataclass(frozen=True)
-class Load:
-    """A step along its rows: decodes first, then prefill chunks. Keys: those that a token sees, the mean.
+class StepShape:
+    """The rows of a step: decodes first, then prefill chunks, with the mean context of each.
 
-    padding: how many of its rows hold no token. They are charged as prefill, since products compute them all
-    the same.
+    padding: rows without a token. They count as prefill, since products compute them too in full.
     """
 
     tokens: int
@@ -42,12 +40,13 @@ class Load:
     @classmethod
     def steady_state(
         cls, tokens: int, prompt_tokens: float, output_tokens: float, most_decodes: float = math.inf
-    ) -> "Load":
-        """The average step of so many rows while requests of these lengths come and go (NanoFlow §3.1).
+    ) -> "StepShape":
+        """Return the average step of `tokens` rows while requests of these lengths come and go (NanoFlow
+        §3.1).
 
-        most_decodes: requests that memory holds (`search.nanobatch.memory_fit`). Where they are too few for the decodes
-        that would fill the step, it has the prefill that keeps so many decoding, as `bench plans` runs it,
-        and the rest is padding.
+        most_decodes: the requests that memory holds (`search.nanobatch.memory_fit`). If fewer than the
+        decodes of a full step, the step has the prefill that keeps them decoding, as in `bench plans`, and
+        padding fills the rest.
         """
         step = Composition.steady_state(tokens, prompt_tokens, output_tokens)
         keys = step.count("chunk_pairs") / step.chunk_tokens if step.chunk_tokens else 0.0
@@ -59,11 +58,13 @@ class Load:
 
     @property
     def real_tokens(self) -> int:
-        """Decodes and prefill: what a step makes."""
+        """Return the tokens of decodes and prefill."""
         return self.tokens - self.padding
 
     def part(self, start: int, stop: int) -> Composition:
-        """Rows [start, stop) as a step of their own; its prefill is in as few chunks as can see so few keys."""
+        """Return rows [start, stop) as a step of their own, with its prefill in the fewest chunks of that
+        context.
+        """
         decodes = max(0, min(stop, self.decode_tokens) - start)
         rest = stop - start - decodes
         pieces = (
@@ -110,31 +111,32 @@ class Chain:
 
     @property
     def computes(self) -> bool:
-        """Whether it has ops that take a turn on their stream: a norm of scattered rows stays between its
-        collectives.
+        """Return whether the chain has ops that occupy their stream.
+
+        A norm of scattered rows stays between its collectives.
         """
         return any(op.kind != "network" for op in self.ops)
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A chain on tokens [start, stop), the resource that binds it and the stream it is issued on."""
+    """A chain on tokens [start, stop), the resource that binds it, and its stream."""
 
     chain: Chain
     start: int
     stop: int
     resource: str  # compute, memory or network
     stream: int
-    aside: bool = False  # whether its plan has side streams
+    aside: bool = False  # the plan has side streams
 
     def meets(self, other: "Task") -> bool:
         return self.start < other.stop and other.start < self.stop
 
 
 def repeated_layer(graph: Graph) -> tuple[Op, ...]:
-    """The ops of the layer that stands for all: the last one.
+    """Return the ops of the last layer, which stands for all layers.
 
-    Raises: SearchError if layers have different ops; one layer's plan does not fit them all.
+    Raises: SearchError if layers have different ops, since a plan repeats the nano-ops of one layer.
     """
     last = graph.layers[-1]
     for index, ops in enumerate(graph.layers):
@@ -146,12 +148,12 @@ def repeated_layer(graph: Graph) -> tuple[Op, ...]:
 
 
 def chains(ops: Iterable[Op], quantized: bool = False) -> tuple[Chain, ...]:
-    """The chains of a layer. quantized: the inputs of products are two arrays, values and scales."""
+    """Return the chains of a layer. quantized: the inputs of products are two arrays, values and scales."""
     kept, together, found = [], _TWO_ARRAYS_FP8 if quantized else _TWO_ARRAYS, []
     for op in ops:
         if op.kind == "other" and op.name != APPEND:
             kept.append(op)
-        elif kept and kept[0].local_rows:  # norms of scattered rows stay between their collectives
+        elif kept and kept[0].local_rows:  # norms of scattered rows stay between collectives
             if found and found[-1][0].kind == "network":
                 found[-1] += [*kept, op]
             else:
@@ -165,7 +167,7 @@ def chains(ops: Iterable[Op], quantized: bool = False) -> tuple[Chain, ...]:
         ):
             found[-1].append(
                 op
-            )  # what a collective makes is on the main stream, which values of two arrays may leave
+            )  # a collective's result is on the main stream, which values of two arrays may leave
         else:
             if kept and op.kind != "dense":
                 found.append(kept)
@@ -180,7 +182,7 @@ def chains(ops: Iterable[Op], quantized: bool = False) -> tuple[Chain, ...]:
 
 
 def resource(chain: Chain, step: Composition, rates: Rates | None, dtype: str) -> str:
-    """What binds the chain: the resource it needs longest; without known rates, what its kind usually needs."""
+    """Return the resource that the chain needs longest; without known rates, the usual one of its kind."""
     if chain.is_network:
         return "network"
     times = (
@@ -192,14 +194,14 @@ def resource(chain: Chain, step: Composition, rates: Rates | None, dtype: str) -
 
 
 def make_task(
-    chain: Chain, start: int, stop: int, load: Load, rates: Rates | None, dtype: str, overlap: Collection[str], moe: bool,
+    chain: Chain, start: int, stop: int, load: StepShape, rates: Rates | None, dtype: str, overlap: Collection[str], moe: bool,
     scattered: bool = False,
 ) -> Task:  # fmt: skip
-    """overlap: the resources that may run beside compute. moe: the experts' products cannot leave the main
-    stream. scattered: the main stream is for sums over devices and the norms between them.
+    """Return the task of a chain on tokens [start, stop).
 
-    Attention that has nothing to do stays with the products that follow: on its own stream they would wait
-    for another's.
+    overlap: the resources that may run concurrently with compute. moe: experts' products stay on the main
+    stream. scattered: the main stream is for collectives and the norms between them. Attention without work
+    stays with the products that follow, since a stream of its own would wait for other attention.
     """
     bound = resource(chain, load.part(start, stop), rates, dtype)
     aside = has_side_streams(overlap, scattered)
@@ -219,12 +221,13 @@ def make_task(
 
 
 def has_side_streams(overlap: Collection[str], scattered: bool = False) -> bool:
-    """Whether plans in which these resources run beside compute issue ops on streams of their own."""
+    """Return whether plans that overlap these resources with compute issue ops on side streams."""
     return "memory" in overlap or (scattered and "network" in overlap)
 
 
 def follows(tasks: Sequence[Task]) -> tuple[tuple[int, int, int], ...]:
-    """(i, j, layers between them): data, and for attention the appends of all tokens up to its own.
+    """Return (i, j, layers between them): data dependences, and for attention the appends of all earlier
+    tokens.
 
     Tasks are in the order of their chains in the layer.
     """
@@ -243,9 +246,7 @@ def follows(tasks: Sequence[Task]) -> tuple[tuple[int, int, int], ...]:
 
 
 def apart(one: Task, other: Task) -> bool:
-    """Whether the two may never run at the same time: bound by the same resource, on one stream, or using the
-    cache.
-    """
+    """Return whether two tasks may never run at the same time: by resource, stream or cache."""
     cache = {one.chain.is_append, other.chain.is_append} == {True, False} and (
         one.chain.is_attention or other.chain.is_attention
     )
@@ -257,7 +258,5 @@ def apart(one: Task, other: Task) -> bool:
 
 
 def starts_outside(one: Task, other: Task) -> bool:
-    """Whether `other`, a sum over devices, is issued on the stream that `one` is on: it starts when that has
-    ended.
-    """
+    """Return whether `other` is a collective on the stream of `one`; it then starts after `one` has ended."""
     return other.chain.is_network and not one.chain.is_network and one.stream == other.stream

@@ -1,9 +1,8 @@
-"""Whether devices hold a model, and how many requests of a workload beside it: what the steps of a search may
-be made of.
+"""The number of requests that devices hold next to a model's weights: the limit of a step's decodes.
 
-As an engine shares out its memory (`jaxflow.engine.start`): of the part that it may use, what weights, a
-spare, the state of its rows and a step's own space leave is cut into pages. A request that decodes holds
-those of its tokens, and of its last page the rest.
+The account follows the engine's (`jaxflow.engine.start`). Of the memory that the engine may use, the
+weights, a spare, the state of the rows and a step's temporary space are subtracted; the rest is divided into
+pages. A decoding request holds the pages of its tokens, and the remainder of its last page.
 """
 
 import math
@@ -32,9 +31,10 @@ _LOGIT, _ADJUSTED = (
 
 
 def step_bytes(model: ModelConfig, tokens: int, rows: int, tp: int, memory_bytes: float) -> float:
-    """What steps of at most so many tokens and rows need of a device beside weights and cache: the rows'
-    state, the larger of the sampler's space and of the three buffers of a layer, and results of the steps in
-    flight (`jaxflow.engine.program_memory`).
+    """Return the bytes that steps of these tokens and rows need next to weights and cache.
+
+    They are the rows' state, the larger of the sampler's space and a layer's three buffers, and the results
+    of steps in flight (`jaxflow.engine.program_memory`).
     """
     vocab, d, f = model.vocab_size, model.hidden_size, model.intermediate_size
     slots = jax.eval_shape(lambda: empty_slots(rows, vocab))
@@ -54,13 +54,13 @@ def most_decodes(
     tokens: int,
     utilization: float = UTILIZATION,
 ) -> float:
-    """Requests of so many prompt and output tokens that decode at once in an engine on the profile's devices,
-    whose steps are of so many tokens, beside the prompts that replace them. utilization: the engine's
-    `gpu_memory_utilization`.
+    """Return the requests of these lengths that decode at once in an engine on the profile's devices.
 
-    inf without outputs, and where the device's memory is not known.
+    Steps have `tokens` tokens; the prompts that replace finished requests are counted. utilization: the
+    engine's `gpu_memory_utilization`. The result is inf without outputs, and where the device's memory is
+    unknown.
 
-    Raises: ConfigError where not even one fits beside the weights.
+    Raises: ConfigError where not even one request fits next to the weights.
     """
     device, tp = find_device(profile.device), profile.tensor_parallel_size
     if device is None:

@@ -1,4 +1,4 @@
-"""The options of a task for stage II: its time on each number of SMs that it may get (NanoFlow §4.1.2)."""
+"""The options of a task for stage II: its time on each SM count that it may get (NanoFlow §4.1.2)."""
 
 from collections.abc import Collection
 
@@ -15,7 +15,7 @@ _WAVE_GAIN = 0.03
 def chain_s(
     times: ShareTimes, chain: Chain, step: Composition, sms: int, side_streams: bool = False
 ) -> float:
-    """Return the seconds of a chain on `sms` SMs. side_streams: the chain's plan uses side streams."""
+    """Return the seconds of a chain on `sms` SMs. side_streams: its plan uses side streams."""
     took = sum(times.seconds(op, step, sms, side_streams) for op in chain.ops)
     return took + times.nano_s if side_streams and took and not chain.is_network else took
 

@@ -1,37 +1,40 @@
-"""Searches plans for a model on a machine: how a step is cut into nano-batches, in what order they run, on
-how many SMs.
+"""Find plans for a model on a machine: the nano-batches of a step, their order, and the SMs of each op.
 
   python -m search plan --model llama-3.1-8b --profile search/profiles/h200-llama-3.1-8b.json --tokens 1664,2048
-  python -m search plan --model llama-3.1-8b --modelled --device H200 --prompt_tokens 1024,512 --output_tokens
-  512,512 --out plans
+  python -m search plan --model llama-3.1-8b --modelled --device H200 --prompt_tokens 1024,512 \
+      --output_tokens 512,512 --out plans
 
-Times are of a profile that was measured on the machine, or with --modelled of the cost model (and
---collectives as they were measured). A step decodes no more requests than an engine with this
---gpu_memory_utilization has pages for (`search.nanobatch.memory_fit`); the rows that it then lacks are padding, which
-makes no tokens. Of several --tokens plans are searched for the two whose sequential steps make the most
-tokens a second (`search.nanobatch.step_sizes`), and the best of all is kept; under tensor parallelism, of the forms of the
-sums over devices (all-reduces, reduce-scatters and all-gathers with the norms on each device's own rows, or
-copies: of two devices, or in two steps of four) the best. Beside the solver's order, orders written by hand
-are simulated at every cut (`search.nanobatch.known_orders`), and the best of all is kept; --orders and --cuts leave out the
-rest, so that a known plan is written again:
+Op times come from a profile measured on the machine, or with --modelled from the cost model (with
+--collectives, its collectives are the measured ones). A step decodes at most the requests that an engine
+with this --gpu_memory_utilization has pages for (`search.nanobatch.memory_fit`). The rows that it then lacks
+are padding and produce no tokens. Of several --tokens, plans are searched for the two whose sequential steps
+are fastest, in tokens per second. The best plan of all is kept.
+
+Under tensor parallelism the search tries each form of the collectives: all-reduces; reduce-scatters and
+all-gathers with the norms between them; peer copies between two devices, or in two exchanges of four. Next
+to the solver's order it simulates hand-written orders at every cut (`search.nanobatch.known_orders`).
+--orders and --cuts restrict the search, so that a known plan is written again:
 
   python -m search plan --model llama-3-70b --modelled --gpus 4 --sums copies --orders two --cuts 1024
 
-On a GPU whose kernels always take the whole device (any but Hopper's) no op is offered a part of it, and the
-first line says so.
+On a GPU other than Hopper kernels always take the full device, so no op is offered a part of it. The first
+line printed then says so.
 
-Several workloads (prompt and output tokens, in pairs) make a portfolio: a plan each, in the folder --out. The
-last line printed is the command that runs what was found. An engine runs a plan only where it is sure to
-gain, since a prediction may be too good by its margin (`search.nanobatch.predict`), and else the sequential one. Of
-plans that are not sure the lines before the last are the commands that measure them (`bench plans`) and write
-into their files what they gained (`search correct`): then they run where they were seen to.
+Several workloads (pairs of prompt and output tokens) make a portfolio: one plan each, in the folder --out.
+The last line printed is the command that runs the plans. An engine runs a plan only where its predicted gain
+exceeds the margin of error (`search.nanobatch.predict`), and the sequential plan otherwise. For plans below
+the margin the lines before the last are commands that measure the plans (`bench plans`) and write the
+measured gains into their files (`search correct`).
 """
 
+import contextlib
 import dataclasses
 import itertools
+import math
+import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -48,16 +51,15 @@ from jaxflow.pipeline.handwritten import copied as with_copies
 from jaxflow.pipeline.plan import Target, save
 from jaxflow.pipeline.program import check, check_sums
 from pallas_kernels.kernel_set import has_bounded
-from search.command_checks import check_files, check_gpus, check_lengths, check_scattered
-from search.cost import BYTES
+from search.cost import BYTES, check_gpus, check_lengths
 from search.nanobatch.cuts import TILE
-from search.nanobatch.cyclic import SearchError
+from search.nanobatch.cyclic import SearchError, check_solver
 from search.nanobatch.known_orders import ORDERS, best_known, cuts_of, sequential, simulated
-from search.nanobatch.layer_tasks import RESOURCES, Load
+from search.nanobatch.layer_tasks import RESOURCES, StepShape
 from search.nanobatch.memory_fit import UTILIZATION, most_decodes
 from search.nanobatch.plan_report import (
     FOLDER,
-    Result,
+    PlanResult,
     default_out,
     going_on,
     measuring,
@@ -65,16 +67,13 @@ from search.nanobatch.plan_report import (
     undivided,
     whole_device,
 )
-from search.nanobatch.predict import predict
-from search.nanobatch.problem import Setting
-from search.nanobatch.stages import Found, search
-from search.nanobatch.step_sizes import SEARCHED, SIZES, Size, line, most_promising
+from search.nanobatch.predict import SEARCHED, SIZES, StepSize, line, most_promising, predict
+from search.nanobatch.problem import SearchProblem
+from search.nanobatch.stages import FoundPlan, search
 from search.profile.clock import shipped_card
-from search.profile.copy_engine import copied
-from search.profile.modelled import modelled_profile
+from search.profile.modelled import copied, modelled_profile
 from search.profile.op_times import EXCHANGE, Profile, load_profile, with_collectives
 from search.profile.share_times import ShareTimes, product_shapes
-from search.time_budget import Turns
 
 FEW_SMS = (
     16,
@@ -83,53 +82,85 @@ FEW_SMS = (
     32,
     40,
     48,
-)  # that memory-bound ops are modelled on, where kernels can be kept to them; products get the rest
-_BYTES = BYTES | {"float32": 4.0}  # of a profile, which a CPU may have measured
-_SEARCHED = 0.9  # of the time limit; the rest is for predictions
+)  # SMs of memory-bound ops in a modelled profile, on devices whose kernels can be bounded; products get the rest
+_BYTES = BYTES | {"float32": 4.0}  # float32: profiles measured on a CPU
+_SEARCHED = 0.9  # share of the time limit; the rest is for predictions
+MOST_TOKENS = 16384  # a search over every cut of a larger step outlasts its time limit
 KEYS = (256, 1024, 4096, 16384)
 FORMS = ("all", "reduce", "scatter", "copies")
-SOLVER = "solver"  # of --orders: whatever it finds
+SOLVER = "solver"  # the word of --orders for the solver's order
 MODES = {"all": RESOURCES, "memory": ("memory",), "network": ("network",), "none": ()}
+
+
+class TimeShares:
+    """The time limits of consecutive searches: each one may use its equal part of the time that is left.
+
+    clock: returns seconds.
+    """
+
+    def __init__(self, limit_s: float, number: int, clock: Callable[[], float] = time.monotonic):
+        self.limit_s, self.left, self.clock, self.started = limit_s, number, clock, clock()
+
+    @property
+    def spent_s(self) -> float:
+        """Return the seconds since the search started."""
+        return self.clock() - self.started
+
+    def next_s(self) -> float:
+        """Return the limit of the next search, at least one second."""
+        part = (self.limit_s - self.spent_s) / self.left
+        self.left -= 1
+        return max(1.0, part)
 
 
 def define_flags() -> None:
     flags.DEFINE_string("model", "llama-3.1-8b", "A shipped config's name, a folder or a hub id.")
-    flags.DEFINE_string("profile", None, "What `search measure` wrote.")
+    flags.DEFINE_string("profile", None, "A profile that `search measure` wrote.")
     flags.DEFINE_boolean("modelled", False, "Take times from the cost model instead of a profile.")
     flags.DEFINE_string(
         "collectives",
         None,
-        "With --modelled: what `search measure --ops network` wrote, in place of modelled times.",
+        "With --modelled: a profile of `search measure --ops network`; its times replace the modelled ones.",
     )
-    flags.DEFINE_enum("device", "H200", sorted(DEVICES), "Which GPU, with --modelled.")
+    flags.DEFINE_enum("device", "H200", sorted(DEVICES), "The GPU, with --modelled.")
     flags.DEFINE_integer(
         "gpus", 1, "GPUs that share the model (tensor parallel), with --modelled.", lower_bound=1
     )
-    flags.DEFINE_enum("dtype", "bfloat16", sorted(BYTES), "Of weights and products, with --modelled.")
-    flags.DEFINE_enum("kv_cache_dtype", "bfloat16", sorted(BYTES), "Of the cache, with --modelled.")
+    flags.DEFINE_enum(
+        "dtype", "bfloat16", sorted(BYTES), "The dtype of weights and products, with --modelled."
+    )
+    flags.DEFINE_enum(
+        "kv_cache_dtype", "bfloat16", sorted(BYTES), "The dtype of the KV cache, with --modelled."
+    )
     flags.DEFINE_list(
         "tokens",
         [str(size) for size in SIZES],
-        f"Tokens of a step; of several, the {SEARCHED} best are searched.",
+        f"Tokens of a step, at most {MOST_TOKENS}; of several, plans are searched for the {SEARCHED} best.",
     )
     flags.DEFINE_list("prompt_tokens", ["1024"], "Mean prompt of each workload.")
     flags.DEFINE_list("output_tokens", ["512"], "Mean output of each workload.")
     flags.DEFINE_float(
-        "gpu_memory_utilization", UTILIZATION, "The engine's: steps decode what it then holds.", 0.01, 1.0
+        "gpu_memory_utilization",
+        UTILIZATION,
+        "The engine's share of GPU memory; it limits the decodes of a step.",
+        0.01,
+        1.0,
     )
-    flags.DEFINE_enum("overlap", "all", list(MODES), "Which resources may run beside compute.")
-    flags.DEFINE_boolean("split", False, "Cut the step even where one nano-batch is faster (ablations).")
+    flags.DEFINE_enum("overlap", "all", list(MODES), "Resources that may run concurrently with compute.")
+    flags.DEFINE_boolean(
+        "split", False, "Split the step even where one nano-batch is faster (for ablations)."
+    )
     flags.DEFINE_list(
         "orders",
         [SOLVER, *ORDERS],
-        f"Orders that are tried: the {SOLVER}'s, and by hand {', '.join(ORDERS)}.",
+        f"Orders to try: {SOLVER}, and the hand-written {', '.join(ORDERS)}.",
     )
-    flags.DEFINE_list("cuts", [], f"Where the step may be cut; default: at multiples of {TILE}.")
+    flags.DEFINE_list("cuts", [], f"Tokens at which the step may be split; default: multiples of {TILE}.")
     flags.DEFINE_enum(
         "sums",
         "all",
         FORMS,
-        "Forms of the sums over devices that are tried; copies: of two or four, by the copy engines.",
+        "Forms of the collectives to try; copies: peer copies between two or four devices.",
     )
     flags.DEFINE_list(
         "sms",
@@ -140,19 +171,21 @@ def define_flags() -> None:
         ),
     )
     flags.DEFINE_integer(
-        "nano_batches", 2, "At most so many; 1 is the sequential plan.", lower_bound=1, upper_bound=4
+        "nano_batches", 2, "The most nano-batches; 1 is the sequential plan.", lower_bound=1, upper_bound=4
     )
-    flags.DEFINE_integer("time_limit_s", 600, "For everything together.", lower_bound=1)
+    flags.DEFINE_integer("time_limit_s", 600, "Time limit in seconds of the full search.", lower_bound=1)
     flags.DEFINE_string(
         "out",
         None,
-        f"A file; for several workloads, a folder. Default: in {FOLDER}/, by device, model and dtype.",
+        f"Output file; for several workloads, a folder. Default: in {FOLDER}/, by device, model and dtype.",
     )
 
 
 def run() -> None:
-    """The command."""
+    """Run the command."""
     f = flags.FLAGS
+    if SOLVER in f.orders:
+        check_solver()
     prompts, outputs = _numbers("prompt_tokens", 1), _numbers("output_tokens")
     if len(prompts) != len(outputs):
         raise ConfigError("output_tokens", outputs, f"as many as prompt_tokens: {len(prompts)}")
@@ -185,14 +218,14 @@ def run() -> None:
     files = [out / f"{prompt}-{output}.json" for prompt, output in workloads] if len(workloads) > 1 else [out]
     check_files(out, files)
     names, unsure = set(), {}
-    turns = Turns(_SEARCHED * f.time_limit_s, min(SEARCHED, len(budgets)) * len(workloads))
+    turns = TimeShares(_SEARCHED * f.time_limit_s, min(SEARCHED, len(budgets)) * len(workloads))
     with tqdm(total=turns.left, unit="step", disable=not sys.stderr.isatty()) as bar:
         for (prompt, output), path in zip(workloads, files, strict=True):
             loads = {
-                tokens: Load.steady_state(tokens, prompt, output, fitting[prompt, output, tokens])
+                tokens: StepShape.steady_state(tokens, prompt, output, fitting[prompt, output, tokens])
                 for tokens in budgets
             }
-            sizes = [Size.of(model, _setting(rival, load)) for load in loads.values()]
+            sizes = [StepSize.of(model, _setting(rival, load)) for load in loads.values()]
             results = []
             for tokens in (size.tokens for size in most_promising(sizes)):
                 bar.set_description(f"{tokens} tokens, {prompt}/{output}")
@@ -208,7 +241,7 @@ def run() -> None:
             bar.write(report(best, path), file=sys.stdout)
             if len(sizes) > 1:
                 bar.write(line(sizes, most_promising(sizes), best.plan.tokens), file=sys.stdout)
-    print(f"{turns.budget.spent_s:.0f} s of {f.time_limit_s}")
+    print(f"{turns.spent_s:.0f} s of {f.time_limit_s}")
     if unsure:
         print(
             f"Not sure to gain, so that an engine runs the sequential step: "
@@ -218,9 +251,9 @@ def run() -> None:
     print(going_on(rival.profile, f.model, out, *workloads[0], used))
 
 
-def _named(result: Result, workload: str, names: set[str]) -> Result:
-    """With a name that no other plan of the portfolio has, by which an engine tells them apart. names: those
-    so far; gets this one's.
+def _named(result: PlanResult, workload: str, names: set[str]) -> PlanResult:
+    """Return the result with a plan name that is unique in the portfolio. names: the names so far; gets this
+    one.
     """
     plan = result.plan
     if plan.name in names and not is_sequential(plan):
@@ -234,13 +267,14 @@ def solve_one(
     model: ModelConfig,
     rival: ShareTimes,
     forms: Sequence[ShareTimes],
-    load: Load,
+    load: StepShape,
     workload: str,
     time_limit_s: float,
     bar: tqdm,
-) -> Result:
-    """The plan for a workload's step, of the best form in which it may be cut. rival: of the form that the
-    engine's sequential step has.
+) -> PlanResult:
+    """Return the plan for a workload's step, in the fastest form of the collectives that allows its cuts.
+
+    rival: the op times of the engine's sequential step.
     """
     cuts, tp = _numbers("cuts") if flags.FLAGS.cuts else [0], rival.profile.tensor_parallel_size
     even = (
@@ -250,7 +284,7 @@ def solve_one(
     )
     forms = [
         form for form in forms if even or not form.graph.scattered
-    ] or forms  # without any the search says why
+    ] or forms  # without an even form the search explains the refusal
     results = [
         _solve_form(name, model, shares, load, workload, time_limit_s / len(forms), bar) for shares in forms
     ]
@@ -265,9 +299,15 @@ def solve_one(
 
 
 def _solve_form(
-    name: str, model: ModelConfig, shares: ShareTimes, load: Load, workload: str, limit_s: float, bar: tqdm
-) -> Result:
-    """Without predictions. Raises: SearchError where no order is left."""
+    name: str,
+    model: ModelConfig,
+    shares: ShareTimes,
+    load: StepShape,
+    workload: str,
+    limit_s: float,
+    bar: tqdm,
+) -> PlanResult:
+    """Return the best plan of one form, without predictions. Raises: SearchError where no order is left."""
     f, profile, stop_s, setting = (
         flags.FLAGS,
         shares.profile,
@@ -277,7 +317,7 @@ def _solve_form(
     parallel = ParallelConfig(profile.tensor_parallel_size)
     kind = (name, profile.device, parallel, profile.dtype, profile.kv_cache_dtype)
     target = Target(*kind, load.decode_tokens, load.real_tokens - load.decode_tokens, round(load.decode_keys))
-    title = f"searched {Path(name).name} {load.tokens} {workload}"  # of a folder without its path
+    title = f"searched {Path(name).name} {load.tokens} {workload}"  # the name of a model's folder, without its path
     known, found, solved = best_known(model, setting, f.orders, stop_s), None, None
     if SOLVER in f.orders:
         left_s, say = max(1.0, stop_s - time.monotonic()), lambda line: bar.write(line, file=sys.stderr)
@@ -293,23 +333,23 @@ def _solve_form(
     check(best.plan, shares.graph)
     check_sums(best.plan, shares.graph, profile.tensor_parallel_size)
     plan = msgspec.structs.replace(best.plan, target=target)
-    return Result(
+    return PlanResult(
         setting, plan, best.timeline, sequential(model, setting).timeline.period_s, found, solved, known
     )
 
 
-def _setting(shares: ShareTimes, load: Load) -> Setting:
-    """As the flags ask for it."""
+def _setting(shares: ShareTimes, load: StepShape) -> SearchProblem:
+    """Return the problem that the flags describe."""
     f, profile, device = flags.FLAGS, shares.profile, find_device(shares.profile.device)
-    return Setting(
+    return SearchProblem(
         shares.graph, shares, load, device, shipped_power(device.name) if device else None, overlap=MODES[f.overlap],
         nano_batches=f.nano_batches, split=f.split, quantized=profile.dtype == "float8_e4m3fn",
         places=tuple(sorted(set(_numbers("cuts")))) if f.cuts else (),
     )  # fmt: skip
 
 
-def _told(found: Found, shares: ShareTimes) -> Found:
-    """With a plan that says how its sums over devices are sent, and whose name says that and where it is cut."""
+def _told(found: FoundPlan, shares: ShareTimes) -> FoundPlan:
+    """Return the plan with the method of its collectives, and with both that and its cuts in its name."""
     plan, cuts = found.plan, cuts_of(found.plan)
     if cuts:
         sizes = " + ".join(str(stop - start) for start, stop in itertools.pairwise((0, *cuts, plan.tokens)))
@@ -318,9 +358,7 @@ def _told(found: Found, shares: ShareTimes) -> Found:
 
 
 def _shares(name: str, model: ModelConfig, budgets: list[int]) -> tuple[ShareTimes, list[ShareTimes]]:
-    """Of the form that the sequential step has, and of each form of the sums over devices that is asked for
-    and whose times are known.
-    """
+    """Return the op times of the sequential step's form, and of each requested form with known times."""
     f = flags.FLAGS
     profile, widths, products = _profile(name, model, budgets)
     tp, timed = profile.tensor_parallel_size, {one.op for one in profile.op_times}
@@ -355,7 +393,7 @@ def _shares(name: str, model: ModelConfig, budgets: list[int]) -> tuple[ShareTim
 def _profile(
     name: str, model: ModelConfig, budgets: list[int]
 ) -> tuple[Profile, Widths, dict[str, tuple[int, int]] | None]:
-    """The profile, the widths of its numbers, and the [K, N] of products where it does not know all of waves."""
+    """Return the profile, its widths, and the [K, N] of products where the profile lacks their waves."""
     f = flags.FLAGS
     if f.profile is not None:
         profile = load_profile(f.profile, model=name)
@@ -386,17 +424,18 @@ def _profile(
 
 
 def _sizes() -> list[int]:
-    """Tokens of the steps: as told, else those that may be cut at --cuts, or the largest, which is then
-    refused.
+    """Return the step sizes: those of --tokens, or by default the ones that --cuts can split.
+
+    If no default size can be split, the largest is returned, and later refused.
     """
-    f, told = flags.FLAGS, sorted(set(_numbers("tokens", 1)))
+    f, told = flags.FLAGS, sorted(set(_numbers("tokens", 1, MOST_TOKENS)))
     if f["tokens"].present or not f.cuts:
         return told
     return [size for size in told if size > max(_numbers("cuts"))] or told[-1:]
 
 
 def _check_given(profile: Profile) -> None:
-    """Raises: ConfigError for a flag that was given, and says something else than the profile."""
+    """Raises: ConfigError for a given flag that contradicts the profile."""
     f, device = flags.FLAGS, find_device(profile.device)
     there = {
         "gpus": profile.tensor_parallel_size,
@@ -411,14 +450,39 @@ def _check_given(profile: Profile) -> None:
             )
 
 
-def _numbers(flag: str, least: int = 0) -> list[int]:
+def _numbers(flag: str, least: int = 0, most: float = math.inf) -> list[int]:
+    """Return the whole numbers of a list flag. Raises: ConfigError for any other word or number."""
     words = flags.FLAGS[flag].value or []
     try:
         found = [int(word) for word in words]
     except ValueError:
         found = []
-    if not found or min(found) < least:
-        raise ConfigError(
-            flag, ",".join(words), f"whole numbers of {least} or more, with commas between them"
-        )
+    if not found or not least <= min(found) <= max(found) <= most:
+        accepted = f"of {least} or more" if most == math.inf else f"from {least} to {most}"
+        raise ConfigError(flag, ",".join(words), f"whole numbers {accepted}, separated by commas")
     return found
+
+
+def check_scattered(tp: int, **numbers: Sequence[int]) -> None:
+    """Raises: ConfigError for rows that do not divide among the devices. numbers: by flag."""
+    for flag, given in numbers.items():
+        if odd := [number for number in given if number % tp]:
+            raise ConfigError(flag, odd[0], f"multiples of the {tp} devices that rows are scattered over")
+
+
+def check_files(out: Path, files: Sequence[Path]) -> None:
+    """Make the output folder, before the search. Raises: ConfigError where a plan's file cannot be written."""
+    with contextlib.suppress(OSError):
+        files[0].parent.mkdir(parents=True, exist_ok=True)
+    for file in files:
+        there = file if file.exists() else file.parent
+        if file.is_dir() or not file.parent.is_dir() or not os.access(there, os.W_OK):
+            accepted = (
+                "a folder that is there or can be made, of files that can be written: one for each "
+                "workload's plan"
+            )
+            raise ConfigError(
+                "out",
+                str(out),
+                accepted if len(files) > 1 else "a file that can be written, for the plan of one workload",
+            )

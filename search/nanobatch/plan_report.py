@@ -1,4 +1,4 @@
-"""What `search plan` says of the plans that it found, and the commands that go on with them."""
+"""The report of `search plan` on its plans, and the commands to run next."""
 
 import collections
 import dataclasses
@@ -11,48 +11,46 @@ from jaxflow.model.cost import Device, find_device
 from jaxflow.pipeline.choice import Gain
 from jaxflow.pipeline.plan import Plan
 from pallas_kernels.kernel_set import HOPPER, has_bounded
-from search.nanobatch.known_orders import Simulated, cuts_of
+from search.nanobatch.known_orders import SimulatedPlan, cuts_of
 from search.nanobatch.memory_fit import UTILIZATION
-from search.nanobatch.problem import Setting
+from search.nanobatch.predict import tokens_per_s
+from search.nanobatch.problem import SearchProblem
 from search.nanobatch.simulate import Timeline
-from search.nanobatch.stages import Found
-from search.nanobatch.step_sizes import tokens_per_s
+from search.nanobatch.stages import FoundPlan
 from search.profile.op_times import Profile
 
-FOLDER = Path("plans")  # where plans are written without --out, named as the shipped ones are
+FOLDER = Path("plans")  # the default output folder; its files have the names of shipped plans
 _NEEDS_E4M3 = {
     "dtype": "--quantization",
     "kv_cache_dtype": "--kv_cache_dtype",
-}  # fp8, of an engine that runs such a plan
+}  # the flags of an engine that runs such a plan
 
 
 @dataclasses.dataclass(frozen=True)
-class Result:
-    """A plan with what the simulation says of it, and both that were compared: the solver's answer and the
-    best known order.
-    """
+class PlanResult:
+    """A plan with its simulation, and the two candidates: the solver's plan and the best known order."""
 
-    setting: Setting
+    setting: SearchProblem
     plan: Plan
     timeline: Timeline
-    sequential_s: float  # of a layer, as it is simulated; of several forms of sums over devices the least
-    found: Found | None
-    solved: Simulated | None
-    known: Simulated | None
+    sequential_s: float  # simulated, of a layer; the least over the forms of the collectives
+    found: FoundPlan | None
+    solved: SimulatedPlan | None
+    known: SimulatedPlan | None
 
     @property
     def was_known(self) -> bool:
-        """Whether its order was known before the solver began."""
+        """Return whether the plan's order was known before the solver began."""
         return self.known is not None and self.timeline is self.known.timeline
 
     @property
     def tokens_per_s(self) -> float:
-        """Of whole steps, padding not counted: for comparing plans."""
+        """Return the tokens per second of full steps, without padding."""
         return tokens_per_s(self.setting, self.timeline.step_s)
 
     @property
     def unsure(self) -> bool:
-        """Whether an engine runs the sequential step instead, for the load that the plan was made for."""
+        """Return whether an engine runs the sequential step instead, at the plan's target."""
         return self.plan.predictions is not None and Gain.of(self.plan.predictions).sure(*self._at) <= 1
 
     @property
@@ -61,13 +59,13 @@ class Result:
 
 
 def whole_device(device: Device) -> str:
-    """Why ops cannot share it."""
+    """Return the reason why ops cannot share a device."""
     own = f"{device.name} has {device.compute_capability}"
     return f"kernels always take the whole device, unless it has compute capability {HOPPER}; {own}"
 
 
 def undivided(profile: Profile) -> str:
-    """What is said where no op is offered a part of the device, since the profile has no times of ops on one."""
+    """Return the line for a profile without times on a part of the device."""
     device = find_device(profile.device)
     timed = "the profile has no times on a part of the device"
     why = timed if device is None or has_bounded(device.compute_capability) else whole_device(device)
@@ -75,9 +73,7 @@ def undivided(profile: Profile) -> str:
 
 
 def default_out(profile: Profile, *, several: bool) -> Path:
-    """Where plans of a kind are written unless told: `plans/h200-llama-3-70b-tp2-bfloat16.json`, a folder of
-    that name for several.
-    """
+    """Return the default output path, as `plans/h200-llama-3-70b-tp2-bfloat16.json`; several: a folder."""
     device, tp = find_device(profile.device), profile.tensor_parallel_size
     kind = (
         device.name if device else profile.device,
@@ -93,7 +89,7 @@ def default_out(profile: Profile, *, several: bool) -> Path:
 def going_on(
     profile: Profile, model: str, out: Path, prompt: int, output: int, utilization: float = UTILIZATION
 ) -> str:
-    """The command line that runs the plans of `out`, on a machine of the profile's kind."""
+    """Return the command line that runs the plans of `out` on a machine of the profile's kind."""
     lengths = ("--input_len", str(prompt), "--output_len", str(max(1, output)))
     return _bench(
         "throughput", profile, model, utilization, "--plan", str(out), *lengths, "--beside_sequential"
@@ -103,12 +99,11 @@ def going_on(
 def measuring(
     profile: Profile, model: str, out: Path, unsure: Mapping[Path, str], utilization: float = UTILIZATION
 ) -> list[str]:
-    """The command lines, for such a machine, that measure plans and put what they gain in place of what was
-    predicted.
+    """Return the command lines that measure plans and replace their predicted gains with measured ones.
 
-    unsure: by the plan's file, its workload as prompt/output. out: the file or folder of all plans, which the
-    report is named after; it is written where the commands run, since an engine takes every JSON of a folder
-    for a plan.
+    unsure: each plan's file with its workload as prompt/output. out: the file or folder of all plans, which
+    names the report. The report is written to the current folder, since an engine reads every JSON of a plan
+    folder as a plan.
     """
     report = f"{out.name.removesuffix('.json') or 'plans'}-measured.json"
     plans, workloads = ",".join(map(str, unsure)), ",".join(dict.fromkeys(unsure.values()))
@@ -129,7 +124,7 @@ def measuring(
 
 
 def _bench(command: str, profile: Profile, model: str, utilization: float, *words: str) -> str:
-    """Of an engine of the profile's kind that uses so much of the memory."""
+    """Return a command line of `jaxflow.bench` with the engine flags of the profile."""
     tp = profile.tensor_parallel_size
     kind = [
         word
@@ -142,8 +137,8 @@ def _bench(command: str, profile: Profile, model: str, utilization: float, *word
     return shlex.join(("python", "-m", "jaxflow.bench", command, "--model", model, *kind, *words))
 
 
-def report(result: Result, path: Path) -> str:
-    """What a person wants to know of a plan."""
+def report(result: PlanResult, path: Path) -> str:
+    """Return the lines that describe a plan."""
     plan, timeline, pieces = (
         result.plan,
         result.timeline,
@@ -176,9 +171,9 @@ def report(result: Result, path: Path) -> str:
     )
 
 
-def _of_orders(result: Result) -> str:
-    """What a step's layers take in the best of the known orders and in the solver's; of that what it says
-    itself, a layer.
+def _of_orders(result: PlanResult) -> str:
+    """Return the step times of the best known order and of the solver's, with the solver's own figures a
+    layer.
     """
     known, found, solved, said = result.known, result.found, result.solved, []
     if known is not None:
@@ -195,8 +190,8 @@ def _of_orders(result: Result) -> str:
     return ", ".join(said)
 
 
-def _of_a_step(result: Result) -> str:
-    """What is predicted of a whole step, and whether an engine believes it."""
+def _of_a_step(result: PlanResult) -> str:
+    """Return the predicted gain of a full step, and the plan that an engine runs."""
     predicted, load = result.plan.predictions, result.setting.load
     if predicted is None:
         return "an engine runs the sequential step"

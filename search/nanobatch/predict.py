@@ -1,25 +1,31 @@
-"""How long a plan's steps take, by what they are made of: the table that the engine chooses a step's plan by.
+"""Predicted step times of a plan: the table by which the engine chooses a step's plan.
 
-A plan is made for one composition but runs others. Each is simulated under the plan and under the sequential
-one, with what lies outside the layers (embedding, head, sampling) added from the cost model where the device
-is in its table.
+A plan is made for one step shape but runs others. Each shape is simulated under the plan and under the
+sequential plan. The ops outside the layers (embedding, head, sampling) come from the cost model, for known
+devices. The sequential step of each size is cheap to simulate, so plans are searched for the best sizes
+only: a larger step reads the weights for more tokens, until memory holds no more requests and the rest of
+its rows is padding.
 """
 
 import dataclasses
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from jaxflow.config import ModelConfig
 from jaxflow.model.composition import Composition
 from jaxflow.model.cost import Device, op_times
 from jaxflow.model.energy import Power
 from jaxflow.model.graph import Graph
 from jaxflow.pipeline.plan import NanoOp, Plan, Predictions
-from search.nanobatch.layer_tasks import Load
+from search.nanobatch.known_orders import sequential
+from search.nanobatch.layer_tasks import StepShape
+from search.nanobatch.problem import SearchProblem
 from search.nanobatch.simulate import simulate
 from search.profile.clock import shipped_card
 from search.profile.share_times import ShareTimes
 
-DECODES = (0.0, 0.5, 1.0, 1.5)  # of those that the plan was made for
+DECODES = (0.0, 0.5, 1.0, 1.5)  # shares of the target's decodes
 CONTEXTS = (0.25, 0.5, 1.0, 2.0)
 # By how much a gain may be predicted too large on a card whose kernels and steps were measured: the most that
 # any was (docs/overlap.md).
@@ -29,16 +35,15 @@ SWAPS, SWAPS_FP8 = 0.05, 0.11  # of four: 1.040 times in 16 bits, in fp8 1.100
 
 
 def predict(
-    plan: Plan, graph: Graph, shares: ShareTimes, load: Load, *, device: Device | None = None, power: Power | None = None,
+    plan: Plan, graph: Graph, shares: ShareTimes, load: StepShape, *, device: Device | None = None, power: Power | None = None,
     rival: ShareTimes | None = None,
 ) -> Predictions:  # fmt: skip
-    """Seconds of steps around the load that the plan was made for: other numbers of decodes, shorter and
-    longer contexts.
+    """Return the seconds of steps around the plan's target: other numbers of decodes, shorter and longer
+    contexts.
 
-    rival: of the sequential step, where its sums over devices have another form than the plan's; None:
-    `shares`.
+    rival: the op times of the sequential step, where its collectives have another form; None: `shares`.
 
-    Raises: ProfileError for an op or a number of SMs that was not measured.
+    Raises: ProfileError for an op or an SM count without a measured time.
     """
     rival = rival or shares
     alone = Plan(
@@ -76,8 +81,8 @@ def predict(
 
 
 def margin(plan: Plan, graph: Graph, gpus: int, dtype: str) -> float:
-    """By how much of itself a plan's predicted gain may be too large, by what was measured of its kind.
-    dtype: of the products.
+    """Return the largest relative error of a predicted gain, measured for the plan's kind. dtype: of the
+    products.
     """
     if (
         plan.sums == "kernels"
@@ -91,10 +96,10 @@ def margin(plan: Plan, graph: Graph, gpus: int, dtype: str) -> float:
 
 
 def outside_s(graph: Graph, step: Composition, device: Device | None, dtype: str) -> float:
-    """What the ops before and after the layers take, one after the other, and the step itself; 0 where the
-    device's rates are not known.
+    """Return the seconds of the ops outside the layers, in sequence, and of the step itself.
 
-    Of several devices two of these ops sum or gather over them what they have made: after it, not beside it.
+    The result is 0 where the device's rates are unknown. On several devices two of these ops end with a
+    collective, which does not overlap them.
     """
     if device is None or dtype not in device.rates.flops_per_s or "bfloat16" not in device.rates.flops_per_s:
         return 0.0
@@ -105,3 +110,49 @@ def outside_s(graph: Graph, step: Composition, device: Device | None, dtype: str
         ops_s += max(times.compute_s, times.memory_s) + times.network_s
         ops_s += card.collective_s if card and times.network_s else 0.0
     return ops_s + (card.step_s if card else 0.0)
+
+
+SIZES = (
+    512,
+    1024,
+    1536,
+    2048,
+)  # sizes that every engine of 2048 tokens compiles (`jaxflow.engine.step_plans`)
+SEARCHED = 2  # sizes with a plan search: each one gets half of a workload's time
+
+
+@dataclasses.dataclass(frozen=True)
+class StepSize:
+    """A number of tokens a step, with the throughput of its sequential step."""
+
+    tokens: int
+    padding: int
+    tokens_per_s: float
+
+    @classmethod
+    def of(cls, model: ModelConfig, setting: SearchProblem) -> "StepSize":
+        load = setting.load
+        return cls(load.tokens, load.padding, tokens_per_s(setting, sequential(model, setting).step_s))
+
+
+def tokens_per_s(setting: SearchProblem, layers_s: float) -> float:
+    """Return the tokens per second of full steps whose layers take `layers_s`, without padding."""
+    load = setting.load
+    return load.real_tokens / (
+        layers_s
+        + outside_s(setting.graph, load.part(0, load.tokens), setting.device, setting.shares.profile.dtype)
+    )
+
+
+def most_promising(sizes: Iterable[StepSize]) -> list[StepSize]:
+    """Return the sizes to search, by the throughput of the sequential step."""
+    return sorted(sizes, key=lambda size: (-size.tokens_per_s, size.tokens))[:SEARCHED]
+
+
+def line(sizes: Sequence[StepSize], searched: Sequence[StepSize], best: int) -> str:
+    """Return the report line of the sizes. best: the tokens of the plan that is kept."""
+    told = ", ".join(f"{size.tokens} {size.tokens_per_s:,.0f} ({size.padding} padding)" for size in sizes)
+    return (
+        f"  sequential tokens/s by tokens of a step: {told}; plans for "
+        f"{' and '.join(str(size.tokens) for size in searched)}; best {best}"
+    )

@@ -1,45 +1,67 @@
-"""What is searched, and what the machine makes of it: a step of a load, the shares of the device, the clock
-that it settles at.
+"""The problem of a plan search: a step of one shape, the device's SMs, and the clock that the device settles
+at.
 """
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from jaxflow.model.cost import Device
 from jaxflow.model.energy import Power, bound
 from jaxflow.model.graph import Graph, Work
-from search.nanobatch.layer_tasks import RESOURCES, Load, repeated_layer
+from search.nanobatch.layer_tasks import RESOURCES, StepShape, repeated_layer
 from search.profile.clock import Governor, governor_of
 from search.profile.share_times import ShareTimes
 
 
 @dataclasses.dataclass(frozen=True)
-class Setting:
-    """What is searched. overlap: the resources that may run beside compute. split: one nano-batch is not
-    enough.
+class Deadline:
+    """The end of a search, by a clock in seconds."""
+
+    stop: float
+    clock: Callable[[], float]
+
+    @property
+    def passed(self) -> bool:
+        return self.clock() > self.stop
+
+    def part(self, share: float) -> "Deadline":
+        """Return the deadline of the first `share` of the time that is left."""
+        now = self.clock()
+        return Deadline(now + max(0.0, self.stop - now) * share, self.clock)
+
+    def most(self, seconds: float) -> float:
+        """Return `seconds`, or less where less time is left; at least one second."""
+        return max(1.0, min(seconds, self.stop - self.clock()))
+
+
+@dataclasses.dataclass(frozen=True)
+class SearchProblem:
+    """The inputs of a plan search.
+
+    overlap: the resources that may run concurrently with compute. split: refuse a plan of one nano-batch.
     """
 
     graph: Graph
     shares: ShareTimes
-    load: Load
+    load: StepShape
     device: Device | None = None
     power: Power | None = None
     overlap: tuple[str, ...] = RESOURCES
     nano_batches: int = 2
     split: bool = False
     quantized: bool = False
-    # of a task, beside the whole device, while cuts are compared; the best cut's plan gets twice as many
+    # options of a task next to the full device while cuts are compared; the best cut gets twice as many
     most_shares: int = 3
     full_waves: bool = (
-        False  # SMs are offered, too, that fill the waves of products; to others what these leave
+        False  # also offer SM counts that fill the waves of products, and the rest to other tasks
     )
-    step: int | None = None  # cuts are multiples of it; None: `TILE`, or an eighth of a small step
-    places: tuple[int, ...] = ()  # where alone it may be cut, if given
+    step: int | None = None  # cuts are its multiples; None: `TILE`, or an eighth of a small step
+    places: tuple[int, ...] = ()  # the only cuts allowed, if given
 
     @property
     def governor(self) -> Governor | None:
-        """What keeps the card at its cap; None where its joules, or the clocks of the profile, are not known."""
+        """Return the model of the power governor, or None without the card's joules or the profile's clocks."""
         return (
             governor_of(self.device.name, self.shares.profile.dtype)
             if self.device is not None and self.shares.clocked
@@ -47,24 +69,27 @@ class Setting:
         )
 
     def edges(self, cuts: Sequence[int]) -> list[tuple[int, int]]:
-        """The ranges of tokens between the cuts."""
+        """Return the token ranges between the cuts."""
         return list(itertools.pairwise((0, *cuts, self.load.tokens)))
 
     def work(self, parts: Iterable[tuple[int, int]]) -> Work:
-        """A layer's, cut into these ranges of tokens."""
+        """Return the work of one layer, split into these token ranges."""
         steps = [self.load.part(*part) for part in parts]
         return sum((op.work(step) for op in repeated_layer(self.graph) for step in steps), Work())
 
     def energy_s(self, parts: Iterable[tuple[int, int]]) -> float:
-        """What a layer takes at least for its joules, cut into these ranges of tokens."""
+        """Return the least time for the joules of one layer, split into these token ranges."""
         dtype = self.shares.profile.dtype
         if self.device is None or self.power is None or dtype not in self.power.flop:
             return 0.0
         return bound(self.work(parts), self.device, self.power, dtype).energy_s
 
-    def in_time(self, cuts: Sequence[int], period_s: float) -> tuple["Setting", float]:
-        """The same at the highest clock (Hz) at which a layer's joules, cut like this, fit in a period: a
-        plan of a shorter one is shorter at this clock, too. Without a governor as it is.
+    def in_time(self, cuts: Sequence[int], period_s: float) -> tuple["SearchProblem", float]:
+        """Return the problem at the highest clock at which a layer's joules fit in a period, and that clock
+        (Hz).
+
+        A plan with a shorter period stays shorter at this clock. Without a governor the problem is returned
+        unchanged.
         """
         if self.governor is None:
             return self, 0.0
@@ -72,7 +97,7 @@ class Setting:
         return dataclasses.replace(self, shares=self.shares.at(clock)), clock
 
     def settled_s(self, cuts: Sequence[int], period_s: float, clock_hz: float) -> float:
-        """What a period found at a clock is at the clock that the card settles at with it."""
+        """Return the period, found at `clock_hz`, at the clock that the card settles at."""
         return (
             period_s
             if self.governor is None

@@ -1,9 +1,9 @@
-"""What a plan does with a device, simulated event by event: every nano-op of every layer, as the executor
-orders them.
+"""An event simulation of a plan on a device: every nano-op of every layer, in the executor's order.
 
-A nano-op starts once what it reads is made, the earlier nano-ops of its stream have ended, its waits are over
-and its SMs are free; first come, first served, in order of issue. It then takes what the profile says for its
-tokens and SMs, at the clock that the card settles at under this plan: where the step's joules are the cap's.
+A nano-op starts once its inputs exist, the earlier nano-ops of its stream and its waits have ended, and its
+SMs are free. Waiting nano-ops start first come, first served. A nano-op takes the profile's time for its
+tokens and SMs, at the clock that the card settles at under this plan: the step's joules are then at the
+power cap.
 """
 
 import collections
@@ -15,16 +15,16 @@ from jaxflow.model.energy import Power, bound
 from jaxflow.model.graph import Graph, Work
 from jaxflow.pipeline.plan import Plan
 from jaxflow.pipeline.program import ATTENTION, LayerOp, TokenRange, program
-from search.nanobatch.layer_tasks import APPEND, Load
+from search.nanobatch.layer_tasks import APPEND, StepShape
 from search.profile.clock import Governor, governor_of
 from search.profile.op_times import NETWORK_SMS
 from search.profile.share_times import ShareTimes
 
-_GUESSES = 3  # of the clock, each as if all of the step counted cycles: what they leave is below 0.5 %
+_GUESSES = 3  # iterations of the clock; the error after three is below 0.5 %
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class SimulatedRun:
     """One run of a nano-op; seconds from the step's start."""
 
     run: LayerOp
@@ -37,11 +37,11 @@ class Entry:
 class Timeline:
     """A simulated pass over the layers.
 
-    energy_s: the least time for its joules at any clock, 0 where they are not known. clock_hz: that the card
-    settles at, where the profile and the card's joules say. work: of all layers, as the plan cuts it.
+    energy_s: the least time for its joules at any clock, 0 where they are not known. clock_hz: the clock
+    that the card settles at, where profile and card tell. work: of all layers, as the plan splits them.
     """
 
-    entries: tuple[Entry, ...]
+    entries: tuple[SimulatedRun, ...]
     layers: int
     energy_s: float
     clock_hz: float | None = None
@@ -49,7 +49,7 @@ class Timeline:
 
     @property
     def busy_s(self) -> float:
-        """When the last nano-op ends."""
+        """Return the end of the last nano-op."""
         return max((entry.stop_s for entry in self.entries), default=0.0)
 
     @property
@@ -58,8 +58,8 @@ class Timeline:
 
     @property
     def period_s(self) -> float:
-        """A layer's time once the pipeline is full: the mean over the second half but the last two layers, of
-        few layers what there is.
+        """Return a layer's time with a full pipeline: the mean over the second half without the last two
+        layers.
         """
         ends = [
             0.0,
@@ -75,15 +75,15 @@ class Timeline:
 
 
 def simulate(
-    plan: Plan, graph: Graph, shares: ShareTimes, load: Load, *, device: Device | None = None, power: Power | None = None,
+    plan: Plan, graph: Graph, shares: ShareTimes, load: StepShape, *, device: Device | None = None, power: Power | None = None,
     governor: Governor | None = None,
 ) -> Timeline:  # fmt: skip
-    """The plan on a step of this load, which may be another than the one it was made for; all layers of the
-    graph.
+    """Simulate the plan on a step of this shape, through all layers of the graph.
 
-    governor: what keeps the card at its cap; None: `governor_of` the device.
+    The shape may differ from the plan's target. governor: the model of the power governor; None:
+    `governor_of` the device.
 
-    Raises: ProfileError for an op or a number of SMs that was not measured.
+    Raises: ProfileError for an op or an SM count without a measured time.
     """
     runs = program(plan, graph)
     total = shares.profile.total_sms
@@ -92,7 +92,7 @@ def simulate(
     steps = {(run.nano.start, run.nano.stop): load.part(run.nano.start, run.nano.stop) for run in runs}
     before, aside = _before(runs), any(nano.stream for nano in plan.nano_ops)
 
-    def entries(shares: ShareTimes) -> tuple[Entry, ...]:
+    def entries(shares: ShareTimes) -> tuple[SimulatedRun, ...]:
         times: dict[tuple, float] = {}
         for run, count in zip(runs, sms, strict=True):
             key = run.nano.id, run.op.window
@@ -103,7 +103,7 @@ def simulate(
         lasts = [times[run.nano.id, run.op.window] for run in runs]
         starts = _starts(before, lasts, sms, total)
         return tuple(
-            Entry(run, at, at + last, count)
+            SimulatedRun(run, at, at + last, count)
             for run, at, last, count in zip(runs, starts, lasts, sms, strict=True)
         )
 
@@ -164,7 +164,7 @@ def _starts(before: list[set[int]], lasts: list[float], sms: list[int], total: i
 
 
 def _before(runs: tuple[LayerOp, ...]) -> list[set[int]]:
-    """What each run follows directly: `jaxflow.pipeline.compiler`'s orders."""
+    """Return the direct predecessors of each run: the orders of `jaxflow.pipeline.compiler`."""
     found: list[set[int]] = []
     made: dict[tuple[int, str], list[tuple[TokenRange, int]]] = {}
     ids: dict[str, int] = {}

@@ -1,11 +1,10 @@
-"""NanoFlow's two-stage search (§4.1): which nano-batches, in which order, with which share of the device.
+"""NanoFlow's two-stage search (§4.1): the nano-batches, their order, and the SMs of each task.
 
-Stage I takes one set of cuts of the step's tokens and finds which ops use them and in what order, each op at
-its speed alone; only ops bound by different resources run together. Stage II keeps the nano-ops and gives
-each a share of the SMs, and the times that go with it. Cuts are tried in the order of what stage I could
-reach with them at best; stage II's best plan so far ends the search where no other cut can beat it. The best
-cut's plan is then offered more shares: more of those that were timed, and those that fill the waves of its
-nano-batches' products.
+Stage I takes one set of cuts and finds the tasks that use them and their order, each op at its isolated
+speed. Only ops bound by different resources overlap. Stage II keeps the tasks and gives each one SMs, with
+the time on them. Cuts are tried in the order of their estimates. The search ends where no other cut can beat
+the best plan so far. The best cut's plan is then offered more SM counts: more of those measured, and those
+that fill the waves of its products.
 """
 
 import contextlib
@@ -16,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from jaxflow.pipeline.plan import Plan, Target
 from search.nanobatch.cuts import least_s, make_tasks, most_promising
-from search.nanobatch.cyclic import Option, Problem, Schedule, SearchError, solve
+from search.nanobatch.cyclic import CyclicProblem, CyclicSchedule, Option, SearchError, solve
 from search.nanobatch.issue_order import to_plan
 from search.nanobatch.layer_tasks import (
     Task,
@@ -28,21 +27,18 @@ from search.nanobatch.layer_tasks import (
     starts_outside,
 )
 from search.nanobatch.options import task_options, task_s, wave_filling_sms
-from search.nanobatch.problem import Setting
-from search.time_budget import Limit
+from search.nanobatch.problem import Deadline, SearchProblem
 
-_ENOUGH = 0.005  # a plan is taken where no other can be so much shorter
+_ENOUGH = 0.005  # a plan is accepted where no other can be shorter by this share
 _STAGE_I_S = 8.0
 _STAGE_II_S = 40.0
-_GUESSED = 0.2  # of the time at most, for guesses at which cuts are best
-_LATE = 0.05  # of the time, beyond it, for bounds of the cuts that were not tried
+_GUESSED = 0.2  # the largest share of the time for estimates of cuts
+_LATE = 0.05  # the share of the time, beyond the limit, for bounds of untried cuts
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
-    """The best plan, its period, and that below which no plan of the structures tried, and no cut left out,
-    can be.
-    """
+class FoundPlan:
+    """The best plan, its period, and a lower bound of the period over all structures and cuts."""
 
     plan: Plan
     period_s: float
@@ -55,12 +51,12 @@ class Found:
 
     @property
     def gap(self) -> float:
-        """How much shorter a period may yet be, as a share."""
+        """Return the share by which a period could still be shorter."""
         return max(0.0, 1 - self.bound_s / self.period_s)
 
 
-def make_problem(tasks: Sequence[Task], options: Sequence[tuple[Option, ...]], **rest) -> Problem:
-    """The problem of these tasks; those that take no time exclude nobody."""
+def make_problem(tasks: Sequence[Task], options: Sequence[tuple[Option, ...]], **rest) -> CyclicProblem:
+    """Return the problem of these tasks; tasks that take no time exclude no other task."""
     timed = [max(option.seconds for option in own) > 0 for own in options]
     same = {
         (i, j)
@@ -76,11 +72,13 @@ def make_problem(tasks: Sequence[Task], options: Sequence[tuple[Option, ...]], *
     outside = frozenset(
         (i, j) for i, j in pairs if starts_outside(tasks[i], tasks[j]) and not {(i, j), (j, i)} & exclusive
     )
-    return Problem(tuple(options), follows(tasks), exclusive, outside, **rest)
+    return CyclicProblem(tuple(options), follows(tasks), exclusive, outside, **rest)
 
 
-def stage_one(setting: Setting, cuts: Sequence[int], time_limit_s: float) -> tuple[list[Task], Schedule]:
-    """The tasks of the best structure with these cuts, and its schedule at the ops' own speeds."""
+def stage_one(
+    setting: SearchProblem, cuts: Sequence[int], time_limit_s: float
+) -> tuple[list[Task], CyclicSchedule]:
+    """Return the tasks of the best structure with these cuts, and its schedule at isolated op times."""
     tasks, covers = make_tasks(setting, cuts)
     full = setting.shares.profile.total_sms
     options = [
@@ -93,11 +91,14 @@ def stage_one(setting: Setting, cuts: Sequence[int], time_limit_s: float) -> tup
 
 
 def stage_two(
-    setting: Setting, tasks: Sequence[Task], most_s: float | None, time_limit_s: float
-) -> tuple[Problem, Schedule]:
-    """Shares for the tasks of a structure. Raises: SearchError if no period is at most `most_s`."""
+    setting: SearchProblem, tasks: Sequence[Task], most_s: float | None, time_limit_s: float
+) -> tuple[CyclicProblem, CyclicSchedule]:
+    """Return the SM problem of a structure and its schedule.
+
+    Raises: SearchError if no period is at most `most_s`.
+    """
     full = setting.shares.profile.total_sms
-    alone = len({task.resource for task in tasks}) == 1  # nothing to share the device with
+    alone = len({task.resource for task in tasks}) == 1  # no task of another resource
     steps, most = (
         [setting.load.part(task.start, task.stop) for task in tasks],
         0 if alone else setting.most_shares,
@@ -106,7 +107,7 @@ def stage_two(
         () if alone or not setting.full_waves else wave_filling_sms(setting.shares, task, step)
         for task, step in zip(tasks, steps, strict=True)
     ]
-    left = {full - sms for own in filling for sms in own}  # beside products whose waves are full
+    left = {full - sms for own in filling for sms in own}  # SMs next to products with full waves
     options = [
         task_options(setting.shares, task, step, most, own if task.resource == "compute" else left)
         for task, step, own in zip(tasks, steps, filling, strict=True)
@@ -117,27 +118,26 @@ def stage_two(
 
 
 def search(
-    setting: Setting,
+    setting: SearchProblem,
     *,
     time_limit_s: float = 600.0,
     name: str = "searched",
     target: Target | None = None,
     say: Callable[[str], None] = lambda line: None,
     clock: Callable[[], float] = time.monotonic,
-) -> Found:
-    """The best plan found in the time; the sequential one where none is shorter (unless `split`).
+) -> FoundPlan:
+    """Return the best plan found in the time: the sequential one where none is shorter, unless `split`.
 
-    When the time is over, nothing is begun but what the first answer needs. clock: is read for the time, in
-    seconds.
+    After the limit only the work for a first answer begins. clock: returns seconds.
 
-    Raises: SearchError naming what leaves no plan.
+    Raises: SearchError naming the constraint that leaves no plan.
     """
-    limit, late = (Limit(clock() + share * time_limit_s, clock) for share in (1, 1 + _LATE))
+    limit, late = (Deadline(clock() + share * time_limit_s, clock) for share in (1, 1 + _LATE))
     ways, joules_s = _ways(setting), setting.energy_s([(0, setting.load.tokens)])
     sequential = _sequential(setting, target, limit)
     best, chosen = None if setting.split else sequential, setting
     left, tried, number = [sequential.bound_s] if not setting.split else [], 0, 0
-    untried: list[tuple[Setting, tuple[int, ...]]] = []  # whose bounds wait: the next way has its turn first
+    untried: list[tuple[SearchProblem, tuple[int, ...]]] = []  # their bounds are computed last
     for at, way in enumerate(ways):
         turn = limit.part(1 / (len(ways) - at))
         sets = most_promising(way, sequential.period_s, turn.part(_GUESSED))
@@ -175,9 +175,7 @@ def search(
         with contextlib.suppress(SearchError):
             found = _solve(offered, best.cuts, name, target, best.period_s, sequential.period_s, limit)
             left.append(found.bound_s)
-            if (
-                found.period_s < best.period_s
-            ):  # the solver was held to it at another clock than that which it settles at
+            if found.period_s < best.period_s:  # the solver's limit held at another clock
                 best = found
                 say(f"{what}: {1e6 * best.period_s:.1f} us a layer")
     left += [
@@ -193,11 +191,12 @@ def search(
     )
 
 
-def _ways(setting: Setting) -> list[Setting]:
-    """What is searched one after the other: where sums may be hidden without side streams, that first.
+def _ways(setting: SearchProblem) -> list[SearchProblem]:
+    """Return the problems to search in turn: overlapped collectives without side streams first, where
+    possible.
 
-    Such a plan is none of those with side streams, whose ops cost more (`options.chain_s`); it is found sooner,
-    and then to be beaten.
+    A plan without side streams is outside the problem with them, since its ops cost less
+    (`options.chain_s`). It is found sooner, and then is the period to beat.
     """
     scattered, network = setting.graph.scattered, tuple(one for one in setting.overlap if one != "memory")
     sums = any(chain.is_network for chain in chains(repeated_layer(setting.graph)))
@@ -210,8 +209,8 @@ def _ways(setting: Setting) -> list[Setting]:
     return [dataclasses.replace(setting, overlap=network), setting] if plain else [setting]
 
 
-def _wider(setting: Setting) -> list[tuple[str, Setting]]:
-    """What the best cut's plan is offered beyond the shares with which cuts were compared."""
+def _wider(setting: SearchProblem) -> list[tuple[str, SearchProblem]]:
+    """Return the problems with more SM counts, for the best cut's plan."""
     finer = dataclasses.replace(setting, most_shares=2 * setting.most_shares)
     wider = (
         [("finer shares", finer)] if len(setting.shares.offered_sms()) > 2 * setting.most_shares + 1 else []
@@ -220,8 +219,8 @@ def _wider(setting: Setting) -> list[tuple[str, Setting]]:
     return [*wider, ("full waves", dataclasses.replace(finer, full_waves=True))] if waves else wider
 
 
-def _sequential(setting: Setting, target: Target | None, limit: Limit) -> Found:
-    """Every op on all tokens, one after the other."""
+def _sequential(setting: SearchProblem, target: Target | None, limit: Deadline) -> FoundPlan:
+    """Return the plan with every op on all tokens, in sequence."""
     whole, (part, governor) = (
         dataclasses.replace(setting, overlap=(), nano_batches=1, split=False),
         (setting.edges(()), setting.governor),
@@ -247,16 +246,17 @@ def _sequential(setting: Setting, target: Target | None, limit: Limit) -> Found:
 
 
 def _solve(
-    setting: Setting,
+    setting: SearchProblem,
     cuts: tuple[int, ...],
     name: str,
     target: Target | None,
     most_s: float | None,
     sequential_s: float,
-    limit: Limit,
-) -> Found:
-    """Both stages for one set of cuts, at the clock at which its joules fit in what is to be beaten; then at
-    that which it settles at.
+    limit: Deadline,
+) -> FoundPlan:
+    """Solve both stages for one set of cuts, and convert the period to the clock that the card settles at.
+
+    The stages run at the clock at which the joules fit in the period to beat.
     """
     setting, clock = setting.in_time(cuts, most_s or sequential_s)
     found = _stages(setting, cuts, name, target, most_s, limit)
@@ -270,16 +270,16 @@ def _solve(
 
 
 def _stages(
-    setting: Setting,
+    setting: SearchProblem,
     cuts: tuple[int, ...],
     name: str,
     target: Target | None,
     most_s: float | None,
-    limit: Limit,
-) -> Found:
+    limit: Deadline,
+) -> FoundPlan:
     tasks, one = stage_one(setting, cuts, limit.most(_STAGE_I_S))
     if most_s is not None and limit.passed:
         raise SearchError(f"the time_limit passed between the stages of cuts {cuts}")
     problem, two = stage_two(setting, tasks, most_s, limit.most(_STAGE_II_S))
     plan = to_plan(name, tasks, problem, two, setting.shares.profile.total_sms, target)
-    return Found(plan, two.period_s, two.bound_s, one.period_s, two.period_s, cuts)
+    return FoundPlan(plan, two.period_s, two.bound_s, one.period_s, two.period_s, cuts)

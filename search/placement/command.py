@@ -16,23 +16,23 @@ from jaxflow.cli.output_files import check_outputs
 from jaxflow.config import ConfigError, ModelConfig
 from jaxflow.flexgen.policy import Policy, Shares, save_policy
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
-from search.placement.cost import Prediction, predict
+from search.placement.cost_model import Prediction, predict
 from search.placement.front import front, pareto, save_front
 from search.placement.machine_curves import Machine, load_machine
-from search.placement.rivals import Row, rivals
+from search.placement.rivals import Rival, rivals
 from search.placement.solver import (
     GIGA,
     GPU_BATCH_SIZES,
     NUM_GPU_BATCHES,
     TIERS,
-    Memory,
-    Options,
     PlacementError,
+    PlacementOptions,
+    TierMemory,
     candidates,
     link_bound,
     search,
 )
-from search.placement.workload import Workload, workload
+from search.placement.workload import PlacementWorkload, workload
 
 WIDTH = 96
 HOST_ATTENTION = {"auto": None, "on": True, "off": False}
@@ -96,7 +96,7 @@ def run() -> None:
         )
         raise ConfigError("prompt_tokens", f.prompt_tokens, accepted)
     machine, work = load_machine(f.machine), workload_from_flags(f.model, config, f.dtype)
-    memory = Memory(*(getattr(f, tier) * GIGA for tier in TIERS))
+    memory = TierMemory(*(getattr(f, tier) * GIGA for tier in TIERS))
     options = options_from_flags()
     check_outputs("output", "front")
     if f.front and f.front.lower().endswith(".png"):
@@ -118,7 +118,7 @@ def run() -> None:
         logging.info("%d blocks fit, %d are on the front", len(found), len(pareto(found)))
 
 
-def workload_from_flags(name: str, config: ModelConfig, dtype: str) -> Workload:
+def workload_from_flags(name: str, config: ModelConfig, dtype: str) -> PlacementWorkload:
     """What is asked of a model that runs in `dtype`."""
     f = flags.FLAGS
     wide_bytes = 4.0 if dtype == "float32" else 2.0
@@ -127,10 +127,10 @@ def workload_from_flags(name: str, config: ModelConfig, dtype: str) -> Workload:
     )
 
 
-def options_from_flags() -> Options:
+def options_from_flags() -> PlacementOptions:
     """Raises: PlacementError."""
     f = flags.FLAGS
-    return Options(
+    return PlacementOptions(
         weight_bits=int(f.weight_bits),
         kv_bits=int(f.kv_bits),
         host_attention=HOST_ATTENTION[f.host_attention],
@@ -141,7 +141,9 @@ def options_from_flags() -> Options:
     )
 
 
-def describe(work: Workload, machine: Machine, memory: Memory, options: Options, policy: Policy) -> list[str]:
+def describe(
+    work: PlacementWorkload, machine: Machine, memory: TierMemory, options: PlacementOptions, policy: Policy
+) -> list[str]:
     """Lines for a person."""
     made = predict(work, machine, policy)
     bound = link_bound(work, machine, memory, options)
@@ -169,7 +171,7 @@ def _binding(made: Prediction) -> str:
     )
 
 
-def _full(memory: Memory, made: Prediction) -> str:
+def _full(memory: TierMemory, made: Prediction) -> str:
     used = zip(TIERS, made.memory_bytes, memory, strict=True)
     return (
         ", ".join(tier for tier, bytes_used, capacity in used if capacity and bytes_used > 0.999 * capacity)
@@ -182,7 +184,7 @@ def _widths(policy: Policy) -> str:
     return f"weights of {policy.weight_bits} bits, KV of {policy.kv_bits}; a decode attends on the {where}"
 
 
-def _line(row: Row) -> str:
+def _line(row: Rival) -> str:
     if row.policy is None or row.prediction is None:
         return f"{row.name:20}{'does not fit':>9}"
     batch = f"{row.policy.gpu_batch_size}x{row.policy.num_gpu_batches}"

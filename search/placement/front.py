@@ -6,12 +6,12 @@ from pathlib import Path
 import msgspec
 from matplotlib.figure import Figure
 
-from search.placement.solver import Candidate
+from search.placement.solver import BlockCandidate
 
 SCHEMA_VERSION = 1
 
 
-class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class FrontPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The best placement of a block; `best`: no other has more throughput in less time."""
 
     gpu_batch_size: int
@@ -27,24 +27,24 @@ class Front(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     model: str
     machine: str
-    points: tuple[Point, ...]
+    points: tuple[FrontPoint, ...]
     schema_version: int = SCHEMA_VERSION
 
 
-def pareto(found: Iterable[Candidate]) -> list[Candidate]:
+def pareto(found: Iterable[BlockCandidate]) -> list[BlockCandidate]:
     """Those that none beats in both latency and throughput, by latency."""
-    kept: list[Candidate] = []
+    kept: list[BlockCandidate] = []
     for one in sorted(found, key=lambda one: (one.latency_s, -one.tokens_per_s)):
         if not kept or one.tokens_per_s > kept[-1].tokens_per_s:
             kept.append(one)
     return kept
 
 
-def front(model: str, machine: str, found: Sequence[Candidate]) -> Front:
+def front(model: str, machine: str, found: Sequence[BlockCandidate]) -> Front:
     """The sweep of blocks of `candidates`."""
     best = set(pareto(found))
     points = [
-        Point(
+        FrontPoint(
             one.choice.gpu_batch_size,
             one.choice.num_gpu_batches,
             one.choice.host_attention,

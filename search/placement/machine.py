@@ -28,17 +28,125 @@ from jax.sharding import SingleDeviceSharding
 from jaxflow.cli.output_files import check_outputs
 from jaxflow.config import ConfigError, Layer, ModelConfig
 from jaxflow.flexgen.host_attention import HostAttention
+from jaxflow.flexgen.policy import Policy
+from jaxflow.model.checkpoints.checkpoint import open_checkpoint
+from search.placement.cost_model import predict
 from search.placement.machine_curves import (
     CURVES,
+    Curve,
+    CurvePoint,
     Machine,
-    Measured,
-    Point,
+    MachineError,
+    MeasuredCurves,
     errors,
     fit_machine,
     load_measured,
     save_machine,
 )
-from search.placement.machine_runs import Runs, fit_runs, load_runs, run_errors
+from search.placement.workload import PlacementWorkload, workload
+
+SCHEMA_VERSION = 1
+_STEPS, _PRIOR, _NUDGE = 400, 0.02, 1e-3
+_SQUARE_S = 1e-3  # of a driver that nothing is known of: some twenty calls of Python that begin transfers
+
+
+class BlockRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A block of `policy` took so long."""
+
+    policy: Policy
+    latency_s: float
+    wide_bytes: float = 2.0  # as `PlacementWorkload` has them
+    page_size: int | None = None
+
+
+class BlockRuns(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What was run on a machine; `start`: its constants as known without these runs."""
+
+    method: str
+    start: Machine
+    runs: tuple[BlockRun, ...]
+    schema_version: int = SCHEMA_VERSION
+
+
+def load_runs(path: str | os.PathLike) -> BlockRuns:
+    """Raises: MachineError naming the file and the field."""
+    try:
+        found = msgspec.json.decode(Path(path).read_bytes(), type=BlockRuns)
+    except OSError as error:
+        raise MachineError(f"{path}: {error.strerror or error}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise MachineError(f"{path}: {error}") from error
+    if found.schema_version != SCHEMA_VERSION:
+        raise MachineError(
+            f"{path}: schema_version={found.schema_version} is not supported: this release reads "
+            f"{SCHEMA_VERSION}"
+        )
+    if not found.runs:
+        raise MachineError(f"{path}: runs=[]: at least one run")
+    return found
+
+
+def fit_runs(measured: BlockRuns) -> Machine:
+    """The machine whose predictions are nearest to the runs."""
+    import optax  # who runs policies reads this module's files and fits nothing
+
+    works = [_workload(run) for run in measured.runs]
+    start = msgspec.structs.replace(measured.start, square_s=measured.start.square_s or _SQUARE_S)
+
+    def loss(factors: np.ndarray) -> float:
+        machine = _scaled(start, factors)
+        return float(
+            np.mean(np.square(_off(machine, measured.runs, works))) + _PRIOR * np.mean(np.square(factors))
+        )
+
+    factors: Any = jnp.zeros(len(CURVES) + 1)
+    optimizer = optax.adam(optax.cosine_decay_schedule(0.05, _STEPS))
+    state = optimizer.init(factors)
+    for _ in range(_STEPS):
+        # The model is a few maxima of sums over a policy's own numbers: differences are as good as
+        # derivatives here.
+        around = [
+            (loss(here + nudge) - loss(here - nudge)) / (2 * _NUDGE)
+            for here in (np.asarray(factors),)
+            for nudge in _nudges()
+        ]
+        updates, state = optimizer.update(jnp.array(around), state, factors)
+        factors = optax.apply_updates(factors, updates)
+    return msgspec.structs.replace(_scaled(start, np.asarray(factors)), method=measured.method)
+
+
+def run_errors(machine: Machine, runs: Sequence[BlockRun]) -> list[float]:
+    """Predicted over measured latency, less 1."""
+    return [float(np.exp(off) - 1) for off in _off(machine, runs, [_workload(run) for run in runs])]
+
+
+def _off(machine: Machine, runs: Sequence[BlockRun], works: Sequence[PlacementWorkload]) -> list[float]:
+    return [
+        float(np.log(predict(work, machine, run.policy).latency_s / run.latency_s))
+        for run, work in zip(runs, works, strict=True)
+    ]
+
+
+def _workload(run: BlockRun) -> PlacementWorkload:
+    policy = run.policy
+    config = open_checkpoint(policy.model, load_format="dummy").model_config
+    lengths = policy.prompt_tokens, policy.output_tokens
+    return workload(policy.model, config, *lengths, wide_bytes=run.wide_bytes, page_size=run.page_size)
+
+
+def _nudges() -> np.ndarray:
+    return _NUDGE * np.eye(len(CURVES) + 1)
+
+
+def _scaled(machine: Machine, factors: np.ndarray) -> Machine:
+    """With each rate, and then the seconds of a square, times the exponential of its factor."""
+    *rates, square = np.exp(factors)
+    curves = {}
+    for name, factor in zip(CURVES, rates, strict=True):
+        curve = getattr(machine, name)
+        curves[name] = Curve(curve.fixed_s, float(f"{curve.units_per_s * factor:.6g}"))
+    return msgspec.structs.replace(machine, square_s=float(f"{machine.square_s * square:.6g}"), **curves)
+
 
 MEGA = 1 << 20
 _HEADS, _HEAD_DIM, _KEYS, _PAGE = 32, 128, 512, 64
@@ -55,7 +163,7 @@ def define_flags() -> None:
         ["auto", "bfloat16", "float32"],
         "Of what is multiplied and attended to; auto: as models run here.",
     )
-    flags.DEFINE_integer("repeats", 5, "Runs of each size; the best counts.", lower_bound=1)
+    flags.DEFINE_integer("repeats", 5, "BlockRuns of each size; the best counts.", lower_bound=1)
     flags.DEFINE_string("output", None, "File for the constants.")
     flags.DEFINE_string("points", None, "File for what was measured; without --output nothing is fitted.")
     flags.DEFINE_string("measured", None, "Measures nothing: fits what another machine wrote as --points.")
@@ -64,7 +172,7 @@ def define_flags() -> None:
         None,
         (
             "Measures nothing: corrects a machine by the latencies of whole blocks, a file of "
-            "search.placement.machine_runs."
+            "search.placement.machine."
         ),
     )
 
@@ -88,7 +196,7 @@ def run() -> None:
         _fit(measured, f.output)
 
 
-def _fit(measured: Measured, output: str | None) -> None:
+def _fit(measured: MeasuredCurves, output: str | None) -> None:
     """Fits, and shows how far each curve is from its points."""
     machine = fit_machine(measured)
     off = errors(measured, machine)
@@ -99,7 +207,7 @@ def _fit(measured: Measured, output: str | None) -> None:
         save_machine(machine, output)
 
 
-def _correct(runs: Runs, output: str | None) -> None:
+def _correct(runs: BlockRuns, output: str | None) -> None:
     """Fits, and shows what each run took beside what is now said of it."""
     machine = fit_runs(runs)
     print(
@@ -124,14 +232,14 @@ def _line(name: str, machine: Machine) -> str:
 
 def measure(
     name: str, disk_dir: Path, *, largest_mb: int = 256, repeats: int = 5, dtype: str = "auto"
-) -> Measured:
+) -> MeasuredCurves:
     """Every curve at sizes that grow by fours up to the largest."""
     device = jax.devices()[0]
     sizes = [largest_mb * MEGA >> shift for shift in (6, 4, 2, 0)]
-    points: dict[str, list[Point]] = {curve: [] for curve in CURVES}
+    points: dict[str, list[CurvePoint]] = {curve: [] for curve in CURVES}
 
     def add(curve: str, units: float, works: Sequence[Callable[[], Any]], train: int = _TRAIN) -> None:
-        points[curve].append(Point(float(units), _best(works, repeats, train)))
+        points[curve].append(CurvePoint(float(units), _best(works, repeats, train)))
         logging.info("%s: %.3g in %.3g s", curve, units, points[curve][-1].seconds)
 
     on_cpu = device.platform == "cpu"
@@ -147,7 +255,7 @@ def measure(
         add("host_to_device", size, [functools.partial(jax.device_put, x, here) for x in on_host])
         add("device_to_host", size, [functools.partial(jax.device_put, x, away) for x in on_device])
         del on_device, on_host
-        # Memory as it is mostly read: the weights of a product of few rows.
+        # TierMemory as it is mostly read: the weights of a product of few rows.
         few, tall = _random(0, (8, width), wide), size // (wide.itemsize * width)
         weights = [_random(i, (tall, width), wide) for i in range(2)]
         add("device_memory", weights[0].nbytes, [functools.partial(product, few, w) for w in weights])
@@ -172,15 +280,15 @@ def measure(
         f"best of {repeats} runs, JAX {jax.__version__}, {wide} on {device.device_kind}, "
         f"{os.cpu_count()} host cores"
     )
-    return Measured(name=name, method=method, points=points, one_processor=on_cpu)
+    return MeasuredCurves(name=name, method=method, points=points, one_processor=on_cpu)
 
 
-def host_attention_points(largest_mb: int, repeats: int, dtype: Any) -> list[Point]:
+def host_attention_points(largest_mb: int, repeats: int, dtype: Any) -> list[CurvePoint]:
     """Seconds of the host's attention to so many bytes of KV, which no cache holds, as a decode has it: a
     sequence a row, pages of 64.
     """
     config = _attention_config()
-    points: list[Point] = []
+    points: list[CurvePoint] = []
     most = max(2, min(32, largest_mb * MEGA // (4 * _KEYS * _HEADS * _HEAD_DIM)))
     for sequences in sorted({max(1, most >> shift) for shift in (3, 2, 1, 0)}):
         attention = HostAttention(config, sequences)
@@ -190,7 +298,7 @@ def host_attention_points(largest_mb: int, repeats: int, dtype: Any) -> list[Poi
         caches = [[np.tile(a, (sequences, 1, 1, 1)) for a in once] for _ in range(min(repeats, 2))]
         rest = np.full(sequences, _KEYS, np.int32), np.empty_like(q)
         works = [functools.partial(attention, config.layers[0], q, *cache, *rest) for cache in caches]
-        points.append(Point(float(sum(a.nbytes for a in caches[0])), _best(works, repeats, 1)))
+        points.append(CurvePoint(float(sum(a.nbytes for a in caches[0])), _best(works, repeats, 1)))
         logging.info("host_attention: %.3g in %.3g s", points[-1].units, points[-1].seconds)
         attention.close()
     return points

@@ -16,12 +16,14 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 
+from search import UserError
+
 SCHEMA_VERSION = 1
 FOLDER = Path(__file__).parent / "machines"
 _STEPS = 1500
 
 
-class MachineError(ValueError):
+class MachineError(UserError):
     """A machine's file that cannot be read or used; it names the file and the field."""
 
 
@@ -71,31 +73,31 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 CURVES = tuple(field.name for field in msgspec.structs.fields(Machine) if field.type is Curve)
 
 
-class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class CurvePoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One measurement of a curve."""
 
     units: float
     seconds: float
 
 
-class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class MeasuredCurves(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What was measured on a machine, by the name of `Machine`'s curve."""
 
     name: str
     method: str
-    points: dict[str, list[Point]]
+    points: dict[str, list[CurvePoint]]
     one_processor: bool = False
 
 
-def fit_curve(points: Sequence[Point]) -> Curve:
+def fit_curve(points: Sequence[CurvePoint]) -> Curve:
     """The curve with the least squared error of the logarithms of seconds, so that small and large sizes
     count the same.
 
-    Raises: ValueError without points of two sizes.
+    Raises: MachineError without points of two sizes.
     """
     units, seconds = np.array([p.units for p in points]), np.array([p.seconds for p in points])
     if len(set(units)) < 2 or min(units) <= 0 or min(seconds) <= 0:
-        raise ValueError(f"points={len(points)}: a curve is fitted to positive times of at least two sizes")
+        raise MachineError(f"points={len(points)}: a curve is fitted to positive times of at least two sizes")
     # In units of the largest point's, parameters are near 1 and one learning rate serves all.
     fixed, slope = (
         np.asarray(_least_squares(jnp.array(units / units.max()), jnp.array(seconds / seconds.max())))
@@ -125,16 +127,16 @@ def _least_squares(x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.exp(jnp.stack([params["fixed"], params["slope"]]))
 
 
-def fit_machine(measured: Measured) -> Machine:
-    """Raises: ValueError naming a curve that was not measured."""
+def fit_machine(measured: MeasuredCurves) -> Machine:
+    """Raises: MachineError naming a curve that was not measured."""
     missing = [name for name in CURVES if name not in measured.points]
     if missing:
-        raise ValueError(f"points: {', '.join(missing)} were not measured on {measured.name}")
+        raise MachineError(f"points: {', '.join(missing)} were not measured on {measured.name}")
     curves: dict[str, Any] = {name: fit_curve(measured.points[name]) for name in CURVES}
     return Machine(name=measured.name, method=measured.method, one_processor=measured.one_processor, **curves)
 
 
-def errors(measured: Measured, machine: Machine) -> dict[str, float]:
+def errors(measured: MeasuredCurves, machine: Machine) -> dict[str, float]:
     """Mean relative error of each fitted curve at its points."""
     return {
         name: float(
@@ -146,12 +148,12 @@ def errors(measured: Measured, machine: Machine) -> dict[str, float]:
     }
 
 
-def load_measured(path: str | os.PathLike) -> Measured:
+def load_measured(path: str | os.PathLike) -> MeasuredCurves:
     """Reads what `python -m search machine --points` wrote. Raises: MachineError naming the file and the
     field.
     """
     try:
-        return msgspec.json.decode(Path(path).read_bytes(), type=Measured)
+        return msgspec.json.decode(Path(path).read_bytes(), type=MeasuredCurves)
     except OSError as error:
         raise MachineError(f"{path}: {error.strerror or error}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

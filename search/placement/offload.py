@@ -1,4 +1,4 @@
-"""Runs policies: the one found beside its rivals and each tier alone, in one process, each measured against
+"""BlockRuns policies: the one found beside its rivals and each tier alone, in one process, each measured against
 what is predicted of it.
 
   python -m search offload --model opt-30b --machine h200 --gpu_mem 16 --cpu_mem 100 --output_json runs.json
@@ -35,12 +35,12 @@ from jaxflow.flexgen.start import prepare, start
 from jaxflow.model.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from jaxflow.request import Request, SamplingParams
 from search.placement import command as placement
-from search.placement.cost import predict
+from search.placement.cost_model import predict
+from search.placement.machine import BlockRun, BlockRuns
 from search.placement.machine_curves import Machine, load_machine
-from search.placement.machine_runs import Run, Runs
-from search.placement.offload_rivals import Room, chosen, policy_named
-from search.placement.solver import GIGA, Memory, Options, PlacementError
-from search.placement.workload import Workload
+from search.placement.rivals import TierRoom, chosen, policy_named
+from search.placement.solver import GIGA, PlacementError, PlacementOptions, TierMemory
+from search.placement.workload import PlacementWorkload
 
 SCHEMA_VERSION = 1
 PAPER_TOKENS_PER_S = {"opt-30b": {16: 7.32, 4: 8.70}}  # FlexGen Table 2, 512 in, 32 out, on a T4 of 16 GB
@@ -63,16 +63,16 @@ def define_flags() -> None:
         "link_mb", 256, "Size of the transfers that the link is measured with.", lower_bound=1
     )
     flags.DEFINE_string("output_json", None, "File for what was measured.")
-    flags.DEFINE_string("runs_json", None, "File for the runs, as search.placement.machine_runs reads them.")
+    flags.DEFINE_string("runs_json", None, "File for the runs, as search.placement.machine reads them.")
 
 
 @dataclasses.dataclass(frozen=True)
-class Bench:
+class OffloadBench:
     """What all runs share."""
 
-    work: Workload
+    work: PlacementWorkload
     machine: Machine
-    memory: Memory
+    memory: TierMemory
     engine: EngineConfig
     checkpoint: Checkpoint
     link: Link
@@ -93,7 +93,7 @@ def run() -> None:
             "only", ",".join(f.only), "unset with policies: all of those are run, and no rivals"
         )
     names = chosen(f.only)
-    memory = Memory(*(getattr(f, tier) * GIGA for tier in placement.TIERS))
+    memory = TierMemory(*(getattr(f, tier) * GIGA for tier in placement.TIERS))
     engine = EngineConfig(model=f.model, load_format=f.load_format, dtype=f.dtype, block_size=f.block_size)
     prepare(
         OffloadConfig(_smallest(f.model), gpu_memory_limit=f.gpu_mem, host_memory_limit=f.cpu_mem), engine
@@ -103,7 +103,7 @@ def run() -> None:
     work = placement.workload_from_flags(
         checkpoint.name, checkpoint.model_config, resolve(engine, checkpoint.model_config).dtype
     )
-    bench = Bench(work, machine, memory, engine, checkpoint, measure_link(jax.devices()[0], f.link_mb))
+    bench = OffloadBench(work, machine, memory, engine, checkpoint, measure_link(jax.devices()[0], f.link_mb))
     rows: list[dict[str, Any]] = []
     for row in (
         _given(bench, f.policies) if f.policies else _searched(bench, placement.options_from_flags(), names)
@@ -118,7 +118,7 @@ def run() -> None:
         )
 
 
-def _save(bench: Bench, rows: list[dict[str, Any]]) -> None:
+def _save(bench: OffloadBench, rows: list[dict[str, Any]]) -> None:
     f = flags.FLAGS
     result = {
         "schema_version": SCHEMA_VERSION,
@@ -134,7 +134,7 @@ def _save(bench: Bench, rows: list[dict[str, Any]]) -> None:
         Path(f.output_json).write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
     if f.runs_json:
         runs = tuple(
-            Run(
+            BlockRun(
                 msgspec.convert(row["policy"], Policy),
                 row["block_latency_s"][0],
                 bench.work.wide_bytes,
@@ -143,12 +143,12 @@ def _save(bench: Bench, rows: list[dict[str, Any]]) -> None:
             for row in rows
             if row.get("overlap")
         )
-        made = Runs(method=f"whole blocks on {result['device']}", start=bench.machine, runs=runs)
+        made = BlockRuns(method=f"whole blocks on {result['device']}", start=bench.machine, runs=runs)
         Path(f.runs_json).write_bytes(msgspec.json.format(msgspec.json.encode(made), indent=1) + b"\n")
 
 
-def _given(bench: Bench, files: list[str]) -> Iterator[dict[str, Any]]:
-    """Runs policies as they are, of the bench's model and lengths. One that cannot be is a row that says why;
+def _given(bench: OffloadBench, files: list[str]) -> Iterator[dict[str, Any]]:
+    """BlockRuns policies as they are, of the bench's model and lengths. One that cannot be is a row that says why;
     the next is run.
     """
     policies = {Path(file).stem: load_policy(file, model=bench.work.model) for file in files}
@@ -171,16 +171,16 @@ def _given(bench: Bench, files: list[str]) -> Iterator[dict[str, Any]]:
         yield row
 
 
-def _searched(bench: Bench, options: Options, names: list[str]) -> Iterator[dict[str, Any]]:
+def _searched(bench: OffloadBench, options: PlacementOptions, names: list[str]) -> Iterator[dict[str, Any]]:
     for name in names:
         row = _run_named(bench, options, name)
         if row is not None:
             yield row
 
 
-def _run_named(bench: Bench, options: Options, name: str) -> dict[str, Any] | None:
+def _run_named(bench: OffloadBench, options: PlacementOptions, name: str) -> dict[str, Any] | None:
     """A rival's best policy that really fits, run; None where there is none."""
-    room = Room(bench.memory, dict.fromkeys(TIERS, 0.0))
+    room = TierRoom(bench.memory, dict.fromkeys(TIERS, 0.0))
     overlap, schedule = name != "no overlap", "row" if name == "row by row" else "zigzag"
     for _ in range(_TRIES):
         policy = policy_named(name, bench.work, bench.machine, room, options)
@@ -205,7 +205,7 @@ def _run_named(bench: Bench, options: Options, name: str) -> dict[str, Any] | No
     return None
 
 
-def _run(bench: Bench, name: str, policy: Policy, **settings: Any) -> dict[str, Any]:
+def _run(bench: OffloadBench, name: str, policy: Policy, **settings: Any) -> dict[str, Any]:
     """A policy's blocks, beside what is predicted of them."""
     predicted = predict(bench.work, bench.machine, policy, overlap=settings.get("overlap", True))
     with start(bench.config(policy, **settings), bench.engine, bench.checkpoint, progress=False) as runtime:

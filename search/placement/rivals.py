@@ -5,17 +5,26 @@ policies, each tier alone.
 import dataclasses
 from collections.abc import Iterable
 
-from jaxflow.flexgen.policy import Policy, Shares
-from search.placement.cost import Prediction, memory_bytes, predict, split
+from jaxflow.config import ConfigError
+from jaxflow.flexgen.accounting import DoesNotFit
+from jaxflow.flexgen.policy import TIERS, Policy, Shares
+from search.placement.cost_model import Prediction, memory_bytes, predict, split
 from search.placement.machine_curves import Machine
-from search.placement.solver import Memory, Options, candidates, policy_of
-from search.placement.workload import Workload
+from search.placement.solver import (
+    PlacementError,
+    PlacementOptions,
+    TierMemory,
+    candidates,
+    policy_of,
+    search,
+)
+from search.placement.workload import PlacementWorkload
 
 DEVICE, HOST, DISK = Shares(device=100.0), Shares(host=100.0), Shares(disk=100.0)
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class Rival:
     """A rival; without a policy, none of its kind fits."""
 
     name: str
@@ -23,15 +32,17 @@ class Row:
     prediction: Prediction | None
 
 
-def rivals(work: Workload, machine: Machine, memory: Memory, options: Options, found: Policy) -> list[Row]:
+def rivals(
+    work: PlacementWorkload, machine: Machine, memory: TierMemory, options: PlacementOptions, found: Policy
+) -> list[Rival]:
     """The found policy first, then each thing taken away from it or done by hand.
 
     "no search" is the weights' and all other tensors' next tier that has room, in batches as large as fit and
     one to a block; "row by row" is what other systems do: KV and activations on the device, one batch a block
     (DeepSpeed's policy).
     """
-    rows = [Row("all optimisations", found, predict(work, machine, found))]
-    rows.append(Row("no overlap", found, predict(work, machine, found, overlap=False)))
+    rows = [Rival("all optimisations", found, predict(work, machine, found))]
+    rows.append(Rival("no overlap", found, predict(work, machine, found, overlap=False)))
     by_hand = [
         placed
         for beyond in (HOST, DISK)
@@ -62,31 +73,33 @@ def rivals(work: Workload, machine: Machine, memory: Memory, options: Options, f
     return rows
 
 
-def fits(work: Workload, memory: Memory, policy: Policy) -> bool:
+def fits(work: PlacementWorkload, memory: TierMemory, policy: Policy) -> bool:
     """Whether each tier has room."""
     return all(
         used <= capacity for used, capacity in zip(memory_bytes(work, *split(policy)), memory, strict=True)
     )
 
 
-def _searched(name: str, work: Workload, machine: Machine, memory: Memory, options: Options) -> Row:
+def _searched(
+    name: str, work: PlacementWorkload, machine: Machine, memory: TierMemory, options: PlacementOptions
+) -> Rival:
     best = max(candidates(work, machine, memory, options), key=lambda one: one.tokens_per_s, default=None)
     if best is None:
-        return Row(name, None, None)
+        return Rival(name, None, None)
     policy = policy_of(work, machine, memory, best.choice, options)
-    return Row(name, policy, predict(work, machine, policy))
+    return Rival(name, policy, predict(work, machine, policy))
 
 
 def _largest(
     name: str,
-    work: Workload,
+    work: PlacementWorkload,
     machine: Machine,
-    memory: Memory,
-    options: Options,
+    memory: TierMemory,
+    options: PlacementOptions,
     found: Policy,
     placements: Iterable[tuple[Shares, Shares, Shares]],
     batches: Iterable[int],
-) -> Row:
+) -> Rival:
     """The first of the placements that fits at all, at the batches with which it is fastest."""
     for weights, kv, activations in placements:
         made = [
@@ -113,5 +126,78 @@ def _largest(
             if prediction.latency_s <= options.max_latency_s
         ]
         if fitting:
-            return Row(name, *max(fitting, key=lambda one: one[1].tokens_per_s))
-    return Row(name, None, None)
+            return Rival(name, *max(fitting, key=lambda one: one[1].tokens_per_s))
+    return Rival(name, None, None)
+
+
+NAMES = (
+    *("all optimisations", "no overlap", "no search", "no host attention", "no disk", "row by row"),
+    *("all on the device", "all on the host", "all on disk"),
+)
+SEARCHED = (
+    "all optimisations",
+    "no overlap",
+    "no host attention",
+    "no disk",
+)  # the others are made by hand, as large as fits
+
+
+def chosen(only: list[str] | None) -> list[str]:
+    """The names that are asked for, in order; None: all. Raises: ConfigError."""
+    unknown = set(only or ()) - set(NAMES)
+    if unknown:
+        raise ConfigError("only", ",".join(sorted(unknown)), ", ".join(NAMES))
+    return [name for name in NAMES if only is None or name in only]
+
+
+@dataclasses.dataclass
+class TierRoom:
+    """What each tier has for a policy, as far as it is known: runs take more than the cost model says, the
+    more the larger a batch.
+    """
+
+    memory: TierMemory
+    beyond: dict[str, float]  # bytes that a sequence of a batch takes of a tier beyond the cost model
+
+    def of(self, gpu_batch_size: int) -> TierMemory:
+        """What the cost model may fill with batches of this size."""
+        return TierMemory(
+            *(
+                max(0.0, capacity - self.beyond[tier] * gpu_batch_size)
+                for tier, capacity in zip(TIERS, self.memory, strict=True)
+            )
+        )
+
+    def learn(self, error: DoesNotFit, policy: Policy, modelled: float) -> None:
+        """From a policy that the account refused; modelled: what the cost model thought it takes of the tier."""
+        self.memory = dataclasses.replace(
+            self.memory, **{error.tier: min(getattr(self.memory, error.tier), error.limit_bytes)}
+        )
+        # Whole tensors do not follow shares smoothly: a percent of the tier is left besides.
+        beyond = (error.needed_bytes - modelled + 0.01 * error.limit_bytes) / policy.gpu_batch_size
+        self.beyond[error.tier] = max(self.beyond[error.tier], beyond)
+
+
+def policy_named(
+    name: str, work: PlacementWorkload, machine: Machine, room: TierRoom, options: PlacementOptions
+) -> Policy | None:
+    """The fastest policy of a name that is thought to fit."""
+    if name == "no host attention":
+        options = dataclasses.replace(options, host_attention=False)
+    if name == "no disk":
+        room = TierRoom(dataclasses.replace(room.memory, disk=0.0), room.beyond)
+    found: list[tuple[float, float, Policy]] = []
+    for size in options.gpu_batch_sizes:
+        own, memory = dataclasses.replace(options, gpu_batch_sizes=(size,)), room.of(size)
+        try:
+            policy = search(work, machine, memory, own)
+        except PlacementError:
+            continue
+        if name not in SEARCHED:
+            row = next(row for row in rivals(work, machine, memory, own, policy) if row.name == name)
+            if row.policy is None:
+                continue
+            policy = row.policy
+        made = predict(work, machine, policy)
+        found.append((made.tokens_per_s, -made.latency_s, policy))
+    return max(found, key=lambda one: one[:2])[2] if found else None

@@ -7,15 +7,25 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from search import INSTALL, UserError
+
 try:
     import mip
 except ImportError:  # a machine that only runs policies has no solver
     mip: Any = None
 
 from jaxflow.flexgen.policy import Policy, Shares
-from search.placement.cost import Choice, Placed, decode_terms, ends_s, memory_bytes, prefill_terms, resources
+from search.placement.cost_model import (
+    BlockChoice,
+    TierShares,
+    decode_terms,
+    ends_s,
+    memory_bytes,
+    prefill_terms,
+    resources,
+)
 from search.placement.machine_curves import CURVES, Curve, Machine
-from search.placement.workload import Workload
+from search.placement.workload import PlacementWorkload
 
 GPU_BATCH_SIZES = (1, 2, 4, 8, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 384, 512)
 NUM_GPU_BATCHES = (
@@ -32,16 +42,16 @@ NUM_GPU_BATCHES = (
 )  # "bls is less than 20" batches, with the paper's own 16 x 20
 TIERS = ("gpu_mem", "cpu_mem", "disk")
 GIGA = 1e9
-_CORNER = Placed((0.0, 0.0, 1.0), (0.0, 0.0, 1.0), (0.0, 0.0, 1.0))
+_CORNER = TierShares((0.0, 0.0, 1.0), (0.0, 0.0, 1.0), (0.0, 0.0, 1.0))
 _SLACK = 1e-7  # relative, within which two placements are as fast
 
 
-class PlacementError(ValueError):
+class PlacementError(UserError):
     """Nothing of what was asked for can work; the message says what would."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Memory:
+class TierMemory:
     """Bytes that a run may use of each tier; inf for a bound without that limit.
 
     Raises: PlacementError.
@@ -61,7 +71,7 @@ class Memory:
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class PlacementOptions:
     """What may be chosen. `percent_step`: shares are multiples of it (None: any share); `host_attention`:
     None lets the search decide.
     """
@@ -97,10 +107,10 @@ class Options:
 
 
 @dataclasses.dataclass(frozen=True)
-class Candidate:
+class BlockCandidate:
     """The best placement of one block: what it takes in seconds, for how many tokens."""
 
-    choice: Choice
+    choice: BlockChoice
     latency_s: float
     tokens: int
 
@@ -109,26 +119,30 @@ class Candidate:
         return self.tokens / self.latency_s if self.latency_s else math.inf
 
 
-def candidates(work: Workload, machine: Machine, memory: Memory, options: Options) -> list[Candidate]:
+def candidates(
+    work: PlacementWorkload, machine: Machine, memory: TierMemory, options: PlacementOptions
+) -> list[BlockCandidate]:
     """The best of each block that fits the memory and the latency limit."""
     found = []
     for host_attention in options.host_attentions():
         for size in sorted(options.gpu_batch_sizes):
             for batches in sorted(options.num_gpu_batches):
-                choice = Choice(size, batches, options.weight_bits, options.kv_bits, host_attention)
+                choice = BlockChoice(size, batches, options.weight_bits, options.kv_bits, host_attention)
                 solved = solve(work, machine, memory, choice, options)
                 if solved is None:
                     break  # more batches need more memory and more time
-                found.append(Candidate(choice, solved[0], choice.block_size * work.output_tokens))
+                found.append(BlockCandidate(choice, solved[0], choice.block_size * work.output_tokens))
     return found
 
 
-def search(work: Workload, machine: Machine, memory: Memory, options: Options | None = None) -> Policy:
+def search(
+    work: PlacementWorkload, machine: Machine, memory: TierMemory, options: PlacementOptions | None = None
+) -> Policy:
     """The policy with the highest predicted throughput; of equals, the one with the shortest latency.
 
     Raises: PlacementError with what would fit.
     """
-    options = options or Options()
+    options = options or PlacementOptions()
     found = candidates(work, machine, memory, options)
     if not found:
         raise PlacementError(_refusal(work, machine, memory, options))
@@ -137,7 +151,13 @@ def search(work: Workload, machine: Machine, memory: Memory, options: Options | 
     )
 
 
-def policy_of(work: Workload, machine: Machine, memory: Memory, choice: Choice, options: Options) -> Policy:
+def policy_of(
+    work: PlacementWorkload,
+    machine: Machine,
+    memory: TierMemory,
+    choice: BlockChoice,
+    options: PlacementOptions,
+) -> Policy:
     """The placement of a choice that fits; of equally fast ones, that with the least traffic."""
     solved = solve(work, machine, memory, choice, options, tidy=True)
     assert solved is not None, choice
@@ -154,8 +174,14 @@ def policy_of(work: Workload, machine: Machine, memory: Memory, choice: Choice, 
 
 
 def solve(
-    work: Workload, machine: Machine, memory: Memory, choice: Choice, options: Options, *, tidy: bool = False
-) -> tuple[float, Placed] | None:
+    work: PlacementWorkload,
+    machine: Machine,
+    memory: TierMemory,
+    choice: BlockChoice,
+    options: PlacementOptions,
+    *,
+    tidy: bool = False,
+) -> tuple[float, TierShares] | None:
     """Eq. 1 for one block: (latency in seconds, shares), or None if nothing fits."""
     unit = (
         max(
@@ -190,12 +216,14 @@ def solve(
         model.objective = mip.minimize(traffic * (1 / unit))
         if not _optimal(model):
             raise RuntimeError(f"{choice}: the solver lost a placement that it had found")
-    return latency, Placed(
+    return latency, TierShares(
         *(tuple(_value(share) for share in kind) for kind in (placed.weights, placed.kv, placed.activations))
     )
 
 
-def link_bound(work: Workload, machine: Machine, memory: Memory, options: Options) -> float:
+def link_bound(
+    work: PlacementWorkload, machine: Machine, memory: TierMemory, options: PlacementOptions
+) -> float:
     """Tokens per second of the best policy if nothing but the link between host and device took time; inf if
     nothing need cross.
     """
@@ -212,12 +240,12 @@ def link_bound(work: Workload, machine: Machine, memory: Memory, options: Option
     return max((one.tokens_per_s for one in candidates(work, only_link, memory, options)), default=math.inf)
 
 
-def _program(percent_step: int | None) -> tuple[Any, Placed]:
+def _program(percent_step: int | None) -> tuple[Any, TierShares]:
     """A program with nine shares that sum to 1 for each kind of tensor. Raises: PlacementError where there is
     no solver.
     """
     if mip is None:
-        raise PlacementError("searching a policy needs a solver: install the extra `search` (mip with HiGHS)")
+        raise PlacementError(f"a placement search needs an LP solver: {INSTALL}")
     model: Any = mip.Model(solver_name=mip.HIGHS)
     model.verbose = 0
     model.max_mip_gap = 1e-9
@@ -230,7 +258,7 @@ def _program(percent_step: int | None) -> tuple[Any, Placed]:
             shares = [model.add_var(lb=0, ub=parts, var_type=mip.INTEGER) * (1 / parts) for _ in range(3)]
         model += mip.xsum(shares) == 1.0
         kinds.append(shares)
-    return model, Placed(*kinds)
+    return model, TierShares(*kinds)
 
 
 def _optimal(model: Any) -> bool:
@@ -256,10 +284,10 @@ def _shares(shares: Sequence[float]) -> Shares:
     return Shares(*percents)
 
 
-def _refusal(work: Workload, machine: Machine, memory: Memory, options: Options) -> str:
+def _refusal(work: PlacementWorkload, machine: Machine, memory: TierMemory, options: PlacementOptions) -> str:
     """What would fit, for the smallest block."""
     choices = [
-        Choice(
+        BlockChoice(
             min(options.gpu_batch_sizes),
             min(options.num_gpu_batches),
             options.weight_bits,
@@ -289,7 +317,7 @@ def _refusal(work: Workload, machine: Machine, memory: Memory, options: Options)
             fitting.append(f"{name}={_gigabytes(needed)}")
     if fitting:
         return f"{given} GB: {asked} does not fit; it would with {' or '.join(fitting)}"
-    endless = Memory(math.inf, math.inf, math.inf)
+    endless = TierMemory(math.inf, math.inf, math.inf)
     device = min(least_bytes(work, choice, endless, 0) for choice in choices)
     needs = [f"gpu_mem={_gigabytes(device)} at least"]
     larger = dataclasses.replace(memory, device=max(memory.device, device * 1.01))
@@ -303,7 +331,7 @@ def _refusal(work: Workload, machine: Machine, memory: Memory, options: Options)
     return f"{given} GB: {asked} does not fit; it would with {' and '.join(needs)}"
 
 
-def least_bytes(work: Workload, choice: Choice, memory: Memory, tier: int) -> float:
+def least_bytes(work: PlacementWorkload, choice: BlockChoice, memory: TierMemory, tier: int) -> float:
     """The least that one tier must have while the others have what `memory` says; inf if that cannot help."""
     model, placed = _program(None)
     needed = model.add_var(lb=0.0)

@@ -14,7 +14,7 @@ BYTES = {16: 2.0, 4: 0.5 + 4 / 64}  # of an element; a group of 64 has a scale a
 
 
 @dataclasses.dataclass(frozen=True)
-class Workload:
+class PlacementWorkload:
     """Sizes of a mean layer, in elements or FLOPs, and what is asked of the model."""
 
     model: str
@@ -65,22 +65,22 @@ class Workload:
         )
 
     @functools.cached_property
-    def made(self) -> "Crossing":
+    def made(self) -> "CrossingTokens":
         """Keys that a prompt's KV takes home."""
         return (
-            Crossing(*(self.keys(self.prompt_tokens),) * 2)
+            CrossingTokens(*(self.keys(self.prompt_tokens),) * 2)
             if self.page_size is None
-            else Crossing(self.kept_keys, self._prompt_pages)
+            else CrossingTokens(self.kept_keys, self._prompt_pages)
         )
 
     @functools.cached_property
-    def read(self) -> "Crossing":
+    def read(self) -> "CrossingTokens":
         """Keys that a decode brings, over the output. A file has the prompt's pages, and behind them a record
         a token.
         """
         if self.page_size is None:
-            return Crossing(self.mean_keys, self.mean_keys)
-        return Crossing(self.kept_keys, self._prompt_pages + (self.output_tokens - 2) / 2)
+            return CrossingTokens(self.mean_keys, self.mean_keys)
+        return CrossingTokens(self.kept_keys, self._prompt_pages + (self.output_tokens - 2) / 2)
 
     @property
     def _prompt_pages(self) -> float:
@@ -97,7 +97,7 @@ class Workload:
 
 
 @dataclasses.dataclass(frozen=True)
-class Crossing:
+class CrossingTokens:
     """Keys of a sequence that cross the link to the device, or between disk and host."""
 
     link: float
@@ -112,14 +112,14 @@ def workload(
     *,
     wide_bytes: float = BYTES[16],
     page_size: int | None = None,
-) -> Workload:
+) -> PlacementWorkload:
     """Reads the sizes off the model's graph; what differs between layers is averaged."""
     graph = model_graph(config, 1, Widths(weights=1.0, wide_weights=1.0))
     many, one = Composition(decode_tokens=1e9, decode_keys=1), Composition(decode_tokens=1, decode_keys=1)
     ops = [op for layer in graph.layers for op in layer]
     width = max(config.intermediate_size, config.experts_per_token * config.expert_intermediate_size)
     fused = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    return Workload(
+    return PlacementWorkload(
         model=name,
         layers=config.num_layers,
         hidden=config.hidden_size,

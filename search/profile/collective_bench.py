@@ -1,9 +1,8 @@
-"""Programs that run a sum or gather over devices many times: what `search.profile.measure` times of tensor
-parallelism, on all its devices.
+"""Programs that run a collective many times on all devices, for `search.profile.measure`.
 
-The collectives are `jaxflow.model.ops`' on one layer's rows, called in a chain: each waits for the one before
-it, as in a sequential step, and XLA does not make one of several. `beside` has one on its way while a product
-runs, as nano-batches have.
+The collectives are those of `jaxflow.model.ops`, on the rows of one layer. They are called in a chain: each
+waits for the previous one, as in a sequential step, and XLA cannot merge them. `beside` runs a collective
+concurrently with a product, as nano-batches do.
 """
 
 import functools
@@ -18,9 +17,8 @@ from jaxflow.model.ops import find_op
 from jaxflow.parallel.collectives import exchange
 from jaxflow.parallel.mesh import TP, axis_of, over_shards, sharded
 from jaxflow.pipeline import streams
-from search.profile.op_bench import PHASES, Case, Layer
-from search.profile.op_times import EXCHANGE
-from search.profile.timed_program import Program
+from search.profile.op_bench import PHASES, LayerBench, OpCase, TimedProgram
+from search.profile.op_times import EXCHANGE, ProfileError
 
 _BODY_S, _MOST_CALLS = (
     3e-4,
@@ -33,10 +31,8 @@ _LATENCY_S, _BYTES_PER_S, _PROGRAM_S = (
 )  # guesses: of a call, of its network bytes; and how long a program should last
 
 
-def equal_ops(layer: Layer) -> dict[str, tuple[str, ...]]:
-    """Each collective of the layer's first block, with those that do the same: the second block's, where it
-    sends as much.
-    """
+def equal_ops(layer: LayerBench) -> dict[str, tuple[str, ...]]:
+    """Return each collective of the layer's first block with its equals: the second block's, if as large."""
     found = {}
     for name, op in layer.ops.items():
         if name == EXCHANGE:
@@ -47,14 +43,15 @@ def equal_ops(layer: Layer) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def collective(layer: Layer, case: Case, mesh: Mesh) -> Program:
-    """A case of a collective, called in a chain on all devices of a mesh. case.tokens: of the step, over all
-    devices.
+def collective(layer: LayerBench, case: OpCase, mesh: Mesh) -> TimedProgram:
+    """Return a program that calls a collective in a chain on all devices of a mesh.
 
-    Raises: ValueError for rows that are scattered or gathered and do not divide among the devices.
+    case.tokens: of the step, over all devices.
+
+    Raises: ProfileError for scattered or gathered rows that do not divide among the devices.
     """
     if case.op.endswith(("_scatter", "_gather")) and case.tokens % layer.tp:
-        raise ValueError(
+        raise ProfileError(
             f"tokens={case.tokens}: {case.op} cuts rows over {layer.tp} devices, of which that is no multiple"
         )
     guess_s = _LATENCY_S + layer.ops[case.op].work(case.composition).network_bytes / _BYTES_PER_S
@@ -72,7 +69,7 @@ def collective(layer: Layer, case: Case, mesh: Mesh) -> Program:
             for _ in range(calls):
                 given, made = streams.together(
                     [given, [*made, call(given)]]
-                )  # kept, all of it: else XLA would do one
+                )  # all results are kept: else XLA would run one call
             return given, made
 
         return lax.fori_loop(0, rounds, body, (given, kept))[1]
@@ -85,12 +82,15 @@ def collective(layer: Layer, case: Case, mesh: Mesh) -> Program:
         lambda a: jax.ShapeDtypeStruct((int(a.shape[0] * rows), *a.shape[1:]), a.dtype), given
     )
     function, copies = over_shards(local, mesh, (spec, spec), spec), _copies(layer, case.op)
-    return Program(function, given, [made] * calls, calls * rounds, copies, sharded(mesh, spec))
+    return TimedProgram(function, given, [made] * calls, calls * rounds, copies, sharded(mesh, spec))
 
 
-def beside(layer: Layer, product: Case, case: Case, mesh: Mesh, phases: int = PHASES) -> Program:
-    """A product on each device with a sum on its way meanwhile, joined after each call of both: as XLA places
-    them in a plan's step.
+def beside(
+    layer: LayerBench, product: OpCase, case: OpCase, mesh: Mesh, phases: int = PHASES
+) -> TimedProgram:
+    """Return a program with a product on each device and a concurrent collective.
+
+    Both are joined after each call, as XLA places them in a plan's step.
     """
     (sent,), weights = layer.inputs(case.op, case.tokens), layer.read(product.op)
     copies, spec = min(phases, layer.copies(weights)), PartitionSpec(TP)
@@ -105,9 +105,9 @@ def beside(layer: Layer, product: Case, case: Case, mesh: Mesh, phases: int = PH
             leaves, tree = jax.tree.flatten((x, y))
             joined = streams.together(
                 [*leaves, *made]
-            )  # holds what is read behind it: so all that was made is handed on to the end
+            )  # the join holds the later reads, so every result is passed to the end
             (x, y), made = jax.tree.unflatten(tree, joined[: len(leaves)]), joined[len(leaves) :]
-            y = send(y)  # and on, so that no copy of what it was is made first
+            y = send(y)  # passed on, so that XLA makes no copy of its old value
             made = [*made, *jax.tree.leaves(multiply(given["weights"][phase % copies], inputs=x))]
         return [y, *made]
 
@@ -116,7 +116,7 @@ def beside(layer: Layer, product: Case, case: Case, mesh: Mesh, phases: int = PH
         streams.xla_options("whole", side_streams=False, collectives=True) if layer.platform == "gpu" else {}
     )
     function = over_shards(local, mesh, (spec, spec), spec)
-    return Program(
+    return TimedProgram(
         function,
         _everywhere(given, layer.tp),
         None,
@@ -131,11 +131,11 @@ def _call(op: str, c: Context, given: Any) -> Any:
     return exchange(given, TP).received if op == EXCHANGE else find_op(op)(Site(c, {}), given)
 
 
-def _copies(layer: Layer, op: str) -> dict[str, Any]:
-    """The options with which an exchange is the copy engines'."""
+def _copies(layer: LayerBench, op: str) -> dict[str, Any]:
+    """Return the options that make an exchange use the copy engines."""
     return dict(streams.COPIES) if op == EXCHANGE and layer.platform == "gpu" else {}
 
 
 def _everywhere(tree: Any, tp: int) -> Any:
-    """What each device has, one after the other."""
+    """Return the shapes of all devices, concatenated."""
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct((a.shape[0] * tp, *a.shape[1:]), a.dtype), tree)

@@ -14,7 +14,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
 from jaxflow.model.graph import Op
-from search.profile.op_bench import Case
+from search.profile.op_bench import OpCase
 from search.profile.op_times import ATTENTION, EXCHANGE, NETWORK_SMS, PAIR_DECODES, PAIR_TOKENS
 
 MOST_DECODES = 1024  # tokens of a step that decode: one a sequence
@@ -24,27 +24,27 @@ _ENDS, _SHARES, _PAIRS, _BETWEEN = range(4)
 
 
 @dataclasses.dataclass(frozen=True)
-class Together:
+class OpPair:
     """A product and attention at the same time, on all SMs between them, or a product and a sum over devices.
 
     Attention's keys are the most that it may be given: what fits the product's duration is found by
     measuring.
     """
 
-    product: Case
-    other: Case
+    product: OpCase
+    other: OpCase
 
 
-Entry = Case | Together
+Measurement = OpCase | OpPair
 
 
 def entries(
     ops: Mapping[str, Op], tokens: Sequence[int], keys: Sequence[int], shares: Sequence[int], total: int
-) -> list[Entry]:
+) -> list[Measurement]:
     """All that is to be measured, the most important first. shares: SMs that attention gets beside products,
     of `total`.
     """
-    found: dict[Entry, tuple] = {}
+    found: dict[Measurement, tuple] = {}
     middle = (coarse_first(shares)[2:3] or coarse_first(shares)[:1]) if shares else []
     by_share = [*middle, *(share for share in shares if share not in middle)]
     for op in ops.values():
@@ -58,32 +58,34 @@ def entries(
             enumerate(coarse_first(sizes)), enumerate(contexts)
         ):
             first = (i < 2 or count == paired) and j < 2
-            found[Case(op.name, count, context)] = (
+            found[OpCase(op.name, count, context)] = (
                 (_ENDS, max(min(i, 2), j)) if first else (_BETWEEN, max(i, j + 1 if attends else 0))
             )
         bounded = by_share if attends else [total - share for share in by_share] if op.kind == "dense" else []
         beside = {*coarse_first(sizes)[:2], *({pair_tokens(op.name)} if op.kind == "dense" else ())}
         for sms, count, context in itertools.product(bounded, sorted(beside), contexts[:2]):
-            found[Case(op.name, count, context, sms)] = (_SHARES, bounded.index(sms))
+            found[OpCase(op.name, count, context, sms)] = (_SHARES, bounded.index(sms))
     products = [
         op.name for op in ops.values() if op.kind == "dense" and not op.experts and op.name != "router"
     ]
     for at, share in enumerate(by_share):
         for name in products:
-            product, large = Case(name, pair_tokens(name), sms=total - share), name in LARGE
+            product, large = OpCase(name, pair_tokens(name), sms=total - share), name in LARGE
             if "decode_attention" in ops:
-                decodes = Case("decode_attention", PAIR_DECODES, PAIR_KEYS, share)
-                found[Together(product, decodes)] = (_PAIRS, at + (0 if large else len(shares)))
+                decodes = OpCase("decode_attention", PAIR_DECODES, PAIR_KEYS, share)
+                found[OpPair(product, decodes)] = (_PAIRS, at + (0 if large else len(shares)))
             if large and "chunk_attention" in ops:
-                found[Together(product, Case("chunk_attention", PAIR_TOKENS, PAIR_KEYS, share))] = (
+                found[OpPair(product, OpCase("chunk_attention", PAIR_TOKENS, PAIR_KEYS, share))] = (
                     _PAIRS,
                     at + 2 * len(shares),
                 )
     for name, sent in itertools.product(LARGE, ("attn_reduce", EXCHANGE)):
         if name in ops and sent in ops:
-            found[Together(Case(name, PAIR_TOKENS), Case(sent, PAIR_TOKENS))] = (_PAIRS, 0)
+            found[OpPair(OpCase(name, PAIR_TOKENS), OpCase(sent, PAIR_TOKENS))] = (_PAIRS, 0)
             if shares and sent != EXCHANGE:
-                found[Together(Case(name, PAIR_TOKENS, sms=total - NETWORK_SMS), Case(sent, PAIR_TOKENS))] = (
+                found[
+                    OpPair(OpCase(name, PAIR_TOKENS, sms=total - NETWORK_SMS), OpCase(sent, PAIR_TOKENS))
+                ] = (
                     _PAIRS,
                     1,
                 )
@@ -111,10 +113,10 @@ def coarse_first(values: Iterable[int]) -> list[int]:
     return order
 
 
-def described(left: Sequence[Entry]) -> str:
+def described(left: Sequence[Measurement]) -> str:
     """Entries in a few words: how many of which op, and whether whole, on a share or in pairs."""
     counts = collections.Counter(
-        f"{entry.product.op} beside {entry.other.op}" if isinstance(entry, Together)
+        f"{entry.product.op} beside {entry.other.op}" if isinstance(entry, OpPair)
         else f"{entry.op}{'' if entry.sms is None else ' on a share'}"
         for entry in left
     )  # fmt: skip

@@ -12,9 +12,11 @@ written after every entry; run again to continue it. Programs are compiled in th
 and kept between runs.
 """
 
+import dataclasses
 import importlib.metadata
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -32,15 +34,25 @@ from jaxflow.model.graph import Op, model_graph
 from jaxflow.parallel.mesh import make_mesh
 from pallas_kernels.kernel_set import kernel_set_for
 from search.profile.collective_bench import beside, collective, equal_ops
-from search.profile.entries import PAIR_KEYS, Entry, Together, described, entries
-from search.profile.held_out import held_out_errors, in_words
-from search.profile.op_bench import PAGE_SIZE, Case, Layer
-from search.profile.op_times import OpTime, Profile, load_profile, save_profile
-from search.profile.pair_timing import held_sms, timed_pair
+from search.profile.entries import PAIR_KEYS, Measurement, OpPair, described, entries
+from search.profile.op_bench import PAGE_SIZE, PHASES, LayerBench, OpCase, TimedProgram
+from search.profile.op_times import (
+    ATTENTION,
+    EXCHANGE,
+    NETWORK_SMS,
+    OpTime,
+    Pair,
+    Profile,
+    fastest,
+    held_out_errors,
+    in_words,
+    keys_lasting,
+    load_profile,
+    save_profile,
+    seconds,
+)
 from search.profile.share_times import ShareTimes, product_shapes
 from search.profile.sustain import Sustained, sustain
-from search.profile.timed_program import Program
-from search.time_budget import Budget
 
 DTYPES = ("auto", "bfloat16", "float32", "float8_e4m3fn")
 _AT_ONCE = 16  # programs that are compiled before they are measured: compiling may use the device, too
@@ -51,6 +63,41 @@ _SAME = (
     "kv_cache_dtype",
     "total_sms",
 )  # beside the device and the model
+
+
+_FIRST_S = 3.0  # that a piece is thought to take before any was done
+
+
+class TimeBudget:
+    """Seconds since its making. `clock` is read for the time, in seconds."""
+
+    def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic):
+        self.limit_s, self.clock, self.begun = limit_s, clock, clock()
+        self._took: dict[str, tuple[float, int]] = {}
+
+    @property
+    def spent_s(self) -> float:
+        return self.clock() - self.begun
+
+    @property
+    def left_s(self) -> float:
+        return max(0.0, self.limit_s - self.spent_s)
+
+    def took(self, kind: str, seconds: float, pieces: int = 1) -> None:
+        """Remembers it. Later pieces count more than early ones: what was first compiled or warmed up says
+        little of the rest.
+        """
+        before, number = self._took.get(kind, (0.0, 0))
+        self._took[kind] = (0.7 * before + seconds, round(0.7 * number) + pieces)
+
+    def a_piece_s(self, kind: str) -> float:
+        """What a piece is expected to take."""
+        seconds, number = self._took.get(kind, (_FIRST_S, 1))
+        return seconds / max(1, number)
+
+    def fits(self, *kinds: str) -> int:
+        """How many pieces that need one of each kind are expected to be done in time."""
+        return int(self.left_s / max(1e-9, sum(map(self.a_piece_s, kinds))))
 
 
 def define_flags() -> None:
@@ -117,7 +164,7 @@ def run() -> None:
     profile = resumed(f.out, empty)
     if f.compilation_cache_dir and layer.platform == "gpu":
         jax.config.update("jax_compilation_cache_dir", str(Path(f.compilation_cache_dir).expanduser()))
-    wanted, budget = entries(chosen, tokens, keys, shares, empty.total_sms), Budget(f.time_limit_s)
+    wanted, budget = entries(chosen, tokens, keys, shares, empty.total_sms), TimeBudget(f.time_limit_s)
     profile, left = measure(profile, layer, wanted, f.out, budget, seconds_each=f.seconds)
     print(f"{budget.spent_s:.0f} s of {f.time_limit_s:g}")
     there = f"{len(profile.op_times)} times of ops and {len(profile.pairs)} pairs"
@@ -149,7 +196,7 @@ def contexts(name: str, most: int) -> tuple[int, ...]:
 
 
 def interpolation_errors(profile: Profile, config: ModelConfig) -> dict[str, float | None]:
-    """As a search interpolates in this profile (`search.profile.held_out`): with pairs, it knows of the waves of
+    """As a search interpolates in this profile (`search.profile.op_times`): with pairs, it knows of the waves of
     products.
     """
     tp = profile.tensor_parallel_size
@@ -161,7 +208,7 @@ def interpolation_errors(profile: Profile, config: ModelConfig) -> dict[str, flo
 
 def this_device(
     name: str, config: ModelConfig, dtype: str, kv_dtype: str, tp: int = 1
-) -> tuple[Layer, Profile]:
+) -> tuple[LayerBench, Profile]:
     """A layer to measure with the kernels of the device that is here, and its profile without entries.
 
     tp: devices that the layer is cut over. Raises: ConfigError where it cannot be.
@@ -198,10 +245,12 @@ def this_device(
         method="measured: ops in a loop on the device, pairs joined after every two calls, random data",
         op_times=(),
     )
-    return Layer(config, kernels, dtype=stream, kv_dtype=kv_dtype, fp8=fp8, platform=platform, tp=tp), empty
+    return LayerBench(
+        config, kernels, dtype=stream, kv_dtype=kv_dtype, fp8=fp8, platform=platform, tp=tp
+    ), empty
 
 
-def chosen_ops(layer: Layer, names: Sequence[str]) -> dict[str, Op]:
+def chosen_ops(layer: LayerBench, names: Sequence[str]) -> dict[str, Op]:
     """The ops to measure: those named, or all; of collectives that do the same, the first.
 
     Raises: ConfigError for a name that is no op's, and for collectives over more devices than are here.
@@ -241,13 +290,13 @@ def resumed(path: str | os.PathLike, empty: Profile) -> Profile:
 
 def measure(
     profile: Profile,
-    layer: Layer,
-    wanted: Sequence[Entry],
+    layer: LayerBench,
+    wanted: Sequence[Measurement],
     path: str | os.PathLike,
-    budget: Budget,
+    budget: TimeBudget,
     *,
     seconds_each: float,
-) -> tuple[Profile, list[Entry]]:
+) -> tuple[Profile, list[Measurement]]:
     """Adds the entries that the profile lacks and writes it after each. Returns it, and the entries that did
     not fit the budget.
     """
@@ -274,19 +323,21 @@ def measure(
     return profile, left
 
 
-def compiled(layer: Layer, batch: Sequence[Entry], threads: ThreadPoolExecutor) -> list[tuple[Program, Any]]:
+def compiled(
+    layer: LayerBench, batch: Sequence[Measurement], threads: ThreadPoolExecutor
+) -> list[tuple[TimedProgram, Any]]:
     """Each entry's program with its executable, compiled at the same time."""
     programs = [_program(layer, entry) for entry in batch]
-    return list(zip(programs, threads.map(Program.compile, programs), strict=True))
+    return list(zip(programs, threads.map(TimedProgram.compile, programs), strict=True))
 
 
-def _product(entry: Entry) -> Case:
-    return entry if isinstance(entry, Case) else entry.product
+def _product(entry: Measurement) -> OpCase:
+    return entry if isinstance(entry, OpCase) else entry.product
 
 
-def _has(profile: Profile, entry: Entry) -> bool:
+def _has(profile: Profile, entry: Measurement) -> bool:
     total = profile.total_sms
-    if isinstance(entry, Case):
+    if isinstance(entry, OpCase):
         return any(
             (t.op, t.tokens, t.keys, t.sms) == (entry.op, entry.tokens, entry.keys, entry.sms or total)
             for t in profile.op_times
@@ -298,8 +349,8 @@ def _has(profile: Profile, entry: Entry) -> bool:
     )
 
 
-def _program(layer: Layer, entry: Entry) -> Program:
-    if isinstance(entry, Together):
+def _program(layer: LayerBench, entry: Measurement) -> TimedProgram:
+    if isinstance(entry, OpPair):
         if layer.ops[entry.other.op].kind == "network":
             return beside(layer, entry.product, entry.other, make_mesh(layer.tp))
         return layer.beside(entry.product, entry.other, PAIR_KEYS)
@@ -309,10 +360,15 @@ def _program(layer: Layer, entry: Entry) -> Program:
 
 
 def _with(
-    profile: Profile, layer: Layer, entry: Entry, program: Program, executable: Any, seconds_each: float
+    profile: Profile,
+    layer: LayerBench,
+    entry: Measurement,
+    program: TimedProgram,
+    executable: Any,
+    seconds_each: float,
 ) -> Profile:
     given, kept = program.drawn(max(1, layer.config.num_experts))
-    if isinstance(entry, Case):
+    if isinstance(entry, OpCase):
         found = timed(executable, given, kept, seconds_each)
         took, sms = found.seconds / program.calls, entry.sms or profile.total_sms
         names = equal_ops(layer).get(entry.op, (entry.op,))
@@ -361,3 +417,83 @@ def _numbers(flag: str, words: Sequence[str]) -> tuple[int, ...]:
     if not found or found[0] < 1:
         raise ConfigError(flag, ",".join(words), "positive integers, as 128,1024")
     return found
+
+
+_REACHES = (1.6, 1.2)  # around the guess: how few and how many keys are tried, in ever smaller steps
+
+
+def timed_pair(
+    profile: Profile,
+    layer: LayerBench,
+    entry: OpPair,
+    given: Any,
+    run: Callable[[Any, float], Sustained],
+    seconds_each: float,
+) -> Pair:
+    """What both of a pair keep; beside attention at the keys at which it ends with the product.
+
+    profile: has both alone. given: what the pair's program is given, for `run`, which sustains it for so many
+    seconds.
+    """
+    a, b, keys = entry.product, entry.other, 0
+    first_sms, second_sms = held_sms(entry, profile.total_sms)
+
+    def loaded(keys: int) -> Any:
+        return given | {"batch": layer.batch(dataclasses.replace(b, keys=keys), PAIR_KEYS)}
+
+    if b.op in ATTENTION:
+        fewest = min(one.keys for one in profile.op_times if one.op == b.op)
+        least = max(fewest, b.tokens // 2 if b.op == "chunk_attention" else 1)  # a chunk sees itself
+        wanted_s = seconds(profile, a.op, a.tokens, 0, first_sms)
+
+        def alone_s(keys: float) -> float:
+            return seconds(profile, b.op, b.tokens, keys, second_sms)
+
+        def together_s(keys: int) -> float:
+            return run(loaded(keys), seconds_each / 2).seconds / PHASES
+
+        keys = equal_ends(together_s, alone_s, keys_lasting(alone_s, wanted_s, PAIR_KEYS), least, PAIR_KEYS)
+        given = loaded(keys)
+    found = run(given, seconds_each)
+    took = found.seconds / PHASES
+    kept = (min(1.0, fastest(profile, one.op, one.tokens, keys) / took) for one, keys in ((a, 0), (b, keys)))
+    joules = None if found.joules is None else found.joules / PHASES
+    about = {"watts": found.watts, "clock_mhz": found.clock_mhz, "joules": joules, "seconds": took}
+    return Pair(
+        a.op,
+        b.op,
+        first_sms,
+        second_sms,
+        *kept,
+        first_tokens=a.tokens,
+        second_tokens=b.tokens,
+        keys=keys,
+        **about,
+    )
+
+
+def equal_ends(
+    together_s: Callable[[int], float], alone_s: Callable[[float], float], guess: float, least: int, most: int
+) -> int:
+    """The keys, from `least` to `most`, at which attention ends with what is beside it.
+
+    together_s: seconds until both have ended, by keys. alone_s: of the attention alone on its SMs, rising.
+    The first's own time is that beside little attention; attention's, in proportion to its time alone, that
+    of much. A guess that is far off is followed.
+    """
+
+    def within(keys: float) -> int:
+        return round(min(most, max(least, keys)))
+
+    keys = guess
+    for reach in _REACHES:
+        few, many = within(keys / reach), within(keys * reach)
+        first_s, longer = together_s(few), together_s(many) / alone_s(many)
+        keys = keys_lasting(lambda keys, longer=longer: longer * alone_s(keys), first_s, most)
+    return within(keys)
+
+
+def held_sms(pair: OpPair, total: int) -> tuple[int, int]:
+    """SMs that each of a pair holds, as far as is known: an exchange none."""
+    sent = {EXCHANGE: 0, "attn_reduce": min(NETWORK_SMS, total)}.get(pair.other.op, total)
+    return pair.product.sms or total, pair.other.sms or sent

@@ -9,17 +9,19 @@ import dataclasses
 import math
 from collections.abc import Iterable
 
+import msgspec
+
 from jaxflow.config import ModelConfig
 from jaxflow.model.cost import FP8_PRODUCTS, Device, op_times, work_times
-from jaxflow.model.graph import BFLOAT16, Op, Widths, Work, model_graph
+from jaxflow.model.graph import BFLOAT16, Graph, Op, Widths, Work, model_graph
 from search.profile.clock import Card, Governor, governor_of, shipped_card
-from search.profile.op_times import ATTENTION, OpTime, Profile, alone
+from search.profile.op_times import ATTENTION, EXCHANGE, OpTime, Profile, ProfileError, alone, seconds
 
 _INTAKE = 3.0  # an SM takes in so many times its share of the memory's bandwidth, where the card is not known
 
 
 @dataclasses.dataclass(frozen=True)
-class Kernels:
+class KernelModel:
     """How long ops take on a card whose kernels are known, at a clock."""
 
     device: Device
@@ -87,7 +89,7 @@ def modelled_profile(
     parts = sorted({total_sms} if sms is None else set(sms))
     card, governor = card or shipped_card(device.name), governor_of(device.name, dtype)
     kernels = (
-        None if card is None or governor is None else Kernels(device, card, governor, total_sms, kv_dtype)
+        None if card is None or governor is None else KernelModel(device, card, governor, total_sms, kv_dtype)
     )
     times, graphs = [], [model_graph(config, tp, widths, scattered=True)] if tp > 1 else []
     for op in {
@@ -123,4 +125,44 @@ def modelled_profile(
             f"measured{'' if kernels is None else '; cycles and joules of measured kernels'}"
         ),
         op_times=tuple(times),
+    )
+
+
+SMS = 0  # of the sums of such a profile: what runs beside them has all
+
+
+def copied(profile: Profile, graph: Graph, card: Card) -> Profile:
+    """The profile with the graph's sums sent by the copy engines, at each number of tokens at which it has
+    times of them.
+
+    What an exchange takes is the profile's, where it was measured, else the card's.
+
+    Raises: ProfileError for a card whose copies were not measured, nor in the profile.
+    """
+    measured = any(one.op == EXCHANGE for one in profile.op_times)
+    if not measured and (card.exchange_s is None or card.exchange_bytes_per_s is None):
+        raise ProfileError(f"sums='copies': how long they take on a {card.device} is not known")
+    sums = {op.name: op for layer in graph.layers for op in layer if op.kind == "network"}
+
+    def sent_s(name: str, one: OpTime) -> float:
+        """Each device sends all of its part, as many bytes as two devices send in an all-reduce."""
+        if measured:
+            return seconds(profile, EXCHANGE, one.tokens)
+        assert card.exchange_s is not None and card.exchange_bytes_per_s is not None
+        return (
+            card.exchange_s
+            + sums[name].work(alone(sums[name], one.tokens, one.keys)).network_bytes
+            / card.exchange_bytes_per_s
+        )
+
+    times = []
+    for one in profile.op_times:
+        if one.op not in sums:
+            times.append(one)
+            continue
+        for name in (one.op, one.op.replace("_reduce", "_swap")):  # of four devices a sum is two exchanges
+            if name in sums:
+                times.append(OpTime(name, one.tokens, one.keys, SMS, sent_s(name, one)))
+    return msgspec.structs.replace(
+        profile, op_times=tuple(times), method=f"{profile.method}; sums by the copy engines"
     )

@@ -10,12 +10,14 @@ import dataclasses
 import functools
 import itertools
 import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding
 
 from jaxflow.config import ModelConfig
 from jaxflow.kv.device_cache import page_groups
@@ -29,7 +31,72 @@ from jaxflow.model.weights import shapes
 from jaxflow.pipeline import streams
 from pallas_kernels.kernel_set import KernelSet
 from search.profile.op_times import ATTENTION, EXCHANGE
-from search.profile.timed_program import Program
+
+
+@dataclasses.dataclass(frozen=True)
+class TimedProgram:
+    """A function (given, kept) -> kept that makes `calls` calls; `given` and `kept` are of shapes, drawn by
+    `draw`.
+
+    sharding: of all arrays, where the program runs on several devices.
+    """
+
+    function: Callable[[Any, Any], Any]
+    given: Any
+    kept: Any
+    calls: int
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    sharding: NamedSharding | None = None
+
+    def compile(self) -> Any:
+        """For the device that is here, or the devices."""
+        donated = () if self.kept is None else (1,)
+        return jax.jit(self.function, donate_argnums=donated).lower(*self.structs).compile(dict(self.options))
+
+    def drawn(self, experts: int) -> tuple[Any, Any]:
+        """Random arrays to give it, and to be kept."""
+        pair = draw(self.given, experts), draw(self.kept, experts, seed=1)
+        return pair if self.sharding is None else jax.device_put(pair, self.sharding)
+
+    @property
+    def structs(self) -> tuple[Any, Any]:
+        """Both arguments' shapes, where they are."""
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.sharding), (self.given, self.kept)
+        )
+
+
+def draw(tree: Any, experts: int = 1, seed: int = 0) -> Any:
+    """Random arrays of the shapes in a tree, about normal; arrays that are there stay. Integers are experts'
+    numbers.
+    """
+    leaves, form = jax.tree.flatten(tree)
+    seeds = np.random.SeedSequence(seed).generate_state(max(1, len(leaves)))
+    return jax.tree.unflatten(
+        form,
+        [
+            x if isinstance(x, jax.Array) else _draw(seeds[i], x.shape, x.dtype, experts)
+            for i, x in enumerate(leaves)
+        ],
+    )
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _draw(seed: jax.Array, shape: tuple[int, ...], dtype: Any, experts: int) -> jax.Array:
+    x = lax.iota(jnp.uint32, math.prod(shape)).reshape(shape) + seed
+    for factor in (
+        0x85EBCA6B,
+        0xC2B2AE35,
+    ):  # a hash: unlike jax.random it compiles in no time, and needs no room
+        x = (x ^ (x >> 16)) * np.uint32(factor)
+    x = x ^ (x >> 16)
+    if jnp.issubdtype(dtype, jnp.integer):
+        return (x % experts).astype(dtype)
+    drawn = (
+        sum((((x >> shift) & 255).astype(jnp.float32) for shift in (0, 8, 16, 24)), jnp.float32(0)) - 510
+    ) / 148
+    return (1 + drawn / 16 if len(shape) <= 1 else drawn).astype(dtype)  # norms and scales are near 1
+
 
 PAGE_SIZE = 64
 PHASES = 12  # of a program of pairs: how often the two streams are joined
@@ -43,7 +110,7 @@ _GUESSED_RATES = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class OpCase:
     """One op on `tokens` tokens that see `keys` keys each on average (attention), else 0; sms: how many it
     may take, None: all.
     """
@@ -82,7 +149,7 @@ def one_shard(config: ModelConfig, tp: int) -> ModelConfig:
     )
 
 
-class Layer:
+class LayerBench:
     """One layer of a model as the bench needs it: its ops, the shapes of its weights, and of what each op
     reads.
 
@@ -186,7 +253,7 @@ class Layer:
             case _:
                 raise ValueError(f"op={op!r}: {', '.join(self.ops)} are this layer's")
 
-    def work(self, case: Case, batch: Batch, kv: Any) -> Any:
+    def work(self, case: OpCase, batch: Batch, kv: Any) -> Any:
         """What attention is to do, which the engine lists once a step and not in every layer; None of other
         ops.
         """
@@ -211,7 +278,7 @@ class Layer:
         """The shapes of this many pages."""
         return page_groups(self.config, self.kv_dtype, 1)[0].layer_shapes(pages, PAGE_SIZE)
 
-    def pages(self, case: Case, most_keys: int) -> tuple[int, int, int]:
+    def pages(self, case: OpCase, most_keys: int) -> tuple[int, int, int]:
         """(rows of the page table, its columns, pages) for a case whose tokens see up to `most_keys` keys."""
         rows, longest = case.tokens, most_keys
         if case.op != "decode_attention":
@@ -223,7 +290,7 @@ class Layer:
         a_page = sum(math.prod(part.shape) * part.dtype.itemsize for part in jax.tree.leaves(self.cache(1)))
         return rows, columns, max(columns, min(rows * columns, _MOST_CACHE_BYTES // a_page))
 
-    def batch(self, case: Case, most_keys: int | None = None) -> Batch:
+    def batch(self, case: OpCase, most_keys: int | None = None) -> Batch:
         """The tokens of a case, in pages that lie anywhere. most_keys: that the page table has room for;
         None: the case's.
         """
@@ -258,7 +325,7 @@ class Layer:
             sample_tokens=jnp.zeros(rows, jnp.int32),
         )
 
-    def alone(self, case: Case) -> Program:
+    def alone(self, case: OpCase) -> TimedProgram:
         """A case, called in a loop."""
         c, (_, _, pages) = self.context(case.sms), self.pages(case, case.keys)
         batch, inputs, weights = self.batch(case), self.inputs(case.op, case.tokens), self.read(case.op)
@@ -292,9 +359,11 @@ class Layer:
 
         given = {"batch": batch, "weights": [weights] * copies, "kv": None if appends else kv}
         made = [outputs] * (copies if appends else copies * turns)
-        return Program(function, given, {"inputs": [inputs] * copies, "made": made}, copies * turns * rounds)
+        return TimedProgram(
+            function, given, {"inputs": [inputs] * copies, "made": made}, copies * turns * rounds
+        )
 
-    def beside(self, first: Case, second: Case, most_keys: int, phases: int = PHASES) -> Program:
+    def beside(self, first: OpCase, second: OpCase, most_keys: int, phases: int = PHASES) -> TimedProgram:
         """Products on stream 2 beside attention on stream 1, joined after each call of both. Attention's
         batch is data.
         """
@@ -341,7 +410,7 @@ class Layer:
             if self.platform == "gpu"
             else {}
         )
-        return Program(function, given, None, phases, options)
+        return TimedProgram(function, given, None, phases, options)
 
     def read(self, op: str) -> dict[str, Any]:
         """The weights that an op may read: its own, and those that are no product's."""
@@ -355,7 +424,7 @@ class Layer:
         size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(weights))
         return min(8, max(2, -(-_COLD_BYTES // max(1, size)))) if size > _COLD_BYTES // 64 else 2
 
-    def rounds(self, case: Case, copies: int) -> tuple[int, int]:
+    def rounds(self, case: OpCase, copies: int) -> tuple[int, int]:
         """How often the sets are gone through in the loop's body (a round costs a GPU some microseconds), and
         in how many rounds.
         """

@@ -3,7 +3,7 @@ they run together.
 
 Files are JSON with a schema version; a profile is of one device, model and parallelism, and is refused for
 another.
-`seconds` answers between the measured points; what the pairs say of sharing is `search.profile.contention`'s to ask.
+`seconds` answers between the measured points; what the pairs say of sharing is `search.profile.clock`'s to ask.
 """
 
 import bisect
@@ -19,6 +19,7 @@ import msgspec
 from jaxflow.model.composition import Composition
 from jaxflow.model.cost import find_device
 from jaxflow.model.graph import Op
+from search import UserError
 
 SCHEMA_VERSION = 1
 ATTENTION = ("decode_attention", "chunk_attention")
@@ -38,7 +39,7 @@ Dtype = Annotated[str, msgspec.Meta(pattern="^(bfloat16|float32|float8_e4m3fn)$"
 NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 
 
-class ProfileError(ValueError):
+class ProfileError(UserError):
     """A profile that cannot be read, or is not of what it is asked about; it names the file or field."""
 
 
@@ -228,3 +229,47 @@ def alone(op: Op, tokens: int, keys: int) -> Composition:
     if op.name == "chunk_attention":
         return Composition(chunks=((tokens, max(0.0, keys - tokens / 2)),))
     return Composition(decode_tokens=tokens, decode_keys=keys or 1)
+
+
+AXES = {"tokens": "tokens", "keys": "keys", "sms": "SMs"}  # as they are called
+
+
+def held_out_errors(
+    profile: Profile, fill: Callable[[str, float, int], float] = lambda op, tokens, sms: 1.0
+) -> dict[str, float | None]:
+    """By axis, the mean relative error of the times of an op between their neighbours on it, all else equal;
+    None where there is none.
+
+    Between tokens and between keys seconds are linear (`search.profile.op_times`), between SMs rates of full waves
+    (`search.profile.share_times`). fill: the part of an op's waves that is full, on so many tokens and SMs
+    (`ShareTimes.fill`).
+    """
+    return {axis: _mean(_errors(profile, axis, fill)) for axis in AXES}
+
+
+def in_words(errors: dict[str, float | None]) -> str:
+    """For people."""
+    known = [f"{error:.1%} along {AXES[axis]}" for axis, error in errors.items() if error is not None]
+    if unknown := [AXES[axis] for axis, error in errors.items() if error is None]:
+        known.append(f"not known along {', '.join(unknown)}, where no point lies between others")
+    return f"Mean error of interpolation at points left out: {'; '.join(known)}"
+
+
+def _errors(profile: Profile, axis: str, fill: Callable[[str, float, int], float]) -> list[float]:
+    lines: dict[tuple, list[tuple[int, float]]] = collections.defaultdict(list)
+    for one in profile.op_times:
+        place = {"op": one.op, "tokens": one.tokens, "keys": one.keys, "sms": one.sms}
+        at = place.pop(axis)
+        lines[tuple(place.values())].append(
+            (at, 1 / (one.seconds * fill(one.op, one.tokens, one.sms)) if axis == "sms" else one.seconds)
+        )
+    errors = []
+    for line in map(sorted, lines.values()):
+        for (x0, y0), (x, y), (x1, y1) in zip(line, line[1:], line[2:], strict=False):
+            between = y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+            errors.append(abs((y / between if axis == "sms" else between / y) - 1))
+    return errors
+
+
+def _mean(errors: list[float]) -> float | None:
+    return sum(errors) / len(errors) if errors else None

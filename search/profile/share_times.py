@@ -3,7 +3,7 @@ number of its pairs.
 
 NanoFlow's stage II has a table of what is kept beside another op for each share (§4.1.1, Table 3). Here an op
 beside others takes its time alone on its own SMs, times one slowdown: the median of the pairs with attention
-(`search.profile.contention`).
+(`search.profile.clock`).
 """
 
 import bisect
@@ -17,10 +17,8 @@ from jaxflow.model.composition import Composition
 from jaxflow.model.cost import find_device
 from jaxflow.model.graph import Graph, Op
 from pallas_kernels.gemm.fp8.tile_schedule import filled
-from search.profile.clock import Card, shipped_card
-from search.profile.clock_scaling import Clocks
-from search.profile.contention import slowdown
-from search.profile.copy_engine import SMS
+from search.profile.clock import Card, ClockScaling, shipped_card, slowdown
+from search.profile.modelled import SMS
 from search.profile.op_times import ATTENTION, Profile, seconds
 
 INTAKE = 3.0  # an SM takes in so many times its share of the memory's bandwidth
@@ -80,7 +78,7 @@ class ShareTimes:
 
     @functools.cached_property
     def beside(self) -> float:
-        """How many times as long ops take beside others, by the profile's pairs (`search.profile.contention`), or the
+        """How many times as long ops take beside others, by the profile's pairs (`search.profile.clock`), or the
         card's where it has none.
         """
         if not self.profile.pairs:
@@ -89,7 +87,7 @@ class ShareTimes:
 
     @property
     def copies(self) -> bool:
-        """Whether sums over devices are by the copy engines (`search.profile.copy_engine`)."""
+        """Whether sums over devices are by the copy engines (`search.profile.modelled`)."""
         return any(self.known.get(op.name) == (SMS,) for op in self.graph.layers[0])
 
     @property
@@ -100,8 +98,8 @@ class ShareTimes:
         return self.card.nano_s if self.card else 0.0
 
     @functools.cached_property
-    def clocks(self) -> Clocks:
-        return Clocks(self.graph, self.profile, self.card)
+    def clocks(self) -> ClockScaling:
+        return ClockScaling(self.graph, self.profile, self.card)
 
     def seconds(self, op: Op, step: Composition, sms: int, aside: bool = False) -> float:
         """An op on a layer, the mean over the model's layers. aside: in a plan with side streams, whose ops

@@ -8,8 +8,7 @@ import paths
 import pytest
 
 from jaxflow.model.composition import Composition
-from search import heat_maps
-from search.heat_maps import save
+from search import regimes as heat_maps
 from search.regimes import (
     TABLE_1,
     TABLE_2,
@@ -18,6 +17,7 @@ from search.regimes import (
     memory_map,
     network_map,
     rewritten,
+    save,
     table_2,
     weight_bytes,
 )

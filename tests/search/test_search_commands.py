@@ -1,6 +1,8 @@
 """`python -m search`: what a person sees."""
 
 import re
+import subprocess
+import sys
 
 import paths
 import pytest
@@ -8,6 +10,7 @@ from absl import flags
 
 from jaxflow.flexgen.policy import load_policy
 from jaxflow.model.energy import load_power, shipped_power
+from search import cost
 from search.__main__ import COMMANDS, main
 
 pytestmark = pytest.mark.usefixtures("no_flags")
@@ -86,6 +89,11 @@ def test_placement_prints_a_policy_and_writes_it(capsys, tmp_path):
             "a divisor or a multiple of qwen2.5-7b's 4 key/value heads",
         ),
         (["cost", "--model", "llama-2-70b", "--prompt_tokens", "4000"], 1, "at most 4096"),
+        (
+            ["plan", "--modelled", "--tokens", "1000000000", "--time_limit_s", "60"],
+            1,
+            "tokens='1000000000' is not supported: whole numbers from 1 to 16384",
+        ),
         (["placement", "--gpu_mem", "16", "--cpu_mem", "10"], 1, "it would with gpu_mem="),
         (["placement", "--gpu_mem", "nan"], 2, "--gpu_mem=nan: a number"),
         (["placement", "--machine", "abacus"], 1, "h200"),
@@ -136,6 +144,54 @@ def test_help_of_a_command_lists_every_flag_that_it_takes(command, capsys):
         set(re.findall(r"^  --(?:\[no\])?(\w+):", capsys.readouterr().out, re.MULTILINE))
         == set(flags.FLAGS) - others
     )
+
+
+WITHOUT_EXTRA = """
+import sys
+for name in ("mip", "optax"):
+    sys.modules[name] = None
+from search.__main__ import main
+sys.exit(main(["search", *sys.argv[1:]]))
+"""
+
+
+def run_without_extra(*words: str) -> subprocess.CompletedProcess:
+    line = [sys.executable, "-c", WITHOUT_EXTRA, *words]
+    return subprocess.run(line, cwd=paths.ROOT, capture_output=True, text=True)
+
+
+def test_help_of_every_command_works_without_the_extra():
+    program = WITHOUT_EXTRA.replace("from search.__main__ import main", "import importlib").rpartition(
+        "sys.exit"
+    )[0]
+    program += f"for name in {list(COMMANDS.values())!r}: importlib.import_module(f'search.{{name}}')"
+    assert not subprocess.run([sys.executable, "-c", program], cwd=paths.ROOT).returncode
+    found = run_without_extra("plan", "--help")
+    assert found.returncode == 0 and "--time_limit_s" in found.stdout
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["plan", "--modelled", "--tokens", "512"],
+        ["placement"],
+        ["energy", "--runs", str(paths.ROOT / "benchmarks" / "settings/h200-energy-runs.json")],
+    ],
+)
+def test_a_command_that_lacks_the_extra_names_it(words):
+    found = run_without_extra(*words)
+    assert found.returncode == 1 and "Traceback" not in found.stderr
+    assert "extra `search`: pip install 'jaxflow[search]'" in found.stderr
+
+
+@pytest.mark.parametrize("error", [ValueError("a defect"), KeyError("a defect")])
+def test_a_defect_keeps_its_traceback(error, monkeypatch):
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(cost, "run", fail)
+    with pytest.raises(type(error), match="a defect"):
+        main(["search", "cost"])
 
 
 RUNS = str(paths.ROOT / "benchmarks" / "settings/h200-energy-runs.json")

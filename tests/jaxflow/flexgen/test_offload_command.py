@@ -23,7 +23,7 @@ from jaxflow.request import InvalidRequest, SamplingParams
 from search.__main__ import main as search
 from search.placement import offload
 from search.placement import solver as placement_solver
-from search.placement.cost import predict
+from search.placement.cost_model import predict
 from search.placement.machine_curves import load_machine
 from search.placement.workload import workload
 

@@ -22,7 +22,7 @@ from jaxflow.flexgen.start import make_geometry, start
 from jaxflow.flexgen.weight_store import WeightStore
 from jaxflow.kv.tiers.host_machine import near_cpus
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
-from search.placement.cost import predict
+from search.placement.cost_model import predict
 from search.placement.machine_curves import CURVES, Curve, Machine
 from search.placement.workload import workload
 

@@ -17,13 +17,12 @@ from jaxflow.model.graph import BFLOAT16, FP8, Graph, Work, model_graph
 from jaxflow.pipeline.choice import Gain, pick
 from jaxflow.pipeline.handwritten import sequential_plan
 from jaxflow.pipeline.plan import Plan, load
-from search.nanobatch.layer_tasks import Load
+from search.nanobatch.layer_tasks import StepShape
 from search.nanobatch.plan import FEW_SMS, KEYS
 from search.nanobatch.predict import margin, outside_s
 from search.nanobatch.simulate import Timeline, simulate
 from search.profile.clock import shipped_card
-from search.profile.copy_engine import copied
-from search.profile.modelled import modelled_profile
+from search.profile.modelled import copied, modelled_profile
 from search.profile.op_times import ATTENTION, Profile, load_profile
 from search.profile.share_times import ShareTimes, product_shapes
 
@@ -230,8 +229,8 @@ def predicted_steps(report: PlansReport) -> list[PredictedStep]:
         scattered, swapped = (any(op.endswith(end) for op in ops) for end in ("_scatter", "_swap"))
         times = _share_times(report, plan.sums == "copies", scattered, swapped)
         prompt, output = map(int, row["workload"].split("/"))
-        chunk_keys = Load.steady_state(row["tokens"], prompt, output).chunk_keys
-        shape = Load(row["tokens"], row["decode_tokens"], row["mean_context_tokens"] or 0.0, chunk_keys)
+        chunk_keys = StepShape.steady_state(row["tokens"], prompt, output).chunk_keys
+        shape = StepShape(row["tokens"], row["decode_tokens"], row["mean_context_tokens"] or 0.0, chunk_keys)
         timeline = simulate(plan, times.graph, times, shape, device=H200, power=POWER)
         step = shape.part(0, shape.tokens)
         outside = sum((op.work(step) for op in (*times.graph.before, *times.graph.after)), Work())

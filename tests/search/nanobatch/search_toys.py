@@ -9,8 +9,8 @@ from jaxflow.model.cost import DEVICES
 from jaxflow.model.energy import shipped_power
 from jaxflow.model.graph import model_graph
 from jaxflow.pipeline.plan import Plan
-from search.nanobatch.layer_tasks import Load
-from search.nanobatch.problem import Setting
+from search.nanobatch.layer_tasks import StepShape
+from search.nanobatch.problem import SearchProblem
 from search.profile.clock import shipped_card
 from search.profile.modelled import modelled_profile
 from search.profile.op_times import ATTENTION, OpTime, Profile
@@ -44,11 +44,13 @@ def toy_profile(graph, times: dict[str, float], fixed: float = 0.0) -> Profile:
     return Profile("toy", {}, "toy", 1, "float32", "float32", TOTAL, "drawn", tuple(found))
 
 
-def toy_setting(graph, times: dict[str, float], decodes: int = 8, fixed: float = 0.0, **rest) -> Setting:
-    return Setting(
+def toy_setting(
+    graph, times: dict[str, float], decodes: int = 8, fixed: float = 0.0, **rest
+) -> SearchProblem:
+    return SearchProblem(
         graph,
         ShareTimes(toy_profile(graph, times, fixed), graph),
-        Load(16, decodes, 500.0, 500.0),
+        StepShape(16, decodes, 500.0, 500.0),
         step=8,
         **rest,
     )
@@ -62,11 +64,11 @@ def llama_shares() -> ShareTimes:
     return ShareTimes(made, model_graph(config), product_shapes(config, 1), FREE)
 
 
-def llama_setting(tokens: int, prompt: int, output: int, **rest) -> Setting:
+def llama_setting(tokens: int, prompt: int, output: int, **rest) -> SearchProblem:
     shares = llama_shares()
     config = open_checkpoint("llama-3.1-8b", load_format="dummy").model_config
-    load = Load.steady_state(tokens, prompt, output)
-    return Setting(model_graph(config), shares, load, DEVICES["H200"], shipped_power("H200"), **rest)
+    load = StepShape.steady_state(tokens, prompt, output)
+    return SearchProblem(model_graph(config), shares, load, DEVICES["H200"], shipped_power("H200"), **rest)
 
 
 def on_all_sms(plan: Plan) -> Plan:

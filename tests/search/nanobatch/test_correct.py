@@ -18,7 +18,15 @@ from jaxflow.pipeline.compiler import compile_plan
 from jaxflow.pipeline.handwritten import copied, two_nano_batch_plan
 from jaxflow.pipeline.plan import SHIPPED, Plan, Predictions, Target, digest, load, save
 from search.__main__ import main
-from search.nanobatch.correct import Point, as_measured, check_kind, corrected, points, read_report, target
+from search.nanobatch.correct import (
+    MeasuredGain,
+    as_measured,
+    check_kind,
+    corrected,
+    points,
+    read_report,
+    target,
+)
 
 BENCHMARKS = paths.ROOT / "benchmarks"
 PLAN = load(BENCHMARKS / "plans/h200/llama-3.1-8b/bf16-lean/1024-512-92-40.json")
@@ -43,7 +51,7 @@ pytestmark = pytest.mark.usefixtures("no_flags")
 def test_no_corrected_gain_is_surer_than_what_was_measured(seconds, measured):
     tables = [((a, b), (c, d)) for a, b, c, d in (seconds[:4], seconds[4:])]
     plan = Plan("one", 64, (), predictions=Predictions((200, 600), (500, 2000), *tables))
-    found = [Point(*point) for point in measured]
+    found = [MeasuredGain(*point) for point in measured]
     gains = Gain.of(
         msgspec.json.decode(msgspec.json.encode(corrected(plan, found).predictions), type=Predictions)
     )
@@ -53,7 +61,7 @@ def test_no_corrected_gain_is_surer_than_what_was_measured(seconds, measured):
 
 def test_one_measurement_is_believed_where_it_was_made():
     at = FOUND.decode_tokens[2], FOUND.mean_context_tokens[2]
-    gains = Gain.of(corrected(PLAN, [Point(*at, 1.05, 0.01)]).predictions)
+    gains = Gain.of(corrected(PLAN, [MeasuredGain(*at, 1.05, 0.01)]).predictions)
     assert gains.at(*at) == pytest.approx(1.05) and gains.margin == pytest.approx(0.01)
 
 
@@ -142,7 +150,7 @@ def test_a_plan_by_hand_gets_what_was_measured_and_is_offered_to_what_it_was_mea
         assert not made.target.fits(*(wrong if i == at else value for i, value in enumerate(kind)))
     assert "683 decodes of 1280 keys: measured 1.100, predicted nothing" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="differ in intermediate_size, vocab_size"):
-        target(read_report(report), "qwen2-72b", [Point(683, 1280.5, 1.1, 0.0)])
+        target(read_report(report), "qwen2-72b", [MeasuredGain(683, 1280.5, 1.1, 0.0)])
 
 
 KEPT = paths.ROOT / "benchmarks" / "plans" / "h200"  # with what was measured, not offered by default
@@ -184,7 +192,7 @@ def test_a_report_without_the_plan_and_a_plan_without_predictions_are_refused(tm
     assert main(["search", "correct", *line]) == 1
     assert "a report of plan '92+40 1024/512' for 2048 tokens" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="a plan with predictions"):
-        corrected(msgspec.structs.replace(PLAN, predictions=None), [Point(1, 1.0, 1.0, 0.0)])
+        corrected(msgspec.structs.replace(PLAN, predictions=None), [MeasuredGain(1, 1.0, 1.0, 0.0)])
 
 
 @pytest.mark.parametrize("gained", [(1.04, 1.06), (1.06, 1.04)])
@@ -192,7 +200,7 @@ def test_where_a_composition_was_measured_twice_the_least_gain_stands(gained):
     offered = Target(
         "llama-3-70b", "NVIDIA H200", ParallelConfig(2), "float8_e4m3fn", "float8_e4m3fn", 683, 1365, 1280
     )
-    made = as_measured(PLAN, [Point(683, 1280.0, gain, 0.001) for gain in gained], offered)
+    made = as_measured(PLAN, [MeasuredGain(683, 1280.0, gain, 0.001) for gain in gained], offered)
     assert Gain.of(made.predictions).at(683, 1280) == pytest.approx(1.04)
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from search.nanobatch.cyclic import STAGES, Milp, Option, Problem, SearchError, one_by_one, solve
+from search.nanobatch.cyclic import STAGES, CyclicMilp, CyclicProblem, Option, SearchError, one_by_one, solve
 
 LIMIT = 60.0
 
@@ -40,7 +40,7 @@ def no_gain(w: np.ndarray) -> np.ndarray:
     return np.trace(w, axis1=1, axis2=2) <= 1e-9
 
 
-def allowed(problem: Problem, tasks: tuple[int, ...], shares: list[int]) -> np.ndarray:
+def allowed(problem: CyclicProblem, tasks: tuple[int, ...], shares: list[int]) -> np.ndarray:
     """Which orders of these tasks keep all constraints, whatever the times."""
     n, of = len(tasks), {task: at for at, task in enumerate(tasks)}
     events, runs, _, later = orders(n)
@@ -78,7 +78,7 @@ def possible(rate: float, seconds: np.ndarray, good: np.ndarray) -> bool:
     return bool(no_gain(w).any())
 
 
-def brute_force(problem: Problem) -> float:
+def brute_force(problem: CyclicProblem) -> float:
     """The shortest period over all choices: who runs, options, and in which order all start and end; the rate
     by bisection.
     """
@@ -124,7 +124,7 @@ def problems(draw, shares: bool):
     covers = (
         ((n - 3, n - 2), (n - 3, n - 1)) if n > 2 and draw(st.integers(0, 2)) == 0 else ()
     )  # a whole, or its two parts
-    return Problem(
+    return CyclicProblem(
         options,
         tuple(sorted(follows)),
         frozenset(exclusive),
@@ -135,7 +135,7 @@ def problems(draw, shares: bool):
     )
 
 
-def holds(problem: Problem, found) -> None:
+def holds(problem: CyclicProblem, found) -> None:
     """The solution satisfies the problem, at every moment of a period."""
     run = {i for i, option in enumerate(found.chosen) if option is not None}
     assert all(len(run & {*group}) == 1 for group in problem.covers)
@@ -164,9 +164,9 @@ def holds(problem: Problem, found) -> None:
 WIDE_OR_LONG = (Option(2, 1.0), Option(1, 4.0))
 
 
-def crowd(*shares: int | tuple[Option, ...], **rest) -> Problem:
+def crowd(*shares: int | tuple[Option, ...], **rest) -> CyclicProblem:
     """Tasks that nothing but their shares need keep apart, of a second each where only their share is given."""
-    return Problem(
+    return CyclicProblem(
         tuple((Option(share, 1.0),) if isinstance(share, int) else share for share in shares), **rest
     )
 
@@ -181,7 +181,7 @@ def test_the_optimum_is_that_of_brute_force(shares):
     law()
 
 
-def check(problem: Problem) -> None:
+def check(problem: CyclicProblem) -> None:
     found, slow = solve(problem, LIMIT), one_by_one(problem)
     holds(problem, found)
     holds(problem, slow)
@@ -216,18 +216,18 @@ def test_where_time_is_too_short_the_best_so_far_comes_with_its_gap():
     n = 12
     options = tuple((Option(2, 1.0 + i / n), Option(4, 0.6 + i / n)) for i in range(n))
     follows = tuple((i, i + 1, 0) for i in range(n - 1))
-    problem = Problem(options, follows, frozenset((i, i + 6) for i in range(6)), capacity=4)
+    problem = CyclicProblem(options, follows, frozenset((i, i + 6) for i in range(6)), capacity=4)
     quick, slow = solve(problem, 0.01), one_by_one(problem)
     holds(problem, quick)
     assert quick.bound_s <= quick.period_s <= slow.period_s * (1 + 1e-6)
     assert 0 <= quick.gap < 0.95
 
 
-def chain(*seconds: float, **rest) -> Problem:
+def chain(*seconds: float, **rest) -> CyclicProblem:
     """Each follows the one before it, and the next layer's first the last."""
     n = len(seconds)
     follows = (*((i, i + 1, 0) for i in range(n - 1)), (n - 1, 0, 1))
-    return Problem(tuple((Option(1, s),) for s in seconds), follows, **rest)
+    return CyclicProblem(tuple((Option(1, s),) for s in seconds), follows, **rest)
 
 
 def test_a_layer_alone_cannot_overlap_with_itself():
@@ -238,14 +238,16 @@ def test_two_nano_batches_hide_what_is_bound_by_another_resource():
     """Compute 3, memory 2, twice: the compute of both is all that a layer takes."""
     options = ((Option(0, 3.0),), (Option(0, 2.0),)) * 2
     follows = ((0, 1, 0), (1, 0, 1), (2, 3, 0), (3, 2, 1))
-    assert solve(Problem(options, follows, frozenset({(0, 2), (1, 3)}))).period_s == pytest.approx(6.0)
+    assert solve(CyclicProblem(options, follows, frozenset({(0, 2), (1, 3)}))).period_s == pytest.approx(6.0)
 
 
 def test_a_task_may_be_kept_from_starting_inside_another():
     """Of two that exclude each other one may start with a third, which both would run beside; the other waits
     for its end.
     """
-    free = Problem(((Option(0, 3.0),), (Option(0, 2.0),), (Option(0, 2.0),)), exclusive=frozenset({(1, 2)}))
+    free = CyclicProblem(
+        ((Option(0, 3.0),), (Option(0, 2.0),), (Option(0, 2.0),)), exclusive=frozenset({(1, 2)})
+    )
     kept = dataclasses.replace(free, outside=frozenset({(0, 1), (0, 2)}))
     for problem, period_s in ((free, 4.0), (kept, 5.0)):
         check(problem)
@@ -254,7 +256,7 @@ def test_a_task_may_be_kept_from_starting_inside_another():
 
 def test_one_task_of_a_cover_is_run():
     """Whole, or in two parts of 2 each that can overlap with the other chain's parts."""
-    whole = Problem(
+    whole = CyclicProblem(
         ((Option(0, 3.0),), (Option(0, 2.0),), (Option(0, 2.0),)),
         exclusive=frozenset({(1, 2)}),
         covers=((0, 1), (0, 2)),
@@ -268,8 +270,8 @@ def test_one_task_of_a_cover_is_run():
 
 
 def test_a_slow_way_to_run_a_task_bounds_no_period():
-    check(Problem(((Option(1, 1.0),), (Option(1, 1.0), Option(1, 6.0))), exclusive=frozenset({(0, 1)})))
-    check(Problem(((Option(0, 6.0),), (Option(0, 1.0),), (Option(0, 1.0),)), covers=((0, 1), (0, 2))))
+    check(CyclicProblem(((Option(1, 1.0),), (Option(1, 1.0), Option(1, 6.0))), exclusive=frozenset({(0, 1)})))
+    check(CyclicProblem(((Option(0, 6.0),), (Option(0, 1.0),), (Option(0, 1.0),)), covers=((0, 1), (0, 2))))
 
 
 def test_the_least_period_is_kept():
@@ -309,18 +311,18 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch):
-    clock, solve_program = Clock(), Milp.solve
+    clock, solve_program = Clock(), CyclicMilp.solve
 
-    def timed(milp: Milp, time_limit_s: float):
+    def timed(milp: CyclicMilp, time_limit_s: float):
         clock.given.append(time_limit_s)
         clock.now += clock.seconds
         return solve_program(milp, time_limit_s)
 
-    monkeypatch.setattr(Milp, "solve", timed)
+    monkeypatch.setattr(CyclicMilp, "solve", timed)
     return clock
 
 
-CONTRARY = Problem(((Option(1, 1.0),),) * 3, ((0, 1, 0), (1, 0, 0)), frozenset({(0, 2)}), capacity=1)
+CONTRARY = CyclicProblem(((Option(1, 1.0),),) * 3, ((0, 1, 0), (1, 0, 0)), frozenset({(0, 2)}), capacity=1)
 
 
 def test_where_nothing_is_shorter_no_second_program_is_solved(clock):

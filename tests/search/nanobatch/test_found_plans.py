@@ -29,12 +29,12 @@ from jaxflow.pipeline.handwritten import (
 )
 from jaxflow.pipeline.plan import SHIPPED, Plan, load
 from search.nanobatch.known_orders import cuts_of
-from search.nanobatch.layer_tasks import Load
+from search.nanobatch.layer_tasks import StepShape
 from search.nanobatch.memory_fit import UTILIZATION, most_decodes
 from search.nanobatch.plan import KEYS
 from search.nanobatch.predict import outside_s
 from search.nanobatch.simulate import simulate
-from search.profile import copy_engine as copies
+from search.profile import modelled as copies
 from search.profile.clock import shipped_card
 from search.profile.modelled import modelled_profile
 from search.profile.share_times import ShareTimes, product_shapes
@@ -94,7 +94,7 @@ def gains(name: str) -> dict[str, float]:
     )
     plain, exchanged = model_graph(config, tp, widths), model_graph(config, tp, widths, swapped=tp == 4)
     fitting = most_decodes(model, config, profile, 1024, 512, tokens, UTILIZATION if fp8 or tp == 4 else 0.95)
-    products, step = product_shapes(config, tp), Load.steady_state(tokens, 1024, 512, fitting)
+    products, step = product_shapes(config, tp), StepShape.steady_state(tokens, 1024, 512, fitting)
     forms = {
         "kernels": ShareTimes(profile, plain, products),
         "copies": ShareTimes(copies.copied(profile, exchanged, CARD), exchanged, products),

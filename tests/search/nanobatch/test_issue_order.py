@@ -15,18 +15,20 @@ from search_toys import TOTAL, toy_setting
 from test_two_stage_search import graph_of, simulated
 
 from jaxflow.pipeline.plan import Plan
-from search.nanobatch.cyclic import Option, Problem, Schedule
+from search.nanobatch.cyclic import CyclicProblem, CyclicSchedule, Option
 from search.nanobatch.issue_order import to_plan
 from search.nanobatch.layer_tasks import Task, apart, starts_outside
 from search.nanobatch.options import task_options
-from search.nanobatch.problem import Setting
-from search.nanobatch.simulate import Entry, _before
+from search.nanobatch.problem import SearchProblem
+from search.nanobatch.simulate import SimulatedRun, _before
 from search.nanobatch.stages import make_problem, make_tasks, stage_one, stage_two
 
 LAYERS, CUT, NEAR = 10, 8, 1e-6
 
 
-def checked(setting: Setting, tasks: list[Task], problem: Problem, found: Schedule) -> list[Entry]:
+def checked(
+    setting: SearchProblem, tasks: list[Task], problem: CyclicProblem, found: CyclicSchedule
+) -> list[SimulatedRun]:
     """What the schedule's plan does, by itself, once that keeps apart what it must."""
     plan = to_plan("found", tasks, problem, found, TOTAL)
     entries = begun_early(simulated(setting, plan).entries)
@@ -34,9 +36,9 @@ def checked(setting: Setting, tasks: list[Task], problem: Problem, found: Schedu
     return entries
 
 
-def begun_early(entries: tuple[Entry, ...]) -> list[Entry]:
+def begun_early(entries: tuple[SimulatedRun, ...]) -> list[SimulatedRun]:
     """The same nano-ops, each begun as soon as what it follows has ended, however many SMs are taken."""
-    found: list[Entry] = []
+    found: list[SimulatedRun] = []
     for entry, before in zip(entries, _before(tuple(entry.run for entry in entries)), strict=True):
         start_s = max((found[at].stop_s for at in before), default=0.0)
         found.append(
@@ -45,7 +47,7 @@ def begun_early(entries: tuple[Entry, ...]) -> list[Entry]:
     return found
 
 
-def check_apart(plan: Plan, entries: list[Entry]) -> None:
+def check_apart(plan: Plan, entries: list[SimulatedRun]) -> None:
     """In rounds in which all nano-ops run: at the ends of a step some are missing, and with them what they
     order.
     """
@@ -68,14 +70,14 @@ def check_apart(plan: Plan, entries: list[Entry]) -> None:
             ), shown
 
 
-def resource(entry: Entry) -> str:
+def resource(entry: SimulatedRun) -> str:
     """Of an op in a toy setting; norms of scattered rows are between their sums."""
     if entry.run.op.kind == "network" or entry.run.op.local_rows:
         return "network"
     return "memory" if entry.run.nano.op in ("decode_attention", "rope_append") else "compute"
 
 
-def check_in_time(tasks: list[Task], found: Schedule, entries: list[Entry]) -> None:
+def check_in_time(tasks: list[Task], found: CyclicSchedule, entries: list[SimulatedRun]) -> None:
     """Nothing starts later than the schedule says: a plan waits for nothing else."""
     starts = {
         (task.chain.ops[0].name, task.start): found.stages[at] + found.phases[at]
@@ -91,7 +93,7 @@ def check_in_time(tasks: list[Task], found: Schedule, entries: list[Entry]) -> N
             )
 
 
-def drawn(setting: Setting, r: random.Random) -> tuple[list[Task], Problem, Schedule]:
+def drawn(setting: SearchProblem, r: random.Random) -> tuple[list[Task], CyclicProblem, CyclicSchedule]:
     """Any schedule that keeps the constraints, of any shares: the tasks in any order, each at the first
     moment at which it may run.
     """
@@ -127,12 +129,14 @@ def drawn(setting: Setting, r: random.Random) -> tuple[list[Task], Problem, Sche
     return (
         tasks,
         problem,
-        Schedule(period_s, period_s, tuple(x % 1 for x in at), tuple(math.floor(x) for x in at), chosen),
+        CyclicSchedule(
+            period_s, period_s, tuple(x % 1 for x in at), tuple(math.floor(x) for x in at), chosen
+        ),
     )
 
 
 def placed(
-    problem: Problem, chosen: tuple[Option, ...], order: list[int], period_s: float
+    problem: CyclicProblem, chosen: tuple[Option, ...], order: list[int], period_s: float
 ) -> list[float] | None:
     """When each task starts; None where the period is too short for this order."""
     starts: dict[int, float] = {}

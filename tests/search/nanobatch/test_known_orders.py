@@ -18,12 +18,12 @@ from search.nanobatch import plan as command
 from search.nanobatch.cuts import cut_sets
 from search.nanobatch.cyclic import SearchError
 from search.nanobatch.known_orders import ORDERS, best_known, cuts_of, known_plans, sequential, simulated
-from search.nanobatch.layer_tasks import Load
-from search.nanobatch.problem import Setting
-from search.nanobatch.stages import Found
+from search.nanobatch.layer_tasks import StepShape
+from search.nanobatch.problem import SearchProblem
+from search.nanobatch.stages import FoundPlan
 from search.nanobatch.stages import search as solve
 from search.profile.clock import shipped_card
-from search.profile.copy_engine import copied as with_exchanges
+from search.profile.modelled import copied as with_exchanges
 from search.profile.modelled import modelled_profile
 from search.profile.op_times import load_profile, save_profile
 from search.profile.share_times import ShareTimes
@@ -33,7 +33,7 @@ CARD = shipped_card("H200")
 PROFILE = paths.ROOT / "search" / "profiles" / "h200-llama-3.1-8b.json"
 
 
-def setting_of(model: str, tp: int, form: str, **rest) -> Setting:
+def setting_of(model: str, tp: int, form: str, **rest) -> SearchProblem:
     """Of a step that may be cut at two places, its sums over devices in one of the search's forms."""
     config, dtype = open_checkpoint(model, load_format="dummy").model_config, "float8_e4m3fn"
     profile = modelled_profile(
@@ -42,10 +42,10 @@ def setting_of(model: str, tp: int, form: str, **rest) -> Setting:
     )  # fmt: skip
     graph = model_graph(config, tp, FP8, scattered=form == "scatter", swapped=form == "copies" and tp == 4)
     profile = with_exchanges(profile, graph, CARD) if form == "copies" and CARD else profile
-    return Setting(
+    return SearchProblem(
         graph,
         ShareTimes(profile, graph),
-        Load.steady_state(TOKENS, 512, 512),
+        StepShape.steady_state(TOKENS, 512, 512),
         DEVICES["H200"],
         places=CUTS,
         **rest,
@@ -128,14 +128,14 @@ def test_cuts_are_where_they_are_asked_for():
     with pytest.raises(SearchError, match="no cut at 501 that divides among 4 devices"):
         cut_sets(dataclasses.replace(scattered, places=(501,), split=True))
     with pytest.raises(SearchError, match="tokens=1023 cannot be scattered: only multiples of the 4 devices"):
-        cut_sets(dataclasses.replace(scattered, load=Load.steady_state(1023, 512, 512)))
+        cut_sets(dataclasses.replace(scattered, load=StepShape.steady_state(1023, 512, 512)))
 
 
 @pytest.mark.parametrize("tokens", [20, 40, 200, 508])
 def test_small_steps_of_scattered_rows_are_cut_where_these_divide(tokens):
     """An eighth of a step may be no multiple of the devices."""
     setting = dataclasses.replace(setting_of("llama-3.1-8b", 4, "scatter", split=True), places=())
-    sets = cut_sets(dataclasses.replace(setting, load=Load.steady_state(tokens, 512, 512)))
+    sets = cut_sets(dataclasses.replace(setting, load=StepShape.steady_state(tokens, 512, 512)))
     assert len(sets) >= 4 and not any(cut % 4 for cuts in sets for cut in cuts)
 
 
@@ -182,7 +182,7 @@ def test_the_name_of_what_is_found_tells_its_cuts(tmp_path, monkeypatch):
     by_hand = two_nano_batch_plan(
         open_checkpoint("llama-3-70b", load_format="dummy").model_config, 2048, 1536, 2
     )
-    solver = lambda _, *, name, **rest: Found(
+    solver = lambda _, *, name, **rest: FoundPlan(
         msgspec.structs.replace(by_hand, name=name), 1.0, 1.0, 1.0, 1.0, (1536,)
     )
     monkeypatch.setattr(command, "search", solver)

@@ -10,10 +10,10 @@ from jaxflow.pipeline.choice import Gain
 from jaxflow.pipeline.plan import Plan, load
 from search.__main__ import main
 from search.nanobatch import stages
-from search.nanobatch.layer_tasks import RESOURCES, Load
+from search.nanobatch.layer_tasks import RESOURCES, StepShape
 from search.nanobatch.memory_fit import UTILIZATION, most_decodes
-from search.nanobatch.problem import Setting
-from search.profile.copy_engine import copied
+from search.nanobatch.problem import SearchProblem
+from search.profile.modelled import copied
 from search.profile.share_times import ShareTimes
 
 FILE = "h200-llama-3-70b-tp2-fp8.json"
@@ -54,8 +54,10 @@ def test_with_all_overlap_allowed_the_solver_hides_sums_without_side_streams(mon
     model = measured.model_of(TWO_GPUS["70b-fp8"])
     times = ShareTimes(copied(base.profile, base.graph, CARD), base.graph, base.products)
     fit = most_decodes("llama-3-70b", model, base.profile, 1024, 512, 2048, UTILIZATION)
-    shape = Load.steady_state(2048, 1024, 512, fit)
-    problem = Setting(base.graph, times, shape, H200, POWER, quantized=True, places=(1024,), most_shares=1)
+    shape = StepShape.steady_state(2048, 1024, 512, fit)
+    problem = SearchProblem(
+        base.graph, times, shape, H200, POWER, quantized=True, places=(1024,), most_shares=1
+    )
     for limit_s in (3.0, 12.0, 48.0):  # 3 s find a gain of 1.024 on an idle machine; a busy one needs more
         monkeypatch.setattr(stages, "_STAGE_I_S", limit_s)
         found = stages.search(problem, time_limit_s=180 * limit_s)

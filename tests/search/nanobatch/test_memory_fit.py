@@ -16,7 +16,7 @@ from jaxflow.config import ConfigError
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.pipeline.plan import Plan, load
 from search.__main__ import main
-from search.nanobatch.layer_tasks import Load
+from search.nanobatch.layer_tasks import StepShape
 from search.nanobatch.memory_fit import PAGE, most_decodes, step_bytes
 from search.profile.clock import shipped_card
 from search.profile.op_times import Profile
@@ -183,10 +183,10 @@ def test_a_load_is_the_step_that_the_bench_runs(prompt, output, most):
     step = average_step(
         StepWorkload(prompt, output), 2048, most_rows=most + chunks, kv_tokens=10**9, page_size=64
     )
-    held = Load.steady_state(2048, prompt, output, most + 0.9)
+    held = StepShape.steady_state(2048, prompt, output, most + 0.9)
     assert (held.decode_tokens, held.real_tokens) == (step.decode_tokens, step.tokens)
     assert held.tokens == 2048 and held.decode_keys == step.decode_keys
-    assert (held.padding == 0) == (held == Load.steady_state(2048, prompt, output))
+    assert (held.padding == 0) == (held == StepShape.steady_state(2048, prompt, output))
 
 
 @pytest.mark.parametrize("lengths", [(1000, 1000), (512, 1024)])

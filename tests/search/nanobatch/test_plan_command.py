@@ -23,10 +23,10 @@ from jaxflow.pipeline.program import check
 from search.__main__ import main
 from search.nanobatch import correct
 from search.nanobatch import plan as command
-from search.nanobatch.layer_tasks import Load, chains, make_task, repeated_layer
+from search.nanobatch.layer_tasks import StepShape, chains, make_task, repeated_layer
 from search.nanobatch.options import task_options
 from search.nanobatch.plan_report import default_out, going_on, measuring, undivided
-from search.profile.clock_scaling import Clocks
+from search.profile.clock import ClockScaling
 from search.profile.modelled import modelled_profile
 from search.profile.op_times import PAIR_DECODES, PAIR_TOKENS, Pair, ProfileError, save_profile, seconds
 from search.profile.share_times import ShareTimes, product_shapes
@@ -149,7 +149,7 @@ def test_plans_that_are_not_sure_to_gain_are_printed_with_what_makes_them_run(tm
     assert (
         not any(Gain.of(plan.predictions).ever for plan in plans) and plans[0].nano_ops == plans[1].nano_ops
     )
-    measured = [correct.corrected(plan, [correct.Point(683, 1280.0, 1.1, 0.0)]) for plan in plans]
+    measured = [correct.corrected(plan, [correct.MeasuredGain(683, 1280.0, 1.1, 0.0)]) for plan in plans]
     assert [
         len(found)
         for found in portfolio(measured, (), lambda tokens: sequential_plan(CONFIG, tokens, 1)).values()
@@ -270,7 +270,7 @@ def test_sums_of_a_small_device_hold_no_more_than_it_has():
     shares = ShareTimes(
         modelled_profile("llama-3.1-8b", CONFIG, DEVICES["H200"], tp=2, total_sms=1, sms=(1,)), graph
     )
-    whole = Load.steady_state(2048, 1024, 512)
+    whole = StepShape.steady_state(2048, 1024, 512)
     sums = [chain for chain in chains(repeated_layer(graph)) if chain.is_network]
     tasks = [make_task(chain, 0, 2048, whole, None, "bfloat16", ("network",), False) for chain in sums]
     assert [
@@ -325,7 +325,7 @@ def test_what_is_refused_says_what_would_do(line, words, tmp_path, capsys):
 
 def tasks_of(shares):
     graph = model_graph(CONFIG)
-    rates, whole = None, Load.steady_state(2048, 1024, 512)
+    rates, whole = None, StepShape.steady_state(2048, 1024, 512)
     return {
         chain.names[-1]: make_task(chain, 0, 2048, whole, rates, "bfloat16", ("memory",), False)
         for chain in chains(repeated_layer(graph))
@@ -336,7 +336,7 @@ def pair(profile, slower: float, clock_mhz: float, op="up_gate", load: float = 1
     """As `search measure` would write it of attention that lasts `load` times as long as the product, both
     `slower` than alone.
     """
-    here = Clocks(model_graph(CONFIG), profile).at(profile, clock_mhz * 1e6)
+    here = ClockScaling(model_graph(CONFIG), profile).at(profile, clock_mhz * 1e6)
     product_s = seconds(here, op, PAIR_TOKENS, 0, 104)
     keys = next(
         keys
@@ -373,7 +373,7 @@ def test_what_pairs_lose_beyond_sms_and_clock_is_found_whichever_of_them_ended_f
 
 
 def test_a_share_between_those_that_were_timed_has_a_rate_between_theirs():
-    shares, step = llama_shares(), Load.steady_state(2048, 1024, 512).part(0, 2048)
+    shares, step = llama_shares(), StepShape.steady_state(2048, 1024, 512).part(0, 2048)
     ops = {op.name: op for op in shares.graph.layers[-1]}
     few, between, many = (shares.seconds(ops["decode_attention"], step, sms) for sms in (28, 34, 40))
     assert 1 / between == pytest.approx((1 / few + 1 / many) / 2)

@@ -14,7 +14,7 @@ from jaxflow.model.graph import model_graph
 from jaxflow.pipeline.choice import Gain
 from jaxflow.pipeline.handwritten import phased_plan, sequential_plan
 from jaxflow.pipeline.plan import NanoOp, Plan
-from search.nanobatch.layer_tasks import Load
+from search.nanobatch.layer_tasks import StepShape
 from search.nanobatch.predict import MARGIN, margin, outside_s, predict
 from search.nanobatch.simulate import simulate
 
@@ -80,7 +80,7 @@ def test_what_is_outside_the_layers_grows_with_the_rows_that_sample():
 @given(st.integers(1, 4096), st.floats(0, 1), st.floats(2, 4096), st.floats(0, 1))
 def test_prefill_of_a_part_sees_the_keys_that_the_load_says(tokens, share, keys, cut):
     """In as few chunks as can: a chunk's tokens see half of it in the mean, at least."""
-    load = Load(tokens, round(share * tokens), 100.0, keys)
+    load = StepShape(tokens, round(share * tokens), 100.0, keys)
     stop = max(1, round(cut * tokens))
     part = load.part(0, stop)
     assert part.decode_tokens + part.chunk_tokens == stop

@@ -19,11 +19,10 @@ from measured_reports import (
 )
 
 from jaxflow.pipeline.handwritten import sequential_plan
-from search.nanobatch.layer_tasks import Load
+from search.nanobatch.layer_tasks import StepShape
 from search.nanobatch.predict import outside_s
 from search.nanobatch.simulate import simulate
-from search.profile.clock import Governor, governor_of, of_kernels
-from search.profile.clock_scaling import Clocks
+from search.profile.clock import ClockScaling, Governor, governor_of, of_kernels
 from search.profile.op_times import EXCHANGE, load_profile, seconds
 
 MEASURED_70B = "h200-llama-3-70b-tp2-fp8.json"
@@ -95,12 +94,12 @@ def test_sequential_steps_of_another_start_are_predicted():
 
 def sequential_step_s(row: dict) -> float:
     prompt, output = map(int, row["workload"].split("/"))
-    chunk_keys = Load.steady_state(row["tokens"], prompt, output).chunk_keys
-    shape = Load(row["tokens"], row["decode_tokens"], row["mean_context_tokens"] or 0.0, chunk_keys)
+    chunk_keys = StepShape.steady_state(row["tokens"], prompt, output).chunk_keys
+    shape = StepShape(row["tokens"], row["decode_tokens"], row["mean_context_tokens"] or 0.0, chunk_keys)
     return simulated_s(shape)
 
 
-def simulated_s(shape: Load) -> float:
+def simulated_s(shape: StepShape) -> float:
     times = measured.share_times_8b()
     plan = sequential_plan(LLAMA_8B, shape.tokens, 1)
     timeline = simulate(plan, times.graph, times, shape, device=H200, power=POWER)
@@ -110,7 +109,9 @@ def simulated_s(shape: Load) -> float:
 @pytest.mark.parametrize("lengths", [(512, 1024), (1000, 1000)])
 def test_a_step_of_1024_tokens_is_predicted_and_measured_faster_than_one_of_512(lengths):
     """Tokens per second, where the cache holds too few decodes for a step of 2048 tokens."""
-    predicted = {tokens: tokens / simulated_s(Load.steady_state(tokens, *lengths)) for tokens in (512, 1024)}
+    predicted = {
+        tokens: tokens / simulated_s(StepShape.steady_state(tokens, *lengths)) for tokens in (512, 1024)
+    }
     rows = {
         row["tokens"]: row
         for row in measured.read_rows(REPORTS["8b-fourth"].file)
@@ -177,7 +178,7 @@ def test_the_measured_70b_profile_predicts_that_memory_overlap_gains_nothing():
         assert timed < 1.0 < modelled and abs(timed - was) < 0.015
     small = load_profile(paths.ROOT / "benchmarks" / "settings/h200-llama-3.1-8b-fp8-profile.json")
     assert measured.share_times_70b(MEASURED_70B).clocks.sm_bytes_per_cycle == pytest.approx(33, abs=0.5)
-    assert Clocks(measured.graph_8b_fp8(), small).sm_bytes_per_cycle == pytest.approx(50, abs=0.5)
+    assert ClockScaling(measured.graph_8b_fp8(), small).sm_bytes_per_cycle == pytest.approx(50, abs=0.5)
 
 
 @pytest.mark.parametrize("product", ["up_gate", "down"])

@@ -16,13 +16,13 @@ from jaxflow.pipeline.choice import is_sequential
 from jaxflow.pipeline.plan import load
 from search.__main__ import main
 from search.nanobatch import plan as command
-from search.nanobatch.layer_tasks import Load
+from search.nanobatch.layer_tasks import StepShape
 from search.nanobatch.memory_fit import most_decodes
-from search.nanobatch.problem import Setting
-from search.nanobatch.step_sizes import SEARCHED, SIZES, Size, line, most_promising
+from search.nanobatch.plan import TimeShares
+from search.nanobatch.predict import SEARCHED, SIZES, StepSize, line, most_promising
+from search.nanobatch.problem import SearchProblem
 from search.profile.op_times import load_profile
 from search.profile.share_times import ShareTimes
-from search.time_budget import Turns
 
 MODEL = open_checkpoint("llama-3.1-8b", load_format="dummy").model_config
 PROFILE = paths.ROOT / "search" / "profiles" / "h200-llama-3.1-8b.json"
@@ -35,13 +35,15 @@ def measured_shares() -> ShareTimes:
     return ShareTimes(load_profile(str(PROFILE), model="llama-3.1-8b"), model_graph(MODEL))
 
 
-def size_of(tokens: int, prompt: int, output: int) -> Size:
+def size_of(tokens: int, prompt: int, output: int) -> StepSize:
     """By the profile that was measured."""
     shares = measured_shares()
-    step = Load.steady_state(
+    step = StepShape.steady_state(
         tokens, prompt, output, most_decodes("", MODEL, shares.profile, prompt, output, tokens)
     )
-    return Size.of(MODEL, Setting(shares.graph, shares, step, DEVICES["H200"], shipped_power("H200")))
+    return StepSize.of(
+        MODEL, SearchProblem(shares.graph, shares, step, DEVICES["H200"], shipped_power("H200"))
+    )
 
 
 def test_an_engine_compiles_all_of_them_by_default():
@@ -94,7 +96,12 @@ def test_what_is_kept_was_the_best_and_all_are_predicted(lengths):
 
 
 def test_the_best_are_searched_first():
-    sizes = [Size(512, 0, 20.0), Size(1024, 0, 30.0), Size(1536, 100, 25.0), Size(2048, 600, 30.0)]
+    sizes = [
+        StepSize(512, 0, 20.0),
+        StepSize(1024, 0, 30.0),
+        StepSize(1536, 100, 25.0),
+        StepSize(2048, 600, 30.0),
+    ]
     assert [size.tokens for size in most_promising(sizes)] == [1024, 2048] and SEARCHED == 2
     assert line(sizes[1:3], sizes[1:2], 1024).endswith(
         "1024 30 (0 padding), 1536 25 (100 padding); plans for 1024; best 1024"
@@ -103,7 +110,7 @@ def test_the_best_are_searched_first():
 
 def test_a_piece_may_take_its_part_of_what_those_before_it_left():
     now = [50.0]
-    turns = Turns(90.0, 3, lambda: now[0])
+    turns = TimeShares(90.0, 3, lambda: now[0])
     assert turns.next_s() == 30.0
     now[0] += 10.0  # it needed less
     assert turns.next_s() == 40.0

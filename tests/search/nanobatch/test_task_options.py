@@ -14,17 +14,16 @@ from search.nanobatch.cuts import make_tasks
 from search.nanobatch.cyclic import SearchError
 from search.nanobatch.layer_tasks import Task
 from search.nanobatch.options import wave_filling_sms
-from search.nanobatch.problem import Setting
+from search.nanobatch.problem import Deadline, SearchProblem
 from search.nanobatch.stages import search, stage_two
 from search.profile.share_times import TILE_COLUMNS, TILE_ROWS, ShareTimes
-from search.time_budget import Limit
 
 PROFILE = paths.ROOT / "search" / "profiles" / "h200-llama-3.1-8b.json"
 SETTING = llama_setting(2048, 1024, 512)  # products were timed on 92 and 104 SMs, attention on 40 and 28
 FILLING = dataclasses.replace(SETTING, full_waves=True)
 
 
-def halves(setting: Setting) -> list[Task]:
+def halves(setting: SearchProblem) -> list[Task]:
     """A layer's tasks, each on a half of the tokens."""
     return [task for task in make_tasks(setting, (1024,))[0] if (task.start, task.stop) != (0, 2048)]
 
@@ -66,7 +65,7 @@ def test_they_are_offered_with_what_they_leave():
     assert before <= {28, 40, 92, 104, 132, 0}
 
 
-def offers(setting: Setting, tasks: list[Task]) -> tuple:
+def offers(setting: SearchProblem, tasks: list[Task]) -> tuple:
     """What stage II may choose of."""
     return stage_two(dataclasses.replace(setting, most_shares=6), tasks, None, 0.01)[0].options
 
@@ -88,7 +87,7 @@ def test_where_shares_are_given_no_others_are_offered():
 @pytest.mark.parametrize("shorter", [True, False])
 def test_they_are_asked_for_last_and_taken_where_the_period_is_shorter(monkeypatch, shorter):
     asked, said = [], []
-    alone = nanobatch._sequential(SETTING, None, Limit(math.inf, lambda: 0.0))
+    alone = nanobatch._sequential(SETTING, None, Deadline(math.inf, lambda: 0.0))
 
     def solved(setting, cuts, *rest):
         asked.append(setting.full_waves)

@@ -19,11 +19,11 @@ from jaxflow.pipeline.program import check
 from search.nanobatch import cuts
 from search.nanobatch import stages as nanobatch
 from search.nanobatch.cyclic import SearchError, one_by_one
-from search.nanobatch.layer_tasks import Load, chains, repeated_layer
+from search.nanobatch.layer_tasks import StepShape, chains, repeated_layer
+from search.nanobatch.problem import Deadline
 from search.nanobatch.simulate import simulate
 from search.nanobatch.stages import search
 from search.profile.op_times import OpTime
-from search.time_budget import Limit
 
 TINY = drawn.config_of("tiny-llama")
 POINTWISE = ("attn_norm", "mlp_norm", "rope_append")
@@ -175,7 +175,7 @@ def test_llama_on_a_modelled_h200(monkeypatch):
     )  # what costs no cycles does not follow the clock
     assert setting.energy_s([(0, 2048)]) < found.period_s < 0.95 * found.sequential_s
     fewer = simulated(
-        setting, found.plan, Load(2048, 200, 1280.0, 500.0)
+        setting, found.plan, StepShape(2048, 200, 1280.0, 500.0)
     )  # the counts are data: the plan stays, its time changes
     assert 0.5 * timeline.step_s < fewer.step_s < timeline.step_s
     assert from_json(to_json(found.plan)) == found.plan
@@ -307,7 +307,7 @@ def test_cuts_that_there_is_no_time_for_cost_none(monkeypatch):
     setting = dataclasses.replace(
         toy_setting(graph_of(), times, decodes=16, most_shares=1, nano_batches=3), step=1
     )
-    alone = nanobatch._sequential(setting, None, Limit(math.inf, lambda: 0.0))
+    alone = nanobatch._sequential(setting, None, Deadline(math.inf, lambda: 0.0))
     monkeypatch.setattr(nanobatch, "_sequential", lambda *_: alone)
     monkeypatch.setattr(nanobatch, "_solve", nothing)
     found = search(setting, time_limit_s=40, clock=lambda: now[0])
@@ -349,7 +349,7 @@ def test_bounds_of_one_way_take_no_time_from_the_next(monkeypatch):
 
     op_times = dict.fromkeys((op.name for op in graph_of(2).layers[-1]), 1.0)
     setting = dataclasses.replace(toy_setting(graph_of(2), op_times, most_shares=1, nano_batches=3), step=1)
-    alone = nanobatch._sequential(setting, None, Limit(math.inf, lambda: 0.0))
+    alone = nanobatch._sequential(setting, None, Deadline(math.inf, lambda: 0.0))
     monkeypatch.setattr(nanobatch, "most_promising", lambda setting, *_: cuts.cut_sets(setting)[1:])
     monkeypatch.setattr(nanobatch, "least_s", slow)
     monkeypatch.setattr(nanobatch, "_sequential", lambda *_: alone)

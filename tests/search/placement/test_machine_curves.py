@@ -12,9 +12,9 @@ from search.placement.machine import measure
 from search.placement.machine_curves import (
     CURVES,
     Curve,
+    CurvePoint,
     MachineError,
-    Measured,
-    Point,
+    MeasuredCurves,
     errors,
     fit_curve,
     fit_machine,
@@ -29,14 +29,16 @@ SIZES = np.geomspace(1e6, 1e9, 7)
 @given(st.floats(1e-6, 1e-2), st.floats(1e8, 1e12))
 def test_a_curve_is_found_in_its_own_points(fixed_s, rate):
     truth = Curve(fixed_s, rate)
-    found = fit_curve([Point(size, truth.seconds(size)) for size in SIZES])
+    found = fit_curve([CurvePoint(size, truth.seconds(size)) for size in SIZES])
     for size in SIZES:
         assert found.seconds(size) == pytest.approx(truth.seconds(size), rel=0.03)
 
 
 def test_noise_does_not_move_a_curve_far():
     truth, noise = Curve(1e-4, 2e10), np.random.default_rng(0)
-    points = [Point(size, truth.seconds(size) * noise.uniform(0.9, 1.1)) for size in SIZES for _ in range(5)]
+    points = [
+        CurvePoint(size, truth.seconds(size) * noise.uniform(0.9, 1.1)) for size in SIZES for _ in range(5)
+    ]
     assert fit_curve(points).units_per_s == pytest.approx(truth.units_per_s, rel=0.1)
 
 
@@ -46,7 +48,8 @@ def test_nothing_costs_no_fixed_time():
 
 
 @pytest.mark.parametrize(
-    "points", [[], [Point(1, 1)], [Point(1, 1), Point(1, 2)], [Point(1, 1), Point(2, 0)]]
+    "points",
+    [[], [CurvePoint(1, 1)], [CurvePoint(1, 1), CurvePoint(1, 2)], [CurvePoint(1, 1), CurvePoint(2, 0)]],
 )
 def test_too_few_points_are_refused(points):
     with pytest.raises(ValueError, match="two sizes"):
@@ -76,7 +79,9 @@ def test_what_is_measured_here_makes_a_machine(tmp_path):
     machine = fit_machine(measured)
     assert all(np.isfinite(error) for error in errors(measured, machine).values())
     assert not list(tmp_path.iterdir())
-    fewer = Measured(name="here", method="", points={name: measured.points[name] for name in CURVES[1:]})
+    fewer = MeasuredCurves(
+        name="here", method="", points={name: measured.points[name] for name in CURVES[1:]}
+    )
     with pytest.raises(ValueError, match=f"{CURVES[0]} were not measured"):
         fit_machine(fewer)
 
@@ -85,7 +90,9 @@ def test_curves_of_a_real_machine_are_lines_enough():
     """Two busy cores of a virtual machine and its disk: each curve on average within 40 % of its points, a
     copy or a file within 25 %.
     """
-    measured = msgspec.json.decode((Path(__file__).parent / "two_cores.json").read_bytes(), type=Measured)
+    measured = msgspec.json.decode(
+        (Path(__file__).parent / "two_cores.json").read_bytes(), type=MeasuredCurves
+    )
     machine = fit_machine(measured)
     off = errors(measured, machine)
     assert max(off.values()) < 0.4

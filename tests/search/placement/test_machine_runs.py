@@ -11,17 +11,17 @@ import pytest
 
 from jaxflow.flexgen.policy import Policy, Shares
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
-from search.placement import machine_runs
-from search.placement.cost import Choice, predict
+from search.placement import machine as machine_runs
+from search.placement.cost_model import BlockChoice, predict
+from search.placement.machine import BlockRun, fit_runs, load_runs, run_errors
 from search.placement.machine_curves import Curve, MachineError, load_machine
-from search.placement.machine_runs import Run, fit_runs, load_runs, run_errors
-from search.placement.solver import GIGA, GPU_BATCH_SIZES, Memory, Options, search, solve
+from search.placement.solver import GIGA, GPU_BATCH_SIZES, PlacementOptions, TierMemory, search, solve
 from search.placement.workload import workload
 
-PAPER = load_runs(machine_runs.__file__.replace("machine_runs.py", "runs/t4.json"))
+PAPER = load_runs(paths.ROOT / "search" / "placement" / "runs" / "t4.json")
 T4, H200 = load_machine("t4"), load_machine("h200")
 SETTINGS = paths.ROOT / "benchmarks" / "settings"
-TABLE_1 = Memory(
+TABLE_1 = TierMemory(
     15 * GIGA, 200 * GIGA, 1500 * GIGA
 )  # 16, 208 and 1500 GB, less what the systems themselves take
 
@@ -71,7 +71,9 @@ def test_rates_are_found_in_runs_of_a_known_machine(monkeypatch):
         T4, host_to_device=Curve(T4.host_to_device.fixed_s, T4.host_to_device.units_per_s / 2)
     )
     policies = [run.policy for run in PAPER.runs if run.policy.weights.disk == 0]
-    runs = tuple(Run(policy, predict(work(policy.model), slower, policy).latency_s) for policy in policies)
+    runs = tuple(
+        BlockRun(policy, predict(work(policy.model), slower, policy).latency_s) for policy in policies
+    )
     found = fit_runs(msgspec.structs.replace(PAPER, start=T4, runs=runs))
     assert found.host_to_device.units_per_s == pytest.approx(slower.host_to_device.units_per_s, rel=0.15)
     assert found.disk_to_host.units_per_s == pytest.approx(T4.disk_to_host.units_per_s, rel=0.01)
@@ -84,7 +86,7 @@ def test_what_a_square_takes_the_driver_is_found_in_a_small_models_blocks(monkey
     known = msgspec.structs.replace(H200, square_s=3e-3)
     host = Shares(host=100.0)
     policy = Policy("opt-125m", 512, 32, 8, 4, host, host, host)
-    runs = (Run(policy, predict(work("opt-125m"), known, policy).latency_s),)
+    runs = (BlockRun(policy, predict(work("opt-125m"), known, policy).latency_s),)
     found = fit_runs(
         msgspec.structs.replace(PAPER, start=msgspec.structs.replace(H200, square_s=0.0), runs=runs)
     )
@@ -130,7 +132,13 @@ def test_the_front_is_that_of_table_20(block, latency_s):
     """
     sizes = [size for size in GPU_BATCH_SIZES if block % size == 0]
     found = [
-        solve(work("opt-30b"), T4, TABLE_1, Choice(size, block // size, host_attention=True), Options())
+        solve(
+            work("opt-30b"),
+            T4,
+            TABLE_1,
+            BlockChoice(size, block // size, host_attention=True),
+            PlacementOptions(),
+        )
         for size in sizes
     ]
     assert min(one[0] for one in found if one) == pytest.approx(latency_s, rel=0.2)

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from jaxflow.flexgen.policy import Policy, Shares
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
-from search.placement.cost import (
+from search.placement.cost_model import (
     TERMS,
-    Choice,
-    Placed,
+    BlockChoice,
+    TierShares,
     decode_terms,
     memory_bytes,
     predict,
@@ -51,8 +51,8 @@ def thirds(draw):
     return (a, b - a, 1 - b)
 
 
-placements = st.composite(lambda draw: Placed(*(thirds(draw) for _ in range(3))))()
-choices = st.builds(Choice, st.integers(1, 64), st.integers(1, 20), host_attention=st.booleans())
+placements = st.composite(lambda draw: TierShares(*(thirds(draw) for _ in range(3))))()
+choices = st.builds(BlockChoice, st.integers(1, 64), st.integers(1, 20), host_attention=st.booleans())
 
 
 @given(placements, choices)
@@ -112,8 +112,8 @@ def test_every_byte_has_a_home_and_peaks_are_those_of_appendix_a3(placed, choice
 
 def test_a_group_of_64_in_four_bits():
     assert BYTES[4] * 64 == 32 + 2 * 2
-    choice = Choice(4, 2)
-    home = Placed(*[(0.0, 1.0, 0.0)] * 3)
+    choice = BlockChoice(4, 2)
+    home = TierShares(*[(0.0, 1.0, 0.0)] * 3)
     small = [
         memory_bytes(OPT, dataclasses.replace(choice, **bits), home)[1]
         for bits in ({}, {"weight_bits": 4}, {"kv_bits": 4})

@@ -7,20 +7,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
-from search.placement.cost import Choice, memory_bytes, split
+from search.placement.cost_model import BlockChoice, memory_bytes, split
 from search.placement.front import Front, front, pareto, save_front
 from search.placement.machine_curves import load_machine
 from search.placement.rivals import rivals
-from search.placement.solver import GIGA, Candidate, Memory, Options, candidates, search
+from search.placement.solver import GIGA, BlockCandidate, PlacementOptions, TierMemory, candidates, search
 from search.placement.workload import workload
 
 MACHINE = load_machine("h200")
 OPT = workload("opt-30b", open_checkpoint("opt-30b", load_format="dummy").model_config, 512, 32)
-MEMORY = Memory(16 * GIGA, 100 * GIGA, 500 * GIGA)
-FEW = Options(gpu_batch_sizes=(1, 8, 16, 48), num_gpu_batches=(1, 2, 4))
+MEMORY = TierMemory(16 * GIGA, 100 * GIGA, 500 * GIGA)
+FEW = PlacementOptions(gpu_batch_sizes=(1, 8, 16, 48), num_gpu_batches=(1, 2, 4))
 
 drawn = st.lists(
-    st.builds(Candidate, st.just(Choice(1, 1)), st.floats(0.1, 100), st.integers(1, 1000)), max_size=20
+    st.builds(BlockCandidate, st.just(BlockChoice(1, 1)), st.floats(0.1, 100), st.integers(1, 1000)),
+    max_size=20,
 )
 
 

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from jaxflow.flexgen.policy import Policy, Shares
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
-from search.placement.cost import Choice, Placed, memory_bytes, predict, split
+from search.placement.cost_model import BlockChoice, TierShares, memory_bytes, predict, split
 from search.placement.machine_curves import Curve, load_machine
 from search.placement.solver import (
     GIGA,
-    Memory,
-    Options,
     PlacementError,
+    PlacementOptions,
+    TierMemory,
     candidates,
     least_bytes,
     link_bound,
@@ -31,16 +31,16 @@ from search.placement.workload import workload
 MACHINE = msgspec.structs.replace(load_machine("h200"), host_attention=Curve(5e-5, 1e11))
 OPT = workload("opt-30b", open_checkpoint("opt-30b", load_format="dummy").model_config, 512, 32)
 LLAMA = workload("llama-3.1-8b", open_checkpoint("llama-3.1-8b", load_format="dummy").model_config, 1024, 128)
-PAPER = Memory(16 * GIGA, 100 * GIGA, 500 * GIGA)
-FEW = Options(gpu_batch_sizes=(1, 8, 48), num_gpu_batches=(1, 3))
+PAPER = TierMemory(16 * GIGA, 100 * GIGA, 500 * GIGA)
+FEW = PlacementOptions(gpu_batch_sizes=(1, 8, 48), num_gpu_batches=(1, 3))
 
 
 def gigabytes(low, high):
     return st.floats(low, high, allow_nan=False).map(lambda number: number * GIGA)
 
 
-memories = st.builds(Memory, gigabytes(3, 40), gigabytes(1, 120), gigabytes(0, 400))
-choices = st.builds(Choice, st.sampled_from((1, 4, 16)), st.integers(1, 8), host_attention=st.booleans())
+memories = st.builds(TierMemory, gigabytes(3, 40), gigabytes(1, 120), gigabytes(0, 400))
+choices = st.builds(BlockChoice, st.sampled_from((1, 4, 16)), st.integers(1, 8), host_attention=st.booleans())
 workloads = st.sampled_from((OPT, LLAMA))
 
 
@@ -52,10 +52,10 @@ def predicted(work, policy):
 @given(workloads, memories, choices, st.sampled_from((16, 4)))
 def test_a_placement_keeps_its_limits_and_takes_what_was_said(work, memory, choice, bits):
     choice = dataclasses.replace(choice, weight_bits=bits)
-    solved = solve(work, MACHINE, memory, choice, Options())
+    solved = solve(work, MACHINE, memory, choice, PlacementOptions())
     if solved is None:
         return
-    policy = policy_of(work, MACHINE, memory, choice, Options())
+    policy = policy_of(work, MACHINE, memory, choice, PlacementOptions())
     for kind in (policy.weights, policy.kv, policy.activations):
         assert sum(kind) == pytest.approx(100, abs=1e-9)
     for used, capacity in zip(memory_bytes(work, *split(policy)), memory, strict=True):
@@ -68,7 +68,9 @@ def test_a_placement_keeps_its_limits_and_takes_what_was_said(work, memory, choi
 def test_more_memory_never_predicts_less_throughput(work, memory, choice, tier, factor):
     larger = list(memory)
     larger[tier] = larger[tier] * factor + GIGA
-    before, after = (solve(work, MACHINE, given, choice, Options()) for given in (memory, Memory(*larger)))
+    before, after = (
+        solve(work, MACHINE, given, choice, PlacementOptions()) for given in (memory, TierMemory(*larger))
+    )
     assert before is None or (after is not None and after[0] <= before[0] * (1 + 1e-6))
 
 
@@ -86,14 +88,14 @@ def test_the_program_equals_brute_force_on_a_coarse_grid(work, memory, choice):
     """In steps of 25 %: the integer program finds the grid's best exactly, and any share is at least as good."""
     best = math.inf
     for kinds in itertools.product(every(4), repeat=3):
-        placed = Placed(*kinds)
+        placed = TierShares(*kinds)
         if all(
             used <= capacity
             for used, capacity in zip(memory_bytes(work, choice, placed), memory, strict=True)
         ):
             best = min(best, predicted(work, policy_from(work, choice, placed)).latency_s)
-    found = solve(work, MACHINE, memory, choice, Options(percent_step=25))
-    free = solve(work, MACHINE, memory, choice, Options())
+    found = solve(work, MACHINE, memory, choice, PlacementOptions(percent_step=25))
+    free = solve(work, MACHINE, memory, choice, PlacementOptions())
     if math.isinf(best):
         assert found is None
     else:
@@ -122,13 +124,13 @@ def test_the_search_is_the_best_of_its_candidates_and_near_the_papers_policy():
     policy = search(OPT, MACHINE, PAPER)
     best = predicted(OPT, policy)
     assert best.tokens_per_s == pytest.approx(
-        max(one.tokens_per_s for one in candidates(OPT, MACHINE, PAPER, Options())), rel=1e-5
+        max(one.tokens_per_s for one in candidates(OPT, MACHINE, PAPER, PlacementOptions())), rel=1e-5
     )
     assert (
         10 < policy.weights.device < 30 and policy.kv.device < 5 and policy.host_attention
     )  # the paper's (20, 80), KV on the host
     assert policy.num_gpu_batches > 1
-    assert link_bound(OPT, MACHINE, PAPER, Options()) >= best.link_tokens_per_s >= best.tokens_per_s
+    assert link_bound(OPT, MACHINE, PAPER, PlacementOptions()) >= best.link_tokens_per_s >= best.tokens_per_s
 
 
 def test_a_latency_limit_costs_throughput_and_is_kept():
@@ -140,7 +142,7 @@ def test_a_latency_limit_costs_throughput_and_is_kept():
 
 def test_what_fits_the_device_stays_there():
     policy = search(
-        LLAMA, MACHINE, Memory(80 * GIGA, 100 * GIGA, 0.0), dataclasses.replace(FEW, host_attention=False)
+        LLAMA, MACHINE, TierMemory(80 * GIGA, 100 * GIGA, 0.0), dataclasses.replace(FEW, host_attention=False)
     )
     assert policy.weights == policy.kv == policy.activations == Shares(device=100.0)
     assert predicted(LLAMA, policy).link_s == 0
@@ -155,7 +157,7 @@ def test_four_bits_help_where_the_link_binds_and_exclude_the_host():
     both = search(OPT, MACHINE, PAPER, dataclasses.replace(FEW, weight_bits=4, kv_bits=4))
     assert both.kv_bits == 4 and not both.host_attention and predicted(OPT, both).tokens_per_s > wide
     with pytest.raises(PlacementError, match="host_attention=on with kv_bits=4"):
-        Options(kv_bits=4, host_attention=True)
+        PlacementOptions(kv_bits=4, host_attention=True)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +171,7 @@ def test_four_bits_help_where_the_link_binds_and_exclude_the_host():
 )
 def test_options_that_mean_nothing_are_refused(changes, words):
     with pytest.raises(PlacementError, match=words):
-        Options(**changes)
+        PlacementOptions(**changes)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +179,7 @@ def test_options_that_mean_nothing_are_refused(changes, words):
 )
 def test_memory_that_is_no_amount_is_refused(capacity, words):
     with pytest.raises(PlacementError, match=words):
-        Memory(capacity, 0.0, 0.0)
+        TierMemory(capacity, 0.0, 0.0)
 
 
 @pytest.mark.parametrize("memory", [(16, 10, 0), (1, 10, 0), (16, 0, 10), (0.5, 1, 1)])
@@ -185,11 +187,11 @@ def test_what_is_advised_fits(memory):
     """A refusal names amounts of memory; with them the search succeeds."""
     given = dict(zip(("gpu_mem", "cpu_mem", "disk"), memory, strict=True))
     with pytest.raises(PlacementError, match="does not fit; it would with") as refused:
-        search(OPT, MACHINE, Memory(*(GIGA * number for number in memory)), FEW)
+        search(OPT, MACHINE, TierMemory(*(GIGA * number for number in memory)), FEW)
     advice = str(refused.value).split("it would with ")[1].replace(" at least", "")
     ways = [given | _read(way) for way in advice.split(" or ")]
     for way in ways:
-        search(OPT, MACHINE, Memory(*(GIGA * way[name] for name in given)), FEW)
+        search(OPT, MACHINE, TierMemory(*(GIGA * way[name] for name in given)), FEW)
 
 
 def _read(way):
@@ -204,15 +206,17 @@ def test_a_latency_that_no_block_reaches_is_refused_with_the_least():
 
 
 def test_the_least_memory_of_a_tier_is_enough_and_no_less():
-    choice, memory = Choice(4, 2, host_attention=True), Memory(6 * GIGA, 40 * GIGA, 50 * GIGA)
+    choice, memory = BlockChoice(4, 2, host_attention=True), TierMemory(6 * GIGA, 40 * GIGA, 50 * GIGA)
     least = least_bytes(OPT, choice, memory, 0)
     for factor, fits in ((1.001, True), (0.999, False)):
         assert (
-            solve(OPT, MACHINE, dataclasses.replace(memory, device=least * factor), choice, Options())
+            solve(
+                OPT, MACHINE, dataclasses.replace(memory, device=least * factor), choice, PlacementOptions()
+            )
             is not None
         ) == fits
 
 
 def test_free_links_bound_nothing():
     machine = msgspec.structs.replace(MACHINE, name="same")
-    assert link_bound(LLAMA, machine, Memory(80 * GIGA, 0.0, 0.0), FEW) == math.inf
+    assert link_bound(LLAMA, machine, TierMemory(80 * GIGA, 0.0, 0.0), FEW) == math.inf

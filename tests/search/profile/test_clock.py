@@ -23,7 +23,7 @@ from jaxflow.model.cost import DEVICES
 from jaxflow.model.energy import bound, shipped_power
 from jaxflow.model.graph import Graph, Work, model_graph
 from jaxflow.pipeline.handwritten import phased_plan, sequential_plan
-from search.nanobatch.layer_tasks import Load
+from search.nanobatch.layer_tasks import StepShape
 from search.nanobatch.simulate import simulate
 from search.profile.clock import Governor, governor_of, of_kernels, shipped_card
 from search.profile.modelled import modelled_profile
@@ -145,7 +145,9 @@ def test_whole_layers_are_predicted_within_six_percent_and_never_too_well():
         best.setdefault((row["tokens"], kind), []).extend(row["seconds"])
     config, off = dataclasses.replace(LLAMA, layers=LLAMA.layers[:8]), []
     for tokens in (2048, 4096):
-        load = Load(tokens, tokens, 425, 0)  # 680 decodes of 1280 keys a 2048 tokens, spread over them all
+        load = StepShape(
+            tokens, tokens, 425, 0
+        )  # 680 decodes of 1280 keys a 2048 tokens, spread over them all
         took = {}
         for kind, plan in (
             ("sequential", sequential_plan(config, tokens)),

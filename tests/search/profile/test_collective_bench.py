@@ -21,12 +21,11 @@ from pallas_kernels.kernel_set import REFERENCE, KernelSet, kernel_set_for
 from search.profile import measure as command
 from search.profile.clock import shipped_card
 from search.profile.collective_bench import beside, collective
-from search.profile.copy_engine import copied
 from search.profile.entries import entries
-from search.profile.measure import chosen_ops, this_device
-from search.profile.op_bench import Case, Layer, one_shard
+from search.profile.measure import TimeBudget, chosen_ops, this_device
+from search.profile.modelled import copied
+from search.profile.op_bench import LayerBench, OpCase, one_shard
 from search.profile.op_times import PAIR_TOKENS, load_profile, seconds
-from search.time_budget import Budget
 
 NAME = str(paths.MODELS / "tiny-llama")
 TINY = open_checkpoint(NAME).model_config
@@ -37,9 +36,9 @@ NO_COPIES = msgspec.structs.replace(
 )  # they are the profile's, or unknown
 
 
-def layer_of(fp8: bool = False, kernels=REFERENCE, config=TINY, tp: int = TP, dtype="float32") -> Layer:
+def layer_of(fp8: bool = False, kernels=REFERENCE, config=TINY, tp: int = TP, dtype="float32") -> LayerBench:
     kv = "float8_e4m3fn" if fp8 else dtype
-    return Layer(
+    return LayerBench(
         config,
         kernels,
         dtype=dtype,
@@ -74,7 +73,7 @@ def test_a_shard_has_what_one_device_has(model, tp):
     [*itertools.product(["attn_reduce", "attn_scatter", "attn_gather"], [False, True]), ("exchange", False)],
 )
 def test_a_program_makes_what_its_collective_makes(op, fp8):
-    program = collective(layer_of(fp8), Case(op, 8), make_mesh(TP))
+    program = collective(layer_of(fp8), OpCase(op, 8), make_mesh(TP))
     given, kept = program.drawn(1)
     made = program.compile()(given, kept)
     for x, *results in zip(jax.tree.leaves(given), *(jax.tree.leaves(one) for one in made), strict=True):
@@ -99,7 +98,7 @@ def test_a_profile_of_two_devices_is_continued_where_two_are(tmp_path):
     for names in (alone, ["network"]):
         wanted = entries(chosen_ops(layer, names), (8,), (16,), (), 1)
         profile, left = command.measure(
-            command.resumed(path, profile), layer, wanted, path, Budget(300), seconds_each=0.003
+            command.resumed(path, profile), layer, wanted, path, TimeBudget(300), seconds_each=0.003
         )
         assert not left
     assert load_profile(path) == profile and profile.tensor_parallel_size == TP
@@ -113,7 +112,7 @@ def test_a_profile_of_two_devices_is_continued_where_two_are(tmp_path):
 def test_a_product_beside_a_sum_makes_what_both_make(sent):
     """On four devices, in the order of a plan's step."""
     layer, mesh = layer_of(tp=4), make_mesh(4)
-    program = beside(layer, Case("down", 8), Case(sent, 8), mesh, phases=2)
+    program = beside(layer, OpCase("down", 8), OpCase(sent, 8), mesh, phases=2)
     given, _ = program.drawn(1)
     summed, product, again = program.compile()(given, None)
     rows, (x,) = np.asarray(given["sent"]).reshape(4, 8, -1), given["inputs"]
@@ -133,7 +132,7 @@ def test_pairs_of_products_and_sums_are_measured(tmp_path):
     layer, empty = this_device(NAME, TINY, "auto", "auto", TP)
     ops = chosen_ops(layer, ["attn_reduce", "exchange", "down"])
     profile, left = command.measure(
-        empty, layer, entries(ops, (8, 64), (16,), (), 1), path, Budget(300), seconds_each=0.003
+        empty, layer, entries(ops, (8, 64), (16,), (), 1), path, TimeBudget(300), seconds_each=0.003
     )
     assert not left and load_profile(path) == profile
     assert {(pair.first, pair.second, pair.second_sms, pair.keys) for pair in profile.pairs} == {
@@ -155,7 +154,7 @@ def test_what_cannot_be_measured_is_refused(monkeypatch):
     with pytest.raises(ConfigError, match="ops='network'"):
         chosen_ops(layer_of(tp=1), ["network"])
     with pytest.raises(ValueError, match="tokens=7"):
-        collective(layer_of(), Case("attn_scatter", 7), make_mesh(TP))
+        collective(layer_of(), OpCase("attn_scatter", 7), make_mesh(TP))
     monkeypatch.setattr(jax, "devices", lambda: [None])
     with pytest.raises(ConfigError, match="at most the 1 devices here, unless --ops leaves out attn_gather"):
         chosen_ops(layer_of(), [])
@@ -175,14 +174,14 @@ def test_every_call_is_in_the_loop_for_the_h200(op):
     """Calls on equal inputs are as many when compiled: XLA makes one of those whose results nobody keeps."""
     layer, mesh = layer_of(kernels=on_an_h200(), config=LLAMA, tp=4, dtype="bfloat16"), h200_mesh((4,))
     if op == "attn_norm":
-        program, kind = layer.alone(Case(op, 64)), "kCustomCall"
+        program, kind = layer.alone(OpCase(op, 64)), "kCustomCall"
         program = dataclasses.replace(
             program, sharding=jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
         )
-        calls = program.calls // layer.rounds(Case(op, 64), 2)[1]
+        calls = program.calls // layer.rounds(OpCase(op, 64), 2)[1]
     else:
         program, kind = (
-            collective(layer, Case(op, 64), mesh),
+            collective(layer, OpCase(op, 64), mesh),
             {"attn_reduce": "kCollectiveKernel", "attn_scatter": "kReduceScatter"}[op],
         )
         calls = 8
@@ -192,7 +191,7 @@ def test_every_call_is_in_the_loop_for_the_h200(op):
 
 def test_a_sum_is_on_its_way_while_the_product_runs():
     layer, mesh = layer_of(kernels=on_an_h200(), config=LLAMA, tp=4, dtype="bfloat16"), h200_mesh((4,))
-    program = beside(layer, Case("out_proj", 128), Case("exchange", 512), mesh, phases=2)
+    program = beside(layer, OpCase("out_proj", 128), OpCase("exchange", 512), mesh, phases=2)
     found = compile_for_h200(program.function, *program.structs, options=program.options)
     kinds = [thunk.kind for thunk in found.thunks if not thunk.depth]
     starts, dones = (

@@ -20,9 +20,9 @@ from jaxflow.model.cost import DEVICES
 from jaxflow.model.energy import Curve, bound, shipped_power
 from jaxflow.model.graph import BFLOAT16, FP8, Work, model_graph
 from pallas_kernels.gemm.model_shapes import SHAPES
-from search.profile import energy_fit
+from search.profile import energy as energy_fit
 from search.profile.clock import of_kernels, shipped_card
-from search.profile.energy_fit import Run, Runs, errors, fit, load_runs, lowered, of_profile, watts_of
+from search.profile.energy import PowerRun, PowerRuns, errors, fit, load_runs, lowered, of_profile, watts_of
 from search.profile.op_times import OpTime, Pair, Profile, load_profile
 
 MEASURED = paths.ROOT / "benchmarks" / "settings/h200-energy-runs.json"
@@ -38,7 +38,7 @@ assert POWER is not None
 
 
 @functools.cache
-def entries(path: Path) -> Runs:
+def entries(path: Path) -> PowerRuns:
     """Of a profile: products and attention, on all SMs and on some."""
     profile = load_profile(path)
     config = open_checkpoint(profile.model, load_format="dummy").model_config
@@ -124,7 +124,7 @@ def drawn_runs(draw):
         draw(st.floats(1e10, 4e12)),
     )
     ratio = draw(st.floats(0.2, 0.99) | st.floats(1.01, 3.0))
-    run = Run("drawn", dtype, flops, moved, 0.0, share * POWER.highest_clock_hz / 1e6)
+    run = PowerRun("drawn", dtype, flops, moved, 0.0, share * POWER.highest_clock_hz / 1e6)
     return msgspec.structs.replace(run, watts=POWER.idle_w + ratio * sum(watts_of(run, POWER))), ratio
 
 
@@ -153,7 +153,7 @@ def test_runs_that_needed_less_lower_what_is_theirs_alone(drawn):
 
 
 def test_what_cannot_lower_the_constants_is_refused():
-    run = Run("odd", "bfloat16", 1e14, 1e12, POWER.idle_w, 1500.0)
+    run = PowerRun("odd", "bfloat16", 1e14, 1e12, POWER.idle_w, 1500.0)
     for odd in (run, msgspec.structs.replace(run, watts=500.0, dtype="float32")):
         with pytest.raises(ValueError, match="run 'odd'"):
             lowered(POWER, [odd])
@@ -178,7 +178,13 @@ def timed_products():
                     2e6 * int(about[3]) * n * k / t["us"],
                     1e6 * n * k * (1 if dtype == "float8_e4m3fn" else 2) / t["us"],
                 )
-                yield row["group"], row["case"], way, Run(way, dtype, flops, moved, t["watts"], t["mhz"]), t
+                yield (
+                    row["group"],
+                    row["case"],
+                    way,
+                    PowerRun(way, dtype, flops, moved, t["watts"], t["mhz"]),
+                    t,
+                )
 
 
 def test_the_kernels_report_is_held_to_the_bound_in_time_and_its_watts_are_not_joules():
@@ -242,7 +248,7 @@ def test_it_finds_the_joules_that_made_the_data():
         flops, moved, mhz = rng.uniform(0, 6e14), rng.uniform(2e11, 4e12), rng.uniform(900, 1980)
         share = mhz / measured.highest_clock_mhz
         watts = measured.idle_w + flops * flop.at(share) + moved * byte.at(share)
-        return Run(f"made {i}", "bfloat16", flops, moved, float(watts), mhz)
+        return PowerRun(f"made {i}", "bfloat16", flops, moved, float(watts), mhz)
 
     found = fit(msgspec.structs.replace(measured, runs=[run(i) for i in range(600)]))
     assert found.flop["bfloat16"].joules == pytest.approx(flop.joules, rel=0.03)

@@ -4,9 +4,8 @@ import paths
 import pytest
 
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
-from search.profile.held_out import held_out_errors, in_words
 from search.profile.measure import interpolation_errors
-from search.profile.op_times import OpTime, Profile, load_profile
+from search.profile.op_times import OpTime, Profile, held_out_errors, in_words, load_profile
 
 LLAMA = open_checkpoint("llama-3.1-8b", load_format="dummy").model_config
 

@@ -21,16 +21,14 @@ from jaxflow.pipeline.plan import load, save
 from jaxflow.request import Request
 from pallas_kernels.kernel_set import REFERENCE, kernel_set_for
 from search.__main__ import main
-from search.nanobatch.layer_tasks import Load
+from search.nanobatch.layer_tasks import StepShape
 from search.nanobatch.simulate import simulate
 from search.profile import measure as command
-from search.profile.entries import PAIR_KEYS, Together, coarse_first, described, entries
-from search.profile.measure import resumed, this_device
-from search.profile.op_bench import Case, Layer
+from search.profile.entries import PAIR_KEYS, OpPair, coarse_first, described, entries
+from search.profile.measure import TimeBudget, resumed, this_device
+from search.profile.op_bench import LayerBench, OpCase, draw
 from search.profile.op_times import ATTENTION, OpTime, Pair, ProfileError, load_profile, save_profile, seconds
 from search.profile.share_times import ShareTimes
-from search.profile.timed_program import draw
-from search.time_budget import Budget
 
 NAME = str(paths.MODELS / "tiny-llama")
 LLAMA = open_checkpoint("llama-3.1-8b", load_format="dummy").model_config
@@ -41,11 +39,11 @@ def tiny():
     return this_device(NAME, open_checkpoint(NAME).model_config, "auto", "auto")
 
 
-def llama(fp8: bool = False) -> Layer:
+def llama(fp8: bool = False) -> LayerBench:
     kv = "float8_e4m3fn" if fp8 else "bfloat16"
     heads = {"head_dim": 128, "queries_per_kv_head": 4, "page_size": 64}
     kernels = kernel_set_for("gpu", "9.0", **heads, dtype="bfloat16", kv_dtype=kv, device="NVIDIA H200")
-    return Layer(LLAMA, kernels, dtype="bfloat16", kv_dtype=kv, fp8=fp8, platform="gpu")
+    return LayerBench(LLAMA, kernels, dtype="bfloat16", kv_dtype=kv, fp8=fp8, platform="gpu")
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +52,7 @@ def measured(tmp_path_factory):
     path = tmp_path_factory.mktemp("profiles") / "here.json"
     layer, empty = tiny()
     wanted = entries(layer.ops, (8, 32), (32,), (), empty.total_sms)
-    profile, left = command.measure(empty, layer, wanted, path, Budget(300), seconds_each=0.003)
+    profile, left = command.measure(empty, layer, wanted, path, TimeBudget(300), seconds_each=0.003)
     assert not left
     return path, profile
 
@@ -77,15 +75,15 @@ def test_a_profile_that_was_cut_short_is_continued(measured, tmp_path):
     layer, empty = tiny()
     wanted = entries(layer.ops, (8, 32), (32,), (), 1)
     cut = resumed(path, empty)
-    assert command.measure(cut, layer, wanted, path, Budget(0), seconds_each=0.003) == (
+    assert command.measure(cut, layer, wanted, path, TimeBudget(0), seconds_each=0.003) == (
         cut,
-        [Case("down", 32), Case("down", 8)],
+        [OpCase("down", 32), OpCase("down", 8)],
     )
-    profile, left = command.measure(cut, layer, wanted, path, Budget(300), seconds_each=0.003)
+    profile, left = command.measure(cut, layer, wanted, path, TimeBudget(300), seconds_each=0.003)
     assert not left and list(profile.op_times[: len(kept)]) == kept
     assert {one.op for one in profile.op_times[len(kept) :]} == {"down"}
     assert load_profile(path) == profile
-    assert command.measure(profile, layer, wanted, path, Budget(300), seconds_each=0.003) == (profile, [])
+    assert command.measure(profile, layer, wanted, path, TimeBudget(300), seconds_each=0.003) == (profile, [])
 
 
 @pytest.mark.parametrize(
@@ -148,13 +146,15 @@ def test_anothers_profile_is_refused(tmp_path, changes, words):
 def test_every_family_has_a_program_for_each_op(model):
     layer, _ = this_device(model, open_checkpoint(str(paths.MODELS / model)).model_config, "auto", "auto")
     for name in layer.ops:
-        program = layer.alone(Case(name, 8, 16 if name in ATTENTION else 0))
+        program = layer.alone(OpCase(name, 8, 16 if name in ATTENTION else 0))
         made = jax.eval_shape(program.function, program.given, program.kept)
         assert made == program.kept, name
 
 
 @pytest.mark.parametrize(
-    "case", [Case("down", 8), Case("attn_norm", 8), Case("chunk_attention", 8, 16)], ids=lambda case: case.op
+    "case",
+    [OpCase("down", 8), OpCase("attn_norm", 8), OpCase("chunk_attention", 8, 16)],
+    ids=lambda case: case.op,
 )
 def test_every_round_is_run(case):
     """What a program does grows with its rounds: XLA takes no op out of the loop."""
@@ -168,7 +168,7 @@ def test_experts_are_chosen_among_those_that_are_there():
     layer, _ = this_device(
         "", open_checkpoint(str(paths.MODELS / "tiny-mixtral")).model_config, "auto", "auto"
     )
-    program = layer.alone(Case("expert_up_gate", 8))
+    program = layer.alone(OpCase("expert_up_gate", 8))
     given, kept = draw(program.given), draw(program.kept, layer.config.num_experts)
     assert int(kept["inputs"][0][1].experts.max()) == layer.config.num_experts - 1
     made = program.function(given, kept)["made"]
@@ -183,8 +183,8 @@ def test_what_is_drawn_is_about_normal():
 
 @pytest.mark.parametrize("name", ["up_gate", "attn_norm", "mlp_norm", "down", "out_proj", "qkv"])
 def test_with_fp8_what_goes_into_a_product_is_e4m3(name):
-    layer = Layer(LLAMA, REFERENCE, dtype="bfloat16", kv_dtype="float8_e4m3fn", fp8=True, platform="gpu")
-    made = jax.tree.leaves(layer.alone(Case(name, 128)).kept["made"])
+    layer = LayerBench(LLAMA, REFERENCE, dtype="bfloat16", kv_dtype="float8_e4m3fn", fp8=True, platform="gpu")
+    made = jax.tree.leaves(layer.alone(OpCase(name, 128)).kept["made"])
     assert any(leaf.dtype == jnp.float8_e4m3fn for leaf in made) == (
         name in ("up_gate", "attn_norm", "mlp_norm")
     )
@@ -192,7 +192,7 @@ def test_with_fp8_what_goes_into_a_product_is_e4m3(name):
 
 def test_a_program_of_pairs_computes_what_its_ops_do():
     layer, _ = tiny()
-    product, attention = Case("up_gate", 16), Case("decode_attention", 4, 40)
+    product, attention = OpCase("up_gate", 16), OpCase("decode_attention", 4, 40)
     program = layer.beside(product, attention, 128, phases=2)
     given = draw(program.given)
     made = program.function(given, None)
@@ -212,7 +212,7 @@ def test_a_program_of_pairs_computes_what_its_ops_do():
 
 def test_chunks_see_the_keys_that_they_say():
     for tokens, keys in ((2048, 256), (128, 4096), (1536, 1024), (100, 7)):
-        case = Case("chunk_attention", tokens, keys)
+        case = OpCase("chunk_attention", tokens, keys)
         step = case.composition
         assert step.chunk_tokens == tokens
         assert step.count("chunk_pairs") / tokens == pytest.approx(keys + 0.5, abs=1)
@@ -222,7 +222,7 @@ def test_what_matters_most_is_measured_first():
     assert coarse_first([128, 256, 512, 1024, 2048]) == [2048, 128, 512, 256, 1024]
     assert coarse_first([7]) == [7]
     found = entries(llama().ops, (128, 256, 512, 768, 1024, 1536, 2048), (256, 1024, 4096), SHARES, 132)
-    pairs = [entry for entry in found if isinstance(entry, Together)]
+    pairs = [entry for entry in found if isinstance(entry, OpPair)]
     assert len(pairs) == 24 and len(set(found)) == len(found)
     assert all(pair.product.sms + pair.other.sms == 132 for pair in pairs)
     before = found[: found.index(pairs[0])]
@@ -234,12 +234,12 @@ def test_what_matters_most_is_measured_first():
                         {
                             one.tokens
                             for one in before
-                            if isinstance(one, Case) and (one.op, one.sms) == (case.op, sms)
+                            if isinstance(one, OpCase) and (one.op, one.sms) == (case.op, sms)
                         }
                     )
                     > 1
                 )
-    assert {case.op for case in found[:9] if isinstance(case, Case)} > {"up_gate", "qkv", "down"}
+    assert {case.op for case in found[:9] if isinstance(case, OpCase)} > {"up_gate", "qkv", "down"}
 
 
 class Machine:
@@ -255,15 +255,15 @@ class Machine:
 
     def compile(self, layer, batch, threads):
         tuned = sum(
-            isinstance(entry, Case) and entry.sms is None and layer.ops[entry.op].kind == "dense"
+            isinstance(entry, OpCase) and entry.sms is None and layer.ops[entry.op].kind == "dense"
             for entry in batch
         )
         self.now += tuned * self.tuning_s + self.kernel_s * -(-len(batch) // 8)
         return [(None, None)] * len(batch)
 
     def measure(self, profile, layer, entry, program, executable, seconds_each):
-        self.now += self.measure_s * (4 if isinstance(entry, Together) else 1)
-        if isinstance(entry, Case):
+        self.now += self.measure_s * (4 if isinstance(entry, OpPair) else 1)
+        if isinstance(entry, OpCase):
             one = OpTime(entry.op, entry.tokens, entry.keys, entry.sms or 132, 1e-6 * entry.tokens)
             return msgspec.structs.replace(profile, op_times=(*profile.op_times, one))
         a, b = entry.product, entry.other
@@ -284,7 +284,7 @@ def test_a_profile_takes_no_longer_than_it_may(
     empty = msgspec.structs.replace(tiny()[1], total_sms=132)
     wanted = entries(layer.ops, (128, 256, 512, 768, 1024, 1536, 2048), (256, 1024, 4096), SHARES, 132)
     profile, left = command.measure(
-        empty, layer, wanted, tmp_path / "p", Budget(480, lambda: machine.now), seconds_each=0.4
+        empty, layer, wanted, tmp_path / "p", TimeBudget(480, lambda: machine.now), seconds_each=0.4
     )
     assert machine.now <= 480 + 4 * tuning_s  # a batch of products to tune may come unexpected
     assert len(profile.op_times) + len(profile.pairs) + len(left) == len(wanted)
@@ -296,14 +296,14 @@ def test_a_profile_takes_no_longer_than_it_may(
     assert not left or "of up_gate" in described(left)
     before = len(profile.op_times)
     again, rest = command.measure(
-        profile, layer, wanted, tmp_path / "p", Budget(480, lambda: machine.now), seconds_each=0.4
+        profile, layer, wanted, tmp_path / "p", TimeBudget(480, lambda: machine.now), seconds_each=0.4
     )
     assert len(again.op_times) - before + len(again.pairs) - len(profile.pairs) == len(left) - len(rest)
 
 
 def test_a_budget_learns_what_pieces_take():
     now = [0.0]
-    budget = Budget(100, lambda: now[0])
+    budget = TimeBudget(100, lambda: now[0])
     assert budget.fits("compile") == 33  # a guess
     for _ in range(8):
         now[0] += 4
@@ -314,18 +314,19 @@ def test_a_budget_learns_what_pieces_take():
 
 
 def test_without_kernels_to_bound_there_are_no_shares_or_pairs():
-    layer = Layer(LLAMA, REFERENCE, dtype="bfloat16", kv_dtype="bfloat16", fp8=False, platform="gpu")
+    layer = LayerBench(LLAMA, REFERENCE, dtype="bfloat16", kv_dtype="bfloat16", fp8=False, platform="gpu")
     assert not layer.kernels.can_be_bounded and llama().kernels.can_be_bounded
     assert all(
-        isinstance(entry, Case) and entry.sms is None for entry in entries(layer.ops, (128,), (256,), (), 132)
+        isinstance(entry, OpCase) and entry.sms is None
+        for entry in entries(layer.ops, (128,), (256,), (), 132)
     )
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        Case("up_gate", 256, sms=100),
-        Case("rope_append", 256),
+        OpCase("up_gate", 256, sms=100),
+        OpCase("rope_append", 256),
     ],
     ids=lambda case: case.op,
 )
@@ -350,7 +351,7 @@ def test_an_op_compiles_for_an_h200_and_leaves_caches_in_place(case):
 
 
 def test_pairs_compile_for_an_h200_on_two_streams():
-    product, attention = Case("up_gate", 256, sms=100), Case("decode_attention", 64, PAIR_KEYS, 32)
+    product, attention = OpCase("up_gate", 256, sms=100), OpCase("decode_attention", 64, PAIR_KEYS, 32)
     program = llama(fp8=True).beside(product, attention, PAIR_KEYS, phases=2)
     mesh = h200_mesh()
     compiled = compile_for_h200(
@@ -403,7 +404,7 @@ def test_from_a_real_profile_to_an_engine_that_serves_under_its_plan(
     cuts = {nano.start for nano in found.nano_ops} - {0}
     assert len(cuts) == 1 and found.predictions is not None
     assert NAME not in found.name, "a path fills the columns of bench plans"
-    timeline = simulate(found, graph, ShareTimes(profile, graph), Load.steady_state(64, 24, 16))
+    timeline = simulate(found, graph, ShareTimes(profile, graph), StepShape.steady_state(64, 24, 16))
     lasts = [entry.stop_s - entry.start_s for entry in timeline.entries]
     assert timeline.busy_s == pytest.approx(sum(lasts)) and 0 < timeline.period_s <= timeline.busy_s, (
         "one stream"

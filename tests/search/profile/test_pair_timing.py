@@ -5,12 +5,11 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from search.profile.clock_scaling import Clocks
-from search.profile.contention import of_pair
-from search.profile.entries import PAIR_KEYS, Together
-from search.profile.op_bench import PHASES, Case
+from search.profile.clock import ClockScaling, of_pair
+from search.profile.entries import PAIR_KEYS, OpPair
+from search.profile.measure import equal_ends, timed_pair
+from search.profile.op_bench import PHASES, OpCase
 from search.profile.op_times import OpTime, Profile, seconds
-from search.profile.pair_timing import equal_ends, timed_pair
 from search.profile.sustain import Sustained
 
 PRODUCT_S, A_KEY_S, BESIDE = 400e-6, 1e-6, 1.13
@@ -61,7 +60,7 @@ def test_a_pair_says_what_both_took_to_their_own_end():
     ]
     profile = Profile("toy", {}, "toy", 1, "bfloat16", "bfloat16", 132, "drawn", tuple(times))
     layer = SimpleNamespace(batch=lambda case, most_keys: case.keys)
-    entry = Together(Case("down", 1024, sms=100), Case("decode_attention", 256, PAIR_KEYS, 32))
+    entry = OpPair(OpCase("down", 1024, sms=100), OpCase("decode_attention", 256, PAIR_KEYS, 32))
 
     def run(given, seconds):
         return Sustained(PHASES * max(ends(given["batch"])), 700.0, 1500.0, PHASES * 0.3, 0.1)
@@ -76,5 +75,5 @@ def test_a_pair_says_what_both_took_to_their_own_end():
     assert pair.second_performance == pytest.approx(1 / BESIDE, rel=0.02)
     graph = SimpleNamespace(layers=())
     assert of_pair(
-        profile, Clocks(graph, profile), msgspec.structs.replace(pair, clock_mhz=None)
+        profile, ClockScaling(graph, profile), msgspec.structs.replace(pair, clock_mhz=None)
     ) == pytest.approx(BESIDE, rel=0.02)

@@ -12,11 +12,10 @@ from jaxflow.pipeline.handwritten import copied as with_copies
 from jaxflow.pipeline.handwritten import sequential_plan, two_nano_batch_plan
 from jaxflow.pipeline.plan import load
 from search.__main__ import main
-from search.nanobatch.layer_tasks import Load
+from search.nanobatch.layer_tasks import StepShape
 from search.nanobatch.simulate import simulate
 from search.profile.clock import shipped_card
-from search.profile.copy_engine import copied
-from search.profile.modelled import modelled_profile
+from search.profile.modelled import copied, modelled_profile
 from search.profile.share_times import ShareTimes, product_shapes
 
 MODEL = open_checkpoint("llama-3-70b", load_format="dummy").model_config
@@ -40,13 +39,13 @@ def test_what_is_copied_costs_no_sms_and_about_what_was_measured(forms):
     kernels, copies = forms
     op, step = (
         next(op for op in copies.graph.layers[0] if op.name == "attn_reduce"),
-        Load.steady_state(1024, 1024, 512).part(0, 1024),
+        StepShape.steady_state(1024, 1024, 512).part(0, 1024),
     )
     assert (kernels.copies, copies.copies) == (False, True)
     assert copies.seconds(op, step, 132) == pytest.approx(
         62e-6, rel=0.02
     )  # benchmarks/h200/kernels/all-reduce-of-two.json
-    load = Load.steady_state(TOKENS, 1024, 512)
+    load = StepShape.steady_state(TOKENS, 1024, 512)
     two = two_nano_batch_plan(MODEL, TOKENS, TOKENS // 2, 2)
     plans = [(two, kernels), (with_copies(two), copies), (sequential_plan(MODEL, TOKENS, 2), kernels)]
     by_kernels, by_copies, alone = (

@@ -26,7 +26,7 @@ from typing import Any
 
 from jaxflow.flexgen.policy import Policy
 from search.placement.machine_curves import Machine
-from search.placement.workload import BYTES, Crossing, Workload
+from search.placement.workload import BYTES, CrossingTokens, PlacementWorkload
 
 TERMS = (
     "host to device",
@@ -39,7 +39,7 @@ TERMS = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
+class BlockChoice:
     """What a policy fixes before its shares are found."""
 
     gpu_batch_size: int
@@ -54,7 +54,7 @@ class Choice:
 
 
 @dataclasses.dataclass(frozen=True)
-class Placed:
+class TierShares:
     """The nine shares, 0 to 1, device, host and disk: numbers, or variables of a program."""
 
     weights: Sequence[Any]
@@ -62,13 +62,13 @@ class Placed:
     activations: Sequence[Any]
 
 
-def _kinds(placed: Placed) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
+def _kinds(placed: TierShares) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
     return placed.weights, placed.kv, placed.activations
 
 
-def split(policy: Policy) -> tuple[Choice, Placed]:
+def split(policy: Policy) -> tuple[BlockChoice, TierShares]:
     """A policy's two halves."""
-    choice = Choice(
+    choice = BlockChoice(
         policy.gpu_batch_size,
         policy.num_gpu_batches,
         policy.weight_bits,
@@ -76,10 +76,12 @@ def split(policy: Policy) -> tuple[Choice, Placed]:
         policy.host_attention,
     )
     shares = ([share / 100 for share in kind] for kind in (policy.weights, policy.kv, policy.activations))
-    return choice, Placed(*shares)
+    return choice, TierShares(*shares)
 
 
-def prefill_terms(work: Workload, machine: Machine, choice: Choice, placed: Placed) -> dict[str, Any]:
+def prefill_terms(
+    work: PlacementWorkload, machine: Machine, choice: BlockChoice, placed: TierShares
+) -> dict[str, Any]:
     """T_pre's terms: seconds of one layer for the prompts of a block, by `TERMS`."""
     tokens = choice.gpu_batch_size * work.prompt_tokens
     pairs = 4 * work.query * work.prompt_pairs * choice.gpu_batch_size
@@ -90,11 +92,13 @@ def prefill_terms(work: Workload, machine: Machine, choice: Choice, placed: Plac
         machine.device_attention.seconds(pairs) + packed
     )
     return _terms(
-        work, machine, choice, placed, tokens, device, 0.0, read=Crossing(0.0, 0.0), written=work.made
+        work, machine, choice, placed, tokens, device, 0.0, read=CrossingTokens(0.0, 0.0), written=work.made
     )
 
 
-def decode_terms(work: Workload, machine: Machine, choice: Choice, placed: Placed) -> dict[str, Any]:
+def decode_terms(
+    work: PlacementWorkload, machine: Machine, choice: BlockChoice, placed: TierShares
+) -> dict[str, Any]:
     """T_gen's terms: seconds of one layer for one token of each of a block's sequences, averaged over the
     output.
     """
@@ -112,11 +116,11 @@ def decode_terms(work: Workload, machine: Machine, choice: Choice, placed: Place
         else 0.0
     )
     return _terms(
-        work, machine, choice, placed, size, device, host, read=work.read, written=Crossing(1.0, 1.0)
+        work, machine, choice, placed, size, device, host, read=work.read, written=CrossingTokens(1.0, 1.0)
     )
 
 
-def ends_s(work: Workload, machine: Machine, choice: Choice) -> float:
+def ends_s(work: PlacementWorkload, machine: Machine, choice: BlockChoice) -> float:
     """Seconds of the head for one token of each of a block's sequences."""
     elements = work.vocabulary * work.hidden
     product = machine.device_products.seconds(2 * elements * choice.gpu_batch_size)
@@ -124,16 +128,16 @@ def ends_s(work: Workload, machine: Machine, choice: Choice) -> float:
 
 
 def _terms(
-    work: Workload,
+    work: PlacementWorkload,
     machine: Machine,
-    choice: Choice,
-    placed: Placed,
+    choice: BlockChoice,
+    placed: TierShares,
     tokens: float,
     device: Any,
     host: Any,
     *,
-    read: Crossing,
-    written: Crossing,
+    read: CrossingTokens,
+    written: CrossingTokens,
 ) -> dict[str, Any]:
     """The I/O of a layer, by `TERMS`, for batches of `tokens`. read, written: keys of a sequence."""
     weights, batches = work.weights * work.bytes_of(choice.weight_bits), choice.num_gpu_batches
@@ -162,7 +166,7 @@ def _terms(
     ), strict=True))  # fmt: skip
 
 
-def _products(work: Workload, machine: Machine, choice: Choice, tokens: float) -> float:
+def _products(work: PlacementWorkload, machine: Machine, choice: BlockChoice, tokens: float) -> float:
     """Of a layer for all batches of a block, `tokens` each, and of their issue; 4-bit weights are unpacked by
     each batch's program.
     """
@@ -178,7 +182,7 @@ def _products(work: Workload, machine: Machine, choice: Choice, tokens: float) -
     return choice.num_gpu_batches * (machine.square_s + product + unpacked)
 
 
-def _unpack_kv(work: Workload, machine: Machine, choice: Choice, elements: float) -> float:
+def _unpack_kv(work: PlacementWorkload, machine: Machine, choice: BlockChoice, elements: float) -> float:
     """Between 4 bits and 16, either way."""
     return (
         machine.device_memory.seconds(elements * (BYTES[4] + work.wide_bytes)) if choice.kv_bits == 4 else 0.0
@@ -195,7 +199,7 @@ def resources(machine: Machine, terms: dict[str, Any]) -> list[Any]:
     return [sum(term for name, term in terms.items() if name not in disk), *(terms[name] for name in disk)]
 
 
-def memory_bytes(work: Workload, choice: Choice, placed: Placed) -> tuple[Any, Any, Any]:
+def memory_bytes(work: PlacementWorkload, choice: BlockChoice, placed: TierShares) -> tuple[Any, Any, Any]:
     """Peak bytes on device, host and disk: what lives there, and the double buffers of what passes through.
 
     The peak is over prefill and decode: activations are the prompts', KV that of the finished sequences.
@@ -262,7 +266,7 @@ class Prediction:
         return self.tokens_per_s * self.latency_s / self.link_s if self.link_s else float("inf")
 
 
-def predict(work: Workload, machine: Machine, policy: Policy, *, overlap: bool = True) -> Prediction:
+def predict(work: PlacementWorkload, machine: Machine, policy: Policy, *, overlap: bool = True) -> Prediction:
     """T = T_pre l + T_gen (n - 1) l, and the head of n tokens; without overlap a layer takes the sum of its
     terms.
     """
