@@ -86,8 +86,15 @@ def most_decodes(
     if not output:
         return math.inf
     groups = page_groups(model, profile.kv_cache_dtype, tp)
-    sizes = {"max_num_seqs": rows, "token_budget": tokens, "max_model_len": prompt + output}
-    pages = fit_pages(groups, int(left), block_size=PAGE, tp=tp, **sizes)
+    pages = fit_pages(
+        groups,
+        int(left),
+        block_size=PAGE,
+        tp=tp,
+        max_num_seqs=rows,
+        token_budget=tokens,
+        max_model_len=prompt + output,
+    )
     whole = [count for count, window in zip(pages, model.windows, strict=True) if window is None]
     held = (min(whole or pages) - 1) * PAGE - prompts * (prompt + PAGE)
     return max(1.0, held / (prompt + output / 2 + PAGE))
