@@ -33,8 +33,8 @@ from jaxflow.model.checkpoints.checkpoint import CheckpointError, open_checkpoin
 from jaxflow.pipeline.choice import Gain
 from jaxflow.pipeline.plan import Plan, Predictions, Target, digest, load, save
 
-# What a gain may differ by after another start of the machine (docs/overlap.md): overlap with attention
-# gained 1.029, then 1.003; sums over two devices that products hide, or that are only shorter, 1.057 and
+# The difference of a gain after another start of the machine (docs/overlap.md): overlap with attention
+# gained 1.029, then 1.003; peer copies, hidden by products or only shorter, gained 1.057 and
 # 1.066, then 1.049 and 1.058.
 _ANOTHER_START = {"kernels": 0.03, "copies": 0.01}
 

@@ -335,7 +335,7 @@ class Tasks(Protocol):
     tasks: range
     unit: float  # seconds, of which the rate is periods
     top: float  # the highest rate
-    pick: list[list]  # whether a task takes an option
+    pick: list[list]  # 1 where a task takes an option
     rates: list[list]  # the rate where it does, else 0
     phase: list
     length: list

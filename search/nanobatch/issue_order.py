@@ -172,7 +172,7 @@ def _given(
     for lane in lanes:
         for i, j in itertools.permutations(
             lane, 2
-        ):  # a chain that begins with a norm, or ends with a collective, is in the other lane there
+        ):  # such a chain begins with a norm, or ends with a collective, in the other lane
             if (
                 tasks[j].chain.ops[0].kind == "network"
                 if lane is lanes[0]

@@ -27,8 +27,8 @@ from search.profile.share_times import ShareTimes
 
 DECODES = (0.0, 0.5, 1.0, 1.5)  # shares of the target's decodes
 CONTEXTS = (0.25, 0.5, 1.0, 2.0)
-# By how much a gain may be predicted too large on a card whose kernels and steps were measured: the most that
-# any was (docs/overlap.md).
+# The largest relative error of a predicted gain, over all measurements on cards with known kernels
+# (docs/overlap.md).
 MARGIN = 0.19  # with side streams 1.174 times in fp8, of a mixture 1.13
 COPIES = 0.035  # sums of two devices by their copy engines: 1.032 times, cut in unequal halves
 SWAPS, SWAPS_FP8 = 0.05, 0.11  # of four: 1.040 times in 16 bits, in fp8 1.100

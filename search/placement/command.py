@@ -1,11 +1,11 @@
-"""Where to keep a model that does not fit the device: FlexGen's policy search over device, host and disk
+"""Find where to keep a model that exceeds the device: FlexGen's policy search over device, host and disk
 (§4.3).
 
   python -m search placement --model opt-30b --gpu_mem 16 --cpu_mem 100 --disk 500 --output policy.json
 
-Prints the policy, what it is predicted to reach and what binds it, the bound by the link between host and
-device, and rivals: the paper's ablations, hand-made policies and each tier alone. `--output` gets the policy
-as JSON, `--front` latency against throughput over all blocks (JSON, and a PNG beside it).
+Prints the policy, its predicted throughput and what binds it, the bound by the link between host and device,
+and rivals: the paper's ablations, hand-written policies, and each tier by itself. `--output` receives the
+policy as JSON. `--front` receives latency against throughput over all blocks, as JSON with a PNG.
 """
 
 import math
@@ -47,9 +47,7 @@ def define_flags() -> None:
 
 
 def define_workload_flags() -> None:
-    """Of what is searched for: the model, the machine, their memories, the requests and the policies that may
-    be.
-    """
+    """Define the flags of the model, the machine, its memories, the requests and the allowed policies."""
     flags.DEFINE_string("model", "opt-30b", "A shipped config's name, a folder or a hub id.")
     flags.DEFINE_string(
         "machine",
@@ -59,8 +57,8 @@ def define_workload_flags() -> None:
     flags.DEFINE_float("gpu_mem", 16.0, "GB of the device that the run may use.", lower_bound=0.0)
     flags.DEFINE_float("cpu_mem", 100.0, "GB of the host.", lower_bound=0.0)
     flags.DEFINE_float("disk", 0.0, "GB of disk.", lower_bound=0.0)
-    flags.DEFINE_integer("prompt_tokens", 512, "Of each sequence, padded.", lower_bound=1)
-    flags.DEFINE_integer("output_tokens", 32, "Of each sequence.", lower_bound=1)
+    flags.DEFINE_integer("prompt_tokens", 512, "Prompt tokens of each sequence, padded.", lower_bound=1)
+    flags.DEFINE_integer("output_tokens", 32, "Output tokens of each sequence.", lower_bound=1)
     flags.DEFINE_enum(
         "dtype",
         "auto",
@@ -76,7 +74,7 @@ def define_workload_flags() -> None:
         sorted(HOST_ATTENTION),
         "Whether a decode attends on the host to what is not on the device.",
     )
-    flags.DEFINE_float("max_latency_s", math.inf, "Longest time of a block.")
+    flags.DEFINE_float("max_latency_s", math.inf, "The longest allowed time of a block, in seconds.")
     flags.DEFINE_integer("percent_step", None, "Shares are multiples of so many percent; unset: any share.")
     flags.DEFINE_list(
         "gpu_batch_sizes", [str(size) for size in GPU_BATCH_SIZES], "Tried: sequences of a batch."
@@ -87,7 +85,7 @@ def define_workload_flags() -> None:
 
 
 def run() -> None:
-    """The command."""
+    """Run the command."""
     f = flags.FLAGS
     config = open_checkpoint(f.model, load_format="dummy").model_config
     if f.prompt_tokens + f.output_tokens > config.max_position:
@@ -119,7 +117,7 @@ def run() -> None:
 
 
 def workload_from_flags(name: str, config: ModelConfig, dtype: str) -> PlacementWorkload:
-    """What is asked of a model that runs in `dtype`."""
+    """Return the workload of a model that runs in `dtype`."""
     f = flags.FLAGS
     wide_bytes = 4.0 if dtype == "float32" else 2.0
     return workload(
@@ -128,7 +126,7 @@ def workload_from_flags(name: str, config: ModelConfig, dtype: str) -> Placement
 
 
 def options_from_flags() -> PlacementOptions:
-    """Raises: PlacementError."""
+    """Return the allowed policies. Raises: PlacementError."""
     f = flags.FLAGS
     return PlacementOptions(
         weight_bits=int(f.weight_bits),
@@ -144,7 +142,7 @@ def options_from_flags() -> PlacementOptions:
 def describe(
     work: PlacementWorkload, machine: Machine, memory: TierMemory, options: PlacementOptions, policy: Policy
 ) -> list[str]:
-    """Lines for a person."""
+    """Return the lines that describe a policy."""
     made = predict(work, machine, policy)
     bound = link_bound(work, machine, memory, options)
     lines = [

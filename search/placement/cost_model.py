@@ -1,23 +1,17 @@
-"""FlexGen's cost model (§4.3, A.3): seconds of a layer for a block, and the bytes that each tier must hold,
-for any policy.
+"""FlexGen's cost model (§4.3, A.3): seconds of a layer for a block, and the bytes that each tier must hold.
 
-Every term is linear in the nine shares, and the same code gives numbers for a policy and expressions for the
-linear program. It is written for any family through `jaxflow.model.graph`. Where it departs from the paper's
-text:
+Every term is linear in the nine shares. The same code gives numbers for a policy and expressions for the
+linear program. It supports any family through `jaxflow.model.graph`. Differences from the paper:
 
-- the host's attention is a sixth term beside the device's compute, since they overlap (the paper adds the
-  two);
-- KV of new tokens crosses to its home, and with host attention queries and outputs cross too (the paper
-  leaves both out);
-- without host attention, KV that is not on the device crosses each step;
-- attention keeps no matrix of scores on the device, pinned weights need no second copy on the host, and the
-  embedding and head stay on the device;
-- a batch at a layer takes the driver some time in which the device waits, so that small batches are not free;
-- a product takes at least as long as reading its weights; 4-bit tensors are unpacked before use, by the
-  device's memory, for each batch;
-- where the runtime keeps KV in pages, whole pages cross, with room for all tokens of a sequence and beyond a
-  window too;
-- where the device is the host itself, what both compute and copy takes turns: these terms add up.
+- The host's attention is a sixth term next to the device's compute, since they overlap. The paper adds the two.
+- KV of new tokens crosses to its tier; with host attention, queries and outputs cross too. The paper leaves both out.
+- Without host attention, KV that is not on the device crosses each step.
+- Attention keeps no score matrix on the device, pinned weights need no second copy on the host, and the embedding
+  and head stay on the device.
+- A batch at a layer costs driver time in which the device waits, so small batches are not free.
+- A product takes at least the time of reading its weights. 4-bit tensors are unpacked before use, for each batch.
+- Where the runtime keeps KV in pages, full pages cross, with room for all tokens of a sequence, also beyond a window.
+- Where the device is the host itself, compute and copies take turns, so these terms add up.
 """
 
 import dataclasses
@@ -40,7 +34,7 @@ TERMS = (
 
 @dataclasses.dataclass(frozen=True)
 class BlockChoice:
-    """What a policy fixes before its shares are found."""
+    """The part of a policy that is fixed before its shares are found."""
 
     gpu_batch_size: int
     num_gpu_batches: int
@@ -55,7 +49,7 @@ class BlockChoice:
 
 @dataclasses.dataclass(frozen=True)
 class TierShares:
-    """The nine shares, 0 to 1, device, host and disk: numbers, or variables of a program."""
+    """The nine shares, 0 to 1, of device, host and disk: numbers, or variables of a program."""
 
     weights: Sequence[Any]
     kv: Sequence[Any]
@@ -67,7 +61,7 @@ def _kinds(placed: TierShares) -> tuple[Sequence[Any], Sequence[Any], Sequence[A
 
 
 def split(policy: Policy) -> tuple[BlockChoice, TierShares]:
-    """A policy's two halves."""
+    """Return a policy's choice and its shares."""
     choice = BlockChoice(
         policy.gpu_batch_size,
         policy.num_gpu_batches,
@@ -82,7 +76,7 @@ def split(policy: Policy) -> tuple[BlockChoice, TierShares]:
 def prefill_terms(
     work: PlacementWorkload, machine: Machine, choice: BlockChoice, placed: TierShares
 ) -> dict[str, Any]:
-    """T_pre's terms: seconds of one layer for the prompts of a block, by `TERMS`."""
+    """Return T_pre's terms: seconds of one layer for the prompts of a block, by `TERMS`."""
     tokens = choice.gpu_batch_size * work.prompt_tokens
     pairs = 4 * work.query * work.prompt_pairs * choice.gpu_batch_size
     packed = _unpack_kv(
@@ -99,9 +93,7 @@ def prefill_terms(
 def decode_terms(
     work: PlacementWorkload, machine: Machine, choice: BlockChoice, placed: TierShares
 ) -> dict[str, Any]:
-    """T_gen's terms: seconds of one layer for one token of each of a block's sequences, averaged over the
-    output.
-    """
+    """Return T_gen's terms: seconds of one layer for one token of each sequence, averaged over the output."""
     size, batches = choice.gpu_batch_size, choice.num_gpu_batches
     cached = size * work.mean_keys * work.kv
     attention = max(
@@ -121,7 +113,7 @@ def decode_terms(
 
 
 def ends_s(work: PlacementWorkload, machine: Machine, choice: BlockChoice) -> float:
-    """Seconds of the head for one token of each of a block's sequences."""
+    """Return the seconds of the head for one token of each of a block's sequences."""
     elements = work.vocabulary * work.hidden
     product = machine.device_products.seconds(2 * elements * choice.gpu_batch_size)
     return choice.num_gpu_batches * max(product, machine.device_memory.seconds(elements * work.wide_bytes))
@@ -139,7 +131,7 @@ def _terms(
     read: CrossingTokens,
     written: CrossingTokens,
 ) -> dict[str, Any]:
-    """The I/O of a layer, by `TERMS`, for batches of `tokens`. read, written: keys of a sequence."""
+    """Return a layer's terms, by `TERMS`, for batches of `tokens`. read, written: KV tokens of a sequence."""
     weights, batches = work.weights * work.bytes_of(choice.weight_bits), choice.num_gpu_batches
     activation, kv = (
         tokens * work.hidden * work.wide_bytes,
@@ -167,8 +159,9 @@ def _terms(
 
 
 def _products(work: PlacementWorkload, machine: Machine, choice: BlockChoice, tokens: float) -> float:
-    """Of a layer for all batches of a block, `tokens` each, and of their issue; 4-bit weights are unpacked by
-    each batch's program.
+    """Return the seconds of a layer's products for all batches of a block, `tokens` each, with their launch.
+
+    Each batch's program unpacks 4-bit weights.
     """
     product = max(
         machine.device_products.seconds(work.linear_flops * tokens),
@@ -183,16 +176,14 @@ def _products(work: PlacementWorkload, machine: Machine, choice: BlockChoice, to
 
 
 def _unpack_kv(work: PlacementWorkload, machine: Machine, choice: BlockChoice, elements: float) -> float:
-    """Between 4 bits and 16, either way."""
+    """Return the seconds of conversion between 4 and 16 bits, in either direction."""
     return (
         machine.device_memory.seconds(elements * (BYTES[4] + work.wide_bytes)) if choice.kv_bits == 4 else 0.0
     )
 
 
 def resources(machine: Machine, terms: dict[str, Any]) -> list[Any]:
-    """What takes the time of a layer that its verbs overlap in: the longest of these, seconds of what is in
-    use at the same time.
-    """
+    """Return the seconds of each resource that works at the same time; a layer takes the longest."""
     if not machine.one_processor:
         return list(terms.values())
     disk = ("disk to host", "host to disk")
@@ -200,9 +191,9 @@ def resources(machine: Machine, terms: dict[str, Any]) -> list[Any]:
 
 
 def memory_bytes(work: PlacementWorkload, choice: BlockChoice, placed: TierShares) -> tuple[Any, Any, Any]:
-    """Peak bytes on device, host and disk: what lives there, and the double buffers of what passes through.
+    """Return the peak bytes on device, host and disk: resident tensors, and double buffers of crossing ones.
 
-    The peak is over prefill and decode: activations are the prompts', KV that of the finished sequences.
+    The peak is over prefill and decode, with the prompts' activations and the KV of finished sequences.
     """
     size, block, layers = choice.gpu_batch_size, choice.block_size, work.layers
     weights, kv = work.weights * work.bytes_of(choice.weight_bits), work.kv * work.bytes_of(choice.kv_bits)
@@ -243,8 +234,10 @@ def memory_bytes(work: PlacementWorkload, choice: BlockChoice, placed: TierShare
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """What a policy takes. `prefill`, `decode`: seconds of each term for a layer; `link_s`: the busier
-    direction's, of a whole block.
+    """The predicted cost of a policy.
+
+    `prefill`, `decode`: seconds of each term for a layer. `link_s`: of the busier direction, for a full
+    block.
     """
 
     latency_s: float
@@ -257,18 +250,18 @@ class Prediction:
 
     @property
     def binding(self) -> tuple[str, str]:
-        """The term that decides in prefill, and in decode."""
+        """Return the longest term of prefill, and of decode."""
         return max(self.prefill, key=self.prefill.__getitem__), max(self.decode, key=self.decode.__getitem__)
 
     @property
     def link_tokens_per_s(self) -> float:
-        """If nothing but this policy's traffic between host and device took time."""
+        """Return the throughput if only this policy's traffic between host and device took time."""
         return self.tokens_per_s * self.latency_s / self.link_s if self.link_s else float("inf")
 
 
 def predict(work: PlacementWorkload, machine: Machine, policy: Policy, *, overlap: bool = True) -> Prediction:
-    """T = T_pre l + T_gen (n - 1) l, and the head of n tokens; without overlap a layer takes the sum of its
-    terms.
+    """Return T = T_pre l + T_gen (n - 1) l, plus the head of n tokens; without overlap a layer's terms add
+    up.
     """
     choice, placed = split(policy)
     prefill, decode = (

@@ -12,7 +12,7 @@ SCHEMA_VERSION = 1
 
 
 class FrontPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The best placement of a block; `best`: no other has more throughput in less time."""
+    """The best placement of a block; `best`: no other block has more throughput in less time."""
 
     gpu_batch_size: int
     num_gpu_batches: int
@@ -32,7 +32,7 @@ class Front(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def pareto(found: Iterable[BlockCandidate]) -> list[BlockCandidate]:
-    """Those that none beats in both latency and throughput, by latency."""
+    """Return the blocks that no other block beats in both latency and throughput, by latency."""
     kept: list[BlockCandidate] = []
     for one in sorted(found, key=lambda one: (one.latency_s, -one.tokens_per_s)):
         if not kept or one.tokens_per_s > kept[-1].tokens_per_s:
@@ -41,7 +41,7 @@ def pareto(found: Iterable[BlockCandidate]) -> list[BlockCandidate]:
 
 
 def front(model: str, machine: str, found: Sequence[BlockCandidate]) -> Front:
-    """The sweep of blocks of `candidates`."""
+    """Return the sweep over the blocks of `candidates`."""
     best = set(pareto(found))
     points = [
         FrontPoint(
@@ -58,7 +58,7 @@ def front(model: str, machine: str, found: Sequence[BlockCandidate]) -> Front:
 
 
 def save_front(made: Front, path: str | Path) -> None:
-    """Writes `path` (JSON) and a picture beside it (PNG)."""
+    """Write `path` (JSON) and a picture of the same name (PNG)."""
     path = Path(path)
     path.write_bytes(msgspec.json.format(msgspec.json.encode(made), indent=1) + b"\n")
     draw(made).savefig(path.with_suffix(".png"), dpi=130)
@@ -94,7 +94,7 @@ def draw(made: Front) -> Figure:
     axes.set(
         xscale="log", yscale="log", xlabel="latency of a block (s)", ylabel="tokens generated per second"
     )
-    if best:  # what is slower than that only fails to be interesting
+    if best:  # much slower blocks are not of interest
         axes.set_xlim(0.8 * best[0].latency_s, 3 * best[-1].latency_s)
     axes.set_title(f"{made.model} on {made.machine}, predicted", fontsize=10)
     axes.grid(alpha=0.3)

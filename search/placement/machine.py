@@ -1,13 +1,20 @@
-"""Measures a machine for the placement search: links and disk, products, attention on device and host; fits
-its constants.
+"""Measure a machine for placement searches and fit its constants.
 
   python -m search machine --name here --disk_dir /scratch --output here.json
-  python -m search machine --points there.json; python -m search machine --measured there.json --output
-  there.json python -m search machine --runs runs.json --output here.json
+  python -m search machine --points there.json
+  python -m search machine --measured there.json --output there.json
+  python -m search machine --runs runs.json --output here.json
 
-Times each curve of `search.placement.machine_curves` at several sizes, the best of a few runs each, on random data that
-no cache holds. The device is JAX's; on CPU it is the host itself, and its link a copy. Files are read after
-their pages were dropped from the cache.
+The command measures links and disk, products, and attention on device and host: each curve of
+`search.placement.machine_curves` at several sizes, with the best of a few runs, on uncached random data. The
+device is JAX's; on CPU it is the host itself, and its link is a copy. Files are read after their pages left
+the cache.
+
+--runs corrects a machine's rates by complete runs: blocks with a measured latency, against the cost model.
+Curves are measured one at a time, but in a run they share caches, threads and links. Each rate gets a
+factor, and so does the driver's time for a batch at a layer (`square_s`). The factors are fitted with optax
+to the logarithms of the latencies. Factors far from 1 have a cost, so a rate without effect on the runs
+stays as measured.
 """
 
 import functools
@@ -47,20 +54,20 @@ from search.placement.workload import PlacementWorkload, workload
 
 SCHEMA_VERSION = 1
 _STEPS, _PRIOR, _NUDGE = 400, 0.02, 1e-3
-_SQUARE_S = 1e-3  # of a driver that nothing is known of: some twenty calls of Python that begin transfers
+_SQUARE_S = 1e-3  # start value: about twenty Python calls that begin transfers
 
 
 class BlockRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A block of `policy` took so long."""
+    """The measured latency of a block under `policy`."""
 
     policy: Policy
     latency_s: float
-    wide_bytes: float = 2.0  # as `PlacementWorkload` has them
+    wide_bytes: float = 2.0  # of an element, see `PlacementWorkload`
     page_size: int | None = None
 
 
 class BlockRuns(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What was run on a machine; `start`: its constants as known without these runs."""
+    """The runs on a machine; `start`: its constants before these runs."""
 
     method: str
     start: Machine
@@ -69,7 +76,7 @@ class BlockRuns(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def load_runs(path: str | os.PathLike) -> BlockRuns:
-    """Raises: MachineError naming the file and the field."""
+    """Read a file of runs. Raises: MachineError naming the file and the field."""
     try:
         found = msgspec.json.decode(Path(path).read_bytes(), type=BlockRuns)
     except OSError as error:
@@ -87,8 +94,8 @@ def load_runs(path: str | os.PathLike) -> BlockRuns:
 
 
 def fit_runs(measured: BlockRuns) -> Machine:
-    """The machine whose predictions are nearest to the runs."""
-    import optax  # who runs policies reads this module's files and fits nothing
+    """Return the machine with the predictions nearest to the runs."""
+    import optax  # an extra that only the fit needs
 
     works = [_workload(run) for run in measured.runs]
     start = msgspec.structs.replace(measured.start, square_s=measured.start.square_s or _SQUARE_S)
@@ -103,7 +110,7 @@ def fit_runs(measured: BlockRuns) -> Machine:
     optimizer = optax.adam(optax.cosine_decay_schedule(0.05, _STEPS))
     state = optimizer.init(factors)
     for _ in range(_STEPS):
-        # The model is a few maxima of sums over a policy's own numbers: differences are as good as
+        # The model is a few maxima of sums over a policy's numbers: differences are as good as
         # derivatives here.
         around = [
             (loss(here + nudge) - loss(here - nudge)) / (2 * _NUDGE)
@@ -116,7 +123,7 @@ def fit_runs(measured: BlockRuns) -> Machine:
 
 
 def run_errors(machine: Machine, runs: Sequence[BlockRun]) -> list[float]:
-    """Predicted over measured latency, less 1."""
+    """Return predicted over measured latency, less 1."""
     return [float(np.exp(off) - 1) for off in _off(machine, runs, [_workload(run) for run in runs])]
 
 
@@ -139,7 +146,7 @@ def _nudges() -> np.ndarray:
 
 
 def _scaled(machine: Machine, factors: np.ndarray) -> Machine:
-    """With each rate, and then the seconds of a square, times the exponential of its factor."""
+    """Return the machine with each rate, and `square_s`, times the exponential of its factor."""
     *rates, square = np.exp(factors)
     curves = {}
     for name, factor in zip(CURVES, rates, strict=True):
@@ -154,19 +161,21 @@ _TRAIN = 4
 
 
 def define_flags() -> None:
-    flags.DEFINE_string("name", "here", "What the machine is called.")
-    flags.DEFINE_string("disk_dir", ".", "A folder on the disk that tensors would go to.")
-    flags.DEFINE_integer("largest_mb", 256, "Largest transfer.", lower_bound=1)
+    flags.DEFINE_string("name", "here", "The machine's name.")
+    flags.DEFINE_string("disk_dir", ".", "A folder on the disk for tensors.")
+    flags.DEFINE_integer("largest_mb", 256, "The largest transfer, in MB.", lower_bound=1)
     flags.DEFINE_enum(
         "dtype",
         "auto",
         ["auto", "bfloat16", "float32"],
         "Of what is multiplied and attended to; auto: as models run here.",
     )
-    flags.DEFINE_integer("repeats", 5, "BlockRuns of each size; the best counts.", lower_bound=1)
+    flags.DEFINE_integer("repeats", 5, "Runs of each size; the best one counts.", lower_bound=1)
     flags.DEFINE_string("output", None, "File for the constants.")
-    flags.DEFINE_string("points", None, "File for what was measured; without --output nothing is fitted.")
-    flags.DEFINE_string("measured", None, "Measures nothing: fits what another machine wrote as --points.")
+    flags.DEFINE_string("points", None, "File for the measured points; without --output nothing is fitted.")
+    flags.DEFINE_string(
+        "measured", None, "A file of --points from another machine; fits it and measures nothing."
+    )
     flags.DEFINE_string(
         "runs",
         None,
@@ -178,7 +187,7 @@ def define_flags() -> None:
 
 
 def run() -> None:
-    """The command."""
+    """Run the command."""
     f = flags.FLAGS
     check_outputs("output", "points")
     if f.runs:
@@ -197,7 +206,7 @@ def run() -> None:
 
 
 def _fit(measured: MeasuredCurves, output: str | None) -> None:
-    """Fits, and shows how far each curve is from its points."""
+    """Fit the curves and print the error of each."""
     machine = fit_machine(measured)
     off = errors(measured, machine)
     print(f"{'curve':20}{'fixed (us)':>12}{'G units/s':>12}{'error':>8}")
@@ -208,7 +217,7 @@ def _fit(measured: MeasuredCurves, output: str | None) -> None:
 
 
 def _correct(runs: BlockRuns, output: str | None) -> None:
-    """Fits, and shows what each run took beside what is now said of it."""
+    """Fit the rates to runs and print each run's measured latency and error."""
     machine = fit_runs(runs)
     print(
         *(_line(name, machine) for name in CURVES),
@@ -233,7 +242,7 @@ def _line(name: str, machine: Machine) -> str:
 def measure(
     name: str, disk_dir: Path, *, largest_mb: int = 256, repeats: int = 5, dtype: str = "auto"
 ) -> MeasuredCurves:
-    """Every curve at sizes that grow by fours up to the largest."""
+    """Measure every curve at sizes that grow by fours up to the largest."""
     device = jax.devices()[0]
     sizes = [largest_mb * MEGA >> shift for shift in (6, 4, 2, 0)]
     points: dict[str, list[CurvePoint]] = {curve: [] for curve in CURVES}
@@ -255,7 +264,7 @@ def measure(
         add("host_to_device", size, [functools.partial(jax.device_put, x, here) for x in on_host])
         add("device_to_host", size, [functools.partial(jax.device_put, x, away) for x in on_device])
         del on_device, on_host
-        # TierMemory as it is mostly read: the weights of a product of few rows.
+        # The usual way to read memory: the weights of a product with few rows.
         few, tall = _random(0, (8, width), wide), size // (wide.itemsize * width)
         weights = [_random(i, (tall, width), wide) for i in range(2)]
         add("device_memory", weights[0].nbytes, [functools.partial(product, few, w) for w in weights])
@@ -284,8 +293,8 @@ def measure(
 
 
 def host_attention_points(largest_mb: int, repeats: int, dtype: Any) -> list[CurvePoint]:
-    """Seconds of the host's attention to so many bytes of KV, which no cache holds, as a decode has it: a
-    sequence a row, pages of 64.
+    """Return the seconds of the host's attention by bytes of uncached KV, as in a decode: pages of 64, a
+    sequence a row.
     """
     config = _attention_config()
     points: list[CurvePoint] = []
@@ -314,12 +323,12 @@ def _prompt_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 
 
 def _attention_config() -> ModelConfig:
-    """What the runtime's attention on the host reads of a model."""
+    """Return the model config fields that the host's attention reads."""
     return ModelConfig("", 0, 0, _HEADS, _HEADS, _HEAD_DIM, 0, (Layer(),), _KEYS)
 
 
 def _write(path: Path, data: bytes) -> None:
-    """To the disk itself, not to the cache of its pages."""
+    """Write to the disk itself, past the page cache."""
     with path.open("wb") as file:
         file.write(data)
         os.fsync(file.fileno())
@@ -332,9 +341,9 @@ def _read(path: Path) -> bytes:
 
 
 def _best(works: Sequence[Callable[[], Any]], repeats: int, train: int) -> float:
-    """Seconds of each of some runs, which take turns, in the fastest train, after one that warms up.
+    """Return the seconds of a run in the fastest train, after one warm-up run.
 
-    train: how many are issued one behind the other, as the runtime's are, before the last is waited for.
+    train: the number of runs in flight before the last is awaited, as in the runtime.
     """
     jax.block_until_ready(works[0]())
     found = []

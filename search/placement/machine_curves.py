@@ -1,9 +1,9 @@
-"""The constants of a machine that the placement's cost model needs (FlexGen Table 7), as a file fitted to
-what was measured.
+"""The constants of a machine for the placement's cost model (FlexGen Table 7): a file, fitted to measured
+points.
 
-A transfer or a product of `units` (bytes, FLOPs) takes a fixed time and one that grows with them, so that
-small ones are slow: FlexGen's "piece-wise functions" of sizes that the search knows beforehand (A.3), which
-leaves its programs linear.
+A transfer or a product of `units` (bytes, FLOPs) takes a fixed time and a time in proportion to the units,
+so small ones are slow. The sizes are known before the search (FlexGen's "piece-wise functions", A.3), which
+keeps its programs linear.
 """
 
 import os
@@ -24,7 +24,7 @@ _STEPS = 1500
 
 
 class MachineError(UserError):
-    """A machine's file that cannot be read or used; it names the file and the field."""
+    """A machine's file that cannot be read or used. The message names the file and the field."""
 
 
 class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -45,8 +45,8 @@ class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Units are bytes for links and memories, FLOPs for products. `method`: what was measured, and what was
-    taken from where.
+    """The curves of a machine. Units are bytes for links and memories, FLOPs for products. `method`: their
+    source.
     """
 
     name: str
@@ -56,13 +56,11 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     disk_to_host: Curve
     host_to_disk: Curve
     device_products: Curve  # dense products
-    device_attention: Curve  # FLOPs of attention where nothing but compute limits it
-    device_memory: Curve  # bytes read or written beside a product
+    device_attention: Curve  # FLOPs of compute-bound attention
+    device_memory: Curve  # bytes read or written apart from products
     host_attention: Curve  # bytes of KV that the host attends to
     one_processor: bool = False  # the device is the host: their work takes turns
-    square_s: float = (
-        0.0  # of a batch at a layer, in which the driver issues what comes next and the device waits
-    )
+    square_s: float = 0.0  # seconds that the device waits for the driver, for a batch at a layer
     schema_version: int = SCHEMA_VERSION
 
     def __post_init__(self) -> None:
@@ -81,7 +79,7 @@ class CurvePoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class MeasuredCurves(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What was measured on a machine, by the name of `Machine`'s curve."""
+    """The measured points of a machine, by the name of `Machine`'s curve."""
 
     name: str
     method: str
@@ -90,8 +88,8 @@ class MeasuredCurves(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def fit_curve(points: Sequence[CurvePoint]) -> Curve:
-    """The curve with the least squared error of the logarithms of seconds, so that small and large sizes
-    count the same.
+    """Return the curve with the least squared error in the logarithm of seconds, so all sizes count the
+    same.
 
     Raises: MachineError without points of two sizes.
     """
@@ -109,7 +107,7 @@ def fit_curve(points: Sequence[CurvePoint]) -> Curve:
 @jax.jit
 def _least_squares(x: jax.Array, y: jax.Array) -> jax.Array:
     """[2]: a and b of y = a + b x, both positive."""
-    import optax  # a machine that only runs policies reads constants and fits none
+    import optax  # an extra that only the fit needs
 
     params: Any = {"fixed": jnp.log(y.min() / 2), "slope": jnp.zeros(())}
 
@@ -128,7 +126,7 @@ def _least_squares(x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def fit_machine(measured: MeasuredCurves) -> Machine:
-    """Raises: MachineError naming a curve that was not measured."""
+    """Return the fitted machine. Raises: MachineError naming a curve without measurements."""
     missing = [name for name in CURVES if name not in measured.points]
     if missing:
         raise MachineError(f"points: {', '.join(missing)} were not measured on {measured.name}")
@@ -149,7 +147,7 @@ def errors(measured: MeasuredCurves, machine: Machine) -> dict[str, float]:
 
 
 def load_measured(path: str | os.PathLike) -> MeasuredCurves:
-    """Reads what `python -m search machine --points` wrote. Raises: MachineError naming the file and the
+    """Read a file of `python -m search machine --points`. Raises: MachineError naming the file and the
     field.
     """
     try:
@@ -165,7 +163,7 @@ def save_machine(machine: Machine, path: str | os.PathLike) -> None:
 
 
 def load_machine(name: str | os.PathLike) -> Machine:
-    """Reads a machine by its path, or by the name of one that comes with this release. Raises: MachineError."""
+    """Read a machine by its path, or by the name of a shipped one. Raises: MachineError."""
     shipped = FOLDER / f"{name}.json"
     path = shipped if shipped.exists() else Path(name)
     try:

@@ -1,15 +1,16 @@
-"""BlockRuns policies: the one found beside its rivals and each tier alone, in one process, each measured against
-what is predicted of it.
+"""Run placements: the found policy, its rivals and each tier by itself, and compare each with its
+prediction.
 
   python -m search offload --model opt-30b --machine h200 --gpu_mem 16 --cpu_mem 100 --output_json runs.json
-  python -m search offload --model opt-30b --machine h200 --gpu_mem 16 --cpu_mem 100 --policies a.json,b.json
-  --output_json runs.json python -m search offload --model opt-125m --machine here.json --gpu_mem 0.5
-  --cpu_mem 2 --disk 2 --disk_path /scratch
+  python -m search offload --model opt-30b --machine h200 --gpu_mem 16 --cpu_mem 100 --policies a.json,b.json \
+      --output_json runs.json
+  python -m search offload --model opt-125m --machine here.json --gpu_mem 0.5 --cpu_mem 2 --disk 2 \
+      --disk_path /scratch
 
-The policy is searched for this machine and these memories, and for less of them where the account of bytes,
-which knows what the compiled programs take, asks for more than a tier has. It is the time of whole blocks of
-random prompts that counts, after a batch that warms up. `--runs_json` gets the same runs as `python -m search
-machine --runs` reads them, to correct the machine by.
+All policies run in one process. A policy is searched for the machine and its memories, and for less memory
+where the account of bytes, which includes the compiled programs, exceeds a tier. After a warm-up batch, full
+blocks of random prompts are timed. `--runs_json` receives the runs in the form of `python -m search machine
+--runs`.
 """
 
 import dataclasses
@@ -51,24 +52,22 @@ _WIDTH = 110
 def define_flags() -> None:
     placement.define_workload_flags()
     flags.DEFINE_enum("load_format", "dummy", ["auto", "dummy"], "dummy: random weights.")
-    flags.DEFINE_string("disk_path", None, "A folder for what lives on disk.")
+    flags.DEFINE_string("disk_path", None, "A folder for tensors on disk.")
     flags.DEFINE_list(
         "policies",
         None,
-        "Files of policies that are run as they are, instead of searched ones: this needs no solver.",
+        "Policy files to run instead of searched policies; needs no solver.",
     )
-    flags.DEFINE_list("only", None, "Which of the rivals run, by name; default: all that fit.")
-    flags.DEFINE_integer("blocks", 1, "Blocks that are timed of each policy.", lower_bound=1)
-    flags.DEFINE_integer(
-        "link_mb", 256, "Size of the transfers that the link is measured with.", lower_bound=1
-    )
-    flags.DEFINE_string("output_json", None, "File for what was measured.")
+    flags.DEFINE_list("only", None, "Names of the rivals to run; default: all that fit.")
+    flags.DEFINE_integer("blocks", 1, "Timed blocks of each policy.", lower_bound=1)
+    flags.DEFINE_integer("link_mb", 256, "Size in MB of the transfers that measure the link.", lower_bound=1)
+    flags.DEFINE_string("output_json", None, "File for the measurements.")
     flags.DEFINE_string("runs_json", None, "File for the runs, as search.placement.machine reads them.")
 
 
 @dataclasses.dataclass(frozen=True)
 class OffloadBench:
-    """What all runs share."""
+    """The inputs that all runs share."""
 
     work: PlacementWorkload
     machine: Machine
@@ -78,14 +77,14 @@ class OffloadBench:
     link: Link
 
     def config(self, policy: Policy, **settings: Any) -> OffloadConfig:
-        """A policy under this bench's limits."""
+        """Return the offload settings of a policy under the limits of the tiers."""
         names = ("gpu_memory_limit", "host_memory_limit", "disk_limit")
         limits = dict(zip(names, (capacity / GIGA or None for capacity in self.memory), strict=True))
         return OffloadConfig(policy, disk_path=flags.FLAGS.disk_path, **limits, **settings)
 
 
 def run() -> None:
-    """The command. Raises: ConfigError, PolicyError, PlacementError where nothing fits."""
+    """Run the command. Raises: ConfigError, PolicyError, PlacementError where no policy fits."""
     f = flags.FLAGS
     check_outputs("output_json", "runs_json")
     if f.policies and f.only:
@@ -110,7 +109,7 @@ def run() -> None:
     ):
         rows.append(row)
         print(_line(row), flush=True)
-        _save(bench, rows)  # after each: a run that is cut off has told what it did
+        _save(bench, rows)  # after each run, so that an interruption keeps the earlier ones
     if not rows:
         have = ", ".join(f"{tier}={getattr(f, tier):g}" for tier in placement.TIERS)
         raise PlacementError(
@@ -148,9 +147,7 @@ def _save(bench: OffloadBench, rows: list[dict[str, Any]]) -> None:
 
 
 def _given(bench: OffloadBench, files: list[str]) -> Iterator[dict[str, Any]]:
-    """BlockRuns policies as they are, of the bench's model and lengths. One that cannot be is a row that says why;
-    the next is run.
-    """
+    """Run given policies of the workload. A failing policy yields a row with its error."""
     policies = {Path(file).stem: load_policy(file, model=bench.work.model) for file in files}
     for name, policy in policies.items():
         asked = bench.work.prompt_tokens, bench.work.output_tokens
@@ -165,7 +162,7 @@ def _given(bench: OffloadBench, files: list[str]) -> Iterator[dict[str, Any]]:
         except (
             ConfigError,
             jax.errors.JaxRuntimeError,
-        ) as error:  # too little of some memory, which the next may need less of
+        ) as error:  # out of memory; the next policy may need less
             row = {"name": name, "policy": msgspec.to_builtins(policy), "failed": str(error)}
         gc.collect()
         yield row
@@ -179,7 +176,7 @@ def _searched(bench: OffloadBench, options: PlacementOptions, names: list[str]) 
 
 
 def _run_named(bench: OffloadBench, options: PlacementOptions, name: str) -> dict[str, Any] | None:
-    """A rival's best policy that really fits, run; None where there is none."""
+    """Run a rival's best policy that fits; None where no policy does."""
     room = TierRoom(bench.memory, dict.fromkeys(TIERS, 0.0))
     overlap, schedule = name != "no overlap", "row" if name == "row by row" else "zigzag"
     for _ in range(_TRIES):
@@ -206,14 +203,14 @@ def _run_named(bench: OffloadBench, options: PlacementOptions, name: str) -> dic
 
 
 def _run(bench: OffloadBench, name: str, policy: Policy, **settings: Any) -> dict[str, Any]:
-    """A policy's blocks, beside what is predicted of them."""
+    """Run a policy's blocks and compare them with the prediction."""
     predicted = predict(bench.work, bench.machine, policy, overlap=settings.get("overlap", True))
     with start(bench.config(policy, **settings), bench.engine, bench.checkpoint, progress=False) as runtime:
         return _measured(name, runtime, predicted, bench.link)
 
 
 def _measured(name: str, runtime: Runtime, predicted: Any, link: Link) -> dict[str, Any]:
-    """Blocks of random prompts of the policy's length."""
+    """Return the report of blocks of random prompts with the policy's length."""
     policy, vocabulary = runtime.policy, runtime.geometry.config.vocab_size
     sampling = SamplingParams(temperature=0.0, max_tokens=policy.output_tokens, ignore_eos=True, seed=0)
     for block in range(flags.FLAGS.blocks):
@@ -240,7 +237,7 @@ def _measured(name: str, runtime: Runtime, predicted: Any, link: Link) -> dict[s
 
 
 def _smallest(model: str) -> Policy:
-    """A policy that says nothing: the process is prepared before one is searched."""
+    """Return a placeholder policy, for the preparation of the process before a search."""
     from jaxflow.flexgen.policy import Shares
 
     device = Shares(device=100.0)

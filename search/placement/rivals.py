@@ -1,5 +1,5 @@
-"""What a found policy is held against, by the cost model: FlexGen's ablations (Tables 4, 23), hand-made
-policies, each tier alone.
+"""Rivals of a found policy: FlexGen's ablations (Tables 4, 23), hand-written policies, and each tier by
+itself.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ DEVICE, HOST, DISK = Shares(device=100.0), Shares(host=100.0), Shares(disk=100.0
 
 @dataclasses.dataclass(frozen=True)
 class Rival:
-    """A rival; without a policy, none of its kind fits."""
+    """A rival policy; without a policy, no policy of its kind fits."""
 
     name: str
     policy: Policy | None
@@ -35,11 +35,11 @@ class Rival:
 def rivals(
     work: PlacementWorkload, machine: Machine, memory: TierMemory, options: PlacementOptions, found: Policy
 ) -> list[Rival]:
-    """The found policy first, then each thing taken away from it or done by hand.
+    """Return the found policy first, then each ablation and hand-written policy.
 
-    "no search" is the weights' and all other tensors' next tier that has room, in batches as large as fit and
-    one to a block; "row by row" is what other systems do: KV and activations on the device, one batch a block
-    (DeepSpeed's policy).
+    "no search" keeps weights and all other tensors on the next tiers with room, in the largest batches that
+    fit, one to a block. "row by row" is the policy of other systems (DeepSpeed): KV and activations on the
+    device, one batch a block.
     """
     rows = [Rival("all optimisations", found, predict(work, machine, found))]
     rows.append(Rival("no overlap", found, predict(work, machine, found, overlap=False)))
@@ -74,7 +74,7 @@ def rivals(
 
 
 def fits(work: PlacementWorkload, memory: TierMemory, policy: Policy) -> bool:
-    """Whether each tier has room."""
+    """Return whether each tier has room."""
     return all(
         used <= capacity for used, capacity in zip(memory_bytes(work, *split(policy)), memory, strict=True)
     )
@@ -100,7 +100,7 @@ def _largest(
     placements: Iterable[tuple[Shares, Shares, Shares]],
     batches: Iterable[int],
 ) -> Rival:
-    """The first of the placements that fits at all, at the batches with which it is fastest."""
+    """Return the first placement that fits at all, with its fastest batches."""
     for weights, kv, activations in placements:
         made = [
             Policy(
@@ -143,7 +143,7 @@ SEARCHED = (
 
 
 def chosen(only: list[str] | None) -> list[str]:
-    """The names that are asked for, in order; None: all. Raises: ConfigError."""
+    """Return the requested names in order; None: all. Raises: ConfigError."""
     unknown = set(only or ()) - set(NAMES)
     if unknown:
         raise ConfigError("only", ",".join(sorted(unknown)), ", ".join(NAMES))
@@ -152,15 +152,13 @@ def chosen(only: list[str] | None) -> list[str]:
 
 @dataclasses.dataclass
 class TierRoom:
-    """What each tier has for a policy, as far as it is known: runs take more than the cost model says, the
-    more the larger a batch.
-    """
+    """The room of each tier for a policy, as far as known. Runs need more than the cost model says."""
 
     memory: TierMemory
     beyond: dict[str, float]  # bytes that a sequence of a batch takes of a tier beyond the cost model
 
     def of(self, gpu_batch_size: int) -> TierMemory:
-        """What the cost model may fill with batches of this size."""
+        """Return the memory that the cost model may fill with batches of this size."""
         return TierMemory(
             *(
                 max(0.0, capacity - self.beyond[tier] * gpu_batch_size)
@@ -169,11 +167,11 @@ class TierRoom:
         )
 
     def learn(self, error: DoesNotFit, policy: Policy, modelled: float) -> None:
-        """From a policy that the account refused; modelled: what the cost model thought it takes of the tier."""
+        """Reduce the room after a refused policy. modelled: the cost model's bytes of the tier."""
         self.memory = dataclasses.replace(
             self.memory, **{error.tier: min(getattr(self.memory, error.tier), error.limit_bytes)}
         )
-        # Whole tensors do not follow shares smoothly: a percent of the tier is left besides.
+        # Tensors are not divisible at every share, so one percent of the tier stays free.
         beyond = (error.needed_bytes - modelled + 0.01 * error.limit_bytes) / policy.gpu_batch_size
         self.beyond[error.tier] = max(self.beyond[error.tier], beyond)
 
@@ -181,7 +179,7 @@ class TierRoom:
 def policy_named(
     name: str, work: PlacementWorkload, machine: Machine, room: TierRoom, options: PlacementOptions
 ) -> Policy | None:
-    """The fastest policy of a name that is thought to fit."""
+    """Return the fastest policy of a name that is expected to fit."""
     if name == "no host attention":
         options = dataclasses.replace(options, host_attention=False)
     if name == "no disk":

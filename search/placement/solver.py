@@ -1,5 +1,5 @@
-"""Finds the placement with the highest throughput: a linear program over nine shares (FlexGen Eq. 1) for each
-block and batch size.
+"""Find the placement with the highest throughput: a linear program over nine shares (FlexGen Eq. 1) for each
+block.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ from search import INSTALL, UserError
 
 try:
     import mip
-except ImportError:  # a machine that only runs policies has no solver
+except ImportError:  # only solving needs the extra `search`
     mip: Any = None
 
 from jaxflow.flexgen.policy import Policy, Shares
@@ -43,16 +43,16 @@ NUM_GPU_BATCHES = (
 TIERS = ("gpu_mem", "cpu_mem", "disk")
 GIGA = 1e9
 _CORNER = TierShares((0.0, 0.0, 1.0), (0.0, 0.0, 1.0), (0.0, 0.0, 1.0))
-_SLACK = 1e-7  # relative, within which two placements are as fast
+_SLACK = 1e-7  # relative difference of two equally fast placements
 
 
 class PlacementError(UserError):
-    """Nothing of what was asked for can work; the message says what would."""
+    """A request that no placement can meet. The message says what would work."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TierMemory:
-    """Bytes that a run may use of each tier; inf for a bound without that limit.
+    """Bytes that a run may use of each tier; inf: unlimited.
 
     Raises: PlacementError.
     """
@@ -72,14 +72,16 @@ class TierMemory:
 
 @dataclasses.dataclass(frozen=True)
 class PlacementOptions:
-    """What may be chosen. `percent_step`: shares are multiples of it (None: any share); `host_attention`:
-    None lets the search decide.
+    """The allowed policies.
+
+    `percent_step`: shares are its multiples (None: any share). `host_attention`: None lets the search
+    decide.
     """
 
     weight_bits: int = 16
     kv_bits: int = 16
     host_attention: bool | None = None
-    max_latency_s: float = math.inf  # of a whole block
+    max_latency_s: float = math.inf  # of a full block
     percent_step: int | None = None
     gpu_batch_sizes: Sequence[int] = GPU_BATCH_SIZES
     num_gpu_batches: Sequence[int] = NUM_GPU_BATCHES
@@ -108,7 +110,7 @@ class PlacementOptions:
 
 @dataclasses.dataclass(frozen=True)
 class BlockCandidate:
-    """The best placement of one block: what it takes in seconds, for how many tokens."""
+    """The best placement of one block: its seconds, and its tokens."""
 
     choice: BlockChoice
     latency_s: float
@@ -122,7 +124,7 @@ class BlockCandidate:
 def candidates(
     work: PlacementWorkload, machine: Machine, memory: TierMemory, options: PlacementOptions
 ) -> list[BlockCandidate]:
-    """The best of each block that fits the memory and the latency limit."""
+    """Return the best placement of each block that fits the memory and the latency limit."""
     found = []
     for host_attention in options.host_attentions():
         for size in sorted(options.gpu_batch_sizes):
@@ -138,9 +140,9 @@ def candidates(
 def search(
     work: PlacementWorkload, machine: Machine, memory: TierMemory, options: PlacementOptions | None = None
 ) -> Policy:
-    """The policy with the highest predicted throughput; of equals, the one with the shortest latency.
+    """Return the policy with the highest predicted throughput, and among equals the shortest latency.
 
-    Raises: PlacementError with what would fit.
+    Raises: PlacementError with memories that would fit.
     """
     options = options or PlacementOptions()
     found = candidates(work, machine, memory, options)
@@ -158,7 +160,7 @@ def policy_of(
     choice: BlockChoice,
     options: PlacementOptions,
 ) -> Policy:
-    """The placement of a choice that fits; of equally fast ones, that with the least traffic."""
+    """Return the placement of a choice that fits; among equally fast ones, the one with the least traffic."""
     solved = solve(work, machine, memory, choice, options, tidy=True)
     assert solved is not None, choice
     placed = solved[1]
@@ -182,7 +184,7 @@ def solve(
     *,
     tidy: bool = False,
 ) -> tuple[float, TierShares] | None:
-    """Eq. 1 for one block: (latency in seconds, shares), or None if nothing fits."""
+    """Solve Eq. 1 for one block: (latency in seconds, shares), or None if nothing fits."""
     unit = (
         max(
             *prefill_terms(work, machine, choice, _CORNER).values(),
@@ -224,8 +226,9 @@ def solve(
 def link_bound(
     work: PlacementWorkload, machine: Machine, memory: TierMemory, options: PlacementOptions
 ) -> float:
-    """Tokens per second of the best policy if nothing but the link between host and device took time; inf if
-    nothing need cross.
+    """Return the throughput of the best policy if only the link between host and device took time.
+
+    The result is inf if nothing has to cross.
     """
     free: dict[str, Any] = {
         name: Curve(0.0, math.inf) for name in CURVES if name not in ("host_to_device", "device_to_host")
@@ -241,8 +244,8 @@ def link_bound(
 
 
 def _program(percent_step: int | None) -> tuple[Any, TierShares]:
-    """A program with nine shares that sum to 1 for each kind of tensor. Raises: PlacementError where there is
-    no solver.
+    """Return a program with nine shares that sum to 1 for each kind of tensor. Raises: PlacementError
+    without a solver.
     """
     if mip is None:
         raise PlacementError(f"a placement search needs an LP solver: {INSTALL}")
@@ -271,13 +274,13 @@ def _optimal(model: Any) -> bool:
 
 
 def _value(share: Any) -> float:
-    """Of a solved variable, without the solver's rounding at the ends."""
+    """Return the value of a solved variable, without the solver's rounding at the ends."""
     value = float(share.x)
     return min(1.0, max(0.0, value if min(value, 1 - value) > 1e-9 else round(value)))
 
 
 def _shares(shares: Sequence[float]) -> Shares:
-    """Percentages that sum to 100: what rounding leaves goes to the largest."""
+    """Return percentages that sum to 100; the largest takes the rounding error."""
     percents = [100 * share for share in shares]
     largest = percents.index(max(percents))
     percents[largest] = 100 - sum(percent for i, percent in enumerate(percents) if i != largest)
@@ -285,7 +288,7 @@ def _shares(shares: Sequence[float]) -> Shares:
 
 
 def _refusal(work: PlacementWorkload, machine: Machine, memory: TierMemory, options: PlacementOptions) -> str:
-    """What would fit, for the smallest block."""
+    """Return the memory or latency that would fit the smallest block."""
     choices = [
         BlockChoice(
             min(options.gpu_batch_sizes),
@@ -332,7 +335,7 @@ def _refusal(work: PlacementWorkload, machine: Machine, memory: TierMemory, opti
 
 
 def least_bytes(work: PlacementWorkload, choice: BlockChoice, memory: TierMemory, tier: int) -> float:
-    """The least that one tier must have while the others have what `memory` says; inf if that cannot help."""
+    """Return the least bytes of one tier, given `memory` for the others; inf if no number of bytes helps."""
     model, placed = _program(None)
     needed = model.add_var(lb=0.0)
     for i, (used, capacity) in enumerate(zip(memory_bytes(work, choice, placed), memory, strict=True)):
@@ -345,5 +348,5 @@ def least_bytes(work: PlacementWorkload, choice: BlockChoice, memory: TierMemory
 
 
 def _gigabytes(number: float) -> str:
-    """Rounded up, so that what is advised fits."""
+    """Format gigabytes, rounded up so that the advice fits."""
     return f"{math.ceil(number / GIGA * 1e3 + 1e-6) / 1e3:g}"

@@ -1,5 +1,5 @@
-"""What is asked of a model: the sizes of a mean layer, read off its graph, and how many keys of a sequence
-are kept and moved.
+"""The sizes of a model's mean layer, read from its graph, and the KV tokens of a sequence that are kept and
+moved.
 """
 
 import collections
@@ -15,7 +15,7 @@ BYTES = {16: 2.0, 4: 0.5 + 4 / 64}  # of an element; a group of 64 has a scale a
 
 @dataclasses.dataclass(frozen=True)
 class PlacementWorkload:
-    """Sizes of a mean layer, in elements or FLOPs, and what is asked of the model."""
+    """Sizes of a mean layer, in elements or FLOPs, and the lengths of the requests."""
 
     model: str
     layers: int
@@ -35,11 +35,11 @@ class PlacementWorkload:
     page_size: int | None = None  # tokens; None: the paper's count, token by token
 
     def bytes_of(self, bits: int) -> float:
-        """Of an element that is stored in so many bits."""
+        """Return the bytes of an element stored in these bits."""
         return BYTES[bits] if bits == 4 else self.wide_bytes
 
     def keys(self, tokens: float) -> float:
-        """Keys that a mean layer keeps of a sequence of so many tokens."""
+        """Return the KV tokens that a mean layer keeps of a sequence of `tokens`."""
         return (
             sum(count * (tokens if window is None else min(tokens, window)) for window, count in self.windows)
             / self.layers
@@ -57,7 +57,7 @@ class PlacementWorkload:
 
     @functools.cached_property
     def kept_keys(self) -> float:
-        """For which a sequence has memory at a layer: all tokens but the last, in whole pages."""
+        """Return the KV tokens with memory at a layer: all but the last, in full pages."""
         return (
             self.last_keys
             if self.page_size is None
@@ -66,7 +66,7 @@ class PlacementWorkload:
 
     @functools.cached_property
     def made(self) -> "CrossingTokens":
-        """Keys that a prompt's KV takes home."""
+        """Return the KV tokens of a prompt that cross to their tier."""
         return (
             CrossingTokens(*(self.keys(self.prompt_tokens),) * 2)
             if self.page_size is None
@@ -75,8 +75,9 @@ class PlacementWorkload:
 
     @functools.cached_property
     def read(self) -> "CrossingTokens":
-        """Keys that a decode brings, over the output. A file has the prompt's pages, and behind them a record
-        a token.
+        """Return the KV tokens that a decode loads, averaged over the output.
+
+        A file has the prompt's pages, followed by one record a token.
         """
         if self.page_size is None:
             return CrossingTokens(self.mean_keys, self.mean_keys)
@@ -92,13 +93,13 @@ class PlacementWorkload:
 
     @functools.cached_property
     def mean_keys(self) -> float:
-        """Of a decode, over the output: the paper's s + n / 2."""
+        """Return the mean context of a decode over the output: the paper's s + n / 2."""
         return self.keys(self.prompt_tokens + self.output_tokens / 2)
 
 
 @dataclasses.dataclass(frozen=True)
 class CrossingTokens:
-    """Keys of a sequence that cross the link to the device, or between disk and host."""
+    """KV tokens of a sequence that cross the link to the device, or between disk and host."""
 
     link: float
     disk: float
@@ -113,7 +114,7 @@ def workload(
     wide_bytes: float = BYTES[16],
     page_size: int | None = None,
 ) -> PlacementWorkload:
-    """Reads the sizes off the model's graph; what differs between layers is averaged."""
+    """Read the sizes from the model's graph, averaged over its layers."""
     graph = model_graph(config, 1, Widths(weights=1.0, wide_weights=1.0))
     many, one = Composition(decode_tokens=1e9, decode_keys=1), Composition(decode_tokens=1, decode_keys=1)
     ops = [op for layer in graph.layers for op in layer]

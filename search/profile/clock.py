@@ -51,27 +51,23 @@ class Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tensor_share: Mapping[
         str, float
     ]  # by the products' dtype: of the tensor cores' FLOP a cycle, in waves that are full
-    attention_share: float  # the same of attention's products
-    attention_bytes_per_s: Mapping[
-        str, float
-    ]  # by the cache's dtype: that decode attention reads on the whole device
-    sm_bytes_per_cycle: Mapping[str, float]  # by the cache's dtype: that an SM takes in
-    kernel_s: float  # that a kernel's start and end take
-    collective_s: float  # the same of a sum over devices
+    attention_share: float  # share of the tensor cores' FLOP a cycle, for attention
+    attention_bytes_per_s: Mapping[str, float]  # by the cache's dtype: decode attention on the full device
+    sm_bytes_per_cycle: Mapping[str, float]  # by the cache's dtype: the intake of an SM
+    kernel_s: float  # start and end of a kernel
+    collective_s: float  # start and end of a collective
     joules_factor: Mapping[
         str, float
-    ]  # by dtype of FLOPs, and "byte": joules of ordinary kernels over the least (`jaxflow.model.energy`)
-    beside: float  # how many times as long ops take beside others as alone on the same SMs at the same clock
-    # joules of an engine's steps, sustained for seconds, over those of kernels in windows of half a second
+    ]  # by dtype of FLOPs, and "byte": joules of ordinary kernels over the least
+    beside: float  # slowdown of concurrent ops on the same SMs at the same clock
+    # joules of an engine's sustained steps over those of kernels in windows of half a second
     hot_factor: float
-    nano_s: float  # that a chain of ops costs beyond their times, in a layer with side streams
-    step_s: float  # that a step costs beyond its ops' times
+    nano_s: float  # seconds of a chain beyond its op times, in a layer with side streams
+    step_s: float  # seconds of a step beyond its op times
     method: str
-    exchange_s: float | None = None  # that a sum over two devices by the copy engines takes beside its bytes
-    exchange_bytes_per_s: float | None = None  # that each of the two then sends
-    memory_bytes: float | None = (
-        None  # that a driver gives out in all: more than a datasheet's GB, which are nearly GiB
-    )
+    exchange_s: float | None = None  # seconds of a peer copy between two devices, without its bytes
+    exchange_bytes_per_s: float | None = None  # rate of each of the two devices
+    memory_bytes: float | None = None  # bytes that the driver can allocate; datasheets round down
 
 
 @functools.cache

@@ -23,12 +23,12 @@ from search.profile.op_times import EXCHANGE, ProfileError
 _BODY_S, _MOST_CALLS = (
     3e-4,
     8,
-)  # that a loop's body should last, of which a round costs a GPU some microseconds; and calls in it
+)  # seconds of a loop's body, and its most calls; a round costs a GPU microseconds
 _LATENCY_S, _BYTES_PER_S, _PROGRAM_S = (
     2e-5,
     2e11,
     5e-3,
-)  # guesses: of a call, of its network bytes; and how long a program should last
+)  # guesses of a call's latency and bandwidth, and the seconds of a program
 
 
 def equal_ops(layer: LayerBench) -> dict[str, tuple[str, ...]]:

@@ -1,16 +1,19 @@
-"""What work costs a card in joules, fitted to runs that were measured on it: the constants of the fourth
-resource.
+"""Fit the joules of a FLOP and of a byte to runs measured on a card: the constants of the fourth resource.
 
-  python -m search energy --runs benchmarks/settings/h200-energy-runs.json
-  python -m search energy --runs benchmarks/settings/h200-energy-runs.json --profile search/profiles/h200-llama-3.1-8b.json --out
-  h200.json
+  python -m search energy --runs benchmarks/h200-energy.json
+  python -m search energy --runs benchmarks/h200-energy.json --profile search/profiles/h200-llama-3.1-8b.json \
+      --out h200.json
 
-A file of runs holds sustained rates of work with the watts and the clock that they settled at, and what is
-known of the card (its power cap, idle watts, clocks, FLOPs a cycle). The fit is a bound: it is lowered until
-no run needed less. With profiles of `search measure` their products and attention are runs, too, which are
-not fitted: one that needed less than the fit says lowers the joules of its own work, a byte's or a FLOP's of
-its dtype. The bound is printed beside the one that this release ships for the device, if any, and written in
-the form of `jaxflow/model/power`, from where an engine's and a search's bounds come.
+A file of runs holds sustained rates of work, with the watts and the clock that each run settled at, and the
+card's power cap, idle watts, clocks and FLOPs a cycle. A run's power above idle is the sum of its rates
+times their joules at its clock. The logarithms of the joules and the logits of their fixed shares are fitted
+with optax to the logarithm of that power. All joules are then lowered together until no run needs less: the
+fit is a lower bound.
+
+The entries of --profile, products and attention with watts and clocks, are not fitted. An entry that needs
+less than the fit lowers the joules of its own work only: of a byte, or of a FLOP of its dtype. The command
+prints the bound next to the shipped one, and writes it in the form of `jaxflow/model/power`, which engines
+and searches read.
 """
 
 import decimal
@@ -33,15 +36,15 @@ from search.profile.modelled import product_dtype
 from search.profile.op_bench import OpCase
 from search.profile.op_times import NotNegative, OpTime, Pair, Positive, Profile, ProfileError, load_profile
 
-FIXED_PRIOR = 0.4  # a guess that the runs may move: few of them ran at very different clocks
-_PRIOR_RUNS = 0.05  # how much the guess weighs, beside a run's 1
+FIXED_PRIOR = 0.4  # prior of the fixed share, since few runs have very different clocks
+_PRIOR_RUNS = 0.05  # weight of the prior; a run has weight 1
 _STEPS = 3000
 _DOWN = decimal.Context(prec=4, rounding=decimal.ROUND_FLOOR)
 _L2_BYTES = 60 << 20  # of an H200
 
 
 class PowerRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A sustained run. Rates are per second; `clock_mhz` and `watts` are what it settled at."""
+    """A sustained run. Rates are per second; `clock_mhz` and `watts` are its settled values."""
 
     name: str
     dtype: str
@@ -52,7 +55,7 @@ class PowerRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PowerRuns(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What was measured on one device, and what is known of it."""
+    """The runs measured on one device, and the constants of the device."""
 
     device: str
     cap_w: Positive
@@ -66,7 +69,7 @@ class PowerRuns(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def load_runs(path: str | Path) -> PowerRuns:
-    """Raises: ProfileError naming the file and the field; OSError."""
+    """Read a file of runs. Raises: ProfileError naming the file and the field; OSError."""
     try:
         return msgspec.json.decode(Path(path).read_bytes(), type=PowerRuns)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -74,12 +77,11 @@ def load_runs(path: str | Path) -> PowerRuns:
 
 
 def of_profile(measured: PowerRuns, profile: Profile, graph: Graph) -> PowerRuns:
-    """The runs that a profile holds, in the others' place: products and attention alone, and pairs of them
-    that say what they worked on.
+    """Return the runs of a profile: its isolated products and attention, and the pairs with known work.
 
-    Watts are the energy counter's where it was read, else the sensor's. Norms and appends are left out, and
-    decode attention whose keys fit in the L2: alone in a loop, what they read stays there, and its bytes cost
-    less than the memory's. graph: the profile's model, on one of its devices.
+    Watts come from the energy counter where it was read, else from the sensor. Norms and appends are left
+    out. So is decode attention whose KV fits in the L2: in a loop it stays there, and its bytes cost less
+    than those of the memory. graph: the profile's model, on one of its devices.
 
     Raises: ProfileError for a profile of another device.
     """
@@ -118,8 +120,8 @@ def _run(
     profile: Profile,
     ops: Mapping[str, Op],
 ) -> list[PowerRun]:
-    """Of an entry; none of one without watts or a clock, nor of a pair whose FLOPs are of two dtypes, which
-    no run can say.
+    """Return the run of an entry, or none for an entry without watts or clock, or a pair with FLOPs of two
+    dtypes.
     """
     watts = found.watts if found.joules is None else found.joules / took_s
     dtypes = {_flops_dtype(ops[case.op], profile) for case in cases}
@@ -139,23 +141,23 @@ def _run(
 
 
 def _flops_dtype(op: Op, profile: Profile) -> str:
-    """Attention multiplies an e4m3 cache in 8 bits, in chunks and in decodes."""
+    """Return the dtype of an op's FLOPs. Attention multiplies an e4m3 cache in 8 bits."""
     eight = op.kind == "attention" and profile.kv_cache_dtype == "float8_e4m3fn"
     return profile.kv_cache_dtype if eight else product_dtype(op, profile.dtype)
 
 
 def predicted(params: Any, rates: jax.Array, clock_share: jax.Array) -> jax.Array:
-    """Watts above idle [n]. rates: [n, kinds] of work, clock_share: [n]."""
+    """Return watts above idle [n]. rates: [n, kinds] of work, clock_share: [n]."""
     joules, fixed = jnp.exp(params["log_joules"]), jax.nn.sigmoid(params["fixed"])
     by_clock = fixed + (1 - fixed) * clock_share[:, None] ** 2
     return (rates * joules * by_clock).sum(-1)
 
 
 def fit(measured: PowerRuns) -> Power:
-    """The joules of `measured`'s dtypes and of a byte, lowered to a bound.
+    """Return the joules of each dtype and of a byte, lowered to a bound.
 
-    Raises: ProfileError for a cap or clocks that cannot be, for runs of a dtype whose peak is not given, or
-    without any; for a run that did no work, or drew no more than the idle card.
+    Raises: ProfileError for an impossible cap or clock, for runs of a dtype without a known peak, without
+    runs, and for a run that did no work or drew no more than the idle card.
     """
     if measured.cap_w <= measured.idle_w or measured.lowest_clock_mhz > measured.highest_clock_mhz:
         given = (
@@ -226,27 +228,25 @@ def fit(measured: PowerRuns) -> Power:
 
 
 def errors(measured: PowerRuns, power: Power) -> Sequence[float]:
-    """For each run: measured watts above idle over the model's (1 or more once the model is a bound)."""
+    """Return for each run the measured watts above idle over the model's; at least 1 for a bound."""
     return [(run.watts - power.idle_w) / sum(watts_of(run, power)) for run in measured.runs]
 
 
 def watts_of(run: PowerRun, power: Power) -> tuple[float, float]:
-    """Of its FLOPs and of its bytes, by the model."""
+    """Return the model's watts of a run's FLOPs and of its bytes."""
     share = run.clock_mhz * 1e6 / power.highest_clock_hz
     flop = power.flop[run.dtype].at(share) if run.flops_per_s else 0.0
     return float(run.flops_per_s * flop), float(run.bytes_per_s * power.byte.at(share))
 
 
 def lowered(power: Power, runs: Iterable[PowerRun]) -> Power:
-    """The model with joules that none of the runs beats: only what they tell of falls, and no curve's fixed
-    share moves.
+    """Return the model with joules that no run beats; the fixed shares of the curves do not change.
 
-    First a byte's: by runs whose bytes take more of the given model's watts than their FLOPs to what these
-    leave, by others to all that they drew. Then, beside such bytes, the FLOPs' of each dtype, by its own
-    runs. So no order of runs matters, and nothing is negative.
+    The joules of a byte fall first. A run whose bytes take more of the model's watts than its FLOPs lowers
+    them to what the FLOPs leave; another run lowers them to all its watts. Then the FLOPs of each dtype
+    fall, by the runs of that dtype. The order of the runs does not matter, and no joules are negative.
 
-    Raises: ProfileError for a run of a dtype that the model does not know, or that drew no more than the idle
-    card.
+    Raises: ProfileError for a run of an unknown dtype, or with no more than the idle watts.
     """
     needs = []
     for run in runs:
@@ -270,7 +270,7 @@ def _least(factors: Iterable[float]) -> float:
 
 
 def _lower(curve: Curve, factor: float) -> Curve:
-    """In four digits, rounded down; as it is by a factor of 1."""
+    """Return the curve times the factor, rounded down to four digits; unchanged for a factor of 1."""
     return (
         curve
         if factor == 1
@@ -278,7 +278,7 @@ def _lower(curve: Curve, factor: float) -> Curve:
     )
 
 
-SETTLED = 0.77  # of the highest clock: where an H200's products settle at its cap
+SETTLED = 0.77  # share of the highest clock that an H200's products settle at
 
 
 def define_flags() -> None:
@@ -290,7 +290,7 @@ def define_flags() -> None:
 
 
 def entries(measured: PowerRuns, profiles: list[str]) -> list[PowerRun]:
-    """The runs of profiles. Raises: ProfileError, ProfileError, CheckpointError or OSError, naming the file."""
+    """Return the runs of profiles. Raises: ProfileError, CheckpointError or OSError, naming the file."""
     found = []
     for one in profiles:
         profile = load_profile(Path(one))
@@ -301,8 +301,8 @@ def entries(measured: PowerRuns, profiles: list[str]) -> list[PowerRun]:
 
 
 def table(power: Power, shipped: Power | None) -> list[str]:
-    """A line for each kind of work: joules at the highest clock, what of them does not fall with it, and
-    joules where products settle.
+    """Return a line for each kind of work: joules at the highest clock, their fixed share, and joules at a
+    usual clock.
     """
     lines = [f"{'pJ a':>16} {'at 100%':>8} {'fixed':>6} {f'at {SETTLED:.0%}':>8}  shipped"]
     for name, curve in (*power.flop.items(), ("byte", power.byte)):
@@ -316,7 +316,7 @@ def table(power: Power, shipped: Power | None) -> list[str]:
 
 
 def run() -> None:
-    """The command. Raises: ConfigError, ValueError, CheckpointError, OSError."""
+    """Run the command. Raises: ConfigError, ProfileError, CheckpointError, OSError."""
     f = flags.FLAGS
     check_outputs("out")
     measured = load_runs(f.runs)

@@ -1,11 +1,10 @@
-"""What a profile is made of, and in which order: what matters most is measured first, so that a profile that
-was cut short is of use.
+"""The measurements of a profile and their order: the most important first, so that a partial profile is
+useful.
 
-First each op on the whole device at its largest and smallest size, and at the size that pairs have. Then the
-shares that pairs use, at two sizes, and the pairs (the largest products and the middle share first): these
-give a share's time where it matters, beside another op. Over several devices the large products beside a sum:
-by NCCL's kernels, also where they leave it its SMs, and by the copy engines. Then the sizes between, which
-interpolation would else have to stand for; the largest gaps first.
+First comes each op on the full device at its largest and smallest size, and at the size of the pairs. Then
+come the SM counts of the pairs, at two sizes, and the pairs: the largest products and the middle count
+first. Over several devices the large products are also paired with a collective: by NCCL's kernels, with and
+without free SMs for them, and by the copy engines. The sizes between come last, with the largest gaps first.
 """
 
 import collections
@@ -17,18 +16,18 @@ from jaxflow.model.graph import Op
 from search.profile.op_bench import OpCase
 from search.profile.op_times import ATTENTION, EXCHANGE, NETWORK_SMS, PAIR_DECODES, PAIR_TOKENS
 
-MOST_DECODES = 1024  # tokens of a step that decode: one a sequence
-PAIR_KEYS = 4096  # that attention beside a product can be given, to last as long as the product
-LARGE = ("up_gate", "down")  # products that are paired first, and beside chunks and sums
+MOST_DECODES = 1024  # the most decodes of a step
+PAIR_KEYS = 4096  # the longest context of attention next to a product
+LARGE = ("up_gate", "down")  # products paired first, also with chunks and collectives
 _ENDS, _SHARES, _PAIRS, _BETWEEN = range(4)
 
 
 @dataclasses.dataclass(frozen=True)
 class OpPair:
-    """A product and attention at the same time, on all SMs between them, or a product and a sum over devices.
+    """A product concurrent with attention, on all SMs together, or with a collective.
 
-    Attention's keys are the most that it may be given: what fits the product's duration is found by
-    measuring.
+    Attention's context is the longest allowed; measuring finds the context that lasts as long as the
+    product.
     """
 
     product: OpCase
@@ -41,8 +40,8 @@ Measurement = OpCase | OpPair
 def entries(
     ops: Mapping[str, Op], tokens: Sequence[int], keys: Sequence[int], shares: Sequence[int], total: int
 ) -> list[Measurement]:
-    """All that is to be measured, the most important first. shares: SMs that attention gets beside products,
-    of `total`.
+    """Return all measurements, the most important first. shares: SMs of attention next to products, of
+    `total`.
     """
     found: dict[Measurement, tuple] = {}
     middle = (coarse_first(shares)[2:3] or coarse_first(shares)[:1]) if shares else []
@@ -93,14 +92,14 @@ def entries(
 
 
 def pair_tokens(product: str) -> int:
-    """Of a product beside attention: short ones have more, or attention beside them would see fewer keys than
-    any that it was timed at.
+    """Return a paired product's tokens. A short product has more, so that attention's context stays
+    measurable.
     """
     return PAIR_TOKENS if product in LARGE else 2 * PAIR_TOKENS
 
 
 def coarse_first(values: Iterable[int]) -> list[int]:
-    """The last, the first, the middle, the middles of the halves, and so on."""
+    """Return the last value, the first, the middle, the middles of the halves, and so on."""
     rest = sorted(set(values))
     order = [rest[-1], rest[0]] if len(rest) > 1 else rest[:]
     spans = [(0, len(rest) - 1)]
@@ -114,7 +113,7 @@ def coarse_first(values: Iterable[int]) -> list[int]:
 
 
 def described(left: Sequence[Measurement]) -> str:
-    """Entries in a few words: how many of which op, and whether whole, on a share or in pairs."""
+    """Return a summary of measurements: the number of each op, in isolation, on part of the SMs or in pairs."""
     counts = collections.Counter(
         f"{entry.product.op} beside {entry.other.op}" if isinstance(entry, OpPair)
         else f"{entry.op}{'' if entry.sms is None else ' on a share'}"

@@ -1,15 +1,16 @@
-"""Measures each op of a layer on this device, alone and in pairs, for the search of plans.
+"""Measure each op of a layer on this device, in isolation and in pairs: a profile for plan searches.
 
   python -m search measure --model llama-3.1-8b --out search/profiles/h200-llama-3.1-8b.json
 
-Every op runs on dummy weights and a random cache, sustained, at a few batch sizes, attention at a few
-contexts; where kernels can be bounded to some SMs (Hopper's), also on shares of the device, and products
-beside attention at those shares. With --tensor_parallel_size, ops are those of one device's shard, measured
-on the first; sums and gathers over devices, and the largest products beside a sum, are measured on all of
-them, and --ops can leave them to a machine that has so many. What matters most is measured first
-(`search.profile.entries`); what does not fit --time_limit_s, compilation included, is left out and named. The file is
-written after every entry; run again to continue it. Programs are compiled in threads, between measurements,
-and kept between runs.
+Every op runs sustained on dummy weights and a random cache, at a few batch sizes, attention at a few
+contexts. On Hopper, kernels can be bounded to some SMs, so ops also run on a part of the SMs, and products
+run concurrently with attention. With --tensor_parallel_size, ops are those of one device's shard, measured
+on the first device. Collectives, and the largest products concurrent with one, run on all devices; --ops can
+leave them out.
+
+The most important measurements come first (`search.profile.entries`). Those that do not fit --time_limit_s,
+compilation included, are left out and named. The file is written after every measurement; running the same
+command again continues it. Programs are compiled in threads, between measurements, and kept between runs.
 """
 
 import dataclasses
@@ -55,21 +56,24 @@ from search.profile.share_times import ShareTimes, product_shapes
 from search.profile.sustain import Sustained, sustain
 
 DTYPES = ("auto", "bfloat16", "float32", "float8_e4m3fn")
-_AT_ONCE = 16  # programs that are compiled before they are measured: compiling may use the device, too
+_AT_ONCE = 16  # programs compiled before any is measured, since compilation may use the device
 _SAME = (
     "versions",
     "tensor_parallel_size",
     "dtype",
     "kv_cache_dtype",
     "total_sms",
-)  # beside the device and the model
+)  # fields of a continued profile that must agree
 
 
-_FIRST_S = 3.0  # that a piece is thought to take before any was done
+_FIRST_S = 3.0  # expected seconds of a piece before the first is done
 
 
 class TimeBudget:
-    """Seconds since its making. `clock` is read for the time, in seconds."""
+    """A time limit for many pieces of work, with the expected time of further pieces.
+
+    clock: returns seconds.
+    """
 
     def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic):
         self.limit_s, self.clock, self.begun = limit_s, clock, clock()
@@ -84,26 +88,26 @@ class TimeBudget:
         return max(0.0, self.limit_s - self.spent_s)
 
     def took(self, kind: str, seconds: float, pieces: int = 1) -> None:
-        """Remembers it. Later pieces count more than early ones: what was first compiled or warmed up says
-        little of the rest.
+        """Record the time of pieces. Recent pieces weigh more, since the first ones include compilation and
+        warm-up.
         """
         before, number = self._took.get(kind, (0.0, 0))
         self._took[kind] = (0.7 * before + seconds, round(0.7 * number) + pieces)
 
     def a_piece_s(self, kind: str) -> float:
-        """What a piece is expected to take."""
+        """Return the expected seconds of a piece."""
         seconds, number = self._took.get(kind, (_FIRST_S, 1))
         return seconds / max(1, number)
 
     def fits(self, *kinds: str) -> int:
-        """How many pieces that need one of each kind are expected to be done in time."""
+        """Return the number of pieces of all these kinds that are expected to finish in time."""
         return int(self.left_s / max(1e-9, sum(map(self.a_piece_s, kinds))))
 
 
 def define_flags() -> None:
     flags.DEFINE_string("model", "llama-3.1-8b", "A shipped config's name, a folder or a hub id.")
     flags.DEFINE_string("out", None, "File for the profile; one that is there is continued.")
-    flags.DEFINE_integer("tensor_parallel_size", 1, "Devices that the model is cut over.", lower_bound=1)
+    flags.DEFINE_integer("tensor_parallel_size", 1, "Devices that share the model.", lower_bound=1)
     flags.DEFINE_list(
         "ops", [], "Ops that are measured; network: all sums and gathers over devices. Default: all."
     )
@@ -121,7 +125,7 @@ def define_flags() -> None:
     flags.DEFINE_enum(
         "dtype", "auto", DTYPES, "Of weights and products; auto: bfloat16 on GPU, float32 on CPU."
     )
-    flags.DEFINE_enum("kv_cache_dtype", "auto", DTYPES, "Of the cache; auto: the model's.")
+    flags.DEFINE_enum("kv_cache_dtype", "auto", DTYPES, "The dtype of the KV cache; auto: the model's.")
     flags.DEFINE_float(
         "time_limit_s",
         480.0,
@@ -131,13 +135,13 @@ def define_flags() -> None:
     flags.DEFINE_string(
         "compilation_cache_dir",
         "~/.cache/jaxflow/compiled",
-        "Where compiled programs are kept; empty: nowhere.",
+        "Folder for compiled programs; empty: none.",
     )
-    flags.DEFINE_float("seconds", 0.4, "How long each entry is sustained.", lower_bound=0.001)
+    flags.DEFINE_float("seconds", 0.4, "Seconds that each measurement is sustained.", lower_bound=0.001)
 
 
 def run() -> None:
-    """The command."""
+    """Run the command."""
     f = flags.FLAGS
     if not f.out:
         raise ConfigError("out", f.out, "a file for the profile")
@@ -186,8 +190,8 @@ def run() -> None:
 
 
 def contexts(name: str, most: int) -> tuple[int, ...]:
-    """The keys of --keys; of those by default, as many as a model has, `most`. Raises: ConfigError for more
-    that were asked for.
+    """Return the contexts of --keys; by default at most the model's. Raises: ConfigError for a longer given
+    one.
     """
     keys = _numbers("keys", flags.FLAGS.keys)
     if max(keys) > most and flags.FLAGS["keys"].present:
@@ -196,7 +200,7 @@ def contexts(name: str, most: int) -> tuple[int, ...]:
 
 
 def interpolation_errors(profile: Profile, config: ModelConfig) -> dict[str, float | None]:
-    """As a search interpolates in this profile (`search.profile.op_times`): with pairs, it knows of the waves of
+    """Return the interpolation errors of a search in this profile; with pairs it knows the waves of
     products.
     """
     tp = profile.tensor_parallel_size
@@ -209,9 +213,9 @@ def interpolation_errors(profile: Profile, config: ModelConfig) -> dict[str, flo
 def this_device(
     name: str, config: ModelConfig, dtype: str, kv_dtype: str, tp: int = 1
 ) -> tuple[LayerBench, Profile]:
-    """A layer to measure with the kernels of the device that is here, and its profile without entries.
+    """Return the layer with the kernels of this device, and its profile without entries.
 
-    tp: devices that the layer is cut over. Raises: ConfigError where it cannot be.
+    tp: the devices that the layer is split over. Raises: ConfigError where it cannot be split.
     """
     device, platform = jax.devices()[0], jax.default_backend()
     dtype = dtype if dtype != "auto" else "bfloat16" if platform == "gpu" else "float32"
@@ -251,9 +255,9 @@ def this_device(
 
 
 def chosen_ops(layer: LayerBench, names: Sequence[str]) -> dict[str, Op]:
-    """The ops to measure: those named, or all; of collectives that do the same, the first.
+    """Return the ops to measure: those named, or all. Of equal collectives only the first is measured.
 
-    Raises: ConfigError for a name that is no op's, and for collectives over more devices than are here.
+    Raises: ConfigError for an unknown name, and for collectives over more devices than are here.
     """
     same = equal_ops(layer)
     measured = {name: op for name, op in layer.ops.items() if op.kind != "network" or name in same}
@@ -273,8 +277,9 @@ def chosen_ops(layer: LayerBench, names: Sequence[str]) -> dict[str, Op]:
 
 
 def resumed(path: str | os.PathLike, empty: Profile) -> Profile:
-    """What a file has already, or `empty`. Raises: ProfileError or ConfigError for a file that is not this
-    device's and model's.
+    """Return the profile of an existing file, or `empty`.
+
+    Raises: ProfileError or ConfigError for a file of another device or model.
     """
     if not Path(path).exists():
         return empty
@@ -297,8 +302,9 @@ def measure(
     *,
     seconds_each: float,
 ) -> tuple[Profile, list[Measurement]]:
-    """Adds the entries that the profile lacks and writes it after each. Returns it, and the entries that did
-    not fit the budget.
+    """Add the measurements that the profile lacks, and write it after each one.
+
+    Returns the profile, and the measurements that did not fit the budget.
     """
     left = [entry for entry in wanted if not _has(profile, entry)]
     bar = tqdm(total=len(wanted), initial=len(wanted) - len(left), desc="Measuring", unit="entry", delay=1.0)
@@ -326,7 +332,7 @@ def measure(
 def compiled(
     layer: LayerBench, batch: Sequence[Measurement], threads: ThreadPoolExecutor
 ) -> list[tuple[TimedProgram, Any]]:
-    """Each entry's program with its executable, compiled at the same time."""
+    """Return each measurement's program with its executable; all compile at the same time."""
     programs = [_program(layer, entry) for entry in batch]
     return list(zip(programs, threads.map(TimedProgram.compile, programs), strict=True))
 
@@ -391,7 +397,7 @@ def _with(
 
 
 def timed(executable: Any, given: Any, kept: Any, seconds_each: float) -> Sustained:
-    """Of a program; what it makes goes back in, and so stays in place."""
+    """Time a program. Its results are passed back in, so they stay in place."""
     state = [kept]
 
     def once() -> Any:
@@ -403,7 +409,7 @@ def timed(executable: Any, given: Any, kept: Any, seconds_each: float) -> Sustai
 
 
 def _replace(profile: Profile, path: str | os.PathLike) -> None:
-    """Writes a profile so that a cut does not leave half a file."""
+    """Write a profile so that an interruption leaves no partial file."""
     part = Path(f"{os.fspath(path)}.part")
     save_profile(profile, part)
     part.replace(path)
@@ -419,7 +425,7 @@ def _numbers(flag: str, words: Sequence[str]) -> tuple[int, ...]:
     return found
 
 
-_REACHES = (1.6, 1.2)  # around the guess: how few and how many keys are tried, in ever smaller steps
+_REACHES = (1.6, 1.2)  # factors around the guess, for the contexts to try
 
 
 def timed_pair(
@@ -430,10 +436,9 @@ def timed_pair(
     run: Callable[[Any, float], Sustained],
     seconds_each: float,
 ) -> Pair:
-    """What both of a pair keep; beside attention at the keys at which it ends with the product.
+    """Return the performance of both ops of a pair; attention has the context at which both end together.
 
-    profile: has both alone. given: what the pair's program is given, for `run`, which sustains it for so many
-    seconds.
+    profile: has both ops in isolation. given: the input of the pair's program. run: sustains the program.
     """
     a, b, keys = entry.product, entry.other, 0
     first_sms, second_sms = held_sms(entry, profile.total_sms)
@@ -475,11 +480,11 @@ def timed_pair(
 def equal_ends(
     together_s: Callable[[int], float], alone_s: Callable[[float], float], guess: float, least: int, most: int
 ) -> int:
-    """The keys, from `least` to `most`, at which attention ends with what is beside it.
+    """Return the context, from `least` to `most`, at which attention ends with the concurrent op.
 
-    together_s: seconds until both have ended, by keys. alone_s: of the attention alone on its SMs, rising.
-    The first's own time is that beside little attention; attention's, in proportion to its time alone, that
-    of much. A guess that is far off is followed.
+    together_s: seconds until both have ended, by context. alone_s: of attention alone on its SMs, rising.
+    Only the end of both can be timed. With a short context that is the other op's end; with a long one it is
+    attention's, which then grows in proportion to its isolated time. A guess that is far off is followed.
     """
 
     def within(keys: float) -> int:
@@ -494,6 +499,6 @@ def equal_ends(
 
 
 def held_sms(pair: OpPair, total: int) -> tuple[int, int]:
-    """SMs that each of a pair holds, as far as is known: an exchange none."""
+    """Return the SMs that each op of a pair holds, as far as known; an exchange holds none."""
     sent = {EXCHANGE: 0, "attn_reduce": min(NETWORK_SMS, total)}.get(pair.other.op, total)
     return pair.product.sms or total, pair.other.sms or sent

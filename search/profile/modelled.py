@@ -1,7 +1,7 @@
-"""A profile from the cost model, so that a plan can be searched before anyone has measured the machine.
+"""Profiles from the cost model, for searches before the machine was measured.
 
-Where a card's kernels and joules are known (`search.profile.clock`), an op takes its cycles at the clock that the
-card settles at while it does nothing else, or what its bytes take; elsewhere the longest of its times at the
+On a card with known kernels and joules (`search.profile.clock`), an op takes its cycles at the clock that
+the card settles at, or the time of its bytes. On another card it takes the longest of its times at the
 device's rates.
 """
 
@@ -17,12 +17,12 @@ from jaxflow.model.graph import BFLOAT16, Graph, Op, Widths, Work, model_graph
 from search.profile.clock import Card, Governor, governor_of, shipped_card
 from search.profile.op_times import ATTENTION, EXCHANGE, OpTime, Profile, ProfileError, alone, seconds
 
-_INTAKE = 3.0  # an SM takes in so many times its share of the memory's bandwidth, where the card is not known
+_INTAKE = 3.0  # an SM's intake over its share of the bandwidth, for unknown cards
 
 
 @dataclasses.dataclass(frozen=True)
 class KernelModel:
-    """How long ops take on a card whose kernels are known, at a clock."""
+    """The times of ops on a card with known kernels, at a clock."""
 
     device: Device
     card: Card
@@ -31,7 +31,7 @@ class KernelModel:
     kv_dtype: str = "bfloat16"
 
     def seconds(self, op: Op, work: Work, sms: int, clock_hz: float) -> float:
-        """On `sms` SMs, in waves that are full."""
+        """Return the seconds on `sms` SMs, in full waves."""
         card, governor, share = self.card, self.governor, 0.0
         dtype, rates = product_dtype(op, governor.dtype), self.device.rates
         if op.kind == "dense":
@@ -51,7 +51,7 @@ class KernelModel:
         )
 
     def alone(self, op: Op, tokens: int, keys: int, sms: int) -> OpTime:
-        """At the clock that the card settles at, doing nothing else."""
+        """Return the time in isolation, at the clock that the card settles at."""
         work = op.work(alone(op, tokens, keys))
         own = dataclasses.replace(self.governor, dtype=product_dtype(op, self.governor.dtype))
         clock = own.settle(lambda hz: self.seconds(op, work, sms, hz), work)
@@ -60,7 +60,7 @@ class KernelModel:
 
 
 def product_dtype(op: Op, dtype: str) -> str:
-    """float8_e4m3fn is the dtype of a layer's four products alone; all else of such a model is bfloat16."""
+    """Return the dtype of an op. Only a layer's four products are float8_e4m3fn; all else is bfloat16."""
     return "bfloat16" if dtype == "float8_e4m3fn" and op.name not in FP8_PRODUCTS else dtype
 
 
@@ -79,11 +79,11 @@ def modelled_profile(
     total_sms: int | None = None,
     card: Card | None = None,
 ) -> Profile:
-    """Of one of `tp` devices, with both forms of sums over them.
+    """Return the profile of one of `tp` devices, with both forms of the collectives.
 
-    On a part of the SMs compute shrinks in proportion; memory does not before the SMs' own intake limits it.
-    No kernel keeps other ops to a part. sms: those that ops are modelled on; None: all. total_sms: None: as
-    many as such a device has. card: of the device's kernels; None: that which comes with this release.
+    On a part of the SMs compute shrinks in proportion; memory shrinks only below the SMs' own intake. No
+    kernel keeps other ops to a part. sms: the modelled SM counts; None: all. total_sms: None: those of such
+    a device. card: the device's kernels; None: the shipped constants.
     """
     total_sms = device.sms if total_sms is None else total_sms
     parts = sorted({total_sms} if sms is None else set(sms))
@@ -128,16 +128,16 @@ def modelled_profile(
     )
 
 
-SMS = 0  # of the sums of such a profile: what runs beside them has all
+SMS = 0  # SMs of peer copies: concurrent ops get all
 
 
 def copied(profile: Profile, graph: Graph, card: Card) -> Profile:
-    """The profile with the graph's sums sent by the copy engines, at each number of tokens at which it has
-    times of them.
+    """Return the profile with the graph's collectives by the copy engines, at each measured number of
+    tokens.
 
-    What an exchange takes is the profile's, where it was measured, else the card's.
+    The time of an exchange is the profile's where it was measured, else the card's. It holds no SMs.
 
-    Raises: ProfileError for a card whose copies were not measured, nor in the profile.
+    Raises: ProfileError where neither knows it.
     """
     measured = any(one.op == EXCHANGE for one in profile.op_times)
     if not measured and (card.exchange_s is None or card.exchange_bytes_per_s is None):
@@ -145,7 +145,7 @@ def copied(profile: Profile, graph: Graph, card: Card) -> Profile:
     sums = {op.name: op for layer in graph.layers for op in layer if op.kind == "network"}
 
     def sent_s(name: str, one: OpTime) -> float:
-        """Each device sends all of its part, as many bytes as two devices send in an all-reduce."""
+        """Return the seconds of an exchange: each device sends its part, as in an all-reduce of two devices."""
         if measured:
             return seconds(profile, EXCHANGE, one.tokens)
         assert card.exchange_s is not None and card.exchange_bytes_per_s is not None
@@ -160,7 +160,10 @@ def copied(profile: Profile, graph: Graph, card: Card) -> Profile:
         if one.op not in sums:
             times.append(one)
             continue
-        for name in (one.op, one.op.replace("_reduce", "_swap")):  # of four devices a sum is two exchanges
+        for name in (
+            one.op,
+            one.op.replace("_reduce", "_swap"),
+        ):  # on four devices an all-reduce is two exchanges
             if name in sums:
                 times.append(OpTime(name, one.tokens, one.keys, SMS, sent_s(name, one)))
     return msgspec.structs.replace(

@@ -1,9 +1,8 @@
-"""Programs that run one op of a layer, or two beside each other, many times over on random data: what
-`search.profile.measure` times.
+"""Programs that run one op, or two concurrent ops, many times on random data, for `search.profile.measure`.
 
-An op is `jaxflow.model.ops`' on the device's kernels. It is called in a loop on the device, on several sets
-of inputs and weights in turn, so that neither the host nor the L2 cache is what is timed, and what it writes
-stays in place from call to call.
+The ops are those of `jaxflow.model.ops` on the device's kernels. An op is called in a loop on the device, on
+several sets of inputs and weights in turn, so neither the host nor the L2 cache is timed. Results stay in
+place from call to call.
 """
 
 import dataclasses
@@ -35,7 +34,7 @@ from search.profile.op_times import ATTENTION, EXCHANGE
 
 @dataclasses.dataclass(frozen=True)
 class TimedProgram:
-    """A function (given, kept) -> kept that makes `calls` calls; `given` and `kept` are of shapes, drawn by
+    """A function (given, kept) -> kept that makes `calls` calls. `given` and `kept` hold shapes, filled by
     `draw`.
 
     sharding: of all arrays, where the program runs on several devices.
@@ -49,26 +48,26 @@ class TimedProgram:
     sharding: NamedSharding | None = None
 
     def compile(self) -> Any:
-        """For the device that is here, or the devices."""
+        """Compile the program for the present devices."""
         donated = () if self.kept is None else (1,)
         return jax.jit(self.function, donate_argnums=donated).lower(*self.structs).compile(dict(self.options))
 
     def drawn(self, experts: int) -> tuple[Any, Any]:
-        """Random arrays to give it, and to be kept."""
+        """Return random arrays for `given` and `kept`."""
         pair = draw(self.given, experts), draw(self.kept, experts, seed=1)
         return pair if self.sharding is None else jax.device_put(pair, self.sharding)
 
     @property
     def structs(self) -> tuple[Any, Any]:
-        """Both arguments' shapes, where they are."""
+        """Return the shapes of both arguments with their shardings."""
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.sharding), (self.given, self.kept)
         )
 
 
 def draw(tree: Any, experts: int = 1, seed: int = 0) -> Any:
-    """Random arrays of the shapes in a tree, about normal; arrays that are there stay. Integers are experts'
-    numbers.
+    """Return random arrays of the shapes in a tree, roughly normal. Present arrays stay. Integers are
+    experts' numbers.
     """
     leaves, form = jax.tree.flatten(tree)
     seeds = np.random.SeedSequence(seed).generate_state(max(1, len(leaves)))
@@ -87,7 +86,7 @@ def _draw(seed: jax.Array, shape: tuple[int, ...], dtype: Any, experts: int) -> 
     for factor in (
         0x85EBCA6B,
         0xC2B2AE35,
-    ):  # a hash: unlike jax.random it compiles in no time, and needs no room
+    ):  # a hash compiles faster than jax.random and needs less memory
         x = (x ^ (x >> 16)) * np.uint32(factor)
     x = x ^ (x >> 16)
     if jnp.issubdtype(dtype, jnp.integer):
@@ -99,10 +98,10 @@ def _draw(seed: jax.Array, shape: tuple[int, ...], dtype: Any, experts: int) -> 
 
 
 PAGE_SIZE = 64
-PHASES = 12  # of a program of pairs: how often the two streams are joined
-_COLD_BYTES = 256 << 20  # of weights that are read in turn on a GPU: several times its L2
-_MOST_CACHE_BYTES = 8 << 30  # beyond, rows share pages, which no L2 notices
-_BODY_S, _MOST_CALLS = 3e-4, 32  # that a loop's body should last on a GPU, and calls in it
+PHASES = 12  # joins of the two streams in a program of pairs
+_COLD_BYTES = 256 << 20  # weights read in turn on a GPU: several times its L2
+_MOST_CACHE_BYTES = 8 << 30  # beyond this size rows share pages, with no effect on the L2
+_BODY_S, _MOST_CALLS = 3e-4, 32  # seconds of a loop's body on a GPU, and its most calls
 _GUESSED_RATES = {
     "gpu": (4e14, 3e12, 5e-3),
     "cpu": (5e10, 1e10, 2e-3),
@@ -111,9 +110,7 @@ _GUESSED_RATES = {
 
 @dataclasses.dataclass(frozen=True)
 class OpCase:
-    """One op on `tokens` tokens that see `keys` keys each on average (attention), else 0; sms: how many it
-    may take, None: all.
-    """
+    """One op on `tokens` tokens. keys: attention's mean context, else 0. sms: the SM limit; None: all."""
 
     op: str
     tokens: int
@@ -122,9 +119,7 @@ class OpCase:
 
     @property
     def chunks(self) -> tuple[tuple[int, int], ...]:
-        """(tokens, position of the first) of prefill chunks: as few as can see so few keys; of what has none,
-        one.
-        """
+        """Return (tokens, position of the first) of prefill chunks, in the fewest chunks of that context."""
         if self.op != "chunk_attention":
             return ((self.tokens, 0),)
         pieces = max(1, math.ceil(self.tokens / (2 * self.keys)) if self.keys else 1)
@@ -139,7 +134,7 @@ class OpCase:
 
 
 def one_shard(config: ModelConfig, tp: int) -> ModelConfig:
-    """A model of one device whose layers are what one of `tp` devices has of this one's."""
+    """Return a model of one device whose layers equal the shard of one of `tp` devices."""
     return dataclasses.replace(
         config,
         num_heads=config.num_heads // tp,
@@ -150,13 +145,12 @@ def one_shard(config: ModelConfig, tp: int) -> ModelConfig:
 
 
 class LayerBench:
-    """One layer of a model as the bench needs it: its ops, the shapes of its weights, and of what each op
-    reads.
+    """One layer of a model: its ops, and the shapes of its weights and of the inputs of each op.
 
-    tp: of a model over so many devices, what one of them has; `ops` are those of both forms of the sums over
-    devices, and, of two or four devices, an exchange.
+    tp: the layer is one device's shard. `ops` then holds both forms of the collectives, and on two or four
+    devices an exchange.
 
-    Raises: ConfigError for devices that the model cannot be cut over.
+    Raises: ConfigError for devices that the model cannot be split over.
     """
 
     def __init__(
@@ -180,7 +174,7 @@ class LayerBench:
             tp,
         )
         options = {"quantization": "fp8" if fp8 else None, "kv_scales": self.kv_dtype == jnp.float8_e4m3fn}
-        shapes(config, tp, self.dtype, **options)  # refuses what cannot be cut
+        shapes(config, tp, self.dtype, **options)  # refuses a model that cannot be split
         self.config = one_shard(config, tp)
         self.weights: dict[str, Any] = shapes(self.config, 1, self.dtype, **options)["layers"][0]
         widths = Widths(
@@ -207,7 +201,7 @@ class LayerBench:
         return Context(self.config, self.kernels, sms=sms)
 
     def inputs(self, op: str, tokens: int) -> tuple[Any, ...]:
-        """The shapes of the arrays that an op reads, cache and weights apart."""
+        """Return the shapes of the arrays that an op reads, without cache and weights."""
         c, w = self.context(), self.weights
         stream = jax.ShapeDtypeStruct((tokens, self.config.hidden_size), self.dtype)
         heads = jax.ShapeDtypeStruct((tokens, self.config.num_heads, self.config.head_dim), self.dtype)
@@ -254,9 +248,7 @@ class LayerBench:
                 raise ValueError(f"op={op!r}: {', '.join(self.ops)} are this layer's")
 
     def work(self, case: OpCase, batch: Batch, kv: Any) -> Any:
-        """What attention is to do, which the engine lists once a step and not in every layer; None of other
-        ops.
-        """
+        """Return the work list of attention, which the engine builds once a step; None for other ops."""
         if case.op not in ATTENTION:
             return None
         return ops.attention_work(
@@ -266,20 +258,20 @@ class LayerBench:
     def call(
         self, op: str, w: Any, batch: Batch, inputs: tuple[Any, ...], kv: Any, work: Any = None, *, c: Context
     ) -> Any:
-        """An op on what it reads; rope_append returns the cache it wrote, too."""
+        """Call an op on its inputs; rope_append also returns the cache."""
         layer, tokens = self.config.layers[0], batch.num_tokens
         w = (
             self.weights | w
-        )  # of those that the op does not read it may ask the form: a norm quantises for what comes next
+        )  # an op may need the form of other weights: a norm quantises for the next product
         cache = (kv,) if op == "rope_append" or op in ATTENTION else ()
         return ops.find_op(op)(Site(c, w, layer, batch, 0, tokens, work), *inputs, *cache)
 
     def cache(self, pages: int) -> Any:
-        """The shapes of this many pages."""
+        """Return the shapes of a cache of this many pages."""
         return page_groups(self.config, self.kv_dtype, 1)[0].layer_shapes(pages, PAGE_SIZE)
 
     def pages(self, case: OpCase, most_keys: int) -> tuple[int, int, int]:
-        """(rows of the page table, its columns, pages) for a case whose tokens see up to `most_keys` keys."""
+        """Return (rows of the page table, its columns, pages) of a case with contexts of up to `most_keys`."""
         rows, longest = case.tokens, most_keys
         if case.op != "decode_attention":
             rows, longest = (
@@ -291,9 +283,7 @@ class LayerBench:
         return rows, columns, max(columns, min(rows * columns, _MOST_CACHE_BYTES // a_page))
 
     def batch(self, case: OpCase, most_keys: int | None = None) -> Batch:
-        """The tokens of a case, in pages that lie anywhere. most_keys: that the page table has room for;
-        None: the case's.
-        """
+        """Return the tokens of a case, in random pages. most_keys: the page table's room; None: the case's."""
         rows, columns, pages = self.pages(case, most_keys or case.keys)
         t, at = (
             case.tokens,
@@ -326,7 +316,7 @@ class LayerBench:
         )
 
     def alone(self, case: OpCase) -> TimedProgram:
-        """A case, called in a loop."""
+        """Return a program that calls a case in a loop."""
         c, (_, _, pages) = self.context(case.sms), self.pages(case, case.keys)
         batch, inputs, weights = self.batch(case), self.inputs(case.op, case.tokens), self.read(case.op)
         copies = self.copies(weights)
@@ -364,13 +354,15 @@ class LayerBench:
         )
 
     def beside(self, first: OpCase, second: OpCase, most_keys: int, phases: int = PHASES) -> TimedProgram:
-        """Products on stream 2 beside attention on stream 1, joined after each call of both. Attention's
-        batch is data.
+        """Return a program of products on stream 2 and attention on stream 1, joined after each call of
+        both.
+
+        Attention's batch is data.
         """
         batch, own = self.batch(second, most_keys), self.batch(first)
         weights, attention = self.read(first.op), self.read(second.op)
         copies = min(phases, self.copies(weights))
-        # Jitted, though regions dissolve that: what is traced once is lowered once and, byte for byte the
+        # Jitted, although regions inline the call: an op traced once is lowered once and, byte for byte the
         # same, compiled once.
         call_first = jax.jit(functools.partial(self.call, first.op, kv=None, c=self.context(first.sms)))
         call_second = jax.jit(functools.partial(self.call, second.op, c=self.context(second.sms)))
@@ -381,7 +373,7 @@ class LayerBench:
             for phase in range(phases):
                 w = given["weights"][phase % copies]
                 leaves, tree = jax.tree.flatten((x, q))
-                # A join holds what is read behind it, so all that was made is handed on to the end.
+                # A join holds the later reads, so every result is passed to the end.
                 joined = streams.together([*leaves, *made])
                 (x, q), made = jax.tree.unflatten(tree, joined[: len(leaves)]), joined[len(leaves) :]
                 beside = functools.partial(
@@ -413,20 +405,20 @@ class LayerBench:
         return TimedProgram(function, given, None, phases, options)
 
     def read(self, op: str) -> dict[str, Any]:
-        """The weights that an op may read: its own, and those that are no product's."""
+        """Return the weights that an op may read: its own, and those of no product."""
         products = {name for name in self.weights if name in self.ops and self.ops[name].kind == "dense"}
         return {name: leaf for name, leaf in self.weights.items() if name == op or name not in products}
 
     def copies(self, weights: Any) -> int:
-        """How many sets of weights and inputs are taken in turn."""
+        """Return the number of sets of weights and inputs to use in turn."""
         if self.platform != "gpu":
             return 1
         size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(weights))
         return min(8, max(2, -(-_COLD_BYTES // max(1, size)))) if size > _COLD_BYTES // 64 else 2
 
     def rounds(self, case: OpCase, copies: int) -> tuple[int, int]:
-        """How often the sets are gone through in the loop's body (a round costs a GPU some microseconds), and
-        in how many rounds.
+        """Return the passes over the sets in the loop's body, and the rounds of the loop; a round costs a
+        GPU microseconds.
         """
         flops, moved, lasting = _GUESSED_RATES.get(self.platform, _GUESSED_RATES["cpu"])
         work = self.ops[case.op].work(case.composition)

@@ -1,9 +1,7 @@
-"""The profile of one GPU and model: how long each op takes alone, and what two ops keep of their speed when
-they run together.
+"""The profile of one GPU and model: each op's isolated time, and the speed that two concurrent ops keep.
 
-Files are JSON with a schema version; a profile is of one device, model and parallelism, and is refused for
-another.
-`seconds` answers between the measured points; what the pairs say of sharing is `search.profile.clock`'s to ask.
+A file is JSON with a schema version. A profile belongs to one device, model and parallelism; a search of
+another one refuses it. `seconds` interpolates between the measured points.
 """
 
 import bisect
@@ -23,13 +21,16 @@ from search import UserError
 
 SCHEMA_VERSION = 1
 ATTENTION = ("decode_attention", "chunk_attention")
-PAIR_TOKENS, PAIR_DECODES = 1024, 256  # of a pair's product and chunk attention; of its decode attention
-# that a collective by NCCL holds where a profile does not say: its channels on H200s
+PAIR_TOKENS, PAIR_DECODES = (
+    1024,
+    256,
+)  # tokens of a pair's product and chunk attention; decodes of its decode attention
+# SMs that an NCCL collective holds by default: its channels on H200s
 # (benchmarks/h200/kernels/all-reduce-of-two.json)
 NETWORK_SMS = 24
-# of pairs of devices, each sends the other a whole part by the copy engines (`jaxflow.parallel.collectives`)
+# two devices send each other a full part by the copy engines (`jaxflow.parallel.collectives`)
 EXCHANGE = "exchange"
-COLLECTIVES = ("_reduce", "_scatter", "_gather", EXCHANGE)  # what their names end with
+COLLECTIVES = ("_reduce", "_scatter", "_gather", EXCHANGE)  # endings of their names
 
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
@@ -40,15 +41,16 @@ NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class ProfileError(UserError):
-    """A profile that cannot be read, or is not of what it is asked about; it names the file or field."""
+    """A profile that cannot be read, or belongs to another device or model. The message names the file or
+    field.
+    """
 
 
 class OpTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One op of `jaxflow.model.graph` on one layer, alone, on `sms` SMs; `keys` a token sees on average
-    (attention), else 0.
+    """The isolated time of one op of `jaxflow.model.graph` on one layer, on `sms` SMs.
 
-    watts, clock_mhz: by the sensors; joules: of the whole card for one call, by its energy counter. None
-    where nothing tells.
+    keys: attention's mean context, else 0. watts, clock_mhz: of the sensors. joules: of the full card for
+    one call, by its energy counter. None: not measured.
     """
 
     op: str
@@ -62,12 +64,11 @@ class OpTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Pair(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Two ops at the same time; a performance P is a share of the op's best speed alone (NanoFlow §4.1.1).
+    """Two concurrent ops. A performance P is a share of the op's best isolated speed (NanoFlow §4.1.1).
 
-    seconds: until both had ended. Of products and attention that is both ops' own end, which they reached
-    together; a collective beside a product ended earlier, and its performance is the least that it may be.
-    None in profiles whose pairs were at some load of attention: of `PAIR_TOKENS` and `PAIR_DECODES`, and
-    whichever ended first waited. joules: of both, by the card's energy counter.
+    seconds: until both had ended. A product and attention end together; a collective next to a product ends
+    earlier, so its performance is a lower bound. None in old profiles, whose pairs have `PAIR_TOKENS` and
+    `PAIR_DECODES`, where one op waited for the other. joules: of both, by the card's energy counter.
     """
 
     first: str  # the compute-bound one: its P is its share R of the device
@@ -82,14 +83,14 @@ class Pair(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seconds: Positive | None = None
     first_tokens: Count | None = None
     second_tokens: Count | None = None
-    keys: Number | None = None  # that the second's tokens see; 0 of a collective
+    keys: Number | None = None  # context of the second op; 0 for a collective
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
-    """Everything that was measured on one device for one model. `method`: measured how, or modelled from
-    what.
+    """The measurements of one model on one device. method: the method of measurement, or the source of a
+    model.
 
-    energy_step_s: how often the card's energy counter moved, where it was read.
+    energy_step_s: the time between the steps of the card's energy counter, where it was read.
     """
 
     device: str
@@ -107,7 +108,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
 
     @functools.cached_property
     def curves(self) -> dict[tuple[str, int], dict[int, list[tuple[int, float]]]]:
-        """(op, sms) -> keys -> [(tokens, seconds)], by tokens."""
+        """Return (op, sms) -> keys -> [(tokens, seconds)], by tokens."""
         found: dict[tuple[str, int], dict[int, list[tuple[int, float]]]] = collections.defaultdict(
             lambda: collections.defaultdict(list)
         )
@@ -121,11 +122,9 @@ def save_profile(profile: Profile, path: str | os.PathLike) -> None:
 
 
 def load_profile(path: str | os.PathLike, *, device: str | None = None, model: str | None = None) -> Profile:
-    """Reads a profile. Raises: ProfileError naming the file and the field, also for another device or model
-    than asked for.
+    """Read a profile. Raises: ProfileError naming the file and the field, also for another device or model.
 
-    A model in a folder is told by the folder's name, as for plans: the machine that searches may have it
-    elsewhere.
+    A model in a folder is compared by the folder's name, as in plans.
     """
     try:
         text = Path(path).read_bytes()
@@ -153,10 +152,9 @@ def load_profile(path: str | os.PathLike, *, device: str | None = None, model: s
 
 
 def with_collectives(profile: Profile, measured: Profile) -> Profile:
-    """A profile with another's times of the sums and gathers over devices in place of its own, as far as it
-    has them.
+    """Return the profile with another profile's measured collectives in place of its own.
 
-    Raises: ProfileError for a profile of another device, parallelism or dtype, or without any.
+    Raises: ProfileError for a profile of another device or kind, or without collectives.
     """
     wanted, there = (
         find_device(of.device) or of.device for of in (profile, measured)
@@ -180,10 +178,11 @@ def with_collectives(profile: Profile, measured: Profile) -> Profile:
 
 
 def seconds(profile: Profile, op: str, tokens: float, keys: float = 0, sms: int | None = None) -> float:
-    """How long an op takes alone on `tokens` tokens of one layer; between measured points linear, beyond them
-    proportional.
+    """Return the isolated time of an op on `tokens` tokens of one layer.
 
-    Raises: ProfileError if the op was not measured, or not on so many SMs.
+    The time is linear between measured points and proportional beyond them.
+
+    Raises: ProfileError if the op was not measured on so many SMs.
     """
     if tokens <= 0:
         return 0.0
@@ -199,12 +198,14 @@ def seconds(profile: Profile, op: str, tokens: float, keys: float = 0, sms: int 
 
 
 def fastest(profile: Profile, op: str, tokens: float, keys: float = 0) -> float:
-    """Seconds alone on the SMs that suit the op best. Raises: as `seconds`."""
+    """Return the isolated seconds on the SMs that suit the op best. Raises: as `seconds`."""
     return min(seconds(profile, op, tokens, keys, sms) for name, sms in profile.curves if name == op)
 
 
 def keys_lasting(took_s: Callable[[float], float], wanted_s: float, most: float) -> float:
-    """The keys, of `most` at most, at which an attention lasts so long. took_s: seconds by keys, rising."""
+    """Return the context, at most `most`, at which attention takes `wanted_s`. took_s: seconds by context,
+    rising.
+    """
     low, high = 0.0, most
     for _ in range(40):
         middle = (low + high) / 2
@@ -213,7 +214,7 @@ def keys_lasting(took_s: Callable[[float], float], wanted_s: float, most: float)
 
 
 def _between(points: list[tuple[int, float]], x: float) -> float:
-    """Linear between points, level before the first, through the origin's slope of the last beyond it."""
+    """Interpolate between points: constant before the first, proportional beyond the last."""
     i = bisect.bisect_left(points, x, key=lambda point: point[0])
     if i == 0:
         return points[0][1]
@@ -225,7 +226,7 @@ def _between(points: list[tuple[int, float]], x: float) -> float:
 
 
 def alone(op: Op, tokens: int, keys: int) -> Composition:
-    """A step in which the op works on so many tokens that see `keys` keys each."""
+    """Return a step in which the op works on `tokens` tokens of context `keys`."""
     if op.name == "chunk_attention":
         return Composition(chunks=((tokens, max(0.0, keys - tokens / 2)),))
     return Composition(decode_tokens=tokens, decode_keys=keys or 1)
@@ -237,18 +238,17 @@ AXES = {"tokens": "tokens", "keys": "keys", "sms": "SMs"}  # as they are called
 def held_out_errors(
     profile: Profile, fill: Callable[[str, float, int], float] = lambda op, tokens, sms: 1.0
 ) -> dict[str, float | None]:
-    """By axis, the mean relative error of the times of an op between their neighbours on it, all else equal;
-    None where there is none.
+    """Return for each axis the mean relative error of interpolated op times at points left out.
 
-    Between tokens and between keys seconds are linear (`search.profile.op_times`), between SMs rates of full waves
-    (`search.profile.share_times`). fill: the part of an op's waves that is full, on so many tokens and SMs
-    (`ShareTimes.fill`).
+    Each point between two others on the axis is compared with their interpolation. The value is None without
+    such points. Seconds are linear in tokens and in context; between SM counts the rates of full waves are
+    (`search.profile.share_times`). fill: the full part of an op's waves (`ShareTimes.fill`).
     """
     return {axis: _mean(_errors(profile, axis, fill)) for axis in AXES}
 
 
 def in_words(errors: dict[str, float | None]) -> str:
-    """For people."""
+    """Return the errors as a sentence."""
     known = [f"{error:.1%} along {AXES[axis]}" for axis, error in errors.items() if error is not None]
     if unknown := [AXES[axis] for axis, error in errors.items() if error is None]:
         known.append(f"not known along {', '.join(unknown)}, where no point lies between others")

@@ -1,9 +1,8 @@
-"""How long an op takes on a share of the device, in SMs: from a profile's times alone on so many SMs, and one
-number of its pairs.
+"""Op times on a part of the device's SMs, from a profile's isolated times and the slowdown of its pairs.
 
-NanoFlow's stage II has a table of what is kept beside another op for each share (§4.1.1, Table 3). Here an op
-beside others takes its time alone on its own SMs, times one slowdown: the median of the pairs with attention
-(`search.profile.clock`).
+NanoFlow's stage II has a table of the performance that concurrent ops keep (§4.1.1, Table 3). Here a
+concurrent op takes its isolated time on its SMs, times one slowdown: the median over the pairs
+(`search.profile.clock.slowdown`).
 """
 
 import bisect
@@ -21,18 +20,18 @@ from search.profile.clock import Card, ClockScaling, shipped_card, slowdown
 from search.profile.modelled import SMS
 from search.profile.op_times import ATTENTION, Profile, seconds
 
-INTAKE = 3.0  # an SM takes in so many times its share of the memory's bandwidth
+INTAKE = 3.0  # an SM's largest intake, over its share of the memory's bandwidth
 TILE_ROWS, TILE_COLUMNS = 128, 256  # of the persistent products
 _CLOCK_STEP_HZ = 5e6
 
 
 class ShareTimes:
-    """Answers for one profile and one model.
+    """The op times of one profile and one model.
 
-    products: their [K, N], where the profile knows nothing of waves. A profile of pairs knows them on the
-    whole device, where it was taken at many sizes, but not on parts of it. card: of the device's kernels;
-    None: that which comes with this release, if any. few: the SMs that ops bound by memory are offered, and
-    compute-bound ones what these leave; None: all that were timed.
+    products: their [K, N], if the profile lacks their waves. A profile of pairs was measured at many sizes
+    on the full device, so it knows the waves there, but not on parts of it. card: the constants of the
+    device; None: the shipped ones. few: the SMs offered to memory-bound ops, with the rest for compute-bound
+    ops; None: all measured counts.
     """
 
     def __init__(
@@ -58,13 +57,11 @@ class ShareTimes:
 
     @property
     def clocked(self) -> bool:
-        """Whether the profile says at which clocks it was taken."""
+        """Return whether the profile has clocks."""
         return self.profile.op_times[0].clock_mhz is not None
 
     def at(self, clock_hz: float) -> "ShareTimes":
-        """The same ops at this clock, or one that is a little higher; as they are where the profile knows no
-        clocks.
-        """
+        """Return the op times at this clock, rounded up a little; without clocks, unchanged."""
         if not self.clocked:
             return self
         root = self.root or self
@@ -78,22 +75,20 @@ class ShareTimes:
 
     @functools.cached_property
     def beside(self) -> float:
-        """How many times as long ops take beside others, by the profile's pairs (`search.profile.clock`), or the
-        card's where it has none.
-        """
+        """Return the slowdown of concurrent ops: the profile's, or the card's without pairs."""
         if not self.profile.pairs:
             return self.card.beside if self.card else 1.0
         return self.root.beside if self.root else slowdown(self.profile, self.clocks)
 
     @property
     def copies(self) -> bool:
-        """Whether sums over devices are by the copy engines (`search.profile.modelled`)."""
+        """Return whether collectives use the copy engines."""
         return any(self.known.get(op.name) == (SMS,) for op in self.graph.layers[0])
 
     @property
     def nano_s(self) -> float:
-        """What a chain of a plan with side streams costs beyond its ops' times: joins, copies, what XLA no
-        longer fuses.
+        """Return the cost of a chain in a plan with side streams beyond its op times: joins, copies and lost
+        fusion.
         """
         return self.card.nano_s if self.card else 0.0
 
@@ -102,12 +97,12 @@ class ShareTimes:
         return ClockScaling(self.graph, self.profile, self.card)
 
     def seconds(self, op: Op, step: Composition, sms: int, aside: bool = False) -> float:
-        """An op on a layer, the mean over the model's layers. aside: in a plan with side streams, whose ops
-        share the device.
+        """Return the seconds of an op on a layer, averaged over the model's layers. aside: its plan has side
+        streams.
 
-        Raises: ProfileError if it was not measured.
+        Raises: ProfileError if the op was not measured.
         """
-        if op.local_rows:  # timed on all rows, but every device has its own
+        if op.local_rows:  # measured on all rows, but each device has a part of them
             share = self.profile.tensor_parallel_size
             step = Composition(step.tokens / share, 1.0)
         windows = self.windows[op.name]
@@ -140,7 +135,7 @@ class ShareTimes:
             alone = seconds(self.profile, name, tokens, keys)
             return (
                 alone if kind == "network" else alone * max(1.0, full / (INTAKE * sms))
-            )  # no kernel that a share bounds
+            )  # no kernel is bounded to a part
         if sms == full:
             return seconds(self.profile, name, tokens, keys, sms) / (
                 1.0 if self.profile.pairs else self.fill(name, tokens, sms)
@@ -148,9 +143,10 @@ class ShareTimes:
         return self._on(name, tokens, keys, sms) / self.fill(name, tokens, sms)
 
     def _on(self, name: str, tokens: float, keys: float, sms: int) -> float:
-        """On a part of the device, of full waves: a rate between those of the shares that were timed.
+        """Return the seconds in full waves on a part of the device; rates are interpolated between measured
+        counts.
 
-        Raises: ProfileError for fewer SMs than any that were.
+        Raises: ProfileError for fewer SMs than any measured count.
         """
         known = self.known.get(name, ())
         if sms in known or not known or not known[0] < sms < known[-1]:
@@ -161,7 +157,7 @@ class ShareTimes:
         return 1 / (low + (high - low) * (sms - few) / (many - few))
 
     def _full_waves(self, name: str, tokens: float, keys: float, sms: int) -> float:
-        """What it would take if waves of products were full: measured times are of waves as they were."""
+        """Return the seconds in full waves, computed from measured times with partly filled waves."""
         if not self.profile.pairs or name not in self.products:
             return seconds(self.profile, name, tokens, keys, sms)
         curve = (
@@ -176,11 +172,11 @@ class ShareTimes:
         return y0 + (y1 - y0) * (tokens - x0) / (x1 - x0) if tokens > x0 else y0
 
     def fill(self, name: str, tokens: float, sms: int) -> float:
-        """The part of a product's waves that holds tiles; the last wave is cut in two along K (1 where [K, N]
-        are not given).
+        """Return the full part of a product's waves; the last wave is split in two along K. 1 without [K,
+        N].
 
-        In e4m3 as the kernel deals out its tiles, and with what cutting costs; `up_gate`, whose result is
-        quantised, is never cut along K.
+        In e4m3 the tiles and the cost of the split are the kernel's; `up_gate`, with a quantised result, is
+        never split.
         """
         if name not in self.products or not tokens:
             return 1.0
@@ -191,7 +187,7 @@ class ShareTimes:
         return 2 * waves / math.ceil(2 * waves - 1e-9)
 
     def offered_sms(self) -> tuple[int, ...]:
-        """All shares that some product or attention was timed on, of those that are offered."""
+        """Return the offered SM counts that some product or attention was measured on."""
         pairs = {sms for pair in self.profile.pairs for sms in (pair.first_sms, pair.second_sms)} - {
             0
         }  # copies hold none
@@ -207,14 +203,14 @@ class ShareTimes:
 
     @property
     def knows_waves(self) -> bool:
-        """Whether there may be SMs to offer that fill the waves of products: not where those to offer are
+        """Return whether SM counts that fill the waves of products may be offered; not where counts are
         given.
         """
         return self.few is None and bool(self.products)
 
 
 def product_shapes(config: ModelConfig, tp: int) -> dict[str, tuple[int, int]]:
-    """[K, N] of the dense layer's products, on one of `tp` devices."""
+    """Return [K, N] of the dense layer's products, on one of `tp` devices."""
     heads, kv = config.num_heads // tp, max(1, config.num_kv_heads // tp)
     up, d = config.intermediate_size // tp, config.hidden_size
     return {

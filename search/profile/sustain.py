@@ -29,11 +29,11 @@ _LEAST_S = 0.01  # that a guess of the duration is taken from
 
 @dataclasses.dataclass(frozen=True)
 class Sustained:
-    """Of one run: the median over windows of its time; the mean watts and median SM clock of all windows,
-    None where no card tells.
+    """The result of one run: median time of the windows, mean watts and median SM clock; None without a
+    sensor.
 
-    joules: of one run, by the energy counter, idle power included; None where no card has one, or fewer than
-    two of its steps were seen. energy_step_s: the median time between the steps.
+    joules: of one run by the energy counter, idle power included; None without two steps of the counter.
+    energy_step_s: the median time between the steps.
     """
 
     seconds: float
