@@ -44,7 +44,7 @@ from jaxflow.text.tokenizer import Tokenizer
 
 
 def read_prompts(path: str) -> dict[int, Prompt]:
-    """Return the prompts of a file, one a line, by the number of the line. Raises: ConfigError naming the line."""
+    """Return the prompts of a file by line number. Raises: ConfigError naming the line."""
     found: dict[int, Prompt] = {}
     if not Path(path).is_file():
         raise ConfigError("prompts", path, "an existing file")

@@ -1,5 +1,4 @@
-"""Memory account of a policy: the bytes of each tier, counted before anything is loaded, and the check of the
-limits.
+"""Memory account of a policy: the bytes of each tier before the load, and the check of the limits.
 
 The items are those of the cost model (FlexGen A.3), counted from the shapes that are allocated. The device's
 bytes are those of each device; the bytes of host and disk are those of all devices together. Not counted are

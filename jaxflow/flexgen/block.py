@@ -1,4 +1,4 @@
-"""A block: the sequences that pass the model together, the order of its steps, and the inputs of each step."""
+"""A block: sequences that pass the model together, the order of its steps, and their inputs."""
 
 import dataclasses
 import itertools
@@ -17,9 +17,7 @@ from jaxflow.scheduler.state import Sequence as Seq
 
 
 class BlockStep(NamedTuple):
-    """A step of the block schedule: one batch at one layer for one token (FlexGen Figure 2). Token 0 is the
-    prompt.
-    """
+    """A step of the block schedule: one batch, layer and token (FlexGen Figure 2). Token 0 is the prompt."""
 
     token: int
     layer: int
@@ -116,9 +114,7 @@ def slots_of(
 
 @dataclasses.dataclass(frozen=True)
 class DrawnTokens:
-    """A token of each row of a batch: number `token` of the output. A read of the arrays waits for the
-    device.
-    """
+    """A token of each row of a batch, number `token` of the output. A read waits for the device."""
 
     token: int
     batch: int
@@ -128,9 +124,7 @@ class DrawnTokens:
 
 @dataclasses.dataclass
 class BatchInputs:
-    """BlockInputs of a batch that are the same for every token, on the device. `counts`: tokens seen by the full
-    sampler.
-    """
+    """Inputs of a batch that are the same for every token. `counts`: tokens seen by the full sampler."""
 
     lengths: jax.Array
     last: jax.Array  # index of each prompt's last token in the batch

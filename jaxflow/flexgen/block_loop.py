@@ -1,4 +1,4 @@
-"""Block loop: FlexGen's Algorithm 1, with the transfers of its six verbs concurrent with the computation.
+"""Block loop: FlexGen's Algorithm 1, with transfers concurrent with the computation.
 
 During the computation of a step, the next layer's weights and the next step's KV and activations are copied
 to the device, the output of the last step is copied from the device, and the disk is read for the step after
@@ -34,7 +34,7 @@ _IN_FLIGHT = 2  # limit of the stores under way when the next store is issued
 
 
 class Verbs:
-    """Issues the verbs of a block in order, from one thread.
+    """Issuer of the verbs of a block in order, from one thread.
 
     With overlap, the verbs run concurrently. Without overlap, each verb ends before the next begins, and the
     traffic counts its seconds.
@@ -54,18 +54,16 @@ class Verbs:
         return made
 
     def store(self, verb: str, issue: Callable[[], Sequence[Any]]) -> None:
-        """Issue a store. `issue` returns arrays under way and futures of threads; only the futures are
-        limited.
-        """
+        """Issue a store, which returns arrays and futures under way; only the futures are limited."""
         started = time.perf_counter()
         made = issue()
-        futures = [one for one in made if isinstance(one, concurrent.futures.Future)]
+        futures = [item for item in made if isinstance(item, concurrent.futures.Future)]
         if self._overlap:
             self._stores.extend(futures)
         elif made:
             for future in futures:
                 future.result()
-            jax.block_until_ready([one for one in made if not isinstance(one, concurrent.futures.Future)])
+            jax.block_until_ready([item for item in made if not isinstance(item, concurrent.futures.Future)])
             self._traffic.add(verb, seconds=time.perf_counter() - started)
 
     def bound_stores(self, most: int = _IN_FLIGHT) -> None:
@@ -88,35 +86,40 @@ def wait_for(futures: Iterable[concurrent.futures.Future]) -> None:
             future.exception()
 
 
-class Prefetcher:
-    """Loads of one block that are started before their step: weights, KV and activations; and earlier reads
-    from disk.
+@dataclasses.dataclass(frozen=True)
+class BlockSetup:
+    """The resources on which blocks run.
 
-    Args:
-      width: number of batches that pass a layer together.
-      host_attention: decodes attend on the host, so that no KV is loaded.
+    Attributes:
+      host_attention: None without attention on the host.
+      host_thread: runs the calls of `host_attention` in order.
     """
 
-    def __init__(
-        self,
-        tiers: Tiers,
-        weights: WeightStore,
-        kv: KvStore,
-        activations: ActivationStore,
-        verbs: Verbs,
-        block: Block,
-        width: int,
-        host_attention: bool,
-    ):
-        self._tiers, self._weights, self._kv, self._activations, self._do = (
-            tiers,
-            weights,
-            kv,
-            activations,
-            verbs.do,
-        )
-        self._lengths, self._width, self._host_attention = block.lengths, width, host_attention
-        self._all = tuple(dict.fromkeys(key for layer in weights.placed.layers for key in layer))
+    geometry: Geometry
+    compiled: Compiled
+    tiers: Tiers
+    weights: WeightStore
+    kv: KvStore
+    activations: ActivationStore
+    host_attention: HostAttention | None
+    host_thread: concurrent.futures.ThreadPoolExecutor
+    schedule: Schedule
+    overlap: bool
+    eos: frozenset[int]
+
+
+class Prefetcher:
+    """Loads of one block that start before their step, and earlier reads from disk.
+
+    `width`: number of batches that pass a layer together.
+    """
+
+    def __init__(self, setup: BlockSetup, verbs: Verbs, block: Block, width: int):
+        self._tiers, self._weights, self._do = setup.tiers, setup.weights, verbs.do
+        self._kv, self._activations = setup.kv, setup.activations
+        self._lengths, self._width = block.lengths, width
+        self._host_attention = setup.host_attention is not None  # then no KV is loaded
+        self._all = tuple(dict.fromkeys(key for layer in setup.weights.placed.layers for key in layer))
         self._layers: dict[int, dict[str, Any]] = {}  # weights on the device
         self._loaded: dict[BlockStep, tuple] = {}  # KV under way for a step
         self._x: dict[int, tuple] = {}  # activations under way, by batch
@@ -130,12 +133,13 @@ class Prefetcher:
             self._layers = {layer: arrays for layer, arrays in self._layers.items() if layer in wanted}
         return self._need(order[i].layer, self._all)
 
-    def kv(self, one: BlockStep) -> tuple:
+    def kv(self, step: BlockStep) -> tuple:
         """Return the splits of a decode's KV that are not on the device tier."""
-        loaded = self._loaded.pop(one, None)
+        loaded = self._loaded.pop(step, None)
         if loaded is None:
             loaded = self._do(
-                "load_kv", lambda: self._kv.load((one.layer, one.batch), one.token, self._lengths[one.batch])
+                "load_kv",
+                lambda: self._kv.load((step.layer, step.batch), step.token, self._lengths[step.batch]),
             )
         return loaded
 
@@ -146,9 +150,9 @@ class Prefetcher:
 
     # ---- loads for later steps
 
-    def place(self, one: BlockStep) -> int:
+    def place(self, step: BlockStep) -> int:
         """Return the index of a step's batch among the batches that pass a layer together."""
-        return one.batch if self._width > 1 else 0
+        return step.batch if self._width > 1 else 0
 
     def fetch_next(self, order: Sequence[BlockStep], i: int, lag: int) -> None:
         """Start to fetch the next layer's weights, after the last layer's weights have left the device.
@@ -165,21 +169,23 @@ class Prefetcher:
             if later is not None:
                 self._weights.read_ahead(later)
 
-    def load_next(self, one: BlockStep, nxt: BlockStep) -> None:
+    def load_next(self, step: BlockStep, following: BlockStep) -> None:
         """Load the inputs of the next step that this step does not compute."""
-        if nxt.token > 0 and not self._host_attention and nxt[1:] != one[1:]:
-            self._loaded[nxt] = self._kv.load((nxt.layer, nxt.batch), nxt.token, self._lengths[nxt.batch])
-        if nxt.layer > 0 and nxt.batch != one.batch:
-            self._x[nxt.batch] = self._activations.load(nxt.batch)
+        if following.token > 0 and not self._host_attention and following[1:] != step[1:]:
+            self._loaded[following] = self._kv.load(
+                (following.layer, following.batch), following.token, self._lengths[following.batch]
+            )
+        if following.layer > 0 and following.batch != step.batch:
+            self._x[following.batch] = self._activations.load(following.batch)
 
-    def read_later(self, nxt: BlockStep, later: BlockStep, pending: set[int]) -> None:
+    def read_later(self, following: BlockStep, later: BlockStep, pending: set[int]) -> None:
         """Start to read from disk for the step after the next, unless the next step computes the data.
 
         `pending`: batches that have not ended.
         """
-        if later.token > 0 and later[1:] != nxt[1:]:
+        if later.token > 0 and later[1:] != following[1:]:
             self._kv.read_ahead((later.layer, later.batch), later.token, self._lengths[later.batch])
-        if later.layer > 0 and later.batch != nxt.batch and later.batch not in pending:
+        if later.layer > 0 and later.batch != following.batch and later.batch not in pending:
             self._activations.read_ahead(later.batch)
 
     @property
@@ -189,8 +195,8 @@ class Prefetcher:
 
     def forget(self) -> None:
         """Discard all unused loads, after their transfers have ended. Raises: DiskError."""
-        for one, loaded in self._loaded.items():
-            self._kv.used((one.layer, one.batch), loaded)
+        for step, loaded in self._loaded.items():
+            self._kv.used((step.layer, step.batch), loaded)
         self._loaded.clear()
         self._x.clear()
         self._layers.clear()
@@ -218,28 +224,6 @@ class Prefetcher:
         return found[0], found[1]
 
 
-@dataclasses.dataclass(frozen=True)
-class BlockSetup:
-    """The resources on which blocks run.
-
-    Attributes:
-      host_attention: None without attention on the host.
-      host_thread: runs the calls of `host_attention` in order.
-    """
-
-    geometry: Geometry
-    compiled: Compiled
-    tiers: Tiers
-    weights: WeightStore
-    kv: KvStore
-    activations: ActivationStore
-    host_attention: HostAttention | None
-    host_thread: concurrent.futures.ThreadPoolExecutor
-    schedule: Schedule
-    overlap: bool
-    eos: frozenset[int]
-
-
 @dataclasses.dataclass
 class HalfDecode:
     """A decode with its attention under way on the host."""
@@ -259,56 +243,46 @@ class RunningBlock:
         self.width = block.batches if setup.schedule == "zigzag" else 1  # batches that pass a layer together
         self._tiers, self._kv, self._activations = setup.tiers, setup.kv, setup.activations
         self._verbs = Verbs(setup.overlap, setup.tiers.traffic)
-        self._prefetcher = Prefetcher(
-            setup.tiers,
-            setup.weights,
-            setup.kv,
-            setup.activations,
-            self._verbs,
-            block,
-            self.width,
-            setup.host_attention is not None,
-        )
+        self._prefetcher = Prefetcher(setup, self._verbs, block, self.width)
         self._halves: collections.deque[HalfDecode] = collections.deque()
         self._last: Any = ()  # the arrays of the last step
         self._inputs = BlockInputs(setup.geometry, block, setup.compiled.vocabulary, setup.eos)
 
     # ---- a step
 
-    def place(self, one: BlockStep) -> int:
+    def place(self, step: BlockStep) -> int:
         """Return the index of a step's batch among the batches that pass a layer together."""
-        return self._prefetcher.place(one)
+        return self._prefetcher.place(step)
 
     def step(self, order: Sequence[BlockStep], i: int) -> Iterator[DrawnTokens]:
         """Enqueue step i of the order, and the transfers for the next steps."""
-        d, one = self._setup, order[i]
-        nxt = order[i + 1] if i + 1 < len(order) else None
-        host = d.host_attention is not None and one.token > 0
+        setup, step = self._setup, order[i]
+        following = order[i + 1] if i + 1 < len(order) else None
+        host = setup.host_attention is not None and step.token > 0
         lag = int(host and self.width > 1)
-        if self._halves and (not lag or self._halves[0].step.batch == one.batch):
+        if self._halves and (not lag or self._halves[0].step.batch == step.batch):
             yield from self._finish_half()
         jax.block_until_ready(self._last)
         self._last = ()
         weights = self._prefetcher.weights(order, i)
-        if d.overlap:
+        if setup.overlap:
             self._prefetcher.fetch_next(order, i, lag)
-            if nxt is not None and not host:
-                self._prefetcher.load_next(one, nxt)
+            if following is not None and not host:
+                self._prefetcher.load_next(step, following)
         if host:
-            self._begin_half(one, weights)
+            self._begin_half(step, weights)
             if len(self._halves) > lag:
                 yield from self._finish_half()
         else:
-            yield from self._compute(one, weights)
-        if d.overlap and i + 2 < len(order):
+            yield from self._compute(step, weights)
+        if setup.overlap and i + 2 < len(order):
             self._prefetcher.read_later(
                 order[i + 1], order[i + 2], {half.step.batch for half in self._halves}
             )
         self._verbs.bound_stores()
 
     def stop(self) -> Iterator[DrawnTokens]:
-        """End all work under way between two batches, at the end, or at the caller's stop. Discard unused
-        loads.
+        """End all work under way, and discard unused loads.
 
         Raises: DiskError.
         """
@@ -324,68 +298,66 @@ class RunningBlock:
         self._verbs.rest()
         self._tiers.staging.forget_transfers()
 
-    def _compute(self, one: BlockStep, weights: dict[str, Any]) -> Iterator[DrawnTokens]:
-        layer, key = self._g.config.layers[one.layer], (one.layer, one.batch)
-        x, lengths = self._take_x(one), self._block.lengths[one.batch]
-        if one.token == 0:
-            program, given = self._setup.compiled.prefill[layer], self._inputs.rows[one.batch].lengths
+    def _compute(self, step: BlockStep, weights: dict[str, Any]) -> Iterator[DrawnTokens]:
+        layer, key = self._g.config.layers[step.layer], (step.layer, step.batch)
+        x, lengths = self._take_x(step), self._block.lengths[step.batch]
+        if step.token == 0:
+            program, given = self._setup.compiled.prefill[layer], self._inputs.rows[step.batch].lengths
             x, self._kv.home[key], pages = self._verbs.do(
                 "compute", lambda: program(weights, x, self._kv.home[key], given)
             )
             self._last = x
             self._verbs.store("store_kv", lambda: self._kv.store_pages(key, pages))
         else:
-            loaded, (positions, live) = self._prefetcher.kv(one), self._inputs.positions(one)
+            loaded, (positions, live) = self._prefetcher.kv(step), self._inputs.positions(step)
             program = self._setup.compiled.decode[layer]
             x, self._kv.home[key], _, rows = self._verbs.do(
                 "compute", lambda: program(weights, x, self._kv.home[key], loaded, positions, live)
             )
             self._last = x
             self._kv.used(key, x)
-            self._verbs.store("store_kv", lambda: self._kv.store_rows(key, rows, one.token, lengths))
-        yield from self._pass_on(one, x)
+            self._verbs.store("store_kv", lambda: self._kv.store_rows(key, rows, step.token, lengths))
+        yield from self._pass_on(step, x)
 
-    def _begin_half(self, one: BlockStep, weights: dict[str, Any]) -> None:
+    def _begin_half(self, step: BlockStep, weights: dict[str, Any]) -> None:
         """Enqueue the first half of a decode, and submit its attention to the host's thread."""
-        d, layer, key = self._setup, self._g.config.layers[one.layer], (one.layer, one.batch)
+        setup, layer, key = self._setup, self._g.config.layers[step.layer], (step.layer, step.batch)
         before, after = halves(weights)
-        x, lengths = self._take_x(one), self._block.lengths[one.batch]
-        positions, live = self._inputs.positions(one)
+        x, lengths = self._take_x(step), self._block.lengths[step.batch]
+        positions, live = self._inputs.positions(step)
         first = {name: weights[name] for name in before}
         stream, outputs, self._kv.home[key], queries, rows = self._verbs.do(
-            "compute", lambda: d.compiled.before[layer](first, x, self._kv.home[key], positions, live)
+            "compute", lambda: setup.compiled.before[layer](first, x, self._kv.home[key], positions, live)
         )
         self._last = stream
         rising = self._tiers.up((queries, rows))
         queries_bytes, rows_bytes = (sum(a.nbytes for a in jax.tree.leaves(tree)) for tree in (queries, rows))
         self._tiers.traffic.add("store_kv", times=len(rows), up=rows_bytes)
         self._tiers.traffic.add("host_attention", times=1, up=queries_bytes, down=queries_bytes)
-        cached = self._kv.wanted(key, one.token, lengths)
-        attended = d.host_thread.submit(self._attend, one, rising, cached, lengths)
+        cached = self._kv.wanted(key, step.token, lengths)
+        attended = setup.host_thread.submit(self._attend, step, rising, cached, lengths)
         self._kv.follow(key, attended)
         self._halves.append(
-            HalfDecode(one, {name: weights[name] for name in after}, stream, outputs, attended)
+            HalfDecode(step, {name: weights[name] for name in after}, stream, outputs, attended)
         )
-        if not d.overlap:
+        if not setup.overlap:
             self._verbs.do("host_attention", attended.result)
 
-    def _attend(self, one: BlockStep, rising: Any, cached: list, lengths: np.ndarray) -> list:
-        """Store this token's KV and attend, on the host's thread. Return the outputs as `HostArray`s to give
-        back.
-        """
-        key, layer, outputs = (one.layer, one.batch), self._g.config.layers[one.layer], []
+    def _attend(self, step: BlockStep, rising: Any, cached: list, lengths: np.ndarray) -> list:
+        """Store this token's KV and attend, on the host's thread. Return outputs to give back."""
+        key, layer, outputs = (step.layer, step.batch), self._g.config.layers[step.layer], []
         queries, rows = self._tiers.arrived(rising)
         host = self._setup.host_attention
         assert host is not None
         for part, q, new, future in zip(self._kv.away, queries, rows, cached, strict=True):
             kv = future.result()
             try:
-                self._kv.write_row(part, key, new, one.token, lengths)
+                self._kv.write_row(part, key, new, step.token, lengths)
                 if part.tier == "disk":
-                    self._kv.place(kv, views(new), part, lengths + (one.token - 1))
+                    self._kv.place(kv, views(new), part, lengths + (step.token - 1))
                 out = self._tiers.staging.take(q.array)
                 at = slice(part.start, part.stop)
-                keys = np.where(lengths[at] > 0, lengths[at] + one.token, 0).astype(np.int32)
+                keys = np.where(lengths[at] > 0, lengths[at] + step.token, 0).astype(np.int32)
                 for heads, k, v, attended in zip(q.views, kv[0].views, kv[1].views, out.views, strict=True):
                     host(layer, heads, k, v, keys, attended)
                 outputs.append(out)
@@ -408,26 +380,26 @@ class RunningBlock:
 
     # ---- activations and tokens
 
-    def _take_x(self, one: BlockStep) -> tuple:
+    def _take_x(self, step: BlockStep) -> tuple:
         """Return the input of a step on the device: embedded tokens, or the activations of the last layer."""
-        if one.layer == 0:
-            ids, positions = self._inputs.tokens(one)
+        if step.layer == 0:
+            ids, positions = self._inputs.tokens(step)
             return self._verbs.do(
                 "compute",
-                lambda: self._setup.compiled.embed[one.token == 0](self._setup.weights.ends, ids, positions),
+                lambda: self._setup.compiled.embed[step.token == 0](self._setup.weights.ends, ids, positions),
             )
-        return self._prefetcher.activations(one.batch)
+        return self._prefetcher.activations(step.batch)
 
-    def _pass_on(self, one: BlockStep, x: tuple) -> Iterator[DrawnTokens]:
+    def _pass_on(self, step: BlockStep, x: tuple) -> Iterator[DrawnTokens]:
         """Store the output of a step, or draw tokens after the last layer."""
-        if one.layer + 1 < self._g.config.num_layers:
-            self._verbs.store("store_activation", lambda: self._activations.store(one.batch, x))
+        if step.layer + 1 < self._g.config.num_layers:
+            self._verbs.store("store_activation", lambda: self._activations.store(step.batch, x))
             return
-        yield self._inputs.draw(self._setup.compiled, self._setup.weights.ends, one, x)
+        yield self._inputs.draw(self._setup.compiled, self._setup.weights.ends, step, x)
 
 
 class BlockRunner:
-    """Runs blocks, one at a time.
+    """Runner of blocks, one at a time.
 
     Attributes:
       prefill_s: seconds of the last block's prompts.
@@ -462,7 +434,7 @@ class BlockRunner:
             i = 0
             while i < len(order):
                 begins = order[i].token > 0 and order[i].layer == 0 and run.place(order[i]) == 0
-                if begins and finished([one.batch for one in order[i : i + run.width]]):
+                if begins and finished([step.batch for step in order[i : i + run.width]]):
                     i = next((j for j in range(i, len(order)) if order[j].token == 0), len(order))
                     yield from run.stop()
                     continue

@@ -1,6 +1,4 @@
-"""Compiled programs of a geometry. They are compiled before anything is loaded, so that the account includes
-their memory.
-"""
+"""Compiled programs of a geometry, compiled before anything is loaded, to account for their memory."""
 
 import concurrent.futures
 import dataclasses
@@ -76,7 +74,7 @@ def compile_programs(
     """Compile all programs of a run. `on_progress`: called with the name of each program when it is
     submitted.
     """
-    # Lowering holds Python's lock, so it runs on this thread. XLA's compilation runs concurrently on the pool.
+    # Lowering holds Python's lock, so it runs on this thread. XLA compiles concurrently on the pool.
     with concurrent.futures.ThreadPoolExecutor(max(1, min(8, os.cpu_count() or 1))) as pool:
         begun = _begin(programs, placed, pool, on_progress)
         fields = {name: _finished(value) for name, value in begun.items()}
@@ -197,9 +195,7 @@ def _finished(value: Any) -> Any:
 
 
 def _working_bytes(compiled: Any) -> int:
-    """Return the memory of a program beyond its inputs: temporary space and outputs, without outputs in
-    donated inputs.
-    """
+    """Return the memory of a program beyond its inputs: temporary space and new outputs."""
     found = compiled.memory_analysis()
     return (
         0
@@ -216,9 +212,7 @@ def _vocabulary(placed: PlacedWeights) -> int:
 def _over_devices(
     function: Callable, mesh: Mesh, arguments: tuple, made: Any, donate: tuple[int, ...]
 ) -> tuple[Any, tuple]:
-    """Return the jitted function over the devices of the mesh, and the shapes of its arguments with
-    shardings.
-    """
+    """Return the jitted function over the mesh, and its arguments' shapes with shardings."""
 
     def placed(a: Any) -> Any:
         sharding = getattr(a, "sharding", None) or device_sharding(mesh)
@@ -233,9 +227,7 @@ def _over_devices(
 
 
 def _compile(lowered: Any, mesh: Mesh) -> Any:
-    """Compile a program that this process has not compiled. A sweep starts many runs with few different
-    programs.
-    """
+    """Compile a new program. The runs of a sweep share most programs."""
     # the program text does not show unused arguments
     text = f"{lowered.args_info}\n{lowered.as_text()}"
     key = hashlib.sha256(text.encode()).digest(), mesh

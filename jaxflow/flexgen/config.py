@@ -1,6 +1,4 @@
-"""Settings of an offloaded run: memory limits, disk folder and the paper's ablations; and their command-line
-flags.
-"""
+"""Settings of an offloaded run: memory limits, disk folder, schedule; and their command-line flags."""
 
 import dataclasses
 import math
@@ -123,7 +121,7 @@ def define_flags() -> None:
         "schedule",
         "zigzag",
         list(SCHEDULES),
-        "zigzag: all batches pass a layer together; row: batch after batch, with a fetch of the weights for each.",
+        "zigzag: all batches pass a layer together; row: one batch after another.",
     )
     flags.DEFINE_bool(
         "overlap",
@@ -140,7 +138,7 @@ def policy_from_flags(model: str) -> Policy:
         raise ConfigError(
             "policy",
             None,
-            f"the file of a policy; `python -m search placement --model {name} --output policy.json` writes a policy",
+            f"a policy file, as of `python -m search placement --model {name} --output policy.json`",
         )
     changes: dict[str, Any] = {}
     for kind in KINDS:

@@ -1,5 +1,4 @@
-"""Static shapes of an offloaded run: placement of the tensors, splits of a batch over the tiers, and
-shardings.
+"""Static shapes of an offloaded run: placement of tensors, splits of a batch, and shardings.
 
 KV lies in pages, as in the engine, so that the engine's ops and kernels apply. The pages of a sequence are
 adjacent: page `row · MP + i` holds tokens i·S to (i + 1)·S - 1 of a row. The rows of a batch are split over
@@ -182,7 +181,7 @@ class Geometry:
 
     @property
     def pages(self) -> int:
-        """MP, the pages of a sequence: its prompt and all tokens except the last, which no token attends to."""
+        """MP, the pages of a sequence: all tokens except the last, which no token attends to."""
         return -(-(self.prompt + self.policy.output_tokens - 1) // self.page_size)
 
     @property
@@ -293,7 +292,7 @@ def place(g: Geometry) -> PlacedWeights:
 
 
 def is_matrix(key: str, struct: Any) -> bool:
-    """Return True for a matrix that is sharded over devices: every tensor except norms, biases and routers."""
+    """Return True for a matrix that is sharded: every tensor except norms, biases and routers."""
     return len(struct.shape) > 1 and key in TENSOR_PARALLEL_AXIS
 
 

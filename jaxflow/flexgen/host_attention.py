@@ -112,7 +112,7 @@ def usable_cores() -> int:
 
 
 def head_parts(rows: int, heads: int, threads: int) -> int:
-    """Return the number of parts of a row's heads: the fewest parts with at most a tenth of idle thread time."""
+    """Return the number of parts of a row's heads: the fewest with at most a tenth of idle time."""
     busy = {
         parts: rows * parts / (-(-rows * parts // threads) * threads)
         for parts in range(1, min(heads, 8) + 1)
@@ -154,9 +154,7 @@ class HostAttention:
         tasks = itertools.count()
 
         def work() -> None:
-            """Take the next part of a row until none is left. A job for each part would take longer to submit
-            than to run.
-            """
+            """Take parts of rows until none is left. A job a part would cost more than its work."""
             while (task := next(tasks)) < rows * parts:
                 row, part = divmod(task, parts)
                 mine = slice(part * heads // parts, (part + 1) * heads // parts)

@@ -94,7 +94,7 @@ class KvStore:
         jax.tree.map(lambda buffer: self._tiers.staging.give(buffer, after), self._down.pop(key, ()))
 
     def read_ahead(self, key: Key, token: int, lengths: np.ndarray) -> None:
-        """Start to read from disk for `load` or `wanted` with the same arguments, after the writes under way."""
+        """Start to read from disk for `load` or `wanted` of these arguments, after earlier writes."""
         for part in self.away:
             if part.tier == "disk" and key not in self._ahead:
                 self._ahead[key] = self._start_reading(part, key, token, lengths)
@@ -266,7 +266,5 @@ def prompt_bytes(g: Geometry, part: Part) -> int:
 
 
 def file_bytes(g: Geometry, part: Part) -> int:
-    """Return the bytes of a split's file after its header: prompt pages, and a record for each token except
-    the last.
-    """
+    """Return the bytes of a split's file: prompt pages, and a record a token except the last."""
     return prompt_bytes(g, part) + (g.policy.output_tokens - 1) * tree_bytes(g.kv_rows(part.rows))

@@ -1,5 +1,4 @@
-"""Pinned host memory with numpy views: the device copies the memory at the link's speed, and the CPU reads
-and writes the same bytes.
+"""Pinned host memory with numpy views: device and CPU use the same bytes.
 
 `jax.device_put` copies an array in `pinned_host` memory at full speed; from numpy's memory the link is 25
 times slower. `HostArray.views` are the bytes of such an array as numpy arrays, so that the CPU adds a token's
@@ -24,9 +23,7 @@ from jaxflow.flexgen.geometry import SHARDED, device_sharding, pinned_sharding, 
 
 @dataclasses.dataclass(frozen=True)
 class HostArray:
-    """An array in pinned host memory, and numpy views of each device's shard. The views live as long as this
-    object.
-    """
+    """An array in pinned host memory with numpy views of its shards, valid as long as this object."""
 
     array: jax.Array
     views: tuple[np.ndarray, ...]

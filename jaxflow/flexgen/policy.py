@@ -18,9 +18,7 @@ _TOLERANCE = 1e-6  # percent
 
 
 class PolicyError(ValueError):
-    """A policy that cannot be read or followed. The message names the field, the value and the accepted
-    values.
-    """
+    """An invalid policy. The message names the field, the value and the accepted values."""
 
 
 class Shares(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -71,7 +69,8 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             shares = getattr(self, field)
             if not (isinstance(shares, Shares) and shares.are_whole):
                 raise PolicyError(
-                    f"{field}={shares}; accepted are {PERCENTAGES}, for example Shares(device=20.0, host=80.0, disk=0.0)"
+                    f"{field}={shares}; accepted are {PERCENTAGES}, for example "
+                    f"Shares(device=20.0, host=80.0, disk=0.0)"
                 )
         for field in ("weight_bits", "kv_bits"):
             if getattr(self, field) not in WIDTHS:

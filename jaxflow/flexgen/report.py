@@ -31,7 +31,7 @@ class Link:
 
 
 def measure_link(device: jax.Device, megabytes: int = 256) -> Link:  # type: ignore[valid-type]
-    """Measure the link by trains of transfers in each direction: the best of a few, after one warm-up train."""
+    """Measure the link by trains of transfers: the best of a few, after a warm-up train."""
     size = megabytes << 20
     here = jax.sharding.SingleDeviceSharding(device)
     host = jax.device_put(np.zeros(size, np.uint8), pinned_sharding(here))

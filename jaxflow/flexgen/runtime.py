@@ -1,8 +1,7 @@
-"""FlexGen's offline runtime (§4): generation with a model that is placed over device, host and disk by a
-policy.
+"""FlexGen's offline runtime (§4): generation with a model over device, host and disk.
 
-    runtime = start(OffloadConfig(policy, disk_path="/scratch"), engine_config, checkpoint)
-    for events in runtime.generate(requests): ...
+runtime = start(OffloadConfig(policy, disk_path="/scratch"), engine_config, checkpoint)
+for events in runtime.generate(requests): ...
 """
 
 import contextlib
@@ -184,7 +183,8 @@ class Runtime:
         requests = [self.accept(request) for request in requests]
         if not self._under_way.acquire(blocking=False):
             raise RuntimeError(
-                "an offloaded run is under way; accepted is a call after its end, or after its iterator was closed"
+                "an offloaded run is under way; accepted is a call after its end, or after its iterator "
+                "was closed"
             )
         try:
             yield from self._blocks(requests, progress)

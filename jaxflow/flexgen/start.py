@@ -38,8 +38,8 @@ from jaxflow.model.op_registry import Context
 from jaxflow.parallel.mesh import axis_of, make_mesh, on_gpu
 
 log = logging.getLogger(__name__)
-# Shares lost to gaps between tensors, of a GPU's memory and of its pool of pinned memory: of a pool of 100.9 GB
-# on an H200's host 98.3 GB could be used, and 99.2 GB could not
+# Shares lost to gaps between tensors, of a GPU's memory and of the pool of pinned memory: of a pool of
+# 100.9 GB on an H200's host 98.3 GB could be used, and 99.2 GB could not
 # (benchmarks/h200/opt-30b/pinned-memory-exhausted.json).
 _SPARE, _POOL_SPARE = 0.06, 0.025
 
@@ -151,7 +151,7 @@ def make_geometry(offload: OffloadConfig, config: EngineConfig, checkpoint: Chec
         )
     if policy.kv_bits == 4 and model.head_dim % 2:
         raise PolicyError(
-            f"kv_bits=4 with head_dim={model.head_dim}; accepted is kv_bits=16, because a byte holds two numbers"
+            f"kv_bits=4 with head_dim={model.head_dim}; accepted is kv_bits=16, for an odd head_dim"
         )
     return Geometry(model, policy, jnp.dtype(resolve(config, model).dtype), config.block_size, make_mesh(tp))
 
@@ -173,9 +173,7 @@ def _configured_bytes(offload: OffloadConfig, tier: str) -> int | None:
 
 
 def _limits(offload: OffloadConfig, free_by_tier: Mapping[str, int | None]) -> dict[str, int | None]:
-    """Return the usable bytes of each tier: the smaller of the configured limit and the free memory, without
-    gaps.
-    """
+    """Return the usable bytes of each tier: the smaller of limit and free memory, without gaps."""
     known = {
         tier: [size for size in (_configured_bytes(offload, tier), free_by_tier[tier]) if size is not None]
         for tier in TIERS
@@ -189,9 +187,7 @@ def _limits(offload: OffloadConfig, free_by_tier: Mapping[str, int | None]) -> d
 
 
 def _check_fits(found: Account, offload: OffloadConfig, free_by_tier: Mapping[str, int | None]) -> None:
-    """Raise DoesNotFit for a tier that is too small, naming both limits if the configured one is larger than
-    the free memory.
-    """
+    """Raise DoesNotFit for a tier that is too small, with the configured and the free bytes."""
     try:
         check_fits(found, _limits(offload, free_by_tier))
     except DoesNotFit as error:
@@ -217,8 +213,7 @@ def _load(
     *,
     wait_on_host: bool,
 ) -> WeightStore:
-    """Load each layer through the device to its tiers, with at most one layer of other tiers on the device at
-    a time.
+    """Load each layer through the device to its tiers, with one layer on the device at a time.
 
     `wait_on_host`: tensors of the device tier wait on the host until the last layer is loaded.
     """
@@ -276,15 +271,14 @@ def _described(g: Geometry) -> str:
     )
     attention = "host" if attends_on_host(g) else "device"
     return (
-        f"blocks of {p.num_gpu_batches} x {p.gpu_batch_size}, device/host/disk: {shares} % (KV of {rows} sequences a batch), "
+        f"blocks of {p.num_gpu_batches} x {p.gpu_batch_size}, device/host/disk: {shares} % "
+        f"(KV of {rows} sequences a batch), "
         f"weights of {p.weight_bits} bits, KV of {p.kv_bits}, attention of decodes on the {attention}"
     )
 
 
 def prepare(offload: OffloadConfig, config: EngineConfig) -> None:
-    """Apply the settings that must be set before JAX's first use. On a GPU the memory limits go to XLA's
-    allocators.
-    """
+    """Apply the settings for JAX's first use. On a GPU the limits go to XLA's allocators."""
     total = device_memory_bytes()
     if offload.gpu_memory_limit is not None and total is not None:
         os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = (

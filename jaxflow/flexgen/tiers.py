@@ -1,5 +1,4 @@
-"""Shared resources of the stores: devices, pinned host memory, a folder on disk, threads, and traffic
-counters.
+"""Shared resources of the stores: devices, pinned memory, scratch files, threads, traffic counters.
 
 The block loop itself enqueues the transfers between host and device, in its order, because the position of a
 transfer relative to the computation decides whether they overlap. Threads do the work that would block the
@@ -104,7 +103,7 @@ class Tiers:
         self._writes = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="write")
 
     def down(self, tree: Any) -> Any:
-        """Start to copy `HostArray`s, or results of `up`, to the devices; each shard goes to its own device."""
+        """Start to copy `HostArray`s, or results of `up`, to the devices of their shards."""
 
         arrays = jax.tree.map(lambda a: a.array if isinstance(a, HostArray) else a, tree)
         return self._put(arrays, lambda a: device_sharding(self.mesh, spec_of(a)))
@@ -114,9 +113,7 @@ class Tiers:
         return self._put(tree, lambda a: pinned_sharding(device_sharding(self.mesh, spec_of(a))))
 
     def _put(self, tree: Any, where: Callable[[jax.Array], Any]) -> Any:
-        """Copy all arrays of a tree by one call: a 4-bit layer has a dozen arrays or more, and a call for
-        each takes 80 us instead of 20.
-        """
+        """Copy all arrays of a tree by one call: a call for each of a dozen takes 80 us instead of 20."""
         arrays, structure = jax.tree.flatten(tree)
         return jax.tree.unflatten(
             structure, jax.device_put(arrays, [where(a) for a in arrays]) if arrays else []

@@ -1,6 +1,4 @@
-"""Weights of all layers, each tensor on its tier, and `fetch_layer`: the copy of a layer's weights to the
-device.
-"""
+"""Weights of all layers, each tensor on its tier, and `fetch_layer`, the copy to the device."""
 
 import concurrent.futures
 from collections import Counter
@@ -64,9 +62,7 @@ class WeightStore:
         jax.block_until_ready(self._device)
 
     def reserve_staging(self) -> None:
-        """Reserve host buffers for two layers' tensors of the disk: one layer is copied while the next is
-        read.
-        """
+        """Reserve host buffers for two layers on disk: one is copied while the next is read."""
         for structs in disk_pairs(self.placed):
             self._tiers.staging.reserve(structs)
 
@@ -137,7 +133,7 @@ class WeightStore:
 
 
 def disk_pairs(placed: PlacedWeights) -> list[list[Any]]:
-    """Return, for each layer, the shapes of its and the next layer's tensors on disk: the content of staging."""
+    """Return, for each layer, the shapes of its and the next layer's tensors on disk."""
     layers = [jax.tree.leaves(placed.of_tier(i, "disk")) for i in range(len(placed.layers))]
     return [one + two for one, two in zip(layers, layers[1:] + layers[:1], strict=True)]
 

@@ -1,12 +1,13 @@
 """Paged KV cache on the device: page groups, the arrays of each layer, and the number of pages that fit.
 
 A page group is a set of layers with one page table: one entry of axis G of `page_table[G, B, ·]`. A group has
-its own KV heads, head width, dtype and window, and so its own page size and number of pages. Window layers form
-a group for each window, which needs no more pages than its windows can see. Most models have one group.
+its own KV heads, head width, dtype and window, and so its own page size and number of pages. Window layers
+form a group for each window, which needs no more pages than its windows can see. Most models have one group.
 
-The arrays of a layer are [P, K, S, H]: a page of one head is a contiguous box, the unit that attention kernels
-load. 8-bit values (e4m3, int8) are [P, K, H, S], as Hopper's tensor cores need them. int8 has a float32 scale
-for each token and head in the cache; e4m3 has a scale for each head, which is part of the weights.
+The arrays of a layer are [P, K, S, H]: a page of one head is a contiguous box, the unit that attention
+kernels load. 8-bit values (e4m3, int8) are [P, K, H, S], as Hopper's tensor cores need them. int8 has a
+float32 scale for each token and head in the cache; e4m3 has a scale for each head, which is part of the
+weights.
 """
 
 import dataclasses
@@ -130,10 +131,10 @@ def fit_pages(
 ) -> tuple[int, ...]:
     """Return the number of pages of each group that fit in `budget_bytes` of one device.
 
-    Every group gets pages for one sequence of `max_model_len` tokens. Of the rest, each window group gets up to
-    the pages that `max_num_seqs` sequences see, and full attention gets the remainder. Numbers are rounded down
-    to about two significant digits: free memory varies a little from start to start, and another number of
-    pages would miss all compiled programs of earlier starts.
+    Every group gets pages for one sequence of `max_model_len` tokens. Of the rest, each window group gets up
+    to the pages that `max_num_seqs` sequences see, and full attention gets the remainder. Numbers are rounded
+    down to about two significant digits: free memory varies a little from start to start, and another number
+    of pages would miss all compiled programs of earlier starts.
 
     Args:
       memory: name of the memory in the error.
@@ -151,8 +152,9 @@ def fit_pages(
         raise ConfigError(
             "max_model_len",
             max_model_len,
-            f"one such sequence needs {need / 2**30:.3f} GiB of KV pages and {max(0, budget_bytes) / 2**30:.3f} "
-            f"GiB of {memory} memory are free for them; lower max_model_len or raise gpu_memory_utilization",
+            f"one such sequence needs {need / 2**30:.3f} GiB of KV pages and "
+            f"{max(0, budget_bytes) / 2**30:.3f} GiB of {memory} memory are free for them; "
+            f"lower max_model_len or raise gpu_memory_utilization",
         )
     counts, left = list(needs), budget_bytes - need
     for g in sorted(range(len(groups)), key=lambda g: groups[g].window is None):  # full attention last

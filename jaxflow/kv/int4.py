@@ -1,8 +1,8 @@
 """4-bit KV: group quantization along the head width, with a minimum and a scale for each group.
 
-FlexGen's group quantization (§5), in the format of 4-bit weights (`quantized.Int4`): two numbers a byte, and a
-bfloat16 scale and zero for each group, 4.5 bits a number in groups of 64. All functions are `jnp`, so they run
-inside and outside of `jit`, on the device of their arguments.
+FlexGen's group quantization (§5), in the format of 4-bit weights (`quantized.Int4`): two numbers a byte, and
+a bfloat16 scale and zero for each group, 4.5 bits a number in groups of 64. All functions are `jnp`, so they
+run inside and outside of `jit`, on the device of their arguments.
 """
 
 import jax

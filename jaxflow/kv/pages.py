@@ -1,12 +1,12 @@
 """KV pages of one page group, as the host counts them: holders, and the pages kept for their content.
 
-A page is free, referenced by one or more sequences, or cached. A cached page has no holder, but its content has
-a name (a digest of all tokens up to its end, see `jaxflow.kv.prefix`), under which a later sequence can
+A page is free, referenced by one or more sequences, or cached. A cached page has no holder, but its content
+has a name (a digest of all tokens up to its end, see `jaxflow.kv.prefix`), under which a later sequence can
 reference the page again. `allocate` takes free pages first, then evicts the cached page that was released
 longest ago.
 
-The device runs steps in the order of their scheduling. So a page can be released and given to another sequence
-while a step that reads the page still runs: the writes of the new holder come later.
+The device runs steps in the order of their scheduling. So a page can be released and given to another
+sequence while a step that reads the page still runs: the writes of the new holder come later.
 """
 
 from collections import OrderedDict
@@ -71,7 +71,7 @@ class PagePool:
             self._references[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """Remove a holder of each page. Of pages that become cached, the first of `pages` is evicted first."""
+        """Remove a holder of each page. The first page that becomes cached is evicted first."""
         references, digests = self._references, self._digests
         for page in pages:
             left = references[page] - 1
@@ -116,5 +116,5 @@ class PagePool:
 
 
 def held(pages: Sequence[int]) -> list[int]:
-    """Return the present pages of a row, last first. Released in this order, a chain is evicted from its tail."""
+    """Return the present pages of a row, last first, so that a chain is evicted from its tail."""
     return [page for page in reversed(pages) if page >= 0]

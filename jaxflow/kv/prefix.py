@@ -1,8 +1,8 @@
 """Names of page contents, and the length of a known prefix.
 
 The KV of a page depends on its tokens and on all tokens before the page. So the name of a page is a chained
-digest: of the previous page's name and of the page's tokens. The chain begins at a salt. A digest has 128 bits
-of BLAKE2b, so that a collision need not be handled.
+digest: of the previous page's name and of the page's tokens. The chain begins at a salt. A digest has 128
+bits of BLAKE2b, so that a collision need not be handled.
 """
 
 import hashlib

@@ -281,7 +281,7 @@ class DiskStore:
                 self._queued_bytes -= length
 
     def _make_room(self, size: int) -> list[bytes]:
-        """Remove least recently used pages from the index until `size` bytes fit. The caller holds the lock."""
+        """Evict pages from the index until `size` bytes fit. The caller holds the lock."""
         victims = self._index.make_room(size, self.capacity_bytes)
         self._count("evicted", len(victims))
         return victims

@@ -1,9 +1,9 @@
 """Disk tier below the host store: pages leave the host to files, and are read ahead for waiting sequences.
 
-NanoFlow §4.2.2. The paper writes a page to the disk when the page leaves the host. Here a page is also written
-when it reaches the host and the write queue is half empty, and when the server stops. So a killed server loses
-only the pages that were not written yet. The engine's thread calls this tier and waits only in `close`: the
-threads of the disk store convert, read and write the pages.
+NanoFlow §4.2.2. The paper writes a page to the disk when the page leaves the host. Here a page is also
+written when it reaches the host and the write queue is half empty, and when the server stops. So a killed
+server loses only the pages that were not written yet. The engine's thread calls this tier and waits only in
+`close`: the threads of the disk store convert, read and write the pages.
 """
 
 import collections

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")  # in a container, the container's group
-# Of each version of cgroups: the files of the limit, the use and the statistics, and the file cache's entries.
+# For each version of cgroups: files of the limit, the use and the statistics, and entries of the file cache.
 _CGROUPS = (
     ("memory.max", "memory.current", "memory.stat", ("active_file", "inactive_file")),
     (
@@ -136,7 +136,7 @@ def bound(cpus: set[int] | None) -> Iterator[None]:
 
 
 def run_bound(cpus: set[int] | None, work: Callable[[], None]) -> None:
-    """Run `work` on a bound thread and wait, so that memory that `work` touches first is on the CPUs' node."""
+    """Run `work` on a bound thread and wait, so that new memory is on the CPUs' node."""
     errors: list[BaseException] = []
 
     def run() -> None:

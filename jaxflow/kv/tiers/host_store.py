@@ -1,4 +1,4 @@
-"""Store of KV pages in host memory: keys, states, bytes, and the least recently used first to leave (NanoFlow §4.2.2).
+"""Store of KV pages in host memory: keys, states, and least-recently-used eviction (NanoFlow §4.2.2).
 
 The store copies nothing and does not look into a page. A lower tier, the disk, takes the pages that leave the
 host, and pages are read ahead from the lower tier. The engine's thread owns the store.
@@ -188,7 +188,7 @@ class HostStore:
             self.lower.put(key, data, opportunistic=True)
 
     def read_ahead(self, keys: Iterable[Key]) -> None:
-        """Start to read the pages that only the lower tier has, in this order, into at most half of the host."""
+        """Start to read pages of the lower tier, in this order, into at most half of the host."""
         assert self.lower is not None
         for key in keys:
             if self.contains(key) or not self.lower.contains(key):

@@ -1,20 +1,21 @@
-"""Execution of the tier policy: page copies between the device cache and host memory, concurrent with the steps.
+"""Execution of the tier policy: page copies between device and host, concurrent with the steps.
 
-In the order of the device's stream, pages that have arrived are scattered, pages of the last step are gathered,
-then the step runs. The copies `store_kv` and `load_kv` cross PCIe outside this order: they read the output of
-a gather, and make the input of a later scatter.
+In the order of the device's stream, pages that have arrived are scattered, pages of the last step are
+gathered, then the step runs. The copies `store_kv` and `load_kv` cross PCIe outside this order: they read the
+output of a gather, and make the input of a later scatter.
 
-A copy is a `jax.device_put` between memory kinds of one sharding: each shard to and from its own device's host
-memory. On a GPU the call enqueues the copy on a separate stream, ordered behind the program that made the source
-and behind everything enqueued before the call. So the engine's thread starts the copies, before it enqueues the
-step that runs at the same time; a copy started by another thread would come after that step and run a step later.
-A start costs the engine about 20 us a page.
+A copy is a `jax.device_put` between memory kinds of one sharding: each shard to and from its own device's
+host memory. On a GPU the call enqueues the copy on a separate stream, ordered behind the program that made
+the source and behind everything enqueued before the call. So the engine's thread starts the copies, before it
+enqueues the step that runs at the same time; a copy started by another thread would come after that step and
+run a step later. A start costs the engine about 20 us a page.
 
-One call copies 4 pages, and the calls alternate between the directions. A call inspects all of its arrays before
-it starts the first copy, 35 us each: 64 pages in one call leave the link idle for 2 ms of 12. One page a call
-costs four times the CPU time. XLA distributes the copies of both directions over four streams of a device in
-turn, and each stream runs in order: without the alternation, pages to the device wait for earlier pages to the
-host, although the link carries both directions at once. Groups of 4 gave the highest total rate on an H200.
+One call copies 4 pages, and the calls alternate between the directions. A call inspects all of its arrays
+before it starts the first copy, 35 us each: 64 pages in one call leave the link idle for 2 ms of 12. One page
+a call costs four times the CPU time. XLA distributes the copies of both directions over four streams of a
+device in turn, and each stream runs in order: without the alternation, pages to the device wait for earlier
+pages to the host, although the link carries both directions at once. Groups of 4 gave the highest total rate
+on an H200.
 """
 
 import collections
@@ -67,7 +68,7 @@ class Channel:
             self._under_way.append(([tag for tag, _ in some], self._start([array for _, array in some])))
 
     def done(self) -> list[tuple[Any, jax.Array | None]]:
-        """Return (tag, copy) of the copies that ended since the last call, in order; None is a failed copy."""
+        """Return (tag, copy) of the ended copies since the last call, in order; None is a failed copy."""
         found: list[tuple[Any, jax.Array | None]] = []
         while self._under_way:
             tags, copies = self._under_way[0]
@@ -217,7 +218,7 @@ class KvOffload:
         self.transfers.wait(IDLE_S)
 
     def close(self) -> None:
-        """Wait for the copies under way, and close the host store, which first writes its pages to the disk."""
+        """Wait for the copies, and close the host store, which first writes its pages to the disk."""
         try:
             self.transfers.close()
             self.receive()

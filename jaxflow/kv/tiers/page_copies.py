@@ -1,13 +1,14 @@
 """Copies of pages between the cache and contiguous arrays of words: `gather_pages` and `scatter_pages`.
 
-The unit of the KV tiers is one page of one page group: the keys, values and scales of all layers of the group.
-In the cache a page consists of two or more pieces a layer, of a few KB each. Across PCIe a page goes as one
-array for each shard (NanoFlow §4.2.2 copies to a contiguous space on the device, and scatters from there).
+The unit of the KV tiers is one page of one page group: the keys, values and scales of all layers of the
+group. In the cache a page consists of two or more pieces a layer, of a few KB each. Across PCIe a page goes
+as one array for each shard (NanoFlow §4.2.2 copies to a contiguous space on the device, and scatters from
+there).
 
 NanoFlow offloads k and v that `qkv` has just written, contiguous over the step's tokens. Here complete pages
 are gathered from the cache one step later: a page has a name, a fixed length and one place for its scatter,
-while a step's tokens are parts of pages of many sequences, and 8-bit values and their scales exist only in the
-cache. The second read of the written data costs about 0.1 % of a step's reads.
+while a step's tokens are parts of pages of many sequences, and 8-bit values and their scales exist only in
+the cache. The second read of the written data costs about 0.1 % of a step's reads.
 
 The programs are compiled for a few numbers of pages, `sizes`. Each page is a separate array, so that each can
 stay on the host, and come back, together with any other pages.
@@ -43,7 +44,8 @@ def sizes_of(bytes_a_page: int, sizes: Sequence[int] = SIZES) -> tuple[int, ...]
 def split(count: int, sizes: Sequence[int]) -> list[int]:
     """Return the sizes of the calls that copy `count` pages.
 
-    Each call has the smallest size for the remaining pages, unless more than half of the call would be padding.
+    Each call has the smallest size for the remaining pages, unless more than half of the call would be
+    padding.
     """
     calls = []
     while count > 0:
@@ -78,7 +80,7 @@ class PagePrograms:
         return PartitionSpec(axis_of(self.mesh))
 
     def gather(self, n: int) -> Wrapped:
-        """Return a function from (the group's layers of the cache, pages int32 [n]) to n pages, uint32 [tp, W]."""
+        """Return a function from (the group's layers, pages int32 [n]) to n pages, uint32 [tp, W]."""
 
         def run(kv, ids):
             with jax.named_scope("gather_pages"):
@@ -208,7 +210,7 @@ class PageCopies:
         return self._blanks[group]
 
     def gather(self, kv: list, group: int, ids: Sequence[int]) -> list[jax.Array]:
-        """Return pages of a group, uint32 [tp, W] each on the device, with the content after all enqueued steps."""
+        """Return pages of a group, uint32 [tp, W] each on the device, after all enqueued steps."""
         programs, layers, out = self._gathers[group], self._layers(kv, group), []
         for begin, n, count in _calls(len(ids), self.sizes[group]):
             padded = np.zeros(n, np.int32)
@@ -217,7 +219,7 @@ class PageCopies:
         return out
 
     def scatter(self, kv: list, group: int, ids: Sequence[int], pages: Sequence[jax.Array]) -> list:
-        """Return the cache with `pages` at the distinct places `ids` of a group. The group's layers are donated."""
+        """Return the cache with `pages` at distinct places `ids`. The group's layers are donated."""
         programs, kv = self._scatters[group], list(kv)
         for begin, n, count in _calls(len(ids), self.sizes[group]):
             padded = np.arange(self.num_pages[group], self.num_pages[group] + n, dtype=np.int32)

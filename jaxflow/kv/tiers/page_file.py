@@ -67,7 +67,7 @@ def digest(fingerprint: bytes) -> bytes:
 
 
 def header(fingerprint: bytes, key: bytes, parts: Sequence[memoryview]) -> bytes:
-    """Return the HEADER_BYTES of the file of a page. `fingerprint`: see `digest`; `parts`: see `page_parts`."""
+    """Return the HEADER_BYTES of a page's file. `fingerprint`: see `digest`; `parts`: see `page_parts`."""
     length = sum(part.nbytes for part in parts)
     fields = _FIELDS.pack(MAGIC, SCHEMA, len(key), fingerprint, key, length, checksum(parts))
     return fields + _fields_digest(fields)

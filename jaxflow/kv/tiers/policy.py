@@ -1,4 +1,4 @@
-"""Tier policy: the pages that go from the device to the host, and the pages that come back for a waiting sequence.
+"""Tier policy: the pages that go to the host, and the pages that come back for a waiting sequence.
 
 NanoFlow §4.2.2. A complete page is stored to the host right after the step that completed the page. A waiting
 sequence with more pages on the host than on the device is set aside at its turn: places for the pages are
@@ -18,8 +18,8 @@ from jaxflow.kv.page_tables import PageTables
 from jaxflow.kv.prefix import first_seen, longest_hit, part_name
 from jaxflow.kv.tiers.host_store import HostStore, Key, PageState, key_of
 
-# A sequence waits for the disk for at most this multiple of the time to compute the tokens, because the device
-# works for other sequences in the meantime.
+# A sequence waits for the disk for at most this multiple of the time to compute its tokens, because the
+# device works for other sequences in the meantime.
 DISK_PATIENCE = 8.0
 
 
@@ -27,8 +27,8 @@ class PagedSequence(Protocol):
     """The view of a sequence that the policy needs; see `jaxflow.scheduler`.
 
     Attributes:
-      swapped: positions computed at the last pre-emption, and the name of the last page, which these positions
-        fill partially. None if the host does not have that page.
+      swapped: positions computed at the last pre-emption, and the name of the last page, which these
+        positions fill partially. None if the host does not have that page.
     """
 
     chain: list[bytes] | None
@@ -152,7 +152,7 @@ class Fetch[S: PagedSequence]:
         return True
 
     def release(self, tables: PageTables, *, keep_partial: bool = False) -> None:
-        """Give back the pages of `hold`. `keep_partial`: except the partial pages, which a slot takes over."""
+        """Give back the pages of `hold`, without the partial pages if `keep_partial`."""
         for group, pages in enumerate(self.held):
             tables.release_held(group, pages)
         for group, page in enumerate(() if keep_partial else self.partial_pages):
@@ -233,8 +233,8 @@ class TierPolicy[S: PagedSequence]:
     def take_stores(self) -> list[tuple[int, int, Key]]:
         """Return (group, page, key) of the pages to gather before the next step.
 
-        `stored` is called for each. A named page beyond the staging space is delayed for as long as the device
-        has the page. The page of a pre-empted sequence cannot be delayed.
+        `stored` is called for each. A named page beyond the staging space is delayed for as long as the
+        device has the page. The page of a pre-empted sequence cannot be delayed.
         """
         stores: list[tuple[int, int, Key]] = []
         for group, page, digest in self._partial:
@@ -262,7 +262,7 @@ class TierPolicy[S: PagedSequence]:
         *,
         partial: bool = False,
     ) -> bool:
-        """Add a page to `stores`, unless the host has or refuses the page. Return False without staging space."""
+        """Add a page to `stores`, unless the host has the page. Return False without staging space."""
         key, size = key_of(group, digest), self.store.page_bytes[group]
         if self.store.contains(key):
             return True
@@ -301,8 +301,8 @@ class TierPolicy[S: PagedSequence]:
           fits: return True if there is memory for the sequence with pages of these names.
 
         Returns:
-          None: no wait, because the host has nothing to gain from. True: the sequence is set aside. False: the
-          sequence should wait, but there are not enough pages yet.
+          None: no wait, because the host has nothing to gain from. True: the sequence is set aside. False:
+            the sequence should wait, but there are not enough pages yet.
         """
         if self.store.lower is not None:
             self._read_ahead(names)
@@ -393,7 +393,7 @@ class TierPolicy[S: PagedSequence]:
                 self.counters.disk_hit_tokens += fetched * fetch.from_lower // len(fetch.pages)
 
     def cancel(self, fetch: Fetch[S]) -> S:
-        """Give up a fetch. Return its sequence, which has to wait again. Copies under way are dropped later."""
+        """Give up a fetch, and return its sequence, which has to wait again. Copies are dropped later."""
         self._end(fetch)
         self.counters.cancelled += 1
         return fetch.seq

@@ -1,4 +1,4 @@
-"""Traffic and memory of a run: Theorem 4.1 on the real counters, and the account against the allocated bytes."""
+"""Traffic and memory of a run, against Theorem 4.1 and the account."""
 
 import errno
 import functools

@@ -1,4 +1,4 @@
-"""Scheduler with a host and a disk tier, over a folder with some damaged files: tokens equal an isolated run."""
+"""Scheduler with host and disk tiers, over a folder with damaged files."""
 
 import dataclasses
 import pathlib
@@ -98,7 +98,7 @@ def machines(draw):
 
 
 def converse(world: DiskWorld, talks: list[list[int]], rounds: int, damage: float) -> None:
-    """Run rounds of conversations in turn, so that others take a conversation's pages before its next round."""
+    """Run rounds of conversations in turn, so that each loses pages between its rounds."""
     for _ in range(rounds):
         for talk in talks:
             if len(talk) > 44:

@@ -1,4 +1,4 @@
-"""Host store against a model of plain lists: bytes within the capacity, least recently used first to leave."""
+"""Host store against a model of plain lists."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st

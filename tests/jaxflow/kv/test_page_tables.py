@@ -19,7 +19,7 @@ NAMES = CHAIN[1:]
 
 
 class Tables(RuleBasedStateMachine):
-    """Rows grow, share pages and shrink; the device's copy follows, and each release frees the charged pages."""
+    """Rows grow, share pages and shrink; each release frees the charged pages."""
 
     def __init__(self):
         super().__init__()
