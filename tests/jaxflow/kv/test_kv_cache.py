@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxflow.config import ConfigError, Layer, ModelConfig
-from jaxflow.kv.device_cache import fit_pages, kv_heads, make_cache, page_bytes, page_groups
+from jaxflow.kv.device_cache import cache_shapes, fit_pages, kv_heads, make_cache, page_bytes, page_groups
 from jaxflow.parallel.mesh import make_mesh
 from jaxflow.request import Request, SamplingParams
 from jaxflow.scheduler.config import SchedulerConfig, accept
@@ -169,3 +169,14 @@ def test_the_cache_takes_the_predicted_bytes(tp, dtype):
     on_one = sum(a.addressable_shards[0].data.nbytes for a in arrays)
     assert on_one == sum(n * size for n, size in zip(pages, page_bytes(groups, 16, tp), strict=True))
     assert not any(np.asarray(a, np.float32).any() for a in arrays)
+
+
+def test_page_groups_partition_the_layers_by_window():
+    model = dataclasses.replace(MODEL, layers=(Layer(window=8), Layer(), Layer(window=8), Layer(window=3)))
+    groups = page_groups(model, jnp.int8, 4)
+    assert [group.layers for group in groups] == [(1,), (3,), (0, 2)]
+    assert [group.window for group in groups] == [None, 3, 8]
+    assert {(group.kv_heads, group.head_dim, group.dtype) for group in groups} == {(4, 4, "int8")}
+    assert [group.pages_of(100, 16) for group in groups] == [7, 2, 2]
+    pages = [jax.tree.leaves(layer)[0].shape[0] for layer in cache_shapes(groups, (9, 5, 7), 16)]
+    assert pages == [7, 9, 7, 5]
