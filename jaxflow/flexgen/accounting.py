@@ -9,10 +9,10 @@ import dataclasses
 from collections.abc import Mapping
 
 from jaxflow.config import ConfigError
-from jaxflow.flexgen.compiled import attends_on_host
 from jaxflow.flexgen.geometry import Geometry, PlacedWeights, array_bytes, device_bytes, tree_bytes
 from jaxflow.flexgen.kv_store import file_bytes
 from jaxflow.flexgen.policy import TIERS
+from jaxflow.flexgen.programs import attends_on_host
 from jaxflow.flexgen.scratch_files import HEADER_BYTES
 from jaxflow.flexgen.weight_store import disk_pairs, staging_bytes
 
@@ -54,11 +54,11 @@ class Account:
         """Return a line of text for each tier."""
         lines = []
         for tier in TIERS:
-            parts = {
+            splits = {
                 **self.lives[tier],
                 **{f"{name} in transit": size for name, size in self.passes[tier].items()},
             }
-            items = ", ".join(f"{name} {_gb(size)}" for name, size in parts.items() if size)
+            items = ", ".join(f"{name} {_gb(size)}" for name, size in splits.items() if size)
             lines.append(f"{tier:7}{_gb(self.total(tier))} GB{f' ({items})' if items else ''}")
         return "\n".join(lines)
 
@@ -70,13 +70,15 @@ def account(g: Geometry, placed: PlacedWeights, working_bytes: int) -> Account:
     """
     layers, batches = range(g.config.num_layers), g.policy.num_gpu_batches
     pairs = len(layers) * batches
-    kv = {part.tier: part for part in g.kv_parts}
-    activations = {part.tier: part for part in g.activation_parts}
+    kv = {split.tier: split for split in g.kv_splits}
+    activations = {split.tier: split for split in g.activation_splits}
     weights = {tier: sum(placed.bytes_of(layer, tier) for layer in layers) for tier in ("host", "disk")}  # type: ignore[arg-type]
-    pages = {tier: tree_bytes(g.kv_pages(part.rows)) for tier, part in kv.items()}
-    passed = {tier: array_bytes(g.activation(part.rows, g.prompt)) for tier, part in activations.items()}
-    own_pages = {tier: device_bytes(g.kv_pages(part.rows)) for tier, part in kv.items()}
-    own_passed = {tier: device_bytes(g.activation(part.rows, g.prompt)) for tier, part in activations.items()}
+    pages = {tier: tree_bytes(g.kv_pages(split.rows)) for tier, split in kv.items()}
+    passed = {tier: array_bytes(g.activation(split.rows, g.prompt)) for tier, split in activations.items()}
+    own_pages = {tier: device_bytes(g.kv_pages(split.rows)) for tier, split in kv.items()}
+    own_passed = {
+        tier: device_bytes(g.activation(split.rows, g.prompt)) for tier, split in activations.items()
+    }
 
     def away(sizes: Mapping[str, int]) -> int:
         return sum(size for tier, size in sizes.items() if tier != "device")
@@ -99,7 +101,7 @@ def account(g: Geometry, placed: PlacedWeights, working_bytes: int) -> Account:
         "activations": batches * own_passed.get("device", 0) + 3 * away(own_passed),
         "programs": working_bytes,
     }
-    steps = {tier: tree_bytes(g.kv_rows(part.rows)) for tier, part in kv.items()}
+    steps = {tier: tree_bytes(g.kv_rows(split.rows)) for tier, split in kv.items()}
     host_passes = {
         "weights": staging_bytes(disk_pairs(placed)),
         # KV that is read ahead or on its way down, and a prompt's KV on its way up

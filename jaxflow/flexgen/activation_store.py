@@ -16,8 +16,8 @@ class ActivationStore:
 
     def __init__(self, geometry: Geometry, tiers: Tiers):
         self._g, self._tiers = geometry, tiers
-        self.parts = geometry.activation_parts
-        self.away = tuple(part for part in self.parts if part.tier != "device")
+        self.splits = geometry.activation_splits
+        self.away = tuple(split for split in self.splits if split.tier != "device")
         self._pieces: dict[int, list[Any]] = {}  # the shape of the disk's split
         self._files: dict[int, DiskFile] = {}
         self._stores: dict[int, concurrent.futures.Future] = {}
@@ -26,14 +26,14 @@ class ActivationStore:
     def reserve(self) -> None:
         """Reserve the disk space of a block, and staging buffers. Raises: DiskError."""
         g, tiers = self._g, self._tiers
-        for part in self.away:
-            if part.tier == "disk":
+        for split in self.away:
+            if split.tier == "disk":
                 assert tiers.folder is not None
                 for batch in range(g.policy.num_gpu_batches):
-                    size = array_bytes(g.activation(part.rows, g.prompt))
+                    size = array_bytes(g.activation(split.rows, g.prompt))
                     self._files[batch] = tiers.folder.create(f"batch-{batch:03d}.activation", size)
                 for tokens in {g.prompt, 1}:
-                    tiers.staging.reserve(2 * [g.activation(part.rows, tokens)])
+                    tiers.staging.reserve(2 * [g.activation(split.rows, tokens)])
 
     def store(self, batch: int, pieces: tuple[jax.Array, ...]) -> list[Any]:
         """Move a batch's activations to their tiers; those of the device tier stay.
@@ -41,13 +41,13 @@ class ActivationStore:
         Returns the copies under way; a copy to disk is a future.
         """
         tiers, kept, under_way = self._tiers, [], []
-        for part, piece in zip(self.parts, pieces, strict=True):
-            if part.tier != "device":
+        for split, piece in zip(self.splits, pieces, strict=True):
+            if split.tier != "device":
                 tiers.traffic.add("store_activation", times=1, up=array_bytes(piece))
-            if part.tier == "host":
+            if split.tier == "host":
                 piece = tiers.up(piece)
                 under_way.append(piece)
-            elif part.tier == "disk":
+            elif split.tier == "disk":
                 struct, rising = (
                     jax.ShapeDtypeStruct(piece.shape, piece.dtype, sharding=piece.sharding),
                     tiers.up(piece),
@@ -64,12 +64,12 @@ class ActivationStore:
         DiskError.
         """
         tiers, found = self._tiers, []
-        for part, piece in zip(self.parts, self._pieces.pop(batch), strict=True):
-            if part.tier != "device":
+        for split, piece in zip(self.splits, self._pieces.pop(batch), strict=True):
+            if split.tier != "device":
                 tiers.traffic.add("load_activation", times=1, down=array_bytes(piece))
-            if part.tier == "host":
+            if split.tier == "host":
                 piece = tiers.down(piece)
-            elif part.tier == "disk":
+            elif split.tier == "disk":
                 future = self._ahead.pop(batch, None)
                 buffer = self._read(batch, piece) if future is None else future.result()
                 piece = tiers.down(buffer)
@@ -79,8 +79,8 @@ class ActivationStore:
 
     def read_ahead(self, batch: int) -> None:
         """Start to read the disk's split of a batch for `load`."""
-        for part, piece in zip(self.parts, self._pieces[batch], strict=True):
-            if part.tier == "disk" and batch not in self._ahead:
+        for split, piece in zip(self.splits, self._pieces[batch], strict=True):
+            if split.tier == "disk" and batch not in self._ahead:
                 self._ahead[batch] = self._tiers.read(lambda piece=piece: self._read(batch, piece))
 
     def rest(self) -> None:

@@ -9,9 +9,9 @@ import jax
 import numpy as np
 
 from jaxflow.engine.live_request import needs_full_sampler, slot_settings
-from jaxflow.flexgen.compiled import Compiled
 from jaxflow.flexgen.config import Schedule
 from jaxflow.flexgen.geometry import Geometry, device_sharding
+from jaxflow.flexgen.programs import Compiled
 from jaxflow.model.slot_params import IN_PROMPT, SlotParams, slot_values
 from jaxflow.scheduler.state import Sequence as Seq
 

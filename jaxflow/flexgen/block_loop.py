@@ -21,12 +21,12 @@ import numpy as np
 
 from jaxflow.flexgen.activation_store import ActivationStore
 from jaxflow.flexgen.block import Block, BlockInputs, BlockStep, DrawnTokens, block_steps
-from jaxflow.flexgen.compiled import Compiled
 from jaxflow.flexgen.config import Schedule
 from jaxflow.flexgen.geometry import BEFORE, Geometry, halves
 from jaxflow.flexgen.host_attention import HostAttention
 from jaxflow.flexgen.kv_store import KvStore
 from jaxflow.flexgen.pinned_memory import views
+from jaxflow.flexgen.programs import Compiled
 from jaxflow.flexgen.tiers import Tiers, Traffic
 from jaxflow.flexgen.weight_store import WeightStore
 
@@ -349,21 +349,21 @@ class RunningBlock:
         queries, rows = self._tiers.arrived(rising)
         host = self._setup.host_attention
         assert host is not None
-        for part, q, new, future in zip(self._kv.away, queries, rows, cached, strict=True):
+        for split, q, new, future in zip(self._kv.away, queries, rows, cached, strict=True):
             kv = future.result()
             try:
-                self._kv.write_row(part, key, new, step.token, lengths)
-                if part.tier == "disk":
-                    self._kv.place(kv, views(new), part, lengths + (step.token - 1))
+                self._kv.write_row(split, key, new, step.token, lengths)
+                if split.tier == "disk":
+                    self._kv.place(kv, views(new), split, lengths + (step.token - 1))
                 out = self._tiers.staging.take(q.array)
-                at = slice(part.start, part.stop)
+                at = slice(split.start, split.stop)
                 keys = np.where(lengths[at] > 0, lengths[at] + step.token, 0).astype(np.int32)
                 for heads, k, v, attended in zip(q.views, kv[0].views, kv[1].views, out.views, strict=True):
                     host(layer, heads, k, v, keys, attended)
                 outputs.append(out)
                 self._tiers.traffic.add("host_attention", host_kv=sum(view.nbytes for view in views(kv)))
             finally:
-                self._kv.done(part, kv)
+                self._kv.done(split, kv)
         return outputs
 
     def _finish_half(self) -> Iterator[DrawnTokens]:

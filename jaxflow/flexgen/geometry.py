@@ -127,7 +127,7 @@ def _slowest(shares: Shares) -> Tier:
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class Split:
     """The rows [start, stop) of a batch, with tensors on one tier."""
 
     tier: Tier
@@ -190,14 +190,14 @@ class Geometry:
         return -(-self.prompt // self.page_size)
 
     @property
-    def kv_parts(self) -> tuple[Part, ...]:
+    def kv_splits(self) -> tuple[Split, ...]:
         """The splits of a batch's KV."""
-        return _parts(place_rows(self.batch, self.policy.kv))
+        return _splits(place_rows(self.batch, self.policy.kv))
 
     @property
-    def activation_parts(self) -> tuple[Part, ...]:
+    def activation_splits(self) -> tuple[Split, ...]:
         """The splits of a batch's activations."""
-        return _parts(place_rows(self.batch, self.policy.activations))
+        return _splits(place_rows(self.batch, self.policy.activations))
 
     def kv_pages(self, rows: int) -> tuple[Any, Any]:
         """Return the stored shapes of keys and values of `rows` sequences at one layer."""
@@ -226,14 +226,14 @@ class Geometry:
         return placed(self.mesh, (one, one), SHARDED)
 
 
-def _parts(counts: tuple[int, int, int]) -> tuple[Part, ...]:
+def _splits(counts: tuple[int, int, int]) -> tuple[Split, ...]:
     """Return the splits that have rows."""
-    parts, start = [], 0
+    splits, start = [], 0
     for tier, rows in zip(TIERS, counts, strict=True):
         if rows:
-            parts.append(Part(tier, start, start + rows))  # type: ignore[arg-type]
+            splits.append(Split(tier, start, start + rows))  # type: ignore[arg-type]
         start += rows
-    return tuple(parts)
+    return tuple(splits)
 
 
 @dataclasses.dataclass(frozen=True)

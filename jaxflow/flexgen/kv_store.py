@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxflow.flexgen.geometry import Geometry, Part, array_bytes, tree_bytes
+from jaxflow.flexgen.geometry import Geometry, Split, array_bytes, tree_bytes
 from jaxflow.flexgen.pinned_memory import bits, reserve, views
 from jaxflow.flexgen.scratch_files import DiskFile
 from jaxflow.flexgen.tiers import Tiers
@@ -29,8 +29,8 @@ class KvStore:
 
     def __init__(self, geometry: Geometry, tiers: Tiers):
         self._g, self._tiers = geometry, tiers
-        self.parts = geometry.kv_parts
-        self.away = tuple(part for part in self.parts if part.tier != "device")
+        self.splits = geometry.kv_splits
+        self.away = tuple(split for split in self.splits if split.tier != "device")
         self.home: dict[Key, Any] = {}
         self._host: dict[Key, Any] = {}
         self._files: dict[Key, DiskFile] = {}
@@ -47,22 +47,22 @@ class KvStore:
             for batch in range(g.policy.num_gpu_batches)
         ]:
             self.home[key] = ()
-            for part in self.parts:
-                structs = g.kv_pages(part.rows)
-                if part.tier == "device":
+            for split in self.splits:
+                structs = g.kv_pages(split.rows)
+                if split.tier == "device":
                     self.home[key] = jax.tree.map(
                         lambda s: jnp.zeros(s.shape, s.dtype, device=s.sharding), structs
                     )
-                elif part.tier == "host":
+                elif split.tier == "host":
                     self._host[key] = jax.tree.map(reserve, structs)
                 else:
                     assert tiers.folder is not None
                     self._files[key] = tiers.folder.create(
-                        f"layer-{key[0]:05d}-batch-{key[1]:03d}.kv", file_bytes(g, part)
+                        f"layer-{key[0]:05d}-batch-{key[1]:03d}.kv", file_bytes(g, split)
                     )
-        for part in self.away:
-            if part.tier == "disk":
-                tiers.staging.reserve(2 * jax.tree.leaves(g.kv_pages(part.rows)))
+        for split in self.away:
+            if split.tier == "disk":
+                tiers.staging.reserve(2 * jax.tree.leaves(g.kv_pages(split.rows)))
 
     # ---- to the device
 
@@ -75,15 +75,15 @@ class KvStore:
 
         Raises: DiskError.
         """
-        return tuple(self._load(part, key, token, lengths) for part in self.away)
+        return tuple(self._load(split, key, token, lengths) for split in self.away)
 
-    def _load(self, part: Part, key: Key, token: int, lengths: np.ndarray) -> Any:
+    def _load(self, split: Split, key: Key, token: int, lengths: np.ndarray) -> Any:
         tiers = self._tiers
-        tiers.traffic.add("load_kv", times=1, down=tree_bytes(self._g.kv_pages(part.rows)))
-        if part.tier == "host":
+        tiers.traffic.add("load_kv", times=1, down=tree_bytes(self._g.kv_pages(split.rows)))
+        if split.tier == "host":
             self._settle(key)
             return tiers.down(self._host[key])
-        self._down[key] = buffers = self._staged(part, key, token, lengths)
+        self._down[key] = buffers = self._staged(split, key, token, lengths)
         return tiers.down(buffers)
 
     def used(self, key: Key, after: Any) -> None:
@@ -95,9 +95,9 @@ class KvStore:
 
     def read_ahead(self, key: Key, token: int, lengths: np.ndarray) -> None:
         """Start to read from disk for `load` or `wanted` of these arguments, after earlier writes."""
-        for part in self.away:
-            if part.tier == "disk" and key not in self._ahead:
-                self._ahead[key] = self._start_reading(part, key, token, lengths)
+        for split in self.away:
+            if split.tier == "disk" and key not in self._ahead:
+                self._ahead[key] = self._start_reading(split, key, token, lengths)
 
     def wanted(self, key: Key, token: int, lengths: np.ndarray) -> list[concurrent.futures.Future]:
         """Return futures of the splits off the device as `HostArray`s, for attention on the host.
@@ -105,9 +105,9 @@ class KvStore:
         Each result is given back by `done`.
         """
         futures = []
-        for part in self.away:
-            if part.tier == "disk":
-                futures.append(self._ahead.pop(key, None) or self._start_reading(part, key, token, lengths))
+        for split in self.away:
+            if split.tier == "disk":
+                futures.append(self._ahead.pop(key, None) or self._start_reading(split, key, token, lengths))
             else:
                 self._settle(key)
                 futures.append(concurrent.futures.Future())
@@ -115,14 +115,14 @@ class KvStore:
         return futures
 
     def _start_reading(
-        self, part: Part, key: Key, token: int, lengths: np.ndarray
+        self, split: Split, key: Key, token: int, lengths: np.ndarray
     ) -> concurrent.futures.Future:
         stored = self._stores.get(key)
-        return self._tiers.read(lambda: self._read(part, key, token, lengths, stored))
+        return self._tiers.read(lambda: self._read(split, key, token, lengths, stored))
 
-    def done(self, part: Part, kv: Any) -> None:
+    def done(self, split: Split, kv: Any) -> None:
         """Give back a result of `wanted`."""
-        if part.tier == "disk":
+        if split.tier == "disk":
             jax.tree.map(self._tiers.staging.give, kv)
 
     def follow(self, key: Key, stored: concurrent.futures.Future) -> None:
@@ -138,13 +138,13 @@ class KvStore:
         """
         tiers = self._tiers
         waits = []
-        for part, tree in zip(self.away, pages, strict=True):
+        for split, tree in zip(self.away, pages, strict=True):
             tiers.traffic.add("store_kv", times=1, up=tree_bytes(tree))
-            if part.tier == "host":
+            if split.tier == "host":
                 self._host.pop(key, None)  # its memory serves the new pages
                 waits.append(functools.partial(self._keep, key, tiers.up(tree)))
             else:
-                waits.append(functools.partial(self._write_prompt, part, key, tiers.up(tree)))
+                waits.append(functools.partial(self._write_prompt, split, key, tiers.up(tree)))
         return self._submit(key, waits)
 
     def store_rows(
@@ -153,19 +153,19 @@ class KvStore:
         """Move the splits off the device of one token's KV to their tiers."""
         tiers = self._tiers
         waits = []
-        for part, tree in zip(self.away, rows, strict=True):
+        for split, tree in zip(self.away, rows, strict=True):
             tiers.traffic.add("store_kv", times=1, up=tree_bytes(tree))
-            waits.append(functools.partial(self._write_rows, part, key, tiers.up(tree), token, lengths))
+            waits.append(functools.partial(self._write_rows, split, key, tiers.up(tree), token, lengths))
         return self._submit(key, waits)
 
-    def write_row(self, part: Part, key: Key, rows: Any, token: int, lengths: np.ndarray) -> None:
+    def write_row(self, split: Split, key: Key, rows: Any, token: int, lengths: np.ndarray) -> None:
         """Write one token's KV, given as `HostArray`s, to its place; blocks. Raises: DiskError."""
-        if part.tier == "host":
-            self.place(self._host[key], views(rows), part, lengths + (token - 1))
+        if split.tier == "host":
+            self.place(self._host[key], views(rows), split, lengths + (token - 1))
         else:
             g = self._g
-            size = tree_bytes(g.kv_rows(part.rows))
-            offset = prompt_bytes(g, part) + (token - 1) * size
+            size = tree_bytes(g.kv_rows(split.rows))
+            offset = prompt_bytes(g, split) + (token - 1) * size
             self._files[key].write(offset, views(rows))
             self._tiers.traffic.add("store_kv", written=size)
 
@@ -202,25 +202,30 @@ class KvStore:
         if future is not None:
             future.result()
 
-    def _staged(self, part: Part, key: Key, token: int, lengths: np.ndarray) -> Any:
-        return (self._ahead.pop(key, None) or self._start_reading(part, key, token, lengths)).result()
+    def _staged(self, split: Split, key: Key, token: int, lengths: np.ndarray) -> Any:
+        return (self._ahead.pop(key, None) or self._start_reading(split, key, token, lengths)).result()
 
     def _read(
-        self, part: Part, key: Key, token: int, lengths: np.ndarray, stored: concurrent.futures.Future | None
+        self,
+        split: Split,
+        key: Key,
+        token: int,
+        lengths: np.ndarray,
+        stored: concurrent.futures.Future | None,
     ) -> Any:
         """Read the pages of a split on disk to staging buffers, after the write `stored`."""
         g, tiers, file = self._g, self._tiers, self._files[key]
         if stored is not None:
             stored.result()
-        pages = jax.tree.map(tiers.staging.take, g.kv_pages(part.rows))
+        pages = jax.tree.map(tiers.staging.take, g.kv_pages(split.rows))
         try:
             size = file.read(0, self._prompt_pieces(pages))
             record = [
-                np.empty((part.rows, *view.shape[1:2], *view.shape[3:]), view.dtype) for view in views(pages)
+                np.empty((split.rows, *view.shape[1:2], *view.shape[3:]), view.dtype) for view in views(pages)
             ]
             for step in range(token - 1):
-                size += file.read(prompt_bytes(g, part) + step * tree_bytes(g.kv_rows(part.rows)), record)
-                self.place(pages, record, part, lengths + step)
+                size += file.read(prompt_bytes(g, split) + step * tree_bytes(g.kv_rows(split.rows)), record)
+                self.place(pages, record, split, lengths + step)
         except BaseException:
             jax.tree.map(tiers.staging.give, pages)
             raise
@@ -231,10 +236,10 @@ class KvStore:
     def _keep(self, key: Key, rising: Any) -> None:
         self._host[key] = self._tiers.arrived(rising)
 
-    def _write_rows(self, part: Part, key: Key, rising: Any, token: int, lengths: np.ndarray) -> None:
-        self.write_row(part, key, self._tiers.arrived(rising), token, lengths)
+    def _write_rows(self, split: Split, key: Key, rising: Any, token: int, lengths: np.ndarray) -> None:
+        self.write_row(split, key, self._tiers.arrived(rising), token, lengths)
 
-    def _write_prompt(self, part: Part, key: Key, rising: Any) -> None:
+    def _write_prompt(self, split: Split, key: Key, rising: Any) -> None:
         file = self._files[key]
         size = file.write(0, self._prompt_pieces(self._tiers.arrived(rising)))
         file.drop_cache()
@@ -248,23 +253,23 @@ class KvStore:
             pieces += [by_row[row, : g.prompt_pages] for row in range(by_row.shape[0])]
         return pieces
 
-    def place(self, pages: Any, rows: list[np.ndarray], part: Part, positions: np.ndarray) -> None:
+    def place(self, pages: Any, rows: list[np.ndarray], split: Split, positions: np.ndarray) -> None:
         """Write one token's keys and values of each sequence to its page.
 
         `rows`: the `views` of `g.kv_rows`.
         """
-        at = positions[part.start : part.stop]
-        row, page, place = np.arange(part.rows), at // self._g.page_size, at % self._g.page_size
+        at = positions[split.start : split.stop]
+        row, page, place = np.arange(split.rows), at // self._g.page_size, at % self._g.page_size
         for target, new in zip(views(pages), rows, strict=True):
             by_row = bits(target).reshape(-1, self._g.pages, *target.shape[1:])
             by_row[row, page, :, place] = bits(new)
 
 
-def prompt_bytes(g: Geometry, part: Part) -> int:
+def prompt_bytes(g: Geometry, split: Split) -> int:
     """Return the bytes of the prompts' pages at the start of a split's file."""
-    return sum(array_bytes(s) * g.prompt_pages // g.pages for s in jax.tree.leaves(g.kv_pages(part.rows)))
+    return sum(array_bytes(s) * g.prompt_pages // g.pages for s in jax.tree.leaves(g.kv_pages(split.rows)))
 
 
-def file_bytes(g: Geometry, part: Part) -> int:
+def file_bytes(g: Geometry, split: Split) -> int:
     """Return the bytes of a split's file: prompt pages, and a record a token except the last."""
-    return prompt_bytes(g, part) + (g.policy.output_tokens - 1) * tree_bytes(g.kv_rows(part.rows))
+    return prompt_bytes(g, split) + (g.policy.output_tokens - 1) * tree_bytes(g.kv_rows(split.rows))

@@ -1,35 +1,48 @@
-"""The compute of a square as jitted functions: one for each kind of layer and phase, made of the ops of
-`jaxflow.model.ops`.
+"""Compiled functions of the block steps, one for each kind of layer and phase, made of the engine's ops.
 
     embed            token ids -> x
-    prefill          weights, x, device KV, lengths -> x, device KV, pages of the other parts
-    decode           weights, x, device KV, loaded KV, positions, live -> x, device KV, loaded KV, this
-    token's rows of the other parts before, after    a decode in two halves, between which the host attends to
-    what is not on the device hidden, sample   the ends' weights, x -> one token a row
+    prefill          weights, x, device KV, lengths -> x, device KV, pages of the other splits
+    decode           weights, x, device KV, loaded KV, positions, live -> x, device KV, loaded KV, new rows
+    before, after    the two halves of a decode, between which the host attends to KV off the device
+    hidden, sample   weights of the ends, x -> one token a row
 
-`x` comes and goes in pieces, one for each tier of the activations; of several devices each has its own
-columns of it, and its own heads (`jaxflow.flexgen.geometry`). KV is as it is stored, (keys, values); of 4 bits
-it is unpacked before it is attended to and this token's is packed, wherever it lives, so that a placement
-does not change what is computed. Loaded KV is returned only so that it can be updated in place.
+`x` has one array for each tier of the activations. On several devices each device has its columns of `x` and
+its heads (`jaxflow.flexgen.geometry`). KV is (keys, values), as stored. 4-bit KV is unpacked before the
+attention, and this token's KV is packed on every tier, so that a placement does not change the computed
+values. Loaded KV is returned only to be updated in place.
 """
 
+import concurrent.futures
 import dataclasses
+import hashlib
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
 
 from jaxflow.config import Layer
-from jaxflow.flexgen.geometry import Geometry, Part
+from jaxflow.flexgen.geometry import (
+    REPLICATED,
+    SHARDED,
+    Geometry,
+    PlacedWeights,
+    Split,
+    device_sharding,
+    halves,
+    spec_of,
+)
 from jaxflow.kv.int4 import dequantize_kv, quantize_kv
 from jaxflow.model import ops, sampling
 from jaxflow.model.batch import Batch
 from jaxflow.model.op_registry import KV, Context, Site, Weights, op_scope
-from jaxflow.model.slot_params import SlotParams
+from jaxflow.model.slot_params import SlotParams, empty_slots
 from jaxflow.model.transformer import after_attention
 from jaxflow.parallel.collectives import added
+from jaxflow.parallel.mesh import axis_of, over_shards, sharded
 from pallas_kernels.pointwise.rope_append.reference import append
 
 Array = jax.Array
@@ -39,7 +52,7 @@ _NOWHERE = jnp.iinfo(jnp.int32).max  # a slot outside every cache
 
 @dataclasses.dataclass(frozen=True)
 class Programs:
-    """The functions for one geometry, not compiled; `context.config` is the geometry's."""
+    """The functions of one geometry, not compiled. `context.config` is the geometry's model."""
 
     geometry: Geometry
     context: Context
@@ -47,19 +60,19 @@ class Programs:
     # ---- the ends of the model
 
     def embed(self, ends: Weights, token_ids: Array, positions: Array) -> Pieces:
-        """token_ids, positions: [T] int32, T tokens of all rows of a batch, row by row -> x in pieces."""
+        """Return x of token_ids, positions: [T] int32, the T tokens of all rows of a batch, row by row."""
         return self._cut(ops.embed(Site(self.context, ends), token_ids, positions))
 
     def hidden(self, ends: Weights, x: Pieces, last: Array) -> Array:
-        """The normed hidden state [b, D] that each row's next token is drawn from. last: [b] int32, its place
-        in x.
-        """
+        """Return the normed hidden states [b, D] for the draw. `last`: [b] int32, each row's index in x."""
         return ops.final_norm(Site(self.context, ends), self._gathered(_whole(x)[last]), None)[1]
 
     def sample(
         self, ends: Weights, hidden: Array, temperature: Array, seeds: Array, positions: Array
     ) -> Array:
-        """Greedy and temperature: one token a row, [b] int32; arguments as `sampling.plain`'s."""
+        """Draw by greedy or temperature sampling: [b] int32, one token a row. Arguments: see
+        `sampling.plain`.
+        """
         logits = self._logits(ends, hidden)
         with op_scope("sample"):
             return sampling.plain(logits, temperature, seeds, positions)
@@ -75,7 +88,9 @@ class Programs:
         params: SlotParams,
         counts: Array,
     ) -> tuple[Array, Array, Any]:
-        """Every setting: tokens, counts (donated) and log-probabilities; arguments as `sampling.full`'s."""
+        """Draw with all settings: tokens, counts (donated) and log-probabilities. Arguments: see
+        `sampling.full`.
+        """
         logits, search = self._logits(ends, hidden), self.context.kernels.token_limits
         with op_scope("sample"):
             return sampling.full(logits, temperature, seeds, positions, slots, params, counts, search=search)
@@ -86,23 +101,24 @@ class Programs:
     # ---- layers
 
     def prefill(self, layer: Layer) -> Callable:
-        """(w, x, home, lengths [b]) -> (x, home, pages of the away parts). home: the device's KV, () if it
-        has none; donated.
+        """Return a function (w, x, home, lengths [b]) -> (x, home, pages of the other splits).
+
+        `home`: the device's KV, donated; () without a device split.
         """
         g, c = self.geometry, self.context
 
         def run(w: Weights, x: Pieces, home: Any, lengths: Array) -> tuple[Pieces, Any, tuple]:
             stream, fused = self._before(w, x)
             outputs, kept, away = [], (), []
-            for part in g.kv_parts:
-                tokens = slice(part.start * g.prompt, part.stop * g.prompt)
-                batch = self._prompts(part, lengths[part.start : part.stop])
-                pages = _unpacked(home, g.dtype) if part.tier == "device" else self._empty(part.rows)
+            for split in g.kv_splits:
+                tokens = slice(split.start * g.prompt, split.stop * g.prompt)
+                batch = self._prompts(split, lengths[split.start : split.stop])
+                pages = _unpacked(home, g.dtype) if split.tier == "device" else self._empty(split.rows)
                 site = Site(c, w, layer, batch, 0, batch.num_tokens)
                 q, pages = ops.rope_append(site, fused[tokens], pages)
                 outputs.append(ops.chunk_attention(site, q, pages))
                 pages = self._packed(pages)
-                if part.tier == "device":
+                if split.tier == "device":
                     kept = pages
                 else:
                     away.append(pages)
@@ -111,8 +127,9 @@ class Programs:
         return run
 
     def decode(self, layer: Layer) -> Callable:
-        """(w, x, home, loaded, positions [b], live [b]) -> (x, home, loaded, rows). home and, of 16 bits,
-        loaded are donated.
+        """Return a function (w, x, home, loaded, positions [b], live [b]) -> (x, home, loaded, rows).
+
+        `home` and, for 16-bit KV, `loaded` are donated.
         """
         g = self.geometry
 
@@ -121,11 +138,11 @@ class Programs:
         ) -> tuple[Pieces, Any, tuple, tuple]:
             stream, fused = self._before(w, x)
             outputs, updated, rows, left = [], [], [], list(loaded)
-            for part in g.kv_parts:
-                stored = home if part.tier == "device" else left.pop(0)
-                o, stored, new = self._attend(layer, w, part, fused, stored, positions, live)
+            for split in g.kv_splits:
+                stored = home if split.tier == "device" else left.pop(0)
+                o, stored, new = self._attend(layer, w, split, fused, stored, positions, live)
                 outputs.append(o)
-                if part.tier == "device":
+                if split.tier == "device":
                     home = stored
                 else:
                     updated.append(stored)
@@ -136,8 +153,10 @@ class Programs:
         return run
 
     def before(self, layer: Layer) -> Callable:
-        """(w, x, home, positions, live) -> (stream, o of the device's rows, home, queries and rows of the
-        away parts). home is donated.
+        """Return a function (w, x, home, positions, live) -> (stream, o, home, queries, rows); `home` is
+        donated.
+
+        `o` is the attention of the device's rows; `queries` and `rows` are those of the other splits.
         """
         g, c = self.geometry, self.context
 
@@ -147,56 +166,60 @@ class Programs:
             stream, fused = self._before(w, x)
             outputs: Pieces = ()
             queries, rows = [], []
-            for part in g.kv_parts:
-                if part.tier == "device":
-                    o, home, _ = self._attend(layer, w, part, fused, home, positions, live)
+            for split in g.kv_splits:
+                if split.tier == "device":
+                    o, home, _ = self._attend(layer, w, split, fused, home, positions, live)
                     outputs = (o,)
-                else:  # pages that hold a token of every row: what the op writes there is all that is wanted
-                    few = -(-part.rows // g.page_size)
-                    at = slice(part.start, part.stop)
-                    batch = self._decodes(part, positions[at], live[at])
+                else:  # pages for one token of every row: only the op's writes are used
+                    few = -(-split.rows // g.page_size)
+                    at = slice(split.start, split.stop)
+                    batch = self._decodes(split, positions[at], live[at])
                     batch = dataclasses.replace(
-                        batch, slots=jnp.broadcast_to(jnp.arange(part.rows), batch.slots.shape)
+                        batch, slots=jnp.broadcast_to(jnp.arange(split.rows), batch.slots.shape)
                     )
                     shape = (few, self._kv_heads, g.page_size, g.config.head_dim)
                     pages = (jnp.zeros(shape, g.dtype), jnp.zeros(shape, g.dtype))
-                    site = Site(c, w, layer, batch, 0, part.rows)
+                    site = Site(c, w, layer, batch, 0, split.rows)
                     q, pages = ops.rope_append(site, fused[at], pages)
                     queries.append(q)
-                    rows.append(tuple(p.swapaxes(1, 2).reshape(-1, *shape[1::2])[: part.rows] for p in pages))
+                    rows.append(
+                        tuple(p.swapaxes(1, 2).reshape(-1, *shape[1::2])[: split.rows] for p in pages)
+                    )
             return stream, outputs, home, tuple(queries), tuple(rows)
 
         return run
 
     def after(self, layer: Layer) -> Callable:
-        """(w, stream, o of the device's rows, o of the away parts) -> x."""
+        """Return a function (w, stream, o of the device's rows, o of the other splits) -> x."""
 
         def run(w: Weights, stream: Array, outputs: Pieces, attended: Pieces) -> Pieces:
             return self._after(w, layer, stream, _whole((*outputs, *attended)))
 
         return run
 
-    # ---- pieces of a layer
+    # ---- parts of a layer
 
     def _before(self, w: Weights, x: Pieces) -> tuple[Array, Array]:
-        """The residual stream and the fused projection."""
+        """Return the residual stream and the fused projection."""
         site = Site(self.context, w)
         stream, h = ops.attn_norm(site, self._gathered(_whole(x)), None)
         return stream, ops.qkv(site, h)
 
     def _after(self, w: Weights, layer: Layer, x: Array, o: Array) -> Pieces:
-        """Return x after a layer. The residual add is done at once: one array goes on to the next layer."""
+        """Return x after a layer. The residual add is done at once, so that one array goes on to the next
+        layer.
+        """
         x, y = after_attention(Site(self.context, w, layer), x, o)
         return self._cut(x + added(y))
 
     def _attend(
-        self, layer: Layer, w: Weights, part: Part, fused: Array, stored: Any, positions: Array, live: Array
+        self, layer: Layer, w: Weights, split: Split, fused: Array, stored: Any, positions: Array, live: Array
     ) -> tuple[Array, Any, Any]:
-        """(output, stored KV with this token in it, this token's rows as they are stored) of a part."""
-        at = slice(part.start, part.stop)
-        batch = self._decodes(part, positions[at], live[at])
+        """Return (output, stored KV with this token, this token's rows as stored) of a split."""
+        at = slice(split.start, split.stop)
+        batch = self._decodes(split, positions[at], live[at])
         pages = _unpacked(stored, self.geometry.dtype)
-        site = Site(self.context, w, layer, batch, 0, part.rows)
+        site = Site(self.context, w, layer, batch, 0, split.rows)
         q, pages = ops.rope_append(site, fused[at], pages)
         o = ops.decode_attention(site, q, pages)
         slots = batch.slots[0]
@@ -207,18 +230,18 @@ class Programs:
         rows = self._packed(wide)
         return o, jax.tree.map(lambda p, new: append(p, new, slots), stored, rows), rows
 
-    def _decodes(self, part: Part, positions: Array, live: Array) -> Batch:
-        """One token of each row of a part; rows that are not live write and see nothing."""
-        g, r = self.geometry, part.rows
+    def _decodes(self, split: Split, positions: Array, live: Array) -> Batch:
+        """Return the batch of one token of each row of a split. Rows that are not live write and see nothing."""
+        g, r = self.geometry, split.rows
         slots = jnp.where(live, jnp.arange(r) * g.pages * g.page_size + positions, _NOWHERE).astype(jnp.int32)
         lengths = jnp.where(live, positions + 1, 0)
         return self._batch(
             positions, slots, lengths, jnp.int32(r), jnp.zeros((1, 4), jnp.int32), jnp.arange(r)
         )
 
-    def _prompts(self, part: Part, lengths: Array) -> Batch:
-        """The prompts of a part, each padded to the same number of tokens."""
-        g, r = self.geometry, part.rows
+    def _prompts(self, split: Split, lengths: Array) -> Batch:
+        """Return the batch of a split's prompts, each padded to the same number of tokens."""
+        g, r = self.geometry, split.rows
         row, position = jnp.repeat(jnp.arange(r), g.prompt), jnp.tile(jnp.arange(g.prompt), r)
         slots = jnp.where(position < lengths[row], row * g.pages * g.page_size + position, _NOWHERE).astype(
             jnp.int32
@@ -250,25 +273,25 @@ class Programs:
 
     @property
     def _kv_heads(self) -> int:
-        """Those of one device."""
+        """The KV heads of one device."""
         return self.geometry.kv_heads // self.geometry.tp
 
     def _packed(self, kv: KV) -> Any:
         return tuple(map(quantize_kv, kv)) if self.geometry.policy.kv_bits == 4 else kv
 
     def _gathered(self, x: Array) -> Array:
-        """All columns of what has this device's."""
+        """Return all columns of x, by an all-gather."""
         axis = self.context.axis
         return x if axis is None else lax.all_gather(x, axis, axis=1, tiled=True)
 
     def _cut(self, x: Array) -> Pieces:
-        """x [T, D] in the pieces that the activations' tiers have, this device's columns of it."""
+        """Return x [T, D] split over the activations' tiers, with this device's columns."""
         g, axis = self.geometry, self.context.axis
         if axis is not None:
             width = x.shape[1] // g.tp
             x = lax.dynamic_slice_in_dim(x, lax.axis_index(axis) * width, width, axis=1)
         tokens = x.shape[0] // g.batch
-        return tuple(x[part.start * tokens : part.stop * tokens] for part in g.activation_parts)
+        return tuple(x[split.start * tokens : split.stop * tokens] for split in g.activation_splits)
 
 
 def _whole(pieces: Sequence[Array]) -> Array:
@@ -276,5 +299,216 @@ def _whole(pieces: Sequence[Array]) -> Array:
 
 
 def _unpacked(kv: Any, dtype: Any) -> KV:
-    """Pages that can be attended to, of what is stored."""
+    """Return stored pages in 16 bits or more."""
     return tuple(p if isinstance(p, jax.Array) else dequantize_kv(p, dtype) for p in kv)  # type: ignore[return-value]
+
+
+_compiled = 0  # backend compilations of this process
+_programs: dict[tuple[bytes, Any], Any] = {}
+
+
+def _count_compilation(event: str, duration_secs: float, **kwargs: str | int) -> None:
+    global _compiled
+    _compiled += event == "/jax/core/compile/backend_compile_duration"
+
+
+jax.monitoring.register_event_duration_secs_listener(_count_compilation)
+
+
+def compilations() -> int:
+    """Return the number of backend compilations of this process."""
+    return _compiled
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """Compiled functions of `Programs`, by layer, or by phase: True for prompts and False for decodes.
+
+    Attributes:
+      vocabulary: V', with padding.
+      working_bytes: device memory of the largest program beyond its inputs.
+    """
+
+    embed: dict[bool, Callable]
+    prefill: dict[Layer, Callable]
+    decode: dict[Layer, Callable]
+    before: dict[Layer, Callable]
+    after: dict[Layer, Callable]
+    hidden: dict[bool, Callable]
+    sample: Callable
+    sample_full: Callable
+    vocabulary: int
+    working_bytes: int
+
+
+def attends_on_host(g: Geometry) -> bool:
+    """Return True if decodes attend on the host to a split of their KV."""
+    return g.policy.host_attention and any(split.tier != "device" for split in g.kv_splits)
+
+
+def compile_programs(
+    programs: Programs, placed: PlacedWeights, on_progress: Callable[[str], object]
+) -> Compiled:
+    """Compile all programs of a run. `on_progress`: called with the name of each program when it is
+    submitted.
+    """
+    # Lowering holds Python's lock, so it runs on this thread. XLA compiles concurrently on the pool.
+    with concurrent.futures.ThreadPoolExecutor(max(1, min(8, os.cpu_count() or 1))) as pool:
+        begun = _begin(programs, placed, pool, on_progress)
+        fields = {name: _finished(value) for name, value in begun.items()}
+    working = [
+        _working_bytes(one)
+        for value in fields.values()
+        for one in (value.values() if isinstance(value, dict) else [value])
+    ]
+    return Compiled(**fields, vocabulary=_vocabulary(placed), working_bytes=max(working))
+
+
+def _begin(
+    programs: Programs,
+    placed: PlacedWeights,
+    pool: concurrent.futures.Executor,
+    on_progress: Callable[[str], object],
+) -> dict[str, Any]:
+    """Return the programs of `Compiled` as futures, or dicts of futures."""
+    g, b = programs.geometry, programs.geometry.batch
+
+    def build(
+        name: str, function: Callable, made: Any, *arguments: Any, donate: tuple[int, ...] = ()
+    ) -> concurrent.futures.Future:
+        """Submit a program. `made`: the partition of its results."""
+        on_progress(name)
+        jitted, arguments = _over_devices(function, g.mesh, arguments, made, donate)
+        return pool.submit(_compile, jitted.lower(*arguments), g.mesh)
+
+    def vector(*shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    def pieces(tokens: int) -> tuple:
+        return tuple(g.activation(split.rows, tokens) for split in g.activation_splits)
+
+    def by_phase(make: Callable[[bool], Any]) -> dict[bool, Any]:
+        return {prompt: make(prompt) for prompt in (True, False)}
+
+    away = [split for split in g.kv_splits if split.tier != "device"]
+    home = next((g.kv_pages(split.rows) for split in g.kv_splits if split.tier == "device"), ())
+    loaded = tuple(g.kv_pages(split.rows) for split in away)
+    kinds = dict(zip(g.config.layers, placed.layers, strict=True))
+    tokens = {True: g.prompt, False: 1}
+    embed = by_phase(
+        lambda p: build(
+            "embed", programs.embed, SHARDED, placed.ends, vector(b * tokens[p]), vector(b * tokens[p])
+        )
+    )
+    prefill = {
+        layer: build(
+            "prefill",
+            programs.prefill(layer),
+            (SHARDED, SHARDED, SHARDED),
+            w,
+            pieces(g.prompt),
+            home,
+            vector(b),
+            donate=(2,),
+        )
+        for layer, w in kinds.items()
+    }
+    decode, before, after = {}, {}, {}
+    live = vector(b, dtype=jnp.bool_)
+    for layer, w in kinds.items():
+        if attends_on_host(g):
+            first, second = ({key: w[key] for key in keys} for keys in halves(w))
+            made = (REPLICATED, SHARDED, SHARDED, SHARDED, SHARDED)
+            before[layer] = build(
+                "before", programs.before(layer), made, first, pieces(1), home, vector(b), live, donate=(2,)
+            )
+            stream = vector(b, g.config.hidden_size, dtype=g.dtype)
+            own = tuple(g.heads(split.rows) for split in g.kv_splits if split.tier == "device")
+            others = tuple(g.heads(split.rows) for split in away)
+            after[layer] = build("after", programs.after(layer), SHARDED, second, stream, own, others)
+        else:
+            donate = (2, 3) if g.policy.kv_bits == 16 else (2,)
+            made = (SHARDED, SHARDED, SHARDED, SHARDED)
+            decode[layer] = build(
+                "decode",
+                programs.decode(layer),
+                made,
+                w,
+                pieces(1),
+                home,
+                loaded,
+                vector(b),
+                live,
+                donate=donate,
+            )
+    slots = jax.eval_shape(lambda: empty_slots(b, _vocabulary(placed)))
+    rows = (vector(b, dtype=jnp.float32), vector(b, 2, dtype=jnp.uint32), vector(b))
+    states = jax.ShapeDtypeStruct((b, g.config.hidden_size), g.dtype)
+    return {
+        "embed": embed,
+        "prefill": prefill,
+        "decode": decode,
+        "before": before,
+        "after": after,
+        "hidden": by_phase(
+            lambda p: build("hidden", programs.hidden, REPLICATED, placed.ends, pieces(tokens[p]), vector(b))
+        ),
+        "sample": build("sample", programs.sample, REPLICATED, placed.ends, states, *rows),
+        "sample_full": build(
+            "sample_full",
+            programs.sample_full,
+            REPLICATED,
+            placed.ends,
+            states,
+            *rows,
+            vector(b),
+            *slots,
+            donate=(7,),
+        ),
+    }
+
+
+def _finished(value: Any) -> Any:
+    return {key: one.result() for key, one in value.items()} if isinstance(value, dict) else value.result()
+
+
+def _working_bytes(compiled: Any) -> int:
+    """Return the memory of a program beyond its inputs: temporary space and new outputs."""
+    found = compiled.memory_analysis()
+    return (
+        0
+        if found is None
+        else found.temp_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
+    )
+
+
+def _vocabulary(placed: PlacedWeights) -> int:
+    """Return V', with padding."""
+    return placed.ends.get("lm_head", placed.ends["embed"]).shape[0]
+
+
+def _over_devices(
+    function: Callable, mesh: Mesh, arguments: tuple, made: Any, donate: tuple[int, ...]
+) -> tuple[Any, tuple]:
+    """Return the jitted function over the mesh, and its arguments' shapes with shardings."""
+
+    def placed(a: Any) -> Any:
+        sharding = getattr(a, "sharding", None) or device_sharding(mesh)
+        return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
+
+    arguments = jax.tree.map(placed, arguments)
+    if axis_of(mesh) is None:
+        return jax.jit(function, donate_argnums=donate), arguments
+    run = over_shards(function, mesh, jax.tree.map(spec_of, arguments), made)
+    lie = jax.tree.map(lambda spec: sharded(mesh, spec), made)
+    return jax.jit(run, donate_argnums=donate, out_shardings=lie), arguments
+
+
+def _compile(lowered: Any, mesh: Mesh) -> Any:
+    """Compile a new program. The runs of a sweep share most programs."""
+    # the program text does not show unused arguments
+    text = f"{lowered.args_info}\n{lowered.as_text()}"
+    key = hashlib.sha256(text.encode()).digest(), mesh
+    if key not in _programs:
+        _programs[key] = lowered.compile()
+    return _programs[key]

@@ -76,7 +76,7 @@ def report(runtime: Runtime, link: Link) -> dict[str, Any]:
         "tensor_parallel_size": links,
         "effective_block_size": policy.block_size,
         "sequences_by_tier": {
-            tier: sum(p.rows for p in runtime.geometry.kv_parts if p.tier == tier) for tier in TIERS
+            tier: sum(p.rows for p in runtime.geometry.kv_splits if p.tier == tier) for tier in TIERS
         },
         "load_s": runtime.load_s,
         "start_s": dict(runtime.start_s),

@@ -21,11 +21,11 @@ from jaxflow.engine.live_request import HostLogprobs, LiveRequest
 from jaxflow.flexgen.accounting import Account
 from jaxflow.flexgen.block import Block, DrawnTokens, make_block
 from jaxflow.flexgen.block_loop import BlockRunner
-from jaxflow.flexgen.compiled import compilations
 from jaxflow.flexgen.config import OffloadConfig
 from jaxflow.flexgen.geometry import Geometry
 from jaxflow.flexgen.host_attention import HostAttention
 from jaxflow.flexgen.policy import Policy
+from jaxflow.flexgen.programs import compilations
 from jaxflow.flexgen.tiers import Tiers, VerbTraffic
 from jaxflow.request import Event, Finished, FinishReason, InvalidRequest, Request, SamplingParams, with_limit
 from jaxflow.scheduler.state import Sequence as Seq

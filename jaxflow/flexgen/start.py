@@ -20,14 +20,13 @@ from jaxflow.engine.start import prepare_process, resolve
 from jaxflow.flexgen.accounting import LIMITS, Account, DoesNotFit, account, check_fits
 from jaxflow.flexgen.activation_store import ActivationStore
 from jaxflow.flexgen.block_loop import BlockRunner, BlockSetup
-from jaxflow.flexgen.compiled import Compiled, attends_on_host, compile_programs
 from jaxflow.flexgen.config import GIGA, OffloadConfig
 from jaxflow.flexgen.geometry import Geometry, PlacedWeights, place
 from jaxflow.flexgen.host_attention import HostAttention
 from jaxflow.flexgen.kv_store import KvStore
 from jaxflow.flexgen.pinned_memory import check_views
 from jaxflow.flexgen.policy import TIERS, PolicyError
-from jaxflow.flexgen.programs import Programs
+from jaxflow.flexgen.programs import Compiled, Programs, attends_on_host, compile_programs
 from jaxflow.flexgen.runtime import Runtime
 from jaxflow.flexgen.scratch_files import DiskFolder, check_folder, free_bytes, sweep
 from jaxflow.flexgen.tiers import Tiers
@@ -248,7 +247,7 @@ def _runner(
     activations.reserve()
     host = None
     if attends_on_host(g):
-        rows = [part.rows for part in kv.away]
+        rows = [split.rows for split in kv.away]
         host = HostAttention(g.config, max(rows))
         tiers.staging.reserve(3 * [g.heads(r) for r in rows])
     thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="host-attention-order")
@@ -267,7 +266,8 @@ def _described(g: Geometry) -> str:
         for kind in ("weights", "kv", "activations")
     )
     rows = "/".join(
-        str(sum(part.rows for part in g.kv_parts if part.tier == tier)) for tier in ("device", "host", "disk")
+        str(sum(split.rows for split in g.kv_splits if split.tier == tier))
+        for tier in ("device", "host", "disk")
     )
     attention = "host" if attends_on_host(g) else "device"
     return (

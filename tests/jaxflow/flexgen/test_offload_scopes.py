@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import paths
 import pytest
 
-from jaxflow.flexgen import compiled
+from jaxflow.flexgen import programs as programs_module
 from jaxflow.flexgen.geometry import Geometry, place
 from jaxflow.flexgen.policy import Policy, Shares
 from jaxflow.flexgen.programs import Programs
@@ -44,17 +44,17 @@ def test_every_scope_of_the_offloaded_programs_is_an_op_of_the_graph(monkeypatch
     programs = Programs(
         Geometry(config, policy, jnp.dtype("float32"), 16, mesh), Context(config, REFERENCE, axis_of(mesh))
     )
-    jaxprs, over_devices = {}, compiled._over_devices
+    jaxprs, over_devices = {}, programs_module._over_devices
 
     def traced(function, *rest):
         jitted, arguments = over_devices(function, *rest)
         jaxprs[len(jaxprs)] = jitted.trace(*arguments).jaxpr
         return jitted, arguments
 
-    monkeypatch.setattr(compiled, "_over_devices", traced)
-    monkeypatch.setattr(compiled, "_compile", lambda lowered, mesh: None)
+    monkeypatch.setattr(programs_module, "_over_devices", traced)
+    monkeypatch.setattr(programs_module, "_compile", lambda lowered, mesh: None)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        compiled._begin(programs, place(programs.geometry), pool, lambda program: None)
+        programs_module._begin(programs, place(programs.geometry), pool, lambda program: None)
     found = set().union(*(scopes(jaxpr.jaxpr) for jaxpr in jaxprs.values()))
     ops = {op.name for op in model_graph(config, tp).ops()}
     assert found <= ops, found - ops
