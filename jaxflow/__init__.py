@@ -1,8 +1,7 @@
-"""JaxFlow serves large language models at high total throughput. The public names are here; `LLM` is imported
-when it is first used.
+"""JaxFlow serves large language models at high total throughput. This module has the public names.
 
-Importing `jaxflow` or `jaxflow.config` does not import JAX, so that a command line can refuse a bad setting
-at once.
+Importing `jaxflow` or `jaxflow.config` does not import JAX, so that a command line refuses a wrong setting at
+once. `LLM` is imported at its first use.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -280,7 +280,7 @@ class Loop:
     def _free(self, seq: Sequence, reason: FinishReason) -> None:
         """End one sequence, and forget its request after its last sequence.
 
-        The pages and the slot are free at once, because steps run in the order in which they were enqueued.
+        The pages and the slot are free at once, because steps run in the order of their enqueueing.
         """
         if reason is FinishReason.ABORT:
             self.scheduler.abort(seq)

@@ -160,7 +160,7 @@ def _module_file(name: str) -> Path | None:
         return None
     path = _TREE.joinpath(*name.split("."))
     files = (path.with_suffix(".py"), path / "__init__.py")
-    if name == "jaxflow":  # it imports the Python API, which lowers nothing
+    if name == "jaxflow":  # the package imports the Python API, which lowers nothing
         return None
     return next((file for file in files if file.is_file()), None)
 
@@ -201,7 +201,7 @@ def _evict(folder: Path) -> None:
     """Delete programs that were not used for `_MAX_AGE_S`, and the least recently used beyond `_MAX_BYTES`."""
     files = []
     for path in folder.iterdir():
-        with contextlib.suppress(OSError):  # another process deletes too
+        with contextlib.suppress(OSError):  # another process has deleted the file
             files.append((path.stat().st_mtime, path.stat().st_size, path))
     now, total = time.time(), 0
     for used, size, path in sorted(files, reverse=True):

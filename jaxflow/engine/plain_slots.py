@@ -1,4 +1,4 @@
-"""The slots whose tokens need no inspection except for end tokens: most of a thousand decodes a step."""
+"""Deltas of the slots whose tokens need no inspection except for end tokens: those of most decodes."""
 
 from collections.abc import Iterable, Iterator
 

@@ -1,6 +1,4 @@
-"""From settings and a checkpoint to a running engine: every default is decided here, once, and can be read
-back.
-"""
+"""The start of an engine, from settings and a checkpoint. All defaults are resolved here."""
 
 import contextlib
 import dataclasses

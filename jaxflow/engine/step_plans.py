@@ -257,7 +257,7 @@ def make_layouts(
     Args:
       decodes_alone: add layouts without chunks for small sequential steps, where an idle chunk kernel costs
         1.5 to 3 %. In larger steps it costs less than the start-up time of their programs.
-      one: add a layout of a single decode too, with `decodes_alone`.
+      one: with `decodes_alone`, also add a layout of a single decode.
     """
     seqs = config.max_num_seqs
     assert seqs is not None

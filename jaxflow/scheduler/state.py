@@ -101,7 +101,7 @@ class Sequence:
 
     @property
     def num_known(self) -> int:
-        """Tokens whose value the host has."""
+        """Tokens with a value known to the host."""
         return int(self._counts[KNOWN])
 
     @property
@@ -111,7 +111,7 @@ class Sequence:
 
     @property
     def num_computed(self) -> int:
-        """Positions whose KV the steps scheduled so far compute."""
+        """Positions with KV from the steps scheduled so far."""
         return int(self._counts[COMPUTED])
 
     @property
@@ -128,7 +128,7 @@ class Sequence:
         return self.chain[1 : pages + 1]
 
     def store_recent(self) -> None:
-        """Copy the tokens that became known in the slot since the last copy, at most a page of them."""
+        """Copy the tokens that became known in the slot since the last copy, at most a page."""
         known = self.num_known
         count = known - self._stored
         if count:
@@ -283,7 +283,7 @@ class WaitingQueue:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Chunk:
-    """Consecutive positions that a step prefills: of a prompt, or of a pre-empted sequence's known tokens.
+    """Consecutive positions that a step prefills: in a prompt, or in the known tokens of a pre-empted sequence.
 
     Attributes:
       start, tokens: the first position, and the number of positions.
