@@ -189,7 +189,7 @@ class GenerateService:
 
 
 class ModelServiceStub:
-    """What is being served.
+    """Description of the served model.
     """
 
     def __init__(self, channel):
@@ -206,7 +206,7 @@ class ModelServiceStub:
 
 
 class ModelServiceServicer:
-    """What is being served.
+    """Description of the served model.
     """
 
     def GetModel(self, request, context):
@@ -232,7 +232,7 @@ def add_ModelServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ModelService:
-    """What is being served.
+    """Description of the served model.
     """
 
     @staticmethod
@@ -264,7 +264,7 @@ class ModelService:
 
 
 class AdminServiceStub:
-    """Operations; on a listener of its own.
+    """Operations, on a separate port.
     """
 
     def __init__(self, channel):
@@ -286,7 +286,7 @@ class AdminServiceStub:
 
 
 class AdminServiceServicer:
-    """Operations; on a listener of its own.
+    """Operations, on a separate port.
     """
 
     def GetStats(self, request, context):
@@ -324,7 +324,7 @@ def add_AdminServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AdminService:
-    """Operations; on a listener of its own.
+    """Operations, on a separate port.
     """
 
     @staticmethod

@@ -249,6 +249,7 @@ async def one_request(rng: random.Random, server: Server, shared: Client) -> str
     return fate
 
 
+@pytest.mark.slow
 def test_soak(llm):
     """500 requests with random cancels, disconnects and deadlines: nothing leaks, and no shape is new to the
     compiler.
