@@ -1,162 +1,194 @@
-"""Draws docs/architecture.svg: the floors of the house, and a request's way through them.
+"""Draw docs/architecture.svg: the rooms of the code, floor by floor, and the journey of a request.
 
-python docs/architecture.py      writes the picture; a test holds the committed one to this script
+python docs/architecture.py      writes the picture; a test compares it with the committed file
 """
 
 import dataclasses
 from html import escape
 from pathlib import Path
 
-WIDTH, ROW, GAP, LEFT = 1100, 84, 14, 170
-INK, FAINT, PAPER, PATH = "#1f2933", "#61707f", "#ffffff", "#c2410c"
+FLOOR_WIDTH, ANNEX_WIDTH, ROW, GAP, LABEL = 880, 190, 76, 10, 150
+INK, FAINT, PAPER, STEP = "#1f2933", "#52606d", "#ffffff", "#b44d12"
 
 
 @dataclasses.dataclass(frozen=True)
-class Box:
+class Room:
+    """A box of the drawing. text: lines separated by "|". width: relative to its neighbours. step: of a request."""
+
     name: str
-    says: str  # lines end at " / "
-    width: int  # relative to the other boxes of its floor
-    step: str = ""  # its place on a request's way
+    text: str
+    width: int = 1
+    step: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Floor:
+    """One row of rooms. folder: the folder that its rooms are in."""
+
     title: str
-    note: str
+    folder: str
     colour: str
-    boxes: tuple[Box, ...]
+    rooms: tuple[Room, ...]
 
 
 FLOORS = (
     Floor(
-        "bench",
-        "jaxflow.bench",
+        "roof",
+        "jaxflow/bench",
         "#f1f3f5",
-        (
-            Box(
-                "bench",
-                "throughput, latency, serve, host, sweep: drives the Python API, or a server over gRPC",
-                1,
-            ),
-        ),
+        (Room("bench", "engine, kernels, KV tiers, plans: runs, reports, charts"),),
     ),
     Floor(
-        "the door",
+        "doors",
         "serving",
-        "#e7effb",
+        "#e3edf9",
         (
-            Box("service", "gRPC: Generate streams, / Tokenize, GetModel, Admin", 3, "1"),
-            Box("streams", "a bounded queue / for each caller", 2, "7"),
-            Box("server", "health, reflection, / TLS, tokens, draining", 2),
-            Box("client", "Python and / the terminal", 2),
+            Room("grpc", "service, streams, TLS,|tokens, drain", 3, "1, 8"),
+            Room("client", "Python and terminal", 2),
         ),
     ),
     Floor(
         "Python API",
-        "jaxflow.llm",
-        "#e7effb",
+        "jaxflow",
+        "#e3edf9",
         (
-            Box("LLM", "generate, chat, stream", 3),
-            Box("text", "tokenizer, chat template, / detokenizer, stop strings", 3, "2"),
+            Room("llm", "LLM: generate, chat, stream", 3),
+            Room("request_output", "text, stop rules, usage", 3, "7"),
+            Room("text", "tokenizer, chat templates,|detokenizer", 3, "2"),
         ),
     ),
     Floor(
         "engine",
-        "jaxflow.engine",
-        "#e6f4ea",
+        "jaxflow",
+        "#e2f3e7",
         (
-            Box("driver", "the one thread / that owns the engine", 3, "3"),
-            Box("loop", "step n+1 is dispatched / while step n runs", 3, "4"),
-            Box("scheduler", "decodes first, prefill chunks / fill the batch", 4, "5"),
-            Box("executor", "layout in one buffer, / the compiled step", 3, "6"),
+            Room(
+                "engine",
+                "driver, loop, layout, executor:|step n+1 is dispatched while step n runs",
+                5,
+                "3, 6",
+            ),
+            Room("flexgen", "offloaded inference:|a block over device, host, disk", 4),
         ),
     ),
     Floor(
-        "plans",
-        "jaxflow.pipeline",
-        "#fdf3e1",
+        "work of a step",
+        "jaxflow",
+        "#fbf1dc",
         (
-            Box("plan", "nano-operations, their token ranges and waits: data", 1),
-            Box("compiler", "a plan becomes a jitted step", 1),
+            Room("scheduler", "waiting and running queues,|admission, chunks", 3, "4"),
+            Room("pipeline", "plan (data), compiler,|streams, choice", 3, "5"),
         ),
     ),
     Floor(
-        "model",
-        "jaxflow.model, memory",
-        "#fbe9e7",
+        "model and KV",
+        "jaxflow",
+        "#f6e6ef",
         (
-            Box("ops", "graph and cost, / the plain forward", 2),
-            Box("checkpoint", "safetensors, GGUF, / Orbax, dummy", 2),
-            Box("sampling", "on the device; a function / of seed and position", 3),
-            Box("pages", "allocator, prefix cache", 2),
-            Box("kv_cache", "[P, K, S, H] / a layer", 2),
+            Room("model", "graph, cost, ops, plain forward;|architectures, checkpoints", 3),
+            Room("kv", "pages, prefix cache, device cache;|tiers: host memory, disk", 3),
+            Room("parallel", "mesh, collectives", 2),
         ),
     ),
     Floor(
         "kernels",
         "pallas_kernels",
-        "#efe7f6",
-        (Box("kernel_set", "a kernel for each op, or its jnp twin in reference", 1),),
+        "#e9e7f7",
+        (
+            Room("attention", "decode, chunk"),
+            Room("gemm", "dense, flat, fp8,|int4, grouped"),
+            Room("pointwise", "norm, rope_append,|quantize, sample"),
+            Room("kernel_set", "one kernel an op,|fallback reasons"),
+            Room("cards", "measured constants|of a device"),
+        ),
+    ),
+)
+
+ANNEX = Floor(
+    "search",
+    "reads measurements,|writes files",
+    "#eceff1",
+    (
+        Room("profile", "op times, interference,|energy"),
+        Room("nanobatch", "MILP: plan.json"),
+        Room("placement", "LP: policy.json"),
     ),
 )
 
 
-def text(
-    x: float,
-    y: float,
-    content: str,
-    size: int,
-    colour: str = INK,
-    *,
-    bold: bool = False,
-    anchor: str = "middle",
-) -> str:
-    weight = ' font-weight="600"' if bold else ""
+def _text(x: float, y: float, words: str, size: int, colour: str = INK, weight: str = "normal") -> str:
     return (
-        f'<text x="{x:g}" y="{y:g}" font-size="{size}" fill="{colour}" '
-        f'text-anchor="{anchor}"{weight}>{escape(content)}</text>'
+        f'<text x="{x:g}" y="{y:g}" font-size="{size}" fill="{colour}" font-weight="{weight}">'
+        f"{escape(words)}</text>"
     )
 
 
-def draw_floor(floor: Floor, top: float) -> list[str]:
-    drawn = [
-        f'<rect x="10" y="{top:g}" width="{WIDTH - 20}" height="{ROW}" rx="8" fill="{floor.colour}"/>',
-        text(26, top + 38, floor.title, 16, bold=True, anchor="start"),
-        text(26, top + 58, floor.note, 12, FAINT, anchor="start"),
+def _lines(x: float, y: float, text: str, size: int = 11) -> list[str]:
+    return [_text(x, y + 14 * n, line, size, FAINT) for n, line in enumerate(text.split("|"))]
+
+
+def _room(room: Room, x: float, y: float, width: float, height: float) -> list[str]:
+    parts = [
+        f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="4" fill="{PAPER}" stroke="{FAINT}"/>',
+        _text(x + 8, y + 18, room.name, 13, INK, "bold"),
+        *_lines(x + 8, y + 35, room.text),
     ]
-    unit = (WIDTH - 20 - LEFT - GAP * len(floor.boxes)) / sum(box.width for box in floor.boxes)
-    x = 10.0 + LEFT
-    for box in floor.boxes:
-        width, lines = unit * box.width, box.says.split(" / ")
-        middle = x + width / 2
-        drawn.append(
-            f'<rect x="{x:.1f}" y="{top + 8:g}" width="{width:.1f}" height="{ROW - 16}" rx="6" '
-            f'fill="{PAPER}" stroke="#c9d1d9"/>'
-        )
-        drawn.append(text(round(middle, 1), top + 30, box.name, 14, bold=True))
-        drawn += [text(round(middle, 1), top + 48 + 16 * i, line, 12, FAINT) for i, line in enumerate(lines)]
-        if box.step:
-            drawn.append(f'<circle cx="{x + 14:.1f}" cy="{top + 22:g}" r="9" fill="{PATH}"/>')
-            drawn.append(text(round(x + 14, 1), top + 26, box.step, 12, PAPER, bold=True))
+    if room.step:
+        parts.append(_text(x + width - 8 - 7 * len(room.step), y + 18, room.step, 13, STEP, "bold"))
+    return parts
+
+
+def _floor(floor: Floor, y: float) -> list[str]:
+    parts = [
+        f'<rect x="0" y="{y:g}" width="{FLOOR_WIDTH}" height="{ROW}" rx="6" fill="{floor.colour}"/>',
+        _text(12, y + 30, floor.title, 15, INK, "bold"),
+        _text(12, y + 48, floor.folder, 11, FAINT),
+    ]
+    room_for_rooms = FLOOR_WIDTH - LABEL - GAP * len(floor.rooms)
+    x: float = LABEL
+    for room in floor.rooms:
+        width = room_for_rooms * room.width / sum(r.width for r in floor.rooms)
+        parts += _room(room, x, y + 8, width, ROW - 16)
         x += width + GAP
-    return drawn
+    return parts
+
+
+def _annex(height: float) -> list[str]:
+    left = FLOOR_WIDTH + 3 * GAP
+    parts = [
+        f'<rect x="{left}" y="0" width="{ANNEX_WIDTH}" height="{height:g}" rx="6" fill="{ANNEX.colour}"/>',
+        _text(left + 12, 30, ANNEX.title, 15, INK, "bold"),
+        *_lines(left + 12, 48, ANNEX.folder),
+    ]
+    tall = ROW - 16
+    for n, room in enumerate(ANNEX.rooms):
+        parts += _room(room, left + 10, 80 + n * (tall + GAP), ANNEX_WIDTH - 20, tall)
+    parts += _lines(
+        left + 12,
+        110 + len(ANNEX.rooms) * (tall + GAP),
+        "The engine reads the files.|No room imports search.",
+    )
+    return parts
 
 
 def draw() -> str:
-    """The picture, as SVG."""
-    bottom = 20 + len(FLOORS) * (ROW + GAP)
-    parts = [part for i, floor in enumerate(FLOORS) for part in draw_floor(floor, 10 + i * (ROW + GAP))]
-    caption = (
-        "Imports point down only (BUILD). The numbers: a request's way in (1 to 6), and its tokens' way "
-        "out (7)."
+    """Return the picture as SVG text."""
+    height = len(FLOORS) * (ROW + GAP) - GAP
+    width = FLOOR_WIDTH + 3 * GAP + ANNEX_WIDTH
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-10 -10 {width + 20} {height + 44}" '
+        f'font-family="system-ui, sans-serif" role="img" aria-label="The rooms of JaxFlow, floor by floor">',
+        f'<rect x="-10" y="-10" width="{width + 20}" height="{height + 44}" fill="{PAPER}"/>',
+    ]
+    for n, floor in enumerate(FLOORS):
+        parts += _floor(floor, n * (ROW + GAP))
+    parts += _annex(height)
+    parts.append(
+        _text(0, height + 24, "1 to 8: the journey of a request. Imports point down only.", 12, STEP)
     )
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {bottom + 24}" '
-        f'font-family="system-ui, sans-serif">'
-    )
-    backdrop = f'<rect width="{WIDTH}" height="{bottom + 24}" fill="{PAPER}"/>'
-    return "\n".join([head, backdrop, *parts, text(WIDTH / 2, bottom + 8, caption, 13, FAINT), "</svg>", ""])
+    parts.append("</svg>")
+    return "\n".join(parts) + "\n"
 
 
 if __name__ == "__main__":
-    Path(__file__).with_suffix(".svg").write_text(draw(), "utf-8")
+    Path(__file__).with_suffix(".svg").write_text(draw(), encoding="utf-8")

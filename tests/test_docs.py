@@ -1,23 +1,53 @@
-"""What the repository says of itself is so."""
+"""The documentation names files, commands and numbers that exist."""
 
+import re
 import runpy
 
 import paths
+import pytest
+
+PAGES = sorted(
+    [*(paths.ROOT / "docs").glob("*.md"), *(paths.ROOT / name for name in ("README.md", "CONTRIBUTING.md"))]
+)
+ROOTS = ("jaxflow", "pallas_kernels", "search", "serving", "tests", "benchmarks", "docs", "notebooks")
 
 
 def architecture():
     return runpy.run_path(str(paths.ROOT / "docs" / "architecture.py"))
 
 
-def test_the_picture_is_what_its_script_draws():
+def test_the_picture_is_the_output_of_its_script():
     assert (paths.ROOT / "docs" / "architecture.svg").read_text("utf-8") == architecture()["draw"]()
 
 
-def test_the_picture_shows_rooms_that_there_are():
-    modules = {
+def test_the_rooms_of_the_picture_exist():
+    script = architecture()
+    found = {
         part
-        for path in paths.ROOT.glob("*/**/*.py")
+        for path in paths.ROOT.glob("*/**/*")
+        if path.suffix == ".py" or path.is_dir()
         for part in path.relative_to(paths.ROOT).with_suffix("").parts
     }
-    shown = {box.name.lower() for floor in architecture()["FLOORS"] for box in floor.boxes}
-    assert shown <= modules
+    assert {room.name for floor in (*script["FLOORS"], script["ANNEX"]) for room in floor.rooms} <= found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_and_paths_exist(page):
+    text = page.read_text("utf-8")
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", text)
+    assert [link for link in links if not (page.parent / link).exists()] == []
+    named = re.findall(rf"`((?:{'|'.join(ROOTS)})/[\w/.-]*)`", text)
+    assert [name for name in named if not (paths.ROOT / name).exists()] == []
+
+
+def test_pages_stay_short():
+    lines = {page.name: len(page.read_text("utf-8").splitlines()) for page in PAGES}
+    assert lines["README.md"] <= 130
+    assert {name: n for name, n in lines.items() if n > 150} == {}
+
+
+def test_the_index_lists_every_page():
+    index = (paths.ROOT / "docs" / "index.md").read_text("utf-8")
+    assert [page.name for page in PAGES if page.parent.name == "docs" and f"({page.name})" not in index] == [
+        "index.md"
+    ]

@@ -1,4 +1,4 @@
-"""The README's commands exist, and its programs run as they stand."""
+"""The commands of the README and the docs exist, and the README's programs run unchanged."""
 
 import functools
 import re
@@ -14,7 +14,8 @@ README = (paths.ROOT / "README.md").read_text("utf-8")
 MODEL = str(paths.MODELS / "stories260K")
 
 PROGRAMS = re.findall(r"```python\n(.*?)```", README, re.S)
-COMMANDS = sorted(set(re.findall(r"python -m [\w.]+[^\n`]*", README)))
+TEXTS = [README, *(page.read_text("utf-8") for page in (paths.ROOT / "docs").glob("*.md"))]
+COMMANDS = sorted({found for text in TEXTS for found in re.findall(r"python -m [\w.]+[^\n`]*", text)})
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +65,8 @@ def test_the_python_program_runs():
 
 @pytest.fixture
 def help_of(no_flags, monkeypatch, capsys):
-    """What a module's help says when it is run. The server's commands define flags where they are imported,
-    so they get a process.
+    """Return a function that runs a module's help. The server's commands define flags on import, so each
+    gets a process.
     """
 
     def ask(module, *words):
@@ -91,14 +92,9 @@ def test_a_command_and_its_flags_exist(command, help_of):
     assert "Traceback" not in shown
 
 
-def test_the_flags_it_speaks_of_exist(help_of):
-    spoken = set(re.findall(r"`(--\w+)", README))
+def test_the_flags_it_names_exist(help_of):
+    named = set(re.findall(r"`(--\w+)", README))
     shown = help_of("serving") + help_of("serving.demo") + help_of("jaxflow.bench", "throughput")
-    assert spoken
-    assert not {flag for flag in spoken if not re.search(rf"--(\[no\])?{flag.removeprefix('--')}\b", shown)}
+    assert named
+    assert not {flag for flag in named if not re.search(rf"--(\[no\])?{flag.removeprefix('--')}\b", shown)}
 
-
-def test_the_paths_it_links_to_exist():
-    links = re.findall(r"\]\((?!http)([^)#]+)", README)
-    assert links
-    assert [link for link in links if not (paths.ROOT / link).exists()] == []
