@@ -97,4 +97,3 @@ def test_the_flags_it_names_exist(help_of):
     shown = help_of("serving") + help_of("serving.demo") + help_of("jaxflow.bench", "throughput")
     assert named
     assert not {flag for flag in named if not re.search(rf"--(\[no\])?{flag.removeprefix('--')}\b", shown)}
-

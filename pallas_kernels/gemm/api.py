@@ -116,7 +116,7 @@ def takers(p: Product) -> tuple[str, ...]:
 
 def _gate_pays(p: Product) -> bool:
     """Whether XLA's pass over memory for the gate costs more than its bare product is faster by, as measured
-    (docs/kernels.md).
+    (benchmarks/notes/kernels.md).
     """
     return p.shape.gate_block > 0 and 128 < p.rows <= 256
 

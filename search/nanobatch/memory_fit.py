@@ -27,7 +27,7 @@ UTILIZATION = EngineConfig.gpu_memory_utilization
 _LOGIT, _ADJUSTED = (
     4.0,
     6.1,
-)  # bytes: of all rows, and of those that are sampled at once (docs/activation-memory.md)
+)  # bytes: of all rows, and of those that are sampled at once (benchmarks/notes/activation-memory.md)
 
 
 def step_bytes(model: ModelConfig, tokens: int, rows: int, tp: int, memory_bytes: float) -> float:

@@ -125,7 +125,7 @@ def _cost_us(tile: Fp8Tile, made: Work) -> float:
 
 # What is lost where cut tiles follow whole ones: microseconds of adding up, and how many times as long a step
 # takes whose sums leave the tensor core each time, since one half of it waits for the other's; by products of
-# 768 to 1,536 rows on 84 to 132 SMs (docs/kernels.md).
+# 768 to 1,536 rows on 84 to 132 SMs (benchmarks/notes/kernels.md).
 _ADDED_US, _WAITING = 10.0, 1.1
 
 
