@@ -1,7 +1,7 @@
 """The device memory of compiled programs, besides weights, KV cache and per-slot state.
 
 XLA places the values of a program in buffers that it reuses; FlashDecoding++Next's three activation buffers
-(§5) follow from this reuse, see docs/activation-memory.md. The programs of a device run one after another on
+(§5) follow from this reuse, see benchmarks/notes/activation-memory.md. The programs of a device run one after another on
 one stream. The temporary space of one is free for the next, so the largest counts, not the sum.
 """
 
