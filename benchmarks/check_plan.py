@@ -43,6 +43,7 @@ from jaxflow.engine.layout import StepLayout
 from jaxflow.engine.start import make_executor, prepare_process, resolve
 from jaxflow.model import ops
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
+from jaxflow.model.op_registry import Site
 from jaxflow.parallel.mesh import over_shards
 from jaxflow.pipeline.handwritten import sequential_plan
 from jaxflow.pipeline.plan import Plan, digest, load
@@ -223,7 +224,8 @@ def comparer(executor: Executor) -> Callable[[dict, jax.Array, jax.Array], dict[
     vocabulary, nowhere = context.config.vocab_size, PartitionSpec()
 
     def logits(head: dict, x: jax.Array) -> jax.Array:
-        return ops.logits(context, head, ops.final_norm(context, head, x, None)[1])
+        ends = Site(context, head)
+        return ops.logits(ends, ops.final_norm(ends, x, None)[1])
 
     def run(head: dict, one: jax.Array, other: jax.Array) -> dict[str, jax.Array]:
         known = {name: specs.get(name, specs["embed"]) for name in head}

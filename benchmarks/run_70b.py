@@ -1,0 +1,160 @@
+"""Run the measurements of Llama-3-70B on two or four H200s, one command each.
+
+    python -m benchmarks.run_70b --tensor_parallel_size 4 --only check-fp8,windows-fp8
+
+check-PRECISION holds overlapped plans against the sequential step at all 80 layers (`check_plan`).
+windows-PRECISION and sharegpt-PRECISION measure plans in long windows at 1024/512 and at lengths like
+ShareGPT's, with the ablation in the survey (`plan_windows`). end-to-end-PRECISION is `bench throughput`
+beside the sequential plan. Reports are benchmarks/h200/llama-3-70b/WHAT.json.
+"""
+
+import argparse
+import dataclasses
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+FOLDER = Path("benchmarks/h200/llama-3-70b")
+PLANS = Path("benchmarks/plans")
+WHAT = ("check", "windows", "sharegpt", "end-to-end")
+PRECISIONS = ("fp8", "bf16")
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What a precision has on so many devices.
+
+    found: the search's plan. hand: others, those of the ablation too. checked: plans held against the
+    sequential step. other_tokens: the step of the noise floor. sizes: of sequential steps beside the plans'.
+    """
+
+    found: str
+    hand: tuple[str, ...]
+    checked: tuple[str, ...]
+    other_tokens: int
+    sizes: tuple[int, ...]
+    pages: int
+    sequences: int  # of a run end to end
+    few: str = "128,256,384,512"  # step sizes of decodes alone
+
+
+SETTINGS = {
+    (2, "fp8"): Setting(
+        "searched/llama-3-70b-tp2-fp8.json",
+        (
+            "tp2/fp8/products-copied.json",
+            "tp2/fp8/sequential-copied.json",
+            "tp2/fp8/ablation-nano-batches.json",
+            "tp2/fp8/ablation-memory.json",
+        ),
+        ("searched/llama-3-70b-tp2-fp8.json", "tp2/fp8/products-copied.json"),
+        1024,
+        (1536, 2048, 2560),
+        17_000,
+        600,
+        "128,256,384,512,640",
+    ),
+    (2, "bf16"): Setting(
+        "searched/llama-3-70b-tp2-bfloat16.json",
+        ("tp2/bfloat16/two-copied.json", "tp2/bfloat16/products-copied.json"),
+        ("tp2/bfloat16/two-copied.json", "tp2/bfloat16/products-copied.json"),
+        768,
+        (640, 768, 896, 1024),
+        6_200,
+        256,
+        "64,128,256",
+    ),
+    (4, "fp8"): Setting(
+        "searched/llama-3-70b-tp4-fp8.json",
+        ("tp4/fp8/two-swapped.json", "tp4/fp8/sequential-swapped.json"),
+        ("searched/llama-3-70b-tp4-fp8.json", "tp4/fp8/two-swapped.json"),
+        2048,
+        (2048, 3072, 4096),
+        40_000,
+        1200,
+        "256,512,768,1024,1280",
+    ),
+    (4, "bf16"): Setting(
+        "searched/llama-3-70b-tp4-bfloat16.json",
+        ("tp4/bfloat16/two-swapped.json", "tp4/bfloat16/sequential-swapped.json"),
+        ("searched/llama-3-70b-tp4-bfloat16.json", "tp4/bfloat16/two-swapped.json"),
+        1024,
+        (1536, 2048, 2560),
+        17_500,
+        600,
+        "128,256,384,512,640",
+    ),
+}
+
+
+def files(names: Sequence[str]) -> str:
+    """Return plan files as a flag's value."""
+    return ",".join(str(PLANS / name) for name in names)
+
+
+def command(what: str, precision: str, devices: int, commit: str | None) -> list[str]:
+    """Return the command of one measurement. Raises: KeyError for devices without a setting."""
+    s, narrow = SETTINGS[devices, precision], precision == "fp8"
+    python, report = sys.executable, f"{what}-tp{devices}-{precision}.json"
+    named = ["--commit", commit] if commit else []
+    common = ["--model", "llama-3-70b", "--tensor_parallel_size", str(devices)]
+    out = ["--output_json", str(FOLDER / report)]
+    if what == "check":
+        own = ["--plans", files(s.checked), "--other_tokens", str(s.other_tokens)]
+        few = [] if narrow else ["--sequences", "400"]
+        module = [python, "-m", "benchmarks.check_plan"]
+        return [*module, *common, *(["--fp8"] if narrow else []), *own, *few, *named, *out]
+    kv = ["--quantization", "fp8", "--kv_cache_dtype", "fp8"] if narrow else []
+    memory = ["--gpu_memory_utilization", "0.92" if narrow or devices > 2 else "0.95"]
+    engine = ["--load_format", "dummy", *common, *kv, *memory, "--num_kv_pages", str(s.pages)]
+    if what in ("windows", "sharegpt"):
+        like = ["--workload", "lognormal:246/322", "--max_num_seqs", "2560", "--max_model_len", "4096"]
+        plans = ["--found", files([s.found]), "--plans", files(s.hand)]
+        sizes = ["--tokens", ",".join(map(str, s.sizes))]
+        workload = like if what == "sharegpt" else ["--workload", "1024/512"]
+        return [python, "-m", "benchmarks.plan_windows", *engine, *plans, *sizes, *workload, *named, *out]
+    lengths = ["--input_len", "1024", "--output_len", "512", "--num_requests", str(s.sequences)]
+    seqs = ["--max_num_seqs", str(s.sequences), "--max_model_len", "4096", "--noenable_prefix_caching"]
+    plan = ["--plan", files([s.found]), "--step_sizes", s.few, "--beside_sequential"]
+    watched = [python, "-m", "benchmarks.cards", *out, *named, "--"]
+    return [*watched, python, "-m", "jaxflow.bench", "throughput", *engine, *lengths, *seqs, *plan, *out]
+
+
+def main(arguments: Sequence[str]) -> int:
+    names = [f"{what}-{precision}" for precision in PRECISIONS for what in WHAT]
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tensor_parallel_size", type=int, required=True, choices=(2, 4))
+    parser.add_argument("--only", default=",".join(names), help=f"some of {', '.join(names)}")
+    parser.add_argument("--seconds", type=float, default=600.0, help="of one measurement at most")
+    parser.add_argument("--commit", help="of sources outside a checkout")
+    parser.add_argument("--show", action="store_true", help="print the commands and run nothing")
+    given = parser.parse_args(arguments)
+    wanted = given.only.split(",")
+    if unknown := [name for name in wanted if name not in names]:
+        parser.error(f"--only {','.join(unknown)}: some of {', '.join(names)} are accepted")
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    failed = []
+    for name in wanted:
+        what, _, precision = name.rpartition("-")
+        line = command(what, precision, given.tensor_parallel_size, given.commit)
+        print(*line, flush=True)
+        if not given.show and not _ran(line, given.seconds):
+            failed.append(name)
+    if failed:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _ran(line: Sequence[str], seconds: float) -> bool:
+    """Run a command for so many seconds at most; return whether it succeeded."""
+    try:
+        return subprocess.run(line, timeout=seconds).returncode == 0
+    except subprocess.TimeoutExpired:
+        return False
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
