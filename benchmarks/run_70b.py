@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 FOLDER = Path("benchmarks/h200/llama-3-70b")
-PLANS = Path("benchmarks/plans")
+PLANS = Path("benchmarks/plans/h200/llama-3-70b")
 WHAT = ("check", "windows", "sharegpt", "end-to-end")
 PRECISIONS = ("fp8", "bf16")
 
@@ -41,14 +41,14 @@ class Setting:
 
 SETTINGS = {
     (2, "fp8"): Setting(
-        "searched/llama-3-70b-tp2-fp8.json",
+        "searched/tp2-fp8.json",
         (
-            "tp2/fp8/products-copied.json",
-            "tp2/fp8/sequential-copied.json",
-            "tp2/fp8/ablation-nano-batches.json",
-            "tp2/fp8/ablation-memory.json",
+            "tp2-fp8/products-copied.json",
+            "tp2-fp8/sequential-copied.json",
+            "tp2-fp8/ablation-nano-batches.json",
+            "tp2-fp8/ablation-memory.json",
         ),
-        ("searched/llama-3-70b-tp2-fp8.json", "tp2/fp8/products-copied.json"),
+        ("searched/tp2-fp8.json", "tp2-fp8/products-copied.json"),
         1024,
         (1536, 2048, 2560),
         17_000,
@@ -56,9 +56,9 @@ SETTINGS = {
         "128,256,384,512,640",
     ),
     (2, "bf16"): Setting(
-        "searched/llama-3-70b-tp2-bfloat16.json",
-        ("tp2/bfloat16/two-copied.json", "tp2/bfloat16/products-copied.json"),
-        ("tp2/bfloat16/two-copied.json", "tp2/bfloat16/products-copied.json"),
+        "searched/tp2-bfloat16.json",
+        ("tp2-bf16/two-copied.json", "tp2/bfloat16/products-copied.json"),
+        ("tp2-bf16/two-copied.json", "tp2/bfloat16/products-copied.json"),
         768,
         (640, 768, 896, 1024),
         6_200,
@@ -66,9 +66,9 @@ SETTINGS = {
         "64,128,256",
     ),
     (4, "fp8"): Setting(
-        "searched/llama-3-70b-tp4-fp8.json",
-        ("tp4/fp8/two-swapped.json", "tp4/fp8/sequential-swapped.json"),
-        ("searched/llama-3-70b-tp4-fp8.json", "tp4/fp8/two-swapped.json"),
+        "searched/tp4-fp8.json",
+        ("tp4-fp8/two-swapped.json", "tp4/fp8/sequential-swapped.json"),
+        ("searched/tp4-fp8.json", "tp4-fp8/two-swapped.json"),
         2048,
         (2048, 3072, 4096),
         40_000,
@@ -76,9 +76,9 @@ SETTINGS = {
         "256,512,768,1024,1280",
     ),
     (4, "bf16"): Setting(
-        "searched/llama-3-70b-tp4-bfloat16.json",
-        ("tp4/bfloat16/two-swapped.json", "tp4/bfloat16/sequential-swapped.json"),
-        ("searched/llama-3-70b-tp4-bfloat16.json", "tp4/bfloat16/two-swapped.json"),
+        "searched/tp4-bfloat16.json",
+        ("tp4-bf16/two-swapped.json", "tp4/bfloat16/sequential-swapped.json"),
+        ("searched/tp4-bfloat16.json", "tp4-bf16/two-swapped.json"),
         1024,
         (1536, 2048, 2560),
         17_500,
