@@ -57,8 +57,8 @@ SETTINGS = {
     ),
     (2, "bf16"): Setting(
         "searched/tp2-bfloat16.json",
-        ("tp2-bf16/two-copied.json", "tp2/bfloat16/products-copied.json"),
-        ("tp2-bf16/two-copied.json", "tp2/bfloat16/products-copied.json"),
+        ("tp2-bf16/two-copied.json", "tp2-bf16/products-copied.json"),
+        ("tp2-bf16/two-copied.json", "tp2-bf16/products-copied.json"),
         768,
         (640, 768, 896, 1024),
         6_200,
@@ -67,7 +67,7 @@ SETTINGS = {
     ),
     (4, "fp8"): Setting(
         "searched/tp4-fp8.json",
-        ("tp4-fp8/two-swapped.json", "tp4/fp8/sequential-swapped.json"),
+        ("tp4-fp8/two-swapped.json", "tp4-fp8/sequential-swapped.json"),
         ("searched/tp4-fp8.json", "tp4-fp8/two-swapped.json"),
         2048,
         (2048, 3072, 4096),
@@ -77,7 +77,7 @@ SETTINGS = {
     ),
     (4, "bf16"): Setting(
         "searched/tp4-bfloat16.json",
-        ("tp4-bf16/two-swapped.json", "tp4/bfloat16/sequential-swapped.json"),
+        ("tp4-bf16/two-swapped.json", "tp4-bf16/sequential-swapped.json"),
         ("searched/tp4-bfloat16.json", "tp4-bf16/two-swapped.json"),
         1024,
         (1536, 2048, 2560),
