@@ -1,5 +1,6 @@
-"""Which NVIDIA GPU NVML is to be asked about: it numbers all of a machine, JAX those that
-CUDA_VISIBLE_DEVICES leaves.
+"""The mapping from JAX's GPUs to NVML's.
+
+NVML numbers all GPUs of a machine. JAX numbers only the GPUs that CUDA_VISIBLE_DEVICES names.
 """
 
 import os
@@ -9,19 +10,26 @@ import pynvml
 
 
 def visible() -> list[str]:
-    """The GPUs of CUDA_VISIBLE_DEVICES, numbers or UUIDs, in JAX's order; empty where it says nothing."""
+    """Return the numbers or UUIDs in CUDA_VISIBLE_DEVICES, in JAX's order, or [] if the variable is not set."""
     return [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
 
 
 def handle(name: str) -> Any:
-    """NVML's handle of a GPU, by its number or its UUID. NVML is open. Raises: pynvml.NVMLError."""
-    return (
-        pynvml.nvmlDeviceGetHandleByIndex(int(name))
-        if name.isdigit()
-        else pynvml.nvmlDeviceGetHandleByUUID(name)
-    )
+    """Return NVML's handle of a GPU by its number or UUID. NVML must be open. Raises: pynvml.NVMLError."""
+    if name.isdigit():
+        return pynvml.nvmlDeviceGetHandleByIndex(int(name))
+    return pynvml.nvmlDeviceGetHandleByUUID(name)
+
+
+def visible_handles(count: int | None = None) -> list[Any]:
+    """Return NVML's handles of JAX's first `count` GPUs, or of all visible GPUs for None.
+
+    NVML must be open. Raises: pynvml.NVMLError.
+    """
+    names = visible() or [str(i) for i in range(pynvml.nvmlDeviceGetCount() if count is None else count)]
+    return [handle(name) for name in names[:count]]
 
 
 def first_visible() -> Any:
-    """NVML's handle of JAX's first GPU. NVML is open. Raises: pynvml.NVMLError."""
-    return handle(next(iter(visible()), "0"))
+    """Return NVML's handle of JAX's first GPU. NVML must be open. Raises: pynvml.NVMLError."""
+    return visible_handles(1)[0]

@@ -4,7 +4,6 @@ Each measurement lasts long enough for the power governor to settle.
 """
 
 import dataclasses
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -13,11 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pynvml
 from jax import lax
 from jax.stages import Wrapped
 
-from pallas_kernels.nvml import first_visible
+from pallas_kernels.measure.sensor import sample
 
 _AHEAD = 3  # programs in flight: hides the host, while all outputs still fit in memory
 
@@ -39,42 +37,8 @@ class Timing:
     seconds: float
 
 
-class _Sensor:
-    """SM clock (MHz) and power (W) while open, read every 20 ms. Without an NVIDIA driver there are no
-    readings.
-
-    The card's energy counter advances every tenth of a second, which is too coarse for windows in turn.
-    """
-
-    def __enter__(self):
-        self.clocks, self.powers, self._stop = [], [], threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        try:
-            pynvml.nvmlInit()
-        except pynvml.NVMLError:
-            return self
-        self._device = first_visible()
-        self._thread.start()
-        return self
-
-    def _watch(self):
-        while not self._stop.wait(0.02):
-            self.clocks.append(pynvml.nvmlDeviceGetClockInfo(self._device, pynvml.NVML_CLOCK_SM))
-            self.powers.append(self._power())
-
-    def _power(self) -> float:
-        (instant,) = pynvml.nvmlDeviceGetFieldValues(self._device, [pynvml.NVML_FI_DEV_POWER_INSTANT])
-        # older cards report only the mean of the last second
-        known = instant.nvmlReturn == pynvml.NVML_SUCCESS
-        return (instant.value.uiVal if known else pynvml.nvmlDeviceGetPowerUsage(self._device)) / 1000
-
-    def __exit__(self, *_):
-        self._stop.set()
-        if self._thread.ident is not None:
-            self._thread.join()
-
-
-def _repeat(run: Callable[[], Any], times: int) -> None:
+def repeat(run: Callable[[], Any], times: int) -> None:
+    """Run `times` programs with at most `_AHEAD` in flight, and wait for the last one."""
     ahead: deque = deque()
     for _ in range(times):
         ahead.append(run())
@@ -101,16 +65,16 @@ def looped(one: Callable[[Any, Any], Any], rounds: int) -> Wrapped:
     return jax.jit(run)
 
 
-def _once(run: Callable[[], Any]) -> float:
+def seconds_of_one(run: Callable[[], Any]) -> float:
     """Return the approximate seconds of one run.
 
     The number of runs grows until they last 30 ms twice, because the first runs may record a graph.
     """
-    _repeat(run, 3)
+    repeat(run, 3)
     times, least = 1, 0.0
     while True:
         start = time.perf_counter()
-        _repeat(run, times)
+        repeat(run, times)
         took = (time.perf_counter() - start) / times
         if took * times <= 0.03:
             times, least = 4 * times, 0.0
@@ -143,18 +107,19 @@ def interleaved(
         {name: [] for name in ways},
     )
     for name, run in ways.items():
-        times[name] = max(1, round(seconds / rounds / _once(run)))
+        times[name] = max(1, round(seconds / rounds / seconds_of_one(run)))
     order = list(ways.items())
     for i in range(rounds + 1):
         for name, run in order if i % 2 else reversed(order):
-            with _Sensor() as sensor:
+            with sample() as readings:
                 start = time.perf_counter()
-                _repeat(run, times[name])
+                repeat(run, times[name])
                 took = time.perf_counter() - start
             if i:
                 windows[name].append(took / times[name] / many[name])
-                clocks[name] += sensor.clocks
-                powers[name] += sensor.powers
+                for card in readings.cards:
+                    clocks[name] += card.clock_mhz
+                    powers[name] += card.watts
     return {
         name: _timing(windows[name], clocks[name], powers[name], times[name] * many[name]) for name in ways
     }

@@ -56,7 +56,7 @@ def measure(
     records: list[Record] = []
     latencies: list[float] = []
     steps = 0
-    with machine.watch() as readings:
+    with machine.watch(llm.engine_config.tensor_parallel_size) as readings:
         for i in tqdm(range(warm_up + iterations), disable=not progress, unit="batch"):
             prompts = workload.prompts(items, llm.model_config.vocab_size, seed + i)
             before = llm.driver.stats().steps
@@ -65,7 +65,11 @@ def measure(
                 records += done
                 latencies.append(duration_s)
                 steps += llm.driver.stats().steps - before
-    result = report.figures(records, sum(latencies)) | {"power": readings.summary()} | _statistics(latencies)
+    result = (
+        report.figures(records, sum(latencies))
+        | {"power": machine.power_summary(readings)}
+        | _statistics(latencies)
+    )
     return result | with_optimum(result, llm, steps, device)
 
 

@@ -119,7 +119,7 @@ async def measure_conversations(
     tiers = None if before is None or after is None else reuse.tier_tokens(before.kv_tiers, after.kv_tiers)
     records = list(itertools.chain(*by_talk))
     result = report.figures(records, duration_s, slo) | reuse.figures(records, tiers)
-    return result | {"steady_state": report.steady_state(records), "power": readings.summary()}
+    return result | {"steady_state": report.steady_state(records), "power": machine.power_summary(readings)}
 
 
 def find_model_config(name: str) -> ModelConfig | None:

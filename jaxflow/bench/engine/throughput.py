@@ -160,7 +160,7 @@ def _measured(
     arrivals_s: the arrival time of each record, if the requests did not arrive at once.
     """
     before = llm.driver.stats()
-    with machine.watch() as readings, steps.step_log(llm.executor) as log:
+    with machine.watch(llm.engine_config.tensor_parallel_size) as readings, steps.step_log(llm.executor) as log:
         records, duration_s = run()
     after = llm.driver.stats()
     result = report.figures(records, duration_s, slo) | reuse.figures(
@@ -171,7 +171,7 @@ def _measured(
         result["later_half"] = report.later_half(records, arrivals_s)
     result["steps"] = steps.summary(log)
     result["engine_stats"] = _difference(msgspec.to_builtins(after), msgspec.to_builtins(before))
-    result["power"] = readings.summary()
+    result["power"] = machine.power_summary(readings)
     return result | with_optimum(result, llm, result["engine_stats"]["steps"], device)
 
 

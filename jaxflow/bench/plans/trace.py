@@ -189,7 +189,7 @@ def measure(
     found = []
     for number, (name, (steady, step)) in enumerate(ready.items()):
         own = folder / str(number)
-        with machine.watch() as readings:
+        with machine.watch(bed.config.tensor_parallel_size) as readings:
             kernels = traced(steady, timings[name].us / 1e6, traced_seconds, own)
         text, timing = bed.executor.program(steady.layout).as_text(), timings[name]
         assert text is not None
@@ -197,7 +197,7 @@ def measure(
             "step_ms": timing.us / 1e3,
             "watts": timing.watts,
             "sm_clock_mhz": timing.mhz,
-            "traced_power": readings.summary(),
+            "traced_power": machine.power_summary(readings),
         }
         found.append(described(bed, name, step, kernels, text, device) | times)
     return found

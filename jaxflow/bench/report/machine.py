@@ -1,24 +1,21 @@
 """The machine of a report: command, commit, versions, device, clock, watts and date."""
 
 import contextlib
-import dataclasses
 import os
 import platform
 import shlex
 import sys
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-import pynvml
 
 from jaxflow.bench.report.requests import line
 from jaxflow.config import ConfigError
 from pallas_kernels.measure.provenance import KEYS, provenance
-from pallas_kernels.nvml import first_visible
+from pallas_kernels.measure.sensor import Readings, sample
 
 SAMPLE_EVERY_S = 0.2
 # keys under which reports hold clocks in MHz and watts of a part of their run
@@ -49,7 +46,7 @@ def _cpu_model() -> str:
     return names[0] if names else platform.machine()
 
 
-def with_power(result: Mapping[str, Any], readings: "Readings") -> dict[str, Any]:
+def with_power(result: Mapping[str, Any], readings: Readings) -> dict[str, Any]:
     """Return a report with its clock and watts, and with the keys of `KEYS` at its start.
 
     Clock and watts are means over the measurements that the report holds. In a report without such measurements
@@ -57,7 +54,7 @@ def with_power(result: Mapping[str, Any], readings: "Readings") -> dict[str, Any
 
     readings: samples over the entire command.
     """
-    summary = readings.summary() or {}
+    summary = power_summary(readings) or {}
     measured = {
         "clock_mhz": _mean(_values(result, _CLOCKS)) or summary.get("mean_sm_clock_mhz"),
         "watts": _mean(_values(result, _WATTS)) or summary.get("mean_watts"),
@@ -80,56 +77,29 @@ def _mean(values: list[float]) -> float | None:
     return float(np.mean(values)) if values else None
 
 
-@dataclasses.dataclass
-class Readings:
-    """Samples of one card over a run; empty without an NVIDIA driver."""
-
-    watts: list[float] = dataclasses.field(default_factory=list)
-    sm_clock_mhz: list[float] = dataclasses.field(default_factory=list)
-    temperature_c: list[float] = dataclasses.field(default_factory=list)
-
-    def summary(self) -> dict[str, float] | None:
-        """Return the mean and the extremes, or None without samples."""
-        if not self.watts:
-            return None
-        return {
-            "mean_watts": float(np.mean(self.watts)),
-            "max_watts": float(np.max(self.watts)),
-            "mean_sm_clock_mhz": float(np.mean(self.sm_clock_mhz)),
-            "min_sm_clock_mhz": float(np.min(self.sm_clock_mhz)),
-            "max_temperature_c": float(np.max(self.temperature_c)),
-            "samples": len(self.watts),
-        }
+def watch(cards: int | None = None) -> contextlib.AbstractContextManager[Readings]:
+    """Sample the first `cards` visible cards, or all for None, while the block runs."""
+    return sample(cards, every_s=SAMPLE_EVERY_S, counter_reads=4)
 
 
-@contextlib.contextmanager
-def watch() -> Iterator[Readings]:
-    """Sample the first visible card while the block runs."""
-    readings = Readings()
-    try:
-        pynvml.nvmlInit()
-        handle = first_visible()
-    except pynvml.NVMLError:  # no driver here: nothing to sample
-        yield readings
-        return
-    done = threading.Event()
+def power_summary(readings: Readings) -> dict[str, Any] | None:
+    """Return the power, clock and temperature of the sampled cards, or None without samples.
 
-    def sample() -> None:
-        while not done.wait(SAMPLE_EVERY_S):
-            readings.watts.append(pynvml.nvmlDeviceGetPowerUsage(handle) / 1e3)
-            readings.sm_clock_mhz.append(pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM))
-            readings.temperature_c.append(
-                pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)
-            )
-
-    thread = threading.Thread(target=sample, name="nvml", daemon=True)
-    thread.start()
-    try:
-        yield readings
-    finally:
-        done.set()
-        thread.join()
-        pynvml.nvmlShutdown()
+    Watts are instant power summed over the cards. `counter_watts` is the same by the energy counters.
+    """
+    if readings.watts is None:
+        return None
+    clocks = [clock for card in readings.cards for clock in card.clock_mhz]
+    return {
+        "mean_watts": readings.watts,
+        "max_watts": float(sum(max(card.watts) for card in readings.cards)),
+        "watts_by_card": readings.watts_by_card,
+        "counter_watts": readings.watts_by_counter,
+        "mean_sm_clock_mhz": readings.clock_mhz,
+        "min_sm_clock_mhz": float(min(clocks)),
+        "max_temperature_c": float(max(max(card.temperature_c) for card in readings.cards)),
+        "samples": min(len(card.watts) for card in readings.cards),
+    }
 
 
 def text(result: Mapping[str, Any]) -> str:

@@ -1,5 +1,7 @@
 """The kernel bench: its cases trace, its report is complete, and it requires a GPU."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -11,6 +13,7 @@ from jaxflow.bench.kernels.case import Implementation, KernelCase, KernelGroup
 from pallas_kernels.gemm.int4 import mma as int4_mma
 from pallas_kernels.gemm.tuned_table import load
 from pallas_kernels.measure import timing
+from pallas_kernels.measure.sensor import CardReadings, Readings
 from pallas_kernels.measure.timing import Timing
 
 BY_NAME = {group.name: group for group in kernels.GROUPS}
@@ -184,20 +187,16 @@ def test_kernels_needs_a_gpu(monkeypatch):
         kernels.run()
 
 
-class Sensor:
-    clocks, powers = (1500, 1600, 1700), (300.0, 500.0)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_): ...
+@contextlib.contextmanager
+def sample():
+    yield Readings([CardReadings(clock_mhz=[1500, 1600, 1700], watts=[300.0, 500.0])])
 
 
 def test_implementations_take_turns_and_are_timed_by_call(monkeypatch):
     order = []
-    monkeypatch.setattr(timing, "_Sensor", Sensor)
-    monkeypatch.setattr(timing, "_once", lambda run: 0.1)
-    monkeypatch.setattr(timing, "_repeat", lambda run, times: order.append((run(), times)))
+    monkeypatch.setattr(timing, "sample", sample)
+    monkeypatch.setattr(timing, "seconds_of_one", lambda run: 0.1)
+    monkeypatch.setattr(timing, "repeat", lambda run, times: order.append((run(), times)))
     found = timing.interleaved(
         {"a": lambda: "a", "b": lambda: "b"}, calls={"a": 1, "b": 4}, seconds=0.6, rounds=3
     )
@@ -215,7 +214,7 @@ def test_every_program_of_a_window_is_waited_for(times):
         def block_until_ready(self):
             waited.append(self)
 
-    timing._repeat(lambda: [Output()], times)
+    timing.repeat(lambda: [Output()], times)
     assert len(waited) == times
 
 

@@ -13,17 +13,24 @@ from pallas_kernels.measure.provenance import KEYS
 LLAMA = ModelConfig("llama", 128256, 4096, 32, 8, 128, 14336, (Layer(rope=Rope(500000.0)),) * 32, 8192)
 
 
+def instant(milliwatts: int):
+    value = pynvml.c_nvmlFieldValue_t()
+    value.nvmlReturn, value.value.uiVal = pynvml.NVML_SUCCESS, milliwatts
+    return value
+
+
 @pytest.fixture
 def card(monkeypatch):
-    """A card that alternates between two states; yields the handles that were asked for."""
-    asked, watts = [], iter([500_000, 700_000] * 500)
+    """Cards of 600 and 400 watts; yields the handles that were requested."""
+    asked = []
     monkeypatch.setattr(machine, "SAMPLE_EVERY_S", 0.002)
     for name, value in {
         "nvmlInit": lambda: None,
         "nvmlShutdown": lambda: asked.append("shutdown"),
-        "nvmlDeviceGetHandleByIndex": lambda index: asked.append(index) or "card",
+        "nvmlDeviceGetHandleByIndex": lambda index: asked.append(index) or index,
         "nvmlDeviceGetHandleByUUID": lambda uuid: asked.append(uuid) or "card",
-        "nvmlDeviceGetPowerUsage": lambda handle: next(watts),
+        "nvmlDeviceGetFieldValues": lambda handle, fields: [instant(600_000 if handle == 3 else 400_000)],
+        "nvmlDeviceGetTotalEnergyConsumption": lambda handle: 0,
         "nvmlDeviceGetClockInfo": lambda handle, kind: 1500 if kind == pynvml.NVML_CLOCK_SM else 0,
         "nvmlDeviceGetTemperature": lambda handle, sensor: 61,
     }.items():
@@ -33,22 +40,23 @@ def card(monkeypatch):
 
 def test_watts_and_clock_are_sampled_while_a_run_lasts(card, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4")
-    with machine.watch() as readings:
-        while len(readings.temperature_c) < 4:
+    with machine.watch(2) as readings:
+        while min(len(card.temperature_c) for card in readings.cards) < 4:
             time.sleep(0.001)
-    found = readings.summary()
+    found = machine.power_summary(readings)
     assert found is not None
-    assert found["max_watts"] == 700 and 500 <= found["mean_watts"] <= 700
+    assert found["watts_by_card"] == [600.0, 400.0] and found["counter_watts"] is None
+    assert found["mean_watts"] == found["max_watts"] == 1000.0
     assert found["mean_sm_clock_mhz"] == found["min_sm_clock_mhz"] == 1500
-    assert card == [3, "shutdown"]
-    taken = len(readings.watts)
+    assert card == [3, 4, "shutdown"]
+    taken = len(readings.cards[0].watts)
     time.sleep(0.02)
-    assert len(readings.watts) == taken
+    assert len(readings.cards[0].watts) == taken
 
 
 def test_a_card_may_be_named_by_its_uuid(card, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1234")
-    with machine.watch():
+    with machine.watch(1):
         pass
     assert card == ["GPU-1234", "shutdown"]
 
@@ -60,7 +68,7 @@ def test_there_are_no_readings_without_a_driver(monkeypatch):
     monkeypatch.setattr(pynvml, "nvmlInit", absent)
     with machine.watch() as readings:
         pass
-    assert readings.summary() is None
+    assert machine.power_summary(readings) is None
 
 
 def test_a_report_starts_with_its_keys_and_has_its_mean_power():

@@ -8,8 +8,10 @@ import jax.numpy as jnp
 import pynvml
 import pytest
 
+from pallas_kernels.measure import sensor, timing
+from pallas_kernels.measure.sensor import power_by_counter
 from search.profile import sustain as module
-from search.profile.sustain import by_counter, sustain
+from search.profile.sustain import sustain
 
 WATTS, STEP_S = 600.0, 0.02
 RUN_S = 0.004
@@ -23,13 +25,15 @@ class Card:
     def __init__(self, monkeypatch):
         self.now, self.asked = 0.0, None
         monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-        monkeypatch.setattr(module, "time", types.SimpleNamespace(perf_counter=lambda: self.now))
+        for each in (module, sensor, timing):
+            monkeypatch.setattr(each, "time", types.SimpleNamespace(perf_counter=lambda: self.now))
         for name, value in {
             "nvmlInit": lambda: setattr(self, "asked", threading.Semaphore(0)),
             "nvmlShutdown": lambda: setattr(self, "asked", None),
             "nvmlDeviceGetHandleByIndex": lambda index: "card",
             "nvmlDeviceGetFieldValues": lambda handle, fields: [unsupported()],
             "nvmlDeviceGetPowerUsage": lambda handle: 1e3 * WATTS,
+            "nvmlDeviceGetTemperature": lambda handle, which: 61,
             "nvmlDeviceGetClockInfo": lambda handle, kind: 1500 if kind == pynvml.NVML_CLOCK_SM else 0,
             "nvmlDeviceGetTotalEnergyConsumption": self.counter,
         }.items():
@@ -82,5 +86,8 @@ def test_a_card_without_the_counter_has_watts_alone(card, monkeypatch):
 
 
 def test_how_coarse_the_counter_is_does_not_matter_where_its_steps_are_seen():
-    assert by_counter([(0.1, 50.0), (0.2, 110.0), (0.3, 170.0)]) == (pytest.approx(600.0), pytest.approx(0.1))
-    assert by_counter([(0.1, 50.0)]) == by_counter([]) == (None, None)
+    assert power_by_counter([(0.1, 50.0), (0.2, 110.0), (0.3, 170.0)]) == (
+        pytest.approx(600.0),
+        pytest.approx(0.1),
+    )
+    assert power_by_counter([(0.1, 50.0)]) == power_by_counter([]) == (None, None)
