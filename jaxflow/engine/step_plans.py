@@ -15,16 +15,11 @@ from jaxflow.pipeline.choice import Gain, is_sequential, portfolio
 from jaxflow.pipeline.compiler import compile_plan
 from jaxflow.pipeline.handwritten import sequential_plan
 from jaxflow.pipeline.plan import SHIPPED, Plan, PlanError, borders, fitting, load
+from pallas_kernels.cards import this_card
 from pallas_kernels.gemm.api import HopperGemm, Product
 from pallas_kernels.kernel_set import KernelSet
 
 log = logging.getLogger(__name__)
-EARLY = 64  # most decodes of a step with programmatic dependent launch
-EARLY_BYTES = (
-    400 * 10**6
-    # least bytes of a layer's weights, so that reading them takes longer than launching its eight kernels
-)
-FEW = 256  # most decodes of a step that has a program without chunks
 SHAPES = (
     "num_layers",
     "hidden_size",
@@ -232,11 +227,12 @@ def begins_early(layout: StepLayout, kernels: KernelSet, tp: int, layer_bytes: i
     Steps of a few decodes on one device do: their GEMMs read weights, and the reads begin while the kernel
     before ends. layer_bytes: bytes of the smallest layer's weights.
     """
+    card = this_card()
     return (
         layout.decodes
-        and layout.tokens <= EARLY
+        and layout.tokens <= card.pdl_max_decodes
         and tp == 1
-        and layer_bytes >= EARLY_BYTES
+        and layer_bytes >= card.pdl_min_layer_bytes
         and kernels.can_begin_early
     )
 
@@ -277,7 +273,11 @@ def make_layouts(
         (layout for layout in layouts if layout.plan == "sequential"), key=lambda layout: layout.tokens
     )
     smaller = [0, *(layout.tokens for layout in sequential)]
-    few = [layout for layout, below in zip(sequential, smaller, strict=False) if below < min(seqs, FEW)]
+    few = [
+        layout
+        for layout, below in zip(sequential, smaller, strict=False)
+        if below < min(seqs, this_card().decode_only_max_decodes)
+    ]
     if one and sequential and sequential[0].tokens > 1:
         few.insert(0, dataclasses.replace(sequential[0], tokens=1, rows=1))
     return (

@@ -7,12 +7,12 @@ work on random data: a card at its power cap does not reach its datasheet.
 import collections
 import dataclasses
 import math
-import re
 from collections.abc import Callable, Mapping
 
 from jaxflow.config import ModelConfig
 from jaxflow.model.composition import Composition
 from jaxflow.model.graph import Graph, Op, Work, model_graph
+from pallas_kernels.cards import Card, card_of, cards
 
 TERA, GIGA = 1e12, 1e9
 FP8_PRODUCTS = ("qkv", "out_proj", "up_gate", "down")
@@ -51,42 +51,15 @@ class Device:
         return self.measured or self.datasheet
 
 
-def _flops(bfloat16: float, float8: float | None = None, float32: float | None = None) -> dict[str, float]:
-    """Return rates by dtype, from TFLOP/s. float32 means tensor cores at reduced precision (TF32)."""
-    known = {"bfloat16": bfloat16, "float8_e4m3fn": float8, "float32": float32}
-    return {dtype: value * TERA for dtype, value in known.items() if value is not None}
-
-
-DEVICES = {
-    device.name: device
-    for device in (
-        Device("A100-40GB", 40 * GIGA, 108, "8.0", Rates(_flops(312, float32=156), 1.555 * TERA, 300 * GIGA)),
-        # Measured: the paper's peak of a CUTLASS GEMM (NanoFlow §3.5).
-        Device(
-            "A100-80GB",
-            80 * GIGA,
-            108,
-            "8.0",
-            Rates(_flops(312, float32=156), 2.0 * TERA, 300 * GIGA),
-            Rates(_flops(280), 2.0 * TERA, 300 * GIGA),
-        ),
-        Device("H100", 80 * GIGA, 132, "9.0", Rates(_flops(989, 1979, 494), 3.35 * TERA, 450 * GIGA)),
-        # Measured: chains of bf16 GEMMs, Llama-3.1-8B's layers in fp8 (XLA, 8,192 rows), decode attention,
-        # an all-reduce of 134 MB over four devices. A step does not sustain the faster rate of single fp8
-        # GEMMs in windows of a tenth of a second (docs/cost-model.md).
-        Device(
-            "H200",
-            141 * GIGA,
-            132,
-            "9.0",
-            Rates(_flops(989, 1979, 494), 4.8 * TERA, 450 * GIGA),
-            Rates(_flops(700, 1190), 4.6 * TERA, 281 * GIGA),
-        ),
-        Device("B200", 180 * GIGA, 148, "10.0", Rates(_flops(2250, 4500, 1125), 8.0 * TERA, 900 * GIGA)),
-        Device("L40S", 48 * GIGA, 142, "8.9", Rates(_flops(362, 733, 183), 0.864 * TERA, 32 * GIGA)),
-        Device("RTX A6000", 48 * GIGA, 84, "8.6", Rates(_flops(155, float32=77), 0.768 * TERA, 56 * GIGA)),
+def _device(card: Card) -> Device:
+    hardware = dict(card.hardware or {})
+    rates = {name: Rates(**hardware[name]) for name in ("datasheet", "measured") if name in hardware}
+    return Device(
+        card.device, hardware["memory_bytes"], hardware["sms"], hardware["compute_capability"], **rates
     )
-}
+
+
+DEVICES = {name: _device(card) for name, card in cards().items() if card.hardware is not None}
 
 
 def find_device(kind: str) -> Device | None:
@@ -94,9 +67,7 @@ def find_device(kind: str) -> Device | None:
 
     kind: for example "NVIDIA H200" or "NVIDIA A100-SXM4-80GB".
     """
-    words = set(re.split(r"[^A-Za-z0-9]+", kind))
-    fitting = [name for name in DEVICES if set(re.split(r"[^A-Za-z0-9]+", name)) <= words]
-    return DEVICES[fitting[0]] if fitting else None
+    return DEVICES.get(card_of(kind).device)
 
 
 def memory_time_s(memory_bytes: float, memory_bytes_per_s: float) -> float:

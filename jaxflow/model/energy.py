@@ -15,10 +15,10 @@ import numpy as np
 
 from jaxflow.model.cost import Device
 from jaxflow.model.graph import Work
+from pallas_kernels.cards import card_of
 
 SCHEMA_VERSION = 1
-FOLDER = Path(__file__).parent / "power"
-_CLOCKS = 200  # tried between the lowest and the highest clock
+_CLOCKS = 200  # between the lowest and the highest, for the search of the best
 
 
 class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -122,6 +122,6 @@ def load_power(path: str | Path) -> Power:
 
 
 def shipped_power(device: str) -> Power | None:
-    """Return the shipped constants of a device in `jaxflow.model.cost.DEVICES`, or None."""
-    path = FOLDER / f"{device.lower()}.json"
-    return load_power(path) if path.exists() else None
+    """Return the fit in the card of a device of `jaxflow.model.cost.DEVICES`, or None."""
+    found = card_of(device).power
+    return None if found is None else msgspec.convert(found, Power)

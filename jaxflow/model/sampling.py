@@ -17,6 +17,7 @@ from jax import lax
 
 from jaxflow.model.logprobs import LogprobsOut, finite, token_logprobs, top
 from jaxflow.model.slot_params import SlotParams, adjust, count_drawn, rows_of
+from pallas_kernels.cards import this_card
 from pallas_kernels.pointwise.sample.reference import largest_limit, token_limits
 
 SUM_BLOCK = 512  # the most logits in one entry of the upper level of sums
@@ -127,7 +128,7 @@ def rows_at_once(memory_bytes: int, vocabulary: int) -> int:
     Blocks cost time: 1,024 rows of 128,256 logits in eight, two and one took 5.3, 2.7 and 1.5 ms on an H200.
     """
     rows = ROWS
-    while 2 * rows * vocabulary * ROW_BYTES <= memory_bytes / 80:
+    while 2 * rows * vocabulary * ROW_BYTES <= memory_bytes * this_card().sampler_memory_share:
         rows *= 2
     return rows
 

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.cards import Card, card_of, default_card
 from pallas_kernels.gemm import reference
 from pallas_kernels.gemm.flat.tiles import FlatTile
 from pallas_kernels.gemm.tuned_table import Choice, Shape, Table
@@ -87,7 +88,7 @@ def product_of(shape: Shape, rows: int, out_dtype: str | None = None) -> Product
     return Product(rows, shape, activations, out_dtype or (activations if shape.gate_block else "bfloat16"))
 
 
-def takers(p: Product) -> tuple[str, ...]:
+def takers(p: Product, card: Card | None = None) -> tuple[str, ...]:
     """The kernels that take a product on Hopper, the likely fastest first. XLA takes any, but always the
     whole GPU.
     """
@@ -109,16 +110,17 @@ def takers(p: Product) -> tuple[str, ...]:
             if p.bounded and (found or ours):
                 return tuple(found + ours)
             return (
-                (*found, *ours, "xla") if whole and _gate_pays(p) else (*found, "xla", *ours)
+                (*found, *ours, "xla")
+                if whole and _gate_pays(p, card or default_card())
+                else (*found, "xla", *ours)
             )  # bare, cuBLAS needs fewer joules a FLOP
     return tuple(found) if p.bounded and found else (*found, "xla")
 
 
-def _gate_pays(p: Product) -> bool:
-    """Whether XLA's pass over memory for the gate costs more than its bare product is faster by, as measured
-    (benchmarks/notes/kernels.md).
-    """
-    return p.shape.gate_block > 0 and 128 < p.rows <= 256
+def _gate_pays(p: Product, card: Card) -> bool:
+    """Return whether XLA's pass over memory for the gate takes longer than XLA's faster product saves."""
+    first, last = card.gate_kernel_rows
+    return p.shape.gate_block > 0 and first <= p.rows <= last
 
 
 def kernels_by_rows(choose: Callable[[int], str], ends: Iterable[int] = ()) -> str:
@@ -151,7 +153,7 @@ class HopperGemm:
 
         Their tiles are of a whole GPU: beside another kernel the SMs may be fewer than a tile's cluster.
         """
-        can = takers(p)
+        can = takers(p, card_of(self.table.device))
         choice = None if p.out_dtype == "float32" else self.table.choose(p.shape, p.rows)
         if not choice or choice.kernel not in can:
             return Choice(p.rows, can[0])

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from pallas_kernels.cards import this_card
 from pallas_kernels.hopper.limits import SMS
 
 # of an item: tile row, tile column, first k step, k steps, slot to give its part to or -1, first slot to
@@ -122,21 +123,6 @@ def _cuts(units: int, steps: int, sms: int) -> list[int]:
     return cuts
 
 
-# What a k step of a tile costs an SM when all are busy, in microseconds, and what a tile costs beside its
-# steps. Fitted to an H200 at its power cap: to products of 256 to 2048 rows, ours and (of 128 and 192
-# columns) cuBLAS', which lie on these lines where no tile is cut. Alone a CTA brings the whole of the
-# weight's tile from the L2: narrow tiles gain less, by bytes.
-_STEP_US = {
-    (128, 1): 0.48,
-    (192, 1): 0.65,
-    (256, 1): 0.80,
-    (128, 2): 0.42,
-    (192, 2): 0.62,
-    (256, 2): 0.80,
-}  # by columns and cluster
-_TILE_US = 1.0  # storing the output
-_CUT_US = 2.5  # zeroing the semaphores: a kernel or a copy before each product
-_PART_US = {128: 2.0, 192: 2.8, 256: 3.5}  # handing a part over through the L2, and as much for taking one
 _TILES = (GemmTile(128, 256, 4), GemmTile(128, 192, 4), GemmTile(128, 128, 6))
 _STRIP_ROWS = (
     2048  # with 16 x 8 tiles of 128 x 256 at work, the operands that are read together are the fewest bytes
@@ -188,12 +174,13 @@ def gemm_plan(m: int, n: int, k: int, sms: int, gate_block: int | None = None) -
 
 
 def cost_us(plan: GemmPlan) -> float:
-    """An estimate of a product's time: its busiest CTA's."""
+    """Return the estimated microseconds of a product: the time of its busiest CTA, by this device's card."""
+    cost, tile = this_card().dense_gemm_cost_us, plan.tile
     steps, give, taken = (plan.schedule.table[:, :, field] for field in (3, 4, 6))
     stored, given = (steps > 0) & (give < 0), give >= 0
     busy = (
-        steps.sum(1) * _STEP_US[plan.tile.cols, plan.tile.cluster]
-        + stored.sum(1) * _TILE_US
-        + (given + taken).sum(1) * _PART_US[plan.tile.cols]
+        steps.sum(1) * cost["step"][f"{tile.cols}x{tile.cluster}"]
+        + stored.sum(1) * cost["tile"]
+        + (given + taken).sum(1) * cost["part"][str(tile.cols)]
     )
-    return float(busy.max()) + (_CUT_US if plan.schedule.slots else 0.0)
+    return float(busy.max()) + (cost["split"] if plan.schedule.slots else 0.0)

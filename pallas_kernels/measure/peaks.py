@@ -1,10 +1,10 @@
 """Lower bounds of a kernel's time. A measured time below the bound is wrong and must not enter a table."""
 
 import dataclasses
-import re
+import math
 
-BYTES_PER_S = {"H100": 3.35e12, "H200": 4.8e12}  # datasheet values of the fastest card of the name
-FLOPS_PER_S = {"bfloat16": 989e12, "float8_e4m3fn": 1979e12}  # the same for both devices, dense
+from pallas_kernels.cards import card_of
+
 SLACK = 1.2  # tolerance, because some bytes can be in the L2
 
 
@@ -25,10 +25,12 @@ class Least:
 
         device: JAX's `device_kind`.
         """
-        name = next((name for name in BYTES_PER_S if name in re.split(r"\W+", device)), None)
-        if name is None:
+        hardware = card_of(device).hardware
+        if hardware is None:
             return 0.0
-        return 1e6 * max(self.moved / BYTES_PER_S[name], self.flop / FLOPS_PER_S[self.dtype]) / SLACK
+        peaks = hardware["datasheet"]
+        flops_per_s = peaks["flops_per_s"].get(self.dtype, math.inf)
+        return 1e6 * max(self.moved / peaks["memory_bytes_per_s"], self.flop / flops_per_s) / SLACK
 
 
 def refuse_impossible(case: str, us: float, least: Least, device: str) -> None:

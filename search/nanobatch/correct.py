@@ -32,11 +32,7 @@ from jaxflow.engine.step_plans import SHAPES, products_dtype
 from jaxflow.model.checkpoints.checkpoint import CheckpointError, open_checkpoint, shipped_configs
 from jaxflow.pipeline.choice import Gain
 from jaxflow.pipeline.plan import Plan, Predictions, Target, digest, load, save
-
-# The difference of a gain after another start of the machine (docs/overlap.md): overlap with attention
-# gained 1.029, then 1.003; peer copies, hidden by products or only shorter, gained 1.057 and
-# 1.066, then 1.049 and 1.058.
-_ANOTHER_START = {"kernels": 0.03, "copies": 0.01}
+from pallas_kernels.cards import card_of
 
 
 class MeasuredGain(msgspec.Struct, frozen=True):
@@ -315,7 +311,7 @@ def as_measured(plan: Plan, measured: Iterable[MeasuredGain], offered: Target) -
         tuple(contexts),
         tuple(tuple(p.sequential_s / p.gain for p in row) for row in grid),
         tuple(tuple(p.sequential_s for p in row) for row in grid),
-        margin=max(p.spread for p in points) + _ANOTHER_START[plan.sums],
+        margin=max(p.spread for p in points) + card_of(offered.device).restart_margin[plan.sums],
     )
     return msgspec.structs.replace(plan, predictions=predictions, target=offered)
 

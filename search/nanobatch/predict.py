@@ -18,6 +18,7 @@ from jaxflow.model.cost import Device, op_times
 from jaxflow.model.energy import Power
 from jaxflow.model.graph import Graph
 from jaxflow.pipeline.plan import NanoOp, Plan, Predictions
+from pallas_kernels.cards import Card, card_of, default_card
 from search.nanobatch.known_orders import sequential
 from search.nanobatch.layer_tasks import StepShape
 from search.nanobatch.problem import SearchProblem
@@ -27,11 +28,6 @@ from search.profile.share_times import ShareTimes
 
 DECODES = (0.0, 0.5, 1.0, 1.5)  # shares of the target's decodes
 CONTEXTS = (0.25, 0.5, 1.0, 2.0)
-# The largest relative error of a predicted gain, over all measurements on cards with known kernels
-# (docs/overlap.md).
-MARGIN = 0.19  # with side streams 1.174 times in fp8, of a mixture 1.13
-COPIES = 0.035  # sums of two devices by their copy engines: 1.032 times, cut in unequal halves
-SWAPS, SWAPS_FP8 = 0.05, 0.11  # of four: 1.040 times in 16 bits, in fp8 1.100
 
 
 def predict(
@@ -73,26 +69,34 @@ def predict(
     profile = shares.profile
     return (
         msgspec.structs.replace(
-            found, margin=margin(plan, graph, profile.tensor_parallel_size, profile.dtype)
+            found,
+            margin=margin(
+                plan,
+                graph,
+                profile.tensor_parallel_size,
+                profile.dtype,
+                card_of(device.name if device else ""),
+            ),
         )
         if known
         else found
     )
 
 
-def margin(plan: Plan, graph: Graph, gpus: int, dtype: str) -> float:
+def margin(plan: Plan, graph: Graph, gpus: int, dtype: str, card: Card | None = None) -> float:
     """Return the largest relative error of a predicted gain, measured for the plan's kind. dtype: of the
     products.
     """
+    card = card or default_card()
     if (
         plan.sums == "kernels"
         or any(nano.stream for nano in plan.nano_ops)
         or any(op.name == "router" for op in graph.layers[0])
     ):
-        return MARGIN
+        return card.plan_margin
     if gpus == 2:
-        return COPIES
-    return SWAPS_FP8 if dtype == "float8_e4m3fn" else SWAPS
+        return card.plan_margin_copies
+    return card.plan_margin_swaps_fp8 if dtype == "float8_e4m3fn" else card.plan_margin_swaps
 
 
 def outside_s(graph: Graph, step: Composition, device: Device | None, dtype: str) -> float:

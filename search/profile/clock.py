@@ -18,7 +18,6 @@ import functools
 import math
 import statistics
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import msgspec
 
@@ -40,7 +39,6 @@ from search.profile.op_times import (
 )
 
 SCHEMA_VERSION = 3
-FOLDER = Path(__file__).parent / "cards"
 
 
 class Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -76,16 +74,13 @@ def shipped_card(device: str) -> Card | None:
 
     Raises: ProfileError for another schema.
     """
-    path = FOLDER / f"{device.lower()}.json"
-    if not path.exists():
+    found = card_of(device).clock
+    if found is None:
         return None
-    card = msgspec.json.decode(path.read_bytes(), type=Card)
-    if card.schema_version != SCHEMA_VERSION:
-        raise ProfileError(
-            f"{path}: schema_version={card.schema_version} is not supported: this release reads "
-            f"{SCHEMA_VERSION}"
-        )
-    return card
+    if found["schema_version"] != SCHEMA_VERSION:
+        version = found["schema_version"]
+        raise ProfileError(f"card of {device}: clock.schema_version={version}: accepted is {SCHEMA_VERSION}")
+    return msgspec.convert(found, Card)
 
 
 def of_kernels(power: Power, card: Card) -> Power:

@@ -160,7 +160,10 @@ def _measured(
     arrivals_s: the arrival time of each record, if the requests did not arrive at once.
     """
     before = llm.driver.stats()
-    with machine.watch(llm.engine_config.tensor_parallel_size) as readings, steps.step_log(llm.executor) as log:
+    with (
+        machine.watch(llm.engine_config.tensor_parallel_size) as readings,
+        steps.step_log(llm.executor) as log,
+    ):
         records, duration_s = run()
     after = llm.driver.stats()
     result = report.figures(records, duration_s, slo) | reuse.figures(

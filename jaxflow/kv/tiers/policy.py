@@ -17,10 +17,7 @@ import numpy as np
 from jaxflow.kv.page_tables import PageTables
 from jaxflow.kv.prefix import first_seen, longest_hit, part_name
 from jaxflow.kv.tiers.host_store import HostStore, Key, PageState, key_of
-
-# A sequence waits for the disk for at most this multiple of the time to compute its tokens, because the
-# device works for other sequences in the meantime.
-DISK_PATIENCE = 8.0
+from pallas_kernels.cards import this_card
 
 
 class PagedSequence(Protocol):
@@ -429,7 +426,7 @@ class TierPolicy[S: PagedSequence]:
             return
         tokens = (reach - reachable(names, self.tables, self.store.contains)[0]) * self.tables.block_size
         seconds = self.store.lower.read_seconds(sum(self.store.page_bytes[key[0]] for key in keys))
-        if seconds <= DISK_PATIENCE * tokens * self.costs.seconds_per_token:
+        if seconds <= this_card().disk_patience * tokens * self.costs.seconds_per_token:
             self.store.read_ahead(keys)
 
     def _sequence_bytes(self, tokens: int) -> int:

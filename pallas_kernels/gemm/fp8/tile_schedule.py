@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from pallas_kernels.cards import this_card
 from pallas_kernels.gemm.tile_schedule import snake
 from pallas_kernels.hopper.limits import SMS
 
@@ -77,11 +78,11 @@ def work(tiles_m: int, tiles_n: int, steps: int, groups: int, parts: int = 1) ->
     return Work(table, cut, parts)
 
 
-# Microseconds of a step of a tile when the whole GPU works (by columns and cluster), of a tile beside its
-# steps, and of adding up parts; measured on an H200.
-_STEP_US = {(256, 1): 0.80, (256, 2): 0.76, (128, 1): 0.52, (128, 2): 0.50}
-_TILE_US = 1.0
-_PARTS_US = 5.0
+_TILES = ((256, 1), (256, 2), (128, 1), (128, 2))  # (columns, cluster)
+
+
+def _step_us(columns: int, cluster: int) -> float:
+    return this_card().fp8_gemm_cost_us["step"][f"{columns}x{cluster}"]
 
 
 @functools.cache
@@ -98,7 +99,7 @@ def fp8_plans(
 ) -> Iterator[tuple[Fp8Tile, Work]]:
     """What there is to choose from: every tile, the last round's whole or cut in two or four."""
     gated = 2 if gate_block else 1
-    for columns, cluster in _STEP_US:
+    for columns, cluster in _TILES:
         pairs = m > 128 and sms == SMS  # beside another kernel, free SMs may not be pairs
         if (
             (cluster == 2 and not pairs)
@@ -118,15 +119,10 @@ def fp8_plans(
 
 
 def _cost_us(tile: Fp8Tile, made: Work) -> float:
+    cost = this_card().fp8_gemm_cost_us
     steps = made.table[:, :, 3]
-    busiest = (steps.sum(1) * _STEP_US[tile.columns, tile.cluster] + (steps > 0).sum(1) * _TILE_US).max()
-    return float(busiest) + (_PARTS_US if made.cut else 0.0)
-
-
-# What is lost where cut tiles follow whole ones: microseconds of adding up, and how many times as long a step
-# takes whose sums leave the tensor core each time, since one half of it waits for the other's; by products of
-# 768 to 1,536 rows on 84 to 132 SMs (benchmarks/notes/kernels.md).
-_ADDED_US, _WAITING = 10.0, 1.1
+    busiest = (steps.sum(1) * _step_us(tile.columns, tile.cluster) + (steps > 0).sum(1) * cost["tile"]).max()
+    return float(busiest) + (cost["parts"] if made.cut else 0.0)
 
 
 @functools.cache
@@ -140,8 +136,10 @@ def filled(m: int, n: int, k: int, sms: int, *, blocked: bool, quantize: bool) -
     tile, made = fp8_plan(
         m, n, k, sms, blocked=blocked, gate_block=64 if quantize else None, quantize=quantize
     )
-    even = m * n / (128 * 256) * (k / 128) * _STEP_US[256, 2 if sms == SMS else 1] / sms
-    took = float(made.table[:, :, 3].sum(1).max() * _STEP_US[tile.columns, tile.cluster])
+    even = m * n / (128 * 256) * (k / 128) * _step_us(256, 2 if sms == SMS else 1) / sms
+    took = float(made.table[:, :, 3].sum(1).max() * _step_us(tile.columns, tile.cluster))
     if made.cut and made.table.shape[1] > 1:
-        took = took * (_WAITING if tile.moved else 1.0) + _ADDED_US
+        # Adding up follows the steps. A step that moves its sums waits for the other half of the tile.
+        fill = this_card().fp8_gemm_fill
+        took = took * (fill["waiting"] if tile.moved else 1.0) + fill["added_us"]
     return min(1.0, even / took)

@@ -3,6 +3,7 @@ the bench.
 """
 
 import asyncio
+import dataclasses
 import json
 import threading
 
@@ -17,6 +18,7 @@ from jaxflow.bench.workload.conversations import synthetic
 from jaxflow.config import EngineConfig
 from jaxflow.kv.tiers import policy as tier_policy
 from jaxflow.llm import LLM
+from pallas_kernels.cards import default_card
 from serving.client import Client
 from serving.grpc.server import Server, ServerConfig
 
@@ -37,7 +39,7 @@ def always_load():
     """The decision to load depends on the load of the machine at start."""
     patch = pytest.MonkeyPatch()
     patch.setattr(tier_policy.FetchCosts, "pays", lambda *_: True)
-    patch.setattr(tier_policy, "DISK_PATIENCE", 1e9)
+    patch.setattr(tier_policy, "this_card", lambda: dataclasses.replace(default_card(), disk_patience=1e9))
     yield
     patch.undo()
 

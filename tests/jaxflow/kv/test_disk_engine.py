@@ -20,6 +20,7 @@ from jaxflow.kv.tiers import policy as tier_policy
 from jaxflow.kv.tiers.page_file import FOLDER
 from jaxflow.kv.tiers.start import open_disk
 from jaxflow.request import Request, SamplingParams
+from pallas_kernels.cards import default_card
 
 CASES = {"llama": ("stories260K", 1, "auto"), "windows, 2 devices": ("tiny-gemma3_text", 2, "auto")}
 BUDGET = {
@@ -251,7 +252,9 @@ def test_the_python_api_after_a_restart(tmp_path, monkeypatch):
     monkeypatch.setattr(
         tier_policy.FetchCosts, "pays", lambda *_: True
     )  # which depends on how busy the machine is
-    monkeypatch.setattr(tier_policy, "DISK_PATIENCE", 1e9)
+    monkeypatch.setattr(
+        tier_policy, "this_card", lambda: dataclasses.replace(default_card(), disk_patience=1e9)
+    )
     settings = {
         "block_size": 16,
         "max_num_batched_tokens": 64,

@@ -17,7 +17,7 @@ from jaxflow.kv.tiers import policy as tier_policy
 from jaxflow.kv.tiers.disk_store import DiskStore
 from jaxflow.kv.tiers.disk_tier import DiskTier
 from jaxflow.kv.tiers.page_file import HEADER_BYTES
-from jaxflow.kv.tiers.policy import DISK_PATIENCE
+from pallas_kernels.cards import default_card
 
 LENGTH = 256  # bytes of a page's file, packed and padded
 
@@ -194,8 +194,8 @@ def test_pages_that_are_computed_much_sooner_are_not_read(monkeypatch):
         converse(world := DiskWorld(**machine, folder=folder), [talk], 1, 0.0)
         world.policy.store.close()
         for seconds_a_page, reads in (
-            (DISK_PATIENCE * 4 * 1.01, False),
-            (DISK_PATIENCE * 4 * 0.99, True),
+            (default_card().disk_patience * 4 * 1.01, False),
+            (default_card().disk_patience * 4 * 0.99, True),
         ):  # a token takes a second to compute
             world = DiskWorld(**machine, folder=folder)
             monkeypatch.setattr(

@@ -9,10 +9,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxflow.model.cost import DEVICES
 from pallas_kernels.gemm.api import Product, kernel
 from pallas_kernels.gemm.tuned_table import SCHEMA, Choice, Shape
-from pallas_kernels.measure import peaks
 from pallas_kernels.measure.peaks import ImpossibleTime, Least, refuse_impossible
 from pallas_kernels.measure.script import parse_share
 from pallas_kernels.measure.timing import Timing, looped
@@ -59,13 +57,6 @@ def test_a_time_that_the_card_cannot_have_met_is_an_error_that_names_the_case():
     assert Least(flop=1e12, dtype="float8_e4m3fn").us("NVIDIA H100 80GB HBM3") < Least(flop=1e12).us(
         "NVIDIA H100 80GB HBM3"
     )
-
-
-@pytest.mark.parametrize("name", list(peaks.BYTES_PER_S))
-def test_the_peaks_are_the_cost_models(name):
-    rates = DEVICES[name].datasheet
-    assert rates.memory_bytes_per_s == peaks.BYTES_PER_S[name]
-    assert {dtype: rates.flops_per_s[dtype] for dtype in peaks.FLOPS_PER_S} == peaks.FLOPS_PER_S
 
 
 def test_the_tune_writes_no_row_of_an_impossible_time_and_measures_when_all_is_compiled(monkeypatch):

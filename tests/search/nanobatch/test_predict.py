@@ -14,8 +14,9 @@ from jaxflow.model.graph import model_graph
 from jaxflow.pipeline.choice import Gain
 from jaxflow.pipeline.handwritten import phased_plan, sequential_plan
 from jaxflow.pipeline.plan import NanoOp, Plan
+from pallas_kernels.cards import default_card
 from search.nanobatch.layer_tasks import StepShape
-from search.nanobatch.predict import MARGIN, margin, outside_s, predict
+from search.nanobatch.predict import margin, outside_s, predict
 from search.nanobatch.simulate import simulate
 
 LAYERS = drawn.config_of("tiny-llama").layers[:1] * 32
@@ -39,7 +40,7 @@ def test_predictions_are_the_simulation_of_each_composition():
         assert all(list(row) == sorted(row) for row in table), "a longer context is a longer step"
     gain = Gain.of(found)
     assert gain.at(0, 500) < gain.at(1.5 * setting.load.decode_tokens, 2 * setting.load.decode_keys)
-    assert gain.margin == MARGIN
+    assert gain.margin == default_card().plan_margin
 
 
 def test_the_margin_is_of_the_kind_of_plan():
@@ -62,9 +63,9 @@ def test_the_margin_is_of_the_kind_of_plan():
     assert (
         {margin(kernels, graph, *kind) for kind in of}
         == {margin(copies, mixture, *kind) for kind in of}
-        == {MARGIN}
+        == {default_card().plan_margin}
     )
-    assert {margin(aside, graph, *kind) for kind in of} == {MARGIN}
+    assert {margin(aside, graph, *kind) for kind in of} == {default_card().plan_margin}
 
 
 def test_what_is_outside_the_layers_grows_with_the_rows_that_sample():
