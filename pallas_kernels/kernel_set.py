@@ -78,12 +78,12 @@ class KernelSet:
     fallbacks: tuple[Fallback, ...] = ()
 
     @property
-    def own(self) -> tuple[str, ...]:
+    def kernel_ops(self) -> tuple[str, ...]:
         """The ops that run on kernels, not on their twins."""
         return tuple(op for op in OPS if getattr(self, op) is not getattr(REFERENCE, op))
 
     @property
-    def can_begin_early(self) -> bool:
+    def supports_pdl(self) -> bool:
         """Whether its kernels of few rows can begin before the ones before them have ended."""
         return isinstance(self.gemm, HopperGemm)
 
@@ -94,14 +94,14 @@ class KernelSet:
         """
         return self.name == MOSAIC
 
-    def begun_early(self) -> "KernelSet":
+    def with_pdl(self) -> "KernelSet":
         """The same, whose kernels of few rows begin before the ones before them have ended
         (`pallas_kernels.hopper.pdl`).
 
         Where each is launched by itself, the weights being arguments of the program. Kernels that know
         nothing of it stay as they are.
         """
-        return _begun_early(self)
+        return _with_pdl(self)
 
     def describe(self, products: Mapping[str, Product] | None = None) -> str:
         """Which kernel each op runs on: a line for all ops but the products, and one for each of those.
@@ -117,16 +117,16 @@ class KernelSet:
 
 
 @functools.cache
-def _begun_early(kernels: KernelSet) -> KernelSet:
+def _with_pdl(kernels: KernelSet) -> KernelSet:
     """One for each set: an op is known by its function where its tracing is kept."""
     names = [
         name
         for name in ("add_norm", "rope_append", "decode_attention", "quantize_rows")
         if _backend(getattr(kernels, name)) == "mosaic"
     ]
-    ops: dict[str, Callable] = {name: functools.partial(getattr(kernels, name), early=True) for name in names}
+    ops: dict[str, Callable] = {name: functools.partial(getattr(kernels, name), pdl=True) for name in names}
     if isinstance(kernels.gemm, HopperGemm):
-        ops["gemm"] = dataclasses.replace(kernels.gemm, early=True)
+        ops["gemm"] = dataclasses.replace(kernels.gemm, pdl=True)
     return dataclasses.replace(kernels, **ops)
 
 
@@ -264,7 +264,7 @@ def _mosaic(m: Model, device: str) -> KernelSet:
     from pallas_kernels.pointwise.rope_append import api as rope_append
     from pallas_kernels.pointwise.sample import api as token_limits
 
-    ptxas_version.ask_once()
+    ptxas_version.cache_version()
     kernels = {
         "gemm": {"gemm": HopperGemm(load(device))},
         "add_norm": {"add_norm": rms_norm.add_norm},

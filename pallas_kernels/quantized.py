@@ -1,18 +1,17 @@
-"""Numbers of few bits with the scales that give them back. Pytrees: they stand where the plain array would."""
+"""Pytrees of low-bit numbers with their scales, which stand in for plain arrays."""
 
 from typing import NamedTuple
 
 from jaxtyping import Array
 
-BLOCK = 128  # columns that share a scale where a producer sees only a tile of a row
+BLOCK = 128  # columns of a row with one scale, where a producer computes only a tile of the row
 
 
 class Quantized(NamedTuple):
-    """`values * scale`, with `values` of one byte (float8_e4m3fn, int8).
+    """An array of 8-bit numbers and scales: the true value is `values * scale`.
 
-    scale, float32, by its shape: `[]` one for all; `[rows]` one a row (an activation's token, a weight's
-    output channel);
-    `[rows, columns / 128]` one for each 128 columns of a row.
+    values: float8_e4m3fn or int8. scale: float32 of shape [] (one for all), [rows] (one a row: a token of an
+    activation, an output channel of a weight) or [rows, columns / 128] (one for each 128 columns of a row).
     """
 
     values: Array
@@ -23,17 +22,17 @@ class Quantized(NamedTuple):
         return self.values.shape
 
 
-GROUP = 64  # columns of an Int4 weight that share a scale and a zero
+GROUP = 64  # columns of an Int4 weight with one scale and one zero
 
 
 class Int4(NamedTuple):
-    """`nibble * scale + zero`: 4-bit numbers in groups of columns, 64 in a weight [N, K] (`reference.int4`
-    makes and reads it).
+    """An array of 4-bit numbers in groups of columns: the true value is `nibble * scale + zero`.
 
-    packed: uint8 [N, K / 2], 32 bytes a group of 64. Byte 8·lane + 4·j + 2·odd + half of a group holds the
-    columns 32·j + 16·half + 2·lane + odd (low nibble) and the 8th after that (high nibble): the order in
-    which a thread of Hopper's tensor cores needs them. scale, zero: bfloat16 [N, K / group]; the zero is the
-    group's minimum.
+    Weights [N, K] have groups of 64 columns (`pallas_kernels.gemm.int4.reference`).
+
+    packed: uint8 [N, K / 2], 32 bytes a group. Byte 8·lane + 4·j + 2·odd + half of a group holds column
+    32·j + 16·half + 2·lane + odd in the low nibble, and the 8th column after it in the high nibble. A thread of
+    Hopper's tensor cores needs this order. scale, zero: bfloat16 [N, K / group]; zero is the group's minimum.
     """
 
     packed: Array

@@ -34,9 +34,11 @@ def queries(seed: int, rows: int, heads: int, width: int):
     return jnp.asarray(np.random.default_rng(seed + 1).normal(size=(rows, heads, width)) * 2, jnp.bfloat16)
 
 
-def exact(twin, q, k, v, *rest, **settings):
-    """The twin in float32; what no token wrote is 0 there, since 0 · NaN is NaN."""
-    return np.asarray(twin(*(jnp.nan_to_num(x.astype(jnp.float32)) for x in (q, k, v)), *rest, **settings))
+def exact(reference, q, k, v, *rest, **settings):
+    """The reference in float32; what no token wrote is 0 there, since 0 · NaN is NaN."""
+    return np.asarray(
+        reference(*(jnp.nan_to_num(x.astype(jnp.float32)) for x in (q, k, v)), *rest, **settings)
+    )
 
 
 def error(got, want) -> float:

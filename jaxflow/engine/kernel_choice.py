@@ -86,7 +86,7 @@ def tell_kernels(kernels: KernelSet, products: Mapping[str, Product], progress: 
 
     products: see `KernelSet.describe`.
     """
-    text = kernels.describe(products) if kernels.own else f"kernels: {kernels.name}, for every op"
+    text = kernels.describe(products) if kernels.kernel_ops else f"kernels: {kernels.name}, for every op"
     if log.isEnabledFor(logging.INFO) and log.hasHandlers():
         log.info(text)
     elif progress:
@@ -96,7 +96,7 @@ def tell_kernels(kernels: KernelSet, products: Mapping[str, Product], progress: 
 def _check_attention(asked: str, kernels: KernelSet) -> None:
     """Raise ConfigError for requested kernels if all attention would run on the reference."""
     reasons = [fallback for fallback in kernels.fallbacks if fallback.op == "decode_attention"]
-    if reasons and "chunk_attention" not in kernels.own:
+    if reasons and "chunk_attention" not in kernels.kernel_ops:
         field, value = _setting(reasons[0])
         accepted = (
             f"only {reasons[0].accepted} with kernels={asked!r}; kernels='auto' takes the fastest that "

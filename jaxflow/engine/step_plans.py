@@ -233,7 +233,7 @@ def begins_early(layout: StepLayout, kernels: KernelSet, tp: int, layer_bytes: i
         and layout.tokens <= card.pdl_max_decodes
         and tp == 1
         and layer_bytes >= card.pdl_min_layer_bytes
-        and kernels.can_begin_early
+        and kernels.supports_pdl
     )
 
 

@@ -295,7 +295,7 @@ def _attention(c: Context, layer: Layer, w: Weights, kv: KV) -> tuple[KV, dict[s
     k, v = kv
     settings = {"scale": c.config.scale, "window": layer.window, "soft_cap": c.config.attention_soft_cap}
     if "unified_max" in w:
-        settings["unified"] = w["unified_max"]
+        settings["unified_max"] = w["unified_max"]
     settings |= _sms(c)
     if isinstance(k, Quantized) and isinstance(v, Quantized):
         return (k.values, v.values), settings | {"k_scale": k.scale, "v_scale": v.scale}

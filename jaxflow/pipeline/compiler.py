@@ -67,7 +67,7 @@ def compile_plan(
     def forward(c: Context, weights: Weights, kv: list[KV], batch: Batch) -> tuple[Array, Array, list[KV]]:
         if batch.num_tokens != plan.tokens:
             raise PlanError(plan.name, f"a batch of {batch.num_tokens} tokens in a plan for {plan.tokens}")
-        c = dataclasses.replace(c, kernels=c.kernels.begun_early()) if pdl else c
+        c = dataclasses.replace(c, kernels=c.kernels.with_pdl()) if pdl else c
         trace = _StepTrace(
             dataclasses.replace(c, copies=plan.sums == "copies"), weights, list(kv), batch, reads
         )

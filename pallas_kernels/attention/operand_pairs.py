@@ -1,9 +1,7 @@
-"""Operands of 8 bits for wgmma: a number that needs more bits takes a pair of columns, the number rounded and
-what rounding left.
+"""8-bit wgmma operands with 16-bit precision: a pair of columns holds a number and its rounding error.
 
-Where the keys and values of a cache have 8 bits, so must the queries and the softmax's weights that they are
-multiplied with. wgmma's N is at least 8 while a group often has 4 query heads, so the second column is nearly
-free, and the product keeps bfloat16's 8 bits or more.
+With 8-bit keys and values, wgmma needs 8-bit queries and softmax weights. wgmma's N is at least 8, and a group
+often has 4 query heads, so the second column costs almost nothing. The product keeps at least bfloat16's 8 bits.
 """
 
 import jax.numpy as jnp
@@ -13,14 +11,13 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
 E4M3 = jnp.float8_e4m3fn
-REST = (
-    16.0  # what rounding to 4 bits left is at most 1/16 of a number, so it may be written 16 times as large
-)
+REST = 16.0  # scale of the rounding error, which is at most 1/16 of the number
 
 
 def split(x):
-    """Pairs of equal columns of x [M, 2n] float32, |x| <= 448, as e4m3: the even one x rounded, the odd one
-    REST times what that left.
+    """Return e4m3 pairs for x [M, 2n] float32 with equal columns in each pair and |x| <= 448.
+
+    The even column is x rounded. The odd column is the rounding error times REST.
     """
     column = plgpu.broadcasted_iota(jnp.int32, x.shape, 1, layout=plgpu.Layout.WGMMA)
     left = (x - x.astype(E4M3).astype(jnp.float32)) * REST
@@ -28,8 +25,9 @@ def split(x):
 
 
 def joined(x, interpret: bool):
-    """Pairs of columns of x [M, 2n] float32 in WGMMA's layout, where a thread holds both: even + odd / REST,
-    in both columns.
+    """Return even + odd / REST in both columns of each pair of x [M, 2n] float32 in WGMMA's layout.
+
+    A thread holds both columns of a pair.
     """
     if interpret:
         pairs = x.reshape(x.shape[0], -1, 2)

@@ -1,4 +1,4 @@
-"""What the attention kernels over paged keys and values share: the form of the pages, and what they take."""
+"""Checks, constants and masks of the attention kernels over paged keys and values."""
 
 import jax
 import jax.numpy as jnp
@@ -7,70 +7,61 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.layouts import LOG2E
 
-PAGE = 64  # tokens
-LOWEST = (
-    -1e30
-)  # below any score: a running maximum starts here, so that a masked score (-inf) never meets another -inf
-# below any sum of weights but that of a row all of whose scores are -inf: divided by this, its output is 0
-# and not NaN
-LEAST = 1e-30
+PAGE = 64  # tokens in a page
+LOWEST = -1e30  # start of a running maximum: finite, because -inf minus a masked score's -inf is NaN
+LEAST = 1e-30  # lower bound of a divisor: a row with only -inf scores gets the output 0 and not NaN
 
 
 def check_pages(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, kinds: tuple) -> None:
-    """Raises ValueError for queries [_, N, H] and pages [P, K, 64, H] (values of 8 bits: [P, K, H, 64]) that
-    a kernel does not take.
+    """Check queries [_, N, H] and pages [P, K, 64, H] (8-bit values: [P, K, H, 64]) against the kernels' limits.
 
-    kinds: the dtypes of pages that it takes.
+    kinds: accepted dtypes of the pages. Raises: ValueError.
     """
     (_, n, h), (p, kv, s, width) = q.shape, k_pages.shape
     if h not in (64, 128, 256) or width != h:
-        raise ValueError(f"head width {h} (pages: {width}): 64, 128 or 256, the same in both")
+        raise ValueError(f"head width {h} (pages: {width}): accepted are 64, 128 or 256, the same in both")
     dtypes = [x.dtype for x in (q, k_pages, v_pages)]
     if q.dtype != jnp.bfloat16 or k_pages.dtype != v_pages.dtype or k_pages.dtype not in kinds:
-        said = "queries bfloat16, keys and values both " + " or both ".join(
-            jnp.dtype(kind).name for kind in kinds
-        )
-        raise ValueError(f"dtypes {', '.join(map(str, dtypes))}: {said}")
-    turned = k_pages.dtype != jnp.bfloat16
-    if s != PAGE or v_pages.shape != ((p, kv, h, s) if turned else (p, kv, s, h)):
-        said = (
-            f"[P, K, {PAGE}, H] and [P, K, H, {PAGE}]" if turned else f"[P, K, {PAGE}, H], the same for both"
-        )
-        raise ValueError(f"pages {k_pages.shape} and {v_pages.shape}: {said}")
+        names = " or both ".join(jnp.dtype(kind).name for kind in kinds)
+        accepted = f"accepted are bfloat16 queries, and keys and values both {names}"
+        raise ValueError(f"dtypes {', '.join(map(str, dtypes))}: {accepted}")
+    transposed = k_pages.dtype != jnp.bfloat16
+    if s != PAGE or v_pages.shape != ((p, kv, h, s) if transposed else (p, kv, s, h)):
+        accepted = f"[P, K, {PAGE}, H] " + (f"and [P, K, H, {PAGE}]" if transposed else "for both")
+        raise ValueError(f"pages {k_pages.shape} and {v_pages.shape}: accepted are {accepted}")
     if n % kv or not 1 <= n // kv <= 16:
-        raise ValueError(f"{n} query heads over {kv} KV heads: 1 to 16 a KV head")
+        raise ValueError(f"{n} query heads over {kv} KV heads: accepted are 1 to 16 for each KV head")
 
 
 def check_scales(k_pages: jax.Array, k_scale: jax.Array | None, v_scale: jax.Array | None) -> None:
-    """Raises ValueError for scales that a cache of this dtype does not have."""
+    """Check the scales against the dtype of the cache. Raises: ValueError."""
     p, kv, s, _ = k_pages.shape
-    wanted = {"bfloat16": (None,), "float8_e4m3fn": (None, (kv,)), "int8": ((p, kv, s),)}[k_pages.dtype.name]
+    accepted = {"bfloat16": (None,), "float8_e4m3fn": (None, (kv,)), "int8": ((p, kv, s),)}[
+        k_pages.dtype.name
+    ]
     for name, x in {"k_scale": k_scale, "v_scale": v_scale}.items():
-        if (None if x is None else x.shape) not in wanted:
-            said = (
-                f"[{kv}], one a head, for a cache of float8_e4m3fn, {[p, kv, s]} for one of int8, and "
-                f"None for one of bfloat16"
+        if (None if x is None else x.shape) not in accepted:
+            raise ValueError(
+                f"{name} {None if x is None else x.shape}: accepted are [{kv}] for a cache of float8_e4m3fn, "
+                f"{[p, kv, s]} for int8, and None for bfloat16"
             )
-            raise ValueError(f"{name} {None if x is None else x.shape}: {said}")
 
 
-def check_unified(unified: jax.Array | None) -> None:
-    """Raises ValueError for what is no unified maximum: φ and its bound."""
-    if unified is not None and unified.shape != (2,):
-        raise ValueError(f"unified {list(unified.shape)}: [2], phi and bound")
+def check_unified_max(unified_max: jax.Array | None) -> None:
+    """Check the unified max value and its bound, [phi, bound]. Raises: ValueError."""
+    if unified_max is not None and unified_max.shape != (2,):
+        raise ValueError(f"unified_max {list(unified_max.shape)}: accepted is [2], phi and bound")
 
 
 def flat(pages: jax.Array) -> jax.Array:
-    """[P, K, S, H] as rows [P * K * S, H]: the rows of page p and head k begin at (p * K + k) * S."""
+    """Return [P, K, S, H] as rows [P * K * S, H]; page p and head k start at row (p * K + k) * S."""
     return pages.reshape(-1, pages.shape[-1])
 
 
 def capped(score, scale: float, soft_cap: float | None):
-    """(x, factor) such that x * factor is log2(e) times the scaled, capped score. A factor may be 0 or
-    negative, as the scale may.
+    """Return (x, factor) with x * factor = log2(e) times the scaled, capped score. factor may be 0 or negative.
 
-    tanh is made of exp2: the hardware's own is good to 11 bits only, which a cap of 50 would turn into errors
-    of 0.02.
+    tanh is computed from exp2, because the hardware's tanh has only 11 bits: an error of 0.02 for a cap of 50.
     """
     if soft_cap is None:
         return score, scale * LOG2E
@@ -78,8 +69,9 @@ def capped(score, scale: float, soft_cap: float | None):
 
 
 def blank(values, keys, columns: int = 64) -> None:
-    """Zeroes rows `keys` and up of a page of values [64, H] in shared memory: what nobody wrote may be NaN,
-    and 0 · NaN is NaN.
+    """Set rows `keys` and up of a page of values [64, H] in shared memory to zero.
+
+    Unwritten memory may hold NaN, and 0 · NaN is NaN.
     """
     for column in range(0, values.shape[1], columns):
         part = values.at[:, pl.ds(column, columns)]
@@ -89,7 +81,7 @@ def blank(values, keys, columns: int = 64) -> None:
 
 
 def blank_8(values, keys) -> None:
-    """The same for a page of 8-bit values [H, 64], whose columns are keys."""
+    """Set columns `keys` and up of a page of 8-bit values [H, 64] in shared memory to zero (see `blank`)."""
     layout = plgpu.Layout.WGMMA_8BIT
     for row in range(0, values.shape[0], 64):
         part = values.at[pl.ds(row, 64)]

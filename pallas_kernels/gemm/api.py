@@ -1,7 +1,7 @@
 """The op `gemm` of a kernel set: one callable for every dense product, which picks a kernel by dtype and
 shape when it is traced.
 
-Which kernels take a product is a matter of their limits (`takers`); which of those is fastest was measured
+Which kernels take a product is a matter of their limits (`eligible_kernels`); which of those is fastest was measured
 (`table`).
 """
 
@@ -19,7 +19,7 @@ from pallas_kernels.gemm.flat.tiles import FlatTile
 from pallas_kernels.gemm.tuned_table import Choice, Shape, Table
 from pallas_kernels.quantized import Int4, Quantized
 
-_EARLY = ("flat", "fp8_flat")  # can begin before the kernel before them has ended
+_WITH_PDL = ("flat", "fp8_flat")  # can begin before the kernel before them has ended
 _ROWS = tuple(2**i for i in range(14))  # at which a choice is told
 
 
@@ -88,7 +88,7 @@ def product_of(shape: Shape, rows: int, out_dtype: str | None = None) -> Product
     return Product(rows, shape, activations, out_dtype or (activations if shape.gate_block else "bfloat16"))
 
 
-def takers(p: Product, card: Card | None = None) -> tuple[str, ...]:
+def eligible_kernels(p: Product, card: Card | None = None) -> tuple[str, ...]:
     """The kernels that take a product on Hopper, the likely fastest first. XLA takes any, but always the
     whole GPU.
     """
@@ -141,11 +141,11 @@ class HopperGemm:
     """`reference.gemm` by the fastest kernel for the shape: a table's choice, or the first taker where the
     table has none.
 
-    early: those that can begin before the kernel before them has ended.
+    pdl: those that can begin before the kernel before them has ended.
     """
 
     table: Table
-    early: bool = False
+    pdl: bool = False
 
     def choose(self, p: Product) -> Choice:
         """The kernel of a product. The table's rules are of results that stay in a layer: none is of the
@@ -153,7 +153,7 @@ class HopperGemm:
 
         Their tiles are of a whole GPU: beside another kernel the SMs may be fewer than a tile's cluster.
         """
-        can = takers(p, card_of(self.table.device))
+        can = eligible_kernels(p, card_of(self.table.device))
         choice = None if p.out_dtype == "float32" else self.table.choose(p.shape, p.rows)
         if not choice or choice.kernel not in can:
             return Choice(p.rows, can[0])
@@ -187,7 +187,7 @@ class HopperGemm:
         settings |= {"out_dtype": jnp.dtype(out_dtype)} if out_dtype is not None else {}
         settings |= {"sms": sms} if sms is not None else {}
         choice = self.choose(p)
-        settings |= {"early": True} if self.early and choice.kernel in _EARLY else {}
+        settings |= {"pdl": True} if self.pdl and choice.kernel in _WITH_PDL else {}
         return kernel(choice)(x, w, bias, **settings)
 
 

@@ -94,25 +94,25 @@ class Table:
         """
         nearest = min(self.rules, key=lambda rule: rule.shape.distance(shape), default=None)
         if nearest is None:
-            _say_once(f"no table of tuned products for {self.device or 'this device'}; {UNTUNED}")
+            _warn_once(f"no table of tuned products for {self.device or 'this device'}; {UNTUNED}")
             return None
         name = f"[{shape.n}, {shape.k}] {shape.weights} on {self.device}"
         if nearest.shape.distance(shape) > FARTHEST:
-            _say_once(f"no tuned rule near {name}; {UNTUNED}")
+            _warn_once(f"no tuned rule near {name}; {UNTUNED}")
             return None
         choice = nearest.choose(rows)
         if nearest.shape == shape:
             return choice
         # Only N and K are told of the nearest: it is of the same kind (`Shape.distance`). What is fast for it
         # may be slow for this one.
-        _say_once(
+        _warn_once(
             f"no tuned rule for {name}; the nearest is taken, of [{nearest.shape.n}, {nearest.shape.k}]"
         )
         return dataclasses.replace(choice, tile=())
 
 
 @functools.cache
-def _say_once(line: str) -> None:
+def _warn_once(line: str) -> None:
     log.warning("kernels: %s", line)
 
 

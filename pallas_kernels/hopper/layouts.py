@@ -41,11 +41,9 @@ def swizzled(dtype, columns: int | None = None) -> tuple:
 
 
 def store_transposed(value, ref, interpret: bool) -> None:
-    """ref[...] = value.T for a value [M, N] of 8 bits in WGMMA's layout and a tiled, swizzled ref [N, M] in
-    shared memory.
+    """Store ref[...] = value.T for a value [M, N] of 8 bits in WGMMA's layout and a swizzled ref [N, M] in shared memory.
 
-    Pallas stores 8-bit values along a row only; here each thread writes its bytes where the swizzle puts
-    them.
+    Pallas stores 8-bit values along a row only. Here each thread writes its bytes to their swizzled addresses.
     """
     if interpret:
         ref.transpose((1, 0))[...] = value
@@ -60,8 +58,8 @@ def store_transposed(value, ref, interpret: bool) -> None:
 
         def put(byte, at):
             m, n = (arith.index_cast(i32, x) for x in at)
-            # Tiles of 8 rows of `swizzle` bytes; within one, 16-byte chunks change places by the 128-byte
-            # line that they are in.
+            # A tile has 8 rows of `swizzle` bytes. The swizzle permutes 16-byte chunks by the number of
+            # their 128-byte line.
             width = value.shape[0]
             inside, tile = arith.remui(m, number(swizzle)), arith.divui(m, number(swizzle))
             row, line = arith.remui(n, number(8)), arith.divui(n, number(8))
@@ -82,7 +80,7 @@ def store_transposed(value, ref, interpret: bool) -> None:
 
 
 def _as_bytes(registers):
-    """The same registers, of vectors of 8-bit integers."""
+    """Return the registers as vectors of 8-bit integers."""
     new = registers.copy()
     for at in range(new.size):
         (length,) = ir.VectorType(new.flat[at].type).shape

@@ -1,26 +1,26 @@
-"""Kernels that begin before the one before them has ended: CUDA's programmatic dependent launch, for kernels
-launched one by one.
+"""Programmatic dependent launch (PDL): a kernel starts before the previous kernel of its stream has ended.
 
-A kernel that waits for the last one may be launched as soon as every CTA of that one has said `launch_next`.
-Before it has waited it reads only what is constant, a product's weight, and writes nothing. All that let
-others begin wait for the last one themselves, so a kernel that has waited comes after everything that was
-issued before it. Bits do not change.
+CUDA launches a kernel that calls `wait_for_last` as soon as every CTA of the previous kernel has called
+`launch_next`. Before this wait the kernel reads only constants, such as a weight, and writes nothing. Every kernel
+that calls `launch_next` also calls `wait_for_last`, so a kernel that has waited follows all earlier kernels.
+Results do not change.
 
-In a CUDA graph, where XLA records each kernel as a graph of its own, it makes no difference.
+PDL has no effect inside a CUDA graph, because XLA records each kernel as a separate graph.
 """
 
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 
-def launch_next(early: bool) -> None:
-    """In a kernel: the next one may be launched, when this CTA is the last to say so or to end."""
-    if early:
+def launch_next(pdl: bool) -> None:
+    """Allow the launch of the next kernel once every CTA of this kernel has called this function or ended."""
+    if pdl:
         plgpu.griddepcontrol_launch_dependents()
 
 
-def wait_for_last(early: bool) -> None:
-    """In a kernel, by every thread that reads what others wrote, or writes: waits until the kernel before has
-    ended.
+def wait_for_last(pdl: bool) -> None:
+    """Wait until the previous kernel has ended.
+
+    Every thread that reads another kernel's results, or writes, must call this function.
     """
-    if early:
+    if pdl:
         plgpu.griddepcontrol_wait()

@@ -1,9 +1,7 @@
-"""Keeps Mosaic from asking ptxas for its version, by a process of its own, at every cast from or to eight
-bits or fewer.
+"""A cache for the version of ptxas that Mosaic asks for while it lowers kernels.
 
-That was a quarter to a third of the time that lowering a step's kernels took, some fifty processes a program
-(jax 0.11). The answer cannot change while a process runs. Where JAX has no such function any more, there is
-nothing to do.
+Mosaic (JAX 0.11) starts a process for this query at every cast from or to 8 bits or fewer: about fifty processes a
+program, a quarter to a third of the lowering time of a step's kernels.
 """
 
 import functools
@@ -13,8 +11,8 @@ from jax.experimental.mosaic.gpu import fragmented_array
 _NAME = "_get_ptxas_isa_version"
 
 
-def ask_once() -> None:
-    """Remembers the first answer for the whole process."""
+def cache_version() -> None:
+    """Cache the first answer for the life of this process. Do nothing if JAX has no such query."""
     extension = getattr(getattr(fragmented_array, "mgpu_lib", None), "_mosaic_gpu_ext", None)
     ask = getattr(extension, _NAME, None)
     if ask is not None and not hasattr(ask, "cache_info"):

@@ -20,7 +20,7 @@ Rows = list[dict[str, Any]]
 Part = Callable[[Rows, tuple[int, int], float], None]
 
 
-def say(rows: Rows, **row: Any) -> None:
+def record(rows: Rows, **row: Any) -> None:
     """Record a row and print it as one line. ok: any type with a truth value, for example numpy's bool."""
     row |= {"ok": bool(row["ok"])} if "ok" in row else {}
     rows.append(row)

@@ -18,7 +18,7 @@ import numpy as np
 
 from pallas_kernels.measure import script
 from pallas_kernels.measure.inputs import poison_memory
-from pallas_kernels.measure.script import say
+from pallas_kernels.measure.script import record
 from pallas_kernels.measure.timing import interleaved
 from pallas_kernels.pointwise.norm import reference as norm_reference
 from pallas_kernels.pointwise.norm.api import add_norm
@@ -75,7 +75,7 @@ def check_norm(rows, rng, tokens, width, adds, centres, quantizes, sms=None):
         *args, **other
     )  # rounded at the same points as the kernel: the same bits
     ok = bool((total == summed).all()) and err < TOLERANCE[kind]
-    say(
+    record(
         rows,
         what="check add_norm",
         ok=ok,
@@ -102,7 +102,7 @@ def check_quantize(rows, rng, tokens, width):
     ok = (
         bool((got.scale == want.scale).all()) and steps.max() <= 1 and (steps > 0).mean() < 0.01
     )  # 1 / scale rounds once more
-    say(rows, what="check quantize_rows", ok=ok, off=float((steps > 0).mean()), t=tokens, d=width)
+    record(rows, what="check quantize_rows", ok=ok, off=float((steps > 0).mean()), t=tokens, d=width)
 
 
 def random_cache(rng, dtype, pages, kv, h):
@@ -149,7 +149,7 @@ def check_rope(rows, rng, tokens, kv, group, h, dtype, normed=False, sms=None, t
     errors = [error(a, b) for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)]
     ok = same and errors[0] < TOLERANCE["bfloat16"] and np.max(errors[1:]) < TOLERANCE[jnp.dtype(dtype).name]
     name = jnp.dtype(dtype).name
-    say(
+    record(
         rows,
         what="check rope_append",
         ok=ok,
@@ -184,7 +184,7 @@ def check_limits(rows, rng, count, columns, sigma):
     off = int(
         np.abs(kept[0] - kept[1]).max()
     )  # a sum that meets its target within rounding may keep one token more or less
-    say(rows, what="check token_limits", ok=off <= 2, off=off, r=count, v=columns, sigma=sigma)
+    record(rows, what="check token_limits", ok=off <= 2, off=off, r=count, v=columns, sigma=sigma)
 
 
 def last_rows(x: jax.Array, count: int) -> jax.Array:
@@ -202,7 +202,7 @@ def check_far_rows(rows, rng, kernel, tokens=2**19 + 8, width=4096, last=64):
     got = jax.tree.map(lambda a: last_rows(a, last), run(*args))
     want = run(*(last_rows(a, last) for a in args))
     same = all(bool((a == b).all()) for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True))
-    say(rows, what=f"check {kernel.__name__}, far offsets", ok=same, same_bits=same, elements=x.size)
+    record(rows, what=f"check {kernel.__name__}, far offsets", ok=same, same_bits=same, elements=x.size)
 
 
 def check_far_pages(rows, rng, dtype, tokens=100, kv=8, group=4, h=128):
@@ -228,7 +228,7 @@ def check_far_pages(rows, rng, dtype, tokens=100, kv=8, group=4, h=128):
     pairs = zip(jax.tree.leaves((q, ends)), jax.tree.leaves((want_q, near)), strict=True)
     same = all(bool((a == b).all()) for a, b in pairs)
     size = max(leaf.size for leaf in jax.tree.leaves(far))
-    say(
+    record(
         rows,
         what="check rope_append, far offsets",
         ok=same,
@@ -292,7 +292,7 @@ def checks(rows, share=(0, 1)):
 
 def timed(rows, seconds, ways, calls, moved, **case):
     for name, t in interleaved(ways, calls=calls, seconds=seconds).items():
-        say(rows, what=name, tbs=moved / t.us / 1e6, **case, **dataclasses.asdict(t))
+        record(rows, what=name, tbs=moved / t.us / 1e6, **case, **dataclasses.asdict(t))
 
 
 def time_norm(rows, seconds, tokens, width=4096, quantizes=False):

@@ -143,7 +143,7 @@ def decode_attention(
     soft_cap: float | None = None,
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
-    unified: jax.Array | None = None,
+    unified_max: jax.Array | None = None,
     sms: int | None = None,
     work: DecodeWork | None = None,
     into: jax.Array | None = None,
@@ -155,7 +155,7 @@ def decode_attention(
       q: [T, N, H] bfloat16, float16 or float32, H a power of two from 16; N / K from 1 to 16. Its first B
       rows are the sequences'. k_pages, v_pages: [P, K, 64, H], of q's dtype; places that no token wrote are
       not read. page_table: [B, MP] int32. lengths: [B] int32, 0 skips the row. k_scale, v_scale: only None:
-      the caches of few bits are the Hopper kernels'. unified: not needed here: the running maximum gives the
+      the caches of few bits are the Hopper kernels'. unified_max: not needed here: the running maximum gives the
       same result. sms: multiprocessors to fill; None: all of this device. work: `decode_work(lengths, K, 4 *
       sms, window)`, shared between layers. into: [T, N, H], the results of rows without keys, and from B on;
       None: 0. capability: compute capability to compile for, as 80; None: this device's.

@@ -19,7 +19,7 @@ from pallas_kernels.attention.decode.gpu_check import exact, queries
 from pallas_kernels.gemm import reference as gemm_reference
 from pallas_kernels.measure import script
 from pallas_kernels.measure.inputs import error, page_tables, poison, poison_memory, random_pages
-from pallas_kernels.measure.script import say
+from pallas_kernels.measure.script import record
 from pallas_kernels.measure.timing import sustained
 from pallas_kernels.triton.decode_attention import decode_attention
 from pallas_kernels.triton.flat_gemm import Tile, flat_gemm
@@ -40,7 +40,7 @@ def check_decode(rows, rng, lengths, n, kv, h, **kw):
     got, again = run(q, k, v, table, lengths), run(q, k, v, table, lengths)
     err = error(got, exact(decode_reference.decode_attention, q, k, v, table, lengths, scale=h**-0.5, **kw))
     same = bool((got == again).all())
-    say(
+    record(
         rows,
         what="check decode",
         ok=err < TOLERANCE and same,
@@ -62,7 +62,7 @@ def check_gemm(rows, rng, m, n, k, **tile):
     poison_memory(jax.eval_shape(run, x, w))
     got = run(x, w)
     err, same = error(got, want), bool((got == run(x, w)).all())
-    say(
+    record(
         rows, what="check gemm", ok=err < TOLERANCE and same, error=err, same_bits=same, m=m, n=n, k=k, **tile
     )
 
@@ -110,7 +110,7 @@ def time_decode(rows, name, lengths, n=32, kv=8, h=128, caches=3, layers=16, sec
         calls=layers,
         seconds=seconds,
     )
-    say(rows, what="decode", case=name, tbs=float(sum(lengths)) * kv * h * 4 / t["us"] / 1e6, **t)
+    record(rows, what="decode", case=name, tbs=float(sum(lengths)) * kv * h * 4 / t["us"] / 1e6, **t)
 
 
 def time_gemm(rows, m, n, k, tiles, seconds=0.5):
@@ -129,7 +129,7 @@ def time_gemm(rows, m, n, k, tiles, seconds=0.5):
             calls=copies,
             seconds=seconds,
         )
-        say(rows, what="gemm", m=m, n=n, k=k, way=name, tbs=n * k * 2 / t["us"] / 1e6, **t)
+        record(rows, what="gemm", m=m, n=n, k=k, way=name, tbs=n * k * 2 / t["us"] / 1e6, **t)
 
 
 def decodes(rows, _, seconds):

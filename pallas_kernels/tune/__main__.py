@@ -44,7 +44,7 @@ import jax.numpy as jnp
 from tqdm import tqdm
 
 from pallas_kernels.gemm import tuned_table as table
-from pallas_kernels.gemm.api import Product, kernel, product_of, takers
+from pallas_kernels.gemm.api import Product, eligible_kernels, kernel, product_of
 from pallas_kernels.gemm.flat.tiles import filled
 from pallas_kernels.gemm.int4.reference import quantize_int4
 from pallas_kernels.gemm.tuned_table import Choice, Shape
@@ -53,7 +53,7 @@ from pallas_kernels.measure.script import check_file, parse_share
 from pallas_kernels.measure.timing import interleaved, looped
 from pallas_kernels.quantized import BLOCK, Quantized
 from pallas_kernels.tune.rules import label, merge, merged, missing, read, rival, rule_of, write
-from pallas_kernels.tune.shapes import parse_shape, shapes_of, told
+from pallas_kernels.tune.shapes import format_shape, parse_shape, shapes_of
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 ROTATED = 240 << 20  # bytes of weights that a program walks through: four times the L2
@@ -169,7 +169,7 @@ def measure(
     wanted = [
         (p, Choice(p.rows, name, tile))
         for p in products
-        for name in takers(p)
+        for name in eligible_kernels(p)
         for tile in tiles(name, p, others)
     ]
 
@@ -208,7 +208,7 @@ def _measured(
         failed = {label(choice): program for choice, program in programs.items() if isinstance(program, str)}
         if not us:
             raise NoWay(
-                f"{told(shape)}, {p.rows} rows: no kernel's program could be made, nor XLA's "
+                f"{format_shape(shape)}, {p.rows} rows: no kernel's program could be made, nor XLA's "
                 f"({next(iter(failed.values()))})"
             )
         measured.append(
@@ -301,7 +301,7 @@ def main() -> None:
             if (
                 args.time_limit_s is not None and began - start + took > args.time_limit_s
             ):  # as long as the longest so far
-                left_out.append(told(shape))
+                left_out.append(format_shape(shape))
                 continue
             try:
                 rule = measure(

@@ -58,7 +58,7 @@ def parse_shape(text: str, weights: str) -> Shape:
     )
 
 
-def told(shape: Shape) -> str:
+def format_shape(shape: Shape) -> str:
     """A shape as `parse_shape` reads it."""
     return (
         f"{shape.k}x{shape.n}"

@@ -17,7 +17,7 @@ from jaxflow.model.cost import DEVICES
 from pallas_kernels import kernel_set
 from pallas_kernels.gemm import api as gemm
 from pallas_kernels.gemm import reference
-from pallas_kernels.gemm.api import HopperGemm, Product, product_of, takers
+from pallas_kernels.gemm.api import HopperGemm, Product, eligible_kernels, product_of
 from pallas_kernels.gemm.tuned_table import Choice, Rule, Shape, Table
 from pallas_kernels.kernel_set import KERNELS, Fallback, KernelSet, kernel_set_for
 from pallas_kernels.quantized import Int4, Quantized
@@ -40,8 +40,8 @@ FLOAT32 = {"dtype": "float32", "kv_dtype": "float32"}
 PAGED = ("rope_append", "decode_attention", "chunk_attention")
 OPS = (*PAGED, "add_norm", "token_limits", "quantize_rows", "grouped_gemm")
 MOSAIC = dict.fromkeys(OPS, "mosaic")
-TWINS = dict.fromkeys(OPS, "reference")
-TRITON = TWINS | {"decode_attention": "triton"}
+REFERENCES = dict.fromkeys(OPS, "reference")
+TRITON = REFERENCES | {"decode_attention": "triton"}
 
 
 def of(model: str, platform: str, capability: str, **changes) -> KernelSet:
@@ -269,8 +269,8 @@ def test_every_op_is_a_kernel_or_says_why_not(capability, change):
     kernels = of("llama-3.1-8b", "gpu", capability, **change)
     why = {fallback.op for fallback in kernels.fallbacks}
     has = {"gemm", *OPS} if capability == "9.0" else {"gemm", "decode_attention"}
-    assert set(kernels.own) | why == has and not set(kernels.own) & why
-    assert set(kernels.own) - {"gemm"} == {
+    assert set(kernels.kernel_ops) | why == has and not set(kernels.kernel_ops) & why
+    assert set(kernels.kernel_ops) - {"gemm"} == {
         op for op, place in places(kernels).items() if place != "reference"
     }
     values = {
@@ -351,7 +351,7 @@ PRODUCTS = [
 
 @pytest.mark.parametrize(("p", "expected"), PRODUCTS)
 def test_which_kernels_take_a_product(p, expected):
-    assert takers(p) == expected
+    assert eligible_kernels(p) == expected
 
 
 def test_a_product_is_known_by_its_arguments():
@@ -468,7 +468,7 @@ def test_what_is_said_to_take_a_product_takes_it(rows, n, k, kind, gate_block, o
     p = Product(rows, Shape(n, k, weights, gate_block), activations, out_dtype, bounded)
     assume((k % 64 == 0 or weights != "int4") and (gate_block == 0 or n % (2 * gate_block) == 0))
     x, w, behind = operands(p)
-    for name in takers(p):
+    for name in eligible_kernels(p):
         out = jax.eval_shape(lambda x, w, name=name: gemm.kernel(Choice(rows, name))(x, w, **behind), x, w)
         assert out.shape == (rows, n // 2 if gate_block else n)
         assert (out.values if isinstance(out, Quantized) else out).dtype == out_dtype

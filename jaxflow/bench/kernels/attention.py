@@ -96,7 +96,7 @@ def _decode(lengths: Sequence[int], kinds: Sequence[str]):
             rival = {"jax": jax_paged, "cudnn": cudnn_paged}[kind](table, np.asarray(lengths), H)
             implementations[kind] = Implementation(functools.partial(rival, qs, cache), calls, read, keys)
             continue
-        settings: dict[str, Any] = {"unified": jnp.asarray(PHI, jnp.float32)} if "unified" in kind else {}
+        settings: dict[str, Any] = {"unified_max": jnp.asarray(PHI, jnp.float32)} if "unified" in kind else {}
         if "fp8" in kind:
             settings |= {"k_scale": jnp.ones(K, jnp.float32), "v_scale": jnp.ones(K, jnp.float32)}
         kernel = {"triton": _before_hopper, "int8": lambda: _int8(decode_attention)}.get(
@@ -146,7 +146,7 @@ def _chunk(chunks, kinds: Sequence[str]):
         if kind == "cudnn":
             implementations[kind] = _cudnn(len(chunks), chunks[0][1], chunks[0][3], len(qs))
             continue
-        settings: dict[str, Any] = {"unified": jnp.asarray(PHI, jnp.float32)} if kind == "unified" else {}
+        settings: dict[str, Any] = {"unified_max": jnp.asarray(PHI, jnp.float32)} if kind == "unified" else {}
         if kind == "fp8":
             settings |= {"k_scale": jnp.ones(K, jnp.float32), "v_scale": jnp.ones(K, jnp.float32)}
         kernel = _int8(chunk_attention) if kind == "int8" else chunk_attention

@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.attention.chunk import int8 as chunk_int8
 from pallas_kernels.attention.chunk.rows import HALF, MARKS, MOST, WIDTH, Rows, attend_rows, store_rows
 from pallas_kernels.attention.chunk.work_list import ChunkWork, chunk_work
-from pallas_kernels.attention.paged import PAGE, check_pages, check_scales, check_unified, flat
+from pallas_kernels.attention.paged import PAGE, check_pages, check_scales, check_unified_max, flat
 from pallas_kernels.attention.tiles import ChunkTile, chunk_tile, int8_chunk_tile
 from pallas_kernels.hopper.layouts import LANE, pad_rows, swizzled
 from pallas_kernels.hopper.limits import sms_of
@@ -38,7 +38,7 @@ def chunk_attention(
     soft_cap: float | None = None,
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
-    unified: jax.Array | None = None,
+    unified_max: jax.Array | None = None,
     sms: int | None = None,
     tile: ChunkTile | None = None,
     work: ChunkWork | None = None,
@@ -60,7 +60,7 @@ def chunk_attention(
       k_scale, v_scale: float32, what keys and values of 8 bits are multiplied with: of float8 [K], one a
       head, or None, 1; of int8
         [P, K, 64], one a token and head.
-      unified: [2] float32, φ and bound: weights are exp(score - φ) (FlashDecoding++Next §3), and a tile with
+      unified_max: [2] float32, φ and bound: weights are exp(score - φ) (FlashDecoding++Next §3), and a tile with
       a row whose weights' sum is
         not within exp(±bound) begins anew with the running maximum. None: each row's maximum over its first
         block stands for φ. A cache of e4m3 always uses the running maximum, since its weights are e4m3, which
@@ -73,11 +73,11 @@ def chunk_attention(
     Raises:
       ValueError: for a shape, dtype or sms that the kernel does not take.
     """
-    (t, n, h), kv, eight = q.shape, k_pages.shape[1], k_pages.dtype == jnp.float8_e4m3fn
+    (t, n, h), kv, e4m3 = q.shape, k_pages.shape[1], k_pages.dtype == jnp.float8_e4m3fn
     int8 = k_pages.dtype == jnp.int8
     check_pages(q, k_pages, v_pages, (jnp.bfloat16, jnp.float8_e4m3fn, jnp.int8))
     check_scales(k_pages, k_scale, v_scale)
-    check_unified(unified)
+    check_unified_max(unified_max)
     if int8 and h > 128:
         raise ValueError(f"head width {h} of a cache of int8: 64 or 128")
     if page_table.ndim != 2 or chunks.ndim != 2 or chunks.shape[1] != 4:
@@ -93,14 +93,14 @@ def chunk_attention(
         scale=scale,
         window=window,
         soft_cap=soft_cap,
-        eight=eight,
+        e4m3=e4m3,
         int8=int8,
-        unified=unified is not None,
+        unified_max=unified_max is not None,
         interpret=interpret is not None,
     )
     rounds = -(-work.tiles.shape[0] * n // sms)
     one = np.ones((kv,), np.float32)  # constants of the program; jnp's would be kernels
-    scalars = [(k_scale, one), (v_scale, one), (unified, np.asarray([0.0, MOST], np.float32))]
+    scalars = [(k_scale, one), (v_scale, one), (unified_max, np.asarray([0.0, MOST], np.float32))]
     scalars = [
         default if x is None else x.reshape(-1, PAGE) if x.ndim == 3 else x.astype(jnp.float32)
         for x, default in scalars
@@ -134,7 +134,7 @@ def list_chunk_work(
 
 def _scratch(rows: Rows, h: int, dtype, rounds: int) -> dict:
     tile, pages = rows.tile, rows.tile.keys // PAGE
-    if rows.eight:
+    if rows.e4m3:
         wide, turned = swizzled(dtype, min(h, 128)), swizzled(dtype, PAGE)
         ring = {
             "k_s": plgpu.SMEM((tile.stages, tile.keys, h), dtype, transforms=wide),
@@ -220,7 +220,7 @@ def _attend(
             _copy_item, q_ref, k_ref, v_ref, table_ref, (k_scale_ref, v_scale_ref), scratch, rows, kv
         )
         done, steps = for_items(visit, (jnp.int32(0), jnp.int32(0)))
-        if not rows.eight:
+        if not rows.e4m3:
             plgpu.barrier_wait(scratch["decided"])
             done, steps = for_marked(visit, (done, steps))
         _wait_for_all(done, rows.tile.queries, scratch["q_empty"])
@@ -240,11 +240,11 @@ def _attend(
 
         # before the gaps, in which a warpgroup waits for all its warps: none may mark what another has yet to
         # clear
-        if not rows.eight:
+        if not rows.e4m3:
             _clear_marks(scratch["again"], wg, jnp.minimum(rounds, MARKS))
         _fill_gaps(gaps_ref, count_ref[1], scratch["o_s"].at[wg, 0], o_ref, cta * 2 + wg, sms * 2)
-        carry = for_items(functools.partial(visit, running=rows.eight), (jnp.int32(0), jnp.int32(0)))
-        if not rows.eight:
+        carry = for_items(functools.partial(visit, running=rows.e4m3), (jnp.int32(0), jnp.int32(0)))
+        if not rows.e4m3:
             plgpu.barrier_arrive(scratch["decided"])
             plgpu.barrier_wait(scratch["decided"])
             for_marked(functools.partial(visit, running=True), carry)
@@ -306,7 +306,7 @@ def _copy_item(
         def _():
             bring(k_ref, k_s, scratch["k_full"], scratch["k_empty"], PAGE, step + 1, following)
 
-        bring(v_ref, v_s, scratch["v_full"], scratch["v_empty"], h if rows.eight else PAGE, step, ids)
+        bring(v_ref, v_s, scratch["v_full"], scratch["v_empty"], h if rows.e4m3 else PAGE, step, ids)
         return step + 1, following, then
 
     if rows.int8:

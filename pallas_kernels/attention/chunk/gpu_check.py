@@ -20,7 +20,7 @@ from pallas_kernels.attention.decode.gpu_check import exact, queries
 from pallas_kernels.attention.tiles import chunk_tile
 from pallas_kernels.measure import script
 from pallas_kernels.measure.inputs import error, page_tables, poison, poison_memory, quantized, random_pages
-from pallas_kernels.measure.script import say
+from pallas_kernels.measure.script import record
 from pallas_kernels.measure.timing import sustained
 
 TOLERANCE = {
@@ -78,7 +78,7 @@ def check(
     dtype="bfloat16",
     size=1.0,
     spare=0,
-    unified=None,
+    unified_max=None,
     sms=None,
     scale=None,
     least=False,
@@ -100,8 +100,8 @@ def check(
     outside = np.ones(tokens, bool)
     for first, length, *_ in chunks:
         outside[first : first + length] = False
-    if unified is not None:
-        scales["unified"] = jnp.asarray(unified, jnp.float32)
+    if unified_max is not None:
+        scales["unified_max"] = jnp.asarray(unified_max, jnp.float32)
     settings |= {"scale": h**-0.5 if scale is None else scale}
     run = jax.jit(functools.partial(chunk_attention, sms=sms, **settings))
     far = jnp.asarray(np.where((table >= 0) & (table < pages), table + spare, table))
@@ -117,13 +117,13 @@ def check(
         "heads": heads,
         "dtype": dtype,
         "size": size,
-        "unified": unified,
+        "unified_max": unified_max,
         "sms": sms,
         "spare": spare,
         "least": least,
         "silent": silent,
     }
-    say(rows, what="check chunk", ok=ok, error=err, same_bits=same, **facts, **settings)
+    record(rows, what="check chunk", ok=ok, error=err, same_bits=same, **facts, **settings)
 
 
 def random_chunks(rng, tokens, count, longest):
@@ -146,7 +146,7 @@ def checks(rows, share):
     """Run every n-th case from case i, for share (i, n), so that several processes can divide the cases."""
     rng = np.random.default_rng(time.time_ns())
     case, some = functools.partial(check, rows, rng), functools.partial(random_chunks, rng)
-    few, eight, int8 = (8, 2, 128), {"dtype": "float8_e4m3fn"}, {"dtype": "int8"}
+    few, e4m3, int8 = (8, 2, 128), {"dtype": "float8_e4m3fn"}, {"dtype": "int8"}
     shapes = [
         HEADS,
         (8, 8, 64),
@@ -162,14 +162,14 @@ def checks(rows, share):
         for heads, size in zip(shapes, [1, 4] * 4, strict=True)
     ]
     cases += [
-        functools.partial(case, some(700, 5, 900), 700, heads, **eight)
+        functools.partial(case, some(700, 5, 900), 700, heads, **e4m3)
         for heads in (HEADS, (14, 2, 64), (8, 4, 256))
     ]
     cases += [
         functools.partial(case, some(700, 5, 900), 700, heads, **int8)
         for heads in (HEADS, (14, 2, 64), (9, 3, 64))
     ]
-    for form in ({}, eight, int8):
+    for form in ({}, e4m3, int8):
         cases += [
             functools.partial(case, some(1500, 9, 3000), 1500, few, window=200, **form),
             functools.partial(case, some(1500, 9, 3000), 1500, few, window=70, **form),
@@ -201,21 +201,21 @@ def checks(rows, share):
         ]
     cases += [
         functools.partial(case, [[3, 1, 0, 0]], 8, few),
-        functools.partial(case, some(1500, 9, 3000), 1500, few, size=4, unified=(0.0, 60.0)),
+        functools.partial(case, some(1500, 9, 3000), 1500, few, size=4, unified_max=(0.0, 60.0)),
         # A row's first block must not influence the other rows: every tile starts with fresh state.
         functools.partial(case, [[5, 640, 0, 5000]], 700, few, size=300),
-        functools.partial(case, some(1500, 9, 3000), 1500, few, size=300, unified=(0.0, 60.0)),
+        functools.partial(case, some(1500, 9, 3000), 1500, few, size=300, unified_max=(0.0, 60.0)),
         *(
-            functools.partial(case, some(1500, 9, 3000), 1500, few, unified=(phi, 60.0), **int8)
+            functools.partial(case, some(1500, 9, 3000), 1500, few, unified_max=(phi, 60.0), **int8)
             for phi in (0.0, 500.0)
         ),
-        functools.partial(case, some(1500, 9, 3000), 1500, few, unified=(500.0, 60.0)),
-        functools.partial(case, some(1500, 9, 3000), 1500, few, scale=-0.05, unified=(0.0, 60.0)),
+        functools.partial(case, some(1500, 9, 3000), 1500, few, unified_max=(500.0, 60.0)),
+        functools.partial(case, some(1500, 9, 3000), 1500, few, scale=-0.05, unified_max=(0.0, 60.0)),
         *(
-            functools.partial(case, some(500, 4, 900), 500, few, silent=True, unified=phi, **eight)
+            functools.partial(case, some(500, 4, 900), 500, few, silent=True, unified_max=phi, **e4m3)
             for phi in (None, (0.0, 60.0))
         ),
-        functools.partial(case, some(500, 4, 900), 500, few, scale=1.0, least=True, unified=(0.0, 60.0)),
+        functools.partial(case, some(500, 4, 900), 500, few, scale=1.0, least=True, unified_max=(0.0, 60.0)),
     ]
     for run in cases[share[0] :: share[1]]:
         run()
@@ -241,7 +241,7 @@ def timed(rows, seconds, name, chunks, tokens=2048, calls=8, **settings):
 
         inputs = queries(calls, tokens, n, h), cache, jnp.asarray(table), jnp.asarray(chunks, jnp.int32)
         t = sustained(jax.jit(run), *inputs, calls=calls, seconds=seconds)
-        say(rows, what="chunk", case=name, dtype=dtype, tflops=flop / t["us"] / 1e6, **t, **settings)
+        record(rows, what="chunk", case=name, dtype=dtype, tflops=flop / t["us"] / 1e6, **t, **settings)
 
 
 def timed_cudnn(rows, seconds, name, batch, tq, tk, causal, calls=8):
@@ -254,7 +254,7 @@ def timed_cudnn(rows, seconds, name, batch, tq, tk, causal, calls=8):
     t = sustained(
         jax.jit(lambda qs, k, v: [run(q, k, v) for q in qs]), qs, k, v, calls=calls, seconds=seconds
     )
-    say(rows, what="chunk rival", case=name, rival="cudnn", tflops=flop / t["us"] / 1e6, **t)
+    record(rows, what="chunk rival", case=name, rival="cudnn", tflops=flop / t["us"] / 1e6, **t)
 
 
 def timings(rows, seconds):

@@ -21,21 +21,20 @@ def chunk_attention(
     soft_cap: float | None = None,
     k_scale: Float[Array, "..."] | None = None,
     v_scale: Float[Array, "..."] | None = None,
-    unified: Float[Array, " 2"] | None = None,
+    unified_max: Float[Array, " 2"] | None = None,
     sms: int | None = None,
     work: object = None,
 ) -> Float[Array, "T N H"]:
-    """Causal attention of prefill chunks over their sequences' pages (SARATHI §4.2: the mask at any offset).
+    """Return the causal attention of prefill chunks over their sequences' pages (SARATHI §4.2).
 
     Args:
-      chunks: a row each (first token in q, tokens, row of page_table, position of the first token); the
-      chunk's own
-        keys are in the pages already. Chunks of 0 tokens are skipped.
-      all others: as `decode_attention`'s.
+      chunks: one row a chunk: first token in q, tokens, row of page_table, position of the first token. The pages
+        already hold the chunk's keys and values. Chunks of 0 tokens are skipped.
+      other arguments: as for `decode_attention`.
     Returns:
-      the outputs at the chunks' tokens, 0 at all others.
+      The outputs at the chunks' tokens, and 0 at all others.
     """
-    del unified, sms, work
+    del unified_max, sms, work
     (t, n, h), (p, kv, s, _) = q.shape, k_pages.shape
     g, tile = n // kv, min(ROWS_PER_TILE, t)
     per_block, table = key_blocks(page_table, p, s)
@@ -87,4 +86,4 @@ def chunk_attention(
 
 
 def list_chunk_work(chunks: Int[Array, "C 4"], tokens: int, **settings: object) -> None:
-    """Nothing, likewise."""
+    """Return None: the reference needs no work list."""

@@ -6,7 +6,7 @@ weights of the next block, whose scores were computed just before; the other war
 left.
 
 Weights are exp(score - m) with one m a row from the first block on: either the largest score of the row's
-first block, or φ, the unified maximum of FlashDecoding++Next §3. Weights of 16 bits have float32's range, so
+first block, or φ, the unified max value of FlashDecoding++Next §3. Weights of 16 bits have float32's range, so
 any m within 60 of the row's true maximum is as good as that; a row's sum tells in the end whether it was, and
 if not the item begins anew with the running maximum. What that saves is a maximum for each score, and the
 wait for it, in each block.
@@ -43,7 +43,7 @@ MOST = 60.0
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """What is fixed for a kernel. eight: a cache of e4m3; int8: bfloat16 here. unified: φ is the maximum, not
+    """What is fixed for a kernel. e4m3: a cache of e4m3; int8: bfloat16 here. unified_max: φ is the maximum, not
     the first block's.
     """
 
@@ -52,9 +52,9 @@ class Rows:
     scale: float
     window: int | None
     soft_cap: float | None
-    eight: bool
+    e4m3: bool
     int8: bool
-    unified: bool
+    unified_max: bool
     interpret: bool
 
 
@@ -75,7 +75,7 @@ def attend_rows(r: Rows, m: dict, scales, wg, round_, head, at, place, carry, ru
 
     plgpu.barrier_wait(m["q_full"].at[queries])
     unit: Any = None
-    if r.eight:
+    if r.e4m3:
         unit = _quantize_queries(m["q_s"].at[queries, wg], m["q8_s"].at[wg], k_scale_ref[kv_head] * r.scale)
         if (
             r.scale > 0
@@ -87,7 +87,7 @@ def attend_rows(r: Rows, m: dict, scales, wg, round_, head, at, place, carry, ru
 
     def score(acc, slot):
         k = m["k_s"].at[slot].transpose((1, 0))
-        plgpu.wgmma(acc, m["q8_s"].at[wg] if r.eight else m["q_s"].at[queries, wg], k)
+        plgpu.wgmma(acc, m["q8_s"].at[wg] if r.e4m3 else m["q_s"].at[queries, wg], k)
 
     def soften(scores, i, state, masked, update):
         seen = _seen(base, i * keys, keys, r.window) if masked else None
@@ -110,7 +110,7 @@ def attend_rows(r: Rows, m: dict, scales, wg, round_, head, at, place, carry, ru
 
         scores = pl.run_scoped(scores, plgpu.ACC((HALF, keys), jnp.float32))
         plgpu.barrier_arrive(m["k_empty"].at[slot])
-        if running or not r.unified:
+        if running or not r.unified_max:
             (top, total), _, weights = soften(scores, block, _start(LOWEST), True, True)
             # A row that sees nothing of its tile's first block (of a window) is given 0, which few models'
             # scores are 60 away from.
@@ -156,7 +156,7 @@ def attend_rows(r: Rows, m: dict, scales, wg, round_, head, at, place, carry, ru
     (_, total), out, weights, step = lax.fori_loop(
         whole, block_end, functools.partial(attend, masked=True), loop
     )
-    if not r.eight:
+    if not r.e4m3:
         plgpu.barrier_arrive(m["q_empty"].at[queries])
     slot = lax.rem(step, stages)
     plgpu.barrier_wait(m["v_full"].at[slot])
@@ -179,7 +179,7 @@ def attend_rows(r: Rows, m: dict, scales, wg, round_, head, at, place, carry, ru
             m["again"].at[wg, pl.ds(lax.rem(round_, jnp.int32(MARKS)), 1)],
             r.interpret,
         )
-    total = (v_scale_ref[kv_head] if r.eight else 1.0) / jnp.maximum(total, LEAST)
+    total = (v_scale_ref[kv_head] if r.e4m3 else 1.0) / jnp.maximum(total, LEAST)
     return out * lax.broadcast_in_dim(total, out.shape, [0]), (done + 1, step + 1)
 
 
@@ -251,9 +251,7 @@ def _by_column(weights):
 
 def _operand(weights, r: Rows):
     return (
-        as_operand(weights.astype(jnp.float8_e4m3fn), r.interpret)
-        if r.eight
-        else weights.astype(jnp.bfloat16)
+        as_operand(weights.astype(jnp.float8_e4m3fn), r.interpret) if r.e4m3 else weights.astype(jnp.bfloat16)
     )
 
 
@@ -363,10 +361,10 @@ def _blank_block(v, first, keys, wg, blanked, r: Rows):
     @pl.when(keys < r.tile.keys)
     def _():
         for page in range(r.tile.keys // PAGE):
-            part = v.at[page] if r.eight else v.at[pl.ds(page * PAGE, PAGE)]
+            part = v.at[page] if r.e4m3 else v.at[pl.ds(page * PAGE, PAGE)]
             own = keys - page * PAGE
             own = own if first is None else jnp.where(first >= (page + 1) * PAGE, 0, own)
-            pl.when(wg == page)(functools.partial(blank_8 if r.eight else blank, part, own))
+            pl.when(wg == page)(functools.partial(blank_8 if r.e4m3 else blank, part, own))
         plgpu.commit_smem()
         plgpu.barrier_arrive(blanked)
         plgpu.barrier_wait(blanked)

@@ -19,7 +19,7 @@ from pallas_kernels.attention.decode.join import join_afterwards
 from pallas_kernels.attention.decode.kernel import attend
 from pallas_kernels.attention.decode.variant import Form, scratch
 from pallas_kernels.attention.decode.work_list import DecodeWork, decode_work
-from pallas_kernels.attention.paged import check_pages, check_scales, check_unified, flat
+from pallas_kernels.attention.paged import check_pages, check_scales, check_unified_max, flat
 from pallas_kernels.attention.tiles import DecodeTile, decode_tile, wgmma_columns
 from pallas_kernels.hopper.layouts import LANE, pad_rows
 from pallas_kernels.hopper.limits import sms_of
@@ -37,12 +37,12 @@ def decode_attention(
     soft_cap: float | None = None,
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
-    unified: jax.Array | None = None,
+    unified_max: jax.Array | None = None,
     sms: int | None = None,
     tile: DecodeTile | None = None,
     work: DecodeWork | None = None,
     into: jax.Array | None = None,
-    early: bool = False,
+    pdl: bool = False,
     interpret=None,
 ) -> jax.Array:
     """Attention of one new token a sequence over its pages (the twin: `reference.decode_attention`).
@@ -59,13 +59,13 @@ def decode_attention(
       k_scale, v_scale: float32, what the numbers of 8 bits are multiplied with: of float8 [K], one a head, or
       None, 1; of int8
         [P, K, 64], one a token and head. A scale that no token wrote is never multiplied with.
-      unified: [2] float32 (phi, bound): rows whose scores stay within phi ± bound take phi for their maximum,
+      unified_max: [2] float32 (phi, bound): rows whose scores stay within phi ± bound take phi for their maximum,
       all others one of their own
         (FlashDecoding++Next §3; `decode_softmax`). None: every row has its own. Changes rounding only.
       sms: CTAs of the persistent grid: how many SMs the kernel may take, 1 to 132; None: all.
       work: `list_decode_work(...)` of the same lengths, heads, window and sms, where the caller shares it
       between layers. into: [T, N, H] bfloat16, what the rows without keys become instead of 0: written in
-      place where nobody reads it later. early: it begins before the kernel before it has ended
+      place where nobody reads it later. pdl: it begins before the kernel before it has ended
       (`pallas_kernels.hopper.pdl`).
     Returns:
       [T, N, H] bfloat16; 0 where all of a row's scores are -inf.
@@ -81,7 +81,7 @@ def decode_attention(
         )
     if page_table.ndim != 2 or page_table.shape[0] != b:
         raise ValueError(f"page_table {list(page_table.shape)} for {b} lengths: [{b}, MP], a row a length")
-    sms, group, eight, int8 = (
+    sms, group, e4m3, int8 = (
         sms_of(sms),
         n // kv,
         k_pages.dtype == jnp.float8_e4m3fn,
@@ -89,8 +89,8 @@ def decode_attention(
     )
     tile = tile or decode_tile(h, group, k_pages.dtype.itemsize, sms, int8)
     form = Form(
-        group=group, kv=kv, h=h, cols=wgmma_columns(group, eight), eight=eight, int8=int8, tile=tile, scale=scale, window=window,
-        soft_cap=soft_cap, unified=unified is not None, fill=into is None, early=early, interpret=interpret is not None,
+        group=group, kv=kv, h=h, cols=wgmma_columns(group, e4m3), e4m3=e4m3, int8=int8, tile=tile, scale=scale, window=window,
+        soft_cap=soft_cap, unified_max=unified_max is not None, fill=into is None, pdl=pdl, interpret=interpret is not None,
     )  # fmt: skip
     workers = sms * tile.workers
     work = decode_work(lengths, kv, workers, window) if work is None else work
@@ -113,7 +113,7 @@ def decode_attention(
         work.chains,
         work.enders,
         work.arrived,
-        *_numbers(k_pages, k_scale, v_scale, unified),
+        *_numbers(k_pages, k_scale, v_scale, unified_max),
     )
     parts = (
         jax.ShapeDtypeStruct((workers, 2, h, form.cols), jnp.float32),
@@ -132,7 +132,7 @@ def decode_attention(
         kernel_name=f"decode_attention_{sms}",
         interpret=interpret,
     )
-    join = functools.partial(join_afterwards, work=work, group=group, kv=kv, eight=eight, interpret=interpret)
+    join = functools.partial(join_afterwards, work=work, group=group, kv=kv, e4m3=e4m3, interpret=interpret)
     if into is None:
         out, *cut = kernel(*inputs)
         return (pl.run_state(join(*cut))(out) if form.interpret else out).reshape(t, n, h)
@@ -163,15 +163,15 @@ def list_decode_work(
     return decode_work(lengths, kv_heads, workers, window)
 
 
-def _numbers(k_pages, k_scale, v_scale, unified) -> list[jax.Array]:
+def _numbers(k_pages, k_scale, v_scale, unified_max) -> list[jax.Array]:
     """The arrays of scales and bounds that this form of the kernel reads."""
     (_, kv, s, _) = k_pages.shape
     check_scales(k_pages, k_scale, v_scale)
-    check_unified(unified)
+    check_unified_max(unified_max)
     numbers = []
     if k_pages.dtype != jnp.bfloat16:
         numbers = [
             jnp.ones((kv,)) if x is None else x.reshape(-1, s) if x.ndim == 3 else x
             for x in (k_scale, v_scale)
         ]
-    return [x.astype(jnp.float32) for x in [*numbers, *([] if unified is None else [unified])]]
+    return [x.astype(jnp.float32) for x in [*numbers, *([] if unified_max is None else [unified_max])]]

@@ -27,13 +27,13 @@ from pallas_kernels.measure.inputs import (
     quantized,
     random_pages,
 )
-from pallas_kernels.measure.script import say
+from pallas_kernels.measure.script import record
 from pallas_kernels.measure.timing import sustained
 
 TOLERANCE = 6e-3  # bfloat16 operands and weights compared with float32
 
 
-def exact(twin, q, k, v, *rest, **kw):
+def exact(function, q, k, v, *rest, **kw):
     """Return the reference result in float32, with 0 in place of NaN at unwritten positions.
 
     The reference masks weights, and 0 · NaN is NaN in its product as well.
@@ -41,7 +41,7 @@ def exact(twin, q, k, v, *rest, **kw):
     known = lambda x: jnp.where(jnp.isnan(x), jnp.zeros_like(x), x)
     kw |= {name: known(kw[name]) for name in ("k_scale", "v_scale") if name in kw}
     with jax.default_matmul_precision("highest"):
-        return jax.jit(functools.partial(twin, **kw))(q.astype(jnp.float32), known(k), known(v), *rest)
+        return jax.jit(functools.partial(function, **kw))(q.astype(jnp.float32), known(k), known(v), *rest)
 
 
 def cached(rng, k, v, dtype):
@@ -63,7 +63,7 @@ def cached(rng, k, v, dtype):
     return k.astype(dtype), v.astype(dtype).swapaxes(2, 3), scales
 
 
-def check_decode(rows, rng, lengths, n, kv, h, dtype=jnp.bfloat16, unified=None, **kw):
+def check_decode(rows, rng, lengths, n, kv, h, dtype=jnp.bfloat16, unified_max=None, **kw):
     sms = kw.pop("sms", 132)
     table, pages = page_tables(rng, lengths)
     k, v = (
@@ -76,7 +76,7 @@ def check_decode(rows, rng, lengths, n, kv, h, dtype=jnp.bfloat16, unified=None,
     into = jnp.asarray(rng.normal(size=q.shape), jnp.bfloat16) if more else None
     nobody = np.append(np.asarray(lengths) == 0, np.ones(more, bool))
     table, lengths = jnp.asarray(table), jnp.asarray(lengths, jnp.int32)
-    how = {"sms": sms, "unified": None if unified is None else jnp.asarray(unified)}
+    how = {"sms": sms, "unified_max": None if unified_max is None else jnp.asarray(unified_max)}
     run = jax.jit(functools.partial(decode_attention, scale=h**-0.5, **how, **kw))
     poison_memory(q)
     got = run(q, k, v, table, lengths, into=into, **scales)
@@ -91,11 +91,11 @@ def check_decode(rows, rng, lengths, n, kv, h, dtype=jnp.bfloat16, unified=None,
         "h": h,
         "cache": jnp.dtype(dtype).name,
         "sms": sms,
-        "unified": unified,
+        "unified_max": unified_max,
         "into": more > 0,
         **kw,
     }
-    say(
+    record(
         rows,
         what="check decode",
         ok=err < TOLERANCE and same and kept,
@@ -129,9 +129,9 @@ def checks(rows, share, dtypes):
     ]
     cases = []
     for dtype in dtypes:
-        for unified in (None, (0.0, 8.0)):
+        for unified_max in (None, (0.0, 8.0)):
             cases += [
-                functools.partial(decode, ragged(37, 900), *shape, dtype=dtype, unified=unified)
+                functools.partial(decode, ragged(37, 900), *shape, dtype=dtype, unified_max=unified_max)
                 for shape in shapes
             ]
         cases += [
@@ -141,7 +141,7 @@ def checks(rows, share, dtypes):
             functools.partial(decode, [0, 0, 65, 0], 32, 8, 128, dtype, sms=20),
             functools.partial(decode, [20000, *[200] * 40], 32, 8, 128, dtype),
             # Pairs split into dozens of parts, which are added up in groups.
-            functools.partial(decode, [0, 131_072], 32, 8, 128, dtype, unified=(0.0, 8.0)),
+            functools.partial(decode, [0, 131_072], 32, 8, 128, dtype, unified_max=(0.0, 8.0)),
             functools.partial(decode, [60_000, 3, 50_000], 14, 1, 64, dtype),
             functools.partial(decode, [40_000], 20, 2, 256, dtype, sms=100),
             functools.partial(decode, ragged(256, 2000), 32, 8, 128, dtype, sms=28),
@@ -176,7 +176,7 @@ def time_decode(
             return [layer(q, *cache[i % caches], table, lengths, work=work) for i, q in enumerate(qs)]
 
         t = sustained(jax.jit(run), qs, cache, table_d, lengths_d, calls=layers, seconds=seconds)
-        say(
+        record(
             rows,
             what="decode",
             case=name,
@@ -189,9 +189,9 @@ def time_decode(
         try:
             fn = rival(table, lengths, h)
             t = sustained(fn, qs, cache, calls=len(qs), seconds=seconds)
-            say(rows, what="decode rival", case=name, rival=rival.__name__, tbs=read / t["us"] / 1e6, **t)
+            record(rows, what="decode rival", case=name, rival=rival.__name__, tbs=read / t["us"] / 1e6, **t)
         except Exception as e:
-            say(rows, what="decode rival", case=name, rival=rival.__name__, failed=repr(e)[:300])
+            record(rows, what="decode rival", case=name, rival=rival.__name__, failed=repr(e)[:300])
 
 
 def cudnn_paged(_, lengths, h):

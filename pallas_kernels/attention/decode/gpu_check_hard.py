@@ -18,7 +18,7 @@ from pallas_kernels.attention.tiles import decode_tile
 from pallas_kernels.hopper.limits import SMS
 from pallas_kernels.measure import script
 from pallas_kernels.measure.inputs import PAGE, error, page_tables, poison, poison_memory, random_pages
-from pallas_kernels.measure.script import say
+from pallas_kernels.measure.script import record
 
 N, K, H = 32, 8, 128
 DTYPES = (jnp.bfloat16, jnp.float8_e4m3fn, jnp.int8)
@@ -56,23 +56,23 @@ def adversarial(rows, rng):
         k, values, scales = cached(rng, jnp.asarray(keys / unit, jnp.bfloat16), v, dtype)
         if dtype == jnp.float8_e4m3fn:
             scales["k_scale"] = jnp.full((K,), unit)
-        for unified in (None, (0.0, 8.0), (300.0, 20.0), (0.0, 1e4)):
-            how = None if unified is None else jnp.asarray(unified, jnp.float32)
-            run = jax.jit(functools.partial(decode_attention, scale=1.0, unified=how))
+        for unified_max in (None, (0.0, 8.0), (300.0, 20.0), (0.0, 1e4)):
+            how = None if unified_max is None else jnp.asarray(unified_max, jnp.float32)
+            run = jax.jit(functools.partial(decode_attention, scale=1.0, unified_max=how))
             poison_memory(q)
             got = run(q, k, values, table, lengths, **scales)
             want = exact(reference.decode_attention, q, k, values, table, lengths, scale=1.0, **scales)
             worst = worst_kind(got, want)
             empty = float(jnp.abs(jnp.where((lengths == 0)[:, None, None], got, 0)).max())
             ok = worst < TOLERANCE and empty == 0
-            say(
+            record(
                 rows,
                 what="adversarial",
                 ok=ok,
                 error=worst,
                 empty=empty,
                 cache=jnp.dtype(dtype).name,
-                unified=unified,
+                unified_max=unified_max,
             )
 
 
@@ -85,7 +85,7 @@ def worst_kind(got, want) -> float:
 def long_lists(rows, rng, count=1024, length=41_000):
     """Check a work list of more than 2**22 (page, head) pairs.
 
-    The rows share the pages of eight sequences, and must match a batch of only these eight sequences.
+    The rows share the pages of e4m3 sequences, and must match a batch of only these e4m3 sequences.
     """
     table, pages = page_tables(rng, [length] * 8)
     table = jnp.asarray(np.tile(table, (count // 8, 1)))
@@ -100,7 +100,7 @@ def long_lists(rows, rng, count=1024, length=41_000):
         want = exact(reference.decode_attention, q[:8], k, v, table[:8], lengths[:8], scale=H**-0.5, **scales)
         worst = float(np.max([error(part, want) for part in got]))
         pairs = count * -(-length // PAGE) * K
-        say(
+        record(
             rows,
             what="long lists",
             ok=worst < TOLERANCE and pairs > 2**22,
@@ -137,7 +137,7 @@ def far_offsets(rows, rng):
         want = run(
             q, *(x[first:] for x in pages), jnp.asarray(near), jnp.asarray(lengths, jnp.int32), **small
         )
-        say(
+        record(
             rows,
             what="far offsets",
             ok=bool((got == want).all()),
@@ -176,7 +176,7 @@ def graphs(rows, rng, steps=1000, layers=8):
                 seen += [state[0]] if i % 50 == 0 else []
             ends.append([*seen, state[0]])
         same = all(bool((a == b).all()) for a, b in zip(*ends, strict=True))
-        say(rows, what="graphs", ok=same, steps=steps, layers=layers, cache=jnp.dtype(dtype).name)
+        record(rows, what="graphs", ok=same, steps=steps, layers=layers, cache=jnp.dtype(dtype).name)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ from pallas_kernels.hopper.layouts import swizzled
 from pallas_kernels.hopper.limits import SMS
 from pallas_kernels.measure import script
 from pallas_kernels.measure.inputs import page_tables, ragged, random_pages
-from pallas_kernels.measure.script import L2_BYTES, say
+from pallas_kernels.measure.script import L2_BYTES, record
 from pallas_kernels.measure.timing import interleaved, looped
 
 N, K, H = 32, 8, 128  # query heads, KV heads, head width
@@ -109,7 +109,7 @@ SOFTENS: Stage = decode_softmax, "soften", scores_as_weights
 JOINS: Stage = decode_join, "is_last", never_last
 GROUPS: Stage = decode_join, "_groups", one_group
 LOOKS: tuple[Stage, ...] = (  # before a part is written
-    (decode_kernel, "peek", lambda arrived, ender, asked: jnp.int32(0)),
+    (decode_kernel, "peek", lambda arrived, ender, requested: jnp.int32(0)),
     (decode_kernel, "is_there", lambda seen, arrived, ender: seen < 0),
 )
 LEFT_OUT: dict[str, tuple[Stage, ...]] = {
@@ -193,7 +193,7 @@ def times(rows, share: tuple[int, int], seconds: float) -> None:
         timings: Mapping[str, Any] = interleaved(runs, calls=rounds * CALLS, seconds=seconds)
         for name, t in timings.items():
             labels = {"what": name, "kernel": "decode_attention", "cache": "float8_e4m3fn", "case": case}
-            say(
+            record(
                 rows,
                 **labels,
                 of_whole=t.us / timings["whole"].us,

@@ -153,12 +153,12 @@ def _put(source: ir.Value, target: ir.Value) -> None:
             arith.addi(arith.muli(group, const(64)), arith.addi(arith.muli(j, const(4)), f)),
         )
         values = ir.VectorType.get((8,), i16)
-        eight = llvm.mlir_undef(values)
+        vector8 = llvm.mlir_undef(values)
         for t in range(4):
             for e in range(2):
                 address = lanes.at(source, arith.muli(arith.addi(start, const(16 * t + 2 * e)), const(2)))
-                eight = llvm.insertelement(eight, llvm.load(i16, address, alignment=2), const(2 * t + e))
+                vector8 = llvm.insertelement(vector8, llvm.load(i16, address, alignment=2), const(2 * t + e))
         row = arith.remui(col, const(8))
         tile = arith.addi(arith.muli(arith.divui(col, const(8)), const(h // 64)), group)
         offset = arith.addi(arith.muli(row, const(128)), arith.muli(arith.xori(inside, row), const(16)))
-        llvm.store(eight, lanes.at(target, arith.addi(arith.muli(tile, const(1024)), offset)), alignment=16)
+        llvm.store(vector8, lanes.at(target, arith.addi(arith.muli(tile, const(1024)), offset)), alignment=16)

@@ -62,8 +62,8 @@ def is_last(arrived, place, others):
     return arrive(arrived.at[pl.ds(place, 1)], others) != 0  # pyright: ignore[reportCallIssue]
 
 
-def peek(arrived, ender, asked):
-    """In thread 0, if asked, how many parts of the pair that worker `ender` ends have arrived; nobody waits
+def peek(arrived, ender, requested):
+    """In thread 0, if requested, how many parts of the pair that worker `ender` ends have arrived; nobody waits
     for it before it is used.
     """
     scalar = plgpu.Layout.WG_SPLAT(())
@@ -71,7 +71,7 @@ def peek(arrived, ender, asked):
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), scalar), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=scalar)
     )
-    def read(_, counter, asked):
+    def read(_, counter, requested):
         i32 = ir.IntegerType.get_signless(32)
         thread = arith.remui(mgpu.utils.thread_idx(), mgpu.c(128, i32))
         code = """{
@@ -81,11 +81,11 @@ def peek(arrived, ender, asked):
             mov.b32 $0, 0;
             @p ld.relaxed.gpu.u32 $0, [$1];
             }"""
-        operands = [mgpu.utils.memref_ptr(counter), thread, asked.registers.item()]
+        operands = [mgpu.utils.memref_ptr(counter), thread, requested.registers.item()]
         seen = llvm.inline_asm(i32, operands, code, "=&r,l,r,r,~{memory}", has_side_effects=True)
         return mgpu.FragmentedArray.splat(seen, (), is_signed=True)
 
-    return read(arrived.at[pl.ds(ender, 1)], asked.astype(jnp.int32))  # pyright: ignore[reportCallIssue]
+    return read(arrived.at[pl.ds(ender, 1)], requested.astype(jnp.int32))  # pyright: ignore[reportCallIssue]
 
 
 def is_there(seen, arrived, ender):
@@ -249,7 +249,7 @@ def _mean(state):
     return out / lax.broadcast_in_dim(total, out.shape, [1])
 
 
-def join_afterwards(parts, levels, *, work, group, kv, eight, interpret):
+def join_afterwards(parts, levels, *, work, group, kv, e4m3, interpret):
     """A function that does the same to a reference of the output, by a kernel of its own: for the
     interpreter, which cannot count workers in.
     """
@@ -272,7 +272,7 @@ def join_afterwards(parts, levels, *, work, group, kv, eight, interpret):
                 return _add(state, top + jnp.log2(total), _mean((top, total, out)))
 
             decode_parts.put(o_s, _mean(lax.fori_loop(0, groups, add_group, _nothing(h, cols))))
-            decode_parts.copy_heads(o_s, o_ref, (row * kv + head) * group, group, eight)
+            decode_parts.copy_heads(o_s, o_ref, (row * kv + head) * group, group, e4m3)
             plgpu.wait_smem_to_gmem(0)
 
     kernel = plgpu.kernel(

@@ -30,8 +30,8 @@ from pallas_kernels.hopper.pdl import wait_for_last
 
 def attend(*refs, form: Form, **shared):
     extra = (
-        *(("k_scale", "v_scale") if form.eight or form.int8 else ()),
-        *(("unified",) if form.unified else ()),
+        *(("k_scale", "v_scale") if form.e4m3 or form.int8 else ()),
+        *(("unified_max",) if form.unified_max else ()),
     )
     inputs = (
         "q",
@@ -50,7 +50,7 @@ def attend(*refs, form: Form, **shared):
         "level",
     )
     refs = types.SimpleNamespace(**dict(zip(inputs, refs, strict=True)), **shared)
-    wait_for_last(form.early)
+    wait_for_last(form.pdl)
     cta, wg, workers = lax.axis_index("cta"), lax.axis_index("wg"), form.tile.workers
     of_all = lambda w: cta * workers + w
 
@@ -76,8 +76,8 @@ def attend(*refs, form: Form, **shared):
         _compute_pages(refs, form, wg, of_all(wg))
 
 
-def _blank_last(values, keys, eight):
-    (blank_8 if eight else blank)(values, keys)
+def _blank_last(values, keys, e4m3):
+    (blank_8 if e4m3 else blank)(values, keys)
     plgpu.commit_smem()
 
 
@@ -87,8 +87,8 @@ def _compute_pages(refs, form: Form, w, worker):
     group, kv = form.group, form.kv
     across = functools.partial(softmax.across_keys, scratch=refs.sums.at[w], interpret=form.interpret)
 
-    unified = None if form.unified is False else (refs.unified[0], refs.unified[1])
-    early = form.eight or form.int8  # queries are made into others at once, and their place given back
+    unified_max = None if form.unified_max is False else (refs.unified_max[0], refs.unified_max[1])
+    converted = form.e4m3 or form.int8  # queries are made into others at once, and their place given back
     by_key = lambda x: lax.broadcast_in_dim(x, (PAGE, cols), [0])
     looks = not (form.int8 or form.interpret)  # int8's has no registers for it
     other: Any = None
@@ -97,7 +97,7 @@ def _compute_pages(refs, form: Form, w, worker):
         other = jnp.where(
             refs.chains[other] == 1, other, -1
         )  # who has the rest of the last pair, if it is one worker
-    bounds = softmax.score_range(unified, 2 * group if form.eight else group, cols, form.eight)
+    bounds = softmax.score_range(unified_max, 2 * group if form.e4m3 else group, cols, form.e4m3)
     soften = functools.partial(
         softmax.soften, scale=form.scale, soft_cap=form.soft_cap, interpret=form.interpret
     )
@@ -107,7 +107,7 @@ def _compute_pages(refs, form: Form, w, worker):
         return ring.at[w, place], w * ring.shape[1] + place  # a page, and its barriers' number
 
     def store(row, head):
-        decode_parts.copy_heads(refs.o_s.at[w], refs.o, row * group * kv + head * group, group, form.eight)
+        decode_parts.copy_heads(refs.o_s.at[w], refs.o, row * group * kv + head * group, group, form.e4m3)
 
     def visit(carry, row, head, page, here, visible, _):
         pair, index = carry
@@ -117,14 +117,14 @@ def _compute_pages(refs, form: Form, w, worker):
         q: Any = refs.q_s.at[w, q_place]
         unit: Any = None
         v_scale: Any = None
-        if form.eight:
+        if form.e4m3:
             rows, q = q, refs.q_8.at[w]
             unit = decode_parts.split_queries(rows, q, group, across, form.interpret) * refs.k_scale[head]
             v_scale = refs.v_scale[head]
         if form.int8:
             rows, q = q, refs.q_16.at[w]
             decode_int8.put_queries(rows, q, form.interpret)
-        if early:
+        if converted:
             plgpu.barrier_arrive(refs.q_empty.at[w * 2 + q_place])
 
         def step(i, state, count):
@@ -153,14 +153,14 @@ def _compute_pages(refs, form: Form, w, worker):
                 seen.append(
                     key < length if form.window is None else (key < length) & (key >= length - form.window)
                 )
-            if form.eight:
+            if form.e4m3:
                 scores = [
                     pairs.joined(x, form.interpret) * lax.broadcast_in_dim(unit, x.shape, [1]) for x in scores
                 ]
 
             def put(page, weights):
                 p = refs.p_s.at[w, page]
-                if form.eight:
+                if form.e4m3:
                     store_transposed(pairs.split(weights), p, form.interpret)
                     return
                 if form.int8:  # nobody wrote the scales of keys that are not seen
@@ -176,8 +176,8 @@ def _compute_pages(refs, form: Form, w, worker):
                 if form.int8:  # whatever was never written is a number
                     operands.append((v, p))
                     continue
-                pl.when(keys < PAGE)(functools.partial(_blank_last, v, keys, form.eight))
-                operands.append((v if form.eight else v.transpose((1, 0)), p.transpose((1, 0))))
+                pl.when(keys < PAGE)(functools.partial(_blank_last, v, keys, form.e4m3))
+                operands.append((v if form.e4m3 else v.transpose((1, 0)), p.transpose((1, 0))))
             if form.int8:
                 out = out + decode_int8.multiply(operands, (h, cols), keys=False, interpret=form.interpret)
             else:
@@ -194,11 +194,11 @@ def _compute_pages(refs, form: Form, w, worker):
             (bounds.top, *softmax.start(h, cols), index),
         )
         top, total, out, index = lax.fori_loop(rounds * rounds_of, here, lambda i, s: step(i, s, 1), state)
-        if not early:
+        if not converted:
             plgpu.barrier_arrive(refs.q_empty.at[w * 2 + q_place])
         seen = None if not looks else peek(refs.arrived, other, (here < pages) & (page == 0) & (other >= 0))
         total = jnp.maximum(across(total, "add"), LEAST)
-        if form.eight:
+        if form.e4m3:
             out = pairs.joined(out, form.interpret) * v_scale
         out = out / lax.broadcast_in_dim(total, out.shape, [1])
 

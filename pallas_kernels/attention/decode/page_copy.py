@@ -83,7 +83,7 @@ def copy_pages(refs, form: Form, w, worker):
     pairs_seen, copied, _unused = walk(refs.rows, refs.pieces, refs.starts, worker, kv, visit, start)
 
     launch_next(
-        form.early
+        form.pdl
     )  # now, not before: the next product's copies of its weight would be in front of these
 
     # Every arrival is waited for, also of the last blocks (a barrier that nobody watched is an error in the

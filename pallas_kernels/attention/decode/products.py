@@ -73,11 +73,11 @@ def put(place, out):
     plgpu.commit_smem()
 
 
-def copy_heads(place, o_ref, row, group, eight):
+def copy_heads(place, o_ref, row, group, e4m3):
     """Copies the `group` heads of place [cols, H] to rows `row` and on of o_ref; in pairs of columns a head
     has the even one.
     """
-    if not eight:
+    if not e4m3:
         plgpu.copy_smem_to_gmem(place.at[pl.ds(0, group)], o_ref.at[pl.ds(row, group)])
         return
     for head in range(group):

@@ -19,24 +19,24 @@ def decode_attention(
     soft_cap: float | None = None,
     k_scale: Float[Array, "..."] | None = None,
     v_scale: Float[Array, "..."] | None = None,
-    unified: Float[Array, " 2"] | None = None,
+    unified_max: Float[Array, " 2"] | None = None,
     sms: int | None = None,
     work: object = None,
     into: Float[Array, "T N H"] | None = None,
 ) -> Float[Array, "T N H"]:
-    """Attention of one new token a sequence over its pages.
+    """Return the attention of one new token a sequence over its pages.
 
     Args:
-      q: the first B rows are the sequences'.
-      k_pages, v_pages: [P, K, S, H]; values of 8 bits (e4m3, int8) are [P, K, H, S].
-      lengths: keys of each row, its own included; 0 skips the row.
-      into: the results of rows without keys, and from B on; None: 0.
-      window: see only the last `window` keys. soft_cap: scores become soft_cap · tanh(score / soft_cap).
-      k_scale, v_scale: what the cache's numbers are multiplied with, one a head [K] or one a token and head
-      [P, K, S]. unified, sms, work: how a kernel is to do it (`pallas_kernels.attention.decode.api`); they do not
-      change what it computes.
+      q: the first B rows belong to the sequences.
+      k_pages, v_pages: [P, K, S, H]; 8-bit values (e4m3, int8) are [P, K, H, S].
+      lengths: keys of each row, the new token included; 0 skips the row.
+      into: results of rows without keys and of rows from B on; None: 0.
+      window: the number of last keys that a row sees. soft_cap: scores become soft_cap · tanh(score / soft_cap).
+      k_scale, v_scale: scales of the cache's numbers, [K] (one a head) or [P, K, S] (one a token and head).
+      unified_max, sms, work: settings of the kernel (`pallas_kernels.attention.decode.api`), which do not change the
+        result.
     """
-    del unified, sms, work
+    del unified_max, sms, work
     (t, n, h), b, (p, kv, s, _) = q.shape, lengths.shape[0], k_pages.shape
     per_block, table = key_blocks(page_table, p, s)
     block = per_block * s
@@ -72,4 +72,4 @@ def decode_attention(
 
 
 def list_decode_work(lengths: Int[Array, " B"], **settings: object) -> None:
-    """Nothing: the twin needs no list of its work."""
+    """Return None: the reference needs no work list."""

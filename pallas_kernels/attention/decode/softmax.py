@@ -2,7 +2,7 @@
 
 A round of pages takes its weights relative to a maximum that stays put; one vote, in the barrier that a round
 has anyway, says whether every score allows that. Where one does not, the round moves the maximum and rescales
-what came before. With a unified maximum phi (FlashDecoding++Next §3) rows begin at phi, so that rows within
+what came before. With a unified max value phi (FlashDecoding++Next §3) rows begin at phi, so that rows within
 its bound never look for their maximum; without one they begin at the maximum of their first round.
 """
 
@@ -39,23 +39,23 @@ class Range(NamedTuple):
     lift: float
 
 
-def score_range(unified, heads: int, cols: int, eight: bool) -> Range:
-    """The range for unified = (phi, bound), in units of a score, or for a running maximum (None). heads:
+def score_range(unified_max, heads: int, cols: int, e4m3: bool) -> Range:
+    """The range for unified_max = (phi, bound), in units of a score, or for a running maximum (None). heads:
     columns that stand for heads.
 
     bfloat16 weights have float32's exponents: a running maximum moves by 2**10 or more at once, and bounds up
     to 2**96 are kept to. Weights in e4m3 end at 448 and lose bits below 2**-6, so there phi serves rows whose
     maximum is within 2**±3 of it.
     """
-    lift, most = (5.0, 8.75) if eight else (0.0, 10.0 if unified is None else 96.0)
+    lift, most = (5.0, 8.75) if e4m3 else (0.0, 10.0 if unified_max is None else 96.0)
     column = plgpu.broadcasted_iota(jnp.int32, (cols,), 0, layout=_HEADS)
     full = lambda x: plgpu.layout_cast(jnp.full((cols,), x, jnp.float32), _HEADS)
-    if unified is None:
+    if unified_max is None:
         top, cap, floor = full(LOWEST), full(most), full(-jnp.inf)
     else:
-        phi, bound = (x * LOG2E for x in unified)
+        phi, bound = (x * LOG2E for x in unified_max)
         top, cap = full(phi - lift), full(jnp.minimum(bound + lift, most))
-        floor = full(phi - jnp.minimum(bound, 3.0 if eight else most))
+        floor = full(phi - jnp.minimum(bound, 3.0 if e4m3 else most))
     used = column < heads
     return Range(top, jnp.where(used, cap, full(_NEVER)), jnp.where(used, floor, full(-jnp.inf)), lift)
 

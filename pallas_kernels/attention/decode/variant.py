@@ -23,15 +23,15 @@ class Form:
     kv: int
     h: int
     cols: int  # wgmma's N
-    eight: bool  # a cache of e4m3, multiplied as such
+    e4m3: bool  # a cache of e4m3, multiplied as such
     int8: bool  # a cache of int8, with scales of tokens
     tile: DecodeTile
     scale: float
     window: int | None
     soft_cap: float | None
-    unified: bool
+    unified_max: bool
     fill: bool  # whether rows without keys become 0
-    early: bool  # whether it begins before the kernel before it has ended
+    pdl: bool  # whether it begins before the kernel before it has ended
     interpret: bool
 
     @property
@@ -43,7 +43,7 @@ class Form:
 
     @property
     def value_boxes(self) -> int:
-        return 1 if self.eight or self.int8 else PAGE // BOX
+        return 1 if self.e4m3 or self.int8 else PAGE // BOX
 
 
 def scratch(form: Form, dtype) -> dict:
@@ -54,7 +54,7 @@ def scratch(form: Form, dtype) -> dict:
         form.cols,
         form.h,
     )
-    if form.eight:
+    if form.e4m3:
         by_width, by_key = swizzled(pairs.E4M3, min(h, 128)), swizzled(pairs.E4M3, PAGE)
         operands = {
             "k_ring": plgpu.SMEM((w, keys, PAGE, h), pairs.E4M3, transforms=by_width),

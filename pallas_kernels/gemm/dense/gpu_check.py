@@ -21,7 +21,7 @@ from pallas_kernels.gemm.dense.api import dense_gemm
 from pallas_kernels.gemm.model_shapes import SHAPES
 from pallas_kernels.measure import script
 from pallas_kernels.measure.inputs import error, poison_memory
-from pallas_kernels.measure.script import L2_BYTES, say
+from pallas_kernels.measure.script import L2_BYTES, record
 from pallas_kernels.measure.timing import interleaved
 
 MLP = {"gate_block": 64, "activation": "silu"}
@@ -67,7 +67,7 @@ def check(rows, rng, m, n, k, bias=False, residual=False, **kw):
     err = error(got, want)
     same = all(bool((got == run(*made)).all()) for _ in range(3))
     ok = same and err < (1e-4 if got.dtype == jnp.float32 else 3e-3)
-    say(
+    record(
         rows,
         what="check",
         ok=ok,
@@ -134,7 +134,7 @@ def in_turn(rows, ways, m, n, k, seconds, **labels) -> dict[str, float]:
     rates = {}
     for name, t in interleaved(programs, calls=calls, seconds=seconds).items():
         rates[name] = 2.0 * m * n * k / t.us / 1e6
-        say(rows, what=name, **labels, m=m, n=n, k=k, tflops=rates[name], **dataclasses.asdict(t))
+        record(rows, what=name, **labels, m=m, n=n, k=k, tflops=rates[name], **dataclasses.asdict(t))
     return rates
 
 
@@ -152,8 +152,10 @@ def times_of_shapes(rows, share, seconds, rows_of_x=(256, 512, 1024, 2048)):
             op=op,
         )
         ratios.append(got["dense_gemm"] / got["xla"])
-        say(rows, what="ratio", model=model, op=op, m=m, ratio=ratios[-1])
-    say(rows, what="geomean", of=len(ratios), ratio=float(np.exp(np.mean(np.log(ratios)))), least=min(ratios))
+        record(rows, what="ratio", model=model, op=op, m=m, ratio=ratios[-1])
+    record(
+        rows, what="geomean", of=len(ratios), ratio=float(np.exp(np.mean(np.log(ratios)))), least=min(ratios)
+    )
 
 
 def bounded(rows, share, seconds):
@@ -161,7 +163,7 @@ def bounded(rows, share, seconds):
     for op, m in cases[share[0] :: share[1]]:
         ways = {f"{sms} SMs": functools.partial(dense_gemm, sms=sms) for sms in (132, 104, 112, 120)}
         got = in_turn(rows, ways, m, *SHAPES["8B"][op], seconds, op=op)
-        say(
+        record(
             rows,
             what="share of 132",
             op=op,
@@ -205,8 +207,8 @@ def layer(rows, share, seconds):
         }
         got = interleaved(ways, calls=count, seconds=seconds)
         for name, t in got.items():
-            say(rows, what="layer", name=name, m=m, tflops=m * flop / t.us / 1e6, **dataclasses.asdict(t))
-        say(rows, what="layer ratio", m=m, ratio=got["xla"].us / got["dense_gemm"].us)
+            record(rows, what="layer", name=name, m=m, tflops=m * flop / t.us / 1e6, **dataclasses.asdict(t))
+        record(rows, what="layer ratio", m=m, ratio=got["xla"].us / got["dense_gemm"].us)
 
 
 if __name__ == "__main__":

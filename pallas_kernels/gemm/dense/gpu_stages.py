@@ -29,7 +29,7 @@ from pallas_kernels.gemm.flat import api as flat
 from pallas_kernels.gemm.tile_schedule import GemmPlan, Schedule, gemm_plan, plan_of
 from pallas_kernels.hopper.limits import SMS
 from pallas_kernels.measure import script
-from pallas_kernels.measure.script import L2_BYTES, say
+from pallas_kernels.measure.script import L2_BYTES, record
 from pallas_kernels.measure.timing import interleaved, looped
 
 Move = Callable[
@@ -167,7 +167,7 @@ def times(kernel: str, ways_of: Callable, cases, rows, share, seconds) -> None:
         timings = interleaved(runs, calls=rounds * len(xs), seconds=seconds)
         for name, t in timings.items():
             labels = {"what": name, "kernel": kernel, "model": model, "op": op, "m": m, "n": n, "k": k}
-            say(
+            record(
                 rows,
                 **labels,
                 of_whole=t.us / timings["whole"].us,

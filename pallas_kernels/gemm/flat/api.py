@@ -41,7 +41,7 @@ def flat_gemm(
     out_dtype=None,
     sms: int | None = None,
     tile: FlatTile | None = None,
-    early: bool = False,
+    pdl: bool = False,
     interpret=None,
 ) -> jax.Array:
     """act(x @ w.T + bias) (+ residual), accumulated in float32 (the twin: `reference.gemm`;
@@ -52,7 +52,7 @@ def flat_gemm(
       residual: [M, N'] bfloat16, added last. activation: None, "silu", "gelu_tanh" or "relu".
       gate_block: 64: columns are blocks of 64 gates, then 64 ups, alternating (N a multiple of 128); the
       result is act(gate) · up. out_dtype: bfloat16 (default) or float32. sms: SMs the kernel may occupy, 1 to
-      132; None: all. early: it begins before the kernel before it has ended (`pallas_kernels.hopper.pdl`); w
+      132; None: all. pdl: it begins before the kernel before it has ended (`pallas_kernels.hopper.pdl`); w
       is then an argument of the program.
     Returns:
       [M, N'], N' = N, or N / 2 with gate_block.
@@ -65,7 +65,7 @@ def flat_gemm(
     tile = tile or flat_tile(x.shape[0], w.shape[0], w.shape[1], sms, gated=gate_block is not None)
     return multiply_flat(
         x, [Operand(w, 1, swizzled(w.dtype))], _product, bias, residual=residual, activation=activation, gate_block=gate_block,
-        out_dtype=out_dtype, sms=sms, tile=tile, name="flat_gemm", early=early, interpret=interpret,
+        out_dtype=out_dtype, sms=sms, tile=tile, name="flat_gemm", pdl=pdl, interpret=interpret,
     )  # fmt: skip
 
 
@@ -76,7 +76,7 @@ def _product(acc, weight, x_s, own):
 
 def multiply_flat(
     x: jax.Array, weight: Sequence[Operand], product: Callable, bias: jax.Array | None, *, residual: jax.Array | None,
-    activation: str | None, gate_block: int | None, out_dtype, sms: int, tile: FlatTile, name: str, early: bool = False,
+    activation: str | None, gate_block: int | None, out_dtype, sms: int, tile: FlatTile, name: str, pdl: bool = False,
     in_registers: bool = False, interpret,
 ) -> jax.Array:  # fmt: skip
     """The pipeline: copies tiles of the weight's arrays and of x, calls product(acc, tiles, x's tile, rows of
@@ -109,7 +109,7 @@ def multiply_flat(
         )
     body = functools.partial(
         multiply, weight=weight, product=product, tile=tile, has_bias=bias is not None, has_residual=residual is not None,
-        activation=activation, gated=gated, early=early, in_registers=in_registers,
+        activation=activation, gated=gated, pdl=pdl, in_registers=in_registers,
     )  # fmt: skip
     out = plgpu.kernel(
         body,

@@ -20,7 +20,7 @@ from pallas_kernels.gemm import model_shapes, reference
 from pallas_kernels.gemm.flat.api import flat_gemm
 from pallas_kernels.measure import script
 from pallas_kernels.measure.inputs import poison_memory
-from pallas_kernels.measure.script import L2_BYTES, say
+from pallas_kernels.measure.script import L2_BYTES, record
 from pallas_kernels.measure.timing import sustained
 
 HEADS = {"8B": {"lm_head": (128256, 4096)}, "70B/tp4": {"lm_head": (32064, 8192)}}
@@ -62,7 +62,7 @@ def check(rows, rng, kernel, m, n, k, bias=False, residual=False, quantize=None,
     error = float(jnp.linalg.norm(got.astype(jnp.float32) - want) / jnp.linalg.norm(want))
     same = bool((got == run(x, w, b, r)).all())
     ok = same and error < (1e-4 if dtype == jnp.float32 else 3e-3)
-    say(
+    record(
         rows,
         what=f"check {kernel.__name__}",
         ok=ok,
@@ -131,7 +131,7 @@ def timed(rows, kernel, make, m, n, k, bytes_read, seconds, **labels) -> float:
     xs = [normal(jax.random.key(1000 + i), m, k) for i in range(calls)]
     ws = [make(jax.random.key(i), n, k) for i in range(calls)]
     t = sustained(looped(kernel, calls, rounds), xs, ws, calls=calls * rounds, seconds=seconds)
-    say(rows, **labels, m=m, n=n, k=k, tbs=bytes_read / t["us"] / 1e6, **t)
+    record(rows, **labels, m=m, n=n, k=k, tbs=bytes_read / t["us"] / 1e6, **t)
     return t["us"]
 
 
@@ -161,8 +161,8 @@ def times_of_flat(rows, share, seconds):
             make=bf16_weight,
         )
         ratios.append(run(kernel=xla_gemm, what="xla") / run(kernel=flat_gemm, what="flat"))
-        say(rows, what="flat / xla", model=model, op=op, m=m, ratio=ratios[-1])
-    say(rows, what="flat / xla, geometric mean", ratio=geomean(ratios), least=min(ratios))
+        record(rows, what="flat / xla", model=model, op=op, m=m, ratio=ratios[-1])
+    record(rows, what="flat / xla, geometric mean", ratio=geomean(ratios), least=min(ratios))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from pallas_kernels.gemm.flat.tiles import FlatTile
 from pallas_kernels.hopper.layouts import LOG2E, swizzled
 from pallas_kernels.hopper.pdl import launch_next, wait_for_last
 
-_FEW = 40  # registers of a thread that copies, where those that multiply want them
+_COPY_REGISTERS = 40  # registers of a thread that copies, where those that multiply want them
 GATE_BLOCK = 64  # the one block of gates and ups that the epilogue knows
 
 
@@ -74,7 +74,7 @@ def scratch(
 
 
 def multiply(
-    x_ref, *refs, weight, product, tile, has_bias, has_residual, activation, gated, early, in_registers,
+    x_ref, *refs, weight, product, tile, has_bias, has_residual, activation, gated, pdl, in_registers,
     w_s, x_s, o_s, full, empty,
     sums: Any = None, sums_full: Any = None, sums_empty: Any = None, r_s: Any = None, r_full: Any = None,
     parts: Any = None, parts_full: Any = None, parts_empty: Any = None,
@@ -82,7 +82,7 @@ def multiply(
     w_refs, (*extras, o_ref) = refs[: len(weight)], refs[len(weight) :]
     bias_ref: Any = extras[0] if has_bias else None
     residual_ref: Any = extras[-1] if has_residual else None
-    launch_next(early)
+    launch_next(pdl)
     group, thread = lax.axis_index("group"), lax.axis_index("wg")
     wg, turn = lax.rem(thread, jnp.int32(tile.warpgroups)), lax.div(thread, jnp.int32(tile.warpgroups))
     part = lax.axis_index("part") if tile.cluster > 1 else jnp.int32(0)
@@ -102,7 +102,7 @@ def multiply(
     @pl.when(turn == tile.turns)
     def _copy():
         if in_registers:
-            plgpu.set_max_registers(_FEW, action="decrease")
+            plgpu.set_max_registers(_COPY_REGISTERS, action="decrease")
 
         def copy_weight(step):
             item, block, slot = lax.div(step, steps), first + lax.rem(step, steps), slot_of(step)
@@ -120,7 +120,7 @@ def multiply(
         total = mine * steps
         ahead = jnp.minimum(total, tile.stages)
         pl.loop(0, ahead)(copy_weight)
-        wait_for_last(early)
+        wait_for_last(pdl)
         pl.loop(0, ahead)(copy_tokens)
 
         @pl.loop(ahead, total)
@@ -139,9 +139,9 @@ def multiply(
             threads = tile.warpgroups * tile.turns
             launched = 65536 // (128 * (threads + 1)) // 8 * 8
             plgpu.set_max_registers(
-                min(240, (launched * (threads + 1) - _FEW) // threads // 8 * 8), action="increase"
+                min(240, (launched * (threads + 1) - _COPY_REGISTERS) // threads // 8 * 8), action="increase"
             )
-        wait_for_last(early)
+        wait_for_last(pdl)
         own = pl.ds(wg * tile.rows, tile.rows)
 
         def finish(y, row, column):

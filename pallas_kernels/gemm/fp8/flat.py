@@ -42,13 +42,13 @@ def fp8_flat_gemm(
     out_dtype=None,
     sms: int | None = None,
     tile: Fp8FlatTile | None = None,
-    early: bool = False,
+    pdl: bool = False,
     interpret=None,
 ) -> jax.Array | Quantized:
     """`fp8_gemm` of 1 to 64 rows (FlashDecoding++Next §4): the same arguments, result and errors; gate_block
     is 64.
 
-    early: it begins before the kernel before it has ended (`pallas_kernels.hopper.pdl`); w is then an argument
+    pdl: it begins before the kernel before it has ended (`pallas_kernels.hopper.pdl`); w is then an argument
     of the program.
     """
     (m, k), n = x.values.shape, w.values.shape[0]
@@ -72,7 +72,7 @@ def fp8_flat_gemm(
     most = min(tiles, sms // tile.cluster)
     out = plgpu.kernel(
         functools.partial(
-            _multiply, names=names, tile=tile, e=epilogue, early=early, interpret=interpret is not None
+            _multiply, names=names, tile=tile, e=epilogue, pdl=pdl, interpret=interpret is not None
         ),
         out_type=out_type,
         grid=(
@@ -120,8 +120,8 @@ def _scratch(tile: Fp8FlatTile, rows: int, out_dtype, gated: bool, has_residual:
     return scratch
 
 
-def _multiply(*refs, names, tile, e, early, interpret, **s):
-    launch_next(early)
+def _multiply(*refs, names, tile, e, pdl, interpret, **s):
+    launch_next(pdl)
     ref = dict(zip(names, refs, strict=True))
     w_s, x_s, o_s, full, empty = (s[name] for name in ("w_s", "x_s", "o_s", "full", "empty"))
     group, groups = lax.axis_index("group"), lax.axis_size("group")
@@ -154,7 +154,7 @@ def _multiply(*refs, names, tile, e, early, interpret, **s):
             )
 
         pl.loop(0, ahead)(copy_weight)
-        wait_for_last(early)
+        wait_for_last(pdl)
         pl.loop(0, ahead)(copy_tokens)
 
         @pl.loop(ahead, total)
@@ -327,6 +327,6 @@ def _multiply(*refs, names, tile, e, early, interpret, **s):
 
     @pl.when(turn < tile.turns)
     def _compute():
-        wait_for_last(early)
+        wait_for_last(pdl)
         lax.fori_loop(0, mine, visit, None)
         plgpu.wait_smem_to_gmem(0)

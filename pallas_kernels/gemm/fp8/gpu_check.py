@@ -23,7 +23,7 @@ from pallas_kernels.gemm.model_shapes import SHAPES
 from pallas_kernels.gemm.reference import activate, gate_mul
 from pallas_kernels.measure import script
 from pallas_kernels.measure.inputs import error, poison_memory
-from pallas_kernels.measure.script import L2_BYTES, say
+from pallas_kernels.measure.script import L2_BYTES, record
 from pallas_kernels.measure.timing import interleaved
 from pallas_kernels.pointwise.quantize.reference import (
     E4M3_MAX,
@@ -100,7 +100,7 @@ def check(rows, rng, m, n, k, scales="row", bias=False, residual=False, **kw):
     best = error(dequantize(quantize_blocks(want)), want) if kw.get("quantize") else 0.0
     err = error(dequantize(got) if isinstance(got, Quantized) else got, want)
     ok = same and err < (1.02 * best if best else 4e-3)
-    say(
+    record(
         rows,
         what="check",
         ok=ok,
@@ -185,7 +185,7 @@ def versus(rows, m, model, op, seconds, ways: dict, **labels):
         runs[name] = functools.partial(program, xs, ws, *([residual] if add else []))
     times, flop = interleaved(runs, calls=calls, seconds=seconds), 2.0 * m * n * k
     for name, t in times.items():
-        say(
+        record(
             rows,
             what=name,
             m=m,
@@ -226,8 +226,10 @@ def times_of_shapes(rows, share, seconds, rows_of_x=(2048, 256, 1024, 512), kern
         share[0] :: share[1]
     ]:
         ratios += versus(rows, m, model, op, seconds, ways_of(op, kernel))
-        say(rows, what="ratio", m=m, model=model, op=op, ratio=ratios[-1])
-    say(rows, what="geomean", of=len(ratios), ratio=float(np.exp(np.mean(np.log(ratios)))), least=min(ratios))
+        record(rows, what="ratio", m=m, model=model, op=op, ratio=ratios[-1])
+    record(
+        rows, what="geomean", of=len(ratios), ratio=float(np.exp(np.mean(np.log(ratios)))), least=min(ratios)
+    )
 
 
 def normed(x) -> Quantized:
@@ -271,7 +273,7 @@ def layer(rows, share, seconds):
         }
         times = interleaved(runs, calls=count, seconds=seconds)
         for name, t in times.items():
-            say(
+            record(
                 rows,
                 what=f"layer {name}",
                 m=m,
@@ -281,7 +283,7 @@ def layer(rows, share, seconds):
                 watts=t.watts,
                 spread=t.spread,
             )
-        say(rows, what="layer ratio", m=m, ratio=times["xla"].us / times["fp8"].us)
+        record(rows, what="layer ratio", m=m, ratio=times["xla"].us / times["fp8"].us)
 
 
 if __name__ == "__main__":

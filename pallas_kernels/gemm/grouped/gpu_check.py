@@ -21,7 +21,7 @@ from pallas_kernels.gemm.grouped import reference as grouped_reference
 from pallas_kernels.gemm.grouped.api import grouped_gemm, list_groups
 from pallas_kernels.measure import script
 from pallas_kernels.measure.inputs import poison_memory
-from pallas_kernels.measure.script import say
+from pallas_kernels.measure.script import record
 from pallas_kernels.measure.timing import interleaved
 
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -81,7 +81,7 @@ def check(rows, rng, tokens, experts, chosen, n, k, block=None, sms=None, skewed
         "sms": sms,
         "skewed": skewed,
     }
-    say(rows, what="check grouped_gemm", ok=err < 4e-3 and same, error=err, same_bits=same, **about)
+    record(rows, what="check grouped_gemm", ok=err < 4e-3 and same, error=err, same_bits=same, **about)
 
 
 def checks(rows):
@@ -127,7 +127,7 @@ def timings(rows, seconds):
                 }
                 flop = 2.0 * tokens * chosen * n * k
                 for name, t in interleaved(programs, calls=len(xs), seconds=seconds).items():
-                    say(
+                    record(
                         rows,
                         what=name,
                         model=model,

@@ -27,7 +27,7 @@ from pallas_kernels.gemm.int4.api import int4_gemm
 from pallas_kernels.gemm.int4.reference import dequantize_int4, quantize_int4
 from pallas_kernels.measure import script
 from pallas_kernels.measure.inputs import poison_memory
-from pallas_kernels.measure.script import say
+from pallas_kernels.measure.script import record
 from pallas_kernels.quantized import Int4
 
 
@@ -49,7 +49,7 @@ def check_far(rows, rng, m=8, n=2**20 + 8, k=4096, last=4096):
     poison_memory(jax.eval_shape(run, x, w))
     got, want = run(x, w)[:, n - last :].astype(jnp.float32), exact(x, dequantize_int4(tail), None, None)
     error = float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want))
-    say(rows, what="check int4_gemm, far offsets", ok=error < 3e-3, error=error, m=m, n=n, k=k)
+    record(rows, what="check int4_gemm, far offsets", ok=error < 3e-3, error=error, m=m, n=n, k=k)
 
 
 def checks(rows, share):
@@ -85,8 +85,8 @@ def times(rows, share, seconds):
         ratios.append(
             flat / run(kernel=int4_gemm, make=int4_weight, bytes_read=(0.5 + 4 / 64) * n * k, what="int4")
         )
-        say(rows, what="int4 / flat", model=model, op=op, m=m, ratio=ratios[-1])
-    say(rows, what="int4 / flat, geometric mean", ratio=geomean(ratios), least=min(ratios))
+        record(rows, what="int4 / flat", model=model, op=op, m=m, ratio=ratios[-1])
+    record(rows, what="int4 / flat, geometric mean", ratio=geomean(ratios), least=min(ratios))
 
 
 if __name__ == "__main__":

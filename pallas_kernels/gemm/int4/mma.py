@@ -44,24 +44,24 @@ def multiply_add(total: jax.Array, packed, scale, zero, tokens) -> jax.Array:
 
 def _stage(total, packed, scale, zero, tokens) -> mgpu.FragmentedArray:
     rows, m = total.shape
-    sums, blocks, eights, words = total.registers.copy(), rows // 64, m // 8, []
+    sums, blocks, octets, words = total.registers.copy(), rows // 64, m // 8, []
     strides, _ = ir.MemRefType(tokens.type).get_strides_and_offset()
     for group in range(ir.MemRefType(tokens.type).shape[1]):
         if group % 4 == 0:  # not all at once: they are registers
             words = [
                 [_words(scale, zero, block, half, group) for half in range(2)] for block in range(blocks)
             ]
-        columns = [_tokens(tokens, [2 * s for s in strides[:2]], eight, group) for eight in range(eights)]
+        columns = [_tokens(tokens, [2 * s for s in strides[:2]], tokens8, group) for tokens8 in range(octets)]
         of_tokens = [_chain([[const(_ONES)] * 4] * 4, column)[:2] for column in columns]
         for block in range(blocks):
             weight = _weight(packed, block, group)
-            for eight, column in enumerate(columns):
+            for tokens8, column in enumerate(columns):
                 y = _chain(weight, column)
                 for half in range(2):
                     s, z = _factors(words[block][half], group % 4)
-                    where = (block, eight, 0, 0, half, 0, 0, 0, 0)
+                    where = (block, tokens8, 0, 0, half, 0, 0, 0, 0)
                     old = [llvm.extractelement(sums[where], const(i)) for i in range(2)]
-                    new = [_fma(s, y[2 * half + i], _fma(z, of_tokens[eight][i], old[i])) for i in range(2)]
+                    new = [_fma(s, y[2 * half + i], _fma(z, of_tokens[tokens8][i], old[i])) for i in range(2)]
                     sums[where] = _vector(new)
     return mgpu.FragmentedArray(_registers=sums, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 
@@ -101,11 +101,11 @@ def _wide(word: ir.Value, high: int) -> ir.Value:
     )
 
 
-def _tokens(tokens: ir.Value, strides, eight: int, group: int) -> list[list[ir.Value]]:
+def _tokens(tokens: ir.Value, strides, tokens8: int, group: int) -> list[list[ir.Value]]:
     """Of 8 tokens and a group's 64 columns: mma's second operand for each 16 of them, two registers."""
     lane = arith.andi(mgpu.utils.thread_idx(), const(31))
     token, matrix = arith.andi(lane, const(7)), arith.shrui(lane, const(3))
-    line = arith.addi(arith.muli(token, const(128)), const(eight * strides[0] + group * strides[1]))
+    line = arith.addi(arith.muli(token, const(128)), const(tokens8 * strides[0] + group * strides[1]))
     registers = []
     for half in range(2):  # 8 rows of 128 bytes; the 16-byte pieces of a row lie at their place xor the row
         piece = arith.xori(arith.addi(matrix, const(4 * half)), token)
@@ -126,10 +126,10 @@ def _weight(packed: ir.Value, block: int, group: int) -> list[list[ir.Value]]:
     inside = in_tile(row, quad, part)
     halves = []
     for half in range(2):
-        eight = arith.addi(arith.muli(warp, const(2)), const(8 * block + half))
+        tokens8 = arith.addi(arith.muli(warp, const(2)), const(8 * block + half))
         words = read_words(
             packed,
-            arith.addi(arith.addi(arith.muli(eight, const(strides[0])), const(slab * strides[1])), inside),
+            arith.addi(arith.addi(arith.muli(tokens8, const(strides[0])), const(slab * strides[1])), inside),
             2,
         )
         halves.append([mgpu.utils.inline_ptx(_FOUR_PAIRS, word, result_types=[i32()] * 4) for word in words])

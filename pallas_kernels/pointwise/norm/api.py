@@ -34,7 +34,7 @@ def add_norm(
     offset: float = 0.0,
     quantize: bool = False,
     sms: int | None = None,
-    early: bool = False,
+    pdl: bool = False,
     interpret=None,
 ) -> tuple[jax.Array, jax.Array | Quantized]:
     """(x + y, its norm), of the same meaning as its twin, `reference.add_norm`.
@@ -44,7 +44,7 @@ def add_norm(
       other: as y, and added to it first, rounded.
       weight, bias: [D] bfloat16 or float32. With a bias it is LayerNorm, without RMSNorm, which scales by
       offset + weight. quantize: the norm as `Quantized`, e4m3 [T, D] with a scale [T] for each token. sms:
-      how many SMs' worth of CTAs it starts, 1 to 132; all by default. early: it begins before the kernel
+      how many SMs' worth of CTAs it starts, 1 to 132; all by default. pdl: it begins before the kernel
       before it has ended (`pallas_kernels.hopper.pdl`); weight and bias are the program's arguments then.
     Returns:
       the sum [T, D], and its norm.
@@ -80,7 +80,7 @@ def add_norm(
             eps=eps,
             offset=offset,
             ctas=ctas,
-            early=early,
+            pdl=pdl,
         ),
         out_type=normed if y is None else [row, *normed],
         grid=(ctas,),
@@ -96,9 +96,9 @@ def add_norm(
     return total, Quantized(*normed) if quantize else normed[0]
 
 
-def _rows(*refs, adds, centres, quantizes, eps, offset, ctas, early):
+def _rows(*refs, adds, centres, quantizes, eps, offset, ctas, pdl):
     """This CTA's rows, every `ctas`-th."""
-    launch_next(early)
+    launch_next(pdl)
     refs = iter(refs)
     x_ref, *added = (next(refs) for _ in range(1 + adds))
     weight_ref, bias_ref = next(refs), next(refs) if centres else None
@@ -116,8 +116,8 @@ def _rows(*refs, adds, centres, quantizes, eps, offset, ctas, early):
     def factors():
         return read(weight_ref), read(bias_ref) if bias_ref is not None else None
 
-    known = factors() if early else None
-    wait_for_last(early)
+    known = factors() if pdl else None
+    wait_for_last(pdl)
 
     def norm(row):
         x = read(x_ref.at[row])

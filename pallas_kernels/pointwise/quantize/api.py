@@ -29,7 +29,7 @@ def quantize_rows(
     *,
     start: int = 0,
     sms: int | None = None,
-    early: bool = False,
+    pdl: bool = False,
     interpret=None,
 ) -> Quantized:
     """x as e4m3 with a scale for each row (the twin: `reference.quantize_rows`).
@@ -40,7 +40,7 @@ def quantize_rows(
       the first `top_rows` rows are
         top's, not x's.
       sms: how many SMs' worth of CTAs it starts, 1 to 132; all by default.
-      early: it begins before the kernel before it has ended (`pallas_kernels.hopper.pdl`).
+      pdl: it begins before the kernel before it has ended (`pallas_kernels.hopper.pdl`).
     Returns:
       values [M, C] e4m3 and scales [M] float32, the row's largest / 448.
     Raises:
@@ -58,7 +58,7 @@ def quantize_rows(
         )
     ctas = min(m, sms_of(sms) * _PER_SM)
     values, scale = plgpu.kernel(
-        functools.partial(_rows, start=start, ctas=ctas, early=early),
+        functools.partial(_rows, start=start, ctas=ctas, pdl=pdl),
         out_type=(jax.ShapeDtypeStruct((m, c), jnp.float8_e4m3fn), jax.ShapeDtypeStruct((m,), jnp.float32)),
         grid=(ctas,),
         grid_names=("cta",),
@@ -71,10 +71,10 @@ def quantize_rows(
     return Quantized(values, scale)
 
 
-def _rows(x_ref, *refs, start, ctas, early):
+def _rows(x_ref, *refs, start, ctas, pdl):
     """This CTA's rows, every `ctas`-th."""
-    launch_next(early)
-    wait_for_last(early)
+    launch_next(pdl)
+    wait_for_last(pdl)
     *tops, values_ref, scale_ref = refs
     m, c = x_ref.shape
     vector = next(

@@ -58,7 +58,7 @@ def rope_append(
     v_scale: jax.Array | None = None,
     sms: int | None = None,
     together: int | None = None,
-    early: bool = False,
+    pdl: bool = False,
     interpret=None,
 ) -> tuple[jax.Array, jax.Array | Quantized, jax.Array | Quantized]:
     """Queries for attention, and the pages with the tokens' keys and values in them, of the same meaning as
@@ -75,7 +75,7 @@ def rope_append(
       of each head by norm_offset + weight before the rotation; both or none. k_scale, v_scale: [K] float32,
       for an e4m3 cache; both or none. sms: SMs the kernel may take, 1 to 132; None: all. together: tokens
       whose transposed values are written at once: 1, 8, 16 or 32, as far as there are so many; None: by the
-      shapes. early: it begins before the kernel before it has ended (`pallas_kernels.hopper.pdl`).
+      shapes. pdl: it begins before the kernel before it has ended (`pallas_kernels.hopper.pdl`).
     Returns:
       queries [T, K · G, H] bfloat16, and both page arrays.
     Raises:
@@ -118,7 +118,7 @@ def rope_append(
             sms=sms,
             workers=workers,
             together=together,
-            early=early,
+            pdl=pdl,
             interpret=interpret is not None,
         ),
         out_type=jax.ShapeDtypeStruct((t, kv, group, h), fused.dtype),
@@ -194,12 +194,12 @@ def _scratch(workers: int, kv: int, group: int, h: int, dtype, kv_dtype, togethe
     return scratch if alone else scratch | {"columns": columns_scratch(together, h, dtype, kv_dtype)}
 
 
-def _tokens(inputs, pages, q_ref, scratch, *, eps, norm_offset, sms, workers, together, early, interpret):
+def _tokens(inputs, pages, q_ref, scratch, *, eps, norm_offset, sms, workers, together, pdl, interpret):
     """One warpgroup's part: tokens of its own, or, of the last one, all of the CTA's blocks of transposed
     values.
     """
-    launch_next(early)
-    wait_for_last(early)
+    launch_next(pdl)
+    wait_for_last(pdl)
     wg = lax.axis_index("wg")
     move = functools.partial(
         _move_tokens,

@@ -26,15 +26,15 @@ _STAGES = 2  # a block that comes, a block that is turned and written
 _ITEMS = 8
 
 
-def block_of(asked: int | None, tokens: int, kv: int, sms: int) -> int:
+def block_of(limit: int | None, tokens: int, kv: int, sms: int) -> int:
     """Tokens whose values are written at once, of a step of `tokens`; 1: each token's alone, by who moves its
     keys.
 
-    asked: at most so many; None: the largest that deals out `_ITEMS` blocks an SM, or the smallest there is.
+    limit: at most so many; None: the largest that deals out `_ITEMS` blocks an SM, or the smallest there is.
     """
     fitting = [n for n in BLOCKS if n <= tokens]
-    if asked is not None:
-        return max([1, *(n for n in fitting if n <= asked)])
+    if limit is not None:
+        return max([1, *(n for n in fitting if n <= limit)])
     return max([1, *fitting[:1], *(n for n in fitting if -(-tokens // n) * kv >= _ITEMS * sms)])
 
 

@@ -41,7 +41,7 @@ def append(
     return flat.reshape(p, k, s, h)
 
 
-def append_turned(
+def append_transposed(
     pages: Shaped[Array, "P K H S"], new: Shaped[Array, "T K H"], slots: Int[Array, " T"]
 ) -> Shaped[Array, "P K H S"]:
     """`append` to pages whose keys are contiguous: a token is a column of them."""
@@ -101,7 +101,7 @@ def rope_append(
         k = rms_norm(k, k_norm, eps=eps, offset=norm_offset)
     if inv_freq is not None:
         q, k = rope(q, positions, inv_freq), rope(k, positions, inv_freq)
-    return q, _put(k_pages, k, slots, k_scale, append), _put(v_pages, v, slots, v_scale, append_turned)
+    return q, _put(k_pages, k, slots, k_scale, append), _put(v_pages, v, slots, v_scale, append_transposed)
 
 
 def check_given(k_pages: Pages, t: int, h: int, **given: Array | None) -> None:

@@ -14,7 +14,7 @@ from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.weights import leaves
 from jaxflow.parallel.mesh import TP
 from pallas_kernels.gemm import tuned_table as table
-from pallas_kernels.gemm.api import HopperGemm, Product, kernel, product_of, takers
+from pallas_kernels.gemm.api import HopperGemm, Product, eligible_kernels, kernel, product_of
 from pallas_kernels.gemm.model_shapes import known_shapes
 from pallas_kernels.gemm.tuned_table import Choice, Rule, Shape, Table
 from pallas_kernels.tune import __main__ as tune
@@ -375,7 +375,7 @@ def test_shipped_tables_name_kernels_that_take_their_products():
         assert table.file_of(shipped.device) == path
         for rule in shipped.rules:
             for choice in rule.choices:
-                assert choice.kernel in takers(product_of(rule.shape, choice.rows)), rule
+                assert choice.kernel in eligible_kernels(product_of(rule.shape, choice.rows)), rule
                 assert callable(kernel(choice))
             assert rule.shape.scales in (("",) if rule.shape.weights != E4M3 else ("rows", "blocks"))
 
@@ -402,13 +402,15 @@ def test_the_shapes_are_those_of_the_models(weights, quantization):
 )
 def test_shapes_are_written_k_by_n(text, shape):
     assert tune_shapes.parse_shape(text, "bfloat16") == shape
-    assert tune_shapes.told(shape) == text
+    assert tune_shapes.format_shape(shape) == text
 
 
 def test_e4m3_shapes_say_how_their_input_is_scaled_and_what_is_quantised_behind_them():
     assert tune_shapes.parse_shape("4096x6144", E4M3) == Shape(6144, 4096, E4M3, scales="rows")
     down = tune_shapes.parse_shape("14336x4096b", E4M3)
-    assert down == Shape(4096, 14336, E4M3, scales="blocks") and tune_shapes.told(down) == "14336x4096b"
+    assert (
+        down == Shape(4096, 14336, E4M3, scales="blocks") and tune_shapes.format_shape(down) == "14336x4096b"
+    )
     with pytest.raises(ValueError, match="--shapes"):
         tune_shapes.parse_shape("14336x4096b", "bfloat16")
     of_model = tune_shapes.shapes_of(["llama-3.1-8b tp 1"], E4M3)

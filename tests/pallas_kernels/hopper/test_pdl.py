@@ -1,4 +1,4 @@
-"""Kernels that begin early: each waits before it touches what others write, products after they asked for
+"""Kernels that begin pdl: each waits before it touches what others write, products after they asked for
 their weight.
 """
 
@@ -29,14 +29,14 @@ def array(*shape, dtype=jnp.bfloat16):
 
 
 def steps(x, w, w8, norm, pages, table, ints):
-    """Every kernel that can begin early, once each."""
-    early = {"early": True}
-    x, h = add_norm(x, x, norm, eps=1e-5, **early)
-    fused = flat_gemm(h, w, **early)
+    """Every kernel that can begin pdl, once each."""
+    pdl = {"pdl": True}
+    x, h = add_norm(x, x, norm, eps=1e-5, **pdl)
+    fused = flat_gemm(h, w, **pdl)
     inv_freq = jnp.ones(H // 2)
-    q, k, v = rope_append(fused, pages, pages * 1, ints, ints, head_dim=H, inv_freq=inv_freq, **early)
-    o = decode_attention(q, k, v, table, ints, scale=1.0, **early)
-    return fp8_flat_gemm(quantize_rows(o.reshape(8, D), **early), w8, out_dtype=jnp.bfloat16, **early)
+    q, k, v = rope_append(fused, pages, pages * 1, ints, ints, head_dim=H, inv_freq=inv_freq, **pdl)
+    o = decode_attention(q, k, v, table, ints, scale=1.0, **pdl)
+    return fp8_flat_gemm(quantize_rows(o.reshape(8, D), **pdl), w8, out_dtype=jnp.bfloat16, **pdl)
 
 
 def test_each_waits_and_lets_the_next_begin(tmp_path, monkeypatch):
@@ -70,8 +70,8 @@ def test_each_waits_and_lets_the_next_begin(tmp_path, monkeypatch):
 
 def test_a_set_has_one_form_that_begins_early():
     hopper = dataclasses.replace(REFERENCE, add_norm=add_norm, gemm=HopperGemm(Table("")))
-    early = hopper.begun_early()
-    assert early is hopper.begun_early() and early != hopper
-    assert early.add_norm.keywords == {"early": True} and early.gemm.early
-    assert early.rope_append is REFERENCE.rope_append
-    assert REFERENCE.begun_early() == REFERENCE and not REFERENCE.can_begin_early
+    pdl = hopper.with_pdl()
+    assert pdl is hopper.with_pdl() and pdl != hopper
+    assert pdl.add_norm.keywords == {"pdl": True} and pdl.gemm.pdl
+    assert pdl.rope_append is REFERENCE.rope_append
+    assert REFERENCE.with_pdl() == REFERENCE and not REFERENCE.supports_pdl

@@ -16,12 +16,12 @@ def asked(monkeypatch):
 
 def test_ptxas_is_asked_once(asked):
     extension, calls = asked
-    ptxas_version.ask_once()
-    ptxas_version.ask_once()
+    ptxas_version.cache_version()
+    ptxas_version.cache_version()
     assert [extension._get_ptxas_isa_version() for _ in range(3)] == [90] * 3
     assert calls == [1]
 
 
 def test_a_jax_without_the_question_is_left_alone(monkeypatch):
     monkeypatch.setattr(fragmented_array, "mgpu_lib", None)
-    ptxas_version.ask_once()
+    ptxas_version.cache_version()

@@ -16,7 +16,7 @@ def test_what_is_not_right_fails_whatever_its_kind(monkeypatch, tmp_path, capsys
     """A comparison of numpy's numbers is no bool of Python's. None: a row that says nothing of the kind."""
 
     def check(rows, *_):
-        script.say(rows, what="a kernel", **({} if ok is None else {"ok": ok}))
+        script.record(rows, what="a kernel", **({} if ok is None else {"ok": ok}))
 
     monkeypatch.setattr("sys.argv", ["script", "--json", str(tmp_path / "x.json")])
     monkeypatch.setattr(script.jax, "default_backend", lambda: "gpu")

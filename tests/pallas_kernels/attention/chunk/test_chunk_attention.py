@@ -82,7 +82,7 @@ def test_every_token_is_in_one_tile_that_reads_the_keys_it_sees(gaps, window):
         # All that a tile sees lies in the second page of its last block, which its sequence fills in part.
         (IN_SECOND_PAGES, 24, 1, 1, 64, {"window": 16}),
         ([(0, 8, 0, 90)], 8, 1, 1, 64, {"scale": -0.1}),
-        ([(0, 8, 0, 90)], 8, 1, 1, 64, {"scale": 0.0, "unified": jnp.asarray([1.0, 20.0])}),
+        ([(0, 8, 0, 90)], 8, 1, 1, 64, {"scale": 0.0, "unified_max": jnp.asarray([1.0, 20.0])}),
     ],
 )
 def test_the_kernel_is_its_twin(chunks, tokens, heads, kv_heads, width, extra):
@@ -103,7 +103,7 @@ def both(q, k, v, table, chunks, extra):
     """
     chunks, arrays = (
         jnp.asarray(chunks, jnp.int32),
-        {name: extra[name] for name in ("k_scale", "v_scale", "unified") if name in extra},
+        {name: extra[name] for name in ("k_scale", "v_scale", "unified_max") if name in extra},
     )
     settings = {"scale": q.shape[2] ** -0.5, "sms": 2} | {
         name: value for name, value in extra.items() if name not in arrays
@@ -170,7 +170,7 @@ def test_scores_that_a_scale_of_8_bits_makes_0_weigh_the_same(soft_cap):
 
 
 def scores_of(kind, k, table):
-    """Keys whose scores, with queries of ones, a unified maximum does not fit: all but the fallback's."""
+    """Keys whose scores, with queries of ones, a unified max value does not fit: all but the fallback's."""
     row = np.asarray(table)[0]
     k = np.asarray(k, np.float32) * 0.01
     if kind == "above":  # one huge value in the last page
@@ -212,7 +212,7 @@ def test_with_a_unified_maximum_rows_that_it_does_not_fit_fall_back(kind, marks,
         (24, 20, 1, 0),
         (0, 0, 0, 0),
     ]  # a place in the list of tiles stays free, and has no blocks
-    extra, k = {"unified": jnp.asarray([0.0, 20.0]), "sms": sms}, scores_of(kind, k, table)
+    extra, k = {"unified_max": jnp.asarray([0.0, 20.0]), "sms": sms}, scores_of(kind, k, table)
     if int8:
         (k, extra["k_scale"]), (v, extra["v_scale"]) = quantized(k), quantized(v)
         v = jnp.swapaxes(v, 2, 3)
@@ -222,16 +222,16 @@ def test_with_a_unified_maximum_rows_that_it_does_not_fit_fall_back(kind, marks,
 
 @pytest.mark.filterwarnings("ignore:.* encountered in matmul")
 @pytest.mark.parametrize(
-    ("dtype", "unified"), [(jnp.bfloat16, False), (jnp.int8, True), (jnp.float8_e4m3fn, False)]
+    ("dtype", "unified_max"), [(jnp.bfloat16, False), (jnp.int8, True), (jnp.float8_e4m3fn, False)]
 )
-def test_rows_whose_scores_are_all_minus_infinity_become_0(dtype, unified):
+def test_rows_whose_scores_are_all_minus_infinity_become_0(dtype, unified_max):
     """Those of the second of two heads: its keys' numbers, or their scale, are at float32's end."""
     k, v, table = paged(3, [80], 2, 64)
     eight, heads = dtype == jnp.float8_e4m3fn, jnp.arange(2)[:, None, None]
     k = jnp.where(heads == 1, jnp.where(jnp.isnan(k), k, -1.0 if eight else -3e38), k).astype(
         dtype if eight else k.dtype
     )
-    extra = {"scale": 0.05} | ({"unified": jnp.asarray([0.0, 20.0])} if unified else {})
+    extra = {"scale": 0.05} | ({"unified_max": jnp.asarray([0.0, 20.0])} if unified_max else {})
     if eight:
         v, extra["k_scale"] = jnp.swapaxes(v, 2, 3).astype(dtype), jnp.asarray([1.0, 3e38])
     if dtype == jnp.int8:
@@ -255,8 +255,8 @@ def test_rows_whose_scores_are_all_minus_infinity_become_0(dtype, unified):
             {"dtype": jnp.int8, "q": (8, 8, 256), "pages": (9, 2, 64, 256), **INT8_SCALES},
             "head width 256 of a cache of int8: 64 or 128",
         ),
-        ({"unified": jnp.ones(3)}, r"unified \[3\]: \[2\]"),
-        ({"unified": jnp.ones(1)}, r"unified \[1\]: \[2\]"),
+        ({"unified_max": jnp.ones(3)}, r"unified_max \[3\]: \[2\]"),
+        ({"unified_max": jnp.ones(1)}, r"unified_max \[1\]: \[2\]"),
         ({"chunks": (1, 3)}, r"chunks \[1, 3\]: .* \[C, 4\]"),
         ({"chunks": (4,)}, r"chunks \[4\]"),
         ({"table": (4,)}, r"page_table \[4\], .*: \[R, MP\]"),
@@ -272,7 +272,7 @@ def test_it_says_what_it_does_not_take(change, said):
         jnp.zeros(change.get(name, shape), jnp.int32)
         for name, shape in (("table", (2, 4)), ("chunks", (1, 4)))
     )
-    extra = {name: x for name, x in change.items() if name in ("k_scale", "v_scale", "unified", "sms")}
+    extra = {name: x for name, x in change.items() if name in ("k_scale", "v_scale", "unified_max", "sms")}
     with pytest.raises(ValueError, match=said):
         chunk_attention(q, k, v, table, chunks, scale=1.0, **extra)
 
@@ -318,7 +318,7 @@ def compiled_with(fn, inputs, folder, monkeypatch):
     [
         (8, 4, 256, jnp.bfloat16, {"window": 4096, "soft_cap": 30.0}),
         (32, 8, 128, jnp.float8_e4m3fn, {}),
-        (32, 8, 128, jnp.int8, {"unified": jnp.ones(2)}),
+        (32, 8, 128, jnp.int8, {"unified_max": jnp.ones(2)}),
     ],
 )
 def test_for_the_h200_it_uses_its_units(heads, kv_heads, width, dtype, extra, tmp_path, monkeypatch):

@@ -77,7 +77,7 @@ def run(q, cache, table, lengths, **settings):
     would be one.
     """
     k, v, scales = cache
-    arrays = scales | {name: settings.pop(name) for name in ("into", "unified") if name in settings}
+    arrays = scales | {name: settings.pop(name) for name in ("into", "unified_max") if name in settings}
     settings = {"scale": q.shape[-1] ** -0.5, **settings}
     how = {"sms": 3} | {name: settings.pop(name) for name in ("tile", "sms", "work") if name in settings}
     kernel = jax.jit(functools.partial(decode_attention, interpret=INTERPRET, **how, **settings))
@@ -167,7 +167,7 @@ def into(rows, heads, width):
             64,
             DecodeTile(2, 4),
             jnp.bfloat16,
-            {"window": 7, "scale": -0.1, "unified": jnp.asarray([0.0, 8.0])},
+            {"window": 7, "scale": -0.1, "unified_max": jnp.asarray([0.0, 8.0])},
         ),
         ([200, 5, 120], 4, 2, 64, DecodeTile(2, 4), E4M3, {"window": 70, "scale": 0.0}),
     ],
@@ -207,7 +207,7 @@ SCORES = (  # of a row's keys, for queries of ones; those of the first three row
 
 @pytest.mark.filterwarnings("ignore:.* encountered in matmul")
 @pytest.mark.parametrize(
-    ("unified", "dtype"),
+    ("unified_max", "dtype"),
     [
         (None, jnp.bfloat16),
         ((0.0, 8.0), jnp.bfloat16),
@@ -217,7 +217,7 @@ SCORES = (  # of a row's keys, for queries of ones; those of the first three row
         ((0.0, 8.0), INT8),
     ],
 )
-def test_rows_that_leave_the_unified_maximum_behind_are_still_the_twins(unified, dtype):
+def test_rows_that_leave_the_unified_maximum_behind_are_still_the_twins(unified_max, dtype):
     lengths, heads, kv_heads, width = [300, 200, 5, 130, 70, 0, 70, 130, 190], 4, 1, 64
     k, v, table = paged(1, lengths, kv_heads, width)
     rng, keys = np.random.default_rng(2), np.asarray(k, np.float32).copy()
@@ -228,7 +228,11 @@ def test_rows_that_leave_the_unified_maximum_behind_are_still_the_twins(unified,
     if dtype == E4M3:
         cache[2]["k_scale"] = jnp.full((kv_heads,), 20.0)
     q = jnp.ones((len(lengths), heads, width), jnp.bfloat16).at[:3].set(TINY)
-    how = {"unified": None if unified is None else jnp.asarray(unified), "tile": DecodeTile(1, 4), "sms": 6}
+    how = {
+        "unified_max": None if unified_max is None else jnp.asarray(unified_max),
+        "tile": DecodeTile(1, 4),
+        "sms": 6,
+    }
     got, want = run(q, cache, table, jnp.asarray(lengths, jnp.int32), scale=1.0, **how)
     for row in range(len(lengths)):
         assert (
@@ -266,7 +270,7 @@ def test_a_tile_has_pages_enough_for_a_round(itemsize, width, group, sms):
         ({"k_scale": jnp.ones(2)}, "k_scale"),
         ({"int8": True, "k_scale": jnp.ones(2)}, r"k_scale \(2,\): .* \[9, 2, 64\] for one of int8"),
         ({"int8": True, "k_scale": jnp.ones((9, 2, 64))}, "v_scale None"),
-        ({"unified": jnp.ones(3)}, "unified"),
+        ({"unified_max": jnp.ones(3)}, "unified_max"),
         ({"q": (1, 8, 64)}, "2 lengths for q"),
         ({"into": jnp.zeros((2, 8, 64))}, "into float32"),
         ({"table": (1, 4)}, r"page_table \[1, 4\] for 2 lengths: \[2, MP\]"),
@@ -281,7 +285,7 @@ def test_it_says_what_it_does_not_take(change, said):
     q = jnp.zeros(change.get("q", (2, 8, 64)), dtype)
     pages = jnp.zeros(change.get("pages", (9, 2, 64, 64)), INT8 if "int8" in change else dtype)
     table = jnp.zeros(change.get("table", (2, 4)), jnp.int32)
-    extra = {name: x for name, x in change.items() if name in ("k_scale", "unified", "into", "sms")}
+    extra = {name: x for name, x in change.items() if name in ("k_scale", "unified_max", "into", "sms")}
     with pytest.raises(ValueError, match=said):
         decode_attention(q, pages, pages, table, jnp.ones(2, jnp.int32), scale=1.0, **extra)
 
@@ -335,8 +339,8 @@ FORMS = [
         {"window": 4096, "soft_cap": 50.0},
     ),  # two workers, as heads of 128 have with half of this output
     (32, 8, 128, E4M3, {}),  # Llama 8B's: four workers, so the fewest registers
-    (64, 8, 128, E4M3, {"unified": jnp.ones(2)}),  # three workers
-    (32, 8, 128, INT8, {"unified": jnp.ones(2)}),
+    (64, 8, 128, E4M3, {"unified_max": jnp.ones(2)}),  # three workers
+    (32, 8, 128, INT8, {"unified_max": jnp.ones(2)}),
     (
         32,
         2,
