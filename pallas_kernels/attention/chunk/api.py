@@ -1,10 +1,9 @@
-"""Paged attention of prefill chunks for Hopper: several chunks a step, each at any offset of its sequence
-(SARATHI §4.2).
+"""Paged attention of prefill chunks for Hopper: several chunks a step, at any offset of their sequences (SARATHI §4.2).
 
-A work item is one tile of 128 query rows of one chunk and one head. `chunk_work` lists the tiles of the step,
-the longest first; a persistent grid of `sms` CTAs takes them back and forth, so that each CTA gets long and
-short ones. In a CTA one warpgroup copies (a page and head is one TMA box, the next item's while this one's is
-computed) and two compute, each 64 rows (`chunk_rows`).
+A work item is one tile of 128 query rows of one chunk and one head. `chunk_work` lists the step's tiles, the longest first. A
+persistent grid of `sms` CTAs takes items back and forth over the list, so that each CTA gets long and short items. In a CTA one
+warpgroup copies, and two compute 64 rows each (`rows`). A page of a head is one TMA box. The next item's queries are
+copied during the current item.
 """
 
 import dataclasses
@@ -44,34 +43,29 @@ def chunk_attention(
     work: ChunkWork | None = None,
     interpret=None,
 ) -> jax.Array:
-    """Causal attention of prefill chunks over their sequences' pages (the twin: `reference.chunk_attention`).
+    """Return the causal attention of prefill chunks over their sequences' pages.
+
+    The reference implementation is `pallas_kernels.attention.chunk.reference.chunk_attention`.
 
     Args:
       q: [T, N, H] bfloat16, H 64, 128 or 256.
-      k_pages, v_pages: [P, K, 64, H] bfloat16, or float8_e4m3fn or int8 (H 64 or 128) [P, K, 64, H] and [P,
-      K, H, 64]; the chunks' own
-        keys and values are in them already.
-      page_table: [R, MP] int32; entries before a sequence's first visible page and past its last one are
-      never read. chunks: [C, 4] int32, a row each: first token in q, tokens (0: skipped), row of page_table,
-      position of the first token. Chunks
-        do not overlap in q.
-      scale: the scores are q·k · scale, which may be 0 or negative.
-      window: a token sees its last `window` keys only. soft_cap: scores become cap · tanh(score / cap).
-      k_scale, v_scale: float32, what keys and values of 8 bits are multiplied with: of float8 [K], one a
-      head, or None, 1; of int8
-        [P, K, 64], one a token and head.
-      unified_max: [2] float32, φ and bound: weights are exp(score - φ) (FlashDecoding++Next §3), and a tile with
-      a row whose weights' sum is
-        not within exp(±bound) begins anew with the running maximum. None: each row's maximum over its first
-        block stands for φ. A cache of e4m3 always uses the running maximum, since its weights are e4m3, which
-        has no room for any other.
-      sms: CTAs of the persistent grid: how many SMs the kernel may take, 1 to 132; None: all.
-      work: `list_chunk_work(...)` of the same chunks, T, heads and window, where the caller shares it between
-      layers.
+      k_pages, v_pages: [P, K, 64, H] bfloat16, or float8_e4m3fn or int8 (H 64 or 128) [P, K, 64, H] and [P, K, H, 64]. The
+        pages already hold the chunks' keys and values.
+      page_table: [R, MP] int32; entries before a sequence's first visible page and past its last page are never read.
+      chunks: [C, 4] int32, one row a chunk: first token in q, tokens (0: skipped), row of page_table, position of the first
+        token. Chunks do not overlap in q.
+      scale: scores are q·k · scale; scale may be 0 or negative.
+      window: the number of last keys that a token sees. soft_cap: scores become cap · tanh(score / cap).
+      k_scale, v_scale: float32 scales of 8-bit numbers: [K] for float8 (None: 1), [P, K, 64] for int8.
+      unified_max: [2] float32, φ and bound: weights are exp(score - φ) (FlashDecoding++Next §3). A tile with a row whose
+        sum of weights is outside exp(±bound) runs again with the running maximum. None: the maximum of a row's first
+        block replaces φ. An e4m3 cache always uses the running maximum, because e4m3 weights have no room for another.
+      sms: CTAs of the persistent grid, which is the number of SMs that the kernel may occupy, 1 to 132; None: all.
+      work: `list_chunk_work(...)` for the same chunks, T, heads and window, if layers share one list.
     Returns:
-      [T, N, H] bfloat16; 0 at tokens that are in no chunk, and where all of a row's scores are -inf.
+      [T, N, H] bfloat16; 0 at tokens outside all chunks, and for rows with only -inf scores.
     Raises:
-      ValueError: for a shape, dtype or sms that the kernel does not take.
+      ValueError: for a shape, dtype or sms outside the limits.
     """
     (t, n, h), kv, e4m3 = q.shape, k_pages.shape[1], k_pages.dtype == jnp.float8_e4m3fn
     int8 = k_pages.dtype == jnp.int8
@@ -79,10 +73,10 @@ def chunk_attention(
     check_scales(k_pages, k_scale, v_scale)
     check_unified_max(unified_max)
     if int8 and h > 128:
-        raise ValueError(f"head width {h} of a cache of int8: 64 or 128")
+        raise ValueError(f"head width {h} of a cache of int8: accepted are 64 or 128")
     if page_table.ndim != 2 or chunks.ndim != 2 or chunks.shape[1] != 4:
         raise ValueError(
-            f"page_table {list(page_table.shape)}, chunks {list(chunks.shape)}: [R, MP] and [C, 4]"
+            f"page_table {list(page_table.shape)}, chunks {list(chunks.shape)}: accepted are [R, MP] and [C, 4]"
         )
     sms = sms_of(sms)
     tile = tile or (int8_chunk_tile(h) if int8 else chunk_tile(h, k_pages.dtype.itemsize))
@@ -99,7 +93,7 @@ def chunk_attention(
         interpret=interpret is not None,
     )
     rounds = -(-work.tiles.shape[0] * n // sms)
-    one = np.ones((kv,), np.float32)  # constants of the program; jnp's would be kernels
+    one = np.ones((kv,), np.float32)  # a constant of the program; jnp.ones would run a kernel
     scalars = [(k_scale, one), (v_scale, one), (unified_max, np.asarray([0.0, MOST], np.float32))]
     scalars = [
         default if x is None else x.reshape(-1, PAGE) if x.ndim == 3 else x.astype(jnp.float32)
@@ -126,13 +120,15 @@ def chunk_attention(
 def list_chunk_work(
     chunks: jax.Array, tokens: int, *, head_dim: int, itemsize: int, window: int | None = None
 ) -> ChunkWork:
-    """What `chunk_attention` is to do for these chunks among `tokens` rows of q and a cache of `itemsize`
-    bytes a number, for all layers of one window.
+    """Return the work list of `chunk_attention` for chunks among `tokens` rows of q, for all layers with the same window.
+
+    itemsize: bytes of a number in the cache.
     """
     return chunk_work(chunks, tokens, chunk_tile(head_dim, itemsize), window)
 
 
 def _scratch(rows: Rows, h: int, dtype, rounds: int) -> dict:
+    """Return the kernel's shared memory and barriers."""
     tile, pages = rows.tile, rows.tile.keys // PAGE
     if rows.e4m3:
         wide, turned = swizzled(dtype, min(h, 128)), swizzled(dtype, PAGE)
@@ -146,19 +142,19 @@ def _scratch(rows: Rows, h: int, dtype, rounds: int) -> dict:
         by_page = plgpu.SMEM((tile.stages, pages, h, PAGE), jnp.bfloat16, transforms=swizzled(jnp.bfloat16))
         ring = {"k_s": keys, "v_s": by_page if rows.int8 else keys}
         ring |= chunk_int8.scratch(tile, h) if rows.int8 else {}
-    come = 1 if rows.int8 else pages  # what fills a block: its pages' copies, or the warpgroup that made it
+    arrivals = (
+        1 if rows.int8 else pages
+    )  # arrivals that fill a block: the copies of its pages, or one warpgroup that converted it
     return ring | {
         "q_s": plgpu.SMEM((tile.queries, 2, HALF, h), jnp.bfloat16, transforms=swizzled(jnp.bfloat16)),
-        "o_s": plgpu.SMEM(
-            (2, 2, HALF, WIDTH), jnp.bfloat16
-        ),  # plain rows: the end of a chunk is stored row by row
+        "o_s": plgpu.SMEM((2, 2, HALF, WIDTH), jnp.bfloat16),  # plain rows, to store a chunk's end row by row
         "again": plgpu.SMEM(
             (2, min(rounds, MARKS)), jnp.int32
-        ),  # by warpgroup and round: whether the running maximum is needed
+        ),  # [warpgroup, round]: needs a running maximum
         "q_full": plgpu.Barrier(num_arrivals=2, num_barriers=tile.queries),
         "q_empty": plgpu.Barrier(num_arrivals=2, num_barriers=tile.queries),
-        "k_full": plgpu.Barrier(num_arrivals=come, num_barriers=tile.stages),
-        "v_full": plgpu.Barrier(num_arrivals=come, num_barriers=tile.stages),
+        "k_full": plgpu.Barrier(num_arrivals=arrivals, num_barriers=tile.stages),
+        "v_full": plgpu.Barrier(num_arrivals=arrivals, num_barriers=tile.stages),
         "k_empty": plgpu.Barrier(num_arrivals=2, num_barriers=tile.stages),
         "v_empty": plgpu.Barrier(num_arrivals=2, num_barriers=tile.stages),
         "blanked": plgpu.Barrier(num_arrivals=2),
@@ -175,23 +171,21 @@ def _attend(
     rounds = lax.div(items + sms - 1, jnp.int32(sms))
 
     def item_of(i):
-        """The item of round i: back and forth over the sorted items; there is none from `items` on, as in the
-        last round it may be.
-        """
+        """Return the item of round i, back and forth over the sorted list. The last round may have no item."""
         return i * sms + jnp.where(lax.rem(i, jnp.int32(2)) == 0, cta, sms - 1 - cta)
 
     def tile_of(i):
-        """(item, head, its tile's facts) of round i; where there is no item, of any tile."""
+        """Return (item, head, fields of its tile) of round i, or any tile if the round has no item."""
         which = item_of(i)
         index = jnp.minimum(lax.div(which, jnp.int32(n)), tiles_ref.shape[0] - 1)
         return which, lax.rem(which, jnp.int32(n)), *(tiles_ref[index, j] for j in range(7))
 
     def for_items(visit, carry):
-        """carry = visit(carry, round, head, *tile) for this CTA's items."""
+        """Return the carry after visit(carry, round, head, *tile) for this CTA's items."""
 
         def round_(i, state):
             (which, *facts), carry = state
-            following = tile_of(i + 1)  # read here, it is there when it is needed
+            following = tile_of(i + 1)  # read ahead, to hide the latency
             return following, lax.cond(
                 which < items, lambda carry: visit(carry, i, *facts), lambda carry: carry, carry
             )
@@ -199,8 +193,9 @@ def _attend(
         return lax.fori_loop(0, rounds, round_, (tile_of(jnp.int32(0)), carry))[1]
 
     def for_marked(visit, carry):
-        """The same for the rounds that are marked. Marks may be shared: then some are done again without
-        need, and the last round may have a mark but no item, so no block that anybody could wait for.
+        """Return the carry after the same visits for marked rounds only.
+
+        Rounds can share a mark, so some run again needlessly. The last round can have a mark but no item.
         """
         again = scratch["again"]
 
@@ -238,8 +233,7 @@ def _attend(
             store_rows(out, scratch["o_s"].at[wg], o_ref, head, *place)
             return carry
 
-        # before the gaps, in which a warpgroup waits for all its warps: none may mark what another has yet to
-        # clear
+        # Clear before the gaps, whose barrier ensures that no warp marks what another has yet to clear.
         if not rows.e4m3:
             _clear_marks(scratch["again"], wg, jnp.minimum(rounds, MARKS))
         _fill_gaps(gaps_ref, count_ref[1], scratch["o_s"].at[wg, 0], o_ref, cta * 2 + wg, sms * 2)
@@ -255,7 +249,7 @@ def _copy_item(
     q_ref, k_ref, v_ref, table_ref, scales, scratch, rows, kv, carry, _,
     head, first, begin, end, row, position, block, block_end,
 ):  # fmt: skip
-    """Queries, then blocks of keys and values, each as soon as its place is free."""
+    """Copy queries, then blocks of keys and values, each as soon as its slot is free."""
     done, step = carry
     tile, h, per = rows.tile, q_ref.shape[2], rows.tile.keys // PAGE
     kv_head, last_page = lax.div(head, jnp.int32(rows.group)), lax.div(position + end - 1, jnp.int32(PAGE))
@@ -276,10 +270,9 @@ def _copy_item(
         plgpu.copy_gmem_to_smem(q_ref.at[at, head], q_s.at[place, half], scratch["q_full"].at[place])
 
     def pages_of(block):
-        # A block may reach past the sequence, or begin before its window, whose pages may be another's by
-        # now, or hold NaN that no weight of 0 would cancel: the nearest page that is seen stands in for what
-        # is not there (those keys are masked, and `_blank_block` zeroes the values where that page itself is
-        # not full).
+        # A block can reach past the sequence or start before its window. Pages there can belong to another
+        # sequence, or hold NaN, which a weight of 0 does not cancel. The nearest visible page is read instead.
+        # Its keys are masked, and `_blank_block` zeroes its values where the page is not full.
         return tuple(table_ref[row, jnp.clip(block * per + j, first_page, last_page)] for j in range(per))
 
     def bring(source, ring, full, empty, height, step, ids):
@@ -296,9 +289,9 @@ def _copy_item(
             )
 
     def copy(i, state):
-        # The next block's keys, then this one's values: so their places become free, and so they are wanted.
-        # The other way round keys waited for the place of values, the warpgroups for keys before they gave
-        # that place back: each block took the L2's whole latency.
+        # Copy the next block's keys, then this block's values, in the order in which slots become free. In the
+        # other order each block took the full latency of the L2, because keys waited for a slot of values, and
+        # the warpgroups waited for the keys before they freed this slot.
         step, ids, following = state
         then = pages_of(i + 2)
 
@@ -321,9 +314,7 @@ def _copy_item(
 
 
 def _wait_for_all(count, places, *empty):
-    """Every arrival is waited for, also the last ones (a barrier that nobody watched is an error in the
-    interpreter).
-    """
+    """Wait for every arrival, because the interpreter reports a barrier that no thread waited for."""
 
     @pl.loop(jnp.maximum(count - places, 0), count)
     def _(i):
@@ -338,7 +329,7 @@ def _clear_marks(again, wg, rounds):
 
 
 def _fill_gaps(gaps_ref, gaps, zeros, o_ref, worker, workers):
-    """Zeroes the rows that are in no chunk, a row a copy, divided among the workers."""
+    """Set rows outside all chunks to zero, one copy a row, divided among the workers."""
     zeros[...] = plgpu.layout_cast(jnp.zeros(zeros.shape, zeros.dtype), plgpu.Layout.WGMMA)
     plgpu.commit_smem()
 

@@ -1,8 +1,8 @@
-"""How chunk attention reads a cache of int8, which has a scale for each token and head.
+"""Chunk attention over an int8 cache, which has a scale for each token and head.
 
-The warpgroup that copies brings a block's numbers into shared memory and makes bfloat16 of them there, times
-their scales, in the form that the other two multiply; they know of no int8. While it does so the next block's
-come, the keys' under the values' and the other way round.
+The copying warpgroup loads a block's numbers into shared memory and converts them there to bfloat16, times their scales. The
+computing warpgroups see only bfloat16. During a conversion the next block arrives: keys while values are converted, and the
+other way round.
 """
 
 import jax.numpy as jnp
@@ -19,11 +19,11 @@ from pallas_kernels.hopper import wgmma_registers as lanes
 from pallas_kernels.hopper.layouts import swizzled
 from pallas_kernels.hopper.wgmma_registers import const
 
-_PIECE = 16  # numbers that a thread takes at once
+_PIECE = 16  # numbers that a thread converts at once
 
 
 def scratch(tile: ChunkTile, h: int) -> dict:
-    """The blocks as they come, and the barriers for them."""
+    """Return the shared memory of incoming int8 blocks, and their barriers."""
     pages = tile.keys // PAGE
     return {
         "k8_s": plgpu.SMEM((pages, PAGE, h), jnp.int8),
@@ -49,15 +49,14 @@ def copy_blocks(
     stages: int,
     interpret: bool,
 ):
-    """Brings keys and values of blocks [block, block_end) to the rings from step `step` on; returns the steps
-    done.
+    """Copy keys and values of blocks [block, block_end) to the rings from step `step` on. Return the next step.
 
-    k_ref, v_ref, scales: rows of all pages and heads, and (keys', values') scales [P * K, 64]. m: the
-    kernel's shared memory and barriers. pages_of(block): the pages of a block.
+    k_ref, v_ref: rows of all pages and heads. scales: scales of keys and of values, [P * K, 64] each. m: the kernel's shared memory
+    and barriers. pages_of(block): the pages of a block.
     """
     sides = [("k", k_ref, PAGE, True, 0), ("v", v_ref, v_ref.shape[0] // k_ref.shape[0] * PAGE, False, 1)]
 
-    def ask(i, name, source, height, which):
+    def load(i, name, source, height, which):
         for j, page_id in enumerate(pages_of(i)):
             head = page_id * kv + kv_head
             plgpu.copy_gmem_to_smem(
@@ -83,23 +82,22 @@ def copy_blocks(
 
             @pl.when(i + 1 < block_end)
             def _(name=name, source=source, height=height, which=which):
-                ask(i + 1, name, source, height, which)
+                load(i + 1, name, source, height, which)
 
         return step + 1
 
     @pl.when(block < block_end)
     def _():
         for name, source, height, _, which in sides:
-            ask(block, name, source, height, which)
+            load(block, name, source, height, which)
 
     return lax.fori_loop(block, block_end, make, step)
 
 
 def _widen(source, scale, target, by_row: bool, interpret: bool) -> None:
-    """target = source * scale, rounded, for source [R, C] int8, plain, and target [R, C] bfloat16, tiled.
+    """Store target = source * scale, rounded, for source [R, C] int8 and a tiled target [R, C] bfloat16.
 
-    scale: float32 of the rows, or of the columns. NaN, which no token wrote, is 0: values that are not there
-    must be numbers.
+    scale: float32 for rows or for columns. The NaN scale of an unwritten token counts as 0, because values must be finite.
     """
     if interpret:
         known = jnp.where(jnp.isnan(scale[...]), 0.0, scale[...])
@@ -115,7 +113,7 @@ def _widen(source, scale, target, by_row: bool, interpret: bool) -> None:
 def _widen_pieces(source: ir.Value, scale: ir.Value, target: ir.Value, by_row: bool) -> None:
     rows, columns = ir.MemRefType(source.type).shape
     thread = arith.remui(mgpu.utils.thread_idx(), const(128))
-    across = columns // _PIECE  # pieces of a row; a thread takes the same of several rows
+    across = columns // _PIECE  # pieces of a row; a thread converts one piece of several rows
     piece, first = arith.remui(thread, const(across)), arith.divui(thread, const(across))
     column = arith.muli(piece, const(_PIECE))
     if not by_row:
@@ -132,7 +130,7 @@ def _widen_pieces(source: ir.Value, scale: ir.Value, target: ir.Value, by_row: b
             for value in mgpu.utils.inline_ptx(_TWO_PAIRS, word, result_types=[lanes.i32()] * 2)
         ]
         made = [_times(value, factor) for value, factor in zip(made, factors, strict=True)]
-        # Tiles of 8 rows of 128 bytes; the 16-byte pieces of a row lie at their place xor the row.
+        # A tile has 8 rows of 128 bytes. The swizzle places a 16-byte piece at its number xor the row.
         line = arith.remui(row, const(8))
         tile = arith.addi(
             arith.muli(arith.divui(row, const(8)), const(strides[0] * 2)),
@@ -149,7 +147,7 @@ def _widen_pieces(source: ir.Value, scale: ir.Value, target: ir.Value, by_row: b
 
 
 def _scales(scale: ir.Value, index: ir.Value, count: int) -> list[ir.Value]:
-    """`count` scales from `index` on, NaN as 0."""
+    """Return `count` scales from `index` on, with 0 for NaN."""
     f32 = ir.F32Type.get()
     zero = arith.constant(f32, ir.FloatAttr.get(f32, 0.0))
     found = [
@@ -159,7 +157,7 @@ def _scales(scale: ir.Value, index: ir.Value, count: int) -> list[ir.Value]:
 
 
 def _pair(low: ir.Value, high: ir.Value) -> ir.Value:
-    """Two float32 as bfloat16 in a register."""
+    """Return two float32 values as bfloat16 in one register."""
     return mgpu.utils.inline_ptx("cvt.rn.bf16x2.f32 $0, $2, $1;", low, high, result_types=lanes.i32())
 
 
@@ -167,8 +165,8 @@ def _times(pair: ir.Value, factor: ir.Value) -> ir.Value:
     return mgpu.utils.inline_ptx("mul.rn.bf16x2 $0, $1, $2;", pair, factor, result_types=lanes.i32())
 
 
-# Bytes 0 and 1 of a word, then 2 and 3, as bfloat16: of a byte b, 0x4300 | (b & 127) is 128 + (b & 127), and
-# 0x4300 | (b & 128) is 128, or 256 where b is negative: their difference is b, exactly.
+# Bytes 0 and 1 of a word, then bytes 2 and 3, as bfloat16. For a byte b, 0x4300 | (b & 127) is 128 + (b & 127).
+# 0x4300 | (b & 128) is 128, or 256 for a negative b. The difference of the two is exactly b.
 _TWO_PAIRS = (
     "{ .reg .b32 v, n, x, y; and.b32 v, $2, 0x7f7f7f7f; and.b32 n, $2, 0x80808080;\n"
     + "".join(

@@ -1,6 +1,4 @@
-"""What `chunk_attention` does with a warpgroup's registers and Pallas has no primitive for; in the
-interpreter, what it comes to.
-"""
+"""Register operations of `chunk_attention` for which Pallas has no primitive, with equivalents for the interpreter."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,9 +13,7 @@ _WGMMA, _WGMMA_8BIT = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA_8BIT
 
 
 def as_operand(x, interpret: bool):
-    """x [64, n] of 8 bits, spread over the threads as an accumulator, spread as wgmma takes its first
-    operand; n a multiple of 32.
-    """
+    """Return x [64, n] of 8 bits, in the layout of an accumulator, in the layout of wgmma's first operand; n a multiple of 32."""
     if interpret:
         return x
     result = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=_WGMMA_8BIT)
@@ -25,7 +21,7 @@ def as_operand(x, interpret: bool):
 
 
 def rescaled(x, factor, interpret: bool):
-    """x [64, n] times factor [64] along the rows. A warp whose factors are all 1, so most of them, skips it."""
+    """Return x [64, n] times factor [64] along the rows. A warp with only factors of 1, the usual case, skips the product."""
     if interpret:
         return x * lax.broadcast_in_dim(factor, x.shape, [0])
     result = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=_WGMMA)
@@ -35,7 +31,7 @@ def rescaled(x, factor, interpret: bool):
 
 
 def mark(rows, place, interpret: bool):
-    """Sets place [1] int32 in shared memory to 1 if any of rows [64] int32 is not 0."""
+    """Set place [1] int32 in shared memory to 1 if any of rows [64] int32 is not 0."""
     if interpret:
         place[...] = jnp.maximum(place[...], jnp.max(rows, keepdims=True))
         return
@@ -48,12 +44,11 @@ def _i32(x: int):
 
 
 def _to_operand(x):
-    """A thread holds columns 2t, 2t + 1 of each 8 columns (t its place among the four of its row) and is to
-    hold 4t .. 4t + 3 of each 16.
+    """Exchange columns between the four threads of a row.
 
-    With 4 columns of two groups of 16 (a, b) in a register each, that is two shuffles: a thread sends its
-    first 8 columns' pair of a and of b to the thread in the lower half of the four that wants it, and its
-    second 8 columns' to the one in the upper half.
+    Thread t holds columns 2t, 2t + 1 of each 8 columns, and needs columns 4t .. 4t + 3 of each 16. With four columns of two groups
+    of 16 (a, b) in one register each, two shuffles suffice. A thread sends its first 8 columns' pair of a and of b to a thread in
+    the lower half, and its second 8 columns' pair to a thread in the upper half.
     """
     i32, four = ir.IntegerType.get_signless(32), ir.VectorType.get((4,), x.mlir_dtype)
     t = arith.remui(utils.thread_idx(), _i32(4))
@@ -92,7 +87,7 @@ def _to_operand(x):
 
 
 def _scalars(x):
-    """The values of an array of one a register, as scalars."""
+    """Yield the values of an array with one value a register, as scalars."""
     for register in x.registers.flat:
         while isinstance(register.type, ir.VectorType):
             register = vector.extract(

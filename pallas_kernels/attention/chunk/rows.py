@@ -1,19 +1,15 @@
-"""What one warpgroup does with its 64 query rows of an item of `chunk_attention`: FlashAttention-3's
-pipeline, less its running maximum.
+"""The work of one warpgroup of `chunk_attention` on 64 query rows: FlashAttention-3's pipeline without its running maximum.
 
-While the tensor cores multiply the weights of one block of keys with its values, the warpgroup makes the
-weights of the next block, whose scores were computed just before; the other warpgroup's products fill what is
-left.
+While the tensor cores multiply one block's weights with its values, the warpgroup computes the next block's weights from scores
+that are ready. The other warpgroup's products fill the remaining time.
 
-Weights are exp(score - m) with one m a row from the first block on: either the largest score of the row's
-first block, or φ, the unified max value of FlashDecoding++Next §3. Weights of 16 bits have float32's range, so
-any m within 60 of the row's true maximum is as good as that; a row's sum tells in the end whether it was, and
-if not the item begins anew with the running maximum. What that saves is a maximum for each score, and the
-wait for it, in each block.
+Weights are exp(score - m) with a constant m for each row: the largest score of the row's first block, or the unified max value
+φ of FlashDecoding++Next §3. 16-bit weights have float32's range, so any m within 60 of the row's true maximum is as good
+as the maximum. The row's sum shows at the end whether m was close enough; otherwise the item runs again with the
+running maximum. This saves the maximum of every score in each block, and the wait for it.
 
-A cache of e4m3 is multiplied as it is: queries are rounded to 8 bits, scaled by their row's largest, and so
-are weights, times 2^8 to lie in e4m3's normal range. That range is too short for any m but the running
-maximum.
+An e4m3 cache is multiplied as e4m3. Queries are rounded to 8 bits, scaled by their row's largest number. Weights are rounded to
+8 bits, times 2^8, which puts them in e4m3's normal range. This range is too short for any m except the running maximum.
 """
 
 import dataclasses
@@ -31,20 +27,20 @@ from pallas_kernels.attention.tiles import ChunkTile
 from pallas_kernels.hopper.layouts import LOG2E
 
 HALF = 64  # query rows of one warpgroup
-WIDTH = 64  # columns that are stored together
-# weights of 8 bits are 2^8 times too large: at most 256 of e4m3's 448, and 14 powers of two below that are
-# normal numbers
+WIDTH = 64  # columns of one store
+# 8-bit weights are scaled by 2^8: at most 256 of e4m3's 448, with 14 powers of two of normal numbers below.
 _SHIFT = 8.0
-MARKS = 256  # places for marks: a worker's rounds share them from there on
-# natural logarithm of how far a row's sum may be from 1: weights that matter then stay far from float32's
-# ends
+MARKS = 256  # places for marks; later rounds of a worker share places
+# Natural logarithm of a row's largest sum. Relevant weights then stay far from the ends of float32's range.
 MOST = 60.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """What is fixed for a kernel. e4m3: a cache of e4m3; int8: bfloat16 here. unified_max: φ is the maximum, not
-    the first block's.
+    """The constants of a kernel.
+
+    e4m3: the cache is e4m3. int8: the cache is int8, and the rows see bfloat16. unified_max: the maximum is φ instead of the first
+    block's.
     """
 
     group: int
@@ -59,12 +55,11 @@ class Rows:
 
 
 def attend_rows(r: Rows, m: dict, scales, wg, round_, head, at, place, carry, running):
-    """One item's 64 rows: (outputs [64, H] float32, carry).
+    """Return (outputs [64, H] float32, carry) of one item's 64 rows.
 
-    m: the kernel's shared memory and barriers. at: position of the item's first row, its first block of keys,
-    their end. place: first row in q of this warpgroup's, its rows before the chunk's first, and before its
-    end. carry: items and blocks done. running: with the running maximum; else rows whose sum shows that it
-    was needed mark the item in m["again"].
+    m: the kernel's shared memory and barriers. at: position of the item's first row, first block of keys, end of the blocks. place:
+    this warpgroup's first row in q, its rows before the chunk, and its rows before the chunk's end. carry: finished items and
+    blocks. running: use the running maximum; otherwise rows whose sum is out of range mark the item in m["again"].
     """
     (position, block, block_end), (done, step) = at, carry
     keys, stages, queries = r.tile.keys, jnp.int32(r.tile.stages), lax.rem(done, jnp.int32(r.tile.queries))
@@ -77,11 +72,7 @@ def attend_rows(r: Rows, m: dict, scales, wg, round_, head, at, place, carry, ru
     unit: Any = None
     if r.e4m3:
         unit = _quantize_queries(m["q_s"].at[queries, wg], m["q8_s"].at[wg], k_scale_ref[kv_head] * r.scale)
-        if (
-            r.scale > 0
-            # of keys all 0, or queries: times 0 a masked score (-inf) would be NaN; times this, all others
-            # are 0 still
-        ):
+        if r.scale > 0:  # with zero keys or queries, 0 times a masked score (-inf) would be NaN
             unit = jnp.maximum(unit, LEAST)
         plgpu.barrier_arrive(m["q_empty"].at[queries])
 
@@ -93,13 +84,9 @@ def attend_rows(r: Rows, m: dict, scales, wg, round_, head, at, place, carry, ru
         seen = _seen(base, i * keys, keys, r.window) if masked else None
         return _soften(scores, seen, *state, scale=r.scale, soft_cap=r.soft_cap, unit=unit, update=update)
 
-    def wait_for_keys(
-        i,
-        step,
-        # between a block's weights and the end of the product under which they are made, for the compiler's
-        # sake:
-    ):
-        @pl.when(i < block_end)  # it would wait for the product first, were there no branch
+    def wait_for_keys(i, step):
+        # The wait sits between a block's weights and the end of the concurrent product.
+        @pl.when(i < block_end)  # without this branch the compiler would wait for the product first
         def _():
             plgpu.barrier_wait(m["k_full"].at[lax.rem(step, stages)])
 
@@ -112,8 +99,8 @@ def attend_rows(r: Rows, m: dict, scales, wg, round_, head, at, place, carry, ru
         plgpu.barrier_arrive(m["k_empty"].at[slot])
         if running or not r.unified_max:
             (top, total), _, weights = soften(scores, block, _start(LOWEST), True, True)
-            # A row that sees nothing of its tile's first block (of a window) is given 0, which few models'
-            # scores are 60 away from.
+            # A row that sees no key of the first block (with a window) starts at 0, which is within 60 of most
+            # models' scores.
             state = (top if running else jnp.where(top > 0.5 * LOWEST, top, 0.0), total)
         else:
             state, _, weights = soften(scores, block, _start(unified_ref[0] * LOG2E), True, False)
@@ -121,7 +108,7 @@ def attend_rows(r: Rows, m: dict, scales, wg, round_, head, at, place, carry, ru
         return state, _operand(weights, r)
 
     def attend(i, loop, masked):
-        """Block i's weights, and the product of those of the block before with its values."""
+        """Compute block i's weights during the product of the previous block's weights with its values."""
         state, out, weights, step = loop
         before, slot = lax.rem(step, stages), lax.rem(step + 1, stages)
 
@@ -143,7 +130,7 @@ def attend_rows(r: Rows, m: dict, scales, wg, round_, head, at, place, carry, ru
 
     plgpu.barrier_wait(m["k_full"].at[lax.rem(step, stages)])
     state, weights = first(lax.rem(step, stages))
-    # Blocks that all of this warpgroup's rows see whole need no mask.
+    # Blocks that all rows of this warpgroup see completely need no mask.
     whole = (
         block + 1
         if r.window is not None
@@ -160,13 +147,10 @@ def attend_rows(r: Rows, m: dict, scales, wg, round_, head, at, place, carry, ru
         plgpu.barrier_arrive(m["q_empty"].at[queries])
     slot = lax.rem(step, stages)
     plgpu.barrier_wait(m["v_full"].at[slot])
-    if not r.int8:  # its values are numbers everywhere
-        last = (
-            base - (block_end - 1) * keys
-        )  # of what is alive in the loops anyway: no register for this there
-        seen = (
-            None if r.window is None else last + place[1] - r.window + 1
-        )  # by the item's first row: the first key that is seen
+    if not r.int8:  # converted int8 values are finite everywhere
+        last = base - (block_end - 1) * keys  # from values that the loops keep, to save a register there
+        # The first key that the item's first row sees.
+        seen = None if r.window is None else last + place[1] - r.window + 1
         _blank_block(m["v_s"].at[slot], seen, last + place[2], wg, m["blanked"], r)
     out = _product(out, weights, m["v_s"].at[slot], r)
     plgpu.barrier_arrive(m["v_empty"].at[slot])
@@ -184,15 +168,13 @@ def attend_rows(r: Rows, m: dict, scales, wg, round_, head, at, place, carry, ru
 
 
 def _start(top):
-    """The maximum of each row and the sums of its weights (by column modulo 8), before the first block."""
+    """Return the maximum of each row and the sums of weights (by column modulo 8) before the first block."""
     top = plgpu.layout_cast(lax.full((HALF,), top, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
     return top, plgpu.layout_cast(jnp.zeros((HALF, 8), jnp.float32), plgpu.Layout.WGMMA)
 
 
 def _quantize_queries(q, q8, factor):
-    """Writes q [64, H] in 8 bits; returns what each row of products is to be multiplied with, `factor`
-    included.
-    """
+    """Write q [64, H] in 8 bits. Return the factor of each row of scores, `factor` included."""
     q = plgpu.load(q, (), layout=plgpu.Layout.WGMMA).astype(jnp.float32)
     most = jnp.maximum(jnp.maximum(q.max(axis=1), (-q).max(axis=1)), 1e-30)
     q8[...] = (q * lax.broadcast_in_dim(448.0 / most, q.shape, [0])).astype(q8.dtype)
@@ -201,20 +183,19 @@ def _quantize_queries(q, q8, factor):
 
 
 def _seen(base, first_key, keys, window):
-    """[rows, keys] bool: which keys of the block a row at position base + row sees."""
+    """Return [rows, keys] bool: the keys of the block that a row at position base + row sees."""
     row = plgpu.broadcasted_iota(jnp.int32, (HALF, keys), 0, layout=plgpu.Layout.WGMMA)
     key = plgpu.broadcasted_iota(jnp.int32, (HALF, keys), 1, layout=plgpu.Layout.WGMMA)
-    ahead = key - row  # key position <= row position, with the positions of the tile taken to one side
+    ahead = key - row  # key position <= row position, rearranged
     seen = ahead <= base - first_key
     return seen if window is None else seen & (ahead > base - first_key - window)
 
 
 def _soften(scores, seen, top, total, *, scale, soft_cap, unit, update):
-    """One block of the softmax, in powers of two: new (top, total), what to multiply the output with [64],
-    and the block's weights.
+    """Return new (top, total), the factor [64] of the output, and the block's weights, in powers of two.
 
-    unit: None or [64], what a row's products are multiplied with to be scores: those of queries in 8 bits,
-    whose weights are to be 2^8 times as large. update: whether `top` follows the scores.
+    unit: None, or [64], the factor of a row's scores from 8-bit queries; the weights are then 2^8 times as large. update: let `top`
+    follow the scores.
     """
     shift = 0.0 if unit is None else _SHIFT
 
@@ -224,7 +205,7 @@ def _soften(scores, seen, top, total, *, scale, soft_cap, unit, update):
     if unit is not None and (soft_cap is not None or scale <= 0):
         scores, unit, scale = scores * wide(unit), None, 1.0
     scores, factor = capped(scores, scale, soft_cap)
-    if factor <= 0:  # before the mask: it would make NaN or +inf of a -inf
+    if factor <= 0:  # before the mask, because the factor turns -inf into NaN or +inf
         scores, factor = scores * factor, 1.0
     if seen is not None:
         scores = jnp.where(seen, scores, -jnp.inf)
@@ -240,9 +221,7 @@ def _soften(scores, seen, top, total, *, scale, soft_cap, unit, update):
 
 
 def _by_column(weights):
-    """[64, 8]: the sums of each row's weights by column modulo 8; those across a row's threads wait until the
-    end.
-    """
+    """Return [64, 8]: sums of each row's weights by column modulo 8. Threads add their sums only at the end."""
     parts = [weights[:, i : i + 8] for i in range(0, weights.shape[1], 8)]
     while len(parts) > 1:
         parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)]
@@ -256,7 +235,7 @@ def _operand(weights, r: Rows):
 
 
 def _multiply(acc, weights, v):
-    """acc += weights @ v, begun. A block of a cache of 8 bits is [pages, H, 64]: a product a page."""
+    """Start acc += weights @ v. A block of an 8-bit cache is [pages, H, 64] and needs one product a page."""
     if len(v.shape) == 2:
         plgpu.wgmma(acc, weights, v)
         return
@@ -265,7 +244,7 @@ def _multiply(acc, weights, v):
 
 
 def _product(out, weights, v, r: Rows) -> Any:
-    """out + weights @ v, in place in out's registers, which the interpreter has no accumulator for."""
+    """Return out + weights @ v, in place in out's registers; the interpreter has no such accumulator."""
     if not r.interpret:
         return pl.run_state(lambda acc: _multiply(acc, weights, v))(plgpu.ACC.init(out))
     v = jnp.concatenate([v[page].T for page in range(v.shape[0])]) if len(v.shape) == 3 else v[...]
@@ -273,9 +252,9 @@ def _product(out, weights, v, r: Rows) -> Any:
 
 
 def _overlapped(score, made, out, weights, v, v_full, r: Rows):
-    """(state, keep, new) = made(scores), while weights @ v is added to out; returns those and out.
+    """Compute (state, keep, new) = made(scores) during out += weights @ v. Return all of them.
 
-    score: begins the product of the scores.
+    score: a function that starts the product of the scores.
     """
     shape = (HALF, r.tile.keys)
     if r.interpret:
@@ -309,9 +288,7 @@ def _overlapped(score, made, out, weights, v, v_full, r: Rows):
 
 
 def _mark_rows(total, bound, place, again, interpret):
-    """Marks an item with a row whose sum is not within exp(±bound): some weight was too large, or all were
-    too small.
-    """
+    """Mark an item with a row whose sum is outside exp(±bound): a weight was too large, or all were too small."""
     _, begin, end = place
     row = plgpu.broadcasted_iota(jnp.int32, (HALF, 8), 0, layout=plgpu.Layout.WGMMA).max(axis=1)
     most = jnp.exp2(jnp.minimum(bound, MOST) * LOG2E)
@@ -320,9 +297,7 @@ def _mark_rows(total, bound, place, again, interpret):
 
 
 def store_rows(out, o_s, o_ref, head, first, begin, end):
-    """Writes rows begin .. end of out [64, H] to o_ref from row first + begin on, through two slots of 64
-    columns.
-    """
+    """Write rows begin .. end of out [64, H] to o_ref from row first + begin on, through two slots of 64 columns."""
     whole = (begin <= 0) & (end >= HALF)
     columns = out.shape[1] // WIDTH
     for i in range(columns):
@@ -351,11 +326,10 @@ def store_rows(out, o_s, o_ref, head, first, begin, end):
 
 
 def _blank_block(v, first, keys, wg, blanked, r: Rows):
-    """Zeroes the values of a block past its `keys`, a page a warpgroup: what was never written may be NaN,
-    and 0 · NaN is NaN.
+    """Set the values of a block past its `keys` to zero, one page for each warpgroup, because unwritten memory can hold NaN.
 
-    first: the first key of the block that is seen, with a window. A page before it is not the block's own but
-    one that stands in, maybe the one that ends within: it is zeroed whole.
+    first: the first seen key of the block, with a window. A page before it is a stand-in for a page outside the window, and is
+    zeroed completely.
     """
 
     @pl.when(keys < r.tile.keys)

@@ -1,6 +1,4 @@
-"""The work of a step's prefill chunks, listed on the device for `chunk_attention`: tiles of query rows, and
-the rows that no chunk has.
-"""
+"""The work list of `chunk_attention`: tiles of query rows, and rows outside all chunks, computed on the device."""
 
 import dataclasses
 
@@ -13,12 +11,14 @@ from pallas_kernels.attention.tiles import ChunkTile
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ChunkWork:
-    """The query tiles of a step; the same for all layers that share chunks and window. Made by `chunk_work`.
+    """The query tiles of a step, from `chunk_work`. Layers with equal chunks and window share one list.
 
-    tiles [M, 7] int32, the longest first: first row in q, a multiple of 8; the tile's rows before the chunk,
-    and before the chunk's end; row of the page table; position of the first row; first block of keys that any
-    row sees, end of the blocks. count [2] int32: how many of the M there are, and of the gaps. gaps [C + 1,
-    2] int32: runs of rows in no chunk: first row, rows.
+    Attributes:
+      tiles: [M, 7] int32, the longest first: first row in q (a multiple of 8); the tile's rows before the chunk; the tile's rows
+        before the chunk's end; row of the page table; position of the first row; first block of keys that any row sees;
+        end of the blocks.
+      count: [2] int32: number of tiles, number of gaps.
+      gaps: [C + 1, 2] int32: runs of rows outside all chunks: first row, rows.
     """
 
     tiles: jax.Array
@@ -27,20 +27,17 @@ class ChunkWork:
 
 
 def chunk_work(chunks: jax.Array, tokens: int, tile: ChunkTile, window: int | None = None) -> ChunkWork:
-    """Cuts chunks [C, 4] int32 (first token in q, tokens, row of the page table, position) into tiles, on the
-    device.
+    """Split chunks [C, 4] int32 (first token in q, tokens, row of the page table, position) into tiles, on the device.
 
-    `tokens` is the length of q, the most that all chunks together can have. Compute it once a step for all
-    layers.
+    tokens: the length of q, an upper bound of all chunks together. Compute the list once a step for all layers.
     """
     first, length, row, position = (chunks[:, i].astype(jnp.int32) for i in range(4))
     c = chunks.shape[0]
     most = (
         tokens + (tile.rows + 6) * c
-    ) // tile.rows  # each chunk may add 7 rows before it and a tile that is not full
-    lead = (
-        first % 8
-    )  # a copy by tiles begins at a multiple of 8 rows: those before the chunk are computed and dropped
+    ) // tile.rows  # a chunk can add 7 rows before it and an incomplete tile
+    # TMA copies start at a multiple of 8 rows. Rows before the chunk are computed and dropped.
+    lead = first % 8
     per_chunk = jnp.where(length > 0, (lead + length + tile.rows - 1) // tile.rows, 0)
     index = jnp.arange(c, dtype=jnp.int32)
     ends = jnp.sum(
@@ -48,9 +45,8 @@ def chunk_work(chunks: jax.Array, tokens: int, tile: ChunkTile, window: int | No
     )
     slot = jnp.arange(most, dtype=jnp.int32)
     chunk = jnp.minimum(jnp.sum((ends[None, :] <= slot[:, None]).astype(jnp.int32), axis=1), c - 1)
-    skip = (slot - (ends - per_chunk)[chunk]) * tile.rows - lead[
-        chunk
-    ]  # tokens of the chunk before the tile's first row
+    # Tokens of the chunk before the tile's first row.
+    skip = (slot - (ends - per_chunk)[chunk]) * tile.rows - lead[chunk]
     begin, end = jnp.maximum(-skip, 0), jnp.clip(length[chunk] - skip, 0, tile.rows)
     at = position[chunk] + skip
     block_end = (at + end + tile.keys - 1) // tile.keys
@@ -67,7 +63,7 @@ def chunk_work(chunks: jax.Array, tokens: int, tile: ChunkTile, window: int | No
 
 
 def _ranked(rows: jax.Array, ahead: jax.Array) -> jax.Array:
-    """The rows [M, ...] in the order in which ahead [M, M] has them: by how many others are ahead of each."""
+    """Return rows [M, ...] sorted by ahead [M, M]: the rank of a row is the number of rows ahead of it."""
     rank = jnp.sum(ahead.astype(jnp.int32), axis=1)
     place = jnp.arange(rows.shape[0], dtype=jnp.int32)
     return jnp.sum(
@@ -76,9 +72,7 @@ def _ranked(rows: jax.Array, ahead: jax.Array) -> jax.Array:
 
 
 def _gaps(first: jax.Array, length: jax.Array, tokens: int) -> tuple[jax.Array, jax.Array]:
-    """The runs of rows before the first chunk and between each chunk and the next one or the end, and how
-    many of those are not empty.
-    """
+    """Return the runs of rows before, between and after the chunks, and the number of nonempty runs."""
     zero = jnp.zeros((1,), jnp.int32)
     begin = jnp.concatenate([zero, first + length])
     real = jnp.concatenate([zero + 1, length]) > 0

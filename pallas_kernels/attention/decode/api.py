@@ -1,10 +1,8 @@
-"""Paged decode attention for Hopper: every sequence's one query row against its pages, KV split over the
-whole chip.
+"""Paged decode attention for Hopper: one query row of every sequence over its pages, with KV split over the chip.
 
-`decode_work` cuts the batch's pages into equal pieces, one a worker: a compute warpgroup, and a warp or a
-warpgroup that copies for it through rings of pages (`decode_kernel`). The partial results of the pairs (row,
-head) that were cut go to a workspace, and the last of a pair's workers adds them up in a fixed order
-(`decode_join`), so the same batch gives the same bits.
+`decode_work` splits the batch's pages into equal pieces, one for each worker. A worker is a compute warpgroup with a warp
+or a warpgroup that copies pages to its rings (`kernel`). The partial results of split (row, head) pairs go to a
+workspace. The last worker of a pair adds them up in a fixed order (`join`), so equal batches give equal bits.
 """
 
 import functools
@@ -45,42 +43,41 @@ def decode_attention(
     pdl: bool = False,
     interpret=None,
 ) -> jax.Array:
-    """Attention of one new token a sequence over its pages (the twin: `reference.decode_attention`).
+    """Return the attention of one new token a sequence over its pages.
+
+    The reference implementation is `pallas_kernels.attention.decode.reference.decode_attention`.
 
     Args:
-      q: [T, N, H] bfloat16, H 64, 128 or 256; N / K from 1 to 16. Its first B rows are the sequences'. B is
-      an upper bound: rows of
-        length 0 cost nothing but their zeros.
+      q: [T, N, H] bfloat16, H 64, 128 or 256; N / K from 1 to 16. The first B rows belong to the sequences. B is an upper
+        bound: a row of length 0 costs only the store of its zeros.
       k_pages, v_pages: [P, K, 64, H] bfloat16, or [P, K, 64, H] and [P, K, H, 64] float8_e4m3fn or int8.
       page_table: [B, MP] int32; entries before a row's first visible page and past its length are never read.
-      lengths: [B] int32, keys of each row, its own included; 0 skips the row, whose output is 0.
-      scale: the scores are q·k · scale, which may be 0 or negative.
-      window: a row sees its last `window` keys only. soft_cap: scores become cap · tanh(score / cap).
-      k_scale, v_scale: float32, what the numbers of 8 bits are multiplied with: of float8 [K], one a head, or
-      None, 1; of int8
-        [P, K, 64], one a token and head. A scale that no token wrote is never multiplied with.
-      unified_max: [2] float32 (phi, bound): rows whose scores stay within phi ± bound take phi for their maximum,
-      all others one of their own
-        (FlashDecoding++Next §3; `decode_softmax`). None: every row has its own. Changes rounding only.
-      sms: CTAs of the persistent grid: how many SMs the kernel may take, 1 to 132; None: all.
-      work: `list_decode_work(...)` of the same lengths, heads, window and sms, where the caller shares it
-      between layers. into: [T, N, H] bfloat16, what the rows without keys become instead of 0: written in
-      place where nobody reads it later. pdl: it begins before the kernel before it has ended
-      (`pallas_kernels.hopper.pdl`).
+      lengths: [B] int32, keys of each row, the new token included; 0 skips the row, and its output is 0.
+      scale: scores are q·k · scale; scale may be 0 or negative.
+      window: the number of last keys that a row sees. soft_cap: scores become cap · tanh(score / cap).
+      k_scale, v_scale: float32 scales of 8-bit numbers: [K] for float8 (None: 1), [P, K, 64] for int8. The kernel never
+        uses the scale of an unwritten token.
+      unified_max: [2] float32 (phi, bound): rows with all scores within phi ± bound use phi as their maximum, other rows
+        their own maximum (FlashDecoding++Next §3; see `softmax`). None: all rows use their own maximum. The choice
+        changes only rounding.
+      sms: CTAs of the persistent grid, which is the number of SMs that the kernel may occupy, 1 to 132; None: all.
+      work: `list_decode_work(...)` for the same lengths, heads, window and sms, if layers share one list.
+      into: [T, N, H] bfloat16, the result of rows without keys instead of 0, updated in place if it has no later reader.
+      pdl: start before the previous kernel has ended (`pallas_kernels.hopper.pdl`).
     Returns:
-      [T, N, H] bfloat16; 0 where all of a row's scores are -inf.
+      [T, N, H] bfloat16; 0 for rows with only -inf scores.
     Raises:
-      ValueError: for a shape, dtype or sms that the kernel does not take.
+      ValueError: for a shape, dtype or sms outside the limits.
     """
     (t, n, h), b, kv = q.shape, lengths.shape[0], k_pages.shape[1]
     check_pages(q, k_pages, v_pages, (jnp.bfloat16, jnp.float8_e4m3fn, jnp.int8))
     if b > t or (into is not None and (into.shape != q.shape or into.dtype != q.dtype)):
         given = "" if into is None else f", into {into.dtype}{list(into.shape)}"
         raise ValueError(
-            f"{b} lengths for q {q.dtype}{list(q.shape)}{given}: at most a length a row of q, and into like q"
+            f"{b} lengths for q {q.dtype}{list(q.shape)}{given}: accepted are up to {t} lengths, and into like q"
         )
     if page_table.ndim != 2 or page_table.shape[0] != b:
-        raise ValueError(f"page_table {list(page_table.shape)} for {b} lengths: [{b}, MP], a row a length")
+        raise ValueError(f"page_table {list(page_table.shape)} for {b} lengths: accepted is [{b}, MP]")
     sms, group, e4m3, int8 = (
         sms_of(sms),
         n // kv,
@@ -96,7 +93,7 @@ def decode_attention(
     work = decode_work(lengths, kv, workers, window) if work is None else work
     if work.pieces.shape[0] != workers:
         raise ValueError(
-            f"work.pieces has {work.pieces.shape[0]} workers: {workers} for sms={sms} and {tile}"
+            f"work.pieces has {work.pieces.shape[0]} workers: accepted are {workers} for sms={sms} and {tile}"
         )
     grouped = q
     if form.pitch > group:
@@ -155,8 +152,9 @@ def list_decode_work(
     window: int | None = None,
     sms: int | None = None,
 ) -> DecodeWork:
-    """What `decode_attention` is to do for these lengths [B] and a cache of `itemsize` bytes a number, for
-    all layers of one window.
+    """Return the work list of `decode_attention` for lengths [B], for all layers with the same window.
+
+    itemsize: bytes of a number in the cache.
     """
     sms = sms_of(sms)
     workers = sms * decode_tile(head_dim, group, itemsize, sms).workers
@@ -164,7 +162,7 @@ def list_decode_work(
 
 
 def _numbers(k_pages, k_scale, v_scale, unified_max) -> list[jax.Array]:
-    """The arrays of scales and bounds that this form of the kernel reads."""
+    """Return the arrays of scales and bounds that this variant of the kernel reads."""
     (_, kv, s, _) = k_pages.shape
     check_scales(k_pages, k_scale, v_scale)
     check_unified_max(unified_max)

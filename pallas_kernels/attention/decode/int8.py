@@ -1,11 +1,11 @@
-"""How decode attention multiplies a cache of int8, which has a scale for each token and head.
+"""Products of decode attention over an int8 cache, which has a scale for each token and head.
 
-The tensor core has no product of 8 and 16 bits, so keys and values become bfloat16, exactly, on their way
-from shared memory to wgmma's first operand in registers. There a thread holds columns 2t, 2t + 1, 2t + 8 and
-2t + 9 of each 16 (t its place among the four of its row). Instead it takes what lies together: bytes 16t ..
-16t + 15 of each 64, which a product does not mind if its other operand is in the same order. For keys that is
-the queries' order (`put_queries`); for values it is the weights', so the rows of the scores, too, are keys in
-this order (`key_of`). A token's scale multiplies its row of the scores or of the weights.
+The tensor core has no product of 8 and 16 bits. So keys and values become bfloat16, exactly, on the way from shared memory
+to wgmma's first operand in registers. wgmma expects columns 2t, 2t + 1, 2t + 8 and 2t + 9 of each 16 columns in thread
+t of a row's four threads. The kernel loads contiguous bytes instead, 16t .. 16t + 15 of each 64. The product is the
+same if the other operand has the same order. For keys this is the order of the queries (`put_queries`). For values it is
+the order of the weights, so the rows of the scores are keys in this order too (`key_of`). A token's scale multiplies its
+row of the scores or of the weights.
 """
 
 import jax
@@ -27,17 +27,17 @@ _BLOCK = 64  # rows and columns of one operand
 
 
 def key_of(row, interpret: bool):
-    """Which key of a page a row of its scores is of: 16t + 4j + 2e + f in row 16j + 8f + 2t + e."""
+    """Return the key of a page that a row of its scores belongs to: key 16t + 4j + 2e + f for row 16j + 8f + 2t + e."""
     if interpret:
         return row
     return ((row & 6) << 3) | ((row >> 2) & 12) | ((row & 1) << 1) | ((row >> 3) & 1)
 
 
 def multiply(operands, shape, *, keys: bool, interpret: bool):
-    """The sum of a @ b.T over the pairs (a [M, K] int8, b [N, K] bfloat16) in shared memory, float32 [M, N].
+    """Return the sum of a @ b.T over pairs (a [M, K] int8, b [N, K] bfloat16) in shared memory, float32 [M, N].
 
-    keys: the rows are keys, in the order of `key_of`; else they are as they lie. b is in the order that
-    `put_queries` or the rows of the scores have.
+    keys: rows are keys in the order of `key_of`; otherwise rows are in memory order. b has the order of `put_queries` or of
+    the rows of the scores.
     """
     if interpret:
         return sum(jnp.dot(a[...].astype(jnp.float32), b[...].astype(jnp.float32).T) for a, b in operands)
@@ -56,9 +56,7 @@ def multiply(operands, shape, *, keys: bool, interpret: bool):
 
 
 def put_queries(source, target, interpret: bool) -> None:
-    """Writes source [cols, H] bfloat16, plain, to target, tiled, its columns in the order in which threads
-    hold keys; committed.
-    """
+    """Store source [cols, H] bfloat16 to the tiled target, with columns in the order in which threads hold keys. Commit."""
     if interpret:
         target[...] = source[...]
     else:
@@ -69,7 +67,7 @@ def put_queries(source, target, interpret: bool) -> None:
 
 
 def scales_of(place, interpret: bool) -> jax.Array:
-    """The scales [64] of a page's keys in shared memory, by the rows of their scores."""
+    """Return the scales [64] of a page's keys from shared memory, in the order of the rows of the scores."""
     if interpret:
         return place[...]
     result = plgpu.ShapeDtypeStruct((PAGE,), jnp.float32, layout=_WGMMA.reduce(1))
@@ -79,7 +77,7 @@ def scales_of(place, interpret: bool) -> jax.Array:
 
 
 def _first_key(warp, row):
-    """The first of the two adjacent keys that a thread holds in its rows `row` and row + 8 of the warp's."""
+    """Return the first of the two adjacent keys in a thread's rows `row` and row + 8 of the warp."""
     tokens = arith.muli(arith.shrui(row, const(1)), const(16))
     return arith.addi(
         arith.addi(tokens, arith.muli(warp, const(4))), arith.muli(arith.andi(row, const(1)), const(2))
@@ -97,7 +95,7 @@ def _load_scales(place: ir.Value) -> mgpu.FragmentedArray:
 
 
 def _operand(source, row: int, column: int, keys: bool) -> jax.Array:
-    """64 rows and columns of source [M, K] int8 in shared memory as bfloat16, in wgmma's first operand."""
+    """Return 64 rows and columns of source [M, K] int8 in shared memory as bfloat16, as wgmma's first operand."""
     result = plgpu.ShapeDtypeStruct((_BLOCK, _BLOCK), jnp.bfloat16, layout=_WGMMA)
     take = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)
     return take(lambda _, source: _unpack(source, row, column, keys))(source)  # pyright: ignore[reportCallIssue]
@@ -122,8 +120,8 @@ def _unpack(source: ir.Value, first_row: int, column: int, keys: bool) -> mgpu.F
     return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 
 
-# Bytes 0 and 2 of a word, then 1 and 3, as bfloat16. Of a byte b, 0x4300 | (b & 127) is 128 + (b & 127), and
-# 0x4300 | (b & 128) is 128, or 256 where b is negative: their difference is b, exactly.
+# Bytes 0 and 2 of a word, then bytes 1 and 3, as bfloat16. For a byte b, 0x4300 | (b & 127) is 128 + (b & 127).
+# 0x4300 | (b & 128) is 128, or 256 for a negative b. The difference of the two is exactly b.
 _TWO_PAIRS = (
     "{ .reg .b32 v, n, m; mov.b32 m, 0x43004300;\n"
     + "".join(
@@ -141,9 +139,9 @@ def _put(source: ir.Value, target: ir.Value) -> None:
     pieces, i16 = (
         h // 8,
         ir.IntegerType.get_signless(16),
-    )  # 16 bytes of the target: a thread's t = 0 .. 3 and e = 0, 1
+    )  # 16 bytes of the target: t = 0 .. 3 and e = 0, 1 of a thread
     for first in range(0, cols * pieces, 128):
-        # Where there are fewer pieces than threads, two threads write the same.
+        # With fewer pieces than threads, two threads write the same piece.
         piece = arith.remui(arith.addi(thread, const(first)), const(cols * pieces))
         col, place = arith.divui(piece, const(pieces)), arith.remui(piece, const(pieces))
         group, inside = arith.divui(place, const(8)), arith.remui(place, const(8))

@@ -1,12 +1,12 @@
-"""Adds up the (row, head) pairs of decode attention that were cut between workers.
+"""Add up the (row, head) pairs of decode attention that are split between workers.
 
-Each worker counts itself in when it has written a part of a pair; whoever comes last adds the parts up, in
-the order of their keys, whatever the order they came in. Nobody waits for anybody. Most pairs are cut in two:
-an earlier worker's last piece of work is the first part, a later one's first is the rest, so the rest has
-long been written. Who comes to such a pair's first part looks before it writes, and keeps its own part in
-registers: no store, no fence, no count, which all workers would wait for together, at the end of the kernel.
-A long row's pairs are cut in dozens. Their neighbours make groups: the last of a group adds up its parts, the
-last of the groups the groups, so that the parts are read by many and not by one.
+A worker increments a counter after it has written a part of a pair. The last worker adds up the parts in the order of their
+keys, so the order of arrival does not matter and no worker waits. Most pairs are split in two: the first part is an earlier
+worker's last work, and the rest is a later worker's first work, which has long been written. So the worker of the first
+part looks at the counter first and keeps its part in registers. This saves a store, a fence and a count, for which
+all workers would wait at the end of the kernel. Pairs of a long row are split into dozens of parts. Neighboring parts form
+groups: the last worker of a group adds up its parts, and the last group's worker adds up the groups, so that many
+workers share the reads.
 """
 
 import jax.numpy as jnp
@@ -25,8 +25,9 @@ _LEVEL = plgpu.Layout.WGMMA.reduce(0)
 
 
 def is_last(arrived, place, others):
-    """Counts the warpgroup in at arrived[place], after what it wrote. True for the last one, behind `others`,
-    which sees what all wrote.
+    """Increment arrived[place] after this warpgroup's writes. Return True for the last arrival, after `others`.
+
+    The last warpgroup sees the writes of all others.
     """
     scalar = plgpu.Layout.WG_SPLAT(())
 
@@ -63,8 +64,9 @@ def is_last(arrived, place, others):
 
 
 def peek(arrived, ender, requested):
-    """In thread 0, if requested, how many parts of the pair that worker `ender` ends have arrived; nobody waits
-    for it before it is used.
+    """Return, in thread 0 and if requested, the number of arrived parts of the pair that worker `ender` ends.
+
+    The read does not stall before its first use.
     """
     scalar = plgpu.Layout.WG_SPLAT(())
 
@@ -89,9 +91,7 @@ def peek(arrived, ender, requested):
 
 
 def is_there(seen, arrived, ender):
-    """True for the whole warpgroup if thread 0 had `peek`ed that one other part has arrived, of two; then
-    nobody counts any more.
-    """
+    """Return True for the whole warpgroup if thread 0 saw, by `peek`, the one other part of the pair. Reset the counter then."""
     scalar = plgpu.Layout.WG_SPLAT(())
 
     @plgpu.inline_mgpu(
@@ -119,18 +119,17 @@ def is_there(seen, arrived, ender):
 
 
 def join(parts, levels, arrived, worker, ender, chain, finish):
-    """Counts the part in that the worker has written, of a pair that `ender` ends after `chain` others; adds
-    up what it is the last of.
+    """Count the written part of a pair that `ender` ends after `chain` others, and add up parts for which it is the last.
 
-    finish: called with the pair's output [H, cols], by the last of all. arrived [2 * workers]: of whole pairs
-    at their ender, and behind all of these of groups at their last part.
+    finish: called with the pair's output [H, cols] by the last worker. arrived: [2 * workers]; pairs count at their ender, groups
+    count at workers + their last part.
     """
     first, size, groups = ender - chain, *_groups(chain + 1, *parts.shape[2:])
     begin = first + lax.div(worker - first, size) * size
     end = jnp.minimum(begin + size - 1, ender)
 
     def step(state):
-        """Of the group's parts; then, if the last of them was this worker's, of the pair's groups."""
+        """Process the parts of the group. If this worker is last, process the groups of the pair."""
         start, stride, count, place, _ = state
         last, whole = is_last(arrived, place, count - 1), place == ender
 
@@ -153,51 +152,48 @@ def join(parts, levels, arrived, worker, ender, chain, finish):
 
 
 def _groups(parts, h, cols):
-    """(parts of a group, groups): one group, or where one worker would read for long about as many as a group
-    has parts.
-    """
+    """Return (parts of a group, groups). One worker reads few parts alone; many parts form groups of about sqrt(parts)."""
     at_once = _together(h, cols)
     size = jnp.int32(at_once)
-    for _ in range(6):  # 64 times as many, whose square is more than the workers of a GPU
+    for _ in range(6):  # up to 64 times as many, whose square exceeds the number of workers
         size = jnp.where(size * size < parts, 2 * size, size)
     size = jnp.where(parts > 5 * at_once, size, parts)
     return size, lax.div(parts + size - 1, size)
 
 
 def _together(h, cols):
-    """Parts in flight: 48 registers of a thread."""
+    """Return the parts in flight, for 48 registers of a thread."""
     return max(2, 48 * 128 // (h * cols))
 
 
 def add_rest(level, out, parts, levels, ender):
-    """The output of a pair of two parts, the first of which is (level, out) in registers: the sums of
-    `add_parts`, in its order.
-    """
+    """Return the output of a pair of two parts, the first of which is (level, out) in registers, as `add_parts` adds."""
     state = _add(_add(_nothing(*out.shape), level, out), *_part(parts, levels, ender, 0))
     return _mean(state)
 
 
 def add_parts(parts, levels, begin, stride, count, first, ender):
-    """The sum, as `_nothing` has it, of `count` parts of a pair of workers `first` to `ender`: those of
-    `begin` and every stride-th after.
+    """Return the sum (as in `_nothing`) of `count` parts of workers `first` to `ender`: of `begin` and every stride-th after it.
 
-    parts [workers, 2, H, cols] float32: the output of a part alone. levels [workers, 2, cols]: log2 of its
-    weights' sum, LOWEST where all its scores are -inf: such a part weighs nothing beside others, and where
-    there are no others their mean is 0. 1 is a pair's first part, some worker's last pair; 0 all others, a
-    worker's first one. That of a group takes the place of its last part.
+    Args:
+      parts: [workers, 2, H, cols] float32: the normalized output of a part. Index 1 is the first part of a pair, which is
+        some worker's last pair. Index 0 is any other part, which is a worker's first pair.
+      levels: [workers, 2, cols]: log2 of the part's sum of weights, or LOWEST if all scores are -inf. Such a part has no
+        weight next to others, and gives 0 without others.
+    A group's sum replaces the group's last part.
     """
     h, cols = parts.shape[2:]
     together = _together(h, cols)
 
     def some(i, state):
-        # Behind the last is the ender's, again. Groups are whole reads: none holds a part of the next, which
-        # may not be written yet.
+        # Past the last part the ender's part is read again. A group is a multiple of the parts in flight, so that
+        # no read reaches the next group, which may be unwritten.
         workers = [jnp.minimum(begin + (i * together + j) * stride, ender) for j in range(together)]
         read = [
             _part(parts, levels, worker, jnp.where(worker == first, jnp.int32(1), jnp.int32(0)))
             for worker in workers
         ]
-        for j, (level, values) in enumerate(read):  # a weight of 0 for those past the last
+        for j, (level, values) in enumerate(read):  # parts past the last one get the weight 0
             there = jnp.full(level.shape, i * together + j) < count
             state = _add(state, jnp.where(plgpu.layout_cast(there, _LEVEL), level, 2 * LOWEST), values)
         return state
@@ -206,7 +202,7 @@ def add_parts(parts, levels, begin, stride, count, first, ender):
 
 
 def _put_group(parts, levels, end, state):
-    """Writes a group's sum in the place of its last part, which other threads may still be reading."""
+    """Write a group's sum in place of the group's last part, after other threads have read the part."""
 
     @plgpu.inline_mgpu()
     def wait(_):
@@ -219,13 +215,13 @@ def _put_group(parts, levels, end, state):
 
 
 def _part(parts, levels, worker, begun):
-    """(level, output) of a part that was written."""
+    """Return (level, output) of a written part."""
     level = plgpu.load(levels.at[worker, begun], layout=_LEVEL, optimized=False)
     return level, plgpu.load(parts.at[worker, begun], layout=plgpu.Layout.WGMMA, optimized=False)
 
 
 def _nothing(h, cols):
-    """(the highest level, the sum of weights, of weighted outputs) of no parts."""
+    """Return the state of no parts: (highest level, sum of weights, sum of weighted outputs)."""
     by_head = lambda x: plgpu.layout_cast(jnp.full((cols,), x, jnp.float32), _LEVEL)
     return (
         by_head(LOWEST),
@@ -250,8 +246,9 @@ def _mean(state):
 
 
 def join_afterwards(parts, levels, *, work, group, kv, e4m3, interpret):
-    """A function that does the same to a reference of the output, by a kernel of its own: for the
-    interpreter, which cannot count workers in.
+    """Return a function that joins all pairs in a reference of the output, by a separate kernel.
+
+    The interpreter cannot count arrivals and needs this.
     """
     workers, _, h, cols = parts.shape
 

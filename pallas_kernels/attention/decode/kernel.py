@@ -1,9 +1,8 @@
-"""The kernel of decode attention: a CTA's workers walk their pieces of the batch's pages.
+"""The decode attention kernel: the workers of a CTA process their pieces of the batch's pages.
 
-The operands are swapped: 64 keys are wgmma's M and the (up to 16) query heads of one KV head its N, padded to
-8 and not to 64. Values of 8 bits lie [P, K, H, S], since wgmma transposes operands of 16 bits only. Beside a
-cache of e4m3 each query head takes a pair of columns (`pairs`); one of int8 becomes bfloat16 in registers
-(`decode_int8`).
+The operands are swapped: 64 keys are wgmma's M, and the up to 16 query heads of a KV head are its N, padded to 8 instead
+of 64. 8-bit values have the layout [P, K, H, S], because wgmma transposes only 16-bit operands. With an e4m3 cache each
+query head has a pair of columns (`operand_pairs`). An int8 cache becomes bfloat16 in registers (`int8`).
 """
 
 import functools
@@ -29,6 +28,7 @@ from pallas_kernels.hopper.pdl import wait_for_last
 
 
 def attend(*refs, form: Form, **shared):
+    """Run the kernel: copying warps fill the rings, computing warpgroups attend their pages."""
     extra = (
         *(("k_scale", "v_scale") if form.e4m3 or form.int8 else ()),
         *(("unified_max",) if form.unified_max else ()),
@@ -82,21 +82,20 @@ def _blank_last(values, keys, e4m3):
 
 
 def _compute_pages(refs, form: Form, w, worker):
-    """Attends the worker's pages; whole pairs to `o`, parts of pairs to `part` and `level`."""
+    """Attend the worker's pages. Write complete pairs to `o`, and parts of pairs to `part` and `level`."""
     cols, h, rounds_of = form.cols, form.h, form.tile.pages
     group, kv = form.group, form.kv
     across = functools.partial(softmax.across_keys, scratch=refs.sums.at[w], interpret=form.interpret)
 
     unified_max = None if form.unified_max is False else (refs.unified_max[0], refs.unified_max[1])
-    converted = form.e4m3 or form.int8  # queries are made into others at once, and their place given back
+    converted = form.e4m3 or form.int8  # queries are converted at once, so their slot is free again
     by_key = lambda x: lax.broadcast_in_dim(x, (PAGE, cols), [0])
-    looks = not (form.int8 or form.interpret)  # int8's has no registers for it
+    looks = not (form.int8 or form.interpret)  # the int8 variant has no free registers
     other: Any = None
-    if looks:  # here, since what is read where a part is done is waited for
+    if looks:  # read early, because a read at the end of a part would stall
         other = refs.enders[worker]
-        other = jnp.where(
-            refs.chains[other] == 1, other, -1
-        )  # who has the rest of the last pair, if it is one worker
+        # The worker with the rest of the last pair, if exactly one worker has the rest.
+        other = jnp.where(refs.chains[other] == 1, other, -1)
     bounds = softmax.score_range(unified_max, 2 * group if form.e4m3 else group, cols, form.e4m3)
     soften = functools.partial(
         softmax.soften, scale=form.scale, soft_cap=form.soft_cap, interpret=form.interpret
@@ -104,7 +103,7 @@ def _compute_pages(refs, form: Form, w, worker):
 
     def slot(ring, index):
         place = lax.rem(index, jnp.int32(ring.shape[1]))
-        return ring.at[w, place], w * ring.shape[1] + place  # a page, and its barriers' number
+        return ring.at[w, place], w * ring.shape[1] + place  # a page, and the index of its barriers
 
     def store(row, head):
         decode_parts.copy_heads(refs.o_s.at[w], refs.o, row * group * kv + head * group, group, form.e4m3)
@@ -128,7 +127,7 @@ def _compute_pages(refs, form: Form, w, worker):
             plgpu.barrier_arrive(refs.q_empty.at[w * 2 + q_place])
 
         def step(i, state, count):
-            """Pages i .. i + count of the pair, in one round of the softmax."""
+            """Process pages i .. i + count of the pair in one round of the softmax."""
             *state, index = state
             scores, seen, value_scales = [], [], []
             for j in range(count):
@@ -163,7 +162,7 @@ def _compute_pages(refs, form: Form, w, worker):
                 if form.e4m3:
                     store_transposed(pairs.split(weights), p, form.interpret)
                     return
-                if form.int8:  # nobody wrote the scales of keys that are not seen
+                if form.int8:  # scales of unseen keys are unwritten
                     weights = jnp.where(seen[page], weights * value_scales[page], 0.0)
                 decode_parts.put_weights(p, weights, page == 0, form.interpret)
 
@@ -173,7 +172,7 @@ def _compute_pages(refs, form: Form, w, worker):
                 p, (v, at) = refs.p_s.at[w, j], slot(refs.v_ring, index + j)
                 plgpu.barrier_wait(refs.v_full.at[at])
                 keys = length - (first + page + i + j) * PAGE
-                if form.int8:  # whatever was never written is a number
+                if form.int8:  # unwritten int8 memory is finite
                     operands.append((v, p))
                     continue
                 pl.when(keys < PAGE)(functools.partial(_blank_last, v, keys, form.e4m3))
@@ -210,9 +209,8 @@ def _compute_pages(refs, form: Form, w, worker):
         pl.when(here == pages)(lambda: finish(out))
 
         def write(level):
-            begun = jnp.where(
-                page == 0, jnp.int32(1), jnp.int32(0)
-            )  # 0: continues an earlier worker's pair, 1: its first part
+            # 0: continues an earlier worker's pair, 1: the first part of a pair.
+            begun = jnp.where(page == 0, jnp.int32(1), jnp.int32(0))
             refs.part.at[worker, begun][...] = out
             refs.level.at[worker, begun][...] = level
             if not form.interpret:

@@ -1,6 +1,4 @@
-"""The copying side of decode attention: brings a worker's queries and pages into its rings, for the warpgroup
-that computes them.
-"""
+"""The copying side of decode attention: it fills the rings of queries and pages for a computing warpgroup."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -14,11 +12,11 @@ from pallas_kernels.hopper.pdl import launch_next
 
 
 def copy_pages(refs, form: Form, w, worker):
-    """Brings the worker's queries and pages to its rings, in the order in which they are needed."""
+    """Copy the worker's queries and pages to its rings, in the order of their use."""
     kv, rounds_of = form.kv, form.tile.pages
 
     def ids(row, first, count):
-        """Pages first .. first + count of the row; past the table's end any, which nobody then uses."""
+        """Return `count` page numbers of the row from page `first` on; past the table's end any unused number."""
         row, last = jnp.minimum(row, refs.table.shape[0] - 1), refs.table.shape[1] - 1
         return tuple(refs.table[row, jnp.minimum(first + j, last)] for j in range(count))
 
@@ -32,12 +30,12 @@ def copy_pages(refs, form: Form, w, worker):
         def _():
             plgpu.barrier_wait(refs.q_empty.at[w * 2 + q_place])
 
-        # Rows past the group are zeros or of the next KV head: their columns are computed and dropped.
+        # Rows past the group are zeros or belong to the next KV head. Their columns are computed and dropped.
         queries = refs.q.at[pl.ds((row * kv + head) * form.pitch, refs.q_s.shape[2])]
         plgpu.copy_gmem_to_smem(queries, refs.q_s.at[w, q_place], refs.q_full.at[w * 2 + q_place])
 
         def copy(i, state, count):
-            """Pages i .. i + count of the pair: their keys, then their values."""
+            """Copy pages i .. i + count of the pair: the keys of all, then the values of all."""
             index, page_ids = state
             following = ids(row, first + i + count, count)
 
@@ -52,8 +50,7 @@ def copy_pages(refs, form: Form, w, worker):
 
                 size = to.shape[2] // boxes
                 for box in range(0, to.shape[2], size):
-                    # A box past the row's length reads the page's first one again: from the L2 and not from
-                    # HBM.
+                    # A box past the row's length reads the page's first box again, from the L2 instead of HBM.
                     start = (page_id * kv + head) * to.shape[2]
                     if boxes > 1:
                         start = start + jnp.where((first + i + j) * PAGE + box < length, box, 0)
@@ -82,12 +79,10 @@ def copy_pages(refs, form: Form, w, worker):
     start = jnp.int32(0), jnp.int32(0), ids(row, refs.starts[worker, 0] + page, rounds_of)
     pairs_seen, copied, _unused = walk(refs.rows, refs.pieces, refs.starts, worker, kv, visit, start)
 
-    launch_next(
-        form.pdl
-    )  # now, not before: the next product's copies of its weight would be in front of these
+    # Not earlier: the next GEMM's copies of its weight would compete with the copies of pages.
+    launch_next(form.pdl)
 
-    # Every arrival is waited for, also of the last blocks (a barrier that nobody watched is an error in the
-    # interpreter).
+    # Wait for every arrival, because the interpreter reports a barrier that no thread waited for.
     for ring, empty in ((form.tile.key_pages, refs.k_empty), (form.tile.value_pages, refs.v_empty)):
 
         @pl.loop(jnp.maximum(copied - ring, 0), copied)

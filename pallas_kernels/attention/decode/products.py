@@ -1,4 +1,4 @@
-"""What decode attention does around its softmax: products, queries of 8 bits, and how a result is put down."""
+"""The steps of decode attention around its softmax: matrix products, 8-bit queries, and stores."""
 
 import functools
 
@@ -15,7 +15,7 @@ _WGMMA = plgpu.Layout.WGMMA
 
 
 def product(operands, shape):
-    """The sum of a @ b over the pairs (a, b) of shared-memory operands, float32."""
+    """Return the sum of a @ b over pairs (a, b) of shared-memory operands, in float32."""
 
     def scoped(acc):
         for a, b in operands:
@@ -26,8 +26,9 @@ def product(operands, shape):
 
 
 def split_queries(q, q_8, group, across, interpret):
-    """Writes q [rows, H] to q_8 [cols, H], a pair of columns a head (`pairs.split`). Returns what scores are
-    multiplied with, [cols].
+    """Write q [rows, H] to q_8 [cols, H] as a pair of columns for each head (`operand_pairs.split`).
+
+    Return the factor [cols] of the scores.
     """
     cols, h = q_8.shape
     column = plgpu.broadcasted_iota(jnp.int32, (h, cols), 1, layout=_WGMMA)
@@ -48,10 +49,10 @@ def split_queries(q, q_8, group, across, interpret):
 
 
 def put_weights(place, weights, first, interpret):
-    """Writes weights [keys, cols] to place [cols, keys] in shared memory, rounded.
+    """Store weights [keys, cols] to place [cols, keys] in shared memory, rounded.
 
-    A store of Pallas' has a barrier before it and one behind it. Here the first page's has one before it, for
-    what the last round may still be reading, and the round's vote (`decode_softmax`) is the one behind.
+    Pallas' own store has a barrier before and after it. This store has one barrier, before the first page, which protects
+    reads of the previous round. The barrier of the softmax vote follows the store.
     """
     weights = weights.astype(place.dtype)
     if interpret:
@@ -68,14 +69,15 @@ def put_weights(place, weights, first, interpret):
 
 
 def put(place, out):
-    """Writes out [H, cols] to place [cols, H] in shared memory, rounded."""
+    """Store out [H, cols] to place [cols, H] in shared memory, rounded."""
     place.transpose((1, 0))[...] = out.astype(place.dtype)
     plgpu.commit_smem()
 
 
 def copy_heads(place, o_ref, row, group, e4m3):
-    """Copies the `group` heads of place [cols, H] to rows `row` and on of o_ref; in pairs of columns a head
-    has the even one.
+    """Copy `group` heads of place [cols, H] to o_ref from row `row` on.
+
+    With pairs of columns (e4m3) a head's result is in the even column.
     """
     if not e4m3:
         plgpu.copy_smem_to_gmem(place.at[pl.ds(0, group)], o_ref.at[pl.ds(row, group)])

@@ -1,9 +1,9 @@
-"""The softmax of decode attention, on keys [64] x heads, in powers of two.
+"""The softmax of decode attention on scores [64 keys, heads], in powers of two.
 
-A round of pages takes its weights relative to a maximum that stays put; one vote, in the barrier that a round
-has anyway, says whether every score allows that. Where one does not, the round moves the maximum and rescales
-what came before. With a unified max value phi (FlashDecoding++Next §3) rows begin at phi, so that rows within
-its bound never look for their maximum; without one they begin at the maximum of their first round.
+A round of pages computes its weights relative to a constant maximum. One vote, at a barrier that the round needs anyway,
+checks that all scores allow this. Otherwise the round moves the maximum and rescales the earlier sums. With a unified max
+value phi (FlashDecoding++Next §3) rows start at phi, so rows within its bound never compute their maximum. Without
+phi, rows start at the maximum of their first round.
 """
 
 import functools
@@ -26,11 +26,11 @@ _NEVER = 3e38
 
 
 class Range(NamedTuple):
-    """Which scores leave the maximum where it is; weights are 2**(score - top).
+    """The scores that leave the maximum unchanged. Weights are 2**(score - top).
 
-    top [cols]: what a pair begins with. cap [cols]: a score above top + cap moves the maximum (columns of no
-    head: never). floor [cols]: a head whose first keys all lie below it finds its own maximum, so that no sum
-    underflows. lift: a moved maximum m gives top = m - lift.
+    top: [cols], the start value. cap: [cols]; a score above top + cap moves the maximum, in columns of heads only. floor:
+    [cols]; a head with all first keys below floor computes its own maximum, so that no sum underflows. lift: after a move to
+    maximum m, top = m - lift.
     """
 
     top: jax.Array
@@ -40,12 +40,11 @@ class Range(NamedTuple):
 
 
 def score_range(unified_max, heads: int, cols: int, e4m3: bool) -> Range:
-    """The range for unified_max = (phi, bound), in units of a score, or for a running maximum (None). heads:
-    columns that stand for heads.
+    """Return the range for unified_max = (phi, bound), in units of a score, or for a running maximum (None).
 
-    bfloat16 weights have float32's exponents: a running maximum moves by 2**10 or more at once, and bounds up
-    to 2**96 are kept to. Weights in e4m3 end at 448 and lose bits below 2**-6, so there phi serves rows whose
-    maximum is within 2**±3 of it.
+    heads: columns that belong to heads. bfloat16 weights have float32's exponents: a running maximum moves by at least 2**10,
+    and bounds up to 2**96 are exact. e4m3 weights end at 448 and lose bits below 2**-6, so phi serves only rows with a maximum
+    within 2**±3 of phi.
     """
     lift, most = (5.0, 8.75) if e4m3 else (0.0, 10.0 if unified_max is None else 96.0)
     column = plgpu.broadcasted_iota(jnp.int32, (cols,), 0, layout=_HEADS)
@@ -61,13 +60,14 @@ def score_range(unified_max, heads: int, cols: int, e4m3: bool) -> Range:
 
 
 def start(h, cols):
-    """The weights' sum by key and the output, before the first page."""
+    """Return the sums of weights by key and the output before the first page."""
     return tuple(plgpu.layout_cast(jnp.zeros((rows, cols), jnp.float32), _WGMMA) for rows in (PAGE, h))
 
 
 def across_keys(x, op, *, scratch, interpret):
-    """The sum or maximum of x [keys, heads] over keys. Warps meet in `scratch`: Pallas' own reduction has one
-    for the whole CTA, in which warpgroups would overwrite each other.
+    """Return the sum or maximum of x [keys, heads] over keys.
+
+    Warps exchange values in `scratch`. Pallas' own reduction has one scratch for the CTA, which warpgroups would overwrite.
     """
     if interpret:
         return x.sum(axis=0) if op == "add" else x.max(axis=0)
@@ -79,10 +79,9 @@ def across_keys(x, op, *, scratch, interpret):
 
 
 def soften(scores, seen, bounds: Range, begun, put, across, top, total, out, *, scale, soft_cap, interpret):
-    """One round over a list of pages [keys, cols]: puts their weights into shared memory, committed. Returns
-    new (top, total, out).
+    """Return (top, total, out) after one round over a list of pages [keys, cols], and store the weights. Commit.
 
-    begun: whether the pair had a round before. put(page, weights) stores the weights of one page.
+    begun: True if the pair had an earlier round. put(page, weights) stores the weights of one page.
     """
     scores = [x * factor for x, factor in (capped(x, scale, soft_cap) for x in scores)]
     scores = [jnp.where(mask, x, -jnp.inf) for x, mask in zip(scores, seen, strict=True)]
@@ -112,11 +111,10 @@ def soften(scores, seen, bounds: Range, begun, put, across, top, total, out, *, 
 
 
 def _leaves(highest, cap, floor, interpret: bool):
-    """Whether a score of highest [keys, cols] is above its column's cap, or all keys of a warp are below a
-    floor; commits shared memory.
+    """Return whether a score in highest [keys, cols] is above its column's cap, or all keys of a warp are below a floor.
 
-    The answer comes with the barrier that the weights need anyway. A warp sees 16 keys of each page; where it
-    alone is below, the pair takes a maximum of its own without need.
+    The function commits shared memory. The answer arrives with the barrier that the weights need anyway. A warp sees 16 keys of
+    each page; if only these are below the floor, the pair computes its own maximum needlessly.
     """
     if interpret:
         plgpu.commit_smem()
@@ -142,7 +140,7 @@ def _leaves(highest, cap, floor, interpret: bool):
                 reached = arith.ori(reached, arith.shli(bit(there), number(2 * tile + i)))
         lane = arith.remui(mgpu.utils.thread_idx(), number(4))
         reached = arith.shli(reached, arith.muli(lane, number(columns // 4)))
-        # redux.or of what the warp's lanes reached; then one barrier that says to all whether anyone objects.
+        # A redux.or combines the lanes of a warp. One barrier then gives the vote to all threads.
         return mgpu.FragmentedArray.splat(
             llvm.inline_asm(
                 i32,

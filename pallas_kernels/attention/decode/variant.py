@@ -1,6 +1,4 @@
-"""The forms of the kernel of decode attention: what its code depends on, and the shared memory that it then
-wants.
-"""
+"""The variants of the decode attention kernel, and the shared memory of each."""
 
 import dataclasses
 
@@ -12,41 +10,49 @@ from pallas_kernels.attention.paged import PAGE
 from pallas_kernels.attention.tiles import DecodeTile
 from pallas_kernels.hopper.layouts import swizzled
 
-BOX = 32  # rows of a page that one copy takes
+BOX = 32  # rows of a page in one TMA copy
 
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """What the kernel's code depends on."""
+    """The parameters that the kernel's code depends on.
+
+    cols: wgmma's N. e4m3: the cache is e4m3 and is multiplied as e4m3. int8: the cache is int8 with a scale for each token
+    and head. unified_max: rows start at the unified max value. fill: rows without keys become 0. pdl: launch with
+    programmatic dependent launch.
+    """
 
     group: int
     kv: int
     h: int
-    cols: int  # wgmma's N
-    e4m3: bool  # a cache of e4m3, multiplied as such
-    int8: bool  # a cache of int8, with scales of tokens
+    cols: int
+    e4m3: bool
+    int8: bool
     tile: DecodeTile
     scale: float
     window: int | None
     soft_cap: float | None
     unified_max: bool
-    fill: bool  # whether rows without keys become 0
-    pdl: bool  # whether it begins before the kernel before it has ended
+    fill: bool
+    pdl: bool
     interpret: bool
 
     @property
     def pitch(self) -> int:
-        """Rows of q a KV head. A copy by tiles begins at a whole tile of 8 rows, or ends inside the one it
-        begins in.
+        """Return the rows of q for each KV head.
+
+        A copy of TMA tiles must start at a tile of 8 rows, or end inside the tile in which it starts.
         """
         return 1 << (self.group - 1).bit_length()
 
     @property
     def value_boxes(self) -> int:
+        """Return the number of TMA boxes in a page of values."""
         return 1 if self.e4m3 or self.int8 else PAGE // BOX
 
 
 def scratch(form: Form, dtype) -> dict:
+    """Return the kernel's shared memory and barriers."""
     w, keys, values, cols, h = (
         form.tile.workers,
         form.tile.key_pages,

@@ -1,9 +1,9 @@
-"""Decode attention's work list: one line of pages, cut into equal pieces.
+"""The work list of decode attention: all pages of a batch in one line, split into equal pieces.
 
-The work of a step is one line: rows in order, a row's KV heads in order, a head's visible pages in order.
-`decode_work` cuts it into equal pieces, one a worker, so one row of 131,072 keys beside 200 short ones fills
-the chip as well as equal rows do (FlashDecoding's split KV, cut by pages instead of by row). A worker ends at
-most two (row, head) pairs unfinished: where its piece begins and where it ends.
+The line holds the rows in order, the KV heads of a row in order, and the visible pages of a head in order.
+`decode_work` splits the line into one equal piece for each worker. One row of 131,072 keys with 200 short rows then
+fills the chip as well as equal rows do (FlashDecoding's split KV, by pages instead of by rows). A worker leaves at
+most two (row, head) pairs unfinished: at the start and at the end of its piece.
 """
 
 import dataclasses
@@ -12,26 +12,25 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-PAGE = 64  # tokens
+PAGE = 64  # tokens in a page
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecodeWork:
-    """Which pages each worker reads; the same for all layers that share lengths and window. Made by
-    `decode_work`.
+    """The pages that each worker reads, from `decode_work`. Layers with equal lengths and window share one list.
 
-    rows [B, 4] int32: first visible page, visible pages, length (0: skipped), next row that has pages.
-    pieces [workers, 4] int32: first row, first KV head, first page counted from the row's first visible one,
-    pages in the piece. starts [workers, 5] int32: of the piece's first row what `rows` says, and the first
-    visible page of the row after it: a worker's first
-      copy waits for two reads instead of four.
-    chains [workers] int32: where this piece ends a (row, head) pair that began in an earlier one, how many
-    earlier ones hold parts of it. enders [workers] int32: where this piece leaves a pair unfinished, the
-    worker that ends it. arrived [2 * workers] int32: the parts written so far of the pair that a worker ends,
-    and behind those of the group of such parts that
-      it is the last of. Zero before a call and after it: kernels count in it, so calls that share a list must
-      not run at the same time.
+    Attributes:
+      rows: [B, 4] int32: first visible page, visible pages, length (0: skipped), next row that has pages.
+      pieces: [workers, 4] int32: first row, first KV head, first page relative to the row's first visible page, pages.
+      starts: [workers, 5] int32: the entry in `rows` of the piece's first row, and the first visible page of the next
+        row. A worker's first copy then depends on two reads instead of four.
+      chains: [workers] int32: if the piece ends a (row, head) pair that an earlier piece began, the number of earlier
+        pieces with parts of the pair.
+      enders: [workers] int32: if the piece leaves a pair unfinished, the worker that ends the pair.
+      arrived: [2 * workers] int32: the number of written parts of the pair that a worker ends, then the number of written
+        parts of the group whose last part a worker has. Zero before and after a call. Kernels count in this array, so
+        calls that share a list must not run concurrently.
     """
 
     rows: jax.Array
@@ -43,32 +42,30 @@ class DecodeWork:
 
 
 def decode_work(lengths: jax.Array, kv_heads: int, workers: int, window: int | None = None) -> DecodeWork:
-    """Cuts the batch's pages into equal pieces, on the device, from lengths [B] int32 (0: no work for that
-    row).
+    """Split the batch's pages into equal pieces, on the device, from lengths [B] int32 (0: no work for the row).
 
-    A few small XLA ops; compute it once a step and pass it to every layer's `decode_attention`.
+    The function runs a few small XLA ops. Compute the list once a step and pass it to every layer's `decode_attention`.
     """
     b = lengths.shape[0]
     lengths = lengths.astype(jnp.int32)
     first = jnp.zeros_like(lengths) if window is None else jnp.maximum(lengths - window, 0) // PAGE
     pages = jnp.where(lengths > 0, (lengths + PAGE - 1) // PAGE - first, 0)
     index = jnp.arange(b, dtype=jnp.int32)
-    # Sums over a comparison matrix: one small fusion, where cumsum and searchsorted would each be several
-    # kernels.
+    # Sums over a comparison matrix are one small fusion. cumsum and searchsorted would be several kernels each.
     ends = jnp.sum(jnp.where(index[None, :] <= index[:, None], pages[None, :], 0), axis=1, dtype=jnp.int32)
     following = jnp.min(
         jnp.where((index[None, :] > index[:, None]) & (pages[None, :] > 0), index[None, :], b), axis=1
     )
     total = ends[-1] * kv_heads
     worker = jnp.arange(workers + 1, dtype=jnp.int32)
-    # total * worker // workers, whose product would leave int32 at 2**22 (page, head) pairs on 512 workers:
-    # rows may share their pages.
+    # This is total * worker // workers. The plain product overflows int32 at 2**22 pairs on 512 workers, which
+    # rows with shared pages can reach.
     begins = total // workers * worker + total % workers * worker // workers
     begins = jnp.where(total >= workers, begins, jnp.minimum(worker, total))
     begin, count = begins[:-1], begins[1:] - begins[:-1]
 
     def locate(place):
-        """(row, KV head, page, pages of the row) of a place in the line of pages."""
+        """Return (row, KV head, page, pages of the row) of a position in the line of pages."""
         row = jnp.minimum(
             jnp.sum((ends[None, :] * kv_heads <= place[:, None]).astype(jnp.int32), axis=1), b - 1
         )
@@ -94,16 +91,17 @@ def decode_work(lengths: jax.Array, kv_heads: int, workers: int, window: int | N
         ),
         chains=chains,
         enders=jnp.where(count > 0, holder(last + last_pages - 1 - last_page), 0),
-        arrived=jnp.minimum(jnp.tile(count, 2), 0),  # not a constant, which XLA might share with others
+        arrived=jnp.minimum(
+            jnp.tile(count, 2), 0
+        ),  # zeros that are not a constant, because XLA may share a constant
     )
 
 
 def walk(rows, pieces, starts, worker, kv, visit, carry):
-    """In a kernel: calls visit(carry, row, head, page, here, (first, pages, length), (next row, its first))
-    for each pair of the piece.
+    """Call visit(carry, row, head, page, here, (first, pages, length), (next row, its first)) for each pair of a piece.
 
-    The pair's `here` pages begin at `page`, counted from the row's `first` visible one. What comes next is
-    read a row ahead, so that nothing waits for memory between pairs.
+    Runs inside a kernel. The pair's `here` pages start at `page`, relative to the row's `first` visible page. The next row's
+    entry is read one row ahead, so that no pair waits for memory.
     """
 
     def facts(row):
