@@ -121,7 +121,7 @@ def samplers_run_often():
 @pytest.fixture(autouse=True)
 def nothing_was_said_yet():
     """Reset the messages that kernels log once a process, so that each test sees its own."""
-    table._say_once.cache_clear()
+    table._warn_once.cache_clear()
 
 
 @pytest.fixture(scope="session")

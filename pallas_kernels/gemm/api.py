@@ -1,8 +1,6 @@
-"""The op `gemm` of a kernel set: one callable for every dense product, which picks a kernel by dtype and
-shape when it is traced.
+"""The op `gemm` of a kernel set: one callable that picks a GEMM kernel by dtype and shape at tracing time.
 
-Which kernels take a product is a matter of their limits (`eligible_kernels`); which of those is fastest was measured
-(`table`).
+`eligible_kernels` lists the kernels that support a product. The tuned table (`tuned_table`) names the fastest of them.
 """
 
 import dataclasses
@@ -19,28 +17,28 @@ from pallas_kernels.gemm.flat.tiles import FlatTile
 from pallas_kernels.gemm.tuned_table import Choice, Shape, Table
 from pallas_kernels.quantized import Int4, Quantized
 
-_WITH_PDL = ("flat", "fp8_flat")  # can begin before the kernel before them has ended
-_ROWS = tuple(2**i for i in range(14))  # at which a choice is told
+_WITH_PDL = ("flat", "fp8_flat")  # kernels with programmatic dependent launch
+_ROWS = tuple(2**i for i in range(14))  # numbers of rows in a description of the choices
 
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """What decides which kernels take a product: its rows, its weight, and the form of its operands and
-    result.
+    """The properties of a product that decide which kernels support it.
+
+    activations: dtype of x: bfloat16, float32, or float8_e4m3fn for quantized x. out_dtype: float8_e4m3fn for a quantized
+    result. bounded: the product may not occupy all SMs. residual: the product adds a residual.
     """
 
     rows: int
     shape: Shape
-    activations: str  # bfloat16, float32, or float8_e4m3fn where x is quantised
-    out_dtype: str = "bfloat16"  # float8_e4m3fn: quantised behind the product
-    bounded: bool = False  # it may not have the whole GPU
+    activations: str
+    out_dtype: str = "bfloat16"
+    bounded: bool = False
     residual: bool = False
 
 
 def shape_of(w, gate_block: int | None = None, scales: str = "") -> Shape:
-    """The shape of a weight [N, K]: plain, `Quantized` or `Int4`. scales: how its input is scaled
-    (`scales_of`).
-    """
+    """Return the shape of a weight [N, K]: plain, `Quantized` or `Int4`. scales: the form of its input's scales (`scales_of`)."""
     n, k = w.shape
     weights = (
         "int4" if isinstance(w, Int4) else jnp.dtype((w.values if isinstance(w, Quantized) else w).dtype).name
@@ -49,7 +47,7 @@ def shape_of(w, gate_block: int | None = None, scales: str = "") -> Shape:
 
 
 def scales_of(x) -> str:
-    """How an input is scaled, as `Shape.scales` says it."""
+    """Return the form of an input's scales, as in `Shape.scales`."""
     if not isinstance(x, Quantized):
         return ""
     return "blocks" if x.scale.ndim == 2 else "rows"
@@ -58,7 +56,7 @@ def scales_of(x) -> str:
 def product(
     x, w, *, gate_block: int | None, quantize: bool, out_dtype, sms: int | None, residual=None
 ) -> Product:
-    """The product of `gemm`'s arguments."""
+    """Return the product that the arguments of `gemm` describe."""
     activations = jnp.dtype((x.values if isinstance(x, Quantized) else x).dtype).name
     out = (
         "float8_e4m3fn"
@@ -76,44 +74,46 @@ def product(
 
 
 def activations_of(shape: Shape) -> str:
-    """The dtype that a weight is multiplied with in a bfloat16 model."""
+    """Return the dtype of the activations that a bfloat16 model multiplies with a weight."""
     return "float8_e4m3fn" if shape.weights == "float8_e4m3fn" else "bfloat16"
 
 
 def product_of(shape: Shape, rows: int, out_dtype: str | None = None) -> Product:
-    """The product that a bfloat16 model makes of a weight. out_dtype: of its result; None: behind gates of
-    e4m3 quantised for `down`.
+    """Return the product of a weight in a bfloat16 model.
+
+    out_dtype: dtype of the result; None: bfloat16, or float8_e4m3fn for e4m3 products with gates, whose result `down` reads.
     """
     activations = activations_of(shape)
     return Product(rows, shape, activations, out_dtype or (activations if shape.gate_block else "bfloat16"))
 
 
 def eligible_kernels(p: Product, card: Card | None = None) -> tuple[str, ...]:
-    """The kernels that take a product on Hopper, the likely fastest first. XLA takes any, but always the
-    whole GPU.
+    """Return the kernels that support a product on Hopper, the likely fastest first.
+
+    XLA supports every product, but always occupies all SMs. card: the constants of the device; None: the default card.
     """
     n, k, gates = p.shape.n, p.shape.k, p.shape.gate_block
-    few, kind = p.rows <= 64 and gates in (0, 64), (p.activations, p.shape.weights)
+    small, kind = p.rows <= 64 and gates in (0, 64), (p.activations, p.shape.weights)
     found: list[str] = []
     if kind == ("float8_e4m3fn", "float8_e4m3fn"):
         columns = n // 2 if gates else n
         quantizes = p.out_dtype == "float8_e4m3fn" and columns % 128 == 0 and not p.residual
         if (quantizes or p.out_dtype == "bfloat16") and n % 128 == k % 128 == 0 and gates in (0, 16, 32, 64):
-            found += ["fp8_flat"] * few + ["fp8"]
+            found += ["fp8_flat"] * small + ["fp8"]
     elif p.activations == "bfloat16" and p.out_dtype in ("bfloat16", "float32"):
-        if few and n % (128 if gates else 8) == 0:
+        if small and n % (128 if gates else 8) == 0:
             found += ["int4"] * (p.shape.weights == "int4" and k % 512 == 0)
             found += ["flat"] * (p.shape.weights == "bfloat16" and k % 64 == 0)
         if p.shape.weights == "bfloat16":
-            whole = n % (2 * gates or 64) == 0 and n % 64 == k % 64 == 0 and gates in (0, 16, 32, 64)
-            ours = ["dense"] * whole + ["fma"] * (p.rows <= 4 and not p.bounded)
+            divides = n % (2 * gates or 64) == 0 and n % 64 == k % 64 == 0 and gates in (0, 16, 32, 64)
+            ours = ["dense"] * divides + ["fma"] * (p.rows <= 4 and not p.bounded)
             if p.bounded and (found or ours):
                 return tuple(found + ours)
             return (
                 (*found, *ours, "xla")
-                if whole and _gate_pays(p, card or default_card())
+                if divides and _gate_pays(p, card or default_card())
                 else (*found, "xla", *ours)
-            )  # bare, cuBLAS needs fewer joules a FLOP
+            )
     return tuple(found) if p.bounded and found else (*found, "xla")
 
 
@@ -124,34 +124,34 @@ def _gate_pays(p: Product, card: Card) -> bool:
 
 
 def kernels_by_rows(choose: Callable[[int], str], ends: Iterable[int] = ()) -> str:
-    """Which kernel runs from how many rows on, as `flat, from 65 rows xla`. Kernels' limits are powers of
-    two; ends: other last rows.
+    """Return the kernel for each number of rows as text, for example "flat, from 65 rows xla".
+
+    Limits of kernels are powers of two. ends: other numbers of rows at which the choice may change.
     """
-    told, last, before = [], "", 0
+    steps, last, before = [], "", 0
     for rows in sorted({*_ROWS, *ends}):
         name = choose(rows)
         if name != last:
-            told.append(f"from {before + 1} rows {name}" if last else name)
+            steps.append(f"from {before + 1} rows {name}" if last else name)
         last, before = name, rows
-    return ", ".join(told)
+    return ", ".join(steps)
 
 
 @dataclasses.dataclass(frozen=True)
 class HopperGemm:
-    """`reference.gemm` by the fastest kernel for the shape: a table's choice, or the first taker where the
-    table has none.
+    """The op `gemm` on Hopper: the table's kernel for the shape, or the first eligible kernel.
 
-    pdl: those that can begin before the kernel before them has ended.
+    pdl: start kernels of small batches before the previous kernel has ended.
     """
 
     table: Table
     pdl: bool = False
 
     def choose(self, p: Product) -> Choice:
-        """The kernel of a product. The table's rules are of results that stay in a layer: none is of the
-        head's, in float32.
+        """Return the kernel of a product.
 
-        Their tiles are of a whole GPU: beside another kernel the SMs may be fewer than a tile's cluster.
+        The table covers results inside a layer, so float32 results (the output head) have no rule. A table's tile is tuned for
+        all SMs: next to another kernel the free SMs may be fewer than the tile's cluster.
         """
         can = eligible_kernels(p, card_of(self.table.device))
         choice = None if p.out_dtype == "float32" else self.table.choose(p.shape, p.rows)
@@ -160,10 +160,9 @@ class HopperGemm:
         return dataclasses.replace(choice, tile=()) if p.bounded else choice
 
     def describe(self, p: Product) -> str:
-        """Which kernel a weight's products run on, by their rows, whatever those of `p`."""
-        measured = {
-            choice.rows for rule in self.table.rules for choice in rule.choices
-        }  # not powers of two where `tune --rows` said so
+        """Return the kernels of a weight by number of rows, for any number of rows of `p`."""
+        # Not only powers of two: `tune --rows` accepts any number of rows.
+        measured = {choice.rows for rule in self.table.rules for choice in rule.choices}
         return kernels_by_rows(lambda rows: self.choose(dataclasses.replace(p, rows=rows)).kernel, measured)
 
     def __call__(
@@ -193,11 +192,9 @@ class HopperGemm:
 
 @functools.cache
 def kernel(choice: Choice) -> Callable:
-    """The function of a choice, its tile bound. Mosaic GPU takes a second to import, and CPU has no use for
-    it.
+    """Return the function of a choice, with its tile bound. Mosaic GPU is imported only here, because its import takes a second.
 
-    Raises:
-      ValueError: for a kernel that does not exist, as an old table may name.
+    Raises: ValueError for an unknown kernel name, for example from an old table.
     """
     if choice.kernel == "xla":
         return reference.gemm
@@ -226,10 +223,10 @@ def kernel(choice: Choice) -> Callable:
 
         return fp8_flat_gemm
     raise ValueError(
-        f"kernel={choice.kernel!r} of a tuned table: fma, flat, dense, fp8, fp8_flat, int4 or xla"
+        f"kernel={choice.kernel!r} in a tuned table: accepted are fma, flat, dense, fp8, fp8_flat, int4 or xla"
     )
 
 
 def _with_tile(function: Callable, choice: Choice) -> Callable:
-    """A kernel of few rows with a choice's tile, made for its most rows; fewer leave some of the ring unused."""
+    """Bind the tile of a choice. It is made for the most rows of the choice; fewer rows leave part of the ring unused."""
     return functools.partial(function, tile=FlatTile(**dict(choice.tile))) if choice.tile else function

@@ -1,4 +1,4 @@
-"""Matrix products with what is fused behind them."""
+"""The reference implementation of matrix products with their epilogue."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -21,38 +21,41 @@ def gemm(
     out_dtype=None,
     sms: int | None = None,
 ) -> Float[Array, "M N2"] | Quantized:
-    """act(x @ w.T + bias) + residual, summed in float32.
+    """Return act(x @ w.T + bias) + residual, summed in float32.
 
     Args:
       activation: silu, gelu_tanh, relu or None.
-      gate_block: columns lie as blocks of so many gates, then as many ups, alternating; the result is
-      act(gate) · up, of N / 2 columns. quantize: the result in e4m3 with a scale for every 128 columns of a
-      row. out_dtype: of the result; None: x's, bfloat16 where x is quantized. sms: how many SMs a kernel may
-      occupy; it does not change what is computed.
+      gate_block: columns are alternating blocks of `gate_block` gates and as many ups; the result is act(gate) · up with N / 2
+        columns.
+      quantize: return e4m3 with a scale for every 128 columns of a row.
+      out_dtype: dtype of the result; None: x's dtype, or bfloat16 for quantized x.
+      sms: number of SMs that a kernel may occupy; the result does not depend on it.
     """
     del sms
     out = jnp.dtype(out_dtype or (jnp.bfloat16 if isinstance(x, Quantized) else x.dtype))
-    behind = {"residual": residual, "activation": activation, "gate_block": gate_block, "quantize": quantize}
+    epilogue = {
+        "residual": residual,
+        "activation": activation,
+        "gate_block": gate_block,
+        "quantize": quantize,
+    }
     plain = not (isinstance(x, Quantized) or isinstance(w, Quantized))
     operands = out if isinstance(x, Quantized) else x.dtype
     if isinstance(x, Quantized) and isinstance(w, Quantized) and max(x.scale.ndim, w.scale.ndim) < 2:
-        operands = x.values.dtype  # XLA multiplies two e4m3 arrays as such, and scales what comes out
+        operands = x.values.dtype  # XLA multiplies two e4m3 arrays directly, and the sums are scaled
     w = dequantize_int4(w, operands) if isinstance(w, Int4) else w
     (x, of_rows), (w, of_columns) = _factors(x, operands), _factors(w, operands)
-    # Without scales the product is rounded before what follows: where XLA computes it, that is half the
-    # bytes; in float32, nothing.
+    # Without scales the product is rounded before the epilogue, which halves the bytes that XLA writes.
     y = lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=out if plain else jnp.float32)
     if of_rows is not None:
         y = y * (of_rows[:, None] if of_rows.ndim else of_rows)
     if of_columns is not None:
         y = y * of_columns
-    return finish(y, bias, dtype=out, **behind)
+    return finish(y, bias, dtype=out, **epilogue)
 
 
 def _factors(x: Array | Quantized, dtype) -> tuple[Array, Array | None]:
-    """An operand as (numbers, scale of its rows): a scale that changes along a row cannot wait until after
-    the sum.
-    """
+    """Return (numbers, scales of rows) of an operand. A scale that varies along a row is applied before the sum."""
     if not isinstance(x, Quantized):
         return x, None
     if x.scale.ndim == x.values.ndim:
@@ -71,7 +74,7 @@ def finish(
     quantize: bool = False,
     out_dtype=None,
 ) -> Float[Array, "M N2"] | Quantized:
-    """What `gemm` does behind a product y, in float32; the result is of `out_dtype` (None: `dtype`)."""
+    """Return the epilogue of `gemm` on a product y, computed in float32, with `out_dtype` (None: `dtype`)."""
     if bias is not None or residual is not None or activation is not None or quantize:
         y = y.astype(jnp.float32)
     if bias is not None:
@@ -86,13 +89,13 @@ def finish(
 
 
 def gate_mul(y: Float[Array, "M F2"], block: int, activation: str | None) -> Float[Array, "M F"]:
-    """act(gate) · up, of columns laid out as blocks of `block` gates then `block` ups, alternating."""
+    """Return act(gate) · up for columns in alternating blocks of `block` gates and `block` ups."""
     pair = y.reshape(y.shape[0], -1, 2, block)
     return (activate(pair[:, :, 0], activation) * pair[:, :, 1]).reshape(y.shape[0], -1)
 
 
 def activate(x: Float[Array, "*M"], activation: str | None) -> Float[Array, "*M"]:
-    """silu, gelu_tanh or relu (None: x), in float32, returned in x's dtype."""
+    """Return silu, gelu_tanh or relu of x (None: x), computed in float32, in x's dtype."""
     x32 = x.astype(jnp.float32)
     if activation == "silu":
         y = x32 * lax.logistic(x32)
@@ -103,5 +106,5 @@ def activate(x: Float[Array, "*M"], activation: str | None) -> Float[Array, "*M"
     elif activation is None:
         y = x32
     else:
-        raise ValueError(f"activation={activation!r}: silu, gelu_tanh, relu or None")
+        raise ValueError(f"activation={activation!r}: accepted are silu, gelu_tanh, relu or None")
     return y.astype(x.dtype)

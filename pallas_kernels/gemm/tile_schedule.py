@@ -1,10 +1,9 @@
-"""Which CTA computes what in a persistent GEMM: tiles in an order that the L2 cache likes, the last of them
-cut evenly along K.
+"""The schedule of a persistent GEMM: output tiles in an order that suits the L2 cache, with the last tiles split along K.
 
-A product of T output tiles on s CTAs takes ceil(T / s) rounds of whole tiles, and the last round may be
-nearly empty. Here the last tiles (what is left over, or that and one full round more) form one line of k
-steps that is cut into s equal pieces (stream-K, Osama et al. 2023). A tile cut that way has several
-contributors; the CTA of its end adds up. All of this is data: a table of work items, made once by numpy.
+T output tiles on s CTAs take ceil(T / s) rounds of full tiles, and the last round may be nearly empty. So the last tiles (the
+remainder, or the remainder and one full round) form one line of k steps, which is split into s equal pieces (stream-K, Osama et
+al. 2023). Several CTAs contribute to a split tile, and the CTA with its end adds up. The schedule is data: a table of work
+items, built once by numpy.
 """
 
 import dataclasses
@@ -17,19 +16,18 @@ import numpy as np
 from pallas_kernels.cards import this_card
 from pallas_kernels.hopper.limits import SMS
 
-# of an item: tile row, tile column, first k step, k steps, slot to give its part to or -1, first slot to
-# take, slots to take
+# Fields of an item: tile row, tile column, first k step, k steps, slot to write the part to or -1, first slot to
+# read, slots to read.
 FIELDS = 7
-_SNAP = 3  # a cut this close to a tile's border (in k steps) moves there: handing a part over costs more
+_SNAP = 3  # a bound within this many k steps of a tile's border moves there, because a part costs more
 
 
 @dataclasses.dataclass(frozen=True)
 class GemmTile:
-    """Output tiles of rows x cols by two warpgroups of rows / 2 each, `depth` of K a step, `stages` steps in
-    flight.
+    """An output tile of rows x cols, computed by two warpgroups of rows / 2 each.
 
-    cluster: 1, or 2 CTAs on tiles below each other that share the weight's: one worker of the schedule, with
-    a tile of twice the rows.
+    depth: K of a step. stages: steps in flight. cluster: 1, or 2 CTAs on vertically adjacent tiles that share the weight's tile; the
+    schedule treats them as one worker with a tile of twice the rows.
     """
 
     rows: int
@@ -39,17 +37,17 @@ class GemmTile:
     cluster: int = 1
 
     def tiles(self, m: int, n: int) -> tuple[int, int]:
-        """Rows and columns of tiles (or of pairs of them) of a product."""
+        """Return the rows and columns of tiles (or of pairs of tiles) of a product."""
         return -(-m // (self.rows * self.cluster)), -(-n // self.cols)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Schedule:
-    """What each CTA does, in order.
+    """The work of each CTA, in order.
 
-    table [s, items, 7] int32; items of 0 k steps come last and are none. slots: parts of tiles handed over,
-    each through a slot of its own. A CTA takes parts only from CTAs before it, and gives before it takes:
-    nobody waits for a CTA that the GPU has yet to start.
+    table: [s, items, 7] int32; unused items come last and have 0 k steps. slots: the number of partial sums that are passed between CTAs,
+    each in its own slot. A CTA receives only from earlier CTAs, and sends before it receives, so no CTA waits for a CTA that has
+    not started.
     """
 
     table: np.ndarray
@@ -57,9 +55,7 @@ class Schedule:
 
 
 def snake(tiles_m: int, tiles_n: int, width: int = 8) -> np.ndarray:
-    """[T, 2] (row, column) of the tiles in order: strips of `width` rows, along the columns and back, so that
-    neighbours share operands.
-    """
+    """Return [T, 2] (row, column) of the tiles in order: strips of `width` rows, back and forth, so that neighbors share operands."""
     order = []
     for strip, first in enumerate(range(0, tiles_m, width)):
         columns = range(tiles_n) if strip % 2 == 0 else reversed(range(tiles_n))
@@ -71,10 +67,10 @@ def snake(tiles_m: int, tiles_n: int, width: int = 8) -> np.ndarray:
 def schedule(
     tiles_m: int, tiles_n: int, steps: int, sms: int, whole_rounds: int | None = None, width: int = 8
 ) -> Schedule:
-    """Divides tiles_m x tiles_n output tiles of `steps` k steps each among `sms` CTAs.
+    """Divide tiles_m x tiles_n output tiles of `steps` k steps each among `sms` CTAs.
 
-    `whole_rounds` rounds of whole tiles come first, the tiles after them are cut into equal pieces; None: no
-    tile is cut. The tiles are in the order of `snake` with strips of `width` rows.
+    whole_rounds: rounds of full tiles, before the remaining tiles are split into equal pieces; None: no tile is split. width: rows of a strip
+    of `snake`.
     """
     order = snake(tiles_m, tiles_n, width)
     tiles = len(order)
@@ -84,7 +80,7 @@ def schedule(
         items[tile % sms].append((*order[tile], 0, steps, -1, 0, 0))
     slots = 0
     cuts = _cuts((tiles - whole) * steps, steps, sms)
-    owed: dict[int, list[int]] = {}  # slots of each tile's parts so far
+    owed: dict[int, list[int]] = {}  # slots of each tile's written parts
     for cta in range(sms):
         pieces = []
         start = cuts[cta]
@@ -101,7 +97,7 @@ def schedule(
                 slots += 1
             pieces.append((*order[whole + tile], first, end - start, give, *take))
             start = end
-        items[cta] += reversed(pieces)  # the beginning of a tile first, so that who waits for it need not
+        items[cta] += reversed(pieces)  # parts for other CTAs first, so that these CTAs do not wait
     most = max(len(own) for own in items)
     table = np.zeros((sms, most, FIELDS), np.int32)
     table[:, :, 4] = -1
@@ -112,9 +108,7 @@ def schedule(
 
 
 def _cuts(units: int, steps: int, sms: int) -> list[int]:
-    """s + 1 ends of pieces of a line of `units` k steps, equal but for those that move to a tile's border
-    nearby.
-    """
+    """Return s + 1 bounds of equal pieces of a line of `units` k steps. A bound near the border of a tile moves to the border."""
     cuts = []
     for i in range(sms + 1):
         at = i * units // sms
@@ -124,21 +118,19 @@ def _cuts(units: int, steps: int, sms: int) -> list[int]:
 
 
 _TILES = (GemmTile(128, 256, 4), GemmTile(128, 192, 4), GemmTile(128, 128, 6))
-_STRIP_ROWS = (
-    2048  # with 16 x 8 tiles of 128 x 256 at work, the operands that are read together are the fewest bytes
-)
+_STRIP_ROWS = 2048  # 16 x 8 concurrent tiles of 128 x 256 read the fewest bytes of operands
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class GemmPlan:
-    """A product's tile and the schedule of its tiles."""
+    """The tile of a product and the schedule of its tiles."""
 
     tile: GemmTile
     schedule: Schedule
 
 
 def plan_of(tile: GemmTile, m: int, n: int, k: int, sms: int, whole_rounds: int | None = None) -> GemmPlan:
-    """The plan of a given tile and number of rounds that stay whole (None: all)."""
+    """Return the plan for a tile and a number of rounds of full tiles (None: all)."""
     strip = _STRIP_ROWS // (tile.rows * tile.cluster)
     return GemmPlan(
         tile, schedule(*tile.tiles(m, n), k // tile.depth, sms // tile.cluster, whole_rounds, strip)
@@ -146,10 +138,9 @@ def plan_of(tile: GemmTile, m: int, n: int, k: int, sms: int, whole_rounds: int 
 
 
 def plans(m: int, n: int, k: int, sms: int, gate_block: int | None = None) -> Iterator[GemmPlan]:
-    """The plans to choose from: every tile, its last tiles whole or cut in one way or another.
+    """Yield the candidate plans: every tile, with the last tiles full or split.
 
-    In pairs only on all SMs: beside another kernel the SMs that are free may not be pairs, and a pair that
-    waits for two doubles the time.
+    Pairs of CTAs need all SMs: next to another kernel the free SMs may not form pairs, and a pair that waits for two SMs doubles the time.
     """
     for tile in _TILES:
         if gate_block is not None and tile.cols % (2 * gate_block):
@@ -161,15 +152,13 @@ def plans(m: int, n: int, k: int, sms: int, gate_block: int | None = None) -> It
         for rounds in (None, full, full - 1):
             if rounds is None or rounds >= 0:
                 yield plan_of(tile, m, n, k, sms, rounds)
-        if full == 0:  # as many workers for each tile: no tile's parts are more than they must be
+        if full == 0:  # equally many workers a tile, so that no tile has more parts than necessary
             yield plan_of(tile, m, n, k, workers // tiles * tiles * tile.cluster, 0)
 
 
 @functools.cache
 def gemm_plan(m: int, n: int, k: int, sms: int, gate_block: int | None = None) -> GemmPlan:
-    """The cheapest plan for a product [m, k] x [n, k] on `sms` SMs: which tile, and how many rounds stay
-    whole.
-    """
+    """Return the cheapest plan for a product [m, k] x [n, k] on `sms` SMs."""
     return min(plans(m, n, k, sms, gate_block), key=cost_us)
 
 

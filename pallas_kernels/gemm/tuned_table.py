@@ -1,9 +1,7 @@
-"""The heuristic dataflow's table (FlashDecoding++Next §4): for each weight's shape, which kernel is fastest
-for how many rows.
+"""The table of the heuristic dataflow (FlashDecoding++Next §4): the fastest kernel by weight shape and number of rows.
 
-`python -m pallas_kernels.tune` measures it and writes the JSON files in `tables/`, one a GPU. A rule holds
-for one weight [N, K]; its choices go by rows, each good up to its own number: between them lie the paper's
-inflection points.
+`python -m pallas_kernels.tune` measures the table and writes tables/<device>.json. A rule covers one weight [N, K]. Its
+choices are sorted by rows, and each holds up to its number of rows. These numbers are the paper's inflection points.
 """
 
 import contextlib
@@ -18,21 +16,18 @@ from typing import Any
 
 SCHEMA = 2
 FOLDER = Path(__file__).parents[1] / "tables"
-FARTHEST = 1.0  # octaves of N and K together that a rule is believed over
-UNTUNED = (
-    "the first kernel that takes a product runs it (python -m pallas_kernels.tune measures which is fastest)"
-)
+FARTHEST = 1.0  # octaves of N and K together up to which a rule of another shape is used
+UNTUNED = "the first eligible kernel runs (python -m pallas_kernels.tune measures the fastest)"
 log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """A product's weight: [n, k] of `weights` (bfloat16, float8_e4m3fn, int4), and the block in which gates
-    and ups alternate (0: none).
+    """The weight of a product: [n, k] of dtype `weights`, with alternating blocks of `gate_block` gates and ups (0: none).
 
-    scales: of the input, where it is quantised: "rows", one a row (or one for all), which multiply finished
-    sums; "blocks", one for every 128 columns of a row, by which sums are moved on the way. Other kernels win
-    for either.
+    weights: bfloat16, float8_e4m3fn or int4. scales: form of the quantized input's scales. "rows" (one a row, or one for all)
+    multiply finished sums. "blocks" (one for every 128 columns of a row) multiply partial sums, for which other kernels are
+    fastest.
     """
 
     n: int
@@ -42,10 +37,10 @@ class Shape:
     scales: str = ""
 
     def distance(self, other: "Shape") -> float:
-        """How unlike two shapes are: octaves of N and K; infinite between kinds of weights or scales, and of
-        gated products and bare.
+        """Return the distance of two shapes in octaves of N and K.
 
-        Bare products have no pass behind them that a kernel with an epilogue saves.
+        The distance is infinite between kinds of weights or scales, and between products with and without gates: a kernel with an epilogue
+        saves a pass only for products with gates.
         """
         if (self.weights, self.scales, self.gate_block > 0) != (
             other.weights,
@@ -58,7 +53,7 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """For products of up to `rows` rows: which kernel, and its tile's fields (none: the kernel's own choice)."""
+    """The kernel for products of up to `rows` rows, and the fields of its tile (empty: the kernel chooses)."""
 
     rows: int
     kernel: str
@@ -67,14 +62,13 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """choices: by rows, ascending; the last one also holds beyond, but for its tile, which was made for so
-    many rows.
-    """
+    """The choices of a shape, by ascending rows. The last choice also holds for more rows, without its tile."""
 
     shape: Shape
     choices: tuple[Choice, ...]
 
     def choose(self, rows: int) -> Choice:
+        """Return the choice for a number of rows."""
         return next(
             (choice for choice in self.choices if rows <= choice.rows),
             dataclasses.replace(self.choices[-1], tile=()),
@@ -83,18 +77,19 @@ class Rule:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """What was measured on one kind of GPU."""
+    """The measured rules of one kind of GPU."""
 
     device: str
     rules: tuple[Rule, ...] = ()
 
     def choose(self, shape: Shape, rows: int) -> Choice | None:
-        """The choice for a product, from the nearest rule (which then gives no tile); None without a near
-        one. Either is said once.
+        """Return the choice for a product, or None without a near rule.
+
+        A rule for another shape gives no tile. Log a warning once for each shape without a rule of its own.
         """
         nearest = min(self.rules, key=lambda rule: rule.shape.distance(shape), default=None)
         if nearest is None:
-            _warn_once(f"no table of tuned products for {self.device or 'this device'}; {UNTUNED}")
+            _warn_once(f"no tuned table for {self.device or 'this device'}; {UNTUNED}")
             return None
         name = f"[{shape.n}, {shape.k}] {shape.weights} on {self.device}"
         if nearest.shape.distance(shape) > FARTHEST:
@@ -103,11 +98,9 @@ class Table:
         choice = nearest.choose(rows)
         if nearest.shape == shape:
             return choice
-        # Only N and K are told of the nearest: it is of the same kind (`Shape.distance`). What is fast for it
-        # may be slow for this one.
-        _warn_once(
-            f"no tuned rule for {name}; the nearest is taken, of [{nearest.shape.n}, {nearest.shape.k}]"
-        )
+        # The message gives N and K only, because the nearest rule has the same kind (`Shape.distance`). Its
+        # fastest tile may be slow for this shape.
+        _warn_once(f"no tuned rule for {name}; using the rule of [{nearest.shape.n}, {nearest.shape.k}]")
         return dataclasses.replace(choice, tile=())
 
 
@@ -117,14 +110,15 @@ def _warn_once(line: str) -> None:
 
 
 def file_of(device: str) -> Path:
-    """Where the table of a device (JAX's `device_kind`) is kept."""
+    """Return the path of a device's table (JAX's `device_kind`)."""
     return FOLDER / f"{device.lower().replace(' ', '-')}.json"
 
 
 @functools.cache
 def load(device: str) -> Table:
-    """The shipped table of a device; an empty one where none is. Raises: ValueError, which names the file,
-    for what is none.
+    """Return the shipped table of a device, or an empty table without a file.
+
+    Raises: ValueError, which names the file, for a damaged file.
     """
     path = file_of(device)
     if not path.exists():
@@ -135,25 +129,24 @@ def load(device: str) -> Table:
 
 @contextlib.contextmanager
 def named(path: str | Path) -> Iterator[None]:
-    """What reading a table's file raises where it is damaged or of another schema becomes a ValueError that
-    names the file.
-    """
+    """Turn the errors of reading a damaged table, or a table of another schema, into a ValueError that names the file."""
     try:
         yield
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"{path}: no table that pallas_kernels.tune wrote ({type(error).__name__}: {error})"
+            f"{path}: not a table of pallas_kernels.tune ({type(error).__name__}: {error})"
         ) from error
 
 
 def parse(data: Mapping[str, Any]) -> Table:
-    """A table from its JSON. Raises: ValueError for another schema; that, AttributeError, KeyError or
-    TypeError for what is none.
+    """Return a table from its JSON.
+
+    Raises: ValueError for another schema; ValueError, AttributeError, KeyError or TypeError for a damaged table.
     """
     if data.get("schema") != SCHEMA:
-        raise ValueError(f"schema={data.get('schema')!r} of a tuned table: {SCHEMA}")
+        raise ValueError(f"schema={data.get('schema')!r} of a tuned table: accepted is {SCHEMA}")
     if not isinstance(data["device"], str):
-        raise ValueError(f"device={data['device']!r} of a tuned table: JAX's device_kind")
+        raise ValueError(f"device={data['device']!r} of a tuned table: accepted is JAX's device_kind")
     return Table(data["device"], tuple(_rule(rule) for rule in data["rules"]))
 
 
@@ -167,16 +160,14 @@ def _rule(data: Mapping[str, Any]) -> Rule:
         isinstance(number, int) and number > 0 for number in (*numbers, shape.gate_block + 1)
     ):
         raise ValueError(
-            f"rule of {data['shape']}, choices={data['choices']}: n, k and rows from 1, gate_block "
-            f"from 0, and a choice or more"
+            f"rule of {data['shape']}, choices={data['choices']}: accepted are n, k and rows from 1, "
+            "gate_block from 0, and at least one choice"
         )
     return Rule(shape, choices)
 
 
 def choices(best: Iterable[Choice]) -> tuple[Choice, ...]:
-    """The best choice at each measured number of rows, ascending, with neighbours that agree merged into the
-    larger.
-    """
+    """Return the best choices by ascending rows, with equal neighbors merged into the larger number of rows."""
     merged: list[Choice] = []
     for choice in best:
         if merged and (merged[-1].kernel, merged[-1].tile) == (choice.kernel, choice.tile):

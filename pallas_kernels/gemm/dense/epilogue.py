@@ -1,6 +1,4 @@
-"""What a dense product does with its sums before they leave the SM: bias, activation, gates, residual, and
-the store.
-"""
+"""The epilogue of the dense GEMM: bias, activation, gates, residual and store, before the sums leave the SM."""
 
 import dataclasses
 
@@ -12,12 +10,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.gemm.tile_schedule import GemmTile
 from pallas_kernels.hopper.layouts import LOG2E
 
-BOXES = 2  # pieces of a warpgroup's output on their way to memory
+BOXES = 2  # pieces of a warpgroup's output in flight to memory
 
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """What the kernel is compiled for; `width` columns of the output are stored together."""
+    """The parameters that the kernel is compiled for. width: columns of one store."""
 
     tile: GemmTile
     slots: int
@@ -30,11 +28,11 @@ class Form:
 
     @property
     def half(self) -> int:
-        """Rows of a warpgroup."""
+        """Return the rows of a warpgroup."""
         return self.tile.rows // 2
 
     def pieces(self) -> list[tuple[int, int]]:
-        """(row, column) of the 64 x width pieces of a warpgroup's sums that are stored (or of their gates)."""
+        """Return (row, column) of the 64 x width pieces of a warpgroup's sums (or of their gates) that one store each writes."""
         columns = self.width if self.gate_block is None else 2 * self.gate_block
         inside = (
             range(0, columns, self.width)
@@ -50,14 +48,12 @@ class Form:
 
 
 def store(form: Form, wg, o_ref, o_s, part_ref, bias_ref, residual_ref, read, y, row, column, take, taken):
-    """Adds the parts take .. take + taken to the sums y [half, cols], does what follows the product, and
-    stores the result.
-    """
+    """Add parts take .. take + taken to the sums y [half, cols], apply the epilogue, and store the result."""
     width, pieces = form.width, form.pieces()
     first_row, first_column = row * form.tile.rows + wg * form.half, column * form.tile.cols
 
     def summed(r, c):
-        """64 x width of x @ w.T + bias."""
+        """Return 64 x width of x @ w.T + bias."""
         total = y[r : r + 64, c : c + width]
         if form.slots:
 
@@ -70,17 +66,16 @@ def store(form: Form, wg, o_ref, o_s, part_ref, bias_ref, residual_ref, read, y,
             total = lax.fori_loop(take, take + taken, add, total)
         if bias_ref is None:
             return total
-        start = jnp.minimum(
-            first_column + c, bias_ref.shape[0] - width
-        )  # columns beyond the output are not stored
+        # Columns beyond the output are not stored.
+        start = jnp.minimum(first_column + c, bias_ref.shape[0] - width)
         bias = plgpu.load(
             bias_ref.at[pl.ds(start, width)], (), layout=plgpu.Layout.WGMMA.reduce(0), optimized=False
         )
         return total + lax.broadcast_in_dim(bias.astype(jnp.float32), total.shape, [1])
 
     def of(ref, r, c):
-        """The place of a piece in the output or the residual."""
-        if form.gate_block is not None:  # half of what is before this piece's block are ups
+        """Return the slice of a piece in the output or the residual."""
+        if form.gate_block is not None:  # half of the columns before this piece's block are ups
             block, inside = divmod(c, 2 * form.gate_block)
             c, start = block * form.gate_block + inside, lax.div(first_column, jnp.int32(2))
         else:
@@ -115,9 +110,7 @@ def store(form: Form, wg, o_ref, o_s, part_ref, bias_ref, residual_ref, read, y,
 
 
 def activate(x, activation):
-    """silu, gelu_tanh or relu of float32 registers, out of exp2: the hardware's own tanh is good to 11 bits
-    only.
-    """
+    """Return silu, gelu_tanh or relu of float32 registers, from exp2, because the hardware's tanh has only 11 bits."""
     if activation is None:
         return x
     if activation == "relu":

@@ -1,6 +1,4 @@
-"""The kernel of the dense products: one warpgroup copies the operands of every k step ahead, two multiply,
-item after item.
-"""
+"""The dense GEMM kernel: one warpgroup copies the operands of every k step ahead, two multiply, item after item."""
 
 import functools
 
@@ -15,13 +13,14 @@ from pallas_kernels.hopper.layouts import swizzled
 
 
 def scratch(form: Form, out_dtype) -> dict:
+    """Return the kernel's shared memory and barriers."""
     tile, operand = form.tile, swizzled(jnp.bfloat16)
     arrays = dict(  # noqa: C408
         x_s=plgpu.SMEM((tile.stages, tile.rows, tile.depth), jnp.bfloat16, transforms=operand),
         w_s=plgpu.SMEM((tile.stages, tile.cols, tile.depth), jnp.bfloat16, transforms=operand),
         o_s=plgpu.SMEM((2, BOXES, 64, form.width), out_dtype, transforms=swizzled(out_dtype, form.width)),
         full=plgpu.Barrier(num_arrivals=2, num_barriers=tile.stages),
-        # What a pair shares is overwritten when both are done with it.
+        # A shared stage is overwritten when both CTAs of a pair have read it.
         empty=plgpu.Barrier(num_arrivals=2, num_barriers=tile.stages)
         if tile.cluster == 1
         else plgpu.ClusterBarrier(collective_axes=("rank",), num_arrivals=2, num_barriers=tile.stages),
@@ -46,11 +45,12 @@ def multiply(
     residual_ref=None,
     part_ref=None,
 ):
-    """The kernel. items: (how many this worker has, item(i) -> its facts, `FIELDS` and the first row of its
-    weight's tile).
+    """Run the kernel.
+
+    items: (number of this worker's items, item(i) -> the fields of `FIELDS` and the first row of its weight's tile).
     """
     wg = lax.axis_index("wg")
-    # The interpreter has no semaphores, and runs the CTAs in an order in which none has to wait.
+    # The interpreter has no semaphores. It runs the CTAs in an order without waits.
     given = (
         pl.get_global(plgpu.SemaphoreType.REGULAR((2 * form.slots * form.tile.cluster,)))
         if form.slots and not form.interpret
@@ -59,7 +59,7 @@ def multiply(
 
     @pl.when(wg == 2)
     def _():
-        plgpu.set_max_registers(24, action="decrease")  # 24 + 2 · 240 = 3 · 168, what the CTA was given
+        plgpu.set_max_registers(24, action="decrease")  # 24 + 2 · 240 = 3 · 168, the registers of the launch
         _copy(form.tile, items, x_ref, w_ref, x_s, w_s, full, empty)
 
     @pl.when(wg < 2)
@@ -71,7 +71,7 @@ def multiply(
 
 
 def table_items(work_ref, cols: int):
-    """The items of a worker's row of a schedule's table."""
+    """Return the items of a worker's row of a schedule's table."""
     worker, items = lax.axis_index("worker"), work_ref.shape[1]
 
     def item(i):
@@ -82,9 +82,7 @@ def table_items(work_ref, cols: int):
 
 
 def _for_items(items, visit, step):
-    """visit(step, *item) -> step for each of this worker's items; an item is read while the one before it is
-    worked on.
-    """
+    """Return the step after visit(step, *item) for each item of this worker. The next item is read during the current one."""
     count, item = items
 
     def one(i, state):
@@ -96,7 +94,7 @@ def _for_items(items, visit, step):
 
 
 def _copy(tile, items, x_ref, w_ref, x_s, w_s, full, empty):
-    """Brings the operands of every k step, as far ahead as there are stages."""
+    """Copy the operands of every k step, ahead by the number of stages."""
     stages, depth = jnp.int32(tile.stages), tile.depth
     shared = None if tile.cluster == 1 else "rank"
 
@@ -123,15 +121,14 @@ def _copy(tile, items, x_ref, w_ref, x_s, w_s, full, empty):
 
     steps = _for_items(items, visit, jnp.int32(0))
 
-    # Every arrival is waited for, also the last ones (a barrier that nobody watched is an error in the
-    # interpreter).
+    # Wait for every arrival, because the interpreter reports a barrier that no thread waited for.
     @pl.loop(jnp.maximum(steps - stages, 0), steps)
     def _(step):
         plgpu.barrier_wait(empty.at[lax.rem(step, stages)])
 
 
 def _compute(form, wg, items, x_s, w_s, full, empty, part_ref, given, finish):
-    """Sums this warpgroup's half of every item, and hands it over or stores it."""
+    """Sum this warpgroup's half of every item, and pass the part on or store it."""
     half, stages, cluster = form.half, jnp.int32(form.tile.stages), form.tile.cluster
     rank = lax.axis_index("rank")
 

@@ -1,6 +1,4 @@
-"""The kernel of the products of few rows: one warpgroup copies weights and tokens through a ring, the others
-multiply and finish.
-"""
+"""The flat GEMM kernel: one warpgroup copies weights and tokens through a ring, the others multiply and store."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -16,13 +14,13 @@ from pallas_kernels.gemm.flat.tiles import FlatTile
 from pallas_kernels.hopper.layouts import LOG2E, swizzled
 from pallas_kernels.hopper.pdl import launch_next, wait_for_last
 
-_COPY_REGISTERS = 40  # registers of a thread that copies, where those that multiply want them
-GATE_BLOCK = 64  # the one block of gates and ups that the epilogue knows
+_COPY_REGISTERS = 40  # registers of a copying thread, if the multiplying threads need more
+GATE_BLOCK = 64  # the only gate block that the epilogue supports
 
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """An array [N, K / per] of a weight [N, K], and the form of its tiles in shared memory."""
+    """An array [N, K / per] of a weight [N, K], and the transforms of its tiles in shared memory."""
 
     array: jax.Array
     per: int
@@ -38,8 +36,9 @@ def scratch(
     gated: bool,
     has_residual: bool,
 ) -> dict:
+    """Return the kernel's shared memory and barriers."""
     width = tile.rows // 2 if gated else tile.rows
-    form = swizzled if columns % 64 == 0 else lambda _: ()  # TMA copies whole swizzled tiles only
+    form = swizzled if columns % 64 == 0 else lambda _: ()  # TMA copies only full swizzled tiles
     arrays = {
         "w_s": [
             plgpu.SMEM(
@@ -66,8 +65,8 @@ def scratch(
         arrays["parts"] = plgpu.SMEM(
             (tile.warpgroups, tile.cluster - 1, tile.rows, m), jnp.float32, transforms=small
         )
-        # One barrier for all warpgroups: Mosaic (0.11.2) adds a barrier's place in its array twice when it
-        # arrives at another CTA's.
+        # One barrier for all warpgroups, because Mosaic (0.11.2) adds the index of a barrier in its array twice
+        # for an arrival at another CTA.
         arrays["parts_full"] = plgpu.Barrier(num_arrivals=(tile.cluster - 1) * tile.warpgroups)
         arrays["parts_empty"] = plgpu.ClusterBarrier(collective_axes=("part",), num_arrivals=tile.warpgroups)
     return arrays
@@ -79,6 +78,10 @@ def multiply(
     sums: Any = None, sums_full: Any = None, sums_empty: Any = None, r_s: Any = None, r_full: Any = None,
     parts: Any = None, parts_full: Any = None, parts_empty: Any = None,
 ):  # fmt: skip
+    """Run the kernel: copy stages, multiply them and finish each tile.
+
+    product: adds one stage's product. gated: columns are blocks of 64 gates and 64 ups. in_registers: the sums are values.
+    """
     w_refs, (*extras, o_ref) = refs[: len(weight)], refs[len(weight) :]
     bias_ref: Any = extras[0] if has_bias else None
     residual_ref: Any = extras[-1] if has_residual else None
@@ -88,9 +91,8 @@ def multiply(
     part = lax.axis_index("part") if tile.cluster > 1 else jnp.int32(0)
     groups = lax.axis_size("group")
     m, width = o_s.shape[1:]
-    tokens = pl.ds(
-        jnp.int32(0), m
-    )  # TMA fills and cuts the tile of fewer than 8, whose end Pallas would refuse if it knew the beginning
+    # TMA handles an incomplete tile of 8 rows. Pallas would refuse a slice past the end with a static start.
+    tokens = pl.ds(jnp.int32(0), m)
     tiles, blocks = pl.cdiv(w_refs[0].shape[0], tile.columns), pl.cdiv(x_ref.shape[1], tile.depth)
     mine = lax.div(tiles - group + groups - 1, jnp.int32(groups))
     first, last = (lax.div(blocks * (part + i), jnp.int32(tile.cluster)) for i in (0, 1))
@@ -130,7 +132,7 @@ def multiply(
             copy_tokens(step)
 
         @pl.loop(total - ahead, total)
-        def _(step):  # every arrival is waited for: one that nobody watched is an error in the interpreter
+        def _(step):  # the interpreter reports an arrival without a wait
             plgpu.barrier_wait(empty.at[slot_of(step)])
 
     @pl.when(turn < tile.turns)
@@ -145,9 +147,7 @@ def multiply(
         own = pl.ds(wg * tile.rows, tile.rows)
 
         def finish(y, row, column):
-            """The epilogue of y [rows, M], float32, at rows `row` of the weight, columns `column` of the
-            result.
-            """
+            """Store the epilogue of y [rows, M], float32, for weight rows from `row` and result columns from `column` on."""
             if bias_ref is not None:
                 bias = plgpu.load(
                     bias_ref.at[pl.ds(row, tile.rows)], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False
@@ -162,7 +162,7 @@ def multiply(
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             if (
                 o_s.dtype == jnp.float32
-            ):  # stmatrix transposes 16-bit values only; this layout holds them one by one
+            ):  # stmatrix transposes only 16-bit values, this layout has single values
                 y = plgpu.layout_cast(y, plgpu.Layout._WGMMA_ACC_32BIT)
             o_s.at[wg].transpose((1, 0))[...] = y.astype(o_s.dtype)
             plgpu.commit_smem()
@@ -179,8 +179,8 @@ def multiply(
                         residual_ref.at[tokens, pl.ds(column, width)], r_s.at[wg], r_full.at[wg]
                     )
 
-            # Every so many steps are this turn's, through all tiles: a place in the ring, whose barriers
-            # count phases, is of one turn.
+            # Steps go to turns cyclically through all tiles, because the barriers of a slot count the phases of
+            # one turn.
             begin = lax.rem(
                 turn + tile.turns - lax.rem(item * steps, jnp.int32(tile.turns)), jnp.int32(tile.turns)
             )
@@ -281,16 +281,15 @@ def multiply(
 
 
 def _gate(y, activation):
-    """act(gates) · ups of columns that lie in blocks of 64 gates, 64 ups."""
+    """Return act(gates) · ups of columns in blocks of 64 gates and 64 ups."""
     return _act(y[:GATE_BLOCK], activation) * y[GATE_BLOCK:]
 
 
 def _act(y, activation):
     if activation == "silu":
         return y / (1.0 + jnp.exp2(y * -LOG2E))
-    if (
-        activation == "gelu_tanh"
-    ):  # y · sigmoid(2z) is y · (1 + tanh z) / 2; the hardware's tanh is good to 11 bits only
+    # y · sigmoid(2z) equals y · (1 + tanh z) / 2. The hardware's tanh has only 11 bits.
+    if activation == "gelu_tanh":
         z = 0.7978845608028654 * (y + 0.044715 * y * y * y)
         return y / (1.0 + jnp.exp2(z * (-2.0 * LOG2E)))
     return y if activation is None else jnp.maximum(y, 0.0)

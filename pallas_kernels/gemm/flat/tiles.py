@@ -1,4 +1,4 @@
-"""The tiles of the GEMMs of few rows, and the choice of one by shape."""
+"""The tiles of flat GEMM and int4 GEMM, and their choice by shape."""
 
 import dataclasses
 
@@ -7,10 +7,10 @@ from pallas_kernels.hopper.limits import SMEM_BYTES, SMS
 
 @dataclasses.dataclass(frozen=True)
 class FlatTile:
-    """`warpgroups` of `rows` weight rows each, `depth` along K a stage of the ring, `cluster` CTAs that share
-    a tile along K.
+    """A tile of a flat GEMM.
 
-    turns: that many times `warpgroups` take the stages in turns, and add up at the end of a tile.
+    rows: weight rows of a warpgroup. warpgroups: warpgroups on different rows. depth: K of a stage. stages: stages of the ring.
+    cluster: CTAs that split a tile along K. turns: groups of warpgroups that take stages in turns, and add up at the end of a tile.
     """
 
     rows: int
@@ -22,37 +22,34 @@ class FlatTile:
 
     @property
     def columns(self) -> int:
-        """Columns of the result, which are rows of the weight, in a tile."""
+        """Return the tile's columns of the result, which are rows of the weight."""
         return self.rows * self.warpgroups
 
 
 def filled(
     m: int, rows: int, warpgroups: int, depth: int, cluster: int, weight_bits: float, turns: int = 1
 ) -> FlatTile:
-    """The tile with as many stages as shared memory holds for m tokens, weights of `weight_bits` with what
-    belongs to them.
-    """
+    """Return the tile with the stages that shared memory holds, for m tokens and weights of `weight_bits` bits with their scales."""
     m, one = -(-m // 8) * 8, FlatTile(rows, warpgroups, depth, 1, cluster, turns)
-    # Beside the ring: a result of 32 bits and a residual of 16; what the rest of the cluster and the other
-    # turns bring; barriers.
-    beside = one.columns * m * (6 + 4 * (cluster - 1) + 4 * (turns - 1)) + 4096
+    # Memory outside the ring: a 32-bit result, a 16-bit residual, partial sums of the cluster and of the
+    # other turns, and barriers.
+    extra = one.columns * m * (6 + 4 * (cluster - 1) + 4 * (turns - 1)) + 4096
     stage = int(one.columns * depth * weight_bits) // 8 + m * depth * 2
-    return dataclasses.replace(one, stages=min(16, (SMEM_BYTES - beside) // stage) // turns * turns)
+    return dataclasses.replace(one, stages=min(16, (SMEM_BYTES - extra) // stage) // turns * turns)
 
 
 def flat_tile(m: int, n: int, k: int, sms: int, gated: bool) -> FlatTile:
-    """The tile of flat GEMM for x [m, k], w [n, k].
+    """Return the tile of flat GEMM for x [m, k], w [n, k].
 
-    64 weight rows a CTA, so that there are many, and two CTAs a tile where tiles would leave half of the SMs
-    idle. Beyond 32 tokens x is as many bytes from the L2 as the weight: tiles of 128 rows halve that, where
-    they still occupy most SMs. Deep stages read longer pieces of a row from memory.
+    A CTA has 64 weight rows, so that there are many CTAs. Two CTAs split a tile if tiles would leave half of the SMs idle. Above 32
+    tokens, x needs as many bytes from the L2 as the weight; tiles of 128 rows halve this if they still occupy most SMs. Deep stages read
+    longer pieces of a row from memory.
     """
-    wide = -(-n // 128)
-    rows = 128 if gated or (m > 32 and 10 * wide * (2 if 2 * wide <= sms == SMS else 1) >= 7 * sms) else 64
-    few = 2 * -(-n // rows) <= sms
-    cluster = (
-        2 if (few or (gated and m <= 16)) and k >= 512 and sms == SMS else 1
-    )  # beside another kernel free SMs may not be pairs
+    tall = -(-n // 128)
+    rows = 128 if gated or (m > 32 and 10 * tall * (2 if 2 * tall <= sms == SMS else 1) >= 7 * sms) else 64
+    idle = 2 * -(-n // rows) <= sms
+    # Next to another kernel the free SMs may not form pairs.
+    cluster = 2 if (idle or (gated and m <= 16)) and k >= 512 and sms == SMS else 1
     if rows == 128:
         depth = 128 if m <= 16 else 64
     else:
@@ -61,10 +58,9 @@ def flat_tile(m: int, n: int, k: int, sms: int, gated: bool) -> FlatTile:
 
 
 def int4_tile(m: int, n: int, k: int, sms: int, gated: bool) -> FlatTile:
-    """The tile of int4 GEMM for x [m, k], w [n, k].
+    """Return the tile of int4 GEMM for x [m, k], w [n, k].
 
-    Warpgroups take the stages in turns: as many as registers and shared memory hold with wgmma, fewer, by
-    measurement, with `mma`.
+    Warpgroups take the stages in turns: with wgmma as many as registers and shared memory hold, with `mma` fewer, as measured.
     """
     rows = 128 if gated else 64
     cluster = 2 if 2 * -(-n // rows) <= sms and k >= 1024 and sms == SMS else 1

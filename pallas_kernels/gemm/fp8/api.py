@@ -1,16 +1,15 @@
-"""Persistent product of e4m3 activations and e4m3 weights for Hopper: float32 sums, scaled, and what follows
-done before they are stored.
+"""Persistent fp8 GEMM for Hopper: e4m3 activations and weights, float32 sums, scales and epilogue before the store.
 
-The skeleton is `dense_gemm`'s: a table of items, one warpgroup that copies, two that compute half of a tile's
-rows each. What is fp8's own:
+The skeleton is `dense_gemm`'s: a table of items, one warpgroup that copies, two that compute half of a tile's rows each. Specific to
+fp8:
 
-* A token's scale and a channel's multiply finished sums. An activation with a scale for every 128 columns
-  cannot wait that long: sums of 128 columns leave the tensor core and are added, scaled, to float32 registers
-  (two-level accumulation, DeepSeek-V3 §3.3.2).
-* The result can be quantised in the epilogue: gate and up of 128 columns of a row lie in the registers of
-  four threads, which agree on the largest of them and write values and one scale.
-* fp8 eats operands twice as fast as bfloat16, so what the L2 delivers binds: clusters of two CTAs, one above
-  the other, load a weight once.
+* A token's scale and a channel's scale multiply finished sums. An activation with a scale for every 128 columns cannot wait that
+  long: the sums of 128 columns leave the tensor core, and their scaled values are added in float32 registers (two-level
+  accumulation, DeepSeek-V3 §3.3.2).
+* The epilogue can quantize the result: gates and ups of 128 columns of a row lie in the registers of four threads, which find the
+  largest value and write values and one scale.
+* fp8 consumes operands twice as fast as bfloat16, so the bandwidth of the L2 limits the time. Clusters of two vertically adjacent
+  CTAs load a weight once.
 """
 
 import functools
@@ -20,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gemm.epilogue_limits import check_behind
+from pallas_kernels.gemm.epilogue_limits import check_bias_and_residual
 from pallas_kernels.gemm.fp8.epilogue import E4M3, Epilogue
 from pallas_kernels.gemm.fp8.kernel import HALF, multiply, scratch
 from pallas_kernels.gemm.fp8.tile_schedule import Fp8Tile, Work, fp8_plan
@@ -43,19 +42,24 @@ def fp8_gemm(
     plan: tuple[Fp8Tile, Work] | None = None,
     interpret=None,
 ) -> jax.Array | Quantized:
-    """act(x @ w.T + bias) (+ residual) of e4m3 operands, accumulated in float32 (the twin: `reference.gemm`).
+    """Return act(x @ w.T + bias) (+ residual) of e4m3 operands, accumulated in float32.
+
+    The reference implementation is `pallas_kernels.gemm.reference.gemm`.
 
     Args:
-      x: [M, K] e4m3; scale [] (static), [M] (a token) or [M, K / 128] (a token and 128 columns). K is a
-      multiple of 128. w: [N, K] e4m3; scale [N] (a channel). N is a multiple of 128. bias: [N] bfloat16.
-      residual: [M, N'] bfloat16, added last. activation: None, "silu", "gelu_tanh" or "relu". gate_block: 16,
-      32 or 64: columns are blocks of that many gates, then as many ups, alternating; the result is act(gate)
-      · up. quantize: the result in e4m3 with a scale for every 128 columns of a row (N' a multiple of 128).
-      sms: SMs the kernel may occupy, 1 to 132; None: all. plan: tile and work in place of `fp8_plan`'s.
+      x: [M, K] e4m3; scale [] (static), [M] (one a token) or [M, K / 128] (one for 128 columns). K is a multiple of 128.
+      w: [N, K] e4m3; scale [N] (one a channel). N is a multiple of 128.
+      bias: [N] bfloat16.
+      residual: [M, N'] bfloat16, added last.
+      activation: None, "silu", "gelu_tanh" or "relu".
+      gate_block: 16, 32 or 64: columns are alternating blocks of gates and ups; the result is act(gate) · up.
+      quantize: return e4m3 with a scale for every 128 columns of a row (N' a multiple of 128).
+      sms: number of SMs that the kernel may occupy, 1 to 132; None: all.
+      plan: tile and work; None: `fp8_plan`'s.
     Returns:
       [M, N'] bfloat16, N' = N, or N / 2 with gate_block; or Quantized([M, N'] e4m3, [M, N' / 128] float32).
     Raises:
-      ValueError: for a shape, dtype, epilogue or sms that the kernel does not take.
+      ValueError: for a shape, dtype, epilogue or sms outside the limits.
     """
     (m, k), (n, _) = x.values.shape, w.values.shape
     check_operands(x, w, bias, residual, activation, gate_block, quantize, out_dtype)
@@ -75,7 +79,7 @@ def fp8_gemm(
     operands = {
         "work": jnp.asarray(work.table),
         "x": x.values,
-        "tokens": _whole_rows(x.scale, tall),
+        "tokens": _full_rows(x.scale, tall),
         "w": w.values,
         "channels": w.scale,
     }
@@ -107,40 +111,40 @@ def fp8_gemm(
 
 
 def supports(n: int, k: int, gate_block: int | None = None) -> bool:
-    """Whether `fp8_gemm` takes weights [n, k], gates and ups alternating in blocks."""
+    """Return whether `fp8_gemm` supports weights [n, k] with alternating blocks of gates and ups."""
     return n > 0 and k > 0 and n % 128 == 0 and k % 128 == 0 and (gate_block in (None, 16, 32, 64))
 
 
 def check_operands(
     x: Quantized, w: Quantized, bias, residual, activation, gate_block, quantize, out_dtype
 ) -> None:
-    """Raises ValueError for what neither fp8 kernel takes."""
+    """Check the limits that both fp8 kernels share. Raises: ValueError."""
     (m, k), (n, depth) = x.values.shape, w.values.shape
     if x.values.dtype != E4M3 or w.values.dtype != E4M3 or out_dtype not in (None, jnp.bfloat16):
         raise ValueError(
-            f"dtypes {x.values.dtype}, {w.values.dtype} -> {out_dtype}: float8_e4m3fn twice -> bfloat16"
+            f"dtypes {x.values.dtype}, {w.values.dtype} -> {out_dtype}: accepted are float8_e4m3fn twice -> bfloat16"
         )
     if m < 1 or k != depth or not supports(n, k, gate_block):
         raise ValueError(
-            f"[{m}, {k}] @ [{n}, {depth}].T, gate_block={gate_block}: N and K multiples of 128, "
-            f"gate_block None, 16, 32 or 64"
+            f"[{m}, {k}] @ [{n}, {depth}].T, gate_block={gate_block}: accepted are N and K multiples of 128, "
+            "and gate_block None, 16, 32 or 64"
         )
     if x.scale.shape not in ((), (m,), (m, k // BLOCK)) or w.scale.shape != (n,):
         raise ValueError(
-            f"scales {x.scale.shape}, {w.scale.shape}: [], [{m}] or [{m}, {k // BLOCK}] of x, [{n}] of w"
+            f"scales {x.scale.shape}, {w.scale.shape}: accepted are [], [{m}] or [{m}, {k // BLOCK}], and [{n}]"
         )
     if quantize and (residual is not None or (gate_block and n % (2 * BLOCK))):
         raise ValueError(
-            f"quantize=True with N={n}, gate_block={gate_block}: no residual, and whole blocks of "
-            f"{BLOCK} columns"
+            f"quantize=True with N={n}, gate_block={gate_block}: accepted are no residual, and full blocks "
+            f"of {BLOCK} columns"
         )
     if activation not in (None, "silu", "gelu_tanh", "relu"):
-        raise ValueError(f"activation={activation!r}: None, silu, gelu_tanh or relu")
-    check_behind(m, n, bias, residual, gated=gate_block is not None)
+        raise ValueError(f"activation={activation!r}: accepted are None, silu, gelu_tanh or relu")
+    check_bias_and_residual(m, n, bias, residual, gated=gate_block is not None)
 
 
-def _whole_rows(scale, rows: int):
-    """The scales of an activation as the kernel reads them: whole tiles of rows."""
+def _full_rows(scale, rows: int):
+    """Return an activation's scales padded to full tiles of rows."""
     if scale.ndim == 0:
         return scale.reshape(1)
     short = -scale.shape[0] % rows

@@ -1,6 +1,4 @@
-"""What follows an fp8 product in registers, before anything is stored: scales, bias, activation, gate,
-residual, quantisation.
-"""
+"""The epilogue of an fp8 product in registers: scales, bias, activation, gate, residual and quantization."""
 
 import dataclasses
 import functools
@@ -16,16 +14,14 @@ from pallas_kernels.pointwise.quantize.reference import E4M3_MAX
 from pallas_kernels.quantized import BLOCK
 
 E4M3 = jnp.float8_e4m3fn
-ROWS = 64  # of a warpgroup
-WIDTH = 64  # columns that are stored together
+ROWS = 64  # rows of a warpgroup
+WIDTH = 64  # columns of one store
 BY_ROW, BY_COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Epilogue:
-    """activation, gate_block and quantize of `fp8_gemm`; slots: pieces of a warpgroup's output on their way
-    to memory.
-    """
+    """activation, gate_block and quantize of `fp8_gemm`; slots: pieces of a warpgroup's output in flight to memory."""
 
     activation: str | None
     gate_block: int | None
@@ -34,7 +30,7 @@ class Epilogue:
 
 
 def activate(x, activation: str | None):
-    """silu, gelu_tanh or relu of float32 registers, of the exponentials that the hardware has."""
+    """Return silu, gelu_tanh or relu of float32 registers, from exp2."""
     if activation is None:
         return x
     if activation == "relu":
@@ -44,20 +40,19 @@ def activate(x, activation: str | None):
 
 
 def scale_of(top):
-    """The scale with which e4m3 holds values up to `top`."""
+    """Return the scale with which e4m3 holds values up to `top`."""
     return jnp.maximum(top, 1e-12) * (1 / E4M3_MAX)
 
 
 def load(ref, layout):
+    """Load a reference in a layout."""
     return plgpu.load(ref, (), layout=layout, optimized=False)
 
 
 def finished_columns(sums: Callable, start, column, ref: dict, s: dict, wg) -> Callable:
-    """finished(at, width): columns start + at .. + width of a warpgroup's tile, scaled, with their bias,
-    float32 [64, width].
+    """Return finished(at, width): columns start + at .. + width of a warpgroup's tile, scaled, with bias, float32 [64, width].
 
-    sums(at, width): the product's sums. column: the tile's first in the product. s: scratch, whose scales
-    have arrived.
+    sums(at, width): the product's sums. column: the tile's first column in the product. s: scratch with arrived scales.
     """
     tokens = load(s["token_s"].at[pl.ds(wg * ROWS, ROWS)], BY_ROW) if "token_s" in s else None
 
@@ -69,7 +64,7 @@ def finished_columns(sums: Callable, start, column, ref: dict, s: dict, wg) -> C
         y = y * lax.broadcast_in_dim(channels, y.shape, [1])
         if tokens is not None:
             y = y * lax.broadcast_in_dim(tokens, y.shape, [0])
-        if "bias" in ref:  # past the last channel any will do: those columns are not stored
+        if "bias" in ref:  # columns past the last channel are not stored, so any bias will do
             here = jnp.minimum(column + start + at, ref["bias"].shape[0] - width)
             y = y + lax.broadcast_in_dim(
                 load(ref["bias"].at[pl.ds(here, width)], BY_COLUMN).astype(jnp.float32), y.shape, [1]
@@ -80,14 +75,12 @@ def finished_columns(sums: Callable, start, column, ref: dict, s: dict, wg) -> C
 
 
 def store(finished: Callable, e: Epilogue, ref: dict, s: dict, wg, row, column, columns: int) -> None:
-    """Stores a warpgroup's `columns` columns from `column` on, of rows row .. row + 64, through its slots of
-    shared memory.
-    """
+    """Store a warpgroup's `columns` columns from `column` on, for rows row .. row + 64, through its slots of shared memory."""
     column = lax.div(column, jnp.int32(2)) if e.gate_block else column
     rows, pieces = pl.ds(row, ROWS), columns // (2 * WIDTH if e.gate_block else WIDTH)
 
     def result(i):
-        """Piece i of the result, float32 [64, 64]."""
+        """Return piece i of the result, float32 [64, 64]."""
         b = e.gate_block
         if b is None:
             return activate(finished(i * WIDTH, WIDTH), e.activation)
@@ -110,9 +103,8 @@ def store(finished: Callable, e: Epilogue, ref: dict, s: dict, wg, row, column, 
         def write():
             ref["scales"].at[rows, block][...] = scale
 
-        blocks = ref["scales"].shape[
-            1
-        ]  # past the last one lies the next row's first: it is not TMA that writes them
+        # Plain stores, not TMA, write the scales. A store past the last block would hit the next row.
+        blocks = ref["scales"].shape[1]
         pl.when(block < blocks)(write) if blocks * BLOCK % (pieces * WIDTH) else write()
 
     if e.quantize:

@@ -1,10 +1,8 @@
-"""Products of few e4m3 rows with an e4m3 weight for Hopper: decode's GEMMs in fp8, which are reads of the
-weight.
+"""Flat fp8 GEMM for Hopper: products of few e4m3 rows (decode) with an e4m3 weight.
 
-The skeleton is `flat_gemm`'s: rows of the weight are wgmma's M and tokens its N, a warpgroup copies ahead
-through a ring as deep as shared memory, a cluster of CTAs shares a tile along K where tiles are few. fp8's
-own are the scales (a token's, a channel's, a token's for every 128 columns) and the quantised result, whose
-128 columns of a token one warpgroup holds.
+The skeleton is `flat_gemm`'s: rows of the weight are wgmma's M and tokens its N, one warpgroup copies ahead through a ring that fills
+shared memory, and a cluster of CTAs splits a tile along K if tiles are few. Specific to fp8 are the scales (of a token, of a
+channel, of a token's 128 columns) and the quantized result: one warpgroup holds all 128 columns of a token's scale.
 """
 
 import functools
@@ -24,10 +22,8 @@ from pallas_kernels.hopper.limits import sms_of
 from pallas_kernels.hopper.pdl import launch_next, wait_for_last
 from pallas_kernels.quantized import BLOCK, Quantized
 
-ROWS = 64  # most tokens
-_ONE_BY_ONE = (
-    plgpu.Layout._WGMMA_ACC_32BIT
-)  # the accumulator's layout without pairs: neighbours in a column of a matrix are no vector
+ROWS = 64  # maximum number of tokens
+_ONE_BY_ONE = plgpu.Layout._WGMMA_ACC_32BIT  # the accumulator's layout with single values instead of pairs
 
 
 def fp8_flat_gemm(
@@ -45,16 +41,15 @@ def fp8_flat_gemm(
     pdl: bool = False,
     interpret=None,
 ) -> jax.Array | Quantized:
-    """`fp8_gemm` of 1 to 64 rows (FlashDecoding++Next §4): the same arguments, result and errors; gate_block
-    is 64.
+    """Return the product of `fp8_gemm` for 1 to 64 rows (FlashDecoding++Next §4), with the same arguments and errors.
 
-    pdl: it begins before the kernel before it has ended (`pallas_kernels.hopper.pdl`); w is then an argument
-    of the program.
+    gate_block: 64 or None. pdl: start before the previous kernel has ended (`pallas_kernels.hopper.pdl`); w must be an argument of the
+    program.
     """
     (m, k), n = x.values.shape, w.values.shape[0]
     check_operands(x, w, bias, residual, activation, gate_block, quantize, out_dtype)
     if m > ROWS or gate_block not in (None, 64):
-        raise ValueError(f"{m} rows, gate_block={gate_block}: up to {ROWS} rows, gate_block None or 64")
+        raise ValueError(f"{m} rows, gate_block={gate_block}: accepted are up to {ROWS} rows, and None or 64")
     x = Quantized(pad_rows_above_8(x.values), pad_rows(x.scale) if x.scale.ndim else x.scale.reshape(1))
     rows, sms = max(8, x.values.shape[0]), sms_of(sms)
     epilogue = Epilogue(activation, gate_block, quantize, slots=1)
@@ -75,9 +70,7 @@ def fp8_flat_gemm(
             _multiply, names=names, tile=tile, e=epilogue, pdl=pdl, interpret=interpret is not None
         ),
         out_type=out_type,
-        grid=(
-            pl.cdiv(tiles, pl.cdiv(tiles, most)),
-        ),  # no more CTAs than it takes, so that all have equally many tiles
+        grid=(pl.cdiv(tiles, pl.cdiv(tiles, most)),),  # CTAs with equally many tiles
         grid_names=("group",),
         cluster=(tile.cluster,) if tile.cluster > 1 else (),
         cluster_names=("part",) if tile.cluster > 1 else (),
@@ -128,7 +121,7 @@ def _multiply(*refs, names, tile, e, pdl, interpret, **s):
     part = lax.axis_index("part") if tile.cluster > 1 else jnp.int32(0)
     m, stages, blocked = x_s.shape[1], jnp.int32(tile.stages), len(ref["tokens"].shape) == 2
     (n, k), (_, width) = ref["w"].shape, o_s.shape
-    tokens = pl.ds(jnp.int32(0), m)  # as in `flat_kernel.multiply`
+    tokens = pl.ds(jnp.int32(0), m)  # dynamic, as in `flat.kernel.multiply`
     tiles, blocks = pl.cdiv(n, tile.rows), pl.cdiv(k, tile.depth)
     mine = lax.div(tiles - group + groups - 1, jnp.int32(groups))
     first, last = (lax.div(blocks * (part + i), jnp.int32(tile.cluster)) for i in (0, 1))
@@ -164,14 +157,14 @@ def _multiply(*refs, names, tile, e, pdl, interpret, **s):
             copy_tokens(step)
 
         @pl.loop(jnp.maximum(total - stages, 0), total)
-        def _(step):  # every arrival is waited for
+        def _(step):  # the interpreter reports an arrival without a wait
             plgpu.barrier_wait(empty.at[lax.rem(step, stages)])
 
     def along_rows(scale, rows):
         return plgpu.layout_cast(lax.broadcast_in_dim(scale, (rows, m), [1]), _ONE_BY_ONE)
 
     def sums_of(item):
-        """The tile's sums [rows, tokens], as they leave the tensor core."""
+        """Return the tile's sums [rows, tokens], as they leave the tensor core."""
 
         def product(acc):
             def step(i, _):
@@ -193,7 +186,7 @@ def _multiply(*refs, names, tile, e, pdl, interpret, **s):
         return pl.run_scoped(product, plgpu.ACC((tile.rows, m), jnp.float32))
 
     def scaled_sums_of(item):
-        """The tile's sums [rows, tokens], those of each 128 of K times the tokens' scales for them."""
+        """Return the tile's sums [rows, tokens], with those of each 128 of K times the tokens' scales."""
         per = tile.depth // DEPTH
 
         def scales(block):
@@ -202,8 +195,8 @@ def _multiply(*refs, names, tile, e, pdl, interpret, **s):
             )
             return plgpu.layout_cast(along_rows(scale, tile.rows), plgpu.Layout.WGMMA)
 
-        # Every so many steps are this turn's, through all tiles: a place in the ring, whose barriers count
-        # phases, is of one turn.
+        # Steps go to turns cyclically through all tiles, because the barriers of a slot count the phases of one
+        # turn.
         begin = lax.rem(
             turn + tile.turns - lax.rem(item * steps, jnp.int32(tile.turns)), jnp.int32(tile.turns)
         )
@@ -232,9 +225,7 @@ def _multiply(*refs, names, tile, e, pdl, interpret, **s):
         )[0]
 
     def finish(y, at, to):
-        """Scales and stores the sums of the weight's rows from `at` on, which are the result's columns from
-        `to` on.
-        """
+        """Scale and store the sums of the weight's rows from `at` on, which are the result's columns from `to` on."""
         if ref["tokens"].shape == (m,) and m > 1:
             y = y * lax.broadcast_in_dim(load(ref["tokens"], BY_COLUMN), y.shape, [1])
         elif not blocked:

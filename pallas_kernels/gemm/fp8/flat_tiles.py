@@ -1,4 +1,4 @@
-"""The tiles of the fp8 products of few rows, and the choice of one by shape."""
+"""The tiles of flat fp8 GEMM, and their choice by shape."""
 
 import dataclasses
 
@@ -11,11 +11,10 @@ from pallas_kernels.hopper.limits import SMEM_BYTES
 
 @dataclasses.dataclass(frozen=True)
 class Fp8FlatTile:
-    """`rows` of the weight a tile, `depth` of K a step, `stages` steps in flight, `cluster` CTAs that share a
-    tile along K.
+    """A tile of flat fp8 GEMM.
 
-    turns: warpgroups that take the steps in turns, and add up at the end of a tile; stages is a multiple of
-    it.
+    rows: weight rows. depth: K of a step. stages: steps in flight, a multiple of turns. cluster: CTAs that split a tile along K. turns:
+    warpgroups that take the steps in turns, and add up at the end of a tile.
     """
 
     rows: int
@@ -28,21 +27,19 @@ class Fp8FlatTile:
 def fp8_flat_tile(
     m: int, n: int, k: int, sms: int, e: Epilogue, depth: int = DEPTH, *, blocked: bool = False, **chosen
 ) -> Fp8FlatTile:
-    """The tile of x [m, k], w [n, k]: a ring that fills shared memory, and clusters where there are more SMs
-    than tiles.
+    """Return the tile of x [m, k], w [n, k]: a ring that fills shared memory, and clusters if there are more SMs than tiles.
 
-    blocked: x has a scale for every 128 columns, so a step's sums are scaled before the next step's are
-    added. Two warpgroups take turns: one multiplies while the other scales.
+    blocked: x has a scale for every 128 columns, so a step's sums are scaled before the next step's are added. Two warpgroups
+    take turns: one multiplies while the other scales.
     """
     rows = chosen.get("rows") or (
         256 if e.quantize and e.gate_block else 128 if e.quantize or e.gate_block else 64
     )
-    pairs = (
-        2 * pl.cdiv(n, rows) <= sms and k >= 2 * depth and rows * m <= 64 * 64
-    )  # larger parts would leave no room for the ring
+    # Larger parts would leave no room for the ring.
+    pairs = 2 * pl.cdiv(n, rows) <= sms and k >= 2 * depth and rows * m <= 64 * 64
     cluster = chosen.get("cluster") or (2 if pairs else 1)
     turns = chosen.get("turns") or (2 if blocked else 1)
-    beside = 4 * 1024 + m * rows * 4 + (cluster - 1 + turns - 1) * rows * m * 4
+    extra = 4 * 1024 + m * rows * 4 + (cluster - 1 + turns - 1) * rows * m * 4
     return Fp8FlatTile(
-        rows, depth, min((SMEM_BYTES - beside) // ((rows + m) * depth), 16) // turns * turns, cluster, turns
+        rows, depth, min((SMEM_BYTES - extra) // ((rows + m) * depth), 16) // turns * turns, cluster, turns
     )

@@ -1,8 +1,6 @@
-"""The kernel of fp8's dense products: one warpgroup copies operands and scales ahead, two multiply 64 rows
-each.
+"""The fp8 dense GEMM kernel: one warpgroup copies operands and scales ahead, two multiply 64 rows each.
 
-The tiles of a last round that is part-filled are cut along K; each part adds up its own share of the columns
-and stores it.
+The tiles of an incomplete last round are split along K. The worker of each part adds up its share of the columns and stores it.
 """
 
 import functools
@@ -17,11 +15,12 @@ from pallas_kernels.gemm.fp8.epilogue import BY_ROW, E4M3, WIDTH, finished_colum
 from pallas_kernels.gemm.fp8.tile_schedule import FIELDS, Fp8Tile
 from pallas_kernels.hopper.layouts import swizzled
 
-DEPTH = 128  # of K a step: one swizzled row of e4m3, and one block of an activation's scales
+DEPTH = 128  # K of a step: one swizzled row of e4m3, and one block of an activation's scales
 HALF = 64  # rows of one compute warpgroup
 
 
 def scratch(tile: Fp8Tile, operands: dict, out_dtype) -> dict:
+    """Return the kernel's shared memory and barriers."""
     stages, per_token = tile.stages, operands["tokens"].ndim == 1 and operands["tokens"].shape[0] > 1
     empty = (
         functools.partial(plgpu.ClusterBarrier, collective_axes=("pair",))
@@ -46,6 +45,7 @@ def scratch(tile: Fp8Tile, operands: dict, out_dtype) -> dict:
 
 
 def multiply(*refs, names, tile, epilogue, parts, interpreted, **s):
+    """Run the kernel over the items of this CTA."""
     ref = dict(zip(names, refs, strict=True))
     x_s, w_s, full, empty = s["x_s"], s["w_s"], s["full"], s["empty"]
     cta, wg = lax.axis_index("cta"), lax.axis_index("wg")
@@ -65,7 +65,7 @@ def multiply(*refs, names, tile, epilogue, parts, interpreted, **s):
     def for_items(visit, state):
         def one(i, carry):
             own, state = carry
-            following = item(i + 1)  # read under the products of this one
+            following = item(i + 1)  # read during the products of this item
             return following, lax.cond(
                 own[3] > 0, lambda state: visit(state, *own), lambda state: state, state
             )
@@ -109,8 +109,7 @@ def multiply(*refs, names, tile, epilogue, parts, interpreted, **s):
 
         steps, done = for_items(visit, (jnp.int32(0), jnp.int32(0)))
 
-        # Every arrival is waited for, also the last ones (a barrier that nobody watched is an error in the
-        # interpreter).
+        # Wait for every arrival, because the interpreter reports a barrier that no thread waited for.
         @pl.loop(jnp.maximum(steps - stages, 0), steps)
         def _(step):
             plgpu.barrier_wait(empty.at[lax.rem(step, stages)])
@@ -125,7 +124,7 @@ def multiply(*refs, names, tile, epilogue, parts, interpreted, **s):
         own = pl.ds(wg * HALF, HALF)
 
         def sums_of(step, count):
-            """The tile's sums [64, columns], as they leave the tensor core."""
+            """Return the tile's sums [64, columns], as they leave the tensor core."""
 
             def product(acc):
                 def multiply(i, step):
@@ -148,21 +147,17 @@ def multiply(*refs, names, tile, epilogue, parts, interpreted, **s):
             return [pl.run_scoped(product, plgpu.ACC((HALF, tile.columns), jnp.float32))]
 
         def moved_sums_of(step, first, count, row):
-            """The tile's sums in pieces [64, moved], each step's added to float32 registers, times the rows'
-            scales for its 128 of K.
-            """
+            """Return the tile's sums in pieces [64, moved], each step's added to float32 registers, times the rows' scales for 128 of K."""
 
             def scales(i):
                 i = jnp.minimum(i, ref["tokens"].shape[1] - 1)
                 return load(ref["tokens"].at[pl.ds(row, HALF), i], BY_ROW)
 
-            # A product begins while the sums of the one before are added, of registers of its own. Where
-            # parts follow whole tiles ptxas spilled some of them at each step, and took twice the time;
-            # waiting costs 8 %. (The interpreter cannot begin with something.)
-            ordered, nothing = (
-                parts > 1 and items > 1 and not interpreted,
-                first >> 31,
-            )  # 0, which the compiler cannot know
+            # A product runs, in separate registers, during the additions of the previous product. With parts after
+            # full tiles ptxas spilled registers at each step, which doubled the time; waiting costs 8 %. The
+            # interpreter cannot start an accumulator with a value.
+            ordered = parts > 1 and items > 1 and not interpreted
+            nothing = first >> 31  # 0, but unknown to the compiler
 
             def multiply(i, state):
                 step, scale, *sums = state
@@ -180,8 +175,8 @@ def multiply(*refs, names, tile, epilogue, parts, interpreted, **s):
                         product(acc)
 
                     if piece and ordered:
-                        # Its zeros are made of the sums before, so that it begins when they are added and can
-                        # use the same registers.
+                        # The start value depends on the previous sums, so that the product starts after their
+                        # addition and reuses their registers.
                         bits = lax.bitcast_convert_type(sums[piece - 1], jnp.int32) & nothing
                         begun: Any = plgpu.ACC.init(lax.bitcast_convert_type(bits, jnp.float32))
                         part = pl.run_state(product_after)(begun)

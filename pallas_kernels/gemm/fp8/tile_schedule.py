@@ -1,10 +1,8 @@
-"""Which CTA computes what in an fp8 product: whole tiles in rounds, and the tiles of a last, part-filled
-round cut evenly along K.
+"""The schedule of an fp8 product: full tiles in rounds, and the tiles of an incomplete last round split evenly along K.
 
-Decode's products are the case in point: 256 tokens times 4,096 channels are 16 tiles of 256 x 256 for 66
-pairs of SMs. The parts of a cut tile write their sums to memory, and each then adds up and stores its own
-share of the columns: nobody does it alone. Parts wait for one another, which is why a grid never has more
-CTAs than the SMs that it was given.
+Decode's products need this: 256 tokens times 4,096 channels are 16 tiles of 256 x 256 for 66 pairs of SMs. The workers of a split
+tile write their sums to memory. Then each adds up and stores its share of the columns. Parts wait for one another, so a grid
+never has more CTAs than SMs.
 """
 
 import dataclasses
@@ -17,17 +15,16 @@ from pallas_kernels.cards import this_card
 from pallas_kernels.gemm.tile_schedule import snake
 from pallas_kernels.hopper.limits import SMS
 
-# of an item: tile row, tile column, first step, steps, part, and which of the cut tiles it belongs to or -1
+# Fields of an item: tile row, tile column, first step, steps, part, number of its split tile or -1.
 FIELDS = 6
 
 
 @dataclasses.dataclass(frozen=True)
 class Fp8Tile:
-    """Output tiles of 128 rows and `columns`, `stages` steps of 128 of K in flight, `cluster` CTAs (1 or 2)
-    that share weights.
+    """An output tile of 128 rows and `columns` columns.
 
-    slots: pieces of a warpgroup's output on their way to memory. moved: columns whose sums leave the tensor
-    core together, after each step; 0: all of them, at the end.
+    stages: steps of 128 of K in flight. cluster: CTAs that share weights, 1 or 2. slots: pieces of a warpgroup's output in flight to
+    memory. moved: columns whose sums leave the tensor core together after each step; 0: all columns, at the end.
     """
 
     columns: int = 256
@@ -39,8 +36,9 @@ class Fp8Tile:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Work:
-    """table [groups, items, 6] int32, what each cluster does in order; items of 0 steps are none. `cut` tiles
-    are cut into `parts`.
+    """The work of each cluster.
+
+    table: [groups, items, 6] int32, in order; items of 0 steps are unused. cut: number of split tiles. parts: parts of a split tile.
     """
 
     table: np.ndarray
@@ -50,18 +48,17 @@ class Work:
 
 @functools.cache
 def work(tiles_m: int, tiles_n: int, steps: int, groups: int, parts: int = 1) -> Work:
-    """Divides tiles_m x tiles_n tiles of `steps` steps each among `groups` clusters; parts above 1: those of
-    the last round are cut.
+    """Divide tiles_m x tiles_n tiles of `steps` steps each among `groups` clusters. parts > 1: split the tiles of the last round.
 
-    Raises: ValueError where the parts of the last round are more than clusters.
+    Raises: ValueError if the last round has more parts than clusters.
     """
     order = snake(tiles_m, tiles_n)
     whole = len(order) if parts == 1 else len(order) // groups * groups
     cut = len(order) - whole
     if cut * parts > groups or parts > steps:
         raise ValueError(
-            f"{cut} tiles of {steps} steps in {parts} parts each on {groups} clusters: no more parts "
-            f"than clusters or steps"
+            f"{cut} tiles of {steps} steps in {parts} parts each on {groups} clusters: accepted are up "
+            "to as many parts as clusters and steps"
         )
     items: list[list[tuple]] = [[] for _ in range(groups)]
     for tile in range(whole):
@@ -82,6 +79,7 @@ _TILES = ((256, 1), (256, 2), (128, 1), (128, 2))  # (columns, cluster)
 
 
 def _step_us(columns: int, cluster: int) -> float:
+    """Return the microseconds of a step of a tile, by this device's card."""
     return this_card().fp8_gemm_cost_us["step"][f"{columns}x{cluster}"]
 
 
@@ -89,7 +87,7 @@ def _step_us(columns: int, cluster: int) -> float:
 def fp8_plan(
     m: int, n: int, k: int, sms: int, *, blocked: bool, gate_block: int | None, quantize: bool
 ) -> tuple[Fp8Tile, Work]:
-    """The cheapest tile and work for x [m, k], w [n, k] on `sms` SMs."""
+    """Return the cheapest tile and work for x [m, k], w [n, k] on `sms` SMs."""
     options = fp8_plans(m, n, k, sms, blocked=blocked, gate_block=gate_block, quantize=quantize)
     return min(options, key=lambda option: _cost_us(*option))
 
@@ -97,10 +95,10 @@ def fp8_plan(
 def fp8_plans(
     m: int, n: int, k: int, sms: int, *, blocked: bool, gate_block: int | None, quantize: bool
 ) -> Iterator[tuple[Fp8Tile, Work]]:
-    """What there is to choose from: every tile, the last round's whole or cut in two or four."""
+    """Yield the candidates: every tile, with the last round's tiles full or split in two or four."""
     gated = 2 if gate_block else 1
     for columns, cluster in _TILES:
-        pairs = m > 128 and sms == SMS  # beside another kernel, free SMs may not be pairs
+        pairs = m > 128 and sms == SMS  # next to another kernel the free SMs may not form pairs
         if (
             (cluster == 2 and not pairs)
             or columns % (2 * (gate_block or 0) or 1)
@@ -119,6 +117,7 @@ def fp8_plans(
 
 
 def _cost_us(tile: Fp8Tile, made: Work) -> float:
+    """Return the estimated microseconds of the busiest cluster, by this device's card."""
     cost = this_card().fp8_gemm_cost_us
     steps = made.table[:, :, 3]
     busiest = (steps.sum(1) * _step_us(tile.columns, tile.cluster) + (steps > 0).sum(1) * cost["tile"]).max()
@@ -127,10 +126,9 @@ def _cost_us(tile: Fp8Tile, made: Work) -> float:
 
 @functools.cache
 def filled(m: int, n: int, k: int, sms: int, *, blocked: bool, quantize: bool) -> float:
-    """What a product would take if all of the `sms` SMs had equally many steps of their best tile, over what
-    the busiest takes.
+    """Return a product's time with equally many steps of the best tile on all `sms` SMs, over the time of the busiest SM.
 
-    K is filled up to whole blocks of 128 columns, as a model's are.
+    K is padded to full blocks of 128 columns.
     """
     k = -(-k // 128) * 128
     tile, made = fp8_plan(

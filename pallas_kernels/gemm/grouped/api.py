@@ -1,11 +1,9 @@
-"""The products of a mixture's experts for Hopper: `dense_gemm`'s kernel over tiles of rows that each have a
-weight of their own.
+"""Grouped GEMM for Hopper (a mixture's experts): `dense_gemm`'s kernel over tiles of rows with one weight each.
 
-Rows are sorted by expert, and an expert's begin at a whole tile, so that no tile has two weights. Which
-expert a tile is of, and how many tiles there are, are data: a persistent grid takes (tile of rows, tile of
-columns) items to that count, 16 tiles of rows beside each other before the next columns, so that tiles of one
-expert share what they read. (XLA multiplies every row with every expert's weight, and transposes all weights
-before that.)
+Rows are sorted by expert, and each expert starts at a full tile, so a tile has one weight. The expert of a tile and the number of
+tiles are data. A persistent grid takes (tile of rows, tile of columns) items up to this number: 16 neighboring tiles of rows before
+the next columns, so that tiles of one expert share their reads. XLA would multiply every row with every expert's
+weight, after a transpose of all weights.
 """
 
 import functools
@@ -24,12 +22,12 @@ from pallas_kernels.gemm.tile_schedule import GemmTile
 from pallas_kernels.hopper.layouts import LANE
 from pallas_kernels.hopper.limits import sms_of
 
-ROWS = 128  # of a tile: what an expert's rows are padded to
-_STRIP = 16  # tiles of rows that are multiplied beside each other
+ROWS = 128  # rows of a tile; an expert's rows are padded to a multiple
+_STRIP = 16  # neighboring tiles of rows before the next columns
 
 
 def list_groups(experts: jax.Array, num_experts: int) -> Groups:
-    """`reference.list_groups` in tiles of this kernel's."""
+    """Return the groups of a routing in tiles of this kernel's rows."""
     return reference.list_groups(experts, num_experts, ROWS)
 
 
@@ -44,34 +42,35 @@ def grouped_gemm(
     tile: GemmTile | None = None,
     interpret=None,
 ) -> jax.Array:
-    """act(x @ w[expert of the row].T), summed in float32 (the twin: `reference.grouped_gemm`).
+    """Return act(x @ w[expert of the row].T), summed in float32.
+
+    The reference implementation is `pallas_kernels.gemm.grouped.reference.grouped_gemm`.
 
     Args:
-      x: [M, K] bfloat16, rows as `groups` has them.
-      w: [E, N, K] bfloat16. Where N or K is no multiple of 64, the product is XLA's.
-      groups: of `list_groups`, in tiles of 128 rows.
-      activation: silu, gelu_tanh, relu or None. gate_block: so many gates, then as many ups, alternating, or
-      None; blocks of other than 16,
-        32 or 64 are XLA's.
-      sms: CTAs of the persistent grid: how many SMs the kernel may take, 1 to 132; None: all.
-      tile: of 128 rows, for the kernel alone; None: 128 x 256.
+      x: [M, K] bfloat16, rows in the order of `groups`.
+      w: [E, N, K] bfloat16. XLA computes the product if N or K is not a multiple of 64.
+      groups: from `list_groups`, in tiles of 128 rows.
+      activation: silu, gelu_tanh, relu or None.
+      gate_block: alternating blocks of `gate_block` gates and ups, or None. XLA computes blocks other than 16, 32 or 64.
+      sms: CTAs of the persistent grid, which is the number of SMs that the kernel may occupy, 1 to 132; None: all.
+      tile: a tile of 128 rows; None: 128 x 256.
     Returns:
-      [M, N] bfloat16, N / 2 with gates; tiles behind the last are not written.
+      [M, N] bfloat16, N / 2 with gates; rows after the last tile are not written.
     Raises:
-      ValueError: for a shape, dtype, activation or sms that the kernel does not take.
+      ValueError: for a shape, dtype, activation or sms outside the limits.
     """
     (m, k), (experts, n, depth), sms = x.shape, w.shape, sms_of(sms)
     tile = tile or GemmTile(ROWS, 256, 4)
     if k != depth or m % ROWS or groups.experts.shape != (m // ROWS,) or tile.rows != ROWS:
         given = f"x {list(x.shape)}, w {list(w.shape)}, {groups.experts.shape[0]} tiles of rows"
-        raise ValueError(f"{given}: the same K, and a tile for every {ROWS} rows")
+        raise ValueError(f"{given}: accepted are equal K, and one tile for every {ROWS} rows")
     if (
         x.dtype != jnp.bfloat16
         or w.dtype != jnp.bfloat16
         or activation not in (None, "silu", "gelu_tanh", "relu")
     ):
         raise ValueError(
-            f"dtypes {x.dtype}, {w.dtype}, {activation=}: bfloat16 twice; None, silu, gelu_tanh or relu"
+            f"dtypes {x.dtype}, {w.dtype}, {activation=}: accepted are bfloat16 twice; None, silu, gelu_tanh or relu"
         )
     if not supports(m, n, k, gate_block):
         return reference.grouped_gemm(x, w, groups, activation=activation, gate_block=gate_block)

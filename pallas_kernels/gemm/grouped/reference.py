@@ -1,6 +1,4 @@
-"""Products of rows that lie in groups, each with a weight of its own: a mixture's experts (the twin of
-`pallas_kernels.gemm.grouped.api`).
-"""
+"""The reference implementation of grouped products: rows in groups, with one weight a group (a mixture's experts)."""
 
 import dataclasses
 
@@ -11,18 +9,20 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.gemm.reference import finish
 
-_COUNTED = 128  # pairs of a block that are counted together
+_COUNTED = 128  # pairs in a block of the count
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Groups:
-    """Where the (token, choice) pairs of a routing lie, sorted by expert, each expert's from a whole tile of
-    rows on.
+    """The rows of the (token, choice) pairs of a routing, sorted by expert. Each expert starts at a full tile of rows.
 
-    places [T, e] int32: the row of each pair. pairs [M] int32: the pair, token · e + choice, whose row it is;
-    0 for rows of none. experts [M / rows] int32: the expert of each tile of rows. count [1] int32: the tiles
-    that hold rows. sizes [E] int32: rows of each expert, whole tiles.
+    Attributes:
+      places: [T, e] int32: the row of each pair.
+      pairs: [M] int32: the pair, token · e + choice, of each row; 0 for unused rows.
+      experts: [M / rows] int32: the expert of each tile of rows.
+      count: [1] int32: the number of used tiles.
+      sizes: [E] int32: rows of each expert, in full tiles.
     """
 
     places: Int[Array, "T e"]
@@ -33,21 +33,16 @@ class Groups:
 
 
 def list_groups(experts: Int[Array, "T e"], num_experts: int, rows: int = 1) -> Groups:
-    """Sorts pairs by expert. M, what tiles of `rows` may take at most, is static; how many there are of each
-    expert is data.
+    """Sort pairs by expert into tiles of `rows` rows. M, the upper bound of rows, is static; the rows of each expert are data.
 
-    By counting: a pair's place is that of its expert's first, and how many of its expert come before it, in
-    blocks before its own and in its own. XLA's sort is several kernels of its own, and what it gives is the
-    other way round.
+    The sort counts: a pair's row is its expert's first row plus the number of earlier pairs of this expert, in earlier blocks and
+    in its own block. XLA's sort would be several kernels, and returns the inverse permutation.
     """
     flat = experts.reshape(-1).astype(jnp.int32)
     n = flat.shape[0]
-    tiles = min(
-        n, n // rows + num_experts
-    )  # an expert's last tile may be part-filled, and none has less than a pair
-    blocks = jnp.pad(flat, (0, -n % _COUNTED), constant_values=num_experts).reshape(
-        -1, _COUNTED
-    )  # what fills up is of nobody
+    tiles = min(n, n // rows + num_experts)  # each expert can have one incomplete tile; no tile is empty
+    # The padding belongs to no expert.
+    blocks = jnp.pad(flat, (0, -n % _COUNTED), constant_values=num_experts).reshape(-1, _COUNTED)
     expert, lane, block = (
         jnp.arange(size, dtype=jnp.int32) for size in (num_experts, _COUNTED, blocks.shape[0])
     )
@@ -81,10 +76,10 @@ def grouped_gemm(
     gate_block: int | None = None,
     sms: int | None = None,
 ) -> Float[Array, "M N2"]:
-    """act(x @ w[expert of the row].T), summed in float32; rows behind the last group are of no meaning.
+    """Return act(x @ w[expert of the row].T), summed in float32. Rows after the last group are undefined.
 
     Args:
-      groups: of `list_groups`. activation, gate_block: as `gemm`'s. sms: how many SMs a kernel may occupy.
+      groups: from `list_groups`. activation, gate_block: as for `gemm`. sms: number of SMs that a kernel may occupy.
     """
     del sms
     numbers = lax.RaggedDotDimensionNumbers(
@@ -96,5 +91,5 @@ def grouped_gemm(
         activation=activation,
         gate_block=gate_block,
     )
-    assert isinstance(y, jax.Array)  # nothing was to be quantised
+    assert isinstance(y, jax.Array)  # `finish` was not asked to quantize
     return y

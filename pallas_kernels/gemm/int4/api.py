@@ -1,9 +1,9 @@
-"""Products of few rows with a weight of 4 bits (`quantized.Int4`) for Hopper.
+"""int4 GEMM for Hopper: products of small batches with a weight of 4 bits (`quantized.Int4`).
 
-The pipeline is flat GEMM's. Up to 8 tokens the product is `int4_mma`'s. Beyond, a warpgroup takes a group of
-64 columns of its 64 rows out of shared memory as wgmma's first operand, in registers: `Int4`'s order of
-nibbles makes that one 8-byte load a row and, for each pair of weights, a shift, a mask, an exact subtraction
-and a multiply-add in bfloat16, so the weights multiplied are `reference.dequantize_int4`'s.
+The pipeline is flat GEMM's. Up to 8 tokens, `mma` computes the product. Above, a warpgroup reads a group of 64 columns of its 64 rows from
+shared memory into registers as wgmma's first operand. `Int4`'s order of nibbles makes this one 8-byte load a row. Each pair of
+weights takes a shift, a mask, an exact subtraction and a multiply-add in bfloat16. So the multiplied weights are those of
+`pallas_kernels.gemm.int4.reference.dequantize_int4`.
 """
 
 import jax
@@ -24,7 +24,7 @@ from pallas_kernels.hopper.limits import sms_of
 from pallas_kernels.hopper.wgmma_registers import const, i32, in_tile, place, read_words
 from pallas_kernels.quantized import GROUP, Int4
 
-DEPTH = 512  # columns of a stage: 8 groups, whose scales are the 16 bytes a row that TMA copies at least
+DEPTH = 512  # columns of a stage: 8 groups, because TMA copies at least 16 bytes a row, which are 8 scales
 
 
 def int4_gemm(
@@ -39,22 +39,22 @@ def int4_gemm(
     sms: int | None = None,
     tile: FlatTile | None = None,
 ) -> jax.Array:
-    """act(x @ dequantized(w).T + bias) (+ residual) (the twin: `reference.gemm`).
+    """Return act(x @ dequantized(w).T + bias) (+ residual).
+
+    The reference implementation is `pallas_kernels.gemm.reference.gemm`.
 
     Args:
-      x: [M, K] bfloat16, 1 to 64 rows. w: Int4 of [N, K] in groups of 64; K a multiple of 512, N of 8. All
-      else as of `flat_gemm`.
+      x: [M, K] bfloat16, 1 to 64 rows. w: Int4 of [N, K] in groups of 64; K a multiple of 512, N of 8. Other arguments: as for
+        `flat_gemm`.
     Raises:
-      ValueError: for a shape, dtype, epilogue or sms that the kernel does not take.
+      ValueError: for a shape, dtype, epilogue or sms outside the limits.
     """
     (n, k), sms = w.shape, sms_of(sms)
     if x.shape[1] != k or k % DEPTH:
-        raise ValueError(f"x {x.shape}, w {w.shape}: the same K, a multiple of {DEPTH}")
+        raise ValueError(f"x {x.shape}, w {w.shape}: accepted are equal K, a multiple of {DEPTH}")
     if any((factor.shape, factor.dtype) != ((n, k // GROUP), jnp.bfloat16) for factor in (w.scale, w.zero)):
         given = [f"{factor.dtype}{list(factor.shape)}" for factor in (w.scale, w.zero)]
-        raise ValueError(
-            f"w's scale and zero are {given}: bfloat16{[n, k // GROUP]} both, one for each {GROUP} columns"
-        )
+        raise ValueError(f"w's scale and zero are {given}: accepted is bfloat16{[n, k // GROUP]} for both")
     tile = tile or int4_tile(x.shape[0], n, k, sms, gated=gate_block is not None)
 
     def product(acc, weight, x_s, own):
@@ -71,24 +71,20 @@ def int4_gemm(
         packed, scale, zero = (part.at[own] for part in weight)
         return int4_mma.multiply_add(total, packed, scale, zero, x_s)
 
-    few = x.shape[0] <= int4_mma.ROWS
+    small = x.shape[0] <= int4_mma.ROWS
     weight = [Operand(w.packed, 2, swizzled(jnp.uint8)), Operand(w.scale, GROUP), Operand(w.zero, GROUP)]
     return multiply_flat(
-        x, weight, product_in_registers if few else product, bias, residual=residual, activation=activation, gate_block=gate_block,
-        out_dtype=out_dtype, sms=sms, tile=tile, name="int4_gemm", in_registers=few, interpret=None,
+        x, weight, product_in_registers if small else product, bias, residual=residual, activation=activation, gate_block=gate_block,
+        out_dtype=out_dtype, sms=sms, tile=tile, name="int4_gemm", in_registers=small, interpret=None,
     )  # fmt: skip
 
 
-_WORDS = (
-    64,
-    32,
-    # 32-bit words of a thread: for each of its two rows 4 of scales and 4 of zeros, in the shape that holds
-    # 16 a thread
-)
+# A shape with 16 32-bit words a thread: for each of its two rows, 4 words of scales and 4 of zeros.
+_WORDS = (64, 32)
 
 
 def _factors(scale, zero) -> jax.Array:
-    """A stage's scales and zeros, [64, 8] each in shared memory, of the thread's rows in its registers."""
+    """Return the scales and zeros of the thread's rows in a stage, [64, 8] each in shared memory, in registers."""
     load = plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), plgpu.RefType()),
         return_type=plgpu.ShapeDtypeStruct(_WORDS, jnp.int32, layout=plgpu.Layout.WGMMA),
@@ -97,9 +93,7 @@ def _factors(scale, zero) -> jax.Array:
 
 
 def _operand(packed, factors: jax.Array, group: int) -> jax.Array:
-    """Columns of one group of a tile's packed [64, depth / 2] in shared memory: [64, 64] bfloat16, as wgmma's
-    first operand.
-    """
+    """Return one group of columns of a tile's packed [64, depth / 2] in shared memory: [64, 64] bfloat16, as wgmma's first operand."""
     take = plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(swizzled(jnp.uint8)), plgpu.Layout.WGMMA),
         return_type=plgpu.ShapeDtypeStruct((64, GROUP), jnp.bfloat16, layout=plgpu.Layout.WGMMA),
@@ -111,7 +105,7 @@ def _load_factors(scale: ir.Value, zero: ir.Value) -> mgpu.FragmentedArray:
     warp, row, _ = place()
     registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape(_WORDS), dtype=object)
     pair = ir.VectorType.get((2,), i32())
-    for half in range(2):  # rows 0 .. 7 and 8 .. 15 of the warp's
+    for half in range(2):  # rows 0 .. 7 and 8 .. 15 of the warp
         line = arith.addi(arith.muli(warp, const(16)), arith.addi(row, const(8 * half)))
         for i, ref in enumerate((scale, zero)):
             words = read_words(ref, arith.muli(line, const(DEPTH // GROUP * 2)), 4)
@@ -124,9 +118,7 @@ def _load_factors(scale: ir.Value, zero: ir.Value) -> mgpu.FragmentedArray:
 
 
 def _unpack(packed: ir.Value, factors: mgpu.FragmentedArray, group: int) -> mgpu.FragmentedArray:
-    """The thread's part of wgmma's operand: rows lane / 4 and lane / 4 + 8 of its warp's 16, 16 nibbles of
-    each.
-    """
+    """Return the thread's part of wgmma's operand: rows lane / 4 and lane / 4 + 8 of its warp's 16 rows, 16 nibbles each."""
     warp, row, quad = place()
     strides, _ = ir.MemRefType(packed.type).get_strides_and_offset()
     slab, part = divmod(group, 4)
@@ -159,8 +151,8 @@ def _unpack(packed: ir.Value, factors: mgpu.FragmentedArray, group: int) -> mgpu
     return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 
 
-# Of a word of 8 nibbles, pairs (i, i + 4) as nibble · scale + zero: 0x4300 | nibble is 128 + nibble in
-# bfloat16, exactly.
+# The pairs (i, i + 4) of a word of 8 nibbles as nibble · scale + zero. 0x4300 | nibble is exactly 128 + nibble in
+# bfloat16.
 _FOUR_PAIRS = (
     "{ .reg .b32 v, m; mov.b32 m, 0x43004300;\n"
     + "".join(

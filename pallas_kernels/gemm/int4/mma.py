@@ -1,11 +1,9 @@
-"""Int4 products of up to 8 tokens without wgmma: a warp multiplies 16 rows of the weight with `mma`, whose
-operands are registers.
+"""int4 products of up to 8 tokens without wgmma: a warp multiplies 16 rows of the weight with `mma`, from registers.
 
-wgmma would have a warpgroup wait for its operand's registers each time; `mma` is an instruction like any
-other, so one group is unpacked while the one before it is multiplied. Nibbles are not scaled on their way:
-128 + nibble in bfloat16 is a shift, a mask and an or for two of them, and exact. A group's sums over 64
-columns are Σ (128 + nibble) · x, and those of the tokens, Σ x, come from `mma` too (a first operand of ones,
-over x's registers as they are). In float32 then: scale · Σ (128 + nibble) · x + (zero - 128 · scale) · Σ x.
+With wgmma a warpgroup would wait for its operand's registers each time. `mma` is an ordinary instruction, so one group is unpacked
+during the product of the previous group. Nibbles are not scaled first: 128 + nibble in bfloat16 takes a shift, a mask and an or for
+two nibbles, and is exact. A group's sums over 64 columns are Σ (128 + nibble) · x. `mma` also computes the sums Σ x of the tokens,
+with a first operand of ones. The result in float32 is scale · Σ (128 + nibble) · x + (zero - 128 · scale) · Σ x.
 """
 
 import jax
@@ -19,15 +17,14 @@ from jaxlib.mlir.dialects import math as mlir_math
 from pallas_kernels.hopper.layouts import swizzled
 from pallas_kernels.hopper.wgmma_registers import at, const, i32, in_tile, place, read_words
 
-ROWS = 8  # most tokens: with 16 wgmma was as fast
+ROWS = 8  # maximum number of tokens; wgmma is as fast with 16
 _ONES = 0x3F803F80  # a pair of bfloat16
 
 
 def multiply_add(total: jax.Array, packed, scale, zero, tokens) -> jax.Array:
-    """total [rows, M] float32, in wgmma's layout, plus a stage's product.
+    """Return total [rows, M] float32, in wgmma's layout, plus a stage's product.
 
-    In shared memory: packed [rows, depth / 2], scale and zero [rows, depth / 64] of the warpgroup's rows,
-    tokens [M, depth].
+    In shared memory: packed [rows, depth / 2], scale and zero [rows, depth / 64] of the warpgroup's rows, tokens [M, depth].
     """
     run = plgpu.inline_mgpu(
         arg_types=(
@@ -47,7 +44,7 @@ def _stage(total, packed, scale, zero, tokens) -> mgpu.FragmentedArray:
     sums, blocks, octets, words = total.registers.copy(), rows // 64, m // 8, []
     strides, _ = ir.MemRefType(tokens.type).get_strides_and_offset()
     for group in range(ir.MemRefType(tokens.type).shape[1]):
-        if group % 4 == 0:  # not all at once: they are registers
+        if group % 4 == 0:  # four groups at a time, to save registers
             words = [
                 [_words(scale, zero, block, half, group) for half in range(2)] for block in range(blocks)
             ]
@@ -80,7 +77,7 @@ def _vector(values) -> ir.Value:
 def _words(
     scale: ir.Value, zero: ir.Value, block: int, half: int, group: int
 ) -> tuple[list[ir.Value], list[ir.Value]]:
-    """Scales and zeros of four groups and the thread's row in a block of 64, two groups a register."""
+    """Return scales and zeros of four groups for the thread's row in a block of 64, two groups a register."""
     warp, row, _ = place()
     line = arith.addi(arith.muli(warp, const(16)), arith.addi(row, const(64 * block + 8 * half)))
     offset = arith.addi(arith.muli(line, const(2 * ir.MemRefType(scale.type).shape[1])), const(2 * group))
@@ -89,25 +86,25 @@ def _words(
 
 
 def _factors(words: tuple[list[ir.Value], list[ir.Value]], group: int) -> tuple[ir.Value, ir.Value]:
-    """A group's (scale, zero - 128 · scale), float32."""
+    """Return a group's (scale, zero - 128 · scale), float32."""
     s, z = (_wide(of[group // 2], group % 2) for of in words)
     return s, _fma(s, arith.constant(s.type, ir.FloatAttr.get(s.type, -128.0)), z)
 
 
 def _wide(word: ir.Value, high: int) -> ir.Value:
-    """The low or high bfloat16 of a word as float32."""
+    """Return the low or high bfloat16 of a word as float32."""
     return mgpu.utils.bitcast(
         arith.andi(word, const(-65536)) if high else arith.shli(word, const(16)), ir.F32Type.get()
     )
 
 
 def _tokens(tokens: ir.Value, strides, tokens8: int, group: int) -> list[list[ir.Value]]:
-    """Of 8 tokens and a group's 64 columns: mma's second operand for each 16 of them, two registers."""
+    """Return mma's second operand for each 16 of a group's 64 columns and 8 tokens, two registers each."""
     lane = arith.andi(mgpu.utils.thread_idx(), const(31))
     token, matrix = arith.andi(lane, const(7)), arith.shrui(lane, const(3))
     line = arith.addi(arith.muli(token, const(128)), const(tokens8 * strides[0] + group * strides[1]))
     registers = []
-    for half in range(2):  # 8 rows of 128 bytes; the 16-byte pieces of a row lie at their place xor the row
+    for half in range(2):  # 8 rows of 128 bytes; a 16-byte piece is at its number xor the row
         piece = arith.xori(arith.addi(matrix, const(4 * half)), token)
         address = llvm.ptrtoint(i32(), at(tokens, arith.addi(line, arith.muli(piece, const(16)))))
         ptx = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"
@@ -117,9 +114,7 @@ def _tokens(tokens: ir.Value, strides, tokens8: int, group: int) -> list[list[ir
 
 
 def _weight(packed: ir.Value, block: int, group: int) -> list[list[ir.Value]]:
-    """128 + nibble of 16 rows of a block of 64 and a group's columns: mma's first operand for each 16 of
-    them, four registers.
-    """
+    """Return 128 + nibble of 16 rows of a block of 64, as mma's first operand for each 16 of a group's columns, four registers each."""
     warp, row, quad = place()
     strides, _ = ir.MemRefType(packed.type).get_strides_and_offset()
     slab, part = divmod(group, 4)
@@ -133,8 +128,7 @@ def _weight(packed: ir.Value, block: int, group: int) -> list[list[ir.Value]]:
             2,
         )
         halves.append([mgpu.utils.inline_ptx(_FOUR_PAIRS, word, result_types=[i32()] * 4) for word in words])
-    # A word has the pairs of 32 columns: of the first 16 columns 2 · quad and 2 · quad + 8, then of the other
-    # 16.
+    # A word has the pairs 2 · quad and 2 · quad + 8 of the first 16 columns, then those of the other 16.
     return [
         [halves[half][word][2 * step + late] for late in range(2) for half in range(2)]
         for word in range(2)
@@ -143,7 +137,7 @@ def _weight(packed: ir.Value, block: int, group: int) -> list[list[ir.Value]]:
 
 
 def _chain(first, second) -> list[ir.Value]:
-    """The sums of products of 16 columns each: four float32, rows lane / 4 and 8 more, two tokens each."""
+    """Return the sums of the products of 16 columns each: four float32, for rows lane / 4 and lane / 4 + 8, two tokens each."""
     f32 = ir.F32Type.get()
     total = [arith.constant(f32, ir.FloatAttr.get(f32, 0.0))] * 4
     for a, b in zip(first, second, strict=True):
@@ -156,7 +150,7 @@ _MMA = (
     "{$10, $11, $12, $13};"
 )
 
-# Of a word of 8 nibbles, pairs (i, i + 4) as 128 + nibble in bfloat16, which is 0x4300 | nibble.
+# The pairs (i, i + 4) of a word of 8 nibbles as 128 + nibble in bfloat16, which is 0x4300 | nibble.
 _FOUR_PAIRS = (
     "{ .reg .b32 v, m; mov.b32 m, 0x43004300;\n"
     + "lop3.b32 $0, $4, 0x000f000f, m, 0xea;\n"

@@ -1,7 +1,6 @@
-"""Numbers of 4 bits in groups, 64 columns in the weights of products: how they are made and read back.
+"""Quantization of weights to 4 bits in groups of 64 columns, and back.
 
-A group's values lie between a minimum and a maximum; 16 levels, evenly spaced, stand for them (FlexGen §5's
-group quantisation).
+A group's values lie between its minimum and its maximum, which 16 evenly spaced levels cover (FlexGen §5).
 """
 
 import jax.numpy as jnp
@@ -9,32 +8,25 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.quantized import GROUP, Int4
 
-# A group's column is (j, half, eight, lane, odd) in base (2, 2, 2, 4, 2). Lane first makes 8 bytes of what
-# one thread of a Hopper tensor core's operand needs; the two bits of a pair of columns, odd, 16 bits apart
-# let one mask take both out of a word.
+# A group's column is (j, half, eight, lane, odd) in base (2, 2, 2, 4, 2). With lane first, the nibbles of one thread of
+# a Hopper tensor core's operand form 8 bytes. The nibbles of a pair of columns (odd) are 16 bits apart, so that one
+# mask extracts both.
 _COLUMNS = (2, 2, 2, 4, 2)
-_TO_BYTES = (
-    3,
-    0,
-    4,
-    1,
-    2,
-)  # (lane, j, odd, half, eight): the eights of a byte are its low and its high nibble
+_TO_BYTES = (3, 0, 4, 1, 2)  # (lane, j, odd, half, eight): eight selects the low or the high nibble
 _TO_COLUMNS = (1, 3, 4, 0, 2)
 
 
 def quantize_int4(x: Float[Array, "*M K"], group: int = GROUP) -> Int4:
-    """The nearest of 16 levels between the minimum and the maximum of each `group` columns.
+    """Return the nearest of 16 levels between the minimum and the maximum of each `group` columns.
 
-    Raises:
-      ValueError: if K is not a multiple of `group`, or `group` is odd.
+    Raises: ValueError if K is not a multiple of `group`, or `group` is odd.
     """
     *rows, k = x.shape
     if k % group or group % 2:
-        raise ValueError(f"K={k}: a multiple of {group}, two numbers a byte")
+        raise ValueError(f"K={k}, group={group}: accepted are an even group, and K a multiple of it")
     groups = x.astype(jnp.float32).reshape(*rows, k // group, group)
     zero = groups.min(-1).astype(jnp.bfloat16)
-    # Levels reach the maximum from the rounded minimum; a group of equal values needs any scale but 0.
+    # Levels start at the rounded minimum. A group of equal values needs a nonzero scale.
     scale = jnp.maximum((groups.max(-1) - zero.astype(jnp.float32)) / 15.0, 1e-30).astype(jnp.bfloat16)
     levels = (groups - zero.astype(jnp.float32)[..., None]) / scale.astype(jnp.float32)[..., None]
     nibbles = _in_order(jnp.clip(jnp.round(levels), 0, 15).astype(jnp.uint8), packed=True).reshape(
@@ -44,7 +36,7 @@ def quantize_int4(x: Float[Array, "*M K"], group: int = GROUP) -> Int4:
 
 
 def dequantize_int4(w: Int4, dtype=jnp.bfloat16) -> Float[Array, "*M K"]:
-    """nibble · scale + zero, computed in float32 and rounded to `dtype` once."""
+    """Return nibble · scale + zero, computed in float32 and rounded to `dtype` once."""
     groups = w.scale.shape[-1]
     nibbles = jnp.stack([w.packed & 15, w.packed >> 4], axis=-1).reshape(
         *w.scale.shape, w.shape[-1] // groups
@@ -58,17 +50,16 @@ def dequantize_int4(w: Int4, dtype=jnp.bfloat16) -> Float[Array, "*M K"]:
 
 
 def _in_order(nibbles: Array, *, packed: bool) -> Array:
-    """A group's nibbles [..., group] as they are packed, the two of a byte side by side, or back as columns.
+    """Return the nibbles [..., group] of a group in packed order (the two nibbles of a byte adjacent), or in the order of columns.
 
-    Only a group of 64 is what a tensor core reads; in any other a byte holds a column and the one half a
-    group behind it.
+    A tensor core reads only groups of 64. In other groups, a byte holds a column and the column half a group after it.
     """
     *outer, group = nibbles.shape
     columns, to_bytes, to_columns = (
         (_COLUMNS, _TO_BYTES, _TO_COLUMNS) if group == GROUP else ((2, group // 2), (1, 0), (1, 0))
     )
     split, order = (columns, to_bytes) if packed else (tuple(columns[axis] for axis in to_bytes), to_columns)
-    turned = nibbles.reshape(*outer, *split).transpose(
+    permuted = nibbles.reshape(*outer, *split).transpose(
         *range(len(outer)), *(len(outer) + axis for axis in order)
     )
-    return turned.reshape(*outer, group)
+    return permuted.reshape(*outer, group)
