@@ -1,8 +1,9 @@
-"""Which implementation of each op a device uses: the one place that chooses.
+"""The choice of an implementation for each op, by device, shapes and dtypes.
 
-Hopper runs the Mosaic kernels, other NVIDIA GPUs jax-triton's where there is one, everything else the twins.
-Where a kernel's limits exclude a model's shapes or dtypes, that op alone falls back to its twin, and the set
-says why. A kernel set is frozen data, so that a compiled step is a function of it.
+Hopper runs the Mosaic kernels. Other NVIDIA GPUs run jax-triton kernels where they exist. All other devices
+run the reference implementations. An op falls back to its reference implementation if its kernel does not
+support the model's shapes or dtypes, and the kernel set holds the reason. A kernel set is frozen data, so a
+compiled step is a function of it.
 """
 
 import dataclasses
@@ -25,9 +26,9 @@ from pallas_kernels.pointwise.rope_append import reference as rope_reference
 from pallas_kernels.pointwise.sample import reference as sample_reference
 from pallas_kernels.triton.gemm import TritonGemm
 
-KERNELS = ("auto", "reference", "mosaic", "triton")  # what may be asked for
-HOPPER, MOSAIC = "9.0", "mosaic-hopper"  # the compute capability of the Mosaic kernels, and their set's name
-PAGED = ("rope_append", "decode_attention", "chunk_attention")  # the ops that touch the pages of KV
+KERNELS = ("auto", "reference", "mosaic", "triton")  # values of the setting `kernels`
+HOPPER, MOSAIC = "9.0", "mosaic-hopper"  # compute capability and name of the set of Mosaic kernels
+PAGED = ("rope_append", "decode_attention", "chunk_attention")  # ops on the pages of the KV cache
 OPS = ("gemm", "add_norm", *PAGED, "token_limits", "quantize_rows", "grouped_gemm")
 _KIB = {
     "7.0": 96,
@@ -37,16 +38,17 @@ _KIB = {
     "9.0": 227,
     "10.0": 227,
     "10.3": 227,
-}  # of shared memory that a block may have
-_LEAST_KIB = 99  # of all other GPUs that Triton compiles for: 8.6, 8.9, 12.0, 12.1
+}  # KiB of shared memory for a thread block
+_LEAST_KIB = 99  # all other GPUs that Triton supports: 8.6, 8.9, 12.0, 12.1
 
 
 @dataclasses.dataclass(frozen=True)
 class Fallback:
-    """Why an op runs on its twin although its set has a kernel for it: a field of `Model` whose value that
-    kernel does not take.
+    """A reason for falling back to the reference implementation: the model setting that the kernel does not
+    support.
 
-    accepted: the values that it takes, in words.
+    op: name of the op. field: field of `Model`. value: the model's value. accepted: the supported values,
+    in words.
     """
 
     op: str
@@ -57,10 +59,11 @@ class Fallback:
 
 @dataclasses.dataclass(frozen=True)
 class KernelSet:
-    """One function for each op, of the signature of its twin in `reference`; `list_…` makes what they are
-    told to do.
+    """One function for each op, with the signature of its reference implementation. `list_…` functions make
+    work lists.
 
-    fallbacks: a reason or more for every op that has a kernel in this set but runs on its twin.
+    fallbacks: at least one reason for every op that has a kernel in this set but runs the reference
+    implementation.
     """
 
     name: str
@@ -79,34 +82,34 @@ class KernelSet:
 
     @property
     def kernel_ops(self) -> tuple[str, ...]:
-        """The ops that run on kernels, not on their twins."""
+        """Return the ops that run kernels instead of reference implementations."""
         return tuple(op for op in OPS if getattr(self, op) is not getattr(REFERENCE, op))
 
     @property
     def supports_pdl(self) -> bool:
-        """Whether its kernels of few rows can begin before the ones before them have ended."""
+        """Return whether kernels of small batches can start before the previous kernel has ended."""
         return isinstance(self.gemm, HopperGemm)
 
     @property
     def can_be_bounded(self) -> bool:
-        """Whether its ops can be kept to some of the SMs, so that others run on the rest; others always take
-        the whole device.
+        """Return whether the ops can run on a part of the SMs, next to other ops. Other sets always occupy
+        all SMs.
         """
         return self.name == MOSAIC
 
     def with_pdl(self) -> "KernelSet":
-        """The same, whose kernels of few rows begin before the ones before them have ended
+        """Return the same set with programmatic dependent launch in kernels of small batches
         (`pallas_kernels.hopper.pdl`).
 
-        Where each is launched by itself, the weights being arguments of the program. Kernels that know
-        nothing of it stay as they are.
+        The kernels must be launched one by one, and the weights must be arguments of the program. Kernels
+        without support stay unchanged.
         """
         return _with_pdl(self)
 
     def describe(self, products: Mapping[str, Product] | None = None) -> str:
-        """Which kernel each op runs on: a line for all ops but the products, and one for each of those.
+        """Return the backend of each op: one line for all ops except the GEMMs, and one line for each GEMM.
 
-        products: of each dense op, on one device, of any number of rows.
+        products: the product of each dense op on one device, with any number of rows.
         """
         places = ", ".join(f"{op}: {_backend(getattr(self, op))}" for op in OPS if op != "gemm")
         lines = [f"kernels: {self.name} ({places})"]
@@ -118,7 +121,7 @@ class KernelSet:
 
 @functools.cache
 def _with_pdl(kernels: KernelSet) -> KernelSet:
-    """One for each set: an op is known by its function where its tracing is kept."""
+    """Return one set for each set, because JAX caches a tracing by the op's function."""
     names = [
         name
         for name in ("add_norm", "rope_append", "decode_attention", "quantize_rows")
@@ -142,7 +145,7 @@ REFERENCE = KernelSet("reference")
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """What kernels' limits are about: of one device's share of a model. Dtypes by JAX's names."""
+    """The properties of one device's share of a model that limit kernels. Dtypes have JAX's names."""
 
     head_dim: int
     queries_per_kv_head: int
@@ -167,16 +170,17 @@ def kernel_set_for(
     device: str = "",
     kernels: str = "auto",
 ) -> KernelSet:
-    """The fastest kernels that exist for a device and these shapes; the twins where there are none, also in a
-    set that was asked for.
+    """Return the fastest kernels for a device and these shapes. Ops without a kernel run the reference
+    implementation.
 
     Args:
       platform: JAX's name of the backend, `gpu` or `cpu`.
-      capability: CUDA's compute capability, as "9.0"; empty where there is none.
-      kv_heads: those of one device. device: JAX's `device_kind`, whose tuned table the products go by.
+      capability: CUDA's compute capability, for example "9.0"; empty for other devices.
+      kv_heads: KV heads of one device. device: JAX's `device_kind`, whose tuned table chooses the GEMM
+        kernels.
       kernels: one of `KERNELS`; auto: by the device.
     Raises:
-      ValueError: where the kernels asked for cannot run.
+      ValueError: if the requested kernels cannot run on the device.
     """
     model = Model(
         head_dim,
@@ -192,40 +196,41 @@ def kernel_set_for(
     if kernels == "auto":
         if hopper and model.dtype != "bfloat16":
             unmet = _unmet(model, [(OPS, "dtype", False, "bfloat16")])
-            return dataclasses.replace(REFERENCE, name="reference (kernels are of bfloat16)", fallbacks=unmet)
+            return dataclasses.replace(REFERENCE, name="reference (kernels need bfloat16)", fallbacks=unmet)
         kernels = "mosaic" if hopper else "triton" if cuda and has_triton() else "reference"
     if kernels == "reference":
         return REFERENCE
     if kernels == "mosaic":
         if not hopper:
-            raise ValueError(f"kernels='mosaic': they need compute capability {HOPPER}, this is {here}")
+            raise ValueError(f"kernels='mosaic' on {here}: accepted are GPUs of compute capability {HOPPER}")
         if model.dtype != "bfloat16":
-            raise ValueError(f"kernels='mosaic': they multiply bfloat16, the model's dtype is {model.dtype}")
+            raise ValueError(f"kernels='mosaic' with a model of {model.dtype}: accepted is bfloat16")
         return _mosaic(model, device)
     if kernels == "triton":
         if not cuda or not has_triton():
             raise ValueError(
-                f"kernels='triton': they need an NVIDIA GPU and the extra `triton`, this is {here}"
+                f"kernels='triton' on {here}: accepted are NVIDIA GPUs, with the extra `triton` installed"
             )
         return _triton(model, capability)
-    raise ValueError(f"kernels={kernels!r}: {', '.join(KERNELS)}")
+    raise ValueError(f"kernels={kernels!r}: accepted are {', '.join(KERNELS)}")
 
 
 def has_bounded(capability: str) -> bool:
-    """Whether there are kernels for GPUs of this compute capability that can be kept to some of the SMs
+    """Return whether the kernels for this compute capability can run on a part of the SMs
     (`KernelSet.can_be_bounded`).
     """
     return capability == HOPPER
 
 
 def has_triton() -> bool:
-    """Whether the extra `triton` is installed."""
+    """Return whether the extra `triton` is installed."""
     return importlib.util.find_spec("jax_triton") is not None
 
 
 def _unmet(m: Model, limits: Iterable[tuple[tuple[str, ...], str, bool, str]]) -> tuple[Fallback, ...]:
-    """limits: the ops whose kernels have it, the model's field that it is about, whether the model keeps it,
-    and what would.
+    """Return the fallbacks of a model.
+
+    limits: (ops of the limit, the model's field, whether the model is within the limit, the accepted values).
     """
     return tuple(
         Fallback(op, field, getattr(m, field), accepted)
@@ -238,8 +243,8 @@ def _unmet(m: Model, limits: Iterable[tuple[tuple[str, ...], str, bool, str]]) -
 def _assembled(
     name: str, kernels: Mapping[str, Mapping[str, Callable]], fallbacks: tuple[Fallback, ...]
 ) -> KernelSet:
-    """A set of the kernels that the model can have. kernels: by op, its function and those that list its
-    work.
+    """Return a set of the kernels that the model can use. kernels: by op, its function and its list
+    functions.
     """
     lost = {fallback.op for fallback in fallbacks}
     ops = {
@@ -252,8 +257,8 @@ def _assembled(
 
 
 def _mosaic(m: Model, device: str) -> KernelSet:
-    """Each op's Mosaic kernel where it takes the model. Mosaic GPU takes a second to import, and CPU has no
-    use for it.
+    """Return the Mosaic kernels that support the model. Mosaic GPU is imported only here, because its
+    import takes a second.
     """
     from pallas_kernels.attention.chunk import api as chunk_attention
     from pallas_kernels.attention.decode import api as decode_attention
@@ -281,25 +286,25 @@ def _mosaic(m: Model, device: str) -> KernelSet:
     }
     queries, int8 = m.queries_per_kv_head, m.kv_dtype == "int8"
     room = rope_append.takes(m.kv_heads, queries, m.head_dim, m.kv_dtype != m.dtype)
-    whole = 128 // math.gcd(128, m.head_dim)  # a shard has whole groups of heads
+    divisor = 128 // math.gcd(128, m.head_dim)  # a shard has full groups of heads
     limits = [
         (PAGED, "head_dim", m.head_dim in (64, 128, 256), "64, 128 or 256"),
         (PAGED, "queries_per_kv_head", queries <= 16, "up to 16"),
         (PAGED, "page_size", m.page_size == 64, "64"),
         (PAGED, "kv_dtype", m.kv_dtype in ("bfloat16", "float8_e4m3fn", "int8"), "bfloat16, fp8 or int8"),
-        (("chunk_attention",), "head_dim", not int8 or m.head_dim <= 128, "64 or 128 over a cache of int8"),
+        (("chunk_attention",), "head_dim", not int8 or m.head_dim <= 128, "64 or 128 with a cache of int8"),
         (("rope_append",), "kv_heads", room, f"fewer of {m.head_dim} with {queries} query heads each"),
         (
             ("rope_append",),
             "kv_heads",
             not int8 or m.kv_heads % 2 == 0,
-            "even numbers a device over a cache of int8",
+            "even numbers a device with a cache of int8",
         ),
         (
             ("quantize_rows",),
             "queries_per_kv_head",
-            queries % whole == 0,
-            f"multiples of {whole} where a head is {m.head_dim} wide",
+            queries % divisor == 0,
+            f"multiples of {divisor} for a head width of {m.head_dim}",
         ),
         (
             ("quantize_rows",),
@@ -313,6 +318,7 @@ def _mosaic(m: Model, device: str) -> KernelSet:
 
 
 def _triton(m: Model, capability: str) -> KernelSet:
+    """Return the Triton kernels that support the model."""
     from pallas_kernels.triton import decode_attention
 
     power_of_two, decode = m.head_dim >= 16 and m.head_dim & (m.head_dim - 1) == 0, ("decode_attention",)
@@ -327,11 +333,11 @@ def _triton(m: Model, capability: str) -> KernelSet:
             decode,
             "head_dim",
             m.head_dim <= most,
-            f"up to {most} in {m.dtype}, by the shared memory of {capability}",
+            f"up to {most} in {m.dtype}, which fills the shared memory of {capability}",
         ),
         (decode, "queries_per_kv_head", m.queries_per_kv_head <= 16, "up to 16"),
         (decode, "page_size", m.page_size == 64, "64"),
-        (decode, "kv_dtype", m.kv_dtype == m.dtype, f"{m.dtype} beside weights of it"),
+        (decode, "kv_dtype", m.kv_dtype == m.dtype, f"{m.dtype}, the dtype of the weights"),
     ]
     kernels = {
         "gemm": {"gemm": TritonGemm()},

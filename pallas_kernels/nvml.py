@@ -10,7 +10,9 @@ import pynvml
 
 
 def visible() -> list[str]:
-    """Return the numbers or UUIDs in CUDA_VISIBLE_DEVICES, in JAX's order, or [] if the variable is not set."""
+    """Return the numbers or UUIDs in CUDA_VISIBLE_DEVICES, in JAX's order, or [] if the variable is not
+    set.
+    """
     return [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
 
 

@@ -31,8 +31,9 @@ class Int4(NamedTuple):
     Weights [N, K] have groups of 64 columns (`pallas_kernels.gemm.int4.reference`).
 
     packed: uint8 [N, K / 2], 32 bytes a group. Byte 8·lane + 4·j + 2·odd + half of a group holds column
-    32·j + 16·half + 2·lane + odd in the low nibble, and the 8th column after it in the high nibble. A thread of
-    Hopper's tensor cores needs this order. scale, zero: bfloat16 [N, K / group]; zero is the group's minimum.
+    32·j + 16·half + 2·lane + odd in the low nibble, and the 8th column after it in the high nibble. A
+    thread of Hopper's tensor cores needs this order. scale, zero: bfloat16 [N, K / group]; zero is the
+    group's minimum.
     """
 
     packed: Array

@@ -1,7 +1,8 @@
 """8-bit wgmma operands with 16-bit precision: a pair of columns holds a number and its rounding error.
 
-With 8-bit keys and values, wgmma needs 8-bit queries and softmax weights. wgmma's N is at least 8, and a group
-often has 4 query heads, so the second column costs almost nothing. The product keeps at least bfloat16's 8 bits.
+With 8-bit keys and values, wgmma needs 8-bit queries and softmax weights. wgmma's N is at least 8, and a
+group often has 4 query heads, so the second column costs almost nothing. The product keeps at least
+bfloat16's 8 bits.
 """
 
 import jax.numpy as jnp

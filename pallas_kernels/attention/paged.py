@@ -13,7 +13,8 @@ LEAST = 1e-30  # lower bound of a divisor: a row with only -inf scores gets the 
 
 
 def check_pages(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, kinds: tuple) -> None:
-    """Check queries [_, N, H] and pages [P, K, 64, H] (8-bit values: [P, K, H, 64]) against the kernels' limits.
+    """Check queries [_, N, H] and pages [P, K, 64, H] (8-bit values: [P, K, H, 64]) against the kernels'
+    limits.
 
     kinds: accepted dtypes of the pages. Raises: ValueError.
     """
@@ -59,9 +60,11 @@ def flat(pages: jax.Array) -> jax.Array:
 
 
 def capped(score, scale: float, soft_cap: float | None):
-    """Return (x, factor) with x * factor = log2(e) times the scaled, capped score. factor may be 0 or negative.
+    """Return (x, factor) with x * factor = log2(e) times the scaled, capped score. factor may be 0 or
+    negative.
 
-    tanh is computed from exp2, because the hardware's tanh has only 11 bits: an error of 0.02 for a cap of 50.
+    tanh is computed from exp2, because the hardware's tanh has only 11 bits: an error of 0.02 for a cap of
+    50.
     """
     if soft_cap is None:
         return score, scale * LOG2E

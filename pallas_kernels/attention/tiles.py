@@ -14,9 +14,9 @@ FEW_SMS = 64  # up to this number of SMs, the throughput of an SM limits the ker
 class DecodeTile:
     """A tile of decode attention.
 
-    workers: compute warpgroups in a CTA. blocks: K and V pages in the rings of one worker. pages: pages in one round
-    of the softmax, 1 or 2. One or two workers have one copying warpgroup each. Three or four workers share one
-    copying warpgroup, which has a warp for each of them.
+    workers: compute warpgroups in a CTA. blocks: K and V pages in the rings of one worker. pages: pages in
+    one round of the softmax, 1 or 2. One or two workers have one copying warpgroup each. Three or four
+    workers share one copying warpgroup, which has a warp for each of them.
     """
 
     workers: int
@@ -54,9 +54,9 @@ def decode_tile(
 ) -> DecodeTile:
     """Return the tile for pages of 64 keys, with rings that fill an SM's shared memory.
 
-    group: query heads for each KV head. int8: a cache of int8 instead of e4m3, which has smaller rings because of its
-    16-bit operands. On few SMs a third worker hides the latency of the others, because the throughput of each SM
-    limits the kernel.
+    group: query heads for each KV head. int8: a cache of int8 instead of e4m3, which has smaller rings
+    because of its 16-bit operands. On few SMs a third worker hides the latency of the others, because the
+    throughput of each SM limits the kernel.
     """
     e4m3 = itemsize == 1
     cols = wgmma_columns(group, e4m3)
@@ -85,8 +85,8 @@ def decode_tile(
 class ChunkTile:
     """A tile of chunk attention: two compute warpgroups with 64 query rows each.
 
-    keys: keys in a step, 64 or 128. stages: steps of K and V in flight. queries: query tiles in shared memory; with 2
-    the next tile's queries are copied during the current tile.
+    keys: keys in a step, 64 or 128. stages: steps of K and V in flight. queries: query tiles in shared
+    memory; with 2 the next tile's queries are copied during the current tile.
     """
 
     keys: int

@@ -1,12 +1,11 @@
 """Measured constants of each device, one JSON file a device, each constant with its source.
 
-`card_of` reads the file of a device. A device without a file, and a constant that a device's file lacks, get the
-values of default.json, which were measured on an H200. The file's parts:
+`card_of` reads the file of a device. A device without a file, and a constant that a device's file lacks,
+get the values of default.json, which were measured on an H200. The file's parts:
 
-- constants: name -> {value, source}; the fields of `Card`.
-- hardware: the datasheet, and the measured rates where known (`jaxflow.model.cost`).
-- power: joules of work by clock (`jaxflow.model.energy`).
-- clock: the rates and costs of kernels at a power cap (`search.profile.clock`).
+- constants: name -> {value, source}; the fields of `Card`. - hardware: the datasheet, and the measured
+rates where known (`jaxflow.model.cost`). - power: joules of work by clock (`jaxflow.model.energy`). -
+clock: the rates and costs of kernels at a power cap (`search.profile.clock`).
 """
 
 import dataclasses
@@ -29,15 +28,16 @@ class Card:
       device: name as in the file, or "" for the default.
       gate_kernel_rows: (first, last) number of rows for which the dense kernel is faster than XLA's product
         followed by the gate.
-      pdl_max_decodes, pdl_min_layer_bytes: limits of decode steps that run with programmatic dependent launch.
+      pdl_max_decodes, pdl_min_layer_bytes: limits of decode steps that run with programmatic dependent
+        launch.
       decode_only_max_decodes: the largest decode step that has a program without chunks.
       disk_patience: seconds that a sequence waits for disk pages, over the seconds to compute their tokens.
       sampler_memory_share: share of the memory that one block of the full sampler may use.
-      plan_margin, plan_margin_copies, plan_margin_swaps, plan_margin_swaps_fp8: relative error of a predicted
-        gain, by the kind of plan.
+      plan_margin, plan_margin_copies, plan_margin_swaps, plan_margin_swaps_fp8: relative error of a
+        predicted gain, by the kind of plan.
       restart_margin: relative change of a measured gain after a restart, by the form of the all-reduces.
-      dense_gemm_cost_us, fp8_gemm_cost_us: microseconds of the steps, tiles and parts of a GEMM. Steps are keyed
-        by "columns x cluster".
+      dense_gemm_cost_us, fp8_gemm_cost_us: microseconds of the steps, tiles and parts of a GEMM. Steps are
+        keyed by "columns x cluster".
       fp8_gemm_fill: microseconds to add parts, and the factor of steps that wait, of split fp8 tiles.
       hardware, power, clock: the file's other parts, or None.
       sources: where each constant comes from.

@@ -1,6 +1,7 @@
 """The op `gemm` of a kernel set: one callable that picks a GEMM kernel by dtype and shape at tracing time.
 
-`eligible_kernels` lists the kernels that support a product. The tuned table (`tuned_table`) names the fastest of them.
+`eligible_kernels` lists the kernels that support a product. The tuned table (`tuned_table`) names the
+fastest of them.
 """
 
 import dataclasses
@@ -25,8 +26,9 @@ _ROWS = tuple(2**i for i in range(14))  # numbers of rows in a description of th
 class Product:
     """The properties of a product that decide which kernels support it.
 
-    activations: dtype of x: bfloat16, float32, or float8_e4m3fn for quantized x. out_dtype: float8_e4m3fn for a quantized
-    result. bounded: the product may not occupy all SMs. residual: the product adds a residual.
+    activations: dtype of x: bfloat16, float32, or float8_e4m3fn for quantized x. out_dtype: float8_e4m3fn
+    for a quantized result. bounded: the product may not occupy all SMs. residual: the product adds a
+    residual.
     """
 
     rows: int
@@ -38,7 +40,9 @@ class Product:
 
 
 def shape_of(w, gate_block: int | None = None, scales: str = "") -> Shape:
-    """Return the shape of a weight [N, K]: plain, `Quantized` or `Int4`. scales: the form of its input's scales (`scales_of`)."""
+    """Return the shape of a weight [N, K]: plain, `Quantized` or `Int4`. scales: the form of its input's
+    scales (`scales_of`).
+    """
     n, k = w.shape
     weights = (
         "int4" if isinstance(w, Int4) else jnp.dtype((w.values if isinstance(w, Quantized) else w).dtype).name
@@ -81,7 +85,8 @@ def activations_of(shape: Shape) -> str:
 def product_of(shape: Shape, rows: int, out_dtype: str | None = None) -> Product:
     """Return the product of a weight in a bfloat16 model.
 
-    out_dtype: dtype of the result; None: bfloat16, or float8_e4m3fn for e4m3 products with gates, whose result `down` reads.
+    out_dtype: dtype of the result; None: bfloat16, or float8_e4m3fn for e4m3 products with gates, whose
+    result `down` reads.
     """
     activations = activations_of(shape)
     return Product(rows, shape, activations, out_dtype or (activations if shape.gate_block else "bfloat16"))
@@ -90,7 +95,8 @@ def product_of(shape: Shape, rows: int, out_dtype: str | None = None) -> Product
 def eligible_kernels(p: Product, card: Card | None = None) -> tuple[str, ...]:
     """Return the kernels that support a product on Hopper, the likely fastest first.
 
-    XLA supports every product, but always occupies all SMs. card: the constants of the device; None: the default card.
+    XLA supports every product, but always occupies all SMs. card: the constants of the device; None: the
+    default card.
     """
     n, k, gates = p.shape.n, p.shape.k, p.shape.gate_block
     small, kind = p.rows <= 64 and gates in (0, 64), (p.activations, p.shape.weights)
@@ -150,8 +156,9 @@ class HopperGemm:
     def choose(self, p: Product) -> Choice:
         """Return the kernel of a product.
 
-        The table covers results inside a layer, so float32 results (the output head) have no rule. A table's tile is tuned for
-        all SMs: next to another kernel the free SMs may be fewer than the tile's cluster.
+        The table covers results inside a layer, so float32 results (the output head) have no rule. A
+        table's tile is tuned for all SMs: next to another kernel the free SMs may be fewer than the tile's
+        cluster.
         """
         can = eligible_kernels(p, card_of(self.table.device))
         choice = None if p.out_dtype == "float32" else self.table.choose(p.shape, p.rows)
@@ -192,7 +199,8 @@ class HopperGemm:
 
 @functools.cache
 def kernel(choice: Choice) -> Callable:
-    """Return the function of a choice, with its tile bound. Mosaic GPU is imported only here, because its import takes a second.
+    """Return the function of a choice, with its tile bound. Mosaic GPU is imported only here, because its
+    import takes a second.
 
     Raises: ValueError for an unknown kernel name, for example from an old table.
     """
@@ -228,5 +236,7 @@ def kernel(choice: Choice) -> Callable:
 
 
 def _with_tile(function: Callable, choice: Choice) -> Callable:
-    """Bind the tile of a choice. It is made for the most rows of the choice; fewer rows leave part of the ring unused."""
+    """Bind the tile of a choice. It is made for the most rows of the choice; fewer rows leave part of the
+    ring unused.
+    """
     return functools.partial(function, tile=FlatTile(**dict(choice.tile))) if choice.tile else function

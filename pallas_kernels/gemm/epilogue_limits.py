@@ -1,4 +1,6 @@
-"""The check of bias and residual that all GEMM kernels share. A kernel would read past the end of smaller arrays."""
+"""The check of bias and residual that all GEMM kernels share. A kernel would read past the end of smaller
+arrays.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +9,8 @@ import jax.numpy as jnp
 def check_bias_and_residual(
     m: int, n: int, bias: jax.Array | None, residual: jax.Array | None, *, gated: bool, dtype=jnp.bfloat16
 ) -> None:
-    """Check that bias is [N], and that residual is [M, N'] of `dtype`, with N' = N, or N / 2 for gated products.
+    """Check that bias is [N], and that residual is [M, N'] of `dtype`, with N' = N, or N / 2 for gated
+    products.
 
     Raises: ValueError.
     """

@@ -1,7 +1,7 @@
 """The GEMM shapes of known models, from tables/shapes.json.
 
-The file holds, for each model and tensor parallelism, the [K, N] of each op and the block of its gates. Entries
-under the name of a dtype replace these values for weights of that dtype.
+The file holds, for each model and tensor parallelism, the [K, N] of each op and the block of its gates.
+Entries under the name of a dtype replace these values for weights of that dtype.
 """
 
 import json
@@ -20,7 +20,9 @@ def known_shapes(weights: str) -> dict[str, dict[str, list[int]]]:
 
 
 def layer_shapes() -> dict[str, dict[str, tuple[int, int]]]:
-    """Return model -> op -> [N, K] of the bfloat16 GEMMs in a decoder layer of the two models that checks use."""
+    """Return model -> op -> [N, K] of the bfloat16 GEMMs in a decoder layer of the two models that checks
+    use.
+    """
     known = known_shapes("bfloat16")
     names = {"8B": "llama-3.1-8b tp 1", "70B/tp4": "llama-3.1-70b tp 4"}
     return {

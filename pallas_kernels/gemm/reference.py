@@ -25,8 +25,8 @@ def gemm(
 
     Args:
       activation: silu, gelu_tanh, relu or None.
-      gate_block: columns are alternating blocks of `gate_block` gates and as many ups; the result is act(gate) · up with N / 2
-        columns.
+      gate_block: columns are alternating blocks of `gate_block` gates and as many ups; the result is
+        act(gate) · up with N / 2 columns.
       quantize: return e4m3 with a scale for every 128 columns of a row.
       out_dtype: dtype of the result; None: x's dtype, or bfloat16 for quantized x.
       sms: number of SMs that a kernel may occupy; the result does not depend on it.
@@ -55,7 +55,9 @@ def gemm(
 
 
 def _factors(x: Array | Quantized, dtype) -> tuple[Array, Array | None]:
-    """Return (numbers, scales of rows) of an operand. A scale that varies along a row is applied before the sum."""
+    """Return (numbers, scales of rows) of an operand. A scale that varies along a row is applied before the
+    sum.
+    """
     if not isinstance(x, Quantized):
         return x, None
     if x.scale.ndim == x.values.ndim:

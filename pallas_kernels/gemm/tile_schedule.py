@@ -1,9 +1,10 @@
-"""The schedule of a persistent GEMM: output tiles in an order that suits the L2 cache, with the last tiles split along K.
+"""The schedule of a persistent GEMM: output tiles in an order that suits the L2 cache, with the last tiles
+split along K.
 
-T output tiles on s CTAs take ceil(T / s) rounds of full tiles, and the last round may be nearly empty. So the last tiles (the
-remainder, or the remainder and one full round) form one line of k steps, which is split into s equal pieces (stream-K, Osama et
-al. 2023). Several CTAs contribute to a split tile, and the CTA with its end adds up. The schedule is data: a table of work
-items, built once by numpy.
+T output tiles on s CTAs take ceil(T / s) rounds of full tiles, and the last round may be nearly empty. So
+the last tiles (the remainder, or the remainder and one full round) form one line of k steps, which is split
+into s equal pieces (stream-K, Osama et al. 2023). Several CTAs contribute to a split tile, and the CTA with
+its end adds up. The schedule is data: a table of work items, built once by numpy.
 """
 
 import dataclasses
@@ -16,8 +17,8 @@ import numpy as np
 from pallas_kernels.cards import this_card
 from pallas_kernels.hopper.limits import SMS
 
-# Fields of an item: tile row, tile column, first k step, k steps, slot to write the part to or -1, first slot to
-# read, slots to read.
+# Fields of an item: tile row, tile column, first k step, k steps, slot to write the part to or -1, first slot
+# to read, slots to read.
 FIELDS = 7
 _SNAP = 3  # a bound within this many k steps of a tile's border moves there, because a part costs more
 
@@ -26,8 +27,8 @@ _SNAP = 3  # a bound within this many k steps of a tile's border moves there, be
 class GemmTile:
     """An output tile of rows x cols, computed by two warpgroups of rows / 2 each.
 
-    depth: K of a step. stages: steps in flight. cluster: 1, or 2 CTAs on vertically adjacent tiles that share the weight's tile; the
-    schedule treats them as one worker with a tile of twice the rows.
+    depth: K of a step. stages: steps in flight. cluster: 1, or 2 CTAs on vertically adjacent tiles that
+    share the weight's tile; the schedule treats them as one worker with a tile of twice the rows.
     """
 
     rows: int
@@ -45,9 +46,9 @@ class GemmTile:
 class Schedule:
     """The work of each CTA, in order.
 
-    table: [s, items, 7] int32; unused items come last and have 0 k steps. slots: the number of partial sums that are passed between CTAs,
-    each in its own slot. A CTA receives only from earlier CTAs, and sends before it receives, so no CTA waits for a CTA that has
-    not started.
+    table: [s, items, 7] int32; unused items come last and have 0 k steps. slots: the number of partial sums
+    that are passed between CTAs, each in its own slot. A CTA receives only from earlier CTAs, and sends
+    before it receives, so no CTA waits for a CTA that has not started.
     """
 
     table: np.ndarray
@@ -55,7 +56,9 @@ class Schedule:
 
 
 def snake(tiles_m: int, tiles_n: int, width: int = 8) -> np.ndarray:
-    """Return [T, 2] (row, column) of the tiles in order: strips of `width` rows, back and forth, so that neighbors share operands."""
+    """Return [T, 2] (row, column) of the tiles in order: strips of `width` rows, back and forth, so that
+    neighbors share operands.
+    """
     order = []
     for strip, first in enumerate(range(0, tiles_m, width)):
         columns = range(tiles_n) if strip % 2 == 0 else reversed(range(tiles_n))
@@ -69,8 +72,8 @@ def schedule(
 ) -> Schedule:
     """Divide tiles_m x tiles_n output tiles of `steps` k steps each among `sms` CTAs.
 
-    whole_rounds: rounds of full tiles, before the remaining tiles are split into equal pieces; None: no tile is split. width: rows of a strip
-    of `snake`.
+    whole_rounds: rounds of full tiles, before the remaining tiles are split into equal pieces; None: no
+    tile is split. width: rows of a strip of `snake`.
     """
     order = snake(tiles_m, tiles_n, width)
     tiles = len(order)
@@ -108,7 +111,9 @@ def schedule(
 
 
 def _cuts(units: int, steps: int, sms: int) -> list[int]:
-    """Return s + 1 bounds of equal pieces of a line of `units` k steps. A bound near the border of a tile moves to the border."""
+    """Return s + 1 bounds of equal pieces of a line of `units` k steps. A bound near the border of a tile
+    moves to the border.
+    """
     cuts = []
     for i in range(sms + 1):
         at = i * units // sms
@@ -140,7 +145,8 @@ def plan_of(tile: GemmTile, m: int, n: int, k: int, sms: int, whole_rounds: int 
 def plans(m: int, n: int, k: int, sms: int, gate_block: int | None = None) -> Iterator[GemmPlan]:
     """Yield the candidate plans: every tile, with the last tiles full or split.
 
-    Pairs of CTAs need all SMs: next to another kernel the free SMs may not form pairs, and a pair that waits for two SMs doubles the time.
+    Pairs of CTAs need all SMs: next to another kernel the free SMs may not form pairs, and a pair that
+    waits for two SMs doubles the time.
     """
     for tile in _TILES:
         if gate_block is not None and tile.cols % (2 * gate_block):

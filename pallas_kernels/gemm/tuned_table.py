@@ -1,7 +1,9 @@
-"""The table of the heuristic dataflow (FlashDecoding++Next §4): the fastest kernel by weight shape and number of rows.
+"""The table of the heuristic dataflow (FlashDecoding++Next §4): the fastest kernel by weight shape and
+number of rows.
 
-`python -m pallas_kernels.tune` measures the table and writes tables/<device>.json. A rule covers one weight [N, K]. Its
-choices are sorted by rows, and each holds up to its number of rows. These numbers are the paper's inflection points.
+`python -m pallas_kernels.tune` measures the table and writes tables/<device>.json. A rule covers one weight
+[N, K]. Its choices are sorted by rows, and each holds up to its number of rows. These numbers are the
+paper's inflection points.
 """
 
 import contextlib
@@ -23,11 +25,12 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """The weight of a product: [n, k] of dtype `weights`, with alternating blocks of `gate_block` gates and ups (0: none).
+    """The weight of a product: [n, k] of dtype `weights`, with alternating blocks of `gate_block` gates and
+    ups (0: none).
 
-    weights: bfloat16, float8_e4m3fn or int4. scales: form of the quantized input's scales. "rows" (one a row, or one for all)
-    multiply finished sums. "blocks" (one for every 128 columns of a row) multiply partial sums, for which other kernels are
-    fastest.
+    weights: bfloat16, float8_e4m3fn or int4. scales: form of the quantized input's scales. "rows" (one a
+    row, or one for all) multiply finished sums. "blocks" (one for every 128 columns of a row) multiply
+    partial sums, for which other kernels are fastest.
     """
 
     n: int
@@ -39,8 +42,8 @@ class Shape:
     def distance(self, other: "Shape") -> float:
         """Return the distance of two shapes in octaves of N and K.
 
-        The distance is infinite between kinds of weights or scales, and between products with and without gates: a kernel with an epilogue
-        saves a pass only for products with gates.
+        The distance is infinite between kinds of weights or scales, and between products with and without
+        gates: a kernel with an epilogue saves a pass only for products with gates.
         """
         if (self.weights, self.scales, self.gate_block > 0) != (
             other.weights,
@@ -62,7 +65,9 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """The choices of a shape, by ascending rows. The last choice also holds for more rows, without its tile."""
+    """The choices of a shape, by ascending rows. The last choice also holds for more rows, without its
+    tile.
+    """
 
     shape: Shape
     choices: tuple[Choice, ...]
@@ -129,7 +134,9 @@ def load(device: str) -> Table:
 
 @contextlib.contextmanager
 def named(path: str | Path) -> Iterator[None]:
-    """Turn the errors of reading a damaged table, or a table of another schema, into a ValueError that names the file."""
+    """Turn the errors of reading a damaged table, or a table of another schema, into a ValueError that
+    names the file.
+    """
     try:
         yield
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -141,7 +148,8 @@ def named(path: str | Path) -> Iterator[None]:
 def parse(data: Mapping[str, Any]) -> Table:
     """Return a table from its JSON.
 
-    Raises: ValueError for another schema; ValueError, AttributeError, KeyError or TypeError for a damaged table.
+    Raises: ValueError for another schema; ValueError, AttributeError, KeyError or TypeError for a damaged
+    table.
     """
     if data.get("schema") != SCHEMA:
         raise ValueError(f"schema={data.get('schema')!r} of a tuned table: accepted is {SCHEMA}")
@@ -167,7 +175,9 @@ def _rule(data: Mapping[str, Any]) -> Rule:
 
 
 def choices(best: Iterable[Choice]) -> tuple[Choice, ...]:
-    """Return the best choices by ascending rows, with equal neighbors merged into the larger number of rows."""
+    """Return the best choices by ascending rows, with equal neighbors merged into the larger number of
+    rows.
+    """
     merged: list[Choice] = []
     for choice in best:
         if merged and (merged[-1].kernel, merged[-1].tile) == (choice.kernel, choice.tile):

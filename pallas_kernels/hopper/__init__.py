@@ -1,1 +1,3 @@
-"""Parts that the Mosaic kernels for Hopper share: device limits, memory layouts, thread registers, launches."""
+"""Parts that the Mosaic kernels for Hopper share: device limits, memory layouts, thread registers,
+launches.
+"""

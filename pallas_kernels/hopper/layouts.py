@@ -1,4 +1,6 @@
-"""Memory layouts of the Hopper kernels: padding to TMA's tiles, swizzled tiles for wgmma, transposed stores."""
+"""Memory layouts of the Hopper kernels: padding to TMA's tiles, swizzled tiles for wgmma, transposed
+stores.
+"""
 
 import math
 
@@ -41,9 +43,11 @@ def swizzled(dtype, columns: int | None = None) -> tuple:
 
 
 def store_transposed(value, ref, interpret: bool) -> None:
-    """Store ref[...] = value.T for a value [M, N] of 8 bits in WGMMA's layout and a swizzled ref [N, M] in shared memory.
+    """Store ref[...] = value.T for a value [M, N] of 8 bits in WGMMA's layout and a swizzled ref [N, M] in
+    shared memory.
 
-    Pallas stores 8-bit values along a row only. Here each thread writes its bytes to their swizzled addresses.
+    Pallas stores 8-bit values along a row only. Here each thread writes its bytes to their swizzled
+    addresses.
     """
     if interpret:
         ref.transpose((1, 0))[...] = value

@@ -1,7 +1,7 @@
 """A cache for the version of ptxas that Mosaic asks for while it lowers kernels.
 
-Mosaic (JAX 0.11) starts a process for this query at every cast from or to 8 bits or fewer: about fifty processes a
-program, a quarter to a third of the lowering time of a step's kernels.
+Mosaic (JAX 0.11) starts a process for this query at every cast from or to 8 bits or fewer: about fifty
+processes a program, a quarter to a third of the lowering time of a step's kernels.
 """
 
 import functools

@@ -16,7 +16,9 @@ def const(value: int) -> ir.Value:
 
 
 def place() -> tuple[ir.Value, ir.Value, ir.Value]:
-    """Return (warp of the warpgroup, row in a tile of 8, lane of 4 in this row) of the thread in wgmma's first operand."""
+    """Return (warp of the warpgroup, row in a tile of 8, lane of 4 in this row) of the thread in wgmma's
+    first operand.
+    """
     thread = arith.remui(mgpu.utils.thread_idx(), const(128))
     lane = arith.andi(thread, const(31))
     return arith.shrui(thread, const(5)), arith.shrui(lane, const(2)), arith.andi(lane, const(3))

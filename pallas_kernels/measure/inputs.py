@@ -10,7 +10,9 @@ PAGE = 64
 
 
 def ragged(rows: int, mean: int) -> tuple[int, ...]:
-    """Return lengths of half the mean plus an exponential with the other half as its mean, from a fixed seed."""
+    """Return lengths of half the mean plus an exponential with the other half as its mean, from a fixed
+    seed.
+    """
     return tuple(
         np.clip(np.random.default_rng(7).exponential(mean / 2, rows) + mean / 2, 1, 4 * mean)
         .astype(int)

@@ -1,4 +1,6 @@
-"""Samples of power, SM clock, temperature and energy of the cards in use, read through NVML while work runs."""
+"""Samples of power, SM clock, temperature and energy of the cards in use, read through NVML while work
+runs.
+"""
 
 import contextlib
 import dataclasses
@@ -18,8 +20,8 @@ from pallas_kernels.nvml import visible_handles
 class CardReadings:
     """Samples of one card.
 
-    watts: power at each sample. clock_mhz: SM clock. temperature_c: GPU temperature. energy: (seconds, joules)
-    at each observed step of the energy counter.
+    watts: power at each sample. clock_mhz: SM clock. temperature_c: GPU temperature. energy: (seconds,
+    joules) at each observed step of the energy counter.
     """
 
     watts: list[float] = dataclasses.field(default_factory=list)
@@ -63,8 +65,8 @@ class Readings:
 def sample(cards: int | None = 1, every_s: float = 0.02, counter_reads: int = 0) -> Iterator[Readings]:
     """Sample the first `cards` visible cards, or all for None, in a thread while the block runs.
 
-    every_s: seconds between samples of power, clock and temperature. counter_reads: reads of the energy counter
-    between two of these samples; 0: never. The counter advances in steps of tens of milliseconds.
+    every_s: seconds between samples of power, clock and temperature. counter_reads: reads of the energy
+    counter between two of these samples; 0: never. The counter advances in steps of tens of milliseconds.
     """
     readings = Readings()
     try:
@@ -110,10 +112,11 @@ def sample(cards: int | None = 1, every_s: float = 0.02, counter_reads: int = 0)
 
 
 def power_by_counter(energy: Sequence[tuple[float, float]]) -> tuple[float | None, float | None]:
-    """Return (mean watts, median seconds between steps) from (seconds, joules) at steps of an energy counter.
+    """Return (mean watts, median seconds between steps) from (seconds, joules) at steps of an energy
+    counter.
 
-    Both are None for fewer than two steps. The first and the last observed step bound the span, so the error is
-    at most the time between two reads of the counter at either end, however long a step is.
+    Both are None for fewer than two steps. The first and the last observed step bound the span, so the
+    error is at most the time between two reads of the counter at either end, however long a step is.
     """
     if len(energy) < 2:
         return None, None

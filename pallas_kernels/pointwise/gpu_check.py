@@ -1,5 +1,5 @@
-"""Check the memory-bound kernels against their references on a GPU, and time them next to XLA's fusions and a
-copy.
+"""Check the memory-bound kernels against their references on a GPU, and time them next to XLA's fusions and
+a copy.
 
     python -m pallas_kernels.pointwise.gpu_check [--seconds 0.6] [--only check,time] [--share 0/6] [--json FILE]
 

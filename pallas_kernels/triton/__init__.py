@@ -1,3 +1,1 @@
-"""Decode attention and flat GEMM through jax-triton, for GPUs before Hopper. Imported where they run only:
-the extra `triton` brings it.
-"""
+"""Decode attention and GEMM through jax-triton, for GPUs before Hopper. They need the extra `triton`."""

@@ -1,14 +1,13 @@
-"""Paged decode attention in Triton: the split of `pallas_kernels.attention.decode.api`, for GPUs that have no TMA
-and no wgmma.
+"""Paged decode attention in Triton, for GPUs without TMA and wgmma.
 
-The batch's pages form one line that `decode_work` cuts into equal pieces, one a program, so one long row
-beside many short ones fills the chip. A program ends at most two (row, KV head) pairs unfinished; a second
-kernel adds their parts up in the order of their keys, so equal batches give equal bits.
+The batch's pages form one line, which `decode_work` splits into equal pieces, one for each program. One
+long row next to many short rows then fills the chip. A program leaves at most two (row, KV head) pairs
+unfinished. A second kernel adds their parts in the order of their keys, so equal batches give equal bits.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
 # pyright: reportCallIssue=false
-# The extra `triton` may not be installed, and its language only looks like Python.
+# The extra `triton` may be missing, and pyright cannot type-check Triton's language.
 
 import math
 
@@ -21,14 +20,14 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.attention.decode.work_list import PAGE, DecodeWork, decode_work
 
-_LOG2E = math.log2(math.e)  # softmax is done in powers of two
-_PROGRAMS = 4  # a multiprocessor: their copies are in flight beside each other's arithmetic
-_COLS = 16  # rows of a product at least: the query heads of a KV head, padded
+_LOG2E = math.log2(math.e)  # softmax uses powers of two
+_PROGRAMS = 4  # programs on a multiprocessor, whose copies and arithmetic overlap
+_COLS = 16  # minimum rows of a matrix product: the padded query heads of a KV head
 
 
 def shared_bytes(h: int, itemsize: int) -> int:
-    """Of shared memory that a program takes at most, as Triton 3.7 compiles it for compute capabilities 7.5
-    to 9.0: 2.3 to 2.5 pages.
+    """Return an upper bound of a program's shared memory: 2.3 to 2.5 pages, as Triton 3.7 compiles it for
+    7.5 to 9.0.
     """
     return 5 * PAGE * h * itemsize // 2
 
@@ -64,12 +63,12 @@ def _attend(
             seen = key < length
             if WINDOW > 0:
                 seen = seen & (key >= length - WINDOW)
-            # What nobody wrote may be NaN, so it is not read.
+            # Unwritten memory can hold NaN, so it is not read.
             k = tl.load(k_pages + start + within, mask=seen[:, None], other=0.0)
             v = tl.load(v_pages + start + within, mask=seen[:, None], other=0.0)
             scores = tl.dot(queries, tl.trans(k), input_precision="ieee")
             if CAP > 0:
-                # scores * FACTOR is score / cap * 2 log2(e); tanh by exp2, which is good to the last bits.
+                # scores * FACTOR is score / cap * 2 log2(e). tanh is computed from exp2, which is accurate.
                 scores = (1.0 - 2.0 / (tl.exp2(scores * FACTOR) + 1.0)) * CAP
             else:
                 scores = scores * FACTOR
@@ -80,14 +79,13 @@ def _attend(
             total = total * keep + tl.sum(weights, 1)
             acc = acc * keep[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
             top = new_top
-        total = tl.maximum(
-            total, 1e-30
-        )  # 0 where all scores are -inf: the output is 0 then, and weighs nothing beside other parts
+        # total is 0 if all scores are -inf. The output is then 0, with no weight next to other parts.
+        total = tl.maximum(total, 1e-30)
         acc = acc / total[:, None]
         if here == pages:
             tl.store(out + heads, acc.to(out.dtype.element_ty), mask=cols[:, None] < GROUP)
         else:
-            # 0: continues an earlier worker's pair, 1: its first part.
+            # 0: continues an earlier worker's pair, 1: the first part of a pair.
             part = worker.to(tl.int64) * 2 + tl.where(page == 0, 1, 0)
             tl.store(parts + (part * COLS + cols[:, None]) * H + width[None, :], acc)
             tl.store(levels + part * COLS + cols, top + tl.log2(total))
@@ -149,20 +147,25 @@ def decode_attention(
     into: jax.Array | None = None,
     capability: int | None = None,
 ) -> jax.Array:
-    """Attention of one new token a sequence over its pages (the twin: `reference.decode_attention`).
+    """Return the attention of one new token a sequence over its pages.
+
+    The reference implementation is `pallas_kernels.attention.decode.reference.decode_attention`.
 
     Args:
-      q: [T, N, H] bfloat16, float16 or float32, H a power of two from 16; N / K from 1 to 16. Its first B
-      rows are the sequences'. k_pages, v_pages: [P, K, 64, H], of q's dtype; places that no token wrote are
-      not read. page_table: [B, MP] int32. lengths: [B] int32, 0 skips the row. k_scale, v_scale: only None:
-      the caches of few bits are the Hopper kernels'. unified_max: not needed here: the running maximum gives the
-      same result. sms: multiprocessors to fill; None: all of this device. work: `decode_work(lengths, K, 4 *
-      sms, window)`, shared between layers. into: [T, N, H], the results of rows without keys, and from B on;
-      None: 0. capability: compute capability to compile for, as 80; None: this device's.
+      q: [T, N, H] bfloat16, float16 or float32, H a power of two from 16; N / K from 1 to 16. The first B rows
+        belong to the sequences.
+      k_pages, v_pages: [P, K, 64, H], of q's dtype; unwritten positions are not read.
+      page_table: [B, MP] int32. lengths: [B] int32, 0 skips the row.
+      k_scale, v_scale: None only, because this kernel reads no 8-bit cache.
+      unified_max: unused, because the running maximum gives the same result.
+      sms: multiprocessors to fill; None: all of this device.
+      work: `decode_work(lengths, K, 4 * sms, window)`, if layers share one list.
+      into: [T, N, H], the results of rows without keys and of rows from B on; None: 0.
+      capability: compute capability to compile for, for example 80; None: this device's.
     Returns:
       [T, N, H] of q's dtype.
     Raises:
-      ValueError: for a shape or dtype that the kernel does not take.
+      ValueError: for a shape or dtype outside the limits.
     """
     (_, n, h), kv = q.shape, k_pages.shape[1]
     _check(q, k_pages, v_pages, k_scale, v_scale)
@@ -171,7 +174,7 @@ def decode_attention(
     work = decode_work(lengths, kv, workers, window) if work is None else work
     if work.pieces.shape[0] != workers:
         raise ValueError(
-            f"work.pieces has {work.pieces.shape[0]} workers: {workers}, which is {_PROGRAMS} for each of sms"
+            f"work.pieces has {work.pieces.shape[0]} workers: accepted are {workers}, {_PROGRAMS} for each SM"
         )
     factor, cap = (
         (scale * _LOG2E, 0.0) if soft_cap is None else (2 * _LOG2E * scale / soft_cap, soft_cap * _LOG2E)
@@ -207,14 +210,17 @@ def decode_attention(
 def _check(q, k_pages, v_pages, k_scale, v_scale):
     (_, n, h), (_, kv, s, width) = q.shape, k_pages.shape
     if k_scale is not None or v_scale is not None:
-        raise ValueError("k_scale, v_scale: None; this kernel reads no cache of few bits")
+        raise ValueError("k_scale, v_scale: accepted is None, because this kernel reads no 8-bit cache")
     if h < 16 or h & (h - 1) or width != h:
-        raise ValueError(f"head width {h} (pages: {width}): a power of two from 16, the same in both")
+        raise ValueError(
+            f"head width {h} (pages: {width}): accepted is a power of two from 16, equal in both"
+        )
     if s != PAGE or k_pages.shape != v_pages.shape:
-        raise ValueError(f"pages {k_pages.shape} and {v_pages.shape}: [P, K, {PAGE}, H], the same for both")
+        raise ValueError(f"pages {k_pages.shape} and {v_pages.shape}: accepted is [P, K, {PAGE}, H] for both")
     if n % kv or not 1 <= n // kv <= _COLS:
-        raise ValueError(f"{n} query heads over {kv} KV heads: 1 to {_COLS} a KV head")
+        raise ValueError(f"{n} query heads over {kv} KV heads: accepted are 1 to {_COLS} for each KV head")
     if q.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32) or {k_pages.dtype, v_pages.dtype} != {q.dtype}:
         raise ValueError(
-            f"dtypes {q.dtype}, {k_pages.dtype}, {v_pages.dtype}: bfloat16, float16 or float32, one for all"
+            f"dtypes {q.dtype}, {k_pages.dtype}, {v_pages.dtype}: "
+            "accepted are bfloat16, float16 or float32, equal for all"
         )

@@ -1,13 +1,12 @@
-"""GEMM of few rows in Triton, for GPUs before Hopper: the weights are streamed once, split along K where N is
+"""GEMM for small batches in Triton, for GPUs before Hopper: the weights stream once, with K split if N is
 small.
 
-The parts of a split are added up in their order by XLA, which fuses what is behind the product into that one
-pass over [M, N].
+XLA adds the parts of a split in order, fused with the epilogue in one pass over [M, N].
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
 # pyright: reportCallIssue=false
-# The extra `triton` may not be installed, and its language only looks like Python.
+# The extra `triton` may be missing, and pyright cannot type-check Triton's language.
 
 import dataclasses
 
@@ -23,7 +22,7 @@ from pallas_kernels.quantized import Quantized
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """A program's columns of the result, the step along K, and into how many parts K is cut."""
+    """A program's tile. columns: columns of the result. step: K of a step. splits: parts of K."""
 
     columns: int = 64
     step: int = 128
@@ -33,11 +32,11 @@ class Tile:
 
 
 def tile_for(n: int, k: int, multiprocessors: int, itemsize: int = 2) -> Tile:
-    """Narrow tiles, and K cut until every multiprocessor has two programs (§IV of FlashDecoding++: small N
-    lacks parallelism).
+    """Return narrow tiles, with K split until every multiprocessor has two programs (FlashDecoding++ §IV:
+    small N lacks parallelism).
 
-    Steps of as many bytes, whatever a number's: of up to 16 rows 61 KB of shared memory, which all GPUs since
-    compute capability 7.5 have.
+    A step has the same number of bytes for any dtype: 61 KB of shared memory for up to 16 rows, which all
+    GPUs since compute capability 7.5 have.
     """
     columns = 64 if n >= 64 * 2 * multiprocessors else 32
     programs = -(-n // columns)
@@ -87,20 +86,24 @@ def flat_gemm(
     tile: Tile | None = None,
     capability: int | None = None,
 ) -> jax.Array | Quantized:
-    """x @ w.T and what follows it (the twin: `reference.gemm`).
+    """Return x @ w.T with the epilogue of `gemm`.
+
+    The reference implementation is `pallas_kernels.gemm.reference.gemm`.
 
     Args:
       x: [M, K], M at most 64; w: [N, K]; both bfloat16, float16 or float32. Any N and K.
-      sms: multiprocessors that the split of K is made for; None: all of this device.
-      capability: compute capability to compile for, as 80; None: this device's.
+      sms: multiprocessors, which decide the split of K; None: all of this device.
+      capability: compute capability to compile for, for example 80; None: this device's.
     Raises:
-      ValueError: for a shape or dtype that the kernel does not take.
+      ValueError: for a shape or dtype outside the limits.
     """
     (m, k), n = x.shape, w.shape[0]
     if not 1 <= m <= 64 or w.shape != (n, k):
-        raise ValueError(f"x {x.shape} and w {w.shape}: [M, K] and [N, K], M from 1 to 64")
+        raise ValueError(f"x {x.shape} and w {w.shape}: accepted are [M, K] and [N, K], M from 1 to 64")
     if x.dtype != w.dtype or x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
-        raise ValueError(f"dtypes {x.dtype} and {w.dtype}: bfloat16, float16 or float32, the same for both")
+        raise ValueError(
+            f"dtypes {x.dtype} and {w.dtype}: accepted are bfloat16, float16 or float32, equal for both"
+        )
     tile = tile or tile_for(n, k, sms or getattr(jax.devices()[0], "core_count", 1), x.dtype.itemsize)
     steps = -(-k // tile.step)
     per_split = -(-steps // tile.splits) * tile.step
@@ -119,11 +122,11 @@ def flat_gemm(
     total = parts[0]
     for part in parts[1:]:
         total += part
-    behind = {
+    epilogue = {
         "residual": residual,
         "activation": activation,
         "gate_block": gate_block,
         "quantize": quantize,
         "out_dtype": out_dtype,
     }
-    return finish(total, bias, dtype=x.dtype, **behind)
+    return finish(total, bias, dtype=x.dtype, **epilogue)

@@ -11,12 +11,13 @@ from pallas_kernels.quantized import Int4, Quantized
 
 @dataclasses.dataclass(frozen=True)
 class TritonGemm:
-    """`reference.gemm` before Hopper: up to 16 rows stream the weight through Triton, all else is XLA's,
-    which was faster at 64.
+    """The op `gemm` before Hopper: Triton for up to 16 rows, XLA for all other products.
+
+    At 64 rows XLA was faster. Up to 16 rows the time is the time to read the weight.
     """
 
     def choose(self, rows: int, activations: str, weights: str) -> str:
-        """triton or xla."""
+        """Return "triton" or "xla"."""
         return (
             "triton"
             if rows <= 16 and activations == weights and weights in ("bfloat16", "float16", "float32")
@@ -24,7 +25,7 @@ class TritonGemm:
         )
 
     def describe(self, p: Product) -> str:
-        """Which kernel a weight's products run on, by their rows, whatever those of `p`."""
+        """Return the kernels of a weight by number of rows, for any number of rows of `p`."""
         return kernels_by_rows(lambda rows: self.choose(rows, p.activations, p.shape.weights))
 
     def __call__(self, x, w, bias=None, **settings) -> jax.Array | Quantized:

@@ -1,28 +1,37 @@
-"""Measures which kernel is fastest for which product on this GPU, and writes the table that kernel sets
-choose by.
+"""Measure the fastest kernel of each GEMM on this GPU, and write the table from which kernel sets choose.
 
-    python -m pallas_kernels.tune                            every shape of tables/shapes.json, bfloat16
-    weights python -m pallas_kernels.tune --models 'llama-3.1-8b tp 1' --weights float8_e4m3fn python -m
-    pallas_kernels.tune --shapes 4096x6144 4096x28672g64     K x N; g64: gates and ups in blocks of 64 python
-    -m pallas_kernels.tune --weights float8_e4m3fn --shapes 14336x4096b     b: the input has a scale for every
-    128 columns python -m pallas_kernels.tune --tiles                    also other tiles than the kernels'
-    own choice python -m pallas_kernels.tune --time_limit_s 300         what fits; the same command goes on
-    from there python -m pallas_kernels.tune --share 0/4 --output a.json             every fourth shape, for a
-    process on each of four GPUs python -m pallas_kernels.tune --share 0/8 --lock gpu0 --output a.json one of
-    eight that compile beside each other for one GPU python -m pallas_kernels.tune --merge a.json b.json
-    --output t.json   what they wrote, in one table; measures nothing
+    python -m pallas_kernels.tune
+        every shape of tables/shapes.json, bfloat16 weights
+    python -m pallas_kernels.tune --models 'llama-3.1-8b tp 1' --weights float8_e4m3fn
+    python -m pallas_kernels.tune --shapes 4096x6144 4096x28672g64
+        K x N; g64: gates and ups in blocks of 64
+    python -m pallas_kernels.tune --weights float8_e4m3fn --shapes 14336x4096b
+        b: the input has a scale for every 128 columns
+    python -m pallas_kernels.tune --tiles
+        also tiles that the kernels would not choose
+    python -m pallas_kernels.tune --time_limit_s 300
+        stop after 300 s; the same command continues
+    python -m pallas_kernels.tune --share 0/4 --output a.json
+        every fourth shape, for a process on each of four GPUs
+    python -m pallas_kernels.tune --share 0/8 --lock gpu0 --output a.json
+        one of eight processes that compile concurrently for one GPU
+    python -m pallas_kernels.tune --merge a.json b.json --output t.json
+        merge tables, without measuring
 
-For each [K, N] it times every kernel that takes it, and XLA's own product, at 1, 2, 4, 8, ..., 256 rows and
-more, on random data, the weights rotated past the L2 and the rivals in turn; keeps the fastest, and merges
-neighbours that agree: what is left are the inflection points (FlashDecoding++Next §4). All programs of a
-shape are compiled before the first is timed: XLA times its own candidates on the GPU. Mosaic compiles one
-kernel at a time in a process, so several may share a GPU: with --lock each compiles ours as it likes, and has
-the GPU to itself while XLA's are compiled and all are timed (XLA_PYTHON_CLIENT_PREALLOCATE=false, so that
-memory suffices). Beside its times stands what XLA's product was: `cublas` where XLA_FLAGS has
---xla_gpu_enable_triton_gemm=false, else `cublas or triton`. A time that the card cannot have met ends the run
-with an error. The table is written after every shape. A shape that it has at all these numbers of rows is not
-measured again unless --again says so; what it has at others stays. What does not fit --time_limit_s,
-compilation included, is left out and named.
+For each [K, N] the command times every eligible kernel, and XLA's product, at 1, 2, 4, 8, ..., 256 rows and
+more. Data is random, weights rotate past the L2, and the kernels run in turns. The fastest kernel of each
+number of rows is kept, and equal neighbors are merged: the inflection points remain (FlashDecoding++Next
+§4).
+
+All programs of a shape are compiled before the first is timed, because XLA times its candidates on the GPU.
+Mosaic compiles one kernel at a time in a process, so several processes can share a GPU with --lock. A
+process holds the lock while XLA's programs compile and while it times. Set
+XLA_PYTHON_CLIENT_PREALLOCATE=false then, so that memory suffices.
+
+The table records the kind of XLA's product: `cublas` if XLA_FLAGS has --xla_gpu_enable_triton_gemm=false,
+else `cublas or triton`. A time below the card's limits ends the run with an error. The table is written
+after every shape. A shape is skipped if the table has it at all these numbers of rows, unless --again is
+given. Shapes beyond --time_limit_s, compilation included, are skipped and named.
 """
 
 import argparse
@@ -56,22 +65,22 @@ from pallas_kernels.tune.rules import label, merge, merged, missing, read, rival
 from pallas_kernels.tune.shapes import format_shape, parse_shape, shapes_of
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
-ROTATED = 240 << 20  # bytes of weights that a program walks through: four times the L2
-BYTES = {"bfloat16": 2, "float8_e4m3fn": 1, "int4": 0.5}  # of a weight's number
+ROTATED = 240 << 20  # bytes of weights in a program: four times the L2
+BYTES = {"bfloat16": 2, "float8_e4m3fn": 1, "int4": 0.5}  # bytes of a number
 FLAT_TILES = {
     "flat": (128, 16),
     "int4": (512, 4.5),
-}  # depth along K, and bits a weight, of the tiles that --tiles tries
+}  # K of a stage, and bits of a number, of the tiles of --tiles
 
 
 def tiles(name: str, p: Product, others: bool) -> list[tuple[tuple[str, int], ...]]:
-    """The tiles to try: () stands for the kernel's own; `others`: also those of `FLAT_TILES`, their rings
-    filled.
+    """Return the tiles to try: () is the kernel's choice; `others`: also those of `FLAT_TILES`, with filled
+    rings.
     """
     if name not in FLAT_TILES or not others:
         return [()]
     depth, bits = FLAT_TILES[name]
-    rows = (128,) if p.shape.gate_block else (64, 128)  # gates and ups of 64 lie in one warpgroup's rows
+    rows = (128,) if p.shape.gate_block else (64, 128)  # gates and ups are in one warpgroup's rows
     shapes = [
         (r, warpgroups, cluster)
         for r in rows
@@ -83,13 +92,13 @@ def tiles(name: str, p: Product, others: bool) -> list[tuple[tuple[str, int], ..
     return [(), *(tuple(sorted(dataclasses.asdict(tile).items())) for tile in made)]
 
 
-class NoWay(ValueError):
-    """A product that neither a kernel nor XLA could be compiled for: memory is short, or the shape is wrong."""
+class NoProgram(ValueError):
+    """A product for which no program compiles, because memory is short or the shape is wrong."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """An x [M, K] for each of the weights [N, K], and how often a program walks through them."""
+    """The inputs of a program: one x [M, K] for each weight [N, K], and the rounds over the weights."""
 
     xs: list
     ws: list
@@ -97,12 +106,12 @@ class Inputs:
 
 
 def rotated(shape: Shape) -> int:
-    """How many weights a program walks through: more than the L2 holds."""
+    """Return the number of weights in a program: more than the L2 holds."""
     return max(4, -(-ROTATED // int(shape.n * shape.k * BYTES[shape.weights])))
 
 
 def make_weights(shape: Shape) -> list:
-    """Random weights, as many as `rotated` says."""
+    """Return `rotated` random weights."""
     draw = jax.jit(lambda key: jax.random.normal(key, (shape.n, shape.k), jnp.bfloat16) * shape.k**-0.5)
     form: Callable = {
         "bfloat16": lambda w: w,
@@ -115,7 +124,7 @@ def make_weights(shape: Shape) -> list:
 
 
 def make_inputs(p: Product, ws: list) -> Inputs:
-    """Rounds that last some milliseconds."""
+    """Return inputs with rounds that last a few milliseconds."""
     once = len(ws) * max(
         2 * p.rows * p.shape.n * p.shape.k / 600e12, p.shape.n * p.shape.k * BYTES[p.shape.weights] / 4e12
     )
@@ -129,26 +138,28 @@ def make_inputs(p: Product, ws: list) -> Inputs:
 
 
 def compiled(choice: Choice, p: Product, inputs: Inputs) -> Callable[[], Any] | str:
-    """A program of the products, or why there is none."""
-    behind: dict[str, Any] = (
+    """Return a compiled program of the products, or the error text."""
+    epilogue: dict[str, Any] = (
         {"activation": "silu", "gate_block": p.shape.gate_block} if p.shape.gate_block else {}
     )
-    behind |= {"quantize": True} if p.out_dtype == "float8_e4m3fn" else {}
-    program = looped(jax.jit(functools.partial(kernel(choice), **behind)), inputs.rounds)
+    epilogue |= {"quantize": True} if p.out_dtype == "float8_e4m3fn" else {}
+    program = looped(jax.jit(functools.partial(kernel(choice), **epilogue)), inputs.rounds)
     try:
         ready = program.lower(inputs.xs, inputs.ws).compile()
-    except Exception as error:  # a tile that does not fit
+    except Exception as error:  # for example a tile that does not fit
         return f"{type(error).__name__}: {error}"[:200]
     return lambda: ready(inputs.xs, inputs.ws)
 
 
 @contextlib.contextmanager
-def alone(lock: str | None) -> Iterator[None]:
-    """While no other process holds the lock, a file that is made; at once without one."""
+def exclusive(lock: str | None) -> Iterator[None]:
+    """Hold the lock file while the block runs, so that no other process uses the GPU. Do nothing without a
+    lock.
+    """
     if lock is None:
         yield
         return
-    with open(lock, "a") as file:  # closing gives it back
+    with open(lock, "a") as file:  # closing releases the lock
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -163,7 +174,7 @@ def measure(
     progress: Callable[[str], None],
     lock: str | None = None,
 ) -> dict[str, Any]:
-    """A shape's rule, as it stands in the table's JSON, with what was measured."""
+    """Return the JSON of a shape's rule, with its measurements."""
     products, ws = [product_of(shape, m) for m in rows], make_weights(shape)
     inputs = {p.rows: make_inputs(p, ws) for p in products}
     wanted = [
@@ -181,7 +192,7 @@ def measure(
 
     jax.block_until_ready([inputs, ws])
     ours = compile_all(rivals=False)
-    with alone(lock):
+    with exclusive(lock):
         return _measured(shape, products, ours | compile_all(rivals=True), inputs, seconds, progress)
 
 
@@ -193,7 +204,7 @@ def _measured(
     seconds: float,
     progress: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Times what was compiled: made has a program of every (product, choice), or why there is none."""
+    """Return the rule from timings. made: the program of every (product, choice), or its error text."""
     measured = []
     for p in products:
         progress(f"{shape.k} x {shape.n} M {p.rows}")
@@ -207,9 +218,8 @@ def _measured(
             )
         failed = {label(choice): program for choice, program in programs.items() if isinstance(program, str)}
         if not us:
-            raise NoWay(
-                f"{format_shape(shape)}, {p.rows} rows: no kernel's program could be made, nor XLA's "
-                f"({next(iter(failed.values()))})"
+            raise NoProgram(
+                f"{format_shape(shape)}, {p.rows} rows: no program compiles ({next(iter(failed.values()))})"
             )
         measured.append(
             {"rows": p.rows, "us": us, "xla": rival(os.environ.get("XLA_FLAGS", ""))}
@@ -219,37 +229,36 @@ def _measured(
 
 
 def least(p: Product) -> Least:
-    """What any kernel must do for a product: read the weight, which is in no cache, and multiply."""
+    """Return the minimum work of a product: read the weight, which is in no cache, and multiply."""
     shape = p.shape
     return Least(shape.n * shape.k * BYTES[shape.weights], 2.0 * p.rows * shape.n * shape.k, p.activations)
 
 
 def main() -> None:
+    """Run the command."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--models", nargs="*", default=[], help="names in tables/shapes.json; default: all")
-    parser.add_argument("--shapes", nargs="*", default=[], help="KxN, instead of models")
+    parser.add_argument("--shapes", nargs="*", default=[], help="KxN shapes, instead of models")
     parser.add_argument("--weights", default="bfloat16", choices=["bfloat16", "float8_e4m3fn", "int4"])
     parser.add_argument("--rows", nargs="*", type=int, default=ROWS)
-    parser.add_argument("--tiles", action="store_true", help="try other tiles than the kernels' own choice")
-    parser.add_argument("--seconds", type=float, default=0.1, help="measured work a figure")
     parser.add_argument(
-        "--time_limit_s", type=float, help="leave out shapes that would end later than this after the start"
+        "--tiles", action="store_true", help="also try tiles that the kernels would not choose"
     )
-    parser.add_argument("--again", action="store_true", help="measure also what the table has")
-    parser.add_argument("--output", help="the table's file; default: this GPU's own in the package")
+    parser.add_argument("--seconds", type=float, default=0.1, help="seconds of measured work for each time")
+    parser.add_argument(
+        "--time_limit_s", type=float, help="skip shapes that would end more than this after the start"
+    )
+    parser.add_argument("--again", action="store_true", help="also measure shapes that the table has")
+    parser.add_argument("--output", help="file of the table; default: this GPU's file in the package")
     parser.add_argument(
         "--share",
         default="0/1",
-        help="i/n: every n-th shape from the i-th on, for several processes with a file each",
+        help="i/n: measure every n-th shape from shape i, to divide the shapes among processes",
     )
-    parser.add_argument(
-        "--lock", metavar="FILE", help="held while the GPU is used, by all processes that share it"
-    )
-    parser.add_argument(
-        "--merge", nargs="+", metavar="FILE", help="only join the tables of several shares in --output"
-    )
+    parser.add_argument("--lock", metavar="FILE", help="lock file that processes on one GPU share")
+    parser.add_argument("--merge", nargs="+", metavar="FILE", help="only merge these tables into --output")
     args = parser.parse_args()
     if args.merge:
         if not args.output:
@@ -259,11 +268,13 @@ def main() -> None:
             absent = merge(args.merge, args.output)
         except (ValueError, OSError) as error:
             parser.exit(2, f"error: {error}\n")
-        if absent:  # a share that was left no shape, or a name that was written otherwise
-            print(f"no such file, so not in {args.output}: {' '.join(absent)}", file=sys.stderr)
+        if absent:  # for example a share without shapes
+            print(
+                f"these files do not exist and are not in {args.output}: {' '.join(absent)}", file=sys.stderr
+            )
         return
     if jax.default_backend() != "gpu":
-        parser.exit(1, f"error: tuning needs a GPU: JAX's backend here is {jax.default_backend()!r}\n")
+        parser.exit(1, f"error: tuning needs a GPU; JAX's backend is {jax.default_backend()!r}\n")
     device = jax.devices()[0].device_kind
     path = Path(args.output) if args.output else table.file_of(device)
     try:
@@ -271,16 +282,20 @@ def main() -> None:
         if args.lock:
             check_file("--lock", args.lock)
         if not args.seconds > 0:
-            raise ValueError(f"--seconds {args.seconds:g}: more than 0")
+            raise ValueError(f"--seconds {args.seconds:g}: accepted are numbers above 0")
         share, args.rows = parse_share(args.share), sorted(set(args.rows))
         if not args.rows or args.rows[0] < 1:
-            raise ValueError(f"--rows {' '.join(map(str, args.rows)) or '(none)'}: numbers of 1 and more")
+            raise ValueError(
+                f"--rows {' '.join(map(str, args.rows)) or '(none)'}: accepted are numbers from 1"
+            )
         shapes = [parse_shape(text, args.weights) for text in args.shapes] or shapes_of(
             args.models, args.weights
         )
         old = read(path) if path.exists() else None
         if old is not None and old["device"] != device:
-            raise ValueError(f"--output {path}: a table of this device, {device}, not of {old['device']}")
+            raise ValueError(
+                f"--output {path} is a table of {old['device']}: accepted is a table of this device, {device}"
+            )
     except (ValueError, OSError) as error:
         parser.exit(2, f"error: {error}\n")
     shapes = shapes[share[0] :: share[1]]
@@ -300,7 +315,7 @@ def main() -> None:
             began = time.monotonic()
             if (
                 args.time_limit_s is not None and began - start + took > args.time_limit_s
-            ):  # as long as the longest so far
+            ):  # assume the longest time so far
                 left_out.append(format_shape(shape))
                 continue
             try:
@@ -313,7 +328,7 @@ def main() -> None:
                     progress=progress,
                     lock=args.lock,
                 )
-            except (ImpossibleTime, NoWay) as error:
+            except (ImpossibleTime, NoProgram) as error:
                 parser.exit(1, f"error: {error}\n")
             bar.write(f"{shape}: " + ", ".join(f"{c['kernel']} to {c['rows']}" for c in rule["choices"]))
             new = {
@@ -324,7 +339,7 @@ def main() -> None:
                 "rules": [rule],
             }
             old = merged(old, new)
-            write(path, old)  # a shape at a time: what is measured is kept
+            write(path, old)  # after each shape, to keep its measurements
             took = max(took, time.monotonic() - began)
     if left_out:
         print(f"left out after {args.time_limit_s:g} s: --shapes {' '.join(left_out)}")

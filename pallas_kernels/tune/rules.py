@@ -1,4 +1,4 @@
-"""The tuned table's JSON: rules of what was measured, shares and runs joined, files that are whole."""
+"""The JSON of the tuned table: rules from measurements, merges of runs, and atomic writes."""
 
 import dataclasses
 import functools
@@ -11,31 +11,29 @@ from typing import Any
 from pallas_kernels.gemm import tuned_table as table
 from pallas_kernels.gemm.tuned_table import Choice, Shape
 
-# what must be gained to change kernels from one number of rows to the next, and by a kernel that must be
-# compiled over XLA's
+# The minimum relative gain of a change of kernels between numbers of rows, and of a kernel over XLA's
+# product.
 TIE = 0.01
 
-CUBLAS, ANY = (
-    "cublas",
-    "cublas or triton",
-)  # what XLA's product was, in a row's `xla`; a row without one was written before it was kept
+# The kind of XLA's product in a row's `xla`, which old rows lack.
+CUBLAS, ANY = ("cublas", "cublas or triton")
 
 
 def rival(xla_flags: str) -> str:
-    """What XLA's products are under XLA_FLAGS: cuBLAS' alone, or the faster of cuBLAS' and Triton's. The last
-    of equal flags holds.
+    """Return the kind of XLA's products under XLA_FLAGS: cuBLAS only, or the faster of cuBLAS and Triton.
+    The last of equal flags wins.
     """
-    name, said = "--xla_gpu_enable_triton_gemm", ""
+    name, setting = "--xla_gpu_enable_triton_gemm", ""
     for flag in xla_flags.split():
         key, _, value = flag.partition("=")
-        said = value if key == name else said
-    return CUBLAS if said.lower() == "false" else ANY
+        setting = value if key == name else setting
+    return CUBLAS if setting.lower() == "false" else ANY
 
 
 def rule_of(shape: Mapping[str, Any], measured: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """A shape's rule, as it stands in the table's JSON.
+    """Return the JSON of a shape's rule.
 
-    measured: by number of rows, ascending, the times of each way, and what XLA's product was (`rival`).
+    measured: by ascending rows, the times of each kernel, and the kind of XLA's product (`rival`).
     """
     best: list[Choice] = []
     for one in measured:
@@ -48,27 +46,28 @@ def rule_of(shape: Mapping[str, Any], measured: Sequence[Mapping[str, Any]]) -> 
 
 
 def fastest(us: Mapping[str, float], before: str | None) -> str:
-    """The way of least time.
+    """Return the fastest kernel.
 
-    The one before it stays where it is as good, so that noise makes no inflection points; else XLA's is taken
-    where that is as good: ours cost some seconds of compiling for every number of rows.
+    The kernel of the previous number of rows stays if it is as good within TIE, so that noise makes no
+    inflection points. Otherwise XLA's wins if it is as good, because our kernels take seconds to compile
+    for each number of rows.
     """
-    name = min(us, key=lambda way: us[way])
+    name = min(us, key=lambda kernel: us[kernel])
     as_good = [
-        way
-        for way in (before, "xla")
-        if way is not None and us.get(way, float("inf")) <= us[name] * (1 + TIE)
+        kernel
+        for kernel in (before, "xla")
+        if kernel is not None and us.get(kernel, float("inf")) <= us[name] * (1 + TIE)
     ]
     return as_good[0] if as_good else name
 
 
 def label(choice: Choice) -> str:
-    """A way's name in the table: the kernel and its tile's fields."""
+    """Return a choice's name in the table: the kernel and the fields of its tile."""
     return choice.kernel + "".join(f" {name}={value}" for name, value in choice.tile)
 
 
 def labelled(text: str, rows: int) -> Choice:
-    """The choice of a `label`, for so many rows."""
+    """Return the choice of a `label`, for a number of rows."""
     name, *tile = text.split(" ")
     return Choice(
         rows, name, tuple((field, int(value)) for field, _, value in (each.partition("=") for each in tile))
@@ -76,7 +75,7 @@ def labelled(text: str, rows: int) -> Choice:
 
 
 def missing(shapes: Iterable[Shape], rows: Iterable[int], old: Mapping[str, Any] | None) -> list[Shape]:
-    """The shapes that a table's JSON has no rule for that was measured at these numbers of rows."""
+    """Return the shapes without a rule that was measured at all these numbers of rows."""
     known = [
         (rule["shape"], {one["rows"] for one in rule.get("measured", ())})
         for rule in (old or {}).get("rules", [])
@@ -89,8 +88,8 @@ def missing(shapes: Iterable[Shape], rows: Iterable[int], old: Mapping[str, Any]
 
 
 def merged(old: Mapping[str, Any] | None, new: Mapping[str, Any]) -> dict[str, Any]:
-    """A table's JSON with new rules: of a shape that it has, new times stand in for the old ones of as many
-    rows, and others stay.
+    """Return a table's JSON with new rules. New times replace old times of the same shape and number of
+    rows.
     """
     kept = list((old or {}).get("rules", []))
     rules = []
@@ -103,25 +102,27 @@ def merged(old: Mapping[str, Any] | None, new: Mapping[str, Any]) -> dict[str, A
 
 
 def merge(paths: Iterable[str], output: str) -> list[str]:
-    """Writes one table of what shares of the shapes wrote, of which some may have been left no shape and no
-    file: the paths of those.
+    """Merge the tables of several runs into one file. Return the paths without a file, of runs that had no
+    shape.
 
-    Raises: ValueError where there is no file at all, or files are of several devices.
+    Raises: ValueError without any file, or for files of several devices.
     """
     paths = list(paths)
     absent = [path for path in paths if not Path(path).exists()]
     if len(absent) == len(paths):
-        raise ValueError(f"--merge {' '.join(paths)}: no such file")
+        raise ValueError(f"--merge {' '.join(paths)}: no file exists; accepted is at least one file")
     files = [read(path) for path in paths if path not in absent]
     devices = {file["device"] for file in files}
     if len(devices) > 1:
-        raise ValueError(f"--merge: tables of one device, not of {', '.join(sorted(devices))}")
+        raise ValueError(
+            f"--merge: tables of {', '.join(sorted(devices))}: accepted are tables of one device"
+        )
     write(output, functools.reduce(merged, files))
     return absent
 
 
 def read(path: str | Path) -> dict[str, Any]:
-    """A table's JSON. Raises: ValueError, which names the file, for what is none."""
+    """Return a table's JSON. Raises: ValueError, which names the file, for a damaged file."""
     with table.named(path):
         found = json.loads(Path(path).read_text("utf-8"))
         table.parse(found)
@@ -132,18 +133,20 @@ def read(path: str | Path) -> dict[str, Any]:
 
 
 def _check_measured(shape: Mapping[str, Any], one: Mapping[str, Any]) -> None:
-    """Raises: ValueError for what is no row of a rule's times; that or another for what is no JSON object."""
+    """Check one row of a rule's times. Raises: ValueError, or another error for damaged JSON."""
     rows, us = one.get("rows"), one.get("us")
     if not isinstance(rows, int) or not us or not all(isinstance(time, float | int) for time in us.values()):
         raise ValueError(
-            f"rows={rows!r}, us={us!r} of {shape}: a number of rows, and the microseconds of each way"
+            f"rows={rows!r}, us={us!r} of {shape}: accepted are a number of rows, and the microseconds of each kernel"
         )
     if one.get("xla", ANY) not in (CUBLAS, ANY):
-        raise ValueError(f"xla={one['xla']!r} of {shape} at {rows} rows: {CUBLAS!r}, {ANY!r}, or none")
+        raise ValueError(
+            f"xla={one['xla']!r} of {shape} at {rows} rows: accepted are {CUBLAS!r}, {ANY!r}, or no entry"
+        )
 
 
 def write(path: str | Path, data: Mapping[str, Any]) -> None:
-    """In one go, so that what a run that is cut short leaves is whole."""
+    """Write a file atomically, so that an interrupted run leaves a complete file."""
     partial = Path(f"{path}.part")
     partial.write_text(json.dumps(data, indent=1) + "\n", "utf-8")
     os.replace(partial, path)

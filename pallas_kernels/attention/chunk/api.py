@@ -1,9 +1,10 @@
-"""Paged attention of prefill chunks for Hopper: several chunks a step, at any offset of their sequences (SARATHI §4.2).
+"""Paged attention of prefill chunks for Hopper: several chunks a step, at any offset of their sequences
+(SARATHI §4.2).
 
-A work item is one tile of 128 query rows of one chunk and one head. `chunk_work` lists the step's tiles, the longest first. A
-persistent grid of `sms` CTAs takes items back and forth over the list, so that each CTA gets long and short items. In a CTA one
-warpgroup copies, and two compute 64 rows each (`rows`). A page of a head is one TMA box. The next item's queries are
-copied during the current item.
+A work item is one tile of 128 query rows of one chunk and one head. `chunk_work` lists the step's tiles,
+the longest first. A persistent grid of `sms` CTAs takes items back and forth over the list, so that each
+CTA gets long and short items. In a CTA one warpgroup copies, and two compute 64 rows each (`rows`). A page
+of a head is one TMA box. The next item's queries are copied during the current item.
 """
 
 import dataclasses
@@ -49,18 +50,21 @@ def chunk_attention(
 
     Args:
       q: [T, N, H] bfloat16, H 64, 128 or 256.
-      k_pages, v_pages: [P, K, 64, H] bfloat16, or float8_e4m3fn or int8 (H 64 or 128) [P, K, 64, H] and [P, K, H, 64]. The
-        pages already hold the chunks' keys and values.
-      page_table: [R, MP] int32; entries before a sequence's first visible page and past its last page are never read.
-      chunks: [C, 4] int32, one row a chunk: first token in q, tokens (0: skipped), row of page_table, position of the first
-        token. Chunks do not overlap in q.
+      k_pages, v_pages: [P, K, 64, H] bfloat16, or float8_e4m3fn or int8 (H 64 or 128) [P, K, 64, H] and [P,
+        K, H, 64]. The pages already hold the chunks' keys and values.
+      page_table: [R, MP] int32; entries before a sequence's first visible page and past its last page are
+        never read.
+      chunks: [C, 4] int32, one row a chunk: first token in q, tokens (0: skipped), row of page_table,
+        position of the first token. Chunks do not overlap in q.
       scale: scores are q·k · scale; scale may be 0 or negative.
       window: the number of last keys that a token sees. soft_cap: scores become cap · tanh(score / cap).
       k_scale, v_scale: float32 scales of 8-bit numbers: [K] for float8 (None: 1), [P, K, 64] for int8.
-      unified_max: [2] float32, φ and bound: weights are exp(score - φ) (FlashDecoding++Next §3). A tile with a row whose
-        sum of weights is outside exp(±bound) runs again with the running maximum. None: the maximum of a row's first
-        block replaces φ. An e4m3 cache always uses the running maximum, because e4m3 weights have no room for another.
-      sms: CTAs of the persistent grid, which is the number of SMs that the kernel may occupy, 1 to 132; None: all.
+      unified_max: [2] float32, φ and bound: weights are exp(score - φ) (FlashDecoding++Next §3). A tile
+        with a row whose sum of weights is outside exp(±bound) runs again with the running maximum. None:
+        the maximum of a row's first block replaces φ. An e4m3 cache always uses the running maximum,
+        because e4m3 weights have no room for another.
+      sms: CTAs of the persistent grid, which is the number of SMs that the kernel may occupy, 1 to 132;
+        None: all.
       work: `list_chunk_work(...)` for the same chunks, T, heads and window, if layers share one list.
     Returns:
       [T, N, H] bfloat16; 0 at tokens outside all chunks, and for rows with only -inf scores.
@@ -120,7 +124,8 @@ def chunk_attention(
 def list_chunk_work(
     chunks: jax.Array, tokens: int, *, head_dim: int, itemsize: int, window: int | None = None
 ) -> ChunkWork:
-    """Return the work list of `chunk_attention` for chunks among `tokens` rows of q, for all layers with the same window.
+    """Return the work list of `chunk_attention` for chunks among `tokens` rows of q, for all layers with
+    the same window.
 
     itemsize: bytes of a number in the cache.
     """
@@ -271,8 +276,8 @@ def _copy_item(
 
     def pages_of(block):
         # A block can reach past the sequence or start before its window. Pages there can belong to another
-        # sequence, or hold NaN, which a weight of 0 does not cancel. The nearest visible page is read instead.
-        # Its keys are masked, and `_blank_block` zeroes its values where the page is not full.
+        # sequence, or hold NaN, which a weight of 0 does not cancel. The nearest visible page is read
+        # instead. Its keys are masked, and `_blank_block` zeroes its values where the page is not full.
         return tuple(table_ref[row, jnp.clip(block * per + j, first_page, last_page)] for j in range(per))
 
     def bring(source, ring, full, empty, height, step, ids):
@@ -289,9 +294,9 @@ def _copy_item(
             )
 
     def copy(i, state):
-        # Copy the next block's keys, then this block's values, in the order in which slots become free. In the
-        # other order each block took the full latency of the L2, because keys waited for a slot of values, and
-        # the warpgroups waited for the keys before they freed this slot.
+        # Copy the next block's keys, then this block's values, in the order in which slots become free. In
+        # the other order each block took the full latency of the L2, because keys waited for a slot of
+        # values, and the warpgroups waited for the keys before they freed this slot.
         step, ids, following = state
         then = pages_of(i + 2)
 

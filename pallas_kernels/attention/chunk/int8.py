@@ -1,8 +1,8 @@
 """Chunk attention over an int8 cache, which has a scale for each token and head.
 
-The copying warpgroup loads a block's numbers into shared memory and converts them there to bfloat16, times their scales. The
-computing warpgroups see only bfloat16. During a conversion the next block arrives: keys while values are converted, and the
-other way round.
+The copying warpgroup loads a block's numbers into shared memory and converts them there to bfloat16, times
+their scales. The computing warpgroups see only bfloat16. During a conversion the next block arrives: keys
+while values are converted, and the other way round.
 """
 
 import jax.numpy as jnp
@@ -49,10 +49,11 @@ def copy_blocks(
     stages: int,
     interpret: bool,
 ):
-    """Copy keys and values of blocks [block, block_end) to the rings from step `step` on. Return the next step.
+    """Copy keys and values of blocks [block, block_end) to the rings from step `step` on. Return the next
+    step.
 
-    k_ref, v_ref: rows of all pages and heads. scales: scales of keys and of values, [P * K, 64] each. m: the kernel's shared memory
-    and barriers. pages_of(block): the pages of a block.
+    k_ref, v_ref: rows of all pages and heads. scales: scales of keys and of values, [P * K, 64] each. m:
+    the kernel's shared memory and barriers. pages_of(block): the pages of a block.
     """
     sides = [("k", k_ref, PAGE, True, 0), ("v", v_ref, v_ref.shape[0] // k_ref.shape[0] * PAGE, False, 1)]
 
@@ -97,7 +98,8 @@ def copy_blocks(
 def _widen(source, scale, target, by_row: bool, interpret: bool) -> None:
     """Store target = source * scale, rounded, for source [R, C] int8 and a tiled target [R, C] bfloat16.
 
-    scale: float32 for rows or for columns. The NaN scale of an unwritten token counts as 0, because values must be finite.
+    scale: float32 for rows or for columns. The NaN scale of an unwritten token counts as 0, because values
+    must be finite.
     """
     if interpret:
         known = jnp.where(jnp.isnan(scale[...]), 0.0, scale[...])
@@ -165,8 +167,8 @@ def _times(pair: ir.Value, factor: ir.Value) -> ir.Value:
     return mgpu.utils.inline_ptx("mul.rn.bf16x2 $0, $1, $2;", pair, factor, result_types=lanes.i32())
 
 
-# Bytes 0 and 1 of a word, then bytes 2 and 3, as bfloat16. For a byte b, 0x4300 | (b & 127) is 128 + (b & 127).
-# 0x4300 | (b & 128) is 128, or 256 for a negative b. The difference of the two is exactly b.
+# Bytes 0 and 1 of a word, then bytes 2 and 3, as bfloat16. For a byte b, 0x4300 | (b & 127) is 128 + (b &
+# 127). 0x4300 | (b & 128) is 128, or 256 for a negative b. The difference of the two is exactly b.
 _TWO_PAIRS = (
     "{ .reg .b32 v, n, x, y; and.b32 v, $2, 0x7f7f7f7f; and.b32 n, $2, 0x80808080;\n"
     + "".join(

@@ -28,8 +28,8 @@ def chunk_attention(
     """Return the causal attention of prefill chunks over their sequences' pages (SARATHI §4.2).
 
     Args:
-      chunks: one row a chunk: first token in q, tokens, row of page_table, position of the first token. The pages
-        already hold the chunk's keys and values. Chunks of 0 tokens are skipped.
+      chunks: one row a chunk: first token in q, tokens, row of page_table, position of the first token. The
+        pages already hold the chunk's keys and values. Chunks of 0 tokens are skipped.
       other arguments: as for `decode_attention`.
     Returns:
       The outputs at the chunks' tokens, and 0 at all others.

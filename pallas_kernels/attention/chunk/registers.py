@@ -1,4 +1,6 @@
-"""Register operations of `chunk_attention` for which Pallas has no primitive, with equivalents for the interpreter."""
+"""Register operations of `chunk_attention` for which Pallas has no primitive, with equivalents for the
+interpreter.
+"""
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +15,9 @@ _WGMMA, _WGMMA_8BIT = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA_8BIT
 
 
 def as_operand(x, interpret: bool):
-    """Return x [64, n] of 8 bits, in the layout of an accumulator, in the layout of wgmma's first operand; n a multiple of 32."""
+    """Return x [64, n] of 8 bits, in the layout of an accumulator, in the layout of wgmma's first operand;
+    n a multiple of 32.
+    """
     if interpret:
         return x
     result = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=_WGMMA_8BIT)
@@ -21,7 +25,9 @@ def as_operand(x, interpret: bool):
 
 
 def rescaled(x, factor, interpret: bool):
-    """Return x [64, n] times factor [64] along the rows. A warp with only factors of 1, the usual case, skips the product."""
+    """Return x [64, n] times factor [64] along the rows. A warp with only factors of 1, the usual case,
+    skips the product.
+    """
     if interpret:
         return x * lax.broadcast_in_dim(factor, x.shape, [0])
     result = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=_WGMMA)
@@ -46,9 +52,10 @@ def _i32(x: int):
 def _to_operand(x):
     """Exchange columns between the four threads of a row.
 
-    Thread t holds columns 2t, 2t + 1 of each 8 columns, and needs columns 4t .. 4t + 3 of each 16. With four columns of two groups
-    of 16 (a, b) in one register each, two shuffles suffice. A thread sends its first 8 columns' pair of a and of b to a thread in
-    the lower half, and its second 8 columns' pair to a thread in the upper half.
+    Thread t holds columns 2t, 2t + 1 of each 8 columns, and needs columns 4t .. 4t + 3 of each 16. With
+    four columns of two groups of 16 (a, b) in one register each, two shuffles suffice. A thread sends its
+    first 8 columns' pair of a and of b to a thread in the lower half, and its second 8 columns' pair to a
+    thread in the upper half.
     """
     i32, four = ir.IntegerType.get_signless(32), ir.VectorType.get((4,), x.mlir_dtype)
     t = arith.remui(utils.thread_idx(), _i32(4))

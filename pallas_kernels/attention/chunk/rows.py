@@ -1,15 +1,18 @@
-"""The work of one warpgroup of `chunk_attention` on 64 query rows: FlashAttention-3's pipeline without its running maximum.
+"""The work of one warpgroup of `chunk_attention` on 64 query rows: FlashAttention-3's pipeline without its
+running maximum.
 
-While the tensor cores multiply one block's weights with its values, the warpgroup computes the next block's weights from scores
-that are ready. The other warpgroup's products fill the remaining time.
+While the tensor cores multiply one block's weights with its values, the warpgroup computes the next block's
+weights from scores that are ready. The other warpgroup's products fill the remaining time.
 
-Weights are exp(score - m) with a constant m for each row: the largest score of the row's first block, or the unified max value
-φ of FlashDecoding++Next §3. 16-bit weights have float32's range, so any m within 60 of the row's true maximum is as good
-as the maximum. The row's sum shows at the end whether m was close enough; otherwise the item runs again with the
-running maximum. This saves the maximum of every score in each block, and the wait for it.
+Weights are exp(score - m) with a constant m for each row: the largest score of the row's first block, or
+the unified max value φ of FlashDecoding++Next §3. 16-bit weights have float32's range, so any m within 60
+of the row's true maximum is as good as the maximum. The row's sum shows at the end whether m was close
+enough; otherwise the item runs again with the running maximum. This saves the maximum of every score in
+each block, and the wait for it.
 
-An e4m3 cache is multiplied as e4m3. Queries are rounded to 8 bits, scaled by their row's largest number. Weights are rounded to
-8 bits, times 2^8, which puts them in e4m3's normal range. This range is too short for any m except the running maximum.
+An e4m3 cache is multiplied as e4m3. Queries are rounded to 8 bits, scaled by their row's largest number.
+Weights are rounded to 8 bits, times 2^8, which puts them in e4m3's normal range. This range is too short
+for any m except the running maximum.
 """
 
 import dataclasses
@@ -39,8 +42,8 @@ MOST = 60.0
 class Rows:
     """The constants of a kernel.
 
-    e4m3: the cache is e4m3. int8: the cache is int8, and the rows see bfloat16. unified_max: the maximum is φ instead of the first
-    block's.
+    e4m3: the cache is e4m3. int8: the cache is int8, and the rows see bfloat16. unified_max: the maximum is
+    φ instead of the first block's.
     """
 
     group: int
@@ -57,9 +60,10 @@ class Rows:
 def attend_rows(r: Rows, m: dict, scales, wg, round_, head, at, place, carry, running):
     """Return (outputs [64, H] float32, carry) of one item's 64 rows.
 
-    m: the kernel's shared memory and barriers. at: position of the item's first row, first block of keys, end of the blocks. place:
-    this warpgroup's first row in q, its rows before the chunk, and its rows before the chunk's end. carry: finished items and
-    blocks. running: use the running maximum; otherwise rows whose sum is out of range mark the item in m["again"].
+    m: the kernel's shared memory and barriers. at: position of the item's first row, first block of keys,
+    end of the blocks. place: this warpgroup's first row in q, its rows before the chunk, and its rows
+    before the chunk's end. carry: finished items and blocks. running: use the running maximum; otherwise
+    rows whose sum is out of range mark the item in m["again"].
     """
     (position, block, block_end), (done, step) = at, carry
     keys, stages, queries = r.tile.keys, jnp.int32(r.tile.stages), lax.rem(done, jnp.int32(r.tile.queries))
@@ -99,8 +103,8 @@ def attend_rows(r: Rows, m: dict, scales, wg, round_, head, at, place, carry, ru
         plgpu.barrier_arrive(m["k_empty"].at[slot])
         if running or not r.unified_max:
             (top, total), _, weights = soften(scores, block, _start(LOWEST), True, True)
-            # A row that sees no key of the first block (with a window) starts at 0, which is within 60 of most
-            # models' scores.
+            # A row that sees no key of the first block (with a window) starts at 0, which is within 60 of
+            # most models' scores.
             state = (top if running else jnp.where(top > 0.5 * LOWEST, top, 0.0), total)
         else:
             state, _, weights = soften(scores, block, _start(unified_ref[0] * LOG2E), True, False)
@@ -194,8 +198,8 @@ def _seen(base, first_key, keys, window):
 def _soften(scores, seen, top, total, *, scale, soft_cap, unit, update):
     """Return new (top, total), the factor [64] of the output, and the block's weights, in powers of two.
 
-    unit: None, or [64], the factor of a row's scores from 8-bit queries; the weights are then 2^8 times as large. update: let `top`
-    follow the scores.
+    unit: None, or [64], the factor of a row's scores from 8-bit queries; the weights are then 2^8 times as
+    large. update: let `top` follow the scores.
     """
     shift = 0.0 if unit is None else _SHIFT
 
@@ -221,7 +225,9 @@ def _soften(scores, seen, top, total, *, scale, soft_cap, unit, update):
 
 
 def _by_column(weights):
-    """Return [64, 8]: sums of each row's weights by column modulo 8. Threads add their sums only at the end."""
+    """Return [64, 8]: sums of each row's weights by column modulo 8. Threads add their sums only at the
+    end.
+    """
     parts = [weights[:, i : i + 8] for i in range(0, weights.shape[1], 8)]
     while len(parts) > 1:
         parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)]
@@ -288,7 +294,9 @@ def _overlapped(score, made, out, weights, v, v_full, r: Rows):
 
 
 def _mark_rows(total, bound, place, again, interpret):
-    """Mark an item with a row whose sum is outside exp(±bound): a weight was too large, or all were too small."""
+    """Mark an item with a row whose sum is outside exp(±bound): a weight was too large, or all were too
+    small.
+    """
     _, begin, end = place
     row = plgpu.broadcasted_iota(jnp.int32, (HALF, 8), 0, layout=plgpu.Layout.WGMMA).max(axis=1)
     most = jnp.exp2(jnp.minimum(bound, MOST) * LOG2E)
@@ -297,7 +305,9 @@ def _mark_rows(total, bound, place, again, interpret):
 
 
 def store_rows(out, o_s, o_ref, head, first, begin, end):
-    """Write rows begin .. end of out [64, H] to o_ref from row first + begin on, through two slots of 64 columns."""
+    """Write rows begin .. end of out [64, H] to o_ref from row first + begin on, through two slots of 64
+    columns.
+    """
     whole = (begin <= 0) & (end >= HALF)
     columns = out.shape[1] // WIDTH
     for i in range(columns):
@@ -326,10 +336,11 @@ def store_rows(out, o_s, o_ref, head, first, begin, end):
 
 
 def _blank_block(v, first, keys, wg, blanked, r: Rows):
-    """Set the values of a block past its `keys` to zero, one page for each warpgroup, because unwritten memory can hold NaN.
+    """Set the values of a block past its `keys` to zero, one page for each warpgroup, because unwritten
+    memory can hold NaN.
 
-    first: the first seen key of the block, with a window. A page before it is a stand-in for a page outside the window, and is
-    zeroed completely.
+    first: the first seen key of the block, with a window. A page before it is a stand-in for a page outside
+    the window, and is zeroed completely.
     """
 
     @pl.when(keys < r.tile.keys)

@@ -1,4 +1,6 @@
-"""The work list of `chunk_attention`: tiles of query rows, and rows outside all chunks, computed on the device."""
+"""The work list of `chunk_attention`: tiles of query rows, and rows outside all chunks, computed on the
+device.
+"""
 
 import dataclasses
 
@@ -14,9 +16,9 @@ class ChunkWork:
     """The query tiles of a step, from `chunk_work`. Layers with equal chunks and window share one list.
 
     Attributes:
-      tiles: [M, 7] int32, the longest first: first row in q (a multiple of 8); the tile's rows before the chunk; the tile's rows
-        before the chunk's end; row of the page table; position of the first row; first block of keys that any row sees;
-        end of the blocks.
+      tiles: [M, 7] int32, the longest first: first row in q (a multiple of 8); the tile's rows before the
+        chunk; the tile's rows before the chunk's end; row of the page table; position of the first row;
+        first block of keys that any row sees; end of the blocks.
       count: [2] int32: number of tiles, number of gaps.
       gaps: [C + 1, 2] int32: runs of rows outside all chunks: first row, rows.
     """
@@ -27,9 +29,11 @@ class ChunkWork:
 
 
 def chunk_work(chunks: jax.Array, tokens: int, tile: ChunkTile, window: int | None = None) -> ChunkWork:
-    """Split chunks [C, 4] int32 (first token in q, tokens, row of the page table, position) into tiles, on the device.
+    """Split chunks [C, 4] int32 (first token in q, tokens, row of the page table, position) into tiles, on
+    the device.
 
-    tokens: the length of q, an upper bound of all chunks together. Compute the list once a step for all layers.
+    tokens: the length of q, an upper bound of all chunks together. Compute the list once a step for all
+    layers.
     """
     first, length, row, position = (chunks[:, i].astype(jnp.int32) for i in range(4))
     c = chunks.shape[0]

@@ -1,8 +1,10 @@
-"""Paged decode attention for Hopper: one query row of every sequence over its pages, with KV split over the chip.
+"""Paged decode attention for Hopper: one query row of every sequence over its pages, with KV split over the
+chip.
 
-`decode_work` splits the batch's pages into equal pieces, one for each worker. A worker is a compute warpgroup with a warp
-or a warpgroup that copies pages to its rings (`kernel`). The partial results of split (row, head) pairs go to a
-workspace. The last worker of a pair adds them up in a fixed order (`join`), so equal batches give equal bits.
+`decode_work` splits the batch's pages into equal pieces, one for each worker. A worker is a compute
+warpgroup with a warp or a warpgroup that copies pages to its rings (`kernel`). The partial results of split
+(row, head) pairs go to a workspace. The last worker of a pair adds them up in a fixed order (`join`), so
+equal batches give equal bits.
 """
 
 import functools
@@ -48,21 +50,24 @@ def decode_attention(
     The reference implementation is `pallas_kernels.attention.decode.reference.decode_attention`.
 
     Args:
-      q: [T, N, H] bfloat16, H 64, 128 or 256; N / K from 1 to 16. The first B rows belong to the sequences. B is an upper
-        bound: a row of length 0 costs only the store of its zeros.
+      q: [T, N, H] bfloat16, H 64, 128 or 256; N / K from 1 to 16. The first B rows belong to the sequences.
+        B is an upper bound: a row of length 0 costs only the store of its zeros.
       k_pages, v_pages: [P, K, 64, H] bfloat16, or [P, K, 64, H] and [P, K, H, 64] float8_e4m3fn or int8.
-      page_table: [B, MP] int32; entries before a row's first visible page and past its length are never read.
+      page_table: [B, MP] int32; entries before a row's first visible page and past its length are never
+        read.
       lengths: [B] int32, keys of each row, the new token included; 0 skips the row, and its output is 0.
       scale: scores are q·k · scale; scale may be 0 or negative.
       window: the number of last keys that a row sees. soft_cap: scores become cap · tanh(score / cap).
-      k_scale, v_scale: float32 scales of 8-bit numbers: [K] for float8 (None: 1), [P, K, 64] for int8. The kernel never
-        uses the scale of an unwritten token.
-      unified_max: [2] float32 (phi, bound): rows with all scores within phi ± bound use phi as their maximum, other rows
-        their own maximum (FlashDecoding++Next §3; see `softmax`). None: all rows use their own maximum. The choice
-        changes only rounding.
-      sms: CTAs of the persistent grid, which is the number of SMs that the kernel may occupy, 1 to 132; None: all.
+      k_scale, v_scale: float32 scales of 8-bit numbers: [K] for float8 (None: 1), [P, K, 64] for int8. The
+        kernel never uses the scale of an unwritten token.
+      unified_max: [2] float32 (phi, bound): rows with all scores within phi ± bound use phi as their
+        maximum, other rows their own maximum (FlashDecoding++Next §3; see `softmax`). None: all rows use
+        their own maximum. The choice changes only rounding.
+      sms: CTAs of the persistent grid, which is the number of SMs that the kernel may occupy, 1 to 132;
+        None: all.
       work: `list_decode_work(...)` for the same lengths, heads, window and sms, if layers share one list.
-      into: [T, N, H] bfloat16, the result of rows without keys instead of 0, updated in place if it has no later reader.
+      into: [T, N, H] bfloat16, the result of rows without keys instead of 0, updated in place if it has no
+        later reader.
       pdl: start before the previous kernel has ended (`pallas_kernels.hopper.pdl`).
     Returns:
       [T, N, H] bfloat16; 0 for rows with only -inf scores.

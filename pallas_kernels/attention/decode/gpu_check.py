@@ -2,8 +2,8 @@
 
     python -m pallas_kernels.attention.decode.gpu_check [--seconds 0.6] [--only check,int8,decode] [--json FILE]
 
-Prints one line per case. The errors are ‖kernel − reference‖ / ‖reference‖ on fresh random ragged inputs. The
-rates count the keys and values read.
+Prints one line per case. The errors are ‖kernel − reference‖ / ‖reference‖ on fresh random ragged inputs.
+The rates count the keys and values read.
 """
 
 import functools

@@ -1,11 +1,11 @@
 """Products of decode attention over an int8 cache, which has a scale for each token and head.
 
-The tensor core has no product of 8 and 16 bits. So keys and values become bfloat16, exactly, on the way from shared memory
-to wgmma's first operand in registers. wgmma expects columns 2t, 2t + 1, 2t + 8 and 2t + 9 of each 16 columns in thread
-t of a row's four threads. The kernel loads contiguous bytes instead, 16t .. 16t + 15 of each 64. The product is the
-same if the other operand has the same order. For keys this is the order of the queries (`put_queries`). For values it is
-the order of the weights, so the rows of the scores are keys in this order too (`key_of`). A token's scale multiplies its
-row of the scores or of the weights.
+The tensor core has no product of 8 and 16 bits. So keys and values become bfloat16, exactly, on the way
+from shared memory to wgmma's first operand in registers. wgmma expects columns 2t, 2t + 1, 2t + 8 and 2t +
+9 of each 16 columns in thread t of a row's four threads. The kernel loads contiguous bytes instead, 16t ..
+16t + 15 of each 64. The product is the same if the other operand has the same order. For keys this is the
+order of the queries (`put_queries`). For values it is the order of the weights, so the rows of the scores
+are keys in this order too (`key_of`). A token's scale multiplies its row of the scores or of the weights.
 """
 
 import jax
@@ -27,17 +27,20 @@ _BLOCK = 64  # rows and columns of one operand
 
 
 def key_of(row, interpret: bool):
-    """Return the key of a page that a row of its scores belongs to: key 16t + 4j + 2e + f for row 16j + 8f + 2t + e."""
+    """Return the key of a page that a row of its scores belongs to: key 16t + 4j + 2e + f for row 16j + 8f
+    + 2t + e.
+    """
     if interpret:
         return row
     return ((row & 6) << 3) | ((row >> 2) & 12) | ((row & 1) << 1) | ((row >> 3) & 1)
 
 
 def multiply(operands, shape, *, keys: bool, interpret: bool):
-    """Return the sum of a @ b.T over pairs (a [M, K] int8, b [N, K] bfloat16) in shared memory, float32 [M, N].
+    """Return the sum of a @ b.T over pairs (a [M, K] int8, b [N, K] bfloat16) in shared memory, float32 [M,
+    N].
 
-    keys: rows are keys in the order of `key_of`; otherwise rows are in memory order. b has the order of `put_queries` or of
-    the rows of the scores.
+    keys: rows are keys in the order of `key_of`; otherwise rows are in memory order. b has the order of
+    `put_queries` or of the rows of the scores.
     """
     if interpret:
         return sum(jnp.dot(a[...].astype(jnp.float32), b[...].astype(jnp.float32).T) for a, b in operands)
@@ -56,7 +59,9 @@ def multiply(operands, shape, *, keys: bool, interpret: bool):
 
 
 def put_queries(source, target, interpret: bool) -> None:
-    """Store source [cols, H] bfloat16 to the tiled target, with columns in the order in which threads hold keys. Commit."""
+    """Store source [cols, H] bfloat16 to the tiled target, with columns in the order in which threads hold
+    keys. Commit.
+    """
     if interpret:
         target[...] = source[...]
     else:
@@ -95,7 +100,9 @@ def _load_scales(place: ir.Value) -> mgpu.FragmentedArray:
 
 
 def _operand(source, row: int, column: int, keys: bool) -> jax.Array:
-    """Return 64 rows and columns of source [M, K] int8 in shared memory as bfloat16, as wgmma's first operand."""
+    """Return 64 rows and columns of source [M, K] int8 in shared memory as bfloat16, as wgmma's first
+    operand.
+    """
     result = plgpu.ShapeDtypeStruct((_BLOCK, _BLOCK), jnp.bfloat16, layout=_WGMMA)
     take = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)
     return take(lambda _, source: _unpack(source, row, column, keys))(source)  # pyright: ignore[reportCallIssue]
@@ -120,8 +127,8 @@ def _unpack(source: ir.Value, first_row: int, column: int, keys: bool) -> mgpu.F
     return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 
 
-# Bytes 0 and 2 of a word, then bytes 1 and 3, as bfloat16. For a byte b, 0x4300 | (b & 127) is 128 + (b & 127).
-# 0x4300 | (b & 128) is 128, or 256 for a negative b. The difference of the two is exactly b.
+# Bytes 0 and 2 of a word, then bytes 1 and 3, as bfloat16. For a byte b, 0x4300 | (b & 127) is 128 + (b &
+# 127). 0x4300 | (b & 128) is 128, or 256 for a negative b. The difference of the two is exactly b.
 _TWO_PAIRS = (
     "{ .reg .b32 v, n, m; mov.b32 m, 0x43004300;\n"
     + "".join(

@@ -1,12 +1,13 @@
 """Add up the (row, head) pairs of decode attention that are split between workers.
 
-A worker increments a counter after it has written a part of a pair. The last worker adds up the parts in the order of their
-keys, so the order of arrival does not matter and no worker waits. Most pairs are split in two: the first part is an earlier
-worker's last work, and the rest is a later worker's first work, which has long been written. So the worker of the first
-part looks at the counter first and keeps its part in registers. This saves a store, a fence and a count, for which
-all workers would wait at the end of the kernel. Pairs of a long row are split into dozens of parts. Neighboring parts form
-groups: the last worker of a group adds up its parts, and the last group's worker adds up the groups, so that many
-workers share the reads.
+A worker increments a counter after it has written a part of a pair. The last worker adds up the parts in
+the order of their keys, so the order of arrival does not matter and no worker waits. Most pairs are split
+in two: the first part is an earlier worker's last work, and the rest is a later worker's first work, which
+has long been written. So the worker of the first part looks at the counter first and keeps its part in
+registers. This saves a store, a fence and a count, for which all workers would wait at the end of the
+kernel. Pairs of a long row are split into dozens of parts. Neighboring parts form
+groups: the last worker of a group adds up its parts, and the last group's worker adds up the groups, so
+that many workers share the reads.
 """
 
 import jax.numpy as jnp
@@ -25,7 +26,8 @@ _LEVEL = plgpu.Layout.WGMMA.reduce(0)
 
 
 def is_last(arrived, place, others):
-    """Increment arrived[place] after this warpgroup's writes. Return True for the last arrival, after `others`.
+    """Increment arrived[place] after this warpgroup's writes. Return True for the last arrival, after
+    `others`.
 
     The last warpgroup sees the writes of all others.
     """
@@ -91,7 +93,9 @@ def peek(arrived, ender, requested):
 
 
 def is_there(seen, arrived, ender):
-    """Return True for the whole warpgroup if thread 0 saw, by `peek`, the one other part of the pair. Reset the counter then."""
+    """Return True for the whole warpgroup if thread 0 saw, by `peek`, the one other part of the pair. Reset
+    the counter then.
+    """
     scalar = plgpu.Layout.WG_SPLAT(())
 
     @plgpu.inline_mgpu(
@@ -119,10 +123,11 @@ def is_there(seen, arrived, ender):
 
 
 def join(parts, levels, arrived, worker, ender, chain, finish):
-    """Count the written part of a pair that `ender` ends after `chain` others, and add up parts for which it is the last.
+    """Count the written part of a pair that `ender` ends after `chain` others, and add up parts for which
+    it is the last.
 
-    finish: called with the pair's output [H, cols] by the last worker. arrived: [2 * workers]; pairs count at their ender, groups
-    count at workers + their last part.
+    finish: called with the pair's output [H, cols] by the last worker. arrived: [2 * workers]; pairs count
+    at their ender, groups count at workers + their last part.
     """
     first, size, groups = ender - chain, *_groups(chain + 1, *parts.shape[2:])
     begin = first + lax.div(worker - first, size) * size
@@ -152,7 +157,9 @@ def join(parts, levels, arrived, worker, ender, chain, finish):
 
 
 def _groups(parts, h, cols):
-    """Return (parts of a group, groups). One worker reads few parts alone; many parts form groups of about sqrt(parts)."""
+    """Return (parts of a group, groups). One worker reads few parts alone; many parts form groups of about
+    sqrt(parts).
+    """
     at_once = _together(h, cols)
     size = jnp.int32(at_once)
     for _ in range(6):  # up to 64 times as many, whose square exceeds the number of workers
@@ -167,27 +174,30 @@ def _together(h, cols):
 
 
 def add_rest(level, out, parts, levels, ender):
-    """Return the output of a pair of two parts, the first of which is (level, out) in registers, as `add_parts` adds."""
+    """Return the output of a pair of two parts, the first of which is (level, out) in registers, as
+    `add_parts` adds.
+    """
     state = _add(_add(_nothing(*out.shape), level, out), *_part(parts, levels, ender, 0))
     return _mean(state)
 
 
 def add_parts(parts, levels, begin, stride, count, first, ender):
-    """Return the sum (as in `_nothing`) of `count` parts of workers `first` to `ender`: of `begin` and every stride-th after it.
+    """Return the sum (as in `_nothing`) of `count` parts of workers `first` to `ender`: of `begin` and
+    every stride-th after it.
 
     Args:
-      parts: [workers, 2, H, cols] float32: the normalized output of a part. Index 1 is the first part of a pair, which is
-        some worker's last pair. Index 0 is any other part, which is a worker's first pair.
-      levels: [workers, 2, cols]: log2 of the part's sum of weights, or LOWEST if all scores are -inf. Such a part has no
-        weight next to others, and gives 0 without others.
+      parts: [workers, 2, H, cols] float32: the normalized output of a part. Index 1 is the first part of a
+        pair, which is some worker's last pair. Index 0 is any other part, which is a worker's first pair.
+      levels: [workers, 2, cols]: log2 of the part's sum of weights, or LOWEST if all scores are -inf. Such
+        a part has no weight next to others, and gives 0 without others.
     A group's sum replaces the group's last part.
     """
     h, cols = parts.shape[2:]
     together = _together(h, cols)
 
     def some(i, state):
-        # Past the last part the ender's part is read again. A group is a multiple of the parts in flight, so that
-        # no read reaches the next group, which may be unwritten.
+        # Past the last part the ender's part is read again. A group is a multiple of the parts in flight, so
+        # that no read reaches the next group, which may be unwritten.
         workers = [jnp.minimum(begin + (i * together + j) * stride, ender) for j in range(together)]
         read = [
             _part(parts, levels, worker, jnp.where(worker == first, jnp.int32(1), jnp.int32(0)))

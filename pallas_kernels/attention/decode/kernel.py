@@ -1,8 +1,9 @@
 """The decode attention kernel: the workers of a CTA process their pieces of the batch's pages.
 
-The operands are swapped: 64 keys are wgmma's M, and the up to 16 query heads of a KV head are its N, padded to 8 instead
-of 64. 8-bit values have the layout [P, K, H, S], because wgmma transposes only 16-bit operands. With an e4m3 cache each
-query head has a pair of columns (`operand_pairs`). An int8 cache becomes bfloat16 in registers (`int8`).
+The operands are swapped: 64 keys are wgmma's M, and the up to 16 query heads of a KV head are its N, padded
+to 8 instead of 64. 8-bit values have the layout [P, K, H, S], because wgmma transposes only 16-bit
+operands. With an e4m3 cache each query head has a pair of columns (`operand_pairs`). An int8 cache becomes
+bfloat16 in registers (`int8`).
 """
 
 import functools

@@ -16,7 +16,9 @@ def copy_pages(refs, form: Form, w, worker):
     kv, rounds_of = form.kv, form.tile.pages
 
     def ids(row, first, count):
-        """Return `count` page numbers of the row from page `first` on; past the table's end any unused number."""
+        """Return `count` page numbers of the row from page `first` on; past the table's end any unused
+        number.
+        """
         row, last = jnp.minimum(row, refs.table.shape[0] - 1), refs.table.shape[1] - 1
         return tuple(refs.table[row, jnp.minimum(first + j, last)] for j in range(count))
 
@@ -50,7 +52,8 @@ def copy_pages(refs, form: Form, w, worker):
 
                 size = to.shape[2] // boxes
                 for box in range(0, to.shape[2], size):
-                    # A box past the row's length reads the page's first box again, from the L2 instead of HBM.
+                    # A box past the row's length reads the page's first box again, from the L2 instead of
+                    # HBM.
                     start = (page_id * kv + head) * to.shape[2]
                     if boxes > 1:
                         start = start + jnp.where((first + i + j) * PAGE + box < length, box, 0)

@@ -51,8 +51,8 @@ def split_queries(q, q_8, group, across, interpret):
 def put_weights(place, weights, first, interpret):
     """Store weights [keys, cols] to place [cols, keys] in shared memory, rounded.
 
-    Pallas' own store has a barrier before and after it. This store has one barrier, before the first page, which protects
-    reads of the previous round. The barrier of the softmax vote follows the store.
+    Pallas' own store has a barrier before and after it. This store has one barrier, before the first page,
+    which protects reads of the previous round. The barrier of the softmax vote follows the store.
     """
     weights = weights.astype(place.dtype)
     if interpret:

@@ -31,10 +31,11 @@ def decode_attention(
       k_pages, v_pages: [P, K, S, H]; 8-bit values (e4m3, int8) are [P, K, H, S].
       lengths: keys of each row, the new token included; 0 skips the row.
       into: results of rows without keys and of rows from B on; None: 0.
-      window: the number of last keys that a row sees. soft_cap: scores become soft_cap · tanh(score / soft_cap).
+      window: the number of last keys that a row sees. soft_cap: scores become soft_cap · tanh(score /
+        soft_cap).
       k_scale, v_scale: scales of the cache's numbers, [K] (one a head) or [P, K, S] (one a token and head).
-      unified_max, sms, work: settings of the kernel (`pallas_kernels.attention.decode.api`), which do not change the
-        result.
+      unified_max, sms, work: settings of the kernel (`pallas_kernels.attention.decode.api`), which do not
+        change the result.
     """
     del unified_max, sms, work
     (t, n, h), b, (p, kv, s, _) = q.shape, lengths.shape[0], k_pages.shape

@@ -1,9 +1,9 @@
 """The softmax of decode attention on scores [64 keys, heads], in powers of two.
 
-A round of pages computes its weights relative to a constant maximum. One vote, at a barrier that the round needs anyway,
-checks that all scores allow this. Otherwise the round moves the maximum and rescales the earlier sums. With a unified max
-value phi (FlashDecoding++Next §3) rows start at phi, so rows within its bound never compute their maximum. Without
-phi, rows start at the maximum of their first round.
+A round of pages computes its weights relative to a constant maximum. One vote, at a barrier that the round
+needs anyway, checks that all scores allow this. Otherwise the round moves the maximum and rescales the
+earlier sums. With a unified max value phi (FlashDecoding++Next §3) rows start at phi, so rows within its
+bound never compute their maximum. Without phi, rows start at the maximum of their first round.
 """
 
 import functools
@@ -28,9 +28,9 @@ _NEVER = 3e38
 class Range(NamedTuple):
     """The scores that leave the maximum unchanged. Weights are 2**(score - top).
 
-    top: [cols], the start value. cap: [cols]; a score above top + cap moves the maximum, in columns of heads only. floor:
-    [cols]; a head with all first keys below floor computes its own maximum, so that no sum underflows. lift: after a move to
-    maximum m, top = m - lift.
+    top: [cols], the start value. cap: [cols]; a score above top + cap moves the maximum, in columns of
+    heads only. floor: [cols]; a head with all first keys below floor computes its own maximum, so that no
+    sum underflows. lift: after a move to maximum m, top = m - lift.
     """
 
     top: jax.Array
@@ -40,11 +40,12 @@ class Range(NamedTuple):
 
 
 def score_range(unified_max, heads: int, cols: int, e4m3: bool) -> Range:
-    """Return the range for unified_max = (phi, bound), in units of a score, or for a running maximum (None).
+    """Return the range for unified_max = (phi, bound), in units of a score, or for a running maximum
+    (None).
 
-    heads: columns that belong to heads. bfloat16 weights have float32's exponents: a running maximum moves by at least 2**10,
-    and bounds up to 2**96 are exact. e4m3 weights end at 448 and lose bits below 2**-6, so phi serves only rows with a maximum
-    within 2**±3 of phi.
+    heads: columns that belong to heads. bfloat16 weights have float32's exponents: a running maximum moves
+    by at least 2**10, and bounds up to 2**96 are exact. e4m3 weights end at 448 and lose bits below 2**-6,
+    so phi serves only rows with a maximum within 2**±3 of phi.
     """
     lift, most = (5.0, 8.75) if e4m3 else (0.0, 10.0 if unified_max is None else 96.0)
     column = plgpu.broadcasted_iota(jnp.int32, (cols,), 0, layout=_HEADS)
@@ -67,7 +68,8 @@ def start(h, cols):
 def across_keys(x, op, *, scratch, interpret):
     """Return the sum or maximum of x [keys, heads] over keys.
 
-    Warps exchange values in `scratch`. Pallas' own reduction has one scratch for the CTA, which warpgroups would overwrite.
+    Warps exchange values in `scratch`. Pallas' own reduction has one scratch for the CTA, which warpgroups
+    would overwrite.
     """
     if interpret:
         return x.sum(axis=0) if op == "add" else x.max(axis=0)
@@ -79,7 +81,8 @@ def across_keys(x, op, *, scratch, interpret):
 
 
 def soften(scores, seen, bounds: Range, begun, put, across, top, total, out, *, scale, soft_cap, interpret):
-    """Return (top, total, out) after one round over a list of pages [keys, cols], and store the weights. Commit.
+    """Return (top, total, out) after one round over a list of pages [keys, cols], and store the weights.
+    Commit.
 
     begun: True if the pair had an earlier round. put(page, weights) stores the weights of one page.
     """
@@ -111,10 +114,12 @@ def soften(scores, seen, bounds: Range, begun, put, across, top, total, out, *, 
 
 
 def _leaves(highest, cap, floor, interpret: bool):
-    """Return whether a score in highest [keys, cols] is above its column's cap, or all keys of a warp are below a floor.
+    """Return whether a score in highest [keys, cols] is above its column's cap, or all keys of a warp are
+    below a floor.
 
-    The function commits shared memory. The answer arrives with the barrier that the weights need anyway. A warp sees 16 keys of
-    each page; if only these are below the floor, the pair computes its own maximum needlessly.
+    The function commits shared memory. The answer arrives with the barrier that the weights need anyway. A
+    warp sees 16 keys of each page; if only these are below the floor, the pair computes its own maximum
+    needlessly.
     """
     if interpret:
         plgpu.commit_smem()

@@ -17,9 +17,9 @@ BOX = 32  # rows of a page in one TMA copy
 class Form:
     """The parameters that the kernel's code depends on.
 
-    cols: wgmma's N. e4m3: the cache is e4m3 and is multiplied as e4m3. int8: the cache is int8 with a scale for each token
-    and head. unified_max: rows start at the unified max value. fill: rows without keys become 0. pdl: launch with
-    programmatic dependent launch.
+    cols: wgmma's N. e4m3: the cache is e4m3 and is multiplied as e4m3. int8: the cache is int8 with a scale
+    for each token and head. unified_max: rows start at the unified max value. fill: rows without keys
+    become 0. pdl: launch with programmatic dependent launch.
     """
 
     group: int

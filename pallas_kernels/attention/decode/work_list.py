@@ -1,9 +1,9 @@
 """The work list of decode attention: all pages of a batch in one line, split into equal pieces.
 
 The line holds the rows in order, the KV heads of a row in order, and the visible pages of a head in order.
-`decode_work` splits the line into one equal piece for each worker. One row of 131,072 keys with 200 short rows then
-fills the chip as well as equal rows do (FlashDecoding's split KV, by pages instead of by rows). A worker leaves at
-most two (row, head) pairs unfinished: at the start and at the end of its piece.
+`decode_work` splits the line into one equal piece for each worker. One row of 131,072 keys with 200 short
+rows then fills the chip as well as equal rows do (FlashDecoding's split KV, by pages instead of by rows). A
+worker leaves at most two (row, head) pairs unfinished: at the start and at the end of its piece.
 """
 
 import dataclasses
@@ -18,19 +18,21 @@ PAGE = 64  # tokens in a page
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecodeWork:
-    """The pages that each worker reads, from `decode_work`. Layers with equal lengths and window share one list.
+    """The pages that each worker reads, from `decode_work`. Layers with equal lengths and window share one
+    list.
 
     Attributes:
       rows: [B, 4] int32: first visible page, visible pages, length (0: skipped), next row that has pages.
-      pieces: [workers, 4] int32: first row, first KV head, first page relative to the row's first visible page, pages.
-      starts: [workers, 5] int32: the entry in `rows` of the piece's first row, and the first visible page of the next
-        row. A worker's first copy then depends on two reads instead of four.
-      chains: [workers] int32: if the piece ends a (row, head) pair that an earlier piece began, the number of earlier
-        pieces with parts of the pair.
+      pieces: [workers, 4] int32: first row, first KV head, first page relative to the row's first visible
+        page, pages.
+      starts: [workers, 5] int32: the entry in `rows` of the piece's first row, and the first visible page
+        of the next row. A worker's first copy then depends on two reads instead of four.
+      chains: [workers] int32: if the piece ends a (row, head) pair that an earlier piece began, the number
+        of earlier pieces with parts of the pair.
       enders: [workers] int32: if the piece leaves a pair unfinished, the worker that ends the pair.
-      arrived: [2 * workers] int32: the number of written parts of the pair that a worker ends, then the number of written
-        parts of the group whose last part a worker has. Zero before and after a call. Kernels count in this array, so
-        calls that share a list must not run concurrently.
+      arrived: [2 * workers] int32: the number of written parts of the pair that a worker ends, then the
+        number of written parts of the group whose last part a worker has. Zero before and after a call.
+        Kernels count in this array, so calls that share a list must not run concurrently.
     """
 
     rows: jax.Array
@@ -42,24 +44,27 @@ class DecodeWork:
 
 
 def decode_work(lengths: jax.Array, kv_heads: int, workers: int, window: int | None = None) -> DecodeWork:
-    """Split the batch's pages into equal pieces, on the device, from lengths [B] int32 (0: no work for the row).
+    """Split the batch's pages into equal pieces, on the device, from lengths [B] int32 (0: no work for the
+    row).
 
-    The function runs a few small XLA ops. Compute the list once a step and pass it to every layer's `decode_attention`.
+    The function runs a few small XLA ops. Compute the list once a step and pass it to every layer's
+    `decode_attention`.
     """
     b = lengths.shape[0]
     lengths = lengths.astype(jnp.int32)
     first = jnp.zeros_like(lengths) if window is None else jnp.maximum(lengths - window, 0) // PAGE
     pages = jnp.where(lengths > 0, (lengths + PAGE - 1) // PAGE - first, 0)
     index = jnp.arange(b, dtype=jnp.int32)
-    # Sums over a comparison matrix are one small fusion. cumsum and searchsorted would be several kernels each.
+    # Sums over a comparison matrix are one small fusion. cumsum and searchsorted would be several kernels
+    # each.
     ends = jnp.sum(jnp.where(index[None, :] <= index[:, None], pages[None, :], 0), axis=1, dtype=jnp.int32)
     following = jnp.min(
         jnp.where((index[None, :] > index[:, None]) & (pages[None, :] > 0), index[None, :], b), axis=1
     )
     total = ends[-1] * kv_heads
     worker = jnp.arange(workers + 1, dtype=jnp.int32)
-    # This is total * worker // workers. The plain product overflows int32 at 2**22 pairs on 512 workers, which
-    # rows with shared pages can reach.
+    # This is total * worker // workers. The plain product overflows int32 at 2**22 pairs on 512 workers,
+    # which rows with shared pages can reach.
     begins = total // workers * worker + total % workers * worker // workers
     begins = jnp.where(total >= workers, begins, jnp.minimum(worker, total))
     begin, count = begins[:-1], begins[1:] - begins[:-1]
@@ -98,10 +103,11 @@ def decode_work(lengths: jax.Array, kv_heads: int, workers: int, window: int | N
 
 
 def walk(rows, pieces, starts, worker, kv, visit, carry):
-    """Call visit(carry, row, head, page, here, (first, pages, length), (next row, its first)) for each pair of a piece.
+    """Call visit(carry, row, head, page, here, (first, pages, length), (next row, its first)) for each pair
+    of a piece.
 
-    Runs inside a kernel. The pair's `here` pages start at `page`, relative to the row's `first` visible page. The next row's
-    entry is read one row ahead, so that no pair waits for memory.
+    Runs inside a kernel. The pair's `here` pages start at `page`, relative to the row's `first` visible
+    page. The next row's entry is read one row ahead, so that no pair waits for memory.
     """
 
     def facts(row):

@@ -1,11 +1,12 @@
 """Persistent dense GEMM for Hopper: bfloat16 operands, float32 sums, and an epilogue before the store.
 
-`sms` CTAs process a table of items (`tile_schedule.schedule`): full output tiles, then tiles split along K so that all CTAs end
-together. In a CTA one warpgroup copies operands through a ring of stages, ahead over the borders of tiles. Two warpgroups compute
-half of the tile's rows each. K is contiguous in both operands: the weight is wgmma's transposed right-hand side. For alternating
-gates and ups, a warpgroup holds both of a pair in registers, so act(gate) · up moves no memory. A kernel with all SMs
-runs in clusters of two CTAs on vertically adjacent tiles. Each CTA loads half of the weight's tile for both, which
-reduces the reads from the L2 by a third.
+`sms` CTAs process a table of items (`tile_schedule.schedule`): full output tiles, then tiles split along K
+so that all CTAs end together. In a CTA one warpgroup copies operands through a ring of stages, ahead over
+the borders of tiles. Two warpgroups compute half of the tile's rows each. K is contiguous in both operands:
+the weight is wgmma's transposed right-hand side. For alternating gates and ups, a warpgroup holds both of a
+pair in registers, so act(gate) · up moves no memory. A kernel with all SMs runs in clusters of two CTAs on
+vertically adjacent tiles. Each CTA loads half of the weight's tile for both, which reduces the reads from
+the L2 by a third.
 """
 
 import functools
@@ -25,7 +26,9 @@ _ACTIVATIONS = (None, "silu", "gelu_tanh", "relu")
 
 
 def supports(m: int, n: int, k: int, gate_block: int | None = None) -> bool:
-    """Return whether `dense_gemm` supports [m, k] x [n, k]: K and N in full 128-byte rows of shared memory, any m."""
+    """Return whether `dense_gemm` supports [m, k] x [n, k]: K and N in full 128-byte rows of shared memory,
+    any m.
+    """
     gates = gate_block is None or (gate_block in (16, 32, 64) and n % (2 * gate_block) == 0)
     return min(m, n, k) > 0 and n % 64 == 0 and k % 64 == 0 and gates
 
@@ -53,10 +56,11 @@ def dense_gemm(
       bias: [N], any float.
       residual: [M, N], or [M, N / 2] with gates, of the output's dtype.
       activation: silu, gelu_tanh, relu or None.
-      gate_block: columns are alternating blocks of `gate_block` (16, 32 or 64) gates and as many ups; the result is
-        act(gate) · up.
+      gate_block: columns are alternating blocks of `gate_block` (16, 32 or 64) gates and as many ups; the
+        result is act(gate) · up.
       out_dtype: bfloat16 or float32; None: x's.
-      sms: CTAs of the persistent grid, which is the number of SMs that the kernel may occupy, 1 to 132; None: all.
+      sms: CTAs of the persistent grid, which is the number of SMs that the kernel may occupy, 1 to 132;
+        None: all.
       plan: tile and schedule; None: `gemm_plan`'s.
     Returns:
       [M, N], or [M, N / 2] with gates.

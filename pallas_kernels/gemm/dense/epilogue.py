@@ -1,4 +1,6 @@
-"""The epilogue of the dense GEMM: bias, activation, gates, residual and store, before the sums leave the SM."""
+"""The epilogue of the dense GEMM: bias, activation, gates, residual and store, before the sums leave the
+SM.
+"""
 
 import dataclasses
 
@@ -32,7 +34,9 @@ class Form:
         return self.tile.rows // 2
 
     def pieces(self) -> list[tuple[int, int]]:
-        """Return (row, column) of the 64 x width pieces of a warpgroup's sums (or of their gates) that one store each writes."""
+        """Return (row, column) of the 64 x width pieces of a warpgroup's sums (or of their gates) that one
+        store each writes.
+        """
         columns = self.width if self.gate_block is None else 2 * self.gate_block
         inside = (
             range(0, columns, self.width)
@@ -110,7 +114,9 @@ def store(form: Form, wg, o_ref, o_s, part_ref, bias_ref, residual_ref, read, y,
 
 
 def activate(x, activation):
-    """Return silu, gelu_tanh or relu of float32 registers, from exp2, because the hardware's tanh has only 11 bits."""
+    """Return silu, gelu_tanh or relu of float32 registers, from exp2, because the hardware's tanh has only
+    11 bits.
+    """
     if activation is None:
         return x
     if activation == "relu":

@@ -2,8 +2,8 @@
 
     python -m pallas_kernels.gemm.dense.gpu_check [--only check,shapes,bounded,layer] [--share 0/3] [--json FILE]
 
-Errors are ‖kernel − exact‖ / ‖exact‖ on fresh random operands. Weights rotate, so that no weight is in the L2
-cache when the kernel reads it.
+Errors are ‖kernel − exact‖ / ‖exact‖ on fresh random operands. Weights rotate, so that no weight is in the
+L2 cache when the kernel reads it.
 """
 
 import dataclasses
@@ -107,7 +107,9 @@ def checks(rows, share):
 
 
 def chained(fn, calls):
-    """Return one program with `calls` dependent products, so that XLA merges none and launches cost nothing."""
+    """Return one program with `calls` dependent products, so that XLA merges none and launches cost
+    nothing.
+    """
     fn = jax.jit(fn)  # traced and lowered once
 
     def run(xs, ws):

@@ -1,4 +1,6 @@
-"""The dense GEMM kernel: one warpgroup copies the operands of every k step ahead, two multiply, item after item."""
+"""The dense GEMM kernel: one warpgroup copies the operands of every k step ahead, two multiply, item after
+item.
+"""
 
 import functools
 
@@ -47,7 +49,8 @@ def multiply(
 ):
     """Run the kernel.
 
-    items: (number of this worker's items, item(i) -> the fields of `FIELDS` and the first row of its weight's tile).
+    items: (number of this worker's items, item(i) -> the fields of `FIELDS` and the first row of its
+    weight's tile).
     """
     wg = lax.axis_index("wg")
     # The interpreter has no semaphores. It runs the CTAs in an order without waits.
@@ -82,7 +85,9 @@ def table_items(work_ref, cols: int):
 
 
 def _for_items(items, visit, step):
-    """Return the step after visit(step, *item) for each item of this worker. The next item is read during the current one."""
+    """Return the step after visit(step, *item) for each item of this worker. The next item is read during
+    the current one.
+    """
     count, item = items
 
     def one(i, state):

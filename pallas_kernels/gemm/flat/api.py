@@ -1,12 +1,14 @@
 """Flat GEMM for Hopper: products of small batches (decode), whose time is the time to read the weight.
 
-The operands are swapped: rows of the weight are wgmma's M (64) and tokens are its N, so that M tokens are padded to a multiple of 8
-instead of 64 (FlashDecoding++Next §4). One warpgroup copies weights and tokens ahead through a ring that fills the SM's
-shared memory (the paper's double buffering, with more buffers). The other warpgroups multiply. Bytes in flight limit the
-time, so each CTA processes equally many full tiles, on fewer CTAs than SMs if necessary. With too few tiles a cluster of CTAs
-splits a tile along K and adds the parts in distributed shared memory, in a fixed order.
+The operands are swapped: rows of the weight are wgmma's M (64) and tokens are its N, so that M tokens are
+padded to a multiple of 8 instead of 64 (FlashDecoding++Next §4). One warpgroup copies weights and tokens
+ahead through a ring that fills the SM's shared memory (the paper's double buffering, with more buffers).
+The other warpgroups multiply. Bytes in flight limit the time, so each CTA processes equally many full
+tiles, on fewer CTAs than SMs if necessary. With too few tiles a cluster of CTAs splits a tile along K and
+adds the parts in distributed shared memory, in a fixed order.
 
-`multiply_flat` does this for a weight of one or more arrays by row: `flat_gemm` for bfloat16, `int4_gemm` for 4 bits.
+`multiply_flat` does this for a weight of one or more arrays by row: `flat_gemm` for bfloat16, `int4_gemm`
+for 4 bits.
 """
 
 import functools
@@ -48,10 +50,12 @@ def flat_gemm(
     Args:
       x: [M, K] bfloat16, 1 to 64 rows. w: [N, K] bfloat16; K a multiple of 64, N of 8. bias: [N].
       residual: [M, N'] bfloat16, added last. activation: None, "silu", "gelu_tanh" or "relu".
-      gate_block: 64: columns are alternating blocks of 64 gates and 64 ups (N a multiple of 128); the result is act(gate) · up.
+      gate_block: 64: columns are alternating blocks of 64 gates and 64 ups (N a multiple of 128); the
+        result is act(gate) · up.
       out_dtype: bfloat16 (default) or float32.
       sms: number of SMs that the kernel may occupy, 1 to 132; None: all.
-      pdl: start before the previous kernel has ended (`pallas_kernels.hopper.pdl`); w must be an argument of the program.
+      pdl: start before the previous kernel has ended (`pallas_kernels.hopper.pdl`); w must be an argument
+        of the program.
     Returns:
       [M, N'], N' = N, or N / 2 with gate_block.
     Raises:
@@ -79,9 +83,11 @@ def multiply_flat(
     activation: str | None, gate_block: int | None, out_dtype, sms: int, tile: FlatTile, name: str, pdl: bool = False,
     in_registers: bool = False, interpret,
 ) -> jax.Array:  # fmt: skip
-    """Run the pipeline: copy tiles of the weight's arrays and of x, and call product(acc, tiles, x's tile, rows of the warpgroup).
+    """Run the pipeline: copy tiles of the weight's arrays and of x, and call product(acc, tiles, x's tile,
+    rows of the warpgroup).
 
-    in_registers: acc is a value, and product returns the next value; otherwise acc is a reference that wgmma adds to.
+    in_registers: acc is a value, and product returns the next value; otherwise acc is a reference that
+    wgmma adds to.
     """
     (m, k), n = x.shape, weight[0].array.shape[0]
     out_dtype, gated = jnp.dtype(out_dtype or x.dtype), gate_block is not None

@@ -1,6 +1,8 @@
-"""GEMM for very small batches without tensor cores: multiply and add while the weight streams by (FlashDecoding++Next §4).
+"""GEMM for very small batches without tensor cores: multiply and add while the weight streams by
+(FlashDecoding++Next §4).
 
-XLA's reduction over a row reads at memory speed, so this is XLA code: a sum over K for each row of x, fused with the product.
+XLA's reduction over a row reads at memory speed, so this is XLA code: a sum over K for each row of x, fused
+with the product.
 """
 
 import jax

@@ -1,4 +1,6 @@
-"""The flat GEMM kernel: one warpgroup copies weights and tokens through a ring, the others multiply and store."""
+"""The flat GEMM kernel: one warpgroup copies weights and tokens through a ring, the others multiply and
+store.
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -65,8 +67,8 @@ def scratch(
         arrays["parts"] = plgpu.SMEM(
             (tile.warpgroups, tile.cluster - 1, tile.rows, m), jnp.float32, transforms=small
         )
-        # One barrier for all warpgroups, because Mosaic (0.11.2) adds the index of a barrier in its array twice
-        # for an arrival at another CTA.
+        # One barrier for all warpgroups, because Mosaic (0.11.2) adds the index of a barrier in its array
+        # twice for an arrival at another CTA.
         arrays["parts_full"] = plgpu.Barrier(num_arrivals=(tile.cluster - 1) * tile.warpgroups)
         arrays["parts_empty"] = plgpu.ClusterBarrier(collective_axes=("part",), num_arrivals=tile.warpgroups)
     return arrays
@@ -80,7 +82,8 @@ def multiply(
 ):  # fmt: skip
     """Run the kernel: copy stages, multiply them and finish each tile.
 
-    product: adds one stage's product. gated: columns are blocks of 64 gates and 64 ups. in_registers: the sums are values.
+    product: adds one stage's product. gated: columns are blocks of 64 gates and 64 ups. in_registers: the
+    sums are values.
     """
     w_refs, (*extras, o_ref) = refs[: len(weight)], refs[len(weight) :]
     bias_ref: Any = extras[0] if has_bias else None
@@ -147,7 +150,9 @@ def multiply(
         own = pl.ds(wg * tile.rows, tile.rows)
 
         def finish(y, row, column):
-            """Store the epilogue of y [rows, M], float32, for weight rows from `row` and result columns from `column` on."""
+            """Store the epilogue of y [rows, M], float32, for weight rows from `row` and result columns
+            from `column` on.
+            """
             if bias_ref is not None:
                 bias = plgpu.load(
                     bias_ref.at[pl.ds(row, tile.rows)], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False
@@ -179,8 +184,8 @@ def multiply(
                         residual_ref.at[tokens, pl.ds(column, width)], r_s.at[wg], r_full.at[wg]
                     )
 
-            # Steps go to turns cyclically through all tiles, because the barriers of a slot count the phases of
-            # one turn.
+            # Steps go to turns cyclically through all tiles, because the barriers of a slot count the phases
+            # of one turn.
             begin = lax.rem(
                 turn + tile.turns - lax.rem(item * steps, jnp.int32(tile.turns)), jnp.int32(tile.turns)
             )

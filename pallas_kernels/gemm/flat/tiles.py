@@ -9,8 +9,10 @@ from pallas_kernels.hopper.limits import SMEM_BYTES, SMS
 class FlatTile:
     """A tile of a flat GEMM.
 
-    rows: weight rows of a warpgroup. warpgroups: warpgroups on different rows. depth: K of a stage. stages: stages of the ring.
-    cluster: CTAs that split a tile along K. turns: groups of warpgroups that take stages in turns, and add up at the end of a tile.
+    rows: weight rows of a warpgroup. warpgroups: warpgroups on different rows. depth: K of a stage. stages:
+    stages of the ring.
+    cluster: CTAs that split a tile along K. turns: groups of warpgroups that take stages in turns, and add
+    up at the end of a tile.
     """
 
     rows: int
@@ -29,7 +31,9 @@ class FlatTile:
 def filled(
     m: int, rows: int, warpgroups: int, depth: int, cluster: int, weight_bits: float, turns: int = 1
 ) -> FlatTile:
-    """Return the tile with the stages that shared memory holds, for m tokens and weights of `weight_bits` bits with their scales."""
+    """Return the tile with the stages that shared memory holds, for m tokens and weights of `weight_bits`
+    bits with their scales.
+    """
     m, one = -(-m // 8) * 8, FlatTile(rows, warpgroups, depth, 1, cluster, turns)
     # Memory outside the ring: a 32-bit result, a 16-bit residual, partial sums of the cluster and of the
     # other turns, and barriers.
@@ -41,9 +45,9 @@ def filled(
 def flat_tile(m: int, n: int, k: int, sms: int, gated: bool) -> FlatTile:
     """Return the tile of flat GEMM for x [m, k], w [n, k].
 
-    A CTA has 64 weight rows, so that there are many CTAs. Two CTAs split a tile if tiles would leave half of the SMs idle. Above 32
-    tokens, x needs as many bytes from the L2 as the weight; tiles of 128 rows halve this if they still occupy most SMs. Deep stages read
-    longer pieces of a row from memory.
+    A CTA has 64 weight rows, so that there are many CTAs. Two CTAs split a tile if tiles would leave half
+    of the SMs idle. Above 32 tokens, x needs as many bytes from the L2 as the weight; tiles of 128 rows
+    halve this if they still occupy most SMs. Deep stages read longer pieces of a row from memory.
     """
     tall = -(-n // 128)
     rows = 128 if gated or (m > 32 and 10 * tall * (2 if 2 * tall <= sms == SMS else 1) >= 7 * sms) else 64
@@ -60,7 +64,8 @@ def flat_tile(m: int, n: int, k: int, sms: int, gated: bool) -> FlatTile:
 def int4_tile(m: int, n: int, k: int, sms: int, gated: bool) -> FlatTile:
     """Return the tile of int4 GEMM for x [m, k], w [n, k].
 
-    Warpgroups take the stages in turns: with wgmma as many as registers and shared memory hold, with `mma` fewer, as measured.
+    Warpgroups take the stages in turns: with wgmma as many as registers and shared memory hold, with `mma`
+    fewer, as measured.
     """
     rows = 128 if gated else 64
     cluster = 2 if 2 * -(-n // rows) <= sms and k >= 1024 and sms == SMS else 1

@@ -1,15 +1,16 @@
-"""Persistent fp8 GEMM for Hopper: e4m3 activations and weights, float32 sums, scales and epilogue before the store.
+"""Persistent fp8 GEMM for Hopper: e4m3 activations and weights, float32 sums, scales and epilogue before
+the store.
 
-The skeleton is `dense_gemm`'s: a table of items, one warpgroup that copies, two that compute half of a tile's rows each. Specific to
-fp8:
+The skeleton is `dense_gemm`'s: a table of items, one warpgroup that copies, two that compute half of a
+tile's rows each. Specific to fp8:
 
-* A token's scale and a channel's scale multiply finished sums. An activation with a scale for every 128 columns cannot wait that
-  long: the sums of 128 columns leave the tensor core, and their scaled values are added in float32 registers (two-level
-  accumulation, DeepSeek-V3 §3.3.2).
-* The epilogue can quantize the result: gates and ups of 128 columns of a row lie in the registers of four threads, which find the
-  largest value and write values and one scale.
-* fp8 consumes operands twice as fast as bfloat16, so the bandwidth of the L2 limits the time. Clusters of two vertically adjacent
-  CTAs load a weight once.
+* A token's scale and a channel's scale multiply finished sums. An activation with a scale for every 128
+  columns cannot wait that long: the sums of 128 columns leave the tensor core, and their scaled values are
+  added in float32 registers (two-level accumulation, DeepSeek-V3 §3.3.2).
+* The epilogue can quantize the result: gates and ups of 128 columns of a row lie in the registers of four
+  threads, which find the largest value and write values and one scale.
+* fp8 consumes operands twice as fast as bfloat16, so the bandwidth of the L2 limits the time. Clusters of
+  two vertically adjacent CTAs load a weight once.
 """
 
 import functools
@@ -47,12 +48,14 @@ def fp8_gemm(
     The reference implementation is `pallas_kernels.gemm.reference.gemm`.
 
     Args:
-      x: [M, K] e4m3; scale [] (static), [M] (one a token) or [M, K / 128] (one for 128 columns). K is a multiple of 128.
+      x: [M, K] e4m3; scale [] (static), [M] (one a token) or [M, K / 128] (one for 128 columns). K is a
+        multiple of 128.
       w: [N, K] e4m3; scale [N] (one a channel). N is a multiple of 128.
       bias: [N] bfloat16.
       residual: [M, N'] bfloat16, added last.
       activation: None, "silu", "gelu_tanh" or "relu".
-      gate_block: 16, 32 or 64: columns are alternating blocks of gates and ups; the result is act(gate) · up.
+      gate_block: 16, 32 or 64: columns are alternating blocks of gates and ups; the result is act(gate) ·
+        up.
       quantize: return e4m3 with a scale for every 128 columns of a row (N' a multiple of 128).
       sms: number of SMs that the kernel may occupy, 1 to 132; None: all.
       plan: tile and work; None: `fp8_plan`'s.

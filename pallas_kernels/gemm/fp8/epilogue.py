@@ -21,7 +21,9 @@ BY_ROW, BY_COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
 @dataclasses.dataclass(frozen=True)
 class Epilogue:
-    """activation, gate_block and quantize of `fp8_gemm`; slots: pieces of a warpgroup's output in flight to memory."""
+    """activation, gate_block and quantize of `fp8_gemm`; slots: pieces of a warpgroup's output in flight to
+    memory.
+    """
 
     activation: str | None
     gate_block: int | None
@@ -50,9 +52,11 @@ def load(ref, layout):
 
 
 def finished_columns(sums: Callable, start, column, ref: dict, s: dict, wg) -> Callable:
-    """Return finished(at, width): columns start + at .. + width of a warpgroup's tile, scaled, with bias, float32 [64, width].
+    """Return finished(at, width): columns start + at .. + width of a warpgroup's tile, scaled, with bias,
+    float32 [64, width].
 
-    sums(at, width): the product's sums. column: the tile's first column in the product. s: scratch with arrived scales.
+    sums(at, width): the product's sums. column: the tile's first column in the product. s: scratch with
+    arrived scales.
     """
     tokens = load(s["token_s"].at[pl.ds(wg * ROWS, ROWS)], BY_ROW) if "token_s" in s else None
 
@@ -75,7 +79,9 @@ def finished_columns(sums: Callable, start, column, ref: dict, s: dict, wg) -> C
 
 
 def store(finished: Callable, e: Epilogue, ref: dict, s: dict, wg, row, column, columns: int) -> None:
-    """Store a warpgroup's `columns` columns from `column` on, for rows row .. row + 64, through its slots of shared memory."""
+    """Store a warpgroup's `columns` columns from `column` on, for rows row .. row + 64, through its slots
+    of shared memory.
+    """
     column = lax.div(column, jnp.int32(2)) if e.gate_block else column
     rows, pieces = pl.ds(row, ROWS), columns // (2 * WIDTH if e.gate_block else WIDTH)
 

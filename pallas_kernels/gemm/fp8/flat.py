@@ -1,8 +1,9 @@
 """Flat fp8 GEMM for Hopper: products of few e4m3 rows (decode) with an e4m3 weight.
 
-The skeleton is `flat_gemm`'s: rows of the weight are wgmma's M and tokens its N, one warpgroup copies ahead through a ring that fills
-shared memory, and a cluster of CTAs splits a tile along K if tiles are few. Specific to fp8 are the scales (of a token, of a
-channel, of a token's 128 columns) and the quantized result: one warpgroup holds all 128 columns of a token's scale.
+The skeleton is `flat_gemm`'s: rows of the weight are wgmma's M and tokens its N, one warpgroup copies ahead
+through a ring that fills shared memory, and a cluster of CTAs splits a tile along K if tiles are few.
+Specific to fp8 are the scales (of a token, of a channel, of a token's 128 columns) and the quantized
+result: one warpgroup holds all 128 columns of a token's scale.
 """
 
 import functools
@@ -41,10 +42,11 @@ def fp8_flat_gemm(
     pdl: bool = False,
     interpret=None,
 ) -> jax.Array | Quantized:
-    """Return the product of `fp8_gemm` for 1 to 64 rows (FlashDecoding++Next §4), with the same arguments and errors.
+    """Return the product of `fp8_gemm` for 1 to 64 rows (FlashDecoding++Next §4), with the same arguments
+    and errors.
 
-    gate_block: 64 or None. pdl: start before the previous kernel has ended (`pallas_kernels.hopper.pdl`); w must be an argument of the
-    program.
+    gate_block: 64 or None. pdl: start before the previous kernel has ended (`pallas_kernels.hopper.pdl`); w
+    must be an argument of the program.
     """
     (m, k), n = x.values.shape, w.values.shape[0]
     check_operands(x, w, bias, residual, activation, gate_block, quantize, out_dtype)
@@ -195,8 +197,8 @@ def _multiply(*refs, names, tile, e, pdl, interpret, **s):
             )
             return plgpu.layout_cast(along_rows(scale, tile.rows), plgpu.Layout.WGMMA)
 
-        # Steps go to turns cyclically through all tiles, because the barriers of a slot count the phases of one
-        # turn.
+        # Steps go to turns cyclically through all tiles, because the barriers of a slot count the phases of
+        # one turn.
         begin = lax.rem(
             turn + tile.turns - lax.rem(item * steps, jnp.int32(tile.turns)), jnp.int32(tile.turns)
         )
@@ -225,7 +227,9 @@ def _multiply(*refs, names, tile, e, pdl, interpret, **s):
         )[0]
 
     def finish(y, at, to):
-        """Scale and store the sums of the weight's rows from `at` on, which are the result's columns from `to` on."""
+        """Scale and store the sums of the weight's rows from `at` on, which are the result's columns from
+        `to` on.
+        """
         if ref["tokens"].shape == (m,) and m > 1:
             y = y * lax.broadcast_in_dim(load(ref["tokens"], BY_COLUMN), y.shape, [1])
         elif not blocked:

@@ -13,8 +13,8 @@ from pallas_kernels.hopper.limits import SMEM_BYTES
 class Fp8FlatTile:
     """A tile of flat fp8 GEMM.
 
-    rows: weight rows. depth: K of a step. stages: steps in flight, a multiple of turns. cluster: CTAs that split a tile along K. turns:
-    warpgroups that take the steps in turns, and add up at the end of a tile.
+    rows: weight rows. depth: K of a step. stages: steps in flight, a multiple of turns. cluster: CTAs that
+    split a tile along K. turns: warpgroups that take the steps in turns, and add up at the end of a tile.
     """
 
     rows: int
@@ -27,9 +27,11 @@ class Fp8FlatTile:
 def fp8_flat_tile(
     m: int, n: int, k: int, sms: int, e: Epilogue, depth: int = DEPTH, *, blocked: bool = False, **chosen
 ) -> Fp8FlatTile:
-    """Return the tile of x [m, k], w [n, k]: a ring that fills shared memory, and clusters if there are more SMs than tiles.
+    """Return the tile of x [m, k], w [n, k]: a ring that fills shared memory, and clusters if there are
+    more SMs than tiles.
 
-    blocked: x has a scale for every 128 columns, so a step's sums are scaled before the next step's are added. Two warpgroups
+    blocked: x has a scale for every 128 columns, so a step's sums are scaled before the next step's are
+    added. Two warpgroups
     take turns: one multiplies while the other scales.
     """
     rows = chosen.get("rows") or (

@@ -155,7 +155,9 @@ def checks(rows, share):
 
 
 def chained(fn, calls):
-    """Return one program with `calls` dependent products, so that XLA merges none and launches cost nothing."""
+    """Return one program with `calls` dependent products, so that XLA merges none and launches cost
+    nothing.
+    """
 
     def run(xs, ws, *rest):
         outs = []

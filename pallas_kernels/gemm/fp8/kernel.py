@@ -1,6 +1,7 @@
 """The fp8 dense GEMM kernel: one warpgroup copies operands and scales ahead, two multiply 64 rows each.
 
-The tiles of an incomplete last round are split along K. The worker of each part adds up its share of the columns and stores it.
+The tiles of an incomplete last round are split along K. The worker of each part adds up its share of the
+columns and stores it.
 """
 
 import functools
@@ -147,15 +148,17 @@ def multiply(*refs, names, tile, epilogue, parts, interpreted, **s):
             return [pl.run_scoped(product, plgpu.ACC((HALF, tile.columns), jnp.float32))]
 
         def moved_sums_of(step, first, count, row):
-            """Return the tile's sums in pieces [64, moved], each step's added to float32 registers, times the rows' scales for 128 of K."""
+            """Return the tile's sums in pieces [64, moved], each step's added to float32 registers, times
+            the rows' scales for 128 of K.
+            """
 
             def scales(i):
                 i = jnp.minimum(i, ref["tokens"].shape[1] - 1)
                 return load(ref["tokens"].at[pl.ds(row, HALF), i], BY_ROW)
 
-            # A product runs, in separate registers, during the additions of the previous product. With parts after
-            # full tiles ptxas spilled registers at each step, which doubled the time; waiting costs 8 %. The
-            # interpreter cannot start an accumulator with a value.
+            # A product runs, in separate registers, during the additions of the previous product. With parts
+            # after full tiles ptxas spilled registers at each step, which doubled the time; waiting costs 8
+            # %. The interpreter cannot start an accumulator with a value.
             ordered = parts > 1 and items > 1 and not interpreted
             nothing = first >> 31  # 0, but unknown to the compiler
 

@@ -1,8 +1,9 @@
-"""The schedule of an fp8 product: full tiles in rounds, and the tiles of an incomplete last round split evenly along K.
+"""The schedule of an fp8 product: full tiles in rounds, and the tiles of an incomplete last round split
+evenly along K.
 
-Decode's products need this: 256 tokens times 4,096 channels are 16 tiles of 256 x 256 for 66 pairs of SMs. The workers of a split
-tile write their sums to memory. Then each adds up and stores its share of the columns. Parts wait for one another, so a grid
-never has more CTAs than SMs.
+Decode's products need this: 256 tokens times 4,096 channels are 16 tiles of 256 x 256 for 66 pairs of SMs.
+The workers of a split tile write their sums to memory. Then each adds up and stores its share of the
+columns. Parts wait for one another, so a grid never has more CTAs than SMs.
 """
 
 import dataclasses
@@ -23,8 +24,9 @@ FIELDS = 6
 class Fp8Tile:
     """An output tile of 128 rows and `columns` columns.
 
-    stages: steps of 128 of K in flight. cluster: CTAs that share weights, 1 or 2. slots: pieces of a warpgroup's output in flight to
-    memory. moved: columns whose sums leave the tensor core together after each step; 0: all columns, at the end.
+    stages: steps of 128 of K in flight. cluster: CTAs that share weights, 1 or 2. slots: pieces of a
+    warpgroup's output in flight to memory. moved: columns whose sums leave the tensor core together after
+    each step; 0: all columns, at the end.
     """
 
     columns: int = 256
@@ -38,7 +40,8 @@ class Fp8Tile:
 class Work:
     """The work of each cluster.
 
-    table: [groups, items, 6] int32, in order; items of 0 steps are unused. cut: number of split tiles. parts: parts of a split tile.
+    table: [groups, items, 6] int32, in order; items of 0 steps are unused. cut: number of split tiles.
+    parts: parts of a split tile.
     """
 
     table: np.ndarray
@@ -48,7 +51,8 @@ class Work:
 
 @functools.cache
 def work(tiles_m: int, tiles_n: int, steps: int, groups: int, parts: int = 1) -> Work:
-    """Divide tiles_m x tiles_n tiles of `steps` steps each among `groups` clusters. parts > 1: split the tiles of the last round.
+    """Divide tiles_m x tiles_n tiles of `steps` steps each among `groups` clusters. parts > 1: split the
+    tiles of the last round.
 
     Raises: ValueError if the last round has more parts than clusters.
     """
@@ -126,7 +130,8 @@ def _cost_us(tile: Fp8Tile, made: Work) -> float:
 
 @functools.cache
 def filled(m: int, n: int, k: int, sms: int, *, blocked: bool, quantize: bool) -> float:
-    """Return a product's time with equally many steps of the best tile on all `sms` SMs, over the time of the busiest SM.
+    """Return a product's time with equally many steps of the best tile on all `sms` SMs, over the time of
+    the busiest SM.
 
     K is padded to full blocks of 128 columns.
     """

@@ -1,9 +1,10 @@
-"""Grouped GEMM for Hopper (a mixture's experts): `dense_gemm`'s kernel over tiles of rows with one weight each.
+"""Grouped GEMM for Hopper (a mixture's experts): `dense_gemm`'s kernel over tiles of rows with one weight
+each.
 
-Rows are sorted by expert, and each expert starts at a full tile, so a tile has one weight. The expert of a tile and the number of
-tiles are data. A persistent grid takes (tile of rows, tile of columns) items up to this number: 16 neighboring tiles of rows before
-the next columns, so that tiles of one expert share their reads. XLA would multiply every row with every expert's
-weight, after a transpose of all weights.
+Rows are sorted by expert, and each expert starts at a full tile, so a tile has one weight. The expert of a
+tile and the number of tiles are data. A persistent grid takes (tile of rows, tile of columns) items up to
+this number: 16 neighboring tiles of rows before the next columns, so that tiles of one expert share their
+reads. XLA would multiply every row with every expert's weight, after a transpose of all weights.
 """
 
 import functools
@@ -51,8 +52,10 @@ def grouped_gemm(
       w: [E, N, K] bfloat16. XLA computes the product if N or K is not a multiple of 64.
       groups: from `list_groups`, in tiles of 128 rows.
       activation: silu, gelu_tanh, relu or None.
-      gate_block: alternating blocks of `gate_block` gates and ups, or None. XLA computes blocks other than 16, 32 or 64.
-      sms: CTAs of the persistent grid, which is the number of SMs that the kernel may occupy, 1 to 132; None: all.
+      gate_block: alternating blocks of `gate_block` gates and ups, or None. XLA computes blocks other than
+        16, 32 or 64.
+      sms: CTAs of the persistent grid, which is the number of SMs that the kernel may occupy, 1 to 132;
+        None: all.
       tile: a tile of 128 rows; None: 128 x 256.
     Returns:
       [M, N] bfloat16, N / 2 with gates; rows after the last tile are not written.

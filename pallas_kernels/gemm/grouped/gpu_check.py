@@ -98,7 +98,9 @@ def checks(rows):
 
 
 def timings(rows, seconds):
-    """Time our product, XLA's `ragged_dot`, and a dense product of the same rows that reads one weight once."""
+    """Time our product, XLA's `ragged_dot`, and a dense product of the same rows that reads one weight
+    once.
+    """
     rng = np.random.default_rng(0)
     for model, (experts, chosen, ops) in MODELS.items():
         for op, (n, k, block) in ops.items():

@@ -1,4 +1,6 @@
-"""The reference implementation of grouped products: rows in groups, with one weight a group (a mixture's experts)."""
+"""The reference implementation of grouped products: rows in groups, with one weight a group (a mixture's
+experts).
+"""
 
 import dataclasses
 
@@ -15,7 +17,8 @@ _COUNTED = 128  # pairs in a block of the count
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Groups:
-    """The rows of the (token, choice) pairs of a routing, sorted by expert. Each expert starts at a full tile of rows.
+    """The rows of the (token, choice) pairs of a routing, sorted by expert. Each expert starts at a full
+    tile of rows.
 
     Attributes:
       places: [T, e] int32: the row of each pair.
@@ -33,10 +36,12 @@ class Groups:
 
 
 def list_groups(experts: Int[Array, "T e"], num_experts: int, rows: int = 1) -> Groups:
-    """Sort pairs by expert into tiles of `rows` rows. M, the upper bound of rows, is static; the rows of each expert are data.
+    """Sort pairs by expert into tiles of `rows` rows. M, the upper bound of rows, is static; the rows of
+    each expert are data.
 
-    The sort counts: a pair's row is its expert's first row plus the number of earlier pairs of this expert, in earlier blocks and
-    in its own block. XLA's sort would be several kernels, and returns the inverse permutation.
+    The sort counts: a pair's row is its expert's first row plus the number of earlier pairs of this expert,
+    in earlier blocks and in its own block. XLA's sort would be several kernels, and returns the inverse
+    permutation.
     """
     flat = experts.reshape(-1).astype(jnp.int32)
     n = flat.shape[0]
@@ -79,7 +84,8 @@ def grouped_gemm(
     """Return act(x @ w[expert of the row].T), summed in float32. Rows after the last group are undefined.
 
     Args:
-      groups: from `list_groups`. activation, gate_block: as for `gemm`. sms: number of SMs that a kernel may occupy.
+      groups: from `list_groups`. activation, gate_block: as for `gemm`. sms: number of SMs that a kernel
+        may occupy.
     """
     del sms
     numbers = lax.RaggedDotDimensionNumbers(

@@ -1,8 +1,9 @@
 """int4 GEMM for Hopper: products of small batches with a weight of 4 bits (`quantized.Int4`).
 
-The pipeline is flat GEMM's. Up to 8 tokens, `mma` computes the product. Above, a warpgroup reads a group of 64 columns of its 64 rows from
-shared memory into registers as wgmma's first operand. `Int4`'s order of nibbles makes this one 8-byte load a row. Each pair of
-weights takes a shift, a mask, an exact subtraction and a multiply-add in bfloat16. So the multiplied weights are those of
+The pipeline is flat GEMM's. Up to 8 tokens, `mma` computes the product. Above, a warpgroup reads a group of
+64 columns of its 64 rows from shared memory into registers as wgmma's first operand. `Int4`'s order of
+nibbles makes this one 8-byte load a row. Each pair of weights takes a shift, a mask, an exact subtraction
+and a multiply-add in bfloat16. So the multiplied weights are those of
 `pallas_kernels.gemm.int4.reference.dequantize_int4`.
 """
 
@@ -44,8 +45,8 @@ def int4_gemm(
     The reference implementation is `pallas_kernels.gemm.reference.gemm`.
 
     Args:
-      x: [M, K] bfloat16, 1 to 64 rows. w: Int4 of [N, K] in groups of 64; K a multiple of 512, N of 8. Other arguments: as for
-        `flat_gemm`.
+      x: [M, K] bfloat16, 1 to 64 rows. w: Int4 of [N, K] in groups of 64; K a multiple of 512, N of 8.
+        Other arguments: as for `flat_gemm`.
     Raises:
       ValueError: for a shape, dtype, epilogue or sms outside the limits.
     """
@@ -84,7 +85,9 @@ _WORDS = (64, 32)
 
 
 def _factors(scale, zero) -> jax.Array:
-    """Return the scales and zeros of the thread's rows in a stage, [64, 8] each in shared memory, in registers."""
+    """Return the scales and zeros of the thread's rows in a stage, [64, 8] each in shared memory, in
+    registers.
+    """
     load = plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), plgpu.RefType()),
         return_type=plgpu.ShapeDtypeStruct(_WORDS, jnp.int32, layout=plgpu.Layout.WGMMA),
@@ -93,7 +96,9 @@ def _factors(scale, zero) -> jax.Array:
 
 
 def _operand(packed, factors: jax.Array, group: int) -> jax.Array:
-    """Return one group of columns of a tile's packed [64, depth / 2] in shared memory: [64, 64] bfloat16, as wgmma's first operand."""
+    """Return one group of columns of a tile's packed [64, depth / 2] in shared memory: [64, 64] bfloat16,
+    as wgmma's first operand.
+    """
     take = plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(swizzled(jnp.uint8)), plgpu.Layout.WGMMA),
         return_type=plgpu.ShapeDtypeStruct((64, GROUP), jnp.bfloat16, layout=plgpu.Layout.WGMMA),
@@ -118,7 +123,9 @@ def _load_factors(scale: ir.Value, zero: ir.Value) -> mgpu.FragmentedArray:
 
 
 def _unpack(packed: ir.Value, factors: mgpu.FragmentedArray, group: int) -> mgpu.FragmentedArray:
-    """Return the thread's part of wgmma's operand: rows lane / 4 and lane / 4 + 8 of its warp's 16 rows, 16 nibbles each."""
+    """Return the thread's part of wgmma's operand: rows lane / 4 and lane / 4 + 8 of its warp's 16 rows, 16
+    nibbles each.
+    """
     warp, row, quad = place()
     strides, _ = ir.MemRefType(packed.type).get_strides_and_offset()
     slab, part = divmod(group, 4)
@@ -151,8 +158,8 @@ def _unpack(packed: ir.Value, factors: mgpu.FragmentedArray, group: int) -> mgpu
     return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 
 
-# The pairs (i, i + 4) of a word of 8 nibbles as nibble · scale + zero. 0x4300 | nibble is exactly 128 + nibble in
-# bfloat16.
+# The pairs (i, i + 4) of a word of 8 nibbles as nibble · scale + zero. 0x4300 | nibble is exactly 128 +
+# nibble in bfloat16.
 _FOUR_PAIRS = (
     "{ .reg .b32 v, m; mov.b32 m, 0x43004300;\n"
     + "".join(

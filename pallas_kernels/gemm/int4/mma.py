@@ -1,9 +1,11 @@
-"""int4 products of up to 8 tokens without wgmma: a warp multiplies 16 rows of the weight with `mma`, from registers.
+"""int4 products of up to 8 tokens without wgmma: a warp multiplies 16 rows of the weight with `mma`, from
+registers.
 
-With wgmma a warpgroup would wait for its operand's registers each time. `mma` is an ordinary instruction, so one group is unpacked
-during the product of the previous group. Nibbles are not scaled first: 128 + nibble in bfloat16 takes a shift, a mask and an or for
-two nibbles, and is exact. A group's sums over 64 columns are Σ (128 + nibble) · x. `mma` also computes the sums Σ x of the tokens,
-with a first operand of ones. The result in float32 is scale · Σ (128 + nibble) · x + (zero - 128 · scale) · Σ x.
+With wgmma a warpgroup would wait for its operand's registers each time. `mma` is an ordinary instruction,
+so one group is unpacked during the product of the previous group. Nibbles are not scaled first: 128 +
+nibble in bfloat16 takes a shift, a mask and an or for two nibbles, and is exact. A group's sums over 64
+columns are Σ (128 + nibble) · x. `mma` also computes the sums Σ x of the tokens, with a first operand of
+ones. The result in float32 is scale · Σ (128 + nibble) · x + (zero - 128 · scale) · Σ x.
 """
 
 import jax
@@ -24,7 +26,8 @@ _ONES = 0x3F803F80  # a pair of bfloat16
 def multiply_add(total: jax.Array, packed, scale, zero, tokens) -> jax.Array:
     """Return total [rows, M] float32, in wgmma's layout, plus a stage's product.
 
-    In shared memory: packed [rows, depth / 2], scale and zero [rows, depth / 64] of the warpgroup's rows, tokens [M, depth].
+    In shared memory: packed [rows, depth / 2], scale and zero [rows, depth / 64] of the warpgroup's rows,
+    tokens [M, depth].
     """
     run = plgpu.inline_mgpu(
         arg_types=(
@@ -114,7 +117,9 @@ def _tokens(tokens: ir.Value, strides, tokens8: int, group: int) -> list[list[ir
 
 
 def _weight(packed: ir.Value, block: int, group: int) -> list[list[ir.Value]]:
-    """Return 128 + nibble of 16 rows of a block of 64, as mma's first operand for each 16 of a group's columns, four registers each."""
+    """Return 128 + nibble of 16 rows of a block of 64, as mma's first operand for each 16 of a group's
+    columns, four registers each.
+    """
     warp, row, quad = place()
     strides, _ = ir.MemRefType(packed.type).get_strides_and_offset()
     slab, part = divmod(group, 4)
@@ -137,7 +142,9 @@ def _weight(packed: ir.Value, block: int, group: int) -> list[list[ir.Value]]:
 
 
 def _chain(first, second) -> list[ir.Value]:
-    """Return the sums of the products of 16 columns each: four float32, for rows lane / 4 and lane / 4 + 8, two tokens each."""
+    """Return the sums of the products of 16 columns each: four float32, for rows lane / 4 and lane / 4 + 8,
+    two tokens each.
+    """
     f32 = ir.F32Type.get()
     total = [arith.constant(f32, ir.FloatAttr.get(f32, 0.0))] * 4
     for a, b in zip(first, second, strict=True):

@@ -8,9 +8,9 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.quantized import GROUP, Int4
 
-# A group's column is (j, half, eight, lane, odd) in base (2, 2, 2, 4, 2). With lane first, the nibbles of one thread of
-# a Hopper tensor core's operand form 8 bytes. The nibbles of a pair of columns (odd) are 16 bits apart, so that one
-# mask extracts both.
+# A group's column is (j, half, eight, lane, odd) in base (2, 2, 2, 4, 2). With lane first, the nibbles of one
+# thread of a Hopper tensor core's operand form 8 bytes. The nibbles of a pair of columns (odd) are 16 bits
+# apart, so that one mask extracts both.
 _COLUMNS = (2, 2, 2, 4, 2)
 _TO_BYTES = (3, 0, 4, 1, 2)  # (lane, j, odd, half, eight): eight selects the low or the high nibble
 _TO_COLUMNS = (1, 3, 4, 0, 2)
@@ -50,9 +50,11 @@ def dequantize_int4(w: Int4, dtype=jnp.bfloat16) -> Float[Array, "*M K"]:
 
 
 def _in_order(nibbles: Array, *, packed: bool) -> Array:
-    """Return the nibbles [..., group] of a group in packed order (the two nibbles of a byte adjacent), or in the order of columns.
+    """Return the nibbles [..., group] of a group in packed order (the two nibbles of a byte adjacent), or
+    in the order of columns.
 
-    A tensor core reads only groups of 64. In other groups, a byte holds a column and the column half a group after it.
+    A tensor core reads only groups of 64. In other groups, a byte holds a column and the column half a
+    group after it.
     """
     *outer, group = nibbles.shape
     columns, to_bytes, to_columns = (

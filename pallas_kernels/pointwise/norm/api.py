@@ -1,9 +1,9 @@
-"""The residual sum and its norm in one pass over memory, for Hopper: RMSNorm or LayerNorm, in bfloat16 or
-quantised to e4m3.
+"""Residual add and norm in one pass over memory, for Hopper: RMSNorm or LayerNorm, in bfloat16 or quantized
+to e4m3.
 
-A row is a warpgroup's: it stays in the registers between the sum, its statistics and the normed values, so
-that x and y are read once and the sum and the norm written once. CTAs are of one warpgroup, many on an SM:
-while some wait for memory, others compute.
+A row belongs to one warpgroup. It stays in registers between the sum, its statistics and the normed values,
+so that x and y are read once and the sum and the norm are written once. A CTA is one warpgroup, and an SM
+runs many: some wait for memory while others compute.
 """
 
 import functools
@@ -18,9 +18,9 @@ from pallas_kernels.hopper.limits import sms_of
 from pallas_kernels.hopper.pdl import launch_next, wait_for_last
 from pallas_kernels.quantized import Quantized
 
-_PER_SM = 12  # CTAs dealt out an SM; as many run at once as the registers of a row leave room for
+_PER_SM = 12  # CTAs for each SM; the registers of a row limit how many run at once
 _E4M3_MAX = 448.0
-_SMALLEST = 1e-12  # a row of zeros needs a scale too
+_SMALLEST = 1e-12  # a row of zeros needs a nonzero scale
 
 
 def add_norm(
@@ -37,19 +37,21 @@ def add_norm(
     pdl: bool = False,
     interpret=None,
 ) -> tuple[jax.Array, jax.Array | Quantized]:
-    """(x + y, its norm), of the same meaning as its twin, `reference.add_norm`.
+    """Return (x + y, its norm), as `pallas_kernels.pointwise.norm.reference.add_norm` does.
 
     Args:
       x, y: [T, D] bfloat16, D a multiple of 128; y None: nothing to add.
-      other: as y, and added to it first, rounded.
-      weight, bias: [D] bfloat16 or float32. With a bias it is LayerNorm, without RMSNorm, which scales by
-      offset + weight. quantize: the norm as `Quantized`, e4m3 [T, D] with a scale [T] for each token. sms:
-      how many SMs' worth of CTAs it starts, 1 to 132; all by default. pdl: it begins before the kernel
-      before it has ended (`pallas_kernels.hopper.pdl`); weight and bias are the program's arguments then.
+      other: like y, and added to y first, with rounding.
+      weight, bias: [D] bfloat16 or float32. With a bias the norm is LayerNorm, without RMSNorm, which
+        scales by offset + weight.
+      quantize: return the norm as `Quantized`, e4m3 [T, D] with a scale [T] for each token.
+      sms: the number of CTAs as a number of SMs, 1 to 132; default: all.
+      pdl: start before the previous kernel has ended (`pallas_kernels.hopper.pdl`); weight and bias must be
+        arguments of the program.
     Returns:
-      the sum [T, D], and its norm.
+      The sum [T, D], and its norm.
     Raises:
-      ValueError: for a shape, dtype or sms that the kernel does not take.
+      ValueError: for a shape, dtype or sms outside the limits.
     """
     t, d = x.shape
     rows = [v for v in (x, y, other) if v is not None]
@@ -61,8 +63,8 @@ def add_norm(
     ):
         given = [f"{v.dtype}{list(v.shape)}" for v in rows]
         raise ValueError(
-            f"x, y and other are {given}: bfloat16 [T, D], D a multiple of 128, all the same; other "
-            f"only beside y"
+            f"x, y and other are {given}: accepted are equal arrays, bfloat16 [T, D], D a multiple of 128; "
+            "other only with y"
         )
     row = jax.ShapeDtypeStruct((t, d), x.dtype)
     normed = (
@@ -97,7 +99,7 @@ def add_norm(
 
 
 def _rows(*refs, adds, centres, quantizes, eps, offset, ctas, pdl):
-    """This CTA's rows, every `ctas`-th."""
+    """Process this CTA's rows, every `ctas`-th row."""
     launch_next(pdl)
     refs = iter(refs)
     x_ref, *added = (next(refs) for _ in range(1 + adds))
@@ -105,9 +107,7 @@ def _rows(*refs, adds, centres, quantizes, eps, offset, ctas, pdl):
     sum_ref, h_ref = next(refs) if adds else None, next(refs)
     scale_ref = next(refs) if quantizes else None
     t, d = x_ref.shape
-    vector = next(
-        v for v in (8, 4, 2, 1) if d % (128 * v) == 0
-    )  # elements a thread reads at once: 16 bytes, where they divide the row
+    vector = next(v for v in (8, 4, 2, 1) if d % (128 * v) == 0)  # elements of one load, up to 16 bytes
     layout = plgpu.Layout.WG_STRIDED((d,), vector)
 
     def read(ref):
@@ -121,7 +121,7 @@ def _rows(*refs, adds, centres, quantizes, eps, offset, ctas, pdl):
 
     def norm(row):
         x = read(x_ref.at[row])
-        weight, bias = known or factors()  # asked for before the statistics are waited for
+        weight, bias = known or factors()  # loaded before the wait for the statistics
         if sum_ref is not None:
             y, *others = (read(ref.at[row]) for ref in added)
             for other in others:

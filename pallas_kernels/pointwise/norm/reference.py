@@ -1,4 +1,4 @@
-"""Norms, computed in float32 whatever the inputs are."""
+"""Reference implementations of the norms, computed in float32."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -20,14 +20,14 @@ def add_norm(
     quantize: bool = False,
     sms: int | None = None,
 ) -> tuple[Float[Array, "T D"], Float[Array, "T D"] | Quantized]:
-    """(x + y, its norm): the residual sum, rounded to x's dtype, and what the next block reads.
+    """Return (x + y, its norm): the residual sum, rounded to x's dtype, and the input of the next block.
 
     Args:
-      y: None where there is nothing to add.
-      other: added to y first, and rounded: a sum over two devices in its two parts.
-      bias: with one it is LayerNorm, without RMSNorm, which scales by offset + weight.
-      quantize: the norm in e4m3 with a scale for each token, of the float32 values.
-      sms: how many SMs a kernel may occupy; it does not change what is computed.
+      y: None: nothing to add.
+      other: added to y first, with rounding: the second part of a sum over two devices.
+      bias: with a bias the norm is LayerNorm, without RMSNorm, which scales by offset + weight.
+      quantize: return the norm in e4m3 with a scale for each token, from the float32 values.
+      sms: number of SMs that a kernel may occupy; the result does not depend on it.
     """
     del sms
     y = y if other is None or y is None else y + other
@@ -40,7 +40,7 @@ def add_norm(
 def rms_norm(
     x: Float[Array, "*M D"], weight: Float[Array, " D"], *, eps: float, offset: float = 0.0
 ) -> Float[Array, "*M D"]:
-    """x / sqrt(mean(x²) + eps) · (offset + weight), over the last axis."""
+    """Return x / sqrt(mean(x²) + eps) · (offset + weight), over the last axis."""
     return _rms(x.astype(jnp.float32), weight, eps, offset).astype(x.dtype)
 
 
@@ -50,7 +50,7 @@ def _rms(x: Array, weight: Array, eps: float, offset: float) -> Array:
 
 
 def _layer(x: Array, weight: Array, bias: Array, eps: float) -> Array:
-    """(x - mean) / sqrt(var + eps) · weight + bias, over the last axis."""
+    """Return (x - mean) / sqrt(var + eps) · weight + bias, over the last axis."""
     x = x - jnp.mean(x, axis=-1, keepdims=True)
     scale = lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
     return x * scale * weight.astype(jnp.float32) + bias.astype(jnp.float32)

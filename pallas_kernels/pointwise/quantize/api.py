@@ -1,7 +1,7 @@
-"""Rows to e4m3 with a scale each, in one pass over memory, for Hopper: XLA takes two kernels, one for the
-largest and one for the rest.
+"""Quantization of rows to e4m3 with one scale each, in one pass over memory, for Hopper.
 
-A row stays in the registers of a warpgroup between its maximum and its quantised numbers, as in `rms_norm`.
+XLA needs two kernels, one for the maximum and one for the numbers. Here a row stays in a warpgroup's
+registers between its maximum and its quantized numbers, as in `add_norm`.
 """
 
 import functools
@@ -16,10 +16,10 @@ from pallas_kernels.hopper.limits import sms_of
 from pallas_kernels.hopper.pdl import launch_next, wait_for_last
 from pallas_kernels.quantized import Quantized
 
-_PER_SM = 12  # CTAs dealt out an SM; as many run at once as the registers of a row leave room for
-WIDEST = 16384  # columns whose 128 a thread fit its registers
+_PER_SM = 12  # CTAs for each SM; the registers of a row limit how many run at once
+WIDEST = 16384  # maximum columns: 128 numbers in a thread's registers
 _E4M3_MAX = 448.0
-_SMALLEST = 1e-12  # a row of zeros needs a scale too
+_SMALLEST = 1e-12  # a row of zeros needs a nonzero scale
 
 
 def quantize_rows(
@@ -32,29 +32,31 @@ def quantize_rows(
     pdl: bool = False,
     interpret=None,
 ) -> Quantized:
-    """x as e4m3 with a scale for each row (the twin: `reference.quantize_rows`).
+    """Return x as e4m3 with a scale for each row, as
+    `pallas_kernels.pointwise.quantize.reference.quantize_rows` does.
 
     Args:
       x: [M, C] bfloat16, C a multiple of 128, at most 16,384.
-      top, top_rows: like x, and an int32; both or none. Of a longer array that x's row 0 is row `start` of,
-      the first `top_rows` rows are
-        top's, not x's.
-      sms: how many SMs' worth of CTAs it starts, 1 to 132; all by default.
-      pdl: it begins before the kernel before it has ended (`pallas_kernels.hopper.pdl`).
+      top, top_rows: an array like x, and an int32; both or none. x's row 0 is row `start` of a longer
+        array, and the first `top_rows` rows of this longer array come from top instead of x.
+      sms: the number of CTAs as a number of SMs, 1 to 132; default: all.
+      pdl: start before the previous kernel has ended (`pallas_kernels.hopper.pdl`).
     Returns:
-      values [M, C] e4m3 and scales [M] float32, the row's largest / 448.
+      Values [M, C] e4m3 and scales [M] float32: the row's largest number / 448.
     Raises:
-      ValueError: for a shape, dtype or sms that the kernel does not take.
+      ValueError: for a shape, dtype or sms outside the limits.
     """
     m, c = x.shape
     if x.dtype != jnp.bfloat16 or c % 128 or not 0 < c <= WIDEST:
-        raise ValueError(f"x {x.dtype}{list(x.shape)}: bfloat16 [M, C], C a multiple of 128 up to {WIDEST}")
+        raise ValueError(
+            f"x {x.dtype}{list(x.shape)}: accepted is bfloat16 [M, C], C a multiple of 128 up to {WIDEST}"
+        )
     if (top is None) != (top_rows is None) or (
         top is not None and (top.shape, top.dtype) != (x.shape, x.dtype)
     ):
         given = None if top is None else f"{top.dtype}{list(top.shape)}"
         raise ValueError(
-            f"top {given}, {top_rows=}: like x {x.dtype}{list(x.shape)} and a number, or none of both"
+            f"top {given}, {top_rows=}: accepted are an array like x {x.dtype}{list(x.shape)} and a number, or None twice"
         )
     ctas = min(m, sms_of(sms) * _PER_SM)
     values, scale = plgpu.kernel(
@@ -72,14 +74,12 @@ def quantize_rows(
 
 
 def _rows(x_ref, *refs, start, ctas, pdl):
-    """This CTA's rows, every `ctas`-th."""
+    """Process this CTA's rows, every `ctas`-th row."""
     launch_next(pdl)
     wait_for_last(pdl)
     *tops, values_ref, scale_ref = refs
     m, c = x_ref.shape
-    vector = next(
-        v for v in (8, 4, 2, 1) if c % (128 * v) == 0
-    )  # elements a thread reads at once: 16 bytes, where they divide the row
+    vector = next(v for v in (8, 4, 2, 1) if c % (128 * v) == 0)  # elements of one load, up to 16 bytes
     layout = plgpu.Layout.WG_STRIDED((c,), vector)
 
     def quantize(row, ref):

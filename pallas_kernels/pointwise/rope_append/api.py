@@ -1,14 +1,14 @@
-"""From the fused projection to queries, keys and values in one pass, for Hopper: heads split, normed and
-rotated, pages written in place.
+"""Rope and append for Hopper, in one pass: split the fused projection, norm and rotate heads, write pages
+in place.
 
-The copy engine does the moving: it brings a token's queries, keys and values into shared memory apart, and
-takes the keys and values to their place in the pages, so that threads touch only what is rotated or
-quantised. Every warpgroup is a pipeline of its own: the next token comes while one is turned. The pages are
-references that the kernel writes through: a donated cache is not copied.
+The copy engine moves the data: it loads a token's queries, keys and values into shared memory separately,
+and stores keys and values to the pages. Threads touch only numbers that are rotated or quantized. Every
+warpgroup is a separate pipeline: the next token arrives while one is processed. The kernel writes the pages
+through references, so a donated cache is not copied.
 
-In transposed values [P, K, H, S] (8-bit caches) a token is a column, written byte by byte: by a warpgroup of
-its own beside the others (`rope_columns.py`), or, of a step of fewer tokens than it takes at once, token by
-token.
+In transposed values [P, K, H, S] (8-bit caches) a token is a column, stored byte by byte. A separate
+warpgroup stores blocks of columns (`columns`). With fewer tokens than a block, each warpgroup stores its
+token's column.
 """
 
 import functools
@@ -30,15 +30,15 @@ from pallas_kernels.pointwise.rope_append.columns import (
     put_column,
 )
 from pallas_kernels.pointwise.rope_append.reference import check_given
-from pallas_kernels.pointwise.rope_append.rows import turn_rows
+from pallas_kernels.pointwise.rope_append.rows import transform_rows
 from pallas_kernels.quantized import Quantized
 
-_STAGES = 2  # of a worker: a token that comes, a token that is turned and goes
-_WORKERS = 4  # warpgroups a CTA, each with tokens of its own
-_RING_BYTES = 220 << 10  # of an SM's shared memory for the tokens that come and are turned
-_TOGETHER = (1, *BLOCKS)  # tokens whose transposed values may be written at once
-_TMA = 128  # bytes that a tensor copy's place in shared memory is a multiple of
-_BOX = 256  # heads that one copy takes at most
+_STAGES = 2  # stages of a worker: one token arrives while one is processed and stored
+_WORKERS = 4  # warpgroups in a CTA, on different tokens
+_RING_BYTES = 220 << 10  # shared memory of an SM for the tokens
+_TOGETHER = (1, *BLOCKS)  # accepted numbers of tokens in a block of transposed values
+_TMA = 128  # alignment in bytes of a tensor copy in shared memory
+_BOX = 256  # maximum heads of one copy
 
 
 def rope_append(
@@ -61,32 +61,35 @@ def rope_append(
     pdl: bool = False,
     interpret=None,
 ) -> tuple[jax.Array, jax.Array | Quantized, jax.Array | Quantized]:
-    """Queries for attention, and the pages with the tokens' keys and values in them, of the same meaning as
-    its twin.
+    """Return the queries, and the pages with the tokens' keys and values.
+
+    The reference implementation is `pallas_kernels.pointwise.rope_append.reference.rope_append`.
 
     Args:
       fused: [T, K · (G + 2) · H] bfloat16; for each KV head its G query heads, its key, its value. H a
-      multiple of 64. k_pages, v_pages: bfloat16 [P, K, S, H] both; e4m3 [P, K, S, H] and [P, K, H, S], of
-      true values over k_scale, v_scale; or
-        `Quantized` int8 of these two shapes with scales [P, K, S], which are written too. Donate them: they
-        are written in place.
-      positions, slots: [T] int32. A slot is page · S + place; a token with one outside the cache is not
-      written. inv_freq: [H / 2] float32, radians a position; None: no rotation. q_norm, k_norm: [H], RMSNorm
-      of each head by norm_offset + weight before the rotation; both or none. k_scale, v_scale: [K] float32,
-      for an e4m3 cache; both or none. sms: SMs the kernel may take, 1 to 132; None: all. together: tokens
-      whose transposed values are written at once: 1, 8, 16 or 32, as far as there are so many; None: by the
-      shapes. pdl: it begins before the kernel before it has ended (`pallas_kernels.hopper.pdl`).
+        multiple of 64.
+      k_pages, v_pages: bfloat16 [P, K, S, H] both; or e4m3 [P, K, S, H] and [P, K, H, S], of true values
+        over k_scale, v_scale; or `Quantized` int8 of these two shapes with scales [P, K, S], which the
+        kernel also writes. Donate the pages, which the kernel writes in place.
+      positions, slots: [T] int32. A slot is page · S + place. A token with a slot outside the cache is not
+        written.
+      inv_freq: [H / 2] float32, radians a position; None: no rotation.
+      q_norm, k_norm: [H], RMSNorm of each head by norm_offset + weight before the rotation; both or none.
+      k_scale, v_scale: [K] float32, for an e4m3 cache; both or none.
+      sms: number of SMs that the kernel may occupy, 1 to 132; None: all.
+      together: tokens in a block of transposed values: 1, 8, 16 or 32, up to T; None: by the shapes.
+      pdl: start before the previous kernel has ended (`pallas_kernels.hopper.pdl`).
     Returns:
-      queries [T, K · G, H] bfloat16, and both page arrays.
+      Queries [T, K · G, H] bfloat16, and both page arrays.
     Raises:
-      ValueError: for a shape, dtype or sms that the kernel does not take.
+      ValueError: for a shape, dtype or sms outside the limits.
     """
     k_values, v_values = (
         pages.values if isinstance(pages, Quantized) else pages for pages in (k_pages, v_pages)
     )
     _check(fused, k_values, v_values, head_dim, isinstance(k_pages, Quantized))
     if together not in (None, *_TOGETHER):
-        raise ValueError(f"{together=}: {_TOGETHER}, or None")
+        raise ValueError(f"{together=}: accepted are {_TOGETHER}, or None")
     t, kv, h = fused.shape[0], k_values.shape[1], head_dim
     check_given(
         k_pages, t, h,
@@ -98,12 +101,12 @@ def rope_append(
     most = _most_workers(kv, group, h, k_values.dtype != fused.dtype, together)
     if not most:
         raise ValueError(
-            f"{kv} KV heads of {h} and {group} query heads each: fewer, so that a token fits an SM's "
-            f"shared memory twice"
+            f"{kv} KV heads of {h} and {group} query heads each: accepted are fewer heads, so that two "
+            "tokens fit the shared memory of an SM"
         )
     workers = min(_WORKERS, -(-t // sms), most)
     inputs = {"fused": fused.reshape(t, kv, group + 2, h), "slots": slots.astype(jnp.int32)}
-    if inv_freq is not None:  # the same for all layers of a step: XLA makes it once
+    if inv_freq is not None:  # equal in all layers of a step, so XLA computes it once
         angle = positions.astype(jnp.float32)[:, None] * inv_freq
         inputs |= {"cos": jnp.cos(angle), "sin": jnp.sin(angle)}
     if q_norm is not None and k_norm is not None:
@@ -140,15 +143,15 @@ def rope_append(
 
 
 def takes(kv: int, group: int, h: int, narrow: bool) -> bool:
-    """Whether a token of so many heads fits. narrow: the cache's numbers have 8 bits."""
+    """Return whether the kernel supports a token of so many heads. narrow: the cache has 8-bit numbers."""
     return kv <= _BOX and all(
         _most_workers(kv, group, h, narrow, block) for block in (BLOCKS if narrow else (1,))
     )
 
 
 def _most_workers(kv: int, group: int, h: int, narrow: bool, together: int) -> int:
-    """That have room for their tokens in an SM's shared memory: one of 56 heads of their own, 128 wide, is 43
-    KB in bfloat16.
+    """Return the number of workers whose tokens fit an SM's shared memory. A token of 56 heads of width 128
+    needs 43 KB in bfloat16.
     """
     token_bytes = 2 * kv * (group + 2) * h + (2 * (kv + 1) * (h + 4) if narrow else 0)
     ring_bytes = _RING_BYTES - (columns_bytes(together, h) if together > 1 else 0)
@@ -159,29 +162,31 @@ def _check(fused: jax.Array, k_values: jax.Array, v_values: jax.Array, h: int, s
     (p, kv, s, width), (_, columns), name = k_values.shape, fused.shape, k_values.dtype.name
     if fused.dtype != jnp.bfloat16 or width != h or h % 64 or columns % (kv * h) or columns < 3 * kv * h:
         given = f"{fused.dtype}{list(fused.shape)} for {kv} KV heads of {width}"
-        raise ValueError(f"the projection is {given}: bfloat16 [T, K · (G + 2) · H], H a multiple of 64")
+        raise ValueError(
+            f"the projection is {given}: accepted is bfloat16 [T, K · (G + 2) · H], H a multiple of 64"
+        )
     shapes = {"bfloat16": (p, kv, s, h), "float8_e4m3fn": (p, kv, h, s), "int8": (p, kv, h, s)}
     if (v_values.shape, v_values.dtype) != (shapes.get(name), k_values.dtype) or scaled_by_token != (
         name == "int8"
     ):
         given = [f"{x.dtype}{list(x.shape)}" for x in (k_values, v_values)]
         raise ValueError(
-            f"pages are {given}: bfloat16 [P, K, S, H], or e4m3 or Quantized int8 [P, K, S, H] and "
-            f"[P, K, H, S]"
+            f"pages are {given}: accepted are bfloat16 [P, K, S, H], or e4m3 or Quantized int8 "
+            "[P, K, S, H] and [P, K, H, S]"
         )
     if kv > _BOX:
-        raise ValueError(f"{kv} KV heads: up to {_BOX}, which one copy takes")
+        raise ValueError(f"{kv} KV heads: accepted are up to {_BOX}, the heads of one copy")
     if name == "int8" and kv % 2:
-        raise ValueError(f"{kv} KV heads for a cache of int8: an even number of them")
+        raise ValueError(f"{kv} KV heads for a cache of int8: accepted are even numbers")
 
 
 def _scratch(workers: int, kv: int, group: int, h: int, dtype, kv_dtype, together: int) -> dict:
-    stages, narrow, alone = (workers, _STAGES), kv_dtype != dtype, together == 1
+    stages, narrow, single = (workers, _STAGES), kv_dtype != dtype, together == 1
     heads = next(
         n for n in (kv, kv + 1) if n * h % _TMA == 0
-    )  # an odd number of heads of 64 bytes has one more of padding
+    )  # an odd number of 64-byte heads is padded by one
     ring = {"q": plgpu.SMEM((*stages, kv, group, h), dtype)}
-    for name in ("k", "v")[: 2 if alone else 1]:
+    for name in ("k", "v")[: 2 if single else 1]:
         ring[name] = plgpu.SMEM((*stages, kv, h), dtype)
         if narrow:
             ring[name + "8"] = plgpu.SMEM((*stages, heads, h), kv_dtype)
@@ -189,13 +194,13 @@ def _scratch(workers: int, kv: int, group: int, h: int, dtype, kv_dtype, togethe
             ring[name + "_scale"] = plgpu.SMEM((*stages, kv), jnp.float32)
     scratch = {
         "ring": ring,
-        "full": plgpu.Barrier(num_arrivals=3 if alone else 2, num_barriers=workers * _STAGES),
+        "full": plgpu.Barrier(num_arrivals=3 if single else 2, num_barriers=workers * _STAGES),
     }
-    return scratch if alone else scratch | {"columns": columns_scratch(together, h, dtype, kv_dtype)}
+    return scratch if single else scratch | {"columns": columns_scratch(together, h, dtype, kv_dtype)}
 
 
 def _tokens(inputs, pages, q_ref, scratch, *, eps, norm_offset, sms, workers, together, pdl, interpret):
-    """One warpgroup's part: tokens of its own, or, of the last one, all of the CTA's blocks of transposed
+    """Process one warpgroup's tokens, or, in the last warpgroup, all of the CTA's blocks of transposed
     values.
     """
     launch_next(pdl)
@@ -229,7 +234,9 @@ def _tokens(inputs, pages, q_ref, scratch, *, eps, norm_offset, sms, workers, to
 def _move_tokens(
     inputs, pages, q_ref, scratch, *, wg, with_values, eps, norm_offset, sms, workers, interpret
 ):
-    """A warpgroup's tokens, every sms · workers-th, from the fused projection to the queries and the pages."""
+    """Process a warpgroup's tokens, every sms · workers-th, from the fused projection to the queries and
+    the pages.
+    """
     fused_ref, slots_ref, full = inputs["fused"], inputs["slots"], scratch["full"]
     k_ref, v_ref = (
         pages[name].values if isinstance(pages[name], Quantized) else pages[name] for name in ("k", "v")
@@ -248,24 +255,24 @@ def _move_tokens(
             plgpu.copy_gmem_to_smem(fused_ref.at[token, :, group + 1], ring["v"].at[stage], barrier)
 
     def heads_of(name, stage):
-        """A stage's heads of 8 bits, without padding."""
+        """Return a stage's 8-bit heads, without padding."""
         ref = ring[name].at[stage]
         return ref if ref.shape[0] == kv else ref.at[pl.ds(0, kv)]
 
-    def turn(token, stage):
+    def process(token, stage):
         angles = (inputs["cos"].at[token], inputs["sin"].at[token]) if "cos" in inputs else None
         given = {name: inputs.get(name) for name in ("q_norm", "k_norm", "k_scale", "v_scale")}
         common = {"angles": angles, "norm_offset": norm_offset, "eps": eps}
         q, k = ring["q"].at[stage], ring["k"].at[stage]
         if angles is not None or given["q_norm"] is not None:
-            # The interpreter knows no reshaped references.
+            # The interpreter does not support reshaped references.
             for rows in [q.at[i] for i in range(kv)] if interpret else [q.reshape(kv * group, h)]:
-                turn_rows(rows, rows, norm=given["q_norm"], **common)
+                transform_rows(rows, rows, norm=given["q_norm"], **common)
             if not narrow:
-                turn_rows(k, k, norm=given["k_norm"], **common)
+                transform_rows(k, k, norm=given["k_norm"], **common)
         if narrow:
             scales = ring["k_scale"].at[stage] if "k_scale" in ring else None
-            turn_rows(
+            transform_rows(
                 k,
                 heads_of("k8", stage),
                 norm=given["k_norm"],
@@ -275,7 +282,7 @@ def _move_tokens(
             )
         if narrow and with_values:
             scales = ring["v_scale"].at[stage] if "v_scale" in ring else None
-            turn_rows(ring["v"].at[stage], heads_of("v8", stage), scale=given["v_scale"], scales=scales)
+            transform_rows(ring["v"].at[stage], heads_of("v8", stage), scale=given["v_scale"], scales=scales)
 
     def append(slot, stage):
         page, place = lax.div(slot, jnp.int32(page_size)), lax.rem(slot, jnp.int32(page_size))
@@ -304,7 +311,7 @@ def _move_tokens(
 
         slot = slots_ref[token]
         plgpu.barrier_wait(full.at[wg * _STAGES + stage])
-        turn(token, stage)
+        process(token, stage)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(ring["q"].at[stage], q_ref.at[token], commit_group=False)
         pl.when((slot >= 0) & (slot < page_count * page_size))(lambda: append(slot, stage))

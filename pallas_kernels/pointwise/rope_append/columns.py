@@ -1,11 +1,11 @@
-"""`rope_append`'s transposed values: columns of bytes in the pages [P, K, H, S] of an 8-bit cache, a block of
-tokens at once.
+"""The transposed values of `rope_append`: columns of bytes in the pages [P, K, H, S] of an 8-bit cache, one
+block of tokens at once.
 
-A token's H bytes lie S bytes apart, each in a sector of its own. Those of neighbours in a chunk lie side by
-side: where lanes of a warp are tokens, a chunk costs a sector for up to 32 tokens, wherever in a page it
-begins. What is left are the decodes' columns, which keep the way to the L2 busy for as long as a kernel that
-only copies takes: so a warpgroup of its own writes columns from the first token on, while others move queries
-and keys.
+The H bytes of a token lie S bytes apart, each in a separate sector. The bytes of neighboring tokens of a
+chunk are adjacent: with lanes of a warp as tokens, a chunk writes one sector for up to 32 tokens, at any
+offset in a page. The columns of decodes remain. They occupy the path to the L2 for as long as a kernel that
+only copies. So a separate warpgroup writes columns from the first token on, while others move queries and
+keys.
 """
 
 import jax.numpy as jnp
@@ -17,20 +17,20 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref, vector
 
-from pallas_kernels.pointwise.rope_append.rows import turn_rows
+from pallas_kernels.pointwise.rope_append.rows import transform_rows
 from pallas_kernels.quantized import Quantized
 
-BLOCKS = (8, 16, 32)  # tokens of a block: a power of two, so that they divide a warp's lanes
-_STAGES = 2  # a block that comes, a block that is turned and written
-# blocks of a head, at least, that an SM has of a large step: one of decodes is 32 times the work of a chunk's
+BLOCKS = (8, 16, 32)  # tokens in a block: powers of two, which divide a warp's lanes
+_STAGES = 2  # one block arrives while one is processed and written
+# Minimum blocks for each SM in a large step: a block of decodes takes 32 times as long as a block of a chunk.
 _ITEMS = 8
 
 
 def block_of(limit: int | None, tokens: int, kv: int, sms: int) -> int:
-    """Tokens whose values are written at once, of a step of `tokens`; 1: each token's alone, by who moves its
-    keys.
+    """Return the tokens in a block of values, for a step of `tokens`; 1: each token's warpgroup writes its
+    own column.
 
-    limit: at most so many; None: the largest that deals out `_ITEMS` blocks an SM, or the smallest there is.
+    limit: the maximum; None: the largest that gives each SM `_ITEMS` blocks, or the smallest block.
     """
     fitting = [n for n in BLOCKS if n <= tokens]
     if limit is not None:
@@ -39,11 +39,11 @@ def block_of(limit: int | None, tokens: int, kv: int, sms: int) -> int:
 
 
 def columns_scratch(block: int, h: int, dtype, kv_dtype) -> dict:
-    """A CTA's shared memory for `append_columns`."""
+    """Return a CTA's shared memory for `append_columns`."""
     scratch = {
         "v": plgpu.SMEM((_STAGES, block, h), dtype),
-        # Rows that begin in other banks, since they are read across, and at multiples of 16 bytes, as the
-        # stores to them (`stmatrix`) must.
+        # Rows start in different banks, because threads read columns, and at multiples of 16 bytes, as
+        # `stmatrix` requires.
         "v8": plgpu.SMEM((_STAGES, block, h + 16), kv_dtype),
         "full": plgpu.Barrier(num_barriers=_STAGES),
     }
@@ -53,16 +53,16 @@ def columns_scratch(block: int, h: int, dtype, kv_dtype) -> dict:
 
 
 def columns_bytes(block: int, h: int) -> int:
-    """Bytes of `columns_scratch`, at most."""
+    """Return an upper bound of the bytes of `columns_scratch`."""
     return _STAGES * block * (3 * h + 20) + 128
 
 
 def append_columns(fused_ref, slots_ref, pages, given, scratch, *, block, sms, interpret):
-    """Writes the values of all tokens, a (block, head) in turn, of which this CTA's warpgroup has every
+    """Write the values of all tokens, one (block, head) at a time. This CTA's warpgroup processes every
     sms-th.
 
-    pages: of the values, [P, K, H, S], or `Quantized` with their scales. given: an e4m3 cache's scales [K],
-    or None.
+    pages: the values [P, K, H, S], or `Quantized` with their scales. given: an e4m3 cache's scales [K], or
+    None.
     """
     t, kv, pitch, h = fused_ref.shape
     cta, items = lax.axis_index("cta"), -(-t // block) * kv
@@ -70,8 +70,8 @@ def append_columns(fused_ref, slots_ref, pages, given, scratch, *, block, sms, i
     rows = _columns(block, h).reduce(1)
 
     def place(i):
-        """An item's head and first token; the last block has some tokens of the one before, which are written
-        twice.
+        """Return an item's head and first token. The last block overlaps the block before it, and writes
+        the overlap twice.
         """
         item = cta + i * sms
         return lax.rem(item, jnp.int32(kv)), jnp.minimum(lax.div(item, jnp.int32(kv)) * block, t - block)
@@ -87,27 +87,25 @@ def append_columns(fused_ref, slots_ref, pages, given, scratch, *, block, sms, i
     @pl.loop(0, count)
     def _(i):
         stage, (head, start) = lax.rem(i, jnp.int32(_STAGES)), place(i)
-        pl.when(i + 1 < count)(
-            lambda: load(i + 1, 1 - stage)
-        )  # read by all before they met in the round before
+        # All threads read this stage before the barrier of the previous round.
+        pl.when(i + 1 < count)(lambda: load(i + 1, 1 - stage))
         slots = plgpu.load(slots_ref.at[pl.ds(start, block)], layout=rows, optimized=False)
         scale = None if given is None else given[head]
         plgpu.barrier_wait(scratch["full"].at[stage])
         values = scratch["v8"].at[stage, :, pl.ds(0, h)]
         found = scratch["scale"].at[stage] if "scale" in scratch else None
-        turn_rows(scratch["v"].at[stage], values, scale=scale, scales=found)
-        _meet(
-            interpret
-            # no fence: only threads read what was written, which a fence would let wait for the columns of
-            # the round before
-        )
+        transform_rows(scratch["v"].at[stage], values, scale=scale, scales=found)
+        # No fence: only threads read the values. A fence would wait for the columns of the previous round.
+        _meet(interpret)
         scales = None if found is None else plgpu.load(found, layout=rows, optimized=False)
         _put_columns(pages_ref, scales_ref, slots, values, scales, head, interpret)
 
 
 def put_column(target, source, interpret):
-    """Copies [K, H] bytes from shared memory, where rows may follow that are padding, to a reference whose
-    elements lie apart, which Pallas' own stores do not take.
+    """Copy [K, H] bytes from shared memory, possibly followed by rows of padding, to a reference with
+    strided elements.
+
+    Pallas' own stores do not support this.
     """
     heads, layout = target.shape[0], plgpu.Layout.WG_STRIDED(source.shape, 1)
     values = plgpu.load(source, layout=layout)
@@ -132,8 +130,10 @@ def put_column(target, source, interpret):
 
 
 def _columns(block: int, h: int):
-    """How a warpgroup's threads share a block [block, H]: a warp has a fourth of the columns, its lanes all
-    tokens and, where lanes are left, neighbouring columns: two of them lie in one line of the L2.
+    """Return the layout of a block [block, H] over a warpgroup's threads.
+
+    A warp has a fourth of the columns. Its lanes are all tokens and, with lanes left, neighboring columns,
+    two of which share a line of the L2.
     """
     across = 32 // block
     tiles = ((block, h), (block, h // 4), (block, across), (1, 1))
@@ -144,14 +144,14 @@ def _columns(block: int, h: int):
 
 
 def _meet(interpret):
-    """All threads of the warpgroup are here, and see what each wrote to shared memory."""
+    """Synchronize the warpgroup's threads, so that each sees the others' writes to shared memory."""
     if not interpret:
         plgpu.inline_mgpu()(lambda _: mgpu_utils.warpgroup_barrier())()
 
 
 def _put_columns(pages_ref, scales_ref, slots, source, scales, head, interpret):
-    """Writes values [n, H] of tokens, which lie in shared memory, to their slots' columns of a head in the
-    pages, and scales [n] if any.
+    """Write values [n, H] of tokens from shared memory to their slots' columns of a head, and scales [n],
+    if given.
     """
     n, (page_count, _, h, page_size) = source.shape[0], pages_ref.shape
     if interpret:
@@ -169,7 +169,7 @@ def _put_columns(pages_ref, scales_ref, slots, source, scales, head, interpret):
     rows, more = layout.reduce(1), [] if scales is None else [scales, scales_ref]
 
     def own(of_tokens):
-        """What a thread holds of numbers [n]: its token's."""
+        """Return a thread's number of numbers [n]: the number of its token."""
         return vector.extract(of_tokens.registers.item(), dynamic_position=[], static_position=[0])
 
     @plgpu.inline_mgpu(
@@ -186,9 +186,8 @@ def _put_columns(pages_ref, scales_ref, slots, source, scales, head, interpret):
         slot, size = own(slots), arith.constant(i32, page_size)
         head = arith.index_cast(index, head.registers.item())
         page, place = (arith.index_cast(index, op(slot, size)) for op in (arith.divui, arith.remui))
-        inside = arith.cmpi(
-            arith.CmpIPredicate.ult, slot, arith.constant(i32, page_count * page_size)
-        )  # of a slot below 0 neither
+        # The unsigned comparison excludes slots below 0.
+        inside = arith.cmpi(arith.CmpIPredicate.ult, slot, arith.constant(i32, page_count * page_size))
         with mgpu_utils.when(inside):
             values.foreach(lambda value, at: memref.store(value, pages_ref, [page, head, at[1], place]))
             if of_scales:

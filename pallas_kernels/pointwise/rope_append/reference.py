@@ -1,4 +1,6 @@
-"""Rotation of queries and keys, and the write of keys and values to their pages."""
+"""Reference implementations of the rotation of queries and keys, and of the append of keys and values to
+pages.
+"""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
@@ -8,14 +10,14 @@ from pallas_kernels.pointwise.quantize.reference import to_e4m3
 from pallas_kernels.quantized import Quantized
 
 _INT8_MAX = 127.0
-_SMALLEST = 1e-20  # a head of zeros needs a scale too
+_SMALLEST = 1e-20  # a head of zeros needs a nonzero scale
 Pages = Shaped[Array, "P K _ _"] | Quantized
 
 
 def rope(
     x: Float[Array, "T N H"], positions: Int[Array, " T"], inv_freq: Float[Array, " H2"]
 ) -> Float[Array, "T N H"]:
-    """Rotates the halves (x[..., :H/2], x[..., H/2:]) by position · inv_freq radians."""
+    """Return x with its halves (x[..., :H/2], x[..., H/2:]) rotated by position · inv_freq radians."""
     angle = positions.astype(jnp.float32)[:, None, None] * inv_freq
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
@@ -25,11 +27,11 @@ def rope(
 def append(
     pages: Shaped[Array, "P K S H"], new: Shaped[Array, "T K H"], slots: Int[Array, " T"]
 ) -> Shaped[Array, "P K S H"]:
-    """Writes token t's heads at flat slot `slots[t]` (page · S + place in it); slots outside the cache are
+    """Write token t's heads at flat slot `slots[t]` (page · S + place). Slots outside the cache are
     dropped.
     """
     p, k, s, h = pages.shape
-    # One row of H an index, over a flat view: a scatter that indexes the two outer axes only would make XLA
+    # Each index is one row of H in a flat view. A scatter over only the two outer axes would make XLA
     # transpose the cache.
     page, place = slots // s, slots % s
     rows = (page[:, None] * k + jnp.arange(k)) * s + place[:, None]
@@ -44,7 +46,7 @@ def append(
 def append_transposed(
     pages: Shaped[Array, "P K H S"], new: Shaped[Array, "T K H"], slots: Int[Array, " T"]
 ) -> Shaped[Array, "P K H S"]:
-    """`append` to pages whose keys are contiguous: a token is a column of them."""
+    """Append to pages with contiguous keys [P, K, H, S], where a token is a column."""
     p, k, h, s = pages.shape
     rows = (slots // s)[:, None] * k + jnp.arange(k)
     rows = jnp.where((slots < 0)[:, None] | (slots >= p * s)[:, None], p * k, rows)
@@ -72,19 +74,22 @@ def rope_append(
     v_scale: Float[Array, " K"] | None = None,
     sms: int | None = None,
 ) -> tuple[Float[Array, "T N H"], Pages, Pages]:
-    """Splits the heads, norms (if any) and rotates queries and keys, and writes keys and values to their
+    """Split the heads, norm (optional) and rotate queries and keys, and write keys and values to their
     pages.
 
     Args:
-      fused: for each of the K key/value heads its query heads, its key and its value.
-      k_pages, v_pages: both [P, K, S, H]; or e4m3, values [P, K, H, S]; or int8, a `Quantized` with scales
-      [P, K, S], values [P, K, H, S]. slots: flat place of each token in the pages, page · S + place; anything
-      outside is not written (padding). inv_freq: radians a position of each of the H/2 planes; None: no
-      rotation. q_norm, k_norm: both or none. k_scale, v_scale: of an e4m3 cache, whose numbers times its
-      head's scale are the keys and values; both or none. sms: how many SMs a kernel may occupy; it does not
-      change what is computed.
+      fused: for each of the K KV heads its query heads, its key and its value.
+      k_pages, v_pages: both [P, K, S, H]; or e4m3, with values [P, K, H, S]; or int8, a `Quantized` with
+        scales [P, K, S] and values [P, K, H, S].
+      slots: flat slot of each token, page · S + place; tokens with a slot outside the cache are padding and
+        not written.
+      inv_freq: radians a position of each of the H/2 planes; None: no rotation.
+      q_norm, k_norm: both or none.
+      k_scale, v_scale: for an e4m3 cache, whose numbers times the head's scale are the keys and values;
+        both or none.
+      sms: number of SMs that a kernel may occupy; the result does not depend on it.
     Returns:
-      the queries for attention, and both page arrays (aliasing the inputs where those are donated).
+      The queries, and both page arrays, which alias donated inputs.
     Raises:
       ValueError: as `check_given`.
     """
@@ -105,21 +110,20 @@ def rope_append(
 
 
 def check_given(k_pages: Pages, t: int, h: int, **given: Array | None) -> None:
-    """Raises ValueError where `rope_append`, twin or kernel, is given what fits no T tokens with heads of H
-    for these pages.
+    """Check the arguments of `rope_append` for T tokens with heads of width H and these pages.
 
-    given: all arrays but `fused` and the pages, by name: of another shape, one of a pair, or scales of a
-    cache that has none or its own.
+    given: all arrays but `fused` and the pages, by name. Raises: ValueError for a wrong shape, one array of
+    a pair, or scales that the cache does not accept.
     """
     k, dtype = k_pages.shape[1], (k_pages.values if isinstance(k_pages, Quantized) else k_pages).dtype
     shapes = {name: None if x is None else list(x.shape) for name, x in given.items()}
     for one, other in (("q_norm", "k_norm"), ("k_scale", "v_scale")):
         if (given[one] is None) != (given[other] is None):
-            raise ValueError(f"{one} {shapes[one]}, {other} {shapes[other]}: both or none")
+            raise ValueError(f"{one} {shapes[one]}, {other} {shapes[other]}: accepted are both or none")
     if given["k_scale"] is not None and dtype != jnp.float8_e4m3fn:
         raise ValueError(
-            f"k_scale and v_scale for a cache of {dtype}: for float8_e4m3fn only (those of int8 are "
-            f"made with its pages)"
+            f"k_scale and v_scale for a cache of {dtype}: accepted is a cache of float8_e4m3fn (int8 pages "
+            "compute their scales)"
         )
     wanted = {
         "positions": t,
@@ -132,11 +136,13 @@ def check_given(k_pages: Pages, t: int, h: int, **given: Array | None) -> None:
     }
     for name, shape in shapes.items():
         if shape not in (None, [wanted[name]]):
-            raise ValueError(f"{name} {shape}: [{wanted[name]}], for {t} tokens and {k} KV heads of {h}")
+            raise ValueError(
+                f"{name} {shape}: accepted is [{wanted[name]}], for {t} tokens and {k} KV heads of {h}"
+            )
 
 
 def _put(pages: Pages, new: Array, slots: Array, scale: Array | None, append_8bit) -> Pages:
-    """Writes new keys or values [T, K, H] in the form that the cache has."""
+    """Write new keys or values [T, K, H] in the form of the cache."""
     if isinstance(pages, Quantized):
         found = jnp.maximum(jnp.abs(new.astype(jnp.float32)).max(-1), _SMALLEST) / _INT8_MAX
         rounded = jnp.round(new.astype(jnp.float32) / found[..., None])

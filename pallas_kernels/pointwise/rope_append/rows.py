@@ -1,4 +1,4 @@
-"""What `rope_append`'s threads do with heads in shared memory: norm, rotate, quantise."""
+"""The transformation of heads in shared memory by `rope_append`: norm, rotate, quantize."""
 
 import math
 
@@ -10,15 +10,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 _E4M3_MAX = 448.0
 _INT8_MAX = 127.0
-_SMALLEST = 1e-20  # a head of zeros needs a scale too
+_SMALLEST = 1e-20  # a head of zeros needs a nonzero scale
 
 
 def rows_layout(rows: int, columns: int) -> tuple:
-    """(rows a tile, whether several warps hold the same numbers, how a warpgroup's threads share a tile of
-    [rows, columns]).
+    """Return (rows of a tile, whether several warps hold equal numbers, the layout of a tile [rows,
+    columns] over a warpgroup).
 
-    A row is always within one warp: sums across warps meet in one scratch of the whole CTA, where warpgroups
-    would overwrite each other.
+    A row lies in one warp. Sums across warps would share one scratch of the CTA, which warpgroups would
+    overwrite.
     """
     tile = math.gcd(rows, 16)
     warps = min(4, tile)
@@ -34,12 +34,14 @@ def rows_layout(rows: int, columns: int) -> tuple:
     return tile, warps < 4, layout
 
 
-def turn_rows(source, target, *, angles=None, norm=None, norm_offset=0.0, eps=0.0, scale=None, scales=None):
-    """Norms, rotates and quantises rows [rows, H] in shared memory, from `source` to `target`, which may be
+def transform_rows(
+    source, target, *, angles=None, norm=None, norm_offset=0.0, eps=0.0, scale=None, scales=None
+):
+    """Norm, rotate and quantize rows [rows, H] in shared memory, from `source` to `target`, which can be
     the same.
 
-    angles: the token's (cos, sin) [H/2]. norm: the weight [H]. scale: of a cache whose scales are given, a
-    reference to [rows] or a number for all. scales: [rows], where the scale found for each row is put.
+    angles: the token's (cos, sin) [H/2]. norm: the weight [H]. scale: a given scale, a reference to [rows]
+    or a number for all. scales: [rows], where the computed scale of each row is stored.
     """
     (rows, h), half = source.shape, source.shape[1] // 2
     tile, repeated, layout = rows_layout(rows, half)
@@ -61,7 +63,7 @@ def turn_rows(source, target, *, angles=None, norm=None, norm_offset=0.0, eps=0.
             plgpu.load(source.at[here, pl.ds(at, half)], layout=layout, optimized=False).astype(jnp.float32)
             for at in halves
         ]
-        if repeated:  # all have read it before one writes
+        if repeated:  # all warps read before one writes
             plgpu.commit_smem()
         if norm is not None:
             mean = jnp.sum(values[0] * values[0] + values[1] * values[1], axis=1) * (1.0 / h)

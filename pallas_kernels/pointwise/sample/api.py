@@ -1,9 +1,9 @@
-"""Where top-k and top-p cut the rows of logits whose limits are not found cheaply, for Hopper: a row a CTA at
-a time, the rest skipped.
+"""The limits of top-k and top-p in rows of logits, for Hopper: one row at a time on a CTA; other rows are
+skipped.
 
-A row's limit is closed in on by passes over the row, each of which sums up what lies beyond seven pivots and
-notes the least and the largest logit between the bounds so far. It is found when these two are one: after six
-passes or so, whatever the numbers.
+Each pass over a row sums the weights above seven pivots, and finds the smallest and the largest logit
+between the current bounds. The
+limit is found when these two are equal: after about six passes for any numbers.
 """
 
 import functools
@@ -18,9 +18,9 @@ from pallas_kernels.hopper.limits import sms_of
 
 _EVENLY = tuple(i / 8 for i in range(1, 8))  # pivots, as fractions of the interval
 _NEARBY = (-1 / 4, -1 / 16, -1 / 64, 0.0, 1 / 64, 1 / 16, 1 / 4)
-_UNIT = 128 * 4  # logits a step
-_PASSES = 200  # more than it can take to narrow any interval of float32 to one number
-_PER_SM = 4  # CTAs dealt out an SM where SMs are counted
+_UNIT = 128 * 4  # logits in a step
+_PASSES = 200  # more than any interval of float32 needs
+_PER_SM = 4  # CTAs for each SM, if `sms` is given
 _BELOW = -3.0e38  # below any bound
 
 
@@ -37,23 +37,23 @@ def token_limits(
     sms: int | None = None,
     interpret=None,
 ) -> jax.Array:
-    """The smallest logit that min-p, top-k and top-p leave in each row, of the same meaning as its twin,
-    `reference.token_limits`.
+    """Return the smallest logit that min-p, top-k and top-p keep in each row.
+
+    The reference implementation is `pallas_kernels.pointwise.sample.reference.token_limits`.
 
     Args:
       x: [R, V] float32, V a multiple of 4 and at least 512.
-      peak, heat, total, floor, k, p: [R] float32. wanted: [R] bool: rows that are searched at all.
-      sms: how many SMs' worth of CTAs it starts, 1 to 132; by default a CTA for each row, of which an SM
-      takes the next when it has room.
+      peak, heat, total, floor, k, p: [R] float32. wanted: [R] bool: rows to search.
+      sms: the number of CTAs as a number of SMs, 1 to 132; default: one CTA for each row.
     Returns:
-      [R] float32; the floor of rows that nobody wants.
+      [R] float32; the floor of rows that are not searched.
     Raises:
-      ValueError: for a shape, dtype or sms that the kernel does not take.
+      ValueError: for a shape, dtype or sms outside the limits.
     """
     rows, n = x.shape
     if n < _UNIT or n % 4 or x.dtype != jnp.float32:
         raise ValueError(
-            f"logits are {x.dtype}{list(x.shape)}: float32 [R, V], V a multiple of 4 and at least {_UNIT}"
+            f"logits are {x.dtype}{list(x.shape)}: accepted is float32 [R, V], V a multiple of 4 and at least {_UNIT}"
         )
     ctas = rows if sms is None else min(rows, sms_of(sms) * _PER_SM)
     return plgpu.kernel(
@@ -70,7 +70,7 @@ def token_limits(
 
 
 def _rows(*refs, ctas):
-    """This CTA's rows, every `ctas`-th."""
+    """Process this CTA's rows, every `ctas`-th row."""
     pl.loop(lax.axis_index("cta"), refs[0].shape[0], step=ctas)(lambda row: _row(row, *refs))
 
 
@@ -99,12 +99,12 @@ def _row(row, x_ref, peak_ref, heat_ref, total_ref, floor_ref, k_ref, p_ref, wan
 
 
 def _search(x_ref, peak, heat, target, *, weighs):
-    """The largest logit such that those not below it weigh (or count) at least the target."""
+    """Return the largest logit such that the logits not below it weigh (or number) at least the target."""
 
     def narrow(state):
         low, high, above_low, above_high, straight, _, _, passes = state
-        # Where a pass has narrowed the interval well, sums run nearly straight within it: pivots close around
-        # where they should meet the target. Else they are spread evenly.
+        # After a pass that narrows the interval much, sums are nearly linear in it, so pivots surround the
+        # interpolated position of the target. Otherwise pivots are evenly spaced.
         guess = (above_low - target) / jnp.maximum(above_low - above_high, 1e-30)
         begin = jnp.where(low <= _BELOW, peak - 64.0 * heat, low)
         pivots = []
@@ -113,7 +113,7 @@ def _search(x_ref, peak, heat, target, *, weighs):
             pivots.append(begin * (1.0 - at) + high * at)
         sums, least, largest = _measure(x_ref, pivots, low, high, peak, heat, weighs=weighs)
         width = high - low
-        above_low, low = jnp.where(least > low, -1.0, above_low), jnp.maximum(low, least)  # -1: not known
+        above_low, low = jnp.where(least > low, -1.0, above_low), jnp.maximum(low, least)  # -1: unknown
         for pivot, above in zip(pivots, sums, strict=True):
             up, down = (above >= target) & (pivot >= low), (above < target) & (pivot < high)
             low, above_low = jnp.where(up, pivot, low), jnp.where(up, above, above_low)
@@ -121,7 +121,7 @@ def _search(x_ref, peak, heat, target, *, weighs):
         straight = (high - low <= 0.25 * width) & (above_low >= 0.0)
         return low, high, above_low, above_high, straight, least, largest, passes + 1
 
-    # The interval is [low, high): a little above the peak, lest it be left out.
+    # The interval [low, high) ends slightly above the peak, to include the peak.
     high = peak + jnp.maximum(jnp.abs(peak) * 1e-6, 1e-30)
     start = (
         jnp.float32(_BELOW),
@@ -137,8 +137,8 @@ def _search(x_ref, peak, heat, target, *, weighs):
 
 
 def _measure(x_ref, pivots, low, high, peak, heat, *, weighs):
-    """What the logits not below each pivot weigh (or how many they are), and the least and the largest in
-    [low, high).
+    """Return the weight (or the number) of the logits not below each pivot, and the smallest and the
+    largest in [low, high).
     """
     (n,) = x_ref.shape
     layout = plgpu.Layout.WG_STRIDED((_UNIT,), 4)
@@ -163,12 +163,12 @@ def _measure(x_ref, pivots, low, high, peak, heat, *, weighs):
 
     def step(i, carry):
         x, state = carry
-        following = read(jnp.minimum((i + 1) * _UNIT, n - _UNIT))  # on its way while x is looked at
+        following = read(jnp.minimum((i + 1) * _UNIT, n - _UNIT))  # loaded while x is processed
         return following, add(x, state)
 
     state = (*(splat(0.0) for _ in pivots), splat(jnp.inf), splat(-jnp.inf))
     x, state = lax.fori_loop(0, n // _UNIT, step, (read(0), state))
-    if n % _UNIT:  # what remains, and before it what was seen already
+    if n % _UNIT:  # the last step overlaps the step before it
         seen = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=layout) < _UNIT - n % _UNIT
         state = add(jnp.where(seen, -jnp.inf, x), state)
     *sums, least, largest = state

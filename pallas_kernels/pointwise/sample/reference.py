@@ -1,5 +1,5 @@
-"""Where top-k and top-p cut a row of logits, found by searching the bits of the limiting value, without
-sorting.
+"""The reference implementation of the limits of top-k and top-p: a search over the bits of the limit,
+without a sort.
 """
 
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-DIGIT = 4  # bits of a limit found in one pass over the logits
+DIGIT = 4  # bits of the limit that one pass over the logits finds
 _LOWEST = 0x007FFFFF  # the key of -inf
 
 OfValues = Callable[[jax.Array], jax.Array]  # [R, n] -> [R, n]
@@ -27,20 +27,20 @@ def token_limits(
     *,
     sms: int | None = None,
 ) -> Float[Array, " R"]:
-    """The smallest logit that min-p, top-k and top-p leave in each row; what ties with it stays too.
+    """Return the smallest logit that min-p, top-k and top-p keep in each row. Ties with this logit stay.
 
-    Top-p is of the mass that the other two leave. Rows that nobody wants cost nothing where none is wanted.
+    Top-p applies to the mass that the other two keep. The search costs nothing if no row is wanted.
 
     Args:
       x: finite or -inf.
-      peak: what is subtracted before exp: the row's maximum (finite).
+      peak: subtracted before exp: the row's maximum (finite).
       heat: temperatures, positive. A logit weighs exp((x - peak) / heat).
-      total: what all logits of a row weigh.
+      total: the weight of all logits of a row.
       floor: min-p's limit as a logit; -inf for none.
-      k: whole numbers from 1, V or more for no limit.
-      p: of (0, 1]; 1 for no limit.
-      wanted: rows that are searched; the others get their floor.
-      sms: how many SMs a kernel may occupy; it does not change what is computed.
+      k: integers from 1; V or more for no limit.
+      p: in (0, 1]; 1 for no limit.
+      wanted: rows to search; other rows return their floor.
+      sms: number of SMs that a kernel may occupy; the result does not depend on it.
     """
     del sms
 
@@ -56,16 +56,16 @@ def token_limits(
 
 
 def largest_limit(x: Float[Array, "R n"], weigh: OfValues, target: Float[Array, " R"]) -> Float[Array, " R"]:
-    """The largest value v of a row such that the values >= v weigh at least the target; -inf where even all
-    weigh less.
+    """Return the largest value v of a row such that the values >= v weigh at least the target, or -inf if
+    all weigh less.
 
-    Floats compare as integers do once their bits are rearranged (`_value` undoes it), so v is found digit by
-    digit of
-    `DIGIT` bits, from the highest: one pass over x for each, which sums up beyond every candidate at once.
+    The bits of floats, rearranged (`_value` inverts this), compare like integers. So the search finds v in
+    digits of `DIGIT` bits, from the
+    highest digit: one pass over x for each digit sums the weights above all candidates at once.
 
     Args:
       x: finite or -inf.
-      weigh: what each value of x weighs, not negative.
+      weigh: the weights of values of x, not negative.
     """
 
     def digit(step: jax.Array, limit: jax.Array) -> jax.Array:
@@ -85,7 +85,9 @@ def largest_limit(x: Float[Array, "R n"], weigh: OfValues, target: Float[Array, 
 
 
 def _value(key: jax.Array) -> jax.Array:
-    """uint32 -> float32, rising with it, both zeros being equal; -inf below its key, NaN above that of +inf."""
+    """Return float32 numbers that rise with uint32 keys; zeros are equal, keys below -inf give -inf, keys
+    above +inf give NaN.
+    """
     key = jnp.maximum(key, _LOWEST)
     bits = jnp.where(key >> 31 == 1, key ^ jnp.uint32(1 << 31), ~key)
     return lax.bitcast_convert_type(bits, jnp.float32)
