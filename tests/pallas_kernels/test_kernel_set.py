@@ -207,7 +207,7 @@ def test_no_family_falls_back_for_a_reason_of_the_pages(model):
         (
             "9.0",
             {"kv_dtype": "int8", "head_dim": 256},
-            [Fallback("chunk_attention", "head_dim", 256, "64 or 128 over a cache of int8")],
+            [Fallback("chunk_attention", "head_dim", 256, "64 or 128 with a cache of int8")],
         ),
         ("8.0", {"page_size": 16}, [Fallback("decode_attention", "page_size", 16, "64")]),
         ("8.6", {"head_dim": 256}, []),
@@ -216,7 +216,7 @@ def test_no_family_falls_back_for_a_reason_of_the_pages(model):
             FLOAT32 | {"head_dim": 256},
             [
                 Fallback(
-                    "decode_attention", "head_dim", 256, "up to 128 in float32, by the shared memory of 8.6"
+                    "decode_attention", "head_dim", 256, "up to 128 in float32, which fills the shared memory of 8.6"
                 )
             ],
         ),
@@ -226,7 +226,7 @@ def test_no_family_falls_back_for_a_reason_of_the_pages(model):
             {"head_dim": 256},
             [
                 Fallback(
-                    "decode_attention", "head_dim", 256, "up to 128 in bfloat16, by the shared memory of 7.5"
+                    "decode_attention", "head_dim", 256, "up to 128 in bfloat16, which fills the shared memory of 7.5"
                 )
             ],
         ),
@@ -235,14 +235,14 @@ def test_no_family_falls_back_for_a_reason_of_the_pages(model):
             FLOAT32,
             [
                 Fallback(
-                    "decode_attention", "head_dim", 128, "up to 64 in float32, by the shared memory of 7.5"
+                    "decode_attention", "head_dim", 128, "up to 64 in float32, which fills the shared memory of 7.5"
                 )
             ],
         ),
         (
             "8.0",
             {"kv_dtype": E4M3},
-            [Fallback("decode_attention", "kv_dtype", E4M3, "bfloat16 beside weights of it")],
+            [Fallback("decode_attention", "kv_dtype", E4M3, "bfloat16, the dtype of the weights")],
         ),
     ],
 )
@@ -299,7 +299,7 @@ def test_every_op_is_a_kernel_or_says_why_not(capability, change):
 def test_kernels_that_cannot_run_are_refused_by_name(kernels, platform, capability):
     with pytest.raises(ValueError, match=f"kernels='{kernels}'"):
         of("llama-3.1-8b", platform, capability, kernels=kernels)
-    with pytest.raises(ValueError, match=r"kernels='mosaic'.*dtype is float32"):
+    with pytest.raises(ValueError, match=r"kernels='mosaic'.*float32.*bfloat16"):
         of("llama-3.1-8b", "gpu", "9.0", kernels="mosaic", dtype="float32")
 
 

@@ -63,7 +63,7 @@ def choose(model=EIGHT_B, **settings) -> KernelSet:
         (
             "8.0",
             {"kv_cache_dtype": "fp8"},
-            [ATTENTION + "kv_cache_dtype=fp8; the kernels take only bfloat16 beside weights of it"],
+            [ATTENTION + "kv_cache_dtype=fp8; the kernels take only bfloat16, the dtype of the weights"],
         ),
         ("8.0", {"dtype": "float32"}, []),
     ],
@@ -82,7 +82,7 @@ def test_one_op_without_a_kernel_is_no_reason_to_refuse(gpu, caplog):
     assert choose(wide, kernels="mosaic", kv_cache_dtype="int8").name == MOSAIC
     (line,) = caplog.messages
     assert line.startswith("kernels: chunk_attention: ") and line.endswith(
-        "head_dim=256; the kernels take only 64 or 128 over a cache of int8"
+        "head_dim=256; the kernels take only 64 or 128 with a cache of int8"
     )
 
 
@@ -127,7 +127,7 @@ def test_only_ops_that_the_model_runs_are_warned_of(gpu, caplog):
             "triton",
             {"kv_cache_dtype": "fp8"},
             {},
-            "kv_cache_dtype='fp8' is not supported: only bfloat16 beside weights of it with",
+            "kv_cache_dtype='fp8' is not supported: only bfloat16, the dtype of the weights with",
         ),
         ("triton", {"kv_cache_dtype": "int8"}, {}, "kv_cache_dtype='int8' is not supported: only bfloat16"),
     ],

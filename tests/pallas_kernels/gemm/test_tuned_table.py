@@ -54,7 +54,7 @@ def test_a_shape_that_no_rule_is_near_and_a_device_without_a_table_are_said_once
         assert [Table("a new GPU").choose(Shape(n, 4096), 8) for n in (6144, 4096, 128)] == [None] * 3
     assert [message.partition(";")[0] for message in caplog.messages] == [
         "kernels: no tuned rule near [96, 64] bfloat16 on a lone GPU",
-        "kernels: no table of tuned products for a new GPU",
+        "kernels: no tuned table for a new GPU",
     ]
 
 
@@ -64,7 +64,7 @@ def test_an_unknown_shape_takes_the_nearest_rule_without_its_tile_and_says_so_on
     assert choices == [Choice(64, "flat")] * 3
     assert len(caplog.records) == 1 and "5120" in caplog.records[0].getMessage()
     assert caplog.messages == [
-        "kernels: no tuned rule for [5120, 4096] bfloat16 on a GPU; the nearest is taken, of [6144, 4096]"
+        "kernels: no tuned rule for [5120, 4096] bfloat16 on a GPU; using the rule of [6144, 4096]"
     ]
     gated = TABLE.choose(Shape(24576, 4096, gate_block=64), 16)
     assert gated and gated.kernel == "dense"
@@ -187,10 +187,10 @@ def test_tuning_leaves_out_what_does_not_fit_its_time_and_goes_on_from_there(mon
     [
         (
             ["--lock", "{folder}/none/lock"],
-            "--lock {folder}/none/lock: a file, in a folder that exists and can be written",
+            "--lock {folder}/none/lock: accepted is a file in an existing, writable folder",
         ),
-        (["--seconds", "0"], "--seconds 0: more than 0"),
-        (["--seconds", "nan"], "--seconds nan: more than 0"),
+        (["--seconds", "0"], "--seconds 0: accepted are numbers above 0"),
+        (["--seconds", "nan"], "--seconds nan: accepted are numbers above 0"),
     ],
 )
 def test_what_it_could_not_measure_by_is_refused_before_it_measures(
@@ -218,7 +218,7 @@ def test_a_product_that_nothing_was_compiled_for_ends_the_run_with_the_reason(mo
     with pytest.raises(SystemExit, match="1"):
         tune.main()
     said = (
-        "error: 64x128, 8 rows: no kernel's program could be made, nor XLA's (XlaRuntimeError: out of "
+        "error: 64x128, 8 rows: no program compiles (XlaRuntimeError: out of "
         "memory)\n"
     )
     assert said in capsys.readouterr().err and not (tmp_path / "t.json").exists()
@@ -229,11 +229,11 @@ def test_files_that_are_not_there_are_named_where_tables_become_one(monkeypatch,
     (tmp_path / "good.json").write_text(json.dumps({"schema": table.SCHEMA, "device": "one", "rules": []}))
     monkeypatch.setattr("sys.argv", ["tune", "--merge", good, absent, "--output", out])
     tune.main()
-    assert capsys.readouterr().err == f"no such file, so not in {out}: {absent}\n"
+    assert capsys.readouterr().err == f"these files do not exist and are not in {out}: {absent}\n"
     monkeypatch.setattr("sys.argv", ["tune", "--merge", absent, "--output", out])
     with pytest.raises(SystemExit, match="2"):
         tune.main()
-    assert capsys.readouterr().err == f"error: --merge {absent}: no such file\n"
+    assert capsys.readouterr().err == f"error: --merge {absent}: no file exists; accepted is at least one file\n"
 
 
 def test_what_is_no_table_of_this_device_is_refused_by_its_name(monkeypatch, tmp_path, capsys):
@@ -260,12 +260,12 @@ def test_what_is_no_table_of_this_device_is_refused_by_its_name(monkeypatch, tmp
             )
             with pytest.raises(SystemExit):
                 tune.main()
-            assert "bad.json: no table" in capsys.readouterr().err and not out.exists()
+            assert "bad.json: not a table" in capsys.readouterr().err and not out.exists()
     monkeypatch.setattr(tune.jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr("sys.argv", ["tune", "--output", str(tmp_path / "good.json"), "--shapes", "64x128"])
     with pytest.raises(SystemExit):
         tune.main()
-    assert "good.json: a table of this device, cpu, not of one" in capsys.readouterr().err
+    assert "good.json is a table of one: accepted is a table of this device, cpu" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [["--merge", "{good}"], ["--shapes", "64x128"]])
@@ -280,7 +280,7 @@ def test_where_no_table_can_be_written_nothing_is_measured(monkeypatch, tmp_path
             tune.main()
         assert (
             capsys.readouterr().err
-            == f"error: --output {output}: a file, in a folder that exists and can be written\n"
+            == f"error: --output {output}: accepted is a file in an existing, writable folder\n"
         )
 
 
@@ -313,7 +313,7 @@ def test_what_xlas_product_was_is_kept_where_tables_become_one_and_checked_where
     assert [one.get("xla") for one in rule["measured"]] == [None, "cublas", "cublas or triton"]
     with pytest.raises(
         ValueError,
-        match=r"bad.json: no table .*xla='triton' of .* at 8 rows: 'cublas', 'cublas or triton', or none",
+        match=r"bad.json: not a table .*xla='triton' of .* at 8 rows: accepted are 'cublas', 'cublas or triton', or no entry",
     ):
         tune_rules.read(file("bad.json", {"rows": 8, "xla": "triton"}))
 
@@ -354,7 +354,7 @@ def test_a_damaged_table_is_named_where_a_kernel_set_loads_it(monkeypatch, tmp_p
     path = table.file_of("Some GPU")
     for text in (json.dumps({"schema": table.SCHEMA, "device": "x", "rules": [_RULE | change]}), '{"schema"'):
         path.write_text(text)
-        with pytest.raises(ValueError, match=r"some-gpu.json: no table"):
+        with pytest.raises(ValueError, match=r"some-gpu.json: not a table"):
             table.load.__wrapped__("Some GPU")
 
 
@@ -365,7 +365,7 @@ def test_times_that_are_none_are_named_where_tuning_goes_on_from_them(tmp_path, 
     path = tmp_path / "bad.json"
     rule = _RULE | {"measured": [_RULE["measured"][0] | change]}
     path.write_text(json.dumps({"schema": table.SCHEMA, "device": "x", "rules": [rule]}))
-    with pytest.raises(ValueError, match=r"bad.json: no table"):
+    with pytest.raises(ValueError, match=r"bad.json: not a table"):
         tune_rules.read(path)
 
 

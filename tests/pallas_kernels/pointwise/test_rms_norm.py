@@ -67,7 +67,7 @@ def test_the_kernel_is_its_twin(rows, width, adds, centres, quantizes, offset, s
 
 @pytest.mark.parametrize(("x", "y"), [((4, 100), (4, 100)), ((4, 256), (5, 256))])
 def test_it_says_what_it_does_not_take(x, y):
-    with pytest.raises(ValueError, match=r"x, y and other are .*: bfloat16 \[T, D\]"):
+    with pytest.raises(ValueError, match=r"x, y and other are .*: accepted are .* bfloat16 \[T, D\]"):
         add_norm(
             jnp.zeros(x, jnp.bfloat16), jnp.zeros(y, jnp.bfloat16), jnp.zeros(x[1], jnp.bfloat16), eps=1e-5
         )

@@ -78,7 +78,7 @@ def test_rows_that_nobody_wants_are_left_alone():
 
 def test_it_says_what_it_does_not_take():
     row = jnp.zeros(2)
-    with pytest.raises(ValueError, match=r"float32\[2, 514\]: float32 \[R, V\]"):
+    with pytest.raises(ValueError, match=r"float32\[2, 514\]: accepted is float32 \[R, V\]"):
         token_limits(jnp.zeros((2, 514)), row, row, row, row, row, row, row == 0)
     with pytest.raises(ValueError, match="sms=0: accepted are 1 to 132"):
         token_limits(jnp.zeros((2, 512)), row, row, row, row, row, row, row == 0, sms=0)

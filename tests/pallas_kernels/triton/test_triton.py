@@ -40,7 +40,7 @@ def test_they_are_their_twins():
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"k_scale": jnp.ones(2)}, "cache of few bits"),
+        ({"k_scale": jnp.ones(2)}, "8-bit cache"),
         ({"head": 24}, "head width 24"),
         ({"page": 32}, "pages"),
         ({"dtype": jnp.int8}, "dtypes"),

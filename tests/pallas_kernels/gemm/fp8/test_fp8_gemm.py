@@ -197,17 +197,17 @@ def test_it_says_what_it_does_not_take(kernel, wrong):
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"bias": jnp.zeros(64)}, r"bias \[64\]: \[256\]"),
-        ({"residual": jnp.zeros((8, 64), jnp.bfloat16)}, r"residual bfloat16\[8, 64\]: bfloat16\[8, 256\]"),
+        ({"bias": jnp.zeros(64)}, r"bias \[64\]: accepted is \[256\]"),
+        ({"residual": jnp.zeros((8, 64), jnp.bfloat16)}, r"residual bfloat16\[8, 64\]: accepted is bfloat16\[8, 256\]"),
         (
             {"residual": jnp.zeros((200, 64), jnp.bfloat16)},
-            r"residual bfloat16\[200, 64\]: bfloat16\[8, 256\]",
+            r"residual bfloat16\[200, 64\]: accepted is bfloat16\[8, 256\]",
         ),
         (
             {"residual": jnp.zeros((8, 256), jnp.bfloat16), "gate_block": 64},
-            r"residual bfloat16\[8, 256\]: bfloat16\[8, 128\]",
+            r"residual bfloat16\[8, 256\]: accepted is bfloat16\[8, 128\]",
         ),
-        ({"residual": jnp.zeros((8, 256))}, r"residual float32\[8, 256\]: bfloat16\[8, 256\]"),
+        ({"residual": jnp.zeros((8, 256))}, r"residual float32\[8, 256\]: accepted is bfloat16\[8, 256\]"),
         ({"sms": 0}, "sms=0: accepted are 1 to 132"),
         ({"sms": -1}, "sms=-1: accepted are 1 to 132"),
     ],

@@ -75,8 +75,8 @@ def test_the_kernel_is_each_row_times_its_experts_weight():
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"k": 64}, "the same K"),
-        ({"rows": 4}, "a tile for every 128"),
+        ({"k": 64}, "equal K"),
+        ({"rows": 4}, "one tile for every 128"),
         ({"dtype": jnp.float32}, "bfloat16 twice"),
         ({"sms": 0}, "sms=0: accepted are 1 to 132"),
     ],
