@@ -216,7 +216,10 @@ def test_no_family_falls_back_for_a_reason_of_the_pages(model):
             FLOAT32 | {"head_dim": 256},
             [
                 Fallback(
-                    "decode_attention", "head_dim", 256, "up to 128 in float32, which fills the shared memory of 8.6"
+                    "decode_attention",
+                    "head_dim",
+                    256,
+                    "up to 128 in float32, which fills the shared memory of 8.6",
                 )
             ],
         ),
@@ -226,7 +229,10 @@ def test_no_family_falls_back_for_a_reason_of_the_pages(model):
             {"head_dim": 256},
             [
                 Fallback(
-                    "decode_attention", "head_dim", 256, "up to 128 in bfloat16, which fills the shared memory of 7.5"
+                    "decode_attention",
+                    "head_dim",
+                    256,
+                    "up to 128 in bfloat16, which fills the shared memory of 7.5",
                 )
             ],
         ),
@@ -235,7 +241,10 @@ def test_no_family_falls_back_for_a_reason_of_the_pages(model):
             FLOAT32,
             [
                 Fallback(
-                    "decode_attention", "head_dim", 128, "up to 64 in float32, which fills the shared memory of 7.5"
+                    "decode_attention",
+                    "head_dim",
+                    128,
+                    "up to 64 in float32, which fills the shared memory of 7.5",
                 )
             ],
         ),

@@ -217,10 +217,7 @@ def test_a_product_that_nothing_was_compiled_for_ends_the_run_with_the_reason(mo
     )
     with pytest.raises(SystemExit, match="1"):
         tune.main()
-    said = (
-        "error: 64x128, 8 rows: no program compiles (XlaRuntimeError: out of "
-        "memory)\n"
-    )
+    said = "error: 64x128, 8 rows: no program compiles (XlaRuntimeError: out of memory)\n"
     assert said in capsys.readouterr().err and not (tmp_path / "t.json").exists()
 
 
@@ -233,7 +230,9 @@ def test_files_that_are_not_there_are_named_where_tables_become_one(monkeypatch,
     monkeypatch.setattr("sys.argv", ["tune", "--merge", absent, "--output", out])
     with pytest.raises(SystemExit, match="2"):
         tune.main()
-    assert capsys.readouterr().err == f"error: --merge {absent}: no file exists; accepted is at least one file\n"
+    assert (
+        capsys.readouterr().err == f"error: --merge {absent}: no file exists; accepted is at least one file\n"
+    )
 
 
 def test_what_is_no_table_of_this_device_is_refused_by_its_name(monkeypatch, tmp_path, capsys):

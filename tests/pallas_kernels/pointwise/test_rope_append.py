@@ -166,8 +166,16 @@ BOTH_NORMS, BOTH_SCALES = (
 @pytest.mark.parametrize(
     ("kv_dtype", "given", "said"),
     [
-        (jnp.float8_e4m3fn, {"k_scale": jnp.ones(2)}, r"k_scale \[2\], v_scale None: accepted are both or none"),
-        (jnp.float8_e4m3fn, {"v_scale": jnp.ones(2)}, r"k_scale None, v_scale \[2\]: accepted are both or none"),
+        (
+            jnp.float8_e4m3fn,
+            {"k_scale": jnp.ones(2)},
+            r"k_scale \[2\], v_scale None: accepted are both or none",
+        ),
+        (
+            jnp.float8_e4m3fn,
+            {"v_scale": jnp.ones(2)},
+            r"k_scale None, v_scale \[2\]: accepted are both or none",
+        ),
         (jnp.bfloat16, {"q_norm": jnp.ones(64)}, r"q_norm \[64\], k_norm None: accepted are both or none"),
         (jnp.bfloat16, {"k_norm": jnp.ones(64)}, r"q_norm None, k_norm \[64\]: accepted are both or none"),
         (jnp.bfloat16, BOTH_SCALES, "for a cache of bfloat16: accepted is a cache of float8_e4m3fn"),
@@ -177,7 +185,11 @@ BOTH_NORMS, BOTH_SCALES = (
             BOTH_SCALES | {"k_scale": jnp.ones(1)},
             r"k_scale \[1\]: \[2\], for 4 tokens and 2 KV heads of 64",
         ),
-        (jnp.float8_e4m3fn, BOTH_SCALES | {"v_scale": jnp.ones((2, 1))}, r"v_scale \[2, 1\]: accepted is \[2\]"),
+        (
+            jnp.float8_e4m3fn,
+            BOTH_SCALES | {"v_scale": jnp.ones((2, 1))},
+            r"v_scale \[2, 1\]: accepted is \[2\]",
+        ),
         (jnp.int8, BOTH_NORMS, r"q_norm \[2\]: accepted is \[64\]"),
         (jnp.bfloat16, {"inv_freq": jnp.ones(64)}, r"inv_freq \[64\]: accepted is \[32\]"),
         (jnp.bfloat16, {"slots": jnp.zeros(2, jnp.int32)}, r"slots \[2\]: accepted is \[4\]"),

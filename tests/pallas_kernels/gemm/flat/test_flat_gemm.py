@@ -104,8 +104,14 @@ def test_tiles_fit(m, n, k, sms, gated):
         ({"dtype": jnp.float32}, "float32"),
         ({"out_dtype": jnp.float16}, "float16"),
         ({"bias": jnp.zeros(64)}, r"bias \[64\]: accepted is \[128\]"),
-        ({"residual": jnp.zeros((8, 64), jnp.bfloat16)}, r"residual bfloat16\[8, 64\]: accepted is bfloat16\[8, 128\]"),
-        ({"residual": jnp.zeros((1, 128), jnp.bfloat16)}, r"residual bfloat16\[1, 128\]: accepted is bfloat16\[8, 128\]"),
+        (
+            {"residual": jnp.zeros((8, 64), jnp.bfloat16)},
+            r"residual bfloat16\[8, 64\]: accepted is bfloat16\[8, 128\]",
+        ),
+        (
+            {"residual": jnp.zeros((1, 128), jnp.bfloat16)},
+            r"residual bfloat16\[1, 128\]: accepted is bfloat16\[8, 128\]",
+        ),
         (
             {"residual": jnp.zeros((8, 128), jnp.bfloat16), "gate_block": 64},
             r"residual bfloat16\[8, 128\]: accepted is bfloat16\[8, 64\]",

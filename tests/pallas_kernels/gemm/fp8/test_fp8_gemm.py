@@ -198,7 +198,10 @@ def test_it_says_what_it_does_not_take(kernel, wrong):
     ("wrong", "said"),
     [
         ({"bias": jnp.zeros(64)}, r"bias \[64\]: accepted is \[256\]"),
-        ({"residual": jnp.zeros((8, 64), jnp.bfloat16)}, r"residual bfloat16\[8, 64\]: accepted is bfloat16\[8, 256\]"),
+        (
+            {"residual": jnp.zeros((8, 64), jnp.bfloat16)},
+            r"residual bfloat16\[8, 64\]: accepted is bfloat16\[8, 256\]",
+        ),
         (
             {"residual": jnp.zeros((200, 64), jnp.bfloat16)},
             r"residual bfloat16\[200, 64\]: accepted is bfloat16\[8, 256\]",
