@@ -202,14 +202,16 @@ def kernel_set_for(
         return REFERENCE
     if kernels == "mosaic":
         if not hopper:
-            raise ValueError(f"kernels='mosaic' on {here}: accepted are GPUs of compute capability {HOPPER}")
+            raise ValueError(
+                f"kernels='mosaic': accepted are GPUs of compute capability {HOPPER}, this is {here}"
+            )
         if model.dtype != "bfloat16":
-            raise ValueError(f"kernels='mosaic' with a model of {model.dtype}: accepted is bfloat16")
+            raise ValueError(f"kernels='mosaic': accepted is bfloat16, the model's dtype is {model.dtype}")
         return _mosaic(model, device)
     if kernels == "triton":
         if not cuda or not has_triton():
             raise ValueError(
-                f"kernels='triton' on {here}: accepted are NVIDIA GPUs, with the extra `triton` installed"
+                f"kernels='triton': accepted are NVIDIA GPUs, with the extra `triton`, this is {here}"
             )
         return _triton(model, capability)
     raise ValueError(f"kernels={kernels!r}: accepted are {', '.join(KERNELS)}")
