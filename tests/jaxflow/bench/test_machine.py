@@ -9,6 +9,7 @@ from jaxflow.bench.report import machine, optimum
 from jaxflow.config import Layer, ModelConfig, Rope
 from jaxflow.model.cost import dense_parameters
 from pallas_kernels.measure.provenance import KEYS
+from pallas_kernels.measure.sensor import CardReadings
 
 LLAMA = ModelConfig("llama", 128256, 4096, 32, 8, 128, 14336, (Layer(rope=Rope(500000.0)),) * 32, 8192)
 
@@ -74,7 +75,7 @@ def test_there_are_no_readings_without_a_driver(monkeypatch):
 def test_a_report_starts_with_its_keys_and_has_its_mean_power():
     report = {"command_name": "plans", **machine.describe()}
     report["plans"] = [{"watts": watts, "sm_clock_mhz": 1500.0, "note": "watts"} for watts in (600.0, 700.0)]
-    found = machine.with_power(report, machine.Readings([100.0], [200.0], [50.0]))
+    found = machine.with_power(report, machine.Readings([CardReadings([100.0], [200.0], [50.0])]))
     assert list(found)[:9] == ["command_name", *KEYS]
     assert (found["watts"], found["clock_mhz"]) == (650.0, 1500.0)
     assert found["plans"] == report["plans"] and set(found) == set(report)
@@ -82,7 +83,9 @@ def test_a_report_starts_with_its_keys_and_has_its_mean_power():
 
 def test_a_report_without_power_has_the_mean_of_the_command():
     report = {"command_name": "disk", **machine.describe(), "rates": [1.0]}
-    found = machine.with_power(report, machine.Readings([100.0, 300.0], [1000.0, 2000.0], [50.0]))
+    found = machine.with_power(
+        report, machine.Readings([CardReadings([100.0, 300.0], [1000.0, 2000.0], [50.0])])
+    )
     assert (found["watts"], found["clock_mhz"]) == (200.0, 1500.0)
     assert machine.with_power(report, machine.Readings())["watts"] is None
 
