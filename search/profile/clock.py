@@ -24,6 +24,7 @@ import msgspec
 from jaxflow.model.cost import find_device
 from jaxflow.model.energy import Power, shipped_power
 from jaxflow.model.graph import Graph, Work
+from pallas_kernels.cards import card_of
 from search.profile.op_times import (
     ATTENTION,
     PAIR_DECODES,
