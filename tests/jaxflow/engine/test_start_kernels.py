@@ -155,11 +155,11 @@ def test_kernels_go_by_the_device_unless_forced():
     config = resolve(EngineConfig(model=LLAMA), model)
     assert choose_kernels(config, model) is REFERENCE
     for kernels, need in (
-        ("mosaic", "compute capability 9.0"),
-        ("triton", "an NVIDIA GPU and the extra `triton`"),
+        ("mosaic", "GPUs of compute capability 9.0"),
+        ("triton", "NVIDIA GPUs, with the extra `triton`"),
     ):
         with pytest.raises(
-            ConfigError, match=f"^kernels='{kernels}' is not supported: they need {need}, this is cpu$"
+            ConfigError, match=f"^kernels='{kernels}' is not supported: accepted are {need}, this is cpu$"
         ):
             choose_kernels(dataclasses.replace(config, kernels=kernels), model)
     with pytest.raises(ConfigError, match="kernels='fast'"):
