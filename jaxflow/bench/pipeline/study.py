@@ -1,0 +1,258 @@
+"""SARATHI's study of pipeline parallelism (§5.3, Fig. 12), by simulation.
+
+  python -m jaxflow.bench pipeline --simulate --output_json study.json --plot study.png
+
+GPT-3 175B on 64 A100: 8 pipeline stages of 8 tensor-parallel devices under five step policies, and 8 replicas of
+8 devices. The engine's scheduler decides each step, the cost model its time. The paper's figures stand beside.
+
+A stage takes --layer_us a layer in addition to the roofline of its ops: kernel launches and the latency of
+collectives. Without it decodes are too cheap, and the policies without chunks lose more than in the paper.
+"""
+
+import concurrent.futures
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from absl import flags
+from matplotlib.figure import Figure
+
+from jaxflow.bench.engine.policies import Hybrid, OrcaBest, OrcaWorst, PrefillFirst, RequestLevel
+from jaxflow.bench.pipeline.simulate import Layout, PipelineRun, simulate
+from jaxflow.bench.pipeline.stage_time import Link, StageTimer, split_layers
+from jaxflow.bench.report import machine
+from jaxflow.bench.workload.lengths import Item
+from jaxflow.config import ConfigError, ModelConfig
+from jaxflow.model.checkpoints.checkpoint import open_checkpoint
+from jaxflow.model.cost import DEVICES
+from jaxflow.scheduler.scheduler import DecodeMaximal, StepPolicy
+
+# SARATHI §5.3: ratios of the paper's simulation.
+PAPER = {
+    "bubble_orca_best_over_sarathi": 6.29,
+    "speedup_over_orca_best": 1.91,
+    "speedup_over_tp_only": 1.48,
+    "tp_only_over_orca_best": 1.28,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+    """The setting of the study; the defaults are the paper's.
+
+    Attributes:
+      stages, tp: pipeline stages, and tensor-parallel devices of a stage.
+      slots: running sequences of a micro-batch in the pipeline, and of a replica without stages.
+      chunk: tokens of a step with chunks.
+      lengths: least and most tokens of a request, prompt and output.
+      zipf: exponent of the distribution of lengths. pd_ratio: prompt tokens over output tokens.
+      layer_s: seconds of a layer beyond its ops' roofline.
+    """
+
+    model: str = "opt-175b"  # the shapes of GPT-3 175B
+    device: str = "A100-80GB"
+    stages: int = 8
+    tp: int = 8
+    requests: int = 10_000
+    slots: int = 27
+    replica_slots: int = 11
+    chunk: int = 256
+    lengths: tuple[int, int] = (1024, 4096)
+    zipf: float = 0.4
+    pd_ratio: float = 10.0
+    layer_s: float = 250e-6
+    link: Link = dataclasses.field(default_factory=Link)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for field in ("stages", "tp", "requests", "slots", "replica_slots", "chunk"):
+            if getattr(self, field) < 1:
+                raise ConfigError(field, getattr(self, field), "a positive number")
+        if self.device not in DEVICES:
+            raise ConfigError("device", self.device, f"one of {', '.join(DEVICES)}")
+        if self.chunk < self.slots:
+            raise ConfigError(
+                "chunk", self.chunk, f"at least the {self.slots} slots, a token for each decode"
+            )
+
+    def items(self) -> list[Item]:
+        """Return requests with Zipf-distributed lengths and a fixed ratio of prompt to output."""
+        low, high = self.lengths
+        weights = np.arange(1, high - low + 2, dtype=np.float64) ** -self.zipf
+        rng = np.random.default_rng(self.seed)
+        totals = rng.choice(np.arange(low, high + 1), self.requests, p=weights / weights.sum())
+        outputs = np.maximum(1, np.round(totals / (1 + self.pd_ratio))).astype(int)
+        return [Item(int(t - d), int(d)) for t, d in zip(totals, outputs, strict=True)]
+
+
+def scenarios(study: Study) -> dict[str, tuple[Layout, Callable[[], StepPolicy]]]:
+    """Return the layout and policy of each scenario of the study, by name."""
+    whole = study.lengths[1] + study.slots  # tokens of a step that holds a full prompt and all decodes
+    all_prompts = study.lengths[1] * study.slots
+    pipeline = Layout(1, study.stages, study.slots, study.chunk)
+    prompts = dataclasses.replace(pipeline, token_budget=whole)
+    together = dataclasses.replace(pipeline, token_budget=all_prompts)
+    replicas = Layout(study.stages, 1, study.replica_slots, whole)
+    single_chunk = study.chunk - (study.slots - 1)
+    return {
+        "sarathi": (pipeline, DecodeMaximal),
+        "sarathi, one chunk a step": (pipeline, lambda: Hybrid(single_chunk)),
+        "orca-best": (prompts, OrcaBest),
+        "orca-worst": (together, OrcaWorst),
+        "prefill-first": (together, PrefillFirst),
+        "request-level": (together, RequestLevel),
+        "tp only, orca-best": (replicas, OrcaBest),
+    }
+
+
+def run_scenario(study: Study, name: str) -> PipelineRun:
+    """Simulate one scenario."""
+    config = open_checkpoint(study.model, load_format="dummy").model_config
+    rates = DEVICES[study.device].datasheet
+    layout, make_policy = scenarios(study)[name]
+    layers = (
+        (config.num_layers,) if layout.replicas > 1 else split_layers(config, study.stages, study.tp, rates)
+    )
+    timer = StageTimer(config, layers, study.tp, rates, layer_s=study.layer_s)
+    link = study.link if len(layers) > 1 else None
+    return simulate(
+        study.items(), layout, make_policy, timer, link, send_bytes=2.0 * config.hidden_size / study.tp
+    )
+
+
+def measure(study: Study, processes: int = 2) -> dict[str, Any]:
+    """Return the report of all scenarios. processes: scenarios that run at the same time."""
+    names = list(scenarios(study))
+    if processes > 1:
+        with concurrent.futures.ProcessPoolExecutor(processes) as pool:
+            runs = dict(zip(names, pool.map(run_scenario, [study] * len(names), names), strict=True))
+    else:
+        runs = {name: run_scenario(study, name) for name in names}
+    return {
+        "command_name": "pipeline",
+        "study": dataclasses.asdict(study),
+        "layers": list(_layers(study)),
+        "scenarios": {name: describe(run) for name, run in runs.items()},
+        "ratios": ratios(runs),
+        "paper": PAPER,
+    }
+
+
+def _layers(study: Study) -> tuple[int, ...]:
+    config: ModelConfig = open_checkpoint(study.model, load_format="dummy").model_config
+    return split_layers(config, study.stages, study.tp, DEVICES[study.device].datasheet)
+
+
+def describe(run: PipelineRun) -> dict[str, Any]:
+    """Return the figures of a run, with the curves of Fig. 12 at 51 quantiles."""
+    quantiles = np.linspace(0, 1, 51)
+    return {
+        "duration_s": run.duration_s,
+        "token_throughput": run.tokens / run.duration_s,
+        "busy_share": run.busy_share,
+        "median_bubble_s": float(np.median(run.bubble_s)),
+        "micro_batch_steps": run.steps,
+        "bubble_s_quantiles": np.quantile(run.bubble_s, quantiles).tolist(),
+        "finished_s_quantiles": np.quantile(run.finished_s, quantiles).tolist(),
+    }
+
+
+def ratios(runs: Mapping[str, PipelineRun]) -> dict[str, float]:
+    """Return the ratios of §5.3 under the paper's policy, one chunk a step."""
+    sarathi, orca, tp = (
+        runs[name] for name in ("sarathi, one chunk a step", "orca-best", "tp only, orca-best")
+    )
+    return {
+        "bubble_orca_best_over_sarathi": float(np.median(orca.bubble_s) / np.median(sarathi.bubble_s)),
+        "speedup_over_orca_best": orca.duration_s / sarathi.duration_s,
+        "speedup_over_tp_only": tp.duration_s / sarathi.duration_s,
+        "tp_only_over_orca_best": orca.duration_s / tp.duration_s,
+    }
+
+
+def text(report: Mapping[str, Any]) -> str:
+    """Return the report as two tables."""
+    lines = [f"{'scenario':28}{'seconds':>10}{'tokens/s':>12}{'busy':>8}{'median bubble, s':>18}"]
+    for name, row in report["scenarios"].items():
+        lines.append(
+            f"{name:28}{row['duration_s']:10.0f}{row['token_throughput']:12,.0f}{row['busy_share']:8.0%}"
+            f"{row['median_bubble_s']:18.2f}"
+        )
+    lines.append(f"\n{'ratio':40}{'simulated':>12}{'paper':>8}")
+    for name, value in report["ratios"].items():
+        lines.append(f"{name:40}{value:12.2f}{report['paper'][name]:8.2f}")
+    return "\n".join(lines)
+
+
+def draw(report: Mapping[str, Any]) -> Figure:
+    """Return the curves of Fig. 12: bubble time of the requests, and completed requests over time."""
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    left, right = figure.add_subplot(1, 2, 1), figure.add_subplot(1, 2, 2)
+    share = np.linspace(0, 1, 51)
+    for name, row in report["scenarios"].items():
+        if row["median_bubble_s"] > 0:
+            left.plot(np.maximum(row["bubble_s_quantiles"], 1e-3), share, label=name)
+        right.plot(row["finished_s_quantiles"], share * report["study"]["requests"], label=name)
+    left.set(xscale="log", xlabel="bubble time of a request (s)", ylabel="share of requests")
+    right.set(xlabel="time (s)", ylabel="completed requests")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def define_flags() -> None:
+    """Define the flags of `bench pipeline`."""
+    default, link = Study(), Link()
+    flags.DEFINE_bool("simulate", False, "Simulate the study on virtual clocks; no device is needed.")
+    flags.DEFINE_string("model", default.model, "Model: a shipped config's name, or a folder.")
+    flags.DEFINE_enum("device", default.device, list(DEVICES), "Device of the cost model.")
+    flags.DEFINE_integer("pipeline_parallel_size", default.stages, "Stages of the pipeline.", lower_bound=1)
+    flags.DEFINE_integer("tensor_parallel_size", default.tp, "Devices of a stage.", lower_bound=1)
+    flags.DEFINE_integer(
+        "num_requests", default.requests, "Requests, all waiting from the start.", lower_bound=1
+    )
+    flags.DEFINE_integer("slots", default.slots, "Running sequences of a micro-batch.", lower_bound=1)
+    flags.DEFINE_integer(
+        "replica_slots", default.replica_slots, "Running sequences of a replica.", lower_bound=1
+    )
+    flags.DEFINE_integer("chunk_tokens", default.chunk, "Tokens of a step with chunks.", lower_bound=1)
+    flags.DEFINE_float("layer_us", 1e6 * default.layer_s, "Microseconds of a layer beyond its roofline.", 0.0)
+    flags.DEFINE_float("link_gb_s", link.bytes_per_s / 1e9, "Link between stages, GB/s a device.", 1e-3)
+    flags.DEFINE_float("link_us", 1e6 * link.latency_s, "Latency of the link, microseconds.", 0.0)
+    flags.DEFINE_integer("seed", default.seed, "Seed of the lengths.")
+    flags.DEFINE_integer("processes", 2, "Scenarios that are simulated at the same time.", lower_bound=1)
+    flags.DEFINE_string("output_json", None, "Write the report to this file.")
+    flags.DEFINE_string("plot", None, "Draw the chart into this file.")
+
+
+def run() -> dict[str, Any]:
+    """Run the command and return its report.
+
+    Raises:
+      ConfigError: for flags that name no study.
+    """
+    f = flags.FLAGS
+    if not f.simulate:
+        raise ConfigError("simulate", f.simulate, "--simulate; stages on devices are not built yet")
+    study = Study(
+        model=f.model,
+        device=f.device,
+        stages=f.pipeline_parallel_size,
+        tp=f.tensor_parallel_size,
+        requests=f.num_requests,
+        slots=f.slots,
+        replica_slots=f.replica_slots,
+        chunk=f.chunk_tokens,
+        layer_s=1e-6 * f.layer_us,
+        link=Link(1e9 * f.link_gb_s, 1e-6 * f.link_us),
+        seed=f.seed,
+    )
+    report = machine.describe() | measure(study, f.processes)
+    print(text(report))
+    if f.plot:
+        Path(f.plot).parent.mkdir(parents=True, exist_ok=True)
+        draw(report).savefig(f.plot, dpi=130)
+    return report

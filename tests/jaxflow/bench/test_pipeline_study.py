@@ -1,0 +1,110 @@
+"""The pipeline study: stage times against the cost model, and pipelines against runs of one device."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxflow.bench.engine.policies import Hybrid, OrcaBest
+from jaxflow.bench.pipeline.simulate import Layout, simulate
+from jaxflow.bench.pipeline.stage_time import COUNTS, Link, StageTimer, split_layers
+from jaxflow.bench.pipeline.study import Study, measure, scenarios, text
+from jaxflow.bench.workload.lengths import Item, constant
+from jaxflow.config import ConfigError, Layer, ModelConfig, Rope
+from jaxflow.model.composition import Composition
+from jaxflow.model.cost import DEVICES, step_timer
+from jaxflow.model.graph import model_graph
+from jaxflow.scheduler.scheduler import DecodeMaximal
+
+CONFIG = ModelConfig("llama", 32000, 1024, 8, 8, 128, 2816, (Layer(rope=Rope(10000.0)),) * 7, 2048)
+RATES = DEVICES["A100-80GB"].datasheet
+
+
+@given(
+    decodes=st.integers(0, 200),
+    keys=st.integers(1, 3000),
+    chunk=st.integers(0, 900),
+    start=st.integers(0, 900),
+    cut=st.integers(1, 6),
+    tile=st.sampled_from([None, 128]),
+)
+def test_stages_sum_to_the_time_of_the_model(decodes, keys, chunk, start, cut, tile):
+    chunks = ((chunk, start),) if chunk else ()
+    step = Composition(decodes, keys, chunks, decodes + len(chunks))
+    counts = np.array([step.count(what) for what in COUNTS])
+    whole = step_timer(model_graph(CONFIG, 2), RATES, tile_rows=tile)(step).sequential_s
+    split = StageTimer(CONFIG, (cut, 7 - cut), 2, RATES, tile_rows=tile)(counts)
+    assert split.shape == (2,) and split.sum() == pytest.approx(whole)
+
+
+def test_a_layers_fixed_time_counts_once_a_layer():
+    counts = np.array([Composition(8, 100).count(what) for what in COUNTS])
+    plain, slower = (StageTimer(CONFIG, (3, 4), 1, RATES, layer_s=each)(counts) for each in (0.0, 1e-3))
+    assert slower - plain == pytest.approx([3e-3, 4e-3])
+
+
+@pytest.mark.parametrize("stages", range(1, 8))
+def test_layers_are_split_by_time(stages):
+    layers = split_layers(CONFIG, stages, 1, RATES)
+    assert sum(layers) == 7 and min(layers) >= 1
+    counts = np.array([Composition(256, 1).count(what) for what in COUNTS])
+    longest = StageTimer(CONFIG, layers, 1, RATES)(counts).max()
+    for i in range(stages - 1):  # no layer moved over one border makes the longest stage shorter
+        for change in (1, -1):
+            other = list(layers)
+            other[i], other[i + 1] = other[i] + change, other[i + 1] - change
+            if min(other) >= 1:
+                assert StageTimer(CONFIG, other, 1, RATES)(counts).max() >= longest * (1 - 1e-9)
+
+
+def test_more_stages_than_layers_are_refused():
+    with pytest.raises(ConfigError, match="pipeline_parallel_size=8"):
+        split_layers(CONFIG, 8, 1, RATES)
+
+
+def test_equal_micro_batches_fill_every_stage():
+    """P micro-batches of equal time leave no bubble; one micro-batch leaves all stages but one idle."""
+    items = constant(64, 64, 64)
+    run = {m: simulate(items, Layout(1, m, 8, 64), DecodeMaximal, lambda _: np.full(4, 1e-3)) for m in (1, 4)}
+    assert run[4].bubble_s.max() == pytest.approx(0.0, abs=1e-9)
+    assert run[4].busy_share > 0.9 and run[1].busy_share == pytest.approx(0.25, rel=0.01)
+
+
+def test_a_bubble_is_the_idle_time_behind_a_longer_micro_batch():
+    """Two stages and two requests in turns: a prompt of 3 s, then decodes of 1 s."""
+    items = [Item(30, 3), Item(10, 3)]
+    layout = Layout(1, 2, 1, 64)
+    run = simulate(items, layout, OrcaBest, lambda counts: np.full(2, counts[1] / 10 if counts[5] else 1.0))
+    assert run.finished_s.tolist() == pytest.approx([10.0, 11.0])
+    assert run.bubble_s.sum() > 0
+
+
+@pytest.mark.parametrize("policy", [DecodeMaximal, OrcaBest, lambda: Hybrid(24)])
+def test_every_request_ends_once_and_sending_takes_time(policy):
+    rng = np.random.default_rng(3)
+    items = [Item(int(p), int(d)) for p, d in rng.integers(1, 60, (40, 2))]
+    timer = StageTimer(CONFIG, split_layers(CONFIG, 3, 1, RATES), 1, RATES, layer_s=1e-4)
+    layout = Layout(2, 3, 4, 128)
+    plain = simulate(items, layout, policy, timer)
+    late = simulate(items, layout, policy, timer, Link(1e9, 1e-3), send_bytes=2048.0)
+    for run in (plain, late):
+        assert (run.finished_s > 0).all() and (run.busy_s.sum(axis=0) <= 2 * run.duration_s).all()
+    assert late.duration_s > plain.duration_s
+
+
+def test_a_small_study_has_the_shape_of_the_paper():
+    study = Study(requests=60, slots=6, replica_slots=3, stages=4, lengths=(256, 1024), chunk=128)
+    report = measure(study, processes=1)
+    assert set(report["scenarios"]) == set(scenarios(study))
+    found = {name: row["duration_s"] for name, row in report["scenarios"].items()}
+    assert found["sarathi"] < found["orca-best"] and found["sarathi"] < found["request-level"]
+    assert report["ratios"]["bubble_orca_best_over_sarathi"] > 2
+    assert all(name in text(report) for name in found)
+
+
+@pytest.mark.parametrize("change", [{"stages": 0}, {"chunk": 8}, {"device": "abacus"}])
+def test_an_impossible_study_is_refused_by_name(change):
+    with pytest.raises(ConfigError, match=next(iter(change))):
+        dataclasses.replace(Study(), **change)
