@@ -1,6 +1,4 @@
-"""Small random batches over scattered pages, with NaN wherever no token was written, for the attention
-kernels' tests.
-"""
+"""Small random batches over scattered pages for tests of attention kernels, with NaN at unwritten positions."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,9 +8,10 @@ WILD = 2**31 - 1  # what page tables hold past a sequence's end and before its w
 
 
 def paged(seed: int, ends, kv_heads: int, width: int, seen=None):
-    """(k pages, v pages [P, K, 64, H] bfloat16, page table [R, MP] int32) of sequences with `ends` tokens.
+    """Return (k pages, v pages [P, K, 64, H] bfloat16, page table [R, MP] int32) of sequences with `ends`
+    tokens.
 
-    seen: the first token of each that a window still shows; pages that lie before it were given back.
+    seen: the first token of each sequence that a window shows; earlier pages are freed.
     """
     rng = np.random.default_rng(seed)
     needed = [-(-end // PAGE) for end in ends]
@@ -30,18 +29,18 @@ def paged(seed: int, ends, kv_heads: int, width: int, seen=None):
 
 
 def queries(seed: int, rows: int, heads: int, width: int):
-    """[rows, heads, width] bfloat16, large enough to make the softmax choose."""
+    """Return [rows, heads, width] bfloat16, large enough for a peaked softmax."""
     return jnp.asarray(np.random.default_rng(seed + 1).normal(size=(rows, heads, width)) * 2, jnp.bfloat16)
 
 
 def exact(reference, q, k, v, *rest, **settings):
-    """The reference in float32; what no token wrote is 0 there, since 0 · NaN is NaN."""
+    """Return the reference result in float32, with 0 for NaN at unwritten positions, because 0 · NaN is NaN."""
     return np.asarray(
         reference(*(jnp.nan_to_num(x.astype(jnp.float32)) for x in (q, k, v)), *rest, **settings)
     )
 
 
 def error(got, want) -> float:
-    """‖got − want‖ / ‖want‖; NaN where either has one."""
+    """Return ‖got − want‖ / ‖want‖, or NaN if either has a NaN."""
     got = np.asarray(got, np.float32)
     return float(np.linalg.norm(got - want) / np.linalg.norm(want))

@@ -48,14 +48,12 @@ def _operands(text: str) -> list[str]:
 
 
 def _power(number: int) -> int:
-    """The power of two that divides a number."""
+    """Return the exponent of the power of two that divides a number."""
     return min(ANY, (number & -number).bit_length() - 1) if number else ANY
 
 
 def _accesses(name: str, operands: list[str]) -> Iterator[tuple[str, int]]:
-    """(address, the power of two that it must be divided by) of an instruction's accesses to shared and
-    global memory.
-    """
+    """Yield (address, required exponent of two) of an instruction's accesses to shared and global memory."""
     if re.match(r"(ld|st)\.(?!param)", name):
         width = (
             int((re.search(r"\.v(\d)", name) or [0, 1])[1]) * int(re.findall(r"\.[bfsu](\d+)", name)[-1]) // 8
@@ -72,8 +70,10 @@ def _accesses(name: str, operands: list[str]) -> Iterator[tuple[str, int]]:
 def _known(
     instructions: list[tuple[str, list[str]]], symbols: dict[str, int], parameters: dict[str, int]
 ) -> dict[str, int]:
-    """The power of two that divides each register, whatever way the program takes: the largest solution of
-    its equations.
+    """Return the exponent of two that divides each register on all paths: the largest solution of the
+    equations.
+
+
     """
     known: dict[str, int] = {}
 

@@ -1,4 +1,4 @@
-"""The kernels' tests keep no compiled programs."""
+"""Fixtures of the kernels' tests."""
 
 import h200
 import pytest
@@ -6,8 +6,10 @@ import pytest
 
 @pytest.fixture(autouse=True, scope="module")
 def unkept():
-    """The interpreter's threads run a program that another is still writing to the persistent cache: jaxlib
-    0.11.2 may crash then.
+    """Disable the persistent compilation cache: a thread of the interpreter can read a program during its
+    write and crash (jaxlib 0.11.2).
+
+
     """
     with h200.unkept():
         yield

@@ -1,6 +1,4 @@
-"""Which op of each family of models runs on which kernel, by device: written down here, so that a change of
-it is seen.
-"""
+"""The backend of each op for each family of models and device."""
 
 import dataclasses
 import functools
@@ -127,7 +125,7 @@ def test_ampere_decodes_every_family_on_triton(model):
     assert isinstance(kernels.gemm, TritonGemm)
 
 
-def test_elsewhere_run_the_twins(monkeypatch):
+def test_other_devices_run_the_references(monkeypatch):
     assert of("llama-3.1-8b", "cpu", "") is kernel_set.REFERENCE
     monkeypatch.setattr(kernel_set, "has_triton", lambda: False)
     assert of("llama-3.1-8b", "gpu", "8.0") is kernel_set.REFERENCE
@@ -144,15 +142,13 @@ def test_elsewhere_run_the_twins(monkeypatch):
         ({"dtype": "float32"}, dict.fromkeys(OPS, "reference")),
     ],
 )
-def test_an_op_that_its_kernel_does_not_take_falls_back_alone(change, place):
+def test_only_the_unsupported_op_falls_back(change, place):
     assert places(of("llama-3.1-8b", "gpu", "9.0", **change)) == MOSAIC | place
 
 
 @pytest.mark.parametrize("model", FAMILIES.values(), ids=FAMILIES)
 def test_no_family_falls_back_for_a_reason_of_the_pages(model):
-    """By what an engine sets if nothing is said; nor does it for any other, but for the least, whose rows are
-    of 576.
-    """
+    """Test the engine's default settings. Only the smallest model falls back for another reason: rows of 576."""
     for kv_dtype in ("bfloat16", E4M3):
         found = {
             (fallback.op, fallback.field, fallback.value)
@@ -255,7 +251,7 @@ def test_no_family_falls_back_for_a_reason_of_the_pages(model):
         ),
     ],
 )
-def test_a_set_says_why_an_op_falls_back(capability, change, fallbacks):
+def test_a_set_holds_the_reason_of_a_fallback(capability, change, fallbacks):
     assert of("llama-3.1-8b", "gpu", capability, **change).fallbacks == tuple(fallbacks)
 
 
@@ -274,7 +270,7 @@ def test_a_set_says_why_an_op_falls_back(capability, change, fallbacks):
         },
     ),
 )
-def test_every_op_is_a_kernel_or_says_why_not(capability, change):
+def test_every_op_has_a_kernel_or_a_fallback_reason(capability, change):
     kernels = of("llama-3.1-8b", "gpu", capability, **change)
     why = {fallback.op for fallback in kernels.fallbacks}
     has = {"gemm", *OPS} if capability == "9.0" else {"gemm", "decode_attention"}
@@ -314,7 +310,7 @@ def test_kernels_that_cannot_run_are_refused_by_name(kernels, platform, capabili
 
 @pytest.mark.parametrize("name", DEVICES)
 def test_a_device_whose_kernels_can_be_kept_to_some_sms_is_known_without_it(name):
-    """To a search, by the table: no other set takes SMs."""
+    """The search asks by the table. Other sets ignore `sms`."""
     capability = DEVICES[name].compute_capability
     assert (
         of("llama-3.1-8b", "gpu", capability).can_be_bounded
@@ -359,7 +355,7 @@ PRODUCTS = [
 
 
 @pytest.mark.parametrize(("p", "expected"), PRODUCTS)
-def test_which_kernels_take_a_product(p, expected):
+def test_eligible_kernels_of_a_product(p, expected):
     assert eligible_kernels(p) == expected
 
 
@@ -391,8 +387,8 @@ def test_the_table_chooses_among_those_that_take_it():
     assert HopperGemm(Table("a GPU")).choose(Product(32, shape, "bfloat16")).kernel == "flat"
 
 
-def test_a_tuned_tile_is_of_the_whole_gpu():
-    """Beside another kernel a pair of CTAs may not find two SMs: with sms=1 the kernel refused its tile."""
+def test_a_tuned_tile_needs_all_sms():
+    """Next to another kernel a pair of CTAs may not find two SMs: with sms=1 the kernel refused its tile."""
     tile = (("cluster", 2), ("depth", 128), ("rows", 64), ("stages", 8), ("warpgroups", 1))
     tuned = HopperGemm(Table("a GPU", (Rule(Shape(1024, 1024), (Choice(8, "flat", tile),)),)))
     assert tuned.choose(Product(8, Shape(1024, 1024), "bfloat16")) == Choice(8, "flat", tile)
@@ -400,7 +396,7 @@ def test_a_tuned_tile_is_of_the_whole_gpu():
     assert jax.eval_shape(functools.partial(tuned, sms=1), x, w).shape == (8, 1024)
 
 
-def test_what_runs_is_told_by_rows():
+def test_kernels_are_described_by_rows():
     shape = Shape(6144, 4096)
     kernels = dataclasses.replace(kernel_set.REFERENCE, name="some", gemm=HopperGemm(Table("a GPU")))
     down, head = product_of(Shape(4096, 14336, E4M3), 1), product_of(shape, 1, "float32")
@@ -420,7 +416,7 @@ def test_what_runs_is_told_by_rows():
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_fma_gemm_is_its_twin(rows):
+def test_fma_gemm_equals_its_reference(rows):
     rng = np.random.default_rng(rows)
     x, w, bias = (
         jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((rows, 96), (128, 96), (128,))
@@ -436,7 +432,7 @@ def test_fma_gemm_is_its_twin(rows):
 
 
 def operands(p: Product):
-    """(x, w, settings of `gemm`) of a product, as shapes."""
+    """Return (x, w, settings of `gemm`) of a product, as shapes."""
 
     def array(dtype, *shape):
         return jax.ShapeDtypeStruct(shape, dtype)
@@ -472,7 +468,7 @@ def operands(p: Product):
     out_dtype=st.sampled_from(["bfloat16", "float32", E4M3]),
     bounded=st.booleans(),
 )
-def test_what_is_said_to_take_a_product_takes_it(rows, n, k, kind, gate_block, out_dtype, bounded):
+def test_eligible_kernels_run_the_product(rows, n, k, kind, gate_block, out_dtype, bounded):
     activations, weights = kind
     p = Product(rows, Shape(n, k, weights, gate_block), activations, out_dtype, bounded)
     assume((k % 64 == 0 or weights != "int4") and (gate_block == 0 or n % (2 * gate_block) == 0))

@@ -1,9 +1,9 @@
-"""Which kernels the dense products of each family of models run on, on an H200, by rows: written down in
+"""The GEMM kernel of each product of each family of models on an H200, by rows, as in
 `family_products.txt`.
 
-What an engine prints at its start, for each form of weights, on one device and on eight. After a change of
-the tuned table or of the rules beside it `python tests/pallas_kernels/gemm/test_family_products.py` (`tests` on
-PYTHONPATH) writes the file anew: its diff says what changed.
+The file holds the lines that an engine logs at its start, for each form of weights, on one device and on
+eight. Run `python tests/pallas_kernels/gemm/test_family_products.py` (with `tests` on PYTHONPATH) to write
+the file again after a change of the tuned table.
 """
 
 import dataclasses
@@ -41,7 +41,11 @@ FAMILIES += ("mixtral-8x7b", "opt-6.7b", "smollm2-135m")
 
 
 def products(config: ModelConfig, tp: int, quantization: str | None) -> dict[str, Product]:
-    """Of the first layer and the head. Raises: ConfigError where the model is not cut over so many devices."""
+    """Return the products of the first layer and the head. Raises: ConfigError for an impossible number of
+    devices.
+
+
+    """
     mesh = AbstractMesh((tp,), (TP,))
     specs = weights.shardings(config, mesh, quantization=quantization)  # type: ignore[arg-type]
     shapes = weights.shapes(config, tp, jnp.bfloat16, quantization=quantization)
@@ -75,14 +79,14 @@ def lines(model: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("model", FAMILIES)
-def test_the_products_of_a_family_run_on_what_is_written_down(model):
+def test_products_run_on_the_recorded_kernels(model):
     written = [line for line in WRITTEN.read_text("utf-8").splitlines() if line.startswith(f"{model}, ")]
     assert list(lines(model)) == written
 
 
 @pytest.mark.parametrize("quantization", [None, "fp8", "int4"])
 @pytest.mark.parametrize("model", ["llama-3.1-8b", "gemma-2-9b", "opt-6.7b"])
-def test_what_is_told_is_what_the_ops_ask_for(model, quantization):
+def test_the_described_products_are_those_of_the_ops(model, quantization):
     config = open_checkpoint(model, load_format="dummy").model_config
     config, asked = dataclasses.replace(config, layers=config.layers[:1]), []
 

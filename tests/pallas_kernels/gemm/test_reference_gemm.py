@@ -1,4 +1,4 @@
-"""The twin of every matrix product, against float64 in numpy."""
+"""The reference implementation of GEMM against float64 in numpy."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -44,7 +44,7 @@ def close(got, want, tolerance=1e-5):
     weights=st.sampled_from(["plain", "fp8", "int4"]),
     activations=st.sampled_from(["plain", "rows", "blocks", "one"]),
 )
-def test_gemm_is_the_product_and_what_follows_it(
+def test_gemm_is_the_product_and_its_epilogue(
     seed, m, activation, gate_block, bias, residual, weights, activations
 ):
     rng = np.random.default_rng(seed)
@@ -83,7 +83,7 @@ def test_gemm_is_the_product_and_what_follows_it(
     close(quantize_reference.dequantize(quantized), want, 0.04)  # e4m3 keeps 3 bits
 
 
-def test_the_result_is_of_xs_dtype_unless_told():
+def test_the_result_has_the_dtype_of_x_by_default():
     x, w = jnp.ones((2, 128), jnp.bfloat16), jnp.ones((64, 128), jnp.bfloat16)
     assert gemm_reference.gemm(x, w).dtype == jnp.bfloat16
     assert gemm_reference.gemm(x, w, out_dtype=jnp.float32).dtype == jnp.float32
@@ -91,7 +91,7 @@ def test_the_result_is_of_xs_dtype_unless_told():
 
 
 @pytest.mark.parametrize("zero", [0.0, 1e-30])
-def test_rows_of_nothing_are_quantised_to_nothing(zero):
+def test_zero_rows_are_quantized_to_zeros(zero):
     q = quantize_reference.quantize_rows(jnp.full((2, 128), zero))
     assert np.isfinite(np.asarray(q.scale)).all()
     assert np.abs(np.asarray(quantize_reference.dequantize(q))).max() < 1e-10

@@ -1,6 +1,4 @@
-"""The tuned table: what it chooses, how measurements become rules, and that the shipped files are of the
-models they name.
-"""
+"""The tuned table: its choices, the rules from measurements, and the shipped files."""
 
 import dataclasses
 import json
@@ -42,12 +40,12 @@ def test_a_rule_goes_by_rows_and_its_last_choice_holds_beyond(rows, kernel):
 
 
 def test_beyond_its_last_rows_a_choice_has_no_tile():
-    """A tile of few rows is too large for more."""
+    """A tile for few rows is too large for more rows."""
     rule = Rule(A, (Choice(8, "flat", (("rows", 8),)),))
     assert [rule.choose(rows) for rows in (8, 9)] == [Choice(8, "flat", (("rows", 8),)), Choice(8, "flat")]
 
 
-def test_a_shape_that_no_rule_is_near_and_a_device_without_a_table_are_said_once(caplog):
+def test_missing_rules_and_tables_are_warned_about_once(caplog):
     lone = dataclasses.replace(TABLE, device="a lone GPU")
     with caplog.at_level(logging.WARNING, "pallas_kernels.gemm.tuned_table"):
         assert lone.choose(Shape(96, 64), 8) is lone.choose(Shape(96, 64), 16) is None
@@ -124,7 +122,7 @@ def test_noise_changes_no_kernel_and_ours_must_gain_something(us, before):
     assert name == before or name == "xla" or us[name] * (1 + tune_rules.TIE) < us.get("xla", float("inf"))
 
 
-def test_new_times_stand_in_for_old_ones_of_as_many_rows_and_others_stay():
+def test_new_times_replace_old_times_of_the_same_rows():
     def file(**rules):
         times = {
             "fast": {"flat": 1.0, "xla": 2.0},
@@ -193,9 +191,7 @@ def test_tuning_leaves_out_what_does_not_fit_its_time_and_goes_on_from_there(mon
         (["--seconds", "nan"], "--seconds nan: accepted are numbers above 0"),
     ],
 )
-def test_what_it_could_not_measure_by_is_refused_before_it_measures(
-    monkeypatch, tmp_path, capsys, arguments, said
-):
+def test_wrong_arguments_are_refused_before_measuring(monkeypatch, tmp_path, capsys, arguments, said):
     monkeypatch.setattr(tune, "measure", lambda *_, **__: pytest.fail("it measured"))
     monkeypatch.setattr(tune.jax, "default_backend", lambda: "gpu")
     given = [argument.format(folder=tmp_path) for argument in arguments]
@@ -207,7 +203,7 @@ def test_what_it_could_not_measure_by_is_refused_before_it_measures(
     assert capsys.readouterr().err == f"error: {said.format(folder=tmp_path)}\n"
 
 
-def test_a_product_that_nothing_was_compiled_for_ends_the_run_with_the_reason(monkeypatch, tmp_path, capsys):
+def test_a_product_without_a_program_ends_the_run_with_the_reason(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(tune, "make_weights", lambda *_: [])
     monkeypatch.setattr(tune, "make_inputs", lambda *_: tune.Inputs([], [], 1))
     monkeypatch.setattr(tune, "compiled", lambda *_: "XlaRuntimeError: out of memory")
@@ -221,7 +217,7 @@ def test_a_product_that_nothing_was_compiled_for_ends_the_run_with_the_reason(mo
     assert said in capsys.readouterr().err and not (tmp_path / "t.json").exists()
 
 
-def test_files_that_are_not_there_are_named_where_tables_become_one(monkeypatch, tmp_path, capsys):
+def test_a_merge_names_missing_files(monkeypatch, tmp_path, capsys):
     good, absent, out = (str(tmp_path / name) for name in ("good.json", "absent.json", "t.json"))
     (tmp_path / "good.json").write_text(json.dumps({"schema": table.SCHEMA, "device": "one", "rules": []}))
     monkeypatch.setattr("sys.argv", ["tune", "--merge", good, absent, "--output", out])
@@ -235,7 +231,7 @@ def test_files_that_are_not_there_are_named_where_tables_become_one(monkeypatch,
     )
 
 
-def test_what_is_no_table_of_this_device_is_refused_by_its_name(monkeypatch, tmp_path, capsys):
+def test_a_file_that_is_no_table_of_this_device_is_refused(monkeypatch, tmp_path, capsys):
     good, out = {"schema": table.SCHEMA, "device": "one", "rules": []}, tmp_path / "out.json"
     (tmp_path / "good.json").write_text(json.dumps(good))
     for text in (
@@ -268,7 +264,7 @@ def test_what_is_no_table_of_this_device_is_refused_by_its_name(monkeypatch, tmp
 
 
 @pytest.mark.parametrize("arguments", [["--merge", "{good}"], ["--shapes", "64x128"]])
-def test_where_no_table_can_be_written_nothing_is_measured(monkeypatch, tmp_path, capsys, arguments):
+def test_an_unwritable_output_is_refused_before_measuring(monkeypatch, tmp_path, capsys, arguments):
     (tmp_path / "good.json").write_text(json.dumps({"schema": table.SCHEMA, "device": "one", "rules": []}))
     monkeypatch.setattr(tune, "measure", lambda *_, **__: pytest.fail("it measured"))
     monkeypatch.setattr(tune.jax, "default_backend", lambda: "gpu")
@@ -293,11 +289,11 @@ def test_where_no_table_can_be_written_nothing_is_measured(monkeypatch, tmp_path
         ("--xla_gpu_enable_triton_gemm=false --xla_gpu_enable_triton_gemm=true", "cublas or triton"),
     ],
 )
-def test_a_row_says_what_xlas_product_was(xla_flags, rival):
+def test_a_row_records_the_kind_of_xlas_product(xla_flags, rival):
     assert tune_rules.rival(xla_flags) == rival
 
 
-def test_what_xlas_product_was_is_kept_where_tables_become_one_and_checked_where_they_are_read(tmp_path):
+def test_the_kind_of_xlas_product_is_merged_and_checked(tmp_path):
     def file(name: str, *rows: dict):
         shape = {"n": 128, "k": 64, "weights": "bfloat16", "gate_block": 0, "scales": ""}
         rule = tune_rules.rule_of(shape, [{"us": {"xla": 1.0}} | row for row in rows])
@@ -360,7 +356,7 @@ def test_a_damaged_table_is_named_where_a_kernel_set_loads_it(monkeypatch, tmp_p
 @pytest.mark.parametrize(
     "change", [{"rows": None}, {"rows": [8]}, {"us": {}}, {"us": [1.0]}, {"us": {"flat": None}}, {"us": None}]
 )
-def test_times_that_are_none_are_named_where_tuning_goes_on_from_them(tmp_path, change):
+def test_damaged_times_are_named(tmp_path, change):
     path = tmp_path / "bad.json"
     rule = _RULE | {"measured": [_RULE["measured"][0] | change]}
     path.write_text(json.dumps({"schema": table.SCHEMA, "device": "x", "rules": [rule]}))
@@ -433,7 +429,7 @@ def test_e4m3_shapes_say_how_their_input_is_scaled_and_what_is_quantised_behind_
     "text",
     ["4096", "4096x", "axb", "4096x6144x2", "4096x6144g", "0x64", "64x0", "64x128g0", "64x160g64", "100x64b"],
 )
-def test_a_shape_that_is_none_is_named(text):
+def test_a_malformed_shape_is_named(text):
     with pytest.raises(ValueError, match=f"--shapes '{text}'"):
         tune_shapes.parse_shape(text, E4M3 if text.endswith("b") else "bfloat16")
     with pytest.raises(ValueError, match="--models"):

@@ -1,5 +1,7 @@
-"""Kernels that begin pdl: each waits before it touches what others write, products after they asked for
-their weight.
+"""Programmatic dependent launch: each kernel waits before it touches other kernels' results, GEMMs after
+they request the weight.
+
+
 """
 
 import dataclasses
@@ -29,7 +31,7 @@ def array(*shape, dtype=jnp.bfloat16):
 
 
 def steps(x, w, w8, norm, pages, table, ints):
-    """Every kernel that can begin pdl, once each."""
+    """Run every kernel with programmatic dependent launch once."""
     pdl = {"pdl": True}
     x, h = add_norm(x, x, norm, eps=1e-5, **pdl)
     fused = flat_gemm(h, w, **pdl)
@@ -39,7 +41,7 @@ def steps(x, w, w8, norm, pages, table, ints):
     return fp8_flat_gemm(quantize_rows(o.reshape(8, D), **pdl), w8, out_dtype=jnp.bfloat16, **pdl)
 
 
-def test_each_waits_and_lets_the_next_begin(tmp_path, monkeypatch):
+def test_each_kernel_waits_and_launches_the_next(tmp_path, monkeypatch):
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
     pages, ints = array(PAGES, 4, 64, H), array(8, dtype=jnp.int32)
     weight8 = Quantized(array(D, D, dtype=jnp.float8_e4m3fn), array(D, dtype=jnp.float32))
@@ -68,7 +70,7 @@ def test_each_waits_and_lets_the_next_begin(tmp_path, monkeypatch):
             assert min(places[WAIT]) < min(places[COPY]), name
 
 
-def test_a_set_has_one_form_that_begins_early():
+def test_a_set_has_one_variant_with_pdl():
     hopper = dataclasses.replace(REFERENCE, add_norm=add_norm, gemm=HopperGemm(Table("")))
     pdl = hopper.with_pdl()
     assert pdl is hopper.with_pdl() and pdl != hopper

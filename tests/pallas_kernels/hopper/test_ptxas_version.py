@@ -1,3 +1,5 @@
+"""The cached version of ptxas."""
+
 import types
 
 import pytest
@@ -14,7 +16,7 @@ def asked(monkeypatch):
     return extension, calls
 
 
-def test_ptxas_is_asked_once(asked):
+def test_ptxas_runs_once(asked):
     extension, calls = asked
     ptxas_version.cache_version()
     ptxas_version.cache_version()
@@ -22,6 +24,6 @@ def test_ptxas_is_asked_once(asked):
     assert calls == [1]
 
 
-def test_a_jax_without_the_question_is_left_alone(monkeypatch):
+def test_a_jax_without_the_query_is_unchanged(monkeypatch):
     monkeypatch.setattr(fragmented_array, "mgpu_lib", None)
     ptxas_version.cache_version()

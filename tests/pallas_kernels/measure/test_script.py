@@ -1,4 +1,4 @@
-"""The command line that the checking scripts share: what it refuses before anything runs."""
+"""The command line of the check scripts: exit status, and refusals before any work."""
 
 import json
 
@@ -12,8 +12,8 @@ from pallas_kernels.measure import script
 @pytest.mark.parametrize(
     ("ok", "status"), [(False, 1), (np.False_, 1), (jnp.array(False), 1), (np.True_, 0), (None, 0)]
 )
-def test_what_is_not_right_fails_whatever_its_kind(monkeypatch, tmp_path, capsys, ok, status):
-    """A comparison of numpy's numbers is no bool of Python's. None: a row that says nothing of the kind."""
+def test_a_failed_row_fails_the_script_for_any_type_of_ok(monkeypatch, tmp_path, capsys, ok, status):
+    """A numpy bool is not Python's bool. None: a row without `ok`."""
 
     def check(rows, *_):
         script.record(rows, what="a kernel", **({} if ok is None else {"ok": ok}))
@@ -41,7 +41,7 @@ def test_what_is_not_right_fails_whatever_its_kind(monkeypatch, tmp_path, capsys
         (["--share", "2/2"], 2, "--share '2/2': accepted is i/n with i below n, for example 0/4\n"),
     ],
 )
-def test_what_cannot_run_is_refused_before_it_begins(
+def test_wrong_arguments_are_refused_before_any_part_runs(
     monkeypatch, tmp_path, capsys, arguments, status, message
 ):
     monkeypatch.setattr("sys.argv", ["script", *(argument.format(folder=tmp_path) for argument in arguments)])

@@ -1,6 +1,4 @@
-"""What is timed is what was asked for: loops that XLA keeps, times that the card can have met, tables of
-several processes in one.
-"""
+"""Timing: loops that XLA keeps, refusal of impossible times, and merged tables of several processes."""
 
 import json
 
@@ -45,7 +43,7 @@ def test_the_tunes_loop_makes_every_product_in_every_round(name, rows, kernels):
     assert not before  # nothing was moved out of the loop
 
 
-def test_a_time_that_the_card_cannot_have_met_is_an_error_that_names_the_case():
+def test_an_impossible_time_is_an_error_with_the_case():
     product = tune.least(Product(4, Shape(6144, 4096), "bfloat16"))
     assert product.us("NVIDIA H200") == pytest.approx(6144 * 4096 * 2 / 4.8e6 / 1.2)
     refuse_impossible("x", 15.3, product, "NVIDIA H200")

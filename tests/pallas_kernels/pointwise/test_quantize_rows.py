@@ -1,4 +1,4 @@
-"""Rows to e4m3 in Mosaic's interpreter beside the twin, and as compiled for an H200."""
+"""Quantization of rows in the interpreter against its reference, and the H200 code."""
 
 import functools
 import re
@@ -14,8 +14,8 @@ from pallas_kernels.pointwise.quantize import reference
 from pallas_kernels.pointwise.quantize.api import quantize_rows
 
 
-def test_the_kernel_is_its_twin():
-    """Rows of all sizes, one of zeros; more of them than CTAs on an SM."""
+def test_quantize_rows_equals_its_reference():
+    """Test rows of all sizes, one of zeros, and more rows than CTAs on an SM."""
     rng = np.random.default_rng(0)
     x = (
         jnp.asarray(rng.normal(size=(13, 384)) * 10.0 ** rng.integers(-12, 12, (13, 1)), jnp.bfloat16)
@@ -34,7 +34,7 @@ def test_the_kernel_is_its_twin():
 
 @pytest.mark.parametrize(("start", "top_rows"), [(0, 2), (7, 10), (3, 2), (1, 99)])
 def test_its_first_rows_may_be_anothers(start, top_rows):
-    """Some, none and all of them: bit for bit what the chosen rows give."""
+    """Test some, none and all rows from `top`: equal bits."""
     x, top = jax.random.normal(jax.random.key(0), (2, 5, 128), jnp.bfloat16)
     chosen = jnp.concatenate([top, x])[jnp.asarray([i if start + i < top_rows else 5 + i for i in range(5)])]
     for quantize in (
@@ -53,7 +53,7 @@ def test_its_first_rows_may_be_anothers(start, top_rows):
 @pytest.mark.parametrize(
     ("shape", "dtype"), [((4, 100), jnp.bfloat16), ((4, 128), jnp.float32), ((1, 32768), jnp.bfloat16)]
 )
-def test_it_says_what_it_does_not_take(shape, dtype):
+def test_quantize_rows_names_unsupported_arguments(shape, dtype):
     with pytest.raises(ValueError, match=r"bfloat16 \[M, C\]"):
         quantize_rows(jnp.zeros(shape, dtype))
     with pytest.raises(ValueError, match="sms=0: accepted are 1 to 132"):

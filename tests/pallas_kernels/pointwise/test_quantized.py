@@ -1,4 +1,4 @@
-"""Numbers of 8 bits, and the twins on them: products, norms, and caches that are written and read back."""
+"""8-bit numbers in the reference implementations: GEMM, norms, and caches."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -28,7 +28,7 @@ HALF_STEP = 2.0**-4  # of e4m3's 3 bits behind the point, to the nearest
 )
 @pytest.mark.parametrize("quantize", [quantize_reference.quantize_rows, quantize_reference.quantize_blocks])
 def test_a_number_comes_back_to_a_sixteenth_or_to_the_smallest_step(quantize, columns, power, spread, seed):
-    """Rows of all sizes, in which sizes differ by powers of ten; one is of zeros."""
+    """Rows differ in size by powers of ten; one row is zero."""
     rng = np.random.default_rng(seed)
     x = (rng.normal(size=(3, columns)) * 10.0 ** (power - rng.integers(0, spread + 1, (3, columns)))).astype(
         np.float32
@@ -125,7 +125,7 @@ P, K, S, H, GROUP = 3, 2, 4, 8, 2
 
 
 def cache(kv):
-    """Pages of noise, in the form of the dtype."""
+    """Return pages of noise in the form of the dtype."""
     rng = np.random.default_rng(5)
     shapes = (P, K, S, H), (P, K, S, H) if jnp.dtype(kv).itemsize > 1 else (P, K, H, S)
     k, v = (jnp.asarray(rng.normal(size=shape) * 3).astype(kv) for shape in shapes)
@@ -136,7 +136,7 @@ def cache(kv):
 
 
 def numbers(pages, scale, values):
-    """[P, K, S, H] float32."""
+    """Return the cache as float32 [P, K, S, H]."""
     stored, scale = (pages.values, pages.scale) if isinstance(pages, Quantized) else (pages, scale)
     return np.asarray(read_pages(stored, scale, jnp.arange(P)[:, None], values=values))
 

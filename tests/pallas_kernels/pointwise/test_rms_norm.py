@@ -1,4 +1,4 @@
-"""Sum and norm in Mosaic's interpreter beside the twin, and as compiled for an H200."""
+"""Residual add and norm in the interpreter against the reference, and the H200 code."""
 
 import functools
 import re
@@ -38,7 +38,7 @@ def true_values(h):
     offset=st.sampled_from([0.0, 1.0]),
     seed=st.integers(0, 99),
 )
-def test_the_kernel_is_its_twin(rows, width, adds, centres, quantizes, offset, seed):
+def test_add_norm_equals_its_reference(rows, width, adds, centres, quantizes, offset, seed):
     x, y = numbers(seed, rows, width, scale=3.0).at[0].set(0), numbers(seed + 1, rows, width)
     y, other = (
         y.at[0].set(0) if adds else None,
@@ -66,7 +66,7 @@ def test_the_kernel_is_its_twin(rows, width, adds, centres, quantizes, offset, s
 
 
 @pytest.mark.parametrize(("x", "y"), [((4, 100), (4, 100)), ((4, 256), (5, 256))])
-def test_it_says_what_it_does_not_take(x, y):
+def test_add_norm_names_unsupported_arguments(x, y):
     with pytest.raises(ValueError, match=r"x, y and other are .*: accepted are .* bfloat16 \[T, D\]"):
         add_norm(
             jnp.zeros(x, jnp.bfloat16), jnp.zeros(y, jnp.bfloat16), jnp.zeros(x[1], jnp.bfloat16), eps=1e-5

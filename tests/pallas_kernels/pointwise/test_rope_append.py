@@ -1,6 +1,4 @@
-"""Rotation and append in Mosaic's interpreter beside the twin, in every form of cache, and as compiled for an
-H200.
-"""
+"""Rope and append in the interpreter against the reference, for every form of cache, and the H200 code."""
 
 import functools
 import re
@@ -27,7 +25,7 @@ PAGES, PAGE = 3, 64
 
 
 def cache(rng, kv_dtype, kv_heads, width):
-    """Pages with something in every place."""
+    """Return pages without unwritten positions."""
     k = jnp.asarray(rng.integers(-20, 20, (PAGES, kv_heads, PAGE, width))).astype(kv_dtype)
     if kv_dtype == jnp.bfloat16:
         return k, -k
@@ -39,7 +37,7 @@ def cache(rng, kv_dtype, kv_heads, width):
 
 
 def steps_apart(got, want):
-    """The largest difference between the numbers of two caches, in steps of their type."""
+    """Return the largest difference between two caches, in steps of their dtype."""
     if isinstance(got, Quantized):
         np.testing.assert_allclose(got.scale, want.scale, rtol=1e-2)
         return np.abs(np.asarray(got.values, int) - np.asarray(want.values, int)).max()
@@ -70,7 +68,7 @@ def steps_apart(got, want):
         ),  # four rounds of blocks
     ],
 )
-def test_the_kernel_is_its_twin(kv_dtype, tokens, group, kv_heads, width, rope, normed, settings):
+def test_rope_append_equals_its_reference(kv_dtype, tokens, group, kv_heads, width, rope, normed, settings):
     rng = np.random.default_rng(tokens + group)
     fused = jnp.asarray(rng.normal(size=(tokens, kv_heads * (group + 2) * width)), jnp.bfloat16)
     k, v = cache(rng, kv_dtype, kv_heads, width)
@@ -133,7 +131,7 @@ def test_the_kernel_is_its_twin(kv_dtype, tokens, group, kv_heads, width, rope, 
         ({"fused": (4, 3 * 2 * 32)}, "H a multiple of 64"),
     ],
 )
-def test_it_says_what_it_does_not_take(changes, said):
+def test_rope_append_names_unsupported_arguments(changes, said):
     dtype = changes.get("dtype", jnp.float8_e4m3fn)
     fused = jnp.zeros(changes.get("fused", (4, 512)), changes.get("fused_dtype", jnp.bfloat16))
     k, v = jnp.zeros((3, 2, 32, 64), dtype), jnp.zeros(changes.get("v", (3, 2, 64, 32)), dtype)
@@ -145,13 +143,17 @@ def test_it_says_what_it_does_not_take(changes, said):
     ("kv", "group", "fits"), [(16, 16, False), (71, 1, True), (32, 4, True), (257, 1, False)]
 )
 def test_a_token_that_does_not_fit_an_sm_is_refused(kv, group, fits):
-    """As the kernel set asks before: its copies that come and go are in shared memory."""
+    """The kernel set asks the same function."""
     h = 64 if kv in (71, 257) else 256  # 257 heads of 64 have room, but no copy takes so many
     fused = jax.ShapeDtypeStruct((4, kv * (group + 2) * h), jnp.bfloat16)
     pages, ints = jax.ShapeDtypeStruct((3, kv, 64, h), jnp.bfloat16), jax.ShapeDtypeStruct((4,), jnp.int32)
     assert takes(kv, group, h, narrow=False) == fits
     if not fits:
-        said = "257 KV heads: up to 256" if kv == 257 else "16 KV heads of 256 and 16 query heads each: fewer"
+        said = (
+            "257 KV heads: accepted are up to 256"
+            if kv == 257
+            else "16 KV heads of 256 and 16 query heads each: accepted are fewer"
+        )
         with pytest.raises(ValueError, match=said):
             jax.eval_shape(
                 functools.partial(rope_append, head_dim=h, inv_freq=None), fused, pages, pages, ints, ints
@@ -197,7 +199,7 @@ BOTH_NORMS, BOTH_SCALES = (
     ],
 )
 @pytest.mark.parametrize("append", [rope_append, reference.rope_append], ids=["kernel", "twin"])
-def test_kernel_and_twin_say_what_is_not_given_whole(append, kv_dtype, given, said):
+def test_kernel_and_reference_name_incomplete_arguments(append, kv_dtype, given, said):
     ints = jnp.zeros(4, jnp.int32)
     given = {"positions": ints, "slots": ints, "inv_freq": None} | given
     k, v = jax.eval_shape(lambda: cache(np.random.default_rng(0), kv_dtype, 2, 64))
@@ -223,7 +225,7 @@ def test_blocks_of_values_are_as_many_as_keep_all_sms_alike():
 
 @pytest.mark.parametrize("half", [32, 64, 128])
 def test_a_row_is_within_one_warp(half):
-    """Sums across warps meet in one scratch for all warpgroups, which would overwrite each other."""
+    """Sums across warps would share one scratch, which warpgroups would overwrite."""
     for rows in range(1, 49):
         tile, repeated, layout = rows_layout(rows, half)
         made = layout.to_mgpu()
@@ -262,8 +264,10 @@ FORMS = [
 
 
 def test_for_the_h200_pages_are_written_in_place_and_no_access_is_misaligned(tmp_path, monkeypatch):
-    """All forms in one program: no cache is copied, nothing spills, and every address can be shown to be a
-    multiple of what it must.
+    """One program holds all variants: no cache is copied, nothing spills, and every address is provably
+    aligned.
+
+
     """
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
 
@@ -307,7 +311,7 @@ def test_for_the_h200_pages_are_written_in_place_and_no_access_is_misaligned(tmp
 
 
 def test_what_is_misaligned_is_found():
-    """Rows of 136 bytes, to which `stmatrix` stored: what faulted on a GPU. Rows of 144 are fine."""
+    """`stmatrix` to rows of 136 bytes faulted on a GPU. Rows of 144 bytes are aligned."""
 
     def kernel(pitch):
         return f"""

@@ -1,4 +1,4 @@
-"""The search for top-k's and top-p's limits: the twin beside sorting, the kernel beside the twin."""
+"""The limits of top-k and top-p: the reference against a sort, the kernel against the reference."""
 
 import re
 
@@ -37,7 +37,7 @@ def test_limit_is_the_kth_largest(values, k):
 
 
 def rows_to_search(seed, columns):
-    """Rows of every kind, and what token_limits takes beside them."""
+    """Return rows of every kind, with the other arguments of token_limits."""
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(8, columns)).astype(np.float32) * 3
     x[1] = np.round(x[1])  # ties
@@ -56,7 +56,7 @@ def rows_to_search(seed, columns):
 
 
 @pytest.mark.parametrize("columns", [512, 2308])
-def test_the_kernel_keeps_what_its_twin_keeps(columns):
+def test_the_kernel_keeps_the_tokens_of_its_reference(columns):
     x, *rest = rows_to_search(columns, columns)
     wanted = np.ones(8, bool)
     got = np.asarray(token_limits(*map(jnp.asarray, (x, *rest, wanted)), interpret=INTERPRET))
@@ -76,7 +76,7 @@ def test_rows_that_nobody_wants_are_left_alone():
     assert (np.asarray(TWIN(x, *rest, np.zeros(8, bool))) == rest[3]).all()
 
 
-def test_it_says_what_it_does_not_take():
+def test_token_limits_names_unsupported_arguments():
     row = jnp.zeros(2)
     with pytest.raises(ValueError, match=r"float32\[2, 514\]: accepted is float32 \[R, V\]"):
         token_limits(jnp.zeros((2, 514)), row, row, row, row, row, row, row == 0)

@@ -1,5 +1,7 @@
-"""The Triton kernels beside their twins, in Triton's interpreter; `test_triton.py` runs this file in a
-process of its own.
+"""The Triton kernels against their references in Triton's interpreter, in a separate process of
+`test_triton.py`.
+
+
 """
 
 import functools
@@ -24,13 +26,13 @@ def interpreted(monkeypatch):
 
 
 def floats(*arguments):
-    """`paged` in float32: Triton's interpreter multiplies no bfloat16."""
+    """Return `paged` in float32, because Triton's interpreter does not multiply bfloat16."""
     k, v, table = paged(*arguments)
     return k.astype(jnp.float32), v.astype(jnp.float32), table
 
 
-def twin(**settings):
-    """One program, where every operation alone would be one."""
+def reference_program(**settings):
+    """Return one program of the reference, which saves time."""
     return jax.jit(functools.partial(decode_reference.decode_attention, **settings))
 
 
@@ -45,27 +47,25 @@ def twin(**settings):
         ([0, 0], (2, 1, 16), {}),
     ],
 )
-def test_decode_attention_is_its_twin(lengths, shape, settings):
+def test_triton_decode_attention_equals_its_reference(lengths, shape, settings):
     n, kv, h = shape
     k, v, table = floats(len(lengths), lengths, kv, h)
     q, lengths = queries(1, len(lengths), n, h).astype(jnp.float32), jnp.asarray(lengths, jnp.int32)
     settings = {"scale": h**-0.5, **settings}
     got = decode_attention(q, k, v, table, lengths, sms=2, **settings)
-    want = exact(twin(**settings), q, k, v, table, lengths)
+    want = exact(reference_program(**settings), q, k, v, table, lengths)
     assert error(got, want) < 1e-5 if want.any() else not np.asarray(got).any()
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in matmul")
 def test_rows_whose_scores_are_all_minus_infinity_are_0():
-    """One in a piece, one shared by two programs; of one that is shared, a part beside which the other's
-    scores are numbers.
-    """
+    """Test a row in one piece, a row in two programs, and a row with finite scores in one part only."""
     lengths = [5, 200, 200, 70]
     k, v, table = floats(3, lengths, 1, 16)
     k = jnp.where(jnp.isnan(k), k, 1.0).at[table[2, 3]].multiply(0.0)
     q, lengths = jnp.ones((4, 2, 16)).at[:3].set(-1e38), jnp.asarray(lengths, jnp.int32)
     got = decode_attention(q, k, v, table, lengths, scale=1.0, sms=1)
-    want = exact(twin(scale=1.0), q, k, v, table, lengths)
+    want = exact(reference_program(scale=1.0), q, k, v, table, lengths)
     assert not want[:2].any()
     assert want[2:].any(axis=(1, 2)).all()
     assert error(got, want) < 1e-5
@@ -76,7 +76,7 @@ def test_a_long_row_is_shared_by_many_programs_and_the_parts_add_up_to_the_same_
     k, v, table = floats(2, lengths, 1, 16)
     q, lengths = queries(3, 3, 4, 16).astype(jnp.float32), jnp.asarray(lengths, jnp.int32)
     run = functools.partial(decode_attention, q, k, v, table, lengths, scale=0.25)
-    want = exact(twin(scale=0.25), q, k, v, table, lengths)
+    want = exact(reference_program(scale=0.25), q, k, v, table, lengths)
     assert error(run(sms=5), want) < 1e-5
     assert (run(sms=5) == run(sms=5)).all()
 
@@ -86,7 +86,7 @@ def test_a_long_row_is_shared_by_many_programs_and_the_parts_add_up_to_the_same_
     ("m", "n", "k", "tile"),
     [(1, 70, 100, None), (5, 64, 512, Tile(32, 64, 3)), (33, 40, 256, Tile(32, 128, 2))],
 )
-def test_flat_gemm_is_its_twin(m, n, k, tile, dtype):
+def test_triton_flat_gemm_equals_its_reference(m, n, k, tile, dtype):
     rng = np.random.default_rng(m)
     x, w = (jnp.asarray(rng.normal(size=shape), dtype) for shape in ((m, k), (n, k)))
     got = flat_gemm(x, w, sms=4, tile=tile)
@@ -96,7 +96,7 @@ def test_flat_gemm_is_its_twin(m, n, k, tile, dtype):
     )
 
 
-def test_what_follows_a_product_is_the_twins():
+def test_the_triton_epilogue_equals_the_reference():
     rng = np.random.default_rng(0)
     x, w, bias, residual = (
         jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((3, 64), (64, 64), (64,), (3, 32))

@@ -1,6 +1,4 @@
-"""The Triton kernels: in Triton's interpreter beside their twins, compiled for Ampere and Hopper, and what
-they refuse.
-"""
+"""The Triton kernels: in Triton's interpreter, compiled for Ampere and Hopper, and their refusals."""
 
 import functools
 import os
@@ -20,8 +18,8 @@ from pallas_kernels.triton.decode_attention import decode_attention, shared_byte
 from pallas_kernels.triton.flat_gemm import flat_gemm
 
 
-def test_they_are_their_twins():
-    """In a process of its own: Triton decides when it is imported whether it interprets or compiles."""
+def test_triton_kernels_equal_their_references():
+    """Triton chooses interpreter or compiler at import, so this test needs a separate process."""
     command = [
         sys.executable,
         "-m",
@@ -47,7 +45,7 @@ def test_they_are_their_twins():
         ({"kv": 3}, "8 query heads over 3"),
     ],
 )
-def test_what_decode_attention_does_not_take_is_named(change, complaint):
+def test_triton_decode_attention_names_unsupported_arguments(change, complaint):
     h, page, kv = change.pop("head", 16), change.pop("page", 64), change.pop("kv", 2)
     pages = jnp.zeros((3, kv, page, h), change.pop("dtype", jnp.bfloat16))
     with pytest.raises(ValueError, match=complaint):
@@ -64,9 +62,7 @@ def test_what_decode_attention_does_not_take_is_named(change, complaint):
 
 @pytest.mark.parametrize("capability", [80, 90])
 def test_they_compile_for_real_shapes(capability, monkeypatch):
-    """With wide asynchronous copies: of sizes known at run time alone Triton does not know that rows are
-    aligned, and loads two bytes.
-    """
+    """Triton needs static sizes to prove the alignment of rows. Otherwise it loads two bytes at a time."""
     codes, compile_ttir = [], triton_lib.compile_ttir_inplace
     monkeypatch.setattr(
         triton_lib, "compile_ttir_inplace", lambda *args: codes.append(compile_ttir(*args)) or codes[-1]
@@ -94,8 +90,8 @@ def test_they_compile_for_real_shapes(capability, monkeypatch):
     ("capability", "dtype", "width"),
     [("7.5", "bfloat16", 128), ("8.6", "float32", 128), ("8.6", "bfloat16", 256)],
 )
-def test_what_a_kernel_set_takes_fits_the_shared_memory(capability, dtype, width, monkeypatch):
-    """Of GPUs that have least: compiled for them, at the widest heads that `kernel_set_for` gives the kernel."""
+def test_supported_heads_fit_the_shared_memory(capability, dtype, width, monkeypatch):
+    """Test GPUs with the least shared memory, at the widest heads of `kernel_set_for`."""
     codes, compile_ttir = [], triton_lib.compile_ttir_inplace
     monkeypatch.setattr(
         triton_lib, "compile_ttir_inplace", lambda *args: codes.append(compile_ttir(*args)) or codes[-1]

@@ -1,5 +1,7 @@
-"""Runs Triton kernels on the host through Triton's interpreter (TRITON_INTERPRET=1), in place of
-`jax_triton.triton_call`.
+"""A replacement of `jax_triton.triton_call` that runs kernels on the host in Triton's interpreter
+(TRITON_INTERPRET=1).
+
+
 """
 
 import inspect
@@ -11,9 +13,7 @@ from jax._src.state import AbstractRef
 
 
 class Memory:
-    """A numpy array as the interpreter wants tensors: an address, a dtype, and a storage that is on the host
-    already.
-    """
+    """A numpy array with the interface of a tensor for the interpreter: address, dtype and host storage."""
 
     def __init__(self, array: np.ndarray):
         self.array, self.dtype = array, array.dtype
@@ -45,7 +45,7 @@ class Memory:
 
 
 def triton_call(*args, kernel, out_type, grid, **settings):
-    """What `jax_triton.triton_call` gives; outputs hold NaN or 2**30 where the kernel writes nothing."""
+    """Return the outputs of `jax_triton.triton_call`, with NaN or 2**30 at unwritten elements."""
     names = list(inspect.signature(kernel.fn).parameters)
     settings = {name: value for name, value in settings.items() if name in names}
     refs = [i for i, arg in enumerate(args) if isinstance(jax.typeof(arg), AbstractRef)]

@@ -1,6 +1,4 @@
-"""Chunk attention: the tile list's laws, the kernel in Mosaic's interpreter beside its twin, and what ptxas
-makes of it for an H200.
-"""
+"""Chunk attention: the tile list, the kernel in the interpreter against its reference, and the H200 code."""
 
 import functools
 import re
@@ -85,7 +83,7 @@ def test_every_token_is_in_one_tile_that_reads_the_keys_it_sees(gaps, window):
         ([(0, 8, 0, 90)], 8, 1, 1, 64, {"scale": 0.0, "unified_max": jnp.asarray([1.0, 20.0])}),
     ],
 )
-def test_the_kernel_is_its_twin(chunks, tokens, heads, kv_heads, width, extra):
+def test_chunk_attention_equals_its_reference(chunks, tokens, heads, kv_heads, width, extra):
     seen = [chunk[3] - extra["window"] + 1 for chunk in chunks] if "window" in extra else None
     k, v, table = paged(0, [chunk[1] + chunk[3] for chunk in chunks], kv_heads, width, seen)
     q = queries(0, tokens, heads, width)
@@ -98,8 +96,10 @@ def test_the_kernel_is_its_twin(chunks, tokens, heads, kv_heads, width, extra):
 
 
 def both(q, k, v, table, chunks, extra):
-    """The kernel's result in the interpreter and the twin's in float32: one program each, where every
-    operation alone would be one.
+    """Return the kernel's result in the interpreter and the reference's in float32, from one program each,
+    which saves time.
+
+
     """
     chunks, arrays = (
         jnp.asarray(chunks, jnp.int32),
@@ -125,7 +125,7 @@ def both(q, k, v, table, chunks, extra):
         ([(0, 8, 0, 90)], {"scale": 0.0}),
     ],
 )
-def test_a_cache_of_8_bits_is_multiplied_as_it_is(chunks, extra):
+def test_an_e4m3_cache_is_multiplied_as_e4m3(chunks, extra):
     k, v, table = paged(1, [chunk[1] + chunk[3] for chunk in chunks], 2, 128)
     k, v = k.astype(jnp.float8_e4m3fn), jnp.swapaxes(v, 2, 3).astype(jnp.float8_e4m3fn)
     scales = {"k_scale": jnp.asarray([0.5, 1.5]), "v_scale": jnp.asarray([2.0, 0.1])}
@@ -135,8 +135,10 @@ def test_a_cache_of_8_bits_is_multiplied_as_it_is(chunks, extra):
 
 @pytest.mark.parametrize("extra", [{"scale": 0.1, "soft_cap": 50.0}, {"scale": -0.1}])
 def test_small_weights_of_8_bits_have_their_share(extra):
-    """One key's score is 6 above those of 299 others: their weights, together more than half of its own, are
-    not rounded to 0.
+    """One key's score is 6 above 299 others. The others' weights, together above half of its weight, must
+    not round to 0.
+
+
     """
     k, v, table = paged(3, [300], 1, 64)
     one, sign = (table[0, 1], slice(None), 5), np.sign(extra["scale"])
@@ -158,9 +160,7 @@ def test_a_cache_of_int8_is_multiplied_as_bfloat16():
 
 @pytest.mark.parametrize("soft_cap", [None, 20.0])
 def test_scores_that_a_scale_of_8_bits_makes_0_weigh_the_same(soft_cap):
-    """Of a head whose keys were all 0, so that their scale is, and of a query of 0 beside a scale that leaves
-    float32's normal range.
-    """
+    """Test a head with zero keys and scale, and a zero query with a scale outside float32's normal range."""
     k, v, table = paged(4, [80], 2, 64)
     k, v = k.astype(jnp.float8_e4m3fn), jnp.swapaxes(v, 2, 3).astype(jnp.float8_e4m3fn)
     q = queries(4, 24, 2, 64).at[7].set(0)
@@ -170,7 +170,7 @@ def test_scores_that_a_scale_of_8_bits_makes_0_weigh_the_same(soft_cap):
 
 
 def scores_of(kind, k, table):
-    """Keys whose scores, with queries of ones, a unified max value does not fit: all but the fallback's."""
+    """Return keys with scores outside a unified max value, for queries of ones."""
     row = np.asarray(table)[0]
     k = np.asarray(k, np.float32) * 0.01
     if kind == "above":  # one huge value in the last page
@@ -200,7 +200,7 @@ def scores_of(kind, k, table):
         ("both", 256, True, 2),
     ],
 )
-def test_with_a_unified_maximum_rows_that_it_does_not_fit_fall_back(kind, marks, int8, sms, monkeypatch):
+def test_rows_outside_the_unified_max_value_fall_back(kind, marks, int8, sms, monkeypatch):
     monkeypatch.setattr(
         "pallas_kernels.attention.chunk.api.MARKS", marks
     )  # of one mark, which all rounds share, more is done again
@@ -225,7 +225,7 @@ def test_with_a_unified_maximum_rows_that_it_does_not_fit_fall_back(kind, marks,
     ("dtype", "unified_max"), [(jnp.bfloat16, False), (jnp.int8, True), (jnp.float8_e4m3fn, False)]
 )
 def test_rows_whose_scores_are_all_minus_infinity_become_0(dtype, unified_max):
-    """Those of the second of two heads: its keys' numbers, or their scale, are at float32's end."""
+    """The second of two heads has keys, or a scale, at the end of float32's range."""
     k, v, table = paged(3, [80], 2, 64)
     eight, heads = dtype == jnp.float8_e4m3fn, jnp.arange(2)[:, None, None]
     k = jnp.where(heads == 1, jnp.where(jnp.isnan(k), k, -1.0 if eight else -3e38), k).astype(
@@ -264,7 +264,7 @@ def test_rows_whose_scores_are_all_minus_infinity_become_0(dtype, unified_max):
         ({"sms": -1}, "sms=-1: accepted are 1 to 132"),
     ],
 )
-def test_it_says_what_it_does_not_take(change, said):
+def test_chunk_attention_names_unsupported_arguments(change, said):
     k = jnp.zeros(change.get("pages", (9, 2, 64, 64)), change.get("dtype", jnp.bfloat16))
     v = k.swapaxes(2, 3) if k.dtype == jnp.int8 else k
     q = jnp.zeros(change.get("q", (8, 8, 64)), jnp.bfloat16)
@@ -293,7 +293,7 @@ def shapes(tokens, heads, kv_heads, width, pages=4096, dtype=jnp.bfloat16):
 
 
 def compiled_with(fn, inputs, folder, monkeypatch):
-    """`fn` compiled for an H200, with what ptxas and the PTX show of the kernel asserted."""
+    """Compile `fn` for an H200, and check the reports of ptxas and the PTX."""
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(folder))
     compiled = compile_for_h200(fn, *abstract(h200_mesh(), inputs))
     assert compiled.machine_code

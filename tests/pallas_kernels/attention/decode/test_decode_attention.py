@@ -1,6 +1,4 @@
-"""Decode attention: the work list's laws, the kernel in Mosaic's interpreter beside its twin, and what ptxas
-makes of it for an H200.
-"""
+"""Decode attention: the work list, the kernel in the interpreter against its reference, and the H200 code."""
 
 import functools
 import re
@@ -73,8 +71,10 @@ def test_the_pieces_are_the_batchs_pages_cut_evenly(lengths, shape):
 
 
 def run(q, cache, table, lengths, **settings):
-    """The kernel in the interpreter, and its twin in float32: one program each, where every operation alone
-    would be one.
+    """Return the kernel in the interpreter and its reference in float32, from one program each, which saves
+    time.
+
+
     """
     k, v, scales = cache
     arrays = scales | {name: settings.pop(name) for name in ("into", "unified_max") if name in settings}
@@ -91,7 +91,7 @@ def run(q, cache, table, lengths, **settings):
 
 
 def cached(k, v, dtype):
-    """Pages of a cache of `dtype`, with the scales of their heads, or tokens: NaN where no token wrote."""
+    """Return pages of a cache of `dtype` and scales by head or token, with NaN at unwritten positions."""
     if dtype == jnp.bfloat16:
         return k, v, {}
     if dtype == INT8:
@@ -172,10 +172,8 @@ def into(rows, heads, width):
         ([200, 5, 120], 4, 2, 64, DecodeTile(2, 4), E4M3, {"window": 70, "scale": 0.0}),
     ],
 )
-def test_the_kernel_is_its_twin(lengths, heads, kv_heads, width, tile, dtype, extra):
-    """q has two more rows than there are sequences; where a sequence has no key, and there, lies what lay
-    there before, or 0.
-    """
+def test_decode_attention_equals_its_reference(lengths, heads, kv_heads, width, tile, dtype, extra):
+    """q has two rows more than sequences. Rows without keys keep the values of `into`, or are 0."""
     seen = [length - extra["window"] for length in lengths] if "window" in extra else None
     k, v, table = paged(0, lengths, kv_heads, width, seen)
     q, lengths = queries(0, len(lengths) + 2, heads, width), jnp.asarray(lengths, jnp.int32)
@@ -217,7 +215,7 @@ SCORES = (  # of a row's keys, for queries of ones; those of the first three row
         ((0.0, 8.0), INT8),
     ],
 )
-def test_rows_that_leave_the_unified_maximum_behind_are_still_the_twins(unified_max, dtype):
+def test_rows_outside_the_unified_max_value_equal_the_reference(unified_max, dtype):
     lengths, heads, kv_heads, width = [300, 200, 5, 130, 70, 0, 70, 130, 190], 4, 1, 64
     k, v, table = paged(1, lengths, kv_heads, width)
     rng, keys = np.random.default_rng(2), np.asarray(k, np.float32).copy()
@@ -280,7 +278,7 @@ def test_a_tile_has_pages_enough_for_a_round(itemsize, width, group, sms):
         ({"sms": 133}, "sms=133: accepted are 1 to 132"),
     ],
 )
-def test_it_says_what_it_does_not_take(change, said):
+def test_decode_attention_names_unsupported_arguments(change, said):
     dtype = change.get("dtype", jnp.bfloat16)
     q = jnp.zeros(change.get("q", (2, 8, 64)), dtype)
     pages = jnp.zeros(change.get("pages", (9, 2, 64, 64)), INT8 if "int8" in change else dtype)
@@ -292,8 +290,10 @@ def test_it_says_what_it_does_not_take(change, said):
 
 @pytest.mark.parametrize(("batch", "workers"), [(256, 528), (512, 264), (3, 528)])
 def test_work_of_rows_that_share_their_pages_is_cut_evenly_past_int32(batch, workers):
-    """256 requests behind one prompt of 131,072 tokens are 2**22 pairs of a page and a head, times 528
-    workers more than an int32 holds.
+    """256 requests with one prompt of 131,072 tokens have 2**22 (page, head) pairs; times 528 workers this
+    overflows int32.
+
+
     """
     work = decode_work(jnp.full(batch, 131_072, jnp.int32), 8, workers)
     pieces = np.asarray(work.pieces)[:, 3]
@@ -309,7 +309,7 @@ def test_work_is_listed_for_sms_of_a_gpu():
         list_decode_work(jnp.ones(2, jnp.int32), kv_heads=2, group=4, head_dim=64, itemsize=2, sms=0)
 
 
-def test_an_e4m3_cache_has_its_values_turned():
+def test_an_e4m3_cache_has_transposed_values():
     q, pages = jnp.zeros((2, 8, 128), jnp.bfloat16), jnp.zeros((9, 2, 64, 128), E4M3)
     with pytest.raises(ValueError, match=r"\[P, K, H, 64\]"):
         decode_attention(q, pages, pages, jnp.zeros((2, 4), jnp.int32), jnp.ones(2, jnp.int32), scale=1.0)
@@ -358,17 +358,21 @@ OF_32_COLUMNS = (
 
 
 def dumped(folder, end):
-    """What there is of each kernel, in one order for every `end`."""
+    """Return each kernel's file for every `end`, in one order."""
     return [path.read_text(errors="replace") for path in sorted(folder.glob(f"decode_attention*{end}"))]
 
 
 def spills(log):
-    """(bytes stored, bytes loaded) that ptxas says of a kernel."""
+    """Return (bytes stored, bytes loaded) by spills of a kernel, from ptxas."""
     return set(re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log))
 
 
 def test_for_the_h200_it_uses_its_units_and_spills_nothing(tmp_path, monkeypatch):
-    """All forms in one program. The one of 32 columns of 256 spills what is said above, and no byte more."""
+    """One program holds all variants. Only the variant with 32 columns of width 256 spills, by a known
+    number of bytes.
+
+
+    """
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
 
     def step(inputs):
@@ -393,7 +397,7 @@ def test_for_the_h200_it_uses_its_units_and_spills_nothing(tmp_path, monkeypatch
 
 
 def test_it_fits_a_stream_region(tmp_path, monkeypatch):
-    """On few SMs, so with three workers: nothing is spilled there either."""
+    """With few SMs and three workers, nothing spills either."""
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
 
     def step(q, k, v, table, lengths):

@@ -1,5 +1,7 @@
-"""How decode attention's workers add up a pair that was cut: whoever comes when, every part once, and always
-in the same order.
+"""The join of split pairs in decode attention: every part is added once and in a fixed order, for any order
+of arrival.
+
+
 """
 
 import types
@@ -16,9 +18,7 @@ WORKERS = 528  # four on each SM
 
 
 def joined(order, first, shape, monkeypatch):
-    """What `join` makes of a pair whose parts' workers come in this order: the nesting of its sums, as tuples
-    of workers.
-    """
+    """Return the nesting of a pair's sums, as tuples of workers, for an order of arrival."""
     ender, counts, slots, finished = first + len(order) - 1, [0] * (2 * WORKERS), {}, []
 
     def is_last(arrived, place, others):
@@ -70,7 +70,7 @@ def test_whatever_the_order_of_arrival_every_part_is_added_once_and_in_one_order
 
 
 @pytest.mark.parametrize("shape", [(128, 8), (64, 8), (256, 32)])
-def test_few_parts_are_one_group_and_many_are_as_many_groups_as_parts_in_each(shape):
+def test_few_parts_form_one_group_and_many_parts_form_square_root_groups(shape):
     together = decode_join._together(*shape)
     for parts in range(2, 2 * WORKERS):
         size, groups = map(int, decode_join._groups(jnp.int32(parts), *shape))

@@ -1,6 +1,4 @@
-"""Dense GEMM: the schedule's laws, the kernel in Mosaic's interpreter beside its twin, and what ptxas makes
-of it for an H200.
-"""
+"""Dense GEMM: the schedule, the kernel in the interpreter against its reference, and the H200 code."""
 
 import dataclasses
 import functools
@@ -75,9 +73,7 @@ def test_every_step_of_every_tile_is_done_once_and_no_one_waits_for_a_later_cta(
 
 
 def most_work(m, weight, sms, gate_block):
-    """What the busiest CTA multiplies, over an equal share of all, the last tile's empty rows included; and
-    whether tiles are cut.
-    """
+    """Return the work of the busiest CTA over an equal share, padding included, and whether tiles are split."""
     (n, k), plan = weight, gemm_plan(m, *weight, sms, gate_block)
     table, tile = plan.schedule.table, plan.tile
     assert table.shape[0] * tile.cluster <= sms
@@ -88,9 +84,7 @@ def most_work(m, weight, sms, gate_block):
 
 @pytest.mark.parametrize("sms", [20, 104, 112, 120, 132])
 def test_no_sm_does_much_more_than_its_share(sms):
-    """But where cutting tiles that fill most SMs once would cost more, or a second cut: up to 3 of 104 shapes
-    of 512 rows and more.
-    """
+    """Up to 3 of 104 shapes from 512 rows are excepted, because a split would cost more there."""
     found = [most_work(m, weight, sms, None) for m in range(512, 2049, 128) for weight in LLAMA]
     uneven = [(share, cut) for share, cut in found if share > 1.13]
     assert len(uneven) <= 0.03 * len(found) and max(share for share, _ in found) <= 1.31
@@ -133,7 +127,7 @@ SMALL = GemmTile(rows=128, cols=128, stages=2)
         (64, 64, 128, 1, 0, False, False, {"out_dtype": jnp.float32}),
     ],
 )
-def test_the_kernel_is_its_twin(m, n, k, cluster, rounds, with_bias, with_residual, extra):
+def test_dense_gemm_equals_its_reference(m, n, k, cluster, rounds, with_bias, with_residual, extra):
     x, w, bias, residual = operands(m, m, n, k)
     bias = bias if with_bias else None
     residual = residual[:, : n // 2 if "gate_block" in extra else n] if with_residual else None
@@ -174,7 +168,7 @@ FORMS = [
 
 
 def test_for_the_h200_it_uses_its_units_and_spills_nothing(tmp_path, monkeypatch):
-    """All forms in one program."""
+    """One program holds all variants."""
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
 
     def step(inputs):
@@ -221,7 +215,7 @@ def test_it_fits_a_stream_region():
     )  # the semaphores' zeros, and the kernel: no copy
 
 
-def test_it_says_what_it_does_not_take():
+def test_dense_gemm_names_unsupported_arguments():
     assert supports(1, 64, 64) and supports(7, 256, 128, 64)
     assert (
         not supports(8, 100, 64)
@@ -256,6 +250,6 @@ def test_it_says_what_it_does_not_take():
         ({"sms": -1}, "sms=-1: accepted are 1 to 132"),
     ],
 )
-def test_it_says_what_it_does_not_take_beside_its_operands(wrong, said):
+def test_dense_gemm_names_unsupported_epilogues(wrong, said):
     with pytest.raises(ValueError, match=said):
         dense_gemm(jnp.zeros((8, 64), jnp.bfloat16), jnp.zeros((256, 64), jnp.bfloat16), **wrong)

@@ -11,8 +11,8 @@ from pallas_kernels.gemm import model_shapes
 from pallas_kernels.gemm.dense import gpu_stages as stages
 
 
-def test_an_h200_takes_products_with_a_stage_left_out(tmp_path, monkeypatch):
-    """Some of each kernel, in one program."""
+def test_products_without_a_stage_compile_for_an_h200(tmp_path, monkeypatch):
+    """One program holds some variants of each kernel."""
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
     dense, flat = (256, *model_shapes.SHAPES["8B"]["qkv"]), (64, *model_shapes.SHAPES["70B/tp4"]["out_proj"])
     left_out = [
@@ -40,7 +40,7 @@ def test_an_h200_takes_products_with_a_stage_left_out(tmp_path, monkeypatch):
         assert all(parts in ptx for ptx in texts), parts  # what is left out is a place, not an instruction
 
 
-def test_parts_that_are_not_added_up_are_the_same_work():
+def test_the_plan_without_sums_has_the_same_work():
     plan = stages.gemm_plan(256, *model_shapes.SHAPES["8B"]["qkv"], 132)
     cut, stored = plan.schedule, stages.unsummed(plan).schedule
     assert cut.slots and not stored.slots and (stored.table[:, :, :4] == cut.table[:, :, :4]).all()

@@ -1,6 +1,4 @@
-"""Flat GEMM: the kernel in Mosaic's interpreter beside its twin, its tiles, and what ptxas makes of it for an
-H200.
-"""
+"""Flat GEMM: the kernel in the interpreter against its reference, its tiles, and the H200 code."""
 
 import functools
 import re
@@ -57,7 +55,7 @@ def error(got, want):
         (24, 128, 64, 132, FlatTile(64, 2, 64, 1, 1), {"activation": "gelu_tanh", "out_dtype": jnp.float32}),
     ],
 )
-def test_the_kernel_is_its_twin(m, n, k, sms, tile, extra):
+def test_flat_gemm_equals_its_reference(m, n, k, sms, tile, extra):
     x, w = normal(0, m, k), normal(1, n, k) * k**-0.5
     given = dict(extra)
     bias = normal(2, n) if given.pop("bias", False) else None
@@ -124,7 +122,7 @@ def test_tiles_fit(m, n, k, sms, gated):
         ({"sms": 133}, "sms=133: accepted are 1 to 132"),
     ],
 )
-def test_it_says_what_it_does_not_take(change, said):
+def test_flat_gemm_names_unsupported_arguments(change, said):
     change = {"x": (8, 128), "w": (128, 128), "dtype": jnp.bfloat16, **change}
     x, w = (jnp.zeros(change.pop(name), change["dtype"]) for name in ("x", "w"))
     del change["dtype"]
@@ -146,7 +144,7 @@ FORMS = [
 
 
 def test_for_the_h200_it_uses_its_units_and_spills_nothing(tmp_path, monkeypatch):
-    """All forms in one program."""
+    """One program holds all variants."""
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
 
     def step(operands):

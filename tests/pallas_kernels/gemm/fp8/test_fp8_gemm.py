@@ -1,6 +1,4 @@
-"""The fp8 products: both kernels in Mosaic's interpreter beside their twin, what ptxas makes of them for an
-H200, and a stream region.
-"""
+"""fp8 GEMM: both kernels in the interpreter against the reference, the H200 code, and a stream region."""
 
 import collections
 import functools
@@ -30,7 +28,7 @@ INTERPRET = plgpu.InterpretGPUParams()
 
 
 def quantized(seed: int, rows: int, columns: int, scales: int) -> Quantized:
-    """Random e4m3 [rows, columns] whose scale has `scales` axes."""
+    """Return random e4m3 [rows, columns] with a scale of `scales` axes."""
     rng = np.random.default_rng(seed)
     values = jnp.asarray(rng.normal(size=(rows, columns)) * 100, jnp.float32).clip(-448, 448).astype(E4M3)
     shape = ((), (rows,), (rows, columns // BLOCK))[scales]
@@ -64,7 +62,7 @@ DENSE, FLAT = (
         (FLAT, 8, 256, 128, 1, {"activation": "silu", "gate_block": 64}),
     ],
 )
-def test_the_kernel_is_its_twin(kernel, m, n, k, scales, extra):
+def test_fp8_gemm_equals_its_reference(kernel, m, n, k, scales, extra):
     x, w = quantized(m, m, k, scales), quantized(n, n, k, 1)
     rng = np.random.default_rng(k)
     arrays = {
@@ -88,10 +86,8 @@ def test_a_quantised_result_uses_its_range_and_loses_what_rounding_loses(kernel,
     assert (np.abs(np.asarray(dequantize(got)) - want) <= close * 1.001).all()
 
 
-def test_scales_of_the_columns_past_the_last_are_nobodys():
-    """Three blocks in tiles of two: what the second tile has too many lies, row by row, where the next row's
-    first scale is.
-    """
+def test_scales_past_the_last_column_are_not_written():
+    """Three blocks in tiles of two: the second tile's excess block lies on the first scale of the next row."""
     x, w = quantized(72, 72, 128, 1), quantized(0, 384, 128, 1)
     got = fp8_gemm(
         x, w, activation="relu", quantize=True, plan=(Fp8Tile(256), work(1, 2, 1, 1)), interpret=INTERPRET
@@ -144,7 +140,7 @@ def test_a_plan_leaves_no_sm_out_that_it_could_use_and_has_whole_pairs(m, n, k, 
 
 @pytest.mark.parametrize("k", [32, 128, 14784])
 def test_of_any_depth_a_product_fills_some_of_its_tiles(k):
-    """What is no multiple of 128 is filled up, as it is stored."""
+    """K is padded to a multiple of 128."""
     assert (
         0
         < filled(256, 512, k, 132, blocked=False, quantize=False)
@@ -155,12 +151,8 @@ def test_of_any_depth_a_product_fills_some_of_its_tiles(k):
 @pytest.mark.parametrize(
     ("columns", "whole", "others"), [(28672, 1024, 1280), (22016, 1280, 1024), (29696, 1280, 1024)]
 )
-def test_which_cut_of_2048_rows_costs_a_gated_product_nothing_is_told_by_the_tiles_it_fills(
-    columns, whole, others
-):
-    """`up_gate` of Llama-3-70B, DeepSeek-67B and Qwen2-72B on one of two devices: halves suit the first
-    alone.
-    """
+def test_filled_tiles_tell_the_best_split_of_2048_rows(columns, whole, others):
+    """`up_gate` of Llama-3-70B, DeepSeek-67B and Qwen2-72B on one of two devices: halves suit only the first."""
 
     def steps(rows):
         return rows / filled(rows, columns, 8192, 132, blocked=False, quantize=True)
@@ -185,7 +177,7 @@ def test_which_cut_of_2048_rows_costs_a_gated_product_nothing_is_told_by_the_til
     ],
 )
 @pytest.mark.parametrize("kernel", [DENSE, FLAT])
-def test_it_says_what_it_does_not_take(kernel, wrong):
+def test_fp8_gemm_names_unsupported_arguments(kernel, wrong):
     wrong = dict(wrong)
     n, k, scales = wrong.pop("n", 256), wrong.pop("k", 128), wrong.pop("scales", (8,))
     x = Quantized(jnp.zeros((8, k), E4M3), jnp.ones(scales, jnp.float32))
@@ -216,7 +208,7 @@ def test_it_says_what_it_does_not_take(kernel, wrong):
     ],
 )
 @pytest.mark.parametrize("kernel", [DENSE, FLAT])
-def test_it_says_what_it_does_not_take_beside_its_operands(kernel, wrong, said):
+def test_fp8_gemm_names_unsupported_epilogues(kernel, wrong, said):
     x, w = (Quantized(jnp.zeros((rows, 128), E4M3), jnp.ones(rows)) for rows in (8, 256))
     with pytest.raises(ValueError, match=said):
         kernel(x, w, **wrong)
@@ -250,7 +242,7 @@ FORMS = [
 
 
 def test_for_the_h200_it_uses_its_units_and_does_not_spill(tmp_path, monkeypatch):
-    """All forms in one program."""
+    """One program holds all variants."""
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
 
     def step(operands):
@@ -277,7 +269,7 @@ def test_for_the_h200_it_uses_its_units_and_does_not_spill(tmp_path, monkeypatch
 
 @pytest.mark.parametrize(("kernel", "m"), [(fp8_gemm, 512), (fp8_flat_gemm, 64)])
 def test_values_and_scales_pass_between_the_products_of_one_stream_region(kernel, m):
-    """A region returns one array: the quantised activation must be born and die in it."""
+    """A region returns one array, so the quantized activation must stay inside."""
 
     def mlp(x, up_gate, down, residual):
         return kernel(kernel(x, up_gate, sms=104, **GATE, quantize=True), down, residual=residual, sms=104)

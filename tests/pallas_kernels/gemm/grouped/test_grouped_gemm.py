@@ -1,6 +1,4 @@
-"""A mixture's products: the groups' laws, the kernel in Mosaic's interpreter beside its twin, and the ops as
-compiled for an H200.
-"""
+"""Grouped GEMM: the groups, the kernel in the interpreter against its reference, and the H200 code."""
 
 import functools
 import re
@@ -81,18 +79,18 @@ def test_the_kernel_is_each_row_times_its_experts_weight():
         ({"sms": 0}, "sms=0: accepted are 1 to 132"),
     ],
 )
-def test_it_says_what_it_does_not_take(change, said):
+def test_grouped_gemm_names_unsupported_arguments(change, said):
     x, w, chosen = given_rows(8, 2, 128, 128, change.get("dtype", jnp.bfloat16))
     groups = grouped_reference.list_groups(chosen, 2, change.get("rows", ROWS))
     with pytest.raises(ValueError, match=said):
         grouped_gemm(x[groups.pairs // 2], w[:, :, : change.get("k")], groups, sms=change.get("sms"))
 
 
-def test_for_the_h200_an_experts_weights_are_neither_copied_nor_multiplied_with_others_rows(
-    tmp_path, monkeypatch
-):
-    """Mixtral's two products of 512 tokens; XLA's own copies every weight, transposed, and multiplies every
-    row with all of them.
+def test_weights_are_not_copied_and_rows_meet_only_their_expert(tmp_path, monkeypatch):
+    """Test Mixtral's two products of 512 tokens. XLA's version copies every weight and multiplies every row
+    with all weights.
+
+
     """
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
     config = open_checkpoint("mixtral-8x7b", load_format="dummy").model_config

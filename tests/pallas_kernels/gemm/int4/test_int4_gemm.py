@@ -1,6 +1,4 @@
-"""Int4: the format's laws, and what ptxas makes of the kernel for an H200. (Mosaic's interpreter knows no
-operand in registers.)
-"""
+"""int4 GEMM: the format, and the H200 code. The interpreter does not support operands in registers."""
 
 import re
 
@@ -61,7 +59,7 @@ def test_groups_of_equal_values_are_exact():
     assert (int4.dequantize_int4(int4.quantize_int4(w), jnp.float32) == w).all()
 
 
-def test_the_format_says_what_it_does_not_take():
+def test_the_format_names_unsupported_shapes():
     with pytest.raises(ValueError, match="K=96"):
         int4.quantize_int4(jnp.zeros((2, 96)))
     x, w = jnp.zeros((2, 576), jnp.bfloat16), int4.quantize_int4(jnp.zeros((8, 576)))
@@ -75,7 +73,7 @@ def test_the_format_says_what_it_does_not_take():
         (
             128,
             {},
-            r"w's scale and zero are \['bfloat16\[256, 4\]', 'bfloat16\[256, 4\]'\]: bfloat16\[256, 8\] both",
+            r"w's scale and zero are \['bfloat16\[256, 4\]', 'bfloat16\[256, 4\]'\]: accepted is bfloat16\[256, 8\] for both",
         ),
         (64, {"bias": jnp.zeros(64)}, r"bias \[64\]: accepted is \[256\]"),
         (
@@ -91,7 +89,7 @@ def test_the_format_says_what_it_does_not_take():
         (64, {"sms": 0}, "sms=0: accepted are 1 to 132"),
     ],
 )
-def test_the_kernel_says_what_it_does_not_take(group, wrong, said):
+def test_int4_gemm_names_unsupported_arguments(group, wrong, said):
     factor = jnp.ones((256, 512 // group), jnp.bfloat16)
     with pytest.raises(ValueError, match=said):
         int4_gemm(
