@@ -185,7 +185,7 @@ BOTH_NORMS, BOTH_SCALES = (
         (
             jnp.float8_e4m3fn,
             BOTH_SCALES | {"k_scale": jnp.ones(1)},
-            r"k_scale \[1\]: \[2\], for 4 tokens and 2 KV heads of 64",
+            r"k_scale \[1\]: accepted is \[2\], for 4 tokens and 2 KV heads of 64",
         ),
         (
             jnp.float8_e4m3fn,
