@@ -43,8 +43,13 @@ def repeat(run: Callable[[], Any], times: int) -> None:
     for _ in range(times):
         ahead.append(run())
         if len(ahead) > _AHEAD:
-            jax.block_until_ready(ahead.popleft())
-    jax.block_until_ready(list(ahead))  # JAX treats a deque as a leaf and would not wait for its arrays
+            _wait(ahead.popleft())
+    _wait(list(ahead))  # JAX treats a deque as a leaf and would not wait for its arrays
+
+
+def _wait(arrays: Any) -> None:
+    """Wait for arrays. Skip the donated ones: the run that took them is waited for later."""
+    jax.block_until_ready([leaf for leaf in jax.tree.leaves(arrays) if not leaf.is_deleted()])
 
 
 def looped(one: Callable[[Any, Any], Any], rounds: int) -> Wrapped:

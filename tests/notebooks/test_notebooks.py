@@ -20,7 +20,7 @@ def test_notebook_runs_and_draws(path, monkeypatch):
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1")
     monkeypatch.setenv("PYTHONPATH", str(paths.ROOT))  # an environment from an older lock file lacks `search`
     notebook = nbformat.read(path, as_version=4)
-    pictures = sum("plot.draw" in cell.source for cell in notebook.cells)
+    pictures = sum(".draw(" in cell.source for cell in notebook.cells)
     nbclient.NotebookClient(
         notebook, timeout=300, resources={"metadata": {"path": str(path.parent)}}
     ).execute()

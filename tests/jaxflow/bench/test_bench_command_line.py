@@ -23,7 +23,9 @@ def test_help_of_every_command_lists_its_flags(no_flags, capsys, command):
     assert main(["bench", command, "--help"]) == 0
     out = capsys.readouterr().out
     assert f"python -m jaxflow.bench {command}" in out and "--output_json" in out
-    assert ("--max_num_batched_tokens" in out) == (command not in ("serve", "kernels", "decode_step"))
+    assert ("--max_num_batched_tokens" in out) == (
+        command not in ("serve", "kernels", "decode_step", "pipeline")
+    )
 
 
 @pytest.mark.parametrize(

@@ -373,7 +373,7 @@ def test_another_models_report_of_a_plan_of_this_name_is_refused(report, words, 
 @pytest.mark.parametrize(
     ("model", "code", "words"),
     [
-        ("nosuch", 1, "nosuch: no such folder"),
+        ("nosuch", 1, "nosuch: not a folder"),
         ("llama-3.1-70b", 1, "model='llama-3.1-70b'"),
         ("llama-3-70b", 0, ""),
     ],
