@@ -215,8 +215,23 @@ def test_every_program_of_a_window_is_waited_for(times):
         def block_until_ready(self):
             waited.append(self)
 
+        def is_deleted(self):
+            return False
+
     timing.repeat(lambda: [Output()], times)
     assert len(waited) == times
+
+
+def test_runs_that_donate_their_last_result_are_waited_for():
+    step = jax.jit(lambda x: x + 1, donate_argnums=0)
+    state = [jnp.zeros(4)]
+
+    def run():
+        state[0] = step(state[0])
+        return state[0]
+
+    timing.repeat(run, 20)
+    assert state[0].tolist() == [20.0] * 4
 
 
 def test_a_looped_program_makes_every_product_once_a_round():
