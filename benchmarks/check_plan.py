@@ -23,6 +23,7 @@ A control shows that the check can fail: the sequential step without the attenti
 import argparse
 import dataclasses
 import json
+import shlex
 import sys
 import time
 import types
@@ -35,7 +36,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from benchmarks import cards
 from jaxflow.bench.plans.steady import SteadyStep, page_appends
 from jaxflow.config import EngineConfig
 from jaxflow.engine.executor import Executor
@@ -48,6 +48,8 @@ from jaxflow.parallel.mesh import over_shards
 from jaxflow.pipeline.handwritten import sequential_plan
 from jaxflow.pipeline.plan import Plan, digest, load
 from jaxflow.scheduler.state import Chunk, StepWork
+from pallas_kernels.measure.provenance import provenance
+from pallas_kernels.measure.sensor import sample
 
 FLOOR = 0.999  # the quantile of the noise that is its floor
 AGREE = 0.999  # of the positions above the floor, the least share with the same token
@@ -334,7 +336,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--block_size", type=int, default=64)
     parser.add_argument("--gpu_memory_utilization", type=float, default=0.92)
     parser.add_argument("--compilation_cache_dir")
-    parser.add_argument("--commit", help="of sources outside a checkout")
     parser.add_argument("--output_json")
     return parser.parse_args(arguments)
 
@@ -484,10 +485,12 @@ def main(arguments: Sequence[str]) -> int:
         sizes = sorted({plan.tokens for plan in plans})
         raise SystemExit(f"--plans: plans of one step size are accepted, these have {sizes}")
     lengths = drawn_lengths(given.sequences, given.prompt, given.output, given.longest)
-    with cards.watched() as seen:
+    with sample(None, every_s=0.1) as readings:
         executor = executor_of(given, plans, lengths)
         body = measured(executor, given, plans, lengths)
-    report = cards.head(["python", "-m", "benchmarks.check_plan", *arguments], seen, given.commit) | body
+    head = provenance(shlex.join(["python", "-m", "benchmarks.check_plan", *arguments]))
+    power = {"watts": readings.watts_by_card, "clock_mhz": readings.clock_mhz_by_card}
+    report: dict[str, Any] = head | power | {"num_devices": jax.device_count()} | body
     print(table(report))
     if given.output_json:
         Path(given.output_json).parent.mkdir(parents=True, exist_ok=True)

@@ -18,6 +18,7 @@ random place in its output, and prefill in the workload's proportion.
 import dataclasses
 import functools
 import json
+import shlex
 import statistics
 import sys
 import time
@@ -30,7 +31,6 @@ import jax
 import numpy as np
 from absl import flags
 
-from benchmarks import cards
 from jaxflow.bench.plans import compare
 from jaxflow.bench.plans.bed import Bed, bed_of_flags
 from jaxflow.bench.plans.steady import SteadyStep, StepWorkload, page_appends, parse_workload
@@ -42,6 +42,8 @@ from jaxflow.engine.layout import StepLayout
 from jaxflow.model.composition import Composition
 from jaxflow.pipeline.plan import Plan, digest, load
 from jaxflow.scheduler.state import Chunk, StepWork
+from pallas_kernels.measure.provenance import provenance
+from pallas_kernels.measure.sensor import sample
 from pallas_kernels.measure.timing import interleaved
 
 DRAWN = 20_000  # requests that a workload of unlike lengths is drawn from
@@ -209,18 +211,19 @@ def run_steps(enqueue: Callable[[], jax.Array], steps: int) -> float:
     return time.perf_counter() - begin
 
 
-def window(enqueue: Callable[[], jax.Array], steps: int, tokens: float, seen: cards.Cards) -> dict[str, Any]:
+def window(enqueue: Callable[[], jax.Array], steps: int, tokens: float) -> dict[str, Any]:
     """Measure one window and return its time, rate, and each card's watts and clock."""
     one = run_steps(enqueue, 2) / 2
     run_steps(enqueue, max(1, round(WARM_S / one)))
-    start = time.perf_counter()
-    seconds = run_steps(enqueue, steps)
+    with sample(None, every_s=0.1) as readings:
+        seconds = run_steps(enqueue, steps)
     return {
         "steps": steps,
         "seconds": seconds,
         "step_ms": 1e3 * seconds / steps,
         "tokens_per_s": steps * tokens / seconds,
-        **seen.between(start, start + seconds),
+        "watts": readings.watts_by_card,
+        "clock_mhz": readings.clock_mhz_by_card,
     }
 
 
@@ -275,7 +278,6 @@ def define_flags() -> None:
     flags.DEFINE_integer("steps", 200, "Steps of a long window.", lower_bound=1)
     flags.DEFINE_integer("windows", 3, "Long windows of each contender; 0: the survey alone.", lower_bound=0)
     flags.DEFINE_float("max_minutes", 9.0, "Minutes after which no further window starts.", lower_bound=0.0)
-    flags.DEFINE_string("commit", None, "Commit of sources outside a checkout.")
 
 
 def surveyed(
@@ -292,7 +294,7 @@ def surveyed(
     return [row | {"uncut": uncut(bed.variants[row["plan"]][0])} for row in rows]
 
 
-def run(seen: cards.Cards, write: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+def run(write: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """Run the command and return the report's body. Raises: ConfigError, PlanError, CheckpointError."""
     f, begun = flags.FLAGS, time.monotonic()
     workload = parse_mix(f.workload)
@@ -326,7 +328,7 @@ def run(seen: cards.Cards, write: Callable[[dict[str, Any]], None]) -> dict[str,
             if time.monotonic() - begun > 60 * f.max_minutes:
                 return body()
             steady, step = steps[name]
-            windows[name].append(window(steady.enqueue, f.steps, step.tokens, seen))
+            windows[name].append(window(steady.enqueue, f.steps, step.tokens))
         write(body())
     return body()
 
@@ -359,15 +361,16 @@ def main(arguments: Sequence[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     command = ["python", "-m", "benchmarks.plan_windows", *arguments[1:]]
-    with cards.watched() as seen:
+    with sample(None, every_s=0.1) as readings:
 
         def write(body: dict[str, Any]) -> None:
-            report = cards.head(command, seen, flags.FLAGS.commit) | body
+            power = {"watts": readings.watts_by_card, "clock_mhz": readings.clock_mhz_by_card}
+            report = provenance(shlex.join(command)) | power | {"num_devices": jax.device_count()} | body
             if flags.FLAGS.output_json:
                 Path(flags.FLAGS.output_json).parent.mkdir(parents=True, exist_ok=True)
                 Path(flags.FLAGS.output_json).write_text(json.dumps(report, indent=1) + "\n", "utf-8")
 
-        report = run(seen, write)
+        report = run(write)
         write(report)
     print(text(report), flush=True)
     return 0

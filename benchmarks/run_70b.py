@@ -10,10 +10,13 @@ beside the sequential plan. Reports are benchmarks/h200/llama-3-70b/WHAT.json.
 
 import argparse
 import dataclasses
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from pallas_kernels.measure.provenance import COMMIT_VARIABLE
 
 FOLDER = Path("benchmarks/h200/llama-3-70b")
 PLANS = Path("benchmarks/plans/h200/llama-3-70b")
@@ -93,18 +96,17 @@ def files(names: Sequence[str]) -> str:
     return ",".join(str(PLANS / name) for name in names)
 
 
-def command(what: str, precision: str, devices: int, commit: str | None) -> list[str]:
+def command(what: str, precision: str, devices: int) -> list[str]:
     """Return the command of one measurement. Raises: KeyError for devices without a setting."""
     s, narrow = SETTINGS[devices, precision], precision == "fp8"
     python, report = sys.executable, f"{what}-tp{devices}-{precision}.json"
-    named = ["--commit", commit] if commit else []
     common = ["--model", "llama-3-70b", "--tensor_parallel_size", str(devices)]
     out = ["--output_json", str(FOLDER / report)]
     if what == "check":
         own = ["--plans", files(s.checked), "--other_tokens", str(s.other_tokens)]
         few = [] if narrow else ["--sequences", "400"]
         module = [python, "-m", "benchmarks.check_plan"]
-        return [*module, *common, *(["--fp8"] if narrow else []), *own, *few, *named, *out]
+        return [*module, *common, *(["--fp8"] if narrow else []), *own, *few, *out]
     kv = ["--quantization", "fp8", "--kv_cache_dtype", "fp8"] if narrow else []
     memory = ["--gpu_memory_utilization", "0.92" if narrow or devices > 2 else "0.95"]
     engine = ["--load_format", "dummy", *common, *kv, *memory, "--num_kv_pages", str(s.pages)]
@@ -113,12 +115,11 @@ def command(what: str, precision: str, devices: int, commit: str | None) -> list
         plans = ["--found", files([s.found]), "--plans", files(s.hand)]
         sizes = ["--tokens", ",".join(map(str, s.sizes))]
         workload = like if what == "sharegpt" else ["--workload", "1024/512"]
-        return [python, "-m", "benchmarks.plan_windows", *engine, *plans, *sizes, *workload, *named, *out]
+        return [python, "-m", "benchmarks.plan_windows", *engine, *plans, *sizes, *workload, *out]
     lengths = ["--input_len", "1024", "--output_len", "512", "--num_requests", str(s.sequences)]
     seqs = ["--max_num_seqs", str(s.sequences), "--max_model_len", "4096", "--noenable_prefix_caching"]
-    plan = ["--plan", files([s.found]), "--step_sizes", s.few, "--beside_sequential"]
-    watched = [python, "-m", "benchmarks.cards", *out, *named, "--"]
-    return [*watched, python, "-m", "jaxflow.bench", "throughput", *engine, *lengths, *seqs, *plan, *out]
+    plan = ["--plan", files([s.found]), "--step_sizes", s.few, "--compare_sequential"]
+    return [python, "-m", "jaxflow.bench", "throughput", *engine, *lengths, *seqs, *plan, *out]
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -136,10 +137,12 @@ def main(arguments: Sequence[str]) -> int:
     if unknown := [name for name in wanted if name not in names]:
         parser.error(f"--only {','.join(unknown)}: some of {', '.join(names)} are accepted")
     FOLDER.mkdir(parents=True, exist_ok=True)
+    if given.commit:
+        os.environ[COMMIT_VARIABLE] = given.commit
     failed = []
     for name in wanted:
         what, _, precision = name.rpartition("-")
-        line = command(what, precision, given.tensor_parallel_size, given.commit)
+        line = command(what, precision, given.tensor_parallel_size)
         print(*line, flush=True)
         if not given.show and not _ran(line, given.seconds):
             failed.append(name)

@@ -54,6 +54,12 @@ class Readings:
         return statistics.fmean(clocks) if clocks else None
 
     @property
+    def clock_mhz_by_card(self) -> list[float]:
+        """The median SM clock of each card, or an empty list without samples."""
+        known = bool(self.cards) and all(card.clock_mhz for card in self.cards)
+        return [float(statistics.median(card.clock_mhz)) for card in self.cards] if known else []
+
+    @property
     def watts_by_counter(self) -> float | None:
         """The mean power of all cards by their energy counters, or None if a counter shows no two steps."""
         powers = [power_by_counter(card.energy)[0] for card in self.cards]

@@ -1,9 +1,8 @@
 """Long windows of plans: the step of unlike lengths, who is compared with whom, and the cards' readings."""
 
-import numpy as np
 import pytest
 
-from benchmarks import cards, plan_windows
+from benchmarks import plan_windows
 from jaxflow.bench.workload.lengths import Item
 from jaxflow.config import ConfigError
 from jaxflow.pipeline.plan import NanoOp, Plan
@@ -82,22 +81,3 @@ def test_the_summary_has_medians_gains_and_the_predictions_error():
     assert found["against_best_sequential"] == 1.25
     assert found["prediction_error"] == pytest.approx(9 / 8 - 1)
     assert found["watts"] == [600.0, 700.0]
-
-
-def test_readings_are_averaged_card_by_card():
-    seen = cards.Cards()
-    seen.readings = [
-        (0.0, (1.0, 2.0), (9.0, 9.0)),
-        (1.0, (100.0, 200.0), (7.0, 8.0)),
-        (2.0, (300.0, 400.0), (7.0, 6.0)),
-    ]
-    assert seen.between(0.5, 2.5) == {"watts": [200.0, 300.0], "clock_mhz": [7.0, 7.0]}
-    assert seen.between(5.0, 6.0) == {"watts": [], "clock_mhz": []}
-
-
-def test_the_head_says_what_a_report_must():
-    seen = cards.Cards()
-    head = cards.head(["python", "x y"], seen, "abc")
-    assert {"command", "commit", "versions", "driver", "device", "clock_mhz", "watts", "date"} <= set(head)
-    assert head["command"] == "python 'x y'" and head["commit"] == "abc"
-    assert np.datetime64(head["date"].removesuffix("+00:00"))

@@ -1,12 +1,16 @@
 """The measurements of 70B: every command's plans are there, and fit what the command says of them."""
 
 import itertools
+import json
 
 import paths
 import pytest
 
-from benchmarks import check_plan, run_70b
+from benchmarks import check_plan, plan_windows, run_70b
+from jaxflow.bench.engine import throughput
+from jaxflow.cli.engine_flags import parse
 from jaxflow.pipeline.plan import load
+from pallas_kernels.measure.provenance import COMMIT_VARIABLE, KEYS
 
 COMMANDS = list(itertools.product(run_70b.WHAT, run_70b.PRECISIONS, (2, 4)))
 
@@ -21,13 +25,34 @@ def test_plans_are_there_and_of_one_size(precision, devices):
 
 
 @pytest.mark.parametrize(("what", "precision", "devices"), COMMANDS)
-def test_a_command_names_its_report_and_its_commit(what, precision, devices):
-    line = run_70b.command(what, precision, devices, "abc")
-    assert line[line.index("--commit") + 1] == "abc"
+def test_a_command_names_its_report_and_flags_that_exist(no_flags, what, precision, devices):
+    line = run_70b.command(what, precision, devices)
+    module, *words = line[2:]
+    if what == "check":
+        check_plan.parse(words)
+    else:
+        bench = words.pop(0) == "throughput" if module == "jaxflow.bench" else False
+        (throughput if bench else plan_windows).define_flags()
+        parse([module, *words])
     assert line[line.index("--output_json") + 1].endswith(f"llama-3-70b/{what}-tp{devices}-{precision}.json")
 
 
 def test_the_check_reads_its_flags():
-    line = run_70b.command("check", "fp8", 4, None)
+    line = run_70b.command("check", "fp8", 4)
     given = check_plan.parse(line[3:])
     assert given.fp8 and given.tensor_parallel_size == 4 and len(given.plans.split(",")) == 2
+
+
+def test_a_check_writes_a_report_with_every_key(monkeypatch, tmp_path):
+    body = {"passes": {"plan": True}, "same_bits_twice": True}
+    monkeypatch.setattr(check_plan, "executor_of", lambda *_: None)
+    monkeypatch.setattr(check_plan, "measured", lambda *_: body)
+    monkeypatch.setattr(check_plan, "table", lambda report: "")
+    monkeypatch.setenv(COMMIT_VARIABLE, "abc")
+    out = tmp_path / "check.json"
+    words = run_70b.command("check", "fp8", 2)[3:]
+    words[words.index("--output_json") + 1] = str(out)
+    monkeypatch.chdir(paths.ROOT)
+    assert check_plan.main(words) == 0
+    report = json.loads(out.read_text("utf-8"))
+    assert set(KEYS) <= set(report) and report["commit"] == "abc" and report["passes"] == body["passes"]

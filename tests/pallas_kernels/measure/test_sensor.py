@@ -50,6 +50,8 @@ def test_watts_are_instant_power_summed_over_the_cards_in_use(nvml, cards, watts
     readings = sampled(cards=cards)
     assert readings.watts == watts and readings.clock_mhz == mhz
     assert readings.watts_by_card == list(WATTS.values())[:cards]
+    assert len(readings.clock_mhz_by_card) == len(readings.cards)
+    assert sum(readings.clock_mhz_by_card) == mhz * len(readings.cards)
     assert readings.watts_by_counter is None
 
 
@@ -67,3 +69,4 @@ def test_no_driver_gives_no_readings(monkeypatch):
     with sample(cards=2) as readings:
         pass
     assert readings.watts is readings.clock_mhz is readings.watts_by_counter is None
+    assert readings.watts_by_card == readings.clock_mhz_by_card == []
