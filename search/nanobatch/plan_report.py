@@ -92,7 +92,7 @@ def going_on(
     """Return the command line that runs the plans of `out` on a machine of the profile's kind."""
     lengths = ("--input_len", str(prompt), "--output_len", str(max(1, output)))
     return _bench(
-        "throughput", profile, model, utilization, "--plan", str(out), *lengths, "--beside_sequential"
+        "throughput", profile, model, utilization, "--plan", str(out), *lengths, "--compare_sequential"
     )
 
 

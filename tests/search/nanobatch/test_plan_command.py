@@ -9,6 +9,7 @@ import pytest
 from absl import flags
 from search_toys import llama_shares
 
+from jaxflow.bench.engine import throughput
 from jaxflow.bench.plans import compare as bench
 from jaxflow.bench.plans.steady import parse_workload
 from jaxflow.cli.engine_flags import engine_config_from_flags, parse
@@ -77,8 +78,11 @@ def test_what_was_found_is_run_by_the_line_that_is_printed():
     words = going_on(FP8, "org/llama-3-70b", out, 512, 0).split()
     assert words[4:] == [
         "--model", "org/llama-3-70b", "--quantization", "fp8", "--kv_cache_dtype", "fp8", "--tensor_parallel_size", "2",
-        "--plan", str(out), "--input_len", "512", "--output_len", "1", "--beside_sequential",
+        "--plan", str(out), "--input_len", "512", "--output_len", "1", "--compare_sequential",
     ]  # fmt: skip
+    throughput.define_flags()
+    parse(words[3:])
+    assert flags.FLAGS.compare_sequential and engine_config_from_flags().tensor_parallel_size == 2
 
 
 PROFILE = str(paths.ROOT / "search" / "profiles" / "h200-llama-3.1-8b.json")
