@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxflow.config import ConfigError, ModelConfig
-from jaxflow.model.cost import Rates
+from jaxflow.model.composition import Composition
+from jaxflow.model.cost import Rates, op_times
 from jaxflow.model.graph import BFLOAT16, Op, Widths, model_graph
 from jaxflow.scheduler.state import StepWork
 
@@ -138,25 +139,10 @@ def split_layers(
         raise ConfigError("pipeline_parallel_size", stages, f"1 to {config.num_layers}, the model's layers")
     graph = model_graph(config, tp)
 
+    step = Composition(decode_tokens=tokens)
+
     def seconds(ops: Sequence[Op]) -> float:
-        counts = dict.fromkeys(COUNTS, 0.0) | {
-            "step": 1.0,
-            "tokens": tokens,
-            "samples": tokens,
-            "decode_tokens": tokens,
-        }
-        total = 0.0
-        for op in ops:
-            work = [
-                sum(getattr(each, quantity) * counts[what] for what, each in op.demand)
-                for quantity in ("flops", "memory_bytes", "network_bytes")
-            ]
-            total += max(
-                work[0] / rates.flops_per_s["bfloat16"],
-                work[1] / rates.memory_bytes_per_s,
-                work[2] / rates.network_bytes_per_s,
-            )
-        return total
+        return sum(op_times(op, step, rates).longest_s for op in ops)
 
     each = np.array([seconds(layer) for layer in graph.layers])
     ends = np.zeros(len(each))

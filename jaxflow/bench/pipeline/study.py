@@ -26,7 +26,7 @@ from jaxflow.bench.pipeline.simulate import Layout, PipelineRun, simulate
 from jaxflow.bench.pipeline.stage_time import Link, StageTimer, split_layers
 from jaxflow.bench.report import machine
 from jaxflow.bench.workload.lengths import Item
-from jaxflow.config import ConfigError, ModelConfig
+from jaxflow.config import ConfigError
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.cost import DEVICES
 from jaxflow.scheduler.scheduler import DecodeMaximal, StepPolicy
@@ -114,9 +114,7 @@ def run_scenario(study: Study, name: str) -> PipelineRun:
     config = open_checkpoint(study.model, load_format="dummy").model_config
     rates = DEVICES[study.device].datasheet
     layout, make_policy = scenarios(study)[name]
-    layers = (
-        (config.num_layers,) if layout.replicas > 1 else split_layers(config, study.stages, study.tp, rates)
-    )
+    layers = (config.num_layers,) if layout.replicas > 1 else stage_layers(study)
     timer = StageTimer(config, layers, study.tp, rates, layer_s=study.layer_s)
     link = study.link if len(layers) > 1 else None
     return simulate(
@@ -135,15 +133,16 @@ def measure(study: Study, processes: int = 2) -> dict[str, Any]:
     return {
         "command_name": "pipeline",
         "study": dataclasses.asdict(study),
-        "layers": list(_layers(study)),
+        "layers": list(stage_layers(study)),
         "scenarios": {name: describe(run) for name, run in runs.items()},
         "ratios": ratios(runs),
         "paper": PAPER,
     }
 
 
-def _layers(study: Study) -> tuple[int, ...]:
-    config: ModelConfig = open_checkpoint(study.model, load_format="dummy").model_config
+def stage_layers(study: Study) -> tuple[int, ...]:
+    """Return the layers of each stage of the study's pipeline."""
+    config = open_checkpoint(study.model, load_format="dummy").model_config
     return split_layers(config, study.stages, study.tp, DEVICES[study.device].datasheet)
 
 
