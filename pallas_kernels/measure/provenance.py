@@ -37,7 +37,6 @@ def provenance(command: str) -> dict[str, Any]:
     }
 
 
-@functools.cache
 def commit() -> str | None:
     """Return the commit of the code: $JAXFLOW_COMMIT, or that of the git checkout. None without either.
 
@@ -45,6 +44,12 @@ def commit() -> str | None:
     """
     if given := os.environ.get(COMMIT_VARIABLE):
         return given
+    return _checkout()
+
+
+@functools.cache
+def _checkout() -> str | None:
+    """Return the commit of the git checkout, with `-dirty` if a file changed, or None without a checkout."""
     found = _git("rev-parse", "HEAD")
     return f"{found}-dirty" if found and _git("status", "--porcelain", "--untracked-files=no") else found
 

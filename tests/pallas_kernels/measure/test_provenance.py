@@ -14,10 +14,10 @@ from pallas_kernels.measure import provenance
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
-    provenance.commit.cache_clear()
+    provenance._checkout.cache_clear()
     monkeypatch.delenv(provenance.COMMIT_VARIABLE, raising=False)
     yield
-    provenance.commit.cache_clear()
+    provenance._checkout.cache_clear()
 
 
 def test_every_key_is_there_and_clock_and_watts_are_open():
