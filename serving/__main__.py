@@ -22,7 +22,9 @@ from absl import app, flags
 import jaxflow.cli.engine_flags
 from jaxflow.cli.exit_status import run_command
 from jaxflow.config import ConfigError, EngineConfig
-from serving.grpc.server import ListenError, Server, ServerConfig
+from serving.frontend.config import ListenError, ServerConfig
+from serving.frontend.served_model import ServedModel
+from serving.grpc.server import Server
 
 if TYPE_CHECKING:
     from jaxflow.llm import LLM
@@ -130,7 +132,7 @@ async def serve(config: ServerConfig, load: Callable[[], "LLM"]) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
-    server = Server(config)
+    server = Server(ServedModel(config))
     try:
         await server.start()
     except ListenError as error:
@@ -158,11 +160,11 @@ async def serve_until_stopped(server: Server, load: Callable[[], "LLM"], stop_re
     if isinstance(llm, Exception):
         return report_error(llm)
     try:
-        await server.serve(llm)
+        await server.served.serve(llm)
     except ConfigError as error:
         return report_error(error)
     log(f"ready on {server.config.host}:{server.port}")
-    engine_failure = asyncio.create_task(server.engine_failure())
+    engine_failure = asyncio.create_task(server.served.engine_failure())
     await asyncio.wait({stop_requested, engine_failure}, return_when=asyncio.FIRST_COMPLETED)
     if engine_failure.done():
         print(
@@ -170,7 +172,7 @@ async def serve_until_stopped(server: Server, load: Callable[[], "LLM"], stop_re
         )
         return 1
     log(f"draining: running requests have {server.config.drain_timeout_s:g} s to finish")
-    log(f"drained, {await server.drain()} aborted")
+    log(f"drained, {await server.served.drain()} aborted")
     await asyncio.to_thread(llm.close)
     return 0
 

@@ -1,18 +1,16 @@
 """Conversion between the messages of `generate.proto` and the engine's data, as pure functions."""
 
 import dataclasses
-import itertools
 from collections.abc import Mapping
 
 from google.protobuf.message import Message
 
-from jaxflow.config import ConfigError
 from jaxflow.request import Finished, FinishReason, InvalidRequest, Logprob, SamplingParams, Started
 from jaxflow.text.tokenizer import Tokenizer
+from serving.frontend.sampling_defaults import GENERATION_DEFAULTS
+from serving.frontend.served_model import Chat, Prompt
+from serving.frontend.transcript import Ended, Output, TextDelta
 from serving.grpc import generate_pb2 as pb
-
-# Sampling fields for which a checkpoint's generation config gives the default.
-GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 _OPTIONAL = (
     *GENERATION_DEFAULTS,
@@ -32,25 +30,9 @@ _REASONS = {
     FinishReason.ABORT: pb.FINISH_REASON_ABORT,
 }
 
+# The path of the prompt in a request, by the name of its field.
+_PROMPT_PATHS = {"text": "text", "token_ids": "token_ids.ids", "chat": "chat.messages", None: "prompt"}
 _SAMPLING_FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams))
-
-
-def sampling_defaults(generation_config: Mapping) -> dict[str, float]:
-    """Return the sampling defaults of a checkpoint's generation config.
-
-    Raises:
-      ConfigError: a default that is not a valid sampling parameter.
-    """
-    defaults = {
-        name: generation_config[name]
-        for name in GENERATION_DEFAULTS
-        if generation_config.get(name) is not None
-    }
-    try:
-        SamplingParams(**defaults)
-    except (InvalidRequest, TypeError) as error:
-        raise ConfigError("generation_config", defaults, str(error)) from error
-    return defaults
 
 
 def sampling_params(message: pb.SamplingParams, defaults: Mapping) -> SamplingParams:
@@ -77,27 +59,54 @@ def sampling_params(message: pb.SamplingParams, defaults: Mapping) -> SamplingPa
     )
 
 
-def at_path(error: InvalidRequest, prompt_field: str) -> InvalidRequest:
-    """Return `error` with the path of its field in a GenerateRequest. `prompt_field` is the prompt's path."""
-    if error.field.partition("[")[0] in _SAMPLING_FIELDS:
-        return InvalidRequest(f"sampling.{error.field}", error.value, error.accepted)
-    if error.field.startswith("prompt"):
-        return InvalidRequest(prompt_field, error.value, error.accepted)
-    return error
+def prompt(message: pb.GenerateRequest) -> Prompt:
+    """Return the prompt of a request. Raises: InvalidRequest if there is none."""
+    match message.WhichOneof("prompt"):
+        case "text":
+            return message.text
+        case "token_ids":
+            return message.token_ids.ids  # type: ignore[return-value]  # a sequence
+        case "chat":
+            return chat(message.chat)
+    raise InvalidRequest("", None, "one of text, token_ids and chat")
 
 
-def chat_messages(chat: pb.Chat) -> list[dict[str, str]]:
-    """Return the messages for `jaxflow.text.chat.render_chat`. Raises: InvalidRequest if there are none."""
-    if not chat.messages:
-        raise InvalidRequest("chat.messages", [], "at least one message")
-    for i, message in enumerate(chat.messages):
-        if not message.role:
-            raise InvalidRequest(
-                f"chat.messages[{i}].role",
-                "",
-                "system, user, assistant or another role of the model's chat template",
+def chat(message: pb.Chat) -> Chat:
+    """Return the conversation of a message."""
+    going_on = message.continue_final_message
+    return Chat(
+        [{"role": part.role, "content": part.content} for part in message.messages],
+        {"add_generation_prompt": not going_on, "continue_final_message": going_on},
+    )
+
+
+def path(field: str, kind: str | None) -> str:
+    """Return the path of a field in a request of the proto. `kind` is the name of the request's prompt field."""
+    name, bracket, rest = field.partition("[")
+    if name.startswith("messages"):
+        return f"chat.{field}"
+    if name in ("prompt", "prompt_token_ids", ""):
+        return _PROMPT_PATHS[kind] + bracket + rest
+    if name == "include_stop_str_in_output":
+        return "sampling.include_stop_string"
+    return f"sampling.{field}" if name in _SAMPLING_FIELDS else field
+
+
+def message(request_id: str, output: Output, tokenizer: Tokenizer | None) -> pb.GenerateResponse:
+    """Return the message of an output. `request_id` is the caller's name of the request."""
+    match output:
+        case Started():
+            return pb.GenerateResponse(request_id=request_id, started=started(output, tokenizer))
+        case TextDelta():
+            delta = pb.Delta(
+                index=output.index,
+                token_ids=output.token_ids,
+                text=output.text,
+                logprobs=[token_logprobs(candidates, tokenizer) for candidates in output.logprobs],
             )
-    return [{"role": message.role, "content": message.content} for message in chat.messages]
+            return pb.GenerateResponse(request_id=request_id, delta=delta)
+        case Ended():
+            return pb.GenerateResponse(request_id=request_id, finished=finished(output.event, output.text))
 
 
 def started(event: Started, tokenizer: Tokenizer | None) -> pb.Started:
@@ -152,7 +161,3 @@ def finished(event: Finished, text: str) -> pb.Finished:
 def same_fields[M: Message](kind: type[M], source: object) -> M:
     """Return a message of `kind`, filled from attributes of `source` with the same names."""
     return kind(**{field.name: getattr(source, field.name) for field in kind.DESCRIPTOR.fields})
-
-
-def joined[T](parts: list[tuple[T, ...]]) -> list[T]:
-    return list(itertools.chain.from_iterable(parts))

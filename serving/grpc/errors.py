@@ -4,34 +4,23 @@ import grpc
 from google.protobuf import duration_pb2
 from google.rpc import error_details_pb2, status_pb2
 
-from jaxflow.request import Draining, InvalidRequest, QueueFull
+from serving.frontend.refusal import Code, Refusal
 
 MAX_MESSAGE_CHARS = 1000  # the status travels in the trailing metadata, which transports keep small
 
-
-class Refusal(Exception):
-    """A request that this server cannot serve. `code` is the gRPC status."""
-
-    def __init__(self, code: grpc.StatusCode, message: str):
-        self.code = code
-        super().__init__(message)
-
-
-class Loading(RuntimeError):
-    """The model is still loading. `retry_after_s` is a suggested delay before the next try."""
-
-    def __init__(self, retry_after_s: float = 5.0):
-        self.retry_after_s = retry_after_s
-        super().__init__("the model is still loading")
-
-
-class TooSlow(RuntimeError):
-    """The client left more tokens unread than the server buffers for one stream."""
-
-    def __init__(self, limit: int):
-        super().__init__(
-            f"the stream was read too slowly: more than {limit} tokens were waiting for the client"
-        )
+_STATUS = {
+    Code.INVALID: grpc.StatusCode.INVALID_ARGUMENT,
+    Code.MODEL_NOT_FOUND: grpc.StatusCode.NOT_FOUND,
+    Code.UNSUPPORTED: grpc.StatusCode.FAILED_PRECONDITION,
+    Code.UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
+    Code.FORBIDDEN: grpc.StatusCode.PERMISSION_DENIED,
+    Code.RATE_LIMITED: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Code.QUEUE_FULL: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Code.TOO_SLOW: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Code.LOADING: grpc.StatusCode.UNAVAILABLE,
+    Code.DRAINING: grpc.StatusCode.UNAVAILABLE,
+    Code.DEADLINE: grpc.StatusCode.DEADLINE_EXCEEDED,
+}
 
 
 def status(code: grpc.StatusCode, message: str, *details) -> status_pb2.Status:
@@ -42,33 +31,17 @@ def status(code: grpc.StatusCode, message: str, *details) -> status_pb2.Status:
     return result
 
 
-def status_of(error: BaseException) -> status_pb2.Status | None:
-    """Return the status of `error` for the client, or None if `error` is a fault of the server."""
-    message = str(error)
-    match error:
-        case InvalidRequest(field=field):
-            violation = error_details_pb2.BadRequest.FieldViolation(
-                field=field, description=message[:MAX_MESSAGE_CHARS]
-            )
-            return status(
-                grpc.StatusCode.INVALID_ARGUMENT,
-                message,
-                error_details_pb2.BadRequest(field_violations=[violation]),
-            )
-        case QueueFull(retry_after_s=seconds):
-            return status(grpc.StatusCode.RESOURCE_EXHAUSTED, message, _retry(seconds))
-        case Loading(retry_after_s=seconds):
-            return status(grpc.StatusCode.UNAVAILABLE, message, _retry(seconds))
-        case Draining():
-            return status(
-                grpc.StatusCode.UNAVAILABLE,
-                message or "the server is shutting down and takes no new requests",
-            )
-        case TooSlow():
-            return status(grpc.StatusCode.RESOURCE_EXHAUSTED, message)
-        case Refusal(code=code):
-            return status(code, message)
-    return None
+def status_of(refusal: Refusal) -> status_pb2.Status:
+    """Return the status of `refusal`: with the field of an invalid request, and with the suggested delay."""
+    details, message = [], str(refusal)
+    if refusal.code is Code.INVALID:
+        violation = error_details_pb2.BadRequest.FieldViolation(
+            field=refusal.field or "", description=message[:MAX_MESSAGE_CHARS]
+        )
+        details.append(error_details_pb2.BadRequest(field_violations=[violation]))
+    if refusal.retry_after_s is not None:
+        details.append(_retry(refusal.retry_after_s))
+    return status(_STATUS[refusal.code], message, *details)
 
 
 def _retry(seconds: float) -> error_details_pb2.RetryInfo:

@@ -6,10 +6,9 @@ be parsed is an error of the client and is answered with INVALID_ARGUMENT.
 """
 
 import asyncio
-import hmac
 import inspect
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
@@ -18,6 +17,8 @@ from google.protobuf.message import DecodeError
 from grpc_status import rpc_status
 
 from jaxflow.request import InvalidRequest
+from serving.frontend.access import BearerTokens, Caller
+from serving.frontend.refusal import Code, Refusal, refusal_of
 from serving.grpc import errors
 
 _NO_TOKEN_NEEDED = "/grpc.health."  # health probes of an orchestrator carry no token
@@ -27,22 +28,18 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     """An interceptor that checks the bearer token and turns every exception of a handler into a status.
 
     Args:
-      tokens: the accepted tokens. Without tokens every caller is accepted.
+      tokens: the accepted tokens.
     """
 
-    def __init__(self, tokens: Sequence[str] = ()):
-        self._tokens = tuple(token.encode() for token in tokens)
+    def __init__(self, tokens: BearerTokens):
+        self._tokens = tokens
         self._guarded: dict[str, grpc.RpcMethodHandler] = {}
         # A stream handler runs before the request is read, so callers without a token cost no memory.
         self._refusing = grpc.stream_stream_rpc_method_handler(_refuse)
 
     async def intercept_service(self, continuation, handler_call_details) -> grpc.RpcMethodHandler | None:
         method = handler_call_details.method
-        if (
-            self._tokens
-            and not method.startswith(_NO_TOKEN_NEEDED)
-            and not self._has_token(handler_call_details.invocation_metadata)
-        ):
+        if not method.startswith(_NO_TOKEN_NEEDED) and caller_of(handler_call_details, self._tokens) is None:
             return self._refusing
         guarded = self._guarded.get(method)
         if guarded is None:
@@ -52,19 +49,17 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             guarded = self._guarded[method] = _guard(handler, method)
         return guarded
 
-    def _has_token(self, metadata) -> bool:
-        given = next((value for key, value in metadata if key == "authorization"), "")
-        scheme, _, token = (given.decode("latin-1") if isinstance(given, bytes) else given).partition(" ")
-        candidate = token.strip().encode("utf-8", "surrogateescape")
-        # Every token is compared in constant time, so the response time reveals nothing about the tokens.
-        matches = [hmac.compare_digest(candidate, known) for known in self._tokens]
-        return scheme.lower() == "bearer" and any(matches)
+
+def caller_of(call: grpc.HandlerCallDetails, tokens: BearerTokens) -> Caller | None:
+    """Return the caller of a call, or None if its metadata has no valid token."""
+    metadata = call.invocation_metadata  # type: ignore[attr-defined]
+    return tokens.caller(next((value for key, value in metadata if key == "authorization"), None))
 
 
 async def _refuse(_requests, context) -> None:
     message = "this server requires `authorization: Bearer <token>` in the metadata, with a valid token"
     await context.abort_with_status(
-        rpc_status.to_status(errors.status(grpc.StatusCode.UNAUTHENTICATED, message))
+        rpc_status.to_status(errors.status_of(Refusal(Code.UNAUTHENTICATED, message)))
     )
 
 
@@ -135,8 +130,10 @@ async def _answer(error: BaseException, context, method: str) -> None:
         raise error  # the client has disconnected
     if isinstance(error, grpc.aio.BaseError | KeyboardInterrupt | SystemExit):
         raise error  # the call is already answered, or the connection is lost
-    status = errors.status_of(error)
-    if status is None:
+    refusal = refusal_of(error)
+    if refusal is not None:
+        status = errors.status_of(refusal)
+    else:
         fault = uuid.uuid4().hex[:12]
         logging.error("fault %s in %s", fault, method, exc_info=error)
         status = errors.status(

@@ -1,24 +1,19 @@
-"""The gRPC server: ports, certificates, start, draining and stop."""
+"""The gRPC server: ports, certificates, start and stop."""
 
 import asyncio
 import contextlib
-import dataclasses
 import socket
-import ssl
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from serving.frontend.access import BearerTokens
+from serving.frontend.config import ListenError, ServerConfig, read_certificates
+from serving.frontend.served_model import ServedModel, State
 from serving.grpc import generate_pb2, generate_pb2_grpc
-from serving.grpc.event_queue import EventRouter
 from serving.grpc.interceptor import CallInterceptor
-from serving.grpc.service import AdminService, GenerateService, ModelService, Served
-
-if TYPE_CHECKING:
-    from jaxflow.llm import LLM
+from serving.grpc.service import AdminService, GenerateService, ModelService
 
 MAX_REQUEST_BYTES = 8 << 20  # fits a prompt of a million tokens; a larger request is RESOURCE_EXHAUSTED
 
@@ -36,53 +31,20 @@ _OPTIONS = (
     ("grpc.server.max_pending_requests_hard_limit", _NO_LIMIT),
 )
 
-_HEARTBEAT_S = 1.0
 _STOP_GRACE_S = 5.0  # for sending the last messages, after the last request has finished
 
 
-class ListenError(RuntimeError):
-    """An address, port or certificate that the server cannot use. The message is one line."""
-
-
-@dataclasses.dataclass(frozen=True)
-class ServerConfig:
-    """Addresses, certificates and tokens of the server. Port 0 selects a free port.
-
-    Raises:
-      ListenError: settings that contradict each other.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 50051
-    admin_host: str = "127.0.0.1"
-    admin_port: int = 50052
-    tls_cert: str | None = None  # PEM files
-    tls_key: str | None = None
-    tls_client_ca: str | None = None  # if set, clients must show a certificate of this authority
-    auth_tokens: tuple[str, ...] = ()
-    drain_timeout_s: float = 30.0
-    max_pending_tokens: int = 1024
-
-    def __post_init__(self) -> None:
-        if bool(self.tls_cert) != bool(self.tls_key):
-            raise ListenError("--tls_cert and --tls_key must be given together")
-        if self.tls_client_ca and not self.tls_cert:
-            raise ListenError("--tls_client_ca needs --tls_cert and --tls_key")
-
-
 class Server:
-    """The gRPC server of one model, on the running event loop. The admin service has its own port."""
+    """The gRPC server of a model, on the running event loop. The admin service has its own port."""
 
-    def __init__(self, config: ServerConfig):
-        self.config = config
+    def __init__(self, served: ServedModel):
+        self.served, self.config = served, served.config
         self.port = self.admin_port = 0  # the bound ports, after `start`
-        self._served = Served()
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
-        self._drained: asyncio.Task[int] | None = None
         self._listeners: list[grpc.aio.Server] = []
 
     async def start(self) -> None:
-        """Open the ports. Until `serve` is called, calls are answered UNAVAILABLE and health is NOT_SERVING.
+        """Open the ports. While the model loads, calls are answered UNAVAILABLE and health is NOT_SERVING.
 
         Raises:
           ListenError: a port is taken, or a certificate cannot be used.
@@ -90,17 +52,15 @@ class Server:
         config = self.config
         credentials = _credentials(config)
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
-        router = EventRouter(asyncio.get_running_loop())
+        self.served.on_change(self._show)
+        tokens = BearerTokens(config.auth_tokens)
         main, admin = (
-            grpc.aio.server(interceptors=[CallInterceptor(config.auth_tokens)], options=_OPTIONS)
-            for _ in range(2)
+            grpc.aio.server(interceptors=[CallInterceptor(tokens)], options=_OPTIONS) for _ in range(2)
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, main)
-        generate_pb2_grpc.add_GenerateServiceServicer_to_server(
-            GenerateService(self._served, router, config.max_pending_tokens), main
-        )
-        generate_pb2_grpc.add_ModelServiceServicer_to_server(ModelService(self._served), main)
-        generate_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(self._served, self.drain), admin)
+        generate_pb2_grpc.add_GenerateServiceServicer_to_server(GenerateService(self.served), main)
+        generate_pb2_grpc.add_ModelServiceServicer_to_server(ModelService(self.served), main)
+        generate_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(self.served), admin)
         reflection.enable_server_reflection(
             (*_MAIN_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), main
         )
@@ -111,42 +71,16 @@ class Server:
             await listener.start()
             self._listeners.append(listener)
 
-    async def serve(self, llm: "LLM") -> None:
-        """Accept requests for `llm`, which is warm.
-
-        Raises:
-          ConfigError: a generation config that cannot be used.
-        """
-        self._served.set(llm)
-        if not self._served.draining:
-            await self._set_health(health_pb2.HealthCheckResponse.SERVING)
-
-    async def drain(self, timeout_s: float | None = None) -> int:
-        """Refuse new requests, finish the running ones, and return the number aborted after `timeout_s`.
-
-        Draining cannot be undone. A second call waits for the same result.
-        """
-        if self._drained is None:
-            seconds = self.config.drain_timeout_s if timeout_s is None else timeout_s
-            self._drained = asyncio.create_task(self._drain(seconds))
-        return await asyncio.shield(self._drained)
-
-    async def _drain(self, timeout_s: float) -> int:
-        self._served.draining = True
-        await self._health.enter_graceful_shutdown()
-        if not self._served.loaded:
-            return 0
-        return await asyncio.to_thread(self._served.llm.driver.drain, timeout_s)
-
-    async def engine_failure(self) -> None:
-        """Return if the engine's thread ends by a fault. Health is then NOT_SERVING."""
-        while self._served.llm.driver.alive:
-            await asyncio.sleep(_HEARTBEAT_S)
-        await self._health.enter_graceful_shutdown()
-
     async def stop(self) -> None:
         """Close the ports, after a grace period for messages that are being sent."""
         await asyncio.gather(*(listener.stop(_STOP_GRACE_S) for listener in self._listeners))
+
+    async def _show(self, state: State) -> None:
+        """Report a new state of the model as health."""
+        if state is State.READY:
+            await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        else:
+            await self._health.enter_graceful_shutdown()
 
     async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
         for service in ("", *_MAIN_SERVICES):
@@ -182,22 +116,11 @@ def _bind(listener: grpc.aio.Server, host: str, port: int, credentials: grpc.Ser
 
 
 def _credentials(config: ServerConfig) -> grpc.ServerCredentials | None:
-    if not config.tls_cert or not config.tls_key:
+    files = read_certificates(config)
+    if files is None:
         return None
-    try:
-        # gRPC reports an unusable certificate only in its log, so Python's ssl module reads the files first.
-        check = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        check.load_cert_chain(
-            config.tls_cert, config.tls_key, password=""
-        )  # prevents a prompt at the terminal
-        if config.tls_client_ca:
-            check.load_verify_locations(config.tls_client_ca)
-        authority = Path(config.tls_client_ca).read_bytes() if config.tls_client_ca else None
-        pair = (Path(config.tls_key).read_bytes(), Path(config.tls_cert).read_bytes())
-    except OSError as error:  # ssl.SSLError is a subclass
-        raise ListenError(
-            f"cannot use the certificate {config.tls_cert} with the key {config.tls_key}: {error}"
-        ) from error
     return grpc.ssl_server_credentials(
-        [pair], root_certificates=authority, require_client_auth=authority is not None
+        [(files.key, files.chain)],
+        root_certificates=files.authority,
+        require_client_auth=files.authority is not None,
     )

@@ -11,18 +11,20 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from serving.client import Client
+from serving.frontend.config import ServerConfig
+from serving.frontend.served_model import ServedModel
 from serving.grpc import generate_pb2 as pb
 from serving.grpc import generate_pb2_grpc
-from serving.grpc.server import Server, ServerConfig
+from serving.grpc.server import Server
 
 
 @contextlib.asynccontextmanager
 async def serving(llm: FakeLLM | None = None, **settings) -> AsyncIterator[tuple[Server, FakeLLM]]:
     """A running server on ports of the system's choice."""
     llm = llm or FakeLLM()
-    server = Server(ServerConfig(port=0, admin_port=0, **settings))
+    server = Server(ServedModel(ServerConfig(port=0, admin_port=0, **settings)))
     await server.start()
-    await server.serve(llm)
+    await server.served.serve(llm)
     try:
         yield server, llm
     finally:

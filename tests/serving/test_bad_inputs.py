@@ -142,9 +142,9 @@ def test_a_message_that_is_only_small_when_compressed_is_too_large():
 @pytest.mark.parametrize(
     ("llm", "request_", "says"),
     [
-        ({"has_tokenizer": False}, pb.GenerateRequest(text="hi"), "token_ids"),
-        ({"has_tokenizer": False}, chat("user"), "token_ids"),
-        ({"has_tokenizer": False}, token_request(stop=["end"]), "token_ids"),
+        ({"has_tokenizer": False}, pb.GenerateRequest(text="hi"), "token ids"),
+        ({"has_tokenizer": False}, chat("user"), "token ids"),
+        ({"has_tokenizer": False}, token_request(stop=["end"]), "token ids"),
         ({"chat_template": None}, chat("user"), "chat template"),
     ],
 )

@@ -15,7 +15,9 @@ import pytest
 from fake_llm import TEMPLATE, FakeLLM
 from harness import serving
 
-from serving.grpc.server import Server, ServerConfig
+from serving.frontend.config import ServerConfig
+from serving.frontend.served_model import ServedModel
+from serving.grpc.server import Server
 
 MODEL = str(paths.MODELS / "stories260K")
 SMALL = (
@@ -254,7 +256,7 @@ def test_no_server():
 
 def test_a_server_that_is_loading_says_so_and_can_be_waited_for():
     async def scenario():
-        server, llm = Server(ServerConfig(port=0, admin_port=0)), FakeLLM()
+        server, llm = Server(ServedModel(ServerConfig(port=0, admin_port=0))), FakeLLM()
         await server.start()
         ask = ("serving.client", f"--target=127.0.0.1:{server.port}", "--max_tokens=3", "Once upon")
         early = await asyncio.to_thread(run, *ask)
@@ -264,7 +266,7 @@ def test_a_server_that_is_loading_says_so_and_can_be_waited_for():
         )
         patient = asyncio.create_task(asyncio.to_thread(run, *ask, "--wait_s=60"))
         await asyncio.sleep(0.5)  # the request is waiting by now or comes later: both must work
-        await server.serve(llm)
+        await server.served.serve(llm)
         assert (await patient).stdout == " Once upon\n"
         await server.stop()
         llm.close()

@@ -8,6 +8,7 @@ import pytest
 
 from jaxflow.config import ConfigError
 from jaxflow.request import InvalidRequest, SamplingParams
+from serving.frontend.sampling_defaults import sampling_defaults
 from serving.grpc import convert
 from serving.grpc import generate_pb2 as pb
 
@@ -17,7 +18,7 @@ def test_unset_fields_take_the_defaults_of_the_proto():
 
 
 def test_the_generation_config_fills_only_unset_fields():
-    defaults = convert.sampling_defaults(
+    defaults = sampling_defaults(
         {"temperature": 0.5, "top_k": 40, "top_p": None, "do_sample": True, "eos_token_id": 2}
     )
     assert defaults == {"temperature": 0.5, "top_k": 40}
@@ -28,7 +29,7 @@ def test_the_generation_config_fills_only_unset_fields():
 @pytest.mark.parametrize("config", [{"temperature": -1.0}, {"top_p": 0.0}, {"temperature": "hot"}])
 def test_an_invalid_generation_config_is_refused_at_start(config):
     with pytest.raises(ConfigError, match="generation_config"):
-        convert.sampling_defaults(config)
+        sampling_defaults(config)
 
 
 def test_every_setting_arrives():
@@ -87,13 +88,13 @@ def test_every_setting_arrives():
         ("prompt", "token_ids.ids"),
         ("prompt_token_ids", "token_ids.ids"),
         ("prompt_logprobs", "sampling.prompt_logprobs"),
-        ("chat.messages[1].role", "chat.messages[1].role"),
+        ("messages[1].role", "chat.messages[1].role"),
+        ("include_stop_str_in_output", "sampling.include_stop_string"),
         ("request_id", "request_id"),
     ],
 )
 def test_a_refused_field_is_named_by_its_path(refused, path):
-    told = convert.at_path(InvalidRequest(refused, 9, "less"), "token_ids.ids")
-    assert (told.field, told.value, told.accepted) == (path, 9, "less")
+    assert convert.path(refused, "token_ids") == path
 
 
 @pytest.mark.parametrize("settings", [{"top_p": math.nan}, {"logit_bias": {3: math.inf}}, {"n": 65}])

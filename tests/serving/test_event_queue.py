@@ -6,7 +6,7 @@ import asyncio
 import threading
 
 from jaxflow.request import Delta, Started
-from serving.grpc.event_queue import EventQueue, EventRouter
+from serving.frontend.event_queue import EventQueue, EventRouter
 
 
 def delta(request_id: str, *tokens: int) -> Delta:

@@ -12,11 +12,12 @@ from google.rpc import error_details_pb2
 from harness import client_of, detail, failure, read, serving, stubs_of, token_request, until
 
 from serving.client import RequestFailed
+from serving.frontend.config import ServerConfig
+from serving.frontend.refusal import Code, Refusal
+from serving.frontend.served_model import ServedModel
 from serving.grpc import generate_pb2 as pb
 from serving.grpc import generate_pb2_grpc
-from serving.grpc.errors import Refusal
-from serving.grpc.event_queue import EventRouter
-from serving.grpc.service import GenerateService, Served
+from serving.grpc.service import GenerateService
 
 LONG = 4000  # tokens; a fake step takes a millisecond
 
@@ -153,13 +154,13 @@ def test_a_deadline_already_past_never_reaches_the_engine():
     """Called directly: gRPC's own client may not even send such a request."""
 
     async def scenario():
-        llm, served = FakeLLM(), Served()
-        served.set(llm)
-        service = GenerateService(served, EventRouter(asyncio.get_running_loop()), 10)
+        llm, served = FakeLLM(), ServedModel(ServerConfig())
+        await served.serve(llm)
+        service = GenerateService(served)
         context = types.SimpleNamespace(time_remaining=lambda: 0.0)
         with pytest.raises(Refusal) as refused:
             await service.Generate(token_request(), context)
-        assert refused.value.code == grpc.StatusCode.DEADLINE_EXCEEDED
+        assert refused.value.code is Code.DEADLINE
         # Nor one that passes while the prompt is being tokenised.
         left = iter([5.0, 0.0])
 
@@ -326,7 +327,7 @@ def test_draining_lets_the_running_finish_and_refuses_the_new():
             assert (await draining).aborted_requests == 0
             answer = await running
             assert (len(answer.token_ids[0]), answer.finished[0].reason) == (20, pb.FINISH_REASON_LENGTH)
-            assert await server.drain(0.0) == 0  # drained already: the same answer
+            assert await server.served.drain(0.0) == 0  # drained already: the same answer
 
     asyncio.run(scenario())
 
@@ -337,7 +338,7 @@ def test_requests_that_outlast_a_drain_are_aborted():
             llm.driver.gate.clear()
             running = asyncio.create_task(client.generate([5, 6], max_tokens=20).read_all())
             await until(lambda: len(llm.driver.submitted) == 1)
-            assert await server.drain(0.05) == 1
+            assert await server.served.drain(0.05) == 1
             assert (await running).finished[0].reason == pb.FINISH_REASON_ABORT
             llm.driver.gate.set()
 
@@ -349,7 +350,7 @@ def test_health_reports_a_dead_engine():
         async with serving() as (server, llm), client_of(server) as client:
             await client.wait_until_ready(5.0)
             llm.driver.alive = False
-            await server.engine_failure()
+            await server.served.engine_failure()
             with pytest.raises(RequestFailed):
                 await client.wait_until_ready(0.2)
 

@@ -10,9 +10,11 @@ from harness import client_of, failure, serving, stubs_of, token_request
 
 from serving.__main__ import read_tokens, warnings
 from serving.client import Client, RequestFailed
+from serving.frontend.config import ListenError, ServerConfig
+from serving.frontend.served_model import ServedModel
 from serving.grpc import generate_pb2 as pb
 from serving.grpc import generate_pb2_grpc
-from serving.grpc.server import ListenError, Server, ServerConfig
+from serving.grpc.server import Server
 
 TOKENS = ("first-token", "second-token")
 UNAUTHENTICATED = grpc.StatusCode.UNAUTHENTICATED
@@ -126,9 +128,8 @@ def test_certificates_that_cannot_be_used_are_named(tmp_path):
     garbage.write_text("no certificate")
 
     async def start(**files):
-        await Server(
-            ServerConfig(port=0, admin_port=0, **{name: str(path) for name, path in files.items()})
-        ).start()
+        paths = {name: str(path) for name, path in files.items()}
+        await Server(ServedModel(ServerConfig(port=0, admin_port=0, **paths))).start()
 
     for files in (
         {"tls_cert": one.cert, "tls_key": other.key},
@@ -160,14 +161,14 @@ def test_a_port_in_use_is_found_at_the_start(which):
             with pytest.raises(
                 ListenError, match=rf"cannot listen on 127\.0\.0\.1:{taken}: Address already in use"
             ):
-                await Server(ServerConfig(**{"port": 0, "admin_port": 0, which: taken})).start()
+                await Server(ServedModel(ServerConfig(**{"port": 0, "admin_port": 0, which: taken}))).start()
 
     asyncio.run(scenario())
 
 
 def test_an_address_of_another_machine_is_refused():
     async def start(host):
-        await Server(ServerConfig(host=host, port=0, admin_port=0)).start()
+        await Server(ServedModel(ServerConfig(host=host, port=0, admin_port=0))).start()
 
     for host in ("192.0.2.1", "no.such.host.invalid"):
         with pytest.raises(ListenError, match=f"cannot listen on {host}:0"):
@@ -176,7 +177,7 @@ def test_an_address_of_another_machine_is_refused():
 
 def test_ipv6():
     async def scenario():
-        server = Server(ServerConfig(host="::1", port=0, admin_port=0))
+        server = Server(ServedModel(ServerConfig(host="::1", port=0, admin_port=0)))
         await server.start()
         async with Client(f"[::1]:{server.port}") as client:
             with pytest.raises(RequestFailed, match="loading") as failed:

@@ -11,8 +11,10 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from harness import client_of, failure, read, serving, stubs_of, token_request
 
 import jaxflow
+from serving.frontend.config import ServerConfig
+from serving.frontend.served_model import ServedModel
 from serving.grpc import generate_pb2 as pb
-from serving.grpc.server import Server, ServerConfig
+from serving.grpc.server import Server
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -217,7 +219,7 @@ def test_the_operations_are_on_their_own_listener():
 
 def test_health_says_serving_only_once_warm_and_no_longer_once_draining():
     async def scenario():
-        server, llm = Server(ServerConfig(port=0, admin_port=0)), FakeLLM()
+        server, llm = Server(ServedModel(ServerConfig(port=0, admin_port=0))), FakeLLM()
         await server.start()
         async with (
             grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel,
@@ -234,9 +236,9 @@ def test_health_says_serving_only_once_warm_and_no_longer_once_draining():
             assert await states() == {NOT_SERVING}
             for call in (generate.Generate(token_request()), model.GetModel(pb.GetModelRequest())):
                 assert (await failure(call)).code() == grpc.StatusCode.UNAVAILABLE
-            await server.serve(llm)
+            await server.served.serve(llm)
             assert await states() == {SERVING}
-            await server.drain(1.0)
+            await server.served.drain(1.0)
             assert await states() == {NOT_SERVING}
             assert (
                 await failure(health.Check(health_pb2.HealthCheckRequest(service="else")))

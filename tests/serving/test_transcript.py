@@ -19,8 +19,9 @@ from jaxflow.request import (
     Usage,
 )
 from jaxflow.text.tokenizer import load_tokenizer
+from serving.frontend.transcript import MAX_TOKENS_A_DELTA, Transcript
+from serving.grpc import convert
 from serving.grpc import generate_pb2 as pb
-from serving.grpc.transcript import MAX_TOKENS_A_MESSAGE, Transcript
 
 TOKENIZER = load_tokenizer(paths.MODELS / "stories260K")
 EOS = TOKENIZER.eos_token_id
@@ -43,13 +44,24 @@ def cut(data, items: list) -> list[list]:
     return pieces
 
 
-def transcript(tokenizer=TOKENIZER, stop_token_ids=(EOS,), **sampling) -> Transcript:
-    return Transcript(
-        "caller's",
-        Request("engine's", PROMPT, SamplingParams(**sampling)),
-        tokenizer,
-        frozenset(stop_token_ids),
-    )
+class Messages:
+    """A transcript as gRPC writes it."""
+
+    def __init__(self, tokenizer, request: Request, end_token_ids):
+        self._tokenizer = tokenizer
+        self._transcript = Transcript(request, tokenizer, frozenset(end_token_ids))
+
+    @property
+    def done(self) -> bool:
+        return self._transcript.done
+
+    def messages(self, events) -> list[pb.GenerateResponse]:
+        outputs = self._transcript.outputs(events)
+        return [convert.message("caller's", output, self._tokenizer) for output in outputs]
+
+
+def transcript(tokenizer=TOKENIZER, stop_token_ids=(EOS,), **sampling) -> Messages:
+    return Messages(tokenizer, Request("engine's", PROMPT, SamplingParams(**sampling)), stop_token_ids)
 
 
 def text_of(messages: list[pb.GenerateResponse], index: int = 0) -> str:
@@ -157,13 +169,11 @@ def test_part_of_a_character_is_held_back():
 
 def test_a_long_wait_comes_in_messages_of_bounded_size():
     subject = transcript()
-    events = [
-        Delta("engine's", 0, (5,), ({5: Logprob(-1.0, 1)},)) for _ in range(MAX_TOKENS_A_MESSAGE * 2 + 1)
-    ]
+    events = [Delta("engine's", 0, (5,), ({5: Logprob(-1.0, 1)},)) for _ in range(MAX_TOKENS_A_DELTA * 2 + 1)]
     messages = list(subject.messages(events))
     assert [len(message.delta.token_ids) for message in messages] == [
-        MAX_TOKENS_A_MESSAGE,
-        MAX_TOKENS_A_MESSAGE,
+        MAX_TOKENS_A_DELTA,
+        MAX_TOKENS_A_DELTA,
         1,
     ]
     assert all(len(message.delta.logprobs) == len(message.delta.token_ids) for message in messages)

@@ -25,7 +25,9 @@ from jaxflow.bench.workload.drive import drive
 from jaxflow.config import ConfigError
 from jaxflow.llm import LLM
 from serving.client import Client
-from serving.grpc.server import Server, ServerConfig
+from serving.frontend.config import ServerConfig
+from serving.frontend.served_model import ServedModel
+from serving.grpc.server import Server
 
 TRACE = str(paths.TRACES / "azure2023_conv_1000.csv")
 SPREADS = (("input", "-1.0"), ("output", "inf"))
@@ -92,8 +94,8 @@ def target(llm):
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
-    server = Server(ServerConfig(port=0, admin_port=0))
-    for step in (server.start(), server.serve(llm)):
+    server = Server(ServedModel(ServerConfig(port=0, admin_port=0)))
+    for step in (server.start(), server.served.serve(llm)):
         asyncio.run_coroutine_threadsafe(step, loop).result(60)
     yield f"127.0.0.1:{server.port}"
     asyncio.run_coroutine_threadsafe(server.stop(), loop).result(60)

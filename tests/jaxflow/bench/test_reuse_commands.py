@@ -20,7 +20,9 @@ from jaxflow.kv.tiers import policy as tier_policy
 from jaxflow.llm import LLM
 from pallas_kernels.cards import default_card
 from serving.client import Client
-from serving.grpc.server import Server, ServerConfig
+from serving.frontend.config import ServerConfig
+from serving.frontend.served_model import ServedModel
+from serving.grpc.server import Server
 
 MODEL = str(paths.MODELS / "stories260K")
 ENGINE = {
@@ -55,9 +57,9 @@ def served(always_load, tmp_path_factory):
         return asyncio.run_coroutine_threadsafe(step, loop).result(60)
 
     with LLM(MODEL, progress=False, kv_disk_path=str(tmp_path_factory.mktemp("pages")), **ENGINE) as llm:
-        server = Server(ServerConfig(port=0, admin_port=0))
+        server = Server(ServedModel(ServerConfig(port=0, admin_port=0)))
         run(server.start())
-        run(server.serve(llm))
+        run(server.served.serve(llm))
         yield f"127.0.0.1:{server.port}", f"127.0.0.1:{server.admin_port}"
         run(server.stop())
     loop.call_soon_threadsafe(loop.stop)

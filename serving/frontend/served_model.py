@@ -1,0 +1,303 @@
+"""The model that the servers share: loading, requests, streams and draining.
+
+A server uses it in three steps:
+
+  request = await served.build_request("Once upon a time", SamplingParams(max_tokens=9), model="m")
+  async with served.stream(request, timeout_s=30.0) as stream:
+      async for outputs in stream:  # the outputs that have arrived, an iterator of `transcript.Output`
+          ...                       # write them; leaving the block early aborts the request
+
+All methods run on the event loop's thread.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import enum
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jaxflow.request import InvalidRequest, Request, SamplingParams
+from jaxflow.text.chat import ChatTemplateError, render_chat
+from jaxflow.text.tokenizer import Tokenizer
+from serving.frontend.access import ANONYMOUS, Caller
+from serving.frontend.config import ServerConfig
+from serving.frontend.event_queue import EventQueue, EventRouter
+from serving.frontend.refusal import Code, Refusal, deadline_passed, draining
+from serving.frontend.sampling_defaults import sampling_defaults
+from serving.frontend.transcript import Output, Transcript
+
+if TYPE_CHECKING:
+    from jaxflow.llm import LLM
+
+MAX_NAME_CHARS = 256  # limit of request_id, cache_salt and the shown part of a model's name
+LOADING_RETRY_S = 5.0
+_HEARTBEAT_S = 1.0
+
+
+class State(enum.StrEnum):
+    """The state of the served model."""
+
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+    FAILED = "failed"  # a fault ended the engine
+
+
+@dataclasses.dataclass(frozen=True)
+class Chat:
+    """A conversation as a prompt.
+
+    `messages`: `{"role": ..., "content": ...}`, oldest first. `options`: keyword arguments of `render_chat`.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+Prompt = str | Sequence[int] | Chat
+
+
+class ServedModel:
+    """The model that the servers share. It is None while it loads; a draining one accepts no new requests."""
+
+    def __init__(self, config: ServerConfig):
+        self.config = config
+        self.sampling_defaults: dict[str, float] = {}
+        self._llm: LLM | None = None
+        self._router: EventRouter | None = None
+        self._state = State.LOADING
+        self._listeners: list[Callable[[State], Awaitable[None]]] = []
+        self._drained: asyncio.Task[int] | None = None
+
+    # ---- the model's life
+
+    @property
+    def state(self) -> State:
+        """Return the state of the model."""
+        return self._state
+
+    def on_change(self, listener: Callable[[State], Awaitable[None]]) -> None:
+        """Call `listener` with each new state."""
+        self._listeners.append(listener)
+
+    async def serve(self, llm: "LLM") -> None:
+        """Accept requests for `llm`, which is warm.
+
+        Raises:
+          ConfigError: a generation config that cannot be used.
+        """
+        self.sampling_defaults = sampling_defaults(llm.generation_config)
+        self._router = EventRouter(asyncio.get_running_loop())
+        self._llm = llm
+        if self._state is State.LOADING:
+            await self._change(State.READY)
+
+    async def drain(self, timeout_s: float | None = None) -> int:
+        """Refuse new requests, finish the running ones, and return the number aborted after `timeout_s`.
+
+        The default of `timeout_s` is the server's. Draining cannot be undone. A second call waits for the
+        same result.
+        """
+        if self._drained is None:
+            seconds = self.config.drain_timeout_s if timeout_s is None else timeout_s
+            self._drained = asyncio.create_task(self._drain(seconds))
+        return await asyncio.shield(self._drained)
+
+    async def engine_failure(self) -> None:
+        """Return if the engine's thread ends by a fault. The state is then FAILED."""
+        while self.llm.driver.alive:
+            await asyncio.sleep(_HEARTBEAT_S)
+        await self._change(State.FAILED)
+
+    async def _drain(self, timeout_s: float) -> int:
+        await self._change(State.DRAINING)
+        return 0 if self._llm is None else await asyncio.to_thread(self._llm.driver.drain, timeout_s)
+
+    async def _change(self, state: State) -> None:
+        self._state = state
+        for listener in self._listeners:
+            await listener(state)
+
+    # ---- the model's parts
+
+    @property
+    def llm(self) -> "LLM":
+        """Return the model. Raises: Refusal while it loads."""
+        if self._llm is None:
+            if self._state is State.DRAINING:
+                raise draining()
+            raise Refusal(Code.LOADING, "the model is still loading", retry_after_s=LOADING_RETRY_S)
+        return self._llm
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the accepted names of the model, the main name first. Raises: Refusal while it loads."""
+        return self.config.served_model_names or (self.llm.name,)
+
+    def check_model(self, name: str) -> None:
+        """Check the model's name in a request; empty means the served model. Raises: Refusal."""
+        if name and name not in self.names:
+            raise Refusal(
+                Code.MODEL_NOT_FOUND,
+                f"model {name[:MAX_NAME_CHARS]!r} is not served here: {', '.join(map(repr, self.names))} is",
+                field="model",
+            )
+
+    def tokenizer(self, field: str) -> Tokenizer:
+        """Return the tokenizer. Raises: Refusal of the request's `field` if the model has no tokenizer."""
+        tokenizer = self.llm.tokenizer
+        if tokenizer is None:
+            message = f"{field}: the served model has no tokenizer: send token ids"
+            raise Refusal(Code.UNSUPPORTED, message, field=field)
+        return tokenizer
+
+    # ---- requests
+
+    async def build_request(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        *,
+        model: str = "",
+        request_id: str = "",
+        priority: int = 0,
+        cache_salt: str = "",
+        add_special_tokens: bool | None = None,
+        caller: Caller = ANONYMOUS,
+    ) -> Request:
+        """Return the engine's request of a prompt. Its `request_id` is a new one, since callers may choose equal ids.
+
+        Errors name fields in the engine's names: `prompt` for a text or token ids, `messages` for a chat, and
+        the fields of `SamplingParams`.
+
+        Args:
+          prompt: a text, token ids, or a `Chat`.
+          model: the model's name in the caller's request; empty for the served model.
+          request_id: the caller's own id, of which only the length is checked.
+          priority: a lower number runs sooner.
+          cache_salt: only requests of the same salt share prefixes.
+          add_special_tokens: let the tokenizer add its BOS token. None: for a text only, because a chat template
+            writes its own special tokens.
+          caller: the caller that the bearer token stands for.
+
+        Raises:
+          Refusal: another model, no tokenizer or chat template, the model loads or drains.
+          InvalidRequest: a request that can never run.
+        """
+        llm = self.llm
+        if self._state is State.DRAINING:
+            raise draining()
+        self.check_model(model)
+        for field, value in (("request_id", request_id), ("cache_salt", cache_salt)):
+            if len(value) > MAX_NAME_CHARS:
+                raise InvalidRequest(field, value, f"at most {MAX_NAME_CHARS} characters")
+        if sampling.stop:
+            self.tokenizer("stop")
+        if prompt == "":  # most tokenizers would turn the empty text into a lone BOS token
+            accepted = "a text that is not empty; for an empty prompt, token ids with a BOS token"
+            raise InvalidRequest("prompt", "", accepted)
+
+        def make() -> Request:
+            return llm.request(
+                self._encoded(prompt, add_special_tokens),
+                sampling,
+                request_id=uuid.uuid4().hex,
+                priority=priority,
+                cache_salt=cache_salt,
+            )
+
+        return await asyncio.to_thread(make)
+
+    async def encode(self, prompt: str | Chat, add_special_tokens: bool | None = None) -> list[int]:
+        """Return the token ids of a text or a chat, see `build_request`. Raises: Refusal, InvalidRequest."""
+        return await asyncio.to_thread(self._encoded, prompt, add_special_tokens)
+
+    def _encoded(self, prompt: Prompt, add_special_tokens: bool | None) -> list[int]:
+        match prompt:
+            case str():
+                return self.tokenizer("prompt").encode(prompt, add_special_tokens is not False)
+            case Chat():
+                tokenizer = self.tokenizer("messages")
+                return tokenizer.encode(self._rendered(tokenizer, prompt), bool(add_special_tokens))
+        return list(prompt)
+
+    def _rendered(self, tokenizer: Tokenizer, chat: Chat) -> str:
+        if tokenizer.chat_template is None:
+            message = "messages: the served model has no chat template: send a text or token ids"
+            raise Refusal(Code.UNSUPPORTED, message, field="messages")
+        _check_messages(chat.messages)
+        try:
+            return render_chat(tokenizer, chat.messages, **chat.options)
+        except ChatTemplateError as error:
+            raise InvalidRequest("messages", f"{len(chat.messages)} messages", str(error)) from error
+
+    # ---- streams
+
+    @contextlib.asynccontextmanager
+    async def stream(self, request: Request, *, timeout_s: float | None = None) -> AsyncIterator["Stream"]:
+        """Submit a request and yield its stream. At the end of the block a request that still runs is aborted.
+
+        The deadline and the limit of unread tokens also end an `await` of the block itself, for example a
+        write that blocks.
+
+        Args:
+          timeout_s: the seconds until the caller's deadline, or None.
+
+        Raises:
+          InvalidRequest, QueueFull, Draining: the engine refused the request.
+          RequestFailed: a fault of the engine ended the request.
+          Refusal: the deadline has passed, or the caller reads too slowly.
+        """
+        llm, router = self.llm, self._router
+        assert router is not None
+        if timeout_s is not None and timeout_s <= 0:
+            raise deadline_passed()
+        end_token_ids = request.sampling.end_token_ids(llm.model_config.eos_token_ids)
+        transcript = Transcript(request, llm.tokenizer, end_token_ids)
+        loop = asyncio.get_running_loop()
+        limit = self.config.max_pending_tokens * request.sampling.n
+        queue = EventQueue(limit, on_overflow=lambda: scope.reschedule(loop.time()))
+        router.connect(request.request_id, queue)
+        try:
+            async with asyncio.timeout(timeout_s) as scope:
+                llm.driver.submit(request, router)
+                try:
+                    yield Stream(transcript, queue)
+                finally:
+                    if not transcript.done:
+                        llm.driver.abort(request.request_id)
+        except TimeoutError:
+            if queue.overflowed:
+                message = (
+                    f"the stream was read too slowly: more than {limit} tokens were waiting for the client"
+                )
+                raise Refusal(Code.TOO_SLOW, message) from None
+            if scope.expired():
+                raise deadline_passed() from None
+            raise
+        finally:
+            router.disconnect(request.request_id)
+
+
+class Stream:
+    """The outputs of a running request. Each iteration yields what has arrived since the last one."""
+
+    def __init__(self, transcript: Transcript, queue: EventQueue):
+        self._transcript, self._queue = transcript, queue
+
+    async def __aiter__(self) -> AsyncIterator[Iterator[Output]]:
+        """Yield iterators, which must be read to their end. Raises: while they are read, see `Transcript`."""
+        while not self._transcript.done:
+            yield self._transcript.outputs(await self._queue.take())
+
+
+def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Check that there is a message, and that each has a role. Raises: InvalidRequest."""
+    if not messages:
+        raise InvalidRequest("messages", [], "at least one message")
+    for i, message in enumerate(messages):
+        if not message.get("role"):
+            accepted = "system, user, assistant or another role of the model's chat template"
+            raise InvalidRequest(f"messages[{i}].role", "", accepted)

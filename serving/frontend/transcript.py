@@ -1,0 +1,91 @@
+"""Conversion of a request's engine events to outputs with text, for every server."""
+
+import itertools
+from collections.abc import Iterable, Iterator
+
+import msgspec
+
+from jaxflow.request import Delta, Event, Finished, Logprob, Request, Started
+from jaxflow.request_output import SequenceText, check_fault
+from jaxflow.text.tokenizer import Tokenizer
+
+MAX_TOKENS_A_DELTA = 256  # with 20 logprobs each, far below gRPC's default limit of 4 MB for a message
+
+
+class TextDelta(msgspec.Struct, frozen=True, gc=False):
+    """New tokens of one of the n sequences, and the text that is certain after them.
+
+    `logprobs`: one dict a token, the sampled token first; empty unless requested.
+    """
+
+    index: int
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[dict[int, Logprob], ...] = ()
+
+
+class Ended(msgspec.Struct, frozen=True):
+    """The end of one of the n sequences. `text` is the rest of the text that no delta carried."""
+
+    event: Finished
+    text: str
+
+
+Output = Started | TextDelta | Ended
+
+
+class Transcript:
+    """The outputs of one request. `done` is True once all of its n sequences have finished.
+
+    Args:
+      tokenizer: None for outputs without text.
+      end_token_ids: the tokens that end a sequence.
+    """
+
+    def __init__(self, request: Request, tokenizer: Tokenizer | None, end_token_ids: frozenset[int]):
+        self._texts = [SequenceText(request, tokenizer, end_token_ids) for _ in range(request.sampling.n)]
+        self._running = request.sampling.n
+
+    @property
+    def done(self) -> bool:
+        """Return True once all sequences have finished."""
+        return self._running == 0
+
+    def outputs(self, events: Iterable[Event]) -> Iterator[Output]:
+        """Yield the outputs for `events`. Deltas of one sequence are joined.
+
+        Raises:
+          RequestFailed: a fault of the engine ended the request. The fault is the cause.
+          InvalidRequest, QueueFull, Draining: the engine refused the request after `submit`.
+        """
+        waiting: dict[int, list[Delta]] = {}
+        for event in events:
+            match event:
+                case Started():
+                    yield event
+                case Delta():
+                    waiting.setdefault(event.index, []).append(event)
+                case Finished():
+                    yield from self._deltas(event.index, waiting.pop(event.index, []))
+                    check_fault(event)
+                    text = self._texts[event.index].finish(event)
+                    self._running -= 1
+                    yield Ended(event, text)
+        for index, deltas in waiting.items():
+            yield from self._deltas(index, deltas)
+
+    def _deltas(self, index: int, deltas: list[Delta]) -> Iterator[TextDelta]:
+        token_ids = _joined(delta.token_ids for delta in deltas)
+        logprobs = _joined(delta.logprobs or () for delta in deltas)
+        decoded = [delta.text for delta in deltas if delta.text is not None]
+        text = "".join(decoded) if decoded else None  # the engine decodes all deltas of a request, or none
+        for start in range(0, len(token_ids), MAX_TOKENS_A_DELTA):
+            part = slice(start, start + MAX_TOKENS_A_DELTA)
+            yield TextDelta(
+                index, token_ids[part], self._texts[index].push(token_ids[part], text), logprobs[part]
+            )
+            text = text and ""
+
+
+def _joined[T](parts: Iterable[tuple[T, ...]]) -> tuple[T, ...]:
+    return tuple(itertools.chain.from_iterable(parts))
