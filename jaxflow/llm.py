@@ -163,17 +163,25 @@ class LLM:
 
     def chat(
         self,
-        messages: Sequence[Mapping[str, str]] | Sequence[Sequence[Mapping[str, str]]],
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         params: SamplingParams | None = None,
         *,
         use_tqdm: bool = True,
+        **how: Any,
     ) -> list[RequestOutput]:
-        """Return the answers to one conversation or several. Raises: as `generate`, and ChatTemplateError."""
+        """Return the answers to one conversation or several.
+
+        Args:
+          how: `tools`, `template_kwargs` and the other settings of `jaxflow.text.chat.encode_chat`.
+
+        Raises:
+          As `generate`, and ChatTemplateError.
+        """
         if self.tokenizer is None:
             accepted = "token ids, because this model has no tokenizer"
             raise InvalidRequest("messages", "a conversation", accepted)
         many = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
-        requests = [self.request(encode_chat(self.tokenizer, m), params) for m in many]  # type: ignore[arg-type]
+        requests = [self.request(encode_chat(self.tokenizer, m, **how), params) for m in many]  # type: ignore[arg-type]
         return self._run(requests, [None] * len(requests), use_tqdm)
 
     def _run(

@@ -1,41 +1,68 @@
-"""Rendering of a conversation as a prompt, with the chat template of the model, in a Jinja sandbox.
+"""Rendering of a conversation as a prompt, with the chat template of the model.
 
-Templates and messages are not trusted. A template reaches no Python attribute, changes no data, and runs a
-bounded number of steps. The size of the messages is bounded.
+Messages have the form of OpenAI's chat requests. They are not trusted: their form is checked, and their size is
+bounded. `template_sandbox` runs the template. By default a control token in a user's text is plain text.
 """
 
-import datetime
-import functools
 import itertools
 import json
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
+from jaxflow.config import ConfigError
+from jaxflow.text.template_sandbox import (
+    MAX_RENDERED_CHARS,
+    MAX_TEMPLATE_CHARS,
+    ChatTemplateError,
+    check_template,
+    render,
+)
 from jaxflow.text.tokenizer import Tokenizer, check_text
 from jaxflow.text.vocabulary import TokenizerError
 
 MAX_MESSAGES = 10_000
-MAX_CHAT_CHARS = 4_000_000  # limit of all messages together, and limit of a template
-MAX_STEPS = 1_000_000  # loop iterations and calls of one rendering
-MAX_RENDERED_CHARS = 2 * MAX_CHAT_CHARS
+MAX_CHAT_CHARS = MAX_RENDERED_CHARS // 2  # limit of all texts of a conversation together
+MAX_VALUES = 200_000  # JSON values of a conversation with its tools
+MAX_DEPTH = 32  # of nested JSON values
+MAX_TOOLS = 128
+MAX_TEMPLATE_KWARGS = 64
 
-
-class ChatTemplateError(ValueError):
-    """A conversation that cannot be rendered: malformed messages, or a template that fails or refuses them."""
+# Roles that a template may join to a control token, as <|user|>. Any other role must not be part of one.
+KNOWN_ROLES = frozenset(
+    (
+        *("system", "developer", "user", "assistant", "tool", "model", "function", "ipython", "environment"),
+        *("context", "document", "documents", "observation", "critic", "available_tools", "tool_response"),
+    )
+)
+_ROLE = re.compile(r"[\w .\-]{1,64}")
+_RESERVED = frozenset(
+    (
+        *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message"),
+        *(
+            "raise_exception",
+            "strftime_now",
+            "range",
+            "dict",
+            "namespace",
+            "loop",
+            "self",
+            "varargs",
+            "kwargs",
+        ),
+        *("caller", "true", "false", "none", "True", "False", "None"),
+    )
+)
+_JSON = (str, bool, int, float, type(None))
 
 
 def render_chat(
     template: Tokenizer | str,
-    messages: Sequence[Mapping[str, str]],
+    messages: Sequence[Mapping[str, Any]],
     *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
 ) -> str:
@@ -43,7 +70,11 @@ def render_chat(
 
     Args:
       template: a tokenizer with a chat template, or the Jinja source.
-      messages: `{"role": ..., "content": ...}`, oldest first.
+      messages: `{"role": ..., "content": ...}` as in OpenAI's chat requests, oldest first. `content` is a text,
+        a list of text parts, which are joined by line ends, or None. A message may have `name`,
+        `tool_call_id`, `tool_calls` and `reasoning_content`.
+      tools: descriptions of functions for the template.
+      template_kwargs: further variables for the template, JSON values.
       add_generation_prompt: end the prompt with the start of an assistant message.
       continue_final_message: end the prompt within the last message, so that the model continues it.
 
@@ -53,22 +84,92 @@ def render_chat(
     """
     source = template.chat_template if isinstance(template, Tokenizer) else template
     names = template.special_tokens if isinstance(template, Tokenizer) else {}
-    if source is None:
-        raise ChatTemplateError("the model has no chat template: send a text, not messages")
-    conversation = _checked(messages)
-    mark = ""
-    if continue_final_message:
+    given, size = _checked(source, messages, tools, template_kwargs, names)
+    return _rendered(source, given, size, names, add_generation_prompt, continue_final_message)
+
+
+def encode_chat(
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    add_special_tokens: bool = False,
+    parse_control_tokens: bool = False,
+) -> list[int]:
+    """Return the token ids of a conversation. Other arguments and errors: see `render_chat`.
+
+    Args:
+      add_special_tokens: add a BOS token if the vocabulary has this setting, beside those of the template.
+      parse_control_tokens: a control token in a text of the messages becomes this token. By default it is
+        plain text, and only the template writes control tokens.
+    """
+    names, source = tokenizer.special_tokens, tokenizer.chat_template
+    given, size = _checked(source, messages, tools, template_kwargs, names)
+    if parse_control_tokens:
+        text = _rendered(source, given, size, names, add_generation_prompt, continue_final_message)
+        return tokenizer.encode(text, add_special_tokens)
+    control = tokenizer.control_tokens
+    roles = [message["role"] for message in given["messages"]]
+    for i, role in enumerate(roles):
+        token = None if role in KNOWN_ROLES else control.holding(role)
+        if token is not None:
+            raise ChatTemplateError(
+                f"messages[{i}].role={role!r} is part of the control token {token!r}; accepted: system, user, "
+                "assistant or another role",
+                f"messages[{i}].role",
+            )
+    given = control.marked(given)
+    for message, role in zip(given["messages"], roles, strict=True):
+        message["role"] = role  # a template compares and joins roles
+    text = _rendered(source, given, size, names, add_generation_prompt, continue_final_message, marked=True)
+    return control.encode(text, add_special_tokens)
+
+
+def read_chat_template(path: str) -> str:
+    """Return the chat template in a file. Raises: ConfigError, which names the flag and the file."""
+    try:
+        if Path(path).stat().st_size > 4 * MAX_TEMPLATE_CHARS:
+            raise ConfigError("chat_template", path, f"a file of at most {MAX_TEMPLATE_CHARS} characters")
+        source = Path(path).read_text(encoding="utf-8")
+        check_template(source)
+    except OSError as error:
+        raise ConfigError("chat_template", path, f"a file that can be read ({error.strerror})") from error
+    except (UnicodeDecodeError, ChatTemplateError) as error:
+        raise ConfigError("chat_template", path, f"a Jinja template in UTF-8 ({error})") from error
+    return source
+
+
+def _rendered(
+    source: str | None,
+    given: dict[str, Any],
+    size: int,
+    names: Mapping[str, str],
+    generation: bool,
+    continued: bool,
+    marked: bool = False,
+) -> str:
+    """Return the text that the template makes of checked variables."""
+    assert source is not None
+    messages, mark = given["messages"], ""
+    if continued:
         # A marker that no message contains follows the last message. The prompt ends at the marker.
         mark = next(
             m
             for m in ("\ue000" * n for n in itertools.count(1))
-            if not any(m in message["content"] for message in conversation)
+            if not any(m in message["content"] for message in messages)
         )
-        conversation[-1]["content"] += mark
-    variables = {**names, "messages": conversation, "tools": None, "documents": None}
-    text = _render(
-        source, {**variables, "add_generation_prompt": add_generation_prompt and not continue_final_message}
-    )
+        messages = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + mark}]
+    variables = {
+        **names,
+        "documents": None,
+        **given,
+        "messages": messages,
+        "add_generation_prompt": generation and not continued,
+    }
+    text = render(source, variables, size, marked)
     if not mark:
         return text
     end = text.rfind(mark)
@@ -77,135 +178,146 @@ def render_chat(
     return text[:end]
 
 
-def encode_chat(tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]], **how: bool) -> list[int]:
-    """Return the token ids of `render_chat`. Raises: ChatTemplateError."""
-    return tokenizer.encode(render_chat(tokenizer, messages, **how), add_special_tokens=False)
-
-
-def _checked(messages: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
+def _checked(
+    source: str | None,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    template_kwargs: Mapping[str, Any] | None,
+    names: Mapping[str, str],
+) -> tuple[dict[str, Any], int]:
+    """Return the variables of a template, new JSON values, and the number of their characters."""
+    if source is None:
+        raise ChatTemplateError("the model has no chat template: send a text, not messages")
     if not 1 <= len(messages) <= MAX_MESSAGES:
         raise ChatTemplateError(f"messages: {len(messages)} messages; accepted: 1 to {MAX_MESSAGES}")
-    for i, message in enumerate(messages):
-        for key in ("role", "content"):
-            value = message.get(key) if isinstance(message, Mapping) else None
-            if not isinstance(value, str):
-                raise ChatTemplateError(f"messages[{i}].{key} is a {type(value).__name__}, not a text")
+    reader = _Reader()
+    made = [reader.message(f"messages[{i}]", message) for i, message in enumerate(messages)]
+    if "developer" not in source:  # OpenAI's newer name of the system role
+        made = [{**m, "role": "system"} if m["role"] == "developer" else m for m in made]
+    for name in template_kwargs or {}:
+        if not (isinstance(name, str) and name.isidentifier()) or name in _RESERVED or name in names:
+            raise ChatTemplateError(
+                f"chat_template_kwargs: {name!r:.80} is not accepted: a name that no other setting has",
+                "chat_template_kwargs",
+            )
+    for field, value, most in (
+        ("tools", tools, MAX_TOOLS),
+        ("chat_template_kwargs", template_kwargs, MAX_TEMPLATE_KWARGS),
+    ):
+        if value is not None and len(value) > most:
+            raise ChatTemplateError(f"{field}: {len(value)} entries; accepted: at most {most}", field)
+    variables = {
+        **reader.json("chat_template_kwargs", dict(template_kwargs or {})),
+        "messages": made,
+        "tools": None if not tools else reader.json("tools", tools),
+    }
+    return variables, reader.chars
+
+
+class _Reader:
+    """A reader of the JSON values of one conversation, with limits of their number and size."""
+
+    def __init__(self) -> None:
+        self.chars = 0
+        self._values = 0
+
+    def message(self, path: str, message: Any) -> dict[str, Any]:
+        """Return a message as the template gets it. Raises: ChatTemplateError, which names the wrong part."""
+        if not isinstance(message, Mapping):
+            raise ChatTemplateError(f"{path} is a {type(message).__name__}, not an object", path)
+        role = self._text(f"{path}.role", message.get("role"))
+        if not _ROLE.fullmatch(role):
+            raise ChatTemplateError(
+                f"{path}.role {'is empty' if not role else f'is {role!r:.80}'}; most templates accept system, "
+                "user, assistant",
+                f"{path}.role",
+            )
+        made: dict[str, Any] = {"role": role}
+        calls = message.get("tool_calls") or None
+        if calls is not None:
+            made["tool_calls"] = self._calls(f"{path}.tool_calls", role, calls)
+        may_lack = role == "assistant" and (calls or message.get("reasoning_content") is not None)
+        made["content"] = self._content(f"{path}.content", message.get("content"), bool(may_lack))
+        for key in ("name", "tool_call_id", "reasoning_content"):
+            if message.get(key) is not None:
+                made[key] = self._text(f"{path}.{key}", message[key])
+        return made
+
+    def json(self, path: str, value: Any, depth: int = 0) -> Any:
+        """Return a copy of a JSON value."""
+        self._values += 1
+        if self._values > MAX_VALUES or depth > MAX_DEPTH:
+            accepted = f"at most {MAX_VALUES} values, nested at most {MAX_DEPTH} deep"
+            raise ChatTemplateError(f"{path}: too many values; accepted: {accepted}", path)
+        if isinstance(value, str):
+            return self._text(path, value)
+        if isinstance(value, Mapping):
+            return {self._text(path, k): self.json(path, v, depth + 1) for k, v in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.json(path, item, depth + 1) for item in value]
+        if not isinstance(value, _JSON):
+            raise ChatTemplateError(f"{path} has a {type(value).__name__}, not a JSON value", path)
+        return value
+
+    def _text(self, path: str, value: Any) -> str:
+        if not isinstance(value, str):
+            raise ChatTemplateError(f"{path} is a {type(value).__name__}, not a text", path)
+        try:
+            check_text(value)
+        except TokenizerError as error:
+            raise ChatTemplateError(f"{path}: {error}", path) from error
+        self.chars += len(value)
+        if self.chars > MAX_CHAT_CHARS:
+            raise ChatTemplateError(f"messages: over {MAX_CHAT_CHARS} characters; accepted: at most as many")
+        return value
+
+    def _content(self, path: str, content: Any, may_lack: bool) -> str:
+        if content is None and may_lack:
+            return ""
+        if not isinstance(content, list | tuple):
+            return self._text(path, content)
+        self._values += len(content)
+        if self._values > MAX_VALUES:
+            raise ChatTemplateError(f"{path}: {len(content)} parts; accepted: at most {MAX_VALUES}", path)
+        return "\n".join(self._part(f"{path}[{i}]", part) for i, part in enumerate(content))
+
+    def _part(self, path: str, part: Any) -> str:
+        if isinstance(part, str):
+            return self._text(path, part)
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if kind not in ("text", "input_text", "output_text", "refusal"):
+            raise ChatTemplateError(
+                f"{path}.type={kind!r:.80} is not accepted: text, because this model reads text only",
+                f"{path}.type",
+            )
+        key = "refusal" if kind == "refusal" else "text"
+        return self._text(f"{path}.{key}", part.get(key))
+
+    def _calls(self, path: str, role: str, calls: Any) -> list[dict[str, Any]]:
+        if role != "assistant" or not isinstance(calls, list | tuple) or len(calls) > MAX_TOOLS:
+            accepted = f"a list of at most {MAX_TOOLS} calls in an assistant message"
+            raise ChatTemplateError(f"{path} is not accepted: {accepted}", path)
+        return [self._call(f"{path}[{i}]", call) for i, call in enumerate(calls)]
+
+    def _call(self, path: str, call: Any) -> dict[str, Any]:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or call.get("type", "function") != "function":
+            raise ChatTemplateError(f"{path} is not accepted: a call of type function", path)
+        name = self._text(f"{path}.function.name", function.get("name"))
+        arguments, at = function.get("arguments"), f"{path}.function.arguments"
+        if isinstance(arguments, str):  # templates read the arguments as an object
+            self._text(at, arguments)
             try:
-                check_text(value)
-            except TokenizerError as error:
-                raise ChatTemplateError(f"messages[{i}].{key}: {error}") from error
-        if not message["role"]:
-            raise ChatTemplateError(
-                f"messages[{i}].role is empty; most templates accept system, user, assistant"
-            )
-    size = sum(len(message["role"]) + len(message["content"]) for message in messages)
-    if size > MAX_CHAT_CHARS:
-        raise ChatTemplateError(f"messages: {size} characters; accepted: at most {MAX_CHAT_CHARS}")
-    return [{"role": message["role"], "content": message["content"]} for message in messages]
+                arguments = json.loads(arguments or "{}", parse_constant=_no_constant)
+            except (ValueError, RecursionError) as error:
+                raise ChatTemplateError(f"{at} is not JSON: {error}"[:300], at) from error
+        if not isinstance(arguments, Mapping | None):
+            raise ChatTemplateError(f"{at} is a {type(arguments).__name__}, not an object", at)
+        made = {"type": "function", "function": {"name": name, "arguments": self.json(at, arguments or {})}}
+        if call.get("id") is not None:
+            made["id"] = self._text(f"{path}.id", call["id"])
+        return made
 
 
-def _render(source: str, variables: dict[str, Any]) -> str:
-    _steps.set(itertools.count(1))
-    try:
-        parts: list[str] = []
-        size = 0
-        for part in _compiled(source).generate(variables):
-            size += len(part)
-            if size > MAX_RENDERED_CHARS:
-                raise ChatTemplateError(f"the chat template writes more than {MAX_RENDERED_CHARS} characters")
-            parts.append(part)
-        return "".join(parts)
-    except ChatTemplateError:
-        raise
-    except jinja2.TemplateSyntaxError as error:
-        raise ChatTemplateError(f"chat template, line {error.lineno}: {error.message}") from error
-    except Exception as error:  # a template can raise any exception
-        raise ChatTemplateError(f"chat template: {error or type(error).__name__}") from error
-
-
-_steps: ContextVar[Iterator[int]] = ContextVar("steps of the current rendering")
-
-
-def _step() -> None:
-    if next(_steps.get()) > MAX_STEPS:
-        raise ChatTemplateError(f"the chat template does not end within {MAX_STEPS} steps")
-
-
-def _counted(items: Iterable) -> Iterator:
-    for item in items:
-        _step()
-        yield item
-
-
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox with a limit of steps. Every loop iteration and every call is a step.
-
-    Operators whose result could be huge are refused.
-    """
-
-    intercepted_binops = frozenset(["*", "**"])
-
-    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        template = super()._parse(source, name, filename)
-        for loop in template.find_all(nodes.For):
-            if loop.recursive:
-                raise jinja2.TemplateSyntaxError("recursive loops are not supported", loop.lineno)
-            loop.iter = nodes.Filter(loop.iter, "jaxflow_counted", [], [], None, None, lineno=loop.lineno)
-        template.set_environment(self)  # the new nodes have no environment
-        return template
-
-    def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
-        _step()
-        return super().call(context, obj, *args, **kwargs)
-
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        sizes = [abs(value) if isinstance(value, int | float) else len(value) for value in (left, right)]
-        numbers = isinstance(left, int | float) and isinstance(right, int | float)
-        if operator == "**" and not (numbers and sizes[0] < 2**31 and sizes[1] <= 64):
-            raise ChatTemplateError("the chat template uses ** with operands that are not small numbers")
-        if operator == "*" and not numbers and math.prod(sizes) > MAX_RENDERED_CHARS:
-            raise ChatTemplateError(
-                f"the chat template repeats a value to more than {MAX_RENDERED_CHARS} characters"
-            )
-        return super().call_binop(context, operator, left, right)
-
-
-class _Generation(Extension):
-    """The tag `{% generation %}`, which marks text for training. The text is rendered unchanged."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: Any) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _refuse(message: str) -> None:
-    raise ChatTemplateError(f"the chat template refuses the messages: {message}")
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: Any = None,
-    sort_keys: bool = False,
-) -> str:
-    """Return `value` as JSON, without the HTML escapes of Jinja's own filter."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-@functools.lru_cache(maxsize=16)
-def _compiled(source: str) -> jinja2.Template:
-    if len(source) > MAX_CHAT_CHARS:
-        raise ChatTemplateError(
-            f"the chat template has {len(source)} characters; accepted: at most {MAX_CHAT_CHARS}"
-        )
-    sandbox = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-    sandbox.filters["tojson"] = _tojson
-    sandbox.filters["jaxflow_counted"] = _counted
-    sandbox.globals["raise_exception"] = _refuse
-    sandbox.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    return sandbox.from_string(source)
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is not a JSON number")

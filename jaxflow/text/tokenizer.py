@@ -1,8 +1,11 @@
 """`Tokenizer` encodes and decodes text. `load_tokenizer` reads it from a Hugging Face folder or a GGUF file."""
 
+import copy
+import functools
 from collections.abc import Iterable
 from pathlib import Path
 
+from jaxflow.text.control_tokens import ControlTokens, encode_text
 from jaxflow.text.gguf_vocabulary import read_gguf_vocabulary
 from jaxflow.text.hf_vocabulary import read_hf_vocabulary
 from jaxflow.text.vocabulary import Pieces, TextStream, TokenizerError, Vocabulary
@@ -55,7 +58,18 @@ class Tokenizer:
           TokenizerError: the text has a lone surrogate, which is not valid Unicode.
         """
         check_text(text)
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return encode_text(self._backend, text, add_special_tokens)
+
+    @functools.cached_property
+    def control_tokens(self) -> ControlTokens:
+        """The encoding of text in which a user's control tokens stay plain text."""
+        return ControlTokens(self._backend)
+
+    def with_chat_template(self, source: str) -> "Tokenizer":
+        """Return a tokenizer of the same vocabulary with another chat template."""
+        other = copy.copy(self)
+        other.chat_template = source
+        return other
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Return the text of token ids, with U+FFFD for invalid bytes.

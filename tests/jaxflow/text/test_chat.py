@@ -7,8 +7,10 @@ import pytest
 import toy_vocabularies
 from tokenizers import processors
 
-from jaxflow.text import chat
-from jaxflow.text.chat import ChatTemplateError, encode_chat, render_chat
+from jaxflow.config import ConfigError
+from jaxflow.text import template_sandbox
+from jaxflow.text.chat import encode_chat, read_chat_template, render_chat
+from jaxflow.text.template_sandbox import ChatTemplateError
 from jaxflow.text.tokenizer import load_tokenizer
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -218,7 +220,10 @@ def test_templates_reach_no_attribute_of_python(expression):
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
         ("{% for x in [[]] recursive %}{{ loop([x]) }}{% endfor %}", "recursive loops are not supported"),
         ("{{ range(10 ** 9) | list }}", "Range too big"),
-        ("{% for a in range(50000) %}{{ messages[0].content * 1000 }}{% endfor %}", "writes more than"),
+        (
+            "{% for a in range(50000) %}{{ messages[0].content * 1000 }}{% endfor %}",
+            "makes texts and lists of",
+        ),
         ("{{ 9 ** 9 ** 9 ** 9 }}", "uses \\*\\* with operands that are not small numbers"),
         ("{{ 'x' * 10 ** 12 }}", "repeats a value"),
         ("{{ 10 ** 12 * [1] }}", "repeats a value"),
@@ -232,7 +237,7 @@ def test_templates_reach_no_attribute_of_python(expression):
     ],
 )
 def test_templates_take_a_bounded_number_of_steps(monkeypatch, template, says):
-    monkeypatch.setattr(chat, "MAX_STEPS", 100_000)
+    monkeypatch.setattr(template_sandbox, "MAX_STEPS", 100_000)
     with pytest.raises(ChatTemplateError, match=says):
         render_chat(template, HELLO)
     assert render_chat(PLAIN, HELLO) == "[user]Hello[assistant]"  # the steps of one rendering are no other's
@@ -245,8 +250,25 @@ def test_templates_take_a_bounded_number_of_steps(monkeypatch, template, says):
         (HELLO * 10_001, "messages: 10001 messages"),
         ([{"role": "user"}], r"messages\[0\].content is a NoneType, not a text"),
         ([*HELLO, {"role": 3, "content": ""}], r"messages\[1\].role is a int"),
-        (["Hello"], r"messages\[0\].role is a NoneType"),
-        ([{"role": "user", "content": [{"type": "text", "text": "x"}]}], r"messages\[0\].content is a list"),
+        (["Hello"], r"messages\[0\] is a str, not an object"),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image_url"}]}],
+            r"messages\[0\].content\[1\].type='image_url' is not accepted: text",
+        ),
+        ([{"role": "user", "content": [{"type": "text"}]}], r"messages\[0\].content\[0\].text is a NoneType"),
+        ([{"role": "user", "content": None}], r"messages\[0\].content is a NoneType"),
+        ([{"role": "a<b", "content": ""}], r"messages\[0\].role is 'a<b'"),
+        ([{"role": "user", "content": "", "tool_calls": [{}]}], r"messages\[0\].tool_calls is not accepted"),
+        ([{"role": "assistant", "tool_calls": [{}]}], r"messages\[0\].tool_calls\[0\] is not accepted"),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
+            r"messages\[0\].tool_calls\[0\].function.arguments is not JSON",
+        ),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}],
+            r"function.arguments is a list, not an object",
+        ),
+        ([{"role": "tool", "content": "x", "tool_call_id": 3}], r"messages\[0\].tool_call_id is a int"),
         ([{"role": "", "content": "x"}], r"messages\[0\].role is empty"),
         (
             [{"role": "user", "content": "a\ud83d"}],
@@ -254,13 +276,113 @@ def test_templates_take_a_bounded_number_of_steps(monkeypatch, template, says):
         ),
         (
             [{"role": "user", "content": "x" * 2_000_001}] * 2,
-            "messages: 4000010 characters; accepted: at most 4000000",
+            "messages: over 4000000 characters",
         ),
     ],
 )
 def test_malformed_messages_are_refused_by_place(messages, says):
     with pytest.raises(ChatTemplateError, match=says):
         render_chat(PLAIN, messages)
+
+
+SHOWN = "{% for m in messages %}{{ m | tojson(sort_keys=true) }}{% endfor %}"
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": [1, null]}'}}
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        (
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+            '{"content": "a\\nb", "role": "user"}',
+        ),
+        (
+            {"role": "assistant", "content": None, "tool_calls": [CALL]},
+            '{"content": "", "role": "assistant", "tool_calls": [{"function": {"arguments": {"x": [1, null]}, '
+            '"name": "f"}, "id": "c1", "type": "function"}]}',
+        ),
+        (
+            {"role": "tool", "content": "4", "tool_call_id": "c1", "name": "f"},
+            '{"content": "4", "name": "f", "role": "tool", "tool_call_id": "c1"}',
+        ),
+        ({"role": "developer", "content": "x"}, '{"content": "x", "role": "system"}'),
+        (
+            {"role": "assistant", "content": "x", "reasoning_content": "y", "tool_calls": []},
+            '{"content": "x", "reasoning_content": "y", "role": "assistant"}',
+        ),
+    ],
+)
+def test_templates_get_the_messages_of_openai(message, shown):
+    assert render_chat(SHOWN, [message]) == shown
+
+
+def test_a_template_that_knows_developers_gets_them():
+    knows = "{{ messages[0].role }}{# developer #}"
+    assert render_chat(knows, [{"role": "developer", "content": "x"}]) == "developer"
+
+
+def test_templates_get_tools_and_their_own_variables():
+    template = "{{ tools[0].function.name }} {{ enable_thinking }} {{ limits.most }}"
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    given = {"enable_thinking": False, "limits": {"most": 3}}
+    assert render_chat(template, HELLO, tools=tools, template_kwargs=given) == "f False 3"
+    assert render_chat("{{ tools is none }}", HELLO, tools=[]) == "True"
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        *(({name: 1}, "a name that no other setting has") for name in ("messages", "tools", "range", "a-b")),
+        ({"bos_token": "x"}, "a name that no other setting has"),
+        ({"x": object()}, "chat_template_kwargs has a object, not a JSON value"),
+        ({"x": "y" * 4_000_001}, "over 4000000 characters"),
+        ({f"x{i}": 1 for i in range(65)}, "65 entries"),
+        ({"x": [1] * 200_001}, "too many values"),
+    ],
+)
+def test_template_variables_are_bounded_and_hide_nothing(tmp_path, given, says):
+    files = {
+        "tokenizer.json": toy_vocabularies.byte_level_bpe(),
+        "tokenizer_config.json": {"bos_token": "<s>", "chat_template": PLAIN},
+    }
+    tokenizer = load_tokenizer(toy_vocabularies.write_folder(tmp_path, files))
+    with pytest.raises(ChatTemplateError, match=says) as refused:
+        render_chat(tokenizer, HELLO, template_kwargs=given)
+    assert refused.value.field in ("chat_template_kwargs", "messages")
+
+
+def test_deep_values_are_refused():
+    deep = []
+    for _ in range(40):
+        deep = [deep]
+    with pytest.raises(ChatTemplateError, match="too many values"):
+        render_chat(PLAIN, HELLO, template_kwargs={"x": deep})
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "can be read"),
+        (b"\xff", "a Jinja template in UTF-8"),
+        (b"{% if %}", "line 1"),
+        (b"x" * 500_001, "500001"),
+    ],
+)
+def test_a_chat_template_file_is_checked(tmp_path, content, says):
+    path = tmp_path / "t.jinja"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=says) as refused:
+        read_chat_template(str(path))
+    assert refused.value.field == "chat_template"
+
+
+def test_a_chat_template_file_replaces_the_models(tmp_path, models_dir):
+    (tmp_path / "t.jinja").write_text("new {{ messages[0].content }}")
+    tokenizer = load_tokenizer(models_dir / "stories260K")
+    other = tokenizer.with_chat_template(read_chat_template(str(tmp_path / "t.jinja")))
+    assert render_chat(other, HELLO) == "new Hello"
+    assert tokenizer.chat_template is None
 
 
 def test_a_model_without_a_template_says_so(models_dir):
