@@ -13,6 +13,7 @@ from typing import Protocol
 
 from jaxflow.engine.live_request import refused
 from jaxflow.engine.loop import Loop, Stats
+from jaxflow.engine.step_log import StepLog
 from jaxflow.request import Draining, Event, Finished, InvalidRequest, QueueFull, Request
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ class Driver:
         self._queued = 0  # submitted and not yet taken by the engine's thread
         self._draining = self._closed = False
         self._fault: BaseException | None = None
+        self._advanced_s: float | None = None  # when a step last advanced; None while there is no work
         self._thread = threading.Thread(target=self._run, name="jaxflow-engine", daemon=True)
 
     def start(self) -> None:
@@ -50,6 +52,21 @@ class Driver:
     def alive(self) -> bool:
         """True while steps can run."""
         return self._thread.is_alive() and self._fault is None
+
+    @property
+    def fault(self) -> BaseException | None:
+        """The fault that ended the engine."""
+        return self._fault
+
+    @property
+    def log(self) -> StepLog:
+        """The records of recent steps and ended sequences."""
+        return self._loop.log
+
+    def seconds_without_progress(self) -> float:
+        """Return the seconds since a step was last enqueued or read; 0 while there is no work."""
+        advanced_s = self._advanced_s
+        return 0.0 if advanced_s is None else time.monotonic() - advanced_s
 
     def accept(self, request: Request) -> Request:
         """Return the request with its limit. Any thread may call it.
@@ -119,7 +136,10 @@ class Driver:
         try:
             self._loop.begin()
             while self._next_commands():
+                advances = self._loop.advances
                 self._deliver(self._loop.step())
+                if self._loop.advances != advances:
+                    self._advanced_s = time.monotonic()
         except BaseException as fault:
             log.exception("the engine stopped")
             self._fault = fault
@@ -135,10 +155,13 @@ class Driver:
         """Run the callers' commands; wait if there is no work. Return False once closed."""
         with self._wake:
             while not (self._commands or self._loop.has_work or self._closed):
+                self._advanced_s = None
                 self._wake.notify_all()  # a drain may wait for this
                 self._wake.wait()
             if self._closed:
                 return False
+        if self._advanced_s is None:
+            self._advanced_s = time.monotonic()
         self._take_commands()
         return True
 
@@ -179,8 +202,10 @@ class Driver:
             if mailbox is not last:  # most events of a step go to one mailbox
                 last, batch = mailbox, by_mailbox.setdefault(id(mailbox), (mailbox, []))[1]
             batch.append(event)
-            if type(event) is Finished and not self._loop.is_live(event.request_id):
-                ended.append(event.request_id)
+            if type(event) is Finished:
+                self.log.ends.append(event)
+                if not self._loop.is_live(event.request_id):
+                    ended.append(event.request_id)
         for request_id in ended:
             mailboxes.pop(request_id, None)
         for mailbox, batch in by_mailbox.values():

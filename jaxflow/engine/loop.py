@@ -18,6 +18,7 @@ from jaxflow.engine.layout import SlotSampling, StepLayout, pack
 from jaxflow.engine.live_request import HostLogprobs, LiveRequest, needs_full_sampler, slot_settings
 from jaxflow.engine.plain_slots import PlainSlots
 from jaxflow.engine.programs import FULL, PLAIN
+from jaxflow.engine.step_log import StepLog, StepRecord
 from jaxflow.kv.tiers.offload import KvOffload
 from jaxflow.pipeline.choice import pick
 from jaxflow.request import Event, FinishReason, Request
@@ -48,6 +49,8 @@ class InFlight:
 
     work: StepWork
     pending: Pending
+    plan: str
+    enqueued_s: float
 
 
 class Loop:
@@ -76,6 +79,8 @@ class Loop:
         self._events: list[Event] = []  # of the step being read, kept here so that a fault loses no end
         self._counts = collections.Counter()
         self._steps_by_plan = collections.Counter()
+        self.log = StepLog()
+        self.advances = 0  # steps enqueued plus steps read
 
     # ---- requests
 
@@ -183,7 +188,7 @@ class Loop:
         if self._offload is not None:
             self._offload.send()
         if work is not None:
-            self._in_flight = InFlight(work, self._enqueue(work))
+            self._in_flight = self._enqueue(work)
         if before is not None:
             self._read(before)
         elif work is None and self._offload is not None and self._offload.busy:
@@ -191,7 +196,7 @@ class Loop:
         events, self._events = self._events, []
         return events
 
-    def _enqueue(self, work: StepWork) -> Pending:
+    def _enqueue(self, work: StepWork) -> InFlight:
         for seq in work.admitted:
             self._take_slot(seq)
         layout = self._choose(work)
@@ -200,7 +205,9 @@ class Loop:
         self._counts["steps"] += 1
         self._steps_by_plan[layout.plan] += 1
         self._counts["prompt_tokens"] += sum(chunk.tokens for chunk in work.chunks)
-        return self.executor.run(layout, buffer, appends, full=full, targets=self._targets(layout, work))
+        pending = self.executor.run(layout, buffer, appends, full=full, targets=self._targets(layout, work))
+        self.advances += 1
+        return InFlight(work, pending, layout.plan, time.monotonic())
 
     def _choose(self, work: StepWork) -> StepLayout:
         """Return the layout of the bucket's best plan for the step, without chunks if the step has none."""
@@ -245,7 +252,10 @@ class Loop:
     def _read(self, step: InFlight) -> None:
         """Wait for the tokens of a step, commit them, and add their events."""
         work, pending = step.work, step.pending
+        asked_s = time.monotonic()
         tokens = np.asarray(pending.tokens)
+        read_s = time.monotonic()
+        self.advances += 1
         found = None if pending.logprobs is None else HostLogprobs.of(pending.logprobs)
         now = self._clock()
         if pending.prompt is not None:
@@ -260,7 +270,23 @@ class Loop:
         self.scheduler.commit([seq for _, seq, _ in drawn], [token for _, _, token in drawn])
         for row, seq, token in drawn:
             self._take(seq, token, found, row, now)
-        self._counts["completion_tokens"] += int(plain.sum()) + len(drawn)
+        kept = int(plain.sum())
+        new_tokens = kept + len(drawn)
+        new_decode_tokens = kept + sum(row < len(slots) for row, _, _ in drawn)
+        self._counts["completion_tokens"] += new_tokens
+        self.log.steps.append(
+            StepRecord(
+                step.plan,
+                work.bucket,
+                len(slots),
+                work.num_tokens - len(slots),
+                new_tokens,
+                new_decode_tokens,
+                step.enqueued_s,
+                read_s - asked_s,
+                read_s,
+            )
+        )
 
     def _take(self, seq: Sequence, token: int, found: HostLogprobs | None, row: int, now: float) -> None:
         """Add the events of one committed token."""

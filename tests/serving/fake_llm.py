@@ -10,6 +10,7 @@ import types
 import paths
 
 from jaxflow.config import EngineConfig, Layer, ModelConfig
+from jaxflow.engine.step_log import StepLog, StepRecord
 from jaxflow.request import (
     Delta,
     Draining,
@@ -68,8 +69,11 @@ class FakeDriver:
         self.gate.set()
         self.submitted: list[Request] = []
         self.aborted: list[str] = []
-        self.steps = self.posts = 0
+        self.steps = self.posts = self.completion_tokens = 0
         self.alive = True
+        self.fault: BaseException | None = None
+        self.log = StepLog()
+        self._advanced_s: float | None = None
         self._lock = threading.Condition()
         self._running: list[Running] = []
         self._draining = self._closed = False
@@ -90,6 +94,20 @@ class FakeDriver:
                 self._running.append(Running(request, index, mailbox, limit, text))
             self._lock.notify_all()
 
+    def seconds_without_progress(self) -> float:
+        advanced_s = self._advanced_s
+        return 0.0 if advanced_s is None else time.monotonic() - advanced_s
+
+    def die(self, fault: BaseException) -> None:
+        """End the engine with a fault, as `Driver` does."""
+        with self._lock:
+            self.fault, self.alive, self._closed = fault, False, True
+            left, self._running = self._running, []
+            self.gate.set()
+            self._lock.notify_all()
+        for run in left:
+            self._end(run.mailbox, [self._finished(run, FinishReason.ABORT, error=fault)])
+
     def abort(self, request_id: str) -> None:
         with self._lock:
             self.aborted.append(request_id)
@@ -105,7 +123,7 @@ class FakeDriver:
             kv_pages_free=PAGES - len(live),
             steps=self.steps,
             prompt_tokens=0,
-            completion_tokens=0,
+            completion_tokens=self.completion_tokens,
             cached_prompt_tokens=0,
             preemptions=0,
             compilations_after_warmup=0,
@@ -119,7 +137,7 @@ class FakeDriver:
             self._lock.wait_for(lambda: not self._running, timeout_s)
             left, self._running = self._running, []
         for run in left:
-            run.mailbox.post([self._finished(run, FinishReason.ABORT)])
+            self._end(run.mailbox, [self._finished(run, FinishReason.ABORT)])
         return len({run.request.request_id for run in left})
 
     def close(self) -> None:
@@ -129,21 +147,34 @@ class FakeDriver:
             self._lock.notify_all()
         self._thread.join()
 
+    def _end(self, mailbox, events: list) -> None:
+        self.log.ends.extend(event for event in events if isinstance(event, Finished))
+        mailbox.post(events)
+
     def _run(self) -> None:
         while True:
             with self._lock:
+                if not self._running:
+                    self._advanced_s = None
                 self._lock.wait_for(lambda: self._running or self._closed)
                 if self._closed:
                     return
+                begun_s = self._advanced_s = time.monotonic()
             self.gate.wait()
             with self._lock:
                 self.steps += 1
+                firsts = sum(run.sent == 0 for run in self._running)
+                decodes = len(self._running) - firsts
                 by_mailbox: dict[int, tuple[object, list]] = {}
                 for run in list(self._running):
                     by_mailbox.setdefault(id(run.mailbox), (run.mailbox, []))[1].extend(self._step(run))
                 for mailbox, events in by_mailbox.values():
                     self.posts += 1
-                    mailbox.post(events)
+                    self._end(mailbox, events)
+                self.completion_tokens += firsts + decodes
+                read_s = self._advanced_s = time.monotonic()
+                tokens = (decodes, firsts, firsts + decodes, decodes)
+                self.log.steps.append(StepRecord("sequential", 512, *tokens, begun_s, 0.0, read_s))
                 self._lock.notify_all()
             time.sleep(self.step_s)
 
