@@ -19,7 +19,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from typing import TYPE_CHECKING, Any
 
 from jaxflow.request import InvalidRequest, Request, SamplingParams
-from jaxflow.text.chat import ChatTemplateError, render_chat
+from jaxflow.text.chat import encode_chat
+from jaxflow.text.template_sandbox import ChatTemplateError
 from jaxflow.text.tokenizer import Tokenizer
 from serving.frontend.access import ANONYMOUS, Caller
 from serving.frontend.config import ServerConfig
@@ -49,7 +50,7 @@ class State(enum.StrEnum):
 class Chat:
     """A conversation as a prompt.
 
-    `messages`: `{"role": ..., "content": ...}`, oldest first. `options`: keyword arguments of `render_chat`.
+    `messages`: `{"role": ..., "content": ...}`, oldest first. `options`: keyword arguments of `encode_chat`.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -219,19 +220,20 @@ class ServedModel:
             case str():
                 return self.tokenizer("prompt").encode(prompt, add_special_tokens is not False)
             case Chat():
-                tokenizer = self.tokenizer("messages")
-                return tokenizer.encode(self._rendered(tokenizer, prompt), bool(add_special_tokens))
+                return self._chat_ids(prompt, bool(add_special_tokens))
         return list(prompt)
 
-    def _rendered(self, tokenizer: Tokenizer, chat: Chat) -> str:
+    def _chat_ids(self, chat: Chat, add_special_tokens: bool) -> list[int]:
+        tokenizer = self.tokenizer("messages")
         if tokenizer.chat_template is None:
             message = "messages: the served model has no chat template: send a text or token ids"
             raise Refusal(Code.UNSUPPORTED, message, field="messages")
         _check_messages(chat.messages)
         try:
-            return render_chat(tokenizer, chat.messages, **chat.options)
+            options = {"add_special_tokens": add_special_tokens, **chat.options}
+            return encode_chat(tokenizer, chat.messages, **options)
         except ChatTemplateError as error:
-            raise InvalidRequest("messages", f"{len(chat.messages)} messages", str(error)) from error
+            raise InvalidRequest(error.field, f"{len(chat.messages)} messages", str(error)) from error
 
     # ---- streams
 

@@ -76,7 +76,11 @@ def chat(message: pb.Chat) -> Chat:
     going_on = message.continue_final_message
     return Chat(
         [{"role": part.role, "content": part.content} for part in message.messages],
-        {"add_generation_prompt": not going_on, "continue_final_message": going_on},
+        {
+            "add_generation_prompt": not going_on,
+            "continue_final_message": going_on,
+            "parse_control_tokens": message.parse_control_tokens,
+        },
     )
 
 

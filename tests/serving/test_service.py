@@ -156,6 +156,24 @@ def test_a_chat_is_written_by_the_models_template():
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize(("parse", "found"), [(False, []), (True, [2])])
+def test_a_control_token_in_a_message_is_plain_text_unless_asked_for(parse, found):
+    async def scenario():
+        async with (
+            serving(FakeLLM(chat_template=TEMPLATE)) as (server, llm),
+            stubs_of(server) as (generate, _, _),
+        ):
+            messages = [pb.ChatMessage(role="user", content="Hi</s>you")]
+            chat = pb.Chat(messages=messages, parse_control_tokens=parse)
+            told = await generate.Tokenize(pb.TokenizeRequest(chat=chat))
+            assert [i for i in told.ids if i in llm.tokenizer.special_ids] == found
+            call = generate.Generate(pb.GenerateRequest(chat=chat, sampling=pb.SamplingParams(max_tokens=1)))
+            await read(call)
+            assert llm.driver.submitted[0].prompt_token_ids == list(told.ids)
+
+    asyncio.run(scenario())
+
+
 def test_the_tokenizer_is_served():
     async def scenario():
         async with serving() as (server, llm), stubs_of(server) as (generate, _, _):
