@@ -133,6 +133,8 @@ class ParallelConfig:
                 raise ConfigError(field, size, "1, the only size that engines run today")
 
 
+MAX_STEP_TOKENS = 2**20
+
 # Array dtype of each value of `kv_cache_dtype`. None: the dtype of the model.
 KV_DTYPES = {
     "auto": None,
@@ -272,6 +274,10 @@ class EngineConfig:
             "step_sizes",
             all(one.isdecimal() and int(one) for one in sizes),
             "numbers of tokens, as 256,512",
+        )
+        tokens = self.max_num_batched_tokens
+        check(
+            "max_num_batched_tokens", tokens is None or tokens <= MAX_STEP_TOKENS, f"1 to {MAX_STEP_TOKENS}"
         )
         check("max_num_seqs", self.max_num_seqs is None or self.max_num_seqs <= 4096, "at most 4096")
         check("max_waiting", self.max_waiting >= 1, "a positive number")

@@ -1,24 +1,51 @@
 """Prompts: their tokens, and the requests made of them."""
 
 import dataclasses
+import logging
 import numbers
 import operator
 from collections.abc import Sequence
+from pathlib import Path
 
-from jaxflow.config import EngineConfig
+from jaxflow.config import ConfigError, EngineConfig
 from jaxflow.model.checkpoints.checkpoint import Checkpoint
 from jaxflow.request import InvalidRequest, Request, SamplingParams
 from jaxflow.request_output import detokenizer
 from jaxflow.text.tokenizer import Tokenizer, load_tokenizer
 from jaxflow.text.vocabulary import TokenizerError
 
+log = logging.getLogger(__name__)
+
 Prompt = str | Sequence[int]
 
 
 def open_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer | None:
-    """Return the configured tokenizer, or the checkpoint's; None if it has none. Raises: TokenizerError."""
+    """Return the configured tokenizer, or the checkpoint's; None if it has none.
+
+    A tokenizer may have fewer tokens than the model, which rounds its vocabulary up. Added tokens may lie beyond
+    the model's vocabulary: a prompt with one of them is refused.
+
+    Raises:
+      ConfigError: the configured tokenizer does not exist, or is one of another model.
+      TokenizerError: a file that cannot be read.
+    """
     source = config.tokenizer or checkpoint.tokenizer_path
-    return None if source is None else load_tokenizer(source)
+    if source is None:
+        return None
+    if config.tokenizer is not None and not Path(config.tokenizer).exists():
+        raise ConfigError("tokenizer", config.tokenizer, "an existing folder or .gguf file")
+    tokenizer = load_tokenizer(source)
+    most = checkpoint.model_config.vocab_size
+    if tokenizer.text_vocab_size > most:
+        raise ConfigError(
+            "tokenizer",
+            str(source),
+            f"a tokenizer of at most {most} tokens, the vocabulary of the model; this one has "
+            f"{tokenizer.text_vocab_size}",
+        )
+    if tokenizer.vocab_size > most:
+        log.warning("tokenizer: added tokens from %d on are beyond the model's vocabulary", most)
+    return tokenizer
 
 
 def token_ids(

@@ -13,6 +13,7 @@ MAX_LOGIT_BIAS = 300
 MAX_STOP = 64  # stop strings, and stop token ids, of one request
 MAX_STOP_CHARS = 1024
 MAX_N = 64
+MIN_REPETITION_PENALTY = 0.01  # below it, one repeated token takes all probability
 
 
 class InvalidRequest(ValueError):
@@ -108,8 +109,8 @@ class SamplingParams:
             value = getattr(self, field)
             if value is not None and not 0 <= value <= MAX_LOGPROBS:
                 raise InvalidRequest(field, value, f"0 to {MAX_LOGPROBS}")
-        if not (math.isfinite(self.repetition_penalty) and 0.0 < self.repetition_penalty <= 100.0):
-            raise InvalidRequest("repetition_penalty", self.repetition_penalty, "a number in (0, 100]")
+        penalty, least = self.repetition_penalty, MIN_REPETITION_PENALTY
+        _finite("repetition_penalty", penalty, least, 1 / least, f"a number from {least} to {1 / least:g}")
         _finite("presence_penalty", self.presence_penalty, -2.0, 2.0, "a number from -2 to 2")
         _finite("frequency_penalty", self.frequency_penalty, -2.0, 2.0, "a number from -2 to 2")
         if len(self.logit_bias) > MAX_LOGIT_BIAS:

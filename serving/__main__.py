@@ -98,9 +98,11 @@ def read_tokens(path: str | None) -> tuple[str, ...]:
     """
     if path is None:
         return ()
-    tokens = tuple(
-        line.strip() for line in Path(path).read_bytes().decode("latin-1").splitlines() if line.strip()
-    )
+    try:
+        content = Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError("auth_token_file", path, f"a file that can be read ({error.strerror})") from error
+    tokens = tuple(line.strip() for line in content.decode("latin-1").splitlines() if line.strip())
     if not tokens or not all(token.isascii() for token in tokens):
         raise ConfigError("auth_token_file", path, "a file with at least one token, one a line, in ASCII")
     return tokens

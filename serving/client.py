@@ -272,4 +272,4 @@ def _report_error(error: RequestFailed) -> int:
 
 if __name__ == "__main__":
     define_flags()
-    run_command(main)
+    run_command(main, infinite=("timeout_s",))

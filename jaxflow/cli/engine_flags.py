@@ -1,12 +1,12 @@
 """Command-line flags for the fields of `EngineConfig`."""
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any, get_args, get_type_hints
 
 from absl import flags
 
+from jaxflow.cli.float_flags import check_floats
 from jaxflow.config import EngineConfig
 
 # Flags of earlier versions, and the replacement of each.
@@ -30,11 +30,16 @@ def define_engine_flags(model: str | None = None) -> None:
         str: flags.DEFINE_string,
     }
     for field in dataclasses.fields(EngineConfig):
-        default = model if field.name == "model" else field.default
+        default = (model or "") if field.name == "model" else field.default
         kind = next(t for t in (get_args(hints[field.name]) or (hints[field.name],)) if t is not type(None))
         define[kind](field.name, default, field.metadata["help"])
     if model is None:
-        flags.mark_flag_as_required("model")
+        flags.register_validator(
+            "model",
+            bool,
+            "give a model, as --model PATH_OR_HUB_ID; a path without --model in front of it is not read",
+            flag_values=flags.FLAGS,
+        )
 
 
 def engine_config_from_flags() -> EngineConfig:
@@ -50,17 +55,14 @@ def parse(argv: Sequence[str]) -> None:
     """Parse a command line that has only flags.
 
     Raises:
-      flags.Error: an argument is not a flag, a flag is unknown or removed, or a number is NaN, which absl would
-        accept within any bounds.
+      flags.Error: an argument is not a flag, a flag is unknown or removed, or a number is not finite.
     """
     if problem := removed_flag(argv):
         raise flags.Error(problem)
     rest = flags.FLAGS(argv)[1:]
     if rest:
         raise flags.Error(f"unexpected arguments: {' '.join(rest)}")
-    for name, value in flags.FLAGS.flag_values_dict().items():
-        if isinstance(value, float) and math.isnan(value):
-            raise flags.Error(f"flag --{name}={value}: a number is accepted")
+    check_floats(flags.FLAGS)
 
 
 def removed_flag(argv: Sequence[str]) -> str | None:

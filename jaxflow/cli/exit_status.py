@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 INTERRUPTED = 128 + signal.SIGINT
 OUTPUT_CLOSED = 128 + signal.SIGPIPE
@@ -13,16 +13,27 @@ OUTPUT_CLOSED = 128 + signal.SIGPIPE
 _RESEND_AFTER_S = 0.02
 
 
-def run_command(main: Callable[[list[str]], int]) -> None:
+def run_command(main: Callable[[list[str]], int], infinite: Collection[str] = ()) -> None:
     """Parse absl's flags, call `main` with the remaining arguments, and end the process.
 
-    --help exits with status 0. absl itself would exit with status 1.
+    --help exits with status 0. absl itself would exit with status 1. The flags in `infinite` take infinity.
     """
-    from absl import app  # commands with argparse do not need absl
+    from absl import app, flags  # commands with argparse do not need absl
+
+    from jaxflow.cli.float_flags import check_floats
 
     if {"--help", "-h"} & set(sys.argv[1:]):
         app.usage(shorthelp=True, writeto_stdout=True, exitcode=0)
-    app.run(functools.partial(exit_status, main))
+
+    def checked(argv: list[str]) -> int:
+        try:
+            check_floats(flags.FLAGS, infinite)
+        except flags.Error as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+        return main(argv)
+
+    app.run(functools.partial(exit_status, checked))
 
 
 def exit_status(main: Callable[[list[str]], int], argv: Sequence[str]) -> int:

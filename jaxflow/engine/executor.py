@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxflow.engine import program_memory as temporary
 from jaxflow.engine.layout import StepLayout
-from jaxflow.engine.lowered_cache import LoweredPrograms
+from jaxflow.engine.lowered_cache import LoweredPrograms, compile_program
 from jaxflow.engine.programs import FULL_DONATES, REPLICATED, STEP_DONATES, Programs, Rows, head, prompt_head
 from jaxflow.kv.device_cache import cache_shapes, cache_spec, make_cache, page_groups
 from jaxflow.kv.tiers.page_copies import PageCopies
@@ -368,7 +368,7 @@ class Executor:
         return self._head["embed"].dtype
 
     def _compile(self, lowered: Any, options: dict[str, Any] | None = None) -> Any:
-        return lowered.compile(compiler_options=options or None)
+        return compile_program(lowered, options)
 
     def _lower(
         self, name: str, fn: jax.stages.Wrapped, donated: tuple[int, ...], *args: Any

@@ -15,6 +15,7 @@ import importlib.metadata
 import logging
 import os
 import tempfile
+import threading
 import time
 import zlib
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from typing import Any
 
 import jax
 from jax import export
+from jax.experimental.compilation_cache import compilation_cache
 
 from jaxflow.engine.programs import Rows
 from jaxflow.model.logprobs import LogprobsOut
@@ -43,6 +45,7 @@ _ROOTS = (
     "jaxflow.model.weights",
 )
 _MAX_BYTES = 2 << 30  # of the folder; an 8B model's programs take about 0.1 GB
+_WITHOUT_CACHE = threading.Lock()
 _MAX_AGE_S = 30 * 24 * 3600.0  # since the last use
 
 for _type in (Rows, LogprobsOut, SlotParams):  # their fields are all arrays
@@ -122,6 +125,29 @@ def beside_compiled(made_of: tuple) -> LoweredPrograms | None:
     )
 
 
+def compile_program(
+    lowered: jax.stages.Lowered, options: dict[str, Any] | None = None
+) -> jax.stages.Compiled:
+    """Return the compiled program. One of XLA's cache that does not fit is compiled again, without the cache."""
+    try:
+        return lowered.compile(compiler_options=options or None)
+    except (AssertionError, ValueError) as error:
+        if not (jax.config.jax_compilation_cache_dir and jax.config.jax_enable_compilation_cache):
+            raise
+        log.warning(
+            "a program of the compilation cache is another program's; it is compiled again: %s", error
+        )
+    with _WITHOUT_CACHE:
+        jax.config.update("jax_enable_compilation_cache", False)
+        compilation_cache.reset_cache()  # JAX decides once whether it uses the cache
+        jax.clear_caches()  # the process keeps the wrong program in memory, too
+        try:
+            return lowered.compile(compiler_options=options or None)
+        finally:
+            jax.config.update("jax_enable_compilation_cache", True)
+            compilation_cache.reset_cache()
+
+
 @functools.cache
 def _code() -> str:
     """Return a hash of the code that makes a step's programs: versions, and the sources of `lowering_files`."""
@@ -171,12 +197,17 @@ def _read(path: Path) -> export.Exported | None:
         content = path.read_bytes()
     except OSError:
         return None
-    if hashlib.sha256(content[_DIGEST:]).digest() != content[:_DIGEST]:
-        log.warning("%s is damaged; its program is lowered again", path)
+    if _signature(path, content[_DIGEST:]) != content[:_DIGEST]:
+        log.warning("%s is damaged or another program's; its program is lowered again", path)
         return None
     with contextlib.suppress(OSError):
         os.utime(path)  # `_evict` deletes the programs that were not used for the longest time
     return export.deserialize(bytearray(zlib.decompress(content[_DIGEST:])))
+
+
+def _signature(path: Path, packed: bytes) -> bytes:
+    """Return a hash of a file's name and content, so that two files cannot change places."""
+    return hashlib.sha256(path.name.encode() + packed).digest()
 
 
 def _write(path: Path, program: bytearray) -> None:
@@ -187,7 +218,7 @@ def _write(path: Path, program: bytearray) -> None:
         descriptor, partial = tempfile.mkstemp(dir=path.parent)
         try:
             with os.fdopen(descriptor, "wb") as file:
-                file.write(hashlib.sha256(packed).digest() + packed)
+                file.write(_signature(path, packed) + packed)
             os.replace(partial, path)
         except OSError:
             os.unlink(partial)

@@ -128,8 +128,23 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
             budget,
             f"at least max_num_seqs={seqs}, a token for each running sequence",
         )
+    most = max(seqs, _machine_bytes() // _step_token_bytes(model, dtype))
+    if budget > most:
+        raise ConfigError("max_num_batched_tokens", budget, f"at most {most}, which the memory may hold")
     config = dataclasses.replace(config, max_model_len=longest, max_num_batched_tokens=budget)
     return dataclasses.replace(config, plan=default_plan(config, model)) if config.plan == "auto" else config
+
+
+def _machine_bytes() -> int:
+    """Return the bytes of memory that a step could have: of a device, or the free ones of the host."""
+    stats = jax.local_devices()[0].memory_stats()
+    return stats["bytes_limit"] if stats else free_host_bytes()
+
+
+def _step_token_bytes(model: ModelConfig, dtype: str) -> int:
+    """Return the least bytes that a token of a step needs: residual, Q, K, V and the MLP's inner activations."""
+    heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    return jnp.dtype(dtype).itemsize * (2 * model.hidden_size + heads + 2 * model.intermediate_size)
 
 
 def memory_budget(mesh: Mesh, config: EngineConfig) -> int:
@@ -383,6 +398,14 @@ def prefill_seconds_per_token(executor: Executor) -> float:
 def _num_pages(config: EngineConfig, model: ModelConfig, mesh: Mesh, executor: Executor) -> tuple[int, ...]:
     """Return the pages of each layer group: as configured, or all that fit in the free memory."""
     if config.num_kv_pages is not None:
+        size = sum(page_bytes(executor.page_groups, config.block_size, mesh.size))
+        most = (memory_budget(mesh, config) if on_gpu() else free_host_bytes()) // size
+        if config.num_kv_pages > most:
+            raise ConfigError(
+                "num_kv_pages",
+                config.num_kv_pages,
+                f"at most {most} pages of {size} bytes, which fit the memory",
+            )
         return (config.num_kv_pages,) * len(model.windows)
     assert config.max_num_seqs and config.max_num_batched_tokens and config.max_model_len
     free = memory_budget(mesh, config) - executor.state_bytes()

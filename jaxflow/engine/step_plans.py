@@ -88,6 +88,10 @@ def named_plans(config: EngineConfig, model: ModelConfig) -> tuple[Plan, ...]:
     if config.plan in ("auto", "sequential"):
         return ()
     folder = SHIPPED if config.plan == "searched" else Path(config.plan)
+    if not folder.exists():
+        raise ConfigError(
+            "plan", config.plan, "auto, sequential, searched, or an existing plan file or folder of plans"
+        )
     single = config.plan != "searched" and not folder.is_dir()
     found = (load(folder),) if single else _made_for(folder, config, model)
     for plan in found:

@@ -18,6 +18,7 @@ class Tokenizer:
       source: the folder or file of the vocabulary.
       vocab_size: the largest token id plus one. The vocabulary of the model may be larger. Ids past
         `vocab_size` have no text.
+      text_vocab_size: number of tokens without the added ones.
       bos_token_id, eos_token_id: ids of the tokenizer's own tokens, or None.
       eos_token_ids: every end-of-sequence token, `eos_token_id` first.
       special_ids: tokens that are not text (`<s>`, `<|im_end|>`). `skip_special_tokens` leaves them out.
@@ -32,6 +33,7 @@ class Tokenizer:
         self._backend = vocabulary.backend
         self.source = vocabulary.source
         self.vocab_size = vocabulary.vocab_size
+        self.text_vocab_size = self._backend.get_vocab_size(with_added_tokens=False)
         self.bos_token_id = vocabulary.bos_token_id
         self.eos_token_ids = vocabulary.eos_token_ids
         self.eos_token_id = next(iter(vocabulary.eos_token_ids), None)

@@ -12,6 +12,8 @@ import pytest
 
 from jaxflow import LLM, SamplingParams
 from jaxflow.config import ConfigError, EngineConfig
+from jaxflow.engine import start
+from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.checkpoints.source import CheckpointError
 from jaxflow.pipeline.plan import PlanError
 from jaxflow.request import InvalidRequest
@@ -71,6 +73,7 @@ CASES = (
     Case("min_tokens over max_tokens", "min_tokens", {"min_tokens": 17}, says="0 to max_tokens"),
     Case("min_tokens over the context", "min_tokens", {"min_tokens": CONTEXT, "max_tokens": None}),
     Case("negative min_tokens", "min_tokens", {"min_tokens": -1}),
+    Case("a tiny penalty", "repetition_penalty", {"repetition_penalty": 1e-40}, says="0.01 to 100"),
     Case("n 0", "n", {"n": 0}),
     Case("a huge n", "n", {"n": 10**9}),
     Case("a negative temperature", "temperature", {"temperature": -0.1}),
@@ -183,6 +186,11 @@ SETTINGS = (
     ("gpu_memory_utilization", {"gpu_memory_utilization": 0.0}),
     ("gpu_memory_utilization", {"gpu_memory_utilization": math.nan}),
     ("num_kv_pages", {"num_kv_pages": 0}),
+    ("num_kv_pages", {"num_kv_pages": 10**9}),
+    ("num_kv_pages", {"num_kv_pages": 10**15}),
+    ("max_num_batched_tokens", {"max_num_batched_tokens": 10**9}),
+    ("tokenizer", {"tokenizer": "/nope"}),
+    ("plan", {"plan": "/nope"}),
     ("plan", {"plan": "searched"}),
 )
 
@@ -205,7 +213,7 @@ def test_an_unknown_setting():
 
 def test_a_plan_that_is_not_there_or_no_plan(tmp_path):
     missing = str(tmp_path / "missing.json")
-    with pytest.raises(PlanError, match=r"missing\.json"):
+    with pytest.raises(ConfigError, match=r"plan='.*missing\.json'"):
         LLM(STORIES, plan=missing, **SMALL)
     (tmp_path / "broken.json").write_text("{")
     with pytest.raises(PlanError, match=r"broken\.json"):
@@ -237,6 +245,43 @@ def test_a_checkpoint_that_is_broken(tmp_path):
     (wordless / "tokenizer.json").write_text("not json")
     with pytest.raises(TokenizerError, match="wordless"):
         LLM(str(wordless), **SMALL)
+
+
+def test_the_memory_bounds_the_tokens_of_a_step(monkeypatch):
+    config = EngineConfig(model=STORIES, max_num_batched_tokens=2**16, max_num_seqs=4)
+    model = open_checkpoint(STORIES).model_config
+    monkeypatch.setattr(start, "_machine_bytes", lambda: 10**8)
+    with pytest.raises(ConfigError, match="max_num_batched_tokens=65536") as caught:
+        start.resolve(config, model)
+    assert "at most" in caught.value.accepted
+
+
+def test_a_tokenizer_of_another_model_names_both_sizes(tmp_path):
+    copy = tmp_path / "small"
+    shutil.copytree(STORIES, copy)
+    words = json.loads((copy / "tokenizer.json").read_text())
+    words["model"]["vocab"] |= {f"<{i}>": 512 + i for i in range(88)}
+    (copy / "tokenizer.json").write_text(json.dumps(words))
+    with pytest.raises(ConfigError, match=r"at most 512 tokens.* has 600") as caught:
+        LLM(STORIES, tokenizer=str(copy), **SMALL)
+    assert caught.value.field == "tokenizer"
+
+
+def test_an_end_token_outside_the_vocabulary(tmp_path):
+    copy = tmp_path / "model"
+    shutil.copytree(STORIES, copy)
+    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 10**6]}))
+    with pytest.raises(ConfigError, match="eos_token_id=1000000 is not supported: below vocab_size=512"):
+        LLM(str(copy), **SMALL)
+
+
+def test_a_size_beyond_32_bits_names_the_range(tmp_path):
+    copy = tmp_path / "model"
+    shutil.copytree(STORIES, copy)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"vocab_size": 2**31}))
+    with pytest.raises(ConfigError, match=r"vocab_size=2147483648 .* from 1 to 2147483647"):
+        LLM(str(copy), **SMALL)
 
 
 def test_a_model_without_a_tokenizer(tmp_path):

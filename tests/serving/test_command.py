@@ -150,6 +150,8 @@ def test_a_port_in_use_is_one_line_and_an_exit_code():
     [
         (("--model=/no/such/model",), "/no/such/model"),
         (("--model", MODEL, "--quantization=int3"), "quantization='int3'"),
+        (("--model", MODEL, "--auth_token_file=/nope"), "auth_token_file='/nope'"),
+        (("--model", MODEL, "--drain_timeout_s=nan"), "--drain_timeout_s=nan"),
     ],
 )
 def test_a_setting_that_cannot_work_is_one_line_and_an_exit_code(arguments, says):

@@ -67,7 +67,7 @@ class Keys:
         value = self._left.pop(key, None)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**31:
-            raise ConfigError(self.name(key), value, f"a whole number of at least {least}")
+            raise ConfigError(self.name(key), value, f"a whole number from {least} to {2**31 - 1}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:

@@ -340,8 +340,14 @@ def _tokenizer(folder: Path) -> Path | None:
 def _checkpoint(
     name: str, config: ModelConfig, tokenizer: Path | None, settings: dict[str, Any], source: Any
 ) -> Checkpoint:
-    """Return a checkpoint. Its end-of-sequence tokens are those of the generation config, then of the config."""
+    """Return a checkpoint. Its end-of-sequence tokens are those of the generation config, then of the config.
+
+    Raises:
+      ConfigError: an end-of-sequence token outside the vocabulary.
+    """
     eos = tuple(dict.fromkeys((*settings.get("eos_token_ids", ()), *config.eos_token_ids)))
+    if max(eos, default=0) >= config.vocab_size:
+        raise ConfigError("eos_token_id", max(eos), f"below vocab_size={config.vocab_size}")
     return Checkpoint(
         name,
         dataclasses.replace(config, eos_token_ids=eos),

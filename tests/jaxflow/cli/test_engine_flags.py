@@ -1,11 +1,13 @@
 """Test the command-line flags of EngineConfig."""
 
 import dataclasses
+import math
 
 import pytest
 from absl import flags
 
 import jaxflow.cli.engine_flags as engine_flags
+from jaxflow.cli.float_flags import check_floats
 from jaxflow.config import ConfigError, EngineConfig
 
 DEFINE = {
@@ -21,9 +23,6 @@ def parse(monkeypatch):
         values = flags.FlagValues()
         for name, define in DEFINE.items():
             monkeypatch.setattr(flags, name, with_values(define, values))
-        monkeypatch.setattr(
-            flags, "mark_flag_as_required", lambda flag: flags.mark_flags_as_required([flag], values)
-        )
         monkeypatch.setattr(flags, "FLAGS", values)
         engine_flags.define_engine_flags(model)
         values(["program", *arguments])
@@ -41,8 +40,40 @@ def test_defaults_are_those_of_engine_config(parse):
 
 
 def test_model_is_required(parse):
-    with pytest.raises(flags.IllegalFlagValueError, match="--model"):
-        parse()
+    with pytest.raises(flags.IllegalFlagValueError, match="give a model, as --model PATH") as refused:
+        parse("/a/path/without/its/flag")
+    assert "None" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("argument", "accepted"),
+    [
+        *((f"--plain={value}", False) for value in ("nan", "inf", "-inf")),
+        ("--plain=1.5", True),
+        ("--rate=inf", True),
+        ("--rate=nan", False),
+        ("--rate=-inf", False),
+        ("--several=1,nan", False),
+        ("--several=1,2", True),
+        ("--timeout_s=inf", True),
+        ("--timeout_s=nan", False),
+    ],
+)
+def test_numbers_that_are_not_finite_are_refused(argument, accepted):
+    values = flags.FlagValues()
+    flags.DEFINE_float("plain", 1.0, "A bounded number.", lower_bound=0, flag_values=values)
+    flags.DEFINE_float("timeout_s", 1.0, "Seconds.", flag_values=values)
+    flags.DEFINE_float("rate", math.inf, "A rate.", flag_values=values)
+    flags.DEFINE_multi_float("several", [], "Several numbers.", flag_values=values)
+    name, _, value = argument.partition("=")
+    given = [f"{name}={one}" for one in value.split(",")]
+    try:
+        values(["program", *given])
+        check_floats(values, infinite=("timeout_s",))
+    except flags.Error as error:
+        assert not accepted and name in str(error)
+    else:
+        assert accepted
 
 
 def test_every_field_has_a_flag(parse):

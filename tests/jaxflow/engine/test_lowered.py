@@ -15,6 +15,7 @@ import paths
 import planned
 import pytest
 import toy
+from jax.experimental.compilation_cache import compilation_cache
 
 from jaxflow.config import EngineConfig, Layer, ModelConfig, Rope
 from jaxflow.engine import lowered_cache as lowered
@@ -67,6 +68,57 @@ def test_it_is_lowered_once_and_damage_is_seen(tmp_path, monkeypatch, caplog):
         assert lower(programs).compile()(np.arange(4, dtype=np.float32))["twice"].tolist() == [0, 2, 4, 6]
         assert "damaged" in caplog.text
         assert path.read_bytes() == content and files(programs.folder) == [path]
+
+
+def test_files_that_changed_places_are_seen(tmp_path, caplog):
+    programs = LoweredPrograms(tmp_path / "lowered", "settings")
+    lower(programs)
+    lower(programs, shape=(5,))
+    one, other = files(programs.folder)
+    first, second = one.read_bytes(), other.read_bytes()
+    one.write_bytes(second)
+    other.write_bytes(first)
+    assert lower(programs).compile()(np.arange(4, dtype=np.float32))["twice"].tolist() == [0, 2, 4, 6]
+    assert "another program's" in caplog.text
+
+
+def test_swapped_entries_of_xlas_cache_are_compiled_again(tmp_path, caplog):
+    def compiled(function, *args):
+        return lowered.compile_program(jax.jit(function).lower(*args))(*args)
+
+    def one(x):
+        return x + 1
+
+    def two(x, y):
+        return x * y
+
+    x = jnp.arange(3.0)
+    kept = {
+        name: getattr(jax.config, name)
+        for name in (
+            "jax_compilation_cache_dir",
+            "jax_persistent_cache_min_compile_time_secs",
+            "jax_persistent_cache_min_entry_size_bytes",
+        )
+    }
+    try:
+        for name, value in zip(kept, (str(tmp_path), 0.0, -1), strict=True):
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        compiled(one, x), compiled(two, x, x)
+        (first,), (second,) = (list(tmp_path.glob(f"jit_{name}-*-cache")) for name in ("one", "two"))
+        content = first.read_bytes()
+        first.write_bytes(second.read_bytes())
+        second.write_bytes(content)
+        jax.clear_caches()
+        assert compiled(one, x).tolist() == [1, 2, 3]
+        assert compiled(two, x, x).tolist() == [0, 1, 4]
+        assert caplog.text.count("compiled again") == 2
+        assert jax.config.jax_enable_compilation_cache
+    finally:
+        for name, value in kept.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
 
 
 def test_other_settings_names_shapes_and_code_are_other_programs(tmp_path, monkeypatch):
