@@ -25,6 +25,11 @@ from jaxflow.config import ConfigError, EngineConfig
 from serving.frontend.config import ListenError, ServerConfig
 from serving.frontend.served_model import ServedModel
 from serving.grpc.server import Server
+from serving.operations import operations_flags
+from serving.operations.health import make_first_token
+from serving.operations.operations import Operations
+from serving.operations.request_log import RequestLogError
+from serving.operations.tracing import TracingError
 
 if TYPE_CHECKING:
     from jaxflow.llm import LLM
@@ -87,7 +92,7 @@ def main(argv: list[str]) -> int:
         )
     except (ConfigError, ListenError, OSError) as error:
         return report_error(error)
-    return asyncio.run(serve(config, lambda: load(engine)))
+    return asyncio.run(serve(config, lambda: load(engine), operations_flags.operations_from_flags))
 
 
 def read_tokens(path: str | None) -> tuple[str, ...]:
@@ -116,11 +121,16 @@ def load(config: EngineConfig) -> "LLM":
     from jaxflow.llm import LLM
 
     llm = LLM.from_config(config)
+    make_first_token(llm)
     freeze_heap()
     return llm
 
 
-async def serve(config: ServerConfig, load: Callable[[], "LLM"]) -> int:
+async def serve(
+    config: ServerConfig,
+    load: Callable[[], "LLM"],
+    make_operations: Callable[[ServedModel], Operations] = Operations,
+) -> int:
     """Serve the model that `load` returns until a signal comes or the engine fails. Return the exit status."""
     # The engine's thread gets the interpreter lock within 0.5 ms, even while many streams are written.
     sys.setswitchinterval(0.0005)
@@ -134,11 +144,17 @@ async def serve(config: ServerConfig, load: Callable[[], "LLM"]) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
-    server = Server(ServedModel(config))
+    served = ServedModel(config)
+    try:
+        operations = make_operations(served)
+    except (RequestLogError, TracingError) as error:
+        return report_error(error)
+    server = Server(served, operations.observe)
     try:
         await server.start()
     except ListenError as error:
         return report_error(error)
+    watching = asyncio.create_task(operations.run(server.show_ready))
     log(
         f"listening on {config.host}:{server.port}, admin on "
         f"{config.admin_host}:{server.admin_port}; loading the model"
@@ -149,6 +165,8 @@ async def serve(config: ServerConfig, load: Callable[[], "LLM"]) -> int:
         return await serve_until_stopped(server, load, asyncio.create_task(stop_requested.wait()))
     finally:
         await server.stop()
+        watching.cancel()
+        operations.close()
 
 
 async def serve_until_stopped(server: Server, load: Callable[[], "LLM"], stop_requested: asyncio.Task) -> int:
@@ -185,7 +203,9 @@ def report_error(error: Exception) -> int:
     An error that names a setting or a file is printed as one line. Any other error is a bug and is printed
     with its traceback.
     """
-    if isinstance(error, ListenError | OSError) or type(error).__module__.startswith("jaxflow."):
+    if isinstance(error, ListenError | RequestLogError | TracingError | OSError) or type(
+        error
+    ).__module__.startswith("jaxflow."):
         print(f"error: {error}", file=sys.stderr, flush=True)
     else:
         traceback.print_exception(error)
@@ -231,6 +251,7 @@ def log(text: str) -> None:
 if __name__ == "__main__":
     jaxflow.cli.engine_flags.define_engine_flags()
     flags.adopt_module_key_flags(jaxflow.cli.engine_flags)
+    flags.adopt_module_key_flags(operations_flags)
     if problem := jaxflow.cli.engine_flags.removed_flag(sys.argv):
         sys.exit(f"error: {problem}")
     run_command(main)

@@ -23,6 +23,7 @@ from jaxflow.text.chat import encode_chat
 from jaxflow.text.template_sandbox import ChatTemplateError
 from jaxflow.text.tokenizer import Tokenizer
 from serving.frontend.access import ANONYMOUS, Caller
+from serving.frontend.call import CALL
 from serving.frontend.config import ServerConfig
 from serving.frontend.event_queue import EventQueue, EventRouter
 from serving.frontend.refusal import Code, Refusal, deadline_passed, draining
@@ -78,6 +79,16 @@ class ServedModel:
     def state(self) -> State:
         """Return the state of the model."""
         return self._state
+
+    @property
+    def loaded(self) -> bool:
+        """Return True once the model is loaded."""
+        return self._llm is not None
+
+    @property
+    def draining(self) -> bool:
+        """Return True once new requests are refused."""
+        return self._state is State.DRAINING
 
     def on_change(self, listener: Callable[[State], Awaitable[None]]) -> None:
         """Call `listener` with each new state."""
@@ -209,7 +220,10 @@ class ServedModel:
                 cache_salt=cache_salt,
             )
 
-        return await asyncio.to_thread(make)
+        built = await asyncio.to_thread(make)
+        if (call := CALL.get()) is not None:
+            call.build(request_id, built)
+        return built
 
     async def encode(self, prompt: str | Chat, add_special_tokens: bool | None = None) -> list[int]:
         """Return the token ids of a text or a chat, see `build_request`. Raises: Refusal, InvalidRequest."""
@@ -291,8 +305,12 @@ class Stream:
 
     async def __aiter__(self) -> AsyncIterator[Iterator[Output]]:
         """Yield iterators, which must be read to their end. Raises: while they are read, see `Transcript`."""
+        call = CALL.get()
         while not self._transcript.done:
-            yield self._transcript.outputs(await self._queue.take())
+            events = await self._queue.take()
+            if call is not None:
+                call.take(events)
+            yield self._transcript.outputs(events)
 
 
 def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:

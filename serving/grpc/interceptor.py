@@ -18,9 +18,11 @@ from grpc_status import rpc_status
 
 from jaxflow.request import InvalidRequest
 from serving.frontend.access import BearerTokens, Caller
+from serving.frontend.call import Observe, unobserved
 from serving.frontend.refusal import Code, Refusal, refusal_of
 from serving.grpc import errors
 
+_OBSERVED = "/Generate"
 _NO_TOKEN_NEEDED = "/grpc.health."  # health probes of an orchestrator carry no token
 
 
@@ -29,10 +31,11 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
     Args:
       tokens: the accepted tokens.
+      observe: opens the record of a generating call, see `serving.frontend.call`.
     """
 
-    def __init__(self, tokens: BearerTokens):
-        self._tokens = tokens
+    def __init__(self, tokens: BearerTokens, observe: Observe = unobserved):
+        self._tokens, self._observe = tokens, observe
         self._guarded: dict[str, grpc.RpcMethodHandler] = {}
         # A stream handler runs before the request is read, so callers without a token cost no memory.
         self._refusing = grpc.stream_stream_rpc_method_handler(_refuse)
@@ -46,7 +49,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             handler = await continuation(handler_call_details)
             if handler is None:
                 return None  # gRPC answers UNIMPLEMENTED
-            guarded = self._guarded[method] = _guard(handler, method)
+            guarded = self._guarded[method] = _guard(handler, method, self._observe)
         return guarded
 
 
@@ -54,6 +57,12 @@ def caller_of(call: grpc.HandlerCallDetails, tokens: BearerTokens) -> Caller | N
     """Return the caller of a call, or None if its metadata has no valid token."""
     metadata = call.invocation_metadata  # type: ignore[attr-defined]
     return tokens.caller(next((value for key, value in metadata if key == "authorization"), None))
+
+
+def _traceparent(context: grpc.aio.ServicerContext) -> str:
+    """Return the W3C trace context of a call, or an empty text."""
+    metadata = context.invocation_metadata() or ()
+    return next((str(value) for key, value in metadata if key == "traceparent"), "")
 
 
 async def _refuse(_requests, context) -> None:
@@ -93,7 +102,7 @@ async def _each_readable(requests) -> AsyncIterator:
         yield _readable(request)
 
 
-def _guard(handler: grpc.RpcMethodHandler, method: str) -> grpc.RpcMethodHandler:
+def _guard(handler: grpc.RpcMethodHandler, method: str, observe: Observe) -> grpc.RpcMethodHandler:
     """Return `handler` with every exception turned into a status."""
     # gRPC has four kinds of handlers, and stores the function under the name of its kind.
     kind = (
@@ -106,7 +115,10 @@ def _guard(handler: grpc.RpcMethodHandler, method: str) -> grpc.RpcMethodHandler
 
     async def call(request, context):
         try:
-            return await inner(read(request), context)
+            if not method.endswith(_OBSERVED):
+                return await inner(read(request), context)
+            with observe("grpc", method, _traceparent(context)):
+                return await inner(read(request), context)
         except BaseException as error:
             await _answer(error, context, method)
 

@@ -9,6 +9,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from serving.frontend.access import BearerTokens
+from serving.frontend.call import Observe, unobserved
 from serving.frontend.config import ListenError, ServerConfig, read_certificates
 from serving.frontend.served_model import ServedModel, State
 from serving.grpc import generate_pb2, generate_pb2_grpc
@@ -35,10 +36,14 @@ _STOP_GRACE_S = 5.0  # for sending the last messages, after the last request has
 
 
 class Server:
-    """The gRPC server of a model, on the running event loop. The admin service has its own port."""
+    """The gRPC server of a model, on the running event loop. The admin service has its own port.
 
-    def __init__(self, served: ServedModel):
-        self.served, self.config = served, served.config
+    Args:
+      observe: opens the record of a generating call.
+    """
+
+    def __init__(self, served: ServedModel, observe: Observe = unobserved):
+        self.served, self.config, self._observe = served, served.config, observe
         self.port = self.admin_port = 0  # the bound ports, after `start`
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._listeners: list[grpc.aio.Server] = []
@@ -55,7 +60,8 @@ class Server:
         self.served.on_change(self._show)
         tokens = BearerTokens(config.auth_tokens)
         main, admin = (
-            grpc.aio.server(interceptors=[CallInterceptor(tokens)], options=_OPTIONS) for _ in range(2)
+            grpc.aio.server(interceptors=[CallInterceptor(tokens, self._observe)], options=_OPTIONS)
+            for _ in range(2)
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, main)
         generate_pb2_grpc.add_GenerateServiceServicer_to_server(GenerateService(self.served), main)
@@ -81,6 +87,11 @@ class Server:
             await self._set_health(health_pb2.HealthCheckResponse.SERVING)
         else:
             await self._health.enter_graceful_shutdown()
+
+    async def show_ready(self, ready: bool) -> None:
+        """Report as health whether steps advance. After draining began, health stays NOT_SERVING."""
+        status = health_pb2.HealthCheckResponse
+        await self._set_health(status.SERVING if ready else status.NOT_SERVING)
 
     async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
         for service in ("", *_MAIN_SERVICES):

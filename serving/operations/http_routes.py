@@ -1,15 +1,28 @@
 """The HTTP routes of operation: `/health*`, `/metrics` and `/status`."""
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 
 from serving.operations.health import Verdict
 from serving.operations.metrics import CONTENT_TYPE
 from serving.operations.operations import Operations
+
+PAGE = (Path(__file__).parent / "status.html").read_bytes()
+PAGE_HEADERS = {
+    "cache-control": "no-store",
+    # The page is one file. Nothing else is loaded, and no other page may frame it.
+    "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    "connect-src 'self'; img-src data:; frame-ancestors 'none'; base-uri 'none'",
+    "x-content-type-options": "nosniff",
+}
+EVENTS_S = 1.0  # between two events of the status page
+MAX_VIEWERS = 32  # open status pages; a further one is answered 503
 
 
 def routes(operations: Operations) -> list[BaseRoute]:
@@ -18,6 +31,28 @@ def routes(operations: Operations) -> list[BaseRoute]:
     async def metrics(request: Request) -> Response:
         return Response(operations.metrics(), headers={"content-type": CONTENT_TYPE})
 
+    async def page(request: Request) -> Response:
+        return Response(PAGE, media_type="text/html", headers=PAGE_HEADERS)
+
+    viewers = set()
+
+    async def events(request: Request) -> Response:
+        if len(viewers) >= MAX_VIEWERS:
+            return Response("too many open status pages", status_code=503, headers={"retry-after": "10"})
+        viewer = object()
+
+        async def stream() -> AsyncIterator[bytes]:
+            viewers.add(viewer)
+            try:
+                while True:
+                    yield b"data: " + msgspec.json.encode(operations.status.now()) + b"\n\n"
+                    await asyncio.sleep(EVENTS_S)
+            finally:
+                viewers.discard(viewer)
+
+        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+        return StreamingResponse(stream(), media_type="text/event-stream", headers=headers)
+
     health = operations.health
     return [
         Route("/health", _probe(health.ready)),
@@ -25,6 +60,8 @@ def routes(operations: Operations) -> list[BaseRoute]:
         Route("/health/live", _probe(health.live)),
         Route("/health/startup", _probe(health.startup)),
         Route("/metrics", metrics),
+        Route("/status", page),
+        Route("/status/events", events),
     ]
 
 

@@ -6,6 +6,7 @@ import time
 
 from jaxflow.engine.step_log import StepRecord
 from jaxflow.request import Finished
+from serving.frontend.refusal import Code
 from serving.operations.health import ServedState
 from serving.operations.histogram import SECONDS, STEP_SECONDS, TOKENS, Histogram
 
@@ -37,7 +38,7 @@ class Recorder:
         self.sequences: collections.Counter[str] = collections.Counter(
             dict.fromkeys(("stop", "length", "abort", "error"), 0)
         )
-        self.refusals: collections.Counter[str] = collections.Counter()
+        self.refusals: collections.Counter[str] = collections.Counter(dict.fromkeys(map(str, Code), 0))
         self.dropped_streams = 0
         self.device_wait_s = self.host_s = 0.0
         self.recent_steps: collections.deque[StepRecord] = collections.deque(maxlen=RECENT)

@@ -1,0 +1,119 @@
+"""The content of the status page: one JSON object of this moment."""
+
+import itertools
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jaxflow
+from jaxflow.engine.step_log import StepRecord
+from serving.operations.health import Health, ServedState
+from serving.operations.recorder import Recorder
+
+WINDOW_S = 10.0  # rates are means over this time
+
+
+class Status:
+    """The source of the status page."""
+
+    def __init__(self, served: ServedState, recorder: Recorder, health: Health):
+        self._served, self._recorder, self._health = served, recorder, health
+        self._begun_s = time.monotonic()
+
+    def now(self) -> dict[str, Any]:
+        """Return the status."""
+        self._recorder.update()
+        ready = self._health.ready()
+        status: dict[str, Any] = {
+            "state": self._state(),
+            "reason": ready.reason,
+            "version": jaxflow.__version__,
+            "uptime_s": round(time.monotonic() - self._begun_s),
+            "faults": [
+                {"time_s": fault.time_s, "kind": fault.kind, "request_id": fault.request_id}
+                for fault in reversed(self._recorder.faults)
+            ],
+        }
+        return status | self._engine() if self._served.loaded else status
+
+    def _state(self) -> str:
+        if not self._served.loaded:
+            return "loading"
+        if not self._served.llm.driver.alive:
+            return "failed"
+        if self._health.stalled_for_s:
+            return "stalled"
+        return "draining" if self._served.draining else "ready"
+
+    def _engine(self) -> dict[str, Any]:
+        llm, recorder = self._served.llm, self._recorder
+        stats, config = llm.driver.stats(), llm.engine_config
+        steps = recent(recorder.recent_steps, time.monotonic())
+        ends = list(recorder.recent_ends)
+        last = recorder.recent_steps[-1] if recorder.recent_steps else None
+        intervals = [
+            after.read_s - before.read_s
+            for before, after in itertools.pairwise(steps)
+            if after.new_decode_tokens
+        ]
+        return {
+            "model": llm.name,
+            "running": stats.running_requests,
+            "waiting": stats.waiting_requests,
+            "generated_per_s": sum(step.new_tokens for step in steps) / WINDOW_S,
+            "prompt_per_s": sum(step.prefill_tokens for step in steps) / WINDOW_S,
+            "steps_per_s": len(steps) / WINDOW_S,
+            "kv": tiers(stats),
+            "step": {
+                "device": device_kind(),
+                "dtype": config.dtype,
+                "kv_cache_dtype": config.kv_cache_dtype,
+                "tensor_parallel_size": config.tensor_parallel_size,
+                "plan": last.plan if last else config.plan,
+                "tokens": f"{last.decode_tokens + last.prefill_tokens} of {last.bucket}"
+                if last
+                else "none yet",
+            },
+            "latencies_ms": {
+                "queue": percentiles([end.timings.queued_s for end in ends]),
+                "first token": percentiles([end.timings.time_to_first_token_s for end in ends]),
+                "between tokens": percentiles(intervals),
+                "whole request": percentiles([end.timings.total_s for end in ends]),
+            },
+        }
+
+
+def recent(steps: Sequence[StepRecord], now_s: float) -> list[StepRecord]:
+    """Return the steps of the last `WINDOW_S` seconds, oldest first."""
+    return [step for step in steps if step.read_s > now_s - WINDOW_S]
+
+
+def tiers(stats: Any) -> list[dict[str, Any]]:
+    """Return the used and total pages of each tier. A total of None is not limited by pages."""
+    found = [{"tier": "device", "used": stats.kv_pages - stats.kv_pages_free, "total": stats.kv_pages}]
+    found += [
+        {"tier": tier, "used": stats.kv_tiers[f"{tier}_pages"], "total": None}
+        for tier in ("host", "disk")
+        if f"{tier}_pages" in stats.kv_tiers
+    ]
+    return found
+
+
+def percentiles(seconds: Sequence[float]) -> list[float] | None:
+    """Return the median and the 99th percentile in milliseconds, or None without values."""
+    if not seconds:
+        return None
+    if len(seconds) == 1:
+        return [1e3 * seconds[0]] * 2
+    hundredths = statistics.quantiles(seconds, n=100, method="inclusive")
+    return [1e3 * hundredths[49], 1e3 * hundredths[98]]
+
+
+def device_kind() -> str:
+    """Return the kind of the device that runs the steps."""
+    jax = sys.modules.get(
+        "jax"
+    )  # an engine imports JAX; importing it here would stop all streams for seconds
+    return "none" if jax is None else f"{jax.device_count()} x {jax.devices()[0].device_kind}"
