@@ -22,7 +22,10 @@ FIRST_TOKEN_TIMEOUT_S = 600.0
 class ServedState(Protocol):
     """The served model, as operations read it."""
 
-    draining: bool
+    @property
+    def draining(self) -> bool:
+        """Return True once new requests are refused."""
+        ...
 
     @property
     def loaded(self) -> bool:

@@ -1,5 +1,6 @@
 """The content of the status page: one JSON object of this moment."""
 
+import collections
 import itertools
 import statistics
 import sys
@@ -50,7 +51,7 @@ class Status:
     def _engine(self) -> dict[str, Any]:
         llm, recorder = self._served.llm, self._recorder
         stats, config = llm.driver.stats(), llm.engine_config
-        steps = recent(recorder.recent_steps, time.monotonic())
+        steps, window_s = recent(recorder.recent_steps, time.monotonic())
         ends = list(recorder.recent_ends)
         last = recorder.recent_steps[-1] if recorder.recent_steps else None
         intervals = [
@@ -62,9 +63,9 @@ class Status:
             "model": llm.name,
             "running": stats.running_requests,
             "waiting": stats.waiting_requests,
-            "generated_per_s": sum(step.new_tokens for step in steps) / WINDOW_S,
-            "prompt_per_s": sum(step.prefill_tokens for step in steps) / WINDOW_S,
-            "steps_per_s": len(steps) / WINDOW_S,
+            "generated_per_s": sum(step.new_tokens for step in steps) / window_s,
+            "prompt_per_s": sum(step.prefill_tokens for step in steps) / window_s,
+            "steps_per_s": len(steps) / window_s,
             "kv": tiers(stats),
             "step": {
                 "device": device_kind(),
@@ -85,9 +86,14 @@ class Status:
         }
 
 
-def recent(steps: Sequence[StepRecord], now_s: float) -> list[StepRecord]:
-    """Return the steps of the last `WINDOW_S` seconds, oldest first."""
-    return [step for step in steps if step.read_s > now_s - WINDOW_S]
+def recent(steps: collections.deque[StepRecord], now_s: float) -> tuple[list[StepRecord], float]:
+    """Return the steps of the last seconds, oldest first, and the seconds that they cover.
+
+    The seconds are `WINDOW_S`, or fewer if a full deque holds fewer.
+    """
+    full = len(steps) == steps.maxlen
+    window_s = min(WINDOW_S, now_s - steps[0].read_s) if full else WINDOW_S
+    return [step for step in steps if step.read_s > now_s - window_s], max(window_s, 1e-3)
 
 
 def tiers(stats: Any) -> list[dict[str, Any]]:

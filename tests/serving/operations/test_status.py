@@ -1,6 +1,7 @@
 """The status page: its numbers, and the page in a real browser."""
 
 import asyncio
+import collections
 import json
 import os
 import re
@@ -14,9 +15,10 @@ from hypothesis import strategies as st
 from served_state import State, http_server, submit
 
 import serving.operations
+from jaxflow.engine.step_log import StepRecord
 from jaxflow.request import SamplingParams
 from serving.operations import Operations
-from serving.operations.status import percentiles
+from serving.operations.status import WINDOW_S, percentiles, recent
 
 PAGE = Path(serving.operations.__file__).parent / "status.html"
 
@@ -42,6 +44,20 @@ def test_status_of_each_state():
     now = status.now()
     assert (now["state"], now["faults"][0]["kind"]) == ("failed", "engine stopped: MemoryError")
     assert "secret" not in json.dumps(now)
+
+
+@given(st.integers(1, 40), st.floats(0.001, 5.0))
+def test_rates_of_steps_at_even_times(steps, interval_s):
+    """The rate is right whether the deque or the window ends first."""
+    kept = collections.deque(maxlen=20)
+    for number in range(steps):
+        kept.append(StepRecord("p", 1, 1, 0, 1, 1, 0.0, 0.0, number * interval_s))
+    now_s = (steps - 1) * interval_s
+    found, window_s = recent(kept, now_s)
+    full = len(kept) == 20 and 19 * interval_s < WINDOW_S
+    assert window_s == pytest.approx(19 * interval_s if full else WINDOW_S)
+    assert len(found) <= window_s / interval_s + 1
+    assert len(found) >= min(steps, int(window_s / interval_s) - 1)
 
 
 def test_the_page_loads_nothing_else():
