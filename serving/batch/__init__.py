@@ -1,0 +1,1 @@
+"""Batch files: one line a request, answered through a journal that survives a crash at any byte."""
