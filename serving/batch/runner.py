@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -38,6 +38,10 @@ class Endpoints(Protocol):
         """Return the HTTP status and the JSON body of a request. Cancellation ends the request."""
         ...
 
+    def alive(self) -> bool:
+        """Return False once the engine can answer no more."""
+        ...
+
 
 class EngineStopped(Exception):
     """The engine cannot answer any more."""
@@ -50,7 +54,6 @@ class Runner:
       journal, leases: of the batch; `run` is their only user while it runs.
       window: limit of the requests under way. Runs may share a window.
       priority: of the requests; a higher number is later.
-      engine_alive: returns False once the engine can answer no more.
       on_finished: called after each commit with its answers, which are on disk.
     """
 
@@ -63,12 +66,11 @@ class Runner:
         window: Window,
         *,
         priority: int = 0,
-        engine_alive: Callable[[], bool] = lambda: True,
         on_finished: Callable[[list[Answer]], None] = lambda answers: None,
     ):
         self._source, self._journal, self._leases = source, journal, leases
         self._endpoints, self._window, self._priority = endpoints, window, priority
-        self._engine_alive, self._on_finished = engine_alive, on_finished
+        self._on_finished = on_finished
         self._answers: list[Answer] = []  # not on disk yet
         self._waiters: list[asyncio.Future[None]] = []  # of the lines of `_answers`
         self._has_answers = asyncio.Event()
@@ -167,7 +169,7 @@ class Runner:
                 status, answer = 500, {"error": {"message": "internal error", "code": "internal_error"}}
             if status < 500 and status not in RETRIED:
                 return status, answer
-            if not self._engine_alive():
+            if not self._endpoints.alive():
                 raise EngineStopped("the engine stopped")
             faults += status not in RETRIED
             if faults >= MAX_FAULTS:
@@ -244,12 +246,29 @@ def write_output(journal: Journal, path: Path, *, failed: bool | None = None) ->
       OSError: for example a full disk. No file is left.
       JournalError
     """
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    return write_lines((output for _, output in journal.outputs(failed=failed)), path)
+
+
+def error_lines(journal: Journal, source: InputFile, code: str, message: str) -> Iterator[bytes]:
+    """Yield the file of errors, in the order of the input: failed lines, and `code` for lines without an answer."""
+    failed = journal.outputs(failed=True)
+    number, output = next(failed, (0, b""))
+    for line in range(1, source.num_lines + 1):
+        if line == number:
+            yield output
+            number, output = next(failed, (0, b""))
+        elif source.has_request(line) and not journal.finished(line):
+            yield unanswered_line(journal, line, source.read(line), code, message)
+
+
+def write_lines(lines: Iterable[bytes], path: Path) -> int:
+    """Write lines to a file that appears whole or not at all. Return their number. Raises: OSError."""
+    part = path.with_name(f".{path.name}.part")
     count = 0
     try:
         with open(part, "wb", buffering=2**20) as file:
-            for _, output in journal.outputs(failed=failed):
-                file.write(output)
+            for line in lines:
+                file.write(line)
                 file.write(b"\n")
                 count += 1
             file.flush()

@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 from jaxflow.request import InvalidRequest
@@ -48,6 +49,7 @@ class FakeEndpoints:
         self.seconds, self.faults = seconds, {k: list(v) for k, v in (faults or {}).items()}
         self.asked: list[str] = []
         self.running = self.most = 0
+        self.alive: Callable[[], bool] = lambda: True
 
     def check(self, url: str, body: bytes) -> None:
         check(url, body)

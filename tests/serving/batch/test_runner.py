@@ -109,8 +109,9 @@ def test_a_dead_engine_finishes_no_line(tmp_path):
     source = opened(write_input(tmp_path / "in", 40))
     journal, leases = open_journal(source, tmp_path / "j")
     endpoints = FakeEndpoints(faults={f"p{i}": [500] * 9 for i in range(10, 40)})
+    endpoints.alive = lambda: len(endpoints.asked) <= 10
     with pytest.raises(EngineStopped):
-        run(source, journal, leases, endpoints, engine_alive=lambda: len(endpoints.asked) <= 10)
+        run(source, journal, leases, endpoints)
     assert 0 < journal.num_finished <= 10 and journal.num_failed == 0
     assert endpoints.running == 0
     leases.close()
@@ -137,7 +138,8 @@ def test_cancellation_keeps_what_is_done_and_ends_what_runs(tmp_path):
     asyncio.run(cancelled())
     done = journal.num_finished
     assert 20 <= done < 200 and endpoints.running == 0
-    journal.close(), leases.close()
+    journal.close()
+    leases.close()
     journal, leases = open_journal(source, tmp_path / "j")
     assert journal.num_finished == done
     rest = FakeEndpoints()
@@ -230,7 +232,8 @@ def test_a_full_disk_ends_the_run_and_a_later_run_continues(tmp_path, monkeypatc
             run(source, journal, leases, endpoints)
     assert endpoints.running == 0
     done = journal.num_finished
-    journal.close(), leases.close()
+    journal.close()
+    leases.close()
     journal, leases = open_journal(source, tmp_path / "j")
     assert journal.num_finished == done < 100
     rest = FakeEndpoints()
