@@ -21,7 +21,7 @@ class InvalidRequest(ValueError):
 
     def __init__(self, field: str, value: object, accepted: str):
         self.field, self.value, self.accepted = field, value, accepted
-        shown = repr(value)
+        shown = repr(value[:80] if isinstance(value, str) else value)  # a prompt can have megabytes
         super().__init__(
             f"{field}={shown if len(shown) <= 80 else shown[:77] + '...'} is not accepted: {accepted}"
         )

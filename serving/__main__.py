@@ -58,6 +58,31 @@ TLS_CLIENT_CA = flags.DEFINE_string(
 AUTH_TOKEN_FILE = flags.DEFINE_string(
     "auth_token_file", None, "File of bearer tokens, one a line. Clients must send one of the tokens."
 )
+ADMIN_TOKEN_FILE = flags.DEFINE_string(
+    "admin_token_file",
+    None,
+    "File of bearer tokens of the admin service, one a line. Without the file, the service takes the tokens of "
+    "--auth_token_file.",
+)
+MAX_REQUESTS_PER_TOKEN = flags.DEFINE_integer(
+    "max_requests_per_token",
+    0,
+    "Most requests of one bearer token that run or wait at once. 0: no limit.",
+    lower_bound=0,
+)
+MAX_TOKENS_PER_TOKEN = flags.DEFINE_integer(
+    "max_tokens_per_token",
+    0,
+    "Most tokens, prompt and longest output, of the requests of one bearer token that run or wait at once. "
+    "0: no limit.",
+    lower_bound=0,
+)
+ISOLATE_TOKENS = flags.DEFINE_boolean(
+    "isolate_tokens", True, "Share no prefixes between requests of different bearer tokens."
+)
+ALLOW_PRIORITY = flags.DEFINE_boolean(
+    "allow_priority", False, "Accept priorities below 0, which run before the requests of other callers."
+)
 DRAIN_TIMEOUT_S = flags.DEFINE_float(
     "drain_timeout_s",
     30.0,
@@ -87,6 +112,11 @@ def main(argv: list[str]) -> int:
             tls_key=TLS_KEY.value,
             tls_client_ca=TLS_CLIENT_CA.value,
             auth_tokens=read_tokens(AUTH_TOKEN_FILE.value),
+            admin_tokens=read_tokens(ADMIN_TOKEN_FILE.value, "admin_token_file"),
+            allow_priority=ALLOW_PRIORITY.value,
+            isolate_tokens=ISOLATE_TOKENS.value,
+            max_requests_per_token=MAX_REQUESTS_PER_TOKEN.value,
+            max_tokens_per_token=MAX_TOKENS_PER_TOKEN.value,
             drain_timeout_s=DRAIN_TIMEOUT_S.value,
             max_pending_tokens=MAX_PENDING_TOKENS.value,
         )
@@ -95,8 +125,8 @@ def main(argv: list[str]) -> int:
     return asyncio.run(serve(config, lambda: load(engine), operations_flags.operations_from_flags))
 
 
-def read_tokens(path: str | None) -> tuple[str, ...]:
-    """Return the tokens in the file at `path`; none if `path` is None.
+def read_tokens(path: str | None, flag: str = "auth_token_file") -> tuple[str, ...]:
+    """Return the tokens in the file at `path`; none if `path` is None. Errors name `flag`.
 
     Raises:
       ConfigError: the file has no token. A server without tokens would be open to everyone.
@@ -106,10 +136,10 @@ def read_tokens(path: str | None) -> tuple[str, ...]:
     try:
         content = Path(path).read_bytes()
     except OSError as error:
-        raise ConfigError("auth_token_file", path, f"a file that can be read ({error.strerror})") from error
+        raise ConfigError(flag, path, f"a file that can be read ({error.strerror})") from error
     tokens = tuple(line.strip() for line in content.decode("latin-1").splitlines() if line.strip())
     if not tokens or not all(token.isascii() for token in tokens):
-        raise ConfigError("auth_token_file", path, "a file with at least one token, one a line, in ASCII")
+        raise ConfigError(flag, path, "a file with at least one token, one a line, in ASCII")
     return tokens
 
 
@@ -231,9 +261,12 @@ def in_thread[T](work: Callable[[], T]) -> asyncio.Future[T | Exception]:
 def warnings(config: ServerConfig) -> list[str]:
     """Return warnings about settings that leave a port open to everyone or unencrypted."""
     result = []
-    for flag, host in (("--host", config.host), ("--admin_host", config.admin_host)):
+    for flag, host, tokens in (
+        ("--host", config.host, config.auth_tokens),
+        ("--admin_host", config.admin_host, config.admin_tokens or config.auth_tokens),
+    ):
         if host not in ("127.0.0.1", "::1", "localhost"):
-            if not config.auth_tokens and not config.tls_client_ca:
+            if not tokens and not config.tls_client_ca:
                 result.append(
                     f"{flag}={host}: everyone who reaches this port may use it; see --auth_token_file and "
                     f"--tls_client_ca"

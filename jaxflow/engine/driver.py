@@ -183,6 +183,8 @@ class Driver:
         self._mailboxes[name] = mailbox
         try:
             self._loop.add(request, now)
+        except (InvalidRequest, QueueFull) as refusal:
+            self._deliver(refused(request, refusal))
         except Exception as fault:  # only this request fails
             log.exception("request %s was refused", name)
             self._deliver(refused(request, fault))

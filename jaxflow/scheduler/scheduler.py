@@ -62,7 +62,8 @@ class Scheduler:
          (`jaxflow.kv.tiers.policy`). Its slot and its memory are reserved, and others continue.
       4. The step is filled exactly to the budget, or holds all the work there is. A chunk that fills little
          of the last tile is shortened to the tile's border.
-    Older means a smaller `Sequence.key`: by priority, then by arrival.
+    Older means a smaller `Sequence.key`: by priority, then by arrival. Sequence i of a request counts as if it
+    arrived i requests later, so a request of many sequences lets later requests start between them.
 
     Fairness: a prompt is long if it has more tokens than a step. Together, long prompts get at most half
     (rounded up) of the room that decodes leave, as long as shorter prompts use the other half; then they get

@@ -27,7 +27,8 @@ class Sequence:
       request: the request.
       index: 0..n-1, the place among the request's n sequences.
       seed: 64 bits, unsigned. Index 0 has the request's seed; the other seeds are derived from it.
-      key: (priority, arrival, index). The smaller key is older: served first and pre-empted last.
+      key: (priority, arrival + index, index). The smaller key is older: served first and pre-empted last. The
+        sequences of one request take turns with the requests that arrive after it.
       slot: row of the device's tables, -1 for a sequence that does not run. A sequence gives its slot back
         in the first `schedule` after the one that scheduled its last token.
       limit: maximum number of tokens, prompt and output.
@@ -83,7 +84,7 @@ class Sequence:
     ):
         """`salt`: sequences of the same salt share prefixes; a sequence without a salt shares none."""
         self.request, self.index, self.seed, self.limit = request, index, seed, limit
-        self.key = (request.priority, arrival, index)
+        self.key = (request.priority, arrival + index, index)
         self.rank = LOWEST_RANK + (1 - LOWEST_RANK) * ((arrival + index) * GOLDEN % 1)
         self._tokens = np.array(request.prompt_token_ids, np.int32)  # the first `_stored` are valid
         self._recent: np.ndarray | None = None  # tokens after those, while running; token p at p mod its size

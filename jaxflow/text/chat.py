@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxflow.config import ConfigError
+from jaxflow.text.control_tokens import without_marks
 from jaxflow.text.template_sandbox import (
     MAX_RENDERED_CHARS,
     MAX_TEMPLATE_CHARS,
@@ -98,6 +99,7 @@ def encode_chat(
     continue_final_message: bool = False,
     add_special_tokens: bool = False,
     parse_control_tokens: bool = False,
+    max_tokens: int | None = None,
 ) -> list[int]:
     """Return the token ids of a conversation. Other arguments and errors: see `render_chat`.
 
@@ -105,12 +107,16 @@ def encode_chat(
       add_special_tokens: add a BOS token if the vocabulary has this setting, beside those of the template.
       parse_control_tokens: a control token in a text of the messages becomes this token. By default it is
         plain text, and only the template writes control tokens.
+      max_tokens: see `Tokenizer.check_length`; None for any length.
+
+    Raises:
+      TooManyTokens: see `Tokenizer.check_length`.
     """
     names, source = tokenizer.special_tokens, tokenizer.chat_template
     given, size = _checked(source, messages, tools, template_kwargs, names)
     if parse_control_tokens:
         text = _rendered(source, given, size, names, add_generation_prompt, continue_final_message)
-        return tokenizer.encode(text, add_special_tokens)
+        return tokenizer.encode(text, add_special_tokens, max_tokens=max_tokens)
     control = tokenizer.control_tokens
     roles = [message["role"] for message in given["messages"]]
     for i, role in enumerate(roles):
@@ -125,6 +131,8 @@ def encode_chat(
     for message, role in zip(given["messages"], roles, strict=True):
         message["role"] = role  # a template compares and joins roles
     text = _rendered(source, given, size, names, add_generation_prompt, continue_final_message, marked=True)
+    if max_tokens is not None:
+        tokenizer.check_length(without_marks(text), max_tokens)
     return control.encode(text, add_special_tokens)
 
 

@@ -10,6 +10,12 @@ from jaxflow.text.gguf_vocabulary import read_gguf_vocabulary
 from jaxflow.text.hf_vocabulary import read_hf_vocabulary
 from jaxflow.text.vocabulary import Pieces, TextStream, TokenizerError, Vocabulary
 
+PIECE_CHARS = 1 << 16  # a longer text is counted in pieces of this size before it is tokenized whole
+
+
+class TooManyTokens(TokenizerError):
+    """A text that is longer than the accepted number of tokens."""
+
 
 class Tokenizer:
     """A tokenizer. Threads may share it, because calls change only caches.
@@ -49,18 +55,56 @@ class Tokenizer:
         except TokenizerError as error:
             raise TokenizerError(f"{self.source}: {error}") from error
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(
+        self, text: str, add_special_tokens: bool = True, *, max_tokens: int | None = None
+    ) -> list[int]:
         """Return the token ids of a text. The text of a special token (`<|im_start|>`) becomes this token.
 
         Args:
           add_special_tokens: add a BOS token if the vocabulary has this setting. A chat template writes its
             own special tokens.
+          max_tokens: see `check_length`; None for any length.
 
         Raises:
+          TooManyTokens: see `check_length`.
           TokenizerError: the text has a lone surrogate, which is not valid Unicode.
         """
         check_text(text)
+        if max_tokens is not None:
+            self.check_length(text, max_tokens)
         return encode_text(self._backend, text, add_special_tokens)
+
+    @functools.cached_property
+    def max_token_chars(self) -> int:
+        """Return the number of characters of the longest token, or of its bytes where these are more."""
+        return max(map(len, self._backend.get_vocab()), default=1)
+
+    def check_chars(self, chars: int, max_tokens: int) -> None:
+        """Check a number of characters. Raises: TooManyTokens for more than `max_tokens` of the longest tokens."""
+        most = max_tokens * self.max_token_chars
+        if chars > most:
+            raise TooManyTokens(f"at most {max_tokens} tokens, and at most {most} characters")
+
+    def check_length(self, text: str, max_tokens: int) -> None:
+        """Check that a text can have at most about `max_tokens` tokens, at a bounded cost.
+
+        No text passes that has more than twice `max_tokens` tokens and more than `PIECE_CHARS` bytes. The cost is
+        that of tokenizing about `2 * max_tokens` tokens, however long the text is. The text is valid Unicode.
+
+        Raises:
+          TooManyTokens: the text has more characters than `max_tokens` of the longest tokens, or its first
+            pieces have more than twice `max_tokens` tokens.
+        """
+        self.check_chars(len(text), max_tokens)
+        if len(text.encode()) <= max(PIECE_CHARS, 2 * max_tokens):
+            return  # a token has at least a byte
+        counted = 0
+        for start in range(0, len(text), PIECE_CHARS):
+            piece = text[start : start + PIECE_CHARS]
+            counted += len(self._backend.encode_batch_fast([piece], add_special_tokens=False)[0])
+            # Cuts between pieces change the count a little, so the limit of the count is twice the maximum.
+            if counted > 2 * max_tokens:
+                raise TooManyTokens(f"at most {max_tokens} tokens")
 
     @functools.cached_property
     def control_tokens(self) -> ControlTokens:

@@ -1,5 +1,6 @@
 """Bearer tokens: the check of a token, and the caller that it stands for."""
 
+import contextvars
 import dataclasses
 import hashlib
 import hmac
@@ -15,12 +16,17 @@ class Caller:
 
 ANONYMOUS = Caller()
 
+# The caller of the running task. Each server sets it once the token of a call is checked.
+CALLER: contextvars.ContextVar[Caller] = contextvars.ContextVar("caller", default=ANONYMOUS)
+
 
 class BearerTokens:
     """The accepted bearer tokens. Without tokens every caller is accepted as `ANONYMOUS`."""
 
     def __init__(self, tokens: Sequence[str] = ()):
-        self._known = [(token.encode(), Caller(_digest(token))) for token in tokens]
+        self._known = [
+            (_digest(token.encode()), Caller(_digest(token.encode()).hex()[:16])) for token in tokens
+        ]
 
     def caller(self, authorization: str | bytes | None) -> Caller | None:
         """Return the caller of an `authorization` header, or None if the header has no valid token."""
@@ -28,11 +34,12 @@ class BearerTokens:
             return ANONYMOUS
         given = authorization or ""
         scheme, _, token = (given.decode("latin-1") if isinstance(given, bytes) else given).partition(" ")
-        candidate = token.strip().encode("utf-8", "surrogateescape")
-        # Every token is compared in constant time, so the response time reveals nothing about the tokens.
+        # Digests of all tokens are compared in constant time. So the response time reveals neither the tokens nor
+        # their lengths.
+        candidate = _digest(token.strip().encode("utf-8", "surrogateescape"))
         matches = [caller for known, caller in self._known if hmac.compare_digest(candidate, known)]
         return matches[0] if matches and scheme.lower() == "bearer" else None
 
 
-def _digest(token: str) -> str:
-    return hashlib.sha256(token.encode()).hexdigest()[:16]
+def _digest(token: bytes) -> bytes:
+    return hashlib.sha256(token).digest()

@@ -19,6 +19,7 @@ class Code(enum.StrEnum):
     LOADING = "loading"
     DRAINING = "draining"
     DEADLINE = "deadline"  # the caller's deadline has passed
+    ABORTED = "aborted"  # the server shut down before the answer was complete
 
 
 class Refusal(Exception):
@@ -54,6 +55,11 @@ def refusal_of(error: BaseException) -> Refusal | None:
 def draining() -> Refusal:
     """Return the refusal of a new request while the server shuts down."""
     return Refusal(Code.DRAINING, "the server is shutting down and accepts no new requests")
+
+
+def aborted() -> Refusal:
+    """Return the error of a request that the server aborted at its shutdown, after a part of the answer."""
+    return Refusal(Code.ABORTED, "the server shut down before the answer was complete")
 
 
 def deadline_passed() -> Refusal:

@@ -21,12 +21,15 @@ from typing import TYPE_CHECKING, Any
 from jaxflow.request import InvalidRequest, Request, SamplingParams
 from jaxflow.text.chat import encode_chat
 from jaxflow.text.template_sandbox import ChatTemplateError
-from jaxflow.text.tokenizer import Tokenizer
-from serving.frontend.access import ANONYMOUS, Caller
+from jaxflow.text.tokenizer import Tokenizer, TooManyTokens
+from jaxflow.text.vocabulary import TokenizerError
+from serving.frontend.access import CALLER
 from serving.frontend.call import CALL
+from serving.frontend.caller_limits import CallerLimits
 from serving.frontend.config import ServerConfig
 from serving.frontend.event_queue import EventQueue, EventRouter
-from serving.frontend.refusal import Code, Refusal, deadline_passed, draining
+from serving.frontend.prompt_work import PromptWork
+from serving.frontend.refusal import Code, Refusal, aborted, deadline_passed, draining
 from serving.frontend.sampling_defaults import sampling_defaults
 from serving.frontend.transcript import Output, Transcript
 
@@ -35,6 +38,8 @@ if TYPE_CHECKING:
 
 MAX_NAME_CHARS = 256  # limit of request_id, cache_salt and the shown part of a model's name
 LOADING_RETRY_S = 5.0
+TOKENIZE_TOKENS = 100_000  # limit of `encode` and `decode`, or the length of the context if that is longer
+INLINE_TOKENS = 4096  # a request of fewer token ids is built without a thread
 _HEARTBEAT_S = 1.0
 
 
@@ -72,6 +77,8 @@ class ServedModel:
         self._state = State.LOADING
         self._listeners: list[Callable[[State], Awaitable[None]]] = []
         self._drained: asyncio.Task[int] | None = None
+        self._work = PromptWork()
+        self._limits = CallerLimits(config.max_requests_per_token, config.max_tokens_per_token)
 
     # ---- the model's life
 
@@ -101,6 +108,8 @@ class ServedModel:
           ConfigError: a generation config that cannot be used.
         """
         self.sampling_defaults = sampling_defaults(llm.generation_config)
+        if (tokenizer := llm.tokenizer) is not None:
+            await asyncio.to_thread(lambda: tokenizer.max_token_chars)  # takes a while the first time
         self._router = EventRouter(asyncio.get_running_loop())
         self._llm = llm
         if self._state is State.LOADING:
@@ -177,25 +186,28 @@ class ServedModel:
         priority: int = 0,
         cache_salt: str = "",
         add_special_tokens: bool | None = None,
-        caller: Caller = ANONYMOUS,
+        timeout_s: float | None = None,
     ) -> Request:
         """Return the engine's request of a prompt. Its `request_id` is a new one, since callers may choose equal ids.
 
         Errors name fields in the engine's names: `prompt` for a text or token ids, `messages` for a chat, and
-        the fields of `SamplingParams`.
+        the fields of `SamplingParams`. The caller is the one of the task, see `serving.frontend.access.CALLER`.
+        A prompt that is clearly longer than the context is refused by its length, before it is tokenized.
 
         Args:
           prompt: a text, token ids, or a `Chat`.
           model: the model's name in the caller's request; empty for the served model.
           request_id: the caller's own id, of which only the length is checked.
-          priority: a lower number runs sooner.
-          cache_salt: only requests of the same salt share prefixes.
+          priority: a lower number runs sooner. Below 0 only if the server allows it.
+          cache_salt: only requests of the same salt share prefixes, and of the same caller unless the server
+            shares prefixes between callers.
           add_special_tokens: let the tokenizer add its BOS token. None: for a text only, because a chat template
             writes its own special tokens.
-          caller: the caller that the bearer token stands for.
+          timeout_s: the seconds until the caller's deadline, or None.
 
         Raises:
-          Refusal: another model, no tokenizer or chat template, the model loads or drains.
+          Refusal: another model, no tokenizer or chat template, the model loads or drains, too many prompts are
+            being tokenized, or the deadline has passed.
           InvalidRequest: a request that can never run.
         """
         llm = self.llm
@@ -205,47 +217,130 @@ class ServedModel:
         for field, value in (("request_id", request_id), ("cache_salt", cache_salt)):
             if len(value) > MAX_NAME_CHARS:
                 raise InvalidRequest(field, value, f"at most {MAX_NAME_CHARS} characters")
+        if priority < 0 and not self.config.allow_priority:
+            raise InvalidRequest("priority", priority, "0 or more; --allow_priority accepts every number")
         if sampling.stop:
             self.tokenizer("stop")
         if prompt == "":  # most tokenizers would turn the empty text into a lone BOS token
             accepted = "a text that is not empty; for an empty prompt, token ids with a BOS token"
             raise InvalidRequest("prompt", "", accepted)
 
+        caller = CALLER.get()
+        salt = f"{caller.name}:{cache_salt}" if caller.name and self.config.isolate_tokens else cache_salt
+
         def make() -> Request:
             return llm.request(
-                self._encoded(prompt, add_special_tokens),
+                self._encoded(prompt, add_special_tokens, llm.max_model_len),
                 sampling,
                 request_id=uuid.uuid4().hex,
                 priority=priority,
-                cache_salt=cache_salt,
+                cache_salt=salt,
             )
 
-        built = await asyncio.to_thread(make)
+        self._check_size(prompt, llm.max_model_len)
+        if not isinstance(prompt, str | Chat) and len(prompt) <= INLINE_TOKENS:
+            built = make()
+        else:
+            built = await self._in_thread(prompt, make, timeout_s)
         if (call := CALL.get()) is not None:
             call.build(request_id, built)
         return built
 
-    async def encode(self, prompt: str | Chat, add_special_tokens: bool | None = None) -> list[int]:
-        """Return the token ids of a text or a chat, see `build_request`. Raises: Refusal, InvalidRequest."""
-        return await asyncio.to_thread(self._encoded, prompt, add_special_tokens)
+    async def encode(
+        self,
+        prompt: str | Chat,
+        add_special_tokens: bool | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> list[int]:
+        """Return the token ids of a text or a chat, see `build_request`.
 
-    def _encoded(self, prompt: Prompt, add_special_tokens: bool | None) -> list[int]:
+        A prompt has at most `TOKENIZE_TOKENS` tokens, or as many as the context if that is longer.
+
+        Raises: Refusal, InvalidRequest.
+        """
+        limit = self.tokenize_limit
+        self._check_size(prompt, limit)
+
+        def work() -> list[int]:
+            ids = self._encoded(prompt, add_special_tokens, limit)
+            _check_count(len(ids), limit)
+            return ids
+
+        return await self._in_thread(prompt, work, timeout_s)
+
+    async def decode(
+        self, token_ids: Sequence[int], skip_special_tokens: bool = True, *, timeout_s: float | None = None
+    ) -> str:
+        """Return the text of token ids. The limits are those of `encode`. Raises: Refusal, InvalidRequest."""
+        tokenizer, vocab_size = self.tokenizer("ids"), self.llm.model_config.vocab_size
+        _check_count(len(token_ids), self.tokenize_limit, "ids")
+
+        def work() -> str:
+            for token in token_ids:
+                if not 0 <= token < vocab_size:
+                    raise InvalidRequest("ids", token, f"token ids 0 to {vocab_size - 1}")
+            return tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+        return await self._in_thread(token_ids, work, timeout_s)
+
+    @property
+    def tokenize_limit(self) -> int:
+        """Return the most tokens of one call of `encode` or `decode`."""
+        return max(TOKENIZE_TOKENS, self.llm.max_model_len)
+
+    async def _in_thread[T](self, prompt: Prompt, work: Callable[[], T], timeout_s: float | None) -> T:
+        """Return the result of `work` on a prompt. Raises: Refusal, also after the deadline."""
+        if timeout_s is not None and timeout_s <= 0:
+            raise deadline_passed()
+        try:
+            async with asyncio.timeout(timeout_s) as scope:
+                return await self._work.run(_size(prompt), work)
+        except TimeoutError:
+            if scope.expired():
+                raise deadline_passed() from None
+            raise
+
+    def _check_size(self, prompt: Prompt, max_tokens: int) -> None:
+        """Check a prompt's length as far as that costs nothing, before the prompt waits for a thread.
+
+        Raises: Refusal, InvalidRequest.
+        """
+        if not isinstance(prompt, str | Chat):
+            _check_count(len(prompt), max_tokens)
+            return
+        field = "prompt" if isinstance(prompt, str) else "messages"
+        size = _size(prompt)
+        try:
+            self.tokenizer(field).check_chars(size, max_tokens)
+        except TooManyTokens as error:
+            raise InvalidRequest(field, f"{size} characters", str(error)) from None
+
+    def _encoded(self, prompt: Prompt, add_special_tokens: bool | None, max_tokens: int) -> list[int]:
         match prompt:
             case str():
-                return self.tokenizer("prompt").encode(prompt, add_special_tokens is not False)
+                try:
+                    special = add_special_tokens is not False
+                    return self.tokenizer("prompt").encode(prompt, special, max_tokens=max_tokens)
+                except TooManyTokens as error:
+                    raise InvalidRequest("prompt", f"{len(prompt)} characters", str(error)) from None
+                except TokenizerError as error:
+                    raise InvalidRequest("prompt", prompt, str(error)) from error
             case Chat():
-                return self._chat_ids(prompt, bool(add_special_tokens))
+                return self._chat_ids(prompt, bool(add_special_tokens), max_tokens)
         return list(prompt)
 
-    def _chat_ids(self, chat: Chat, add_special_tokens: bool) -> list[int]:
+    def _chat_ids(self, chat: Chat, add_special_tokens: bool, max_tokens: int) -> list[int]:
         tokenizer = self.tokenizer("messages")
         if tokenizer.chat_template is None:
             message = "messages: the served model has no chat template: send a text or token ids"
             raise Refusal(Code.UNSUPPORTED, message, field="messages")
         _check_messages(chat.messages)
         try:
-            options = {"add_special_tokens": add_special_tokens, **chat.options}
+            options = {"add_special_tokens": add_special_tokens, "max_tokens": max_tokens, **chat.options}
             return encode_chat(tokenizer, chat.messages, **options)
+        except TooManyTokens as error:
+            raise InvalidRequest("messages", f"{_size(chat)} characters", str(error)) from None
         except ChatTemplateError as error:
             raise InvalidRequest(error.field, f"{len(chat.messages)} messages", str(error)) from error
 
@@ -264,7 +359,8 @@ class ServedModel:
         Raises:
           InvalidRequest, QueueFull, Draining: the engine refused the request.
           RequestFailed: a fault of the engine ended the request.
-          Refusal: the deadline has passed, or the caller reads too slowly.
+          Refusal: the deadline has passed, the caller reads too slowly or has reached a limit of its token, or
+            the server shut down before the end of the answer. In the last case all outputs come before the error.
         """
         llm, router = self.llm, self._router
         assert router is not None
@@ -273,28 +369,27 @@ class ServedModel:
         end_token_ids = request.sampling.end_token_ids(llm.model_config.eos_token_ids)
         transcript = Transcript(request, llm.tokenizer, end_token_ids)
         loop = asyncio.get_running_loop()
-        limit = self.config.max_pending_tokens * request.sampling.n
-        queue = EventQueue(limit, on_overflow=lambda: scope.reschedule(loop.time()))
-        router.connect(request.request_id, queue)
-        try:
-            async with asyncio.timeout(timeout_s) as scope:
-                llm.driver.submit(request, router)
-                try:
-                    yield Stream(transcript, queue)
-                finally:
-                    if not transcript.done:
-                        llm.driver.abort(request.request_id)
-        except TimeoutError:
-            if queue.overflowed:
-                message = (
-                    f"the stream was read too slowly: more than {limit} tokens were waiting for the client"
-                )
-                raise Refusal(Code.TOO_SLOW, message) from None
-            if scope.expired():
-                raise deadline_passed() from None
-            raise
-        finally:
-            router.disconnect(request.request_id)
+        with self._limits.admit(CALLER.get(), request):
+            limit = self.config.max_pending_tokens * request.sampling.n
+            queue = EventQueue(limit, on_overflow=lambda: scope.reschedule(loop.time()))
+            router.connect(request.request_id, queue)
+            try:
+                async with asyncio.timeout(timeout_s) as scope:
+                    llm.driver.submit(request, router)
+                    try:
+                        yield Stream(transcript, queue)
+                    finally:
+                        if not transcript.done:
+                            llm.driver.abort(request.request_id)
+            except TimeoutError:
+                if queue.overflowed:
+                    message = f"the stream was read too slowly: more than {limit} tokens were waiting for the client"
+                    raise Refusal(Code.TOO_SLOW, message) from None
+                if scope.expired():
+                    raise deadline_passed() from None
+                raise
+            finally:
+                router.disconnect(request.request_id)
 
 
 class Stream:
@@ -311,6 +406,8 @@ class Stream:
             if call is not None:
                 call.take(events)
             yield self._transcript.outputs(events)
+        if self._transcript.aborted:
+            raise aborted()
 
 
 def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
@@ -321,3 +418,31 @@ def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
         if not message.get("role"):
             accepted = "system, user, assistant or another role of the model's chat template"
             raise InvalidRequest(f"messages[{i}].role", "", accepted)
+
+
+def _check_count(tokens: int, most: int, field: str = "prompt") -> None:
+    if tokens > most:
+        raise InvalidRequest(field, f"{tokens} tokens", f"at most {most} tokens")
+
+
+def _size(prompt: Prompt) -> int:
+    """Return about the bytes of a prompt. A token id counts 8."""
+    match prompt:
+        case str():
+            return len(prompt)
+        case Chat():
+            return sum(_chars(message.get("content")) for message in prompt.messages)
+    return 8 * len(prompt)
+
+
+def _chars(content: Any) -> int:
+    """Return the characters of a message's content: a text, a list of text parts, or None."""
+    if isinstance(content, str):
+        return len(content)
+    if isinstance(content, Sequence):
+        return sum(len(part["text"]) for part in content if isinstance(part, Mapping) and _has_text(part))
+    return 0
+
+
+def _has_text(part: Mapping[str, Any]) -> bool:
+    return isinstance(part.get("text"), str)

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from jaxflow.request import Delta, Event, Finished, Logprob, Request, Started
+from jaxflow.request import Delta, Event, Finished, FinishReason, Logprob, Request, Started
 from jaxflow.request_output import SequenceText, check_fault
 from jaxflow.text.tokenizer import Tokenizer
 
@@ -35,7 +35,10 @@ Output = Started | TextDelta | Ended
 
 
 class Transcript:
-    """The outputs of one request. `done` is True once all of its n sequences have finished.
+    """The outputs of one request.
+
+    Attributes:
+      aborted: the server ended a sequence before its end.
 
     Args:
       tokenizer: None for outputs without text.
@@ -45,6 +48,7 @@ class Transcript:
     def __init__(self, request: Request, tokenizer: Tokenizer | None, end_token_ids: frozenset[int]):
         self._texts = [SequenceText(request, tokenizer, end_token_ids) for _ in range(request.sampling.n)]
         self._running = request.sampling.n
+        self.aborted = False
 
     @property
     def done(self) -> bool:
@@ -70,6 +74,7 @@ class Transcript:
                     check_fault(event)
                     text = self._texts[event.index].finish(event)
                     self._running -= 1
+                    self.aborted = self.aborted or event.reason is FinishReason.ABORT
                     yield Ended(event, text)
         for index, deltas in waiting.items():
             yield from self._deltas(index, deltas)

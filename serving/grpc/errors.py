@@ -19,6 +19,7 @@ _STATUS = {
     Code.TOO_SLOW: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Code.LOADING: grpc.StatusCode.UNAVAILABLE,
     Code.DRAINING: grpc.StatusCode.UNAVAILABLE,
+    Code.ABORTED: grpc.StatusCode.UNAVAILABLE,
     Code.DEADLINE: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
 

@@ -17,13 +17,14 @@ from google.protobuf.message import DecodeError
 from grpc_status import rpc_status
 
 from jaxflow.request import InvalidRequest
-from serving.frontend.access import BearerTokens, Caller
+from serving.frontend.access import CALLER, BearerTokens, Caller
 from serving.frontend.call import Observe, unobserved
 from serving.frontend.refusal import Code, Refusal, refusal_of
 from serving.grpc import errors
 
+MAX_FIELD_CHARS = 80  # of a field's name in a log line; the log has no text of a caller's prompt
 _OBSERVED = "/Generate"
-_NO_TOKEN_NEEDED = "/grpc.health."  # health probes of an orchestrator carry no token
+_NO_TOKEN_NEEDED = "/grpc.health.v1.Health/"  # health probes of an orchestrator carry no token
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
@@ -42,8 +43,11 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
     async def intercept_service(self, continuation, handler_call_details) -> grpc.RpcMethodHandler | None:
         method = handler_call_details.method
-        if not method.startswith(_NO_TOKEN_NEEDED) and caller_of(handler_call_details, self._tokens) is None:
-            return self._refusing
+        if not method.startswith(_NO_TOKEN_NEEDED):
+            caller = caller_of(handler_call_details, self._tokens)
+            if caller is None:
+                return self._refusing
+            CALLER.set(caller)  # each call has a task of its own
         guarded = self._guarded.get(method)
         if guarded is None:
             handler = await continuation(handler_call_details)
@@ -139,12 +143,19 @@ async def _answer(error: BaseException, context, method: str) -> None:
     cancelled = isinstance(error, asyncio.CancelledError | GeneratorExit)
     task = asyncio.current_task()
     if cancelled and (isinstance(error, GeneratorExit) or (task is not None and task.cancelling())):
-        raise error  # the client has disconnected
-    if isinstance(error, grpc.aio.BaseError | KeyboardInterrupt | SystemExit):
-        raise error  # the call is already answered, or the connection is lost
+        logging.warning("%s of %s cancelled by the client or its connection", method, context.peer())
+        raise error
+    if isinstance(error, grpc.aio.AbortError | KeyboardInterrupt | SystemExit):
+        raise error  # the call is already answered
+    if isinstance(error, grpc.aio.BaseError):
+        # gRPC would log any other exception with a traceback.
+        logging.warning("%s of %s ended: the connection was lost during a write", method, context.peer())
+        raise asyncio.CancelledError from error
     refusal = refusal_of(error)
     if refusal is not None:
         status = errors.status_of(refusal)
+        field = f", field {refusal.field[:MAX_FIELD_CHARS]!r}" if refusal.field else ""
+        logging.warning("%s of %s refused: %s%s", method, context.peer(), refusal.code, field)
     else:
         fault = uuid.uuid4().hex[:12]
         logging.error("fault %s in %s", fault, method, exc_info=error)

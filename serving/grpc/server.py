@@ -26,10 +26,13 @@ _OPTIONS = (
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    ("grpc.server_handshake_timeout_ms", 10_000),  # of a connection that never speaks HTTP/2
     # gRPC's core answers calls beyond 1,000 that its server has not yet taken up with CANCELLED, at random, and
     # the handlers never see these calls. The engine's own queue (--max_waiting) refuses with a reason instead.
     ("grpc.server.max_pending_requests", _NO_LIMIT),
     ("grpc.server.max_pending_requests_hard_limit", _NO_LIMIT),
+    # gRPC's core also cancels a call that was not taken up within 30 s.
+    ("grpc.server_max_unrequested_time_in_server", 3_600),
 )
 
 _STOP_GRACE_S = 5.0  # for sending the last messages, after the last request has finished
@@ -59,9 +62,10 @@ class Server:
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         self.served.on_change(self._show)
         tokens = BearerTokens(config.auth_tokens)
+        admin_tokens = BearerTokens(config.admin_tokens or config.auth_tokens)
         main, admin = (
-            grpc.aio.server(interceptors=[CallInterceptor(tokens, self._observe)], options=_OPTIONS)
-            for _ in range(2)
+            grpc.aio.server(interceptors=[CallInterceptor(accepted, self._observe)], options=_options(config))
+            for accepted in (tokens, admin_tokens)
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, main)
         generate_pb2_grpc.add_GenerateServiceServicer_to_server(GenerateService(self.served), main)
@@ -101,6 +105,19 @@ class Server:
 _NAMES = {name: service.full_name for name, service in generate_pb2.DESCRIPTOR.services_by_name.items()}
 _MAIN_SERVICES = (_NAMES["GenerateService"], _NAMES["ModelService"])
 _ADMIN_SERVICE = _NAMES["AdminService"]
+
+
+def _options(config: ServerConfig) -> list[tuple[str, int]]:
+    """Return the options of gRPC's core."""
+    age_ms = int(config.connection_age_s * 1000)
+    return [
+        *_OPTIONS,
+        # Idle clients cannot hold all descriptors: they connect again by themselves.
+        ("grpc.max_connection_idle_ms", int(config.idle_timeout_s * 1000)),
+        # A client that closes its flow-control window holds no pages, but its connection, up to twice this age.
+        ("grpc.max_connection_age_ms", age_ms),
+        ("grpc.max_connection_age_grace_ms", age_ms),
+    ]
 
 
 def _bind(listener: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None) -> int:

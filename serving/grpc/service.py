@@ -37,6 +37,7 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
             request_id=request.request_id,
             priority=request.priority,
             cache_salt=request.cache_salt,
+            timeout_s=seconds_left(context),
         )
         name = request.request_id or prepared.request_id
         # A client that does not read could block the first message. An error needs the headers sent before.
@@ -66,20 +67,16 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
         text = convert.chat(request.chat) if kind == "chat" else request.text
         special = request.add_special_tokens if request.HasField("add_special_tokens") else None
         try:
-            return pb.TokenizeResponse(ids=await self._served.encode(text, special))
+            ids = await self._served.encode(text, special, timeout_s=seconds_left(context))
+            return pb.TokenizeResponse(ids=ids)
         except InvalidRequest as error:
             raise InvalidRequest(convert.path(error.field, kind), error.value, error.accepted) from None
 
     async def Detokenize(
         self, request: pb.DetokenizeRequest, context: grpc.aio.ServicerContext
     ) -> pb.DetokenizeResponse:
-        tokenizer = self._served.tokenizer("ids")
-        vocab_size = self._served.llm.model_config.vocab_size
-        for token in request.ids:
-            if token >= vocab_size:
-                raise InvalidRequest("ids", token, f"token ids 0 to {vocab_size - 1}")
-        text = await asyncio.to_thread(
-            tokenizer.decode, list(request.ids), skip_special_tokens=request.skip_special_tokens
+        text = await self._served.decode(
+            request.ids, request.skip_special_tokens, timeout_s=seconds_left(context)
         )
         return pb.DetokenizeResponse(text=text)
 

@@ -332,14 +332,22 @@ def test_draining_lets_the_running_finish_and_refuses_the_new():
     asyncio.run(scenario())
 
 
+async def error_of(reading) -> RequestFailed:
+    with pytest.raises(RequestFailed) as failed:
+        await reading
+    return failed.value
+
+
 def test_requests_that_outlast_a_drain_are_aborted():
     async def scenario():
         async with serving() as (server, llm), client_of(server) as client:
             llm.driver.gate.clear()
-            running = asyncio.create_task(client.generate([5, 6], max_tokens=20).read_all())
+            answer = client.generate([5, 6], max_tokens=20)
+            running = asyncio.create_task(error_of(answer.read_all()))
             await until(lambda: len(llm.driver.submitted) == 1)
             assert await server.served.drain(0.05) == 1
-            assert (await running).finished[0].reason == pb.FINISH_REASON_ABORT
+            assert (await running).code == grpc.StatusCode.UNAVAILABLE
+            assert answer.finished[0].reason == pb.FINISH_REASON_ABORT  # sent before the status
             llm.driver.gate.set()
 
     asyncio.run(scenario())

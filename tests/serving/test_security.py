@@ -76,6 +76,37 @@ def test_each_token_opens_every_service(token):
     asyncio.run(scenario())
 
 
+def test_the_admin_service_takes_its_own_tokens_only():
+    async def scenario():
+        admin_token = (("authorization", "Bearer operator"),)
+        token = (("authorization", "Bearer first-token"),)
+        settings = {"auth_tokens": TOKENS, "admin_tokens": ("operator",)}
+        async with serving(**settings) as (server, _), stubs_of(server) as (generate, _, admin):
+            for call in (
+                admin.Drain(pb.DrainRequest(), metadata=token),
+                admin.GetStats(pb.GetStatsRequest()),
+                generate.Generate(token_request(), metadata=admin_token),
+            ):
+                assert (await failure(call)).code() == UNAUTHENTICATED
+            await admin.GetStats(pb.GetStatsRequest(), metadata=admin_token)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    "path", ["/grpc.health.v1.Healthy/Check", "/grpc.health.v1.Health", "//grpc.health.v1.Health/Check"]
+)
+def test_only_the_exact_health_service_is_open(path):
+    async def scenario():
+        async with (
+            serving(auth_tokens=TOKENS) as (server, _),
+            grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel,
+        ):
+            assert (await failure(channel.unary_unary(path)(b""))).code() == UNAUTHENTICATED
+
+    asyncio.run(scenario())
+
+
 def test_the_file_of_tokens(tmp_path):
     path = tmp_path / "tokens"
     path.write_text("one\n\n  two  \n")

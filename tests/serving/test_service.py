@@ -77,7 +77,7 @@ def test_the_stream_is_started_then_deltas_then_a_finished_for_each_sequence():
 def test_every_request_field_reaches_the_engine():
     async def scenario():
         llm = FakeLLM(generation_config={"temperature": 0.25, "top_k": 9})
-        async with serving(llm) as (server, _), client_of(server) as client:
+        async with serving(llm, allow_priority=True) as (server, _), client_of(server) as client:
             asked = client.generate(
                 [5, 6],
                 priority=-3,

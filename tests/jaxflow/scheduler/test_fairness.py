@@ -76,3 +76,14 @@ def test_the_head_of_the_queue_is_not_overtaken_for_want_of_memory():
     [small] = world.add([1, 2], max_tokens=2, ignore_eos=True)
     order = [seq for work in world.steps() for seq in work.admitted]
     assert order == [big, small]
+
+
+def test_a_request_of_many_sequences_lets_later_requests_start_between_them():
+    world = World(config(max_num_seqs=8))
+    many = world.add([1] * 4, max_tokens=10, n=64, ignore_eos=True)
+    for _ in range(3):
+        world.step()
+    [late] = world.add([2] * 4, max_tokens=10, ignore_eos=True)
+    order = [seq for work in world.steps() for seq in work.admitted]
+    assert order.index(late) <= 8  # of the first eight some may be admitted in these steps
+    assert all(seq.finished for seq in many)
