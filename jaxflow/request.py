@@ -27,6 +27,20 @@ class InvalidRequest(ValueError):
         )
 
 
+class ContextLengthExceeded(InvalidRequest):
+    """A prompt, or a prompt and its output, longer than the context.
+
+    `prompt_tokens`: None if the prompt was refused before its tokens were counted. `output_tokens`: requested, or
+    1 without a number.
+    """
+
+    def __init__(
+        self, field: str, value: object, accepted: str, prompt_tokens: int | None, output_tokens: int = 1
+    ):
+        super().__init__(field, value, accepted)
+        self.prompt_tokens, self.output_tokens = prompt_tokens, output_tokens
+
+
 class QueueFull(RuntimeError):
     """The waiting queue is full. `retry_after_s` estimates the time until it has room."""
 
@@ -167,17 +181,21 @@ def with_limit(request: Request, max_prompt: int, max_output: int) -> Request:
     """Return the request with its `limit`, where its prompt and output tokens are within these numbers.
 
     Raises:
-      InvalidRequest: for an empty prompt, and for a number of tokens beyond the maximum.
+      InvalidRequest: for an empty prompt.
+      ContextLengthExceeded: for a number of tokens beyond the maximum.
     """
     prompt, sampling = len(request.prompt_token_ids), request.sampling
     if prompt == 0:
         raise InvalidRequest("prompt", [], "at least one token")
     if prompt > max_prompt:
-        raise InvalidRequest("prompt", f"{prompt} tokens", f"at most {max_prompt} tokens")
+        raise ContextLengthExceeded(
+            "prompt", f"{prompt} tokens", f"at most {max_prompt} tokens", prompt, sampling.max_tokens or 1
+        )
     for field in ("max_tokens", "min_tokens"):
         tokens = getattr(sampling, field)
         if tokens is not None and tokens > max_output:
-            raise InvalidRequest(field, tokens, f"at most {max_output} after a prompt of {prompt} tokens")
+            accepted = f"at most {max_output} after a prompt of {prompt} tokens"
+            raise ContextLengthExceeded(field, tokens, accepted, prompt, tokens)
     output = max_output if sampling.max_tokens is None else sampling.max_tokens
     return dataclasses.replace(request, limit=prompt + output)
 

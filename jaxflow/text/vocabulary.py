@@ -180,6 +180,11 @@ class TextStream:
                 text += characters
         return self._stripped(text) if self._strip and text else text
 
+    @property
+    def partial(self) -> bytes:
+        """Return the bytes of the character within which the last token ends."""
+        return self._partial
+
     def skip(self, token_ids: Sequence[int]) -> None:
         """Add the tokens of a prompt, without returning its text. Only the end of the prompt is decoded."""
         first = len(token_ids)

@@ -1,0 +1,28 @@
+"""The fields that all parts of an answer share."""
+
+import dataclasses
+
+from serving.http.logprobs import TokenNames
+
+
+@dataclasses.dataclass(frozen=True)
+class Head:
+    """Fields of an answer that are known before its first token.
+
+    `top`: candidates of a token that a chat answer lists. `with_logprobs`, `with_token_ids`: the caller asked for
+    them. `usage_at_end`, `usage_in_chunks`: where a stream carries its usage.
+    """
+
+    id: str
+    created: int
+    model: str
+    fingerprint: str
+    names: TokenNames
+    n: int
+    top: int = 0
+    with_logprobs: bool = False
+    with_token_ids: bool = False
+    with_prompt_logprobs: bool = False
+    usage_at_end: bool = False
+    usage_in_chunks: bool = False
+    skip_special_tokens: bool = True

@@ -1,0 +1,190 @@
+"""The ASGI application: routes, authentication, request ids and errors."""
+
+import uuid
+from collections.abc import Sequence
+
+import msgspec
+from starlette._utils import get_route_path
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route, Router
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+import jaxflow
+from serving.frontend.access import BearerTokens
+from serving.frontend.call import CALL
+from serving.frontend.refusal import Code, Refusal
+from serving.http.disconnect import Disconnected
+from serving.http.endpoints import Endpoints
+from serving.http.errors import HttpError
+from serving.http.generation import JsonRoute, send_json
+from serving.http.limits import Limits
+from serving.http.read_body import KINDS
+from serving.http.responses import Version
+from serving.operations import Operations
+from serving.operations import routes as operation_routes
+from serving.operations.asgi import ObservedCalls
+
+# Paths that need no token, compared with the path by which the router chooses. All other paths need one.
+OPEN = frozenset(("/health", "/health/live", "/health/ready", "/health/startup"))
+MAX_ID_CHARS = 256
+NOT_SERVED = {
+    "/v1/embeddings": "the served model has no embedding head",
+    "/pooling": "the served model has no pooling head",
+    "/score": "the served model has no scoring head",
+    "/v1/score": "the served model has no scoring head",
+    "/rerank": "the served model has no reranking head",
+    "/v1/rerank": "the served model has no reranking head",
+    "/v2/rerank": "the served model has no reranking head",
+    "/v1/responses": "this server has no responses API: use /v1/chat/completions",
+}
+
+
+class HttpApp:
+    """The application of a served model.
+
+    Args:
+      operations: gives the routes of health, metrics and status, and records the POST requests.
+      tokens: the accepted bearer tokens.
+      more_routes: further routes, behind the same authentication.
+      allowed_origins: web origins whose pages may read the answers.
+      root_path: the path under which a proxy shows this server.
+    """
+
+    def __init__(
+        self,
+        endpoints: Endpoints,
+        operations: Operations,
+        tokens: BearerTokens,
+        *,
+        limits: Limits | None = None,
+        more_routes: Sequence[BaseRoute] = (),
+        allowed_origins: Sequence[str] = (),
+        root_path: str = "",
+    ):
+        self._endpoints, self._tokens = endpoints, tokens
+        self._root_path = root_path.rstrip("/")
+        posts = [Post(path, JsonRoute(path, endpoints, limits or Limits())) for path in KINDS]
+        routes = [*posts, *_routes(endpoints), *operation_routes(operations), *more_routes]
+        app: ASGIApp = self._authenticated(Router(routes, redirect_slashes=False, default=_unknown))
+        app = ObservedCalls(self._answering_errors(app), operations)
+        if allowed_origins:
+            app = CORSMiddleware(
+                app,
+                allow_origins=list(allowed_origins),
+                allow_methods=["GET", "POST", "DELETE"],
+                allow_headers=["*"],
+            )
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        scope["app"] = self  # the router then raises its errors instead of answering them
+        scope["root_path"] = self._root_path
+        request_id = request_id_of(scope)
+
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+            await send(message)
+
+        await self._app(scope, receive, named)
+
+    def _authenticated(self, app: ASGIApp) -> ASGIApp:
+        async def checked(scope: Scope, receive: Receive, send: Send) -> None:
+            if get_route_path(scope) not in OPEN:
+                given = [value for key, value in scope["headers"] if key == b"authorization"]
+                caller = self._tokens.caller(given[0] if len(given) == 1 else None)
+                if caller is None:
+                    message = (
+                        "this server requires the header `authorization: Bearer <token>` with a valid token"
+                    )
+                    raise Refusal(Code.UNAUTHENTICATED, message)
+            await app(scope, receive, send)
+
+        return checked
+
+    def _answering_errors(self, app: ASGIApp) -> ASGIApp:
+        async def answered(scope: Scope, receive: Receive, send: Send) -> None:
+            begun = False
+
+            async def watched(message: Message) -> None:
+                nonlocal begun
+                begun = True
+                await send(message)
+
+            try:
+                await app(scope, receive, watched)
+            except Disconnected as error:
+                if (call := CALL.get()) is not None:
+                    call.fail(error)
+            except Exception as error:
+                found = self._endpoints.error(error)
+                if begun:
+                    raise  # the connection is closed: the caller sees that the answer is not whole
+                headers = [(key.encode(), value.encode("latin-1")) for key, value in found.headers.items()]
+                await send_json(send, found.status, msgspec.json.encode(found.body), lambda: headers)
+
+        return answered
+
+
+class Post(Route):
+    """The route of an ASGI application that takes POST requests."""
+
+    def __init__(self, path: str, app: ASGIApp):
+        super().__init__(path, _no_endpoint, methods=["POST"])
+        self.app = app
+
+
+async def _no_endpoint(request: Request) -> Response:
+    raise AssertionError("the application of a Post route is not its endpoint")
+
+
+def request_id_of(scope: Scope) -> bytes:
+    """Return the id of a request: the caller's `x-request-id`, if it is printable ASCII, or a new one."""
+    given = next((value for key, value in scope["headers"] if key == b"x-request-id"), b"")
+    if 0 < len(given) <= MAX_ID_CHARS and all(0x20 < byte < 0x7F for byte in given):
+        return given
+    return uuid.uuid4().hex.encode()
+
+
+async def _unknown(scope: Scope, receive: Receive, send: Send) -> None:
+    raise HttpError(404, f"no route {get_route_path(scope)[:80]!r}; /docs lists the routes", code="not_found")
+
+
+def _routes(endpoints: Endpoints) -> list[BaseRoute]:
+    """Return the routes of models, versions, and endpoints that are not served."""
+
+    async def models(request: Request) -> Response:
+        return json(endpoints.models())
+
+    async def model(request: Request) -> Response:
+        return json(endpoints.model(request.path_params["id"]))
+
+    async def version(request: Request) -> Response:
+        return json(Version(jaxflow.__version__))
+
+    async def ping(request: Request) -> Response:
+        endpoints.models()  # raises while the model loads
+        return Response()
+
+    def refuse(reason: str):
+        async def refused(request: Request) -> Response:
+            raise HttpError(404, reason, code="not_supported")
+
+        return refused
+
+    return [
+        Route("/v1/models", models),
+        Route("/v1/models/{id:path}", model),
+        Route("/version", version),
+        Route("/ping", ping, methods=["GET", "POST"]),
+        *(Route(path, refuse(reason), methods=["POST"]) for path, reason in NOT_SERVED.items()),
+    ]
+
+
+def json(body: object) -> Response:
+    """Return an answer with a JSON body."""
+    return Response(msgspec.json.encode(body), media_type="application/json")

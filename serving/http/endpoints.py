@@ -1,0 +1,327 @@
+"""The endpoints of a served model, without a socket: from the bytes of a body to the answer.
+
+The plain POST routes and the runner of batches call `Endpoints.answer`.
+"""
+
+import asyncio
+import dataclasses
+import hashlib
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from starlette.exceptions import HTTPException
+
+import jaxflow
+from jaxflow.request import InvalidRequest, Request
+from serving.frontend.call import CALL
+from serving.frontend.refusal import Code, Refusal, deadline_passed
+from serving.frontend.served_model import Chat, Prompt, ServedModel
+from serving.http.answer_head import Head
+from serving.http.chat import ChatFormat
+from serving.http.collected import Collection
+from serving.http.completions import CompletionFormat
+from serving.http.errors import HttpError, http_error
+from serving.http.job import Answering, Job, renamed, run
+from serving.http.logprobs import TokenNames
+from serving.http.read_body import read_body
+from serving.http.responses import Answer, DetokenizeAnswer, Model, ModelList, TokenizeAnswer, builtins
+from serving.http.sampling import sampling_params
+from serving.http.schema import (
+    MAX_CHOICES,
+    MAX_PROMPTS,
+    Body,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Message,
+    TokenizeRequest,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Deadline:
+    """The end of a caller's patience, in seconds of the monotonic clock; None for no end."""
+
+    at_s: float | None = None
+
+    @staticmethod
+    def after(seconds: float | None) -> "Deadline":
+        """Return the deadline this many seconds from now."""
+        return Deadline(None if seconds is None else time.monotonic() + seconds)
+
+    def left_s(self) -> float | None:
+        """Return the seconds left, or None. Raises: Refusal after the deadline."""
+        if self.at_s is None:
+            return None
+        left = self.at_s - time.monotonic()
+        if left <= 0:
+            raise deadline_passed()
+        return left
+
+
+NO_DEADLINE = Deadline()
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """A generation that can run: its job, and the form of its answer."""
+
+    job: Job
+    head: Head
+    form: ChatFormat | CompletionFormat
+    stream: bool
+
+
+class Endpoints:
+    """The endpoints of a served model. Used on the event loop's thread."""
+
+    def __init__(self, served: ServedModel):
+        self.served = served
+        self._created = int(time.time())
+        self._fingerprint = ""
+
+    def alive(self) -> bool:
+        """Return False once the engine can answer no more."""
+        return not self.served.loaded or self.served.llm.driver.alive
+
+    def check(self, path: str, body: bytes) -> None:
+        """Check the body of a generation as far as the model is not needed.
+
+        Raises:
+          InvalidRequest: naming the field.
+        """
+        request = read_body(path, body)
+        if not isinstance(request, ChatRequest | CompletionRequest):
+            raise InvalidRequest("url", path, "/v1/chat/completions or /v1/completions")
+        if request.stream:
+            raise InvalidRequest("stream", True, "false or null")
+        sampling_params(request, {})
+        if isinstance(request, CompletionRequest):
+            prompts(request)
+
+    async def answer(self, path: str, body: bytes, *, priority: int = 0) -> tuple[int, dict[str, Any]]:
+        """Return the HTTP status and the JSON body of a request that is not streamed.
+
+        Cancellation ends the request.
+
+        Args:
+          priority: the least priority number of the request; a higher number is later.
+        """
+        try:
+            request = read_body(path, body)
+            if isinstance(request, ChatRequest | CompletionRequest) and request.stream:
+                raise InvalidRequest("stream", True, "false or null")
+            return 200, builtins(await self.whole(request, priority=priority))
+        except Exception as error:
+            found = self.error(error)
+            return found.status, builtins(found.body)
+
+    def error(self, error: Exception) -> HttpError:
+        """Return the HTTP error of an exception, and note it in the record of the call."""
+        if not isinstance(error, HttpError | HTTPException) and (call := CALL.get()) is not None:
+            call.fail(error)
+        return http_error(error, self.served.llm.max_model_len if self.served.loaded else None)
+
+    # ---- answers
+
+    async def whole(self, request: Body, *, priority: int = 0, deadline: Deadline = NO_DEADLINE) -> Answer:
+        """Return the answer of a request. Raises: Refusal, InvalidRequest, RequestFailed, HttpError."""
+        match request:
+            case TokenizeRequest():
+                return await self._tokenize(request)
+            case DetokenizeRequest():
+                return await self._detokenize(request)
+        return await self.collect(await self.prepare(request, priority=priority, deadline=deadline), deadline)
+
+    async def collect(self, prepared: Prepared, deadline: Deadline = NO_DEADLINE) -> Answer:
+        """Run a generation and return its whole answer."""
+        job = prepared.job
+        found = Collection(len(job.requests) * job.n)
+        answering = Answering(job)
+        await run(self.served, answering, found.take, timeout_s=deadline.left_s())
+        if job.requests[0].sampling.prompt_logprobs is None:
+            return prepared.form.whole(found, answering.usage)
+        # Prompt logprobs can have 21 candidates a token. The streams continue while they are converted.
+        return await asyncio.to_thread(prepared.form.whole, found, answering.usage)
+
+    async def prepare(
+        self,
+        request: ChatRequest | CompletionRequest,
+        *,
+        priority: int = 0,
+        deadline: Deadline = NO_DEADLINE,
+    ) -> Prepared:
+        """Return a generation that can run. Raises: Refusal, InvalidRequest."""
+        served, llm = self.served, self.served.llm
+        served.check_model(request.model or "")
+        sampling = sampling_params(request, served.sampling_defaults)
+        chat = isinstance(request, ChatRequest)
+        asked = [_chat(request)] if chat else prompts(request)
+        if len(asked) * sampling.n > MAX_CHOICES:
+            raise InvalidRequest("n", sampling.n, f"at most {MAX_CHOICES} choices of all prompts together")
+        requests: list[Request] = []
+        for number, prompt in enumerate(asked):
+            field = "messages" if chat else f"prompt[{number}]" if len(asked) > 1 else "prompt"
+            try:
+                requests.append(
+                    await served.build_request(
+                        await self._truncated(prompt, request, sampling.max_tokens),
+                        sampling,
+                        model=request.model or "",
+                        request_id=request.request_id or "",
+                        priority=max(request.priority or 0, priority) if priority else request.priority or 0,
+                        cache_salt=request.cache_salt or "",
+                        add_special_tokens=request.add_special_tokens,
+                    )
+                )
+            except InvalidRequest as error:
+                names = {"prompt": field, "prompt_token_ids": field}
+                if chat and request.max_completion_tokens is not None:
+                    names["max_tokens"] = "max_completion_tokens"
+                raise renamed(error, names) from error
+            deadline.left_s()
+        echo = None
+        if not chat and request.echo:
+            echo = [self._text(p, r) for p, r in zip(asked, requests, strict=True)]
+        drop = not chat and request.max_tokens == 0
+        job = Job(requests, llm.tokenizer, llm.model_config.eos_token_ids, echo, drop)
+        head = self._head(request, sampling.n)
+        return Prepared(
+            job, head, (ChatFormat if chat else CompletionFormat)(head, job), bool(request.stream)
+        )
+
+    def _head(self, request: ChatRequest | CompletionRequest, n: int) -> Head:
+        served = self.served
+        chat = isinstance(request, ChatRequest)
+        options = request.stream_options
+        return Head(
+            id=f"{'chatcmpl' if chat else 'cmpl'}-{request.request_id or uuid.uuid4().hex}",
+            created=int(time.time()),
+            model=request.model or served.names[0],
+            fingerprint=self.fingerprint,
+            names=TokenNames(served.llm.tokenizer, bool(request.return_tokens_as_token_ids)),
+            n=n,
+            top=(request.top_logprobs or 0) if chat else 0,
+            with_logprobs=bool(request.logprobs) if chat else request.logprobs is not None,
+            with_token_ids=bool(request.return_token_ids),
+            with_prompt_logprobs=request.prompt_logprobs is not None,
+            usage_at_end=options is not None and bool(options.include_usage),
+            usage_in_chunks=options is not None and bool(options.continuous_usage_stats),
+            skip_special_tokens=request.skip_special_tokens is not False,
+        )
+
+    @property
+    def fingerprint(self) -> str:
+        """Return the version with a digest of the model's and the engine's configuration."""
+        if not self._fingerprint:
+            llm = self.served.llm
+            text = f"{llm.name}\n{llm.model_config}\n{llm.engine_config}"
+            digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+            self._fingerprint = f"jaxflow-{jaxflow.__version__}-{digest}"
+        return self._fingerprint
+
+    async def _truncated(
+        self, prompt: Prompt, request: ChatRequest | CompletionRequest, max_tokens: int | None
+    ) -> Prompt:
+        """Return the last tokens of a prompt, if the request asks for a truncated prompt."""
+        keep = request.truncate_prompt_tokens
+        if keep is None:
+            return prompt
+        if keep == 0:
+            raise InvalidRequest("truncate_prompt_tokens", 0, "a positive number, or -1 for what fits")
+        if keep < 0:
+            keep = max(1, self.served.llm.max_model_len - (max_tokens or 1))
+        if isinstance(prompt, str | Chat):
+            prompt = await self.served.encode(prompt, request.add_special_tokens)
+        return prompt[-keep:]
+
+    def _text(self, prompt: Prompt, request: Request) -> str:
+        """Return the text of a completions prompt, as `echo` repeats it."""
+        tokenizer = self.served.llm.tokenizer
+        if isinstance(prompt, str) and len(request.prompt_token_ids):
+            return prompt
+        if tokenizer is None:
+            return ""
+        return tokenizer.decode(request.prompt_token_ids, request.sampling.skip_special_tokens)
+
+    # ---- tokens
+
+    async def _tokenize(self, request: TokenizeRequest) -> TokenizeAnswer:
+        served = self.served
+        served.check_model(request.model or "")
+        if (request.prompt is None) == (request.messages is None):
+            raise InvalidRequest("prompt", request.prompt, "either prompt or messages")
+        prompt = _chat(request) if request.prompt is None else request.prompt
+        ids = await served.encode(prompt, request.add_special_tokens)
+        texts = None
+        if request.return_token_strs:
+            tokenizer = served.tokenizer("prompt")
+            texts = [tokenizer.token_text(token) for token in ids]
+        return TokenizeAnswer(len(ids), served.llm.max_model_len, ids, texts)
+
+    async def _detokenize(self, request: DetokenizeRequest) -> DetokenizeAnswer:
+        served = self.served
+        served.check_model(request.model or "")
+        tokenizer, vocab_size = served.tokenizer("tokens"), served.llm.model_config.vocab_size
+        if request.tokens and max(request.tokens) >= vocab_size:
+            raise InvalidRequest("tokens", max(request.tokens), f"token ids 0 to {vocab_size - 1}")
+        return DetokenizeAnswer(await asyncio.to_thread(tokenizer.decode, request.tokens, False))
+
+    # ---- models
+
+    def models(self) -> ModelList:
+        """Return the names of the served model. Raises: Refusal while it loads."""
+        llm = self.served.llm
+        return ModelList(
+            [Model(name, self._created, llm.name, llm.max_model_len) for name in self.served.names]
+        )
+
+    def model(self, name: str) -> Model:
+        """Return one name of the served model. Raises: Refusal."""
+        self.served.check_model(name)
+        found = [model for model in self.models().data if model.id == name]
+        if not found:
+            raise Refusal(Code.MODEL_NOT_FOUND, "the name of a model is empty", field="model")
+        return found[0]
+
+
+def prompts(request: CompletionRequest) -> list[Prompt]:
+    """Return the prompts of a request. Raises: InvalidRequest."""
+    given = request.prompt
+    if isinstance(given, str):
+        return [given]
+    kinds = {type(item) for item in given}
+    if kinds == {int}:
+        return [given]  # type: ignore[list-item]
+    if len(kinds) != 1 or len(given) > MAX_PROMPTS:
+        accepted = f"a text, token ids, or 1 to {MAX_PROMPTS} texts or lists of token ids"
+        raise InvalidRequest("prompt", f"{len(given)} entries", accepted)
+    return given  # type: ignore[return-value]
+
+
+def _chat(request: ChatRequest | TokenizeRequest) -> Chat:
+    """Return the conversation of a request. Raises: InvalidRequest."""
+    options: dict[str, Any] = {"template_kwargs": request.chat_template_kwargs or {}}
+    if request.add_generation_prompt is not None:
+        options["add_generation_prompt"] = request.add_generation_prompt
+    if request.continue_final_message is not None:
+        options["continue_final_message"] = request.continue_final_message
+    return Chat(_messages(request.messages or ()), options)
+
+
+def _messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    result = []
+    for i, message in enumerate(messages):
+        for name in ("audio", "function_call"):
+            if getattr(message, name) is not None:
+                raise InvalidRequest(f"messages[{i}].{name}", getattr(message, name), "null")
+        made = msgspec.structs.asdict(message)
+        made["reasoning_content"] = message.reasoning_content or message.reasoning
+        result.append({name: made[name] for name in _MESSAGE_FIELDS})
+    return result
+
+
+_MESSAGE_FIELDS = ("role", "content", "name", "tool_call_id", "tool_calls", "reasoning_content")

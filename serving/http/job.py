@@ -1,0 +1,219 @@
+"""A request of chat or completions on its way: its prompts' engine requests, and the pieces of its answer."""
+
+import asyncio
+import dataclasses
+from collections.abc import Awaitable, Callable, Sequence
+
+import msgspec
+
+from jaxflow.request import FinishReason, InvalidRequest, Logprob, Request, Started
+from jaxflow.text.tokenizer import Tokenizer
+from serving.frontend.refusal import draining
+from serving.frontend.served_model import ServedModel
+from serving.frontend.transcript import Output, TextDelta
+from serving.http.responses import Usage, make_usage
+from serving.http.token_texts import Entry, TokenTexts
+
+
+class Begun(msgspec.Struct, frozen=True):
+    """The first piece of a prompt's answer. `prompt_logprobs`: None unless requested."""
+
+    prompt: int
+    seed: int
+    prompt_logprobs: tuple[dict[int, Logprob] | None, ...] | None
+
+
+class Piece(msgspec.Struct, frozen=True, gc=False):
+    """A part of choice `index`. `finish_reason` is not None in the last part of the choice."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...] = ()
+    entries: tuple[Entry, ...] = ()
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+
+Pieces = list[Begun | Piece]
+Take = Callable[[Pieces], Awaitable[None]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """The engine's requests of a body, one a prompt, in the order of the prompts.
+
+    `echo_texts`: the text of each prompt, if the answer repeats it. `drop_output`: the answer has no new token.
+    """
+
+    requests: Sequence[Request]
+    tokenizer: Tokenizer | None
+    eos_token_ids: Sequence[int]
+    echo_texts: Sequence[str] | None = None
+    drop_output: bool = False
+
+    @property
+    def n(self) -> int:
+        """Return the number of choices of a prompt."""
+        return self.requests[0].sampling.n
+
+
+class Answering:
+    """The state of a job's answer. It turns the engine's outputs into pieces, and counts tokens."""
+
+    def __init__(self, job: Job):
+        self.job = job
+        sampling = job.requests[0].sampling
+        self._eos = frozenset(job.eos_token_ids)
+        ends = sampling.end_token_ids(job.eos_token_ids)
+        self._texts: list[TokenTexts] | None = None
+        if sampling.logprobs is not None:
+            self._texts = [
+                TokenTexts(job.tokenizer, request.prompt_token_ids, ends, sampling.skip_special_tokens)
+                for request in job.requests
+                for _ in range(job.n)
+            ]
+        self._prompt_tokens = sum(len(request.prompt_token_ids) for request in job.requests)
+        self._cached = [0] * len(job.requests)
+        self._completion_tokens = 0
+
+    @property
+    def usage(self) -> Usage:
+        """Return the tokens so far."""
+        return make_usage(self._prompt_tokens, sum(self._cached), self._completion_tokens)
+
+    def pieces(self, prompt: int, outputs: Sequence[Output]) -> Pieces:
+        """Return the pieces of one prompt's outputs.
+
+        Raises:
+          Refusal: the server ended the sequence.
+        """
+        return [self._piece(prompt, output) for output in outputs]
+
+    def _piece(self, prompt: int, output: Output) -> Begun | Piece:
+        if isinstance(output, Started):
+            self._cached[prompt] = output.cached_prompt_tokens
+            return Begun(prompt, signed(output.seed), output.prompt_logprobs)
+        if isinstance(output, TextDelta):
+            index = prompt * self.job.n + output.index
+            if self.job.drop_output:
+                return Piece(index, "")
+            self._completion_tokens += len(output.token_ids)
+            if self._texts is None:
+                return Piece(index, output.text, output.token_ids)
+            entries = self._texts[index].push(output.token_ids, output.logprobs, output.text)
+            return Piece(index, output.text, output.token_ids, tuple(entries))
+        event = output.event
+        if event.reason is FinishReason.ABORT:
+            raise draining()
+        index = prompt * self.job.n + event.index
+        if self.job.drop_output:
+            return Piece(index, "", finish_reason="length")
+        entries = ()
+        if self._texts is not None:
+            cut = event.stop_string is not None
+            entries = tuple(self._texts[index].finish(output.text, event.stop_token_id, cut))
+        stop = event.stop_string
+        if stop is None and event.stop_token_id not in self._eos:
+            stop = event.stop_token_id
+        return Piece(index, output.text, (), entries, event.reason.value, stop)
+
+
+async def run(
+    served: ServedModel,
+    answering: Answering,
+    take: Take,
+    *,
+    submitted: Callable[[], Awaitable[None]] | None = None,
+    timeout_s: float | None = None,
+) -> None:
+    """Run a job to its end.
+
+    Args:
+      take: gets the pieces that have arrived since its last call. A `take` that blocks holds the outputs back.
+      submitted: is called once the engine has accepted all prompts.
+      timeout_s: the seconds until the caller's deadline, or None.
+
+    Raises:
+      As `ServedModel.stream`.
+    """
+    job = answering.job
+    if len(job.requests) == 1:
+        async with served.stream(job.requests[0], timeout_s=timeout_s) as stream:
+            if submitted is not None:
+                await submitted()
+            async for outputs in stream:
+                await take(answering.pieces(0, list(outputs)))
+        return
+    try:
+        await _Merged(served, answering, take, submitted, timeout_s).run()
+    except BaseExceptionGroup as failures:
+        raise _first(failures) from None
+
+
+class _Merged:
+    """The streams of several prompts, joined to one: `take` gets what has arrived of all prompts."""
+
+    def __init__(
+        self,
+        served: ServedModel,
+        answering: Answering,
+        take: Take,
+        submitted: Callable[[], Awaitable[None]] | None,
+        timeout_s: float | None,
+    ):
+        self._served, self._answering = served, answering
+        self._take, self._submitted, self._timeout_s = take, submitted, timeout_s
+        self._pieces: Pieces = []
+        self._left = self._unsubmitted = len(answering.job.requests)
+        self._wake = asyncio.Event()
+        self._taken = asyncio.Event()
+
+    async def run(self) -> None:
+        """Run all prompts. Raises: an exception group."""
+        async with asyncio.TaskGroup() as group:
+            for prompt, request in enumerate(self._answering.job.requests):
+                group.create_task(self._read(prompt, request))
+            while self._left:
+                await self._wake.wait()
+                self._wake.clear()
+                if not self._unsubmitted and self._submitted is not None:
+                    submitted, self._submitted = self._submitted, None
+                    await submitted()
+                if self._pieces:
+                    pieces, self._pieces = self._pieces, []
+                    taken, self._taken = self._taken, asyncio.Event()
+                    taken.set()
+                    await self._take(pieces)
+
+    async def _read(self, prompt: int, request: Request) -> None:
+        async with self._served.stream(request, timeout_s=self._timeout_s) as stream:
+            self._unsubmitted -= 1
+            self._wake.set()
+            async for outputs in stream:
+                self._pieces += self._answering.pieces(prompt, list(outputs))
+                self._wake.set()
+                # While the writer waits, the outputs stay in the stream's queue, which has a limit.
+                await self._taken.wait()
+        self._left -= 1
+        self._wake.set()
+
+
+def _first(failures: BaseExceptionGroup) -> BaseException:
+    error: BaseException = failures
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def signed(bits: int) -> int:
+    """Return a 64-bit number as the signed number of the same bits, which `seed` accepts."""
+    return bits - 2**64 if bits >= 2**63 else bits
+
+
+def renamed(error: InvalidRequest, names: dict[str, str]) -> InvalidRequest:
+    """Return `error` with the field's name in the body. Fields that `names` lacks have the same name."""
+    start = next((name for name in names if error.field == name or error.field.startswith(f"{name}[")), None)
+    if start is not None:
+        error.field = names[start] + error.field[len(start) :]
+        error.args = (str(error).replace(start, names[start], 1),)
+    return error

@@ -1,0 +1,64 @@
+"""Parsing of request bodies. One function serves requests of the HTTP server and lines of a batch."""
+
+import msgspec
+
+from jaxflow.request import InvalidRequest
+from serving.http.schema import (
+    MAX_COMMAS,
+    Body,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    refused_fields,
+)
+
+KINDS: dict[str, type[Body]] = {
+    "/v1/chat/completions": ChatRequest,
+    "/v1/completions": CompletionRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+}
+_DECODERS = {path: msgspec.json.Decoder(kind) for path, kind in KINDS.items()}
+_UNKNOWN = "Object contains unknown field "
+_MISSING = "Object missing required field "
+
+
+class InvalidBody(InvalidRequest):
+    """A body that is not a request. `field` is the path of the wrong field, or `body`."""
+
+    def __init__(self, field: str, problem: str):
+        super().__init__(field, None, problem)
+        self.args = (f"{field[:80]}: {problem[:300]}",)
+
+
+def read_body(path: str, body: bytes) -> Body:
+    """Return the request of a body.
+
+    Raises:
+      InvalidRequest: not JSON, an unknown field, a value of another type, or a field that is not served.
+    """
+    if body.count(b",") > MAX_COMMAS:  # the event loop would stop while millions of values are read
+        raise InvalidBody("body", f"too many values; accepted: at most {MAX_COMMAS}")
+    try:
+        request = _DECODERS[path].decode(body)
+    except msgspec.ValidationError as error:
+        raise _invalid(str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidBody("body", f"not a JSON object in UTF-8: {error}") from None
+    except RecursionError:
+        raise InvalidBody("body", "the JSON is nested too deeply") from None
+    for name, value, reason in refused_fields(request):
+        raise InvalidRequest(name, value, reason)
+    return request
+
+
+def _invalid(message: str) -> InvalidBody:
+    """Return the error of a validation message of msgspec, such as "Expected `int` - at `$.n`"."""
+    problem, _, where = message.partition(" - at ")
+    path = where.rpartition("`$")[2].rstrip("`").lstrip(".")
+    for start, says in ((_UNKNOWN, "unknown field"), (_MISSING, "this field is required")):
+        if problem.startswith(start):
+            field = problem.removeprefix(start).strip("`")
+            return InvalidBody(f"{path}.{field}" if path else field, says)
+    return InvalidBody(path or "body", problem)

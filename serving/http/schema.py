@@ -1,0 +1,214 @@
+"""Bodies of the requests. Names and meanings are those of OpenAI's API and of vLLM's extra fields.
+
+An unknown field is an error. Some fields are accepted and change nothing. Other fields are known, but not served: a
+value that asks for something is refused by name.
+"""
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+MAX_PROMPTS = 2048  # of one completions request
+MAX_CHOICES = 4096  # of a request: prompts times n
+MAX_COMMAS = 1 << 20  # of a body: about the number of its JSON values
+
+Count = Annotated[int, Meta(ge=0, lt=2**31)]
+TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
+Priority = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
+ShortText = Annotated[str, Meta(max_length=4096)]
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """Options of a stream.
+
+    include_usage: end the stream with a chunk of the usage. continuous_usage_stats: put the usage so far into
+    every chunk. include_obfuscation: accepted; no padding is sent.
+    """
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class Generation(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    """The fields that chat and completions requests share."""
+
+    model: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    ignore_eos: bool | None = None
+    logit_bias: dict[int, float] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: Count | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    priority: Priority | None = None
+    cache_salt: ShortText | None = None
+    request_id: ShortText | None = None
+    # Accepted, without an effect.
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    safety_identifier: Any = None
+    verbosity: Any = None
+    spaces_between_special_tokens: Any = None
+    # Known, but not served.
+    bad_words: Any = None
+    allowed_token_ids: Any = None
+    response_format: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    repetition_detection: Any = None
+    thinking_token_budget: Any = None
+    use_beam_search: Any = None
+    best_of: Any = None
+    length_penalty: Any = None
+    logits_processors: Any = None
+    kv_transfer_params: Any = None
+    prompt_embeds: Any = None
+    mm_processor_kwargs: Any = None
+
+
+class Message(msgspec.Struct, forbid_unknown_fields=True, frozen=True, omit_defaults=True):
+    """A message of a conversation. `content` is a text, a list of text parts, or null."""
+
+    role: str
+    content: Any = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: Any = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: Any = None
+    annotations: Any = None
+    audio: Any = None
+    function_call: Any = None
+
+
+class ChatRequest(Generation, frozen=True, kw_only=True):
+    """The body of `POST /v1/chat/completions`."""
+
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: Count | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    echo: bool | None = None
+    parallel_tool_calls: Any = None
+    # Known, but not served.
+    tools: Any = None
+    tool_choice: Any = None
+    functions: Any = None
+    function_call: Any = None
+    documents: Any = None
+    chat_template: Any = None
+    modalities: Any = None
+    audio: Any = None
+    prediction: Any = None
+    reasoning_effort: Any = None
+    web_search_options: Any = None
+
+
+class CompletionRequest(Generation, frozen=True, kw_only=True):
+    """The body of `POST /v1/completions`. `prompt`: a text, texts, token ids, or lists of token ids."""
+
+    prompt: str | list[str | TokenId | list[TokenId]]
+    logprobs: Count | None = None
+    echo: bool | None = None
+    # Known, but not served.
+    suffix: Any = None
+
+
+class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    """The body of `POST /tokenize`: a prompt or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+    # Known, but not served.
+    tools: Any = None
+    chat_template: Any = None
+
+
+class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    """The body of `POST /detokenize`."""
+
+    tokens: list[TokenId]
+    model: str | None = None
+
+
+Body = ChatRequest | CompletionRequest | TokenizeRequest | DetokenizeRequest
+
+# Values of the fields that are known and not served, beside null, that ask for nothing special.
+_HARMLESS: dict[str, tuple[Any, ...]] = {
+    "response_format": ({"type": "text"},),
+    "use_beam_search": (False,),
+    "best_of": (1,),
+    "length_penalty": (1, 1.0),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "documents": ([],),
+    "modalities": (["text"],),
+    "suffix": ("",),
+    "echo": (False,),
+}
+_NOT_YET = frozenset(
+    (
+        *("tools", "tool_choice", "functions", "function_call", "response_format", "structured_outputs"),
+        *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "bad_words", "allowed_token_ids"),
+        *("documents", "reasoning_effort", "thinking_token_budget", "repetition_detection", "suffix"),
+    )
+)
+_NEVER = frozenset(
+    (
+        *("use_beam_search", "best_of", "length_penalty", "logits_processors", "kv_transfer_params"),
+        *("prompt_embeds", "mm_processor_kwargs", "chat_template", "modalities", "audio", "prediction"),
+        "web_search_options",
+    )
+)
+
+
+def refused_fields(body: Body) -> list[tuple[str, Any, str]]:
+    """Return the fields of a body that are not served: name, value, reason."""
+    result = []
+    for name in body.__struct_fields__:
+        if name not in _NOT_YET and name not in _NEVER and not (name == "echo" and type(body) is ChatRequest):
+            continue
+        value = getattr(body, name)
+        if value is None or any(value == harmless for harmless in _HARMLESS.get(name, ())):
+            continue
+        reason = "not yet supported" if name in _NOT_YET else "not supported by this server"
+        result.append((name, value, reason))
+    return result
