@@ -18,7 +18,7 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxflow.request import InvalidRequest, Request, SamplingParams
+from jaxflow.request import ContextLengthExceeded, InvalidRequest, Request, SamplingParams
 from jaxflow.text.chat import encode_chat
 from jaxflow.text.template_sandbox import ChatTemplateError
 from jaxflow.text.tokenizer import Tokenizer, TooManyTokens
@@ -314,7 +314,7 @@ class ServedModel:
         try:
             self.tokenizer(field).check_chars(size, max_tokens)
         except TooManyTokens as error:
-            raise InvalidRequest(field, f"{size} characters", str(error)) from None
+            raise ContextLengthExceeded(field, f"{size} characters", str(error), None) from None
 
     def _encoded(self, prompt: Prompt, add_special_tokens: bool | None, max_tokens: int) -> list[int]:
         match prompt:
@@ -323,7 +323,8 @@ class ServedModel:
                     special = add_special_tokens is not False
                     return self.tokenizer("prompt").encode(prompt, special, max_tokens=max_tokens)
                 except TooManyTokens as error:
-                    raise InvalidRequest("prompt", f"{len(prompt)} characters", str(error)) from None
+                    shown = f"{len(prompt)} characters"
+                    raise ContextLengthExceeded("prompt", shown, str(error), None) from None
                 except TokenizerError as error:
                     raise InvalidRequest("prompt", prompt, str(error)) from error
             case Chat():
@@ -340,7 +341,8 @@ class ServedModel:
             options = {"add_special_tokens": add_special_tokens, "max_tokens": max_tokens, **chat.options}
             return encode_chat(tokenizer, chat.messages, **options)
         except TooManyTokens as error:
-            raise InvalidRequest("messages", f"{_size(chat)} characters", str(error)) from None
+            shown = f"{_size(chat)} characters"
+            raise ContextLengthExceeded("messages", shown, str(error), None) from None
         except ChatTemplateError as error:
             raise InvalidRequest(error.field, f"{len(chat.messages)} messages", str(error)) from error
 
@@ -422,7 +424,7 @@ def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
 
 def _check_count(tokens: int, most: int, field: str = "prompt") -> None:
     if tokens > most:
-        raise InvalidRequest(field, f"{tokens} tokens", f"at most {most} tokens")
+        raise ContextLengthExceeded(field, f"{tokens} tokens", f"at most {most} tokens", tokens)
 
 
 def _size(prompt: Prompt) -> int:

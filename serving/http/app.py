@@ -12,7 +12,7 @@ from starlette.routing import BaseRoute, Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import jaxflow
-from serving.frontend.access import BearerTokens
+from serving.frontend.access import CALLER, BearerTokens
 from serving.frontend.call import CALL
 from serving.frontend.refusal import Code, Refusal
 from serving.http.disconnect import Disconnected
@@ -102,6 +102,7 @@ class HttpApp:
                         "this server requires the header `authorization: Bearer <token>` with a valid token"
                     )
                     raise Refusal(Code.UNAUTHENTICATED, message)
+                CALLER.set(caller)  # each request has a task of its own
             await app(scope, receive, send)
 
         return checked
@@ -121,7 +122,7 @@ class HttpApp:
                 if (call := CALL.get()) is not None:
                     call.fail(error)
             except Exception as error:
-                found = self._endpoints.error(error)
+                found = self._endpoints.error(error, get_route_path(scope))
                 if begun:
                     raise  # the connection is closed: the caller sees that the answer is not whole
                 headers = [(key.encode(), value.encode("latin-1")) for key, value in found.headers.items()]

@@ -51,7 +51,7 @@ class Chunks:
             end = b',"usage":null}\n\n'
         lines = []
         for piece in pieces:
-            if type(piece) is Begun:
+            if isinstance(piece, Begun):
                 lines += form.first(piece)
                 continue
             if piece.text or piece.entries or (piece.token_ids and head.with_token_ids):

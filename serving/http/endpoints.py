@@ -24,7 +24,7 @@ from serving.http.chat import ChatFormat
 from serving.http.collected import Collection
 from serving.http.completions import CompletionFormat
 from serving.http.errors import HttpError, http_error
-from serving.http.job import Answering, Job, renamed, run
+from serving.http.job import Answering, Job, rename, run
 from serving.http.logprobs import TokenNames
 from serving.http.read_body import read_body
 from serving.http.responses import Answer, DetokenizeAnswer, Model, ModelList, TokenizeAnswer, builtins
@@ -116,14 +116,15 @@ class Endpoints:
                 raise InvalidRequest("stream", True, "false or null")
             return 200, builtins(await self.whole(request, priority=priority))
         except Exception as error:
-            found = self.error(error)
+            found = self.error(error, path)
             return found.status, builtins(found.body)
 
-    def error(self, error: Exception) -> HttpError:
-        """Return the HTTP error of an exception, and note it in the record of the call."""
+    def error(self, error: Exception, path: str) -> HttpError:
+        """Return the HTTP error of an exception, and note it in the record of the call. `path`: of the route."""
         if not isinstance(error, HttpError | HTTPException) and (call := CALL.get()) is not None:
             call.fail(error)
-        return http_error(error, self.served.llm.max_model_len if self.served.loaded else None)
+        max_model_len = self.served.llm.max_model_len if self.served.loaded else None
+        return http_error(error, max_model_len, path == "/v1/chat/completions")
 
     # ---- answers
 
@@ -131,9 +132,9 @@ class Endpoints:
         """Return the answer of a request. Raises: Refusal, InvalidRequest, RequestFailed, HttpError."""
         match request:
             case TokenizeRequest():
-                return await self._tokenize(request)
+                return await self._tokenize(request, deadline)
             case DetokenizeRequest():
-                return await self._detokenize(request)
+                return await self._detokenize(request, deadline)
         return await self.collect(await self.prepare(request, priority=priority, deadline=deadline), deadline)
 
     async def collect(self, prepared: Prepared, deadline: Deadline = NO_DEADLINE) -> Answer:
@@ -168,21 +169,22 @@ class Endpoints:
             try:
                 requests.append(
                     await served.build_request(
-                        await self._truncated(prompt, request, sampling.max_tokens),
+                        await self._truncated(prompt, request, sampling.max_tokens, deadline),
                         sampling,
                         model=request.model or "",
                         request_id=request.request_id or "",
                         priority=max(request.priority or 0, priority) if priority else request.priority or 0,
                         cache_salt=request.cache_salt or "",
                         add_special_tokens=request.add_special_tokens,
+                        timeout_s=deadline.left_s(),
                     )
                 )
             except InvalidRequest as error:
                 names = {"prompt": field, "prompt_token_ids": field}
                 if chat and request.max_completion_tokens is not None:
                     names["max_tokens"] = "max_completion_tokens"
-                raise renamed(error, names) from error
-            deadline.left_s()
+                rename(error, names)
+                raise
         echo = None
         if not chat and request.echo:
             echo = [self._text(p, r) for p, r in zip(asked, requests, strict=True)]
@@ -224,7 +226,11 @@ class Endpoints:
         return self._fingerprint
 
     async def _truncated(
-        self, prompt: Prompt, request: ChatRequest | CompletionRequest, max_tokens: int | None
+        self,
+        prompt: Prompt,
+        request: ChatRequest | CompletionRequest,
+        max_tokens: int | None,
+        deadline: Deadline,
     ) -> Prompt:
         """Return the last tokens of a prompt, if the request asks for a truncated prompt."""
         keep = request.truncate_prompt_tokens
@@ -235,7 +241,8 @@ class Endpoints:
         if keep < 0:
             keep = max(1, self.served.llm.max_model_len - (max_tokens or 1))
         if isinstance(prompt, str | Chat):
-            prompt = await self.served.encode(prompt, request.add_special_tokens)
+            special = request.add_special_tokens
+            prompt = await self.served.encode(prompt, special, timeout_s=deadline.left_s())
         return prompt[-keep:]
 
     def _text(self, prompt: Prompt, request: Request) -> str:
@@ -249,26 +256,28 @@ class Endpoints:
 
     # ---- tokens
 
-    async def _tokenize(self, request: TokenizeRequest) -> TokenizeAnswer:
+    async def _tokenize(self, request: TokenizeRequest, deadline: Deadline) -> TokenizeAnswer:
         served = self.served
         served.check_model(request.model or "")
         if (request.prompt is None) == (request.messages is None):
             raise InvalidRequest("prompt", request.prompt, "either prompt or messages")
         prompt = _chat(request) if request.prompt is None else request.prompt
-        ids = await served.encode(prompt, request.add_special_tokens)
+        ids = await served.encode(prompt, request.add_special_tokens, timeout_s=deadline.left_s())
         texts = None
         if request.return_token_strs:
             tokenizer = served.tokenizer("prompt")
             texts = [tokenizer.token_text(token) for token in ids]
         return TokenizeAnswer(len(ids), served.llm.max_model_len, ids, texts)
 
-    async def _detokenize(self, request: DetokenizeRequest) -> DetokenizeAnswer:
+    async def _detokenize(self, request: DetokenizeRequest, deadline: Deadline) -> DetokenizeAnswer:
         served = self.served
         served.check_model(request.model or "")
-        tokenizer, vocab_size = served.tokenizer("tokens"), served.llm.model_config.vocab_size
-        if request.tokens and max(request.tokens) >= vocab_size:
-            raise InvalidRequest("tokens", max(request.tokens), f"token ids 0 to {vocab_size - 1}")
-        return DetokenizeAnswer(await asyncio.to_thread(tokenizer.decode, request.tokens, False))
+        try:
+            text = await served.decode(request.tokens, False, timeout_s=deadline.left_s())
+        except InvalidRequest as error:
+            rename(error, {"ids": "tokens"})
+            raise
+        return DetokenizeAnswer(text)
 
     # ---- models
 

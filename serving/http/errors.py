@@ -69,16 +69,18 @@ _ANSWERS: dict[Code, tuple[int, str | None]] = {
     Code.TOO_SLOW: (408, "client_too_slow"),
     Code.LOADING: (503, "model_loading"),
     Code.DRAINING: (503, "server_shutting_down"),
+    Code.ABORTED: (503, "server_shutting_down"),
     Code.DEADLINE: (504, "deadline_exceeded"),
 }
 _CODES = {404: "not_found", 405: "method_not_allowed"}
 
 
-def http_error(error: BaseException, max_model_len: int | None = None) -> HttpError:
+def http_error(error: BaseException, max_model_len: int | None = None, in_chat: bool = False) -> HttpError:
     """Return the HTTP error of an exception. A fault of the server is logged under an id, which the answer has.
 
     Args:
       max_model_len: the context in tokens, for the message of a request that is too long.
+      in_chat: the request has messages instead of a prompt.
     """
     match error:
         case HttpError():
@@ -88,9 +90,8 @@ def http_error(error: BaseException, max_model_len: int | None = None) -> HttpEr
                 error.status_code, error.detail, code=_CODES.get(error.status_code), headers=error.headers
             )
         case ContextLengthExceeded():
-            return HttpError(
-                400, too_long(error, max_model_len), code="context_length_exceeded", param=error.field
-            )
+            message = too_long(error, max_model_len, in_chat)
+            return HttpError(400, message, code="context_length_exceeded", param=error.field)
     refusal = refusal_of(error)
     if refusal is not None:
         return _refused(refusal)
@@ -100,20 +101,17 @@ def http_error(error: BaseException, max_model_len: int | None = None) -> HttpEr
     return HttpError(500, message, code="internal_error")
 
 
-def too_long(error: ContextLengthExceeded, max_model_len: int | None) -> str:
+def too_long(error: ContextLengthExceeded, max_model_len: int | None, in_chat: bool) -> str:
     """Return the message of a request that is too long, in the words that clients of OpenAI look for."""
-    if max_model_len is None or error.prompt_tokens is None:
-        return f"This model's maximum context length is exceeded. {error}"
+    place = "messages" if in_chat else "prompt"
     limit = f"This model's maximum context length is {max_model_len} tokens. However, "
+    if error.prompt_tokens is None:
+        return f"{limit}your {place} have more: {error}. Please reduce the length of the {place}."
     prompt, output = error.prompt_tokens, error.output_tokens
     return (
-        f"{limit}you requested {prompt + output} tokens ({prompt} in the {_place(error.field)}, {output} in the "
-        f"completion). Please reduce the length of the {_place(error.field)} or completion."
+        f"{limit}you requested {prompt + output} tokens ({prompt} in the {place}, {output} in the completion). "
+        f"Please reduce the length of the {place} or completion."
     )
-
-
-def _place(field: str) -> str:
-    return "messages" if field == "messages" else "prompt"
 
 
 def _refused(refusal: Refusal) -> HttpError:

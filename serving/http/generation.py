@@ -77,7 +77,7 @@ class JsonRoute:
         except Exception as error:
             if not events.started:
                 raise
-            found = self._endpoints.error(error)
+            found = self._endpoints.error(error, self._path)
             # The write stall of the connection ends a caller that does not read at all.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(ERROR_EVENT_S):

@@ -2,13 +2,13 @@
 
 import asyncio
 import dataclasses
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import msgspec
 
 from jaxflow.request import FinishReason, InvalidRequest, Logprob, Request, Started
 from jaxflow.text.tokenizer import Tokenizer
-from serving.frontend.refusal import draining
+from serving.frontend.refusal import aborted
 from serving.frontend.served_model import ServedModel
 from serving.frontend.transcript import Output, TextDelta
 from serving.http.responses import Usage, make_usage
@@ -104,7 +104,7 @@ class Answering:
             return Piece(index, output.text, output.token_ids, tuple(entries))
         event = output.event
         if event.reason is FinishReason.ABORT:
-            raise draining()
+            raise aborted()
         index = prompt * self.job.n + event.index
         if self.job.drop_output:
             return Piece(index, "", finish_reason="length")
@@ -210,10 +210,10 @@ def signed(bits: int) -> int:
     return bits - 2**64 if bits >= 2**63 else bits
 
 
-def renamed(error: InvalidRequest, names: dict[str, str]) -> InvalidRequest:
-    """Return `error` with the field's name in the body. Fields that `names` lacks have the same name."""
-    start = next((name for name in names if error.field == name or error.field.startswith(f"{name}[")), None)
-    if start is not None:
-        error.field = names[start] + error.field[len(start) :]
-        error.args = (str(error).replace(start, names[start], 1),)
-    return error
+def rename(error: InvalidRequest, names: Mapping[str, str]) -> None:
+    """Give `error` the name that its field has in the body. Fields that `names` lacks keep their names."""
+    for name, own in names.items():
+        if error.field == name or error.field.startswith((f"{name}[", f"{name}.")):
+            error.args = (str(error).replace(name, own, 1),)
+            error.field = own + error.field[len(name) :]
+            return

@@ -12,6 +12,7 @@ import paths
 from jaxflow.config import EngineConfig, Layer, ModelConfig
 from jaxflow.engine.step_log import StepLog, StepRecord
 from jaxflow.request import (
+    ContextLengthExceeded,
     Delta,
     Draining,
     Finished,
@@ -267,9 +268,9 @@ class FakeLLM:
                     "prompt_token_ids", token, f"token ids 0 to {self.model_config.vocab_size - 1}"
                 )
         if len(ids) + (params.max_tokens or 1) > self.max_model_len:
-            raise InvalidRequest(
-                "max_tokens", params.max_tokens, f"prompt and output within {self.max_model_len} tokens"
-            )
+            accepted = f"prompt and output within {self.max_model_len} tokens"
+            asked = params.max_tokens or 1
+            raise ContextLengthExceeded("max_tokens", params.max_tokens, accepted, len(ids), asked)
         params.check_vocabulary(self.model_config.vocab_size)
         made = Request(request_id, ids, params, priority, cache_salt)
         if not params.stop:
