@@ -73,7 +73,9 @@ def main(argv: list[str]) -> int:
     try:
         parse(argv[1:])
     except flags.Error as error:
-        given = {word.lstrip("-").partition("=")[0] for word in argv[2:] if word.startswith("-")}
+        given = {
+            word.lstrip("-").partition("=")[0].replace("-", "_") for word in argv[2:] if word.startswith("-")
+        }
         names = [f"--{old} is now --{new}" for old, new in RENAMED.items() if old in given]
         help_command = f"`python -m jaxflow.bench {argv[1]} --help` lists the flags"
         print(f"error: {error}", *names, help_command, sep="\n", file=sys.stderr)

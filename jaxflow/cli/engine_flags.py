@@ -6,6 +6,7 @@ from typing import Any, get_args, get_type_hints
 
 from absl import flags
 
+from jaxflow.cli.flag_names import canonical
 from jaxflow.cli.float_flags import check_floats
 from jaxflow.config import EngineConfig
 
@@ -52,14 +53,14 @@ def engine_config_from_flags() -> EngineConfig:
 
 
 def parse(argv: Sequence[str]) -> None:
-    """Parse a command line that has only flags.
+    """Parse a command line that has only flags, in any spelling of `flag_names`.
 
     Raises:
       flags.Error: an argument is not a flag, a flag is unknown or removed, or a number is not finite.
     """
     if problem := removed_flag(argv):
         raise flags.Error(problem)
-    rest = flags.FLAGS(argv)[1:]
+    rest = flags.FLAGS(canonical(argv))[1:]
     if rest:
         raise flags.Error(f"unexpected arguments: {' '.join(rest)}")
     check_floats(flags.FLAGS)
@@ -68,7 +69,7 @@ def parse(argv: Sequence[str]) -> None:
 def removed_flag(argv: Sequence[str]) -> str | None:
     """Return an error that names the replacement of the first removed flag in `argv`, or None."""
     for argument in argv[1:]:
-        name = argument.lstrip("-").partition("=")[0]
+        name = argument.lstrip("-").partition("=")[0].replace("-", "_")
         if argument.startswith("-") and name in REMOVED and name not in flags.FLAGS:
             return f"flag --{name} was removed: {REMOVED[name]}"
     return None

@@ -14,12 +14,14 @@ _RESEND_AFTER_S = 0.02
 
 
 def run_command(main: Callable[[list[str]], int], infinite: Collection[str] = ()) -> None:
-    """Parse absl's flags, call `main` with the remaining arguments, and end the process.
+    """Parse absl's flags in any spelling of `flag_names`, call `main` with the remaining arguments, and end the
+    process.
 
     --help exits with status 0. absl itself would exit with status 1. The flags in `infinite` take infinity.
     """
     from absl import app, flags  # commands with argparse do not need absl
 
+    from jaxflow.cli.flag_names import canonical
     from jaxflow.cli.float_flags import check_floats
 
     if {"--help", "-h"} & set(sys.argv[1:]):
@@ -33,7 +35,7 @@ def run_command(main: Callable[[list[str]], int], infinite: Collection[str] = ()
             return 1
         return main(argv)
 
-    app.run(functools.partial(exit_status, checked))
+    app.run(functools.partial(exit_status, checked), argv=canonical(sys.argv))
 
 
 def exit_status(main: Callable[[list[str]], int], argv: Sequence[str]) -> int:
