@@ -57,8 +57,8 @@ def run(engine: Loop, requests: list[Request]) -> tuple[dict[str, list[int]], di
     return tokens, prompts
 
 
-def check() -> tuple[argparse.Namespace, dict[str, Any]]:
-    """Return the command line and the comparison of both engines."""
+def parse() -> argparse.Namespace:
+    """Return the command line's flags."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -68,7 +68,11 @@ def check() -> tuple[argparse.Namespace, dict[str, Any]]:
     parser.add_argument("--tensor_parallel_size", type=int, default=1)
     parser.add_argument("--plan", default="sequential")
     parser.add_argument("--output_json")
-    given = parser.parse_args()
+    return parser.parse_args()
+
+
+def check(given: argparse.Namespace) -> dict[str, Any]:
+    """Return the comparison of both engines."""
     settings = EngineConfig(
         model=given.model,
         load_format="dummy",
@@ -138,13 +142,14 @@ def check() -> tuple[argparse.Namespace, dict[str, Any]]:
         ),
         "compilations_after_warmup": compilations,
     }
-    return given, result
+    return result
 
 
 def main() -> int:
     """Run the check, write its report, and return the exit status: 0 for engines that agree."""
-    with machine.watch() as readings:
-        given, result = check()
+    given = parse()
+    with machine.watch(given.tensor_parallel_size) as readings:
+        result = check(given)
     head = {"command_name": "check_engine", **provenance(shlex.join(["python", *sys.argv]))}
     result = machine.with_power(head | result, readings)
     print(json.dumps(result, indent=1))

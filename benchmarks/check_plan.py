@@ -485,7 +485,7 @@ def main(arguments: Sequence[str]) -> int:
         sizes = sorted({plan.tokens for plan in plans})
         raise SystemExit(f"--plans: plans of one step size are accepted, these have {sizes}")
     lengths = drawn_lengths(given.sequences, given.prompt, given.output, given.longest)
-    with sample(None, every_s=0.1) as readings:
+    with sample(given.tensor_parallel_size, every_s=0.1) as readings:
         executor = executor_of(given, plans, lengths)
         body = measured(executor, given, plans, lengths)
     head = provenance(shlex.join(["python", "-m", "benchmarks.check_plan", *arguments]))

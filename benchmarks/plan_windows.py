@@ -215,7 +215,7 @@ def window(enqueue: Callable[[], jax.Array], steps: int, tokens: float) -> dict[
     """Measure one window and return its time, rate, and each card's watts and clock."""
     one = run_steps(enqueue, 2) / 2
     run_steps(enqueue, max(1, round(WARM_S / one)))
-    with sample(None, every_s=0.1) as readings:
+    with sample(flags.FLAGS.tensor_parallel_size, every_s=0.1) as readings:
         seconds = run_steps(enqueue, steps)
     return {
         "steps": steps,
@@ -361,7 +361,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     command = ["python", "-m", "benchmarks.plan_windows", *arguments[1:]]
-    with sample(None, every_s=0.1) as readings:
+    with sample(flags.FLAGS.tensor_parallel_size, every_s=0.1) as readings:
 
         def write(body: dict[str, Any]) -> None:
             power = {"watts": readings.watts_by_card, "clock_mhz": readings.clock_mhz_by_card}

@@ -108,7 +108,7 @@ def _run(command) -> int:
     try:
         check_outputs("output_json", make_folders=True)
         check_pictures(*(name for name in CHARTS if name in flags.FLAGS), make_folders=True)
-        with machine.watch() as readings:
+        with machine.watch(_devices()) as readings:
             result = command.run()
         if flags.FLAGS.output_json:
             write_json(flags.FLAGS.output_json, machine.with_power(result, readings))
@@ -119,6 +119,11 @@ def _run(command) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _devices() -> int:
+    """Return the number of devices that the command's flags ask for; 1 for a command without that flag."""
+    return flags.FLAGS.tensor_parallel_size if "tensor_parallel_size" in flags.FLAGS else 1
 
 
 def user_errors() -> tuple[type[Exception], ...]:

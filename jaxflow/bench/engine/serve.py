@@ -110,10 +110,14 @@ async def measure_conversations(
     slo: Mapping[str, float] | None = None,
     timeout_s: float | None = None,
     progress: bool = False,
+    devices: int = 1,
 ) -> dict[str, Any]:
-    """Return the report of conversations, with the reused tokens, and by tier if `admin` is given."""
+    """Return the report of conversations, with the reused tokens, and by tier if `admin` is given.
+
+    devices: the number of GPUs of this machine that the server uses.
+    """
     before = await admin.stats() if admin is not None else None
-    with machine.watch() as readings:
+    with machine.watch(devices) as readings:
         by_talk, duration_s = await converse(client, talks, timeout_s=timeout_s, progress=progress)
     after = await admin.stats() if admin is not None else None
     tiers = None if before is None or after is None else reuse.tier_tokens(before.kv_tiers, after.kv_tiers)
@@ -164,7 +168,13 @@ async def _run() -> dict[str, Any]:
         talks, more = options.conversations_from_flags(items, served.max_model_len, served.vocab_size)
         described |= more
         result |= await measure_conversations(
-            client, talks, admin=admin, slo=slo, timeout_s=f.timeout_s, progress=True
+            client,
+            talks,
+            admin=admin,
+            slo=slo,
+            timeout_s=f.timeout_s,
+            progress=True,
+            devices=served.tensor_parallel_size,
         )
     config = find_model_config(f.model or served.name)
     tokens = result["total_input_tokens"], result["total_output_tokens"]

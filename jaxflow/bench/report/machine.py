@@ -77,8 +77,8 @@ def _mean(values: list[float]) -> float | None:
     return float(np.mean(values)) if values else None
 
 
-def watch(cards: int | None = None) -> contextlib.AbstractContextManager[Readings]:
-    """Sample the first `cards` visible cards, or all for None, while the block runs."""
+def watch(cards: int = 1) -> contextlib.AbstractContextManager[Readings]:
+    """Sample the first `cards` visible cards, the cards that the run uses, while the block runs."""
     return sample(cards, every_s=SAMPLE_EVERY_S, counter_reads=4)
 
 
