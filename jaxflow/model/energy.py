@@ -8,7 +8,6 @@ the best clock: faster clocks exceed the power, slower clocks need more time for
 
 import dataclasses
 from collections.abc import Mapping
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -105,20 +104,6 @@ def bound(work: Work, device: Device, power: Power, dtype: str = "bfloat16") -> 
         energy_s=float(least[best]),
         clock_hz=float(share[best] * power.highest_clock_hz),
     )
-
-
-def load_power(path: str | Path) -> Power:
-    """Return the constants of a file. Raises: ValueError naming the file and the field."""
-    try:
-        power = msgspec.json.decode(Path(path).read_bytes(), type=Power)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: {error}") from error
-    if power.schema_version != SCHEMA_VERSION:
-        raise ValueError(
-            f"{path}: schema_version={power.schema_version} is not supported: this release reads "
-            f"{SCHEMA_VERSION}"
-        )
-    return power
 
 
 def shipped_power(device: str) -> Power | None:

@@ -85,7 +85,7 @@ class Predictions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     the same. `margin`: the relative error by which a predicted gain may be too large. The default is the
     error of predictions that no measurement has corrected, of which the worst was 0.27.
 
-    Raises: ValueError for a margin below 0, tables that do not fit the two axes, or axes that do not rise.
+    Raises: PlanError for a margin below 0, tables that do not fit the two axes, or axes that do not rise.
     """
 
     decode_tokens: tuple[int, ...]
@@ -96,17 +96,19 @@ class Predictions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         if not self.margin >= 0:
-            raise ValueError(f"margin={self.margin}: a number of 0 or more")
+            raise PlanError("predictions", f"margin={self.margin}: a number of 0 or more is accepted")
         for name in ("decode_tokens", "mean_context_tokens"):
             axis = getattr(self, name)
             if not axis or list(axis) != sorted(set(axis)):
-                raise ValueError(f"{name}={axis}: one or more rising numbers")
+                raise PlanError("predictions", f"{name}={axis}: one or more rising numbers are accepted")
         rows, columns = len(self.decode_tokens), len(self.mean_context_tokens)
         for name in ("step_s", "sequential_s"):
             table = getattr(self, name)
             if len(table) != rows or any(len(row) != columns or min(row) <= 0 for row in table):
-                raise ValueError(
-                    f"{name}: {rows} rows of {columns} seconds above 0, as many as the axes have numbers"
+                raise PlanError(
+                    "predictions",
+                    f"{name}: {rows} rows of {columns} seconds above 0 are accepted, one for each number of "
+                    "the axes",
                 )
 
 

@@ -12,6 +12,7 @@ from jaxflow.model.graph import model_graph
 from jaxflow.pipeline.compiler import compile_plan, xla_options
 from jaxflow.pipeline.handwritten import phased_plan, sequential_plan, two_nano_batch_plan
 from jaxflow.pipeline.plan import (
+    SCHEMA_VERSION,
     NanoOp,
     Plan,
     PlanError,
@@ -238,6 +239,31 @@ def test_attention_needs_the_appends_of_all_tokens_before_it():
         PlanError, match=r"chunk_attention.1: reads keys before rope_append of tokens \[0, 6\)"
     ):
         check(plan, model_graph(LLAMA))
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"margin": -0.1}, "margin=-0.1"),
+        ({"decode_tokens": (9, 9)}, r"decode_tokens=\(9, 9\)"),
+        ({"mean_context_tokens": ()}, r"mean_context_tokens=\(\)"),
+        ({"step_s": ((0.0,),)}, "step_s: 1 rows of 1 seconds above 0"),
+        ({"sequential_s": ((1.0,), (1.0,))}, "sequential_s: 1 rows"),
+    ],
+)
+def test_invalid_predictions_are_refused(changes, named):
+    """Predictions made by a search raise PlanError, as predictions read from a file do."""
+    valid = {
+        "decode_tokens": (8,),
+        "mean_context_tokens": (64,),
+        "step_s": ((1.0,),),
+        "sequential_s": ((2.0,),),
+    }
+    with pytest.raises(PlanError, match=f"predictions: {named}"):
+        Predictions(**(valid | changes))
+    fields = msgspec.to_builtins(TWO) | {"schema_version": SCHEMA_VERSION, "predictions": valid | changes}
+    with pytest.raises(PlanError, match=named):
+        from_json(msgspec.json.encode(fields))
 
 
 def test_plans_that_cannot_be_compiled_are_refused():
