@@ -4,4 +4,4 @@ INSTALL = "install the extra `search`: pip install 'jaxflow[search]'"
 
 
 class UserError(ValueError):
-    """An input that a command of search cannot use. The message says what is accepted."""
+    """An input that search commands refuse. The message says what is accepted."""

@@ -1,4 +1,4 @@
-"""Finds how an engine runs a model on a machine. The results are files; serving imports nothing of it.
+"""Find how an engine runs a model on a machine. The results are files; serving imports nothing of search.
 
   python -m search COMMAND [flags]
 
@@ -11,8 +11,8 @@
   placement    finds where to keep a model that exceeds the device: FlexGen's policy search
   plan         finds how to split a step into overlapping nano-batches: NanoFlow's two-stage search
 
-`python -m search COMMAND --help` lists a command's flags. Searches and fits need the extra `search`:
-pip install 'jaxflow[search]', or in a source checkout: python3 run.py exec python -m search COMMAND.
+`python -m search COMMAND --help` lists a command's flags. Searches and fits need the extra `search`: pip
+install 'jaxflow[search]', or in a source checkout: python3 run.py exec python -m search COMMAND.
 """
 
 import importlib
@@ -42,6 +42,7 @@ COMMANDS = {
 }
 # Any other exception is a defect of the program and keeps its traceback.
 USER_ERRORS = (UserError, ConfigError, CheckpointError, PlanError, PolicyError, OSError)
+RENAMED = {"measured_alone": "measured_only"}  # flags of earlier releases
 EXTRA = ("mip", "highspy", "optax")  # the packages of the extra `search`
 
 
@@ -61,7 +62,10 @@ def main(argv: list[str]) -> int:
     try:
         parse(argv[1:])
     except flags.Error as error:
-        print(f"error: {error}\n`python -m search {argv[1]} --help` lists the flags", file=sys.stderr)
+        given = {word.lstrip("-").partition("=")[0] for word in argv[2:] if word.startswith("-")}
+        names = [f"--{old} is now --{new}" for old, new in RENAMED.items() if old in given]
+        help_command = f"`python -m search {argv[1]} --help` lists the flags"
+        print(f"error: {error}", *names, help_command, sep="\n", file=sys.stderr)
         return 2
     choose_platform()
     try:
@@ -80,7 +84,7 @@ def main(argv: list[str]) -> int:
 
 
 def _flag_help(command: ModuleType) -> list[str]:
-    """Return the help of the command's flags, then of the flags that other modules of search define for it."""
+    """Return the help of the command's flags, then of the command's flags from other modules of search."""
     others = (
         name
         for name in flags.FLAGS.flags_by_module_dict()

@@ -8,7 +8,7 @@ Plan names repeat. A report's row belongs to the plan if the row's digest equals
 (`jaxflow.pipeline.plan.digest`). A row with the plan's name and another digest is refused. A row without a
 digest, from an old report, is refused unless --by_name is given.
 
-A plan without predictions, or any plan with --measured_alone, gets a table of measured times. Between two
+A plan without predictions, or any plan with --measured_only, gets a table of measured times. Between two
 measured step shapes the engine interpolates; beyond them it takes the nearest. The plan's target becomes the
 reports' model, device, parallelism and dtypes, which must agree (--model: another model of the same shapes).
 
@@ -99,18 +99,18 @@ class PlansReportFile(msgspec.Struct, frozen=True):
 
 def define_flags() -> None:
     flags.DEFINE_string("plan", None, "A plan's file.")
-    flags.DEFINE_list("report", [], "Reports of `bench plans` in which it is.")
+    flags.DEFINE_list("report", [], "Reports of `bench plans` with measurements of the plan.")
     flags.DEFINE_string(
         "model", None, "The model that a plan without predictions is offered to; default: the reports'."
     )
-    flags.DEFINE_boolean("measured_alone", False, "Leave out what was predicted.")
+    flags.DEFINE_boolean("measured_only", False, "Write measured times only, without the predictions.")
     flags.DEFINE_boolean(
         "by_name",
         False,
-        "Take rows without digests by the plan's name and tokens. Right only where you know that what was measured under this name is this "
-        "plan: the name says all of it (two nano-batches, 1024 + 1024, sums copied), or nobody has written the file since.",
+        "Match rows without digests by the plan's name and tokens. Use this only if the measured plan of that name "
+        "equals the file: the name defines the plan, or the file has not changed since the measurement.",
     )
-    flags.DEFINE_string("out", None, "The file for the plan as corrected.")
+    flags.DEFINE_string("out", None, "Output file of the corrected plan.")
 
 
 def run() -> None:
@@ -121,7 +121,7 @@ def run() -> None:
             raise ConfigError(name, getattr(f, name), "a file")
     check_outputs("out")
     plan = load(f.plan)
-    if f.measured_alone:
+    if f.measured_only:
         plan = msgspec.structs.replace(plan, predictions=None)
     reports = {path: read_report(path) for path in f.report}
     check_kind(plan, reports, f.model)
@@ -132,7 +132,7 @@ def run() -> None:
         raise ConfigError(
             "report",
             ",".join(f.report),
-            f"a report of plan {plan.name!r} for {plan.tokens} tokens beside the sequential one",
+            f"a report of plan {plan.name!r} for {plan.tokens} tokens and of the sequential plan",
         )
     first = next(iter(reports.values()))
     made = (
@@ -180,7 +180,7 @@ def check_kind(plan: Plan, reports: Mapping[str, PlansReportFile], model: str | 
             raise ConfigError(
                 "model",
                 model,
-                f"{name}, which the plan was searched for; with --measured_alone another of its shapes",
+                f"{name}, the model of the search; with --measured_only, another model of equal shapes",
             )
     for path, report in reports.items():
         if not wanted.fits(*report.kind):
@@ -271,8 +271,9 @@ def _rows_of(plan: Plan, rows: Sequence[PlansReportRow], path: str, by_name: boo
 
 
 def corrected(plan: Plan, measured: Iterable[MeasuredGain]) -> Plan:
-    """Return the plan with its predictions scaled to the measured gains. Raises: ConfigError for a plan
-    without them.
+    """Return the plan with its predictions scaled to the measured gains.
+
+    Raises: ConfigError for a plan without predictions.
     """
     if plan.predictions is None:
         raise ConfigError("plan", plan.name, "a plan with predictions, as `search plan` writes it")
@@ -319,7 +320,7 @@ def as_measured(plan: Plan, measured: Iterable[MeasuredGain], offered: Target) -
 def target(report: PlansReportFile, model: str | None, measured: Sequence[MeasuredGain]) -> Target:
     """Return the target of a plan measured in such reports, at the shape with the most decodes.
 
-    Raises: ConfigError for a model whose shapes differ from the report's.
+    Raises: ConfigError if the model's shapes differ from the shapes of the report's model.
     """
     theirs, most = report.engine_config.model, max(measured, key=lambda point: point.decode_tokens)
     if model is not None:

@@ -45,7 +45,8 @@ def cut_sets(setting: SearchProblem) -> list[tuple[int, ...]]:
 
 
 def make_tasks(setting: SearchProblem, cuts: Sequence[int]) -> tuple[list[Task], list[tuple[int, ...]]]:
-    """Return all tasks that a layer could consist of, and groups of tasks of which exactly one runs.
+    """Return all tasks that a layer could consist of, and groups of alternative tasks: exactly one of a group
+    runs.
 
     Each range of tokens is in one running task of a chain. A chain may skip cuts. A longer task is left out
     where it saves next to none of the time of its parts.
@@ -55,18 +56,18 @@ def make_tasks(setting: SearchProblem, cuts: Sequence[int]) -> tuple[list[Task],
     if rates is not None and dtype not in rates.flops_per_s:
         rates = None
     edges, moe = (0, *cuts, load.tokens), any(op.experts for op in setting.graph.layers[-1])
-    aside = has_side_streams(setting.overlap, setting.graph.scattered)
+    side_streams = has_side_streams(setting.overlap, setting.graph.scattered)
     tasks, covers = [], []
     for chain in chains(
-        repeated_layer(setting.graph), setting.quantized and aside
-    ):  # with one stream, values of two arrays stay on it
+        repeated_layer(setting.graph), setting.quantized and side_streams
+    ):  # with one stream, values of two arrays stay on the main stream
         first, own = len(tasks), []
         alone = {}
         for count in range(1, len(edges)):
             for a in range(len(edges) - count):
                 b = a + count
                 start, stop = edges[a], edges[b]
-                alone[a, b] = chain_s(setting.shares, chain, load.part(start, stop), full, aside)
+                alone[a, b] = chain_s(setting.shares, chain, load.part(start, stop), full, side_streams)
                 parts = min((alone[a, c] + alone[c, b] for c in range(a + 1, b)), default=float("inf"))
                 uncut = (
                     count > 1 and chain.is_network and setting.graph.scattered
@@ -148,15 +149,17 @@ def estimate_s(setting: SearchProblem, cuts: Sequence[int]) -> float:
         )  # ops without a time on this part, such as chunk attention, take the full device
 
     guesses = []
-    for few in (sms for sms in setting.shares.offered_sms() if 2 * sms <= full):
+    for part_sms in (sms for sms in setting.shares.offered_sms() if 2 * sms <= full):
         guess = 0.0
         for part, other in zip(edges, edges[1:] + edges[:1], strict=True):
-            stream, beside, alone = (
-                busy(True, part, few),
-                busy(False, other, full - few),
+            stream, other_stream, main = (
+                busy(True, part, part_sms),
+                busy(False, other, full - part_sms),
                 busy(False, other, full),
             )
-            guess += stream if stream >= beside else stream + (beside - stream) * alone / beside
+            guess += (
+                stream if stream >= other_stream else stream + (other_stream - stream) * main / other_stream
+            )
         guesses.append(guess)
     return min(guesses, default=0.0)
 

@@ -32,7 +32,7 @@ class SearchError(UserError):
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """One choice for a task: its number of SMs, and its time on them."""
+    """One choice for a task: a number of SMs, and the task's time on these SMs."""
 
     share: int
     seconds: float
@@ -79,7 +79,7 @@ class CyclicSchedule:
 
     @property
     def gap(self) -> float:
-        """Return the share by which the period could still be shorter."""
+        """Return the share by which a shorter period remains possible."""
         return max(0.0, 1 - self.bound_s / self.period_s) if self.period_s else 0.0
 
 
@@ -208,7 +208,7 @@ class CyclicMilp:
         self.length = [
             total(rate * (option.seconds / self.unit) for rate, option in zip(rates, options, strict=True))
             for rates, options in zip(self.rates, problem.options, strict=True)
-        ]  # of a period
+        ]  # each task's part of a period
         self._shift()
         self._order()
         self._exclude()
@@ -369,7 +369,7 @@ def share(m: Tasks, capacity: int) -> None:
     most = [max(option.share for option in options) for options in m.problem.options]
     longest = [
         m.top / m.unit * max(option.seconds for option in options) for options in m.problem.options
-    ]  # of a period
+    ]  # each task's part of a period
     never = m.problem.exclusive | {(j, i) for i, j in m.problem.exclusive}
     near = [{j for j in m.tasks if i != j and most[i] and most[j] and (i, j) not in never} for i in m.tasks]
     pairs = [(i, j) for i, j in itertools.combinations(m.tasks, 2) if j in near[i]]
@@ -387,12 +387,12 @@ def _in_pairs(
     m: Tasks, capacity: int, shares: list[Any], most: list[int], crowds: list[tuple[int, ...]]
 ) -> None:
     """In each crowd that may exceed the capacity, keep two tasks apart or take less than `most`."""
-    beside: dict[tuple[int, ...], Any] = {}  # 1 where the two may overlap
+    together: dict[tuple[int, ...], Any] = {}  # 1 where the two may overlap
     for i, j in sorted({pair for crowd in crowds for pair in itertools.combinations(crowd, 2)}):
-        beside[i, j] = m.model.add_var(f"beside{i}.{j}", var_type=mip.BINARY)
-        m.apart(i, j, m.length[j], m.absent(i, j) + beside[i, j])
+        together[i, j] = m.model.add_var(f"together{i}.{j}", var_type=mip.BINARY)
+        m.apart(i, j, m.length[j], m.absent(i, j) + together[i, j])
     for crowd in crowds:
-        less = total(1 - beside[pair] for pair in itertools.combinations(crowd, 2))
+        less = total(1 - together[pair] for pair in itertools.combinations(crowd, 2))
         over = sum(most[i] for i in crowd) - capacity
         m.model.add_constr(total(shares[i] for i in crowd) <= capacity + over * less)
 
@@ -401,7 +401,7 @@ def _at_starts(
     m: Tasks, capacity: int, shares: list[Any], most: list[int], pairs: list[tuple[int, int]]
 ) -> None:
     """Fit each task next to the tasks that run when it starts; some start has the largest sum."""
-    beside: dict[int, list] = collections.defaultdict(list)  # by task: SMs of each other task at its start
+    others_at: dict[int, list] = collections.defaultdict(list)  # by task: SMs of each other task at its start
     later = {}  # 1 where j starts after i in the same period
     for i, j in pairs:
         later[i, j] = m.model.add_var(f"later{i}.{j}", var_type=mip.BINARY)
@@ -412,7 +412,7 @@ def _at_starts(
                 m.model.add_var(f"share{one}.{other}", lb=0),
             )
             m.model.add_constr(share >= shares[other] - most[other] * (1 - runs))
-            beside[one].append(share)
+            others_at[one].append(share)
             slack.append(runs + 2 * m.absent(i, j))
         for least, longest in ((0, 1), (m.length[i] - slack[1], 1 - m.length[j] + slack[0])):
             m.model.add_constr(after >= least)
@@ -425,7 +425,7 @@ def _at_starts(
         } <= later.keys():  # a total order, also of tasks that start at once: the last one counts all
             m.model.add_constr(later[i, k] <= later[i, j] + later[j, k])
             m.model.add_constr(later[i, k] >= later[i, j] + later[j, k] - 1)
-    for i, others in beside.items():
+    for i, others in others_at.items():
         m.model.add_constr(shares[i] + total(others) <= capacity)
 
 

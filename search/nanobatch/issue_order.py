@@ -25,7 +25,7 @@ def to_plan(
     total_sms: int,
     target: Target | None = None,
 ) -> Plan:
-    """Return the plan of a schedule in which every task runs."""
+    """Return the plan of a schedule that runs every task."""
     chosen = [option for option in found.chosen if option is not None]
     assert len(chosen) == len(tasks)
     order = issue_order(tasks, problem, found)
@@ -172,7 +172,7 @@ def _given(
     for lane in lanes:
         for i, j in itertools.permutations(
             lane, 2
-        ):  # such a chain begins with a norm, or ends with a collective, in the other lane
+        ):  # a chain of collectives begins with a norm, or ends with a collective, in the other lane
             if (
                 tasks[j].chain.ops[0].kind == "network"
                 if lane is lanes[0]

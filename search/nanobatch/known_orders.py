@@ -107,6 +107,6 @@ def known_plans(model: ModelConfig, setting: SearchProblem, orders: Collection[s
         if "products" in orders and network and not graph.scattered:
             yield send(gemms_in_two_plan(model, tokens, cut, tp))
         if "phases" in orders and memory and not (swaps or experts):
-            for few in (sms for sms in setting.shares.offered_sms() if 2 * sms <= profile.total_sms):
-                sms = few, profile.total_sms - few
+            for part in (sms for sms in setting.shares.offered_sms() if 2 * sms <= profile.total_sms):
+                sms = part, profile.total_sms - part
                 yield send(phased_plan(model, tokens, cut, tp, sms, graph.scattered))

@@ -127,7 +127,7 @@ class Task:
     stop: int
     resource: str  # compute, memory or network
     stream: int
-    aside: bool = False  # the plan has side streams
+    side_streams: bool = False  # the plan has side streams
 
     def meets(self, other: "Task") -> bool:
         return self.start < other.stop and other.start < self.stop
@@ -200,12 +200,12 @@ def make_task(
     """Return the task of a chain on tokens [start, stop).
 
     overlap: the resources that may run concurrently with compute. moe: experts' products stay on the main
-    stream. scattered: the main stream is for collectives and the norms between them. Attention without work
-    stays with the products that follow, since a stream of its own would wait for other attention.
+    stream. scattered: the main stream holds collectives and the norms between collectives. Attention without
+    work stays with the products that follow, since a stream of its own would wait for other attention.
     """
     bound = resource(chain, load.part(start, stop), rates, dtype)
-    aside = has_side_streams(overlap, scattered)
-    if not aside or chain.is_append or chain.is_network:
+    side_streams = has_side_streams(overlap, scattered)
+    if not side_streams or chain.is_append or chain.is_network:
         stream = MAIN
     elif "memory" not in overlap:
         stream = MAIN if moe else COMPUTE_STREAM
@@ -217,7 +217,7 @@ def make_task(
         stream = MEMORY_STREAM
     else:
         stream = MAIN if moe else COMPUTE_STREAM
-    return Task(chain, start, stop, bound if bound in overlap else "compute", stream, aside)
+    return Task(chain, start, stop, bound if bound in overlap else "compute", stream, side_streams)
 
 
 def has_side_streams(overlap: Collection[str], scattered: bool = False) -> bool:

@@ -22,7 +22,7 @@ def chain_s(
 
 def task_s(times: ShareTimes, task: Task, step: Composition, sms: int) -> float:
     """Return the seconds of a task on `sms` SMs."""
-    return chain_s(times, task.chain, step, sms, task.aside)
+    return chain_s(times, task.chain, step, sms, task.side_streams)
 
 
 def wave_filling_sms(times: ShareTimes, task: Task, step: Composition) -> tuple[int, ...]:

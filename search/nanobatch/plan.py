@@ -61,10 +61,10 @@ from search.nanobatch.plan_report import (
     FOLDER,
     PlanResult,
     default_out,
-    going_on,
-    measuring,
+    full_device_note,
+    measure_commands,
     report,
-    undivided,
+    run_command,
     whole_device,
 )
 from search.nanobatch.predict import SEARCHED, SIZES, StepSize, line, most_promising, predict
@@ -166,8 +166,8 @@ def define_flags() -> None:
         "sms",
         [],
         (
-            "SMs that ops bound by memory are offered, products the rest; default: all of a profile, a "
-            "few modelled."
+            "SM counts offered to memory-bound ops; concurrent products get the rest. Default: all counts of a "
+            "profile, a few with --modelled."
         ),
     )
     flags.DEFINE_integer(
@@ -190,7 +190,9 @@ def run() -> None:
     if len(prompts) != len(outputs):
         raise ConfigError("output_tokens", outputs, f"as many as prompt_tokens: {len(prompts)}")
     if f.collectives is not None and not f.modelled:
-        raise ConfigError("collectives", f.collectives, "nothing without --modelled: a profile has its own")
+        raise ConfigError(
+            "collectives", f.collectives, "accepted only with --modelled: a profile has its own collectives"
+        )
     if f.modelled == (f.profile is not None):
         raise ConfigError("profile", f.profile, "a profile's path, or --modelled")
     model = open_checkpoint(f.model, load_format="dummy").model_config
@@ -207,7 +209,7 @@ def run() -> None:
             rival.profile.tensor_parallel_size, tokens=budgets, cuts=_numbers("cuts") if f.cuts else []
         )
     if len(rival.offered_sms()) == 1:
-        print(undivided(rival.profile))
+        print(full_device_note(rival.profile))
     used = f.gpu_memory_utilization
     fitting = {
         (*one, tokens): most_decodes(f.model, model, rival.profile, *one, tokens, used)
@@ -244,11 +246,11 @@ def run() -> None:
     print(f"{turns.spent_s:.0f} s of {f.time_limit_s}")
     if unsure:
         print(
-            f"Not sure to gain, so that an engine runs the sequential step: "
-            f"{', '.join(map(str, unsure))}. To measure, then to run:"
+            f"The predicted gain is within the margin of error, so an engine runs the sequential step: "
+            f"{', '.join(map(str, unsure))}. Commands that measure the plans, then run them:"
         )
-        print(*measuring(rival.profile, f.model, out, unsure, used), sep="\n")
-    print(going_on(rival.profile, f.model, out, *workloads[0], used))
+        print(*measure_commands(rival.profile, f.model, out, unsure, used), sep="\n")
+    print(run_command(rival.profile, f.model, out, *workloads[0], used))
 
 
 def _named(result: PlanResult, workload: str, names: set[str]) -> PlanResult:
@@ -364,24 +366,26 @@ def _shares(name: str, model: ModelConfig, budgets: list[int]) -> tuple[ShareTim
     tp, timed = profile.tensor_parallel_size, {one.op for one in profile.op_times}
     plain, device = model_graph(model, tp, widths), find_device(profile.device)
     card = shipped_card(device.name) if device else None
-    few = tuple(_numbers("sms")) if f.sms else None
+    memory_sms = tuple(_numbers("sms")) if f.sms else None
     parts = sorted({one.sms for one in profile.op_times} - {profile.total_sms})
-    if few and (unknown := sorted(set(few) - set(parts))):
+    if memory_sms and (unknown := sorted(set(memory_sms) - set(parts))):
         timed_on = ", ".join(map(str, parts)) or "no part of the device"
         raise ConfigError(
             "sms",
             unknown[0],
-            f"SMs that ops of the profile were timed on ({timed_on}); products beside them get the rest",
+            f"SMs that ops of the profile were timed on ({timed_on}); concurrent products get the rest",
         )
-    rival = ShareTimes(profile, plain, products, few=few)
+    rival = ShareTimes(profile, plain, products, memory_sms=memory_sms)
     forms = {"reduce": lambda: rival}
     if tp > 1 and "attn_scatter" in timed:
         forms["scatter"] = lambda: ShareTimes(
-            profile, model_graph(model, tp, widths, scattered=True), products, few=few
+            profile, model_graph(model, tp, widths, scattered=True), products, memory_sms=memory_sms
         )
     if tp in (2, 4) and card is not None and (card.exchange_s is not None or EXCHANGE in timed):
         exchanged = model_graph(model, tp, widths, swapped=tp == 4)
-        forms["copies"] = lambda: ShareTimes(copied(profile, exchanged, card), exchanged, products, few=few)
+        forms["copies"] = lambda: ShareTimes(
+            copied(profile, exchanged, card), exchanged, products, memory_sms=memory_sms
+        )
     wanted = [form for name, form in forms.items() if f.sums in ("all", name)]
     if not wanted:
         raise ConfigError(
@@ -416,7 +420,7 @@ def _profile(
     made: Profile = modelled_profile(
         name, model, device, tp=f.gpus, widths=widths, dtype=f.dtype, kv_dtype=f.kv_cache_dtype,
         tokens=range(128, max(budgets) + 1, 128) if max(budgets) >= 128 else (max(budgets),),
-        keys=KEYS, sms=(total, *parts, *(total - few for few in parts)),
+        keys=KEYS, sms=(total, *parts, *(total - part for part in parts)),
     )  # fmt: skip
     if f.collectives is not None:
         made = with_collectives(made, load_profile(f.collectives, model=name))

@@ -64,12 +64,12 @@ def whole_device(device: Device) -> str:
     return f"kernels always take the whole device, unless it has compute capability {HOPPER}; {own}"
 
 
-def undivided(profile: Profile) -> str:
+def full_device_note(profile: Profile) -> str:
     """Return the line for a profile without times on a part of the device."""
     device = find_device(profile.device)
     timed = "the profile has no times on a part of the device"
     why = timed if device is None or has_bounded(device.compute_capability) else whole_device(device)
-    return f"Nothing but copies is planned beside another op: {why}."
+    return f"Only copies are planned at the same time as another op: {why}."
 
 
 def default_out(profile: Profile, *, several: bool) -> Path:
@@ -86,7 +86,7 @@ def default_out(profile: Profile, *, several: bool) -> Path:
     )
 
 
-def going_on(
+def run_command(
     profile: Profile, model: str, out: Path, prompt: int, output: int, utilization: float = UTILIZATION
 ) -> str:
     """Return the command line that runs the plans of `out` on a machine of the profile's kind."""
@@ -96,7 +96,7 @@ def going_on(
     )
 
 
-def measuring(
+def measure_commands(
     profile: Profile, model: str, out: Path, unsure: Mapping[Path, str], utilization: float = UTILIZATION
 ) -> list[str]:
     """Return the command lines that measure plans and replace their predicted gains with measured ones.
@@ -147,13 +147,13 @@ def report(result: PlanResult, path: Path) -> str:
     us = {
         "simulated": timeline.period_s,
         "sequential": result.sequential_s,
-        "by the joules": timeline.energy_s / timeline.layers,
+        "energy bound": timeline.energy_s / timeline.layers,
     }
     load, cuts = result.setting.load, ", ".join(map(str, cuts_of(plan))) or "none"
     padded = f", {load.padding} are padding: memory holds no more requests" if load.padding else ""
     several = result.setting.shares.profile.tensor_parallel_size > 1
     rival = (
-        ", sums in whichever form is best; a step's rival is the engine's, with NCCL's sums"
+        " with the best form of sums; the rival of a step is the engine's step with NCCL's sums"
         if several
         else ""
     )
@@ -164,7 +164,7 @@ def report(result: PlanResult, path: Path) -> str:
             "  us a layer: " + ", ".join(f"{1e6 * value:.1f} {what}" for what, value in us.items()),
             f"  {'a known order' if result.was_known else "the solver's order"}: {_of_orders(result)}",
             (
-                f"  against sequential: {result.sequential_s / timeline.period_s:.3f}x a layer{rival}; "
+                f"  relative to the sequential plan: {result.sequential_s / timeline.period_s:.3f}x a layer{rival}; "
                 f"{_of_a_step(result)}"
             ),
         )
@@ -177,7 +177,7 @@ def _of_orders(result: PlanResult) -> str:
     """
     known, found, solved, said = result.known, result.found, result.solved, []
     if known is not None:
-        said.append(f"{1e3 * known.step_s:.2f} ms as known ({known.plan.name})")
+        said.append(f"{1e3 * known.step_s:.2f} ms in the known order ({known.plan.name})")
     if found is not None and solved is not None:
         own = (
             f"{1e6 * found.period_s:.1f} us a layer, gap {100 * found.gap:.1f} %, "
@@ -196,10 +196,8 @@ def _of_a_step(result: PlanResult) -> str:
     if predicted is None:
         return "an engine runs the sequential step"
     runs = (
-        f"the sequential one, since gains of up to {predicted.margin:.0%} may be none"
+        f"the sequential plan, since the margin of error of a predicted gain is {predicted.margin:.0%}"
         if result.unsure
         else "this plan"
     )
-    return (
-        f"of a step {Gain.of(predicted).at(load.decode_tokens, load.decode_keys):.3f}x: an engine runs {runs}"
-    )
+    return f"{Gain.of(predicted).at(load.decode_tokens, load.decode_keys):.3f}x a step: an engine runs {runs}"

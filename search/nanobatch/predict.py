@@ -140,7 +140,7 @@ class StepSize:
 
 
 def tokens_per_s(setting: SearchProblem, layers_s: float) -> float:
-    """Return the tokens per second of full steps whose layers take `layers_s`, without padding."""
+    """Return the tokens per second of full steps without padding, from the seconds of their layers."""
     load = setting.load
     return load.real_tokens / (
         layers_s

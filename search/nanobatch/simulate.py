@@ -90,15 +90,17 @@ def simulate(
     network = 0 if plan.sums == "copies" else min(NETWORK_SMS, total)
     sms = [run.nano.sms or (network if run.op.kind == "network" else total) for run in runs]
     steps = {(run.nano.start, run.nano.stop): load.part(run.nano.start, run.nano.stop) for run in runs}
-    before, aside = _before(runs), any(nano.stream for nano in plan.nano_ops)
+    before, side_streams = _before(runs), any(nano.stream for nano in plan.nano_ops)
 
     def entries(shares: ShareTimes) -> tuple[SimulatedRun, ...]:
         times: dict[tuple, float] = {}
         for run, count in zip(runs, sms, strict=True):
             key = run.nano.id, run.op.window
             if key not in times:
-                took = shares.seconds(run.op, steps[run.nano.start, run.nano.stop], count, aside)
-                costs = aside and took and (run.op.kind in ("dense", "attention") or run.nano.op == APPEND)
+                took = shares.seconds(run.op, steps[run.nano.start, run.nano.stop], count, side_streams)
+                costs = (
+                    side_streams and took and (run.op.kind in ("dense", "attention") or run.nano.op == APPEND)
+                )
                 times[key] = took + shares.nano_s if costs else took
         lasts = [times[run.nano.id, run.op.window] for run in runs]
         starts = _starts(before, lasts, sms, total)

@@ -51,7 +51,7 @@ class FoundPlan:
 
     @property
     def gap(self) -> float:
-        """Return the share by which a period could still be shorter."""
+        """Return the share by which a shorter period remains possible."""
         return max(0.0, 1 - self.bound_s / self.period_s)
 
 

@@ -42,7 +42,9 @@ def define_flags() -> None:
     define_workload_flags()
     flags.DEFINE_string("output", None, "File for the policy.")
     flags.DEFINE_string(
-        "front", None, "JSON file for latency against throughput; a picture, .png, is drawn beside it."
+        "front",
+        None,
+        "JSON file for latency against throughput; a PNG chart of the same name is written next to it.",
     )
 
 
@@ -98,7 +100,9 @@ def run() -> None:
     options = options_from_flags()
     check_outputs("output", "front")
     if f.front and f.front.lower().endswith(".png"):
-        raise ConfigError("front", f.front, "a file for JSON: a picture, .png, is drawn beside it")
+        raise ConfigError(
+            "front", f.front, "a file for JSON: a PNG chart of the same name is written next to it"
+        )
     policy = search(work, machine, memory, options)
     print(f" {f.model} on {machine.name}, {f.prompt_tokens} in / {f.output_tokens} out ".center(WIDTH, "="))
     print(*describe(work, machine, memory, options, policy), sep="\n")

@@ -172,7 +172,7 @@ def _products(work: PlacementWorkload, machine: Machine, choice: BlockChoice, to
         if choice.weight_bits == 4
         else 0.0
     )
-    return choice.num_gpu_batches * (machine.square_s + product + unpacked)
+    return choice.num_gpu_batches * (machine.batch_layer_s + product + unpacked)
 
 
 def _unpack_kv(work: PlacementWorkload, machine: Machine, choice: BlockChoice, elements: float) -> float:
@@ -241,7 +241,7 @@ class Prediction:
     """
 
     latency_s: float
-    prefill_s: float  # of it
+    prefill_s: float  # the part of latency_s until the first token
     tokens_per_s: float
     prefill: dict[str, float]
     decode: dict[str, float]

@@ -12,7 +12,7 @@ the cache.
 
 --runs corrects a machine's rates by complete runs: blocks with a measured latency, against the cost model.
 Curves are measured one at a time, but in a run they share caches, threads and links. Each rate gets a
-factor, and so does the driver's time for a batch at a layer (`square_s`). The factors are fitted with optax
+factor, and so does the driver's time for a batch at a layer (`batch_layer_s`). The factors are fitted with optax
 to the logarithms of the latencies. Factors far from 1 have a cost, so a rate without effect on the runs
 stays as measured.
 """
@@ -62,7 +62,7 @@ class BlockRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     policy: Policy
     latency_s: float
-    wide_bytes: float = 2.0  # of an element, see `PlacementWorkload`
+    wide_bytes: float = 2.0  # bytes of an element, see `PlacementWorkload`
     page_size: int | None = None
 
 
@@ -98,7 +98,7 @@ def fit_runs(measured: BlockRuns) -> Machine:
     import optax  # an extra that only the fit needs
 
     works = [_workload(run) for run in measured.runs]
-    start = msgspec.structs.replace(measured.start, square_s=measured.start.square_s or _SQUARE_S)
+    start = msgspec.structs.replace(measured.start, batch_layer_s=measured.start.batch_layer_s or _SQUARE_S)
 
     def loss(factors: np.ndarray) -> float:
         machine = _scaled(start, factors)
@@ -146,13 +146,15 @@ def _nudges() -> np.ndarray:
 
 
 def _scaled(machine: Machine, factors: np.ndarray) -> Machine:
-    """Return the machine with each rate, and `square_s`, times the exponential of its factor."""
+    """Return the machine with each rate, and `batch_layer_s`, times the exponential of its factor."""
     *rates, square = np.exp(factors)
     curves = {}
     for name, factor in zip(CURVES, rates, strict=True):
         curve = getattr(machine, name)
         curves[name] = Curve(curve.fixed_s, float(f"{curve.units_per_s * factor:.6g}"))
-    return msgspec.structs.replace(machine, square_s=float(f"{machine.square_s * square:.6g}"), **curves)
+    return msgspec.structs.replace(
+        machine, batch_layer_s=float(f"{machine.batch_layer_s * square:.6g}"), **curves
+    )
 
 
 MEGA = 1 << 20
@@ -221,7 +223,7 @@ def _correct(runs: BlockRuns, output: str | None) -> None:
     machine = fit_runs(runs)
     print(
         *(_line(name, machine) for name in CURVES),
-        f"{'square_s':20}{1e6 * machine.square_s:>12.1f}",
+        f"{'batch_layer_s':20}{1e6 * machine.batch_layer_s:>12.1f}",
         sep="\n",
     )
     print(f"{'model':12}{'batch':>9}{'weights':>14}{'KV':>14}{'measured (s)':>14}{'error':>8}")

@@ -27,6 +27,9 @@ class MachineError(UserError):
     """A machine's file that cannot be read or used. The message names the file and the field."""
 
 
+RENAMED = {"square_s": "batch_layer_s"}  # fields of earlier releases
+
+
 class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Seconds of some work: `fixed_s + units / units_per_s`."""
 
@@ -60,12 +63,12 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     device_memory: Curve  # bytes read or written apart from products
     host_attention: Curve  # bytes of KV that the host attends to
     one_processor: bool = False  # the device is the host: their work takes turns
-    square_s: float = 0.0  # seconds that the device waits for the driver, for a batch at a layer
+    batch_layer_s: float = 0.0  # seconds that the device waits for the driver, for a batch at a layer
     schema_version: int = SCHEMA_VERSION
 
     def __post_init__(self) -> None:
-        if not self.square_s >= 0:
-            raise MachineError(f"square_s={self.square_s}: seconds, 0 or more")
+        if not self.batch_layer_s >= 0:
+            raise MachineError(f"batch_layer_s={self.batch_layer_s}: seconds, 0 or more")
 
 
 CURVES = tuple(field.name for field in msgspec.structs.fields(Machine) if field.type is Curve)
@@ -168,11 +171,15 @@ def load_machine(name: str | os.PathLike) -> Machine:
     path = shipped if shipped.exists() else Path(name)
     try:
         text = path.read_bytes()
-        version = msgspec.json.decode(text, type=dict).get("schema_version")
+        fields = msgspec.json.decode(text, type=dict)
+        version = fields.get("schema_version")
         if version != SCHEMA_VERSION:
             raise MachineError(
                 f"{path}: schema_version={version} is not supported: this release reads {SCHEMA_VERSION}"
             )
+        for old, new in RENAMED.items():
+            if old in fields:
+                raise MachineError(f"{path}: the field {old} is now {new}")
         return msgspec.json.decode(text, type=Machine)
     except OSError as error:
         known = ", ".join(sorted(file.stem for file in FOLDER.glob("*.json")))

@@ -81,7 +81,7 @@ class PlacementOptions:
     weight_bits: int = 16
     kv_bits: int = 16
     host_attention: bool | None = None
-    max_latency_s: float = math.inf  # of a full block
+    max_latency_s: float = math.inf  # limit in seconds of a full block
     percent_step: int | None = None
     gpu_batch_sizes: Sequence[int] = GPU_BATCH_SIZES
     num_gpu_batches: Sequence[int] = NUM_GPU_BATCHES
@@ -202,7 +202,7 @@ def solve(
     for used, capacity in zip(memory_bytes(work, choice, placed), memory, strict=True):
         if math.isfinite(capacity):
             model += used * (1 / GIGA) <= capacity / GIGA
-    layers = spent[0][0] + steps * spent[1][0]  # of one layer, in units
+    layers = spent[0][0] + steps * spent[1][0]  # seconds of one layer, in units
     constant = work.output_tokens * ends_s(work, machine, choice)
     if math.isfinite(options.max_latency_s):
         model += layers <= (options.max_latency_s - constant) / (work.layers * unit)
@@ -324,11 +324,11 @@ def _refusal(work: PlacementWorkload, machine: Machine, memory: TierMemory, opti
     device = min(least_bytes(work, choice, endless, 0) for choice in choices)
     needs = [f"gpu_mem={_gigabytes(device)} at least"]
     larger = dataclasses.replace(memory, device=max(memory.device, device * 1.01))
-    beside = min(
+    least = min(
         least_bytes(work, choice, dataclasses.replace(larger, disk=math.inf), 1) for choice in choices
     )
-    larger = dataclasses.replace(larger, host=max(memory.host, beside * 1.01))
-    needs += [f"cpu_mem={_gigabytes(beside)}"] * (memory.host < beside)
+    larger = dataclasses.replace(larger, host=max(memory.host, least * 1.01))
+    needs += [f"cpu_mem={_gigabytes(least)}"] * (memory.host < least)
     deepest = min(least_bytes(work, choice, larger, 2) for choice in choices)
     needs += [f"disk={_gigabytes(deepest)}"] * (memory.disk < deepest)
     return f"{given} GB: {asked} does not fit; it would with {' and '.join(needs)}"

@@ -10,7 +10,10 @@ from jaxflow.config import ModelConfig
 from jaxflow.model.composition import Composition
 from jaxflow.model.graph import Widths, model_graph, padded_vocabulary
 
-BYTES = {16: 2.0, 4: 0.5 + 4 / 64}  # of an element; a group of 64 has a scale and a minimum of 2 bytes each
+BYTES = {
+    16: 2.0,
+    4: 0.5 + 4 / 64,
+}  # bytes of an element; a group of 64 has a scale and a minimum of 2 bytes each
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,14 +27,14 @@ class PlacementWorkload:
     heads: int
     kv: int  # elements of a token's key and value
     weights: float
-    linear_flops: float  # of a token
+    linear_flops: float  # FLOPs of a token
     widest: int  # elements of a token's largest product, input and output
-    windows: tuple[tuple[int | None, int], ...]  # and how many layers have each
+    windows: tuple[tuple[int | None, int], ...]  # each window, and its number of layers
     ends: float  # elements of the embedding and the head
     vocabulary: int
     prompt_tokens: int
     output_tokens: int
-    wide_bytes: float = BYTES[16]  # of an element of "16 bits": 4 where the model runs in float32
+    wide_bytes: float = BYTES[16]  # bytes of a 16-bit element; 4 for a model that runs in float32
     page_size: int | None = None  # tokens; None: the paper's count, token by token
 
     def bytes_of(self, bits: int) -> float:

@@ -58,7 +58,7 @@ class Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     joules_factor: Mapping[
         str, float
     ]  # by dtype of FLOPs, and "byte": joules of ordinary kernels over the least
-    beside: float  # slowdown of concurrent ops on the same SMs at the same clock
+    overlap_slowdown: float  # slowdown of concurrent ops on the same SMs at the same clock
     # joules of an engine's sustained steps over those of kernels in windows of half a second
     hot_factor: float
     nano_s: float  # seconds of a chain beyond its op times, in a layer with side streams
@@ -219,13 +219,13 @@ def slowdown(profile: Profile, clocks: ClockScaling) -> float:
     """Return how many times as long concurrent ops take as isolated ones on the same SMs and clock; 1
     without pairs.
     """
-    beside = [of_pair(profile, clocks, pair) for pair in profile.pairs if pair.second in ATTENTION]
-    found = [one for one in beside if one is not None]
+    pairs = [of_pair(profile, clocks, pair) for pair in profile.pairs if pair.second in ATTENTION]
+    found = [one for one in pairs if one is not None]
     return max(1.0, statistics.median(found)) if found else 1.0
 
 
 def of_pair(profile: Profile, clocks: ClockScaling, pair: Pair) -> float | None:
-    """Return the slowdown of one pair, or None where attention's context is shorter than any measured alone."""
+    """Return the slowdown of one pair, or None for a context shorter than every isolated measurement."""
     if not pair.first_performance or not pair.second_performance:
         return None
     first_tokens = pair.first_tokens or PAIR_TOKENS

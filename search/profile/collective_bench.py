@@ -1,7 +1,7 @@
 """Programs that run a collective many times on all devices, for `search.profile.measure`.
 
 The collectives are those of `jaxflow.model.ops`, on the rows of one layer. They are called in a chain: each
-waits for the previous one, as in a sequential step, and XLA cannot merge them. `beside` runs a collective
+waits for the previous one, as in a sequential step, and XLA cannot merge them. `concurrent` runs a collective
 concurrently with a product, as nano-batches do.
 """
 
@@ -85,7 +85,7 @@ def collective(layer: LayerBench, case: OpCase, mesh: Mesh) -> TimedProgram:
     return TimedProgram(function, given, [made] * calls, calls * rounds, copies, sharded(mesh, spec))
 
 
-def beside(
+def concurrent(
     layer: LayerBench, product: OpCase, case: OpCase, mesh: Mesh, phases: int = PHASES
 ) -> TimedProgram:
     """Return a program with a product on each device and a concurrent collective.

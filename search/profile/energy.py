@@ -40,7 +40,7 @@ FIXED_PRIOR = 0.4  # prior of the fixed share, since few runs have very differen
 _PRIOR_RUNS = 0.05  # weight of the prior; a run has weight 1
 _STEPS = 3000
 _DOWN = decimal.Context(prec=4, rounding=decimal.ROUND_FLOOR)
-_L2_BYTES = 60 << 20  # of an H200
+_L2_BYTES = 60 << 20  # the L2 cache of an H200
 
 
 class PowerRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -102,7 +102,7 @@ def of_profile(measured: PowerRuns, profile: Profile, graph: Graph) -> PowerRuns
         if pair.second in ops and pair.seconds and pair.first_tokens and pair.second_tokens and pair.keys:
             cases = OpCase(pair.first, pair.first_tokens), OpCase(pair.second, pair.second_tokens, pair.keys)
             runs += _run(
-                f"{pair.first} on {pair.first_sms} beside {pair.second}",
+                f"{pair.first} on {pair.first_sms} with {pair.second}",
                 cases,
                 pair,
                 pair.seconds,
@@ -161,7 +161,7 @@ def fit(measured: PowerRuns) -> Power:
     """
     if measured.cap_w <= measured.idle_w or measured.lowest_clock_mhz > measured.highest_clock_mhz:
         given = (
-            f"cap_w={measured.cap_w:g} beside idle_w={measured.idle_w:g}, clocks "
+            f"cap_w={measured.cap_w:g} with idle_w={measured.idle_w:g}, clocks "
             f"{measured.lowest_clock_mhz:g} to"
         )
         raise ProfileError(
@@ -242,9 +242,10 @@ def watts_of(run: PowerRun, power: Power) -> tuple[float, float]:
 def lowered(power: Power, runs: Iterable[PowerRun]) -> Power:
     """Return the model with joules that no run beats; the fixed shares of the curves do not change.
 
-    The joules of a byte fall first. A run whose bytes take more of the model's watts than its FLOPs lowers
-    them to what the FLOPs leave; another run lowers them to all its watts. Then the FLOPs of each dtype
-    fall, by the runs of that dtype. The order of the runs does not matter, and no joules are negative.
+    The joules of a byte fall first. If a run's bytes take more of the model's watts than its FLOPs, the run
+    lowers them to the watts that the FLOPs leave; another run lowers them to all its watts. Then the FLOPs of
+    each dtype fall, by the runs of that dtype. The order of the runs does not matter, and no joules are
+    negative.
 
     Raises: ProfileError for a run of an unknown dtype, or with no more than the idle watts.
     """

@@ -61,8 +61,8 @@ def entries(
                 (_ENDS, max(min(i, 2), j)) if first else (_BETWEEN, max(i, j + 1 if attends else 0))
             )
         bounded = by_share if attends else [total - share for share in by_share] if op.kind == "dense" else []
-        beside = {*coarse_first(sizes)[:2], *({pair_tokens(op.name)} if op.kind == "dense" else ())}
-        for sms, count, context in itertools.product(bounded, sorted(beside), contexts[:2]):
+        counts = {*coarse_first(sizes)[:2], *({pair_tokens(op.name)} if op.kind == "dense" else ())}
+        for sms, count, context in itertools.product(bounded, sorted(counts), contexts[:2]):
             found[OpCase(op.name, count, context, sms)] = (_SHARES, bounded.index(sms))
     products = [
         op.name for op in ops.values() if op.kind == "dense" and not op.experts and op.name != "router"
@@ -115,7 +115,7 @@ def coarse_first(values: Iterable[int]) -> list[int]:
 def described(left: Sequence[Measurement]) -> str:
     """Return a summary of measurements: the number of each op, in isolation, on part of the SMs or in pairs."""
     counts = collections.Counter(
-        f"{entry.product.op} beside {entry.other.op}" if isinstance(entry, OpPair)
+        f"{entry.product.op} with {entry.other.op}" if isinstance(entry, OpPair)
         else f"{entry.op}{'' if entry.sms is None else ' on a share'}"
         for entry in left
     )  # fmt: skip

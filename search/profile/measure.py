@@ -34,7 +34,7 @@ from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.graph import Op, model_graph
 from jaxflow.parallel.mesh import make_mesh
 from pallas_kernels.kernel_set import kernel_set_for
-from search.profile.collective_bench import beside, collective, equal_ops
+from search.profile.collective_bench import collective, concurrent, equal_ops
 from search.profile.entries import PAIR_KEYS, Measurement, OpPair, described, entries
 from search.profile.op_bench import PAGE_SIZE, PHASES, LayerBench, OpCase, TimedProgram
 from search.profile.op_times import (
@@ -120,7 +120,7 @@ def define_flags() -> None:
     flags.DEFINE_list(
         "sms",
         None,
-        "SMs that attention gets beside products; default: 24,32,40,48 where kernels can be bounded.",
+        "SM counts of attention next to concurrent products; default: 24,32,40,48 where kernels can be bounded.",
     )
     flags.DEFINE_enum(
         "dtype", "auto", DTYPES, "Of weights and products; auto: bfloat16 on GPU, float32 on CPU."
@@ -179,7 +179,7 @@ def run() -> None:
     print(in_words(interpolation_errors(profile, config)))
     if not shares:
         print(
-            f"No attention beside products: kernels {layer.kernels.name!r} always take the whole "
+            f"No concurrent attention and products: kernels {layer.kernels.name!r} always take the whole "
             f"device, so no plan overlaps them."
         )
     if left:
@@ -358,8 +358,8 @@ def _has(profile: Profile, entry: Measurement) -> bool:
 def _program(layer: LayerBench, entry: Measurement) -> TimedProgram:
     if isinstance(entry, OpPair):
         if layer.ops[entry.other.op].kind == "network":
-            return beside(layer, entry.product, entry.other, make_mesh(layer.tp))
-        return layer.beside(entry.product, entry.other, PAIR_KEYS)
+            return concurrent(layer, entry.product, entry.other, make_mesh(layer.tp))
+        return layer.concurrent(entry.product, entry.other, PAIR_KEYS)
     if layer.ops[entry.op].kind == "network":
         return collective(layer, entry, make_mesh(layer.tp))
     return layer.alone(entry)

@@ -134,7 +134,7 @@ class OpCase:
 
 
 def one_shard(config: ModelConfig, tp: int) -> ModelConfig:
-    """Return a model of one device whose layers equal the shard of one of `tp` devices."""
+    """Return a one-device model with the layers of a shard of one of `tp` devices."""
     return dataclasses.replace(
         config,
         num_heads=config.num_heads // tp,
@@ -353,7 +353,7 @@ class LayerBench:
             function, given, {"inputs": [inputs] * copies, "made": made}, copies * turns * rounds
         )
 
-    def beside(self, first: OpCase, second: OpCase, most_keys: int, phases: int = PHASES) -> TimedProgram:
+    def concurrent(self, first: OpCase, second: OpCase, most_keys: int, phases: int = PHASES) -> TimedProgram:
         """Return a program of products on stream 2 and attention on stream 1, joined after each call of
         both.
 
@@ -376,14 +376,14 @@ class LayerBench:
                 # A join holds the later reads, so every result is passed to the end.
                 joined = streams.together([*leaves, *made])
                 (x, q), made = jax.tree.unflatten(tree, joined[: len(leaves)]), joined[len(leaves) :]
-                beside = functools.partial(
+                attend = functools.partial(
                     call_second, given["attention"], given["batch"], q, given["kv"], work
                 )
                 product = functools.partial(call_first, w, given["own"], x)
                 # A region makes one array: of a quantised result the values, with which the scales come.
                 made = [
                     *made,
-                    streams.region(1, beside),
+                    streams.region(1, attend),
                     streams.region(2, lambda product=product: jax.tree.leaves(product())[0]),
                 ]
             return made

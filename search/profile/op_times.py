@@ -180,9 +180,9 @@ def with_collectives(profile: Profile, measured: Profile) -> Profile:
 def seconds(profile: Profile, op: str, tokens: float, keys: float = 0, sms: int | None = None) -> float:
     """Return the isolated time of an op on `tokens` tokens of one layer.
 
-    The time is linear between measured points and proportional beyond them.
+    The time is linear between measured points and proportional beyond the points.
 
-    Raises: ProfileError if the op was not measured on so many SMs.
+    Raises: ProfileError if the op was not measured on this number of SMs.
     """
     if tokens <= 0:
         return 0.0
@@ -226,7 +226,7 @@ def _between(points: list[tuple[int, float]], x: float) -> float:
 
 
 def alone(op: Op, tokens: int, keys: int) -> Composition:
-    """Return a step in which the op works on `tokens` tokens of context `keys`."""
+    """Return a step that gives the op `tokens` tokens of context `keys`."""
     if op.name == "chunk_attention":
         return Composition(chunks=((tokens, max(0.0, keys - tokens / 2)),))
     return Composition(decode_tokens=tokens, decode_keys=keys or 1)

@@ -30,7 +30,7 @@ class ShareTimes:
 
     products: their [K, N], if the profile lacks their waves. A profile of pairs was measured at many sizes
     on the full device, so it knows the waves there, but not on parts of it. card: the constants of the
-    device; None: the shipped ones. few: the SMs offered to memory-bound ops, with the rest for compute-bound
+    device; None: the shipped ones. memory_sms: the SMs offered to memory-bound ops, with the rest for compute-bound
     ops; None: all measured counts.
     """
 
@@ -40,11 +40,11 @@ class ShareTimes:
         graph: Graph,
         products: Mapping[str, tuple[int, int]] | None = None,
         card: Card | None = None,
-        few: Collection[int] | None = None,
+        memory_sms: Collection[int] | None = None,
     ):
         device = find_device(profile.device)
         self.card = card or (shipped_card(device.name) if device else None)
-        self.profile, self.graph, self.products, self.few = profile, graph, products or {}, few
+        self.profile, self.graph, self.products, self.memory_sms = profile, graph, products or {}, memory_sms
         self.windows: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
         for ops in graph.layers:
             for op in ops:
@@ -68,17 +68,17 @@ class ShareTimes:
         clock_hz = math.ceil(clock_hz / _CLOCK_STEP_HZ - 1e-6) * _CLOCK_STEP_HZ
         if clock_hz not in root.by_clock:
             root.by_clock[clock_hz] = found = ShareTimes(
-                root.clocks.at(root.profile, clock_hz), root.graph, root.products, root.card, root.few
+                root.clocks.at(root.profile, clock_hz), root.graph, root.products, root.card, root.memory_sms
             )
             found.root = root
         return root.by_clock[clock_hz]
 
     @functools.cached_property
-    def beside(self) -> float:
+    def overlap_slowdown(self) -> float:
         """Return the slowdown of concurrent ops: the profile's, or the card's without pairs."""
         if not self.profile.pairs:
-            return self.card.beside if self.card else 1.0
-        return self.root.beside if self.root else slowdown(self.profile, self.clocks)
+            return self.card.overlap_slowdown if self.card else 1.0
+        return self.root.overlap_slowdown if self.root else slowdown(self.profile, self.clocks)
 
     @property
     def copies(self) -> bool:
@@ -96,19 +96,19 @@ class ShareTimes:
     def clocks(self) -> ClockScaling:
         return ClockScaling(self.graph, self.profile, self.card)
 
-    def seconds(self, op: Op, step: Composition, sms: int, aside: bool = False) -> float:
-        """Return the seconds of an op on a layer, averaged over the model's layers. aside: its plan has side
-        streams.
+    def seconds(self, op: Op, step: Composition, sms: int, side_streams: bool = False) -> float:
+        """Return the seconds of an op on a layer, averaged over the model's layers. side_streams: the plan
+        has side streams.
 
         Raises: ProfileError if the op was not measured.
         """
-        if op.local_rows:  # measured on all rows, but each device has a part of them
+        if op.local_rows:  # measured on all rows, but each device has only a part of the rows
             share = self.profile.tensor_parallel_size
             step = Composition(step.tokens / share, 1.0)
         windows = self.windows[op.name]
         lost = (
-            self.beside
-            if aside and sms < self.profile.total_sms and op.kind in ("dense", "attention")
+            self.overlap_slowdown
+            if side_streams and sms < self.profile.total_sms and op.kind in ("dense", "attention")
             else 1.0
         )
         took = sum(
@@ -152,9 +152,9 @@ class ShareTimes:
         if sms in known or not known or not known[0] < sms < known[-1]:
             return self._full_waves(name, tokens, keys, sms)
         at = bisect.bisect(known, sms)
-        few, many = known[at - 1], known[at]
-        low, high = (1 / self._full_waves(name, tokens, keys, share) for share in (few, many))
-        return 1 / (low + (high - low) * (sms - few) / (many - few))
+        fewer, more = known[at - 1], known[at]
+        low, high = (1 / self._full_waves(name, tokens, keys, share) for share in (fewer, more))
+        return 1 / (low + (high - low) * (sms - fewer) / (more - fewer))
 
     def _full_waves(self, name: str, tokens: float, keys: float, sms: int) -> float:
         """Return the seconds in full waves, computed from measured times with partly filled waves."""
@@ -198,7 +198,11 @@ class ShareTimes:
             if name in ATTENTION or name in ("qkv", "up_gate", "down")
         }
         known, full = bounded | pairs, self.profile.total_sms
-        offered = known if self.few is None else {full, *self.few, *(full - few for few in self.few)}
+        offered = (
+            known
+            if self.memory_sms is None
+            else {full, *self.memory_sms, *(full - sms for sms in self.memory_sms)}
+        )
         return tuple(sorted(known & offered))
 
     @property
@@ -206,7 +210,7 @@ class ShareTimes:
         """Return whether SM counts that fill the waves of products may be offered; not where counts are
         given.
         """
-        return self.few is None and bool(self.products)
+        return self.memory_sms is None and bool(self.products)
 
 
 def product_shapes(config: ModelConfig, tp: int) -> dict[str, tuple[int, int]]:

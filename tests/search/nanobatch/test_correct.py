@@ -279,7 +279,7 @@ def test_of_several_reports_any_may_have_the_composition_with_most_decodes(order
         file.write_text(
             json.dumps(whole | {"plans": [row for row in whole["plans"] if row["workload"] == work]})
         )
-    assert run(tmp_path, "--measured_alone", report=",".join(map(str, files))) == 0
+    assert run(tmp_path, "--measured_only", report=",".join(map(str, files))) == 0
     made = load(tmp_path / "out.json").target
     assert (made.model, made.decode_tokens, made.prefill_tokens, made.mean_context_tokens) == (
         "llama-3-70b",

@@ -48,6 +48,7 @@ def test_a_profile_of_another_model_is_refused(capsys):
     assert "model='llama-3-70b'" in error and "'llama-2-70b'" in error
 
 
+@pytest.mark.slow
 def test_with_all_overlap_allowed_the_solver_hides_sums_without_side_streams(monkeypatch):
     """By this profile side streams gain nothing, since they slow down every op of a plan."""
     base = measured.share_times_70b(FILE)

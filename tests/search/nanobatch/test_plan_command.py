@@ -26,7 +26,7 @@ from search.nanobatch import correct
 from search.nanobatch import plan as command
 from search.nanobatch.layer_tasks import StepShape, chains, make_task, repeated_layer
 from search.nanobatch.options import task_options
-from search.nanobatch.plan_report import default_out, going_on, measuring, undivided
+from search.nanobatch.plan_report import default_out, full_device_note, measure_commands, run_command
 from search.profile.clock import ClockScaling
 from search.profile.modelled import modelled_profile
 from search.profile.op_times import PAIR_DECODES, PAIR_TOKENS, Pair, ProfileError, save_profile, seconds
@@ -53,7 +53,7 @@ def test_a_portfolio_of_a_profile(tmp_path, capsys, monkeypatch):
     line = ["--profile", str(tmp_path / "h200.json"), "--tokens", "1024,2048", "--nano_batches", "1"]
     assert main(["search", "plan", *line, "--prompt_tokens", "1024,512", "--output_tokens", "512,512"]) == 0
     out = capsys.readouterr().out
-    assert "1024-512.json" in out and "sequential" in out and "joules" in out
+    assert "1024-512.json" in out and "sequential" in out and "energy bound" in out
     folder = Path("plans") / "h200-llama-3.1-8b-bfloat16"
     assert (
         f"bench throughput --model llama-3.1-8b --plan {folder} --input_len 1024 --output_len 512"
@@ -75,7 +75,7 @@ def test_what_was_found_is_run_by_the_line_that_is_printed():
     """
     out = default_out(FP8, several=False)
     assert out == Path("plans/h200-llama-3-70b-tp2-float8_e4m3fn.json") and (SHIPPED / out.name).exists()
-    words = going_on(FP8, "org/llama-3-70b", out, 512, 0).split()
+    words = run_command(FP8, "org/llama-3-70b", out, 512, 0).split()
     assert words[4:] == [
         "--model", "org/llama-3-70b", "--quantization", "fp8", "--kv_cache_dtype", "fp8", "--tensor_parallel_size", "2",
         "--plan", str(out), "--input_len", "512", "--output_len", "1", "--compare_sequential",
@@ -87,7 +87,9 @@ def test_what_was_found_is_run_by_the_line_that_is_printed():
 
 PROFILE = str(paths.ROOT / "search" / "profiles" / "h200-llama-3.1-8b.json")
 UNSURE = {Path("plans/two of them/1024-512.json"): "1024/512", Path("plans/two of them/512-0.json"): "512/0"}
-LINES = [shlex.split(line) for line in measuring(FP8, "org/llama-3-70b", Path("plans/two of them"), UNSURE)]
+LINES = [
+    shlex.split(line) for line in measure_commands(FP8, "org/llama-3-70b", Path("plans/two of them"), UNSURE)
+]
 
 
 def test_the_bench_takes_the_line_that_measures_what_was_found():
@@ -138,7 +140,7 @@ def test_plans_that_are_not_sure_to_gain_are_printed_with_what_makes_them_run(tm
         capsys.readouterr().out.splitlines(),
         [tmp_path / "found" / name for name in ("1024-512.json", "512-1024.json")],
     )
-    assert lines[-5].startswith("Not sure to gain, so that an engine runs the sequential step: ") and all(
+    assert lines[-5].startswith("The predicted gain is within the margin of error") and all(
         str(file) in lines[-5] for file in files
     )
     assert (
@@ -244,15 +246,15 @@ def test_a_profile_without_parts_of_a_device_says_so():
         profile, op_times=tuple(one for one in profile.op_times if one.sms == 132)
     )
     assert len(ShareTimes(whole, model_graph(CONFIG)).offered_sms()) == 1
-    assert undivided(whole).endswith("the profile has no times on a part of the device.")
-    assert "B200 has 10.0" in undivided(msgspec.structs.replace(whole, device="NVIDIA B200"))
+    assert full_device_note(whole).endswith("the profile has no times on a part of the device.")
+    assert "B200 has 10.0" in full_device_note(msgspec.structs.replace(whole, device="NVIDIA B200"))
 
 
 def test_shares_that_are_offered():
     base = llama_shares()
     assert base.offered_sms() == (28, 40, 92, 104, 132)
     tasks, step = tasks_of(base)
-    few = ShareTimes(base.profile, base.graph, few=(40,)).at(1.5e9)
+    few = ShareTimes(base.profile, base.graph, memory_sms=(40,)).at(1.5e9)
     assert few.offered_sms() == (40, 92, 132)
     offered = {
         name: [option.share for option in task_options(few, tasks[name], step, 9)]
@@ -367,7 +369,7 @@ def test_what_pairs_lose_beyond_sms_and_clock_is_found_whichever_of_them_ended_f
     ]
     short = Pair("out_proj", "decode_attention", 104, 28, 0.95, 1.0, 700.0, 1980.0)
     shares = ShareTimes(msgspec.structs.replace(base.profile, pairs=(*drawn, short)), base.graph)
-    assert shares.beside == pytest.approx(1.2, rel=0.01)
+    assert shares.overlap_slowdown == pytest.approx(1.2, rel=0.01)
     tasks, step = tasks_of(shares)
     found, alone = (
         {o.share: o.seconds for o in task_options(one, tasks["decode_attention"], step, 9)}

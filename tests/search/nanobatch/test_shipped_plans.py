@@ -2,7 +2,7 @@
 measured of it.
 
   python -m search plan --modelled --model llama-3-70b --gpus 2 --tokens 1024 --sums copies --orders two
-  --cuts 512 --out two.json python -m search correct --measured_alone --by_name --plan two.json --report
+  --cuts 512 --out two.json python -m search correct --measured_only --by_name --plan two.json --report
   benchmarks/h200/llama-3-70b/plans-tp2-bf16.json --out made.json
 
 One was found by a search with an earlier model of the card: of it the file that was corrected is kept
@@ -98,7 +98,7 @@ def test_it_is_an_order_by_hand_or_found_with_what_was_measured_of_it(name, tmp_
         "--report",
         ",".join(str(BENCHMARKS / f"{report}.json") for report in reports),
     ]
-    assert main(["search", "correct", "--measured_alone", "--by_name", *line, "--out", str(out)]) == 0
+    assert main(["search", "correct", "--measured_only", "--by_name", *line, "--out", str(out)]) == 0
     assert out.read_bytes() == kept.read_bytes()
 
 

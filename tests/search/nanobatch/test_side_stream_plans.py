@@ -61,6 +61,7 @@ def test_it_is_the_plain_forward_on_four_devices():
     bench.check(small, *(drawn.step(bench.config, 16, cuts, *work) for work in ((8, (5,)), (3, (9, 4)))))
 
 
+@pytest.mark.slow
 def test_it_compiles_for_four_h200_as_it_says():
     """The caches in place, and of a full round's four sums three beside products or attention; the fourth XLA
     awaits where it is issued.

@@ -78,7 +78,7 @@ def test_no_task_has_more_than_it_may_have():
 
 def test_where_shares_are_given_no_others_are_offered():
     base = SETTING.shares
-    given = ShareTimes(base.profile, base.graph, base.products, base.card, few=(40,))
+    given = ShareTimes(base.profile, base.graph, base.products, base.card, memory_sms=(40,))
     assert not given.knows_waves and not ShareTimes(base.profile, base.graph).knows_waves
     tasks = halves(SETTING)
     assert not any(wave_filling_sms(given, task, SETTING.load.part(task.start, task.stop)) for task in tasks)

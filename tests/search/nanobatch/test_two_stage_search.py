@@ -70,12 +70,12 @@ def simulated(setting, plan, load=None):
 def test_the_simulation_agrees_with_the_solver(mode, tp, scattered):
     graph = graph_of(tp, scattered=scattered)
 
-    @settings(max_examples=1, deadline=None, phases=[Phase.explicit, Phase.generate])
+    @settings(max_examples=3, deadline=None, phases=[Phase.explicit, Phase.generate])
     @given(data=st.data())
     def law(data):
         times = times_of(graph, lambda: float(data.draw(st.integers(1, 8))))
         setting = toy_setting(graph, times, data.draw(st.sampled_from((8, 16))), most_shares=2, **MODES[mode])
-        found = search(setting, time_limit_s=2)
+        found = search(setting, time_limit_s=0.6)
         check(found.plan, graph)
         period_s = simulated(setting, found.plan).period_s
         assert (
@@ -195,7 +195,26 @@ def test_a_plan_by_hand_is_simulated_too():
     )
 
 
-@pytest.mark.parametrize(
+def found_plan(tp, scattered, numbers, streams, rest, data, time_limit_s):
+    """Return a bench, and the plan that the search finds for drawn op times."""
+    bench = drawn.Bench(TINY, tp, **numbers)
+    graph = model_graph(TINY, tp, scattered=scattered)
+    times = times_of(graph, lambda: float(data.draw(st.integers(2, 8))))
+    found = search(
+        toy_setting(
+            graph, times, 8, most_shares=2, split=True, quantized=bench.quantization == "fp8", **rest
+        ),
+        time_limit_s=time_limit_s,
+    )
+    assert any(nano.op == "attn_scatter" for nano in found.plan.nano_ops) == scattered
+    assert {nano.stream for nano in found.plan.nano_ops} == streams
+    steps = (
+        drawn.step(TINY, 16, borders(found.plan), *work) for work in ((8, (8,)), (3, (9, 4)), (0, (16,)))
+    )
+    return bench, found.plan, steps
+
+
+SEARCHED_FORMS = pytest.mark.parametrize(
     ("tp", "scattered", "numbers", "streams", "rest"),
     [
         (4, True, {"quantization": "fp8"}, {0, 1, 2}, {}),
@@ -204,30 +223,28 @@ def test_a_plan_by_hand_is_simulated_too():
     ],
     ids=["scattered", "fp8", "fp8, sums alone"],
 )
-@settings(
-    max_examples=1,
-    deadline=None,
-    phases=[Phase.explicit, Phase.generate],
-    suppress_health_check=list(HealthCheck),
+LAW = settings(
+    deadline=None, phases=[Phase.explicit, Phase.generate], suppress_health_check=list(HealthCheck)
 )
+
+
+@SEARCHED_FORMS
+@settings(LAW, max_examples=1)  # each example compiles a step
 @given(data=st.data())
 def test_found_plans_are_the_plain_forward(tp, scattered, numbers, streams, rest, data):
     """Law 1, also where fewer decodes come than the plan was made for, and none."""
-    bench = drawn.Bench(TINY, tp, **numbers)
-    graph = model_graph(TINY, tp, scattered=scattered)
-    times = times_of(graph, lambda: float(data.draw(st.integers(2, 8))))
-    found = search(
-        toy_setting(
-            graph, times, 8, most_shares=2, split=True, quantized=bench.quantization == "fp8", **rest
-        ),
-        time_limit_s=3,
-    )
-    assert any(nano.op == "attn_scatter" for nano in found.plan.nano_ops) == scattered
-    assert {nano.stream for nano in found.plan.nano_ops} == streams
-    steps = (
-        drawn.step(TINY, 16, borders(found.plan), *work) for work in ((8, (8,)), (3, (9, 4)), (0, (16,)))
-    )
-    bench.check(found.plan, *steps)
+    bench, plan, steps = found_plan(tp, scattered, numbers, streams, rest, data, time_limit_s=3)
+    bench.check(plan, *steps)
+
+
+@pytest.mark.slow
+@SEARCHED_FORMS
+@settings(LAW, max_examples=7)
+@given(data=st.data())
+def test_many_found_plans_are_the_plain_forward(tp, scattered, numbers, streams, rest, data):
+    """Law 1 for the plan's function, evaluated op by op."""
+    bench, plan, steps = found_plan(tp, scattered, numbers, streams, rest, data, time_limit_s=0.6)
+    bench.check_op_by_op(plan, *steps)
 
 
 @pytest.mark.parametrize("quantized", [False, True])

@@ -83,14 +83,14 @@ def test_rates_are_found_in_runs_of_a_known_machine(monkeypatch):
 def test_what_a_square_takes_the_driver_is_found_in_a_small_models_blocks(monkeypatch):
     """Its products take microseconds, so that nothing else can be why it is slow."""
     monkeypatch.setattr(machine_runs, "_STEPS", 60)
-    known = msgspec.structs.replace(H200, square_s=3e-3)
+    known = msgspec.structs.replace(H200, batch_layer_s=3e-3)
     host = Shares(host=100.0)
     policy = Policy("opt-125m", 512, 32, 8, 4, host, host, host)
     runs = (BlockRun(policy, predict(work("opt-125m"), known, policy).latency_s),)
     found = fit_runs(
-        msgspec.structs.replace(PAPER, start=msgspec.structs.replace(H200, square_s=0.0), runs=runs)
+        msgspec.structs.replace(PAPER, start=msgspec.structs.replace(H200, batch_layer_s=0.0), runs=runs)
     )
-    assert found.square_s == pytest.approx(known.square_s, rel=0.15)
+    assert found.batch_layer_s == pytest.approx(known.batch_layer_s, rel=0.15)
 
 
 @pytest.mark.parametrize(("fitted_to", "held_out", "most"), [("", "-rivals", 0.14), ("-by-rivals", "", 0.12)])

@@ -172,15 +172,15 @@ def test_throughput_and_what_binds():
 
 def test_every_square_takes_the_driver_some_time():
     """So that small batches are not free; FlexGen's blocks on an H200 are predicted with it."""
-    slow = msgspec.structs.replace(MACHINE, square_s=0.01)
+    slow = msgspec.structs.replace(MACHINE, batch_layer_s=0.01)
     asked = policy(Shares(20.0, 80.0), HOST, HOST)
     for without, found in zip(
         *((p.prefill, p.decode) for p in (predict(OPT, one, asked) for one in (MACHINE, slow))), strict=True
     ):
         more = asked.num_gpu_batches * 0.01
         assert found == without | {"device compute": pytest.approx(without["device compute"] + more)}
-    with pytest.raises(MachineError, match="square_s=-1"):
-        Machine(name="drawn", method="", square_s=-1.0, **CONSTANTS)
+    with pytest.raises(MachineError, match="batch_layer_s=-1"):
+        Machine(name="drawn", method="", batch_layer_s=-1.0, **CONSTANTS)
 
 
 @pytest.mark.parametrize("report", ["16-bit", "4-bit-by-hand", "4-bit-three-policies", "4-bit"])

@@ -39,7 +39,7 @@ EARLY = msgspec.structs.replace(
     tensor_share={"bfloat16": 0.88},
     attention_bytes_per_s={"bfloat16": H200.rates.memory_bytes_per_s},
     sm_bytes_per_cycle={"bfloat16": 63.0},
-    beside=1.0,
+    overlap_slowdown=1.0,
     hot_factor=1.0,
     nano_s=0.0,
 )

@@ -20,7 +20,7 @@ from jaxflow.parallel.mesh import make_mesh
 from pallas_kernels.kernel_set import REFERENCE, KernelSet, kernel_set_for
 from search.profile import measure as command
 from search.profile.clock import shipped_card
-from search.profile.collective_bench import beside, collective
+from search.profile.collective_bench import collective, concurrent
 from search.profile.entries import entries
 from search.profile.measure import TimeBudget, chosen_ops, this_device
 from search.profile.modelled import copied
@@ -112,7 +112,7 @@ def test_a_profile_of_two_devices_is_continued_where_two_are(tmp_path):
 def test_a_product_beside_a_sum_makes_what_both_make(sent):
     """On four devices, in the order of a plan's step."""
     layer, mesh = layer_of(tp=4), make_mesh(4)
-    program = beside(layer, OpCase("down", 8), OpCase(sent, 8), mesh, phases=2)
+    program = concurrent(layer, OpCase("down", 8), OpCase(sent, 8), mesh, phases=2)
     given, _ = program.drawn(1)
     summed, product, again = program.compile()(given, None)
     rows, (x,) = np.asarray(given["sent"]).reshape(4, 8, -1), given["inputs"]
@@ -191,7 +191,7 @@ def test_every_call_is_in_the_loop_for_the_h200(op):
 
 def test_a_sum_is_on_its_way_while_the_product_runs():
     layer, mesh = layer_of(kernels=on_an_h200(), config=LLAMA, tp=4, dtype="bfloat16"), h200_mesh((4,))
-    program = beside(layer, OpCase("out_proj", 128), OpCase("exchange", 512), mesh, phases=2)
+    program = concurrent(layer, OpCase("out_proj", 128), OpCase("exchange", 512), mesh, phases=2)
     found = compile_for_h200(program.function, *program.structs, options=program.options)
     kinds = [thunk.kind for thunk in found.thunks if not thunk.depth]
     starts, dones = (

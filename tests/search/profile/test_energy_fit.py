@@ -275,7 +275,7 @@ def test_runs_that_cannot_be_fitted_are_refused(odd, said):
 
 @pytest.mark.parametrize("odd", [{"cap_w": 100.0}, {"lowest_clock_mhz": 3000.0}])
 def test_a_card_that_cannot_be_is_refused(odd):
-    with pytest.raises(ValueError, match=r"cap_w=\d+ beside idle_w=119.6, clocks \d+ to 1980 MHz"):
+    with pytest.raises(ValueError, match=r"cap_w=\d+ with idle_w=119.6, clocks \d+ to 1980 MHz"):
         fit(msgspec.structs.replace(load_runs(MEASURED), **odd))
 
 

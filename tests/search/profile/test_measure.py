@@ -193,7 +193,7 @@ def test_with_fp8_what_goes_into_a_product_is_e4m3(name):
 def test_a_program_of_pairs_computes_what_its_ops_do():
     layer, _ = tiny()
     product, attention = OpCase("up_gate", 16), OpCase("decode_attention", 4, 40)
-    program = layer.beside(product, attention, 128, phases=2)
+    program = layer.concurrent(product, attention, 128, phases=2)
     given = draw(program.given)
     made = program.function(given, None)
     assert len(made) == 2 * program.calls
@@ -350,9 +350,10 @@ def test_an_op_compiles_for_an_h200_and_leaves_caches_in_place(case):
         assert f"_{case.sms}" in compiled.hlo  # the kernel's name says its SMs
 
 
+@pytest.mark.slow
 def test_pairs_compile_for_an_h200_on_two_streams():
     product, attention = OpCase("up_gate", 256, sms=100), OpCase("decode_attention", 64, PAIR_KEYS, 32)
-    program = llama(fp8=True).beside(product, attention, PAIR_KEYS, phases=2)
+    program = llama(fp8=True).concurrent(product, attention, PAIR_KEYS, phases=2)
     mesh = h200_mesh()
     compiled = compile_for_h200(
         program.function, abstract(mesh, program.given), None, options=program.options

@@ -24,7 +24,7 @@ def test_slowdown_of_each_committed_profile(name, slowdown):
     tp, model = found.tensor_parallel_size, open_checkpoint(found.model, load_format="dummy").model_config
     graph = model_graph(model, tp, FP8 if found.dtype == "float8_e4m3fn" else Widths())
     times = ShareTimes(found, graph, product_shapes(model, tp))
-    assert times.beside == pytest.approx(slowdown, abs=0.005)
+    assert times.overlap_slowdown == pytest.approx(slowdown, abs=0.005)
 
 
 @pytest.mark.parametrize(("name", "most"), [("llama-3.1-8b-joules", 1.3), ("llama-3-70b-tp2-fp8", 1.3)])
