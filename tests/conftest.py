@@ -12,6 +12,7 @@ import hurry
 import hypothesis
 import paths
 import pytest
+import slow_cases
 from own_flags import own_flags
 
 from pallas_kernels.gemm import tuned_table as table
@@ -88,10 +89,14 @@ def pytest_configure(config: pytest.Config):
     config.option.loadscopereorder = False
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects the items marked `slow`
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]):
     """For workers the long files come first, then those of many tests: no worker is left with a long one when
     all others are done.
     """
+    unmatched = slow_cases.mark(items)
+    if unmatched and config.args == config.getini("testpaths"):
+        raise pytest.UsageError(f"tests/slow_cases.py: patterns that match no test: {sorted(unmatched)}")
     if not hasattr(config, "workerinput"):
         return
     tests = collections.Counter(item.path for item in items)

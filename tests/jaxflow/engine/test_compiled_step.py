@@ -9,6 +9,7 @@ import re
 import h200
 import jax
 import jax.numpy as jnp
+import pytest
 
 from jaxflow.engine.executor import Executor
 from jaxflow.engine.layout import StepLayout
@@ -107,6 +108,7 @@ def last_layer(step: h200.Compiled) -> list[str]:
     return found[: len(found) - next(i for i, name in enumerate(found[::-1]) if name.endswith("_gemm"))]
 
 
+@pytest.mark.slow
 def test_nothing_copies_the_cache_or_a_weight():
     check(*compiled("llama-3.1-8b", 256, tp=4, kernels=REFERENCE))
 
@@ -137,6 +139,7 @@ def test_of_8_bits_neither():
     assert last_layer(step) == ["decode_attention", "quantize_rows", fp8, "add_norm", fp8, fp8]
 
 
+@pytest.mark.slow
 def test_of_weights_of_4_bits_neither():
     """With few rows the kernel reads the rows directly. Decodes write into the output of the chunk kernel."""
     step, executor = compiled("llama-3.1-8b", 64, quantization="int4")

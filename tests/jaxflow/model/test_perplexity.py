@@ -87,14 +87,20 @@ WAYS = {
 }
 
 
+def forget_jitted():
+    """Make every op be jitted anew at its next call."""
+    for op in OPS.values():
+        op.__dict__.pop("_jitted", None)
+
+
 @pytest.fixture(scope="module")
 def few_and_large():
     """Ops that run over a hundred million weights, compiled with more care than the tests' programs are."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax, "jit", functools.partial(jax.jit, compiler_options=OFTEN))
-        for op in OPS.values():  # jitted anew, with these options
-            patch.delitem(op.__dict__, "_jitted", raising=False)
+        forget_jitted()
         yield
+    forget_jitted()  # other tests' programs must not inherit the options
 
 
 @pytest.fixture(scope="module")

@@ -178,6 +178,7 @@ def on_hopper():
     return compiled(WAITING, MODEL, kernel_set)
 
 
+@pytest.mark.slow
 def test_the_hopper_kernels_use_the_sms_of_the_plan(on_hopper):
     """As the plan has them: in the grids of the kernels, on its streams, as one CUDA graph."""
     found = on_hopper
@@ -197,6 +198,7 @@ def test_the_hopper_kernels_use_the_sms_of_the_plan(on_hopper):
         assert re.search(rf'op_name="[^"]*compute_on/{nano}/', found.hlo), nano
 
 
+@pytest.mark.slow
 def test_a_layer_launches_its_nano_ops_and_few_other_kernels(on_hopper):
     """Each nano-op is one kernel, except for the listed ones: no all-reduce apart from its norm, and no array
     joined, cut or copied.

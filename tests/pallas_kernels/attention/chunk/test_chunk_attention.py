@@ -330,6 +330,7 @@ def test_for_the_h200_it_uses_its_units(heads, kv_heads, width, dtype, extra, tm
     compiled_with(fn, shapes(2048, heads, kv_heads, width, pages=2**18, dtype=dtype), tmp_path, monkeypatch)
 
 
+@pytest.mark.slow
 def test_it_fits_a_stream_region(tmp_path, monkeypatch):
     def step(q, k, v, table, chunks):
         work = chunk_work(chunks, q.shape[0], chunk_tile(q.shape[2]))

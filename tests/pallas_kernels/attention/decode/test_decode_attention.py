@@ -367,6 +367,7 @@ def spills(log):
     return set(re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log))
 
 
+@pytest.mark.slow
 def test_for_the_h200_it_uses_its_units_and_spills_nothing(tmp_path, monkeypatch):
     """One program holds all variants. Only the variant with 32 columns of width 256 spills, by a known
     number of bytes.

@@ -5,12 +5,14 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from h200 import abstract, compile_for_h200, h200_mesh
 
 from pallas_kernels.attention.decode import gpu_stages as decode_stages
 from pallas_kernels.measure import script
 
 
+@pytest.mark.slow
 def test_decode_attention_without_a_stage_compiles_for_an_h200(tmp_path, monkeypatch):
     """Only the omitted stage is missing from each program. The production kernel spills nothing."""
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))

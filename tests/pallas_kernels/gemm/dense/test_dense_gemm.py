@@ -167,6 +167,7 @@ FORMS = [
 ]
 
 
+@pytest.mark.slow
 def test_for_the_h200_it_uses_its_units_and_spills_nothing(tmp_path, monkeypatch):
     """One program holds all variants."""
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))

@@ -11,6 +11,7 @@ from pallas_kernels.gemm import model_shapes
 from pallas_kernels.gemm.dense import gpu_stages as stages
 
 
+@pytest.mark.slow
 def test_products_without_a_stage_compile_for_an_h200(tmp_path, monkeypatch):
     """One program holds some variants of each kernel."""
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
