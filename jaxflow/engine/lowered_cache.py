@@ -112,7 +112,7 @@ class LoweredPrograms:
         return hashlib.sha256(repr(described).encode()).hexdigest()
 
 
-def beside_compiled(made_of: tuple) -> LoweredPrograms | None:
+def open_lowered_programs(made_of: tuple) -> LoweredPrograms | None:
     """Return the lowered programs of this device, in the folder of XLA's cache; None without that cache.
 
     `made_of`: everything that the programs depend on, as values with a complete repr.

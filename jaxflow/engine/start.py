@@ -21,16 +21,16 @@ from jaxflow.engine.executor import Executor
 from jaxflow.engine.kernel_choice import choose_kernels, tell_kernels
 from jaxflow.engine.layout import StepLayout
 from jaxflow.engine.loop import Loop
-from jaxflow.engine.lowered_cache import beside_compiled
+from jaxflow.engine.lowered_cache import open_lowered_programs
 from jaxflow.engine.program_memory import SPARE
 from jaxflow.engine.programs import Programs
 from jaxflow.engine.step_plans import (
-    begins_early,
     choose_plans,
     default_plan,
     largest_step,
     make_layouts,
     one_alone,
+    uses_pdl,
 )
 from jaxflow.kv.device_cache import fit_pages, page_bytes
 from jaxflow.kv.tiers.host_machine import free_host_bytes
@@ -265,7 +265,7 @@ def make_executor(
     layer_bytes = min(sum(a.nbytes for a in jax.tree.leaves(layer)) for layer in weights["layers"])
 
     def early(layout: StepLayout) -> bool:
-        return layout.plan not in (graphs or {}) and begins_early(layout, kernels, tp, layer_bytes)
+        return layout.plan not in (graphs or {}) and uses_pdl(layout, kernels, tp, layer_bytes)
 
     def options_of(layout: StepLayout) -> dict[str, Any]:
         launched = "streams" if early(layout) else (graphs or {}).get(layout.plan)
@@ -278,7 +278,7 @@ def make_executor(
     lowered = None
     if own and on_gpu():  # on a CPU, without Mosaic kernels, lowering is fast
         pdl = [layout.key for layout in layouts if early(layout)]
-        lowered = beside_compiled((program_settings(config), model, plans, graphs, memory, pdl))
+        lowered = open_lowered_programs((program_settings(config), model, plans, graphs, memory, pdl))
     executor = Executor(
         Programs(Context(model, kernels, axis_of(mesh)), mesh, specs, rows_at_once(memory, model.vocab_size)),
         weights,
@@ -335,7 +335,7 @@ def _calibrated(config: EngineConfig, checkpoint: Checkpoint, weights: Weights, 
     """
     path = Path(config.calibration) if config.calibration else None
     if config.calibration is None and checkpoint.source is not None:
-        path = softmax_range.path_beside(checkpoint.source.path)
+        path = softmax_range.default_path(checkpoint.source.path)
         path = path if path.exists() else None
     if path is None:
         return weights

@@ -32,7 +32,7 @@ SHAPES = (
 )
 
 
-def token_buckets(budget: int, *, few: bool, seqs: int = 0) -> tuple[int, ...]:
+def token_buckets(budget: int, *, sparse: bool, seqs: int = 0) -> tuple[int, ...]:
     """Return the token counts of the compiled steps, ascending; the last is the budget.
 
     They are the powers of two from 8, the sizes halfway between from 256, and `seqs` rounded up to a tile if
@@ -41,16 +41,16 @@ def token_buckets(budget: int, *, few: bool, seqs: int = 0) -> tuple[int, ...]:
     them.
 
     Args:
-      few: only 1, 8, 64 and the budget, for a CPU, where compiling costs more than padding.
+      sparse: only 1, 8, 64 and the budget, for a CPU, where compiling costs more than padding.
       seqs: maximum number of sequences. A step in which all of them decode is frequent, and powers of two
         would pad it by up to half: 560 decodes by 40 % of the GEMM rows.
     """
     sizes = (
         {1, 8, 64}
-        if few
+        if sparse
         else {2**i for i in range(3, budget.bit_length())} | {3 * 2**i for i in range(7, budget.bit_length())}
     )
-    sizes |= {seqs + -seqs % 64} if seqs > 512 and not few else set()
+    sizes |= {seqs + -seqs % 64} if seqs > 512 and not sparse else set()
     return (*sorted(size for size in sizes if size < budget), budget)
 
 
@@ -63,7 +63,7 @@ def step_sizes(config: EngineConfig) -> tuple[int, ...]:
     budget = config.max_num_batched_tokens
     assert budget is not None
     if config.step_sizes is None:
-        return token_buckets(budget, few=not on_gpu(), seqs=config.max_num_seqs or 0)
+        return token_buckets(budget, sparse=not on_gpu(), seqs=config.max_num_seqs or 0)
     sizes = {int(size) for size in config.step_sizes.split(",")}
     if max(sizes) > budget:
         raise ConfigError("step_sizes", config.step_sizes, f"at most max_num_batched_tokens={budget}")
@@ -225,7 +225,7 @@ def choose_plans(config: EngineConfig, model: ModelConfig) -> dict[int, tuple[Pl
     return found
 
 
-def begins_early(layout: StepLayout, kernels: KernelSet, tp: int, layer_bytes: int) -> bool:
+def uses_pdl(layout: StepLayout, kernels: KernelSet, tp: int, layer_bytes: int) -> bool:
     """Return True if a step uses programmatic dependent launch instead of a CUDA graph.
 
     Steps of a few decodes on one device do: their GEMMs read weights, and the reads begin while the kernel

@@ -54,7 +54,7 @@ def layer_range(score_low: float, score_high: float, row_low: float, row_high: f
     return LayerRange((row_low + row_high) / 2, BOUND, score_low, score_high, row_low, row_high)
 
 
-def path_beside(model: Path) -> Path:
+def default_path(model: Path) -> Path:
     """Return the default path: softmax.json in a model's folder, NAME.softmax.json next to a file."""
     return model / "softmax.json" if model.is_dir() else model.with_suffix(".softmax.json")
 

@@ -79,7 +79,7 @@ class Unread:
 def measure(running: int, budget: int, steps: int) -> dict[str, Any]:
     """Return the milliseconds per step with `running` requests, over at least `steps` mostly-decode steps."""
     prompt = max(1, min(LONGEST_PROMPT, OUTPUT_TOKENS * (budget - running) // running))
-    buckets = token_buckets(budget, few=False)
+    buckets = token_buckets(budget, sparse=False)
     executor = InstantExecutor(
         [StepLayout(tokens, min(tokens, running), running, BLOCK_SIZE) for tokens in buckets]
     )

@@ -30,7 +30,7 @@ from jaxflow.model import transformer
 from jaxflow.model.batch import Batch
 from jaxflow.model.checkpoints.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from jaxflow.model.op_registry import Context
-from jaxflow.model.softmax_range import VERSION, SoftmaxRange, layer_range, path_beside
+from jaxflow.model.softmax_range import VERSION, SoftmaxRange, default_path, layer_range
 from jaxflow.parallel.mesh import choose_platform
 from jaxflow.text.tokenizer import load_tokenizer
 from jaxflow.text.vocabulary import TokenizerError
@@ -240,7 +240,7 @@ def main(arguments: list[str] | None = None) -> int:
         checkpoint = open_checkpoint(options.model)
         if checkpoint.source is None:
             raise ConfigError("model", options.model, "a model with weights")
-        path = options.output or path_beside(checkpoint.source.path)
+        path = options.output or default_path(checkpoint.source.path)
         check_output("output", str(path))  # before the model runs
         windows = _load_windows(options, checkpoint)
         found = softmax_range(

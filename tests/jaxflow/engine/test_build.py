@@ -44,7 +44,7 @@ def checkpoint():
 
 @given(st.integers(1, 20_000), st.booleans())
 def test_buckets(budget, few):
-    sizes = token_buckets(budget, few=few)
+    sizes = token_buckets(budget, sparse=few)
     assert list(sizes) == sorted(set(sizes))
     assert sizes[-1] == budget
     halfway = {3 * 2**i for i in range(7, 14)}
@@ -61,10 +61,10 @@ def test_buckets(budget, few):
 
 
 def test_all_sequences_decoding_are_not_padded_by_half():
-    assert set(token_buckets(2048, few=False, seqs=640)) - set(token_buckets(2048, few=False)) == {640}
-    assert token_buckets(2048, few=False, seqs=560)[-5:] == (576, 768, 1024, 1536, 2048)
+    assert set(token_buckets(2048, sparse=False, seqs=640)) - set(token_buckets(2048, sparse=False)) == {640}
+    assert token_buckets(2048, sparse=False, seqs=560)[-5:] == (576, 768, 1024, 1536, 2048)
     for seqs, few in ((512, False), (2048, False), (640, True)):
-        assert token_buckets(2048, few=few, seqs=seqs) == token_buckets(2048, few=few)
+        assert token_buckets(2048, sparse=few, seqs=seqs) == token_buckets(2048, sparse=few)
 
 
 def test_the_sizes_that_are_asked_for_and_the_budget_are_compiled(checkpoint):
@@ -72,7 +72,7 @@ def test_the_sizes_that_are_asked_for_and_the_budget_are_compiled(checkpoint):
         LLAMA, max_num_batched_tokens=512, max_num_seqs=4, step_sizes="128,16,128", plan="sequential"
     )
     assert list(choose_plans(config, checkpoint.model_config)) == [16, 128, 512]
-    assert step_sizes(dataclasses.replace(config, step_sizes=None)) == token_buckets(512, few=True)
+    assert step_sizes(dataclasses.replace(config, step_sizes=None)) == token_buckets(512, sparse=True)
 
 
 class TestResolve:

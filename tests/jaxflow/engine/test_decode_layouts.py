@@ -7,7 +7,7 @@ import toy
 
 from jaxflow.engine import start as build
 from jaxflow.engine.layout import StepLayout
-from jaxflow.engine.step_plans import begins_early, make_layouts, one_alone
+from jaxflow.engine.step_plans import make_layouts, one_alone, uses_pdl
 from jaxflow.pipeline.handwritten import sequential_plan, two_nano_batch_plan
 from jaxflow.request import Request
 from pallas_kernels.gemm.api import HopperGemm, product_of
@@ -67,12 +67,12 @@ def test_one_decode_has_a_step_of_its_own_where_its_products_want_no_tensor_core
 def test_few_decodes_alone_begin_their_kernels_early_where_kernels_can():
     hopper = dataclasses.replace(REFERENCE, gemm=HopperGemm(Table("")))
     alone = StepLayout(64, 64, 64, 64, decodes=True)
-    assert begins_early(alone, hopper, 1, 436 * 10**6)  # Llama-3.1-8B in bfloat16
-    assert not begins_early(alone, hopper, 1, 218 * 10**6)  # in fp8: the host would be what is waited for
-    assert not begins_early(alone, REFERENCE, 1, 436 * 10**6)
-    assert not begins_early(alone, hopper, 2, 436 * 10**6)
+    assert uses_pdl(alone, hopper, 1, 436 * 10**6)  # Llama-3.1-8B in bfloat16
+    assert not uses_pdl(alone, hopper, 1, 218 * 10**6)  # in fp8: the host would be what is waited for
+    assert not uses_pdl(alone, REFERENCE, 1, 436 * 10**6)
+    assert not uses_pdl(alone, hopper, 2, 436 * 10**6)
     assert not any(
-        begins_early(layout, hopper, 1, 10**9)
+        uses_pdl(layout, hopper, 1, 10**9)
         for layout in (dataclasses.replace(alone, decodes=False), dataclasses.replace(alone, tokens=128))
     )
 

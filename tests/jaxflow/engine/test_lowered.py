@@ -265,9 +265,9 @@ def cache_folder():
 
 def test_programs_are_kept_beside_compiled_ones_if_these_are(tmp_path, cache_folder):
     cache_folder(None)
-    assert lowered.beside_compiled(("settings",)) is None
+    assert lowered.open_lowered_programs(("settings",)) is None
     cache_folder(str(tmp_path))
-    found, other = lowered.beside_compiled(("settings",)), lowered.beside_compiled(("others",))
+    found, other = lowered.open_lowered_programs(("settings",)), lowered.open_lowered_programs(("others",))
     assert found is not None and other is not None
     assert found.folder == tmp_path / "lowered" and found.made_of != other.made_of
 

@@ -14,7 +14,7 @@ from jaxflow.engine.start import choose_plans, make_executor, resolve
 from jaxflow.model.checkpoints import calibrate
 from jaxflow.model.checkpoints.calibrate import main, softmax_range, text_windows
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
-from jaxflow.model.softmax_range import BOUND, layer_range, path_beside, read
+from jaxflow.model.softmax_range import BOUND, default_path, layer_range, read
 
 STEP = 1 / 8
 
@@ -136,7 +136,7 @@ def test_the_command_writes_next_to_the_model_and_an_engine_reads_the_file(model
     np.save(tmp_path / "ids.npy", np.arange(96).reshape(3, 32))
     assert main([str(model), "--tokens", str(tmp_path / "ids.npy"), "--windows", "2"]) == 0
     assert "tiny: qualifies for a unified max value" in capsys.readouterr().out
-    written = read(path_beside(model), 2)
+    written = read(default_path(model), 2)
     assert written.windows == (2, 32)
 
     def engine(**settings):
@@ -158,13 +158,13 @@ def test_the_command_writes_next_to_the_model_and_an_engine_reads_the_file(model
     assert not any("unified_max" in layer for layer in engine(kv_cache_dtype="fp8"))
     assert not caplog.records
     assert not any(
-        "unified_max" in layer for layer in engine(kv_cache_dtype="fp8", calibration=str(path_beside(model)))
+        "unified_max" in layer for layer in engine(kv_cache_dtype="fp8", calibration=str(default_path(model)))
     )
     assert ["e4m3" in record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
         True
     ]  # it was asked for
     assert all("unified_max" in layer for layer in engine(kv_cache_dtype="int8"))  # multiplied as bfloat16
-    path_beside(model).write_bytes(msgspec.json.encode(msgspec.structs.replace(written, qualifies=False)))
+    default_path(model).write_bytes(msgspec.json.encode(msgspec.structs.replace(written, qualifies=False)))
     assert not any("unified_max" in layer for layer in engine())
     with pytest.raises(ConfigError, match="calibration"):
         engine(calibration=str(model / "config.json"))

@@ -47,7 +47,7 @@ def size_of(tokens: int, prompt: int, output: int) -> StepSize:
 
 
 def test_an_engine_compiles_all_of_them_by_default():
-    assert {*SIZES} <= {*token_buckets(2048, few=False, seqs=512)}
+    assert {*SIZES} <= {*token_buckets(2048, sparse=False, seqs=512)}
 
 
 @pytest.mark.parametrize("lengths", [(512, 512), (512, 1024), (1000, 1000)])
