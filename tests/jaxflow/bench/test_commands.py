@@ -30,7 +30,7 @@ from serving.frontend.served_model import ServedModel
 from serving.grpc.server import Server
 
 TRACE = str(paths.TRACES / "azure2023_conv_1000.csv")
-SPREADS = (("input", "-1.0"), ("output", "inf"))
+SPREADS = (("input", "-1.0", 1, "cv=-1.0: accepted are"), ("output", "inf", 2, "output_cv=inf"))
 
 
 def test_throughput_figures_match_the_requests_that_ran(llm):
@@ -365,7 +365,7 @@ def test_host_command(bench, tmp_path, capsys):
         *((["serve", "--trace", TRACE, "--arrivals", "trace", "--request_rate", rate], 1, f"rate={rate}") for rate in ("0.0", "-2.0")),
         (["serve", "--arrivals", "trace"], 1, "accepted only together with --trace"),
         *((["serve", f"--{flag}", "nan"], 2, f"--{flag}=nan") for flag in ("request_rate", "timeout_s", "think_time_s")),
-        *((["serve", "--lengths", "lognormal", f"--{flag}_cv", cv], 1, f"cv={float(cv)}: accepted are") for flag, cv in SPREADS),
+        *((["serve", "--lengths", "lognormal", f"--{flag}_cv", cv], status, words) for flag, cv, status, words in SPREADS),
         (["serve", "--trace", "absent.csv"], 1, "--trace absent.csv: accepted is an existing file"),
         (["serve", "--target", "127.0.0.1:1", "--wait_s", "0.2"], 1, "DEADLINE_EXCEEDED"),
     ],

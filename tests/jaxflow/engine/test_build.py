@@ -411,7 +411,9 @@ def test_pages_that_the_host_has_no_memory_for_are_refused(checkpoint, monkeypat
         ConfigError,
         match=r"max_model_len=.* GiB of KV pages and .* GiB of host memory are free for them",
     ):
-        start_engine(EngineConfig(model=checkpoint.name), checkpoint, progress=False)
+        start_engine(
+            EngineConfig(model=checkpoint.name, max_num_batched_tokens=8), checkpoint, progress=False
+        )
 
 
 def test_an_engine_with_nothing_said_about_pages(checkpoint, monkeypatch):

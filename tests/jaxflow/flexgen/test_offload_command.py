@@ -144,7 +144,7 @@ WITHOUT_EFFECT = (
             ["--policy", "FILE", "--seed", str(2**63)],
             "seed=9223372036854775808 is not accepted: a 64-bit integer",
         ),
-        (["--policy", "FILE", "--temperature", "inf"], "temperature"),
+        (["--policy", "FILE", "--temperature", "200"], "temperature"),
         (
             ["--policy", "FILE", "--output", "no/such/folder/out"],
             "output='no/such/folder/out' is not supported: a file",
