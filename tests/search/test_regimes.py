@@ -1,6 +1,4 @@
-"""NanoFlow's Tables 1 and 2 and its Figures 2 and 3, by number; the page and its pictures are what the code
-makes.
-"""
+"""NanoFlow's Tables 1 and 2 and Figures 2 and 3: numbers, the generated page and its pictures."""
 
 import statistics
 
@@ -38,7 +36,7 @@ def test_table_1():
     for device in TABLE_1:
         seconds, compute, network = PRINTED[device.name]
         assert device.memory_s == pytest.approx(seconds, abs=6e-4)
-        assert device.compute_to_memory == pytest.approx(compute, abs=1)  # some are cut, not rounded
+        assert device.compute_to_memory == pytest.approx(compute, abs=1)  # some printed values are truncated
         assert device.network_to_memory == pytest.approx(network, abs=6e-3)
 
 
@@ -47,8 +45,8 @@ def test_table_2():
     for name, (_, *paper, _) in TABLE_2.items():
         if name not in ("UG", "PfAttn"):
             assert ours[name] == pytest.approx(paper, abs=0.02), name
-    assert ours["UG"] == pytest.approx((61.67, 6.04 - 0.587, 0), abs=0.01)  # gate and up leave as one
-    # The paper's prompts see whole squares: so does a causal chunk twice as long as its share of the step.
+    assert ours["UG"] == pytest.approx((61.67, 6.04 - 0.587, 0), abs=0.01)  # one sum for gate and up
+    # The paper counts full squares for prompts, as a causal chunk of twice the length.
     twice = table_2(Composition(chunks=((1365, 0),), decode_tokens=683, decode_keys=1))
     assert (
         ours["PfAttn"][1] == pytest.approx(0.13, abs=0.005) and twice["PfAttn"][0] > 0.37 > ours["PfAttn"][0]
@@ -80,8 +78,7 @@ def test_figure_2_large_models_are_bound_by_compute_on_fast_links():
             )
         )
         assert all(ratio[device, model] > 1.5 for device in ("Ada 6000", "L40S"))
-    # §3.5's own: Table 2's network is 31.33 ms of a ring, which keeps an eighth at home, of 112.3 of
-    # products.
+    # The example of §3.5: 31.33 ms of network for 112.7 ms of products. A ring keeps an eighth at home.
     assert ratio["A100 80 GB", "llama-2-70b"] * 7 / 8 == pytest.approx(31.33 / 112.7, rel=0.01)
 
 
@@ -106,9 +103,7 @@ def test_figure_3_serving_is_bound_by_compute_but_for_long_outputs_of_a_small_mo
 
 
 def test_the_papers_batch():
-    """Some 1024 decodes and 2048 tokens for LLaMA-2-70B on eight A100 (§3.3), and without grouped queries an
-    eighth of both.
-    """
+    """LLaMA-2-70B on eight A100: 1024 decodes and 2048 tokens (§3.3), an eighth without grouped queries."""
     found = largest_batch(config_of("llama-2-70b"), TABLE_1[2].rates, 80e9, 8, 512, 1024)
     assert found is not None and 1024 < found.requests < 2048 and 2048 < found.tokens < 3072
     assert largest_batch(config_of("llama-2-70b"), TABLE_1[2].rates, 80e9, 1, 512, 1024) is None
@@ -127,7 +122,7 @@ def test_the_papers_batch():
     ],
 )
 def test_shipped_models_have_their_published_sizes(name, billions):
-    """All parameters but norms and biases."""
+    """Sizes count all parameters except norms and biases."""
     assert weight_bytes(config_of(name)) / 2e9 == pytest.approx(billions, abs=0.01)
 
 

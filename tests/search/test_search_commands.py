@@ -1,4 +1,4 @@
-"""`python -m search`: what a person sees."""
+"""`python -m search`: printed texts, exit statuses and refusals."""
 
 import json
 import re
@@ -36,7 +36,7 @@ def test_cost_prints_four_resources_and_what_binds(capsys):
 
 
 def test_cost_says_what_eq_5_and_the_bound_are_of(capsys):
-    """The bound may be above Eq. 5, whose products are slower than the datasheet has them."""
+    """The bound may exceed Eq. 5, which uses measured rates of products."""
     fp8 = ["--dtype", "float8_e4m3fn", "--kv_cache_dtype", "float8_e4m3fn"]
     assert main(["search", "cost", "--model", "llama-3-70b", "--gpus", "2", *fp8]) == 0
     optimum, bound = (line for line in capsys.readouterr().out.splitlines() if "(tokens/s/GPU)" in line)
@@ -148,7 +148,7 @@ def test_help_of_a_command_lists_every_flag_that_it_takes(command, capsys):
     )
 
 
-# Each command line runs in a fork, since importing every command takes seconds.
+# Each command runs in a fork, since an import of every command takes seconds.
 WITHOUT_EXTRA = """
 import importlib, json, os, sys
 for name in ("mip", "optax"):
@@ -211,10 +211,10 @@ def test_energy_fits_runs_and_profiles_and_writes_what_engines_read(tmp_path, ca
     text, shipped = capsys.readouterr().out, shipped_power("H200")
     made = msgspec.json.decode(out.read_bytes(), type=Power)
     assert shipped is not None and made.flop.keys() == shipped.flop.keys()
-    assert made.byte.joules == pytest.approx(
-        shipped.byte.joules, rel=0.02
-    )  # no entry of this one needed less than the runs say
-    assert made.flop["float8_e4m3fn"].joules > shipped.flop["float8_e4m3fn"].joules  # entries of fp8 did
+    # No entry of this profile needed less than the runs.
+    assert made.byte.joules == pytest.approx(shipped.byte.joules, rel=0.02)
+    # Entries of fp8 needed less.
+    assert made.flop["float8_e4m3fn"].joules > shipped.flop["float8_e4m3fn"].joules
     assert (
         f"{1e12 * shipped.byte.joules:.3f}, {shipped.byte.fixed:.0%} fixed" in text
         and "runs needed 1.000 to" in text

@@ -20,15 +20,14 @@ FEW = (28, 40)  # SMs of attention; products get the rest
 TOTAL = 132
 CARD = shipped_card("H200")
 assert CARD is not None
-FREE = msgspec.structs.replace(
-    CARD, sm_bytes_per_cycle={"bfloat16": 63.0}, overlap_slowdown=1.0, nano_s=0.0
-)  # overlap costs nothing: it is found
+# Overlap has no cost on this card, so the search finds it.
+FREE = msgspec.structs.replace(CARD, sm_bytes_per_cycle={"bfloat16": 63.0}, overlap_slowdown=1.0, nano_s=0.0)
 
 
 def toy_profile(graph, times: dict[str, float], fixed: float = 0.0) -> Profile:
-    """Each op takes its time in proportion to tokens, and a fixed part for each nano-op; more on fewer SMs.
+    """Return a profile: an op's seconds grow with tokens, plus `fixed` for each nano-op, and with fewer SMs.
 
-    times: seconds for 16 tokens on the whole device, by op.
+    times: seconds of each op for 16 tokens on the whole device.
     """
     found = []
     for op in graph.layers[-1]:
@@ -72,7 +71,7 @@ def llama_setting(tokens: int, prompt: int, output: int, **rest) -> SearchProble
 
 
 def on_all_sms(plan: Plan) -> Plan:
-    """Copies need none: a share that the solver chose where nothing was lost by it."""
+    """Return the plan without shares of SMs. Copies hold no SMs, so the solver's shares gain nothing there."""
     return msgspec.structs.replace(
         plan, nano_ops=tuple(msgspec.structs.replace(nano, sms=None) for nano in plan.nano_ops)
     )

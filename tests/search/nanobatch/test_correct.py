@@ -1,6 +1,4 @@
-"""A plan's predictions brought to what was measured: never surer than the measurement, and the shipped plan
-is made so.
-"""
+"""`search correct`: predictions become measured gains, and shipped plans carry such gains."""
 
 import json
 import statistics
@@ -33,7 +31,7 @@ PLAN = load(BENCHMARKS / "plans/h200/llama-3.1-8b/bf16-lean/1024-512-92-40.json"
 REPORTS = [
     BENCHMARKS / f"h200/llama-3.1-8b/plans-bf16-{name}.json"
     for name in ("lean", "variants", "traces", "cuts")
-]  # a start of the machine each
+]  # one start of the machine each
 PLAIN = BENCHMARKS / "h200/llama-3-70b/plans-tp2-fp8.json"
 FOUND = PLAN.predictions
 SECONDS = st.floats(0.01, 0.1)
@@ -84,28 +82,24 @@ def test_the_shipped_plan_is_the_searched_one_as_it_was_measured(tmp_path, capsy
         Gain.of(shipped.predictions),
         [points(shipped, read_report(report), by_name=True) for report in REPORTS],
     )
-    measured: dict[str, list[float]] = {}  # by decodes and their keys
+    measured: dict[str, list[float]] = {}  # key: decodes and their mean keys
     for start in starts:
         for point in start:
             at = point.decode_tokens, point.mean_context_tokens
             best = max(1.0, point.gain)
             picked = (1.0, point.gain)[pick([None, gain], *at)]
-            assert picked >= 1.0 and best / picked <= (
-                1.03 if start in starts[:2] else 1.04
-            )  # never a loss, nearly the better
+            # The choice never loses, and comes within 3 or 4 % of the best step.
+            assert picked >= 1.0 and best / picked <= (1.03 if start in starts[:2] else 1.04)
             measured.setdefault("{} x {:.0f}".format(*at), []).append(point.gain)
     pooled = {at: statistics.geometric_mean(gains) for at, gains in measured.items()}
-    assert (
-        not gain.ever and max(pooled.values()) <= 1.03
-    )  # the sequential step is picked, and is within 3 % of all starts together
+    # The sequential step is chosen. It lies within 3 % of the best over all starts.
+    assert not gain.ever and max(pooled.values()) <= 1.03
     assert {at for at, gained in pooled.items() if gained > 1} == {"644 x 1280", "797 x 1024", "553 x 1500"}
     assert shipped.predictions.margin == pytest.approx(0.109, abs=0.001)
 
 
 def test_a_plan_by_hand_gets_what_was_measured_and_is_offered_to_what_it_was_measured_on(tmp_path, capsys):
-    """By name: a plan whose name begins alike is another. On two devices of the report's, in 8 bits, and for
-    no other run.
-    """
+    """Match plans by exact name, on two devices, in 8 bits, and for no other engine."""
     by_hand = copied(
         two_nano_batch_plan(open_checkpoint("llama-3-70b", load_format="dummy").model_config, 2048, 1024, 2)
     )
@@ -153,7 +147,7 @@ def test_a_plan_by_hand_gets_what_was_measured_and_is_offered_to_what_it_was_mea
         target(read_report(report), "qwen2-72b", [MeasuredGain(683, 1280.5, 1.1, 0.0)])
 
 
-KEPT = paths.ROOT / "benchmarks" / "plans" / "h200"  # with what was measured, not offered by default
+KEPT = paths.ROOT / "benchmarks" / "plans" / "h200"  # measured, but not offered by default
 
 
 @pytest.mark.parametrize(
@@ -170,12 +164,11 @@ def test_what_is_shipped_is_a_plan_of_the_model_that_it_is_offered_to(path):
         tp,
         quantized=plan.target.dtype[:5] == "float",
     )
-    if is_sequential(plan):  # none tried is faster
+    if is_sequential(plan):  # no measured plan is faster
         return
     at = plan.target.decode_tokens, plan.target.mean_context_tokens
-    assert (
-        tp == 1 or pick([None, Gain.of(plan.predictions)], *at) == 1
-    )  # by hand, and faster where it was measured
+    # A hand-written plan is faster at its target.
+    assert tp == 1 or pick([None, Gain.of(plan.predictions)], *at) == 1
 
 
 def test_a_report_without_the_plan_and_a_plan_without_predictions_are_refused(tmp_path, capsys):
@@ -205,9 +198,7 @@ def test_where_a_composition_was_measured_twice_the_least_gain_stands(gained):
 
 
 def run(tmp_path, *words, report=PLAIN):
-    """`search correct` of Llama-3-70B's plan for two H200s in 8 bits, whose name says all of it, into
-    out.json. Returns what it returns.
-    """
+    """Run `search correct` on the shipped fp8 plan of Llama-3-70B. Return its exit status."""
     plan = SHIPPED / "h200-llama-3-70b-tp2-float8_e4m3fn.json"
     line = [
         "--by_name",
@@ -223,8 +214,9 @@ def run(tmp_path, *words, report=PLAIN):
 
 
 CUT_AT_1536 = BENCHMARKS / "plans/h200/deepseek-67b/searched/tp2-fp8.json"
-CUT_AT_1280 = BENCHMARKS / "plans/h200/llama-3-70b/tp2-fp8/searched-1280-copied.json"  # of the same name
-DEEPSEEK = BENCHMARKS / "h200/deepseek-67b/plans-tp2-fp8-cut-1280.json"  # of the latter
+# A plan of the same name as CUT_AT_1536.
+CUT_AT_1280 = BENCHMARKS / "plans/h200/llama-3-70b/tp2-fp8/searched-1280-copied.json"
+DEEPSEEK = BENCHMARKS / "h200/deepseek-67b/plans-tp2-fp8-cut-1280.json"  # report of CUT_AT_1280
 
 
 def test_a_report_that_does_not_say_what_its_plans_do_is_taken_by_name_only_if_that_is_asked_for(
@@ -242,7 +234,7 @@ def test_a_report_that_does_not_say_what_its_plans_do_is_taken_by_name_only_if_t
 
 
 def told(tmp_path):
-    """DeepSeek's report as it would be with digests, in a file."""
+    """Write DeepSeek's report with plan digests. Return its path."""
     whole, report = json.loads(DEEPSEEK.read_text("utf-8")), tmp_path / "report.json"
     own = digest(load(CUT_AT_1280))
     rows = [row | {"digest": own if "searched" in row["plan"] else "of another"} for row in whole["plans"]]
@@ -273,7 +265,7 @@ def test_what_was_measured_of_it_is_its_own_by_whatever_name(name, tmp_path, cap
 
 @pytest.mark.parametrize("order", [("512/0", "1024/512"), ("1024/512", "512/0")])
 def test_of_several_reports_any_may_have_the_composition_with_most_decodes(order, tmp_path):
-    """Their order is of no consequence for what the plan is offered to."""
+    """The order of reports does not change the plan's target."""
     whole, files = json.loads(PLAIN.read_text("utf-8")), [tmp_path / f"{number}.json" for number in range(2)]
     for work, file in zip(order, files, strict=True):
         file.write_text(
@@ -322,7 +314,7 @@ def test_a_file_that_is_no_report_is_refused_by_its_name_and_field(text, words, 
     ],
 )
 def test_a_report_of_something_else_is_refused(changes, words):
-    """Of what the plan was searched for; with what was measured alone, of what the first report is of."""
+    """The report must match the plan's target, or the first report with --measured_only."""
     plain = read_report(PLAIN)
     full = msgspec.structs.replace(plain, num_layers=80)
     config = {name: value for name, value in changes.items() if name not in ("device", "num_layers")}

@@ -1,4 +1,4 @@
-"""The scheduler's optimum is the one that brute force finds, on every small problem."""
+"""The scheduler's optimum equals that of brute force on small problems."""
 
 import dataclasses
 import functools
@@ -16,12 +16,11 @@ LIMIT = 60.0
 
 @functools.cache
 def orders(n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Every order in which n tasks may start (events 0..n-1) and end (n..2n-1) around a period, the first
-    one's start first.
+    """Return every order of starts and ends of n tasks around a period. Task 0 starts first.
 
-    Returns the events [orders, 2n]; who runs between an event and the next [orders, n, 2n]; who ends in the
-    next period [orders, n]; and how many periods j is to be later than i, at least, to start after i ended
-    [orders, i, j].
+    Events 0 to n-1 are starts, and events n to 2n-1 are ends. Returns (events [orders, 2n], running tasks
+    between an event and the next [orders, n, 2n], tasks that end in the next period [orders, n], periods that
+    j must come after i to start after its end [orders, i, j]).
     """
     events = np.array([(0, *rest) for rest in itertools.permutations(range(1, 2 * n))])
     at, now = np.argsort(events, 1), np.arange(2 * n)
@@ -32,8 +31,9 @@ def orders(n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
 
 
 def no_gain(w: np.ndarray) -> np.ndarray:
-    """Which of the systems x_j - x_i >= w[:, i, j] have a solution: those without a cycle that is positive
-    (Floyd and Warshall).
+    """Return True for each system x_j - x_i >= w[:, i, j] that has a solution.
+
+    A system has one if it has no positive cycle (Floyd and Warshall).
     """
     for k in range(w.shape[1]):
         w = np.maximum(w, w[:, :, k : k + 1] + w[:, k : k + 1, :])
@@ -41,7 +41,7 @@ def no_gain(w: np.ndarray) -> np.ndarray:
 
 
 def allowed(problem: CyclicProblem, tasks: tuple[int, ...], shares: list[int]) -> np.ndarray:
-    """Which orders of these tasks keep all constraints, whatever the times."""
+    """Return True for each order of these tasks that keeps all constraints, for any times."""
     n, of = len(tasks), {task: at for at, task in enumerate(tasks)}
     events, runs, _, later = orders(n)
     good = np.full(len(events), True)
@@ -64,7 +64,7 @@ def allowed(problem: CyclicProblem, tasks: tuple[int, ...], shares: list[int]) -
 
 
 def possible(rate: float, seconds: np.ndarray, good: np.ndarray) -> bool:
-    """Whether one of the orders has places for all its events in a period of 1 / rate. seconds: of each task."""
+    """Return True if an allowed order fits into a period of 1 / rate. seconds: one value a task."""
     n = len(seconds)
     events, _, wraps, _ = (one[good] for one in orders(n))
     w, row = np.full((len(events), n, n), -np.inf), np.arange(len(events))
@@ -79,9 +79,7 @@ def possible(rate: float, seconds: np.ndarray, good: np.ndarray) -> bool:
 
 
 def brute_force(problem: CyclicProblem) -> float:
-    """The shortest period over all choices: who runs, options, and in which order all start and end; the rate
-    by bisection.
-    """
+    """Return the shortest period over all choices of tasks, options and orders, by bisection of the rate."""
     best = 0.0
     for run in itertools.product((False, True), repeat=len(problem.options)):
         tasks = tuple(i for i, one in enumerate(run) if one)
@@ -113,9 +111,8 @@ def problems(draw, shares: bool):
     follows = {(i, j, 0) for i, j in pairs if draw(st.booleans())}
     follows |= {(j, i, draw(st.integers(1, 2))) for i, j in pairs if draw(st.integers(0, 2)) == 0}
     exclusive = {(i, j) for i, j in pairs if draw(st.integers(0, 2)) == 0}
-    back = draw(
-        st.booleans()
-    )  # the same way for all: of tasks that start at once none is then inside another
+    # One direction for all pairs, since tasks that start at once may not lie inside each other.
+    back = draw(st.booleans())
     outside = {
         pair[::-1] if back else pair
         for pair in pairs
@@ -123,7 +120,7 @@ def problems(draw, shares: bool):
     }
     covers = (
         ((n - 3, n - 2), (n - 3, n - 1)) if n > 2 and draw(st.integers(0, 2)) == 0 else ()
-    )  # a whole, or its two parts
+    )  # a whole task, or its two parts
     return CyclicProblem(
         options,
         tuple(sorted(follows)),
@@ -136,7 +133,7 @@ def problems(draw, shares: bool):
 
 
 def holds(problem: CyclicProblem, found) -> None:
-    """The solution satisfies the problem, at every moment of a period."""
+    """Check that the solution satisfies the problem at every moment of a period."""
     run = {i for i, option in enumerate(found.chosen) if option is not None}
     assert all(len(run & {*group}) == 1 for group in problem.covers)
     assert {*range(len(problem.options))} - run <= {i for group in problem.covers for i in group}
@@ -165,7 +162,7 @@ WIDE_OR_LONG = (Option(2, 1.0), Option(1, 4.0))
 
 
 def crowd(*shares: int | tuple[Option, ...], **rest) -> CyclicProblem:
-    """Tasks that nothing but their shares need keep apart, of a second each where only their share is given."""
+    """Return tasks that only their shares keep apart. A bare share stands for an option of one second."""
     return CyclicProblem(
         tuple((Option(share, 1.0),) if isinstance(share, int) else share for share in shares), **rest
     )
@@ -193,7 +190,7 @@ def check(problem: CyclicProblem) -> None:
 @pytest.mark.parametrize(
     ("problem", "period_s"),
     [
-        (crowd(2, 2, 2, capacity=4), 1.5),  # each two beside each other, never all three
+        (crowd(2, 2, 2, capacity=4), 1.5),  # any two may overlap, but not all three
         (crowd(2, 2, 1, capacity=4), 1.5),
         (crowd(3, 1, 1, capacity=4), 1.5),
         (crowd(60, 60, 24, capacity=132), 1.5),
@@ -212,7 +209,7 @@ def test_what_fits_in_pairs_may_yet_be_too_many(problem, period_s):
 
 
 def test_where_time_is_too_short_the_best_so_far_comes_with_its_gap():
-    """Twelve tasks of two kinds, any of which may overlap: no solver proves that in a hundredth of a second."""
+    """Twelve tasks with free overlaps: no solver proves an optimum in 0.01 s."""
     n = 12
     options = tuple((Option(2, 1.0 + i / n), Option(4, 0.6 + i / n)) for i in range(n))
     follows = tuple((i, i + 1, 0) for i in range(n - 1))
@@ -224,7 +221,7 @@ def test_where_time_is_too_short_the_best_so_far_comes_with_its_gap():
 
 
 def chain(*seconds: float, **rest) -> CyclicProblem:
-    """Each follows the one before it, and the next layer's first the last."""
+    """Return a chain of tasks that closes across layers: task 0 of the next layer follows the last task."""
     n = len(seconds)
     follows = (*((i, i + 1, 0) for i in range(n - 1)), (n - 1, 0, 1))
     return CyclicProblem(tuple((Option(1, s),) for s in seconds), follows, **rest)
@@ -235,16 +232,14 @@ def test_a_layer_alone_cannot_overlap_with_itself():
 
 
 def test_two_nano_batches_hide_what_is_bound_by_another_resource():
-    """Compute 3, memory 2, twice: the compute of both is all that a layer takes."""
+    """Two nano-batches of compute 3 and memory 2: the period is the compute of both."""
     options = ((Option(0, 3.0),), (Option(0, 2.0),)) * 2
     follows = ((0, 1, 0), (1, 0, 1), (2, 3, 0), (3, 2, 1))
     assert solve(CyclicProblem(options, follows, frozenset({(0, 2), (1, 3)}))).period_s == pytest.approx(6.0)
 
 
 def test_a_task_may_be_kept_from_starting_inside_another():
-    """Of two that exclude each other one may start with a third, which both would run beside; the other waits
-    for its end.
-    """
+    """Two tasks exclude each other. The third overlaps the first of them only."""
     free = CyclicProblem(
         ((Option(0, 3.0),), (Option(0, 2.0),), (Option(0, 2.0),)), exclusive=frozenset({(1, 2)})
     )
@@ -255,7 +250,7 @@ def test_a_task_may_be_kept_from_starting_inside_another():
 
 
 def test_one_task_of_a_cover_is_run():
-    """Whole, or in two parts of 2 each that can overlap with the other chain's parts."""
+    """The task runs whole, or as two parts of 2 s that overlap the other chain's parts."""
     whole = CyclicProblem(
         ((Option(0, 3.0),), (Option(0, 2.0),), (Option(0, 2.0),)),
         exclusive=frozenset({(1, 2)}),
@@ -299,7 +294,7 @@ def test_an_infeasible_problem_names_its_constraint(change, word):
 
 @dataclasses.dataclass
 class Clock:
-    """On which each solution of a program takes so many seconds. given: the time that each was given."""
+    """A clock that each solution moves on by `seconds`. given: the time limits that solutions received."""
 
     seconds: float = 0.0
     now: float = 100.0
@@ -326,7 +321,7 @@ CONTRARY = CyclicProblem(((Option(1, 1.0),),) * 3, ((0, 1, 0), (1, 0, 0)), froze
 
 
 def test_where_nothing_is_shorter_no_second_program_is_solved(clock):
-    """It is most answers of a search, which asks for no reason."""
+    """Most solutions end so: the search needs no reason for a refusal."""
     for problem in (chain(1.0, 2.0, 3.0, most_s=5.0), dataclasses.replace(CONTRARY, most_s=5.0)):
         clock.given.clear()
         with pytest.raises(SearchError, match="no schedule has a period of at most 5 s"):

@@ -42,7 +42,7 @@ from search.profile.share_times import ShareTimes, product_shapes
 FOLDER = paths.ROOT / "benchmarks" / "plans" / "h200"
 H200, POWER, CARD = DEVICES["H200"], shipped_power("H200"), shipped_card("H200")
 KINDS = {True: (FP8, "float8_e4m3fn"), False: (BFLOAT16, "bfloat16")}
-# by file: model, devices, tokens, where the order by hand cuts, and where what is found does (0: nowhere)
+# Key: file. Value: model, devices, tokens, cut of the hand-written order, cut of the found plan (0: none).
 CASES = {
     "llama-3-70b-tp2-fp8": ("llama-3-70b", 2, 2048, 1024, 1024),
     "deepseek-67b-tp2-fp8": ("deepseek-67b", 2, 2048, 1024, 1536),
@@ -65,7 +65,7 @@ def plan_file(name: str) -> Path:
 
 
 def by_hand(name: str) -> dict[str, Plan]:
-    """The plans that were written, by what the page calls them."""
+    """Return the hand-written plans by name."""
     model, tp, tokens, shipped, found = CASES[name]
     config, sent = open_checkpoint(model, load_format="dummy").model_config, copied if tp == 2 else swapped
     plans = {
@@ -82,8 +82,8 @@ def by_hand(name: str) -> dict[str, Plan]:
 
 @functools.cache
 def gains(name: str) -> dict[str, float]:
-    """Of the search's plan ("found") and of those by hand over the sequential step, as they are predicted at
-    1024/512.
+    """Return predicted gains over the sequential step at 1024/512: the found plan ("found") and hand-written
+    plans.
     """
     (model, tp, tokens, *_), fp8 = CASES[name], name.endswith("fp8")
     config, (widths, dtype) = open_checkpoint(model, load_format="dummy").model_config, KINDS[fp8]
@@ -109,9 +109,7 @@ def gains(name: str) -> dict[str, float]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_at_least_as_fast_as_what_was_written_by_hand(name):
-    """As far as the model knows, whether the solver found it or its order was known; and a plan of the model,
-    cut where the page says.
-    """
+    """The found plan compiles, has the expected cuts, and no hand-written plan is predicted faster."""
     model, tp, _, _, cut = CASES[name]
     plan = load(plan_file(name))
     compile_plan(
@@ -146,9 +144,7 @@ def test_what_was_found_is_shipped_where_it_was_the_best_that_was_measured(name)
 
 
 def test_the_solver_has_the_shipped_order_of_four_devices():
-    """In fp8: the second steps of two sums are issued a place earlier, for which the model takes the step for
-    a thousandth shorter.
-    """
+    """The plans differ in two sums, issued one place earlier. The model predicts a gain of 0.1 % for that."""
     name, earlier = "llama-3-70b-tp4-fp8", {"attn_reduce.0", "mlp_reduce.1"}
     found, shipped = load(plan_file(name)), load(SHIPPED / "h200-llama-3-70b-tp4-float8_e4m3fn.json")
     orders = [
@@ -165,7 +161,7 @@ def test_where_the_step_is_whole_it_is_the_sequential_one_with_its_sums_copied()
 
 
 def test_at_512_it_has_the_nano_ops_of_the_plan_that_is_shipped_for_one_device():
-    """On its streams and SMs, in another order."""
+    """Streams and SMs are equal as well; only the issue order differs."""
     found, shipped = (
         load(FOLDER / "llama-3.1-8b/searched/512.json"),
         load(SHIPPED / "h200-llama-3.1-8b-bfloat16.json"),

@@ -1,5 +1,6 @@
-"""What a schedule keeps apart its plan keeps apart by itself: by data, streams and waits, on a device that
-would let all run at once.
+"""A plan keeps the exclusions of its schedule by data, streams and waits alone.
+
+The simulated device of these tests runs any number of nano-ops at once.
 """
 
 import collections
@@ -29,7 +30,7 @@ LAYERS, CUT, NEAR = 10, 8, 1e-6
 def checked(
     setting: SearchProblem, tasks: list[Task], problem: CyclicProblem, found: CyclicSchedule
 ) -> list[SimulatedRun]:
-    """What the schedule's plan does, by itself, once that keeps apart what it must."""
+    """Return the runs of the schedule's plan on a device without limits, checked for exclusions."""
     plan = to_plan("found", tasks, problem, found, TOTAL)
     entries = begun_early(simulated(setting, plan).entries)
     check_apart(plan, entries)
@@ -37,7 +38,7 @@ def checked(
 
 
 def begun_early(entries: tuple[SimulatedRun, ...]) -> list[SimulatedRun]:
-    """The same nano-ops, each begun as soon as what it follows has ended, however many SMs are taken."""
+    """Return the runs with each one started at the end of its predecessors, for any number of SMs."""
     found: list[SimulatedRun] = []
     for entry, before in zip(entries, _before(tuple(entry.run for entry in entries)), strict=True):
         start_s = max((found[at].stop_s for at in before), default=0.0)
@@ -48,9 +49,7 @@ def begun_early(entries: tuple[SimulatedRun, ...]) -> list[SimulatedRun]:
 
 
 def check_apart(plan: Plan, entries: list[SimulatedRun]) -> None:
-    """In rounds in which all nano-ops run: at the ends of a step some are missing, and with them what they
-    order.
-    """
+    """Check exclusions in full rounds. At both ends of a step some nano-ops and their waits are missing."""
     ahead = [nano.ahead for nano in plan.nano_ops]
     full = range(-min(ahead), LAYERS - max(ahead))
     long = [
@@ -71,14 +70,14 @@ def check_apart(plan: Plan, entries: list[SimulatedRun]) -> None:
 
 
 def resource(entry: SimulatedRun) -> str:
-    """Of an op in a toy setting; norms of scattered rows are between their sums."""
+    """Return the resource that bounds a run in a toy setting. Norms of scattered rows count as network."""
     if entry.run.op.kind == "network" or entry.run.op.local_rows:
         return "network"
     return "memory" if entry.run.nano.op in ("decode_attention", "rope_append") else "compute"
 
 
 def check_in_time(tasks: list[Task], found: CyclicSchedule, entries: list[SimulatedRun]) -> None:
-    """Nothing starts later than the schedule says: a plan waits for nothing else."""
+    """Check that no run starts later than scheduled: the plan adds no waits."""
     starts = {
         (task.chain.ops[0].name, task.start): found.stages[at] + found.phases[at]
         for at, task in enumerate(tasks)
@@ -94,19 +93,17 @@ def check_in_time(tasks: list[Task], found: CyclicSchedule, entries: list[Simula
 
 
 def drawn(setting: SearchProblem, r: random.Random) -> tuple[list[Task], CyclicProblem, CyclicSchedule]:
-    """Any schedule that keeps the constraints, of any shares: the tasks in any order, each at the first
-    moment at which it may run.
-    """
+    """Return a random valid schedule: random shares, random order, each task at its first free moment."""
     tasks, covers = make_tasks(setting, (CUT,))
     assert not covers
     ways = [task_options(setting.shares, task, setting.load.part(task.start, task.stop), 2) for task in tasks]
-    few = r.random()  # how often a task gets the fewest SMs, beside which there is room
+    few = r.random()  # probability of the smallest share, which leaves room for others
     chosen = tuple(options[0] if r.random() < few else r.choice(options) for options in ways)
     problem, pairs = (
         make_problem(tasks, ways, capacity=TOTAL),
         list(itertools.permutations(range(len(tasks)), 2)),
     )
-    kept = dataclasses.replace(  # for tasks that take no time, too: they have a place on their stream
+    kept = dataclasses.replace(  # also for tasks of no length, which hold a place on their stream
         problem,
         exclusive=frozenset((i, j) for i, j in pairs if apart(tasks[i], tasks[j])),
         outside=frozenset((i, j) for i, j in pairs if starts_outside(tasks[i], tasks[j])),
@@ -138,12 +135,12 @@ def drawn(setting: SearchProblem, r: random.Random) -> tuple[list[Task], CyclicP
 def placed(
     problem: CyclicProblem, chosen: tuple[Option, ...], order: list[int], period_s: float
 ) -> list[float] | None:
-    """When each task starts; None where the period is too short for this order."""
+    """Return each task's start, or None if the order does not fit into the period."""
     starts: dict[int, float] = {}
     long = [option.seconds for option in chosen]
 
     def gap(since: float, now: float) -> float:
-        """Around the period."""
+        """Return the seconds from `since` to `now` around the period."""
         found = (now - since) % period_s
         return 0.0 if period_s - found < NEAR else found
 
@@ -199,7 +196,7 @@ def test_found_plans_keep_apart_what_their_schedules_do(tp, decodes):
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6))
 def test_a_plan_keeps_apart_what_its_schedule_does_and_no_more(seed):
-    """Any times, some of them none; one device or two; decodes alone, chunks alone or both."""
+    """Draw times of 0 to 8 s, one or two devices, decodes and chunks in any share."""
     r = random.Random(seed)
     tp = r.choice((1, 2))
     graph = graph_of(tp, LAYERS, scattered=tp == 2 and r.random() < 0.3)
@@ -215,12 +212,12 @@ def test_a_plan_keeps_apart_what_its_schedule_does_and_no_more(seed):
             2,
             (4, 12),
             ("decode_attention", "chunk_attention", "attn_reduce", "mlp_reduce"),
-        ),  # of one half both, and the other half's sums
+        ),  # both attentions of one half, with sums of the other half
         (
             1,
             (0,),
             ("rope_append", "chunk_attention"),
-        ),  # bound by memory, on the main stream, and by compute, on another
+        ),  # memory-bound on the main stream, compute-bound on another stream
     ],
     ids=["three at once", "one cache"],
 )

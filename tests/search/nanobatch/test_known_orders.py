@@ -1,4 +1,4 @@
-"""Orders that are known before a search begins: plans of the model, and what is found is behind none of them."""
+"""Known orders are valid plans, and a found plan is at least as fast as each of them."""
 
 import dataclasses
 
@@ -34,7 +34,7 @@ PROFILE = paths.ROOT / "search" / "profiles" / "h200-llama-3.1-8b.json"
 
 
 def setting_of(model: str, tp: int, form: str, **rest) -> SearchProblem:
-    """Of a step that may be cut at two places, its sums over devices in one of the search's forms."""
+    """Return a search problem with two possible cuts. form: how sums over devices are done."""
     config, dtype = open_checkpoint(model, load_format="dummy").model_config, "float8_e4m3fn"
     profile = modelled_profile(
         model, config, DEVICES["H200"], tp=tp, widths=FP8, dtype=dtype, kv_dtype=dtype,
@@ -68,7 +68,7 @@ def setting_of(model: str, tp: int, form: str, **rest) -> SearchProblem:
     ],
 )
 def test_every_known_order_is_a_plan_of_the_model(model, tp, form, rest, names):
-    """Of those that the setting allows, each at every cut; only what it allows to overlap does."""
+    """The plans cover the allowed orders at every cut, and overlap only allowed resources."""
     setting, config = (
         setting_of(model, tp, form, **rest),
         open_checkpoint(model, load_format="dummy").model_config,
@@ -94,12 +94,12 @@ def test_the_best_of_them_is_as_the_simulation_says():
     assert (
         best_known(config, setting, ORDERS, stop_s=0.0).plan.nano_ops
         == sequential(config, setting).plan.nano_ops
-    )  # time for one
+    )  # the time limit allows one plan
     assert best_known(config, setting, ()) is None
 
 
 def test_on_shares_that_were_not_timed_it_is_no_candidate():
-    """As chunk attention on few SMs in the profile that is shipped."""
+    """The shipped profile lacks chunk attention on few SMs."""
     config, setting = (
         open_checkpoint("llama-3.1-8b", load_format="dummy").model_config,
         setting_of("llama-3.1-8b", 1, "reduce"),
@@ -133,7 +133,7 @@ def test_cuts_are_where_they_are_asked_for():
 
 @pytest.mark.parametrize("tokens", [20, 40, 200, 508])
 def test_small_steps_of_scattered_rows_are_cut_where_these_divide(tokens):
-    """An eighth of a step may be no multiple of the devices."""
+    """An eighth of a step may not divide among the devices."""
     setting = dataclasses.replace(setting_of("llama-3.1-8b", 4, "scatter", split=True), places=())
     sets = cut_sets(dataclasses.replace(setting, load=StepShape.steady_state(tokens, 512, 512)))
     assert len(sets) >= 4 and not any(cut % 4 for cuts in sets for cut in cuts)
@@ -157,9 +157,7 @@ FP8_LINE = [*LINE, "--dtype", "float8_e4m3fn", "--kv_cache_dtype", "float8_e4m3f
 
 @pytest.mark.usefixtures("no_flags")
 def test_what_is_found_is_not_behind_what_is_known(tmp_path, capsys, monkeypatch):
-    """With a solver that has the sequential step when its time is over: the order by hand is found, and the
-    report says so.
-    """
+    """The solver returns the sequential step. The hand-written order wins, and the output says so."""
     whole = lambda setting, **rest: solve(dataclasses.replace(setting, nano_batches=1), **rest)
     monkeypatch.setattr(command, "search", whole)
     assert (
@@ -178,7 +176,7 @@ def test_what_is_found_is_not_behind_what_is_known(tmp_path, capsys, monkeypatch
 
 @pytest.mark.usefixtures("no_flags")
 def test_the_name_of_what_is_found_tells_its_cuts(tmp_path, monkeypatch):
-    """Else all that a search ever finds for a workload would be named alike."""
+    """Plans of one workload with different cuts have different names."""
     by_hand = two_nano_batch_plan(
         open_checkpoint("llama-3-70b", load_format="dummy").model_config, 2048, 1536, 2
     )
@@ -194,9 +192,7 @@ def test_the_name_of_what_is_found_tells_its_cuts(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("no_flags")
 def test_only_rows_that_divide_among_the_devices_are_scattered(tmp_path):
-    """Asked for every form, a cut that cannot be scattered is for the others: an engine takes what is
-    written.
-    """
+    """A cut that cannot be scattered uses the other forms. The written plan compiles."""
     line = [*LINE, "--sums", "all", "--tokens", "1000", "--cuts", "501", "--split", "--orders", "two"]
     assert main(["search", "plan", *line, "--out", str(tmp_path / "p.json")]) == 0
     plan, model = load(tmp_path / "p.json"), open_checkpoint("llama-3-70b", load_format="dummy").model_config
@@ -231,7 +227,7 @@ def test_a_row_a_device_is_cut_in_the_other_forms(sums, tmp_path, capsys):
 @pytest.mark.usefixtures("no_flags")
 @pytest.mark.parametrize("op", ["qkv", "decode_attention"])
 def test_a_profile_without_an_op_is_refused_by_its_name(op, tmp_path, capsys):
-    """As one that was measured with --ops, or in too little time."""
+    """A profile lacks ops after --ops or after a short time limit."""
     whole = load_profile(PROFILE)
     part = msgspec.structs.replace(whole, op_times=tuple(one for one in whole.op_times if one.op != op))
     save_profile(part, tmp_path / "part.json")

@@ -1,4 +1,4 @@
-"""`python -m search plan`: files that the engine reads, and what it refuses."""
+"""`python -m search plan`: output files, printed commands and refusals."""
 
 import shlex
 from pathlib import Path
@@ -45,9 +45,7 @@ pytestmark = pytest.mark.usefixtures("no_flags")
 
 
 def test_a_portfolio_of_a_profile(tmp_path, capsys, monkeypatch):
-    """Two workloads, a plan each; of two budgets the better. Sequential here: the search itself has tests of
-    its own.
-    """
+    """The command writes one plan for each of two workloads, with the better of two step sizes."""
     monkeypatch.chdir(tmp_path)
     save_profile(llama_shares().profile, tmp_path / "h200.json")
     line = ["--profile", str(tmp_path / "h200.json"), "--tokens", "1024,2048", "--nano_batches", "1"]
@@ -70,9 +68,7 @@ def test_a_portfolio_of_a_profile(tmp_path, capsys, monkeypatch):
 
 
 def test_what_was_found_is_run_by_the_line_that_is_printed():
-    """The plan's kind is the engine's: two devices, weights and cache of 8 bits. Without --out a file is
-    named as the shipped ones are.
-    """
+    """The printed command carries the plan's devices and dtypes. The default file has a shipped plan's name."""
     out = default_out(FP8, several=False)
     assert out == Path("plans/h200-llama-3-70b-tp2-float8_e4m3fn.json") and (SHIPPED / out.name).exists()
     words = run_command(FP8, "org/llama-3-70b", out, 512, 0).split()
@@ -93,7 +89,7 @@ LINES = [
 
 
 def test_the_bench_takes_the_line_that_measures_what_was_found():
-    """Of both plans on both workloads, by an engine of the plans' kind."""
+    """The command measures both plans on both workloads with the plans' kind of engine."""
     assert LINES[0][:4] == ["python", "-m", "jaxflow.bench", "plans"] and len(LINES) == 3
     bench.define_flags()
     parse(LINES[0][3:])
@@ -107,7 +103,7 @@ def test_the_bench_takes_the_line_that_measures_what_was_found():
 
 @pytest.mark.parametrize("number", [1, 2])
 def test_what_was_measured_of_it_is_written_by_the_lines_after_that(number):
-    """Into the file itself, which the last line then runs."""
+    """`search correct` overwrites the plan file, and the last command runs the file."""
     assert LINES[number][:4] == ["python", "-m", "search", "correct"]
     correct.define_flags()
     parse(LINES[number][3:])
@@ -118,9 +114,7 @@ def test_what_was_measured_of_it_is_written_by_the_lines_after_that(number):
 
 
 def test_plans_that_are_not_sure_to_gain_are_printed_with_what_makes_them_run(tmp_path, capsys):
-    """The last line alone would run the sequential step twice. An engine tells the plans of a portfolio apart
-    when they do gain.
-    """
+    """Plans below their margin need `bench plans` first, because an engine would run the sequential step."""
     kind = [
         "--modelled",
         "--orders",
@@ -226,7 +220,7 @@ def test_a_flag_that_differs_from_the_profile_is_refused(flag, value, there, tmp
 def test_where_kernels_take_the_whole_device_none_is_offered_a_part(
     device, capability, sms, tmp_path, capsys
 ):
-    """Such plans would be run by kernels that know of no SMs: what they are thought to gain is not to be had."""
+    """These kernels ignore shares of SMs, so a predicted gain would not be real."""
     out = tmp_path / "p.json"
     assert (
         main(["search", "plan", "--modelled", "--device", device, "--cuts", "1024", "--out", str(out)]) == 0
@@ -267,11 +261,11 @@ def test_shares_that_are_offered():
         ),
         base.graph,
     )
-    assert copied.offered_sms() == base.offered_sms()  # beside copies, which hold no SMs
+    assert copied.offered_sms() == base.offered_sms()  # copies hold no SMs
 
 
 def test_sums_of_a_small_device_hold_no_more_than_it_has():
-    """A CPU counts as one."""
+    """A CPU counts as one SM."""
     graph = model_graph(CONFIG, 2)
     shares = ShareTimes(
         modelled_profile("llama-3.1-8b", CONFIG, DEVICES["H200"], tp=2, total_sms=1, sms=(1,)), graph
@@ -339,8 +333,9 @@ def tasks_of(shares):
 
 
 def pair(profile, slower: float, clock_mhz: float, op="up_gate", load: float = 1.0) -> Pair:
-    """As `search measure` would write it of attention that lasts `load` times as long as the product, both
-    `slower` than alone.
+    """Return a pair as `search measure` writes it.
+
+    load: attention's seconds over the product's. slower: seconds together over the longer one of both.
     """
     here = ClockScaling(model_graph(CONFIG), profile).at(profile, clock_mhz * 1e6)
     product_s = seconds(here, op, PAIR_TOKENS, 0, 104)
@@ -359,9 +354,7 @@ def pair(profile, slower: float, clock_mhz: float, op="up_gate", load: float = 1
 
 @pytest.mark.parametrize("load", [0.8, 1.0, 1.2])
 def test_what_pairs_lose_beyond_sms_and_clock_is_found_whichever_of_them_ended_first(load):
-    """Table 3, of pairs on a grid of loads: the median of the slowdowns; pairs below the keys that were
-    measured say nothing.
-    """
+    """The slowdown is the median over pairs. Pairs below the measured keys are left out."""
     base = llama_shares()
     drawn = [
         pair(base.profile, slower, clock, load=load)
@@ -388,7 +381,7 @@ def test_a_share_between_those_that_were_timed_has_a_rate_between_theirs():
 
 
 def test_shares_are_told_by_the_waves_they_fill():
-    """M = 16 s tokens fill every wave: 104 SMs at 1664 tokens; at 2048 tokens 128 of them would."""
+    """104 SMs fill every wave at 1664 tokens, and 128 SMs at 2048 tokens."""
     shares = ShareTimes(llama_shares().profile, model_graph(CONFIG), product_shapes(CONFIG, 1))
     assert shares.fill("qkv", 1664, 104) == 1.0 == shares.fill("up_gate", 1664, 104)
     assert shares.fill("qkv", 2048, 128) == 1.0 > shares.fill("qkv", 2048, 132)

@@ -1,4 +1,4 @@
-"""What a plan says of itself: the simulation's times, at the compositions around the one it was made for."""
+"""A plan's predictions: simulated times at compositions around the plan's target."""
 
 import dataclasses
 
@@ -80,7 +80,7 @@ def test_what_is_outside_the_layers_grows_with_the_rows_that_sample():
 
 @given(st.integers(1, 4096), st.floats(0, 1), st.floats(2, 4096), st.floats(0, 1))
 def test_prefill_of_a_part_sees_the_keys_that_the_load_says(tokens, share, keys, cut):
-    """In as few chunks as can: a chunk's tokens see half of it in the mean, at least."""
+    """The number of chunks is the smallest one possible."""
     load = StepShape(tokens, round(share * tokens), 100.0, keys)
     stop = max(1, round(cut * tokens))
     part = load.part(0, stop)

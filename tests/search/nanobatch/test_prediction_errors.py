@@ -187,7 +187,7 @@ def test_peer_copies_hide_next_to_products_and_all_reduces_do_not(product):
     profile = times.profile
 
     def pair_s(other: str, sms: int) -> tuple[float, float, float]:
-        """Seconds together, one after the other, and of the product alone at the pair's clock."""
+        """Return seconds of the pair, of both in sequence, and of the product alone at the pair's clock."""
         wanted = product, other, sms
         (pair,) = [pair for pair in profile.pairs if (pair.first, pair.second, pair.first_sms) == wanted]
         there = times.clocks.at(profile, pair.clock_mhz * 1e6)

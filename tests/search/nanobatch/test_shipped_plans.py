@@ -1,13 +1,13 @@
-"""Every plan that is shipped can be made again by commands: `search plan`, and `search correct` with what was
-measured of it.
+"""Commands make every shipped plan again: `search plan`, then `search correct` with a report.
 
   python -m search plan --modelled --model llama-3-70b --gpus 2 --tokens 1024 --sums copies --orders two
-  --cuts 512 --out two.json python -m search correct --measured_only --by_name --plan two.json --report
-  benchmarks/h200/llama-3-70b/plans-tp2-bf16.json --out made.json
+  --cuts 512 --out two.json
+  python -m search correct --measured_only --by_name --plan two.json
+  --report benchmarks/h200/llama-3-70b/plans-tp2-bf16.json --out made.json
 
-One was found by a search with an earlier model of the card: of it the file that was corrected is kept
-(`test_correct.py`). Two were made likewise and are not shipped, since a smaller sequential step makes more
-tokens a second (benchmarks/plans/h200/*/measured).
+One plan comes from a search with another model of the card. `test_correct.py` holds the file before its
+correction. Two plans are not shipped, since a smaller sequential step gives more tokens a second
+(benchmarks/plans/h200/*/measured).
 """
 
 import msgspec
@@ -21,7 +21,7 @@ from search.__main__ import main
 
 BENCHMARKS = paths.ROOT / "benchmarks"
 FP8 = ["--dtype", "float8_e4m3fn", "--kv_cache_dtype", "float8_e4m3fn"]
-MEASURED = {  # by file: the plan that was measured, and in which reports
+MEASURED = {  # key: shipped file; value: measured plan, reports
     "llama-3-70b-tp2-float8_e4m3fn": ("llama-3-70b/tp2-fp8/two-copied", "h200/llama-3-70b/plans-tp2-fp8"),
     "llama-3-70b-tp2-bfloat16": ("llama-3-70b/tp2-bf16/two-copied", "h200/llama-3-70b/plans-tp2-bf16"),
     "llama-2-70b-tp2-float8_e4m3fn": ("llama-3-70b/tp2-fp8/two-copied", "h200/llama-2-70b/plans-tp2-fp8"),
@@ -31,8 +31,8 @@ MEASURED = {  # by file: the plan that was measured, and in which reports
     "llama-3-70b-tp4-float8_e4m3fn": ("llama-3-70b/tp4-fp8/two-swapped", "h200/llama-3-70b/plans-tp4-fp8"),
     "llama-3-70b-tp4-bfloat16": ("llama-3-70b/tp4-bf16/two-swapped", "h200/llama-3-70b/plans-tp4-bf16"),
 }
-NOT_SHIPPED = {"llama-3-70b-tp2-bfloat16", "qwen2-72b-tp2-bfloat16"}  # of these
-SEQUENTIAL = {  # by file: the words of `search plan`
+NOT_SHIPPED = {"llama-3-70b-tp2-bfloat16", "qwen2-72b-tp2-bfloat16"}  # keys of MEASURED
+SEQUENTIAL = {  # key: shipped file; value: flags of `search plan`
     "llama-3.1-8b-float8_e4m3fn": FP8,
     "mixtral-8x7b-tp2-bfloat16": ["--model", "mixtral-8x7b", "--gpus", "2", "--sums", "reduce"],
     "llama-3-70b-tp2-bfloat16": [
@@ -54,7 +54,7 @@ SEQUENTIAL = {  # by file: the words of `search plan`
         "768,1024",
         "--sums",
         "reduce",
-    ],  # 768 is kept
+    ],  # the search keeps 768 tokens
 }
 SEARCHED = {"llama-3.1-8b-bfloat16"}
 pytestmark = pytest.mark.usefixtures("no_flags")
@@ -71,7 +71,7 @@ def test_there_are_no_others():
 
 @pytest.mark.parametrize("name", MEASURED)
 def test_it_is_an_order_by_hand_or_found_with_what_was_measured_of_it(name, tmp_path):
-    """What was predicted of it leaves no trace."""
+    """The shipped plan holds measured gains only, and no prediction."""
     file, *reports = MEASURED[name]
     kept = SHIPPED / f"h200-{name}.json"
     if name in NOT_SHIPPED:
@@ -103,7 +103,7 @@ def test_it_is_an_order_by_hand_or_found_with_what_was_measured_of_it(name, tmp_
 
 
 def test_the_search_writes_an_order_by_hand(tmp_path):
-    """As the first line has it."""
+    """Run the first command of this module's docstring."""
     kind = [
         "--model",
         "llama-3-70b",

@@ -1,9 +1,8 @@
-"""Plans for Llama-3-70B on four devices as the search found them: the plain forward, and for H200s compiled
-as they say.
+"""Found plans with side streams for Llama-3-70B on four devices: correct, and compiled as written.
 
-The files are what this made, at the default time limit (with both dtypes float8_e4m3fn for the second), when
-a collective was thought to hold 16 SMs and all sums were NCCL's. Today's search prefers copies; these stand
-for plans with side streams beside such sums:
+The command below made the files at the default time limit (the second one with both dtypes float8_e4m3fn).
+Its cost model gave a collective 16 SMs, and all sums were NCCL's. The current search prefers copies, so these
+files stay as examples of side streams:
 
   python -m search plan --modelled --gpus 4 --model llama-3-70b --tokens 2048 --out llama-3-70b-tp4.json
 """
@@ -49,7 +48,7 @@ def test_it_overlaps_the_network_and_is_predicted_to_gain(name):
 
 
 def test_it_is_the_plain_forward_on_four_devices():
-    """The same nano-ops on 16 tokens of a small model."""
+    """Run the plan's nano-ops on 16 tokens of a small model."""
     plan = PLANS["bfloat16"]
     share = plan.tokens // 16
     nano_ops = (
@@ -63,8 +62,9 @@ def test_it_is_the_plain_forward_on_four_devices():
 
 @pytest.mark.slow
 def test_it_compiles_for_four_h200_as_it_says():
-    """The caches in place, and of a full round's four sums three beside products or attention; the fourth XLA
-    awaits where it is issued.
+    """The step updates caches in place. In a full round three of four sums overlap products or attention.
+
+    XLA awaits the fourth sum at its start.
     """
     plan = PLANS["bfloat16"]
     open_layers = 1 + max(nano.ahead for nano in plan.nano_ops) - min(nano.ahead for nano in plan.nano_ops)

@@ -1,6 +1,4 @@
-"""SMs that fill the waves of a nano-batch's products are offered, and to what runs beside them the SMs that
-they leave.
-"""
+"""Options of tasks: shares of SMs that fill a product's waves, and the rest for other tasks."""
 
 import dataclasses
 import math
@@ -24,7 +22,7 @@ FILLING = dataclasses.replace(SETTING, full_waves=True)
 
 
 def halves(setting: SearchProblem) -> list[Task]:
-    """A layer's tasks, each on a half of the tokens."""
+    """Return a layer's tasks, each on one half of the tokens."""
     return [task for task in make_tasks(setting, (1024,))[0] if (task.start, task.stop) != (0, 2048)]
 
 
@@ -33,9 +31,7 @@ def product_of(task: Task) -> str | None:
 
 
 def test_a_product_of_1024_tokens_has_those_on_which_it_has_fewer_halves_of_waves():
-    """`qkv` has 192 tiles, of which 96 SMs have two each; `up_gate` 896, of which 100 have nine, but for four
-    of 900.
-    """
+    """`qkv` has 192 tiles, two for each of 96 SMs. `up_gate` has 896 tiles, at most nine for each of 100 SMs."""
     shares, offered = SETTING.shares, {}
     for task in halves(SETTING):
         step = SETTING.load.part(task.start, task.stop)
@@ -66,7 +62,7 @@ def test_they_are_offered_with_what_they_leave():
 
 
 def offers(setting: SearchProblem, tasks: list[Task]) -> tuple:
-    """What stage II may choose of."""
+    """Return the options of stage II."""
     return stage_two(dataclasses.replace(setting, most_shares=6), tasks, None, 0.01)[0].options
 
 

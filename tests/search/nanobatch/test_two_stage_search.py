@@ -1,6 +1,4 @@
-"""Plans that the search finds: legal, as fast as the solver says when simulated, and the plain forward when
-run.
-"""
+"""Found plans are valid, as fast in the simulation as the solver says, and equal to the plain forward."""
 
 import dataclasses
 import math
@@ -30,7 +28,7 @@ POINTWISE = ("attn_norm", "mlp_norm", "rope_append")
 
 
 def graph_of(tp=1, layers=16, scattered=False):
-    """Of a model like tiny-llama, but deeper: a pipeline that is full for some layers."""
+    """Return the graph of tiny-llama with more layers, so that some layers run in a full pipeline."""
     config = dataclasses.replace(TINY, layers=TINY.layers[-1:] * layers)
     return model_graph(config, tp, scattered=scattered)
 
@@ -78,9 +76,8 @@ def test_the_simulation_agrees_with_the_solver(mode, tp, scattered):
         found = search(setting, time_limit_s=0.6)
         check(found.plan, graph)
         period_s = simulated(setting, found.plan).period_s
-        assert (
-            found.bound_s * 0.998 <= period_s <= found.period_s * 1.002
-        )  # equal where the solver had time to prove its answer
+        # Both bounds are equal if the solver had time for a proof.
+        assert found.bound_s * 0.998 <= period_s <= found.period_s * 1.002
         assert found.stage_one_s <= found.period_s * (1 + 1e-6)
         assert found.bound_s <= found.period_s
         if mode != "nano-batches" and mode != "network":
@@ -90,9 +87,7 @@ def test_the_simulation_agrees_with_the_solver(mode, tp, scattered):
 
 
 def test_attention_beside_products_is_found_and_is_all_that_overlaps():
-    """Products 8, attention 6 of the device's time: products alone remain, but for what attention's SMs take
-    from them.
-    """
+    """Products take 8 s and attention 6 s. Only products and the SMs of attention remain in the period."""
     times = dict.fromkeys((op.name for op in graph_of().layers[-1]), 0.0) | {
         "qkv": 1.0,
         "out_proj": 1.0,
@@ -111,12 +106,11 @@ def test_attention_beside_products_is_found_and_is_all_that_overlaps():
 
 
 def test_tokens_that_do_not_decode_wait_for_no_attention():
-    """Their own takes no time, but behind another's on its stream it would hold up their products."""
+    """Attention of these tokens takes no time, so their products do not wait behind other attention."""
     times = dict.fromkeys((op.name for op in graph_of().layers[-1]), 0.0) | {"qkv": 1.0, "out_proj": 1.0}
     times |= {"up_gate": 4.0, "down": 2.0, "rope_append": 0.2}
-    setting = toy_setting(
-        graph_of(), times | {"decode_attention": 12.0}, decodes=8, most_shares=2
-    )  # 12 for 16 tokens that decode
+    # 12 s stand for 16 decodes.
+    setting = toy_setting(graph_of(), times | {"decode_attention": 12.0}, decodes=8, most_shares=2)
     found = search(setting, time_limit_s=60)  # ends by itself within 5 s: a busy machine has longer
     assert found.cuts == (8,) and simulated(setting, found.plan).period_s == pytest.approx(
         found.period_s, rel=2e-3
@@ -128,7 +122,7 @@ def test_tokens_that_do_not_decode_wait_for_no_attention():
 
 
 def test_what_cannot_overlap_is_left_sequential():
-    """Without attention there is nothing to hide: cutting only costs."""
+    """Without attention a cut has only costs."""
     times = dict.fromkeys((op.name for op in graph_of().layers[-1]), 1.0) | {
         "decode_attention": 0.0,
         "rope_append": 0.0,
@@ -141,9 +135,7 @@ def test_what_cannot_overlap_is_left_sequential():
 
 
 def test_an_op_may_leave_out_a_cut():
-    """Reading its weights twice costs `down` more than it gains: it stays whole while attention overlaps
-    others.
-    """
+    """A second read of the weights costs `down` more than a cut gains, so `down` stays whole."""
     times = dict.fromkeys((op.name for op in graph_of().layers[-1]), 0.0) | {
         "qkv": 4.0,
         "out_proj": 4.0,
@@ -163,20 +155,17 @@ def test_an_op_may_leave_out_a_cut():
 
 def test_llama_on_a_modelled_h200(monkeypatch):
     wider = nanobatch._wider
-    monkeypatch.setattr(
-        nanobatch, "_wider", lambda setting: wider(setting)[:1]
-    )  # finer shares; full waves have a test of their own
+    # No finer shares: other tests cover full waves.
+    monkeypatch.setattr(nanobatch, "_wider", lambda setting: wider(setting)[:1])
     setting = llama_setting(2048, 1024, 512, most_shares=1, step=1024)
     found = search(setting, time_limit_s=300)
     check(found.plan, setting.graph)
     timeline = simulated(setting, found.plan)
-    assert timeline.period_s == pytest.approx(
-        found.period_s, rel=2e-2
-    )  # what costs no cycles does not follow the clock
+    # Fixed times do not follow the clock.
+    assert timeline.period_s == pytest.approx(found.period_s, rel=2e-2)
     assert setting.energy_s([(0, 2048)]) < found.period_s < 0.95 * found.sequential_s
-    fewer = simulated(
-        setting, found.plan, StepShape(2048, 200, 1280.0, 500.0)
-    )  # the counts are data: the plan stays, its time changes
+    # Counts are data: the plan stays, and its time changes.
+    fewer = simulated(setting, found.plan, StepShape(2048, 200, 1280.0, 500.0))
     assert 0.5 * timeline.step_s < fewer.step_s < timeline.step_s
     assert from_json(to_json(found.plan)) == found.plan
     assert all(nano.sms is None or nano.sms <= 132 for nano in found.plan.nano_ops)
@@ -187,9 +176,8 @@ def test_a_plan_by_hand_is_simulated_too():
     config = dataclasses.replace(TINY, layers=TINY.layers[:1] * 32)
     sequential = simulated(setting, sequential_plan(config, 2048))
     phased = simulated(setting, phased_plan(config, 2048, 384, sms=(40, 92)))
-    assert phased.step_s < 0.85 * sum(
-        entry.stop_s - entry.start_s for entry in phased.entries
-    )  # attention is beside products
+    # Attention overlaps products.
+    assert phased.step_s < 0.85 * sum(entry.stop_s - entry.start_s for entry in phased.entries)
     assert sequential.step_s == pytest.approx(
         32 * search(llama_setting(2048, 1024, 512, overlap=(), nano_batches=1)).period_s, rel=5e-3
     )
@@ -232,7 +220,7 @@ LAW = settings(
 @settings(LAW, max_examples=1)  # each example compiles a step
 @given(data=st.data())
 def test_found_plans_are_the_plain_forward(tp, scattered, numbers, streams, rest, data):
-    """Law 1, also where fewer decodes come than the plan was made for, and none."""
+    """Law 1 at the plan's decodes, at fewer decodes, and without decodes."""
     bench, plan, steps = found_plan(tp, scattered, numbers, streams, rest, data, time_limit_s=3)
     bench.check(plan, *steps)
 
@@ -249,9 +237,7 @@ def test_many_found_plans_are_the_plain_forward(tp, scattered, numbers, streams,
 
 @pytest.mark.parametrize("quantized", [False, True])
 def test_collectives_do_not_drag_products_along(quantized):
-    """Rows of 8 bits are two arrays, values and scales, but a gather makes them on the main stream: who reads
-    them is free.
-    """
+    """A gather of 8-bit rows makes values and scales on the main stream, so consumers are free."""
     found = chains(repeated_layer(graph_of(4, scattered=True)), quantized)
     assert [op.name for chain in found for op in chain.ops] == [
         op.name for op in graph_of(4, scattered=True).layers[-1]
@@ -268,9 +254,7 @@ def test_what_leaves_no_plan_is_named():
 
 
 def test_no_stage_is_begun_when_the_time_is_over(monkeypatch):
-    """By a clock that a stage moves on by ten seconds: of 35 the sequential answer takes two stages, the
-    first cut two, no other any.
-    """
+    """Each stage takes 10 s of 35 s: two stages for the sequential step, two for the first cut."""
     now, begun = [0.0], []
 
     def slow(stage):
@@ -292,19 +276,16 @@ def test_no_stage_is_begun_when_the_time_is_over(monkeypatch):
     ]
     assert (found.tried, found.cut_sets) == (1, 3)
     begun.clear()
-    assert (
-        search(setting, time_limit_s=25, clock=lambda: now[0]).cuts == ()
-    )  # a first stage alone is no answer
+    # Stage I without stage II gives no plan.
+    assert search(setting, time_limit_s=25, clock=lambda: now[0]).cuts == ()
     assert [name for name, _ in begun] == ["stage_one", "stage_two", "stage_one"]
     begun.clear()
     split = search(dataclasses.replace(setting, split=True), time_limit_s=5, clock=lambda: now[0])
-    assert split.cuts and len(begun) == 4  # asked for a cut, it owes one
+    assert split.cuts and len(begun) == 4  # `split` demands a plan with a cut
 
 
 def test_cuts_that_there_is_no_time_for_cost_none(monkeypatch):
-    """By a clock that a guess or a bound moves on by a second: of 40 a fifth is for guesses, and bounds end
-    soon after all.
-    """
+    """A guess or a bound takes 1 s. Guesses get a fifth of 40 s, and bounds stop soon after the limit."""
     now, asked = [0.0], []
 
     def slow(what):
@@ -330,11 +311,12 @@ def test_cuts_that_there_is_no_time_for_cost_none(monkeypatch):
     found = search(setting, time_limit_s=40, clock=lambda: now[0])
     assert found.cut_sets == 15 + 105 and found.cuts == ()
     assert asked.count("estimate_s") == 9 and 0 < found.tried < len(asked) - 9 and now[0] <= 44
-    assert found.bound_s == 0.0  # what was not asked is bounded by the joules alone, which nobody knows here
+    # The bound of untried cuts is the energy bound, which is unknown here.
+    assert found.bound_s == 0.0
 
 
 def test_a_bound_cuts_a_chain_where_that_is_shorter():
-    """A product of 16 tokens that takes longer than those of 8 and 8, and of 8 tokens less than of 4 and 4."""
+    """`down` of 16 tokens is slower than 8 + 8 tokens, and 8 tokens are faster than 4 + 4."""
     setting = toy_setting(
         graph_of(), dict.fromkeys((op.name for op in graph_of().layers[-1]), 1.0), nano_batches=3
     )
@@ -350,9 +332,7 @@ def test_a_bound_cuts_a_chain_where_that_is_shorter():
 
 
 def test_bounds_of_one_way_take_no_time_from_the_next(monkeypatch):
-    """By a clock that a bound moves on by a second, and a cut by two: plans with side streams are looked for
-    in the second half.
-    """
+    """A bound takes 1 s and a cut 2 s. Plans with side streams get the second half of the time."""
     now, tried = [0.0], []
 
     def slow(*arguments):
@@ -379,9 +359,7 @@ def test_bounds_of_one_way_take_no_time_from_the_next(monkeypatch):
 
 @pytest.mark.parametrize("times", [0.9, 1.001])
 def test_finer_shares_are_kept_only_where_the_plan_is_shorter(monkeypatch, times):
-    """The solver is asked for no longer a period, but at a clock that is not the one that the card settles
-    at.
-    """
+    """The solver's period is no longer, but the card settles at another clock."""
     asked, lines, solved = [], [], nanobatch._solve
 
     def settled(setting, *rest):

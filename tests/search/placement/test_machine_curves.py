@@ -1,4 +1,4 @@
-"""Constants of a machine: fitted, read back, refused, and measured where the tests run."""
+"""Constants of a machine: fit, file, refusals, and a measurement on the test machine."""
 
 from pathlib import Path
 
@@ -87,9 +87,7 @@ def test_what_is_measured_here_makes_a_machine(tmp_path):
 
 
 def test_curves_of_a_real_machine_are_lines_enough():
-    """Two busy cores of a virtual machine and its disk: each curve on average within 40 % of its points, a
-    copy or a file within 25 %.
-    """
+    """Curves of a busy two-core machine: mean errors below 40 %, and below 25 % for copies and files."""
     measured = msgspec.json.decode(
         (Path(__file__).parent / "two_cores.json").read_bytes(), type=MeasuredCurves
     )

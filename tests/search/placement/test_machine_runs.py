@@ -1,6 +1,4 @@
-"""The cost model against the block latencies that FlexGen's authors measured, and the fit that corrects a
-machine by such runs.
-"""
+"""The cost model against FlexGen's measured block latencies, and the fit to such runs."""
 
 import itertools
 
@@ -21,9 +19,8 @@ from search.placement.workload import workload
 PAPER = load_runs(paths.ROOT / "search" / "placement" / "runs" / "t4.json")
 T4, H200 = load_machine("t4"), load_machine("h200")
 SETTINGS = paths.ROOT / "benchmarks" / "settings"
-TABLE_1 = TierMemory(
-    15 * GIGA, 200 * GIGA, 1500 * GIGA
-)  # 16, 208 and 1500 GB, less what the systems themselves take
+# 16, 208 and 1500 GB, less the memory of the operating system.
+TABLE_1 = TierMemory(15 * GIGA, 200 * GIGA, 1500 * GIGA)
 
 
 def work(name):
@@ -31,8 +28,9 @@ def work(name):
 
 
 def test_the_model_says_what_the_authors_measured():
-    """15 policies of Table 22, over 5 kinds of placement and latencies from 160 s to 18,704 s: within 25 %,
-    11 % on average.
+    """Errors on 15 policies of Table 22 stay below 25 %, 11 % on average.
+
+    The policies cover five kinds of placement and latencies from 160 s to 18,704 s.
     """
     off = np.abs(run_errors(T4, PAPER.runs))
     assert off.max() < 0.25 and off.mean() < 0.11
@@ -50,8 +48,9 @@ def test_it_ranks_policies_as_the_authors_did():
 
 @pytest.mark.parametrize(("model", "measured"), [("opt-30b", 7.32), ("opt-175b", 0.49)])
 def test_the_search_finds_policies_like_the_authors(model, measured):
-    """Tables 21, 24: KV away from the device, a block of several batches, attention on the host; their
-    tokens/s within 20 %.
+    """Policies are like those of Tables 21 and 24, and tokens/s lie within 20 %.
+
+    Such a policy keeps KV off the device, runs blocks of several batches, and attends on the host.
     """
     policy = search(work(model), T4, TABLE_1)
     assert (
@@ -65,7 +64,7 @@ def test_the_search_finds_policies_like_the_authors(model, measured):
 
 
 def test_rates_are_found_in_runs_of_a_known_machine(monkeypatch):
-    """A link of half its rate: seen in runs that it binds, and no other rate is blamed."""
+    """The fit halves the rate of a slower link, and changes no other rate."""
     monkeypatch.setattr(machine_runs, "_STEPS", 60)
     slower = msgspec.structs.replace(
         T4, host_to_device=Curve(T4.host_to_device.fixed_s, T4.host_to_device.units_per_s / 2)
@@ -81,7 +80,7 @@ def test_rates_are_found_in_runs_of_a_known_machine(monkeypatch):
 
 
 def test_what_a_square_takes_the_driver_is_found_in_a_small_models_blocks(monkeypatch):
-    """Its products take microseconds, so that nothing else can be why it is slow."""
+    """The model's products take microseconds, so that the driver's time is the only cause."""
     monkeypatch.setattr(machine_runs, "_STEPS", 60)
     known = msgspec.structs.replace(H200, batch_layer_s=3e-3)
     host = Shares(host=100.0)
@@ -95,8 +94,9 @@ def test_what_a_square_takes_the_driver_is_found_in_a_small_models_blocks(monkey
 
 @pytest.mark.parametrize(("fitted_to", "held_out", "most"), [("", "-rivals", 0.14), ("-by-rivals", "", 0.12)])
 def test_a_machine_corrected_by_some_blocks_says_what_the_others_took(fitted_to, held_out, most):
-    """A CPU of two cores: with curves alone they are up to 37 % off. Of disks the first of the two files has
-    no block.
+    """Corrections lower the errors on a two-core CPU, which reach 37 % with curves alone.
+
+    The first of two files has no block on disk.
     """
     runs = [
         run
@@ -127,9 +127,7 @@ def test_runs_that_cannot_be_read_are_refused(tmp_path):
     [(1, 159), (2, 172), (4, 174), (8, 183), (16, 190), (32, 253), (64, 359), (144, 559)],
 )
 def test_the_front_is_that_of_table_20(block, latency_s):
-    """OPT-30B: the shortest latency of each block that the authors report; the first and the last are also
-    among the runs fitted to.
-    """
+    """The shortest latency of each reported block of OPT-30B. The fit uses the first and the last block."""
     sizes = [size for size in GPU_BATCH_SIZES if block % size == 0]
     found = [
         solve(

@@ -1,4 +1,4 @@
-"""The cost model: FlexGen's own equations on OPT, and what it says of other families."""
+"""The cost model: FlexGen's equations on OPT, and other model families."""
 
 import dataclasses
 import json
@@ -32,7 +32,7 @@ RATES: dict[str, float] = {
     "host_to_disk": 1e9,
     "device_products": 4e13,
     "device_attention": 2e13,
-    "device_memory": 1e18,  # the paper's device is bound by compute alone
+    "device_memory": 1e18,  # bound by compute only, as in the paper
     "host_attention": 3e10,
 }
 CONSTANTS: dict[str, Any] = {name: Curve(0.0, RATES[name]) for name in CURVES}
@@ -57,7 +57,7 @@ choices = st.builds(BlockChoice, st.integers(1, 64), st.integers(1, 20), host_at
 
 @given(placements, choices)
 def test_the_terms_are_those_of_appendix_a3(placed, choice):
-    """Literally, with the paper's letters; `+` marks what the paper leaves out and its runtime also moves."""
+    """The terms in the paper's letters. `+` marks terms of FlexGen's runtime that the paper omits."""
     h1, h2, s, n, bls = 7168, 4 * 7168, 512, 32, choice.block_size
     (_, wc, wd), (cg, cc, cd), (_, hc, hd) = placed.weights, placed.kv, placed.activations
     away, w = cc + cd, 8 * h1**2 + 4 * h1 * h2
@@ -84,9 +84,7 @@ def test_the_terms_are_those_of_appendix_a3(placed, choice):
         "host to disk": (4 * cd * bls * h1 + 2 * hd * h1 * bls) / 1e9,
         "device compute": bls * (8 * h1**2 + 4 * h1 * h2) / 4e13
         + (cg if host else 1) * 4 * bls * keys * h1 / 2e13,
-        "host attention": away * 4 * bls * keys * h1 / 3e10
-        if host
-        else 0,  # the host's rate is in bytes of KV
+        "host attention": away * 4 * bls * keys * h1 / 3e10 if host else 0,  # bytes of KV a second
     }
     assert prefill_terms(OPT, MACHINE, choice, placed) == pytest.approx(prefill, rel=1e-9, abs=1e-15)
     assert decode_terms(OPT, MACHINE, choice, placed) == pytest.approx(decode, rel=1e-9, abs=1e-15)
@@ -103,7 +101,7 @@ def test_every_byte_has_a_home_and_peaks_are_those_of_appendix_a3(placed, choice
         home += 4 * (s + n) * h1 * bls * layers * placed.kv[tier]
         assert used[tier] >= home * (1 - 1e-9)
         assert tier < 2 or used[tier] == pytest.approx(home)
-    # The device's working memory: two layers' weights in flight, and the widest product of a batch (mlp_1).
+    # The device's working memory holds two layers' weights and the widest product of a batch (mlp_1).
     working = 2 * (1 - placed.weights[0]) * w + 2 * choice.gpu_batch_size * s * 5 * h1
     assert used[0] >= working
     everything = layers * w + 2 * s * h1 * bls + 4 * (s + n) * h1 * bls * layers
@@ -127,7 +125,7 @@ def test_sizes_of_any_family(name):
     made, model = config(name), workload(name, config(name), 512, 32)
     assert model.kv == 2 * made.num_kv_heads * made.head_dim
     assert model.weights * model.layers + model.ends == pytest.approx(PARAMETERS[name] * 1e9, rel=0.02)
-    assert model.linear_flops <= 2 * model.weights  # a token meets at most all weights
+    assert model.linear_flops <= 2 * model.weights  # a token uses at most all weights
     short = workload(name, made, 8, 8)
     assert short.keys(10) == 10 and short.prompt_pairs == 36
 
@@ -171,7 +169,7 @@ def test_throughput_and_what_binds():
 
 
 def test_every_square_takes_the_driver_some_time():
-    """So that small batches are not free; FlexGen's blocks on an H200 are predicted with it."""
+    """A fixed time per batch and layer makes small batches slow. Predictions for an H200 need this time."""
     slow = msgspec.structs.replace(MACHINE, batch_layer_s=0.01)
     asked = policy(Shares(20.0, 80.0), HOST, HOST)
     for without, found in zip(
@@ -185,7 +183,7 @@ def test_every_square_takes_the_driver_some_time():
 
 @pytest.mark.parametrize("report", ["16-bit", "4-bit-by-hand", "4-bit-three-policies", "4-bit"])
 def test_blocks_that_an_h200_ran_are_predicted_within_3_percent(report):
-    """Within 1 % by the constants that were fitted to the blocks of the first four reports."""
+    """Errors stay below 1 % for the constants that were fitted to four of the reports."""
     work = dataclasses.replace(OPT, page_size=64)
     rows = [
         row
@@ -213,8 +211,9 @@ def ablations() -> list[dict[str, Any]]:
 
 
 def test_the_ablations_that_an_h200_ran_are_predicted_and_the_search_wins():
-    """Blocks that no constant was fitted to. Without overlap in 4 bits the goal of 20 % is missed: each store
-    is waited for.
+    """Predictions of held-out blocks. Without overlap the error in 4 bits exceeds the goal of 20 %.
+
+    The cause is the wait for each store.
     """
     found = {(row["policy"]["weight_bits"], row["name"]): row for row in ablations()}
     most = {"no search": 0.11, "no overlap": 0.22}

@@ -1,4 +1,4 @@
-"""The front of latency and throughput, and the rivals of a found policy."""
+"""The front of latency and throughput, and alternatives to a found policy."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""The linear program: against brute force, against itself with more memory, and what it refuses."""
+"""The linear program: against brute force, with more memory, and its refusals."""
 
 import dataclasses
 import itertools
@@ -27,7 +27,7 @@ from search.placement.solver import (
 )
 from search.placement.workload import workload
 
-# With a host that attends as fast as it reads its memory, so that every term can bind.
+# The host attends at the rate of its memory, so that every term can bind.
 MACHINE = msgspec.structs.replace(load_machine("h200"), host_attention=Curve(5e-5, 1e11))
 OPT = workload("opt-30b", open_checkpoint("opt-30b", load_format="dummy").model_config, 512, 32)
 LLAMA = workload("llama-3.1-8b", open_checkpoint("llama-3.1-8b", load_format="dummy").model_config, 1024, 128)
@@ -85,7 +85,7 @@ def every(step):
 @settings(max_examples=8)
 @given(workloads, memories, choices)
 def test_the_program_equals_brute_force_on_a_coarse_grid(work, memory, choice):
-    """In steps of 25 %: the integer program finds the grid's best exactly, and any share is at least as good."""
+    """The integer program finds the best of a 25 % grid. Free shares are at least as good."""
     best = math.inf
     for kinds in itertools.product(every(4), repeat=3):
         placed = TierShares(*kinds)
@@ -126,9 +126,8 @@ def test_the_search_is_the_best_of_its_candidates_and_near_the_papers_policy():
     assert best.tokens_per_s == pytest.approx(
         max(one.tokens_per_s for one in candidates(OPT, MACHINE, PAPER, PlacementOptions())), rel=1e-5
     )
-    assert (
-        10 < policy.weights.device < 30 and policy.kv.device < 5 and policy.host_attention
-    )  # the paper's (20, 80), KV on the host
+    # The paper's policy is (20, 80) with KV on the host.
+    assert 10 < policy.weights.device < 30 and policy.kv.device < 5 and policy.host_attention
     assert policy.num_gpu_batches > 1
     assert link_bound(OPT, MACHINE, PAPER, PlacementOptions()) >= best.link_tokens_per_s >= best.tokens_per_s
 
@@ -184,7 +183,7 @@ def test_memory_that_is_no_amount_is_refused(capacity, words):
 
 @pytest.mark.parametrize("memory", [(16, 10, 0), (1, 10, 0), (16, 0, 10), (0.5, 1, 1)])
 def test_what_is_advised_fits(memory):
-    """A refusal names amounts of memory; with them the search succeeds."""
+    """The refusal names amounts of memory, and the search succeeds with each of them."""
     given = dict(zip(("gpu_mem", "cpu_mem", "disk"), memory, strict=True))
     with pytest.raises(PlacementError, match="does not fit; it would with") as refused:
         search(OPT, MACHINE, TierMemory(*(GIGA * number for number in memory)), FEW)

@@ -1,4 +1,4 @@
-"""Theorem 4.1, counted: the I/O of the zig-zag schedule is within twice that of any schedule."""
+"""Theorem 4.1: the zig-zag schedule moves at most twice the bytes of any schedule."""
 
 import itertools
 
@@ -16,13 +16,14 @@ def test_every_square_once_and_after_its_left_neighbour(batches, layers, tokens,
     assert sorted(order) == sorted(
         itertools.starmap(Square, itertools.product(range(tokens), range(layers), range(batches)))
     )
-    traffic(order, Sizes(1, 1, 1, 4), layers, tokens)  # which refuses a wrong order
+    traffic(order, Sizes(1, 1, 1, 4), layers, tokens)  # raises for a wrong order
 
 
 @given(small, st.integers(2, 6), small, st.integers(1, 9))
 def test_the_io_of_a_block_is_that_of_appendix_a2(block, layers, n, s):
-    """n times the model's weights; 4 h1 bls l (s n + n (n - 1) / 2) of KV; 2 (2 h1 s bls l + 2 h1 bls l (n -
-    1)) of activations.
+    """Weights move n times. The other terms are Appendix A.2's.
+
+    KV: 4 h1 bls l (s n + n (n - 1) / 2). Activations: 2 (2 h1 s bls l + 2 h1 bls l (n - 1)).
     """
     h1, w = 8, 1000
     found = traffic(zigzag(block, layers, n, block), Sizes(w, 4 * h1, 2 * h1, s), layers, n)
@@ -47,16 +48,13 @@ def test_theorem_4_1(block, layers, tokens, prompt, blocks):
 
 
 def test_opt_30b_as_the_paper_ran_it():
-    """3 batches a block fetch a layer a third as often as one by one does; KV and activations cross as often
-    either way.
-    """
+    """Blocks of three batches fetch a layer a third as often. KV and activations move equally often."""
     sizes = Sizes(weights=24 * 7168**2, kv=48 * 4 * 7168, activation=48 * 2 * 7168, prompt_tokens=512)
     blocks, rows = (traffic(order, sizes, 48, 32) for order in (zigzag(3, 48, 32, 3), row_by_row(3, 48, 32)))
     assert 3 * blocks.weights == rows.weights
     assert (blocks.kv, blocks.activations) == (rows.kv, rows.activations)
-    assert blocks.weight_loads <= 1.1 * least_weight_loads(
-        3, sizes, 48, 32, blocks.peak_kv
-    )  # (s + n) / (s + n / 2): prompts dominate
+    # The ratio is (s + n) / (s + n / 2): prompts dominate.
+    assert blocks.weight_loads <= 1.1 * least_weight_loads(3, sizes, 48, 32, blocks.peak_kv)
 
 
 def test_a_wrong_order_is_refused():

@@ -1,9 +1,8 @@
-"""The clock's model of overlap, against what was measured on an H200 before there was an engine
-(benchmarks/h200/kernels/overlap.json).
+"""The clock's model of overlap against an early measurement (benchmarks/h200/kernels/overlap.json).
 
-Its kernels were others than the engine's: products reached 0.88 of the tensor cores, streams took in 63 bytes
-a cycle and SM, and lost nothing beside products; nothing was joined, and windows of half a second left the
-card cooler than an engine's steps do.
+The measured kernels differ from the engine's. Products reached 0.88 of the tensor cores' rate. Streams read
+63 bytes a cycle and SM, and lost nothing beside products. Windows of half a second left the card cooler than
+an engine's steps.
 """
 
 import dataclasses
@@ -64,13 +63,13 @@ def shares(gated: bool) -> ShareTimes:
 
 
 def products(tokens: int) -> tuple[Composition, Work]:
-    """Six times 4096 x 14336 and back."""
+    """Return the batch and the work of six pairs of products, 4096 x 14336 and back."""
     step, ops = Composition(chunks=((tokens, 0),)), {op.name: op for op in shares(False).graph.layers[0]}
     return step, sum((ops[name].work(step) for name in ("up_gate", "down")), Work()) * 6
 
 
 def predicted(pair: dict) -> tuple[float, float]:
-    """Seconds of products and stream together, and one after the other."""
+    """Return seconds of products and stream, overlapped and in sequence."""
     (step, work), ops = products(pair["tokens"]), {op.name: op for op in shares(False).graph.layers[0]}
     stream = Composition(pair["tokens"], pair["stream_bytes"] / A_TOKENS_KV / pair["tokens"])
     work += Work(kv_bytes=pair["stream_bytes"])
@@ -90,8 +89,9 @@ def predicted(pair: dict) -> tuple[float, float]:
 
 
 def test_pairs_are_predicted_within_four_percent_and_their_gain_within_three():
-    """The means over 14 partitions; 88 + 44 is the furthest off: a stream on a third of the SMs gains less
-    than the model says.
+    """Means over 14 partitions. The partition 88 + 44 has the largest error.
+
+    A stream on a third of the SMs gains less than the model predicts.
     """
     times, gains = [], []
     for pair in MEASURED["pairs"]:
@@ -106,7 +106,7 @@ def test_pairs_are_predicted_within_four_percent_and_their_gain_within_three():
 
 
 def layers_graph() -> Graph:
-    """The layers that were measured: XLA's own norms, sums and gate, which move 184 KB a token between them."""
+    """Return the measured layers: XLA's norms, sums and gate move 184 KB a token."""
     graph = shares(True).graph
     moved = {"mlp_norm": 135168.0, "attn_norm": 49152.0, "rope_append": 4096.0}
 
@@ -136,18 +136,15 @@ def layers_shares() -> ShareTimes:
 
 
 def test_whole_layers_are_predicted_within_six_percent_and_never_too_well():
-    """With a layer's dependences: the gain that the search may believe is not more than was measured by over
-    a twentieth.
-    """
+    """Layers with their dependences. The predicted gain exceeds the measured gain by at most 5 %."""
     best = {}
     for row in MEASURED["layers"]:
         kind = "sequential" if row["nano_batches"] == 1 else f"{row.get('product_sms')}"
         best.setdefault((row["tokens"], kind), []).extend(row["seconds"])
     config, off = dataclasses.replace(LLAMA, layers=LLAMA.layers[:8]), []
     for tokens in (2048, 4096):
-        load = StepShape(
-            tokens, tokens, 425, 0
-        )  # 680 decodes of 1280 keys a 2048 tokens, spread over them all
+        # 680 decodes of 1280 keys per 2048 tokens, as a mean over all tokens.
+        load = StepShape(tokens, tokens, 425, 0)
         took = {}
         for kind, plan in (
             ("sequential", sequential_plan(config, tokens)),
@@ -214,13 +211,12 @@ def test_a_slower_clock_makes_products_longer_and_leaves_bytes_alone():
         assert slow / fast == pytest.approx(ratio, rel=0.02), name
     slow, fast = (base.at(hz).seconds(ops["decode_attention"], step, 12) for hz in (1.0e9, 1.8e9))
     assert slow == pytest.approx(1.8 * fast, rel=0.02)
-    assert (
-        base.at(1.0e9).at(1.8e9).profile == base.at(1.8e9).profile
-    )  # from where it was measured, not step by step
+    # The base is the measured clock, not the last one.
+    assert base.at(1.0e9).at(1.8e9).profile == base.at(1.8e9).profile
 
 
 def test_measured_pairs_are_taken_to_other_clocks_too():
-    """A product that kept 0.75 beside attention at 1440 MHz takes 1440 / 1200 as long at 1200 MHz."""
+    """Times of the pair grow with 1440 / 1200 from 1440 to 1200 MHz."""
     base = shares(True)
     profile = msgspec.structs.replace(
         base.profile, pairs=(Pair("up_gate", "decode_attention", 104, 28, 0.75, 0.5, 700.0, 1440.0),)

@@ -1,4 +1,4 @@
-"""Measuring one device's shard of a layer, and its collectives on all devices."""
+"""Measurement of one device's shard of a layer, and of its collectives on all devices."""
 
 import collections
 import dataclasses
@@ -31,9 +31,8 @@ NAME = str(paths.MODELS / "tiny-llama")
 TINY = open_checkpoint(NAME).model_config
 LLAMA = open_checkpoint("llama-3-70b", load_format="dummy").model_config
 TP = 2
-NO_COPIES = msgspec.structs.replace(
-    shipped_card("H200"), exchange_s=None
-)  # they are the profile's, or unknown
+# The profile gives copies, or they are unknown.
+NO_COPIES = msgspec.structs.replace(shipped_card("H200"), exchange_s=None)
 
 
 def layer_of(fp8: bool = False, kernels=REFERENCE, config=TINY, tp: int = TP, dtype="float32") -> LayerBench:
@@ -54,7 +53,7 @@ def layer_of(fp8: bool = False, kernels=REFERENCE, config=TINY, tp: int = TP, dt
 def test_a_shard_has_what_one_device_has(model, tp):
     config = open_checkpoint(model, load_format="dummy").model_config
     config = dataclasses.replace(config, layers=config.layers[:1])
-    mesh = make_mesh(1)  # of specs, which do not depend on it
+    mesh = make_mesh(1)  # the specs do not depend on the mesh
     whole, specs = shapes(config, tp, jnp.bfloat16)["layers"][0], shardings(config, mesh)["layers"][0]
     cut = {
         name: tuple(
@@ -89,9 +88,7 @@ def test_a_program_makes_what_its_collective_makes(op, fp8):
 
 
 def test_a_profile_of_two_devices_is_continued_where_two_are(tmp_path):
-    """Its shard's ops first, as on a machine with one; then the sums. All that a plan of either form has is
-    timed.
-    """
+    """Continue a profile of one shard with its sums. All ops of both forms are timed."""
     path = tmp_path / "two.json"
     layer, profile = this_device(NAME, TINY, "auto", "auto", TP)
     alone = [name for name, op in layer.ops.items() if op.kind != "network"]
@@ -110,15 +107,14 @@ def test_a_profile_of_two_devices_is_continued_where_two_are(tmp_path):
 
 @pytest.mark.parametrize("sent", ["attn_reduce", "exchange"])
 def test_a_product_beside_a_sum_makes_what_both_make(sent):
-    """On four devices, in the order of a plan's step."""
+    """Four devices run the ops in the order of a plan's step."""
     layer, mesh = layer_of(tp=4), make_mesh(4)
     program = concurrent(layer, OpCase("down", 8), OpCase(sent, 8), mesh, phases=2)
     given, _ = program.drawn(1)
     summed, product, again = program.compile()(given, None)
     rows, (x,) = np.asarray(given["sent"]).reshape(4, 8, -1), given["inputs"]
-    wanted = (
-        np.tile(4 * rows.sum(0), (4, 1)) if sent == "attn_reduce" else rows.reshape(32, -1)
-    )  # once and again
+    # Two phases give the sum of sums, or all rows.
+    wanted = np.tile(4 * rows.sum(0), (4, 1)) if sent == "attn_reduce" else rows.reshape(32, -1)
     np.testing.assert_allclose(summed, wanted, rtol=1e-5, atol=1e-5)
     w = np.asarray(given["weights"][0]["down"]).reshape(4, -1, x.shape[-1])
     each = [one @ part.T for one, part in zip(np.asarray(x).reshape(4, 8, -1), w, strict=True)]
@@ -127,7 +123,7 @@ def test_a_product_beside_a_sum_makes_what_both_make(sent):
 
 
 def test_pairs_of_products_and_sums_are_measured(tmp_path):
-    """Each product beside a sum by kernels and by copies, after the times alone that they are held against."""
+    """Each product is timed together with a kernel's sum and with a copy, after the times of each op alone."""
     path = tmp_path / "pairs.json"
     layer, empty = this_device(NAME, TINY, "auto", "auto", TP)
     ops = chosen_ops(layer, ["attn_reduce", "exchange", "down"])
@@ -171,7 +167,7 @@ def on_an_h200() -> KernelSet:
 
 @pytest.mark.parametrize("op", ["attn_norm", "attn_reduce", "attn_scatter"])
 def test_every_call_is_in_the_loop_for_the_h200(op):
-    """Calls on equal inputs are as many when compiled: XLA makes one of those whose results nobody keeps."""
+    """The loop holds all calls. XLA merges calls on equal inputs if no result is used."""
     layer, mesh = layer_of(kernels=on_an_h200(), config=LLAMA, tp=4, dtype="bfloat16"), h200_mesh((4,))
     if op == "attn_norm":
         program, kind = layer.alone(OpCase(op, 64)), "kCustomCall"

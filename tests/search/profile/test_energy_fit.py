@@ -1,6 +1,4 @@
-"""The fit of joules: finds what made the data, is a bound for the runs it was made of and for profiles, and
-is what the release ships.
-"""
+"""The fit of joules: recovery of known constants, bounds for runs and profiles, and the shipped values."""
 
 import functools
 import json
@@ -39,7 +37,7 @@ assert POWER is not None
 
 @functools.cache
 def entries(path: Path) -> PowerRuns:
-    """Of a profile: products and attention, on all SMs and on some."""
+    """Return power runs of a profile: products and attention, on all SMs and on some."""
     profile = load_profile(path)
     config = open_checkpoint(profile.model, load_format="dummy").model_config
     graph = model_graph(
@@ -49,7 +47,7 @@ def entries(path: Path) -> PowerRuns:
 
 
 def test_what_is_shipped_is_what_the_committed_runs_and_profiles_give():
-    """Only joules of an e4m3 FLOP are lower than the runs alone have them."""
+    """Profiles lower the joules of an e4m3 FLOP, and no other constant."""
     shipped, runs = shipped_power("H200"), fit(load_runs(MEASURED))
     made = lowered(runs, [run for path in PROFILES for run in entries(path).runs])
     assert shipped is not None and made.flop.keys() == shipped.flop.keys()
@@ -62,8 +60,9 @@ def test_what_is_shipped_is_what_the_committed_runs_and_profiles_give():
 
 
 def test_plans_are_predicted_with_what_the_runs_alone_say():
-    """Ordinary kernels' joules, by which the card's other constants were found: no profile that lowers the
-    bound moves them.
+    """Plans use the joules of ordinary kernels, which the card's other constants were fitted with.
+
+    A profile that lowers the bound does not change them.
     """
     runs, card = fit(load_runs(MEASURED)), shipped_card("H200")
     assert card is not None
@@ -86,7 +85,7 @@ def test_no_run_needed_fewer_joules_and_none_was_faster_than_the_bound():
 
 @pytest.mark.parametrize("path", PROFILES, ids=lambda path: path.stem)
 def test_the_frozen_bound_lies_below_every_entry_of_a_profile(path):
-    """In joules at the clock of each, and in time."""
+    """The bound holds for joules at each entry's clock, and for time."""
     found, power = entries(path), shipped_power("H200")
     assert power is not None and found.runs and min(errors(found, power)) >= 1.0
     for run in found.runs:
@@ -95,7 +94,7 @@ def test_the_frozen_bound_lies_below_every_entry_of_a_profile(path):
 
 
 def test_keys_that_stay_in_the_l2_tell_nothing_of_the_memorys_joules(monkeypatch):
-    """33 MB of them, of 128 decodes at 256 keys, would lower a byte's to 0.8; entries of more are held to it."""
+    """Keys of 33 MB (128 decodes, 256 keys) would lower a byte's joules to 0.8, so the fit omits them."""
     held, runs = entries(PROFILES[-1]), fit(load_runs(MEASURED))
     monkeypatch.setattr(energy_fit, "_L2_BYTES", 0)
     every = entries.__wrapped__(PROFILES[-1])
@@ -117,7 +116,7 @@ def test_keys_that_stay_in_the_l2_tell_nothing_of_the_memorys_joules(monkeypatch
 
 @st.composite
 def drawn_runs(draw):
-    """(run, its joules over those of the shipped constants), some of them fewer."""
+    """Draw (run, ratio of its joules to the shipped constants' joules). Some ratios are below 1."""
     dtype, share = draw(st.sampled_from(sorted(POWER.flop))), draw(st.floats(0.4, 1.0))
     flops, moved = (
         draw(st.sampled_from((0.0, 1.0))) * draw(st.floats(1e12, 1e15)),
@@ -147,9 +146,8 @@ def test_runs_that_needed_less_lower_what_is_theirs_alone(drawn):
         own, was = [run for run in less if run.dtype == dtype and run.flops_per_s], POWER.flop[dtype]
         assert curve == was or (0 <= curve.joules < was.joules and curve.fixed == was.fixed)
         nearest = min(((run.watts - POWER.idle_w) / sum(watts_of(run, made)) for run in own), default=1.0)
-        assert curve == was or (
-            own and (nearest < 1.003 or not curve.joules)
-        )  # no lower than a run had it, but for the digits
+        # Constants are no lower than a run's, except for rounding.
+        assert curve == was or (own and (nearest < 1.003 or not curve.joules))
 
 
 def test_what_cannot_lower_the_constants_is_refused():
@@ -202,7 +200,7 @@ def test_a_profile_of_another_device_holds_no_runs():
 
 
 def test_attention_over_a_cache_of_8_bits_is_of_8_bits():
-    """In chunks and in decodes, whatever the products are; a product is of the weights' bits."""
+    """Attention counts with the dtype of the cache, and a product with the dtype of the weights."""
     cases = ("qkv", 0), ("chunk_attention", 999), ("decode_attention", 999)
     times = [OpTime(op, 256, keys, 132, 1e-3, 600.0, 1500.0) for op, keys in cases]
     for dtype, cache, found in (
@@ -230,7 +228,7 @@ def test_what_a_pair_needed_is_a_run_too():
         (pair, msgspec.structs.replace(pair, keys=None)),
     )
     (run,) = of_profile(load_runs(MEASURED), profile, model_graph(LLAMA)).runs
-    assert run.watts == pytest.approx(0.2 / 4e-4) and run.clock_mhz == 1500.0  # the counter's
+    assert run.watts == pytest.approx(0.2 / 4e-4) and run.clock_mhz == 1500.0  # from the energy counter
     ops = {op.name: op for op in model_graph(LLAMA).layers[0]}
     works = [
         ops[name].work(Composition(tokens, keys))
@@ -266,7 +264,7 @@ def test_it_finds_the_joules_that_made_the_data():
     ],
 )
 def test_runs_that_cannot_be_fitted_are_refused(odd, said):
-    """An unknown dtype, watts of an idle card, no work; beside good ones."""
+    """Bad runs among good ones: an unknown dtype, idle watts, no work."""
     measured = load_runs(MEASURED)
     first, *others = measured.runs
     with pytest.raises(ValueError, match=said):

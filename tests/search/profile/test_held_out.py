@@ -1,4 +1,4 @@
-"""What interpolation in a profile is off by, along each axis."""
+"""Interpolation errors of a profile along each axis."""
 
 import paths
 import pytest
@@ -11,9 +11,7 @@ LLAMA = open_checkpoint("llama-3.1-8b", load_format="dummy").model_config
 
 
 def test_interpolation_is_stated_along_each_axis_that_the_search_interpolates_on():
-    """Seconds linear in tokens and in keys, rates in SMs: of any other shape the error is that of the points
-    between.
-    """
+    """Seconds are linear in tokens and keys, and rates are linear in SMs. Other shapes give an error."""
 
     def profile(tokens=(128, 256, 512), keys=(100, 200, 300), sms=(24, 40, 132), slower=lambda t, k, s: 1.0):
         times = (

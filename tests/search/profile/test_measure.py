@@ -1,6 +1,4 @@
-"""Measuring ops: a real profile of a tiny model where the tests run, and the programs for an H200 as its
-compiler sees them.
-"""
+"""Measurement of ops: a real profile of a tiny model, and compiled programs for an H200."""
 
 import dataclasses
 import re
@@ -48,7 +46,7 @@ def llama(fp8: bool = False) -> LayerBench:
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
-    """A real profile: (path, profile)."""
+    """Return (path, profile) of a measured profile."""
     path = tmp_path_factory.mktemp("profiles") / "here.json"
     layer, empty = tiny()
     wanted = entries(layer.ops, (8, 32), (32,), (), empty.total_sms)
@@ -91,12 +89,12 @@ def test_a_profile_that_was_cut_short_is_continued(measured, tmp_path):
     [
         ([], 0, "not known along tokens, keys, SMs, where no point lies between others"),
         ([], 0, "p.json: not written, nothing was measured of"),
-        ([], 0, "14 of chunk_attention"),  # 7 sizes, at 256 and 512 keys
+        ([], 0, "14 of chunk_attention"),  # seven sizes at 256 and 512 keys
         (["--keys", "32,4096"], 1, "keys=4096 is not supported: at most 512"),
     ],
 )
 def test_contexts_that_nobody_asked_for_are_cut_to_the_model(line, code, words, tmp_path, no_flags, capsys):
-    """In no time nothing is measured, and nothing said of how well it is interpolated."""
+    """A time limit of 0 measures nothing and states no interpolation error."""
     assert (
         main(
             [
@@ -157,7 +155,7 @@ def test_every_family_has_a_program_for_each_op(model):
     ids=lambda case: case.op,
 )
 def test_every_round_is_run(case):
-    """What a program does grows with its rounds: XLA takes no op out of the loop."""
+    """XLA moves no op out of the loop, so a program's work grows with its rounds."""
     compiled = tiny()[0].alone(case).compile().as_text()
     bodies = re.findall(r"body=%?([\w.-]+)", compiled)
     loops = [re.search(rf"^%?{re.escape(name)} .*?^}}", compiled, re.M | re.S)[0] for name in bodies]
@@ -205,7 +203,7 @@ def test_a_program_of_pairs_computes_what_its_ops_do():
         expected = layer.call(op, weights, batch, inputs, kv, c=c)
         for one in made[at::2]:
             np.testing.assert_allclose(one, expected, rtol=1e-5, atol=1e-5)
-    for keys in (1, 100, 128):  # another load is data
+    for keys in (1, 100, 128):  # another load changes data, not shapes
         other = layer.batch(dataclasses.replace(attention, keys=keys), 128)
         assert jax.tree.map(jnp.shape, other) == jax.tree.map(jnp.shape, given["batch"])
 
@@ -226,7 +224,7 @@ def test_what_matters_most_is_measured_first():
     assert len(pairs) == 24 and len(set(found)) == len(found)
     assert all(pair.product.sms + pair.other.sms == 132 for pair in pairs)
     before = found[: found.index(pairs[0])]
-    for pair in pairs:  # its parts are known by then, alone and on their shares
+    for pair in pairs:  # both parts are timed earlier, on all SMs and on their shares
         for case in (pair.product, pair.other):
             for sms in (None, case.sms):
                 assert (
@@ -243,9 +241,7 @@ def test_what_matters_most_is_measured_first():
 
 
 class Machine:
-    """A GPU that takes as long as an H200 may, on a clock of its own: compiling eight at a time, but XLA
-    tunes its products one by one.
-    """
+    """A simulated H200 with its own clock. It compiles eight programs at once, and tunes products in turn."""
 
     def __init__(self, monkeypatch, tuning_s: float, kernel_s: float, measure_s: float):
         self.now, self.tuning_s, self.kernel_s, self.measure_s = 0.0, tuning_s, kernel_s, measure_s
@@ -279,17 +275,18 @@ class Machine:
 def test_a_profile_takes_no_longer_than_it_may(
     monkeypatch, tmp_path, tuning_s, kernel_s, measure_s, complete
 ):
-    """However slow the compiler: what is left out is what matters least, and is named."""
+    """The least important entries are left out and named, for any speed of the compiler."""
     machine, layer = Machine(monkeypatch, tuning_s, kernel_s, measure_s), llama()
     empty = msgspec.structs.replace(tiny()[1], total_sms=132)
     wanted = entries(layer.ops, (128, 256, 512, 768, 1024, 1536, 2048), (256, 1024, 4096), SHARES, 132)
     profile, left = command.measure(
         empty, layer, wanted, tmp_path / "p", TimeBudget(480, lambda: machine.now), seconds_each=0.4
     )
-    assert machine.now <= 480 + 4 * tuning_s  # a batch of products to tune may come unexpected
+    assert machine.now <= 480 + 4 * tuning_s  # one batch of products to tune may exceed the limit
     assert len(profile.op_times) + len(profile.pairs) + len(left) == len(wanted)
     assert left == wanted[len(wanted) - len(left) :] and (not left) == complete
-    if tuning_s < 20:  # enough for a plan: every pair, and all ops on the whole device
+    # Such a profile suffices for a plan: every pair, and all ops on the whole device.
+    if tuning_s < 20:
         assert len(profile.pairs) == 24 and {time.op for time in profile.op_times if time.sms == 132} == set(
             layer.ops
         )
@@ -304,7 +301,7 @@ def test_a_profile_takes_no_longer_than_it_may(
 def test_a_budget_learns_what_pieces_take():
     now = [0.0]
     budget = TimeBudget(100, lambda: now[0])
-    assert budget.fits("compile") == 33  # a guess
+    assert budget.fits("compile") == 33  # an estimate before any measurement
     for _ in range(8):
         now[0] += 4
         budget.took("compile", 4.0, 2)
@@ -367,9 +364,7 @@ def test_pairs_compile_for_an_h200_on_two_streams():
 def test_from_a_real_profile_to_an_engine_that_serves_under_its_plan(
     measured, tmp_path, no_flags, capsys, goldens
 ):
-    """Measured here, searched with that, simulated, served: two nano-batches, which a CPU of one stream does
-    not gain by.
-    """
+    """Measure, search, simulate and serve with two nano-batches, which gain nothing on a CPU."""
     path, profile = measured
     line = [
         "search",
@@ -416,9 +411,8 @@ def test_from_a_real_profile_to_an_engine_that_serves_under_its_plan(
     assert took == pytest.approx(
         [seconds(profile, run.op.name, run.nano.stop - run.nano.start) for run in products]
     ), "as measured"
-    save(
-        msgspec.structs.replace(found, predictions=None), tmp_path / "plan.json"
-    )  # else the engine knows that it does not gain
+    # With predictions the engine would run the sequential step.
+    save(msgspec.structs.replace(found, predictions=None), tmp_path / "plan.json")
     loop, golden = toy.loop("tiny-llama", plan=str(tmp_path / "plan.json")), goldens("tiny-llama")
     results = toy.run(
         loop, [Request(f"{i}", prompt, toy.GREEDY) for i, prompt in enumerate(toy.prompts(golden))]

@@ -1,4 +1,4 @@
-"""Profiles: read back as written, refused where they do not belong, and sane between the measured points."""
+"""Profiles: files, refusals, and interpolation between measured points."""
 
 import math
 
@@ -71,7 +71,7 @@ def test_what_does_not_belong_is_refused(tmp_path):
 
 
 def test_a_model_in_a_folder_may_be_elsewhere(tmp_path):
-    """It is measured on one machine and searched for on another."""
+    """The profile is measured on one machine and used on another."""
     path = tmp_path / "p.json"
     save_profile(msgspec.structs.replace(MODELLED, model="/there/llama-3-8b"), path)
     for name in ("/there/llama-3-8b", "here/llama-3-8b/", "llama-3-8b"):
@@ -81,7 +81,7 @@ def test_a_model_in_a_folder_may_be_elsewhere(tmp_path):
 
 
 def test_collectives_as_they_were_measured():
-    """They replace those that are modelled, whatever the SMs of the file they come from; the rest stays."""
+    """Measured collectives replace modelled ones for any number of SMs in their file."""
     model = open_checkpoint("llama-3-70b", load_format="dummy").model_config
     modelled = modelled_profile("llama-3-70b", model, DEVICES["H200"], tp=4, tokens=(256, 1024), keys=(256,))
     times = tuple(

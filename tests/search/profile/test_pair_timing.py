@@ -1,4 +1,4 @@
-"""Attention that is given so much to do that it ends with the product beside it."""
+"""Pairs of a product and attention with the number of keys that makes both end together."""
 
 from types import SimpleNamespace
 
@@ -20,7 +20,7 @@ def alone_s(keys: float) -> float:
 
 
 def ends(keys: float) -> tuple[float, float]:
-    """When product and attention end: both are slower until one of them has ended."""
+    """Return the ends of product and attention. Each one is slower while the other runs."""
     a, b = PRODUCT_S, alone_s(keys)
     both = BESIDE * min(a, b)
     return (both, both + b - a) if a < b else (both + a - b, both)
@@ -53,7 +53,7 @@ def test_it_stays_where_attention_was_timed():
 
 
 def test_a_pair_says_what_both_took_to_their_own_end():
-    """The product lasts 400 us on its SMs and 300 us alone; attention is as fast on its SMs as on all."""
+    """The product takes 400 us on its SMs and 300 us alone. Attention takes equal times on both."""
     times = [OpTime("down", 1024, 0, sms, took) for sms, took in ((100, PRODUCT_S), (132, 300e-6))]
     times += [
         OpTime("decode_attention", 256, keys, sms, alone_s(keys)) for sms in (32, 132) for keys in (100, 4096)

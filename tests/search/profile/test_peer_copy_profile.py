@@ -1,6 +1,4 @@
-"""Sums over two devices by the copy engines, in the search: nothing takes SMs from the products beside them,
-and their plans say so.
-"""
+"""Sums by copy engines in the search: copies take no SMs, and plans name them."""
 
 import msgspec
 import pytest
@@ -26,7 +24,7 @@ assert CARD is not None
 
 @pytest.fixture(scope="module")
 def forms():
-    """ShareTimes of both ways to send a sum, on two H200s."""
+    """Return the ShareTimes of both kinds of sums on two H200s."""
     graph = model_graph(MODEL, 2, FP8)
     settings = {"tp": 2, "widths": FP8, "dtype": E4M3, "kv_dtype": E4M3, "tokens": (512, 1024, TOKENS)}
     profile = modelled_profile("llama-3-70b", MODEL, DEVICES["H200"], **settings)
@@ -42,9 +40,8 @@ def test_what_is_copied_costs_no_sms_and_about_what_was_measured(forms):
         StepShape.steady_state(1024, 1024, 512).part(0, 1024),
     )
     assert (kernels.copies, copies.copies) == (False, True)
-    assert copies.seconds(op, step, 132) == pytest.approx(
-        62e-6, rel=0.02
-    )  # benchmarks/h200/kernels/all-reduce-of-two.json
+    # Measured in benchmarks/h200/kernels/all-reduce-of-two.json.
+    assert copies.seconds(op, step, 132) == pytest.approx(62e-6, rel=0.02)
     load = StepShape.steady_state(TOKENS, 1024, 512)
     two = two_nano_batch_plan(MODEL, TOKENS, TOKENS // 2, 2)
     plans = [(two, kernels), (with_copies(two), copies), (sequential_plan(MODEL, TOKENS, 2), kernels)]
@@ -61,7 +58,7 @@ def test_a_card_whose_copies_nobody_measured(forms):
 
 
 def test_the_command(tmp_path, no_flags, capsys):
-    """One nano-batch: the search itself has tests of its own."""
+    """Search with one nano-batch. Other tests cover the search."""
     line = [
         "--modelled",
         "--model",
@@ -83,7 +80,7 @@ def test_the_command(tmp_path, no_flags, capsys):
 
 @pytest.mark.parametrize("tp", [4, 8])
 def test_of_other_numbers_of_devices(tp, tmp_path, no_flags, capsys):
-    """Four swap in two steps; of eight there is no such form."""
+    """Four devices swap in two steps. Eight devices have no such form."""
     line = [
         "--modelled",
         "--model",

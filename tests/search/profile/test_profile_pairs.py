@@ -1,4 +1,4 @@
-"""What products and attention lose next to one another on an H200, from the pairs of the committed profiles."""
+"""Losses of overlapped products and attention on an H200, from committed profiles."""
 
 import statistics
 
@@ -29,7 +29,7 @@ def test_slowdown_of_each_committed_profile(name, slowdown):
 
 @pytest.mark.parametrize(("name", "most"), [("llama-3.1-8b-joules", 1.3), ("llama-3-70b-tp2-fp8", 1.3)])
 def test_products_and_decode_attention_keep_more_together_than_one_after_the_other(name, most):
-    """R + P of NanoFlow's Table 3, for each split of the SMs."""
+    """The sum R + P of NanoFlow's Table 3 for each split of the SMs."""
     sums: dict[tuple[int, int], list[float]] = {}
     for pair in profile(name).pairs:
         if pair.second == "decode_attention":

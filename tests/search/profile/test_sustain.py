@@ -1,4 +1,4 @@
-"""Watts, clock and joules beside a time, from cards that are not here."""
+"""Watts, clock and joules of a timed run on simulated cards."""
 
 import threading
 import types
@@ -18,8 +18,9 @@ RUN_S = 0.004
 
 
 class Card:
-    """That draws 600 W; its energy counter moves in steps. Time is what runs have taken, so that a busy
-    machine changes nothing.
+    """A card of 600 W with an energy counter that moves in steps.
+
+    Time is the sum of the runs' times, so that a busy machine changes nothing.
     """
 
     def __init__(self, monkeypatch):
@@ -45,7 +46,7 @@ class Card:
         return int(self.now / STEP_S) * 1e3 * STEP_S * WATTS
 
     def work(self):
-        """A run; the counter is asked twice before it ends."""
+        """Run once. The counter is read twice before the end."""
         self.now += RUN_S
         if self.asked is not None:
             while self.asked.acquire(blocking=False):
@@ -69,9 +70,8 @@ def test_joules_are_the_energy_counters_between_two_of_its_steps(card):
     found = sustain(card.work, 0.6)
     assert found.joules is not None and found.energy_step_s is not None
     assert (found.watts, found.clock_mhz) == (WATTS, 1500) and found.seconds == pytest.approx(RUN_S)
-    assert found.joules == pytest.approx(
-        WATTS * RUN_S, rel=0.05
-    )  # each step is seen within two runs, of 0.6 s
+    # Each step of the counter is seen within two runs of 0.6 s.
+    assert found.joules == pytest.approx(WATTS * RUN_S, rel=0.05)
     assert found.energy_step_s == pytest.approx(STEP_S, abs=2 * RUN_S)
 
 
