@@ -1,7 +1,5 @@
 """The asynchronous loop: step n+1 is scheduled and enqueued while step n runs, then the tokens of step n are read.
 
-With P pipeline stages, step n+P is scheduled and enqueued before the tokens of step n are read.
-
 The device gathers the decode inputs of a step from the step before, so sampled tokens do not wait for the host.
 In return, an end token or a stop string is noticed one step late. The surplus token is dropped and never
 reaches the prefix cache. A sequence that ends by length runs no surplus step, because its end is known before.
@@ -9,6 +7,7 @@ reaches the prefix cache. A sequence that ends by length runs no surplus step, b
 
 import collections
 import dataclasses
+import logging
 import time
 from collections.abc import Iterable
 
@@ -19,14 +18,22 @@ from jaxflow.engine.executor import Executor, Pending
 from jaxflow.engine.layout import SlotSampling, StepLayout, pack
 from jaxflow.engine.live_request import HostLogprobs, LiveRequest, needs_full_sampler, slot_settings
 from jaxflow.engine.plain_slots import PlainSlots
-from jaxflow.engine.programs import FULL, PLAIN
-from jaxflow.engine.staged_executor import StagedExecutor
+from jaxflow.engine.programs import FULL, NAN_LOGITS, PLAIN
 from jaxflow.engine.step_log import StepLog, StepRecord
 from jaxflow.kv.tiers.offload import KvOffload
 from jaxflow.pipeline.choice import pick
 from jaxflow.request import Event, FinishReason, Request
 from jaxflow.scheduler.scheduler import Scheduler
 from jaxflow.scheduler.state import Sequence, StepWork
+
+log = logging.getLogger(__name__)
+
+
+class NanLogits(ArithmeticError):
+    """The logits of a token are NaN: the weights are damaged, or a number overflowed."""
+
+    def __init__(self, request_id: str, position: int):
+        super().__init__(f"request {request_id}: the logits at position {position} are NaN")
 
 
 class Stats(msgspec.Struct, frozen=True):
@@ -62,7 +69,7 @@ class Loop:
     def __init__(
         self,
         scheduler: Scheduler,
-        executor: Executor | StagedExecutor,
+        executor: Executor,
         *,
         eos_token_ids: Iterable[int],
         offload: KvOffload | None = None,
@@ -78,8 +85,7 @@ class Loop:
         self._live: dict[str, LiveRequest] = {}
         self._slots = SlotSampling.empty(executor.slots)
         self._plain = PlainSlots(executor.slots, self._eos)
-        # The last calls of `schedule`, oldest first; None where a call found no work.
-        self._in_flight: collections.deque[InFlight | None] = collections.deque()
+        self._in_flight: InFlight | None = None
         self._events: list[Event] = []  # of the step being read, kept here so that a fault loses no end
         self._counts = collections.Counter()
         self._steps_by_plan = collections.Counter()
@@ -134,7 +140,7 @@ class Loop:
     def has_work(self) -> bool:
         return (
             bool(self._live)
-            or any(step is not None for step in self._in_flight)
+            or self._in_flight is not None
             or (self._offload is not None and self._offload.busy)
         )
 
@@ -184,15 +190,15 @@ class Loop:
     # ---- steps
 
     def step(self) -> list[Event]:
-        """Enqueue the next step, then read the oldest one in flight. Return its events."""
+        """Enqueue the next step, then read the step before. Return its events."""
         if self._offload is not None:
             self._offload.receive()
         work = self.scheduler.schedule(self._clock())
+        before, self._in_flight = self._in_flight, None
         if self._offload is not None:
             self._offload.send()
-        full = len(self._in_flight) >= self.executor.num_stages
-        before = self._in_flight.popleft() if full else None
-        self._in_flight.append(None if work is None else self._enqueue(work))
+        if work is not None:
+            self._in_flight = self._enqueue(work)
         if before is not None:
             self._read(before)
         elif work is None and self._offload is not None and self._offload.busy:
@@ -271,6 +277,10 @@ class Loop:
         rows = [(row, work.decodes.item(row)) for row in np.flatnonzero(~plain).tolist()]
         rows += [(row, chunk.seq) for row, chunk in enumerate(work.chunks, start=len(slots)) if chunk.samples]
         drawn = [(row, seq, tokens.item(row)) for row, seq in rows if not seq.finished]
+        for _, seq, token in drawn:
+            if token == NAN_LOGITS:
+                self._fail(seq, now)
+        drawn = [each for each in drawn if not each[1].finished]
         self.scheduler.commit([seq for _, seq, _ in drawn], [token for _, _, token in drawn])
         for row, seq, token in drawn:
             self._take(seq, token, found, row, now)
@@ -291,6 +301,14 @@ class Loop:
                 read_s,
             )
         )
+
+    def _fail(self, seq: Sequence, now: float) -> None:
+        """End a sequence without a token, because its logits are NaN."""
+        fault = NanLogits(seq.request.request_id, seq.num_known)
+        log.error("%s", fault)
+        live = self._live[seq.request.request_id]
+        self._free(seq, FinishReason.ABORT)
+        self._events.append(live.finished(seq, FinishReason.ABORT, None, now, fault))
 
     def _take(self, seq: Sequence, token: int, found: HostLogprobs | None, row: int, now: float) -> None:
         """Add the events of one committed token."""

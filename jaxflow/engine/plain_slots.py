@@ -33,9 +33,12 @@ class PlainSlots:
         self._open[slot] = False
 
     def pass_through(self, slots: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """Return bool [n]: for each slot, whether its token, int32 [n], needs no inspection."""
+        """Return bool [n]: for each slot, whether its token, int32 [n], needs no inspection.
+
+        A negative token stands for a row without one.
+        """
         ends = (tokens[:, None] == self._eos).any(axis=1)
-        return self._open[slots] & ~(ends & self._heeds_eos[slots])
+        return self._open[slots] & (tokens >= 0) & ~(ends & self._heeds_eos[slots])
 
     def deltas(self, slots: np.ndarray, tokens: np.ndarray) -> Iterator[Delta]:
         """Return the deltas of tokens, one a slot."""

@@ -23,6 +23,7 @@ from jaxflow.parallel.mesh import axis_of, over_shards
 
 REPLICATED = PartitionSpec()
 PLAIN, FULL = 1, 2  # the sampler that a row of a step needs
+NAN_LOGITS = -1  # in place of a token: the row's logits are NaN
 STEP_DONATES, FULL_DONATES = (
     (1, 2),
     (5,),
@@ -42,31 +43,22 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True)
 class Programs:
-    """The functions of a model, or of one pipeline stage, on a mesh.
-
-    A `forward` is a compiled plan or the plain forward. embeds: False for a stage that reads the residual
-    stream of the stage before. samples: False for a stage that another one follows.
-    """
+    """The functions of a model on a mesh. A `forward` is a compiled plan or the plain forward."""
 
     context: Context
     mesh: Mesh
     weight_specs: Any  # a pytree of PartitionSpec
     rows_at_once: int = sampling.ROWS  # of the full sampler
-    embeds: bool = True
-    samples: bool = True
 
     def step(self, layout: StepLayout, forward: Callable) -> Wrapped:
-        """(weights, kv, page_table, source, buffer) -> (hidden, x, rows, kv, page_table).
+        """(weights, kv, page_table, last_tokens, buffer) -> (hidden, x, rows, kv, page_table).
 
-        source: each slot's last token, [Q] int32; for a stage that does not embed, the residual stream [T, D].
         kv and page_table are donated: updated in place.
         """
 
-        def run(weights, kv, page_table, source, buffer):
+        def run(weights, kv, page_table, last_tokens, buffer):
             page_table = apply_page_appends(page_table, layout.field(buffer, "page_appends"))
-            batch = unpack(layout, buffer, page_table, source if self.embeds else None)
-            if not self.embeds:
-                batch = dataclasses.replace(batch, hidden=source)
+            batch = unpack(layout, buffer, page_table, last_tokens)
             hidden, x, kv = forward(self.context, weights, kv, batch)
             names = {
                 "row_slots": "slots",
@@ -96,6 +88,7 @@ class Programs:
             logits = self._logits(head, hidden)
             with op_scope("sample"):
                 tokens = sampling.plain(logits, rows.temperature, rows.seeds, rows.lengths)
+                tokens = _none_of_nan(tokens, logits)
             return tokens, _keep(last_tokens, rows, tokens)
 
         return jax.jit(run)
@@ -121,6 +114,7 @@ class Programs:
                     search=search,
                     most=self.rows_at_once,
                 )
+                tokens = _none_of_nan(tokens, logits)
             return tokens, found, _keep(last_tokens, rows, tokens), counts
 
         return jax.jit(run, donate_argnums=FULL_DONATES)
@@ -133,9 +127,10 @@ class Programs:
 
         def run(weights, x, targets):
             _, hidden = ops.final_norm(Site(self.context, weights), x, None)
+            table = weights.get("lm_head", weights["embed"])
             return logprobs.prompt_logprobs(
                 hidden,
-                ops.head_table(weights),
+                table,
                 targets,
                 vocab_size=config.vocab_size,
                 soft_cap=config.logits_soft_cap,
@@ -177,6 +172,12 @@ def prompt_head(weights: dict) -> dict:
         for name in ("embed", "lm_head", "final_norm", "final_norm_bias")
         if name in weights
     }
+
+
+def _none_of_nan(tokens: Int[Array, " R"], logits: Float[Array, "R V"]) -> Int[Array, " R"]:
+    """Return the tokens [R], with `NAN_LOGITS` where the logit of the token is NaN, as in a row of NaN."""
+    drawn = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
+    return jnp.where(jnp.isnan(drawn), NAN_LOGITS, tokens)
 
 
 def _keep(last_tokens: Int[Array, " Q"], rows: Rows, tokens: Int[Array, " R"]) -> Int[Array, " Q"]:

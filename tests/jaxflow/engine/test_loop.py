@@ -3,12 +3,15 @@
 import dataclasses
 import math
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
 
 from jaxflow.bench.engine.policies import Hybrid
 from jaxflow.bench.engine.steps import step_log
+from jaxflow.engine.loop import NanLogits
 from jaxflow.engine.start import make_loop
 from jaxflow.pipeline import plan as plans
 from jaxflow.pipeline.handwritten import two_nano_batch_plan
@@ -275,3 +278,33 @@ class TestNoShapeSurprises:
         before = executor.compilations
         jax.jit(lambda x: x * 3 + 1)(jnp.zeros(1237))
         assert executor.compilations > before
+
+
+class TestLogitsThatAreNan:
+    """A request whose logits are NaN ends with an error, before a token of them is sent."""
+
+    @pytest.mark.parametrize(
+        "settings", [{"temperature": 0.0}, {"temperature": 1.3}, {"top_p": 0.8}, {"logprobs": 2}, {"n": 2}]
+    )
+    def test_the_request_ends_with_a_fault_and_the_next_is_served(self, settings, caplog):
+        request = Request("a", [5, 6, 7], SamplingParams(seed=3, max_tokens=6, ignore_eos=True, **settings))
+        loop = toy.loop(MODEL)
+        executor = loop.executor
+        expected = answers(toy.run(loop, [request]), [request])
+        whole = executor.weights
+        try:
+            damaged = jax.tree.map(
+                lambda a: jax.device_put(jnp.full_like(a, jnp.nan), a.sharding), whole["final_norm"]
+            )
+            executor.weights = whole | {"final_norm": damaged}
+            result = toy.run(loop, [request])["a"]
+        finally:
+            executor.weights = whole
+        assert not any(result.token_ids)
+        assert len(result.finished) == request.sampling.n
+        for event in result.finished.values():
+            assert event.reason is FinishReason.ABORT and isinstance(event.error, NanLogits)
+        assert "position 3 are NaN" in caplog.text
+        stats = loop.stats(0)
+        assert stats.kv_pages_free == stats.kv_pages and stats.running_requests == 0
+        assert answers(toy.run(loop, [request]), [request]) == expected
