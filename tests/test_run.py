@@ -119,3 +119,13 @@ def test_ci_prints_the_failed_checks(tmp_path, arguments, failing, status, faile
         [paths.ROOT / ".ci" / "run", *arguments], env=environ, capture_output=True, text=True
     )
     assert (done.returncode, done.stderr.splitlines()) == (status, failed)
+
+
+def test_ci_skips_a_shim_that_fails(tmp_path):
+    for name in ("python3", "python"):
+        script(tmp_path / name, "echo 'pyenv: version `3.12` is not installed' >&2; exit 1")
+    script(tmp_path / "python3.12", "exit 0")
+    environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run([paths.ROOT / ".ci" / "run"], env=environ, capture_output=True, text=True)
+    assert done.returncode == 0
+    assert f"tests: {tmp_path / 'python3.12'} run.py test" in done.stdout
