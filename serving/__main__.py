@@ -1,14 +1,16 @@
-"""Serve a model over gRPC.
+"""Serve a model over HTTP, with OpenAI's API, and over gRPC.
 
-  python -m serving --model FOLDER_OR_FILE_OR_HUB_ID --port 50051
+  python -m serving --model FOLDER_OR_FILE_OR_HUB_ID --port 50051 --http_port 8000
 
-The command prints "ready on HOST:PORT" when the model is loaded and warm. SIGTERM or an interrupt starts
-draining: the server refuses new requests, finishes the running ones, and exits with status 0. A second
-signal ends the process at once. The admin service with statistics and draining listens on --admin_port.
+The command prints "ready on HOST:PORT and http://HOST:PORT" when the model is loaded and warm: the addresses of
+gRPC and of HTTP. SIGTERM or an interrupt starts draining: the server refuses new requests, finishes the running
+ones, and exits with status 0. A second signal ends the process at once. The gRPC admin service with statistics
+and draining listens on --admin_port.
 """
 
 import asyncio
 import os
+import resource
 import signal
 import sys
 import threading
@@ -22,9 +24,12 @@ from absl import app, flags
 import jaxflow.cli.engine_flags
 from jaxflow.cli.exit_status import run_command
 from jaxflow.config import ConfigError, EngineConfig
+from jaxflow.text.chat import read_chat_template
 from serving.frontend.config import ListenError, ServerConfig
 from serving.frontend.served_model import ServedModel
 from serving.grpc.server import Server
+from serving.http import http_flags
+from serving.http.config import HttpConfig
 from serving.operations import operations_flags
 from serving.operations.health import make_first_token
 from serving.operations.operations import Operations
@@ -37,10 +42,11 @@ if TYPE_CHECKING:
 HOST = flags.DEFINE_string(
     "host", "127.0.0.1", "Address to listen on. 0.0.0.0 or [::] accepts every network."
 )
+GRPC = flags.DEFINE_boolean("grpc", True, "Open the gRPC ports --port and --admin_port.")
 PORT = flags.DEFINE_integer(
     "port",
     50051,
-    "Port of the generation and model services. 0: a free port.",
+    "Port of the gRPC generation and model services. 0: a free port.",
     lower_bound=0,
     upper_bound=65535,
 )
@@ -49,7 +55,7 @@ ADMIN_PORT = flags.DEFINE_integer(
     "admin_port", 50052, "Port of the admin service. 0: a free port.", lower_bound=0, upper_bound=65535
 )
 TLS_CERT = flags.DEFINE_string(
-    "tls_cert", None, "PEM file of the server's certificate chain. Enables TLS on both ports."
+    "tls_cert", None, "PEM file of the server's certificate chain. Enables TLS on all ports."
 )
 TLS_KEY = flags.DEFINE_string("tls_key", None, "PEM file of the private key of --tls_cert.")
 TLS_CLIENT_CA = flags.DEFINE_string(
@@ -57,6 +63,20 @@ TLS_CLIENT_CA = flags.DEFINE_string(
 )
 AUTH_TOKEN_FILE = flags.DEFINE_string(
     "auth_token_file", None, "File of bearer tokens, one a line. Clients must send one of the tokens."
+)
+API_KEY = flags.DEFINE_multi_string(
+    "api_key",
+    [],
+    "A bearer token that clients may send, beside those of --auth_token_file. Other users of this machine can read "
+    "it in the list of processes; --auth_token_file hides the tokens.",
+)
+SERVED_MODEL_NAME = flags.DEFINE_list(
+    "served_model_name",
+    [],
+    "Names of the model in requests, separated by commas. Default: the model's own name.",
+)
+CHAT_TEMPLATE = flags.DEFINE_string(
+    "chat_template", None, "File of a Jinja chat template, instead of the checkpoint's."
 )
 ADMIN_TOKEN_FILE = flags.DEFINE_string(
     "admin_token_file",
@@ -111,8 +131,9 @@ def main(argv: list[str]) -> int:
             tls_cert=TLS_CERT.value,
             tls_key=TLS_KEY.value,
             tls_client_ca=TLS_CLIENT_CA.value,
-            auth_tokens=read_tokens(AUTH_TOKEN_FILE.value),
+            auth_tokens=(*read_tokens(AUTH_TOKEN_FILE.value), *read_api_keys(API_KEY.value)),
             admin_tokens=read_tokens(ADMIN_TOKEN_FILE.value, "admin_token_file"),
+            served_model_names=tuple(SERVED_MODEL_NAME.value),
             allow_priority=ALLOW_PRIORITY.value,
             isolate_tokens=ISOLATE_TOKENS.value,
             max_requests_per_token=MAX_REQUESTS_PER_TOKEN.value,
@@ -120,9 +141,15 @@ def main(argv: list[str]) -> int:
             drain_timeout_s=DRAIN_TIMEOUT_S.value,
             max_pending_tokens=MAX_PENDING_TOKENS.value,
         )
+        template = None if CHAT_TEMPLATE.value is None else read_chat_template(CHAT_TEMPLATE.value)
+        http = http_flags.http_from_flags()
+        if http is None and not GRPC.value:
+            raise ListenError("--nohttp and --nogrpc leave no port to serve")
     except (ConfigError, ListenError, OSError) as error:
         return report_error(error)
-    return asyncio.run(serve(config, lambda: load(engine), operations_flags.operations_from_flags))
+    make_operations = operations_flags.operations_from_flags
+    work = serve(config, lambda: load(engine, template), make_operations, http, grpc=GRPC.value)
+    return asyncio.run(work)
 
 
 def read_tokens(path: str | None, flag: str = "auth_token_file") -> tuple[str, ...]:
@@ -143,14 +170,29 @@ def read_tokens(path: str | None, flag: str = "auth_token_file") -> tuple[str, .
     return tokens
 
 
-def load(config: EngineConfig) -> "LLM":
-    """Return the loaded and warm model."""
+def read_api_keys(keys: list[str]) -> list[str]:
+    """Return the tokens of --api_key. Raises: ConfigError."""
+    if not all(key.strip() and key.isascii() for key in keys):
+        raise ConfigError("api_key", "a key", "a token in ASCII, not empty")
+    return [key.strip() for key in keys]
+
+
+def load(config: EngineConfig, chat_template: str | None = None) -> "LLM":
+    """Return the loaded and warm model. `chat_template`: instead of the checkpoint's, if not None.
+
+    Raises:
+      ConfigError: a chat template for a model without a tokenizer, and settings that cannot work.
+    """
     from jaxflow.engine.start import (
         freeze_heap,  # imports JAX, which takes seconds: the ports are bound first
     )
     from jaxflow.llm import LLM
 
     llm = LLM.from_config(config)
+    if chat_template is not None:
+        if llm.tokenizer is None:
+            raise ConfigError("chat_template", "a file", "no file, because the model has no tokenizer")
+        llm.tokenizer = llm.tokenizer.with_chat_template(chat_template)
     make_first_token(llm)
     freeze_heap()
     return llm
@@ -160,8 +202,17 @@ async def serve(
     config: ServerConfig,
     load: Callable[[], "LLM"],
     make_operations: Callable[[ServedModel], Operations] = Operations,
+    http: HttpConfig | None = None,
+    *,
+    grpc: bool = True,
 ) -> int:
-    """Serve the model that `load` returns until a signal comes or the engine fails. Return the exit status."""
+    """Serve the model that `load` returns until a signal comes or the engine fails. Return the exit status.
+
+    Args:
+      http: settings of the HTTP server; None for none.
+      grpc: open the gRPC ports.
+    """
+    raise_file_limit()
     # The engine's thread gets the interpreter lock within 0.5 ms, even while many streams are written.
     sys.setswitchinterval(0.0005)
     loop = asyncio.get_running_loop()
@@ -179,27 +230,54 @@ async def serve(
         operations = make_operations(served)
     except (RequestLogError, TracingError) as error:
         return report_error(error)
-    server = Server(served, operations.observe)
+    grpc_server = Server(served, operations.observe) if grpc else None
+    http_server = None if http is None else http.server(served, operations)
+    servers = [server for server in (grpc_server, http_server) if server is not None]
     try:
-        await server.start()
+        for server in servers:
+            await server.start()
+        ready = None if grpc_server is None else grpc_server.show_ready
+        watching = asyncio.create_task(operations.run(ready))
+        addresses = []
+        if grpc_server is not None:
+            addresses.append(address(config.host, grpc_server.port))
+        if http_server is not None:
+            scheme = "https" if config.tls_cert else "http"
+            addresses.append(f"{scheme}://{address(config.host, http_server.port)}")
+        names = " and ".join(addresses)
+        admin = (
+            "" if grpc_server is None else f", admin on {address(config.admin_host, grpc_server.admin_port)}"
+        )
+        log(f"listening on {names}{admin}; loading the model")
+        for warning in warnings(config):
+            print(f"warning: {warning}", file=sys.stderr, flush=True)
+        try:
+            stopped = asyncio.create_task(stop_requested.wait())
+            return await serve_until_stopped(served, load, stopped, names)
+        finally:
+            await asyncio.gather(*(server.stop() for server in servers))
+            watching.cancel()
     except ListenError as error:
         return report_error(error)
-    watching = asyncio.create_task(operations.run(server.show_ready))
-    log(
-        f"listening on {config.host}:{server.port}, admin on "
-        f"{config.admin_host}:{server.admin_port}; loading the model"
-    )
-    for warning in warnings(config):
-        print(f"warning: {warning}", file=sys.stderr, flush=True)
-    try:
-        return await serve_until_stopped(server, load, asyncio.create_task(stop_requested.wait()))
     finally:
-        await server.stop()
-        watching.cancel()
         operations.close()
 
 
-async def serve_until_stopped(server: Server, load: Callable[[], "LLM"], stop_requested: asyncio.Task) -> int:
+def address(host: str, port: int) -> str:
+    """Return an address as an URL writes it."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def raise_file_limit() -> None:
+    """Raise this process's limit of open files to the highest allowed one. Each connection is a file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+async def serve_until_stopped(
+    served: ServedModel, load: Callable[[], "LLM"], stop_requested: asyncio.Task, addresses: str
+) -> int:
     """Load the model, serve it, and drain once `stop_requested` is done. Return the exit status."""
     loading = in_thread(load)
     await asyncio.wait({loading, stop_requested}, return_when=asyncio.FIRST_COMPLETED)
@@ -210,19 +288,19 @@ async def serve_until_stopped(server: Server, load: Callable[[], "LLM"], stop_re
     if isinstance(llm, Exception):
         return report_error(llm)
     try:
-        await server.served.serve(llm)
+        await served.serve(llm)
     except ConfigError as error:
         return report_error(error)
-    log(f"ready on {server.config.host}:{server.port}")
-    engine_failure = asyncio.create_task(server.served.engine_failure())
+    log(f"ready on {addresses}")
+    engine_failure = asyncio.create_task(served.engine_failure())
     await asyncio.wait({stop_requested, engine_failure}, return_when=asyncio.FIRST_COMPLETED)
     if engine_failure.done():
         print(
             "error: the engine stopped after a fault; the log has the traceback", file=sys.stderr, flush=True
         )
         return 1
-    log(f"draining: running requests have {server.config.drain_timeout_s:g} s to finish")
-    log(f"drained, {await server.served.drain()} aborted")
+    log(f"draining: running requests have {served.config.drain_timeout_s:g} s to finish")
+    log(f"drained, {await served.drain()} aborted")
     await asyncio.to_thread(llm.close)
     return 0
 
@@ -284,6 +362,7 @@ def log(text: str) -> None:
 if __name__ == "__main__":
     jaxflow.cli.engine_flags.define_engine_flags()
     flags.adopt_module_key_flags(jaxflow.cli.engine_flags)
+    flags.adopt_module_key_flags(http_flags)
     flags.adopt_module_key_flags(operations_flags)
     if problem := jaxflow.cli.engine_flags.removed_flag(sys.argv):
         sys.exit(f"error: {problem}")

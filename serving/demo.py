@@ -17,6 +17,7 @@ from absl import flags
 from jaxflow.cli.exit_status import run_command
 from serving.default_model import default_model
 
+DEFAULT_URL = "http://127.0.0.1:8000"
 QUESTION = "What is gravity? Answer in three sentences."
 
 MODEL = flags.DEFINE_string(
@@ -28,21 +29,22 @@ MAX_TOKENS = flags.DEFINE_integer(
 KEEP = flags.DEFINE_bool("keep", False, "Keep the server running after the answer, until Ctrl-C.")
 
 
-def start_server(*arguments: str) -> tuple[subprocess.Popen[str], str]:
-    """Start a server on a free local port. Return its process and its host:port once it is ready.
+def start_server(*arguments: str) -> tuple[subprocess.Popen[str], str, str]:
+    """Start a server on free local ports. Return its process, its host:port for gRPC, and its URL for HTTP.
 
     The messages of the server are printed.
 
     Raises:
       ChildProcessError: the server ended before it was ready, and printed its error.
     """
-    command = [sys.executable, "-m", "serving", *arguments, "--port=0", "--admin_port=0"]
+    command = [sys.executable, "-m", "serving", *arguments, "--port=0", "--admin_port=0", "--http_port=0"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, bufsize=1)
     assert server.stdout is not None
     for line in server.stdout:
         print(line, end="", flush=True)
         if line.startswith("ready on "):
-            return server, line.removeprefix("ready on ").strip()
+            _, _, target, _, url = line.split()
+            return server, target, url
     raise ChildProcessError(f"the server ended with exit status {server.wait()}")
 
 
@@ -52,7 +54,7 @@ def main(argv: list[str]) -> int:
     try:
         model = MODEL.value or str(default_model())
         print_command("python", "-m", "serving", "--model", model)
-        server, target = start_server("--model", model)
+        server, target, url = start_server("--model", model)
     except (FileNotFoundError, ChildProcessError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -63,8 +65,12 @@ def main(argv: list[str]) -> int:
         print_command("python", *ask)
         status = subprocess.call([sys.executable, *ask])
         if KEEP.value and status == 0:
-            print(f"\nThe server stays on {target}; Ctrl-C ends it.", flush=True)
+            print(f"\nThe server stays on {target} and {url}; Ctrl-C ends it.\n{how_to_ask(url)}", flush=True)
             server.wait()
+        elif status == 0:
+            print(
+                f"\nOver HTTP, from `python -m serving --model {shlex.quote(model)}`:\n{how_to_ask(DEFAULT_URL)}"
+            )
         server.send_signal(signal.SIGTERM)
     except KeyboardInterrupt:
         # The terminal sends its interrupt to the server as well. A second signal would prevent draining.
@@ -72,6 +78,20 @@ def main(argv: list[str]) -> int:
     assert server.stdout is not None
     print(server.stdout.read(), end="", flush=True)
     return status or server.wait()
+
+
+def how_to_ask(url: str) -> str:
+    """Return a command of curl and a program that ask the server at `url` over HTTP."""
+    return f"""
+  curl {url}/v1/chat/completions -H 'content-type: application/json' \\
+    -d '{{"messages": [{{"role": "user", "content": "Why is the sky blue?"}}]}}'
+
+  from openai import OpenAI
+  client = OpenAI(base_url="{url}/v1", api_key="none")
+  question = {{"role": "user", "content": "Why is the sky blue?"}}
+  answer = client.chat.completions.create(model="", messages=[question])
+  print(answer.choices[0].message.content)
+"""
 
 
 def print_command(*command: str) -> None:

@@ -29,13 +29,14 @@ def server():
         MODEL,
         "--port=0",
         "--admin_port=0",
+        "--http_port=0",
         "--max_num_seqs=4",
     ]
     with subprocess.Popen(command, cwd=paths.ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
             if line.startswith("ready on "):
-                yield line.removeprefix("ready on ").strip()
+                yield line.split()[2]
                 break
         process.terminate()
         assert process.wait(60) == 0

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
+import httpx
 import paths
 import pytest
 from fake_llm import TEMPLATE, FakeLLM
@@ -45,7 +46,7 @@ def run(module: str, *arguments: str, stdin: str | None = None, env=None) -> sub
 
 @contextlib.contextmanager
 def process(*arguments: str) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "serving", "--port=0", "--admin_port=0", *arguments]
+    command = [sys.executable, "-m", "serving", "--port=0", "--admin_port=0", "--http_port=0", *arguments]
     with subprocess.Popen(
         command, cwd=paths.ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as server:
@@ -58,7 +59,8 @@ def process(*arguments: str) -> Iterator[subprocess.Popen[str]]:
 def ready(server: subprocess.Popen[str]) -> str:
     """Return the address of the ready line."""
     for line in server.stdout:
-        if found := re.fullmatch(r"ready on (\S+)\n", line):
+        if found := re.fullmatch(r"ready on (\S+) and (http://\S+)\n", line):
+            server.url = found.group(2)
             return found.group(1)
     raise AssertionError(f"it ended: {server.stderr.read()}")
 
@@ -66,7 +68,8 @@ def ready(server: subprocess.Popen[str]) -> str:
 def test_serve_ask_and_end(tmp_path):
     """The whole way: a token, a question from each side, SIGTERM while an answer runs, exit 0."""
     (tmp_path / "tokens").write_text("s3cret\n")
-    with process("--model", MODEL, *SMALL, f"--auth_token_file={tmp_path / 'tokens'}") as server:
+    more = (f"--auth_token_file={tmp_path / 'tokens'}", "--api_key=key", "--served_model_name=small,other")
+    with process("--model", MODEL, *SMALL, *more) as server:
         target = f"--target={ready(server)}"
         greedy = (
             "--temperature=0",
@@ -105,6 +108,16 @@ def test_serve_ask_and_end(tmp_path):
         ):
             refused = run("serving.client", *arguments, stdin="")
             assert refused.returncode == 1 and says in refused.stderr and "Traceback" not in refused.stderr
+        body = {"prompt": PROMPT["prompt_ids"], "max_tokens": len(PROMPT["greedy_ids"]), "temperature": 0}
+        body |= {"ignore_eos": True, "model": "small", "return_token_ids": True}
+        for token, status in (("s3cret", 200), ("key", 200), ("other", 401)):
+            headers = {"authorization": f"Bearer {token}"}
+            asked = httpx.post(f"{server.url}/v1/completions", json=body, headers=headers)
+            assert asked.status_code == status, asked.text
+            if status == 200:
+                [choice] = asked.json()["choices"]
+                assert choice["text"].strip() == PROMPT["greedy_text"].strip()
+                assert choice["token_ids"] == PROMPT["greedy_ids"]
         # An answer is running when the signal comes: it has time to finish.
         command = [
             sys.executable,
@@ -140,7 +153,7 @@ def test_an_interrupt_while_loading_ends_the_server():
 def test_a_port_in_use_is_one_line_and_an_exit_code():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        done = run("serving", "--model", MODEL, f"--port={port}", "--admin_port=0")
+        done = run("serving", "--model", MODEL, f"--port={port}", "--admin_port=0", "--http_port=0")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == f"error: cannot listen on 127.0.0.1:{port}: Address already in use\n"
 
@@ -151,11 +164,13 @@ def test_a_port_in_use_is_one_line_and_an_exit_code():
         (("--model=/no/such/model",), "/no/such/model"),
         (("--model", MODEL, "--quantization=int3"), "quantization='int3'"),
         (("--model", MODEL, "--auth_token_file=/nope"), "auth_token_file='/nope'"),
+        (("--model", MODEL, "--chat_template=/nope"), "chat_template='/nope'"),
+        (("--model", MODEL, "--nohttp", "--nogrpc"), "--nogrpc"),
         (("--model", MODEL, "--drain_timeout_s=nan"), "--drain_timeout_s=nan"),
     ],
 )
 def test_a_setting_that_cannot_work_is_one_line_and_an_exit_code(arguments, says):
-    done = run("serving", "--port=0", "--admin_port=0", *arguments)
+    done = run("serving", "--port=0", "--admin_port=0", "--http_port=0", *arguments)
     assert done.returncode == 1
     assert re.fullmatch(r"error: [^\n]*\n", done.stderr) and says in done.stderr
 

@@ -25,11 +25,14 @@ def test_demo_serves_asks_and_ends():
     assert done.returncode == 0, done.stderr
     serve, ask, *rest = re.split(r"^\$ ", done.stdout, flags=re.M)[1:]
     assert rest == []
-    assert re.search(r"^ready on 127\.0\.0\.1:\d+$", serve, re.M)
+    assert re.search(r"^ready on 127\.0\.0\.1:\d+ and http://127\.0\.0\.1:\d+$", serve, re.M)
     command, answer, *end = ask.splitlines()
     assert command.endswith("'Once upon a time'")
     assert answer.strip()
     assert end[-1] == "drained, 0 aborted"
+    assert "  from openai import OpenAI" in end and any(
+        "curl http://127.0.0.1:8000/v1/" in line for line in end
+    )
     assert "24 tokens" in done.stderr
 
 
