@@ -15,14 +15,13 @@
 install 'jaxflow[search]', or in a source checkout: python3 run.py exec python -m search COMMAND.
 """
 
-import importlib
 import sys
 from types import ModuleType
 
 from absl import flags
 
-from jaxflow.cli.engine_flags import parse
 from jaxflow.cli.exit_status import exit_status
+from jaxflow.cli.subcommands import Subcommands
 from jaxflow.config import ConfigError
 from jaxflow.flexgen.policy import PolicyError
 from jaxflow.model.checkpoints.checkpoint import CheckpointError
@@ -48,25 +47,9 @@ EXTRA = ("mip", "highspy", "optax")  # the packages of the extra `search`
 
 def main(argv: list[str]) -> int:
     """Run one command and return its exit status: 2 for a wrong command line, 1 for a failed command."""
-    if len(argv) < 2 or argv[1] in ("--help", "-h", "help"):
-        print(__doc__)
-        return 0 if len(argv) > 1 else 2
-    if argv[1] not in COMMANDS:
-        print(f"error: unknown command {argv[1]!r}; accepted: {', '.join(COMMANDS)}", file=sys.stderr)
-        return 2
-    command = importlib.import_module(f"search.{COMMANDS[argv[1]]}")
-    command.define_flags()
-    if {"--help", "-h"} & set(argv[2:]):
-        print(command.__doc__, *_flag_help(command), sep="\n")
-        return 0
-    try:
-        parse(argv[1:])
-    except flags.Error as error:
-        given = {word.lstrip("-").partition("=")[0] for word in argv[2:] if word.startswith("-")}
-        names = [f"--{old} is now --{new}" for old, new in RENAMED.items() if old in given]
-        help_command = f"`python -m search {argv[1]} --help` lists the flags"
-        print(f"error: {error}", *names, help_command, sep="\n", file=sys.stderr)
-        return 2
+    command = Subcommands("search", __doc__, COMMANDS, RENAMED, _flag_help).select(argv)
+    if isinstance(command, int):
+        return command
     choose_platform()
     try:
         command.run()

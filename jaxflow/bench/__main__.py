@@ -25,14 +25,13 @@ also hold the fraction of the bound by compute, memory, network and energy. The 
 with known joules. `python -m jaxflow.bench COMMAND --help` lists the flags of a command.
 """
 
-import importlib
 import sys
 from pathlib import Path
 
 from absl import flags
 
-from jaxflow.cli.engine_flags import parse
 from jaxflow.cli.exit_status import exit_status
+from jaxflow.cli.subcommands import Subcommands
 
 COMMANDS = {
     "throughput": "engine.throughput",
@@ -59,28 +58,8 @@ RENAMED = {"beside_sequential": "compare_sequential", "smallest": "min_bucket"} 
 
 def main(argv: list[str]) -> int:
     """Run one command and return its exit status: 2 for a wrong command line, 1 for a failed run."""
-    if len(argv) < 2 or argv[1] in ("--help", "-h", "help"):
-        print(__doc__)
-        return 0 if len(argv) > 1 else 2
-    if argv[1] not in COMMANDS:
-        print(f"error: unknown command {argv[1]!r}; accepted: {', '.join(COMMANDS)}", file=sys.stderr)
-        return 2
-    command = importlib.import_module(f"jaxflow.bench.{COMMANDS[argv[1]]}")
-    command.define_flags()
-    if {"--help", "-h"} & set(argv[2:]):
-        print(command.__doc__, *_flag_help(command), sep="\n")
-        return 0
-    try:
-        parse(argv[1:])
-    except flags.Error as error:
-        given = {
-            word.lstrip("-").partition("=")[0].replace("-", "_") for word in argv[2:] if word.startswith("-")
-        }
-        names = [f"--{old} is now --{new}" for old, new in RENAMED.items() if old in given]
-        help_command = f"`python -m jaxflow.bench {argv[1]} --help` lists the flags"
-        print(f"error: {error}", *names, help_command, sep="\n", file=sys.stderr)
-        return 2
-    return _run(command)
+    command = Subcommands("jaxflow.bench", __doc__, COMMANDS, RENAMED, _flag_help).select(argv)
+    return command if isinstance(command, int) else _run(command)
 
 
 def _flag_help(command) -> list[str]:

@@ -187,8 +187,9 @@ def test_commands_without_the_extra_print_help_and_name_the_extra(tmp_path):
         assert "Traceback" not in text and "extra `search`: pip install 'jaxflow[search]'" in text
 
 
-def test_a_renamed_flag_names_its_replacement(capsys):
-    assert main(["search", "correct", "--measured_alone"]) == 2
+@pytest.mark.parametrize("given", ["--measured_alone", "--measured-alone"])
+def test_a_renamed_flag_names_its_replacement(given, no_flags, capsys):
+    assert main(["search", "correct", given]) == 2
     assert "--measured_alone is now --measured_only" in capsys.readouterr().err
 
 

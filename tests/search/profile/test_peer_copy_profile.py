@@ -57,21 +57,23 @@ def test_a_card_whose_copies_nobody_measured(forms):
         copied(forms[0].profile, forms[0].graph, card)
 
 
+LINE = [
+    "--modelled",
+    "--model",
+    "llama-3-70b",
+    "--tokens",
+    "512",
+    "--nano_batches",
+    "1",
+    "--sums",
+    "copies",
+    "--out",
+]
+
+
 def test_the_command(tmp_path, no_flags, capsys):
     """Search with one nano-batch. Other tests cover the search."""
-    line = [
-        "--modelled",
-        "--model",
-        "llama-3-70b",
-        "--tokens",
-        "512",
-        "--nano_batches",
-        "1",
-        "--sums",
-        "copies",
-        "--out",
-    ]
-    assert main(["search", "plan", *line, str(tmp_path / "plan.json"), "--gpus", "2"]) == 0
+    assert main(["search", "plan", *LINE, str(tmp_path / "plan.json"), "--gpus", "2"]) == 0
     found = load(tmp_path / "plan.json")
     assert (
         found.name == "sequential, sums copied" and found.sums == "copies" and found.target.parallel.tp == 2
@@ -81,19 +83,7 @@ def test_the_command(tmp_path, no_flags, capsys):
 @pytest.mark.parametrize("tp", [4, 8])
 def test_of_other_numbers_of_devices(tp, tmp_path, no_flags, capsys):
     """Four devices swap in two steps. Eight devices have no such form."""
-    line = [
-        "--modelled",
-        "--model",
-        "llama-3-70b",
-        "--tokens",
-        "512",
-        "--nano_batches",
-        "1",
-        "--sums",
-        "copies",
-        "--out",
-    ]
-    assert main(["search", "plan", *line, str(tmp_path / "plan.json"), "--gpus", str(tp)]) == int(tp == 8)
+    assert main(["search", "plan", *LINE, str(tmp_path / "plan.json"), "--gpus", str(tp)]) == int(tp == 8)
     if tp == 8:
         assert "sums='copies' is not supported: reduce, scatter: on 8 devices" in capsys.readouterr().err
     else:
