@@ -12,41 +12,87 @@ SLOW_CASES = {
     r"test_goldens\.py::TestGoldens::test_through_host_and_disk\[2-(?!tiny-gemma2|tiny-llama\])": (
         "tiny-llama and tiny-gemma2 run on two devices; all families run on one device"
     ),
+    r"test_goldens\.py::TestGoldens::test_through_host_and_disk\[1-(?!tiny-(gemma2|llama|mixtral|opt)\])": (
+        "pages of the other families have the shapes of tiny-llama or tiny-gemma2"
+    ),
+    r"test_goldens\.py::TestGoldens::test_chunked_prefill\[1-(?!tiny-(gemma2|llama|mixtral)\])": (
+        "chunks of 7 and 16 tokens run for every family"
+    ),
+    r"test_goldens\.py::TestGoldens::test_tensor_parallel\[(stories260K|tiny-(llama3rope|mistral|qwen3))\]": (
+        "these families shard as tiny-llama does"
+    ),
+    r"test_8_bits\.py::test_near_the_wide_model\[stories260K-numbers1": (
+        "an 8-bit cache and 8-bit weights run, each and together"
+    ),
+    r"test_offloaded_tokens\.py::test_every_other_family\[.*-two devices, attends on the host": (
+        "two devices run for every family, and OPT attends on the host"
+    ),
+    r"test_offloaded_tokens\.py::test_every_other_family\[tiny-(mistral|qwen2|qwen3)-disk": (
+        "these families differ from tiny-llama in weights only"
+    ),
     r"test_offloaded_tokens\.py::test_every_other_family\[tiny-(mistral|qwen2|qwen3)-two devices": (
         "these families differ from tiny-llama in weights only; gemma2, gemma3, mixtral and qwen3_moe run"
     ),
     r"test_offload_calls\.py::test_the_run_after_a_stopped_run_gets_its_tokens\[(host|disk|mixed, |KV on the)": (
         "the cases device, mixed and `KV on disk, the host attends` cover every tier"
     ),
-    r"test_compiler\.py::test_drawn_plans\[tiny-gemma2-2": (
-        "a drawn plan and a phased plan of tiny-gemma2 run compiled"
+    r"test_compiler\.py::test_drawn_plans\[(tiny-gemma2-2|tiny-llama-2-copied)": (
+        "a drawn plan of both runs compiled; plans with copies are drawn for four devices"
     ),
+    r"test_compiler\.py::test_drawn_plans_compiled\[tiny-(llama-1|mixtral-1|opt-1)-": (
+        "plans of these families are drawn and run op by op; other plans of the first two run compiled"
+    ),
+    r"test_exchange\.py::test_plans_with_peer_copies_compute_the_plain_forward\[fp8\]": (
+        "fp8 runs on four devices, and with streams"
+    ),
+    r"test_scattered\.py::test_scattered_plans_compute_the_plain_forward\[experts": (
+        "experts run with peer copies; scattered sums run with post-norms and in fp8"
+    ),
+    r"test_compiled_plans\.py::test_the_schedule_follows_the_plan\[(searched|phases on two devices|two .*scattered)": (
+        "phases, two nano-batches on two devices, and Llama-3-70B on two and four devices are compiled"
+    ),
+    r"test_compiled_plans\.py::test_(without_barriers_xla_merges|gemms_are_issued_after)": (
+        "both change the compiler to show that the checker finds the fault; two tests of the checker run"
+    ),
+    r"test_compiled_step\.py::test_of_8_bits_neither": "the step on Hopper's kernels is compiled",
     r"test_chunk_attention\.py::test_for_the_h200_it_uses_its_units\[(32-8-128-int8|8-4-256-bfloat16)": (
         "the e4m3 kernel is compiled; test_compiled_step compiles the bfloat16 kernel"
     ),
     r"test_chunk_attention\.py::test_chunk_attention_equals_its_reference\[chunks[35]-": (
         "the e4m3 cases have keys in second pages and a scale of 0"
     ),
-    r"test_chunk_attention\.py::test_an_e4m3_cache_is_multiplied_as_e4m3\[chunks1-": (
-        "the same chunks run without a cap, and bfloat16 runs with a cap"
+    r"test_chunk_attention\.py::test_an_e4m3_cache_is_multiplied_as_e4m3\[chunks[123]-": (
+        "the first chunks run, and bfloat16 runs with a cap and with windows"
+    ),
+    r"test_chunk_attention\.py::test_small_weights_of_8_bits_have_their_share\[extra1": "the first case runs",
+    r"test_chunk_attention\.py::test_rows_whose_scores_are_all_minus_infinity_become_0\[bfloat16": (
+        "both 8-bit dtypes run"
     ),
     r"test_chunk_attention\.py::test_rows_outside_the_unified_max_value_fall_back"
     r"\[(above-1-False-2|below-256-False-2|both-256-False-2)": (
         "the cases above-1-False-3, both-256-True-2 and within-256-False-2 run"
     ),
-    r"test_decode_attention\.py::test_decode_attention_equals_its_reference\[lengths[036]-": (
+    r"test_decode_attention\.py::test_decode_attention_equals_its_reference\[lengths[0236]-": (
         "the same lengths, heads and tiles run with another dtype or window"
     ),
     r"test_decode_attention\.py::test_rows_outside_the_unified_max_value_equal_the_reference"
-    r"\[(None-float8_e4m3fn|unified_max1-bfloat16)": "three dtypes run with and without rows outside",
-    r"test_two_stage_search\.py::test_found_plans_are_the_plain_forward\[fp8, sums alone": (
-        "the scattered case and the fp8 case run"
+    r"\[(None-|unified_max1-bfloat16|unified_max5-int8)": (
+        "two dtypes run with rows outside, and all dtypes run without a unified max value"
+    ),
+    r"test_two_stage_search\.py::test_found_plans_are_the_plain_forward\[(fp8, sums alone|scattered)": (
+        "the fp8 case runs"
     ),
     r"test_sampling_memory\.py::test_full_makes_few_and_counts_in_place\[token_limits-2": (
         "this case compiles the reference search; the case of the kernel's search runs"
     ),
+    r"test_sampling_memory\.py::test_of_many_rows_it_makes_as_few_as_of_a_block": (
+        "the memory of a block of rows is compiled and read"
+    ),
     r"test_notebooks\.py::test_notebook_runs_and_draws\[sweep": "test_sweep runs the command of the notebook",
-    r"test_smollm2\.py::test_perplexity\[smollm2_ppl-8": "two of the eight windows run",
+    r"test_smollm2\.py::test_perplexity\[smollm2_ppl(-8|_rawtext)": "one of the eight windows runs",
+    r"test_perplexity\.py::": (
+        "each 8-bit and 4-bit format is compared with its reference, and test_8_bits compares tokens"
+    ),
 }
 
 

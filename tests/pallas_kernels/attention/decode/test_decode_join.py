@@ -54,19 +54,33 @@ def leaves(nested):
     return [leaf for part in nested for leaf in (leaves(part) if isinstance(part, tuple) else [part])]
 
 
-@settings(max_examples=6, deadline=None)
-@given(
+ARRIVALS = given(
     data=st.data(),
     count=st.one_of(st.integers(2, 80), st.just(200)),
     shape=st.sampled_from([(128, 8), (64, 16), (256, 32)]),
 )
-def test_whatever_the_order_of_arrival_every_part_is_added_once_and_in_one_order(data, count, shape):
+
+
+def check_any_order_of_arrival(data, count, shape):
     first = data.draw(st.integers(0, WORKERS - count))
     order = data.draw(st.permutations(range(first, first + count)))
     with pytest.MonkeyPatch.context() as monkeypatch:
         sums = joined(order, first, shape, monkeypatch)
         assert leaves(sums) == list(range(first, first + count))
         assert sums == joined(range(first, first + count), first, shape, monkeypatch)
+
+
+@settings(max_examples=3, deadline=None)
+@ARRIVALS
+def test_parts_are_added_once_and_in_one_order(data, count, shape):
+    check_any_order_of_arrival(data, count, shape)
+
+
+@pytest.mark.slow
+@settings(max_examples=20, deadline=None)
+@ARRIVALS
+def test_parts_are_added_once_and_in_one_order_for_many_arrivals(data, count, shape):
+    check_any_order_of_arrival(data, count, shape)
 
 
 @pytest.mark.parametrize("shape", [(128, 8), (64, 8), (256, 32)])
