@@ -117,7 +117,7 @@ class ParallelConfig:
     """The number of devices along each axis of parallelism.
 
     Raises:
-      ConfigError: for a size below 1. For pp, ep or dp other than 1: no engine runs these axes yet.
+      ConfigError: for a size below 1. For ep or dp other than 1: no engine runs these axes yet.
     """
 
     tp: int = 1  # tensor parallelism: each device holds some heads and MLP columns of every layer
@@ -126,9 +126,10 @@ class ParallelConfig:
     dp: int = 1  # data parallelism: each replica holds the full model
 
     def __post_init__(self) -> None:
-        if self.tp < 1:
-            raise ConfigError("tp", self.tp, "a positive number of devices")
-        for field in ("pp", "ep", "dp"):
+        for field, accepted in (("tp", "devices"), ("pp", "stages")):
+            if getattr(self, field) < 1:
+                raise ConfigError(field, getattr(self, field), f"a positive number of {accepted}")
+        for field in ("ep", "dp"):
             if (size := getattr(self, field)) != 1:
                 raise ConfigError(field, size, "1, the only size that engines run today")
 
@@ -190,6 +191,10 @@ class EngineConfig:
         "implementation.",
     )
     tensor_parallel_size: int = _setting(1, "Number of devices that the model is sharded over.")
+    pipeline_parallel_size: int = _setting(
+        1,
+        "Number of pipeline stages. Each stage holds some consecutive layers, on tensor_parallel_size devices.",
+    )
     max_model_len: int | None = _setting(
         None, "Longest sequence in tokens, prompt and output together. Default: the limit of the model."
     )
@@ -243,7 +248,7 @@ class EngineConfig:
     @property
     def parallel(self) -> ParallelConfig:
         """Return the sizes of all axes of parallelism."""
-        return ParallelConfig(tp=self.tensor_parallel_size)
+        return ParallelConfig(tp=self.tensor_parallel_size, pp=self.pipeline_parallel_size)
 
     def __post_init__(self) -> None:
         def check(field: str, ok: bool, accepted: str) -> None:
@@ -261,6 +266,12 @@ class EngineConfig:
         check("kv_cache_dtype", self.kv_cache_dtype in KV_DTYPES, ", ".join(KV_DTYPES))
         check("block_size", 1 <= self.block_size <= 1024, "1 to 1024 tokens a page")
         check("tensor_parallel_size", self.tensor_parallel_size >= 1, "a positive number of devices")
+        check("pipeline_parallel_size", self.pipeline_parallel_size >= 1, "a positive number of stages")
+        check(
+            "kv_offloading_size",
+            self.pipeline_parallel_size == 1 or not self.kv_offloading_size,
+            "0 with pipeline_parallel_size over 1: the pages of a stage stay on its devices",
+        )
         for field in (
             "max_model_len",
             "max_num_batched_tokens",

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from jaxflow.config import EngineConfig
 from jaxflow.engine.executor import Executor
+from jaxflow.engine.staged_executor import StagedExecutor
 from jaxflow.engine.start import Engine, prepare_process, resolve, start_engine
 from jaxflow.flexgen.config import OffloadConfig, check_engine, offload_config
 from jaxflow.flexgen.policy import Policy
@@ -60,7 +61,7 @@ class LLM:
         offload: OffloadConfig | Policy | str | os.PathLike | None = None,
         config: EngineConfig | None = None,
         kernels: KernelSet | None = None,
-        executor: Executor | None = None,
+        executor: Executor | StagedExecutor | None = None,
         **settings: Any,
     ):
         config = EngineConfig(model=model, **settings) if config is None else config
@@ -96,7 +97,7 @@ class LLM:
         *,
         progress: bool = True,
         kernels: KernelSet | None = None,
-        executor: Executor | None = None,
+        executor: Executor | StagedExecutor | None = None,
     ) -> "LLM":
         """Return the model of an `EngineConfig`."""
         return cls(config.model, config=config, progress=progress, kernels=kernels, executor=executor)

@@ -12,7 +12,8 @@ from hurry import OFTEN
 from jaxflow.config import EngineConfig
 from jaxflow.engine.executor import Executor
 from jaxflow.engine.loop import Loop
-from jaxflow.engine.start import choose_plans, make_executor, make_loop, resolve
+from jaxflow.engine.staged_executor import StagedExecutor
+from jaxflow.engine.start import choose_plans, make_executor, make_loop, make_staged_executor, resolve
 from jaxflow.kv.tiers.page_copies import PageCopies
 from jaxflow.kv.tiers.policy import FetchCosts
 from jaxflow.kv.tiers.start import open_disk, start_host_tier
@@ -83,6 +84,38 @@ def loop(
     """
     config, made = executor(model, tp, budget, plan=plan, quantization=quantization, kv=kv)
     return make_loop(config, made.programs.context.config, made, **changes)
+
+
+@functools.cache
+def staged_executor(
+    model: str, stages: int, tp: int, budget: int, pages: int
+) -> tuple[EngineConfig, StagedExecutor]:
+    """Return a warm executor of several pipeline stages, with the settings of `executor`."""
+    settings = EngineConfig(
+        model=str(paths.MODELS / model),
+        block_size=16,
+        tensor_parallel_size=tp,
+        pipeline_parallel_size=stages,
+        max_num_batched_tokens=budget,
+        max_num_seqs=8,
+        num_kv_pages=pages,
+        step_sizes=str(min(budget, 16)),
+        plan="sequential",
+    )
+    checkpoint = open_checkpoint(settings.model)
+    config = resolve(settings, checkpoint.model_config)
+    plans = choose_plans(config, checkpoint.model_config)
+    made = make_staged_executor(config, checkpoint, plans, progress=False)
+    made.warm_up()
+    return config, made
+
+
+def staged_loop(
+    model: str, stages: int, *, tp: int = 1, budget: int = 16, pages: int = 96, **changes
+) -> Loop:
+    """Return a fresh loop over `stages` pipeline stages. `changes`: of its `SchedulerConfig`."""
+    config, made = staged_executor(model, stages, tp, budget, pages)
+    return make_loop(config, open_checkpoint(config.model).model_config, made, **changes)
 
 
 @functools.cache

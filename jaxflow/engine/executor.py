@@ -1,5 +1,7 @@
 """The owner of the weights and the KV cache on the device, which runs compiled steps.
 
+An executor runs a model, or one pipeline stage of a model (`jaxflow.engine.staged_executor`).
+
 Everything is compiled before the first request. `warm_up` compiles one forward for each token bucket and each
 of its plans, two samplers for each number of rows, and a few small programs. After warm-up nothing compiles,
 and no call waits for the host: `run` returns as soon as the step is enqueued.
@@ -28,6 +30,7 @@ from jaxflow.engine.programs import FULL_DONATES, REPLICATED, STEP_DONATES, Prog
 from jaxflow.kv.device_cache import cache_shapes, cache_spec, make_cache, page_groups
 from jaxflow.kv.tiers.page_copies import PageCopies
 from jaxflow.model.logprobs import LogprobsOut
+from jaxflow.model.ops import head_table
 from jaxflow.model.slot_params import NO_TOKEN, SlotParams, empty_slots, slot_values
 from jaxflow.parallel.mesh import TP
 
@@ -70,6 +73,8 @@ class Pending:
 class Executor:
     """The steps of one model on one mesh. Not thread-safe: only the engine's thread uses it."""
 
+    num_stages = 1
+
     def __init__(
         self,
         programs: Programs,
@@ -81,8 +86,10 @@ class Executor:
         max_model_len: int,
         options_of: Callable[[StepLayout], dict[str, Any]] = lambda layout: {},
         lowered: LoweredPrograms | None = None,
+        name: str = "",
     ):
-        self.programs, self.weights = programs, weights
+        """`name`: of the pipeline stage, in the names of lowered programs."""
+        self.programs, self.weights, self._name = programs, weights, name
         self.layouts: dict[int, tuple[StepLayout, ...]] = {}  # of each bucket, one for each of its plans
         self.decode_layouts: dict[
             int, StepLayout
@@ -97,9 +104,12 @@ class Executor:
         self.pages_per_sequence = -(-max_model_len // self.page_size)
         self._forward_of, self._options_of = forward_of, options_of
         self.page_groups = page_groups(programs.context.config, kv_dtype, programs.mesh.shape[TP])
+        windows = programs.context.windows or programs.context.config.windows
+        self._own_groups = [windows.index(group.window) for group in self.page_groups]
         self.lowered = lowered  # of earlier starts; None: every program is traced and lowered
-        self._head, self._prompt_head = head(weights), prompt_head(weights)
-        self._replicated = NamedSharding(programs.mesh, REPLICATED)
+        self._head = head(weights) if programs.samples else {}
+        self._prompt_head = prompt_head(weights)
+        self.replicated = NamedSharding(programs.mesh, REPLICATED)
         self._steps: dict[tuple[int, str, bool], jax.stages.Compiled] = {}  # by layouts' keys
         self._samplers: dict[tuple[int, str], Callable] = {}
         self._prompt: dict[int, Callable] = {}
@@ -121,8 +131,11 @@ class Executor:
         """
         layout = self.layouts[tokens][0]
         few = (self.pages_per_sequence + 1,) * self.groups
-        lowered: dict[str, Any] = {kind: self._lower_sampler(layout.rows, kind) for kind in ("plain", "full")}
-        lowered |= {"prompt": self._lower_prompt(tokens), "step": self._lower_step(layout, few)}
+        lowered: dict[str, Any] = {}
+        if self.programs.samples:
+            lowered |= {kind: self._lower_sampler(layout.rows, kind) for kind in ("plain", "full")}
+            lowered["prompt"] = self._lower_prompt(tokens)
+        lowered["step"] = self._lower_step(layout, few)
         options = {name: self._options_of(layout) if name == "step" else {} for name in lowered}
         with concurrent.futures.ThreadPoolExecutor(len(lowered)) as pool:
             programs = dict(
@@ -132,30 +145,42 @@ class Executor:
 
     def state_bytes(self) -> int:
         """Return the device memory of the page tables, the sampling settings and the token counts."""
-        vocab = self._vocabulary()
-        params, counts = jax.eval_shape(lambda: empty_slots(self.slots, vocab))
+        sampling = jax.eval_shape(self._empty_slots)
         table = self.groups * self.slots * self.pages_per_sequence * 4
-        return table + sum(a.size * a.dtype.itemsize for a in jax.tree.leaves((params, counts)))
+        return table + sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(sampling))
 
     def allocate(self, num_pages: tuple[int, ...]) -> None:
         """Allocate the KV cache and the per-slot state. `num_pages`: pages of each layer group."""
         mesh = self.programs.mesh
         self.num_pages = num_pages
-        self.kv = make_cache(self.page_groups, num_pages, self.page_size, mesh)
+        self.kv = make_cache(self.page_groups, self._own_pages(num_pages), self.page_size, mesh)
         make = jax.jit(
             lambda: (
                 jnp.zeros((self.groups, self.slots, self.pages_per_sequence), jnp.int32),
                 jnp.zeros((self.slots,), jnp.int32),
-                *empty_slots(self.slots, self._vocabulary()),
+                *self._empty_slots(),
             ),
-            out_shardings=self._replicated,
+            out_shardings=self.replicated,
         )
         self.page_table, self.last_tokens, self.params, self.counts = make()
 
-    @_collector_paused()
     def warm_up(self, on_progress: Callable[[int, int], None] = lambda done, total: None) -> float:
         """Compile every program, several at a time, and run each once. Return the seconds."""
         start = time.perf_counter()
+        self.compile(on_progress)
+        for layout in itertools.chain(*self.layouts.values(), self.decode_layouts.values()):
+            rehearse(self, layout)
+        self.count_compilations()
+        return time.perf_counter() - start
+
+    def count_compilations(self) -> None:
+        """Begin to count `compilations`, once every program has run."""
+        jax.block_until_ready(self.kv)
+        self._compiled_at_warm_up = _compiled
+
+    @_collector_paused()
+    def compile(self, on_progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+        """Compile every program, several at a time."""
         rows = sorted(
             {
                 layout.rows
@@ -168,7 +193,8 @@ class Executor:
             for layout in (*layouts, *alone):
                 step = functools.partial(self._lower_step, layout, self.num_pages)
                 jobs.append((self._steps, layout.key, step, self._options_of(layout)))
-            jobs.append((self._prompt, bucket, functools.partial(self._lower_prompt, bucket), {}))
+            if self.programs.samples:
+                jobs.append((self._prompt, bucket, functools.partial(self._lower_prompt, bucket), {}))
         for layout in (
             layout for tokens, layout in self.decode_layouts.items() if tokens not in self.layouts
         ):
@@ -183,7 +209,7 @@ class Executor:
         jobs += [
             (self._samplers, (r, kind), functools.partial(self._lower_sampler, r, kind), {})
             for r in rows
-            for kind in ("plain", "full")
+            for kind in (("plain", "full") if self.programs.samples else ())
         ]
         with concurrent.futures.ThreadPoolExecutor(max(1, min(8, os.cpu_count() or 1))) as pool:
             # Lowering is Python and runs one program at a time; XLA compiles at the same time, on threads.
@@ -210,11 +236,6 @@ class Executor:
         if self.copies is not None:
             self.kv = self.copies.warm_up(self.kv)
         self._warm = True
-        for layout in itertools.chain(*self.layouts.values(), self.decode_layouts.values()):
-            self.rehearse(layout)
-        jax.block_until_ready(self.kv)
-        self._compiled_at_warm_up = _compiled
-        return time.perf_counter() - start
 
     @property
     def compilations(self) -> int:
@@ -245,11 +266,31 @@ class Executor:
           targets: [T] int32, each token's successor in its prompt, for prompt log-probabilities.
         """
         enqueued_s = time.perf_counter()
+        hidden, x, rows = self.advance(layout, buffer, appends, self.last_tokens)
+        return self.draw(layout, hidden, x, rows, enqueued_s, full=full, targets=targets)
+
+    def advance(
+        self, layout: StepLayout, buffer: np.ndarray, appends: np.ndarray, source: jax.Array
+    ) -> tuple[jax.Array, jax.Array, Rows]:
+        """Enqueue the forward of a step. Arguments and results: see `run` and `run_program`."""
         for i in range(0, len(appends), APPENDS):
             piece = np.full((APPENDS, 4), self.groups, np.int32)
             piece[: len(appends[i : i + APPENDS])] = appends[i : i + APPENDS]
             self.page_table = self._append_pages(self.page_table, self._put(piece))
-        hidden, x, rows = self.run_program(self._steps[layout.key], self._put(buffer))
+        return self.run_program(self._steps[layout.key], self._put(buffer), source)
+
+    def draw(
+        self,
+        layout: StepLayout,
+        hidden: jax.Array,
+        x: jax.Array,
+        rows: Rows,
+        enqueued_s: float,
+        *,
+        full: bool,
+        targets: np.ndarray | None,
+    ) -> Pending:
+        """Enqueue the sampler of a step whose forward is enqueued. Arguments: see `run`."""
         found = None
         if full:
             sampler = self._samplers[layout.rows, "full"]
@@ -268,20 +309,21 @@ class Executor:
         return Pending(tokens, found, prompt, enqueued_s)
 
     def run_program(
-        self, program: Callable, buffer: jax.Array, last_tokens: jax.Array | None = None
+        self, program: Callable, buffer: jax.Array, source: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array, Rows]:
         """Enqueue a compiled step (`Programs.step`) on the weights, the KV cache and the page table.
 
         Args:
           buffer: [layout.size] int32 on the device, see `layout.pack`.
-          last_tokens: [Q] int32, each slot's last token; None takes the tokens that the samplers drew.
+          source: [Q] int32, each slot's last token, or the residual stream that a later pipeline stage reads.
+            None takes the tokens that the samplers drew.
 
         Returns:
           The hidden states of the rows that sample, of all tokens, and the samplers' rows.
         """
-        last_tokens = self.last_tokens if last_tokens is None else last_tokens
+        source = self.last_tokens if source is None else source
         hidden, x, rows, self.kv, self.page_table = program(
-            self.weights, self.kv, self.page_table, last_tokens, buffer
+            self.weights, self.kv, self.page_table, source, buffer
         )
         return hidden, x, rows
 
@@ -345,10 +387,18 @@ class Executor:
     # ---- compiling
 
     def _put(self, x) -> jax.Array:
-        return jax.device_put(x, self._replicated)
+        return jax.device_put(x, self.replicated)
 
     def _vocabulary(self) -> int:
-        return self._head.get("lm_head", self._head["embed"]).shape[0]
+        return head_table(self._head).shape[0]
+
+    def _empty_slots(self) -> tuple[Any, Any]:
+        """Return the sampling settings and the token counts of empty slots; () in a stage that does not sample."""
+        return empty_slots(self.slots, self._vocabulary()) if self.programs.samples else ((), ())
+
+    def _own_pages(self, num_pages: tuple[int, ...]) -> list[int]:
+        """Return the pages of this stage's layer groups, from those of the model's groups."""
+        return [num_pages[group] for group in self._own_groups]
 
     def _abstract(self, shape, dtype, spec: PartitionSpec = REPLICATED) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.programs.mesh, spec))
@@ -356,7 +406,7 @@ class Executor:
     def _state(self, num_pages: tuple[int, ...]) -> tuple:
         """Return the shapes of (kv, page_table, last_tokens)."""
         mesh = self.programs.mesh
-        cache = cache_shapes(self.page_groups, num_pages, self.page_size)
+        cache = cache_shapes(self.page_groups, self._own_pages(num_pages), self.page_size)
         cache = jax.tree.map(lambda a: self._abstract(a.shape, a.dtype, cache_spec(mesh)), cache)
         table = self._abstract((self.groups, self.slots, self.pages_per_sequence), jnp.int32)
         return cache, table, self._abstract((self.slots,), jnp.int32)
@@ -365,7 +415,7 @@ class Executor:
         return self._abstract((rows, self.programs.context.config.hidden_size), self._dtype())
 
     def _dtype(self):
-        return self._head["embed"].dtype
+        return self.weights["layers"][0]["attn_norm"].dtype
 
     def _compile(self, lowered: Any, options: dict[str, Any] | None = None) -> Any:
         return compile_program(lowered, options)
@@ -377,8 +427,10 @@ class Executor:
 
     def _lower_step(self, layout: StepLayout, num_pages: tuple[int, ...]):
         fn = self.programs.step(layout, self._forward_of(layout))
-        args = (self.weights, *self._state(num_pages), self._abstract((layout.size,), jnp.int32))
-        return self._lower(f"step {layout}", fn, STEP_DONATES, *args)
+        kv, table, last_tokens = self._state(num_pages)
+        source = last_tokens if self.programs.embeds else self._hidden(layout.tokens)
+        args = (self.weights, kv, table, source, self._abstract((layout.size,), jnp.int32))
+        return self._lower(f"step {layout}{self._name}", fn, STEP_DONATES, *args)
 
     def _lower_sampler(self, rows: int, kind: str):
         def vector(dtype, *more) -> Any:
@@ -413,25 +465,31 @@ class Executor:
             return self._abstract(np.shape(a), np.asarray(a).dtype if not hasattr(a, "dtype") else a.dtype)
 
         params, counts, table = (jax.tree.map(shape, a) for a in (self.params, self.counts, self.page_table))
+        self._append_pages = self._compile(
+            self.programs.append_pages().lower(table, self._abstract((APPENDS, 4), jnp.int32))
+        )
+        if not self.programs.samples:
+            return
         slot = self._abstract((), jnp.int32)
         self._set_slot = self._compile(
             self.programs.set_slot().lower(params, counts, slot, jax.tree.map(shape, slot_values()))
         )
         ids, outputs = self._abstract((COUNTED,), jnp.int32), self._abstract((COUNTED,), jnp.bool_)
         self._count_tokens = self._compile(self.programs.count_tokens().lower(counts, slot, ids, outputs))
-        self._append_pages = self._compile(
-            self.programs.append_pages().lower(table, self._abstract((APPENDS, 4), jnp.int32))
-        )
 
-    def rehearse(self, layout: StepLayout) -> None:
-        """Run an empty step of a layout with both samplers, so that serving pays no first-use cost."""
-        buffer = np.zeros(layout.size, np.int32)
-        fields = layout.views(buffer)
-        fields["token_rows"][:] = -1
-        fields["row_slots"][:] = self.slots
-        fields["page_appends"][:, 0] = self.groups
-        nothing = np.full((1, 4), self.groups, np.int32)
-        targets = np.zeros(layout.tokens, np.int32) if layout.tokens in self._prompt else None
-        self.run(layout, buffer, nothing, full=False, targets=targets)
-        np.asarray(self.run(layout, buffer, nothing, full=True).tokens)
-        self.set_slot(0, slot_values(), np.zeros(1, np.int32), 0)
+
+def rehearse(executor: Any, layout: StepLayout) -> None:
+    """Run an empty step of a layout with both samplers, so that serving pays no first-use cost.
+
+    executor: an `Executor`, or a `StagedExecutor`.
+    """
+    buffer = np.zeros(layout.size, np.int32)
+    fields = layout.views(buffer)
+    fields["token_rows"][:] = -1
+    fields["row_slots"][:] = executor.slots
+    fields["page_appends"][:, 0] = executor.groups
+    nothing = np.full((1, 4), executor.groups, np.int32)
+    targets = np.zeros(layout.tokens, np.int32) if layout.tokens in executor.layouts else None
+    executor.run(layout, buffer, nothing, full=False, targets=targets)
+    np.asarray(executor.run(layout, buffer, nothing, full=True).tokens)
+    executor.set_slot(0, slot_values(), np.zeros(1, np.int32), 0)

@@ -175,16 +175,24 @@ def apply_page_appends(page_table: jax.Array, appends: jax.Array) -> jax.Array:
     return page_table.at[group, slot, index].set(page, mode="drop", wrap_negative_indices=False)
 
 
-def unpack(layout: StepLayout, buffer: jax.Array, page_table: jax.Array, last_tokens: jax.Array) -> Batch:
-    """Return the `Batch` of a buffer, the page table [G, Q, MP] and each slot's last sampled token [Q]."""
+def unpack(
+    layout: StepLayout, buffer: jax.Array, page_table: jax.Array, last_tokens: jax.Array | None
+) -> Batch:
+    """Return the `Batch` of a buffer, the page table [G, Q, MP] and each slot's last sampled token [Q].
+
+    last_tokens: None for a pipeline stage that reads no token ids.
+    """
     f = functools.partial(layout.field, buffer)
     slots = f("row_slots")
     rows = f("token_rows")
     positions = f("positions")
-    sampled = jnp.take(last_tokens, jnp.take(slots, jnp.maximum(rows, 0), mode="clip"), mode="clip")
+    token_ids = f("token_ids")
+    if last_tokens is not None:
+        sampled = jnp.take(last_tokens, jnp.take(slots, jnp.maximum(rows, 0), mode="clip"), mode="clip")
+        token_ids = jnp.where(token_ids < 0, sampled, token_ids)
     table = jnp.take(page_table, slots, axis=1, mode="clip")
     return Batch(
-        token_ids=jnp.where(f("token_ids") < 0, sampled, f("token_ids")),
+        token_ids=token_ids,
         positions=positions,
         slots=cache_slots(table, rows, positions, layout.page_size),
         page_table=table,

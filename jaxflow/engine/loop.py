@@ -1,5 +1,7 @@
 """The asynchronous loop: step n+1 is scheduled and enqueued while step n runs, then the tokens of step n are read.
 
+With P pipeline stages, step n+P is scheduled and enqueued before the tokens of step n are read.
+
 The device gathers the decode inputs of a step from the step before, so sampled tokens do not wait for the host.
 In return, an end token or a stop string is noticed one step late. The surplus token is dropped and never
 reaches the prefix cache. A sequence that ends by length runs no surplus step, because its end is known before.
@@ -19,6 +21,7 @@ from jaxflow.engine.layout import SlotSampling, StepLayout, pack
 from jaxflow.engine.live_request import HostLogprobs, LiveRequest, needs_full_sampler, slot_settings
 from jaxflow.engine.plain_slots import PlainSlots
 from jaxflow.engine.programs import FULL, NAN_LOGITS, PLAIN
+from jaxflow.engine.staged_executor import StagedExecutor
 from jaxflow.engine.step_log import StepLog, StepRecord
 from jaxflow.kv.tiers.offload import KvOffload
 from jaxflow.pipeline.choice import pick
@@ -69,7 +72,7 @@ class Loop:
     def __init__(
         self,
         scheduler: Scheduler,
-        executor: Executor,
+        executor: Executor | StagedExecutor,
         *,
         eos_token_ids: Iterable[int],
         offload: KvOffload | None = None,
@@ -85,7 +88,8 @@ class Loop:
         self._live: dict[str, LiveRequest] = {}
         self._slots = SlotSampling.empty(executor.slots)
         self._plain = PlainSlots(executor.slots, self._eos)
-        self._in_flight: InFlight | None = None
+        # The last calls of `schedule`, oldest first; None where a call found no work.
+        self._in_flight: collections.deque[InFlight | None] = collections.deque()
         self._events: list[Event] = []  # of the step being read, kept here so that a fault loses no end
         self._counts = collections.Counter()
         self._steps_by_plan = collections.Counter()
@@ -140,7 +144,7 @@ class Loop:
     def has_work(self) -> bool:
         return (
             bool(self._live)
-            or self._in_flight is not None
+            or any(step is not None for step in self._in_flight)
             or (self._offload is not None and self._offload.busy)
         )
 
@@ -190,15 +194,15 @@ class Loop:
     # ---- steps
 
     def step(self) -> list[Event]:
-        """Enqueue the next step, then read the step before. Return its events."""
+        """Enqueue the next step, then read the oldest one in flight. Return its events."""
         if self._offload is not None:
             self._offload.receive()
         work = self.scheduler.schedule(self._clock())
-        before, self._in_flight = self._in_flight, None
         if self._offload is not None:
             self._offload.send()
-        if work is not None:
-            self._in_flight = self._enqueue(work)
+        full = len(self._in_flight) >= self.executor.num_stages
+        before = self._in_flight.popleft() if full else None
+        self._in_flight.append(None if work is None else self._enqueue(work))
         if before is not None:
             self._read(before)
         elif work is None and self._offload is not None and self._offload.busy:

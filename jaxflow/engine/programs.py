@@ -43,22 +43,31 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True)
 class Programs:
-    """The functions of a model on a mesh. A `forward` is a compiled plan or the plain forward."""
+    """The functions of a model, or of one pipeline stage, on a mesh.
+
+    A `forward` is a compiled plan or the plain forward. embeds: False for a stage that reads the residual
+    stream of the stage before. samples: False for a stage that another one follows.
+    """
 
     context: Context
     mesh: Mesh
     weight_specs: Any  # a pytree of PartitionSpec
     rows_at_once: int = sampling.ROWS  # of the full sampler
+    embeds: bool = True
+    samples: bool = True
 
     def step(self, layout: StepLayout, forward: Callable) -> Wrapped:
-        """(weights, kv, page_table, last_tokens, buffer) -> (hidden, x, rows, kv, page_table).
+        """(weights, kv, page_table, source, buffer) -> (hidden, x, rows, kv, page_table).
 
+        source: each slot's last token, [Q] int32; for a stage that does not embed, the residual stream [T, D].
         kv and page_table are donated: updated in place.
         """
 
-        def run(weights, kv, page_table, last_tokens, buffer):
+        def run(weights, kv, page_table, source, buffer):
             page_table = apply_page_appends(page_table, layout.field(buffer, "page_appends"))
-            batch = unpack(layout, buffer, page_table, last_tokens)
+            batch = unpack(layout, buffer, page_table, source if self.embeds else None)
+            if not self.embeds:
+                batch = dataclasses.replace(batch, hidden=source)
             hidden, x, kv = forward(self.context, weights, kv, batch)
             names = {
                 "row_slots": "slots",
@@ -127,10 +136,9 @@ class Programs:
 
         def run(weights, x, targets):
             _, hidden = ops.final_norm(Site(self.context, weights), x, None)
-            table = weights.get("lm_head", weights["embed"])
             return logprobs.prompt_logprobs(
                 hidden,
-                table,
+                ops.head_table(weights),
                 targets,
                 vocab_size=config.vocab_size,
                 soft_cap=config.logits_soft_cap,

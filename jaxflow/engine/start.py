@@ -17,19 +17,21 @@ from tqdm import tqdm
 
 from jaxflow.config import KV_DTYPES, ConfigError, EngineConfig, ModelConfig
 from jaxflow.engine.driver import Driver
-from jaxflow.engine.executor import Executor
+from jaxflow.engine.executor import Executor, rehearse
 from jaxflow.engine.kernel_choice import choose_kernels, tell_kernels
 from jaxflow.engine.layout import StepLayout
 from jaxflow.engine.loop import Loop
 from jaxflow.engine.lowered_cache import open_lowered_programs
 from jaxflow.engine.program_memory import SPARE
 from jaxflow.engine.programs import Programs
+from jaxflow.engine.staged_executor import StagedExecutor
 from jaxflow.engine.step_plans import (
     choose_plans,
     default_plan,
     largest_step,
     make_layouts,
     one_alone,
+    stage_plan,
     uses_pdl,
 )
 from jaxflow.kv.device_cache import fit_pages, page_bytes
@@ -47,10 +49,16 @@ from jaxflow.kv.tiers.start import (
 from jaxflow.model import softmax_range
 from jaxflow.model.checkpoints.checkpoint import Checkpoint
 from jaxflow.model.checkpoints.fingerprint import kv_fingerprint
+from jaxflow.model.composition import Composition
+from jaxflow.model.cost import DEVICES, Rates, find_device, op_times
+from jaxflow.model.graph import model_graph
 from jaxflow.model.op_registry import Context
+from jaxflow.model.ops import head_table
 from jaxflow.model.sampling import rows_at_once
+from jaxflow.model.stage import Stage, stages_of
+from jaxflow.model.stage_split import split_layers
 from jaxflow.model.weights import Weights
-from jaxflow.parallel.mesh import axis_of, choose_platform, make_mesh, on_gpu
+from jaxflow.parallel.mesh import axis_of, choose_platform, on_gpu, stage_meshes
 from jaxflow.pipeline.compiler import compile_plan, xla_options
 from jaxflow.pipeline.handwritten import sequential_plan
 from jaxflow.pipeline.plan import Plan
@@ -70,6 +78,7 @@ PROGRAM_FIELDS = (
     "kv_cache_dtype",
     "block_size",
     "tensor_parallel_size",
+    "pipeline_parallel_size",
     "max_model_len",
     "max_num_batched_tokens",
     "step_sizes",
@@ -164,7 +173,7 @@ class Engine:
 
     config: EngineConfig  # resolved
     driver: Driver
-    executor: Executor
+    executor: Executor | StagedExecutor
     warm_up_s: float
 
 
@@ -173,7 +182,7 @@ def start_engine(
     checkpoint: Checkpoint,
     *,
     kernels: KernelSet | None = None,
-    executor: Executor | None = None,
+    executor: Executor | StagedExecutor | None = None,
     progress: bool = True,
 ) -> Engine:
     """Load a model, compile its programs and start the engine.
@@ -196,12 +205,13 @@ def start_engine(
             undo.callback(disk.close)
         warm_up_s = 0.0
         if executor is None:
-            executor = make_executor(config, checkpoint, plans, kernels=kernels, progress=progress)
+            make = make_executor if config.pipeline_parallel_size == 1 else make_staged_executor
+            executor = make(config, checkpoint, plans, kernels=kernels, progress=progress)
             with tqdm(total=None, desc="Compiling", disable=not progress, unit="program", delay=1.0) as bar:
                 warm_up_s = executor.warm_up(_advance(bar))
         tier = None
         if config.kv_offloading_size:
-            assert executor.copies is not None
+            assert isinstance(executor, Executor) and executor.copies is not None
             measure = functools.partial(prefill_seconds_per_token, executor)
             tier = start_host_tier(config, executor.copies, measure, disk)
         loop = make_loop(config, checkpoint.model_config, executor, tier, fingerprint=fingerprint)
@@ -223,44 +233,112 @@ def make_executor(
     """Return an executor with its weights and KV cache, before warm-up.
 
     Args:
-      config: resolved.
+      config: resolved, with one pipeline stage.
       plans: at least one plan for each bucket.
       kernels: None for the device's kernels.
       graphs: the launch mode of plans by name (`jaxflow.pipeline.streams.GRAPHS`), instead of the default.
     """
-    model, tp, seqs = checkpoint.model_config, config.tensor_parallel_size, config.max_num_seqs
-    assert seqs is not None and config.max_model_len is not None
+    assert config.pipeline_parallel_size == 1
     if config.kv_offloading_size:
-        check_host(config, model)
-    mesh = make_mesh(tp)
-    own, kernels = (
-        kernels is None,
-        kernels or choose_kernels(config, model),
-    )  # a refusal comes before the weights are read
-    kv_scales, quantization = (
-        config.kv_cache_dtype == "float8_e4m3fn",
-        config.quantization or checkpoint.quantization,
-    )
+        check_host(config, checkpoint.model_config)
+    (executor,) = _make_stages(config, checkpoint, plans, kernels, graphs, progress)
+    executor.allocate(_num_pages(config, checkpoint.model_config, [executor]))
+    if config.kv_offloading_size:
+        mesh = executor.programs.mesh
+        copies = PageCopies(executor.page_groups, executor.num_pages, config.block_size, mesh)
+        executor.add_page_copies(copies)
+    return executor
+
+
+def make_staged_executor(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    plans: Mapping[int, Sequence[Plan]],
+    *,
+    kernels: KernelSet | None = None,
+    progress: bool = True,
+) -> StagedExecutor:
+    """Return an executor of several pipeline stages, before warm-up. Arguments: see `make_executor`."""
+    executor = StagedExecutor(_make_stages(config, checkpoint, plans, kernels, None, progress))
+    executor.allocate(_num_pages(config, checkpoint.model_config, executor.stages))
+    return executor
+
+
+def _make_stages(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    plans: Mapping[int, Sequence[Plan]],
+    kernels: KernelSet | None,
+    graphs: Mapping[str, str] | None,
+    progress: bool,
+) -> list[Executor]:
+    """Return the executor of each pipeline stage, with its weights. Arguments: see `make_executor`."""
+    model, tp = checkpoint.model_config, config.tensor_parallel_size
+    config = dataclasses.replace(config, quantization=config.quantization or checkpoint.quantization)
+    stages = stages_of(stage_layers(config, model))
+    meshes = stage_meshes(tp, len(stages))
+    is_own = kernels is None
+    kernels = kernels or choose_kernels(config, model)  # a refusal comes before the weights are read
+    loaded = [
+        _load(config, checkpoint, mesh, stage, progress) for stage, mesh in zip(stages, meshes, strict=True)
+    ]
+    products = dense_products(model, loaded[-1])
+    tell_kernels(kernels, products, progress)
+    one = one_alone(products.values(), kernels)  # all stages have the same layouts
+    return [
+        _make_stage(config, model, plans, stage, mesh, weights, kernels, is_own, one, graphs)
+        for stage, mesh, weights in zip(stages, meshes, loaded, strict=True)
+    ]
+
+
+def _load(config: EngineConfig, checkpoint: Checkpoint, mesh: Mesh, stage: Stage, progress: bool) -> Weights:
+    """Return the weights of a stage on its devices."""
+    quantization = config.quantization
     weights = checkpoint.load(
         config.dtype,
         mesh,
         progress=progress,
         seed=config.seed,
         quantization=quantization,
-        kv_scales=kv_scales,
+        kv_scales=config.kv_cache_dtype == "float8_e4m3fn",
+        stage=None if stage.is_model else stage,
     )
-    weights = _calibrated(config, checkpoint, weights, mesh)
-    if quantization and any(layer.experts for layer in model.layers):
+    weights = _calibrated(config, checkpoint, weights, mesh, stage)
+    if quantization and any(layer.experts for layer in checkpoint.model_config.layers) and stage.embeds:
         log.info("quantization: %s attention and dense MLPs; experts stay in %s", quantization, config.dtype)
+    return weights
+
+
+def _make_stage(
+    config: EngineConfig,
+    model: ModelConfig,
+    plans: Mapping[int, Sequence[Plan]],
+    stage: Stage,
+    mesh: Mesh,
+    weights: Weights,
+    kernels: KernelSet,
+    is_own: bool,
+    one: bool,
+    graphs: Mapping[str, str] | None,
+) -> Executor:
+    """Return the executor of one stage, without its KV cache.
+
+    Args:
+      is_own: `kernels` are the device's.
+      one: a single decode has its own step.
+      graphs: see `make_executor`.
+    """
+    tp, layers = config.tensor_parallel_size, stage.config(model)
+    assert config.max_num_seqs is not None and config.max_model_len is not None
+    quantization = config.quantization
     memory = min((device.memory_stats() or {}).get("bytes_limit", 0) for device in mesh.local_devices)
-    products = dense_products(model, weights)
-    tell_kernels(kernels, products, progress)
     named = {(tokens, plan.name): plan for tokens, several in plans.items() for plan in several}
 
     def plan_of(layout: StepLayout) -> Plan:
-        return named.get((layout.tokens, layout.plan)) or sequential_plan(
+        found = named.get((layout.tokens, layout.plan)) or sequential_plan(
             model, layout.tokens, tp
         )  # the step of a single decode is in no bucket
+        return found if stage.is_model else stage_plan(found, layers, tp)
 
     layer_bytes = min(sum(a.nbytes for a in jax.tree.leaves(layer)) for layer in weights["layers"])
 
@@ -272,30 +350,54 @@ def make_executor(
         return xla_options(plan_of(layout), tp, launched) if on_gpu() else {}
 
     specs = jax.tree.map(lambda array: array.sharding.spec, weights)
-    layouts = make_layouts(
-        config, model, named.values(), decodes_alone=on_gpu(), one=one_alone(products.values(), kernels)
-    )
+    layouts = make_layouts(config, model, named.values(), decodes_alone=on_gpu(), one=one)
     lowered = None
-    if own and on_gpu():  # on a CPU, without Mosaic kernels, lowering is fast
+    if is_own and on_gpu():  # on a CPU, without Mosaic kernels, lowering is fast
         pdl = [layout.key for layout in layouts if early(layout)]
         lowered = open_lowered_programs((program_settings(config), model, plans, graphs, memory, pdl))
-    executor = Executor(
-        Programs(Context(model, kernels, axis_of(mesh)), mesh, specs, rows_at_once(memory, model.vocab_size)),
+    return Executor(
+        Programs(
+            Context(layers, kernels, axis_of(mesh), windows=None if stage.is_model else model.windows),
+            mesh,
+            specs,
+            rows_at_once(memory, model.vocab_size),
+            embeds=stage.embeds,
+            samples=stage.samples,
+        ),
         weights,
         layouts,
         lambda layout: compile_plan(
-            plan_of(layout), model, tp, quantized=quantization == "fp8", pdl=early(layout)
+            plan_of(layout), layers, tp, quantized=quantization == "fp8", pdl=early(layout)
         ),
         options_of=options_of,
         lowered=lowered,
         kv_dtype=jnp.dtype(config.kv_cache_dtype),
         max_model_len=config.max_model_len,
+        name="" if stage.is_model else f" of layers {stage.first} to {stage.stop}",
     )
-    executor.allocate(_num_pages(config, model, mesh, executor))
-    if config.kv_offloading_size:
-        copies = PageCopies(executor.page_groups, executor.num_pages, config.block_size, mesh)
-        executor.add_page_copies(copies)
-    return executor
+
+
+def stage_layers(config: EngineConfig, model: ModelConfig) -> tuple[int, ...]:
+    """Return the number of layers of each pipeline stage: equal predicted time, by the cost model.
+
+    Raises:
+      ConfigError: for more stages than layers.
+    """
+    if config.pipeline_parallel_size == 1:
+        return (model.num_layers,)
+    tokens = config.max_num_batched_tokens or 1
+    return split_layers(
+        model, config.pipeline_parallel_size, config.tensor_parallel_size, device_rates(), tokens
+    )
+
+
+def device_rates() -> Rates:
+    """Return the rates of this device; those of an H200 for a device without a card.
+
+    The split of a model into stages needs only the ratios of the rates.
+    """
+    device = find_device(jax.devices()[0].device_kind) or DEVICES["H200"]
+    return device.rates
 
 
 def program_settings(config: EngineConfig) -> dict[str, Any]:
@@ -304,9 +406,12 @@ def program_settings(config: EngineConfig) -> dict[str, Any]:
 
 
 def dense_products(model: ModelConfig, weights: dict[str, Any]) -> dict[str, Product]:
-    """Return the one-row GEMM of each dense op of the first layer and of the head, on one device."""
+    """Return the one-row GEMM of each dense op of the first layer and of the head, on one device.
+
+    weights: of the model, or of its last pipeline stage.
+    """
     named = {op: weights["layers"][0].get(op) for op in ("qkv", "out_proj", "up_gate", "down")}
-    named["logits"] = weights.get("lm_head", weights["embed"])
+    named["logits"] = head_table(weights)
     gates = {"up_gate": model.gate_block if model.gated_mlp else 0}
     scales = {
         op: ("blocks" if op == "down" else "rows") if isinstance(w, Quantized) else ""
@@ -327,8 +432,10 @@ def _one_shard(weight: Any) -> Any:
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.sharding.shard_shape(a.shape), a.dtype), weight)
 
 
-def _calibrated(config: EngineConfig, checkpoint: Checkpoint, weights: Weights, mesh: Mesh) -> Weights:
-    """Return the weights with the unified max value of each layer, if the model qualifies.
+def _calibrated(
+    config: EngineConfig, checkpoint: Checkpoint, weights: Weights, mesh: Mesh, stage: Stage
+) -> Weights:
+    """Return the weights with the unified max value of each layer of a stage, if the model qualifies.
 
     With an e4m3 cache the running maximum stays: e4m3 attention weights lack the range for a maximum that
     differs from the row's, and decodes gain nothing.
@@ -348,13 +455,13 @@ def _calibrated(config: EngineConfig, checkpoint: Checkpoint, weights: Weights, 
         say("softmax: running maximum: an e4m3 cache does not use a unified max value (%s)", path)
         return weights
     log.info("softmax: unified max value (%s)", path)
-    return softmax_range.with_unified_max(weights, found, mesh)
+    return softmax_range.with_unified_max(weights, found.layers[stage.first : stage.stop], mesh)
 
 
 def make_loop(
     config: EngineConfig,
     model: ModelConfig,
-    executor: Executor,
+    executor: Executor | StagedExecutor,
     tier: HostTier | None = None,
     *,
     policy: StepPolicy | None = None,
@@ -380,35 +487,68 @@ def make_loop(
         enable_prefix_caching=config.enable_prefix_caching,
         max_waiting=config.max_waiting,
         seed=config.seed,
+        stages=executor.num_stages,
+        decode_cost=decode_cost(model, config.tensor_parallel_size),
     )
     scheduling = dataclasses.replace(scheduling, **changes)
     offload = None
     if tier is not None:
+        assert isinstance(executor, Executor)
         offload = tier.offload(make_page_tables(scheduling, record_named=True), executor)
     scheduler = Scheduler(scheduling, None if offload is None else offload.policy, policy)
     return Loop(scheduler, executor, eos_token_ids=model.eos_token_ids, offload=offload)
 
 
+def decode_cost(model: ModelConfig, tp: int) -> tuple[float, float]:
+    """Return the predicted seconds of a decode: without its KV, and of each KV token that it reads."""
+    graph, rates = model_graph(model, tp), device_rates()
+    several, keys = 64.0, 1024.0  # a step with so many decodes, where an op's fixed weights count little
+
+    def seconds(step: Composition) -> float:
+        return sum(op_times(op, step, rates).longest_s for op in graph.ops())
+
+    short = seconds(Composition(decode_tokens=several, decode_keys=several))
+    long = seconds(Composition(decode_tokens=several, decode_keys=several * keys))
+    return short / several, (long - short) / (several * (keys - 1))
+
+
 def prefill_seconds_per_token(executor: Executor) -> float:
     """Measure the time of a token's prefill in the largest step, without attention."""
     layout = executor.layouts[max(executor.layouts)][0]
-    return best_seconds(lambda: executor.rehearse(layout)) / 2 / layout.tokens
+    return best_seconds(lambda: rehearse(executor, layout)) / 2 / layout.tokens
 
 
-def _num_pages(config: EngineConfig, model: ModelConfig, mesh: Mesh, executor: Executor) -> tuple[int, ...]:
-    """Return the pages of each layer group: as configured, or all that fit in the free memory."""
+def _num_pages(config: EngineConfig, model: ModelConfig, stages: Sequence[Executor]) -> tuple[int, ...]:
+    """Return the pages of each layer group: as configured, or all that fit in the free memory of each stage."""
     if config.num_kv_pages is not None:
-        size = sum(page_bytes(executor.page_groups, config.block_size, mesh.size))
-        most = (memory_budget(mesh, config) if on_gpu() else free_host_bytes()) // size
+        most = min(_most_pages(config, executor, len(stages)) for executor in stages)
         if config.num_kv_pages > most:
             raise ConfigError(
                 "num_kv_pages",
                 config.num_kv_pages,
-                f"at most {most} pages of {size} bytes, which fit the memory",
+                f"at most {most} pages, which fit the memory",
             )
         return (config.num_kv_pages,) * len(model.windows)
+    by_window: dict[int | None, int] = {}
+    for executor in stages:
+        fitting = _pages_of_stage(config, executor, len(stages))
+        for group, pages in zip(executor.page_groups, fitting, strict=True):
+            by_window[group.window] = min(pages, by_window.get(group.window, pages))
+    return tuple(by_window[window] for window in model.windows)
+
+
+def _most_pages(config: EngineConfig, executor: Executor, stages: int) -> int:
+    """Return the pages of each layer group that the free memory holds. stages: see `_pages_of_stage`."""
+    mesh = executor.programs.mesh
+    size = sum(page_bytes(executor.page_groups, config.block_size, mesh.size))
+    return (memory_budget(mesh, config) if on_gpu() else free_host_bytes() // stages) // size
+
+
+def _pages_of_stage(config: EngineConfig, executor: Executor, stages: int) -> tuple[int, ...]:
+    """Return the pages of a stage's layer groups that fit. stages: the stages that share a CPU's memory."""
+    mesh = executor.programs.mesh
     assert config.max_num_seqs and config.max_num_batched_tokens and config.max_model_len
-    free = memory_budget(mesh, config) - executor.state_bytes()
+    free = memory_budget(mesh, config) // (1 if on_gpu() else stages) - executor.state_bytes()
     if on_gpu():
         free -= executor.temporary_bytes()  # on a CPU the other half of the memory holds them
         if config.kv_offloading_size:

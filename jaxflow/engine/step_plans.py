@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import jax
+import msgspec
 
 from jaxflow.config import ConfigError, EngineConfig, ModelConfig
 from jaxflow.engine.layout import StepLayout
@@ -15,6 +16,7 @@ from jaxflow.pipeline.choice import Gain, is_sequential, portfolio
 from jaxflow.pipeline.compiler import compile_plan
 from jaxflow.pipeline.handwritten import sequential_plan
 from jaxflow.pipeline.plan import SHIPPED, Plan, PlanError, borders, fitting, load
+from jaxflow.pipeline.program import graph_of
 from pallas_kernels.cards import this_card
 from pallas_kernels.gemm.api import HopperGemm, Product
 from pallas_kernels.kernel_set import KernelSet
@@ -164,6 +166,15 @@ def default_plan(config: EngineConfig, model: ModelConfig) -> str:
         if p.tokens <= budget and p.predictions and Gain.of(p.predictions).ever
     )
     return "searched" if any(sure) else "sequential"
+
+
+def stage_plan(plan: Plan, layers: ModelConfig, tp: int) -> Plan:
+    """Return a plan without the nano-ops that no layer of a pipeline stage has.
+
+    layers: the model's config with the layers of the stage only.
+    """
+    known = {op.name for ops in graph_of(plan, layers, tp).layers for op in ops}
+    return msgspec.structs.replace(plan, nano_ops=tuple(n for n in plan.nano_ops if n.op in known))
 
 
 def largest_step(config: EngineConfig, model: ModelConfig) -> int | None:

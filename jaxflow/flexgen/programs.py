@@ -484,7 +484,7 @@ def _working_bytes(compiled: Any) -> int:
 
 def _vocabulary(placed: PlacedWeights) -> int:
     """Return V', with padding."""
-    return placed.ends.get("lm_head", placed.ends["embed"]).shape[0]
+    return ops.head_table(placed.ends).shape[0]
 
 
 def _over_devices(

@@ -6,13 +6,16 @@ step.
 
 import flax.struct
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 
 @flax.struct.dataclass
 class Batch:
     """T tokens of R rows (sequences), with C prefill chunks, G layer groups and at most MP pages per
-    sequence."""
+    sequence.
+
+    hidden: the residual stream that the pipeline stage before returned; None at the model's first layer.
+    """
 
     token_ids: Int[Array, " T"]
     positions: Int[Array, " T"]
@@ -22,6 +25,7 @@ class Batch:
     num_decodes: Int[Array, ""]
     chunks: Int[Array, "C 4"]  # first token, tokens, row, position of the first token; 0 tokens: empty
     sample_tokens: Int[Array, " R"]  # the token that gives the hidden state for row r's next token
+    hidden: Float[Array, "T D"] | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -26,6 +26,8 @@ class Context:
     """The constants of a compiled step.
 
     axis: the tensor-parallel mesh axis inside `shard_map`; None on one device.
+    windows: the window of each layer group of the page table; None for the windows of `config`. A pipeline
+      stage's `config` may lack windows that the page table has.
     sms: the SMs that a GEMM, attention, norm or quantization kernel may occupy; None for all.
     copies: whether the copy engines carry the sums over two or four devices.
     """
@@ -35,10 +37,11 @@ class Context:
     axis: str | None = None
     sms: int | None = None
     copies: bool = False
+    windows: tuple[int | None, ...] | None = None
 
     def group(self, layer: Layer) -> int:
         """Return the layer's index on the page table's group axis."""
-        return self.config.windows.index(layer.window)
+        return (self.windows or self.config.windows).index(layer.window)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -70,11 +70,15 @@ def final_norm(
     return _add_norm(c, w, "final_norm", x, y)
 
 
+def head_table(w: Weights) -> Any:
+    """Return the matrix of the head: its own, or the table of the embeddings."""
+    return w["lm_head"] if "lm_head" in w else w["embed"]
+
+
 @op("logits")
 def logits(c: Context, w: Weights, hidden: Float[Array, "R D"]) -> Float[Array, "R W"]:
     """Return float32 scores over the padded vocabulary W, gathered from all shards; -inf at the padding."""
-    table = w.get("lm_head", w["embed"])
-    scores = c.kernels.gemm(hidden, table, out_dtype=jnp.float32)
+    scores = c.kernels.gemm(hidden, head_table(w), out_dtype=jnp.float32)
     if c.axis is not None:
         scores = lax.all_gather(scores, c.axis, axis=1, tiled=True)
     cap = c.config.logits_soft_cap

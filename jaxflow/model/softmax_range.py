@@ -6,6 +6,7 @@ the weight of every key is exp(score - φ), independent of the row, so that part
 weights must fit in float32. Attention kernels recompute a row that leaves φ ± bound with its true maximum.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +82,11 @@ def read(path: Path, num_layers: int) -> SoftmaxRange:
     return found
 
 
-def with_unified_max(weights: dict[str, Any], found: SoftmaxRange, mesh: Mesh) -> dict[str, Any]:
-    """Return the weights with "unified_max" = (φ, bound), float32 [2], in each layer, on every device."""
+def with_unified_max(weights: dict[str, Any], ranges: Sequence[LayerRange], mesh: Mesh) -> dict[str, Any]:
+    """Return the weights with "unified_max" = (φ, bound), float32 [2], in each layer, on every device.
+
+    ranges: of the layers in `weights`.
+    """
     place = sharded(mesh, PartitionSpec())
 
     def pair(layer: LayerRange) -> jax.Array:
@@ -90,6 +94,6 @@ def with_unified_max(weights: dict[str, Any], found: SoftmaxRange, mesh: Mesh) -
 
     return weights | {
         "layers": [
-            w | {"unified_max": pair(layer)} for w, layer in zip(weights["layers"], found.layers, strict=True)
+            w | {"unified_max": pair(layer)} for w, layer in zip(weights["layers"], ranges, strict=True)
         ]
     }

@@ -12,14 +12,15 @@ from jaxflow.parallel.collectives import added
 def forward(
     c: Context, weights: Weights, kv: list[KV], batch: Batch
 ) -> tuple[Float[Array, "R D"], Float[Array, "T D"], list[KV]]:
-    """Run one step through all layers.
+    """Run one step through all layers, or through the layers of one pipeline stage.
 
     Returns:
       the normed hidden state of each sequence's sampled token, the residual stream of all tokens after the
-      last layer (for prompt log-probabilities), and the cache with this step's keys and values.
+      last layer (for prompt log-probabilities and the next stage), and the cache with this step's keys and
+      values. The hidden state is not normed in a stage without the final norm.
     """
     ends = Site(c, weights)
-    x = ops.embed(ends, batch.token_ids, batch.positions)
+    x = ops.embed(ends, batch.token_ids, batch.positions) if batch.hidden is None else batch.hidden
     y, kv = None, list(kv)
     for i, (layer, w) in enumerate(zip(c.config.layers, weights["layers"], strict=True)):
         site = Site(c, w, layer, batch, 0, batch.num_tokens)
@@ -30,7 +31,9 @@ def forward(
         x, y = after_attention(site, x, o)
     with op_scope("final_norm"):
         x = x if y is None else x + added(y)
-    _, hidden = ops.final_norm(ends, x[batch.sample_tokens], None)
+    hidden = x[batch.sample_tokens]
+    if "final_norm" in weights:
+        _, hidden = ops.final_norm(ends, hidden, None)
     return hidden, x, kv
 
 

@@ -18,7 +18,7 @@ padded with zeros (`mlp_width`).
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -28,6 +28,7 @@ from jax.sharding import Mesh
 
 from jaxflow.config import ConfigError, Layer, ModelConfig, gate_block
 from jaxflow.model.architectures.tensor_names import layer_names, model_names
+from jaxflow.model.stage import Stage
 from jaxflow.model.weight_spec import QUANTIZED, TENSOR_PARALLEL_AXIS, Init, Leaf, Piece, draw
 from jaxflow.parallel.mesh import TP, sharded
 from pallas_kernels.quantized import BLOCK, GROUP
@@ -126,15 +127,17 @@ def dummy_weights(
     *,
     quantization: str | None = None,
     kv_scales: bool = False,
+    stage: Stage | None = None,
 ) -> Weights:
     """Return random weights, made on the devices that hold them.
 
     Every mesh gets the same numbers, rounded to `dtype`. Matrices are nearly normal with a variance of 1 /
     fan-in, norms scale by 1 and biases are 0, so that activations keep their size from layer to layer. Each
     distinct layer is compiled once. Quantized matrices are the quantized form of the rounded ones. Options:
-    see `leaves`.
+    see `leaves`. stage: the part to make; None for the complete model.
     """
-    outer, *layers = dummy_groups(config, dtype, mesh, seed, quantization=quantization, kv_scales=kv_scales)
+    options: dict[str, Any] = {"quantization": quantization, "kv_scales": kv_scales, "stage": stage}
+    outer, *layers = dummy_groups(config, dtype, mesh, seed, **options)
     return outer | {"layers": layers}
 
 
@@ -146,14 +149,18 @@ def dummy_groups(
     *,
     quantization: str | None = None,
     kv_scales: bool = False,
+    stage: Stage | None = None,
 ) -> Iterator[Weights]:
     """Yield `dummy_weights` in groups: the weights outside the layers, then each layer."""
     tree = leaves(
         config, 1 if mesh is None else mesh.shape[TP], quantization=quantization, kv_scales=kv_scales
     )
+    held = tree if stage is None else stage.weights(tree)
+    first = 0 if stage is None else stage.first
     makers: dict[tuple[Any, ...], Callable[[np.ndarray], Any]] = {}
 
-    def make(group: dict[str, Leaf], number: int) -> dict[str, jax.Array]:
+    def make(group: dict[str, Leaf], number: int, names: Iterable[str]) -> dict[str, jax.Array]:
+        """`names`: of all weights of the group, so that a stage draws the same numbers."""
         kind = tuple((name, leaf.shape) for name, leaf in group.items())
         if kind not in makers:
             specs = {name: leaf.specs for name, leaf in group.items()}
@@ -162,13 +169,14 @@ def dummy_groups(
                 _draw_group, group=group, dtype=dtype, norm=1.0 - config.norm_weight_offset
             )
             makers[kind] = jax.jit(draw, out_shardings=placed)
-        return makers[kind](
-            np.random.SeedSequence([seed, number]).generate_state(2 * len(group)).reshape(-1, 2)
-        )
+        names = list(names)
+        seeds = np.random.SeedSequence([seed, number]).generate_state(2 * len(names)).reshape(-1, 2)
+        return makers[kind](seeds[[names.index(name) for name in group]])
 
-    yield make({name: leaf for name, leaf in tree.items() if name != "layers"}, 0)
-    for number, layer in enumerate(tree["layers"], start=1):
-        yield make(layer, number)
+    outer = [name for name in tree if name != "layers"]
+    yield make({name: held[name] for name in outer if name in held}, 0, outer)
+    for number, layer in enumerate(held["layers"], start=1 + first):
+        yield make(layer, number, layer)
 
 
 def _draw_group(seeds: jax.Array, *, group: Mapping[str, Leaf], dtype: Any, norm: float) -> dict[str, Any]:

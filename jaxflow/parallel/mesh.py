@@ -32,12 +32,29 @@ def on_gpu() -> bool:
 
 def make_mesh(tensor_parallel_size: int) -> Mesh:
     """Return a mesh of the first `tensor_parallel_size` devices. Raises: ConfigError if there are fewer."""
-    devices = jax.devices()
-    if tensor_parallel_size > len(devices):
-        raise ConfigError(
-            "tensor_parallel_size", tensor_parallel_size, f"at most the {len(devices)} devices that are here"
+    (mesh,) = stage_meshes(tensor_parallel_size, 1)
+    return mesh
+
+
+def stage_meshes(tensor_parallel_size: int, pipeline_parallel_size: int) -> tuple[Mesh, ...]:
+    """Return a mesh of `tensor_parallel_size` devices for each pipeline stage, first stage first.
+
+    Raises:
+      ConfigError: this machine has fewer devices.
+    """
+    devices, tp = jax.devices(), tensor_parallel_size
+    if tp > len(devices):
+        raise ConfigError("tensor_parallel_size", tp, f"at most the {len(devices)} devices that are here")
+    if tp * pipeline_parallel_size > len(devices):
+        accepted = (
+            f"at most {len(devices) // tp}: each stage takes tensor_parallel_size={tp} of the {len(devices)} "
+            f"devices that are here"
         )
-    return Mesh(np.array(devices[:tensor_parallel_size]), (TP,))
+        raise ConfigError("pipeline_parallel_size", pipeline_parallel_size, accepted)
+    return tuple(
+        Mesh(np.array(devices[stage * tp : (stage + 1) * tp]), (TP,))
+        for stage in range(pipeline_parallel_size)
+    )
 
 
 def axis_of(mesh: Mesh) -> str | None:

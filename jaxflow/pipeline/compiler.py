@@ -77,8 +77,9 @@ def compile_plan(
         with op_scope("final_norm"):
             x = trace.stream_after(final, plan.tokens)
             sampled = x[trace.sample_tokens()]
-        _, hidden = ops.final_norm(Site(c, weights), sampled, None)
-        return hidden, x, trace.kv
+        if "final_norm" in weights:
+            _, sampled = ops.final_norm(Site(c, weights), sampled, None)
+        return sampled, x, trace.kv
 
     return forward
 
@@ -195,7 +196,9 @@ class _StepTrace:
     def __init__(self, c: Context, weights: Weights, kv: list[KV], batch: Batch, reads: Reads):
         self.c, self.weights, self.kv, self.batch, self.reads = c, weights, kv, batch, reads
         self.values = _Values(batch.num_rows)
-        x = ops.embed(Site(c, weights), batch.token_ids, batch.positions)
+        x = batch.hidden
+        if x is None:
+            x = ops.embed(Site(c, weights), batch.token_ids, batch.positions)
         self.values.put((-1, "x"), TokenRange(0, batch.num_tokens), x)
         self.made: dict[str, list[_Slice]] = {}  # nano-op id -> the outputs of its last entry
         self.readers: dict[

@@ -21,6 +21,8 @@ class SchedulerConfig:
       buckets: token counts of the compiled steps, ascending; the last holds the budget.
       max_waiting: maximum number of requests in the waiting queue.
       seed: seed of the random seeds that requests without a seed get.
+      stages: P, the pipeline stages. P micro-batches are in flight.
+      decode_cost: the relative times of a decode: of one token, and of one KV token that it reads.
       fingerprint: digest of everything besides the tokens that KV depends on, such as the model. The content
         names of pages are made from it.
 
@@ -38,6 +40,8 @@ class SchedulerConfig:
     enable_prefix_caching: bool = True
     max_waiting: int = 4096
     seed: int = 0
+    stages: int = 1
+    decode_cost: tuple[float, float] = (1.0, 0.0)
     fingerprint: bytes = b""
 
     @property
@@ -50,7 +54,7 @@ class SchedulerConfig:
             if not ok:
                 raise ConfigError(field, getattr(self, field), accepted)
 
-        for field in ("token_budget", "max_num_seqs", "block_size", "max_model_len", "max_waiting"):
+        for field in ("token_budget", "max_num_seqs", "block_size", "max_model_len", "max_waiting", "stages"):
             check(field, getattr(self, field) >= 1, "a positive number")
         distinct = len(set(self.windows)) == len(self.windows) > 0
         check("windows", distinct, "one entry for each distinct window")

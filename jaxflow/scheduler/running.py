@@ -109,15 +109,23 @@ class Running:
             taken = np.flatnonzero(slots.taken)
             self.tables.drop_unseen(taken, slots.num_computed[taken])
 
-    def advance_decodes(self, slots: np.ndarray) -> np.ndarray:
-        """Count one computed and one sampled token a slot. Return the computed positions, int32 [n]."""
+    def advance_decodes(self, slots: np.ndarray, index: int) -> np.ndarray:
+        """Count one computed and one sampled token a slot, in the call `index` of `Scheduler.schedule`.
+
+        Returns:
+          The computed positions, int32 [n].
+        """
         positions = self.slots.num_computed[slots]
+        self.slots.sampled_at[slots] = index
         self.slots.num_computed[slots] += 1
         self.slots.num_total[slots] += 1
         return positions
 
-    def advance_chunk(self, seq: Sequence, tokens: int) -> Chunk:
-        """Count the next `tokens` positions of a sequence as computed, and give it pages for them."""
+    def advance_chunk(self, seq: Sequence, tokens: int, index: int) -> Chunk:
+        """Count the next `tokens` positions of a sequence as computed, and give it pages for them.
+
+        index: see `advance_decodes`.
+        """
         slots, slot, start = self.slots, seq.slot, seq.num_computed
         end = start + tokens
         samples = end == seq.num_total
@@ -125,7 +133,7 @@ class Running:
         slots.num_computed[slot] = end
         if samples:
             slots.num_total[slot] += 1
-            slots.decoding[slot] = True
+            slots.decoding[slot], slots.sampled_at[slot] = True, index
             self.prefilling.remove(seq)
         self.computed.append(seq)
         return Chunk(seq, slot, start, tokens, samples)

@@ -16,6 +16,7 @@ from jaxflow.kv.tiers.policy import Fetch, TierPolicy
 from jaxflow.request import QueueFull, Request
 from jaxflow.scheduler.admission import Forecast, OutputLengths
 from jaxflow.scheduler.config import SchedulerConfig, accept, prefix_salt
+from jaxflow.scheduler.micro_batch import micro_batch
 from jaxflow.scheduler.running import Running
 from jaxflow.scheduler.state import Sequence, StepWork, WaitingQueue, sequences_of
 
@@ -65,6 +66,10 @@ class Scheduler:
     Older means a smaller `Sequence.key`: by priority, then by arrival. Sequence i of a request counts as if it
     arrived i requests later, so a request of many sequences lets later requests start between them.
 
+    With P pipeline stages, each call of `schedule` makes a micro-batch, and P micro-batches are in flight. A
+    sequence that got a token in one of the last P - 1 calls does not decode in this one. A prompt's chunks may
+    follow each other at once, because each stage computes them in order.
+
     Fairness: a prompt is long if it has more tokens than a step. Together, long prompts get at most half
     (rounded up) of the room that decodes leave, as long as shorter prompts use the other half; then they get
     the rest. So a short prompt behind a very long one starts in the next step that has room, memory and a
@@ -92,6 +97,7 @@ class Scheduler:
         self._policy: StepPolicy = policy or DecodeMaximal()
         self._waiting = WaitingQueue(config.token_budget)
         self._num_requests = self._num_waiting = 0
+        self._index = 0  # calls of `schedule`
         self._admitting = True  # the step may still admit
         self._forecast: Forecast | None = None  # of this step, once a sequence is considered
         self._random = random.Random(config.seed)
@@ -109,6 +115,12 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Requests that have not begun."""
         return self._num_waiting
+
+    @property
+    def _num_in_flight(self) -> int:
+        """Decoding sequences that wait for their last token in the pipeline."""
+        slots = self.running.slots
+        return int((slots.decoding & (slots.sampled_at > self._index - self.config.stages)).sum())
 
     @property
     def pages_free(self) -> int:
@@ -212,9 +224,10 @@ class Scheduler:
         The counts change at once: `num_computed` by the step's tokens, `num_total` by one for each sample.
         """
         self._settle()
+        self._index += 1
         self._admitting, self._forecast = True, None
         slots, chunks = self._policy.fill(self, now)
-        while not len(slots) and not chunks and self._can_make_room():
+        while not len(slots) and not chunks and not self._num_in_flight and self._can_make_room():
             self._make_room()  # prefilling sequences hold the pages that all of them need
             slots, chunks = self._policy.fill(self, now)
         if not len(slots) and not chunks:
@@ -224,8 +237,8 @@ class Scheduler:
         return StepWork(
             decodes=self.running.slots.sequences[slots],
             decode_slots=slots,
-            decode_positions=self.running.advance_decodes(slots),
-            chunks=tuple(self.running.advance_chunk(seq, tokens) for seq, tokens in chunks),
+            decode_positions=self.running.advance_decodes(slots, self._index),
+            chunks=tuple(self.running.advance_chunk(seq, tokens, self._index) for seq, tokens in chunks),
             admitted=admitted,
             num_tokens=num_tokens,
             bucket=bucket_of(max(num_tokens, self._policy.min_tokens), self.config.buckets),
@@ -244,11 +257,14 @@ class Scheduler:
     def decode(self) -> np.ndarray:
         """Return the slots that decode, int32 [n], each with a page for its token.
 
-        Pre-empts the youngest sequences until the pages suffice.
+        Pre-empts the youngest sequences until the pages suffice. With several pipeline stages, the slots are
+        those of one micro-batch, see `jaxflow.scheduler.micro_batch`.
         """
         slots_of, tables = self.running.slots, self.running.tables
         while True:
             slots = np.flatnonzero(slots_of.decoding).astype(np.int32)
+            if self.config.stages > 1:
+                slots = micro_batch(slots, slots_of, self._index, self.config)
             crossing = tables.crossing(slots, slots_of.num_computed[slots])
             if (crossing.sum(axis=1) <= tables.available()).all():
                 tables.grow_crossing(slots, crossing)

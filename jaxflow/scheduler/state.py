@@ -186,6 +186,7 @@ class SlotTable:
       ignores_eos: the sequence runs to its limit, whatever it samples.
       taken: a sequence has the slot.
       decoding: the next input is the token that the device sampled last.
+      sampled_at: int64, the call of `Scheduler.schedule` that scheduled the slot's last sample.
       recent: int32 [slots, block_size], the known tokens of the page being filled, token p at p mod its size.
     """
 
@@ -200,6 +201,7 @@ class SlotTable:
         self.rank = np.zeros(slots, np.float32)
         self.taken = np.zeros(slots, bool)
         self.decoding = np.zeros(slots, bool)
+        self.sampled_at = np.zeros(slots, np.int64)
         self.recent = np.zeros((slots, block_size), np.int32)
         self.free = list(range(slots - 1, -1, -1))
         self._block_size = block_size

@@ -47,6 +47,7 @@ class InstantExecutor:
     """A replacement for `jaxflow.engine.executor.Executor` that finishes each step at once with token 0."""
 
     compilations = 0
+    num_stages = 1
 
     def __init__(self, layouts: list[StepLayout]):
         self.layouts, self.decode_layouts = {layout.tokens: (layout,) for layout in layouts}, {}

@@ -11,6 +11,7 @@ from typing import Any
 
 from jaxflow.config import ConfigError, EngineConfig
 from jaxflow.engine.executor import Executor
+from jaxflow.engine.staged_executor import StagedExecutor
 from jaxflow.pipeline.choice import is_sequential
 from jaxflow.pipeline.plan import load
 
@@ -31,7 +32,7 @@ class Step:
 
 
 @contextlib.contextmanager
-def step_log(executor: Executor) -> Iterator[list[Step]]:
+def step_log(executor: Executor | StagedExecutor) -> Iterator[list[Step]]:
     """Log every step that the executor runs during the `with` block. The list is complete when the block
     ends.
 
@@ -73,7 +74,7 @@ def step_log(executor: Executor) -> Iterator[list[Step]]:
 
 
 @contextlib.contextmanager
-def sequential_alone(executor: Executor) -> Iterator[None]:
+def sequential_alone(executor: Executor | StagedExecutor) -> Iterator[None]:
     """Run every step with its bucket's sequential plan during the `with` block.
 
     The benchmark compares searched plans with these runs in one engine.
@@ -104,7 +105,7 @@ def check_plan(config: EngineConfig) -> None:
         raise ConfigError("plan", plan.name, COMPARED)
 
 
-def plans_of(executor: Executor) -> set[str]:
+def plans_of(executor: Executor | StagedExecutor) -> set[str]:
     """Return the plans that an executor may run: only the sequential plan if no other plan is expected to
     gain."""
     return {layout.plan for several in executor.layouts.values() for layout in several}

@@ -114,6 +114,7 @@ def _measure_engine(
         talks, more = options.conversations_from_flags(
             openings, llm.max_model_len, llm.model_config.vocab_size
         )
+        assert isinstance(llm.executor, Executor)  # the tiers take no pipeline stages
         unshared = [Item(item.prompt_tokens, item.output_tokens) for item in items]
         return (
             {**throughput.head(llm), "workload": described | more},

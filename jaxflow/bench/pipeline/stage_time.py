@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxflow.config import ConfigError, ModelConfig
-from jaxflow.model.composition import Composition
-from jaxflow.model.cost import Rates, op_times
+from jaxflow.model.cost import Rates
 from jaxflow.model.graph import BFLOAT16, Op, Widths, model_graph
 from jaxflow.scheduler.state import StepWork
 
@@ -123,42 +122,3 @@ class StageTimer:
             )
         longest = np.maximum(np.maximum(compute, self._memory @ counts), self._network @ counts)
         return self._repeats @ longest + self._fixed_s
-
-
-def split_layers(
-    config: ModelConfig, stages: int, tp: int, rates: Rates, tokens: float = 256.0
-) -> tuple[int, ...]:
-    """Return the number of layers of each stage with the least longest stage, by predicted time.
-
-    The embedding counts for the first stage and the head for the last. tokens: rows of the step to balance.
-
-    Raises:
-      ConfigError: for more stages than layers.
-    """
-    if not 1 <= stages <= config.num_layers:
-        raise ConfigError("pipeline_parallel_size", stages, f"1 to {config.num_layers}, the model's layers")
-    graph = model_graph(config, tp)
-
-    step = Composition(decode_tokens=tokens)
-
-    def seconds(ops: Sequence[Op]) -> float:
-        return sum(op_times(op, step, rates).longest_s for op in ops)
-
-    each = np.array([seconds(layer) for layer in graph.layers])
-    ends = np.zeros(len(each))
-    ends[0], ends[-1] = ends[0] + seconds(graph.before), ends[-1] + seconds(graph.after)
-    total = np.concatenate([[0.0], np.cumsum(each + ends)])
-    # best[s][n]: the least longest stage of the first n layers in s stages.
-    best = np.full((stages + 1, len(total)), np.inf)
-    cut = np.zeros((stages + 1, len(total)), int)
-    best[0][0] = 0.0
-    for s in range(1, stages + 1):
-        for n in range(s, len(total)):
-            longest = np.maximum(best[s - 1][:n], total[n] - total[:n])
-            cut[s][n] = int(longest.argmin())
-            best[s][n] = longest[cut[s][n]]
-    layers, n = [], len(each)
-    for s in range(stages, 0, -1):
-        layers.append(n - cut[s][n])
-        n = cut[s][n]
-    return tuple(int(number) for number in reversed(layers))

@@ -23,12 +23,13 @@ from matplotlib.figure import Figure
 
 from jaxflow.bench.engine.policies import Hybrid, OrcaBest, OrcaWorst, PrefillFirst, RequestLevel
 from jaxflow.bench.pipeline.simulate import Layout, PipelineRun, simulate
-from jaxflow.bench.pipeline.stage_time import Link, StageTimer, split_layers
+from jaxflow.bench.pipeline.stage_time import Link, StageTimer
 from jaxflow.bench.report import machine
 from jaxflow.bench.workload.lengths import Item
 from jaxflow.config import ConfigError
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.cost import DEVICES
+from jaxflow.model.stage_split import split_layers
 from jaxflow.scheduler.scheduler import DecodeMaximal, StepPolicy
 
 # SARATHI §5.3: ratios of the paper's simulation.

@@ -38,6 +38,7 @@ from jaxflow.model.checkpoints.source import (
     generation_settings,
     read_json,
 )
+from jaxflow.model.stage import Stage
 from jaxflow.model.weight_spec import Leaf, assemble, quantize_leaf
 from jaxflow.model.weights import Weights, dummy_groups, dummy_weights, leaves, tensors
 from jaxflow.parallel.mesh import TP, choose_platform, sharded
@@ -91,6 +92,7 @@ class Checkpoint:
         *,
         quantization: str | None = None,
         kv_scales: bool = False,
+        stage: Stage | None = None,
     ) -> Weights:
         """Return the weights in the layout of `jaxflow.model.weights`, on the devices of the mesh.
 
@@ -104,6 +106,7 @@ class Checkpoint:
           quantization: fp8 or int4 for the matrices; None keeps the checkpoint's format. With fp8, an fp8
             checkpoint keeps its 16-bit matrices in 16 bits.
           kv_scales: add the scales of an e4m3 KV cache. A scale that the checkpoint lacks is 1.
+          stage: the part of the model to load; None for the complete model.
 
         Raises:
           CheckpointError: missing, unexpected or misshapen tensors, or damaged files.
@@ -114,8 +117,9 @@ class Checkpoint:
             raise ConfigError("tensor_parallel_size", tp, f"{devices}, the size of the mesh")
         options: dict[str, Any] = {"quantization": quantization or self.quantization, "kv_scales": kv_scales}
         if self.source is None:
-            return dummy_weights(self.model_config, dtype, mesh, seed, **options)
+            return dummy_weights(self.model_config, dtype, mesh, seed, stage=stage, **options)
         tree = leaves(self.model_config, devices, **options)
+        tree = tree if stage is None else stage.weights(tree)
         with tqdm(
             total=len(jax.tree.leaves(tree)),
             desc="Loading weights",
@@ -124,7 +128,7 @@ class Checkpoint:
             disable=not progress,
         ) as bar:
             if isinstance(self.source, orbax_file.OrbaxFolder):
-                return self.source.load(self.model_config, dtype, mesh, bar.update, **options)
+                return self.source.load(self.model_config, dtype, mesh, bar.update, stage=stage, **options)
             _check(self.source, self.model_config)
             return _load(self.source, self.model_config, tree, dtype, mesh, bar.update)
 
@@ -147,7 +151,9 @@ class Checkpoint:
         if source is None:
             yield from dummy_groups(config, jnp.dtype(dtype), mesh, seed, quantization=quantization)
         elif isinstance(source, orbax_file.OrbaxFolder):
-            yield from source.load_groups(config, jnp.dtype(dtype), mesh, lambda _: None, **options)
+            yield from source.load_groups(
+                config, jnp.dtype(dtype), mesh, lambda _: None, quantization=quantization
+            )
         else:
             _check(source, config)
             for _, group in orbax_file.groups(config, 1 if mesh is None else mesh.shape[TP], **options):

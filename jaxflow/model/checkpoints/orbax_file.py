@@ -24,6 +24,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from jaxflow.config import ModelConfig
 from jaxflow.model.checkpoints.source import CheckpointError
+from jaxflow.model.stage import Stage
 from jaxflow.model.weight_spec import Leaf, quantize_leaf
 from jaxflow.model.weights import Weights, leaves
 from jaxflow.parallel.mesh import TP, sharded
@@ -108,19 +109,23 @@ class OrbaxFolder:
         dtype: Any,
         mesh: Mesh | None,
         progress: Callable[[int], object],
+        stage: Stage | None = None,
         **options: Any,
     ) -> Weights:
         """Return the weights. Each device reads its shards. Matrices are quantized layer by layer.
 
         Args:
           progress: called with the number of arrays that were read.
+          stage: the part of the model to load; None for the complete model.
           options: options of `jaxflow.model.weights.leaves`. The scales of a KV cache are 1.
 
         Raises:
           CheckpointError: a group is missing or damaged, or its arrays do not fit the config.
         """
-        outer, *layers = self.load_groups(config, dtype, mesh, progress, **options)
-        return {**outer, "layers": layers}
+        stage = stage or Stage(0, config.num_layers, config.num_layers)
+        outer, *layers = self.load_groups(config, dtype, mesh, progress, stage, **options)
+        tied = config.tie_word_embeddings
+        return {name: array for name, array in outer.items() if stage.holds(name, tied)} | {"layers": layers}
 
     def load_groups(
         self,
@@ -128,11 +133,18 @@ class OrbaxFolder:
         dtype: Any,
         mesh: Mesh | None,
         progress: Callable[[int], object],
+        stage: Stage | None = None,
         **options: Any,
     ) -> Iterator[dict[str, jax.Array]]:
-        """Yield the weights outside the layers, then each layer. Arguments and errors are those of `load`."""
+        """Yield the weights outside the layers, then each layer of the stage.
+
+        Arguments and errors are those of `load`.
+        """
         devices = 1 if mesh is None else mesh.shape[TP]
         stored_as, wanted = dict(groups(config, 1)), dict(groups(config, devices, **options))
+        if stage is not None:
+            outer, *layers = wanted.items()
+            wanted = dict([outer, *layers[stage.first : stage.stop]])
         with ocp.PyTreeCheckpointer(use_compression=False) as checkpointer:
             for name, leaves_of in wanted.items():
                 group = {key: leaf for key, leaf in leaves_of.items() if key in stored_as[name]}

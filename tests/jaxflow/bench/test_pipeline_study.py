@@ -9,13 +9,14 @@ from hypothesis import strategies as st
 
 from jaxflow.bench.engine.policies import Hybrid, OrcaBest
 from jaxflow.bench.pipeline.simulate import Layout, simulate
-from jaxflow.bench.pipeline.stage_time import COUNTS, Link, StageTimer, split_layers
+from jaxflow.bench.pipeline.stage_time import COUNTS, Link, StageTimer
 from jaxflow.bench.pipeline.study import Study, measure, scenarios, text
 from jaxflow.bench.workload.lengths import Item, constant
 from jaxflow.config import ConfigError, Layer, ModelConfig, Rope
 from jaxflow.model.composition import Composition
 from jaxflow.model.cost import DEVICES, step_timer
 from jaxflow.model.graph import model_graph
+from jaxflow.model.stage_split import split_layers
 from jaxflow.scheduler.scheduler import DecodeMaximal
 
 CONFIG = ModelConfig("llama", 32000, 1024, 8, 8, 128, 2816, (Layer(rope=Rope(10000.0)),) * 7, 2048)

@@ -1,0 +1,122 @@
+"""The steps of a model over pipeline stages (SARATHI §3.2, §5.3): one executor a stage, each on its own devices.
+
+A step runs on the stages in turn. The host enqueues all stages of a step at once, and the residual stream
+goes from stage to stage by copies that the host does not wait for. While a stage runs one step, the stages
+before it run the next ones. Each stage holds the KV pages of its layers and a copy of the page tables. All
+stages apply the same changes in the same order, so pages can change hands as on one device.
+"""
+
+import collections
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+import numpy as np
+
+from jaxflow.engine.executor import Executor, Pending, rehearse
+from jaxflow.engine.layout import StepLayout
+from jaxflow.model.slot_params import SlotParams
+from jaxflow.parallel.hand_over import hand_over
+
+
+class StagedExecutor:
+    """The steps of one model on several stages, with the calls of `Executor` that a loop uses.
+
+    A decode reads the token that the last stage drew for its slot. A step must not wait for steps that drew
+    no token of its slots, because such a wait would empty the pipeline. So the executor keeps the drawn tokens
+    after each of the last steps, and a step reads them as of the last step that drew one of its slots' tokens.
+    """
+
+    copies = None  # stages have no KV tiers
+
+    def __init__(self, stages: Sequence[Executor]):
+        self.stages = tuple(stages)
+        first = self.stages[0]
+        self.layouts, self.decode_layouts = first.layouts, first.decode_layouts
+        self.slots, self.page_size, self.groups = first.slots, first.page_size, first.groups
+        # One entry for each of the last steps, oldest first: the slots that drew a token, bool [Q], and the
+        # last token of every slot.
+        self._drawn: collections.deque[tuple[np.ndarray, jax.Array]] = collections.deque(
+            maxlen=len(self.stages) + 1
+        )
+
+    @property
+    def num_stages(self) -> int:
+        """Return P, the number of stages."""
+        return len(self.stages)
+
+    @property
+    def compilations(self) -> int:
+        """Return the number of backend compilations since warm-up, which must be 0."""
+        return self.stages[-1].compilations
+
+    @property
+    def num_pages(self) -> tuple[int, ...]:
+        """Return the pages of each layer group, the same on all stages."""
+        return self.stages[0].num_pages
+
+    def allocate(self, num_pages: tuple[int, ...]) -> None:
+        """Allocate each stage's KV cache and per-slot state. `num_pages`: pages of each layer group."""
+        for stage in self.stages:
+            stage.allocate(num_pages)
+        self._drawn.append((np.ones(self.slots, bool), self._tokens_to_first()))
+
+    def temporary_bytes(self) -> int:
+        """Return the device memory of a stage's largest programs, without weights and cache."""
+        return max(stage.temporary_bytes() for stage in self.stages)
+
+    def warm_up(self, on_progress: Callable[[int, int], None] = lambda done, total: None) -> float:
+        """Compile every program of every stage, and run each once. Return the seconds."""
+        start = time.perf_counter()
+        for stage in self.stages:
+            stage.compile(on_progress)
+        for layout in itertools.chain(*self.layouts.values(), self.decode_layouts.values()):
+            rehearse(self, layout)
+        for stage in self.stages:
+            stage.count_compilations()
+        return time.perf_counter() - start
+
+    def run(
+        self,
+        layout: StepLayout,
+        buffer: np.ndarray,
+        appends: np.ndarray,
+        *,
+        full: bool,
+        targets: np.ndarray | None = None,
+    ) -> Pending:
+        """Enqueue a step on all stages. Arguments: see `Executor.run`."""
+        enqueued_s = time.perf_counter()
+        fields = layout.views(buffer)
+        row_slots = fields["row_slots"]
+        source = self._tokens_for(row_slots[: fields["num_decodes"].item()])
+        for stage, following in _with_next(self.stages):
+            hidden, x, rows = stage.advance(layout, buffer, appends, source)
+            if following is None:
+                break
+            source = hand_over(x, following.replicated)
+        pending = stage.draw(layout, hidden, x, rows, enqueued_s, full=full, targets=targets)
+        drawn = np.zeros(self.slots, bool)
+        drawn[row_slots[fields["samples"] > 0]] = True
+        self._drawn.append((drawn, self._tokens_to_first()))
+        return pending
+
+    def set_slot(self, slot: int, values: SlotParams, token_ids: np.ndarray, num_prompt: int) -> None:
+        """Store a sequence's sampling settings on the stage that samples. Arguments: see `Executor.set_slot`."""
+        self.stages[-1].set_slot(slot, values, token_ids, num_prompt)
+
+    def _tokens_for(self, slots: np.ndarray) -> jax.Array:
+        """Return the last tokens after the newest step that drew a token of one of the slots, int32 [n]."""
+        for drawn, tokens in reversed(self._drawn):
+            if drawn[slots].any():
+                return tokens
+        return self._drawn[0][1]  # older tokens are in every one of the arrays
+
+    def _tokens_to_first(self) -> jax.Array:
+        return hand_over(self.stages[-1].last_tokens, self.stages[0].replicated)
+
+
+def _with_next(stages: Sequence[Executor]) -> Iterator[tuple[Executor, Executor | None]]:
+    """Yield each stage with the stage after it, and the last one with None."""
+    yield from itertools.pairwise((*stages, None))  # pyright: ignore[reportReturnType]

@@ -1,0 +1,191 @@
+"""Any number of pipeline stages gives the tokens of one device, and keeps that many micro-batches in flight."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+
+import numpy as np
+import paths
+import pytest
+import toy
+from test_goldens import check, requests
+from test_loop import answers, drawn_requests
+
+from jaxflow.bench.engine.policies import Hybrid
+from jaxflow.config import ConfigError, EngineConfig
+from jaxflow.engine.start import start_engine
+from jaxflow.model.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from jaxflow.request import FinishReason, Request, SamplingParams
+
+MODEL = "stories260K"  # five layers: no equal split, and tied embeddings on both end stages
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """The answers on one device, each request by itself."""
+    engine, found = toy.loop(MODEL, enable_prefix_caching=False), {}
+    for request in drawn_requests(9, seed=2):
+        found |= answers(toy.run(engine, [request]), [request])
+    return found
+
+
+def in_flight(engine):
+    return [step.work for step in engine._in_flight if step is not None]
+
+
+class TestSameTokens:
+    """Law: P stages of T devices give the tokens of one device."""
+
+    @pytest.mark.parametrize(
+        ("model", "stages", "tp"),
+        [
+            (MODEL, 2, 1),
+            (MODEL, 4, 1),
+            (MODEL, 2, 2),
+            ("tiny-gemma2", 2, 1),  # one stage has no layer with a window
+            ("tiny-mixtral", 2, 1),
+            ("tiny-opt", 2, 1),  # learned positions on the first stage
+        ],
+    )
+    def test_goldens(self, model, stages, tp, goldens):
+        golden = goldens(model)
+        engine = toy.staged_loop(model, stages, tp=tp)
+        check(golden, toy.run(engine, requests(golden, prompt_logprobs=0)))
+        assert engine.scheduler.pages_free == sum(engine.scheduler.config.num_pages)
+
+    @pytest.mark.parametrize("stages", [2, 4])
+    def test_in_a_batch_with_others(self, alone, stages):
+        ours, others = drawn_requests(9, seed=2), drawn_requests(12, seed=5, name="other", most=40)
+        joining = {2 * i: [request] for i, request in enumerate([*ours[4:], *others[6:]], start=1)}
+        results = toy.run(toy.staged_loop(MODEL, stages), [*others[:6], *ours[:4]], at_step=joining)
+        assert answers(results, ours) == alone
+
+    @pytest.mark.parametrize("cached", [True, False], ids=["pages-kept", "pages-lost"])
+    def test_in_a_storm_of_pre_emptions(self, alone, cached):
+        engine = toy.staged_loop(MODEL, 4, enable_prefix_caching=cached)
+        results = toy.run(engine, drawn_requests(9, seed=2), preempt_at=range(2, 200, 5))
+        assert answers(results, drawn_requests(9, seed=2)) == alone
+        assert engine.scheduler.num_preemptions >= 6
+
+    def test_with_few_pages(self, alone):
+        engine = toy.staged_loop(MODEL, 4, num_pages=(16,))
+        assert answers(toy.run(engine, drawn_requests(9, seed=2)), drawn_requests(9, seed=2)) == alone
+
+    @pytest.mark.parametrize("chunk", [1, 7])
+    def test_at_any_chunking(self, alone, chunk):
+        engine = toy.staged_loop(MODEL, 2, policy=Hybrid(chunk))
+        assert answers(toy.run(engine, drawn_requests(9, seed=2)), drawn_requests(9, seed=2)) == alone
+
+    def test_with_a_warm_prefix_cache(self, alone):
+        engine = toy.staged_loop(MODEL, 2)
+        toy.run(engine, drawn_requests(9, seed=2))
+        again = toy.run(engine, drawn_requests(9, seed=2))
+        assert answers(again, drawn_requests(9, seed=2)) == alone
+        assert any(result.started.cached_prompt_tokens for result in again.values())
+
+
+class TestMicroBatches:
+    @pytest.mark.parametrize("stages", [2, 4])
+    def test_as_many_as_stages_are_in_flight_and_none_shares_a_decode(self, stages):
+        engine = toy.staged_loop(MODEL, stages)
+        many = [Request(f"r{i}", [1, 5 + i], toy.GREEDY) for i in range(8)]
+        for request in many:
+            engine.add(request, 0.0)
+        most = 0
+        while engine.has_work:
+            engine.step()
+            steps = in_flight(engine)
+            decoding = [slot for work in steps for slot in work.decode_slots.tolist()]
+            assert len(decoding) == len(set(decoding))
+            if all(len(work.decode_slots) for work in steps):
+                most = max(most, len(steps))
+        assert most == stages
+
+    def test_a_long_prompt_is_computed_beside_decodes(self):
+        """The chunks of a prompt and the decodes of others are in flight at the same time."""
+        engine = toy.staged_loop(MODEL, 2)
+        for i in range(4):
+            engine.add(Request(f"r{i}", [1, 5 + i], dataclasses.replace(toy.GREEDY, max_tokens=60)), 0.0)
+        for _ in range(4):
+            engine.step()
+        engine.add(Request("long", np.arange(3, 203), toy.GREEDY), 0.0)
+        both = 0
+        while engine.has_work:
+            engine.step()
+            steps = in_flight(engine)
+            both += len(steps) == 2 and all(work.chunks and len(work.decode_slots) for work in steps)
+        assert both >= 5
+
+    def test_a_single_request_runs_one_step_at_a_time(self):
+        engine = toy.staged_loop(MODEL, 4)
+        engine.add(Request("a", [1], toy.GREEDY), 0.0)
+        while engine.has_work:
+            engine.step()
+            assert len(in_flight(engine)) <= 1
+
+
+class TestEnds:
+    def test_abort_frees_the_pages_at_once(self):
+        engine = toy.staged_loop(MODEL, 4)
+        for i in range(6):
+            engine.add(Request(f"r{i}", np.arange(3, 40 + i), toy.GREEDY), 0.0)
+        for _ in range(9):
+            engine.step()
+        for i in range(6):
+            (end,) = engine.abort(f"r{i}")
+            assert end.reason is FinishReason.ABORT
+        assert engine.scheduler.pages_free == sum(engine.scheduler.config.num_pages)
+        while engine.has_work:
+            assert not engine.step()
+
+    def test_stop_tokens(self):
+        story = toy.run(toy.loop(MODEL), [Request("a", [1], toy.GREEDY)])["a"].tokens
+        stop = dataclasses.replace(toy.GREEDY, stop_token_ids=[story[10]])
+        result = toy.run(toy.staged_loop(MODEL, 2), [Request("a", [1], stop)])["a"]
+        assert result.tokens == story[: story.index(story[10]) + 1]
+        assert result.finished[0].reason is FinishReason.STOP
+
+    def test_nothing_compiles_after_warm_up(self):
+        engine = toy.staged_loop(MODEL, 2)
+        before = engine.executor.compilations
+        toy.run(engine, drawn_requests(20, seed=8), preempt_at=range(10, 60, 7))
+        prompts = [
+            Request(f"p{n}", np.arange(n) % 400 + 3, SamplingParams(max_tokens=4, prompt_logprobs=1))
+            for n in (1, 2, 15, 16, 17, 300)
+        ]
+        toy.run(engine, prompts)
+        assert engine.executor.compilations == before
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("model", "changes", "field"),
+        [
+            (MODEL, {"pipeline_parallel_size": 3, "tensor_parallel_size": 2}, "pipeline_parallel_size"),
+            ("tiny-llama", {"pipeline_parallel_size": 3}, "pipeline_parallel_size"),  # of two layers
+            (MODEL, {"pipeline_parallel_size": 0}, "pipeline_parallel_size"),
+            (MODEL, {"pipeline_parallel_size": 2, "kv_offloading_size": 1.0}, "kv_offloading_size"),
+        ],
+    )
+    def test_sizes_that_cannot_run(self, model, changes, field, monkeypatch):
+        checkpoint = open_checkpoint(str(paths.MODELS / model))
+        monkeypatch.setattr(Checkpoint, "load", lambda *a, **k: pytest.fail("the weights were read"))
+        with pytest.raises(ConfigError) as refused:
+            start_engine(EngineConfig(model=str(paths.MODELS / model), **changes), checkpoint, progress=False)
+        assert refused.value.field == field
+
+
+@pytest.mark.slow
+def test_four_stages_of_two_devices():
+    """Eight devices need a process of their own."""
+    code = """
+import test_goldens, toy, json, paths
+golden = json.loads((paths.GOLDENS / "stories260K.json").read_text())
+test_goldens.check(golden, toy.run(toy.staged_loop("stories260K", 4, tp=2), test_goldens.requests(golden)))
+"""
+    folders = os.pathsep.join(
+        [str(paths.ROOT / "tests"), str(paths.ROOT / "tests/jaxflow/engine"), str(paths.ROOT)]
+    )
+    environment = os.environ | {"JAX_NUM_CPU_DEVICES": "8", "PYTHONPATH": folders}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=300)
