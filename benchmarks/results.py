@@ -301,6 +301,30 @@ def perplexity_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
             yield report["model"], numbers, f"{one['perplexity']:.2f}", change, links([path])
 
 
+def turn_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
+    """Yield each side's figures in a comparison of commands in turns."""
+    for path, report in reports.items():
+        for figure, sides in report["figures"].items() if report.get("command_name") == "in_turns" else ():
+            for side, found in sides.items():
+                runs = [run["report"] for run in report["runs"] if run["side"] == side and run["report"]]
+                power = [run["power"] for run in runs if run.get("power")]
+                low, high = found["range"]
+                yield (
+                    report["device"],
+                    report["what"],
+                    f"{side}: {figure}",
+                    f"{found['median']:,.5g}",
+                    f"{len(found['values'])}",
+                    f"{low:,.5g}–{high:,.5g}",
+                    f"{found['ratio']:.3f}",
+                    f"{median(one['mean_watts'] for one in power):.0f} at "
+                    f"{median(one['mean_sm_clock_mhz'] for one in power):.0f}"
+                    if power
+                    else "–",
+                    links([path]),
+                )
+
+
 def _mean(value: float | list[float] | None) -> float | None:
     """Return a number, the mean over several cards, or None for an unknown value."""
     if isinstance(value, list):
@@ -383,6 +407,16 @@ SECTIONS = (
         "Seconds to compile or load all programs. A filled cache holds the programs of an earlier start.",
         ("device", "model", "compilation cache", "seconds", "report"),
         start_rows,
+    ),
+    (
+        "Commands in turns",
+        "`benchmarks/in_turns.py` ran the sides of a report in turns on one machine. The ratio divides the median "
+        "by that of the first side.",
+        (
+            *("device", "comparison", "side: figure", "median", "runs", "range"),
+            *("ratio", "watts at MHz", "report"),
+        ),
+        turn_rows,
     ),
     (
         "Host time",
