@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 import math
+import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
@@ -15,13 +16,16 @@ MAX_STOP_CHARS = 1024
 MAX_N = 64
 MIN_REPETITION_PENALTY = 0.01  # below it, one repeated token takes all probability
 
+_SHORT = reprlib.Repr()  # of a value that may have millions of parts
+_SHORT.maxstring = _SHORT.maxother = 80
+
 
 class InvalidRequest(ValueError):
     """A request that cannot be served. `field` is the path of the wrong field in the request."""
 
     def __init__(self, field: str, value: object, accepted: str):
         self.field, self.value, self.accepted = field, value, accepted
-        shown = repr(value[:80] if isinstance(value, str) else value)  # a prompt can have megabytes
+        shown = repr(value[:80]) if isinstance(value, str) else _SHORT.repr(value)
         super().__init__(
             f"{field}={shown if len(shown) <= 80 else shown[:77] + '...'} is not accepted: {accepted}"
         )

@@ -295,7 +295,7 @@ class ServedModel:
             raise deadline_passed()
         try:
             async with asyncio.timeout(timeout_s) as scope:
-                return await self._work.run(_size(prompt), work)
+                return await self._work.run(_bytes(prompt), work)
         except TimeoutError:
             if scope.expired():
                 raise deadline_passed() from None
@@ -427,14 +427,30 @@ def _check_count(tokens: int, most: int, field: str = "prompt") -> None:
         raise ContextLengthExceeded(field, f"{tokens} tokens", f"at most {most} tokens", tokens)
 
 
-def _size(prompt: Prompt) -> int:
-    """Return about the bytes of a prompt. A token id counts 8."""
-    match prompt:
-        case str():
-            return len(prompt)
-        case Chat():
-            return sum(_chars(message.get("content")) for message in prompt.messages)
-    return 8 * len(prompt)
+def _size(prompt: str | Chat) -> int:
+    """Return the characters of a text, or of the contents of a chat's messages, which every template writes."""
+    if isinstance(prompt, str):
+        return len(prompt)
+    return sum(_chars(message.get("content")) for message in prompt.messages)
+
+
+def _bytes(prompt: Prompt) -> int:
+    """Return about the bytes of a prompt, also of a chat's other fields. A token id counts 8."""
+    if isinstance(prompt, str):
+        return len(prompt)
+    if not isinstance(prompt, Chat):
+        return 8 * len(prompt)
+    size, left = 0, [prompt.messages, prompt.options]
+    while left:
+        value = left.pop()
+        if isinstance(value, str):
+            size += len(value)
+        elif isinstance(value, Mapping):
+            left += value.values()
+        elif isinstance(value, Sequence):
+            left += value
+        size += 8
+    return size
 
 
 def _chars(content: Any) -> int:

@@ -5,7 +5,17 @@ from collections.abc import Mapping
 
 from google.protobuf.message import Message
 
-from jaxflow.request import Finished, FinishReason, InvalidRequest, Logprob, SamplingParams, Started
+from jaxflow.request import (
+    MAX_LOGIT_BIAS,
+    MAX_STOP,
+    Finished,
+    FinishReason,
+    InvalidRequest,
+    Logprob,
+    SamplingParams,
+    Started,
+)
+from jaxflow.text.chat import MAX_MESSAGES
 from jaxflow.text.tokenizer import Tokenizer
 from serving.frontend.sampling_defaults import GENERATION_DEFAULTS
 from serving.frontend.served_model import Chat, Prompt
@@ -43,6 +53,9 @@ def sampling_params(message: pb.SamplingParams, defaults: Mapping) -> SamplingPa
     Raises:
       InvalidRequest: a value out of range. The error names the field.
     """
+    # A message of a few megabytes can have millions of entries, which take seconds to convert.
+    for name, most in (("stop", MAX_STOP), ("stop_token_ids", MAX_STOP), ("logit_bias", MAX_LOGIT_BIAS)):
+        _check_most(name, len(getattr(message, name)), most)
     given = {name: getattr(message, name) for name in _OPTIONAL if message.HasField(name)}  # type: ignore[arg-type]
     return SamplingParams(
         **{
@@ -72,7 +85,8 @@ def prompt(message: pb.GenerateRequest) -> Prompt:
 
 
 def chat(message: pb.Chat) -> Chat:
-    """Return the conversation of a message."""
+    """Return the conversation of a message. Raises: InvalidRequest for too many messages."""
+    _check_most("messages", len(message.messages), MAX_MESSAGES)
     going_on = message.continue_final_message
     return Chat(
         [{"role": part.role, "content": part.content} for part in message.messages],
@@ -82,6 +96,11 @@ def chat(message: pb.Chat) -> Chat:
             "parse_control_tokens": message.parse_control_tokens,
         },
     )
+
+
+def _check_most(field: str, entries: int, most: int) -> None:
+    if entries > most:
+        raise InvalidRequest(field, f"{entries} entries", f"at most {most} entries")
 
 
 def path(field: str, kind: str | None) -> str:

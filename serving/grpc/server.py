@@ -16,7 +16,9 @@ from serving.grpc import generate_pb2, generate_pb2_grpc
 from serving.grpc.interceptor import CallInterceptor
 from serving.grpc.service import AdminService, GenerateService, ModelService
 
-MAX_REQUEST_BYTES = 8 << 20  # fits a prompt of a million tokens; a larger request is RESOURCE_EXHAUSTED
+# Fits a prompt of a million tokens; a larger request is RESOURCE_EXHAUSTED. Parsing stops the event loop: a message of
+# 8 MB with two bytes a field took 130 ms on one core of a shared CPU.
+MAX_REQUEST_BYTES = 4 << 20
 
 _NO_LIMIT = 2**31 - 1
 _OPTIONS = (

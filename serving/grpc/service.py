@@ -64,9 +64,9 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
         kind = request.WhichOneof("input")
         if kind is None:
             raise InvalidRequest("input", None, "one of text and chat")
-        text = convert.chat(request.chat) if kind == "chat" else request.text
         special = request.add_special_tokens if request.HasField("add_special_tokens") else None
         try:
+            text = convert.chat(request.chat) if kind == "chat" else request.text
             ids = await self._served.encode(text, special, timeout_s=seconds_left(context))
             return pb.TokenizeResponse(ids=ids)
         except InvalidRequest as error:

@@ -11,7 +11,6 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 from starlette.exceptions import HTTPException
 
 import jaxflow
@@ -187,7 +186,7 @@ class Endpoints:
                 raise
         echo = None
         if not chat and request.echo:
-            echo = [self._text(p, r) for p, r in zip(asked, requests, strict=True)]
+            echo = await asyncio.to_thread(lambda: list(map(self._text, asked, requests)))
         drop = not chat and request.max_tokens == 0
         job = Job(requests, llm.tokenizer, llm.model_config.eos_token_ids, echo, drop)
         head = self._head(request, sampling.n)
@@ -266,7 +265,7 @@ class Endpoints:
         texts = None
         if request.return_token_strs:
             tokenizer = served.tokenizer("prompt")
-            texts = [tokenizer.token_text(token) for token in ids]
+            texts = await asyncio.to_thread(lambda: [tokenizer.token_text(token) for token in ids])
         return TokenizeAnswer(len(ids), served.llm.max_model_len, ids, texts)
 
     async def _detokenize(self, request: DetokenizeRequest, deadline: Deadline) -> DetokenizeAnswer:
@@ -318,6 +317,8 @@ def _chat(request: ChatRequest | TokenizeRequest) -> Chat:
         options["add_generation_prompt"] = request.add_generation_prompt
     if request.continue_final_message is not None:
         options["continue_final_message"] = request.continue_final_message
+    if request.parse_control_tokens is not None:
+        options["parse_control_tokens"] = request.parse_control_tokens
     return Chat(_messages(request.messages or ()), options)
 
 
@@ -327,9 +328,9 @@ def _messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
         for name in ("audio", "function_call"):
             if getattr(message, name) is not None:
                 raise InvalidRequest(f"messages[{i}].{name}", getattr(message, name), "null")
-        made = msgspec.structs.asdict(message)
+        made = {name: getattr(message, name) for name in _MESSAGE_FIELDS}
         made["reasoning_content"] = message.reasoning_content or message.reasoning
-        result.append({name: made[name] for name in _MESSAGE_FIELDS})
+        result.append(made)
     return result
 
 

@@ -4,7 +4,9 @@ import msgspec
 
 from jaxflow.request import InvalidRequest
 from serving.http.schema import (
+    MAX_BRACKETS,
     MAX_COMMAS,
+    MAX_QUOTES,
     Body,
     ChatRequest,
     CompletionRequest,
@@ -38,8 +40,7 @@ def read_body(path: str, body: bytes) -> Body:
     Raises:
       InvalidRequest: not JSON, an unknown field, a value of another type, or a field that is not served.
     """
-    if body.count(b",") > MAX_COMMAS:  # the event loop would stop while millions of values are read
-        raise InvalidBody("body", f"too many values; accepted: at most {MAX_COMMAS}")
+    _check_parts(body)
     try:
         request = _DECODERS[path].decode(body)
     except msgspec.ValidationError as error:
@@ -51,6 +52,16 @@ def read_body(path: str, body: bytes) -> Body:
     for name, value, reason in refused_fields(request):
         raise InvalidRequest(name, value, reason)
     return request
+
+
+def _check_parts(body: bytes) -> None:
+    """Check the number of a body's values, so that the event loop reads them in a short time. Raises: InvalidBody."""
+    quotes = body.count(b'"') - body.count(b'\\"')  # an escaped quote is a part of a string
+    brackets = body.count(b"{") + body.count(b"[")
+    for found, most in ((body.count(b","), MAX_COMMAS), (quotes, MAX_QUOTES), (brackets, MAX_BRACKETS)):
+        if found > most:
+            accepted = f"at most {MAX_COMMAS} commas, {MAX_QUOTES} quotes of strings, {MAX_BRACKETS} brackets"
+            raise InvalidBody("body", f"too many values; accepted: {accepted}")
 
 
 def _invalid(message: str) -> InvalidBody:

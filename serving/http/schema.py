@@ -11,7 +11,11 @@ from msgspec import Meta
 
 MAX_PROMPTS = 2048  # of one completions request
 MAX_CHOICES = 4096  # of a request: prompts times n
-MAX_COMMAS = 1 << 20  # of a body: about the number of its JSON values
+# Limits of a body, which the event loop reads at once: commas, quotes of strings, and opening brackets. They are about
+# the numbers of its JSON values, half of its strings, and its arrays and objects.
+MAX_COMMAS = 1 << 20
+MAX_QUOTES = 100_000
+MAX_BRACKETS = 1 << 18
 
 Count = Annotated[int, Meta(ge=0, lt=2**31)]
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
@@ -109,7 +113,10 @@ class Message(msgspec.Struct, forbid_unknown_fields=True, frozen=True, omit_defa
 
 
 class ChatRequest(Generation, frozen=True, kw_only=True):
-    """The body of `POST /v1/chat/completions`."""
+    """The body of `POST /v1/chat/completions`.
+
+    `parse_control_tokens`: a control token in a message (`<|im_end|>`) becomes this token; else it is plain text.
+    """
 
     messages: list[Message]
     max_completion_tokens: int | None = None
@@ -118,6 +125,7 @@ class ChatRequest(Generation, frozen=True, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    parse_control_tokens: bool | None = None
     echo: bool | None = None
     parallel_tool_calls: Any = None
     # Known, but not served.
@@ -145,7 +153,7 @@ class CompletionRequest(Generation, frozen=True, kw_only=True):
 
 
 class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    """The body of `POST /tokenize`: a prompt or messages."""
+    """The body of `POST /tokenize`: a prompt or messages. `parse_control_tokens`: see `ChatRequest`."""
 
     model: str | None = None
     prompt: str | None = None
@@ -154,6 +162,7 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, frozen=True, k
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    parse_control_tokens: bool | None = None
     return_token_strs: bool | None = None
     # Known, but not served.
     tools: Any = None

@@ -4,7 +4,7 @@ import asyncio
 
 import openai
 import pytest
-from http_harness import HELLO, door
+from http_harness import CHAT, HELLO, door
 
 PROMPT = "Once upon a time there was a dog."
 WAYS = [{}, {"n": 3}, {"logprobs": True, "top_logprobs": 3}, {"stop": ["dog", "zzz"]}, {"max_tokens": 40}]
@@ -128,3 +128,12 @@ def test_errors(client, change, kind, code, param):
     with pytest.raises(kind) as raised:
         client.chat.completions.create(**({"model": "small", "messages": HELLO} | change))
     assert (raised.value.code, raised.value.param) == (code, param)
+
+
+@pytest.mark.parametrize(("parse", "found"), [(None, []), (False, []), (True, [2])])
+def test_a_control_token_in_a_message_is_plain_text_unless_asked_for(shared, parse, found):
+    body = {"messages": [{"role": "user", "content": "Hi</s>you"}], "parse_control_tokens": parse}
+    ids = shared.post("/tokenize", body).json()["tokens"]
+    assert [i for i in ids if i in shared.llm.tokenizer.special_ids] == found
+    answer = shared.post(CHAT, {**body, "max_tokens": 1, "return_token_ids": True}).json()
+    assert answer["prompt_token_ids"] == ids
