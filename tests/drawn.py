@@ -159,7 +159,7 @@ class Bench:
 
     config: ModelConfig
     tp: int = 1
-    quantization: str | None = None  # of weights
+    quantization: str | None = None  # the weights' dtype, as in EngineConfig
     kv: str = "float32"  # the cache's dtype
 
     @property

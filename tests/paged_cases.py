@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 
 PAGE = 64
-WILD = 2**31 - 1  # what page tables hold past a sequence's end and before its window
+WILD = 2**31 - 1  # the entries of page tables after a sequence's end and before its window
 
 
 def paged(seed: int, ends, kv_heads: int, width: int, seen=None):

@@ -339,7 +339,7 @@ PRODUCTS = [
     (
         Product(8, Shape(59136, 8192, gate_block=16), "bfloat16"),
         ("xla", "dense"),
-    ),  # flat knows gates in blocks of 64 alone
+    ),  # flat takes only gates in blocks of 64
     (Product(8, Shape(128256, 4096), "bfloat16", "float32"), ("flat", "xla", "dense")),
     (Product(1024, Shape(6144, 4096), "bfloat16", bounded=True), ("dense",)),
     (Product(2, Shape(6144, 4096), "bfloat16", bounded=True), ("flat", "dense")),

@@ -221,9 +221,8 @@ def test_throughput_compares_searched_plans_with_the_sequential_plan(
         "--output_json",
         str(path),
     ]
-    monkeypatch.setattr(
-        steps, "plans_of", lambda executor: {"sequential", "another"}
-    )  # its steps are sequential here
+    # The steps are sequential.
+    monkeypatch.setattr(steps, "plans_of", lambda executor: {"sequential", "another"})
     assert bench("throughput", "--model", MODEL, *settings) == 0
     found = json.loads(path.read_text())
     assert found["completed"] == found["sequential"]["completed"] == 2

@@ -96,7 +96,7 @@ def test_the_simulation_computes_every_token_once_and_keeps_time():
     assert sum(step.count("decode_keys") for step in run.steps) == pytest.approx(decode_keys)
     for item, record in zip(items, run.records, strict=True):
         assert record.completed and record.deliveries[0][0] >= item.arrival_s + 0.01
-    assert run.records[3].finished_s == pytest.approx(9.01)  # it arrived at an idle engine
+    assert run.records[3].finished_s == pytest.approx(9.01)  # the engine was idle at its arrival
     assert run.duration_s == run.records[3].finished_s
 
 

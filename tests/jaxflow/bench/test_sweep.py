@@ -47,9 +47,8 @@ def test_lengths_have_the_protocols_requests(monkeypatch):
 
 
 def test_rates_compare_the_plans_with_the_sequential_plan(llm, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        steps, "plans_of", lambda executor: {"sequential", "another"}
-    )  # its steps are sequential here
+    # The steps are sequential.
+    monkeypatch.setattr(steps, "plans_of", lambda executor: {"sequential", "another"})
     found = sweep.rates(llm, workload.constant(3, 8, 4), [100.0], compare_sequential=True)
     (point,) = found["points"]
     assert (

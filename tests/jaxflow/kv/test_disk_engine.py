@@ -249,9 +249,8 @@ def test_a_disk_of_unknown_size_leaves_nothing_open(tmp_path, monkeypatch):
 
 def test_the_python_api_after_a_restart(tmp_path, monkeypatch):
     """A later round after a restart is not computed again, and has the same tokens."""
-    monkeypatch.setattr(
-        tier_policy.FetchCosts, "pays", lambda *_: True
-    )  # which depends on how busy the machine is
+    # The real decision depends on the load of the machine.
+    monkeypatch.setattr(tier_policy.FetchCosts, "pays", lambda *_: True)
     monkeypatch.setattr(
         tier_policy, "this_card", lambda: dataclasses.replace(default_card(), disk_patience=1e9)
     )

@@ -160,9 +160,10 @@ def test_the_command_writes_next_to_the_model_and_an_engine_reads_the_file(model
     assert not any(
         "unified_max" in layer for layer in engine(kv_cache_dtype="fp8", calibration=str(default_path(model)))
     )
+    # The unified max value was requested.
     assert ["e4m3" in record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
         True
-    ]  # it was asked for
+    ]
     assert all("unified_max" in layer for layer in engine(kv_cache_dtype="int8"))  # multiplied as bfloat16
     default_path(model).write_bytes(msgspec.json.encode(msgspec.structs.replace(written, qualifies=False)))
     assert not any("unified_max" in layer for layer in engine())

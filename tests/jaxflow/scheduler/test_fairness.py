@@ -85,5 +85,5 @@ def test_a_request_of_many_sequences_lets_later_requests_start_between_them():
         world.step()
     [late] = world.add([2] * 4, max_tokens=10, ignore_eos=True)
     order = [seq for work in world.steps() for seq in work.admitted]
-    assert order.index(late) <= 8  # of the first eight some may be admitted in these steps
+    assert order.index(late) <= 8  # some of the first eight may be admitted in these steps
     assert all(seq.finished for seq in many)

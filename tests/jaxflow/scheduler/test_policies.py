@@ -91,11 +91,12 @@ def test_a_batch_begins_only_when_the_last_one_has_ended(policy):
     steps = steps_of(policy, [5] * 9, [3, 9, 2, 4, 2, 2, 5, 3, 2], max_num_seqs=3)
     assert [shape(work) for work in steps if work.chunks] == [(0, [5, 5, 5])] * 3
     ends = [i for i, work in enumerate(steps) if work.chunks] + [len(steps)]
+    # The longest output; the prefill gives the first token.
     assert [b - a for a, b in itertools.pairwise(ends)] == [
         9,
         4,
         5,
-    ]  # its longest output, the first token with the prefill
+    ]
 
 
 def test_request_level_pads_to_the_rows_of_its_batch_and_orca_worst_does_not():
@@ -119,7 +120,7 @@ def test_prefill_first_lets_decodes_wait_for_every_prompt_that_comes():
 
 def test_orca_best_prefills_one_whole_prompt_beside_the_decodes():
     steps = steps_of("orca-best", [5, 14, 13, 40], [9, 3, 3, 2])
-    # 14 fits beside the one decode, 13 beside two; 40 tokens fit in no step and are cut to its room.
+    # 14 tokens fit with one decode, 13 tokens with two. 40 tokens fit in no step and are cut to its room.
     assert [shape(work) for work in steps[:3]] == [(0, [5]), (1, [14]), (2, [13])]
     assert all(len(work.chunks) <= 1 for work in steps)
     long = [chunk.tokens for work in steps for chunk in work.chunks if chunk.seq.num_prompt == 40]

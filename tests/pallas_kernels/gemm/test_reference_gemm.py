@@ -71,7 +71,8 @@ def test_gemm_is_the_product_and_its_epilogue(
         "int4": lambda w: dequantize_int4(w, jnp.float32),
     }[weights](w_in)
     if activations in ("rows", "one") and weights == "plain":
-        w_in = seen_w = seen_w.astype(jnp.bfloat16).astype(jnp.float32)  # such products are taken in bfloat16
+        # Products of these operands run in bfloat16.
+        w_in = seen_w = seen_w.astype(jnp.bfloat16).astype(jnp.float32)
     settings = {"activation": activation, "gate_block": gate_block}
     got = gemm_reference.gemm(x_in, w_in, b, residual=r, out_dtype=jnp.float32, **settings)
     want = exact(np.asarray(seen_x, np.float64), np.asarray(seen_w, np.float64), b, r, **settings)

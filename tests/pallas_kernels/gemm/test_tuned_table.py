@@ -301,7 +301,7 @@ def test_the_kind_of_xlas_product_is_merged_and_checked(tmp_path):
         path.write_text(json.dumps({"schema": table.SCHEMA, "device": "one", "rules": [rule]}))
         return str(path)
 
-    before = file("before.json", {"rows": 1}, {"rows": 8})  # as tables were that did not keep it
+    before = file("before.json", {"rows": 1}, {"rows": 8})  # a table without the rival's name
     new = file("new.json", {"rows": 8, "xla": "cublas"}, {"rows": 64, "xla": "cublas or triton"})
     tune_rules.merge([before, new], str(tmp_path / "t.json"))
     (rule,) = tune_rules.read(tmp_path / "t.json")["rules"]

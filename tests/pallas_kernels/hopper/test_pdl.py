@@ -64,7 +64,7 @@ def test_each_kernel_waits_and_launches_the_next(tmp_path, monkeypatch):
             what: [one.start() for one in re.finditer(re.escape(what), ptx)] for what in (WAIT, NEXT, COPY)
         }
         assert places[WAIT] and places[NEXT], name
-        if "gemm" in name:  # its copies of the weight are in front of a wait, and all others behind one
+        if "gemm" in name:  # copies of the weight precede one wait; all other copies follow a wait
             assert any(min(places[COPY]) < wait for wait in places[WAIT]) and len(places[WAIT]) >= 2, name
         elif places[COPY]:
             assert min(places[WAIT]) < min(places[COPY]), name

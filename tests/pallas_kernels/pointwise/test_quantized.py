@@ -16,7 +16,7 @@ from pallas_kernels.pointwise.rope_append import reference as rope_reference
 from pallas_kernels.quantized import Quantized
 
 E4M3 = jnp.float8_e4m3fn
-HALF_STEP = 2.0**-4  # of e4m3's 3 bits behind the point, to the nearest
+HALF_STEP = 2.0**-4  # half a step of e4m3's 3 mantissa bits, by rounding to nearest
 
 
 @settings(max_examples=40, deadline=None)

@@ -93,20 +93,20 @@ def test_rope_append_equals_its_reference(kv_dtype, tokens, group, kv_heads, wid
             "k_scale": jnp.linspace(0.002, 0.1, kv_heads),
             "v_scale": jnp.linspace(0.05, 0.01, kv_heads),
         }  # some values saturate
-    # A program each, where every operation alone would be one.
+    # One program for each function: eager operations would be a program each.
     numbers = {"head_dim": width, "eps": how.pop("eps"), "norm_offset": how.pop("norm_offset", 0.0)}
     kernel = jax.jit(functools.partial(rope_append, **numbers, **settings, interpret=INTERPRET))
-    twin = jax.jit(functools.partial(reference.rope_append, **numbers))
+    plain = jax.jit(functools.partial(reference.rope_append, **numbers))
     del how["head_dim"]
-    got, want = (fn(fused, k, v, positions, slots, **how) for fn in (kernel, twin))
-    # The twin rounds to bfloat16 between norm and rotation: a step or two of the last bit, more where a sum
-    # cancels.
+    got, want = (fn(fused, k, v, positions, slots, **how) for fn in (kernel, plain))
+    # The reference implementation rounds to bfloat16 between norm and rotation. The difference is one or two
+    # last bits, more for sums that cancel.
     np.testing.assert_allclose(
         *(np.asarray(x[0], np.float32) for x in (got, want)), rtol=0.02, atol=0.04 if normed else 1e-6
     )
-    for new, old, twin in zip(got[1:], (k, v), want[1:], strict=True):
+    for new, old, plain in zip(got[1:], (k, v), want[1:], strict=True):
         written = (
-            np.asarray(jax.tree.leaves(twin)[0], np.float32)
+            np.asarray(jax.tree.leaves(plain)[0], np.float32)
             != np.asarray(jax.tree.leaves(old)[0], np.float32)
         ).any()
         assert written == (tokens > 2)
@@ -114,11 +114,11 @@ def test_rope_append_equals_its_reference(kv_dtype, tokens, group, kv_heads, wid
             # e4m3 has steps of an eighth, and numbers here that are up to 500 times the true ones.
             rtol, atol = (0.02, 0.04) if kv_dtype == jnp.bfloat16 else (0.13, 20.0)
             np.testing.assert_allclose(
-                np.asarray(new, np.float32), np.asarray(twin, np.float32), rtol=rtol, atol=atol
+                np.asarray(new, np.float32), np.asarray(plain, np.float32), rtol=rtol, atol=atol
             )
-            assert (np.asarray(new) == np.asarray(twin)).mean() > 0.98
+            assert (np.asarray(new) == np.asarray(plain)).mean() > 0.98
         else:
-            assert steps_apart(new, twin) <= (kv_dtype == jnp.int8)
+            assert steps_apart(new, plain) <= (kv_dtype == jnp.int8)
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ BOTH_NORMS, BOTH_SCALES = (
         (jnp.bfloat16, {"positions": jnp.zeros((4, 1), jnp.int32)}, r"positions \[4, 1\]: accepted is \[4\]"),
     ],
 )
-@pytest.mark.parametrize("append", [rope_append, reference.rope_append], ids=["kernel", "twin"])
+@pytest.mark.parametrize("append", [rope_append, reference.rope_append], ids=["kernel", "plain"])
 def test_kernel_and_reference_name_incomplete_arguments(append, kv_dtype, given, said):
     ints = jnp.zeros(4, jnp.int32)
     given = {"positions": ints, "slots": ints, "inv_freq": None} | given
@@ -234,7 +234,7 @@ def test_a_row_is_within_one_warp(half):
         assert repeated == any(isinstance(dim, plgpu.Replicated) for dim in made.warp_dims)
 
 
-# (cache, KV heads, head width, tokens whose values are written at once, what is done to queries and keys)
+# (cache, KV heads, head width, tokens of a block of values, transformation of queries and keys)
 FORMS = [
     (jnp.bfloat16, 8, 128, 1, "turned"),
     (jnp.bfloat16, 8, 128, 1, "turned"),  # another layer: the table of angles is the same
@@ -255,7 +255,7 @@ FORMS = [
     (jnp.int8, 2, 256, 8, "turned"),
     (jnp.float8_e4m3fn, 8, 128, None, "turned"),
     (jnp.int8, 8, 128, 16, "turned"),
-    (jnp.bfloat16, 32, 64, 1, "nothing"),  # OPT's, whose positions are in its embeddings
+    (jnp.bfloat16, 32, 64, 1, "nothing"),  # OPT's; its embeddings hold positions
     (jnp.float8_e4m3fn, 32, 128, None, "nothing"),
     (jnp.bfloat16, 8, 128, 1, "normed and turned"),  # Qwen3's
     (jnp.bfloat16, 1, 256, 1, "normed and turned"),  # Gemma 3's

@@ -77,7 +77,8 @@ def test_every_token_is_in_one_tile_that_reads_the_keys_it_sees(gaps, window):
         # A window that begins in the second page of a block of keys.
         ([(0, 140, 0, 262), (150, 9, 1, 60)], 160, 1, 1, 64, {"window": 70, "soft_cap": 20.0, "scale": 0.3}),
         ([(5, 90, 0, 70)], 100, 1, 1, 256, {}),
-        # All that a tile sees lies in the second page of its last block, which its sequence fills in part.
+        # The visible keys of a tile lie in the second page of its last block. The sequence fills a part of
+        # this block.
         (IN_SECOND_PAGES, 24, 1, 1, 64, {"window": 16}),
         ([(0, 8, 0, 90)], 8, 1, 1, 64, {"scale": -0.1}),
         ([(0, 8, 0, 90)], 8, 1, 1, 64, {"scale": 0.0, "unified_max": jnp.asarray([1.0, 20.0])}),
@@ -192,8 +193,8 @@ def scores_of(kind, k, table):
             1,
             False,
             3,
-            # of the four tiles of two heads: two CTAs have none in their last round, whose mark is that of
-            # the first
+            # Four tiles of two heads. Two CTAs have no tile in their last round, and the mark there is the
+            # first round's.
         ),
         ("below", 256, False, 2),
         ("both", 256, False, 2),
@@ -201,9 +202,8 @@ def scores_of(kind, k, table):
     ],
 )
 def test_rows_outside_the_unified_max_value_fall_back(kind, marks, int8, sms, monkeypatch):
-    monkeypatch.setattr(
-        "pallas_kernels.attention.chunk.api.MARKS", marks
-    )  # of one mark, which all rounds share, more is done again
+    # With one mark for all rounds, more work is repeated.
+    monkeypatch.setattr("pallas_kernels.attention.chunk.api.MARKS", marks)
     monkeypatch.setattr("pallas_kernels.attention.chunk.rows.MARKS", marks)
     k, v, table = paged(2, [150, 20], 1, 64)
     q = queries(2, 48, sms - 1, 64) * 0.1 + 1
@@ -302,12 +302,12 @@ def compiled_with(fn, inputs, folder, monkeypatch):
         "".join(p.read_text(errors="replace") for p in folder.glob(f"chunk_attention*{end}"))
         for end in (".ptxas", ".ptx")
     )
-    assert "wgmma" not in logs  # ptxas says so where it makes products wait for each other
-    # What an item needs at its end lies in local memory during its loops: read once an item, it costs nothing
-    # that was measured.
+    assert "wgmma" not in logs  # ptxas reports products that wait for each other
+    # Values for the end of an item lie in local memory during its loops. One read for an item has no
+    # measurable cost.
     assert max(int(n) for n in re.findall(r"(\d+) bytes spill stores", logs)) <= 512
     assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx
-    # The warpgroups' registers are exactly what the CTA was given: an increase beyond it waits for ever.
+    # The warpgroups' registers equal those of the CTA. A larger request would wait forever.
     registers = [int(n) for n in re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", ptx)]
     assert sorted(registers) == [40, 232] and 40 + 2 * 232 == 3 * 168
     return compiled
@@ -346,4 +346,4 @@ def test_it_fits_a_stream_region(tmp_path, monkeypatch):
     on_stream = [
         thunk.kind for thunk in compiled.thunks if thunk.depth and thunk.stream == "computation_stream[1]"
     ]
-    assert on_stream == ["kCustomCall"]  # the kernel alone: no zeros before it, no copy
+    assert on_stream == ["kCustomCall"]  # only the kernel: no zeros before it, no copy

@@ -57,8 +57,8 @@ def test_the_pieces_are_the_batchs_pages_cut_evenly(lengths, shape):
             if head == kv_heads:
                 row, head = following, 0
     assert walked == line
-    # A cut pair's parts are one run of workers; the last of them, and nobody else, is told how many came
-    # before, and all others who it is.
+    # The parts of a cut pair belong to consecutive workers. The last worker gets the number of earlier parts;
+    # the others get the last worker.
     chains = np.zeros(workers, int)
     for pieces in parts.values():
         first, last = pieces[0][0], pieces[-1][0]
@@ -83,11 +83,11 @@ def run(q, cache, table, lengths, **settings):
     kernel = jax.jit(functools.partial(decode_attention, interpret=INTERPRET, **how, **settings))
     got = kernel(q, k, v, table, lengths, **arrays)
     arrays |= {"into": arrays["into"].astype(jnp.float32)} if "into" in arrays else {}
-    # What no token wrote is 0 for the twin, which masks weights: 0 · NaN is NaN there.
+    # Unwritten positions are 0 for the reference implementation, which masks weights: there 0 · NaN is NaN.
     known = lambda x: np.where(np.isnan(x), np.zeros_like(x), x)
     k, v, arrays = jax.tree.map(lambda x: known(np.asarray(x)), (k, v, arrays))
-    twin = jax.jit(functools.partial(reference.decode_attention, **settings))
-    return got, twin(q.astype(jnp.float32), k, v, table, lengths, **arrays)
+    plain = jax.jit(functools.partial(reference.decode_attention, **settings))
+    return got, plain(q.astype(jnp.float32), k, v, table, lengths, **arrays)
 
 
 def cached(k, v, dtype):
@@ -183,8 +183,8 @@ def test_decode_attention_equals_its_reference(lengths, heads, kv_heads, width, 
     assert not np.asarray(got - extra.get("into", 0), np.float32)[nobody].any()
 
 
-TINY = -2e37  # queries of this make a score of -inf of every key that is not 0
-SCORES = (  # of a row's keys, for queries of ones; those of the first three rows are TINY
+TINY = -2e37  # queries of this value give a score of -inf for every nonzero key
+SCORES = (  # the scores of a row's keys for queries of ones; the queries of the first three rows are TINY
     lambda rng, length: np.full(length, 64.0),  # all -inf, in a pair that is cut
     lambda rng, length: np.where(
         np.arange(length) < 2 * PAGE, 64.0, 0.0
@@ -347,8 +347,8 @@ FORMS = [
         256,
         E4M3,
         {},
-        # of groups of 9 to 16: 32 columns of 256, and one worker, which has all the registers that a thread
-        # can have
+        # Groups of 9 to 16 heads have 32 columns of 256. One worker has all the registers that a thread can
+        # have.
     ),
 ]
 OF_32_COLUMNS = (
@@ -415,5 +415,5 @@ def test_it_fits_a_stream_region(tmp_path, monkeypatch):
     on_stream = [
         thunk.kind for thunk in compiled.thunks if thunk.depth and thunk.stream == "computation_stream[1]"
     ]
-    assert on_stream == ["kCustomCall"]  # the kernel alone: it joins the cut pairs itself
+    assert on_stream == ["kCustomCall"]  # only the kernel, which joins cut pairs
     assert [spills(log) for log in dumped(tmp_path, ".ptxas")] == [{("0", "0")}]

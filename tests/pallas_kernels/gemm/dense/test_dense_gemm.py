@@ -54,7 +54,7 @@ def test_every_step_of_every_tile_is_done_once_and_no_one_waits_for_a_later_cta(
         ended = taking = False
         for row, column, first, count, give, take, taken in items.tolist():
             ended |= count == 0
-            assert not (ended and count)  # what is none comes last
+            assert not (ended and count)  # empty items come last
             if not count:
                 continue
             done[row, column, first : first + count] += 1
@@ -140,7 +140,7 @@ def test_dense_gemm_equals_its_reference(m, n, k, cluster, rounds, with_bias, wi
         rounds,
     )
     residual = None if residual is None else residual.astype(extra.get("out_dtype", jnp.bfloat16))
-    # A program each: every operation alone would be one.
+    # One program for each function: eager operations would be a program each.
     got = jax.jit(functools.partial(dense_gemm, plan=plan, interpret=INTERPRET, **extra))(
         x, w, bias, residual=residual
     )
@@ -193,9 +193,8 @@ def test_for_the_h200_it_uses_its_units_and_spills_nothing(tmp_path, monkeypatch
     assert len(texts) == len(FORMS) and all(
         "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx for ptx in texts
     )
-    for ptx in (
-        texts
-    ):  # the warpgroups' registers are exactly what the CTA was given: an increase beyond it waits for ever
+    # The warpgroups' registers equal those of the CTA. A larger request would wait forever.
+    for ptx in texts:
         registers = [int(n) for n in re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", ptx)]
         assert sorted(registers) == [24, 240] and 24 + 2 * 240 == 3 * 168
 

@@ -38,7 +38,7 @@ def test_products_without_a_stage_compile_for_an_h200(tmp_path, monkeypatch):
     assert len(set(texts)) == len(left_out)
     assert {int(n) for n in re.findall(r"(\d+) bytes spill stores", "".join(logs))} == {0}
     for parts in ("wgmma.mma_async", "cp.async.bulk.tensor.4d.shared", "cp.async.bulk.tensor.4d.global"):
-        assert all(parts in ptx for ptx in texts), parts  # what is left out is a place, not an instruction
+        assert all(parts in ptx for ptx in texts), parts  # a left-out stage keeps its instructions
 
 
 def test_the_plan_without_sums_has_the_same_work():

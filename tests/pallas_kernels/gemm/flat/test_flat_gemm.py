@@ -51,7 +51,7 @@ def error(got, want):
             1,
             FlatTile(64, 1, 64, 4, 1, turns=2),
             {"residual": True},
-        ),  # stages in turns, an odd number of them
+        ),  # an odd number of stages in turns
         (24, 128, 64, 132, FlatTile(64, 2, 64, 1, 1), {"activation": "gelu_tanh", "out_dtype": jnp.float32}),
     ],
 )
@@ -60,7 +60,7 @@ def test_flat_gemm_equals_its_reference(m, n, k, sms, tile, extra):
     given = dict(extra)
     bias = normal(2, n) if given.pop("bias", False) else None
     residual = normal(3, m, n // 2 if "gate_block" in given else n) if given.pop("residual", False) else None
-    # A program each: every operation alone would be one.
+    # One program for each function: eager operations would be a program each.
     got = jax.jit(functools.partial(flat_gemm, sms=sms, tile=tile, interpret=INTERPRET, **given))(
         x, w, bias, residual=residual
     )

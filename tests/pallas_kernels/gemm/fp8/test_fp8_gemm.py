@@ -231,8 +231,8 @@ FORMS = [
     (fp8_gemm, (2048, 4096, 14336, 2)),
     (functools.partial(fp8_gemm, **GATE, quantize=True), (2048, 28672, 4096)),
     (fp8_gemm, (256, 4096, 14336, 2)),
-    # A whole tile and then a part of one, where ptxas once had registers for neither: plans of more rounds,
-    # too.
+    # A full tile and then a part of one, also in plans of more rounds. ptxas once had too few registers for
+    # both.
     (fp8_gemm, (1536, 4096, 14336, 2)),
     (functools.partial(fp8_gemm, sms=100), (1024, 4096, 14336, 2)),
     (functools.partial(fp8_gemm, sms=92), (3072, 4096, 14336, 2)),
@@ -258,8 +258,7 @@ def test_for_the_h200_it_uses_its_units_and_does_not_spill(tmp_path, monkeypatch
     assert len(texts) == len(FORMS) and all(
         "f32.e4m3.e4m3" in ptx and "cp.async.bulk.tensor" in ptx for ptx in texts
     )
-    # The warpgroups' registers are exactly what the CTA was given (3 · 168): an increase beyond it waits for
-    # ever.
+    # The warpgroups' registers equal those of the CTA (3 · 168). A larger request would wait forever.
     registers = [
         sorted(int(n) for n in re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", ptx))
         for ptx in texts

@@ -142,7 +142,7 @@ def test_for_the_h200_it_uses_its_units_and_spills_nothing(m, n, k, added, extra
         for end in (".ptxas", ".ptx")
     )
     assert set(re.findall(r"(\d+) bytes spill", logs)) == {"0"}
-    # What the warpgroups ask for is no more than the CTA was given: an increase beyond it waits for ever.
+    # The warpgroups request at most the registers of the CTA. A larger request would wait forever.
     threads, given = (
         int(re.findall(pattern, text)[0])
         for pattern, text in ((r"maxntid (\d+)", ptx), (r"Used (\d+) registers", logs))
