@@ -88,7 +88,7 @@ def loop(
 
 @functools.cache
 def staged_executor(
-    model: str, stages: int, tp: int, budget: int, pages: int
+    model: str, stages: int, tp: int, budget: int, pages: int, plan: str
 ) -> tuple[EngineConfig, StagedExecutor]:
     """Return a warm executor of several pipeline stages, with the settings of `executor`."""
     settings = EngineConfig(
@@ -100,7 +100,7 @@ def staged_executor(
         max_num_seqs=8,
         num_kv_pages=pages,
         step_sizes=str(min(budget, 16)),
-        plan="sequential",
+        plan=plan,
     )
     checkpoint = open_checkpoint(settings.model)
     config = resolve(settings, checkpoint.model_config)
@@ -111,10 +111,17 @@ def staged_executor(
 
 
 def staged_loop(
-    model: str, stages: int, *, tp: int = 1, budget: int = 16, pages: int = 96, **changes
+    model: str,
+    stages: int,
+    *,
+    tp: int = 1,
+    budget: int = 16,
+    pages: int = 96,
+    plan: str = "sequential",
+    **changes,
 ) -> Loop:
     """Return a fresh loop over `stages` pipeline stages. `changes`: of its `SchedulerConfig`."""
-    config, made = staged_executor(model, stages, tp, budget, pages)
+    config, made = staged_executor(model, stages, tp, budget, pages, plan)
     return make_loop(config, open_checkpoint(config.model).model_config, made, **changes)
 
 

@@ -28,9 +28,11 @@ from jaxflow.engine.staged_executor import StagedExecutor
 from jaxflow.engine.step_plans import (
     choose_plans,
     default_plan,
+    device_rates,
     largest_step,
     make_layouts,
     one_alone,
+    stage_layers,
     stage_plan,
     uses_pdl,
 )
@@ -50,13 +52,12 @@ from jaxflow.model import softmax_range
 from jaxflow.model.checkpoints.checkpoint import Checkpoint
 from jaxflow.model.checkpoints.fingerprint import kv_fingerprint
 from jaxflow.model.composition import Composition
-from jaxflow.model.cost import DEVICES, Rates, find_device, op_times
+from jaxflow.model.cost import op_times
 from jaxflow.model.graph import model_graph
 from jaxflow.model.op_registry import Context
 from jaxflow.model.ops import head_table
 from jaxflow.model.sampling import rows_at_once
 from jaxflow.model.stage import Stage, stages_of
-from jaxflow.model.stage_split import split_layers
 from jaxflow.model.weights import Weights
 from jaxflow.parallel.mesh import axis_of, choose_platform, on_gpu, stage_meshes
 from jaxflow.pipeline.compiler import compile_plan, xla_options
@@ -233,12 +234,16 @@ def make_executor(
     """Return an executor with its weights and KV cache, before warm-up.
 
     Args:
-      config: resolved, with one pipeline stage.
+      config: resolved.
       plans: at least one plan for each bucket.
       kernels: None for the device's kernels.
       graphs: the launch mode of plans by name (`jaxflow.pipeline.streams.GRAPHS`), instead of the default.
+
+    Raises:
+      ConfigError: for a config with several pipeline stages.
     """
-    assert config.pipeline_parallel_size == 1
+    if config.pipeline_parallel_size != 1:
+        raise ConfigError("pipeline_parallel_size", config.pipeline_parallel_size, "1 for this command")
     if config.kv_offloading_size:
         check_host(config, checkpoint.model_config)
     (executor,) = _make_stages(config, checkpoint, plans, kernels, graphs, progress)
@@ -375,29 +380,6 @@ def _make_stage(
         max_model_len=config.max_model_len,
         name="" if stage.is_model else f" of layers {stage.first} to {stage.stop}",
     )
-
-
-def stage_layers(config: EngineConfig, model: ModelConfig) -> tuple[int, ...]:
-    """Return the number of layers of each pipeline stage: equal predicted time, by the cost model.
-
-    Raises:
-      ConfigError: for more stages than layers.
-    """
-    if config.pipeline_parallel_size == 1:
-        return (model.num_layers,)
-    tokens = config.max_num_batched_tokens or 1
-    return split_layers(
-        model, config.pipeline_parallel_size, config.tensor_parallel_size, device_rates(), tokens
-    )
-
-
-def device_rates() -> Rates:
-    """Return the rates of this device; those of an H200 for a device without a card.
-
-    The split of a model into stages needs only the ratios of the rates.
-    """
-    device = find_device(jax.devices()[0].device_kind) or DEVICES["H200"]
-    return device.rates
 
 
 def program_settings(config: EngineConfig) -> dict[str, Any]:

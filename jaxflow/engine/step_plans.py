@@ -11,6 +11,8 @@ import msgspec
 from jaxflow.config import ConfigError, EngineConfig, ModelConfig
 from jaxflow.engine.layout import StepLayout
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint, shipped_configs
+from jaxflow.model.cost import DEVICES, Rates, find_device
+from jaxflow.model.stage_split import split_layers
 from jaxflow.parallel.mesh import on_gpu
 from jaxflow.pipeline.choice import Gain, is_sequential, portfolio
 from jaxflow.pipeline.compiler import compile_plan
@@ -121,8 +123,18 @@ def _check(plan: Plan, config: EngineConfig, model: ModelConfig) -> None:
     """Compile a plan, so that a wrong plan is refused before the weights are read, even an unused one.
 
     Raises:
-      PlanError: naming the plan and its nano-op.
+      PlanError: naming the plan, and its nano-op or its stages.
     """
+    number = config.pipeline_parallel_size
+    if len(plan.stages or (model.num_layers,)) != number:
+        raise PlanError(
+            plan.name,
+            f"stages={list(plan.stages)}: a plan of pipeline_parallel_size={number} is accepted "
+            f"(`python -m search plan --pipeline_parallel_size {number}`)",
+        )
+    if plan.stages and (min(plan.stages) < 1 or sum(plan.stages) != model.num_layers):
+        accepted = f"numbers above 0 with the sum {model.num_layers}, the model's layers, are accepted"
+        raise PlanError(plan.name, f"stages={list(plan.stages)}: {accepted}")
     try:
         compile_plan(plan, model, config.tensor_parallel_size, quantized=config.quantization == "fp8")
     except PlanError as error:
@@ -175,6 +187,36 @@ def stage_plan(plan: Plan, layers: ModelConfig, tp: int) -> Plan:
     """
     known = {op.name for ops in graph_of(plan, layers, tp).layers for op in ops}
     return msgspec.structs.replace(plan, nano_ops=tuple(n for n in plan.nano_ops if n.op in known))
+
+
+def stage_layers(config: EngineConfig, model: ModelConfig) -> tuple[int, ...]:
+    """Return the number of layers of each pipeline stage. config: resolved.
+
+    The named plans' stages are used. Without a named plan the stages take equal time by the cost model.
+
+    Raises:
+      ConfigError: for more stages than layers, and for plans with different stages.
+    """
+    if config.pipeline_parallel_size == 1:
+        return (model.num_layers,)
+    named = {plan.stages for plan in named_plans(config, model)}
+    if len(named) > 1:
+        raise ConfigError("plan", config.plan, f"plans with the same stages: these have {sorted(named)}")
+    if named:
+        return named.pop()
+    tokens = config.max_num_batched_tokens or 1
+    return split_layers(
+        model, config.pipeline_parallel_size, config.tensor_parallel_size, device_rates(), tokens
+    )
+
+
+def device_rates() -> Rates:
+    """Return the rates of this device; those of an H200 for a device without a card.
+
+    The split of a model into stages needs only the ratios of the rates.
+    """
+    device = find_device(jax.devices()[0].device_kind) or DEVICES["H200"]
+    return device.rates
 
 
 def largest_step(config: EngineConfig, model: ModelConfig) -> int | None:

@@ -117,6 +117,8 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
 
     sums: the carrier of sums over devices. `kernels`: NCCL's kernels. `copies`: the copy engines, between two
     or four devices (`jaxflow.parallel.collectives`).
+    stages: the number of layers of each pipeline stage, first stage first. Stage i runs on the i-th
+    `target.parallel.tp` devices. Empty without stages.
     """
 
     name: str
@@ -125,6 +127,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
     target: Target | None = None
     predictions: Predictions | None = None
     sums: Literal["kernels", "copies"] = "kernels"
+    stages: tuple[int, ...] = ()
     schema_version: int = msgspec.field(default=SCHEMA_VERSION)
 
 
@@ -178,11 +181,12 @@ def fitting(folder: str | os.PathLike, *kind: str | ParallelConfig | None) -> tu
 
 
 def digest(plan: Plan) -> str:
-    """Return 16 hexadecimal digits that identify the plan's function: tokens, sums and nano-ops.
+    """Return 16 hexadecimal digits that identify the plan's function: tokens, sums, nano-ops and stages.
 
     The name, the predictions and the target may change while the digest stays the same.
     """
-    does = msgspec.json.encode((plan.tokens, plan.sums, plan.nano_ops))
+    stages = (plan.stages,) if plan.stages else ()
+    does = msgspec.json.encode((plan.tokens, plan.sums, plan.nano_ops, *stages))
     return hashlib.sha256(does).hexdigest()[:16]
 
 

@@ -17,6 +17,7 @@ from jaxflow.model.cost import GIGA, find_device
 from jaxflow.model.graph import Widths
 from jaxflow.model.sampling import rows_at_once
 from jaxflow.model.slot_params import empty_slots
+from jaxflow.model.stage import Stage
 from search.cost import BYTES
 from search.profile.clock import shipped_card
 from search.profile.op_times import Profile
@@ -53,11 +54,13 @@ def most_decodes(
     output: int,
     tokens: int,
     utilization: float = UTILIZATION,
+    stages: tuple[int, ...] = (),
 ) -> float:
-    """Return the requests of these lengths that decode at once in an engine on the profile's devices.
+    """Return the requests of these lengths that decode in a step of an engine on the profile's devices.
 
     Steps have `tokens` tokens; the prompts that replace finished requests are counted. utilization: the
-    engine's `gpu_memory_utilization`. The result is inf without outputs, and where the device's memory is
+    engine's `gpu_memory_utilization`. stages: the layers of each pipeline stage, whose micro-batches share the
+    requests; empty without stages. The result is inf without outputs, and where the device's memory is
     unknown.
 
     Raises: ConfigError where not even one request fits next to the weights.
@@ -67,6 +70,9 @@ def most_decodes(
         return math.inf
     card = shipped_card(device.name)
     limit = utilization * (card.memory_bytes if card and card.memory_bytes else device.memory_bytes)
+    number = max(1, len(stages))
+    if stages:  # the largest stage decides
+        model = Stage(0, max(stages), model.num_layers).config(model)
     widths = Widths(weights=BYTES.get(profile.dtype, 2.0), kv=BYTES.get(profile.kv_cache_dtype, 2.0))
     weights, request = weight_bytes(model, widths), request_bytes(model, prompt, output, widths)
     step = Composition.steady_state(tokens, prompt, output)
@@ -91,10 +97,10 @@ def most_decodes(
         int(left),
         block_size=PAGE,
         tp=tp,
-        max_num_seqs=rows,
+        max_num_seqs=rows * number,
         token_budget=tokens,
         max_model_len=prompt + output,
     )
     whole = [count for count, window in zip(pages, model.windows, strict=True) if window is None]
     held = (min(whole or pages) - 1) * PAGE - prompts * (prompt + PAGE)
-    return max(1.0, held / (prompt + output / 2 + PAGE))
+    return max(1.0, held / (prompt + output / 2 + PAGE) / number)

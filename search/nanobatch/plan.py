@@ -46,6 +46,7 @@ from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.cost import DEVICES, find_device
 from jaxflow.model.energy import shipped_power
 from jaxflow.model.graph import Widths, model_graph
+from jaxflow.model.stage_split import split_layers
 from jaxflow.pipeline.choice import is_sequential
 from jaxflow.pipeline.handwritten import copied as with_copies
 from jaxflow.pipeline.plan import Target, save
@@ -125,6 +126,9 @@ def define_flags() -> None:
     flags.DEFINE_enum("device", "H200", sorted(DEVICES), "The GPU, with --modelled.")
     flags.DEFINE_integer(
         "gpus", 1, "GPUs that share the model (tensor parallel), with --modelled.", lower_bound=1
+    )
+    flags.DEFINE_integer(
+        "pipeline_parallel_size", 1, "Pipeline stages, which the plan file then names.", lower_bound=1
     )
     flags.DEFINE_enum(
         "dtype", "bfloat16", sorted(BYTES), "The dtype of weights and products, with --modelled."
@@ -212,7 +216,9 @@ def run() -> None:
         print(full_device_note(rival.profile))
     used = f.gpu_memory_utilization
     fitting = {
-        (*one, tokens): most_decodes(f.model, model, rival.profile, *one, tokens, used)
+        (*one, tokens): most_decodes(
+            f.model, model, rival.profile, *one, tokens, used, _stages(model, rival.profile)
+        )
         for one in workloads
         for tokens in budgets
     }
@@ -244,13 +250,13 @@ def run() -> None:
             if len(sizes) > 1:
                 bar.write(line(sizes, most_promising(sizes), best.plan.tokens), file=sys.stdout)
     print(f"{turns.spent_s:.0f} s of {f.time_limit_s}")
-    if unsure:
+    if unsure and f.pipeline_parallel_size == 1:  # `bench plans` runs one stage
         print(
             f"The predicted gain is within the margin of error, so an engine runs the sequential step: "
             f"{', '.join(map(str, unsure))}. Commands that measure the plans, then run them:"
         )
         print(*measure_commands(rival.profile, f.model, out, unsure, used), sep="\n")
-    print(run_command(rival.profile, f.model, out, *workloads[0], used))
+    print(run_command(rival.profile, f.model, out, *workloads[0], used, f.pipeline_parallel_size))
 
 
 def _named(result: PlanResult, workload: str, names: set[str]) -> PlanResult:
@@ -316,7 +322,8 @@ def _solve_form(
         time.monotonic() + limit_s,
         _setting(shares, load),
     )
-    parallel = ParallelConfig(profile.tensor_parallel_size)
+    stages = _stages(model, profile)
+    parallel = ParallelConfig(profile.tensor_parallel_size, pp=max(1, len(stages)))
     kind = (name, profile.device, parallel, profile.dtype, profile.kv_cache_dtype)
     target = Target(*kind, load.decode_tokens, load.real_tokens - load.decode_tokens, round(load.decode_keys))
     title = f"searched {Path(name).name} {load.tokens} {workload}"  # the name of a model's folder, without its path
@@ -334,7 +341,7 @@ def _solve_form(
     best = min(tried, key=lambda one: one.step_s)
     check(best.plan, shares.graph)
     check_sums(best.plan, shares.graph, profile.tensor_parallel_size)
-    plan = msgspec.structs.replace(best.plan, target=target)
+    plan = msgspec.structs.replace(best.plan, target=target, stages=stages)
     return PlanResult(
         setting, plan, best.timeline, sequential(model, setting).timeline.period_s, found, solved, known
     )
@@ -392,6 +399,18 @@ def _shares(name: str, model: ModelConfig, budgets: list[int]) -> tuple[ShareTim
             "sums", f.sums, f"{', '.join(forms)}: on {tp} devices, with a profile of {len(timed)} ops"
         )
     return rival, [form() for form in wanted]
+
+
+def _stages(model: ModelConfig, profile: Profile) -> tuple[int, ...]:
+    """Return the layers of each pipeline stage that the flags ask for; empty without stages.
+
+    Raises: ConfigError for more stages than layers.
+    """
+    number, device = flags.FLAGS.pipeline_parallel_size, find_device(profile.device)
+    rates = (device or DEVICES["H200"]).rates
+    return (
+        () if number == 1 else split_layers(model, number, profile.tensor_parallel_size, rates, MOST_TOKENS)
+    )
 
 
 def _profile(

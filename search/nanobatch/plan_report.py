@@ -87,10 +87,21 @@ def default_out(profile: Profile, *, several: bool) -> Path:
 
 
 def run_command(
-    profile: Profile, model: str, out: Path, prompt: int, output: int, utilization: float = UTILIZATION
+    profile: Profile,
+    model: str,
+    out: Path,
+    prompt: int,
+    output: int,
+    utilization: float = UTILIZATION,
+    stages: int = 1,
 ) -> str:
-    """Return the command line that runs the plans of `out` on a machine of the profile's kind."""
+    """Return the command line that runs the plans of `out` on a machine of the profile's kind.
+
+    stages: pipeline stages.
+    """
     lengths = ("--input_len", str(prompt), "--output_len", str(max(1, output)))
+    if stages > 1:
+        lengths += ("--pipeline_parallel_size", str(stages))
     return _bench(
         "throughput", profile, model, utilization, "--plan", str(out), *lengths, "--compare_sequential"
     )

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 
+import msgspec
 import numpy as np
 import paths
 import pytest
@@ -16,6 +17,8 @@ from jaxflow.bench.engine.policies import Hybrid
 from jaxflow.config import ConfigError, EngineConfig
 from jaxflow.engine.start import start_engine
 from jaxflow.model.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from jaxflow.pipeline import plan as plans
+from jaxflow.pipeline.handwritten import two_nano_batch_plan
 from jaxflow.request import FinishReason, Request, SamplingParams
 
 MODEL = "stories260K"  # five layers: no equal split, and tied embeddings on both end stages
@@ -71,6 +74,15 @@ class TestSameTokens:
     def test_with_few_pages(self, alone):
         engine = toy.staged_loop(MODEL, 4, num_pages=(16,))
         assert answers(toy.run(engine, drawn_requests(9, seed=2)), drawn_requests(9, seed=2)) == alone
+
+    def test_on_an_overlapped_plan(self, alone, tmp_path):
+        model = open_checkpoint(str(paths.MODELS / MODEL)).model_config
+        plan = msgspec.structs.replace(two_nano_batch_plan(model, 16, 6), stages=(1, 4))
+        plans.save(plan, tmp_path / "plan.json")
+        engine = toy.staged_loop(MODEL, 2, plan=str(tmp_path / "plan.json"))
+        assert [len(stage.weights["layers"]) for stage in engine.executor.stages] == [1, 4]
+        assert answers(toy.run(engine, drawn_requests(9, seed=2)), drawn_requests(9, seed=2)) == alone
+        assert engine.stats(0).steps_by_plan[plan.name] > 0
 
     @pytest.mark.parametrize("chunk", [1, 7])
     def test_at_any_chunking(self, alone, chunk):
@@ -174,6 +186,22 @@ class TestRefusals:
         with pytest.raises(ConfigError) as refused:
             start_engine(EngineConfig(model=str(paths.MODELS / model), **changes), checkpoint, progress=False)
         assert refused.value.field == field
+
+    @pytest.mark.parametrize(
+        ("stages", "number"), [((), 2), ((2, 3), 1), ((2, 2, 1), 2), ((2, 2), 2), ((0, 5), 2)]
+    )
+    def test_a_plan_of_other_stages(self, stages, number, tmp_path):
+        checkpoint = open_checkpoint(str(paths.MODELS / MODEL))
+        plan = two_nano_batch_plan(checkpoint.model_config, 16, 6)
+        plans.save(msgspec.structs.replace(plan, stages=stages), tmp_path / "plan.json")
+        config = EngineConfig(
+            model=str(paths.MODELS / MODEL),
+            plan=str(tmp_path / "plan.json"),
+            pipeline_parallel_size=number,
+            max_num_batched_tokens=16,
+        )
+        with pytest.raises(plans.PlanError, match="stages="):
+            start_engine(config, checkpoint, progress=False)
 
 
 @pytest.mark.slow

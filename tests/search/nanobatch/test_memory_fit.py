@@ -73,6 +73,13 @@ def steady_rows(told: bool) -> list[tuple[str, dict, dict]]:
     return list(found.values())
 
 
+def test_stages_share_the_requests_of_their_devices():
+    """Two stages hold more than twice the pages of one device, and each step decodes half of the requests."""
+    one = most_decodes("", LLAMA, BF16, 1000, 1000, 2048)
+    two = most_decodes("", LLAMA, BF16, 1000, 1000, 2048, stages=(16, 16))
+    assert one < two < 1.3 * one
+
+
 def test_as_many_decode_as_did_where_an_engine_took_what_memory_it_may():
     """The prediction is exact to 1.2 % for capped steps, and no less than the decodes of full steps.
 

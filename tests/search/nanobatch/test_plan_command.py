@@ -44,6 +44,18 @@ FP8 = msgspec.structs.replace(
 pytestmark = pytest.mark.usefixtures("no_flags")
 
 
+def test_a_plan_names_its_pipeline_stages(tmp_path, capsys):
+    line = ["--modelled", "--tokens", "1024", "--nano_batches", "1", "--pipeline_parallel_size", "3"]
+    assert main(["search", "plan", *line, "--out", str(tmp_path / "plan.json")]) == 0
+    assert "--pipeline_parallel_size 3" in capsys.readouterr().out.splitlines()[-1]
+    plan = load(tmp_path / "plan.json")
+    assert sum(plan.stages) == CONFIG.num_layers and len(plan.stages) == 3
+    assert plan.stages[-1] < max(plan.stages)  # the last stage also has the head
+    assert plan.target.parallel.pp == 3
+    assert main(["search", "plan", *line[:-1], "33"]) == 1
+    assert "pipeline_parallel_size=33 is not supported: 1 to 32" in capsys.readouterr().err
+
+
 def test_a_portfolio_of_a_profile(tmp_path, capsys, monkeypatch):
     """The command writes one plan for each of two workloads, with the better of two step sizes."""
     monkeypatch.chdir(tmp_path)
