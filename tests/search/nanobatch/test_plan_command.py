@@ -52,7 +52,10 @@ def test_a_plan_names_its_pipeline_stages(tmp_path, capsys):
     assert sum(plan.stages) == CONFIG.num_layers and len(plan.stages) == 3
     assert plan.stages[-1] < max(plan.stages)  # the last stage also has the head
     assert plan.target.parallel.pp == 3
-    assert main(["search", "plan", *line[:-1], "33"]) == 1
+
+
+def test_more_stages_than_layers_are_refused(capsys):
+    assert main(["search", "plan", "--modelled", "--pipeline_parallel_size", "33"]) == 1
     assert "pipeline_parallel_size=33 is not supported: 1 to 32" in capsys.readouterr().err
 
 
