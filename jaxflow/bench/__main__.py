@@ -16,7 +16,7 @@
   trace        utilization of each resource over one layer, from a profiler trace; JSON and a chart
   memory       temporary memory of a step's programs, and the memory left for KV
   perplexity   perplexity of a text at each precision of weights and KV
-  pipeline     pipeline stages on virtual clocks beside replicas (SARATHI Fig. 12); JSON and a chart
+  pipeline     bubbles of pipeline stages, on the engine or on virtual clocks (SARATHI Fig. 12); JSON and a chart
   sweep        rates, batch sizes or lengths of an engine; SARATHI's scheduler curves; JSON and a chart
 
 The reports of throughput, latency, serve, engine sweeps, hierarchy and plans hold a fraction of optimal

@@ -1,6 +1,11 @@
-"""SARATHI's study of pipeline parallelism (§5.3, Fig. 12), by simulation.
+"""SARATHI's study of pipeline parallelism (§5.3, Fig. 12), by simulation or on the engine's own stages.
 
   python -m jaxflow.bench pipeline --simulate --output_json study.json --plot study.png
+  python -m jaxflow.bench pipeline --model llama-3.1-8b --load_format dummy --pipeline_parallel_size 2 \
+      --tensor_parallel_size 1 --num_requests 200 --slots 32
+
+Without --simulate the engine runs the requests on its stages under each policy, and measures the bubbles
+(`jaxflow.bench.pipeline.engine`). The rest of this text is about the simulation.
 
 GPT-3 175B on 64 A100: 8 pipeline stages of 8 tensor-parallel devices under five step policies, and 8 replicas of
 8 devices. The engine's scheduler decides each step, the cost model its time. The paper's figures stand beside.
@@ -22,11 +27,12 @@ from absl import flags
 from matplotlib.figure import Figure
 
 from jaxflow.bench.engine.policies import Hybrid, OrcaBest, OrcaWorst, PrefillFirst, RequestLevel
+from jaxflow.bench.pipeline import engine
 from jaxflow.bench.pipeline.simulate import Layout, PipelineRun, simulate
 from jaxflow.bench.pipeline.stage_time import Link, StageTimer
 from jaxflow.bench.report import machine
 from jaxflow.bench.workload.lengths import Item
-from jaxflow.config import ConfigError
+from jaxflow.config import ConfigError, EngineConfig
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.cost import DEVICES
 from jaxflow.model.stage_split import split_layers
@@ -224,6 +230,19 @@ def define_flags() -> None:
     flags.DEFINE_float("layer_us", 1e6 * default.layer_s, "Microseconds of a layer beyond its roofline.", 0.0)
     flags.DEFINE_float("link_gb_s", link.bytes_per_s / 1e9, "Link between stages, GB/s a device.", 1e-3)
     flags.DEFINE_float("link_us", 1e6 * link.latency_s, "Latency of the link, microseconds.", 0.0)
+    flags.DEFINE_list(
+        "request_tokens",
+        [str(n) for n in default.lengths],
+        "Least and most tokens of a request, prompt and output.",
+    )
+    flags.DEFINE_float("pd_ratio", default.pd_ratio, "Prompt tokens over output tokens.", 0.01)
+    flags.DEFINE_enum(
+        "load_format",
+        "auto",
+        ("auto", "dummy"),
+        "Without --simulate: as for the engine, see bench throughput.",
+    )
+    flags.DEFINE_integer("repeats", 3, "Without --simulate: runs of each policy.", lower_bound=1)
     flags.DEFINE_integer("seed", default.seed, "Seed of the lengths.")
     flags.DEFINE_integer("processes", 2, "Scenarios that are simulated at the same time.", lower_bound=1)
     flags.DEFINE_string("output_json", None, "Write the report to this file.")
@@ -237,8 +256,16 @@ def run() -> dict[str, Any]:
       ConfigError: for flags that name no study.
     """
     f = flags.FLAGS
-    if not f.simulate:
-        raise ConfigError("simulate", f.simulate, "--simulate; stages on devices are not built yet")
+    if not f.simulate and not f["model"].present:
+        raise ConfigError("model", f.model, "a given model, or --simulate")
+    try:
+        low, high = (int(word) for word in f.request_tokens)
+    except ValueError:
+        low = high = 0
+    if not 2 <= low <= high:
+        raise ConfigError(
+            "request_tokens", ",".join(f.request_tokens), "LEAST,MOST: two rising numbers from 2"
+        )
     study = Study(
         model=f.model,
         device=f.device,
@@ -248,13 +275,28 @@ def run() -> dict[str, Any]:
         slots=f.slots,
         replica_slots=f.replica_slots,
         chunk=f.chunk_tokens,
+        lengths=(low, high),
+        pd_ratio=f.pd_ratio,
         layer_s=1e-6 * f.layer_us,
         link=Link(1e9 * f.link_gb_s, 1e-6 * f.link_us),
         seed=f.seed,
     )
-    report = machine.describe() | measure(study, f.processes)
-    print(text(report))
+    if f.simulate:
+        report = machine.describe() | measure(study, f.processes)
+        print(text(report))
+    else:
+        config = EngineConfig(
+            model=f.model,
+            load_format=f.load_format,
+            tensor_parallel_size=study.tp,
+            pipeline_parallel_size=study.stages,
+        )
+        report = {"command_name": "pipeline"} | engine.measure(
+            config, study.items(), slots=study.slots, chunk=study.chunk, repeats=f.repeats, seed=study.seed
+        )
+        report = machine.describe() | report
+        print(engine.text(report))
     if f.plot:
         Path(f.plot).parent.mkdir(parents=True, exist_ok=True)
-        draw(report).savefig(f.plot, dpi=130)
+        (draw if f.simulate else engine.draw)(report).savefig(f.plot, dpi=130)
     return report

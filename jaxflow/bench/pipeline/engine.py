@@ -1,0 +1,146 @@
+"""The bubbles of the engine's own pipeline stages under the step policies of SARATHI §5.3."""
+
+import dataclasses
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from tqdm import tqdm
+
+from jaxflow.bench.engine.policies import OrcaBest, OrcaWorst, PrefillFirst, RequestLevel
+from jaxflow.bench.pipeline.stage_trace import StageTrace, stage_traces
+from jaxflow.bench.workload.drive import greedy_requests
+from jaxflow.bench.workload.lengths import Item, prompts
+from jaxflow.config import ConfigError, EngineConfig
+from jaxflow.engine.staged_executor import StagedExecutor
+from jaxflow.engine.start import choose_plans, make_loop, make_staged_executor, resolve
+from jaxflow.model.checkpoints.checkpoint import open_checkpoint
+from jaxflow.request import Request
+from jaxflow.scheduler.scheduler import DecodeMaximal, StepPolicy
+
+POLICIES: dict[str, Callable[[], StepPolicy]] = {
+    "sarathi": DecodeMaximal,
+    "prefill-first": PrefillFirst,
+    "orca-best": OrcaBest,
+    "orca-worst": OrcaWorst,
+    "request-level": RequestLevel,
+}
+
+
+def measure(
+    config: EngineConfig, items: Sequence[Item], *, slots: int, chunk: int, repeats: int, seed: int = 0
+) -> dict[str, Any]:
+    """Run the items under each policy on pipeline stages, in turns, and return the report.
+
+    All items wait from the start. SARATHI's steps have `chunk` tokens. The steps of the other policies hold
+    the longest prompt and all decodes, because these policies do not cut prompts.
+
+    Args:
+      slots: running sequences of a micro-batch.
+      repeats: runs of each policy. The report has each policy's run of median duration.
+
+    Raises:
+      ConfigError: for one stage.
+    """
+    stages = config.pipeline_parallel_size
+    if stages < 2:
+        raise ConfigError(
+            "pipeline_parallel_size", stages, "at least 2 stages, which bubbles can lie between"
+        )
+    seqs = slots * stages
+    longest = max(item.prompt_tokens for item in items)
+    config = dataclasses.replace(
+        config,
+        max_num_seqs=seqs,
+        max_num_batched_tokens=max(chunk, longest + seqs),
+        max_model_len=max(item.prompt_tokens + item.output_tokens for item in items),
+        max_waiting=max(config.max_waiting, len(items)),
+        enable_prefix_caching=False,
+    )
+    checkpoint = open_checkpoint(config.model, load_format=config.load_format)
+    model = checkpoint.model_config
+    config = resolve(config, model)
+    executor = make_staged_executor(config, checkpoint, choose_plans(config, model), progress=False)
+    warm_up_s = executor.warm_up()
+    requests = greedy_requests(items, prompts(items, model.vocab_size, seed))
+    runs: dict[str, list[tuple[float, StageTrace]]] = {name: [] for name in POLICIES}
+    turns = [name for _ in range(repeats) for name in POLICIES]
+    for name in tqdm(turns, unit="run", disable=not sys.stderr.isatty()):
+        budget = chunk if name == "sarathi" else config.max_num_batched_tokens
+        loop = make_loop(config, model, executor, policy=POLICIES[name](), token_budget=budget)
+        runs[name].append(run_once(loop, executor, requests))
+    tokens = sum(item.prompt_tokens + item.output_tokens for item in items)
+    found = {name: describe(*median(several), tokens) for name, several in runs.items()}
+    return {
+        "engine_config": dataclasses.asdict(config),
+        "layers": [len(stage.weights["layers"]) for stage in executor.stages],
+        "warm_up_s": warm_up_s,
+        "requests": len(items),
+        "slots": slots,
+        "chunk": chunk,
+        "repeats": repeats,
+        "policies": found,
+        "ratios": {
+            "bubble_orca_best_over_sarathi": found["orca-best"]["median_bubble_s"]
+            / found["sarathi"]["median_bubble_s"],
+            "speedup_over_orca_best": found["orca-best"]["duration_s"] / found["sarathi"]["duration_s"],
+        },
+    }
+
+
+def run_once(loop: Any, executor: StagedExecutor, requests: Sequence[Request]) -> tuple[float, StageTrace]:
+    """Run requests to their end. Return the seconds and the trace."""
+    with stage_traces(executor, loop.scheduler) as traces:
+        start = time.perf_counter()
+        for request in requests:
+            loop.add(request, start)
+        while loop.has_work:
+            loop.step()
+        seconds = time.perf_counter() - start
+    return seconds, traces[0]
+
+
+def median(runs: Sequence[tuple[float, StageTrace]]) -> tuple[float, StageTrace]:
+    """Return the run of median duration; the faster of the middle two."""
+    return sorted(runs, key=lambda run: run[0])[(len(runs) - 1) // 2]
+
+
+def describe(seconds: float, trace: StageTrace, tokens: int) -> dict[str, Any]:
+    """Return the figures of a run of `tokens` prompt and output tokens."""
+    bubbles = list(trace.bubble_s().values())
+    return {
+        "duration_s": seconds,
+        "token_throughput": tokens / seconds,
+        "steps": len(trace.requests),
+        "busy_share": trace.busy_share(),
+        "median_bubble_s": float(np.median(bubbles)),
+        "bubble_s_quantiles": np.quantile(bubbles, np.linspace(0, 1, 51)).tolist(),
+    }
+
+
+def text(report: Mapping[str, Any]) -> str:
+    """Return the report as a table."""
+    lines = [f"{'policy':16}{'seconds':>10}{'tokens/s':>12}{'busy':>16}{'median bubble, s':>18}{'steps':>8}"]
+    for name, row in report["policies"].items():
+        busy = " ".join(f"{share:.0%}" for share in row["busy_share"])
+        lines.append(
+            f"{name:16}{row['duration_s']:10.2f}{row['token_throughput']:12,.0f}{busy:>16}"
+            f"{row['median_bubble_s']:18.3f}{row['steps']:8}"
+        )
+    lines += [f"{name}: {value:.2f}" for name, value in report["ratios"].items()]
+    return "\n".join(lines)
+
+
+def draw(report: Mapping[str, Any]) -> Figure:
+    """Return the distribution of the requests' bubble time under each policy."""
+    figure = Figure(figsize=(6, 4.2), layout="constrained")
+    axes = figure.add_subplot()
+    for name, row in report["policies"].items():
+        axes.plot(row["bubble_s_quantiles"], np.linspace(0, 1, 51), label=name)
+    axes.set(xlabel="bubble time of a request (s)", ylabel="share of requests", ylim=(0, 1))
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, fontsize=8)
+    return figure
