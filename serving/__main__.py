@@ -25,11 +25,14 @@ import jaxflow.cli.engine_flags
 from jaxflow.cli.exit_status import run_command
 from jaxflow.config import ConfigError, EngineConfig
 from jaxflow.text.chat import read_chat_template
+from serving.batch.batches import Batches
 from serving.frontend.config import ListenError, ServerConfig
 from serving.frontend.served_model import ServedModel
 from serving.grpc.server import Server
 from serving.http import http_flags
+from serving.http.batch_mount import open_batches
 from serving.http.config import HttpConfig
+from serving.http.endpoints import Endpoints
 from serving.operations import operations_flags
 from serving.operations.health import make_first_token
 from serving.operations.operations import Operations
@@ -148,7 +151,14 @@ def main(argv: list[str]) -> int:
     except (ConfigError, ListenError, OSError) as error:
         return report_error(error)
     make_operations = operations_flags.operations_from_flags
-    work = serve(config, lambda: load(engine, template), make_operations, http, grpc=GRPC.value)
+    work = serve(
+        config,
+        lambda: load(engine, template),
+        make_operations,
+        http,
+        grpc=GRPC.value,
+        model_name=engine.model,
+    )
     return asyncio.run(work)
 
 
@@ -205,12 +215,14 @@ async def serve(
     http: HttpConfig | None = None,
     *,
     grpc: bool = True,
+    model_name: str = "",
 ) -> int:
     """Serve the model that `load` returns until a signal comes or the engine fails. Return the exit status.
 
     Args:
       http: settings of the HTTP server; None for none.
       grpc: open the gRPC ports.
+      model_name: of the journals of batches. Another model continues no batch.
     """
     raise_file_limit()
     # The engine's thread gets the interpreter lock within 0.5 ms, even while many streams are written.
@@ -231,7 +243,14 @@ async def serve(
     except (RequestLogError, TracingError) as error:
         return report_error(error)
     grpc_server = Server(served, operations.observe) if grpc else None
-    http_server = None if http is None else http.server(served, operations)
+    http_server, batches = None, None
+    if http is not None:
+        endpoints = Endpoints(served)
+        try:
+            batches = open_batches(http.batch, endpoints, operations, model_name)
+        except ConfigError as error:
+            return report_error(error)
+        http_server = http.server(endpoints, operations, batches)
     servers = [server for server in (grpc_server, http_server) if server is not None]
     try:
         for server in servers:
@@ -253,8 +272,10 @@ async def serve(
             print(f"warning: {warning}", file=sys.stderr, flush=True)
         try:
             stopped = asyncio.create_task(stop_requested.wait())
-            return await serve_until_stopped(served, load, stopped, names)
+            return await serve_until_stopped(served, load, stopped, names, batches)
         finally:
+            if batches is not None:
+                await batches.close()
             await asyncio.gather(*(server.stop() for server in servers))
             watching.cancel()
     except ListenError as error:
@@ -276,7 +297,11 @@ def raise_file_limit() -> None:
 
 
 async def serve_until_stopped(
-    served: ServedModel, load: Callable[[], "LLM"], stop_requested: asyncio.Task, addresses: str
+    served: ServedModel,
+    load: Callable[[], "LLM"],
+    stop_requested: asyncio.Task,
+    addresses: str,
+    batches: Batches | None = None,
 ) -> int:
     """Load the model, serve it, and drain once `stop_requested` is done. Return the exit status."""
     loading = in_thread(load)
@@ -291,6 +316,8 @@ async def serve_until_stopped(
         await served.serve(llm)
     except ConfigError as error:
         return report_error(error)
+    if batches is not None:
+        batches.start()
     log(f"ready on {addresses}")
     engine_failure = asyncio.create_task(served.engine_failure())
     await asyncio.wait({stop_requested, engine_failure}, return_when=asyncio.FIRST_COMPLETED)
@@ -299,6 +326,8 @@ async def serve_until_stopped(
             "error: the engine stopped after a fault; the log has the traceback", file=sys.stderr, flush=True
         )
         return 1
+    if batches is not None:
+        await batches.close()  # the next server continues them
     log(f"draining: running requests have {served.config.drain_timeout_s:g} s to finish")
     log(f"drained, {await served.drain()} aborted")
     await asyncio.to_thread(llm.close)

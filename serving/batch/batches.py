@@ -68,6 +68,8 @@ class Batches:
 
     async def close(self) -> None:
         """Stop. What is finished stays on disk, and `start` of the next process continues."""
+        if self._closed:
+            return
         self._closed = True
         for task in self._tasks.values():
             task.cancel()

@@ -12,10 +12,11 @@ from starlette.routing import BaseRoute, Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import jaxflow
-from serving.frontend.access import CALLER, BearerTokens
+from serving.frontend.access import BearerTokens
 from serving.frontend.call import CALL
-from serving.frontend.refusal import Code, Refusal
+from serving.http.authentication import Authenticated
 from serving.http.disconnect import Disconnected
+from serving.http.docs import docs_routes
 from serving.http.endpoints import Endpoints
 from serving.http.errors import HttpError
 from serving.http.generation import JsonRoute, send_json
@@ -26,8 +27,6 @@ from serving.operations import Operations
 from serving.operations import routes as operation_routes
 from serving.operations.asgi import ObservedCalls
 
-# Paths that need no token, compared with the path by which the router chooses. All other paths need one.
-OPEN = frozenset(("/health", "/health/live", "/health/ready", "/health/startup"))
 MAX_ID_CHARS = 256
 NOT_SERVED = {
     "/v1/embeddings": "the served model has no embedding head",
@@ -63,11 +62,12 @@ class HttpApp:
         allowed_origins: Sequence[str] = (),
         root_path: str = "",
     ):
-        self._endpoints, self._tokens = endpoints, tokens
+        self._endpoints = endpoints
         self._root_path = root_path.rstrip("/")
         posts = [Post(path, JsonRoute(path, endpoints, limits or Limits())) for path in KINDS]
-        routes = [*posts, *_routes(endpoints), *operation_routes(operations), *more_routes]
-        app: ASGIApp = self._authenticated(Router(routes, redirect_slashes=False, default=_unknown))
+        routes = [*posts, *_routes(endpoints), *docs_routes(self._root_path)]
+        routes += [*operation_routes(operations), *more_routes]
+        app: ASGIApp = Authenticated(Router(routes, redirect_slashes=False, default=_unknown), tokens)
         app = ObservedCalls(self._answering_errors(app), operations)
         if allowed_origins:
             app = CORSMiddleware(
@@ -91,21 +91,6 @@ class HttpApp:
             await send(message)
 
         await self._app(scope, receive, named)
-
-    def _authenticated(self, app: ASGIApp) -> ASGIApp:
-        async def checked(scope: Scope, receive: Receive, send: Send) -> None:
-            if get_route_path(scope) not in OPEN:
-                given = [value for key, value in scope["headers"] if key == b"authorization"]
-                caller = self._tokens.caller(given[0] if len(given) == 1 else None)
-                if caller is None:
-                    message = (
-                        "this server requires the header `authorization: Bearer <token>` with a valid token"
-                    )
-                    raise Refusal(Code.UNAUTHENTICATED, message)
-                CALLER.set(caller)  # each request has a task of its own
-            await app(scope, receive, send)
-
-        return checked
 
     def _answering_errors(self, app: ASGIApp) -> ASGIApp:
         async def answered(scope: Scope, receive: Receive, send: Send) -> None:
@@ -164,6 +149,9 @@ def _routes(endpoints: Endpoints) -> list[BaseRoute]:
     async def model(request: Request) -> Response:
         return json(endpoints.model(request.path_params["id"]))
 
+    async def tokenizer_info(request: Request) -> Response:
+        return json(endpoints.tokenizer_info())
+
     async def version(request: Request) -> Response:
         return json(Version(jaxflow.__version__))
 
@@ -180,6 +168,7 @@ def _routes(endpoints: Endpoints) -> list[BaseRoute]:
     return [
         Route("/v1/models", models),
         Route("/v1/models/{id:path}", model),
+        Route("/tokenizer_info", tokenizer_info),
         Route("/version", version),
         Route("/ping", ping, methods=["GET", "POST"]),
         *(Route(path, refuse(reason), methods=["POST"]) for path, reason in NOT_SERVED.items()),

@@ -1,13 +1,11 @@
 """Settings of the HTTP server beside those that all servers share, and the server that they describe."""
 
 import dataclasses
-from collections.abc import Sequence
 
-from starlette.routing import BaseRoute
-
+from serving.batch.batches import Batches
 from serving.frontend.access import BearerTokens
-from serving.frontend.served_model import ServedModel
 from serving.http.app import HttpApp
+from serving.http.batch_mount import BatchConfig, batch_routes
 from serving.http.endpoints import Endpoints
 from serving.http.limits import Limits
 from serving.http.server import HttpServer
@@ -16,24 +14,26 @@ from serving.operations import Operations
 
 @dataclasses.dataclass(frozen=True)
 class HttpConfig:
-    """Settings. Arguments of `HttpApp` and `HttpServer`."""
+    """Settings. Arguments of `HttpApp` and `HttpServer`. `batch`: None for a server without batches."""
 
     port: int = 8000
     allowed_origins: tuple[str, ...] = ()
     root_path: str = ""
     limits: Limits = dataclasses.field(default_factory=Limits)
+    batch: BatchConfig | None = None
 
     def server(
-        self, served: ServedModel, operations: Operations, more_routes: Sequence[BaseRoute] = ()
+        self, endpoints: Endpoints, operations: Operations, batches: Batches | None = None
     ) -> HttpServer:
-        """Return the server of a model. `more_routes`: further routes, behind the same authentication."""
+        """Return the server of a model."""
+        config = endpoints.served.config
         app = HttpApp(
-            Endpoints(served),
+            endpoints,
             operations,
-            BearerTokens(served.config.auth_tokens),
+            BearerTokens(config.auth_tokens),
             limits=self.limits,
-            more_routes=more_routes,
+            more_routes=batch_routes(batches),
             allowed_origins=self.allowed_origins,
             root_path=self.root_path,
         )
-        return HttpServer(app, served.config, self.port, self.limits)
+        return HttpServer(app, config, self.port, self.limits)

@@ -26,7 +26,15 @@ from serving.http.errors import HttpError, http_error
 from serving.http.job import Answering, Job, rename, run
 from serving.http.logprobs import TokenNames
 from serving.http.read_body import read_body
-from serving.http.responses import Answer, DetokenizeAnswer, Model, ModelList, TokenizeAnswer, builtins
+from serving.http.responses import (
+    Answer,
+    DetokenizeAnswer,
+    Model,
+    ModelList,
+    TokenizeAnswer,
+    TokenizerInfo,
+    builtins,
+)
 from serving.http.sampling import sampling_params
 from serving.http.schema import (
     MAX_CHOICES,
@@ -277,6 +285,15 @@ class Endpoints:
             rename(error, {"ids": "tokens"})
             raise
         return DetokenizeAnswer(text)
+
+    def tokenizer_info(self) -> TokenizerInfo:
+        """Return the special tokens and the chat template. Raises: Refusal."""
+        tokenizer = self.served.tokenizer("tokenizer")
+        bos, eos = (
+            None if token is None else tokenizer.token_text(token)
+            for token in (tokenizer.bos_token_id, tokenizer.eos_token_id)
+        )
+        return TokenizerInfo(bos, eos, tokenizer.chat_template, self.served.llm.max_model_len)
 
     # ---- models
 

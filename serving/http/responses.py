@@ -154,6 +154,15 @@ class DetokenizeAnswer(msgspec.Struct, frozen=True):
     prompt: str
 
 
+class TokenizerInfo(msgspec.Struct, frozen=True):
+    """The answer of `GET /tokenizer_info`: what a program needs to build prompts. null: there is no such token."""
+
+    bos_token: str | None
+    eos_token: str | None
+    chat_template: str | None
+    model_max_length: int
+
+
 class Model(msgspec.Struct, frozen=True):
     """A name of the served model. `root` is the model's own name."""
 

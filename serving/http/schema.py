@@ -207,13 +207,14 @@ _NEVER = frozenset(
         "web_search_options",
     )
 )
+NOT_SERVED_FIELDS = _NOT_YET | _NEVER
 
 
 def refused_fields(body: Body) -> list[tuple[str, Any, str]]:
     """Return the fields of a body that are not served: name, value, reason."""
     result = []
     for name in body.__struct_fields__:
-        if name not in _NOT_YET and name not in _NEVER and not (name == "echo" and type(body) is ChatRequest):
+        if name not in NOT_SERVED_FIELDS and not (name == "echo" and type(body) is ChatRequest):
             continue
         value = getattr(body, name)
         if value is None or any(value == harmless for harmless in _HARMLESS.get(name, ())):

@@ -16,6 +16,7 @@ from serving.frontend.access import BearerTokens
 from serving.frontend.config import ServerConfig
 from serving.frontend.served_model import ServedModel
 from serving.http.app import HttpApp
+from serving.http.batch_mount import batch_routes
 from serving.http.endpoints import Endpoints
 from serving.http.limits import Limits
 from serving.http.server import HttpServer
@@ -34,7 +35,7 @@ class Door:
         self.served = ServedModel(ServerConfig(**settings))
         self.operations = Operations(self.served)
         self.endpoints = Endpoints(self.served)
-        self._app = app or {}
+        self.app = app or {}
         self._load = load
         self.loop = asyncio.new_event_loop()
         self.errors: list[dict] = []
@@ -51,7 +52,7 @@ class Door:
             self.operations,
             BearerTokens(self.served.config.auth_tokens),
             limits=self.limits,
-            **self._app,
+            **{"more_routes": batch_routes(None), **self.app},
         )
         self.server = HttpServer(app, self.served.config, 0, self.limits)
         await self.server.start()

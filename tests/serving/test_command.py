@@ -69,6 +69,7 @@ def test_serve_ask_and_end(tmp_path):
     """The whole way: a token, a question from each side, SIGTERM while an answer runs, exit 0."""
     (tmp_path / "tokens").write_text("s3cret\n")
     more = (f"--auth_token_file={tmp_path / 'tokens'}", "--api_key=key", "--served_model_name=small,other")
+    more += (f"--batch_dir={tmp_path / 'batches'}",)
     with process("--model", MODEL, *SMALL, *more) as server:
         target = f"--target={ready(server)}"
         greedy = (
@@ -118,6 +119,8 @@ def test_serve_ask_and_end(tmp_path):
                 [choice] = asked.json()["choices"]
                 assert choice["text"].strip() == PROMPT["greedy_text"].strip()
                 assert choice["token_ids"] == PROMPT["greedy_ids"]
+            listed = httpx.get(f"{server.url}/v1/batches", headers=headers)
+            assert (listed.status_code, listed.json().get("data", [])) == (status, [])
         # An answer is running when the signal comes: it has time to finish.
         command = [
             sys.executable,
@@ -166,6 +169,7 @@ def test_a_port_in_use_is_one_line_and_an_exit_code():
         (("--model", MODEL, "--auth_token_file=/nope"), "auth_token_file='/nope'"),
         (("--model", MODEL, "--chat_template=/nope"), "chat_template='/nope'"),
         (("--model", MODEL, "--nohttp", "--nogrpc"), "--nogrpc"),
+        (("--model", MODEL, "--batch_dir=/dev/null/batches"), "batch_dir='/dev/null/batches'"),
         (("--model", MODEL, "--drain_timeout_s=nan"), "--drain_timeout_s=nan"),
     ],
 )
