@@ -1,4 +1,8 @@
-"""The hand-over of an array from one pipeline stage to the next."""
+"""The hand-over of an array from one pipeline stage to the next.
+
+Stages of one process hand over by `device_put`. Between the meshes of two processes `device_put` waits for ever
+in JAX 0.11; there `jax.experimental.transfer` works (`tests/jaxflow/parallel/test_hand_over.py`).
+"""
 
 import jax
 from jax.sharding import NamedSharding

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
-from tqdm import tqdm
 
 from jaxflow.bench.engine.policies import OrcaBest, OrcaWorst, PrefillFirst, RequestLevel
 from jaxflow.bench.pipeline.stage_trace import StageTrace, stage_traces
@@ -68,10 +67,12 @@ def measure(
     requests = greedy_requests(items, prompts(items, model.vocab_size, seed))
     runs: dict[str, list[tuple[float, StageTrace]]] = {name: [] for name in POLICIES}
     turns = [name for _ in range(repeats) for name in POLICIES]
-    for name in tqdm(turns, unit="run", disable=not sys.stderr.isatty()):
+    print(f"ready after {warm_up_s:.0f} s", file=sys.stderr, flush=True)
+    for name in turns:
         budget = chunk if name == "sarathi" else config.max_num_batched_tokens
         loop = make_loop(config, model, executor, policy=POLICIES[name](), token_budget=budget)
         runs[name].append(run_once(loop, executor, requests))
+        print(f"{name}: {runs[name][-1][0]:.1f} s", file=sys.stderr, flush=True)
     tokens = sum(item.prompt_tokens + item.output_tokens for item in items)
     found = {name: describe(*median(several), tokens) for name, several in runs.items()}
     return {
