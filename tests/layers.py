@@ -84,12 +84,11 @@ def _files(root: Path, value: ast.expr) -> frozenset[str]:
 
 def sources(root: Path) -> list[str]:
     """Return the Python files that are not tests, not hidden and not made by a build."""
-    found = (path.relative_to(root) for path in root.rglob("*.py"))
-    return sorted(
-        str(p)
-        for p in found
-        if p.parts[0] not in NOT_SOURCES and not any(part.startswith(".") for part in p.parts)
-    )
+    found = []
+    for folder, names, files in root.walk():
+        names[:] = [name for name in names if name[0] != "." and (folder != root or name not in NOT_SOURCES)]
+        found += [str((folder / name).relative_to(root)) for name in files if name.endswith(".py")]
+    return sorted(found)
 
 
 def imports(path: Path, module: str) -> Iterator[tuple[ast.stmt | ast.expr, str]]:

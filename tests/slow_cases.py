@@ -9,8 +9,8 @@ import pytest
 
 # A pattern of `file.py::test[case]`, and the reason that the usual suite can leave the cases out.
 SLOW_CASES = {
-    r"test_goldens\.py::TestGoldens::test_through_host_and_disk\[2-(?!tiny-gemma2|tiny-llama\])": (
-        "tiny-llama and tiny-gemma2 run on two devices; all families run on one device"
+    r"test_goldens\.py::TestGoldens::test_through_host_and_disk\[2-(?!tiny-gemma2)": (
+        "tiny-gemma2, with both kinds of pages, runs on two devices"
     ),
     r"test_goldens\.py::TestGoldens::test_through_host_and_disk\[1-(?!tiny-(gemma2|llama|mixtral|opt)\])": (
         "pages of the other families have the shapes of tiny-llama or tiny-gemma2"
@@ -21,8 +21,11 @@ SLOW_CASES = {
     r"test_goldens\.py::TestGoldens::test_tensor_parallel\[(stories260K|tiny-(llama3rope|mistral|qwen3))\]": (
         "these families shard as tiny-llama does"
     ),
-    r"test_8_bits\.py::test_near_the_wide_model\[stories260K-numbers1": (
+    r"test_8_bits\.py::test_near_the_wide_model\[(stories260K-numbers1|tiny-opt)": (
         "an 8-bit cache and 8-bit weights run, each and together"
+    ),
+    r"test_8_bits\.py::test_on_two_devices\[tiny-mixtral": (
+        "tiny-mixtral runs on one device, and tiny-llama on two devices"
     ),
     r"test_offloaded_tokens\.py::test_every_other_family\[.*-two devices, attends on the host": (
         "two devices run for every family, and OPT attends on the host"
@@ -30,26 +33,34 @@ SLOW_CASES = {
     r"test_offloaded_tokens\.py::test_every_other_family\[tiny-(mistral|qwen2|qwen3)-disk": (
         "these families differ from tiny-llama in weights only"
     ),
+    r"test_offloaded_tokens\.py::test_every_other_family\[tiny-(gemma3_text|qwen3_moe)-": (
+        "gemma2 and mixtral run on the same tiers"
+    ),
     r"test_offloaded_tokens\.py::test_every_other_family\[tiny-(mistral|qwen2|qwen3)-two devices": (
-        "these families differ from tiny-llama in weights only; gemma2, gemma3, mixtral and qwen3_moe run"
+        "these families differ from tiny-llama in weights only; gemma2 and mixtral run"
     ),
     r"test_offload_calls\.py::test_the_run_after_a_stopped_run_gets_its_tokens\[(host|disk|mixed, |KV on the)": (
         "the cases device, mixed and `KV on disk, the host attends` cover every tier"
     ),
-    r"test_compiler\.py::test_drawn_plans\[(tiny-gemma2-2|tiny-llama-2-copied)": (
-        "a drawn plan of both runs compiled; plans with copies are drawn for four devices"
+    r"test_compiler\.py::test_drawn_plans\[(tiny-gemma2-2|tiny-llama-2-copied|tiny-llama-4)": (
+        "a drawn plan of each runs compiled"
     ),
     r"test_compiler\.py::test_drawn_plans_compiled\[tiny-(llama-1|mixtral-1|opt-1)-": (
         "plans of these families are drawn and run op by op; other plans of the first two run compiled"
     ),
-    r"test_exchange\.py::test_plans_with_peer_copies_compute_the_plain_forward\[fp8\]": (
-        "fp8 runs on four devices, and with streams"
+    r"test_exchange\.py::test_plans_with_peer_copies_compute_the_plain_forward"
+    r"\[(post-norms|fp8\]|fp8, streams)": (
+        "fp8 runs on four devices, and drawn plans with copies run compiled"
+    ),
+    r"test_compiler\.py::test_a_plan_runs_every_composition\[phased_plan-tiny-(gemma2-2|llama-4)": (
+        "a phased plan on one device and two nano-batches on two devices run"
     ),
     r"test_scattered\.py::test_scattered_plans_compute_the_plain_forward\[experts": (
         "experts run with peer copies; scattered sums run with post-norms and in fp8"
     ),
-    r"test_compiled_plans\.py::test_the_schedule_follows_the_plan\[(searched|phases on two devices|two .*scattered)": (
-        "phases, two nano-batches on two devices, and Llama-3-70B on two and four devices are compiled"
+    r"test_compiled_plans\.py::test_the_schedule_follows_the_plan"
+    r"\[(searched|phases on two|two .*scattered|.*on four)": (
+        "phases, two nano-batches on two devices, and Llama-3-70B on two devices are compiled"
     ),
     r"test_compiled_plans\.py::test_(without_barriers_xla_merges|gemms_are_issued_after)": (
         "both change the compiler to show that the checker finds the fault; two tests of the checker run"
@@ -85,10 +96,34 @@ SLOW_CASES = {
     r"test_sampling_memory\.py::test_full_makes_few_and_counts_in_place\[token_limits-2": (
         "this case compiles the reference search; the case of the kernel's search runs"
     ),
+    r"test_two_stage_search\.py::test_llama_on_a_modelled_h200": (
+        "test_found_plans and test_known_orders check plans of large models"
+    ),
+    r"test_prediction_errors\.py::test_\w+"
+    r"\[(8b-(variants|traces|fourth|lean-fp8)|deepseek|qwen2|70b-tp4-fp8-kernels)": (
+        "the other reports of each device count and dtype are predicted"
+    ),
+    r"test_machine_curves\.py::test_what_is_measured_here_makes_a_machine": (
+        "fits and files of machines run without a measurement"
+    ),
+    r"test_kernel_set\.py::test_the_kernels_take_what_the_family_gives_them"
+    r"\[(gemma2|mistral|qwen3\]|tiny llama)": "gemma3, llama and qwen3_moe have the same kinds of layers",
+    r"test_triton\.py::test_triton_kernels_equal_their_references": (
+        "Triton compiles the kernels at real shapes; its interpreter takes long"
+    ),
+    r"test_sampling\.py::test_rows_a_block_at_a_time_are_rows_together\[4-2": "the case of five rows runs",
     r"test_sampling_memory\.py::test_of_many_rows_it_makes_as_few_as_of_a_block": (
         "the memory of a block of rows is compiled and read"
     ),
-    r"test_notebooks\.py::test_notebook_runs_and_draws\[sweep": "test_sweep runs the command of the notebook",
+    r"test_sampling\.py::test_frequencies\[kwargs[1-4]-full": (
+        "the same settings run over the largest blocks, and one setting over all logits"
+    ),
+    r"test_lowered\.py::test_a_kept_plan_is_compiled_as_the_plan": (
+        "an engine of kept programs draws the same tokens as another engine"
+    ),
+    r"test_notebooks\.py::test_notebook_runs_and_draws\[(offload|sweep)": (
+        "test_offload_command and test_sweep run the commands of the notebooks"
+    ),
     r"test_smollm2\.py::test_perplexity\[smollm2_ppl(-8|_rawtext)": "one of the eight windows runs",
     r"test_perplexity\.py::": (
         "each 8-bit and 4-bit format is compared with its reference, and test_8_bits compares tokens"

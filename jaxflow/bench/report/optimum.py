@@ -144,8 +144,3 @@ def of_run(
     """Return `of_step` of a run, by its mean step. run: `report.figures` with at least one token."""
     step = mean_step(run, steps)
     return of_step(model, engine, device_kind, step, step.tokens * steps / run["duration"])
-
-
-def of_report(model: ModelConfig, report: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `of_step` of a written report, from its engine fields and its number of steps."""
-    return of_run(model, report["engine_config"], report["device"], report, report["engine_stats"]["steps"])
