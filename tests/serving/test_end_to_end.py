@@ -4,9 +4,12 @@ shape.
 
 import asyncio
 import contextlib
+import json
 import random
+from collections.abc import AsyncIterator
 
 import grpc
+import httpx
 import hypothesis.strategies as st
 import paths
 import pytest
@@ -17,8 +20,13 @@ from hypothesis import given, settings
 
 from jaxflow import LLM, SamplingParams
 from serving.client import Client, RequestFailed
+from serving.frontend.access import BearerTokens
 from serving.grpc import generate_pb2 as pb
 from serving.grpc.server import Server
+from serving.http.app import HttpApp
+from serving.http.endpoints import Endpoints
+from serving.http.server import HttpServer
+from serving.operations import Operations
 
 GOLDEN = paths.golden("stories260K")
 PROMPTS = GOLDEN["prompts"]
@@ -187,6 +195,84 @@ def test_any_concurrent_requests(llm):
     assert (
         {grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT} <= outcomes <= {grpc.StatusCode.OK, *REFUSALS}
     )
+
+
+@contextlib.asynccontextmanager
+async def http_of(server: Server) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of an HTTP server of the same model."""
+    app = HttpApp(Endpoints(server.served), Operations(server.served), BearerTokens())
+    opened = HttpServer(app, server.served.config, 0)
+    await opened.start()
+    try:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{opened.port}", timeout=60) as client:
+            yield client
+    finally:
+        await opened.stop()
+
+
+async def over_grpc(client: Client, ids: list[int], settings: dict) -> list:
+    answer = await client.generate(ids, **settings).read_all()
+    return [[text, tokens] for text, tokens in zip(answer.texts, answer.token_ids, strict=True)]
+
+
+async def over_http(web: httpx.AsyncClient, ids: list[int], settings: dict) -> list:
+    answer = await web.post("/v1/completions", json={"prompt": ids, "return_token_ids": True, **settings})
+    assert answer.status_code == 200, answer.text
+    return [[choice["text"], choice["token_ids"]] for choice in answer.json()["choices"]]
+
+
+async def streamed_over_http(web: httpx.AsyncClient, ids: list[int], settings: dict) -> list:
+    body = {"prompt": ids, "return_token_ids": True, "stream": True, **settings}
+    found: list = [["", []] for _ in range(settings.get("n", 1))]
+    async with web.stream("POST", "/v1/completions", json=body) as answer:
+        async for line in answer.aiter_lines():
+            if line.startswith("data: {"):
+                [choice] = json.loads(line.removeprefix("data: "))["choices"]
+                found[choice["index"]][0] += choice["text"]
+                found[choice["index"]][1] += choice.get("token_ids", [])
+    return found
+
+
+def test_http_and_grpc_give_the_same_answers(llm):
+    """Law: plain = streamed = gRPC for the same seed, also beside other requests, pre-emption and aborts."""
+
+    async def scenario():
+        rng = random.Random(7)
+        asked = []
+        for _ in range(16):
+            ids = [rng.randrange(3, 512) for _ in range(rng.randint(1, 60))]
+            settings = draw(rng) | {"seed": rng.randrange(2**40)}
+            settings.pop("priority", None)
+            asked.append((ids, settings))
+        async with (
+            serving(llm) as (server, _),
+            client_of(server) as client,
+            http_of(server) as web,
+        ):
+            ways = [
+                work
+                for ids, settings in asked
+                for work in (
+                    over_grpc(client, ids, settings),
+                    over_http(web, ids, settings),
+                    streamed_over_http(web, ids, settings),
+                )
+            ]
+            leaving = [asyncio.create_task(over_http(web, [5, 6], {"max_tokens": 200})) for _ in range(6)]
+            running = asyncio.gather(*ways)
+            await asyncio.sleep(0.05)
+            for task in leaving:
+                task.cancel()
+            found = await running
+            await asyncio.gather(*leaving, return_exceptions=True)
+            for i, (ids, settings) in enumerate(asked):
+                grpc_answer, plain, streamed = found[3 * i : 3 * i + 3]
+                assert grpc_answer == plain == streamed, settings
+                if i % 4 == 0:
+                    assert await over_http(web, ids, settings) == plain, "alone"
+            await check_nothing_is_left(server)
+
+    asyncio.run(scenario())
 
 
 def draw(rng: random.Random) -> dict:
