@@ -316,7 +316,7 @@ def turn_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
                     f"{found['median']:,.5g}",
                     f"{len(found['values'])}",
                     f"{low:,.5g}–{high:,.5g}",
-                    f"{found['ratio']:.3f}",
+                    "–" if found["ratio"] is None else f"{found['ratio']:.3f}",
                     f"{median(one['mean_watts'] for one in power):.0f} at "
                     f"{median(one['mean_sm_clock_mhz'] for one in power):.0f}"
                     if power
