@@ -1,10 +1,13 @@
 """Sampling of the next token of every row on the device: `plain` (greedy and temperature) and `full`.
 
-A draw is a function of the row's logits, its seed and the position of the token. It does not depend on the
-row's index, the batch or the plan. Each row takes one uniform number, and the drawn token is the one where
-the cumulative probability passes the number. The sums have two levels, so that the vocabulary is read twice
-and no noise of its size is made. The limits of top-k and top-p are found by a search over the bits of the
-limit, without sorting.
+A draw is the largest of logit + temperature · Gumbel noise (Gumbel-max). The noise is a function of the seed,
+the position of the token and the token id. So a draw does not depend on the row's index, the batch or the plan.
+A change of a logit by e moves a draw with a probability of about e / temperature. The noise is hashed inside the
+pass that finds the maximum; no array of noise exists.
+
+Top-k, top-p and min-p are limits below which a logit cannot be drawn. They are found by a search over the bits
+of the limit, without sorting. A change of a logit may move the last kept token out of the limit. This changes a
+draw only where that token is the drawn one.
 """
 
 import math
@@ -20,12 +23,12 @@ from jaxflow.model.slot_params import SlotParams, adjust, count_drawn, rows_of
 from pallas_kernels.cards import this_card
 from pallas_kernels.pointwise.sample.reference import largest_limit, token_limits
 
-SUM_BLOCK = 512  # the most logits in one entry of the upper level of sums
 BLOCK = 16  # columns of a block in the search for limits
 ROWS = 128  # the least number of rows that `full_by_rows` takes at a time
 ROW_BYTES = 11  # temporary bytes per logit: a copy, adjusted logits, searched logits
 BLOCKS = 256  # blocks kept: at least the usual top-k
-COLDEST = 1e-7  # the least positive temperature: below it a difference of logits may overflow
+COLDEST = 1e-7  # the least temperature in a weight: below it a difference of logits may overflow
+SERIES = 2.0**-8  # below this u, three terms give -log(1 - u) to float32's precision
 
 OfValues = Callable[[jax.Array], jax.Array]  # [R, n] -> [R, n]
 
@@ -41,8 +44,7 @@ def plain(logits: jax.Array, temperature: jax.Array, seed: jax.Array, position: 
 
     Returns: [R] int32. A row of -inf gives 0.
     """
-    drawn, possible = _draw(logits, _mass(finite(logits.max(-1)), _heat(temperature)), seed, position)
-    return jnp.where((temperature > 0) & possible, drawn, logits.argmax(-1).astype(jnp.int32))
+    return _likeliest(_perturb(logits, temperature, seed, position))
 
 
 def full(
@@ -78,9 +80,8 @@ def full(
     x = adjust(logits, row, counts, slots, position)
     few = _largest_blocks(x)
     limit = _limits(x, few, temperature, row, search)[:, None]
-    mass = _mass(finite(few.peak), _heat(temperature))
-    drawn, possible = _draw(x, lambda y: jnp.where(y >= limit, mass(y), 0.0), seed, position)
-    tokens = jnp.where((temperature > 0) & possible, drawn, few.likeliest)
+    scores = _perturb(x, temperature, seed, position)
+    tokens = _likeliest(jnp.where(x >= limit, scores, -jnp.inf))
     return tokens, count_drawn(counts, slots, tokens), token_logprobs(logits, tokens)
 
 
@@ -133,23 +134,62 @@ def rows_at_once(memory_bytes: int, vocabulary: int) -> int:
     return rows
 
 
-def uniform(seed: jax.Array, position: jax.Array) -> jax.Array:
-    """Return one number in (0, 1), [R] float32, for each seed [R, 2] uint32 and position [R] int32."""
+def gumbel(seed: jax.Array, position: jax.Array, token: jax.Array) -> jax.Array:
+    """Return standard Gumbel noise, float32 [R, n], from -2.9 to 22.9.
 
-    def bits(words: jax.Array, at: jax.Array) -> jax.Array:
-        key = jax.random.wrap_key_data(words, impl="threefry2x32")
-        return jax.random.bits(jax.random.fold_in(key, at), dtype=jnp.uint32)
+    Args:
+      seed: [R, 2] uint32.
+      position: [R] int32.
+      token: [n] int32, token ids from 0.
+    """
+    bits = _hash(_row_keys(seed, position), token)
+    # The noise is -log(-log(1 - u)). Large noise has a small u, which float32 holds to 24 bits.
+    u = jnp.minimum((bits.astype(jnp.float32) + 0.5) * 2.0**-32, 1.0 - 2.0**-24)
+    series = u * (1.0 + u * (0.5 + u * (1.0 / 3.0)))
+    return -jnp.log(jnp.where(u < SERIES, series, -jnp.log(1.0 - u)))
 
-    return ((jax.vmap(bits)(seed, position) >> 9).astype(jnp.float32) + 0.5) * 2.0**-23
+
+def _row_keys(seed: jax.Array, position: jax.Array) -> jax.Array:
+    """Return three words for each row, uint32 [R, 3]: Threefry of the seed [R, 2] and the position [R]."""
+
+    def words(seed: jax.Array, at: jax.Array) -> jax.Array:
+        key = jax.random.wrap_key_data(seed, impl="threefry2x32")
+        return jax.random.bits(jax.random.fold_in(key, at), (3,), jnp.uint32)
+
+    return jax.vmap(words)(seed, position)
+
+
+def _hash(keys: jax.Array, token: jax.Array) -> jax.Array:
+    """Return 32 random bits for each row and token, uint32 [R, n]. keys: [R, 3] uint32.
+
+    The shifts and factors are those of `triple32` (C. Wellons, hash-prospector), whose bias of avalanche is
+    2e-5. A word of the key is added before each factor but the first, so that rows are not permutations of
+    each other.
+    """
+    h = token.astype(jnp.uint32)[None, :] + keys[:, 0:1]
+    h = (h ^ (h >> 17)) * jnp.uint32(0xED5AD4BB) + keys[:, 1:2]
+    h = (h ^ (h >> 11)) * jnp.uint32(0xAC4C1B51) + keys[:, 2:3]
+    h = (h ^ (h >> 15)) * jnp.uint32(0x31848BAB)
+    return h ^ (h >> 14)
+
+
+def _perturb(x: jax.Array, temperature: jax.Array, seed: jax.Array, position: jax.Array) -> jax.Array:
+    """Return x [R, n] plus noise times the temperature: the row's x itself at temperature 0."""
+    noise = gumbel(seed, position, jnp.arange(x.shape[1], dtype=jnp.int32))
+    return x + temperature[:, None] * noise
+
+
+def _likeliest(scores: jax.Array) -> jax.Array:
+    """Return the first column of the largest score of each row, int32 [R]."""
+    return scores.argmax(-1).astype(jnp.int32)
 
 
 class _Few(NamedTuple):
     """The blocks of columns of [R, n] logits with the largest maxima."""
 
-    logits: jax.Array  # [R, m]; the block with the largest maximum is first
+    logits: jax.Array  # [R, m]
     least: jax.Array  # [R]: the blocks hold every logit of at least this value
     peak: jax.Array  # [R], the largest logit
-    likeliest: jax.Array  # [R] int32, the first column with the largest logit
 
 
 def _largest_blocks(x: jax.Array) -> _Few:
@@ -157,12 +197,11 @@ def _largest_blocks(x: jax.Array) -> _Few:
     rows, n = x.shape
     width = math.gcd(n, BLOCK)
     if n // width <= BLOCKS:
-        return _Few(x, jnp.full((rows,), -jnp.inf), x.max(-1), x.argmax(-1).astype(jnp.int32))
+        return _Few(x, jnp.full((rows,), -jnp.inf), x.max(-1))
     blocks = x.reshape(rows, n // width, width)
     maxima, best = top(blocks.max(-1), BLOCKS)
     few = jnp.take_along_axis(blocks, best[:, :, None], axis=1)
-    likeliest = best[:, 0] * width + few[:, 0].argmax(-1).astype(jnp.int32)
-    return _Few(few.reshape(rows, -1), maxima[:, -1], maxima[:, 0], likeliest)
+    return _Few(few.reshape(rows, -1), maxima[:, -1], maxima[:, 0])
 
 
 def _limits(
@@ -206,33 +245,3 @@ def _mass(peak: jax.Array, heat: jax.Array) -> OfValues:
 def _heat(temperature: jax.Array) -> jax.Array:
     """Return a temperature to divide by: 1 for greedy rows, which ignore their draw."""
     return jnp.where(temperature > 0, jnp.maximum(temperature, COLDEST), 1.0)
-
-
-def _draw(x: jax.Array, weigh: OfValues, seed: jax.Array, position: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return a column of each row of x [R, n], drawn by the weights `weigh`, and whether a weight is
-    positive."""
-    rows, n = x.shape
-    block = math.gcd(n, SUM_BLOCK)
-    blocks = x.reshape(rows, n // block, block)
-    sums = weigh(x).reshape(blocks.shape).sum(-1)
-    total = sums.sum(-1)
-    at, rest = _first_above(sums, uniform(seed, position) * total)
-    inner = jnp.take_along_axis(blocks, at[:, None, None], axis=1)[:, 0]
-    return at * block + _first_above(weigh(inner), rest)[0], total > 0
-
-
-def _first_above(weights: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the index where the running sum of weights [R, n] first passes target [R], and the rest of the
-    target.
-
-    The rest is the target minus the sum before the index. The index has a positive weight, whatever the
-    rounding: if no sum passes the target, it is the last index with a positive weight.
-    """
-    n = weights.shape[1]
-    sums = jnp.cumsum(weights, axis=1)
-    some = weights > 0
-    passed = some & (sums > target[:, None])
-    last = n - 1 - some[:, ::-1].argmax(-1)
-    at = jnp.where(passed.any(-1), passed.argmax(-1), last).astype(jnp.int32)
-    before = jnp.take_along_axis(sums - weights, at[:, None], axis=1)[:, 0]
-    return at, target - before

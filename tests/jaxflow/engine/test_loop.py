@@ -78,6 +78,21 @@ class TestSameSeedSameTokens:
         results = toy.run(toy.loop(MODEL), [*others[:6], *ours[:4]], at_step=joining)
         assert answers(results, ours) == alone
 
+    def test_of_two_dozen_requests_at_temperature_one(self):
+        rng = np.random.default_rng(24)
+        plain = [
+            Request(
+                f"t{i}",
+                rng.integers(1, vocab(), rng.integers(2, 30)).tolist(),
+                SamplingParams(temperature=1.0, max_tokens=40, seed=i, ignore_eos=True),
+            )
+            for i in range(24)
+        ]
+        engine, apart = toy.loop(MODEL, enable_prefix_caching=False), {}
+        for request in plain:
+            apart |= answers(toy.run(engine, [request]), [request])
+        assert answers(toy.run(toy.loop(MODEL), plain), plain) == apart
+
     @pytest.mark.parametrize("cached", [True, False], ids=["pages-kept", "pages-lost"])
     def test_after_pre_emption(self, alone, cached):
         engine = toy.loop(MODEL, enable_prefix_caching=cached)

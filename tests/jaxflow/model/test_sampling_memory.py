@@ -1,6 +1,7 @@
 """The samplers as compiled for an H200 at a real vocabulary: how many arrays of the logits' size they make."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +27,12 @@ def arguments(rows=ROWS, **slots):
     return abstract(h200_mesh(), (*plain, position, *slots.values()) if slots else plain)
 
 
-def test_plain_makes_no_array_of_the_logits_size():
+def test_plain_makes_no_array_of_the_logits_size_and_reads_the_logits_once():
+    """The noise is hashed inside the pass that finds the maximum."""
     found = compile_for_h200(sampling.plain, *arguments(), options=ONCE)
-    assert found.memory.temp_size_in_bytes < 0.05 * ROWS * VOCAB * 4
+    assert found.memory.temp_size_in_bytes < 0.01 * ROWS * VOCAB * 4
+    entry = found.hlo[found.hlo.index("\nENTRY") :]
+    assert len(re.findall(r"^.* fusion\(.*%logits[.\d]*[,)].*$", entry, re.M)) == 1
 
 
 @pytest.mark.parametrize(("search", "arrays"), [(token_limits.token_limits, 1), (reference.token_limits, 2)])
