@@ -4,6 +4,7 @@
 
   serve    serve a model over gRPC                               python -m serving
   ask      ask a running server, or hold a conversation          python -m serving.client
+  batch    answer a file of requests                             python -m serving.batch
   bench    measure throughput, latency, kernels and KV tiers     python -m jaxflow.bench
   search   measure a device and search plans for a model         python -m search
 
@@ -16,7 +17,13 @@ import sys
 
 import jaxflow
 
-MODULES = {"serve": "serving", "ask": "serving.client", "bench": "jaxflow.bench", "search": "search"}
+MODULES = {
+    "serve": "serving",
+    "ask": "serving.client",
+    "batch": "serving.batch",
+    "bench": "jaxflow.bench",
+    "search": "search",
+}
 
 
 def main() -> None:

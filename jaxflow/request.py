@@ -167,6 +167,9 @@ class TextDecoder(Protocol):
         ...
 
 
+BATCH_PRIORITY = 1000  # a request of this priority or a later one is a batch request
+
+
 @dataclasses.dataclass(frozen=True)
 class Request:
     """A prompt, as token ids, and its sampling settings."""

@@ -1,6 +1,7 @@
 """The batches of a server: each goes from `validating` to its end, also over restarts of the server."""
 
 import asyncio
+import contextvars
 import dataclasses
 import errno
 import logging
@@ -14,6 +15,7 @@ from serving.batch.leases import Leases
 from serving.batch.runner import Endpoints, EngineStopped, Runner, error_lines, write_lines
 from serving.batch.store import ENDED, Batch, Counts, Errors, Status, Store, new_file_id
 from serving.batch.window import Window
+from serving.frontend.access import CALLER, Caller
 
 log = logging.getLogger(__name__)
 
@@ -56,10 +58,11 @@ class Batches:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._journals: dict[str, Journal] = {}  # of the batches that run
         self._running = asyncio.Semaphore(MAX_RUNNING)
-        self._closed = False
+        self._started = self._closed = False
 
     def start(self) -> None:
-        """Continue the batches that have not ended, oldest first."""
+        """Run the batches that have not ended, oldest first, and later ones. Batches only wait before the start."""
+        self._started = True
         for batch in self.store.batches.values():
             if batch.status not in ENDED:
                 self._begin(batch)
@@ -109,8 +112,11 @@ class Batches:
     # ---- one batch
 
     def _begin(self, batch: Batch) -> None:
-        if not self._closed:
-            self._tasks[batch.id] = asyncio.create_task(self._live(batch))
+        if self._started and not self._closed:
+            # The requests count as the owner's, also after a restart. They belong to no HTTP request.
+            context = contextvars.Context()
+            context.run(CALLER.set, Caller(batch.owner))
+            self._tasks[batch.id] = asyncio.create_task(self._live(batch), context=context)
 
     async def _live(self, batch: Batch) -> None:
         """Take a batch to its end. A full disk is waited for; a lost input or journal fails the batch."""

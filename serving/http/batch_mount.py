@@ -8,6 +8,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.routing import BaseRoute
 
+from jaxflow.request import BATCH_PRIORITY
 from serving.batch.batches import Batches, Model
 from serving.batch.routes import routes, routes_without_store
 from serving.batch.store import Store
@@ -23,12 +24,12 @@ class BatchConfig:
 
     Attributes:
       folder: of the files and batches.
-      priority: of the lines; online requests have 0 unless they ask for another number.
+      priority: of the lines, `BATCH_PRIORITY` or later; online requests have 0 unless they ask for another number.
       window: most lines under way. More lines than the engine runs at once keep each step full.
     """
 
     folder: Path
-    priority: int = 1000
+    priority: int = BATCH_PRIORITY
     window: int = 2048
 
 

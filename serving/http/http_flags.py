@@ -29,7 +29,7 @@ BATCH_PRIORITY = flags.DEFINE_integer(
     "batch_priority",
     BatchConfig.priority,
     "Priority of the requests of batches. A higher number runs later; online requests have 0.",
-    lower_bound=0,
+    lower_bound=BatchConfig.priority,
     upper_bound=2**31 - 1,
 )
 BATCH_WINDOW = flags.DEFINE_integer(

