@@ -18,7 +18,8 @@ from serving.http.errors import HttpError
 OPEN = frozenset(("/health", "/health/live", "/health/ready", "/health/startup"))
 BROWSER_METHODS = ("GET", "HEAD")
 _MESSAGE = "this server requires the header `authorization: Bearer <token>` with a valid token"
-_CHALLENGES = 'Bearer, Basic realm="jaxflow", charset="UTF-8"'
+# Chromium reads one challenge a header line, so a list with Bearer in it would show no question for a password.
+_CHALLENGE = 'Basic realm="jaxflow", charset="UTF-8"'
 
 
 class Authenticated:
@@ -36,7 +37,7 @@ class Authenticated:
             caller = self._tokens.caller(credentials(scope))
             if caller is None:
                 if scope["method"] in BROWSER_METHODS:
-                    headers = {"www-authenticate": _CHALLENGES}
+                    headers = {"www-authenticate": _CHALLENGE}
                     raise HttpError(401, _MESSAGE, code="invalid_api_key", headers=headers)
                 raise Refusal(Code.UNAUTHENTICATED, _MESSAGE)
             CALLER.set(caller)  # each request has a task of its own
