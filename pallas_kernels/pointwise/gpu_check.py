@@ -91,11 +91,11 @@ def check_norm(rows, rng, tokens, width, adds, centres, quantizes, sms=None):
 
 def check_quantize(rows, rng, tokens, width):
     x = normal(rng, tokens, width) * jnp.asarray(10.0 ** rng.integers(-6, 6, (tokens, 1)), jnp.bfloat16)
-    beside = (-x, jnp.int32(tokens // 2))  # the first half of the rows from another array
+    others = (-x, jnp.int32(tokens // 2))  # the first half of the rows from another array
     run = jax.jit(quantize_rows)
-    poison_memory(jax.eval_shape(run, x, *beside))
-    got = run(x, *beside)
-    want = jax.jit(quantize_reference.quantize_rows)(x.astype(jnp.float32), -x.astype(jnp.float32), beside[1])
+    poison_memory(jax.eval_shape(run, x, *others))
+    got = run(x, *others)
+    want = jax.jit(quantize_reference.quantize_rows)(x.astype(jnp.float32), -x.astype(jnp.float32), others[1])
     steps = np.abs(
         np.asarray(got.values).view(np.int8).astype(int) - np.asarray(want.values).view(np.int8).astype(int)
     )

@@ -146,11 +146,11 @@ def run() -> None:
     for point in found:
         at = point.decode_tokens, point.mean_context_tokens
         before = f"{Gain.of(plan.predictions).at(*at):.3f}" if plan.predictions else "nothing"
-        said = (
+        gains = (
             f"measured {point.gain:.3f}, predicted {before}, corrected {after.at(*at):.3f}, sure "
             f"{after.sure(*at):.3f}"
         )
-        print(f"{point.decode_tokens} decodes of {point.mean_context_tokens:.0f} keys: {said}")
+        print(f"{point.decode_tokens} decodes of {point.mean_context_tokens:.0f} keys: {gains}")
     print(f"{f.out}: margin {made.predictions.margin:.3f}")
 
 
@@ -192,7 +192,7 @@ def check_kind(plan: Plan, reports: Mapping[str, PlansReportFile], model: str | 
                 wanted.kv_cache_dtype,
             )
             raise ConfigError(
-                "report", path, f"a report of {_said(*kind)}: this one is of {_said(*report.kind)}"
+                "report", path, f"a report of {_kind_text(*kind)}: this one is of {_kind_text(*report.kind)}"
             )
         if report.num_layers is not None:
             whole = _layers(name, model or report.engine_config.model)
@@ -216,7 +216,7 @@ def _layers(name: str, place: str) -> int:
         ) from error
 
 
-def _said(model: str, device: str, parallel: ParallelConfig, dtype: str, kv_cache_dtype: str) -> str:
+def _kind_text(model: str, device: str, parallel: ParallelConfig, dtype: str, kv_cache_dtype: str) -> str:
     return f"{model} on {parallel.tp} x {device}, {dtype} over a {kv_cache_dtype} cache"
 
 

@@ -54,7 +54,7 @@ from search.placement.workload import PlacementWorkload, workload
 
 SCHEMA_VERSION = 1
 _STEPS, _PRIOR, _NUDGE = 400, 0.02, 1e-3
-_SQUARE_S = 1e-3  # start value: about twenty Python calls that begin transfers
+_BATCH_LAYER_S = 1e-3  # start value: about twenty Python calls that begin transfers
 
 
 class BlockRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -98,7 +98,9 @@ def fit_runs(measured: BlockRuns) -> Machine:
     import optax  # an extra that only the fit needs
 
     works = [_workload(run) for run in measured.runs]
-    start = msgspec.structs.replace(measured.start, batch_layer_s=measured.start.batch_layer_s or _SQUARE_S)
+    start = msgspec.structs.replace(
+        measured.start, batch_layer_s=measured.start.batch_layer_s or _BATCH_LAYER_S
+    )
 
     def loss(factors: np.ndarray) -> float:
         machine = _scaled(start, factors)
@@ -147,13 +149,13 @@ def _nudges() -> np.ndarray:
 
 def _scaled(machine: Machine, factors: np.ndarray) -> Machine:
     """Return the machine with each rate, and `batch_layer_s`, times the exponential of its factor."""
-    *rates, square = np.exp(factors)
+    *rates, batch_layer = np.exp(factors)
     curves = {}
     for name, factor in zip(CURVES, rates, strict=True):
         curve = getattr(machine, name)
         curves[name] = Curve(curve.fixed_s, float(f"{curve.units_per_s * factor:.6g}"))
     return msgspec.structs.replace(
-        machine, batch_layer_s=float(f"{machine.batch_layer_s * square:.6g}"), **curves
+        machine, batch_layer_s=float(f"{machine.batch_layer_s * batch_layer:.6g}"), **curves
     )
 
 
@@ -267,9 +269,9 @@ def measure(
         add("device_to_host", size, [functools.partial(jax.device_put, x, away) for x in on_device])
         del on_device, on_host
         # The usual way to read memory: the weights of a product with few rows.
-        few, tall = _random(0, (8, width), wide), size // (wide.itemsize * width)
+        rows, tall = _random(0, (8, width), wide), size // (wide.itemsize * width)
         weights = [_random(i, (tall, width), wide) for i in range(2)]
-        add("device_memory", weights[0].nbytes, [functools.partial(product, few, w) for w in weights])
+        add("device_memory", weights[0].nbytes, [functools.partial(product, rows, w) for w in weights])
     with tempfile.TemporaryDirectory(dir=disk_dir) as folder:
         for size in sizes:
             path = Path(folder) / "tensor"

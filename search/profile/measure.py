@@ -492,8 +492,8 @@ def equal_ends(
 
     keys = guess
     for reach in _REACHES:
-        few, many = within(keys / reach), within(keys * reach)
-        first_s, longer = together_s(few), together_s(many) / alone_s(many)
+        short, long = within(keys / reach), within(keys * reach)
+        first_s, longer = together_s(short), together_s(long) / alone_s(long)
         keys = keys_lasting(lambda keys, longer=longer: longer * alone_s(keys), first_s, most)
     return within(keys)
 

@@ -146,7 +146,7 @@ def checks(rows, share):
     """Run every n-th case from case i, for share (i, n), so that several processes can divide the cases."""
     rng = np.random.default_rng(time.time_ns())
     case, some = functools.partial(check, rows, rng), functools.partial(random_chunks, rng)
-    few, e4m3, int8 = (8, 2, 128), {"dtype": "float8_e4m3fn"}, {"dtype": "int8"}
+    heads, e4m3, int8 = (8, 2, 128), {"dtype": "float8_e4m3fn"}, {"dtype": "int8"}
     shapes = [
         HEADS,
         (8, 8, 64),
@@ -171,8 +171,8 @@ def checks(rows, share):
     ]
     for form in ({}, e4m3, int8):
         cases += [
-            functools.partial(case, some(1500, 9, 3000), 1500, few, window=200, **form),
-            functools.partial(case, some(1500, 9, 3000), 1500, few, window=70, **form),
+            functools.partial(case, some(1500, 9, 3000), 1500, heads, window=200, **form),
+            functools.partial(case, some(1500, 9, 3000), 1500, heads, window=70, **form),
             functools.partial(
                 case,
                 some(500, 4, 900),
@@ -182,40 +182,42 @@ def checks(rows, share):
                 soft_cap=50.0,
                 **form,
             ),
-            functools.partial(case, some(500, 4, 900), 500, few, soft_cap=20.0, **form),
+            functools.partial(case, some(500, 4, 900), 500, heads, soft_cap=20.0, **form),
             *(
-                functools.partial(case, some(500, 4, 900), 500, few, scale=scale, **form)
+                functools.partial(case, some(500, 4, 900), 500, heads, scale=scale, **form)
                 for scale in (0.05, 0.0, -0.05)
             ),
-            functools.partial(case, some(500, 4, 900), 500, few, scale=1.0, least=True, **form),
+            functools.partial(case, some(500, 4, 900), 500, heads, scale=1.0, least=True, **form),
             # All visible keys of a tile are in the second page of its last block, which the sequence fills
             # partly.
             functools.partial(
-                case, [[0, 8, 0, 90], [8, 1, 1, 100], [16, 8, 2, 346]], 24, few, window=16, **form
+                case, [[0, 8, 0, 90], [8, 1, 1, 100], [16, 8, 2, 346]], 24, heads, window=16, **form
             ),
-            functools.partial(case, [[0, 2048, 0, 0]], 2048, few, **form),
-            functools.partial(case, [[5, 640, 0, 5000]], 700, few, sms=28, **form),
+            functools.partial(case, [[0, 2048, 0, 0]], 2048, heads, **form),
+            functools.partial(case, [[5, 640, 0, 5000]], 700, heads, sms=28, **form),
             functools.partial(
-                case, [[5, 640, 0, 5000]], 700, few, spare=2**17, **form
+                case, [[5, 640, 0, 5000]], 700, heads, spare=2**17, **form
             ),  # offsets beyond 2^31 elements
         ]
     cases += [
-        functools.partial(case, [[3, 1, 0, 0]], 8, few),
-        functools.partial(case, some(1500, 9, 3000), 1500, few, size=4, unified_max=(0.0, 60.0)),
+        functools.partial(case, [[3, 1, 0, 0]], 8, heads),
+        functools.partial(case, some(1500, 9, 3000), 1500, heads, size=4, unified_max=(0.0, 60.0)),
         # A row's first block must not influence the other rows: every tile starts with fresh state.
-        functools.partial(case, [[5, 640, 0, 5000]], 700, few, size=300),
-        functools.partial(case, some(1500, 9, 3000), 1500, few, size=300, unified_max=(0.0, 60.0)),
+        functools.partial(case, [[5, 640, 0, 5000]], 700, heads, size=300),
+        functools.partial(case, some(1500, 9, 3000), 1500, heads, size=300, unified_max=(0.0, 60.0)),
         *(
-            functools.partial(case, some(1500, 9, 3000), 1500, few, unified_max=(phi, 60.0), **int8)
+            functools.partial(case, some(1500, 9, 3000), 1500, heads, unified_max=(phi, 60.0), **int8)
             for phi in (0.0, 500.0)
         ),
-        functools.partial(case, some(1500, 9, 3000), 1500, few, unified_max=(500.0, 60.0)),
-        functools.partial(case, some(1500, 9, 3000), 1500, few, scale=-0.05, unified_max=(0.0, 60.0)),
+        functools.partial(case, some(1500, 9, 3000), 1500, heads, unified_max=(500.0, 60.0)),
+        functools.partial(case, some(1500, 9, 3000), 1500, heads, scale=-0.05, unified_max=(0.0, 60.0)),
         *(
-            functools.partial(case, some(500, 4, 900), 500, few, silent=True, unified_max=phi, **e4m3)
+            functools.partial(case, some(500, 4, 900), 500, heads, silent=True, unified_max=phi, **e4m3)
             for phi in (None, (0.0, 60.0))
         ),
-        functools.partial(case, some(500, 4, 900), 500, few, scale=1.0, least=True, unified_max=(0.0, 60.0)),
+        functools.partial(
+            case, some(500, 4, 900), 500, heads, scale=1.0, least=True, unified_max=(0.0, 60.0)
+        ),
     ]
     for run in cases[share[0] :: share[1]]:
         run()

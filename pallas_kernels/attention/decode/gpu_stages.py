@@ -157,13 +157,13 @@ def operands(lengths: Sequence[int]) -> tuple[list, list]:
     work = jax.jit(functools.partial(decode_work, kv_heads=K, workers=workers))(
         jnp.asarray(lengths, jnp.int32)
     )
-    beside = jnp.asarray(table), jnp.asarray(lengths, jnp.int32), work, jnp.ones(K, jnp.float32)
+    shared = jnp.asarray(table), jnp.asarray(lengths, jnp.int32), work, jnp.ones(K, jnp.float32)
     e4m3 = jax.jit(lambda x: x.astype(jnp.float8_e4m3fn))
     caches = []
     for i in range(2):
         k, v = (e4m3(random_pages(jax.random.key(2 * i + j), pages, K, H)) for j in range(2))
         caches.append(
-            (k, v.reshape(pages, K, H, PAGE), *beside)
+            (k, v.reshape(pages, K, H, PAGE), *shared)
         )  # values have contiguous keys; random numbers need no transpose
     qs = [jax.random.normal(jax.random.key(i), (len(lengths), N, H), jnp.bfloat16) for i in range(CALLS)]
     return qs, [caches[i % 2] for i in range(CALLS)]
@@ -171,8 +171,8 @@ def operands(lengths: Sequence[int]) -> tuple[list, list]:
 
 def in_the_l2(caches: Sequence[tuple]) -> list[tuple]:
     """Return the same caches with page tables that repeat a small set of pages."""
-    few = caches[0][2] % IN_L2
-    return [(k, v, few, *beside) for k, v, _, *beside in caches]
+    small_table = caches[0][2] % IN_L2
+    return [(k, v, small_table, *shared) for k, v, _, *shared in caches]
 
 
 def times(rows, share: tuple[int, int], seconds: float) -> None:

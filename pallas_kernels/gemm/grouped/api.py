@@ -111,8 +111,8 @@ def _multiply(experts_ref, count_ref, x_ref, w_ref, o_ref, *, form: Form, n: int
     def item(i):
         which = jnp.minimum(i * sms + worker, items - 1)
         first = lax.div(which, jnp.int32(strip)) * _STRIP
-        beside, rest = jnp.minimum(tiles - first, _STRIP), lax.rem(which, jnp.int32(strip))
-        row, column = first + lax.rem(rest, beside), lax.div(rest, beside)
+        strip_tiles, rest = jnp.minimum(tiles - first, _STRIP), lax.rem(which, jnp.int32(strip))
+        row, column = first + lax.rem(rest, strip_tiles), lax.div(rest, strip_tiles)
         weight = experts_ref[jnp.clip(row, 0, experts_ref.shape[0] - 1)] * n + column * form.tile.cols
         steps = jnp.where(i * sms + worker < items, jnp.int32(x_ref.shape[1] // form.tile.depth), 0)
         return row, column, jnp.int32(0), steps, jnp.int32(-1), jnp.int32(0), jnp.int32(0), weight
