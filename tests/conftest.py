@@ -112,8 +112,10 @@ def pytest_collection_finish():
 
 @pytest.fixture(autouse=True, scope="session")
 def samplers_run_often():
-    """The full one searches the vocabulary, ten times as long in code made in a hurry; the plain one must
-    draw the very same tokens.
+    """Compile samplers with more care.
+
+    The full sampler searches the vocabulary, ten times as long in unoptimized code. The plain sampler must draw
+    the very same tokens.
     """
     from jaxflow.engine.executor import Executor  # not above: it imports JAX
 
