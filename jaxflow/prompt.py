@@ -6,20 +6,23 @@ import numbers
 import operator
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jaxflow.config import ConfigError, EngineConfig
-from jaxflow.model.checkpoints.checkpoint import Checkpoint
 from jaxflow.request import InvalidRequest, Request, SamplingParams
 from jaxflow.request_output import detokenizer
 from jaxflow.text.tokenizer import Tokenizer, load_tokenizer
 from jaxflow.text.vocabulary import TokenizerError
+
+if TYPE_CHECKING:
+    from jaxflow.model.checkpoints.checkpoint import Checkpoint
 
 log = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int]
 
 
-def open_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer | None:
+def open_tokenizer(config: EngineConfig, checkpoint: "Checkpoint") -> Tokenizer | None:
     """Return the configured tokenizer, or the checkpoint's; None if it has none.
 
     A tokenizer may have fewer tokens than the model, which rounds its vocabulary up. Added tokens may lie beyond

@@ -1,0 +1,69 @@
+"""No stream is lost: many short answers at once through the real servers, with the client in a second process."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+
+import paths
+import pytest
+from harness import serving
+from http_harness import door
+from soak_client import WHOLE
+
+from jaxflow.bench.transport.paced_engine import PacedLLM
+
+ROWS = 640
+CALLERS = 1600  # more than the calls that gRPC's core holds by default until its server takes them up
+STEP_S = 0.064  # 10,000 tokens a second
+
+
+def ask(kind: str, port: int, streams: int) -> dict:
+    """Return the client's counts."""
+    script = paths.ROOT / "tests" / "serving" / "soak_client.py"
+    command = [sys.executable, str(script), kind, f"127.0.0.1:{port}", str(streams), str(CALLERS), "7"]
+    began = time.perf_counter()
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(paths.ROOT)}, check=True
+    )
+    print(f"{streams} streams over {kind} in {time.perf_counter() - began:.1f} s")
+    return json.loads(done.stdout)
+
+
+def check(found: dict, llm: PacedLLM, streams: int) -> None:
+    stats = llm.driver.stats()
+    assert found["ends"] == {WHOLE: streams}
+    assert stats.completion_tokens == found["tokens"]
+    assert (stats.running_requests, stats.waiting_requests) == (0, 0)
+
+
+def soak_grpc(streams: int, step_s: float) -> None:
+    async def run() -> None:
+        llm = PacedLLM(ROWS, step_s)
+        async with serving(llm) as (server, _):  # type: ignore[arg-type]  # of the same shape
+            check(await asyncio.to_thread(ask, "grpc", server.port, streams), llm, streams)
+
+    asyncio.run(run())
+
+
+def soak_http(streams: int, step_s: float) -> None:
+    llm = PacedLLM(ROWS, step_s)
+    with door(llm) as opened:
+        check(ask("http", opened.port, streams), llm, streams)
+        assert opened.errors == []
+
+
+def test_5000_streams_over_grpc():
+    soak_grpc(5000, STEP_S / 4)
+
+
+def test_5000_streams_over_http():
+    soak_http(5000, STEP_S / 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("soak", [soak_grpc, soak_http])
+def test_100000_streams(soak):
+    soak(100_000, STEP_S)
