@@ -20,7 +20,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from huggingface_hub import snapshot_download
 from jax.sharding import Mesh, PartitionSpec
 from tqdm import tqdm
 
@@ -274,6 +273,8 @@ def download(repo: str, *, weights: bool) -> Path:
       CheckpointError: the repository does not exist, access is denied, or there is no connection and the
         files are not in the hub's cache.
     """
+    from huggingface_hub import snapshot_download  # its import is slow, and most models are on this machine
+
     patterns = [*_HUB_OTHERS, "chat_template*", *(_HUB_WEIGHTS if weights else ())]
     try:
         return Path(

@@ -13,13 +13,12 @@ import dataclasses
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import msgspec
 import numpy as np
-import orbax.checkpoint as ocp
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from jaxflow.config import ModelConfig
@@ -28,6 +27,9 @@ from jaxflow.model.stage import Stage
 from jaxflow.model.weight_spec import Leaf, quantize_leaf
 from jaxflow.model.weights import Weights, leaves
 from jaxflow.parallel.mesh import TP, sharded
+
+if TYPE_CHECKING:  # the import takes about a second, and only checkpoints of this format need Orbax
+    import orbax.checkpoint as ocp
 
 HEADER = "jaxflow.json"
 VERSION = 1
@@ -70,6 +72,8 @@ def write_folder(
     Raises:
       CheckpointError: the folder exists.
     """
+    import orbax.checkpoint as ocp
+
     if folder.exists():
         raise CheckpointError(f"{folder}: exists; convert writes a new folder")
     partial = folder.with_name(folder.name + ".partial")
@@ -140,6 +144,8 @@ class OrbaxFolder:
 
         Arguments and errors are those of `load`.
         """
+        import orbax.checkpoint as ocp
+
         devices = 1 if mesh is None else mesh.shape[TP]
         stored_as, wanted = dict(groups(config, 1)), dict(groups(config, devices, **options))
         if stage is not None:
@@ -167,7 +173,7 @@ class OrbaxFolder:
                 progress(len(group))
 
 
-def _check_group(path: Path, checkpointer: ocp.PyTreeCheckpointer, group: dict[str, Leaf]) -> None:
+def _check_group(path: Path, checkpointer: "ocp.PyTreeCheckpointer", group: dict[str, Leaf]) -> None:
     if not path.is_dir():
         raise CheckpointError(f"{path}: missing")
     metadata: Any = checkpointer.metadata(path).item_metadata
@@ -182,7 +188,9 @@ def _check_group(path: Path, checkpointer: ocp.PyTreeCheckpointer, group: dict[s
         raise CheckpointError(f"{path}: does not fit {HEADER}: {differences}")
 
 
-def _restore_args(leaf: Leaf, stored: Leaf, dtype: Any, mesh: Mesh | None) -> ocp.ArrayRestoreArgs:
+def _restore_args(leaf: Leaf, stored: Leaf, dtype: Any, mesh: Mesh | None) -> "ocp.ArrayRestoreArgs":
+    import orbax.checkpoint as ocp
+
     if mesh is None:
         placed = SingleDeviceSharding(jnp.zeros(()).device)
     else:

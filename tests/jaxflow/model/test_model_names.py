@@ -42,7 +42,7 @@ def test_a_hub_id_is_the_folder_in_the_cache(monkeypatch: pytest.MonkeyPatch) ->
         asked.append({"repo": repo} | arguments)
         return str(paths.MODELS / "tiny-llama")
 
-    monkeypatch.setattr("jaxflow.model.checkpoints.checkpoint.snapshot_download", snapshot)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
     opened = open_checkpoint("someone/tiny")
     assert opened.name == "someone/tiny"
     same(opened.load("float32"), open_checkpoint(str(paths.MODELS / "tiny-llama")).load("float32"))
