@@ -4,10 +4,12 @@
 
   throughput   offline: all requests at once, until the last token; and the steady state
   latency      one batch of requests, repeated
-  serve        load on a running server over gRPC, at a rate or at the times of a trace
+  serve        load on a running server over gRPC or OpenAI's API, at a rate or at the times of a trace
+  tokenizer    a byte-level tokenizer of a model's vocabulary, so that all servers of a comparison tokenize alike
   hierarchy    savings of each KV tier for conversations, and its cost for requests without shared prefixes
   disk         the disk tier only: page writes, page reads, and indexing at start
   host         CPU time of a step, with a device that takes no time
+  transport    chunks and plain requests per second of the HTTP server on one core, without a device
   link         transfer rates between device and host, and the slowdown of a step by concurrent copies
   offload      block sizes of a model that does not fit the device: latency and throughput, JSON and a chart
   kernels      each kernel and its rivals, on one GPU
@@ -37,9 +39,11 @@ COMMANDS = {
     "throughput": "engine.throughput",
     "latency": "engine.latency",
     "serve": "engine.serve",
+    "tokenizer": "workload.tokenizer",
     "hierarchy": "kv.hierarchy",
     "disk": "kv.disk",
     "host": "engine.host",
+    "transport": "transport.measure",
     "link": "kv.link",
     "offload": "engine.offload",
     "kernels": "kernels.compare",
@@ -96,6 +100,10 @@ def _run(command) -> int:
         raise
     except user_errors() as error:
         print(f"error: {error}", file=sys.stderr)
+        return 1
+    if result.get("failed"):
+        reasons = "; ".join(f"{count} x {reason}" for reason, count in result["errors"].items())
+        print(f"error: {result['failed']} requests failed: {reasons}", file=sys.stderr)
         return 1
     return 0
 

@@ -11,6 +11,7 @@ ALIASES = {
     "random_output_len": "output_len",
     "seed": "workload_seed",
     "dataset_path": "trace",
+    "base_url": "target",
     "result_filename": "output_json",
     "ready_check_timeout_sec": "wait_s",
 }

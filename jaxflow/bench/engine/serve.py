@@ -1,4 +1,4 @@
-"""Load on a running server over gRPC, with random arrival times or the arrival times of a trace.
+"""Load on a running server over gRPC or OpenAI's API, with random arrival times or the times of a trace.
 
   python -m serving --model llama-3.1-8b --load_format dummy --port 50051 &
   python -m jaxflow.bench serve --request_rate 8 --input_len 1024 --output_len 512
@@ -7,16 +7,22 @@
   python -m jaxflow.bench serve --trace mooncake_conversation.jsonl --arrivals trace --num_requests 500
   python -m jaxflow.bench serve --rounds 5 --num_requests 64 --input_len 1024 --next_input_len 128
       --output_len 256 --think_time_s 10
+  python -m jaxflow.bench serve --backend openai-chat --target http://127.0.0.1:8000
 
 Each request is sent at its due time, regardless of the number of running requests. Latencies are measured at
 the client. With --rounds, or a trace with shared blocks, the report holds the savings from KV reuse.
 --admin_target adds the savings of each KV tier.
+
+--backend openai and openai-chat measure any server with /v1/completions or /v1/chat/completions. Such a server
+reports tokens at the end of a stream, so the tokens are spread over the chunks by their characters. Rounds and
+--admin_target need gRPC. `errors` in the report counts the failed requests by reason. The command then exits with 1.
 """
 
 import asyncio
 import contextlib
 import itertools
 import math
+import ssl
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,16 +34,53 @@ from jaxflow.bench.report.optimum import optimal
 from jaxflow.bench.workload import conversations
 from jaxflow.bench.workload import flags as options
 from jaxflow.bench.workload import lengths as workload
+from jaxflow.bench.workload.backend import LETTERS, Backend
 from jaxflow.bench.workload.conversations import Conversation
+from jaxflow.bench.workload.grpc_backend import GrpcBackend
+from jaxflow.bench.workload.http_connection import HttpClient
 from jaxflow.bench.workload.lengths import Item, WorkloadError
 from jaxflow.bench.workload.load_generator import converse
+from jaxflow.bench.workload.openai_backend import OpenAiBackend
 from jaxflow.config import ConfigError, ModelConfig
 from jaxflow.model.checkpoints.checkpoint import CheckpointError, open_checkpoint
 from serving.client import DEFAULT_TARGET, Client
 
+GRPC = "grpc"
+DEFAULT_URL = "http://127.0.0.1:8000"
+
 
 def define_flags() -> None:
-    flags.DEFINE_string("target", DEFAULT_TARGET, "Server address, host:port.")
+    flags.DEFINE_enum(
+        "backend",
+        GRPC,
+        [GRPC, "openai", "openai-chat"],
+        "Protocol of the server. openai asks /v1/completions, openai-chat /v1/chat/completions.",
+    )
+    flags.DEFINE_string(
+        "target",
+        None,
+        f"Server address, host:port or a URL. Default: {DEFAULT_TARGET} with gRPC, else {DEFAULT_URL}.",
+    )
+    flags.DEFINE_string(
+        "served_model_name",
+        None,
+        "Model name in the requests to OpenAI's API; default: the first name that the server lists.",
+    )
+    flags.DEFINE_bool(
+        "text_prompts",
+        False,
+        (
+            "Send a text of one letter a token instead of token ids, for a server with the tokenizer of "
+            "`bench tokenizer`. A chat always sends text."
+        ),
+    )
+    flags.DEFINE_string("dtype", None, "The model's dtype, for Eq. 5, if the server does not report it.")
+    flags.DEFINE_integer(
+        "tensor_parallel_size",
+        1,
+        "GPUs of the server, for Eq. 5 and power, if the server does not report them.",
+        lower_bound=1,
+    )
     flags.DEFINE_string(
         "model",
         None,
@@ -85,7 +128,7 @@ def arriving(items: Sequence[Item], arrivals: str, rate: float, seed: int) -> li
 
 
 async def measure(
-    client: Client,
+    backend: Backend,
     items: Sequence[Item],
     vocab_size: int,
     *,
@@ -99,11 +142,11 @@ async def measure(
     `power` is the power of this machine's GPU, if it has one.
     """
     talks = conversations.of_items(items, workload.prompts(items, vocab_size, seed))
-    return await measure_conversations(client, talks, slo=slo, timeout_s=timeout_s, progress=progress)
+    return await measure_conversations(backend, talks, slo=slo, timeout_s=timeout_s, progress=progress)
 
 
 async def measure_conversations(
-    client: Client,
+    backend: Backend,
     talks: Sequence[Conversation],
     *,
     admin: Client | None = None,
@@ -118,7 +161,7 @@ async def measure_conversations(
     """
     before = await admin.stats() if admin is not None else None
     with machine.watch(devices) as readings:
-        by_talk, duration_s = await converse(client, talks, timeout_s=timeout_s, progress=progress)
+        by_talk, duration_s = await converse(backend, talks, timeout_s=timeout_s, progress=progress)
     after = await admin.stats() if admin is not None else None
     tiers = None if before is None or after is None else reuse.tier_tokens(before.kv_tiers, after.kv_tiers)
     records = list(itertools.chain(*by_talk))
@@ -141,23 +184,63 @@ def check_flags() -> None:
     if f.arrivals == "trace" and not f.trace:
         raise WorkloadError("--arrivals trace: accepted only together with --trace, which gives the times")
     options.check_workload(math.inf)
+    if f.backend != GRPC and f.rounds > 1 and not f.trace:
+        raise WorkloadError(
+            f"--rounds {f.rounds}: accepted only with --backend {GRPC}, which returns token ids"
+        )
+    if f.backend != GRPC and f.admin_target:
+        raise WorkloadError(f"--admin_target {f.admin_target}: accepted only with --backend {GRPC}")
     arriving([Item(1, 1), Item(1, 1, arrival_s=1.0)], f.arrivals, f.request_rate, seed=0)
+
+
+def _access() -> dict[str, str | None]:
+    f = flags.FLAGS
+    return {"tls_ca": f.tls_ca, "tls_cert": f.tls_cert, "tls_key": f.tls_key, "auth_token": f.auth_token}
+
+
+async def _connect(stack: contextlib.AsyncExitStack) -> Backend:
+    """Return the server that the flags name. Raises: ConfigError, OSError."""
+    f = flags.FLAGS
+    if f.backend == GRPC:
+        client = await stack.enter_async_context(Client(f.target or DEFAULT_TARGET, **_access()))
+        return GrpcBackend(client, f.text_prompts)
+    tls = ssl.create_default_context(cafile=f.tls_ca)
+    if f.tls_cert:
+        tls.load_cert_chain(f.tls_cert, f.tls_key)
+    headers = {"authorization": f"Bearer {f.auth_token}"} if f.auth_token else {}
+    http = HttpClient(f.target or DEFAULT_URL, headers, tls)
+    stack.callback(http.close)
+    return OpenAiBackend(http, chat=f.backend == "openai-chat", text=f.text_prompts, name=f.served_model_name)
 
 
 async def _run() -> dict[str, Any]:
     f = flags.FLAGS
     check_flags()
     slo = report.parse_goodput(f.goodput)
-    access = {"tls_ca": f.tls_ca, "tls_cert": f.tls_cert, "tls_key": f.tls_key, "auth_token": f.auth_token}
-    async with Client(f.target, **access) as client, contextlib.AsyncExitStack() as stack:
-        admin = await stack.enter_async_context(Client(f.admin_target, **access)) if f.admin_target else None
-        await client.wait_until_ready(f.wait_s)
-        served = await client.model()
+    async with contextlib.AsyncExitStack() as stack:
+        backend = await _connect(stack)
+        admin = (
+            await stack.enter_async_context(Client(f.admin_target, **_access())) if f.admin_target else None
+        )
+        await backend.wait_until_ready(f.wait_s)
+        served = await backend.model()
+        config = find_model_config(f.model or served.name)
+        vocab_size = served.vocab_size or (config.vocab_size if config else None)
+        if vocab_size is None:
+            if f.backend == "openai" and not f.text_prompts:
+                accepted = (
+                    "a configuration on this machine, for the size of the vocabulary; or --text_prompts"
+                )
+                raise ConfigError("model", f.model or served.name, accepted)
+            vocab_size = len(LETTERS)
+        dtype = served.dtype or f.dtype
+        tp = served.tensor_parallel_size or f.tensor_parallel_size
         items, described = options.items_from_flags(served.max_model_len, ordered=f.arrivals == "trace")
         items = arriving(items, f.arrivals, f.request_rate, f.workload_seed)
         result: dict[str, Any] = {
             "command_name": "serve",
             "model": served.name,
+            "backend": f.backend,
             **machine.describe(),
             "workload": described,
         }
@@ -165,23 +248,20 @@ async def _run() -> dict[str, Any]:
             "request_rate": "inf" if math.isinf(f.request_rate) else f.request_rate,
             "arrivals": f.arrivals,
         }
-        talks, more = options.conversations_from_flags(items, served.max_model_len, served.vocab_size)
+        talks, more = options.conversations_from_flags(items, served.max_model_len, vocab_size)
         described |= more
         result |= await measure_conversations(
-            client,
+            backend,
             talks,
             admin=admin,
             slo=slo,
             timeout_s=f.timeout_s,
             progress=True,
-            devices=served.tensor_parallel_size,
+            devices=tp,
         )
-    config = find_model_config(f.model or served.name)
     tokens = result["total_input_tokens"], result["total_output_tokens"]
-    if config and sum(tokens):
-        result |= optimal(
-            config, *tokens, dtype=served.dtype, tp=served.tensor_parallel_size, device=f.optimal_device
-        )
+    if config and dtype and sum(tokens):
+        result |= optimal(config, *tokens, dtype=dtype, tp=tp, device=f.optimal_device)
         result["fraction_of_optimal"] = result["total_token_throughput"] / result["optimal_token_throughput"]
     return result
 

@@ -36,6 +36,7 @@ from jaxflow.bench.report import machine, plot
 from jaxflow.bench.report import requests as report
 from jaxflow.bench.workload import flags as options
 from jaxflow.bench.workload import lengths as workload
+from jaxflow.bench.workload.grpc_backend import GrpcBackend
 from jaxflow.bench.workload.lengths import Item, WorkloadError
 from jaxflow.cli.engine_flags import engine_config_from_flags
 from jaxflow.engine.start import freeze_heap
@@ -150,7 +151,10 @@ async def server_rates(
     for rate in values:
         arriving = workload.poisson_arrivals(items, rate, seed)
         points.append(
-            {"request_rate": rate, **await serve.measure(client, arriving, vocab_size, seed=seed, **kwargs)}
+            {
+                "request_rate": rate,
+                **await serve.measure(GrpcBackend(client), arriving, vocab_size, seed=seed, **kwargs),
+            }
         )
     return {"kind": "rate", "points": points}
 

@@ -6,6 +6,7 @@ TTFT: time from sending to the first token. TPOT: (E2EL - TTFT) / (output tokens
 deliveries. E2EL: time from sending to the end. Normalized latency: E2EL / output tokens (NanoFlow §6.3).
 """
 
+import collections
 import dataclasses
 import json
 import math
@@ -18,6 +19,7 @@ import numpy as np
 from jaxflow.config import ConfigError
 
 PERCENTILES = (90, 99)
+MAX_REASONS = 20  # of failures that a report lists
 WIDTH = 50  # of the text layout
 METRICS = {  # key: (short name, header)
     "ttft": ("TTFT", "Time to First Token"),
@@ -82,6 +84,8 @@ def figures(
 ) -> dict[str, Any]:
     """Return the figures of a run: throughputs, and mean, median, std, p90 and p99 of each latency in ms.
 
+    `errors`: the number of failed requests by reason.
+
     slo: limits in seconds by metric. Goodput counts the requests within all limits.
     """
     done = [record for record in records if record.completed]
@@ -110,8 +114,17 @@ def figures(
     samples["itl"] = [b[0] - a[0] for r in done for a, b in zip(r.deliveries, r.deliveries[1:], strict=False)]
     for key in METRICS:
         result |= _statistics(key, samples[key])
-    errors = sorted({record.error for record in records if record.error})
-    return result | ({"errors": errors} if errors else {})
+    return result | {"errors": _reasons(records)}
+
+
+def _reasons(records: Sequence[Record]) -> dict[str, int]:
+    """Return the reasons of the failed requests and their counts, most frequent first."""
+    counts = collections.Counter(
+        record.error or "the answer has no token" for record in records if not record.completed
+    )
+    found = dict(counts.most_common(MAX_REASONS))
+    rest = counts.total() - sum(found.values())
+    return found | ({"other reasons": rest} if rest else {})
 
 
 def _mean_keys(done: Sequence[Record]) -> dict[str, float]:

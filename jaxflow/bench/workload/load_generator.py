@@ -8,12 +8,12 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxflow.bench.report.requests import Record
+from jaxflow.bench.workload.backend import Backend
 from jaxflow.bench.workload.conversations import Conversation
-from serving.client import Client, RequestFailed
 
 
 async def converse(
-    client: Client,
+    backend: Backend,
     conversations: Sequence[Conversation],
     *,
     timeout_s: float | None = None,
@@ -39,26 +39,11 @@ async def converse(
                 history = np.concatenate([history, turn.text])
                 record = Record(len(history), time.perf_counter(), round=number, known_tokens=known)
                 records.append(record)
-                settings = {
-                    "temperature": 0.0,
-                    "max_tokens": turn.output_tokens,
-                    "ignore_eos": True,
-                    "seed": 0,
-                }
-                answer = client.generate(history.tolist(), timeout_s=timeout_s, **settings)
-                try:
-                    await answer.read_all()
-                    record.finished_s = time.perf_counter()
-                except RequestFailed as failure:
-                    record.error = str(failure)
-                record.deliveries = [
-                    (answer.sent_at + seconds, count) for seconds, _, count in answer.arrivals
-                ]
-                record.cached_prompt_tokens = answer.started.cached_prompt_tokens if answer.started else 0
+                ids = await backend.ask(record, history, turn.output_tokens, timeout_s)
                 bar.update()
                 if record.error:
                     break
-                history = np.concatenate([history, np.array(answer.token_ids[0], np.int32)])
+                history = np.concatenate([history, np.array(ids, np.int32)])
                 known = len(history)
             return records
 

@@ -22,6 +22,7 @@ from jaxflow.bench.engine import latency, perplexity, serve, steps, throughput
 from jaxflow.bench.workload import flags as options
 from jaxflow.bench.workload import lengths as workload
 from jaxflow.bench.workload.drive import drive
+from jaxflow.bench.workload.grpc_backend import GrpcBackend
 from jaxflow.config import ConfigError
 from jaxflow.llm import LLM
 from serving.client import Client
@@ -110,11 +111,14 @@ def test_serve_measures_a_running_server(llm, target):
             too_long = [workload.Item(200, 5)]
             served = await client.model()
             assert serve.find_model_config(MODEL) == llm.model_config and served.vocab_size == 512
-            return await serve.measure(client, [*good, *too_long], served.vocab_size, slo={"e2el": 60.0})
+            return await serve.measure(
+                GrpcBackend(client), [*good, *too_long], served.vocab_size, slo={"e2el": 60.0}
+            )
 
     result = asyncio.run(measured())
     assert (result["completed"], result["failed"]) == (6, 1)
-    assert "INVALID_ARGUMENT" in result["errors"][0]
+    [(reason, count)] = result["errors"].items()
+    assert "INVALID_ARGUMENT" in reason and count == 1
     assert (result["total_input_tokens"], result["total_output_tokens"]) == (120, 30)
     assert result["request_goodput"] == pytest.approx(result["request_throughput"])
     assert 0 < result["mean_ttft_ms"] < result["mean_e2el_ms"]

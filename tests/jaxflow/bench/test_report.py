@@ -21,7 +21,7 @@ FAILED = Record(100, 11.0, [(11.2, 1)], None, "RESOURCE_EXHAUSTED: full")
 
 def test_figures_of_known_records():
     f = report.figures([FIRST, SECOND, SHORT, FAILED], 4.0)
-    assert (f["completed"], f["failed"], f["errors"]) == (3, 1, ["RESOURCE_EXHAUSTED: full"])
+    assert (f["completed"], f["failed"], f["errors"]) == (3, 1, {"RESOURCE_EXHAUSTED: full": 1})
     assert (f["total_input_tokens"], f["total_output_tokens"]) == (14, 8)
     assert f["request_throughput"] == 3 / 4
     assert f["output_throughput"] == 8 / 4

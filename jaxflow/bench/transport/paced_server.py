@@ -1,0 +1,50 @@
+"""The HTTP server of a paced engine, in a process of its own that uses one core.
+
+  python -m jaxflow.bench.transport.paced_server CORE ROWS STEP_S
+
+CORE is the number of a CPU core, or -1 for any. The command prints the port, and ends when its standard input ends.
+"""
+
+import asyncio
+import os
+import sys
+
+import uvloop
+
+from jaxflow.bench.transport.paced_engine import PacedLLM
+from serving.__main__ import raise_file_limit
+from serving.frontend.config import ServerConfig
+from serving.frontend.served_model import ServedModel
+from serving.http.config import HttpConfig
+from serving.operations import Operations
+
+SWITCH_S = 0.0005  # the interval of `serving.__main__`
+
+
+async def serve(rows: int, step_s: float) -> None:
+    """Serve until the standard input ends."""
+    sys.setswitchinterval(SWITCH_S)
+    llm = PacedLLM(rows, step_s)
+    served = ServedModel(ServerConfig())
+    operations = Operations(served)
+    server = HttpConfig(port=0).server(served, operations)
+    await server.start()
+    await served.serve(llm)  # type: ignore[arg-type]  # of the same shape
+    watching = asyncio.create_task(operations.run())
+    print(server.port, flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+    watching.cancel()
+    await server.stop()
+    llm.close()
+
+
+def main(core: int, rows: int, step_s: float) -> None:
+    """Run the server on one core."""
+    if core >= 0:
+        os.sched_setaffinity(0, {core})
+    raise_file_limit()
+    uvloop.run(serve(rows, step_s))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))
