@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import uvloop
 from absl import app, flags
 
 import jaxflow.cli.engine_flags
@@ -159,7 +160,7 @@ def main(argv: list[str]) -> int:
         grpc=GRPC.value,
         model_name=engine.model,
     )
-    return asyncio.run(work)
+    return uvloop.run(work)
 
 
 def read_tokens(path: str | None, flag: str = "auth_token_file") -> tuple[str, ...]:

@@ -14,8 +14,7 @@ import asyncio
 import contextlib
 import dataclasses
 import enum
-import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxflow.request import ContextLengthExceeded, InvalidRequest, Request, SamplingParams
@@ -28,6 +27,7 @@ from serving.frontend.call import CALL
 from serving.frontend.caller_limits import CallerLimits
 from serving.frontend.config import ServerConfig
 from serving.frontend.event_queue import EventQueue, EventRouter
+from serving.frontend.names import new_id
 from serving.frontend.prompt_work import PromptWork
 from serving.frontend.refusal import Code, Refusal, aborted, deadline_passed, draining
 from serving.frontend.sampling_defaults import sampling_defaults
@@ -232,7 +232,7 @@ class ServedModel:
             return llm.request(
                 self._encoded(prompt, add_special_tokens, llm.max_model_len),
                 sampling,
-                request_id=uuid.uuid4().hex,
+                request_id=new_id(),
                 priority=priority,
                 cache_salt=salt,
             )
@@ -349,7 +349,9 @@ class ServedModel:
     # ---- streams
 
     @contextlib.asynccontextmanager
-    async def stream(self, request: Request, *, timeout_s: float | None = None) -> AsyncIterator["Stream"]:
+    async def stream(
+        self, request: Request, *, timeout_s: float | None = None, whole: bool = False
+    ) -> AsyncIterator["Stream"]:
         """Submit a request and yield its stream. At the end of the block a request that still runs is aborted.
 
         The deadline and the limit of unread tokens also end an `await` of the block itself, for example a
@@ -357,6 +359,7 @@ class ServedModel:
 
         Args:
           timeout_s: the seconds until the caller's deadline, or None.
+          whole: the answer is sent as a whole, so the outputs of a sequence may wait until its end.
 
         Raises:
           InvalidRequest, QueueFull, Draining: the engine refused the request.
@@ -373,7 +376,7 @@ class ServedModel:
         loop = asyncio.get_running_loop()
         with self._limits.admit(CALLER.get(), request):
             limit = self.config.max_pending_tokens * request.sampling.n
-            queue = EventQueue(limit, on_overflow=lambda: scope.reschedule(loop.time()))
+            queue = EventQueue(limit, on_overflow=lambda: scope.reschedule(loop.time()), whole=whole)
             router.connect(request.request_id, queue)
             try:
                 async with asyncio.timeout(timeout_s) as scope:
@@ -400,8 +403,8 @@ class Stream:
     def __init__(self, transcript: Transcript, queue: EventQueue):
         self._transcript, self._queue = transcript, queue
 
-    async def __aiter__(self) -> AsyncIterator[Iterator[Output]]:
-        """Yield iterators, which must be read to their end. Raises: while they are read, see `Transcript`."""
+    async def __aiter__(self) -> AsyncIterator[Iterable[Output]]:
+        """Yield outputs, which must be read to their end. Raises: while they are read, see `Transcript`."""
         call = CALL.get()
         while not self._transcript.done:
             events = await self._queue.take()

@@ -1,7 +1,7 @@
 """Conversion of a request's engine events to outputs with text, for every server."""
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
@@ -55,13 +55,22 @@ class Transcript:
         """Return True once all sequences have finished."""
         return self._running == 0
 
-    def outputs(self, events: Iterable[Event]) -> Iterator[Output]:
-        """Yield the outputs for `events`. Deltas of one sequence are joined.
+    def outputs(self, events: Sequence[Event]) -> Iterable[Output]:
+        """Return the outputs for `events`, to be read once. Deltas of one sequence are joined.
 
-        Raises:
+        Raises, while the outputs are read:
           RequestFailed: a fault of the engine ended the request. The fault is the cause.
           InvalidRequest, QueueFull, Draining: the engine refused the request after `submit`.
         """
+        if (
+            len(events) == 1
+            and type(delta := events[0]) is Delta
+            and len(delta.token_ids) <= MAX_TOKENS_A_DELTA
+        ):
+            return (self._delta(delta),)  # the events of nearly every step
+        return self._all(events)
+
+    def _all(self, events: Iterable[Event]) -> Iterator[Output]:
         waiting: dict[int, list[Delta]] = {}
         for event in events:
             match event:
@@ -78,6 +87,10 @@ class Transcript:
                     yield Ended(event, text)
         for index, deltas in waiting.items():
             yield from self._deltas(index, deltas)
+
+    def _delta(self, delta: Delta) -> TextDelta:
+        text = self._texts[delta.index].push(delta.token_ids, delta.text)
+        return TextDelta(delta.index, delta.token_ids, text, delta.logprobs or ())
 
     def _deltas(self, index: int, deltas: list[Delta]) -> Iterator[TextDelta]:
         token_ids = _joined(delta.token_ids for delta in deltas)

@@ -1,6 +1,5 @@
 """The ASGI application: routes, authentication, request ids and errors."""
 
-import uuid
 from collections.abc import Sequence
 
 import msgspec
@@ -14,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 import jaxflow
 from serving.frontend.access import BearerTokens
 from serving.frontend.call import CALL
+from serving.frontend.names import new_id
 from serving.http.authentication import Authenticated
 from serving.http.disconnect import Disconnected
 from serving.http.docs import docs_routes
@@ -133,7 +133,7 @@ def request_id_of(scope: Scope) -> bytes:
     given = next((value for key, value in scope["headers"] if key == b"x-request-id"), b"")
     if 0 < len(given) <= MAX_ID_CHARS and all(0x20 < byte < 0x7F for byte in given):
         return given
-    return uuid.uuid4().hex.encode()
+    return new_id().encode()
 
 
 async def _unknown(scope: Scope, receive: Receive, send: Send) -> None:

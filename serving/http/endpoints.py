@@ -7,7 +7,6 @@ import asyncio
 import dataclasses
 import hashlib
 import time
-import uuid
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from starlette.exceptions import HTTPException
 import jaxflow
 from jaxflow.request import InvalidRequest, Request
 from serving.frontend.call import CALL
+from serving.frontend.names import new_id
 from serving.frontend.refusal import Code, Refusal, deadline_passed
 from serving.frontend.served_model import Chat, Prompt, ServedModel
 from serving.http.answer_head import Head
@@ -149,7 +149,7 @@ class Endpoints:
         job = prepared.job
         found = Collection(len(job.requests) * job.n)
         answering = Answering(job)
-        await run(self.served, answering, found.take, timeout_s=deadline.left_s())
+        await run(self.served, answering, found.take, timeout_s=deadline.left_s(), whole=True)
         if job.requests[0].sampling.prompt_logprobs is None:
             return prepared.form.whole(found, answering.usage)
         # Prompt logprobs can have 21 candidates a token. The streams continue while they are converted.
@@ -207,7 +207,7 @@ class Endpoints:
         chat = isinstance(request, ChatRequest)
         options = request.stream_options
         return Head(
-            id=f"{'chatcmpl' if chat else 'cmpl'}-{request.request_id or uuid.uuid4().hex}",
+            id=f"{'chatcmpl' if chat else 'cmpl'}-{request.request_id or new_id()}",
             created=int(time.time()),
             model=request.model or served.names[0],
             fingerprint=self.fingerprint,

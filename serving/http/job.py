@@ -62,6 +62,7 @@ class Answering:
 
     def __init__(self, job: Job):
         self.job = job
+        self._n = job.n
         sampling = job.requests[0].sampling
         self._eos = frozenset(job.eos_token_ids)
         ends = sampling.end_token_ids(job.eos_token_ids)
@@ -94,7 +95,7 @@ class Answering:
             self._cached[prompt] = output.cached_prompt_tokens
             return Begun(prompt, signed(output.seed), output.prompt_logprobs)
         if isinstance(output, TextDelta):
-            index = prompt * self.job.n + output.index
+            index = prompt * self._n + output.index
             if self.job.drop_output:
                 return Piece(index, "")
             self._completion_tokens += len(output.token_ids)
@@ -105,7 +106,7 @@ class Answering:
         event = output.event
         if event.reason is FinishReason.ABORT:
             raise aborted()
-        index = prompt * self.job.n + event.index
+        index = prompt * self._n + event.index
         if self.job.drop_output:
             return Piece(index, "", finish_reason="length")
         entries = ()
@@ -125,6 +126,7 @@ async def run(
     *,
     submitted: Callable[[], Awaitable[None]] | None = None,
     timeout_s: float | None = None,
+    whole: bool = False,
 ) -> None:
     """Run a job to its end.
 
@@ -132,20 +134,21 @@ async def run(
       take: gets the pieces that have arrived since its last call. A `take` that blocks holds the outputs back.
       submitted: is called once the engine has accepted all prompts.
       timeout_s: the seconds until the caller's deadline, or None.
+      whole: the answer is not streamed, see `ServedModel.stream`.
 
     Raises:
       As `ServedModel.stream`.
     """
     job = answering.job
     if len(job.requests) == 1:
-        async with served.stream(job.requests[0], timeout_s=timeout_s) as stream:
+        async with served.stream(job.requests[0], timeout_s=timeout_s, whole=whole) as stream:
             if submitted is not None:
                 await submitted()
             async for outputs in stream:
                 await take(answering.pieces(0, list(outputs)))
         return
     try:
-        await _Merged(served, answering, take, submitted, timeout_s).run()
+        await _Merged(served, answering, take, submitted, timeout_s, whole).run()
     except BaseExceptionGroup as failures:
         raise _first(failures) from None
 
@@ -160,9 +163,10 @@ class _Merged:
         take: Take,
         submitted: Callable[[], Awaitable[None]] | None,
         timeout_s: float | None,
+        whole: bool,
     ):
         self._served, self._answering = served, answering
-        self._take, self._submitted, self._timeout_s = take, submitted, timeout_s
+        self._take, self._submitted, self._timeout_s, self._whole = take, submitted, timeout_s, whole
         self._pieces: Pieces = []
         self._left = self._unsubmitted = len(answering.job.requests)
         self._wake = asyncio.Event()
@@ -186,7 +190,7 @@ class _Merged:
                     await self._take(pieces)
 
     async def _read(self, prompt: int, request: Request) -> None:
-        async with self._served.stream(request, timeout_s=self._timeout_s) as stream:
+        async with self._served.stream(request, timeout_s=self._timeout_s, whole=self._whole) as stream:
             self._unsubmitted -= 1
             self._wake.set()
             async for outputs in stream:

@@ -5,7 +5,7 @@ may be.
 import asyncio
 import threading
 
-from jaxflow.request import Delta, Started
+from jaxflow.request import Delta, Finished, FinishReason, Started, Timings, Usage
 from serving.frontend.event_queue import EventQueue, EventRouter
 
 
@@ -88,3 +88,44 @@ def test_posting_after_the_loop_has_ended_is_harmless():
     board = EventRouter(loop)
     loop.close()
     board.post([delta("a", 1)])
+
+
+def finished() -> Finished:
+    return Finished("a", 0, FinishReason.LENGTH, Usage(1, 0, 4), Timings(0.0, 0.0, 0.0, 0))
+
+
+def test_a_queue_of_a_whole_answer_wakes_its_reader_once():
+    async def scenario():
+        queue = EventQueue(100, lambda: None, whole=True)
+        taking = asyncio.create_task(queue.take())
+        events = [Started("a", 1, 0, 0), *(delta("a", token) for token in range(4)), finished()]
+        for event in events:
+            queue.put([event])
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            assert taking.done() == (event is events[-1])
+        assert taking.result() == events
+
+    asyncio.run(scenario())
+
+
+def test_a_queue_of_a_long_whole_answer_never_overflows_while_its_reader_reads():
+    async def scenario():
+        overflows = []
+        queue = EventQueue(8, lambda: overflows.append(1), whole=True)
+        steps, found = [[delta("a", token)] for token in range(50)], []
+        steps.append([finished()])
+
+        async def read() -> None:
+            while not (found and isinstance(found[-1], Finished)):
+                found.extend(await queue.take())
+
+        reading = asyncio.create_task(read())
+        for step in steps:
+            queue.put(step)
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        await reading
+        assert found == [event for step in steps for event in step] and not overflows
+
+    asyncio.run(scenario())

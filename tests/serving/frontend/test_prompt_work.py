@@ -2,10 +2,11 @@
 
 import asyncio
 import threading
+import time
 
 import pytest
 
-from serving.frontend.prompt_work import SMALL_BYTES, THREADS, PromptWork
+from serving.frontend.prompt_work import QUICK_BYTES, QUICK_S, SLOW_S, SMALL_BYTES, THREADS, PromptWork
 from serving.frontend.refusal import Code, Refusal
 
 LARGE = SMALL_BYTES + 1
@@ -54,5 +55,40 @@ def test_an_error_of_the_work_reaches_its_caller():
             await work.run(1, lambda: 1 / 0)
         await asyncio.sleep(0)
         assert work.bytes_in_work == 0
+
+    asyncio.run(scenario())
+
+
+def spin(seconds: float):
+    """Return work of this CPU time. Its result is the thread that did it."""
+
+    def work() -> str:
+        end_s = time.thread_time() + seconds
+        while time.thread_time() < end_s:
+            pass
+        return threading.current_thread().name
+
+    return work
+
+
+def test_quick_prompts_stay_on_the_event_loops_thread_until_one_is_slow():
+    async def scenario():
+        here, work = threading.current_thread().name, PromptWork()
+        assert await work.run(10, spin(0)) != here  # not measured yet
+        assert await work.run(10, spin(0)) == here
+        assert await work.run(QUICK_BYTES + 1, spin(0)) != here
+        assert await work.run(10, spin(2 * SLOW_S)) == here
+        for _ in range(2):
+            assert await work.run(10, spin(0)) != here
+        assert work.bytes_in_work == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_first_slow_prompt_keeps_the_next_one_on_a_thread():
+    async def scenario():
+        here, work = threading.current_thread().name, PromptWork()
+        for _ in range(2):
+            assert await work.run(10, spin(2 * QUICK_S)) != here
 
     asyncio.run(scenario())
