@@ -23,6 +23,7 @@ KEYS = ("command", "commit", "versions", "driver", "device", "clock_mhz", "watts
 NULL_ON_CPU = ("driver", "clock_mhz", "watts")
 NOT_REPORTS = ("plans", "settings", "notes")
 SAME_SLOTS = 1.5
+TRANSPORT_FIGURES = (("per_s", 0), ("per_cpu_s", 0), ("server_cores", 2))
 
 Report = Mapping[str, Any]
 Row = tuple[str, ...]
@@ -291,6 +292,17 @@ def host_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
             yield report["cpu"], f"{one['running']}", *figures, links([path])
 
 
+def transport_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
+    """Yield the rates of the HTTP server without a device."""
+    for path, report in reports.items():
+        if report.get("command_name") == "transport":
+            for name in ("streamed_chunks", "plain_requests"):
+                one = report[name]
+                figures = (f"{one[key]:.{digits}f}" for key, digits in TRANSPORT_FIGURES)
+                load = f"{max(report['load_average']):.1f}"
+                yield report["cpu"], name.replace("_", " "), *figures, load, links([path])
+
+
 def perplexity_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
     """Yield the perplexity of each number format."""
     for path, report in reports.items():
@@ -423,6 +435,13 @@ SECTIONS = (
         "CPU milliseconds of the engine's host work in one step.",
         ("CPU", "running requests", "tokens a step", "median ms", "p99 ms", "report"),
         host_rows,
+    ),
+    (
+        "HTTP transport",
+        "Chunks of 256 streams, and plain requests, through the HTTP server on one core, with an engine of paced "
+        "steps. The load average counts other programs of the machine.",
+        ("CPU", "what", "a second", "a CPU second of the server", "cores of the server", "load", "report"),
+        transport_rows,
     ),
     (
         "Perplexity",

@@ -12,6 +12,7 @@ The report also holds chunks and requests per second of the server's CPU time, b
 
 import asyncio
 import contextlib
+import importlib.metadata
 import os
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from jaxflow.bench.report.requests import line
 from jaxflow.bench.workload.http_connection import HttpClient
 from jaxflow.config import ConfigError
 
+PACKAGES = ("uvicorn", "uvloop", "httptools", "starlette", "msgspec")
 CHAT = "/v1/chat/completions"
 STREAM_TOKENS = 256
 PLAIN_TOKENS = 16
@@ -132,13 +134,14 @@ async def load(
 
     tasks = [asyncio.create_task(caller()) for _ in range(callers)]
     waiting = asyncio.create_task(ready.wait())
-    done, _ = await asyncio.wait([waiting, *tasks], return_when=asyncio.FIRST_COMPLETED)
-    if waiting in done:
-        began, cpu_began, counted = time.perf_counter(), cpu_s(), 0
+    await asyncio.wait([waiting, *tasks], return_when=asyncio.FIRST_COMPLETED)
+    began, cpu_began, counted = time.perf_counter(), cpu_s(), 0
+    if waiting.done():
         await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
-        wall, cpu, found = time.perf_counter() - began, cpu_s() - cpu_began, counted
-        stopping = True
-    await asyncio.gather(*tasks)
+    wall, cpu, found = time.perf_counter() - began, cpu_s() - cpu_began, counted
+    stopping = True
+    waiting.cancel()
+    await asyncio.gather(*tasks)  # raises the error of a caller
     client.close()
     return {"per_s": found / wall, "per_cpu_s": found / cpu, "server_cores": cpu / wall}
 
@@ -195,7 +198,8 @@ def run() -> dict[str, Any]:
         "plain_step_s": PLAIN_STEP_S,
         "seconds": f.seconds,
     }
-    result = {"command_name": "transport", **machine.describe(), "workload": workload}
+    result: dict[str, Any] = {"command_name": "transport", **machine.describe(), "workload": workload}
+    result["versions"] |= {name: importlib.metadata.version(name) for name in PACKAGES}
     before = os.getloadavg()[0]
     result |= measure(f.streams, f.prompt_len, f.step_s, f.seconds, f.runs, f.core)
     result["load_average"] = [before, os.getloadavg()[0]]

@@ -16,6 +16,7 @@ from serving.__main__ import raise_file_limit
 from serving.frontend.config import ServerConfig
 from serving.frontend.served_model import ServedModel
 from serving.http.config import HttpConfig
+from serving.http.endpoints import Endpoints
 from serving.operations import Operations
 
 SWITCH_S = 0.0005  # the interval of `serving.__main__`
@@ -27,7 +28,7 @@ async def serve(rows: int, step_s: float) -> None:
     llm = PacedLLM(rows, step_s)
     served = ServedModel(ServerConfig())
     operations = Operations(served)
-    server = HttpConfig(port=0).server(served, operations)
+    server = HttpConfig(port=0).server(Endpoints(served), operations)
     await server.start()
     await served.serve(llm)  # type: ignore[arg-type]  # of the same shape
     watching = asyncio.create_task(operations.run())
