@@ -36,7 +36,7 @@ def main(source: str, output: str, asked: str | None = None) -> int:
     file = None if asked is None else os.open(asked, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def load() -> FakeLLM:
-        llm = FakeLLM(fault_token=None, step_s=0.001)
+        llm = FakeLLM(fault_token=None, step_s=0.001 if file is None else 0.03)  # slow enough to be killed
         llm.engine_config = dataclasses.replace(llm.engine_config, max_num_seqs=64)
         llm.driver.submitted = Recording(file)
         print("loaded", flush=True)
