@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxflow.config import ConfigError, EngineConfig
-from jaxflow.request import InvalidRequest, Request, SamplingParams
+from jaxflow.request import MAX_BAD_WORD_TOKENS, InvalidRequest, Request, SamplingParams
 from jaxflow.request_output import detokenizer
 from jaxflow.text.tokenizer import Tokenizer, load_tokenizer
 from jaxflow.text.vocabulary import TokenizerError
@@ -97,12 +97,38 @@ def make_request(
     """
     sampling.check_vocabulary(vocab_size)
     ids = token_ids(prompt, tokenizer, vocab_size, add_special_tokens=add_special_tokens)
-    request = Request(name, ids, sampling, priority=priority, cache_salt=cache_salt)
+    words = bad_words_token_ids(sampling.bad_words, tokenizer)
+    request = Request(
+        name, ids, sampling, priority=priority, cache_salt=cache_salt, bad_words_token_ids=words
+    )
     if not sampling.stop:
         return request
     if tokenizer is None:
         raise InvalidRequest("stop", sampling.stop, "no stop strings, because this model has no tokenizer")
     return dataclasses.replace(request, make_detokenizer=lambda: detokenizer(request, tokenizer))
+
+
+def bad_words_token_ids(words: Sequence[str], tokenizer: Tokenizer | None) -> tuple[tuple[int, ...], ...]:
+    """Return the runs of tokens that stand for words, after a space and without one.
+
+    Raises:
+      InvalidRequest: for a word of too many tokens, and without a tokenizer.
+    """
+    if not words:
+        return ()
+    if tokenizer is None:
+        raise InvalidRequest("bad_words", words, "no words, because this model has no tokenizer")
+    runs: dict[tuple[int, ...], None] = {}
+    for word in words:
+        for text in (word.lstrip(), " " + word.lstrip()):
+            try:
+                run = tuple(tokenizer.encode(text, add_special_tokens=False))
+            except TokenizerError as error:
+                raise InvalidRequest("bad_words", word, str(error)) from error
+            if not 1 <= len(run) <= MAX_BAD_WORD_TOKENS:
+                raise InvalidRequest("bad_words", word, f"texts of 1 to {MAX_BAD_WORD_TOKENS} tokens")
+            runs[run] = None
+    return tuple(runs)
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

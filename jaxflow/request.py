@@ -13,6 +13,9 @@ MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300
 MAX_STOP = 64  # stop strings, and stop token ids, of one request
 MAX_STOP_CHARS = 1024
+MAX_BAD_WORDS = 64
+MAX_BAD_WORD_TOKENS = 12
+MAX_ALLOWED_TOKENS = 300
 MAX_N = 64
 MIN_REPETITION_PENALTY = 0.01  # below it, one repeated token takes all probability
 
@@ -95,6 +98,8 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    bad_words: Sequence[str] = ()  # the output has no run of their tokens, alone or after a space
+    allowed_token_ids: Sequence[int] | None = None  # the only tokens that may be drawn; None: all
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
 
@@ -103,6 +108,18 @@ class SamplingParams:
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         object.__setattr__(self, "logit_bias", dict(self.logit_bias or {}))
+        words = (self.bad_words,) if isinstance(self.bad_words, str) else tuple(self.bad_words)
+        object.__setattr__(self, "bad_words", words)
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+            if not 1 <= len(self.allowed_token_ids) <= MAX_ALLOWED_TOKENS:
+                accepted = f"1 to {MAX_ALLOWED_TOKENS} ids, or null"
+                raise InvalidRequest("allowed_token_ids", self.allowed_token_ids, accepted)
+        if len(words) > MAX_BAD_WORDS or not all(
+            isinstance(word, str) and word.strip() and len(word) <= MAX_STOP_CHARS for word in words
+        ):
+            accepted = f"at most {MAX_BAD_WORDS} texts of 1 to {MAX_STOP_CHARS} characters"
+            raise InvalidRequest("bad_words", words, accepted)
         if not 1 <= self.n <= MAX_N:
             raise InvalidRequest("n", self.n, f"1 to {MAX_N}")
         _finite("temperature", self.temperature, 0.0, 100.0, "a number from 0 to 100")
@@ -144,7 +161,13 @@ class SamplingParams:
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise InvalidRequest for a token id outside the model's vocabulary."""
-        for field, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias)):
+        allowed = self.allowed_token_ids or ()
+        lists = {
+            "stop_token_ids": self.stop_token_ids,
+            "logit_bias": self.logit_bias,
+            "allowed_token_ids": allowed,
+        }
+        for field, ids in lists.items():
             for token in ids:
                 if not 0 <= token < vocab_size:
                     raise InvalidRequest(field, token, f"token ids 0 to {vocab_size - 1}")
@@ -181,6 +204,7 @@ class Request:
     cache_salt: str = ""  # only requests of the same salt share prefixes
     # makes the decoder of a sequence, which finds the stop strings; needed with sampling.stop
     make_detokenizer: "Callable[[], TextDecoder] | None" = None
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # the tokens of sampling.bad_words
     limit: int | None = None  # tokens a sequence, prompt and output; set when the engine accepts the request
 
 

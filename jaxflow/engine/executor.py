@@ -294,9 +294,10 @@ class Executor:
         found = None
         if full:
             sampler = self._samplers[layout.rows, "full"]
-            tokens, found, self.last_tokens, self.counts = sampler(
+            tokens, found, self.last_tokens, recent, self.counts = sampler(
                 self._head, hidden, rows, self.last_tokens, self.params, self.counts
             )
+            self.params = self.params.replace(recent=recent)
         else:
             tokens, self.last_tokens = self._samplers[layout.rows, "plain"](
                 self._head, hidden, rows, self.last_tokens

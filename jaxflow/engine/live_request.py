@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from jaxflow.model.logprobs import LogprobsOut
-from jaxflow.model.slot_params import SlotParams, slot_values
+from jaxflow.model.slot_params import BAD_WORD_TOKENS, SlotParams, slot_values
 from jaxflow.request import (
     Delta,
     Event,
@@ -28,7 +28,8 @@ from jaxflow.scheduler.state import Chunk, Sequence
 def needs_full_sampler(s: SamplingParams) -> bool:
     """Return True if a request needs more than greedy or temperature sampling."""
     filters = s.top_p < 1 or s.top_k > 0 or s.min_p > 0 or s.min_tokens > 0
-    return filters or _looks_back(s) or bool(s.logit_bias) or s.logprobs is not None
+    lists = bool(s.logit_bias) or bool(s.bad_words) or s.allowed_token_ids is not None
+    return filters or lists or _looks_back(s) or s.logprobs is not None
 
 
 def _looks_back(s: SamplingParams) -> bool:
@@ -51,6 +52,9 @@ def slot_settings(seq: Sequence, eos: frozenset[int]) -> tuple[SlotParams, np.nd
         min_position=seq.num_prompt + s.min_tokens,
         suppressed=sorted(s.end_token_ids(eos)),
         logit_bias=s.logit_bias,
+        allowed=s.allowed_token_ids,
+        bad_words=seq.request.bad_words_token_ids,
+        recent=seq.token_ids[max(seq.num_prompt, seq.num_known - BAD_WORD_TOKENS) : seq.num_known],
     )
     known = seq.token_ids[: seq.num_known] if _looks_back(s) else np.zeros(0, np.int32)
     return values, known, seq.num_prompt

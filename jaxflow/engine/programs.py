@@ -103,8 +103,8 @@ class Programs:
         return jax.jit(run)
 
     def sample_full(self) -> Wrapped:
-        """(head, hidden, rows, last_tokens, params, counts) -> (tokens, logprobs, last_tokens, counts);
-        counts donated.
+        """(head, hidden, rows, last_tokens, params, counts) -> (tokens, logprobs, last_tokens, params.recent,
+        counts); counts donated.
         """
 
         def run(head, hidden, rows, last_tokens, params, counts):
@@ -124,7 +124,8 @@ class Programs:
                     most=self.rows_at_once,
                 )
                 tokens = _none_of_nan(tokens, logits)
-            return tokens, found, _keep(last_tokens, rows, tokens), counts
+                recent = slot_params.add_recent(params.recent, slots, tokens)
+            return tokens, found, _keep(last_tokens, rows, tokens), recent, counts
 
         return jax.jit(run, donate_argnums=FULL_DONATES)
 

@@ -45,6 +45,9 @@ def accept(policy: Policy, request: Request) -> Request:
         raise InvalidRequest(
             "prompt_logprobs", asked, "unset, because an offloaded run does not compute them"
         )
+    if request.sampling.bad_words:
+        accepted = "no words, because an offloaded run does not look back on its tokens"
+        raise InvalidRequest("bad_words", request.sampling.bad_words, accepted)
     return with_limit(request, policy.prompt_tokens, policy.output_tokens)
 
 

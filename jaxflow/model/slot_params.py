@@ -12,6 +12,9 @@ import numpy as np
 
 SUPPRESSED = 72  # end and stop tokens of one request
 BIASED = 300
+BAD_WORDS = 128  # forbidden runs of tokens
+BAD_WORD_TOKENS = 12  # of one run
+ANY_TOKEN = -1  # in a run: matches every token, and none
 NO_TOKEN = 2**31 - 1  # beyond every vocabulary: writes at this index are dropped
 IN_PROMPT = 0x8000  # the bit of a count that marks a token of the prompt
 COUNT = 0x7FFF  # the bits that count outputs, which is also the largest count
@@ -34,6 +37,11 @@ class SlotParams:
     suppressed: Array  # [Q, SUPPRESSED] int32, padded with NO_TOKEN
     bias_ids: Array  # [Q, BIASED] int32, padded with NO_TOKEN
     bias: Array  # [Q, BIASED] float32
+    other_bias: (
+        Array  # [Q] float32, of the tokens that `bias_ids` lacks: 0, or -inf to allow only those listed
+    )
+    bad_words: Array  # [Q, BAD_WORDS, BAD_WORD_TOKENS] int32, padded in front with ANY_TOKEN; NO_TOKEN at the end: unused
+    recent: Array  # [Q, BAD_WORD_TOKENS - 1] int32, the last output tokens, the latest at the end
 
 
 def slot_values(
@@ -47,6 +55,9 @@ def slot_values(
     min_position: int = 0,
     suppressed: Sequence[int] = (),
     logit_bias: Mapping[int, float] | None = None,
+    allowed: Sequence[int] | None = None,
+    bad_words: Sequence[Sequence[int]] = (),
+    recent: Sequence[int] | np.ndarray = (),
 ) -> SlotParams:
     """Return the settings of one slot, as numpy arrays. The defaults change nothing.
 
@@ -54,17 +65,34 @@ def slot_values(
       top_k: 0 or -1 for off.
       min_position: prompt tokens + min_tokens: the first index in the sequence where `suppressed` may appear.
       suppressed: end and stop token ids.
+      allowed: the only tokens that may be drawn; None for all.
+      bad_words: runs of tokens, of which the last one is excluded after the others.
+      recent: the last output tokens, for `bad_words`.
 
     Raises:
-      ValueError: more suppressed tokens than SUPPRESSED or more biases than BIASED.
+      ValueError: more entries than SUPPRESSED, BIASED or BAD_WORDS, or a longer run than BAD_WORD_TOKENS.
     """
     bias = dict(logit_bias or {})
-    for name, given, most in (("suppressed", len(suppressed), SUPPRESSED), ("logit_bias", len(bias), BIASED)):
+    if allowed is not None:
+        bias = {token: bias.get(token, 0.0) for token in allowed}
+        suppressed = [token for token in suppressed if token in bias]
+    for name, given, most in (
+        ("suppressed", len(suppressed), SUPPRESSED),
+        ("logit_bias" if allowed is None else "allowed", len(bias), BIASED),
+        ("bad_words", len(bad_words), BAD_WORDS),
+        ("the longest of bad_words", max(map(len, bad_words), default=0), BAD_WORD_TOKENS),
+    ):
         if given > most:
             raise ValueError(f"{name} has {given} entries: at most {most} are accepted")
 
     def padded(values: Sequence[float], size: int, fill: float, dtype: type) -> np.ndarray:
         return np.array([*values, *[fill] * (size - len(values))], dtype)
+
+    runs = np.full((BAD_WORDS, BAD_WORD_TOKENS), ANY_TOKEN, np.int32)
+    runs[len(bad_words) :, -1] = NO_TOKEN
+    for row, run in enumerate(bad_words):
+        runs[row, BAD_WORD_TOKENS - len(run) :] = run
+    latest = list(recent)[1 - BAD_WORD_TOKENS :]
 
     return SlotParams(
         top_k=np.array(max(0, min(top_k, NO_TOKEN)), np.int32),
@@ -77,6 +105,9 @@ def slot_values(
         suppressed=padded(suppressed, SUPPRESSED, NO_TOKEN, np.int32),
         bias_ids=padded(list(bias), BIASED, NO_TOKEN, np.int32),
         bias=padded(list(bias.values()), BIASED, 0.0, np.float32),
+        other_bias=np.array(0.0 if allowed is None else -np.inf, np.float32),
+        bad_words=runs,
+        recent=np.array([ANY_TOKEN] * (BAD_WORD_TOKENS - 1 - len(latest)) + latest, np.int32),
     )
 
 
@@ -128,7 +159,7 @@ def rows_of(params: SlotParams, slots: jax.Array) -> SlotParams:
 def adjust(
     logits: jax.Array, row: SlotParams, counts: jax.Array, slots: jax.Array, position: jax.Array
 ) -> jax.Array:
-    """Return the logits after logit bias, suppressed tokens and penalties, in this order.
+    """Return the logits after logit bias, suppressed tokens, penalties and bad words, in this order.
 
     One pass over the vocabulary applies the penalties without bias. The few biased entries are then computed
     again.
@@ -143,7 +174,7 @@ def adjust(
     Returns: [R, V'] float32.
     """
     seen = counts.at[slots].get(mode="fill", fill_value=0)
-    x = _penalised(logits, seen, row)
+    x = _penalised(logits + row.other_bias[:, None], seen, row)
     suppression = jnp.where(position < row.min_position, -jnp.inf, 0.0)
     ids = jnp.concatenate([row.bias_ids, row.suppressed], axis=1)
     bias = jnp.concatenate([row.bias, jnp.broadcast_to(suppression[:, None], row.suppressed.shape)], axis=1)
@@ -152,7 +183,21 @@ def adjust(
     at = jnp.arange(logits.shape[0])[:, None]
     biased = logits.at[at, ids].get(mode="fill", fill_value=0.0) + bias
     seen = counts.at[slots[:, None], ids].get(mode="fill", fill_value=0)
-    return x.at[at, ids].set(_penalised(biased, seen, row), mode="drop")
+    x = x.at[at, ids].set(_penalised(biased, seen, row), mode="drop")
+    return x.at[at, _ends_of_bad_words(row)].set(-jnp.inf, mode="drop")
+
+
+def _ends_of_bad_words(row: SlotParams) -> jax.Array:
+    """Return the token that each bad word excludes now, [R, BAD_WORDS] int32; NO_TOKEN for none."""
+    before, last = row.bad_words[:, :, :-1], row.bad_words[:, :, -1]
+    matches = ((before == ANY_TOKEN) | (before == row.recent[:, None, :])).all(-1)
+    return jnp.where(matches, last, NO_TOKEN)
+
+
+def add_recent(recent: jax.Array, slots: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Return `SlotParams.recent` with tokens [R] added for distinct slots [R]. Slots out of range are dropped."""
+    rows = jnp.concatenate([recent.at[slots].get(mode="clip")[:, 1:], tokens[:, None]], axis=1)
+    return recent.at[slots].set(rows, mode="drop")
 
 
 def _penalised(x: jax.Array, counts: jax.Array, row: SlotParams) -> jax.Array:

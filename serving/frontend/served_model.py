@@ -269,6 +269,29 @@ class ServedModel:
 
         return await self._in_thread(prompt, work, timeout_s)
 
+    async def encode_last(
+        self,
+        prompt: Prompt,
+        most: int,
+        add_special_tokens: bool | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> Sequence[int]:
+        """Return the last `most` token ids of a prompt. A BOS token at the start of a text or a chat stays.
+
+        Raises: Refusal, InvalidRequest.
+        """
+        if not isinstance(prompt, str | Chat):
+            return prompt[-most:]
+        tokenizer = self.tokenizer("prompt" if isinstance(prompt, str) else "messages")
+        if isinstance(prompt, str):  # the characters before these cannot be in the last tokens
+            prompt = prompt[-(most + 1) * tokenizer.max_token_chars :]
+        ids = await self.encode(prompt, add_special_tokens, timeout_s=timeout_s)
+        if len(ids) <= most:
+            return ids
+        keep_first = most > 1 and ids[0] == tokenizer.bos_token_id
+        return [ids[0], *ids[1 - most :]] if keep_first else ids[-most:]
+
     async def decode(
         self, token_ids: Sequence[int], skip_special_tokens: bool = True, *, timeout_s: float | None = None
     ) -> str:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from google.protobuf.message import Message
 
 from jaxflow.request import (
+    MAX_ALLOWED_TOKENS,
+    MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
     MAX_STOP,
     Finished,
@@ -34,6 +36,14 @@ _OPTIONAL = (
     "skip_special_tokens",
 )
 
+_MOST = {
+    "stop": MAX_STOP,
+    "stop_token_ids": MAX_STOP,
+    "logit_bias": MAX_LOGIT_BIAS,
+    "bad_words": MAX_BAD_WORDS,
+    "allowed_token_ids": MAX_ALLOWED_TOKENS,
+}
+
 _REASONS = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
@@ -54,7 +64,7 @@ def sampling_params(message: pb.SamplingParams, defaults: Mapping) -> SamplingPa
       InvalidRequest: a value out of range. The error names the field.
     """
     # A message of a few megabytes can have millions of entries, which take seconds to convert.
-    for name, most in (("stop", MAX_STOP), ("stop_token_ids", MAX_STOP), ("logit_bias", MAX_LOGIT_BIAS)):
+    for name, most in _MOST.items():
         _check_most(name, len(getattr(message, name)), most)
     given = {name: getattr(message, name) for name in _OPTIONAL if message.HasField(name)}  # type: ignore[arg-type]
     return SamplingParams(
@@ -67,6 +77,8 @@ def sampling_params(message: pb.SamplingParams, defaults: Mapping) -> SamplingPa
             "stop_token_ids": tuple(message.stop_token_ids),
             "ignore_eos": message.ignore_eos,
             "logit_bias": dict(message.logit_bias),
+            "bad_words": tuple(message.bad_words),
+            "allowed_token_ids": tuple(message.allowed_token_ids) or None,
             "include_stop_str_in_output": message.include_stop_string,
         }
     )

@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 
 import jaxflow
 from jaxflow.request import InvalidRequest, Request
+from jaxflow.text.chat import MAX_MESSAGES
 from serving.frontend.call import CALL
 from serving.frontend.names import new_id
 from serving.frontend.refusal import Code, Refusal, deadline_passed
@@ -247,10 +248,8 @@ class Endpoints:
             raise InvalidRequest("truncate_prompt_tokens", 0, "a positive number, or -1 for what fits")
         if keep < 0:
             keep = max(1, self.served.llm.max_model_len - (max_tokens or 1))
-        if isinstance(prompt, str | Chat):
-            special = request.add_special_tokens
-            prompt = await self.served.encode(prompt, special, timeout_s=deadline.left_s())
-        return prompt[-keep:]
+        special = request.add_special_tokens
+        return await self.served.encode_last(prompt, keep, special, timeout_s=deadline.left_s())
 
     def _text(self, prompt: Prompt, request: Request) -> str:
         """Return the text of a completions prompt, as `echo` repeats it."""
@@ -340,6 +339,8 @@ def _chat(request: ChatRequest | TokenizeRequest) -> Chat:
 
 
 def _messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    if len(messages) > MAX_MESSAGES:
+        raise InvalidRequest("messages", f"{len(messages)} messages", f"1 to {MAX_MESSAGES} messages")
     result = []
     for i, message in enumerate(messages):
         for name in ("audio", "function_call"):

@@ -15,7 +15,7 @@ MAX_CHOICES = 4096  # of a request: prompts times n
 # the numbers of its JSON values, half of its strings, and its arrays and objects.
 MAX_COMMAS = 1 << 20
 MAX_QUOTES = 100_000
-MAX_BRACKETS = 1 << 18
+MAX_BRACKETS = 1 << 17
 
 Count = Annotated[int, Meta(ge=0, lt=2**31)]
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
@@ -54,6 +54,8 @@ class Generation(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_onl
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
     logit_bias: dict[int, float] | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[TokenId] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     prompt_logprobs: Count | None = None
@@ -77,8 +79,6 @@ class Generation(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_onl
     verbosity: Any = None
     spaces_between_special_tokens: Any = None
     # Known, but not served.
-    bad_words: Any = None
-    allowed_token_ids: Any = None
     response_format: Any = None
     structured_outputs: Any = None
     guided_json: Any = None
@@ -196,7 +196,7 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
 _NOT_YET = frozenset(
     (
         *("tools", "tool_choice", "functions", "function_call", "response_format", "structured_outputs"),
-        *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "bad_words", "allowed_token_ids"),
+        *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
         *("documents", "reasoning_effort", "thinking_token_budget", "repetition_detection", "suffix"),
     )
 )

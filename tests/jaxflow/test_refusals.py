@@ -110,6 +110,13 @@ CASES = (
     Case("a bias past the vocabulary", "logit_bias", {"logit_bias": {VOCAB: 1.0}}),
     Case("a bias that is no number", "logit_bias[5]", {"logit_bias": {5: math.nan}}),
     Case("a bias over 100", "logit_bias[5]", {"logit_bias": {5: 101.0}}),
+    Case("no allowed token", "allowed_token_ids", {"allowed_token_ids": []}, says="1 to 300"),
+    Case("301 allowed tokens", "allowed_token_ids", {"allowed_token_ids": range(301)}, says="1 to 300"),
+    Case("an allowed token past the vocabulary", "allowed_token_ids", {"allowed_token_ids": [VOCAB]}),
+    Case("65 bad words", "bad_words", {"bad_words": [f"w{i}" for i in range(65)]}, says="at most 64"),
+    Case("a bad word of spaces", "bad_words", {"bad_words": ["dog", "  "]}),
+    Case("a bad word that is none", "bad_words", {"bad_words": [5]}),
+    Case("a bad word of many tokens", "bad_words", {"bad_words": ["xyz" * 20]}, says="1 to 12 tokens"),
     Case("301 biases", "logit_bias", {"logit_bias": dict.fromkeys(range(301), 1.0)}, says="at most 300"),
 )
 

@@ -53,6 +53,8 @@ def test_every_setting_arrives():
         prompt_logprobs=3,
         skip_special_tokens=False,
         include_stop_string=True,
+        bad_words=["no", "never"],
+        allowed_token_ids=[7, 8],
     )
     expected = SamplingParams(
         temperature=0.5,
@@ -74,6 +76,8 @@ def test_every_setting_arrives():
         prompt_logprobs=3,
         skip_special_tokens=False,
         include_stop_str_in_output=True,
+        bad_words=("no", "never"),
+        allowed_token_ids=(7, 8),
     )
     assert convert.sampling_params(message, {"temperature": 9.0}) == expected
     changed = [name for name, value in vars(SamplingParams()).items() if getattr(expected, name) == value]

@@ -37,10 +37,10 @@ def test_the_messages_of_a_grpc_chat_are_counted_first():
     assert refused.value.field == "messages"
 
 
-@pytest.mark.parametrize("field", ["stop", "stop_token_ids", "logit_bias"])
+@pytest.mark.parametrize("field", ["stop", "stop_token_ids", "logit_bias", "bad_words", "allowed_token_ids"])
 def test_the_settings_of_a_grpc_request_are_counted_first(field):
-    given = {"n": 1, "stop": (), "stop_token_ids": (), "logit_bias": {}} | {field: Huge()}
-    message = types.SimpleNamespace(**given, HasField=lambda name: False)
+    given = dict.fromkeys(("stop", "stop_token_ids", "logit_bias", "bad_words", "allowed_token_ids"), ())
+    message = types.SimpleNamespace(**(given | {field: Huge()}), HasField=lambda name: False)
     with pytest.raises(InvalidRequest, match="10000000 entries") as refused:
         convert.sampling_params(message, {})  # type: ignore[arg-type]
     assert refused.value.field == field

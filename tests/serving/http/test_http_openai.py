@@ -4,7 +4,7 @@ import asyncio
 
 import openai
 import pytest
-from http_harness import CHAT, HELLO, door
+from http_harness import CHAT, COMPLETIONS, HELLO, door
 
 PROMPT = "Once upon a time there was a dog."
 WAYS = [{}, {"n": 3}, {"logprobs": True, "top_logprobs": 3}, {"stop": ["dog", "zzz"]}, {"max_tokens": 40}]
@@ -137,3 +137,38 @@ def test_a_control_token_in_a_message_is_plain_text_unless_asked_for(shared, par
     assert [i for i in ids if i in shared.llm.tokenizer.special_ids] == found
     answer = shared.post(CHAT, {**body, "max_tokens": 1, "return_token_ids": True}).json()
     assert answer["prompt_token_ids"] == ids
+
+
+def test_words_and_tokens_are_excluded_by_request(shared):
+    body = {"prompt": [5, 6], "max_tokens": 1, "bad_words": ["dog"], "allowed_token_ids": [5, 7]}
+    assert shared.post(COMPLETIONS, body).status_code == 200
+    sampling = shared.llm.driver.submitted[-1].sampling
+    assert (sampling.bad_words, sampling.allowed_token_ids) == (("dog",), (5, 7))
+    for field, value in (("bad_words", [""]), ("allowed_token_ids", []), ("allowed_token_ids", [512])):
+        refused = shared.post(COMPLETIONS, {"prompt": [5, 6], field: value})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)
+
+
+@pytest.mark.parametrize("add_special_tokens", [None, False])
+def test_a_truncated_text_keeps_its_last_tokens_and_its_bos_token(shared, add_special_tokens):
+    tokenizer = shared.llm.tokenizer
+    for text in (PROMPT, PROMPT * 100_000):
+        body = {"prompt": text, "max_tokens": 1, "truncate_prompt_tokens": 7, "return_token_ids": True}
+        answer = shared.post(COMPLETIONS, {**body, "add_special_tokens": add_special_tokens}).json()
+        [bos, *ids] = tokenizer.encode(PROMPT * 2)
+        assert bos == tokenizer.bos_token_id
+        expected = ids[-7:] if add_special_tokens is False else [bos, *ids[-6:]]
+        assert answer["choices"][0]["prompt_token_ids"] == expected
+
+
+def test_other_prompts_are_truncated_too(shared):
+    body = {"max_tokens": 1, "truncate_prompt_tokens": 3, "return_token_ids": True}
+    answer = shared.post(COMPLETIONS, {**body, "prompt": [1, 5, 6, 7, 8]}).json()
+    assert answer["choices"][0]["prompt_token_ids"] == [6, 7, 8]
+    whole = shared.post("/tokenize", {"messages": HELLO}).json()["tokens"]
+    answer = shared.post(CHAT, {**body, "messages": HELLO}).json()
+    assert answer["prompt_token_ids"] == whole[-3:]
+    answer = shared.post(CHAT, {**body, "messages": HELLO, "truncate_prompt_tokens": -1}).json()
+    assert answer["prompt_token_ids"] == whole
+    refused = shared.post(CHAT, {**body, "messages": HELLO, "truncate_prompt_tokens": 0})
+    assert refused.json()["error"]["param"] == "truncate_prompt_tokens"
