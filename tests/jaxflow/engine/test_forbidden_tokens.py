@@ -1,11 +1,18 @@
 """Bad words and allowed tokens: no answer breaks them, alone, in a batch and after pre-emption."""
 
+import dataclasses
 import functools
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import paths
 import pytest
 import toy
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from jaxflow.model.slot_params import add_recent, adjust, empty_slots, rows_of, set_slot, slot_values
 from jaxflow.prompt import bad_words_token_ids, make_request
 from jaxflow.request import InvalidRequest, Request, SamplingParams
 from jaxflow.text.tokenizer import load_tokenizer
@@ -78,6 +85,41 @@ def test_answers_are_the_same_in_a_batch(preempt_at):
         assert not any(contains(together[name], one) for one in pair)
     assert len(set(together["allowed"])) > 1 and set(together["allowed"]) <= set(allowed)
     assert set(together["biased"]) == {301}
+
+
+token = st.integers(0, 3)
+SET, ADD = jax.jit(set_slot), jax.jit(add_recent)
+
+
+@jax.jit
+def ADJUST(params, counts):
+    """The adjusted logits of slot 1, which are 0 before."""
+    slots = jnp.array([1])
+    return adjust(jnp.zeros((1, 6)), rows_of(params, slots), counts, slots, jnp.array([7]))
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    words=st.lists(st.lists(token, min_size=1, max_size=4), max_size=3),
+    output=st.lists(token, max_size=15),
+    allowed=st.none() | st.lists(token, min_size=1, max_size=3),
+    suppressed=st.lists(token, max_size=2),
+)
+def test_the_excluded_tokens_are_those_of_the_definition(words, output, allowed, suppressed):
+    half = len(output) // 2
+    params, counts = empty_slots(2, 6)
+    values = slot_values(
+        bad_words=words, recent=output[:half], allowed=allowed, suppressed=suppressed, min_position=99
+    )
+    params, counts = SET(params, counts, jnp.int32(1), values)
+    recent = jnp.asarray(params.recent)
+    for one in output[half:]:
+        recent = ADD(recent, jnp.array([1, 2]), jnp.array([one, 5]))
+    found = ADJUST(dataclasses.replace(params, recent=recent), counts)
+    completed = {word[-1] for word in words if word[:-1] == output[len(output) - len(word) + 1 :]}
+    completed |= {word[-1] for word in words if len(word) == 1}
+    excluded = completed | set(suppressed) | (set() if allowed is None else set(range(6)) - set(allowed))
+    assert set(np.flatnonzero(np.isneginf(np.asarray(found[0])))) == excluded
 
 
 def test_a_word_is_excluded_after_a_space_and_without_one(smollm2):
