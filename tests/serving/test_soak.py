@@ -33,8 +33,8 @@ def ask(kind: str, port: int, streams: int) -> dict:
 
 
 def check(found: dict, llm: PacedLLM, streams: int) -> None:
-    stats = llm.driver.stats()
     assert found["ends"] == {WHOLE: streams}
+    stats = llm.driver.stats()
     assert stats.completion_tokens == found["tokens"]
     assert (stats.running_requests, stats.waiting_requests) == (0, 0)
 
