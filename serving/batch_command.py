@@ -65,6 +65,7 @@ def answer_file(options: Options, load: Callable[[], "LLM"]) -> int:
         if batch.num_left and (status := _run_left(batch, options, load)):
             return status
         batch.write(options.output_file)
+        finished, failed = batch.journal.num_finished, batch.journal.num_failed
     except InvalidInput as error:
         return _fail(f"{options.input_file} is refused:\n{report_of(error)}")
     except EngineStopped as error:
@@ -76,9 +77,8 @@ def answer_file(options: Options, load: Callable[[], "LLM"]) -> int:
     finally:
         if batch is not None:
             batch.close()
-    failed = batch.journal.num_failed
     print(
-        f"wrote {options.output_file}: {batch.journal.num_finished - failed} answers, {failed} errors. The "
+        f"wrote {options.output_file}: {finished - failed} answers, {failed} errors. The "
         f"journal {options.journal_folder} may be deleted"
     )
     return 1 if failed else 0

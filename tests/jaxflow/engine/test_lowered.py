@@ -341,7 +341,7 @@ def test_every_setting_is_in_the_key_or_changes_no_program():
 
 @pytest.mark.parametrize("field", start.PROGRAM_FIELDS)
 def test_a_setting_of_the_key_changes_it(field):
-    settings = EngineConfig("m", kv_offloading_size=1.0)
+    settings = EngineConfig("m", kv_offloading_size=0.0 if field == "pipeline_parallel_size" else 1.0)
     others = {"dtype": "float32", "quantization": "fp8", "kv_cache_dtype": "fp8", "step_sizes": "8",
               "plan": "sequential", "kernels": "reference", "gpu_memory_utilization": 0.5}  # fmt: skip
     changed = dataclasses.replace(settings, **{field: others.get(field, 17)})
@@ -358,4 +358,6 @@ def test_only_commands_freeze_the_heap():
     assert [name for name, text in sources.items() if "gc.freeze()" in text] == ["jaxflow/engine/start.py"]
     callers = [name for name, text in sources.items() if " freeze_heap()\n" in text]
     assert "serving/__main__.py" in callers
-    assert all(name.startswith(("serving/__main__", "jaxflow/bench/")) for name in callers)
+    assert all(
+        name.startswith(("serving/__main__", "serving/batch/__main__", "jaxflow/bench/")) for name in callers
+    )
