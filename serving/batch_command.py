@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from jaxflow.llm import LLM
 
 CONTINUE = "run the same command again to continue"
-UNREAD_TOKENS = 2**20  # of a line's answer; this process reads as fast as it can
+UNREAD_TOKENS = 2**20  # unread tokens of a line; this process reads as fast as it can
 
 
 @dataclasses.dataclass(frozen=True)

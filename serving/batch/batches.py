@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 MAX_RUNNING = 8  # batches that run at the same time and share the window
 RETRY_DISK_S = 10.0
-PAUSE_S = 0.001  # pause of a validation after every few lines, in which streams run
+PAUSE_S = 0.001  # a validation pauses after every few lines, so that streams run
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 UNANSWERED = {
     "expired": ("batch_expired", "the completion window of the batch ended before this request ran"),
@@ -56,7 +56,7 @@ class Batches:
         self.store, self._model, self._window = store, model, window
         self._priority, self._limits = priority, limits or Limits()
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._journals: dict[str, Journal] = {}  # of the batches that run
+        self._journals: dict[str, Journal] = {}  # journals of the running batches
         self._running = asyncio.Semaphore(MAX_RUNNING)
         self._started = self._closed = False
 

@@ -116,7 +116,9 @@ class Journal:
     def __init__(self, folder: Path, input: Input):
         self.folder, self.input = folder, input
         self.num_finished = self.num_failed = 0
-        self._offsets = array.array("q", bytes(8 * (input.lines + 1)))  # of the answer's frame, by line
+        self._offsets = array.array(
+            "q", bytes(8 * (input.lines + 1))
+        )  # offset of the answer's frame, by line
         self._segments = array.array("i", [-1]) * (input.lines + 1)  # index into `_paths`, -1: not finished
         self._failed = bytearray(input.lines + 1)
         self._paths: list[Path] = []

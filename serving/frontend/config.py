@@ -25,7 +25,7 @@ class ServerConfig:
     tls_key: str | None = None
     tls_client_ca: str | None = None  # if set, clients must show a certificate of this authority
     auth_tokens: tuple[str, ...] = ()
-    admin_tokens: tuple[str, ...] = ()  # of the admin service; empty: the auth_tokens
+    admin_tokens: tuple[str, ...] = ()  # tokens of the admin service; empty: the auth_tokens
     served_model_names: tuple[str, ...] = ()  # accepted as `model`; empty: the model's own name
     drain_timeout_s: float = 30.0
     max_pending_tokens: int = 1024  # most unread tokens of a sequence
@@ -35,7 +35,7 @@ class ServerConfig:
     )
     allow_priority: bool = False  # callers may raise their priority above the default 0
     isolate_tokens: bool = True  # requests of different bearer tokens share no prefixes
-    max_requests_per_token: int = 0  # at once; 0: no limit
+    max_requests_per_token: int = 0  # requests of a token at once; 0: no limit
     max_tokens_per_token: int = 0  # prompt and output tokens of the requests at once; 0: no limit
 
     def __post_init__(self) -> None:

@@ -22,7 +22,7 @@ from serving.frontend.call import Observe, unobserved
 from serving.frontend.refusal import Code, Refusal, refusal_of
 from serving.grpc import errors
 
-MAX_FIELD_CHARS = 80  # of a field's name in a log line; the log has no text of a caller's prompt
+MAX_FIELD_CHARS = 80  # characters of a field's name in a log line, so that no prompt gets into the log
 _OBSERVED = "/Generate"
 _NO_TOKEN_NEEDED = "/grpc.health.v1.Health/"  # health probes of an orchestrator carry no token
 

@@ -28,9 +28,9 @@ _OPTIONS = (
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
-    ("grpc.server_handshake_timeout_ms", 10_000),  # of a connection that never speaks HTTP/2
-    # gRPC's core answers calls beyond 1,000 that its server has not yet taken up with CANCELLED, at random, and
-    # the handlers never see these calls. The engine's own queue (--max_waiting) refuses with a reason instead.
+    ("grpc.server_handshake_timeout_ms", 10_000),  # limits a connection that never speaks HTTP/2
+    # With more than 1,000 calls that the server has not taken up, gRPC's core answers some with CANCELLED. The
+    # handlers never see these calls. The engine's own queue (--max_waiting) refuses with a reason instead.
     ("grpc.server.max_pending_requests", _NO_LIMIT),
     ("grpc.server.max_pending_requests_hard_limit", _NO_LIMIT),
     # gRPC's core also cancels a call that was not taken up within 30 s.

@@ -81,7 +81,7 @@ class HttpApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        scope["app"] = self  # the router then raises its errors instead of answering them
+        scope["app"] = self  # makes the router raise its errors
         scope["root_path"] = self._root_path
         request_id = request_id_of(scope)
 

@@ -118,7 +118,7 @@ def _refused(refusal: Refusal) -> HttpError:
     status, code = _ANSWERS[refusal.code]
     retry_s = refusal.retry_after_s
     if status == 503 and retry_s is None:
-        retry_s = 5.0  # another replica, or the next process, may serve it
+        retry_s = 5.0  # by then another process may serve the request
     headers = {"www-authenticate": "Bearer"} if status == 401 else None
     return HttpError(
         status, str(refusal), code=code, param=refusal.field, retry_after_s=retry_s, headers=headers

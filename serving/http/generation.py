@@ -18,7 +18,7 @@ from serving.http.limits import Limits
 from serving.http.read_body import read_body
 from serving.http.schema import ChatRequest, CompletionRequest
 
-ERROR_EVENT_S = 5.0  # for the last event of a stream whose caller reads slowly
+ERROR_EVENT_S = 5.0  # time for the last event of a stream, if the caller reads slowly
 TIMEOUT_HEADER = b"x-request-timeout-ms"
 JSON = (b"content-type", b"application/json")
 

@@ -11,7 +11,7 @@ from serving.http.schema import ChatRequest, CompletionRequest
 _SAME = tuple(
     field.name for field in dataclasses.fields(SamplingParams) if field.name not in ("max_tokens", "logprobs")
 )
-DEFAULT_MAX_TOKENS = 16  # of a completions request; a chat request goes to the end of the context
+DEFAULT_MAX_TOKENS = 16  # completions requests; a chat request goes to the end of the context
 
 
 def sampling_params(

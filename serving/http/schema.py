@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-MAX_PROMPTS = 2048  # of one completions request
-MAX_CHOICES = 4096  # of a request: prompts times n
+MAX_PROMPTS = 2048  # prompts of a completions request
+MAX_CHOICES = 4096  # choices of a request: prompts times n
 # Limits of a body, which the event loop reads at once: commas, quotes of strings, and opening brackets. They are about
 # the numbers of its JSON values, half of its strings, and its arrays and objects.
 MAX_COMMAS = 1 << 20

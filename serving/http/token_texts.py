@@ -64,8 +64,8 @@ class TokenTexts:
             None  # an end token, until it is known if it ended the text
         )
         self._waiting: collections.deque[_Waiting] = collections.deque()
-        self._chars = 0  # of all tokens
-        self._told = 0  # characters of the text so far
+        self._chars = 0  # characters of all tokens
+        self._told = 0  # characters of the returned entries
 
     def push(self, token_ids: Sequence[int], logprobs: Sequence[Candidates], text: str) -> list[Entry]:
         """Add tokens and the text that is certain after them. Return the entries that are certain."""
