@@ -15,6 +15,7 @@ from jaxflow.bench.engine import serve
 from jaxflow.bench.kv import hierarchy
 from jaxflow.bench.workload import lengths as workload
 from jaxflow.bench.workload.conversations import synthetic
+from jaxflow.bench.workload.grpc_backend import GrpcBackend
 from jaxflow.config import EngineConfig
 from jaxflow.kv.tiers import policy as tier_policy
 from jaxflow.llm import LLM
@@ -78,7 +79,7 @@ def test_every_tier_is_found_over_grpc(served):
     async def measured():
         async with Client(served[0]) as client, Client(served[1]) as admin:
             talks = synthetic(workload.constant(8, 90, 8), workload.constant(16, 16, 8), 512, max_tokens=512)
-            return await serve.measure_conversations(client, talks, admin=admin)
+            return await serve.measure_conversations(GrpcBackend(client), talks, admin=admin)
 
     result = asyncio.run(measured())
     assert (result["completed"], result["failed"]) == (24, 0)

@@ -107,8 +107,9 @@ def test_every_field_has_a_flag(parse):
     untouched = {
         name for name, value in shown.items() if value == getattr(EngineConfig(model="another"), name)
     }
-    assert not untouched
+    assert untouched == {"pipeline_parallel_size"}  # excludes kv_offloading_size
     assert parse(*(f"--{name}={value}" for name, value in shown.items() if value is not None)) == given
+    assert parse("--model=m", "--pipeline_parallel_size=2") == EngineConfig("m", pipeline_parallel_size=2)
 
 
 @pytest.mark.parametrize(

@@ -286,6 +286,7 @@ def test_a_batch_runs_and_each_token_sees_its_own(tmp_path):
     batches = open_batches(BatchConfig(tmp_path, window=2), made.endpoints, made.operations, "fake")
     made.app["more_routes"] = batch_routes(batches)
     made.open()
+    made.loop.call_soon_threadsafe(batches.start)
     try:
         client = openai.OpenAI(base_url=f"{made.url}/v1", api_key="s3cret", max_retries=0)
         requests = [
