@@ -9,7 +9,7 @@ stages apply the same changes in the same order, so pages can change hands as on
 import collections
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -91,12 +91,11 @@ class StagedExecutor:
         fields = layout.views(buffer)
         row_slots = fields["row_slots"]
         source = self._tokens_for(row_slots[: fields["num_decodes"].item()])
-        for stage, following in _with_next(self.stages):
-            hidden, x, rows = stage.advance(layout, buffer, appends, source)
-            if following is None:
-                break
-            source = hand_over(x, following.replicated)
-        pending = stage.draw(layout, hidden, x, rows, enqueued_s, full=full, targets=targets)
+        first, *others = self.stages
+        hidden, x, rows = first.advance(layout, buffer, appends, source)
+        for stage in others:
+            hidden, x, rows = stage.advance(layout, buffer, appends, hand_over(x, stage.replicated))
+        pending = self.stages[-1].draw(layout, hidden, x, rows, enqueued_s, full=full, targets=targets)
         drawn = np.zeros(self.slots, bool)
         drawn[row_slots[fields["samples"] > 0]] = True
         self._drawn.append((drawn, self._tokens_to_first()))
@@ -115,8 +114,3 @@ class StagedExecutor:
 
     def _tokens_to_first(self) -> jax.Array:
         return hand_over(self.stages[-1].last_tokens, self.stages[0].replicated)
-
-
-def _with_next(stages: Sequence[Executor]) -> Iterator[tuple[Executor, Executor | None]]:
-    """Yield each stage with the stage after it, and the last one with None."""
-    yield from itertools.pairwise((*stages, None))  # pyright: ignore[reportReturnType]

@@ -469,9 +469,10 @@ def make_loop(
         enable_prefix_caching=config.enable_prefix_caching,
         max_waiting=config.max_waiting,
         seed=config.seed,
-        stages=executor.num_stages,
-        decode_cost=decode_cost(model, config.tensor_parallel_size),
     )
+    if executor.num_stages > 1:  # only micro-batches need the cost of a decode
+        cost = decode_cost(model, config.tensor_parallel_size)
+        scheduling = dataclasses.replace(scheduling, stages=executor.num_stages, decode_cost=cost)
     scheduling = dataclasses.replace(scheduling, **changes)
     offload = None
     if tier is not None:
