@@ -125,6 +125,11 @@ class ParallelConfig:
     ep: int = 1  # expert parallelism: each device holds some experts of every layer
     dp: int = 1  # data parallelism: each replica holds the full model
 
+    @property
+    def devices(self) -> int:
+        """Return the number of devices that the model runs on."""
+        return self.tp * self.pp * self.ep * self.dp
+
     def __post_init__(self) -> None:
         for field, accepted in (("tp", "devices"), ("pp", "stages")):
             if getattr(self, field) < 1:

@@ -27,6 +27,7 @@ also hold the fraction of the bound by compute, memory, network and energy. The 
 with known joules. `python -m jaxflow.bench COMMAND --help` lists the flags of a command.
 """
 
+import math
 import sys
 from pathlib import Path
 
@@ -110,7 +111,8 @@ def _run(command) -> int:
 
 def _devices() -> int:
     """Return the number of devices that the command's flags ask for; 1 for a command without that flag."""
-    return flags.FLAGS.tensor_parallel_size if "tensor_parallel_size" in flags.FLAGS else 1
+    sizes = ("tensor_parallel_size", "pipeline_parallel_size")
+    return math.prod(int(flags.FLAGS[size].value or 1) for size in sizes if size in flags.FLAGS)
 
 
 def user_errors() -> tuple[type[Exception], ...]:

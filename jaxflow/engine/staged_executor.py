@@ -7,6 +7,7 @@ stages apply the same changes in the same order, so pages can change hands as on
 """
 
 import collections
+import concurrent.futures
 import itertools
 import time
 from collections.abc import Callable, Sequence
@@ -64,13 +65,13 @@ class StagedExecutor:
 
     def temporary_bytes(self) -> int:
         """Return the device memory of a stage's largest programs, without weights and cache."""
-        return max(stage.temporary_bytes() for stage in self.stages)
+        with concurrent.futures.ThreadPoolExecutor(self.num_stages) as pool:
+            return max(pool.map(Executor.temporary_bytes, self.stages))
 
     def warm_up(self, on_progress: Callable[[int, int], None] = lambda done, total: None) -> float:
         """Compile every program of every stage, and run each once. Return the seconds."""
         start = time.perf_counter()
-        for stage in self.stages:
-            stage.compile(on_progress)
+        self._compile(on_progress)
         for layout in itertools.chain(*self.layouts.values(), self.decode_layouts.values()):
             rehearse(self, layout)
         for stage in self.stages:
@@ -104,6 +105,20 @@ class StagedExecutor:
     def set_slot(self, slot: int, values: SlotParams, token_ids: np.ndarray, num_prompt: int) -> None:
         """Store a sequence's sampling settings on the stage that samples. Arguments: see `Executor.set_slot`."""
         self.stages[-1].set_slot(slot, values, token_ids, num_prompt)
+
+    def _compile(self, on_progress: Callable[[int, int], None]) -> None:
+        """Compile the stages at the same time: XLA compiles one stage while another is lowered."""
+        counts = [(0, 0)] * self.num_stages
+
+        def compile_stage(number: int) -> None:
+            def count(done: int, total: int) -> None:
+                counts[number] = done, total
+                on_progress(sum(done for done, _ in counts), sum(total for _, total in counts))
+
+            self.stages[number].compile(count)
+
+        with concurrent.futures.ThreadPoolExecutor(self.num_stages) as pool:
+            list(pool.map(compile_stage, range(self.num_stages)))
 
     def _tokens_for(self, slots: np.ndarray) -> jax.Array:
         """Return the last tokens after the newest step that drew a token of one of the slots, int32 [n]."""

@@ -56,7 +56,7 @@ def measure(
     records: list[Record] = []
     latencies: list[float] = []
     steps = 0
-    with machine.watch(llm.engine_config.tensor_parallel_size) as readings:
+    with machine.watch(llm.engine_config.parallel.devices) as readings:
         for i in tqdm(range(warm_up + iterations), disable=not progress, unit="batch"):
             prompts = workload.prompts(items, llm.model_config.vocab_size, seed + i)
             before = llm.driver.stats().steps
@@ -65,9 +65,11 @@ def measure(
                 records += done
                 latencies.append(duration_s)
                 steps += llm.driver.stats().steps - before
+    power = machine.power_summary(readings)
+    tokens = len(latencies) * batch_size * (input_len + output_len)
     result = (
         report.figures(records, sum(latencies))
-        | {"power": machine.power_summary(readings)}
+        | {"power": power, "joules_per_token": machine.joules_per_token(power, sum(latencies), tokens)}
         | _statistics(latencies)
     )
     return result | with_optimum(result, llm, steps, device)

@@ -161,7 +161,7 @@ def _measured(
     """
     before = llm.driver.stats()
     with (
-        machine.watch(llm.engine_config.tensor_parallel_size) as readings,
+        machine.watch(llm.engine_config.parallel.devices) as readings,
         steps.step_log(llm.executor) as log,
     ):
         records, duration_s = run()
@@ -175,6 +175,8 @@ def _measured(
     result["steps"] = steps.summary(log)
     result["engine_stats"] = _difference(msgspec.to_builtins(after), msgspec.to_builtins(before))
     result["power"] = machine.power_summary(readings)
+    tokens = result["total_input_tokens"] + result["total_output_tokens"]
+    result["joules_per_token"] = machine.joules_per_token(result["power"], duration_s, tokens)
     return result | with_optimum(result, llm, result["engine_stats"]["steps"], device)
 
 
@@ -189,9 +191,7 @@ def with_optimum(result: Mapping[str, Any], llm: LLM, steps: int, device: str | 
     if not sum(tokens):
         return {}
     model, engine = llm.model_config, llm.engine_config
-    best = optimal(
-        model, *tokens, dtype=products_dtype(engine), tp=engine.tensor_parallel_size, device=device
-    )
+    best = optimal(model, *tokens, dtype=products_dtype(engine), tp=engine.parallel.devices, device=device)
     optimum, steady = best["optimal_token_throughput"], result.get("steady_state")
     if steady:
         best["steady_state"] = {**steady, "fraction_of_optimal": steady["total_token_throughput"] / optimum}

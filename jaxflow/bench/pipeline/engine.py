@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 from jaxflow.bench.engine.policies import OrcaBest, OrcaWorst, PrefillFirst, RequestLevel
 from jaxflow.bench.pipeline.stage_trace import StageTrace, stage_traces
+from jaxflow.bench.report import machine
 from jaxflow.bench.workload.drive import greedy_requests
 from jaxflow.bench.workload.lengths import Item, prompts
 from jaxflow.config import ConfigError, EngineConfig
@@ -19,6 +20,8 @@ from jaxflow.engine.start import choose_plans, make_loop, make_staged_executor, 
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.request import Request
 from jaxflow.scheduler.scheduler import DecodeMaximal, StepPolicy
+
+Run = tuple[float, StageTrace, dict[str, Any] | None]  # seconds, trace and power
 
 POLICIES: dict[str, Callable[[], StepPolicy]] = {
     "sarathi": DecodeMaximal,
@@ -30,7 +33,14 @@ POLICIES: dict[str, Callable[[], StepPolicy]] = {
 
 
 def measure(
-    config: EngineConfig, items: Sequence[Item], *, slots: int, chunk: int, repeats: int, seed: int = 0
+    config: EngineConfig,
+    items: Sequence[Item],
+    *,
+    slots: int,
+    chunk: int,
+    repeats: int,
+    policies: Sequence[str] = tuple(POLICIES),
+    seed: int = 0,
 ) -> dict[str, Any]:
     """Run the items under each policy on pipeline stages, in turns, and return the report.
 
@@ -39,11 +49,15 @@ def measure(
 
     Args:
       slots: running sequences of a micro-batch.
+      policies: the names to compare.
       repeats: runs of each policy. The report has each policy's run of median duration.
 
     Raises:
-      ConfigError: for one stage.
+      ConfigError: for one stage, or an unknown policy.
     """
+    for name in policies:
+        if name not in POLICIES:
+            raise ConfigError("policies", name, f"one of {', '.join(POLICIES)}")
     stages = config.pipeline_parallel_size
     if stages < 2:
         raise ConfigError(
@@ -65,13 +79,15 @@ def measure(
     executor = make_staged_executor(config, checkpoint, choose_plans(config, model), progress=False)
     warm_up_s = executor.warm_up()
     requests = greedy_requests(items, prompts(items, model.vocab_size, seed))
-    runs: dict[str, list[tuple[float, StageTrace]]] = {name: [] for name in POLICIES}
-    turns = [name for _ in range(repeats) for name in POLICIES]
+    runs: dict[str, list[Run]] = {name: [] for name in policies}
+    turns = [name for _ in range(repeats) for name in policies]
     print(f"ready after {warm_up_s:.0f} s", file=sys.stderr, flush=True)
     for name in turns:
         budget = chunk if name == "sarathi" else config.max_num_batched_tokens
         loop = make_loop(config, model, executor, policy=POLICIES[name](), token_budget=budget)
-        runs[name].append(run_once(loop, executor, requests))
+        with machine.watch(config.parallel.devices) as readings:
+            seconds, trace = run_once(loop, executor, requests)
+        runs[name].append((seconds, trace, machine.power_summary(readings)))
         print(f"{name}: {runs[name][-1][0]:.1f} s", file=sys.stderr, flush=True)
     tokens = sum(item.prompt_tokens + item.output_tokens for item in items)
     found = {name: describe(*median(several), tokens) for name, several in runs.items()}
@@ -84,11 +100,18 @@ def measure(
         "chunk": chunk,
         "repeats": repeats,
         "policies": found,
-        "ratios": {
-            "bubble_orca_best_over_sarathi": found["orca-best"]["median_bubble_s"]
-            / found["sarathi"]["median_bubble_s"],
-            "speedup_over_orca_best": found["orca-best"]["duration_s"] / found["sarathi"]["duration_s"],
-        },
+        "ratios": ratios(found),
+    }
+
+
+def ratios(found: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """Return SARATHI's ratios over Orca-best; empty where one of the two policies did not run."""
+    if not {"sarathi", "orca-best"} <= found.keys():
+        return {}
+    orca, sarathi = found["orca-best"], found["sarathi"]
+    return {
+        "bubble_orca_best_over_sarathi": orca["median_bubble_s"] / sarathi["median_bubble_s"],
+        "speedup_over_orca_best": orca["duration_s"] / sarathi["duration_s"],
     }
 
 
@@ -104,20 +127,22 @@ def run_once(loop: Any, executor: StagedExecutor, requests: Sequence[Request]) -
     return seconds, traces[0]
 
 
-def median(runs: Sequence[tuple[float, StageTrace]]) -> tuple[float, StageTrace]:
+def median(runs: Sequence[Run]) -> Run:
     """Return the run of median duration; the faster of the middle two."""
     return sorted(runs, key=lambda run: run[0])[(len(runs) - 1) // 2]
 
 
-def describe(seconds: float, trace: StageTrace, tokens: int) -> dict[str, Any]:
+def describe(seconds: float, trace: StageTrace, power: dict[str, Any] | None, tokens: int) -> dict[str, Any]:
     """Return the figures of a run of `tokens` prompt and output tokens."""
     bubbles = list(trace.bubble_s().values())
     return {
         "duration_s": seconds,
         "token_throughput": tokens / seconds,
         "steps": len(trace.requests),
+        "joules_per_token": machine.joules_per_token(power, seconds, tokens),
         "busy_share": trace.busy_share(),
         "median_bubble_s": float(np.median(bubbles)),
+        "power": power,
         "bubble_s_quantiles": np.quantile(bubbles, np.linspace(0, 1, 51)).tolist(),
     }
 

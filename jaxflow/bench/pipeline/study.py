@@ -33,6 +33,7 @@ from jaxflow.bench.pipeline.stage_time import Link, StageTimer
 from jaxflow.bench.report import machine
 from jaxflow.bench.workload.lengths import Item
 from jaxflow.config import ConfigError, EngineConfig
+from jaxflow.engine.start import prepare_process
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.cost import DEVICES
 from jaxflow.model.stage_split import split_layers
@@ -243,6 +244,13 @@ def define_flags() -> None:
         "Without --simulate: as for the engine, see bench throughput.",
     )
     flags.DEFINE_integer("repeats", 3, "Without --simulate: runs of each policy.", lower_bound=1)
+    flags.DEFINE_list("policies", list(engine.POLICIES), "Without --simulate: the policies to run.")
+    flags.DEFINE_string(
+        "step_sizes", None, "Without --simulate: token counts of the compiled steps. Default: as the engine."
+    )
+    flags.DEFINE_string(
+        "compilation_cache_dir", None, "Without --simulate: keep compiled programs in this folder."
+    )
     flags.DEFINE_integer("seed", default.seed, "Seed of the lengths.")
     flags.DEFINE_integer("processes", 2, "Scenarios that are simulated at the same time.", lower_bound=1)
     flags.DEFINE_string("output_json", None, "Write the report to this file.")
@@ -290,9 +298,18 @@ def run() -> dict[str, Any]:
             load_format=f.load_format,
             tensor_parallel_size=study.tp,
             pipeline_parallel_size=study.stages,
+            step_sizes=f.step_sizes,
+            compilation_cache_dir=f.compilation_cache_dir,
         )
+        prepare_process(config)
         report = {"command_name": "pipeline"} | engine.measure(
-            config, study.items(), slots=study.slots, chunk=study.chunk, repeats=f.repeats, seed=study.seed
+            config,
+            study.items(),
+            slots=study.slots,
+            chunk=study.chunk,
+            repeats=f.repeats,
+            policies=f.policies,
+            seed=study.seed,
         )
         report = machine.describe() | report
         print(engine.text(report))

@@ -102,6 +102,19 @@ def power_summary(readings: Readings) -> dict[str, Any] | None:
     }
 
 
+def joules_per_token(power: Mapping[str, Any] | None, seconds: float, tokens: float) -> float | None:
+    """Return the energy of all cards over a run, per prompt or output token.
+
+    The energy counters come first; without them the sampled watts count. None without samples.
+
+    power: from `power_summary`.
+    """
+    if power is None or not tokens:
+        return None
+    watts = power["counter_watts"] if power["counter_watts"] is not None else power["mean_watts"]
+    return watts * seconds / tokens
+
+
 def text(result: Mapping[str, Any]) -> str:
     """Return the last lines of a text report: the optimum, the reached fraction, the machine and the command."""
     steady = result.get("steady_state") or {}
@@ -128,6 +141,8 @@ def text(result: Mapping[str, Any]) -> str:
         ]
     else:
         lines.append("unknown: the model's configuration was not found")
+    if result.get("joules_per_token"):
+        lines.append(line("Energy per token, all GPUs (mJ):", 1e3 * result["joules_per_token"]))
     return "\n".join([*lines, where(result)])
 
 

@@ -135,7 +135,10 @@ def of_step(
         Widths(weights=_BYTES.get(narrow or dtype, 2.0), kv=_BYTES.get(engine["kv_cache_dtype"], 2.0)),
     )
     limit = bound(graph.work(step), device, power, dtype)
-    return {"fraction_of_bound": limit.longest_s * tokens_per_s / step.tokens, "binding": limit.binding}
+    # Every pipeline stage runs a step of its own at the same time.
+    in_flight = engine.get("pipeline_parallel_size", 1)
+    fraction = limit.longest_s * tokens_per_s / step.tokens / in_flight
+    return {"fraction_of_bound": fraction, "binding": limit.binding}
 
 
 def of_run(
