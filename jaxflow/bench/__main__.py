@@ -19,6 +19,7 @@
   memory       temporary memory of a step's programs, and the memory left for KV
   perplexity   perplexity of a text at each precision of weights and KV
   pipeline     bubbles of pipeline stages, on the engine or on virtual clocks (SARATHI Fig. 12); JSON and a chart
+  sarathi      SARATHI's tables and figures of one device, on the engine or by the cost model; JSON and a chart
   sweep        rates, batch sizes or lengths of an engine; SARATHI's scheduler curves; JSON and a chart
 
 The reports of throughput, latency, serve, engine sweeps, hierarchy and plans hold a fraction of optimal
@@ -54,6 +55,7 @@ COMMANDS = {
     "memory": "engine.memory",
     "perplexity": "engine.perplexity",
     "pipeline": "pipeline.study",
+    "sarathi": "sarathi.command",
     "sweep": "engine.sweep",
 }
 
