@@ -4,6 +4,7 @@
 
   throughput   offline: all requests at once, until the last token; and the steady state
   latency      one batch of requests, repeated
+  batch        a file of requests with a journal, in turns with the Python API
   serve        load on a running server over gRPC or OpenAI's API, at a rate or at the times of a trace
   tokenizer    a byte-level tokenizer of a model's vocabulary, so that all servers of a comparison tokenize alike
   hierarchy    savings of each KV tier for conversations, and its cost for requests without shared prefixes
@@ -40,6 +41,7 @@ from jaxflow.cli.subcommands import Subcommands
 COMMANDS = {
     "throughput": "engine.throughput",
     "latency": "engine.latency",
+    "batch": "engine.batch_file",
     "serve": "engine.serve",
     "tokenizer": "workload.tokenizer",
     "hierarchy": "kv.hierarchy",

@@ -18,7 +18,7 @@ from absl import flags
 from small_engine import ENGINE, MODEL
 
 from jaxflow.bench.__main__ import main, without_weights
-from jaxflow.bench.engine import latency, perplexity, serve, steps, throughput
+from jaxflow.bench.engine import batch_file, latency, perplexity, serve, steps, throughput
 from jaxflow.bench.workload import flags as options
 from jaxflow.bench.workload import lengths as workload
 from jaxflow.bench.workload.drive import drive
@@ -72,6 +72,26 @@ def test_the_fraction_of_the_optimum_is_eq_5s(llm):
         result["fraction_of_optimal"] == result["total_token_throughput"] / result["optimal_token_throughput"]
     )
     assert result["fraction_of_bound"] is None  # an H200's joules are not known of float32
+
+
+def test_a_batch_file_and_generate_do_the_same_work_in_turns(llm, tmp_path):
+    before = llm.driver.stats().completion_tokens
+    turns, used_tokens = [], []
+
+    def on_turn(way, rate):
+        turns.append(way)
+        used_tokens.append(llm.driver.stats().completion_tokens - before)
+
+    result = batch_file.measure(llm, workload.constant(7, 20, 9), tmp_path, turns=2, on_turn=on_turn)
+    assert turns == ["generate", "batch", "batch", "generate"]
+    assert used_tokens == [63, 126, 189, 252]
+    assert len(result["batch_rss_growth_bytes"]) == 2 and result["resume_s"] > 0
+    assert llm.driver.stats().running_requests == 0
+    assert result["total_tokens"] == 7 * 29
+    assert {way: len(each) for way, each in result["seconds"].items()} == {"generate": 2, "batch": 2}
+    lines = (tmp_path / "1" / "out.jsonl").read_text("utf-8").splitlines()
+    used = [json.loads(line)["response"]["body"]["usage"] for line in lines]
+    assert [(each["prompt_tokens"], each["completion_tokens"]) for each in used] == 7 * [(20, 9)]
 
 
 def test_requests_arrive_at_their_times(llm):
