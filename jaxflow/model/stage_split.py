@@ -9,13 +9,18 @@ from jaxflow.model.composition import Composition
 from jaxflow.model.cost import Rates, op_times
 from jaxflow.model.graph import Op, model_graph
 
+PROMPT_TOKENS, OUTPUT_TOKENS = 1024, 512  # of the requests whose mean step is balanced
+
 
 def split_layers(
     config: ModelConfig, stages: int, tp: int, rates: Rates, tokens: float = 256.0
 ) -> tuple[int, ...]:
     """Return the number of layers of each stage with the least longest stage, by predicted time.
 
-    The embedding counts for the first stage and the head for the last. tokens: rows of the step to balance.
+    The embedding counts for the first stage and the head for the last. The step to balance is the mean step of
+    requests of `PROMPT_TOKENS` and `OUTPUT_TOKENS`, because the head runs only for rows that draw a token.
+
+    tokens: rows of the step to balance.
 
     Raises:
       ConfigError: for more stages than layers.
@@ -24,7 +29,7 @@ def split_layers(
         raise ConfigError("pipeline_parallel_size", stages, f"1 to {config.num_layers}, the model's layers")
     graph = model_graph(config, tp)
 
-    step = Composition(decode_tokens=tokens)
+    step = Composition.steady_state(tokens, PROMPT_TOKENS, OUTPUT_TOKENS)
 
     def seconds(ops: Sequence[Op]) -> float:
         return sum(op_times(op, step, rates).longest_s for op in ops)

@@ -16,7 +16,7 @@ from jaxflow.config import ConfigError, Layer, ModelConfig, Rope
 from jaxflow.model.composition import Composition
 from jaxflow.model.cost import DEVICES, step_timer
 from jaxflow.model.graph import model_graph
-from jaxflow.model.stage_split import split_layers
+from jaxflow.model.stage_split import OUTPUT_TOKENS, PROMPT_TOKENS, split_layers
 from jaxflow.scheduler.scheduler import DecodeMaximal
 
 CONFIG = ModelConfig("llama", 32000, 1024, 8, 8, 128, 2816, (Layer(rope=Rope(10000.0)),) * 7, 2048)
@@ -50,7 +50,8 @@ def test_a_layers_fixed_time_counts_once_a_layer():
 def test_layers_are_split_by_time(stages):
     layers = split_layers(CONFIG, stages, 1, RATES)
     assert sum(layers) == 7 and min(layers) >= 1
-    counts = np.array([Composition(256, 1).count(what) for what in COUNTS])
+    step = Composition.steady_state(256, PROMPT_TOKENS, OUTPUT_TOKENS)
+    counts = np.array([step.count(what) for what in COUNTS])
     longest = StageTimer(CONFIG, layers, 1, RATES)(counts).max()
     for i in range(stages - 1):  # no layer moved over one border makes the longest stage shorter
         for change in (1, -1):
