@@ -4,7 +4,8 @@
 
 SETTINGS.json holds `what`, a title, and `sides`. A side has a `name` and `command`, the arguments of `python` for a
 command that takes --output_json. A side may also have a `folder` with other sources, the `commit` of those sources, `env`
-and `server`, the arguments of `python` for a server that runs during the command. The first side is the base of
+and `server`, the arguments of `python` for a server that runs during the command. `part` is the path of the part of a
+side's report that holds the figures, as `points.0`. The first side is the base of
 the comparison. The report is written anew after every run, so that a stopped comparison keeps its finished runs.
 """
 
@@ -47,6 +48,7 @@ def run_side(side: Mapping[str, Any], seconds: float) -> dict[str, Any]:
             status = _run(line, side, log, seconds)
         done = {
             "side": side["name"],
+            "part": side.get("part"),
             "started_at_s": begin,
             "seconds": time.time() - begin,
             "exit_status": status,
@@ -112,7 +114,8 @@ def figures(runs: Sequence[Mapping[str, Any]], figure: str) -> dict[str, Any]:
     values: dict[str, list[float]] = {}
     for run in runs:
         value = run["report"]
-        for key in figure.split(".") if value is not None else ():
+        path = ".".join(filter(None, (run.get("part"), figure)))
+        for key in path.split(".") if value is not None else ():
             value = value[int(key) if isinstance(value, list) else key]
         values.setdefault(run["side"], []).extend([] if value is None else [value])
     medians = {side: statistics.median(found) for side, found in values.items() if found}
