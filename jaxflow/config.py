@@ -217,6 +217,11 @@ class EngineConfig:
         None, "Most sequences that run at the same time. Default: 512 on a GPU, 8 on CPU."
     )
     max_waiting: int = _setting(4096, "Most requests in the waiting queue. Further requests are refused.")
+    batch_tpot_ms: float | None = _setting(
+        None,
+        "Most predicted milliseconds of a step that serves both online and batch requests. Such a step takes batch "
+        "tokens only up to this limit. Refused with more than one pipeline stage. Default: no limit.",
+    )
     gpu_memory_utilization: float = _setting(0.9, "Fraction of the device memory that the engine uses.")
     num_kv_pages: int | None = _setting(None, "Pages of the KV cache. Default: as many as fit the memory.")
     enable_prefix_caching: bool = _setting(True, "Share the KV of equal prompt prefixes between requests.")
@@ -297,6 +302,15 @@ class EngineConfig:
         )
         check("max_num_seqs", self.max_num_seqs is None or self.max_num_seqs <= 4096, "at most 4096")
         check("max_waiting", self.max_waiting >= 1, "a positive number")
+        limit = self.batch_tpot_ms
+        check(
+            "batch_tpot_ms", limit is None or (math.isfinite(limit) and limit > 0), "milliseconds, or unset"
+        )
+        check(
+            "batch_tpot_ms",
+            limit is None or self.pipeline_parallel_size == 1,
+            "unset with pipeline_parallel_size over 1: the time of a micro-batch is not predicted",
+        )
         ratio = self.gpu_memory_utilization
         check("gpu_memory_utilization", math.isfinite(ratio) and 0 < ratio <= 1, "a fraction in (0, 1]")
         size = self.kv_offloading_size

@@ -28,6 +28,7 @@ from jaxflow.pipeline.choice import pick
 from jaxflow.request import Event, FinishReason, Request
 from jaxflow.scheduler.scheduler import Scheduler
 from jaxflow.scheduler.state import Sequence, StepWork
+from jaxflow.scheduler.step_time import StepTime
 
 log = logging.getLogger(__name__)
 
@@ -76,10 +77,17 @@ class Loop:
         *,
         eos_token_ids: Iterable[int],
         offload: KvOffload | None = None,
+        step_time: StepTime | None = None,
         clock=time.monotonic,
     ):
-        """`offload`: executes the copies that the scheduler's tier policy decides; None without tiers."""
+        """Return a loop.
+
+        Args:
+          offload: executes the copies that the scheduler's tier policy decides; None without tiers.
+          step_time: learns the measured time of each step.
+        """
         self.scheduler, self.executor, self._offload = scheduler, executor, offload
+        self._step_time, self._last_read_s = step_time, 0.0
         self._eos = frozenset(eos_token_ids)
         self._clock = clock
         self._gains = {
@@ -269,6 +277,10 @@ class Loop:
         asked_s = time.monotonic()
         tokens = np.asarray(pending.tokens)
         read_s = time.monotonic()
+        if self._step_time is not None:
+            # The device begins a step once the step is enqueued and the previous step has ended.
+            self._step_time.observe(work, read_s - max(self._last_read_s, step.enqueued_s))
+        self._last_read_s = read_s
         self.advances += 1
         found = None if pending.logprobs is None else HostLogprobs.of(pending.logprobs)
         now = self._clock()

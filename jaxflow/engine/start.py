@@ -36,6 +36,7 @@ from jaxflow.engine.step_plans import (
     stage_plan,
     uses_pdl,
 )
+from jaxflow.engine.step_time_prediction import predict_step_time
 from jaxflow.kv.device_cache import fit_pages, page_bytes
 from jaxflow.kv.tiers.host_machine import free_host_bytes
 from jaxflow.kv.tiers.page_copies import PageCopies
@@ -63,6 +64,7 @@ from jaxflow.parallel.mesh import axis_of, choose_platform, on_gpu, stage_meshes
 from jaxflow.pipeline.compiler import compile_plan, xla_options
 from jaxflow.pipeline.handwritten import sequential_plan
 from jaxflow.pipeline.plan import Plan
+from jaxflow.scheduler.batch_budget import BatchBudget
 from jaxflow.scheduler.config import SchedulerConfig
 from jaxflow.scheduler.running import make_page_tables
 from jaxflow.scheduler.scheduler import Scheduler, StepPolicy
@@ -454,7 +456,7 @@ def make_loop(
     Args:
       config: resolved.
       tier: the host tier, which the loop closes; None without one.
-      policy: see `Scheduler`.
+      policy: see `Scheduler`; None for `BatchBudget` with the limit of the settings.
       changes: fields of the `SchedulerConfig` to replace.
     """
     assert config.max_num_seqs and config.max_num_batched_tokens and config.max_model_len
@@ -478,8 +480,16 @@ def make_loop(
     if tier is not None:
         assert isinstance(executor, Executor)
         offload = tier.offload(make_page_tables(scheduling, record_named=True), executor)
+    step_time = None
+    if policy is None:
+        if config.batch_tpot_ms is None:
+            policy = BatchBudget()
+        else:
+            assert isinstance(executor, Executor)
+            step_time = predict_step_time(config, model, executor)
+            policy = BatchBudget(config.batch_tpot_ms / 1000, step_time)
     scheduler = Scheduler(scheduling, None if offload is None else offload.policy, policy)
-    return Loop(scheduler, executor, eos_token_ids=model.eos_token_ids, offload=offload)
+    return Loop(scheduler, executor, eos_token_ids=model.eos_token_ids, offload=offload, step_time=step_time)
 
 
 def decode_cost(model: ModelConfig, tp: int) -> tuple[float, float]:

@@ -8,7 +8,7 @@ pages. Because steps run in the order in which they are scheduled, a page can ch
 import bisect
 import random
 from collections.abc import Sequence as Seq
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
@@ -18,9 +18,10 @@ from jaxflow.scheduler.admission import Forecast, OutputLengths
 from jaxflow.scheduler.config import SchedulerConfig, accept, prefix_salt
 from jaxflow.scheduler.micro_batch import micro_batch
 from jaxflow.scheduler.running import Running
-from jaxflow.scheduler.state import Sequence, StepWork, WaitingQueue, sequences_of
+from jaxflow.scheduler.state import BY_AGE, Sequence, StepWork, WaitingQueue, sequences_of
 
 Chunks = list[tuple[Sequence, int]]  # sequences that prefill in a step, with their tokens
+Kind = Literal["online", "batch"]  # of requests, by `Sequence.is_batch`
 
 
 class StepPolicy(Protocol):
@@ -99,6 +100,7 @@ class Scheduler:
         self._num_requests = self._num_waiting = 0
         self._index = 0  # calls of `schedule`
         self._admitting = True  # the step may still admit
+        self._planned: list[int] = []  # pages that the step's chunks will take, by layer group
         self._forecast: Forecast | None = None  # of this step, once a sequence is considered
         self._random = random.Random(config.seed)
         self._start_interval_s = 1.0  # recent mean time between the starts of requests
@@ -121,6 +123,17 @@ class Scheduler:
         """Decoding sequences that wait for their last token in the pipeline."""
         slots = self.running.slots
         return int((slots.decoding & (slots.sampled_at > self._index - self.config.stages)).sum())
+
+    @property
+    def has_batch(self) -> bool:
+        """Return True if a batch request runs or waits."""
+        return bool(self.running.slots.is_batch.any()) or self._waiting.has_batch
+
+    @property
+    def has_online(self) -> bool:
+        """Return True if an online request runs or waits."""
+        slots = self.running.slots
+        return bool((slots.taken & ~slots.is_batch).any()) or self._waiting.has_online
 
     @property
     def pages_free(self) -> int:
@@ -226,10 +239,10 @@ class Scheduler:
         self._settle()
         self._index += 1
         self._admitting, self._forecast = True, None
-        slots, chunks = self._policy.fill(self, now)
+        slots, chunks = self._fill(now)
         while not len(slots) and not chunks and not self._num_in_flight and self._can_make_room():
             self._make_room()  # prefilling sequences hold the pages that all of them need
-            slots, chunks = self._policy.fill(self, now)
+            slots, chunks = self._fill(now)
         if not len(slots) and not chunks:
             return None
         num_tokens = len(slots) + sum(tokens for _, tokens in chunks)
@@ -245,6 +258,10 @@ class Scheduler:
             page_appends=self.running.tables.take_appends(),
         )
 
+    def _fill(self, now: float) -> tuple[np.ndarray, Chunks]:
+        self._planned = [0] * len(self.config.windows)
+        return self._policy.fill(self, now)
+
     def _settle(self) -> None:
         """Act on the last step: queue siblings, release pages and slots, queue sequences to retry."""
         for seq in self.running.computed:
@@ -254,22 +271,49 @@ class Scheduler:
         for seq in self.tiers.take_retries() if self.tiers is not None else ():
             self._waiting.add(seq)
 
-    def decode(self) -> np.ndarray:
+    def decode(self, among: np.ndarray | None = None) -> np.ndarray:
         """Return the slots that decode, int32 [n], each with a page for its token.
 
-        Pre-empts the youngest sequences until the pages suffice. With several pipeline stages, the slots are
-        those of one micro-batch, see `jaxflow.scheduler.micro_batch`.
+        Pre-empts the youngest sequences until the pages suffice.
+
+        Args:
+          among: bool [slots], the slots that may decode in this step; None for all.
         """
         slots_of, tables = self.running.slots, self.running.tables
         while True:
-            slots = np.flatnonzero(slots_of.decoding).astype(np.int32)
-            if self.config.stages > 1:
-                slots = micro_batch(slots, slots_of, self._index, self.config)
+            slots = self._decoding()
+            if among is not None:
+                slots = slots[among[slots]]
             crossing = tables.crossing(slots, slots_of.num_computed[slots])
             if (crossing.sum(axis=1) <= tables.available()).all():
                 tables.grow_crossing(slots, crossing)
                 return slots
             self._make_room()
+
+    def _decoding(self) -> np.ndarray:
+        """Return the slots that may decode in this step, int32 [n], ascending.
+
+        With several pipeline stages, the slots are those of one micro-batch, see `jaxflow.scheduler.micro_batch`.
+        """
+        slots = np.flatnonzero(self.running.slots.decoding).astype(np.int32)
+        if self.config.stages > 1:
+            slots = micro_batch(slots, self.running.slots, self._index, self.config)
+        return slots
+
+    def batch_decodes(self) -> np.ndarray:
+        """Return the slots of batch requests that may decode, int32 [n], oldest first."""
+        table, slots = self.running.slots, self._decoding()
+        oldest_first = sorted(slots[table.is_batch[slots]].tolist(), key=lambda s: BY_AGE(table.sequences[s]))
+        return np.array(oldest_first, np.int32)
+
+    def grow_without_preemption(self, slots: np.ndarray) -> np.ndarray:
+        """Give the first of these slots pages for their tokens, as far as pages are free, and return these slots."""
+        tables = self.running.tables
+        crossing = tables.crossing(slots, self.running.slots.num_computed[slots])
+        free = np.array(tables.available()) - self._planned
+        count = int((crossing.cumsum(axis=1) <= free[:, None]).all(axis=0).sum())
+        tables.grow_crossing(slots[:count], crossing[:, :count])
+        return slots[:count]
 
     def prefill(
         self,
@@ -281,6 +325,7 @@ class Scheduler:
         admit: bool = True,
         cut_prompts: bool = True,
         share_room: bool = False,
+        kind: Kind | None = None,
     ) -> Chunks:
         """Return the chunks of a step, oldest sequence first, and admit waiting sequences to fill the step.
 
@@ -291,6 +336,8 @@ class Scheduler:
           admit: False to admit no sequence.
           cut_prompts: False to begin a prompt that fits in a step only when it fits beside the decodes.
           share_room: True to give long prompts only half of the room at first, see `Scheduler`.
+          kind: of the sequences that prefill; None for all. Online sequences of a pass of their own take slots
+            and pages from batch sequences.
         """
         config, running = self.config, self.running
         self._admitting = self._admitting and admit
@@ -299,12 +346,12 @@ class Scheduler:
                 if running.slots.free:
                     self._admit_fetched(fetch, now)
         room = min(config.token_budget - decodes, max_tokens or config.token_budget)
-        left, planned = room, [0] * len(config.windows)
+        left, planned = room, self._planned
         tokens_of: dict[Sequence, int] = {}
         for long_left in (room - room // 2, room) if share_room else (room,):
-            begun = iter(list(running.prefilling))
+            begun = iter([seq for seq in running.prefilling if kind in (None, kind_of(seq))])
             while left > 0 and len(tokens_of) < (max_chunks or config.max_num_seqs):
-                seq = next(begun, None) or self._admit_next(left, now, long_left > 0, cut_prompts)
+                seq = next(begun, None) or self._admit_next(left, now, long_left > 0, cut_prompts, kind)
                 if seq is None:
                     break
                 done = seq.num_computed + tokens_of.get(seq, 0)
@@ -324,18 +371,26 @@ class Scheduler:
 
     # ---- admission and pre-emption
 
-    def _admit_next(self, room: int, now: float, include_long: bool, cut_prompts: bool) -> Sequence | None:
+    def _admit_next(
+        self, room: int, now: float, include_long: bool, cut_prompts: bool, kind: Kind | None
+    ) -> Sequence | None:
         """Give the oldest waiting sequence a slot and return it; None if no more are admitted in this step.
 
         Sequences that wait for pages from the host on the way are set aside.
         """
         running = self.running
-        while self._admitting and len(running.slots.free) > running.num_fetches:
+        while self._admitting:
             seq = self._waiting.head(include_long=include_long)
-            if seq is None:
+            if seq is None or kind not in (None, kind_of(seq)):
+                return None
+            if len(running.slots.free) <= running.num_fetches:
+                if kind == "online" and self._preempt_batch():
+                    continue
                 return None
             self._forecast = self._forecast or running.forecast(self.lengths)
             if not self._admit(seq, self._forecast, room, now, cut_prompts):
+                if kind == "online" and self._preempt_batch():
+                    continue
                 self._admitting = False
             elif seq.slot >= 0:
                 return seq
@@ -392,6 +447,15 @@ class Scheduler:
                     self._start_interval_s += 0.1 * (now - self._last_start_s - self._start_interval_s)
                 self._last_start_s = now
 
+    def _preempt_batch(self) -> bool:
+        """Pre-empt the youngest batch sequence that runs, and return True; False if none runs."""
+        slots = self.running.slots
+        batch = slots.sequences[slots.is_batch].tolist()
+        if batch:
+            self._preempt(max(batch, key=BY_AGE))
+            self._forecast = None
+        return bool(batch)
+
     def _can_make_room(self) -> bool:
         """Return True if a sequence or a fetch can give its pages to another one."""
         return self.num_running > 1 or (self.num_running > 0 and self.running.num_fetches > 0)
@@ -406,7 +470,9 @@ class Scheduler:
 
     def preempt_youngest(self) -> None:
         """Take the slot and the pages of the youngest running sequence, which waits from here on."""
-        seq = self.running.youngest()
+        self._preempt(self.running.youngest())
+
+    def _preempt(self, seq: Sequence) -> None:
         if self.tiers is not None:
             self.tiers.swap_out(seq)
         self.running.leave(seq)
@@ -414,6 +480,11 @@ class Scheduler:
         self.num_preemptions += 1
         if seq.num_known == seq.num_total:
             self._waiting.add(seq)
+
+
+def kind_of(seq: Sequence) -> Kind:
+    """Return the kind of a sequence's request."""
+    return "batch" if seq.is_batch else "online"
 
 
 def bucket_of(tokens: int, buckets: Seq[int]) -> int:

@@ -7,7 +7,7 @@ import operator
 import numpy as np
 
 from jaxflow.kv import prefix
-from jaxflow.request import Request
+from jaxflow.request import BATCH_PRIORITY, Request
 
 NEVER = 2**30  # more pages than any row has
 GOLDEN = (5**0.5 - 1) / 2  # multiples of the golden ratio modulo 1 are spread evenly, however many there are
@@ -44,6 +44,7 @@ class Sequence:
       swapped: after a pre-emption, the number of computed positions, and the name of the partial page that
         went to the host; None without one.
       finished: True when no further token is wanted.
+      is_batch: the sequence belongs to a batch request, not to an online one.
       t_arrival, t_first_schedule: seconds on the caller's clock.
     """
 
@@ -56,6 +57,7 @@ class Sequence:
         "chain",
         "finished",
         "index",
+        "is_batch",
         "key",
         "limit",
         "num_prompt",
@@ -85,6 +87,7 @@ class Sequence:
         """`salt`: sequences of the same salt share prefixes; a sequence without a salt shares none."""
         self.request, self.index, self.seed, self.limit = request, index, seed, limit
         self.key = (request.priority, arrival + index, index)
+        self.is_batch = request.priority >= BATCH_PRIORITY
         self.rank = LOWEST_RANK + (1 - LOWEST_RANK) * ((arrival + index) * GOLDEN % 1)
         self._tokens = np.array(request.prompt_token_ids, np.int32)  # the first `_stored` are valid
         self._recent: np.ndarray | None = None  # tokens after those, while running; token p at p mod its size
@@ -185,6 +188,7 @@ class SlotTable:
       registered: leading pages that have their content name, or that were considered for one.
       ignores_eos: the sequence runs to its limit, whatever it samples.
       taken: a sequence has the slot.
+      is_batch: the sequence belongs to a batch request.
       decoding: the next input is the token that the device sampled last.
       sampled_at: int64, the call of `Scheduler.schedule` that scheduled the slot's last sample.
       recent: int32 [slots, block_size], the known tokens of the page being filled, token p at p mod its size.
@@ -200,6 +204,7 @@ class SlotTable:
         self.ignores_eos = np.zeros(slots, bool)
         self.rank = np.zeros(slots, np.float32)
         self.taken = np.zeros(slots, bool)
+        self.is_batch = np.zeros(slots, bool)
         self.decoding = np.zeros(slots, bool)
         self.sampled_at = np.zeros(slots, np.int64)
         self.recent = np.zeros((slots, block_size), np.int32)
@@ -222,6 +227,7 @@ class SlotTable:
         self.ignores_eos[slot] = seq.request.sampling.ignore_eos
         self.rank[slot] = seq.rank
         self.taken[slot] = True
+        self.is_batch[slot] = seq.is_batch
         seq.enter_slot(slot, self.counts[:, slot], self.recent[slot])
 
     def release(self, seq: Sequence) -> None:
@@ -235,6 +241,7 @@ class SlotTable:
             self.registered,
             self.ignores_eos,
             self.taken,
+            self.is_batch,
             self.decoding,
         ):
             array[slot] = 0
@@ -279,6 +286,16 @@ class WaitingQueue:
         """Return the oldest sequence, the long ones left out unless `include_long`; None if there is none."""
         heads = self._short[:1] + (self._long[:1] if include_long else [])
         return min(heads, key=BY_AGE, default=None)
+
+    @property
+    def has_batch(self) -> bool:
+        """Return True if a batch request waits."""
+        return any(queue[-1].is_batch for queue in (self._short, self._long) if queue)
+
+    @property
+    def has_online(self) -> bool:
+        """Return True if an online request waits."""
+        return not all(queue[0].is_batch for queue in (self._short, self._long) if queue)
 
     def _queue_of(self, seq: Sequence) -> list[Sequence]:
         return self._long if seq.num_total > self._budget else self._short

@@ -91,6 +91,7 @@ def test_every_field_has_a_flag(parse):
         step_sizes="8,256",
         max_num_seqs=7,
         max_waiting=9,
+        batch_tpot_ms=12.5,
         gpu_memory_utilization=0.5,
         num_kv_pages=10,
         enable_prefix_caching=False,

@@ -51,7 +51,7 @@ def test_the_command_and_a_server_give_the_same_answers(tmp_path):
     assert len(alone) == 12 and all(alone.values())
 
     command = [sys.executable, "-m", "serving", "--model", MODEL, *SETTINGS, "--nogrpc", "--http_port=0"]
-    command += [f"--batch_dir={tmp_path / 'batches'}"]
+    command += [f"--batch_dir={tmp_path / 'batches'}", "--batch_tpot_ms=20"]
     with subprocess.Popen(command, cwd=paths.ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         url = next(line.split()[-1] for line in process.stdout if line.startswith("ready on "))

@@ -1,0 +1,51 @@
+"""The prediction of step times from the cost model, or from empty steps on a device that the model lacks."""
+
+import itertools
+
+import jax
+
+from jaxflow.config import EngineConfig, ModelConfig
+from jaxflow.engine.executor import Executor, rehearse
+from jaxflow.kv.tiers.start import best_seconds
+from jaxflow.model.composition import Composition
+from jaxflow.model.cost import Rates, find_device, step_timer
+from jaxflow.model.graph import model_graph
+from jaxflow.scheduler.step_time import StepTime
+
+FEW_KEYS = 64  # layers with a window see all of so few keys, so the time of a key is an upper bound
+
+
+def predict_step_time(config: EngineConfig, model: ModelConfig, executor: Executor) -> StepTime:
+    """Return the step times of a warm executor. config: resolved."""
+    device = find_device(jax.devices()[0].device_kind)
+    buckets = sorted(executor.layouts)
+    if device is None:
+        measured = [best_seconds(lambda b=b: rehearse(executor, executor.layouts[b][0])) / 2 for b in buckets]
+        return StepTime(buckets, rising(measured), 0.0, 0.0)
+    fp8 = config.quantization == "fp8"
+    return roofline_step_time(
+        model, config.tensor_parallel_size, device.rates, buckets, "float8_e4m3fn" if fp8 else "bfloat16"
+    )
+
+
+def roofline_step_time(
+    model: ModelConfig, tp: int, rates: Rates, buckets: list[int], dtype: str = "bfloat16"
+) -> StepTime:
+    """Return the step times of the cost model. `dtype`: of the GEMMs, see `jaxflow.model.cost.op_times`."""
+    timer = step_timer(model_graph(model, tp), rates, dtype)
+
+    def seconds(step: Composition) -> float:
+        return timer(step).sequential_s
+
+    empty = [seconds(Composition(decode_tokens=tokens)) for tokens in buckets]
+    rows = FEW_KEYS
+    idle = seconds(Composition(decode_tokens=rows))
+    key_s = (seconds(Composition(decode_tokens=rows, decode_keys=FEW_KEYS)) - idle) / (rows * FEW_KEYS)
+    chunk = Composition(chunks=((rows, 0),), samples=rows)
+    pair_s = (seconds(chunk) - idle) / chunk.count("chunk_pairs")
+    return StepTime(buckets, rising(empty), max(0.0, key_s), max(0.0, pair_s))
+
+
+def rising(seconds: list[float]) -> list[float]:
+    """Return the running maximum: a larger step is never predicted to be faster."""
+    return list(itertools.accumulate(seconds, max))
