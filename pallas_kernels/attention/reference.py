@@ -1,10 +1,14 @@
 """Shared parts of the reference implementations of attention. Softmax is computed in float32."""
 
+import math
+
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array
 
 LOWEST = -1e30  # finite stand-in for -inf, because inf - inf is NaN
 _KEYS_PER_BLOCK = 256  # keys in one step of the online softmax
+_SLICED = 8  # so few pages are read by slices: XLA's gather on a CPU computes an address for every number
 
 
 def online_softmax(scores, valid, v, state):
@@ -40,10 +44,29 @@ def read_pages(pages: Array, scale: Array | None, ids: Array, values: bool = Fal
     scale: None, float32 [K] (one a head) or [P, K, S] (one a token and head). values: read values, which are
     [P, K, H, S] for 8 bits; all other pages are [P, K, S, H].
     """
-    x = pages[ids].astype(jnp.float32)
+    if math.prod(ids.shape[:-1]) == 1 and ids.shape[-1] <= _SLICED:
+        parts = [_read_page(pages, scale, page, values) for page in ids.reshape(-1)]
+        return jnp.concatenate(parts, axis=1).reshape(*ids.shape[:-1], pages.shape[1], -1, parts[0].shape[-1])
+    (p, kv), rest = pages.shape[:2], pages.shape[2:]
+    # One gather of (page, head) pairs gives the heads first. A gather of pages needs a transposed copy.
+    pairs = ids[..., None, :] * kv + jnp.arange(kv, dtype=ids.dtype)[:, None]
+    x = pages.reshape(p * kv, *rest)[pairs].astype(jnp.float32)
     if values and pages.dtype.itemsize == 1:
         x = jnp.swapaxes(x, -1, -2)
     if scale is not None:
-        x = x * (scale[:, None, None] if scale.ndim == 1 else scale[ids][..., None])
-    x = jnp.moveaxis(x, -4, -3)
+        by_head = (
+            scale[:, None, None, None] if scale.ndim == 1 else scale.reshape(p * kv, -1)[pairs][..., None]
+        )
+        x = x * by_head
     return x.reshape(*x.shape[:-3], -1, x.shape[-1])
+
+
+def _read_page(pages: Array, scale: Array | None, page: Array, values: bool) -> Array:
+    """Return float32 [K, S, H], one page of `read_pages`."""
+    x = lax.dynamic_index_in_dim(pages, page, keepdims=False).astype(jnp.float32)
+    if values and pages.dtype.itemsize == 1:
+        x = jnp.swapaxes(x, -1, -2)
+    if scale is None:
+        return x
+    one = scale[:, None] if scale.ndim == 1 else lax.dynamic_index_in_dim(scale, page, keepdims=False)
+    return x * one[..., None]
