@@ -25,6 +25,7 @@ import numpy as np
 from absl import flags
 
 from jaxflow.bench.engine.throughput import head
+from jaxflow.bench.report import machine
 from jaxflow.bench.report import requests as report
 from jaxflow.bench.workload import flags as options
 from jaxflow.bench.workload import lengths as workload
@@ -33,6 +34,7 @@ from jaxflow.cli.engine_flags import engine_config_from_flags
 from jaxflow.engine.start import freeze_heap
 from jaxflow.llm import LLM
 from jaxflow.request import SamplingParams
+from pallas_kernels.measure.sensor import Readings
 from serving.batch.file_batch import FileBatch, open_batch
 from serving.batch.journal import Answer, Journal
 from serving.batch_command import run_lines
@@ -58,12 +60,12 @@ def measure(
     *,
     turns: int = 1,
     seed: int = 0,
-    on_turn: Callable[[str, float], None] = lambda way, rate: None,
+    on_turn: Callable[[dict[str, Any]], None] = lambda result: None,
 ) -> dict[str, Any]:
     """Return the seconds and the tokens per second of both ways, and their ratio.
 
-    A batch and `LLM.generate` take turns, and the order alternates. `on_turn` gets each turn's way and tokens per
-    second.
+    A batch and `LLM.generate` take turns, and the order alternates. `on_turn` gets the result of the turns so
+    far.
 
     Raises:
       RuntimeError: a line of a batch has an error.
@@ -71,25 +73,33 @@ def measure(
     prompts = workload.prompts(items, llm.model_config.vocab_size, seed)
     tokens = sum(item.prompt_tokens + item.output_tokens for item in items)
     seconds: dict[str, list[float]] = {"generate": [], "batch": []}
-    grown = []
+    grown: list[int] = []
+    power: list[dict[str, Any] | None] = []
     for turn in range(turns):
         for way in ("generate", "batch") if turn % 2 == 0 else ("batch", "generate"):
-            if way == "generate":
-                seconds[way].append(_generate(llm, items, prompts))
-            else:
-                write_input(folder / str(turn), items, prompts)
-                with MemoryGrowth() as memory:
-                    seconds[way].append(_batch(llm, folder / str(turn)))
-                grown.append(memory.bytes)
-            on_turn(way, tokens / seconds[way][-1])
-    rates = {way: tokens / statistics.median(each) for way, each in seconds.items()}
+            with machine.watch(llm.engine_config.parallel.devices) as readings:
+                if way == "generate":
+                    seconds[way].append(_generate(llm, items, prompts))
+                else:
+                    write_input(folder / str(turn), items, prompts)
+                    with MemoryGrowth() as memory:
+                        seconds[way].append(_batch(llm, folder / str(turn)))
+                    grown.append(memory.bytes)
+            power.append(machine.power_summary(readings))
+            result = _result(llm, seconds, tokens) | {"batch_rss_growth_bytes": grown, "power": power}
+            on_turn(result)
+    return result | {"resume_s": resume_seconds(llm, folder / "0")}
+
+
+def _result(llm: LLM, seconds: dict[str, list[float]], tokens: int) -> dict[str, Any]:
+    """Return the rates of the turns so far. The ratio is None before both ways had a turn."""
+    rates = {way: tokens / statistics.median(each) if each else None for way, each in seconds.items()}
+    batch, generate = rates["batch"], rates["generate"]
     return {
         "seconds": seconds,
         "total_tokens": tokens,
         "total_token_throughput": rates,
-        "ratio": rates["batch"] / rates["generate"],
-        "batch_rss_growth_bytes": grown,
-        "resume_s": resume_seconds(llm, folder / "0"),
+        "ratio": batch / generate if batch and generate else None,
         "tokenizer": llm.tokenizer is not None,
     }
 
@@ -221,8 +231,14 @@ def run() -> dict[str, Any]:
         freeze_heap()
         items, described = options.items_from_flags(llm.max_model_len)
         result = {"command_name": "batch", **head(llm), "workload": described}
+
+        def save(so_far: dict[str, Any]) -> None:
+            _print_turns(so_far)
+            if f.output_json:
+                report.write_json(f.output_json, machine.with_power(result | so_far, Readings()))
+
         result |= measure(
-            llm, items, Path(f.folder or temporary), turns=f.turns, seed=f.workload_seed, on_turn=_print_turn
+            llm, items, Path(f.folder or temporary), turns=f.turns, seed=f.workload_seed, on_turn=save
         )
     print("Batch Benchmark Result".center(report.WIDTH, "="))
     for way, rate in result["total_token_throughput"].items():
@@ -233,5 +249,12 @@ def run() -> dict[str, Any]:
     return result
 
 
-def _print_turn(way: str, rate: float) -> None:
-    print(report.line(f"turn of {way} (total tokens/s):", rate), flush=True)
+def _print_turns(result: dict[str, Any]) -> None:
+    rates = {
+        way: ", ".join(f"{result['total_tokens'] / each:,.0f}" for each in seconds)
+        for way, seconds in result["seconds"].items()
+    }
+    print(
+        "total tokens/s of each turn: " + "; ".join(f"{way} {text}" for way, text in rates.items()),
+        flush=True,
+    )

@@ -95,16 +95,17 @@ def run() -> dict[str, Any]:
     report = head | {"figures": figures}
     for name in names:
         began = time.monotonic()
-        rows = FIGURES[name].rows(clock, setting)
+        with machine.watch(config.parallel.devices) as readings:
+            rows = FIGURES[name].rows(clock, setting)
         figures[name] = {"title": FIGURES[name].title, "paper": FIGURES[name].paper, "rows": rows}
-        figures[name]["seconds"] = time.monotonic() - began
+        figures[name] |= {"seconds": time.monotonic() - began, "power": machine.power_summary(readings)}
         if name in expected:
             figures[name]["cost_model"] = expected[name]
         if isinstance(clock, EngineClock) and clock.spreads:
             report["largest_spread"] = max(clock.spreads)
         print("\n".join(text(name, figures[name])), flush=True)
         if f.output_json:
-            write_json(f.output_json, report)
+            write_json(f.output_json, machine.with_power(report, readings))
     if f.plot:
         Path(f.plot).parent.mkdir(parents=True, exist_ok=True)
         draw(report).savefig(f.plot, dpi=130)
@@ -116,9 +117,10 @@ def _setting(config: EngineConfig) -> Setting:
     f = flags.FLAGS
 
     def numbers(name: str) -> tuple[int, ...]:
-        if not all(text.isdecimal() and int(text) for text in f[name].value):
-            raise ConfigError(name, ",".join(f[name].value), "comma-separated positive whole numbers")
-        return tuple(int(text) for text in f[name].value)
+        texts: list[str] = f[name].value or []
+        if not all(text.isdecimal() and int(text) for text in texts):
+            raise ConfigError(name, ",".join(texts), "comma-separated positive whole numbers")
+        return tuple(int(text) for text in texts)
 
     model = open_checkpoint(config.model, load_format=config.load_format).model_config
     return Setting(

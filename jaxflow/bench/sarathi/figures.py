@@ -76,7 +76,7 @@ class Setting:
         return Run(length - output, output, self.requests * slots, slots, budget, chunk is None)
 
 
-def step(decodes: int = 0, keys: float = 0, chunks: Sequence[tuple[int, int]] = ()) -> Composition:
+def step(decodes: int = 0, keys: float = 0, chunks: Sequence[tuple[float, float]] = ()) -> Composition:
     """Return a step's composition; only decodes sample."""
     return Composition(decodes, float(keys) if decodes else 0.0, tuple(chunks), decodes)
 

@@ -78,12 +78,13 @@ def test_a_batch_file_and_generate_do_the_same_work_in_turns(llm, tmp_path):
     before = llm.driver.stats().completion_tokens
     turns, used_tokens = [], []
 
-    def on_turn(way, rate):
-        turns.append(way)
+    def on_turn(result):
+        turns.append({way: len(each) for way, each in result["seconds"].items()})
         used_tokens.append(llm.driver.stats().completion_tokens - before)
 
     result = batch_file.measure(llm, workload.constant(7, 20, 9), tmp_path, turns=2, on_turn=on_turn)
-    assert turns == ["generate", "batch", "batch", "generate"]
+    done = [(turn["generate"], turn["batch"]) for turn in turns]
+    assert done == [(1, 0), (1, 1), (1, 2), (2, 2)]
     assert used_tokens == [63, 126, 189, 252]
     assert len(result["batch_rss_growth_bytes"]) == 2 and result["resume_s"] > 0
     assert llm.driver.stats().running_requests == 0
