@@ -1,7 +1,7 @@
 """Hostile callers and failing parts, over real sockets. After each fault the server serves, and nothing is left.
 
-The numbers are those of a list of 40 faults. Faults of disks and of killed batches are in `tests/serving/batch`, of
-signals in `test_command`, of pre-emption in `test_end_to_end`.
+The numbers are those of a list of 40 faults. Faults 25, 31, 38 and 40 are in `test_http_faults_engine`, 34 and 35 in
+`test_http_faults_batch`, and signals in `test_command`.
 """
 
 import asyncio
