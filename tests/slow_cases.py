@@ -9,19 +9,24 @@ import pytest
 
 # A pattern of `file.py::test[case]`, and the reason that the usual suite can leave the cases out.
 SLOW_CASES = {
-    r"test_goldens\.py::TestGoldens::test_through_host_and_disk\[2-(?!tiny-gemma2)": (
-        "tiny-gemma2, with both kinds of pages, runs on two devices"
+    r"test_goldens\.py::TestGoldens::test_through_host_and_disk\[2-": (
+        "test_kv_offload and test_disk_engine run both kinds of pages on two devices"
     ),
     r"test_goldens\.py::TestGoldens::test_through_host_and_disk\[1-(?!tiny-(gemma2|llama|mixtral|opt)\])": (
         "pages of the other families have the shapes of tiny-llama or tiny-gemma2"
     ),
-    r"test_goldens\.py::TestGoldens::test_chunked_prefill\[1-(?!tiny-(gemma2|llama|mixtral)\])": (
+    r"test_goldens\.py::TestGoldens::test_chunked_prefill\[1-(?!tiny-gemma2\])": (
         "chunks of 7 and 16 tokens run for every family"
     ),
-    r"test_goldens\.py::TestGoldens::test_tensor_parallel\[(stories260K|tiny-(llama3rope|mistral|qwen3))\]": (
-        "these families shard as tiny-llama does"
+    r"test_goldens\.py::TestGoldens::test_tensor_parallel"
+    r"\[(stories260K|tiny-(llama3rope|mistral|qwen2|qwen3|qwen3_moe|gemma3_text))\]": (
+        "these families shard as tiny-llama, tiny-mixtral or tiny-gemma2 does"
     ),
-    r"test_8_bits\.py::test_near_the_wide_model\[(stories260K-numbers1|tiny-opt)": (
+    r"test_pipeline_stages\.py::TestSameTokens::test_(goldens\[stories260K-2-2|at_any_chunking\[1)": (
+        "tiny-mixtral runs on two devices a stage, and chunks of 7 tokens run"
+    ),
+    r"test_loop\.py::TestSameSeedSameTokens::test_at_any_chunking\[1": "chunks of more tokens run",
+    r"test_8_bits\.py::test_near_the_wide_model\[(stories260K-numbers[02]-0\.(06|15)|tiny-opt)": (
         "an 8-bit cache and 8-bit weights run, each and together"
     ),
     r"test_8_bits\.py::test_on_two_devices\[tiny-mixtral": (
@@ -36,13 +41,15 @@ SLOW_CASES = {
     r"test_offloaded_tokens\.py::test_every_other_family\[tiny-(gemma3_text|qwen3_moe)-": (
         "gemma2 and mixtral run on the same tiers"
     ),
-    r"test_offloaded_tokens\.py::test_every_other_family\[tiny-(mistral|qwen2|qwen3)-two devices": (
-        "these families differ from tiny-llama in weights only; gemma2 and mixtral run"
+    r"test_offloaded_tokens\.py::test_every_other_family\[tiny-(mistral|mixtral|qwen2|qwen3)-two devices": (
+        "the dense families differ from tiny-llama in weights only; gemma2 runs"
     ),
-    r"test_offload_calls\.py::test_the_run_after_a_stopped_run_gets_its_tokens\[(host|disk|mixed, |KV on the)": (
-        "the cases device, mixed and `KV on disk, the host attends` cover every tier"
+    r"test_offload_calls\.py::test_the_run_after_a_stopped_run_gets_its_tokens"
+    r"\[(device|host|disk|mixed, |KV on the)": (
+        "the cases mixed and `KV on disk, the host attends` cover every tier"
     ),
-    r"test_compiler\.py::test_drawn_plans\[(tiny-gemma2-2|tiny-llama-2-copied|tiny-llama-4)": (
+    r"test_offload_io\.py::test_the_account_equals_the_allocated_bytes\[2": "one device runs",
+    r"test_compiler\.py::test_drawn_plans\[(tiny-gemma2-2|tiny-llama-2|tiny-llama-4)": (
         "a drawn plan of each runs compiled"
     ),
     r"test_compiler\.py::test_drawn_plans_compiled\[tiny-(llama-1|mixtral-1|opt-1)-": (
@@ -69,26 +76,38 @@ SLOW_CASES = {
     r"test_chunk_attention\.py::test_for_the_h200_it_uses_its_units\[(32-8-128-int8|8-4-256-bfloat16)": (
         "the e4m3 kernel is compiled; test_compiled_step compiles the bfloat16 kernel"
     ),
-    r"test_chunk_attention\.py::test_chunk_attention_equals_its_reference\[chunks[35]-": (
-        "the e4m3 cases have keys in second pages and a scale of 0"
+    r"test_chunk_attention\.py::test_chunk_attention_equals_its_reference\[chunks[1345]-": (
+        "chunks 0 and 2 run; the e4m3 cases have keys in second pages and a scale of 0"
     ),
     r"test_chunk_attention\.py::test_an_e4m3_cache_is_multiplied_as_e4m3\[chunks[123]-": (
         "the first chunks run, and bfloat16 runs with a cap and with windows"
     ),
     r"test_chunk_attention\.py::test_small_weights_of_8_bits_have_their_share\[extra1": "the first case runs",
-    r"test_chunk_attention\.py::test_rows_whose_scores_are_all_minus_infinity_become_0\[bfloat16": (
-        "both 8-bit dtypes run"
+    r"test_chunk_attention\.py::test_rows_whose_scores_are_all_minus_infinity_become_0\[(bfloat16|float8)": (
+        "int8 runs"
+    ),
+    r"test_chunk_attention\.py::test_scores_that_a_scale_of_8_bits_makes_0_weigh_the_same\[20": (
+        "the case without a cap runs"
     ),
     r"test_chunk_attention\.py::test_rows_outside_the_unified_max_value_fall_back"
-    r"\[(above-1-False-2|below-256-False-2|both-256-False-2)": (
-        "the cases above-1-False-3, both-256-True-2 and within-256-False-2 run"
+    r"\[(above-1-False-2|below-256-False-2|both-256-False-2|within-256-False-2)": (
+        "the cases above-1-False-3 and both-256-True-2 run"
     ),
-    r"test_decode_attention\.py::test_decode_attention_equals_its_reference\[lengths[0236]-": (
+    r"test_decode_attention\.py::test_decode_attention_equals_its_reference\[lengths([02356]|10)-": (
         "the same lengths, heads and tiles run with another dtype or window"
     ),
     r"test_decode_attention\.py::test_rows_outside_the_unified_max_value_equal_the_reference"
-    r"\[(None-|unified_max1-bfloat16|unified_max5-int8)": (
-        "two dtypes run with rows outside, and all dtypes run without a unified max value"
+    r"\[(None-|unified_max1-bfloat16|unified_max4-float8|unified_max5-int8)": (
+        "bfloat16 runs with rows outside, and all dtypes run without a unified max value"
+    ),
+    r"test_fp8_gemm\.py::test_(fp8_gemm_equals_its_reference\[kernel1|values_and_scales_pass_.*\[fp8_flat)": (
+        "kernels 0, 2 and 3 run, and one kernel runs in a stream region"
+    ),
+    r"test_dense_gemm\.py::test_no_sm_does_much_more_than_its_share\[(104|112|120)": "20 and 132 SMs run",
+    r"test_triton\.py::test_they_compile_for_real_shapes\[90": "the shapes compile for the older GPU",
+    r"test_two_stage_search\.py::test_the_simulation_agrees_with_the_solver"
+    r"\[(network-2-False|nano-batches-1|memory-1|all-2)": (
+        "the cases all-1, network-2-True and sequential-2-True run"
     ),
     r"test_two_stage_search\.py::test_found_plans_are_the_plain_forward\[(fp8, sums alone|scattered)": (
         "the fp8 case runs"
@@ -115,8 +134,8 @@ SLOW_CASES = {
     r"test_sampling_memory\.py::test_of_many_rows_it_makes_as_few_as_of_a_block": (
         "the memory of a block of rows is compiled and read"
     ),
-    r"test_sampling\.py::test_frequencies\[kwargs[1-4]-full": (
-        "the same settings run over the largest blocks, and one setting over all logits"
+    r"test_sampling\.py::test_frequencies\[kwargs([1-4]-full|[2-4]-of_few)": (
+        "test_full_is_what_vllm_means covers each setting; one setting runs over each number of blocks"
     ),
     r"test_lowered\.py::test_a_kept_plan_is_compiled_as_the_plan": (
         "an engine of kept programs draws the same tokens as another engine"

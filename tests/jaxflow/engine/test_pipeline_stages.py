@@ -47,7 +47,7 @@ class TestSameTokens:
             (MODEL, 4, 1),
             (MODEL, 2, 2),
             ("tiny-gemma2", 2, 1),  # one stage has no layer with a window
-            ("tiny-mixtral", 2, 1),
+            ("tiny-mixtral", 2, 2),
             ("tiny-opt", 2, 1),  # learned positions on the first stage
         ],
     )
