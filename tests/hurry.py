@@ -7,7 +7,7 @@ speed. Programs that run often are compiled with optimization.
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
@@ -31,6 +31,36 @@ class Often:
 
     def compile(self, compiler_options: dict[str, Any] | None = None) -> Any:
         return self.lowered.compile(compiler_options=OFTEN | (compiler_options or {}))
+
+
+class OnUse(dict):
+    """A table of programs that compiles each program at its first use."""
+
+    def __init__(self, compiles: Mapping[Any, Callable[[], Any]]) -> None:
+        super().__init__()
+        self.compiles = compiles
+
+    def __missing__(self, key: Any) -> Any:
+        self[key] = program = self.compiles[key]()
+        return program
+
+
+def compile_on_use(executor: Any) -> None:
+    """Compile an `Executor`'s steps, samplers and prompt programs at their first use.
+
+    Most tests use half of the programs. `Executor.warm_up` compiles the other half.
+    """
+    jobs = executor._jobs()
+    for name in ("_steps", "_samplers", "_prompt"):
+        table = getattr(executor, name)
+        compiles = {
+            key: lambda lower=lower, options=options: executor._compile(lower(), options)
+            for owner, key, lower, options in jobs
+            if owner is table
+        }
+        setattr(executor, name, OnUse(compiles))
+    executor._compile_small()
+    executor._warm = True
 
 
 @contextlib.contextmanager

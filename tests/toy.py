@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import paths
-from hurry import OFTEN
+from hurry import OFTEN, compile_on_use
 
 from jaxflow.config import EngineConfig
 from jaxflow.engine.executor import Executor
@@ -34,7 +34,10 @@ def executor(
     quantization: str | None = None,
     kv: str = "auto",
 ) -> tuple[EngineConfig, Executor]:
-    """A warm executor of a checkpoint under tests/data/models, one for all tests that ask for the same."""
+    """Return an executor of a checkpoint under tests/data/models, one for all tests that ask for the same.
+
+    Its programs are compiled at their first use, but those of the usual engine of stories260K before.
+    """
     return _executor(model, tp, budget, seqs, pages, plan, quantization, kv)
 
 
@@ -65,7 +68,9 @@ def _executor(
         made._compile = lambda lowered, options=None: lowered.compile(
             compiler_options=OFTEN | (options or {})
         )
-    made.warm_up()
+        made.warm_up()
+    else:
+        compile_on_use(made)
     return config, made
 
 
@@ -90,7 +95,7 @@ def loop(
 def staged_executor(
     model: str, stages: int, tp: int, budget: int, pages: int, plan: str
 ) -> tuple[EngineConfig, StagedExecutor]:
-    """Return a warm executor of several pipeline stages, with the settings of `executor`."""
+    """Return an executor of several pipeline stages, with the settings of `executor`."""
     settings = EngineConfig(
         model=str(paths.MODELS / model),
         block_size=16,
@@ -106,7 +111,8 @@ def staged_executor(
     config = resolve(settings, checkpoint.model_config)
     plans = choose_plans(config, checkpoint.model_config)
     made = make_staged_executor(config, checkpoint, plans, progress=False)
-    made.warm_up()
+    for stage in made.stages:
+        compile_on_use(stage)
     return config, made
 
 

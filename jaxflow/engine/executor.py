@@ -181,6 +181,35 @@ class Executor:
     @_collector_paused()
     def compile(self, on_progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Compile every program, several at a time."""
+        jobs = self._jobs()
+        with concurrent.futures.ThreadPoolExecutor(max(1, min(8, os.cpu_count() or 1))) as pool:
+            # Lowering is Python and runs one program at a time; XLA compiles at the same time, on threads.
+            futures: dict[concurrent.futures.Future, tuple[dict, Any, Any, dict[str, Any]]] = {}
+            crowded = []
+            for table, key, lower, options in jobs:
+                lowered = lower()
+                futures[pool.submit(self._compile, lowered, options)] = table, key, lowered, options
+                on_progress(sum(future.done() for future in futures), len(jobs))
+            for done, future in enumerate(concurrent.futures.as_completed(futures), start=1):
+                table, key, lowered, options = futures.pop(future)
+                try:
+                    table[key] = future.result()
+                except jax.errors.JaxRuntimeError as error:
+                    if "RESOURCE_EXHAUSTED" not in str(error):
+                        raise
+                    crowded.append((table, key, lowered, options))
+                on_progress(done, len(jobs))
+        # XLA times GEMMs in the memory that the cache leaves: room for one program (the head takes 1 GB), not
+        # for as many as compile at once.
+        for table, key, lowered, options in crowded:
+            table[key] = self._compile(lowered, options)
+        self._compile_small()
+        if self.copies is not None:
+            self.kv = self.copies.warm_up(self.kv)
+        self._warm = True
+
+    def _jobs(self) -> list[tuple[dict, Any, Callable[[], Any], dict[str, Any]]]:
+        """Return each program's table, its key there, the function that lowers it, and its compiler options."""
         rows = sorted(
             {
                 layout.rows
@@ -211,31 +240,7 @@ class Executor:
             for r in rows
             for kind in (("plain", "full") if self.programs.samples else ())
         ]
-        with concurrent.futures.ThreadPoolExecutor(max(1, min(8, os.cpu_count() or 1))) as pool:
-            # Lowering is Python and runs one program at a time; XLA compiles at the same time, on threads.
-            futures: dict[concurrent.futures.Future, tuple[dict, Any, Any, dict[str, Any]]] = {}
-            crowded = []
-            for table, key, lower, options in jobs:
-                lowered = lower()
-                futures[pool.submit(self._compile, lowered, options)] = table, key, lowered, options
-                on_progress(sum(future.done() for future in futures), len(jobs))
-            for done, future in enumerate(concurrent.futures.as_completed(futures), start=1):
-                table, key, lowered, options = futures.pop(future)
-                try:
-                    table[key] = future.result()
-                except jax.errors.JaxRuntimeError as error:
-                    if "RESOURCE_EXHAUSTED" not in str(error):
-                        raise
-                    crowded.append((table, key, lowered, options))
-                on_progress(done, len(jobs))
-        # XLA times GEMMs in the memory that the cache leaves: room for one program (the head takes 1 GB), not
-        # for as many as compile at once.
-        for table, key, lowered, options in crowded:
-            table[key] = self._compile(lowered, options)
-        self._compile_small()
-        if self.copies is not None:
-            self.kv = self.copies.warm_up(self.kv)
-        self._warm = True
+        return jobs
 
     @property
     def compilations(self) -> int:

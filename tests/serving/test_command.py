@@ -23,6 +23,7 @@ from serving.grpc.server import Server
 MODEL = str(paths.MODELS / "stories260K")
 SMALL = (
     "--max_num_batched_tokens=16",
+    "--step_sizes=16",
     "--max_num_seqs=4",
     "--max_model_len=512",
     "--num_kv_pages=64",

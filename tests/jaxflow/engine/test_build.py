@@ -433,7 +433,12 @@ def test_an_engine_with_nothing_said_about_pages(checkpoint, monkeypatch):
     compiled = Executor._compile
     monkeypatch.setattr(Executor, "_compile", crowded)
     config = EngineConfig(
-        model=LLAMA, max_num_seqs=2, max_num_batched_tokens=8, max_model_len=100, block_size=16
+        model=LLAMA,
+        max_num_seqs=2,
+        max_num_batched_tokens=8,
+        step_sizes="4",
+        max_model_len=100,
+        block_size=16,
     )
     engine = start_engine(config, checkpoint, progress=False)
     try:

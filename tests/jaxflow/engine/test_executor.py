@@ -22,7 +22,9 @@ MODEL = "tiny-llama"
 @pytest.fixture(scope="module")
 def executor():
     """Return a new executor with untouched state."""
-    return toy.executor(MODEL, budget=8, seqs=3, pages=12)[1]
+    made = toy.executor(MODEL, budget=8, seqs=3, pages=12)[1]
+    made.warm_up()
+    return made
 
 
 def decodes(slots, positions, appends=()):

@@ -13,11 +13,7 @@ from jaxflow.request import Request, SamplingParams
 
 MODELS = sorted(path.name for path in paths.MODELS.iterdir())
 TOLERANCE = 1e-3  # absolute, of float32 logits
-BUDGET = {
-    1: 64,
-    2: 16,
-    4: 16,
-}  # tokens of a step, by devices: one has steps of two sizes, many but one, since each more is compiled
+BUDGET = {1: 64, 2: 16, 4: 16}  # tokens of a step, by devices: on one device steps have two sizes
 
 
 def requests(golden: dict, **changes) -> list[Request]:

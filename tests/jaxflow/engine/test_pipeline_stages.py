@@ -160,6 +160,7 @@ class TestEnds:
 
     def test_nothing_compiles_after_warm_up(self):
         engine = toy.staged_loop(MODEL, 2)
+        engine.executor.warm_up()
         before = engine.executor.compilations
         toy.run(engine, drawn_requests(20, seed=8), preempt_at=range(10, 60, 7))
         prompts = [

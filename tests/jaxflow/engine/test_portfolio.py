@@ -37,6 +37,7 @@ def folder(tmp_path_factory):
 def test_each_step_runs_the_plan_for_its_composition(folder, goldens):
     golden = goldens(MODEL)
     loop = toy.loop(MODEL, plan=str(folder))
+    loop.executor.warm_up()
     cut, phased = (layout.plan for layout in loop.executor.layouts[TOKENS][1:])
     assert [layout.borders for layout in loop.executor.layouts[TOKENS]] == [(), (24,), (20,)]
     seen, run = [], loop.executor.run

@@ -63,6 +63,8 @@ def conversations(model, tp, count=10, seed=0):
 def case(request):
     """Return (model, tp, requests, tokens of an engine with all pages on the device)."""
     model, tp = request.param
+    if tp > 1:  # on one device every program is compiled already
+        toy.executor(model, tp)[1].warm_up()
     requests = conversations(model, tp)
     results = toy.run(toy.loop(model, tp=tp), requests)
     return model, tp, requests, {name: result.token_ids for name, result in results.items()}
