@@ -105,9 +105,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish():
-    """Hundreds of modules live as long as the process: the collector need not walk them within a test."""
+    """Let the garbage collector skip the modules, which live as long as the process, and run less often.
+
+    With the usual thresholds the collector takes a fourteenth of the tests' CPU time.
+    """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000, 20, 50)
 
 
 @pytest.fixture(autouse=True, scope="session")
