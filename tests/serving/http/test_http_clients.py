@@ -6,6 +6,7 @@ The packages are in the dependency group `clients`. A test of a package that is 
 import asyncio
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -70,6 +71,23 @@ def test_curl(url, answer):
     assert "".join(told) == answer and streamed.stdout.endswith("data: [DONE]\n\n")
     metrics = ["curl", "-sS", "-u", f"me:{TOKEN}", f"{url}/metrics"]
     assert "jaxflow_ready 1" in subprocess.run(metrics, capture_output=True, text=True, timeout=60).stdout
+
+
+@pytest.mark.skipif(shutil.which("npm") is None, reason="node and npm are not installed")
+def test_node_openai_and_ai(url, answer, tmp_path):
+    """List models, and ask chat plain and streamed, with node's `openai` and `ai` at the versions of the lock file."""
+    for source in (Path(__file__).parent / "node").iterdir():
+        if source.is_file():
+            shutil.copy(source, tmp_path)
+    install = ["npm", "ci", "--no-audit", "--no-fund", "--ignore-scripts", "--fetch-retries=0"]
+    installed = subprocess.run(install, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    if re.search("ENOTFOUND|ECONNREFUSED|ETIMEDOUT|EAI_AGAIN", installed.stderr):
+        pytest.skip("the npm registry cannot be reached")
+    assert installed.returncode == 0, installed.stderr
+    command = ["node", "ask.mjs", url, TOKEN, MESSAGE]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {"models": ["stories"], "answers": [answer] * 4}
 
 
 def test_langchain(url, answer):
