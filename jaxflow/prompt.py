@@ -68,7 +68,7 @@ def token_ids(
             raise InvalidRequest("prompt", prompt, str(error)) from error
     else:
         try:
-            ids = [operator.index(token) for token in prompt]
+            ids = list(map(operator.index, prompt))
         except TypeError:
             raise InvalidRequest("prompt", prompt, "a text or a list of token ids") from None
     if not ids:

@@ -35,15 +35,19 @@ class EventQueue:
         if self.overflowed:
             return
         self._events += events
+        ended = False
         for event in events:
-            if type(event) is Delta:
+            kind = type(event)
+            if kind is Delta:
                 self._tokens += len(event.token_ids)
+            elif kind is Finished:
+                ended = True
         if self._tokens > self._max_tokens:
             self.overflowed = True
             self._events.clear()
             self._on_overflow()
             return
-        if self._whole and 2 * self._tokens <= self._max_tokens and not any(map(_ends, events)):
+        if self._whole and not ended and 2 * self._tokens <= self._max_tokens:
             return
         self._due = True
         if self._waiter is not None and not self._waiter.done():
@@ -57,10 +61,6 @@ class EventQueue:
         self._due = False
         events, self._events, self._tokens = self._events, [], 0
         return events
-
-
-def _ends(event: Event) -> bool:
-    return type(event) is Finished
 
 
 class EventRouter:
@@ -86,8 +86,12 @@ class EventRouter:
     def _deliver(self, events: tuple[Event, ...]) -> None:
         by_request: dict[str, list[Event]] = {}
         for event in events:
-            by_request.setdefault(event.request_id, []).append(event)
+            request_id = event.request_id
+            if request_id in by_request:
+                by_request[request_id].append(event)
+            else:
+                by_request[request_id] = [event]
+        queues = self._queues
         for request_id, mine in by_request.items():
-            queue = self._queues.get(request_id)
-            if queue is not None:
+            if (queue := queues.get(request_id)) is not None:
                 queue.put(mine)

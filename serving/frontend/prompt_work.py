@@ -14,7 +14,8 @@ THREADS = 2  # of either kind
 RETRY_S = 1.0
 QUICK_BYTES = 4 << 10
 QUICK_S = 0.002  # CPU time of a quick prompt's work, below which the next one runs on the event loop's thread
-SLOW_S = 0.010  # one quick prompt that took longer on this thread sends all prompts to the other threads
+SLOW_S = 0.010  # a quick prompt that took longer on this thread sends all prompts to the other threads
+PAUSE_S = 1.0  # for this time; a garbage collection within the work looks like a slow prompt, too
 
 
 class PromptWork:
@@ -29,7 +30,8 @@ class PromptWork:
     def __init__(self, max_bytes: int = MAX_BYTES):
         self._max_bytes = max_bytes
         self._bytes = 0
-        self._quick = self._slow = False
+        self._quick = False
+        self._paused_until_s = 0.0
         self._pools = {
             small: concurrent.futures.ThreadPoolExecutor(THREADS, thread_name_prefix="prompt")
             for small in (True, False)
@@ -47,12 +49,13 @@ class PromptWork:
           Refusal: the prompts of all callers in work have too many bytes.
         """
         quick = size <= QUICK_BYTES
-        if quick and self._quick and not self._slow:
+        if quick and self._quick and time.monotonic() >= self._paused_until_s:
             begun_s = time.thread_time()
             try:
                 return work()
             finally:
-                self._slow = time.thread_time() - begun_s > SLOW_S
+                if time.thread_time() - begun_s > SLOW_S:
+                    self._paused_until_s = time.monotonic() + PAUSE_S
         if quick:
             work = self._measured(work)
         if self._bytes and self._bytes + size > self._max_bytes:

@@ -316,9 +316,12 @@ class ServedModel:
         """Return the result of `work` on a prompt. Raises: Refusal, also after the deadline."""
         if timeout_s is not None and timeout_s <= 0:
             raise deadline_passed()
+        running = self._work.run(_bytes(prompt), work)
+        if timeout_s is None:
+            return await running
         try:
             async with asyncio.timeout(timeout_s) as scope:
-                return await self._work.run(_bytes(prompt), work)
+                return await running
         except TimeoutError:
             if scope.expired():
                 raise deadline_passed() from None
@@ -471,9 +474,9 @@ def _bytes(prompt: Prompt) -> int:
         value = left.pop()
         if isinstance(value, str):
             size += len(value)
-        elif isinstance(value, Mapping):
+        elif isinstance(value, (dict, Mapping)):  # a check of an abstract class alone costs much more
             left += value.values()
-        elif isinstance(value, Sequence):
+        elif isinstance(value, (list, Sequence)):
             left += value
         size += 8
     return size

@@ -62,12 +62,8 @@ class Transcript:
           RequestFailed: a fault of the engine ended the request. The fault is the cause.
           InvalidRequest, QueueFull, Draining: the engine refused the request after `submit`.
         """
-        if (
-            len(events) == 1
-            and type(delta := events[0]) is Delta
-            and len(delta.token_ids) <= MAX_TOKENS_A_DELTA
-        ):
-            return (self._delta(delta),)  # the events of nearly every step
+        if len(self._texts) == 1 and type(events[-1]) is Delta and type(events[0]) is Delta:
+            return self._deltas(0, events)  # type: ignore[arg-type]  # the events of nearly every step
         return self._all(events)
 
     def _all(self, events: Iterable[Event]) -> Iterator[Output]:
@@ -88,13 +84,19 @@ class Transcript:
         for index, deltas in waiting.items():
             yield from self._deltas(index, deltas)
 
+    def _deltas(self, index: int, deltas: Sequence[Delta]) -> Iterable[TextDelta]:
+        """Return the outputs of a sequence's deltas, joined. The text changes only when the outputs are read."""
+        if len(deltas) == 1 and len(deltas[0].token_ids) <= MAX_TOKENS_A_DELTA:
+            return (self._delta(deltas[0]),)
+        return self._joined_deltas(index, deltas)
+
     def _delta(self, delta: Delta) -> TextDelta:
         text = self._texts[delta.index].push(delta.token_ids, delta.text)
         return TextDelta(delta.index, delta.token_ids, text, delta.logprobs or ())
 
-    def _deltas(self, index: int, deltas: list[Delta]) -> Iterator[TextDelta]:
-        token_ids = _joined(delta.token_ids for delta in deltas)
-        logprobs = _joined(delta.logprobs or () for delta in deltas)
+    def _joined_deltas(self, index: int, deltas: Sequence[Delta]) -> Iterator[TextDelta]:
+        token_ids = _joined([delta.token_ids for delta in deltas])
+        logprobs = _joined([delta.logprobs or () for delta in deltas])
         decoded = [delta.text for delta in deltas if delta.text is not None]
         text = "".join(decoded) if decoded else None  # the engine decodes all deltas of a request, or none
         for start in range(0, len(token_ids), MAX_TOKENS_A_DELTA):

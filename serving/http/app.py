@@ -64,11 +64,11 @@ class HttpApp:
     ):
         self._endpoints = endpoints
         self._root_path = root_path.rstrip("/")
-        posts = [Post(path, JsonRoute(path, endpoints, limits or Limits())) for path in KINDS]
-        routes = [*posts, *_routes(endpoints), *docs_routes(self._root_path)]
-        routes += [*operation_routes(operations), *more_routes]
-        app: ASGIApp = Authenticated(Router(routes, redirect_slashes=False, default=_unknown), tokens)
-        app = ObservedCalls(self._answering_errors(app), operations)
+        self._posts = {path: JsonRoute(path, endpoints, limits or Limits()) for path in KINDS}
+        routes = [*(Post(path, app) for path, app in self._posts.items()), *_routes(endpoints)]
+        routes += [*docs_routes(self._root_path), *operation_routes(operations), *more_routes]
+        self._router = Router(routes, redirect_slashes=False, default=_unknown)
+        app = ObservedCalls(self._answering(Authenticated(self._route, tokens)), operations)
         if allowed_origins:
             app = CORSMiddleware(
                 app,
@@ -83,26 +83,29 @@ class HttpApp:
             return
         scope["app"] = self  # makes the router raise its errors
         scope["root_path"] = self._root_path
-        request_id = request_id_of(scope)
+        await self._app(scope, receive, send)
 
-        async def named(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
-            await send(message)
+    async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # Most requests are of few routes. A search through all routes costs each of them more than its authentication.
+        app = self._posts.get(get_route_path(scope)) if scope["method"] == "POST" else None
+        await (app or self._router)(scope, receive, send)
 
-        await self._app(scope, receive, named)
+    def _answering(self, app: ASGIApp) -> ASGIApp:
+        """Return an application whose answers have an id, and whose exceptions are answers."""
 
-    def _answering_errors(self, app: ASGIApp) -> ASGIApp:
         async def answered(scope: Scope, receive: Receive, send: Send) -> None:
             begun = False
+            request_id = request_id_of(scope)
 
-            async def watched(message: Message) -> None:
+            async def named(message: Message) -> None:
                 nonlocal begun
-                begun = True
+                if not begun:
+                    begun = True
+                    message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
                 await send(message)
 
             try:
-                await app(scope, receive, watched)
+                await app(scope, receive, named)
             except Disconnected as error:
                 if (call := CALL.get()) is not None:
                     call.fail(error)
@@ -111,7 +114,7 @@ class HttpApp:
                 if begun:
                     raise  # the connection is closed: the caller sees that the answer is not whole
                 headers = [(key.encode(), value.encode("latin-1")) for key, value in found.headers.items()]
-                await send_json(send, found.status, msgspec.json.encode(found.body), lambda: headers)
+                await send_json(named, found.status, msgspec.json.encode(found.body), lambda: headers)
 
         return answered
 

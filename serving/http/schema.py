@@ -208,14 +208,20 @@ _NEVER = frozenset(
     )
 )
 NOT_SERVED_FIELDS = _NOT_YET | _NEVER
+_CHECKED_FIELDS = {
+    kind: [
+        name
+        for name in kind.__struct_fields__
+        if name in NOT_SERVED_FIELDS or (name == "echo" and kind is ChatRequest)
+    ]
+    for kind in (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+}
 
 
 def refused_fields(body: Body) -> list[tuple[str, Any, str]]:
     """Return the fields of a body that are not served: name, value, reason."""
     result = []
-    for name in body.__struct_fields__:
-        if name not in NOT_SERVED_FIELDS and not (name == "echo" and type(body) is ChatRequest):
-            continue
+    for name in _CHECKED_FIELDS[type(body)]:
         value = getattr(body, name)
         if value is None or any(value == harmless for harmless in _HARMLESS.get(name, ())):
             continue
