@@ -21,6 +21,7 @@ from serving.frontend.access import CALLER, BearerTokens, Caller
 from serving.frontend.call import Observe, unobserved
 from serving.frontend.refusal import Code, Refusal, refusal_of
 from serving.grpc import errors
+from serving.grpc.message_fields import check_fields
 
 MAX_FIELD_CHARS = 80  # characters of a field's name in a log line, so that no prompt gets into the log
 _OBSERVED = "/Generate"
@@ -86,8 +87,12 @@ class _Unreadable:
 
 
 def _parser(parse: Callable[[bytes], Any] | None) -> Callable[[bytes], Any]:
+    kind = getattr(parse, "__self__", None)  # the class of the message, of which the parser is a method
+
     def tolerant(message: bytes):
         try:
+            if kind is not None:
+                check_fields(message, kind.DESCRIPTOR)
             return parse(message) if parse else message
         except DecodeError as error:
             return _Unreadable(error)

@@ -16,8 +16,8 @@ from serving.grpc import generate_pb2, generate_pb2_grpc
 from serving.grpc.interceptor import CallInterceptor
 from serving.grpc.service import AdminService, GenerateService, ModelService
 
-# Fits a prompt of a million tokens; a larger request is RESOURCE_EXHAUSTED. Parsing stops the event loop: a message of
-# 8 MB with two bytes a field took 130 ms on one core of a shared CPU.
+# Fits a prompt of a million tokens; a larger request is RESOURCE_EXHAUSTED. Parsing stops the event loop, so a message of
+# more than 1 MiB also has a limit of its fields, see `message_fields`.
 MAX_REQUEST_BYTES = 4 << 20
 
 _NO_LIMIT = 2**31 - 1

@@ -97,6 +97,7 @@ CASES = (
     Case("a cache salt without end", pb.GenerateRequest(text="hi", cache_salt="x" * 100_000), "cache_salt"),
     Case("another model", pb.GenerateRequest(text="hi", model="gpt-9"), code=NOT_FOUND, says="gpt-9"),
     Case("another model, of a long name", pb.GenerateRequest(text="hi", model="x" * 100_000), code=NOT_FOUND),
+    Case("a million empty messages", b"\x2a\x82\x89\x7a" + b"\x0a\x00" * 1_000_001, "request", says="fields"),
     Case("64 MB of text", pb.GenerateRequest(text="x" * (64 << 20)), code=EXHAUSTED, says="larger than max"),
 )
 

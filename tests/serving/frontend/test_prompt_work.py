@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from serving.frontend import prompt_work
 from serving.frontend.prompt_work import QUICK_BYTES, QUICK_S, SLOW_S, SMALL_BYTES, THREADS, PromptWork
 from serving.frontend.refusal import Code, Refusal
 
@@ -81,6 +82,21 @@ def test_quick_prompts_stay_on_the_event_loops_thread_until_one_is_slow():
         for _ in range(2):
             assert await work.run(10, spin(0)) != here
         assert work.bytes_in_work == 0
+
+    asyncio.run(scenario())
+
+
+def test_the_event_loops_thread_takes_quick_prompts_again_after_a_pause(monkeypatch):
+    """One long garbage collection must not cost every later prompt a change of threads."""
+    monkeypatch.setattr(prompt_work, "PAUSE_S", 0.05)
+
+    async def scenario():
+        here, work = threading.current_thread().name, PromptWork()
+        await work.run(10, spin(0))
+        assert await work.run(10, spin(2 * SLOW_S)) == here
+        assert await work.run(10, spin(0)) != here
+        await asyncio.sleep(0.06)
+        assert await work.run(10, spin(0)) == here
 
     asyncio.run(scenario())
 
