@@ -12,6 +12,7 @@ import sys
 import uvloop
 
 from jaxflow.bench.transport.paced_engine import PacedLLM
+from jaxflow.engine.start import freeze_heap
 from serving.__main__ import raise_file_limit
 from serving.frontend.config import ServerConfig
 from serving.frontend.served_model import ServedModel
@@ -32,6 +33,7 @@ async def serve(rows: int, step_s: float) -> None:
     await server.start()
     await served.serve(llm)  # type: ignore[arg-type]  # of the same shape
     watching = asyncio.create_task(operations.run())
+    freeze_heap()  # as `serving.__main__` does before the first request
     print(server.port, flush=True)
     await asyncio.to_thread(sys.stdin.read)
     watching.cancel()
