@@ -284,6 +284,18 @@ def start_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
             yield machine(report), model_of(report), cache, f"{report['warm_up_s']:.1f}", links([path])
 
 
+def first_answer_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
+    """Yield the seconds of `python3 run.py`, from its start."""
+    for path, report in reports.items():
+        for cache, name in (
+            (("empty", "cold"), ("filled", "warm")) if report.get("command_name") == "first_answer" else ()
+        ):
+            one, cores = report[name], f"{report['device']}, {report['cpu_cores']} cores"
+            figures = (f"{one['first_text_s']:.1f}", f"{one['whole_s']:.1f}", f"{len(one['runs'])}")
+            load = f"{max(report['load_average']):.1f}"
+            yield cores, report["model"], cache, *figures, load, links([path])
+
+
 def host_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
     """Yield the CPU time of a step's host work."""
     for path, report in reports.items():
@@ -419,6 +431,22 @@ SECTIONS = (
         "Seconds to compile or load all programs. A filled cache holds the programs of an earlier start.",
         ("device", "model", "compilation cache", "seconds", "report"),
         start_rows,
+    ),
+    (
+        "First answer",
+        "Seconds from the start of `python3 run.py` to the first text of the answer and to the end of the process, "
+        "medians.",
+        (
+            "device",
+            "model",
+            "compilation cache",
+            "first text",
+            "whole process",
+            "runs",
+            "load average",
+            "report",
+        ),
+        first_answer_rows,
     ),
     (
         "Commands in turns",

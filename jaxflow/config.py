@@ -214,7 +214,8 @@ class EngineConfig:
         "Default: powers of two and a few sizes between.",
     )
     max_num_seqs: int | None = _setting(
-        None, "Most sequences that run at the same time. Default: 512 on a GPU, 8 on CPU."
+        None,
+        "Most sequences that run at the same time. Default: 512 on a GPU; 64 on a CPU, or fewer where memory is short.",
     )
     max_waiting: int = _setting(4096, "Most requests in the waiting queue. Further requests are refused.")
     batch_tpot_ms: float | None = _setting(
@@ -223,7 +224,10 @@ class EngineConfig:
         "tokens only up to this limit. Refused with more than one pipeline stage. Default: no limit.",
     )
     gpu_memory_utilization: float = _setting(0.9, "Fraction of the device memory that the engine uses.")
-    num_kv_pages: int | None = _setting(None, "Pages of the KV cache. Default: as many as fit the memory.")
+    num_kv_pages: int | None = _setting(
+        None,
+        "Pages of the KV cache. Default: as many as fit the memory; on a CPU for 32,768 tokens, or 512 a sequence.",
+    )
     enable_prefix_caching: bool = _setting(True, "Share the KV of equal prompt prefixes between requests.")
     kv_offloading_size: float = _setting(
         0.0,

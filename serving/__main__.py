@@ -160,7 +160,13 @@ def main(argv: list[str]) -> int:
         grpc=GRPC.value,
         model_name=engine.model,
     )
-    return uvloop.run(work)
+    status = uvloop.run(work)
+    compiling = sys.modules.get("jaxflow.engine.deferred")
+    if compiling is not None and compiling.is_compiling():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)  # an XLA compilation cannot be interrupted, and nobody needs its program
+    return status
 
 
 def read_tokens(path: str | None, flag: str = "auth_token_file") -> tuple[str, ...]:

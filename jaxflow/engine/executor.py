@@ -2,9 +2,10 @@
 
 An executor runs a model, or one pipeline stage of a model (`jaxflow.engine.staged_executor`).
 
-Everything is compiled before the first request. `warm_up` compiles one forward for each token bucket and each
-of its plans, two samplers for each number of rows, and a few small programs. After warm-up nothing compiles,
-and no call waits for the host: `run` returns as soon as the step is enqueued.
+All that a plain request needs is compiled before the first request. `warm_up` compiles one forward for each
+token bucket and each of its plans, two samplers for each number of rows, and a few small programs. On a CPU the
+full samplers and the prompt log-probabilities are compiled on a thread while the first requests run. No shape
+of a request causes another compilation. `run` returns as soon as the step is enqueued.
 """
 
 import concurrent.futures
@@ -24,6 +25,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxflow.engine import program_memory as temporary
+from jaxflow.engine.deferred import DeferredProgram, compile_in_background, is_deferred
 from jaxflow.engine.layout import StepLayout
 from jaxflow.engine.lowered_cache import LoweredPrograms, compile_program
 from jaxflow.engine.programs import FULL_DONATES, REPLICATED, STEP_DONATES, Programs, Rows, head, prompt_head
@@ -32,7 +34,7 @@ from jaxflow.kv.tiers.page_copies import PageCopies
 from jaxflow.model.logprobs import LogprobsOut
 from jaxflow.model.ops import head_table
 from jaxflow.model.slot_params import NO_TOKEN, SlotParams, empty_slots, slot_values
-from jaxflow.parallel.mesh import TP
+from jaxflow.parallel.mesh import TP, on_gpu
 
 APPENDS = 4096  # page-table entries that one `append_pages` call takes
 COUNTED = 4096  # tokens that one `count_tokens` call takes
@@ -42,7 +44,7 @@ _compiled = 0  # backend compilations of this process, for `Executor.compilation
 
 def _count_compilation(event: str, duration_secs: float, **kwargs: str | int) -> None:
     global _compiled
-    _compiled += event == "/jax/core/compile/backend_compile_duration"
+    _compiled += event == "/jax/core/compile/backend_compile_duration" and not is_deferred()
 
 
 jax.monitoring.register_event_duration_secs_listener(_count_compilation)
@@ -87,8 +89,13 @@ class Executor:
         options_of: Callable[[StepLayout], dict[str, Any]] = lambda layout: {},
         lowered: LoweredPrograms | None = None,
         name: str = "",
+        defers: bool = False,
     ):
-        """`name`: of the pipeline stage, in the names of lowered programs."""
+        """Arguments not in the class's description:
+
+        name: of the pipeline stage, in the names of lowered programs.
+        defers: compile the programs that plain requests do not need after the start, see `DeferredProgram`.
+        """
         self.programs, self.weights, self._name = programs, weights, name
         self.layouts: dict[int, tuple[StepLayout, ...]] = {}  # of each bucket, one for each of its plans
         self.decode_layouts: dict[
@@ -113,6 +120,7 @@ class Executor:
         self._steps: dict[tuple[int, str, bool], jax.stages.Compiled] = {}  # by layouts' keys
         self._samplers: dict[tuple[int, str], Callable] = {}
         self._prompt: dict[int, Callable] = {}
+        self.defers = defers
         self.copies: PageCopies | None = None
         self._warm = False
         self._compiled_at_warm_up = 0
@@ -165,10 +173,10 @@ class Executor:
         self.page_table, self.last_tokens, self.params, self.counts = make()
 
     def warm_up(self, on_progress: Callable[[int, int], None] = lambda done, total: None) -> float:
-        """Compile every program, several at a time, and run each once. Return the seconds."""
+        """Compile every program, several at a time, and run those of `rehearsed`. Return the seconds."""
         start = time.perf_counter()
         self.compile(on_progress)
-        for layout in itertools.chain(*self.layouts.values(), self.decode_layouts.values()):
+        for layout in rehearsed(self):
             rehearse(self, layout)
         self.count_compilations()
         return time.perf_counter() - start
@@ -181,7 +189,9 @@ class Executor:
     @_collector_paused()
     def compile(self, on_progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Compile every program, several at a time."""
-        jobs = self._jobs()
+        every = self._jobs()
+        later = [job for job in every if self._is_deferred(*job[:2])]
+        jobs = [job for job in every if not self._is_deferred(*job[:2])]
         with concurrent.futures.ThreadPoolExecutor(max(1, min(8, os.cpu_count() or 1))) as pool:
             # Lowering is Python and runs one program at a time; XLA compiles at the same time, on threads.
             futures: dict[concurrent.futures.Future, tuple[dict, Any, Any, dict[str, Any]]] = {}
@@ -207,6 +217,8 @@ class Executor:
         if self.copies is not None:
             self.kv = self.copies.warm_up(self.kv)
         self._warm = True
+        for table, key, lower, options in later:
+            table[key] = DeferredProgram(functools.partial(self._lower_and_compile, lower, options))
 
     def _jobs(self) -> list[tuple[dict, Any, Callable[[], Any], dict[str, Any]]]:
         """Return each program's table, its key there, the function that lowers it, and its compiler options."""
@@ -241,6 +253,23 @@ class Executor:
             for kind in (("plain", "full") if self.programs.samples else ())
         ]
         return jobs
+
+    def _is_deferred(self, table: dict, key: Any) -> bool:
+        """Return True for a program that is compiled after the start.
+
+        These are the full samplers and the prompt log-probabilities, which plain requests do not need.
+        """
+        return self.defers and (table is self._prompt or (table is self._samplers and key[1] == "full"))
+
+    def _lower_and_compile(self, lower: Callable[[], Any], options: dict[str, Any]) -> Any:
+        return self._compile(lower(), options)
+
+    def compile_deferred(self) -> None:
+        """Begin to compile the deferred programs on a thread."""
+        tables: tuple[dict, ...] = (self._samplers, self._prompt)
+        found = [one for table in tables for one in table.values() if isinstance(one, DeferredProgram)]
+        if found:
+            compile_in_background(found)
 
     @property
     def compilations(self) -> int:
@@ -302,7 +331,7 @@ class Executor:
             tokens, found, self.last_tokens, recent, self.counts = sampler(
                 self._head, hidden, rows, self.last_tokens, self.params, self.counts
             )
-            self.params = self.params.replace(recent=recent)
+            self.params = dataclasses.replace(self.params, recent=recent)
         else:
             tokens, self.last_tokens = self._samplers[layout.rows, "plain"](
                 self._head, hidden, rows, self.last_tokens
@@ -484,8 +513,18 @@ class Executor:
         self._count_tokens = self._compile(self.programs.count_tokens().lower(counts, slot, ids, outputs))
 
 
+def rehearsed(executor: Any) -> list[StepLayout]:
+    """Return the layouts that a start runs once: all on a GPU, the smallest on a CPU.
+
+    The first launch of a program on a GPU loads the program. A CPU's programs are loaded when they are
+    compiled, and a run of the largest step takes a second. executor: see `rehearse`.
+    """
+    every = [*itertools.chain(*executor.layouts.values()), *executor.decode_layouts.values()]
+    return every if on_gpu() else [min(every, key=lambda layout: layout.tokens)]
+
+
 def rehearse(executor: Any, layout: StepLayout) -> None:
-    """Run an empty step of a layout with both samplers, so that serving pays no first-use cost.
+    """Run an empty step of a layout twice, so that serving pays no first-use cost. Deferred programs do not run.
 
     executor: an `Executor`, or a `StagedExecutor`.
     """
@@ -496,6 +535,7 @@ def rehearse(executor: Any, layout: StepLayout) -> None:
     fields["page_appends"][:, 0] = executor.groups
     nothing = np.full((1, 4), executor.groups, np.int32)
     targets = np.zeros(layout.tokens, np.int32) if layout.tokens in executor.layouts else None
-    executor.run(layout, buffer, nothing, full=False, targets=targets)
-    np.asarray(executor.run(layout, buffer, nothing, full=True).tokens)
+    full = not executor.defers
+    executor.run(layout, buffer, nothing, full=False, targets=targets if full else None)
+    np.asarray(executor.run(layout, buffer, nothing, full=full).tokens)
     executor.set_slot(0, slot_values(), np.zeros(1, np.int32), 0)

@@ -8,7 +8,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
@@ -30,7 +29,8 @@ STEP_DONATES, FULL_DONATES = (
 )  # arguments of a step and of the full sampler that are updated in place
 
 
-@flax.struct.dataclass
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Rows:
     """The samplers' inputs for the rows of a step, [R] each."""
 

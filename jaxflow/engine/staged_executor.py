@@ -8,14 +8,13 @@ stages apply the same changes in the same order, so pages can change hands as on
 
 import collections
 import concurrent.futures
-import itertools
 import time
 from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
 
-from jaxflow.engine.executor import Executor, Pending, rehearse
+from jaxflow.engine.executor import Executor, Pending, rehearse, rehearsed
 from jaxflow.engine.layout import StepLayout
 from jaxflow.model.slot_params import SlotParams
 from jaxflow.parallel.hand_over import hand_over
@@ -34,6 +33,7 @@ class StagedExecutor:
     def __init__(self, stages: Sequence[Executor]):
         self.stages = tuple(stages)
         first = self.stages[0]
+        self.defers = self.stages[-1].defers
         self.layouts, self.decode_layouts = first.layouts, first.decode_layouts
         self.slots, self.page_size, self.groups = first.slots, first.page_size, first.groups
         # One entry for each of the last steps, oldest first: the slots that drew a token, bool [Q], and the
@@ -69,14 +69,18 @@ class StagedExecutor:
             return max(pool.map(Executor.temporary_bytes, self.stages))
 
     def warm_up(self, on_progress: Callable[[int, int], None] = lambda done, total: None) -> float:
-        """Compile every program of every stage, and run each once. Return the seconds."""
+        """Compile every program of every stage, and run those of `rehearsed`. Return the seconds."""
         start = time.perf_counter()
         self._compile(on_progress)
-        for layout in itertools.chain(*self.layouts.values(), self.decode_layouts.values()):
+        for layout in rehearsed(self):
             rehearse(self, layout)
         for stage in self.stages:
             stage.count_compilations()
         return time.perf_counter() - start
+
+    def compile_deferred(self) -> None:
+        """Begin to compile the deferred programs of the stage that samples."""
+        self.stages[-1].compile_deferred()
 
     def run(
         self,

@@ -37,7 +37,7 @@ from jaxflow.engine.step_plans import (
     uses_pdl,
 )
 from jaxflow.engine.step_time_prediction import predict_step_time
-from jaxflow.kv.device_cache import fit_pages, page_bytes
+from jaxflow.kv.device_cache import fit_pages, page_bytes, page_groups
 from jaxflow.kv.tiers.host_machine import free_host_bytes
 from jaxflow.kv.tiers.page_copies import PageCopies
 from jaxflow.kv.tiers.start import (
@@ -73,6 +73,9 @@ from pallas_kernels.kernel_set import KernelSet
 from pallas_kernels.quantized import Quantized
 
 log = logging.getLogger(__name__)
+GPU_SEQS, CPU_SEQS, FEWEST_SEQS = 512, 64, 8  # bounds of the default of max_num_seqs
+TOKENS_OF_SEQ = 512  # tokens of KV for each sequence of a CPU's default pool
+POOL_TOKENS = 32768  # tokens of KV in a CPU's default pool, at least
 # The settings that a step's programs depend on, the key of the cache of lowered programs. The others say
 # where files are, or concern the weights' values and the host only.
 PROGRAM_FIELDS = (
@@ -129,11 +132,16 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
         raise ConfigError(
             "max_model_len", longest, f"at most {model.max_position}, which the checkpoint was made for"
         )
-    seqs = config.max_num_seqs or (512 if gpu else 8)
     config = dataclasses.replace(
-        config, dtype=dtype, kv_cache_dtype=KV_DTYPES[config.kv_cache_dtype] or dtype, max_num_seqs=seqs
+        config, dtype=dtype, kv_cache_dtype=KV_DTYPES[config.kv_cache_dtype] or dtype
     )
+    given = config.max_num_seqs
+    seqs = given or (GPU_SEQS if gpu else _cpu_seqs(config, model))
+    config = dataclasses.replace(config, max_num_seqs=seqs)
     budget = config.max_num_batched_tokens or largest_step(config, model) or (2048 if gpu else 256)
+    if given is None and not gpu and budget < seqs:
+        seqs = budget
+        config = dataclasses.replace(config, max_num_seqs=seqs)
     if budget < seqs:
         raise ConfigError(
             "max_num_batched_tokens",
@@ -145,6 +153,18 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
         raise ConfigError("max_num_batched_tokens", budget, f"at most {most}, which the memory may hold")
     config = dataclasses.replace(config, max_model_len=longest, max_num_batched_tokens=budget)
     return dataclasses.replace(config, plan=default_plan(config, model)) if config.plan == "auto" else config
+
+
+def _cpu_seqs(config: EngineConfig, model: ModelConfig) -> int:
+    """Return the default of max_num_seqs on a CPU: 64, or fewer where memory is short.
+
+    A step of 64 decodes costs little more than a step of 8, because both read all weights once. A larger step
+    gains little: its products take longer than the reads of the weights.
+    """
+    tp = config.tensor_parallel_size
+    token = sum(page_bytes(page_groups(model, config.kv_cache_dtype, tp), 1, tp)) * tp
+    fit = int(free_host_bytes() * config.gpu_memory_utilization / 2 / (TOKENS_OF_SEQ * token))
+    return next((seqs for seqs in (CPU_SEQS, CPU_SEQS // 2, CPU_SEQS // 4) if seqs <= fit), FEWEST_SEQS)
 
 
 def _machine_bytes() -> int:
@@ -220,6 +240,7 @@ def start_engine(
         loop = make_loop(config, checkpoint.model_config, executor, tier, fingerprint=fingerprint)
         driver = Driver(loop)
         driver.start()
+        executor.compile_deferred()
         undo.pop_all()
     return Engine(config, driver, executor, warm_up_s)
 
@@ -359,7 +380,7 @@ def _make_stage(
     specs = jax.tree.map(lambda array: array.sharding.spec, weights)
     layouts = make_layouts(config, model, named.values(), decodes_alone=on_gpu(), one=one)
     lowered = None
-    if is_own and on_gpu():  # on a CPU, without Mosaic kernels, lowering is fast
+    if is_own:
         pdl = [layout.key for layout in layouts if early(layout)]
         lowered = open_lowered_programs((program_settings(config), model, plans, graphs, memory, pdl))
     return Executor(
@@ -380,6 +401,7 @@ def _make_stage(
         lowered=lowered,
         kv_dtype=jnp.dtype(config.kv_cache_dtype),
         max_model_len=config.max_model_len,
+        defers=not on_gpu(),  # a GPU times kernels while it compiles, in memory that steps need
         name="" if stage.is_model else f" of layers {stage.first} to {stage.stop}",
     )
 
@@ -546,6 +568,10 @@ def _pages_of_stage(config: EngineConfig, executor: Executor, stages: int) -> tu
         free -= executor.temporary_bytes()  # on a CPU the other half of the memory holds them
         if config.kv_offloading_size:
             free -= device_bytes(page_bytes(executor.page_groups, config.block_size, mesh.size), free)
+    else:  # the start writes each page once, and a number that varied with the free memory would miss caches
+        tokens = max(POOL_TOKENS, config.max_num_seqs * TOKENS_OF_SEQ, config.max_model_len)
+        pages = -(-tokens // config.block_size)
+        free = min(free, pages * sum(page_bytes(executor.page_groups, config.block_size, mesh.size)))
     return fit_pages(
         executor.page_groups,
         free,

@@ -4,12 +4,15 @@ Decode tokens come first (token i is row i), then prefill chunks, then padding. 
 step.
 """
 
-import flax.struct
+import dataclasses
+
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 
-@flax.struct.dataclass
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Batch:
     """T tokens of R rows (sequences), with C prefill chunks, G layer groups and at most MP pages per
     sequence.

@@ -3,9 +3,9 @@
 No function sorts a vocabulary. The 20 best logits lie in the 20 blocks with the largest maxima.
 """
 
+import dataclasses
 import math
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -14,7 +14,8 @@ TOP = 20  # likeliest tokens that are reported per row
 VOCABULARY_BLOCK = 4096  # columns of logits that exist at once in `prompt_logprobs`
 
 
-@flax.struct.dataclass
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class LogprobsOut:
     """Raw log-probabilities of R rows, before bias, penalties and temperature."""
 

@@ -20,9 +20,9 @@ In the scattered form of tensor parallelism, y, x and the norms' outputs are eac
     mlp_gather(h) -> h
 """
 
+import dataclasses
 from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -147,7 +147,8 @@ def qkv(c: Context, w: Weights, h: Float[Array, "t D"] | Quantized) -> Float[Arr
     return _gemm(c, w, "qkv", h, w.get("qkv_bias"))
 
 
-@flax.struct.dataclass
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class UnmergedHeads:
     """The outputs of both attentions for the same tokens, in two arrays.
 
@@ -157,7 +158,7 @@ class UnmergedHeads:
     chunks: Float[Array, "t N H"]
     decodes: Float[Array, "t N H"]
     num_decodes: Int[Array, ""]
-    start: int = flax.struct.field(pytree_node=False)
+    start: int = dataclasses.field(metadata={"static": True})
 
 
 @op("out_proj")
@@ -397,7 +398,8 @@ attn_gather, mlp_gather = op("attn_gather")(_gather), op("mlp_gather")(_gather)
 # ---- mixture of experts
 
 
-@flax.struct.dataclass
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Routing:
     """The E' experts that each token goes to, and their weights."""
 

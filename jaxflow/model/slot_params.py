@@ -3,9 +3,9 @@
 A slot is a row of these arrays. One running sequence owns it from admission until it ends or is pre-empted.
 """
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,7 +23,8 @@ COUNT = 0x7FFF  # the bits that count outputs, which is also the largest count
 Array = jax.Array | np.ndarray
 
 
-@flax.struct.dataclass
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class SlotParams:
     """Settings of Q slots (axis 0 of every array), or of one slot without that axis."""
 

@@ -19,6 +19,7 @@ from jaxflow.bench.workload import flags as options
 from jaxflow.bench.workload import lengths as workload
 from jaxflow.bench.workload.drive import drive, greedy_requests
 from jaxflow.cli.engine_flags import engine_config_from_flags
+from jaxflow.engine.deferred import wait_until_compiled
 from jaxflow.engine.start import freeze_heap
 from jaxflow.llm import LLM
 
@@ -89,6 +90,7 @@ def run() -> dict[str, Any]:
     """Run the command and return its report. Raises: ConfigError, WorkloadError for invalid flags."""
     f = flags.FLAGS
     with LLM.from_config(engine_config_from_flags()) as llm:
+        wait_until_compiled()
         freeze_heap()
         if f.input_len + f.output_len > llm.max_model_len:
             raise workload.WorkloadError(

@@ -39,6 +39,7 @@ from jaxflow.bench.workload import lengths as workload
 from jaxflow.bench.workload.grpc_backend import GrpcBackend
 from jaxflow.bench.workload.lengths import Item, WorkloadError
 from jaxflow.cli.engine_flags import engine_config_from_flags
+from jaxflow.engine.deferred import wait_until_compiled
 from jaxflow.engine.start import freeze_heap
 from jaxflow.llm import LLM
 from jaxflow.model.cost import DEVICES
@@ -243,6 +244,7 @@ def _measured(kind: str) -> dict[str, Any]:
     with LLM.from_config(
         dataclasses.replace(config, max_waiting=max(config.max_waiting, f.num_requests or 2000))
     ) as llm:
+        wait_until_compiled()
         freeze_heap()
         head = {"command_name": "sweep", **throughput.head(llm)}
         if f.output_json:

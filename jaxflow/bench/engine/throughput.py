@@ -35,6 +35,7 @@ from jaxflow.bench.workload.drive import converse, drive, greedy_requests
 from jaxflow.bench.workload.lengths import Item
 from jaxflow.cli.engine_flags import engine_config_from_flags
 from jaxflow.config import ConfigError
+from jaxflow.engine.deferred import wait_until_compiled
 from jaxflow.engine.start import freeze_heap
 from jaxflow.engine.step_plans import products_dtype
 from jaxflow.llm import LLM
@@ -252,6 +253,7 @@ def run() -> dict[str, Any]:
         steps.check_plan(config)
     options.check_workload(options.longest(config))
     with LLM.from_config(config) as llm:
+        wait_until_compiled()
         freeze_heap()
         items, described = options.items_from_flags(llm.max_model_len)
         result = {"command_name": "throughput", **head(llm), "workload": described}

@@ -81,7 +81,21 @@ class TestResolve:
         config = resolve(EngineConfig(model=LLAMA), model)
         assert (config.dtype, config.kv_cache_dtype) == ("float32", "float32")
         assert config.max_model_len == model.max_position
-        assert (config.max_num_seqs, config.max_num_batched_tokens, config.plan) == (8, 256, "sequential")
+        assert (config.max_num_seqs, config.max_num_batched_tokens, config.plan) == (64, 256, "sequential")
+
+    def test_a_cpu_runs_fewer_sequences_where_memory_or_the_step_is_short(self, checkpoint, monkeypatch):
+        model = checkpoint.model_config
+        token = sum(build.page_bytes(build.page_groups(model, "float32", 1), 1, 1))
+
+        def seqs(held, **settings):
+            bytes_free = int(held * build.TOKENS_OF_SEQ * token * 2 / 0.9) + 1
+            monkeypatch.setattr(build, "free_host_bytes", lambda: max(bytes_free, 1 << 20))
+            return resolve(EngineConfig(model=LLAMA, **settings), model).max_num_seqs
+
+        assert [seqs(held) for held in (1000, 64, 63, 16)] == [64, 64, 32, 16]
+        assert seqs(1000, max_num_batched_tokens=48) == 48
+        assert seqs(1000, max_num_batched_tokens=5) == 5
+        assert seqs(16, max_num_seqs=24) == 24
 
     def test_everything_given_is_kept(self, checkpoint):
         given = EngineConfig(

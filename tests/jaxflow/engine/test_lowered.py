@@ -215,6 +215,7 @@ def test_an_engine_of_kept_programs_draws_the_same_tokens(tmp_path, monkeypatch)
         request = Request("a", list(range(3, 24)), sampling)
         drawn.append(toy.run(make_loop(config, checkpoint.model_config, made), [request])["a"])
     assert len(files(tmp_path)) == 4, "a step, two samplers, prompt log-probabilities"
+    monkeypatch.undo()  # the other engine keeps programs of its own
     alone = toy.run(toy.loop("tiny-llama"), [Request("a", list(range(3, 24)), sampling)])["a"]
     assert drawn[0].tokens == drawn[1].tokens == alone.tokens
     assert drawn[0].logprobs == drawn[1].logprobs
@@ -302,6 +303,7 @@ def test_old_programs_are_deleted_by_age_and_size(tmp_path, monkeypatch):
 
 
 OTHER_SETTINGS = {
+    "batch_tpot_ms": 50.0,
     "tokenizer": str(paths.MODELS / "stories260K"),
     "load_format": "dummy",
     "seed": 7,
