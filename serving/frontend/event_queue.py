@@ -37,10 +37,9 @@ class EventQueue:
         self._events += events
         ended = False
         for event in events:
-            kind = type(event)
-            if kind is Delta:
+            if type(event) is Delta:
                 self._tokens += len(event.token_ids)
-            elif kind is Finished:
+            elif type(event) is Finished:
                 ended = True
         if self._tokens > self._max_tokens:
             self.overflowed = True

@@ -316,12 +316,12 @@ class ServedModel:
         """Return the result of `work` on a prompt. Raises: Refusal, also after the deadline."""
         if timeout_s is not None and timeout_s <= 0:
             raise deadline_passed()
-        running = self._work.run(_bytes(prompt), work)
         if timeout_s is None:
-            return await running
+            return await self._work.run(_bytes(prompt), work)
+        scope = asyncio.timeout(timeout_s)
         try:
-            async with asyncio.timeout(timeout_s) as scope:
-                return await running
+            async with scope:
+                return await self._work.run(_bytes(prompt), work)
         except TimeoutError:
             if scope.expired():
                 raise deadline_passed() from None
