@@ -110,7 +110,7 @@ row_settings = st.fixed_dictionaries(
 
 
 @pytest.mark.parametrize("full", [FULL, of_few_blocks])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(rows=st.lists(row_settings, min_size=ROWS, max_size=ROWS), slots=st.permutations(range(SLOTS)))
 def test_full_is_what_vllm_means(full, rows, slots):
     slots = np.array(slots[:ROWS], np.int32)
