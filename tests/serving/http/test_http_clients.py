@@ -221,9 +221,7 @@ def test_the_docs_page_in_chromium(url, tmp_path):
         page.keyboard.press("Enter")
         page.screenshot(path=pictures / "docs-page.png")
         entry.locator("button").click()
-        page.wait_for_function(
-            "document.querySelector('details[open] pre').textContent.includes('text_completion')"
-        )
+        page.locator("details[open] pre", has_text="text_completion").first.wait_for()
         assert page.locator("#base").text_content() == f"{url}/v1"
         browser.close()
     assert [found for found in asked if not found.startswith(url)] == [] and problems == []
