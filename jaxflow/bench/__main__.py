@@ -18,6 +18,7 @@
   plans        several plans of a step, in the steady state of workloads
   trace        utilization of each resource over one layer, from a profiler trace; JSON and a chart
   memory       temporary memory of a step's programs, and the memory left for KV
+  longest_prompt  the longest prompt that the memory holds, whole and in chunks
   perplexity   perplexity of a text at each precision of weights and KV
   pipeline     bubbles of pipeline stages, on the engine or on virtual clocks (SARATHI Fig. 12); JSON and a chart
   sarathi      SARATHI's tables and figures of one device, on the engine or by the cost model; JSON and a chart
@@ -55,6 +56,7 @@ COMMANDS = {
     "plans": "plans.compare",
     "trace": "plans.trace",
     "memory": "engine.memory",
+    "longest_prompt": "engine.longest_prompt",
     "perplexity": "engine.perplexity",
     "pipeline": "pipeline.study",
     "sarathi": "sarathi.command",

@@ -1,0 +1,216 @@
+"""One prompt on an executor of exactly its pages, to find out whether the memory suffices."""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import gc
+import multiprocessing
+import resource
+import time
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from jaxflow.bench.plans.steady import SteadyStep, StepWorkload, page_appends, step_work
+from jaxflow.config import EngineConfig
+from jaxflow.engine.executor import Executor
+from jaxflow.engine.kernel_choice import choose_kernels
+from jaxflow.engine.layout import StepLayout
+from jaxflow.engine.program_memory import Need
+from jaxflow.engine.programs import Programs
+from jaxflow.engine.start import prepare_process
+from jaxflow.engine.step_plans import make_layouts
+from jaxflow.model.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from jaxflow.model.composition import Composition
+from jaxflow.model.op_registry import Context
+from jaxflow.model.weights import shapes, shardings
+from jaxflow.parallel.mesh import TP, axis_of, make_mesh, on_gpu
+from jaxflow.pipeline.compiler import compile_plan, xla_options
+from jaxflow.pipeline.handwritten import sequential_plan
+from pallas_kernels.kernel_set import KernelSet
+
+_EXHAUSTED = ("RESOURCE_EXHAUSTED", "Out of memory")  # messages of XLA's allocators, on a GPU and on a CPU
+
+
+@dataclasses.dataclass(frozen=True)
+class Bench:
+    """A model with its weights on the device. weights: arrays, or their shapes."""
+
+    config: EngineConfig  # resolved
+    checkpoint: Checkpoint
+    mesh: Mesh
+    kernels: KernelSet
+    weights: Any
+
+    @classmethod
+    def of(cls, config: EngineConfig, checkpoint: Checkpoint, *, loaded: bool) -> "Bench":
+        """Return the bench of a model. loaded: False for shapes instead of weights."""
+        mesh, model = make_mesh(config.tensor_parallel_size), checkpoint.model_config
+        if loaded:
+            weights: Any = checkpoint.load(
+                config.dtype, mesh, progress=False, seed=config.seed, **_chosen(config)
+            )
+        else:
+            specs = shardings(model, mesh, **_chosen(config))
+            weights = jax.tree.map(
+                lambda a, spec: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, spec)),
+                shapes(model, mesh.shape[TP], config.dtype, **_chosen(config)),
+                specs,
+            )
+        return cls(config, checkpoint, mesh, choose_kernels(config, model), weights)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Return the bytes of the weights on one device."""
+        local = ((a.sharding.shard_shape(a.shape), a.dtype.itemsize) for a in jax.tree.leaves(self.weights))
+        return sum(int(np.prod(shape)) * itemsize for shape, itemsize in local)
+
+    def executor(self, tokens: int, length: int) -> Executor:
+        """Return an executor of one step size for one sequence of `length` tokens, without its KV cache."""
+        model, tp = self.checkpoint.model_config, self.mesh.shape[TP]
+        config = dataclasses.replace(self.config, max_num_batched_tokens=tokens, max_num_seqs=1)
+        plan = sequential_plan(model, tokens, tp)
+        forward = compile_plan(plan, model, tp, quantized=config.quantization == "fp8")
+        return Executor(
+            Programs(
+                Context(model, self.kernels, axis_of(self.mesh)),
+                self.mesh,
+                shardings(model, self.mesh, **_chosen(config)),
+            ),
+            self.weights,
+            make_layouts(config, model, [plan], decodes_alone=False),
+            lambda _: forward,
+            kv_dtype=jnp.dtype(config.kv_cache_dtype),
+            max_model_len=length,
+            options_of=lambda layout: xla_options(plan, tp) if on_gpu() else {},
+        )
+
+    def need(self, tokens: int) -> Need:
+        """Return the memory of the step of so many tokens, by XLA's account."""
+        return self.executor(tokens, tokens).temporary_needs(tokens)["step"]
+
+
+def _chosen(config: EngineConfig) -> dict[str, Any]:
+    return {
+        "quantization": config.quantization,
+        "kv_scales": config.kv_cache_dtype == "float8_e4m3fn",
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """A prompt of `length` tokens whose last step has `tokens` tokens.
+
+    computed: tokens of the last step that are computed; the others are padding. A step's memory does not
+    depend on this number, and a search is faster with few.
+    """
+
+    tokens: int
+    length: int
+    computed: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """The result of a trial. seconds: of the step. need: of the compiled step, None if it did not compile."""
+
+    ran: bool
+    seconds: float | None = None
+    need: Need | None = None
+
+
+def attempt(bench: Bench, trial: Trial, limit: int | None = None) -> Outcome:
+    """Run the last step of a trial's prompt, with every page that the prompt fills.
+
+    limit: bytes of this process for the KV cache and the step, see `_cap`; None for the device's own limit.
+    """
+    page = bench.config.block_size
+    executor = bench.executor(trial.tokens, trial.length)
+    pages = -(-trial.length // page) + 1
+    need = None
+    try:
+        executor.allocate((1,) * executor.groups)  # the per-slot state, which small programs are compiled for
+        executor.num_pages = (pages,) * executor.groups
+        executor.compile()  # before the cache takes the memory: XLA times GEMMs while it compiles
+        ((layout,),) = executor.layouts.values()
+        need = Need.of(executor.program(layout))
+        with _cap(limit):
+            executor.allocate(executor.num_pages)
+            seconds = _run(bench, executor, layout, trial)
+        return Outcome(True, seconds, need)
+    except (jax.errors.JaxRuntimeError, MemoryError) as error:
+        if not isinstance(error, MemoryError) and not any(text in str(error) for text in _EXHAUSTED):
+            raise
+        return Outcome(False, None, need)
+    finally:
+        del executor
+        gc.collect()
+
+
+def _run(bench: Bench, executor: Executor, layout: StepLayout, trial: Trial) -> float:
+    """Run the trial's step twice, and return the seconds of the second run."""
+    model = bench.checkpoint.model_config
+    chunk = Composition(0, 0.0, ((trial.computed, trial.length - trial.computed),), 0)
+    work = step_work(StepWorkload(1, 0, decodes=0), chunk, layout, model.vocab_size)
+    steady = SteadyStep.of(executor, layout, work)
+    steady.place(page_appends(work, executor.num_pages, model.windows, bench.config.block_size))
+    begun = time.perf_counter()
+    steady.enqueue().block_until_ready()
+    return time.perf_counter() - begun
+
+
+# ---- a memory limit for a CPU
+
+
+@contextlib.contextmanager
+def _cap(limit: int | None):
+    """Limit the private memory that this process adds inside the block, in bytes (Linux)."""
+    if limit is None:
+        yield
+        return
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (_data_bytes() + limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+def _data_bytes() -> int:
+    """Return the private memory that this process has mapped, which Linux compares with RLIMIT_DATA."""
+    text = Path("/proc/self/status").read_text()
+    (line,) = (line for line in text.splitlines() if line.startswith("VmData:"))
+    return int(line.split()[1]) * 1024
+
+
+def attempt_capped(config: EngineConfig, max_position: int, trial: Trial, limit: int) -> Outcome:
+    """Run a trial in a process of its own with a memory limit. A process that dies has not run it.
+
+    config: resolved. max_position: replaces the model's. limit: bytes for the KV cache and the step.
+    """
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
+        try:
+            return pool.submit(_capped, config, max_position, trial, limit).result()
+        except BrokenProcessPool:
+            return Outcome(False)
+
+
+def _capped(config: EngineConfig, max_position: int, trial: Trial, limit: int) -> Outcome:
+    prepare_process(config)
+    checkpoint = with_positions(open_checkpoint(config.model, load_format=config.load_format), max_position)
+    return attempt(Bench.of(config, checkpoint, loaded=True), trial, limit)
+
+
+def with_positions(checkpoint: Checkpoint, max_position: int) -> Checkpoint:
+    """Return a checkpoint for sequences of up to `max_position` tokens.
+
+    Positions beyond the model's own limit give useless text, but they show what the memory holds.
+    """
+    model = dataclasses.replace(checkpoint.model_config, max_position=max_position)
+    return dataclasses.replace(checkpoint, model_config=model)
