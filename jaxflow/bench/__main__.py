@@ -56,7 +56,7 @@ COMMANDS = {
     "plans": "plans.compare",
     "trace": "plans.trace",
     "memory": "engine.memory",
-    "longest_prompt": "engine.longest_prompt",
+    "longest_prompt": "context.longest_prompt",
     "perplexity": "engine.perplexity",
     "pipeline": "pipeline.study",
     "sarathi": "sarathi.command",

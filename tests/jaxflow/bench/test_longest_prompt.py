@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxflow.bench.engine.longest_prompt import Room, longest
+from jaxflow.bench.context.longest_prompt import Room, longest
 from jaxflow.engine.program_memory import Need
 
 PAGE = 64

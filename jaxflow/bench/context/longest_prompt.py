@@ -27,8 +27,8 @@ from typing import Any
 import jax
 from absl import flags
 
+from jaxflow.bench.context.prompt_trial import Bench, Outcome, Trial, attempt, attempt_capped, with_positions
 from jaxflow.bench.engine.memory import three_buffers
-from jaxflow.bench.engine.prompt_trial import Bench, Outcome, Trial, attempt, attempt_capped, with_positions
 from jaxflow.bench.report import machine
 from jaxflow.bench.report.requests import write_json
 from jaxflow.bench.workload import flags as options

@@ -1,0 +1,1 @@
+"""The longest prompt that a memory holds."""
