@@ -170,8 +170,14 @@ class Driver:
             self._commands.popleft()()
 
     def _admit(self, request: Request, mailbox: Mailbox, now: float) -> None:
-        with self._wake:
-            self._queued -= 1
+        try:
+            self._add(request, mailbox, now)
+        finally:
+            # Until here the request keeps its place, so that `submit` accepts no other request for this place.
+            with self._wake:
+                self._queued -= 1
+
+    def _add(self, request: Request, mailbox: Mailbox, now: float) -> None:
         name = request.request_id
         if name in self._mailboxes:
             taken = InvalidRequest("request_id", name, "a name that no request under way has")

@@ -129,6 +129,21 @@ class TestDelivery:
             box.ends()
             assert all_free(loop)
 
+    def test_a_request_keeps_its_place_until_it_is_in_the_queue(self):
+        """Otherwise another caller could take the place, and an accepted request would be refused."""
+        with driving() as (driver, loop):
+            add, waiting = loop.add, []
+
+            def adding(request, now):
+                waiting.append(driver.stats().waiting_requests)
+                return add(request, now)
+
+            loop.add = adding
+            box = Box()
+            driver.submit(request("a"), box)
+            box.until(Finished)
+            assert waiting == [1] and driver.stats().waiting_requests == 0
+
     def test_a_mailbox_that_raises_harms_nobody_else(self):
         class Broken:
             def post(self, events):
@@ -227,6 +242,7 @@ class TestAbort:
 
     def test_random_aborts_leave_nothing_behind(self):
         rng = random.Random(5)
+        toy.executor(MODEL)[1].warm_up()
         with driving() as (driver, loop):
             boxes, compiled = [], driver.stats().compilations_after_warmup
             for i in range(40):
