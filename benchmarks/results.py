@@ -349,6 +349,26 @@ def turn_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
                 )
 
 
+def pipeline_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
+    """Yield each ratio of the simulated pipeline studies beside the paper's."""
+    for path, report in reports.items():
+        if "study" not in report:
+            continue
+        study = report["study"]
+        devices = f"{study['stages'] * study['tp']} x {study['device']}"
+        for name, ratio in report["ratios"].items():
+            paper = report["paper"][name]
+            yield (
+                f"{study['model']} on {devices}",
+                f"{study['requests']:,}",
+                name.replace("_", " "),
+                f"{ratio:.2f}",
+                f"{paper:.2f}",
+                f"{ratio / paper - 1:+.0%}",
+                links([path]),
+            )
+
+
 def _mean(value: float | list[float] | None) -> float | None:
     """Return a number, the mean over several cards, or None for an unknown value."""
     if isinstance(value, list):
@@ -476,6 +496,13 @@ SECTIONS = (
         "WikiText-2. The last figure is the mean change of a token's log-probability.",
         ("model", "numbers", "perplexity", "mean change", "report"),
         perplexity_rows,
+    ),
+    (
+        "Pipelines, simulated",
+        "The engine's scheduler on virtual clocks, beside SARATHI §5.3. Two constants of the simulation were fitted to "
+        "the paper's speedups; see [notes/pipelines.md](notes/pipelines.md).",
+        ("model and devices", "requests", "ratio", "simulated", "paper", "difference", "report"),
+        pipeline_rows,
     ),
     (
         "All reports",

@@ -39,15 +39,15 @@ class Link:
 def counts_of(work: StepWork) -> np.ndarray:
     """Return the counts of a scheduled step in the order of `COUNTS`, float64 [8]."""
     decodes = len(work.decode_positions)
-    starts = np.array([chunk.start for chunk in work.chunks], np.float64)
-    tokens = np.array([chunk.tokens for chunk in work.chunks], np.float64)
-    samples = decodes + sum(chunk.samples for chunk in work.chunks)
-    pairs = (tokens * starts + tokens * (tokens + 1) / 2).sum()
-    rows = work.bucket - tokens.sum()  # rows of ended sequences in a padded batch are computed as well
     keys = float(work.decode_positions.sum()) + decodes
-    return np.array(
-        [1.0, work.bucket, samples, rows, keys, tokens.sum(), (starts + tokens).sum(), pairs], np.float64
-    )
+    samples, tokens, chunk_keys, pairs = decodes, 0, 0, 0.0
+    for chunk in work.chunks:
+        samples += chunk.samples
+        tokens += chunk.tokens
+        chunk_keys += chunk.start + chunk.tokens
+        pairs += chunk.tokens * chunk.start + chunk.tokens * (chunk.tokens + 1) / 2
+    rows = work.bucket - tokens  # rows of ended sequences in a padded batch are computed as well
+    return np.array([1.0, work.bucket, samples, rows, keys, tokens, chunk_keys, pairs], np.float64)
 
 
 class StageTimer:

@@ -18,6 +18,7 @@ near the paper's, so agreement with those speedups is a fit and no prediction.
 
 import concurrent.futures
 import dataclasses
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -117,31 +118,37 @@ def scenarios(study: Study) -> dict[str, tuple[Layout, Callable[[], StepPolicy]]
     }
 
 
-def run_scenario(study: Study, name: str) -> PipelineRun:
-    """Simulate one scenario."""
+def run_scenario(study: Study, name: str) -> tuple[PipelineRun, float]:
+    """Simulate one scenario. Return its run, and the CPU seconds that the simulation took."""
+    start_s = time.process_time()
     config = open_checkpoint(study.model, load_format="dummy").model_config
     rates = DEVICES[study.device].datasheet
     layout, make_policy = scenarios(study)[name]
     layers = (config.num_layers,) if layout.replicas > 1 else stage_layers(study)
     timer = StageTimer(config, layers, study.tp, rates, layer_s=study.layer_s)
     link = study.link if len(layers) > 1 else None
-    return simulate(
+    run = simulate(
         study.items(), layout, make_policy, timer, link, send_bytes=2.0 * config.hidden_size / study.tp
     )
+    return run, time.process_time() - start_s
 
 
 def measure(study: Study, processes: int = 2) -> dict[str, Any]:
     """Return the report of all scenarios. processes: scenarios that run at the same time."""
     names = list(scenarios(study))
+    start_s = time.perf_counter()
     if processes > 1:
         with concurrent.futures.ProcessPoolExecutor(processes) as pool:
-            runs = dict(zip(names, pool.map(run_scenario, [study] * len(names), names), strict=True))
+            found = dict(zip(names, pool.map(run_scenario, [study] * len(names), names), strict=True))
     else:
-        runs = {name: run_scenario(study, name) for name in names}
+        found = {name: run_scenario(study, name) for name in names}
+    runs = {name: run for name, (run, _) in found.items()}
     return {
         "command_name": "pipeline",
         "study": dataclasses.asdict(study),
         "layers": list(stage_layers(study)),
+        "simulated_in_s": time.perf_counter() - start_s,
+        "simulation_cpu_s": {name: cpu_s for name, (_, cpu_s) in found.items()},
         "scenarios": {name: describe(run) for name, run in runs.items()},
         "ratios": ratios(runs),
         "paper": PAPER,
