@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from jaxflow.bench.engine.policies import Hybrid, OrcaBest
 from jaxflow.bench.pipeline.simulate import Layout, simulate
-from jaxflow.bench.pipeline.stage_time import COUNTS, Link, StageTimer
+from jaxflow.bench.pipeline.stage_time import COUNTS, Link, StageTimer, counts_of
 from jaxflow.bench.pipeline.study import Study, measure, scenarios, text
 from jaxflow.bench.workload.lengths import Item, constant
 from jaxflow.config import ConfigError, Layer, ModelConfig, Rope
@@ -18,6 +18,7 @@ from jaxflow.model.cost import DEVICES, step_timer
 from jaxflow.model.graph import model_graph
 from jaxflow.model.stage_split import OUTPUT_TOKENS, PROMPT_TOKENS, split_layers
 from jaxflow.scheduler.scheduler import DecodeMaximal
+from jaxflow.scheduler.state import Chunk, StepWork
 
 CONFIG = ModelConfig("llama", 32000, 1024, 8, 8, 128, 2816, (Layer(rope=Rope(10000.0)),) * 7, 2048)
 RATES = DEVICES["A100-80GB"].datasheet
@@ -38,6 +39,31 @@ def test_stages_sum_to_the_time_of_the_model(decodes, keys, chunk, start, cut, t
     whole = step_timer(model_graph(CONFIG, 2), RATES, tile_rows=tile)(step).sequential_s
     split = StageTimer(CONFIG, (cut, 7 - cut), 2, RATES, tile_rows=tile)(counts)
     assert split.shape == (2,) and split.sum() == pytest.approx(whole)
+
+
+@given(
+    positions=st.lists(st.integers(0, 4000), max_size=30),
+    chunks=st.lists(st.tuples(st.integers(1, 900), st.integers(0, 4000), st.booleans()), max_size=4),
+)
+def test_counts_of_a_step_are_those_of_its_composition(positions, chunks):
+    work = StepWork(
+        np.empty(len(positions), object),
+        np.arange(len(positions), dtype=np.int32),
+        np.array(positions, np.int32),
+        tuple(Chunk(None, i, start, tokens, samples) for i, (tokens, start, samples) in enumerate(chunks)),
+        (),
+        tokens := len(positions) + sum(tokens for tokens, *_ in chunks),
+        tokens,
+        np.empty((0, 4), np.int32),
+    )
+    step = Composition(
+        len(positions),
+        float(np.mean(positions)) + 1 if positions else 0.0,
+        tuple((tokens, start) for tokens, start, _ in chunks),
+        len(positions) + sum(samples for *_, samples in chunks),
+    )
+    expected = [1.0, *(step.count(what) for what in COUNTS[1:])]
+    assert counts_of(work) == pytest.approx(expected)
 
 
 def test_a_layers_fixed_time_counts_once_a_layer():
@@ -104,6 +130,7 @@ def test_a_small_study_has_the_shape_of_the_paper():
     assert found["sarathi"] < found["orca-best"] and found["sarathi"] < found["request-level"]
     assert report["ratios"]["bubble_orca_best_over_sarathi"] > 2
     assert all(name in text(report) for name in found)
+    assert set(report["simulation_cpu_s"]) == set(found)
 
 
 @pytest.mark.parametrize("change", [{"stages": 0}, {"chunk": 8}, {"device": "abacus"}])
