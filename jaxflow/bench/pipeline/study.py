@@ -18,6 +18,7 @@ near the paper's, so agreement with those speedups is a fit and no prediction.
 
 import concurrent.futures
 import dataclasses
+import multiprocessing
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -138,7 +139,9 @@ def measure(study: Study, processes: int = 2) -> dict[str, Any]:
     names = list(scenarios(study))
     start_s = time.perf_counter()
     if processes > 1:
-        with concurrent.futures.ProcessPoolExecutor(processes) as pool:
+        with concurrent.futures.ProcessPoolExecutor(
+            processes, mp_context=multiprocessing.get_context("spawn")
+        ) as pool:
             found = dict(zip(names, pool.map(run_scenario, [study] * len(names), names), strict=True))
     else:
         found = {name: run_scenario(study, name) for name in names}
