@@ -12,8 +12,9 @@ GPT-3 175B on 64 A100: 8 pipeline stages of 8 tensor-parallel devices under five
 
 A stage takes --layer_us a layer in addition to the roofline of its ops: kernel launches and the latency of
 collectives. Without it decodes are too cheap, and the policies without chunks lose more than in the paper.
-The defaults of --layer_us and --link_us are not measured. They were chosen from a sweep so that the speedups come
-near the paper's, so agreement with those speedups is a fit and no prediction.
+The defaults of --layer_us and --link_us are not measured. They were chosen from a sweep so that the speedups of a
+small study come near the paper's, so agreement with those speedups is a fit and no prediction. The speedup over Orca-best
+grows with the number of requests (benchmarks/notes/pipelines.md).
 """
 
 import concurrent.futures
