@@ -352,7 +352,7 @@ def turn_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
 def pipeline_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
     """Yield each ratio of the simulated pipeline studies beside the paper's."""
     for path, report in reports.items():
-        if "study" not in report:
+        if "study" not in report or not report["paper"]:  # the paper has figures of its own setting only
             continue
         study = report["study"]
         devices = f"{study['stages'] * study['tp']} x {study['device']}"

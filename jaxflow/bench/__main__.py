@@ -17,8 +17,8 @@
   decode_step  a decode step with each method of launching its kernels, and the time of each kernel
   plans        several plans of a step, in the steady state of workloads
   trace        utilization of each resource over one layer, from a profiler trace; JSON and a chart
-  memory       temporary memory of a step's programs, and the memory left for KV
-  longest_prompt  the longest prompt that the memory holds, whole and in chunks
+  memory       temporary memory of a step's programs, and the rest of the memory for KV
+  longest_prompt  the longest prompt that fits the memory, whole and in chunks
   perplexity   perplexity of a text at each precision of weights and KV
   pipeline     bubbles of pipeline stages, on the engine or on virtual clocks (SARATHI Fig. 12); JSON and a chart
   sarathi      SARATHI's tables and figures of one device, on the engine or by the cost model; JSON and a chart

@@ -27,8 +27,8 @@ from jaxflow.engine.programs import Programs
 from jaxflow.engine.staged_executor import StagedExecutor
 from jaxflow.engine.step_plans import (
     choose_plans,
+    cost_device,
     default_plan,
-    device_rates,
     largest_step,
     make_layouts,
     one_alone,
@@ -103,9 +103,9 @@ COLLECTOR_THRESHOLDS = (20_000, 10, 10)
 
 
 def freeze_heap() -> None:
-    """Exempt all present objects from garbage collection, so that no collection stops a step for long.
+    """Keep garbage collections from stopping a step for long.
 
-    Compiled programs are millions of objects that live as long as the process. Only a command that owns its
+    All present objects are exempt, and later ones are collected less often (`COLLECTOR_THRESHOLDS`). Compiled programs are millions of objects that live as long as the process. Only a command that owns its
     process may call this, because garbage of the caller's in reference cycles is never collected either.
     """
     gc.collect()
@@ -522,7 +522,7 @@ def make_loop(
 
 def decode_cost(model: ModelConfig, tp: int) -> tuple[float, float]:
     """Return the predicted seconds of a decode: without its KV, and of each KV token that it reads."""
-    graph, rates = model_graph(model, tp), device_rates()
+    graph, rates = model_graph(model, tp), cost_device().rates
     several, keys = 64.0, 1024.0  # a step with so many decodes, where an op's fixed weights count little
 
     def seconds(step: Composition) -> float:

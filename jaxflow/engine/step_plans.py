@@ -11,7 +11,7 @@ import msgspec
 from jaxflow.config import ConfigError, EngineConfig, ModelConfig
 from jaxflow.engine.layout import StepLayout
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint, shipped_configs
-from jaxflow.model.cost import DEVICES, Rates, find_device
+from jaxflow.model.cost import DEVICES, Device, find_device
 from jaxflow.model.stage_split import split_layers
 from jaxflow.parallel.mesh import on_gpu
 from jaxflow.pipeline.choice import Gain, is_sequential, portfolio
@@ -206,17 +206,16 @@ def stage_layers(config: EngineConfig, model: ModelConfig) -> tuple[int, ...]:
         return named.pop()
     tokens = config.max_num_batched_tokens or 1
     return split_layers(
-        model, config.pipeline_parallel_size, config.tensor_parallel_size, device_rates(), tokens
+        model, config.pipeline_parallel_size, config.tensor_parallel_size, cost_device().rates, tokens
     )
 
 
-def device_rates() -> Rates:
-    """Return the rates of this device; those of an H200 for a device without a card.
+def cost_device() -> Device:
+    """Return the cost model's device for this machine: an H200 where the device has no card.
 
     The split of a model into stages needs only the ratios of the rates.
     """
-    device = find_device(jax.devices()[0].device_kind) or DEVICES["H200"]
-    return device.rates
+    return find_device(jax.devices()[0].device_kind) or DEVICES["H200"]
 
 
 def largest_step(config: EngineConfig, model: ModelConfig) -> int | None:

@@ -2,9 +2,8 @@
 
 An op takes a `Site` and its inputs, and returns its outputs, both in the graph's order. A norm adds the
 residual stream, so that one kernel does both. `x` is the residual stream [t, D], `h` a normed input [t, D],
-`y` the sum that a block adds to x [t, D]. Where a weight is e4m3 (`Quantized`), the input of its GEMM is e4m3
-too: `h` and the heads have one scale per token; `a` has one scale per 128 columns, since no kernel sees a
-full row.
+`y` a block's addition to x [t, D]. The input of a GEMM with an e4m3 weight (`Quantized`) is e4m3, too. `h` and
+the heads have one scale per token. `a` has one scale per 128 columns, since no kernel sees a full row.
 
     embed(token_ids, positions) -> x             attn_norm(x, y) -> x, h
     qkv(h) -> qkv                                rope_append(qkv, kv) -> q, kv

@@ -53,35 +53,35 @@ class Scheduler:
     """The owner of the requests and the pages.
 
     A step with the default policy:
-      1. Every decode gets its token. If pages run out, the youngest running sequence is pre-empted: it loses
-         its slot and pages and waits. Later it continues from the pages that the host tier has, or computes
-         its known tokens again.
+      1. Every decode gets its token. If pages run out, the youngest running sequence is pre-empted: the
+         sequence loses its slot and pages and waits. Later the sequence continues from its pages in the host
+         tier, or computes its known tokens again.
       2. Sequences that have begun to prefill continue, oldest first.
       3. Unless this step pre-empted, waiting sequences are admitted, oldest first, while a slot is free and
-         the forecast peak of memory fits (`jaxflow.scheduler.admission`). Admission ends at the first one
-         that does not fit: no younger sequence takes the pages that it waits for. A sequence that finds more
-         pages on the host than on the device is set aside until its pages have arrived
-         (`jaxflow.kv.tiers.policy`). Its slot and its memory are reserved, and others continue.
-      4. The step is filled exactly to the budget, or holds all the work there is. A chunk that fills little
-         of the last tile is shortened to the tile's border.
+         the forecast peak of memory fits (`jaxflow.scheduler.admission`). Admission ends at the first
+         sequence that does not fit, so no younger sequence takes its pages. A sequence with more pages on the
+         host than on the device waits until these pages have arrived (`jaxflow.kv.tiers.policy`). Its slot
+         and its memory are reserved, and other sequences continue.
+      4. The step is filled exactly to the budget, or holds all work. A chunk that fills little of the last
+         tile is shortened to the tile's border.
     Older means a smaller `Sequence.key`: by priority, then by arrival. Sequence i of a request counts as if it
     arrived i requests later, so a request of many sequences lets later requests start between them.
 
     With P pipeline stages, each call of `schedule` makes a micro-batch, and P micro-batches are in flight. A
-    sequence that got a token in one of the last P - 1 calls does not decode in this one. A prompt's chunks may
+    sequence with a token from one of the last P - 1 calls does not decode in the present call. A prompt's chunks may
     follow each other at once, because each stage computes them in order.
 
     Fairness: a prompt is long if it has more tokens than a step. Together, long prompts get at most half
-    (rounded up) of the room that decodes leave, as long as shorter prompts use the other half; then they get
-    the rest. So a short prompt behind a very long one starts in the next step that has room, memory and a
-    slot, and the long one takes at most twice its time. While a long prompt uses up its share, waiting long
-    prompts are passed over. Prompts of one kind run one after the other, because turns would only delay the
-    first ones. No sequence starves: the oldest prefilling one gets at least half of the room of every step,
-    decodes are bounded in number and length, and no sequence overtakes the head of the queue once the share
-    of long prompts is free.
+    (rounded up) of the room that decodes leave, as long as shorter prompts use the other half. Without shorter
+    prompts the long prompts get all room. So a short prompt behind a very long prompt starts in the next step
+    with room, memory and a slot, and the long prompt takes at most twice its time. While a long prompt uses up
+    its share, waiting long prompts are passed over. Prompts of one kind run one after the other, because turns
+    would only delay the first prompts. No sequence starves. The oldest prefilling sequence gets at least half
+    of the room of every step. Decodes are bounded in number and length. No sequence overtakes the head of the
+    queue once the share of long prompts is free.
 
-    The scheduler never deadlocks: `accept` refuses a request that does not fit by itself, and the oldest
-    running sequence can take the pages of all others, so it ends, and then the next one is the oldest.
+    The scheduler never deadlocks. `accept` refuses a request that does not fit by itself. The oldest running
+    sequence can take the pages of all other sequences, so it ends, and the next sequence becomes the oldest.
     """
 
     def __init__(

@@ -27,10 +27,10 @@ class Sequence:
       request: the request.
       index: 0..n-1, the place among the request's n sequences.
       seed: 64 bits, unsigned. Index 0 has the request's seed; the other seeds are derived from it.
-      key: (priority, arrival + index, index). The smaller key is older: served first and pre-empted last. The
-        sequences of one request take turns with the requests that arrive after it.
-      slot: row of the device's tables, -1 for a sequence that does not run. A sequence gives its slot back
-        in the first `schedule` after the one that scheduled its last token.
+      key: (priority, arrival + index, index). A sequence with a smaller key is older: served first and
+        pre-empted last. The sequences of one request take turns with later requests.
+      slot: row of the device's tables, -1 for a sequence that does not run. The call of `schedule` after the
+        call for the sequence's last token frees the slot.
       limit: maximum number of tokens, prompt and output.
       rank: quantile of the usual output lengths that the forecast assumes, see `OutputLengths`.
       num_prompt: prompt tokens.

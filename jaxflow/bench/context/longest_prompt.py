@@ -30,7 +30,6 @@ from absl import flags
 from jaxflow.bench.context.prompt_trial import Bench, Outcome, Trial, attempt, attempt_capped, with_positions
 from jaxflow.bench.engine.memory import three_buffers
 from jaxflow.bench.report import machine
-from jaxflow.bench.report.requests import write_json
 from jaxflow.bench.workload import flags as options
 from jaxflow.cli.engine_flags import engine_config_from_flags
 from jaxflow.config import MAX_STEP_TOKENS, ConfigError, EngineConfig
@@ -194,8 +193,7 @@ def run() -> dict[str, Any]:
         first = rows[0]["longest_tokens"]
         row["against_whole"] = row["longest_tokens"] / first if first and row["longest_tokens"] else None
         print(line(row), flush=True)
-        if f.output_json:
-            write_json(f.output_json, report)
+        machine.keep(f.output_json, report)
 
     print(HEAD, flush=True)
     measure(config, bench, room, chunks, f.tolerance, keep, full_prompt=f.full_prompt)

@@ -34,7 +34,6 @@ from jaxflow.cli.engine_flags import engine_config_from_flags
 from jaxflow.engine.start import freeze_heap
 from jaxflow.llm import LLM
 from jaxflow.request import SamplingParams
-from pallas_kernels.measure.sensor import Readings
 from serving.batch.file_batch import FileBatch, open_batch
 from serving.batch.journal import Answer, Journal
 from serving.batch_command import run_lines
@@ -234,8 +233,7 @@ def run() -> dict[str, Any]:
 
         def save(so_far: dict[str, Any]) -> None:
             _print_turns(so_far)
-            if f.output_json:
-                report.write_json(f.output_json, machine.with_power(result | so_far, Readings()))
+            machine.keep(f.output_json, result | so_far)
 
         result |= measure(
             llm, items, Path(f.folder or temporary), turns=f.turns, seed=f.workload_seed, on_turn=save

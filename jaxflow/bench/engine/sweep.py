@@ -247,8 +247,7 @@ def _measured(kind: str) -> dict[str, Any]:
         wait_until_compiled()
         freeze_heap()
         head = {"command_name": "sweep", **throughput.head(llm)}
-        if f.output_json:
-            common["keep"] = lambda sweep: report.write_json(f.output_json, head | sweep)
+        common["keep"] = lambda sweep: machine.keep(f.output_json, head | sweep)
         if kind == "batch_size":
             found = batch_sizes(
                 llm, values, f.input_len, f.output_len, iterations=f.num_iters, warm_up=1, **common

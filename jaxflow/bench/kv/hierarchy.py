@@ -24,7 +24,6 @@ from absl import flags
 
 from jaxflow.bench.engine import throughput
 from jaxflow.bench.report import machine, reuse
-from jaxflow.bench.report.requests import write_json
 from jaxflow.bench.workload import flags as options
 from jaxflow.bench.workload import lengths as workload
 from jaxflow.bench.workload.conversations import Conversation
@@ -155,8 +154,7 @@ def run() -> dict[str, Any]:
             for tier in LOWEST_TIERS
             if tier == name or tier in result["lowest_tiers"]
         }
-        if f.output_json:
-            write_json(f.output_json, result)
+        machine.keep(f.output_json, result)
     print(text(result))
     print(machine.where(result))
     return result

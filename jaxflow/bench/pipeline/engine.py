@@ -2,7 +2,6 @@
 
 import dataclasses
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ from matplotlib.figure import Figure
 from jaxflow.bench.engine.policies import OrcaBest, OrcaWorst, PrefillFirst, RequestLevel
 from jaxflow.bench.pipeline.stage_trace import StageTrace, stage_traces
 from jaxflow.bench.report import machine
-from jaxflow.bench.workload.drive import greedy_requests
+from jaxflow.bench.workload.drive import greedy_requests, run_loop
 from jaxflow.bench.workload.lengths import Item, prompts
 from jaxflow.config import ConfigError, EngineConfig
 from jaxflow.engine.staged_executor import StagedExecutor
@@ -41,6 +40,7 @@ def measure(
     repeats: int,
     policies: Sequence[str] = tuple(POLICIES),
     seed: int = 0,
+    keep: Callable[[dict[str, Any]], None] = lambda result: None,
 ) -> dict[str, Any]:
     """Run the items under each policy on pipeline stages, in turns, and return the report.
 
@@ -50,6 +50,7 @@ def measure(
     Args:
       slots: running sequences of a micro-batch.
       policies: the names to compare.
+      keep: receives the report of the runs so far after each run.
       repeats: runs of each policy. The report has each policy's run of median duration.
 
     Raises:
@@ -82,16 +83,8 @@ def measure(
     runs: dict[str, list[Run]] = {name: [] for name in policies}
     turns = [name for _ in range(repeats) for name in policies]
     print(f"ready after {warm_up_s:.0f} s", file=sys.stderr, flush=True)
-    for name in turns:
-        budget = chunk if name == "sarathi" else config.max_num_batched_tokens
-        loop = make_loop(config, model, executor, policy=POLICIES[name](), token_budget=budget)
-        with machine.watch(config.parallel.devices) as readings:
-            seconds, trace = run_once(loop, executor, requests)
-        runs[name].append((seconds, trace, machine.power_summary(readings)))
-        print(f"{name}: {runs[name][-1][0]:.1f} s", file=sys.stderr, flush=True)
     tokens = sum(item.prompt_tokens + item.output_tokens for item in items)
-    found = {name: describe(*median(several), tokens) for name, several in runs.items()}
-    return {
+    head = {
         "engine_config": dataclasses.asdict(config),
         "layers": [len(stage.weights["layers"]) for stage in executor.stages],
         "warm_up_s": warm_up_s,
@@ -99,9 +92,20 @@ def measure(
         "slots": slots,
         "chunk": chunk,
         "repeats": repeats,
-        "policies": found,
-        "ratios": ratios(found),
     }
+    result: dict[str, Any] = {}
+    for name in turns:
+        budget = chunk if name == "sarathi" else config.max_num_batched_tokens
+        loop = make_loop(config, model, executor, policy=POLICIES[name](), token_budget=budget)
+        with machine.watch(config.parallel.devices) as readings:
+            seconds, trace = run_once(loop, executor, requests)
+        runs[name].append((seconds, trace, machine.power_summary(readings)))
+        print(f"{name}: {runs[name][-1][0]:.1f} s", file=sys.stderr, flush=True)
+        found = {name: describe(*median(several), tokens) for name, several in runs.items() if several}
+        every = {name: [seconds for seconds, *_ in several] for name, several in runs.items()}
+        result = head | {"policies": found, "ratios": ratios(found), "seconds": every}
+        keep(result)
+    return result
 
 
 def ratios(found: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
@@ -118,12 +122,7 @@ def ratios(found: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
 def run_once(loop: Any, executor: StagedExecutor, requests: Sequence[Request]) -> tuple[float, StageTrace]:
     """Run requests to their end. Return the seconds and the trace."""
     with stage_traces(executor, loop.scheduler) as traces:
-        start = time.perf_counter()
-        for request in requests:
-            loop.add(request, start)
-        while loop.has_work:
-            loop.step()
-        seconds = time.perf_counter() - start
+        seconds = run_loop(loop, requests)
     return seconds, traces[0]
 
 

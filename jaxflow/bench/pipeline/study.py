@@ -19,6 +19,7 @@ grows with the number of requests (benchmarks/notes/pipelines.md).
 
 import concurrent.futures
 import dataclasses
+import math
 import multiprocessing
 import time
 from collections.abc import Callable, Mapping
@@ -42,10 +43,10 @@ from jaxflow.model.cost import DEVICES
 from jaxflow.model.stage_split import split_layers
 from jaxflow.scheduler.scheduler import DecodeMaximal, StepPolicy
 
-# SARATHI §5.3: ratios of the paper's simulation.
 # The paper does not say whether its chunk of 256 tokens includes the decodes of the step.
 STEP_CHUNK = "sarathi, chunk with decodes"
 PROMPT_CHUNK = "sarathi, chunk beside decodes"
+# SARATHI §5.3: ratios of the paper's simulation.
 PAPER = {
     "bubble_orca_best_over_sarathi": 6.29,
     "speedup_over_orca_best": 1.91,
@@ -92,6 +93,13 @@ class Study:
             raise ConfigError(
                 "chunk", self.chunk, f"at least the {self.slots} slots, a token for each decode"
             )
+
+    @property
+    def is_papers(self) -> bool:
+        """Return True for the paper's deployment and lengths, with any number of requests."""
+        free = {"requests", "layer_s", "link", "seed"}
+        fields = [field for field in dataclasses.fields(self) if field.name not in free]
+        return all(getattr(self, field.name) == field.default for field in fields)
 
     def items(self) -> list[Item]:
         """Return requests with Zipf-distributed lengths and a fixed ratio of prompt to output."""
@@ -161,7 +169,7 @@ def measure(study: Study, processes: int = 2) -> dict[str, Any]:
         "scenarios": {name: describe(run) for name, run in runs.items()},
         "ratios": ratios(runs),
         "ratios_prompt_chunk": ratios(runs, PROMPT_CHUNK),
-        "paper": PAPER,
+        "paper": PAPER if study.is_papers else {},
     }
 
 
@@ -206,8 +214,8 @@ def text(report: Mapping[str, Any]) -> str:
         )
     lines.append(f"\n{'ratio':40}{'step chunk':>12}{'prompt chunk':>14}{'paper':>8}")
     for name, value in report["ratios"].items():
-        other = report["ratios_prompt_chunk"][name]
-        lines.append(f"{name:40}{value:12.2f}{other:14.2f}{report['paper'][name]:8.2f}")
+        other, paper = report["ratios_prompt_chunk"][name], report["paper"].get(name, math.nan)
+        lines.append(f"{name:40}{value:12.2f}{other:14.2f}{paper:8.2f}")
     return "\n".join(lines)
 
 
@@ -318,7 +326,8 @@ def run() -> dict[str, Any]:
             compilation_cache_dir=f.compilation_cache_dir,
         )
         prepare_process(config)
-        report = {"command_name": "pipeline"} | engine.measure(
+        head = {"command_name": "pipeline", **machine.describe()}
+        report = head | engine.measure(
             config,
             study.items(),
             slots=study.slots,
@@ -326,8 +335,8 @@ def run() -> dict[str, Any]:
             repeats=f.repeats,
             policies=f.policies,
             seed=study.seed,
+            keep=lambda result: machine.keep(f.output_json, head | result),
         )
-        report = machine.describe() | report
         print(engine.text(report))
     if f.plot:
         Path(f.plot).parent.mkdir(parents=True, exist_ok=True)

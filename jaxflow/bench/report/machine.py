@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxflow.bench.report.requests import line
+from jaxflow.bench.report.requests import line, write_json
 from jaxflow.config import ConfigError
 from pallas_kernels.measure.provenance import KEYS, provenance
 from pallas_kernels.measure.sensor import Readings, sample
@@ -61,6 +61,15 @@ def with_power(result: Mapping[str, Any], readings: Readings) -> dict[str, Any]:
     }
     head = {"command_name": result["command_name"], **{key: result[key] for key in KEYS}}
     return head | measured | {key: value for key, value in result.items() if key not in head}
+
+
+def keep(path: str | None, result: Mapping[str, Any]) -> None:
+    """Write the report of the finished parts of a command, so that a command that is stopped later keeps them.
+
+    path: `--output_json`; None or empty writes nothing.
+    """
+    if path:
+        write_json(path, with_power(result, Readings()))
 
 
 def _values(part: Any, names: tuple[str, ...]) -> list[float]:

@@ -18,20 +18,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import matplotlib.figure
 from absl import flags
 from matplotlib.ticker import ScalarFormatter
 
 from jaxflow.bench.report import machine
-from jaxflow.bench.report.requests import write_json
 from jaxflow.bench.sarathi.clock import Clock, PredictedClock
 from jaxflow.bench.sarathi.engine_clock import EngineClock, start_clock
 from jaxflow.bench.sarathi.figures import FIGURES, Row, Setting
 from jaxflow.bench.workload import flags as options
 from jaxflow.cli.engine_flags import engine_config_from_flags
 from jaxflow.config import ConfigError, EngineConfig
-from jaxflow.engine.step_plans import device_rates, products_dtype
+from jaxflow.engine.step_plans import cost_device, products_dtype
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.cost import DEVICES
 
@@ -104,8 +102,7 @@ def run() -> dict[str, Any]:
         if isinstance(clock, EngineClock) and clock.spreads:
             report["largest_spread"] = max(clock.spreads)
         print("\n".join(text(name, figures[name])), flush=True)
-        if f.output_json:
-            write_json(f.output_json, machine.with_power(report, readings))
+        machine.keep(f.output_json, report)
     if f.plot:
         Path(f.plot).parent.mkdir(parents=True, exist_ok=True)
         draw(report).savefig(f.plot, dpi=130)
@@ -139,7 +136,7 @@ def _setting(config: EngineConfig) -> Setting:
 
 def _predicted(config: EngineConfig, setting: Setting, device: str | None) -> PredictedClock:
     """Return the cost model's clock. device: None for this machine's."""
-    rates = DEVICES[device].rates if device else device_rates()
+    rates = (DEVICES[device] if device else cost_device()).rates
     dtype = products_dtype(dataclasses.replace(config, dtype="bfloat16"))
     return PredictedClock.of_model(setting.model, rates, tp=setting.tp, dtype=dtype)
 
@@ -151,7 +148,7 @@ def _engine_head(clock: EngineClock, start_s: float) -> dict[str, Any]:
         "programs": clock.programs,
         "kv_pages": list(clock.executor.num_pages),
         "start_s": start_s,
-        "cost_model_of": jax.devices()[0].device_kind,
+        "cost_model_of": cost_device().name,
     }
 
 

@@ -3,7 +3,6 @@
 import dataclasses
 import statistics
 import sys
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from jaxflow.bench.plans.steady import (
     step_work,
 )
 from jaxflow.bench.sarathi.clock import Run
-from jaxflow.bench.workload.drive import greedy_requests
+from jaxflow.bench.workload.drive import greedy_requests, run_loop
 from jaxflow.bench.workload.lengths import prompts
 from jaxflow.config import ConfigError, EngineConfig, ModelConfig
 from jaxflow.engine.executor import Executor
@@ -173,13 +172,7 @@ class EngineClock:
             token_budget=run.budget,
             max_num_seqs=run.slots,
         )
-        requests = greedy_requests(run.items, prompts(run.items, self.model.vocab_size, 0))
-        start = time.perf_counter()
-        for request in requests:
-            loop.add(request, start)
-        while loop.has_work:
-            loop.step()
-        return time.perf_counter() - start
+        return run_loop(loop, greedy_requests(run.items, prompts(run.items, self.model.vocab_size, 0)))
 
 
 def start_clock(

@@ -14,6 +14,7 @@ from jaxflow.bench.report.requests import Record
 from jaxflow.bench.workload.conversations import Conversation
 from jaxflow.bench.workload.lengths import Item
 from jaxflow.engine.driver import Mailbox
+from jaxflow.engine.loop import Loop
 from jaxflow.request import (
     Delta,
     Draining,
@@ -44,6 +45,16 @@ def greedy_requests(items: Sequence[Item], token_ids: Sequence[np.ndarray]) -> l
         )
         for i, (item, ids) in enumerate(zip(items, token_ids, strict=True))
     ]
+
+
+def run_loop(loop: Loop, requests: Sequence[Request]) -> float:
+    """Run requests to their end on this thread, all at once and without a driver. Return the seconds."""
+    start = time.perf_counter()
+    for request in requests:
+        loop.add(request, start)
+    while loop.has_work:
+        loop.step()
+    return time.perf_counter() - start
 
 
 class Recorder:

@@ -122,6 +122,11 @@ def test_every_request_ends_once_and_sending_takes_time(policy):
     assert late.duration_s > plain.duration_s
 
 
+def test_only_the_papers_deployment_is_compared_with_the_paper():
+    assert Study(requests=5, layer_s=0.0).is_papers
+    assert not Study(device="H100").is_papers and not Study(chunk=512).is_papers
+
+
 def test_a_small_study_has_the_shape_of_the_paper():
     study = Study(requests=60, slots=6, replica_slots=3, stages=4, lengths=(256, 1024), chunk=128)
     report = measure(study, processes=1)

@@ -20,7 +20,7 @@ from hurry import OFTEN, compiled_with
 from jaxflow import LLM
 from jaxflow.text.detokenizer import StopMatcher
 
-PAGES = 24  # of 16 tokens: three long sequences fill them
+PAGES = 24  # three long sequences fill the 24 pages of 16 tokens
 PROMPT = [1, 5, 6, 7]
 SHORT = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0, "ignore_eos": True}
 SOLO = ("choices", "usage")
