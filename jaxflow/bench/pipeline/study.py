@@ -19,7 +19,6 @@ grows with the number of requests (benchmarks/notes/pipelines.md).
 
 import concurrent.futures
 import dataclasses
-import math
 import multiprocessing
 import time
 from collections.abc import Callable, Mapping
@@ -214,8 +213,9 @@ def text(report: Mapping[str, Any]) -> str:
         )
     lines.append(f"\n{'ratio':40}{'step chunk':>12}{'prompt chunk':>14}{'paper':>8}")
     for name, value in report["ratios"].items():
-        other, paper = report["ratios_prompt_chunk"][name], report["paper"].get(name, math.nan)
-        lines.append(f"{name:40}{value:12.2f}{other:14.2f}{paper:8.2f}")
+        other = report["ratios_prompt_chunk"][name]
+        paper = f"{report['paper'][name]:.2f}" if report["paper"] else "-"
+        lines.append(f"{name:40}{value:12.2f}{other:14.2f}{paper:>8}")
     return "\n".join(lines)
 
 
