@@ -315,6 +315,46 @@ def transport_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
                 yield report["cpu"], name.replace("_", " "), *figures, load, links([path])
 
 
+def batch_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
+    """Yield the throughput of a batch file beside that of `LLM.generate`."""
+    for path, report in reports.items():
+        if report.get("command_name") == "batch":
+            rates, one = report["total_token_throughput"], report["workload"]
+            yield (
+                machine(report),
+                model_of(report),
+                lengths(one),
+                f"{one['requests']}",
+                f"{rates['generate']:,.0f}",
+                f"{rates['batch']:,.0f}",
+                f"{report['ratio']:.3f}",
+                f"{len(report['seconds']['batch'])}",
+                f"{report['resume_s']:.2f}",
+                links([path]),
+            )
+
+
+def sarathi_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
+    """Yield the throughput with chunks of each size over separate prefill and decode steps, by P : D."""
+    for path, report in reports.items():
+        if not (report.get("command_name") == "sarathi" and report["engine"]):
+            continue
+        figure = report["figures"].get("figure9", {"rows": (), "cost_model": ()})
+        for one, predicted in zip(figure["rows"], figure["cost_model"], strict=True):
+            yield (
+                machine(report),
+                model_of(report),
+                f"{one['chunk']}",
+                f"{one['pd_ratio']:g}",
+                f"{one['baseline_tokens_per_s']:,.0f}",
+                f"{one['tokens_per_s']:,.0f}",
+                f"{one['gain']:.2f}",
+                f"{predicted['gain']:.2f}",
+                f"{one['paper_gain']}" if one["paper_gain"] else "–",
+                links([path]),
+            )
+
+
 def perplexity_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
     """Yield the perplexity of each number format."""
     for path, report in reports.items():
@@ -420,6 +460,26 @@ SECTIONS = (
             *("ratio", "report"),
         ),
         plan_rows,
+    ),
+    (
+        "SARATHI's chunks",
+        "Whole runs with decode-maximal steps of a chunk size, over separate prefill and decode steps, medians of "
+        "three. The paper's figure is that of LLaMA-13B on an A6000.",
+        (
+            *("device", "model", "chunk", "P : D", "separate steps, tokens/s", "chunks, tokens/s", "gain"),
+            *("predicted", "paper", "report"),
+        ),
+        sarathi_rows,
+    ),
+    (
+        "Batch files",
+        "A file of requests beside `LLM.generate` of the same requests, in turns, medians of tokens/s. Resume is "
+        "the time to read a finished journal.",
+        (
+            *("device", "model", "tokens in / out", "requests", "generate", "batch", "ratio", "turns"),
+            *("resume, s", "report"),
+        ),
+        batch_rows,
     ),
     (
         "Kernels",

@@ -196,9 +196,10 @@ def draw(report: Mapping[str, Any]) -> matplotlib.figure.Figure:
             line = [row for row in rows if tuple(row[column] for column in shape.by) == of]
             points = [(row[shape.x], row[shape.y]) for row in line if row[shape.y] is not None]
             label = ", ".join(f"{column} {value}" for column, value in zip(shape.by, of, strict=True))
-            axes.plot(
-                [str(x) if not shape.log else x for x, _ in points], [y for _, y in points], "o-", label=label
-            )
+            if shape.log:
+                axes.plot([x for x, _ in points], [y for _, y in points], "o-", label=label)
+            else:
+                axes.bar([str(x) for x, _ in points], [y for _, y in points], label=label)
         if shape.log:
             axes.set_xscale("log", base=2)
             axes.xaxis.set_major_formatter(ScalarFormatter())
