@@ -30,7 +30,13 @@ def server():
         "--port=0",
         "--admin_port=0",
         "--http_port=0",
+        # one small step: the server of the usual steps compiles for 15 s
+        "--max_num_batched_tokens=16",
+        "--step_sizes=16",
         "--max_num_seqs=4",
+        "--max_model_len=512",
+        "--num_kv_pages=64",
+        "--block_size=16",
     ]
     with subprocess.Popen(command, cwd=paths.ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

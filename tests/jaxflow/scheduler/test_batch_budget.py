@@ -58,7 +58,7 @@ def shared(machine, limit_s: float, time: StepTime, **settings) -> Shared:
     return world
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(
     arrivals=st.lists(st.lists(st.tuples(requests, st.booleans()), max_size=3), max_size=12),
     windows=st.sampled_from([(None,), (None, 5), (6,)]),

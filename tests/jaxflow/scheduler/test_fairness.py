@@ -4,6 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_device import World, config, roomy
 
+from jaxflow.scheduler.scheduler import surplus
+
 
 def test_a_short_prompt_does_not_wait_for_a_long_one():
     world = roomy(max_model_len=2000)
@@ -29,7 +31,7 @@ def test_long_prompts_are_served_one_after_the_other():
     assert [ends[seq] for seq in sequences] == [5.0, 10.0, 15.0]
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     long=st.integers(17, 400),
     before=st.lists(st.integers(1, 16), max_size=6),
@@ -42,8 +44,9 @@ def test_a_long_prompt_ends_within_twice_its_time_however_many_short_ones_come(l
         world.add([2] * min(length, budget), max_tokens=1)
     [seq] = world.add([1] * (budget + long), max_tokens=1)
     older = sum(min(length, budget) for length in before)
-    # None of the short ones decodes, so the room is always the budget.
-    most = older + 2 * (budget + long) / budget + 3
+    # None of the short ones decodes, so the room is always the budget: 5 tokens are cut to the bucket of 4.
+    room = budget - surplus(budget, world.scheduler.config.buckets)
+    most = older + 2 * (budget + long) / room + 3
     for i in range(int(most) + 1):
         for length in stream[i % len(stream)]:
             if world.scheduler.num_waiting < 50:
@@ -54,7 +57,7 @@ def test_a_long_prompt_ends_within_twice_its_time_however_many_short_ones_come(l
     assert seq.finished or seq.num_computed == seq.num_prompt, f"{seq} after {most} steps"
 
 
-@settings(max_examples=25)
+@settings(max_examples=20)
 @given(st.lists(st.integers(17, 300), min_size=1, max_size=4), st.integers(0, 3))
 def test_short_prompts_pass_long_ones_at_half_speed_or_better(longs, head_start):
     world = roomy(max_model_len=2000)

@@ -37,7 +37,7 @@ def test_a_cut_fills_a_bucket_and_puts_off_no_more_than_the_padding_it_saves(buc
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@settings(max_examples=25)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 10**6), lag=st.integers(0, 2), hope=st.sampled_from([1, 256]))
 def test_every_policy_serves_all_requests(policy, seed, lag, hope):
     rng = np.random.default_rng(seed)

@@ -36,13 +36,13 @@ def play(world, arrivals, seed, aborts=True):
     world.run()
 
 
-@settings(max_examples=120)
+@settings(max_examples=40)
 @given(worlds())
 def test_every_sequence_gets_the_tokens_it_gets_alone_and_leaves_nothing_behind(case):
     play(*case)
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(worlds(num_pages=(16,), windows=(None,), max_num_seqs=8))
 def test_the_same_when_pages_run_out_all_the_time(case):
     world, arrivals, seed = case
@@ -56,7 +56,7 @@ def test_the_same_when_pages_run_out_all_the_time(case):
 machines = st.sampled_from([((None,), (20,)), ((None, 5), (20, 5)), ((6,), (7,))])
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(machines.flatmap(lambda m: worlds(windows=m[0], num_pages=m[1], max_num_seqs=8, token_budget=16)))
 def test_when_lengths_are_known_nothing_is_ever_preempted(case):
     world, arrivals, seed = case
