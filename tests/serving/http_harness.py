@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,7 +17,7 @@ from serving.frontend.access import BearerTokens
 from serving.frontend.config import ServerConfig
 from serving.frontend.served_model import ServedModel
 from serving.http.app import HttpApp
-from serving.http.batch_mount import batch_routes
+from serving.http.batch_mount import BatchConfig, batch_routes, open_batches
 from serving.http.endpoints import Endpoints
 from serving.http.limits import Limits
 from serving.http.server import HttpServer
@@ -115,6 +116,28 @@ def door(llm: Any = None, **settings) -> Iterator[Door]:
     try:
         yield opened
     finally:
+        opened.close()
+
+
+@contextlib.contextmanager
+def batch_door(llm: Any, folder: Path, name: str = "fake") -> Iterator[Door]:
+    """A running door of a model called `name` that runs the batches of a folder."""
+    opened = Door(llm)
+    opened._thread.start()
+
+    async def mounted():
+        found = open_batches(BatchConfig(folder), opened.endpoints, opened.operations, name)
+        assert found is not None
+        opened.app["more_routes"] = batch_routes(found)
+        await opened._start()
+        found.start()
+        return found
+
+    batches = opened.call(mounted())
+    try:
+        yield opened
+    finally:
+        opened.call(batches.close())
         opened.close()
 
 

@@ -8,6 +8,7 @@
   python -m jaxflow.bench serve --rounds 5 --num_requests 64 --input_len 1024 --next_input_len 128
       --output_len 256 --think_time_s 10
   python -m jaxflow.bench serve --backend openai-chat --target http://127.0.0.1:8000
+  python -m jaxflow.bench serve --backend openai --text_prompts --request_rate 4 --batch_requests 2000
 
 Each request is sent at its due time, regardless of the number of running requests. Latencies are measured at
 the client. With --rounds, or a trace with shared blocks, the report holds the savings from KV reuse.
@@ -15,7 +16,8 @@ the client. With --rounds, or a trace with shared blocks, the report holds the s
 
 --backend openai and openai-chat measure any server with /v1/completions or /v1/chat/completions. Such a server
 reports tokens at the end of a stream, so the tokens are spread over the chunks by their characters. Rounds and
---admin_target need gRPC. `errors` in the report counts the failed requests by reason. The command then exits with 1.
+--admin_target need gRPC. --batch_requests starts a batch of as many requests of the same lengths on /v1/batches
+before the load, and cancels it after the load. The report then holds the batch's tokens per second. `errors` in the report counts the failed requests by reason. The command then exits with 1.
 """
 
 import asyncio
@@ -73,6 +75,12 @@ def define_flags() -> None:
             "Send a text of one letter a token instead of token ids, for a server with the tokenizer of "
             "`bench tokenizer`. A chat always sends text."
         ),
+    )
+    flags.DEFINE_integer(
+        "batch_requests",
+        0,
+        "Requests of a batch that runs beside the load. The server needs /v1/batches and /metrics.",
+        lower_bound=0,
     )
     flags.DEFINE_string("dtype", None, "The model's dtype, for Eq. 5, if the server does not report it.")
     flags.DEFINE_integer(
@@ -190,6 +198,10 @@ def check_flags() -> None:
         )
     if f.backend != GRPC and f.admin_target:
         raise WorkloadError(f"--admin_target {f.admin_target}: accepted only with --backend {GRPC}")
+    if f.backend == GRPC and f.batch_requests:
+        raise WorkloadError(
+            f"--batch_requests {f.batch_requests}: accepted only with a backend of OpenAI's API"
+        )
     arriving([Item(1, 1), Item(1, 1, arrival_s=1.0)], f.arrivals, f.request_rate, seed=0)
 
 
@@ -250,6 +262,12 @@ async def _run() -> dict[str, Any]:
         }
         talks, more = options.conversations_from_flags(items, served.max_model_len, vocab_size)
         described |= more
+        batch = None
+        if f.batch_requests:
+            assert isinstance(backend, OpenAiBackend)  # see `check_flags`
+            others = workload.prompts(items, vocab_size, f.workload_seed + 1)  # not those of the load
+            result["batch_requests"] = f.batch_requests
+            batch = await stack.enter_async_context(backend.batch(items, others, f.batch_requests))
         result |= await measure_conversations(
             backend,
             talks,
@@ -259,6 +277,9 @@ async def _run() -> dict[str, Any]:
             progress=True,
             devices=tp,
         )
+        result["batch_output_throughput"] = None
+        if batch is not None:
+            result |= await batch.figures(result["total_output_tokens"])
     tokens = result["total_input_tokens"], result["total_output_tokens"]
     if config and dtype and sum(tokens):
         result |= optimal(config, *tokens, dtype=dtype, tp=tp, device=f.optimal_device)
@@ -276,6 +297,10 @@ def run() -> dict[str, Any]:
         "Model": result["model"],
         "Request rate configured (RPS)": f"{result['request_rate']} ({result['arrivals']})",
     }
+    if "batch_status" in result:
+        extra["Batch output token throughput (tok/s)"] = (
+            f"{result['batch_output_throughput']:.2f} ({result['batch_status']})"
+        )
     print(report.text("Serving Benchmark Result", result, extra))
     if result["reusable_input_tokens"] or result["reused_input_tokens"]:
         print(reuse.text(result))

@@ -122,18 +122,18 @@ class HttpClient:
         """Return the status and the body of the answer. Raises: OSError."""
         return await self._whole(f"GET {self._prefix}{path} HTTP/1.1\r\n{self._head}\r\n".encode())
 
-    async def post(self, path: str, body: bytes) -> tuple[int, bytes]:
-        """Return the status and the body of the answer to a JSON body. Raises: OSError."""
-        return await self._whole(self.encode(path, body))
+    async def post(self, path: str, body: bytes, kind: str = "application/json") -> tuple[int, bytes]:
+        """Return the status and the body of the answer to a body of a media type. Raises: OSError."""
+        return await self._whole(self.encode(path, body, kind))
 
     async def stream(self, path: str, body: bytes, take: Callable[[bytes], object]) -> int:
         """Send a JSON body, give the parts of the answer to `take`, and return the status. Raises: OSError."""
         async with self._connection() as connection:
             return await connection.request(self.encode(path, body), take)
 
-    def encode(self, path: str, body: bytes) -> bytes:
-        """Return the bytes of a POST request with a JSON body."""
-        head = f"POST {self._prefix}{path} HTTP/1.1\r\n{self._head}content-type: application/json\r\n"
+    def encode(self, path: str, body: bytes, kind: str = "application/json") -> bytes:
+        """Return the bytes of a POST request with a body of a media type."""
+        head = f"POST {self._prefix}{path} HTTP/1.1\r\n{self._head}content-type: {kind}\r\n"
         return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
 
     async def _whole(self, data: bytes) -> tuple[int, bytes]:

@@ -11,7 +11,9 @@ import numpy as np
 
 from jaxflow.bench.report.requests import Record
 from jaxflow.bench.workload.backend import ServedModel, text_of
+from jaxflow.bench.workload.batch_load import BatchLoad, batch_file
 from jaxflow.bench.workload.http_connection import HttpClient
+from jaxflow.bench.workload.lengths import Item
 
 POLL_S = 0.25
 MAX_REASON_CHARS = 200
@@ -86,6 +88,10 @@ class OpenAiBackend:
             raise ConnectionError("/v1/models: the answer is no list of models") from None
         self._name = self._name or name
         return ServedModel(name, first.get("max_model_len") or float("inf"))
+
+    def batch(self, items: Sequence[Item], prompts: Sequence[np.ndarray], count: int) -> BatchLoad:
+        """Return a batch of `count` completions, which repeat the items, to run beside a load."""
+        return BatchLoad(self._http, batch_file(self._name or "", items, prompts, count, text=self._text))
 
     async def ask(
         self, record: Record, prompt: np.ndarray, output_tokens: int, timeout_s: float | None

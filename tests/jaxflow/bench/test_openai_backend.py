@@ -4,9 +4,10 @@ import asyncio
 import json
 import time
 
+import httpx
 import numpy as np
 import pytest
-from http_harness import door
+from http_harness import batch_door, door, wait_for
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,7 +15,9 @@ from jaxflow.bench.__main__ import main
 from jaxflow.bench.report.requests import Record
 from jaxflow.bench.transport.measure import body, chunks, load, whole_answers
 from jaxflow.bench.transport.paced_engine import PacedLLM
+from jaxflow.bench.workload.batch_load import batch_file
 from jaxflow.bench.workload.http_connection import HttpClient
+from jaxflow.bench.workload.lengths import Item
 from jaxflow.bench.workload.openai_backend import OpenAiBackend, spread
 
 TOKENS, PROMPT = 6, 40
@@ -192,3 +195,35 @@ def test_spread_keeps_the_sum(total, weights):
 def test_the_transport_load_counts_answers(url, stream, count):
     found = asyncio.run(load(url, 8, body(20, 5, stream), count, 0.3, time.process_time))
     assert found["per_s"] > 0 and found["per_cpu_s"] > 0
+
+
+# ---- a batch beside the load
+
+
+def test_a_batch_runs_beside_the_load_and_is_cancelled(bench, tmp_path):
+    with batch_door(PacedLLM(rows=8, step_s=0.001), tmp_path / "batches", "paced") as opened:
+        beside = ["--text_prompts", "--backend", "openai", "--num_requests", "20", "--request_rate", "100"]
+        status, found = serve(bench, tmp_path, opened.url, *beside, "--batch_requests", "3000")
+        [batch] = httpx.get(f"{opened.url}/v1/batches").json()["data"]
+        wait_for(lambda: httpx.get(f"{opened.url}/v1/batches").json()["data"][0]["status"] == "cancelled")
+    assert (status, found["completed"], found["batch_status"]) == (0, 20, "in_progress")
+    # a line gives TOKENS tokens; the counts of a batch may be a moment late
+    assert 0 < found["batch_output_throughput"] <= 8 / 0.001
+    assert batch["request_counts"]["total"] == 3000
+
+
+def test_a_server_without_batches_is_an_error(bench, url, capsys):
+    flags = ["--backend", "openai", "--text_prompts", "--target", url, "--batch_requests", "5"]
+    assert bench("serve", *flags) == 1 and "/v1/files" in capsys.readouterr().err
+
+
+def test_a_batch_needs_openais_api(bench):
+    assert bench("serve", "--batch_requests", "5") == 1
+
+
+def test_a_batch_file_repeats_the_items():
+    items, prompts = [Item(2, 3), Item(1, 4)], [np.array([5, 6]), np.array([7])]
+    lines = [json.loads(line) for line in batch_file("m", items, prompts, 3, text=False).splitlines()]
+    assert [line["body"]["prompt"] for line in lines] == [[5, 6], [7], [5, 6]]
+    assert [line["body"]["max_tokens"] for line in lines] == [3, 4, 3]
+    assert len({line["custom_id"] for line in lines}) == 3

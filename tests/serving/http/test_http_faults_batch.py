@@ -4,7 +4,6 @@ One process cannot kill itself. A killed server's folder is a copy of the folder
 kill keeps what was written. `tests/serving/batch` kills real processes, and cuts a journal at every byte.
 """
 
-import contextlib
 import json
 import os
 import random
@@ -13,36 +12,18 @@ import shutil
 import openai
 import pytest
 from fake_llm import FakeLLM
-from http_harness import Door, wait_for
+from http_harness import Door, batch_door, wait_for
 
 from serving.batch import batches as batches_module
 from serving.batch.journal import SUFFIX
-from serving.http.batch_mount import BatchConfig, batch_routes, open_batches
 
 URL = "/v1/completions"
 LINES = 40
 
 
-@contextlib.contextmanager
 def served(folder, *, step_s: float = 0.001):
     """A server of a fake model that runs the batches of a folder."""
-    opened = Door(FakeLLM(step_s=step_s))
-    opened._thread.start()
-
-    async def mounted():
-        found = open_batches(BatchConfig(folder), opened.endpoints, opened.operations, "fake")
-        assert found is not None
-        opened.app["more_routes"] = batch_routes(found)
-        await opened._start()
-        found.start()
-        return found
-
-    batches = opened.call(mounted())
-    try:
-        yield opened
-    finally:
-        opened.call(batches.close())
-        opened.close()
+    return batch_door(FakeLLM(step_s=step_s), folder)
 
 
 def client(opened: Door) -> openai.OpenAI:
