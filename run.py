@@ -144,14 +144,15 @@ def main(arguments):
         print((__doc__ or "").strip())
         return 0 if command in ("-h", "--help", "help") else 2
 
-    python = find_python()
+    installed = version_of(os.path.join(ENVIRONMENT, "bin", "python"), "--version")
+    python = None if installed else find_python()
     uv = find_uv(python)
     environ = dict(os.environ)
     environ.pop("VIRTUAL_ENV", None)
     if environ.pop("PYTHONDONTWRITEBYTECODE", ""):
         # Without any bytecode files, every process would compile all its packages again.
         environ.setdefault("PYTHONPYCACHEPREFIX", os.path.join(ROOT, ".cache", "bytecode"))
-    if not version_of(os.path.join(ENVIRONMENT, "bin", "python"), "--version"):
+    if not installed:
         if python is None:
             log(
                 "No Python 3.12 to 3.14 found, so uv downloads one. If the download fails, install Python 3.12 "

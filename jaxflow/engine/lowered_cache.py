@@ -27,6 +27,7 @@ from jax import export
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxflow.engine.programs import Rows
+from jaxflow.model.batch import Batch
 from jaxflow.model.logprobs import LogprobsOut
 from jaxflow.model.slot_params import SlotParams
 from pallas_kernels.quantized import Int4, Quantized
@@ -39,6 +40,7 @@ _DIGEST = hashlib.sha256().digest_size
 _TREE = Path(__file__).parents[2]
 _ROOTS = (
     "jaxflow.engine.programs",
+    "jaxflow.engine.layered_step",
     "jaxflow.engine.layout",
     "jaxflow.engine.kernel_choice",
     "jaxflow.pipeline.compiler",
@@ -48,7 +50,7 @@ _MAX_BYTES = 2 << 30  # of the folder; an 8B model's programs take about 0.1 GB
 _WITHOUT_CACHE = threading.Lock()
 _MAX_AGE_S = 30 * 24 * 3600.0  # since the last use
 
-for _type in (Rows, LogprobsOut, SlotParams):  # their fields are all arrays
+for _type in (Rows, Batch, LogprobsOut, SlotParams):  # their fields are all arrays
     export.register_pytree_node_serialization(
         _type,
         serialized_name=f"{_type.__module__}.{_type.__qualname__}",

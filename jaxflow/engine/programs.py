@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int, UInt
 from jaxflow.engine.layout import StepLayout, apply_page_appends, unpack
 from jaxflow.kv.device_cache import cache_spec
 from jaxflow.model import logprobs, ops, sampling, slot_params
+from jaxflow.model.batch import Batch
 from jaxflow.model.op_registry import Context, Site, op_scope
 from jaxflow.parallel.mesh import axis_of, over_shards
 
@@ -64,25 +65,35 @@ class Programs:
         """
 
         def run(weights, kv, page_table, source, buffer):
-            page_table = apply_page_appends(page_table, layout.field(buffer, "page_appends"))
-            batch = unpack(layout, buffer, page_table, source if self.embeds else None)
-            if not self.embeds:
-                batch = dataclasses.replace(batch, hidden=source)
+            page_table, batch, rows = self.inputs(layout, page_table, source, buffer)
             hidden, x, kv = forward(self.context, weights, kv, batch)
-            names = {
-                "row_slots": "slots",
-                "lengths": "lengths",
-                "samples": "samples",
-                "temperature": "temperature",
-                "seeds": "seeds",
-            }
-            rows = Rows(**{target: layout.field(buffer, name) for name, target in names.items()})
             return hidden, x, rows, kv, page_table
 
         kv_specs = [(cache_spec(self.mesh),) * 2 for _ in self.context.config.layers]
         specs = (self.weight_specs, kv_specs, REPLICATED, REPLICATED, REPLICATED)
         out = (REPLICATED, REPLICATED, REPLICATED, kv_specs, REPLICATED)
         return jax.jit(over_shards(run, self.mesh, specs, out), donate_argnums=STEP_DONATES)
+
+    def inputs(
+        self, layout: StepLayout, page_table: Array, source: Array, buffer: Array
+    ) -> tuple[Array, Batch, Rows]:
+        """Return the page table with the step's entries, the batch, and the samplers' rows.
+
+        Arguments: see `step`.
+        """
+        page_table = apply_page_appends(page_table, layout.field(buffer, "page_appends"))
+        batch = unpack(layout, buffer, page_table, source if self.embeds else None)
+        if not self.embeds:
+            batch = dataclasses.replace(batch, hidden=source)
+        names = {
+            "row_slots": "slots",
+            "lengths": "lengths",
+            "samples": "samples",
+            "temperature": "temperature",
+            "seeds": "seeds",
+        }
+        rows = Rows(**{target: layout.field(buffer, name) for name, target in names.items()})
+        return page_table, batch, rows
 
     def _logits(self, head: dict, hidden: Float[Array, "R D"]) -> Float[Array, "R W"]:
         specs = ({name: self.weight_specs[name] for name in head}, REPLICATED)

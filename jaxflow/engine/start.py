@@ -61,6 +61,7 @@ from jaxflow.model.sampling import rows_at_once
 from jaxflow.model.stage import Stage, stages_of
 from jaxflow.model.weights import Weights
 from jaxflow.parallel.mesh import axis_of, choose_platform, on_gpu, stage_meshes
+from jaxflow.pipeline.choice import is_sequential
 from jaxflow.pipeline.compiler import compile_plan, xla_options
 from jaxflow.pipeline.handwritten import sequential_plan
 from jaxflow.pipeline.plan import Plan
@@ -74,6 +75,7 @@ from pallas_kernels.quantized import Quantized
 
 log = logging.getLogger(__name__)
 GPU_SEQS, CPU_SEQS, FEWEST_SEQS = 512, 64, 8  # bounds of the default of max_num_seqs
+FEWEST_LAYERED = 8  # layers of a model whose steps are a program a layer on a CPU
 TOKENS_OF_SEQ = 512  # tokens of KV for each sequence of a CPU's default pool
 POOL_TOKENS = 32768  # tokens of KV in a CPU's default pool, at least
 # The settings that a step's programs depend on, the key of the cache of lowered programs. The others say
@@ -408,8 +410,17 @@ def _make_stage(
         kv_dtype=jnp.dtype(config.kv_cache_dtype),
         max_model_len=config.max_model_len,
         defers=not on_gpu(),  # a GPU times kernels while it compiles, in memory that steps need
+        is_layered=lambda layout: has_program_a_layer(plan_of(layout), layers),
         name="" if stage.is_model else f" of layers {stage.first} to {stage.stop}",
     )
+
+
+def has_program_a_layer(plan: Plan, layers: ModelConfig) -> bool:
+    """Return True if a step is compiled as one program a layer: on a CPU, for a model of many layers.
+
+    A GPU replays the launches of a whole step, and other plans overlap operations of different layers.
+    """
+    return not on_gpu() and layers.num_layers >= FEWEST_LAYERED and is_sequential(plan)
 
 
 def program_settings(config: EngineConfig) -> dict[str, Any]:

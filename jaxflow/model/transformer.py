@@ -6,7 +6,7 @@ from jaxtyping import Array, Float
 from jaxflow.model import ops
 from jaxflow.model.batch import Batch
 from jaxflow.model.op_registry import KV, Context, Site, Weights, op_scope
-from jaxflow.parallel.collectives import added
+from jaxflow.parallel.collectives import Sum, added
 
 
 def forward(
@@ -23,18 +23,36 @@ def forward(
     x = ops.embed(ends, batch.token_ids, batch.positions) if batch.hidden is None else batch.hidden
     y, kv = None, list(kv)
     for i, (layer, w) in enumerate(zip(c.config.layers, weights["layers"], strict=True)):
-        site = Site(c, w, layer, batch, 0, batch.num_tokens)
-        x, h = ops.attn_norm(site, x, y)
-        q, kv[i] = ops.rope_append(site, ops.qkv(site, h), kv[i])
-        o = ops.chunk_attention(site, q, kv[i])
-        o = ops.decode_attention(site, q, kv[i], o)
-        x, y = after_attention(site, x, o)
+        x, y, kv[i] = forward_layer(Site(c, w, layer, batch, 0, batch.num_tokens), x, y, kv[i])
     with op_scope("final_norm"):
         x = x if y is None else x + added(y)
+    return sampled_hidden(ends, x, batch), x, kv
+
+
+def forward_layer(
+    site: Site, x: Float[Array, "T D"], y: Sum | None, kv: KV
+) -> tuple[Float[Array, "T D"], Sum, KV]:
+    """Run one layer over all tokens of the step.
+
+    x and y: the residual stream, and what the layer before adds to it; y is None in the first layer.
+
+    Returns:
+      x and y for the next layer, and the layer's cache with this step's keys and values.
+    """
+    x, h = ops.attn_norm(site, x, y)
+    q, kv = ops.rope_append(site, ops.qkv(site, h), kv)
+    o = ops.chunk_attention(site, q, kv)
+    o = ops.decode_attention(site, q, kv, o)
+    return *after_attention(site, x, o), kv
+
+
+def sampled_hidden(ends: Site, x: Float[Array, "T D"], batch: Batch) -> Float[Array, "R D"]:
+    """Return the hidden state of each sequence's sampled token, normed if the stage has the final norm.
+
+    x: the residual stream after the last layer.
+    """
     hidden = x[batch.sample_tokens]
-    if "final_norm" in weights:
-        _, hidden = ops.final_norm(ends, hidden, None)
-    return hidden, x, kv
+    return ops.final_norm(ends, hidden, None)[1] if "final_norm" in ends.w else hidden
 
 
 def after_attention(

@@ -8,6 +8,7 @@
 """
 
 import argparse
+import concurrent.futures
 import dataclasses
 import functools
 import re
@@ -45,6 +46,8 @@ from pallas_kernels.quantized import Quantized
 
 __all__ = ["Checkpoint", "CheckpointError", "convert", "open_checkpoint", "shipped_configs"]
 
+# Threads that read weights. Host memory holds an array and a tensor for each of them.
+READERS = 2
 CONFIGS = Path(__file__).parents[1] / "architectures" / "configs"
 _HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 _TOKENIZER_FILES = (
@@ -167,8 +170,6 @@ def _load(
     mesh: Mesh | None,
     progress: Callable[[int], object],
 ) -> Weights:
-    in_flight: list[Any] = []
-
     def put(array: np.ndarray, spec: PartitionSpec) -> jax.Array:
         return jax.device_put(array, None if mesh is None else sharded(mesh, spec))
 
@@ -190,14 +191,18 @@ def _load(
         return array if leaf.quantization is None else quantize_leaf(leaf, array, mesh)
 
     def place(leaf: Leaf) -> Any:
-        # Waiting for the transfer before the last one limits host memory to two arrays and one tensor.
-        if len(in_flight) == 2:
-            jax.block_until_ready(in_flight.pop(0))
-        in_flight.append(make(leaf))
-        progress(1)
-        return in_flight[-1]
+        return jax.block_until_ready(make(leaf))
 
-    return jax.block_until_ready(jax.tree.map(place, tree))
+    every, structure = jax.tree.flatten(tree)
+    made = []
+    pool = concurrent.futures.ThreadPoolExecutor(READERS, thread_name_prefix="read")
+    try:
+        for array in pool.map(place, every):
+            made.append(array)
+            progress(1)
+    finally:
+        pool.shutdown(cancel_futures=True)  # after a fault the arrays that are left are not read
+    return jax.tree.unflatten(structure, made)
 
 
 def _kv_scale(source: TensorSource, heads: int, name: str) -> np.ndarray:

@@ -27,6 +27,7 @@ _PLAIN = {
     GGMLQuantizationType.F16: np.float16,
     GGMLQuantizationType.BF16: jnp.bfloat16,
 }
+CACHED_VALUES = 2**16  # values that are dequantized at a time
 _ROPE_FREQS = "rope_freqs.weight"
 _IRRELEVANT = frozenset(
     {"vocab_size", "rope.scaling.finetuned", "tensor_data_layout", "use_parallel_residual"}
@@ -107,7 +108,7 @@ class GgufFile:
         data = self._data[tensor.start : tensor.stop]
         if tensor.kind in _PLAIN:
             return data.view(_PLAIN[tensor.kind]).reshape(tensor.shape)
-        return dequantize(data.reshape(*tensor.shape[:-1], -1), tensor.kind)
+        return dequantized(data.reshape(math.prod(tensor.shape[:-1]), -1), tensor.kind).reshape(tensor.shape)
 
     def _config(self) -> ModelConfig:
         metadata = self._metadata
@@ -165,6 +166,20 @@ class GgufFile:
             )
         divisors = np.asarray(self._values(self._by_gguf_name[_ROPE_FREQS]), np.float64)
         return llama3_scaling(theta, hf["head_dim"], divisors, original) | {"rope_theta": theta}
+
+
+def dequantized(rows: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
+    """Return the values of quantized rows as float32.
+
+    rows: [rows, bytes] uint8. A part of the rows is dequantized at a time, because the intermediate arrays of
+    a large tensor do not fit in a core's cache.
+    """
+    block, block_bytes = GGML_QUANT_SIZES[kind]
+    out = np.empty((len(rows), rows.shape[1] // block_bytes * block), np.float32)
+    step = max(1, CACHED_VALUES // out.shape[1])
+    for start in range(0, len(rows), step):
+        out[start : start + step] = dequantize(rows[start : start + step], kind)
+    return out
 
 
 def _plain(value: Any) -> Any:

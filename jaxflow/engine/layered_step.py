@@ -1,0 +1,149 @@
+"""A step as several programs: its beginning, each of its layers, and its end.
+
+XLA compiles every layer of a program anew. On a CPU the step of a model with 30 equal layers takes 12 s to
+compile and 2 s to read from the cache of compiled programs. Here equal layers share one program, so a step
+takes the time of one layer. Each layer costs a call from the host, which runs while the layer before runs.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.stages import Lowered, Wrapped
+from jaxtyping import Array, Float
+
+from jaxflow.config import Layer
+from jaxflow.engine.layout import StepLayout
+from jaxflow.engine.programs import REPLICATED, Programs
+from jaxflow.kv.device_cache import cache_spec
+from jaxflow.model import ops
+from jaxflow.model.batch import Batch
+from jaxflow.model.op_registry import KV, Site, op_scope
+from jaxflow.model.transformer import forward_layer, sampled_hidden
+from jaxflow.parallel.collectives import added
+from jaxflow.parallel.mesh import over_shards
+
+BEGIN_DONATES, LAYER_DONATES = (1,), (1,)  # the page table, and the layer's cache
+
+
+@dataclasses.dataclass(frozen=True)
+class LayeredStep:
+    """The compiled programs of a step. A call has the arguments and the results of `Programs.step`.
+
+    layers: the program of each layer; equal layers have the same one.
+    """
+
+    begin: Callable
+    layers: Sequence[Callable]
+    end: Callable
+
+    def __call__(self, weights: dict, kv: list[KV], page_table: Any, source: Any, buffer: Any) -> tuple:
+        """Enqueue the programs. kv and page_table are donated."""
+        outer, kv = outside_layers(weights), list(kv)
+        page_table, batch, rows, x, y = self.begin(outer, page_table, source, buffer)
+        for i, (layer, w) in enumerate(zip(self.layers, weights["layers"], strict=True)):
+            x, y, kv[i] = layer(w, kv[i], x, y, batch)
+        hidden, x = self.end(outer, x, y, batch)
+        return hidden, x, rows, kv, page_table
+
+
+@dataclasses.dataclass(frozen=True)
+class LoweredStep:
+    """The lowered programs of a step.
+
+    layers: each distinct layer. kind_of: the index in `layers` of each layer of the model.
+    """
+
+    begin: Lowered
+    layers: tuple[Lowered, ...]
+    kind_of: tuple[int, ...]
+    end: Lowered
+
+    def compile(self, compile_one: Callable[[Lowered], Callable]) -> LayeredStep:
+        """Return the step, with each program compiled by `compile_one`."""
+        layers = [compile_one(layer) for layer in self.layers]
+        every = tuple(layers[kind] for kind in self.kind_of)
+        return LayeredStep(compile_one(self.begin), every, compile_one(self.end))
+
+
+def lower_layers(
+    programs: Programs,
+    layout: StepLayout,
+    lower: Callable[..., Lowered],
+    weights: dict,
+    kv: Any,
+    *inputs: Any,
+) -> LoweredStep:
+    """Return the lowered programs of a step.
+
+    Args:
+      lower: called with a program's name, its jitted function, its `donate_argnums` and its arguments.
+      weights, kv, inputs: the arguments of `Programs.step`, or their shapes, dtypes and shardings.
+    """
+    outer = outside_layers(weights)
+    begun = lower("begin", _begin(programs, layout), BEGIN_DONATES, outer, *inputs)
+    replicated = jax.sharding.NamedSharding(programs.mesh, REPLICATED)
+    _, batch, _, x, y = jax.tree.map(
+        lambda out: jax.ShapeDtypeStruct(out.shape, out.dtype, sharding=replicated), begun.out_info
+    )
+    kinds: dict[Any, int] = {}
+    layers = []
+    kind_of = []
+    for index, layer in enumerate(programs.context.config.layers):
+        w, cache = weights["layers"][index], kv[index]
+        leaves, tree = jax.tree.flatten((w, cache))
+        kind = layer, tree, tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves)
+        if kind not in kinds:
+            kinds[kind] = len(layers)
+            fn = _layer(programs, layer, programs.weight_specs["layers"][index])
+            layers.append(lower(f"layer {layer}", fn, LAYER_DONATES, w, cache, x, y, batch))
+        kind_of.append(kinds[kind])
+    ended = lower("end", _end(programs), (), outer, x, y, batch)
+    return LoweredStep(begun, tuple(layers), tuple(kind_of), ended)
+
+
+def outside_layers(weights: dict) -> dict:
+    """Return the weights outside the layers."""
+    return {name: value for name, value in weights.items() if name != "layers"}
+
+
+def _begin(programs: Programs, layout: StepLayout) -> Wrapped:
+    """(outer, page_table, source, buffer) -> (page_table, batch, rows, x, y). y, which layers add, is 0."""
+
+    def run(outer, page_table, source, buffer):
+        page_table, batch, rows = programs.inputs(layout, page_table, source, buffer)
+        x = batch.hidden
+        if x is None:
+            x = ops.embed(Site(programs.context, outer), batch.token_ids, batch.positions)
+        return page_table, dataclasses.replace(batch, hidden=None), rows, x, jnp.zeros_like(x)
+
+    specs = outside_layers(programs.weight_specs), REPLICATED, REPLICATED, REPLICATED
+    return jax.jit(over_shards(run, programs.mesh, specs, (REPLICATED,) * 5), donate_argnums=BEGIN_DONATES)
+
+
+def _layer(programs: Programs, layer: Layer, weight_specs: Any) -> Wrapped:
+    """(w, kv, x, y, batch) -> (x, y, kv)."""
+
+    def run(w, kv, x, y, batch):
+        site = Site(programs.context, w, layer, batch, 0, batch.num_tokens)
+        x, y, kv = forward_layer(site, x, y, kv)
+        return x, added(y), kv
+
+    cache = (cache_spec(programs.mesh),) * 2
+    specs = weight_specs, cache, REPLICATED, REPLICATED, REPLICATED
+    out = REPLICATED, REPLICATED, cache
+    return jax.jit(over_shards(run, programs.mesh, specs, out), donate_argnums=LAYER_DONATES)
+
+
+def _end(programs: Programs) -> Wrapped:
+    """(outer, x, y, batch) -> (hidden, x)."""
+
+    def run(outer: dict, x: Float[Array, "T D"], y: Float[Array, "T D"], batch: Batch) -> tuple[Array, Array]:
+        with op_scope("final_norm"):
+            x = x + y
+        return sampled_hidden(Site(programs.context, outer), x, batch), x
+
+    specs = outside_layers(programs.weight_specs), REPLICATED, REPLICATED, REPLICATED
+    return jax.jit(over_shards(run, programs.mesh, specs, (REPLICATED, REPLICATED)))
