@@ -46,12 +46,12 @@ class OnUse(dict):
 
 
 def compile_on_use(executor: Any) -> None:
-    """Compile an `Executor`'s steps, samplers and prompt programs at their first use.
+    """Compile an `Executor`'s programs at their first use.
 
     Most tests use half of the programs. `Executor.warm_up` compiles the other half.
     """
     jobs = executor._jobs()
-    for name in ("_steps", "_samplers", "_prompt"):
+    for name in ("_steps", "_samplers", "_prompt", "_small"):
         table = getattr(executor, name)
         compiles = {
             key: lambda lower=lower, options=options: executor._compile(lower(), options)
@@ -59,7 +59,6 @@ def compile_on_use(executor: Any) -> None:
             if owner is table
         }
         setattr(executor, name, OnUse(compiles))
-    executor._compile_small()
     executor._warm = True
 
 

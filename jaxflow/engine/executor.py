@@ -123,6 +123,7 @@ class Executor:
         self._steps: dict[tuple[int, str, bool], jax.stages.Compiled | LayeredStep] = {}  # by layouts' keys
         self._samplers: dict[tuple[int, str], Callable] = {}
         self._prompt: dict[int, Callable] = {}
+        self._small: dict[str, Callable] = {}
         self.defers = defers
         self.copies: PageCopies | None = None
         self._warm = False
@@ -216,7 +217,6 @@ class Executor:
         # for as many as compile at once.
         for table, key, lowered, options in crowded:
             table[key] = self._compile(lowered, options)
-        self._compile_small()
         if self.copies is not None:
             self.kv = self.copies.warm_up(self.kv)
         self._warm = True
@@ -261,7 +261,10 @@ class Executor:
             for r in rows
             for kind in (("plain", "full") if self.programs.samples else ())
         ]
-        return jobs
+        small = {"append_pages": self._lower_append_pages}
+        if self.programs.samples:
+            small |= {"set_slot": self._lower_set_slot, "count_tokens": self._lower_count_tokens}
+        return jobs + [(self._small, name, lower, {}) for name, lower in small.items()]
 
     def _is_deferred(self, table: dict, key: Any) -> bool:
         """Return True for a program that is compiled after the start.
@@ -321,7 +324,7 @@ class Executor:
         for i in range(0, len(appends), APPENDS):
             piece = np.full((APPENDS, 4), self.groups, np.int32)
             piece[: len(appends[i : i + APPENDS])] = appends[i : i + APPENDS]
-            self.page_table = self._append_pages(self.page_table, self._put(piece))
+            self.page_table = self._small["append_pages"](self.page_table, self._put(piece))
         return self.run_program(self._steps[layout.key], self._put(buffer), source)
 
     def draw(
@@ -420,7 +423,7 @@ class Executor:
             penalties.
         """
         index = self._put(np.int32(slot))
-        self.params, self.counts = self._set_slot(
+        self.params, self.counts = self._small["set_slot"](
             self.params, self.counts, index, jax.tree.map(self._put, values)
         )
         for i in range(0, len(token_ids), COUNTED):
@@ -428,7 +431,7 @@ class Executor:
             n = len(token_ids[i : i + COUNTED])
             ids[:n] = token_ids[i : i + n]
             outputs[:n] = np.arange(i, i + n) >= num_prompt
-            self.counts = self._count_tokens(self.counts, index, self._put(ids), self._put(outputs))
+            self.counts = self._small["count_tokens"](self.counts, index, self._put(ids), self._put(outputs))
 
     # ---- compiling
 
@@ -523,22 +526,26 @@ class Executor:
             "prompt", self.programs.prompt_logprobs(), (), self._prompt_head, self._hidden(tokens), targets
         )
 
-    def _compile_small(self) -> None:
-        def shape(a):
-            return self._abstract(np.shape(a), np.asarray(a).dtype if not hasattr(a, "dtype") else a.dtype)
+    def _lower_append_pages(self) -> jax.stages.Lowered:
+        appends = self._abstract((APPENDS, 4), jnp.int32)
+        return self._lower(
+            "append_pages", self.programs.append_pages(), (0,), self._like(self.page_table), appends
+        )
 
-        params, counts, table = (jax.tree.map(shape, a) for a in (self.params, self.counts, self.page_table))
-        self._append_pages = self._compile(
-            self.programs.append_pages().lower(table, self._abstract((APPENDS, 4), jnp.int32))
+    def _lower_set_slot(self) -> jax.stages.Lowered:
+        state, slot = (self._like(self.params), self._like(self.counts)), self._abstract((), jnp.int32)
+        return self._lower(
+            "set_slot", self.programs.set_slot(), (0, 1), *state, slot, self._like(slot_values())
         )
-        if not self.programs.samples:
-            return
-        slot = self._abstract((), jnp.int32)
-        self._set_slot = self._compile(
-            self.programs.set_slot().lower(params, counts, slot, jax.tree.map(shape, slot_values()))
-        )
+
+    def _lower_count_tokens(self) -> jax.stages.Lowered:
         ids, outputs = self._abstract((COUNTED,), jnp.int32), self._abstract((COUNTED,), jnp.bool_)
-        self._count_tokens = self._compile(self.programs.count_tokens().lower(counts, slot, ids, outputs))
+        args = self._like(self.counts), self._abstract((), jnp.int32), ids, outputs
+        return self._lower("count_tokens", self.programs.count_tokens(), (0,), *args)
+
+    def _like(self, tree: Any) -> Any:
+        """Return the shapes of a tree's arrays, each on every device."""
+        return jax.tree.map(lambda a: self._abstract(np.shape(a), jnp.result_type(a)), tree)
 
 
 def rehearsed(executor: Any) -> list[StepLayout]:

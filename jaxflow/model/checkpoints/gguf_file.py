@@ -176,7 +176,7 @@ def dequantized(rows: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
     """
     block, block_bytes = GGML_QUANT_SIZES[kind]
     out = np.empty((len(rows), rows.shape[1] // block_bytes * block), np.float32)
-    step = max(1, CACHED_VALUES // out.shape[1])
+    step = max(1, CACHED_VALUES // max(1, out.shape[1]))
     for start in range(0, len(rows), step):
         out[start : start + step] = dequantize(rows[start : start + step], kind)
     return out
