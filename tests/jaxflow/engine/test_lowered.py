@@ -214,7 +214,7 @@ def test_an_engine_of_kept_programs_draws_the_same_tokens(tmp_path, monkeypatch)
         made.warm_up()
         request = Request("a", list(range(3, 24)), sampling)
         drawn.append(toy.run(make_loop(config, checkpoint.model_config, made), [request])["a"])
-    assert len(files(tmp_path)) == 4, "a step, two samplers, prompt log-probabilities"
+    assert len(files(tmp_path)) == 7, "a step, two samplers, prompt log-probabilities, three small programs"
     monkeypatch.undo()  # the other engine keeps programs of its own
     alone = toy.run(toy.loop("tiny-llama"), [Request("a", list(range(3, 24)), sampling)])["a"]
     assert drawn[0].tokens == drawn[1].tokens == alone.tokens
