@@ -358,11 +358,21 @@ def sarathi_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
 def perplexity_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
     """Yield the perplexity of each number format."""
     for path, report in reports.items():
-        for one in report["precisions"] if report.get("command_name") == "perplexity" else ():
+        for one in report.get("precisions", ()) if report.get("command_name") == "perplexity" else ():
             unquantized = one["precision"] == "unquantized"
             numbers = report["engine_config"]["dtype"] if unquantized else one["precision"]
             change = "–" if unquantized else f"{one['mean_change']:.3f}"
             yield report["model"], numbers, f"{one['perplexity']:.2f}", change, links([path])
+
+
+def span_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
+    """Yield the perplexity with each file of attention spans."""
+    for path, report in reports.items():
+        for one in report.get("spans", ()) if report.get("command_name") == "perplexity" else ():
+            name = "full attention" if one["spans"] is None else Path(one["spans"]).stem
+            shares = (f"{one[key]:.1f}" for key in ("keys_percent", "held_percent"))
+            change = "–" if one["spans"] is None else f"{one['mean_change']:.3f}"
+            yield report["model"], name, *shares, f"{one['perplexity']:.2f}", change, links([path])
 
 
 def turn_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
@@ -556,6 +566,13 @@ SECTIONS = (
         "WikiText-2. The last figure is the mean change of a token's log-probability.",
         ("model", "numbers", "perplexity", "mean change", "report"),
         perplexity_rows,
+    ),
+    (
+        "Attention spans",
+        "Perplexity of WikiText-2 with a span for each KV head, beside one window for all heads. The keys are those that "
+        "queries see, and those that the page groups hold, in % of full attention.",
+        ("model", "spans", "keys seen", "keys held", "perplexity", "mean change", "report"),
+        span_rows,
     ),
     (
         "Pipelines, simulated",

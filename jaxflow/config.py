@@ -31,6 +31,31 @@ class Rope:
     original_max_position: int = 8192
 
 
+SPAN_UNITS = 1024  # `Span.beta` counts parts of a token of so many
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """The keys that a KV head sees (MoA; FlashDecoding++Next §III): sink tokens and a window that grows.
+
+    A query at position p sees key j <= p if j < sinks or p - j < window(p). The window is
+    alpha + beta · (p + 1) / 1024 tokens, rounded up: it depends on the query's position alone. So the result of
+    attention does not depend on batches and chunks. beta is at most 1024. So the first key of the window never
+    moves back, and a page that a query no longer sees is never seen again.
+    """
+
+    sinks: int
+    alpha: int
+    beta: int
+
+    def window(self, position: Any) -> Any:
+        """Return the last keys that a query sees, its own included. position: int, or an array of int."""
+        return self.alpha - (-self.beta * (position + 1)) // SPAN_UNITS
+
+
+Window = int | Span | None  # the last keys that a query sees, an elastic span, or None for all keys
+
+
 @dataclasses.dataclass(frozen=True)
 class Layer:
     """Settings that may differ between the layers of a model."""
@@ -40,6 +65,16 @@ class Layer:
     )
     rope: Rope | None = None  # None: learned positions, or no positions
     experts: bool = False  # a mixture of experts instead of a dense MLP
+    spans: tuple[Span, ...] | None = None  # of each KV head; None: all heads have `window`
+    head_groups: tuple[int, ...] = ()  # with spans: the page group of each KV head
+
+    @property
+    def group_heads(self) -> dict[int, tuple[int, ...]]:
+        """Return the KV heads of each page group, with spans. Groups without a head of the layer are missing."""
+        return {
+            group: tuple(head for head, own in enumerate(self.head_groups) if own == group)
+            for group in sorted(set(self.head_groups))
+        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +116,7 @@ class ModelConfig:
     norm_topk_prob: bool = True
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    span_classes: tuple[Window, ...] = ()  # with attention spans: the window of each page group of heads
 
     @property
     def num_layers(self) -> int:
@@ -93,8 +129,13 @@ class ModelConfig:
         return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
 
     @property
-    def windows(self) -> tuple[int | None, ...]:
-        """Return the distinct attention windows of the layers, full attention first."""
+    def windows(self) -> tuple[Window, ...]:
+        """Return the window of each page group: the layers' distinct ones, or the classes of attention spans.
+
+        Full attention is first.
+        """
+        if self.span_classes:
+            return self.span_classes
         return tuple(sorted({layer.window for layer in self.layers}, key=lambda w: (w is not None, w or 0)))
 
     @property
@@ -228,6 +269,11 @@ class EngineConfig:
         None,
         "Pages of the KV cache. Default: as many as fit the memory; on a CPU for 32,768 tokens, or 512 a sequence.",
     )
+    attention_spans: str | None = _setting(
+        None,
+        "File of `python -m search spans`: the span of each KV head. A head then sees the first tokens and the last "
+        "ones only, and its other pages are freed. Default: full attention.",
+    )
     enable_prefix_caching: bool = _setting(True, "Share the KV of equal prompt prefixes between requests.")
     kv_offloading_size: float = _setting(
         0.0,
@@ -286,6 +332,11 @@ class EngineConfig:
             self.pipeline_parallel_size == 1 or not self.kv_offloading_size,
             "0 with pipeline_parallel_size over 1: the pages of a stage stay on its devices",
         )
+        spans = self.attention_spans
+        check("attention_spans", spans != "", "a file, or unset")
+        for field in ("tensor_parallel_size", "pipeline_parallel_size"):
+            one = getattr(self, field) == 1
+            check(field, one or spans is None, "1 with attention_spans: one device holds the groups of heads")
         for field in (
             "max_model_len",
             "max_num_batched_tokens",

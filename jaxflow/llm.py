@@ -15,7 +15,7 @@ from tqdm import tqdm
 from jaxflow.config import EngineConfig
 from jaxflow.engine.executor import Executor
 from jaxflow.engine.staged_executor import StagedExecutor
-from jaxflow.engine.start import Engine, prepare_process, resolve, start_engine
+from jaxflow.engine.start import Engine, open_model, prepare_process, resolve, start_engine
 from jaxflow.flexgen.config import OffloadConfig, check_engine, offload_config
 from jaxflow.flexgen.policy import Policy
 from jaxflow.flexgen.runtime import Runtime
@@ -68,7 +68,7 @@ class LLM:
         self.runtime: Runtime | None = None
         if offload is None:
             prepare_process(config)
-            checkpoint = open_checkpoint(config.model, load_format=config.load_format)
+            checkpoint = open_model(config)
             self.tokenizer: Tokenizer | None = open_tokenizer(config, checkpoint)
             engine = start_engine(config, checkpoint, kernels=kernels, executor=executor, progress=progress)
             self._backend: Backend = _Serving(engine)

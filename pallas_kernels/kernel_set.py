@@ -154,6 +154,7 @@ class Model:
     dtype: str
     kv_dtype: str
     hidden_size: int
+    attention_spans: bool = False  # the KV heads of a layer have their own spans and pages
 
 
 def kernel_set_for(
@@ -169,6 +170,7 @@ def kernel_set_for(
     hidden_size: int = 4096,
     device: str = "",
     kernels: str = "auto",
+    attention_spans: bool = False,
 ) -> KernelSet:
     """Return the fastest kernels for a device and these shapes. Ops without a kernel run the reference
     implementation.
@@ -190,6 +192,7 @@ def kernel_set_for(
         jnp.dtype(dtype).name,
         jnp.dtype(kv_dtype).name,
         hidden_size,
+        attention_spans,
     )
     hopper, cuda = platform == "gpu" and has_bounded(capability), platform == "gpu" and capability != ""
     here = f"{platform} {capability}".strip()
@@ -290,6 +293,7 @@ def _mosaic(m: Model, device: str) -> KernelSet:
     room = rope_append.takes(m.kv_heads, queries, m.head_dim, m.kv_dtype != m.dtype)
     divisor = 128 // math.gcd(128, m.head_dim)  # a shard has full groups of heads
     limits = [
+        (PAGED, "attention_spans", not m.attention_spans, "full attention and windows"),
         (PAGED, "head_dim", m.head_dim in (64, 128, 256), "64, 128 or 256"),
         (PAGED, "queries_per_kv_head", queries <= 16, "up to 16"),
         (PAGED, "page_size", m.page_size == 64, "64"),
@@ -330,6 +334,7 @@ def _triton(m: Model, capability: str) -> KernelSet:
     )
     most = 1 << ((kib << 10) // head_bytes).bit_length() - 1
     limits = [
+        (decode, "attention_spans", not m.attention_spans, "full attention and windows"),
         (decode, "head_dim", power_of_two, "powers of two from 16"),
         (
             decode,

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 from hypothesis import strategies as st
 
+from jaxflow.config import Span
 from jaxflow.request import Request, SamplingParams
 from jaxflow.scheduler.admission import OutputLengths
 from jaxflow.scheduler.config import SchedulerConfig
@@ -39,6 +40,9 @@ requests = st.tuples(
         }
     ),
 )
+
+# Two groups of heads with spans: a window that grows slowly, and one that grows fast behind sink tokens.
+SPANS = (Span(sinks=0, alpha=4, beta=256), Span(sinks=5, alpha=2, beta=768))
 
 
 def link(chain: int, token: int) -> int:
@@ -132,13 +136,14 @@ class Device:
     def read(self, group: int, slot: int, start: int, end: int) -> None:
         """Queries start..end-1 see what their sequence wrote, at its positions, and one same prefix."""
         window = self.config.windows[group]
-        first = 0 if window is None else max(0, start - window + 1)
+        sinks = min(window.sinks, start) if isinstance(window, Span) else 0
+        last_keys = window.window(start) if isinstance(window, Span) else window
+        first = 0 if last_keys is None else max(0, start - last_keys + 1)
+        seen = sorted({*range(sinks), *range(first, end)})
         truth = (
-            {p: self.kv[self.where(0, slot, p)][1] for p in range(first, end)}
-            if self.config.windows[0] is None
-            else {}
+            {p: self.kv[self.where(0, slot, p)][1] for p in seen} if self.config.windows[0] is None else {}
         )
-        for position in range(first, end):
+        for position in seen:
             at, chain = self.kv[self.where(group, slot, position)]
             assert at == position, (group, slot, position, at)
             assert truth.get(position, chain) == chain

@@ -19,7 +19,7 @@
   trace        utilization of each resource over one layer, from a profiler trace; JSON and a chart
   memory       temporary memory of a step's programs, and the rest of the memory for KV
   longest_prompt  the longest prompt that fits the memory, whole and in chunks
-  perplexity   perplexity of a text at each precision of weights and KV
+  perplexity   perplexity of a text at each precision of weights and KV, or with attention spans
   pipeline     bubbles of pipeline stages, on the engine or on virtual clocks (SARATHI Fig. 12); JSON and a chart
   sarathi      SARATHI's tables and figures of one device, on the engine or by the cost model; JSON and a chart
   sweep        rates, batch sizes or lengths of an engine; SARATHI's scheduler curves; JSON and a chart

@@ -64,6 +64,7 @@ def asked_of_kernels(config: EngineConfig, model: ModelConfig) -> dict[str, Any]
         "page_size": config.block_size,
         "dtype": config.dtype,
         "kv_dtype": config.kv_cache_dtype,
+        "attention_spans": bool(model.span_classes),
     }
 
 

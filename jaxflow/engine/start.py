@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from tqdm import tqdm
 
-from jaxflow.config import KV_DTYPES, ConfigError, EngineConfig, ModelConfig
+from jaxflow.config import KV_DTYPES, ConfigError, EngineConfig, ModelConfig, Window
 from jaxflow.engine.driver import Driver
 from jaxflow.engine.executor import Executor, rehearse
 from jaxflow.engine.kernel_choice import choose_kernels, tell_kernels
@@ -50,7 +50,8 @@ from jaxflow.kv.tiers.start import (
     start_host_tier,
 )
 from jaxflow.model import softmax_range
-from jaxflow.model.checkpoints.checkpoint import Checkpoint
+from jaxflow.model.attention_spans import with_spans
+from jaxflow.model.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from jaxflow.model.checkpoints.fingerprint import kv_fingerprint
 from jaxflow.model.composition import Composition
 from jaxflow.model.cost import op_times
@@ -131,8 +132,17 @@ def prepare_process(config: EngineConfig) -> None:
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
+def open_model(config: EngineConfig) -> Checkpoint:
+    """Return the checkpoint of the settings, with their attention spans. Raises: ConfigError, CheckpointError."""
+    checkpoint = open_checkpoint(config.model, load_format=config.load_format)
+    model = with_spans(config, checkpoint.model_config, checkpoint.name)
+    return dataclasses.replace(checkpoint, model_config=model)
+
+
 def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     """Return the settings with their defaults for this device and model. Raises: ConfigError."""
+    if config.attention_spans is not None and not model.span_classes:
+        raise ConfigError("attention_spans", config.attention_spans, "unset for this command")
     gpu = on_gpu()
     dtype = config.dtype if config.dtype != "auto" else ("bfloat16" if gpu else "float32")
     longest = config.max_model_len or model.max_position
@@ -561,7 +571,7 @@ def _num_pages(config: EngineConfig, model: ModelConfig, stages: Sequence[Execut
                 f"at most {most} pages, which fit the memory",
             )
         return (config.num_kv_pages,) * len(model.windows)
-    by_window: dict[int | None, int] = {}
+    by_window: dict[Window, int] = {}
     for executor in stages:
         fitting = _pages_of_stage(config, executor, len(stages))
         for group, pages in zip(executor.page_groups, fitting, strict=True):

@@ -169,8 +169,10 @@ def same_shapes(name: str, model: ModelConfig) -> bool:
 def default_plan(config: EngineConfig, model: ModelConfig) -> str:
     """Return the plan setting of plan=auto: searched if a shipped plan is sure to gain, else sequential.
 
-    config: resolved except for the plan.
+    No shipped plan was measured with attention spans. config: resolved except for the plan.
     """
+    if model.span_classes:
+        return "sequential"
     budget = config.max_num_batched_tokens or 0
     sure = (
         p

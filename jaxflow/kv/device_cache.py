@@ -3,6 +3,8 @@
 A page group is a set of layers with one page table: one entry of axis G of `page_table[G, B, ·]`. A group has
 its own KV heads, head width, dtype and window, and so its own page size and number of pages. Window layers
 form a group for each window, which needs no more pages than its windows can see. Most models have one group.
+With attention spans (`jaxflow.model.attention_spans`) a group holds some heads of some layers, and the cache of a
+layer is one array for each of the layer's groups.
 
 The arrays of a layer are [P, K, S, H]: a page of one head is a contiguous box, the unit that attention
 kernels load. 8-bit values (e4m3, int8) are [P, K, H, S], as Hopper's tensor cores need them. int8 has a
@@ -18,34 +20,40 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxflow.config import ConfigError, ModelConfig
+from jaxflow.config import ConfigError, ModelConfig, Window
+from jaxflow.kv.visible import most_pages
 from jaxflow.parallel.mesh import axis_of, sharded
 from pallas_kernels.quantized import Quantized
 
 
 @dataclasses.dataclass(frozen=True)
 class PageGroup:
-    """Layers that share a page table.
+    """Layers, or heads of layers, that share a page table.
 
     Attributes:
       layers: indices of the layers.
-      kv_heads: K, the heads in the cache over all devices.
+      kv_heads: the heads of each layer in the cache, over all devices.
+      splits_heads: the group holds some heads of a layer, and other groups may hold the others.
       head_dim: H.
       dtype: name of the dtype of keys and values.
-      window: a query sees its own token and the `window` - 1 tokens before; None: all tokens.
+      window: a query sees its own token and the `window` - 1 tokens before; an elastic span; None: all tokens.
     """
 
     layers: tuple[int, ...]
-    kv_heads: int
+    kv_heads: tuple[int, ...]
     head_dim: int
     dtype: str
-    window: int | None
+    window: Window
+    splits_heads: bool = False
 
-    def layer_shapes(self, num_pages: int, block_size: int) -> tuple[Any, Any]:
-        """Return (keys, values) of one layer over all devices, as `jax.ShapeDtypeStruct`s."""
+    def shapes(self, num_pages: int, block_size: int) -> list[tuple[Any, Any]]:
+        """Return (keys, values) of each layer over all devices, as `jax.ShapeDtypeStruct`s."""
+        return [self._layer_shapes(heads, num_pages, block_size) for heads in self.kv_heads]
+
+    def _layer_shapes(self, heads: int, num_pages: int, block_size: int) -> tuple[Any, Any]:
         dtype = jnp.dtype(self.dtype)
-        keys = (num_pages, self.kv_heads, block_size, self.head_dim)
-        values = keys if dtype.itemsize > 1 else (num_pages, self.kv_heads, self.head_dim, block_size)
+        keys = (num_pages, heads, block_size, self.head_dim)
+        values = keys if dtype.itemsize > 1 else (num_pages, heads, self.head_dim, block_size)
         k, v = (jax.ShapeDtypeStruct(shape, dtype) for shape in (keys, values))
         if dtype != jnp.int8:
             return k, v
@@ -54,30 +62,42 @@ class PageGroup:
 
     def page_bytes(self, block_size: int, tp: int) -> int:
         """Return the bytes of a page on one of `tp` devices: keys, values and scales of all layers."""
-        arrays = jax.tree.leaves(self.layer_shapes(1, block_size))
-        return len(self.layers) * sum(array.size * array.dtype.itemsize for array in arrays) // tp
+        arrays = jax.tree.leaves(self.shapes(1, block_size))
+        return sum(array.size * array.dtype.itemsize for array in arrays) // tp
 
     def pages_of(self, tokens: int, block_size: int) -> int:
-        """Return the most pages that a sequence of `tokens` tokens holds at once.
-
-        A window of w tokens spans one page more than it fills.
-        """
-        pages = -(-tokens // block_size)
-        return pages if self.window is None else min(pages, -(-self.window // block_size) + 1)
+        """Return the most pages that a sequence of `tokens` tokens holds at once."""
+        return int(most_pages(tokens, self.window, block_size))
 
 
 def page_groups(config: ModelConfig, dtype: Any, tp: int) -> tuple[PageGroup, ...]:
-    """Return the page groups of a model, one for each window of its layers, full attention first."""
-    return tuple(
-        PageGroup(
-            tuple(i for i, layer in enumerate(config.layers) if layer.window == window),
-            kv_heads(config, tp),
-            config.head_dim,
-            jnp.dtype(dtype).name,
-            window,
+    """Return the page groups of a model: one for each window of its layers, or for each class of attention spans.
+
+    Full attention is first.
+    """
+    groups = []
+    for index, window in enumerate(config.windows):
+        held = {i: _heads_in(config, i, index, tp) for i in range(config.num_layers)}
+        held = {i: heads for i, heads in held.items() if heads}
+        groups.append(
+            PageGroup(
+                tuple(held),
+                tuple(held.values()),
+                config.head_dim,
+                jnp.dtype(dtype).name,
+                window,
+                splits_heads=bool(config.span_classes),
+            )
         )
-        for window in config.windows
-    )
+    return tuple(groups)
+
+
+def _heads_in(config: ModelConfig, layer: int, group: int, tp: int) -> int:
+    """Return the number of a layer's KV heads in a page group."""
+    own = config.layers[layer]
+    if config.span_classes:
+        return own.head_groups.count(group)
+    return kv_heads(config, tp) if own.window == config.windows[group] else 0
 
 
 def kv_heads(config: ModelConfig, tp: int) -> int:
@@ -92,22 +112,27 @@ def cache_spec(mesh: Mesh) -> PartitionSpec:
 
 def cache_shapes(
     groups: Sequence[PageGroup], num_pages: Sequence[int], block_size: int
-) -> list[tuple[Any, Any]]:
+) -> list[tuple[Any, ...]]:
     """Return (keys, values) of every layer over all devices, as `jax.ShapeDtypeStruct`s.
 
+    Keys and values of a layer whose heads are split are tuples, one entry for each of the layer's groups.
     `num_pages`: P of each group.
     """
-    by_layer = {
-        layer: group.layer_shapes(pages, block_size)
-        for group, pages in zip(groups, num_pages, strict=True)
-        for layer in group.layers
-    }
-    return [by_layer[layer] for layer in sorted(by_layer)]
+    whole: dict[int, tuple[Any, ...]] = {}
+    parts: dict[int, list[tuple[Any, Any]]] = {}
+    for group, pages in zip(groups, num_pages, strict=True):
+        for layer, pair in zip(group.layers, group.shapes(pages, block_size), strict=True):
+            if group.splits_heads:
+                parts.setdefault(layer, []).append(pair)
+            else:
+                whole[layer] = pair
+    layers = whole | {layer: tuple(zip(*pairs, strict=True)) for layer, pairs in parts.items()}
+    return [layers[layer] for layer in sorted(layers)]
 
 
 def make_cache(
     groups: Sequence[PageGroup], num_pages: Sequence[int], block_size: int, mesh: Mesh
-) -> list[tuple[Any, Any]]:
+) -> list[tuple[Any, ...]]:
     """Return zeroed (keys, values) of every layer, of `cache_shapes`."""
     zeros = jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=sharded(mesh, cache_spec(mesh)))
     return jax.tree.map(lambda a: zeros(a.shape, a.dtype), cache_shapes(groups, num_pages, block_size))

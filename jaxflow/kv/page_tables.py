@@ -1,7 +1,7 @@
 """Page tables on the host: the pages of each slot's sequence, in every page group.
 
 A row is a list of page ids of one group, one for every `block_size` positions; -1 marks a page that a window
-layer gave back. The device's copy of the table follows by the entries of `take_appends`. Entries that become
+layer, or a group of heads with spans, gave back. The device's copy of the table follows by the entries of `take_appends`. Entries that become
 -1 are not sent to the device, because no later query sees their pages.
 
 For the memory forecast (`jaxflow.scheduler.admission`) each page in use is charged to the slot whose release
@@ -13,8 +13,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jaxflow.config import Window
 from jaxflow.kv.pages import PagePool, held
-from jaxflow.kv.prefix import first_seen, longest_hit
+from jaxflow.kv.prefix import longest_hit
+from jaxflow.kv.visible import first_seen, sink_pages, unseen
 
 
 class PageTables:
@@ -36,7 +38,7 @@ class PageTables:
     def __init__(
         self,
         num_pages: Sequence[int],
-        windows: Sequence[int | None],
+        windows: Sequence[Window],
         block_size: int,
         num_slots: int,
         *,
@@ -53,7 +55,7 @@ class PageTables:
         self.rows = [[[] for _ in windows] for _ in range(num_slots)]
         self.count = np.zeros((len(windows), num_slots), np.int32)
         self.charged = np.zeros((len(windows), num_slots), np.int32)
-        self._gone = np.zeros((len(windows), num_slots), np.int32)  # number of leading entries of -1
+        self._gone = np.zeros((len(windows), num_slots), np.int32)  # entries before the window
         self._owner = [[-1] * n for n in num_pages]  # slot that is charged for each page
         self._appends: list[np.ndarray] = []
 
@@ -80,8 +82,9 @@ class PageTables:
         """Fill an empty row with the pages of a hit."""
         m = len(names)
         for g, (pool, window) in enumerate(zip(self.pools, self.windows, strict=True)):
-            gone = first_seen(m * self.block_size, window, self.block_size)
-            pages = [pool.find(name) for name in names[gone:]]
+            gap = unseen(m * self.block_size, window, self.block_size)
+            sinks = [pool.find(name) for name in names[: gap.start]]
+            pages = sinks + [pool.find(name) for name in names[gap.stop :]]
             owner = self._owner[g]
             for page in pages:
                 if pool.references(page) == 0:
@@ -91,9 +94,10 @@ class PageTables:
                     self.charged[g, owner[page]] -= 1
                     owner[page] = -1
             pool.reference(pages)
-            self.rows[slot][g] += [-1] * gone + pages
-            self._gone[g, slot] = gone
-            self._add_entries(g, slot, gone, pages)
+            self.rows[slot][g] += sinks + [-1] * len(gap) + pages[len(sinks) :]
+            self._gone[g, slot] = gap.stop
+            self._add_entries(g, slot, 0, sinks)
+            self._add_entries(g, slot, gap.stop, pages[len(sinks) :])
         self.count[:, slot] = m
 
     def append(self, slot: int, group: int, page: int) -> None:
@@ -180,20 +184,19 @@ class PageTables:
                 self._owner[g][page] = slot
 
     def drop_unseen(self, slots: np.ndarray, positions: np.ndarray) -> None:
-        """Release the pages that window layers do not see from the slots' next positions on (int [n] each).
+        """Release the pages that groups with a window do not see from the slots' next positions on (int [n] each).
 
         Called before the step's work is chosen, because the step may write to a released page.
         """
         for g, window in enumerate(self.windows):
             if window is None:
                 continue
-            gone = np.minimum(
-                np.maximum(positions - (window - 1), 0) // self.block_size, self.count[g, slots]
-            )
+            gone = np.minimum(first_seen(positions, window, self.block_size), self.count[g, slots])
+            sinks = sink_pages(window, self.block_size)
             for i in np.flatnonzero(gone > self._gone[g, slots]):
                 slot = int(slots[i])
                 row = self.rows[slot][g]
-                span = range(int(self._gone[g, slot]), int(gone[i]))
+                span = range(max(sinks, int(self._gone[g, slot])), int(gone[i]))
                 pages = [row[j] for j in span]
                 self.charged[g, slot] -= sum(self._owner[g][page] == slot for page in pages)
                 self.pools[g].release(reversed(pages))

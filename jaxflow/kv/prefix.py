@@ -11,6 +11,9 @@ from typing import Protocol
 
 import numpy as np
 
+from jaxflow.config import Window
+from jaxflow.kv.visible import unseen
+
 DIGEST_BYTES = 16
 
 
@@ -51,18 +54,13 @@ def part_name(chain: Sequence[bytes], tokens: np.ndarray, end: int, block_size: 
     ).digest()
 
 
-def first_seen(position: int, window: int | None, block_size: int) -> int:
-    """Return the first page that queries from `position` on see in a page group of this window."""
-    return 0 if window is None else max(0, position - window + 1) // block_size
-
-
 def longest_hit(
-    pools: Sequence[Index], windows: Sequence[int | None], names: Sequence[bytes], block_size: int
+    pools: Sequence[Index], windows: Sequence[Window], names: Sequence[bytes], block_size: int
 ) -> int:
     """Return how many of the leading pages `names` are present, so that their tokens need no computation.
 
     After a hit of m pages the next query is at position m * block_size. Full attention needs all m pages; a
-    group of window w needs only the pages that this query sees. The result is the largest m for which every
+    group with a window needs only the pages that this query sees. The result is the largest m for which every
     group has the pages that it needs.
     """
     reach = len(names)  # full groups first: they end the search of an unknown prompt after one lookup
@@ -73,13 +71,16 @@ def longest_hit(
         return reach
     best = 0
     runs = [0] * len(windows)  # pages present without a gap, up to page m - 1
+    heads = [0] * len(windows)  # pages present without a gap, from page 0
     for m in range(1, reach + 1):
         enough = True
         for g, window in enumerate(windows):
             if window is None:
                 continue
             runs[g] = runs[g] + 1 if pools[g].find(names[m - 1]) >= 0 else 0
-            enough = enough and runs[g] >= m - first_seen(m * block_size, window, block_size)
+            heads[g] = max(heads[g], runs[g] if runs[g] == m else 0)
+            gap = unseen(m * block_size, window, block_size)
+            enough = enough and heads[g] >= min(gap.start, m) and runs[g] >= m - gap.stop
         if enough:
             best = m
     return best

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from jaxflow.config import Layer, ModelConfig
+from jaxflow.config import Layer, ModelConfig, Window
 from jaxflow.model.batch import Batch
 from pallas_kernels.kernel_set import KernelSet
 
@@ -37,10 +37,10 @@ class Context:
     axis: str | None = None
     sms: int | None = None
     copies: bool = False
-    windows: tuple[int | None, ...] | None = None
+    windows: tuple[Window, ...] | None = None
 
     def group(self, layer: Layer) -> int:
-        """Return the layer's index on the page table's group axis."""
+        """Return the index on the page table's group axis of a layer without attention spans."""
         return (self.windows or self.config.windows).index(layer.window)
 
 

@@ -20,6 +20,7 @@ In the scattered form of tensor parallelism, y, x and the norms' outputs are eac
 """
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -29,6 +30,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxflow.config import Layer, gate_block
 from jaxflow.model.batch import Batch
+from jaxflow.model.head_groups import join_heads, sinks_of, take_heads, windows_at
 from jaxflow.model.op_registry import KV, OPS, Context, OpFunction, Weights, op
 from jaxflow.model.rope import inverse_frequencies
 from jaxflow.parallel.collectives import Sum, UnaddedSum, added, exchange, gather_rows, scatter_rows
@@ -231,20 +233,29 @@ def rope_append(
     """Split the heads, norm and rotate them, and write keys and values of tokens [start, stop) to their
     pages."""
     rope = None if layer.rope is None else jnp.asarray(inverse_frequencies(layer.rope, c.config.head_dim))
-    q, k_pages, v_pages = c.kernels.rope_append(
-        fused,
-        *kv,
-        batch.positions[start:stop],
-        batch.slots[c.group(layer), start:stop],
-        head_dim=c.config.head_dim,
-        inv_freq=rope,
-        q_norm=w.get("q_norm"),
-        k_norm=w.get("k_norm"),
-        eps=c.config.norm_eps,
-        norm_offset=c.config.norm_weight_offset,
-        **kv_scales(w),
-    )
-    return q, (k_pages, v_pages)
+    settings: dict[str, Any] = {
+        "head_dim": c.config.head_dim,
+        "inv_freq": rope,
+        "q_norm": w.get("q_norm"),
+        "k_norm": w.get("k_norm"),
+        "eps": c.config.norm_eps,
+        "norm_offset": c.config.norm_weight_offset,
+    }
+    positions = batch.positions[start:stop]
+
+    def append(columns: Array, pages: KV, group: int, scales: dict[str, Array]) -> tuple[Array, Any, Any]:
+        slots = batch.slots[group, start:stop]
+        return c.kernels.rope_append(columns, *pages, positions, slots, **settings, **scales)
+
+    if layer.spans is None:
+        q, k_pages, v_pages = append(fused, kv, c.group(layer), kv_scales(w))
+        return q, (k_pages, v_pages)
+    parts = [
+        append(take_heads(fused, heads, len(layer.spans), axis=1), pages, group, _scales_of(layer, heads, w))
+        for (group, heads), pages in zip(layer.group_heads.items(), zip(*kv, strict=True), strict=True)
+    ]
+    queries, k_parts, v_parts = zip(*parts, strict=True)
+    return join_heads(layer, queries), (k_parts, v_parts)
 
 
 @op("chunk_attention")
@@ -262,9 +273,19 @@ def chunk_attention(
     """Return attention of the prefill tokens of [start, stop), and 0 at the decode tokens."""
     if batch.chunks.shape[0] == 0:  # a program for steps of decodes only
         return jnp.zeros_like(q)
+    chunks = batch.chunks_in(start, stop)
+    if layer.spans is not None:
+        positions = batch.positions[start:stop]
+        return join_heads(
+            layer,
+            [
+                c.kernels.chunk_attention(queries, *pages, batch.page_table[group], chunks, **settings)
+                for group, queries, pages, settings in _head_groups(c, layer, w, q, kv, positions)
+            ],
+        )
     listed, table = work or (None, batch.page_table[c.group(layer)])
     pages, settings = _attention(c, layer, w, kv)
-    return c.kernels.chunk_attention(q, *pages, table, batch.chunks_in(start, stop), work=listed, **settings)
+    return c.kernels.chunk_attention(q, *pages, table, chunks, work=listed, **settings)
 
 
 @op("decode_attention")
@@ -288,9 +309,17 @@ def decode_attention(
     rows, lengths = batch.decode_rows(start, stop)
     if rows.start == rows.stop:
         return q[:0] if chunks is None else chunks
+    into = chunks if batch.chunks.shape[0] else None  # without chunks the kernel itself writes 0 elsewhere
+    if layer.spans is not None:
+        parts = []
+        for group, queries, pages, settings in _head_groups(c, layer, w, q, kv, lengths - 1):
+            heads = layer.group_heads[group]
+            own = None if into is None else take_heads(into, heads, len(layer.spans), axis=1)
+            table = batch.page_table[group, rows]
+            parts.append(c.kernels.decode_attention(queries, *pages, table, lengths, into=own, **settings))
+        return join_heads(layer, parts)
     listed, table = work or (None, batch.page_table[c.group(layer), rows])
     pages, settings = _attention(c, layer, w, kv)
-    into = chunks if batch.chunks.shape[0] else None  # without chunks the kernel itself writes 0 elsewhere
     return c.kernels.decode_attention(q, *pages, table, lengths, into=into, work=listed, **settings)
 
 
@@ -306,6 +335,27 @@ def _attention(c: Context, layer: Layer, w: Weights, kv: KV) -> tuple[KV, dict[s
     return (k, v), settings | kv_scales(w)
 
 
+def _head_groups(
+    c: Context, layer: Layer, w: Weights, q: Float[Array, "t N H"], kv: KV, positions: Int[Array, " r"]
+) -> Iterator[tuple[int, Float[Array, "t n H"], KV, dict[str, Any]]]:
+    """Yield (page group, queries, arrays of the cache, an attention kernel's settings) for a layer with spans.
+
+    positions: of the queries whose spans the kernel needs.
+    """
+    assert layer.spans is not None
+    for (group, heads), part in zip(layer.group_heads.items(), zip(*kv, strict=True), strict=True):
+        pages, settings = _attention(c, layer, w | _scales_of(layer, heads, w), part)
+        spans = {"spans": windows_at(layer, heads, positions), "sinks": sinks_of(layer)}
+        yield group, take_heads(q, heads, len(layer.spans), axis=1), pages, settings | spans
+
+
+def _scales_of(layer: Layer, heads: tuple[int, ...], w: Weights) -> dict[str, Array]:
+    """Return the scales of an e4m3 cache for some KV heads of a layer with spans; empty for other caches."""
+    assert layer.spans is not None
+    kv_heads = len(layer.spans)
+    return {name: take_heads(scale, heads, kv_heads, axis=0) for name, scale in kv_scales(w).items()}
+
+
 def kv_scales(w: Weights) -> dict[str, Array]:
     """Return the scales of an e4m3 cache; empty for other caches."""
     return {name: w[name] for name in ("k_scale", "v_scale") if name in w}
@@ -314,9 +364,12 @@ def kv_scales(w: Weights) -> dict[str, Array]:
 def attention_work(c: Context, layer: Layer, batch: Batch, start: int, stop: int, name: str, kv: KV) -> Any:
     """Return the work list of an attention kernel for tokens [start, stop), and its rows of the page table.
 
-    All layers of one window share the work list. Returns None where the kernel has nothing to do.
+    All layers of one window share the work list. Returns None where the kernel has nothing to do, and for layers
+    with attention spans, whose kernels make their own lists.
     name: `chunk_attention` or `decode_attention`. kv: the cache of any layer, for its shapes.
     """
+    if layer.spans is not None:
+        return None
     keys = kv[0].values if isinstance(kv[0], Quantized) else kv[0]
     rows, lengths = batch.decode_rows(start, stop)
     if (batch.chunks.shape[0] if name == "chunk_attention" else rows.stop - rows.start) == 0:

@@ -2,7 +2,8 @@
 
 import dataclasses
 
-from jaxflow.config import ConfigError
+from jaxflow.config import ConfigError, Window
+from jaxflow.kv.visible import most_pages
 from jaxflow.request import Request, with_limit
 
 
@@ -14,7 +15,8 @@ class SchedulerConfig:
       token_budget: maximum number of tokens in a step.
       max_num_seqs: maximum number of running sequences. At most `token_budget` run, one token each.
       block_size: tokens a page.
-      windows: attention window of each layer group in tokens, None for full attention; all different.
+      windows: attention window of each page group: tokens, an elastic span, or None for full attention; all
+        different.
       num_pages: pages of each layer group. A window group runs best with token_budget / block_size pages
         more than its windows hold, because a chunk holds all of its pages at once.
       max_model_len: maximum number of tokens of a sequence, prompt and output.
@@ -33,7 +35,7 @@ class SchedulerConfig:
     token_budget: int
     max_num_seqs: int
     block_size: int
-    windows: tuple[int | None, ...]
+    windows: tuple[Window, ...]
     num_pages: tuple[int, ...]
     max_model_len: int
     buckets: tuple[int, ...]
@@ -77,11 +79,6 @@ def prefix_salt(config: SchedulerConfig, request: Request, arrival: int) -> byte
     return b"private:%d" % arrival if request.sampling.n > 1 else None
 
 
-def window_pages(window: int, block_size: int) -> int:
-    """Return the maximum number of pages that one query of a window group reads."""
-    return -(-(window - 1) // block_size) + 1
-
-
 def accept(config: SchedulerConfig, request: Request) -> Request:
     """Return the request with its `limit`: the tokens that each of its sequences may grow to.
 
@@ -96,6 +93,6 @@ def accept(config: SchedulerConfig, request: Request) -> Request:
     # The last token is sampled, never computed: a pool of p positions holds a sequence of p + 1 tokens.
     longest = config.max_model_len
     for pages, window in zip(config.num_pages, config.windows, strict=True):
-        if window is None or pages < window_pages(window, config.block_size):
+        if pages < most_pages(config.max_model_len, window, config.block_size):
             longest = min(longest, pages * config.block_size + 1)
     return with_limit(request, longest - 1, longest - len(request.prompt_token_ids))

@@ -7,8 +7,9 @@ import numpy as np
 
 from jaxflow.kv.page_tables import PageTables
 from jaxflow.kv.tiers.policy import TierPolicy
+from jaxflow.kv.visible import most_pages
 from jaxflow.scheduler.admission import FOREVER, Forecast, OutputLengths
-from jaxflow.scheduler.config import SchedulerConfig, window_pages
+from jaxflow.scheduler.config import SchedulerConfig
 from jaxflow.scheduler.state import BY_AGE, Chunk, Sequence, SlotTable
 
 
@@ -192,8 +193,8 @@ class Running:
             limits = np.append(limits, [fetch.seq.limit for fetch in self.tiers.fetches])
         for pages, window in zip(config.num_pages, config.windows, strict=True):
             if window is not None:
-                needs = -(-(np.append(limits, seq.limit) - 1) // config.block_size)
-                if np.minimum(needs, window_pages(window, config.block_size)).sum() > pages:
+                ends = np.append(limits, seq.limit) - 1
+                if most_pages(ends, window, config.block_size).sum() > pages:
                     return False
         if self._full is not None:
             payers = self.tables.payers(self._full, names)

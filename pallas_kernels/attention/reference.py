@@ -30,6 +30,21 @@ def cap_scores(scores, soft_cap):
     return scores if soft_cap is None else jnp.tanh(scores / soft_cap) * soft_cap
 
 
+def first_keys(lengths: Array, window: int | None, spans: Array | None) -> Array:
+    """Return [rows, 1] or [rows, K]: the first key of the window, or of each KV head's span.
+
+    lengths: [rows, 1], the keys of each row. spans: [K] or [rows, K]; a span below 1 counts as 1.
+    """
+    if spans is not None:
+        return jnp.maximum(lengths - jnp.maximum(spans, 1), 0)
+    return jnp.zeros_like(lengths) if window is None else jnp.maximum(lengths - window, 0)
+
+
+def block_at(i: Array, skipped: Array, sink_blocks: int) -> Array:
+    """Return the block of step i of a loop that begins at `skipped`: the blocks of the sinks, then the last blocks."""
+    return i if sink_blocks == 0 else jnp.where(i - skipped < sink_blocks, i - skipped, i)
+
+
 def key_blocks(page_table, pages, page_size):
     """Return (pages in a block, the page table padded to full blocks with valid page numbers)."""
     per_block = max(1, min(_KEYS_PER_BLOCK // page_size, page_table.shape[-1]))
@@ -59,6 +74,20 @@ def read_pages(pages: Array, scale: Array | None, ids: Array, values: bool = Fal
         )
         x = x * by_head
     return x.reshape(*x.shape[:-3], -1, x.shape[-1])
+
+
+def read_groups(pages: Array, scale: Array | None, ids: Array, groups: bool, values: bool = False) -> Array:
+    """Return `read_pages` for ids [..., n], or with `groups` for ids [G, ..., n] of G groups of heads.
+
+    Each group has its own pages of K / G heads. The result has all heads: [..., K, n * S, H]. scale: [K] or
+    [P, K / G, S].
+    """
+    if not groups:
+        return read_pages(pages, scale, ids, values)
+    x = read_pages(pages, None if scale is None or scale.ndim == 1 else scale, ids, values)
+    x = jnp.moveaxis(x, 0, -4)
+    x = x.reshape(*x.shape[:-4], -1, *x.shape[-2:])
+    return x if scale is None or scale.ndim > 1 else x * scale[:, None, None]
 
 
 def _read_page(pages: Array, scale: Array | None, page: Array, values: bool) -> Array:

@@ -268,7 +268,7 @@ class LayerBench:
 
     def cache(self, pages: int) -> Any:
         """Return the shapes of a cache of this many pages."""
-        return page_groups(self.config, self.kv_dtype, 1)[0].layer_shapes(pages, PAGE_SIZE)
+        return page_groups(self.config, self.kv_dtype, 1)[0].shapes(pages, PAGE_SIZE)[0]
 
     def pages(self, case: OpCase, most_keys: int) -> tuple[int, int, int]:
         """Return (rows of the page table, its columns, pages) of a case with contexts of up to `most_keys`."""

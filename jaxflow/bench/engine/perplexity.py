@@ -3,6 +3,9 @@
   python -m jaxflow.bench perplexity --model FOLDER_OR_GGUF --tokens tests/data/ppl/wikitext2_8x1024.npy
       --dtype bfloat16
 
+With --span_files the unquantized model is measured with full attention, and then with each file of attention spans
+(`python -m search spans`).
+
 The rows of the token file are windows, and each window is scored as a separate prompt. The report also holds
 the change of a token's log-probability from the unquantized model. The device has no 4-bit cache. Therefore
 4-bit KV is measured with an unquantized cache. Keys and values are rounded to 4 bits before the cache stores
@@ -25,6 +28,7 @@ from jaxflow.cli.engine_flags import engine_config_from_flags
 from jaxflow.config import EngineConfig
 from jaxflow.kv.int4 import dequantize_kv, quantize_kv
 from jaxflow.llm import LLM
+from jaxflow.model.attention_spans import keys_share, read_spans
 from jaxflow.model.checkpoints.calibrate import load_tokens
 from jaxflow.request import SamplingParams
 from pallas_kernels.kernel_set import REFERENCE, KernelSet
@@ -81,6 +85,11 @@ def define_flags() -> None:
     flags.DEFINE_integer(
         "windows", None, "Number of windows to score, from the first; default: all.", lower_bound=1
     )
+    flags.DEFINE_list(
+        "span_files",
+        None,
+        "Files of attention spans to measure, instead of the precisions, as a.json,b.json.",
+    )
 
 
 def token_logprobs(llm: LLM, windows: np.ndarray) -> np.ndarray:
@@ -119,6 +128,27 @@ def measure(
             yield llm, {"precision": name, **changes(found, unquantized)}
 
 
+def measure_spans(
+    config: EngineConfig, windows: np.ndarray, files: Sequence[str]
+) -> Iterator[tuple[LLM, dict[str, Any]]]:
+    """Yield, for full attention and each spans file, its open engine and {spans, keys_percent, held_percent, ...}.
+
+    keys_percent: the keys that the queries of a window see. held_percent: the keys that their page groups hold.
+    Other values: see `measure`.
+    """
+    dense: np.ndarray | None = None
+    for path in (None, *files):
+        with LLM.from_config(dataclasses.replace(config, attention_spans=path), progress=False) as llm:
+            found = token_logprobs(llm, windows)
+            dense = found if dense is None else dense
+            keys, held = (
+                100 * keys_share(llm.model_config, windows.shape[1], held=held) if path else 100.0
+                for held in (False, True)
+            )
+            shares = {"keys_percent": keys, "held_percent": held}
+            yield llm, {"spans": path, **shares, **changes(found, dense)}
+
+
 def changes(found: np.ndarray, unquantized: np.ndarray) -> dict[str, float]:
     """Return the perplexity of these token log-probabilities, and their distance from the unquantized
     model's."""
@@ -134,23 +164,31 @@ def run() -> dict[str, Any]:
     """Run the command and return its report. Raises: ConfigError, CheckpointError, OSError."""
     f = flags.FLAGS
     windows = load_tokens(f.tokens)[: f.windows].astype(np.int64)
+    config = engine_config_from_flags()
+    if f.span_files is None:
+        found, name = measure(config, windows), "precision"
+    else:
+        for path in f.span_files:
+            read_spans(path)  # a bad file is refused before the first engine starts
+        found, name = measure_spans(config, windows, f.span_files), "spans"
     result: dict[str, Any] = {}
-    precisions = []
-    for llm, precision in measure(engine_config_from_flags(), windows):
+    rows = []
+    for llm, row in found:
         result = result or {
             "command_name": "perplexity",
             **head(llm),
             "tokens": f.tokens,
             "windows": list(windows.shape),
         }
-        precisions.append(precision)
+        rows.append(row)
+        keys = "" if name == "precision" else f"{row['keys_percent']:.1f} % of the keys, perplexity "
         print(
             report.line(
-                f"{precision['precision']}:",
+                f"{'full attention' if row[name] is None else row[name]}:",
                 (
-                    f"{precision['perplexity']:.4f}, mean change of a token's log-probability "
-                    f"{precision['mean_change']:.4f}"
+                    f"{keys}{row['perplexity']:.4f}, mean change of a token's log-probability "
+                    f"{row['mean_change']:.4f}"
                 ),
             )
         )
-    return result | {"precisions": precisions}
+    return result | {"precisions" if name == "precision" else "spans": rows}

@@ -120,11 +120,10 @@ class PagePrograms:
 
     def shapes(self) -> list[Any]:
         """Return the shapes of the group's layers of the cache on the mesh."""
-        layer = self.group.layer_shapes(self.num_pages, self.block_size)
         sharding = NamedSharding(self.mesh, cache_spec(self.mesh))
         return jax.tree.map(
             lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding),
-            [layer] * len(self.group.layers),
+            self.group.shapes(self.num_pages, self.block_size),
         )
 
     def page_shape(self) -> jax.ShapeDtypeStruct:
@@ -226,12 +225,27 @@ class PageCopies:
             padded[:count] = ids[begin : begin + count]
             given = [*pages[begin : begin + count], *[self._blanks[group]] * (n - count)]
             written = programs[n](self._layers(kv, group), self._put(padded), given)
-            for i, layer in zip(self.programs[group].group.layers, written, strict=True):
-                kv[i] = layer
+            for i, pair in zip(self.programs[group].group.layers, written, strict=True):
+                kv[i] = self._with_part(kv[i], i, group, pair)
         return kv
 
     def _layers(self, kv: list, group: int) -> list:
-        return [kv[i] for i in self.programs[group].group.layers]
+        """Return (keys, values) of the group in each of its layers."""
+        own = self.programs[group].group
+        if not own.splits_heads:
+            return [kv[i] for i in own.layers]
+        return [tuple(arrays[self._place(i, group)] for arrays in kv[i]) for i in own.layers]
+
+    def _with_part(self, layer: tuple, index: int, group: int, pair: tuple) -> tuple:
+        """Return a layer's cache with (keys, values) of the group replaced."""
+        if not self.programs[group].group.splits_heads:
+            return pair
+        at = self._place(index, group)
+        return tuple((*old[:at], new, *old[at + 1 :]) for old, new in zip(layer, pair, strict=True))
+
+    def _place(self, layer: int, group: int) -> int:
+        """Return the place of a group's arrays among those of a layer whose heads are split."""
+        return sum(layer in other.group.layers for other in self.programs[:group])
 
     def _put(self, ids: np.ndarray) -> jax.Array:
         return jax.device_put(ids, NamedSharding(self.mesh, PartitionSpec()))

@@ -15,8 +15,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxflow.kv.page_tables import PageTables
-from jaxflow.kv.prefix import first_seen, longest_hit, part_name
+from jaxflow.kv.prefix import longest_hit, part_name
 from jaxflow.kv.tiers.host_store import HostStore, Key, PageState, key_of
+from jaxflow.kv.visible import most_pages, unseen
 from pallas_kernels.cards import this_card
 
 
@@ -129,7 +130,8 @@ class Fetch[S: PagedSequence]:
     def hold(self, tables: PageTables) -> bool:
         """Reserve a place for every page. Reserve nothing and return False if there are not enough pages."""
         for group, window in enumerate(tables.windows):
-            names = self.names[first_seen(len(self.names) * tables.block_size, window, tables.block_size) :]
+            gap = unseen(len(self.names) * tables.block_size, window, tables.block_size)
+            names = self.names[: gap.start] + self.names[gap.stop :]
             missing = [key_of(group, name) in self.missing for name in names]
             taken = tables.hold(group, names, more=self.partial is not None)
             if taken is None:
@@ -431,12 +433,8 @@ class TierPolicy[S: PagedSequence]:
 
     def _sequence_bytes(self, tokens: int) -> int:
         """Return the bytes of the pages of a sequence of `tokens` positions."""
-        pages = -(-tokens // self.tables.block_size)
         groups = zip(self.tables.windows, self.store.page_bytes, strict=True)
-        return sum(
-            size * (pages if w is None else min(pages, -(-w // self.tables.block_size) + 1))
-            for w, size in groups
-        )
+        return sum(size * int(most_pages(tokens, w, self.tables.block_size)) for w, size in groups)
 
 
 class _DeviceOrTier:
@@ -460,8 +458,8 @@ def reachable(
     size, windows = tables.block_size, tables.windows
     indices = [_DeviceOrTier(group, tables, contains) for group in range(len(windows))]
     reach = longest_hit(indices, windows, names, size)
-    firsts = [first_seen(reach * size, window, size) for window in windows]
-    wanted = ((i, group) for i in range(reach) for group, first in enumerate(firsts) if i >= first)
+    gaps = [unseen(reach * size, window, size) for window in windows]
+    wanted = ((i, group) for i in range(reach) for group, gap in enumerate(gaps) if i not in gap)
     return reach, [key_of(group, names[i]) for i, group in wanted if tables.pools[group].find(names[i]) < 0]
 
 

@@ -12,7 +12,7 @@ import argparse
 import dataclasses
 import functools
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -80,15 +80,24 @@ def softmax_range(
 def _observe(
     config: ModelConfig, weights: dict[str, Any], window: Int[Array, " n"]
 ) -> list[tuple[Array, Array]]:
-    """Return the histograms of each layer for one text.
+    """Return the histograms of each layer for one text."""
+    return observe(config, weights, window, _count)
 
-    The text runs through the plain forward as one prefill chunk with one KV page. The attention of the
-    forward counts its scores.
+
+def observe(
+    config: ModelConfig,
+    weights: dict[str, Any],
+    window: Int[Array, " n"],
+    look: Callable[[Float[Array, "T N H"], Float[Array, "K T H"], float, int | None, float | None], Any],
+) -> list[Any]:
+    """Return `look(q, k, scale, window, soft_cap)` of the attention of each layer for one text.
+
+    The text runs through the plain forward as one prefill chunk with one KV page.
     """
     n, seen = len(window), []
 
     def chunk_attention(q: Array, k: Array, v: Array, table: Array, chunks: Array, **settings: Any) -> Array:
-        seen.append(_count(q, k[0], settings["scale"], settings["window"], settings["soft_cap"]))
+        seen.append(look(q, k[0], settings["scale"], settings["window"], settings["soft_cap"]))
         return reference.chunk_attention(q, k, v, table, chunks, **settings)
 
     def decode_attention(*_: Any, into: Array, **__: Any) -> Array:

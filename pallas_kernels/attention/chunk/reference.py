@@ -4,7 +4,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
-from pallas_kernels.attention.reference import LOWEST, cap_scores, key_blocks, online_softmax, read_pages
+from pallas_kernels.attention.reference import (
+    LOWEST,
+    block_at,
+    cap_scores,
+    first_keys,
+    key_blocks,
+    online_softmax,
+    read_groups,
+)
 
 ROWS_PER_TILE = 128  # query tokens of a chunk that one step computes
 
@@ -13,11 +21,13 @@ def chunk_attention(
     q: Float[Array, "T N H"],
     k_pages: Shaped[Array, "P K S H"],
     v_pages: Shaped[Array, "P K _ _"],
-    page_table: Int[Array, "R MP"],
+    page_table: Int[Array, "... R MP"],
     chunks: Int[Array, "C 4"],
     *,
     scale: float,
     window: int | None = None,
+    spans: Int[Array, "..."] | None = None,
+    sinks: int = 0,
     soft_cap: float | None = None,
     k_scale: Float[Array, "..."] | None = None,
     v_scale: Float[Array, "..."] | None = None,
@@ -30,41 +40,52 @@ def chunk_attention(
     Args:
       chunks: one row a chunk: first token in q, tokens, row of page_table, position of the first token. The
         pages already hold the chunk's keys and values. Chunks of 0 tokens are skipped.
+      page_table: [R, MP], or [G, R, MP] for G groups of heads, whose pages hold K / G heads.
+      spans: [K] or [T, K], instead of a window: the number of last keys that each KV head of a query sees.
       other arguments: as for `decode_attention`.
     Returns:
       The outputs at the chunks' tokens, and 0 at all others.
     """
     del unified_max, sms, work
-    (t, n, h), (p, kv, s, _) = q.shape, k_pages.shape
+    (t, n, h), (p, held, s, _) = q.shape, k_pages.shape
+    groups = page_table.ndim == 3
+    kv = held * (page_table.shape[0] if groups else 1)
     g, tile = n // kv, min(ROWS_PER_TILE, t)
     per_block, table = key_blocks(page_table, p, s)
     block = per_block * s
     padded = jnp.pad(q, ((0, tile), (0, 0), (0, 0)))
+    if spans is not None:
+        spans = jnp.pad(jnp.broadcast_to(spans, (t, kv)), ((0, tile), (0, 0)))
+    sink_blocks = -(-sinks // block)
 
-    def attend(tile_q, pages_of_row, position):  # [tile, N, H] -> [tile, N, H]; position of its first token
+    def attend(tile_q, tile_spans, pages_of_row, position):
+        """Return [tile, N, H]. tile_q: [tile, N, H]. position: of its first token."""
         grouped = (
             tile_q.reshape(tile, kv, g, h).transpose(1, 2, 0, 3).reshape(kv, g * tile, h).astype(jnp.float32)
             * scale
         )
-        row_position = jnp.tile(position + jnp.arange(tile), g)
+        ends = position + 1 + jnp.arange(tile)  # the keys of each query, its own included
+        since = first_keys(ends[:, None], window, tile_spans)  # [tile, K or 1]
+        row_end, row_since = jnp.tile(ends, g), jnp.tile(since.T, g)
+        skipped = jnp.maximum(since.min() // block - sink_blocks, 0)
 
         def step(i, state):
-            ids = lax.dynamic_slice_in_dim(pages_of_row, i * per_block, per_block)
+            at = block_at(i, skipped, sink_blocks)
+            ids = lax.dynamic_slice_in_dim(pages_of_row, at * per_block, per_block, axis=-1)
 
             scores = cap_scores(
-                jnp.einsum("kqh,ksh->kqs", grouped, read_pages(k_pages, k_scale, ids)), soft_cap
+                jnp.einsum("kqh,ksh->kqs", grouped, read_groups(k_pages, k_scale, ids, groups)), soft_cap
             )
-            key = i * block + jnp.arange(block)
-            valid = key <= row_position[:, None]
-            if window is not None:
-                valid &= key > row_position[:, None] - window
-            return online_softmax(scores, valid[None], read_pages(v_pages, v_scale, ids, values=True), state)
+            key = at * block + jnp.arange(block)
+            valid = (key < row_end[:, None]) & ((key >= row_since[:, :, None]) | (key < sinks))
+            return online_softmax(
+                scores, valid, read_groups(v_pages, v_scale, ids, groups, values=True), state
+            )
 
         lead = (kv, g * tile)
         state = (jnp.full(lead, LOWEST), jnp.zeros(lead), jnp.zeros((*lead, h)))
-        first = 0 if window is None else jnp.maximum(position - window + 1, 0) // block
         last = jnp.minimum((position + tile - 1) // block + 1, table.shape[-1] // per_block)
-        _, total, out = lax.fori_loop(first, last, step, state)
+        _, total, out = lax.fori_loop(skipped, last, step, state)
         out = out / jnp.maximum(total, 1e-30)[..., None]
         return out.reshape(kv, g, tile, h).transpose(2, 0, 1, 3).reshape(tile, n, h).astype(q.dtype)
 
@@ -73,7 +94,10 @@ def chunk_attention(
 
         def one_tile(j, out):
             start = first + j * tile
-            new = attend(lax.dynamic_slice_in_dim(padded, start, tile), table[row], position + j * tile)
+            own = None if spans is None else lax.dynamic_slice_in_dim(spans, start, tile)
+            new = attend(
+                lax.dynamic_slice_in_dim(padded, start, tile), own, table[..., row, :], position + j * tile
+            )
             old = lax.dynamic_slice_in_dim(out, start, tile)
             mine = jnp.arange(tile) < tokens - j * tile
             return lax.dynamic_update_slice_in_dim(

@@ -4,18 +4,28 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
-from pallas_kernels.attention.reference import LOWEST, cap_scores, key_blocks, online_softmax, read_pages
+from pallas_kernels.attention.reference import (
+    LOWEST,
+    block_at,
+    cap_scores,
+    first_keys,
+    key_blocks,
+    online_softmax,
+    read_groups,
+)
 
 
 def decode_attention(
     q: Float[Array, "T N H"],
     k_pages: Shaped[Array, "P K S H"],
     v_pages: Shaped[Array, "P K _ _"],
-    page_table: Int[Array, "B MP"],
+    page_table: Int[Array, "... B MP"],
     lengths: Int[Array, " B"],
     *,
     scale: float,
     window: int | None = None,
+    spans: Int[Array, "..."] | None = None,
+    sinks: int = 0,
     soft_cap: float | None = None,
     k_scale: Float[Array, "..."] | None = None,
     v_scale: Float[Array, "..."] | None = None,
@@ -29,40 +39,48 @@ def decode_attention(
     Args:
       q: the first B rows belong to the sequences.
       k_pages, v_pages: [P, K, S, H]; 8-bit values (e4m3, int8) are [P, K, H, S].
+      page_table: [B, MP], or [G, B, MP] for G groups of heads, whose pages hold K / G heads.
       lengths: keys of each row, the new token included; 0 skips the row.
       into: results of rows without keys and of rows from B on; None: 0.
       window: the number of last keys that a row sees. soft_cap: scores become soft_cap · tanh(score /
         soft_cap).
+      spans: [K] or [B, K], instead of a window: the number of last keys that each KV head sees.
+      sinks: the number of first keys that every head sees besides its span.
       k_scale, v_scale: scales of the cache's numbers, [K] (one a head) or [P, K, S] (one a token and head).
       unified_max, sms, work: settings of the kernel (`pallas_kernels.attention.decode.api`), which do not
         change the result.
     """
     del unified_max, sms, work
-    (t, n, h), b, (p, kv, s, _) = q.shape, lengths.shape[0], k_pages.shape
+    (t, n, h), b, (p, held, s, _) = q.shape, lengths.shape[0], k_pages.shape
+    groups = page_table.ndim == 3
+    kv = held * (page_table.shape[0] if groups else 1)
     per_block, table = key_blocks(page_table, p, s)
     block = per_block * s
     grouped = q[:b].reshape(b, kv, n // kv, h).astype(jnp.float32) * scale
-    first_key = jnp.zeros_like(lengths) if window is None else jnp.maximum(lengths - window, 0)
+    since = first_keys(lengths[:, None], window, spans)  # [B, K or 1]
+    longest = jnp.max(lengths, initial=0)
     first_block = (
-        jnp.where(lengths > 0, first_key, jnp.max(lengths, initial=0)).min(initial=jnp.iinfo(jnp.int32).max)
-        // block
+        jnp.where(lengths[:, None] > 0, since, longest).min(initial=jnp.iinfo(jnp.int32).max) // block
     )
+    sink_blocks = -(-sinks // block)
+    skipped = jnp.maximum(first_block - sink_blocks, 0)
 
     def step(i, state):
-        ids = lax.dynamic_slice_in_dim(table, i * per_block, per_block, axis=1)
+        at = block_at(i, skipped, sink_blocks)
+        ids = lax.dynamic_slice_in_dim(table, at * per_block, per_block, axis=table.ndim - 1)
 
         scores = cap_scores(
-            jnp.einsum("bkgh,bksh->bkgs", grouped, read_pages(k_pages, k_scale, ids)), soft_cap
+            jnp.einsum("bkgh,bksh->bkgs", grouped, read_groups(k_pages, k_scale, ids, groups)), soft_cap
         )
-        key = i * block + jnp.arange(block)
-        valid = (key < lengths[:, None]) & (key >= first_key[:, None])
+        key = at * block + jnp.arange(block)
+        valid = (key < lengths[:, None, None]) & ((key >= since[:, :, None]) | (key < sinks))
         return online_softmax(
-            scores, valid[:, None, None, :], read_pages(v_pages, v_scale, ids, values=True), state
+            scores, valid[:, :, None, :], read_groups(v_pages, v_scale, ids, groups, values=True), state
         )
 
     lead = (b, kv, n // kv)
     state = (jnp.full(lead, LOWEST), jnp.zeros(lead), jnp.zeros((*lead, h)))
-    _, total, out = lax.fori_loop(first_block, -(-jnp.max(lengths, initial=0) // block), step, state)
+    _, total, out = lax.fori_loop(skipped, -(-longest // block), step, state)
     out = (out / jnp.maximum(total, 1e-30)[..., None]).reshape(b, n, h).astype(q.dtype)
     if into is None:
         return jnp.pad(out, ((0, t - b), (0, 0), (0, 0)))

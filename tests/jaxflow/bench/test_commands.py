@@ -464,3 +464,31 @@ def test_perplexity_scores_every_precision(bench, tmp_path, capsys):
     )
     assert all(one["max_change"] < 1e-4 for one in found["precisions"])
     assert "fp8, fp8 KV:" in capsys.readouterr().out
+
+
+def test_perplexity_scores_each_spans_file(bench, tmp_path, capsys):
+    """Over one engine for all ways, nothing moves."""
+    path, report = spans_file(tmp_path, alpha=8), tmp_path / "report.json"
+    tokens = str(tmp_path / "ids.npy")
+    command = ["perplexity", "--model", MODEL, "--tokens", tokens, "--span_files", path]
+    assert bench(*command, "--output_json", str(report)) == 0
+    rows = json.loads(report.read_text())["spans"]
+    assert [row["spans"] for row in rows] == [None, path]
+    assert rows[0]["keys_percent"] == rows[0]["held_percent"] == 100
+    assert all(row["max_change"] < 1e-4 for row in rows)
+    assert "full attention:" in capsys.readouterr().out
+
+
+def test_perplexity_refuses_a_bad_spans_file(bench, tmp_path, capsys):
+    path = spans_file(tmp_path, alpha=0)
+    tokens = str(tmp_path / "ids.npy")
+    assert bench("perplexity", "--model", MODEL, "--tokens", tokens, "--span_files", path) == 1
+    assert "alpha[0][0]=0" in capsys.readouterr().err
+
+
+def spans_file(folder, alpha):
+    """Return the path of a spans file with one head. The folder also gets `ids.npy`."""
+    np.save(folder / "ids.npy", np.arange(40, dtype=np.uint16).reshape(2, 20))
+    fields = {"schema_version": 1, "model": "m", "layers": 1, "kv_heads": 1, "sinks": 0}
+    (folder / "spans.json").write_text(json.dumps(fields | {"alpha": [[alpha]], "beta": [[0]]}))
+    return str(folder / "spans.json")

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jaxflow.config import Layer, ModelConfig
+from jaxflow.config import Layer, ModelConfig, Span
 from jaxflow.kv.device_cache import make_cache, page_bytes, page_groups
 from jaxflow.kv.tiers.offload import Transfers
 from jaxflow.kv.tiers.page_copies import PageCopies, PagePrograms, sizes_of, split
@@ -91,6 +91,33 @@ def test_large_pages_go_in_small_calls():
     assert sizes_of(8 << 20) == (1, 4, 16)
     assert sizes_of(32 << 20) == (1, 4)
     assert sizes_of(1 << 30) == (1,)
+
+
+def test_groups_of_heads_are_copied_apart():
+    """Pages of one group of heads come back without a change to the other groups of the same layers."""
+    spans, windows = (Span(0, 4, 0), Span(0, 8, 0), Span(0, 4, 0)), (Span(0, 8, 0), Span(0, 4, 0))
+    layers = (Layer(spans=spans, head_groups=(1, 0, 1)), Layer(spans=spans[:1] * 3, head_groups=(1, 1, 1)))
+    config = dataclasses.replace(small(3), layers=layers, span_classes=windows)
+    mesh, groups = make_mesh(1), page_groups(config, "int8", 1)
+    assert [group.kv_heads for group in groups] == [(1,), (2, 3)]
+    copies = PageCopies(groups, PAGES, BLOCK, mesh, (1, 2))
+    source = filled(copies.warm_up(make_cache(groups, PAGES, BLOCK, mesh)), 1)
+    target = filled(source, 2)
+    before = jax.tree.map(np.asarray, target)
+    target = copies.scatter(target, 1, [3, 0], copies.gather(source, 1, [2, 4]))
+    for layer, parts in enumerate([(0, 1), (1,)]):
+        for place, group in enumerate(parts):
+            for found, old, new in zip(
+                *(
+                    jax.tree.leaves([array[place] for array in cache[layer]])
+                    for cache in (target, before, source)
+                ),
+                strict=True,
+            ):
+                wanted = old.copy()
+                if group == 1:
+                    wanted[[3, 0]] = np.asarray(new)[[2, 4]]
+                np.testing.assert_array_equal(np.asarray(found), wanted)
 
 
 @pytest.mark.parametrize(("dtype", "tp"), [("bfloat16", 1), ("float8_e4m3fn", 1), ("int8", 4)])

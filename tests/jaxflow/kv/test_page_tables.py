@@ -5,7 +5,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from jaxflow.kv import prefix
+from jaxflow.config import Span, Window
+from jaxflow.kv import prefix, visible
 from jaxflow.kv.page_tables import PageTables
 
 SIZE, SLOTS = 4, 3
@@ -21,9 +22,11 @@ NAMES = CHAIN[1:]
 class Tables(RuleBasedStateMachine):
     """Rows grow, share pages and shrink; each release frees the charged pages."""
 
+    windows: tuple[Window, ...] = WINDOWS
+
     def __init__(self):
         super().__init__()
-        self.tables = PageTables((14, 9), WINDOWS, SIZE, SLOTS, keep=True)
+        self.tables = PageTables((14, 9), self.windows, SIZE, SLOTS, keep=True)
         self.length = [0] * SLOTS
         self.copy: dict[tuple[int, int, int], int] = {}
 
@@ -90,10 +93,9 @@ class Tables(RuleBasedStateMachine):
         slots = np.arange(SLOTS)
         self.tables.drop_unseen(slots, np.array(self.length))
         for slot in range(SLOTS):
-            first = prefix.first_seen(self.length[slot], WINDOWS[1], SIZE)
+            gone = visible.unseen(self.length[slot], self.windows[1], SIZE)
             row = self.tables.rows[slot][1]
-            assert all(page == -1 for page in row[:first])
-            assert all(page >= 0 for page in row[first:])
+            assert [i for i, page in enumerate(row) if page < 0] == [i for i in gone if i < len(row)]
 
     @precondition(lambda self: any(self.length))
     @rule(slot=slots)
@@ -120,8 +122,16 @@ class Tables(RuleBasedStateMachine):
             assert self.tables.common(group) == len(set(held)) - self.tables.charged[group].sum() >= 0
 
 
+class TablesOfSpans(Tables):
+    """The same with a group of heads that see sink tokens and a window that grows."""
+
+    windows = (None, Span(sinks=5, alpha=3, beta=256))
+
+
 TestTables = Tables.TestCase
 TestTables.settings = settings(max_examples=150, stateful_step_count=40)
+TestTablesOfSpans = TablesOfSpans.TestCase
+TestTablesOfSpans.settings = settings(max_examples=75, stateful_step_count=40)
 
 
 def test_window_groups_release_pages_and_full_groups_keep_them():

@@ -4,9 +4,15 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxflow.config import Span
 from jaxflow.kv import prefix
 from jaxflow.kv.pages import PagePool
 
+windows = (
+    st.none()
+    | st.integers(1, 12)
+    | st.builds(Span, st.integers(0, 6), st.integers(1, 6), st.integers(0, 1024))
+)
 tokens = st.lists(st.integers(0, 2), max_size=14).map(lambda t: np.array(t, np.int32))
 
 
@@ -14,6 +20,14 @@ def names(salt: bytes, content: np.ndarray, size: int) -> list[bytes]:
     chain = [prefix.root(salt)]
     prefix.extend(chain, content, len(content) // size, size)
     return chain[1:]
+
+
+def seen(position, window):
+    """Return the keys that a query sees."""
+    if not isinstance(window, Span):
+        return [p for p in range(position + 1) if window is None or position - p < window]
+    last_keys = window.window(position)
+    return [p for p in range(position + 1) if p < window.sinks or position - p < last_keys]
 
 
 @given(tokens, tokens, st.sampled_from([b"", b"a"]), st.sampled_from([b"", b"a"]), st.integers(1, 4))
@@ -33,14 +47,8 @@ def test_a_chain_grows_piece_by_piece_to_the_same_names(content, size, cuts):
     assert chain[1:] == names(b"", content, size)
 
 
-@given(st.integers(0, 40), st.none() | st.integers(1, 20), st.integers(1, 6))
-def test_first_seen_is_the_first_page_with_a_position_in_the_window(position, window, size):
-    seen = [p for p in range(position + 1) if window is None or position - p < window]
-    assert prefix.first_seen(position, window, size) == min(p // size for p in seen)
-
-
 @given(
-    st.lists(st.none() | st.integers(1, 12), min_size=1, max_size=3, unique=True),
+    st.lists(windows, min_size=1, max_size=3, unique=True),
     st.integers(1, 4),
     st.integers(0, 6),
     st.data(),
@@ -56,7 +64,7 @@ def test_the_longest_hit_has_all_visible_pages_of_every_group(windows, size, pag
         pools.append(pool)
 
     def enough(m: int) -> bool:
-        visible = [[p // size for p in range(m * size) if w is None or m * size - p < w] for w in windows]
+        visible = [[p // size for p in seen(m * size, w) if p < m * size] for w in windows]
         return all(pool.find(chain[i]) >= 0 for pool, seen in zip(pools, visible, strict=True) for i in seen)
 
     expected = max(m for m in range(pages + 1) if enough(m))

@@ -2,7 +2,7 @@
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated_device import config, prompt, requests
+from simulated_device import SPANS, config, prompt, requests
 from simulated_host import PAGE_BYTES, TieredWorld
 
 from jaxflow.kv.tiers.policy import FetchCosts
@@ -13,7 +13,9 @@ from jaxflow.scheduler.scheduler import Scheduler
 @st.composite
 def worlds(draw, tight=False):
     windows = draw(
-        st.sampled_from([(None,), (None, 5)] if tight else [(None,), (None, 5), (6,), (None, 3, 9)])
+        st.sampled_from(
+            [(None,), (None, 5)] if tight else [(None,), (None, 5), (6,), (None, 3, 9), (None, *SPANS), SPANS]
+        )
     )
     machine = config(
         windows=windows,

@@ -3,7 +3,7 @@
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated_device import World, config, prompt, requests, roomy
+from simulated_device import SPANS, World, config, prompt, requests, roomy
 
 # ---- everything at once, held against a device that notices a wrong read
 
@@ -11,7 +11,7 @@ from simulated_device import World, config, prompt, requests, roomy
 @st.composite
 def worlds(draw, **changes):
     """A machine, and the requests and aborts that come step by step."""
-    windows = draw(st.sampled_from([(None,), (None, 5), (6,), (None, 3, 9)]))
+    windows = draw(st.sampled_from([(None,), (None, 5), (6,), (None, 3, 9), (None, *SPANS), SPANS]))
     machine = {
         "windows": windows,
         "num_pages": tuple(draw(st.sampled_from([16, 20, 40])) for _ in windows),
