@@ -73,7 +73,8 @@ def token_ids(
             raise InvalidRequest("prompt", prompt, "a text or a list of token ids") from None
     if not ids:
         raise InvalidRequest("prompt", [], "at least one token")
-    worst = min(ids) if min(ids) < 0 else max(ids)
+    least = min(ids)
+    worst = least if least < 0 else max(ids)
     if not 0 <= worst < vocab_size:
         raise InvalidRequest("prompt", worst, f"token ids 0 to {vocab_size - 1}")
     return ids

@@ -231,7 +231,7 @@ class _Reader:
 
     def message(self, path: str, message: Any) -> dict[str, Any]:
         """Return a message as the template gets it. Raises: ChatTemplateError, which names the wrong part."""
-        if not isinstance(message, Mapping):
+        if not isinstance(message, (dict, Mapping)):  # a check of an abstract class alone costs much more
             raise ChatTemplateError(f"{path} is a {type(message).__name__}, not an object", path)
         role = self._text(f"{path}.role", message.get("role"))
         if not _ROLE.fullmatch(role):
@@ -259,7 +259,7 @@ class _Reader:
             raise ChatTemplateError(f"{path}: too many values; accepted: {accepted}", path)
         if isinstance(value, str):
             return self._text(path, value)
-        if isinstance(value, Mapping):
+        if isinstance(value, (dict, Mapping)):
             return {self._text(path, k): self.json(path, v, depth + 1) for k, v in value.items()}
         if isinstance(value, list | tuple):
             return [self.json(path, item, depth + 1) for item in value]

@@ -53,10 +53,10 @@ class ControlTokens:
         """Return a JSON value with all its texts marked, and those keys that are no identifiers."""
         if isinstance(value, str):
             return self.mark(value)
-        if isinstance(value, Mapping):
+        if isinstance(value, (dict, Mapping)):  # a check of an abstract class alone costs much more
             # Templates look up identifiers, as `role`.
             return {k if k.isidentifier() else self.mark(k): self.marked(v) for k, v in value.items()}
-        if isinstance(value, Sequence):
+        if isinstance(value, (list, Sequence)):
             return [self.marked(item) for item in value]
         return value
 

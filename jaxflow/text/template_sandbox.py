@@ -545,4 +545,8 @@ def _compiled(source: str) -> jinja2.Template:
     sandbox.globals["dict"] = _dict
     sandbox.globals["raise_exception"] = _refuse
     sandbox.globals["strftime_now"] = _now
-    return sandbox.from_string(source)
+    template = sandbox.from_string(source)
+    template.globals = dict(
+        template.globals
+    )  # Jinja's chain of dicts is copied entry by entry at each rendering
+    return template

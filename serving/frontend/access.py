@@ -28,6 +28,11 @@ class BearerTokens:
             (_digest(token.encode()), Caller(_digest(token.encode()).hex()[:16])) for token in tokens
         ]
 
+    @property
+    def required(self) -> bool:
+        """Return True if a caller needs a token."""
+        return bool(self._known)
+
     def caller(self, authorization: str | bytes | None) -> Caller | None:
         """Return the caller of an `authorization` header, or None if the header has no valid token."""
         if not self._known:

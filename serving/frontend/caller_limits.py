@@ -3,12 +3,14 @@
 import contextlib
 import dataclasses
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 from jaxflow.request import Request
 from serving.frontend.access import Caller
 from serving.frontend.refusal import Code, Refusal
 
 RETRY_S = 1.0
+_UNCOUNTED = contextlib.nullcontext()
 
 
 @dataclasses.dataclass
@@ -29,16 +31,16 @@ class CallerLimits:
         self._max_requests, self._max_tokens = max_requests, max_tokens
         self._in_work: dict[str, _InWork] = {}
 
-    @contextlib.contextmanager
-    def admit(self, caller: Caller, request: Request) -> Iterator[None]:
+    def admit(self, caller: Caller, request: Request) -> AbstractContextManager[None]:
         """Count a request for the duration of the block.
 
         Raises:
           Refusal: the caller would have more in work than its limits.
         """
-        if not caller.name:
-            yield
-            return
+        return self._counted(caller, request) if caller.name else _UNCOUNTED
+
+    @contextlib.contextmanager
+    def _counted(self, caller: Caller, request: Request) -> Iterator[None]:
         tokens = (request.limit or len(request.prompt_token_ids)) * request.sampling.n
         mine = self._in_work.setdefault(caller.name, _InWork())
         if self._max_requests and mine.requests >= self._max_requests:

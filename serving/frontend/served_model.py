@@ -17,7 +17,7 @@ import enum
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxflow.request import ContextLengthExceeded, InvalidRequest, Request, SamplingParams
+from jaxflow.request import ContextLengthExceeded, Event, InvalidRequest, Request, SamplingParams
 from jaxflow.text.chat import encode_chat
 from jaxflow.text.template_sandbox import ChatTemplateError
 from jaxflow.text.tokenizer import Tokenizer, TooManyTokens
@@ -429,6 +429,22 @@ class Stream:
     def __init__(self, transcript: Transcript, queue: EventQueue):
         self._transcript, self._queue = transcript, queue
 
+    def take_deltas(self, ready: Callable[[], bool], take: Callable[[Iterable[Output]], None]) -> None:
+        """Give the outputs of the steps that only add tokens to `take`, instead of by iteration.
+
+        `take` is called as soon as a step has ended, without a change of tasks, while `ready()` and while an
+        iteration waits. So the outputs stay in order. An exception of `take` ends the iteration.
+        """
+        transcript = self._transcript
+
+        def direct(events: list[Event]) -> bool:
+            if not (transcript.only_adds(events) and ready()):
+                return False
+            take(transcript.outputs(events))
+            return True
+
+        self._queue.direct = direct
+
     async def __aiter__(self) -> AsyncIterator[Iterable[Output]]:
         """Yield outputs, which must be read to their end. Raises: while they are read, see `Transcript`."""
         call = CALL.get()
@@ -474,6 +490,8 @@ def _bytes(prompt: Prompt) -> int:
         value = left.pop()
         if isinstance(value, str):
             size += len(value)
+        elif value is None:
+            pass
         elif isinstance(value, (dict, Mapping)):  # a check of an abstract class alone costs much more
             left += value.values()
         elif isinstance(value, (list, Sequence)):
@@ -486,7 +504,7 @@ def _chars(content: Any) -> int:
     """Return the characters of a message's content: a text, a list of text parts, or None."""
     if isinstance(content, str):
         return len(content)
-    if isinstance(content, Sequence):
+    if isinstance(content, (list, Sequence)):
         return sum(len(part["text"]) for part in content if isinstance(part, Mapping) and _has_text(part))
     return 0
 

@@ -62,9 +62,13 @@ class Transcript:
           RequestFailed: a fault of the engine ended the request. The fault is the cause.
           InvalidRequest, QueueFull, Draining: the engine refused the request after `submit`.
         """
-        if len(self._texts) == 1 and type(events[-1]) is Delta and type(events[0]) is Delta:
-            return self._deltas(0, events)  # type: ignore[arg-type]  # the events of nearly every step
+        if self.only_adds(events):
+            return self._deltas(0, events)  # type: ignore[arg-type]
         return self._all(events)
+
+    def only_adds(self, events: Sequence[Event]) -> bool:
+        """Return True for events that add tokens to the only sequence, the events of nearly every step."""
+        return len(self._texts) == 1 and type(events[-1]) is Delta and type(events[0]) is Delta
 
     def _all(self, events: Iterable[Event]) -> Iterator[Output]:
         waiting: dict[int, list[Delta]] = {}

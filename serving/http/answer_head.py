@@ -1,12 +1,11 @@
 """The fields that all parts of an answer share."""
 
-import dataclasses
+import msgspec
 
 from serving.http.logprobs import TokenNames
 
 
-@dataclasses.dataclass(frozen=True)
-class Head:
+class Head(msgspec.Struct, frozen=True):
     """Fields of an answer that are known before its first token.
 
     `top`: candidates of a token that a chat answer lists. `with_logprobs`, `with_token_ids`: the caller asked for

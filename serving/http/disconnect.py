@@ -1,42 +1,50 @@
 """Cancellation of a request whose caller has disconnected."""
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator
+from types import TracebackType
 
-from starlette.types import Receive
+from serving.http.exchange import Exchange
 
 
 class Disconnected(asyncio.CancelledError):
     """The caller has disconnected. The task itself is not cancelled."""
 
 
-@contextlib.asynccontextmanager
-async def cancel_on_disconnect(receive: Receive) -> AsyncIterator[None]:
-    """Cancel the block once the caller disconnects. The body of the request has been read.
+class CancelOnDisconnect:
+    """A block that is cancelled once the caller disconnects. The body of the request has been read.
 
     Raises:
       Disconnected: the caller disconnected before the end of the block.
     """
-    task = asyncio.current_task()
-    assert task is not None
-    gone = False
 
-    async def watch() -> None:
-        nonlocal gone
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        gone = True
-        task.cancel()
+    def __init__(self, exchange: Exchange):
+        self._exchange = exchange
+        self._task: asyncio.Task | None = None
+        self._gone = False
 
-    watching = asyncio.create_task(watch())
-    try:
-        yield
-        if gone:  # the cancellation is on its way
-            await asyncio.sleep(0)
-    except asyncio.CancelledError:
-        if gone and task.uncancel() == 0:
+    async def __aenter__(self) -> None:
+        self._task = asyncio.current_task()
+        self._exchange.on_lost(self._cancel)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._exchange.on_lost(None)
+        if not self._gone:
+            return
+        if error is None:
+            try:
+                await asyncio.sleep(0)  # the cancellation is on its way
+            except asyncio.CancelledError as cancelled:
+                error = cancelled
+        if not isinstance(error, asyncio.CancelledError):
+            return
+        assert self._task is not None
+        if self._task.uncancel() == 0:
             raise Disconnected from None
-        raise
-    finally:
-        watching.cancel()
+        raise error
+
+    def _cancel(self) -> None:
+        assert self._task is not None
+        self._gone = True
+        self._task.cancel()

@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 from starlette.exceptions import HTTPException
 
 import jaxflow
@@ -58,7 +59,7 @@ class Deadline:
     @staticmethod
     def after(seconds: float | None) -> "Deadline":
         """Return the deadline this many seconds from now."""
-        return Deadline(None if seconds is None else time.monotonic() + seconds)
+        return NO_DEADLINE if seconds is None else Deadline(time.monotonic() + seconds)
 
     def left_s(self) -> float | None:
         """Return the seconds left, or None. Raises: Refusal after the deadline."""
@@ -73,8 +74,7 @@ class Deadline:
 NO_DEADLINE = Deadline()
 
 
-@dataclasses.dataclass(frozen=True)
-class Prepared:
+class Prepared(msgspec.Struct, frozen=True):
     """A generation that can run: its job, and the form of its answer."""
 
     job: Job
@@ -346,10 +346,11 @@ def _messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
         for name in ("audio", "function_call"):
             if getattr(message, name) is not None:
                 raise InvalidRequest(f"messages[{i}].{name}", getattr(message, name), "null")
-        made = {name: getattr(message, name) for name in _MESSAGE_FIELDS}
-        made["reasoning_content"] = message.reasoning_content or message.reasoning
+        made = {name: value for name in _MESSAGE_FIELDS if (value := getattr(message, name)) is not None}
+        if reasoning := message.reasoning_content or message.reasoning:
+            made["reasoning_content"] = reasoning
         result.append(made)
     return result
 
 
-_MESSAGE_FIELDS = ("role", "content", "name", "tool_call_id", "tool_calls", "reasoning_content")
+_MESSAGE_FIELDS = ("role", "content", "name", "tool_call_id", "tool_calls")

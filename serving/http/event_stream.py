@@ -5,6 +5,7 @@ import asyncio
 from starlette.types import Send
 
 from serving.http.chunks import PING
+from serving.http.exchange import Exchange
 
 PING_S = 15.0
 HEADERS = [
@@ -17,8 +18,8 @@ HEADERS = [
 class EventStream:
     """The events of one answer. While nothing is written, a comment every `ping_s` seconds keeps proxies waiting."""
 
-    def __init__(self, send: Send, ping_s: float = PING_S):
-        self._send, self._ping_s = send, ping_s
+    def __init__(self, send: Send, exchange: Exchange, ping_s: float = PING_S):
+        self._send, self._exchange, self._ping_s = send, exchange, ping_s
         self._loop = asyncio.get_running_loop()
         self._written_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
@@ -36,6 +37,11 @@ class EventStream:
         """Send events."""
         self._written_s = self._loop.time()
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    def write_now(self, data: bytes) -> None:
+        """Send events at once. The exchange is `writable`."""
+        self._written_s = self._loop.time()
+        self._exchange.write(data)
 
     async def end(self, data: bytes) -> None:
         """Send the last events."""

@@ -9,18 +9,21 @@ from starlette.types import Receive, Scope, Send
 
 from jaxflow.request import InvalidRequest
 from serving.http.chunks import Chunks, error_event
-from serving.http.disconnect import Disconnected, cancel_on_disconnect
+from serving.http.disconnect import CancelOnDisconnect, Disconnected
 from serving.http.endpoints import Deadline, Endpoints, Prepared
 from serving.http.errors import HttpError
 from serving.http.event_stream import EventStream
-from serving.http.job import Answering, Begun, Pieces, run
+from serving.http.exchange import Exchange
+from serving.http.job import Answering, Begun, Direct, Pieces, run
 from serving.http.limits import Limits
 from serving.http.read_body import read_body
+from serving.http.responses import Usage
 from serving.http.schema import ChatRequest, CompletionRequest
 
 ERROR_EVENT_S = 5.0  # time for the last event of a stream, if the caller reads slowly
 TIMEOUT_HEADER = b"x-request-timeout-ms"
 JSON = (b"content-type", b"application/json")
+GENERATIONS = (ChatRequest, CompletionRequest)
 
 
 class JsonRoute:
@@ -36,32 +39,39 @@ class JsonRoute:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         deadline = Deadline.after(timeout_of(scope))
-        body = await read_all(scope, receive, self._limits)
+        endpoints, exchange = self._endpoints, Exchange.take(scope)
+        body = await read_all(scope, receive, exchange, self._limits)
         request = read_body(self._path, body)
-        endpoints = self._endpoints
-        async with cancel_on_disconnect(receive):
-            if isinstance(request, ChatRequest | CompletionRequest):
+        async with CancelOnDisconnect(exchange):
+            if isinstance(request, GENERATIONS):
                 prepared = await endpoints.prepare(request, deadline=deadline)
                 if prepared.stream:
-                    await self._stream(prepared, deadline, send)
+                    await self._stream(prepared, deadline, send, exchange)
                     return
                 answer = await endpoints.collect(prepared, deadline)
             else:
                 answer = await endpoints.whole(request, deadline=deadline)
-            if isinstance(request, ChatRequest | CompletionRequest) and request.prompt_logprobs is None:
+            if isinstance(request, GENERATIONS) and request.prompt_logprobs is None:
                 data = msgspec.json.encode(answer)
             else:
                 data = await asyncio.to_thread(msgspec.json.encode, answer)
             await send_json(send, 200, data)
 
-    async def _stream(self, prepared: Prepared, deadline: Deadline, send: Send) -> None:
+    async def _stream(self, prepared: Prepared, deadline: Deadline, send: Send, exchange: Exchange) -> None:
         chunks = Chunks(prepared.head, prepared.form)
-        events = EventStream(send, self._limits.ping_s)
+        events = EventStream(send, exchange, self._limits.ping_s)
         answering = Answering(prepared.job)
         large = prepared.job.requests[0].sampling.prompt_logprobs is not None
 
+        def usage_so_far() -> Usage | None:
+            return answering.usage if prepared.head.usage_in_chunks else None
+
+        def take_now(pieces: Pieces) -> None:
+            if data := chunks.events(pieces, usage_so_far()):
+                events.write_now(data)
+
         async def take(pieces: Pieces) -> None:
-            usage = answering.usage if prepared.head.usage_in_chunks else None
+            usage = usage_so_far()
             if large and any(type(piece) is Begun for piece in pieces):
                 # Prompt logprobs can have 21 candidates a token. The other streams continue.
                 data = await asyncio.to_thread(chunks.events, pieces, usage)
@@ -72,7 +82,15 @@ class JsonRoute:
 
         try:
             left_s = deadline.left_s()
-            await run(self._endpoints.served, answering, take, submitted=events.start, timeout_s=left_s)
+            direct = Direct(exchange.writable, take_now)
+            await run(
+                self._endpoints.served,
+                answering,
+                take,
+                submitted=events.start,
+                timeout_s=left_s,
+                direct=direct,
+            )
             await events.end(chunks.end(answering.usage))
         except Exception as error:
             if not events.started:
@@ -86,7 +104,7 @@ class JsonRoute:
             events.close()
 
 
-async def read_all(scope: Scope, receive: Receive, limits: Limits) -> bytes:
+async def read_all(scope: Scope, receive: Receive, exchange: Exchange, limits: Limits) -> bytes:
     """Return the body of a request with JSON.
 
     Raises:
@@ -104,6 +122,11 @@ async def read_all(scope: Scope, receive: Receive, limits: Limits) -> bytes:
     length = headers.get(b"content-length", b"0")
     if int(length) > limits.body_bytes:
         raise HttpError(413, too_large, code="request_too_large")
+    body = exchange.take_body()
+    if body is not None:
+        if len(body) > limits.body_bytes:
+            raise HttpError(413, too_large, code="request_too_large")
+        return body
     parts, size = [], 0
     try:
         async with asyncio.timeout(limits.body_s):

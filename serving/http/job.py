@@ -1,8 +1,7 @@
 """A request of chat or completions on its way: its prompts' engine requests, and the pieces of its answer."""
 
 import asyncio
-import dataclasses
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -38,8 +37,14 @@ Pieces = list[Begun | Piece]
 Take = Callable[[Pieces], Awaitable[None]]
 
 
-@dataclasses.dataclass(frozen=True)
-class Job:
+class Direct(msgspec.Struct, frozen=True):
+    """A way to write the pieces of a step without a change of tasks. `take` gets pieces only while `ready()`."""
+
+    ready: Callable[[], bool]
+    take: Callable[[Pieces], None]
+
+
+class Job(msgspec.Struct, frozen=True):
     """The engine's requests of a body, one a prompt, in the order of the prompts.
 
     `echo_texts`: the text of each prompt, if the answer repeats it. `drop_output`: the answer has no new token.
@@ -82,7 +87,7 @@ class Answering:
         """Return the tokens so far."""
         return make_usage(self._prompt_tokens, sum(self._cached), self._completion_tokens)
 
-    def pieces(self, prompt: int, outputs: Sequence[Output]) -> Pieces:
+    def pieces(self, prompt: int, outputs: Iterable[Output]) -> Pieces:
         """Return the pieces of one prompt's outputs.
 
         Raises:
@@ -127,6 +132,7 @@ async def run(
     submitted: Callable[[], Awaitable[None]] | None = None,
     timeout_s: float | None = None,
     whole: bool = False,
+    direct: Direct | None = None,
 ) -> None:
     """Run a job to its end.
 
@@ -135,6 +141,7 @@ async def run(
       submitted: is called once the engine has accepted all prompts.
       timeout_s: the seconds until the caller's deadline, or None.
       whole: the answer is not streamed, see `ServedModel.stream`.
+      direct: takes the pieces of most steps instead of `take`, if the job has one prompt.
 
     Raises:
       As `ServedModel.stream`.
@@ -144,8 +151,11 @@ async def run(
         async with served.stream(job.requests[0], timeout_s=timeout_s, whole=whole) as stream:
             if submitted is not None:
                 await submitted()
+            if direct is not None:
+                take_now = direct.take
+                stream.take_deltas(direct.ready, lambda outputs: take_now(answering.pieces(0, outputs)))
             async for outputs in stream:
-                await take(answering.pieces(0, list(outputs)))
+                await take(answering.pieces(0, outputs))
         return
     try:
         await _Merged(served, answering, take, submitted, timeout_s, whole).run()
@@ -194,7 +204,7 @@ class _Merged:
             self._unsubmitted -= 1
             self._wake.set()
             async for outputs in stream:
-                self._pieces += self._answering.pieces(prompt, list(outputs))
+                self._pieces += self._answering.pieces(prompt, outputs)
                 self._wake.set()
                 # While the writer waits, the outputs stay in the stream's queue, which has a limit.
                 await self._taken.wait()

@@ -15,6 +15,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from serving.http.errors import HttpError
+from serving.http.exchange import EXTENSION, Exchange
 from serving.http.limits import Limits
 
 FIRST_PROBE_S = 0.02  # after the first probe; a reset over loopback takes less
@@ -41,7 +42,9 @@ class LimitedProtocol(HttpToolsProtocol):
         self._refusal: HttpError | None = None
         self._head_bytes = 0
         self._in_head = True
+        self._begun = False  # the first byte of the head has come
         self._body_left = False
+        self._exchange: Exchange | None = None
 
     # ---- the connection
 
@@ -60,6 +63,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._timers.clear()
         self._unset_keepalive_if_required()
         super().connection_lost(exc)
+        if self._exchange is not None and not self.cycle.response_complete:
+            self._exchange.lose()
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Keep the connection of a request that is being answered. TLS has no half-closed connections."""
@@ -87,17 +92,19 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._in_head:
             self._head_bytes += len(data)
         super().data_received(data)
-        if self.parser is not None and self._in_head and self._head_bytes > self._limits.header_bytes:
+        if not self._in_head or self.parser is None:
+            return
+        if self._begun and "header" not in self._timers:
+            self._start_timer("header", self._limits.header_s, self._header_timeout)
+        if self._head_bytes > self._limits.header_bytes:
             self._refuse(431, f"the headers have more than {self._limits.header_bytes} bytes")
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._in_head, self._body_left = True, True
-        if "header" not in self._timers:
-            self._start_timer("header", self._limits.header_s, self._header_timeout)
+        self._in_head, self._body_left, self._begun = True, True, True
 
     def on_headers_complete(self) -> None:
-        self._in_head, self._head_bytes = False, 0
+        self._in_head, self._head_bytes, self._begun = False, 0, False
         self._stop_timer("header")
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if size > self._limits.header_bytes or len(self.headers) > self._limits.headers:
@@ -108,6 +115,8 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refusal = HttpError(431, message, code="headers_too_large")
             raise ValueError(message)  # the parser then reports an error, see send_400_response
         super().on_headers_complete()
+        self._exchange = Exchange(self.cycle)
+        self.scope["extensions"] = {EXTENSION: self._exchange}  # the request's task has not begun
 
     def on_message_complete(self) -> None:
         self._body_left = False

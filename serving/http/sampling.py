@@ -1,6 +1,7 @@
 """The engine's sampling parameters of a request's body."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,12 +25,21 @@ def sampling_params(
     Raises:
       InvalidRequest: a value out of range, or values that contradict each other. The error names the field.
     """
-    given: dict[str, Any] = {name: getattr(request, name) for name in _SAME}
-    given = {name: value for name, value in given.items() if value is not None}
+    given = {name: value for name in _SAME if (value := getattr(request, name)) is not None}
     if request.stream_options is not None and not request.stream:
         raise InvalidRequest("stream_options", "options", "null unless stream is true")
     limits = chat_limits(request) if isinstance(request, ChatRequest) else completion_limits(request)
-    return SamplingParams(**{**defaults, **given, **limits})
+    settings = {**defaults, **given, **limits}
+    try:
+        return _of_settings(*settings.items())
+    except TypeError:  # a list among the settings
+        return SamplingParams(**settings)
+
+
+@functools.lru_cache(maxsize=256)
+def _of_settings(*settings: tuple[str, Any]) -> SamplingParams:
+    """Return the sampling parameters of these settings. Most requests of a caller have the same settings."""
+    return SamplingParams(**dict(settings))
 
 
 def chat_limits(request: ChatRequest) -> dict[str, Any]:

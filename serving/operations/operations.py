@@ -90,6 +90,8 @@ class Operations:
             self._tracing.close()
 
     def _end(self, call: Call) -> None:
+        if self._log is None and self._tracing is None and call.error is None and call.status < 400:
+            return  # neither refused nor failed
         result, reason = outcome(call)
         if result == REFUSED:
             name = reason.partition(":")[0]

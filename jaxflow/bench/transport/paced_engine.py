@@ -170,8 +170,11 @@ class PacedDriver:
             row.begun_s = began_s
         by_mailbox: dict[int, tuple[Mailbox, list[Event]]] = {}
         ended, firsts, prefilled = [], 0, 0
+        mailbox, events = None, []
         for name, row in self._running.items():
-            _, events = by_mailbox.setdefault(id(row.mailbox), (row.mailbox, []))
+            if row.mailbox is not mailbox:  # most rows have the same one
+                mailbox = row.mailbox
+                events = by_mailbox.setdefault(id(mailbox), (mailbox, []))[1]
             prompt, sent = row.prompt, row.sent
             if not sent:
                 firsts += 1
