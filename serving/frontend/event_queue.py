@@ -119,7 +119,9 @@ class EventRouter:
             if type(event) is Started:
                 begun.append(request_id)
         for request_id in begun:
-            self._put(request_id, groups.pop(request_id))
+            group = groups.pop(request_id)
+            if (queue := self._queues.get(request_id)) is not None:
+                queue.put(group)
         if self._slices is not None:
             return
         self._slices = iter(())
@@ -130,10 +132,12 @@ class EventRouter:
 
     def _deliver_slice(self) -> None:
         """Deliver groups for a short time. The next slice comes after the event loop's other work."""
+        queues = self._queues
         end_s, woken = time.perf_counter() + SLICE_S, 0
         while True:
             for request_id, group in self._slices or ():
-                woken += self._put(request_id, group)
+                if (queue := queues.get(request_id)) is not None:
+                    woken += queue.put(group)
                 if woken >= SLICE_WAKES or time.perf_counter() > end_s:
                     self._loop.call_soon(self._deliver_slice)
                     return
@@ -141,7 +145,3 @@ class EventRouter:
                 self._slices = None
                 return
             self._slices, self._groups = iter(self._groups.items()), {}
-
-    def _put(self, request_id: str, group: list[Event]) -> bool:
-        queue = self._queues.get(request_id)
-        return queue is not None and queue.put(group)

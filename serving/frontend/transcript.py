@@ -73,18 +73,20 @@ class Transcript:
     def _all(self, events: Iterable[Event]) -> Iterator[Output]:
         waiting: dict[int, list[Delta]] = {}
         for event in events:
-            match event:
-                case Started():
-                    yield event
-                case Delta():
-                    waiting.setdefault(event.index, []).append(event)
-                case Finished():
-                    yield from self._deltas(event.index, waiting.pop(event.index, []))
-                    check_fault(event)
-                    text = self._texts[event.index].finish(event)
-                    self._running -= 1
-                    self.aborted = self.aborted or event.reason is FinishReason.ABORT
-                    yield Ended(event, text)
+            if type(event) is Delta:
+                if (deltas := waiting.get(event.index)) is None:
+                    waiting[event.index] = [event]
+                else:
+                    deltas.append(event)
+            elif type(event) is Started:
+                yield event
+            elif type(event) is Finished:
+                yield from self._deltas(event.index, waiting.pop(event.index, []))
+                check_fault(event)
+                text = self._texts[event.index].finish(event)
+                self._running -= 1
+                self.aborted = self.aborted or event.reason is FinishReason.ABORT
+                yield Ended(event, text)
         for index, deltas in waiting.items():
             yield from self._deltas(index, deltas)
 

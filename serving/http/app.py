@@ -19,6 +19,7 @@ from serving.http.disconnect import Disconnected
 from serving.http.docs import docs_routes
 from serving.http.endpoints import Endpoints
 from serving.http.errors import HttpError
+from serving.http.exchange import EXTENSION
 from serving.http.generation import JsonRoute, send_json
 from serving.http.limits import Limits
 from serving.http.read_body import KINDS
@@ -64,6 +65,7 @@ class HttpApp:
     ):
         self._endpoints = endpoints
         self._root_path = root_path.rstrip("/")
+        self._crosses_origins = bool(allowed_origins)  # answers get headers from `CORSMiddleware`
         self._posts = {path: JsonRoute(path, endpoints, limits or Limits()) for path in KINDS}
         routes = [*(Post(path, app) for path, app in self._posts.items()), *_routes(endpoints)]
         routes += [*docs_routes(self._root_path), *operation_routes(operations), *more_routes]
@@ -96,6 +98,8 @@ class HttpApp:
         async def answered(scope: Scope, receive: Receive, send: Send) -> None:
             begun = False
             request_id = request_id_of(scope)
+            if not self._crosses_origins:
+                scope["extensions"][EXTENSION].headers = b"x-request-id: %b\r\n" % request_id
 
             async def named(message: Message) -> None:
                 nonlocal begun

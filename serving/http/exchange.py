@@ -14,13 +14,18 @@ EXTENSION = "jaxflow.exchange"
 
 
 class Exchange:
-    """One request and its answer."""
+    """One request and its answer.
 
-    __slots__ = ("_cycle", "_on_lost")
+    Attributes:
+      headers: the header lines that an answer of `answer` has beside its own; None if only `send` may answer.
+    """
+
+    __slots__ = ("_cycle", "_on_lost", "headers")
 
     def __init__(self, cycle: RequestResponseCycle):
         self._cycle = cycle
         self._on_lost: Callable[[], None] | None = None
+        self.headers: bytes | None = None
 
     @staticmethod
     def take(scope: Scope) -> "Exchange":
@@ -53,6 +58,26 @@ class Exchange:
             self._on_lost()
 
     # ---- the answer
+
+    def answer(self, headers: bytes, body: bytes) -> bool:
+        """Send a whole answer with status 200 at once. Return False if it has to be given to `send`.
+
+        Args:
+          headers: header lines without the length of the body.
+        """
+        cycle = self._cycle
+        if self.headers is None or cycle.flow.write_paused or cycle.disconnected or cycle.response_started:
+            return False
+        common = b"".join([b"%b: %b\r\n" % header for header in cycle.default_headers])
+        close = b"" if cycle.keep_alive else b"connection: close\r\n"
+        head = b"HTTP/1.1 200 OK\r\n%b%b%b%bcontent-length: %d\r\n\r\n"
+        cycle.transport.write(head % (common, headers, self.headers, close, len(body)) + body)
+        cycle.response_started = cycle.response_complete = True
+        cycle.message_event.set()
+        if not cycle.keep_alive:
+            cycle.transport.close()
+        cycle.on_response()
+        return True
 
     def writable(self) -> bool:
         """Return True while the answer is a stream of chunks and the caller takes them."""

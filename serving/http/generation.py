@@ -8,6 +8,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from jaxflow.request import InvalidRequest
+from serving.frontend.call import CALL
 from serving.http.chunks import Chunks, error_event
 from serving.http.disconnect import CancelOnDisconnect, Disconnected
 from serving.http.endpoints import Deadline, Endpoints, Prepared
@@ -23,6 +24,7 @@ from serving.http.schema import ChatRequest, CompletionRequest
 ERROR_EVENT_S = 5.0  # time for the last event of a stream, if the caller reads slowly
 TIMEOUT_HEADER = b"x-request-timeout-ms"
 JSON = (b"content-type", b"application/json")
+JSON_LINE = b"content-type: application/json\r\n"
 GENERATIONS = (ChatRequest, CompletionRequest)
 
 
@@ -55,7 +57,10 @@ class JsonRoute:
                 data = msgspec.json.encode(answer)
             else:
                 data = await asyncio.to_thread(msgspec.json.encode, answer)
-            await send_json(send, 200, data)
+            if not exchange.answer(JSON_LINE, data):
+                await send_json(send, 200, data)
+            elif (call := CALL.get()) is not None:
+                call.status = 200
 
     async def _stream(self, prepared: Prepared, deadline: Deadline, send: Send, exchange: Exchange) -> None:
         chunks = Chunks(prepared.head, prepared.form)

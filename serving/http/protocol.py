@@ -116,7 +116,8 @@ class LimitedProtocol(HttpToolsProtocol):
             raise ValueError(message)  # the parser then reports an error, see send_400_response
         super().on_headers_complete()
         self._exchange = Exchange(self.cycle)
-        self.scope["extensions"] = {EXTENSION: self._exchange}  # the request's task has not begun
+        # The task of the request has not begun.
+        self.scope["extensions"] = {EXTENSION: self._exchange}  # type: ignore[typeddict-item]
 
     def on_message_complete(self) -> None:
         self._body_left = False

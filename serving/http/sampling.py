@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from serving.http.schema import ChatRequest, CompletionRequest
 _SAME = tuple(
     field.name for field in dataclasses.fields(SamplingParams) if field.name not in ("max_tokens", "logprobs")
 )
+_same_values = operator.attrgetter(*_SAME)
 DEFAULT_MAX_TOKENS = 16  # completions requests; a chat request goes to the end of the context
 
 
@@ -25,7 +27,8 @@ def sampling_params(
     Raises:
       InvalidRequest: a value out of range, or values that contradict each other. The error names the field.
     """
-    given = {name: value for name in _SAME if (value := getattr(request, name)) is not None}
+    values = zip(_SAME, _same_values(request), strict=True)
+    given = {name: value for name, value in values if value is not None}
     if request.stream_options is not None and not request.stream:
         raise InvalidRequest("stream_options", "options", "null unless stream is true")
     limits = chat_limits(request) if isinstance(request, ChatRequest) else completion_limits(request)

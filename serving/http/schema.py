@@ -4,6 +4,7 @@ An unknown field is an error. Some fields are accepted and change nothing. Other
 value that asks for something is refused by name.
 """
 
+import operator
 from typing import Annotated, Any
 
 import msgspec
@@ -209,20 +210,25 @@ _NEVER = frozenset(
 )
 NOT_SERVED_FIELDS = _NOT_YET | _NEVER
 _CHECKED_FIELDS = {
-    kind: [
+    kind: tuple(
         name
         for name in kind.__struct_fields__
         if name in NOT_SERVED_FIELDS or (name == "echo" and kind is ChatRequest)
-    ]
-    for kind in (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+    )
+    for kind in (ChatRequest, CompletionRequest, TokenizeRequest)
 }
+_checked_values = {kind: operator.attrgetter(*names) for kind, names in _CHECKED_FIELDS.items()}
 
 
 def refused_fields(body: Body) -> list[tuple[str, Any, str]]:
     """Return the fields of a body that are not served: name, value, reason."""
+    if isinstance(body, DetokenizeRequest):
+        return []
+    names, values = _CHECKED_FIELDS[type(body)], _checked_values[type(body)](body)
+    if values.count(None) == len(values):
+        return []
     result = []
-    for name in _CHECKED_FIELDS[type(body)]:
-        value = getattr(body, name)
+    for name, value in zip(names, values, strict=True):
         if value is None or any(value == harmless for harmless in _HARMLESS.get(name, ())):
             continue
         reason = "not yet supported" if name in _NOT_YET else "not supported by this server"

@@ -8,11 +8,14 @@ to each request. The clients run in the process of the command, on the other cor
 A step that comes before the last one is written adds its tokens to the same chunk.
 
 The report also holds chunks and requests per second of the server's CPU time, because other programs may use the core.
+The same clients then load uvicorn alone, which answers with the same bytes: no server on uvicorn is faster. At last
+single requests come while streams run with longer steps: `first_token` measures the delay of their first tokens.
 """
 
 import asyncio
 import contextlib
 import importlib.metadata
+import json
 import os
 import subprocess
 import sys
@@ -27,6 +30,7 @@ from absl import flags
 
 from jaxflow.bench.report import machine
 from jaxflow.bench.report.requests import line
+from jaxflow.bench.transport import first_token
 from jaxflow.bench.workload.http_connection import HttpClient
 from jaxflow.config import ConfigError
 
@@ -36,6 +40,19 @@ STREAM_TOKENS = 256
 PLAIN_TOKENS = 16
 PLAIN_CALLERS = 256
 PLAIN_STEP_S = 0.004
+BUSY_STREAMS = 300
+BUSY_STEP_S = 0.015
+LABELS = {
+    "streamed_chunks": "Chunks",
+    "bare_uvicorn_chunks": "Bare uvicorn, chunks",
+    "plain_requests": "Plain requests",
+    "bare_uvicorn_requests": "Bare uvicorn, requests",
+}
+DELAY_LABELS = {
+    "to_engine_ms": "Request to engine",
+    "to_caller_ms": "First token to caller",
+    "added_ms": "Added to TTFT",
+}
 
 
 def define_flags() -> None:
@@ -44,22 +61,16 @@ def define_flags() -> None:
     flags.DEFINE_float("step_s", 0.008, "Seconds of the engine's step with streams.", lower_bound=0.0)
     flags.DEFINE_float("seconds", 5.0, "Duration of a run.", lower_bound=0.1)
     flags.DEFINE_integer("runs", 3, "Runs. The report holds all of them and their median.", lower_bound=1)
+    flags.DEFINE_integer("probes", 200, "Requests whose first tokens are timed.", lower_bound=1)
     flags.DEFINE_integer("core", 0, "CPU core of the server; -1 for any.", lower_bound=-1)
     flags.DEFINE_string("output_json", None, "Write the report to this file.")
 
 
-class PacedServer:
-    """A server process of `paced_server`."""
+class ServerProcess:
+    """A server process: a module of this folder, on one core."""
 
-    def __init__(self, core: int, rows: int, step_s: float):
-        command = [
-            sys.executable,
-            "-m",
-            "jaxflow.bench.transport.paced_server",
-            str(core),
-            str(rows),
-            str(step_s),
-        ]
+    def __init__(self, module: str, core: int, *arguments: object):
+        command = [sys.executable, "-m", f"jaxflow.bench.transport.{module}", str(core), *map(str, arguments)]
         root = str(Path(__file__).resolve().parents[3])
         self._process = subprocess.Popen(
             command,
@@ -80,15 +91,21 @@ class PacedServer:
         after_name = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
         return sum(map(int, after_name[11:13])) / os.sysconf("SC_CLK_TCK")
 
+    def first_tokens(self) -> list[list[float]]:
+        """Return `PacedDriver.first_tokens` of a `paced_server`."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        print(file=self._process.stdin, flush=True)
+        return json.loads(self._process.stdout.readline())
+
     def close(self) -> None:
         """End the process."""
         self._process.communicate()
 
 
 @contextlib.contextmanager
-def paced_server(core: int, rows: int, step_s: float) -> Iterator[PacedServer]:
+def running(module: str, core: int, *arguments: object) -> Iterator[ServerProcess]:
     """A running server."""
-    server = PacedServer(core, rows, step_s)
+    server = ServerProcess(module, core, *arguments)
     try:
         yield server
     finally:
@@ -162,21 +179,45 @@ def repeat(work: Callable[[], Coroutine[Any, Any, dict[str, float]]], runs: int)
     return {**{name: median(run[name] for run in found) for name in found[0]}, "runs": found}
 
 
+def answer_to(url: str, data: bytes) -> str:
+    """Return the body of the answer to one request."""
+
+    async def ask() -> bytes:
+        client, parts = HttpClient(url), []
+        await client.stream(CHAT, data, parts.append)
+        client.close()
+        return b"".join(parts)
+
+    return asyncio.run(ask()).decode()
+
+
 def measure(
-    streams: int, prompt_tokens: int, step_s: float, seconds: float, runs: int, core: int
+    streams: int, prompt_tokens: int, step_s: float, seconds: float, runs: int, core: int, probes: int
 ) -> dict[str, Any]:
-    """Return the figures of streams and of plain requests."""
+    """Return the figures of streams, of plain requests, of uvicorn alone, and of first tokens."""
     result: dict[str, Any] = {}
-    with paced_server(core, streams, step_s) as server:
-        data = body(prompt_tokens, STREAM_TOKENS, stream=True)
-        result["streamed_chunks"] = repeat(
-            lambda: load(server.url, streams, data, chunks, seconds, server.cpu_s), runs
-        )
-    with paced_server(core, PLAIN_CALLERS, PLAIN_STEP_S) as server:
-        plain = body(prompt_tokens, PLAIN_TOKENS, stream=False)
-        result["plain_requests"] = repeat(
+    streamed = body(prompt_tokens, STREAM_TOKENS, stream=True)
+    plain = body(prompt_tokens, PLAIN_TOKENS, stream=False)
+
+    def chunks_of(server: ServerProcess) -> dict[str, Any]:
+        return repeat(lambda: load(server.url, streams, streamed, chunks, seconds, server.cpu_s), runs)
+
+    def requests_of(server: ServerProcess) -> dict[str, Any]:
+        return repeat(
             lambda: load(server.url, PLAIN_CALLERS, plain, whole_answers, seconds, server.cpu_s), runs
         )
+
+    with running("paced_server", core, streams, step_s) as server:
+        result["streamed_chunks"] = chunks_of(server)
+        a_chunk = answer_to(server.url, streamed).split("\n\n")[1] + "\n\n"
+    with running("paced_server", core, PLAIN_CALLERS, PLAIN_STEP_S) as server:
+        result["plain_requests"] = requests_of(server)
+        whole = answer_to(server.url, plain)
+    with running("bare_server", core, STREAM_TOKENS, whole, a_chunk) as server:
+        result["bare_uvicorn_chunks"] = chunks_of(server)
+        result["bare_uvicorn_requests"] = requests_of(server)
+    with running("paced_server", core, BUSY_STREAMS + 1, BUSY_STEP_S) as server:
+        result["first_tokens"] = first_token.delays(server.url, BUSY_STREAMS, probes, server.first_tokens)
     return result
 
 
@@ -197,16 +238,22 @@ def run() -> dict[str, Any]:
         "plain_tokens": PLAIN_TOKENS,
         "plain_step_s": PLAIN_STEP_S,
         "seconds": f.seconds,
+        "busy_streams": BUSY_STREAMS,
+        "busy_step_s": BUSY_STEP_S,
+        "probes": f.probes,
     }
     result: dict[str, Any] = {"command_name": "transport", **machine.describe(), "workload": workload}
     result["versions"] |= {name: importlib.metadata.version(name) for name in PACKAGES}
     before = os.getloadavg()[0]
-    result |= measure(f.streams, f.prompt_len, f.step_s, f.seconds, f.runs, f.core)
+    result |= measure(f.streams, f.prompt_len, f.step_s, f.seconds, f.runs, f.core, f.probes)
     result["load_average"] = [before, os.getloadavg()[0]]
     print(" Transport Benchmark Result ".center(50, "="))
-    for name, label in (("streamed_chunks", "Chunks"), ("plain_requests", "Plain requests")):
+    for name, label in LABELS.items():
         print(line(f"{label} (/s):", result[name]["per_s"]))
         print(line(f"{label} (/CPU s of the server):", result[name]["per_cpu_s"]))
         print(line("Cores of the server:", result[name]["server_cores"]))
+    for name, label in DELAY_LABELS.items():
+        for figure, found in result["first_tokens"][name].items():
+            print(line(f"{label}, {figure} (ms):", found))
     print(machine.where(result))
     return result

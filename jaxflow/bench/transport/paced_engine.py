@@ -55,6 +55,8 @@ class PacedDriver:
 
     Attributes:
       steps, tokens: counters since the start.
+      first_tokens: of each request with a seed: when it arrived, and when its first token was made, in seconds of
+        the monotonic clock.
     """
 
     fault: BaseException | None = None
@@ -62,6 +64,7 @@ class PacedDriver:
     def __init__(self, rows: int, step_s: float, max_waiting: int):
         self.rows, self.step_s, self.max_waiting = rows, step_s, max_waiting
         self.steps = self.tokens = self.prompt_tokens = 0
+        self.first_tokens: list[tuple[float, float]] = []
         self.log = StepLog()
         self._wake = threading.Condition()
         self._waiting: dict[str, _Row] = {}
@@ -178,6 +181,8 @@ class PacedDriver:
             prompt, sent = row.prompt, row.sent
             if not sent:
                 firsts += 1
+                if row.request.sampling.seed is not None:
+                    self.first_tokens.append((row.arrived_s, time.monotonic()))
                 prefilled += len(prompt)
                 events.append(Started(name, len(prompt), 0, row.request.sampling.seed or 0))
             row.sent = sent + 1

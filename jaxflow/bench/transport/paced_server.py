@@ -2,10 +2,12 @@
 
   python -m jaxflow.bench.transport.paced_server CORE ROWS STEP_S
 
-CORE is the number of a CPU core, or -1 for any. The command prints the port, and ends when its standard input ends.
+CORE is the number of a CPU core, or -1 for any. The command prints the port, and ends when its standard input ends. For
+each line of its standard input it prints `PacedDriver.first_tokens` as JSON.
 """
 
 import asyncio
+import json
 import os
 import sys
 
@@ -35,7 +37,8 @@ async def serve(rows: int, step_s: float) -> None:
     watching = asyncio.create_task(operations.run())
     freeze_heap()  # as `serving.__main__` does before the first request
     print(server.port, flush=True)
-    await asyncio.to_thread(sys.stdin.read)
+    while await asyncio.to_thread(sys.stdin.readline):
+        print(json.dumps(llm.driver.first_tokens), flush=True)
     watching.cancel()
     await server.stop()
     llm.close()

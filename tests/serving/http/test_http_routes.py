@@ -334,3 +334,48 @@ def test_certificates_of_the_server_and_of_callers(tmp_path):
         assert status() is None and status(impostor) is None
         with pytest.raises(httpx.TransportError):
             opened.get("/version")  # without TLS
+
+
+# ---- a plain answer, which the server writes at once
+
+
+ASKED = {"prompt": [5, 6, 7], "max_tokens": 3, "temperature": 0}
+
+
+def head_and_text(data: bytes) -> tuple[str, dict[str, str], str]:
+    """The status line, the headers, and the text of the one choice."""
+    head, _, body = data.partition(b"\r\n\r\n")
+    status, *lines = head.decode().split("\r\n")
+    headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
+    assert int(headers["content-length"]) == len(body)
+    return status, headers, json.loads(body)["choices"][0]["text"]
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+def test_a_plain_answer_is_the_same_however_it_is_written(guarded, shared, version):
+    """With allowed origins, a layer of its own adds headers. Without them, the answer is one write."""
+    found = []
+    for opened in (guarded, shared):
+        asked = request_bytes(
+            COMPLETIONS, ASKED, "connection: close", "x-request-id: mine", "authorization: Bearer s3cret"
+        )
+        with opened.connect() as connection:
+            connection.sendall(asked.replace(b"HTTP/1.1", b"HTTP/" + version.encode()))
+            status, headers, text = head_and_text(read_to_end(connection))
+        assert headers.pop("date")
+        assert headers.pop("vary", None) == ("Origin" if opened is shared else None)
+        found.append((status, headers, text))
+    assert found[0] == found[1]
+    assert found[0][1]["x-request-id"] == "mine" and found[0][1]["connection"] == "close"
+
+
+def test_a_body_after_100_continue_is_answered(guarded):
+    asked = request_bytes(
+        COMPLETIONS, ASKED, "expect: 100-continue", "connection: close", "authorization: Bearer s3cret"
+    )
+    head, _, body = asked.partition(b"\r\n\r\n")
+    with guarded.connect() as connection:
+        connection.sendall(head + b"\r\n\r\n")
+        assert connection.recv(1000) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        connection.sendall(body)
+        assert head_and_text(read_to_end(connection))[0] == "HTTP/1.1 200 OK"
