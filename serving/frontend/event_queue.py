@@ -6,10 +6,13 @@ so that the event loop takes new requests between them. First tokens come before
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterator
 
 from jaxflow.request import Delta, Event, Finished, Started
+
+log = logging.getLogger(__name__)
 
 SLICE_S = 0.0005  # of deliveries, before the event loop's other work
 SLICE_WAKES = 16  # readers that a slice wakes: each of them writes when the slice has ended
@@ -119,29 +122,38 @@ class EventRouter:
             if type(event) is Started:
                 begun.append(request_id)
         for request_id in begun:
-            group = groups.pop(request_id)
-            if (queue := self._queues.get(request_id)) is not None:
-                queue.put(group)
+            self._put(request_id, groups.pop(request_id))
         if self._slices is not None:
             return
         self._slices = iter(())
         if begun:
-            self._loop.call_soon(self._deliver_slice)  # after the readers of the first tokens
+            self._deliver_later()
         else:
             self._deliver_slice()
 
+    def _deliver_later(self) -> None:
+        """Deliver the next slice after the woken readers, the arrived requests, and the tasks of these requests."""
+        self._loop.call_soon(self._loop.call_soon, self._deliver_slice)
+
     def _deliver_slice(self) -> None:
-        """Deliver groups for a short time. The next slice comes after the event loop's other work."""
-        queues = self._queues
+        """Deliver groups for a short time."""
         end_s, woken = time.perf_counter() + SLICE_S, 0
         while True:
             for request_id, group in self._slices or ():
-                if (queue := queues.get(request_id)) is not None:
-                    woken += queue.put(group)
+                woken += self._put(request_id, group)
                 if woken >= SLICE_WAKES or time.perf_counter() > end_s:
-                    self._loop.call_soon(self._deliver_slice)
+                    self._deliver_later()
                     return
             if not self._groups:
                 self._slices = None
                 return
             self._slices, self._groups = iter(self._groups.items()), {}
+
+    def _put(self, request_id: str, group: list[Event]) -> bool:
+        """Deliver the events of a request. Return True if they wake its reader."""
+        queue = self._queues.get(request_id)
+        try:
+            return queue is not None and queue.put(group)
+        except Exception:  # the other requests get their events
+            log.exception("the events of request %s were not delivered", request_id)
+            return False

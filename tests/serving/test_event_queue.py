@@ -188,6 +188,22 @@ def test_an_error_of_the_direct_way_reaches_only_its_own_reader():
     asyncio.run(scenario())
 
 
+def test_a_queue_that_fails_takes_no_events_from_the_others():
+    async def scenario():
+        board = EventRouter(asyncio.get_running_loop())
+
+        def overflow() -> None:
+            raise RuntimeError("the time limit has passed")
+
+        board.connect("bad", EventQueue(0, overflow))
+        board.connect("good", good := EventQueue(100, lambda: None))
+        for token in range(3):
+            board.post([delta("bad", token), delta("good", token)])
+            assert await good.take() == [delta("good", token)]
+
+    asyncio.run(scenario())
+
+
 # ---- the slices of a step
 
 
