@@ -70,7 +70,8 @@ class HttpApp:
         routes = [*(Post(path, app) for path, app in self._posts.items()), *_routes(endpoints)]
         routes += [*docs_routes(self._root_path), *operation_routes(operations), *more_routes]
         self._router = Router(routes, redirect_slashes=False, default=_unknown)
-        app = ObservedCalls(self._answering(Authenticated(self._route, tokens)), operations)
+        checked = Authenticated(self._route, tokens) if tokens.required else self._route
+        app = ObservedCalls(self._answering(checked), operations)
         if allowed_origins:
             app = CORSMiddleware(
                 app,
