@@ -1,4 +1,4 @@
-"""uvicorn alone, which answers with given bytes: the ceiling of an HTTP server on uvicorn, without JaxFlow.
+"""A server of uvicorn alone, which answers with given bytes. No server on uvicorn is faster.
 
   python -m jaxflow.bench.transport.bare_server CORE CHUNKS PLAIN CHUNK
 

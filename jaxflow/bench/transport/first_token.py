@@ -1,9 +1,9 @@
-"""The delay that the HTTP server adds to a first token while many streams run.
+"""Measurement of the delay that the HTTP server adds to a first token while many streams run.
 
-The engine of paced steps notes when a request arrives and when its first token is made. All clocks are the system's
-monotonic clock, so the two delays of a request can be told apart: from sending the request to its arrival at the
-engine, and from the first token to the caller. The caller is alone in its process. The running streams are read by a
-process of their own, which costs little:
+The engine of paced steps notes when a request arrives and when its first token is made. The caller notes when it sends
+the request and when it receives the first part of the answer. All of these times are of the system's monotonic clock.
+So the report has two delays: from the caller to the engine, and from the engine to the caller. Another process reads
+the running streams:
 
   python -m jaxflow.bench.transport.first_token URL STREAMS
 """
@@ -24,7 +24,7 @@ import msgspec
 
 PATH = "/v1/completions"
 PROMPT_CHARS = 200
-LONG_TOKENS = 7900  # of a running stream, which outlasts the measurement
+LONG_TOKENS = 7900  # of a running stream, so that it runs longer than the measurement
 PAUSE_S = (0.005, 0.04)  # between two requests, drawn uniformly
 PART_BYTES = 1 << 16
 
@@ -46,21 +46,19 @@ def connect(url: str) -> tuple[socket.socket, str]:
     return socket.create_connection((parts.hostname, parts.port)), parts.netloc
 
 
-def probe(url: str, number: int) -> tuple[float, float]:
-    """Send a request of two tokens. Return the seconds of the clock when it was sent and when its first part came."""
-    connection, host = connect(url)
-    with connection:
-        sent_s = time.monotonic()
-        connection.sendall(request_bytes(host, 2, number))
-        received = b""
-        first_s = 0.0
-        while b"[DONE]" not in received:
-            part = connection.recv(PART_BYTES)
-            if not part:
-                raise ConnectionError("the server closed the connection within an answer")
-            received += part
-            if not first_s and b"data: {" in received:
-                first_s = time.monotonic()
+def probe(connection: socket.socket, request: bytes) -> tuple[float, float]:
+    """Send a request. Return the seconds of the clock at the sending and at the first event of the answer."""
+    sent_s = time.monotonic()
+    connection.sendall(request)
+    received = b""
+    first_s = 0.0
+    while not received.endswith(b"\r\n0\r\n\r\n"):
+        part = connection.recv(PART_BYTES)
+        if not part:
+            raise ConnectionError("the server closed the connection within an answer")
+        received += part
+        if not first_s and b"data: {" in received:
+            first_s = time.monotonic()
     return sent_s, first_s
 
 
@@ -79,7 +77,7 @@ def running_streams(url: str, streams: int) -> Iterator[None]:
 
 
 def read_streams(url: str, streams: int) -> None:
-    """Open streams and read them. Print a line once all have begun, and return when the standard input ends."""
+    """Open streams and read them. Print a line once all have begun. Return when the standard input ends."""
     poller = selectors.DefaultSelector()
     silent = set()
     for _ in range(streams):
@@ -109,10 +107,12 @@ def delays(url: str, streams: int, probes: int, notes: Callable[[], Sequence[Seq
     """
     draw = random.Random(0)
     with running_streams(url, streams):
-        seen = []
-        for number in range(probes):
-            time.sleep(draw.uniform(*PAUSE_S))
-            seen.append(probe(url, number))
+        connection, host = connect(url)
+        with connection:
+            seen = []
+            for number in range(probes):
+                time.sleep(draw.uniform(*PAUSE_S))
+                seen.append(probe(connection, request_bytes(host, 2, number)))
         found = list(zip(seen, notes(), strict=True))
     to_engine = [arrived_s - sent_s for (sent_s, _), (arrived_s, _) in found]
     to_caller = [first_s - made_s for (_, first_s), (_, made_s) in found]

@@ -8,8 +8,8 @@ to each request. The clients run in the process of the command, on the other cor
 A step that comes before the last one is written adds its tokens to the same chunk.
 
 The report also holds chunks and requests per second of the server's CPU time, because other programs may use the core.
-The same clients then load uvicorn alone, which answers with the same bytes: no server on uvicorn is faster. At last
-single requests come while streams run with longer steps: `first_token` measures the delay of their first tokens.
+The same clients then load `bare_server`: uvicorn alone, with the same bytes as its answers. Finally, `first_token`
+measures the delay of first tokens while streams run.
 """
 
 import asyncio
