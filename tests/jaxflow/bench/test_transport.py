@@ -31,7 +31,10 @@ def test_the_bare_application_answers_with_the_given_bytes(stream, expected):
     async def send(message):
         sent.append(message)
 
-    asyncio.run(application(7, b"plain", b"chunk")({"type": "http"}, receive, send))
+    async def ask() -> None:
+        await application(7, b"plain", b"chunk")({"type": "http"}, receive, send)
+
+    asyncio.run(ask())
     assert sent[0]["status"] == 200
     assert b"".join(message["body"] for message in sent[1:]) == expected
     assert not sent[-1].get("more_body", False)
