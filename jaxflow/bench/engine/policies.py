@@ -54,14 +54,20 @@ class RequestLevel(OrcaWorst):
 
 
 class OrcaBest:
-    """Orca's best case: a step has the full prefill of one new request, next to the running decodes."""
+    """Orca's best case: a step has the full prefill of one new request, next to the running decodes.
+
+    prompts: most new requests of a step.
+    """
 
     min_tokens = 0
+
+    def __init__(self, prompts: int = 1):
+        self._prompts = prompts
 
     def fill(self, scheduler: Scheduler, now: float) -> tuple[np.ndarray, Chunks]:
         """See `StepPolicy.fill`."""
         slots = scheduler.decode()
-        return slots, scheduler.prefill(now, decodes=len(slots), max_chunks=1, cut_prompts=False)
+        return slots, scheduler.prefill(now, decodes=len(slots), max_chunks=self._prompts, cut_prompts=False)
 
 
 class Hybrid:

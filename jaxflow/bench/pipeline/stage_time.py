@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxflow.config import ConfigError, ModelConfig
-from jaxflow.model.cost import Rates
+from jaxflow.model.cost import FP8_PRODUCTS, Rates
 from jaxflow.model.graph import BFLOAT16, Op, Widths, model_graph
 from jaxflow.scheduler.state import StepWork
 
@@ -30,10 +30,12 @@ class Link:
     Attributes:
       bytes_per_s: rate of one device's link to its peer in the next stage.
       latency_s: time of an empty transfer.
+      holds_stage: True if a stage begins its next micro-batch only when it has sent the last one.
     """
 
     bytes_per_s: float = 25e9
-    latency_s: float = 500e-6
+    latency_s: float = 2e-3
+    holds_stage: bool = False
 
 
 def counts_of(work: StepWork) -> np.ndarray:
@@ -53,16 +55,18 @@ def counts_of(work: StepWork) -> np.ndarray:
 class StageTimer:
     """The seconds of each stage of a pipeline for a step.
 
-    Each op takes the longest of its compute, memory and network time (NanoFlow §3.2). Each layer takes
-    `layer_s` in addition: kernel launches and the latency of collectives, which the roofline of an op lacks.
+    Each op takes the longest of its compute, memory and network time (NanoFlow §3.2). An op takes `kernel_s` or
+    `collective_s` in addition, and a layer `layer_s`: launches and latencies, which the roofline of an op lacks.
 
     Args:
       layers: number of layers of each stage, first stage first. The first stage also embeds; the last one also
         computes the logits.
+      dtype: of the GEMMs. Under float8_e4m3fn the GEMMs of attention and of dense MLPs are fp8, and those of
+        experts too if `widths.wide_weights` is 1.
       tile_rows: rows of a GEMM's tile (SARATHI §4.4); None for GEMMs without tiles.
 
     Raises:
-      ConfigError: for layers that do not sum to the model's, and for a model with windows or experts.
+      ConfigError: for layers that do not sum to the model's, for a model with windows, and for tiles of experts.
     """
 
     def __init__(
@@ -75,13 +79,17 @@ class StageTimer:
         widths: Widths = BFLOAT16,
         dtype: str = "bfloat16",
         layer_s: float = 0.0,
+        kernel_s: float = 0.0,
+        collective_s: float = 0.0,
         tile_rows: int | None = None,
     ):
         if sum(layers) != config.num_layers or min(layers) < 1:
             raise ConfigError("layers", list(layers), f"positive numbers that sum to {config.num_layers}")
         graph = model_graph(config, tp, widths)
-        if any(op.window or op.experts for op in graph.ops()):
-            raise ConfigError("model", config.architecture, "a dense model without sliding windows")
+        if any(op.window for op in graph.ops()):
+            raise ConfigError("model", config.architecture, "a model without sliding windows")
+        if tile_rows and any(op.experts for op in graph.ops()):
+            raise ConfigError("tile_rows", tile_rows, "None for a mixture of experts")
         self._tile_rows, self._rates = tile_rows, rates
         stages: list[collections.Counter[Op]] = []
         first = 0
@@ -93,12 +101,19 @@ class StageTimer:
             first += number
         distinct = tuple(dict.fromkeys(op for stage in stages for op in stage))
         self._repeats = np.array([[stage[op] for op in distinct] for stage in stages], np.float64)
-        self._fixed_s = np.array(layers, np.float64) * layer_s
+        each_s = np.array([collective_s if op.kind == "network" else kernel_s for op in distinct])
+        self._fixed_s = np.array(layers, np.float64) * layer_s + self._repeats @ each_s
         self._dense = np.array([op.kind == "dense" for op in distinct])
         rows = [next((what for what, each in op.demand if each.flops), "tokens") for op in distinct]
         self._rows = np.array([COUNTS.index(what) for what in rows])  # the count that is M of each op's GEMM
-        self._flops = self._matrix(distinct, "flops") / rates.flops_per_s[dtype]
+        dtypes = [gemm_dtype(op, dtype, widths) for op in distinct]
+        self._flops = self._matrix(distinct, "flops") / np.array([[rates.flops_per_s[one]] for one in dtypes])
+        # A step reads the weights of those experts that its tokens choose.
+        weights = self._matrix(distinct, "weight_bytes") / rates.memory_bytes_per_s
         self._memory = self._matrix(distinct, "memory_bytes") / rates.memory_bytes_per_s
+        self._experts = np.array([op.experts is not None for op in distinct])
+        self._expert_s = np.where(self._experts, weights[:, 0], 0.0)
+        self._experts_of = (config.num_experts, config.experts_per_token)
         self._network = self._matrix(distinct, "network_bytes") / rates.network_bytes_per_s
 
     @staticmethod
@@ -120,5 +135,16 @@ class StageTimer:
             compute = np.where(
                 self._dense, compute * np.ceil(rows / self._tile_rows) * self._tile_rows / rows, compute
             )
-        longest = np.maximum(np.maximum(compute, self._memory @ counts), self._network @ counts)
+        memory = self._memory @ counts
+        if self._experts.any():
+            number, chosen = self._experts_of
+            memory -= self._expert_s * counts[0] * (1 - chosen / number) ** counts[1]
+        longest = np.maximum(np.maximum(compute, memory), self._network @ counts)
         return self._repeats @ longest + self._fixed_s
+
+
+def gemm_dtype(op: Op, dtype: str, widths: Widths) -> str:
+    """Return the dtype in which an op multiplies."""
+    if op.name in FP8_PRODUCTS or (op.experts and widths.wide_weights == 1.0):
+        return dtype
+    return "bfloat16" if dtype == "float8_e4m3fn" else dtype

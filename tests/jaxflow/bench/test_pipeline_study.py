@@ -4,13 +4,22 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxflow.bench.engine.policies import Hybrid, OrcaBest
+from jaxflow.bench.pipeline import assumptions
+from jaxflow.bench.pipeline.scenarios import (
+    PROMPT_CHUNK,
+    STEP_CHUNK,
+    Study,
+    run_scenario,
+    scenarios,
+    stage_layers,
+)
 from jaxflow.bench.pipeline.simulate import Layout, simulate
 from jaxflow.bench.pipeline.stage_time import COUNTS, Link, StageTimer, counts_of
-from jaxflow.bench.pipeline.study import Study, measure, scenarios, text
+from jaxflow.bench.pipeline.study import measure, text
 from jaxflow.bench.workload.lengths import Item, constant
 from jaxflow.config import ConfigError, Layer, ModelConfig, Rope
 from jaxflow.model.composition import Composition
@@ -122,6 +131,79 @@ def test_every_request_ends_once_and_sending_takes_time(policy):
     assert late.duration_s > plain.duration_s
 
 
+OPEN = {
+    "moving": True,
+    "micro_batches": 5,
+    "orca_prompts": 3,
+    "requests_per_s": 40.0,
+    "length_order": "random",
+    "sends_all": True,
+    "link": Link(1e9, 1e-3, holds_stage=True),
+    "host_s": 0.02,
+    "compute_share": 0.5,
+    "memory_share": 0.5,
+    "tile_rows": 128,
+}
+SMALL = Study(
+    model="llama-3.1-8b", requests=16, slots=3, replica_slots=3, stages=4, tp=2, lengths=(64, 256), chunk=32
+)
+
+
+@given(
+    changes=st.sets(st.sampled_from(sorted(OPEN)), max_size=4),
+    name=st.sampled_from([STEP_CHUNK, PROMPT_CHUNK, "sarathi", "orca-best", "tp only, orca-best"]),
+)
+@settings(max_examples=12)
+def test_every_token_is_computed_once_under_any_assumption(changes, name):
+    """A request's last output token is drawn and never computed; a stage is busy with one step at a time."""
+    study = dataclasses.replace(SMALL, **{field: OPEN[field] for field in changes})
+    run, _ = run_scenario(study, name)
+    assert run.counts[COUNTS.index("tokens")] == sum(
+        item.prompt_tokens + item.output_tokens - 1 for item in study.items()
+    )
+    assert (run.finished_s > 0).all() and (run.bubble_s >= 0).all()
+    assert (run.busy_s <= run.duration_s * (1 + 1e-9)).all()
+    if "requests_per_s" in changes:
+        assert (run.finished_s > study.arrivals_s()).all()
+
+
+@pytest.mark.parametrize(
+    "change", [{"host_s": 0.02}, {"link": Link(1e9, 0.02)}, {"layer_s": 1e-3}, {"compute_share": 0.1}]
+)
+def test_time_that_a_step_takes_longer_lengthens_the_run(change):
+    runs = [run_scenario(dataclasses.replace(SMALL, **each), STEP_CHUNK)[0] for each in ({}, change)]
+    assert runs[1].duration_s > runs[0].duration_s and runs[1].steps == runs[0].steps
+
+
+def test_equal_moving_micro_batches_fill_every_stage():
+    items = constant(64, 64, 64)
+    layout = Layout(1, 4, 8, 64, moving=True)
+    run = simulate(items, layout, lambda: Hybrid(56), lambda _: np.full(4, 1e-3))
+    assert run.busy_share > 0.9
+
+
+def test_a_held_stage_is_busy_while_it_sends():
+    """Steps of 1 ms and sends of 2 ms: the first of two stages is held for 3 ms a step."""
+    items, link = constant(16, 32, 16), Link(1e9, 2e-3, holds_stage=True)
+    run = simulate(items, Layout(1, 2, 4, 64), DecodeMaximal, lambda _: np.full(2, 1e-3), link)
+    assert run.busy_s[0] == pytest.approx([3e-3 * run.steps, 1e-3 * run.steps])
+
+
+def test_assumptions_change_their_fields_and_are_deterministic():
+    study = dataclasses.replace(SMALL, requests=8)
+    changed = assumptions.studies(study)
+    assert len(set(map(repr, changed.values()))) == len(assumptions.CHANGES)
+    first, second = (assumptions.measure(study, processes=1) for _ in range(2))
+    assert first["assumptions"] == second["assumptions"] and set(first["assumptions"]) == set(changed)
+    assert all(name in assumptions.text(first) for name in changed)
+
+
+def test_layers_are_balanced_for_a_step_of_the_studys_chunk():
+    """The head weighs more in a short step, so the last stage has fewer layers."""
+    last = [stage_layers(dataclasses.replace(SMALL, slots=1, chunk=chunk))[-1] for chunk in (1, 2048)]
+    assert last[0] < last[1]
+
+
 def test_only_the_papers_deployment_is_compared_with_the_paper():
     assert Study(requests=5, layer_s=0.0).is_papers
     assert not Study(device="H100").is_papers and not Study(chunk=512).is_papers
@@ -138,7 +220,18 @@ def test_a_small_study_has_the_shape_of_the_paper():
     assert set(report["simulation_cpu_s"]) == set(found)
 
 
-@pytest.mark.parametrize("change", [{"stages": 0}, {"chunk": 8}, {"device": "abacus"}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"stages": 0},
+        {"chunk": 8},
+        {"device": "abacus"},
+        {"compute_share": 1.5},
+        {"host_s": -1.0},
+        {"length_order": "falling"},
+        {"requests_per_s": 0.0},
+    ],
+)
 def test_an_impossible_study_is_refused_by_name(change):
     with pytest.raises(ConfigError, match=next(iter(change))):
         dataclasses.replace(Study(), **change)
