@@ -15,6 +15,8 @@ collectives. A hand-over between two stages takes --link_us in addition to its b
 between two steps of a micro-batch. The defaults of the three are not measured. They were fitted to the paper's
 ratios, so agreement with the ratios is a fit and no prediction.
 --assumptions shows the ratios under other settings that the paper leaves open (benchmarks/notes/pipelines.md).
+--devices 8,64 finds the best of tensor parallelism, stages and replicas for other models and devices instead
+(`jaxflow.bench.pipeline.fleets`).
 """
 
 import dataclasses
@@ -27,7 +29,7 @@ import numpy as np
 from absl import flags
 from matplotlib.figure import Figure
 
-from jaxflow.bench.pipeline import assumptions, engine
+from jaxflow.bench.pipeline import assumptions, engine, fleets
 from jaxflow.bench.pipeline.scenarios import (
     PAPER,
     PROMPT_CHUNK,
@@ -151,11 +153,49 @@ def define_flags() -> None:
     flags.DEFINE_string(
         "compilation_cache_dir", None, "Without --simulate: keep compiled programs in this folder."
     )
+    fleet = fleets.Fleet()
+    flags.DEFINE_list("devices", [], "Find the best layout of these numbers of devices; H200s by default.")
+    flags.DEFINE_list("layouts", ["auto"], "With --devices: layouts as TPxPP, or auto for all.")
+    flags.DEFINE_list(
+        "fleet_models", list(fleet.models), "With --devices: models as MODEL:bf16, fp8 or fp8_all."
+    )
+    flags.DEFINE_integer(
+        "fleet_steps", fleet.steps, "With --devices: steps of each micro-batch.", lower_bound=1
+    )
     flags.DEFINE_bool("assumptions", False, "Simulate the study under each open assumption, and compare.")
     flags.DEFINE_integer("seed", default.seed, "Seed of the lengths.")
     flags.DEFINE_integer("processes", 2, "Scenarios that are simulated at the same time.", lower_bound=1)
     flags.DEFINE_string("output_json", None, "Write the report to this file.")
     flags.DEFINE_string("plot", None, "Draw the chart into this file.")
+
+
+def fleet_of_flags(f: flags.FlagValues) -> fleets.Fleet:
+    """Return the fleet that the flags name. Flags of the study that are absent have the fleet's defaults.
+
+    Raises:
+      ConfigError: for devices and layouts that are no numbers, and as `fleets.Fleet`.
+    """
+    fleet = fleets.Fleet()
+    try:
+        devices = tuple(int(word) for word in f.devices)
+    except ValueError:
+        raise ConfigError("devices", ",".join(f.devices), "numbers of devices, as 8,64") from None
+    layouts: list[tuple[int, int]] = []
+    for word in f.layouts if f.layouts != ["auto"] else ():
+        try:
+            tp, pp = (int(part) for part in word.split("x"))
+        except ValueError:
+            raise ConfigError("layouts", word, "auto, or TPxPP as 8x2") from None
+        layouts.append((tp, pp))
+    return fleets.Fleet(
+        models=tuple(f.fleet_models),
+        device=f.device if f["device"].present else fleet.device,
+        devices=devices,
+        layouts=tuple(layouts),
+        chunk=f.chunk_tokens if f["chunk_tokens"].present else fleet.chunk,
+        steps=f.fleet_steps,
+        seed=f.seed,
+    )
 
 
 def run() -> dict[str, Any]:
@@ -165,6 +205,10 @@ def run() -> dict[str, Any]:
       ConfigError: for flags that name no study.
     """
     f = flags.FLAGS
+    if f.assumptions and (f.plot or not f.simulate or f.devices):
+        raise ConfigError("assumptions", True, "False with --plot or --devices, and False without --simulate")
+    if f.devices and not f.simulate:
+        raise ConfigError("devices", ",".join(f.devices), "unset without --simulate")
     if not f.simulate and not f["model"].present:
         raise ConfigError("model", f.model, "a given model, or --simulate")
     try:
@@ -191,9 +235,10 @@ def run() -> dict[str, Any]:
         link=Link(1e9 * f.link_gb_s, 1e-6 * f.link_us),
         seed=f.seed,
     )
-    if f.assumptions and (f.plot or not f.simulate):
-        raise ConfigError("assumptions", True, "False with --plot, and False without --simulate")
-    if f.assumptions:
+    if f.devices:
+        report = machine.describe() | fleets.measure(fleet_of_flags(f), f.processes)
+        print(fleets.text(report))
+    elif f.assumptions:
         report = machine.describe() | assumptions.measure(study, f.processes)
         print(assumptions.text(report))
     elif f.simulate:
@@ -223,5 +268,6 @@ def run() -> dict[str, Any]:
         print(engine.text(report))
     if f.plot:
         Path(f.plot).parent.mkdir(parents=True, exist_ok=True)
-        (draw if f.simulate else engine.draw)(report).savefig(f.plot, dpi=130)
+        plot = fleets.draw if f.devices else draw if f.simulate else engine.draw
+        plot(report).savefig(f.plot, dpi=130)
     return report
