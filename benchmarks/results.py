@@ -576,7 +576,7 @@ SECTIONS = (
     ),
     (
         "Pipelines, simulated",
-        "The engine's scheduler on virtual clocks, beside SARATHI §5.3. Two constants of the simulation were fitted to "
+        "The engine's scheduler on virtual clocks, beside SARATHI §5.3. Three constants of the simulation were fitted to "
         "the paper's speedups; see [notes/pipelines.md](notes/pipelines.md).",
         ("model and devices", "requests", "ratio", "simulated", "paper", "difference", "report"),
         pipeline_rows,

@@ -189,13 +189,21 @@ def test_a_held_stage_is_busy_while_it_sends():
     assert run.busy_s[0] == pytest.approx([3e-3 * run.steps, 1e-3 * run.steps])
 
 
-def test_assumptions_change_their_fields_and_are_deterministic():
+def test_each_assumption_is_another_study():
+    changed = assumptions.studies(SMALL)
+    assert set(changed) == set(assumptions.CHANGES)
+    assert len(set(map(repr, changed.values()))) == len(changed)
+    default, fitted = Study(), changed["the last three"]
+    assert (default.layer_s, default.link, default.host_s) == (fitted.layer_s, fitted.link, fitted.host_s)
+
+
+def test_assumptions_are_deterministic_and_in_the_table(monkeypatch):
+    kept = dict(list(assumptions.CHANGES.items())[-2:])
+    monkeypatch.setattr(assumptions, "CHANGES", kept)
     study = dataclasses.replace(SMALL, requests=8)
-    changed = assumptions.studies(study)
-    assert len(set(map(repr, changed.values()))) == len(assumptions.CHANGES)
     first, second = (assumptions.measure(study, processes=1) for _ in range(2))
-    assert first["assumptions"] == second["assumptions"] and set(first["assumptions"]) == set(changed)
-    assert all(name in assumptions.text(first) for name in changed)
+    assert first["assumptions"] == second["assumptions"] and set(first["assumptions"]) == set(kept)
+    assert all(name in assumptions.text(first) for name in kept)
 
 
 def test_layers_are_balanced_for_a_step_of_the_studys_chunk():
@@ -211,6 +219,7 @@ def test_only_the_papers_deployment_is_compared_with_the_paper():
 
 def test_a_small_study_has_the_shape_of_the_paper():
     study = Study(requests=60, slots=6, replica_slots=3, stages=4, lengths=(256, 1024), chunk=128)
+    study = dataclasses.replace(study, **assumptions.BASE)
     report = measure(study, processes=1)
     assert set(report["scenarios"]) == set(scenarios(study))
     found = {name: row["duration_s"] for name, row in report["scenarios"].items()}
