@@ -17,7 +17,6 @@ from jaxflow.bench.pipeline.scenarios import (
     ORCA_BEST,
     PAPER,
     PROMPT_CHUNK,
-    STEP_CHUNK,
     TP_ONLY,
     Study,
     ratios,
@@ -62,30 +61,42 @@ def studies(study: Study) -> dict[str, Study]:
 
 
 def measure(study: Study, processes: int = 2) -> dict[str, Any]:
-    """Return the ratios and idle shares under each assumption. processes: scenarios at the same time."""
+    """Return the ratios and idle shares under each assumption. processes: scenarios at the same time.
+
+    SARATHI's chunk is that of the prompt, beside the decodes of its step.
+    """
     start_s = time.perf_counter()
-    names = (STEP_CHUNK, PROMPT_CHUNK, ORCA_BEST, TP_ONLY)
     changed = studies(study)
-    found = iter(run_all([(each, name) for each in changed.values() for name in names], processes))
-    rows = {}
-    for assumption, each in changed.items():
-        runs = {name: next(found)[0] for name in names}
-        rows[assumption] = {"study": dataclasses.asdict(each)} | {
-            sarathi: _row(runs, sarathi) for sarathi in (STEP_CHUNK, PROMPT_CHUNK)
-        }
+    cases = {
+        (assumption, name): (_alone(each) if name == TP_ONLY else each, name)
+        for assumption, each in changed.items()
+        for name in (PROMPT_CHUNK, ORCA_BEST, TP_ONLY)
+    }
+    distinct = list(dict.fromkeys(cases.values()))
+    found = {case: run for case, (run, _) in zip(distinct, run_all(distinct, processes), strict=True)}
     return {
         "command_name": "pipeline",
         "requests": study.requests,
-        "assumptions": rows,
+        "assumptions": {
+            assumption: _row(*(found[cases[assumption, name]] for name in (PROMPT_CHUNK, ORCA_BEST, TP_ONLY)))
+            | {"study": dataclasses.asdict(each)}
+            for assumption, each in changed.items()
+        },
         "simulated_in_s": time.perf_counter() - start_s,
         "paper": PAPER if study.is_papers else {},
     }
 
 
-def _row(runs: Mapping[str, PipelineRun], name: str) -> dict[str, Any]:
-    """Return the ratios of one reading of SARATHI, its idle share, and whether the paper's ratios are near."""
-    sarathi, orca = runs[name], runs[ORCA_BEST]
-    found = ratios(runs, name)
+def _alone(study: Study) -> Study:
+    """Return the study without the fields that replicas of one stage do not have, so that equal runs run once."""
+    return dataclasses.replace(
+        study, link=FAST_LINK, sends_all=False, micro_batches=None, moving=False, slots=study.replica_slots
+    )
+
+
+def _row(sarathi: PipelineRun, orca: PipelineRun, tp: PipelineRun) -> dict[str, Any]:
+    """Return the ratios under one assumption, the idle shares, and whether the paper's ratios are near."""
+    found = ratios({PROMPT_CHUNK: sarathi, ORCA_BEST: orca, TP_ONLY: tp}, PROMPT_CHUNK)
     middle = [_middle(run) for run in (orca, sarathi)]
     return found | {
         "mean_bubble_ratio": float(orca.bubble_s.mean() / sarathi.bubble_s.mean()),
@@ -103,28 +114,23 @@ def _middle(run: PipelineRun) -> np.ndarray:
 
 
 def text(report: Mapping[str, Any]) -> str:
-    """Return the report as a table, one line for each assumption and reading of the chunk."""
-    head = ("bubble", "mean", "no ends", "/orca", "/tp", "idle", "orca idle")
-    lines = [f"{'assumption':48}{'chunk':>8}" + "".join(f"{name:>11}" for name in head) + "  agrees"]
-    for assumption, readings in report["assumptions"].items():
-        for name, chunk in ((STEP_CHUNK, "step"), (PROMPT_CHUNK, "prompt")):
-            row = readings[name]
-            figures = (
-                row["bubble_orca_best_over_sarathi"],
-                row["mean_bubble_ratio"],
-                row["bubble_ratio_without_ends"],
-                row["speedup_over_orca_best"],
-                row["speedup_over_tp_only"],
-            )
-            lines.append(
-                f"{assumption:48}{chunk:>8}"
-                + "".join(f"{figure:11.2f}" for figure in figures)
-                + f"{row['idle_sarathi']:11.1%}{row['idle_orca_best']:11.1%}  {'yes' if row['agrees'] else 'no'}"
-            )
-    paper = report["paper"]
-    if paper:
+    """Return the report as a table, one line for each assumption."""
+    columns = {
+        "bubble": "bubble_orca_best_over_sarathi",
+        "mean": "mean_bubble_ratio",
+        "no ends": "bubble_ratio_without_ends",
+        "over orca": "speedup_over_orca_best",
+        "over tp": "speedup_over_tp_only",
+    }
+    head = (*columns, "idle", "orca idle")
+    lines = [f"{'assumption':48}" + "".join(f"{name:>11}" for name in head) + "  agrees"]
+    for assumption, row in report["assumptions"].items():
         lines.append(
-            f"{'the paper':56}{paper['bubble_orca_best_over_sarathi']:11.2f}{'-':>11}{'-':>11}"
-            f"{paper['speedup_over_orca_best']:11.2f}{paper['speedup_over_tp_only']:11.2f}"
+            f"{assumption:48}"
+            + "".join(f"{row[key]:11.2f}" for key in columns.values())
+            + f"{row['idle_sarathi']:11.1%}{row['idle_orca_best']:11.1%}  {'yes' if row['agrees'] else 'no'}"
         )
+    if paper := report["paper"]:
+        figures = (f"{paper[key]:11.2f}" if key in paper else f"{'-':>11}" for key in columns.values())
+        lines.append(f"{'the paper':48}" + "".join(figures))
     return "\n".join(lines)
