@@ -22,6 +22,7 @@
   perplexity   perplexity of a text at each precision of weights and KV, or with attention spans
   pipeline     bubbles of pipeline stages, on the engine or on virtual clocks (SARATHI Fig. 12); JSON and a chart
   sarathi      SARATHI's tables and figures of one device, on the engine or by the cost model; JSON and a chart
+  router       throughput, balance and prefix hits of several replicas behind the router, simulated
   sweep        rates, batch sizes or lengths of an engine; SARATHI's scheduler curves; JSON and a chart
 
 The reports of throughput, latency, serve, engine sweeps, hierarchy and plans hold a fraction of optimal
@@ -60,6 +61,7 @@ COMMANDS = {
     "perplexity": "engine.perplexity",
     "pipeline": "pipeline.study",
     "sarathi": "sarathi.command",
+    "router": "router.command",
     "sweep": "engine.sweep",
 }
 

@@ -1,0 +1,1 @@
+"""Several engines behind one door: the choice of an engine for each request."""
