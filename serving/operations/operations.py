@@ -1,10 +1,12 @@
 """The state behind the routes and the logs of operation."""
 
 import asyncio
-import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager
+from contextvars import Token
+from types import TracebackType
 
 from serving.frontend.call import CALL, Call
 from serving.operations.health import Health, ServedState
@@ -65,22 +67,9 @@ class Operations:
             self.recorder.loop_lag_s.observe(max(0.0, time.monotonic() - asked_s - PERIOD_S))
             self.recorder.update()
 
-    @contextlib.contextmanager
-    def observe(self, door: str, method: str, traceparent: str = "") -> Iterator[Call]:
+    def observe(self, door: str, method: str, traceparent: str = "") -> AbstractContextManager[Call]:
         """Record a call for its duration, then log, count and trace the call. See `serving.frontend.call`."""
-        call = Call(door, method, traceparent)
-        token = CALL.set(call)
-        try:
-            yield call
-        except BaseException as error:
-            call.fail(error)
-            raise
-        finally:
-            CALL.reset(token)
-            try:
-                self._end(call)
-            except Exception:  # a full disk or a missing collector ends no call
-                log.exception("call %r could not be logged", call.name)
+        return _Observation(Call(door, method, traceparent), self._end)
 
     def close(self) -> None:
         """Write the last lines and spans."""
@@ -110,3 +99,27 @@ class Operations:
             trace_id = self._tracing.export(call, ended_ns)
         if self._log is not None:
             self._log.write(record(call, ended_ns, trace_id))
+
+
+class _Observation(AbstractContextManager[Call]):
+    """The record of one call, for a block. A class costs less than a generator, and each request has one."""
+
+    def __init__(self, call: Call, end: Callable[[Call], None]):
+        self._call, self._end = call, end
+        self._token: Token[Call | None] | None = None
+
+    def __enter__(self) -> Call:
+        self._token = CALL.set(self._call)
+        return self._call
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._call.fail(error)
+        assert self._token is not None
+        CALL.reset(self._token)
+        try:
+            self._end(self._call)
+        except Exception:  # a full disk or a missing collector ends no call
+            log.exception("call %r could not be logged", self._call.name)
