@@ -42,10 +42,10 @@ os.environ.update(
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
     os.environ.setdefault("PYTHONPYCACHEPREFIX", str(paths.ROOT / ".cache" / "bytecode"))
 
-# The same examples every time, and no deadlines: a busy machine fails no test. A third of the usual number:
+# The same examples every time, and no deadlines: a busy machine fails no test. A fifth of the usual number:
 # there are many properties.
 hypothesis.settings.register_profile(
-    "jaxflow", max_examples=30, deadline=None, derandomize=True, database=None
+    "jaxflow", max_examples=20, deadline=None, derandomize=True, database=None
 )
 hypothesis.settings.load_profile("jaxflow")
 
@@ -115,8 +115,8 @@ def pytest_collection_finish():
 
 
 @pytest.fixture(autouse=True, scope="session")
-def samplers_run_often():
-    """Compile samplers with more care.
+def samplers_run_often_and_are_shared():
+    """Compile samplers with more care, and once for all engines of a worker.
 
     The full sampler searches the vocabulary, ten times as long in unoptimized code. The plain sampler must draw
     the very same tokens.
@@ -125,7 +125,21 @@ def samplers_run_often():
 
     lower = Executor._lower_sampler
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Executor, "_lower_sampler", lambda *args: hurry.Often(lower(*args)))
+        patch.setattr(Executor, "_lower_sampler", lambda *args: hurry.shared_sampler(lower, *args))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def deferred_programs_are_compiled_on_use():
+    """Start no thread that compiles the deferred programs of an engine: most tests need none of them.
+
+    The first request that needs a deferred program compiles the program. Servers that tests start as processes
+    run the thread.
+    """
+    from jaxflow.engine.executor import Executor
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Executor, "compile_deferred", lambda executor: None)
         yield
 
 

@@ -28,9 +28,49 @@ class Often:
     """A lowered program that runs often. Its compiler options default to OFTEN."""
 
     lowered: Any  # jax.stages.Lowered
+    compiled: dict[tuple, Any] = dataclasses.field(default_factory=dict, compare=False)  # by options
 
     def compile(self, compiler_options: dict[str, Any] | None = None) -> Any:
-        return self.lowered.compile(compiler_options=OFTEN | (compiler_options or {}))
+        options = OFTEN | (compiler_options or {})
+        key = tuple(sorted(options.items()))
+        if key not in self.compiled:
+            self.compiled[key] = self.lowered.compile(compiler_options=options)
+        return self.compiled[key]
+
+
+shares = True  # whether engines share programs, see `shared_sampler`
+_samplers: dict[tuple, Often] = {}
+
+
+def shared_sampler(lower: Callable[..., Any], executor: Any, rows: int, kind: str) -> Often:
+    """Return a sampler of an `Executor`, lowered and compiled once for all engines that have the same sampler.
+
+    The full sampler takes half a second to lower, and many engines of the tests need the same few samplers.
+    lower: `Executor._lower_sampler`.
+    """
+    if not shares:
+        return Often(lower(executor, rows, kind))
+    import jax  # FLAGS must be set before
+
+    programs = executor.programs
+    config = programs.context.config
+    context = dataclasses.replace(programs.context, config=None, windows=None)
+    head, tree = jax.tree.flatten(executor._head)
+    key = (
+        rows,
+        kind,
+        executor.slots,
+        programs.mesh,
+        programs.rows_at_once,
+        context,
+        (config.hidden_size, config.vocab_size, config.logits_soft_cap),
+        executor._dtype(),
+        tree,
+        *((a.shape, a.dtype, a.sharding) for a in head),
+    )
+    if key not in _samplers:
+        _samplers[key] = Often(lower(executor, rows, kind))
+    return _samplers[key]
 
 
 class OnUse(dict):

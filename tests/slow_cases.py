@@ -32,6 +32,7 @@ SLOW_CASES = {
     r"test_pipeline_stages\.py::TestSameTokens::test_(goldens\[stories260K-2-2|at_any_chunking\[1)": (
         "tiny-mixtral runs on two devices a stage, and chunks of 7 tokens run"
     ),
+    r"test_pipeline_stages\.py::TestSameTokens::test_in_a_batch_with_others\[2": "four stages run",
     r"test_loop\.py::TestSameSeedSameTokens::test_at_any_chunking\[1": "chunks of more tokens run",
     r"test_8_bits\.py::test_near_the_wide_model\[(stories260K-numbers[02]-0\.(06|15)|tiny-opt)": (
         "an 8-bit cache and 8-bit weights run, each and together"
@@ -136,7 +137,7 @@ SLOW_CASES = {
         "fits and files of machines run without a measurement"
     ),
     r"test_kernel_set\.py::test_the_kernels_take_what_the_family_gives_them"
-    r"\[(gemma2|mistral|qwen3\]|tiny llama)": "gemma3, llama and qwen3_moe have the same kinds of layers",
+    r"\[(gemma2|mistral|mixtral|qwen3\]|tiny llama)": "gemma3, llama and qwen3_moe have the same kinds of layers",
     r"test_command\.py::test_a_setting_that_cannot_work_.*\[arguments[2356]-": (
         "other tests hold the messages; the wrong model, engine setting and server setting end a process"
     ),

@@ -19,6 +19,7 @@ from jaxflow.request import FinishReason, InvalidRequest, Request, SamplingParam
 
 MODEL = "stories260K"
 PAGE = 16
+BUDGET = {1: 64, 2: 16}  # tokens of a step, by devices: on one device steps have two sizes
 
 
 def vocab():
@@ -116,7 +117,9 @@ class TestSameSeedSameTokens:
         assert any(result.started.cached_prompt_tokens for result in again.values())
 
     def test_on_two_devices(self, alone):
-        assert answers(toy.run(toy.loop(MODEL, tp=2), self.requests), self.requests) == alone
+        assert (
+            answers(toy.run(toy.loop(MODEL, tp=2, budget=BUDGET[2]), self.requests), self.requests) == alone
+        )
 
     def test_on_an_overlapped_plan(self, alone, tmp_path):
         config = toy.executor(MODEL)[1].programs.context.config
@@ -253,7 +256,7 @@ class TestNoShapeSurprises:
         """Law 6: every bucket, both samplers, prompt log-probabilities, pre-emption, page-table entries
         beyond the buffer.
         """
-        config, executor = toy.executor(MODEL, tp)
+        config, executor = toy.executor(MODEL, tp, BUDGET[tp])
         if tp > 1:  # on one device every program is compiled already
             executor.warm_up()
         before = executor.compilations

@@ -8,6 +8,7 @@ import os
 import time
 
 import h200
+import hurry
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,6 +34,11 @@ from jaxflow.pipeline.compiler import compile_plan, xla_options
 from jaxflow.pipeline.handwritten import phased_plan
 from jaxflow.pipeline.plan import borders
 from jaxflow.request import Request
+
+
+@pytest.fixture(autouse=True)
+def engines_share_no_programs(monkeypatch):
+    monkeypatch.setattr(hurry, "shares", False)
 
 
 @jax.jit

@@ -149,12 +149,11 @@ def test_a_row_alone_is_the_row_in_a_batch(vocab):
     temperature = rng.choice([0.0, 0.7, 1.0, 1.3], rows).astype(np.float32)
     position = rng.integers(1, 4096, rows).astype(np.int32)
     together = full(logits, temperature, seeds, position, settings)
-    for size, every in ((1, 6), (2, 22)):
-        for start in range(0, rows - size + 1, every):
-            part = slice(start, start + size)
-            error = 1e-6 * rng.normal(size=(size, vocab)).astype(np.float32)
-            apart = full(logits[part] + error, temperature[part], seeds[part], position[part], settings[part])
-            assert apart.tolist() == together[part].tolist()
+    for start in range(0, rows, 4):
+        part = slice(start, start + 1)
+        error = 1e-6 * rng.normal(size=(1, vocab)).astype(np.float32)
+        apart = full(logits[part] + error, temperature[part], seeds[part], position[part], settings[part])
+        assert apart.tolist() == together[part].tolist()
 
 
 @pytest.mark.parametrize("vocab", VOCABULARIES)

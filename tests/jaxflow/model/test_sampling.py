@@ -313,7 +313,7 @@ def test_seeds_and_positions_both_matter():
 )
 def test_frequencies(kwargs, full):
     """Draws at many positions fall as the probabilities say (chi-square at a fixed seed)."""
-    n = 4096
+    n = 1024
     logits = np.tile(random_logits(1, seed=5, scale=1.5), (n, 1))
     expected = (
         filtered(

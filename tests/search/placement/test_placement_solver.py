@@ -48,7 +48,7 @@ def predicted(work, policy):
     return predict(work, MACHINE, policy)
 
 
-@settings(max_examples=25)
+@settings(max_examples=20)
 @given(workloads, memories, choices, st.sampled_from((16, 4)))
 def test_a_placement_keeps_its_limits_and_takes_what_was_said(work, memory, choice, bits):
     choice = dataclasses.replace(choice, weight_bits=bits)
@@ -63,7 +63,7 @@ def test_a_placement_keeps_its_limits_and_takes_what_was_said(work, memory, choi
     assert predicted(work, policy).latency_s == pytest.approx(solved[0], rel=1e-5)
 
 
-@settings(max_examples=25)
+@settings(max_examples=20)
 @given(workloads, memories, choices, st.sampled_from((0, 1, 2)), st.floats(1.0, 3.0))
 def test_more_memory_never_predicts_less_throughput(work, memory, choice, tier, factor):
     larger = list(memory)
