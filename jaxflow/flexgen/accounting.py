@@ -10,9 +10,9 @@ from collections.abc import Mapping
 
 from jaxflow.config import ConfigError
 from jaxflow.flexgen.geometry import Geometry, PlacedWeights, array_bytes, device_bytes, tree_bytes
-from jaxflow.flexgen.kv_store import file_bytes
+from jaxflow.flexgen.kv_store import file_bytes, row_checksum_bytes
 from jaxflow.flexgen.policy import TIERS
-from jaxflow.flexgen.programs import attends_on_host
+from jaxflow.flexgen.programs import attends_on_host, fetches_rows
 from jaxflow.flexgen.scratch_files import HEADER_BYTES
 from jaxflow.flexgen.weight_store import disk_pairs, staging_bytes
 
@@ -86,6 +86,12 @@ def account(g: Geometry, placed: PlacedWeights, working_bytes: int) -> Account:
     fetched = [
         sum(device_bytes(placed.of_tier(layer, tier)) for tier in ("host", "disk")) for layer in layers
     ]
+    rows = [
+        (g.top_values(layer, split.rows), g.chosen(layer, split.rows), g.kept(layer, split.rows))
+        for split in g.kv_splits
+        if fetches_rows(g) and split.tier != "device"
+        for layer in set(g.config.layers)
+    ]
     device = {
         "embedding and head": device_bytes(placed.ends),
         "weights": sum(device_bytes(placed.of_tier(layer, "device")) for layer in layers),
@@ -95,8 +101,9 @@ def account(g: Geometry, placed: PlacedWeights, working_bytes: int) -> Account:
         "weights": max(one + two for one, two in zip(fetched, fetched[1:] + fetched[:1], strict=True))
         if len(fetched) > 1
         else fetched[0],
-        # KV of this step and of the next; with attention on the host, only a prompt's KV on its way up
-        "KV": (1 if attends_on_host(g) else 2) * away(own_pages),
+        # KV of this step and of the next; with attention on the host, only a prompt's KV on its way up;
+        # with sparse values, keys of two steps, and positions, weights and rows of V of two steps
+        "KV": (1 if attends_on_host(g) or fetches_rows(g) else 2) * away(own_pages) + 2 * device_bytes(rows),
         # activations of the last step on their way up, of this step and of the next
         "activations": batches * own_passed.get("device", 0) + 3 * away(own_passed),
         "programs": working_bytes,
@@ -105,11 +112,13 @@ def account(g: Geometry, placed: PlacedWeights, working_bytes: int) -> Account:
     host_passes = {
         "weights": staging_bytes(disk_pairs(placed)),
         # KV that is read ahead or on its way down, and a prompt's KV on its way up
-        "KV": 4 * pages.get("disk", 0) + 2 * away(steps),
+        "KV": (2 if g.policy.sparse_values else 4) * pages.get("disk", 0) + 2 * away(steps),
         "activations": 4 * passed.get("disk", 0),
     }
     if attends_on_host(g):
         host_passes["queries and outputs"] = 5 * array_bytes(g.heads(g.batch))
+    if fetches_rows(g):
+        host_passes["rows of V"] = 3 * tree_bytes(rows)
     disk = {
         "weights": weights["disk"]
         + HEADER_BYTES * sum(placed.bytes_of(layer, "disk") > 0 for layer in layers),
@@ -117,6 +126,7 @@ def account(g: Geometry, placed: PlacedWeights, working_bytes: int) -> Account:
         "activations": batches * (passed["disk"] + HEADER_BYTES) if "disk" in activations else 0,
     }
     host = {
+        "checksums of V": pairs * row_checksum_bytes(g, kv["disk"]) if "disk" in kv else 0,
         "weights": weights["host"],
         "KV": pairs * pages.get("host", 0),
         "activations": batches * passed.get("host", 0),

@@ -12,6 +12,7 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any
@@ -22,7 +23,7 @@ import numpy as np
 from jaxflow.flexgen.activation_store import ActivationStore
 from jaxflow.flexgen.block import Block, BlockInputs, BlockStep, DrawnTokens, block_steps
 from jaxflow.flexgen.config import Schedule
-from jaxflow.flexgen.geometry import BEFORE, Geometry, halves
+from jaxflow.flexgen.geometry import BEFORE, Geometry, halves, tree_bytes
 from jaxflow.flexgen.host_attention import HostAttention
 from jaxflow.flexgen.kv_store import KvStore
 from jaxflow.flexgen.pinned_memory import views
@@ -92,7 +93,7 @@ class BlockSetup:
 
     Attributes:
       host_attention: None without attention on the host.
-      host_thread: runs the calls of `host_attention` in order.
+      host_thread: runs the host's part of decodes in order.
     """
 
     geometry: Geometry
@@ -107,6 +108,11 @@ class BlockSetup:
     overlap: bool
     eos: frozenset[int]
 
+    @property
+    def halved(self) -> bool:
+        """Return True if the host works between the two halves of a decode."""
+        return bool(self.compiled.before)
+
 
 class Prefetcher:
     """Loads of one block that start before their step, and earlier reads from disk.
@@ -119,6 +125,7 @@ class Prefetcher:
         self._kv, self._activations = setup.kv, setup.activations
         self._lengths, self._width = block.lengths, width
         self._host_attention = setup.host_attention is not None  # then no KV is loaded
+        self._halved = setup.halved
         self._all = tuple(dict.fromkeys(key for layer in setup.weights.placed.layers for key in layer))
         self._layers: dict[int, dict[str, Any]] = {}  # weights on the device
         self._loaded: dict[BlockStep, tuple] = {}  # KV under way for a step
@@ -175,7 +182,8 @@ class Prefetcher:
             self._loaded[following] = self._kv.load(
                 (following.layer, following.batch), following.token, self._lengths[following.batch]
             )
-        if following.layer > 0 and following.batch != step.batch:
+        halved = self._halved and step.token > 0  # then the last layer's output may be in its second half
+        if following.layer > 0 and following.batch != step.batch and not halved:
             self._x[following.batch] = self._activations.load(following.batch)
 
     def read_later(self, following: BlockStep, later: BlockStep, pending: set[int]) -> None:
@@ -226,12 +234,16 @@ class Prefetcher:
 
 @dataclasses.dataclass
 class HalfDecode:
-    """A decode with its attention under way on the host."""
+    """A decode with its attention, or its rows of V, under way on the host.
+
+    `kept`: as `Programs.before` returns it.
+    """
 
     step: BlockStep
     weights: dict[str, Any]
     stream: jax.Array
     outputs: tuple
+    kept: tuple
     attended: concurrent.futures.Future
 
 
@@ -258,8 +270,8 @@ class RunningBlock:
         """Enqueue step i of the order, and the transfers for the next steps."""
         setup, step = self._setup, order[i]
         following = order[i + 1] if i + 1 < len(order) else None
-        host = setup.host_attention is not None and step.token > 0
-        lag = int(host and self.width > 1)
+        halved = setup.halved and step.token > 0
+        lag = int(halved and self.width > 1)
         if self._halves and (not lag or self._halves[0].step.batch == step.batch):
             yield from self._finish_half()
         jax.block_until_ready(self._last)
@@ -267,9 +279,9 @@ class RunningBlock:
         weights = self._prefetcher.weights(order, i)
         if setup.overlap:
             self._prefetcher.fetch_next(order, i, lag)
-            if following is not None and not host:
+            if following is not None and not (halved and setup.host_attention is not None):
                 self._prefetcher.load_next(step, following)
-        if host:
+        if halved:
             self._begin_half(step, weights)
             if len(self._halves) > lag:
                 yield from self._finish_half()
@@ -320,28 +332,47 @@ class RunningBlock:
         yield from self._pass_on(step, x)
 
     def _begin_half(self, step: BlockStep, weights: dict[str, Any]) -> None:
-        """Enqueue the first half of a decode, and submit its attention to the host's thread."""
+        """Enqueue the first half of a decode, and submit the host's part to the host's thread."""
         setup, layer, key = self._setup, self._g.config.layers[step.layer], (step.layer, step.batch)
         before, after = halves(weights)
         x, lengths = self._take_x(step), self._block.lengths[step.batch]
         positions, live = self._inputs.positions(step)
-        first = {name: weights[name] for name in before}
-        stream, outputs, self._kv.home[key], queries, rows = self._verbs.do(
-            "compute", lambda: setup.compiled.before[layer](first, x, self._kv.home[key], positions, live)
+        first, program = {name: weights[name] for name in before}, setup.compiled.before[layer]
+        on_host = setup.host_attention is not None
+        loaded = () if on_host else self._prefetcher.kv(step)
+        stream, outputs, self._kv.home[key], asked, kept, rows = self._verbs.do(
+            "compute", lambda: program(first, x, self._kv.home[key], loaded, positions, live)
         )
         self._last = stream
-        rising = self._tiers.up((queries, rows))
-        queries_bytes, rows_bytes = (sum(a.nbytes for a in jax.tree.leaves(tree)) for tree in (queries, rows))
+        self._kv.used(key, stream)
+        rising = self._tiers.up((asked, rows))
+        asked_bytes, rows_bytes = (tree_bytes(tree) for tree in (asked, rows))
         self._tiers.traffic.add("store_kv", times=len(rows), up=rows_bytes)
-        self._tiers.traffic.add("host_attention", times=1, up=queries_bytes, down=queries_bytes)
-        cached = self._kv.wanted(key, step.token, lengths)
-        attended = setup.host_thread.submit(self._attend, step, rising, cached, lengths)
+        if on_host:
+            self._tiers.traffic.add("host_attention", times=1, up=asked_bytes, down=asked_bytes)
+            cached = self._kv.wanted(key, step.token, lengths)
+            attended = setup.host_thread.submit(self._attend, step, rising, cached, lengths)
+        else:
+            self._tiers.traffic.add("load_kv", up=asked_bytes)
+            attended = setup.host_thread.submit(self._read_values, step, rising, lengths)
         self._kv.follow(key, attended)
         self._halves.append(
-            HalfDecode(step, {name: weights[name] for name in after}, stream, outputs, attended)
+            HalfDecode(step, {name: weights[name] for name in after}, stream, outputs, kept, attended)
         )
         if not setup.overlap:
-            self._verbs.do("host_attention", attended.result)
+            self._verbs.do("host_attention" if on_host else "load_kv", attended.result)
+
+    def _read_values(self, step: BlockStep, rising: Any, lengths: np.ndarray) -> list:
+        """Read the chosen rows of V, on the host's thread, and store this token's KV. Return rows to give back."""
+        key, layer, found = (step.layer, step.batch), self._g.config.layers[step.layer], []
+        chosen, rows = self._tiers.arrived(rising)
+        for split, positions, new in zip(self._kv.away, chosen, rows, strict=True):
+            values = jax.tree.map(self._tiers.staging.take, self._g.top_values(layer, split.rows))
+            found.append(values)
+            self._kv.fill_values(split, key, positions.views, lengths, values)
+            self._kv.write_row(split, key, new, step.token, lengths)
+            self._tiers.traffic.add("load_kv", down=tree_bytes(self._g.top_values(layer, split.rows)))
+        return found
 
     def _attend(self, step: BlockStep, rising: Any, cached: list, lengths: np.ndarray) -> list:
         """Store this token's KV and attend, on the host's thread. Return outputs to give back."""
@@ -354,14 +385,18 @@ class RunningBlock:
             try:
                 self._kv.write_row(split, key, new, step.token, lengths)
                 if split.tier == "disk":
-                    self._kv.place(kv, views(new), split, lengths + (step.token - 1))
+                    self._kv.place(kv, views(new[: len(kv)]), split, lengths + (step.token - 1))
                 out = self._tiers.staging.take(q.array)
                 at = slice(split.start, split.stop)
                 keys = np.where(lengths[at] > 0, lengths[at] + step.token, 0).astype(np.int32)
-                for heads, k, v, attended in zip(q.views, kv[0].views, kv[1].views, out.views, strict=True):
+                for i, (heads, k, attended) in enumerate(zip(q.views, kv[0].views, out.views, strict=True)):
+                    if self._g.policy.sparse_values:
+                        v = functools.partial(self._kv.value_rows, split, key, i, lengths)
+                    else:
+                        v = kv[1].views[i]
                     host(layer, heads, k, v, keys, attended)
                 outputs.append(out)
-                self._tiers.traffic.add("host_attention", host_kv=sum(view.nbytes for view in views(kv)))
+                self._tiers.traffic.add("host_attention", host_kv=self._g.attended_bytes(layer, split, keys))
             finally:
                 self._kv.done(split, kv)
         return outputs
@@ -371,10 +406,11 @@ class RunningBlock:
         half = self._halves.popleft()
         attended = half.attended.result()
         arrived = tuple(self._tiers.down(out) for out in attended)
-        for out, array in zip(attended, arrived, strict=True):
-            self._tiers.staging.give(out, array)
+        jax.tree.map(self._tiers.staging.give, tuple(attended), arrived)
         after = self._setup.compiled.after[self._g.config.layers[half.step.layer]]
-        x = self._verbs.do("compute", lambda: after(half.weights, half.stream, half.outputs, arrived))
+        x = self._verbs.do(
+            "compute", lambda: after(half.weights, half.stream, half.outputs, half.kept, arrived)
+        )
         self._last = (self._last, x)
         yield from self._pass_on(half.step, x)
 

@@ -113,6 +113,12 @@ def define_flags() -> None:
         None,
         "Compute attention over KV that is not on the device on the host; overrides the policy.",
     )
+    flags.DEFINE_float(
+        "value_top_k_percent",
+        None,
+        "Percentage of the V rows that a decode reads, those with the largest softmax weights; overrides the "
+        "policy.",
+    )
     flags.DEFINE_float("gpu_memory_limit", None, "Limit of the device memory in GB.")
     flags.DEFINE_float("host_memory_limit", None, "Limit of the host memory in GB.")
     flags.DEFINE_float("disk_limit", None, "Limit of the disk space in GB.")
@@ -153,6 +159,7 @@ def policy_from_flags(model: str) -> Policy:
         "weight_bits",
         "kv_bits",
         "host_attention",
+        "value_top_k_percent",
     ):
         if f[name].value is not None:
             changes[name] = int(str(f[name].value)) if name.endswith("bits") else f[name].value

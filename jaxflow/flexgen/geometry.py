@@ -19,8 +19,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from jaxflow.config import ModelConfig
+from jaxflow.config import Layer, ModelConfig
 from jaxflow.flexgen.policy import TIERS, Policy, Shares
+from jaxflow.flexgen.sparse_values import top_count
 from jaxflow.kv.int4 import kv_shape
 from jaxflow.model.weight_spec import TENSOR_PARALLEL_AXIS
 from jaxflow.model.weights import kv_head_copies, leaves
@@ -202,6 +203,44 @@ class Geometry:
     def kv_pages(self, rows: int) -> tuple[Any, Any]:
         """Return the stored shapes of keys and values of `rows` sequences at one layer."""
         return self._stored((rows * self.pages, self.kv_heads, self.page_size, self.config.head_dim))
+
+    def loaded_pages(self, rows: int) -> tuple[Any, ...]:
+        """Return the shapes of the pages that a decode loads whole: keys and values, or keys only."""
+        return self.kv_pages(rows)[: 1 if self.policy.sparse_values else 2]
+
+    def top_rows(self, layer: Layer) -> int:
+        """Return the most cached V rows of a sequence and KV head that a decode of a layer reads."""
+        cached = self.prompt + self.policy.output_tokens - 2
+        seen = cached if layer.window is None else min(cached, layer.window - 1)
+        return max(1, top_count(self.policy.value_top_k_percent, seen))
+
+    def top_values(self, layer: Layer, rows: int) -> Any:
+        """Return the stored shapes of the V rows that a decode of a layer reads, [rows, K, C, H]."""
+        return self._stored((rows, self.kv_heads, self.top_rows(layer), self.config.head_dim))[1]
+
+    def attended_bytes(self, layer: Layer, split: "Split", lengths: Sequence[int]) -> int:
+        """Return the bytes that the host's attention reads of a split: pages, or keys and chosen rows of V.
+
+        `lengths`: tokens of each sequence, the new one included; 0 without a sequence.
+        """
+        pages = tree_bytes(self.loaded_pages(split.rows))
+        if not self.policy.sparse_values:
+            return pages
+        seen = [n if layer.window is None else min(n, layer.window) for n in map(int, lengths) if n]
+        rows = sum(top_count(self.policy.value_top_k_percent, n - 1) + 1 for n in seen)
+        return pages + rows * tree_bytes(self.kv_rows(1)[1])
+
+    def kept(self, layer: Layer, rows: int) -> tuple[Any, Any]:
+        """Return the shapes of the weights of the V rows to read, and of the new token's V row."""
+        weights = (rows, self.kv_heads, self.config.num_heads // self.kv_heads, self.top_rows(layer) + 1)
+        new = (rows, self.kv_heads, self.config.head_dim)
+        structs = jax.ShapeDtypeStruct(weights, jnp.float32), jax.ShapeDtypeStruct(new, self.dtype)
+        return placed(self.mesh, structs, SHARDED)
+
+    def chosen(self, layer: Layer, rows: int) -> Any:
+        """Return the shape of the positions of the V rows to read, [rows, K, C]."""
+        shape = (rows, self.kv_heads, self.top_rows(layer))
+        return placed(self.mesh, jax.ShapeDtypeStruct(shape, jnp.int32), SHARDED)
 
     def kv_rows(self, rows: int) -> tuple[Any, Any]:
         """Return the stored shapes of one token's key and value of `rows` sequences at one layer."""

@@ -15,11 +15,13 @@ import concurrent.futures
 import itertools
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 from jaxflow.config import Layer, ModelConfig
+from jaxflow.flexgen.sparse_values import top_count, top_positions
 
 _LOWEST = np.float32(-1e30)
 _SHIFT, _MASK = np.uint32(16), np.uint32(0xFFFF0000)
@@ -54,22 +56,25 @@ class Scratch(threading.local):
 def attend(
     q: np.ndarray,
     k: np.ndarray,
-    v: np.ndarray,
+    v: np.ndarray | Callable[[np.ndarray], np.ndarray],
     length: int,
     *,
     scale: float,
     scratch: Scratch,
     window: int | None = None,
     soft_cap: float | None = None,
+    percent: float = 100.0,
 ) -> np.ndarray:
     """Return the attention of one token of one sequence, float32 [N, H], computed in float32.
 
     Args:
       q: [N, H].
-      k, v: [MP, K, S, H], the pages of the sequence in order; bfloat16 or float32.
+      k: [MP, K, S, H], the pages of the sequence in order; bfloat16 or float32.
+      v: pages like k; with `percent` below 100, a function of positions [K, n] that returns rows [K, n, H].
       length: number of the sequence's tokens, including the new one; 0 gives an output of 0.
       window: only the last `window` tokens are seen.
       soft_cap: scores become soft_cap · tanh(score / soft_cap).
+      percent: the share of cached keys with V rows that count (`jaxflow.flexgen.sparse_values`).
     """
     _, heads, size, width = k.shape
     if not length:
@@ -93,6 +98,16 @@ def attend(
         scores = np.where((key >= first) & (key < length), scores, _LOWEST)
     scores -= scores.max((0, 3), keepdims=True)
     weights = np.exp(scores, out=scores)
+    if callable(v):
+        summed = weights.sum((0, 3))  # [K, N / K]
+        weights = np.moveaxis(weights, 0, 2).reshape(*summed.shape, -1) / summed[..., None]  # by key
+        cached, at = slice(first - start * size, length - 1 - start * size), length - 1
+        count = top_count(percent, at - first)
+        chosen = top_positions(weights.sum(1)[:, cached], count) + first
+        chosen = np.concatenate([chosen, np.full((heads, 1), at, chosen.dtype)], axis=1)
+        few = np.take_along_axis(weights, (chosen - start * size)[:, None], axis=-1)
+        rows = np.matmul(few, scratch.split(v(chosen)))  # [n, K, N / K, H / n]
+        return np.moveaxis(rows, 0, -1).reshape(q.shape)
     out = sum(
         np.matmul(weights[a - start : b - start], scratch.split(v[a:b])).sum(1) for a, b in pieces
     )  # [n, K, N / K, H / n]
@@ -123,23 +138,46 @@ def head_parts(rows: int, heads: int, threads: int) -> int:
     )
 
 
+# Return rows of V [n, H] for arrays [n] of sequences, heads and positions.
+ValueRows = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
+
+
+def _rows_of(values: ValueRows, row: int, first_head: int) -> Callable[[np.ndarray], np.ndarray]:
+    """Return `values` of one sequence and of consecutive heads, as a function of positions [K, n]."""
+
+    def rows(positions: np.ndarray) -> np.ndarray:
+        heads, n = positions.shape
+        head = np.repeat(np.arange(first_head, first_head + heads), n)
+        found = values(np.full(heads * n, row), head, positions.reshape(-1))
+        return found.reshape(heads, n, -1)
+
+    return rows
+
+
 class HostAttention:
     """`attend` for the sequences of a split, on threads."""
 
-    def __init__(self, config: ModelConfig, rows: int, threads: int | None = None):
-        self._config = config
+    def __init__(self, config: ModelConfig, rows: int, threads: int | None = None, *, percent: float = 100.0):
+        self._config, self._percent = config, percent
         self._threads = max(1, min(threads or min(usable_cores(), _MOST_THREADS), rows * config.num_kv_heads))
         self._scratch = Scratch()
         self._pool = concurrent.futures.ThreadPoolExecutor(self._threads, thread_name_prefix="host-attention")
 
     def __call__(
-        self, layer: Layer, q: np.ndarray, k: np.ndarray, v: np.ndarray, lengths: np.ndarray, out: np.ndarray
+        self,
+        layer: Layer,
+        q: np.ndarray,
+        k: np.ndarray,
+        v: np.ndarray | ValueRows,
+        lengths: np.ndarray,
+        out: np.ndarray,
     ) -> None:
         """Attend, and write the result to `out`.
 
         Args:
           q, out: [R, N, H].
-          k, v: [R · MP, K, S, H].
+          k: [R · MP, K, S, H].
+          v: pages like k; with `percent` below 100, a function that returns rows of V.
           lengths: [R] int32.
         """
         rows, heads = q.shape[0], k.shape[1]
@@ -147,10 +185,12 @@ class HostAttention:
             "scale": self._config.scale,
             "window": layer.window,
             "soft_cap": self._config.attention_soft_cap,
+            "percent": self._percent,
         }
         parts = head_parts(rows, heads, self._threads)
         q, out = (a.reshape(rows * parts, -1, a.shape[-1]) for a in (q, out))
-        k, v = (pages.reshape(rows, -1, *pages.shape[1:]) for pages in (k, v))
+        k = k.reshape(rows, -1, *k.shape[1:])
+        by_row = None if callable(v) else v.reshape(k.shape)
         tasks = itertools.count()
 
         def work() -> None:
@@ -158,10 +198,11 @@ class HostAttention:
             while (task := next(tasks)) < rows * parts:
                 row, part = divmod(task, parts)
                 mine = slice(part * heads // parts, (part + 1) * heads // parts)
+                values = _rows_of(v, row, mine.start) if callable(v) else by_row[row][:, mine]
                 out[task] = attend(
                     q[task],
                     k[row][:, mine],
-                    v[row][:, mine],
+                    values,
                     int(lengths[row]),
                     scratch=self._scratch,
                     **settings,

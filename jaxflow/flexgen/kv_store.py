@@ -1,11 +1,15 @@
 """KV of a block between its steps, each split on its tier: `load_kv` to the device, `store_kv` to the tier.
 
 The file of a split on disk has the pages of the prompts, written once, and then a record for each token. So a
-decode adds one small write at the end of the file instead of a write for each page.
+decode adds one small write at the end of the file instead of a write for each page. With sparse values
+(`jaxflow.flexgen.sparse_values`) a decode loads all keys and, later, the chosen rows of V.
 """
 
 import concurrent.futures
+import dataclasses
 import functools
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,7 +18,8 @@ import numpy as np
 
 from jaxflow.flexgen.geometry import Geometry, Split, array_bytes, tree_bytes
 from jaxflow.flexgen.pinned_memory import bits, reserve, views
-from jaxflow.flexgen.scratch_files import DiskFile
+from jaxflow.flexgen.scratch_files import DiskFile, row_sum_bytes
+from jaxflow.flexgen.sparse_values import NO_ROW
 from jaxflow.flexgen.tiers import Tiers
 
 Key = tuple[int, int]  # layer, batch
@@ -62,12 +67,14 @@ class KvStore:
                     )
         for split in self.away:
             if split.tier == "disk":
-                tiers.staging.reserve(2 * jax.tree.leaves(g.kv_pages(split.rows)))
+                tiers.staging.reserve(2 * jax.tree.leaves(g.loaded_pages(split.rows)))
 
     # ---- to the device
 
     def load(self, key: Key, token: int, lengths: np.ndarray) -> tuple:
         """Return the splits off the device of a batch's KV at a layer, with the copies to the device started.
+
+        With sparse values only the keys are loaded.
 
         Args:
           token: the number of the token to be computed, at least 1.
@@ -79,10 +86,11 @@ class KvStore:
 
     def _load(self, split: Split, key: Key, token: int, lengths: np.ndarray) -> Any:
         tiers = self._tiers
-        tiers.traffic.add("load_kv", times=1, down=tree_bytes(self._g.kv_pages(split.rows)))
+        loaded = self._g.loaded_pages(split.rows)
+        tiers.traffic.add("load_kv", times=1, down=tree_bytes(loaded))
         if split.tier == "host":
             self._settle(key)
-            return tiers.down(self._host[key])
+            return tiers.down(self._host[key][: len(loaded)])
         self._down[key] = buffers = self._staged(split, key, token, lengths)
         return tiers.down(buffers)
 
@@ -129,6 +137,56 @@ class KvStore:
         """Let later reads of a batch's KV at a layer wait for `stored`."""
         self._stores[key] = stored
 
+    def fill_values(
+        self, split: Split, key: Key, chosen: Sequence[np.ndarray], lengths: np.ndarray, out: Any
+    ) -> None:
+        """Copy the chosen rows of V to host buffers for the device. Raises: DiskError.
+
+        Args:
+          chosen: positions [R, K', C] of each device's heads; `NO_ROW` is left out.
+          out: `HostArray`s of `g.top_values`.
+        """
+        for i, target in enumerate(views(out)):
+            index = chosen[i % len(chosen)]
+            row, head, rank = np.nonzero(index != NO_ROW)
+            values = self.value_rows(split, key, i, lengths, row, head, index[row, head, rank])
+            bits(target)[row, head, rank] = bits(values)
+
+    def value_rows(
+        self,
+        split: Split,
+        key: Key,
+        view: int,
+        lengths: np.ndarray,
+        row: np.ndarray,
+        head: np.ndarray,
+        position: np.ndarray,
+    ) -> np.ndarray:
+        """Return stored V rows [n, H] of n sequences of a split, heads and positions. Raises: DiskError.
+
+        Args:
+          view: number of the array or shard among the `views` of the values.
+        """
+        g = self._g
+        if split.tier == "host":
+            pages = views(self._host[key][1])[view]
+            by_row = bits(pages).reshape(-1, g.pages, *pages.shape[1:])
+            return by_row[row, position // g.page_size, head, position % g.page_size].view(pages.dtype)
+        file, spans = self._files[key], value_spans(g, split)[view]
+        heads, dtype, width = spans.heads, spans.dtype, spans.row_bytes
+        token = position - lengths[split.start : split.stop][row]  # below 0 for a token of the prompt
+        found = np.empty((len(row), width), np.uint8)
+        page, place = position // g.page_size, position % g.page_size
+        in_prompt = ((row * g.prompt_pages + page) * heads + head) * g.page_size + place
+        for step in np.unique(np.maximum(token, -1)).tolist():
+            mine = token < 0 if step < 0 else token == step
+            rows = (in_prompt if step < 0 else row * heads + head)[mine]
+            part = np.empty((len(rows), width), np.uint8)
+            file.read_rows(spans.prompt if step < 0 else spans.record(step), rows, part)
+            found[mine] = part
+        self._tiers.traffic.add("load_kv", read=found.nbytes)
+        return found.view(dtype)
+
     # ---- to the tiers
 
     def store_pages(self, key: Key, pages: tuple) -> list[concurrent.futures.Future]:
@@ -166,7 +224,7 @@ class KvStore:
             g = self._g
             size = tree_bytes(g.kv_rows(split.rows))
             offset = prompt_bytes(g, split) + (token - 1) * size
-            self._files[key].write(offset, views(rows))
+            self._write(self._files[key], offset, [[view] for view in views(rows)])
             self._tiers.traffic.add("store_kv", written=size)
 
     def rest(self) -> None:
@@ -217,9 +275,9 @@ class KvStore:
         g, tiers, file = self._g, self._tiers, self._files[key]
         if stored is not None:
             stored.result()
-        pages = jax.tree.map(tiers.staging.take, g.kv_pages(split.rows))
+        pages = jax.tree.map(tiers.staging.take, g.loaded_pages(split.rows))
         try:
-            size = file.read(0, self._prompt_pieces(pages))
+            size = file.read(0, list(itertools.chain(*self._prompt_pieces(pages))))
             record = [
                 np.empty((split.rows, *view.shape[1:2], *view.shape[3:]), view.dtype) for view in views(pages)
             ]
@@ -241,17 +299,27 @@ class KvStore:
 
     def _write_prompt(self, split: Split, key: Key, rising: Any) -> None:
         file = self._files[key]
-        size = file.write(0, self._prompt_pieces(self._tiers.arrived(rising)))
+        size = self._write(file, 0, self._prompt_pieces(self._tiers.arrived(rising)))
         file.drop_cache()
         self._tiers.traffic.add("store_kv", written=size)
 
-    def _prompt_pieces(self, pages: Any) -> list[np.ndarray]:
-        """Return the pages of the prompt tokens, sequence by sequence."""
+    def _prompt_pieces(self, pages: Any) -> list[list[np.ndarray]]:
+        """Return the pages of the prompt tokens of each view, sequence by sequence."""
         g, pieces = self._g, []
         for view in views(pages):
             by_row = view.reshape(-1, g.pages, *view.shape[1:])
-            pieces += [by_row[row, : g.prompt_pages] for row in range(by_row.shape[0])]
+            pieces.append([by_row[row, : g.prompt_pages] for row in range(by_row.shape[0])])
         return pieces
+
+    def _write(self, file: DiskFile, offset: int, pieces: list[list[np.ndarray]]) -> int:
+        """Write the pieces of all views of keys and values, so that what a decode reads can be checked."""
+        if not self._g.policy.sparse_values:
+            return file.write(offset, list(itertools.chain(*pieces)))
+        keys, values = pieces[: len(pieces) // 2], pieces[len(pieces) // 2 :]
+        size = file.write(offset, list(itertools.chain(*keys)))
+        for one in values:
+            size += file.write_rows(offset + size, one, one[0].shape[-1] * one[0].itemsize)
+        return size
 
     def place(self, pages: Any, rows: list[np.ndarray], split: Split, positions: np.ndarray) -> None:
         """Write one token's keys and values of each sequence to its page.
@@ -263,6 +331,54 @@ class KvStore:
         for target, new in zip(views(pages), rows, strict=True):
             by_row = bits(target).reshape(-1, self._g.pages, *target.shape[1:])
             by_row[row, page, :, place] = bits(new)
+
+
+@dataclasses.dataclass(frozen=True)
+class ValueSpans:
+    """The places of one array or shard of the values in a split's file.
+
+    Attributes:
+      prompt: offset of the prompts' rows [R, pages, K', S].
+      records: offset of the first token's rows [R, K'].
+      record_bytes: distance of the tokens.
+    """
+
+    heads: int
+    dtype: Any
+    row_bytes: int
+    prompt: int
+    records: int
+    record_bytes: int
+
+    def record(self, step: int) -> int:
+        """Return the offset of the rows of token `step` after the prompt."""
+        return self.records + step * self.record_bytes
+
+
+def value_spans(g: Geometry, split: Split) -> list[ValueSpans]:
+    """Return the places of the `views` of the values in a split's file."""
+    total, record_bytes = prompt_bytes(g, split), tree_bytes(g.kv_rows(split.rows))
+    prompt, records = total // 2, total + record_bytes // 2  # keys take the first half
+    spans = []
+    for struct in jax.tree.leaves(g.kv_rows(split.rows)[1]):
+        rows, heads, width = struct.sharding.shard_shape(struct.shape)
+        row_bytes = width * np.dtype(struct.dtype).itemsize
+        for _ in range(g.tp):
+            spans.append(ValueSpans(heads, np.dtype(struct.dtype), row_bytes, prompt, records, record_bytes))
+            prompt += rows * heads * row_bytes * g.prompt_pages * g.page_size
+            records += rows * heads * row_bytes
+    return spans
+
+
+def row_checksum_bytes(g: Geometry, split: Split) -> int:
+    """Return the bytes in host memory of the checksums of a file's V rows."""
+    if not g.policy.sparse_values:
+        return 0
+    tokens = g.prompt_pages * g.page_size + g.policy.output_tokens - 1
+    return sum(
+        row_sum_bytes(tokens * split.rows * span.heads * span.row_bytes, span.row_bytes)
+        for span in value_spans(g, split)
+    )
 
 
 def prompt_bytes(g: Geometry, split: Split) -> int:

@@ -43,7 +43,8 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     A block is `num_gpu_batches` batches of `gpu_batch_size` sequences, and one fetch of a layer's weights
     serves a block. `weights` are placed by tensors of a layer, `kv` and `activations` by sequences of a
     batch. With `host_attention`, the host computes the attention of decodes over KV that is not on the
-    device.
+    device. With `value_top_k_percent` below 100, decodes attend to the V rows of the top keys only
+    (`jaxflow.flexgen.sparse_values`).
 
     Raises: PolicyError.
     """
@@ -59,6 +60,7 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     weight_bits: int = 16
     kv_bits: int = 16
     host_attention: bool = False
+    value_top_k_percent: float = 100.0
     schema_version: int = SCHEMA_VERSION
 
     def __post_init__(self) -> None:
@@ -77,11 +79,20 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise PolicyError(
                     f"{field}={getattr(self, field)}; accepted is {' or '.join(map(str, WIDTHS))}"
                 )
+        if not 0 < self.value_top_k_percent <= 100:  # also for NaN
+            raise PolicyError(
+                f"value_top_k_percent={self.value_top_k_percent}; accepted is a number above 0 and up to 100"
+            )
         if self.host_attention and self.kv_bits != 16:
             raise PolicyError(
                 f"host_attention=True with kv_bits={self.kv_bits}; accepted is kv_bits=16, because a host "
                 "unpacks 4 bits slower than they cross the link (§5)"
             )
+
+    @property
+    def sparse_values(self) -> bool:
+        """Return True if decodes leave out rows of V."""
+        return self.value_top_k_percent < 100
 
     @property
     def block_size(self) -> int:

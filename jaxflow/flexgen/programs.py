@@ -3,7 +3,8 @@
     embed            token ids -> x
     prefill          weights, x, device KV, lengths -> x, device KV, pages of the other splits
     decode           weights, x, device KV, loaded KV, positions, live -> x, device KV, loaded KV, new rows
-    before, after    the two halves of a decode, between which the host attends to KV off the device
+    before, after    the two halves of a decode, between which the host attends to KV off the device, or
+                     reads the chosen rows of V (`jaxflow.flexgen.sparse_values`)
     hidden, sample   weights of the ends, x -> one token a row
 
 `x` has one array for each tier of the activations. On several devices each device has its columns of `x` and
@@ -25,6 +26,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from jaxflow.config import Layer
+from jaxflow.flexgen import sparse_values
 from jaxflow.flexgen.geometry import (
     REPLICATED,
     SHARDED,
@@ -153,47 +155,55 @@ class Programs:
         return run
 
     def before(self, layer: Layer) -> Callable:
-        """Return a function (w, x, home, positions, live) -> (stream, o, home, queries, rows); `home` is
-        donated.
+        """Return a function (w, x, home, loaded, positions, live) -> (stream, o, home, asked, kept, rows).
 
-        `o` is the attention of the device's rows; `queries` and `rows` are those of the other splits.
+        `home` is donated. `o` is the attention of the device's rows; the others are by split of the other
+        tiers. For attention on the host, `loaded` is () and `asked` are the queries. Otherwise `loaded` are the
+        keys, `asked` the positions of the chosen V rows, and `kept` their weights with the new token's V row.
         """
-        g, c = self.geometry, self.context
+        g = self.geometry
 
         def run(
-            w: Weights, x: Pieces, home: Any, positions: Array, live: Array
-        ) -> tuple[Array, Pieces, Any, Pieces, tuple]:
+            w: Weights, x: Pieces, home: Any, loaded: tuple, positions: Array, live: Array
+        ) -> tuple[Array, Pieces, Any, Pieces, tuple, tuple]:
             stream, fused = self._before(w, x)
             outputs: Pieces = ()
-            queries, rows = [], []
+            asked, kept, rows, left = [], [], [], list(loaded)
             for split in g.kv_splits:
                 if split.tier == "device":
                     o, home, _ = self._attend(layer, w, split, fused, home, positions, live)
                     outputs = (o,)
-                else:  # pages for one token of every row: only the op's writes are used
-                    few = -(-split.rows // g.page_size)
-                    at = slice(split.start, split.stop)
-                    batch = self._decodes(split, positions[at], live[at])
-                    batch = dataclasses.replace(
-                        batch, slots=jnp.broadcast_to(jnp.arange(split.rows), batch.slots.shape)
-                    )
-                    shape = (few, self._kv_heads, g.page_size, g.config.head_dim)
-                    pages = (jnp.zeros(shape, g.dtype), jnp.zeros(shape, g.dtype))
-                    site = Site(c, w, layer, batch, 0, split.rows)
-                    q, pages = ops.rope_append(site, fused[at], pages)
-                    queries.append(q)
-                    rows.append(
-                        tuple(p.swapaxes(1, 2).reshape(-1, *shape[1::2])[: split.rows] for p in pages)
-                    )
-            return stream, outputs, home, tuple(queries), tuple(rows)
+                    continue
+                q, new = self._new_token(layer, w, split, fused, positions, live)
+                if loaded:
+                    (keys,) = _unpacked(left.pop(0), g.dtype)
+                    chosen, weights = self._choose(layer, split, q, keys, new[0], positions, live)
+                    asked.append(chosen)
+                    kept.append((weights, new[1]))
+                    rows.append(self._packed(new))
+                else:
+                    asked.append(q)
+                    rows.append(new)
+            return stream, outputs, home, tuple(asked), tuple(kept), tuple(rows)
 
         return run
 
     def after(self, layer: Layer) -> Callable:
-        """Return a function (w, stream, o of the device's rows, o of the other splits) -> x."""
+        """Return a function (w, stream, o of the device's rows, kept, arrived) -> x.
 
-        def run(w: Weights, stream: Array, outputs: Pieces, attended: Pieces) -> Pieces:
-            return self._after(w, layer, stream, _whole((*outputs, *attended)))
+        `kept`: as `before` returns it. `arrived`, by split of the other tiers: the host's output, or the chosen
+        rows of V.
+        """
+        dtype = self.geometry.dtype
+
+        def run(w: Weights, stream: Array, outputs: Pieces, kept: tuple, arrived: tuple) -> Pieces:
+            if kept:
+                with op_scope("decode_attention"):
+                    arrived = tuple(
+                        sparse_values.attend(weights, *_unpacked((values,), dtype), new)
+                        for (weights, new), values in zip(kept, arrived, strict=True)
+                    )
+            return self._after(w, layer, stream, _whole((*outputs, *arrived)))
 
         return run
 
@@ -221,14 +231,61 @@ class Programs:
         pages = _unpacked(stored, self.geometry.dtype)
         site = Site(self.context, w, layer, batch, 0, split.rows)
         q, pages = ops.rope_append(site, fused[at], pages)
-        o = ops.decode_attention(site, q, pages)
         slots = batch.slots[0]
         page, place = slots // self.geometry.page_size, slots % self.geometry.page_size
         wide = tuple(p.at[page, :, place].get(mode="clip") for p in pages)
+        if self.geometry.policy.sparse_values:
+            chosen, weights = self._choose(layer, split, q, pages[0], wide[0], positions, live)
+            with op_scope("decode_attention"):
+                values = sparse_values.take_rows(self._by_row(pages[1], split), chosen)
+                o = sparse_values.attend(weights, values, wide[1])
+        else:
+            o = ops.decode_attention(site, q, pages)
         if self.geometry.policy.kv_bits == 16:
             return o, pages, wide
         rows = self._packed(wide)
         return o, jax.tree.map(lambda p, new: append(p, new, slots), stored, rows), rows
+
+    def _new_token(
+        self, layer: Layer, w: Weights, split: Split, fused: Array, positions: Array, live: Array
+    ) -> tuple[Array, KV]:
+        """Return the queries [R, N, H], and the keys and values [R, K, H], of a split's new tokens."""
+        g = self.geometry
+        # pages for one token of every row: only the op's writes are used
+        few = -(-split.rows // g.page_size)
+        at = slice(split.start, split.stop)
+        batch = self._decodes(split, positions[at], live[at])
+        batch = dataclasses.replace(batch, slots=jnp.broadcast_to(jnp.arange(split.rows), batch.slots.shape))
+        shape = (few, self._kv_heads, g.page_size, g.config.head_dim)
+        pages = (jnp.zeros(shape, g.dtype), jnp.zeros(shape, g.dtype))
+        q, pages = ops.rope_append(Site(self.context, w, layer, batch, 0, split.rows), fused[at], pages)
+        k, v = (p.swapaxes(1, 2).reshape(-1, *shape[1::2])[: split.rows] for p in pages)
+        return q, (k, v)
+
+    def _choose(
+        self, layer: Layer, split: Split, q: Array, keys: Array, new: Array, positions: Array, live: Array
+    ) -> tuple[Array, Array]:
+        """Return the positions and the weights of the V rows that a split's new tokens attend to."""
+        g, at = self.geometry, slice(split.start, split.stop)
+        with op_scope("decode_attention"):
+            return sparse_values.choose(
+                q,
+                self._by_row(keys, split),
+                new,
+                positions[at],
+                live[at],
+                percent=g.policy.value_top_k_percent,
+                most=g.top_rows(layer),
+                scale=g.config.scale,
+                window=layer.window,
+                soft_cap=g.config.attention_soft_cap,
+            )
+
+    def _by_row(self, pages: Array, split: Split) -> Array:
+        """Return pages as [R, K, MP · S, H]."""
+        heads, size, width = pages.shape[1:]
+        by_row = pages.reshape(split.rows, -1, heads, size, width).swapaxes(1, 2)
+        return by_row.reshape(split.rows, heads, -1, width)
 
     def _decodes(self, split: Split, positions: Array, live: Array) -> Batch:
         """Return the batch of one token of each row of a split. Rows that are not live write and see nothing."""
@@ -346,6 +403,12 @@ def attends_on_host(g: Geometry) -> bool:
     return g.policy.host_attention and any(split.tier != "device" for split in g.kv_splits)
 
 
+def fetches_rows(g: Geometry) -> bool:
+    """Return True if decodes on the device fetch rows of V after they have chosen the rows."""
+    away = any(split.tier != "device" for split in g.kv_splits)
+    return away and g.policy.sparse_values and not g.policy.host_attention
+
+
 def compile_programs(
     programs: Programs, placed: PlacedWeights, on_progress: Callable[[str], object]
 ) -> Compiled:
@@ -392,7 +455,7 @@ def _begin(
 
     away = [split for split in g.kv_splits if split.tier != "device"]
     home = next((g.kv_pages(split.rows) for split in g.kv_splits if split.tier == "device"), ())
-    loaded = tuple(g.kv_pages(split.rows) for split in away)
+    loaded = tuple(g.loaded_pages(split.rows) for split in away)
     kinds = dict(zip(g.config.layers, placed.layers, strict=True))
     tokens = {True: g.prompt, False: 1}
     embed = by_phase(
@@ -416,16 +479,20 @@ def _begin(
     decode, before, after = {}, {}, {}
     live = vector(b, dtype=jnp.bool_)
     for layer, w in kinds.items():
-        if attends_on_host(g):
+        if attends_on_host(g) or fetches_rows(g):
             first, second = ({key: w[key] for key in keys} for keys in halves(w))
-            made = (REPLICATED, SHARDED, SHARDED, SHARDED, SHARDED)
-            before[layer] = build(
-                "before", programs.before(layer), made, first, pieces(1), home, vector(b), live, donate=(2,)
-            )
+            made = (REPLICATED, SHARDED, SHARDED, SHARDED, SHARDED, SHARDED)
+            keys = loaded if fetches_rows(g) else ()
+            given = (first, pieces(1), home, keys, vector(b), live)
+            before[layer] = build("before", programs.before(layer), made, *given, donate=(2,))
             stream = vector(b, g.config.hidden_size, dtype=g.dtype)
             own = tuple(g.heads(split.rows) for split in g.kv_splits if split.tier == "device")
-            others = tuple(g.heads(split.rows) for split in away)
-            after[layer] = build("after", programs.after(layer), SHARDED, second, stream, own, others)
+            if fetches_rows(g):
+                kept = tuple(g.kept(layer, split.rows) for split in away)
+                others = tuple(g.top_values(layer, split.rows) for split in away)
+            else:
+                kept, others = (), tuple(g.heads(split.rows) for split in away)
+            after[layer] = build("after", programs.after(layer), SHARDED, second, stream, own, kept, others)
         else:
             donate = (2, 3) if g.policy.kv_bits == 16 else (2,)
             made = (SHARDED, SHARDED, SHARDED, SHARDED)

@@ -139,6 +139,7 @@ def text(result: dict[str, Any]) -> str:
         add(f"{kind} on device/host/disk (%):", "/".join(f"{policy[kind][tier]:.4g}" for tier in TIERS))
     add("Bits of weights, KV:", f"{policy['weight_bits']}, {policy['kv_bits']}")
     add("Attention of decodes on the:", "host" if policy["host_attention"] else "device")
+    add("Attended rows of V (%):", f"{policy['value_top_k_percent']:g}")
     add("Prefill + decode (s):", f"{result['prefill_s']:.2f} + {result['decode_s']:.2f}")
     add(
         "Generated tokens/s:",

@@ -11,6 +11,7 @@ import concurrent.futures
 import contextlib
 import errno
 import fcntl
+import itertools
 import os
 import shutil
 import struct
@@ -79,6 +80,7 @@ class DiskFile:
     def __init__(self, path: Path, size: int, sums: concurrent.futures.ThreadPoolExecutor):
         self.path, self.size, self._sums = path, size, sums
         self._written: dict[int, tuple[int, int]] = {}  # (bytes, checksum) by offset
+        self._row_sums: dict[int, np.ndarray] = {}  # checksums of rows, by the offset of the first row
         self._fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(self._fd, 0, HEADER_BYTES + size)
@@ -117,6 +119,50 @@ class DiskFile:
             )
         return total
 
+    def write_rows(self, offset: int, pieces: Sequence[np.ndarray], width: int) -> int:
+        """Write like `write`, and keep a checksum for each row of `width` bytes. Raises: DiskError."""
+        self._row_sums.pop(offset, None)
+        total = self.write(offset, pieces)
+        self._row_sums[offset] = np.concatenate([_row_sums(_rows(piece, width)) for piece in pieces])
+        return total
+
+    def read_rows(self, offset: int, rows: np.ndarray, out: np.ndarray) -> int:
+        """Fill `out` with rows of the data that `write_rows` wrote at `offset`, and return the number of bytes.
+
+        Adjacent rows take one call. Single rows of a few hundred bytes cost a call each.
+
+        Args:
+          rows: [n] numbers of the rows.
+          out: [n, width] bytes.
+
+        Raises: DiskError, as `read`.
+        """
+        if not self._checked:
+            self._check_header()
+        width = out.shape[1]
+        starts = np.flatnonzero(np.diff(rows, prepend=-2) != 1).tolist()
+        for start, stop in itertools.pairwise([*starts, len(rows)]):
+            self._read_at(offset + int(rows[start]) * width, out[start:stop])
+        wrong = np.flatnonzero(_row_sums(out) != self._row_sums[offset][rows])
+        if len(wrong):
+            at = offset + int(rows[wrong[0]]) * width
+            raise DiskError(
+                errno.EIO, f"{self.path}: bytes {at} to {at + width} differ from the written bytes"
+            )
+        return out.nbytes
+
+    def _read_at(self, offset: int, out: np.ndarray) -> None:
+        """Fill a contiguous array. Raises: DiskError."""
+        left, at = memoryview(out.reshape(-1)), HEADER_BYTES + offset
+        while len(left):
+            try:
+                done = os.preadv(self._fd, [left], at)
+            except OSError as error:
+                raise self._fault("read", out.nbytes, error) from error
+            if not done:
+                raise DiskError(errno.EIO, _truncated(self.path, at, self.size))
+            at, left = at + done, left[done:]
+
     def drop_cache(self) -> None:
         """Release the file's pages in the system's cache, because the run has a memory limit."""
         os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -141,10 +187,7 @@ class DiskFile:
             except OSError as error:
                 raise self._fault(verb, total, error) from error
             if not done:
-                raise DiskError(
-                    errno.EIO,
-                    f"{self.path}: the file ends at {at} of {HEADER_BYTES + self.size} bytes: it was truncated",
-                )
+                raise DiskError(errno.EIO, _truncated(self.path, at, self.size))
             at += done
             summed = self._sums.submit(_sum_on, _first(left, done), summed)
             left = _behind(left, done)
@@ -192,6 +235,29 @@ def free_bytes(folder: str | os.PathLike) -> int:
             error.errno, f"{folder}: the free space is unknown: {error.strerror}; use another disk_path"
         ) from error
     return found.f_bavail * found.f_frsize
+
+
+def row_sum_bytes(size: int, width: int) -> int:
+    """Return the bytes of the checksums that `write_rows` keeps in memory for `size` bytes."""
+    return size // width * np.dtype(np.uint32).itemsize
+
+
+def _rows(piece: np.ndarray, width: int) -> np.ndarray:
+    """Return an array as rows of bytes [n, width]."""
+    return np.ascontiguousarray(piece).reshape(-1).view(np.uint8).reshape(-1, width)
+
+
+def _row_sums(rows: np.ndarray) -> np.ndarray:
+    """Return a checksum of each row [n, width] of bytes, uint32 [n].
+
+    A sum of a row's bytes times odd numbers. A flipped bit changes the sum, because an odd number has an inverse.
+    """
+    factors = (np.arange(rows.shape[1], dtype=np.uint32) * np.uint32(0x9E3779B2)) | np.uint32(1)
+    return rows.astype(np.uint32) @ factors
+
+
+def _truncated(path: Path, at: int, size: int) -> str:
+    return f"{path}: the file ends at {at} of {HEADER_BYTES + size} bytes: it was truncated"
 
 
 def _sum_on(buffers: list[memoryview], before: concurrent.futures.Future[int] | None) -> int:

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import itertools
 import logging
 import math
 import os
@@ -26,7 +27,13 @@ from jaxflow.flexgen.host_attention import HostAttention
 from jaxflow.flexgen.kv_store import KvStore
 from jaxflow.flexgen.pinned_memory import check_views
 from jaxflow.flexgen.policy import TIERS, PolicyError
-from jaxflow.flexgen.programs import Compiled, Programs, attends_on_host, compile_programs
+from jaxflow.flexgen.programs import (
+    Compiled,
+    Programs,
+    attends_on_host,
+    compile_programs,
+    fetches_rows,
+)
 from jaxflow.flexgen.runtime import Runtime
 from jaxflow.flexgen.scratch_files import DiskFolder, check_folder, free_bytes, sweep
 from jaxflow.flexgen.tiers import Tiers
@@ -248,8 +255,12 @@ def _runner(
     host = None
     if attends_on_host(g):
         rows = [split.rows for split in kv.away]
-        host = HostAttention(g.config, max(rows))
+        host = HostAttention(g.config, max(rows), percent=g.policy.value_top_k_percent)
         tiers.staging.reserve(3 * [g.heads(r) for r in rows])
+    if fetches_rows(g):
+        kinds = itertools.product(set(g.config.layers), kv.away)
+        values = [g.top_values(layer, split.rows) for layer, split in kinds]
+        tiers.staging.reserve(3 * jax.tree.leaves(values))
     thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="host-attention-order")
     eos = frozenset(g.config.eos_token_ids)
     return BlockRunner(
@@ -273,7 +284,8 @@ def _described(g: Geometry) -> str:
     return (
         f"blocks of {p.num_gpu_batches} x {p.gpu_batch_size}, device/host/disk: {shares} % "
         f"(KV of {rows} sequences a batch), "
-        f"weights of {p.weight_bits} bits, KV of {p.kv_bits}, attention of decodes on the {attention}"
+        f"weights of {p.weight_bits} bits, KV of {p.kv_bits}, attention of decodes on the {attention} "
+        f"to {p.value_top_k_percent:g} % of the V rows"
     )
 
 
