@@ -59,6 +59,15 @@ SLOW_CASES = {
     r"\[(device|host|disk|mixed, |KV on the)": (
         "the cases mixed and `KV on disk, the host attends` cover every tier"
     ),
+    r"test_sparse_values\.py::test_few_rows_(give_the_same_tokens_on_every_tier\[tiny-opt|in_4_bits)": (
+        "tiny-gemma2 runs on every tier, and attends in both places"
+    ),
+    r"test_sparse_values\.py::test_a_choice_of_all_rows_gives_the_engines_tokens\[True": (
+        "tiny-gemma2 attends to few rows on the host"
+    ),
+    r"test_sparse_values\.py::TestRowsOnDisk::test_a_fault_of_a_row_ends_the_run\[(True-|False-EIO)": (
+        "a wrong bit and a short file run, and the files have a test of their own"
+    ),
     r"test_offload_io\.py::test_the_account_equals_the_allocated_bytes\[2": "one device runs",
     r"test_compiler\.py::test_drawn_plans\[(tiny-gemma2-2|tiny-llama-2|tiny-llama-4)": (
         "a drawn plan of each runs compiled"

@@ -20,6 +20,7 @@
   memory       temporary memory of a step's programs, and the rest of the memory for KV
   longest_prompt  the longest prompt that fits the memory, whole and in chunks
   perplexity   perplexity of a text at each precision of weights and KV, or with attention spans
+  value_rows   perplexity and last-word accuracy by the share of V rows that attention reads
   pipeline     bubbles of pipeline stages, on the engine or on virtual clocks (SARATHI Fig. 12); JSON and a chart
   sarathi      SARATHI's tables and figures of one device, on the engine or by the cost model; JSON and a chart
   router       throughput, balance and prefix hits of several replicas behind the router, simulated
@@ -59,6 +60,7 @@ COMMANDS = {
     "memory": "engine.memory",
     "longest_prompt": "context.longest_prompt",
     "perplexity": "engine.perplexity",
+    "value_rows": "engine.value_rows",
     "pipeline": "pipeline.study",
     "sarathi": "sarathi.command",
     "router": "router.command",

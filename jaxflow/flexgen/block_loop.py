@@ -396,7 +396,9 @@ class RunningBlock:
                         v = kv[1].views[i]
                     host(layer, heads, k, v, keys, attended)
                 outputs.append(out)
-                self._tiers.traffic.add("host_attention", host_kv=self._g.attended_bytes(layer, split, keys))
+                self._tiers.traffic.add(
+                    "host_attention", host_kv=self._g.attended_bytes(layer, split, keys.tolist())
+                )
             finally:
                 self._kv.done(split, kv)
         return outputs

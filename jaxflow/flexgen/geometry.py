@@ -226,7 +226,7 @@ class Geometry:
         pages = tree_bytes(self.loaded_pages(split.rows))
         if not self.policy.sparse_values:
             return pages
-        seen = [n if layer.window is None else min(n, layer.window) for n in map(int, lengths) if n]
+        seen = [n if layer.window is None else min(n, layer.window) for n in lengths if n]
         rows = sum(top_count(self.policy.value_top_k_percent, n - 1) + 1 for n in seen)
         return pages + rows * tree_bytes(self.kv_rows(1)[1])
 

@@ -190,7 +190,6 @@ class HostAttention:
         parts = head_parts(rows, heads, self._threads)
         q, out = (a.reshape(rows * parts, -1, a.shape[-1]) for a in (q, out))
         k = k.reshape(rows, -1, *k.shape[1:])
-        by_row = None if callable(v) else v.reshape(k.shape)
         tasks = itertools.count()
 
         def work() -> None:
@@ -198,7 +197,7 @@ class HostAttention:
             while (task := next(tasks)) < rows * parts:
                 row, part = divmod(task, parts)
                 mine = slice(part * heads // parts, (part + 1) * heads // parts)
-                values = _rows_of(v, row, mine.start) if callable(v) else by_row[row][:, mine]
+                values = _rows_of(v, row, mine.start) if callable(v) else v.reshape(k.shape)[row][:, mine]
                 out[task] = attend(
                     q[task],
                     k[row][:, mine],

@@ -176,7 +176,7 @@ class Programs:
                     continue
                 q, new = self._new_token(layer, w, split, fused, positions, live)
                 if loaded:
-                    (keys,) = _unpacked(left.pop(0), g.dtype)
+                    keys = _wide(left.pop(0)[0], g.dtype)
                     chosen, weights = self._choose(layer, split, q, keys, new[0], positions, live)
                     asked.append(chosen)
                     kept.append((weights, new[1]))
@@ -200,7 +200,7 @@ class Programs:
             if kept:
                 with op_scope("decode_attention"):
                     arrived = tuple(
-                        sparse_values.attend(weights, *_unpacked((values,), dtype), new)
+                        sparse_values.attend(weights, _wide(values, dtype), new)
                         for (weights, new), values in zip(kept, arrived, strict=True)
                     )
             return self._after(w, layer, stream, _whole((*outputs, *arrived)))
@@ -356,8 +356,14 @@ def _whole(pieces: Sequence[Array]) -> Array:
 
 
 def _unpacked(kv: Any, dtype: Any) -> KV:
-    """Return stored pages in 16 bits or more."""
-    return tuple(p if isinstance(p, jax.Array) else dequantize_kv(p, dtype) for p in kv)  # type: ignore[return-value]
+    """Return stored keys and values in 16 bits or more."""
+    k, v = kv
+    return _wide(k, dtype), _wide(v, dtype)
+
+
+def _wide(stored: Any, dtype: Any) -> Array:
+    """Return stored pages or rows in 16 bits or more."""
+    return stored if isinstance(stored, jax.Array) else dequantize_kv(stored, dtype)
 
 
 _compiled = 0  # backend compilations of this process

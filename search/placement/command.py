@@ -76,6 +76,11 @@ def define_workload_flags() -> None:
         sorted(HOST_ATTENTION),
         "Whether a decode attends on the host to what is not on the device.",
     )
+    flags.DEFINE_float(
+        "value_top_k_percent",
+        100.0,
+        "Percentage of the V rows that a decode reads, those with the largest softmax weights (§5).",
+    )
     flags.DEFINE_float("max_latency_s", math.inf, "The longest allowed time of a block, in seconds.")
     flags.DEFINE_integer("percent_step", None, "Shares are multiples of so many percent; unset: any share.")
     flags.DEFINE_list(
@@ -136,6 +141,7 @@ def options_from_flags() -> PlacementOptions:
         weight_bits=int(f.weight_bits),
         kv_bits=int(f.kv_bits),
         host_attention=HOST_ATTENTION[f.host_attention],
+        value_top_k_percent=f.value_top_k_percent,
         max_latency_s=f.max_latency_s,
         percent_step=f.percent_step,
         gpu_batch_sizes=_numbers("gpu_batch_sizes"),
@@ -183,7 +189,10 @@ def _full(memory: TierMemory, made: Prediction) -> str:
 
 def _widths(policy: Policy) -> str:
     where = "host, to what is there" if policy.host_attention else "device"
-    return f"weights of {policy.weight_bits} bits, KV of {policy.kv_bits}; a decode attends on the {where}"
+    rows = f", to {policy.value_top_k_percent:g} % of the V rows" if policy.sparse_values else ""
+    return (
+        f"weights of {policy.weight_bits} bits, KV of {policy.kv_bits}; a decode attends on the {where}{rows}"
+    )
 
 
 def _line(row: Rival) -> str:

@@ -11,6 +11,7 @@ linear program. It supports any family through `jaxflow.model.graph`. Difference
 - A batch at a layer costs driver time in which the device waits, so small batches are not free.
 - A product takes at least the time of reading its weights. 4-bit tensors are unpacked before use, for each batch.
 - Where the runtime keeps KV in pages, full pages cross, with room for all tokens of a sequence, also beyond a window.
+- With top-k sparse values a decode loads all keys and the chosen rows of V; the host's memory gives the rows.
 - Where the device is the host itself, compute and copies take turns, so these terms add up.
 """
 
@@ -41,6 +42,11 @@ class BlockChoice:
     weight_bits: int = 16
     kv_bits: int = 16
     host_attention: bool = False
+    value_top_k_percent: float = 100.0
+
+    @property
+    def sparse_values(self) -> bool:
+        return self.value_top_k_percent < 100
 
     @property
     def block_size(self) -> int:
@@ -68,6 +74,7 @@ def split(policy: Policy) -> tuple[BlockChoice, TierShares]:
         policy.weight_bits,
         policy.kv_bits,
         policy.host_attention,
+        policy.value_top_k_percent,
     )
     shares = ([share / 100 for share in kind] for kind in (policy.weights, policy.kv, policy.activations))
     return choice, TierShares(*shares)
@@ -96,20 +103,30 @@ def decode_terms(
     """Return T_gen's terms: seconds of one layer for one token of each sequence, averaged over the output."""
     size, batches = choice.gpu_batch_size, choice.num_gpu_batches
     cached = size * work.mean_keys * work.kv
+    host = 0.0
+    if choice.host_attention:
+        host = machine.host_attention.seconds(cached * _attended(work, choice) * work.wide_bytes)
+    elif choice.sparse_values:  # the host collects the rows
+        rows = size * work.top_rows(choice.value_top_k_percent).mean * work.kv / 2
+        host = machine.host_attention.seconds(rows * work.bytes_of(choice.kv_bits))
+    cached *= _attended(work, choice)
     attention = max(
         machine.device_attention.seconds(4 * work.query * work.mean_keys * size),
         machine.device_memory.seconds(cached * work.bytes_of(choice.kv_bits)),
     ) + _unpack_kv(work, machine, choice, cached)
     at_home = placed.kv[0] if choice.host_attention else 1.0  # attended to on the device
     device = _products(work, machine, choice, size) + batches * attention * at_home
-    host = (
-        machine.host_attention.seconds(cached * work.wide_bytes) * batches * (1 - placed.kv[0])
-        if choice.host_attention
-        else 0.0
-    )
+    host = host * batches * (1 - placed.kv[0])
     return _terms(
         work, machine, choice, placed, size, device, host, read=work.read, written=CrossingTokens(1.0, 1.0)
     )
+
+
+def _attended(work: PlacementWorkload, choice: BlockChoice) -> float:
+    """Return the share of a decode's cached KV that attention reads: all, or the keys and the chosen V rows."""
+    if not choice.sparse_values:
+        return 1.0
+    return (1 + work.top_rows(choice.value_top_k_percent).mean / work.mean_keys) / 2
 
 
 def ends_s(work: PlacementWorkload, machine: Machine, choice: BlockChoice) -> float:
@@ -148,10 +165,18 @@ def _terms(
         machine.host_to_disk,
     )
     loaded = down.seconds(crossing) if on_host else down.seconds(read.link * kv)
+    from_disk, asked = load.seconds(read.disk * kv), 0.0
+    if choice.sparse_values and read.link > 0:  # all keys; then positions up, and chosen rows of V down
+        top = work.top_rows(choice.value_top_k_percent)
+        if not on_host:
+            loaded = down.seconds(read.link * kv / 2) + down.seconds(top.room * kv / 2)
+            asked = up.seconds(4 * choice.gpu_batch_size * work.kv_heads * top.room)
+        # the host also reads the row of the new token, which is in the file by then
+        from_disk = load.seconds(read.disk * kv / 2) + load.seconds((top.mean + on_host) * kv / 2)
     return dict(zip(TERMS, (
         down.seconds(weights) * away_w + batches * (loaded * away_c + down.seconds(activation) * away_h),
-        batches * ((up.seconds(written.link * kv) + up.seconds(crossing)) * away_c + up.seconds(activation) * away_h),
-        load.seconds(weights) * disk_w + batches * (load.seconds(read.disk * kv) * disk_c + load.seconds(activation) * disk_h),
+        batches * ((up.seconds(written.link * kv) + up.seconds(crossing) + asked) * away_c + up.seconds(activation) * away_h),
+        load.seconds(weights) * disk_w + batches * (from_disk * disk_c + load.seconds(activation) * disk_h),
         batches * (store.seconds(written.disk * kv) * disk_c + store.seconds(activation) * disk_h),
         device,
         host,
@@ -207,6 +232,8 @@ def memory_bytes(work: PlacementWorkload, choice: BlockChoice, placed: TierShare
     passing = (
         work.made.link if choice.host_attention else work.kept_keys
     )  # KV of a batch that the device ever holds
+    if choice.sparse_values and not choice.host_attention:  # keys, and chosen rows of V
+        passing = (work.kept_keys + work.top_rows(choice.value_top_k_percent).room) / 2
     working = (
         size * work.prompt_tokens * work.widest * work.wide_bytes
         + size * work.vocabulary * 4.0

@@ -115,6 +115,7 @@ def _largest(
                 weight_bits=found.weight_bits,
                 kv_bits=found.kv_bits,
                 host_attention=found.host_attention,
+                value_top_k_percent=found.value_top_k_percent,
             )
             for size in options.gpu_batch_sizes
             for number in batches

@@ -81,6 +81,7 @@ class PlacementOptions:
     weight_bits: int = 16
     kv_bits: int = 16
     host_attention: bool | None = None
+    value_top_k_percent: float = 100.0
     max_latency_s: float = math.inf  # limit in seconds of a full block
     percent_step: int | None = None
     gpu_batch_sizes: Sequence[int] = GPU_BATCH_SIZES
@@ -92,6 +93,10 @@ class PlacementOptions:
                 "host_attention=on with kv_bits=4: 16, since a host unpacks 4 bits slower than they "
                 "cross the link (§5)"
             )
+        if not 0 < self.value_top_k_percent <= 100:
+            raise PlacementError(
+                f"value_top_k_percent={self.value_top_k_percent}: a number above 0 and up to 100"
+            )
         if not self.max_latency_s > 0:
             raise PlacementError(f"max_latency_s={self.max_latency_s}: a positive number of seconds")
         if self.percent_step is not None and not (
@@ -101,6 +106,17 @@ class PlacementOptions:
         for field in ("gpu_batch_sizes", "num_gpu_batches"):
             if not getattr(self, field) or min(getattr(self, field)) < 1:
                 raise PlacementError(f"{field}={getattr(self, field)}: positive numbers")
+
+    def choice(self, gpu_batch_size: int, num_gpu_batches: int, host_attention: bool) -> BlockChoice:
+        """Return a block's choice."""
+        return BlockChoice(
+            gpu_batch_size,
+            num_gpu_batches,
+            self.weight_bits,
+            self.kv_bits,
+            host_attention,
+            self.value_top_k_percent,
+        )
 
     def host_attentions(self) -> tuple[bool, ...]:
         if self.kv_bits == 4:
@@ -129,7 +145,7 @@ def candidates(
     for host_attention in options.host_attentions():
         for size in sorted(options.gpu_batch_sizes):
             for batches in sorted(options.num_gpu_batches):
-                choice = BlockChoice(size, batches, options.weight_bits, options.kv_bits, host_attention)
+                choice = options.choice(size, batches, host_attention)
                 solved = solve(work, machine, memory, choice, options)
                 if solved is None:
                     break  # more batches need more memory and more time
@@ -290,13 +306,7 @@ def _shares(shares: Sequence[float]) -> Shares:
 def _refusal(work: PlacementWorkload, machine: Machine, memory: TierMemory, options: PlacementOptions) -> str:
     """Return the memory or latency that would fit the smallest block."""
     choices = [
-        BlockChoice(
-            min(options.gpu_batch_sizes),
-            min(options.num_gpu_batches),
-            options.weight_bits,
-            options.kv_bits,
-            host_attention,
-        )
+        options.choice(min(options.gpu_batch_sizes), min(options.num_gpu_batches), host_attention)
         for host_attention in options.host_attentions()
     ]
     asked = f"{work.model} with {work.prompt_tokens} + {work.output_tokens} tokens"

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 
 from jaxflow.config import ModelConfig
+from jaxflow.flexgen.sparse_values import top_count
 from jaxflow.model.composition import Composition
 from jaxflow.model.graph import Widths, model_graph, padded_vocabulary
 
@@ -25,6 +26,7 @@ class PlacementWorkload:
     hidden: int  # elements of a token's activation
     query: int  # elements of a token's queries, and of its attention's output
     heads: int
+    kv_heads: int
     kv: int  # elements of a token's key and value
     weights: float
     linear_flops: float  # FLOPs of a token
@@ -86,6 +88,19 @@ class PlacementWorkload:
             return CrossingTokens(self.mean_keys, self.mean_keys)
         return CrossingTokens(self.kept_keys, self._prompt_pages + (self.output_tokens - 2) / 2)
 
+    def top_rows(self, percent: float) -> "TopRows":
+        """Return the V rows of a sequence and KV head that decodes fetch (`jaxflow.flexgen.sparse_values`)."""
+        cached = range(self.prompt_tokens, self.prompt_tokens + self.output_tokens - 1)
+        room = self._top(percent, self.prompt_tokens + self.output_tokens - 2)
+        return TopRows(room, sum(self._top(percent, n) for n in cached) / max(1, len(cached)))
+
+    def _top(self, percent: float, cached: int) -> float:
+        counts = (
+            count * top_count(percent, cached if window is None else min(cached, window - 1))
+            for window, count in self.windows
+        )
+        return sum(counts) / self.layers
+
     @property
     def _prompt_pages(self) -> float:
         return self._paged(self.prompt_tokens)
@@ -106,6 +121,14 @@ class CrossingTokens:
 
     link: float
     disk: float
+
+
+@dataclasses.dataclass(frozen=True)
+class TopRows:
+    """Chosen V rows of a sequence and KV head: the room for any decode, and the mean of all decodes."""
+
+    room: float
+    mean: float
 
 
 def workload(
@@ -129,6 +152,7 @@ def workload(
         hidden=config.hidden_size,
         query=config.num_heads * config.head_dim,
         heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
         kv=2 * config.num_kv_heads * config.head_dim,
         weights=sum(op.work(many).weight_bytes for op in ops) / config.num_layers,
         linear_flops=sum(op.work(one).flops for op in ops if op.kind == "dense") / config.num_layers,

@@ -59,8 +59,8 @@ def test_weight_traffic_is_within_theorem_4_1(tmp_path):
     assert least <= moved["zigzag"].times <= 2 * least
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_the_account_equals_the_allocated_bytes(tmp_path, monkeypatch, tp):
+@pytest.mark.parametrize(("tp", "percent"), [(1, 100.0), (1, 20.0), (2, 100.0)])
+def test_the_account_equals_the_allocated_bytes(tmp_path, monkeypatch, tp, percent):
     prompts, _ = goldens("tiny-opt")
     before = on_device()
     peak = 0
@@ -71,7 +71,8 @@ def test_the_account_equals_the_allocated_bytes(tmp_path, monkeypatch, tp):
         peak = max(peak, on_device() - before)
 
     monkeypatch.setattr(RunningBlock, "step", step)
-    with runtime("tiny-opt", tmp_path, tp=tp, weights=MIXED, kv=MIXED, activations=MIXED) as made:
+    shares = {"weights": MIXED, "kv": MIXED, "activations": MIXED, "value_top_k_percent": percent}
+    with runtime("tiny-opt", tmp_path, tp=tp, **shares) as made:
         setup, lives = made._runner._setup, made.account.lives
         assert view_bytes(setup.weights._host) == lives["host"]["weights"] > 0
         assert view_bytes(setup.kv._host) == lives["host"]["KV"] > 0
@@ -92,17 +93,27 @@ def test_the_account_equals_the_allocated_bytes(tmp_path, monkeypatch, tp):
         assert sum(lives["device"].values()) < peak <= made.account.total("device") + small
 
 
-@pytest.mark.parametrize(("kv", "host_attention"), [(HOST, False), (DISK, False), (HOST, True)])
-def test_the_cost_model_counts_the_traffic(tmp_path, kv, host_attention):
+@pytest.mark.parametrize(
+    ("kv", "host_attention", "percent"),
+    [
+        (HOST, False, 100.0),
+        (DISK, False, 100.0),
+        (HOST, True, 100.0),
+        (DISK, False, 10.0),
+        (DISK, True, 10.0),
+    ],
+)
+def test_the_cost_model_counts_the_traffic(tmp_path, kv, host_attention, percent):
     """At a byte a second, the terms of a layer are the bytes that the runtime moves, with KV in complete
     pages of the model's dtype.
     """
     prompts = [[i + 1] * PROMPT for i in range(6)]
-    asked = policy(MODEL, kv=kv, host_attention=host_attention)
+    changes = {"kv": kv, "host_attention": host_attention, "value_top_k_percent": percent}
+    asked = policy(MODEL, **changes)
     config = open_checkpoint(str(offload_model())).model_config
     work = workload(MODEL, config, PROMPT, OUTPUT, wide_bytes=4.0, page_size=16)
     made = predict(work, Machine("bytes", "", **dict.fromkeys(CURVES, Curve(0.0, 1.0))), asked)
-    with runtime(MODEL, tmp_path, kv=kv, host_attention=host_attention) as ran:
+    with runtime(MODEL, tmp_path, **changes) as ran:
         run(ran, requests(prompts))
         moved = ran.stats[-1].traffic.values()
     found = {

@@ -33,13 +33,22 @@ def scopes(jaxpr) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("name", "tp", "host_attention"),
-    [("tiny-mixtral", 1, False), ("tiny-gemma2", 1, True), ("tiny-llama", 2, False)],
+    ("name", "tp", "host_attention", "percent"),
+    [
+        ("tiny-mixtral", 1, False, 100.0),
+        ("tiny-gemma2", 1, True, 100.0),
+        ("tiny-llama", 2, False, 100.0),
+        ("tiny-llama", 1, False, 10.0),
+    ],
 )
-def test_every_scope_of_the_offloaded_programs_is_an_op_of_the_graph(monkeypatch, name, tp, host_attention):
+def test_every_scope_of_the_offloaded_programs_is_an_op_of_the_graph(
+    monkeypatch, name, tp, host_attention, percent
+):
     config = open_checkpoint(str(paths.MODELS / name)).model_config
     host = Shares(device=50.0, host=50.0)
-    policy = Policy(name, 8, 4, 4, 1, host, host, host, host_attention=host_attention)
+    policy = Policy(
+        name, 8, 4, 4, 1, host, host, host, host_attention=host_attention, value_top_k_percent=percent
+    )
     mesh = make_mesh(tp)
     programs = Programs(
         Geometry(config, policy, jnp.dtype("float32"), 16, mesh), Context(config, REFERENCE, axis_of(mesh))
