@@ -1,8 +1,15 @@
-"""A block: sequences that pass the model together, the order of its steps, and their inputs."""
+"""A block: sequences that pass the model together, the order of its steps, and their inputs.
+
+Three orders exist. "zigzag" passes all batches of a block through a layer, all at the same token (FlexGen
+Algorithm 1). "diagonal" passes as many batches through a layer, each at its own token (Appendix A.2.1): a batch
+starts when an earlier one ends, so prompts and decodes share the fetch of a layer, and one transfers while the
+other computes. A diagonal block has all batches of a run, and `num_gpu_batches` of them are under way. "row" runs
+a batch to its end before the next one, as other systems do.
+"""
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,16 +31,67 @@ class BlockStep(NamedTuple):
     batch: int
 
 
-def block_steps(batches: int, layers: int, tokens: int, schedule: Schedule = "zigzag") -> Iterator[BlockStep]:
-    """Return the steps of a block in order (FlexGen Algorithm 1).
+@dataclasses.dataclass(frozen=True)
+class BlockOrder:
+    """The steps of a block in order, in groups that use one fetch of a layer.
 
-    "zigzag": all batches pass a layer together. "row": a batch runs to its end before the next batch.
+    Attributes:
+      first, end: for each step, the index of its group's first step, and that of the next group's.
     """
-    groups = (
-        [range(batches)] if schedule == "zigzag" else [range(batch, batch + 1) for batch in range(batches)]
+
+    steps: tuple[BlockStep, ...]
+    first: tuple[int, ...]
+    end: tuple[int, ...]
+
+    @classmethod
+    def of(cls, groups: Iterable[Sequence[BlockStep]]) -> "BlockOrder":
+        """Return the order of these groups."""
+        kept = [tuple(group) for group in groups if group]
+        ends = list(itertools.accumulate(map(len, kept)))
+        first = (end - len(group) for group, end in zip(kept, ends, strict=True) for _ in group)
+        end = (end for group, end in zip(kept, ends, strict=True) for _ in group)
+        return cls(tuple(itertools.chain(*kept)), tuple(first), tuple(end))
+
+    def rest(self, start: int, without: Iterable[int]) -> "BlockOrder":
+        """Return the steps from `start`, a group's first step, on, without those of some batches."""
+        left, dropped = [], frozenset(without)
+        while start < len(self.steps):
+            group = self.steps[start : self.end[start]]
+            left.append([step for step in group if step.batch not in dropped])
+            start = self.end[start]
+        return BlockOrder.of(left)
+
+
+def block_order(
+    batches: int, layers: int, tokens: int, schedule: Schedule = "zigzag", under_way: int | None = None
+) -> BlockOrder:
+    """Return the order of a block's steps. `under_way`: batches of a diagonal block that have KV at once."""
+    if schedule == "diagonal":
+        starts = diagonal_starts(batches, tokens, under_way or batches)
+        sweeps = [
+            [(sweep - start, batch) for batch, start in enumerate(starts) if 0 <= sweep - start < tokens]
+            for sweep in range(starts[-1] + tokens if batches else 0)
+        ]
+    else:
+        width = batches if schedule == "zigzag" else 1
+        sweeps = [
+            [(token, batch) for batch in range(first, first + width)]
+            for first in range(0, batches, max(1, width))
+            for token in range(tokens)
+        ]
+    return BlockOrder.of(
+        [BlockStep(token, layer, batch) for token, batch in sweep]
+        for sweep in sweeps
+        for layer in range(layers)
     )
-    for group in groups:
-        yield from itertools.starmap(BlockStep, itertools.product(range(tokens), range(layers), group))
+
+
+def diagonal_starts(batches: int, tokens: int, under_way: int) -> list[int]:
+    """Return the pass over the layers in which each batch of a diagonal block starts.
+
+    The starts are spread evenly. Batch b starts when batch b - `under_way` has ended.
+    """
+    return [batch * tokens // under_way for batch in range(batches)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,8 +129,8 @@ class Block:
 
 def make_block(g: Geometry, sequences: Sequence[Seq]) -> Block:
     """Return a block of sequences, in as few batches as possible."""
-    batches, b = g.policy.num_gpu_batches, g.batch
-    assert len(sequences) <= batches * b
+    b = g.batch
+    batches = -(-len(sequences) // b)
     ids, lengths = np.zeros((batches, b, g.prompt), np.int32), np.zeros((batches, b), np.int32)
     temperature, seeds = np.zeros((batches, b), np.float32), np.zeros((batches, b, 2), np.uint32)
     grid: list[list[Seq | None]] = [[None] * b for _ in range(batches)]
@@ -143,9 +201,15 @@ class BlockInputs:
     def __init__(self, geometry: Geometry, block: Block, vocabulary: int, eos: frozenset[int]):
         self._g, self._block, self._everywhere = geometry, block, device_sharding(geometry.mesh)
         self._vocabulary, self._eos = vocabulary, eos
-        self.rows = [self._make_rows(batch) for batch in range(block.batches)]
+        self._rows: dict[int, BatchInputs] = {}
         self._tokens: dict[int, jax.Array] = {}  # the last drawn tokens
         self._positions: dict[int, tuple[int, jax.Array]] = {}
+
+    def rows(self, batch: int) -> BatchInputs:
+        """Return the inputs of a batch, until its last token is drawn."""
+        if batch not in self._rows:
+            self._rows[batch] = self._make_rows(batch)
+        return self._rows[batch]
 
     def tokens(self, one: BlockStep) -> tuple[jax.Array, jax.Array]:
         """Return the token ids and positions for the embedding: padded prompts, or the last drawn tokens."""
@@ -161,11 +225,11 @@ class BlockInputs:
             lengths = self._block.lengths[one.batch]
             positions = self._put(np.where(lengths > 0, lengths + (one.token - 1), 0).astype(np.int32))
             self._positions[one.batch] = one.token, positions
-        return positions, self.rows[one.batch].live
+        return positions, self.rows(one.batch).live
 
     def draw(self, compiled: Compiled, ends: dict[str, Any], one: BlockStep, x: tuple) -> DrawnTokens:
         """Draw a batch's next tokens from the output of the last layer."""
-        rows, prompt = self.rows[one.batch], one.token == 0
+        rows, prompt = self.rows(one.batch), one.token == 0
         hidden, found = compiled.hidden[prompt](ends, x, rows.last if prompt else rows.rows), None
         arguments = (
             ends,
@@ -181,6 +245,9 @@ class BlockInputs:
                 *arguments, rows.slots, rows.params, rows.counts
             )
         self._tokens[one.batch] = tokens
+        if one.token == self._g.policy.output_tokens - 1:
+            for held in (self._rows, self._tokens, self._positions):
+                held.pop(one.batch, None)
         for array in jax.tree.leaves((tokens, found)):
             array.copy_to_host_async()
         return DrawnTokens(one.token, one.batch, tokens, found)

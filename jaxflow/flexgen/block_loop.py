@@ -1,4 +1,4 @@
-"""Block loop: FlexGen's Algorithm 1, with transfers concurrent with the computation.
+"""Block loop: FlexGen's Algorithm 1 in any order of the steps, with transfers concurrent with the computation.
 
 During the computation of a step, the next layer's weights and the next step's KV and activations are copied
 to the device, the output of the last step is copied from the device, and the disk is read for the step after
@@ -21,11 +21,11 @@ import jax
 import numpy as np
 
 from jaxflow.flexgen.activation_store import ActivationStore
-from jaxflow.flexgen.block import Block, BlockInputs, BlockStep, DrawnTokens, block_steps
+from jaxflow.flexgen.block import Block, BlockInputs, BlockOrder, BlockStep, DrawnTokens, block_order
 from jaxflow.flexgen.config import Schedule
 from jaxflow.flexgen.geometry import BEFORE, Geometry, halves, tree_bytes
 from jaxflow.flexgen.host_attention import HostAttention
-from jaxflow.flexgen.kv_store import KvStore
+from jaxflow.flexgen.kv_store import Key, KvStore
 from jaxflow.flexgen.pinned_memory import views
 from jaxflow.flexgen.programs import Compiled
 from jaxflow.flexgen.tiers import Tiers, Traffic
@@ -115,15 +115,12 @@ class BlockSetup:
 
 
 class Prefetcher:
-    """Loads of one block that start before their step, and earlier reads from disk.
+    """Loads of one block that start before their step, and earlier reads from disk."""
 
-    `width`: number of batches that pass a layer together.
-    """
-
-    def __init__(self, setup: BlockSetup, verbs: Verbs, block: Block, width: int):
+    def __init__(self, setup: BlockSetup, verbs: Verbs, block: Block):
         self._tiers, self._weights, self._do = setup.tiers, setup.weights, verbs.do
         self._kv, self._activations = setup.kv, setup.activations
-        self._lengths, self._width = block.lengths, width
+        self._lengths, self._slot = block.lengths, setup.geometry.slot
         self._host_attention = setup.host_attention is not None  # then no KV is loaded
         self._halved = setup.halved
         self._all = tuple(dict.fromkeys(key for layer in setup.weights.placed.layers for key in layer))
@@ -133,12 +130,12 @@ class Prefetcher:
 
     # ---- inputs of a step
 
-    def weights(self, order: Sequence[BlockStep], i: int) -> dict[str, Any]:
+    def weights(self, order: BlockOrder, i: int) -> dict[str, Any]:
         """Return the weights of step i's layer on the device, and release the weights of earlier layers."""
-        if self.place(order[i]) == 0:
-            wanted = (order[i].layer, self._coming(order, i)[0])
+        if i == order.first[i]:
+            wanted = (order.steps[i].layer, self._coming(order, i)[0])
             self._layers = {layer: arrays for layer, arrays in self._layers.items() if layer in wanted}
-        return self._need(order[i].layer, self._all)
+        return self._need(order.steps[i].layer, self._all)
 
     def kv(self, step: BlockStep) -> tuple:
         """Return the splits of a decode's KV that are not on the device tier."""
@@ -146,27 +143,25 @@ class Prefetcher:
         if loaded is None:
             loaded = self._do(
                 "load_kv",
-                lambda: self._kv.load((step.layer, step.batch), step.token, self._lengths[step.batch]),
+                lambda: self._kv.load(self._key(step), step.token, self._lengths[step.batch]),
             )
         return loaded
 
     def activations(self, batch: int) -> tuple:
         """Return the output of a batch's last step."""
         x = self._x.pop(batch, None)
-        return self._do("load_activation", lambda: self._activations.load(batch)) if x is None else x
+        return (
+            self._do("load_activation", lambda: self._activations.load(self._slot(batch))) if x is None else x
+        )
 
     # ---- loads for later steps
 
-    def place(self, step: BlockStep) -> int:
-        """Return the index of a step's batch among the batches that pass a layer together."""
-        return step.batch if self._width > 1 else 0
-
-    def fetch_next(self, order: Sequence[BlockStep], i: int, lag: int) -> None:
+    def fetch_next(self, order: BlockOrder, i: int, lag: int) -> None:
         """Start to fetch the next layer's weights, after the last layer's weights have left the device.
 
         `lag`: number of steps between the two halves of a decode that attends on the host.
         """
-        place, (layer, later) = self.place(order[i]), self._coming(order, i)
+        place, (layer, later) = i - order.first[i], self._coming(order, i)
         if layer is None:
             return
         if place == 0:
@@ -180,11 +175,11 @@ class Prefetcher:
         """Load the inputs of the next step that this step does not compute."""
         if following.token > 0 and not self._host_attention and following[1:] != step[1:]:
             self._loaded[following] = self._kv.load(
-                (following.layer, following.batch), following.token, self._lengths[following.batch]
+                self._key(following), following.token, self._lengths[following.batch]
             )
         halved = self._halved and step.token > 0  # then the last layer's output may be in its second half
         if following.layer > 0 and following.batch != step.batch and not halved:
-            self._x[following.batch] = self._activations.load(following.batch)
+            self._x[following.batch] = self._activations.load(self._slot(following.batch))
 
     def read_later(self, following: BlockStep, later: BlockStep, pending: set[int]) -> None:
         """Start to read from disk for the step after the next, unless the next step computes the data.
@@ -192,9 +187,9 @@ class Prefetcher:
         `pending`: batches that have not ended.
         """
         if later.token > 0 and later[1:] != following[1:]:
-            self._kv.read_ahead((later.layer, later.batch), later.token, self._lengths[later.batch])
+            self._kv.read_ahead(self._key(later), later.token, self._lengths[later.batch])
         if later.layer > 0 and later.batch != following.batch and later.batch not in pending:
-            self._activations.read_ahead(later.batch)
+            self._activations.read_ahead(self._slot(later.batch))
 
     @property
     def under_way(self) -> list[tuple]:
@@ -204,7 +199,7 @@ class Prefetcher:
     def forget(self) -> None:
         """Discard all unused loads, after their transfers have ended. Raises: DiskError."""
         for step, loaded in self._loaded.items():
-            self._kv.used((step.layer, step.batch), loaded)
+            self._kv.used(self._key(step), loaded)
         self._loaded.clear()
         self._x.clear()
         self._layers.clear()
@@ -223,13 +218,19 @@ class Prefetcher:
                 self._tiers.traffic.add("fetch_layer", times=1)
         return {key: found[key] for key in own if key in keys}
 
-    def _coming(self, order: Sequence[BlockStep], i: int) -> tuple[int | None, int | None]:
+    def _coming(self, order: BlockOrder, i: int) -> tuple[int | None, int | None]:
         """Return the layers of the next two groups of steps, None for no layer or the same layer."""
         found: list[int | None] = []
-        for ahead in (1, 2):
-            j = i - self.place(order[i]) + ahead * self._width
-            found.append(order[j].layer if j < len(order) and order[j].layer != order[i].layer else None)
+        ahead = order.end[i]
+        for _ in range(2):
+            layer = order.steps[ahead].layer if ahead < len(order.steps) else None
+            found.append(None if layer == order.steps[i].layer else layer)
+            ahead = order.end[ahead] if ahead < len(order.steps) else ahead
         return found[0], found[1]
+
+    def _key(self, step: BlockStep) -> Key:
+        """Return the place of a step's KV."""
+        return step.layer, self._slot(step.batch)
 
 
 @dataclasses.dataclass
@@ -252,26 +253,21 @@ class RunningBlock:
 
     def __init__(self, setup: BlockSetup, block: Block):
         self._setup, self._block, self._g = setup, block, setup.geometry
-        self.width = block.batches if setup.schedule == "zigzag" else 1  # batches that pass a layer together
         self._tiers, self._kv, self._activations = setup.tiers, setup.kv, setup.activations
         self._verbs = Verbs(setup.overlap, setup.tiers.traffic)
-        self._prefetcher = Prefetcher(setup, self._verbs, block, self.width)
+        self._prefetcher = Prefetcher(setup, self._verbs, block)
         self._halves: collections.deque[HalfDecode] = collections.deque()
         self._last: Any = ()  # the arrays of the last step
         self._inputs = BlockInputs(setup.geometry, block, setup.compiled.vocabulary, setup.eos)
 
     # ---- a step
 
-    def place(self, step: BlockStep) -> int:
-        """Return the index of a step's batch among the batches that pass a layer together."""
-        return self._prefetcher.place(step)
-
-    def step(self, order: Sequence[BlockStep], i: int) -> Iterator[DrawnTokens]:
+    def step(self, order: BlockOrder, i: int) -> Iterator[DrawnTokens]:
         """Enqueue step i of the order, and the transfers for the next steps."""
-        setup, step = self._setup, order[i]
-        following = order[i + 1] if i + 1 < len(order) else None
+        setup, steps = self._setup, order.steps
+        step, following = steps[i], steps[i + 1] if i + 1 < len(steps) else None
         halved = setup.halved and step.token > 0
-        lag = int(halved and self.width > 1)
+        lag = int(halved and order.end[i] - order.first[i] > 1)
         if self._halves and (not lag or self._halves[0].step.batch == step.batch):
             yield from self._finish_half()
         jax.block_until_ready(self._last)
@@ -287,9 +283,9 @@ class RunningBlock:
                 yield from self._finish_half()
         else:
             yield from self._compute(step, weights)
-        if setup.overlap and i + 2 < len(order):
+        if setup.overlap and i + 2 < len(steps):
             self._prefetcher.read_later(
-                order[i + 1], order[i + 2], {half.step.batch for half in self._halves}
+                steps[i + 1], steps[i + 2], {half.step.batch for half in self._halves}
             )
         self._verbs.bound_stores()
 
@@ -311,10 +307,10 @@ class RunningBlock:
         self._tiers.staging.forget_transfers()
 
     def _compute(self, step: BlockStep, weights: dict[str, Any]) -> Iterator[DrawnTokens]:
-        layer, key = self._g.config.layers[step.layer], (step.layer, step.batch)
+        layer, key = self._g.config.layers[step.layer], self._key(step)
         x, lengths = self._take_x(step), self._block.lengths[step.batch]
         if step.token == 0:
-            program, given = self._setup.compiled.prefill[layer], self._inputs.rows[step.batch].lengths
+            program, given = self._setup.compiled.prefill[layer], self._inputs.rows(step.batch).lengths
             x, self._kv.home[key], pages = self._verbs.do(
                 "compute", lambda: program(weights, x, self._kv.home[key], given)
             )
@@ -364,7 +360,7 @@ class RunningBlock:
 
     def _read_values(self, step: BlockStep, rising: Any, lengths: np.ndarray) -> list:
         """Read the chosen rows of V, on the host's thread, and store this token's KV. Return rows to give back."""
-        key, layer, found = (step.layer, step.batch), self._g.config.layers[step.layer], []
+        key, layer, found = self._key(step), self._g.config.layers[step.layer], []
         chosen, rows = self._tiers.arrived(rising)
         for split, positions, new in zip(self._kv.away, chosen, rows, strict=True):
             values = jax.tree.map(self._tiers.staging.take, self._g.top_values(layer, split.rows))
@@ -376,7 +372,7 @@ class RunningBlock:
 
     def _attend(self, step: BlockStep, rising: Any, cached: list, lengths: np.ndarray) -> list:
         """Store this token's KV and attend, on the host's thread. Return outputs to give back."""
-        key, layer, outputs = (step.layer, step.batch), self._g.config.layers[step.layer], []
+        key, layer, outputs = self._key(step), self._g.config.layers[step.layer], []
         queries, rows = self._tiers.arrived(rising)
         host = self._setup.host_attention
         assert host is not None
@@ -418,6 +414,10 @@ class RunningBlock:
 
     # ---- activations and tokens
 
+    def _key(self, step: BlockStep) -> Key:
+        """Return the place of a step's KV."""
+        return step.layer, self._g.slot(step.batch)
+
     def _take_x(self, step: BlockStep) -> tuple:
         """Return the input of a step on the device: embedded tokens, or the activations of the last layer."""
         if step.layer == 0:
@@ -431,17 +431,25 @@ class RunningBlock:
     def _pass_on(self, step: BlockStep, x: tuple) -> Iterator[DrawnTokens]:
         """Store the output of a step, or draw tokens after the last layer."""
         if step.layer + 1 < self._g.config.num_layers:
-            self._verbs.store("store_activation", lambda: self._activations.store(step.batch, x))
+            self._verbs.store(
+                "store_activation", lambda: self._activations.store(self._g.slot(step.batch), x)
+            )
             return
         yield self._inputs.draw(self._setup.compiled, self._setup.weights.ends, step, x)
+
+
+def _ended(order: BlockOrder, i: int, finished: Callable[[Sequence[int]], bool]) -> list[int]:
+    """Return the batches of a group of decodes with sequences that have all ended."""
+    group = order.steps[i : order.end[i]]
+    return [step.batch for step in group if step.token > 0 and finished([step.batch])]
 
 
 class BlockRunner:
     """Runner of blocks, one at a time.
 
     Attributes:
-      prefill_s: seconds of the last block's prompts.
-      prefill_crossed: bytes to the device and from the device during the last block's prompts.
+      prefill_s: seconds until the last prompt of the last block was computed.
+      prefill_crossed: bytes to the device and from the device in this time.
     """
 
     def __init__(self, setup: BlockSetup):
@@ -463,19 +471,20 @@ class BlockRunner:
         Raises: DiskError, also from closing the iterator.
         """
         g, run = self._setup.geometry, RunningBlock(self._setup, block)
-        order = list(
-            block_steps(block.batches, g.config.num_layers, g.policy.output_tokens, self._setup.schedule)
-        )
+        schedule, under_way = self._setup.schedule, g.policy.num_gpu_batches
+        tokens = g.policy.output_tokens
+        order = block_order(block.batches, g.config.num_layers, tokens, schedule, under_way)
         started, self.prefill_s, self.prefill_crossed = time.perf_counter(), 0.0, (0, 0)
         prompts_left = block.batches
         try:
             i = 0
-            while i < len(order):
-                begins = order[i].token > 0 and order[i].layer == 0 and run.place(order[i]) == 0
-                if begins and finished([step.batch for step in order[i : i + run.width]]):
-                    i = next((j for j in range(i, len(order)) if order[j].token == 0), len(order))
-                    yield from run.stop()
-                    continue
+            while i < len(order.steps):
+                if order.steps[i].layer == 0 and order.first[i] == i:
+                    over = _ended(order, i, finished)
+                    if over and (schedule == "diagonal" or len(over) == order.end[i] - i):
+                        order, i = order.rest(i, over), 0
+                        yield from run.stop()
+                        continue
                 for drawn in run.step(order, i):
                     yield drawn
                     if drawn.token == 0:
@@ -484,7 +493,7 @@ class BlockRunner:
                             jax.block_until_ready(drawn.tokens)
                             self.prefill_s = time.perf_counter() - started
                             self.prefill_crossed = self._setup.tiers.traffic.crossed()
-                on_step(order[i])
+                on_step(order.steps[i])
                 i += 1
             yield from run.stop()
         except GeneratorExit:  # the caller stops: the next block must not take data that was read ahead

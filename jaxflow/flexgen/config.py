@@ -15,8 +15,8 @@ from jaxflow.flexgen.policy import KINDS, PERCENTAGES, Policy, PolicyError, Shar
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 
 GIGA = 1e9
-Schedule = Literal["zigzag", "row"]
-SCHEDULES = ("zigzag", "row")
+Schedule = Literal["zigzag", "diagonal", "row"]
+SCHEDULES = ("zigzag", "diagonal", "row")
 # The fields of `EngineConfig` that apply to an offloaded run, which has no scheduler, page cache or plans.
 ENGINE_FIELDS = (
     *("model", "tokenizer", "dtype", "load_format", "quantization", "block_size", "tensor_parallel_size"),
@@ -31,7 +31,8 @@ class OffloadConfig:
     Attributes:
       disk_path: an existing folder, needed by a policy with a share on disk. Scratch files go to a new folder
         inside.
-      schedule: "zigzag" passes all batches of a block through a layer together; "row" runs batch after batch.
+      schedule: the order of the steps (`jaxflow.flexgen.block`); None: the policy's. "row" runs batch after
+        batch.
       overlap: False ends each transfer before the next step begins.
 
     Raises:
@@ -43,7 +44,7 @@ class OffloadConfig:
     host_memory_limit: float | None = None
     disk_limit: float | None = None
     disk_path: str | None = None
-    schedule: Schedule = "zigzag"
+    schedule: Schedule | None = None
     overlap: bool = True
 
     def __post_init__(self) -> None:
@@ -51,7 +52,7 @@ class OffloadConfig:
             value = getattr(self, field)
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise ConfigError(field, value, "a positive number of GB")
-        if self.schedule not in SCHEDULES:
+        if self.schedule not in (None, *SCHEDULES):
             raise ConfigError("schedule", self.schedule, " or ".join(SCHEDULES))
         if self.on_disk and not self.disk_path:  # an empty path would mean the working directory
             raise ConfigError(
@@ -59,6 +60,11 @@ class OffloadConfig:
                 self.disk_path,
                 f"a folder, because the policy places {' and '.join(self.on_disk)} on disk",
             )
+
+    @property
+    def order(self) -> Schedule:
+        """The order of the steps."""
+        return self.schedule or self.policy.schedule  # type: ignore[return-value]
 
     @property
     def on_disk(self) -> list[str]:
@@ -125,9 +131,10 @@ def define_flags() -> None:
     flags.DEFINE_string("disk_path", None, "Folder for the scratch files.")
     flags.DEFINE_enum(
         "schedule",
-        "zigzag",
+        None,
         list(SCHEDULES),
-        "zigzag: all batches pass a layer together; row: one batch after another.",
+        "zigzag: all batches of a block pass a layer together; diagonal: so do batches at different tokens; "
+        "row: one batch after another. Overrides the policy.",
     )
     flags.DEFINE_bool(
         "overlap",

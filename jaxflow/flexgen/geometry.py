@@ -175,6 +175,10 @@ class Geometry:
         """The number of sequences of a batch."""
         return self.policy.gpu_batch_size
 
+    def slot(self, batch: int) -> int:
+        """Return the place of a batch's KV and activations. A diagonal block has more batches than places."""
+        return batch % self.policy.num_gpu_batches
+
     @property
     def prompt(self) -> int:
         """The padded number of tokens of a prompt."""

@@ -13,6 +13,7 @@ SCHEMA_VERSION = 1
 TIERS = ("device", "host", "disk")
 KINDS = ("weights", "kv", "activations")  # kinds of tensors with shares
 PERCENTAGES = "three percentages that sum to 100, each 0 to 100"
+SCHEDULES = ("zigzag", "diagonal")
 WIDTHS = (16, 4)  # bits: bfloat16, or 4-bit groups of 64
 _TOLERANCE = 1e-6  # percent
 
@@ -44,7 +45,7 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     serves a block. `weights` are placed by tensors of a layer, `kv` and `activations` by sequences of a
     batch. With `host_attention`, the host computes the attention of decodes over KV that is not on the
     device. With `value_top_k_percent` below 100, decodes attend to the V rows of the top keys only
-    (`jaxflow.flexgen.sparse_values`).
+    (`jaxflow.flexgen.sparse_values`). `schedule` is the order of a block's steps (`jaxflow.flexgen.block`).
 
     Raises: PolicyError.
     """
@@ -61,6 +62,7 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_bits: int = 16
     host_attention: bool = False
     value_top_k_percent: float = 100.0
+    schedule: str = "zigzag"
     schema_version: int = SCHEMA_VERSION
 
     def __post_init__(self) -> None:
@@ -79,6 +81,8 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise PolicyError(
                     f"{field}={getattr(self, field)}; accepted is {' or '.join(map(str, WIDTHS))}"
                 )
+        if self.schedule not in SCHEDULES:
+            raise PolicyError(f"schedule={self.schedule!r}; accepted is {' or '.join(SCHEDULES)}")
         if not 0 < self.value_top_k_percent <= 100:  # also for NaN
             raise PolicyError(
                 f"value_top_k_percent={self.value_top_k_percent}; accepted is a number above 0 and up to 100"

@@ -71,7 +71,7 @@ def report(runtime: Runtime, link: Link) -> dict[str, Any]:
     return {
         "command_name": "offload",
         "policy": msgspec.to_builtins(policy),
-        "schedule": runtime.offload.schedule,
+        "schedule": runtime.offload.order,
         "overlap": runtime.offload.overlap,
         "tensor_parallel_size": links,
         "effective_block_size": policy.block_size,

@@ -200,7 +200,7 @@ class Runtime:
             raise RuntimeError("an offloaded run failed; close the runtime") from self._fault
         g = self.geometry
         live = LiveRequests(requests, g.config.eos_token_ids, self._random)
-        size = self.policy.block_size
+        size = max(1, len(live.sequences)) if self.offload.order == "diagonal" else self.policy.block_size
         blocks = [live.sequences[i : i + size] for i in range(0, len(live.sequences), size)]
         made = [make_block(g, sequences) for sequences in blocks]
         total = sum(block.batches for block in made) * g.config.num_layers * self.policy.output_tokens
@@ -237,7 +237,7 @@ class Runtime:
         live.start_block(sequences)
         self._tiers.traffic.take()
         started, late = time.perf_counter(), deque[DrawnTokens]()
-        width = block.batches if self.offload.schedule == "zigzag" else 1
+        width = 1 if self.offload.order == "row" else min(block.batches, self.policy.num_gpu_batches)
 
         def finished(batches: Sequence[int]) -> bool:
             return all(seq is None or seq.finished for batch in batches for seq in block.sequences[batch])

@@ -265,7 +265,7 @@ def _runner(
     eos = frozenset(g.config.eos_token_ids)
     return BlockRunner(
         BlockSetup(
-            g, compiled, tiers, weights, kv, activations, host, thread, offload.schedule, offload.overlap, eos
+            g, compiled, tiers, weights, kv, activations, host, thread, offload.order, offload.overlap, eos
         )
     ), host
 
@@ -285,7 +285,7 @@ def _described(g: Geometry) -> str:
         f"blocks of {p.num_gpu_batches} x {p.gpu_batch_size}, device/host/disk: {shares} % "
         f"(KV of {rows} sequences a batch), "
         f"weights of {p.weight_bits} bits, KV of {p.kv_bits}, attention of decodes on the {attention} "
-        f"to {p.value_top_k_percent:g} % of the V rows"
+        f"to {p.value_top_k_percent:g} % of the V rows, {p.schedule} schedule"
     )
 
 

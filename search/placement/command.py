@@ -8,13 +8,14 @@ and rivals: the paper's ablations, hand-written policies, and each tier by itsel
 policy as JSON. `--front` receives latency against throughput over all blocks, as JSON with a PNG.
 """
 
+import dataclasses
 import math
 
 from absl import flags, logging
 
 from jaxflow.cli.output_files import check_outputs
 from jaxflow.config import ConfigError, ModelConfig
-from jaxflow.flexgen.policy import Policy, Shares, save_policy
+from jaxflow.flexgen.policy import SCHEDULES, Policy, Shares, save_policy
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from search.placement.cost_model import Prediction, predict
 from search.placement.front import front, pareto, save_front
@@ -35,6 +36,7 @@ from search.placement.solver import (
 from search.placement.workload import PlacementWorkload, workload
 
 WIDTH = 96
+SEARCHED_SCHEDULES = {"auto": SCHEDULES, **{name: (name,) for name in SCHEDULES}}
 HOST_ATTENTION = {"auto": None, "on": True, "off": False}
 
 
@@ -80,6 +82,12 @@ def define_workload_flags() -> None:
         "value_top_k_percent",
         100.0,
         "Percentage of the V rows that a decode reads, those with the largest softmax weights (§5).",
+    )
+    flags.DEFINE_enum(
+        "schedule",
+        "auto",
+        sorted(SEARCHED_SCHEDULES),
+        "Order of a block's steps; auto: the one with the higher predicted throughput.",
     )
     flags.DEFINE_float("max_latency_s", math.inf, "The longest allowed time of a block, in seconds.")
     flags.DEFINE_integer("percent_step", None, "Shares are multiples of so many percent; unset: any share.")
@@ -142,6 +150,7 @@ def options_from_flags() -> PlacementOptions:
         kv_bits=int(f.kv_bits),
         host_attention=HOST_ATTENTION[f.host_attention],
         value_top_k_percent=f.value_top_k_percent,
+        schedules=SEARCHED_SCHEDULES[f.schedule],
         max_latency_s=f.max_latency_s,
         percent_step=f.percent_step,
         gpu_batch_sizes=_numbers("gpu_batch_sizes"),
@@ -164,6 +173,10 @@ def describe(
             f"{name:12} device {shares.device:6.2f} %   host {shares.host:6.2f} %   disk {shares.disk:6.2f} %"
         )
     lines.append(f"Predicted: {made.tokens_per_s:.2f} generated tokens/s, a block in {made.latency_s:.1f} s")
+    if policy.schedule == "diagonal" and "zigzag" in options.schedules:
+        zigzag = dataclasses.replace(options, schedules=("zigzag",))
+        best = max((one.tokens_per_s for one in candidates(work, machine, memory, zigzag)), default=0.0)
+        lines.append(f"Schedule: diagonal, in a long run; the best zig-zag block: {best:.2f} tokens/s")
     lines.append(f"Binding: {_binding(made)}; full: {_full(memory, made)}")
     lines.append(
         f"Bound by the link's bandwidth: {made.link_tokens_per_s:.2f} tokens/s for this policy, {bound:.2f} for any; "

@@ -11,16 +11,20 @@ linear program. It supports any family through `jaxflow.model.graph`. Difference
 - A batch at a layer costs driver time in which the device waits, so small batches are not free.
 - A product takes at least the time of reading its weights. 4-bit tensors are unpacked before use, for each batch.
 - Where the runtime keeps KV in pages, full pages cross, with room for all tokens of a sequence, also beyond a window.
+- In the diagonal schedule a pass over the layers has prompts of some batches and decodes of others. Both use one
+  fetch of a layer, and their terms add up before the longest term is taken.
 - With top-k sparse values a decode loads all keys and the chosen rows of V; the host's memory gives the rows.
 - Where the device is the host itself, compute and copies take turns, so these terms add up.
 """
 
+import collections
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from jaxflow.flexgen.block import diagonal_starts
 from jaxflow.flexgen.policy import Policy
-from search.placement.machine_curves import Machine
+from search.placement.machine_curves import CURVES, Curve, Machine
 from search.placement.workload import BYTES, CrossingTokens, PlacementWorkload
 
 TERMS = (
@@ -43,6 +47,7 @@ class BlockChoice:
     kv_bits: int = 16
     host_attention: bool = False
     value_top_k_percent: float = 100.0
+    schedule: str = "zigzag"
 
     @property
     def sparse_values(self) -> bool:
@@ -75,9 +80,61 @@ def split(policy: Policy) -> tuple[BlockChoice, TierShares]:
         policy.kv_bits,
         policy.host_attention,
         policy.value_top_k_percent,
+        policy.schedule,
     )
     shares = ([share / 100 for share in kind] for kind in (policy.weights, policy.kv, policy.activations))
     return choice, TierShares(*shares)
+
+
+@dataclasses.dataclass(frozen=True)
+class Passes:
+    """A number of passes over the layers, each with the prompts and the decodes of some batches."""
+
+    number: int
+    prompts: int
+    decodes: int
+
+
+def passes(choice: BlockChoice, output_tokens: int, blocks: int | None = None) -> list[Passes]:
+    """Return the passes of a run of `blocks` blocks of batches.
+
+    None: one block; for the diagonal schedule, as many passes of a run without end as make a block's tokens.
+    """
+    batches = choice.num_gpu_batches
+    if choice.schedule == "zigzag":
+        return [
+            Passes(blocks or 1, batches, 0),
+            Passes((blocks or 1) * (output_tokens - 1), 0, batches),
+        ]
+    if blocks is None:
+        prompts, more = divmod(batches, output_tokens)
+        kinds = [(output_tokens - more, prompts), (more, prompts + 1)]
+        return [Passes(number, count, batches - count) for number, count in kinds if number]
+    starts = diagonal_starts(blocks * batches, output_tokens, batches)
+    found = collections.Counter(
+        (
+            sum(start == one for start in starts),
+            sum(start < one < start + output_tokens for start in starts),
+        )
+        for one in range(starts[-1] + output_tokens)
+    )
+    return [Passes(number, *kind) for kind, number in found.items()]
+
+
+def pass_terms(
+    work: PlacementWorkload, machine: Machine, choice: BlockChoice, placed: TierShares, one: Passes
+) -> dict[str, Any]:
+    """Return the seconds of one layer in a pass, by `TERMS`. Prompts and decodes share the layer's weights."""
+    found: dict[str, Any] = dict.fromkeys(TERMS, 0.0)
+    for batches, terms in ((one.prompts, prefill_terms), (one.decodes, decode_terms)):
+        if batches:
+            part = terms(work, machine, dataclasses.replace(choice, num_gpu_batches=batches), placed)
+            found = {name: found[name] + part[name] for name in TERMS}
+    if one.prompts and one.decodes:
+        weights = work.weights * work.bytes_of(choice.weight_bits)
+        found[TERMS[0]] -= machine.host_to_device.seconds(weights) * (1 - placed.weights[0])
+        found[TERMS[2]] -= machine.disk_to_host.seconds(weights) * placed.weights[2]
+    return found
 
 
 def prefill_terms(
@@ -263,8 +320,8 @@ def memory_bytes(work: PlacementWorkload, choice: BlockChoice, placed: TierShare
 class Prediction:
     """The predicted cost of a policy.
 
-    `prefill`, `decode`: seconds of each term for a layer. `link_s`: of the busier direction, for a full
-    block.
+    `prefill`, `decode`: seconds of each term for a layer; of the diagonal schedule, in a pass with the most
+    and with the fewest prompts. `link_s`: of the busier direction, for a full block.
     """
 
     latency_s: float
@@ -286,26 +343,48 @@ class Prediction:
         return self.tokens_per_s * self.latency_s / self.link_s if self.link_s else float("inf")
 
 
-def predict(work: PlacementWorkload, machine: Machine, policy: Policy, *, overlap: bool = True) -> Prediction:
+def crossing_bytes(work: PlacementWorkload, policy: Policy, blocks: int = 1) -> dict[str, float]:
+    """Return the bytes of a run over the link and the disk, each direction, by `TERMS`."""
+    byte_a_second: dict[str, Any] = dict.fromkeys(CURVES, Curve(0.0, 1.0))
+    machine, (choice, placed) = Machine(name="bytes", method="", **byte_a_second), split(policy)
+    made = [
+        (one.number, pass_terms(work, machine, choice, placed, one))
+        for one in passes(choice, work.output_tokens, blocks)
+    ]
+    return {term: work.layers * sum(number * terms[term] for number, terms in made) for term in TERMS[:4]}
+
+
+def predict(
+    work: PlacementWorkload,
+    machine: Machine,
+    policy: Policy,
+    *,
+    overlap: bool = True,
+    blocks: int | None = None,
+) -> Prediction:
     """Return T = T_pre l + T_gen (n - 1) l, plus the head of n tokens; without overlap a layer's terms add
     up.
+
+    `blocks`: as for `passes`. The times are then those of all blocks together.
     """
     choice, placed = split(policy)
-    prefill, decode = (
-        prefill_terms(work, machine, choice, placed),
-        decode_terms(work, machine, choice, placed),
-    )
-    layers, steps = work.layers, work.output_tokens - 1
-    ends = ends_s(work, machine, choice)
-    one_prompt, one_token = (
-        max(resources(machine, terms)) if overlap else sum(terms.values()) for terms in (prefill, decode)
-    )
-    prompts = layers * one_prompt + ends
-    latency = prompts + steps * (layers * one_token + ends)
-    tokens = choice.block_size * work.output_tokens
-    link = layers * (
-        max(prefill[term] for term in TERMS[:2]) + steps * max(decode[term] for term in TERMS[:2])
-    )
+    found = [
+        (one, pass_terms(work, machine, choice, placed, one))
+        for one in passes(choice, work.output_tokens, blocks)
+    ]
+    layers, ends = work.layers, ends_s(work, machine, choice)
+
+    def layer_s(terms: dict[str, Any]) -> float:
+        return max(resources(machine, terms)) if overlap else sum(terms.values())
+
+    blocks = blocks or 1
+    latency = layers * sum(one.number * layer_s(terms) for one, terms in found)
+    latency += blocks * work.output_tokens * ends
+    tokens = blocks * choice.block_size * work.output_tokens
+    link = layers * sum(one.number * max(terms[term] for term in TERMS[:2]) for one, terms in found)
+    prefill = max(found, key=lambda one: one[0].prompts)[1]
+    decode = min(found, key=lambda one: one[0].prompts)[1]
+    prompts = layers * layer_s(prefill) + ends
     return Prediction(
         latency, prompts, tokens / latency, prefill, decode, memory_bytes(work, choice, placed), link
     )

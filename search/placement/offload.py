@@ -8,14 +8,18 @@ prediction.
       --disk_path /scratch
 
 All policies run in one process. A policy is searched for the machine and its memories, and for less memory
-where the account of bytes, which includes the compiled programs, exceeds a tier. After a warm-up batch, full
+where the account of bytes, which includes the compiled programs, exceeds a tier. With `--value_top_k_percents
+100,10` each policy is run, or searched, for each share of the V rows. After a warm-up batch, full
 blocks of random prompts are timed. `--runs_json` receives the runs in the form of `python -m search machine
 --runs`.
 """
 
 import dataclasses
 import gc
+import itertools
 import os
+import shlex
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,13 +34,14 @@ from jaxflow.engine.start import resolve
 from jaxflow.flexgen.accounting import DoesNotFit
 from jaxflow.flexgen.config import OffloadConfig
 from jaxflow.flexgen.policy import TIERS, Policy, PolicyError, load_policy
-from jaxflow.flexgen.report import Link, measure_link, report
+from jaxflow.flexgen.report import Link, measure_link, report, totals
 from jaxflow.flexgen.runtime import Runtime
 from jaxflow.flexgen.start import prepare, start
 from jaxflow.model.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from jaxflow.request import Request, SamplingParams
+from pallas_kernels.measure.provenance import provenance
 from search.placement import command as placement
-from search.placement.cost_model import predict
+from search.placement.cost_model import crossing_bytes, predict
 from search.placement.machine import BlockRun, BlockRuns
 from search.placement.machine_curves import Machine, load_machine
 from search.placement.rivals import TierRoom, chosen, policy_named
@@ -57,6 +62,12 @@ def define_flags() -> None:
         "policies",
         None,
         "Policy files to run instead of searched policies; needs no solver.",
+    )
+    flags.DEFINE_list(
+        "value_top_k_percents",
+        None,
+        "Percentages of the V rows; runs every policy once for each. Default: the policy's, or "
+        "--value_top_k_percent.",
     )
     flags.DEFINE_list("only", None, "Names of the rivals to run; default: all that fit.")
     flags.DEFINE_integer("blocks", 1, "Timed blocks of each policy.", lower_bound=1)
@@ -91,7 +102,7 @@ def run() -> None:
         raise ConfigError(
             "only", ",".join(f.only), "unset with policies: all of those are run, and no rivals"
         )
-    names = chosen(f.only)
+    names, percents = chosen(f.only), _percents(f.value_top_k_percents)
     memory = TierMemory(*(getattr(f, tier) * GIGA for tier in placement.TIERS))
     engine = EngineConfig(model=f.model, load_format=f.load_format, dtype=f.dtype, block_size=f.block_size)
     prepare(
@@ -105,7 +116,9 @@ def run() -> None:
     bench = OffloadBench(work, machine, memory, engine, checkpoint, measure_link(jax.devices()[0], f.link_mb))
     rows: list[dict[str, Any]] = []
     for row in (
-        _given(bench, f.policies) if f.policies else _searched(bench, placement.options_from_flags(), names)
+        _given(bench, f.policies, percents)
+        if f.policies
+        else _searched(bench, placement.options_from_flags(), names, percents)
     ):
         rows.append(row)
         print(_line(row), flush=True)
@@ -122,9 +135,9 @@ def _save(bench: OffloadBench, rows: list[dict[str, Any]]) -> None:
     result = {
         "schema_version": SCHEMA_VERSION,
         "command_name": "search offload",
+        **provenance(shlex.join(["python", "-m", "search", *sys.argv[1:]])),
         "model": bench.checkpoint.name,
         "machine": bench.machine.name,
-        "device": jax.devices()[0].device_kind,
         "host_cores": os.cpu_count(),
         "memory_gb": dict(zip(TIERS, (capacity / GIGA for capacity in bench.memory), strict=True)),
         "rows": rows,
@@ -140,15 +153,33 @@ def _save(bench: OffloadBench, rows: list[dict[str, Any]]) -> None:
                 bench.work.page_size,
             )
             for row in rows
-            if row.get("overlap")
+            if row.get("overlap") and row["schedule"] != "diagonal"
         )
         made = BlockRuns(method=f"whole blocks on {result['device']}", start=bench.machine, runs=runs)
         Path(f.runs_json).write_bytes(msgspec.json.format(msgspec.json.encode(made), indent=1) + b"\n")
 
 
-def _given(bench: OffloadBench, files: list[str]) -> Iterator[dict[str, Any]]:
+def _percents(words: list[str] | None) -> list[float]:
+    """Return percentages; none: those of the policies. Raises: ConfigError."""
+    try:
+        found = [float(word) for word in words or ()]
+        if not all(0 < percent <= 100 for percent in found):
+            raise ValueError
+    except ValueError:
+        accepted = "numbers above 0 and up to 100, between commas"
+        raise ConfigError("value_top_k_percents", ",".join(words or ()), accepted) from None
+    return found
+
+
+def _given(bench: OffloadBench, files: list[str], percents: list[float]) -> Iterator[dict[str, Any]]:
     """Run given policies of the workload. A failing policy yields a row with its error."""
     policies = {Path(file).stem: load_policy(file, model=bench.work.model) for file in files}
+    if percents:
+        policies = {
+            _with_percent(name, percent): msgspec.structs.replace(policy, value_top_k_percent=percent)
+            for name, policy in policies.items()
+            for percent in percents
+        }
     for name, policy in policies.items():
         asked = bench.work.prompt_tokens, bench.work.output_tokens
         if (policy.prompt_tokens, policy.output_tokens) != asked:
@@ -168,17 +199,23 @@ def _given(bench: OffloadBench, files: list[str]) -> Iterator[dict[str, Any]]:
         yield row
 
 
-def _searched(bench: OffloadBench, options: PlacementOptions, names: list[str]) -> Iterator[dict[str, Any]]:
-    for name in names:
-        row = _run_named(bench, options, name)
+def _searched(
+    bench: OffloadBench, options: PlacementOptions, names: list[str], percents: list[float]
+) -> Iterator[dict[str, Any]]:
+    for name, percent in itertools.product(names, percents or [options.value_top_k_percent]):
+        row = _run_named(bench, dataclasses.replace(options, value_top_k_percent=percent), name)
         if row is not None:
-            yield row
+            yield row | ({"name": _with_percent(name, percent)} if percents else {})
+
+
+def _with_percent(name: str, percent: float) -> str:
+    return f"{name}, {percent:g} % of V"
 
 
 def _run_named(bench: OffloadBench, options: PlacementOptions, name: str) -> dict[str, Any] | None:
     """Run a rival's best policy that fits; None where no policy does."""
     room = TierRoom(bench.memory, dict.fromkeys(TIERS, 0.0))
-    overlap, schedule = name != "no overlap", "row" if name == "row by row" else "zigzag"
+    overlap, schedule = name != "no overlap", "row" if name == "row by row" else None
     for _ in range(_TRIES):
         policy = policy_named(name, bench.work, bench.machine, room, options)
         if policy is None:
@@ -204,26 +241,43 @@ def _run_named(bench: OffloadBench, options: PlacementOptions, name: str) -> dic
 
 def _run(bench: OffloadBench, name: str, policy: Policy, **settings: Any) -> dict[str, Any]:
     """Run a policy's blocks and compare them with the prediction."""
-    predicted = predict(bench.work, bench.machine, policy, overlap=settings.get("overlap", True))
+    blocks = flags.FLAGS.blocks
+    predicted = predict(
+        bench.work, bench.machine, policy, overlap=settings.get("overlap", True), blocks=blocks
+    )
     with start(bench.config(policy, **settings), bench.engine, bench.checkpoint, progress=False) as runtime:
-        return _measured(name, runtime, predicted, bench.link)
+        return _measured(name, runtime, predicted, bench.link) | _bytes(bench, runtime)
+
+
+def _bytes(bench: OffloadBench, runtime: Runtime) -> dict[str, Any]:
+    """Return the predicted and the counted bytes over link and disk."""
+    moved = totals(runtime.stats).values()
+    counted = (
+        sum(getattr(one, f"{name}_bytes") for one in moved)
+        for name in ("link_down", "link_up", "disk_read", "disk_write")
+    )
+    predicted = crossing_bytes(bench.work, runtime.policy, flags.FLAGS.blocks)
+    return {
+        "moved_bytes": {
+            term: {"predicted": predicted[term], "counted": bytes_moved}
+            for term, bytes_moved in zip(predicted, counted, strict=True)
+        }
+    }
 
 
 def _measured(name: str, runtime: Runtime, predicted: Any, link: Link) -> dict[str, Any]:
     """Return the report of blocks of random prompts with the policy's length."""
     policy, vocabulary = runtime.policy, runtime.geometry.config.vocab_size
     sampling = SamplingParams(temperature=0.0, max_tokens=policy.output_tokens, ignore_eos=True, seed=0)
-    for block in range(flags.FLAGS.blocks):
-        ids = [
-            [(block + 7 * i + 31 * j) % vocabulary for j in range(policy.prompt_tokens)]
-            for i in range(policy.block_size)
-        ]
-        for _ in runtime.generate(
-            [Request(f"{block}-{i}", prompt, sampling) for i, prompt in enumerate(ids)]
-        ):
-            pass
+    ids = [
+        [(block + 7 * i + 31 * j) % vocabulary for j in range(policy.prompt_tokens)]
+        for block in range(flags.FLAGS.blocks)
+        for i in range(policy.block_size)
+    ]
+    for _ in runtime.generate([Request(f"{i}", prompt, sampling) for i, prompt in enumerate(ids)]):
+        pass
     result = report(runtime, link)
-    error = predicted.latency_s * flags.FLAGS.blocks / result["latency_s"] - 1
+    error = predicted.latency_s / result["latency_s"] - 1
     about = {
         "latency_s": predicted.latency_s,
         "prefill_s": predicted.prefill_s,

@@ -3,6 +3,7 @@ block.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -18,10 +19,10 @@ from jaxflow.flexgen.policy import Policy, Shares
 from search.placement.cost_model import (
     BlockChoice,
     TierShares,
-    decode_terms,
     ends_s,
     memory_bytes,
-    prefill_terms,
+    pass_terms,
+    passes,
     resources,
 )
 from search.placement.machine_curves import CURVES, Curve, Machine
@@ -75,13 +76,14 @@ class PlacementOptions:
     """The allowed policies.
 
     `percent_step`: shares are its multiples (None: any share). `host_attention`: None lets the search
-    decide.
+    decide. `schedules`: the search takes the one with the best prediction.
     """
 
     weight_bits: int = 16
     kv_bits: int = 16
     host_attention: bool | None = None
     value_top_k_percent: float = 100.0
+    schedules: Sequence[str] = ("zigzag",)
     max_latency_s: float = math.inf  # limit in seconds of a full block
     percent_step: int | None = None
     gpu_batch_sizes: Sequence[int] = GPU_BATCH_SIZES
@@ -107,7 +109,9 @@ class PlacementOptions:
             if not getattr(self, field) or min(getattr(self, field)) < 1:
                 raise PlacementError(f"{field}={getattr(self, field)}: positive numbers")
 
-    def choice(self, gpu_batch_size: int, num_gpu_batches: int, host_attention: bool) -> BlockChoice:
+    def choice(
+        self, gpu_batch_size: int, num_gpu_batches: int, host_attention: bool, schedule: str
+    ) -> BlockChoice:
         """Return a block's choice."""
         return BlockChoice(
             gpu_batch_size,
@@ -116,6 +120,7 @@ class PlacementOptions:
             self.kv_bits,
             host_attention,
             self.value_top_k_percent,
+            schedule,
         )
 
     def host_attentions(self) -> tuple[bool, ...]:
@@ -142,10 +147,10 @@ def candidates(
 ) -> list[BlockCandidate]:
     """Return the best placement of each block that fits the memory and the latency limit."""
     found = []
-    for host_attention in options.host_attentions():
+    for host_attention, schedule in itertools.product(options.host_attentions(), options.schedules):
         for size in sorted(options.gpu_batch_sizes):
             for batches in sorted(options.num_gpu_batches):
-                choice = options.choice(size, batches, host_attention)
+                choice = options.choice(size, batches, host_attention, schedule)
                 solved = solve(work, machine, memory, choice, options)
                 if solved is None:
                     break  # more batches need more memory and more time
@@ -201,24 +206,20 @@ def solve(
     tidy: bool = False,
 ) -> tuple[float, TierShares] | None:
     """Solve Eq. 1 for one block: (latency in seconds, shares), or None if nothing fits."""
-    unit = (
-        max(
-            *prefill_terms(work, machine, choice, _CORNER).values(),
-            *decode_terms(work, machine, choice, _CORNER).values(),
-        )
-        or 1.0
-    )
+    kinds = [one for one in passes(choice, work.output_tokens) if one.number]
+    corner = (pass_terms(work, machine, choice, _CORNER, one).values() for one in kinds)
+    unit = max(itertools.chain(*corner)) or 1.0
     model, placed = _program(options.percent_step)
-    spent, steps = [], work.output_tokens - 1
-    for terms in (prefill_terms, decode_terms):
+    spent = []
+    for one in kinds:
         longest = model.add_var(lb=0.0)
-        spent.append((longest, terms(work, machine, choice, placed)))
-        for term in resources(machine, spent[-1][1]):
+        spent.append((one.number, longest, pass_terms(work, machine, choice, placed, one)))
+        for term in resources(machine, spent[-1][2]):
             model += longest >= term * (1 / unit)
     for used, capacity in zip(memory_bytes(work, choice, placed), memory, strict=True):
         if math.isfinite(capacity):
             model += used * (1 / GIGA) <= capacity / GIGA
-    layers = spent[0][0] + steps * spent[1][0]  # seconds of one layer, in units
+    layers: Any = sum(number * longest for number, longest, _ in spent)  # seconds of one layer, in units
     constant = work.output_tokens * ends_s(work, machine, choice)
     if math.isfinite(options.max_latency_s):
         model += layers <= (options.max_latency_s - constant) / (work.layers * unit)
@@ -228,9 +229,7 @@ def solve(
     latency = constant + work.layers * unit * float(model.objective_value)
     if tidy:
         model += layers <= float(model.objective_value) * (1 + _SLACK)
-        traffic: Any = sum(
-            number * sum(terms.values()) for (_, terms), number in zip(spent, (1, steps), strict=True)
-        )
+        traffic: Any = sum(number * sum(terms.values()) for number, _, terms in spent)
         model.objective = mip.minimize(traffic * (1 / unit))
         if not _optimal(model):
             raise RuntimeError(f"{choice}: the solver lost a placement that it had found")
@@ -306,7 +305,9 @@ def _shares(shares: Sequence[float]) -> Shares:
 def _refusal(work: PlacementWorkload, machine: Machine, memory: TierMemory, options: PlacementOptions) -> str:
     """Return the memory or latency that would fit the smallest block."""
     choices = [
-        options.choice(min(options.gpu_batch_sizes), min(options.num_gpu_batches), host_attention)
+        options.choice(
+            min(options.gpu_batch_sizes), min(options.num_gpu_batches), host_attention, options.schedules[0]
+        )
         for host_attention in options.host_attentions()
     ]
     asked = f"{work.model} with {work.prompt_tokens} + {work.output_tokens} tokens"

@@ -102,7 +102,7 @@ def _chunk_attention(
         mine = (at >= 0) & (at < tokens)
         k, v = (read_pages(pages, None, page_table[row]) for pages in (k_pages, v_pages))
         positions = jnp.clip(position + at, 0, k.shape[1] - 1)
-        new = lax.map(lambda one: one_query(*one, k, v), (q, positions), batch_size=_QUERIES)
+        new = lax.map(lambda one: one_query(one[0], one[1], k, v), (q, positions), batch_size=_QUERIES)
         return jnp.where(mine[:, None, None], new, out)
 
     def if_any(c: jax.Array, out: jax.Array) -> jax.Array:

@@ -14,7 +14,7 @@ from offloaded import DEVICE, DISK, HOST, MIXED, changed, goldens, requests, run
 from jaxflow.flexgen.policy import Shares
 from jaxflow.request import Request, SamplingParams
 
-ORDERS = list(itertools.product(("zigzag", "row"), (True, False)))
+ORDERS = list(itertools.product(("zigzag", "row", "diagonal"), (True, False)))
 
 
 @pytest.mark.parametrize(
@@ -37,8 +37,8 @@ def test_opt_on_all_tiers_in_every_order(host_attention, tmp_path):
                 else seconds.keys()
                 >= {"fetch_layer", "compute", "store_kv", "store_activation", "load_activation"}
             )
-        assert len(made.stats) == 2 * len(ORDERS)
-        assert [stats.tokens for stats in made.stats[:2]] == [36, 18]
+        runs = {"zigzag": [36, 18], "row": [36, 18], "diagonal": [54]}  # a diagonal is one block
+        assert [stats.tokens for stats in made.stats] == [n for order in ORDERS for n in runs[order[0]]]
 
 
 def test_llama_in_4_bits_equals_the_engine_with_the_same_weights(tmp_path):
@@ -112,6 +112,22 @@ def test_every_other_family(model, way, tmp_path):
     tp, kv, host_attention = WAYS[way]
     with runtime(model, tmp_path, tp=tp, weights=MIXED, kv=kv, host_attention=host_attention) as made:
         assert run(made, requests(prompts)) == expected
+
+
+@pytest.mark.parametrize("host_attention", [False, True])
+def test_batches_that_end_early_leave_a_diagonal(host_attention, tmp_path):
+    """Sequences end after one to six tokens. The batches after them get the engine's tokens."""
+    prompts, greedy = goldens("tiny-opt", copies=4)
+    asked = [
+        Request(
+            f"r{i}", prompt, SamplingParams(temperature=0.0, max_tokens=1 + i // 3 % 3 * 2, ignore_eos=True)
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+    with runtime("tiny-opt", tmp_path, kv=MIXED, activations=MIXED, host_attention=host_attention) as made:
+        changed(made, schedule="diagonal")
+        found = run(made, asked)
+    assert found == [ids[: request.sampling.max_tokens] for ids, request in zip(greedy, asked, strict=True)]
 
 
 def test_sampling_equals_the_engines(tmp_path):
