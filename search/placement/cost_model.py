@@ -14,7 +14,8 @@ linear program. It supports any family through `jaxflow.model.graph`. Difference
 - In the diagonal schedule a pass over the layers has prompts of some batches and decodes of others. Both use one
   fetch of a layer, and their terms add up before the longest term is taken.
 - With top-k sparse values a decode loads all keys and the chosen rows of V; the host's memory gives the rows.
-- Where the device is the host itself, compute and copies take turns, so these terms add up.
+- Where the device is the host itself, compute and copies take turns, so these terms add up. So they do for 4 bits
+  in FlexGen's own runtime (`Machine.unpack_weights_per_s`).
 """
 
 import collections
@@ -131,6 +132,7 @@ def pass_terms(
             part = terms(work, machine, dataclasses.replace(choice, num_gpu_batches=batches), placed)
             found = {name: found[name] + part[name] for name in TERMS}
     if one.prompts and one.decodes:
+        found["device compute"] -= _unpack_weights_once(work, machine, choice)
         weights = work.weights * work.bytes_of(choice.weight_bits)
         found[TERMS[0]] -= machine.host_to_device.seconds(weights) * (1 - placed.weights[0])
         found[TERMS[2]] -= machine.disk_to_host.seconds(weights) * placed.weights[2]
@@ -243,7 +245,7 @@ def _terms(
 def _products(work: PlacementWorkload, machine: Machine, choice: BlockChoice, tokens: float) -> float:
     """Return the seconds of a layer's products for all batches of a block, `tokens` each, with their launch.
 
-    Each batch's program unpacks 4-bit weights.
+    Each batch's program unpacks 4-bit weights, except with `Machine.unpack_weights_per_s`.
     """
     product = max(
         machine.device_products.seconds(work.linear_flops * tokens),
@@ -251,10 +253,18 @@ def _products(work: PlacementWorkload, machine: Machine, choice: BlockChoice, to
     )
     unpacked = (
         machine.device_memory.seconds(work.weights * (BYTES[4] + work.wide_bytes))
-        if choice.weight_bits == 4
+        if choice.weight_bits == 4 and machine.unpack_weights_per_s is None
         else 0.0
     )
-    return choice.num_gpu_batches * (machine.batch_layer_s + product + unpacked)
+    batches = choice.num_gpu_batches * (machine.batch_layer_s + product + unpacked)
+    return batches + _unpack_weights_once(work, machine, choice)
+
+
+def _unpack_weights_once(work: PlacementWorkload, machine: Machine, choice: BlockChoice) -> float:
+    """Return the seconds in which all batches of a block wait for a layer's weights in 16 bits."""
+    if choice.weight_bits == 16 or machine.unpack_weights_per_s is None:
+        return 0.0
+    return work.weights / machine.unpack_weights_per_s
 
 
 def _unpack_kv(work: PlacementWorkload, machine: Machine, choice: BlockChoice, elements: float) -> float:
@@ -264,9 +274,10 @@ def _unpack_kv(work: PlacementWorkload, machine: Machine, choice: BlockChoice, e
     )
 
 
-def resources(machine: Machine, terms: dict[str, Any]) -> list[Any]:
+def resources(machine: Machine, choice: BlockChoice, terms: dict[str, Any]) -> list[Any]:
     """Return the seconds of each resource that works at the same time; a layer takes the longest."""
-    if not machine.one_processor:
+    in_turns = machine.unpack_weights_per_s is not None and choice.weight_bits == 4
+    if not (machine.one_processor or in_turns):
         return list(terms.values())
     disk = ("disk to host", "host to disk")
     return [sum(term for name, term in terms.items() if name not in disk), *(terms[name] for name in disk)]
@@ -375,7 +386,7 @@ def predict(
     layers, ends = work.layers, ends_s(work, machine, choice)
 
     def layer_s(terms: dict[str, Any]) -> float:
-        return max(resources(machine, terms)) if overlap else sum(terms.values())
+        return max(resources(machine, choice, terms)) if overlap else sum(terms.values())
 
     blocks = blocks or 1
     latency = layers * sum(one.number * layer_s(terms) for one, terms in found)

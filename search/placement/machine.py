@@ -14,7 +14,7 @@ the cache.
 Curves are measured one at a time, but in a run they share caches, threads and links. Each rate gets a
 factor, and so does the driver's time for a batch at a layer (`batch_layer_s`). The factors are fitted with optax
 to the logarithms of the latencies. Factors far from 1 have a cost, so a rate without effect on the runs
-stays as measured.
+stays as measured. From runs that are all in 4 bits, only `unpack_weights_per_s` is fitted.
 """
 
 import functools
@@ -54,6 +54,7 @@ from search.placement.workload import PlacementWorkload, workload
 
 SCHEMA_VERSION = 1
 _STEPS, _PRIOR, _NUDGE = 400, 0.02, 1e-3
+_NEWTON_STEPS = 12
 _BATCH_LAYER_S = 1e-3  # start value: about twenty Python calls that begin transfers
 
 
@@ -122,6 +123,27 @@ def fit_runs(measured: BlockRuns) -> Machine:
         updates, state = optimizer.update(jnp.array(around), state, factors)
         factors = optax.apply_updates(factors, updates)
     return msgspec.structs.replace(_scaled(start, np.asarray(factors)), method=measured.method)
+
+
+def fit_unpacking(measured: BlockRuns) -> Machine:
+    """Return the machine with the `unpack_weights_per_s` that comes nearest to runs in 4 bits.
+
+    Gauss-Newton steps on the logarithms of rate and latencies; all other constants stay.
+    """
+    works = [_workload(run) for run in measured.runs]
+
+    def machine(log: float) -> Machine:
+        return msgspec.structs.replace(measured.start, unpack_weights_per_s=float(f"{np.exp(log):.6g}"))
+
+    def off(log: float) -> np.ndarray:
+        return np.array(_off(machine(log), measured.runs, works))
+
+    log = float(np.log(measured.start.device_memory.units_per_s / 16))  # a dozen bytes an element
+    for _ in range(_NEWTON_STEPS):
+        here = off(log)
+        slope = (off(log + _NUDGE) - here) / _NUDGE
+        log -= float(np.clip(slope @ here / max(slope @ slope, 1e-12), -1.0, 1.0))
+    return msgspec.structs.replace(machine(log), method=measured.method)
 
 
 def run_errors(machine: Machine, runs: Sequence[BlockRun]) -> list[float]:
@@ -222,12 +244,15 @@ def _fit(measured: MeasuredCurves, output: str | None) -> None:
 
 def _correct(runs: BlockRuns, output: str | None) -> None:
     """Fit the rates to runs and print each run's measured latency and error."""
-    machine = fit_runs(runs)
+    packed = all(run.policy.weight_bits == run.policy.kv_bits == 4 for run in runs.runs)
+    machine = fit_unpacking(runs) if packed else fit_runs(runs)
     print(
         *(_line(name, machine) for name in CURVES),
         f"{'batch_layer_s':20}{1e6 * machine.batch_layer_s:>12.1f}",
         sep="\n",
     )
+    if machine.unpack_weights_per_s is not None:
+        print(f"{'unpack_weights':20}{'':12}{machine.unpack_weights_per_s / 1e9:>12.2f}")
     print(f"{'model':12}{'batch':>9}{'weights':>14}{'KV':>14}{'measured (s)':>14}{'error':>8}")
     for run, error in zip(runs.runs, run_errors(machine, runs.runs), strict=True):
         policy = run.policy

@@ -63,12 +63,17 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     device_memory: Curve  # bytes read or written apart from products
     host_attention: Curve  # bytes of KV that the host attends to
     one_processor: bool = False  # the device is the host: their work takes turns
+    # Elements a second that FlexGen's own runtime unpacks from 4 bits: a layer once for a block, with no transfer
+    # meanwhile. None: the program of each batch unpacks at the rate of `device_memory`, while others transfer.
+    unpack_weights_per_s: float | None = None
     batch_layer_s: float = 0.0  # seconds that the device waits for the driver, for a batch at a layer
     schema_version: int = SCHEMA_VERSION
 
     def __post_init__(self) -> None:
         if not self.batch_layer_s >= 0:
             raise MachineError(f"batch_layer_s={self.batch_layer_s}: seconds, 0 or more")
+        if not (self.unpack_weights_per_s is None or self.unpack_weights_per_s > 0):
+            raise MachineError(f"unpack_weights_per_s={self.unpack_weights_per_s}: a positive rate")
 
 
 CURVES = tuple(field.name for field in msgspec.structs.fields(Machine) if field.type is Curve)

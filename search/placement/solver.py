@@ -214,7 +214,7 @@ def solve(
     for one in kinds:
         longest = model.add_var(lb=0.0)
         spent.append((one.number, longest, pass_terms(work, machine, choice, placed, one)))
-        for term in resources(machine, spent[-1][2]):
+        for term in resources(machine, choice, spent[-1][2]):
             model += longest >= term * (1 / unit)
     for used, capacity in zip(memory_bytes(work, choice, placed), memory, strict=True):
         if math.isfinite(capacity):

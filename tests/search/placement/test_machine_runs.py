@@ -11,7 +11,7 @@ from jaxflow.flexgen.policy import Policy, Shares
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from search.placement import machine as machine_runs
 from search.placement.cost_model import BlockChoice, predict
-from search.placement.machine import BlockRun, fit_runs, load_runs, run_errors
+from search.placement.machine import BlockRun, fit_runs, fit_unpacking, load_runs, run_errors
 from search.placement.machine_curves import Curve, MachineError, load_machine
 from search.placement.solver import GIGA, GPU_BATCH_SIZES, PlacementOptions, TierMemory, search, solve
 from search.placement.workload import workload
@@ -61,6 +61,26 @@ def test_the_search_finds_policies_like_the_authors(model, measured):
     )
     assert policy.kv.disk == (0 if model == "opt-30b" else 100)
     assert predict(work(model), T4, policy).tokens_per_s == pytest.approx(measured, rel=0.2)
+
+
+PACKED = load_runs(paths.ROOT / "search" / "placement" / "runs" / "t4-4-bit.json")
+
+
+def test_runs_in_4_bits_are_predicted_by_the_fit_to_the_others():
+    """FlexGen in 4 bits on three models, five lengths, with each of the 15 policies held out in turn.
+
+    One rate is fitted. The throughput of a held-out policy is within 30 %, and within 15 % on average; with 16-bit
+    constants alone it is up to 3.8 times the measured one.
+    """
+    held_out = []
+    for i, run in enumerate(PACKED.runs):
+        others = msgspec.structs.replace(PACKED, runs=PACKED.runs[:i] + PACKED.runs[i + 1 :])
+        (error,) = run_errors(fit_unpacking(others), [run])
+        held_out.append(1 / (1 + error) - 1)
+    assert np.abs(held_out).max() < 0.3 and np.abs(held_out).mean() < 0.15
+    assert T4.unpack_weights_per_s == pytest.approx(fit_unpacking(PACKED).unpack_weights_per_s, rel=1e-3)
+    unfitted = msgspec.structs.replace(T4, unpack_weights_per_s=None)
+    assert min(run_errors(unfitted, PACKED.runs)) < -0.7
 
 
 def test_rates_are_found_in_runs_of_a_known_machine(monkeypatch):
