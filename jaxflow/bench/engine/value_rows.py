@@ -5,7 +5,7 @@
 
 The rows of the token file are windows. The perplexity is over the first --windows of them, each scored as a
 separate prompt. The last-word set is made from all windows as LAMBADA is: a passage ends with the last word of a
-sentence, and the word occurs earlier in the passage. A word counts as right if each of its tokens is the
+clause, and the word occurs earlier in the passage. A word counts as right if each of its tokens is the
 likeliest one.
 
 Every token of a prompt attends as a decode of an offloaded run does (`jaxflow.flexgen.sparse_values`): a softmax
@@ -40,8 +40,8 @@ from pallas_kernels.kernel_set import REFERENCE, KernelSet
 
 _QUERIES = 32  # query tokens that choose at a time
 _PASSAGE_WORDS = (40, 120)  # words of a passage
-_SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
-_WORD = re.compile(r"[A-Za-z]{4,}")
+_CLAUSE_END = re.compile(r"(?<=[.!?,;])\s+")
+_WORD = re.compile(r"[A-Za-z]{3,}")
 
 
 def define_flags() -> None:
@@ -119,16 +119,17 @@ class LastWord(NamedTuple):
 
 
 def last_words(text: str) -> Iterator[LastWord]:
-    """Yield a passage for each sentence of a text with a last word that occurs earlier in the passage."""
+    """Yield a passage for each clause of a text with a last word that occurs earlier in the passage."""
     before: list[str] = []
-    for sentence in _SENTENCE_END.split(text):
-        words = sentence.split()
-        passage = [*before, *words]
-        last = words[-1].rstrip(".!?") if words else ""
+    for clause in _CLAUSE_END.split(text):
+        passage = [*before, *clause.split()]
+        before = list(passage)
+        while passage and not any(map(str.isalnum, passage[-1])):
+            passage.pop()  # a mark by itself
+        last = passage[-1].rstrip(".!?,;") if passage else ""
         context = passage[-_PASSAGE_WORDS[1] : -1]
         if len(context) >= _PASSAGE_WORDS[0] and _WORD.fullmatch(last) and last in context:
             yield LastWord(" ".join(context), last)
-        before = passage
 
 
 def tokenized(tokenizer: Tokenizer, passages: Iterable[LastWord]) -> Iterator[tuple[list[int], int]]:
