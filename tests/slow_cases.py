@@ -68,6 +68,12 @@ SLOW_CASES = {
     r"test_sparse_values\.py::TestRowsOnDisk::test_a_fault_of_a_row_ends_the_run\[(True-|False-EIO)": (
         "a wrong bit and a short file run, and the files have a test of their own"
     ),
+    r"test_offload_stages\.py::test_(two_stages_(give_the_tokens_of_one_device\[False|read_few_rows)|a_fault_in)": (
+        "a pipeline runs with attention on the host, and the traffic test attends on the device"
+    ),
+    r"test_offloaded_tokens\.py::test_batches_that_end_early_leave_a_diagonal\[True": (
+        "every order runs with attention on the host"
+    ),
     r"test_value_rows\.py::test_the_report_has_a_row": "the chunks and the last words are tested by themselves",
     r"test_offload_io\.py::test_the_account_equals_the_allocated_bytes\[2": "one device runs",
     r"test_compiler\.py::test_drawn_plans\[(tiny-gemma2-2|tiny-llama-2|tiny-llama-4)": (

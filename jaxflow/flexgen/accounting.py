@@ -6,7 +6,7 @@ counters and positions (a few kilobytes a batch), programs, and the scratch memo
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from jaxflow.config import ConfigError
 from jaxflow.flexgen.geometry import Geometry, PlacedWeights, array_bytes, device_bytes, tree_bytes
@@ -68,7 +68,7 @@ def account(g: Geometry, placed: PlacedWeights, working_bytes: int) -> Account:
 
     `working_bytes`: memory of the largest program beyond its inputs; 0 before the programs are compiled.
     """
-    layers, batches = range(g.config.num_layers), g.policy.num_gpu_batches
+    layers, batches = range(g.config.num_layers), g.places
     pairs = len(layers) * batches
     kv = {split.tier: split for split in g.kv_splits}
     activations = {split.tier: split for split in g.activation_splits}
@@ -136,6 +136,21 @@ def account(g: Geometry, placed: PlacedWeights, working_bytes: int) -> Account:
         {"device": device, "host": host, "disk": disk},
         {"device": device_passes, "host": host_passes, "disk": nothing},
     )
+
+
+def together(found: Sequence[Account]) -> Account:
+    """Return the account of a pipeline's stages: the fullest device, and all bytes of host and disk."""
+    device = max(found, key=lambda one: one.total("device"))
+
+    def added(kind: str, tier: str) -> dict[str, int]:
+        names = getattr(found[0], kind)[tier]
+        return {name: sum(getattr(one, kind)[tier].get(name, 0) for one in found) for name in names}
+
+    lives, passes = (
+        {tier: added(kind, tier) if tier != "device" else getattr(device, kind)[tier] for tier in TIERS}
+        for kind in ("lives", "passes")
+    )
+    return Account(lives, passes)
 
 
 def check_fits(found: Account, limits: Mapping[str, int | None]) -> None:

@@ -29,7 +29,7 @@ class ActivationStore:
         for split in self.away:
             if split.tier == "disk":
                 assert tiers.folder is not None
-                for batch in range(g.policy.num_gpu_batches):
+                for batch in range(g.places):
                     size = array_bytes(g.activation(split.rows, g.prompt))
                     self._files[batch] = tiers.folder.create(f"batch-{batch:03d}.activation", size)
                 for tokens in {g.prompt, 1}:

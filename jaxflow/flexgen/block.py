@@ -86,6 +86,17 @@ def block_order(
     )
 
 
+def pipeline_order(batches: int, layers: int, tokens: int, width: int) -> BlockOrder:
+    """Return the steps of a pipeline's stage: for each token, micro-batches of `width` batches in turn."""
+    firsts = range(0, batches, width)
+    return BlockOrder.of(
+        [BlockStep(token, layer, batch) for batch in range(first, min(first + width, batches))]
+        for token in range(tokens)
+        for first in firsts
+        for layer in range(layers)
+    )
+
+
 def diagonal_starts(batches: int, tokens: int, under_way: int) -> list[int]:
     """Return the pass over the layers in which each batch of a diagonal block starts.
 
@@ -217,6 +228,10 @@ class BlockInputs:
             return self._tokens[one.batch], self.positions(one)[0]
         ids = self._block.token_ids[one.batch].reshape(-1)
         return self._put(ids), self._put(np.tile(np.arange(self._g.prompt, dtype=np.int32), self._g.batch))
+
+    def receive(self, batch: int, tokens: jax.Array) -> None:
+        """Take a batch's last drawn tokens, which another stage has drawn."""
+        self._tokens[batch] = tokens
 
     def positions(self, one: BlockStep) -> tuple[jax.Array, jax.Array]:
         """Return the position of each row's token in a decode, and the rows with a sequence."""

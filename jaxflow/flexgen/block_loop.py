@@ -15,15 +15,16 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxflow.flexgen.activation_store import ActivationStore
 from jaxflow.flexgen.block import Block, BlockInputs, BlockOrder, BlockStep, DrawnTokens, block_order
 from jaxflow.flexgen.config import Schedule
-from jaxflow.flexgen.geometry import BEFORE, Geometry, halves, tree_bytes
+from jaxflow.flexgen.geometry import BEFORE, SHARDED, Geometry, device_sharding, halves, tree_bytes
 from jaxflow.flexgen.host_attention import HostAttention
 from jaxflow.flexgen.kv_store import Key, KvStore
 from jaxflow.flexgen.pinned_memory import views
@@ -112,6 +113,11 @@ class BlockSetup:
     def halved(self) -> bool:
         """Return True if the host works between the two halves of a decode."""
         return bool(self.compiled.before)
+
+    def free(self) -> None:
+        """Release all memory of device and host."""
+        for store in (self.weights, self.kv, self.activations, self.tiers.staging):
+            store.free()
 
 
 class Prefetcher:
@@ -248,10 +254,45 @@ class HalfDecode:
     attended: concurrent.futures.Future
 
 
-class RunningBlock:
-    """The state of a running block: the computation of each step, and the stores of its outputs."""
+class Exchange(Protocol):
+    """Arrays on their way between stages; see `jaxflow.flexgen.stages.HandOver`."""
 
-    def __init__(self, setup: BlockSetup, block: Block):
+    def give(self, stage: int, token: int, batch: int, arrays: Any) -> None: ...
+    def take(self, stage: int, token: int, batch: int) -> Any: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Handing:
+    """A stage's place in a pipeline. `following`: the mesh of the next stage; the last stage's is the first."""
+
+    exchange: Exchange
+    stage: int
+    following: Mesh
+    last: bool
+
+    def receive(self, step: BlockStep) -> Any:
+        """Wait for what the stage before hands over for a step. Raises: PipelineStopped."""
+        return self.exchange.take(self.stage, step.token, step.batch)
+
+    def send(self, step: BlockStep, x: tuple) -> None:
+        """Start to copy the output of a step to the next stage."""
+        x = jax.device_put(x, device_sharding(self.following, SHARDED))
+        self.exchange.give(self.stage + 1, step.token, step.batch, x)
+
+    def send_tokens(self, drawn: DrawnTokens) -> None:
+        """Start to copy drawn tokens to the first stage."""
+        tokens = jax.device_put(drawn.tokens, device_sharding(self.following))
+        self.exchange.give(0, drawn.token + 1, drawn.batch, tokens)
+
+
+class RunningBlock:
+    """The state of a running block: the computation of each step, and the stores of its outputs.
+
+    `handing`: the place in a pipeline; None without stages.
+    """
+
+    def __init__(self, setup: BlockSetup, block: Block, handing: Handing | None = None):
+        self._handing = handing
         self._setup, self._block, self._g = setup, block, setup.geometry
         self._tiers, self._kv, self._activations = setup.tiers, setup.kv, setup.activations
         self._verbs = Verbs(setup.overlap, setup.tiers.traffic)
@@ -268,6 +309,9 @@ class RunningBlock:
         step, following = steps[i], steps[i + 1] if i + 1 < len(steps) else None
         halved = setup.halved and step.token > 0
         lag = int(halved and order.end[i] - order.first[i] > 1)
+        if self._handing is not None and step.layer == 0:  # another stage may wait for these
+            while self._halves:
+                yield from self._finish_half()
         if self._halves and (not lag or self._halves[0].step.batch == step.batch):
             yield from self._finish_half()
         jax.block_until_ready(self._last)
@@ -329,7 +373,7 @@ class RunningBlock:
 
     def _begin_half(self, step: BlockStep, weights: dict[str, Any]) -> None:
         """Enqueue the first half of a decode, and submit the host's part to the host's thread."""
-        setup, layer, key = self._setup, self._g.config.layers[step.layer], (step.layer, step.batch)
+        setup, layer, key = self._setup, self._g.config.layers[step.layer], self._key(step)
         before, after = halves(weights)
         x, lengths = self._take_x(step), self._block.lengths[step.batch]
         positions, live = self._inputs.positions(step)
@@ -420,6 +464,11 @@ class RunningBlock:
 
     def _take_x(self, step: BlockStep) -> tuple:
         """Return the input of a step on the device: embedded tokens, or the activations of the last layer."""
+        if step.layer == 0 and self._handing is not None:
+            if self._handing.stage > 0:
+                return self._handing.receive(step)
+            if step.token > 0:
+                self._inputs.receive(step.batch, self._handing.receive(step))
         if step.layer == 0:
             ids, positions = self._inputs.tokens(step)
             return self._verbs.do(
@@ -435,7 +484,13 @@ class RunningBlock:
                 "store_activation", lambda: self._activations.store(self._g.slot(step.batch), x)
             )
             return
-        yield self._inputs.draw(self._setup.compiled, self._setup.weights.ends, step, x)
+        if self._handing is not None and not self._handing.last:
+            self._handing.send(step, x)
+            return
+        drawn = self._inputs.draw(self._setup.compiled, self._setup.weights.ends, step, x)
+        if self._handing is not None and step.token + 1 < self._g.policy.output_tokens:
+            self._handing.send_tokens(drawn)
+        yield drawn
 
 
 def _ended(order: BlockOrder, i: int, finished: Callable[[Sequence[int]], bool]) -> list[int]:
@@ -506,13 +561,7 @@ class BlockRunner:
 
     def free(self) -> None:
         """Release all memory of device and host. No block can run afterwards."""
-        for store in (
-            self._setup.weights,
-            self._setup.kv,
-            self._setup.activations,
-            self._setup.tiers.staging,
-        ):
-            store.free()
+        self._setup.free()
 
     def close(self) -> None:
         """Stop the thread of the host's attention."""

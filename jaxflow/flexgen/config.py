@@ -54,6 +54,9 @@ class OffloadConfig:
                 raise ConfigError(field, value, "a positive number of GB")
         if self.schedule not in (None, *SCHEDULES):
             raise ConfigError("schedule", self.schedule, " or ".join(SCHEDULES))
+        if self.policy.pipeline_parallel_size > 1 and self.order != "zigzag":
+            stages = self.policy.pipeline_parallel_size
+            raise ConfigError("schedule", self.schedule, f"zigzag, the order of the policy's {stages} stages")
         if self.on_disk and not self.disk_path:  # an empty path would mean the working directory
             raise ConfigError(
                 "disk_path",

@@ -7,7 +7,7 @@ the tiers, one split for each tier.
 Each device has its heads of the KV, its rows or columns of a matrix as in the engine, and its columns of the
 activations between layers. The all-reduce at a layer's end gives each device its columns, and the next layer
 begins with an all-gather. So every tensor travels in shards, each over the link of its device, and the host
-has no duplicates. FlexGen instead splits the layers over the devices (§4.4), which is not implemented.
+has no duplicates. Layers are split over devices as in FlexGen (§4.4) by `jaxflow.flexgen.stages`.
 """
 
 import dataclasses
@@ -177,7 +177,12 @@ class Geometry:
 
     def slot(self, batch: int) -> int:
         """Return the place of a batch's KV and activations. A diagonal block has more batches than places."""
-        return batch % self.policy.num_gpu_batches
+        return batch % self.places
+
+    @property
+    def places(self) -> int:
+        """The number of batches with KV and activations at once."""
+        return self.policy.num_gpu_batches * self.policy.pipeline_parallel_size
 
     @property
     def prompt(self) -> int:

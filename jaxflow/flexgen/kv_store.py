@@ -46,11 +46,7 @@ class KvStore:
     def reserve(self) -> None:
         """Reserve all memory and disk space of a block. Raises: DiskError."""
         g, tiers = self._g, self._tiers
-        for key in [
-            (layer, batch)
-            for layer in range(g.config.num_layers)
-            for batch in range(g.policy.num_gpu_batches)
-        ]:
+        for key in [(layer, batch) for layer in range(g.config.num_layers) for batch in range(g.places)]:
             self.home[key] = ()
             for split in self.splits:
                 structs = g.kv_pages(split.rows)

@@ -15,6 +15,10 @@ KINDS = ("weights", "kv", "activations")  # kinds of tensors with shares
 PERCENTAGES = "three percentages that sum to 100, each 0 to 100"
 SCHEDULES = ("zigzag", "diagonal")
 WIDTHS = (16, 4)  # bits: bfloat16, or 4-bit groups of 64
+_COUNTS = (
+    *("prompt_tokens", "output_tokens", "gpu_batch_size", "num_gpu_batches"),
+    "pipeline_parallel_size",
+)
 _TOLERANCE = 1e-6  # percent
 
 
@@ -42,7 +46,8 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """FlexGen's 11 variables, the bits of weights and KV, and the place of the decodes' attention.
 
     A block is `num_gpu_batches` batches of `gpu_batch_size` sequences, and one fetch of a layer's weights
-    serves a block. `weights` are placed by tensors of a layer, `kv` and `activations` by sequences of a
+    serves a block. With several stages a block has a micro-batch of `num_gpu_batches` batches for each of them
+    (`jaxflow.flexgen.stages`). `weights` are placed by tensors of a layer, `kv` and `activations` by sequences of a
     batch. With `host_attention`, the host computes the attention of decodes over KV that is not on the
     device. With `value_top_k_percent` below 100, decodes attend to the V rows of the top keys only
     (`jaxflow.flexgen.sparse_values`). `schedule` is the order of a block's steps (`jaxflow.flexgen.block`).
@@ -63,10 +68,11 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host_attention: bool = False
     value_top_k_percent: float = 100.0
     schedule: str = "zigzag"
+    pipeline_parallel_size: int = 1
     schema_version: int = SCHEMA_VERSION
 
     def __post_init__(self) -> None:
-        for field in ("prompt_tokens", "output_tokens", "gpu_batch_size", "num_gpu_batches"):
+        for field in _COUNTS:
             if getattr(self, field) < 1:
                 raise PolicyError(f"{field}={getattr(self, field)}; accepted is a positive number")
         for field in KINDS:
@@ -83,6 +89,11 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 )
         if self.schedule not in SCHEDULES:
             raise PolicyError(f"schedule={self.schedule!r}; accepted is {' or '.join(SCHEDULES)}")
+        if self.schedule != "zigzag" and self.pipeline_parallel_size > 1:
+            raise PolicyError(
+                f"schedule={self.schedule!r} with pipeline_parallel_size={self.pipeline_parallel_size}; accepted "
+                "is zigzag, the order of the stages"
+            )
         if not 0 < self.value_top_k_percent <= 100:  # also for NaN
             raise PolicyError(
                 f"value_top_k_percent={self.value_top_k_percent}; accepted is a number above 0 and up to 100"
@@ -100,8 +111,8 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def block_size(self) -> int:
-        """The number of sequences that share a fetch of a layer: FlexGen's effective batch size."""
-        return self.gpu_batch_size * self.num_gpu_batches
+        """The number of sequences of a block: FlexGen's effective batch size."""
+        return self.gpu_batch_size * self.num_gpu_batches * self.pipeline_parallel_size
 
 
 def save_policy(policy: Policy, path: str | os.PathLike) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from jaxflow.flexgen.geometry import pinned_sharding
 from jaxflow.flexgen.policy import TIERS
 from jaxflow.flexgen.runtime import BlockStats, Runtime
-from jaxflow.flexgen.tiers import VerbTraffic
+from jaxflow.flexgen.tiers import VerbTraffic, added
 
 _WIDTH = 72
 
@@ -59,7 +59,8 @@ def report(runtime: Runtime, link: Link) -> dict[str, Any]:
     decoded = sum(one.tokens - one.sequences for one in blocks)
     moved = totals(blocks)
     down, up = (sum(getattr(one, f"link_{way}_bytes") for one in moved.values()) for way in ("down", "up"))
-    links = runtime.geometry.tp  # each device has a link, and its shard of the traffic
+    # each device has a link, and its share of the traffic
+    links = runtime.geometry.tp * policy.pipeline_parallel_size
     down_s, up_s = down / links / link.down_bytes_per_s, up / links / link.up_bytes_per_s
     busiest_s = max(down_s, up_s)
     rates = (link.down_bytes_per_s, link.up_bytes_per_s)
@@ -73,7 +74,7 @@ def report(runtime: Runtime, link: Link) -> dict[str, Any]:
         "policy": msgspec.to_builtins(policy),
         "schedule": runtime.offload.order,
         "overlap": runtime.offload.overlap,
-        "tensor_parallel_size": links,
+        "tensor_parallel_size": runtime.geometry.tp,
         "effective_block_size": policy.block_size,
         "sequences_by_tier": {
             tier: sum(p.rows for p in runtime.geometry.kv_splits if p.tier == tier) for tier in TIERS
@@ -110,13 +111,7 @@ def report(runtime: Runtime, link: Link) -> dict[str, Any]:
 
 def totals(blocks: Sequence[BlockStats]) -> dict[str, VerbTraffic]:
     """Return the sum of the traffic of several blocks, by verb."""
-    found: dict[str, VerbTraffic] = {}
-    for block in blocks:
-        for verb, one in block.traffic.items():
-            sums = found.setdefault(verb, VerbTraffic())
-            for field in msgspec.structs.fields(VerbTraffic):
-                setattr(sums, field.name, getattr(sums, field.name) + getattr(one, field.name))
-    return found
+    return added(block.traffic for block in blocks)
 
 
 def text(result: dict[str, Any]) -> str:
@@ -131,7 +126,7 @@ def text(result: dict[str, Any]) -> str:
     add(
         "Block:",
         (
-            f"{policy['num_gpu_batches']} x {policy['gpu_batch_size']} = "
+            f"{policy['pipeline_parallel_size'] * policy['num_gpu_batches']} x {policy['gpu_batch_size']} = "
             f"{result['effective_block_size']} sequences"
         ),
     )

@@ -26,7 +26,8 @@ from jaxflow.flexgen.geometry import Geometry
 from jaxflow.flexgen.host_attention import HostAttention
 from jaxflow.flexgen.policy import Policy
 from jaxflow.flexgen.programs import compilations
-from jaxflow.flexgen.tiers import Tiers, VerbTraffic
+from jaxflow.flexgen.stages import StagedRunner
+from jaxflow.flexgen.tiers import Tiers, VerbTraffic, added
 from jaxflow.request import Event, Finished, FinishReason, InvalidRequest, Request, SamplingParams, with_limit
 from jaxflow.scheduler.state import Sequence as Seq
 from jaxflow.scheduler.state import sequences_of
@@ -113,22 +114,25 @@ class BlockStats:
 
 
 class Runtime:
-    """A placed and warm model. `stats`: measurements of each block, in order."""
+    """A placed and warm model. `stats`: measurements of each block, in order.
+
+    `geometry`: of the stage that draws the tokens, the last one.
+    """
 
     def __init__(
         self,
         offload: OffloadConfig,
         geometry: Geometry,
         found: Account,
-        tiers: Tiers,
-        runner: BlockRunner,
-        host: HostAttention | None,
+        tiers: Sequence[Tiers],
+        runner: BlockRunner | StagedRunner,
+        hosts: Sequence[HostAttention],
         seed: int,
     ):
         self.offload, self.geometry, self.account = offload, geometry, found
         self.stats: list[BlockStats] = []
         self.start_s: Mapping[str, float] = {}  # seconds of the start, by phase
-        self._tiers, self._runner, self._host = tiers, runner, host
+        self._tiers, self._runner, self._hosts = tiers, runner, hosts
         self._random = random.Random(seed)
         self._fault: BaseException | None = None
         self._under_way = threading.Lock()  # held from the first events of `generate` to its end
@@ -218,11 +222,13 @@ class Runtime:
 
     def close(self) -> None:
         """Stop the threads, remove the files and release the memory. A second call does nothing."""
-        self._tiers.staging.close()
+        for tiers in self._tiers:
+            tiers.staging.close()
         self._runner.close()
-        if self._host is not None:
-            self._host.close()
-        self._tiers.close()
+        for host in self._hosts:
+            host.close()
+        for tiers in self._tiers:
+            tiers.close()
         self._runner.free()
 
     def __enter__(self) -> "Runtime":
@@ -235,9 +241,9 @@ class Runtime:
         """Run one block. Tokens are read one step late, when they have been drawn."""
         sequences = [seq for batch in block.sequences for seq in batch if seq is not None]
         live.start_block(sequences)
-        self._tiers.traffic.take()
+        self._take_traffic()
         started, late = time.perf_counter(), deque[DrawnTokens]()
-        width = 1 if self.offload.order == "row" else min(block.batches, self.policy.num_gpu_batches)
+        width = 1 if self.offload.order == "row" else min(block.batches, self.geometry.places)
 
         def finished(batches: Sequence[int]) -> bool:
             return all(seq is None or seq.finished for batch in batches for seq in block.sequences[batch])
@@ -255,8 +261,12 @@ class Runtime:
         prefill_s = self._runner.prefill_s
         decode_s, crossed = elapsed_s - prefill_s, self._runner.prefill_crossed
         self.stats.append(
-            BlockStats(len(sequences), tokens, prefill_s, decode_s, self._tiers.traffic.take(), crossed)
+            BlockStats(len(sequences), tokens, prefill_s, decode_s, self._take_traffic(), crossed)
         )
+
+    def _take_traffic(self) -> dict[str, VerbTraffic]:
+        """Return the traffic of all stages since the last call."""
+        return added(tiers.traffic.take() for tiers in self._tiers)
 
     def _events(self, block: Block, live: LiveRequests, drawn: DrawnTokens) -> list[Event]:
         tokens = np.asarray(drawn.tokens).tolist()

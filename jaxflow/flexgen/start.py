@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from tqdm import tqdm
 from jaxflow.config import ConfigError, EngineConfig
 from jaxflow.engine.kernel_choice import choose_kernels, tell_kernels
 from jaxflow.engine.start import prepare_process, resolve
-from jaxflow.flexgen.accounting import LIMITS, Account, DoesNotFit, account, check_fits
+from jaxflow.flexgen.accounting import LIMITS, Account, DoesNotFit, account, check_fits, together
 from jaxflow.flexgen.activation_store import ActivationStore
 from jaxflow.flexgen.block_loop import BlockRunner, BlockSetup
 from jaxflow.flexgen.config import GIGA, OffloadConfig
@@ -36,12 +36,13 @@ from jaxflow.flexgen.programs import (
 )
 from jaxflow.flexgen.runtime import Runtime
 from jaxflow.flexgen.scratch_files import DiskFolder, check_folder, free_bytes, sweep
+from jaxflow.flexgen.stages import StagedRunner, split_layers
 from jaxflow.flexgen.tiers import Tiers
 from jaxflow.flexgen.weight_store import WeightStore
 from jaxflow.kv.tiers.host_machine import bound, free_host_bytes, gpu_bus_ids, host_memory_bytes, near_cpus
 from jaxflow.model.checkpoints.checkpoint import Checkpoint
 from jaxflow.model.op_registry import Context
-from jaxflow.parallel.mesh import axis_of, make_mesh, on_gpu
+from jaxflow.parallel.mesh import axis_of, on_gpu, stage_meshes
 
 log = logging.getLogger(__name__)
 # Shares lost to gaps between tensors, of a GPU's memory and of the pool of pinned memory: of a pool of
@@ -71,39 +72,55 @@ def start(
     Raises: ConfigError, PolicyError, CheckpointError, DiskError.
     """
     phases = _Phases()
-    geometry = make_geometry(offload, config, checkpoint)
+    geometries = make_geometries(offload, config, checkpoint)
     disk = check_folder(str(offload.disk_path)) if offload.on_disk else None
     if disk is not None:
         sweep(disk)  # first, because files of a killed run take space
-    placed = place(geometry)
-    mesh = geometry.mesh
+    placed = [place(geometry) for geometry in geometries]
+    mesh = geometries[0].mesh
     free_by_tier = _free_by_tier(mesh.devices.flat[0], disk)
-    _check_fits(account(geometry, placed, 0), offload, free_by_tier)
+    _check_fits(_accounts(geometries, placed, [0] * len(placed)), offload, free_by_tier)
     resolved = resolve(config, checkpoint.model_config)
-    kernels = choose_kernels(resolved, geometry.config)
+    kernels = choose_kernels(resolved, checkpoint.model_config)
     tell_kernels(kernels, {}, progress)  # without GEMM shapes, which are not known before the placement
-    context = Context(geometry.config, kernels, axis_of(mesh))
+    programs = [
+        Programs(geometry, Context(geometry.config, kernels, axis_of(geometry.mesh)))
+        for geometry in geometries
+    ]
     with tqdm(desc="Compiling", disable=not progress, unit="program", delay=1.0) as bar:
-        compiled = compile_programs(Programs(geometry, context), placed, lambda _: bar.update())
+        compiled = [
+            compile_programs(one, own, lambda _: bar.update())
+            for one, own in zip(programs, placed, strict=True)
+        ]
     phases.ended("compile")
-    found = account(geometry, placed, compiled.working_bytes)
+    found = _accounts(geometries, placed, [one.working_bytes for one in compiled])
     _check_fits(found, offload, free_by_tier)
-    log.info("offload: %s\n%s", _described(geometry), found.describe())
-    cpus = near_cpus(gpu_bus_ids(mesh.size)) if on_gpu() else None
+    log.info("offload: %s\n%s", _described(geometries[0]), found.describe())
+    cpus = near_cpus(gpu_bus_ids(sum(one.mesh.size for one in geometries))) if on_gpu() else None
     limits = _limits(offload, free_by_tier)
-    folder = DiskFolder(disk) if disk is not None else None
-    tiers = Tiers(mesh, folder)
-    undo = tiers.close
+    tiers: list[Tiers] = []
+
+    def undo() -> None:
+        for one in tiers:
+            one.close()
+
     try:
         with bound(cpus):  # pinned memory, and the threads that use it, belong on the GPUs' NUMA node
-            check_views(mesh)
+            for geometry in geometries:
+                folder = DiskFolder(disk) if disk is not None else None
+                tiers.append(Tiers(geometry.mesh, folder))
+                check_views(geometry.mesh)
             # KV is reserved after the weights.
-            room = limits["host"] is None or _weight_bytes(placed) <= limits["host"]
-            weights = _load(placed, tiers, geometry, checkpoint, resolved.seed, progress, wait_on_host=room)
+            room = limits["host"] is None or sum(map(_weight_bytes, placed)) <= limits["host"]
+            stores = [WeightStore(own, one) for own, one in zip(placed, tiers, strict=True)]
+            _load(stores, geometries, checkpoint, resolved.seed, progress, wait_on_host=room)
             phases.ended("place")
-            runner, host = _runner(offload, geometry, compiled, tiers, weights)
+            stages = zip(geometries, compiled, tiers, stores, strict=True)
+            setups = [_setup(offload, *stage) for stage in stages]
             phases.ended("reserve")
-            runtime = Runtime(offload, geometry, found, tiers, runner, host, resolved.seed)
+            runner = BlockRunner(setups[0]) if len(setups) == 1 else StagedRunner(setups)
+            hosts = [setup.host_attention for setup in setups if setup.host_attention is not None]
+            runtime = Runtime(offload, geometries[-1], found, tiers, runner, hosts, resolved.seed)
             undo = runtime.close
             runtime.warm_up()
             phases.ended("warm_up")
@@ -124,8 +141,14 @@ def start(
     return runtime
 
 
-def make_geometry(offload: OffloadConfig, config: EngineConfig, checkpoint: Checkpoint) -> Geometry:
-    """Return the static shapes of a run. Raises: ConfigError, PolicyError."""
+def _accounts(
+    geometries: Sequence[Geometry], placed: Sequence[PlacedWeights], working_bytes: Sequence[int]
+) -> Account:
+    return together([account(*stage) for stage in zip(geometries, placed, working_bytes, strict=True)])
+
+
+def make_geometries(offload: OffloadConfig, config: EngineConfig, checkpoint: Checkpoint) -> list[Geometry]:
+    """Return the static shapes of each stage of a run. Raises: ConfigError, PolicyError."""
     policy, model = offload.policy, checkpoint.model_config
     if policy.model not in (config.model, checkpoint.name):
         raise PolicyError(
@@ -159,7 +182,16 @@ def make_geometry(offload: OffloadConfig, config: EngineConfig, checkpoint: Chec
         raise PolicyError(
             f"kv_bits=4 with head_dim={model.head_dim}; accepted is kv_bits=16, for an odd head_dim"
         )
-    return Geometry(model, policy, jnp.dtype(resolve(config, model).dtype), config.block_size, make_mesh(tp))
+    if policy.pipeline_parallel_size > model.num_layers:
+        raise PolicyError(
+            f"pipeline_parallel_size={policy.pipeline_parallel_size}; accepted is at most {model.num_layers}, the "
+            f"number of layers of {checkpoint.name}"
+        )
+    dtype, stages = jnp.dtype(resolve(config, model).dtype), policy.pipeline_parallel_size
+    return [
+        Geometry(part, policy, dtype, config.block_size, mesh)
+        for part, mesh in zip(split_layers(model, stages), stage_meshes(tp, stages), strict=True)
+    ]
 
 
 def _free_by_tier(device: Any, disk: Path | None) -> dict[str, int | None]:
@@ -210,45 +242,44 @@ def _weight_bytes(placed: PlacedWeights) -> int:
 
 
 def _load(
-    placed: PlacedWeights,
-    tiers: Tiers,
-    g: Geometry,
+    stores: Sequence[WeightStore],
+    geometries: Sequence[Geometry],
     checkpoint: Checkpoint,
     seed: int,
     progress: bool,
     *,
     wait_on_host: bool,
-) -> WeightStore:
-    """Load each layer through the device to its tiers, with one layer on the device at a time.
+) -> None:
+    """Load each layer through a device to its stage and tiers, with one layer on the device at a time.
 
-    `wait_on_host`: tensors of the device tier wait on the host until the last layer is loaded.
+    The embedding and the head go to every stage. `wait_on_host`: tensors of the device tier wait on the host until
+    the last layer is loaded.
     """
-    weights = WeightStore(placed, tiers)
+    g = geometries[0]
     groups = checkpoint.stream(g.dtype, g.mesh, seed=seed, quantization=g.quantization)
 
     def put(arrays: dict[str, Any], structs: dict[str, Any]) -> dict[str, Any]:
         return jax.device_put(arrays, jax.tree.map(lambda s: s.sharding, structs))
 
-    weights.ends = put(next(groups), placed.ends)
+    ends = next(groups)
+    for store in stores:
+        store.ends = put(ends, store.placed.ends)
+    layers = [(store, structs) for store in stores for structs in store.placed.layers]
     bar = tqdm(
-        groups,
-        total=g.config.num_layers,
-        desc="Placing layers",
-        unit="layer",
-        delay=1.0,
-        disable=not progress,
+        groups, total=len(layers), desc="Placing layers", unit="layer", delay=1.0, disable=not progress
     )
-    for arrays, structs in zip(bar, placed.layers, strict=True):
-        weights.add(put(arrays, structs), wait_on_host=wait_on_host)
-    if wait_on_host:
-        weights.settle()
-    weights.reserve_staging()
-    return weights
+    for arrays, (store, structs) in zip(bar, layers, strict=True):
+        store.add(put(arrays, structs), wait_on_host=wait_on_host)
+    for store in stores:
+        if wait_on_host:
+            store.settle()
+        store.reserve_staging()
 
 
-def _runner(
+def _setup(
     offload: OffloadConfig, g: Geometry, compiled: Compiled, tiers: Tiers, weights: WeightStore
-) -> tuple[BlockRunner, HostAttention | None]:
+) -> BlockSetup:
+    """Reserve the memory of a stage, and return what its blocks run on."""
     kv, activations = KvStore(g, tiers), ActivationStore(g, tiers)
     kv.reserve()
     activations.reserve()
@@ -263,11 +294,9 @@ def _runner(
         tiers.staging.reserve(3 * jax.tree.leaves(values))
     thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="host-attention-order")
     eos = frozenset(g.config.eos_token_ids)
-    return BlockRunner(
-        BlockSetup(
-            g, compiled, tiers, weights, kv, activations, host, thread, offload.order, offload.overlap, eos
-        )
-    ), host
+    return BlockSetup(
+        g, compiled, tiers, weights, kv, activations, host, thread, offload.order, offload.overlap, eos
+    )
 
 
 def _described(g: Geometry) -> str:

@@ -6,9 +6,10 @@ loop: they read files ahead, wait for copies from the device, and write files.
 """
 
 import concurrent.futures
+import itertools
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -46,6 +47,16 @@ class VerbTraffic(msgspec.Struct):
     disk_write_bytes: int = 0
     host_kv_bytes: int = 0  # read by attention on the host
     seconds: float = 0.0
+
+
+def added(found: Iterable[Mapping[str, VerbTraffic]]) -> dict[str, VerbTraffic]:
+    """Return the sum of traffic, by verb."""
+    sums: dict[str, VerbTraffic] = {}
+    for verb, one in itertools.chain.from_iterable(traffic.items() for traffic in found):
+        total = sums.setdefault(verb, VerbTraffic())
+        for field in msgspec.structs.fields(VerbTraffic):
+            setattr(total, field.name, getattr(total, field.name) + getattr(one, field.name))
+    return sums
 
 
 class Traffic:

@@ -89,6 +89,12 @@ def define_workload_flags() -> None:
         sorted(SEARCHED_SCHEDULES),
         "Order of a block's steps; auto: the one with the higher predicted throughput.",
     )
+    flags.DEFINE_integer(
+        "pipeline_parallel_size",
+        1,
+        "Devices, each with its part of the layers and with the given memories (§4.4).",
+        lower_bound=1,
+    )
     flags.DEFINE_float("max_latency_s", math.inf, "The longest allowed time of a block, in seconds.")
     flags.DEFINE_integer("percent_step", None, "Shares are multiples of so many percent; unset: any share.")
     flags.DEFINE_list(
@@ -108,6 +114,11 @@ def run() -> None:
             f"prompt_tokens + output_tokens of at most {config.max_position}, what {f.model} was made for"
         )
         raise ConfigError("prompt_tokens", f.prompt_tokens, accepted)
+    if f.pipeline_parallel_size > config.num_layers:
+        accepted = f"at most the {config.num_layers} layers of {f.model}"
+        raise ConfigError("pipeline_parallel_size", f.pipeline_parallel_size, accepted)
+    if f.pipeline_parallel_size > 1 and f.schedule == "diagonal":
+        raise ConfigError("schedule", f.schedule, "zigzag or auto, for several stages")
     machine, work = load_machine(f.machine), workload_from_flags(f.model, config, f.dtype)
     memory = TierMemory(*(getattr(f, tier) * GIGA for tier in TIERS))
     options = options_from_flags()
@@ -125,6 +136,8 @@ def run() -> None:
         sep="\n",
     )
     print(*map(_line, rivals(work, machine, memory, options, policy)), sep="\n")
+    if policy.pipeline_parallel_size > 1:
+        print("-" * WIDTH, *scaling(work, machine, memory, options, policy), sep="\n")
     if f.output:
         save_policy(policy, f.output)
     if f.front:
@@ -150,7 +163,8 @@ def options_from_flags() -> PlacementOptions:
         kv_bits=int(f.kv_bits),
         host_attention=HOST_ATTENTION[f.host_attention],
         value_top_k_percent=f.value_top_k_percent,
-        schedules=SEARCHED_SCHEDULES[f.schedule],
+        schedules=("zigzag",) if f.pipeline_parallel_size > 1 else SEARCHED_SCHEDULES[f.schedule],
+        pipeline_parallel_size=f.pipeline_parallel_size,
         max_latency_s=f.max_latency_s,
         percent_step=f.percent_step,
         gpu_batch_sizes=_numbers("gpu_batch_sizes"),
@@ -182,6 +196,40 @@ def describe(
         f"Bound by the link's bandwidth: {made.link_tokens_per_s:.2f} tokens/s for this policy, {bound:.2f} for any; "
         f"busy {made.link_s / made.latency_s:.0%} of the time"
     )
+    return lines
+
+
+# FlexGen's Table 3: tokens/s with and without prompts, on 1 and 4 machines with a T4, 512 in and 32 out
+TABLE_3 = {
+    "opt-6.7b": {1: (25.26, 38.28), 4: (201.12, 764.65)},
+    "opt-30b": {1: (7.32, 11.52), 4: (23.61, 48.94)},
+    "opt-175b": {1: (0.69, 0.83), 4: (2.33, 3.86)},
+}
+
+
+def scaling(
+    work: PlacementWorkload, machine: Machine, memory: TierMemory, options: PlacementOptions, policy: Policy
+) -> list[str]:
+    """Return the lines of the found policy beside the best policy of one device, as in FlexGen's Table 3."""
+    stages = policy.pipeline_parallel_size
+    alone = search(work, machine, memory, dataclasses.replace(options, pipeline_parallel_size=1))
+    rows = []
+    for one in (alone, policy):
+        made = predict(work, machine, one)
+        rows.append((made.tokens_per_s, made.decode_tokens_per_s(work.output_tokens)))
+    paper = TABLE_3.get(policy.model, {})
+    known = stages in paper and (work.prompt_tokens, work.output_tokens) == (512, 32)
+    lines = [f"{'devices':12}{'block':>9}{'tokens/s':>12}{'decoding':>12}{'paper, on T4s (Table 3)':>28}"]
+    for devices, one, row in zip((1, stages), (alone, policy), rows, strict=True):
+        theirs = "{:.2f}, {:.2f}".format(*paper[devices]) if known else ""
+        lines.append(f"{devices:<12}{one.block_size:>9}{row[0]:>12.2f}{row[1]:>12.2f}{theirs:>28}")
+    ratios = [many / few for few, many in zip(*rows, strict=True)]
+    theirs = (
+        "{:.1f}x, {:.1f}x".format(*(b / a for a, b in zip(paper[1], paper[stages], strict=True)))
+        if known
+        else ""
+    )
+    lines.append(f"{'times':12}{'':9}{ratios[0]:>11.1f}x{ratios[1]:>11.1f}x{theirs:>28}")
     return lines
 
 

@@ -13,6 +13,9 @@ linear program. It supports any family through `jaxflow.model.graph`. Difference
 - Where the runtime keeps KV in pages, full pages cross, with room for all tokens of a sequence, also beyond a window.
 - In the diagonal schedule a pass over the layers has prompts of some batches and decodes of others. Both use one
   fetch of a layer, and their terms add up before the longest term is taken.
+- A pipeline of m stages passes m micro-batches through its layers for each token (§4.4). A stage has the layers'
+  m-th part, so the seconds are those of all layers for one micro-batch. The prompts wait until the stages are filled.
+  The hand-over between stages takes no time.
 - With top-k sparse values a decode loads all keys and the chosen rows of V; the host's memory gives the rows.
 - Where the device is the host itself, compute and copies take turns, so these terms add up. So they do for 4 bits
   in FlexGen's own runtime (`Machine.unpack_weights_per_s`).
@@ -49,6 +52,7 @@ class BlockChoice:
     host_attention: bool = False
     value_top_k_percent: float = 100.0
     schedule: str = "zigzag"
+    pipeline_parallel_size: int = 1
 
     @property
     def sparse_values(self) -> bool:
@@ -56,7 +60,7 @@ class BlockChoice:
 
     @property
     def block_size(self) -> int:
-        return self.gpu_batch_size * self.num_gpu_batches
+        return self.gpu_batch_size * self.num_gpu_batches * self.pipeline_parallel_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +86,7 @@ def split(policy: Policy) -> tuple[BlockChoice, TierShares]:
         policy.host_attention,
         policy.value_top_k_percent,
         policy.schedule,
+        policy.pipeline_parallel_size,
     )
     shares = ([share / 100 for share in kind] for kind in (policy.weights, policy.kv, policy.activations))
     return choice, TierShares(*shares)
@@ -89,9 +94,12 @@ def split(policy: Policy) -> tuple[BlockChoice, TierShares]:
 
 @dataclasses.dataclass(frozen=True)
 class Passes:
-    """A number of passes over the layers, each with the prompts and the decodes of some batches."""
+    """A number of passes over the layers, each with the prompts and the decodes of some batches.
 
-    number: int
+    In a pipeline of m stages a pass is the time in which a stage passes m micro-batches through its layers.
+    """
+
+    number: float
     prompts: int
     decodes: int
 
@@ -103,8 +111,10 @@ def passes(choice: BlockChoice, output_tokens: int, blocks: int | None = None) -
     """
     batches = choice.num_gpu_batches
     if choice.schedule == "zigzag":
+        # The last stage gets its first micro-batch when the first stage has done m - 1 of its m.
+        filled = 2 - 1 / choice.pipeline_parallel_size
         return [
-            Passes(blocks or 1, batches, 0),
+            Passes((blocks or 1) * filled, batches, 0),
             Passes((blocks or 1) * (output_tokens - 1), 0, batches),
         ]
     if blocks is None:
@@ -189,10 +199,11 @@ def _attended(work: PlacementWorkload, choice: BlockChoice) -> float:
 
 
 def ends_s(work: PlacementWorkload, machine: Machine, choice: BlockChoice) -> float:
-    """Return the seconds of the head for one token of each of a block's sequences."""
+    """Return the seconds of the head for one token of each of a block's sequences, on the last stage."""
     elements = work.vocabulary * work.hidden
     product = machine.device_products.seconds(2 * elements * choice.gpu_batch_size)
-    return choice.num_gpu_batches * max(product, machine.device_memory.seconds(elements * work.wide_bytes))
+    batches = choice.num_gpu_batches * choice.pipeline_parallel_size
+    return batches * max(product, machine.device_memory.seconds(elements * work.wide_bytes))
 
 
 def _terms(
@@ -286,12 +297,14 @@ def resources(machine: Machine, choice: BlockChoice, terms: dict[str, Any]) -> l
 def memory_bytes(work: PlacementWorkload, choice: BlockChoice, placed: TierShares) -> tuple[Any, Any, Any]:
     """Return the peak bytes on device, host and disk: resident tensors, and double buffers of crossing ones.
 
-    The peak is over prefill and decode, with the prompts' activations and the KV of finished sequences.
+    The peak is over prefill and decode, with the prompts' activations and the KV of finished sequences. In a
+    pipeline the bytes are those of each stage, which has the KV of all micro-batches and the activations of one.
     """
-    size, block, layers = choice.gpu_batch_size, choice.block_size, work.layers
+    size, block, stages = choice.gpu_batch_size, choice.block_size, choice.pipeline_parallel_size
+    layers = work.layers / stages
     weights, kv = work.weights * work.bytes_of(choice.weight_bits), work.kv * work.bytes_of(choice.kv_bits)
     activation = work.prompt_tokens * work.hidden * work.wide_bytes
-    totals = layers * weights, layers * block * work.kept_keys * kv, block * activation
+    totals = layers * weights, layers * block * work.kept_keys * kv, block / stages * activation
     homes = [
         sum(total * kind[tier] for total, kind in zip(totals, _kinds(placed), strict=True))
         for tier in range(3)
@@ -343,6 +356,11 @@ class Prediction:
     memory_bytes: tuple[float, float, float]
     link_s: float
 
+    def decode_tokens_per_s(self, output_tokens: int) -> float:
+        """Return the throughput without the prompts and their tokens, as in FlexGen's Table 3."""
+        tokens = self.tokens_per_s * self.latency_s * (1 - 1 / output_tokens)
+        return tokens / (self.latency_s - self.prefill_s) if output_tokens > 1 else 0.0
+
     @property
     def binding(self) -> tuple[str, str]:
         """Return the longest term of prefill, and of decode."""
@@ -358,11 +376,13 @@ def crossing_bytes(work: PlacementWorkload, policy: Policy, blocks: int = 1) -> 
     """Return the bytes of a run over the link and the disk, each direction, by `TERMS`."""
     byte_a_second: dict[str, Any] = dict.fromkeys(CURVES, Curve(0.0, 1.0))
     machine, (choice, placed) = Machine(name="bytes", method="", **byte_a_second), split(policy)
+    micro_batches = choice.pipeline_parallel_size
+    choice = dataclasses.replace(choice, pipeline_parallel_size=1)
     made = [
-        (one.number, pass_terms(work, machine, choice, placed, one))
+        (micro_batches * work.layers * one.number, pass_terms(work, machine, choice, placed, one))
         for one in passes(choice, work.output_tokens, blocks)
     ]
-    return {term: work.layers * sum(number * terms[term] for number, terms in made) for term in TERMS[:4]}
+    return {term: sum(number * terms[term] for number, terms in made) for term in TERMS[:4]}
 
 
 def predict(
@@ -395,7 +415,8 @@ def predict(
     link = layers * sum(one.number * max(terms[term] for term in TERMS[:2]) for one, terms in found)
     prefill = max(found, key=lambda one: one[0].prompts)[1]
     decode = min(found, key=lambda one: one[0].prompts)[1]
-    prompts = layers * layer_s(prefill) + ends
+    filled = found[0][0].number / blocks if choice.schedule == "zigzag" else 1
+    prompts = layers * filled * layer_s(prefill) + ends
     return Prediction(
         latency, prompts, tokens / latency, prefill, decode, memory_bytes(work, choice, placed), link
     )

@@ -246,7 +246,7 @@ def _run(bench: OffloadBench, name: str, policy: Policy, **settings: Any) -> dic
         bench.work, bench.machine, policy, overlap=settings.get("overlap", True), blocks=blocks
     )
     with start(bench.config(policy, **settings), bench.engine, bench.checkpoint, progress=False) as runtime:
-        return _measured(name, runtime, predicted, bench.link) | _bytes(bench, runtime)
+        return _measured(bench, name, runtime, predicted)
 
 
 def _bytes(bench: OffloadBench, runtime: Runtime) -> dict[str, Any]:
@@ -265,7 +265,7 @@ def _bytes(bench: OffloadBench, runtime: Runtime) -> dict[str, Any]:
     }
 
 
-def _measured(name: str, runtime: Runtime, predicted: Any, link: Link) -> dict[str, Any]:
+def _measured(bench: OffloadBench, name: str, runtime: Runtime, predicted: Any) -> dict[str, Any]:
     """Return the report of blocks of random prompts with the policy's length."""
     policy, vocabulary = runtime.policy, runtime.geometry.config.vocab_size
     sampling = SamplingParams(temperature=0.0, max_tokens=policy.output_tokens, ignore_eos=True, seed=0)
@@ -276,7 +276,7 @@ def _measured(name: str, runtime: Runtime, predicted: Any, link: Link) -> dict[s
     ]
     for _ in runtime.generate([Request(f"{i}", prompt, sampling) for i, prompt in enumerate(ids)]):
         pass
-    result = report(runtime, link)
+    result = report(runtime, bench.link)
     error = predicted.latency_s / result["latency_s"] - 1
     about = {
         "latency_s": predicted.latency_s,
@@ -287,7 +287,8 @@ def _measured(name: str, runtime: Runtime, predicted: Any, link: Link) -> dict[s
         "memory_bytes": predicted.memory_bytes,
     }
     paper = PAPER_TOKENS_PER_S.get(policy.model, {}).get(policy.weight_bits)
-    return {"name": name, "predicted": about, "paper_tokens_per_s": paper} | result
+    named = {"name": name, "predicted": about, "paper_tokens_per_s": paper}
+    return named | result | _bytes(bench, runtime)
 
 
 def _smallest(model: str) -> Policy:

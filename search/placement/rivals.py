@@ -116,6 +116,7 @@ def _largest(
                 kv_bits=found.kv_bits,
                 host_attention=found.host_attention,
                 value_top_k_percent=found.value_top_k_percent,
+                pipeline_parallel_size=found.pipeline_parallel_size,
             )
             for size in options.gpu_batch_sizes
             for number in batches

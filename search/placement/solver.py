@@ -84,6 +84,7 @@ class PlacementOptions:
     host_attention: bool | None = None
     value_top_k_percent: float = 100.0
     schedules: Sequence[str] = ("zigzag",)
+    pipeline_parallel_size: int = 1
     max_latency_s: float = math.inf  # limit in seconds of a full block
     percent_step: int | None = None
     gpu_batch_sizes: Sequence[int] = GPU_BATCH_SIZES
@@ -105,6 +106,8 @@ class PlacementOptions:
             1 <= self.percent_step <= 100 and 100 % self.percent_step == 0
         ):
             raise PlacementError(f"percent_step={self.percent_step}: a divisor of 100")
+        if self.pipeline_parallel_size < 1:
+            raise PlacementError(f"pipeline_parallel_size={self.pipeline_parallel_size}: 1 or more stages")
         for field in ("gpu_batch_sizes", "num_gpu_batches"):
             if not getattr(self, field) or min(getattr(self, field)) < 1:
                 raise PlacementError(f"{field}={getattr(self, field)}: positive numbers")
@@ -121,6 +124,7 @@ class PlacementOptions:
             host_attention,
             self.value_top_k_percent,
             schedule,
+            self.pipeline_parallel_size,
         )
 
     def host_attentions(self) -> tuple[bool, ...]:

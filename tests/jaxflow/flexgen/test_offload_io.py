@@ -18,7 +18,7 @@ from jaxflow.flexgen.config import OffloadConfig
 from jaxflow.flexgen.geometry import device_bytes, place
 from jaxflow.flexgen.pinned_memory import HostArray
 from jaxflow.flexgen.scratch_files import PREFIX, DiskError
-from jaxflow.flexgen.start import make_geometry, start
+from jaxflow.flexgen.start import make_geometries, start
 from jaxflow.flexgen.weight_store import WeightStore
 from jaxflow.kv.tiers.host_machine import near_cpus
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
@@ -255,7 +255,7 @@ def test_threads_and_pinned_memory_are_near_the_gpus(tmp_path, monkeypatch):
 
 def test_the_advised_limit_fits(tmp_path):
     offload = settings(tmp_path, weights=MIXED, kv=MIXED)
-    g = make_geometry(
+    (g,) = make_geometries(
         offload,
         EngineConfig(model=str(offload_model()), block_size=16),
         open_checkpoint(str(offload_model())),

@@ -1,0 +1,74 @@
+"""Placements over several devices (§4.4): the predictions against a simulated pipeline and FlexGen's Table 3."""
+
+import dataclasses
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxflow.flexgen.policy import Policy, Shares
+from jaxflow.model.checkpoints.checkpoint import open_checkpoint
+from search.placement.cost_model import BlockChoice, memory_bytes, passes, predict, split
+from search.placement.machine_curves import load_machine
+from search.placement.solver import GIGA, PlacementOptions, TierMemory, search
+from search.placement.workload import workload
+
+T4 = load_machine("t4")
+# 16, 208 and 1500 GB on each machine, less the memory of the operating system.
+TABLE_1 = TierMemory(15 * GIGA, 200 * GIGA, 1500 * GIGA)
+
+
+def opt(name):
+    return workload(name, open_checkpoint(name, load_format="dummy").model_config, 512, 32)
+
+
+def pipeline_s(stages, tokens, prompt_s, decode_s):
+    """Return the seconds of a block of `stages` micro-batches. A step of a stage takes prompt_s or decode_s.
+
+    A stage begins a micro-batch when the stage before has ended it, and the first stage when the last has ended its
+    token before.
+    """
+    free, ended = [0.0] * stages, [0.0] * stages
+    for token in range(tokens):
+        for batch in range(stages):
+            at = ended[batch]
+            for stage in range(stages):
+                at = free[stage] = max(at, free[stage]) + (decode_s if token else prompt_s)
+            ended[batch] = at
+    return max(ended)
+
+
+@given(st.integers(1, 6), st.integers(1, 20), st.floats(0.1, 50), st.floats(0.1, 5))
+def test_the_passes_take_the_time_of_a_simulated_pipeline(stages, tokens, prompt_s, decode_s):
+    """With decodes no longer than prompts, no stage waits after the last stage has begun."""
+    decode_s = min(prompt_s, decode_s)
+    found = passes(BlockChoice(1, 1, pipeline_parallel_size=stages), tokens)
+    predicted = sum(stages * one.number * (prompt_s if one.prompts else decode_s) for one in found)
+    assert predicted == pytest.approx(pipeline_s(stages, tokens, prompt_s, decode_s))
+
+
+def test_a_stage_holds_its_layers_and_the_kv_of_all_micro_batches():
+    host = Shares(host=100.0)
+    work, one = opt("opt-30b"), Policy("opt-30b", 512, 32, 8, 3, *[host] * 3)
+    alone, four = (
+        memory_bytes(work, *split(msgspec.structs.replace(one, pipeline_parallel_size=m))) for m in (1, 4)
+    )
+    weights = work.layers * work.weights * 2
+    assert alone[1] - four[1] == pytest.approx(
+        3 / 4 * weights
+    )  # a quarter of the layers, four times the sequences
+
+
+def test_four_devices_scale_as_in_table_3():
+    """OPT-30B on 4 T4s: 3.2 times the throughput of one, and 4.2 times without the prompts."""
+    options = PlacementOptions(gpu_batch_sizes=(16, 32, 40, 48), num_gpu_batches=(1, 3, 4))
+    work, rates = opt("opt-30b"), []
+    for stages in (1, 4):
+        found = search(work, T4, TABLE_1, dataclasses.replace(options, pipeline_parallel_size=stages))
+        made = predict(work, T4, found)
+        assert found.pipeline_parallel_size == stages
+        rates.append((made.tokens_per_s, made.decode_tokens_per_s(32)))
+    assert rates[0][0] == pytest.approx(7.32, rel=0.2) and rates[1][0] == pytest.approx(23.61, rel=0.2)
+    assert rates[1][0] / rates[0][0] == pytest.approx(3.2, rel=0.2)
+    assert rates[1][1] / rates[0][1] == pytest.approx(4.2, rel=0.2)
