@@ -38,7 +38,7 @@ def test_weight_traffic_is_within_theorem_4_1(tmp_path):
     prompts = [[i + 1] * PROMPT for i in range(6)]
     sizes = Sizes(weights=1.0, kv=1.0, activation=1.0, prompt_tokens=PROMPT)
     with runtime(MODEL, tmp_path, weights=HOST) as made:
-        away = sum(made._runner._setup.weights.placed.bytes_of(0, tier) for tier in ("host", "disk"))
+        away = sum(made._runner._setup.weights.placed.bytes_of(0, tier) for tier in ("host", "disk"))  # type: ignore
         moved = {}
         for schedule in ("zigzag", "row"):
             changed(made, schedule=schedule)
@@ -72,7 +72,7 @@ def test_the_account_equals_the_allocated_bytes(tmp_path, monkeypatch, tp, perce
     monkeypatch.setattr(RunningBlock, "step", step)
     shares = {"weights": MIXED, "kv": MIXED, "activations": MIXED, "value_top_k_percent": percent}
     with runtime("tiny-opt", tmp_path, tp=tp, **shares) as made:
-        setup, lives = made._runner._setup, made.account.lives
+        setup, lives = made._runner._setup, made.account.lives  # type: ignore
         assert view_bytes(setup.weights._host) == lives["host"]["weights"] > 0
         assert view_bytes(setup.kv._host) == lives["host"]["KV"] > 0
         assert (
@@ -124,7 +124,7 @@ def test_the_cost_model_counts_the_traffic(tmp_path, kv, host_attention, percent
 def test_a_closed_run_holds_no_memory(tmp_path):
     before = on_device()
     with runtime("tiny-opt", tmp_path, weights=MIXED, kv=MIXED, activations=MIXED) as made:
-        setup = made._runner._setup
+        setup = made._runner._setup  # type: ignore
         assert on_device() > before
     assert (
         on_device() == before

@@ -49,7 +49,7 @@ def test_two_stages_give_the_tokens_of_one_device(host_attention, tmp_path):
     """16 sequences are a block of two micro-batches, and a block of a part of one."""
     prompts, expected = goldens(UNEVEN, copies=4)
     shares = {"weights": MIXED, "kv": MIXED, "activations": MIXED}
-    with runtime(UNEVEN, tmp_path, pipeline_parallel_size=2, host_attention=host_attention, **shares) as made:
+    with runtime(UNEVEN, tmp_path, pipeline_parallel_size=2, host_attention=host_attention, **shares) as made:  # type: ignore
         under_way = made.generate(requests(prompts))
         next(under_way)
         under_way.close()  # the caller stops early
@@ -84,7 +84,7 @@ def test_the_cost_model_counts_the_traffic_of_all_stages(tmp_path):
 def test_a_fault_in_the_first_stage_ends_the_run(tmp_path, monkeypatch):
     prompts, _ = goldens("tiny-llama", copies=1)
     with runtime("tiny-llama", tmp_path, kv=DISK, pipeline_parallel_size=2) as made:
-        folder, own = str(made._runner._setups[0].tiers.folder.path), os.preadv
+        folder, own = str(made._runner._setups[0].tiers.folder.path), os.preadv  # type: ignore
 
         def failing(fd, buffers, at):
             done = own(fd, buffers, at)

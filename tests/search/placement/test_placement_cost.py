@@ -232,9 +232,9 @@ def test_the_ablations_that_an_h200_ran_are_predicted_and_the_search_wins():
 def test_where_the_device_is_the_host_their_times_add_up():
     terms = dict(zip(TERMS, (1.0, 2.0, 40.0, 8.0, 16.0, 32.0), strict=True))
     one = Machine(name="a CPU", method="round numbers", one_processor=True, **CONSTANTS)
-    assert resources(one, BlockChoice(1, 1), terms) == [51.0, 40.0, 8.0]
-    assert resources(MACHINE, BlockChoice(1, 1), terms) == list(terms.values())
-    policy = Policy("opt-30b", 512, 32, 8, 2, *[Shares(host=100.0)] * 3)
+    assert resources(one, BlockChoice(1, 1), terms) == [51.0, 40.0, 8.0]  # type: ignore
+    assert resources(MACHINE, BlockChoice(1, 1), terms) == list(terms.values())  # type: ignore
+    policy = Policy("opt-30b", 512, 32, 8, 2, *[Shares(host=100.0)] * 3)  # type: ignore
     assert predict(OPT, one, policy).latency_s == pytest.approx(
         predict(OPT, one, policy, overlap=False).latency_s
     )

@@ -50,7 +50,7 @@ def test_the_passes_take_the_time_of_a_simulated_pipeline(stages, tokens, prompt
 
 def test_a_stage_holds_its_layers_and_the_kv_of_all_micro_batches():
     host = Shares(host=100.0)
-    work, one = opt("opt-30b"), Policy("opt-30b", 512, 32, 8, 3, *[host] * 3)
+    work, one = opt("opt-30b"), Policy("opt-30b", 512, 32, 8, 3, *[host] * 3)  # type: ignore
     alone, four = (
         memory_bytes(work, *split(msgspec.structs.replace(one, pipeline_parallel_size=m))) for m in (1, 4)
     )
