@@ -319,6 +319,7 @@ OTHER_SETTINGS = {
     "enable_prefix_caching": False,
     "kv_disk_path": None,  # refused without a host tier, of which the next is a part
     "kv_disk_size": None,
+    "attention_spans": None,  # in the ModelConfig
     "model": "",  # its ModelConfig and the weights' shapes are in the key
 }
 

@@ -29,7 +29,7 @@ normal = st.floats(width=32, allow_nan=False, allow_infinity=False, allow_subnor
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.lists(normal, min_size=33, max_size=33), st.integers(1, 33))
 def test_limit_is_the_kth_largest(values, k):
     x = np.array([values], np.float32)

@@ -25,7 +25,7 @@ INT8_SCALES = {"k_scale": jnp.ones((9, 2, 64)), "v_scale": jnp.ones((9, 2, 64))}
 IN_SECOND_PAGES = [(0, 8, 0, 90), (8, 1, 1, 100), (16, 8, 2, 346)]  # chunks, with windows up to 20
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     gaps=st.lists(
         st.tuples(

@@ -25,7 +25,7 @@ E4M3, INT8 = jnp.float8_e4m3fn, jnp.int8
 INTERPRET = plgpu.InterpretGPUParams()
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     lengths=st.lists(st.one_of(st.just(0), st.integers(1, 900), st.just(20_000)), min_size=9, max_size=9),
     shape=st.sampled_from([(1, 1, None), (8, 4, 300), (2, 56, 1), (8, 264, None)]),
