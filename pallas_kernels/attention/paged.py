@@ -8,15 +8,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.hopper.layouts import LOG2E
 
 PAGE = 64  # tokens in a page
+LONGEST = 2**30  # longer spans count as this one, so that sums with positions fit in int32
 LOWEST = -1e30  # start of a running maximum: finite, because -inf minus a masked score's -inf is NaN
 LEAST = 1e-30  # lower bound of a divisor: a row with only -inf scores gets the output 0 and not NaN
 
 
-def check_pages(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, kinds: tuple) -> None:
+def check_pages(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, kinds: tuple, groups: int = 1) -> None:
     """Check queries [_, N, H] and pages [P, K, 64, H] (8-bit values: [P, K, H, 64]) against the kernels'
     limits.
 
-    kinds: accepted dtypes of the pages. Raises: ValueError.
+    kinds: accepted dtypes of the pages. groups: groups of heads with their own pages, which then hold K /
+    groups heads. Raises: ValueError.
     """
     (_, n, h), (p, kv, s, width) = q.shape, k_pages.shape
     if h not in (64, 128, 256) or width != h:
@@ -30,22 +32,41 @@ def check_pages(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, kinds: tup
     if s != PAGE or v_pages.shape != ((p, kv, h, s) if transposed else (p, kv, s, h)):
         accepted = f"[P, K, {PAGE}, H] " + (f"and [P, K, H, {PAGE}]" if transposed else "for both")
         raise ValueError(f"pages {k_pages.shape} and {v_pages.shape}: accepted are {accepted}")
+    kv *= groups
     if n % kv or not 1 <= n // kv <= 16:
         raise ValueError(f"{n} query heads over {kv} KV heads: accepted are 1 to 16 for each KV head")
 
 
-def check_scales(k_pages: jax.Array, k_scale: jax.Array | None, v_scale: jax.Array | None) -> None:
-    """Check the scales against the dtype of the cache. Raises: ValueError."""
-    p, kv, s, _ = k_pages.shape
-    accepted = {"bfloat16": (None,), "float8_e4m3fn": (None, (kv,)), "int8": ((p, kv, s),)}[
+def check_scales(
+    k_pages: jax.Array, k_scale: jax.Array | None, v_scale: jax.Array | None, groups: int = 1
+) -> None:
+    """Check the scales against the dtype of the cache, with `groups` as in `check_pages`. Raises: ValueError."""
+    p, held, s, _ = k_pages.shape
+    kv = held * groups
+    accepted = {"bfloat16": (None,), "float8_e4m3fn": (None, (kv,)), "int8": ((p, held, s),)}[
         k_pages.dtype.name
     ]
     for name, x in {"k_scale": k_scale, "v_scale": v_scale}.items():
         if (None if x is None else x.shape) not in accepted:
             raise ValueError(
                 f"{name} {None if x is None else x.shape}: accepted are [{kv}] for a cache of float8_e4m3fn, "
-                f"{[p, kv, s]} for int8, and None for bfloat16"
+                f"{[p, held, s]} for int8, and None for bfloat16"
             )
+
+
+def check_spans(spans: jax.Array | None, sinks: int, window: int | None, rows: int, kv: int) -> None:
+    """Check the spans [K] or [rows, K] and the number of sinks. Raises: ValueError."""
+    if spans is None:
+        if sinks:
+            raise ValueError(f"sinks={sinks} without spans: accepted is 0")
+        return
+    if spans.shape not in ((kv,), (rows, kv)) or not jnp.issubdtype(spans.dtype, jnp.integer):
+        accepted = f"integers [{kv}] or [{rows}, {kv}]"
+        raise ValueError(f"spans {spans.dtype}{list(spans.shape)}: accepted are {accepted}")
+    if window is not None:
+        raise ValueError(f"window={window} beside spans: accepted is None")
+    if sinks < 0:
+        raise ValueError(f"sinks={sinks}: accepted are 0 and above")
 
 
 def check_unified_max(unified_max: jax.Array | None) -> None:

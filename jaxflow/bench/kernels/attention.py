@@ -34,7 +34,7 @@ CHUNKS: dict[str, tuple[tuple[int, int, int, int], ...]] = {
 }
 
 
-def _cache(seed: int, pages: int, dtype) -> tuple[jax.Array, ...]:
+def random_cache(seed: int, pages: int, dtype) -> tuple[jax.Array, ...]:
     """Return random keys and values.
 
     8-bit values are stored with contiguous keys. An int8 cache also has scales, all equal here.
@@ -50,7 +50,7 @@ def _cache(seed: int, pages: int, dtype) -> tuple[jax.Array, ...]:
     return (k, v) if dtype == jnp.bfloat16 else (k.astype(dtype), jnp.swapaxes(v, 2, 3).astype(dtype))
 
 
-def _queries(calls: int, rows: int) -> list[jax.Array]:
+def random_queries(calls: int, rows: int) -> list[jax.Array]:
     """Return different queries for each call, because XLA would run equal calls only once."""
     return [jax.random.normal(jax.random.key(i), (rows, N, H), jnp.bfloat16) for i in range(calls)]
 
@@ -85,9 +85,10 @@ def _decode(lengths: Sequence[int], kinds: Sequence[str]):
         64 if read < 4e8 else 32 if read < 4e9 else 8
     )  # as many calls as model layers, sharing one work list; at least 2 ms per program
     calls += -calls % caches
-    qs = _queries(calls, len(lengths))
+    qs = random_queries(calls, len(lengths))
     made = {
-        dtype: [_cache(i, pages, dtype) for i in range(caches)] for dtype in {_dtype(kind) for kind in kinds}
+        dtype: [random_cache(i, pages, dtype) for i in range(caches)]
+        for dtype in {_dtype(kind) for kind in kinds}
     }
     implementations = {}
     for kind in kinds:
@@ -138,7 +139,7 @@ def _chunk(chunks, kinds: Sequence[str]):
     tokens = sum(c[1] for c in chunks)
     table, pages = page_tables(np.random.default_rng(3), [c[3] + c[1] for c in chunks])
     flop = 4.0 * _pairs(chunks) * N * H
-    qs = _queries(
+    qs = random_queries(
         max(3, min(64, int(1.2e12 / flop) + 1)), tokens
     )  # at least 2 ms per program: eight calls with 8 chunks of 256 tokens measured the host instead
     implementations = {}
@@ -151,7 +152,13 @@ def _chunk(chunks, kinds: Sequence[str]):
             settings |= {"k_scale": jnp.ones(K, jnp.float32), "v_scale": jnp.ones(K, jnp.float32)}
         kernel = _int8(chunk_attention) if kind == "int8" else chunk_attention
         implementations[kind] = _paged(
-            kernel, table, chunks, qs, [_cache(i, pages, _dtype(kind)) for i in range(2)], flop, **settings
+            kernel,
+            table,
+            chunks,
+            qs,
+            [random_cache(i, pages, _dtype(kind)) for i in range(2)],
+            flop,
+            **settings,
         )
     return implementations
 
@@ -163,7 +170,7 @@ def _cudnn(chunks: int, tokens: int, context: int, calls: int) -> Implementation
     """
     keys, causal = context + tokens, context == 0
     k, v = (jax.random.normal(jax.random.key(i), (chunks, keys, K, H), jnp.bfloat16) for i in range(2))
-    qs = [q.reshape(chunks, tokens, N, H) for q in _queries(calls, chunks * tokens)]
+    qs = [q.reshape(chunks, tokens, N, H) for q in random_queries(calls, chunks * tokens)]
     program = jax.jit(
         lambda qs, k, v: [
             jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation="cudnn") for q in qs

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from jaxflow.bench.kernels import attention, gemm, pointwise, step
+from jaxflow.bench.kernels import attention, gemm, pointwise, sparse, step
 from jaxflow.bench.kernels.case import KernelGroup
 
 _FIRST = (
@@ -24,6 +24,7 @@ GROUPS = _by_importance(
     (
         *pointwise.CEILINGS,
         *attention.GROUPS,
+        *sparse.GROUPS,
         *gemm.GROUPS,
         *pointwise.GROUPS,
         *step.GROUPS,

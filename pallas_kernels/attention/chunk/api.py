@@ -19,8 +19,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention.chunk import int8 as chunk_int8
 from pallas_kernels.attention.chunk.rows import HALF, MARKS, MOST, WIDTH, Rows, attend_rows, store_rows
-from pallas_kernels.attention.chunk.work_list import ChunkWork, chunk_work
-from pallas_kernels.attention.paged import PAGE, check_pages, check_scales, check_unified_max, flat
+from pallas_kernels.attention.chunk.work_list import ChunkWork, block_of, chunk_work
+from pallas_kernels.attention.paged import (
+    LONGEST,
+    PAGE,
+    check_pages,
+    check_scales,
+    check_spans,
+    check_unified_max,
+    flat,
+)
 from pallas_kernels.attention.tiles import ChunkTile, chunk_tile, int8_chunk_tile
 from pallas_kernels.hopper.layouts import LANE, pad_rows, swizzled
 from pallas_kernels.hopper.limits import sms_of
@@ -35,6 +43,8 @@ def chunk_attention(
     *,
     scale: float,
     window: int | None = None,
+    spans: jax.Array | None = None,
+    sinks: int = 0,
     soft_cap: float | None = None,
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
@@ -52,12 +62,15 @@ def chunk_attention(
       q: [T, N, H] bfloat16, H 64, 128 or 256.
       k_pages, v_pages: [P, K, 64, H] bfloat16, or float8_e4m3fn or int8 (H 64 or 128) [P, K, 64, H] and [P,
         K, H, 64]. The pages already hold the chunks' keys and values.
-      page_table: [R, MP] int32; entries before a sequence's first visible page and past its last page are
-        never read.
+      page_table: [R, MP] int32; entries of pages without visible keys and past a sequence's last page are
+        never read. With spans also [G, R, MP], as for `decode_attention`.
       chunks: [C, 4] int32, one row a chunk: first token in q, tokens (0: skipped), row of page_table,
         position of the first token. Chunks do not overlap in q.
       scale: scores are q·k · scale; scale may be 0 or negative.
       window: the number of last keys that a token sees. soft_cap: scores become cap · tanh(score / cap).
+      spans: [K] or [T, K] int32, instead of a window: the number of last keys that a token sees in each KV
+        head (FlashDecoding++Next §III). A span below 1 counts as 1. Tiles with most keys start first.
+      sinks: the number of first keys that every token sees besides its span.
       k_scale, v_scale: float32 scales of 8-bit numbers: [K] for float8 (None: 1), [P, K, 64] for int8.
       unified_max: [2] float32, φ and bound: weights are exp(score - φ) (FlashDecoding++Next §3). A tile
         with a row whose sum of weights is outside exp(±bound) runs again with the running maximum. None:
@@ -71,20 +84,24 @@ def chunk_attention(
     Raises:
       ValueError: for a shape, dtype or sms outside the limits.
     """
-    (t, n, h), kv, e4m3 = q.shape, k_pages.shape[1], k_pages.dtype == jnp.float8_e4m3fn
-    int8 = k_pages.dtype == jnp.int8
-    check_pages(q, k_pages, v_pages, (jnp.bfloat16, jnp.float8_e4m3fn, jnp.int8))
-    check_scales(k_pages, k_scale, v_scale)
+    (t, n, h), held, e4m3 = q.shape, k_pages.shape[1], k_pages.dtype == jnp.float8_e4m3fn
+    groups = page_table.shape[0] if page_table.ndim == 3 else 1
+    kv, int8 = held * groups, k_pages.dtype == jnp.int8
+    check_pages(q, k_pages, v_pages, (jnp.bfloat16, jnp.float8_e4m3fn, jnp.int8), groups)
+    check_scales(k_pages, k_scale, v_scale, groups)
     check_unified_max(unified_max)
     if int8 and h > 128:
         raise ValueError(f"head width {h} of a cache of int8: accepted are 64 or 128")
-    if page_table.ndim != 2 or chunks.ndim != 2 or chunks.shape[1] != 4:
+    tables = (2,) if spans is None else (2, 3)
+    if page_table.ndim not in tables or chunks.ndim != 2 or chunks.shape[1] != 4:
+        accepted = "[R, MP]" if spans is None else "[R, MP] or [G, R, MP]"
         raise ValueError(
-            f"page_table {list(page_table.shape)}, chunks {list(chunks.shape)}: accepted are [R, MP] and [C, 4]"
+            f"page_table {list(page_table.shape)}, chunks {list(chunks.shape)}: accepted are {accepted} and [C, 4]"
         )
+    check_spans(spans, sinks, window, t, kv)
     sms = sms_of(sms)
     tile = tile or (int8_chunk_tile(h) if int8 else chunk_tile(h, k_pages.dtype.itemsize))
-    work = chunk_work(chunks, t, tile, window) if work is None else work
+    work = chunk_work(chunks, t, tile, window, spans, sinks) if work is None else work
     rows = Rows(
         group=n // kv,
         tile=tile,
@@ -95,16 +112,22 @@ def chunk_attention(
         int8=int8,
         unified_max=unified_max is not None,
         interpret=interpret is not None,
+        spans=spans is not None,
+        sinks=sinks,
     )
-    rounds = -(-work.tiles.shape[0] * n // sms)
+    rounds = -(-work.tiles.shape[0] * (rows.group if rows.spans else n) // sms)
     one = np.ones((kv,), np.float32)  # a constant of the program; jnp.ones would run a kernel
     scalars = [(k_scale, one), (v_scale, one), (unified_max, np.asarray([0.0, MOST], np.float32))]
+    of_rows = []
+    if spans is not None:  # for the rows of every tile, which can reach past the last token
+        of_rows = [jnp.broadcast_to(jnp.clip(spans, 1, LONGEST).astype(jnp.int32), (t, kv)).T]
+        of_rows = [jnp.pad(of_rows[0], ((0, 0), (0, tile.rows)))]
     scalars = [
         default if x is None else x.reshape(-1, PAGE) if x.ndim == 3 else x.astype(jnp.float32)
         for x, default in scalars
     ]
     kernel = plgpu.kernel(
-        functools.partial(_attend, sms=sms, kv=kv, rows=rows),
+        functools.partial(_attend, sms=sms, kv=kv, held=held, rows=rows),
         out_type=jax.ShapeDtypeStruct((t, n * h // WIDTH, WIDTH), q.dtype),
         grid=(sms,),
         grid_names=("cta",),
@@ -117,19 +140,27 @@ def chunk_attention(
         kernel_name=f"chunk_attention_{sms}",
         interpret=interpret,
     )
-    tables = page_table.astype(jnp.int32), work.tiles, work.count, work.gaps
-    return kernel(pad_rows(q), flat(k_pages), flat(v_pages), *tables, *scalars).reshape(t, n, h)
+    table = page_table.astype(jnp.int32).reshape(-1, page_table.shape[-1])
+    tables = table, work.tiles, work.count, work.gaps
+    return kernel(pad_rows(q), flat(k_pages), flat(v_pages), *tables, *scalars, *of_rows).reshape(t, n, h)
 
 
 def list_chunk_work(
-    chunks: jax.Array, tokens: int, *, head_dim: int, itemsize: int, window: int | None = None
+    chunks: jax.Array,
+    tokens: int,
+    *,
+    head_dim: int,
+    itemsize: int,
+    window: int | None = None,
+    spans: jax.Array | None = None,
+    sinks: int = 0,
 ) -> ChunkWork:
     """Return the work list of `chunk_attention` for chunks among `tokens` rows of q, for all layers with
-    the same window.
+    the same window, or the same spans and sinks.
 
     itemsize: bytes of a number in the cache.
     """
-    return chunk_work(chunks, tokens, chunk_tile(head_dim, itemsize), window)
+    return chunk_work(chunks, tokens, chunk_tile(head_dim, itemsize), window, spans, sinks)
 
 
 def _scratch(rows: Rows, h: int, dtype, rounds: int) -> dict:
@@ -168,10 +199,12 @@ def _scratch(rows: Rows, h: int, dtype, rounds: int) -> dict:
 
 
 def _attend(
-    q_ref, k_ref, v_ref, table_ref, tiles_ref, count_ref, gaps_ref, k_scale_ref, v_scale_ref, unified_ref, o_ref,
-    *, sms, kv, rows, **scratch,
+    q_ref, k_ref, v_ref, table_ref, tiles_ref, count_ref, gaps_ref, k_scale_ref, v_scale_ref, unified_ref, *last,
+    sms, kv, held, rows, **scratch,
 ):  # fmt: skip
-    cta, wg, n = lax.axis_index("cta"), lax.axis_index("wg"), kv * rows.group
+    *spans_ref, o_ref = last
+    cta, wg = lax.axis_index("cta"), lax.axis_index("wg")
+    n = rows.group if rows.spans else kv * rows.group  # query heads of an entry of the tiles
     items = count_ref[0] * n
     rounds = lax.div(items + sms - 1, jnp.int32(sms))
 
@@ -183,7 +216,10 @@ def _attend(
         """Return (item, head, fields of its tile) of round i, or any tile if the round has no item."""
         which = item_of(i)
         index = jnp.minimum(lax.div(which, jnp.int32(n)), tiles_ref.shape[0] - 1)
-        return which, lax.rem(which, jnp.int32(n)), *(tiles_ref[index, j] for j in range(7))
+        head = lax.rem(which, jnp.int32(n))
+        if rows.spans:
+            head = tiles_ref[index, 9] * rows.group + head
+        return which, head, *(tiles_ref[index, j] for j in range(9 if rows.spans else 7))
 
     def for_items(visit, carry):
         """Return the carry after visit(carry, round, head, *tile) for this CTA's items."""
@@ -217,7 +253,7 @@ def _attend(
     def _copy():
         plgpu.set_max_registers(40, action="decrease")  # 40 + 2 · 232 = 3 · 168, what the CTA was given
         visit = functools.partial(
-            _copy_item, q_ref, k_ref, v_ref, table_ref, (k_scale_ref, v_scale_ref), scratch, rows, kv
+            _copy_item, q_ref, k_ref, v_ref, table_ref, (k_scale_ref, v_scale_ref), scratch, rows, kv, held
         )
         done, steps = for_items(visit, (jnp.int32(0), jnp.int32(0)))
         if not rows.e4m3:
@@ -229,11 +265,11 @@ def _attend(
     @pl.when(wg < 2)
     def _compute():
         plgpu.set_max_registers(232, action="increase")
-        scales = k_scale_ref, v_scale_ref, unified_ref
+        scales = k_scale_ref, v_scale_ref, unified_ref, *spans_ref
 
-        def visit(carry, i, head, first, begin, end, _, position, block, block_end, running):
+        def visit(carry, i, head, first, begin, end, _, position, block, block_end, *spanned, running):
             place = (first + wg * HALF, begin - wg * HALF, end - wg * HALF)
-            at = (position, block, block_end)
+            at = (position, block, block_end, *spanned)
             out, carry = attend_rows(rows, scratch, scales, wg, i, head, at, place, carry, running)
             store_rows(out, scratch["o_s"].at[wg], o_ref, head, *place)
             return carry
@@ -251,18 +287,22 @@ def _attend(
 
 
 def _copy_item(
-    q_ref, k_ref, v_ref, table_ref, scales, scratch, rows, kv, carry, _,
-    head, first, begin, end, row, position, block, block_end,
+    q_ref, k_ref, v_ref, table_ref, scales, scratch, rows, kv, held, carry, _,
+    head, first, begin, end, row, position, block, block_end, *spanned,
 ):  # fmt: skip
     """Copy queries, then blocks of keys and values, each as soon as its slot is free."""
     done, step = carry
     tile, h, per = rows.tile, q_ref.shape[2], rows.tile.keys // PAGE
     kv_head, last_page = lax.div(head, jnp.int32(rows.group)), lax.div(position + end - 1, jnp.int32(PAGE))
-    first_page = (
-        0
-        if rows.window is None
-        else lax.div(jnp.maximum(position + begin - rows.window + 1, 0), jnp.int32(PAGE))
-    )
+    skipped, first_page = 0, 0
+    if rows.spans:
+        skipped, first_page = spanned[0], lax.div(spanned[1], jnp.int32(PAGE))
+    elif rows.window is not None:
+        first_page = lax.div(jnp.maximum(position + begin - rows.window + 1, 0), jnp.int32(PAGE))
+    of_sinks = -(-rows.sinks // PAGE)
+    if held < kv:
+        tables = table_ref.shape[0] // (kv // held)
+        row, kv_head = row + lax.div(kv_head, jnp.int32(held)) * tables, lax.rem(kv_head, jnp.int32(held))
     place = lax.rem(done, jnp.int32(tile.queries))
     k_s, v_s, q_s = scratch["k_s"], scratch["v_s"], scratch["q_s"]
 
@@ -278,7 +318,16 @@ def _copy_item(
         # A block can reach past the sequence or start before its window. Pages there can belong to another
         # sequence, or hold NaN, which a weight of 0 does not cancel. The nearest visible page is read
         # instead. Its keys are masked, and `_blank_block` zeroes its values where the page is not full.
-        return tuple(table_ref[row, jnp.clip(block * per + j, first_page, last_page)] for j in range(per))
+        # Between the sinks and the span this is the last page of the sinks, which is full there.
+        pages = [block_of(block, skipped, rows.sinks, tile.keys) * per + j for j in range(per)]
+        near = [jnp.clip(page, first_page, last_page) for page in pages]
+        if rows.sinks:
+            outside = [(page < first_page) for page in pages]
+            near = [
+                jnp.where(out, jnp.minimum(page, of_sinks - 1), other)
+                for out, page, other in zip(outside, pages, near, strict=True)
+            ]
+        return tuple(table_ref[row, page] for page in near)
 
     def bring(source, ring, full, empty, height, step, ids):
         slot = lax.rem(step, jnp.int32(ring.shape[0]))
@@ -290,7 +339,7 @@ def _copy_item(
         for j, page_id in enumerate(ids):
             to = ring.at[slot, pl.ds(j * PAGE, PAGE)] if len(ring.shape) == 3 else ring.at[slot, j]
             plgpu.copy_gmem_to_smem(
-                source.at[pl.ds((page_id * kv + kv_head) * height, height)], to, full.at[slot]
+                source.at[pl.ds((page_id * held + kv_head) * height, height)], to, full.at[slot]
             )
 
     def copy(i, state):
@@ -308,7 +357,7 @@ def _copy_item(
         return step + 1, following, then
 
     if rows.int8:
-        how = {"kv": kv, "kv_head": kv_head, "stages": tile.stages, "interpret": rows.interpret}
+        how = {"kv": held, "kv_head": kv_head, "stages": tile.stages, "interpret": rows.interpret}
         return done + 1, chunk_int8.copy_blocks(
             k_ref, v_ref, scales, scratch, block, block_end, step, pages_of, **how
         )

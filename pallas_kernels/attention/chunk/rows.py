@@ -25,6 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention.chunk.registers import as_operand, mark, rescaled
+from pallas_kernels.attention.chunk.work_list import block_of
 from pallas_kernels.attention.paged import LEAST, LOWEST, PAGE, blank, blank_8, capped
 from pallas_kernels.attention.tiles import ChunkTile
 from pallas_kernels.hopper.layouts import LOG2E
@@ -43,7 +44,8 @@ class Rows:
     """The constants of a kernel.
 
     e4m3: the cache is e4m3. int8: the cache is int8, and the rows see bfloat16. unified_max: the maximum is
-    φ instead of the first block's.
+    φ instead of the first block's. spans: each tile has the span of its KV head instead of the window.
+    sinks: the first keys that every row sees besides its span.
     """
 
     group: int
@@ -55,23 +57,30 @@ class Rows:
     int8: bool
     unified_max: bool
     interpret: bool
+    spans: bool = False
+    sinks: int = 0
 
 
 def attend_rows(r: Rows, m: dict, scales, wg, round_, head, at, place, carry, running):
     """Return (outputs [64, H] float32, carry) of one item's 64 rows.
 
     m: the kernel's shared memory and barriers. at: position of the item's first row, first block of keys,
-    end of the blocks. place: this warpgroup's first row in q, its rows before the chunk, and its rows
-    before the chunk's end. carry: finished items and blocks. running: use the running maximum; otherwise
+    end of the blocks; with spans also the skipped blocks and the first key of the item's spans. place: this
+    warpgroup's first row in q, its rows before the chunk, and its rows before the chunk's end. carry: finished items and blocks. running: use the running maximum; otherwise
     rows whose sum is out of range mark the item in m["again"].
     """
-    (position, block, block_end), (done, step) = at, carry
+    (position, block, block_end, *spanned), (done, step) = at, carry
+    skipped = spanned[0] if r.spans else 0
     keys, stages, queries = r.tile.keys, jnp.int32(r.tile.stages), lax.rem(done, jnp.int32(r.tile.queries))
-    k_scale_ref, v_scale_ref, unified_ref = scales
+    k_scale_ref, v_scale_ref, unified_ref, *spans_ref = scales
     kv_head = lax.div(head, jnp.int32(r.group))
     base = position + wg * HALF  # position of this warpgroup's first row
     h = m["q_s"].shape[-1]
 
+    window: Any = r.window
+    if r.spans:
+        own = spans_ref[0].at[kv_head, pl.ds(place[0], HALF)]
+        window = plgpu.load(own, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
     plgpu.barrier_wait(m["q_full"].at[queries])
     unit: Any = None
     if r.e4m3:
@@ -85,7 +94,9 @@ def attend_rows(r: Rows, m: dict, scales, wg, round_, head, at, place, carry, ru
         plgpu.wgmma(acc, m["q8_s"].at[wg] if r.e4m3 else m["q_s"].at[queries, wg], k)
 
     def soften(scores, i, state, masked, update):
-        seen = _seen(base, i * keys, keys, r.window) if masked else None
+        seen = (
+            _seen(base, block_of(i, skipped, r.sinks, keys) * keys, keys, window, r.sinks) if masked else None
+        )
         return _soften(scores, seen, *state, scale=r.scale, soft_cap=r.soft_cap, unit=unit, update=update)
 
     def wait_for_keys(i, step):
@@ -137,7 +148,7 @@ def attend_rows(r: Rows, m: dict, scales, wg, round_, head, at, place, carry, ru
     # Blocks that all rows of this warpgroup see completely need no mask.
     whole = (
         block + 1
-        if r.window is not None
+        if window is not None
         else jnp.clip(lax.div(base + 1, jnp.int32(keys)), block + 1, block_end)
     )
     out = plgpu.layout_cast(jnp.zeros((HALF, h), jnp.float32), plgpu.Layout.WGMMA)
@@ -152,9 +163,14 @@ def attend_rows(r: Rows, m: dict, scales, wg, round_, head, at, place, carry, ru
     slot = lax.rem(step, stages)
     plgpu.barrier_wait(m["v_full"].at[slot])
     if not r.int8:  # converted int8 values are finite everywhere
-        last = base - (block_end - 1) * keys  # from values that the loops keep, to save a register there
-        # The first key that the item's first row sees.
-        seen = None if r.window is None else last + place[1] - r.window + 1
+        # From values that the loops keep, to save a register there.
+        last = base - block_of(block_end - 1, skipped, r.sinks, keys) * keys
+        # The first key that the item's first row sees. With sinks no page stands in for an unwritten one.
+        if r.spans:
+            seen = spanned[1] + last - base
+        else:
+            seen = None if r.window is None else last + place[1] - r.window + 1
+        seen = None if r.sinks else seen
         _blank_block(m["v_s"].at[slot], seen, last + place[2], wg, m["blanked"], r)
     out = _product(out, weights, m["v_s"].at[slot], r)
     plgpu.barrier_arrive(m["v_empty"].at[slot])
@@ -186,13 +202,21 @@ def _quantize_queries(q, q8, factor):
     return most * (factor / 448.0)
 
 
-def _seen(base, first_key, keys, window):
-    """Return [rows, keys] bool: the keys of the block that a row at position base + row sees."""
+def _seen(base, first_key, keys, window, sinks=0):
+    """Return [rows, keys] bool: the keys of the block that a row at position base + row sees.
+
+    window: None, a number for all rows, or [rows] int32.
+    """
     row = plgpu.broadcasted_iota(jnp.int32, (HALF, keys), 0, layout=plgpu.Layout.WGMMA)
     key = plgpu.broadcasted_iota(jnp.int32, (HALF, keys), 1, layout=plgpu.Layout.WGMMA)
     ahead = key - row  # key position <= row position, rearranged
     seen = ahead <= base - first_key
-    return seen if window is None else seen & (ahead > base - first_key - window)
+    if window is None:
+        return seen
+    if not isinstance(window, int):
+        window = lax.broadcast_in_dim(window, ahead.shape, [0])
+    near = ahead + window > base - first_key
+    return seen & (near | (key < sinks - first_key) if sinks else near)
 
 
 def _soften(scores, seen, top, total, *, scale, soft_cap, unit, update):

@@ -18,7 +18,9 @@ class ChunkWork:
     Attributes:
       tiles: [M, 7] int32, the longest first: first row in q (a multiple of 8); the tile's rows before the
         chunk; the tile's rows before the chunk's end; row of the page table; position of the first row;
-        first block of keys that any row sees; end of the blocks.
+        first block of keys that any row sees; end of the blocks. With spans [M * K, 10], one entry for each
+        tile and KV head: the blocks are counted without the skipped blocks, which lie between the sinks and
+        the span; then the skipped blocks, the first key of the rows' spans, the KV head.
       count: [2] int32: number of tiles, number of gaps.
       gaps: [C + 1, 2] int32: runs of rows outside all chunks: first row, rows.
     """
@@ -28,12 +30,19 @@ class ChunkWork:
     gaps: jax.Array
 
 
-def chunk_work(chunks: jax.Array, tokens: int, tile: ChunkTile, window: int | None = None) -> ChunkWork:
+def chunk_work(
+    chunks: jax.Array,
+    tokens: int,
+    tile: ChunkTile,
+    window: int | None = None,
+    spans: jax.Array | None = None,
+    sinks: int = 0,
+) -> ChunkWork:
     """Split chunks [C, 4] int32 (first token in q, tokens, row of the page table, position) into tiles, on
     the device.
 
-    tokens: the length of q, an upper bound of all chunks together. Compute the list once a step for all
-    layers.
+    tokens: the length of q, an upper bound of all chunks together. spans, sinks: as for `chunk_attention`,
+    instead of a window. Compute the list once a step for all layers.
     """
     first, length, row, position = (chunks[:, i].astype(jnp.int32) for i in range(4))
     c = chunks.shape[0]
@@ -54,16 +63,45 @@ def chunk_work(chunks: jax.Array, tokens: int, tile: ChunkTile, window: int | No
     begin, end = jnp.maximum(-skip, 0), jnp.clip(length[chunk] - skip, 0, tile.rows)
     at = position[chunk] + skip
     block_end = (at + end + tile.keys - 1) // tile.keys
-    block = jnp.zeros_like(at) if window is None else jnp.maximum(at + begin - window + 1, 0) // tile.keys
-    table = jnp.stack([first[chunk] + skip, begin, end, row[chunk], at, block, block_end], axis=1)
-    cost = jnp.where(slot < ends[-1], block_end - block, 0)
+    columns = [first[chunk] + skip, begin, end, row[chunk], at]
+    if spans is None:
+        block = jnp.zeros_like(at) if window is None else jnp.maximum(at + begin - window + 1, 0) // tile.keys
+        table = jnp.stack([*columns, block, block_end], axis=1)
+        count = jnp.minimum(ends[-1], most)
+    else:
+        table = _by_head(columns, block_end, spans, sinks, tile)
+        block, block_end = table[:, 5], table[:, 6]
+        kv = spans.shape[-1]
+        slot, count = jnp.arange(most * kv, dtype=jnp.int32), jnp.minimum(ends[-1], most) * kv
+    cost = jnp.where(slot < count, block_end - block, 0)
     ahead = (cost[None, :] > cost[:, None]) | (
         (cost[None, :] == cost[:, None]) & (slot[None, :] < slot[:, None])
     )
     gaps, gap_count = _gaps(first, length, tokens)
-    return ChunkWork(
-        tiles=_ranked(table, ahead), count=jnp.stack([jnp.minimum(ends[-1], most), gap_count]), gaps=gaps
-    )
+    return ChunkWork(tiles=_ranked(table, ahead), count=jnp.stack([count, gap_count]), gaps=gaps)
+
+
+def _by_head(columns, block_end, spans, sinks: int, tile: ChunkTile) -> jax.Array:
+    """Return the tiles [M * K, 10] for each KV head, from the first five columns of the tiles."""
+    first_row, begin, end, _, at = columns
+    inside = jnp.arange(tile.rows, dtype=jnp.int32)[None, :]  # [M, rows]
+    token = first_row[:, None] + inside
+    span = spans if spans.ndim == 1 else spans[jnp.clip(token, 0, spans.shape[0] - 1)]
+    since = jnp.maximum((at[:, None] + inside + 1)[:, :, None] - jnp.maximum(span, 1), 0)  # [M, rows, K]
+    real = (inside >= begin[:, None]) & (inside < end[:, None])
+    since = jnp.min(jnp.where(real[:, :, None], since, at[:, None, None] + tile.rows), axis=1)
+    first, keys = since // tile.keys, tile.keys
+    skipped = jnp.maximum(first - -(-sinks // keys), 0) if sinks else jnp.zeros_like(first)
+    block = jnp.zeros_like(first) if sinks else first
+    head = jnp.arange(since.shape[1], dtype=jnp.int32)[None, :]
+    fields = [*(x[:, None] for x in columns), block, block_end[:, None] - skipped, skipped, since, head]
+    fields = [jnp.broadcast_to(x, since.shape).astype(jnp.int32) for x in fields]
+    return jnp.stack(fields, axis=2).reshape(-1, len(fields))
+
+
+def block_of(place, skipped, sinks: int, keys: int):
+    """Return the block of keys at a place among a tile's visible blocks. Runs inside a kernel."""
+    return place if sinks == 0 else place + jnp.where(place >= -(-sinks // keys), skipped, 0)
 
 
 def _ranked(rows: jax.Array, ahead: jax.Array) -> jax.Array:

@@ -19,7 +19,7 @@ from pallas_kernels.attention.decode.join import join_afterwards
 from pallas_kernels.attention.decode.kernel import attend
 from pallas_kernels.attention.decode.variant import Form, scratch
 from pallas_kernels.attention.decode.work_list import DecodeWork, decode_work
-from pallas_kernels.attention.paged import check_pages, check_scales, check_unified_max, flat
+from pallas_kernels.attention.paged import check_pages, check_scales, check_spans, check_unified_max, flat
 from pallas_kernels.attention.tiles import DecodeTile, decode_tile, wgmma_columns
 from pallas_kernels.hopper.layouts import LANE, pad_rows
 from pallas_kernels.hopper.limits import sms_of
@@ -34,6 +34,8 @@ def decode_attention(
     *,
     scale: float,
     window: int | None = None,
+    spans: jax.Array | None = None,
+    sinks: int = 0,
     soft_cap: float | None = None,
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
@@ -53,11 +55,15 @@ def decode_attention(
       q: [T, N, H] bfloat16, H 64, 128 or 256; N / K from 1 to 16. The first B rows belong to the sequences.
         B is an upper bound: a row of length 0 costs only the store of its zeros.
       k_pages, v_pages: [P, K, 64, H] bfloat16, or [P, K, 64, H] and [P, K, H, 64] float8_e4m3fn or int8.
-      page_table: [B, MP] int32; entries before a row's first visible page and past its length are never
-        read.
+      page_table: [B, MP] int32; entries of pages without visible keys and past a row's length are never
+        read. With spans also [G, B, MP], one table for each group of heads: a page then holds K / G heads,
+        so k_pages is [P, K / G, 64, H].
       lengths: [B] int32, keys of each row, the new token included; 0 skips the row, and its output is 0.
       scale: scores are q·k · scale; scale may be 0 or negative.
       window: the number of last keys that a row sees. soft_cap: scores become cap · tanh(score / cap).
+      spans: [K] or [B, K] int32, instead of a window: the number of last keys that each KV head sees
+        (FlashDecoding++Next §III). A span below 1 counts as 1.
+      sinks: the number of first keys that every head sees besides its span.
       k_scale, v_scale: float32 scales of 8-bit numbers: [K] for float8 (None: 1), [P, K, 64] for int8. The
         kernel never uses the scale of an unwritten token.
       unified_max: [2] float32 (phi, bound): rows with all scores within phi ± bound use phi as their
@@ -74,15 +80,18 @@ def decode_attention(
     Raises:
       ValueError: for a shape, dtype or sms outside the limits.
     """
-    (t, n, h), b, kv = q.shape, lengths.shape[0], k_pages.shape[1]
-    check_pages(q, k_pages, v_pages, (jnp.bfloat16, jnp.float8_e4m3fn, jnp.int8))
+    (t, n, h), b, groups = q.shape, lengths.shape[0], page_table.shape[0] if page_table.ndim == 3 else 1
+    kv = k_pages.shape[1] * groups
+    check_pages(q, k_pages, v_pages, (jnp.bfloat16, jnp.float8_e4m3fn, jnp.int8), groups)
+    check_spans(spans, sinks, window, b, kv)
     if b > t or (into is not None and (into.shape != q.shape or into.dtype != q.dtype)):
         given = "" if into is None else f", into {into.dtype}{list(into.shape)}"
         raise ValueError(
             f"{b} lengths for q {q.dtype}{list(q.shape)}{given}: accepted are up to {t} lengths, and into like q"
         )
-    if page_table.ndim != 2 or page_table.shape[0] != b:
-        raise ValueError(f"page_table {list(page_table.shape)} for {b} lengths: accepted is [{b}, MP]")
+    if page_table.ndim not in ((2,) if spans is None else (2, 3)) or page_table.shape[-2] != b:
+        accepted = f"[{b}, MP]" + ("" if spans is None else f" and [G, {b}, MP]")
+        raise ValueError(f"page_table {list(page_table.shape)} for {b} lengths: accepted is {accepted}")
     sms, group, e4m3, int8 = (
         sms_of(sms),
         n // kv,
@@ -93,9 +102,10 @@ def decode_attention(
     form = Form(
         group=group, kv=kv, h=h, cols=wgmma_columns(group, e4m3), e4m3=e4m3, int8=int8, tile=tile, scale=scale, window=window,
         soft_cap=soft_cap, unified_max=unified_max is not None, fill=into is None, pdl=pdl, interpret=interpret is not None,
+        spans=spans is not None, sinks=sinks, page_heads=k_pages.shape[1],
     )  # fmt: skip
     workers = sms * tile.workers
-    work = decode_work(lengths, kv, workers, window) if work is None else work
+    work = decode_work(lengths, kv, workers, window, spans, sinks) if work is None else work
     if work.pieces.shape[0] != workers:
         raise ValueError(
             f"work.pieces has {work.pieces.shape[0]} workers: accepted are {workers} for sms={sms} and {tile}"
@@ -108,14 +118,14 @@ def decode_attention(
         pad_rows(grouped.reshape(-1, h)),
         flat(k_pages),
         flat(v_pages),
-        page_table.astype(jnp.int32),
+        page_table.astype(jnp.int32).reshape(-1, page_table.shape[-1]),
         work.rows,
         work.pieces,
         work.starts,
         work.chains,
         work.enders,
         work.arrived,
-        *_numbers(k_pages, k_scale, v_scale, unified_max),
+        *_numbers(k_pages, groups, k_scale, v_scale, unified_max),
     )
     parts = (
         jax.ShapeDtypeStruct((workers, 2, h, form.cols), jnp.float32),
@@ -134,7 +144,9 @@ def decode_attention(
         kernel_name=f"decode_attention_{sms}",
         interpret=interpret,
     )
-    join = functools.partial(join_afterwards, work=work, group=group, kv=kv, e4m3=e4m3, interpret=interpret)
+    join = functools.partial(
+        join_afterwards, work=work, group=group, kv=form.entry_heads, e4m3=e4m3, interpret=interpret
+    )
     if into is None:
         out, *cut = kernel(*inputs)
         return (pl.run_state(join(*cut))(out) if form.interpret else out).reshape(t, n, h)
@@ -156,25 +168,28 @@ def list_decode_work(
     itemsize: int,
     window: int | None = None,
     sms: int | None = None,
+    spans: jax.Array | None = None,
+    sinks: int = 0,
 ) -> DecodeWork:
-    """Return the work list of `decode_attention` for lengths [B], for all layers with the same window.
+    """Return the work list of `decode_attention` for lengths [B], for all layers with the same window, or
+    the same spans and sinks.
 
     itemsize: bytes of a number in the cache.
     """
     sms = sms_of(sms)
     workers = sms * decode_tile(head_dim, group, itemsize, sms).workers
-    return decode_work(lengths, kv_heads, workers, window)
+    return decode_work(lengths, kv_heads, workers, window, spans, sinks)
 
 
-def _numbers(k_pages, k_scale, v_scale, unified_max) -> list[jax.Array]:
+def _numbers(k_pages, groups, k_scale, v_scale, unified_max) -> list[jax.Array]:
     """Return the arrays of scales and bounds that this variant of the kernel reads."""
-    (_, kv, s, _) = k_pages.shape
-    check_scales(k_pages, k_scale, v_scale)
+    (_, held, s, _) = k_pages.shape
+    check_scales(k_pages, k_scale, v_scale, groups)
     check_unified_max(unified_max)
     numbers = []
     if k_pages.dtype != jnp.bfloat16:
         numbers = [
-            jnp.ones((kv,)) if x is None else x.reshape(-1, s) if x.ndim == 3 else x
+            jnp.ones((held * groups,)) if x is None else x.reshape(-1, s) if x.ndim == 3 else x
             for x in (k_scale, v_scale)
         ]
     return [x.astype(jnp.float32) for x in [*numbers, *([] if unified_max is None else [unified_max])]]

@@ -22,7 +22,7 @@ from pallas_kernels.attention.decode import softmax
 from pallas_kernels.attention.decode.join import add_rest, is_there, join, peek
 from pallas_kernels.attention.decode.page_copy import copy_pages
 from pallas_kernels.attention.decode.variant import Form
-from pallas_kernels.attention.decode.work_list import walk
+from pallas_kernels.attention.decode.work_list import page_of, walk
 from pallas_kernels.attention.paged import LEAST, PAGE, blank, blank_8
 from pallas_kernels.hopper.layouts import store_transposed
 from pallas_kernels.hopper.pdl import wait_for_last
@@ -109,9 +109,10 @@ def _compute_pages(refs, form: Form, w, worker):
     def store(row, head):
         decode_parts.copy_heads(refs.o_s.at[w], refs.o, row * group * kv + head * group, group, form.e4m3)
 
-    def visit(carry, row, head, page, here, visible, _):
+    def visit(carry, entry, head, page, here, visible, _):
         pair, index = carry
-        first, pages, length = visible
+        row, head = form.pair(entry, head)
+        skipped, pages, length, *since = visible
         q_place = lax.rem(pair, jnp.int32(2))
         plgpu.barrier_wait(refs.q_full.at[w * 2 + q_place])
         q: Any = refs.q_s.at[w, q_place]
@@ -149,10 +150,12 @@ def _compute_pages(refs, form: Form, w, worker):
                 else:
                     scores.append(decode_parts.product([(keys, q.transpose((1, 0)))], (PAGE, cols)))
                 plgpu.barrier_arrive(refs.k_empty.at[at])
-                key = key + (first + page + i + j) * PAGE
-                seen.append(
-                    key < length if form.window is None else (key < length) & (key >= length - form.window)
-                )
+                key = key + page_of(page + i + j, skipped, form.sinks) * PAGE
+                last = key < length
+                if form.spans:
+                    seen.append(last & form.in_span(key, since[0]))
+                else:
+                    seen.append(last if form.window is None else last & (key >= length - form.window))
             if form.e4m3:
                 scores = [
                     pairs.joined(x, form.interpret) * lax.broadcast_in_dim(unit, x.shape, [1]) for x in scores
@@ -172,7 +175,7 @@ def _compute_pages(refs, form: Form, w, worker):
             for j in range(count):
                 p, (v, at) = refs.p_s.at[w, j], slot(refs.v_ring, index + j)
                 plgpu.barrier_wait(refs.v_full.at[at])
-                keys = length - (first + page + i + j) * PAGE
+                keys = length - page_of(page + i + j, skipped, form.sinks) * PAGE
                 if form.int8:  # unwritten int8 memory is finite
                     operands.append((v, p))
                     continue
@@ -230,15 +233,16 @@ def _compute_pages(refs, form: Form, w, worker):
 
         return pair + 1, index
 
-    walk(refs.rows, refs.pieces, refs.starts, worker, kv, visit, (jnp.int32(0), jnp.int32(0)))
+    walk(refs.rows, refs.pieces, refs.starts, worker, form.entry_heads, visit, (jnp.int32(0), jnp.int32(0)))
     if form.fill:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         decode_parts.put(refs.o_s.at[w], softmax.start(h, cols)[1])
-        rows = refs.rows.shape[0]
+        entries = kv // form.entry_heads  # of a row
+        rows = refs.rows.shape[0] // entries
 
         @pl.loop(worker, refs.o.shape[0] // (group * kv), step=refs.part.shape[0])
         def _(row):
-            @pl.when((row >= rows) | (refs.rows[jnp.minimum(row, rows - 1), 1] == 0))
+            @pl.when((row >= rows) | (refs.rows[jnp.minimum(row, rows - 1) * entries, 1] == 0))
             def _():
                 for head in range(kv):
                     store(row, head)

@@ -6,7 +6,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention.decode.variant import BOX, Form
-from pallas_kernels.attention.decode.work_list import walk
+from pallas_kernels.attention.decode.work_list import page_of, walk
 from pallas_kernels.attention.paged import PAGE
 from pallas_kernels.hopper.pdl import launch_next
 
@@ -15,18 +15,23 @@ def copy_pages(refs, form: Form, w, worker):
     """Copy the worker's queries and pages to its rings, in the order of their use."""
     kv, rounds_of = form.kv, form.tile.pages
 
-    def ids(row, first, count):
-        """Return `count` page numbers of the row from page `first` on; past the table's end any unused
-        number.
+    def ids(entry, skipped, place, count):
+        """Return `count` page numbers of the entry from its visible page `place` on; past the table's end any
+        unused number.
         """
-        row, last = jnp.minimum(row, refs.table.shape[0] - 1), refs.table.shape[1] - 1
-        return tuple(refs.table[row, jnp.minimum(first + j, last)] for j in range(count))
+        entry, last = jnp.minimum(entry, refs.rows.shape[0] - 1), refs.table.shape[1] - 1
+        row, head = form.pair(entry, jnp.int32(0))
+        if form.page_heads < kv:
+            row = row + lax.div(head, jnp.int32(form.page_heads)) * (refs.rows.shape[0] // kv)
+        pages = [page_of(place + j, skipped, form.sinks) for j in range(count)]
+        return tuple(refs.table[row, jnp.minimum(page, last)] for page in pages)
 
-    def visit(carry, row, head, page, here, visible, then):
+    def visit(carry, entry, head, page, here, visible, then):
         pair, index, page_ids = carry
-        (first, _, length), q_place = visible, lax.rem(pair, jnp.int32(2))
-        first = first + page
-        after = ids(then[0], then[1], rounds_of)
+        (skipped, _, length, *since), q_place = visible, lax.rem(pair, jnp.int32(2))
+        after = ids(then[0], then[1], jnp.int32(0), rounds_of)
+        row, head = form.pair(entry, head)
+        held = head if form.page_heads == kv else lax.rem(head, jnp.int32(form.page_heads))
 
         @pl.when(pair >= 2)
         def _():
@@ -36,10 +41,19 @@ def copy_pages(refs, form: Form, w, worker):
         queries = refs.q.at[pl.ds((row * kv + head) * form.pitch, refs.q_s.shape[2])]
         plgpu.copy_gmem_to_smem(queries, refs.q_s.at[w, q_place], refs.q_full.at[w * 2 + q_place])
 
+        def box_of(first_key, box):
+            """Return the first row of box `box`, or of the page's other box if no key of `box` is visible."""
+            key = first_key + box
+            if not form.spans:
+                return jnp.where(key < length, box, 0)
+            seen = key + BOX > since[0]
+            seen = seen if form.sinks == 0 else seen | (key < form.sinks)
+            return jnp.where((key < length) & seen, box, PAGE - BOX - box)
+
         def copy(i, state, count):
             """Copy pages i .. i + count of the pair: the keys of all, then the values of all."""
             index, page_ids = state
-            following = ids(row, first + i + count, count)
+            following = ids(entry, skipped, page + i + count, count)
 
             def one(source, to, full, empty, j, page_id, boxes, scales=()):
                 ring = to.shape[1]
@@ -52,16 +66,15 @@ def copy_pages(refs, form: Form, w, worker):
 
                 size = to.shape[2] // boxes
                 for box in range(0, to.shape[2], size):
-                    # A box past the row's length reads the page's first box again, from the L2 instead of
-                    # HBM.
-                    start = (page_id * kv + head) * to.shape[2]
+                    # A box without visible keys reads the other box again, from the L2 instead of HBM.
+                    start = (page_id * form.page_heads + held) * to.shape[2]
                     if boxes > 1:
-                        start = start + jnp.where((first + i + j) * PAGE + box < length, box, 0)
+                        start = start + box_of(page_of(page + i + j, skipped, form.sinks) * PAGE, box)
                     place = to.at[w, slot, pl.ds(box, size)] if boxes > 1 else to.at[w, slot]
                     plgpu.copy_gmem_to_smem(source.at[pl.ds(start, size)], place, full.at[at])
                 for n, scale in enumerate(scales):
                     plgpu.copy_gmem_to_smem(
-                        scale.at[page_id * kv + head], refs.scales.at[w, slot, n], full.at[at]
+                        scale.at[page_id * form.page_heads + held], refs.scales.at[w, slot, n], full.at[at]
                     )
 
             for j, page_id in enumerate(page_ids):
@@ -78,9 +91,11 @@ def copy_pages(refs, form: Form, w, worker):
         index, _ = lax.fori_loop(rounds * rounds_of, here, lambda i, s: copy(i, s, 1), (index, page_ids[:1]))
         return pair + 1, index, after
 
-    row, page = refs.pieces[worker, 0], refs.pieces[worker, 2]
-    start = jnp.int32(0), jnp.int32(0), ids(row, refs.starts[worker, 0] + page, rounds_of)
-    pairs_seen, copied, _unused = walk(refs.rows, refs.pieces, refs.starts, worker, kv, visit, start)
+    entry, page = refs.pieces[worker, 0], refs.pieces[worker, 2]
+    start = jnp.int32(0), jnp.int32(0), ids(entry, refs.starts[worker, 0], page, rounds_of)
+    pairs_seen, copied, _unused = walk(
+        refs.rows, refs.pieces, refs.starts, worker, form.entry_heads, visit, start
+    )
 
     # Not earlier: the next GEMM's copies of its weight would compete with the copies of pages.
     launch_next(form.pdl)

@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention import operand_pairs as pairs
@@ -19,7 +20,9 @@ class Form:
 
     cols: wgmma's N. e4m3: the cache is e4m3 and is multiplied as e4m3. int8: the cache is int8 with a scale
     for each token and head. unified_max: rows start at the unified max value. fill: rows without keys
-    become 0. pdl: launch with programmatic dependent launch.
+    become 0. pdl: launch with programmatic dependent launch. spans: each entry of the work list is one
+    (row, head) pair with its own span. sinks: the first keys that every pair sees. page_heads: KV heads in
+    a page; with fewer than kv, each group of heads has its own page table.
     """
 
     group: int
@@ -36,6 +39,9 @@ class Form:
     fill: bool
     pdl: bool
     interpret: bool
+    spans: bool = False
+    sinks: int = 0
+    page_heads: int = 0
 
     @property
     def pitch(self) -> int:
@@ -44,6 +50,21 @@ class Form:
         A copy of TMA tiles must start at a tile of 8 rows, or end inside the tile in which it starts.
         """
         return 1 << (self.group - 1).bit_length()
+
+    @property
+    def entry_heads(self) -> int:
+        """Return the KV heads of an entry of the work list."""
+        return 1 if self.spans else self.kv
+
+    def pair(self, entry, head):
+        """Return (row, KV head) of a head of an entry."""
+        if not self.spans:
+            return entry, head
+        return lax.div(entry, jnp.int32(self.kv)), lax.rem(entry, jnp.int32(self.kv))
+
+    def in_span(self, key, since):
+        """Return which keys a pair sees, up to its length. since: the first key of its span."""
+        return key >= since if self.sinks == 0 else (key >= since) | (key < self.sinks)
 
     @property
     def value_boxes(self) -> int:

@@ -23,10 +23,13 @@ class DecodeWork:
 
     Attributes:
       rows: [B, 4] int32: first visible page, visible pages, length (0: skipped), next row that has pages.
+        With spans: [B * K, 5], one entry for each (row, head) pair: skipped pages between the sinks and the
+        span, visible pages, length, next entry that has pages, first key of the span. Below, `row` is then
+        an entry, and its only KV head is 0.
       pieces: [workers, 4] int32: first row, first KV head, first page relative to the row's first visible
         page, pages.
-      starts: [workers, 5] int32: the entry in `rows` of the piece's first row, and the first visible page
-        of the next row. A worker's first copy then depends on two reads instead of four.
+      starts: [workers, 5 or 6] int32: the entry in `rows` of the piece's first row, and the first visible
+        page of the next row. A worker's first copy then depends on two reads instead of four.
       chains: [workers] int32: if the piece ends a (row, head) pair that an earlier piece began, the number
         of earlier pieces with parts of the pair.
       enders: [workers] int32: if the piece leaves a pair unfinished, the worker that ends the pair.
@@ -43,24 +46,35 @@ class DecodeWork:
     arrived: jax.Array
 
 
-def decode_work(lengths: jax.Array, kv_heads: int, workers: int, window: int | None = None) -> DecodeWork:
+def decode_work(
+    lengths: jax.Array,
+    kv_heads: int,
+    workers: int,
+    window: int | None = None,
+    spans: jax.Array | None = None,
+    sinks: int = 0,
+) -> DecodeWork:
     """Split the batch's pages into equal pieces, on the device, from lengths [B] int32 (0: no work for the
     row).
 
-    The function runs a few small XLA ops. Compute the list once a step and pass it to every layer's
-    `decode_attention`.
+    spans, sinks: as for `decode_attention`, instead of a window. The function runs a few small XLA ops.
+    Compute the list once a step and pass it to every layer's `decode_attention`.
     """
-    b = lengths.shape[0]
     lengths = lengths.astype(jnp.int32)
-    first = jnp.zeros_like(lengths) if window is None else jnp.maximum(lengths - window, 0) // PAGE
+    heads = 1  # entries of a row
+    seen: jax.Array | int | None = window
+    if spans is not None:
+        heads, kv_heads = kv_heads, 1
+        seen = jnp.broadcast_to(jnp.maximum(spans, 1).astype(jnp.int32), (lengths.shape[0], heads)).reshape(
+            -1
+        )
+    following = _following(lengths, heads)
+    lengths = jnp.repeat(lengths, heads)
+    b = lengths.shape[0]
+    since = jnp.zeros_like(lengths) if seen is None else jnp.maximum(lengths - seen, 0)
+    first = since // PAGE if sinks == 0 else jnp.maximum(since // PAGE - sink_pages(sinks), 0)
     pages = jnp.where(lengths > 0, (lengths + PAGE - 1) // PAGE - first, 0)
-    index = jnp.arange(b, dtype=jnp.int32)
-    # Sums over a comparison matrix are one small fusion. cumsum and searchsorted would be several kernels
-    # each.
-    ends = jnp.sum(jnp.where(index[None, :] <= index[:, None], pages[None, :], 0), axis=1, dtype=jnp.int32)
-    following = jnp.min(
-        jnp.where((index[None, :] > index[:, None]) & (pages[None, :] > 0), index[None, :], b), axis=1
-    )
+    ends = _ends(pages.reshape(-1, heads))
     total = ends[-1] * kv_heads
     worker = jnp.arange(workers + 1, dtype=jnp.int32)
     # This is total * worker // workers. The plain product overflows int32 at 2**22 pairs on 512 workers,
@@ -88,12 +102,11 @@ def decode_work(lengths: jax.Array, kv_heads: int, workers: int, window: int | N
     last = begin + count - 1
     _, _, last_page, last_pages = locate(last)
     next_row = following[row]
+    rows = [first, pages, lengths, following, *([] if spans is None else [since])]
     return DecodeWork(
-        rows=jnp.stack([first, pages, lengths, following], axis=1),
+        rows=jnp.stack(rows, axis=1),
         pieces=jnp.stack([row, head, page, count], axis=1),
-        starts=jnp.stack(
-            [first[row], pages[row], lengths[row], next_row, first[jnp.minimum(next_row, b - 1)]], axis=1
-        ),
+        starts=jnp.stack([*(x[row] for x in rows), first[jnp.minimum(next_row, b - 1)]], axis=1),
         chains=chains,
         enders=jnp.where(count > 0, holder(last + last_pages - 1 - last_page), 0),
         arrived=jnp.minimum(
@@ -102,29 +115,73 @@ def decode_work(lengths: jax.Array, kv_heads: int, workers: int, window: int | N
     )
 
 
+def sink_pages(sinks: int) -> int:
+    """Return the pages that hold the first `sinks` tokens."""
+    return -(-sinks // PAGE)
+
+
+def page_of(place, skipped, sinks: int):
+    """Return the page of a row at a place among the row's visible pages. Runs inside a kernel too."""
+    return place + (skipped if sinks == 0 else jnp.where(place >= sink_pages(sinks), skipped, 0))
+
+
+def _ends(pages: jax.Array) -> jax.Array:
+    """Return [B * E]: the inclusive sums of pages [B, E], over the rows in order and their entries in order.
+
+    Sums over a comparison matrix are one small fusion. cumsum and searchsorted would be several kernels each.
+    """
+    b, e = pages.shape
+    within = _sums(pages)
+    rows = jnp.arange(b, dtype=jnp.int32)
+    before = jnp.where(rows[None, :] < rows[:, None], within[None, :, -1], 0)
+    return (within + jnp.sum(before, axis=1, dtype=jnp.int32)[:, None]).reshape(b * e)
+
+
+def _sums(pages: jax.Array) -> jax.Array:
+    """Return the inclusive sums of pages [B, E] over the entries of a row."""
+    if pages.shape[1] == 1:
+        return pages
+    entry = jnp.arange(pages.shape[1], dtype=jnp.int32)
+    upto = jnp.where(entry[None, :] <= entry[:, None], pages[:, None, :], 0)
+    return jnp.sum(upto, axis=2, dtype=jnp.int32)
+
+
+def _following(lengths: jax.Array, heads: int) -> jax.Array:
+    """Return [B * heads]: the next entry that has pages, or B * heads. All entries of a row with keys have
+    pages.
+    """
+    b = lengths.shape[0]
+    index = jnp.arange(b, dtype=jnp.int32)
+    later = (index[None, :] > index[:, None]) & (lengths[None, :] > 0)
+    row = jnp.min(jnp.where(later, index[None, :], b), axis=1)
+    entry = jnp.arange(b * heads, dtype=jnp.int32)
+    return jnp.where(entry % heads == heads - 1, row[entry // heads] * heads, entry + 1)
+
+
 def walk(rows, pieces, starts, worker, kv, visit, carry):
-    """Call visit(carry, row, head, page, here, (first, pages, length), (next row, its first)) for each pair
-    of a piece.
+    """Call visit(carry, row, head, page, here, visible, (next row, its first)) for each pair of a piece.
+
+    visible: (first, pages, length), and with spans also the first key of the span.
 
     Runs inside a kernel. The pair's `here` pages start at `page`, relative to the row's `first` visible
     page. The next row's entry is read one row ahead, so that no pair waits for memory.
     """
 
     def facts(row):
-        return tuple(rows[jnp.minimum(row, rows.shape[0] - 1), i] for i in range(4))
+        return tuple(rows[jnp.minimum(row, rows.shape[0] - 1), i] for i in range(rows.shape[1]))
 
     def step(state):
         row, head, page, left, now, ahead, carry = state
-        first, pages, length, following = now
+        first, pages, length, following, *since = now
         here = jnp.minimum(pages - page, left)
         done = head + 1 == kv
         then = jnp.where(done, following, row), jnp.where(done, ahead[0], first)
-        carry = visit(carry, row, head, page, here, (first, pages, length), then)
+        carry = visit(carry, row, head, page, here, (first, pages, length, *since), then)
         now, ahead = lax.cond(done, lambda: (ahead, facts(ahead[3])), lambda: (now, ahead))
         return then[0], jnp.where(done, 0, head + 1), jnp.int32(0), left - here, now, ahead, carry
 
     row, head, page, left = (pieces[worker, i] for i in range(4))
-    *now, next_first = (starts[worker, i] for i in range(5))
+    *now, next_first = (starts[worker, i] for i in range(starts.shape[1]))
     ahead = (next_first, *facts(now[3])[1:])
     return lax.while_loop(
         lambda state: state[3] > 0, step, (row, head, page, left, tuple(now), ahead, carry)
