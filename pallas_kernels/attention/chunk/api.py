@@ -218,8 +218,8 @@ def _attend(
         index = jnp.minimum(lax.div(which, jnp.int32(n)), tiles_ref.shape[0] - 1)
         head = lax.rem(which, jnp.int32(n))
         if rows.spans:
-            head = tiles_ref[index, 9] * rows.group + head
-        return which, head, *(tiles_ref[index, j] for j in range(9 if rows.spans else 7))
+            head = tiles_ref[index, 10] * rows.group + head
+        return which, head, *(tiles_ref[index, j] for j in range(10 if rows.spans else 7))
 
     def for_items(visit, carry):
         """Return the carry after visit(carry, round, head, *tile) for this CTA's items."""

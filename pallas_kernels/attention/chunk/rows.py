@@ -65,9 +65,9 @@ def attend_rows(r: Rows, m: dict, scales, wg, round_, head, at, place, carry, ru
     """Return (outputs [64, H] float32, carry) of one item's 64 rows.
 
     m: the kernel's shared memory and barriers. at: position of the item's first row, first block of keys,
-    end of the blocks; with spans also the skipped blocks and the first key of the item's spans. place: this
-    warpgroup's first row in q, its rows before the chunk, and its rows before the chunk's end. carry: finished items and blocks. running: use the running maximum; otherwise
-    rows whose sum is out of range mark the item in m["again"].
+    end of the blocks; with spans also the tile's next three fields. place: this warpgroup's first row in q,
+    its rows before the chunk, and its rows before the chunk's end. carry: finished items and blocks. running:
+    use the running maximum; otherwise rows whose sum is out of range mark the item in m["again"].
     """
     (position, block, block_end, *spanned), (done, step) = at, carry
     skipped = spanned[0] if r.spans else 0
@@ -77,10 +77,6 @@ def attend_rows(r: Rows, m: dict, scales, wg, round_, head, at, place, carry, ru
     base = position + wg * HALF  # position of this warpgroup's first row
     h = m["q_s"].shape[-1]
 
-    window: Any = r.window
-    if r.spans:
-        own = spans_ref[0].at[kv_head, pl.ds(place[0], HALF)]
-        window = plgpu.load(own, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
     plgpu.barrier_wait(m["q_full"].at[queries])
     unit: Any = None
     if r.e4m3:
@@ -94,9 +90,13 @@ def attend_rows(r: Rows, m: dict, scales, wg, round_, head, at, place, carry, ru
         plgpu.wgmma(acc, m["q8_s"].at[wg] if r.e4m3 else m["q_s"].at[queries, wg], k)
 
     def soften(scores, i, state, masked, update):
-        seen = (
-            _seen(base, block_of(i, skipped, r.sinks, keys) * keys, keys, window, r.sinks) if masked else None
-        )
+        seen, first_key = None, block_of(i, skipped, r.sinks, keys) * keys
+        if masked and r.spans:  # read again in each of the few masked blocks, to save registers in the others
+            own = spans_ref[0].at[kv_head, pl.ds(place[0], HALF)]
+            span = plgpu.load(own, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+            seen = _in_span(base, first_key, keys, span, r.sinks)
+        elif masked:
+            seen = _seen(base, first_key, keys, r.window)
         return _soften(scores, seen, *state, scale=r.scale, soft_cap=r.soft_cap, unit=unit, update=update)
 
     def wait_for_keys(i, step):
@@ -146,15 +146,16 @@ def attend_rows(r: Rows, m: dict, scales, wg, round_, head, at, place, carry, ru
     plgpu.barrier_wait(m["k_full"].at[lax.rem(step, stages)])
     state, weights = first(lax.rem(step, stages))
     # Blocks that all rows of this warpgroup see completely need no mask.
-    whole = (
-        block + 1
-        if window is not None
-        else jnp.clip(lax.div(base + 1, jnp.int32(keys)), block + 1, block_end)
-    )
+    seen_from, whole = block + 1, block + 1
+    if r.spans:
+        seen_from = jnp.clip(lax.div(spanned[2] + keys - 1, jnp.int32(keys)) - skipped, block + 1, block_end)
+    if r.spans or r.window is None:
+        whole = jnp.clip(lax.div(base + 1, jnp.int32(keys)) - skipped, seen_from, block_end)
     out = plgpu.layout_cast(jnp.zeros((HALF, h), jnp.float32), plgpu.Layout.WGMMA)
-    loop = lax.fori_loop(
-        block + 1, whole, functools.partial(attend, masked=False), (state, out, weights, step)
-    )
+    loop = state, out, weights, step
+    if r.spans:
+        loop = lax.fori_loop(block + 1, seen_from, functools.partial(attend, masked=True), loop)
+    loop = lax.fori_loop(seen_from, whole, functools.partial(attend, masked=False), loop)
     (_, total), out, weights, step = lax.fori_loop(
         whole, block_end, functools.partial(attend, masked=True), loop
     )
@@ -202,21 +203,26 @@ def _quantize_queries(q, q8, factor):
     return most * (factor / 448.0)
 
 
-def _seen(base, first_key, keys, window, sinks=0):
-    """Return [rows, keys] bool: the keys of the block that a row at position base + row sees.
-
-    window: None, a number for all rows, or [rows] int32.
-    """
+def _seen(base, first_key, keys, window):
+    """Return [rows, keys] bool: the keys of the block that a row at position base + row sees."""
     row = plgpu.broadcasted_iota(jnp.int32, (HALF, keys), 0, layout=plgpu.Layout.WGMMA)
     key = plgpu.broadcasted_iota(jnp.int32, (HALF, keys), 1, layout=plgpu.Layout.WGMMA)
     ahead = key - row  # key position <= row position, rearranged
     seen = ahead <= base - first_key
-    if window is None:
-        return seen
-    if not isinstance(window, int):
-        window = lax.broadcast_in_dim(window, ahead.shape, [0])
-    near = ahead + window > base - first_key
-    return seen & (near | (key < sinks - first_key) if sinks else near)
+    return seen if window is None else seen & (ahead > base - first_key - window)
+
+
+def _in_span(base, first_key, keys, span, sinks):
+    """Return `_seen` for rows with their own spans [rows], besides the first `sinks` keys.
+
+    The bounds of a row take few registers. A mask of each pair of row and key would take one for each.
+    """
+    row = plgpu.broadcasted_iota(jnp.int32, (HALF,), 0, layout=plgpu.Layout.WGMMA.reduce(1))
+    last = row + (base - first_key)
+    wide = lambda x: lax.broadcast_in_dim(x, (HALF, keys), [0])
+    key = plgpu.broadcasted_iota(jnp.int32, (HALF, keys), 1, layout=plgpu.Layout.WGMMA)
+    near = key > wide(last - span)
+    return (key <= wide(last)) & (near | (key < sinks - first_key) if sinks else near)
 
 
 def _soften(scores, seen, top, total, *, scale, soft_cap, unit, update):

@@ -18,9 +18,10 @@ class ChunkWork:
     Attributes:
       tiles: [M, 7] int32, the longest first: first row in q (a multiple of 8); the tile's rows before the
         chunk; the tile's rows before the chunk's end; row of the page table; position of the first row;
-        first block of keys that any row sees; end of the blocks. With spans [M * K, 10], one entry for each
+        first block of keys that any row sees; end of the blocks. With spans [M * K, 11], one entry for each
         tile and KV head: the blocks are counted without the skipped blocks, which lie between the sinks and
-        the span; then the skipped blocks, the first key of the rows' spans, the KV head.
+        the spans; then the skipped blocks, the first key that the span of any row has, the first key that
+        the spans of all rows have, the KV head.
       count: [2] int32: number of tiles, number of gaps.
       gaps: [C + 1, 2] int32: runs of rows outside all chunks: first row, rows.
     """
@@ -82,19 +83,28 @@ def chunk_work(
 
 
 def _by_head(columns, block_end, spans, sinks: int, tile: ChunkTile) -> jax.Array:
-    """Return the tiles [M * K, 10] for each KV head, from the first five columns of the tiles."""
+    """Return the tiles [M * K, 11] for each KV head, from the first five columns of the tiles."""
     first_row, begin, end, _, at = columns
     inside = jnp.arange(tile.rows, dtype=jnp.int32)[None, :]  # [M, rows]
     token = first_row[:, None] + inside
     span = spans if spans.ndim == 1 else spans[jnp.clip(token, 0, spans.shape[0] - 1)]
     since = jnp.maximum((at[:, None] + inside + 1)[:, :, None] - jnp.maximum(span, 1), 0)  # [M, rows, K]
     real = (inside >= begin[:, None]) & (inside < end[:, None])
+    settled = jnp.max(jnp.where(real[:, :, None], since, 0), axis=1)
     since = jnp.min(jnp.where(real[:, :, None], since, at[:, None, None] + tile.rows), axis=1)
     first, keys = since // tile.keys, tile.keys
     skipped = jnp.maximum(first - -(-sinks // keys), 0) if sinks else jnp.zeros_like(first)
     block = jnp.zeros_like(first) if sinks else first
     head = jnp.arange(since.shape[1], dtype=jnp.int32)[None, :]
-    fields = [*(x[:, None] for x in columns), block, block_end[:, None] - skipped, skipped, since, head]
+    fields = [
+        *(x[:, None] for x in columns),
+        block,
+        block_end[:, None] - skipped,
+        skipped,
+        since,
+        settled,
+        head,
+    ]
     fields = [jnp.broadcast_to(x, since.shape).astype(jnp.int32) for x in fields]
     return jnp.stack(fields, axis=2).reshape(-1, len(fields))
 
