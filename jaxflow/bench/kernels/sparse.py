@@ -75,7 +75,7 @@ def _decode(lengths: Sequence[int], dtype, full: bool):
     }
     if not full:
         for name, longest_first in (("longest first", True), ("head order", False)):
-            work = whole_pairs(sized, seen, SINKS, workers, longest_first)
+            work = whole_pairs(lengths, spans, SINKS, workers, longest_first)
             made[name] = prepared(sparse, seen_keys(lengths, spans), work)
     return made
 

@@ -6,6 +6,7 @@ short pairs for the end (the rule of the longest processing time).
 """
 
 import heapq
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -15,15 +16,16 @@ from pallas_kernels.attention.decode.work_list import DecodeWork, decode_work
 
 
 def whole_pairs(
-    lengths: jax.Array, spans: jax.Array, sinks: int, workers: int, longest_first: bool
+    lengths: Sequence[int], spans: np.ndarray, sinks: int, workers: int, longest_first: bool
 ) -> DecodeWork:
     """Return the work list that gives whole pairs to `workers`, each to the worker that is free first.
 
-    lengths: [B] int32, all above 0. spans: [K] or [B, K] int32. longest_first: the order of the pairs;
+    lengths: of B rows, all above 0. spans: [K] or [B, K]. longest_first: the order of the pairs;
     otherwise rows in order and heads in order. The time of a pair is its pages.
     """
     with jax.ensure_compile_time_eval():
-        rows = np.array(decode_work(lengths, spans.shape[-1], 1, None, spans, sinks).rows)
+        sized = jnp.asarray(lengths, jnp.int32)
+        rows = np.array(decode_work(sized, spans.shape[-1], 1, None, jnp.asarray(spans), sinks).rows)
     pages = rows[:, 1]
     order = np.argsort(-pages, kind="stable") if longest_first else np.arange(len(pages))
     queues = assigned(pages[order].tolist(), workers)

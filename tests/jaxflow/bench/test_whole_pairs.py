@@ -36,8 +36,7 @@ def test_each_item_goes_to_the_worker_that_is_free_first(costs, workers):
     longest_first=st.booleans(),
 )
 def test_a_worker_reads_its_pairs_from_start_to_end(lengths, spans, longest_first):
-    sized = jnp.asarray(lengths, jnp.int32)
-    work = jax.tree.map(np.asarray, whole_pairs(sized, jnp.asarray(spans), 64, 5, longest_first))
+    work = jax.tree.map(np.asarray, whole_pairs(lengths, np.asarray(spans), 64, 5, longest_first))
     found, firsts = [], []
     for (entry, head, page, left), start in zip(work.pieces, work.starts, strict=True):
         assert (head, page) == (0, 0)
@@ -65,7 +64,7 @@ def test_the_kernel_runs_whole_pairs():
     lengths, spans = jnp.asarray([330, 5, 200], jnp.int32), jnp.asarray([30, 700], jnp.int32)
     k, v, table = paged(6, [330, 5, 200], 2, 64)
     q, how = queries(6, 3, 4, 64), {"scale": 0.1, "spans": spans, "sinks": 4}
-    work = whole_pairs(lengths, spans, 4, 4, True)
+    work = whole_pairs([330, 5, 200], np.asarray([30, 700]), 4, 4, True)
     one = functools.partial(
         decode_attention, interpret=plgpu.InterpretGPUParams(), sms=2, tile=DecodeTile(2, 4), work=work, **how
     )
