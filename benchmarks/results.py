@@ -24,6 +24,12 @@ NULL_ON_CPU = ("driver", "clock_mhz", "watts")
 NOT_REPORTS = ("plans", "settings", "notes")
 SAME_SLOTS = 1.5
 TRANSPORT_FIGURES = (("per_s", 0), ("per_cpu_s", 0), ("server_cores", 2))
+TRANSPORT_LOADS = ("streamed_chunks", "bare_uvicorn_chunks", "plain_requests", "bare_uvicorn_requests")
+FIRST_TOKEN_DELAYS = {
+    "to_engine_ms": "from the caller to the engine",
+    "to_caller_ms": "from the engine to the caller",
+    "added_ms": "both",
+}
 
 Report = Mapping[str, Any]
 Row = tuple[str, ...]
@@ -308,11 +314,21 @@ def transport_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
     """Yield the rates of the HTTP server without a device."""
     for path, report in reports.items():
         if report.get("command_name") == "transport":
-            for name in ("streamed_chunks", "plain_requests"):
+            for name in (load for load in TRANSPORT_LOADS if load in report):
                 one = report[name]
                 figures = (f"{one[key]:.{digits}f}" for key, digits in TRANSPORT_FIGURES)
                 load = f"{max(report['load_average']):.1f}"
                 yield report["cpu"], name.replace("_", " "), *figures, load, links([path])
+
+
+def first_token_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
+    """Yield the delays that the HTTP server adds to a first token while streams run."""
+    for path, report in reports.items():
+        if report.get("command_name") == "transport" and "first_tokens" in report:
+            for name, what in FIRST_TOKEN_DELAYS.items():
+                one, work = report["first_tokens"][name], report["workload"]
+                streams = f"{work['busy_streams']} of {1000 * work['busy_step_s']:.0f} ms a step"
+                yield report["cpu"], streams, what, f"{one['median']:.1f}", f"{one['p99']:.1f}", links([path])
 
 
 def batch_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
@@ -557,9 +573,16 @@ SECTIONS = (
     (
         "HTTP transport",
         "Chunks of 256 streams, and plain requests, through the HTTP server on one core, with an engine of paced "
-        "steps. The load average counts other programs of the machine.",
+        "steps. Bare uvicorn answers the same clients with the same bytes, without JaxFlow and without an engine. The "
+        "load average counts other programs of the machine.",
         ("CPU", "what", "a second", "a CPU second of the server", "cores of the server", "load", "report"),
         transport_rows,
+    ),
+    (
+        "First tokens over HTTP",
+        "The delay that the HTTP server on one core adds to the first token of single requests while streams run.",
+        ("CPU", "streams", "delay", "median, ms", "p99, ms", "report"),
+        first_token_rows,
     ),
     (
         "Perplexity",
