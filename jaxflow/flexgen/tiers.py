@@ -17,9 +17,11 @@ import msgspec
 from jax.sharding import Mesh
 
 from jaxflow.flexgen.geometry import device_sharding, pinned_sharding, spec_of
+from jaxflow.flexgen.host_attention import usable_cores
 from jaxflow.flexgen.pinned_memory import HostArray, Staging, host_array
 from jaxflow.flexgen.scratch_files import DiskFolder
 
+_MOST_COPIERS = 8  # threads that copy rows of V
 VERBS = (
     "fetch_layer",
     "load_kv",
@@ -111,6 +113,8 @@ class Tiers:
         self.traffic, self.staging = Traffic(), Staging()
         self._weights = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="read-weights")
         self._reads = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="read-kv")
+        self._copiers = min(_MOST_COPIERS, usable_cores())
+        self._copies = concurrent.futures.ThreadPoolExecutor(self._copiers, thread_name_prefix="copy-rows")
         self._writes = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="write")
 
     def down(self, tree: Any) -> Any:
@@ -146,10 +150,17 @@ class Tiers:
         """Run `work` on the thread that writes."""
         return self._writes.submit(work)
 
+    def share(self, rows: int, work: Callable[[slice], object]) -> None:
+        """Run `work` on parts of `rows` on several threads, and wait for all parts."""
+        parts = min(rows, self._copiers)
+        cuts = [rows * part // parts for part in range(parts + 1)]
+        for done in [self._copies.submit(work, slice(*cut)) for cut in itertools.pairwise(cuts)]:
+            done.result()
+
     def close(self) -> None:
         """Stop the threads after their current work, and remove the files."""
         self.staging.close()
-        for pool in (self._weights, self._reads, self._writes):
+        for pool in (self._weights, self._reads, self._copies, self._writes):
             pool.shutdown(wait=True, cancel_futures=True)
         if self.folder is not None:
             self.folder.close()
