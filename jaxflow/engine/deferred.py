@@ -1,11 +1,14 @@
 """Programs that are compiled after an engine's start, on a thread or by their first caller."""
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+DELAY_S = 10.0  # after a start, in which the first requests have the machine for themselves
+_POLL_S = 0.1
 _compiling = threading.local()
-_threads: list[threading.Thread] = []
+_background: list[tuple[threading.Thread, threading.Event]] = []  # the event ends the thread's delay
 
 
 def is_deferred() -> bool:
@@ -41,30 +44,41 @@ class DeferredProgram:
         return (self._program or self.ready())(*args)
 
 
-def compile_in_background(programs: Sequence[DeferredProgram]) -> threading.Thread:
+def compile_in_background(programs: Sequence[DeferredProgram], delay_s: float = 0.0) -> threading.Thread:
     """Compile programs one after another on a thread, which ends early when the process ends.
 
     The thread is no daemon: an interpreter that ends while XLA compiles would crash.
+
+    delay_s: seconds before the first compilation. `wait_until_compiled` ends the delay.
     """
+    hurry = threading.Event()
 
     def run() -> None:
+        begin = time.monotonic() + delay_s
+        while _main_runs() and time.monotonic() < begin and not hurry.wait(_POLL_S):
+            pass
         for program in programs:
-            if not threading.main_thread().is_alive():
+            if not _main_runs():
                 return
             program.ready()
 
     thread = threading.Thread(target=run, name="compile")
     thread.start()
-    _threads[:] = [*(one for one in _threads if one.is_alive()), thread]
+    _background[:] = [*(one for one in _background if one[0].is_alive()), (thread, hurry)]
     return thread
 
 
+def _main_runs() -> bool:
+    return threading.main_thread().is_alive()
+
+
 def is_compiling() -> bool:
-    """Return True while a thread of `compile_in_background` runs."""
-    return any(thread.is_alive() for thread in _threads)
+    """Return True while a thread of `compile_in_background` runs or waits for its delay."""
+    return any(thread.is_alive() for thread, _ in _background)
 
 
 def wait_until_compiled() -> None:
     """Wait for the threads of `compile_in_background`, so that a measurement has the machine for itself."""
-    for thread in _threads:
+    for thread, hurry in _background:
+        hurry.set()
         thread.join()

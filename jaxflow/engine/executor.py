@@ -4,8 +4,9 @@ An executor runs a model, or one pipeline stage of a model (`jaxflow.engine.stag
 
 All that a plain request needs is compiled before the first request. `warm_up` compiles one forward for each
 token bucket and each of its plans, two samplers for each number of rows, and a few small programs. On a CPU the
-full samplers and the prompt log-probabilities are compiled on a thread while the first requests run. No shape
-of a request causes another compilation. `run` returns as soon as the step is enqueued.
+full samplers and the prompt log-probabilities are compiled on a thread, soon after the start, or by the first
+request that needs one. No shape of a request causes another compilation. `run` returns as soon as the step is
+enqueued.
 """
 
 import concurrent.futures
@@ -25,7 +26,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxflow.engine import program_memory as temporary
-from jaxflow.engine.deferred import DeferredProgram, compile_in_background, is_deferred
+from jaxflow.engine.deferred import DELAY_S, DeferredProgram, compile_in_background, is_deferred
 from jaxflow.engine.layered_step import LayeredStep, LoweredStep, lower_layers
 from jaxflow.engine.layout import StepLayout
 from jaxflow.engine.lowered_cache import LoweredPrograms, compile_program
@@ -277,11 +278,11 @@ class Executor:
         return self._compile(lower(), options)
 
     def compile_deferred(self) -> None:
-        """Begin to compile the deferred programs on a thread."""
+        """Compile the deferred programs on a thread, a little later."""
         tables: tuple[dict, ...] = (self._samplers, self._prompt)
         found = [one for table in tables for one in table.values() if isinstance(one, DeferredProgram)]
         if found:
-            compile_in_background(found)
+            compile_in_background(found, DELAY_S)
 
     @property
     def compilations(self) -> int:

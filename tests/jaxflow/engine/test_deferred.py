@@ -8,7 +8,13 @@ import pytest
 import toy
 
 from jaxflow.config import EngineConfig
-from jaxflow.engine.deferred import DeferredProgram, compile_in_background, is_deferred
+from jaxflow.engine.deferred import (
+    DeferredProgram,
+    compile_in_background,
+    is_compiling,
+    is_deferred,
+    wait_until_compiled,
+)
 from jaxflow.engine.start import choose_plans, make_executor, make_loop, resolve
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.request import Request
@@ -38,6 +44,14 @@ def test_callers_and_the_thread_compile_a_program_once():
         thread.join(10)
     assert sorted(results) == [1, 2, 3, 4]
     assert made == [True, True] and not is_deferred()
+
+
+def test_a_delay_ends_when_somebody_waits():
+    made = []
+    compile_in_background([DeferredProgram(lambda: made.append(is_deferred()) or len)], delay_s=3600)
+    assert is_compiling()
+    wait_until_compiled()
+    assert made == [True] and not is_compiling()
 
 
 def test_a_fault_reaches_the_caller_and_the_next_caller_tries_again():
