@@ -23,11 +23,12 @@ from pallas_kernels.measure.provenance import provenance
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMAND = ("python3", "run.py")
+READY = b"\nready on "
 ASKING = b"-m serving.client"
 
 
 def run_once(cache: Path) -> dict[str, float]:
-    """Run the command. Return the seconds to the first text of the answer, and to the end of the process.
+    """Run the command. Return the seconds until the server is ready, to the answer's first text, and to the end.
 
     Raises: RuntimeError, with the output of a failed command.
     """
@@ -42,9 +43,11 @@ def run_once(cache: Path) -> dict[str, float]:
         COMMAND, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     )
     assert process.stdout is not None
-    output, first_s = b"", 0.0
+    output, ready_s, first_s = b"", 0.0, 0.0
     while piece := os.read(process.stdout.fileno(), 65536):
         output += piece
+        if not ready_s and READY in output:
+            ready_s = time.perf_counter() - start
         _, asked, answer = output.partition(ASKING)
         if asked and not first_s and answer.partition(b"\n")[2].strip():
             first_s = time.perf_counter() - start
@@ -53,7 +56,7 @@ def run_once(cache: Path) -> dict[str, float]:
         raise RuntimeError(
             f"{shlex.join(COMMAND)} ended with status {status}:\n{output.decode(errors='replace')}"
         )
-    return {"first_text_s": first_s, "whole_s": end_s}
+    return {"ready_s": ready_s, "first_text_s": first_s, "whole_s": end_s}
 
 
 def summary(runs: Sequence[dict[str, float]]) -> dict[str, Any]:
