@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
 
+from jaxflow.model.checkpoints import gguf_file
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.checkpoints.gguf_file import TYPES
 
@@ -135,3 +136,14 @@ def test_blocks_of_each_type_are_read_right(kind: Kind, tmp_path: Path) -> None:
     expected = np.array([[value for block in row for value in BLOCKS[kind](block.tobytes())] for row in raw])
     np.testing.assert_allclose(embed[:v], expected, rtol=2e-6, atol=1e-6)
     assert not embed[v:].any()
+
+
+@pytest.mark.parametrize("kind", [Kind.Q4_1, Kind.Q8_0, Kind.Q6_K], ids=lambda kind: kind.name)
+@pytest.mark.parametrize(("rows", "blocks"), [(1, 3), (700, 1), (3, 400)])
+def test_parts_of_a_tensor_are_its_rows(kind, rows, blocks, monkeypatch):
+    """A tensor that is dequantized in several parts, the last one shorter, and a row that is larger than a part."""
+    monkeypatch.setattr(gguf_file, "CACHED_VALUES", 2**13)
+    size = gguf.GGML_QUANT_SIZES[kind][1]
+    data = np.random.default_rng(rows).integers(0, 256, (rows, blocks * size), np.uint8)
+    with np.errstate(invalid="ignore", over="ignore"):
+        np.testing.assert_array_equal(gguf_file.dequantized(data, kind), gguf.dequantize(data, kind))
