@@ -4,8 +4,8 @@ An executor runs a model, or one pipeline stage of a model (`jaxflow.engine.stag
 
 All that a plain request needs is compiled before the first request. `warm_up` compiles one forward for each
 token bucket and each of its plans, two samplers for each number of rows, and a few small programs. On a CPU the
-full samplers and the prompt log-probabilities are compiled on a thread, soon after the start, or by the first
-request that needs one. No shape of a request causes another compilation. `run` returns as soon as the step is
+full samplers, the prompt log-probabilities and some steps of a deep model are compiled on a thread, soon after
+the start, or by the first request that needs one. No shape of a request causes another compilation. `run` returns as soon as the step is
 enqueued.
 """
 
@@ -38,6 +38,7 @@ from jaxflow.model.ops import head_table
 from jaxflow.model.slot_params import NO_TOKEN, SlotParams, empty_slots, slot_values
 from jaxflow.parallel.mesh import TP, on_gpu
 
+SHORT_PROMPT = 64  # tokens
 APPENDS = 4096  # page-table entries that one `append_pages` call takes
 COUNTED = 4096  # tokens that one `count_tokens` call takes
 
@@ -121,7 +122,7 @@ class Executor:
         self._head = head(weights) if programs.samples else {}
         self._prompt_head = prompt_head(weights)
         self.replicated = NamedSharding(programs.mesh, REPLICATED)
-        self._steps: dict[tuple[int, str, bool], jax.stages.Compiled | LayeredStep] = {}  # by layouts' keys
+        self._steps: dict[tuple[int, str, bool], Any] = {}  # by layouts' keys
         self._samplers: dict[tuple[int, str], Callable] = {}
         self._prompt: dict[int, Callable] = {}
         self._small: dict[str, Callable] = {}
@@ -270,16 +271,34 @@ class Executor:
     def _is_deferred(self, table: dict, key: Any) -> bool:
         """Return True for a program that is compiled after the start.
 
-        These are the full samplers and the prompt log-probabilities, which plain requests do not need.
+        These are the full samplers and the prompt log-probabilities, which plain requests do not need, and the
+        steps of a deep model that a short request alone does not need.
         """
-        return self.defers and (table is self._prompt or (table is self._samplers and key[1] == "full"))
+        if not self.defers:
+            return False
+        if table is self._steps:
+            return key not in [layout.key for layout in self._first_steps()]
+        if table is self._samplers:
+            rows, kind = key
+            return kind == "full" or rows not in [layout.rows for layout in self._first_steps()]
+        return table is self._prompt
+
+    def _first_steps(self) -> list[StepLayout]:
+        """Return the layouts that a start compiles: all, or of a deep model those of a short request alone.
+
+        Those are the layouts of a decode, and of a prompt of `SHORT_PROMPT` tokens.
+        """
+        every = [*itertools.chain(*self.layouts.values()), *self.decode_layouts.values()]
+        prompt = min((tokens for tokens in self.layouts if tokens >= SHORT_PROMPT), default=max(self.layouts))
+        first = {min(self.layouts), prompt}
+        return [layout for layout in every if layout.tokens in first or not self._is_layered(layout)]
 
     def _lower_and_compile(self, lower: Callable[[], Any], options: dict[str, Any]) -> Any:
         return self._compile(lower(), options)
 
     def compile_deferred(self) -> None:
         """Compile the deferred programs on a thread, a little later."""
-        tables: tuple[dict, ...] = (self._samplers, self._prompt)
+        tables: tuple[dict, ...] = (self._steps, self._samplers, self._prompt)
         found = [one for table in tables for one in table.values() if isinstance(one, DeferredProgram)]
         if found:
             compile_in_background(found, DELAY_S)
@@ -292,7 +311,7 @@ class Executor:
     def program(self, layout: StepLayout) -> jax.stages.Compiled:
         """Return the compiled step of a layout, after warm-up. The step must be one program."""
         program = self._steps[layout.key]
-        assert not isinstance(program, LayeredStep)
+        assert not isinstance(program, LayeredStep | DeferredProgram)
         return program
 
     # ---- serving

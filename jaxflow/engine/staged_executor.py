@@ -79,8 +79,9 @@ class StagedExecutor:
         return time.perf_counter() - start
 
     def compile_deferred(self) -> None:
-        """Begin to compile the deferred programs of the stage that samples."""
-        self.stages[-1].compile_deferred()
+        """Compile the deferred programs of all stages on threads, a little later."""
+        for stage in self.stages:
+            stage.compile_deferred()
 
     def run(
         self,

@@ -31,6 +31,7 @@ from jaxflow.bench.workload import flags as options
 from jaxflow.bench.workload import lengths as workload
 from jaxflow.bench.workload.lengths import Item
 from jaxflow.cli.engine_flags import engine_config_from_flags
+from jaxflow.engine.deferred import wait_until_compiled
 from jaxflow.engine.start import freeze_heap
 from jaxflow.llm import LLM
 from jaxflow.request import SamplingParams
@@ -227,6 +228,7 @@ def run() -> dict[str, Any]:
     config = engine_config_from_flags()
     options.check_workload(options.longest(config))
     with LLM.from_config(config) as llm, tempfile.TemporaryDirectory() as temporary:
+        wait_until_compiled()
         freeze_heap()
         items, described = options.items_from_flags(llm.max_model_len)
         result = {"command_name": "batch", **head(llm), "workload": described}

@@ -30,6 +30,7 @@ from jaxflow.bench.workload.conversations import Conversation
 from jaxflow.bench.workload.lengths import Item
 from jaxflow.cli.engine_flags import engine_config_from_flags
 from jaxflow.config import ConfigError, EngineConfig
+from jaxflow.engine.deferred import wait_until_compiled
 from jaxflow.engine.executor import Executor
 from jaxflow.engine.start import freeze_heap
 from jaxflow.llm import LLM
@@ -105,6 +106,7 @@ def _measure_engine(
         config, max_waiting=max(config.max_waiting, f.num_requests or max(options.PROTOCOL.values()))
     )
     with LLM.from_config(config, executor=executor) as llm:
+        wait_until_compiled()
         freeze_heap()
         items, described = options.items_from_flags(
             llm.max_model_len, ordered=True

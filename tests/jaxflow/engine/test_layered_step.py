@@ -12,11 +12,18 @@ from test_goldens import check, requests
 
 from jaxflow.config import EngineConfig
 from jaxflow.engine import lowered_cache, start
+from jaxflow.engine.deferred import DeferredProgram
 from jaxflow.engine.layered_step import LayeredStep
 from jaxflow.engine.lowered_cache import LoweredPrograms
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 
-SMALL = {"block_size": 16, "max_num_batched_tokens": 16, "max_num_seqs": 4, "num_kv_pages": 96}
+SMALL = {
+    "block_size": 16,
+    "max_num_batched_tokens": 16,
+    "max_num_seqs": 4,
+    "num_kv_pages": 96,
+    "step_sizes": "16",
+}
 
 
 @pytest.fixture
@@ -24,13 +31,12 @@ def make(monkeypatch):
     """Return a function that returns the resolved settings and a new executor of layered steps."""
     monkeypatch.setattr(start, "FEWEST_LAYERED", 1)
 
-    def made(model, tp=1, pp=1):
+    def made(model, tp=1, pp=1, **settings):
         settings = EngineConfig(
             str(paths.MODELS / model),
             tensor_parallel_size=tp,
             pipeline_parallel_size=pp,
-            step_sizes="16",
-            **SMALL,
+            **SMALL | settings,
         )
         checkpoint = open_checkpoint(settings.model)
         config = start.resolve(settings, checkpoint.model_config)
@@ -88,6 +94,20 @@ def test_a_step_of_one_program_gives_the_same_numbers(make):
         executor.fill_kv(lambda _, array: array * 0)
     for layered, one in zip(*outputs, strict=True):
         np.testing.assert_allclose(np.asarray(layered), np.asarray(one), rtol=1e-5, atol=1e-6)
+
+
+def test_a_deep_model_starts_with_the_steps_of_a_short_request(make, goldens):
+    """The other steps are compiled by the requests that need one, and the tokens are the golden ones."""
+    config, executor = make("tiny-llama", max_num_batched_tokens=96, step_sizes="1,8,64")
+    executor.warm_up()
+    deferred = {tokens for (tokens, *_), step in executor._steps.items() if isinstance(step, DeferredProgram)}
+    assert deferred == {8, 96}
+    assert isinstance(executor._samplers[4, "full"], DeferredProgram)
+    assert not isinstance(executor._samplers[4, "plain"], DeferredProgram)
+    golden = goldens("tiny-llama")
+    engine = start.make_loop(config, open_checkpoint(config.model).model_config, executor)
+    check(golden, toy.run(engine, requests(golden)))
+    assert executor.compilations == 0
 
 
 def test_its_programs_are_kept_from_start_to_start(make, tmp_path, monkeypatch):
