@@ -23,6 +23,7 @@ from jaxflow.scheduler.scheduler import DecodeMaximal, StepPolicy
 STEP_CHUNK = "sarathi, chunk with decodes"
 PROMPT_CHUNK = "sarathi, chunk beside decodes"
 ORCA_BEST, TP_ONLY = "orca-best", "tp only, orca-best"
+COMPARED = (STEP_CHUNK, PROMPT_CHUNK, ORCA_BEST, TP_ONLY)  # the scenarios of the ratios
 # SARATHI §5.3: ratios of the paper's simulation.
 PAPER = {
     "bubble_orca_best_over_sarathi": 6.29,

@@ -31,6 +31,7 @@ from matplotlib.figure import Figure
 
 from jaxflow.bench.pipeline import assumptions, engine, fleets
 from jaxflow.bench.pipeline.scenarios import (
+    COMPARED,
     PAPER,
     PROMPT_CHUNK,
     Study,
@@ -47,9 +48,12 @@ from jaxflow.engine.start import prepare_process
 from jaxflow.model.cost import DEVICES
 
 
-def measure(study: Study, processes: int = 2) -> dict[str, Any]:
-    """Return the report of all scenarios. processes: scenarios that run at the same time."""
-    names = list(scenarios(study))
+def measure(study: Study, processes: int = 2, ratios_only: bool = False) -> dict[str, Any]:
+    """Return the report of all scenarios.
+
+    processes: scenarios that run at the same time. ratios_only: simulate only scenarios that the ratios need.
+    """
+    names = [name for name in scenarios(study) if not ratios_only or name in COMPARED]
     start_s = time.perf_counter()
     found = dict(zip(names, run_all([(study, name) for name in names], processes), strict=True))
     runs = {name: run for name, (run, _) in found.items()}
@@ -162,6 +166,7 @@ def define_flags() -> None:
     flags.DEFINE_integer(
         "fleet_steps", fleet.steps, "With --devices: steps of each micro-batch.", lower_bound=1
     )
+    flags.DEFINE_bool("ratios_only", False, "Simulate only the scenarios that the paper's ratios need.")
     flags.DEFINE_bool("assumptions", False, "Simulate the study under each open assumption, and compare.")
     flags.DEFINE_integer("seed", default.seed, "Seed of the lengths.")
     flags.DEFINE_integer("processes", 2, "Scenarios that are simulated at the same time.", lower_bound=1)
@@ -242,7 +247,7 @@ def run() -> dict[str, Any]:
         report = machine.describe() | assumptions.measure(study, f.processes)
         print(assumptions.text(report))
     elif f.simulate:
-        report = machine.describe() | measure(study, f.processes)
+        report = machine.describe() | measure(study, f.processes, f.ratios_only)
         print(text(report))
     else:
         config = EngineConfig(

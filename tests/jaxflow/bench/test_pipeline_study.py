@@ -227,6 +227,8 @@ def test_a_small_study_has_the_shape_of_the_paper():
     assert report["ratios"]["bubble_orca_best_over_sarathi"] > 2
     assert all(name in text(report) for name in found)
     assert set(report["simulation_cpu_s"]) == set(found)
+    fewer = measure(study, processes=1, ratios_only=True)
+    assert fewer["ratios"] == report["ratios"] and len(fewer["scenarios"]) == 4
 
 
 @pytest.mark.parametrize(
