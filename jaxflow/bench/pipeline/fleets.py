@@ -35,7 +35,7 @@ from pallas_kernels.cards import card_of
 
 SERVER = 8  # devices of one server
 MEMORY_SHARE = 0.9  # of a device's memory for weights and KV, as EngineConfig.gpu_memory_utilization
-SIZES_TP, SIZES_PP = (1, 2, 4, 8), (1, 2, 4, 8, 16)
+SIZES_TP, SIZES_PP = (1, 2, 4, 8), (1, 2, 4, 8)
 SCALE_OUT = Link(50e9, 20e-6)  # between servers: 400 Gb/s a device
 
 # DeepSeek-V3's sizes with grouped attention in place of MLA: 672e9 weights, of which a token meets 37e9, and 576 KV
@@ -81,7 +81,7 @@ class Fleet:
     devices: tuple[int, ...] = (8, 64, 256, 1024)
     layouts: tuple[tuple[int, int], ...] = ()
     chunk: int = 2048
-    steps: int = 800
+    steps: int = 600
     lengths: tuple[int, int] = (1024, 4096)
     pd_ratio: float = 10.0
     scale_out: Link = SCALE_OUT
