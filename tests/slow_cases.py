@@ -37,8 +37,8 @@ SLOW_CASES = {
     r"test_8_bits\.py::test_near_the_wide_model\[(stories260K-numbers[02]-0\.(06|15)|tiny-opt)": (
         "an 8-bit cache and 8-bit weights run, each and together"
     ),
-    r"test_span_engine\.py::test_(in_eight_bits|full_spans_are_the_dense)": (
-        "test_attention_spans compares the op with the dense op, and 8 bits run without spans"
+    r"test_span_engine\.py::test_(in_eight_bits|full_spans_are_the_dense|spans_change)": (
+        "test_attention_spans compares the op with the dense op and with its definition, and 8 bits run without spans"
     ),
     r"test_8_bits\.py::test_on_two_devices\[tiny-mixtral": (
         "tiny-mixtral runs on one device, and tiny-llama on two devices"

@@ -108,9 +108,15 @@ def test_every_field_has_a_flag(parse):
     untouched = {
         name for name, value in shown.items() if value == getattr(EngineConfig(model="another"), name)
     }
-    assert untouched == {"pipeline_parallel_size"}  # excludes kv_offloading_size
+    assert untouched == {
+        "pipeline_parallel_size",
+        "attention_spans",
+    }  # exclude other values of these settings
     assert parse(*(f"--{name}={value}" for name, value in shown.items() if value is not None)) == given
     assert parse("--model=m", "--pipeline_parallel_size=2") == EngineConfig("m", pipeline_parallel_size=2)
+    assert parse("--model=m", "--attention_spans=spans.json") == EngineConfig(
+        "m", attention_spans="spans.json"
+    )
 
 
 @pytest.mark.parametrize(
