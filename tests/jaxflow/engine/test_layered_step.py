@@ -98,16 +98,18 @@ def test_a_step_of_one_program_gives_the_same_numbers(make):
 
 def test_a_deep_model_starts_with_the_steps_of_a_short_request(make, goldens):
     """The other steps are compiled by the requests that need one, and the tokens are the golden ones."""
-    config, executor = make("tiny-llama", max_num_batched_tokens=96, step_sizes="1,8,64")
+    config, executor = make("tiny-llama", max_num_batched_tokens=96, step_sizes="4,64")
     executor.warm_up()
     deferred = {tokens for (tokens, *_), step in executor._steps.items() if isinstance(step, DeferredProgram)}
-    assert deferred == {8, 96}
+    assert deferred == {96}
     assert isinstance(executor._samplers[4, "full"], DeferredProgram)
     assert not isinstance(executor._samplers[4, "plain"], DeferredProgram)
     golden = goldens("tiny-llama")
     engine = start.make_loop(config, open_checkpoint(config.model).model_config, executor)
-    check(golden, toy.run(engine, requests(golden)))
-    assert executor.compilations == 0
+    results = toy.run(engine, requests(golden, logprobs=None))
+    for i, prompt in enumerate(golden["prompts"]):
+        assert results[f"golden-{i}"].tokens == prompt["greedy_ids"]
+    assert executor._steps[96, "sequential", False].ready() and executor.compilations == 0
 
 
 def test_its_programs_are_kept_from_start_to_start(make, tmp_path, monkeypatch):
