@@ -81,7 +81,7 @@ class Fleet:
     devices: tuple[int, ...] = (8, 64, 256, 1024)
     layouts: tuple[tuple[int, int], ...] = ()
     chunk: int = 2048
-    steps: int = 600
+    steps: int = 400
     lengths: tuple[int, int] = (1024, 4096)
     pd_ratio: float = 10.0
     scale_out: Link = SCALE_OUT
@@ -203,7 +203,7 @@ def run_layout(fleet: Fleet, model: str, tp: int, pp: int) -> dict[str, Any] | N
         send_bytes=widths.activations * config.hidden_size / tp,
         host_s=fixed.get("step_s", 0.0) if pp == 1 else 0.0,
     )
-    rate = steady_rate(run, fleet.items(pp))
+    rate = steady_rate(run)
     return {
         "tp": tp,
         "pp": pp,
@@ -216,12 +216,15 @@ def run_layout(fleet: Fleet, model: str, tp: int, pp: int) -> dict[str, Any] | N
     }
 
 
-def steady_rate(run: PipelineRun, items: Sequence[Item]) -> float:
-    """Return the tokens/s of the requests that end in the middle half of the run's ends."""
-    low, high = np.quantile(run.finished_s, [0.25, 0.75])
-    middle = (run.finished_s > low) & (run.finished_s <= high)
-    tokens = np.array([item.prompt_tokens + item.output_tokens for item in items])
-    return float(tokens[middle].sum() / (high - low))
+def steady_rate(run: PipelineRun) -> float:
+    """Return the tokens/s until the last request begins, prompt and output together.
+
+    Once no request waits, the steps have fewer prompt tokens, and the rate is not that of a loaded deployment.
+    If all requests begin at once, the rate is that of the full run.
+    """
+    if not run.last_start_s:
+        return run.tokens / run.duration_s
+    return run.tokens_until_last_start / run.last_start_s
 
 
 def _joules(

@@ -56,6 +56,8 @@ class PipelineRun:
       busy_s: busy time of each stage, [replicas, stages].
       steps: number of micro-batch steps.
       tokens: prompt and output tokens of all requests.
+      last_start_s: time at which the last request got its slot.
+      tokens_until_last_start: rows of the steps that began before.
       counts: the counts of all steps together, [8], see `jaxflow.bench.pipeline.stage_time.COUNTS`.
     """
 
@@ -64,6 +66,8 @@ class PipelineRun:
     busy_s: np.ndarray
     steps: int
     tokens: int
+    last_start_s: float
+    tokens_until_last_start: float
     counts: np.ndarray
 
     @property
@@ -153,7 +157,7 @@ def simulate(
     flights: dict[tuple[int, int], _Flight] = {}
     events = [(0.0, m, m, r) for r in range(layout.replicas) for m in range(layout.micro_batches)]
     heapq.heapify(events)
-    steps, counted = 0, np.zeros(len(COUNTS))
+    steps, counted, last_start = 0, np.zeros(len(COUNTS)), (0.0, 0.0)
     order = layout.micro_batches  # of events at equal times
     while events:
         now, _, m, r = heapq.heappop(events)
@@ -185,6 +189,8 @@ def simulate(
             continue
         steps += 1
         counts = counts_of(work)
+        if work.admitted:
+            last_start = (now, float(counted[COUNTS.index("tokens")]))
         counted += counts
         for seq in work.admitted:
             batch.items[seq.slot] = int(seq.request.request_id)
@@ -205,4 +211,4 @@ def simulate(
         flights[r, m] = _Flight(sampled, ids, ends[-1])
         heapq.heappush(events, (ends[-1] + host_s, order, m, r))
     tokens = sum(item.prompt_tokens + item.output_tokens for item in items)
-    return PipelineRun(finished, bubbles, busy, steps, tokens, counted)
+    return PipelineRun(finished, bubbles, busy, steps, tokens, *last_start, counted)

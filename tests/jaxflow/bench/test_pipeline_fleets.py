@@ -17,14 +17,18 @@ from jaxflow.bench.pipeline.fleets import (
     measure,
     run_layout,
     sequences_that_fit,
+    steady_rate,
     text,
 )
+from jaxflow.bench.pipeline.simulate import Layout, simulate
 from jaxflow.bench.pipeline.stage_time import COUNTS, StageTimer
+from jaxflow.bench.workload.lengths import constant
 from jaxflow.config import ConfigError, Layer, ModelConfig, Rope
 from jaxflow.model.composition import Composition
 from jaxflow.model.cost import DEVICES, dense_parameters, step_timer
 from jaxflow.model.energy import shipped_power
 from jaxflow.model.graph import BFLOAT16, FP8, model_graph
+from jaxflow.scheduler.scheduler import DecodeMaximal
 
 RATES = DEVICES["H200"].datasheet
 DENSE = ModelConfig("llama", 32000, 1024, 8, 8, 128, 2816, (Layer(rope=Rope(10000.0)),) * 6, 2048)
@@ -120,6 +124,15 @@ def test_more_devices_hold_more_replicas_and_the_best_layout_wins():
     ] * (1 - 1e-9)
     assert measure(SMALL, processes=1)["models"] == report["models"]
     assert "llama-3.2-1b:bf16" in text(report) and draw(report).axes
+
+
+def test_the_rate_of_a_loaded_deployment_does_not_depend_on_the_number_of_requests():
+    """Full steps of 64 tokens and 1 ms, whatever the number of requests behind them."""
+    for number in (200, 400):
+        run = simulate(
+            constant(number, 60, 4), Layout(1, 1, 16, 64), DecodeMaximal, lambda _: np.full(1, 1e-3)
+        )
+        assert steady_rate(run) == pytest.approx(64e3, rel=0.05)
 
 
 def test_a_layout_that_does_not_fit_is_left_out():
