@@ -52,34 +52,13 @@ hypothesis.settings.load_profile("jaxflow")
 # Files of 15 s and more on two cores, the longest first. test_measure is left out: it measures times, and
 # runs better next to short tests.
 LONG_FILES = (
-    *(
-        "test_smollm2",
-        "test_goldens",
-        "test_compiled_plans",
-        "test_compiled_step",
-        "test_8_bits",
-        "test_two_stage_search",
-        "test_chunk_attention",
-    ),
-    *(
-        "test_decode_attention",
-        "test_offloaded_tokens",
-        "test_compiler",
-        "test_loop",
-        "test_sampling_memory",
-        "test_end_to_end",
-    ),
-    *(
-        "test_kernel_set",
-        "test_notebooks",
-        "test_rope_append",
-        "test_fp8_gemm",
-        "test_lowered",
-        "test_dense_gemm",
-        "test_sampling",
-    ),
-    *("test_triton", "test_command", "test_commands", "test_disk_engine", "test_llm"),
-)
+    "test_goldens", "test_compiler", "test_pipeline_stages", "test_chunk_attention", "test_decode_attention",
+    "test_compiled_plans", "test_two_stage_search", "test_command", "test_offloaded_tokens", "test_smollm2",
+    "test_loop", "test_kv_offload", "test_offload_calls", "test_fp8_gemm", "test_sampling",
+    "test_noise_of_draws", "test_commands", "test_kernel_set", "test_8_bits", "test_http_faults_engine",
+    "test_kernels", "test_dense_gemm", "test_end_to_end", "test_llm", "test_known_orders",
+    "test_reuse_commands", "test_disk_engine", "test_rope_append", "test_sarathi", "test_compiled_step",
+)  # fmt: skip
 
 
 def pytest_configure(config: pytest.Config):
@@ -140,6 +119,19 @@ def deferred_programs_are_compiled_on_use():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Executor, "compile_deferred", lambda executor: None)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def equal_layers_are_compiled_once():
+    """Let the engines of the checkpoint with five layers have layered steps, which compile one layer.
+
+    The steps of the checkpoints with two layers are one program.
+    """
+    from jaxflow.engine import start
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(start, "FEWEST_LAYERED", 3)
         yield
 
 
