@@ -15,12 +15,17 @@ from hypothesis import strategies as st
 
 from jaxflow.config import SPAN_UNITS, ConfigError, EngineConfig, Layer, Span
 from jaxflow.engine.start import open_model
+from jaxflow.kv.device_cache import cache_shapes, page_groups
+from jaxflow.model import transformer
 from jaxflow.model.attention_spans import MOST_CLASSES, class_of, span_classes, with_spans
+from jaxflow.model.batch import Batch
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.checkpoints.fingerprint import kv_fingerprint
 from jaxflow.model.head_groups import join_heads, take_heads, windows_at
+from jaxflow.model.op_registry import Context
 from pallas_kernels.attention.chunk.reference import chunk_attention
 from pallas_kernels.attention.decode.reference import decode_attention
+from pallas_kernels.kernel_set import REFERENCE
 
 MODEL = "tiny-llama"  # 2 layers of 2 KV heads
 GOOD = {
@@ -231,3 +236,47 @@ def test_a_model_without_a_file_is_unchanged():
     config = open_checkpoint(str(paths.MODELS / MODEL)).model_config
     assert with_spans(EngineConfig("model"), config, MODEL) is config
     assert dataclasses.replace(config).span_classes == ()
+
+
+def test_a_forward_with_groups_of_heads_is_the_dense_forward_with_masks(opened):
+    """Each head reads its own keys through the pages of its own group."""
+    tokens, size = 40, 8
+    checkpoint = opened(alpha=[[6, 512], [3, 9]], beta=[[0.25, 0], [0, 0.125]], sinks=2)
+    config, weights = checkpoint.model_config, checkpoint.load("float32", progress=False)
+    number, groups = tokens // size, len(config.windows)
+    rng = np.random.default_rng(0)
+    table = np.stack([rng.permutation(number + 3)[:number] for _ in range(groups)]).astype(np.int32)
+    text, at = jnp.asarray(rng.integers(3, config.vocab_size, tokens)), jnp.arange(tokens)
+    batch = Batch(
+        token_ids=text,
+        positions=at,
+        slots=jnp.asarray(table[:, at // size] * size + at % size),
+        page_table=jnp.asarray(table[:, None]),
+        lengths=jnp.array([tokens]),
+        num_decodes=jnp.array(0),
+        chunks=jnp.array([[0, tokens, 0, 0]]),
+        sample_tokens=jnp.array([tokens - 1]),
+    )
+    shapes = cache_shapes(page_groups(config, jnp.float32, 1), (number + 3,) * groups, size)
+    kv = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
+    found = transformer.forward(Context(config, REFERENCE), weights, kv, batch)[1]
+
+    layers = iter(config.layers)
+
+    def masked(q, k, v, *_, scale, **settings):
+        own = next(layers).spans
+        out = plain(
+            *(np.asarray(x, np.float64) for x in (q * scale, k[0].swapaxes(0, 1), v[0].swapaxes(0, 1))),
+            own,
+            2,
+        )
+        return jnp.asarray(out, jnp.float32)
+
+    dense = open_checkpoint(str(paths.MODELS / MODEL)).model_config
+    kernels = dataclasses.replace(
+        REFERENCE, chunk_attention=masked, decode_attention=lambda *_, into, **__: into
+    )
+    one = dataclasses.replace(batch, slots=at[None], page_table=jnp.zeros((1, 1, 1), jnp.int32))
+    page = jnp.zeros((1, dense.num_kv_heads, tokens, dense.head_dim))
+    wanted = transformer.forward(Context(dense, kernels), weights, [(page, page)] * dense.num_layers, one)[1]
+    np.testing.assert_allclose(found, wanted, rtol=1e-3, atol=1e-3)
