@@ -179,8 +179,9 @@ class KvStore:
         g = self._g
         if split.tier == "host":
             pages = views(self._host[key][1])[view]
-            by_row = bits(pages).reshape(-1, g.pages, *pages.shape[1:])
-            return by_row[row, position // g.page_size, head, position % g.page_size].view(pages.dtype)
+            _, heads, size, width = pages.shape
+            at = ((row * g.pages + position // size) * heads + head) * size + position % size
+            return np.take(bits(pages).reshape(-1, width), at, axis=0).view(pages.dtype)
         file, spans = self._files[key], value_spans(g, split)[view]
         heads, dtype, width = spans.heads, spans.dtype, spans.row_bytes
         token = position - lengths[split.start : split.stop][row]  # below 0 for a token of the prompt
