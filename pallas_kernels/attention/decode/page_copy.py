@@ -42,12 +42,19 @@ def copy_pages(refs, form: Form, w, worker):
         plgpu.copy_gmem_to_smem(queries, refs.q_s.at[w, q_place], refs.q_full.at[w * 2 + q_place])
 
         def box_of(first_key, box):
-            """Return the first row of box `box`, or of the page's other box if no key of `box` is visible."""
+            """Return the first row of box `box`, or of the page's other box if no key of `box` is visible.
+
+            A weight of 0 does not cancel NaN in unwritten values, and only values past the length become 0.
+            So the second box stands in for the first box only in a full page.
+            """
             key = first_key + box
             if not form.spans:
                 return jnp.where(key < length, box, 0)
             seen = key + BOX > since[0]
-            seen = seen if form.sinks == 0 else seen | (key < form.sinks)
+            if form.sinks:
+                seen |= key < form.sinks
+            if box == 0:
+                seen |= first_key + PAGE > length
             return jnp.where((key < length) & seen, box, PAGE - BOX - box)
 
         def copy(i, state, count):

@@ -223,6 +223,8 @@ def both(kernel, plain, q, cache, table, extra, spans, sinks, **how):
     [
         # An empty row, a span of 1, one longer than its row, and sinks in a page of their own.
         ([330, 0, 5, 200], [[1, 140], [9, 9], [1, 700], [64, 65]], 4, DecodeTile(2, 4), jnp.bfloat16),
+        # Spans in the second half of a page that is not full, which must not stand in for the first half.
+        ([370, 0, 50, 248], [[10, 140], [1, 1], [9, 3], [70, 3]], 0, DecodeTile(2, 4), jnp.bfloat16),
         ([330, 70], [30, 300], 70, DecodeTile(1, 6), jnp.bfloat16),  # sinks of two pages, over a window
         ([200, 130], [3, 90], 0, DecodeTile(2, 4), jnp.bfloat16),
         ([330, 5], [1, 140], 40, DecodeTile(3, 4, pages=1), E4M3),
