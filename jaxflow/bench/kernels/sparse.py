@@ -87,8 +87,8 @@ _BATCHES = {
 
 
 def _case(name: str, dtype, full: bool, ratio: float) -> KernelCase:
-    kind = "fp8, " * (dtype == jnp.float8_e4m3fn) + ("full spans" if full else "half the keys")
-    return KernelCase(f"{name}, {kind}", functools.partial(_decode, _BATCHES[name], dtype, full), ratio=ratio)
+    kind = "fp8 " * (dtype == jnp.float8_e4m3fn) + ("full spans" if full else "half the keys")
+    return KernelCase(f"{name} {kind}", functools.partial(_decode, _BATCHES[name], dtype, full), ratio=ratio)
 
 
 _CASES = (
