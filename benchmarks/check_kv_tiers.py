@@ -54,7 +54,7 @@ def check_pages(
     kv = make_cache(groups, (pages,) * len(groups), block_size, mesh)
     copies = PageCopies(groups, (pages,) * len(groups), block_size, mesh)
     kv = copies.warm_up(kv)
-    transfers, rng, same = Transfers(mesh, copies.programs[0].spec), np.random.default_rng(0), True
+    transfers, rng, same = Transfers(), np.random.default_rng(0), True
     try:
         for group, programs in enumerate(copies.programs):
             drawn = [rng.integers(0, 2**32, (1, programs.words), dtype=np.uint32) for _ in range(pages)]
@@ -62,7 +62,7 @@ def check_pages(
                 kv,
                 group,
                 range(pages),
-                [jax.device_put(page, transfers.to_device.sharding) for page in drawn],
+                [jax.device_put(page, programs.page_shape().sharding) for page in drawn],
             )
             order = rng.permutation(pages).tolist()
             source, target = order[:moved], order[moved : 2 * moved]
@@ -136,8 +136,7 @@ def check_engine(
     ]
     requests = [Request(f"r{i}", prompt, sampling) for i, prompt in enumerate(prompts)]
     expected = first_tokens(make_loop(config, model, executor, enable_prefix_caching=False), requests)
-    assert executor.copies is not None
-    tier = start_host_tier(config, executor.copies, lambda: 1.0, costs=ALWAYS)
+    tier = start_host_tier(config, executor.page_shapes(), lambda: 1.0, costs=ALWAYS)
     engine = make_loop(config, model, executor, tier)
     engine.scheduler.lengths = OutputLengths(prior=2)  # too low, so that the engine pre-empts
     nats: list[float] = []

@@ -327,11 +327,6 @@ class EngineConfig:
         check("block_size", 1 <= self.block_size <= 1024, "1 to 1024 tokens a page")
         check("tensor_parallel_size", self.tensor_parallel_size >= 1, "a positive number of devices")
         check("pipeline_parallel_size", self.pipeline_parallel_size >= 1, "a positive number of stages")
-        check(
-            "kv_offloading_size",
-            self.pipeline_parallel_size == 1 or not self.kv_offloading_size,
-            "0 with pipeline_parallel_size over 1: the pages of a stage stay on its devices",
-        )
         spans = self.attention_spans
         check("attention_spans", spans != "", "a file, or unset")
         for field in ("tensor_parallel_size", "pipeline_parallel_size"):

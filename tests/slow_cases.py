@@ -33,6 +33,9 @@ SLOW_CASES = {
         "tiny-mixtral runs on two devices a stage, and chunks of 7 tokens run"
     ),
     r"test_pipeline_stages\.py::TestSameTokens::test_in_a_batch_with_others\[2": "four stages run",
+    r"test_staged_tiers\.py::test_a_restart_with_other_stages_finds_the_pages\[(two of two|windows)": (
+        "test_page compares the bytes of pages on two devices a stage; both directions run with one group"
+    ),
     r"test_loop\.py::TestSameSeedSameTokens::test_at_any_chunking\[1": "chunks of more tokens run",
     r"test_8_bits\.py::test_near_the_wide_model\[(stories260K-numbers[02]-0\.(06|15)|tiny-opt)": (
         "an 8-bit cache and 8-bit weights run, each and together"

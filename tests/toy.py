@@ -14,6 +14,7 @@ from jaxflow.engine.executor import Executor
 from jaxflow.engine.loop import Loop
 from jaxflow.engine.staged_executor import StagedExecutor
 from jaxflow.engine.start import choose_plans, make_executor, make_loop, make_staged_executor, resolve
+from jaxflow.kv.tiers.page import page_size
 from jaxflow.kv.tiers.page_copies import PageCopies
 from jaxflow.kv.tiers.policy import FetchCosts
 from jaxflow.kv.tiers.start import open_disk, start_host_tier
@@ -92,7 +93,7 @@ def loop(
 
 @functools.cache
 def staged_executor(
-    model: str, stages: int, tp: int, budget: int, pages: int, plan: str
+    model: str, stages: int, tp: int, budget: int, pages: int, plan: str, kv_offloading_size: float = 0.0
 ) -> tuple[EngineConfig, StagedExecutor]:
     """Return an executor of several pipeline stages, with the settings of `executor`."""
     settings = EngineConfig(
@@ -105,6 +106,7 @@ def staged_executor(
         num_kv_pages=pages,
         step_sizes=str(min(budget, 16)),
         plan=plan,
+        kv_offloading_size=kv_offloading_size,
     )
     checkpoint = open_checkpoint(settings.model)
     config = resolve(settings, checkpoint.model_config)
@@ -141,11 +143,21 @@ def _with_copies(
     return config, made
 
 
+@functools.cache
+def _staged_with_copies(model: str, stages: int, tp: int, budget: int) -> tuple[EngineConfig, StagedExecutor]:
+    config, made = staged_executor(model, stages, tp, budget, 96, "sequential", kv_offloading_size=0.001)
+    for stage in made.stages:
+        assert stage.copies is not None
+        stage.add_page_copies(stage.copies)  # the executor counts as warm now, so the copies are compiled
+    return config, made
+
+
 def offloading_loop(
     model: str,
     host_pages: int,
     *,
     tp: int = 1,
+    stages: int = 1,
     budget: int = 64,
     kv: str = "auto",
     costs: FetchCosts = ALWAYS_LOAD,
@@ -156,20 +168,26 @@ def offloading_loop(
 ) -> Loop:
     """Return a `loop` with a host tier of `host_pages` of the largest group; the caller closes the loop.
 
-    `disk_folder`: the folder of a disk tier below the host.
+    Args:
+      stages: of a `staged_loop`; 1 for a `loop`.
+      disk_folder: the folder of a disk tier below the host.
     """
-    config, made = _with_copies(model, tp, budget, kv)
-    assert made.copies is not None
-    size = max(made.copies.page_bytes) * tp
+    made: Executor | StagedExecutor
+    if stages == 1:
+        config, made = _with_copies(model, tp, budget, kv)
+    else:
+        config, made = _staged_with_copies(model, stages, tp, budget)
+    model_config, pages = open_checkpoint(config.model).model_config, made.page_shapes()
+    size = max(map(page_size, pages))
     config = dataclasses.replace(config, kv_offloading_size=host_pages * size / 2**30)
     disk = None
     if disk_folder is not None:
         config = dataclasses.replace(config, kv_disk_path=str(disk_folder), kv_disk_size=1.0)
-        disk = open_disk(config, made.programs.context.config, disk_fingerprint)
-    tier = start_host_tier(config, made.copies, lambda: 1.0, disk, costs=costs)
+        disk = open_disk(config, model_config, disk_fingerprint)
+    tier = start_host_tier(config, pages, lambda: 1.0, disk, costs=costs)
     if staging_pages is not None:
         tier = dataclasses.replace(tier, staging_bytes=staging_pages * size)
-    return make_loop(config, made.programs.context.config, made, tier, **changes)
+    return make_loop(config, model_config, made, tier, **changes)
 
 
 class Result:

@@ -117,7 +117,7 @@ class Executor:
         self._forward_of, self._options_of, self._is_layered = forward_of, options_of, is_layered
         self.page_groups = page_groups(programs.context.config, kv_dtype, programs.mesh.shape[TP])
         windows = programs.context.windows or programs.context.config.windows
-        self._own_groups = [windows.index(group.window) for group in self.page_groups]
+        self.own_groups = [windows.index(group.window) for group in self.page_groups]
         self.lowered = lowered  # of earlier starts; None: every program is traced and lowered
         self._head = head(weights) if programs.samples else {}
         self._prompt_head = prompt_head(weights)
@@ -407,6 +407,11 @@ class Executor:
         if self._warm:
             self.kv = copies.warm_up(self.kv)
 
+    def page_shapes(self) -> list[jax.ShapeDtypeStruct]:
+        """Return the shape of a page of each layer group, as `gather_pages` returns it."""
+        assert self.copies is not None, "add_page_copies comes first"
+        return [programs.page_shape() for programs in self.copies.programs]
+
     def gather_pages(self, group: int, pages: Sequence[int]) -> list[jax.Array]:
         """Enqueue a read of pages of one layer group, after the steps that are enqueued already.
 
@@ -465,9 +470,14 @@ class Executor:
         """Return the sampling settings and the token counts of empty slots; () in a stage that does not sample."""
         return empty_slots(self.slots, self._vocabulary()) if self.programs.samples else ((), ())
 
+    @property
+    def own_num_pages(self) -> tuple[int, ...]:
+        """Return the pages of each of this stage's layer groups, once they are allocated."""
+        return tuple(self._own_pages(self.num_pages))
+
     def _own_pages(self, num_pages: tuple[int, ...]) -> list[int]:
         """Return the pages of this stage's layer groups, from those of the model's groups."""
-        return [num_pages[group] for group in self._own_groups]
+        return [num_pages[group] for group in self.own_groups]
 
     def _abstract(self, shape, dtype, spec: PartitionSpec = REPLICATED) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.programs.mesh, spec))

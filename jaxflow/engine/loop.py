@@ -213,7 +213,7 @@ class Loop:
         self._in_flight.append(None if work is None else self._enqueue(work))
         if before is not None:
             self._read(before)
-        elif work is None and self._offload is not None and self._offload.busy:
+        elif self._offload is not None and self._offload.busy and not any(self._in_flight):
             self._offload.wait()  # only page copies are in progress
         events, self._events = self._events, []
         return events

@@ -3,7 +3,8 @@
 A step runs on the stages in turn. The host enqueues all stages of a step at once, and the residual stream
 goes from stage to stage by copies that the host does not wait for. While a stage runs one step, the stages
 before it run the next ones. Each stage holds the KV pages of its layers and a copy of the page tables. All
-stages apply the same changes in the same order, so pages can change hands as on one device.
+stages apply the same changes in the same order, so pages can change hands as on one device. A page that leaves
+for a lower tier is the tuple of the stages' parts.
 """
 
 import collections
@@ -27,8 +28,6 @@ class StagedExecutor:
     no token of its slots, because such a wait would empty the pipeline. So the executor keeps the drawn tokens
     after each of the last steps, and a step reads them as of the last step that drew one of its slots' tokens.
     """
-
-    copies = None  # stages have no KV tiers
 
     def __init__(self, stages: Sequence[Executor]):
         self.stages = tuple(stages)
@@ -110,6 +109,33 @@ class StagedExecutor:
     def set_slot(self, slot: int, values: SlotParams, token_ids: np.ndarray, num_prompt: int) -> None:
         """Store a sequence's sampling settings on the stage that samples. Arguments: see `Executor.set_slot`."""
         self.stages[-1].set_slot(slot, values, token_ids, num_prompt)
+
+    # ---- pages of the KV cache
+
+    def page_shapes(self) -> list[tuple[jax.ShapeDtypeStruct, ...]]:
+        """Return the shapes of the parts of a page of each layer group (`jaxflow.kv.tiers.page`)."""
+        return [
+            tuple(stage.page_shapes()[own] for stage, own in self._holders(group))
+            for group in range(self.groups)
+        ]
+
+    def gather_pages(self, group: int, pages: Sequence[int]) -> list[tuple[jax.Array, ...]]:
+        """Enqueue a read of pages of one layer group on its stages, each after the stage's enqueued steps.
+
+        Returns:
+          The parts of each page, see `Executor.gather_pages`.
+        """
+        parts = [stage.gather_pages(own, pages) for stage, own in self._holders(group)]
+        return list(zip(*parts, strict=True))
+
+    def scatter_pages(self, group: int, pages: Sequence[int], data: Sequence[tuple[jax.Array, ...]]) -> None:
+        """Enqueue a write of the parts of pages on the group's stages. Arguments: see `Executor.scatter_pages`."""
+        for (stage, own), parts in zip(self._holders(group), zip(*data, strict=True), strict=True):
+            stage.scatter_pages(own, pages, parts)
+
+    def _holders(self, group: int) -> list[tuple[Executor, int]]:
+        """Return the stages with layers of a group, and the group's number among those of the stage."""
+        return [(stage, stage.own_groups.index(group)) for stage in self.stages if group in stage.own_groups]
 
     def _compile(self, on_progress: Callable[[int, int], None]) -> None:
         """Compile the stages at the same time: XLA compiles one stage while another is lowered."""

@@ -231,7 +231,7 @@ def start_engine(
     Args:
       kernels: None for the device's kernels.
       executor: the executor of an engine that has ended, with the same settings except for the KV tiers. It
-        must have `copies` if there is a host tier.
+        must have page copies if there is a host tier.
 
     Raises:
       ConfigError, CheckpointError, PlanError
@@ -252,9 +252,8 @@ def start_engine(
                 warm_up_s = executor.warm_up(_advance(bar))
         tier = None
         if config.kv_offloading_size:
-            assert isinstance(executor, Executor) and executor.copies is not None
             measure = functools.partial(prefill_seconds_per_token, executor)
-            tier = start_host_tier(config, executor.copies, measure, disk)
+            tier = start_host_tier(config, executor.page_shapes(), measure, disk)
         loop = make_loop(config, checkpoint.model_config, executor, tier, fingerprint=fingerprint)
         driver = Driver(loop)
         driver.start()
@@ -285,14 +284,9 @@ def make_executor(
     """
     if config.pipeline_parallel_size != 1:
         raise ConfigError("pipeline_parallel_size", config.pipeline_parallel_size, "1 for this command")
-    if config.kv_offloading_size:
-        check_host(config, checkpoint.model_config)
     (executor,) = _make_stages(config, checkpoint, plans, kernels, graphs, progress)
     executor.allocate(_num_pages(config, checkpoint.model_config, [executor]))
-    if config.kv_offloading_size:
-        mesh = executor.programs.mesh
-        copies = PageCopies(executor.page_groups, executor.num_pages, config.block_size, mesh)
-        executor.add_page_copies(copies)
+    _add_page_copies(config, executor)
     return executor
 
 
@@ -307,7 +301,16 @@ def make_staged_executor(
     """Return an executor of several pipeline stages, before warm-up. Arguments: see `make_executor`."""
     executor = StagedExecutor(_make_stages(config, checkpoint, plans, kernels, None, progress))
     executor.allocate(_num_pages(config, checkpoint.model_config, executor.stages))
+    for stage in executor.stages:
+        _add_page_copies(config, stage)
     return executor
+
+
+def _add_page_copies(config: EngineConfig, stage: Executor) -> None:
+    """Add the programs that copy pages to a stage with its KV cache, if there is a host tier."""
+    if config.kv_offloading_size:
+        pages, mesh = stage.own_num_pages, stage.programs.mesh
+        stage.add_page_copies(PageCopies(stage.page_groups, pages, config.block_size, mesh))
 
 
 def _make_stages(
@@ -321,6 +324,8 @@ def _make_stages(
     """Return the executor of each pipeline stage, with its weights. Arguments: see `make_executor`."""
     model, tp = checkpoint.model_config, config.tensor_parallel_size
     config = dataclasses.replace(config, quantization=config.quantization or checkpoint.quantization)
+    if config.kv_offloading_size:
+        check_host(config, model)
     stages = stages_of(stage_layers(config, model))
     meshes = stage_meshes(tp, len(stages))
     is_own = kernels is None
@@ -527,7 +532,6 @@ def make_loop(
     scheduling = dataclasses.replace(scheduling, **changes)
     offload = None
     if tier is not None:
-        assert isinstance(executor, Executor)
         offload = tier.offload(make_page_tables(scheduling, record_named=True), executor)
     step_time = None
     if policy is None:
@@ -554,10 +558,14 @@ def decode_cost(model: ModelConfig, tp: int) -> tuple[float, float]:
     return short / several, (long - short) / (several * (keys - 1))
 
 
-def prefill_seconds_per_token(executor: Executor) -> float:
-    """Measure the time of a token's prefill in the largest step, without attention."""
+def prefill_seconds_per_token(executor: Executor | StagedExecutor) -> float:
+    """Measure the time of a token's prefill in the largest step, without attention.
+
+    The chunks of a prompt follow each other on P stages of equal time, so a chunk takes the time of one stage.
+    """
     layout = executor.layouts[max(executor.layouts)][0]
-    return best_seconds(lambda: rehearse(executor, layout)) / 2 / layout.tokens
+    stage_times = executor.num_stages + 1  # of the two steps that a rehearsal runs one after the other
+    return best_seconds(lambda: rehearse(executor, layout)) / stage_times / layout.tokens
 
 
 def _num_pages(config: EngineConfig, model: ModelConfig, stages: Sequence[Executor]) -> tuple[int, ...]:

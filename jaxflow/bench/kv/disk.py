@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import numpy as np
 from absl import flags
 from jax.sharding import NamedSharding, PartitionSpec
@@ -28,8 +29,9 @@ from jaxflow.cli.engine_flags import define_engine_flags, engine_config_from_fla
 from jaxflow.config import ConfigError, EngineConfig, ModelConfig
 from jaxflow.engine.start import prepare_process, resolve
 from jaxflow.kv.tiers.disk_store import DiskStore
-from jaxflow.kv.tiers.offload import HOST_MEMORY
-from jaxflow.kv.tiers.start import from_bytes, open_disk, to_bytes
+from jaxflow.kv.tiers.page import from_bytes, to_bytes
+from jaxflow.kv.tiers.page_copies import WORD
+from jaxflow.kv.tiers.start import open_disk
 from jaxflow.parallel.mesh import TP, make_mesh
 
 DISTINCT = 8  # distinct pages of random bytes, written repeatedly under new names
@@ -51,9 +53,11 @@ def measure(config: EngineConfig, model: ModelConfig, pages: int) -> dict[str, A
     Raises: ConfigError; WorkloadError if the disk already has pages or is too small for `pages`.
     """
     mesh = make_mesh(config.tensor_parallel_size)
-    sharding = NamedSharding(mesh, PartitionSpec(TP), memory_kind=HOST_MEMORY)
     disk = _open(config, model)
     length = disk.page_bytes[0]
+    shape = jax.ShapeDtypeStruct(
+        (mesh.size, length // mesh.size // WORD), np.uint32, sharding=NamedSharding(mesh, PartitionSpec(TP))
+    )
     if disk.counters().pages:
         disk.close()
         raise WorkloadError(
@@ -74,7 +78,7 @@ def measure(config: EngineConfig, model: ModelConfig, pages: int) -> dict[str, A
         return moved * length / seconds / 1e9
 
     begin = time.perf_counter()
-    held = [from_bytes(page, sharding) for page in drawn]
+    held = [from_bytes(page, shape) for page in drawn]
     result["into_host_memory_gb_per_s"] = rate(time.perf_counter() - begin, DISTINCT)
     begin = time.perf_counter()
     for page in held:
@@ -106,7 +110,7 @@ def measure(config: EngineConfig, model: ModelConfig, pages: int) -> dict[str, A
         found = future.result()
         right &= found is not None and np.array_equal(found, drawn[i % DISTINCT])
         if found is not None:
-            from_bytes(found, sharding)
+            from_bytes(found, shape)
     seconds = time.perf_counter() - begin
     result |= {
         "read_gb_per_s": rate(seconds),

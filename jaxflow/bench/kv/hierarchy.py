@@ -32,6 +32,7 @@ from jaxflow.cli.engine_flags import engine_config_from_flags
 from jaxflow.config import ConfigError, EngineConfig
 from jaxflow.engine.deferred import wait_until_compiled
 from jaxflow.engine.executor import Executor
+from jaxflow.engine.staged_executor import StagedExecutor
 from jaxflow.engine.start import freeze_heap
 from jaxflow.llm import LLM
 
@@ -97,8 +98,8 @@ def measure(
 
 
 def _measure_engine(
-    config: EngineConfig, executor: Executor | None
-) -> tuple[dict[str, Any], dict[str, Any], Executor]:
+    config: EngineConfig, executor: Executor | StagedExecutor | None
+) -> tuple[dict[str, Any], dict[str, Any], Executor | StagedExecutor]:
     """Return the report's head, one engine's figures, and the engine's executor for the next engine."""
     f = flags.FLAGS
     seed = f.workload_seed
@@ -115,7 +116,6 @@ def _measure_engine(
         talks, more = options.conversations_from_flags(
             openings, llm.max_model_len, llm.model_config.vocab_size
         )
-        assert isinstance(llm.executor, Executor)  # the tiers take no pipeline stages
         unshared = [Item(item.prompt_tokens, item.output_tokens) for item in items]
         return (
             {**throughput.head(llm), "workload": described | more},
@@ -146,7 +146,7 @@ def run() -> dict[str, Any]:
         )
     rate = "inf" if math.isinf(f.request_rate) else f.request_rate
     result: dict[str, Any] = {}
-    executor: Executor | None = None
+    executor: Executor | StagedExecutor | None = None
     for name in (name for name in ORDER if name in chosen):
         print(f"{name}:", file=sys.stderr)
         head, found, executor = _measure_engine(chosen[name], executor)

@@ -37,6 +37,7 @@ from jaxflow.engine.executor import Executor
 from jaxflow.engine.start import prefill_seconds_per_token
 from jaxflow.kv.tiers.host_machine import bind, gpu_bus_ids, near_cpus, run_bound
 from jaxflow.kv.tiers.offload import PAGES_A_CALL, Transfers, in_calls
+from jaxflow.kv.tiers.page import HOST_MEMORY, copy_to
 from jaxflow.kv.tiers.page_copies import PageCopies
 from jaxflow.kv.tiers.start import link_bytes_per_s, reserve
 from jaxflow.parallel.mesh import on_gpu
@@ -69,9 +70,9 @@ class StepsWithCopies:
         self.copies, self.executor = steady.executor.copies, steady.executor
         ids = list(range(min(self.copies.num_pages[0], 4 * pages)))
         self._ids = ids
-        self._host = jax.device_put(self.executor.gather_pages(0, ids[:pages]), transfers.to_host.sharding)
+        self._host: list[Any] = copy_to(self.executor.gather_pages(0, ids[:pages]), HOST_MEMORY)
         self._down, self._up = 0, 0  # pages requested for copies
-        self._came: collections.deque[jax.Array] = collections.deque(maxlen=pages)
+        self._came: collections.deque[Any] = collections.deque(maxlen=pages)
 
     def step(self, *, stored: int = 0, loaded: int = 0) -> jax.Array:
         """Run a step, then store `stored` times and load `loaded` times the number of pages that it
@@ -143,14 +144,14 @@ def run() -> dict[str, Any]:
     mesh = executor.programs.mesh
     cpus = near_cpus(gpu_bus_ids(mesh.size)) if on_gpu() else None
     bind(cpus)
-    transfers = Transfers(mesh, copies.programs[0].spec)
+    pages, transfers = executor.page_shapes(), Transfers()
     try:
         begin, capacity = time.perf_counter(), int(config.kv_offloading_size * 2**30)
-        run_bound(cpus, lambda: reserve(copies, transfers, capacity))
+        run_bound(cpus, lambda: reserve(pages, capacity))
         reserved_s = time.perf_counter() - begin
         count = min(f.pages, min(copies.num_pages), max(1, capacity // (max(copies.page_bytes) * mesh.size)))
-        rates = measure_rates(copies, transfers, executor.kv, 0, count, f.seconds)
-        rates["loaded_to_its_place_gb_per_s"] = loaded_rate(executor, 0, count, transfers, f.seconds)
+        rates = measure_rates(copies, executor.kv, 0, count, f.seconds)
+        rates["loaded_to_its_place_gb_per_s"] = loaded_rate(executor, 0, count, f.seconds)
         ((steady, step),) = bed.ready(workload).values()
         steps = measure_steps(steady, transfers, int(step.tokens), f.step_seconds)
         result = {
@@ -168,7 +169,7 @@ def run() -> dict[str, Any]:
             "step_tokens": int(step.tokens),
             **steps,
             "costs": {
-                "link_gb_per_s": link_bytes_per_s(copies, transfers) / 1e9,
+                "link_gb_per_s": link_bytes_per_s(pages[0]) / 1e9,
                 "us_a_token": prefill_seconds_per_token(executor) * 1e6,
                 "load_us_a_token": 1e6
                 * sum(copies.page_bytes)
@@ -244,15 +245,13 @@ def both(
     return found["down"], found["up"]
 
 
-def in_turns(
-    on_device: list[jax.Array], on_host: list[jax.Array], transfers: Transfers, pages_a_call: int
-) -> list[jax.Array]:
+def in_turns(on_device: list[jax.Array], on_host: list[jax.Array], pages_a_call: int) -> list[jax.Array]:
     """Start equal numbers of page copies in both directions, alternating groups as `Transfers.copy` does."""
     calls = (itertools.batched(pages, pages_a_call) for pages in (on_device * TRAIN, on_host * TRAIN))
     copies = []
     for down, up in zip(*calls, strict=True):
-        copies += jax.device_put(down, transfers.to_host.sharding)
-        copies += jax.device_put(up, transfers.to_device.sharding)
+        copies += copy_to(down, HOST_MEMORY)
+        copies += copy_to(up, None)
     return copies
 
 
@@ -262,17 +261,15 @@ def pieces_of(kv: list, pages: Sequence[int]) -> list[jax.Array]:
     return [piece for page in pages for piece in cut(kv, page)]
 
 
-def measure_rates(
-    copies: PageCopies, transfers: Transfers, kv: list, group: int, count: int, seconds: float
-) -> dict[str, float]:
+def measure_rates(copies: PageCopies, kv: list, group: int, count: int, seconds: float) -> dict[str, float]:
     """Return the GB/s of `count` pages of a layer group, summed over shards, and the speedup of contiguous
     pages."""
     ids = np.random.default_rng(0).permutation(copies.num_pages[group])[:count].tolist()
-    host, device = transfers.to_host.sharding, transfers.to_device.sharding
+    host, device = HOST_MEMORY, None
     layers = [kv[i] for i in copies.programs[group].group.layers]
     on_device = jax.block_until_ready(copies.gather(kv, group, ids))
     num_bytes = sum(page.nbytes for page in on_device)
-    on_host = jax.block_until_ready(jax.device_put(on_device, host))
+    on_host = jax.block_until_ready(copy_to(on_device, host))
     some = ids[: max(1, count // 16)]
     pieces = jax.block_until_ready(pieces_of(layers, some))
     pieces_here = jax.block_until_ready(jax.device_put(pieces, [_on_host(piece) for piece in pieces]))
@@ -280,8 +277,8 @@ def measure_rates(
     found = {
         "to_host": rate(lambda: in_calls(on_device, host), num_bytes, seconds),
         "to_device": rate(lambda: in_calls(on_host, device), num_bytes, seconds),
-        "one_call_to_host": rate(lambda: jax.device_put(on_device, host), num_bytes, seconds),
-        "one_call_to_device": rate(lambda: jax.device_put(on_host, device), num_bytes, seconds),
+        "one_call_to_host": rate(lambda: copy_to(on_device, host), num_bytes, seconds),
+        "one_call_to_device": rate(lambda: copy_to(on_host, device), num_bytes, seconds),
         "train_to_host": rate(
             lambda: [in_calls(on_device, host) for _ in range(TRAIN)], TRAIN * num_bytes, seconds
         ),
@@ -303,20 +300,20 @@ def measure_rates(
     }
     for some in CALLS:  # pages per call in each direction, until both rates are known
         found[f"both_in_turns_of_{some}"] = rate(
-            lambda some=some: in_turns(on_device, on_host, transfers, some), TRAIN * num_bytes, seconds
+            lambda some=some: in_turns(on_device, on_host, some), TRAIN * num_bytes, seconds
         )
     found["both_to_host"] = found["both_to_device"] = found[f"both_in_turns_of_{PAGES_A_CALL}"]
     found["both_one_call_to_host"], found["both_one_call_to_device"] = both(
-        lambda: jax.device_put(on_device, host), lambda: jax.device_put(on_host, device), num_bytes, seconds
+        lambda: copy_to(on_device, host), lambda: copy_to(on_host, device), num_bytes, seconds
     )
     whole = jax.block_until_ready(
         jax.jit(lambda pages: jax.numpy.concatenate(pages, axis=1))(on_device)
     )  # one array, for comparison
-    whole_on_host = jax.block_until_ready(jax.device_put(whole, host))
-    found["one_array_to_host"] = rate(lambda: jax.device_put(whole, host), num_bytes, seconds)
-    found["one_array_to_device"] = rate(lambda: jax.device_put(whole_on_host, device), num_bytes, seconds)
+    whole_on_host = jax.block_until_ready(copy_to([whole], host))
+    found["one_array_to_host"] = rate(lambda: copy_to([whole], host), num_bytes, seconds)
+    found["one_array_to_device"] = rate(lambda: copy_to(whole_on_host, device), num_bytes, seconds)
     found["both_one_array_to_host"], found["both_one_array_to_device"] = both(
-        lambda: jax.device_put(whole, host), lambda: jax.device_put(whole_on_host, device), num_bytes, seconds
+        lambda: copy_to([whole], host), lambda: copy_to(whole_on_host, device), num_bytes, seconds
     )
     return {f"{name}_gb_per_s": value / 1e9 for name, value in found.items()} | {
         "contiguous_over_pieces_to_host": found["to_host"] / found["pieces_to_host"],
@@ -324,13 +321,13 @@ def measure_rates(
     }
 
 
-def loaded_rate(executor: Any, group: int, count: int, transfers: Transfers, seconds: float) -> float:
+def loaded_rate(executor: Any, group: int, count: int, seconds: float) -> float:
     """Return the GB/s of loading host pages into their places in the cache: one copy, then a scatter."""
     ids = list(range(count))
-    on_host = jax.device_put(executor.gather_pages(group, ids), transfers.to_host.sharding)
+    on_host: list[Any] = copy_to(executor.gather_pages(group, ids), HOST_MEMORY)
 
     def load() -> Any:
-        executor.scatter_pages(group, ids, in_calls(on_host, transfers.to_device.sharding))
+        executor.scatter_pages(group, ids, in_calls(on_host, None))
         return executor.kv
 
     return rate(load, sum(page.nbytes for page in on_host), seconds) / 1e9

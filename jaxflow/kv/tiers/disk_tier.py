@@ -31,14 +31,14 @@ class DiskTier:
 
     Args:
       to_bytes: return the buffers of a host page.
-      from_bytes: return a host page from uint8 [length].
+      from_bytes: return a host page from its group and uint8 [length].
     """
 
     def __init__(
         self,
         disk: DiskStore,
         to_bytes: Callable[[Any], Sequence[Any]],
-        from_bytes: Callable[[np.ndarray], Any],
+        from_bytes: Callable[[int, np.ndarray], Any],
     ):
         self.disk, self._to_bytes, self._from_bytes = disk, to_bytes, from_bytes
         self._requested: collections.deque[Key] = collections.deque()  # pages without a started read
@@ -117,7 +117,7 @@ class DiskTier:
         page = None
         try:
             payload = future.result()
-            page = None if payload is None else self._from_bytes(payload)
+            page = None if payload is None else self._from_bytes(key[0], payload)
         except Exception:
             log.exception("page %s cannot be read", key.hex())
         self._read_pages.put((key, page, time.monotonic()))

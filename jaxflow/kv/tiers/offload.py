@@ -5,7 +5,8 @@ gathered, then the step runs. The copies `store_kv` and `load_kv` cross PCIe out
 output of a gather, and make the input of a later scatter.
 
 A copy is a `jax.device_put` between memory kinds of one sharding: each shard to and from its own device's
-host memory. On a GPU the call enqueues the copy on a separate stream, ordered behind the program that made
+host memory. Over pipeline stages a page is copied in parts, and each stage has its own order: its scatters and
+gathers come between its own steps. On a GPU the call enqueues the copy on a separate stream, ordered behind the program that made
 the source and behind everything enqueued before the call. So the engine's thread starts the copies, before it
 enqueues the step that runs at the same time; a copy started by another thread would come after that step and
 run a step later. A start costs the engine about 20 us a page.
@@ -29,36 +30,33 @@ from typing import Any, Protocol
 
 import jax
 import jax.profiler
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxflow.kv.tiers.host_machine import bind
 from jaxflow.kv.tiers.host_store import Key
+from jaxflow.kv.tiers.page import HOST_MEMORY, Page, copy_to
 from jaxflow.kv.tiers.policy import Fetch, FetchPage, TierPolicy
 
 log = logging.getLogger(__name__)
 
-HOST_MEMORY = "pinned_host"
 PAGES_A_CALL = 4
 IDLE_S = 0.0005  # polling interval of a loop that waits for nothing but copies
-Batch = Sequence[tuple[Any, jax.Array]]  # (tag, source) of each copy
+Batch = Sequence[tuple[Any, Page]]  # (tag, source) of each copy
 
 
-def in_calls(pages: Sequence[jax.Array], sharding: Any, pages_a_call: int = PAGES_A_CALL) -> list[jax.Array]:
-    """Start copies of pages, `pages_a_call` in a call. Return the copies."""
-    return [
-        copy for some in itertools.batched(pages, pages_a_call) for copy in jax.device_put(some, sharding)
-    ]
+def in_calls(pages: Sequence[Page], memory_kind: str | None, pages_a_call: int = PAGES_A_CALL) -> list[Page]:
+    """Start copies of pages to a memory kind, `pages_a_call` in a call. Return the copies."""
+    return [copy for some in itertools.batched(pages, pages_a_call) for copy in copy_to(some, memory_kind)]
 
 
 class Channel:
-    """Copies to one memory kind.
+    """Copies to one memory kind of the pages' devices, see `copy_to`.
 
     Attributes:
       bytes: bytes copied since the start.
     """
 
-    def __init__(self, sharding: NamedSharding):
-        self.sharding, self.bytes = sharding, 0
+    def __init__(self, memory_kind: str | None):
+        self.memory_kind, self.bytes = memory_kind, 0
         self._under_way: collections.deque[tuple[list[Any], list[Any] | None]] = collections.deque()
         self._failed = False
 
@@ -67,12 +65,12 @@ class Channel:
         for some in itertools.batched(batch, PAGES_A_CALL):
             self._under_way.append(([tag for tag, _ in some], self._start([array for _, array in some])))
 
-    def done(self) -> list[tuple[Any, jax.Array | None]]:
+    def done(self) -> list[tuple[Any, Page | None]]:
         """Return (tag, copy) of the ended copies since the last call, in order; None is a failed copy."""
-        found: list[tuple[Any, jax.Array | None]] = []
+        found: list[tuple[Any, Page | None]] = []
         while self._under_way:
             tags, copies = self._under_way[0]
-            if copies is not None and not all(copy.is_ready() for copy in copies):
+            if copies is not None and not all(part.is_ready() for part in jax.tree.leaves(copies)):
                 break
             self._under_way.popleft()
             found += zip(tags, self._end(copies) or [None] * len(tags), strict=True)
@@ -84,40 +82,36 @@ class Channel:
             with contextlib.suppress(Exception):  # `done` reports the error
                 jax.block_until_ready(copies)
 
-    def _start(self, sources: list[jax.Array]) -> list[jax.Array] | None:
+    def _start(self, sources: list[Page]) -> list[Page] | None:
         try:
-            return jax.device_put(sources, self.sharding)
+            return copy_to(sources, self.memory_kind)
         except Exception as error:
             return self._fail(error)
 
-    def _end(self, copies: list[jax.Array] | None) -> list[jax.Array] | None:
+    def _end(self, copies: list[Page] | None) -> list[Page] | None:
         """Wait for copies. Return None after an error."""
         try:
             jax.block_until_ready(copies)
         except Exception as error:
             return self._fail(error)
-        self.bytes += sum(copy.nbytes for copy in copies or ())
+        self.bytes += sum(part.nbytes for part in jax.tree.leaves(copies))
         return copies
 
     def _fail(self, error: Exception) -> None:
         if not self._failed:  # most likely the pinned memory is used up; the engine continues without copies
-            log.warning("KV pages cannot be copied to %s: %s", self.sharding.memory_kind, error)
+            log.warning("KV pages cannot be copied to %s: %s", self.memory_kind or "the device", error)
         self._failed = True
 
 
 class Transfers:
     """Page copies in both directions.
 
-    Args:
-      spec: partition of a page over the mesh.
-
     Attributes:
       to_host, to_device: the channels.
     """
 
-    def __init__(self, mesh: Mesh, spec: PartitionSpec):
-        self.to_host = Channel(NamedSharding(mesh, spec, memory_kind=HOST_MEMORY))
-        self.to_device = Channel(NamedSharding(mesh, spec))
+    def __init__(self):
+        self.to_host, self.to_device = Channel(HOST_MEMORY), Channel(None)
 
     def copy(self, down: Batch, up: Batch) -> None:
         """Start copies to the host (`down`) and to the device (`up`), in turns."""
@@ -144,11 +138,11 @@ class Transfers:
 class PageCache(Protocol):
     """The KV cache of an executor, as pages."""
 
-    def gather_pages(self, group: int, pages: Sequence[int]) -> list[jax.Array]:
+    def gather_pages(self, group: int, pages: Sequence[int]) -> Sequence[Page]:
         """Return pages of a group, with the content after all enqueued steps."""
         ...
 
-    def scatter_pages(self, group: int, pages: Sequence[int], data: Sequence[jax.Array]) -> None:
+    def scatter_pages(self, group: int, pages: Sequence[int], data: Sequence[Any]) -> None:
         """Write pages of a group."""
         ...
 
@@ -183,11 +177,11 @@ class KvOffload:
         for group, scatters in _by_group(self.policy.take_scatters(), lambda scatter: scatter[0].group):
             pages, data = [page.page for page, _ in scatters], [data for _, data in scatters]
             self._cache.scatter_pages(group, pages, data)
-        down: list[tuple[Key, jax.Array]] = []
+        down: list[tuple[Key, Page]] = []
         for group, stores in _by_group(self.policy.take_stores(), lambda store: store[0]):
             pages = self._cache.gather_pages(group, [page for _, page, _ in stores])
             down += [(key, page) for (_, _, key), page in zip(stores, pages, strict=True)]
-        loads: list[tuple[Fetch, FetchPage, jax.Array]] = self.policy.take_loads()
+        loads: list[tuple[Fetch, FetchPage, Page]] = self.policy.take_loads()
         self.transfers.copy(down, [((fetch, page), data) for fetch, page, data in loads])
 
     @property

@@ -204,10 +204,6 @@ class PageCopies:
                 kv = self.scatter(kv, g, [0], pages[:1])
         return kv
 
-    def blank(self, group: int) -> jax.Array:
-        """Return a page of zeros of a group on the device."""
-        return self._blanks[group]
-
     def gather(self, kv: list, group: int, ids: Sequence[int]) -> list[jax.Array]:
         """Return pages of a group, uint32 [tp, W] each on the device, after all enqueued steps."""
         programs, layers, out = self._gathers[group], self._layers(kv, group), []

@@ -1,15 +1,15 @@
 """Start of the KV tiers: checks of the settings, reservation of host memory, and measurement of the costs."""
 
 import dataclasses
+import itertools
 import logging
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
 
 from jaxflow.config import ConfigError, EngineConfig, ModelConfig
 from jaxflow.kv.device_cache import page_bytes, page_groups
@@ -19,7 +19,17 @@ from jaxflow.kv.tiers.disk_tier import DiskTier
 from jaxflow.kv.tiers.host_machine import bind, free_host_bytes, gpu_bus_ids, near_cpus, run_bound
 from jaxflow.kv.tiers.host_store import HostStore
 from jaxflow.kv.tiers.offload import KvOffload, PageCache, Transfers, in_calls
-from jaxflow.kv.tiers.page_copies import MOST_BYTES, PageCopies, sizes_of
+from jaxflow.kv.tiers.page import (
+    HOST_MEMORY,
+    PageShape,
+    blank_page,
+    copy_to,
+    from_bytes,
+    largest_shard,
+    page_size,
+    to_bytes,
+)
+from jaxflow.kv.tiers.page_copies import MOST_BYTES, sizes_of
 from jaxflow.kv.tiers.policy import FetchCosts, TierPolicy
 from jaxflow.parallel.mesh import on_gpu
 
@@ -50,6 +60,15 @@ def staging_bytes(sizes: tuple[int, ...], free_bytes: int | None = None) -> int:
     """
     most = STAGING_BYTES if free_bytes is None else min(STAGING_BYTES, free_bytes // 50)
     return max(most, 4 * max(sizes))
+
+
+def staging_limit(pages: Sequence[PageShape]) -> int:
+    """Return the staging space over all devices, so that no device has more than `staging_bytes` under way.
+
+    pages: a page of each page group.
+    """
+    each = staging_bytes(tuple(map(largest_shard, pages)))
+    return min(each * page_size(page) // largest_shard(page) for page in pages)
 
 
 def device_bytes(sizes: tuple[int, ...], free_bytes: int) -> int:
@@ -95,7 +114,7 @@ def open_disk(config: EngineConfig, model: ModelConfig, fingerprint: bytes) -> D
     if config.kv_disk_path is None or config.kv_disk_size is None:
         return None
     tp = config.tensor_parallel_size
-    cpus = near_cpus(gpu_bus_ids(tp)) if on_gpu() else None
+    cpus = near_cpus(gpu_bus_ids(config.parallel.devices)) if on_gpu() else None
     capacity, sizes = int(config.kv_disk_size * 2**30), [size * tp for size in _page_bytes(config, model)]
     disk = DiskStore(config.kv_disk_path, capacity, fingerprint, sizes, prepare=lambda: bind(cpus))
     try:
@@ -122,23 +141,9 @@ def _check_disk_size(config: EngineConfig, disk: DiskStore) -> None:
         log.warning("kv_disk_size=%s: %s has room for %.2f GiB now", size, path, room / 2**30)
 
 
-def disk_tier(disk: DiskStore, transfers: Transfers) -> DiskTier:
-    """Return the tier that writes and reads the host's pages."""
-    sharding = transfers.to_host.sharding
-    return DiskTier(disk, to_bytes, lambda payload: from_bytes(payload, sharding))
-
-
-def from_bytes(payload: np.ndarray, sharding: NamedSharding) -> jax.Array:
-    """Return a page, uint32 [tp, W], in the host memory of its shards' devices, from uint8 [length]."""
-    return jax.block_until_ready(
-        jax.device_put(payload.view(np.uint32).reshape(sharding.mesh.size, -1), sharding)
-    )
-
-
-def to_bytes(page: jax.Array) -> list[np.ndarray]:
-    """Return the words of each shard of a page, in order, as views or copies of the host memory."""
-    shards = sorted(page.addressable_shards, key=lambda shard: shard.index[0].start or 0)
-    return [np.asarray(shard.data) for shard in shards]
+def disk_tier(disk: DiskStore, pages: Sequence[PageShape]) -> DiskTier:
+    """Return the tier that writes and reads the host's pages. pages: a page of each page group."""
+    return DiskTier(disk, to_bytes, lambda group, payload: from_bytes(payload, pages[group]))
 
 
 # ---- host
@@ -162,7 +167,7 @@ class HostTier:
 
 def start_host_tier(
     config: EngineConfig,
-    copies: PageCopies,
+    pages: Sequence[PageShape],
     seconds_per_token: Callable[[], float],
     disk: DiskStore | None = None,
     *,
@@ -172,28 +177,24 @@ def start_host_tier(
 
     Args:
       config: resolved.
-      copies: warm.
+      pages: a page of each page group on the devices.
       seconds_per_token: measure the time of a token's prefill.
       costs: None to measure the costs.
 
     Raises: ConfigError for more memory than can be pinned.
     """
-    mesh = copies.mesh
-    cpus = near_cpus(gpu_bus_ids(mesh.size)) if on_gpu() else None
-    transfers = Transfers(mesh, copies.programs[0].spec)
+    cpus = near_cpus(gpu_bus_ids(config.parallel.devices)) if on_gpu() else None
     capacity = int(config.kv_offloading_size * 2**30)
-    sizes = tuple(size * mesh.size for size in copies.page_bytes)
+    sizes = tuple(map(page_size, pages))
     begin = time.perf_counter()
     if on_gpu():  # on other platforms host memory is not pinned
         reserved = capacity + (0 if disk is None else disk_pinned_bytes(max(sizes)))
         try:
-            run_bound(cpus, lambda: reserve(copies, transfers, reserved))
+            run_bound(cpus, lambda: reserve(pages, reserved))
         except jax.errors.JaxRuntimeError as error:
             accepted = f"at most the host memory that can be pinned ({str(error).splitlines()[0]})"
             raise ConfigError("kv_offloading_size", config.kv_offloading_size, accepted) from None
-    costs = costs or FetchCosts(
-        link_bytes_per_s(copies, transfers), latency_s(copies, transfers), seconds_per_token()
-    )
+    costs = costs or FetchCosts(link_bytes_per_s(pages[0]), latency_s(pages[0]), seconds_per_token())
     log.info(
         "host tier: %.1f GiB of pages of %s bytes, reserved in %.1f s; %.1f GB/s to the device, "
         "%.2f us of prefill a token",
@@ -203,8 +204,8 @@ def start_host_tier(
         costs.bytes_per_s / 1e9,
         costs.seconds_per_token * 1e6,
     )
-    store = HostStore(capacity, sizes, None if disk is None else disk_tier(disk, transfers))
-    return HostTier(store, costs, staging_bytes(copies.page_bytes) * mesh.size, transfers, cpus)
+    store = HostStore(capacity, sizes, None if disk is None else disk_tier(disk, pages))
+    return HostTier(store, costs, staging_limit(pages), Transfers(), cpus)
 
 
 def disk_pinned_bytes(page_bytes: int) -> int:
@@ -216,31 +217,27 @@ def disk_pinned_bytes(page_bytes: int) -> int:
     return WRITE_QUEUE_BYTES + 2 * READERS * page_bytes
 
 
-def reserve(copies: PageCopies, transfers: Transfers, capacity_bytes: int) -> None:
+def reserve(pages: Sequence[PageShape], capacity_bytes: int) -> None:
     """Fill the host memory with pages once, so that XLA's pool holds pinned memory of this size.
 
     Without the reservation the first copy of each page waits for the allocation: 2 to 25 GB/s instead of 50.
     """
-    kept: list[Any] = []
-    size = max(copies.page_bytes) * transfers.to_host.sharding.mesh.size
-    blank = copies.blank(copies.page_bytes.index(max(copies.page_bytes)))
-    for begin in range(0, -(-capacity_bytes // size), _BATCH):
-        count = min(_BATCH, -(-capacity_bytes // size) - begin)
-        kept += jax.device_put([blank] * count, transfers.to_host.sharding)
+    largest = max(pages, key=page_size)
+    blank, count = blank_page(largest), -(-capacity_bytes // page_size(largest))
+    kept = [copy_to(some, HOST_MEMORY) for some in itertools.batched([blank] * count, _BATCH)]
     jax.block_until_ready(kept)
 
 
-def link_bytes_per_s(copies: PageCopies, transfers: Transfers) -> float:
-    """Measure the rate to the device over all shards, with the engine's calls: the best of three."""
-    pages = jax.device_put([copies.blank(0)] * _BATCH, transfers.to_host.sharding)
-    seconds = best_seconds(lambda: jax.block_until_ready(in_calls(pages, transfers.to_device.sharding)))
-    return sum(page.nbytes for page in pages) / seconds
+def link_bytes_per_s(page: PageShape) -> float:
+    """Measure the rate of pages to the devices, over all shards, with the engine's calls: the best of three."""
+    held = copy_to([blank_page(page)] * _BATCH, HOST_MEMORY)
+    return _BATCH * page_size(page) / best_seconds(lambda: jax.block_until_ready(in_calls(held, None)))
 
 
-def latency_s(copies: PageCopies, transfers: Transfers) -> float:
-    """Measure the time of a copy of one page to the device: the best of three."""
-    page = jax.device_put(copies.blank(0), transfers.to_host.sharding)
-    return best_seconds(lambda: jax.block_until_ready(jax.device_put(page, transfers.to_device.sharding)))
+def latency_s(page: PageShape) -> float:
+    """Measure the time of a copy of one page to the devices: the best of three."""
+    held = copy_to([blank_page(page)], HOST_MEMORY)
+    return best_seconds(lambda: jax.block_until_ready(copy_to(held, None)))
 
 
 def best_seconds(run: Callable[[], Any], times: int = 3) -> float:

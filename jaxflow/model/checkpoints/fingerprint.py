@@ -3,6 +3,7 @@
 Engines with equal KV fingerprints may share stored KV pages. The weights are sampled, not read in full.
 """
 
+import dataclasses
 import hashlib
 from pathlib import Path
 
@@ -20,6 +21,8 @@ _SAMPLE_BYTES = 4096
 def kv_fingerprint(config: EngineConfig, checkpoint: Checkpoint) -> bytes:
     """Return FINGERPRINT_BYTES that identify the KV content of a page, up to its tokens.
 
+    Pipeline stages do not count: a page has the same bytes for any number of stages.
+
     Args:
       config: the resolved settings.
 
@@ -32,7 +35,7 @@ def kv_fingerprint(config: EngineConfig, checkpoint: Checkpoint) -> bytes:
         config.kv_cache_dtype,
         config.quantization,
         config.block_size,
-        config.parallel,
+        dataclasses.replace(config.parallel, pp=1),
     )
     content = fingerprint(checkpoint, config.seed) + repr(settings).encode()
     return hashlib.blake2b(content, digest_size=FINGERPRINT_BYTES, person=b"jaxflow.kv").digest()

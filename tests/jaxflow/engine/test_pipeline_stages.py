@@ -114,6 +114,25 @@ class TestMicroBatches:
                 most = max(most, len(steps))
         assert most == stages
 
+    @pytest.mark.parametrize("stages", [1, 2, 4])
+    def test_one_step_more_than_stages_is_enqueued_when_the_host_waits(self, stages, monkeypatch):
+        """So the device has the next step before the host has the tokens of the oldest step."""
+        engine = toy.staged_loop(MODEL, stages) if stages > 1 else toy.loop(MODEL)
+        enqueued, waits = [], []
+        run, read = engine.executor.run, engine._read
+        monkeypatch.setattr(
+            engine.executor, "run", lambda *a, **k: enqueued.append(run(*a, **k)) or enqueued[-1]
+        )
+
+        def wait(step):
+            waits.append(len(enqueued) - len(waits))  # steps are read in their order
+            read(step)
+
+        monkeypatch.setattr(engine, "_read", wait)
+        toy.run(engine, [Request(f"r{i}", [1, 5 + i], toy.GREEDY) for i in range(8)])
+        assert max(waits) == stages + 1
+        assert waits.count(stages + 1) > len(waits) / 2
+
     def test_a_long_prompt_is_computed_beside_decodes(self):
         """The chunks of a prompt and the decodes of others are in flight at the same time."""
         engine = toy.staged_loop(MODEL, 2)
@@ -178,7 +197,8 @@ class TestRefusals:
             (MODEL, {"pipeline_parallel_size": 3, "tensor_parallel_size": 2}, "pipeline_parallel_size"),
             ("tiny-llama", {"pipeline_parallel_size": 3}, "pipeline_parallel_size"),  # of two layers
             (MODEL, {"pipeline_parallel_size": 0}, "pipeline_parallel_size"),
-            (MODEL, {"pipeline_parallel_size": 2, "kv_offloading_size": 1.0}, "kv_offloading_size"),
+            (MODEL, {"pipeline_parallel_size": 2, "kv_offloading_size": 1e-7}, "kv_offloading_size"),
+            (MODEL, {"pipeline_parallel_size": 2, "kv_offloading_size": 1e6}, "kv_offloading_size"),
         ],
     )
     def test_sizes_that_cannot_run(self, model, changes, field, monkeypatch):

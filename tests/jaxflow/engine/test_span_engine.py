@@ -135,7 +135,7 @@ def test_through_the_host(engines, alone):
     made = engines.executor
     made.add_page_copies(PageCopies(made.page_groups, made.num_pages, BLOCK, made.programs.mesh, (1, 4)))
     config = dataclasses.replace(engines.config, kv_offloading_size=400 * max(made.copies.page_bytes) / 2**30)
-    tier = start_host_tier(config, made.copies, lambda: 1.0, costs=toy.ALWAYS_LOAD)
+    tier = start_host_tier(config, made.page_shapes(), lambda: 1.0, costs=toy.ALWAYS_LOAD)
     loop = make_loop(config, engines.model, made, tier, num_pages=(16, 14, 14, 14))
     try:
         for _ in range(2):

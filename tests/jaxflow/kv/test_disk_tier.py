@@ -26,7 +26,7 @@ def host(tmp_path):
     """Return a host store of eight pages above a disk of a hundred."""
     disk = DiskStore(tmp_path, 100 * (PAGE + 200), b"model", (PAGE,))
     made = HostStore(
-        8 * PAGE, (PAGE,), DiskTier(disk, lambda data: [data], lambda payload: payload.view(np.uint32))
+        8 * PAGE, (PAGE,), DiskTier(disk, lambda data: [data], lambda group, payload: payload.view(np.uint32))
     )
     yield made
     made.close()
@@ -155,7 +155,7 @@ def test_unreadable_pages_leave_the_host(host, tier):
     host.read_ahead([key(0), key(1)])
     assert arrive(host, 2) == {key(0): None, key(1): None}
     assert not host.contains(key(0)) and not tier.disk.contains(key(0))
-    tier._from_bytes = lambda payload: 1 / 0
+    tier._from_bytes = lambda group, payload: 1 / 0
     keep(host, *range(20, 30))
     tier.disk._writer.submit(lambda: None).result(30)
     host.read_ahead([key(20)])

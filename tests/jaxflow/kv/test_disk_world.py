@@ -27,7 +27,7 @@ def to_bytes(content: dict) -> list[bytes]:
     return [len(packed).to_bytes(4, "little") + packed, bytes(LENGTH - 4 - len(packed))]
 
 
-def from_bytes(page: np.ndarray) -> dict:
+def from_bytes(group: int, page: np.ndarray) -> dict:
     packed = page.tobytes()
     items = msgspec.msgpack.decode(packed[4 : 4 + int.from_bytes(packed[:4], "little")])
     return {offset: tuple(value) for offset, value in items}

@@ -15,6 +15,7 @@ from jaxflow.engine.start import make_executor, prefill_seconds_per_token, resol
 from jaxflow.kv.tiers import start
 from jaxflow.kv.tiers.host_store import PageState
 from jaxflow.kv.tiers.offload import Channel
+from jaxflow.kv.tiers.page import copy_to, page_size
 from jaxflow.kv.tiers.policy import FetchCosts
 from jaxflow.kv.tiers.start import open_disk, pinned_pool_gib, staging_bytes, start_host_tier
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
@@ -231,7 +232,7 @@ class TestStart:
         _, executor = toy._with_copies("stories260K", 1, 64, "auto")
         before = executor.compilations
         measure = functools.partial(prefill_seconds_per_token, executor)
-        costs = start_host_tier(self.config(), executor.copies, measure).costs
+        costs = start_host_tier(self.config(), executor.page_shapes(), measure).costs
         assert costs.bytes_per_s > 0
         assert 0 < costs.latency_s < 10
         assert 0 < costs.seconds_per_token < 1
@@ -240,18 +241,16 @@ class TestStart:
 
     def test_pinned_host_memory_is_reserved_at_start(self, monkeypatch, tmp_path):
         _, executor = toy._with_copies("stories260K", 1, 64, "auto")
-        put, pages = jax.device_put, []
+        pages = []
         monkeypatch.setattr(start, "on_gpu", lambda: True)
         monkeypatch.setattr(
-            start.jax,
-            "device_put",
-            lambda x, sharding: pages.append((x, sharding.memory_kind)) or put(x, sharding),
+            start, "copy_to", lambda some, kind: pages.append((some, kind)) or copy_to(some, kind)
         )
-        given = (executor.copies, lambda: 1.0)
+        given = (executor.page_shapes(), lambda: 1.0)
         start_host_tier(self.config(), *given, costs=toy.ALWAYS_LOAD)
         assert {kind for _, kind in pages} == {"pinned_host"}
         reserved = sum(page.nbytes for batch, _ in pages for page in batch)
-        assert 0 <= reserved - 0.001 * 2**30 < executor.copies.page_bytes[0]
+        assert 0 <= reserved - 0.001 * 2**30 < page_size(executor.page_shapes()[0])
 
         # Pages that left the host for the write queue stay in pinned memory.
         monkeypatch.setattr(start, "WRITE_QUEUE_BYTES", 1 << 20)
@@ -260,12 +259,12 @@ class TestStart:
         disk = open_disk(config, executor.programs.context.config, b"a model")
         start_host_tier(config, *given, disk, costs=toy.ALWAYS_LOAD).store.close()
         more = sum(page.nbytes for batch, _ in pages for page in batch) - reserved - 2**20
-        assert 0 <= more <= 9 * executor.copies.page_bytes[0]
+        assert 0 <= more <= 9 * page_size(executor.page_shapes()[0])
 
-        def none_left(x, sharding):
+        def none_left(pages, kind):
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no memory\nand more lines")
 
-        monkeypatch.setattr(start.jax, "device_put", none_left)
+        monkeypatch.setattr(start, "copy_to", none_left)
         with pytest.raises(ConfigError, match=r"kv_offloading_size=0.001 .*RESOURCE_EXHAUSTED: no memory\)$"):
             start_host_tier(self.config(), *given, costs=toy.ALWAYS_LOAD)
 

@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxflow.config import Layer, ModelConfig, Span
 from jaxflow.kv.device_cache import make_cache, page_bytes, page_groups
 from jaxflow.kv.tiers.offload import Transfers
+from jaxflow.kv.tiers.page import HOST_MEMORY, copy_to
 from jaxflow.kv.tiers.page_copies import PageCopies, PagePrograms, sizes_of, split
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.parallel.mesh import TP, make_mesh
@@ -145,7 +146,8 @@ def test_on_an_h200_the_cache_is_written_in_place(dtype, tp):
 
 
 def test_copies_start_in_small_calls_in_alternating_directions(monkeypatch):
-    transfers = Transfers(make_mesh(1), PartitionSpec(None))
+    transfers = Transfers()
+    sharding = NamedSharding(make_mesh(1), PartitionSpec(None))
     calls = []
     for channel, name in ((transfers.to_host, "down"), (transfers.to_device, "up")):
         monkeypatch.setattr(
@@ -155,8 +157,8 @@ def test_copies_start_in_small_calls_in_alternating_directions(monkeypatch):
                 calls.append((name, len(sources))) or begin(sources)
             ),
         )
-    pages = [jax.device_put(np.full((1, 4), i, np.uint32), transfers.to_device.sharding) for i in range(9)]
-    here = jax.device_put(pages, transfers.to_host.sharding)
+    pages = [jax.device_put(np.full((1, 4), i, np.uint32), sharding) for i in range(9)]
+    here = copy_to(pages, HOST_MEMORY)
     transfers.copy(
         [(i, page) for i, page in enumerate(pages)], [(i, page) for i, page in enumerate(here[:5])]
     )
@@ -165,6 +167,6 @@ def test_copies_start_in_small_calls_in_alternating_directions(monkeypatch):
     for channel, count in ((transfers.to_host, 9), (transfers.to_device, 5)):
         found = channel.done()
         assert [(tag, int(page[0, 0]), page.sharding) for tag, page in found] == [
-            (i, i, channel.sharding) for i in range(count)
+            (i, i, sharding.with_memory_kind(channel.memory_kind)) for i in range(count)
         ]
         assert channel.bytes == count * 16

@@ -65,7 +65,9 @@ def test_dummy_fingerprint_depends_on_architecture_and_seed(folder):
 def test_kv_fingerprint_depends_on_the_settings(folder, change):
     checkpoint = open_checkpoint(str(folder))
     config = EngineConfig(str(folder), dtype="float32", kv_cache_dtype="float32")
-    same = dataclasses.replace(config, max_num_seqs=3, num_kv_pages=7, enable_prefix_caching=False)
+    same = dataclasses.replace(
+        config, max_num_seqs=3, num_kv_pages=7, enable_prefix_caching=False, pipeline_parallel_size=2
+    )
     assert kv_fingerprint(same, checkpoint) == kv_fingerprint(config, checkpoint)
     assert kv_fingerprint(dataclasses.replace(config, **change), checkpoint) != kv_fingerprint(
         config, checkpoint

@@ -1,0 +1,81 @@
+"""A KV page outside the cache: its shape, its memory, and its bytes on the disk.
+
+A page is one array: uint32 [tp, W], W words of each shard, on the shard's device or in the memory of its host.
+Over pipeline stages a page is a tuple of such arrays, the parts: one for each stage with layers of the page's
+group, first stage first. On the disk, a page of any number of stages has the same bytes: for each shard, the
+words of all parts in order, which is the order of the layers.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Sharding
+
+type Page = jax.Array | tuple[jax.Array, ...]
+type PageShape = jax.ShapeDtypeStruct | tuple[jax.ShapeDtypeStruct, ...]  # with the sharding on the devices
+
+HOST_MEMORY = "pinned_host"
+
+
+# ---- sizes
+
+
+def page_size(page: PageShape) -> int:
+    """Return the bytes of a page over all devices."""
+    return sum(math.prod(part.shape) * part.dtype.itemsize for part in jax.tree.leaves(page))
+
+
+def largest_shard(page: PageShape) -> int:
+    """Return the bytes of a page on the device that holds most of it."""
+    return max(
+        math.prod(part.sharding.shard_shape(part.shape)) * part.dtype.itemsize
+        for part in jax.tree.leaves(page)
+    )
+
+
+# ---- memory
+
+
+def blank_page(page: PageShape) -> Page:
+    """Return a page of zeros on the devices."""
+    return jax.tree.map(lambda part: jax.device_put(np.zeros(part.shape, part.dtype), part.sharding), page)
+
+
+def copy_to(pages: Sequence[Page], memory_kind: str | None) -> list[Page]:
+    """Start copies of pages to a memory kind of their devices; None: the device's own. Return the copies."""
+    given = list(pages)
+    return jax.device_put(given, jax.tree.map(lambda part: _placed(part.sharding, memory_kind), given))
+
+
+@functools.cache
+def _placed(sharding: Sharding, memory_kind: str | None) -> Sharding:
+    return sharding.with_memory_kind(memory_kind)  # pyright: ignore[reportArgumentType]
+
+
+# ---- bytes
+
+
+def to_bytes(page: Page) -> list[np.ndarray]:
+    """Return the words of a page in the order of the disk, as views or copies of the host memory."""
+    by_part = [_shards(part) for part in jax.tree.leaves(page)]
+    return [words for shard in zip(*by_part, strict=True) for words in shard]
+
+
+def _shards(part: jax.Array) -> list[np.ndarray]:
+    shards = sorted(part.addressable_shards, key=lambda shard: shard.index[0].start or 0)
+    return [np.asarray(shard.data) for shard in shards]
+
+
+def from_bytes(payload: np.ndarray, page: PageShape) -> Page:
+    """Return a page in the host memory of its devices, from uint8 [length] in the order of the disk."""
+    parts, structure = jax.tree.flatten(page)
+    ends = itertools.accumulate(part.shape[1] for part in parts)
+    words = payload.view(np.uint32).reshape(parts[0].shape[0], -1)
+    cut: list[Any] = [words[:, end - part.shape[1] : end] for part, end in zip(parts, ends, strict=True)]
+    placed = [_placed(part.sharding, HOST_MEMORY) for part in parts]
+    return jax.tree.unflatten(structure, jax.block_until_ready(jax.device_put(cut, placed)))
