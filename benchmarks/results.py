@@ -350,6 +350,26 @@ def batch_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
             )
 
 
+def router_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
+    """Yield each rule of simulated replicas, and one engine with all memory."""
+    for path, report in reports.items():
+        if report.get("command_name") != "router":
+            continue
+        model = f"{report['model']}, {report['cluster']['replicas']} × {report['cost_model_of']}"
+        scaling = list(report["scaling"].values())[-1]["over_one_replica"]
+        for name, one in report["balance"].items():
+            yield (
+                model,
+                name,
+                f"{scaling:.2f}" if name == "router" else "–",
+                f"{one['hits_over_one_engine']:.3f}",
+                f"{one['outstanding_max_over_mean']:.3f}",
+                f"{one['median_ttft_ms']:.0f}",
+                f"{one['p99_ttft_ms']:.0f}",
+                links([path]),
+            )
+
+
 def sarathi_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
     """Yield the throughput with chunks of each size over separate prefill and decode steps, by P : D."""
     for path, report in reports.items():
@@ -496,6 +516,16 @@ SECTIONS = (
             *("predicted", "paper", "report"),
         ),
         sarathi_rows,
+    ),
+    (
+        "Replicas behind a router, simulated",
+        "Throughput over one replica when all requests arrive at once; prefix hits over those of one engine with "
+        "all memory, the largest mean load over the mean of all, and first tokens at 80 % of the capacity.",
+        (
+            *("model and replicas", "rule", "throughput", "hits", "load", "first token, ms"),
+            *("p99 first token, ms", "report"),
+        ),
+        router_rows,
     ),
     (
         "Batch files",

