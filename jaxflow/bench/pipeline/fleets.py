@@ -11,6 +11,7 @@ model has no expert parallelism.
 
 import concurrent.futures
 import dataclasses
+import math
 import multiprocessing
 import time
 from collections import Counter
@@ -35,6 +36,7 @@ from pallas_kernels.cards import card_of
 
 SERVER = 8  # devices of one server
 MEMORY_SHARE = 0.9  # of a device's memory for weights and KV, as EngineConfig.gpu_memory_utilization
+SLOT_RESERVE = 1.5  # slots over the mean number of decodes of a full step
 SIZES_TP, SIZES_PP = (1, 2, 4, 8), (1, 2, 4, 8)
 SCALE_OUT = Link(50e9, 20e-6)  # between servers: 400 Gb/s a device
 
@@ -179,7 +181,10 @@ def run_layout(fleet: Fleet, model: str, tp: int, pp: int) -> dict[str, Any] | N
         return None
     layers = split_layers(config, pp, tp, device.rates, fleet.chunk)
     fit = sequences_that_fit(config, layers, tp, widths, MEMORY_SHARE * device.memory_bytes, fleet.lengths[1])
-    slots = min(fit // pp, fleet.chunk)
+    items = fleet.items(pp)
+    # More slots than a step's tokens keep busy are of no use, and a micro-batch would take the requests of the others.
+    useful = math.ceil(SLOT_RESERVE * fleet.chunk / (1 + fleet.pd_ratio))
+    slots = min(fit // pp, useful, max(1, len(items) // pp))
     if not slots:
         return None
     fixed = card.clock or {}
@@ -195,7 +200,7 @@ def run_layout(fleet: Fleet, model: str, tp: int, pp: int) -> dict[str, Any] | N
     )
     inside = Link(device.rates.network_bytes_per_s, fleet.scale_out.latency_s)
     run = simulate(
-        fleet.items(pp),
+        items,
         Layout(1, pp, slots, fleet.chunk),
         DecodeMaximal,
         timer,

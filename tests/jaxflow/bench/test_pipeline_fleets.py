@@ -135,6 +135,12 @@ def test_the_rate_of_a_loaded_deployment_does_not_depend_on_the_number_of_reques
         assert steady_rate(run) == pytest.approx(64e3, rel=0.05)
 
 
+def test_no_micro_batch_takes_the_requests_of_another():
+    """A small model has room for all requests in one micro-batch."""
+    row = run_layout(SMALL, "llama-3.2-1b:bf16", 1, 2)
+    assert row["slots"] * 2 <= len(SMALL.items(2)) and row["busy_share"] > 0.6
+
+
 def test_a_layout_that_does_not_fit_is_left_out():
     fleet = Fleet(models=("llama-3-70b:bf16",), devices=(2,), layouts=((1, 1),), steps=5)
     assert run_layout(fleet, "llama-3-70b:bf16", 1, 1) is None
