@@ -18,10 +18,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxflow.config import ConfigError
+from jaxflow.config import ConfigError, Window
 from jaxflow.engine.executor import Executor
 from jaxflow.engine.layout import SlotSampling, StepLayout, pack
 from jaxflow.engine.programs import PLAIN
+from jaxflow.kv.visible import unseen
 from jaxflow.model.composition import Composition
 from jaxflow.scheduler.state import Chunk, StepWork
 
@@ -160,11 +161,11 @@ def step_work(
 
 
 def page_appends(
-    work: StepWork, num_pages: tuple[int, ...], windows: tuple[int | None, ...], page_size: int, seed: int = 0
+    work: StepWork, num_pages: tuple[int, ...], windows: tuple[Window, ...], page_size: int, seed: int = 0
 ) -> np.ndarray:
     """Return page-table entries [n, 4] that give every row of the step separate pages in random order.
 
-    All pages behind a sliding window are one shared page.
+    All pages that a window or a span hides from the step are one shared page.
 
     Raises: ConfigError if there are too few pages.
     """
@@ -173,12 +174,14 @@ def page_appends(
     new = [1] * len(work.decode_positions) + [chunk.tokens for chunk in work.chunks]
     found = []
     for group, (pages, window) in enumerate(zip(num_pages, windows, strict=True)):
-        seen = [
-            max(0, length - tokens - window + 1) // page_size if window else 0
-            for length, tokens in zip(lengths, new, strict=True)
+        hidden = [
+            unseen(length - tokens, window, page_size) for length, tokens in zip(lengths, new, strict=True)
         ]
         rows = [
-            (row, i) for row, length in enumerate(lengths) for i in range(seen[row], -(-length // page_size))
+            (row, i)
+            for row, length in enumerate(lengths)
+            for i in range(-(-length // page_size))
+            if i not in hidden[row]
         ]
         if len(rows) > pages - 1:
             raise ConfigError(
@@ -186,7 +189,7 @@ def page_appends(
             )
         places = rng.permutation(pages - 1)[: len(rows)] + 1
         found += [(group, row, i, page) for (row, i), page in zip(rows, places.tolist(), strict=True)]
-        found += [(group, row, i, 0) for row, first in enumerate(seen) for i in range(first)]
+        found += [(group, row, i, 0) for row, pages_of_row in enumerate(hidden) for i in pages_of_row]
     return np.array(found, np.int32).reshape(-1, 4)
 
 
