@@ -76,7 +76,7 @@ from pallas_kernels.quantized import Quantized
 
 log = logging.getLogger(__name__)
 GPU_SEQS, CPU_SEQS, FEWEST_SEQS = 512, 64, 8  # bounds of the default of max_num_seqs
-FEWEST_LAYERED = 8  # layers of a model whose steps are a program a layer on a CPU
+FEWEST_LAYERED = 8  # least layers of a model whose steps on a CPU have one program a layer
 TOKENS_OF_SEQ = 512  # tokens of KV for each sequence of a CPU's default pool
 POOL_TOKENS = 32768  # tokens of KV in a CPU's default pool, at least
 # The settings that a step's programs depend on, the key of the cache of lowered programs. The others say

@@ -265,7 +265,7 @@ async def _run() -> dict[str, Any]:
         batch = None
         if f.batch_requests:
             assert isinstance(backend, OpenAiBackend)  # see `check_flags`
-            others = workload.prompts(items, vocab_size, f.workload_seed + 1)  # not those of the load
+            others = workload.prompts(items, vocab_size, f.workload_seed + 1)  # the load has other prompts
             result["batch_requests"] = f.batch_requests
             batch = await stack.enter_async_context(backend.batch(items, others, f.batch_requests))
         result |= await measure_conversations(

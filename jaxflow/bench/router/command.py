@@ -47,7 +47,7 @@ from jaxflow.model.composition import Composition
 from jaxflow.model.cost import DEVICES, Device
 from jaxflow.model.graph import model_graph
 
-MEMORY_SHARE = 0.9  # of the device, as --gpu_memory_utilization has it
+MEMORY_SHARE = 0.9  # memory for weights and KV, the default of --gpu_memory_utilization
 
 RULES: dict[str, Callable[[Cluster], Choice]] = {
     "router": RouterChoice,

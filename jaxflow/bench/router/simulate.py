@@ -55,7 +55,7 @@ class Cluster:
 
 @dataclasses.dataclass(frozen=True)
 class ClusterRun:
-    """What a simulation gives.
+    """The result of a simulation.
 
     Attributes:
       seconds: from the first arrival to the end of `BUSY_SHARE` of the requests. The tail, in which replicas run
@@ -189,7 +189,7 @@ def simulate(
     samples: list[list[int]] = []
     cached, ends = 0, np.full(len(items), np.nan)
     begun, last_arrival = items[order[0]].arrival_s, items[order[-1]].arrival_s
-    # (time, kind, number): reports before arrivals before ends of steps at the same time
+    # (time, kind, number). At the same time reports come first, then arrivals, then ends of steps.
     report, arrive, end = 0, 1, 2
     events: list[tuple[float, int, int]] = [(begun, report, -1)]
     events += [(items[i].arrival_s, arrive, i) for i in order]
