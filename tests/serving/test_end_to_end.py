@@ -342,7 +342,7 @@ def test_soak(llm):
     """
 
     async def scenario():
-        async with serving(llm) as (server, _), client_of(server) as client:
+        async with serving(llm, allow_priority=True) as (server, _), client_of(server) as client:
             room = asyncio.Semaphore(24)
 
             async def one(seed: int) -> str:
