@@ -21,14 +21,18 @@ class ConfigError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding of one layer. `scaling` is `default`, `linear` or `llama3`."""
+    """Rotary position embedding of one layer, and its context extension (`jaxflow.model.rope`)."""
 
     theta: float
-    scaling: Literal["default", "linear", "llama3"] = "default"
+    scaling: Literal["default", "linear", "llama3", "yarn"] = "default"
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
+    beta_fast: float = 32.0  # yarn: planes with more turns in the original context keep their frequency
+    beta_slow: float = 1.0  # yarn: planes with fewer turns are interpolated
+    truncate: bool = True  # yarn: the two borders are whole planes
+    attention_factor: float = 1.0  # yarn: of cos and sin; `ModelConfig.scale` applies it to queries and keys
 
 
 SPAN_UNITS = 1024  # `Span.beta` counts parts of a token of so many
@@ -125,8 +129,10 @@ class ModelConfig:
 
     @property
     def scale(self) -> float:
-        """Return the factor of q·k in attention."""
-        return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+        """Return the factor of q·k in attention. All layers have the same `Rope.attention_factor`."""
+        base = self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+        rope = next((layer.rope for layer in self.layers), None)
+        return base if rope is None else base * rope.attention_factor**2
 
     @property
     def windows(self) -> tuple[Window, ...]:

@@ -321,6 +321,8 @@ def _layer_ropes(
         local = _rope(f"{field}.sliding_attention", settings.get("sliding_attention", {}), None, local_theta)
     else:
         full, local = _rope(field, settings, theta, default_theta), Rope(local_theta)
+    if full.attention_factor != local.attention_factor:
+        raise ConfigError(field, settings, "one attention factor for all layers")
     return tuple(full if window is None else local for window in windows)
 
 
@@ -347,10 +349,45 @@ def _rope(field: str, settings: Mapping[str, Any], theta: float | None, default_
         rope = Rope(
             base, "llama3", keys.number("factor"), low, high, keys.integer("original_max_position_embeddings")
         )
+    elif kind == "yarn":
+        rope = _yarn(keys, base)
     else:
-        raise ConfigError(keys.name("rope_type" if newer else "type"), kind, "default, linear or llama3")
+        raise ConfigError(
+            keys.name("rope_type" if newer else "type"), kind, "default, linear, llama3 or yarn"
+        )
     keys.finish()
     return rope
+
+
+def _yarn(keys: Keys, theta: float) -> Rope:
+    """Return YaRN's rotary embedding. Cos and sin grow by 0.1 · ln(factor) + 1 without an attention_factor.
+
+    DeepSeek's `mscale` and `mscale_all_dim` give the quotient of two such numbers.
+    """
+    factor, original = keys.number("factor"), keys.integer("original_max_position_embeddings")
+    fast, slow = keys.number("beta_fast", 32.0), keys.number("beta_slow", 1.0)
+    if theta <= 1.0:
+        raise ConfigError("rope_theta", theta, "more than 1 with rope_type yarn")
+    if not slow < fast:
+        raise ConfigError(keys.name("beta_slow"), slow, f"less than beta_fast={fast}")
+
+    def grown(mscale: float) -> float:
+        return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
+
+    mscale, of_all = keys.optional_number("mscale", None), keys.optional_number("mscale_all_dim", None)
+    default = grown(mscale) / grown(of_all) if mscale and of_all else grown(1.0)
+    attention_factor = keys.number("attention_factor", default)
+    truncate = keys.flag("truncate", True)
+    return Rope(
+        theta,
+        "yarn",
+        factor,
+        original_max_position=original,
+        beta_fast=fast,
+        beta_slow=slow,
+        truncate=truncate,
+        attention_factor=attention_factor,
+    )
 
 
 def _expert_layers(keys: Keys, model_type: str, num_layers: int) -> tuple[bool, ...]:

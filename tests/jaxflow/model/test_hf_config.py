@@ -124,6 +124,16 @@ def test_llama3_scaling_is_read() -> None:
     assert rope == Rope(500000.0, "llama3", 8.0, 1.0, 4.0, 64)
 
 
+def test_yarn_grows_the_scale_of_attention_as_its_keys_say() -> None:
+    scale = lambda **more: model_config_from_hf(changed("tiny-llama", rope_scaling=YARN | more)).scale
+    grown = 0.1 * math.log(4.0) + 1.0  # of cos and sin, so of queries and of keys
+    assert scale() == pytest.approx(16**-0.5 * grown**2)
+    assert scale(attention_factor=1.5) == pytest.approx(16**-0.5 * 1.5**2)
+    assert scale(mscale=1.0, mscale_all_dim=1.0) == scale(factor=0.5) == 16**-0.5
+    half = 0.05 * math.log(4.0) + 1.0
+    assert scale(mscale=1.0, mscale_all_dim=0.5) == pytest.approx(16**-0.5 * (grown / half) ** 2)
+
+
 def windows(config: dict[str, Any]) -> list[int | None]:
     return [layer.window for layer in model_config_from_hf(config).layers]
 
@@ -199,6 +209,7 @@ def test_end_tokens() -> None:
     assert model_config_from_hf(changed("tiny-llama", eos_token_id=None)).eos_token_ids == ()
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 REFUSED = [
     ("tiny-llama", {"model_type": "mamba"}, "model_type"),
     ("tiny-llama", {"model_type": None}, "model_type"),
@@ -219,7 +230,15 @@ REFUSED = [
     ("tiny-llama", {"sliding_window": 128}, "sliding_window"),
     ("tiny-llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     ("tiny-llama", {"rope_interleaved": True}, "rope_interleaved"),
-    ("tiny-llama", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling.type"),
+    ("tiny-llama", {"rope_scaling": {"type": "longrope", "factor": 4.0}}, "rope_scaling.type"),
+    (
+        "tiny-llama",
+        {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+        "rope_scaling.original_max_position_embeddings",
+    ),
+    ("tiny-llama", {"rope_scaling": YARN | {"beta_slow": 32}}, "rope_scaling.beta_slow"),
+    ("tiny-llama", {"rope_scaling": YARN, "rope_theta": 1.0}, "rope_theta"),
+    ("tiny-gemma3_text", {"rope_scaling": YARN}, "rope_scaling"),
     ("tiny-llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "rope_scaling.rope_type"),
     ("tiny-llama", {"rope_scaling": {"type": "linear"}}, "rope_scaling.factor"),
     (
