@@ -18,6 +18,7 @@ from pallas_kernels.attention.chunk import reference as chunk_reference
 from pallas_kernels.attention.decode import reference as decode_reference
 from pallas_kernels.gemm import reference as gemm_reference
 from pallas_kernels.gemm.api import HopperGemm, Product
+from pallas_kernels.gemm.grouped import groups as expert_groups
 from pallas_kernels.gemm.grouped import reference as grouped_reference
 from pallas_kernels.gemm.tuned_table import load
 from pallas_kernels.pointwise.norm import reference as norm_reference
@@ -77,7 +78,7 @@ class KernelSet:
     grouped_gemm: Callable = grouped_reference.grouped_gemm
     list_decode_work: Callable = decode_reference.list_decode_work
     list_chunk_work: Callable = chunk_reference.list_chunk_work
-    list_groups: Callable = grouped_reference.list_groups
+    list_groups: Callable = expert_groups.list_groups
     fallbacks: tuple[Fallback, ...] = ()
 
     @property

@@ -278,8 +278,8 @@ def _expert_ops(config: ModelConfig, tp: int, widths: Widths) -> list[Op]:
             number,
             dataclasses.replace(widths, weights=widths.wide_weights),
         ),
-        grouped("expert_up_gate", ("h2", "routing"), ("a",), d * 2 * f),
-        grouped("expert_down", ("a", "routing"), ("y2",), f * d),
+        grouped("expert_up_gate", ("h2", "routing"), ("expert_rows",), d * 2 * f),
+        grouped("expert_down", ("expert_rows", "routing"), ("y2",), f * d),
     ]
 
 

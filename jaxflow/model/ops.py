@@ -10,7 +10,8 @@ the heads have one scale per token. `a` has one scale per 128 columns, since no 
     chunk_attention(q, kv) -> o                  decode_attention(q, kv, o) -> o
     out_proj(o) -> y                             attn_reduce(y) -> y, post_attn_norm(y) -> y
     mlp_norm(x, y) -> x, h                       up_gate(h) -> a, down(a) -> y
-    router(h) -> routing                         expert_up_gate(h, routing) -> a, expert_down(a, routing) -> y
+    router(h) -> routing                         expert_up_gate(h, routing) -> expert_rows
+    expert_down(expert_rows, routing) -> y
     mlp_reduce(y) -> y, post_mlp_norm(y) -> y    final_norm(x, y) -> x, hidden; logits(hidden)
 
 In the scattered form of tensor parallelism, y, x and the norms' outputs are each device's local rows:
@@ -33,7 +34,9 @@ from jaxflow.model.batch import Batch
 from jaxflow.model.head_groups import join_heads, sinks_of, take_heads, windows_at
 from jaxflow.model.op_registry import KV, OPS, Context, OpFunction, Weights, op
 from jaxflow.model.rope import inverse_frequencies
+from jaxflow.model.routing import ExpertRows, Routing, likeliest, weighted_sum
 from jaxflow.parallel.collectives import Sum, UnaddedSum, added, exchange, gather_rows, scatter_rows
+from pallas_kernels.gemm.grouped.groups import Groups
 from pallas_kernels.quantized import Quantized
 
 
@@ -450,18 +453,9 @@ attn_gather, mlp_gather = op("attn_gather")(_gather), op("mlp_gather")(_gather)
 # ---- mixture of experts
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Routing:
-    """The E' experts that each token goes to, and their weights."""
-
-    experts: Int[Array, "t e"]
-    weights: Float[Array, "t e"]
-
-
 @op("router")
 def router(c: Context, w: Weights, h: Float[Array, "t D"]) -> Routing:
-    """Return the likeliest experts of each token, with softmax weights over all experts.
+    """Return the likeliest experts of each token, with softmax weights over all experts, sorted by expert.
 
     `ModelConfig.norm_topk_prob` scales the weights of a token's experts to a sum of 1.
     """
@@ -469,44 +463,32 @@ def router(c: Context, w: Weights, h: Float[Array, "t D"]) -> Routing:
     weights, experts = likeliest(scores, c.config.experts_per_token)
     if c.config.norm_topk_prob:
         weights = weights / weights.sum(-1, keepdims=True)
-    return Routing(experts, weights)
+    return Routing(experts, weights, _groups(c, experts))
 
 
-_RANKED_BY_COMPARISON = 32  # at most so many experts are ranked by comparing each with each
-
-
-def likeliest(scores: Float[Array, "t E"], chosen: int) -> tuple[Float[Array, "t e"], Int[Array, "t e"]]:
-    """Return `lax.top_k(scores, chosen)`.
-
-    A small number of scores is ranked by comparing each with each. XLA would sort, in several kernels.
-    """
-    number = scores.shape[1]
-    if number > _RANKED_BY_COMPARISON:
-        return lax.top_k(scores, chosen)
-    at = jnp.arange(number, dtype=jnp.int32)
-    # NaN compares as neither larger nor smaller, and would give every score the first rank.
-    ranked = jnp.where(jnp.isnan(scores), -jnp.inf, scores)
-    one, other = ranked[:, :, None], ranked[:, None, :]
-    rank = jnp.sum(((other > one) | ((other == one) & (at[None, :] < at[:, None]))).astype(jnp.int32), axis=2)
-    here = (
-        rank[:, None, :] == at[:chosen, None]
-    )  # [t, e, E]: whether an expert is a token's first, second, ...
-    return jnp.sum(jnp.where(here, scores[:, None, :], 0.0), axis=2), jnp.sum(jnp.where(here, at, 0), axis=2)
+def _groups(c: Context, experts: Int[Array, "t e"]) -> Groups:
+    return c.kernels.list_groups(experts, c.config.num_experts)
 
 
 @op("expert_up_gate")
-def expert_up_gate(c: Context, w: Weights, h: Float[Array, "t D"], routing: Routing) -> Float[Array, "t e F"]:
+def expert_up_gate(c: Context, w: Weights, h: Float[Array, "t D"], routing: Routing) -> ExpertRows:
     """Return act(gate) · up of each token at each of its experts, in one GEMM over pairs sorted by expert."""
-    groups = c.kernels.list_groups(routing.experts, c.config.num_experts)
+    groups = routing.groups or _groups(c, routing.experts)
     gates = {"activation": c.config.activation, "gate_block": gate_block(c.config.expert_intermediate_size)}
-    tokens = groups.pairs // routing.experts.shape[1]
-    return c.kernels.grouped_gemm(h[tokens], w["expert_up_gate"], groups, **gates, **_sms(c))[groups.places]
+    rows = h[groups.pairs // routing.experts.shape[1]]
+    return ExpertRows(c.kernels.grouped_gemm(rows, w["expert_up_gate"], groups, **gates, **_sms(c)), groups)
 
 
 @op("expert_down")
-def expert_down(c: Context, w: Weights, a: Float[Array, "t e F"], routing: Routing) -> Float[Array, "t D"]:
-    """Return the weighted sum of the experts' outputs; a partial sum under tensor parallelism."""
-    groups = c.kernels.list_groups(routing.experts, c.config.num_experts)
-    rows = a.reshape(-1, a.shape[-1])[groups.pairs]
-    y = c.kernels.grouped_gemm(rows, w["expert_down"], groups, **_sms(c))[groups.places]
-    return (y.astype(jnp.float32) * routing.weights[..., None]).sum(1).astype(a.dtype)
+def expert_down(
+    c: Context, w: Weights, a: ExpertRows | Float[Array, "t e F"], routing: Routing
+) -> Float[Array, "t D"]:
+    """Return the weighted sum of the experts' outputs; a partial sum under tensor parallelism.
+
+    a: in the tokens' order if the rows of `expert_up_gate` were of other tokens.
+    """
+    if not isinstance(a, ExpertRows):
+        groups = routing.groups or _groups(c, routing.experts)
+        a = ExpertRows(a.reshape(-1, a.shape[-1])[groups.pairs], groups)
+    y = c.kernels.grouped_gemm(a.rows, w["expert_down"], a.groups, **_sms(c))
+    return weighted_sum(y, a.groups.places, routing.weights)

@@ -21,6 +21,7 @@ from jaxflow.config import ModelConfig
 from jaxflow.model import ops
 from jaxflow.model.batch import Batch
 from jaxflow.model.op_registry import KV, Context, Site, Weights, op_scope
+from jaxflow.model.routing import by_token
 from jaxflow.parallel.collectives import added, gather_rows, local_rows
 from jaxflow.pipeline import streams
 from jaxflow.pipeline.plan import Plan, PlanError
@@ -173,10 +174,12 @@ class _Values:
             last = min(tokens.stop, made.tokens.stop) - made.tokens.start
             if last - first == made.tokens.stop - made.tokens.start:
                 return made.array
-            return jax.tree.map(lambda a: a[first:last], made.array)
+            return jax.tree.map(lambda a: a[first:last], by_token(made.array))
 
         parts = [rows(made) for made in found]
-        return parts[0] if len(parts) == 1 else jax.tree.map(lambda *a: jnp.concatenate(a), *parts)
+        if len(parts) == 1:
+            return parts[0]
+        return jax.tree.map(lambda *a: jnp.concatenate(a), *map(by_token, parts))
 
     def _all(self, value: Value) -> list[_Slice]:
         layer, name = value

@@ -14,8 +14,8 @@ from typing import Literal
 from jaxflow.pipeline.plan import PlanError
 from jaxflow.pipeline.program import MAIN, LayerOp, Reads, TokenRange, Value
 
-_PAIRS = ("routing",)  # values that are two arrays
-_QUANTIZED_PAIRS = ("routing", "h1", "h2", "h1_local", "h2_local", "a")
+_PAIRS = ("routing", "expert_rows")  # values that are several arrays
+_QUANTIZED_PAIRS = (*_PAIRS, "h1", "h2", "h1_local", "h2_local", "a")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,7 +25,7 @@ from jaxflow.model.batch import Batch, cache_slots
 from jaxflow.model.composition import Composition
 from jaxflow.model.graph import Op, Widths, Work, layer_ops
 from jaxflow.model.op_registry import Context, Site
-from jaxflow.model.ops import Routing
+from jaxflow.model.routing import Routing
 from jaxflow.model.weights import shapes
 from jaxflow.pipeline import streams
 from pallas_kernels.kernel_set import KernelSet
@@ -66,15 +66,16 @@ class TimedProgram:
 
 
 def draw(tree: Any, experts: int = 1, seed: int = 0) -> Any:
-    """Return random arrays of the shapes in a tree, roughly normal. Present arrays stay. Integers are
-    experts' numbers.
+    """Return random arrays of the shapes in a tree, roughly normal. Integers are experts' numbers.
+
+    Present arrays are copied, since a program may donate each of its arguments once.
     """
     leaves, form = jax.tree.flatten(tree)
     seeds = np.random.SeedSequence(seed).generate_state(max(1, len(leaves)))
     return jax.tree.unflatten(
         form,
         [
-            x if isinstance(x, jax.Array) else _draw(seeds[i], x.shape, x.dtype, experts)
+            jnp.copy(x) if isinstance(x, jax.Array) else _draw(seeds[i], x.shape, x.dtype, experts)
             for i, x in enumerate(leaves)
         ],
     )
@@ -235,17 +236,23 @@ class LayerBench:
                     ),
                 )
             case "expert_up_gate" | "expert_down":
-                chosen = (tokens, self.config.experts_per_token)
-                routing: Any = jax.eval_shape(
-                    lambda: Routing(jnp.zeros(chosen, jnp.int32), jnp.zeros(chosen, jnp.float32))
-                )
+                routing = self.routing(tokens)
                 if op == "expert_up_gate":
                     return stream, routing
-                return jax.eval_shape(
-                    lambda w, h, r: ops.expert_up_gate(Site(c, w), h, r), w, stream, routing
-                ), routing
+                made = jax.eval_shape(
+                    lambda w, h: ops.expert_up_gate(Site(c, w), h, routing), w, stream
+                )  # rows are drawn, and the groups stay the routing's
+                return dataclasses.replace(made, groups=routing.groups), routing
             case _:
                 raise ValueError(f"op={op!r}: {', '.join(self.ops)} are this layer's")
+
+    def routing(self, tokens: int) -> Routing:
+        """Return a routing of `tokens` tokens to experts that are drawn evenly."""
+        rng, number = np.random.default_rng(tokens), self.config.num_experts
+        chosen = np.argsort(rng.random((tokens, number)), axis=1)[:, : self.config.experts_per_token]
+        experts = jnp.asarray(chosen, jnp.int32)
+        weights = jnp.full(experts.shape, 1 / experts.shape[1], jnp.float32)
+        return Routing(experts, weights, jax.jit(self.kernels.list_groups, static_argnums=1)(experts, number))
 
     def work(self, case: OpCase, batch: Batch, kv: Any) -> Any:
         """Return the work list of attention, which the engine builds once a step; None for other ops."""

@@ -17,8 +17,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.gemm.dense.api import supports
 from pallas_kernels.gemm.dense.epilogue import Form
 from pallas_kernels.gemm.dense.kernel import multiply, scratch
+from pallas_kernels.gemm.grouped import groups as expert_groups
 from pallas_kernels.gemm.grouped import reference
-from pallas_kernels.gemm.grouped.reference import Groups
+from pallas_kernels.gemm.grouped.groups import Groups
 from pallas_kernels.gemm.tile_schedule import GemmTile
 from pallas_kernels.hopper.layouts import LANE
 from pallas_kernels.hopper.limits import sms_of
@@ -29,7 +30,7 @@ _STRIP = 16  # neighboring tiles of rows before the next columns
 
 def list_groups(experts: jax.Array, num_experts: int) -> Groups:
     """Return the groups of a routing in tiles of this kernel's rows."""
-    return reference.list_groups(experts, num_experts, ROWS)
+    return expert_groups.list_groups(experts, num_experts, ROWS, ROWS)
 
 
 def grouped_gemm(

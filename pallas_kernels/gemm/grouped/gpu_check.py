@@ -17,6 +17,7 @@ import numpy as np
 
 from pallas_kernels.gemm import reference as gemm_reference
 from pallas_kernels.gemm.dense.api import dense_gemm
+from pallas_kernels.gemm.grouped import groups as expert_groups
 from pallas_kernels.gemm.grouped import reference as grouped_reference
 from pallas_kernels.gemm.grouped.api import grouped_gemm, list_groups
 from pallas_kernels.measure import script
@@ -114,7 +115,7 @@ def timings(rows, seconds):
                     return [grouped_gemm(x[groups.pairs], w, groups, **gates_of(block)) for x in xs]
 
                 def xla(xs, w, picked, block=block, experts=experts):
-                    groups = grouped_reference.list_groups(picked, experts)
+                    groups = expert_groups.list_groups(picked, experts)
                     return [
                         grouped_reference.grouped_gemm(x[groups.pairs], w, groups, **gates_of(block))
                         for x in xs

@@ -1,4 +1,4 @@
-"""Grouped GEMM: the groups, the kernel in the interpreter against its reference, and the H200 code."""
+"""Grouped GEMM: the kernel in the interpreter against its reference, and the H200 code."""
 
 import functools
 import re
@@ -9,8 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from h200 import abstract, compile_for_h200, h200_mesh
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from jax.experimental import compute_on
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -18,29 +16,10 @@ from jaxflow.model import ops
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.op_registry import Context, Site
 from pallas_kernels.gemm import reference as gemm_reference
-from pallas_kernels.gemm.grouped import reference as grouped_reference
+from pallas_kernels.gemm.grouped import groups as expert_groups
 from pallas_kernels.gemm.grouped.api import ROWS, grouped_gemm, list_groups
 from pallas_kernels.gemm.tile_schedule import GemmTile
 from pallas_kernels.kernel_set import kernel_set_for
-
-
-@settings(max_examples=12)
-@given(data=st.data(), rows=st.sampled_from([1, 4, 128]), experts=st.sampled_from([2, 7]))
-def test_every_pair_has_a_row_in_a_tile_of_its_expert(data, rows, experts):
-    chosen = data.draw(st.lists(st.permutations(range(experts)).map(lambda e: e[:2]), min_size=9, max_size=9))
-    groups = jax.tree.map(
-        np.asarray,
-        jax.jit(grouped_reference.list_groups, static_argnums=(1, 2))(jnp.asarray(chosen), experts, rows),
-    )
-    flat, places = np.ravel(chosen), groups.places.ravel()
-    assert len(set(places.tolist())) == len(places)
-    assert (groups.pairs[places] == np.arange(len(places))).all()
-    assert (groups.experts[places // rows] == flat).all()
-    tiles = -(-np.bincount(flat, minlength=experts) // rows)
-    assert groups.sizes.tolist() == (tiles * rows).tolist() and groups.count.tolist() == [tiles.sum()]
-    assert len(groups.pairs) == rows * len(groups.experts) >= rows * tiles.sum()
-    for expert in range(experts):  # in the tokens' order, so that equal batches give equal bits
-        assert (np.diff(places[flat == expert]) == 1).all()
 
 
 def given_rows(tokens, experts, n, k, dtype=jnp.bfloat16):
@@ -81,7 +60,7 @@ def test_the_kernel_is_each_row_times_its_experts_weight():
 )
 def test_grouped_gemm_names_unsupported_arguments(change, said):
     x, w, chosen = given_rows(8, 2, 128, 128, change.get("dtype", jnp.bfloat16))
-    groups = grouped_reference.list_groups(chosen, 2, change.get("rows", ROWS))
+    groups = expert_groups.list_groups(chosen, 2, change.get("rows", ROWS), change.get("rows", ROWS))
     with pytest.raises(ValueError, match=said):
         grouped_gemm(x[groups.pairs // 2], w[:, :, : change.get("k")], groups, sms=change.get("sms"))
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jaxflow.model.ops import likeliest
+from jaxflow.model.routing import likeliest
 
 
 @pytest.mark.parametrize("experts", [8, 33])

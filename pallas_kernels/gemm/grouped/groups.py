@@ -1,0 +1,109 @@
+"""The order of a mixture's rows: the (token, expert) pairs of a step, sorted by expert, and their tiles."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+_COUNTED = 128  # pairs in a block of the count
+_COMPARED = 1024  # at most so many pairs are sorted by comparing each with each
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Groups:
+    """The rows of the (token, choice) pairs of a routing, sorted by expert, and the tiles of these rows.
+
+    Each expert starts at a multiple of the alignment. A tile holds rows of one expert.
+
+    Attributes:
+      places: [T, e] int32: the row of each pair.
+      pairs: [M] int32: the pair, token · e + choice, of each row; 0 for unused rows.
+      experts: [tiles] int32: the expert of each tile.
+      starts: [tiles] int32: the first row of each tile.
+      ends: [tiles] int32: the row after the last row of each tile, padding to the alignment included.
+      count: [1] int32: the number of used tiles.
+      sizes: [E] int32: rows of each expert, padding included.
+      rows: the largest number of rows in a tile.
+    """
+
+    places: Int[Array, "T e"]
+    pairs: Int[Array, " M"]
+    experts: Int[Array, " tiles"]
+    starts: Int[Array, " tiles"]
+    ends: Int[Array, " tiles"]
+    count: Int[Array, " 1"]
+    sizes: Int[Array, " E"]
+    rows: int = dataclasses.field(metadata={"static": True})
+
+
+def list_groups(experts: Int[Array, "T e"], num_experts: int, rows: int = 1, align: int = 1) -> Groups:
+    """Sort pairs by expert into tiles of at most `rows` rows.
+
+    M, the upper bound of rows, is static; the rows of each expert are data. The rows of a full tile exist
+    from any start. A pair's row is its expert's first row plus the number of earlier pairs of this expert.
+    XLA's sort would be several kernels, and returns the inverse permutation.
+
+    Args:
+      experts: the chosen experts of each token. rows: a multiple of `align`. align: the rows at whose
+      multiples experts start.
+    """
+    flat, n = experts.reshape(-1).astype(jnp.int32), experts.size
+    touched = min(n, num_experts)
+    length = (n + (align - 1) * touched) // align * align + rows - align
+    tiles = min(n, (n + (rows - 1) * touched) // rows)  # an expert has one incomplete tile; no tile is empty
+    counts, earlier = _count(flat, num_experts)
+    sizes = (counts + align - 1) // align * align
+    of_expert = (sizes + rows - 1) // rows
+    expert, tile = jnp.arange(num_experts, dtype=jnp.int32), jnp.arange(tiles, dtype=jnp.int32)
+    before = expert[None, :] < expert[:, None]
+    first_row, first_tile = (
+        jnp.sum(jnp.where(before, many[None, :], 0), axis=1) for many in (sizes, of_expert)
+    )
+    places = (jnp.take(first_row, flat, mode="clip") + earlier).astype(jnp.int32)
+    holds = (first_tile[None, :] <= tile[:, None]) & (tile[:, None] < (first_tile + of_expert)[None, :])
+
+    def of_tile(values: Array) -> Array:
+        return jnp.sum(jnp.where(holds, values, 0), axis=1)
+
+    starts = of_tile(first_row[None, :] + (tile[:, None] - first_tile[None, :]) * rows)
+    return Groups(
+        places=places.reshape(experts.shape),
+        pairs=_inverse(places, length),
+        experts=of_tile(expert[None, :]),
+        starts=starts,
+        ends=jnp.minimum(starts + rows, of_tile((first_row + sizes)[None, :])),
+        count=jnp.sum(of_expert, keepdims=True),
+        sizes=sizes,
+        rows=rows,
+    )
+
+
+def _count(flat: Int[Array, " n"], num_experts: int) -> tuple[Int[Array, " E"], Int[Array, " n"]]:
+    """Return the pairs of each expert, and for each pair the number of earlier pairs of its expert."""
+    n, expert = flat.shape[0], jnp.arange(num_experts, dtype=jnp.int32)
+    if n <= _COMPARED:
+        at = jnp.arange(n, dtype=jnp.int32)
+        earlier = (flat[:, None] == flat[None, :]) & (at[:, None] > at[None, :])
+        counts = jnp.sum((flat[None, :] == expert[:, None]).astype(jnp.int32), axis=1)
+        return counts, jnp.sum(earlier.astype(jnp.int32), axis=1)
+    # The padding belongs to no expert.
+    blocks = jnp.pad(flat, (0, -n % _COUNTED), constant_values=num_experts).reshape(-1, _COUNTED)
+    lane, block = (jnp.arange(size, dtype=jnp.int32) for size in (_COUNTED, blocks.shape[0]))
+    same = (blocks[:, :, None] == blocks[:, None, :]) & (lane[:, None] > lane[None, :])
+    within = jnp.sum(same.astype(jnp.int32), axis=2)
+    counts = jnp.sum((blocks[:, :, None] == expert).astype(jnp.int32), axis=1)
+    before = jnp.sum(jnp.where((block[:, None] > block[None, :])[:, :, None], counts[None], 0), axis=1)
+    first = jnp.take_along_axis(before, jnp.minimum(blocks, num_experts - 1), axis=1)
+    return jnp.sum(counts, axis=0), (first + within).reshape(-1)[:n]
+
+
+def _inverse(places: Int[Array, " n"], length: int) -> Int[Array, " M"]:
+    """Return the pair of each of `length` rows, and 0 for rows without a pair."""
+    n = places.shape[0]
+    pair = jnp.arange(n, dtype=jnp.int32)
+    if n <= _COMPARED:  # one kernel, where a scatter is two
+        here = places[None, :] == jnp.arange(length, dtype=jnp.int32)[:, None]
+        return jnp.sum(jnp.where(here, pair[None, :], 0), axis=1)
+    return jnp.zeros(length, jnp.int32).at[places].set(pair, unique_indices=True)

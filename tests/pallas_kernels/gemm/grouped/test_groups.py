@@ -1,0 +1,64 @@
+"""The order of a mixture's rows, for even, skewed and empty routings."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels.gemm.grouped.groups import list_groups
+
+
+def check(chosen: np.ndarray, num_experts: int, rows: int, align: int) -> None:
+    """Check every field of the groups of a routing [T, e]."""
+    groups = jax.tree.map(
+        np.asarray,
+        jax.jit(list_groups, static_argnums=(1, 2, 3))(jnp.asarray(chosen), num_experts, rows, align),
+    )
+    flat, places = chosen.ravel(), groups.places.ravel()
+    assert len(set(places.tolist())) == len(places)
+    assert (groups.pairs[places] == np.arange(len(places))).all()
+    unused = np.ones(len(groups.pairs), bool)
+    unused[places] = False
+    assert (groups.pairs[unused] == 0).all()
+    sizes = -(-np.bincount(flat, minlength=num_experts) // align) * align
+    assert groups.sizes.tolist() == sizes.tolist()
+    firsts, tiles = np.cumsum(sizes) - sizes, []
+    for expert in range(num_experts):  # in the tokens' order, so that equal batches give equal bits
+        own = places[flat == expert]
+        assert own.tolist() == list(range(firsts[expert], firsts[expert] + len(own)))
+        for start in range(firsts[expert], firsts[expert] + sizes[expert], rows):
+            tiles.append((expert, start, min(start + rows, firsts[expert] + sizes[expert])))
+    count = int(groups.count[0])
+    listed = zip(groups.experts.tolist(), groups.starts.tolist(), groups.ends.tolist(), strict=True)
+    assert list(listed)[:count] == tiles and count == len(tiles)
+    # A copy of a full tile stays within the rows, from the start of every tile.
+    assert all(start + rows <= len(groups.pairs) for _, start, _ in tiles)
+    assert groups.rows == rows and len(groups.pairs) % align == 0
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    data=st.data(),
+    tokens=st.sampled_from([1, 2, 9]),
+    form=st.sampled_from([(1, 1), (8, 8), (16, 8), (32, 8), (128, 128)]),
+    experts=st.sampled_from([2, 7]),
+)
+def test_every_pair_has_a_row_in_a_tile_of_its_expert(data, tokens, form, experts):
+    choices = st.permutations(range(experts)).map(lambda order: order[:2])
+    check(np.array(data.draw(st.lists(choices, min_size=tokens, max_size=tokens))), experts, *form)
+
+
+@pytest.mark.parametrize("tokens", [3, 700])  # sorted by comparing each with each, and by blocks
+@pytest.mark.parametrize("routing", ["even", "one", "zipf"])
+def test_few_and_many_pairs_of_every_skew(tokens, routing):
+    """One: every token chooses the same experts. Zipf: expert i is chosen with weight (i + 1) ** -1.2."""
+    rng, experts, chosen = np.random.default_rng(tokens), 33, 4
+    odds = {"even": np.ones(experts), "zipf": np.arange(1, experts + 1) ** -1.2}
+    if routing == "one":
+        picked = np.tile([32, 0, 5, 9], (tokens, 1))
+    else:
+        # The largest of log(odds) + Gumbel noise are a draw without replacement.
+        picked = np.argsort(-(np.log(odds[routing]) + rng.gumbel(size=(tokens, experts))), axis=1)[:, :chosen]
+    check(picked.astype(np.int32), experts, 16, 8)
