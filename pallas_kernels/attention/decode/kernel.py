@@ -233,9 +233,8 @@ def _compute_pages(refs, form: Form, w, worker):
 
         return pair + 1, index
 
-    walk(refs.rows, refs.pieces, refs.starts, worker, form.entry_heads, visit, (jnp.int32(0), jnp.int32(0)))
+    # Before the pages, because an address that is live across their loop costs a register there.
     if form.fill:
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         decode_parts.put(refs.o_s.at[w], softmax.start(h, cols)[1])
         entries = kv // form.entry_heads  # of a row
         rows = refs.rows.shape[0] // entries
@@ -247,4 +246,5 @@ def _compute_pages(refs, form: Form, w, worker):
                 for head in range(kv):
                     store(row, head)
 
+    walk(refs.rows, refs.pieces, refs.starts, worker, form.entry_heads, visit, (jnp.int32(0), jnp.int32(0)))
     plgpu.wait_smem_to_gmem(0)

@@ -41,11 +41,12 @@ def copy_pages(refs, form: Form, w, worker):
         queries = refs.q.at[pl.ds((row * kv + head) * form.pitch, refs.q_s.shape[2])]
         plgpu.copy_gmem_to_smem(queries, refs.q_s.at[w, q_place], refs.q_full.at[w * 2 + q_place])
 
-        def box_of(first_key, box):
+        def box_of(first_key, box, values):
             """Return the first row of box `box`, or of the page's other box if no key of `box` is visible.
 
             A weight of 0 does not cancel NaN in unwritten values, and only values past the length become 0.
-            So the second box stands in for the first box only in a full page.
+            So the second box of values stands in for the first box only in a full page. Scores are masked,
+            so either box of keys can stand in for the other.
             """
             key = first_key + box
             if not form.spans:
@@ -53,7 +54,7 @@ def copy_pages(refs, form: Form, w, worker):
             seen = key + BOX > since[0]
             if form.sinks:
                 seen |= key < form.sinks
-            if box == 0:
+            if values and box == 0:
                 seen |= first_key + PAGE > length
             return jnp.where((key < length) & seen, box, PAGE - BOX - box)
 
@@ -76,7 +77,8 @@ def copy_pages(refs, form: Form, w, worker):
                     # A box without visible keys reads the other box again, from the L2 instead of HBM.
                     start = (page_id * form.page_heads + held) * to.shape[2]
                     if boxes > 1:
-                        start = start + box_of(page_of(page + i + j, skipped, form.sinks) * PAGE, box)
+                        first_key = page_of(page + i + j, skipped, form.sinks) * PAGE
+                        start = start + box_of(first_key, box, to is refs.v_ring)
                     place = to.at[w, slot, pl.ds(box, size)] if boxes > 1 else to.at[w, slot]
                     plgpu.copy_gmem_to_smem(source.at[pl.ds(start, size)], place, full.at[at])
                 for n, scale in enumerate(scales):
