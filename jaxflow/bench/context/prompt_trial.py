@@ -7,6 +7,7 @@ import gc
 import multiprocessing
 import resource
 import time
+from collections.abc import Iterator
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxflow.bench.plans.steady import SteadyStep, StepWorkload, page_appends, step_work
 from jaxflow.config import EngineConfig
@@ -140,7 +141,8 @@ def attempt(bench: Bench, trial: Trial, limit: int | None = None) -> Outcome:
         ((layout,),) = executor.layouts.values()
         need = Need.of(executor.program(layout))
         with _cap(limit):
-            executor.allocate(executor.num_pages)
+            with _kept_free(bench.mesh, need):
+                executor.allocate(executor.num_pages)
             seconds = _run(bench, executor, layout, trial)
         return Outcome(True, seconds, need)
     except (jax.errors.JaxRuntimeError, MemoryError) as error:
@@ -150,6 +152,24 @@ def attempt(bench: Bench, trial: Trial, limit: int | None = None) -> Outcome:
     finally:
         del executor
         gc.collect()
+
+
+@contextlib.contextmanager
+def _kept_free(mesh: Mesh, need: Need) -> Iterator[None]:
+    """Keep one block of each GPU free for the step's temporary arrays, which XLA allocates as one block.
+
+    XLA's allocator does not move arrays. Without this block the KV cache may leave enough memory in pieces that are
+    each too small. A CPU has virtual memory, so this function allocates nothing there.
+    """
+    if not on_gpu():
+        yield
+        return
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    block = jnp.zeros((need.temporary,), jnp.uint8, device=everywhere).block_until_ready()
+    try:
+        yield
+    finally:
+        block.delete()
 
 
 def _run(bench: Bench, executor: Executor, layout: StepLayout, trial: Trial) -> float:
