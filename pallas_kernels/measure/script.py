@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 L2_BYTES = 60 << 20  # of an H200
+INTERPRETER_THREADS = 8  # more than the five warpgroups of the largest CTA and the program that starts them
 
 Rows = list[dict[str, Any]]
 # rows, share (i, n), seconds of measured work per figure
@@ -47,12 +48,25 @@ def check_file(option: str, path: str | Path) -> None:
         raise ValueError(f"{option} {path}: accepted is a file in an existing, writable folder")
 
 
-def main(about: str | None, parts: Mapping[str, Part]) -> None:
+def interpret_on_cpu() -> None:
+    """Choose the CPU, with threads for the Mosaic interpreter. Call before JAX's first computation.
+
+    The interpreter runs one program for each warpgroup of a CTA, and these wait for each other. XLA continues
+    a program on a thread of a pool, which has as many threads as NPROC or the machine's cores. With fewer
+    threads than warpgroups, those that wait can hold all threads, and no other warpgroup ever runs.
+    """
+    os.environ["NPROC"] = str(INTERPRETER_THREADS)
+    jax.config.update("jax_platforms", "cpu")
+
+
+def main(about: str | None, parts: Mapping[str, Part], toy: Mapping[str, Part] | None = None) -> None:
     """Run the parts that the command line names, by default all parts.
 
     Exits with 1 if a row's `ok` is false, or without a GPU.
 
-    about: the script's docstring.
+    Args:
+      about: the script's docstring.
+      toy: the parts with --toy, which run on a CPU in the interpreter.
     """
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=0.6, help="seconds of measured work per figure")
@@ -63,6 +77,8 @@ def main(about: str | None, parts: Mapping[str, Part]) -> None:
         help="i/n: run every n-th case from case i, to divide the cases among processes",
     )
     parser.add_argument("--json", help="file for the figures")
+    if toy:
+        parser.add_argument("--toy", action="store_true", help="small inputs, interpreted on the CPU")
     args = parser.parse_args()
     unknown = [part for part in args.only.split(",") if part not in parts]
     if unknown:
@@ -73,7 +89,10 @@ def main(about: str | None, parts: Mapping[str, Part]) -> None:
             check_file("--json", args.json)
     except ValueError as error:
         parser.error(str(error))
-    if jax.default_backend() != "gpu":
+    if toy is not None and args.toy:
+        interpret_on_cpu()
+        parts = toy
+    elif jax.default_backend() != "gpu":
         parser.exit(1, f"error: these checks need a GPU; JAX's backend is {jax.default_backend()!r}\n")
     spec = sys.modules["__main__"].__spec__  # None for a script that was not started by `python -m`
     command = shlex.join(["python", *(["-m", spec.name] if spec else sys.argv[:1]), *sys.argv[1:]])

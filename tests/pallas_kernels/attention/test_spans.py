@@ -2,10 +2,13 @@
 
 import functools
 import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import paths
 import pytest
 from h200 import abstract, compile_for_h200, h200_mesh
 from hypothesis import given, settings
@@ -336,3 +339,14 @@ def test_for_the_h200_nothing_spills(dtype, held, tmp_path, monkeypatch):
     }
     assert spilled["decode_attention"] and max(spilled["decode_attention"]) == 0
     assert spilled["chunk_attention"] and max(spilled["chunk_attention"]) <= 512
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", ["0/3", "1/3", "2/3"], ids=["bfloat16", "float8", "int8"])
+@pytest.mark.parametrize("part", ["decode", "chunk"])
+def test_the_check_for_a_gpu_passes_in_the_interpreter(part, share):
+    """A process of its own, because the interpreter needs more threads than the tests have."""
+    command = ["-m", "pallas_kernels.attention.gpu_check_spans", "--toy", "--only", part, "--share", share]
+    ended = subprocess.run([sys.executable, *command], cwd=paths.ROOT, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert ended.stdout.count("ok=True") == 4
