@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from jaxflow.bench.kernels import attention, gemm, pointwise, sparse, step
+from jaxflow.bench.kernels import attention, experts, gemm, pointwise, sparse, step
 from jaxflow.bench.kernels.case import KernelGroup
 
 _FIRST = (
@@ -26,6 +26,7 @@ GROUPS = _by_importance(
         *attention.GROUPS,
         *sparse.GROUPS,
         *gemm.GROUPS,
+        *experts.GROUPS,
         *pointwise.GROUPS,
         *step.GROUPS,
     )

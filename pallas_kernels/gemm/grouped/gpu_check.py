@@ -2,14 +2,16 @@
 
     python -m pallas_kernels.gemm.grouped.gpu_check [--seconds 0.6] [--only check,time] [--json FILE]
 
-The comparisons are XLA's grouped product, and one dense product with the same number of rows. Errors are
-‖kernel − exact‖ / ‖exact‖ over the rows of all (token, expert) pairs. Routings are random, and some leave
-experts without a token.
+Both kernels run: `api` with tiles of 128 rows, and `swapped` with a height by the mean rows of an expert. The
+comparisons are XLA's grouped product, and one dense product with the same number of rows. Errors are
+‖kernel − exact‖ / ‖exact‖ over the rows of all (token, expert) pairs. Routings are random, and the skewed
+ones leave experts without a token.
 """
 
 import dataclasses
 import functools
 import time
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +19,10 @@ import numpy as np
 
 from pallas_kernels.gemm import reference as gemm_reference
 from pallas_kernels.gemm.dense.api import dense_gemm
+from pallas_kernels.gemm.grouped import api, swapped
 from pallas_kernels.gemm.grouped import groups as expert_groups
 from pallas_kernels.gemm.grouped import reference as grouped_reference
-from pallas_kernels.gemm.grouped.api import grouped_gemm, list_groups
+from pallas_kernels.gemm.grouped.routings import draw_routing
 from pallas_kernels.measure import script
 from pallas_kernels.measure.inputs import poison_memory
 from pallas_kernels.measure.script import record
@@ -37,28 +40,28 @@ def normal(key, shape, scale=1.0):
     return (jax.random.normal(key, shape) * scale).astype(BF16)
 
 
-def routing(rng, tokens: int, experts: int, chosen: int, skewed: bool) -> jax.Array:
-    """Return [T, e] int32: different experts for each token.
+KERNELS = {"swapped": swapped, "tiles of 128": api}
 
-    skewed: only the first quarter of the experts.
-    """
-    among = max(chosen, experts // 4) if skewed else experts
-    return jnp.asarray(np.argsort(rng.random((tokens, among)), axis=1)[:, :chosen], jnp.int32)
+
+def routing(rng, tokens: int, experts: int, chosen: int, zipf: float = 0.0) -> jax.Array:
+    return jnp.asarray(draw_routing(rng, tokens, experts, chosen, zipf))
 
 
 def gates_of(block: int | None) -> dict:
     return {} if block is None else {"activation": "silu", "gate_block": block}
 
 
-def check(rows, rng, tokens, experts, chosen, n, k, block=None, sms=None, skewed=False):
+def check(rows, rng, kernel, tokens, experts, chosen, n, k, block=None, sms=None, zipf=0.0):
     keys = jax.random.split(jax.random.key(rng.integers(2**31)), 2)
     x, w = normal(keys[0], (tokens, k)), normal(keys[1], (experts, n, k), k**-0.5)
-    picked = routing(rng, tokens, experts, chosen, skewed)
+    picked, module = routing(rng, tokens, experts, chosen, zipf), KERNELS[kernel]
+    groups_of = jax.jit(functools.partial(module.list_groups, num_experts=experts))
 
     @jax.jit
     def run(x, w, picked):
-        groups = list_groups(picked, experts)
-        return grouped_gemm(x[groups.pairs // chosen], w, groups, **gates_of(block), sms=sms)[groups.places]
+        groups = groups_of(picked)
+        y = module.grouped_gemm(x[groups.pairs // chosen], w, groups, **gates_of(block), sms=sms)
+        return y[groups.places]
 
     poison_memory(jax.eval_shape(run, x, w, picked))
     got, again = run(x, w, picked), run(x, w, picked)
@@ -73,6 +76,8 @@ def check(rows, rng, tokens, experts, chosen, n, k, block=None, sms=None, skewed
                 total += float(jnp.sum(want**2))
     err, same = (off / total) ** 0.5, bool((got == again).all())
     about = {
+        "kernel": kernel,
+        "height": jax.eval_shape(groups_of, picked).rows,
         "t": tokens,
         "experts": experts,
         "chosen": chosen,
@@ -80,22 +85,30 @@ def check(rows, rng, tokens, experts, chosen, n, k, block=None, sms=None, skewed
         "k": k,
         "gates": block,
         "sms": sms,
-        "skewed": skewed,
+        "zipf": zipf,
     }
     record(rows, what="check grouped_gemm", ok=err < 4e-3 and same, error=err, same_bits=same, **about)
 
 
 def checks(rows):
     rng = np.random.default_rng(time.time_ns())
-    case = functools.partial(check, rows, rng)
-    for experts, chosen, ops in MODELS.values():
+    for kernel in KERNELS:
+        case = functools.partial(check, rows, rng, kernel)
+        for experts, chosen, ops in MODELS.values():
+            for n, k, block in ops.values():
+                case(512, experts, chosen, n, k, block)
+        case(1, 8, 2, 4096, 14336)
+        case(700, 8, 2, 3584, 4096, 64, sms=104)
+        case(2048, 128, 8, 192, 2048, 32, zipf=3.0)
+        case(77, 5, 1, 320, 192, zipf=3.0)
+        case(200, 40, 2, 14336, 4096)  # 2.3e9 elements of weights
+    case = functools.partial(check, rows, rng, "swapped")
+    experts, chosen, ops = MODELS["qwen3-30b-a3b"]
+    for tokens in (1, 8, 64, 128, 256, 700, 1024, 1536, 2048):  # tiles of 8 to 144 rows
         for n, k, block in ops.values():
-            case(512, experts, chosen, n, k, block)
-    case(1, 8, 2, 4096, 14336)
-    case(700, 8, 2, 3584, 4096, 64, sms=104)
-    case(2048, 128, 8, 192, 2048, 32, skewed=True)
-    case(77, 5, 1, 320, 192, skewed=True)
-    case(200, 40, 2, 14336, 4096)  # 2.3e9 elements of weights
+            case(tokens, experts, chosen, n, k, block, zipf=1.2 if tokens == 256 else 0.0)
+    case(2048, experts, chosen, *ops["expert_up_gate"], zipf=1.2)
+    case(64, 8, 2, 28672, 4096, 64, zipf=1.2)
 
 
 def timings(rows, seconds):
@@ -107,24 +120,25 @@ def timings(rows, seconds):
         for op, (n, k, block) in ops.items():
             w = normal(jax.random.key(1), (experts, n, k), k**-0.5)
             for tokens in (64, 512, 2048):
-                picked = routing(rng, tokens, experts, chosen, False)
+                picked = routing(rng, tokens, experts, chosen)
                 xs = [normal(jax.random.key(2 + i), (tokens * chosen, k)) for i in range(4)]
 
-                def ours(xs, w, picked, block=block, experts=experts):
-                    groups = list_groups(picked, experts)
-                    return [grouped_gemm(x[groups.pairs], w, groups, **gates_of(block)) for x in xs]
-
-                def xla(xs, w, picked, block=block, experts=experts):
-                    groups = expert_groups.list_groups(picked, experts)
-                    return [
-                        grouped_reference.grouped_gemm(x[groups.pairs], w, groups, **gates_of(block))
-                        for x in xs
-                    ]
+                def grouped(product, groups_of, xs, w, picked, block=block, experts=experts):
+                    groups = groups_of(picked, experts)
+                    return [product(x[groups.pairs], w, groups, **gates_of(block)) for x in xs]
 
                 def dense(xs, w, picked, block=block):
                     return [dense_gemm(x, w[i % w.shape[0]], **gates_of(block)) for i, x in enumerate(xs)]
 
-                ways = {"grouped": ours, "xla": xla, "dense": dense}
+                ways: dict[str, Callable] = {
+                    name: functools.partial(grouped, module.grouped_gemm, module.list_groups)
+                    for name, module in KERNELS.items()
+                }
+                ways["dense"] = dense
+                if tokens <= 64:  # XLA multiplies every row with every expert's weight
+                    ways["xla"] = functools.partial(
+                        grouped, grouped_reference.grouped_gemm, expert_groups.list_groups
+                    )
                 programs = {
                     name: functools.partial(jax.jit(way), xs, w, picked) for name, way in ways.items()
                 }

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.gemm.grouped.groups import list_groups
+from pallas_kernels.gemm.grouped.routings import draw_routing
 
 
 def check(chosen: np.ndarray, num_experts: int, rows: int, align: int) -> None:
@@ -55,10 +56,18 @@ def test_every_pair_has_a_row_in_a_tile_of_its_expert(data, tokens, form, expert
 def test_few_and_many_pairs_of_every_skew(tokens, routing):
     """One: every token chooses the same experts. Zipf: expert i is chosen with weight (i + 1) ** -1.2."""
     rng, experts, chosen = np.random.default_rng(tokens), 33, 4
-    odds = {"even": np.ones(experts), "zipf": np.arange(1, experts + 1) ** -1.2}
     if routing == "one":
-        picked = np.tile([32, 0, 5, 9], (tokens, 1))
+        picked = np.tile(np.array([32, 0, 5, 9], np.int32), (tokens, 1))
     else:
-        # The largest of log(odds) + Gumbel noise are a draw without replacement.
-        picked = np.argsort(-(np.log(odds[routing]) + rng.gumbel(size=(tokens, experts))), axis=1)[:, :chosen]
-    check(picked.astype(np.int32), experts, 16, 8)
+        picked = draw_routing(rng, tokens, experts, chosen, 1.2 if routing == "zipf" else 0.0)
+    check(picked, experts, 16, 8)
+
+
+def test_a_skewed_routing_prefers_the_first_experts():
+    """Choices of a token differ; Zipf's first expert is in nearly all, and its last in few."""
+    picked = draw_routing(np.random.default_rng(0), 400, 64, 4, 1.2)
+    assert all(len(set(row)) == 4 for row in picked.tolist())
+    loads = np.bincount(picked.ravel(), minlength=64)
+    assert loads[0] > 250 > 10 * loads[-1]
+    even = np.bincount(draw_routing(np.random.default_rng(0), 400, 64, 4).ravel(), minlength=64)
+    assert even.max() < 60

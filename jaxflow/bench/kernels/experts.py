@@ -1,0 +1,194 @@
+"""Benchmark cases of a mixture's products: Qwen3-30B-A3B's and Mixtral's experts, even and skewed routings.
+
+A call of `grouped_gemm` is `expert_up_gate` and `expert_down` over rows that are sorted already. Its rate
+counts the weights of the experts that the routing touches. `lax.ragged_dot` multiplies every row with every
+expert's weight, and runs for few tokens only. JAX's Mosaic kernel and the dense product leave gates to XLA
+or read one weight. A call of `expert_layer` is the layer's part from the router to the sum by token.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxflow.bench.kernels.case import Implementation, KernelCase, KernelGroup
+from jaxflow.config import gate_block
+from jaxflow.model import ops
+from jaxflow.model.checkpoints.checkpoint import open_checkpoint
+from jaxflow.model.op_registry import Context, Site
+from pallas_kernels.gemm.dense.api import dense_gemm
+from pallas_kernels.gemm.grouped import api, groups, reference, swapped
+from pallas_kernels.gemm.grouped.routings import draw_routing
+from pallas_kernels.gemm.reference import finish
+from pallas_kernels.kernel_set import kernel_set_for
+from pallas_kernels.measure.peaks import Least
+from pallas_kernels.measure.timing import looped
+
+MODELS = ("qwen3-30b-a3b", "mixtral-8x7b")
+TOKENS = (64, 1, 2048, 256, 8)
+ZIPF = {"even": 0.0, "zipf 1.2": 1.2}
+MOSAIC = {"swapped": swapped, "tiles of 128": api}
+STREAM_BYTES_PER_S = 4.5e12  # measured reads of an H200
+FEW = 64  # tokens up to which XLA's ragged product runs
+
+
+@functools.cache
+def _config(model: str):
+    return open_checkpoint(model, load_format="dummy").model_config
+
+
+@functools.cache
+def _weights(model: str) -> dict[str, jax.Array]:
+    """Return random weights of the router and of all experts. One expert at a time, to save memory."""
+    config = _config(model)
+    d, f, experts = config.hidden_size, config.expert_intermediate_size, config.num_experts
+
+    @functools.partial(jax.jit, static_argnums=(1, 2))
+    def drawn(seed: int, n: int, k: int) -> jax.Array:
+        keys = jax.random.split(jax.random.key(seed), experts)
+        return lax.map(lambda key: jax.random.normal(key, (n, k), jnp.bfloat16) * k**-0.5, keys)
+
+    return {
+        "expert_up_gate": drawn(0, 2 * f, d),
+        "expert_down": drawn(1, d, f),
+        "router": jax.random.normal(jax.random.key(2), (experts, d), jnp.bfloat16) * d**-0.5,
+    }
+
+
+def _gates(model: str) -> dict[str, Any]:
+    return {
+        "activation": _config(model).activation,
+        "gate_block": gate_block(_config(model).expert_intermediate_size),
+    }
+
+
+def _grouped(product: Callable, gates: dict[str, Any], x: tuple, w: dict[str, jax.Array]) -> jax.Array:
+    rows, listed = x
+    return product(product(rows, w["expert_up_gate"], listed, **gates), w["expert_down"], listed)
+
+
+def _jax_mosaic(gates: dict[str, Any], x: tuple, w: dict[str, jax.Array]) -> jax.Array:
+    """Return both products by JAX's Mosaic kernel. XLA applies the gates between them."""
+    from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot
+
+    rows, listed = x
+    tile = {
+        "block_m": 128 if rows.shape[0] >= 128 * w["router"].shape[0] else 64,
+        "block_n": 128,
+        "block_k": 64,
+    }
+    one = functools.partial(
+        ragged_dot,
+        group_sizes=listed.sizes,
+        max_concurrent_steps=4,
+        grid_block_n=1,
+        transpose_rhs=True,
+        **tile,
+    )
+    a = finish(one(rows, w["expert_up_gate"]), dtype=rows.dtype, **gates)
+    return one(a, w["expert_down"])
+
+
+def _dense(gates: dict[str, Any], x: tuple, w: dict[str, jax.Array]) -> jax.Array:
+    """Return both products of as many rows with the weight of one expert."""
+    return dense_gemm(dense_gemm(x[0], w["expert_up_gate"][0], **gates), w["expert_down"][0])
+
+
+def _products(model: str, tokens: int, zipf: float) -> dict[str, Implementation]:
+    config, w, gates = _config(model), _weights(model), _gates(model)
+    rng, chosen = np.random.default_rng(tokens), config.experts_per_token
+    calls = 8 if tokens <= 256 else 4  # as many routings, so that few tokens touch other experts every time
+    picked = [draw_routing(rng, tokens, config.num_experts, chosen, zipf) for _ in range(calls)]
+    elements = 3 * config.hidden_size * config.expert_intermediate_size  # of an expert
+    moved = 2.0 * elements * float(np.mean([len(np.unique(one)) for one in picked]))
+    flop = 2.0 * elements * tokens * chosen
+    plain = [
+        jax.random.normal(jax.random.key(i), (tokens, config.hidden_size), jnp.bfloat16) for i in range(calls)
+    ]
+    rounds = max(1, round(5e-3 / calls / max(moved / 4e12, flop / 500e12)))
+
+    def program(one: Callable, list_groups: Callable, least: Least) -> Implementation:
+        @jax.jit
+        def ready(x: jax.Array, experts: jax.Array) -> tuple:
+            listed = list_groups(experts, config.num_experts)
+            return x[listed.pairs // chosen], listed
+
+        xs = [ready(x, jnp.asarray(experts)) for x, experts in zip(plain, picked, strict=True)]
+        run = looped(jax.jit(functools.partial(one, gates)), rounds)
+        return Implementation(lambda: run(xs, [w] * calls), rounds * calls, moved, least=least)
+
+    least = Least(moved, flop)
+    made = {
+        name: program(functools.partial(_grouped, module.grouped_gemm), module.list_groups, least)
+        for name, module in MOSAIC.items()
+    }
+    made["jax mosaic"] = program(_jax_mosaic, groups.list_groups, least)
+    if tokens <= FEW:
+        made["xla"] = program(functools.partial(_grouped, reference.grouped_gemm), groups.list_groups, least)
+    if tokens >= 2048:
+        made["dense, one weight"] = program(_dense, groups.list_groups, Least(flop=flop))
+    return made
+
+
+def _layer(model: str, tokens: int) -> dict[str, Implementation]:
+    """Prepare the layer from the router to the sum by token, with both grouped kernels."""
+    config, w = _config(model), _weights(model)
+    sizes: dict[str, Any] = {
+        "head_dim": config.head_dim,
+        "queries_per_kv_head": config.num_heads // config.num_kv_heads,
+        "page_size": 64,
+        "device": jax.devices()[0].device_kind,
+    }
+    kernels = kernel_set_for("gpu", "9.0", **sizes, dtype="bfloat16", kv_dtype="bfloat16")
+    touched = config.num_experts * (1 - (1 - config.experts_per_token / config.num_experts) ** tokens)
+    moved = 6.0 * config.hidden_size * config.expert_intermediate_size * touched
+    calls = 8
+    xs = [
+        jax.random.normal(jax.random.key(i), (tokens, config.hidden_size), jnp.bfloat16) for i in range(calls)
+    ]
+
+    def program(module: Any) -> Implementation:
+        own = dataclasses.replace(kernels, grouped_gemm=module.grouped_gemm, list_groups=module.list_groups)
+
+        def one(h: jax.Array, w: dict[str, jax.Array]) -> jax.Array:
+            site = Site(Context(config, own), w)
+            routing = ops.router(site, h)
+            return ops.expert_down(site, ops.expert_up_gate(site, h, routing), routing)
+
+        run = looped(jax.jit(one), 4)
+        return Implementation(lambda: run(xs, [w] * calls), 4 * calls, moved, least=Least())
+
+    return {name: program(module) for name, module in MOSAIC.items()}
+
+
+GROUPS = (
+    KernelGroup(
+        "grouped_gemm",
+        "TB/s",
+        tuple(
+            KernelCase(
+                f"{model} T {tokens} {name}",
+                functools.partial(_products, model, tokens, zipf),
+                rate=0.85 * STREAM_BYTES_PER_S if tokens == 64 else None,
+                ratio=1.0,
+            )
+            for tokens in TOKENS
+            for model in MODELS
+            for name, zipf in ZIPF.items()
+        ),
+    ),
+    KernelGroup(
+        "expert_layer",
+        "TB/s",
+        tuple(
+            KernelCase(f"{model} T {tokens}", functools.partial(_layer, model, tokens), ratio=1.0)
+            for tokens in TOKENS
+            for model in MODELS
+        ),
+    ),
+)
