@@ -21,7 +21,10 @@ class ConfigError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding of one layer, and its context extension (`jaxflow.model.rope`)."""
+    """Rotary position embedding of one layer, and its context extension (`jaxflow.model.rope`).
+
+    part: the part of a head's columns that rotates. In checkpoints these are the head's first columns.
+    """
 
     theta: float
     scaling: Literal["default", "linear", "llama3", "yarn"] = "default"
@@ -33,6 +36,11 @@ class Rope:
     beta_slow: float = 1.0  # yarn: planes with fewer turns are interpolated
     truncate: bool = True  # yarn: the two borders are whole planes
     attention_factor: float = 1.0  # yarn: of cos and sin; `ModelConfig.scale` applies it to queries and keys
+    part: float = 1.0
+
+    def width(self, head_dim: int) -> int:
+        """Return the number of columns of a head that rotate."""
+        return int(head_dim * self.part)
 
 
 SPAN_UNITS = 1024  # `Span.beta` counts parts of a token of so many
@@ -82,6 +90,22 @@ class Layer:
 
 
 @dataclasses.dataclass(frozen=True)
+class SigmoidRouter:
+    """A router that scores an expert by the sigmoid of its logit (DeepSeek-V3, arXiv:2412.19437, §2.1.2).
+
+    A learned bias of each expert is added to the scores for the choice only. The experts lie in `groups` equal
+    groups. A token goes to experts of its `groups_per_token` best groups. The score of a group is the sum of its
+    two best scores.
+
+    scale: the factor of the weights of the chosen experts.
+    """
+
+    groups: int = 1
+    groups_per_token: int = 1
+    scale: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """The architecture of one decoder-only transformer.
 
@@ -118,6 +142,9 @@ class ModelConfig:
     experts_per_token: int = 0
     expert_intermediate_size: int = 0
     norm_topk_prob: bool = True
+    router: SigmoidRouter | None = None  # None: the scores are a softmax over all experts
+    shared_expert_intermediate_size: int = 0  # the width of all shared experts together; 0 for none
+    prediction_layers: int = 0  # layers after the last one, which predict further tokens and are ignored
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     span_classes: tuple[Window, ...] = ()  # with attention spans: the window of each page group of heads

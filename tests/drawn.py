@@ -34,13 +34,16 @@ def config_of(name: str) -> ModelConfig:
     return model_config_from_hf(json.loads((paths.MODELS / name / "config.json").read_text()))
 
 
-def ready(nano: NanoOp, issued: list[NanoOp], ops_by_name: dict, makers: dict[str, str]) -> bool:
-    """Return whether all values that the nano-op reads of its layer were issued, by brute force over tokens."""
+def ready(nano: NanoOp, issued: list[NanoOp], ops_by_name: dict, makers: dict[str, set[str]]) -> bool:
+    """Return whether all values that the nano-op reads of its layer were issued, by brute force over tokens.
+
+    makers: the ops that make each value, over all kinds of layers.
+    """
 
     def tokens(op: str) -> set[int]:
         return {t for other in issued if other.op == op for t in range(other.start, other.stop)}
 
-    needs = [makers[value] for value in ops_by_name[nano.op].inputs if value in makers and value != "kv"]
+    needs = set().union(*(makers.get(value, set()) for value in ops_by_name[nano.op].inputs if value != "kv"))
     data = all(set(range(nano.start, nano.stop)) <= tokens(maker) for maker in needs)
     return data and (not nano.op.endswith("attention") or set(range(nano.stop)) <= tokens("rope_append"))
 
@@ -62,7 +65,10 @@ def plans(
     places: the split points to draw from; None for all. Scattered rows are split alike, at multiples of 4.
     """
     by_name = {op.name: op for layer in graph.layers for op in layer}
-    makers = {value: op.name for op in graph.layers[-1] for value in op.outputs}
+    makers: dict[str, set[str]] = {}
+    for op in itertools.chain(*graph.layers):
+        for value in op.outputs:
+            makers.setdefault(value, set()).add(op.name)
     cut = st.lists(st.sampled_from(places or range(1, tokens)), max_size=2, unique=True).map(sorted)
     whole = st.lists(st.sampled_from(places or range(4, tokens, 4)), max_size=2, unique=True).map(sorted)
     common, left = draw(whole if graph.scattered else cut), []

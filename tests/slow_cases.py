@@ -19,14 +19,14 @@ SLOW_CASES = {
         "chunks of 7 and 16 tokens run for the families of every kind of layer"
     ),
     r"test_goldens\.py::TestGoldens::test_(chunked_prefill|pre_empted_half_way|in_a_batch|warm_prefix)"
-    r"\w*\[(.*-)?tiny-(llama3rope|mistral|qwen2|qwen3)\]": (
+    r"\w*\[(.*-)?tiny-(llama3rope|mistral|qwen2|qwen3|glm4_moe)\]": (
         "these families differ from tiny-llama in weights and rotary positions, which requests alone compare"
     ),
     r"test_side_stream_plans\.py::test_it_is_the_plain_forward_on_four_devices": (
         "test_exchange computes the plain forward with peer copies"
     ),
     r"test_goldens\.py::TestGoldens::test_tensor_parallel"
-    r"\[(stories260K|tiny-(llama3rope|mistral|qwen2|qwen3|qwen3_moe|gemma3_text))\]": (
+    r"\[(stories260K|tiny-(llama3rope|mistral|qwen2|qwen3|qwen3_moe|gemma3_text|glm4_moe))\]": (
         "these families shard as tiny-llama, tiny-mixtral or tiny-gemma2 does"
     ),
     r"test_pipeline_stages\.py::TestSameTokens::test_(goldens\[stories260K-2-2|at_any_chunking\[1)": (
@@ -82,6 +82,7 @@ SLOW_CASES = {
     r"test_compiler\.py::test_drawn_plans\[(tiny-gemma2-2|tiny-llama-2|tiny-llama-4)": (
         "a drawn plan of each runs compiled"
     ),
+    r"test_compiler\.py::test_(many_)?drawn_plans(_compiled)?\[tiny-glm4_moe": "tiny-mixtral has the same kinds of values",
     r"test_compiler\.py::test_drawn_plans_compiled\[tiny-(llama-1|mixtral-1|opt-1)-": (
         "plans of these families are drawn and run op by op; other plans of the first two run compiled"
     ),
@@ -162,7 +163,7 @@ SLOW_CASES = {
         "fits and files of machines run without a measurement"
     ),
     r"test_kernel_set\.py::test_the_kernels_take_what_the_family_gives_them"
-    r"\[(gemma2|mistral|mixtral|qwen3\]|tiny llama)": "gemma3, llama and qwen3_moe have the same kinds of layers",
+    r"\[(gemma2|glm4|mistral|mixtral|qwen3\]|tiny llama)": "gemma3, llama and qwen3_moe have the same kinds of layers",
     r"test_command\.py::test_a_setting_that_cannot_work_.*\[arguments[2356]-": (
         "other tests hold the messages; the wrong model, engine setting and server setting end a process"
     ),

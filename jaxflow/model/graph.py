@@ -255,6 +255,8 @@ def _mlp_ops(config: ModelConfig, tp: int, widths: Widths) -> list[Op]:
 
 def _expert_ops(config: ModelConfig, tp: int, widths: Widths) -> list[Op]:
     d, f, a = config.hidden_size, config.expert_intermediate_size // tp, widths.activations
+    shared = config.shared_expert_intermediate_size // tp
+    routed, wide = "y2_routed" if shared else "y2", dataclasses.replace(widths, weights=widths.wide_weights)
     experts = (number, chosen) = config.num_experts, config.experts_per_token
     moved = Work(activation_bytes=(d + chosen * f) * a)
 
@@ -269,18 +271,15 @@ def _expert_ops(config: ModelConfig, tp: int, widths: Widths) -> list[Op]:
             experts=experts,
         )
 
-    return [
-        _dense(
-            "router",
-            ("h2",),
-            ("routing",),
-            d,
-            number,
-            dataclasses.replace(widths, weights=widths.wide_weights),
-        ),
+    ops = [
+        _dense("router", ("h2",), ("routing",), d, number, wide),
         grouped("expert_up_gate", ("h2", "routing"), ("expert_rows",), d * 2 * f),
-        grouped("expert_down", ("expert_rows", "routing"), ("y2",), f * d),
+        grouped("expert_down", ("expert_rows", "routing"), (routed,), f * d),
     ]
+    if shared:  # the sum of the routed experts is read and added to
+        down = _dense("shared_down", ("a_shared", routed), ("y2",), shared, d, wide, written=2 * d)
+        ops += [_dense("shared_up_gate", ("h2",), ("a_shared",), d, 2 * shared, wide, written=shared), down]
+    return ops
 
 
 def _block_tail(

@@ -12,6 +12,7 @@ the heads have one scale per token. `a` has one scale per 128 columns, since no 
     mlp_norm(x, y) -> x, h                       up_gate(h) -> a, down(a) -> y
     router(h) -> routing                         expert_up_gate(h, routing) -> expert_rows
     expert_down(expert_rows, routing) -> y
+    shared_up_gate(h) -> a                       shared_down(a, y) -> y
     mlp_reduce(y) -> y, post_mlp_norm(y) -> y    final_norm(x, y) -> x, hidden; logits(hidden)
 
 In the scattered form of tensor parallelism, y, x and the norms' outputs are each device's local rows:
@@ -35,6 +36,7 @@ from jaxflow.model.head_groups import join_heads, sinks_of, take_heads, windows_
 from jaxflow.model.op_registry import KV, OPS, Context, OpFunction, Weights, op
 from jaxflow.model.rope import inverse_frequencies
 from jaxflow.model.routing import ExpertRows, Routing, likeliest, weighted_sum
+from jaxflow.model.sigmoid_router import choose_experts
 from jaxflow.parallel.collectives import Sum, UnaddedSum, added, exchange, gather_rows, scatter_rows
 from pallas_kernels.gemm.grouped.groups import Groups
 from pallas_kernels.quantized import Quantized
@@ -457,10 +459,14 @@ attn_gather, mlp_gather = op("attn_gather")(_gather), op("mlp_gather")(_gather)
 def router(c: Context, w: Weights, h: Float[Array, "t D"]) -> Routing:
     """Return the likeliest experts of each token, with softmax weights over all experts, sorted by expert.
 
-    `ModelConfig.norm_topk_prob` scales the weights of a token's experts to a sum of 1.
+    `ModelConfig.norm_topk_prob` scales the weights of a token's experts to a sum of 1. A `SigmoidRouter` chooses
+    by `jaxflow.model.sigmoid_router`.
     """
-    scores = jax.nn.softmax(c.kernels.gemm(h, w["router"], out_dtype=jnp.float32), axis=-1)
-    weights, experts = likeliest(scores, c.config.experts_per_token)
+    scores = c.kernels.gemm(h, w["router"], out_dtype=jnp.float32)
+    if c.config.router is not None:
+        experts, weights = choose_experts(scores, w["score_bias"], c.config)
+        return Routing(experts, weights, _groups(c, experts))
+    weights, experts = likeliest(jax.nn.softmax(scores, axis=-1), c.config.experts_per_token)
     if c.config.norm_topk_prob:
         weights = weights / weights.sum(-1, keepdims=True)
     return Routing(experts, weights, _groups(c, experts))
@@ -492,3 +498,21 @@ def expert_down(
         a = ExpertRows(a.reshape(-1, a.shape[-1])[groups.pairs], groups)
     y = c.kernels.grouped_gemm(a.rows, w["expert_down"], a.groups, **_sms(c))
     return weighted_sum(y, a.groups.places, routing.weights)
+
+
+@op("shared_up_gate")
+def shared_up_gate(c: Context, w: Weights, h: Float[Array, "t D"]) -> Float[Array, "t F"]:
+    """Return act(gate(h)) · up(h) of the experts that every token goes to."""
+    gates = {
+        "activation": c.config.activation,
+        "gate_block": gate_block(c.config.shared_expert_intermediate_size),
+    }
+    return _gemm(c, w, "shared_up_gate", h, None, **gates)
+
+
+@op("shared_down")
+def shared_down(
+    c: Context, w: Weights, a: Float[Array, "t F"], routed: Float[Array, "t D"]
+) -> Float[Array, "t D"]:
+    """Return the sum of the shared experts' output and of the routed experts' output; partial under tensor parallelism."""
+    return routed + _gemm(c, w, "shared_down", a, None)

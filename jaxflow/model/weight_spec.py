@@ -29,6 +29,8 @@ TENSOR_PARALLEL_AXIS = {
     "down": 1,
     "expert_up_gate": 1,
     "expert_down": 2,
+    "shared_up_gate": 0,
+    "shared_down": 1,
     "k_scale": 0,
     "v_scale": 0,
 }
@@ -42,6 +44,7 @@ class Piece:
     shape: tuple[int, ...]  # in the checkpoint
     block: tuple[int, ...]  # the same numbers, reshaped to broadcast over `view(leaf)`
     view: Callable[[np.ndarray], np.ndarray]
+    order: np.ndarray | None = None  # the row of the tensor that each row of the view is; None: the same row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,8 +82,8 @@ class Leaf:
         return struct(self.shape, self.dtype(dtype))
 
     def dtype(self, model: Any) -> Any:
-        """Return the array's dtype in a model of dtype `model`: scales are float32."""
-        return jnp.float32 if self.key.endswith("_scale") else model
+        """Return the array's dtype in a model of dtype `model`: scales and the bias of scores are float32."""
+        return jnp.float32 if self.key.endswith("_scale") or self.key == "score_bias" else model
 
 
 def _spec(key: str) -> PartitionSpec:
@@ -103,7 +106,9 @@ def assemble(leaf: Leaf, read: Callable[[str], np.ndarray], dtype: Any) -> np.nd
     """
     out = np.zeros(leaf.shape, dtype)
     for piece in leaf.pieces:
-        piece.view(out)[...] = read(piece.name).reshape(piece.block)
+        tensor = read(piece.name)
+        tensor = tensor if piece.order is None else tensor[piece.order]
+        piece.view(out)[...] = tensor.reshape(piece.block)
     return out
 
 

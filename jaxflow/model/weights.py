@@ -26,8 +26,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxflow.config import ConfigError, Layer, ModelConfig, gate_block
+from jaxflow.config import ConfigError, Layer, ModelConfig, Rope, gate_block
 from jaxflow.model.architectures.tensor_names import layer_names, model_names
+from jaxflow.model.rope import rotary_order
 from jaxflow.model.stage import Stage
 from jaxflow.model.weight_spec import QUANTIZED, TENSOR_PARALLEL_AXIS, Init, Leaf, Piece, draw
 from jaxflow.parallel.mesh import TP, sharded
@@ -72,7 +73,7 @@ def leaves(
     for i, layer in enumerate(tree["layers"]):
         prefix = names["layer"].format(i)
         if quantization is not None:
-            scales = _scales(config, prefix, tp, width) if quantization == "fp8" else {}
+            scales = _scales(config, config.layers[i], prefix, tp, width) if quantization == "fp8" else {}
             for key in layer.keys() & set(QUANTIZED):
                 layer[key] = dataclasses.replace(layer[key], quantization=quantization, scale=scales.get(key))
         if quantization == "int4":
@@ -197,6 +198,7 @@ def _check_cuts(config: ModelConfig, tp: int) -> None:
         config.intermediate_size if not layer.experts else config.expert_intermediate_size
         for layer in config.layers
     }
+    widths |= {config.shared_expert_intermediate_size} - {0}
     for width in widths:
         block = gate_block(width) if config.gated_mlp else 1
         check(
@@ -260,7 +262,9 @@ def _norm(key: str, name: str, width: int, config: ModelConfig) -> dict[str, Lea
     return norm
 
 
-def _qkv(config: ModelConfig, names: Mapping[str, str], tp: int, suffix: str, *tail: int) -> Leaf:
+def _qkv(
+    config: ModelConfig, rope: Rope | None, names: Mapping[str, str], tp: int, suffix: str, *tail: int
+) -> Leaf:
     """Return rows grouped by key/value head. `tail` is (D,) for the weight, () for the bias."""
     k, h, copies = config.num_kv_heads, config.head_dim, kv_head_copies(config, tp)
     group = config.num_heads // (k * copies)  # query heads per stored key head
@@ -274,13 +278,26 @@ def _qkv(config: ModelConfig, names: Mapping[str, str], tp: int, suffix: str, *t
             (config.num_heads * h, *tail),
             (k, copies, group, h, *tail),
             lambda out: heads(out)[:, :, :group],
+            _order_of_heads(rope, config.num_heads, h),
         ),
-        Piece(names["k"] + suffix, (k * h, *tail), (k, 1, h, *tail), lambda out: heads(out)[:, :, group]),
+        Piece(
+            names["k"] + suffix,
+            (k * h, *tail),
+            (k, 1, h, *tail),
+            lambda out: heads(out)[:, :, group],
+            _order_of_heads(rope, k, h),
+        ),
         Piece(names["v"] + suffix, (k * h, *tail), (k, 1, h, *tail), lambda out: heads(out)[:, :, group + 1]),
     )
     shape = (k * copies * (group + 2) * h, *tail)
     rows = _copied_rows(config, copies) if copies > 1 else None
     return Leaf("qkv" if tail else "qkv_bias", shape, pieces, "matrix" if tail else "zero", rows)
+
+
+def _order_of_heads(rope: Rope | None, heads: int, head_dim: int) -> np.ndarray | None:
+    """Return `rotary_order` for the rows of several heads."""
+    order = rotary_order(rope, head_dim)
+    return None if order is None else (np.arange(heads)[:, None] * head_dim + order).reshape(-1)
 
 
 def _copied_rows(config: ModelConfig, copies: int) -> np.ndarray:
@@ -331,12 +348,11 @@ def _layer(config: ModelConfig, layer: Layer, prefix: str, tp: int, width: int) 
     names = {role: prefix + name for role, name in layer_names(config).items()}
     d, attention_width = config.hidden_size, config.num_heads * config.head_dim
     tree = _norm("attn_norm", names["attn_norm"], d, config)
-    tree["qkv"] = _qkv(config, names, tp, ".weight", d)
+    tree["qkv"] = _qkv(config, layer.rope, names, tp, ".weight", d)
     if config.qkv_bias:
-        tree["qkv_bias"] = _qkv(config, names, tp, ".bias")
+        tree["qkv_bias"] = _qkv(config, layer.rope, names, tp, ".bias")
     if config.qk_norm:
-        tree["q_norm"] = _whole("q_norm", names["q_norm"] + ".weight", (config.head_dim,), "norm")
-        tree["k_norm"] = _whole("k_norm", names["k_norm"] + ".weight", (config.head_dim,), "norm")
+        tree |= {key: _head_norm(key, names[key], config, layer.rope) for key in ("q_norm", "k_norm")}
     tree["out_proj"] = _whole("out_proj", names["out"] + ".weight", (d, attention_width), "matrix")
     if config.out_proj_bias:
         tree["out_proj_bias"] = _whole("out_proj_bias", names["out"] + ".bias", (d,), "zero")
@@ -347,6 +363,12 @@ def _layer(config: ModelConfig, layer: Layer, prefix: str, tp: int, width: int) 
     if config.post_norms:
         tree |= _norm("post_mlp_norm", names["post_mlp_norm"], d, config)
     return tree
+
+
+def _head_norm(key: str, name: str, config: ModelConfig, rope: Rope | None) -> Leaf:
+    shape = (config.head_dim,)
+    order = _order_of_heads(rope, 1, config.head_dim)
+    return Leaf(key, shape, (Piece(f"{name}.weight", shape, shape, lambda out: out, order),), "norm")
 
 
 def _mlp(config: ModelConfig, names: Mapping[str, str], stored: int) -> dict[str, Leaf]:
@@ -360,12 +382,12 @@ def _mlp(config: ModelConfig, names: Mapping[str, str], stored: int) -> dict[str
     return tree
 
 
-def _scales(config: ModelConfig, prefix: str, tp: int, stored: int) -> dict[str, Leaf]:
+def _scales(config: ModelConfig, layer: Layer, prefix: str, tp: int, stored: int) -> dict[str, Leaf]:
     """Return the scales of each e4m3 matrix's rows, by the names of an e4m3 checkpoint."""
     names = {role: prefix + name for role, name in layer_names(config).items()}
     d, suffix = config.hidden_size, ".weight_scale"
     return {
-        "qkv": _qkv(config, names, tp, suffix),
+        "qkv": _qkv(config, layer.rope, names, tp, suffix),
         "out_proj": _whole("out_proj_scale", names["out"] + suffix, (d,), "one"),
         "up_gate": _up_gate(names, config.intermediate_size, config.gated_mlp, suffix, stored=stored),
         "down": _whole("down_scale", names["down"] + suffix, (d,), "one"),
@@ -383,7 +405,7 @@ def _experts(config: ModelConfig, names: Mapping[str, str]) -> dict[str, Leaf]:
     def of(expert: int) -> dict[str, str]:
         return {role: names[f"expert_{role}"].format(expert) for role in ("gate", "up", "down")}
 
-    return {
+    tree = {
         "router": _whole("router", names["router"] + ".weight", (experts, d), "matrix"),
         "expert_up_gate": _per_expert(
             "expert_up_gate", lambda e: _up_gate(of(e), width, config.gated_mlp, ".weight", d), experts
@@ -392,3 +414,11 @@ def _experts(config: ModelConfig, names: Mapping[str, str]) -> dict[str, Leaf]:
             "expert_down", lambda e: _whole("down", of(e)["down"] + ".weight", (d, width), "matrix"), experts
         ),
     }
+    if config.router is not None:
+        tree["score_bias"] = _whole("score_bias", names["score_bias"], (experts,), "zero")
+    if shared := config.shared_expert_intermediate_size:
+        of_shared = {role: names[f"shared_{role}"] for role in ("gate", "up", "down")}
+        up_gate = _up_gate(of_shared, shared, config.gated_mlp, ".weight", d)
+        tree["shared_up_gate"] = dataclasses.replace(up_gate, key="shared_up_gate")
+        tree["shared_down"] = _whole("shared_down", of_shared["down"] + ".weight", (d, shared), "matrix")
+    return tree

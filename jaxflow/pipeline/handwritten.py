@@ -61,7 +61,7 @@ def _gathering_early(
     heads.append((half, [(op, ahead + 1) for op, ahead in first]))  # the first turn of the next round
     found = []
     for (half, tail), following in zip(tails, heads[1:], strict=True):
-        product = max(at for at, (op, _) in enumerate(tail) if op in ("out_proj", "down", "expert_down"))
+        product = max(at for at, (op, _) in enumerate(tail) if op in _LAST_GEMMS)
         found += [(half, tail[:product]), following, (half, tail[product:])]
     return found
 
@@ -113,7 +113,8 @@ def swapped(plan: Plan) -> Plan:
     return msgspec.structs.replace(plan, name=f"{plan.name}, sums swapped", sums="copies", nano_ops=nano_ops)
 
 
-_AMID = ("chunk_attention", "down", "expert_down")
+_LAST_GEMMS = ("out_proj", "down", "expert_down", "shared_down")  # the last GEMM of a block is one of them
+_AMID = ("chunk_attention", *_LAST_GEMMS[1:])
 
 
 def _reads_sum(nano: NanoOp, sent: NanoOp) -> bool:

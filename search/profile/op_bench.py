@@ -142,6 +142,7 @@ def one_shard(config: ModelConfig, tp: int) -> ModelConfig:
         num_kv_heads=max(1, config.num_kv_heads // tp),
         intermediate_size=config.intermediate_size // tp,
         expert_intermediate_size=config.expert_intermediate_size // tp,
+        shared_expert_intermediate_size=config.shared_expert_intermediate_size // tp,
     )
 
 
@@ -227,7 +228,7 @@ class LayerBench:
                 return (jax.eval_shape(lambda w, x: ops.attn_norm(Site(c, w), x, x)[1], w, stream),)
             case "rope_append":
                 return (jax.eval_shape(lambda w, h: ops.qkv(Site(c, w), h), w, *self.inputs("qkv", tokens)),)
-            case "up_gate" | "router":
+            case "up_gate" | "router" | "shared_up_gate":
                 return (jax.eval_shape(lambda w, x: ops.mlp_norm(Site(c, w), x, x)[1], w, stream),)
             case "down":
                 return (
@@ -235,6 +236,9 @@ class LayerBench:
                         lambda w, h: ops.up_gate(Site(c, w), h), w, *self.inputs("up_gate", tokens)
                     ),
                 )
+            case "shared_down":
+                up = lambda w, h: ops.shared_up_gate(Site(c, w), h)
+                return jax.eval_shape(up, w, *self.inputs("shared_up_gate", tokens)), stream
             case "expert_up_gate" | "expert_down":
                 routing = self.routing(tokens)
                 if op == "expert_up_gate":

@@ -30,6 +30,7 @@ FAMILIES = {
     "gemma2": "gemma-2-9b",
     "gemma3": "gemma-3-1b",
     "mixtral": "mixtral-8x7b",
+    "glm4_moe": "glm-4.5-air",
     "opt": "opt-6.7b",
     "tiny llama": "smollm2-135m",
 }

@@ -11,7 +11,9 @@ from typing import Any
 
 from jaxflow.config import Activation, ConfigError, Layer, ModelConfig, Rope
 from jaxflow.model.architectures.hf_keys import Keys
+from jaxflow.model.architectures.hf_mixture import sigmoid_mixture
 
+_PART = "partial_rotary_factor"
 MAX_LAYERS = 4096  # protects against a corrupt config with a billion layers
 
 
@@ -29,6 +31,7 @@ class _Family:
     qk_norm: bool = False
     gemma: bool = False  # norms scaled by 1 + w, norms after each block, scaled embeddings
     mixed_windows: bool = False  # `layer_types` may mix windows and full attention
+    rotary_part: float = 1.0  # default of partial_rotary_factor
 
 
 _FAMILIES = {
@@ -38,6 +41,7 @@ _FAMILIES = {
     "qwen2": _Family("Qwen2ForCausalLM", qkv_bias=True, mixed_windows=True),
     "qwen3": _Family("Qwen3ForCausalLM", head_dim=128, qk_norm=True, mixed_windows=True),
     "qwen3_moe": _Family("Qwen3MoeForCausalLM", qk_norm=True),
+    "glm4_moe": _Family("Glm4MoeForCausalLM", rms_norm_eps=1e-5, rotary_part=0.5),
     "gemma2": _Family("Gemma2ForCausalLM", head_dim=256, tied=True, gemma=True, mixed_windows=True),
     "gemma3_text": _Family(
         "Gemma3ForCausalLM",
@@ -94,9 +98,12 @@ def _rotary(keys: Keys, model_type: str, family: _Family) -> ModelConfig:
     heads = keys.integer("num_attention_heads")
     num_layers = _num_layers(keys)
     windows = _windows(keys, model_type, family, num_layers)
-    ropes = _layer_ropes(keys, model_type, family.rope_theta, windows)
-    experts = _expert_layers(keys, model_type, num_layers)
+    ropes = _layer_ropes(keys, model_type, family, windows)
     moe: dict[str, Any] = {}
+    if model_type == "glm4_moe":
+        experts, moe = sigmoid_mixture(keys, num_layers, experts_per_token=8, dense_layers=1)
+    else:
+        experts = _expert_layers(keys, model_type, num_layers)
     if model_type == "mixtral":
         moe = {
             "num_experts": keys.integer("num_local_experts"),
@@ -108,7 +115,7 @@ def _rotary(keys: Keys, model_type: str, family: _Family) -> ModelConfig:
             "expert_intermediate_size": keys.integer("moe_intermediate_size"),
         }
         moe["norm_topk_prob"] = keys.flag("norm_topk_prob", False)
-    if moe:
+    if moe and "router" not in moe:
         moe["experts_per_token"] = keys.integer("num_experts_per_tok")
         if moe["experts_per_token"] > moe["num_experts"]:
             raise ConfigError(
@@ -118,7 +125,7 @@ def _rotary(keys: Keys, model_type: str, family: _Family) -> ModelConfig:
             )
     attention_bias = (
         keys.flag("attention_bias", False)
-        if model_type in ("llama", "qwen3", "qwen3_moe", "gemma2", "gemma3_text")
+        if model_type in ("llama", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "glm4_moe")
         else False
     )
     gemma: dict[str, Any] = {}
@@ -156,9 +163,9 @@ def _rotary(keys: Keys, model_type: str, family: _Family) -> ModelConfig:
         activation=_activation(keys, "hidden_activation" if family.gemma else "hidden_act"),
         norm_eps=keys.number("rms_norm_eps", family.rms_norm_eps),
         qkv_bias=family.qkv_bias or attention_bias,
-        out_proj_bias=attention_bias,
+        out_proj_bias=attention_bias and model_type != "glm4_moe",
         mlp_bias=keys.flag("mlp_bias", False) if model_type == "llama" else False,
-        qk_norm=family.qk_norm,
+        qk_norm=keys.flag("use_qk_norm", False) if model_type == "glm4_moe" else family.qk_norm,
         tie_word_embeddings=keys.flag("tie_word_embeddings", family.tied),
         **_token_ids(keys),
         **moe,
@@ -296,7 +303,7 @@ def _windows(keys: Keys, model_type: str, family: _Family, num_layers: int) -> t
 
 
 def _layer_ropes(
-    keys: Keys, model_type: str, default_theta: float, windows: tuple[int | None, ...]
+    keys: Keys, model_type: str, family: _Family, windows: tuple[int | None, ...]
 ) -> tuple[Rope, ...]:
     """Return the rotary embedding of each layer. In Gemma 3, layers with a window have a separate one.
 
@@ -304,14 +311,19 @@ def _layer_ropes(
       ConfigError: a scaling that is not supported, or settings that contradict each other. The error names the
         field.
     """
-    theta = keys.optional_number("rope_theta", None)
+    theta, default_theta = keys.optional_number("rope_theta", None), family.rope_theta
     newer, older = keys.mapping("rope_parameters"), keys.mapping("rope_scaling")
     if newer is not None and older is not None and newer != older:
         raise ConfigError("rope_scaling", older, "absent where rope_parameters is given")
     field = "rope_scaling" if newer is None else "rope_parameters"
     settings = newer if newer is not None else older if older is not None else {}
     if model_type != "gemma3_text":
-        return (_rope(field, settings, theta, default_theta),) * len(windows)
+        part = 1.0
+        if family.rotary_part != 1.0:
+            settings = dict(settings)
+            part = _rotary_part(keys.take(_PART), settings.pop(_PART, None), family.rotary_part)
+        rope = _rope(field, settings, theta, default_theta)
+        return (dataclasses.replace(rope, part=part),) * len(windows)
     local_theta = keys.number("rope_local_base_freq", 10_000.0)
     if {*settings} & {"full_attention", "sliding_attention"}:
         extra = {*settings} - {"full_attention", "sliding_attention"}
@@ -390,6 +402,16 @@ def _yarn(keys: Keys, theta: float) -> Rope:
     )
 
 
+def _rotary_part(older: Any, newer: Any, default: float) -> float:
+    """Return the part of a head's columns that rotates, from a key of the config or of `rope_parameters`."""
+    if older is not None and newer is not None and older != newer:
+        raise ConfigError(_PART, older, f"the same as in rope_parameters, {newer}")
+    part = Keys({_PART: older if newer is None else newer}).number(_PART, default)
+    if part > 1:
+        raise ConfigError(_PART, part, "a part of the head's width, over 0 up to 1")
+    return part
+
+
 def _expert_layers(keys: Keys, model_type: str, num_layers: int) -> tuple[bool, ...]:
     if model_type != "qwen3_moe":
         return (model_type == "mixtral",) * num_layers
@@ -410,6 +432,11 @@ def _check_sizes(model: ModelConfig) -> None:
         raise ConfigError(
             "head_dim", model.head_dim, "an even number, because rotary embeddings rotate pairs"
         )
+    for rope in {layer.rope for layer in model.layers if layer.rope is not None}:
+        if (width := rope.width(model.head_dim)) % 2 or width == 0:
+            raise ConfigError(_PART, rope.part, f"an even number of the {model.head_dim} columns of a head")
+        if rope.part != 1.0 and rope.attention_factor != 1.0:  # `ModelConfig.scale` applies it to all columns
+            raise ConfigError(_PART, rope.part, "1 with an attention_factor other than 1")
     for field, ids in (("bos_token_id", (model.bos_token_id or 0,)), ("eos_token_id", model.eos_token_ids)):
         if max(ids, default=0) >= model.vocab_size:
             raise ConfigError(field, max(ids), f"below vocab_size={model.vocab_size}")

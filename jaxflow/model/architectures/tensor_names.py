@@ -57,9 +57,13 @@ _LAYER = MappingProxyType(
         "up": "mlp.up_proj",
         "down": "mlp.down_proj",
         "router": "mlp.gate",
+        "score_bias": "mlp.gate.e_score_correction_bias",
         "expert_gate": "mlp.experts.{}.gate_proj",
         "expert_up": "mlp.experts.{}.up_proj",
         "expert_down": "mlp.experts.{}.down_proj",
+        "shared_gate": "mlp.shared_experts.gate_proj",
+        "shared_up": "mlp.shared_experts.up_proj",
+        "shared_down": "mlp.shared_experts.down_proj",
     }
 )
 

@@ -11,6 +11,7 @@ import argparse
 import concurrent.futures
 import dataclasses
 import functools
+import logging
 import re
 import shutil
 import sys
@@ -28,6 +29,7 @@ from jaxflow.cli.exit_status import exit_status
 from jaxflow.config import ConfigError, ModelConfig
 from jaxflow.model.architectures.hf_config import model_config_from_hf
 from jaxflow.model.architectures.hf_quantization import check_fp8
+from jaxflow.model.architectures.tensor_names import model_names
 from jaxflow.model.checkpoints import orbax_file
 from jaxflow.model.checkpoints.gguf_file import GgufFile, write_metadata_only
 from jaxflow.model.checkpoints.safetensors_file import Fp8Tensors, SafetensorsFolder
@@ -48,6 +50,7 @@ __all__ = ["Checkpoint", "CheckpointError", "convert", "open_checkpoint", "shipp
 
 # Threads that read weights. Host memory holds an array and a tensor for each of them.
 READERS = 2
+log = logging.getLogger(__name__)
 CONFIGS = Path(__file__).parents[1] / "architectures" / "configs"
 _HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 _TOKENIZER_FILES = (
@@ -187,7 +190,7 @@ def _load(
                     put(assemble(leaf.scale, source.row_scale, np.float32), leaf.specs.scale),
                 )
             leaf = dataclasses.replace(leaf, quantization=None, scale=None)
-        array = put(assemble(leaf, source.read, dtype), leaf.spec)
+        array = put(assemble(leaf, source.read, leaf.dtype(dtype)), leaf.spec)
         return array if leaf.quantization is None else quantize_leaf(leaf, array, mesh)
 
     def place(leaf: Leaf) -> Any:
@@ -212,17 +215,26 @@ def _kv_scale(source: TensorSource, heads: int, name: str) -> np.ndarray:
 def _check(source: TensorSource, config: ModelConfig) -> None:
     """Check that `source` has exactly the tensors of the model.
 
-    Rotary frequencies of old files are ignored, and a copy of the embeddings as a tied output head.
+    Rotary frequencies of old files are ignored, a copy of the embeddings as a tied output head, and the layers
+    after the last one that predict further tokens.
 
     Raises:
       CheckpointError: the tensors differ from those of the config.
     """
     tied = config.tie_word_embeddings and "lm_head.weight" in source.shapes
+    layer, first = model_names(config)["layer"], config.num_layers
+    ignored = tuple(layer.format(i) for i in range(first, first + config.prediction_layers))
     check_tensors(
         source,
         tensors(config),
-        lambda name: name.endswith("rotary_emb.inv_freq") or (tied and name == "lm_head.weight"),
+        lambda name: (
+            name.endswith("rotary_emb.inv_freq")
+            or (tied and name == "lm_head.weight")
+            or name.startswith(ignored)
+        ),
     )
+    if unread := [prefix for prefix in ignored if any(name.startswith(prefix) for name in source.shapes)]:
+        log.info("%s: ignored: layers that predict further tokens, %s", source.path, ", ".join(unread))
     if tied and not np.array_equal(
         source.read("lm_head.weight"), source.read(leaves(config)["embed"].pieces[0].name)
     ):
@@ -403,7 +415,7 @@ def convert(source: str, target: str | Path, dtype: str = "bfloat16") -> None:
     with tqdm(total=total, desc="Converting", unit="array", delay=1) as bar:
 
         def make(leaf: Leaf) -> np.ndarray:
-            array = assemble(leaf, tensor_source.read, jnp.dtype(dtype))
+            array = assemble(leaf, tensor_source.read, leaf.dtype(jnp.dtype(dtype)))
             bar.update()
             return array
 

@@ -198,7 +198,7 @@ def _restore_args(leaf: Leaf, stored: Leaf, dtype: Any, mesh: Mesh | None) -> "o
         placed = sharded(mesh, leaf.spec if leaf.rows is None else jax.sharding.PartitionSpec())
     # With strict=False, Orbax fills the padding of a vocabulary or an e4m3 MLP with zeros.
     shape = leaf.shape if leaf.rows is None else stored.shape
-    return ocp.ArrayRestoreArgs(sharding=placed, global_shape=shape, dtype=dtype, strict=False)
+    return ocp.ArrayRestoreArgs(sharding=placed, global_shape=shape, dtype=leaf.dtype(dtype), strict=False)
 
 
 def _finished(leaf: Leaf, array: jax.Array | None, mesh: Mesh | None) -> Any:

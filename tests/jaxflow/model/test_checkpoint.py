@@ -42,8 +42,8 @@ def test_tensors_arrive_in_their_places_and_dtype(name: str) -> None:
         lambda leaf: assemble(leaf, tensors.__getitem__, np.float32), leaves(opened.model_config)
     )
     same(opened.load("float32"), expected)
-    for array in jax.tree.leaves(opened.load(jnp.bfloat16)):
-        assert array.dtype == jnp.bfloat16
+    for path, array in jax.tree.leaves_with_path(opened.load(jnp.bfloat16)):
+        assert array.dtype == (jnp.float32 if path[-1].key == "score_bias" else jnp.bfloat16)
     assert opened.name == name
 
 
@@ -103,6 +103,21 @@ def test_the_host_never_holds_more_than_a_few_arrays(
 
 
 # ---- tensors that do not fit
+
+
+def test_layers_that_predict_further_tokens_are_ignored(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = paths.MODELS / "tiny-glm4_moe"
+    tensors = read_all(source) | {"model.layers.2.eh_proj.weight": np.zeros((64, 128), np.float32)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((source / "config.json").read_text())
+    with caplog.at_level("INFO"):
+        same(open_checkpoint(str(tmp_path)).load("float32"), open_checkpoint(str(source)).load("float32"))
+    assert "model.layers.2." in caplog.text
+    save_file(tensors | {"model.layers.3.eh_proj.weight": np.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.layers\.3\.eh_proj\.weight"):
+        open_checkpoint(str(tmp_path)).load("float32")
 
 
 def test_missing_extra_and_misshapen_tensors_are_named(folder: Callable[..., Path]) -> None:

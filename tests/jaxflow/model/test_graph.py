@@ -17,6 +17,7 @@ TOY = ModelConfig("llama", 512, 64, 4, 2, 16, 128, (Layer(rope=Rope(10000.0)),) 
 MIXTURE = dataclasses.replace(
     TOY, layers=(Layer(experts=True),) * 2, num_experts=8, experts_per_token=2, expert_intermediate_size=32
 )
+SHARED = dataclasses.replace(MIXTURE, shared_expert_intermediate_size=64)
 GEMMA = dataclasses.replace(TOY, post_norms=True, layers=(Layer(window=16), Layer()))
 PROMPT, OUTPUT = 512, 1024  # the request lengths that give Table 2's KV traffic
 TABLE_2 = Composition.steady_state(2048, PROMPT, OUTPUT)
@@ -76,6 +77,7 @@ def test_op_names_and_order_of_a_dense_a_mixture_and_a_gemma_layer():
     assert names(TOY) == [*attention, "mlp_norm", "up_gate", "down"]
     assert names(TOY, 2) == [*attention, "attn_reduce", "mlp_norm", "up_gate", "down", "mlp_reduce"]
     assert names(MIXTURE) == [*attention, "mlp_norm", "router", "expert_up_gate", "expert_down"]
+    assert names(SHARED) == [*names(MIXTURE), "shared_up_gate", "shared_down"]
     assert names(GEMMA, 2) == [
         *attention, "attn_reduce", "post_attn_norm", "mlp_norm", "up_gate", "down", "mlp_reduce", "post_mlp_norm"
     ]  # fmt: skip
@@ -84,7 +86,7 @@ def test_op_names_and_order_of_a_dense_a_mixture_and_a_gemma_layer():
     assert [op.name for op in graph.after] == ["final_norm", "logits", "sample"]
 
 
-@pytest.mark.parametrize("config", [TOY, MIXTURE, GEMMA])
+@pytest.mark.parametrize("config", [TOY, MIXTURE, SHARED, GEMMA])
 @pytest.mark.parametrize("tp", [1, 2])
 def test_every_value_is_made_once_and_before_it_is_read(config, tp):
     graph = model_graph(config, tp)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxflow.config import ConfigError, Rope
+from jaxflow.config import ConfigError, Rope, SigmoidRouter
 from jaxflow.model.architectures.hf_config import model_config_from_hf
 from jaxflow.model.checkpoints.checkpoint import CONFIGS, shipped_configs
 from jaxflow.model.weights import tensors
@@ -51,6 +51,8 @@ PUBLISHED = {
     "qwen2.5-7b": 7.62,
     "qwen3-8b": 8.19,
     "qwen3-30b-a3b": 30.5,
+    "qwen3-235b-a22b": 235.1,
+    "glm-4.5-air": 106.85,
     "gemma-2-9b": 9.24,
     "gemma-3-1b": 1.0,
     "opt-125m": 0.125,
@@ -171,6 +173,21 @@ def test_expert_layers() -> None:
     )
 
 
+def test_a_mixture_with_a_sigmoid_router() -> None:
+    config = model_config_from_hf(changed("tiny-glm4_moe", num_hidden_layers=4, first_k_dense_replace=3))
+    assert [layer.experts for layer in config.layers] == [False, False, False, True]
+    assert config.router == SigmoidRouter(groups=4, groups_per_token=2, scale=1.5)
+    assert (config.num_experts, config.experts_per_token, config.shared_expert_intermediate_size) == (
+        8,
+        3,
+        64,
+    )
+    assert {layer.rope.part for layer in config.layers if layer.rope} == {0.5}
+    newer = without(config_of("tiny-glm4_moe"), "rope_theta", "rope_scaling", "partial_rotary_factor")
+    newer["rope_parameters"] = {"rope_theta": 1e6, "partial_rotary_factor": 0.5}
+    assert model_config_from_hf(newer) == model_config_from_hf(config_of("tiny-glm4_moe"))
+
+
 def test_gemma_settings() -> None:
     config = model_config_from_hf(config_of("tiny-gemma2"))
     assert (
@@ -265,6 +282,19 @@ REFUSED = [
     ("tiny-qwen3_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok"),
     ("tiny-qwen3_moe", {"shared_expert_intermediate_size": 32}, "shared_expert_intermediate_size"),
     ("tiny-mixtral", {"num_local_experts": 0}, "num_local_experts"),
+    ("tiny-glm4_moe", {"n_group": 3}, "n_group"),
+    ("tiny-glm4_moe", {"n_group": 8}, "n_group"),
+    ("tiny-glm4_moe", {"topk_group": 5}, "topk_group"),
+    ("tiny-glm4_moe", {"num_experts_per_tok": 5}, "num_experts_per_tok"),
+    ("tiny-glm4_moe", {"routed_scaling_factor": 0}, "routed_scaling_factor"),
+    ("tiny-glm4_moe", {"partial_rotary_factor": 1.5}, "partial_rotary_factor"),
+    ("tiny-glm4_moe", {"partial_rotary_factor": 0.1}, "partial_rotary_factor"),
+    ("tiny-glm4_moe", {"rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor"),
+    (
+        "tiny-glm4_moe",
+        {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
+        "partial_rotary_factor",
+    ),
     ("tiny-gemma2", {"hidden_act": "silu"}, "hidden_activation"),
     ("tiny-gemma2", {"sliding_window_size": 32}, "sliding_window_size"),
     ("tiny-gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),

@@ -49,6 +49,7 @@ FAMILIES = pytest.mark.parametrize(
         ("tiny-llama", 2, "scattered", True, {}),
         ("tiny-llama", 4, "swapped", True, {}),
         ("tiny-opt", 1, "", False, {"kv": "int8"}),
+        ("tiny-glm4_moe", 1, "", True, {}),
     ],
 )
 
