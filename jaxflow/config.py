@@ -337,6 +337,25 @@ class EngineConfig:
         None,
         "Folder of compiled and lowered programs. Default: ~/.cache/jaxflow/compiled. Empty: no cache.",
     )
+    coordinator: str | None = _setting(
+        None,
+        "HOST:PORT of process 0, for one engine over several processes. auto: from the variables of Slurm, "
+        "LeaderWorkerSet, MPI, torchrun or Ray Train. Default: one process.",
+    )
+    num_processes: int | None = _setting(
+        None, "Processes of the engine, with --coordinator. Default: from the launcher's variables."
+    )
+    process_id: int | None = _setting(
+        None,
+        "Number of this process, from 0, with --coordinator. Process 0 serves; the others follow it. Default: from "
+        "the launcher's variables.",
+    )
+    join_timeout_s: float = _setting(
+        300.0, "Most seconds that a process waits for the others to start, with --coordinator."
+    )
+    step_timeout_s: float = _setting(
+        60.0, "Most seconds of a step of several processes. Then all processes end, and name the stuck one."
+    )
 
     @property
     def parallel(self) -> ParallelConfig:
@@ -412,6 +431,9 @@ class EngineConfig:
             "GiB of files together with kv_disk_path, unset without kv_disk_path",
         )
         check("kv_disk_size", size is None or (math.isfinite(size) and size > 0), "a positive number of GiB")
+        for field in ("join_timeout_s", "step_timeout_s"):
+            seconds = getattr(self, field)
+            check(field, math.isfinite(seconds) and seconds > 0, "a positive number of seconds")
         check(
             "kernels",
             self.kernels in ("auto", "reference", "mosaic", "triton"),

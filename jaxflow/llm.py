@@ -16,6 +16,7 @@ from jaxflow.config import EngineConfig
 from jaxflow.engine.executor import Executor
 from jaxflow.engine.staged_executor import StagedExecutor
 from jaxflow.engine.start import Engine, open_model, prepare_process, resolve, start_engine
+from jaxflow.engine.team import Team, join_team
 from jaxflow.flexgen.config import OffloadConfig, check_engine, offload_config
 from jaxflow.flexgen.policy import Policy
 from jaxflow.flexgen.runtime import Runtime
@@ -46,7 +47,9 @@ class LLM:
       config: an `EngineConfig`, instead of `settings`.
       kernels: the kernels, instead of those that the settings choose.
       executor: the executor of an engine that has ended, with its weights and programs, see `start_engine`.
-      settings: other fields of `jaxflow.config.EngineConfig`; with `offload`, of
+      settings: other fields of `jaxflow.config.EngineConfig`. With `coordinator`, `num_processes` and `process_id`,
+        several processes run one engine: the call returns in process 0 only, and in the others it raises SystemExit
+        once process 0 closes the model. With `offload`, of
         `jaxflow.flexgen.config.ENGINE_FIELDS`.
 
     Raises:
@@ -68,10 +71,14 @@ class LLM:
         self.runtime: Runtime | None = None
         if offload is None:
             prepare_process(config)
-            checkpoint = open_model(config)
-            self.tokenizer: Tokenizer | None = open_tokenizer(config, checkpoint)
-            engine = start_engine(config, checkpoint, kernels=kernels, executor=executor, progress=progress)
-            self._backend: Backend = _Serving(engine)
+            team = join_team(config)
+            with contextlib.nullcontext() if team is None else team.telling_faults():
+                checkpoint = open_model(config)
+                self.tokenizer: Tokenizer | None = open_tokenizer(config, checkpoint)
+                engine = start_engine(
+                    config, checkpoint, kernels=kernels, executor=executor, team=team, progress=progress
+                )
+            self._backend: Backend = _Serving(engine, team)
             self.engine_config, self.driver, self.executor = engine.config, engine.driver, engine.executor
         else:
             placed = offload_config(offload, config.model)
@@ -257,11 +264,17 @@ class Backend(Protocol):
 class _Serving:
     """The serving engine."""
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: Engine, team: Team | None):
         assert engine.config.max_model_len is not None
         self.max_model_len, self.warm_up_s = engine.config.max_model_len, engine.warm_up_s
-        self._driver = engine.driver
-        self.accept, self.close = engine.driver.accept, engine.driver.close
+        self._driver, self._team = engine.driver, team
+        self.accept = engine.driver.accept
+
+    def close(self) -> None:
+        """See `Backend.close`."""
+        self._driver.close()
+        if self._team is not None:
+            self._team.close(self._driver.fault)
 
     def generate(self, requests: Sequence[Request], progress: bool) -> Generator[Event]:
         """See `Backend.generate`."""

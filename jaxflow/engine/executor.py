@@ -18,7 +18,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ from jaxflow.kv.tiers.page_copies import PageCopies
 from jaxflow.model.logprobs import LogprobsOut
 from jaxflow.model.ops import head_table
 from jaxflow.model.slot_params import NO_TOKEN, SlotParams, empty_slots, slot_values
-from jaxflow.parallel.mesh import TP, on_gpu
+from jaxflow.parallel.mesh import TP, is_here, on_gpu, place
 
 SHORT_PROMPT = 64  # tokens
 APPENDS = 4096  # page-table entries that one `append_pages` call takes
@@ -75,8 +75,31 @@ class Pending:
     enqueued_s: float
 
 
+class Recorder(Protocol):
+    """The receiver of the calls that change the devices, each before the call is made. Arguments: see `Executor`."""
+
+    def run(
+        self,
+        layout: StepLayout,
+        buffer: np.ndarray,
+        appends: np.ndarray,
+        full: bool,
+        targets: np.ndarray | None,
+    ) -> None:
+        """Take a call of `run`."""
+        ...
+
+    def set_slot(self, slot: int, values: SlotParams, token_ids: np.ndarray, num_prompt: int) -> None:
+        """Take a call of `set_slot`."""
+        ...
+
+
 class Executor:
-    """The steps of one model on one mesh. Not thread-safe: only the engine's thread uses it."""
+    """The steps of one model on one mesh. Not thread-safe: only the engine's thread uses it.
+
+    Attributes:
+      recorder: takes the calls that other processes replay; None in an engine of one process.
+    """
 
     num_stages = 1
 
@@ -127,9 +150,15 @@ class Executor:
         self._prompt: dict[int, Callable] = {}
         self._small: dict[str, Callable] = {}
         self.defers = defers
+        self.recorder: Recorder | None = None
         self.copies: PageCopies | None = None
         self._warm = False
         self._compiled_at_warm_up = 0
+
+    @property
+    def is_here(self) -> bool:
+        """Return True if this process has devices of the executor. Otherwise the weights are shapes, and nothing runs."""
+        return is_here(self.programs.mesh)
 
     # ---- before serving
 
@@ -333,6 +362,8 @@ class Executor:
           full: True if a row needs the full sampler.
           targets: [T] int32, each token's successor in its prompt, for prompt log-probabilities.
         """
+        if self.recorder is not None:
+            self.recorder.run(layout, buffer, appends, full, targets)
         enqueued_s = time.perf_counter()
         hidden, x, rows = self.advance(layout, buffer, appends, self.last_tokens)
         return self.draw(layout, hidden, x, rows, enqueued_s, full=full, targets=targets)
@@ -447,6 +478,8 @@ class Executor:
           token_ids: [n] int32, all known tokens, the prompt's `num_prompt` tokens first; empty without
             penalties.
         """
+        if self.recorder is not None:
+            self.recorder.set_slot(slot, values, token_ids, num_prompt)
         index = self._put(np.int32(slot))
         self.params, self.counts = self._small["set_slot"](
             self.params, self.counts, index, jax.tree.map(self._put, values)
@@ -461,7 +494,7 @@ class Executor:
     # ---- compiling
 
     def _put(self, x) -> jax.Array:
-        return jax.device_put(x, self.replicated)
+        return place(x, self.replicated)
 
     def _vocabulary(self) -> int:
         return head_table(self._head).shape[0]
@@ -490,7 +523,8 @@ class Executor:
         table = self._abstract((self.groups, self.slots, self.pages_per_sequence), jnp.int32)
         return cache, table, self._abstract((self.slots,), jnp.int32)
 
-    def _hidden(self, rows: int) -> jax.ShapeDtypeStruct:
+    def hidden(self, rows: int) -> jax.ShapeDtypeStruct:
+        """Return the shape of the residual stream of some rows, on the devices."""
         return self._abstract((rows, self.programs.context.config.hidden_size), self._dtype())
 
     def _dtype(self):
@@ -525,7 +559,7 @@ class Executor:
     def _step_arguments(self, layout: StepLayout, num_pages: tuple[int, ...]) -> tuple:
         """Return the arguments of `Programs.step`, all but the weights as shapes."""
         kv, table, last_tokens = self._state(num_pages)
-        source = last_tokens if self.programs.embeds else self._hidden(layout.tokens)
+        source = last_tokens if self.programs.embeds else self.hidden(layout.tokens)
         return self.weights, kv, table, source, self._abstract((layout.size,), jnp.int32)
 
     def _lower_sampler(self, rows: int, kind: str):
@@ -542,18 +576,18 @@ class Executor:
         last = self._abstract((self.slots,), jnp.int32)
         if kind == "plain":
             return self._lower(
-                kind, self.programs.sample_plain(), (), self._head, self._hidden(rows), row, last
+                kind, self.programs.sample_plain(), (), self._head, self.hidden(rows), row, last
             )
         slots = jax.eval_shape(lambda: empty_slots(self.slots, self._vocabulary()))
         slots = jax.tree.map(lambda a: self._abstract(a.shape, a.dtype), slots)
         return self._lower(
-            kind, self.programs.sample_full(), FULL_DONATES, self._head, self._hidden(rows), row, last, *slots
+            kind, self.programs.sample_full(), FULL_DONATES, self._head, self.hidden(rows), row, last, *slots
         )
 
     def _lower_prompt(self, tokens: int):
         targets = self._abstract((tokens,), jnp.int32)
         return self._lower(
-            "prompt", self.programs.prompt_logprobs(), (), self._prompt_head, self._hidden(tokens), targets
+            "prompt", self.programs.prompt_logprobs(), (), self._prompt_head, self.hidden(tokens), targets
         )
 
     def _lower_append_pages(self) -> jax.stages.Lowered:

@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
-from jaxflow.engine.executor import Executor, Pending, rehearse, rehearsed
+from jaxflow.engine.executor import Executor, Pending, Recorder, rehearse, rehearsed
 from jaxflow.engine.layout import StepLayout
 from jaxflow.model.slot_params import SlotParams
-from jaxflow.parallel.hand_over import hand_over
+from jaxflow.parallel.hand_over import Exchange, hand_over
 
 
 class StagedExecutor:
@@ -27,17 +27,24 @@ class StagedExecutor:
     A decode reads the token that the last stage drew for its slot. A step must not wait for steps that drew
     no token of its slots, because such a wait would empty the pipeline. So the executor keeps the drawn tokens
     after each of the last steps, and a step reads them as of the last step that drew one of its slots' tokens.
+
+    Of several processes, each has some of the stages, and process 0 the last one. Every process makes all calls.
+
+    Args:
+      exchange: hands over between processes; None for one process.
     """
 
-    def __init__(self, stages: Sequence[Executor]):
-        self.stages = tuple(stages)
+    def __init__(self, stages: Sequence[Executor], exchange: Exchange | None = None):
+        self.stages, self._exchange = tuple(stages), exchange
+        self._here = [stage for stage in self.stages if stage.is_here]
+        self.recorder: Recorder | None = None  # see `Executor`
         first = self.stages[0]
         self.defers = self.stages[-1].defers
         self.layouts, self.decode_layouts = first.layouts, first.decode_layouts
         self.slots, self.page_size, self.groups = first.slots, first.page_size, first.groups
         # One entry for each of the last steps, oldest first: the slots that drew a token, bool [Q], and the
         # last token of every slot.
-        self._drawn: collections.deque[tuple[np.ndarray, jax.Array]] = collections.deque(
+        self._drawn: collections.deque[tuple[np.ndarray, jax.Array | None]] = collections.deque(
             maxlen=len(self.stages) + 1
         )
 
@@ -49,23 +56,19 @@ class StagedExecutor:
     @property
     def compilations(self) -> int:
         """Return the number of backend compilations since warm-up, which must be 0."""
-        return self.stages[-1].compilations
-
-    @property
-    def num_pages(self) -> tuple[int, ...]:
-        """Return the pages of each layer group, the same on all stages."""
-        return self.stages[0].num_pages
+        return self._here[-1].compilations
 
     def allocate(self, num_pages: tuple[int, ...]) -> None:
         """Allocate each stage's KV cache and per-slot state. `num_pages`: pages of each layer group."""
-        for stage in self.stages:
+        self.num_pages = num_pages
+        for stage in self._here:
             stage.allocate(num_pages)
         self._drawn.append((np.ones(self.slots, bool), self._tokens_to_first()))
 
     def temporary_bytes(self) -> int:
         """Return the device memory of a stage's largest programs, without weights and cache."""
         with concurrent.futures.ThreadPoolExecutor(self.num_stages) as pool:
-            return max(pool.map(Executor.temporary_bytes, self.stages))
+            return max(pool.map(Executor.temporary_bytes, self._here))
 
     def warm_up(self, on_progress: Callable[[int, int], None] = lambda done, total: None) -> float:
         """Compile every program of every stage, and run those of `rehearsed`. Return the seconds."""
@@ -73,13 +76,13 @@ class StagedExecutor:
         self._compile(on_progress)
         for layout in rehearsed(self):
             rehearse(self, layout)
-        for stage in self.stages:
+        for stage in self._here:
             stage.count_compilations()
         return time.perf_counter() - start
 
     def compile_deferred(self) -> None:
         """Compile the deferred programs of all stages on threads, a little later."""
-        for stage in self.stages:
+        for stage in self._here:
             stage.compile_deferred()
 
     def run(
@@ -92,15 +95,30 @@ class StagedExecutor:
         targets: np.ndarray | None = None,
     ) -> Pending:
         """Enqueue a step on all stages. Arguments: see `Executor.run`."""
+        if self.recorder is not None:
+            self.recorder.run(layout, buffer, appends, full, targets)
         enqueued_s = time.perf_counter()
         fields = layout.views(buffer)
         row_slots = fields["row_slots"]
         source = self._tokens_for(row_slots[: fields["num_decodes"].item()])
-        first, *others = self.stages
-        hidden, x, rows = first.advance(layout, buffer, appends, source)
-        for stage in others:
-            hidden, x, rows = stage.advance(layout, buffer, appends, hand_over(x, stage.replicated))
-        pending = self.stages[-1].draw(layout, hidden, x, rows, enqueued_s, full=full, targets=targets)
+        x: jax.Array | None = source
+        own = None
+        for before, stage in zip((None, *self.stages), self.stages, strict=False):
+            if before is not None:
+                x = self._hand_over(x, before, stage, stage.hidden(layout.tokens))
+            if stage.is_here:
+                assert x is not None
+                own = stage.advance(layout, buffer, appends, x)
+                x = own[1]
+            else:
+                x = None
+        assert own is not None
+        hidden, of_all, rows = own
+        last = self.stages[-1]
+        if last.is_here:
+            pending = last.draw(layout, hidden, of_all, rows, enqueued_s, full=full, targets=targets)
+        else:
+            pending = Pending(hidden, None, None, enqueued_s)  # a follower waits for its part of the step
         drawn = np.zeros(self.slots, bool)
         drawn[row_slots[fields["samples"] > 0]] = True
         self._drawn.append((drawn, self._tokens_to_first()))
@@ -108,7 +126,10 @@ class StagedExecutor:
 
     def set_slot(self, slot: int, values: SlotParams, token_ids: np.ndarray, num_prompt: int) -> None:
         """Store a sequence's sampling settings on the stage that samples. Arguments: see `Executor.set_slot`."""
-        self.stages[-1].set_slot(slot, values, token_ids, num_prompt)
+        if self.recorder is not None:
+            self.recorder.set_slot(slot, values, token_ids, num_prompt)
+        if self.stages[-1].is_here:
+            self.stages[-1].set_slot(slot, values, token_ids, num_prompt)
 
     # ---- pages of the KV cache
 
@@ -139,24 +160,41 @@ class StagedExecutor:
 
     def _compile(self, on_progress: Callable[[int, int], None]) -> None:
         """Compile the stages at the same time: XLA compiles one stage while another is lowered."""
-        counts = [(0, 0)] * self.num_stages
+        counts = [(0, 0)] * len(self._here)
 
         def compile_stage(number: int) -> None:
             def count(done: int, total: int) -> None:
                 counts[number] = done, total
                 on_progress(sum(done for done, _ in counts), sum(total for _, total in counts))
 
-            self.stages[number].compile(count)
+            self._here[number].compile(count)
 
         with concurrent.futures.ThreadPoolExecutor(self.num_stages) as pool:
-            list(pool.map(compile_stage, range(self.num_stages)))
+            list(pool.map(compile_stage, range(len(self._here))))
 
-    def _tokens_for(self, slots: np.ndarray) -> jax.Array:
-        """Return the last tokens after the newest step that drew a token of one of the slots, int32 [n]."""
+    def _tokens_for(self, slots: np.ndarray) -> jax.Array | None:
+        """Return the last tokens after the newest step that drew a token of one of the slots, int32 [n].
+
+        None in a process without the first stage.
+        """
         for drawn, tokens in reversed(self._drawn):
             if drawn[slots].any():
                 return tokens
         return self._drawn[0][1]  # older tokens are in every one of the arrays
 
-    def _tokens_to_first(self) -> jax.Array:
-        return hand_over(self.stages[-1].last_tokens, self.stages[0].replicated)
+    def _tokens_to_first(self) -> jax.Array | None:
+        first, last = self.stages[0], self.stages[-1]
+        like = jax.ShapeDtypeStruct((self.slots,), np.int32, sharding=first.replicated)
+        return self._hand_over(last.last_tokens if last.is_here else None, last, first, like)
+
+    def _hand_over(
+        self, array: jax.Array | None, sender: Executor, receiver: Executor, like: jax.ShapeDtypeStruct
+    ) -> jax.Array | None:
+        """Return a stage's array on the devices of another stage. None: the stage lies in another process.
+
+        like: the result's shape.
+        """
+        if self._exchange is None:
+            assert array is not None
+            return hand_over(array, receiver.replicated)
+        return self._exchange.hand_over(array if sender.is_here else None, sender.programs.mesh, like)

@@ -37,6 +37,7 @@ from jaxflow.engine.step_plans import (
     uses_pdl,
 )
 from jaxflow.engine.step_time_prediction import predict_step_time
+from jaxflow.engine.team import Team
 from jaxflow.kv.device_cache import fit_pages, page_bytes, page_groups
 from jaxflow.kv.tiers.host_machine import free_host_bytes
 from jaxflow.kv.tiers.page_copies import PageCopies
@@ -60,8 +61,8 @@ from jaxflow.model.op_registry import Context
 from jaxflow.model.ops import head_table
 from jaxflow.model.sampling import rows_at_once
 from jaxflow.model.stage import Stage, stages_of
-from jaxflow.model.weights import Weights
-from jaxflow.parallel.mesh import axis_of, choose_platform, on_gpu, stage_meshes
+from jaxflow.model.weights import Weights, shapes, shardings
+from jaxflow.parallel.mesh import TP, axis_of, choose_platform, is_here, on_gpu, sharded, stage_meshes
 from jaxflow.pipeline.choice import is_sequential
 from jaxflow.pipeline.compiler import compile_plan, xla_options
 from jaxflow.pipeline.handwritten import sequential_plan
@@ -78,6 +79,7 @@ log = logging.getLogger(__name__)
 GPU_SEQS, CPU_SEQS, FEWEST_SEQS = 512, 64, 8  # bounds of the default of max_num_seqs
 FEWEST_LAYERED = 8  # least layers of a model whose steps on a CPU have one program a layer
 TOKENS_OF_SEQ = 512  # tokens of KV for each sequence of a CPU's default pool
+NO_LIMIT = 1 << 62  # pages of a layer group of which this process has no layer
 POOL_TOKENS = 32768  # tokens of KV in a CPU's default pool, at least
 # The settings that a step's programs depend on, the key of the cache of lowered programs. The others say
 # where files are, or concern the weights' values and the host only.
@@ -224,21 +226,28 @@ def start_engine(
     *,
     kernels: KernelSet | None = None,
     executor: Executor | StagedExecutor | None = None,
+    team: Team | None = None,
     progress: bool = True,
 ) -> Engine:
     """Load a model, compile its programs and start the engine.
 
     Args:
       kernels: None for the device's kernels.
+      team: the processes of the engine; None for one. In all but process 0, the call follows process 0 until its
+        end, and raises SystemExit.
       executor: the executor of an engine that has ended, with the same settings except for the KV tiers. It
         must have page copies if there is a host tier.
 
     Raises:
-      ConfigError, CheckpointError, PlanError
+      ConfigError, CheckpointError, PlanError, ProcessesError
     """
+    given = config
     config = dataclasses.replace(config, quantization=config.quantization or checkpoint.quantization)
-    config = resolve(config, checkpoint.model_config)
+    resolved = functools.partial(resolve, config, checkpoint.model_config)
+    config = resolved() if team is None else team.resolve(config, resolved)
     plans = choose_plans(config, checkpoint.model_config)
+    if team is not None:
+        team.compare(given, config, checkpoint, plans)
     fingerprint = kv_fingerprint(config, checkpoint)
     with contextlib.ExitStack() as undo:
         disk = open_disk(config, checkpoint.model_config, fingerprint)
@@ -247,15 +256,19 @@ def start_engine(
         warm_up_s = 0.0
         if executor is None:
             make = make_executor if config.pipeline_parallel_size == 1 else make_staged_executor
-            executor = make(config, checkpoint, plans, kernels=kernels, progress=progress)
+            executor = make(config, checkpoint, plans, kernels=kernels, team=team, progress=progress)
             with tqdm(total=None, desc="Compiling", disable=not progress, unit="program", delay=1.0) as bar:
                 warm_up_s = executor.warm_up(_advance(bar))
+        if team is not None:
+            team.follow_or_lead(executor)
         tier = None
         if config.kv_offloading_size:
             measure = functools.partial(prefill_seconds_per_token, executor)
             tier = start_host_tier(config, executor.page_shapes(), measure, disk)
         loop = make_loop(config, checkpoint.model_config, executor, tier, fingerprint=fingerprint)
         driver = Driver(loop)
+        if team is not None:
+            team.watch(driver)
         driver.start()
         executor.compile_deferred()
         undo.pop_all()
@@ -269,6 +282,7 @@ def make_executor(
     *,
     kernels: KernelSet | None = None,
     graphs: Mapping[str, str] | None = None,
+    team: Team | None = None,
     progress: bool = True,
 ) -> Executor:
     """Return an executor with its weights and KV cache, before warm-up.
@@ -278,14 +292,15 @@ def make_executor(
       plans: at least one plan for each bucket.
       kernels: None for the device's kernels.
       graphs: the launch mode of plans by name (`jaxflow.pipeline.streams.GRAPHS`), instead of the default.
+      team: the processes that make the executor together; None for one process.
 
     Raises:
       ConfigError: for a config with several pipeline stages.
     """
     if config.pipeline_parallel_size != 1:
         raise ConfigError("pipeline_parallel_size", config.pipeline_parallel_size, "1 for this command")
-    (executor,) = _make_stages(config, checkpoint, plans, kernels, graphs, progress)
-    executor.allocate(_num_pages(config, checkpoint.model_config, [executor]))
+    (executor,) = _make_stages(config, checkpoint, plans, kernels, graphs, team, progress)
+    executor.allocate(_num_pages(config, checkpoint.model_config, [executor], team))
     _add_page_copies(config, executor)
     return executor
 
@@ -296,11 +311,13 @@ def make_staged_executor(
     plans: Mapping[int, Sequence[Plan]],
     *,
     kernels: KernelSet | None = None,
+    team: Team | None = None,
     progress: bool = True,
 ) -> StagedExecutor:
     """Return an executor of several pipeline stages, before warm-up. Arguments: see `make_executor`."""
-    executor = StagedExecutor(_make_stages(config, checkpoint, plans, kernels, None, progress))
-    executor.allocate(_num_pages(config, checkpoint.model_config, executor.stages))
+    stages = _make_stages(config, checkpoint, plans, kernels, None, team, progress)
+    executor = StagedExecutor(stages, None if team is None else team.exchange())
+    executor.allocate(_num_pages(config, checkpoint.model_config, executor.stages, team))
     for stage in executor.stages:
         _add_page_copies(config, stage)
     return executor
@@ -319,6 +336,7 @@ def _make_stages(
     plans: Mapping[int, Sequence[Plan]],
     kernels: KernelSet | None,
     graphs: Mapping[str, str] | None,
+    team: Team | None,
     progress: bool,
 ) -> list[Executor]:
     """Return the executor of each pipeline stage, with its weights. Arguments: see `make_executor`."""
@@ -331,13 +349,21 @@ def _make_stages(
     is_own = kernels is None
     kernels = kernels or choose_kernels(config, model)  # a refusal comes before the weights are read
     loaded = [
-        _load(config, checkpoint, mesh, stage, progress) for stage, mesh in zip(stages, meshes, strict=True)
+        _load(config, checkpoint, mesh, stage, progress)
+        if is_here(mesh)
+        else _absent(config, model, mesh, stage)
+        for stage, mesh in zip(stages, meshes, strict=True)
     ]
     products = dense_products(model, loaded[-1])
     tell_kernels(kernels, products, progress)
     one = one_alone(products.values(), kernels)  # all stages have the same layouts
+    own = [device for mesh in meshes if is_here(mesh) for device in mesh.local_devices]
+    memory = min((device.memory_stats() or {}).get("bytes_limit", 0) for device in own)
+    if team is not None:  # programs depend on both, and all processes need the same ones
+        memory, alone = team.least("programs", [memory, int(one)])
+        one = bool(alone)
     return [
-        _make_stage(config, model, plans, stage, mesh, weights, kernels, is_own, one, graphs)
+        _make_stage(config, model, plans, stage, mesh, weights, kernels, is_own, one, graphs, memory)
         for stage, mesh, weights in zip(stages, meshes, loaded, strict=True)
     ]
 
@@ -360,6 +386,16 @@ def _load(config: EngineConfig, checkpoint: Checkpoint, mesh: Mesh, stage: Stage
     return weights
 
 
+def _absent(config: EngineConfig, model: ModelConfig, mesh: Mesh, stage: Stage) -> Weights:
+    """Return the shapes of the weights of a stage that another process has."""
+    options = {"quantization": config.quantization, "kv_scales": config.kv_cache_dtype == "float8_e4m3fn"}
+    arrays = stage.weights(shapes(model, mesh.shape[TP], jnp.dtype(config.dtype), **options))
+    specs = stage.weights(shardings(model, mesh, **options))
+    return jax.tree.map(
+        lambda a, spec: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharded(mesh, spec)), arrays, specs
+    )
+
+
 def _make_stage(
     config: EngineConfig,
     model: ModelConfig,
@@ -371,6 +407,7 @@ def _make_stage(
     is_own: bool,
     one: bool,
     graphs: Mapping[str, str] | None,
+    memory: int,
 ) -> Executor:
     """Return the executor of one stage, without its KV cache.
 
@@ -378,11 +415,11 @@ def _make_stage(
       is_own: `kernels` are the device's.
       one: a single decode has its own step.
       graphs: see `make_executor`.
+      memory: bytes of a device; 0 if unknown.
     """
     tp, layers = config.tensor_parallel_size, stage.config(model)
     assert config.max_num_seqs is not None and config.max_model_len is not None
     quantization = config.quantization
-    memory = min((device.memory_stats() or {}).get("bytes_limit", 0) for device in mesh.local_devices)
     named = {(tokens, plan.name): plan for tokens, several in plans.items() for plan in several}
 
     def plan_of(layout: StepLayout) -> Plan:
@@ -391,7 +428,9 @@ def _make_stage(
         )  # the step of a single decode is in no bucket
         return found if stage.is_model else stage_plan(found, layers, tp)
 
-    layer_bytes = min(sum(a.nbytes for a in jax.tree.leaves(layer)) for layer in weights["layers"])
+    layer_bytes = min(
+        sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(layer)) for layer in weights["layers"]
+    )
 
     def early(layout: StepLayout) -> bool:
         return layout.plan not in (graphs or {}) and uses_pdl(layout, kernels, tp, layer_bytes)
@@ -568,8 +607,17 @@ def prefill_seconds_per_token(executor: Executor | StagedExecutor) -> float:
     return best_seconds(lambda: rehearse(executor, layout)) / stage_times / layout.tokens
 
 
-def _num_pages(config: EngineConfig, model: ModelConfig, stages: Sequence[Executor]) -> tuple[int, ...]:
+def _num_pages(
+    config: EngineConfig, model: ModelConfig, stages: Sequence[Executor], team: Team | None
+) -> tuple[int, ...]:
     """Return the pages of each layer group: as configured, or all that fit in the free memory of each stage."""
+    pages = _own_num_pages(config, model, stages)
+    return pages if team is None else team.least("pages", pages)
+
+
+def _own_num_pages(config: EngineConfig, model: ModelConfig, stages: Sequence[Executor]) -> tuple[int, ...]:
+    """Return the pages that fit in the memory of this process's devices and host. See `_num_pages`."""
+    stages = [stage for stage in stages if stage.is_here]
     if config.num_kv_pages is not None:
         most = min(_most_pages(config, executor, len(stages)) for executor in stages)
         if config.num_kv_pages > most:
@@ -584,7 +632,7 @@ def _num_pages(config: EngineConfig, model: ModelConfig, stages: Sequence[Execut
         fitting = _pages_of_stage(config, executor, len(stages))
         for group, pages in zip(executor.page_groups, fitting, strict=True):
             by_window[group.window] = min(pages, by_window.get(group.window, pages))
-    return tuple(by_window[window] for window in model.windows)
+    return tuple(by_window.get(window, NO_LIMIT) for window in model.windows)
 
 
 def _most_pages(config: EngineConfig, executor: Executor, stages: int) -> int:

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxflow.config import ConfigError
-from jaxflow.parallel.mesh import sharded
+from jaxflow.parallel.mesh import place, sharded
 
 VERSION = 1
 BOUND = 60.0  # natural logarithm: exp(±60) times any sum over keys fits in float32
@@ -87,10 +87,10 @@ def with_unified_max(weights: dict[str, Any], ranges: Sequence[LayerRange], mesh
 
     ranges: of the layers in `weights`.
     """
-    place = sharded(mesh, PartitionSpec())
+    everywhere = sharded(mesh, PartitionSpec())
 
     def pair(layer: LayerRange) -> jax.Array:
-        return jax.device_put(np.array([layer.phi, layer.bound], np.float32), place)
+        return place(np.array([layer.phi, layer.bound], np.float32), everywhere)
 
     return weights | {
         "layers": [

@@ -112,6 +112,42 @@ def assemble(leaf: Leaf, read: Callable[[str], np.ndarray], dtype: Any) -> np.nd
     return out
 
 
+def assemble_shard(
+    leaf: Leaf, read: Callable[[str], np.ndarray], dtype: Any, index: tuple[slice, ...]
+) -> np.ndarray:
+    """Return `assemble(leaf, read, dtype)[index]`, and touch only the parts of the tensors that lie in it.
+
+    index: one slice for each axis, of which at most one is cut: a shard.
+    """
+    cuts = [cut.indices(size)[:2] for cut, size in zip(index, leaf.shape, strict=True)]
+    axis = next((a for a, cut in enumerate(cuts) if cut != (0, leaf.shape[a])), None)
+    if axis is None:
+        return assemble(leaf, read, dtype)
+    out = np.zeros(leaf.shape, dtype)  # the system gives memory to the written pages only
+    stride, begin = out.strides[axis], out.ctypes.data
+
+    def fill(view: np.ndarray, block: np.ndarray) -> None:
+        """Copy the part of a block that lies in the shard, by halves."""
+        moving = [a for a, step in enumerate(view.strides) if stride <= step < stride * leaf.shape[axis]]
+        first = (view.ctypes.data - begin) // stride % leaf.shape[axis]
+        last = first + sum((view.shape[a] - 1) * view.strides[a] // stride for a in moving)
+        low, high = cuts[axis]
+        if last < low or first >= high:
+            return
+        if low <= first and last < high:
+            view[...] = block
+            return
+        a = max((a for a in moving if view.shape[a] > 1), key=lambda a: view.strides[a])
+        half = view.shape[a] // 2
+        for part in (slice(None, half), slice(half, None)):
+            where = (*[slice(None)] * a, part)
+            fill(view[where], block if block.shape[a] == 1 else block[where])
+
+    for piece in leaf.pieces:
+        fill(piece.view(out), read(piece.name).reshape(piece.block))
+    return out[index]
+
+
 def quantize_leaf(leaf: Leaf, array: jax.Array, mesh: Mesh | None) -> Quantized | Int4:
     """Return a leaf's unquantized array in quantized form, computed on the devices that hold it."""
     assert leaf.quantization is not None

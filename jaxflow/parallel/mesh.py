@@ -39,8 +39,10 @@ def make_mesh(tensor_parallel_size: int) -> Mesh:
 def stage_meshes(tensor_parallel_size: int, pipeline_parallel_size: int) -> tuple[Mesh, ...]:
     """Return a mesh of `tensor_parallel_size` devices for each pipeline stage, first stage first.
 
+    Of several processes, process 0 has the last stage, because it reads the tokens.
+
     Raises:
-      ConfigError: this machine has fewer devices.
+      ConfigError: there are fewer devices.
     """
     devices, tp = jax.devices(), tensor_parallel_size
     if tp > len(devices):
@@ -51,15 +53,32 @@ def stage_meshes(tensor_parallel_size: int, pipeline_parallel_size: int) -> tupl
             f"devices that are here"
         )
         raise ConfigError("pipeline_parallel_size", pipeline_parallel_size, accepted)
-    return tuple(
+    meshes = [
         Mesh(np.array(devices[stage * tp : (stage + 1) * tp]), (TP,))
         for stage in range(pipeline_parallel_size)
-    )
+    ]
+    return tuple(meshes if jax.process_count() == 1 else reversed(meshes))
+
+
+def is_here(mesh: Mesh) -> bool:
+    """Return True if this process has a device of the mesh."""
+    return any(device.process_index == jax.process_index() for device in mesh.devices.flat)
 
 
 def axis_of(mesh: Mesh) -> str | None:
     """Return the axis that ops sum over, or None on one device."""
     return TP if mesh.shape[TP] > 1 else None
+
+
+def place(array: np.ndarray | np.generic, sharding: NamedSharding) -> jax.Array:
+    """Return a host array on the devices of a sharding. Of several processes, each has the array and copies its part.
+
+    `device_put` would send the array to all processes, to check that it is the same everywhere.
+    """
+    if sharding.is_fully_addressable:
+        return jax.device_put(array, sharding)
+    whole = np.asarray(array)
+    return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
 
 
 def sharded(mesh: Mesh, spec: PartitionSpec) -> NamedSharding:

@@ -29,7 +29,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Wrapped
 
 from jaxflow.kv.device_cache import PageGroup, cache_spec
-from jaxflow.parallel.mesh import TP, axis_of, over_shards
+from jaxflow.parallel.mesh import TP, axis_of, over_shards, place
 
 SIZES = (1, 4, 16)
 MOST_BYTES = 256 << 20  # limit of one call, on one shard
@@ -197,7 +197,7 @@ class PageCopies:
                 self._gathers.append({n: future.result() for n, future in gathers.items()})
                 self._scatters.append({n: future.result() for n, future in scatters.items()})
                 shape = group.page_shape()
-                self._blanks.append(jax.device_put(np.zeros(shape.shape, np.uint32), shape.sharding))
+                self._blanks.append(place(np.zeros(shape.shape, np.uint32), shape.sharding))
         for g, sizes in enumerate(self.sizes):
             for n in sizes:
                 pages = self.gather(kv, g, [0] * n)
@@ -244,7 +244,7 @@ class PageCopies:
         return sum(layer in other.group.layers for other in self.programs[:group])
 
     def _put(self, ids: np.ndarray) -> jax.Array:
-        return jax.device_put(ids, NamedSharding(self.mesh, PartitionSpec()))
+        return place(ids, NamedSharding(self.mesh, PartitionSpec()))
 
 
 def _calls(count: int, sizes: Sequence[int]) -> list[tuple[int, int, int]]:

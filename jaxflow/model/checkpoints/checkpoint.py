@@ -41,7 +41,7 @@ from jaxflow.model.checkpoints.source import (
     read_json,
 )
 from jaxflow.model.stage import Stage
-from jaxflow.model.weight_spec import Leaf, assemble, quantize_leaf
+from jaxflow.model.weight_spec import Leaf, assemble, assemble_shard, quantize_leaf
 from jaxflow.model.weights import Weights, dummy_groups, dummy_weights, leaves, tensors
 from jaxflow.parallel.mesh import TP, choose_platform, sharded
 from pallas_kernels.quantized import Quantized
@@ -173,24 +173,26 @@ def _load(
     mesh: Mesh | None,
     progress: Callable[[int], object],
 ) -> Weights:
-    def put(array: np.ndarray, spec: PartitionSpec) -> jax.Array:
-        return jax.device_put(array, None if mesh is None else sharded(mesh, spec))
+    def put(leaf: Leaf, read: Callable[[str], np.ndarray], as_dtype: Any, spec: PartitionSpec) -> jax.Array:
+        sharding = None if mesh is None else sharded(mesh, spec)
+        if sharding is None or sharding.is_fully_addressable:
+            return jax.device_put(assemble(leaf, read, as_dtype), sharding)
+        shard = functools.partial(
+            assemble_shard, leaf, read, as_dtype
+        )  # other processes make the other shards
+        return jax.make_array_from_callback(leaf.shape, sharding, shard)  # pyright: ignore[reportArgumentType]
 
     def make(leaf: Leaf) -> Any:
         if leaf.key in ("k_scale", "v_scale"):
-            return put(
-                assemble(leaf, functools.partial(_kv_scale, source, config.num_kv_heads), np.float32),
-                leaf.spec,
-            )
+            return put(leaf, functools.partial(_kv_scale, source, config.num_kv_heads), np.float32, leaf.spec)
         if leaf.scale is not None and isinstance(source, Fp8Tensors):
             if all(source.is_e4m3(piece.name) for piece in leaf.pieces):
-                values = assemble(leaf, source.stored, jnp.float8_e4m3fn)
                 return Quantized(
-                    put(values, leaf.specs.values),
-                    put(assemble(leaf.scale, source.row_scale, np.float32), leaf.specs.scale),
+                    put(leaf, source.stored, jnp.float8_e4m3fn, leaf.specs.values),
+                    put(leaf.scale, source.row_scale, np.float32, leaf.specs.scale),
                 )
             leaf = dataclasses.replace(leaf, quantization=None, scale=None)
-        array = put(assemble(leaf, source.read, leaf.dtype(dtype)), leaf.spec)
+        array = put(leaf, source.read, leaf.dtype(dtype), leaf.spec)
         return array if leaf.quantization is None else quantize_leaf(leaf, array, mesh)
 
     def place(leaf: Leaf) -> Any:
@@ -198,7 +200,9 @@ def _load(
 
     every, structure = jax.tree.flatten(tree)
     made = []
-    pool = concurrent.futures.ThreadPoolExecutor(READERS, thread_name_prefix="read")
+    # Several processes run the programs that quantize in the same order.
+    readers = READERS if mesh is None or not mesh.is_multi_process else 1
+    pool = concurrent.futures.ThreadPoolExecutor(readers, thread_name_prefix="read")
     try:
         for array in pool.map(place, every):
             made.append(array)

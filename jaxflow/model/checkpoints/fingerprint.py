@@ -41,7 +41,7 @@ def kv_fingerprint(config: EngineConfig, checkpoint: Checkpoint) -> bytes:
     return hashlib.blake2b(content, digest_size=FINGERPRINT_BYTES, person=b"jaxflow.kv").digest()
 
 
-def fingerprint(checkpoint: Checkpoint, seed: int) -> bytes:
+def fingerprint(checkpoint: Checkpoint, seed: int, *, times: bool = True) -> bytes:
     """Return FINGERPRINT_BYTES that identify the model.
 
     The fingerprint covers the architecture, and for each file its name, size, time and samples of its
@@ -50,6 +50,7 @@ def fingerprint(checkpoint: Checkpoint, seed: int) -> bytes:
 
     Args:
       seed: seed of dummy weights.
+      times: False for the same fingerprint of a copy on another host, whose files have other times.
 
     Raises:
       OSError: a file cannot be read.
@@ -63,7 +64,8 @@ def fingerprint(checkpoint: Checkpoint, seed: int) -> bytes:
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
     for file in files:
         status = file.stat()
-        found.update(repr((str(file.relative_to(path)), status.st_size, status.st_mtime_ns)).encode())
+        written_ns = status.st_mtime_ns if times else 0
+        found.update(repr((str(file.relative_to(path)), status.st_size, written_ns)).encode())
         for sample in _samples(file, status.st_size):
             found.update(sample)
     return found.digest()

@@ -26,7 +26,7 @@ from jaxflow.model.checkpoints.source import CheckpointError
 from jaxflow.model.stage import Stage
 from jaxflow.model.weight_spec import Leaf, quantize_leaf
 from jaxflow.model.weights import Weights, leaves
-from jaxflow.parallel.mesh import TP, sharded
+from jaxflow.parallel.mesh import TP, place, sharded
 
 if TYPE_CHECKING:  # the import takes about a second, and only checkpoints of this format need Orbax
     import orbax.checkpoint as ocp
@@ -204,9 +204,8 @@ def _restore_args(leaf: Leaf, stored: Leaf, dtype: Any, mesh: Mesh | None) -> "o
 def _finished(leaf: Leaf, array: jax.Array | None, mesh: Mesh | None) -> Any:
     """Return the runtime value of a leaf from its stored array. `array` is None for a scale, which is 1."""
     if array is None:
-        return jax.device_put(
-            np.ones(leaf.shape, np.float32), None if mesh is None else sharded(mesh, leaf.spec)
-        )
+        ones = np.ones(leaf.shape, np.float32)
+        return jax.device_put(ones) if mesh is None else place(ones, sharded(mesh, leaf.spec))
     return array if leaf.quantization is None else jax.block_until_ready(quantize_leaf(leaf, array, mesh))
 
 

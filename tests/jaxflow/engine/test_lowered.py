@@ -321,6 +321,11 @@ OTHER_SETTINGS = {
     "kv_disk_size": None,
     "attention_spans": None,  # in the ModelConfig
     "model": "",  # its ModelConfig and the weights' shapes are in the key
+    "coordinator": None,  # the mesh is in the key
+    "num_processes": None,
+    "process_id": None,
+    "join_timeout_s": 7.0,
+    "step_timeout_s": 7.0,
 }
 
 

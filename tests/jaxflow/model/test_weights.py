@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from jaxflow.config import ConfigError, ModelConfig, gate_block
 from jaxflow.model.architectures.hf_config import model_config_from_hf
-from jaxflow.model.weight_spec import assemble
+from jaxflow.model.weight_spec import TENSOR_PARALLEL_AXIS, assemble, assemble_shard
 from jaxflow.model.weights import Weights, dummy_weights, leaves, mlp_width, shapes, shardings, tensors
 from jaxflow.parallel.mesh import make_mesh
 from pallas_kernels.pointwise.quantize.reference import dequantize, quantize_rows
@@ -345,3 +345,22 @@ def test_an_mlp_of_8_bits_is_filled_up_to_whole_blocks_of_each_device() -> None:
             np.asarray(dequantize(quantize_rows(plain[key]))),
             one[: plain[key].shape[0], : plain[key].shape[1]],
         )
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-gemma2", "tiny-opt", "tiny-qwen3_moe"])
+def test_a_shard_alone_is_the_same_and_reads_no_more(name: str, tp: int) -> None:
+    """A process makes its own shard without the whole array."""
+    config = model_config_from_hf(json.loads((paths.MODELS / name / "config.json").read_text("utf-8")))
+    rng = np.random.default_rng(tp)
+    for leaf in jax.tree.leaves(leaves(config, tp, kv_scales=True)):
+        read = {piece.name: rng.integers(1, 99, piece.shape).astype(np.float32) for piece in leaf.pieces}
+        whole, axis = assemble(leaf, read.__getitem__, np.float32), TENSOR_PARALLEL_AXIS.get(leaf.key)
+        for shard in range(1 if axis is None else tp):
+            index = [slice(None)] * len(leaf.shape)
+            if axis is not None:
+                rows = leaf.shape[axis] // tp
+                index[axis] = slice(shard * rows, (shard + 1) * rows)
+            found = assemble_shard(leaf, read.__getitem__, np.float32, tuple(index))
+            np.testing.assert_array_equal(found, whole[tuple(index)])
+            assert np.count_nonzero(found.base if axis is not None else found) == np.count_nonzero(found)

@@ -1,0 +1,82 @@
+"""A recorded call replays as the call that was made."""
+
+import types
+from typing import Any
+
+import jax
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as drawn
+
+from jaxflow.engine.layout import StepLayout
+from jaxflow.engine.recorded_calls import Recorder, every_layout, replay
+from jaxflow.model.slot_params import slot_values
+
+LAYOUTS = {
+    16: (StepLayout(16, 4, 4, 16), StepLayout(16, 4, 4, 16, plan="other")),
+    64: (StepLayout(64, 4, 4, 16),),
+}
+INTS = st.integers(-(2**31), 2**31 - 1)
+
+
+class Fake:
+    """An executor that keeps its calls."""
+
+    def __init__(self) -> None:
+        self.layouts = LAYOUTS
+        self.decode_layouts = {4: StepLayout(4, 4, 4, 16, decodes=True)}
+        self.calls: list[Any] = []
+
+    def run(self, *args: Any, **named: Any) -> None:
+        self.calls.append((*args, *named.values()))
+
+    def set_slot(self, *args: Any) -> None:
+        self.calls.append(args)
+
+
+def recorded() -> tuple[Any, list[bytes], Any]:
+    fake, sent = Fake(), []
+    return fake, sent, Recorder(fake, types.SimpleNamespace(send=sent.append))  # type: ignore[arg-type]
+
+
+@given(st.data())
+def test_steps(data):
+    fake, sent, recorder = recorded()
+    layout = data.draw(st.sampled_from(every_layout(fake)))
+    buffer = data.draw(drawn.arrays(np.int32, layout.size, elements=INTS))
+    appends = data.draw(drawn.arrays(np.int32, st.tuples(st.integers(0, 3), st.just(4)), elements=INTS))
+    targets = data.draw(st.none() | drawn.arrays(np.int32, layout.tokens, elements=INTS))
+    full = data.draw(st.booleans())
+    recorder.run(layout, buffer, appends, full, targets)
+    replay(fake, every_layout(fake), sent[0])
+    ((found, *arrays, is_full, found_targets),) = fake.calls
+    assert (found, is_full) == (layout, full)
+    for ours, theirs in zip([buffer, appends], arrays, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert (targets is None) == (found_targets is None)
+    if targets is not None:
+        np.testing.assert_array_equal(targets, found_targets)
+
+
+@given(st.integers(0, 2**30), st.floats(0, 1, width=32), st.lists(st.integers(0, 2**30), max_size=9))
+def test_slots(top_k, top_p, ids):
+    fake, sent, recorder = recorded()
+    values = slot_values(top_k=top_k, top_p=top_p, logit_bias={3: 0.5}, bad_words=[[1, 2]])
+    recorder.set_slot(3, values, np.array(ids, np.int32), 2)
+    replay(fake, every_layout(fake), sent[0])
+    ((slot, found, found_ids, num_prompt),) = fake.calls
+    assert (slot, num_prompt, found_ids.tolist()) == (3, 2, ids)
+    for ours, theirs in zip(jax.tree.leaves(values), jax.tree.leaves(found), strict=True):
+        assert np.asarray(ours).dtype == theirs.dtype
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("call", [b"", b"\x01", msgspec.msgpack.encode([0, 0, False, b"1234", b"", None])])
+def test_a_damaged_call_is_refused(call):
+    fake, _, _ = recorded()
+    with pytest.raises((ValueError, msgspec.MsgspecError)):
+        replay(fake, every_layout(fake), call)
+    assert not fake.calls

@@ -1,0 +1,63 @@
+"""One process of an engine of several, as tests start it: answers requests in process 0 and prints the tokens.
+
+  python rank.py '{"model": …, "coordinator": …, "fault": "stuck"}'
+
+Keys other than those of `main` are settings of `LLM`. The faults hit the process at its `FAULT_CALL`-th step.
+"""
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+FAULT_CALL = 12
+
+
+def inject(fault: str) -> None:
+    """Make this process fail later."""
+    import jax
+
+    from jaxflow.engine import team
+    from jaxflow.engine.executor import Executor
+
+    if fault == "code":
+        team.code_digest = lambda: "another"
+        return
+    run, calls = Executor.run, []
+
+    def failing(executor: Executor, *args: Any, **named: Any) -> Any:
+        calls.append(1)
+        if len(calls) == FAULT_CALL:
+            if fault == "memory":
+                raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes")
+            if fault == "killed":
+                os.kill(os.getpid(), 9)
+            if fault == "stopped":
+                os.kill(os.getpid(), 19)
+            time.sleep(600)  # stuck
+        return run(executor, *args, **named)
+
+    Executor.run = failing
+
+
+def main(given: dict[str, Any]) -> None:
+    """Run one process. `requests`: prompts; `sampling`: their settings; `repeat`: rounds of them."""
+    prompts, sampling = given.pop("requests"), given.pop("sampling", {})
+    repeat, fault = given.pop("repeat", 1), given.pop("fault", None)
+    if fault is not None:
+        inject(fault)
+    from jaxflow.llm import LLM
+    from jaxflow.request import SamplingParams
+
+    params = SamplingParams(**{"temperature": 0.0, "ignore_eos": True, **sampling})
+    with LLM(progress=False, **given) as llm:
+        assert given.get("process_id") in (None, 0), "a follower returned from LLM(...)"
+        for _ in range(repeat):
+            found = llm.generate(prompts, params, use_tqdm=False)
+    tokens = [[list(choice.token_ids) for choice in output.outputs] for output in found]
+    print(json.dumps(tokens), flush=True)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

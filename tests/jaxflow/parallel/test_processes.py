@@ -1,0 +1,206 @@
+"""One engine of several processes gives the tokens of one process, and any process's end is the end of all."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import paths
+import pytest
+from rank import FAULT_CALL
+
+from jaxflow.parallel.launch import LOST
+
+RANK = paths.ROOT / "tests" / "jaxflow" / "parallel" / "rank.py"
+SETTINGS = {"block_size": 16, "max_num_batched_tokens": 16, "max_num_seqs": 8, "num_kv_pages": 96}
+WAIT_S = 240
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def start(rank: int, devices: int = 1, **given: Any) -> subprocess.Popen:
+    """Start one process. given: see `rank.main`."""
+    environment = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices), "PYTHONPATH": str(paths.ROOT)}
+    given = SETTINGS | {"process_id": rank} | given
+    return subprocess.Popen(
+        [sys.executable, str(RANK), json.dumps(given)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def given(
+    golden: dict[str, Any], model: str, processes: int = 2, devices: int = 1, **changes: Any
+) -> dict[str, Any]:
+    """Return the settings of every process that answers the prompts of a golden."""
+    return {
+        "model": str(paths.MODELS / model),
+        "coordinator": f"127.0.0.1:{free_port()}",
+        "num_processes": processes,
+        "tensor_parallel_size": processes * devices,
+        "devices": devices,
+        "requests": [prompt["prompt_ids"] for prompt in golden["prompts"]],
+        "sampling": {"max_tokens": len(golden["prompts"][0]["greedy_ids"])},
+    } | changes
+
+
+@contextlib.contextmanager
+def running(*settings: dict[str, Any]) -> Iterator[list[subprocess.Popen]]:
+    """Start the processes 0, 1, … with these settings, and leave none behind."""
+    processes = [start(rank, **one) for rank, one in enumerate(settings)]
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def ends(processes: list[subprocess.Popen]) -> list[tuple[int, str, str]]:
+    """Wait for all processes. Return the exit status and the outputs of each."""
+    found = [(*process.communicate(timeout=WAIT_S), process) for process in processes]
+    return [(process.returncode, out, error) for out, error, process in found]
+
+
+def errors(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("error: ")]
+
+
+def check(golden: dict[str, Any], out: str) -> None:
+    tokens = json.loads(out.splitlines()[-1])
+    assert [each[0] for each in tokens] == [prompt["greedy_ids"] for prompt in golden["prompts"]]
+
+
+class TestSameTokens:
+    """Law: several processes give the tokens of one."""
+
+    def test_goldens(self, goldens):
+        golden = goldens("tiny-llama")
+        ours = given(golden, "tiny-llama")
+        with running(ours, ours) as processes:
+            (status, out, _), (other, _, _) = ends(processes)
+        assert (status, other) == (0, 0)
+        check(golden, out)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("model", sorted(path.name for path in paths.MODELS.iterdir()))
+    def test_goldens_on_two_devices_a_process(self, model, goldens):
+        golden = goldens(model)
+        ours = given(golden, model, devices=2)
+        with running(ours, ours) as processes:
+            (status, out, _), (other, _, _) = ends(processes)
+        assert (status, other) == (0, 0)
+        check(golden, out)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize(
+        ("model", "stages", "devices"),
+        [("tiny-llama", 2, 1), ("stories260K", 4, 2), ("tiny-gemma2", 2, 2)],
+        ids=["a stage a process", "two stages a process", "two devices a stage"],
+    )
+    def test_goldens_over_pipeline_stages(self, model, stages, devices, goldens):
+        golden = goldens(model)
+        tp = 2 * devices // stages
+        ours = given(golden, model, devices=devices, pipeline_parallel_size=stages, tensor_parallel_size=tp)
+        with running(ours, ours) as processes:
+            (status, out, error), (other, _, _) = ends(processes)
+        assert (status, other) == (0, 0), error
+        check(golden, out)
+
+    @pytest.mark.slow
+    def test_draws_penalties_and_log_probabilities(self, goldens):
+        """The full sampler's settings reach every process: `set_slot` is replayed, too."""
+        golden = goldens("tiny-llama")
+        sampling = {"temperature": 0.8, "seed": 3, "n": 2, "top_k": 20, "repetition_penalty": 1.2}
+        sampling |= {"max_tokens": 12, "logprobs": 2, "prompt_logprobs": 1}
+        ours = given(golden, "tiny-llama", sampling=sampling)
+        alone = ours | {"coordinator": None, "num_processes": None, "process_id": None, "devices": 2}
+        with running(ours, ours) as processes, running(alone) as one:
+            (status, out, _), (other, _, _) = ends(processes)
+            ((single, expected, _),) = ends(one)
+        assert (status, other, single) == (0, 0, 0)
+        assert json.loads(out.splitlines()[-1]) == json.loads(expected.splitlines()[-1])
+
+    @pytest.mark.slow
+    def test_a_late_process_is_waited_for(self, goldens):
+        golden = goldens("tiny-llama")
+        ours = given(golden, "tiny-llama")
+        with running(ours) as first:
+            time.sleep(8)
+            with running({**ours, "process_id": 1}) as second:
+                (status, out, _), (other, _, _) = ends([*first, *second])
+        assert (status, other) == (0, 0)
+        check(golden, out)
+
+
+@pytest.mark.slow
+class TestOneEndEndsAll:
+    @pytest.mark.parametrize(
+        ("fault", "at", "reason"),
+        [
+            ("killed", 1, r"process 1 ended: .*"),
+            ("killed", 0, r"process 0 ended: .*"),
+            ("stopped", 1, r"process 1 is silent for [\d.]+ s: .*"),
+            ("stopped", 0, r"process 0 is silent for [\d.]+ s: .*"),
+            ("memory", 1, r"process 1 failed: JaxRuntimeError: RESOURCE_EXHAUSTED: .*"),
+            ("memory", 0, r"process 0 failed: JaxRuntimeError: RESOURCE_EXHAUSTED: .*"),
+            ("stuck", 1, rf"process 1 is stuck at call {FAULT_CALL - 3} of \d+: a step takes .*"),
+        ],
+    )
+    def test_with_one_line_that_names_the_process(self, fault, at, reason, goldens):
+        ours = given(goldens("tiny-llama"), "tiny-llama", step_timeout_s=20.0, repeat=3)
+        settings = [ours, ours]
+        settings[at] = ours | {"fault": fault}
+        with running(*settings) as processes:
+            survivor = processes[1 - at]
+            _, error = survivor.communicate(timeout=WAIT_S)
+            if fault == "stopped":
+                processes[at].send_signal(signal.SIGCONT)
+            processes[at].wait(timeout=30)
+        assert survivor.returncode == LOST
+        (line,) = errors(error)
+        assert re.fullmatch(f"error: {reason}", line)
+        assert processes[at].returncode != 0
+
+    def test_another_program_is_named_before_a_weight_is_read(self, goldens):
+        ours = given(goldens("tiny-llama"), "tiny-llama")
+        with running(ours, ours | {"fault": "code", "max_num_seqs": 4}) as processes:
+            found = ends(processes)
+        for status, _, error in found:
+            assert status != 0
+            assert "code is another in process 1 and" in error
+            assert "max_num_seqs is 4 in process 1 and 8 in process 0" in error
+
+    def test_a_taken_port_is_named(self, goldens):
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            port = taken.getsockname()[1]
+            ours = given(goldens("tiny-llama"), "tiny-llama", coordinator=f"127.0.0.1:{port}")
+            with running(ours) as processes:
+                ((status, _, error),) = ends(processes)
+        assert status != 0 and f"coordinator='127.0.0.1:{port}'" in error
+
+    def test_processes_that_do_not_fill_the_mesh_are_refused(self, goldens):
+        ours = given(goldens("tiny-llama"), "tiny-llama", devices=2, tensor_parallel_size=2)
+        with running(ours, ours) as processes:
+            found = ends(processes)
+        assert all(status != 0 for status, _, _ in found)
+        assert any("tensor_parallel_size=2" in error for _, _, error in found)
+
+    def test_a_process_that_never_comes_is_not_waited_for_for_ever(self, goldens):
+        ours = given(goldens("tiny-llama"), "tiny-llama", join_timeout_s=5.0)
+        with running(ours) as processes:
+            ((status, _, error),) = ends(processes)
+        assert status != 0 and "of 2 processes, 1 did not come" in error
