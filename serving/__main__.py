@@ -25,6 +25,7 @@ from absl import app, flags
 import jaxflow.cli.engine_flags
 from jaxflow.cli.exit_status import run_command
 from jaxflow.config import ConfigError, EngineConfig
+from jaxflow.parallel.launch import launch_of
 from jaxflow.text.chat import read_chat_template
 from serving.batch.batches import Batches
 from serving.frontend.config import ListenError, ServerConfig
@@ -39,6 +40,7 @@ from serving.operations.health import make_first_token
 from serving.operations.operations import Operations
 from serving.operations.request_log import RequestLogError
 from serving.operations.tracing import TracingError
+from serving.supervise import supervise
 
 if TYPE_CHECKING:
     from jaxflow.llm import LLM
@@ -119,6 +121,13 @@ MAX_PENDING_TOKENS = flags.DEFINE_integer(
     "Most unread tokens of a sequence. A client that reads more slowly loses its request.",
     lower_bound=1,
 )
+MAX_RESTARTS = flags.DEFINE_integer(
+    "max_restarts",
+    0,
+    "Times that a lost server is started again, in a process of its own. A server that ran for ten minutes counts "
+    "anew. With --coordinator, give it to every process.",
+    lower_bound=0,
+)
 
 
 def main(argv: list[str]) -> int:
@@ -149,8 +158,13 @@ def main(argv: list[str]) -> int:
         http = http_flags.http_from_flags()
         if http is None and not GRPC.value:
             raise ListenError("--nohttp and --nogrpc leave no port to serve")
+        launch = launch_of(engine, os.environ)
     except (ConfigError, ListenError, OSError) as error:
         return report_error(error)
+    if MAX_RESTARTS.value:
+        return supervise(sys.argv[1:], MAX_RESTARTS.value)
+    if launch is not None and launch.process_id > 0:
+        return follow(engine)
     make_operations = operations_flags.operations_from_flags
     work = serve(
         config,
@@ -167,6 +181,19 @@ def main(argv: list[str]) -> int:
         sys.stderr.flush()
         os._exit(status)  # an XLA compilation cannot be interrupted, and nobody needs its program
     return status
+
+
+def follow(engine: EngineConfig) -> int:
+    """Follow process 0 of the engine until its end, without a port. Return the exit status."""
+    from jaxflow.llm import LLM
+
+    try:
+        LLM.from_config(engine)
+    except Exception as error:
+        return report_error(error)
+    except SystemExit:  # process 0 has ended in order
+        return 0
+    raise AssertionError("a follower returned")
 
 
 def read_tokens(path: str | None, flag: str = "auth_token_file") -> tuple[str, ...]:

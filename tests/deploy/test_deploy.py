@@ -51,7 +51,7 @@ def test_the_pod_has_time_to_drain():
 def test_flags_exist():
     used = set()
     for path in DEPLOY.rglob("*"):
-        if path.suffix in (".yaml", ".service") or path.name == "Containerfile":
+        if path.suffix in (".yaml", ".service", ".sbatch") or path.name == "Containerfile":
             text = path.read_text("utf-8")
             used |= set(re.findall(r"--([a-z]+_[a-z_]+)", text)) & set(re.findall(r"--(\w+)", text))
     help_text = subprocess.run(
