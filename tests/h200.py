@@ -28,10 +28,12 @@ REPLICATED = PartitionSpec()
 TARGET = paths.DATA / "xla" / "h200.txtpb"
 
 
-def h200_mesh(shape: Sequence[int] = (1,), names: Sequence[str] = ("tp",)) -> Mesh:
-    """Return descriptions of H200s in one process, for the compiler only."""
+def h200_mesh(shape: Sequence[int] = (1,), names: Sequence[str] = ("tp",), hosts: int = 1) -> Mesh:
+    """Return descriptions of H200s, for the compiler only. hosts: each has a process with an equal share of them."""
     topology = topologies.get_topology_desc(
-        platform="cuda", target_config=TARGET.read_text("utf-8"), topology=f"1x1x{math.prod(shape)}"
+        platform="cuda",
+        target_config=TARGET.read_text("utf-8"),
+        topology=f"1x{hosts}x{math.prod(shape) // hosts}",
     )
     return Mesh(np.array(topology.devices).reshape(shape), names)
 

@@ -10,6 +10,7 @@
   hierarchy    savings of each KV tier for conversations, and its cost for requests without shared prefixes
   disk         the disk tier only: page writes, page reads, and indexing at start
   host         CPU time of a step, with a device that takes no time
+  followers    host time that process 0 of an engine spends for another process
   transport    chunks and plain requests per second of the HTTP server on one core, without a device
   link         transfer rates between device and host, and the slowdown of a step by concurrent copies
   offload      block sizes of a model that does not fit the device: latency and throughput, JSON and a chart
@@ -50,6 +51,7 @@ COMMANDS = {
     "hierarchy": "kv.hierarchy",
     "disk": "kv.disk",
     "host": "engine.host",
+    "followers": "engine.followers",
     "transport": "transport.measure",
     "link": "kv.link",
     "offload": "engine.offload",

@@ -40,9 +40,10 @@ def compiled(
     quantization: str | None = None,
     kv="bfloat16",
     decodes=False,
+    hosts=1,
 ) -> tuple[h200.Compiled, Executor]:
     """Return a step of the model's first layers. kernels: None selects the H200's kernels with its tuned
-    table. kv: the dtype of the cache. decodes: a step without prefill.
+    table. kv: the dtype of the cache. decodes: a step without prefill. hosts: that the devices are spread over.
     """
     config = open_checkpoint(model, load_format="dummy").model_config
     config = dataclasses.replace(config, layers=config.layers[:LAYERS])
@@ -52,7 +53,7 @@ def compiled(
         kernels = kernel_set_for(
             "gpu", "9.0", **heads, page_size=64, dtype="bfloat16", kv_dtype=kv, device="NVIDIA H200"
         )
-    mesh = h200.h200_mesh((tp,))
+    mesh = h200.h200_mesh((tp,), hosts=hosts)
     options = {"quantization": quantization, "kv_scales": kv == "float8_e4m3fn"}
     specs = shardings(config, mesh, **options)
     weights = h200.abstract(mesh, shapes(config, tp, jnp.bfloat16, **options), specs)
@@ -161,3 +162,12 @@ def test_many_rows_on_weights_of_4_bits_cost_one_wide_copy_of_a_matrix():
         HopperGemm(load("NVIDIA H200")), *h200.abstract(h200.h200_mesh(), arguments)
     )
     assert found.memory.temp_size_in_bytes < 1.1 * 2 * 6144 * 4096
+
+
+@pytest.mark.slow  # the step of one host has the same operations, and compiles in the usual suite
+def test_over_two_hosts_of_eight_devices():
+    """The step of sixteen devices compiles. The embedding and each half of a layer is summed once, over all."""
+    step, executor = compiled("llama-3-70b", 256, tp=16, hosts=2)
+    check(step, executor)
+    sums = re.findall(r"all-reduce(?:-start)?\(.*?replica_groups=(mesh\[\S+\])", step.hlo)
+    assert sums == ["mesh['tp'=16]"] * (1 + 2 * LAYERS)
