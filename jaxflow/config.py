@@ -8,7 +8,7 @@ import dataclasses
 import math
 from typing import Any, Literal
 
-Activation = Literal["silu", "gelu_tanh", "relu"]
+Activation = Literal["silu", "gelu_tanh", "relu", "clamped_swiglu"]  # the last one of experts only
 
 
 class ConfigError(ValueError):
@@ -135,6 +135,7 @@ class ModelConfig:
     learned_position_offset: int | None = None  # OPT: row of position 0 in the position table
     attention_scale: float | None = None  # None: 1 / sqrt(H)
     attention_soft_cap: float | None = None
+    attention_sinks: bool = False  # a learned logit of each query head in the softmax's denominator
     logits_soft_cap: float | None = None
     embedding_scale: float = 1.0
     tie_word_embeddings: bool = False
@@ -145,6 +146,8 @@ class ModelConfig:
     router: SigmoidRouter | None = None  # None: the scores are a softmax over all experts
     shared_expert_intermediate_size: int = 0  # the width of all shared experts together; 0 for none
     prediction_layers: int = 0  # layers after the last one, which predict further tokens and are ignored
+    router_bias: bool = False
+    expert_bias: bool = False
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     span_classes: tuple[Window, ...] = ()  # with attention spans: the window of each page group of heads

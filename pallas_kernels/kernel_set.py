@@ -156,6 +156,7 @@ class Model:
     kv_dtype: str
     hidden_size: int
     attention_spans: bool = False  # the KV heads of a layer have their own spans and pages
+    attention_sinks: bool = False  # the softmax's denominator has a learned term
 
 
 def kernel_set_for(
@@ -172,6 +173,7 @@ def kernel_set_for(
     device: str = "",
     kernels: str = "auto",
     attention_spans: bool = False,
+    attention_sinks: bool = False,
 ) -> KernelSet:
     """Return the fastest kernels for a device and these shapes. Ops without a kernel run the reference
     implementation.
@@ -194,6 +196,7 @@ def kernel_set_for(
         jnp.dtype(kv_dtype).name,
         hidden_size,
         attention_spans,
+        attention_sinks,
     )
     hopper, cuda = platform == "gpu" and has_bounded(capability), platform == "gpu" and capability != ""
     here = f"{platform} {capability}".strip()
@@ -295,6 +298,12 @@ def _mosaic(m: Model, device: str) -> KernelSet:
     divisor = 128 // math.gcd(128, m.head_dim)  # a shard has full groups of heads
     limits = [
         (PAGED, "attention_spans", not m.attention_spans, "full attention and windows"),
+        (
+            PAGED[1:],
+            "attention_sinks",
+            not m.attention_sinks or m.kv_dtype == "bfloat16",
+            "a cache of bfloat16",
+        ),
         (PAGED, "head_dim", m.head_dim in (64, 128, 256), "64, 128 or 256"),
         (PAGED, "queries_per_kv_head", queries <= 16, "up to 16"),
         (PAGED, "page_size", m.page_size == 64, "64"),
@@ -336,6 +345,7 @@ def _triton(m: Model, capability: str) -> KernelSet:
     most = 1 << ((kib << 10) // head_bytes).bit_length() - 1
     limits = [
         (decode, "attention_spans", not m.attention_spans, "full attention and windows"),
+        (decode, "attention_sinks", not m.attention_sinks, "models without them"),
         (decode, "head_dim", power_of_two, "powers of two from 16"),
         (
             decode,

@@ -161,7 +161,9 @@ def of_prompt(model: Any, ids: list[int]) -> dict[str, Any]:
     text = cached[0].tolist()
     logits = model(cached).logits[0]
     best = logits[len(ids) - 1 : -1].topk(BEST)
-    assert best.indices[:, 0].tolist() == text[len(ids) :], "one pass and cached generation differ"
+    margin = (best.values[:, 0] - best.values[:, 1]).min().item()
+    same = best.indices[:, 0].tolist() == text[len(ids) :]
+    assert same or margin < MARGIN, "one pass and cached generation differ"
     logprobs = logits.log_softmax(-1)
     return {
         "name": f"len{len(ids)}",
@@ -174,7 +176,7 @@ def of_prompt(model: Any, ids: list[int]) -> dict[str, Any]:
         "greedy_ids": text[len(ids) :],
         "top_ids": best.indices.tolist(),
         "top_logits": [rounded(row) for row in best.values.tolist()],
-        "min_margin": round((best.values[:, 0] - best.values[:, 1]).min().item(), 5),
+        "min_margin": round(margin, 5),
     }
 
 

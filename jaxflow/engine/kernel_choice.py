@@ -65,6 +65,7 @@ def asked_of_kernels(config: EngineConfig, model: ModelConfig) -> dict[str, Any]
         "dtype": config.dtype,
         "kv_dtype": config.kv_cache_dtype,
         "attention_spans": bool(model.span_classes),
+        "attention_sinks": model.attention_sinks,
     }
 
 

@@ -155,6 +155,13 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     config = dataclasses.replace(
         config, dtype=dtype, kv_cache_dtype=KV_DTYPES[config.kv_cache_dtype] or dtype
     )
+    if model.attention_sinks and jnp.dtype(config.kv_cache_dtype).itemsize == 1:
+        raise ConfigError(
+            "kv_cache_dtype",
+            config.kv_cache_dtype,
+            "auto, bfloat16 or float32 for a model with attention sinks, whose layers with a window lose accuracy "
+            "in 8 bits",
+        )
     given = config.max_num_seqs
     seqs = given or (GPU_SEQS if gpu else _cpu_seqs(config, model))
     config = dataclasses.replace(config, max_num_seqs=seqs)

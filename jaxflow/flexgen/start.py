@@ -172,6 +172,12 @@ def make_geometries(offload: OffloadConfig, config: EngineConfig, checkpoint: Ch
         raise ConfigError(
             "kv_cache_dtype", config.kv_cache_dtype, "auto, because the policy's kv_bits apply, 16 or 4"
         )
+    if model.attention_sinks and (policy.host_attention or policy.sparse_values):
+        field = "host_attention" if policy.host_attention else "value_top_k_percent"
+        raise PolicyError(
+            f"{field}={getattr(policy, field)}; accepted is {False if policy.host_attention else 100} for "
+            f"{checkpoint.name}, which has attention sinks"
+        )
     if policy.prompt_tokens + policy.output_tokens > model.max_position:
         tokens = f"{policy.prompt_tokens} + {policy.output_tokens}"
         raise PolicyError(

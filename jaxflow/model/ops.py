@@ -334,6 +334,8 @@ def _attention(c: Context, layer: Layer, w: Weights, kv: KV) -> tuple[KV, dict[s
     settings = {"scale": c.config.scale, "window": layer.window, "soft_cap": c.config.attention_soft_cap}
     if "unified_max" in w:
         settings["unified_max"] = w["unified_max"]
+    if "sink_logits" in w:
+        settings["sink_logits"] = w["sink_logits"]
     settings |= _sms(c)
     if isinstance(k, Quantized) and isinstance(v, Quantized):
         return (k.values, v.values), settings | {"k_scale": k.scale, "v_scale": v.scale}
@@ -462,7 +464,7 @@ def router(c: Context, w: Weights, h: Float[Array, "t D"]) -> Routing:
     `ModelConfig.norm_topk_prob` scales the weights of a token's experts to a sum of 1. A `SigmoidRouter` chooses
     by `jaxflow.model.sigmoid_router`.
     """
-    scores = c.kernels.gemm(h, w["router"], out_dtype=jnp.float32)
+    scores = c.kernels.gemm(h, w["router"], w.get("router_bias"), out_dtype=jnp.float32)
     if c.config.router is not None:
         experts, weights = choose_experts(scores, w["score_bias"], c.config)
         return Routing(experts, weights, _groups(c, experts))
@@ -481,6 +483,7 @@ def expert_up_gate(c: Context, w: Weights, h: Float[Array, "t D"], routing: Rout
     """Return act(gate) · up of each token at each of its experts, in one GEMM over pairs sorted by expert."""
     groups = routing.groups or _groups(c, routing.experts)
     gates = {"activation": c.config.activation, "gate_block": gate_block(c.config.expert_intermediate_size)}
+    gates |= _expert_bias(w.get("expert_up_gate_bias"))
     rows = h[groups.pairs // routing.experts.shape[1]]
     return ExpertRows(c.kernels.grouped_gemm(rows, w["expert_up_gate"], groups, **gates, **_sms(c)), groups)
 
@@ -496,7 +499,8 @@ def expert_down(
     if not isinstance(a, ExpertRows):
         groups = routing.groups or _groups(c, routing.experts)
         a = ExpertRows(a.reshape(-1, a.shape[-1])[groups.pairs], groups)
-    y = c.kernels.grouped_gemm(a.rows, w["expert_down"], a.groups, **_sms(c))
+    bias = _expert_bias(_first_shard_only(c, w.get("expert_down_bias")))
+    y = c.kernels.grouped_gemm(a.rows, w["expert_down"], a.groups, **bias, **_sms(c))
     return weighted_sum(y, a.groups.places, routing.weights)
 
 
@@ -516,3 +520,8 @@ def shared_down(
 ) -> Float[Array, "t D"]:
     """Return the sum of the shared experts' output and of the routed experts' output; partial under tensor parallelism."""
     return routed + _gemm(c, w, "shared_down", a, None)
+
+
+def _expert_bias(bias: Array | None) -> dict[str, Array]:
+    """Return the bias of each expert [E, columns] as a keyword argument, if the model has one."""
+    return {} if bias is None else {"bias": bias}

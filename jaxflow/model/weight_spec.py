@@ -28,9 +28,11 @@ TENSOR_PARALLEL_AXIS = {
     "out_proj": 1,
     "down": 1,
     "expert_up_gate": 1,
+    "expert_up_gate_bias": 1,
     "expert_down": 2,
     "shared_up_gate": 0,
     "shared_down": 1,
+    "sink_logits": 0,
     "k_scale": 0,
     "v_scale": 0,
 }

@@ -356,6 +356,8 @@ def _layer(config: ModelConfig, layer: Layer, prefix: str, tp: int, width: int) 
     tree["out_proj"] = _whole("out_proj", names["out"] + ".weight", (d, attention_width), "matrix")
     if config.out_proj_bias:
         tree["out_proj_bias"] = _whole("out_proj_bias", names["out"] + ".bias", (d,), "zero")
+    if config.attention_sinks:
+        tree["sink_logits"] = _whole("sink_logits", names["sinks"], (config.num_heads,), "zero")
     if config.post_norms:
         tree |= _norm("post_attn_norm", names["post_attn_norm"], d, config)
     tree |= _norm("mlp_norm", names["mlp_norm"], d, config)
@@ -401,12 +403,16 @@ def _kv_scale(key: str, name: str, config: ModelConfig, tp: int) -> Leaf:
 
 def _experts(config: ModelConfig, names: Mapping[str, str]) -> dict[str, Leaf]:
     d, width, experts = config.hidden_size, config.expert_intermediate_size, config.num_experts
+    router = {"router": _whole("router", names["router"] + ".weight", (experts, d), "matrix")}
+    if config.router_bias:
+        router["router_bias"] = _whole("router_bias", names["router"] + ".bias", (experts,), "zero")
+    if "all_up_gate" in names:
+        return router | _all_experts(config, names)
 
     def of(expert: int) -> dict[str, str]:
         return {role: names[f"expert_{role}"].format(expert) for role in ("gate", "up", "down")}
 
-    tree = {
-        "router": _whole("router", names["router"] + ".weight", (experts, d), "matrix"),
+    tree = router | {
         "expert_up_gate": _per_expert(
             "expert_up_gate", lambda e: _up_gate(of(e), width, config.gated_mlp, ".weight", d), experts
         ),
@@ -421,4 +427,35 @@ def _experts(config: ModelConfig, names: Mapping[str, str]) -> dict[str, Leaf]:
         up_gate = _up_gate(of_shared, shared, config.gated_mlp, ".weight", d)
         tree["shared_up_gate"] = dataclasses.replace(up_gate, key="shared_up_gate")
         tree["shared_down"] = _whole("shared_down", of_shared["down"] + ".weight", (d, shared), "matrix")
+    return tree
+
+
+def _all_experts(config: ModelConfig, names: Mapping[str, str]) -> dict[str, Leaf]:
+    """Return the leaves of experts whose tensors hold all experts, as gpt-oss has them.
+
+    A tensor of weights is [E, in, out]. Its gates and ups alternate by column.
+    """
+    d, width, e = config.hidden_size, config.expert_intermediate_size, config.num_experts
+    block = gate_block(width)
+    fused = (e, width // block, 2, block)  # a row of the leaf: its block, gate or up, its place in the block
+    up_gate = Piece(
+        names["all_up_gate"],
+        (e, d, 2 * width),
+        (e, d, width // block, block, 2),
+        lambda out: out.reshape(*fused, d).transpose(0, 4, 1, 3, 2),
+    )
+    down = Piece(names["all_down"], (e, width, d), (e, width, d), lambda out: out.swapaxes(1, 2))
+    tree = {
+        "expert_up_gate": Leaf("expert_up_gate", (e, 2 * width, d), (up_gate,), "matrix"),
+        "expert_down": Leaf("expert_down", (e, d, width), (down,), "matrix"),
+    }
+    if config.expert_bias:
+        bias = Piece(
+            names["all_up_gate"] + "_bias",
+            (e, 2 * width),
+            (e, width // block, block, 2),
+            lambda out: out.reshape(fused).swapaxes(2, 3),
+        )
+        tree["expert_up_gate_bias"] = Leaf("expert_up_gate_bias", (e, 2 * width), (bias,), "zero")
+        tree["expert_down_bias"] = _whole("expert_down_bias", names["all_down"] + "_bias", (e, d), "zero")
     return tree

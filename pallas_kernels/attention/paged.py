@@ -11,6 +11,7 @@ PAGE = 64  # tokens in a page
 LONGEST = 2**30  # longer spans count as this one, so that sums with positions fit in int32
 LOWEST = -1e30  # start of a running maximum: finite, because -inf minus a masked score's -inf is NaN
 LEAST = 1e-30  # lower bound of a divisor: a row with only -inf scores gets the output 0 and not NaN
+_MOST_OVER = 100.0  # an attention sink counts as at most so many powers of two above a row's maximum
 
 
 def check_pages(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, kinds: tuple, groups: int = 1) -> None:
@@ -78,6 +79,24 @@ def check_unified_max(unified_max: jax.Array | None) -> None:
 def flat(pages: jax.Array) -> jax.Array:
     """Return [P, K, S, H] as rows [P * K * S, H]; page p and head k start at row (p * K + k) * S."""
     return pages.reshape(-1, pages.shape[-1])
+
+
+def check_sink_logits(sink_logits, heads: int, cache) -> None:
+    """Raise ValueError for sink logits that are not [N], and for those beside a cache of 8 bits."""
+    if sink_logits is None:
+        return
+    if sink_logits.shape != (heads,):
+        raise ValueError(f"sink_logits {list(sink_logits.shape)}: accepted is [{heads}], one a query head")
+    if cache.dtype != jnp.bfloat16:
+        raise ValueError(f"sink_logits with a cache of {cache.dtype}: accepted is bfloat16")
+
+
+def sink_term(logit, top):
+    """Return the term of an attention sink in a sum of weights relative to `top`, both in powers of two.
+
+    The exponent is bounded. A sink so far above all scores leaves an output of 0 in float32 either way.
+    """
+    return jnp.exp2(jnp.minimum(logit - top, _MOST_OVER))
 
 
 def capped(score, scale: float, soft_cap: float | None):

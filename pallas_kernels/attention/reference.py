@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
+_MOST_OVER = 80.0  # e^80 times a weight of 1 is finite
 LOWEST = -1e30  # finite stand-in for -inf, because inf - inf is NaN
 _KEYS_PER_BLOCK = 256  # keys in one step of the online softmax
 _SLICED = 8  # so few pages are read by slices: XLA's gather on a CPU computes an address for every number
@@ -23,6 +24,15 @@ def online_softmax(scores, valid, v, state):
     keep = jnp.exp(top - new_top)
     out = out * keep[..., None] + jnp.einsum("...gs,...sh->...gh", weight, v)
     return new_top, total * keep + weight.sum(-1), out
+
+
+def add_sink_logits(total, top, sink_logits):
+    """Return the softmax's denominator [..., rows] with the term of each row's attention sink.
+
+    top: the maximum of each row's scores, which `total` is relative to. The exponent is bounded: the output of
+    a row whose sink is so far above its scores is 0 in float32 either way.
+    """
+    return total + jnp.exp(jnp.minimum(sink_logits.astype(jnp.float32) - top, _MOST_OVER))
 
 
 def cap_scores(scores, soft_cap):

@@ -8,6 +8,9 @@ from pallas_kernels.gemm.int4.reference import dequantize_int4
 from pallas_kernels.pointwise.quantize.reference import dequantize, quantize_blocks
 from pallas_kernels.quantized import Int4, Quantized
 
+CLAMPED_SWIGLU = "clamped_swiglu"  # needs gates and ups
+_LIMIT, _ALPHA = 7.0, 1.702
+
 
 def gemm(
     x: Float[Array, "M K"] | Quantized,
@@ -24,7 +27,7 @@ def gemm(
     """Return act(x @ w.T + bias) + residual, summed in float32.
 
     Args:
-      activation: silu, gelu_tanh, relu or None.
+      activation: silu, gelu_tanh, relu or None; with gates also clamped_swiglu.
       gate_block: columns are alternating blocks of `gate_block` gates and as many ups; the result is
         act(gate) · up with N / 2 columns.
       quantize: return e4m3 with a scale for every 128 columns of a row.
@@ -91,9 +94,17 @@ def finish(
 
 
 def gate_mul(y: Float[Array, "M F2"], block: int, activation: str | None) -> Float[Array, "M F"]:
-    """Return act(gate) · up for columns in alternating blocks of `block` gates and `block` ups."""
+    """Return act(gate) · up for columns in alternating blocks of `block` gates and `block` ups.
+
+    `clamped_swiglu`, of gpt-oss, is g · sigmoid(1.702 · g) · (u + 1) of the gate g, at most 7, and of the up u
+    from -7 to 7.
+    """
     pair = y.reshape(y.shape[0], -1, 2, block)
-    return (activate(pair[:, :, 0], activation) * pair[:, :, 1]).reshape(y.shape[0], -1)
+    gate, up = pair[:, :, 0], pair[:, :, 1]
+    if activation == CLAMPED_SWIGLU:
+        gate, up = jnp.minimum(gate, _LIMIT), jnp.clip(up, -_LIMIT, _LIMIT)
+        return (gate * lax.logistic(_ALPHA * gate) * (up + 1.0)).reshape(y.shape[0], -1)
+    return (activate(gate, activation) * up).reshape(y.shape[0], -1)
 
 
 def activate(x: Float[Array, "*M"], activation: str | None) -> Float[Array, "*M"]:

@@ -52,6 +52,7 @@ def of(model: str, platform: str, capability: str, **changes) -> KernelSet:
         "page_size": 64,
         "dtype": "bfloat16",
         "kv_dtype": "bfloat16",
+        "attention_sinks": config.attention_sinks,
     }
     return kernel_set_for(platform, capability, **(settings | changes))
 
@@ -110,6 +111,16 @@ def test_the_kernels_take_what_the_family_gives_them(model):
         for quantize in (False, True):
             norm = functools.partial(kernels.add_norm, eps=1e-5, quantize=quantize)
             assert jax.eval_shape(norm, x, x, array("bfloat16", d), *bias)[0].shape == (16, d)
+
+
+def test_attention_with_sinks_runs_on_mosaic_over_a_bfloat16_cache():
+    kernels, wide = functools.partial(of, "gpt-oss-20b"), {"add_norm": "reference"}  # rows of 2,880
+    assert places(kernels("gpu", "9.0")) == MOSAIC | wide
+    for kv_dtype in (E4M3, "int8"):
+        found = kernels("gpu", "9.0", kv_dtype=kv_dtype)
+        assert places(found) == MOSAIC | wide | dict.fromkeys(PAGED[1:], "reference")
+        assert Fallback("decode_attention", "attention_sinks", True, "a cache of bfloat16") in found.fallbacks
+    assert places(kernels("gpu", "8.0")) == REFERENCES
 
 
 def test_an_int8_cache_runs_on_mosaic_but_for_odd_heads_and_wide_ones():

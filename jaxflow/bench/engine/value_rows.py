@@ -81,12 +81,15 @@ def _chunk_attention(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    sink_logits: jax.Array | None = None,
     **_: Any,
 ) -> jax.Array:
     """Run chunk attention over a 16-bit or wider cache, where every query attends to few V rows.
 
     Arguments and result: see `pallas_kernels.attention.chunk.reference`.
     """
+    if sink_logits is not None:
+        raise ConfigError("model", "a model with attention sinks", "a model without them")
     most = top_count(percent, page_table.shape[1] * k_pages.shape[2])
 
     def one_query(token: jax.Array, position: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:

@@ -14,6 +14,7 @@ from jaxflow.model.architectures.hf_keys import Keys
 from jaxflow.model.architectures.hf_mixture import sigmoid_mixture
 
 _PART = "partial_rotary_factor"
+CLAMPED_SWIGLU = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}
 MAX_LAYERS = 4096  # protects against a corrupt config with a billion layers
 
 
@@ -32,17 +33,23 @@ class _Family:
     gemma: bool = False  # norms scaled by 1 + w, norms after each block, scaled embeddings
     mixed_windows: bool = False  # `layer_types` may mix windows and full attention
     rotary_part: float = 1.0  # default of partial_rotary_factor
+    attention_bias: bool | None = None  # default of this key; None: the family has no such key
+    rope: Mapping[str, Any] | None = None  # default of `rope_parameters`
 
 
 _FAMILIES = {
-    "llama": _Family("LlamaForCausalLM", kv_heads_default=True),
+    "llama": _Family("LlamaForCausalLM", kv_heads_default=True, attention_bias=False),
     "mistral": _Family("MistralForCausalLM"),
     "mixtral": _Family("MixtralForCausalLM", rms_norm_eps=1e-5, rope_theta=1e6),
     "qwen2": _Family("Qwen2ForCausalLM", qkv_bias=True, mixed_windows=True),
-    "qwen3": _Family("Qwen3ForCausalLM", head_dim=128, qk_norm=True, mixed_windows=True),
-    "qwen3_moe": _Family("Qwen3MoeForCausalLM", qk_norm=True),
-    "glm4_moe": _Family("Glm4MoeForCausalLM", rms_norm_eps=1e-5, rotary_part=0.5),
-    "gemma2": _Family("Gemma2ForCausalLM", head_dim=256, tied=True, gemma=True, mixed_windows=True),
+    "qwen3": _Family(
+        "Qwen3ForCausalLM", head_dim=128, qk_norm=True, mixed_windows=True, attention_bias=False
+    ),
+    "qwen3_moe": _Family("Qwen3MoeForCausalLM", qk_norm=True, attention_bias=False),
+    "glm4_moe": _Family("Glm4MoeForCausalLM", rms_norm_eps=1e-5, rotary_part=0.5, attention_bias=False),
+    "gemma2": _Family(
+        "Gemma2ForCausalLM", head_dim=256, tied=True, gemma=True, mixed_windows=True, attention_bias=False
+    ),
     "gemma3_text": _Family(
         "Gemma3ForCausalLM",
         head_dim=256,
@@ -51,6 +58,23 @@ _FAMILIES = {
         gemma=True,
         qk_norm=True,
         mixed_windows=True,
+        attention_bias=False,
+    ),
+    "gpt_oss": _Family(
+        "GptOssForCausalLM",
+        head_dim=64,
+        rms_norm_eps=1e-5,
+        rope_theta=150_000.0,
+        mixed_windows=True,
+        attention_bias=True,
+        rope={
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
     ),
     "opt": _Family("OPTForCausalLM", tied=True),
 }
@@ -104,7 +128,7 @@ def _rotary(keys: Keys, model_type: str, family: _Family) -> ModelConfig:
         experts, moe = sigmoid_mixture(keys, num_layers, experts_per_token=8, dense_layers=1)
     else:
         experts = _expert_layers(keys, model_type, num_layers)
-    if model_type == "mixtral":
+    if model_type in ("mixtral", "gpt_oss"):
         moe = {
             "num_experts": keys.integer("num_local_experts"),
             "expert_intermediate_size": keys.integer("intermediate_size"),
@@ -123,11 +147,10 @@ def _rotary(keys: Keys, model_type: str, family: _Family) -> ModelConfig:
                 moe["experts_per_token"],
                 f"at most {moe['num_experts']}, the number of experts",
             )
-    attention_bias = (
-        keys.flag("attention_bias", False)
-        if model_type in ("llama", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "glm4_moe")
-        else False
-    )
+    if model_type == "gpt_oss":
+        moe |= _gpt_oss(keys, moe["experts_per_token"])
+    default_bias = family.attention_bias
+    attention_bias = False if default_bias is None else keys.flag("attention_bias", default_bias)
     gemma: dict[str, Any] = {}
     if family.gemma:
         soft_caps = (50.0, 30.0) if model_type == "gemma2" else (None, None)
@@ -156,11 +179,11 @@ def _rotary(keys: Keys, model_type: str, family: _Family) -> ModelConfig:
         num_kv_heads=keys.integer("num_key_value_heads", heads if family.kv_heads_default else None),
         head_dim=keys.integer("head_dim", head_dim),
         intermediate_size=keys.integer("intermediate_size")
-        if model_type != "mixtral"
+        if model_type not in ("mixtral", "gpt_oss")
         else moe["expert_intermediate_size"],
         layers=tuple(Layer(*layer) for layer in zip(windows, ropes, experts, strict=True)),
         max_position=keys.integer("max_position_embeddings"),
-        activation=_activation(keys, "hidden_activation" if family.gemma else "hidden_act"),
+        activation=_gated_activation(keys, model_type, family),
         norm_eps=keys.number("rms_norm_eps", family.rms_norm_eps),
         qkv_bias=family.qkv_bias or attention_bias,
         out_proj_bias=attention_bias and model_type != "glm4_moe",
@@ -171,6 +194,29 @@ def _rotary(keys: Keys, model_type: str, family: _Family) -> ModelConfig:
         **moe,
         **gemma,
     )
+
+
+def _gpt_oss(keys: Keys, experts_per_token: int) -> dict[str, Any]:
+    """Return what only gpt-oss has: attention sinks, and biases of the router and the experts."""
+    again = keys.integer("experts_per_token", experts_per_token)  # the published files have both keys
+    if again != experts_per_token:
+        raise ConfigError("experts_per_token", again, f"the same as num_experts_per_tok={experts_per_token}")
+    for key, published in CLAMPED_SWIGLU.items():
+        value = keys.number(key, published)
+        if value != published:
+            raise ConfigError(key, value, f"{published}, as in the published models")
+    keys.take("initial_context_length")  # the rope settings say what of this has an effect
+    return {"attention_sinks": True, "router_bias": True, "expert_bias": True}
+
+
+def _gated_activation(keys: Keys, model_type: str, family: _Family) -> Activation:
+    """Return the activation of an MLP with gates. gpt-oss calls its clamped SwiGLU `silu`."""
+    activation = _activation(keys, "hidden_activation" if family.gemma else "hidden_act")
+    if model_type != "gpt_oss":
+        return activation
+    if activation != "silu":
+        raise ConfigError("hidden_act", activation, "silu for model_type 'gpt_oss'")
+    return "clamped_swiglu"
 
 
 def _opt(keys: Keys, family: _Family) -> ModelConfig:
@@ -264,6 +310,9 @@ def _windows(keys: Keys, model_type: str, family: _Family, num_layers: int) -> t
         first = keys.integer("max_window_layers", 28, least=0)
         from_layer = 0 if model_type == "qwen3_moe" else first  # qwen3_moe ignores max_window_layers
         sliding = [window is not None and layer >= from_layer for layer in range(num_layers)]
+    elif model_type == "gpt_oss":
+        window = keys.take("sliding_window", 128)
+        sliding = [layer % 2 == 0 for layer in range(num_layers)]
     elif family.gemma:
         window = keys.integer("sliding_window", 4096)
         again = keys.integer("sliding_window_size", window)  # some Gemma 2 files have both keys
@@ -316,7 +365,7 @@ def _layer_ropes(
     if newer is not None and older is not None and newer != older:
         raise ConfigError("rope_scaling", older, "absent where rope_parameters is given")
     field = "rope_scaling" if newer is None else "rope_parameters"
-    settings = newer if newer is not None else older if older is not None else {}
+    settings = newer if newer is not None else older if older is not None else family.rope or {}
     if model_type != "gemma3_text":
         part = 1.0
         if family.rotary_part != 1.0:
@@ -414,7 +463,7 @@ def _rotary_part(older: Any, newer: Any, default: float) -> float:
 
 def _expert_layers(keys: Keys, model_type: str, num_layers: int) -> tuple[bool, ...]:
     if model_type != "qwen3_moe":
-        return (model_type == "mixtral",) * num_layers
+        return (model_type in ("mixtral", "gpt_oss"),) * num_layers
     step, dense = keys.integer("decoder_sparse_step", 1), keys.take("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(
         isinstance(layer, int) and 0 <= layer < num_layers for layer in dense

@@ -1,6 +1,7 @@
 """Checks of a checkpoint's `quantization_config`.
 
-Two kinds are accepted: `float-quantized` of compressed-tensors, and `fp8`. Their weights are e4m3 with a scale
+gpt-oss may have experts in `mxfp4`. All families may have two kinds of 8 bits: `float-quantized` of
+compressed-tensors, and `fp8`. Their weights are e4m3 with a scale
 a matrix or an output channel. JaxFlow quantizes activations at run time, with a scale a token or 128 columns.
 These scales are at least as fine as those of any checkpoint, so `input_scale` is not needed. The dtypes of the
 tensors decide which matrices stay in 16 bits.
@@ -13,6 +14,33 @@ from jaxflow.config import ConfigError
 from jaxflow.model.architectures.hf_keys import Keys
 
 _WHERE = "quantization_config."
+
+
+def stored_format(config: Mapping[str, Any], architecture: str) -> str:
+    """Return what a `quantization_config` describes: `fp8`, or `mxfp4` experts.
+
+    architecture: Hugging Face's model_type.
+
+    Raises:
+      ConfigError: any other scheme. The error names the field.
+    """
+    keys = Keys(config, _WHERE)
+    if architecture != "gpt_oss":
+        check_fp8(config)
+        return "fp8"
+    method = keys.take("quant_method")
+    if method != "mxfp4":
+        raise ConfigError(
+            f"{_WHERE}quant_method",
+            method,
+            "mxfp4 for gpt_oss, or no quantization_config with experts in 16 bits",
+        )
+    kept = keys.take("modules_to_not_convert")
+    if isinstance(kept, list) and any("experts" in str(name) for name in kept):
+        raise ConfigError(f"{_WHERE}modules_to_not_convert", kept, "modules other than the experts")
+    _one_of(keys, "dequantize", None, False)
+    keys.finish((), {})
+    return "mxfp4"
 
 
 def check_fp8(config: Mapping[str, Any]) -> None:

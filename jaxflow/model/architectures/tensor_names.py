@@ -14,7 +14,10 @@ def model_names(config: ModelConfig) -> Mapping[str, str]:
 
 
 def layer_names(config: ModelConfig) -> Mapping[str, str]:
-    """Return the names within a layer, without `.weight` or `.bias`. {} is the number of an expert."""
+    """Return the names within a layer, without `.weight` or `.bias`. {} is the number of an expert.
+
+    The names of arrays that hold all experts, `all_…`, and of sinks are complete.
+    """
     if config.architecture == "opt":
         return _OPT_LAYER
     names = dict(_LAYER)
@@ -30,6 +33,13 @@ def layer_names(config: ModelConfig) -> Mapping[str, str]:
             "expert_gate": "block_sparse_moe.experts.{}.w1",
             "expert_up": "block_sparse_moe.experts.{}.w3",
             "expert_down": "block_sparse_moe.experts.{}.w2",
+        }
+    if config.architecture == "gpt_oss":
+        names |= {
+            "sinks": "self_attn.sinks",
+            "router": "mlp.router",
+            "all_up_gate": "mlp.experts.gate_up_proj",
+            "all_down": "mlp.experts.down_proj",
         }
     return names
 

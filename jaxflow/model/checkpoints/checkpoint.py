@@ -28,10 +28,11 @@ from tqdm import tqdm
 from jaxflow.cli.exit_status import exit_status
 from jaxflow.config import ConfigError, ModelConfig
 from jaxflow.model.architectures.hf_config import model_config_from_hf
-from jaxflow.model.architectures.hf_quantization import check_fp8
+from jaxflow.model.architectures.hf_quantization import stored_format
 from jaxflow.model.architectures.tensor_names import model_names
 from jaxflow.model.checkpoints import orbax_file
 from jaxflow.model.checkpoints.gguf_file import GgufFile, write_metadata_only
+from jaxflow.model.checkpoints.mxfp4 import Mxfp4Tensors
 from jaxflow.model.checkpoints.safetensors_file import Fp8Tensors, SafetensorsFolder
 from jaxflow.model.checkpoints.source import (
     CheckpointError,
@@ -277,7 +278,7 @@ def open_checkpoint(model: str, *, load_format: str = "auto") -> Checkpoint:
             raise CheckpointError(
                 f"{model}: a shipped config has no weights; load_format=dummy makes random weights"
             )
-        opened = _from_config(CONFIGS / f"{model}.json", model)
+        opened, _ = _from_config(CONFIGS / f"{model}.json", model)
     elif _HUB_ID.fullmatch(model):
         opened = _open_folder(download(model, weights=not dummy), model, dummy)
     else:
@@ -314,7 +315,7 @@ def _open_file(path: Path, dummy: bool) -> Checkpoint:
         file = GgufFile(path)
         return _checkpoint(path.stem, file.config, path, file.generation_config, file)
     if path.suffix == ".json" and dummy:
-        return _from_config(path, path.resolve().parent.name)
+        return _from_config(path, path.resolve().parent.name)[0]
     if path.suffix == ".json":
         raise CheckpointError(
             f"{path}: a config has no weights; give its folder, or load_format=dummy for random weights"
@@ -337,24 +338,24 @@ def _open_folder(folder: Path, name: str, dummy: bool) -> Checkpoint:
         inside = sorted(path.name for path in folder.glob("*.gguf"))
         hint = f"; for a GGUF file give its path, as {folder / inside[0]}" if inside else ""
         raise CheckpointError(f"{folder}: config.json is missing{hint}")
-    opened = _from_config(folder / "config.json", name)
+    opened, stored = _from_config(folder / "config.json", name)
     if dummy:
         return opened
-    is_fp8 = opened.quantization is not None
-    source = SafetensorsFolder(folder, e4m3=is_fp8)
-    return dataclasses.replace(opened, source=Fp8Tensors(source) if is_fp8 else source)
+    source = SafetensorsFolder(folder, e4m3=stored == "fp8", unsigned=stored == "mxfp4")
+    made = {"fp8": Fp8Tensors, "mxfp4": Mxfp4Tensors}
+    return dataclasses.replace(opened, source=source if stored is None else made[stored](source))
 
 
-def _from_config(path: Path, name: str) -> Checkpoint:
+def _from_config(path: Path, name: str) -> tuple[Checkpoint, str | None]:
+    """Return the checkpoint of a config without its weights, and the format of quantized weights."""
     keys = read_json(path)
     scheme = keys.pop("quantization_config", None) or keys.pop("compression_config", None)
-    if scheme is not None:
-        check_fp8(scheme)
     config = model_config_from_hf(keys)
+    stored = None if scheme is None else stored_format(scheme, config.architecture)
     generation = path.with_name("generation_config.json")
     settings = generation_settings(generation, read_json(generation)) if generation.exists() else {}
     opened = _checkpoint(name, config, _tokenizer(path.parent), settings, None)
-    return dataclasses.replace(opened, quantization=None if scheme is None else "fp8")
+    return dataclasses.replace(opened, quantization="fp8" if stored == "fp8" else None), stored
 
 
 def _tokenizer(folder: Path) -> Path | None:

@@ -15,6 +15,7 @@ from jaxflow.model.checkpoints.source import CheckpointError, read_json
 INDEX = "model.safetensors.index.json"
 _DTYPES = {"F32": np.float32, "BF16": jnp.bfloat16, "F16": np.float16, "F64": np.float64}
 _E4M3 = {"F8_E4M3": jnp.float8_e4m3fn}  # needs a scale tensor
+_BYTES = {"U8": np.uint8}  # of MXFP4
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _SCALES = (
     ".weight_scale",
@@ -32,19 +33,20 @@ class SafetensorsFolder:
     """Tensors by name, read one at a time from memory-mapped files.
 
     Args:
-      e4m3: accept tensors of dtype e4m3.
+      e4m3: accept tensors of dtype e4m3. unsigned: accept tensors of bytes.
 
     Raises:
       CheckpointError: no weights or only pickled weights, a damaged or missing file, an index that points
         outside the folder, or a dtype that is not supported.
     """
 
-    def __init__(self, folder: Path, *, e4m3: bool = False):
+    def __init__(self, folder: Path, *, e4m3: bool = False, unsigned: bool = False):
         self.path = folder
+        dtypes = _DTYPES | (_E4M3 if e4m3 else {}) | (_BYTES if unsigned else {})
         names, index = _files(folder)
         views: dict[str, np.ndarray] = {}
         for file_name in names:
-            for name, view in _views(folder / file_name, _DTYPES | _E4M3 if e4m3 else _DTYPES).items():
+            for name, view in _views(folder / file_name, dtypes).items():
                 if index.get(name, file_name) != file_name:
                     continue
                 if name in views:

@@ -25,12 +25,13 @@ from pallas_kernels.attention.paged import (
     PAGE,
     check_pages,
     check_scales,
+    check_sink_logits,
     check_spans,
     check_unified_max,
     flat,
 )
 from pallas_kernels.attention.tiles import ChunkTile, chunk_tile, int8_chunk_tile
-from pallas_kernels.hopper.layouts import LANE, pad_rows, swizzled
+from pallas_kernels.hopper.layouts import LANE, LOG2E, pad_rows, swizzled
 from pallas_kernels.hopper.limits import sms_of
 
 
@@ -49,6 +50,7 @@ def chunk_attention(
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
     unified_max: jax.Array | None = None,
+    sink_logits: jax.Array | None = None,
     sms: int | None = None,
     tile: ChunkTile | None = None,
     work: ChunkWork | None = None,
@@ -76,6 +78,7 @@ def chunk_attention(
         with a row whose sum of weights is outside exp(±bound) runs again with the running maximum. None:
         the maximum of a row's first block replaces φ. An e4m3 cache always uses the running maximum,
         because e4m3 weights have no room for another.
+      sink_logits: as for `decode_attention`.
       sms: CTAs of the persistent grid, which is the number of SMs that the kernel may occupy, 1 to 132;
         None: all.
       work: `list_chunk_work(...)` for the same chunks, T, heads and window, if layers share one list.
@@ -99,6 +102,7 @@ def chunk_attention(
             f"page_table {list(page_table.shape)}, chunks {list(chunks.shape)}: accepted are {accepted} and [C, 4]"
         )
     check_spans(spans, sinks, window, t, kv)
+    check_sink_logits(sink_logits, n, k_pages)
     sms = sms_of(sms)
     tile = tile or (int8_chunk_tile(h) if int8 else chunk_tile(h, k_pages.dtype.itemsize))
     work = chunk_work(chunks, t, tile, window, spans, sinks) if work is None else work
@@ -114,6 +118,7 @@ def chunk_attention(
         interpret=interpret is not None,
         spans=spans is not None,
         sinks=sinks,
+        sink_logits=sink_logits is not None,
     )
     rounds = -(-work.tiles.shape[0] * (rows.group if rows.spans else n) // sms)
     one = np.ones((kv,), np.float32)  # a constant of the program; jnp.ones would run a kernel
@@ -122,6 +127,7 @@ def chunk_attention(
     if spans is not None:  # for the rows of every tile, which can reach past the last token
         of_rows = [jnp.broadcast_to(jnp.clip(spans, 1, LONGEST).astype(jnp.int32), (t, kv)).T]
         of_rows = [jnp.pad(of_rows[0], ((0, 0), (0, tile.rows)))]
+    of_heads = [] if sink_logits is None else [sink_logits.astype(jnp.float32) * LOG2E]
     scalars = [
         default if x is None else x.reshape(-1, PAGE) if x.ndim == 3 else x.astype(jnp.float32)
         for x, default in scalars
@@ -142,7 +148,9 @@ def chunk_attention(
     )
     table = page_table.astype(jnp.int32).reshape(-1, page_table.shape[-1])
     tables = table, work.tiles, work.count, work.gaps
-    return kernel(pad_rows(q), flat(k_pages), flat(v_pages), *tables, *scalars, *of_rows).reshape(t, n, h)
+    return kernel(pad_rows(q), flat(k_pages), flat(v_pages), *tables, *scalars, *of_rows, *of_heads).reshape(
+        t, n, h
+    )
 
 
 def list_chunk_work(
@@ -202,7 +210,7 @@ def _attend(
     q_ref, k_ref, v_ref, table_ref, tiles_ref, count_ref, gaps_ref, k_scale_ref, v_scale_ref, unified_ref, *last,
     sms, kv, held, rows, **scratch,
 ):  # fmt: skip
-    *spans_ref, o_ref = last
+    *more_refs, o_ref = last
     cta, wg = lax.axis_index("cta"), lax.axis_index("wg")
     n = rows.group if rows.spans else kv * rows.group  # query heads of an entry of the tiles
     items = count_ref[0] * n
@@ -265,7 +273,7 @@ def _attend(
     @pl.when(wg < 2)
     def _compute():
         plgpu.set_max_registers(232, action="increase")
-        scales = k_scale_ref, v_scale_ref, unified_ref, *spans_ref
+        scales = k_scale_ref, v_scale_ref, unified_ref, *more_refs
 
         def visit(carry, i, head, first, begin, end, _, position, block, block_end, *spanned, running):
             place = (first + wg * HALF, begin - wg * HALF, end - wg * HALF)

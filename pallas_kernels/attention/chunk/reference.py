@@ -6,6 +6,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from pallas_kernels.attention.reference import (
     LOWEST,
+    add_sink_logits,
     block_at,
     cap_scores,
     first_keys,
@@ -32,6 +33,7 @@ def chunk_attention(
     k_scale: Float[Array, "..."] | None = None,
     v_scale: Float[Array, "..."] | None = None,
     unified_max: Float[Array, " 2"] | None = None,
+    sink_logits: Float[Array, " N"] | None = None,
     sms: int | None = None,
     work: object = None,
 ) -> Float[Array, "T N H"]:
@@ -85,7 +87,9 @@ def chunk_attention(
         lead = (kv, g * tile)
         state = (jnp.full(lead, LOWEST), jnp.zeros(lead), jnp.zeros((*lead, h)))
         last = jnp.minimum((position + tile - 1) // block + 1, table.shape[-1] // per_block)
-        _, total, out = lax.fori_loop(skipped, last, step, state)
+        top, total, out = lax.fori_loop(skipped, last, step, state)
+        if sink_logits is not None:
+            total = add_sink_logits(total, top, jnp.repeat(sink_logits.reshape(kv, g), tile, axis=1))
         out = out / jnp.maximum(total, 1e-30)[..., None]
         return out.reshape(kv, g, tile, h).transpose(2, 0, 1, 3).reshape(tile, n, h).astype(q.dtype)
 

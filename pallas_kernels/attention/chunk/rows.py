@@ -26,7 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention.chunk.registers import as_operand, mark, rescaled
 from pallas_kernels.attention.chunk.work_list import block_of
-from pallas_kernels.attention.paged import LEAST, LOWEST, PAGE, blank, blank_8, capped
+from pallas_kernels.attention.paged import LEAST, LOWEST, PAGE, blank, blank_8, capped, sink_term
 from pallas_kernels.attention.tiles import ChunkTile
 from pallas_kernels.hopper.layouts import LOG2E
 
@@ -45,7 +45,8 @@ class Rows:
 
     e4m3: the cache is e4m3. int8: the cache is int8, and the rows see bfloat16. unified_max: the maximum is
     φ instead of the first block's. spans: each tile has the span of its KV head instead of the window.
-    sinks: the first keys that every row sees besides its span.
+    sinks: the first keys that every row sees besides its span. sink_logits: each query head has an attention
+    sink.
     """
 
     group: int
@@ -59,6 +60,7 @@ class Rows:
     interpret: bool
     spans: bool = False
     sinks: int = 0
+    sink_logits: bool = False
 
 
 def attend_rows(r: Rows, m: dict, scales, wg, round_, head, at, place, carry, running):
@@ -72,7 +74,7 @@ def attend_rows(r: Rows, m: dict, scales, wg, round_, head, at, place, carry, ru
     (position, block, block_end, *spanned), (done, step) = at, carry
     skipped = spanned[0] if r.spans else 0
     keys, stages, queries = r.tile.keys, jnp.int32(r.tile.stages), lax.rem(done, jnp.int32(r.tile.queries))
-    k_scale_ref, v_scale_ref, unified_ref, *spans_ref = scales
+    k_scale_ref, v_scale_ref, unified_ref, *more_refs = scales  # the spans, then the logits of sinks
     kv_head = lax.div(head, jnp.int32(r.group))
     base = position + wg * HALF  # position of this warpgroup's first row
     h = m["q_s"].shape[-1]
@@ -92,7 +94,7 @@ def attend_rows(r: Rows, m: dict, scales, wg, round_, head, at, place, carry, ru
     def soften(scores, i, state, masked, update):
         seen, first_key = None, block_of(i, skipped, r.sinks, keys) * keys
         if masked and r.spans:  # read again in each of the few masked blocks, to save registers in the others
-            own = spans_ref[0].at[kv_head, pl.ds(place[0], HALF)]
+            own = more_refs[0].at[kv_head, pl.ds(place[0], HALF)]
             span = plgpu.load(own, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
             seen = _in_span(base, first_key, keys, span, r.sinks)
         elif masked:
@@ -156,7 +158,7 @@ def attend_rows(r: Rows, m: dict, scales, wg, round_, head, at, place, carry, ru
     if r.spans:
         loop = lax.fori_loop(block + 1, seen_from, functools.partial(attend, masked=True), loop)
     loop = lax.fori_loop(seen_from, whole, functools.partial(attend, masked=False), loop)
-    (_, total), out, weights, step = lax.fori_loop(
+    (top, total), out, weights, step = lax.fori_loop(
         whole, block_end, functools.partial(attend, masked=True), loop
     )
     if not r.e4m3:
@@ -184,6 +186,8 @@ def attend_rows(r: Rows, m: dict, scales, wg, round_, head, at, place, carry, ru
             m["again"].at[wg, pl.ds(lax.rem(round_, jnp.int32(MARKS)), 1)],
             r.interpret,
         )
+    if r.sink_logits:
+        total = total + sink_term(more_refs[-1][head], top)
     total = (v_scale_ref[kv_head] if r.e4m3 else 1.0) / jnp.maximum(total, LEAST)
     return out * lax.broadcast_in_dim(total, out.shape, [0]), (done + 1, step + 1)
 

@@ -19,9 +19,16 @@ from pallas_kernels.attention.decode.join import join_afterwards
 from pallas_kernels.attention.decode.kernel import attend
 from pallas_kernels.attention.decode.variant import Form, scratch
 from pallas_kernels.attention.decode.work_list import DecodeWork, decode_work
-from pallas_kernels.attention.paged import check_pages, check_scales, check_spans, check_unified_max, flat
+from pallas_kernels.attention.paged import (
+    check_pages,
+    check_scales,
+    check_sink_logits,
+    check_spans,
+    check_unified_max,
+    flat,
+)
 from pallas_kernels.attention.tiles import DecodeTile, decode_tile, wgmma_columns
-from pallas_kernels.hopper.layouts import LANE, pad_rows
+from pallas_kernels.hopper.layouts import LANE, LOG2E, pad_rows
 from pallas_kernels.hopper.limits import sms_of
 
 
@@ -40,6 +47,7 @@ def decode_attention(
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
     unified_max: jax.Array | None = None,
+    sink_logits: jax.Array | None = None,
     sms: int | None = None,
     tile: DecodeTile | None = None,
     work: DecodeWork | None = None,
@@ -69,6 +77,8 @@ def decode_attention(
       unified_max: [2] float32 (phi, bound): rows with all scores within phi ± bound use phi as their
         maximum, other rows their own maximum (FlashDecoding++Next §3; see `softmax`). None: all rows use
         their own maximum. The choice changes only rounding.
+      sink_logits: [N], the logit of each query head's attention sink, which adds its weight to the sum of
+        weights; for a bfloat16 cache.
       sms: CTAs of the persistent grid, which is the number of SMs that the kernel may occupy, 1 to 132;
         None: all.
       work: `list_decode_work(...)` for the same lengths, heads, window and sms, if layers share one list.
@@ -84,6 +94,7 @@ def decode_attention(
     kv = k_pages.shape[1] * groups
     check_pages(q, k_pages, v_pages, (jnp.bfloat16, jnp.float8_e4m3fn, jnp.int8), groups)
     check_spans(spans, sinks, window, b, kv)
+    check_sink_logits(sink_logits, n, k_pages)
     if b > t or (into is not None and (into.shape != q.shape or into.dtype != q.dtype)):
         given = "" if into is None else f", into {into.dtype}{list(into.shape)}"
         raise ValueError(
@@ -103,6 +114,7 @@ def decode_attention(
         group=group, kv=kv, h=h, cols=wgmma_columns(group, e4m3), e4m3=e4m3, int8=int8, tile=tile, scale=scale, window=window,
         soft_cap=soft_cap, unified_max=unified_max is not None, fill=into is None, pdl=pdl, interpret=interpret is not None,
         spans=spans is not None, sinks=sinks, page_heads=k_pages.shape[1],
+        sink_logits=sink_logits is not None,
     )  # fmt: skip
     workers = sms * tile.workers
     work = decode_work(lengths, kv, workers, window, spans, sinks) if work is None else work
@@ -126,6 +138,7 @@ def decode_attention(
         work.enders,
         work.arrived,
         *_numbers(k_pages, groups, k_scale, v_scale, unified_max),
+        *([] if sink_logits is None else [_by_column(sink_logits, form)]),
     )
     parts = (
         jax.ShapeDtypeStruct((workers, 2, h, form.cols), jnp.float32),
@@ -157,6 +170,12 @@ def decode_attention(
             join(*cut)(o)
 
     return pl.run_state(in_place)(into.reshape(t * n, h)).reshape(t, n, h)
+
+
+def _by_column(sink_logits, form: Form) -> jax.Array:
+    """Return the logits in powers of two, float32 [K, cols], with 0 in columns without a query head."""
+    by_head = sink_logits.astype(jnp.float32).reshape(form.kv, form.group) * LOG2E
+    return jnp.pad(by_head, ((0, 0), (0, form.cols - form.group)))
 
 
 def list_decode_work(

@@ -33,6 +33,7 @@ def attend(*refs, form: Form, **shared):
     extra = (
         *(("k_scale", "v_scale") if form.e4m3 or form.int8 else ()),
         *(("unified_max",) if form.unified_max else ()),
+        *(("sink_logits",) if form.sink_logits else ()),
     )
     inputs = (
         "q",
@@ -201,6 +202,8 @@ def _compute_pages(refs, form: Form, w, worker):
             plgpu.barrier_arrive(refs.q_empty.at[w * 2 + q_place])
         seen = None if not looks else peek(refs.arrived, other, (here < pages) & (page == 0) & (other >= 0))
         total = jnp.maximum(across(total, "add"), LEAST)
+        if form.sink_logits:
+            total = softmax.with_sinks(total, top, refs.sink_logits.at[head], page == 0)
         if form.e4m3:
             out = pairs.joined(out, form.interpret) * v_scale
         out = out / lax.broadcast_in_dim(total, out.shape, [1])

@@ -6,6 +6,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from pallas_kernels.attention.reference import (
     LOWEST,
+    add_sink_logits,
     block_at,
     cap_scores,
     first_keys,
@@ -30,6 +31,7 @@ def decode_attention(
     k_scale: Float[Array, "..."] | None = None,
     v_scale: Float[Array, "..."] | None = None,
     unified_max: Float[Array, " 2"] | None = None,
+    sink_logits: Float[Array, " N"] | None = None,
     sms: int | None = None,
     work: object = None,
     into: Float[Array, "T N H"] | None = None,
@@ -47,6 +49,7 @@ def decode_attention(
       spans: [K] or [B, K], instead of a window: the number of last keys that each KV head sees.
       sinks: the number of first keys that every head sees besides its span.
       k_scale, v_scale: scales of the cache's numbers, [K] (one a head) or [P, K, S] (one a token and head).
+      sink_logits: the logit of each query head's attention sink. The softmax's denominator has a term for it.
       unified_max, sms, work: settings of the kernel (`pallas_kernels.attention.decode.api`), which do not
         change the result.
     """
@@ -80,7 +83,9 @@ def decode_attention(
 
     lead = (b, kv, n // kv)
     state = (jnp.full(lead, LOWEST), jnp.zeros(lead), jnp.zeros((*lead, h)))
-    _, total, out = lax.fori_loop(skipped, -(-longest // block), step, state)
+    top, total, out = lax.fori_loop(skipped, -(-longest // block), step, state)
+    if sink_logits is not None:
+        total = add_sink_logits(total, top, sink_logits.reshape(kv, n // kv))
     out = (out / jnp.maximum(total, 1e-30)[..., None]).reshape(b, n, h).astype(q.dtype)
     if into is None:
         return jnp.pad(out, ((0, t - b), (0, 0), (0, 0)))

@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_kernels.attention.paged import LOWEST, PAGE, capped
+from pallas_kernels.attention.paged import LOWEST, PAGE, capped, sink_term
 from pallas_kernels.hopper.layouts import LOG2E
 
 _WGMMA = plgpu.Layout.WGMMA
@@ -63,6 +63,15 @@ def score_range(unified_max, heads: int, cols: int, e4m3: bool) -> Range:
 def start(h, cols):
     """Return the sums of weights by key and the output before the first page."""
     return tuple(plgpu.layout_cast(jnp.zeros((rows, cols), jnp.float32), _WGMMA) for rows in (PAGE, h))
+
+
+def with_sinks(total, top, logits_ref, first):
+    """Return the sums of weights [cols] with the terms of the heads' attention sinks.
+
+    logits_ref: [cols] in powers of two. first: whether this is the pair's first part, which alone has the term.
+    """
+    term = sink_term(plgpu.load(logits_ref, layout=_HEADS, optimized=False), top)
+    return total + jnp.where(first, term, jnp.zeros_like(term))
 
 
 def across_keys(x, op, *, scratch, interpret):

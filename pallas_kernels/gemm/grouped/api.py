@@ -20,6 +20,7 @@ from pallas_kernels.gemm.dense.kernel import multiply, scratch
 from pallas_kernels.gemm.grouped import groups as expert_groups
 from pallas_kernels.gemm.grouped import reference
 from pallas_kernels.gemm.grouped.groups import Groups
+from pallas_kernels.gemm.reference import CLAMPED_SWIGLU
 from pallas_kernels.gemm.tile_schedule import GemmTile
 from pallas_kernels.hopper.layouts import LANE
 from pallas_kernels.hopper.limits import sms_of
@@ -38,13 +39,14 @@ def grouped_gemm(
     w: jax.Array,
     groups: Groups,
     *,
+    bias: jax.Array | None = None,
     activation: str | None = None,
     gate_block: int | None = None,
     sms: int | None = None,
     tile: GemmTile | None = None,
     interpret=None,
 ) -> jax.Array:
-    """Return act(x @ w[expert of the row].T), summed in float32.
+    """Return act(x @ w[expert of the row].T + bias[expert of the row]), summed in float32.
 
     The reference implementation is `pallas_kernels.gemm.grouped.reference.grouped_gemm`.
 
@@ -52,7 +54,8 @@ def grouped_gemm(
       x: [M, K] bfloat16, rows in the order of `groups`.
       w: [E, N, K] bfloat16. XLA computes the product if N or K is not a multiple of 64.
       groups: from `list_groups`, in tiles of 128 rows.
-      activation: silu, gelu_tanh, relu or None.
+      bias: [E, N], or None. XLA computes the epilogue with a bias or with clamped_swiglu, after the product.
+      activation: silu, gelu_tanh, relu, clamped_swiglu or None.
       gate_block: alternating blocks of `gate_block` gates and ups, or None. XLA computes blocks other than
         16, 32 or 64.
       sms: CTAs of the persistent grid, which is the number of SMs that the kernel may occupy, 1 to 132;
@@ -63,6 +66,9 @@ def grouped_gemm(
     Raises:
       ValueError: for a shape, dtype, activation or sms outside the limits.
     """
+    if bias is not None or activation == CLAMPED_SWIGLU:
+        y = grouped_gemm(x, w, groups, sms=sms, tile=tile, interpret=interpret)
+        return reference.finish_rows(y, groups, bias=bias, activation=activation, gate_block=gate_block)
     (m, k), (experts, n, depth), sms = x.shape, w.shape, sms_of(sms)
     tile = tile or GemmTile(ROWS, 256, 4)
     if k != depth or m % ROWS or groups.experts.shape != (m // ROWS,) or tile.rows != ROWS:
@@ -74,7 +80,9 @@ def grouped_gemm(
         or activation not in (None, "silu", "gelu_tanh", "relu")
     ):
         raise ValueError(
-            f"dtypes {x.dtype}, {w.dtype}, {activation=}: accepted are bfloat16 twice; None, silu, gelu_tanh or relu"
+            f"dtypes {x.dtype}, {w.dtype}, {activation=}: accepted are bfloat16 twice; None, silu, gelu_tanh, "
+            f"relu "
+            f"or {CLAMPED_SWIGLU}"
         )
     if not supports(m, n, k, gate_block):
         return reference.grouped_gemm(x, w, groups, activation=activation, gate_block=gate_block)

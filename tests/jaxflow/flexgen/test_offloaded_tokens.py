@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from offloaded import DEVICE, DISK, HOST, MIXED, changed, goldens, requests, run, runtime
 
-from jaxflow.flexgen.policy import Shares
+from jaxflow.flexgen.policy import PolicyError, Shares
 from jaxflow.request import Request, SamplingParams
 
 ORDERS = list(itertools.product(("zigzag", "row", "diagonal"), (True, False)))
@@ -90,6 +90,7 @@ FAMILIES = [
     "tiny-gemma3_text",
     "tiny-mixtral",
     "tiny-qwen3_moe",
+    "tiny-gpt_oss",
 ]
 
 
@@ -103,8 +104,15 @@ WAYS = {
 @pytest.mark.parametrize(
     ("model", "way"),
     [
-        (name, way) for name in FAMILIES for way in WAYS if (name, way) != ("tiny-gemma2", "disk")
-    ],  # that one is above
+        (name, way)
+        for name in FAMILIES
+        for way in WAYS
+        if (name, way)
+        not in (
+            ("tiny-gemma2", "disk"),  # that one is above
+            ("tiny-gpt_oss", "two devices, attends on the host"),  # refused
+        )
+    ],
 )
 def test_every_other_family(model, way, tmp_path):
     """KV in one split keeps the programs few; the combination of splits does not depend on the family."""
@@ -112,6 +120,21 @@ def test_every_other_family(model, way, tmp_path):
     tp, kv, host_attention = WAYS[way]
     with runtime(model, tmp_path, tp=tp, weights=MIXED, kv=kv, host_attention=host_attention) as made:
         assert run(made, requests(prompts)) == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"host_attention": True, "kv": HOST}, "host_attention"),
+        ({"value_top_k_percent": 50.0}, "value_top_k_percent"),
+    ],
+)
+def test_attention_that_has_no_sinks_is_refused_for_gpt_oss(changes, field, tmp_path):
+    with (
+        pytest.raises(PolicyError, match=f"{field}=.*attention sinks"),
+        runtime("tiny-gpt_oss", tmp_path, **changes),
+    ):
+        pass
 
 
 @pytest.mark.parametrize("host_attention", [False, True])

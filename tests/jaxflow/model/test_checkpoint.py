@@ -24,7 +24,8 @@ from jaxflow.model.weight_spec import assemble
 from jaxflow.model.weights import leaves
 from jaxflow.parallel.mesh import make_mesh
 
-MODELS = (*paths.TINY_MODELS, "stories260K")
+# test_gpt_oss compares the tensors of gpt-oss, which are stored in 4 bits.
+MODELS = (*(name for name in paths.TINY_MODELS if name != "tiny-gpt_oss"), "stories260K")
 
 
 def read_all(folder: Path) -> dict[str, np.ndarray]:

@@ -19,7 +19,9 @@ from jaxflow.model.weights import tensors
 
 
 def config_of(name: str) -> dict[str, Any]:
-    return json.loads((paths.MODELS / name / "config.json").read_text())
+    config = json.loads((paths.MODELS / name / "config.json").read_text())
+    config.pop("quantization_config", None)  # the checkpoint reads this key
+    return config
 
 
 def changed(name: str, **changes: Any) -> dict[str, Any]:
@@ -51,6 +53,8 @@ PUBLISHED = {
     "qwen2.5-7b": 7.62,
     "qwen3-8b": 8.19,
     "qwen3-30b-a3b": 30.5,
+    "gpt-oss-20b": 20.9,
+    "gpt-oss-120b": 116.8,
     "qwen3-235b-a22b": 235.1,
     "glm-4.5-air": 106.85,
     "gemma-2-9b": 9.24,

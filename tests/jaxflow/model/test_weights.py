@@ -24,9 +24,9 @@ from pallas_kernels.pointwise.quantize.reference import dequantize, quantize_row
 
 
 def config_of(name: str, **changes: Any) -> ModelConfig:
-    return dataclasses.replace(
-        model_config_from_hf(json.loads((paths.MODELS / name / "config.json").read_text())), **changes
-    )
+    keys = json.loads((paths.MODELS / name / "config.json").read_text())
+    keys.pop("quantization_config", None)  # the checkpoint reads this key
+    return dataclasses.replace(model_config_from_hf(keys), **changes)
 
 
 def random_tensors(config: ModelConfig) -> dict[str, np.ndarray]:

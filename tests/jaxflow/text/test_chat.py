@@ -69,6 +69,46 @@ def test_a_template_that_trims_can_be_continued_too():
         render_chat("{{ messages[0].role }}", HELLO, continue_final_message=True)
 
 
+# A template of harmony's form (gpt-oss): a system message with the date and the effort, the caller's system message as
+# the developer's, channels of the assistant.
+HARMONY = """
+{%- macro say(role, text, end="<|end|>") -%}
+    {{- "<|start|>" + role + "<|message|>" + text + end -}}
+{%- endmacro -%}
+{%- if reasoning_effort is not defined %}{% set reasoning_effort = "medium" %}{% endif -%}
+{{- say("system", "Date: " + strftime_now("%Y") + "\\nReasoning: " + reasoning_effort) -}}
+{%- if messages[0].role in ["developer", "system"] -%}
+    {%- set developer, messages = messages[0].content, messages[1:] -%}
+    {{- say("developer", "# Instructions\\n\\n" + developer) -}}
+{%- endif -%}
+{%- for message in messages -%}
+    {%- if message.role == "assistant" -%}
+        {{- say("assistant<|channel|>final", message.content, "<|return|>" if loop.last else "<|end|>") -}}
+    {%- else -%}
+        {{- say(message.role, message.content) -}}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ "<|start|>assistant" }}{% endif -%}
+"""
+
+
+@pytest.mark.parametrize("effort", [None, "high"])
+def test_a_template_of_harmonys_form(effort):
+    given = [
+        {"role": "system", "content": "Be short."},
+        *HELLO,
+        {"role": "assistant", "content": "Hi"},
+        *HELLO,
+    ]
+    kwargs = None if effort is None else {"reasoning_effort": effort}
+    text = render_chat(HARMONY, given, template_kwargs=kwargs)
+    assert re.sub(r"Date: \d{4}", "Date", text) == (
+        f"<|start|>system<|message|>Date\nReasoning: {effort or 'medium'}<|end|>"
+        "<|start|>developer<|message|># Instructions\n\nBe short.<|end|><|start|>user<|message|>Hello<|end|>"
+        "<|start|>assistant<|channel|>final<|message|>Hi<|end|><|start|>user<|message|>Hello<|end|><|start|>assistant"
+    )
+
+
 def test_a_continued_message_is_followed_by_no_generation_prompt():
     assert (
         render_chat(

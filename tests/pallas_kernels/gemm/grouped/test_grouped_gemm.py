@@ -17,6 +17,7 @@ from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.op_registry import Context, Site
 from pallas_kernels.gemm import reference as gemm_reference
 from pallas_kernels.gemm.grouped import groups as expert_groups
+from pallas_kernels.gemm.grouped import reference as grouped_reference
 from pallas_kernels.gemm.grouped.api import ROWS, grouped_gemm, list_groups
 from pallas_kernels.gemm.tile_schedule import GemmTile
 from pallas_kernels.kernel_set import kernel_set_for
@@ -63,6 +64,31 @@ def test_grouped_gemm_names_unsupported_arguments(change, said):
     groups = expert_groups.list_groups(chosen, 2, change.get("rows", ROWS), change.get("rows", ROWS))
     with pytest.raises(ValueError, match=said):
         grouped_gemm(x[groups.pairs // 2], w[:, :, : change.get("k")], groups, sms=change.get("sms"))
+
+
+def test_biases_and_clamps_are_those_of_each_rows_expert():
+    """gpt-oss: g · sigmoid(1.702 · g) · (u + 1), with a gate of at most 7 and an up from -7 to 7, by the reference and
+    after the kernel's product.
+    """
+    x, w, chosen = given_rows(9, 3, 128, 64)
+    w, bias = w * 9, jnp.asarray(np.random.default_rng(4).normal(size=(3, 128)), jnp.bfloat16)
+    gates = {"bias": bias, "activation": "clamped_swiglu", "gate_block": 8}
+    ways = [
+        (expert_groups.list_groups(chosen, 3), grouped_reference.grouped_gemm),
+        (list_groups(chosen, 3), functools.partial(grouped_gemm, interpret=plgpu.InterpretGPUParams())),
+    ]
+    wide = [np.asarray(a, np.float64) for a in (x, w, bias)]
+    for groups, way in ways:
+        found = np.asarray(way(x[groups.pairs // 2], w, groups, **gates), np.float64)
+        for (token, choice), row in np.ndenumerate(np.asarray(groups.places)):
+            expert = int(chosen[token, choice])
+            pair = (wide[0][token] @ wide[1][expert].T + wide[2][expert]).reshape(-1, 2, 8)
+            gate, up = np.minimum(pair[:, 0], 7), np.clip(pair[:, 1], -7, 7)
+            wanted = (gate / (1 + np.exp(-1.702 * gate)) * (up + 1)).reshape(-1)
+            assert (pair > 7).any() and (pair < -7).any()
+            np.testing.assert_allclose(
+                found[row], wanted, rtol=0.02, atol=0.1
+            )  # products are rounded to bfloat16 before
 
 
 def test_weights_are_not_copied_and_rows_meet_only_their_expert(tmp_path, monkeypatch):
