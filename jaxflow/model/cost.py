@@ -152,9 +152,8 @@ def op_times(
     rows = op.rows(step)
     if not rows or tile_rows is None:
         return times
-    return dataclasses.replace(
-        times, compute_s=times.compute_s * math.ceil(rows / tile_rows) * tile_rows / rows
-    )
+    padded_s = times.compute_s * math.ceil(rows / tile_rows) * tile_rows / rows
+    return Times(padded_s, times.memory_s, times.network_s)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,11 +175,13 @@ def step_timer(
     repeated = tuple(collections.Counter(graph.ops()).items())
 
     def times(step: Composition) -> StepTimes:
-        sequential_s, resources = 0.0, Times()
+        sequential_s = compute_s = memory_s = network_s = 0.0
         for op, number in repeated:
             one = op_times(op, step, rates, dtype, tile_rows)
             sequential_s += number * one.longest_s
-            resources += one * number
-        return StepTimes(sequential_s, resources)
+            compute_s += one.compute_s * number
+            memory_s += one.memory_s * number
+            network_s += one.network_s * number
+        return StepTimes(sequential_s, Times(compute_s, memory_s, network_s))
 
     return times

@@ -75,12 +75,18 @@ class Op:
 
     def work(self, step: Composition) -> Work:
         """Return the work of this op in a step."""
-        total = sum((each * step.count(what, self.window) for what, each in self.demand), Work())
+        # Plain sums: a simulation asks for millions, and a `Work` for each term would take most of its time.
+        flops = weights = kv = activations = network = 0.0
+        for what, each in self.demand:
+            count = step.count(what, self.window)
+            flops += each.flops * count
+            weights += each.weight_bytes * count
+            kv += each.kv_bytes * count
+            activations += each.activation_bytes * count
+            network += each.network_bytes * count
         if self.experts:
-            total = dataclasses.replace(
-                total, weight_bytes=total.weight_bytes * self._touched(step) / self.experts[0]
-            )
-        return total
+            weights = weights * self._touched(step) / self.experts[0]
+        return Work(flops, weights, kv, activations, network)
 
     def rows(self, step: Composition) -> float:
         """Return M of a dense op's GEMM, or of each expert's GEMM; 0 for other kinds."""

@@ -241,7 +241,7 @@ def simulate(
         for seq in sampled:
             record = records[int(seq.request.request_id)]
             record.deliveries.append((now, 1))
-            if record.output_tokens == seq.request.sampling.max_tokens:
+            if len(record.deliveries) == seq.request.sampling.max_tokens:  # one token each
                 record.finished_s = now
                 scheduler.finish(seq)
                 left -= 1
