@@ -76,24 +76,36 @@ def alone(seq: Sequence) -> list[int]:
     )
 
 
+NOTHING = (-1, -1)  # the content of a place that was never written
+
+
 class Device:
     """Page tables, KV and last tokens, in the executor's layout."""
 
     def __init__(self, config: SchedulerConfig):
         self.config = config
-        self.table: dict[tuple[int, int, int], int] = {}
-        self.kv: dict[tuple[int, int, int], tuple[int, int]] = {}
+        self.table: dict[tuple[int, int], dict[int, int]] = {}  # of (group, slot): index -> page
+        self.kv: dict[tuple[int, int], list[tuple[int, int]]] = {}  # of (group, page): (position, number)
         self.last: dict[int, int] = {}
 
-    def where(self, group: int, slot: int, position: int) -> tuple[int, int, int]:
-        page = self.table[group, slot, position // self.config.block_size]
-        return group, page, position % self.config.block_size
+    def content(self, group: int, page: int) -> list[tuple[int, int]]:
+        """Return the places of a page."""
+        return self.kv.setdefault((group, page), [NOTHING] * self.config.block_size)
+
+    def stretch(self, group: int, slot: int, start: int, end: int) -> list[tuple[int, int]]:
+        """Return what the pages of a row hold at positions start..end-1."""
+        size, pages, found = self.config.block_size, self.table[group, slot], []
+        for index in range(start // size, -(-end // size)):
+            places = self.kv[group, pages[index]]
+            found += places[max(0, start - index * size) : end - index * size]
+        return found
 
     def run(self, work: StepWork) -> list[int]:
         """Tokens sampled after the decodes and the sampling chunks, in order."""
+        size = self.config.block_size
         for group, slot, index, page in work.page_appends.tolist():
             assert 0 <= page < self.config.num_pages[group]
-            self.table[group, slot, index] = page
+            self.table.setdefault((group, slot), {})[index] = page
         rows = [
             (int(s), int(p), [self.last[int(s)]])
             for s, p in zip(work.decode_slots, work.decode_positions, strict=True)
@@ -102,11 +114,12 @@ class Device:
         groups = range(len(self.config.windows))
         ends = []
         for slot, start, tokens in rows:
-            chain = self.kv[self.where(0, slot, start - 1)][1] if start else 0
+            chain = self.stretch(0, slot, start - 1, start)[0][1] if start else 0
             for position, token in enumerate(tokens, start):
                 chain = link(chain, token)
                 for group in groups:
-                    self.kv[self.where(group, slot, position)] = (position, chain)
+                    page = self.table[group, slot][position // size]
+                    self.content(group, page)[position % size] = (position, chain)
             ends.append(chain)
         for slot, start, tokens in rows:
             for group in groups:
@@ -123,15 +136,11 @@ class Device:
     def page(self, group: int, page: int) -> dict[int, tuple[int, int]]:
         """Return the content of a page by offset."""
         return {
-            offset: self.kv[group, page, offset]
-            for offset in range(self.config.block_size)
-            if (group, page, offset) in self.kv
+            offset: place for offset, place in enumerate(self.content(group, page)) if place is not NOTHING
         }
 
     def write_page(self, group: int, page: int, content: dict[int, tuple[int, int]]) -> None:
-        for offset in range(self.config.block_size):
-            self.kv.pop((group, page, offset), None)
-        self.kv.update({(group, page, offset): value for offset, value in content.items()})
+        self.kv[group, page] = [content.get(offset, NOTHING) for offset in range(self.config.block_size)]
 
     def read(self, group: int, slot: int, start: int, end: int) -> None:
         """Queries start..end-1 see what their sequence wrote, at its positions, and one same prefix."""
@@ -139,14 +148,11 @@ class Device:
         sinks = min(window.sinks, start) if isinstance(window, Span) else 0
         last_keys = window.window(start) if isinstance(window, Span) else window
         first = 0 if last_keys is None else max(0, start - last_keys + 1)
-        seen = sorted({*range(sinks), *range(first, end)})
-        truth = (
-            {p: self.kv[self.where(0, slot, p)][1] for p in seen} if self.config.windows[0] is None else {}
-        )
-        for position in seen:
-            at, chain = self.kv[self.where(group, slot, position)]
-            assert at == position, (group, slot, position, at)
-            assert truth.get(position, chain) == chain
+        for a, b in ((0, min(sinks, first)), (first, end)):
+            seen = self.stretch(group, slot, a, b)
+            assert [at for at, _ in seen] == list(range(a, b)), (group, slot, a, seen)
+            if self.config.windows[0] is None:
+                assert seen == self.stretch(0, slot, a, b)
 
 
 @dataclasses.dataclass
