@@ -109,6 +109,17 @@ def samplers_run_often_and_are_shared():
 
 
 @pytest.fixture(autouse=True, scope="session")
+def offloaded_programs_are_lowered_once():
+    """Lower the programs of equal offloaded runs once for a worker: dozens of tests start one."""
+    from jaxflow.flexgen import programs  # not above: it imports JAX
+
+    over_devices = programs._over_devices
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(programs, "_over_devices", lambda *args: hurry.shared_lowering(over_devices, *args))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
 def deferred_programs_are_compiled_on_use():
     """Start no thread that compiles the deferred programs of an engine: most tests need none of them.
 

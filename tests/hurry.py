@@ -73,6 +73,52 @@ def shared_sampler(lower: Callable[..., Any], executor: Any, rows: int, kind: st
     return _samplers[key]
 
 
+_lowered: dict[tuple, Any] = {}
+
+
+@dataclasses.dataclass(frozen=True)
+class LoweredOnce:
+    """A jitted function that is lowered once for all functions with the same key."""
+
+    jitted: Any
+    key: tuple
+
+    def lower(self, *arguments: Any) -> Any:
+        if self.key not in _lowered:
+            _lowered[self.key] = self.jitted.lower(*arguments)
+        return _lowered[self.key]
+
+    def trace(self, *arguments: Any) -> Any:
+        return self.jitted.trace(*arguments)
+
+
+def shared_lowering(
+    over_devices: Callable[..., Any],
+    function: Callable,
+    mesh: Any,
+    arguments: tuple,
+    made: Any,
+    donate: tuple[int, ...],
+) -> tuple[LoweredOnce, tuple]:
+    """Share the lowered programs of offloaded runs that have the same geometry, and the samplers of all runs.
+
+    Lowering takes more than half of a start, since the programs of equal text are compiled once.
+    over_devices: `jaxflow.flexgen.programs._over_devices`.
+    """
+    import jax  # FLAGS must be set before
+
+    jitted, arguments = over_devices(function, mesh, arguments, made, donate)
+    leaves, tree = jax.tree.flatten(arguments)
+    owner = getattr(function, "__self__", None)
+    # A sampler depends on its arguments and on the context, which names the kernels.
+    owner = owner.context if function.__name__ in ("sample", "sample_full") else owner
+    held = tuple(cell.cell_contents for cell in function.__closure__ or ())
+    shapes = tuple((a.shape, a.dtype, a.sharding) for a in leaves)
+    return LoweredOnce(
+        jitted, (function.__qualname__, owner, held, mesh, tree, shapes, made, donate)
+    ), arguments
+
+
 class OnUse(dict):
     """A table of programs that compiles each program at its first use."""
 
