@@ -1,5 +1,6 @@
 """8-bit numbers in the reference implementations: GEMM, norms, and caches."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -71,19 +72,21 @@ def one_scale(x):
     "of_x", [quantize_reference.quantize_rows, quantize_reference.quantize_blocks, one_scale, None]
 )
 def test_a_product_of_scaled_numbers_is_that_of_the_numbers(of_x, of_w):
-    (x, w), extra = (
-        operands(),
-        {"activation": "silu", "gate_block": 1, "residual": jnp.ones((3, 3)), "out_dtype": jnp.float32},
-    )
-    bias = jnp.arange(6.0)
-    qx, qw = (q if make is None else make(q) for q, make in ((x, of_x), (w, of_w)))
-    plain_x, plain_w = (
-        q if make is None else quantize_reference.dequantize(make(q)) for q, make in ((x, of_x), (w, of_w))
-    )
-    got, want = (
-        gemm_reference.gemm(qx, qw, bias, **extra),
-        gemm_reference.gemm(plain_x, plain_w, bias, **extra),
-    )
+    extra = {"activation": "silu", "gate_block": 1, "out_dtype": jnp.float32}
+
+    @jax.jit  # one program in place of one for each operation
+    def products(x, w, bias, residual):
+        qx, qw = (q if make is None else make(q) for q, make in ((x, of_x), (w, of_w)))
+        plain_x, plain_w = (
+            q if make is None else quantize_reference.dequantize(made)
+            for q, make, made in ((x, of_x, qx), (w, of_w, qw))
+        )
+        return tuple(
+            gemm_reference.gemm(a, b, bias, residual=residual, **extra)
+            for a, b in ((qx, qw), (plain_x, plain_w))
+        )
+
+    got, want = products(*operands(), np.arange(6, dtype=np.float32), np.ones((3, 3), np.float32))
     np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
 
 
