@@ -65,7 +65,7 @@ SLOW_CASES = {
     r"test_offloaded_tokens\.py::test_every_other_family\[tiny-(gemma3_text|qwen3_moe)-": (
         "gemma2 and mixtral run on the same tiers"
     ),
-    r"test_offloaded_tokens\.py::test_every_other_family\[tiny-(mistral|mixtral|qwen2|qwen3)-two devices": (
+    r"test_offloaded_tokens\.py::test_every_other_family\[tiny-(mistral|mixtral|qwen2|qwen3|gpt_oss)-two devices": (
         "the dense families differ from tiny-llama in weights only; gemma2 runs"
     ),
     r"test_offload_calls\.py::test_the_run_after_a_stopped_run_gets_its_tokens"

@@ -13,7 +13,7 @@ key/value heads than shards, each head is repeated, so that every shard has one.
 Under quantization the matrices named in `QUANTIZED` are `Quantized` e4m3 with a scale per row (fp8), or
 `Int4` in groups of 64 columns (int4). The embeddings, the head, norms, routers and experts are not quantized.
 An e4m3 cache has its scales here: "k_scale" and "v_scale" [K], float32, in each layer. An e4m3 MLP may be
-padded with zeros (`mlp_width`).
+padded with zeros (`mlp_width`), and so may the experts of gpt-oss (`expert_width`).
 """
 
 import dataclasses
@@ -36,6 +36,7 @@ from pallas_kernels.quantized import BLOCK, GROUP
 
 Weights = dict[str, Any]
 VOCAB_TILE = 64  # each shard's number of vocabulary rows is a multiple of 64
+EXPERT_TILE = 64  # columns of an expert that grouped kernels take together
 
 
 def leaves(
@@ -237,6 +238,16 @@ def mlp_width(width: int, tp: int, quantization: str | None) -> int:
     return whole if quantization == "fp8" and whole - width <= width // 32 else width
 
 
+def expert_width(width: int, tp: int) -> int:
+    """Return the stored columns of an expert of width F for `tp` devices: F, or a little more.
+
+    Grouped kernels take multiples of 64 columns on each device. gpt-oss's 2,880 columns are 22.5 multiples on
+    each of two devices. Zeros fill the last one, which add nothing, if they are at most a 12th of the width.
+    """
+    whole = -(-width // (EXPERT_TILE * tp)) * EXPERT_TILE * tp
+    return whole if whole - width <= width // 12 else width
+
+
 def kv_head_copies(config: ModelConfig, tp: int) -> int:
     """Return how often each key/value head is stored, so that each of `tp` devices has one."""
     return max(1, tp // config.num_kv_heads)
@@ -361,7 +372,7 @@ def _layer(config: ModelConfig, layer: Layer, prefix: str, tp: int, width: int) 
     if config.post_norms:
         tree |= _norm("post_attn_norm", names["post_attn_norm"], d, config)
     tree |= _norm("mlp_norm", names["mlp_norm"], d, config)
-    tree |= _experts(config, names) if layer.experts else _mlp(config, names, width)
+    tree |= _experts(config, names, tp) if layer.experts else _mlp(config, names, width)
     if config.post_norms:
         tree |= _norm("post_mlp_norm", names["post_mlp_norm"], d, config)
     return tree
@@ -401,13 +412,13 @@ def _kv_scale(key: str, name: str, config: ModelConfig, tp: int) -> Leaf:
     return Leaf(key, (k * copies,), (Piece(name, (k,), (k, 1), lambda out: out.reshape(k, copies)),), "one")
 
 
-def _experts(config: ModelConfig, names: Mapping[str, str]) -> dict[str, Leaf]:
+def _experts(config: ModelConfig, names: Mapping[str, str], tp: int) -> dict[str, Leaf]:
     d, width, experts = config.hidden_size, config.expert_intermediate_size, config.num_experts
     router = {"router": _whole("router", names["router"] + ".weight", (experts, d), "matrix")}
     if config.router_bias:
         router["router_bias"] = _whole("router_bias", names["router"] + ".bias", (experts,), "zero")
     if "all_up_gate" in names:
-        return router | _all_experts(config, names)
+        return router | _all_experts(config, names, tp)
 
     def of(expert: int) -> dict[str, str]:
         return {role: names[f"expert_{role}"].format(expert) for role in ("gate", "up", "down")}
@@ -430,32 +441,40 @@ def _experts(config: ModelConfig, names: Mapping[str, str]) -> dict[str, Leaf]:
     return tree
 
 
-def _all_experts(config: ModelConfig, names: Mapping[str, str]) -> dict[str, Leaf]:
+def _all_experts(config: ModelConfig, names: Mapping[str, str], tp: int) -> dict[str, Leaf]:
     """Return the leaves of experts whose tensors hold all experts, as gpt-oss has them.
 
     A tensor of weights is [E, in, out]. Its gates and ups alternate by column.
     """
     d, width, e = config.hidden_size, config.expert_intermediate_size, config.num_experts
-    block = gate_block(width)
-    fused = (e, width // block, 2, block)  # a row of the leaf: its block, gate or up, its place in the block
+    stored, block = expert_width(width, tp), gate_block(width)
+
+    def rows(out: np.ndarray) -> np.ndarray:
+        """Return the gates and ups of a leaf [E, 2 F', ...] as [E, blocks, gate or up, places of a block, ...]."""
+        return out[:, : 2 * width].reshape(e, width // block, 2, block, *out.shape[2:])
+
     up_gate = Piece(
         names["all_up_gate"],
         (e, d, 2 * width),
         (e, d, width // block, block, 2),
-        lambda out: out.reshape(*fused, d).transpose(0, 4, 1, 3, 2),
+        lambda out: rows(out).transpose(0, 4, 1, 3, 2),
     )
-    down = Piece(names["all_down"], (e, width, d), (e, width, d), lambda out: out.swapaxes(1, 2))
+    down = Piece(
+        names["all_down"], (e, width, d), (e, width, d), lambda out: out[:, :, :width].swapaxes(1, 2)
+    )
     tree = {
-        "expert_up_gate": Leaf("expert_up_gate", (e, 2 * width, d), (up_gate,), "matrix"),
-        "expert_down": Leaf("expert_down", (e, d, width), (down,), "matrix"),
+        "expert_up_gate": Leaf(
+            "expert_up_gate", (e, 2 * stored, d), (up_gate,), "matrix", filled=(e, 2 * width, d)
+        ),
+        "expert_down": Leaf("expert_down", (e, d, stored), (down,), "matrix", filled=(e, d, width)),
     }
     if config.expert_bias:
         bias = Piece(
             names["all_up_gate"] + "_bias",
             (e, 2 * width),
             (e, width // block, block, 2),
-            lambda out: out.reshape(fused).swapaxes(2, 3),
+            lambda out: rows(out).swapaxes(2, 3),
         )
-        tree["expert_up_gate_bias"] = Leaf("expert_up_gate_bias", (e, 2 * width), (bias,), "zero")
+        tree["expert_up_gate_bias"] = Leaf("expert_up_gate_bias", (e, 2 * stored), (bias,), "zero")
         tree["expert_down_bias"] = _whole("expert_down_bias", names["all_down"] + "_bias", (e, d), "zero")
     return tree

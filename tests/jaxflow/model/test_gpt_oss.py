@@ -16,7 +16,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from same_weights import same
 
-from jaxflow.config import ConfigError, EngineConfig, ModelConfig
+from jaxflow.config import ConfigError, EngineConfig, ModelConfig, gate_block
 from jaxflow.engine.start import resolve
 from jaxflow.kv.device_cache import cache_shapes, page_groups
 from jaxflow.model import ops, transformer
@@ -25,6 +25,8 @@ from jaxflow.model.batch import Batch
 from jaxflow.model.checkpoints import mxfp4
 from jaxflow.model.checkpoints.checkpoint import CheckpointError, convert, open_checkpoint
 from jaxflow.model.op_registry import Context, Site
+from jaxflow.model.weight_spec import assemble
+from jaxflow.model.weights import expert_width, leaves, shapes, tensors
 from pallas_kernels.kernel_set import REFERENCE
 
 NAME, TOKENS, PAGE = "tiny-gpt_oss", 150, 16
@@ -107,6 +109,40 @@ def test_the_whole_model_has_the_logits_of_the_golden() -> None:
 def test_no_part_can_be_left_out_of_the_golden(part: str) -> None:
     wanted = np.array(paths.golden(NAME)["prompts"][3]["prompt_probe_logits"])
     assert np.abs(probes(*PARTS[part](*model())) - wanted).max() > 0.05
+
+
+@pytest.mark.parametrize("width", [64, 720])  # 720 columns are padded for 2 and for 4 devices
+def test_the_shards_of_each_expert_add_up(width: int) -> None:
+    """The sum over shards of down · act(up_gate · x + bias) is the expert of the checkpoint's own tensors."""
+    config, rng = dataclasses.replace(model()[0], expert_intermediate_size=width), np.random.default_rng(2)
+    source = {name: rng.standard_normal(shape) for name, shape in tensors(config).items()}
+    x, stem, block = rng.standard_normal(64), "model.layers.1.mlp.experts.", gate_block(width)
+    act = lambda gate, up: np.tanh(gate) * (up + 1)
+    for expert in (0, 7):
+        y = x @ source[f"{stem}gate_up_proj"][expert] + source[f"{stem}gate_up_proj_bias"][expert]
+        wanted = act(y[::2], y[1::2]) @ source[f"{stem}down_proj"][expert]
+        for tp in (1, 2, 4):
+            tree = leaves(config, tp)["layers"][1]
+            layer = {key: assemble(leaf, source.__getitem__, np.float64) for key, leaf in tree.items()}
+            assert layer["expert_down"].shape[2] == expert_width(width, tp)
+            total = 0.0
+            for up_gate, bias, down in zip(
+                np.split(layer["expert_up_gate"][expert], tp),
+                np.split(layer["expert_up_gate_bias"][expert], tp),
+                np.split(layer["expert_down"][expert], tp, axis=1),
+                strict=True,
+            ):
+                pair = (up_gate @ x + bias).reshape(-1, 2, block)
+                total = total + down @ act(pair[:, 0], pair[:, 1]).reshape(-1)
+            np.testing.assert_allclose(total, wanted, rtol=1e-9)
+
+
+def test_experts_of_gpt_oss_fill_the_kernels_on_several_devices() -> None:
+    assert [expert_width(2880, tp) for tp in (1, 2, 4, 8)] == [2880, 2944, 3072, 3072]
+    config = open_checkpoint("gpt-oss-20b", load_format="dummy").model_config
+    one, two = (shapes(config, tp)["layers"][0] for tp in (1, 2))
+    assert one["expert_down"].shape == (32, 2880, 2880) and two["expert_down"].shape == (32, 2880, 2944)
+    assert two["expert_up_gate"].shape == (32, 5888, 2880) and two["expert_up_gate_bias"].shape == (32, 5888)
 
 
 def test_mxfp4_is_what_its_definition_says() -> None:
