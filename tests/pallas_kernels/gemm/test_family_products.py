@@ -37,7 +37,7 @@ FAMILIES = (
     "gemma-2-9b",
     "gemma-3-1b",
 )
-FAMILIES += ("mixtral-8x7b", "opt-6.7b", "smollm2-135m")
+FAMILIES += ("mixtral-8x7b", "opt-6.7b", "smollm2-135m", "gpt-oss-20b")
 
 
 def products(config: ModelConfig, tp: int, quantization: str | None) -> dict[str, Product]:
