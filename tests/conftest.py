@@ -71,7 +71,7 @@ def pytest_configure(config: pytest.Config):
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects the items marked `slow`
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]):
     """For workers the long files come first, then those of many tests: no worker is left with a long one when
-    all others are done.
+    all others are done. The order is the same for workers that import the files in another order.
     """
     unmatched = slow_cases.mark(items)
     if unmatched and config.args == config.getini("testpaths"):
@@ -80,7 +80,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     tests = collections.Counter(item.path for item in items)
     places = {name: place for place, name in enumerate(LONG_FILES)}
-    items.sort(key=lambda item: (places.get(item.path.stem, len(places)), -tests[item.path]))
+    items.sort(key=lambda item: (places.get(item.path.stem, len(places)), -tests[item.path], item.path))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector):
+    """Let every second worker import the test files from the last to the first.
+
+    A clean checkout has no bytecode. Workers that import in one order would each compile every file, at the
+    same time. Two workers from both ends compile a half each and read the other half.
+    """
+    report = yield
+    worker = getattr(collector.config, "workerinput", {}).get("workerid", "gw0")
+    if int(worker.removeprefix("gw")) % 2 and isinstance(collector, pytest.Directory):
+        report.result.reverse()
+    return report
 
 
 def pytest_collection_finish():
