@@ -49,7 +49,7 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("jaxflow")
 
-# Files of 15 s and more on two cores, the longest first. test_measure is left out: it measures times, and
+# Files of 10 s and more on two cores, the longest first. test_measure is left out: it measures times, and
 # runs better next to short tests.
 LONG_FILES = (
     "test_goldens", "test_compiler", "test_pipeline_stages", "test_chunk_attention", "test_decode_attention",
@@ -57,7 +57,9 @@ LONG_FILES = (
     "test_loop", "test_kv_offload", "test_offload_calls", "test_fp8_gemm", "test_sampling",
     "test_noise_of_draws", "test_commands", "test_kernel_set", "test_8_bits", "test_http_faults_engine",
     "test_kernels", "test_dense_gemm", "test_end_to_end", "test_llm", "test_known_orders",
-    "test_reuse_commands", "test_disk_engine", "test_rope_append", "test_sarathi", "test_compiled_step",
+    "test_reuse_commands", "test_disk_engine", "test_rope_append", "test_offload_io", "test_compiled_step",
+    "test_offload_shards", "test_sparse_values", "test_soak", "test_exchange", "test_offload_stages",
+    "test_sarathi", "test_scattered",
 )  # fmt: skip
 
 

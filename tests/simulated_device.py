@@ -263,8 +263,8 @@ class World:
         tables, size = self.scheduler.running.tables, self.config.block_size
         for group, pool in enumerate(tables.pools):
             holders: dict[int, list[tuple[int, int]]] = {}
+            assert tables.count[group].tolist() == [len(rows[group]) for rows in tables.rows]
             for slot, rows in enumerate(tables.rows):
-                assert tables.count[group, slot] == len(rows[group])
                 for index, page in enumerate(rows[group]):
                     if page >= 0:
                         holders.setdefault(page, []).append((slot, index))
@@ -283,9 +283,8 @@ class World:
                     assert len({(seq.token_ids[:end].tobytes(), seq.request.cache_salt) for seq in seqs}) == 1
                     assert all(seq.num_known >= end for seq in seqs)
             # Each release frees the pages that the forecast expects.
-            for slot, rows in enumerate(tables.rows):
-                charged = [p for p in rows[group] if p >= 0 and tables.pools[group].references(p) == 1]
-                assert 0 <= tables.charged[group, slot] <= len(charged)
+            for charged, rows in zip(tables.charged[group].tolist(), tables.rows, strict=True):
+                assert 0 <= charged <= sum(page >= 0 and counts[page] == 1 for page in rows[group])
             assert tables.common(group) >= 0
 
     def check_idle(self) -> None:

@@ -3,6 +3,7 @@
 Tests that are slow as a whole carry the mark `slow` in their own file.
 """
 
+import collections
 import re
 
 import pytest
@@ -203,9 +204,12 @@ SLOW_CASES = {
 def mark(items: list[pytest.Item]) -> set[str]:
     """Mark the items that a pattern matches as `slow`. Return the patterns without an item."""
     unmatched = set(SLOW_CASES)
+    of_file = collections.defaultdict(list)
+    for pattern, reason in SLOW_CASES.items():
+        of_file[pattern.partition(r"\.py::")[0] + ".py"].append((pattern, reason))
     for item in items:
         name = item.path.name + item.nodeid[item.nodeid.index("::") :]
-        for pattern, reason in SLOW_CASES.items():
+        for pattern, reason in of_file[item.path.name]:
             if re.match(pattern, name):
                 item.add_marker(pytest.mark.slow(reason=reason))
                 unmatched.discard(pattern)
