@@ -16,6 +16,13 @@ from pallas_kernels.gemm.int4.api import int4_gemm
 from pallas_kernels.quantized import Int4
 
 
+@jax.jit
+def there_and_back(w):
+    """Return the packed weight, and the weight of it in float32 and in bfloat16."""
+    packed = int4.quantize_int4(w)
+    return packed, int4.dequantize_int4(packed, jnp.float32), int4.dequantize_int4(packed)
+
+
 @settings(max_examples=20)
 @given(
     seed=st.integers(0, 2**32 - 1),
@@ -25,8 +32,8 @@ from pallas_kernels.quantized import Int4
 )
 def test_a_weight_comes_back_within_half_a_level(seed, groups, scale, shift):
     w = (np.random.default_rng(seed).normal(size=(4, 64 * groups)) + shift).astype(np.float32) * scale
-    packed = int4.quantize_int4(jnp.asarray(w))
-    back = np.asarray(int4.dequantize_int4(packed, jnp.float32))
+    packed, back, again = there_and_back(w)
+    back = np.asarray(back)
     levels = np.repeat(np.asarray(packed.scale, np.float32), 64, axis=1)
     # bfloat16 scales and zeros: 15 levels of a scale that is up to 2**-9 off, and a minimum that is as much
     # off.
@@ -37,7 +44,6 @@ def test_a_weight_comes_back_within_half_a_level(seed, groups, scale, shift):
         / 256
     )
     assert (np.abs(back - w) <= levels / 2 + slack).all()
-    again = int4.dequantize_int4(packed)
     assert (
         np.asarray(again, np.float32) == np.asarray(jnp.asarray(back).astype(jnp.bfloat16), np.float32)
     ).all()
