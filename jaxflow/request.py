@@ -5,7 +5,7 @@ import enum
 import math
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -33,6 +33,9 @@ class InvalidRequest(ValueError):
             f"{field}={shown if len(shown) <= 80 else shown[:77] + '...'} is not accepted: {accepted}"
         )
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.field, self.value, self.accepted)
+
 
 class ContextLengthExceeded(InvalidRequest):
     """A prompt, or a prompt and its output, longer than the context.
@@ -47,6 +50,10 @@ class ContextLengthExceeded(InvalidRequest):
         super().__init__(field, value, accepted)
         self.prompt_tokens, self.output_tokens = prompt_tokens, output_tokens
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        shown = (self.field, self.value, self.accepted)
+        return type(self), (*shown, self.prompt_tokens, self.output_tokens)
+
 
 class QueueFull(RuntimeError):
     """The waiting queue is full. `retry_after_s` estimates the time until it has room."""
@@ -55,9 +62,16 @@ class QueueFull(RuntimeError):
         self.waiting, self.retry_after_s = waiting, retry_after_s
         super().__init__(f"{waiting} requests wait, the maximum; try again in about {retry_after_s:.1f} s")
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.waiting, self.retry_after_s)
+
 
 class Draining(RuntimeError):
     """The engine is shutting down and accepts no new requests."""
+
+
+class Interrupted(RuntimeError):
+    """The process that ran a request was lost, and no other one can go on with the answer."""
 
 
 class FinishReason(enum.StrEnum):

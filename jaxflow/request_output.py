@@ -9,6 +9,7 @@ from jaxflow.request import (
     Draining,
     Event,
     Finished,
+    Interrupted,
     InvalidRequest,
     Logprob,
     QueueFull,
@@ -112,9 +113,10 @@ def check_fault(event: Finished) -> None:
 
     Raises:
       InvalidRequest, QueueFull, Draining: the engine refused the request.
+      Interrupted: the process that ran the request was lost.
       RequestFailed: a fault of the engine ended the request.
     """
-    if isinstance(event.error, InvalidRequest | QueueFull | Draining):
+    if isinstance(event.error, InvalidRequest | QueueFull | Draining | Interrupted):
         raise event.error
     if event.error is not None:
         raise RequestFailed(f"a fault of the engine ended request {event.request_id}") from event.error

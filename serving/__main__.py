@@ -132,6 +132,20 @@ MAX_RESTARTS = flags.DEFINE_integer(
 
 def main(argv: list[str]) -> int:
     """Run the command and return its exit status."""
+    return run(argv, lambda engine, template: lambda: load(engine, template), other_role=supervise_or_follow)
+
+
+def run(
+    argv: list[str],
+    prepare: Callable[[EngineConfig, str | None], Callable[[], "LLM"]],
+    make_operations: Callable[[ServedModel], Operations] = operations_flags.operations_from_flags,
+    other_role: Callable[[EngineConfig], int | None] = lambda engine: None,
+) -> int:
+    """Serve the model of the flags and return the exit status.
+
+    prepare: takes the engine's settings and the chat template, and returns the function that loads the model.
+    other_role: returns the exit status of a process that does something else than serving, or None.
+    """
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
     try:
@@ -158,17 +172,15 @@ def main(argv: list[str]) -> int:
         http = http_flags.http_from_flags()
         if http is None and not GRPC.value:
             raise ListenError("--nohttp and --nogrpc leave no port to serve")
-        launch = launch_of(engine, os.environ)
+        load_model = prepare(engine, template)
+        status = other_role(engine)
     except (ConfigError, ListenError, OSError) as error:
         return report_error(error)
-    if MAX_RESTARTS.value:
-        return supervise(sys.argv[1:], MAX_RESTARTS.value)
-    if launch is not None and launch.process_id > 0:
-        return follow(engine)
-    make_operations = operations_flags.operations_from_flags
+    if status is not None:
+        return status
     work = serve(
         config,
-        lambda: load(engine, template),
+        load_model,
         make_operations,
         http,
         grpc=GRPC.value,
@@ -181,6 +193,14 @@ def main(argv: list[str]) -> int:
         sys.stderr.flush()
         os._exit(status)  # an XLA compilation cannot be interrupted, and nobody needs its program
     return status
+
+
+def supervise_or_follow(engine: EngineConfig) -> int | None:
+    """Start lost servers again, or follow process 0. Return None for a process that serves. Raises: ConfigError."""
+    launch = launch_of(engine, os.environ)
+    if MAX_RESTARTS.value:
+        return supervise(sys.argv[1:], MAX_RESTARTS.value)
+    return follow(engine) if launch is not None and launch.process_id > 0 else None
 
 
 def follow(engine: EngineConfig) -> int:
@@ -374,9 +394,8 @@ def report_error(error: Exception) -> int:
     An error that names a setting or a file is printed as one line. Any other error is a bug and is printed
     with its traceback.
     """
-    if isinstance(error, ListenError | RequestLogError | TracingError | OSError) or type(
-        error
-    ).__module__.startswith("jaxflow."):
+    told = isinstance(error, ListenError | RequestLogError | TracingError | OSError)
+    if told or type(error).__module__.startswith(("jaxflow.", "serving.cluster.")):
         print(f"error: {error}", file=sys.stderr, flush=True)
     else:
         traceback.print_exception(error)

@@ -15,6 +15,7 @@ from jaxflow.engine.live_request import refused
 from jaxflow.engine.loop import Loop, Stats
 from jaxflow.engine.step_log import StepLog
 from jaxflow.request import Draining, Event, Finished, InvalidRequest, QueueFull, Request
+from jaxflow.scheduler.config import SchedulerConfig
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +68,11 @@ class Driver:
         """Return the seconds since a step was last enqueued or read; 0 while there is no work."""
         advanced_s = self._advanced_s
         return 0.0 if advanced_s is None else time.monotonic() - advanced_s
+
+    @property
+    def scheduling(self) -> SchedulerConfig:
+        """The scheduler's settings, with the limits of a request."""
+        return self._loop.scheduler.config
 
     def accept(self, request: Request) -> Request:
         """Return the request with its limit. Any thread may call it.

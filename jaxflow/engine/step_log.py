@@ -17,6 +17,7 @@ class StepRecord(NamedTuple):
       new_tokens: sampled tokens that were kept; `new_decode_tokens`: of them, the decodes' tokens.
       enqueued_s: the device got the step; `wait_s`: the host then waited so long for its tokens.
       read_s: the tokens were on the host.
+      replica: the engine that ran the step, where a router has several.
     """
 
     plan: str
@@ -28,6 +29,7 @@ class StepRecord(NamedTuple):
     enqueued_s: float
     wait_s: float
     read_s: float
+    replica: int = 0
 
 
 class StepLog:

@@ -131,8 +131,18 @@ class Router:
             if value < 1:
                 raise ConfigError(field, value, "a positive number")
         self._replicas = [_Replica(PrefixEstimate(num_pages)) for _ in range(num_replicas)]
-        self._page_tokens = page_tokens
+        self._num_pages, self._page_tokens = num_pages, page_tokens
         self._random = random.Random(seed)
+
+    @property
+    def num_replicas(self) -> int:
+        """The replicas that have a number."""
+        return len(self._replicas)
+
+    def add(self) -> int:
+        """Return the number of a further replica."""
+        self._replicas.append(_Replica(PrefixEstimate(self._num_pages)))
+        return len(self._replicas) - 1
 
     def report(self, replica: int, outstanding_tokens: float, last_request: int) -> None:
         """Take a replica's report.

@@ -2,7 +2,7 @@
 
 import enum
 
-from jaxflow.request import Draining, InvalidRequest, QueueFull
+from jaxflow.request import Draining, Interrupted, InvalidRequest, QueueFull
 
 
 class Code(enum.StrEnum):
@@ -20,6 +20,7 @@ class Code(enum.StrEnum):
     DRAINING = "draining"
     DEADLINE = "deadline"  # the caller's deadline has passed
     ABORTED = "aborted"  # the server shut down before the answer was complete
+    INTERRUPTED = "interrupted"  # the replica was lost before the answer was complete
 
 
 class Refusal(Exception):
@@ -49,6 +50,8 @@ def refusal_of(error: BaseException) -> Refusal | None:
             return Refusal(Code.QUEUE_FULL, str(error), retry_after_s=seconds)
         case Draining():
             return draining()
+        case Interrupted():
+            return Refusal(Code.INTERRUPTED, str(error))
     return None
 
 

@@ -20,6 +20,7 @@ _STATUS = {
     Code.LOADING: grpc.StatusCode.UNAVAILABLE,
     Code.DRAINING: grpc.StatusCode.UNAVAILABLE,
     Code.ABORTED: grpc.StatusCode.UNAVAILABLE,
+    Code.INTERRUPTED: grpc.StatusCode.UNAVAILABLE,
     Code.DEADLINE: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
 

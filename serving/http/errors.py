@@ -70,6 +70,7 @@ _ANSWERS: dict[Code, tuple[int, str | None]] = {
     Code.LOADING: (503, "model_loading"),
     Code.DRAINING: (503, "server_shutting_down"),
     Code.ABORTED: (503, "server_shutting_down"),
+    Code.INTERRUPTED: (503, "replica_lost"),
     Code.DEADLINE: (504, "deadline_exceeded"),
 }
 _CODES = {404: "not_found", 405: "method_not_allowed"}

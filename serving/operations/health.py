@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from jaxflow.request import Event, Finished, SamplingParams
+from serving.operations.fleet import Fleet
 
 if TYPE_CHECKING:
     from jaxflow.llm import LLM
@@ -60,12 +61,18 @@ class Health:
       stall_s: seconds without progress after which the server is not live; None for the larger of
         `MIN_STALL_S` and `STALL_STEPS` times the longest recent step.
       longest_step_s: returns the seconds of the longest recent step.
+      fleet: the replicas behind the server, of which one must serve; None for one engine.
     """
 
     def __init__(
-        self, served: ServedState, longest_step_s: Callable[[], float], stall_s: float | None = None
+        self,
+        served: ServedState,
+        longest_step_s: Callable[[], float],
+        stall_s: float | None = None,
+        fleet: Fleet | None = None,
     ):
         self._served, self._longest_step_s, self._stall_s = served, longest_step_s, stall_s
+        self._fleet = fleet
 
     @property
     def stall_s(self) -> float:
@@ -101,6 +108,8 @@ class Health:
         if self._served.draining:
             return Verdict("the server is draining")
         started = self.startup()
+        if started.ok and self._fleet is not None and (reason := self._fleet.unready()):
+            return Verdict(reason)
         return self.live() if started.ok else started
 
 

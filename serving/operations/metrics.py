@@ -1,5 +1,6 @@
 """Prometheus metrics: `jaxflow_*`, and the names of vLLM that dashboards use."""
 
+import collections
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from prometheus_client.metrics_core import (
 from prometheus_client.registry import Collector
 
 import jaxflow
+from serving.operations.fleet import Fleet
 from serving.operations.health import Health, ServedState
 from serving.operations.recorder import Recorder
 
@@ -75,10 +77,18 @@ class EngineCollector(Collector):
 
     Args:
       legacy_metric_names: also expose the names that vLLM removed.
+      fleet: the replicas behind the server; None for one engine.
     """
 
-    def __init__(self, served: ServedState, recorder: Recorder, health: Health, legacy_metric_names: bool):
-        self._served, self._recorder, self._health = served, recorder, health
+    def __init__(
+        self,
+        served: ServedState,
+        recorder: Recorder,
+        health: Health,
+        legacy_metric_names: bool,
+        fleet: Fleet | None = None,
+    ):
+        self._served, self._recorder, self._health, self._fleet = served, recorder, health, fleet
         self._legacy = legacy_metric_names
 
     def describe(self) -> Iterator[Metric]:
@@ -90,6 +100,8 @@ class EngineCollector(Collector):
         self._recorder.update()
         yield _gauge("jaxflow_ready", "1 if new requests are served", float(self._health.ready().ok))
         yield _gauge("jaxflow_live", "1 if steps advance while there is work", float(self._health.live().ok))
+        if self._fleet is not None:
+            yield from _replicas(self._fleet)
         if self._served.loaded:
             yield from self._loaded()
 
@@ -171,6 +183,22 @@ class EngineCollector(Collector):
         histogram = self._recorder.inter_token_s
         family.add_metric([model], histogram.cumulative(), histogram.sum)
         yield family
+
+
+def _replicas(fleet: Fleet) -> Iterator[Metric]:
+    replicas = fleet.replicas()
+    states = collections.Counter(replica.state for replica in replicas)
+    yield _by_label(GaugeMetricFamily, "jaxflow_replicas", "Replicas by state", "state", states)
+    for name, text, kind, field in (
+        ("jaxflow_replica_requests", "Requests at a replica", GaugeMetricFamily, "requests"),
+        ("jaxflow_replica_tokens", "Tokens to compute", GaugeMetricFamily, "outstanding_tokens"),
+        ("jaxflow_replica_losses", "Processes that were lost", CounterMetricFamily, "restarts"),
+    ):
+        values = {str(replica.index): getattr(replica, field) for replica in replicas}
+        yield _by_label(kind, name, text, "replica", values)
+    yield _counter("jaxflow_requests_moved", "Requests that changed their replica", fleet.moved)
+    text = "Requests that ended with their replica"
+    yield _counter("jaxflow_requests_interrupted", text, fleet.interrupted)
 
 
 def make_registry(collector: EngineCollector) -> CollectorRegistry:

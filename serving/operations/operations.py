@@ -9,6 +9,7 @@ from contextvars import Token
 from types import TracebackType
 
 from serving.frontend.call import CALL, Call
+from serving.operations.fleet import Fleet
 from serving.operations.health import Health, ServedState
 from serving.operations.metrics import EngineCollector, exposition, make_registry
 from serving.operations.recorder import Recorder
@@ -27,6 +28,7 @@ class Operations:
       stall_s: see `Health`.
       legacy_metric_names: see `EngineCollector`.
       request_log, tracing: get each call at its end; None for none.
+      fleet: the replicas behind the server; None for one engine.
     """
 
     def __init__(
@@ -37,13 +39,14 @@ class Operations:
         legacy_metric_names: bool = False,
         request_log: RequestLog | None = None,
         tracing: Tracing | None = None,
+        fleet: Fleet | None = None,
     ):
         self.served = served
         self.recorder = Recorder(served)
-        self.health = Health(served, self.recorder.longest_step_s, stall_s)
-        self.status = Status(served, self.recorder, self.health)
+        self.health = Health(served, self.recorder.longest_step_s, stall_s, fleet)
+        self.status = Status(served, self.recorder, self.health, fleet)
         self._registry = make_registry(
-            EngineCollector(served, self.recorder, self.health, legacy_metric_names)
+            EngineCollector(served, self.recorder, self.health, legacy_metric_names, fleet)
         )
         self._log, self._tracing = request_log, tracing
 

@@ -2,6 +2,7 @@
 
 from absl import flags
 
+from serving.operations.fleet import Fleet
 from serving.operations.health import ServedState
 from serving.operations.operations import Operations
 from serving.operations.request_log import RequestLog
@@ -29,8 +30,8 @@ LEGACY_METRIC_NAMES = flags.DEFINE_boolean(
 )
 
 
-def operations_from_flags(served: ServedState) -> Operations:
-    """Return the operations of a served model.
+def operations_from_flags(served: ServedState, fleet: Fleet | None = None) -> Operations:
+    """Return the operations of a served model, and of the replicas behind it.
 
     Raises:
       RequestLogError, TracingError: settings that cannot be used.
@@ -42,4 +43,5 @@ def operations_from_flags(served: ServedState) -> Operations:
         legacy_metric_names=LEGACY_METRIC_NAMES.value,
         request_log=None if REQUEST_LOG.value is None else RequestLog(REQUEST_LOG.value),
         tracing=tracing,
+        fleet=fleet,
     )

@@ -44,7 +44,7 @@ class Recorder:
         self.recent_steps: collections.deque[StepRecord] = collections.deque(maxlen=RECENT)
         self.recent_ends: collections.deque[Finished] = collections.deque(maxlen=RECENT)
         self.faults: collections.deque[Fault] = collections.deque(maxlen=FAULTS)
-        self._last: StepRecord | None = None
+        self._last: dict[int, StepRecord] = {}  # by replica
         self._longest_s: collections.deque[float] = collections.deque(maxlen=RECENT)
         self._engine_fault: BaseException | None = None
 
@@ -80,7 +80,7 @@ class Recorder:
         return max(self._longest_s, default=0.0)
 
     def _take_step(self, step: StepRecord) -> None:
-        last, self._last = self._last, step
+        last, self._last[step.replica] = self._last.get(step.replica), step
         self.recent_steps.append(step)
         # The device runs one step after another: a step begins when the step before ends.
         begun_s = step.enqueued_s if last is None else max(step.enqueued_s, last.read_s)

@@ -8,8 +8,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 import jaxflow
 from jaxflow.engine.step_log import StepRecord
+from serving.operations.fleet import Fleet
 from serving.operations.health import Health, ServedState
 from serving.operations.recorder import Recorder
 
@@ -19,8 +22,8 @@ WINDOW_S = 10.0  # rates are means over this time
 class Status:
     """The source of the status page."""
 
-    def __init__(self, served: ServedState, recorder: Recorder, health: Health):
-        self._served, self._recorder, self._health = served, recorder, health
+    def __init__(self, served: ServedState, recorder: Recorder, health: Health, fleet: Fleet | None = None):
+        self._served, self._recorder, self._health, self._fleet = served, recorder, health, fleet
         self._begun_s = time.monotonic()
 
     def now(self) -> dict[str, Any]:
@@ -37,6 +40,8 @@ class Status:
                 for fault in reversed(self._recorder.faults)
             ],
         }
+        if self._fleet is not None:
+            status["replicas"] = [msgspec.structs.asdict(replica) for replica in self._fleet.replicas()]
         return status | self._engine() if self._served.loaded else status
 
     def _state(self) -> str:
@@ -46,6 +51,8 @@ class Status:
             return "failed"
         if self._health.stalled_for_s:
             return "stalled"
+        if self._fleet is not None and self._fleet.unready():
+            return "no replica"
         return "draining" if self._served.draining else "ready"
 
     def _engine(self) -> dict[str, Any]:
@@ -56,7 +63,8 @@ class Status:
         last = recorder.recent_steps[-1] if recorder.recent_steps else None
         intervals = [
             after.read_s - before.read_s
-            for before, after in itertools.pairwise(steps)
+            for one in by_replica(steps)
+            for before, after in itertools.pairwise(one)
             if after.new_decode_tokens
         ]
         return {
@@ -68,7 +76,7 @@ class Status:
             "steps_per_s": len(steps) / window_s,
             "kv": tiers(stats),
             "step": {
-                "device": device_kind(),
+                "device": device_kind() if self._fleet is None else self._fleet.device,
                 "dtype": config.dtype,
                 "kv_cache_dtype": config.kv_cache_dtype,
                 "tensor_parallel_size": config.tensor_parallel_size,
@@ -94,6 +102,14 @@ def recent(steps: collections.deque[StepRecord], now_s: float) -> tuple[list[Ste
     full = len(steps) == steps.maxlen
     window_s = min(WINDOW_S, now_s - steps[0].read_s) if full else WINDOW_S
     return [step for step in steps if step.read_s > now_s - window_s], max(window_s, 1e-3)
+
+
+def by_replica(steps: Sequence[StepRecord]) -> list[list[StepRecord]]:
+    """Return the steps of each replica, in their order."""
+    found: dict[int, list[StepRecord]] = {}
+    for step in steps:
+        found.setdefault(step.replica, []).append(step)
+    return list(found.values())
 
 
 def tiers(stats: Any) -> list[dict[str, Any]]:

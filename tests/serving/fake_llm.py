@@ -27,9 +27,10 @@ from jaxflow.request import (
     Usage,
 )
 from jaxflow.request_output import detokenizer
+from jaxflow.scheduler.config import SchedulerConfig
 from jaxflow.text.tokenizer import load_tokenizer
 
-PAGES = 1000
+PAGES, PAGE_TOKENS = 1000, 16
 FAULT_TOKEN = (
     300  # a prompt with this token makes the engine fault when it is first run, unless a test says otherwise
 )
@@ -65,6 +66,16 @@ class FakeDriver:
         fault_token: int | None = FAULT_TOKEN,
     ):
         self.max_model_len, self.eos, self.step_s, self.max_waiting = max_model_len, eos, step_s, max_waiting
+        self.scheduling = SchedulerConfig(
+            token_budget=512,
+            max_num_seqs=512,
+            block_size=PAGE_TOKENS,
+            windows=(None,),
+            num_pages=(PAGES,),
+            max_model_len=max_model_len,
+            buckets=(512,),
+            max_waiting=max_waiting,
+        )
         self.fault_token = fault_token
         self.gate = threading.Event()
         self.gate.set()
@@ -192,7 +203,7 @@ class FakeDriver:
             asked = sampling.prompt_logprobs is not None
             logprobs = (None, *({token: Logprob(-1.0, 1)} for token in prompt[1:])) if asked else None
             events.append(Started(request.request_id, len(prompt), 0, 2**64 - 7, logprobs))
-        token = int(prompt[run.sent % len(prompt)])
+        token = self.token(run)
         run.sent += 1
         logprobs = None
         if sampling.logprobs is not None:
@@ -213,6 +224,11 @@ class FakeDriver:
         if isinstance(events[-1], Finished):
             self._running.remove(run)
         return events
+
+    def token(self, run: Running) -> int:
+        """The next token of a sequence."""
+        prompt = run.request.prompt_token_ids
+        return int(prompt[run.sent % len(prompt)])
 
     def _finished(self, run: Running, reason: FinishReason, **more) -> Finished:
         seconds = time.monotonic() - run.submitted

@@ -1,0 +1,161 @@
+"""Serve a model by several replicas, each an engine in its own process, on this machine or on a Ray cluster.
+
+  python -m serving.cluster --model FOLDER_OR_FILE_OR_HUB_ID --replicas 2
+  python -m serving.cluster --model FOLDER_OR_FILE_OR_HUB_ID --replicas 8 --ray_address auto
+
+The command opens the ports of `python -m serving`, with the same flags, and sends each request to one replica. It is
+ready when the first replica is. Needs pip install "jaxflow[cluster]".
+"""
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from absl import flags
+
+import jaxflow.cli.engine_flags
+import serving.__main__ as server
+from jaxflow.cli.exit_status import run_command
+from jaxflow.config import ConfigError, EngineConfig
+from serving.cluster.driver import ClusterDriver
+from serving.cluster.link import Link
+from serving.cluster.model import ClusterModel
+from serving.cluster.wanted import Wanted, read_wanted
+from serving.frontend.served_model import ServedModel
+from serving.http import http_flags
+from serving.operations import operations_flags
+from serving.operations.operations import Operations
+
+if TYPE_CHECKING:
+    from jaxflow.llm import LLM
+    from serving.cluster.ray_link import RayCluster
+
+REPLICAS = flags.DEFINE_integer("replicas", 1, "Engines, each in its own process.", lower_bound=1)
+CLUSTER_FILE = flags.DEFINE_string(
+    "cluster_file",
+    None,
+    "JSON file of replicas, version and engine settings, instead of --replicas. It is read again when it changes: "
+    "replicas are added, removed, or replaced one at a time.",
+)
+RAY_ADDRESS = flags.DEFINE_string(
+    "ray_address",
+    None,
+    "Address of a running Ray cluster, or auto for the one of this machine. Default: start Ray on this machine.",
+)
+CPUS_PER_REPLICA = flags.DEFINE_float(
+    "cpus_per_replica", 1.0, "CPU cores that a replica reserves in Ray.", lower_bound=0.0
+)
+GPUS_PER_REPLICA = flags.DEFINE_float(
+    "gpus_per_replica",
+    None,
+    "GPUs that a replica reserves in Ray. Default: the devices of its engine, or 0 where Ray has no GPU.",
+    lower_bound=0.0,
+)
+
+WATCH_S = 1.0  # between two looks at --cluster_file
+
+
+def main(argv: list[str]) -> int:
+    """Run the command and return its exit status."""
+    engine = jaxflow.cli.engine_flags.engine_config_from_flags
+    try:
+        wanted = wanted_replicas(engine())
+    except ConfigError as error:
+        return server.report_error(error)
+    ray = LateRay(wanted)
+    driver = ClusterDriver(
+        wanted, ray.launch, stall_s=operations_flags.STALL_S.value, drain_s=server.DRAIN_TIMEOUT_S.value
+    )
+
+    def prepare(config: EngineConfig, template: str | None) -> Callable[[], "LLM"]:
+        def load() -> "LLM":
+            ray.connect()
+            model = ClusterModel(driver, chat_template=template, on_close=ray.close)
+            if CLUSTER_FILE.value is not None:
+                watch = threading.Thread(target=watch_file, args=(CLUSTER_FILE.value, config, driver))
+                watch.daemon = True
+                watch.start()
+            return model  # type: ignore[return-value]
+
+        return load
+
+    def operations(served: ServedModel) -> Operations:
+        return operations_flags.operations_from_flags(served, driver)
+
+    return server.run(argv, prepare, operations)
+
+
+def wanted_replicas(config: EngineConfig) -> Wanted:
+    """Return the replicas of the flags. Raises: ConfigError."""
+    if CLUSTER_FILE.value is None:
+        return Wanted(REPLICAS.value, config)
+    if flags.FLAGS["replicas"].present:
+        raise ConfigError("replicas", REPLICAS.value, "no flag with --cluster_file, which has the number")
+    return read_wanted(CLUSTER_FILE.value, config)
+
+
+class LateRay:
+    """Ray, imported and started after the ports are bound."""
+
+    def __init__(self, wanted: Wanted):
+        self._wanted = wanted
+        self._cluster: RayCluster | None = None
+
+    def connect(self) -> None:
+        """Start or join Ray. Raises: ConfigError."""
+        try:
+            from serving.cluster.ray_link import RayCluster, RayConfig
+        except ModuleNotFoundError as error:
+            accepted = 'with the extra cluster: pip install "jaxflow[cluster]"'
+            raise ConfigError("serving.cluster", f"without {error.name}", accepted) from error
+        config = RayConfig(RAY_ADDRESS.value, CPUS_PER_REPLICA.value, GPUS_PER_REPLICA.value)
+        engine = self._wanted.config
+        devices = engine.tensor_parallel_size * engine.pipeline_parallel_size
+        self._cluster = RayCluster(config, self._wanted.replicas, devices)
+
+    def launch(self, config: EngineConfig, index: int) -> Link:
+        """See `serving.cluster.link.Launch`."""
+        assert self._cluster is not None
+        return self._cluster.launch(config, index)
+
+    def close(self) -> None:
+        """Leave Ray."""
+        if self._cluster is not None:
+            self._cluster.close()
+
+
+def watch_file(path: str, base: EngineConfig, driver: ClusterDriver) -> None:
+    """Bring the replicas to each new state of the file. A file that cannot be used changes nothing."""
+    stopped = threading.Event()
+    seen = stamp(path)
+    while not stopped.wait(WATCH_S):
+        if (now := stamp(path)) in (seen, None):
+            continue
+        seen = now
+        try:
+            wanted = read_wanted(path, base)
+        except ConfigError as error:
+            print(f"error: {error}; the replicas stay as they are", file=sys.stderr, flush=True)
+            continue
+        server.log(f"{path}: {wanted.replicas} replicas, version {wanted.version!r}")
+        driver.change(wanted)
+
+
+def stamp(path: str) -> tuple[int, int] | None:
+    """Return what changes with a file's content, or None without the file."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
+if __name__ == "__main__":
+    jaxflow.cli.engine_flags.define_engine_flags()
+    for module in (jaxflow.cli.engine_flags, server, http_flags, operations_flags):
+        flags.adopt_module_key_flags(module)
+    if problem := jaxflow.cli.engine_flags.removed_flag(sys.argv):
+        sys.exit(f"error: {problem}")
+    run_command(main)

@@ -1,0 +1,563 @@
+"""The driver of several replicas, with the interface of `jaxflow.engine.driver.Driver`.
+
+One thread with an event loop owns all requests. A request is at one replica at a time. When its replica is lost, the
+request goes to another one: as it is while it has no token, else as the rest of its answer (`serving.cluster.resume`).
+Where the rest cannot be computed, the request ends with `Interrupted`. Each sequence gets one `Finished`.
+"""
+
+import asyncio
+import collections
+import dataclasses
+import logging
+import random
+import threading
+import time
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from jaxflow.engine.driver import EngineDead, Mailbox
+from jaxflow.engine.live_request import refused
+from jaxflow.engine.loop import Stats
+from jaxflow.engine.step_log import StepLog
+from jaxflow.kv import prefix
+from jaxflow.request import (
+    Delta,
+    Draining,
+    Event,
+    Finished,
+    FinishReason,
+    Interrupted,
+    InvalidRequest,
+    QueueFull,
+    Request,
+    Started,
+    Timings,
+    Usage,
+)
+from jaxflow.scheduler.config import SchedulerConfig, accept, prefix_salt
+from serving.cluster.link import Launch, StartFailed
+from serving.cluster.member import Member, Phase
+from serving.cluster.messages import Description, Order, Report
+from serving.cluster.resume import rest_of
+from serving.cluster.router import NoReplica, Router
+from serving.cluster.totals import total
+from serving.cluster.wanted import Wanted
+from serving.operations.fleet import ReplicaState
+
+log = logging.getLogger(__name__)
+
+FIRST_EXPECTED_TOKENS = 256.0  # of an answer, before the first one has ended
+MEAN_SHARE = 0.02  # of the latest answer in the mean length of answers
+RETRY_S = 1.0
+MAX_LOSSES = 3  # a request that was at so many lost replicas may be what ends them
+CLOSE_S = 15.0
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Live:
+    """A request under way.
+
+    Attributes:
+      pages: the content names of the prompt's full pages.
+      left: the sequences that have not ended.
+      made: tokens of each sequence; `token_ids`: of the only sequence, so far.
+      moves: times that it left a replica; `losses`: of them, from a lost one.
+      name: at its replica; `sent_s`: the time when it went there.
+    """
+
+    request: Request
+    mailbox: Mailbox
+    arrived_s: float
+    left: set[int]
+    made: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
+    pages: list[bytes] = dataclasses.field(default_factory=list)
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    member: Member | None = None
+    name: str = ""
+    sent_s: float = 0.0
+    moves: int = 0
+    losses: int = 0
+    cached_tokens: int | None = None  # None until it has started
+    first_token_s: float | None = None
+
+
+class ClusterDriver:
+    """Several replicas as one engine.
+
+    Args:
+      wanted: the replicas to begin with.
+      launch: starts a process.
+      stall_s, start_s: see `Member`.
+      drain_s: seconds that a replica has to finish its requests before a planned end; then they move.
+      seed: of the router's random order, and of the seeds of requests without a seed; None: random.
+    """
+
+    def __init__(
+        self,
+        wanted: Wanted,
+        launch: Launch,
+        *,
+        stall_s: float | None = None,
+        drain_s: float = 30.0,
+        start_s: float = 1800.0,
+        seed: int | None = None,
+    ):
+        self.fault: BaseException | None = None
+        self.log = StepLog()
+        self.model: Description | None = None  # of the first replica that served
+        self.moved = self.interrupted = 0
+        self._launch, self._stall_s, self._drain_s, self._start_s = launch, stall_s, drain_s, start_s
+        self._wanted = wanted
+        self._random = random.Random(seed)
+        self._router: Router | None = None
+        self._members: list[Member] = []
+        self._tasks: dict[Member, asyncio.Task[None]] = {}
+        self._live: dict[str, _Live] = {}
+        self._by_name: dict[str, _Live] = {}
+        self._held: collections.deque[_Live] = collections.deque()
+        self._ended_stats: list[Stats] = []
+        self._mean_output = FIRST_EXPECTED_TOKENS
+        self._lock = threading.Lock()
+        self._queued = 0  # submitted and not yet taken by the driver's thread
+        self._draining = self._closed = False
+        self._idle = threading.Event()
+        self._first: list[Exception | None] = []
+        self._first_told = threading.Event()
+        self._loop = asyncio.new_event_loop()
+        self._changing = asyncio.Lock()
+        self._thread = threading.Thread(target=self._run, name="jaxflow-cluster", daemon=True)
+
+    # ---- any thread
+
+    def start(self) -> Description:
+        """Start the replicas, and wait for the first one.
+
+        Raises:
+          StartFailed: no replica could load the model.
+        """
+        self._thread.start()
+        self._call(self._change(self._wanted))
+        self._first_told.wait()
+        if self.model is None:
+            error = next((error for error in self._first if error is not None), None)
+            self.close()
+            raise error or StartFailed("the router was closed")
+        return self.model
+
+    @property
+    def alive(self) -> bool:
+        """True while requests can be taken."""
+        return self._thread.is_alive() and self.fault is None
+
+    def seconds_without_progress(self) -> float:
+        """Return 0: a replica that stalls is replaced, and its requests move."""
+        return 0.0
+
+    @property
+    def scheduling(self) -> SchedulerConfig:
+        """The limits of a request."""
+        assert self.model is not None
+        return self.model.scheduling
+
+    def accept(self, request: Request) -> Request:
+        """Return the request with its limit. Raises: InvalidRequest."""
+        return accept(self.scheduling, request)
+
+    def submit(self, request: Request, mailbox: Mailbox) -> None:
+        """Queue a request, see `Driver.submit`. Raises: InvalidRequest, QueueFull, Draining, EngineDead."""
+        request = self.accept(request)
+        with self._lock:
+            if self.fault is not None:
+                raise EngineDead("the router stopped after a fault") from self.fault
+            if self._draining or self._closed:
+                raise Draining("the router is shutting down")
+            waiting = self.stats().waiting_requests
+            serving = sum(member.phase is Phase.SERVING for member in self._members)
+            if waiting >= self.scheduling.max_waiting * max(1, serving):
+                raise QueueFull(waiting, RETRY_S)
+            self._queued += 1
+            self._idle.clear()
+        self._loop.call_soon_threadsafe(self._admit, request, mailbox, time.monotonic())
+
+    def abort(self, request_id: str) -> None:
+        """End a request. Unknown ids are ignored."""
+        self._loop.call_soon_threadsafe(self._abort, request_id)
+
+    def stats(self) -> Stats:
+        """Return the counters of all replicas, and the requests that wait here for a replica."""
+        members = list(self._members)
+        found = total([m.stats for m in members if m.stats is not None], list(self._ended_stats))
+        here = self._queued + len(self._held)
+        return msgspec.structs.replace(found, waiting_requests=found.waiting_requests + here)
+
+    def drain(self, timeout_s: float) -> int:
+        """Refuse new requests and wait for the running ones. Return the number aborted at the timeout."""
+        with self._lock:
+            self._draining = True
+        deadline = time.monotonic() + timeout_s
+        while (self._live or self._queued) and self.alive and time.monotonic() < deadline:
+            self._idle.wait(min(0.1, max(0.0, deadline - time.monotonic())))
+        names = list(self._live)
+        for name in names:
+            self.abort(name)
+        return len(names)
+
+    def change(self, wanted: Wanted) -> None:
+        """Bring the replicas to a wanted state, one change after another. Returns at once."""
+        asyncio.run_coroutine_threadsafe(self._change(wanted), self._loop)
+
+    def close(self) -> None:
+        """Abort what runs, and end all replicas and the thread."""
+        with self._lock:
+            if self._closed:
+                return
+            self._draining = self._closed = True
+        self._call(self._close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    # ---- the state, for operation
+
+    def unready(self) -> str:
+        """Return why no request is served; empty if some replica serves."""
+        return "" if any(m.phase is Phase.SERVING for m in self._members) else "no replica serves"
+
+    def replicas(self) -> list[ReplicaState]:
+        """Return the state of each replica."""
+        return [
+            ReplicaState(
+                index=m.index,
+                state=str(m.phase),
+                version=m.version,
+                requests=len(m.names),
+                outstanding_tokens=0.0 if m.report is None else m.report.outstanding_tokens,
+                restarts=m.restarts,
+                reason=m.reason,
+                process_id=0 if m.description is None else m.description.process_id,
+            )
+            for m in list(self._members)
+        ]
+
+    @property
+    def device(self) -> str:
+        """The device of a replica."""
+        return "" if self.model is None else self.model.device
+
+    # ---- the driver's thread
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+    def _call(self, work) -> None:
+        asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    async def _close(self) -> None:
+        for name in list(self._live):
+            self._abort(name)
+        for member in self._members:
+            member.stop()
+        if self._tasks:
+            _, slow = await asyncio.wait(self._tasks.values(), timeout=CLOSE_S)
+            for task in slow:  # of a hung process, which is killed
+                task.cancel()
+            await asyncio.gather(*slow, return_exceptions=True)
+
+    # ---- replicas come and go
+
+    async def _change(self, wanted: Wanted) -> None:
+        """Add or remove replicas, then replace those of another version, one at a time."""
+        async with self._changing:
+            current = [m for m in self._members if m.phase is not Phase.STOPPED]
+            for member in current[wanted.replicas :]:
+                await self._remove(member)
+            free = iter(i for i in range(10**9) if i not in {m.index for m in self._members})
+            for _ in range(wanted.replicas - len(current)):
+                self._add(next(free), wanted)
+            for member in current[: wanted.replicas]:
+                differs = (member.config, member.version) != (wanted.config, wanted.version)
+                if differs and not await self._replace(member, wanted):
+                    failed = (wanted.version, member.index)
+                    log.error("the update to version %r stops: replica %d failed", *failed)
+                    return
+            self._wanted = wanted
+
+    def _add(self, index: int, wanted: Wanted) -> None:
+        member = Member(
+            index,
+            wanted.config,
+            wanted.version,
+            launch=self._launch,
+            owner=self,
+            stall_s=self._stall_s,
+            start_s=self._start_s,
+        )
+        self._members.append(member)
+        self._tasks[member] = asyncio.ensure_future(member.run(self._tell_first))
+
+    async def _remove(self, member: Member) -> None:
+        await self._retire(member, for_good=True)
+        await self._tasks.pop(member)
+        self._members.remove(member)
+
+    async def _replace(self, member: Member, wanted: Wanted) -> bool:
+        """Give a member another engine. Return False, with the old engine back, if the new one fails."""
+        before = member.config, member.version
+        member.config, member.version = wanted.config, wanted.version
+        await self._retire(member, for_good=False)
+        await member.until(Phase.SERVING, Phase.STOPPED, lost=True)
+        if member.phase is Phase.SERVING:
+            return True
+        member.config, member.version = before
+        return False
+
+    async def _retire(self, member: Member, *, for_good: bool) -> None:
+        """Let a member finish its requests and end its process. What runs after `drain_s` moves."""
+        if self._router is not None:
+            self._router.lost(member.index)
+        member.leave(for_good=for_good)
+        try:
+            await asyncio.wait_for(member.until(Phase.STARTING, Phase.STOPPED), self._drain_s)
+        except TimeoutError:
+            for name in list(member.names):
+                self._move(self._by_name[name])
+            await member.until(Phase.STARTING, Phase.STOPPED)
+
+    def _tell_first(self, error: Exception | None) -> None:
+        self._first.append(error)
+        if error is None or len(self._first) >= len(self._members):
+            self._first_told.set()
+
+    def joined(self, member: Member, description: Description) -> None:
+        """See `serving.cluster.member.Owner`."""
+        if self.model is None:
+            self.model = description
+        mine, its = self.model, description
+        for field in ("name", "model_config", "max_model_len"):
+            if getattr(mine, field) != getattr(its, field):
+                raise StartFailed(
+                    f"replica {member.index}: {field} is {getattr(its, field)}, and the router serves "
+                    f"{getattr(mine, field)}"
+                )
+        if self._router is None:
+            pages = sum(description.scheduling.num_pages)
+            self._router = Router(
+                1, pages, description.scheduling.block_size, seed=self._random.getrandbits(32)
+            )
+        while self._router.num_replicas <= member.index:
+            self._router.add()
+        self._router.lost(member.index, restarted=True)
+        self._router.report(member.index, 0.0, 0)
+        asyncio.get_running_loop().call_soon(self._send_held)
+
+    def heard(self, member: Member, report: Report) -> None:
+        """See `serving.cluster.member.Owner`."""
+        if member.phase is Phase.SERVING and self._router is not None:
+            self._router.report(member.index, report.outstanding_tokens, report.last_number)
+        shift_s = time.monotonic() - report.clock_s
+        self.log.steps.extend(
+            step._replace(
+                replica=member.index, enqueued_s=step.enqueued_s + shift_s, read_s=step.read_s + shift_s
+            )
+            for step in report.steps
+        )
+        posts: dict[int, tuple[Mailbox, list[Event]]] = {}
+        for event in report.events:
+            live = self._by_name.get(event.request_id)
+            if live is None or live.member is not member:
+                continue
+            if report.fault and type(event) is Finished and event.error is not None:
+                continue  # the fault of the engine, not of the request: the request moves
+            for told in self._told(live, event):
+                posts.setdefault(id(live.mailbox), (live.mailbox, []))[1].append(told)
+        for mailbox, events in posts.values():
+            self._post(mailbox, events)
+
+    def lost(self, member: Member, reason: str) -> None:
+        """See `serving.cluster.member.Owner`."""
+        if self._router is not None and member.index < self._router.num_replicas:
+            self._router.lost(member.index, restarted=True)
+        if member.stats is not None:
+            self._ended_stats = [total([], [*self._ended_stats, member.stats])]
+        member.report = member.stats = None
+        for live in [live for live in self._live.values() if live.member is member]:
+            live.losses += bool(reason)
+            self._move(live)
+
+    # ---- requests
+
+    def _admit(self, request: Request, mailbox: Mailbox, arrived_s: float) -> None:
+        with self._lock:
+            self._queued -= 1
+        refusal = Draining("the router is shutting down") if self._closed else None
+        if request.request_id in self._live:
+            accepted = "a name that no request under way has"
+            refusal = InvalidRequest("request_id", request.request_id, accepted)
+        if refusal is not None:
+            self._post(mailbox, refused(request, refusal))
+            return
+        if request.sampling.seed is None:  # so that another replica can go on with the same draws
+            seed = self._random.getrandbits(63)
+            request = dataclasses.replace(request, sampling=dataclasses.replace(request.sampling, seed=seed))
+        live = _Live(request, mailbox, arrived_s, set(range(request.sampling.n)))
+        salt = prefix_salt(self.scheduling, request, 0)
+        if self.scheduling.enable_prefix_caching and salt is not None:
+            live.pages = page_names(request.prompt_token_ids, salt, self.scheduling.block_size)
+        self._live[request.request_id] = live
+        self._send(live, request)
+
+    def _send(self, live: _Live, rest: Request) -> None:
+        """Send a request, or the rest of one, to the replica that the router chooses. Hold it if there is none."""
+        sampling, expected = rest.sampling, self._expected(rest)
+        try:
+            assert self._router is not None
+            route = self._router.route(live.pages, len(rest.prompt_token_ids), expected)
+        except NoReplica:
+            self._held.append(live)
+            return
+        member = next(m for m in self._members if m.index == route.replica and m.phase is Phase.SERVING)
+        live.name = f"{live.request.request_id}~{live.moves}" if live.moves else live.request.request_id
+        live.member, live.sent_s = member, time.monotonic()
+        self._by_name[live.name] = live
+        prompt = tuple(rest.prompt_token_ids)
+        member.send(
+            Order(live.name, route.number, prompt, sampling, rest.priority, rest.cache_salt, expected)
+        )
+
+    def _send_held(self) -> None:
+        held, self._held = self._held, collections.deque()
+        for live in held:
+            self._resend(live)
+
+    def _resend(self, live: _Live) -> None:
+        may_move = self._can_move(live) and live.losses < MAX_LOSSES
+        rest = rest_of(live.request, live.token_ids) if may_move else None
+        if rest is not None:
+            self._send(live, rest)
+            return
+        self.interrupted += 1
+        where = "the replica" if live.losses < MAX_LOSSES else f"the {MAX_LOSSES}th replica"
+        self._end(live, Interrupted(f"{where} of this request was lost after {live.made.total()} tokens"))
+
+    @staticmethod
+    def _can_move(live: _Live) -> bool:
+        """Return True if nothing was told of the request, or only tokens of its one sequence."""
+        return live.cached_tokens is None or live.request.sampling.n == 1
+
+    def _move(self, live: _Live) -> None:
+        """Take a request from its replica, and send it to another one."""
+        self._detach(live)
+        live.moves += 1
+        self.moved += 1
+        self._resend(live)
+
+    def _detach(self, live: _Live) -> None:
+        if live.member is not None:
+            self._by_name.pop(live.name, None)
+            live.member.abort(live.name)
+            live.member = None
+
+    def _expected(self, request: Request) -> float:
+        assert request.limit is not None
+        room = request.limit - len(request.prompt_token_ids)
+        return request.sampling.n * min(room, self._mean_output)
+
+    def _told(self, live: _Live, event: Event) -> Sequence[Event]:
+        """Return what the caller is told of a replica's event. Keep the books of the request."""
+        name = live.request.request_id
+        if type(event) is Delta:
+            live.made[event.index] += len(event.token_ids)
+            if live.request.sampling.n == 1:
+                live.token_ids += event.token_ids
+            if live.first_token_s is None:
+                live.first_token_s = time.monotonic()
+            return (
+                Delta(name, event.index, event.token_ids, event.logprobs, event.text)
+                if live.moves
+                else event,
+            )
+        if type(event) is Started:
+            if live.cached_tokens is not None:
+                return ()
+            live.cached_tokens = event.cached_prompt_tokens
+            return (msgspec.structs.replace(event, request_id=name) if live.moves else event,)
+        assert type(event) is Finished
+        if live.moves:
+            event = self._as_one(live, event)
+        self._note_end(live, event)
+        if not live.left:
+            if live.member is not None:
+                live.member.done(live.name)
+            self._by_name.pop(live.name, None)
+            self._forget(live)
+        return (event,)
+
+    def _as_one(self, live: _Live, event: Finished) -> Finished:
+        """Return the end of a request that moved, with the tokens and times of the whole answer."""
+        usage, timings, before_s = event.usage, event.timings, live.sent_s - live.arrived_s
+        if live.request.sampling.n == 1:
+            prompt = len(live.request.prompt_token_ids)
+            usage = Usage(prompt, live.cached_tokens or 0, len(live.token_ids))
+        first_s = before_s + timings.time_to_first_token_s
+        if live.first_token_s is not None:
+            first_s = min(first_s, live.first_token_s - live.arrived_s)
+        timings = Timings(
+            queued_s=min(first_s, before_s + timings.queued_s),
+            time_to_first_token_s=first_s,
+            total_s=before_s + timings.total_s,
+            preemptions=timings.preemptions + live.moves,
+        )
+        return msgspec.structs.replace(
+            event, request_id=live.request.request_id, usage=usage, timings=timings
+        )
+
+    def _note_end(self, live: _Live, event: Finished) -> None:
+        live.left.discard(event.index)
+        self.log.ends.append(event)
+        if event.reason is not FinishReason.ABORT:
+            self._mean_output += MEAN_SHARE * (event.usage.completion_tokens - self._mean_output)
+
+    def _forget(self, live: _Live) -> None:
+        self._live.pop(live.request.request_id, None)
+        if not self._live and not self._queued:
+            self._idle.set()
+
+    def _abort(self, request_id: str) -> None:
+        live = self._live.get(request_id)
+        if live is None:
+            return
+        self._detach(live)
+        if live in self._held:
+            self._held.remove(live)
+        self._end(live, None)
+
+    def _end(self, live: _Live, error: BaseException | None) -> None:
+        """End the sequences of a request that has no replica."""
+        now = time.monotonic()
+        first_s = 0.0 if live.first_token_s is None else live.first_token_s - live.arrived_s
+        prompt, cached = len(live.request.prompt_token_ids), live.cached_tokens or 0
+        timings = Timings(first_s, first_s, now - live.arrived_s, live.moves)
+        name = live.request.request_id
+        events: list[Event] = []
+        for index in sorted(live.left):
+            usage = Usage(prompt, cached, live.made[index])
+            event = Finished(name, index, FinishReason.ABORT, usage, timings, error=error)
+            self._note_end(live, event)
+            events.append(event)
+        self._forget(live)
+        self._post(live.mailbox, events)
+
+    def _post(self, mailbox: Mailbox, events: list[Event]) -> None:
+        try:
+            mailbox.post(events)
+        except Exception:
+            log.exception("a mailbox failed; its request continues without events")
+
+
+def page_names(prompt: Sequence[int], salt: bytes, block_size: int) -> list[bytes]:
+    """Return the content names of a prompt's full pages."""
+    names = [prefix.root(salt)]
+    prefix.extend(names, np.asarray(prompt, np.int32), len(prompt) // block_size, block_size)
+    return names[1:]

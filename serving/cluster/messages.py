@@ -1,0 +1,72 @@
+"""What a router and a replica tell each other. All of it can be pickled."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from jaxflow.config import EngineConfig, ModelConfig
+from jaxflow.engine.loop import Stats
+from jaxflow.engine.step_log import StepRecord
+from jaxflow.request import Event, SamplingParams
+from jaxflow.scheduler.config import SchedulerConfig
+from jaxflow.text.tokenizer import Tokenizer
+
+
+class Order(msgspec.Struct, frozen=True):
+    """A request for a replica.
+
+    Attributes:
+      name: the request's name at the replica. A request that moves gets a new one, so no late event is taken for
+        an event of its new replica.
+      number: `Route.number`.
+      expected_tokens: of the answer, all sequences together.
+    """
+
+    name: str
+    number: int
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    priority: int
+    cache_salt: str
+    expected_tokens: float
+
+
+class Description(msgspec.Struct, frozen=True):
+    """The loaded model of a replica.
+
+    Attributes:
+      device: the devices of the replica, as the status page shows them.
+      process_id: of the replica's process, on its own machine.
+    """
+
+    name: str
+    model_config: ModelConfig
+    engine_config: EngineConfig
+    scheduling: SchedulerConfig
+    generation_config: Mapping[str, Any]
+    max_model_len: int
+    tokenizer: Tokenizer | None
+    device: str
+    process_id: int
+
+
+class Report(msgspec.Struct, frozen=True):
+    """What happened at a replica since its last report.
+
+    Attributes:
+      outstanding_tokens: prompt and expected output tokens that are not computed yet.
+      last_number: the latest `Order.number` that the replica has counted.
+      stalled_s: seconds since a step advanced, 0 without work.
+      clock_s: the replica's `time.monotonic`, by which `steps` are dated.
+      fault: the fault that ended the engine, or empty.
+    """
+
+    events: list[Event]
+    steps: list[StepRecord]
+    stats: Stats
+    outstanding_tokens: float
+    last_number: int
+    stalled_s: float
+    clock_s: float
+    fault: str
