@@ -20,7 +20,6 @@ import serving.__main__ as server
 from jaxflow.cli.exit_status import run_command
 from jaxflow.config import ConfigError, EngineConfig
 from serving.cluster.driver import ClusterDriver
-from serving.cluster.link import Link
 from serving.cluster.model import ClusterModel
 from serving.cluster.wanted import Wanted, read_wanted
 from serving.frontend.served_model import ServedModel
@@ -62,17 +61,16 @@ def main(argv: list[str]) -> int:
     engine = jaxflow.cli.engine_flags.engine_config_from_flags
     try:
         wanted = wanted_replicas(engine())
+        cluster = connect(wanted)
     except ConfigError as error:
         return server.report_error(error)
-    ray = LateRay(wanted)
     driver = ClusterDriver(
-        wanted, ray.launch, stall_s=operations_flags.STALL_S.value, drain_s=server.DRAIN_TIMEOUT_S.value
+        wanted, cluster.launch, stall_s=operations_flags.STALL_S.value, drain_s=server.DRAIN_TIMEOUT_S.value
     )
 
     def prepare(config: EngineConfig, template: str | None) -> Callable[[], "LLM"]:
         def load() -> "LLM":
-            ray.connect()
-            model = ClusterModel(driver, chat_template=template, on_close=ray.close)
+            model = ClusterModel(driver, chat_template=template)
             if CLUSTER_FILE.value is not None:
                 watch = threading.Thread(target=watch_file, args=(CLUSTER_FILE.value, config, driver))
                 watch.daemon = True
@@ -84,7 +82,10 @@ def main(argv: list[str]) -> int:
     def operations(served: ServedModel) -> Operations:
         return operations_flags.operations_from_flags(served, driver)
 
-    return server.run(argv, prepare, operations)
+    try:
+        return server.run(argv, prepare, operations)
+    finally:
+        cluster.close()
 
 
 def wanted_replicas(config: EngineConfig) -> Wanted:
@@ -96,34 +97,17 @@ def wanted_replicas(config: EngineConfig) -> Wanted:
     return read_wanted(CLUSTER_FILE.value, config)
 
 
-class LateRay:
-    """Ray, imported and started after the ports are bound."""
-
-    def __init__(self, wanted: Wanted):
-        self._wanted = wanted
-        self._cluster: RayCluster | None = None
-
-    def connect(self) -> None:
-        """Start or join Ray. Raises: ConfigError."""
-        try:
-            from serving.cluster.ray_link import RayCluster, RayConfig
-        except ModuleNotFoundError as error:
-            accepted = 'with the extra cluster: pip install "jaxflow[cluster]"'
-            raise ConfigError("serving.cluster", f"without {error.name}", accepted) from error
-        config = RayConfig(RAY_ADDRESS.value, CPUS_PER_REPLICA.value, GPUS_PER_REPLICA.value)
-        engine = self._wanted.config
-        devices = engine.tensor_parallel_size * engine.pipeline_parallel_size
-        self._cluster = RayCluster(config, self._wanted.replicas, devices)
-
-    def launch(self, config: EngineConfig, index: int) -> Link:
-        """See `serving.cluster.link.Launch`."""
-        assert self._cluster is not None
-        return self._cluster.launch(config, index)
-
-    def close(self) -> None:
-        """Leave Ray."""
-        if self._cluster is not None:
-            self._cluster.close()
+def connect(wanted: Wanted) -> "RayCluster":
+    """Start or join Ray, before a server's threads run: Ray starts processes. Raises: ConfigError."""
+    try:
+        from serving.cluster.ray_link import RayCluster, RayConfig
+    except ModuleNotFoundError as error:
+        accepted = 'a Python environment with ray: pip install "jaxflow[cluster]"'
+        raise ConfigError("serving.cluster", f"without {error.name}", accepted) from error
+    config = RayConfig(RAY_ADDRESS.value, CPUS_PER_REPLICA.value, GPUS_PER_REPLICA.value)
+    engine = wanted.config
+    devices = engine.tensor_parallel_size * engine.pipeline_parallel_size
+    return RayCluster(config, wanted.replicas, devices)
 
 
 def watch_file(path: str, base: EngineConfig, driver: ClusterDriver) -> None:

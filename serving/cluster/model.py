@@ -1,7 +1,5 @@
 """The model behind a router, with the interface that servers expect of an `LLM`."""
 
-from collections.abc import Callable
-
 from jaxflow.config import ConfigError
 from jaxflow.prompt import Prompt, make_request
 from jaxflow.request import Request, SamplingParams
@@ -14,7 +12,6 @@ class ClusterModel:
     Args:
       driver: not started.
       chat_template: instead of the checkpoint's, if not None.
-      on_close: called after the replicas have ended.
 
     Raises:
       StartFailed: no replica could load the model.
@@ -26,9 +23,8 @@ class ClusterModel:
         driver: ClusterDriver,
         *,
         chat_template: str | None = None,
-        on_close: Callable[[], None] = lambda: None,
     ):
-        self.driver, self._on_close = driver, on_close
+        self.driver = driver
         try:
             model = driver.start()
             self.name, self.model_config, self.engine_config = (
@@ -73,4 +69,3 @@ class ClusterModel:
     def close(self) -> None:
         """End the replicas."""
         self.driver.close()
-        self._on_close()

@@ -373,5 +373,8 @@ def test_only_commands_freeze_the_heap():
     callers = [name for name, text in sources.items() if " freeze_heap()\n" in text]
     assert "serving/__main__.py" in callers
     assert all(
-        name.startswith(("serving/__main__", "serving/batch/__main__", "jaxflow/bench/")) for name in callers
+        name.startswith(
+            ("serving/__main__", "serving/batch/__main__", "serving/cluster/ray_link", "jaxflow/bench/")
+        )
+        for name in callers
     )

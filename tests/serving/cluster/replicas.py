@@ -120,11 +120,11 @@ class Replicas:
 
 
 @contextlib.contextmanager
-def cluster(replicas: int = 2, *, stall_s: float = 0.3, drain_s: float = 5.0, **driver) -> Iterator[tuple]:
+def cluster(replicas: int = 2, *, stall_s: float = 0.5, drain_s: float = 5.0, **driver) -> Iterator[tuple]:
     """A running model behind a router, and the links."""
     links = Replicas(**driver)
     router = ClusterDriver(
-        Wanted(replicas, CONFIG), links.launch, stall_s=stall_s, drain_s=drain_s, start_s=1.0, seed=0
+        Wanted(replicas, CONFIG), links.launch, stall_s=stall_s, drain_s=drain_s, start_s=3.0, seed=0
     )
     model = ClusterModel(router)
     try:
@@ -139,8 +139,8 @@ class Box:
 
     def __init__(self, n: int = 1):
         self.events: list = []
-        self._left = threading.Semaphore(0)
-        self._n = n
+        self._left = n
+        self._ended = threading.Event()
         self.first = threading.Event()
 
     def post(self, events) -> None:
@@ -149,11 +149,12 @@ class Box:
             self.first.set()
         for event in events:
             if isinstance(event, Finished):
-                self._left.release()
+                self._left -= 1
+                if not self._left:
+                    self._ended.set()
 
     def wait(self) -> "Box":
-        for _ in range(self._n):
-            assert self._left.acquire(timeout=30), "a request was lost"
+        assert self._ended.wait(30), "a request was lost"
         return self
 
     def ids(self, index: int = 0) -> list[int]:

@@ -1,12 +1,11 @@
 """The router's driver over fake replicas that die, hang, are slow, and are replaced under load."""
 
+import random
 import threading
 import time
 
 import pytest
 from fake_llm import FAULT_TOKEN
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from replicas import CONFIG, Box, answer, cluster, submit, until
 
 from jaxflow.request import (
@@ -255,21 +254,18 @@ def test_an_update_that_fails_stops_and_serves_on():
         assert "no such plan" in model.driver.replicas()[0].reason
 
 
-@settings(max_examples=6, deadline=None)
-@given(
-    st.lists(st.tuples(st.integers(0, 1), st.sampled_from(["die", "hang"]), st.floats(0, 0.15)), max_size=3),
-    st.integers(0, 2**32),
-)
-def test_drawn_faults_lose_and_double_nothing(faults, seed):
-    with cluster(step_s=0.003, stall_s=0.2) as (model, links):
-        pairs = [submit(model, f"r{i}", seed=seed + i, max_tokens=40 + i) for i in range(12)]
-        for index, fault, wait_s in faults:
-            time.sleep(wait_s)
-            getattr(links.running(index), fault)()
+@pytest.mark.parametrize("seed", range(3))
+def test_drawn_faults_lose_and_double_nothing(seed):
+    rng = random.Random(seed)
+    with cluster(step_s=0.003) as (model, links):
+        pairs = [submit(model, f"r{i}", seed=rng.getrandbits(40), max_tokens=40 + i) for i in range(12)]
+        for _ in range(3):
+            time.sleep(rng.choice([0.0, rng.uniform(0, 0.15)]))
+            getattr(links.running(rng.randrange(2)), rng.choice(["die", "hang"]))()
         for request, box in pairs:
             box.wait()
             [end] = box.ends
-            if isinstance(end.error, Interrupted):  # three losses under one request
-                assert box.ids() == answer(request)[: len(box.ids())] and len(faults) == 3
+            if isinstance(end.error, Interrupted):  # all three losses were under this request
+                assert box.ids() == answer(request)[: len(box.ids())]
             else:
                 complete(request, box)
