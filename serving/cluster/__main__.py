@@ -61,6 +61,11 @@ def main(argv: list[str]) -> int:
     engine = jaxflow.cli.engine_flags.engine_config_from_flags
     try:
         wanted = wanted_replicas(engine())
+        if wanted.config.coordinator is not None:
+            raise ConfigError("coordinator", wanted.config.coordinator, "no flag here: a replica is one process")
+        if server.MAX_RESTARTS.value:
+            accepted = "0 here: lost replicas always start again"
+            raise ConfigError("max_restarts", server.MAX_RESTARTS.value, accepted)
         cluster = connect(wanted)
     except ConfigError as error:
         return server.report_error(error)

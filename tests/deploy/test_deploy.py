@@ -1,11 +1,13 @@
 """The files of deploy/ agree with the program and with their own schemas."""
 
+import json
 import re
 import shlex
 import shutil
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import paths
 import pytest
@@ -55,7 +57,7 @@ def test_flags_exist():
             text = path.read_text("utf-8")
             used |= set(re.findall(r"--([a-z]+_[a-z_]+)", text)) & set(re.findall(r"--(\w+)", text))
     help_text = subprocess.run(
-        [sys.executable, "-m", "serving", "--helpfull"],
+        [sys.executable, "-m", "serving.cluster", "--helpfull"],  # it has the flags of `serving`, too
         cwd=paths.ROOT,
         capture_output=True,
         text=True,
@@ -63,6 +65,33 @@ def test_flags_exist():
     ).stdout
     assert {"request_log", "auth_token_file"} <= used
     assert [flag for flag in used if not re.search(rf"--(\[no\])?{flag}\b", help_text)] == []
+
+
+def kuberay() -> dict[str, dict]:
+    """The documents of the KubeRay manifest, by kind."""
+    text = (DEPLOY / "kuberay" / "cluster.yaml").read_text("utf-8")
+    return {document["kind"]: document for document in yaml.safe_load_all(text)}
+
+
+def test_the_replicas_of_kuberay_find_their_gpus():
+    documents = kuberay()
+    job, spec = documents["RayJob"]["spec"], documents["RayJob"]["spec"]["rayClusterSpec"]
+    wanted = json.loads(documents["ConfigMap"]["data"]["cluster.json"])
+    [workers] = spec["workerGroupSpecs"]
+    [replica] = workers["template"]["spec"]["containers"]
+    flags = dict(re.findall(r"--(\w+)=(\S+)", job["entrypoint"]))
+    assert wanted["replicas"] <= workers["replicas"] <= workers["maxReplicas"]
+    assert float(flags["gpus_per_replica"]) == float(replica["resources"]["limits"]["nvidia.com/gpu"])
+    assert float(flags["cpus_per_replica"]) <= float(replica["resources"]["requests"]["cpu"])
+    head = spec["headGroupSpec"]["template"]
+    [router] = head["spec"]["containers"]
+    mounted = {mount["mountPath"] for mount in router["volumeMounts"]}
+    files = [value for value in flags.values() if value.startswith(("/etc", "/run"))]
+    assert len(files) == 2 and all(str(Path(file).parent) in mounted for file in files)
+    selector = documents["Service"]["spec"]["selector"]
+    assert selector.items() <= head["metadata"]["labels"].items()
+    ports = {port["name"]: port["containerPort"] for port in router["ports"]}
+    assert {port["targetPort"]: port["port"] for port in documents["Service"]["spec"]["ports"]} == ports
 
 
 def test_the_container_runs_without_privileges():
@@ -117,8 +146,19 @@ def test_the_copied_files_make_a_program_that_starts(tmp_path):
 
 @pytest.mark.slow  # installs kubernetes-validate
 @pytest.mark.skipif(UV is None, reason="uv is not installed")
-def test_manifests_keep_the_schema_of_kubernetes():
+def test_manifests_keep_the_schema_of_kubernetes(tmp_path):
     checked = [path for path in MANIFESTS if path.name != "kustomization.yaml"]
+    cluster = kuberay()["RayJob"]["spec"]["rayClusterSpec"]
+    groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+    for number, group in enumerate(groups):  # the schema of Kubernetes has no RayJob, but the pods of one
+        pod = {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": "ray"},
+            "spec": group["template"]["spec"],
+        }
+        checked.append(tmp_path / f"pod{number}.json")
+        checked[-1].write_text(json.dumps(pod))
     result = subprocess.run(
         [UV, "tool", "run", "kubernetes-validate", "--strict", *map(str, checked)],
         capture_output=True,
