@@ -1,4 +1,4 @@
-"""What a router and a replica tell each other. All of it can be pickled."""
+"""The messages between a router and a replica. Each can be pickled."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -52,7 +52,7 @@ class Description(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What happened at a replica since its last report.
+    """The events and the state of a replica since its last report.
 
     Attributes:
       outstanding_tokens: prompt and expected output tokens that are not computed yet.

@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.slow,  # minutes: Ray and four engines start
     pytest.mark.skipif(
         importlib.util.find_spec("ray") is None,
-        reason="ray is not installed: uv sync --extra cluster installs it",
+        reason="ray is not installed: python3 run.py exec --extra cluster pytest -m slow <this file> has it",
     ),
 ]
 
