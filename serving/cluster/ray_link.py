@@ -134,7 +134,7 @@ async def _answer(reference):
     except RayTaskError as error:  # a fault of the replica's code
         raise LinkLost(f"{type(error.cause).__name__}: {error.cause}") from error
     except RayActorError as error:
-        raise LinkLost("the process died" if str(error) else "the process cannot be reached") from error
+        raise LinkLost("the process died") from error
     except RayError as error:
         raise LinkLost(f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
 
