@@ -62,7 +62,9 @@ def main(argv: list[str]) -> int:
     try:
         wanted = wanted_replicas(engine())
         if wanted.config.coordinator is not None:
-            raise ConfigError("coordinator", wanted.config.coordinator, "no flag here: a replica is one process")
+            raise ConfigError(
+                "coordinator", wanted.config.coordinator, "no flag here: a replica is one process"
+            )
         if server.MAX_RESTARTS.value:
             accepted = "0 here: lost replicas always start again"
             raise ConfigError("max_restarts", server.MAX_RESTARTS.value, accepted)

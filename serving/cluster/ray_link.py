@@ -151,9 +151,10 @@ class _Actor:
         try:
             self._replica = Replica(await asyncio.to_thread(_load, config))
         except Exception as error:
+            if type(error).__module__.startswith("jaxflow.") or isinstance(error, OSError):
+                return str(error)
             log.exception("the model cannot be loaded")
-            known = type(error).__module__.startswith("jaxflow.") or isinstance(error, OSError)
-            return str(error) if known else f"{type(error).__name__}: {error}"
+            return f"{type(error).__name__}: {error}"
         return self._replica.describe()
 
     async def take(self, orders: list[Order], aborted: list[str]) -> None:

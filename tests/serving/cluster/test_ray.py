@@ -205,4 +205,4 @@ def test_a_model_that_cannot_be_loaded_ends_the_command():
     command += ["--port=0", "--admin_port=0", "--http_port=0", "--cpus_per_replica=0.1"]
     ended = subprocess.run(command, cwd=paths.ROOT, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 1 and "/no/such/model" in ended.stderr
-    assert "Traceback" not in ended.stderr.replace("the model cannot be loaded\nTraceback", "")
+    assert "Traceback" not in ended.stderr
