@@ -21,6 +21,7 @@ from pallas_kernels.gemm.api import HopperGemm, Product
 from pallas_kernels.gemm.grouped import groups as expert_groups
 from pallas_kernels.gemm.grouped import reference as grouped_reference
 from pallas_kernels.gemm.tuned_table import load
+from pallas_kernels.pointwise.draw import reference as draw_reference
 from pallas_kernels.pointwise.norm import reference as norm_reference
 from pallas_kernels.pointwise.quantize import reference as quantize_reference
 from pallas_kernels.pointwise.rope_append import reference as rope_reference
@@ -30,7 +31,7 @@ from pallas_kernels.triton.gemm import TritonGemm
 KERNELS = ("auto", "reference", "mosaic", "triton")  # values of the setting `kernels`
 HOPPER, MOSAIC = "9.0", "mosaic-hopper"  # compute capability and name of the set of Mosaic kernels
 PAGED = ("rope_append", "decode_attention", "chunk_attention")  # ops on the pages of the KV cache
-OPS = ("gemm", "add_norm", *PAGED, "token_limits", "quantize_rows", "grouped_gemm")
+OPS = ("gemm", "add_norm", *PAGED, "token_limits", "draw", "quantize_rows", "grouped_gemm")
 _KIB = {
     "7.0": 96,
     "7.5": 64,
@@ -74,6 +75,7 @@ class KernelSet:
     decode_attention: Callable = decode_reference.decode_attention
     chunk_attention: Callable = chunk_reference.chunk_attention
     token_limits: Callable = sample_reference.token_limits
+    draw: Callable = draw_reference.draw
     quantize_rows: Callable = quantize_reference.quantize_rows
     grouped_gemm: Callable = grouped_reference.grouped_gemm
     list_decode_work: Callable = decode_reference.list_decode_work
@@ -273,6 +275,7 @@ def _mosaic(m: Model, device: str) -> KernelSet:
     from pallas_kernels.attention.decode import api as decode_attention
     from pallas_kernels.gemm.grouped import api as grouped_gemm
     from pallas_kernels.hopper import ptxas_version
+    from pallas_kernels.pointwise.draw import api as draw
     from pallas_kernels.pointwise.norm import api as rms_norm
     from pallas_kernels.pointwise.quantize import api as quantize_rows
     from pallas_kernels.pointwise.rope_append import api as rope_append
@@ -290,6 +293,7 @@ def _mosaic(m: Model, device: str) -> KernelSet:
             name: getattr(chunk_attention, name) for name in ("chunk_attention", "list_chunk_work")
         },
         "token_limits": {"token_limits": token_limits.token_limits},
+        "draw": {"draw": draw.draw},
         "quantize_rows": {"quantize_rows": quantize_rows.quantize_rows},
         "grouped_gemm": {name: getattr(grouped_gemm, name) for name in ("grouped_gemm", "list_groups")},
     }

@@ -160,7 +160,7 @@ SLOW_CASES = {
     r"test_two_stage_search\.py::test_found_plans_are_the_plain_forward\[(fp8, sums alone|scattered)": (
         "the fp8 case runs"
     ),
-    r"test_sampling_memory\.py::test_full_makes_few_and_counts_in_place\[token_limits-2": (
+    r"test_sampling_memory\.py::test_full_makes_few_and_counts_in_place\[token_limits-draw-2": (
         "this case compiles the reference search; the case of the kernel's search runs"
     ),
     r"test_two_stage_search\.py::test_llama_on_a_modelled_h200": (

@@ -107,7 +107,9 @@ class Programs:
         def run(head, hidden, rows, last_tokens):
             logits = self._logits(head, hidden)
             with op_scope("sample"):
-                tokens = sampling.plain(logits, rows.temperature, rows.seeds, rows.lengths)
+                tokens = sampling.plain(
+                    logits, rows.temperature, rows.seeds, rows.lengths, draw=self.context.kernels.draw
+                )
                 tokens = _none_of_nan(tokens, logits)
             return tokens, _keep(last_tokens, rows, tokens)
 
@@ -132,6 +134,7 @@ class Programs:
                     params,
                     counts,
                     search=search,
+                    draw=self.context.kernels.draw,
                     most=self.rows_at_once,
                 )
                 tokens = _none_of_nan(tokens, logits)

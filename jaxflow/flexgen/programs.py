@@ -77,7 +77,7 @@ class Programs:
         """
         logits = self._logits(ends, hidden)
         with op_scope("sample"):
-            return sampling.plain(logits, temperature, seeds, positions)
+            return sampling.plain(logits, temperature, seeds, positions, draw=self.context.kernels.draw)
 
     def sample_full(
         self,
@@ -93,9 +93,19 @@ class Programs:
         """Draw with all settings: tokens, counts (donated) and log-probabilities. Arguments: see
         `sampling.full`.
         """
-        logits, search = self._logits(ends, hidden), self.context.kernels.token_limits
+        logits, kernels = self._logits(ends, hidden), self.context.kernels
         with op_scope("sample"):
-            return sampling.full(logits, temperature, seeds, positions, slots, params, counts, search=search)
+            return sampling.full(
+                logits,
+                temperature,
+                seeds,
+                positions,
+                slots,
+                params,
+                counts,
+                search=kernels.token_limits,
+                draw=kernels.draw,
+            )
 
     def _logits(self, ends: Weights, hidden: Array) -> Array:
         return ops.logits(Site(self.context, ends), hidden)

@@ -8,6 +8,9 @@ pass that finds the maximum; no array of noise exists.
 Top-k, top-p and min-p are limits below which a logit cannot be drawn. They are found by a search over the bits
 of the limit, without sorting. A change of a logit may move the last kept token out of the limit. This changes a
 draw only where that token is the drawn one.
+
+`full` draws from the few blocks of logits that the search for limits reads, where they hold all tokens that can
+be drawn. `KernelSet.draw` reads whole rows.
 """
 
 import math
@@ -21,6 +24,8 @@ from jax import lax
 from jaxflow.model.logprobs import LogprobsOut, finite, token_logprobs, top
 from jaxflow.model.slot_params import SlotParams, adjust, count_drawn, rows_of
 from pallas_kernels.cards import this_card
+from pallas_kernels.pointwise.draw import noise
+from pallas_kernels.pointwise.draw.reference import draw as draw_reference
 from pallas_kernels.pointwise.sample.reference import largest_limit, token_limits
 
 BLOCK = 16  # columns of a block in the search for limits
@@ -28,12 +33,18 @@ ROWS = 128  # the least number of rows that `full_by_rows` takes at a time
 ROW_BYTES = 11  # temporary bytes per logit: a copy, adjusted logits, searched logits
 BLOCKS = 256  # blocks kept: at least the usual top-k
 COLDEST = 1e-7  # the least temperature in a weight: below it a difference of logits may overflow
-SERIES = 2.0**-8  # below this u, three terms give -log(1 - u) to float32's precision
 
 OfValues = Callable[[jax.Array], jax.Array]  # [R, n] -> [R, n]
 
 
-def plain(logits: jax.Array, temperature: jax.Array, seed: jax.Array, position: jax.Array) -> jax.Array:
+def plain(
+    logits: jax.Array,
+    temperature: jax.Array,
+    seed: jax.Array,
+    position: jax.Array,
+    *,
+    draw: Callable = draw_reference,
+) -> jax.Array:
     """Return one token per row: the likeliest at temperature 0, otherwise a draw.
 
     Args:
@@ -41,10 +52,11 @@ def plain(logits: jax.Array, temperature: jax.Array, seed: jax.Array, position: 
       temperature: [R] float32.
       seed: [R, 2] uint32.
       position: [R] int32, the index that the token will have in its sequence.
+      draw: `KernelSet.draw`.
 
     Returns: [R] int32. A row of -inf gives 0.
     """
-    return _likeliest(_perturb(logits, temperature, seed, position))
+    return draw(logits, temperature, _row_keys(seed, position))
 
 
 def full(
@@ -57,6 +69,7 @@ def full(
     counts: jax.Array,
     *,
     search: Callable = token_limits,
+    draw: Callable = draw_reference,
 ) -> tuple[jax.Array, jax.Array, LogprobsOut]:
     """Return one token per row under all settings.
 
@@ -71,7 +84,7 @@ def full(
         draws as in `plain` and counts nothing: padding, rows without settings, rows with an unused token.
       params: settings of Q slots.
       counts: [Q, V'] uint16 (donate it).
-      search: `KernelSet.token_limits`.
+      search: `KernelSet.token_limits`. draw: `KernelSet.draw`.
 
     Returns: tokens [R] int32, counts with the tokens added, and raw log-probabilities.
     """
@@ -79,9 +92,8 @@ def full(
     row = rows_of(params, slots)
     x = adjust(logits, row, counts, slots, position)
     few = _largest_blocks(x)
-    limit = _limits(x, few, temperature, row, search)[:, None]
-    scores = _perturb(x, temperature, seed, position)
-    tokens = _likeliest(jnp.where(x >= limit, scores, -jnp.inf))
+    limit = _limits(x, few, temperature, row, search)
+    tokens = _drawn(x, few, limit, temperature, _row_keys(seed, position), draw)
     return tokens, count_drawn(counts, slots, tokens), token_logprobs(logits, tokens)
 
 
@@ -95,6 +107,7 @@ def full_by_rows(
     counts: jax.Array,
     *,
     search: Callable = token_limits,
+    draw: Callable = draw_reference,
     most: int = ROWS,
 ) -> tuple[jax.Array, jax.Array, LogprobsOut]:
     """Run `full` on at most `most` rows at a time, which bounds its temporary arrays."""
@@ -102,7 +115,7 @@ def full_by_rows(
     blocks = -(-rows // most)
     size = -(-rows // blocks)
     if blocks == 1:
-        return full(logits, temperature, seed, position, slots, params, counts, search=search)
+        return full(logits, temperature, seed, position, slots, params, counts, search=search, draw=draw)
 
     def block(counts: jax.Array, number: jax.Array) -> tuple[jax.Array, tuple[jax.Array, LogprobsOut]]:
         start = jnp.minimum(number * size, rows - size)
@@ -111,7 +124,7 @@ def full_by_rows(
         )
         # The last block repeats rows of the block before it, to have the same size.
         mine = jnp.where(start + jnp.arange(size) < number * size, -1, mine)
-        tokens, counts, found = full(x, heat, key, at, mine, params, counts, search=search)
+        tokens, counts, found = full(x, heat, key, at, mine, params, counts, search=search, draw=draw)
         return counts, (tokens, found)
 
     def joined(made: jax.Array) -> jax.Array:
@@ -135,18 +148,8 @@ def rows_at_once(memory_bytes: int, vocabulary: int) -> int:
 
 
 def gumbel(seed: jax.Array, position: jax.Array, token: jax.Array) -> jax.Array:
-    """Return standard Gumbel noise, float32 [R, n], from -2.9 to 22.9.
-
-    Args:
-      seed: [R, 2] uint32.
-      position: [R] int32.
-      token: [n] int32, token ids from 0.
-    """
-    bits = _hash(_row_keys(seed, position), token)
-    # The noise is -log(-log(1 - u)). Large noise has a small u, which float32 holds to 24 bits.
-    u = jnp.minimum((bits.astype(jnp.float32) + 0.5) * 2.0**-32, 1.0 - 2.0**-24)
-    series = u * (1.0 + u * (0.5 + u * (1.0 / 3.0)))
-    return -jnp.log(jnp.where(u < SERIES, series, -jnp.log(1.0 - u)))
+    """Return the noise of draws, float32 [R, n]. seed, position: as for `plain`. token: [n] int32."""
+    return noise.gumbel(_row_keys(seed, position), token)
 
 
 def _row_keys(seed: jax.Array, position: jax.Array) -> jax.Array:
@@ -159,35 +162,11 @@ def _row_keys(seed: jax.Array, position: jax.Array) -> jax.Array:
     return jax.vmap(words)(seed, position)
 
 
-def _hash(keys: jax.Array, token: jax.Array) -> jax.Array:
-    """Return 32 random bits for each row and token, uint32 [R, n]. keys: [R, 3] uint32.
-
-    The shifts and factors are those of `triple32` (C. Wellons, hash-prospector), whose bias of avalanche is
-    2e-5. A word of the key is added before each factor but the first, so that rows are not permutations of
-    each other.
-    """
-    h = token.astype(jnp.uint32)[None, :] + keys[:, 0:1]
-    h = (h ^ (h >> 17)) * jnp.uint32(0xED5AD4BB) + keys[:, 1:2]
-    h = (h ^ (h >> 11)) * jnp.uint32(0xAC4C1B51) + keys[:, 2:3]
-    h = (h ^ (h >> 15)) * jnp.uint32(0x31848BAB)
-    return h ^ (h >> 14)
-
-
-def _perturb(x: jax.Array, temperature: jax.Array, seed: jax.Array, position: jax.Array) -> jax.Array:
-    """Return x [R, n] plus noise times the temperature: the row's x itself at temperature 0."""
-    noise = gumbel(seed, position, jnp.arange(x.shape[1], dtype=jnp.int32))
-    return x + temperature[:, None] * noise
-
-
-def _likeliest(scores: jax.Array) -> jax.Array:
-    """Return the first column of the largest score of each row, int32 [R]."""
-    return scores.argmax(-1).astype(jnp.int32)
-
-
 class _Few(NamedTuple):
     """The blocks of columns of [R, n] logits with the largest maxima."""
 
     logits: jax.Array  # [R, m]
+    tokens: jax.Array  # [R, m] or [1, m] int32, their columns
     least: jax.Array  # [R]: the blocks hold every logit of at least this value
     peak: jax.Array  # [R], the largest logit
 
@@ -197,11 +176,12 @@ def _largest_blocks(x: jax.Array) -> _Few:
     rows, n = x.shape
     width = math.gcd(n, BLOCK)
     if n // width <= BLOCKS:
-        return _Few(x, jnp.full((rows,), -jnp.inf), x.max(-1))
+        return _Few(x, jnp.arange(n, dtype=jnp.int32)[None], jnp.full((rows,), -jnp.inf), x.max(-1))
     blocks = x.reshape(rows, n // width, width)
     maxima, best = top(blocks.max(-1), BLOCKS)
     few = jnp.take_along_axis(blocks, best[:, :, None], axis=1)
-    return _Few(few.reshape(rows, -1), maxima[:, -1], maxima[:, 0])
+    tokens = best[:, :, None] * width + jnp.arange(width, dtype=jnp.int32)
+    return _Few(few.reshape(rows, -1), tokens.reshape(rows, -1), maxima[:, -1], maxima[:, 0])
 
 
 def _limits(
@@ -235,6 +215,34 @@ def _limits(
     return jnp.where(
         known, limit, search(x, peak, heat, total, likely, k, row.top_p, ~known & (temperature > 0))
     )
+
+
+def _drawn(
+    x: jax.Array, few: _Few, limit: jax.Array, temperature: jax.Array, keys: jax.Array, draw: Callable
+) -> jax.Array:
+    """Return the drawn token of each row of x [R, V'] among the logits of at least the limit, int32 [R].
+
+    `draw` examines the full rows whose limit may lie below the few blocks.
+    """
+    scores = few.logits + temperature[:, None] * noise.gumbel(keys, few.tokens)
+    scores = jnp.where(few.logits >= limit[:, None], scores, -jnp.inf)
+    near = _first_of_largest(scores, jnp.broadcast_to(few.tokens, scores.shape))
+    if few.logits.shape == x.shape:
+        return near
+    # A logit that equals `least` may lie in a block that was not kept.
+    far = ~(limit > few.least) & (temperature > 0)
+    return jnp.where(far, draw(x, temperature, keys, jnp.where(far, limit, jnp.inf)), near)
+
+
+def _first_of_largest(scores: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Return the token of the largest score of each row, the least of equal ones. Both are [R, m]."""
+
+    def larger(a: tuple, b: tuple) -> tuple:
+        wins = (a[0] > b[0]) | ((a[0] == b[0]) & (a[1] < b[1]))
+        return jnp.where(wins, a[0], b[0]), jnp.where(wins, a[1], b[1])
+
+    nothing = jnp.float32(-jnp.inf), jnp.int32(2**31 - 1)
+    return lax.reduce((scores, tokens), nothing, larger, dimensions=(1,))[1]
 
 
 def _mass(peak: jax.Array, heat: jax.Array) -> OfValues:

@@ -20,6 +20,8 @@ from pallas_kernels.measure import script
 from pallas_kernels.measure.inputs import poison_memory
 from pallas_kernels.measure.script import record
 from pallas_kernels.measure.timing import interleaved
+from pallas_kernels.pointwise.draw import reference as draw_reference
+from pallas_kernels.pointwise.draw.api import draw
 from pallas_kernels.pointwise.norm import reference as norm_reference
 from pallas_kernels.pointwise.norm.api import add_norm
 from pallas_kernels.pointwise.quantize import reference as quantize_reference
@@ -187,6 +189,24 @@ def check_limits(rows, rng, count, columns, sigma):
     record(rows, what="check token_limits", ok=off <= 2, off=off, r=count, v=columns, sigma=sigma)
 
 
+def draw_inputs(rng, count, columns, limited):
+    """Return logits, temperatures, keys and perhaps limits. Every fourth row is greedy."""
+    x = normal(rng, count, columns, dtype=jnp.float32) * 2
+    temperature = jnp.where(jnp.arange(count) % 4 == 0, 0.0, 0.8)
+    keys = jnp.asarray(rng.integers(2**32, size=(count, 3), dtype=np.uint32))
+    limit = jnp.where(jnp.arange(count) % 3 == 0, jnp.inf, 1.0)
+    return (x, temperature, keys, limit) if limited else (x, temperature, keys)
+
+
+def check_draw(rows, rng, count, columns, limited):
+    """Check the drawn tokens. The noise of the kernel differs by up to 7e-6, so a few of a million draws may differ."""
+    args = draw_inputs(rng, count, columns, limited)
+    poison_memory(jax.eval_shape(draw, *args))
+    got, want = (jax.jit(f)(*args) for f in (draw, draw_reference.draw))
+    off = int((got != want).sum())
+    record(rows, what="check draw", ok=off <= 1, off=off, r=count, v=columns, limited=limited)
+
+
 def last_rows(x: jax.Array, count: int) -> jax.Array:
     return x[x.shape[0] - count :]
 
@@ -285,6 +305,10 @@ def checks(rows, share=(0, 1)):
         cases.append(functools.partial(check_rope, rows, rng, 300, 32, 1, 64, dtype, turned=False))
     cases += [
         functools.partial(check_limits, rows, rng, *case) for case in ((64, 128256, 2.0), (8, 32000, 0.1))
+    ]
+    cases += [
+        functools.partial(check_draw, rows, rng, *case)
+        for case in ((1024, 128256, False), (1024, 128256, True), (1, 128256, False), (33, 49152, True))
     ]
     for case in cases[share[0] :: share[1]]:
         case()
@@ -404,6 +428,16 @@ def time_limits(rows, seconds, count=1024, columns=128256):
         timed(rows, seconds, ways, 1, x.size * 4, case=name)
 
 
+def time_draw(rows, seconds, count, columns=128256):
+    for limited in (False, True):
+        args = draw_inputs(np.random.default_rng(0), count, columns, limited)
+        ways = {
+            f"draw{how}": functools.partial(jax.jit(f), *args)
+            for how, f in (("", draw), (" xla", draw_reference.draw))
+        }
+        timed(rows, seconds, ways, 1, args[0].size * 4, r=count, limited=limited)
+
+
 def times(rows, seconds):
     time_copy(rows, seconds, 2048)
     for tokens in (2048, 256, 8):
@@ -413,6 +447,8 @@ def times(rows, seconds):
         for dtype in (jnp.bfloat16, jnp.float8_e4m3fn):
             time_rope(rows, seconds, tokens, tokens // 3 if tokens > 256 else tokens, dtype)
     time_limits(rows, seconds)
+    for count in (1024, 64, 1):
+        time_draw(rows, seconds, count)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from jaxflow.bench.kernels.case import Implementation, KernelCase, KernelGroup
 from jaxflow.model import sampling, slot_params
 from pallas_kernels.measure.peaks import Least
 from pallas_kernels.measure.timing import looped
+from pallas_kernels.pointwise.draw.api import draw
 from pallas_kernels.pointwise.norm import reference as norm_reference
 from pallas_kernels.pointwise.norm.api import add_norm
 from pallas_kernels.pointwise.rope_append import reference as rope_reference
@@ -172,7 +173,7 @@ def _with_reading(name: str, run: Callable, logits: jax.Array) -> dict[str, Impl
 
 def _plain():
     rows = _rows()
-    program = jax.jit(sampling.plain)
+    program = jax.jit(functools.partial(sampling.plain, draw=draw))
     return _with_reading("plain", lambda: program(*rows), rows[0])
 
 
@@ -190,7 +191,7 @@ def _full(top_k: int, top_p: float, penalty: float):
     kept = [counts]
 
     def implementation(sampler: Callable) -> Callable:
-        program = jax.jit(functools.partial(sampler, search=token_limits), donate_argnums=(6,))
+        program = jax.jit(functools.partial(sampler, search=token_limits, draw=draw), donate_argnums=(6,))
 
         def run():
             tokens, kept[0], logprobs = program(*rows, rows[3], params, kept[0])

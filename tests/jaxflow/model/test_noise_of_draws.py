@@ -9,10 +9,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxflow.model import sampling
 from jaxflow.model.slot_params import empty_slots, slot_values
+from pallas_kernels.pointwise.draw import noise
 
 PLAIN = jax.jit(sampling.plain, compiler_options=AS_XLA_HAS)
 FULL = jax.jit(sampling.full, compiler_options=AS_XLA_HAS)
-HASH = jax.jit(sampling._hash, compiler_options=AS_XLA_HAS)
 GUMBEL = jax.jit(sampling.gumbel, compiler_options=AS_XLA_HAS)
 VOCABULARIES = [49_152, pytest.param(128_256, marks=pytest.mark.slow)]
 FILTERS = [
@@ -22,6 +22,13 @@ FILTERS = [
     {"min_p": 0.02},
     {"top_k": 200, "top_p": 0.95, "min_p": 0.001},
 ]
+
+
+def hash_bits(keys, token):
+    return noise.hash_bits(jnp.split(keys, 3, axis=1), token[None])
+
+
+HASH = jax.jit(hash_bits, compiler_options=AS_XLA_HAS)
 
 
 def seeds_of(rng, rows):
@@ -49,21 +56,21 @@ def full(logits, temperature, seeds, positions, settings):
 def test_noise_is_gumbel_distributed():
     """Kolmogorov and Smirnov's distance over a million numbers, and the tails."""
     rng = np.random.default_rng(0)
-    noise = np.asarray(GUMBEL(seeds_of(rng, 64), np.arange(64, dtype=np.int32), np.arange(16_384)))
-    ordered = np.sort(np.exp(-np.exp(-noise.astype(np.float64))), axis=None)
+    numbers = np.asarray(GUMBEL(seeds_of(rng, 64), np.arange(64, dtype=np.int32), np.arange(16_384)))
+    ordered = np.sort(np.exp(-np.exp(-numbers.astype(np.float64))), axis=None)
     distance = np.abs(ordered - (np.arange(ordered.size) + 0.5) / ordered.size).max()
     assert distance < 1.95 / np.sqrt(ordered.size)  # exceeded by chance once in a thousand
-    peaks = noise.max(-1) - np.log(16_384)  # the largest of n Gumbel numbers is one, shifted by log n
+    peaks = numbers.max(-1) - np.log(16_384)  # the largest of n Gumbel numbers is one, shifted by log n
     assert abs(peaks.mean() - np.euler_gamma) < 4 * np.sqrt(np.pi**2 / 6 / 64)
 
 
 def test_noise_is_finite_at_the_ends_of_the_hash(monkeypatch):
     ends = jnp.array([[0, 1, 2**24, 2**31, 2**32 - 129, 2**32 - 1]], jnp.uint32)
-    monkeypatch.setattr(sampling, "_hash", lambda keys, token: ends)
-    noise = np.asarray(sampling.gumbel(np.zeros((1, 2), np.uint32), np.zeros(1, np.int32), np.arange(6)))[0]
+    monkeypatch.setattr(noise, "hash_bits", lambda words, token: ends)
+    numbers = np.asarray(noise.gumbel(jnp.zeros((1, 3), jnp.uint32), jnp.arange(6)))[0]
     bits = np.asarray(ends[0], np.float64)
     exact = -np.log(-np.log1p(-np.minimum((bits + 0.5) / 2**32, 1 - 2**-24)))
-    np.testing.assert_allclose(noise, exact, rtol=2e-6, atol=2e-6)
+    np.testing.assert_allclose(numbers, exact, rtol=2e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize("vocab", [512, 32_768])
@@ -90,7 +97,7 @@ def test_a_bit_of_seed_position_or_token_changes_half_of_the_noise_bits():
 
     @jax.jit
     def bits(seeds, positions, tokens):
-        return sampling._hash(sampling._row_keys(seeds, positions), tokens)
+        return hash_bits(sampling._row_keys(seeds, positions), tokens)
 
     plain = np.asarray(bits(seeds, positions, tokens))
     n = rows * len(tokens)
@@ -132,9 +139,9 @@ def test_noise_in_the_logits_changes_few_draws(filters, draws):
             return np.asarray(PLAIN(x, *others)) if filters is None else full(x, *others, [filters] * rows)
 
         plain = draw(logits)
-        for noise in changed:
-            moved = logits + noise * rng.normal(size=logits.shape).astype(np.float32)
-            changed[noise] += int((draw(moved) != plain).sum())
+        for error in changed:
+            moved = logits + error * rng.normal(size=logits.shape).astype(np.float32)
+            changed[error] += int((draw(moved) != plain).sum())
     assert changed[1e-5] <= 1, changed
     assert changed[1e-3] <= 3 + 0.003 * draws, changed
 

@@ -9,6 +9,8 @@ import pytest
 from h200 import abstract, compile_for_h200, h200_mesh
 
 from jaxflow.model import sampling, slot_params
+from pallas_kernels.pointwise.draw import api as draw
+from pallas_kernels.pointwise.draw import reference as draw_reference
 from pallas_kernels.pointwise.sample import api as token_limits
 from pallas_kernels.pointwise.sample import reference
 
@@ -28,20 +30,23 @@ def arguments(rows=ROWS, **slots):
 
 
 def test_plain_makes_no_array_of_the_logits_size_and_reads_the_logits_once():
-    """The noise is hashed inside the pass that finds the maximum."""
+    """In XLA's program, the noise is hashed inside the pass that finds the maximum."""
     found = compile_for_h200(sampling.plain, *arguments(), options=ONCE)
     assert found.memory.temp_size_in_bytes < 0.01 * ROWS * VOCAB * 4
     entry = found.hlo[found.hlo.index("\nENTRY") :]
     assert len(re.findall(r"^.* fusion\(.*%logits[.\d]*[,)].*$", entry, re.M)) == 1
 
 
-@pytest.mark.parametrize(("search", "arrays"), [(token_limits.token_limits, 1), (reference.token_limits, 2)])
-def test_full_makes_few_and_counts_in_place(search, arrays):
+@pytest.mark.parametrize(
+    ("search", "drawing", "arrays"),
+    [(token_limits.token_limits, draw.draw, 1), (reference.token_limits, draw_reference.draw, 2)],
+)
+def test_full_makes_few_and_counts_in_place(search, drawing, arrays):
     """The program holds the adjusted logits, the rows of the counts, and the weights of the reference search.
     It makes no copy of all counts.
     """
     params, counts = jax.eval_shape(lambda: slot_params.empty_slots(SLOTS, VOCAB))
-    full = functools.partial(sampling.full, search=search)
+    full = functools.partial(sampling.full, search=search, draw=drawing)
     found = compile_for_h200(
         full, *arguments(params=params, counts=counts), donate_argnums=(6,), options=ONCE
     )
@@ -53,7 +58,7 @@ def test_full_makes_few_and_counts_in_place(search, arrays):
 def test_of_many_rows_it_makes_as_few_as_of_a_block():
     rows = 4 * sampling.ROWS
     params, counts = jax.eval_shape(lambda: slot_params.empty_slots(rows, VOCAB))
-    full = functools.partial(sampling.full_by_rows, search=token_limits.token_limits)
+    full = functools.partial(sampling.full_by_rows, search=token_limits.token_limits, draw=draw.draw)
     found = compile_for_h200(
         full, *arguments(rows, params=params, counts=counts), donate_argnums=(6,), options=ONCE
     )

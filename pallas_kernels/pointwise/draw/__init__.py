@@ -1,0 +1,1 @@
+"""Draws of a token from each row of logits, by Gumbel-max."""
