@@ -76,7 +76,7 @@ class Pending:
 
 
 class Recorder(Protocol):
-    """The receiver of the calls that change the devices, each before the call is made. Arguments: see `Executor`."""
+    """The receiver of the calls that change the devices, in their order. Arguments: see `Executor`."""
 
     def run(
         self,
@@ -91,6 +91,14 @@ class Recorder(Protocol):
 
     def set_slot(self, slot: int, values: SlotParams, token_ids: np.ndarray, num_prompt: int) -> None:
         """Take a call of `set_slot`."""
+        ...
+
+    def gathered(self, group: int, pages: Sequence[int], found: Sequence[jax.Array]) -> None:
+        """Take a call of `gather_pages` and its results."""
+        ...
+
+    def scatter_pages(self, group: int, pages: Sequence[int], data: Sequence[jax.Array]) -> None:
+        """Take a call of `scatter_pages`."""
         ...
 
 
@@ -450,7 +458,10 @@ class Executor:
           One array a page: uint32 [tp, W] on the device, W words of each shard.
         """
         assert self.copies is not None, "add_page_copies comes first"
-        return self.copies.gather(self.kv, group, pages)
+        found = self.copies.gather(self.kv, group, pages)
+        if self.recorder is not None:
+            self.recorder.gathered(group, pages, found)
+        return found
 
     def scatter_pages(self, group: int, pages: Sequence[int], data: Sequence[jax.Array]) -> None:
         """Enqueue a write of `data` (see `gather_pages`) to pages of one layer group, all different.
@@ -458,6 +469,8 @@ class Executor:
         Steps that are enqueued later read the new content.
         """
         assert self.copies is not None, "add_page_copies comes first"
+        if self.recorder is not None:
+            self.recorder.scatter_pages(group, pages, data)
         self.kv = self.copies.scatter(self.kv, group, pages, data)
 
     def fill_kv(self, fill: Callable[[int, jax.Array], jax.Array]) -> None:

@@ -28,9 +28,10 @@ def follow(executor: Executor | StagedExecutor, leader: Leader) -> None:
     waiting = threading.Thread(target=_wait, args=(steps, leader), name="finished", daemon=True)
     waiting.start()
     layouts = every_layout(executor)
+    pages: dict[int, Any] = {}
     try:
         for call in leader.calls():
-            steps.put(replay(executor, layouts, call))
+            steps.put(replay(executor, layouts, pages, call))
     except Exception as error:
         _fail(leader, error)
 

@@ -4,8 +4,11 @@ A call holds numbers and raw arrays only. The layout of a step is its place in `
 have in the same order.
 """
 
+import collections
 import itertools
-from typing import Protocol
+import weakref
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import jax
 import msgspec
@@ -14,6 +17,7 @@ import numpy as np
 from jaxflow.engine.executor import Executor, Pending
 from jaxflow.engine.layout import StepLayout
 from jaxflow.engine.staged_executor import StagedExecutor
+from jaxflow.kv.tiers.page import copy_to
 from jaxflow.model.slot_params import SlotParams, slot_values
 
 
@@ -36,8 +40,38 @@ class SetSlot(msgspec.Struct, frozen=True, array_like=True, tag=1):
     num_prompt: int
 
 
+class Gather(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """A call of `Executor.gather_pages`. The pages outside the cache have the names from `first` on."""
+
+    group: int
+    pages: list[int]
+    first: int
+
+
+class Scatter(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """A call of `Executor.scatter_pages`. `names`: of pages outside the cache."""
+
+    group: int
+    pages: list[int]
+    names: list[int]
+
+
+class Copy(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """A call of `copy_to`. The copies have the names from `first` on."""
+
+    names: list[int]
+    memory_kind: str | None
+    first: int
+
+
+class Free(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """Pages outside the cache that process 0 no longer has."""
+
+    names: list[int]
+
+
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Run | SetSlot).decode
+_decode = msgspec.msgpack.Decoder(Run | SetSlot | Gather | Scatter | Copy | Free).decode
 
 
 class Channel(Protocol):
@@ -54,11 +88,18 @@ def every_layout(executor: Executor | StagedExecutor) -> list[StepLayout]:
 
 
 class Recorder:
-    """The `Executor.recorder` of process 0: sends each call before it is made."""
+    """The `Executor.recorder` of process 0: sends each call.
+
+    A page outside the cache has a number as its name. Process 0 decides what becomes of it, and the others hold
+    their parts of it by that name.
+    """
 
     def __init__(self, executor: Executor | StagedExecutor, channel: Channel):
         self._places = {layout.key: place for place, layout in enumerate(every_layout(executor))}
         self._channel = channel
+        self._names: dict[int, int] = {}  # of the living pages outside the cache, by `id`
+        self._count = 0
+        self._freed: collections.deque[tuple[int, int]] = collections.deque()  # any thread may free a page
 
     def run(
         self,
@@ -69,6 +110,7 @@ class Recorder:
         targets: np.ndarray | None,
     ) -> None:
         """Send a call of `Executor.run`."""
+        self._free()
         place, found = self._places[layout.key], None if targets is None else targets.tobytes()
         self._channel.send(_encode(Run(place, full, buffer.tobytes(), appends.tobytes(), found)))
 
@@ -78,14 +120,70 @@ class Recorder:
         ids = np.asarray(token_ids, np.int32).tobytes()
         self._channel.send(_encode(SetSlot(slot, leaves, ids, num_prompt)))
 
+    def gathered(self, group: int, pages: Sequence[int], found: Sequence[jax.Array]) -> None:
+        """Send a call of `Executor.gather_pages`, and name its results."""
+        self._channel.send(_encode(Gather(group, [int(page) for page in pages], self._name(found))))
 
-def replay(executor: Executor | StagedExecutor, layouts: list[StepLayout], call: bytes) -> Pending | None:
+    def scatter_pages(self, group: int, pages: Sequence[int], data: Sequence[jax.Array]) -> None:
+        """Send a call of `Executor.scatter_pages`."""
+        names = [self._names[id(page)] for page in data]
+        self._channel.send(_encode(Scatter(group, [int(page) for page in pages], names)))
+
+    def copy(self, pages: Sequence[Any], memory_kind: str | None) -> list[Any]:
+        """Start copies of pages in every process, see `copy_to`. A page is one array."""
+        copies = copy_to(pages, memory_kind)
+        names = [self._names[id(page)] for page in pages]
+        self._channel.send(_encode(Copy(names, memory_kind, self._name(copies))))
+        return copies
+
+    def _name(self, pages: Sequence[Any]) -> int:
+        """Name new pages by numbers that follow each other, and return the first one."""
+        self._free()
+        first = self._count
+        for page in pages:
+            self._names[id(page)] = self._count
+            weakref.finalize(page, self._freed.append, (id(page), self._count)).atexit = False
+            self._count += 1
+        return first
+
+    def _free(self) -> None:
+        """Send the names of the pages that ended. Another page may have the `id` of one that ended."""
+        ended = [self._freed.popleft() for _ in range(len(self._freed))]
+        for identity, name in ended:
+            if self._names.get(identity) == name:
+                del self._names[identity]
+        if ended:
+            self._channel.send(_encode(Free([name for _, name in ended])))
+
+
+def replay(
+    executor: Executor | StagedExecutor,
+    layouts: list[StepLayout],
+    pages: dict[int, Any],
+    call: bytes,
+) -> Pending | None:
     """Make a recorded call. Return the results of a step, None of another call.
 
+    pages: by name, the pages outside the cache; the call may change them.
+
     Raises:
-      ValueError, IndexError, msgspec.MsgspecError: the call is damaged, or another program's.
+      ValueError, LookupError, msgspec.MsgspecError: the call is damaged, or another program's.
     """
     found = _decode(call)
+    if isinstance(found, Free):
+        for name in found.names:
+            del pages[name]
+        return None
+    if isinstance(found, Gather):
+        pages |= enumerate(executor.gather_pages(found.group, found.pages), start=found.first)
+        return None
+    if isinstance(found, Scatter):
+        executor.scatter_pages(found.group, found.pages, [pages[name] for name in found.names])
+        return None
+    if isinstance(found, Copy):
+        copies = copy_to([pages[name] for name in found.names], found.memory_kind)
+        pages |= enumerate(copies, start=found.first)
+        return None
     if isinstance(found, SetSlot):
         leaves, tree = jax.tree.flatten(slot_values())
         pairs = zip(leaves, found.values, strict=True)

@@ -40,6 +40,7 @@ from jaxflow.engine.step_time_prediction import predict_step_time
 from jaxflow.engine.team import Team
 from jaxflow.kv.device_cache import fit_pages, page_bytes, page_groups
 from jaxflow.kv.tiers.host_machine import free_host_bytes
+from jaxflow.kv.tiers.page import copy_to
 from jaxflow.kv.tiers.page_copies import PageCopies
 from jaxflow.kv.tiers.start import (
     HostTier,
@@ -48,6 +49,7 @@ from jaxflow.kv.tiers.start import (
     device_bytes,
     open_disk,
     pinned_pool_gib,
+    reserve,
     start_host_tier,
 )
 from jaxflow.model import softmax_range
@@ -267,11 +269,14 @@ def start_engine(
             with tqdm(total=None, desc="Compiling", disable=not progress, unit="program", delay=1.0) as bar:
                 warm_up_s = executor.warm_up(_advance(bar))
         if team is not None:
+            if config.kv_offloading_size and team.leader is not None and on_gpu():
+                reserve(executor.page_shapes(), int(config.kv_offloading_size * 2**30))
             team.follow_or_lead(executor)
         tier = None
         if config.kv_offloading_size:
             measure = functools.partial(prefill_seconds_per_token, executor)
-            tier = start_host_tier(config, executor.page_shapes(), measure, disk)
+            copy = copy_to if team is None else team.recorder.copy
+            tier = start_host_tier(config, executor.page_shapes(), measure, disk, copy=copy)
         loop = make_loop(config, checkpoint.model_config, executor, tier, fingerprint=fingerprint)
         driver = Driver(loop)
         if team is not None:

@@ -97,7 +97,7 @@ class Team:
             leave()
             raise SystemExit(0)
         assert self.followers is not None
-        executor.recorder = Recorder(executor, self.followers)
+        self.recorder = executor.recorder = Recorder(executor, self.followers)
 
     def watch(self, driver: Driver) -> None:
         """End all processes once the engine of process 0 fails, or makes no progress for too long."""
@@ -141,8 +141,12 @@ def join_team(config: EngineConfig, environ: Mapping[str, str] = os.environ) -> 
     launch = launch_of(config, environ)
     if launch is None:
         return None
-    if config.kv_offloading_size:
-        raise ConfigError("kv_offloading_size", config.kv_offloading_size, "0 with several processes")
+    if config.kv_offloading_size and config.pipeline_parallel_size > 1:
+        accepted = "0 with several processes and pipeline stages: a page has a part in each process"
+        raise ConfigError("kv_offloading_size", config.kv_offloading_size, accepted)
+    if config.kv_disk_path is not None:
+        accepted = "unset with several processes: no process has all of a page"
+        raise ConfigError("kv_disk_path", config.kv_disk_path, accepted)
     return Team(join(launch, config.join_timeout_s), config.step_timeout_s)
 
 

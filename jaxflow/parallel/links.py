@@ -173,6 +173,7 @@ class Followers:
             now = time.monotonic()
             silent = max(self._links, key=lambda follower: now - follower.heard_s)
             if now - silent.heard_s > self._silence_s:
+                silent.gone.set()  # nobody waits for its farewell, or JAX would abort first
                 self.end_all(
                     f"process {silent.rank} is silent for {now - silent.heard_s:.1f} s: it was stopped, or its "
                     f"host or network is down"

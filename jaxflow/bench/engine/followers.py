@@ -25,6 +25,7 @@ from jaxflow.bench.workload import lengths as workload
 from jaxflow.bench.workload.drive import drive, greedy_requests
 from jaxflow.cli.engine_flags import engine_config_from_flags
 from jaxflow.config import ConfigError
+from jaxflow.engine.deferred import wait_until_compiled
 from jaxflow.engine.start import freeze_heap
 from jaxflow.llm import LLM
 
@@ -77,6 +78,7 @@ def run() -> dict[str, Any]:
             for name, value in arguments(0, coordinator).items():
                 f[name].value = value
             with LLM.from_config(engine_config_from_flags()) as llm:
+                wait_until_compiled()
                 freeze_heap()
                 result = {"command_name": "followers", "model": llm.name, "processes": PROCESSES} | measure(
                     llm, f.batch_size, f.input_len, f.output_len, f.num_iters
@@ -134,5 +136,13 @@ def measure(llm: LLM, batch_size: int, input_len: int, output_len: int, iteratio
 
 
 def _without_report(given: list[str]) -> list[str]:
-    """Return this command's flags without the command's name and the report's file."""
-    return [flag for flag in given if flag != "followers" and not flag.startswith("--output_json")]
+    """Return this command's flags without the command's name and the report's file, in either spelling."""
+    kept, skip = [], False
+    for argument in given:
+        if skip:
+            skip = False
+        elif argument.lstrip("-").replace("-", "_").startswith("output_json"):
+            skip = "=" not in argument
+        elif argument != "followers":
+            kept.append(argument)
+    return kept

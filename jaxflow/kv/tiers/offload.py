@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 PAGES_A_CALL = 4
 IDLE_S = 0.0005  # polling interval of a loop that waits for nothing but copies
 Batch = Sequence[tuple[Any, Page]]  # (tag, source) of each copy
+CopyPages = Callable[[Sequence[Page], str | None], list[Page]]
 
 
 def in_calls(pages: Sequence[Page], memory_kind: str | None, pages_a_call: int = PAGES_A_CALL) -> list[Page]:
@@ -49,14 +50,17 @@ def in_calls(pages: Sequence[Page], memory_kind: str | None, pages_a_call: int =
 
 
 class Channel:
-    """Copies to one memory kind of the pages' devices, see `copy_to`.
+    """Copies to one memory kind of the pages' devices.
+
+    Args:
+      copy: starts copies, as `copy_to`.
 
     Attributes:
       bytes: bytes copied since the start.
     """
 
-    def __init__(self, memory_kind: str | None):
-        self.memory_kind, self.bytes = memory_kind, 0
+    def __init__(self, memory_kind: str | None, copy: CopyPages = copy_to):
+        self.memory_kind, self.bytes, self._copy = memory_kind, 0, copy
         self._under_way: collections.deque[tuple[list[Any], list[Any] | None]] = collections.deque()
         self._failed = False
 
@@ -84,7 +88,7 @@ class Channel:
 
     def _start(self, sources: list[Page]) -> list[Page] | None:
         try:
-            return copy_to(sources, self.memory_kind)
+            return self._copy(sources, self.memory_kind)
         except Exception as error:
             return self._fail(error)
 
@@ -106,12 +110,15 @@ class Channel:
 class Transfers:
     """Page copies in both directions.
 
+    Args:
+      copy: starts copies, as `copy_to`.
+
     Attributes:
       to_host, to_device: the channels.
     """
 
-    def __init__(self):
-        self.to_host, self.to_device = Channel(HOST_MEMORY), Channel(None)
+    def __init__(self, copy: CopyPages = copy_to):
+        self.to_host, self.to_device = Channel(HOST_MEMORY, copy), Channel(None, copy)
 
     def copy(self, down: Batch, up: Batch) -> None:
         """Start copies to the host (`down`) and to the device (`up`), in turns."""

@@ -16,6 +16,8 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
+from jaxflow.parallel.mesh import place
+
 type Page = jax.Array | tuple[jax.Array, ...]
 type PageShape = jax.ShapeDtypeStruct | tuple[jax.ShapeDtypeStruct, ...]  # with the sharding on the devices
 
@@ -43,7 +45,7 @@ def largest_shard(page: PageShape) -> int:
 
 def blank_page(page: PageShape) -> Page:
     """Return a page of zeros on the devices."""
-    return jax.tree.map(lambda part: jax.device_put(np.zeros(part.shape, part.dtype), part.sharding), page)
+    return jax.tree.map(lambda part: place(np.zeros(part.shape, part.dtype), part.sharding), page)
 
 
 def copy_to(pages: Sequence[Page], memory_kind: str | None) -> list[Page]:

@@ -18,7 +18,7 @@ from jaxflow.kv.tiers.disk_store import READERS, WRITE_QUEUE_BYTES, DiskStore
 from jaxflow.kv.tiers.disk_tier import DiskTier
 from jaxflow.kv.tiers.host_machine import bind, free_host_bytes, gpu_bus_ids, near_cpus, run_bound
 from jaxflow.kv.tiers.host_store import HostStore
-from jaxflow.kv.tiers.offload import KvOffload, PageCache, Transfers, in_calls
+from jaxflow.kv.tiers.offload import CopyPages, KvOffload, PageCache, Transfers, in_calls
 from jaxflow.kv.tiers.page import (
     HOST_MEMORY,
     PageShape,
@@ -172,6 +172,7 @@ def start_host_tier(
     disk: DiskStore | None = None,
     *,
     costs: FetchCosts | None = None,
+    copy: CopyPages = copy_to,
 ) -> HostTier:
     """Reserve the host memory, and measure the costs of a fetch.
 
@@ -180,6 +181,7 @@ def start_host_tier(
       pages: a page of each page group on the devices.
       seconds_per_token: measure the time of a token's prefill.
       costs: None to measure the costs.
+      copy: starts the engine's copies, as `copy_to`.
 
     Raises: ConfigError for more memory than can be pinned.
     """
@@ -205,7 +207,7 @@ def start_host_tier(
         costs.seconds_per_token * 1e6,
     )
     store = HostStore(capacity, sizes, None if disk is None else disk_tier(disk, pages))
-    return HostTier(store, costs, staging_limit(pages), Transfers(), cpus)
+    return HostTier(store, costs, staging_limit(pages), Transfers(copy), cpus)
 
 
 def disk_pinned_bytes(page_bytes: int) -> int:

@@ -144,14 +144,12 @@ class OrbaxFolder:
 
         Arguments and errors are those of `load`.
         """
-        import orbax.checkpoint as ocp
-
         devices = 1 if mesh is None else mesh.shape[TP]
         stored_as, wanted = dict(groups(config, 1)), dict(groups(config, devices, **options))
         if stage is not None:
             outer, *layers = wanted.items()
             wanted = dict([outer, *layers[stage.first : stage.stop]])
-        with ocp.PyTreeCheckpointer(use_compression=False) as checkpointer:
+        with _reader() as checkpointer:
             for name, leaves_of in wanted.items():
                 group = {key: leaf for key, leaf in leaves_of.items() if key in stored_as[name]}
                 path = (self.path / name).absolute()
@@ -173,7 +171,17 @@ class OrbaxFolder:
                 progress(len(group))
 
 
-def _check_group(path: Path, checkpointer: "ocp.PyTreeCheckpointer", group: dict[str, Leaf]) -> None:
+def _reader() -> "ocp.Checkpointer":
+    """Return a reader that waits for no other process: pipeline stages read different groups."""
+    import orbax.checkpoint as ocp
+
+    own = jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(primary_host=own, active_processes={own})
+    handler = ocp.PyTreeCheckpointHandler(use_compression=False, multiprocessing_options=alone)
+    return ocp.Checkpointer(handler, multiprocessing_options=alone)
+
+
+def _check_group(path: Path, checkpointer: "ocp.Checkpointer", group: dict[str, Leaf]) -> None:
     if not path.is_dir():
         raise CheckpointError(f"{path}: missing")
     metadata: Any = checkpointer.metadata(path).item_metadata

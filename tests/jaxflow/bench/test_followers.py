@@ -15,7 +15,7 @@ def test_a_report(tmp_path):
     small += ["--block_size=16", "--batch_size=4", "--input_len=8", "--output_len=20", "--num_iters=1"]
     command = [sys.executable, "-m", "jaxflow.bench", "followers", f"--model={paths.MODELS / 'stories260K'}"]
     done = subprocess.run(
-        [*command, *small, "--tensor_parallel_size=2", f"--output_json={report}"],
+        [*command, *small, "--tensor_parallel_size=2", "--output-json", str(report)],
         cwd=paths.ROOT,
         capture_output=True,
         text=True,

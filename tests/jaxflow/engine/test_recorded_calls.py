@@ -1,6 +1,7 @@
 """A recorded call replays as the call that was made."""
 
 import types
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from hypothesis.extra import numpy as drawn
 
 from jaxflow.engine.layout import StepLayout
 from jaxflow.engine.recorded_calls import Recorder, every_layout, replay
+from jaxflow.kv.tiers.page import HOST_MEMORY
 from jaxflow.model.slot_params import slot_values
 
 LAYOUTS = {
@@ -51,7 +53,7 @@ def test_steps(data):
     targets = data.draw(st.none() | drawn.arrays(np.int32, layout.tokens, elements=INTS))
     full = data.draw(st.booleans())
     recorder.run(layout, buffer, appends, full, targets)
-    replay(fake, every_layout(fake), sent[0])
+    replay(fake, every_layout(fake), {}, sent[0])
     ((found, *arrays, is_full, found_targets),) = fake.calls
     assert (found, is_full) == (layout, full)
     for ours, theirs in zip([buffer, appends], arrays, strict=True):
@@ -66,7 +68,7 @@ def test_slots(top_k, top_p, ids):
     fake, sent, recorder = recorded()
     values = slot_values(top_k=top_k, top_p=top_p, logit_bias={3: 0.5}, bad_words=[[1, 2]])
     recorder.set_slot(3, values, np.array(ids, np.int32), 2)
-    replay(fake, every_layout(fake), sent[0])
+    replay(fake, every_layout(fake), {}, sent[0])
     ((slot, found, found_ids, num_prompt),) = fake.calls
     assert (slot, num_prompt, found_ids.tolist()) == (3, 2, ids)
     for ours, theirs in zip(jax.tree.leaves(values), jax.tree.leaves(found), strict=True):
@@ -74,9 +76,54 @@ def test_slots(top_k, top_p, ids):
         np.testing.assert_array_equal(ours, theirs)
 
 
+class FakePages(Fake):
+    """An executor whose cache is a dict of pages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache: dict[tuple[int, int], float] = {}
+
+    def gather_pages(self, group: int, pages: Sequence[int]) -> list[jax.Array]:
+        return [jax.numpy.full((1, 2), self.cache.get((group, page), -1.0)) for page in pages]
+
+    def scatter_pages(self, group: int, pages: Sequence[int], data: Sequence[jax.Array]) -> None:
+        self.cache |= {(group, page): float(one[0, 0]) for page, one in zip(pages, data, strict=True)}
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9), st.integers(0, 9)), max_size=12))
+def test_pages_outside_the_cache(moves):
+    """What process 0 gathers, copies, scatters and drops in any order, a follower holds and drops, too."""
+    ours, theirs, sent = FakePages(), FakePages(), []
+    recorder = Recorder(ours, types.SimpleNamespace(send=sent.append))  # type: ignore[arg-type]
+    ours.cache = {(group, page): 10.0 * group + page for group in range(2) for page in range(10)}
+    theirs.cache, pages, held = dict(ours.cache), {}, []
+    for kind, a, b in moves:
+        if kind == 0 or not held:
+            found = ours.gather_pages(a % 2, [a, b])
+            recorder.gathered(a % 2, [a, b], found)
+            held += found
+        elif kind == 1:
+            held += recorder.copy([held[a % len(held)], held[b % len(held)]], HOST_MEMORY if a % 2 else None)
+        elif kind == 2:
+            recorder.scatter_pages(a % 2, [b], [held[a % len(held)]])
+            ours.scatter_pages(a % 2, [b], [held[a % len(held)]])
+        else:
+            del held[a % len(held)]
+        found = None
+        for call in sent:
+            replay(theirs, every_layout(theirs), pages, call)  # type: ignore[arg-type]
+        sent.clear()
+        assert theirs.cache == ours.cache
+    held.clear()
+    recorder.gathered(0, [], [])
+    for call in sent:
+        replay(theirs, every_layout(theirs), pages, call)  # type: ignore[arg-type]
+    assert not pages
+
+
 @pytest.mark.parametrize("call", [b"", b"\x01", msgspec.msgpack.encode([0, 0, False, b"1234", b"", None])])
 def test_a_damaged_call_is_refused(call):
     fake, _, _ = recorded()
     with pytest.raises((ValueError, msgspec.MsgspecError)):
-        replay(fake, every_layout(fake), call)
+        replay(fake, every_layout(fake), {}, call)
     assert not fake.calls

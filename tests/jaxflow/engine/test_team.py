@@ -56,10 +56,15 @@ def test_a_copy_of_the_checkpoint_has_the_same_digest_and_a_changed_one_another(
     assert common_values(config, config, copy, {})["weights"] != ours
 
 
-def test_page_tiers_are_refused_before_a_process_is_waited_for():
-    config = EngineConfig(
-        "a-model", coordinator="127.0.0.1:1", num_processes=2, process_id=1, kv_offloading_size=1.0
-    )
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"pipeline_parallel_size": 2}, "kv_offloading_size"),
+        ({"kv_disk_path": "pages", "kv_disk_size": 1.0}, "kv_disk_path"),
+    ],
+)
+def test_page_tiers_that_need_all_of_a_page_are_refused(changes, field):
+    given = {"coordinator": "127.0.0.1:1", "num_processes": 2, "process_id": 1, "kv_offloading_size": 1.0}
     with pytest.raises(ConfigError) as refused:
-        join_team(config, {})
-    assert refused.value.field == "kv_offloading_size"
+        join_team(EngineConfig("a-model", **given | changes), {})
+    assert refused.value.field == field

@@ -5,6 +5,7 @@
 Keys other than those of `main` are settings of `LLM`. The faults hit the process at its `FAULT_CALL`-th step.
 """
 
+import functools
 import json
 import os
 import sys
@@ -42,19 +43,28 @@ def inject(fault: str) -> None:
 
 
 def main(given: dict[str, Any]) -> None:
-    """Run one process. `requests`: prompts; `sampling`: their settings; `repeat`: rounds of them."""
+    """Run one process. `requests`: prompts; `sampling`: their settings; `repeat`: rounds of them.
+
+    With a host tier, pages are always loaded, and the tier's counters are printed, too.
+    """
     prompts, sampling = given.pop("requests"), given.pop("sampling", {})
     repeat, fault = given.pop("repeat", 1), given.pop("fault", None)
     if fault is not None:
         inject(fault)
+    from jaxflow.engine import start
+    from jaxflow.kv.tiers.policy import FetchCosts
     from jaxflow.llm import LLM
     from jaxflow.request import SamplingParams
 
+    always = FetchCosts(bytes_per_s=1e15, latency_s=0.0, seconds_per_token=1.0)
+    start.start_host_tier = functools.partial(start.start_host_tier, costs=always)
     params = SamplingParams(**{"temperature": 0.0, "ignore_eos": True, **sampling})
     with LLM(progress=False, **given) as llm:
         assert given.get("process_id") in (None, 0), "a follower returned from LLM(...)"
         for _ in range(repeat):
             found = llm.generate(prompts, params, use_tqdm=False)
+        if "kv_offloading_size" in given:
+            print(json.dumps(llm.driver.stats().kv_tiers))
     tokens = [[list(choice.token_ids) for choice in output.outputs] for output in found]
     print(json.dumps(tokens), flush=True)
 

@@ -1,4 +1,8 @@
-"""One engine of several processes gives the tokens of one process, and any process's end is the end of all."""
+"""One engine of several processes gives the tokens of one process, and any process's end is the end of all.
+
+Each process takes seconds to start, so all of these tests are slow. In the usual suite `test_follow` compares the
+devices' state, `test_recorded_calls` the calls, and `test_links` and `test_rendezvous` the connections.
+"""
 
 import contextlib
 import json
@@ -16,6 +20,7 @@ import paths
 import pytest
 from rank import FAULT_CALL
 
+from jaxflow.model.checkpoints.checkpoint import convert
 from jaxflow.parallel.launch import LOST
 
 RANK = paths.ROOT / "tests" / "jaxflow" / "parallel" / "rank.py"
@@ -87,6 +92,7 @@ def check(golden: dict[str, Any], out: str) -> None:
 class TestSameTokens:
     """Law: several processes give the tokens of one."""
 
+    @pytest.mark.slow
     def test_goldens(self, goldens):
         golden = goldens("tiny-llama")
         ours = given(golden, "tiny-llama")
@@ -121,6 +127,18 @@ class TestSameTokens:
         check(golden, out)
 
     @pytest.mark.slow
+    @pytest.mark.parametrize("stages", [1, 2])
+    def test_goldens_of_a_converted_checkpoint(self, stages, goldens, tmp_path):
+        golden = goldens("tiny-llama")
+        convert(str(paths.MODELS / "tiny-llama"), tmp_path / "converted", "float32")
+        ours = given(golden, "tiny-llama", pipeline_parallel_size=stages, tensor_parallel_size=2 // stages)
+        ours |= {"model": str(tmp_path / "converted")}
+        with running(ours, ours) as processes:
+            (status, out, error), (other, _, _) = ends(processes)
+        assert (status, other) == (0, 0), error
+        check(golden, out)
+
+    @pytest.mark.slow
     def test_draws_penalties_and_log_probabilities(self, goldens):
         """The full sampler's settings reach every process: `set_slot` is replayed, too."""
         golden = goldens("tiny-llama")
@@ -133,6 +151,26 @@ class TestSameTokens:
             ((single, expected, _),) = ends(one)
         assert (status, other, single) == (0, 0, 0)
         assert json.loads(out.splitlines()[-1]) == json.loads(expected.splitlines()[-1])
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("model", ["tiny-llama", "tiny-gemma2"])
+    def test_pages_on_the_host(self, model, goldens):
+        """Every process keeps its part of the pages that leave the device, and brings it back."""
+        golden = goldens(model)
+        few = {
+            "num_kv_pages": 13,
+            "max_model_len": 192,
+            "max_num_seqs": 2,
+            "kv_offloading_size": 0.01,
+            "repeat": 3,
+        }
+        ours = given(golden, model, **few)
+        with running(ours, ours) as processes:
+            (status, out, error), (other, _, _) = ends(processes)
+        assert (status, other) == (0, 0), error
+        check(golden, out)
+        counters = json.loads(out.splitlines()[-2])
+        assert counters["host_pages_stored"] > 0 and counters["host_pages_loaded"] > 0
 
     @pytest.mark.slow
     def test_a_late_process_is_waited_for(self, goldens):
