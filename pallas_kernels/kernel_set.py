@@ -301,7 +301,6 @@ def _mosaic(m: Model, device: str) -> KernelSet:
     room = rope_append.takes(m.kv_heads, queries, m.head_dim, m.kv_dtype != m.dtype)
     divisor = 128 // math.gcd(128, m.head_dim)  # a shard has full groups of heads
     limits = [
-        (PAGED, "attention_spans", not m.attention_spans, "full attention and windows"),
         (
             PAGED[1:],
             "attention_sinks",
@@ -319,6 +318,12 @@ def _mosaic(m: Model, device: str) -> KernelSet:
             "kv_heads",
             not int8 or m.kv_heads % 2 == 0,
             "even numbers a device with a cache of int8",
+        ),
+        (
+            ("rope_append",),
+            "attention_spans",
+            not int8 or not m.attention_spans,
+            "caches of bfloat16 and fp8, because a group can hold one head",
         ),
         (
             ("quantize_rows",),

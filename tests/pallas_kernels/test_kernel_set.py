@@ -130,6 +130,12 @@ def test_an_int8_cache_runs_on_mosaic_but_for_odd_heads_and_wide_ones():
     assert places(kernels(head_dim=256)) == MOSAIC | {"chunk_attention": "reference"}
 
 
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", E4M3, "int8"])
+def test_attention_spans_run_on_mosaic_but_for_the_append_in_8_bit_integers(kv_dtype):
+    kernels = of("llama-3.1-8b", "gpu", "9.0", kv_dtype=kv_dtype, attention_spans=True)
+    assert places(kernels) == MOSAIC | ({"rope_append": "reference"} if kv_dtype == "int8" else {})
+
+
 @pytest.mark.parametrize("model", FAMILIES.values(), ids=FAMILIES)
 def test_ampere_decodes_every_family_on_triton(model):
     kernels = of(model, "gpu", "8.0")

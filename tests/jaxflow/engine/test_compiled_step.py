@@ -3,6 +3,7 @@ needs the host.
 """
 
 import dataclasses
+import json
 import math
 import re
 
@@ -11,9 +12,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxflow.config import EngineConfig
 from jaxflow.engine.executor import Executor
 from jaxflow.engine.layout import StepLayout
 from jaxflow.engine.programs import Programs
+from jaxflow.model.attention_spans import with_spans
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.op_registry import Context
 from jaxflow.model.weights import shapes, shardings
@@ -41,11 +44,14 @@ def compiled(
     kv="bfloat16",
     decodes=False,
     hosts=1,
+    spans: str | None = None,
 ) -> tuple[h200.Compiled, Executor]:
     """Return a step of the model's first layers. kernels: None selects the H200's kernels with its tuned
     table. kv: the dtype of the cache. decodes: a step without prefill. hosts: that the devices are spread over.
+    spans: a file of attention spans.
     """
-    config = open_checkpoint(model, load_format="dummy").model_config
+    checkpoint = open_checkpoint(model, load_format="dummy")
+    config = with_spans(EngineConfig(model, attention_spans=spans), checkpoint.model_config, checkpoint.name)
     config = dataclasses.replace(config, layers=config.layers[:LAYERS])
     if kernels is None:
         group = config.num_heads // config.num_kv_heads
@@ -128,6 +134,21 @@ def test_on_the_hopper_kernels_neither():
         "dense_gemm",
         "dense_gemm",
     ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv", ["bfloat16", "float8_e4m3fn"])
+def test_with_attention_spans_neither(kv, tmp_path):
+    """Each of three groups of heads has its own append and attention, on the kernels."""
+    name, layers = open_checkpoint("llama-3.1-8b", load_format="dummy").name, 32
+    alpha, beta = [64, 2048, 64, 700, 64, 2048, 2048, 131072], [0.1, 0.5, 0.1, 0, 0.1, 0.5, 0.5, 1]
+    file = {"schema_version": 1, "model": name, "layers": layers, "kv_heads": 8, "sinks": 64}
+    path = tmp_path / "spans.json"
+    path.write_text(json.dumps(file | {"alpha": [alpha] * layers, "beta": [beta] * layers}))
+    step, executor = compiled("llama-3.1-8b", 256, kv=kv, spans=str(path))
+    check(step, executor)
+    kernels = re.findall(r"(rope_append|(?:chunk|decode)_attention)_\d", step.hlo)
+    assert set(kernels) == {"rope_append", "chunk_attention", "decode_attention"}
 
 
 def test_of_8_bits_neither():
