@@ -3,6 +3,7 @@
 import re
 import runpy
 
+import layers
 import paths
 import pytest
 
@@ -22,12 +23,7 @@ def test_the_picture_is_the_output_of_its_script():
 
 def test_the_rooms_of_the_picture_exist():
     script = architecture()
-    found = {
-        part
-        for path in paths.ROOT.glob("*/**/*")
-        if path.suffix == ".py" or path.is_dir()
-        for part in path.relative_to(paths.ROOT).with_suffix("").parts
-    }
+    found = {part for source in layers.sources(paths.ROOT) for part in source.removesuffix(".py").split("/")}
     assert {room.name for floor in (*script["FLOORS"], script["ANNEX"]) for room in floor.rooms} <= found
 
 
