@@ -19,8 +19,9 @@ import gc
 import itertools
 import os
 import shlex
+import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from jaxflow.flexgen.start import prepare, start
 from jaxflow.model.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from jaxflow.request import Request, SamplingParams
 from pallas_kernels.measure.provenance import provenance
+from pallas_kernels.measure.sensor import sample
 from search.placement import command as placement
 from search.placement.cost_model import crossing_bytes, predict
 from search.placement.machine import BlockRun, BlockRuns
@@ -136,6 +138,7 @@ def _save(bench: OffloadBench, rows: list[dict[str, Any]]) -> None:
         "schema_version": SCHEMA_VERSION,
         "command_name": "search offload",
         **provenance(shlex.join(["python", "-m", "search", *sys.argv[1:]])),
+        **{key: _mean([row.get(key) for row in rows]) for key in ("clock_mhz", "watts")},
         "model": bench.checkpoint.name,
         "machine": bench.machine.name,
         "host_cores": os.cpu_count(),
@@ -157,6 +160,12 @@ def _save(bench: OffloadBench, rows: list[dict[str, Any]]) -> None:
         )
         made = BlockRuns(method=f"whole blocks on {result['device']}", start=bench.machine, runs=runs)
         Path(f.runs_json).write_bytes(msgspec.json.format(msgspec.json.encode(made), indent=1) + b"\n")
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    """Return the mean of the known values, or None if no value is known."""
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
 
 
 def _percents(words: list[str] | None) -> list[float]:
@@ -274,8 +283,9 @@ def _measured(bench: OffloadBench, name: str, runtime: Runtime, predicted: Any) 
         for block in range(flags.FLAGS.blocks)
         for i in range(policy.block_size)
     ]
-    for _ in runtime.generate([Request(f"{i}", prompt, sampling) for i, prompt in enumerate(ids)]):
-        pass
+    with sample() as readings:
+        for _ in runtime.generate([Request(f"{i}", prompt, sampling) for i, prompt in enumerate(ids)]):
+            pass
     result = report(runtime, bench.link)
     error = predicted.latency_s / result["latency_s"] - 1
     about = {
@@ -287,7 +297,8 @@ def _measured(bench: OffloadBench, name: str, runtime: Runtime, predicted: Any) 
         "memory_bytes": predicted.memory_bytes,
     }
     paper = PAPER_TOKENS_PER_S.get(policy.model, {}).get(policy.weight_bits)
-    named = {"name": name, "predicted": about, "paper_tokens_per_s": paper}
+    power = {"clock_mhz": readings.clock_mhz, "watts": readings.watts}
+    named = {"name": name, "predicted": about, "paper_tokens_per_s": paper, **power}
     return named | result | _bytes(bench, runtime)
 
 
