@@ -10,7 +10,7 @@
   offload      runs a placement and its rivals, and compares each with its prediction
   placement    finds where to keep a model that exceeds the device: FlexGen's policy search
   plan         finds how to split a step into overlapping nano-batches: NanoFlow's two-stage search
-  spans        chooses the span of each KV head from a model's own attention
+  spans        chooses the span of each KV head by its effect on a model's answers
 
 `python -m search COMMAND --help` lists a command's flags. Searches and fits need the extra `search`: pip
 install 'jaxflow[search]', or in a source checkout: python3 run.py exec python -m search COMMAND.

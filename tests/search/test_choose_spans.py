@@ -1,8 +1,7 @@
-"""`python -m search spans`: the measured attention, the choice, and the files."""
+"""`python -m search spans`: the choice, and the files."""
 
 import re
 
-import jax.numpy as jnp
 import numpy as np
 import paths
 import pytest
@@ -14,6 +13,7 @@ from jaxflow.engine.start import open_model
 from jaxflow.model.attention_spans import keys_share, read_spans
 from search import spans
 from search.__main__ import main
+from search.span_effects import Effects
 
 MODEL = "tiny-llama"
 
@@ -23,43 +23,51 @@ def seen(span, position):
     return [j for j in range(position + 1) if j < span.sinks or position - j < span.window(position)]
 
 
-def test_lost_attention_is_what_queries_pay_outside_their_span():
-    rng = np.random.default_rng(0)
-    tokens, some = 24, spans.candidates(24, 3)
-    q = rng.normal(size=(tokens, 4, 8)).astype(np.float32)
-    k = rng.normal(size=(2, tokens, 8)).astype(np.float32)
-    found = np.asarray(spans.lost_attention(some, jnp.asarray(q), jnp.asarray(k), 0.7, None, None))
-    for head in range(2):
-        for c, span in enumerate(some):
-            lost = 0.0
-            for p in range(tokens):
-                for n in (2 * head, 2 * head + 1):
-                    paid = np.exp(0.7 * k[head, : p + 1] @ q[p, n])
-                    lost += 1 - paid[seen(span, p)].sum() / paid.sum()
-            assert found[head, c] == pytest.approx(lost, abs=1e-3)
-    assert np.all(np.abs(found[:, -1]) < 1e-3)  # full attention
-
-
-@given(st.integers(0, 9), st.integers(1, 40))
-def test_seen_keys_counts_every_key_once(sinks, tokens):
-    some = spans.candidates(tokens, sinks)
+@given(st.integers(0, 9), st.integers(1, 40), st.integers(1, 40))
+def test_seen_keys_counts_every_key_once(sinks, tokens, alpha):
+    some = spans.candidates(Span(sinks, alpha, 0), tokens)
     counted = [sum(len(seen(span, p)) for p in range(tokens)) for span in some]
-    assert spans.seen_keys(some, tokens).tolist() == counted
+    assert spans.seen_keys(some, tokens).tolist() == counted == sorted(counted)
 
 
-@given(st.integers(0, 1000), st.sampled_from([0.3, 0.5, 0.8]))
-def test_the_choice_keeps_the_share_and_loses_less_than_equal_heads(seed, share):
-    keys = spans.seen_keys(spans.candidates(64, 4), 64)
-    order = np.argsort(keys)
-    rng = np.random.default_rng(seed)
-    lost = np.zeros((12, len(keys)))  # more keys never lose more attention
-    lost[:, order] = -np.sort(-rng.random((12, len(keys))), axis=1) * rng.random((12, 1))
-    lost[:, -1] = 0.0
-    chosen = spans.choose(lost, keys, share)
-    assert keys[chosen].mean() <= share * keys[-1]
+def of_64_tokens(share):
+    """Return the candidates' keys in a text of 64 tokens, and the index of the uniform window."""
+    start = spans.uniform(64, 4, share)
+    some = spans.candidates(start, 64)
+    return spans.seen_keys(some, 64), some.index(start)
+
+
+@given(st.integers(0, 1000), st.sampled_from([0.3, 0.5, 0.8]), st.integers(1, 20))
+def test_the_choice_keeps_the_keys_and_changes_less_than_equal_heads(seed, share, reach):
+    keys, start = of_64_tokens(share)
+    changes = np.random.default_rng(seed).normal(size=(12, len(keys)))
+    near = np.full(12, start)
+    chosen = spans.choose(changes, keys, keys[start], near, reach)
+    assert keys[chosen].mean() <= keys[start]
+    assert np.abs(chosen - start).max() <= reach
     used = keys[chosen].mean()
-    equal = [lost[:, c].sum() for c in range(len(keys)) if keys[c] <= used]
-    assert lost[np.arange(12), chosen].sum() <= min(equal) + 1e-9
+    equal = [changes[:, c].sum() for c in range(len(keys)) if keys[c] <= used and abs(c - start) <= reach]
+    assert changes[np.arange(12), chosen].sum() <= min(equal, default=np.inf) + 1e-9
+
+
+@given(st.integers(0, 1000), st.sampled_from([0.3, 0.5, 0.8]), st.floats(0.0, 2.0))
+def test_the_descent_never_ends_above_its_start(seed, share, coupling):
+    """Heads lose by their own amounts, and by each other's: the effects are then right only nearby."""
+    keys, start = of_64_tokens(share)
+    rng = np.random.default_rng(seed)
+    lost = np.sqrt(1 - keys / keys[-1]) * rng.exponential(size=(12, 1))
+    metric = np.eye(12) + coupling * rng.random((12, 12))
+
+    def measure(choice):
+        own = lost[np.arange(12), choice]
+        gradient = (metric + metric.T) @ own
+        return Effects(own @ metric @ own, gradient[:, None] * (lost - own[:, None]))
+
+    chosen, loss, first = spans.descend(measure, start, 12, keys, 4)
+    assert loss == measure(chosen).loss <= first == measure(np.full(12, start)).loss
+    assert keys[chosen].mean() <= keys[start]
+    if coupling == 0:
+        assert loss < first
 
 
 def test_a_uniform_window_sees_at_least_the_share():
@@ -73,7 +81,7 @@ def test_the_command_writes_files_that_an_engine_takes(tmp_path, capsys):
     tokens = tmp_path / "tokens.npy"
     np.save(tokens, np.random.default_rng(0).integers(3, 200, (3, 48)))
     model, folder = str(paths.MODELS / MODEL), tmp_path / "spans"
-    command = ["search", "spans", "--model", model, "--tokens", str(tokens), "--sinks", "2"]
+    command = ["search", "spans", "--model", model, "--tokens", str(tokens), "--sinks", "2", "--rounds", "1"]
     assert (
         main([*command, "--first_window", "1", "--keys_percent", "60,40", "--output_folder", str(folder)])
         == 0
@@ -87,7 +95,7 @@ def test_the_command_writes_files_that_an_engine_takes(tmp_path, capsys):
             config = open_model(EngineConfig(model, attention_spans=path)).model_config
             shares[kind] = keys_share(config, 48)
             assert keys_share(config, 48, held=True) >= shares[kind] - 1e-9
-        assert shares["spans"] <= percent / 100 and shares["spans"] <= shares["uniform"]
+        assert percent / 100 <= shares["uniform"] and shares["spans"] <= shares["uniform"]
 
 
 @pytest.mark.usefixtures("no_flags")

@@ -81,24 +81,28 @@ def _observe(
     config: ModelConfig, weights: dict[str, Any], window: Int[Array, " n"]
 ) -> list[tuple[Array, Array]]:
     """Return the histograms of each layer for one text."""
-    return observe(config, weights, window, _count)
-
-
-def observe(
-    config: ModelConfig,
-    weights: dict[str, Any],
-    window: Int[Array, " n"],
-    look: Callable[[Float[Array, "T N H"], Float[Array, "K T H"], float, int | None, float | None], Any],
-) -> list[Any]:
-    """Return `look(q, k, scale, window, soft_cap)` of the attention of each layer for one text.
-
-    The text runs through the plain forward as one prefill chunk with one KV page.
-    """
-    n, seen = len(window), []
+    seen = []
 
     def chunk_attention(q: Array, k: Array, v: Array, table: Array, chunks: Array, **settings: Any) -> Array:
-        seen.append(look(q, k[0], settings["scale"], settings["window"], settings["soft_cap"]))
+        seen.append(_count(q, k[0], settings["scale"], settings["window"], settings["soft_cap"]))
         return reference.chunk_attention(q, k, v, table, chunks, **settings)
+
+    forward_text(config, weights, window, chunk_attention)
+    return seen
+
+
+def forward_text(
+    config: ModelConfig,
+    weights: dict[str, Any],
+    text: Int[Array, " n"],
+    chunk_attention: Callable[..., Array],
+) -> Float[Array, "n D"]:
+    """Return the normed hidden states of one text, with another function for attention.
+
+    The text runs through the plain forward as one prefill chunk with one KV page. `chunk_attention` takes what
+    `pallas_kernels.attention.chunk.reference.chunk_attention` takes. It is called once a layer, in order.
+    """
+    n = len(text)
 
     def decode_attention(*_: Any, into: Array, **__: Any) -> Array:
         return into
@@ -108,18 +112,18 @@ def observe(
     )
     groups, dtype = len(config.windows), weights["embed"].dtype
     batch = Batch(
-        token_ids=window,
+        token_ids=text,
         positions=jnp.arange(n),
         slots=jnp.tile(jnp.arange(n), (groups, 1)),
         page_table=jnp.zeros((groups, 1, 1), jnp.int32),
         lengths=jnp.array([n]),
         num_decodes=jnp.array(0),
         chunks=jnp.array([[0, n, 0, 0]]),
-        sample_tokens=jnp.array([n - 1]),
+        sample_tokens=jnp.arange(n),
     )
     page = jnp.zeros((1, config.num_kv_heads, n, config.head_dim), dtype)
-    transformer.forward(Context(config, kernels), weights, [(page, page)] * config.num_layers, batch)
-    return seen
+    context = Context(config, kernels)
+    return transformer.forward(context, weights, [(page, page)] * config.num_layers, batch)[0]
 
 
 def _count(
