@@ -26,7 +26,7 @@ from jaxflow.model.composition import Composition
 from jaxflow.model.graph import Op, Widths, Work, layer_ops
 from jaxflow.model.op_registry import Context, Site
 from jaxflow.model.routing import Routing
-from jaxflow.model.weights import shapes
+from jaxflow.model.weights import expert_width, shapes
 from jaxflow.pipeline import streams
 from pallas_kernels.kernel_set import KernelSet
 from search.profile.op_times import ATTENTION, EXCHANGE
@@ -141,7 +141,7 @@ def one_shard(config: ModelConfig, tp: int) -> ModelConfig:
         num_heads=config.num_heads // tp,
         num_kv_heads=max(1, config.num_kv_heads // tp),
         intermediate_size=config.intermediate_size // tp,
-        expert_intermediate_size=config.expert_intermediate_size // tp,
+        expert_intermediate_size=expert_width(config.expert_intermediate_size, tp) // tp,
         shared_expert_intermediate_size=config.shared_expert_intermediate_size // tp,
     )
 

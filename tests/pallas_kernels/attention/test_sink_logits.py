@@ -1,10 +1,13 @@
 """Attention sinks: a learned logit of each query head in the denominator of the softmax."""
 
 import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import paths
 import pytest
 from h200 import abstract, compile_for_h200, h200_mesh
 from hypothesis import given, settings
@@ -152,3 +155,12 @@ def test_for_the_h200_nothing_spills_with_the_heads_of_gpt_oss(window, tmp_path,
         spilled = [int(n) for n in re.findall(r"(\d+) bytes spill stores", logs)]
         assert spilled and max(spilled) <= most
         assert "wgmma" not in logs  # ptxas reports products that wait for each other
+
+
+@pytest.mark.slow
+def test_the_check_for_a_gpu_passes_in_the_interpreter():
+    """A process of its own, because the interpreter needs more threads than the tests have."""
+    command = ["-m", "pallas_kernels.attention.gpu_check_sinks", "--toy", "--only", "check"]
+    ended = subprocess.run([sys.executable, *command], cwd=paths.ROOT, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert ended.stdout.count("ok=True") == 2

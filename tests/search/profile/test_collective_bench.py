@@ -48,7 +48,7 @@ def layer_of(fp8: bool = False, kernels=REFERENCE, config=TINY, tp: int = TP, dt
     )
 
 
-@pytest.mark.parametrize("model", ["llama-3-70b", "gemma-2-9b", "qwen2-72b", "mixtral-8x7b"])
+@pytest.mark.parametrize("model", ["llama-3-70b", "gemma-2-9b", "qwen2-72b", "mixtral-8x7b", "gpt-oss-20b"])
 @pytest.mark.parametrize("tp", [2, 4])
 def test_a_shard_has_what_one_device_has(model, tp):
     config = open_checkpoint(model, load_format="dummy").model_config

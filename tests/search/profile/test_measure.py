@@ -140,7 +140,9 @@ def test_anothers_profile_is_refused(tmp_path, changes, words):
     assert words in str(error.value)
 
 
-@pytest.mark.parametrize("model", ["tiny-gemma2", "tiny-mixtral", "tiny-opt", "tiny-qwen3", "tiny-glm4_moe"])
+@pytest.mark.parametrize(
+    "model", ["tiny-gemma2", "tiny-mixtral", "tiny-opt", "tiny-qwen3", "tiny-glm4_moe", "tiny-gpt_oss"]
+)
 def test_every_family_has_a_program_for_each_op(model):
     layer, _ = this_device(model, open_checkpoint(str(paths.MODELS / model)).model_config, "auto", "auto")
     for name in layer.ops:
