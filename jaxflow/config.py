@@ -90,6 +90,28 @@ class Layer:
 
 
 @dataclasses.dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, §2.1).
+
+    A token's keys and values of all heads are products of one latent vector. The cache holds this vector, and one
+    rotary key for all heads.
+
+    query_rank: width of the vector that the queries of all heads are products of.
+    rank: width of the latent vector.
+    plain_dim, rope_dim: columns of a head's query and key without and with rotary embedding.
+    value_dim: columns of a head's value.
+    interleaved: in checkpoints, rotary plane i is the columns 2i and 2i + 1, and not i and rope_dim / 2 + i.
+    """
+
+    query_rank: int
+    rank: int
+    plain_dim: int
+    rope_dim: int
+    value_dim: int
+    interleaved: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
 class SigmoidRouter:
     """A router that scores an expert by the sigmoid of its logit (DeepSeek-V3, arXiv:2412.19437, §2.1.2).
 
@@ -136,6 +158,7 @@ class ModelConfig:
     attention_scale: float | None = None  # None: 1 / sqrt(H)
     attention_soft_cap: float | None = None
     attention_sinks: bool = False  # a learned logit of each query head in the softmax's denominator
+    latent: Latent | None = None  # its H is plain_dim + rope_dim, and its K is 1
     logits_soft_cap: float | None = None
     embedding_scale: float = 1.0
     tie_word_embeddings: bool = False
@@ -159,10 +182,19 @@ class ModelConfig:
 
     @property
     def scale(self) -> float:
-        """Return the factor of q·k in attention. All layers have the same `Rope.attention_factor`."""
+        """Return the factor of q·k in attention. All layers have the same `Rope.attention_factor`.
+
+        With latent attention the factor of the rope is part of the rotary queries.
+        """
         base = self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
         rope = next((layer.rope for layer in self.layers), None)
-        return base if rope is None else base * rope.attention_factor**2
+        return base if rope is None or self.latent is not None else base * rope.attention_factor**2
+
+    @property
+    def kv_width(self) -> int:
+        """Return the numbers of a token in the cache of one layer: its keys and values, or its latent vector."""
+        latent = self.latent
+        return 2 * self.num_kv_heads * self.head_dim if latent is None else latent.rank + latent.rope_dim
 
     @property
     def windows(self) -> tuple[Window, ...]:
@@ -181,6 +213,16 @@ class ModelConfig:
         The size is a power of two, at most 64. 8 tensor-parallel shards end at a block border if F allows it.
         """
         return gate_block(self.intermediate_size)
+
+
+def check_has_heads(model: ModelConfig, what: str) -> None:
+    """Refuse a model with latent attention for what needs keys and values by head. Raises: ConfigError."""
+    if model.latent is not None:
+        raise ConfigError(
+            "model",
+            model.architecture,
+            f"a model without latent attention: {what} needs keys and values by head",
+        )
 
 
 def gate_block(intermediate_size: int) -> int:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.attention.chunk import reference as chunk_reference
 from pallas_kernels.attention.decode import reference as decode_reference
+from pallas_kernels.attention.latent import reference as latent_reference
 from pallas_kernels.gemm import reference as gemm_reference
 from pallas_kernels.gemm.api import HopperGemm, Product
 from pallas_kernels.gemm.grouped import groups as expert_groups
@@ -78,6 +79,9 @@ class KernelSet:
     draw: Callable = draw_reference.draw
     quantize_rows: Callable = quantize_reference.quantize_rows
     grouped_gemm: Callable = grouped_reference.grouped_gemm
+    latent_append: Callable = latent_reference.append
+    latent_decode_attention: Callable = latent_reference.decode_attention
+    latent_chunk_attention: Callable = latent_reference.chunk_attention
     list_decode_work: Callable = decode_reference.list_decode_work
     list_chunk_work: Callable = chunk_reference.list_chunk_work
     list_groups: Callable = expert_groups.list_groups
@@ -159,6 +163,7 @@ class Model:
     hidden_size: int
     attention_spans: bool = False  # the KV heads of a layer have their own spans and pages
     attention_sinks: bool = False  # the softmax's denominator has a learned term
+    latent_attention: bool = False  # the cache holds latent vectors instead of keys and values
 
 
 def kernel_set_for(
@@ -176,6 +181,7 @@ def kernel_set_for(
     kernels: str = "auto",
     attention_spans: bool = False,
     attention_sinks: bool = False,
+    latent_attention: bool = False,
 ) -> KernelSet:
     """Return the fastest kernels for a device and these shapes. Ops without a kernel run the reference
     implementation.
@@ -199,6 +205,7 @@ def kernel_set_for(
         hidden_size,
         attention_spans,
         attention_sinks,
+        latent_attention,
     )
     hopper, cuda = platform == "gpu" and has_bounded(capability), platform == "gpu" and capability != ""
     here = f"{platform} {capability}".strip()
@@ -241,8 +248,11 @@ def has_triton() -> bool:
 def _unmet(m: Model, limits: Iterable[tuple[tuple[str, ...], str, bool, str]]) -> tuple[Fallback, ...]:
     """Return the fallbacks of a model.
 
-    limits: (ops of the limit, the model's field, whether the model is within the limit, the accepted values).
+    limits: (ops of the limit, the model's field, whether the model is within the limit, the accepted values). Only
+      the limits of `latent_attention` concern the paged ops of a model with latent attention.
     """
+    if m.latent_attention:
+        limits = [limit for limit in limits if limit[1] == "latent_attention" or not {*limit[0]} <= {*PAGED}]
     return tuple(
         Fallback(op, field, getattr(m, field), accepted)
         for ops, field, kept, accepted in limits
@@ -307,6 +317,7 @@ def _mosaic(m: Model, device: str) -> KernelSet:
             not m.attention_sinks or m.kv_dtype == "bfloat16",
             "a cache of bfloat16",
         ),
+        (PAGED, "latent_attention", not m.latent_attention, "keys and values by head"),
         (PAGED, "head_dim", m.head_dim in (64, 128, 256), "64, 128 or 256"),
         (PAGED, "queries_per_kv_head", queries <= 16, "up to 16"),
         (PAGED, "page_size", m.page_size == 64, "64"),
@@ -355,6 +366,7 @@ def _triton(m: Model, capability: str) -> KernelSet:
     limits = [
         (decode, "attention_spans", not m.attention_spans, "full attention and windows"),
         (decode, "attention_sinks", not m.attention_sinks, "models without them"),
+        (decode, "latent_attention", not m.latent_attention, "keys and values by head"),
         (decode, "head_dim", power_of_two, "powers of two from 16"),
         (
             decode,

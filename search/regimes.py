@@ -135,9 +135,7 @@ def request_bytes(config: ModelConfig, prompt: float, output: float, widths: Wid
     """Return the KV bytes of one request, averaged over its output: p + d / 2 tokens, on all devices
     together.
     """
-    return sum(2 * config.num_kv_heads * config.head_dim * widths.kv for _ in config.layers) * (
-        prompt + output / 2
-    )
+    return sum(config.kv_width * widths.kv for _ in config.layers) * (prompt + output / 2)
 
 
 def largest_batch(

@@ -64,6 +64,37 @@ MODELS: dict[str, tuple[int, dict[str, Any]]] = {  # the seed of weights and pro
         },
     ),
 }
+MODELS["tiny-deepseek_v3"] = (
+    20400002,
+    {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        **COMMON,
+        **MIXTURE,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-3,  # the norms of both vectors keep 1e-6
+        "rope_theta": 10000,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 8.0,
+            "beta_fast": 4.0,
+            "beta_slow": 1.0,
+            "mscale": 1.5,
+            "mscale_all_dim": 0.75,
+            "original_max_position_embeddings": 64,
+        },
+        "attention_bias": True,
+        "q_lora_rank": 48,
+        "kv_lora_rank": 40,
+        "qk_nope_head_dim": 24,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 20,
+        "routed_scaling_factor": 2.5,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "moe_layer_freq": 1,
+    },
+)
 FORMAT = {
     "prompt_ids": "input token ids; nothing is added to them (no BOS)",
     "prompt_logprobs": "log-softmax of prompt_ids[i+1] given prompt_ids[:i+1], i = 0..len-2",

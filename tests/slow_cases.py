@@ -13,9 +13,11 @@ SLOW_CASES = {
     r"test_goldens\.py::TestGoldens::test_through_host_and_disk\[2-": (
         "test_kv_offload and test_disk_engine run both kinds of pages on two devices"
     ),
-    r"test_goldens\.py::TestGoldens::test_through_host_and_disk\[1-(?!tiny-(gemma2|llama|mixtral|opt)\])": (
+    r"test_goldens\.py::TestGoldens::test_through_host_and_disk\[1-(?!tiny-(deepseek_v3|gemma2|llama|mixtral|opt)\])": (
         "pages of the other families have the shapes of tiny-llama or tiny-gemma2"
     ),
+    r"test_goldens\.py::TestGoldens::test_(in_a_batch\w*\[tiny-deepseek|chunked_prefill\[16-tiny-deepseek|pre_empted_half_way"
+    r"\[pages-kept-tiny-deepseek)": "the same programs run with other steps in the other tests",
     r"test_goldens\.py::TestGoldens::test_chunked_prefill\[1-(?!tiny-gemma2\])": (
         "chunks of 7 and 16 tokens run for the families of every kind of layer"
     ),
@@ -40,7 +42,7 @@ SLOW_CASES = {
     r"\[(stories260K|tiny-(llama3rope|mistral|qwen2|qwen3|qwen3_moe|gemma3_text|glm4_moe))\]": (
         "these families shard as tiny-llama, tiny-mixtral or tiny-gemma2 does"
     ),
-    r"test_pipeline_stages\.py::TestSameTokens::test_(goldens\[stories260K-2-2|at_any_chunking\[1)": (
+    r"test_pipeline_stages\.py::TestSameTokens::test_(goldens\[(stories260K-2-2|tiny-deepseek)|at_any_chunking\[1)": (
         "tiny-mixtral runs on two devices a stage, and chunks of 7 tokens run"
     ),
     r"test_pipeline_stages\.py::TestSameTokens::test_in_a_batch_with_others\[2": "four stages run",
@@ -93,7 +95,7 @@ SLOW_CASES = {
     r"test_compiler\.py::test_drawn_plans\[(tiny-gemma2-2|tiny-llama-2|tiny-llama-4)": (
         "a drawn plan of each runs compiled"
     ),
-    r"test_compiler\.py::test_(many_)?drawn_plans(_compiled)?\[tiny-glm4_moe": "tiny-mixtral has the same kinds of values",
+    r"test_compiler\.py::test_drawn_plans(_compiled)?\[tiny-(glm4_moe|deepseek_v3)": "tiny-mixtral has the same kinds of values",
     r"test_compiler\.py::test_drawn_plans_compiled\[tiny-(llama-1|mixtral-1|opt-1)-": (
         "plans of these families are drawn and run op by op; other plans of the first two run compiled"
     ),

@@ -66,6 +66,7 @@ def asked_of_kernels(config: EngineConfig, model: ModelConfig) -> dict[str, Any]
         "kv_dtype": config.kv_cache_dtype,
         "attention_spans": bool(model.span_classes),
         "attention_sinks": model.attention_sinks,
+        "latent_attention": model.latent is not None,
     }
 
 

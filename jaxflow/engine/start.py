@@ -19,6 +19,7 @@ from jaxflow.config import KV_DTYPES, ConfigError, EngineConfig, ModelConfig, Wi
 from jaxflow.engine.driver import Driver
 from jaxflow.engine.executor import Executor, rehearse
 from jaxflow.engine.kernel_choice import choose_kernels, tell_kernels
+from jaxflow.engine.latent_limits import check_latent
 from jaxflow.engine.layout import StepLayout
 from jaxflow.engine.loop import Loop
 from jaxflow.engine.lowered_cache import open_lowered_programs
@@ -164,6 +165,7 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
             "auto, bfloat16 or float32 for a model with attention sinks, whose layers with a window lose accuracy "
             "in 8 bits",
         )
+    check_latent(config, model)
     given = config.max_num_seqs
     seqs = given or (GPU_SEQS if gpu else _cpu_seqs(config, model))
     config = dataclasses.replace(config, max_num_seqs=seqs)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from tqdm import tqdm
 
-from jaxflow.config import ConfigError, EngineConfig
+from jaxflow.config import ConfigError, EngineConfig, check_has_heads
 from jaxflow.engine.kernel_choice import choose_kernels, tell_kernels
 from jaxflow.engine.start import prepare_process, resolve
 from jaxflow.flexgen.accounting import LIMITS, Account, DoesNotFit, account, check_fits, together
@@ -150,6 +150,7 @@ def _accounts(
 def make_geometries(offload: OffloadConfig, config: EngineConfig, checkpoint: Checkpoint) -> list[Geometry]:
     """Return the static shapes of each stage of a run. Raises: ConfigError, PolicyError."""
     policy, model = offload.policy, checkpoint.model_config
+    check_has_heads(model, "an offloaded run")
     if policy.model not in (config.model, checkpoint.name):
         raise PolicyError(
             f"model={policy.model!r}, used for {checkpoint.name!r}; accepted is a policy of that model, "

@@ -10,6 +10,9 @@ The arrays of a layer are [P, K, S, H]: a page of one head is a contiguous box, 
 kernels load. 8-bit values (e4m3, int8) are [P, K, H, S], as Hopper's tensor cores need them. int8 has a
 float32 scale for each token and head in the cache; e4m3 has a scale for each head, which is part of the
 weights.
+
+The two arrays of a layer with latent attention hold the rotary key [P, 1, S, rope_dim] and the latent vector
+[P, 1, S, rank] of a token. Each tensor-parallel device has a copy, as of a key/value head that devices share.
 """
 
 import dataclasses
@@ -34,7 +37,8 @@ class PageGroup:
       layers: indices of the layers.
       kv_heads: the heads of each layer in the cache, over all devices.
       splits_heads: the group holds some heads of a layer, and other groups may hold the others.
-      head_dim: H.
+      head_dim: H, the width of the first array.
+      value_dim: the width of the second array.
       dtype: name of the dtype of keys and values.
       window: a query sees its own token and the `window` - 1 tokens before; an elastic span; None: all tokens.
     """
@@ -44,6 +48,7 @@ class PageGroup:
     head_dim: int
     dtype: str
     window: Window
+    value_dim: int
     splits_heads: bool = False
 
     def shapes(self, num_pages: int, block_size: int) -> list[tuple[Any, Any]]:
@@ -53,7 +58,8 @@ class PageGroup:
     def _layer_shapes(self, heads: int, num_pages: int, block_size: int) -> tuple[Any, Any]:
         dtype = jnp.dtype(self.dtype)
         keys = (num_pages, heads, block_size, self.head_dim)
-        values = keys if dtype.itemsize > 1 else (num_pages, heads, self.head_dim, block_size)
+        wide = dtype.itemsize > 1
+        values = (num_pages, heads, *((block_size, self.value_dim) if wide else (self.value_dim, block_size)))
         k, v = (jax.ShapeDtypeStruct(shape, dtype) for shape in (keys, values))
         if dtype != jnp.int8:
             return k, v
@@ -75,7 +81,8 @@ def page_groups(config: ModelConfig, dtype: Any, tp: int) -> tuple[PageGroup, ..
 
     Full attention is first.
     """
-    groups = []
+    groups, latent = [], config.latent
+    widths = (config.head_dim,) * 2 if latent is None else (latent.rope_dim, latent.rank)
     for index, window in enumerate(config.windows):
         held = {i: _heads_in(config, i, index, tp) for i in range(config.num_layers)}
         held = {i: heads for i, heads in held.items() if heads}
@@ -83,9 +90,10 @@ def page_groups(config: ModelConfig, dtype: Any, tp: int) -> tuple[PageGroup, ..
             PageGroup(
                 tuple(held),
                 tuple(held.values()),
-                config.head_dim,
+                widths[0],
                 jnp.dtype(dtype).name,
                 window,
+                widths[1],
                 splits_heads=bool(config.span_classes),
             )
         )

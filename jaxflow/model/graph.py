@@ -20,7 +20,7 @@ import operator
 from collections.abc import Iterable, Iterator
 from typing import Literal
 
-from jaxflow.config import ModelConfig
+from jaxflow.config import Latent, ModelConfig
 from jaxflow.model.composition import Composition, Count
 
 Kind = Literal["dense", "attention", "network", "other"]  # NanoFlow §2.2
@@ -223,6 +223,8 @@ def _block_head(
 
 def _attention_ops(config: ModelConfig, index: int, tp: int, widths: Widths) -> list[Op]:
     """Return the attention block's ops, from the normed input to the projection."""
+    if config.latent is not None:
+        return _latent_ops(config, config.latent, tp, widths)
     d, h, a = config.hidden_size, config.head_dim, widths.activations
     heads, kv_heads = (
         config.num_heads // tp,
@@ -245,6 +247,51 @@ def _attention_ops(config: ModelConfig, index: int, tp: int, widths: Widths) -> 
             ("decode_tokens", Work(activation_bytes=2 * heads * h * a)),
         ), window),
         _dense("out_proj", ("o_decode", "o_chunk"), ("y1",), heads * h, d, widths),
+    ]  # fmt: skip
+
+
+def _latent_ops(config: ModelConfig, latent: Latent, tp: int, widths: Widths) -> list[Op]:
+    """Return the ops of latent attention, whose queries and outputs are as wide as the latent vector.
+
+    Every device makes, keeps and reads the latent vector of all tokens.
+    """
+    d, a, heads = config.hidden_size, widths.activations, config.num_heads // tp
+    stored, rank = latent.rank + latent.rope_dim, latent.rank
+    cached = stored * widths.kv
+    down, up = d * (latent.query_rank + stored), latent.query_rank * heads * config.head_dim
+    absorbed, restored = heads * latent.plain_dim * rank, heads * latent.value_dim * rank
+    query, out = heads * stored, heads * rank
+    projected = heads * config.head_dim + stored
+    score = Work(2 * (query + out))
+
+    def weights(elements: int) -> Work:
+        return Work(weight_bytes=elements * widths.wide_weights)
+
+    return [
+        Op("qkv", "dense", ("h1",), ("qkv",), (
+            ("step", weights(down + up)),
+            ("tokens", Work(2 * (down + up), activation_bytes=(d + 2 * latent.query_rank + projected) * a)),
+        )),
+        Op("rope_append", "other", ("qkv", "kv"), ("q", "kv"), (
+            ("step", weights(absorbed)),
+            ("tokens", Work(2 * absorbed, kv_bytes=cached, activation_bytes=(projected + query) * a)),
+        )),
+        Op("chunk_attention", "attention", ("q", "kv"), ("o_chunk",), (
+            ("chunk_pairs", score),
+            ("chunk_keys", Work(kv_bytes=cached)),
+            ("chunk_tokens", Work(activation_bytes=(query + out) * a)),
+        )),
+        Op("decode_attention", "attention", ("q", "kv"), ("o_decode",), (
+            ("decode_keys", score + Work(kv_bytes=cached)),
+            ("decode_tokens", Work(activation_bytes=(query + out) * a)),
+        )),
+        Op("out_proj", "dense", ("o_decode", "o_chunk"), ("y1",), (
+            ("step", weights(restored + heads * latent.value_dim * d)),
+            ("tokens", Work(
+                2 * (restored + heads * latent.value_dim * d),
+                activation_bytes=(out + 2 * heads * latent.value_dim + d) * a,
+            )),
+        )),
     ]  # fmt: skip
 
 

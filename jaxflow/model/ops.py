@@ -31,6 +31,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxflow.config import Layer, gate_block
+from jaxflow.model import latent_ops
 from jaxflow.model.batch import Batch
 from jaxflow.model.head_groups import join_heads, sinks_of, take_heads, windows_at
 from jaxflow.model.op_registry import KV, OPS, Context, OpFunction, Weights, op
@@ -149,7 +150,13 @@ def _sms(c: Context) -> dict[str, int]:
 
 @op("qkv")
 def qkv(c: Context, w: Weights, h: Float[Array, "t D"] | Quantized) -> Float[Array, "t A"]:
-    """Return all heads of one projection: per key/value head its query heads, its key, its value."""
+    """Return all heads of one projection: per key/value head its query heads, its key, its value.
+
+    With latent attention, see `jaxflow.model.latent_ops.project`.
+    """
+    if c.config.latent is not None:
+        assert not isinstance(h, Quantized)  # an engine refuses quantization
+        return latent_ops.project(c, w, h)
     return _gemm(c, w, "qkv", h, w.get("qkv_bias"))
 
 
@@ -182,6 +189,8 @@ def out_proj(c: Context, w: Weights, o: Float[Array, "t N H"] | UnmergedHeads) -
             heads = jnp.where(is_decode[:, None], decodes, heads)
     elif quantized:
         heads = c.kernels.quantize_rows(heads, sms=c.sms)
+    if c.config.latent is not None:
+        heads = latent_ops.values(c, w, heads)
     return _gemm(c, w, "out_proj", heads, _first_shard_only(c, w.get("out_proj_bias")))
 
 
@@ -237,6 +246,8 @@ def rope_append(
 ) -> tuple[Float[Array, "t N H"], KV]:
     """Split the heads, norm and rotate them, and write keys and values of tokens [start, stop) to their
     pages."""
+    if c.config.latent is not None:
+        return latent_ops.append(c, layer, w, batch, start, stop, fused, kv)
     rope = None if layer.rope is None else jnp.asarray(inverse_frequencies(layer.rope, c.config.head_dim))
     settings: dict[str, Any] = {
         "head_dim": c.config.head_dim,
@@ -276,6 +287,8 @@ def chunk_attention(
     work: Any = None,
 ) -> Float[Array, "t N H"]:
     """Return attention of the prefill tokens of [start, stop), and 0 at the decode tokens."""
+    if c.config.latent is not None:
+        return latent_ops.attend_chunks(c, layer, batch, start, stop, q, kv)
     if batch.chunks.shape[0] == 0:  # a program for steps of decodes only
         return jnp.zeros_like(q)
     chunks = batch.chunks_in(start, stop)
@@ -311,6 +324,8 @@ def decode_attention(
     The result has no rows (b = 0, else b = t) where the range lies after the last possible decode.
     chunks: the output of `chunk_attention` for the same tokens. The result then holds both outputs.
     """
+    if c.config.latent is not None:
+        return latent_ops.attend_decodes(c, layer, batch, start, stop, q, kv, chunks)
     rows, lengths = batch.decode_rows(start, stop)
     if rows.start == rows.stop:
         return q[:0] if chunks is None else chunks
@@ -372,10 +387,10 @@ def attention_work(c: Context, layer: Layer, batch: Batch, start: int, stop: int
     """Return the work list of an attention kernel for tokens [start, stop), and its rows of the page table.
 
     All layers of one window share the work list. Returns None where the kernel has nothing to do, and for layers
-    with attention spans, whose kernels make their own lists.
+    with attention spans or latent attention, whose functions need none.
     name: `chunk_attention` or `decode_attention`. kv: the cache of any layer, for its shapes.
     """
-    if layer.spans is not None:
+    if layer.spans is not None or c.config.latent is not None:
         return None
     keys = kv[0].values if isinstance(kv[0], Quantized) else kv[0]
     rows, lengths = batch.decode_rows(start, stop)

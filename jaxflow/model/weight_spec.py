@@ -33,6 +33,9 @@ TENSOR_PARALLEL_AXIS = {
     "shared_up_gate": 0,
     "shared_down": 1,
     "sink_logits": 0,
+    "query_up": 0,
+    "key_up": 0,
+    "value_up": 0,
     "k_scale": 0,
     "v_scale": 0,
 }
@@ -46,7 +49,7 @@ class Piece:
     shape: tuple[int, ...]  # in the checkpoint
     block: tuple[int, ...]  # the same numbers, reshaped to broadcast over `view(leaf)`
     view: Callable[[np.ndarray], np.ndarray]
-    order: np.ndarray | None = None  # the row of the tensor that each row of the view is; None: the same row
+    order: np.ndarray | None = None  # the rows of the tensor that the view holds, in order; None: all rows
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,6 +10,8 @@ range is a tensor-parallel shard. `qkv` holds, for each key/value head, its quer
 value head. `up_gate` alternates blocks of gate rows and up rows (`ModelConfig.gate_block`). With fewer
 key/value heads than shards, each head is repeated, so that every shard has one.
 
+Latent attention has other matrices in the place of `qkv` (`jaxflow.model.latent_weights`).
+
 Under quantization the matrices named in `QUANTIZED` are `Quantized` e4m3 with a scale per row (fp8), or
 `Int4` in groups of 64 columns (int4). The embeddings, the head, norms, routers and experts are not quantized.
 An e4m3 cache has its scales here: "k_scale" and "v_scale" [K], float32, in each layer. An e4m3 MLP may be
@@ -28,6 +30,7 @@ from jax.sharding import Mesh
 
 from jaxflow.config import ConfigError, Layer, ModelConfig, Rope, gate_block
 from jaxflow.model.architectures.tensor_names import layer_names, model_names
+from jaxflow.model.latent_weights import latent_leaves
 from jaxflow.model.rope import rotary_order
 from jaxflow.model.stage import Stage
 from jaxflow.model.weight_spec import QUANTIZED, TENSOR_PARALLEL_AXIS, Init, Leaf, Piece, draw
@@ -357,13 +360,14 @@ def _per_expert(key: str, one: Callable[[int], Leaf], experts: int) -> Leaf:
 def _layer(config: ModelConfig, layer: Layer, prefix: str, tp: int, width: int) -> dict[str, Leaf]:
     """Return the leaves of one layer. width: `mlp_width` of its dense MLP."""
     names = {role: prefix + name for role, name in layer_names(config).items()}
-    d, attention_width = config.hidden_size, config.num_heads * config.head_dim
+    latent = config.latent
+    d, width_of_head = config.hidden_size, config.head_dim if latent is None else latent.value_dim
     tree = _norm("attn_norm", names["attn_norm"], d, config)
-    tree["qkv"] = _qkv(config, layer.rope, names, tp, ".weight", d)
-    if config.qkv_bias:
-        tree["qkv_bias"] = _qkv(config, layer.rope, names, tp, ".bias")
-    if config.qk_norm:
-        tree |= {key: _head_norm(key, names[key], config, layer.rope) for key in ("q_norm", "k_norm")}
+    if latent is None:
+        tree |= _heads(config, layer, names, tp)
+    else:
+        tree |= latent_leaves(config, latent, names)
+    attention_width = config.num_heads * width_of_head
     tree["out_proj"] = _whole("out_proj", names["out"] + ".weight", (d, attention_width), "matrix")
     if config.out_proj_bias:
         tree["out_proj_bias"] = _whole("out_proj_bias", names["out"] + ".bias", (d,), "zero")
@@ -375,6 +379,17 @@ def _layer(config: ModelConfig, layer: Layer, prefix: str, tp: int, width: int) 
     tree |= _experts(config, names, tp) if layer.experts else _mlp(config, names, width)
     if config.post_norms:
         tree |= _norm("post_mlp_norm", names["post_mlp_norm"], d, config)
+    return tree
+
+
+def _heads(config: ModelConfig, layer: Layer, names: Mapping[str, str], tp: int) -> dict[str, Leaf]:
+    """Return the leaves that make queries, keys and values."""
+    tree, d = {}, config.hidden_size
+    tree["qkv"] = _qkv(config, layer.rope, names, tp, ".weight", d)
+    if config.qkv_bias:
+        tree["qkv_bias"] = _qkv(config, layer.rope, names, tp, ".bias")
+    if config.qk_norm:
+        tree |= {key: _head_norm(key, names[key], config, layer.rope) for key in ("q_norm", "k_norm")}
     return tree
 
 

@@ -41,7 +41,7 @@ import msgspec
 from absl import flags
 from tqdm import tqdm
 
-from jaxflow.config import ConfigError, ModelConfig, ParallelConfig
+from jaxflow.config import ConfigError, ModelConfig, ParallelConfig, check_has_heads
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.cost import DEVICES, find_device
 from jaxflow.model.energy import shipped_power
@@ -200,6 +200,7 @@ def run() -> None:
     if f.modelled == (f.profile is not None):
         raise ConfigError("profile", f.profile, "a profile's path, or --modelled")
     model = open_checkpoint(f.model, load_format="dummy").model_config
+    check_has_heads(model, "the search of a plan")
     budgets, workloads = _sizes(), list(zip(prompts, outputs, strict=True))
     for workload in workloads:
         check_lengths(f.model, model, *workload)

@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import functools
 
-from jaxflow.config import ModelConfig
+from jaxflow.config import ModelConfig, check_has_heads
 from jaxflow.flexgen.sparse_values import top_count
 from jaxflow.model.composition import Composition
 from jaxflow.model.graph import Widths, model_graph, padded_vocabulary
@@ -140,7 +140,8 @@ def workload(
     wide_bytes: float = BYTES[16],
     page_size: int | None = None,
 ) -> PlacementWorkload:
-    """Read the sizes from the model's graph, averaged over its layers."""
+    """Read the sizes from the model's graph, averaged over its layers. Raises: ConfigError for latent attention."""
+    check_has_heads(config, "an offloaded run")
     graph = model_graph(config, 1, Widths(weights=1.0, wide_weights=1.0))
     many, one = Composition(decode_tokens=1e9, decode_keys=1), Composition(decode_tokens=1, decode_keys=1)
     ops = [op for layer in graph.layers for op in layer]

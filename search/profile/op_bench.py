@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding
 
-from jaxflow.config import ModelConfig
+from jaxflow.config import ModelConfig, check_has_heads
 from jaxflow.kv.device_cache import page_groups
 from jaxflow.model import ops
 from jaxflow.model.batch import Batch, cache_slots
@@ -152,7 +152,7 @@ class LayerBench:
     tp: the layer is one device's shard. `ops` then holds both forms of the collectives, and on two or four
     devices an exchange.
 
-    Raises: ConfigError for devices that the model cannot be split over.
+    Raises: ConfigError for devices that the model cannot be split over, and for latent attention.
     """
 
     def __init__(
@@ -166,6 +166,7 @@ class LayerBench:
         platform: str,
         tp: int = 1,
     ):
+        check_has_heads(config, "a profile")
         whole = [i for i, layer in enumerate(config.layers) if layer.window is None]
         config = dataclasses.replace(config, layers=(config.layers[whole[-1] if whole else -1],))
         self.kernels, self.dtype, self.kv_dtype, self.platform, self.tp = (

@@ -223,6 +223,11 @@ def test_no_family_falls_back_for_a_reason_of_the_pages(model):
             {"kv_dtype": "int8", "head_dim": 256},
             [Fallback("chunk_attention", "head_dim", 256, "64 or 128 with a cache of int8")],
         ),
+        (
+            "9.0",
+            {"latent_attention": True},
+            [Fallback(op, "latent_attention", True, "keys and values by head") for op in PAGED],
+        ),
         ("8.0", {"page_size": 16}, [Fallback("decode_attention", "page_size", 16, "64")]),
         ("8.6", {"head_dim": 256}, []),
         (

@@ -11,7 +11,8 @@ from typing import Any
 
 from jaxflow.config import Activation, ConfigError, Layer, ModelConfig, Rope
 from jaxflow.model.architectures.hf_keys import Keys
-from jaxflow.model.architectures.hf_mixture import sigmoid_mixture
+from jaxflow.model.architectures.hf_latent import attention_scale, latent_attention
+from jaxflow.model.architectures.hf_mixture import DEEPSEEK_DEFAULTS, GLM_DEFAULTS, sigmoid_mixture
 
 _PART = "partial_rotary_factor"
 CLAMPED_SWIGLU = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}
@@ -35,6 +36,7 @@ class _Family:
     rotary_part: float = 1.0  # default of partial_rotary_factor
     attention_bias: bool | None = None  # default of this key; None: the family has no such key
     rope: Mapping[str, Any] | None = None  # default of `rope_parameters`
+    own_code: bool = False  # the published files name model code, which computes what JaxFlow computes
 
 
 _FAMILIES = {
@@ -47,6 +49,7 @@ _FAMILIES = {
     ),
     "qwen3_moe": _Family("Qwen3MoeForCausalLM", qk_norm=True, attention_bias=False),
     "glm4_moe": _Family("Glm4MoeForCausalLM", rms_norm_eps=1e-5, rotary_part=0.5, attention_bias=False),
+    "deepseek_v3": _Family("DeepseekV3ForCausalLM", own_code=True),
     "gemma2": _Family(
         "Gemma2ForCausalLM", head_dim=256, tied=True, gemma=True, mixed_windows=True, attention_bias=False
     ),
@@ -108,9 +111,15 @@ def model_config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
             "architectures", architectures, f"[{family.causal_lm!r}] for model_type {model_type!r}"
         )
     auto_map = keys.mapping("auto_map") or {}
-    if any(name in auto_map for name in ("AutoConfig", "AutoModel", "AutoModelForCausalLM")):
+    names = ("AutoConfig", "AutoModel", "AutoModelForCausalLM")
+    if not family.own_code and any(name in auto_map for name in names):
         raise ConfigError("auto_map", auto_map, "no auto_map: JaxFlow runs no model code of a checkpoint")
-    model = _opt(keys, family) if model_type == "opt" else _rotary(keys, model_type, family)
+    if model_type == "opt":
+        model = _opt(keys, family)
+    elif model_type == "deepseek_v3":
+        model = _deepseek(keys, config, family)
+    else:
+        model = _rotary(keys, model_type, family)
     keys.finish()
     _check_sizes(model)
     return model
@@ -125,7 +134,7 @@ def _rotary(keys: Keys, model_type: str, family: _Family) -> ModelConfig:
     ropes = _layer_ropes(keys, model_type, family, windows)
     moe: dict[str, Any] = {}
     if model_type == "glm4_moe":
-        experts, moe = sigmoid_mixture(keys, num_layers, experts_per_token=8, dense_layers=1)
+        experts, moe = sigmoid_mixture(keys, num_layers, GLM_DEFAULTS)
     else:
         experts = _expert_layers(keys, model_type, num_layers)
     if model_type in ("mixtral", "gpt_oss"):
@@ -217,6 +226,36 @@ def _gated_activation(keys: Keys, model_type: str, family: _Family) -> Activatio
     if activation != "silu":
         raise ConfigError("hidden_act", activation, "silu for model_type 'gpt_oss'")
     return "clamped_swiglu"
+
+
+def _deepseek(keys: Keys, config: Mapping[str, Any], family: _Family) -> ModelConfig:
+    """Return the config of DeepSeek-V3 and R1. config: the file, for the YaRN settings that scale attention."""
+    num_layers, heads = _num_layers(keys), keys.integer("num_attention_heads")
+    latent = latent_attention(keys, heads)
+    (rope,) = {*_layer_ropes(keys, "deepseek_v3", family, (None,) * num_layers)}
+    experts, mixture = sigmoid_mixture(keys, num_layers, DEEPSEEK_DEFAULTS)
+    bias = keys.flag("attention_bias", False)
+    head_dim = latent.plain_dim + latent.rope_dim
+    return ModelConfig(
+        architecture="deepseek_v3",
+        vocab_size=keys.integer("vocab_size"),
+        hidden_size=keys.integer("hidden_size"),
+        num_heads=heads,
+        num_kv_heads=1,
+        head_dim=head_dim,
+        intermediate_size=keys.integer("intermediate_size"),
+        layers=tuple(Layer(rope=rope, experts=mixes) for mixes in experts),
+        max_position=keys.integer("max_position_embeddings"),
+        activation=_activation(keys, "hidden_act"),
+        norm_eps=keys.number("rms_norm_eps", family.rms_norm_eps),
+        qkv_bias=bias,
+        out_proj_bias=bias,
+        attention_scale=attention_scale(config, rope, head_dim),
+        latent=latent,
+        tie_word_embeddings=keys.flag("tie_word_embeddings", family.tied),
+        **_token_ids(keys),
+        **mixture,
+    )
 
 
 def _opt(keys: Keys, family: _Family) -> ModelConfig:

@@ -8,7 +8,7 @@ from jaxflow.config import ConfigError
 
 # Keys of training, generation, other software or the file itself. They do not change the computation.
 _IRRELEVANT_NAMES = """
-    _attn_implementation _attn_implementation_autoset _commit_hash _flash_attn_2_enabled _name_or_path activation_dropout
+    _attn_implementation _attn_implementation_autoset aux_loss_alpha seq_aux _commit_hash _flash_attn_2_enabled _name_or_path activation_dropout
     attention_dropout attention_probs_dropout_prob attn_implementation attn_pdrop bad_words_ids begin_suppress_tokens
     cache_implementation chunk_size_feed_forward classifier_dropout decoder_start_token_id diversity_penalty do_sample dropout dtype
     early_stopping embd_pdrop encoder_no_repeat_ngram_size exponential_decay_length_penalty finetuning_task forced_bos_token_id
@@ -26,6 +26,10 @@ _IRRELEVANT = frozenset(_IRRELEVANT_NAMES.split())
 # Keys that change the computation unless they have one of these values.
 _ONLY: dict[str, tuple[object, ...]] = {
     "add_cross_attention": (False,),
+    "ep_size": (1,),
+    "moe_layer_freq": (1,),
+    "scoring_func": ("sigmoid",),
+    "topk_method": ("noaux_tc",),
     "attention_bias": (False,),  # families whose config class lacks this key
     "is_encoder_decoder": (False,),
     "is_llama_config": (True,),

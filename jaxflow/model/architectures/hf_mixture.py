@@ -1,25 +1,46 @@
 """The keys of a config's mixture of experts with a sigmoid router, shared experts and dense first layers."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from jaxflow.config import ConfigError, SigmoidRouter
 from jaxflow.model.architectures.hf_keys import Keys
 
+GLM_DEFAULTS = {
+    "num_experts_per_tok": 8,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.0,
+    "num_nextn_predict_layers": 1,
+}
+DEEPSEEK_DEFAULTS = GLM_DEFAULTS | {
+    "n_group": 8,
+    "topk_group": 4,
+    "first_k_dense_replace": 3,
+    "routed_scaling_factor": 2.5,
+}
+
 
 def sigmoid_mixture(
-    keys: Keys, num_layers: int, *, experts_per_token: int, dense_layers: int
+    keys: Keys, num_layers: int, defaults: Mapping[str, Any]
 ) -> tuple[tuple[bool, ...], dict[str, Any]]:
     """Return whether each layer is a mixture, and the fields of `ModelConfig` that describe the mixtures.
 
-    experts_per_token, dense_layers: the defaults of `num_experts_per_tok` and `first_k_dense_replace`.
+    defaults: of absent keys.
 
     Raises:
       ConfigError: sizes that contradict each other. The error names the field.
     """
-    experts, chosen = keys.integer("n_routed_experts"), keys.integer("num_experts_per_tok", experts_per_token)
-    groups, best = keys.integer("n_group", 1), keys.integer("topk_group", 1)
-    width, shared = keys.integer("moe_intermediate_size"), keys.integer("n_shared_experts", 0, least=0)
-    dense = keys.integer("first_k_dense_replace", dense_layers, least=0)
+
+    def number(key: str, least: int = 1) -> int:
+        return keys.integer(key, defaults.get(key), least=least)
+
+    experts, chosen = number("n_routed_experts"), number("num_experts_per_tok")
+    groups, best = number("n_group"), number("topk_group")
+    width, shared = number("moe_intermediate_size"), number("n_shared_experts", least=0)
+    dense = number("first_k_dense_replace", least=0)
     if experts % groups:
         raise ConfigError("n_group", groups, f"a divisor of n_routed_experts={experts}")
     if groups > 1 and experts // groups < 2:
@@ -38,7 +59,9 @@ def sigmoid_mixture(
         "expert_intermediate_size": width,
         "shared_expert_intermediate_size": shared * width,
         "norm_topk_prob": keys.flag("norm_topk_prob", True),
-        "router": SigmoidRouter(groups, best, keys.number("routed_scaling_factor", 1.0)),
-        "prediction_layers": keys.integer("num_nextn_predict_layers", 0, least=0),
+        "router": SigmoidRouter(
+            groups, best, keys.number("routed_scaling_factor", defaults["routed_scaling_factor"])
+        ),
+        "prediction_layers": number("num_nextn_predict_layers", least=0),
     }
     return tuple(layer >= dense for layer in range(num_layers)), fields

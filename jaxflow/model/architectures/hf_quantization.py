@@ -4,20 +4,24 @@ gpt-oss may have experts in `mxfp4`. All families may have two kinds of 8 bits: 
 compressed-tensors, and `fp8`. Their weights are e4m3 with a scale
 a matrix or an output channel. JaxFlow quantizes activations at run time, with a scale a token or 128 columns.
 These scales are at least as fine as those of any checkpoint, so `input_scale` is not needed. The dtypes of the
-tensors decide which matrices stay in 16 bits.
+tensors decide which matrices stay in 16 bits. Weights of `fp8` with a scale for each block of 128 x 128 (DeepSeek-V3)
+become 16-bit weights when they are read.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from jaxflow.config import ConfigError
 from jaxflow.model.architectures.hf_keys import Keys
 
 _WHERE = "quantization_config."
+BLOCKS = [128, 128]  # the only accepted `weight_block_size`
 
 
-def stored_format(config: Mapping[str, Any], architecture: str) -> str:
-    """Return what a `quantization_config` describes: `fp8`, or `mxfp4` experts.
+def stored_format(config: Mapping[str, Any], architecture: str) -> Literal["fp8", "fp8 blocks", "mxfp4"]:
+    """Return what a `quantization_config` describes: `fp8`, `fp8 blocks`, or `mxfp4` experts.
+
+    `fp8`: e4m3 with a scale a matrix or an output channel. `fp8 blocks`: a scale for each block of 128 x 128 weights.
 
     architecture: Hugging Face's model_type.
 
@@ -26,8 +30,7 @@ def stored_format(config: Mapping[str, Any], architecture: str) -> str:
     """
     keys = Keys(config, _WHERE)
     if architecture != "gpt_oss":
-        check_fp8(config)
-        return "fp8"
+        return _fp8_format(config)
     method = keys.take("quant_method")
     if method != "mxfp4":
         raise ConfigError(
@@ -43,8 +46,8 @@ def stored_format(config: Mapping[str, Any], architecture: str) -> str:
     return "mxfp4"
 
 
-def check_fp8(config: Mapping[str, Any]) -> None:
-    """Check that a `quantization_config` describes e4m3 weights.
+def _fp8_format(config: Mapping[str, Any]) -> Literal["fp8", "fp8 blocks"]:
+    """Return the form of e4m3 weights.
 
     Raises:
       ConfigError: any other scheme. The error names the field.
@@ -53,14 +56,16 @@ def check_fp8(config: Mapping[str, Any]) -> None:
     method = keys.take("quant_method")
     if method == "compressed-tensors":
         _compressed_tensors(keys)
-    elif method == "fp8":
-        _fp8(keys)
-    else:
+        return "fp8"
+    if method != "fp8":
         raise ConfigError(
             f"{_WHERE}quant_method",
             method,
             "compressed-tensors or fp8 (or no quantization_config, or a GGUF file)",
         )
+    blocks = config.get("weight_block_size") == BLOCKS
+    _fp8(keys)
+    return "fp8 blocks" if blocks else "fp8"
 
 
 def _fp8(keys: Keys) -> None:
@@ -69,7 +74,8 @@ def _fp8(keys: Keys) -> None:
         keys,
         "weight_block_size",
         None,
-        accepts="null: a scale a matrix or an output channel; blocks of weights are not supported",
+        BLOCKS,
+        accepts=f"null: a scale a matrix or an output channel; or {BLOCKS}: a scale a block",
     )
     _one_of(keys, "fmt", None, "e4m3")
     keys.take("kv_cache_scheme")  # the tensors k_scale and v_scale hold its values

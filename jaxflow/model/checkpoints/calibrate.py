@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from jaxflow.cli.exit_status import exit_status
 from jaxflow.cli.output_files import check_output
-from jaxflow.config import ConfigError, ModelConfig
+from jaxflow.config import ConfigError, ModelConfig, check_has_heads
 from jaxflow.model import transformer
 from jaxflow.model.batch import Batch
 from jaxflow.model.checkpoints.checkpoint import Checkpoint, CheckpointError, open_checkpoint
@@ -102,6 +102,7 @@ def forward_text(
     The text runs through the plain forward as one prefill chunk with one KV page. `chunk_attention` takes what
     `pallas_kernels.attention.chunk.reference.chunk_attention` takes. It is called once a layer, in order.
     """
+    check_has_heads(config, "a calibration or a search of spans")
     n = len(text)
 
     def decode_attention(*_: Any, into: Array, **__: Any) -> Array:

@@ -33,7 +33,7 @@ from jaxflow.model.architectures.tensor_names import model_names
 from jaxflow.model.checkpoints import orbax_file
 from jaxflow.model.checkpoints.gguf_file import GgufFile, write_metadata_only
 from jaxflow.model.checkpoints.mxfp4 import Mxfp4Tensors
-from jaxflow.model.checkpoints.safetensors_file import Fp8Tensors, SafetensorsFolder
+from jaxflow.model.checkpoints.safetensors_file import BlockFp8Tensors, Fp8Tensors, SafetensorsFolder
 from jaxflow.model.checkpoints.source import (
     CheckpointError,
     TensorSource,
@@ -341,8 +341,8 @@ def _open_folder(folder: Path, name: str, dummy: bool) -> Checkpoint:
     opened, stored = _from_config(folder / "config.json", name)
     if dummy:
         return opened
-    source = SafetensorsFolder(folder, e4m3=stored == "fp8", unsigned=stored == "mxfp4")
-    made = {"fp8": Fp8Tensors, "mxfp4": Mxfp4Tensors}
+    source = SafetensorsFolder(folder, e4m3=stored in ("fp8", "fp8 blocks"), unsigned=stored == "mxfp4")
+    made = {"fp8": Fp8Tensors, "fp8 blocks": BlockFp8Tensors, "mxfp4": Mxfp4Tensors}
     return dataclasses.replace(opened, source=source if stored is None else made[stored](source))
 
 

@@ -11,11 +11,13 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jaxflow.model.checkpoints.source import CheckpointError, read_json
+from pallas_kernels.quantized import BLOCK
 
 INDEX = "model.safetensors.index.json"
 _DTYPES = {"F32": np.float32, "BF16": jnp.bfloat16, "F16": np.float16, "F64": np.float64}
 _E4M3 = {"F8_E4M3": jnp.float8_e4m3fn}  # needs a scale tensor
 _BYTES = {"U8": np.uint8}  # of MXFP4
+_BLOCK_SCALES = "_scale_inv"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _SCALES = (
     ".weight_scale",
@@ -127,6 +129,51 @@ class Fp8Tensors:
         if not (np.isfinite(scale) & (scale > 0)).all():
             raise CheckpointError(f"{self.path}: {name} is not positive and finite")
         return np.broadcast_to(scale, rows)
+
+
+class BlockFp8Tensors:
+    """A `TensorSource` of a checkpoint with e4m3 matrices in blocks (DeepSeek-V3, §3.3), which appear in float32.
+
+    The factors of the blocks of matrix `name` are the tensor `name` + "_scale_inv", [rows / 128, columns / 128],
+    rounded up.
+
+    Raises:
+      CheckpointError: an e4m3 matrix without scales, or scales of another shape.
+    """
+
+    def __init__(self, source: SafetensorsFolder):
+        self._source, self.path = source, source.path
+        scales = {name for name in source.shapes if name.endswith(_BLOCK_SCALES)}
+        self.shapes = {name: shape for name, shape in source.shapes.items() if name not in scales}
+        for name, shape in self.shapes.items():
+            if not self._is_e4m3(name):
+                continue
+            wanted, found = (
+                tuple(-(-size // BLOCK) for size in shape),
+                source.shapes.get(name + _BLOCK_SCALES),
+            )
+            if found != wanted:
+                raise CheckpointError(
+                    f"{self.path}: tensor {name!r} is e4m3, so {name}{_BLOCK_SCALES} should be {list(wanted)}; it "
+                    f"is {'missing' if found is None else list(found)}"
+                )
+
+    def read(self, name: str) -> np.ndarray:
+        """Return the tensor, as float32 if it is stored in e4m3, otherwise in its dtype."""
+        values = self._source.read(name)
+        if not self._is_e4m3(name):
+            return values
+        scales = self._source.read(name + _BLOCK_SCALES).astype(np.float32)
+        if not (np.isfinite(scales) & (scales > 0)).all():
+            raise CheckpointError(f"{self.path}: {name}{_BLOCK_SCALES} is not positive and finite")
+        out = values.astype(np.float32)
+        for row, by_column in enumerate(scales):
+            factors = np.repeat(by_column, BLOCK)[: out.shape[1]]
+            out[row * BLOCK : (row + 1) * BLOCK] *= factors
+        return out
+
+    def _is_e4m3(self, name: str) -> bool:
+        return self._source.read(name).dtype == jnp.float8_e4m3fn
 
 
 def _views(path: Path, dtypes: Mapping[str, Any]) -> dict[str, np.ndarray]:

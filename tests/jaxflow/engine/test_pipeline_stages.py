@@ -49,6 +49,7 @@ class TestSameTokens:
             ("tiny-gemma2", 2, 1),  # one stage has no layer with a window
             ("tiny-mixtral", 2, 2),
             ("tiny-opt", 2, 1),  # learned positions on the first stage
+            ("tiny-deepseek_v3", 2, 2),  # a dense layer on the first stage, and copies of latent vectors
         ],
     )
     def test_goldens(self, model, stages, tp, goldens):

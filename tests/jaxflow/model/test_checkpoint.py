@@ -106,6 +106,16 @@ def test_the_host_never_holds_more_than_a_few_arrays(
 # ---- tensors that do not fit
 
 
+@pytest.mark.parametrize("changes", [{"n_routed_experts": 16}, {"n_shared_experts": 1}])
+def test_a_mixture_that_differs_from_its_config_is_refused(
+    changes: dict[str, int], folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = open_checkpoint(str(folder("tiny-glm4_moe", **changes)))
+    monkeypatch.setattr(jax, "device_put", lambda *_: pytest.fail("a weight was placed"))
+    with pytest.raises(CheckpointError, match=r"mlp\.(gate|shared_experts)"):
+        opened.load("float32")
+
+
 def test_layers_that_predict_further_tokens_are_ignored(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

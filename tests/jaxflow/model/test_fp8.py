@@ -247,7 +247,7 @@ def changed(scheme: dict, where: str, value: Any) -> dict:
     [
         (FP8_STATIC, "quant_method", "awq"),
         (FP8_STATIC, "quant_method", None),
-        (FP8_STATIC, "weight_block_size", [128, 128]),
+        (FP8_STATIC, "weight_block_size", [64, 128]),
         (FP8_STATIC, "activation_scheme", "none"),
         (FP8_STATIC, "fmt", "e5m2"),
         (FP8_STATIC, "unknown_key", 1),

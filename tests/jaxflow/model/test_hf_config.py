@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxflow.config import ConfigError, Rope, SigmoidRouter
+from jaxflow.config import ConfigError, Latent, Rope, SigmoidRouter
 from jaxflow.model.architectures.hf_config import model_config_from_hf
 from jaxflow.model.checkpoints.checkpoint import CONFIGS, shipped_configs
 from jaxflow.model.weights import tensors
@@ -57,6 +57,7 @@ PUBLISHED = {
     "gpt-oss-120b": 116.8,
     "qwen3-235b-a22b": 235.1,
     "glm-4.5-air": 106.85,
+    "deepseek-v3": 671.03,
     "gemma-2-9b": 9.24,
     "gemma-3-1b": 1.0,
     "opt-125m": 0.125,
@@ -192,6 +193,21 @@ def test_a_mixture_with_a_sigmoid_router() -> None:
     assert model_config_from_hf(newer) == model_config_from_hf(config_of("tiny-glm4_moe"))
 
 
+def test_latent_attention() -> None:
+    config = model_config_from_hf(json.loads((CONFIGS / "deepseek-v3.json").read_text()))
+    assert config.latent == Latent(1536, 512, 128, 64, 128, interleaved=True)
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (128, 1, 192)
+    assert config.scale == pytest.approx(192**-0.5 * (0.1 * math.log(40) + 1) ** 2)
+    tiny = model_config_from_hf(config_of("tiny-deepseek_v3"))  # mscale is twice mscale_all_dim
+    grown = [0.1 * mscale * math.log(8) + 1 for mscale in (1.5, 0.75)]
+    assert tiny.layers[0].rope is not None
+    assert tiny.layers[0].rope.attention_factor == pytest.approx(grown[0] / grown[1])
+    assert tiny.scale == pytest.approx(40**-0.5 * grown[1] ** 2)
+    assert not model_config_from_hf(changed("tiny-deepseek_v3", rope_interleave=False)).latent.interleaved  # type: ignore[union-attr]
+    plain = model_config_from_hf(without(config_of("tiny-deepseek_v3"), "rope_scaling"))
+    assert plain.scale == 40**-0.5
+
+
 def test_gemma_settings() -> None:
     config = model_config_from_hf(config_of("tiny-gemma2"))
     assert (
@@ -286,6 +302,13 @@ REFUSED = [
     ("tiny-qwen3_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok"),
     ("tiny-qwen3_moe", {"shared_expert_intermediate_size": 32}, "shared_expert_intermediate_size"),
     ("tiny-mixtral", {"num_local_experts": 0}, "num_local_experts"),
+    ("tiny-deepseek_v3", {"q_lora_rank": None}, "q_lora_rank"),
+    ("tiny-deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads"),
+    ("tiny-deepseek_v3", {"qk_rope_head_dim": 15}, "qk_rope_head_dim"),
+    ("tiny-deepseek_v3", {"head_dim": 24}, "head_dim"),
+    ("tiny-deepseek_v3", {"scoring_func": "softmax"}, "scoring_func"),
+    ("tiny-deepseek_v3", {"topk_method": "greedy"}, "topk_method"),
+    ("tiny-deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq"),
     ("tiny-glm4_moe", {"n_group": 3}, "n_group"),
     ("tiny-glm4_moe", {"n_group": 8}, "n_group"),
     ("tiny-glm4_moe", {"topk_group": 5}, "topk_group"),
@@ -358,6 +381,17 @@ HARMLESS = [
     ),
     ("tiny-gemma3_text", {"_sliding_window_pattern": 6, "use_bidirectional_attention": False}),
     ("tiny-qwen2", {"use_mrope": False, "attention_dropout": 0.1}),
+    (
+        "tiny-deepseek_v3",
+        {
+            "auto_map": {"AutoConfig": "x.Y", "AutoModel": "x.Z", "AutoModelForCausalLM": "x.W"},
+            "ep_size": 1,
+            "seq_aux": True,
+            "aux_loss_alpha": 0.001,
+            "rope_interleave": True,
+            "head_dim": 16,
+        },
+    ),
 ]
 
 

@@ -48,7 +48,7 @@ FAMILIES = [name for name in paths.TINY_MODELS if name != "tiny-llama3rope"]
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "tiny-deepseek_v3"])
 def test_each_shard_holds_its_heads(name: str, tp: int) -> None:
     config = config_of(name)
     h, heads, kv_heads = config.head_dim, config.num_heads, config.num_kv_heads

@@ -50,6 +50,7 @@ FAMILIES = pytest.mark.parametrize(
         ("tiny-llama", 4, "swapped", True, {}),
         ("tiny-opt", 1, "", False, {"kv": "int8"}),
         ("tiny-glm4_moe", 1, "", True, {}),
+        ("tiny-deepseek_v3", 2, "", True, {}),
     ],
 )
 

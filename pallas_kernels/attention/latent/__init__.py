@@ -1,0 +1,1 @@
+"""Attention over a cache of latent vectors, which all heads share."""

@@ -1,0 +1,138 @@
+"""The reference implementation of attention over paged latent vectors (absorbed MLA, DeepSeek-V2 §2.1).
+
+A token has one key for all heads: its latent vector [R] and its rotary key [Hr]. The latent vector is also its
+value. So attention has N query heads of R + Hr columns, one key/value head, and outputs of R columns. A page of the
+cache is [1, S, Hr] of rotary keys and [1, S, R] of latent vectors.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int, Shaped
+
+from pallas_kernels.attention.reference import LOWEST, key_blocks, online_softmax, read_pages
+from pallas_kernels.pointwise.rope_append import reference as rope_append
+
+ROWS_PER_TILE = 128  # query tokens of a chunk that one step computes
+
+
+def append(
+    rope_pages: Shaped[Array, "P 1 S Hr"],
+    latent_pages: Shaped[Array, "P 1 S R"],
+    keys: Float[Array, "T 1 Hr"],
+    vectors: Float[Array, "T 1 R"],
+    slots: Int[Array, " T"],
+) -> tuple[Array, Array]:
+    """Write each token's rotary key and latent vector at its flat slot, page · S + place.
+
+    Tokens with a slot outside the cache are padding and not written.
+    """
+    return rope_append.append(rope_pages, keys, slots), rope_append.append(latent_pages, vectors, slots)
+
+
+def decode_attention(
+    q: Float[Array, "T N A"],
+    rope_pages: Shaped[Array, "P 1 S Hr"],
+    latent_pages: Shaped[Array, "P 1 S R"],
+    page_table: Int[Array, "B MP"],
+    lengths: Int[Array, " B"],
+    *,
+    scale: float,
+    into: Float[Array, "T N R"] | None = None,
+) -> Float[Array, "T N R"]:
+    """Return the attention of one new token a sequence over its pages.
+
+    Args:
+      q: [T, N, R + Hr]; the first B rows belong to the sequences.
+      lengths: keys of each row, the new token included; 0 skips the row.
+      into: results of rows without keys and of rows from B on; None: 0.
+    """
+    (t, n, _), b = q.shape, lengths.shape[0]
+    pages, (per_block, table) = (rope_pages, latent_pages), _blocks(latent_pages, page_table)
+    block, grouped = per_block * latent_pages.shape[2], q[:b].astype(jnp.float32) * scale
+
+    def step(i, state):
+        ids = lax.dynamic_slice_in_dim(table, i * per_block, per_block, axis=1)
+        keys, vectors = _read(pages, ids)
+        valid = i * block + jnp.arange(block) < lengths[:, None]
+        return online_softmax(jnp.einsum("bna,bsa->bns", grouped, keys), valid[:, None], vectors, state)
+
+    longest = jnp.max(lengths, initial=0)
+    out = _finish(lax.fori_loop(0, -(-longest // block), step, _start((b, n), latent_pages)), q.dtype)
+    if into is None:
+        return jnp.pad(out, ((0, t - b), (0, 0), (0, 0)))
+    # Not by `.at[:b].set`: two such scatters under shard_map crash XLA's CPU compiler (jaxlib 0.11.2).
+    own = jnp.where((lengths > 0)[:, None, None], out, into[:b])
+    return lax.dynamic_update_slice_in_dim(into, own, 0, axis=0)
+
+
+def chunk_attention(
+    q: Float[Array, "T N A"],
+    rope_pages: Shaped[Array, "P 1 S Hr"],
+    latent_pages: Shaped[Array, "P 1 S R"],
+    page_table: Int[Array, "R MP"],
+    chunks: Int[Array, "C 4"],
+    *,
+    scale: float,
+) -> Float[Array, "T N R"]:
+    """Return the causal attention of prefill chunks over their sequences' pages.
+
+    Args:
+      chunks: one row a chunk: first token in q, tokens, row of page_table, position of the first token. The
+        pages already hold the chunk's latent vectors. Chunks of 0 tokens are skipped.
+    Returns:
+      The outputs at the chunks' tokens, and 0 at all others.
+    """
+    (t, n, _), rank = q.shape, latent_pages.shape[3]
+    pages, (per_block, table) = (rope_pages, latent_pages), _blocks(latent_pages, page_table)
+    tile = min(ROWS_PER_TILE, t)
+    block, padded = per_block * latent_pages.shape[2], jnp.pad(q, ((0, tile), (0, 0), (0, 0)))
+
+    def attend(tile_q, pages_of_row, position):
+        """Return [tile, N, R]. tile_q: [tile, N, R + Hr]. position: of its first token."""
+        rows = tile_q.swapaxes(0, 1).astype(jnp.float32) * scale  # [N, tile, R + Hr]
+        ends = position + 1 + jnp.arange(tile)
+
+        def step(i, state):
+            keys, vectors = _read(pages, lax.dynamic_slice_in_dim(pages_of_row, i * per_block, per_block))
+            valid = i * block + jnp.arange(block) < ends[:, None]
+            return online_softmax(jnp.einsum("nta,sa->nts", rows, keys), valid, vectors, state)
+
+        last = jnp.minimum((position + tile - 1) // block + 1, table.shape[1] // per_block)
+        state = lax.fori_loop(0, last, step, _start((n, tile), latent_pages))
+        return _finish(state, q.dtype).swapaxes(0, 1)
+
+    def one_chunk(c, out):
+        first, tokens, row, position = chunks[c]
+
+        def one_tile(j, out):
+            start = first + j * tile
+            new = attend(lax.dynamic_slice_in_dim(padded, start, tile), table[row], position + j * tile)
+            old = lax.dynamic_slice_in_dim(out, start, tile)
+            mine = jnp.arange(tile) < tokens - j * tile
+            return lax.dynamic_update_slice_in_dim(
+                out, jnp.where(mine[:, None, None], new, old), start, axis=0
+            )
+
+        return lax.fori_loop(0, -(-tokens // tile), one_tile, out)
+
+    return lax.fori_loop(0, chunks.shape[0], one_chunk, jnp.zeros_like(padded[..., :rank]))[:t]
+
+
+def _blocks(latent_pages: Array, page_table: Array) -> tuple[int, Array]:
+    return key_blocks(page_table, latent_pages.shape[0], latent_pages.shape[2])
+
+
+def _read(pages: tuple[Array, Array], ids: Array) -> tuple[Array, Array]:
+    """Return float32 keys [..., n · S, R + Hr] and latent vectors [..., n · S, R] of the pages `ids` [..., n]."""
+    turned, vectors = (read_pages(part, None, ids)[..., 0, :, :] for part in pages)
+    return jnp.concatenate([vectors, turned], axis=-1), vectors
+
+
+def _start(lead: tuple[int, ...], latent_pages: Array) -> tuple[Array, Array, Array]:
+    """Return the first state of the online softmax."""
+    return jnp.full(lead, LOWEST), jnp.zeros(lead), jnp.zeros((*lead, latent_pages.shape[3]))
+
+
+def _finish(state: tuple[Array, Array, Array], dtype) -> Array:
+    _, total, out = state
+    return (out / jnp.maximum(total, 1e-30)[..., None]).astype(dtype)
