@@ -343,9 +343,8 @@ class ClusterDriver:
                 )
         if self._router is None:
             pages = sum(description.scheduling.num_pages)
-            self._router = Router(
-                1, pages, description.scheduling.block_size, seed=self._random.getrandbits(32)
-            )
+            block, seed = description.scheduling.block_size, self._random.getrandbits(32)
+            self._router = Router(1, pages, block, seed=seed, candidates=None)
         while self._router.num_replicas <= member.index:
             self._router.add()
         self._router.lost(member.index, restarted=True)

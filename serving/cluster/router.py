@@ -31,6 +31,7 @@ def choose(
     request_tokens: float,
     *,
     home: int | None = None,
+    candidates: int | None = 2,
 ) -> int:
     """Return the replica for a request.
 
@@ -38,8 +39,8 @@ def choose(
        times the mean load with this request, plus the tokens that its cache saves. The next longest follows. A tie
        goes to the smaller load. The rule is that of consistent hashing with bounded loads (Mirrokni, Thorup,
        Zadimoghaddam 2016), with caches instead of hashes.
-    2. Otherwise the less loaded one of the first two accepting replicas of `order` wins. Two random candidates
-       instead of all replicas keep several routers with old reports from choosing the same replica.
+    2. Otherwise the least loaded one of the first `candidates` accepting replicas of `order` wins. Two random
+       candidates instead of all replicas keep several routers with old reports from choosing the same replica.
 
     Args:
       outstanding: load, the tokens that each replica still has to compute; `NO_LOAD` for one that takes no request.
@@ -47,6 +48,7 @@ def choose(
       order: all replicas in random order, which breaks ties.
       request_tokens: prompt tokens and expected output tokens of the request.
       home: the replica of the request's session. It comes before all other replicas with a part of the prompt.
+      candidates: None for all replicas, which spreads the load best where the replicas have one router.
 
     Raises:
       NoReplica: no replica accepts requests.
@@ -59,7 +61,7 @@ def choose(
     holders = [i for i in within if hit_tokens[i] or i == home]
     if holders:
         return min(holders, key=lambda i: (i != home, -hit_tokens[i], outstanding[i]))
-    return min(accepting[:2], key=lambda i: outstanding[i])
+    return min(accepting[:candidates], key=lambda i: outstanding[i])
 
 
 class PrefixEstimate:
@@ -124,15 +126,25 @@ class Router:
       num_pages: pages of each replica's prefix cache.
       page_tokens: tokens of a page.
       seed: of the random order of replicas.
+      candidates: see `choose`.
     """
 
-    def __init__(self, num_replicas: int, num_pages: int, page_tokens: int, *, seed: int = 0):
+    def __init__(
+        self,
+        num_replicas: int,
+        num_pages: int,
+        page_tokens: int,
+        *,
+        seed: int = 0,
+        candidates: int | None = 2,
+    ):
         for field, value in (("num_replicas", num_replicas), ("num_pages", num_pages)):
             if value < 1:
                 raise ConfigError(field, value, "a positive number")
         self._replicas = [_Replica(PrefixEstimate(num_pages)) for _ in range(num_replicas)]
         self._num_pages, self._page_tokens = num_pages, page_tokens
         self._random = random.Random(seed)
+        self._candidates = candidates
 
     @property
     def num_replicas(self) -> int:
@@ -185,7 +197,8 @@ class Router:
         order = self._random.sample(range(len(self._replicas)), len(self._replicas))
         outstanding = [one.outstanding for one in self._replicas]
         home = None if session is None else home_of(session, [load < NO_LOAD for load in outstanding])
-        replica = choose(outstanding, hits, order, prompt_tokens + output_tokens, home=home)
+        tokens = prompt_tokens + output_tokens
+        replica = choose(outstanding, hits, order, tokens, home=home, candidates=self._candidates)
         one, hit = self._replicas[replica], min(hits[replica], prompt_tokens)
         one.num_sent += 1
         one.sent.append((one.num_sent, prompt_tokens - hit + output_tokens))

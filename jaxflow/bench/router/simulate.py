@@ -99,10 +99,10 @@ class Choice(Protocol):
 
 
 class RouterChoice:
-    """The router that JaxFlow ships."""
+    """The router that JaxFlow ships: the only router of its replicas."""
 
     def __init__(self, cluster: Cluster, seed: int = 0):
-        self._router = Router(cluster.replicas, cluster.pages, BLOCK_SIZE, seed=seed)
+        self._router = Router(cluster.replicas, cluster.pages, BLOCK_SIZE, seed=seed, candidates=None)
 
     def report(self, replica: int, outstanding_tokens: float, last_request: int) -> None:
         """See `Choice.report`."""

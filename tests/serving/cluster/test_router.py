@@ -213,3 +213,10 @@ def test_sessions_go_home_and_leave_an_overloaded_home():
     assert router.route(names, 2 * PAGE, 0, session="s").replica == home
     router.report(home, 100_000, 100)
     assert router.route(names, 2 * PAGE, 0, session="s").replica != home
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=9), st.randoms(use_true_random=False))
+def test_of_all_candidates_the_least_loaded_wins(loads, rng):
+    order = rng.sample(range(len(loads)), len(loads))
+    chosen = choose(loads, [0] * len(loads), order, 1.0, candidates=None)
+    assert loads[chosen] == min(loads)
