@@ -2,7 +2,7 @@
 
     python -m pallas_kernels.gemm.grouped.gpu_check [--seconds 0.6] [--only check,time] [--json FILE]
 
-Both kernels run: `api` with tiles of 128 rows, and `swapped` with a height by the mean rows of an expert. The
+Both kernels run: `padded` with tiles of 128 rows, and `swapped` with a height by the mean rows of an expert. The
 comparisons are XLA's grouped product, and one dense product with the same number of rows. Errors are
 ‖kernel − exact‖ / ‖exact‖ over the rows of all (token, expert) pairs. Routings are random, and the skewed
 ones leave experts without a token.
@@ -19,8 +19,8 @@ import numpy as np
 
 from pallas_kernels.gemm import reference as gemm_reference
 from pallas_kernels.gemm.dense.api import dense_gemm
-from pallas_kernels.gemm.grouped import api, swapped
 from pallas_kernels.gemm.grouped import groups as expert_groups
+from pallas_kernels.gemm.grouped import padded, swapped
 from pallas_kernels.gemm.grouped import reference as grouped_reference
 from pallas_kernels.gemm.grouped.routings import draw_routing
 from pallas_kernels.measure import script
@@ -40,7 +40,7 @@ def normal(key, shape, scale=1.0):
     return (jax.random.normal(key, shape) * scale).astype(BF16)
 
 
-KERNELS = {"swapped": swapped, "tiles of 128": api}
+KERNELS = {"swapped": swapped, "tiles of 128": padded}
 
 
 def routing(rng, tokens: int, experts: int, chosen: int, zipf: float = 0.0) -> jax.Array:

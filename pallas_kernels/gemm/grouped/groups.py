@@ -26,6 +26,7 @@ class Groups:
       count: [1] int32: the number of used tiles.
       sizes: [E] int32: rows of each expert, padding included.
       rows: the largest number of rows in a tile.
+      align: the rows at whose multiples experts start.
     """
 
     places: Int[Array, "T e"]
@@ -36,6 +37,7 @@ class Groups:
     count: Int[Array, " 1"]
     sizes: Int[Array, " E"]
     rows: int = dataclasses.field(metadata={"static": True})
+    align: int = dataclasses.field(metadata={"static": True})
 
 
 def list_groups(experts: Int[Array, "T e"], num_experts: int, rows: int = 1, align: int = 1) -> Groups:
@@ -77,6 +79,7 @@ def list_groups(experts: Int[Array, "T e"], num_experts: int, rows: int = 1, ali
         count=jnp.sum(of_expert, keepdims=True),
         sizes=sizes,
         rows=rows,
+        align=align,
     )
 
 

@@ -18,11 +18,16 @@ from pallas_kernels.gemm.grouped import groups as expert_groups
 from pallas_kernels.gemm.grouped import reference
 from pallas_kernels.gemm.grouped.groups import Groups
 from pallas_kernels.gemm.grouped.kernel import GroupedForm, multiply, scratch
-from pallas_kernels.gemm.grouped.tiles import ALIGN, TALLEST, GroupedTile, grouped_tile, tile_rows
+from pallas_kernels.gemm.grouped.tiles import (
+    ACTIVATIONS,
+    ALIGN,
+    TALLEST,
+    GroupedTile,
+    grouped_tile,
+    tile_rows,
+)
 from pallas_kernels.hopper.layouts import LANE
 from pallas_kernels.hopper.limits import sms_of
-
-_ACTIVATIONS = (None, "silu", "gelu_tanh", "relu")
 
 
 def list_groups(experts: jax.Array, num_experts: int, rows: int | None = None) -> Groups:
@@ -69,9 +74,9 @@ def grouped_gemm(
         raise ValueError(
             f"{given}: accepted are equal K and M, and tiles of a multiple of {ALIGN} up to {TALLEST} rows"
         )
-    if x.dtype != jnp.bfloat16 or w.dtype != jnp.bfloat16 or activation not in _ACTIVATIONS:
+    if x.dtype != jnp.bfloat16 or w.dtype != jnp.bfloat16 or activation not in ACTIVATIONS:
         raise ValueError(
-            f"dtypes {x.dtype}, {w.dtype}, {activation=}: accepted are bfloat16 twice, {_ACTIVATIONS}"
+            f"dtypes {x.dtype}, {w.dtype}, {activation=}: accepted are bfloat16 twice, {ACTIVATIONS}"
         )
     if not supports(m, n, k, gate_block):
         return reference.grouped_gemm(x, w, groups, activation=activation, gate_block=gate_block)

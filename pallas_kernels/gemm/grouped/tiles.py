@@ -6,6 +6,7 @@ import math
 from pallas_kernels.hopper.limits import SMEM_BYTES
 
 PART = 128  # rows of the weight of one warpgroup: with gates 64 gates and 64 ups
+ACTIVATIONS = (None, "silu", "gelu_tanh", "relu")  # epilogues of the kernels
 TALLEST = 144  # rows of the largest tile: 144 float32 sums a thread
 ALIGN = 8  # rows of the smallest box of the result
 _HEIGHTS = (8, 16, 32, 48, 64, 80, 96, 112, 128, TALLEST)

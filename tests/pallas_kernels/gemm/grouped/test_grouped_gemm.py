@@ -1,4 +1,6 @@
-"""Grouped GEMM: the kernel in the interpreter against its reference, and the H200 code."""
+"""Grouped GEMM: the choice of a kernel, tiles of 128 rows in the interpreter against the reference, and the
+H200 code.
+"""
 
 import functools
 import re
@@ -16,9 +18,10 @@ from jaxflow.model import ops
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.op_registry import Context, Site
 from pallas_kernels.gemm import reference as gemm_reference
+from pallas_kernels.gemm.grouped import api
 from pallas_kernels.gemm.grouped import groups as expert_groups
 from pallas_kernels.gemm.grouped import reference as grouped_reference
-from pallas_kernels.gemm.grouped.api import ROWS, grouped_gemm, list_groups
+from pallas_kernels.gemm.grouped.padded import ROWS, grouped_gemm, list_groups
 from pallas_kernels.gemm.tile_schedule import GemmTile
 from pallas_kernels.kernel_set import kernel_set_for
 
@@ -73,9 +76,11 @@ def test_biases_and_clamps_are_those_of_each_rows_expert():
     x, w, chosen = given_rows(9, 3, 128, 64)
     w, bias = w * 9, jnp.asarray(np.random.default_rng(4).normal(size=(3, 128)), jnp.bfloat16)
     gates = {"bias": bias, "activation": "clamped_swiglu", "gate_block": 8}
+    kernels = functools.partial(api.grouped_gemm, sms=2, interpret=plgpu.InterpretGPUParams())
     ways = [
         (expert_groups.list_groups(chosen, 3), grouped_reference.grouped_gemm),
-        (list_groups(chosen, 3), functools.partial(grouped_gemm, interpret=plgpu.InterpretGPUParams())),
+        (api.list_groups(chosen, 3), kernels),
+        (list_groups(chosen, 3), kernels),
     ]
     wide = [np.asarray(a, np.float64) for a in (x, w, bias)]
     for groups, way in ways:
@@ -89,6 +94,27 @@ def test_biases_and_clamps_are_those_of_each_rows_expert():
             np.testing.assert_allclose(
                 found[row], wanted, rtol=0.02, atol=0.1
             )  # products are rounded to bfloat16 before
+
+
+@pytest.mark.parametrize(
+    ("tokens", "chosen", "experts", "align"),
+    [
+        (1, 8, 128, 8),
+        (2048, 8, 128, 8),
+        (256, 2, 8, 8),
+        (576, 2, 8, 8),
+        (577, 2, 8, ROWS),
+        (2048, 2, 8, ROWS),
+    ],
+)
+def test_experts_of_more_rows_than_the_largest_tile_have_tiles_of_128(tokens, chosen, experts, align):
+    picked = jax.ShapeDtypeStruct((tokens, chosen), jnp.int32)
+    groups = jax.eval_shape(functools.partial(api.list_groups, num_experts=experts), picked)
+    assert groups.align == align
+    x, w = (
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((len(groups.pairs), 128), (experts, 256, 128))
+    )
+    assert jax.eval_shape(api.grouped_gemm, x, w, groups).shape == (len(groups.pairs), 256)
 
 
 def test_weights_are_not_copied_and_rows_meet_only_their_expert(tmp_path, monkeypatch):
