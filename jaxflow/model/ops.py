@@ -483,9 +483,11 @@ def router(c: Context, w: Weights, h: Float[Array, "t D"]) -> Routing:
     if c.config.router is not None:
         experts, weights = choose_experts(scores, w["score_bias"], c.config)
         return Routing(experts, weights, _groups(c, experts))
-    weights, experts = likeliest(jax.nn.softmax(scores, axis=-1), c.config.experts_per_token)
-    if c.config.norm_topk_prob:
-        weights = weights / weights.sum(-1, keepdims=True)
+    if c.config.norm_topk_prob:  # equals the softmax over all experts, scaled to a sum of 1
+        scores, experts = likeliest(scores, c.config.experts_per_token)
+        weights = jax.nn.softmax(scores, axis=-1)
+    else:
+        weights, experts = likeliest(jax.nn.softmax(scores, axis=-1), c.config.experts_per_token)
     return Routing(experts, weights, _groups(c, experts))
 
 

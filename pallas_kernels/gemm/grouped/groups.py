@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 _COUNTED = 128  # pairs in a block of the count
-_COMPARED = 1024  # at most so many pairs are sorted by comparing each with each
+_COMPARED = 2048  # at most so many pairs are sorted by comparing each with each
 
 
 @jax.tree_util.register_dataclass
@@ -48,9 +48,11 @@ def list_groups(experts: Int[Array, "T e"], num_experts: int, rows: int = 1, ali
     XLA's sort would be several kernels, and returns the inverse permutation.
 
     Args:
-      experts: the chosen experts of each token. rows: a multiple of `align`. align: the rows at whose
-      multiples experts start.
+      experts: the chosen experts of each token, all different. rows: a multiple of `align`. align: the rows
+        at whose multiples experts start.
     """
+    if experts.shape[0] == 1:
+        return _list_one_token(experts[0].astype(jnp.int32), num_experts, rows, align)
     flat, n = experts.reshape(-1).astype(jnp.int32), experts.size
     touched = min(n, num_experts)
     length = (n + (align - 1) * touched) // align * align + rows - align
@@ -58,26 +60,46 @@ def list_groups(experts: Int[Array, "T e"], num_experts: int, rows: int = 1, ali
     counts, earlier = _count(flat, num_experts)
     sizes = (counts + align - 1) // align * align
     of_expert = (sizes + rows - 1) // rows
+    # XLA runs each sum over experts as a kernel. So one sum has the rows and the tiles before each expert, and
+    # the next one has all values of the tiles.
     expert, tile = jnp.arange(num_experts, dtype=jnp.int32), jnp.arange(tiles, dtype=jnp.int32)
     before = expert[None, :] < expert[:, None]
-    first_row, first_tile = (
-        jnp.sum(jnp.where(before, many[None, :], 0), axis=1) for many in (sizes, of_expert)
-    )
+    first_row, first_tile = jnp.sum(jnp.where(before, jnp.stack([sizes, of_expert])[:, None, :], 0), axis=2)
     places = (jnp.take(first_row, flat, mode="clip") + earlier).astype(jnp.int32)
     holds = (first_tile[None, :] <= tile[:, None]) & (tile[:, None] < (first_tile + of_expert)[None, :])
+    start = first_row[None, :] + (tile[:, None] - first_tile[None, :]) * rows
 
     def of_tile(values: Array) -> Array:
         return jnp.sum(jnp.where(holds, values, 0), axis=1)
 
-    starts = of_tile(first_row[None, :] + (tile[:, None] - first_tile[None, :]) * rows)
     return Groups(
         places=places.reshape(experts.shape),
         pairs=_inverse(places, length),
         experts=of_tile(expert[None, :]),
-        starts=starts,
-        ends=jnp.minimum(starts + rows, of_tile((first_row + sizes)[None, :])),
+        starts=of_tile(start),
+        ends=of_tile(jnp.minimum(start + rows, (first_row + sizes)[None, :])),
         count=jnp.sum(of_expert, keepdims=True),
         sizes=sizes,
+        rows=rows,
+        align=align,
+    )
+
+
+def _list_one_token(experts: Int[Array, " e"], num_experts: int, rows: int, align: int) -> Groups:
+    """Return the groups of one token: one tile of one pair for each of its experts."""
+    chosen = experts.shape[0]
+    tile = jnp.arange(chosen, dtype=jnp.int32)
+    place = jnp.sum((experts[None, :] < experts[:, None]).astype(jnp.int32), axis=1)
+    here = place[None, :] == tile[:, None]
+    expert = jnp.arange(num_experts, dtype=jnp.int32)
+    return Groups(
+        places=place[None, :] * align,
+        pairs=_inverse(place * align, chosen * align + rows - align),
+        experts=jnp.sum(jnp.where(here, experts[None, :], 0), axis=1),
+        starts=tile * align,
+        ends=(tile + 1) * align,
+        count=jnp.full(1, chosen, jnp.int32),
+        sizes=jnp.sum(jnp.where(experts[None, :] == expert[:, None], align, 0), axis=1),
         rows=rows,
         align=align,
     )
@@ -86,11 +108,12 @@ def list_groups(experts: Int[Array, "T e"], num_experts: int, rows: int = 1, ali
 def _count(flat: Int[Array, " n"], num_experts: int) -> tuple[Int[Array, " E"], Int[Array, " n"]]:
     """Return the pairs of each expert, and for each pair the number of earlier pairs of its expert."""
     n, expert = flat.shape[0], jnp.arange(num_experts, dtype=jnp.int32)
-    if n <= _COMPARED:
+    if n <= _COMPARED:  # one sum: the earlier pairs of each pair's expert, then all pairs of each expert
         at = jnp.arange(n, dtype=jnp.int32)
-        earlier = (flat[:, None] == flat[None, :]) & (at[:, None] > at[None, :])
-        counts = jnp.sum((flat[None, :] == expert[:, None]).astype(jnp.int32), axis=1)
-        return counts, jnp.sum(earlier.astype(jnp.int32), axis=1)
+        ends = jnp.concatenate([at, jnp.full(num_experts, n, jnp.int32)])
+        same = jnp.concatenate([flat, expert])[:, None] == flat[None, :]
+        found = jnp.sum((same & (at[None, :] < ends[:, None])).astype(jnp.int32), axis=1)
+        return found[n:], found[:n]
     # The padding belongs to no expert.
     blocks = jnp.pad(flat, (0, -n % _COUNTED), constant_values=num_experts).reshape(-1, _COUNTED)
     lane, block = (jnp.arange(size, dtype=jnp.int32) for size in (_COUNTED, blocks.shape[0]))

@@ -51,9 +51,9 @@ def test_every_pair_has_a_row_in_a_tile_of_its_expert(data, tokens, form, expert
     check(np.array(data.draw(st.lists(choices, min_size=tokens, max_size=tokens))), experts, *form)
 
 
-@pytest.mark.parametrize("tokens", [3, 700])  # sorted by comparing each with each, and by blocks
+@pytest.mark.parametrize("tokens", [1, 3, 700])  # one token, pairs compared each with each, and blocks
 @pytest.mark.parametrize("routing", ["even", "one", "zipf"])
-def test_few_and_many_pairs_of_every_skew(tokens, routing):
+def test_one_few_and_many_pairs_of_every_skew(tokens, routing):
     """One: every token chooses the same experts. Zipf: expert i is chosen with weight (i + 1) ** -1.2."""
     rng, experts, chosen = np.random.default_rng(tokens), 33, 4
     if routing == "one":
