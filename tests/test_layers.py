@@ -1,5 +1,6 @@
 """Imports point down only: the rules of `layers` hold for this tree, and each breach is reported."""
 
+import collections
 import subprocess
 import sys
 from pathlib import Path
@@ -41,6 +42,12 @@ def test_floors_are_in_the_order_of_the_design():
             assert set(target.deps) <= set(floor), target.name
             assert all(floor[dep] <= floor[target.name] for dep in target.deps), target
     assert set(floor) <= {target.name for target in targets}
+
+
+def test_files_of_tests_have_different_names():
+    # pytest imports a test file under its name without folders.
+    names = collections.Counter(path.name for path in (paths.ROOT / "tests").rglob("test_*.py"))
+    assert [name for name, files in names.items() if files > 1] == []
 
 
 def test_build_stays_short():
