@@ -149,7 +149,7 @@ def _largest(x_ref, first, steps, limit, noise, *, tiles):
 
 def _log2_exponential(bits):
     """Return log2(-log2(1 - u)) for the uniform number u of the bits: -1/ln 2 of Gumbel noise, shifted."""
-    u = bits.astype(jnp.float32) * (2.0**-32 - 2.0**-56) + 2.0**-33  # below 1
+    u = jnp.minimum(bits.astype(jnp.float32) * 2.0**-32 + 2.0**-33, 1.0 - 2.0**-24)
     series = functools.reduce(lambda total, c: total * u + c, reversed(_SERIES))
     return jnp.log2(jnp.where(u < _SERIES_BELOW, u * series, -jnp.log2(1.0 - u)))
 

@@ -35,7 +35,7 @@ def test_in_any_order(order, port):
 
 def test_strangers_and_quitters_do_not_count(port):
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        first = pool.submit(meet, launch(2, 0, port), 30.0)
+        first = pool.submit(meet, launch(3, 0, port), 30.0)
         for hello in (
             b"GET / HTTP/1.1\r\n\r\n",
             b"JAXFLOW1\0\0\0\x09",
@@ -49,9 +49,13 @@ def test_strangers_and_quitters_do_not_count(port):
                     time.sleep(0.02)
             with link:
                 link.sendall(hello)
-            assert not first.done()
-        meet(launch(2, 1, port), 30.0)
+        time.sleep(0.5)  # process 0 reads the end of each connection
+        second = pool.submit(meet, launch(3, 2, port), 30.0)
+        time.sleep(0.5)
+        assert not first.done() and not second.done()
+        meet(launch(3, 1, port), 30.0)
         first.result()
+        second.result()
 
 
 def test_missing_processes_are_named(port):
