@@ -111,10 +111,14 @@ def assemble(leaf: Leaf, read: Callable[[str], np.ndarray], dtype: Any) -> np.nd
     """
     out = np.zeros(leaf.shape, dtype)
     for piece in leaf.pieces:
-        tensor = read(piece.name)
-        tensor = tensor if piece.order is None else tensor[piece.order]
-        piece.view(out)[...] = tensor.reshape(piece.block)
+        piece.view(out)[...] = _block(piece, read)
     return out
+
+
+def _block(piece: Piece, read: Callable[[str], np.ndarray]) -> np.ndarray:
+    """Return the numbers of a piece as they broadcast over its view."""
+    tensor = read(piece.name)
+    return (tensor if piece.order is None else tensor[piece.order]).reshape(piece.block)
 
 
 def assemble_shard(
@@ -149,7 +153,7 @@ def assemble_shard(
             fill(view[where], block if block.shape[a] == 1 else block[where])
 
     for piece in leaf.pieces:
-        fill(piece.view(out), read(piece.name).reshape(piece.block))
+        fill(piece.view(out), _block(piece, read))
     return out[index]
 
 

@@ -348,7 +348,9 @@ def test_an_mlp_of_8_bits_is_filled_up_to_whole_blocks_of_each_device() -> None:
 
 
 @pytest.mark.parametrize("tp", [2, 4])
-@pytest.mark.parametrize("name", ["tiny-llama", "tiny-gemma2", "tiny-opt", "tiny-qwen3_moe"])
+@pytest.mark.parametrize(
+    "name", ["tiny-llama", "tiny-gemma2", "tiny-opt", "tiny-qwen3_moe", "tiny-glm4_moe", "tiny-deepseek_v3"]
+)
 def test_a_shard_alone_is_the_same_and_reads_no_more(name: str, tp: int) -> None:
     """A process makes its own shard without the whole array."""
     config = model_config_from_hf(json.loads((paths.MODELS / name / "config.json").read_text("utf-8")))

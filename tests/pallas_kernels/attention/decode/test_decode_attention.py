@@ -352,8 +352,8 @@ FORMS = [
     ),
 ]
 OF_32_COLUMNS = (
-    "64",
-    "48",
+    "12",
+    "8",
 )  # bytes that a thread of the last one stores and loads, outside its loop over pages
 
 
