@@ -20,7 +20,7 @@ from pallas_kernels.gemm.dense.kernel import multiply, scratch
 from pallas_kernels.gemm.grouped import groups as expert_groups
 from pallas_kernels.gemm.grouped import reference
 from pallas_kernels.gemm.grouped.groups import Groups
-from pallas_kernels.gemm.grouped.tiles import ACTIVATIONS
+from pallas_kernels.gemm.grouped.tiles import check_operands
 from pallas_kernels.gemm.tile_schedule import GemmTile
 from pallas_kernels.hopper.layouts import LANE
 from pallas_kernels.hopper.limits import sms_of
@@ -45,22 +45,11 @@ def grouped_gemm(
     tile: GemmTile | None = None,
     interpret=None,
 ) -> jax.Array:
-    """Return act(x @ w[expert of the row].T), summed in float32.
-
-    The reference implementation is `pallas_kernels.gemm.grouped.reference.grouped_gemm`.
+    """Return `pallas_kernels.gemm.grouped.api.grouped_gemm` by this kernel, without a bias and clamped_swiglu.
 
     Args:
-      x: [M, K] bfloat16, rows in the order of `groups`.
-      w: [E, N, K] bfloat16. XLA computes the product if N or K is not a multiple of 64.
       groups: from `list_groups`, in tiles of 128 rows.
-      activation: silu, gelu_tanh, relu or None.
-      gate_block: alternating blocks of `gate_block` gates and ups, or None. XLA computes blocks other than
-        16, 32 or 64.
-      sms: CTAs of the persistent grid, which is the number of SMs that the kernel may occupy, 1 to 132;
-        None: all.
       tile: a tile of 128 rows; None: 128 x 256.
-    Returns:
-      [M, N] bfloat16, N / 2 with gates; rows after the last tile are not written.
     Raises:
       ValueError: for a shape, dtype, activation or sms outside the limits.
     """
@@ -69,10 +58,7 @@ def grouped_gemm(
     if k != depth or m % ROWS or groups.experts.shape != (m // ROWS,) or tile.rows != ROWS:
         given = f"x {list(x.shape)}, w {list(w.shape)}, {groups.experts.shape[0]} tiles of rows"
         raise ValueError(f"{given}: accepted are equal K, and one tile for every {ROWS} rows")
-    if x.dtype != jnp.bfloat16 or w.dtype != jnp.bfloat16 or activation not in ACTIVATIONS:
-        raise ValueError(
-            f"dtypes {x.dtype}, {w.dtype}, {activation=}: accepted are bfloat16 twice, {ACTIVATIONS}"
-        )
+    check_operands(x, w, activation)
     if not supports(m, n, k, gate_block):
         return reference.grouped_gemm(x, w, groups, activation=activation, gate_block=gate_block)
     form = Form(

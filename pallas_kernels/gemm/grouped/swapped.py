@@ -10,7 +10,6 @@ their reads.
 import functools
 
 import jax
-import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gemm.dense.api import supports
@@ -19,10 +18,10 @@ from pallas_kernels.gemm.grouped import reference
 from pallas_kernels.gemm.grouped.groups import Groups
 from pallas_kernels.gemm.grouped.kernel import GroupedForm, multiply, scratch
 from pallas_kernels.gemm.grouped.tiles import (
-    ACTIVATIONS,
     ALIGN,
     TALLEST,
     GroupedTile,
+    check_operands,
     grouped_tile,
     tile_rows,
 )
@@ -47,22 +46,11 @@ def grouped_gemm(
     tile: GroupedTile | None = None,
     interpret=None,
 ) -> jax.Array:
-    """Return act(x @ w[expert of the row].T), summed in float32.
-
-    The reference implementation is `pallas_kernels.gemm.grouped.reference.grouped_gemm`.
+    """Return `pallas_kernels.gemm.grouped.api.grouped_gemm` by this kernel, without a bias and clamped_swiglu.
 
     Args:
-      x: [M, K] bfloat16, rows in the order of `groups`.
-      w: [E, N, K] bfloat16. XLA computes the product if N or K is not a multiple of 64.
-      groups: from `list_groups`.
-      activation: silu, gelu_tanh, relu or None.
-      gate_block: alternating blocks of `gate_block` gates and ups, or None. XLA computes blocks other than
-        16, 32 or 64.
-      sms: CTAs of the persistent grid, which is the number of SMs that the kernel may occupy, 1 to 132;
-        None: all.
+      groups: from `list_groups`, in tiles of at most `TALLEST` rows.
       tile: a tile of `groups.rows` rows; None: `grouped_tile`'s.
-    Returns:
-      [M, N] bfloat16, N / 2 with gates; rows after the last tile are not written.
     Raises:
       ValueError: for a shape, dtype, activation or sms outside the limits.
     """
@@ -74,10 +62,7 @@ def grouped_gemm(
         raise ValueError(
             f"{given}: accepted are equal K and M, and tiles of a multiple of {ALIGN} up to {TALLEST} rows"
         )
-    if x.dtype != jnp.bfloat16 or w.dtype != jnp.bfloat16 or activation not in ACTIVATIONS:
-        raise ValueError(
-            f"dtypes {x.dtype}, {w.dtype}, {activation=}: accepted are bfloat16 twice, {ACTIVATIONS}"
-        )
+    check_operands(x, w, activation)
     if not supports(m, n, k, gate_block):
         return reference.grouped_gemm(x, w, groups, activation=activation, gate_block=gate_block)
     form = GroupedForm(tile or grouped_tile(groups.rows), n, activation, gate_block)

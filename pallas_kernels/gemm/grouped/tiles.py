@@ -3,6 +3,9 @@
 import dataclasses
 import math
 
+import jax
+import jax.numpy as jnp
+
 from pallas_kernels.hopper.limits import SMEM_BYTES
 
 PART = 128  # rows of the weight of one warpgroup: with gates 64 gates and 64 ups
@@ -35,6 +38,14 @@ class GroupedTile:
     def box(self) -> int:
         """Return the rows of x in one piece of the result on its way to memory."""
         return math.gcd(self.rows, 32)
+
+
+def check_operands(x: jax.Array, w: jax.Array, activation: str | None) -> None:
+    """Refuse operands that no kernel takes. Raises: ValueError."""
+    if x.dtype != jnp.bfloat16 or w.dtype != jnp.bfloat16 or activation not in ACTIVATIONS:
+        raise ValueError(
+            f"dtypes {x.dtype}, {w.dtype}, {activation=}: accepted are bfloat16 twice, {ACTIVATIONS}"
+        )
 
 
 def tile_rows(tokens: int, chosen: int, num_experts: int) -> int:
