@@ -133,10 +133,9 @@ class Executor:
         is_layered: returns True if a layout's step is a program a layer, see `LayeredStep`.
         """
         self.programs, self.weights, self._name = programs, weights, name
-        self.layouts: dict[int, tuple[StepLayout, ...]] = {}  # of each bucket, one for each of its plans
-        self.decode_layouts: dict[
-            int, StepLayout
-        ] = {}  # by tokens: steps of decodes alone that have a program of their own
+        self.layouts: dict[int, tuple[StepLayout, ...]] = {}  # the layouts of each bucket, one a plan
+        # By tokens: the layouts of steps of decodes alone that have a program of their own.
+        self.decode_layouts: dict[int, StepLayout] = {}
         for layout in layouts:
             if layout.decodes:
                 self.decode_layouts[layout.tokens] = layout
@@ -149,7 +148,7 @@ class Executor:
         self.page_groups = page_groups(programs.context.config, kv_dtype, programs.mesh.shape[TP])
         windows = programs.context.windows or programs.context.config.windows
         self.own_groups = [windows.index(group.window) for group in self.page_groups]
-        self.lowered = lowered  # of earlier starts; None: every program is traced and lowered
+        self.lowered = lowered  # programs of earlier starts; None: every program is traced and lowered
         self._head = head(weights) if programs.samples else {}
         self._prompt_head = prompt_head(weights)
         self.replicated = NamedSharding(programs.mesh, REPLICATED)

@@ -48,7 +48,9 @@ def _wait(steps: queue.SimpleQueue[Pending | None], leader: Leader) -> None:
 
 
 def _fail(leader: Leader, error: Exception) -> None:
-    if not isinstance(error, jax.errors.JaxRuntimeError):  # which name an operation, and no line of ours
+    if not isinstance(
+        error, jax.errors.JaxRuntimeError
+    ):  # JAX's errors name an operation, so a traceback adds nothing
         log.exception("a call cannot be replayed")
     leader.fail(error, LOST)
 
@@ -61,7 +63,9 @@ def _ask_on_signal(leader: Leader) -> None:
         if len(asked) > 1:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
-        threading.Thread(target=leader.ask_to_stop, daemon=True).start()  # its lock may be held right now
+        threading.Thread(
+            target=leader.ask_to_stop, daemon=True
+        ).start()  # this thread may hold the leader's lock
 
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGINT):

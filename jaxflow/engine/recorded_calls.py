@@ -97,7 +97,7 @@ class Recorder:
     def __init__(self, executor: Executor | StagedExecutor, channel: Channel):
         self._places = {layout.key: place for place, layout in enumerate(every_layout(executor))}
         self._channel = channel
-        self._names: dict[int, int] = {}  # of the living pages outside the cache, by `id`
+        self._names: dict[int, int] = {}  # the names of the living pages outside the cache, by `id`
         self._count = 0
         self._freed: collections.deque[tuple[int, int]] = collections.deque()  # any thread may free a page
 

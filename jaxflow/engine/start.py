@@ -617,7 +617,7 @@ def prefill_seconds_per_token(executor: Executor | StagedExecutor) -> float:
     The chunks of a prompt follow each other on P stages of equal time, so a chunk takes the time of one stage.
     """
     layout = executor.layouts[max(executor.layouts)][0]
-    stage_times = executor.num_stages + 1  # of the two steps that a rehearsal runs one after the other
+    stage_times = executor.num_stages + 1  # the stages' times in a rehearsal of two steps
     return best_seconds(lambda: rehearse(executor, layout)) / stage_times / layout.tokens
 
 
@@ -662,7 +662,7 @@ def _pages_of_stage(config: EngineConfig, executor: Executor, stages: int) -> tu
     assert config.max_num_seqs and config.max_num_batched_tokens and config.max_model_len
     free = memory_budget(mesh, config) // (1 if on_gpu() else stages) - executor.state_bytes()
     if on_gpu():
-        free -= executor.temporary_bytes()  # on a CPU the other half of the memory holds them
+        free -= executor.temporary_bytes()  # on a CPU the other half of the memory holds the temporary arrays
         if config.kv_offloading_size:
             free -= device_bytes(page_bytes(executor.page_groups, config.block_size, mesh.size), free)
     else:  # the start writes each page once, and a number that varied with the free memory would miss caches

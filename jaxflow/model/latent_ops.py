@@ -20,7 +20,7 @@ from jaxflow.model.rope import inverse_frequencies
 from pallas_kernels.pointwise.norm.reference import rms_norm
 from pallas_kernels.pointwise.rope_append.reference import rope
 
-_EPS = 1e-6  # of the norms of both vectors: the published models have this one, whatever `rms_norm_eps` is
+_EPS = 1e-6  # epsilon of both norms: the published models have this value, whatever `rms_norm_eps` is
 
 
 def project(c: Context, w: Weights, h: Float[Array, "t D"]) -> Float[Array, "t A"]:

@@ -54,16 +54,24 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """One array of the weights, before it is made."""
+    """One array of the weights, before it is made.
+
+    Attributes:
+      init: the values of dummy weights.
+      rows: the index of each row in the leaf of one device; None: the same rows.
+      quantization: `fp8` makes a `Quantized` of the leaf, `int4` an `Int4`.
+      filled: the shape without padding by zeros; None: no padding.
+      scale: the scales of the rows in an e4m3 checkpoint.
+    """
 
     key: str
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
-    init: Init  # what dummy weights have there
-    rows: np.ndarray | None = None  # each row's index in the leaf of one device; None: the same rows
-    quantization: str | None = None  # fp8: `Quantized` stands in its place; int4: `Int4`
-    filled: tuple[int, ...] | None = None  # the shape without padding by zeros; None: no padding
-    scale: "Leaf | None" = None  # fp8: its rows' scales, as in an e4m3 checkpoint
+    init: Init
+    rows: np.ndarray | None = None
+    quantization: str | None = None
+    filled: tuple[int, ...] | None = None
+    scale: "Leaf | None" = None
 
     @property
     def spec(self) -> PartitionSpec:

@@ -9,7 +9,7 @@ import hmac
 import socket
 import struct
 
-MOST_BYTES = 64 << 20  # of a payload
+MOST_BYTES = 64 << 20  # the most bytes of a payload
 _HEADER = struct.Struct("!cI")
 _NONCE_BYTES = 32
 _HELLO = struct.Struct(f"!I{_NONCE_BYTES}s{_NONCE_BYTES}s")  # rank, nonce, proof

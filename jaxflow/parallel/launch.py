@@ -8,7 +8,7 @@ from jaxflow.config import ConfigError, EngineConfig
 
 LOST = 75  # exit status after another process was lost: EX_TEMPFAIL, start again
 AUTO = "auto"
-DEFAULT_PORT = 8476  # of the coordinator, where a launcher names only its host
+DEFAULT_PORT = 8476  # the port of the coordinator, where a launcher names only its host
 LAUNCHERS = "JAXFLOW_*, Open MPI, PMI (MPICH, Intel MPI), LeaderWorkerSet, torchrun or Ray Train, Slurm"
 
 

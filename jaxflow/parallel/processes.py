@@ -1,4 +1,4 @@
-"""The processes of one engine: joined by `jax.distributed`, and of one mind before a weight is read.
+"""The processes of one engine: joined by `jax.distributed`, with equal settings before a weight is read.
 
 Process 0 decides, and the others follow. A process's number is `jax.process_index()`. Small values go through the
 key-value store of `jax.distributed`, whose server lives in process 0.

@@ -48,10 +48,10 @@ from serving.operations.fleet import ReplicaState
 
 log = logging.getLogger(__name__)
 
-FIRST_EXPECTED_TOKENS = 256.0  # of an answer, before the first one has ended
-MEAN_SHARE = 0.02  # of the latest answer in the mean length of answers
+FIRST_EXPECTED_TOKENS = 256.0  # the expected length of an answer before the first answer has ended
+MEAN_SHARE = 0.02  # the weight of the latest answer in the mean length
 RETRY_S = 1.0
-MAX_LOSSES = 3  # a request that was at so many lost replicas may be what ends them
+MAX_LOSSES = 3  # a request at this many lost replicas may be the cause of the losses
 CLOSE_S = 15.0
 
 
@@ -106,7 +106,7 @@ class ClusterDriver:
     ):
         self.fault: BaseException | None = None
         self.log = StepLog()
-        self.model: Description | None = None  # of the first replica that served
+        self.model: Description | None = None  # the model, as the first ready replica describes it
         self.moved = self.interrupted = 0
         self._launch, self._stall_s, self._drain_s, self._start_s = launch, stall_s, drain_s, start_s
         self._wanted = wanted
@@ -261,7 +261,7 @@ class ClusterDriver:
             member.stop()
         if self._tasks:
             _, slow = await asyncio.wait(self._tasks.values(), timeout=CLOSE_S)
-            for task in slow:  # of a hung process, which is killed
+            for task in slow:  # tasks of a hung process, which is killed
                 task.cancel()
             await asyncio.gather(*slow, return_exceptions=True)
 

@@ -73,10 +73,10 @@ class Member:
         self.phase = Phase.STARTING
         self.description: Description | None = None
         self.report: Report | None = None
-        self.stats: Stats | None = None  # of the last report
-        self.names: set[str] = set()  # of the requests that it runs, see `Order.name`
+        self.stats: Stats | None = None  # the statistics of the last report
+        self.names: set[str] = set()  # the names of the requests that it runs, see `Order.name`
         self.restarts = 0
-        self.reason = ""  # of the last loss
+        self.reason = ""  # the reason of the last loss
         self._longest_step_s = 0.0
         self._orders: list[Order] = []
         self._aborted: list[str] = []

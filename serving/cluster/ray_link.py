@@ -123,7 +123,7 @@ class RayLink:
         """See `Link.kill`. Ray kills a stopped process 5 s later."""
         try:
             ray.kill(self._actor)
-        except (RayError, ValueError) as error:  # it has ended, or the connection has
+        except (RayError, ValueError) as error:  # the actor or the connection has ended
             log.debug("kill: %s", error)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Hashable, Sequence
 
 from jaxflow.config import ConfigError
 
-NO_LOAD = math.inf  # of a replica that takes no request
+NO_LOAD = math.inf  # the load of a replica that takes no request
 # The share by which the load of a replica with a part of the prompt may exceed the mean. A larger share finds few more
 # prefixes and spreads the load worse (`bench router`).
 SLACK = 0.05

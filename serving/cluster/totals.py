@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from jaxflow.engine.loop import Stats
 
-PRESENT = ("running_requests", "waiting_requests", "kv_pages", "kv_pages_free")  # not counters
+PRESENT = ("running_requests", "waiting_requests", "kv_pages", "kv_pages_free")  # values that are no counters
 COUNTERS = (
     "steps",
     "prompt_tokens",

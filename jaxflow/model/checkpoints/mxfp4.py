@@ -15,7 +15,7 @@ from jaxflow.model.checkpoints.source import CheckpointError
 
 GROUP = 32  # numbers with one scale
 _BLOCKS, _SCALES = "_blocks", "_scales"
-_BIAS, _NAN = 127, 255  # of e8m0
+_BIAS, _NAN = 127, 255  # the bias and the NaN of e8m0
 
 
 class Mxfp4Tensors:
@@ -78,6 +78,6 @@ def _table() -> np.ndarray:
     magnitudes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
     e2m1 = np.concatenate([magnitudes, -magnitudes])
     pairs = np.stack([np.tile(e2m1, 16), np.repeat(e2m1, 16)], axis=1)
-    with np.errstate(over="ignore", invalid="ignore"):  # of the largest scales
+    with np.errstate(over="ignore", invalid="ignore"):  # the largest scales overflow
         numbers = np.ldexp(np.float32(1), np.arange(256) - _BIAS)[:, None, None] * pairs
     return np.ascontiguousarray(numbers.astype(jnp.bfloat16)).view(np.uint32).reshape(-1)

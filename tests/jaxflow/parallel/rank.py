@@ -43,9 +43,11 @@ def inject(fault: str) -> None:
 
 
 def main(given: dict[str, Any]) -> None:
-    """Run one process. `requests`: prompts; `sampling`: their settings; `repeat`: rounds of them.
+    """Run one process.
 
-    With a host tier, pages are always loaded, and the tier's counters are printed, too.
+    requests: prompts. sampling: the settings of the requests. repeat: the number of rounds.
+
+    With a host tier, pages are always loaded, and the tier's counters are printed.
     """
     prompts, sampling = given.pop("requests"), given.pop("sampling", {})
     repeat, fault = given.pop("repeat", 1), given.pop("fault", None)
