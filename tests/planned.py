@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from h200 import Compiled, abstract, compile_for_h200, h200_mesh
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from jaxflow.config import ModelConfig
 from jaxflow.kv.device_cache import cache_shapes, cache_spec, page_groups
@@ -63,13 +63,15 @@ def compiled(
     kernels: KernelSet,
     tp: int = 1,
     quantization: str | None = None,
+    mesh: Mesh | None = None,
     **options: Any,
 ) -> Compiled:
-    """A step of the plan; quantization: of weights and cache, None or fp8. options: XLA's.
+    """A step of the plan; quantization: of weights and cache, None or fp8. mesh: None for `tp` devices of one host.
+    options: XLA's.
 
     The cache of a device must be aliased whole and never copied, and no weight may be.
     """
-    mesh, narrow = h200_mesh((tp,)), quantization == "fp8"
+    mesh, narrow = mesh or h200_mesh((tp,)), quantization == "fp8"
     context, forward = (
         Context(model, kernels, axis_of(mesh)),
         compile_plan(plan, model, tp, quantized=narrow),

@@ -195,9 +195,10 @@ def test_many_rows_on_weights_of_4_bits_cost_one_wide_copy_of_a_matrix():
 
 
 @pytest.mark.slow  # the step of one host has the same operations, and compiles in the usual suite
-def test_over_two_hosts_of_eight_devices():
-    """The step of sixteen devices compiles. The embedding and each half of a layer is summed once, over all."""
-    step, executor = compiled("llama-3-70b", 256, tp=16, hosts=2)
+@pytest.mark.parametrize("hosts", [2, 8])
+def test_over_hosts_of_eight_devices(hosts):
+    """The step compiles. The embedding and each half of a layer is summed once, over all devices."""
+    step, executor = compiled("llama-3-70b", 256, tp=8 * hosts, hosts=hosts)
     check(step, executor)
     sums = re.findall(r"all-reduce(?:-start)?\(.*?replica_groups=(mesh\[\S+\])", step.hlo)
-    assert sums == ["mesh['tp'=16]"] * (1 + 2 * LAYERS)
+    assert sums == [f"mesh['tp'={8 * hosts}]"] * (1 + 2 * LAYERS)
