@@ -165,6 +165,16 @@ def assemble_shard(
     return out[index]
 
 
+def shard_maker(
+    leaf: Leaf, read: Callable[[str], np.ndarray], dtype: Any
+) -> Callable[[tuple[slice, ...]], np.ndarray]:
+    """Return `assemble_shard` as a function of the index.
+
+    Devices with the same shard share one array, so a host reads each part of a tensor once.
+    """
+    return functools.cache(functools.partial(assemble_shard, leaf, read, dtype))
+
+
 def quantize_leaf(leaf: Leaf, array: jax.Array, mesh: Mesh | None) -> Quantized | Int4:
     """Return a leaf's unquantized array in quantized form, computed on the devices that hold it."""
     assert leaf.quantization is not None

@@ -42,7 +42,7 @@ from jaxflow.model.checkpoints.source import (
     read_json,
 )
 from jaxflow.model.stage import Stage
-from jaxflow.model.weight_spec import Leaf, assemble, assemble_shard, quantize_leaf
+from jaxflow.model.weight_spec import Leaf, assemble, quantize_leaf, shard_maker
 from jaxflow.model.weights import Weights, dummy_groups, dummy_weights, leaves, tensors
 from jaxflow.parallel.mesh import TP, choose_platform, sharded
 from pallas_kernels.quantized import Quantized
@@ -178,9 +178,7 @@ def _load(
         sharding = None if mesh is None else sharded(mesh, spec)
         if sharding is None or sharding.is_fully_addressable:
             return jax.device_put(assemble(leaf, read, as_dtype), sharding)
-        shard = functools.partial(
-            assemble_shard, leaf, read, as_dtype
-        )  # other processes make the other shards
+        shard = shard_maker(leaf, read, as_dtype)  # other processes make the other shards
         return jax.make_array_from_callback(leaf.shape, sharding, shard)  # pyright: ignore[reportArgumentType]
 
     def make(leaf: Leaf) -> Any:

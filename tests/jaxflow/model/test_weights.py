@@ -2,6 +2,7 @@
 columns need.
 """
 
+import collections
 import dataclasses
 import json
 from typing import Any
@@ -13,11 +14,11 @@ import paths
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxflow.config import ConfigError, ModelConfig, gate_block
 from jaxflow.model.architectures.hf_config import model_config_from_hf
-from jaxflow.model.weight_spec import TENSOR_PARALLEL_AXIS, assemble, assemble_shard
+from jaxflow.model.weight_spec import TENSOR_PARALLEL_AXIS, assemble, assemble_shard, shard_maker
 from jaxflow.model.weights import Weights, dummy_weights, leaves, mlp_width, shapes, shardings, tensors
 from jaxflow.parallel.mesh import make_mesh
 from pallas_kernels.pointwise.quantize.reference import dequantize, quantize_rows
@@ -366,3 +367,24 @@ def test_a_shard_alone_is_the_same_and_reads_no_more(name: str, tp: int) -> None
             found = assemble_shard(leaf, read.__getitem__, np.float32, tuple(index))
             np.testing.assert_array_equal(found, whole[tuple(index)])
             assert np.count_nonzero(found.base if axis is not None else found) == np.count_nonzero(found)
+
+
+def test_devices_with_the_same_shard_read_it_once() -> None:
+    config, source, reads = (
+        config_of("tiny-llama"),
+        random_tensors(config_of("tiny-llama")),
+        collections.Counter(),
+    )
+
+    def read(name: str) -> np.ndarray:
+        reads[name] += 1
+        return source[name]
+
+    mesh = make_mesh(4)
+    for leaf in jax.tree.leaves(leaves(config, 4)):
+        reads.clear()
+        sharding = NamedSharding(mesh, leaf.spec)
+        made = jax.make_array_from_callback(leaf.shape, sharding, shard_maker(leaf, read, np.float32))
+        np.testing.assert_array_equal(made, assemble(leaf, source.__getitem__, np.float32))
+        distinct = len({str(shard.index) for shard in made.addressable_shards})
+        assert reads == collections.Counter([piece.name for piece in leaf.pieces] * distinct)
