@@ -10,24 +10,37 @@ activations by the step instead of the prompt. This command measures both on one
   chunks       steps of --chunk_tokens, and the KV pool that the engine reserves
   every byte   the same steps, and a KV pool of every byte that the compiled step leaves
 
-The prediction comes from XLA's account of the compiled steps. The measurement raises or lowers the length
+The prediction comes from XLA's account of the compiled steps: the temporary arrays and the results of one step
+exist at a time, because the device runs one step after another. The measurement raises or lowers the length
 until it finds a length that runs and one that does not, at most --tolerance apart. Every trial compiles the
-prompt's last step, allocates every page of the prompt and runs the step. The model's own position limit is
-ignored. --gpu_memory_utilization is the limit on a GPU, --memory_gib on a CPU, where each trial is a process.
+prompt's last step without timing its GEMMs, allocates every page of the prompt and runs the step twice. The
+model's own position limit is ignored. --gpu_memory_utilization is the limit on a GPU, --memory_gib on a CPU,
+where each trial is a process. No trial begins that would end after --time_limit_s; the table then has the best
+length so far, and the shortest length that failed.
 
 The row "one arena" is a prediction: pages take the space of the activations, and the last tokens run in steps
 of --smallest_step.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 from absl import flags
 
-from jaxflow.bench.context.prompt_trial import Bench, Outcome, Trial, attempt, attempt_capped, with_positions
+from jaxflow.bench.context.prompt_trial import (
+    ROUNDING,
+    Bench,
+    Outcome,
+    Trial,
+    attempt,
+    attempt_capped,
+    with_positions,
+)
 from jaxflow.bench.engine.memory import three_buffers
 from jaxflow.bench.report import machine
 from jaxflow.bench.workload import flags as options
@@ -41,7 +54,7 @@ from jaxflow.parallel.mesh import on_gpu
 
 GIB, MIB = 2**30, 2**20
 LONGEST = 2**24  # positions that the model is given
-PROBED = 1024  # computed tokens of a whole prompt's step while the length is searched
+PROBED = 1024  # computed tokens of a whole prompt's step while the length is searched on a CPU
 PAPER = {
     "llama 3 8B": (320_000, 502_000),
     "qwen 1.5 7B": (110_000, 128_000),
@@ -55,9 +68,10 @@ def define_flags() -> None:
     flags.DEFINE_integer("smallest_step", 64, "Tokens of the smallest step, for the row of one arena.", 1)
     flags.DEFINE_float("memory_gib", None, "Memory of weights, KV and steps on a CPU, GiB.", lower_bound=0.01)
     flags.DEFINE_float(
-        "tolerance", 0.02, "Largest relative distance of the longest length from one that fails.", 0.001, 0.5
+        "tolerance", 0.05, "Largest relative distance of the longest length from one that fails.", 0.001, 0.5
     )
-    flags.DEFINE_bool("full_prompt", True, "Compute every token of the longest whole prompt once.")
+    flags.DEFINE_float("time_limit_s", 240, "Seconds after which no more trial begins.", lower_bound=1)
+    flags.DEFINE_bool("full_prompt", True, "On a CPU, compute every token of the longest whole prompt once.")
     flags.DEFINE_string("output_json", None, "Write the report to this file.")
 
 
@@ -89,13 +103,13 @@ class Room:
         low, high = 0, MAX_STEP_TOKENS // self.page
         while low < high:
             pages = (low + high + 1) // 2
-            used = (pages + 1) * self.page_bytes + self.step_bytes(pages * self.page)
+            used = (pages + 1) * self.page_bytes + ROUNDING + self.step_bytes(pages * self.page)
             low, high = (pages, high) if used <= self.free else (low, pages - 1)
         return low * self.page
 
     def chunked(self, tokens: int, reserved: int = 0) -> int:
         """Return the predicted tokens of the longest prompt in steps of `tokens`."""
-        pages = (self.free - reserved - self.step_bytes(tokens)) // self.page_bytes - 1
+        pages = (self.free - reserved - ROUNDING - self.step_bytes(tokens)) // self.page_bytes - 1
         return max(0, int(pages)) * self.page
 
 
@@ -103,36 +117,52 @@ def _bytes(need: Need) -> int:
     return need.temporary + need.results
 
 
-def longest(predicted: int, page: int, tolerance: float, runs: Callable[[int], bool]) -> int:
-    """Return a length that runs, and from which one that fails is at most the tolerance away.
+def longest(
+    predicted: int, page: int, tolerance: float, runs: Callable[[int], bool], more: Callable[[], bool]
+) -> tuple[int, int | None]:
+    """Return a length that runs, and one that fails, at most the tolerance apart.
 
-    The search starts at the prediction and moves in growing steps, then by halves. 0: none runs.
+    The search starts at the prediction and moves in growing steps, then by halves. It ends early when `more`
+    returns False. Length 0: none ran. None: none failed.
     """
     good, bad = 0, None
     length = max(page, predicted // page * page)
-    stride = max(page, round(tolerance * length) // page * page)
-    while bad is None or bad - good > max(page, tolerance * good):
-        if length <= 0 or (bad is not None and good == 0 and length < page):
-            return 0
+    stride = max(page, round(tolerance / 4 * length) // page * page)
+    while more():
         if runs(length):
             good = max(good, length)
-            following = good + stride
         else:
             bad = length if bad is None else min(bad, length)
-            following = bad - stride
-        if good and bad is not None:
-            middle = (good + bad) // 2 // page * page
-            if middle in (good, bad):
-                break
-            following = middle
+        if bad is not None and bad - good <= max(page, tolerance * good):
+            break
+        if bad is None:
+            length, stride = good + stride, 2 * stride
+        elif good:
+            length = (good + bad) // 2 // page * page
         else:
-            stride *= 2
-            if bad is not None and following < page:
-                if bad == page:
-                    return 0
-                following = page
-        length = following
-    return good
+            length, stride = max(page, bad - stride), 2 * stride
+    return good, bad
+
+
+@dataclasses.dataclass
+class Clock:
+    """The time that trials may take. A trial is assumed to take as long as the longest one before."""
+
+    limit_s: float
+    begun_s: float = dataclasses.field(default_factory=time.perf_counter)
+    longest_s: float = 0.0
+
+    def more(self) -> bool:
+        """Return True if another trial ends before the limit."""
+        return time.perf_counter() - self.begun_s + self.longest_s <= self.limit_s
+
+    def timed[**P, R](self, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Return a trial's result, and remember its time."""
+        start = time.perf_counter()
+        try:
+            return call(*args, **kwargs)
+        finally:
+            self.longest_s = max(self.longest_s, time.perf_counter() - start)
 
 
 def run() -> dict[str, Any]:
@@ -168,8 +198,13 @@ def run() -> dict[str, Any]:
     if len(groups) > 1:
         raise ConfigError("model", config.model, "a model with one kind of attention layers")
     size = sum(page_bytes(groups, config.block_size, config.tensor_parallel_size))
+    clock = Clock(f.time_limit_s)
     sizes = sorted({f.smallest_step, *chunks, 2 * max(chunks)})
     room = Room(free, config.block_size, size, {tokens: bench.need(tokens) for tokens in sizes})
+    # The account of a step of about the predicted length, instead of an extrapolation from small steps.
+    guess = room.whole()
+    if guess > sizes[-1]:
+        room = dataclasses.replace(room, needs={**room.needs, guess: bench.need(guess)})
     report: dict[str, Any] = {
         "command_name": "longest_prompt",
         "model": Path(config.model).name,
@@ -177,7 +212,7 @@ def run() -> dict[str, Any]:
         "weight_bytes": bench.weight_bytes,
         "free_bytes": free,
         "kv_bytes_per_token": size / config.block_size,
-        "step_bytes": {str(tokens): _bytes(room.needs[tokens]) for tokens in sizes},
+        "step_bytes": {str(tokens): dataclasses.asdict(need) for tokens, need in room.needs.items()},
         "paper": PAPER,
         "rows": [],
         **machine.describe(),
@@ -188,17 +223,24 @@ def run() -> dict[str, Any]:
     )
 
     def keep(row: dict[str, Any]) -> None:
-        rows = report["rows"]
-        rows.append(row)
-        first = rows[0]["longest_tokens"]
-        row["against_whole"] = row["longest_tokens"] / first if first and row["longest_tokens"] else None
-        print(line(row), flush=True)
+        report["rows"].append(row)
         machine.keep(f.output_json, report)
 
-    print(HEAD, flush=True)
-    measure(config, bench, room, chunks, f.tolerance, keep, full_prompt=f.full_prompt)
+    measure(config, bench, room, chunks, f.tolerance, clock, keep, full_prompt=f.full_prompt)
     predict(room, bench, config, chunks, f.smallest_step, keep)
+    report["rows"] = beside_whole(report["rows"])
+    print("\n".join([HEAD, *map(line, report["rows"])]), flush=True)
     return report
+
+
+def beside_whole(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows, whole prompts first, each with its length as a multiple of the longest whole prompt."""
+    first = next((row["longest_tokens"] for row in rows if row["mode"] == "whole"), None)
+    ordered = sorted(rows, key=lambda row: row["mode"] != "whole")
+    return [
+        row | {"against_whole": row["longest_tokens"] / first if first and row["longest_tokens"] else None}
+        for row in ordered
+    ]
 
 
 def _free(bench: Bench, memory_gib: float | None) -> int:
@@ -218,58 +260,60 @@ def measure(
     room: Room,
     chunks: list[int],
     tolerance: float,
+    clock: Clock,
     keep: Callable[[dict[str, Any]], None],
     *,
     full_prompt: bool,
 ) -> None:
-    """Find the longest prompt of each mode, and give each row to `keep`."""
+    """Find the longest prompt of each mode, and give each row to `keep`. Modes without time have no trials."""
 
-    def outcome(trial: Trial) -> Outcome:
-        if on_gpu():
-            return attempt(bench, trial)
-        return attempt_capped(config, LONGEST, trial, room.free)
+    def outcome(mode: str, trial: Trial) -> Outcome:
+        run = (
+            functools.partial(attempt, bench, trial)
+            if on_gpu()
+            else functools.partial(attempt_capped, config, LONGEST, trial, room.free)
+        )
+        one = clock.timed(run)
+        told = one.failed_at if one.seconds is None else f"runs, {one.seconds:.2f} s"
+        print(f"{mode}, {trial.length:,} tokens in steps of {trial.tokens:,}: {told}", flush=True)
+        return one
+
+    def row(mode: str, chunk: int | None, predicted: int, trials: dict[int, Outcome]) -> dict[str, Any]:
+        found = max((length for length, one in trials.items() if one.ran), default=0 if trials else None)
+        need = trials[found].need if found else None
+        return {
+            "mode": mode,
+            "step_tokens": chunk or found,
+            "predicted_tokens": predicted,
+            "longest_tokens": found,
+            "shortest_failed_tokens": min(
+                (length for length, one in trials.items() if not one.ran), default=None
+            ),
+            "step_mib": None if need is None else _bytes(need) / MIB,
+            "last_step_s": trials[found].seconds if found else None,
+            "trials": {str(length): one.failed_at or "ran" for length, one in trials.items()},
+        }
 
     def search(mode: str, chunk: int | None, predicted: int) -> None:
         trials: dict[int, Outcome] = {}
 
         def runs(length: int) -> bool:
             tokens = min(length, chunk or length)
-            trials[length] = outcome(Trial(tokens, length, min(tokens, chunk or PROBED)))
+            computed = tokens if chunk or on_gpu() else min(tokens, PROBED)
+            trials[length] = outcome(mode, Trial(tokens, length, computed))
             return trials[length].ran
 
-        found = longest(predicted, room.page, tolerance, runs)
-        seconds = trials[found].seconds if found else None
-        need = trials[found].need if found else None
-        if found and chunk is None and full_prompt:
-            seconds = outcome(Trial(found, found, found)).seconds
-        keep(
-            {
-                "mode": mode,
-                "step_tokens": chunk or found,
-                "predicted_tokens": predicted,
-                "longest_tokens": found,
-                "step_mib": None if need is None else _bytes(need) / MIB,
-                "last_step_s": seconds,
-                "trials": {str(length): one.ran for length, one in trials.items()},
-            }
-        )
+        found, _ = longest(predicted, room.page, tolerance, runs, clock.more)
+        if found and chunk is None and full_prompt and not on_gpu() and clock.more():
+            trials[found] = outcome(mode, Trial(found, found, found))
+        keep(row(mode, chunk, predicted, trials))
 
-    search("whole", None, room.whole())
     for chunk in chunks:
         pool = engine_pool(room, config, chunk)
-        one = outcome(Trial(chunk, pool, chunk)) if pool else Outcome(False)
-        keep(
-            {
-                "mode": "chunks",
-                "step_tokens": chunk,
-                "predicted_tokens": pool,
-                "longest_tokens": pool if one.ran else 0,
-                "step_mib": _bytes(room.needs[chunk]) / MIB,
-                "last_step_s": one.seconds,
-                "trials": {str(pool): one.ran},
-            }
-        )
+        fits = pool > 0 and clock.more()
+        keep(row("chunks", chunk, pool, {pool: outcome("chunks", Trial(chunk, pool, chunk))} if fits else {}))
         search("every byte", chunk, room.chunked(chunk))
+    search("whole", None, room.whole())
 
 
 def engine_pool(room: Room, config: EngineConfig, chunk: int) -> int:

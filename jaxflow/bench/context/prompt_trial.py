@@ -35,6 +35,9 @@ from jaxflow.pipeline.compiler import compile_plan, xla_options
 from jaxflow.pipeline.handwritten import sequential_plan
 from pallas_kernels.kernel_set import KernelSet
 
+# XLA would time GEMMs in twice the memory of their results, before the step itself takes its memory.
+_UNTUNED = {"xla_gpu_autotune_level": 0}
+ROUNDING = 2**20  # bytes: XLA's allocator rounds each array up
 _EXHAUSTED = ("RESOURCE_EXHAUSTED", "Out of memory")  # messages of XLA's allocators, on a GPU and on a CPU
 
 
@@ -88,12 +91,26 @@ class Bench:
             lambda _: forward,
             kv_dtype=jnp.dtype(config.kv_cache_dtype),
             max_model_len=length,
-            options_of=lambda layout: xla_options(plan, tp) if on_gpu() else {},
+            options_of=lambda layout: xla_options(plan, tp) | _UNTUNED if on_gpu() else {},
+            defers=True,  # a trial needs the step and the plain sampler
         )
 
     def need(self, tokens: int) -> Need:
         """Return the memory of the step of so many tokens, by XLA's account."""
-        return self.executor(tokens, tokens).temporary_needs(tokens)["step"]
+        executor = self.executor(tokens, tokens)
+        return Need.of(executor.program(_compile(executor, -(-tokens // self.config.block_size) + 1)))
+
+
+def _compile(executor: Executor, pages: int) -> StepLayout:
+    """Compile the programs of an executor of one step size for a KV cache of so many pages, and return its layout.
+
+    The cache is not allocated yet: its one page makes the shapes of the small programs.
+    """
+    executor.allocate((1,) * executor.groups)
+    executor.num_pages = (pages,) * executor.groups
+    executor.compile()
+    ((layout,),) = executor.layouts.values()
+    return layout
 
 
 def _chosen(config: EngineConfig) -> dict[str, Any]:
@@ -118,11 +135,19 @@ class Trial:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """The result of a trial. seconds: of the step. need: of the compiled step, None if it did not compile."""
+    """The result of a trial.
+
+    Attributes:
+      seconds: of the step.
+      need: of the compiled step, None if it did not compile.
+      failed_at: what asked for more memory than there was ("compiling", "KV cache", "step" or "process"), and
+        the message. None if the trial ran.
+    """
 
     ran: bool
     seconds: float | None = None
     need: Need | None = None
+    failed_at: str | None = None
 
 
 def attempt(bench: Bench, trial: Trial, limit: int | None = None) -> Outcome:
@@ -130,42 +155,56 @@ def attempt(bench: Bench, trial: Trial, limit: int | None = None) -> Outcome:
 
     limit: bytes of this process for the KV cache and the step, see `_cap`; None for the device's own limit.
     """
-    page = bench.config.block_size
     executor = bench.executor(trial.tokens, trial.length)
-    pages = -(-trial.length // page) + 1
-    need = None
+    pages = -(-trial.length // bench.config.block_size) + 1
+    need, stage = None, "compiling"
     try:
-        executor.allocate((1,) * executor.groups)  # the per-slot state, which small programs are compiled for
-        executor.num_pages = (pages,) * executor.groups
-        executor.compile()  # before the cache takes the memory: XLA times GEMMs while it compiles
-        ((layout,),) = executor.layouts.values()
+        layout = _compile(executor, pages)
         need = Need.of(executor.program(layout))
         with _cap(limit):
+            stage = "KV cache"
             with _kept_free(bench.mesh, need):
                 executor.allocate(executor.num_pages)
+            stage = "step"
             seconds = _run(bench, executor, layout, trial)
         return Outcome(True, seconds, need)
     except (jax.errors.JaxRuntimeError, MemoryError) as error:
         if not isinstance(error, MemoryError) and not any(text in str(error) for text in _EXHAUSTED):
             raise
-        return Outcome(False, None, need)
+        return Outcome(False, None, need, f"{stage}: {_first_line(error)}{_free_memory(bench.mesh)}")
     finally:
         del executor
         gc.collect()
 
 
+def _first_line(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0][:200]
+
+
+def _free_memory(mesh: Mesh) -> str:
+    """Return the free bytes of the first GPU and of its largest free block as text; empty on a CPU."""
+    stats = mesh.local_devices[0].memory_stats()
+    if not stats or "largest_free_block_bytes" not in stats:
+        return ""
+    free = stats["bytes_limit"] - stats["bytes_in_use"]
+    return f" ({free:,} bytes free, {stats['largest_free_block_bytes']:,} of them in one block)"
+
+
 @contextlib.contextmanager
 def _kept_free(mesh: Mesh, need: Need) -> Iterator[None]:
-    """Keep one block of each GPU free for the step's temporary arrays, which XLA allocates as one block.
+    """Keep one block of each GPU free for the step's temporary arrays and results.
 
-    XLA's allocator does not move arrays. Without this block the KV cache may leave enough memory in pieces that are
-    each too small. A CPU has virtual memory, so this function allocates nothing there.
+    XLA's allocator does not move arrays, and it takes the temporary arrays as one block. Without the kept block
+    the KV cache may leave enough memory in pieces that are each too small. A block of the temporary arrays
+    alone would not suffice: the allocator places the results first, in the smallest block that holds them, and
+    the rest of the block is then too small. A CPU has virtual memory, so this function allocates nothing there.
     """
     if not on_gpu():
         yield
         return
     everywhere = NamedSharding(mesh, PartitionSpec())
-    block = jnp.zeros((need.temporary,), jnp.uint8, device=everywhere).block_until_ready()
+    size = need.temporary + need.results + ROUNDING
+    block = jnp.zeros((size,), jnp.uint8, device=everywhere).block_until_ready()
     try:
         yield
     finally:
@@ -218,7 +257,7 @@ def attempt_capped(config: EngineConfig, max_position: int, trial: Trial, limit:
         try:
             return pool.submit(_capped, config, max_position, trial, limit).result()
         except BrokenProcessPool:
-            return Outcome(False)
+            return Outcome(False, failed_at="process: the operating system ended it")
 
 
 def _capped(config: EngineConfig, max_position: int, trial: Trial, limit: int) -> Outcome:
