@@ -310,6 +310,23 @@ def host_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
             yield report["cpu"], f"{one['running']}", *figures, links([path])
 
 
+def follower_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
+    """Yield what the other processes of an engine cost process 0 in a step."""
+    for path, report in reports.items():
+        if report.get("command_name") == "followers":
+            yield (
+                report.get("cpu", report["device"]),
+                report["model"],
+                f"{report['processes']}",
+                f"{report['step_ms']:.0f}",
+                f"{report['record_us']:.0f}",
+                f"{report['sender_cpu_us']:.0f}",
+                f"{report['overhead']:.3%}",
+                f"{len(report['overheads'])}",
+                links([path]),
+            )
+
+
 def transport_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
     """Yield the rates of the HTTP server without a device."""
     for path, report in reports.items():
@@ -599,6 +616,16 @@ SECTIONS = (
         "CPU milliseconds of the engine's host work in one step.",
         ("CPU", "running requests", "tokens a step", "median ms", "p99 ms", "report"),
         host_rows,
+    ),
+    (
+        "One engine of several processes",
+        "Process 0 records each step for the others, and a thread sends the record while the step runs. The "
+        "overhead is a recording over a step, the median of the batches.",
+        (
+            *("processor", "model", "processes", "step, ms", "recording, µs", "sender's CPU, µs"),
+            *("overhead", "batches", "report"),
+        ),
+        follower_rows,
     ),
     (
         "HTTP transport",

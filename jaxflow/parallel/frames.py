@@ -22,9 +22,23 @@ class FrameError(ConnectionError):
 
 def frame(kind: bytes, payload: bytes = b"") -> bytes:
     """Return the bytes of a frame. `kind`: one byte."""
+    return _header(kind, payload) + payload
+
+
+def send_frame(link: socket.socket, kind: bytes, payload: bytes) -> None:
+    """Send a frame without a copy of its payload. Raises: FrameError, OSError."""
+    head = _header(kind, payload)
+    sent = link.sendmsg((head, payload))
+    if sent < len(head):
+        link.sendall(head[sent:])
+    if rest := memoryview(payload)[max(0, sent - len(head)) :]:
+        link.sendall(rest)
+
+
+def _header(kind: bytes, payload: bytes) -> bytes:
     if len(payload) > MOST_BYTES:
         raise FrameError(f"a payload of {len(payload)} bytes, and at most {MOST_BYTES} are sent")
-    return _HEADER.pack(kind, len(payload)) + payload
+    return _HEADER.pack(kind, len(payload))
 
 
 def read_frame(link: socket.socket, most_bytes: int = MOST_BYTES) -> tuple[bytes, bytes]:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
-from jaxflow.parallel.frames import HANDSHAKE_S, FrameError, frame, greet, read_frame, welcome
+from jaxflow.parallel.frames import HANDSHAKE_S, FrameError, frame, greet, read_frame, send_frame, welcome
 from jaxflow.parallel.launch import LOST
 from jaxflow.parallel.processes import Processes, ProcessesError
 
@@ -32,7 +32,7 @@ FAREWELL_S = 1.0
 _SMALL_BYTES = 64 << 10  # most bytes of a follower's frame
 _PROGRESS = struct.Struct("!QQQ")
 _CALL, _BEAT, _STOP, _END = b"C", b"B", b"S", b"E"  # from process 0
-_PROGRESS_KIND, _FAULT, _LEAVE, _READY_TO_END = b"P", b"F", b"L", b"R"  # from a follower
+_PROGRESS_KIND, _FAULT, _LEAVE, _READY_TO_END, _ANSWER = b"P", b"F", b"L", b"R", b"A"  # from a follower
 
 
 def say_and_exit(text: str, status: int = LOST) -> NoReturn:
@@ -64,6 +64,10 @@ class Followers:
     Args:
       step_timeout_s: longest time of a step.
       on_leave: called when a follower was asked to stop; the default sends this process the same signal.
+
+    Attributes:
+      on_answer: called with the rank and the payload of an answer to a call (`Leader.answer`), on any thread.
+      sender: the thread that sends the calls.
     """
 
     def __init__(self, processes: Processes, step_timeout_s: float, on_leave: Callable[[int], None]):
@@ -72,23 +76,40 @@ class Followers:
         self._stopping = threading.Event()
         self._ending = threading.Lock()
         self.sent = 0  # calls
+        self.on_answer: Callable[[int, bytes], None] = lambda rank, payload: None
         self._without_progress_s: Callable[[], float] = lambda: 0.0
         self._fault: Callable[[], BaseException | None] = lambda: None
         self._links = _accept(processes)
+        self._calls: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()  # None: no more calls
+        self._lost: ProcessesError | None = None
+        self.sender = threading.Thread(target=self._send_calls, name="sender", daemon=True)
+        self.sender.start()
         for follower in self._links:
             threading.Thread(target=self._listen, args=(follower,), name="follower", daemon=True).start()
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
     def send(self, call: bytes) -> None:
-        """Send a call to every follower, in the order of the calls. Called by the engine's thread only."""
-        whole = frame(_CALL, call)
+        """Send a call to every follower, in the order of the calls. Called by the engine's thread only.
+
+        A thread sends, so the engine waits for no connection: the call travels while a step runs.
+
+        Raises:
+          ProcessesError: an earlier call did not reach a follower.
+        """
+        if self._lost is not None:
+            raise self._lost
         self.sent += 1
-        for follower in self._links:
-            with follower.lock:
-                try:
-                    follower.link.sendall(whole)
-                except OSError as error:  # the thread that listens ends everything, with the reason
-                    raise ProcessesError(f"process {follower.rank} ended ({error})") from error
+        self._calls.put(call)
+
+    def _send_calls(self) -> None:
+        while (call := self._calls.get()) is not None:
+            for follower in self._links:
+                with follower.lock:
+                    try:
+                        send_frame(follower.link, _CALL, call)
+                    except OSError as error:  # the thread that listens ends everything, with the reason
+                        self._lost = ProcessesError(f"process {follower.rank} ended ({error})")
+                        return
 
     def watch_closely(
         self, seconds_without_progress: Callable[[], float], fault: Callable[[], BaseException | None]
@@ -103,6 +124,8 @@ class Followers:
 
     def stop(self) -> None:
         """Let every follower end in order, after the last call."""
+        self._calls.put(None)
+        self.sender.join()
         self._stopping.set()
         for follower in self._links:
             self._send_now(follower, frame(_STOP), FAREWELL_S)
@@ -149,6 +172,8 @@ class Followers:
                     self.end_all(f"process {follower.rank} failed: {payload[1:].decode()}", payload[0])
                 elif kind == _LEAVE:
                     self._on_leave(follower.rank)
+                elif kind == _ANSWER:
+                    self.on_answer(follower.rank, payload)
                 elif kind == _READY_TO_END:
                     follower.gone.set()
                 else:
@@ -225,6 +250,10 @@ class Leader:
         time.sleep(2 * FAREWELL_S)  # process 0 answers with the end of all
         self._ending.acquire()
         say_and_exit(f"process {self.processes.rank} failed: {text}", status)
+
+    def answer(self, payload: bytes) -> None:
+        """Send the answer to a call to process 0. Any thread may call this method."""
+        self._send(frame(_ANSWER, payload))
 
     def ask_to_stop(self) -> None:
         """Tell process 0 that this process was asked to stop. Safe in a signal handler's thread."""

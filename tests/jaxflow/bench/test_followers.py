@@ -24,5 +24,7 @@ def test_a_report(tmp_path):
     assert done.returncode == 0, done.stderr
     found = json.loads(report.read_text())
     assert found["steps"] >= 15 and found["processes"] == 2
-    assert 0 < found["send_us"] <= found["send_p99_us"]
-    assert found["overhead"] == pytest.approx(found["send_us"] / 1e3 / found["step_ms"])
+    assert 0 < found["record_us"] <= found["record_p99_us"]
+    assert found["sender_cpu_us"] > 0
+    (overhead,) = found["overheads"]
+    assert found["overhead"] == overhead == pytest.approx(found["record_us"] / 1e3 / found["step_ms"])

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxflow.parallel.frames import FrameError, frame, greet, read_frame, welcome
+from jaxflow.parallel.frames import FrameError, frame, greet, read_frame, send_frame, welcome
 from jaxflow.parallel.processes import differences
 
 NONCES = bytes(range(32)), bytes(range(32, 64))
@@ -33,6 +33,24 @@ def test_frames_arrive_in_order_however_they_are_cut(frames, piece):
         with pytest.raises(FrameError):
             read_frame(theirs)
         sender.join()
+
+
+class Slow:
+    """A socket that takes a few bytes of a message."""
+
+    def __init__(self, link: socket.socket, most: int):
+        self.link, self.most, self.sendall = link, most, link.sendall
+
+    def sendmsg(self, parts: tuple[bytes, bytes]) -> int:
+        return self.link.send(b"".join(parts)[: self.most])
+
+
+@given(st.binary(max_size=40), st.integers(1, 50))
+def test_a_frame_is_sent_whole_whatever_the_first_call_takes(payload, most):
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        send_frame(Slow(ours, most), b"C", payload)  # type: ignore[arg-type]
+        assert read_frame(theirs) == (b"C", payload)
 
 
 def test_a_long_frame_is_refused_before_it_is_read():
