@@ -32,6 +32,7 @@ from jaxflow.engine.layout import StepLayout
 from jaxflow.engine.lowered_cache import LoweredPrograms, compile_program
 from jaxflow.engine.programs import FULL_DONATES, REPLICATED, STEP_DONATES, Programs, Rows, head, prompt_head
 from jaxflow.kv.device_cache import cache_shapes, cache_spec, make_cache, page_groups
+from jaxflow.kv.tiers.page import Page
 from jaxflow.kv.tiers.page_copies import PageCopies
 from jaxflow.model.logprobs import LogprobsOut
 from jaxflow.model.ops import head_table
@@ -93,11 +94,11 @@ class Recorder(Protocol):
         """Take a call of `set_slot`."""
         ...
 
-    def gathered(self, group: int, pages: Sequence[int], found: Sequence[jax.Array]) -> None:
+    def gathered(self, group: int, pages: Sequence[int], found: Sequence[Page]) -> None:
         """Take a call of `gather_pages` and its results."""
         ...
 
-    def scatter_pages(self, group: int, pages: Sequence[int], data: Sequence[jax.Array]) -> None:
+    def scatter_pages(self, group: int, pages: Sequence[int], data: Sequence[Page]) -> None:
         """Take a call of `scatter_pages`."""
         ...
 

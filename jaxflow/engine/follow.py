@@ -11,14 +11,18 @@ import jax
 from jaxflow.engine.executor import Executor, Pending
 from jaxflow.engine.recorded_calls import every_layout, replay
 from jaxflow.engine.staged_executor import StagedExecutor
+from jaxflow.kv.tiers.disk_parts import FollowerDisk
+from jaxflow.kv.tiers.disk_tier import DiskTier
 from jaxflow.parallel.launch import LOST
 from jaxflow.parallel.links import Leader
 
 log = logging.getLogger(__name__)
 
 
-def follow(executor: Executor | StagedExecutor, leader: Leader) -> None:
+def follow(executor: Executor | StagedExecutor, leader: Leader, disk: DiskTier | None = None) -> None:
     """Replay the calls of process 0 on this process's devices. Return once process 0 stops.
+
+    disk: of this process's parts of the KV pages; None without a disk tier.
 
     A fault ends all processes, see `Leader.fail`. A first signal to end asks process 0 to drain and stop; a second
     one ends this process at once.
@@ -29,9 +33,10 @@ def follow(executor: Executor | StagedExecutor, leader: Leader) -> None:
     waiting.start()
     layouts = every_layout(executor)
     pages: dict[int, Any] = {}
+    parts = None if disk is None else FollowerDisk(disk, pages, leader.answer)
     try:
         for call in leader.calls():
-            steps.put(replay(executor, layouts, pages, call))
+            steps.put(replay(executor, layouts, pages, call, parts))
     except Exception as error:
         _fail(leader, error)
 

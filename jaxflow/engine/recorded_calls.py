@@ -17,7 +17,8 @@ import numpy as np
 from jaxflow.engine.executor import Executor, Pending
 from jaxflow.engine.layout import StepLayout
 from jaxflow.engine.staged_executor import StagedExecutor
-from jaxflow.kv.tiers.page import copy_to
+from jaxflow.kv.tiers.disk_parts import FollowerDisk
+from jaxflow.kv.tiers.page import Page, copy_to
 from jaxflow.model.slot_params import SlotParams, slot_values
 
 
@@ -70,8 +71,43 @@ class Free(msgspec.Struct, frozen=True, array_like=True, tag=5):
     names: list[int]
 
 
+class WritePart(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    """A call of `FollowerDisk.write`."""
+
+    key: bytes
+    name: int
+
+
+class ReadPart(msgspec.Struct, frozen=True, array_like=True, tag=7):
+    """A call of `FollowerDisk.read`."""
+
+    key: bytes
+    name: int
+
+
+class LosePart(msgspec.Struct, frozen=True, array_like=True, tag=8):
+    """A call of `FollowerDisk.lose`."""
+
+    key: bytes
+    name: int
+
+
+class TouchParts(msgspec.Struct, frozen=True, array_like=True, tag=9):
+    """A call of `FollowerDisk.touch`."""
+
+    keys: list[bytes]
+
+
+class CloseParts(msgspec.Struct, frozen=True, array_like=True, tag=10):
+    """A call of `FollowerDisk.close`."""
+
+    keys: list[bytes]
+    names: list[int]
+
+
+DiskCall = WritePart | ReadPart | LosePart | TouchParts | CloseParts
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Run | SetSlot | Gather | Scatter | Copy | Free).decode
+_decode = msgspec.msgpack.Decoder(Run | SetSlot | Gather | Scatter | Copy | Free | DiskCall).decode
 
 
 class Channel(Protocol):
@@ -96,7 +132,7 @@ class Recorder:
 
     def __init__(self, executor: Executor | StagedExecutor, channel: Channel):
         self._places = {layout.key: place for place, layout in enumerate(every_layout(executor))}
-        self._channel = channel
+        self.channel = channel
         self._names: dict[int, int] = {}  # the names of the living pages outside the cache, by `id`
         self._count = 0
         self._freed: collections.deque[tuple[int, int]] = collections.deque()  # any thread may free a page
@@ -112,39 +148,74 @@ class Recorder:
         """Send a call of `Executor.run`."""
         self._free()
         place, found = self._places[layout.key], None if targets is None else targets.tobytes()
-        self._channel.send(_encode(Run(place, full, buffer.tobytes(), appends.tobytes(), found)))
+        self.channel.send(_encode(Run(place, full, buffer.tobytes(), appends.tobytes(), found)))
 
     def set_slot(self, slot: int, values: SlotParams, token_ids: np.ndarray, num_prompt: int) -> None:
         """Send a call of `Executor.set_slot`."""
         leaves = [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(values)]
         ids = np.asarray(token_ids, np.int32).tobytes()
-        self._channel.send(_encode(SetSlot(slot, leaves, ids, num_prompt)))
+        self.channel.send(_encode(SetSlot(slot, leaves, ids, num_prompt)))
 
-    def gathered(self, group: int, pages: Sequence[int], found: Sequence[jax.Array]) -> None:
+    def gathered(self, group: int, pages: Sequence[int], found: Sequence[Page]) -> None:
         """Send a call of `Executor.gather_pages`, and name its results."""
-        self._channel.send(_encode(Gather(group, [int(page) for page in pages], self._name(found))))
+        self.channel.send(_encode(Gather(group, [int(page) for page in pages], self._name(found))))
 
-    def scatter_pages(self, group: int, pages: Sequence[int], data: Sequence[jax.Array]) -> None:
+    def scatter_pages(self, group: int, pages: Sequence[int], data: Sequence[Page]) -> None:
         """Send a call of `Executor.scatter_pages`."""
         names = [self._names[id(page)] for page in data]
-        self._channel.send(_encode(Scatter(group, [int(page) for page in pages], names)))
+        self.channel.send(_encode(Scatter(group, [int(page) for page in pages], names)))
 
     def copy(self, pages: Sequence[Any], memory_kind: str | None) -> list[Any]:
-        """Start copies of pages in every process, see `copy_to`. A page is one array."""
+        """Start copies of pages in every process, see `copy_to`."""
         copies = copy_to(pages, memory_kind)
         names = [self._names[id(page)] for page in pages]
-        self._channel.send(_encode(Copy(names, memory_kind, self._name(copies))))
+        self.channel.send(_encode(Copy(names, memory_kind, self._name(copies))))
         return copies
+
+    # ---- the disks of all processes, see `jaxflow.kv.tiers.disk_parts.PartCalls`
+
+    def write_part(self, key: bytes, page: Any) -> None:
+        """Let every follower write its part of a page."""
+        self.channel.send(_encode(WritePart(key, self._names[id(page)])))
+
+    def read_part(self, key: bytes) -> int:
+        """Let every follower read its part of a page, and return the page's name."""
+        name, self._count = self._count, self._count + 1
+        self.channel.send(_encode(ReadPart(key, name)))
+        return name
+
+    def found_part(self, name: int, page: Any) -> None:
+        """Remember that `page` is the part of process 0 of a page that every process has read."""
+        self._free()
+        self._remember(name, page)
+
+    def lose_part(self, key: bytes, name: int) -> None:
+        """Let every follower forget what it read, and remove its part from the disk."""
+        self.channel.send(_encode(LosePart(key, name)))
+
+    def touch_parts(self, keys: Sequence[bytes]) -> None:
+        """Let every follower mark pages as used now."""
+        self.channel.send(_encode(TouchParts(list(keys))))
+
+    def close_parts(self, pages: Sequence[tuple[bytes, Any]]) -> None:
+        """Let every follower write its parts of the host's pages, and close its disk."""
+        names = [self._names[id(page)] for _, page in pages]
+        self.channel.send(_encode(CloseParts([key for key, _ in pages], names)))
+
+    # ----
 
     def _name(self, pages: Sequence[Any]) -> int:
         """Name new pages by numbers that follow each other, and return the first one."""
         self._free()
         first = self._count
         for page in pages:
-            self._names[id(page)] = self._count
-            weakref.finalize(page, self._freed.append, (id(page), self._count)).atexit = False
+            self._remember(self._count, page)
             self._count += 1
         return first
+
+    def _remember(self, name: int, page: Any) -> None:
+        self._names[id(page)] = name
+        weakref.finalize(page, self._freed.append, (id(page), name)).atexit = False
 
     def _free(self) -> None:
         """Send the names of the pages that ended. Another page may have the `id` of one that ended."""
@@ -153,7 +224,7 @@ class Recorder:
             if self._names.get(identity) == name:
                 del self._names[identity]
         if ended:
-            self._channel.send(_encode(Free([name for _, name in ended])))
+            self.channel.send(_encode(Free([name for _, name in ended])))
 
 
 def replay(
@@ -161,10 +232,13 @@ def replay(
     layouts: list[StepLayout],
     pages: dict[int, Any],
     call: bytes,
+    disk: FollowerDisk | None = None,
 ) -> Pending | None:
     """Make a recorded call. Return the results of a step, None of another call.
 
-    pages: by name, the pages outside the cache; the call may change them.
+    Args:
+      pages: by name, the pages outside the cache; the call may change them.
+      disk: of this process's parts of the pages; None without a disk tier.
 
     Raises:
       ValueError, LookupError, msgspec.MsgspecError: the call is damaged, or another program's.
@@ -179,6 +253,9 @@ def replay(
         return None
     if isinstance(found, Scatter):
         executor.scatter_pages(found.group, found.pages, [pages[name] for name in found.names])
+        return None
+    if isinstance(found, DiskCall):
+        _replay_on_disk(disk, found)
         return None
     if isinstance(found, Copy):
         copies = copy_to([pages[name] for name in found.names], found.memory_kind)
@@ -195,6 +272,22 @@ def replay(
     buffer, appends = _ints(found.buffer, layout.size), _ints(found.appends).reshape(-1, 4)
     targets = None if found.targets is None else _ints(found.targets, layout.tokens)
     return executor.run(layout, buffer, appends, full=found.full, targets=targets)
+
+
+def _replay_on_disk(disk: FollowerDisk | None, call: DiskCall) -> None:
+    if disk is None:
+        raise ValueError("a call of the disk tier, and this process has none")
+    match call:
+        case WritePart(key, name):
+            disk.write(key, name)
+        case ReadPart(key, name):
+            disk.read(key, name)
+        case LosePart(key, name):
+            disk.lose(key, name)
+        case TouchParts(keys):
+            disk.touch(keys)
+        case CloseParts(keys, names):
+            disk.close(keys, names)
 
 
 def _ints(raw: bytes, size: int | None = None) -> np.ndarray:

@@ -4,7 +4,7 @@ A step runs on the stages in turn. The host enqueues all stages of a step at onc
 goes from stage to stage by copies that the host does not wait for. While a stage runs one step, the stages
 before it run the next ones. Each stage holds the KV pages of its layers and a copy of the page tables. All
 stages apply the same changes in the same order, so pages can change hands as on one device. A page that leaves
-for a lower tier is the tuple of the stages' parts.
+for a lower tier consists of the stages' parts, in each process those of its own stages.
 """
 
 import collections
@@ -17,6 +17,7 @@ import numpy as np
 
 from jaxflow.engine.executor import Executor, Pending, Recorder, rehearse, rehearsed
 from jaxflow.engine.layout import StepLayout
+from jaxflow.kv.tiers.page import Parts
 from jaxflow.model.slot_params import SlotParams
 from jaxflow.parallel.hand_over import Exchange, hand_over
 
@@ -61,8 +62,11 @@ class StagedExecutor:
     def allocate(self, num_pages: tuple[int, ...]) -> None:
         """Allocate each stage's KV cache and per-slot state. `num_pages`: pages of each layer group."""
         self.num_pages = num_pages
-        for stage in self._here:
-            stage.allocate(num_pages)
+        for stage in self.stages:
+            if stage.is_here:
+                stage.allocate(num_pages)
+            else:
+                stage.num_pages = num_pages
         self._drawn.append((np.ones(self.slots, bool), self._tokens_to_first()))
 
     def temporary_bytes(self) -> int:
@@ -133,26 +137,32 @@ class StagedExecutor:
 
     # ---- pages of the KV cache
 
-    def page_shapes(self) -> list[tuple[jax.ShapeDtypeStruct, ...]]:
-        """Return the shapes of the parts of a page of each layer group (`jaxflow.kv.tiers.page`)."""
+    def page_shapes(self) -> list[Parts]:
+        """Return the shapes of the parts of a page of each layer group, over all processes."""
         return [
-            tuple(stage.page_shapes()[own] for stage, own in self._holders(group))
+            Parts(tuple(stage.page_shapes()[own] for stage, own in self._holders(group)))
             for group in range(self.groups)
         ]
 
-    def gather_pages(self, group: int, pages: Sequence[int]) -> list[tuple[jax.Array, ...]]:
+    def gather_pages(self, group: int, pages: Sequence[int]) -> list[Parts]:
         """Enqueue a read of pages of one layer group on its stages, each after the stage's enqueued steps.
 
         Returns:
-          The parts of each page, see `Executor.gather_pages`.
+          The parts of each page that lie in this process, see `Executor.gather_pages`.
         """
-        parts = [stage.gather_pages(own, pages) for stage, own in self._holders(group)]
-        return list(zip(*parts, strict=True))
+        by_stage = [stage.gather_pages(own, pages) for stage, own in self._holders(group) if stage.is_here]
+        found = [Parts(tuple(pages_of[i] for pages_of in by_stage)) for i in range(len(pages))]
+        if self.recorder is not None:
+            self.recorder.gathered(group, pages, found)
+        return found
 
-    def scatter_pages(self, group: int, pages: Sequence[int], data: Sequence[tuple[jax.Array, ...]]) -> None:
+    def scatter_pages(self, group: int, pages: Sequence[int], data: Sequence[Parts]) -> None:
         """Enqueue a write of the parts of pages on the group's stages. Arguments: see `Executor.scatter_pages`."""
-        for (stage, own), parts in zip(self._holders(group), zip(*data, strict=True), strict=True):
-            stage.scatter_pages(own, pages, parts)
+        if self.recorder is not None:
+            self.recorder.scatter_pages(group, pages, data)
+        here = [(stage, own) for stage, own in self._holders(group) if stage.is_here]
+        for at, (stage, own) in enumerate(here):
+            stage.scatter_pages(own, pages, [page.parts[at] for page in data])
 
     def _holders(self, group: int) -> list[tuple[Executor, int]]:
         """Return the stages with layers of a group, and the group's number among those of the stage."""

@@ -48,7 +48,9 @@ from jaxflow.kv.tiers.start import (
     best_seconds,
     check_host,
     device_bytes,
+    disk_tier,
     open_disk,
+    pinned_bytes,
     pinned_pool_gib,
     reserve,
     start_host_tier,
@@ -261,7 +263,8 @@ def start_engine(
         team.compare(given, config, checkpoint, plans)
     fingerprint = kv_fingerprint(config, checkpoint)
     with contextlib.ExitStack() as undo:
-        disk = open_disk(config, checkpoint.model_config, fingerprint)
+        part = None if team is None else team.part(own_page_bytes(config, checkpoint.model_config))
+        disk = open_disk(config, checkpoint.model_config, fingerprint, part)
         if disk is not None:
             undo.callback(disk.close)
         warm_up_s = 0.0
@@ -272,13 +275,16 @@ def start_engine(
                 warm_up_s = executor.warm_up(_advance(bar))
         if team is not None:
             if config.kv_offloading_size and team.leader is not None and on_gpu():
-                reserve(executor.page_shapes(), int(config.kv_offloading_size * 2**30))
-            team.follow_or_lead(executor)
+                reserve(executor.page_shapes(), pinned_bytes(config, executor.page_shapes(), disk))
+            team.follow_or_lead(
+                executor, lambda: None if disk is None else disk_tier(disk, executor.page_shapes())
+            )
         tier = None
         if config.kv_offloading_size:
             measure = functools.partial(prefill_seconds_per_token, executor)
             copy = copy_to if team is None else team.recorder.copy
-            tier = start_host_tier(config, executor.page_shapes(), measure, disk, copy=copy)
+            share = None if team is None else team.share_disk
+            tier = start_host_tier(config, executor.page_shapes(), measure, disk, copy=copy, share=share)
         loop = make_loop(config, checkpoint.model_config, executor, tier, fingerprint=fingerprint)
         driver = Driver(loop)
         if team is not None:
@@ -335,6 +341,18 @@ def make_staged_executor(
     for stage in executor.stages:
         _add_page_copies(config, stage)
     return executor
+
+
+def own_page_bytes(config: EngineConfig, model: ModelConfig) -> tuple[int, ...]:
+    """Return the bytes of a page of each layer group on the devices of this process. config: resolved."""
+    tp, stages = config.tensor_parallel_size, stages_of(stage_layers(config, model))
+    found = dict.fromkeys(model.windows, 0)
+    for stage, mesh in zip(stages, stage_meshes(tp, len(stages)), strict=True):
+        groups = page_groups(stage.config(model), config.kv_cache_dtype, tp)
+        devices = len(mesh.local_devices) if is_here(mesh) else 0
+        for group, size in zip(groups, page_bytes(groups, config.block_size, tp), strict=True):
+            found[group.window] += devices * size
+    return tuple(found.values())
 
 
 def _add_page_copies(config: EngineConfig, stage: Executor) -> None:

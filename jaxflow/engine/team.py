@@ -21,6 +21,8 @@ from jaxflow.engine.executor import Executor
 from jaxflow.engine.follow import follow
 from jaxflow.engine.recorded_calls import Recorder
 from jaxflow.engine.staged_executor import StagedExecutor
+from jaxflow.kv.tiers.disk_parts import Part, SharedDiskTier
+from jaxflow.kv.tiers.disk_tier import DiskTier
 from jaxflow.model import softmax_range
 from jaxflow.model.checkpoints.checkpoint import Checkpoint
 from jaxflow.model.checkpoints.fingerprint import fingerprint
@@ -89,15 +91,31 @@ class Team:
             self.processes, self.processes.launch.host if self.leader is None else self.leader.own_host
         )
 
-    def follow_or_lead(self, executor: Executor | StagedExecutor) -> None:
-        """Record the calls of a warm executor in process 0. In the others, follow process 0 until its end, and exit."""
+    def part(self, page_bytes: tuple[int, ...]) -> Part:
+        """Return the part of every KV page that this process has, of these bytes in each page group."""
+        return Part(self.processes.rank, self.processes.count, page_bytes)
+
+    def follow_or_lead(
+        self, executor: Executor | StagedExecutor, disk: Callable[[], DiskTier | None] = lambda: None
+    ) -> None:
+        """Record the calls of a warm executor in process 0. In the others, follow process 0 until its end, and exit.
+
+        disk: make the disk tier of a follower; None without one.
+        """
         if self.leader is not None:
             executor.compile_deferred()
-            follow(executor, self.leader)
+            follow(executor, self.leader, disk())
             leave()
             raise SystemExit(0)
         assert self.followers is not None
         self.recorder = executor.recorder = Recorder(executor, self.followers)
+
+    def share_disk(self, own: DiskTier) -> SharedDiskTier:
+        """Return the disk tier of all processes, from the one of process 0."""
+        assert self.followers is not None
+        shared = SharedDiskTier(own, self.recorder, self.processes.count - 1)
+        self.followers.on_answer = shared.answer
+        return shared
 
     def watch(self, driver: Driver) -> None:
         """End all processes once the engine of process 0 fails, or makes no progress for too long."""
@@ -141,12 +159,6 @@ def join_team(config: EngineConfig, environ: Mapping[str, str] = os.environ) -> 
     launch = launch_of(config, environ)
     if launch is None:
         return None
-    if config.kv_offloading_size and config.pipeline_parallel_size > 1:
-        accepted = "0 with several processes and pipeline stages: a page has a part in each process"
-        raise ConfigError("kv_offloading_size", config.kv_offloading_size, accepted)
-    if config.kv_disk_path is not None:
-        accepted = "unset with several processes: no process has all of a page"
-        raise ConfigError("kv_disk_path", config.kv_disk_path, accepted)
     return Team(join(launch, config.join_timeout_s), config.step_timeout_s)
 
 

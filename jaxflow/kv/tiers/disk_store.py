@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 WRITE_QUEUE_BYTES = 256 << 20
 READ_AHEAD = 64  # maximum number of pages that are being read or wait for a reader
 READERS = 4
+_NOTHING = np.empty(0, np.uint8)  # a process may have no part of a page
 RETRY_S = 60.0  # time without writes after an error of the disk
 
 
@@ -215,6 +216,13 @@ class DiskStore:
             self._count("misses", int(not present))
         return self._read(key) if present else None
 
+    def remove(self, key: bytes) -> None:
+        """Remove a page. The writer's thread removes the file."""
+        with self._lock:
+            if not self._closed:
+                self._index.discard(key)
+                self._writer.submit(page_file.remove, self._path(key))
+
     def file_bytes(self, key: bytes) -> int:
         """Return the size of a page's file. Raises: ValueError for an invalid key."""
         return self._length(key) + HEADER_BYTES
@@ -297,7 +305,7 @@ class DiskStore:
             if closed:
                 return None
             if queued is not None:
-                page = np.concatenate(page_file.page_parts(queued, self._length(key)))
+                page = np.concatenate([_NOTHING, *page_file.page_parts(queued, self._length(key))])
             else:
                 page = page_file.read(path, self._fingerprint, key, self._length(key))
             with self._lock:

@@ -7,6 +7,7 @@ server loses only the pages that were not written yet. The engine's thread calls
 """
 
 import collections
+import functools
 import logging
 import queue
 import time
@@ -49,9 +50,9 @@ class DiskTier:
 
     # ---- down
 
-    def put(self, key: Key, page: Any, *, opportunistic: bool) -> None:
-        """Queue the write of a host page. `opportunistic`: see `DiskStore.put`."""
-        self.disk.put(key, self._data(page), opportunistic=opportunistic)
+    def put(self, key: Key, page: Any, *, opportunistic: bool) -> bool:
+        """Queue the write of a host page, and return True if the disk or the queue has it. See `DiskStore.put`."""
+        return self.disk.put(key, self._data(page), opportunistic=opportunistic)
 
     def touch(self, keys: Sequence[Key]) -> None:
         """Mark pages as used now, the last page as the most recent one."""
@@ -105,22 +106,32 @@ class DiskTier:
             key = self._requested.popleft()
             if not self._num_reading:
                 self._begin_s = time.monotonic()
-            future = self.disk.prefetch(key)
             self._num_reading += 1
-            if future is None:
-                self._read_pages.put((key, None, time.monotonic()))
-            else:
-                future.add_done_callback(lambda future, key=key: self._on_read(key, future))
+            self.fetch(key, functools.partial(self._take, key))
 
-    def _on_read(self, key: Key, future: Future[np.ndarray | None]) -> None:
-        """Convert a page, on a thread of the disk store."""
-        page = None
+    def _take(self, key: Key, page: Any) -> None:
+        self._read_pages.put((key, page, time.monotonic()))
+
+    def fetch(self, key: Key, take: Callable[[Any], None]) -> None:
+        """Start to read a page at once. `take` gets the page, or None after an error, maybe on another thread."""
+        future = self.disk.prefetch(key)
+        if future is None:
+            take(None)
+        else:
+            future.add_done_callback(lambda future: take(self._page(key, future)))
+
+    def _page(self, key: Key, future: Future[np.ndarray | None]) -> Any:
+        """Return a page that was read, or None after an error."""
         try:
             payload = future.result()
-            page = None if payload is None else self._from_bytes(key[0], payload)
+            return None if payload is None else self._from_bytes(key[0], payload)
         except Exception:
             log.exception("page %s cannot be read", key.hex())
-        self._read_pages.put((key, page, time.monotonic()))
+            return None
+
+    def remove(self, key: Key) -> None:
+        """Remove a page from the disk."""
+        self.disk.remove(key)
 
     # ---- the end
 

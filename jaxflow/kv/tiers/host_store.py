@@ -41,7 +41,7 @@ class LowerTier(Protocol):
         """Return True for a page of the tier."""
         ...
 
-    def put(self, key: Key, page: Any, *, opportunistic: bool) -> None:
+    def put(self, key: Key, page: Any, *, opportunistic: bool) -> object:
         """Take a page; `opportunistic`: only if this costs nothing, because the page is offered again."""
         ...
 

@@ -4,8 +4,10 @@ import dataclasses
 import itertools
 import logging
 import shutil
+import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,10 +16,11 @@ import numpy as np
 from jaxflow.config import ConfigError, EngineConfig, ModelConfig
 from jaxflow.kv.device_cache import page_bytes, page_groups
 from jaxflow.kv.page_tables import PageTables
-from jaxflow.kv.tiers.disk_store import READERS, WRITE_QUEUE_BYTES, DiskStore
+from jaxflow.kv.tiers.disk_parts import Part
+from jaxflow.kv.tiers.disk_store import READ_AHEAD, READERS, WRITE_QUEUE_BYTES, DiskStore
 from jaxflow.kv.tiers.disk_tier import DiskTier
 from jaxflow.kv.tiers.host_machine import bind, free_host_bytes, gpu_bus_ids, near_cpus, run_bound
-from jaxflow.kv.tiers.host_store import HostStore
+from jaxflow.kv.tiers.host_store import HostStore, LowerTier
 from jaxflow.kv.tiers.offload import CopyPages, KvOffload, PageCache, Transfers, in_calls
 from jaxflow.kv.tiers.page import (
     HOST_MEMORY,
@@ -26,6 +29,7 @@ from jaxflow.kv.tiers.page import (
     copy_to,
     from_bytes,
     largest_shard,
+    own_size,
     page_size,
     to_bytes,
 )
@@ -102,27 +106,51 @@ def _page_bytes(config: EngineConfig, model: ModelConfig) -> tuple[int, ...]:
 # ---- disk
 
 
-def open_disk(config: EngineConfig, model: ModelConfig, fingerprint: bytes) -> DiskStore | None:
+def open_disk(
+    config: EngineConfig, model: ModelConfig, fingerprint: bytes, part: Part | None = None
+) -> DiskStore | None:
     """Open and lock the configured folder, before the model is loaded. Return None without a disk tier.
 
     Args:
       config: resolved.
       fingerprint: fingerprint of the model and its settings (`jaxflow.model.checkpoints.fingerprint`).
+      part: the part of every page that this process has, and the share of `kv_disk_size`; None for all.
 
     Raises: ConfigError.
     """
     if config.kv_disk_path is None or config.kv_disk_size is None:
         return None
-    tp = config.tensor_parallel_size
+    whole = [size * config.tensor_parallel_size for size in _page_bytes(config, model)]
+    folder, sizes, read_ahead = Path(config.kv_disk_path), whole, READ_AHEAD
+    if part is not None:
+        folder, sizes = _folder_of_part(folder, part), part.page_bytes
+        stages = config.pipeline_parallel_size
+        fingerprint += b", part %d of %d, %d stages" % (part.rank, part.count, stages)
+        if part.rank:  # process 0 bounds the reads of all
+            read_ahead = sys.maxsize
     cpus = near_cpus(gpu_bus_ids(config.parallel.devices)) if on_gpu() else None
-    capacity, sizes = int(config.kv_disk_size * 2**30), [size * tp for size in _page_bytes(config, model)]
-    disk = DiskStore(config.kv_disk_path, capacity, fingerprint, sizes, prepare=lambda: bind(cpus))
+    capacity = int(config.kv_disk_size * 2**30) * sum(sizes) // sum(whole)
+    disk = DiskStore(folder, capacity, fingerprint, sizes, read_ahead=read_ahead, prepare=lambda: bind(cpus))
     try:
         _check_disk_size(config, disk)
     except BaseException:
         disk.close()
         raise
     return disk
+
+
+def _folder_of_part(folder: Path, part: Part) -> Path:
+    """Return the folder of a process: processes of one host, or with one network disk, share `folder`.
+
+    Raises: ConfigError.
+    """
+    own = folder / f"process-{part.rank}-of-{part.count}"
+    try:
+        own.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        accepted = f"an existing folder with write permission ({error.strerror})"
+        raise ConfigError("kv_disk_path", str(folder), accepted) from None
+    return own
 
 
 def _check_disk_size(config: EngineConfig, disk: DiskStore) -> None:
@@ -173,6 +201,7 @@ def start_host_tier(
     *,
     costs: FetchCosts | None = None,
     copy: CopyPages = copy_to,
+    share: Callable[[DiskTier], LowerTier] | None = None,
 ) -> HostTier:
     """Reserve the host memory, and measure the costs of a fetch.
 
@@ -182,6 +211,7 @@ def start_host_tier(
       seconds_per_token: measure the time of a token's prefill.
       costs: None to measure the costs.
       copy: starts the engine's copies, as `copy_to`.
+      share: return the disk tier of all processes from the one of this process; None for one process.
 
     Raises: ConfigError for more memory than can be pinned.
     """
@@ -190,13 +220,13 @@ def start_host_tier(
     sizes = tuple(map(page_size, pages))
     begin = time.perf_counter()
     if on_gpu():  # on other platforms host memory is not pinned
-        reserved = capacity + (0 if disk is None else disk_pinned_bytes(max(sizes)))
         try:
-            run_bound(cpus, lambda: reserve(pages, reserved))
+            run_bound(cpus, lambda: reserve(pages, pinned_bytes(config, pages, disk)))
         except jax.errors.JaxRuntimeError as error:
             accepted = f"at most the host memory that can be pinned ({str(error).splitlines()[0]})"
             raise ConfigError("kv_offloading_size", config.kv_offloading_size, accepted) from None
-    costs = costs or FetchCosts(link_bytes_per_s(pages[0]), latency_s(pages[0]), seconds_per_token())
+    page = max(pages, key=own_size)
+    costs = costs or FetchCosts(link_bytes_per_s(page), latency_s(page), seconds_per_token())
     log.info(
         "host tier: %.1f GiB of pages of %s bytes, reserved in %.1f s; %.1f GB/s to the device, "
         "%.2f us of prefill a token",
@@ -206,8 +236,20 @@ def start_host_tier(
         costs.bytes_per_s / 1e9,
         costs.seconds_per_token * 1e6,
     )
-    store = HostStore(capacity, sizes, None if disk is None else disk_tier(disk, pages))
+    lower: LowerTier | None = None
+    if disk is not None:
+        own = disk_tier(disk, pages)
+        lower = own if share is None else share(own)
+    store = HostStore(capacity, sizes, lower)
     return HostTier(store, costs, staging_limit(pages), Transfers(copy), cpus)
+
+
+def pinned_bytes(config: EngineConfig, pages: Sequence[PageShape], disk: DiskStore | None) -> int:
+    """Return the bytes of pages, over all processes, whose host memory is pinned at the start."""
+    capacity, largest = int(config.kv_offloading_size * 2**30), max(pages, key=own_size)
+    if disk is None:
+        return capacity
+    return capacity + disk_pinned_bytes(own_size(largest)) * page_size(largest) // own_size(largest)
 
 
 def disk_pinned_bytes(page_bytes: int) -> int:
@@ -224,7 +266,7 @@ def reserve(pages: Sequence[PageShape], capacity_bytes: int) -> None:
 
     Without the reservation the first copy of each page waits for the allocation: 2 to 25 GB/s instead of 50.
     """
-    largest = max(pages, key=page_size)
+    largest = max(pages, key=own_size)
     blank, count = blank_page(largest), -(-capacity_bytes // page_size(largest))
     kept = [copy_to(some, HOST_MEMORY) for some in itertools.batched([blank] * count, _BATCH)]
     jax.block_until_ready(kept)

@@ -14,7 +14,7 @@ from hypothesis.extra import numpy as drawn
 
 from jaxflow.engine.layout import StepLayout
 from jaxflow.engine.recorded_calls import Recorder, every_layout, replay
-from jaxflow.kv.tiers.page import HOST_MEMORY
+from jaxflow.kv.tiers.page import HOST_MEMORY, Parts
 from jaxflow.model.slot_params import slot_values
 
 LAYOUTS = {
@@ -119,6 +119,23 @@ def test_pages_outside_the_cache(moves):
     for call in sent:
         replay(theirs, every_layout(theirs), pages, call)  # type: ignore[arg-type]
     assert not pages
+
+
+def test_a_process_without_a_part_of_a_page_names_it_too():
+    """Over pipeline stages a process may hold no part; the other processes hold theirs by the same names."""
+    ours, theirs, sent = FakePages(), FakePages(), []
+    recorder = Recorder(ours, types.SimpleNamespace(send=sent.append))  # type: ignore[arg-type]
+    theirs.cache, pages = {(0, 3): 5.0, (0, 4): 6.0}, {}
+    found = [Parts(()), Parts(())]
+    recorder.gathered(0, [3, 4], found)
+    on_host = recorder.copy(found, HOST_MEMORY)
+    recorder.scatter_pages(0, [8, 9], on_host[::-1])
+    assert all(isinstance(page, Parts) for page in on_host)
+    del found, on_host
+    recorder.gathered(0, [], [])
+    for call in sent:
+        replay(theirs, every_layout(theirs), pages, call)  # type: ignore[arg-type]
+    assert not pages and theirs.cache == {(0, 3): 5.0, (0, 4): 6.0, (0, 8): 6.0, (0, 9): 5.0}
 
 
 @pytest.mark.parametrize("call", [b"", b"\x01", msgspec.msgpack.encode([0, 0, False, b"1234", b"", None])])
