@@ -2,12 +2,14 @@
 
 import dataclasses
 
+import msgspec
 import paths
 import pytest
 
 from jaxflow.config import ConfigError, EngineConfig
-from jaxflow.engine.team import OWN_FIELDS, check_mesh, common_values, join_team
+from jaxflow.engine.team import OWN_FIELDS, check_mesh, common_values
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
+from jaxflow.pipeline.handwritten import sequential_plan
 
 
 @pytest.mark.parametrize(
@@ -43,6 +45,25 @@ def test_every_setting_is_compared_but_those_of_a_process():
     assert {name for name in values if values[name] != others[name]} == {"max_waiting"}
 
 
+def test_plans_and_the_table_of_maxima_are_compared(tmp_path):
+    config = EngineConfig(str(paths.MODELS / "tiny-llama"))
+    checkpoint = open_checkpoint(config.model)
+    plan = sequential_plan(checkpoint.model_config, 16)
+    table = tmp_path / "maxima.json"
+
+    def differing(config: EngineConfig, plans: dict) -> set[str]:
+        values, others = (common_values(config, config, checkpoint, each) for each in ({16: [plan]}, plans))
+        return {name for name in values if values[name] != others[name]}
+
+    assert differing(config, {16: [plan]}) == set()
+    assert differing(config, {16: [msgspec.structs.replace(plan, name="another")]}) == {"plans"}
+    calibrated = dataclasses.replace(config, calibration=str(table))
+    before = common_values(calibrated, calibrated, checkpoint, {})
+    table.write_text("{}")
+    after = common_values(calibrated, calibrated, checkpoint, {})
+    assert {name for name in after if before[name] != after[name]} == {"calibration_file"}
+
+
 def test_a_copy_of_the_checkpoint_has_the_same_digest_and_a_changed_one_another(tmp_path):
     config = EngineConfig(str(paths.MODELS / "tiny-llama"))
     for name in ("config.json", "model.safetensors"):
@@ -54,17 +75,3 @@ def test_a_copy_of_the_checkpoint_has_the_same_digest_and_a_changed_one_another(
     damaged[-1] ^= 1
     (tmp_path / "model.safetensors").write_bytes(damaged)
     assert common_values(config, config, copy, {})["weights"] != ours
-
-
-@pytest.mark.parametrize(
-    ("changes", "field"),
-    [
-        ({"pipeline_parallel_size": 2}, "kv_offloading_size"),
-        ({"kv_disk_path": "pages", "kv_disk_size": 1.0}, "kv_disk_path"),
-    ],
-)
-def test_page_tiers_that_need_all_of_a_page_are_refused(changes, field):
-    given = {"coordinator": "127.0.0.1:1", "num_processes": 2, "process_id": 1, "kv_offloading_size": 1.0}
-    with pytest.raises(ConfigError) as refused:
-        join_team(EngineConfig("a-model", **given | changes), {})
-    assert refused.value.field == field

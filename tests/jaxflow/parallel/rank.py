@@ -5,11 +5,13 @@
 Keys other than those of `main` are settings of `LLM`. The faults hit the process at its `FAULT_CALL`-th step.
 """
 
+import dataclasses
 import functools
 import json
 import os
 import sys
 import time
+import types
 from typing import Any
 
 FAULT_CALL = 12
@@ -21,9 +23,16 @@ def inject(fault: str) -> None:
 
     from jaxflow.engine import team
     from jaxflow.engine.executor import Executor
+    from jaxflow.model.checkpoints.checkpoint import Checkpoint
 
-    if fault == "code":
+    if fault in ("program", "weights"):
+        Checkpoint.load = lambda *_, **__: sys.exit("a weight was read")
+    if fault == "program":  # other sources, and other versions of the packages
         team.code_digest = lambda: "another"
+        team.importlib = types.SimpleNamespace(metadata=types.SimpleNamespace(version=lambda name: "0.0"))
+        return
+    if fault == "weights":
+        team.fingerprint = lambda *_, **__: b"others"
         return
     run, calls = Executor.run, []
 
@@ -47,19 +56,22 @@ def main(given: dict[str, Any]) -> None:
 
     requests: prompts. sampling: the settings of the requests. repeat: the number of rounds.
 
-    With a host tier, pages are always loaded, and the tier's counters are printed.
+    With a host tier, pages are always loaded and read from the disk, and the tiers' counters are printed.
     """
     prompts, sampling = given.pop("requests"), given.pop("sampling", {})
     repeat, fault = given.pop("repeat", 1), given.pop("fault", None)
     if fault is not None:
         inject(fault)
     from jaxflow.engine import start
-    from jaxflow.kv.tiers.policy import FetchCosts
+    from jaxflow.kv.tiers import policy
     from jaxflow.llm import LLM
     from jaxflow.request import SamplingParams
+    from pallas_kernels.cards import default_card
 
-    always = FetchCosts(bytes_per_s=1e15, latency_s=0.0, seconds_per_token=1.0)
+    always = policy.FetchCosts(bytes_per_s=1e15, latency_s=0.0, seconds_per_token=1.0)
     start.start_host_tier = functools.partial(start.start_host_tier, costs=always)
+    card = dataclasses.replace(default_card(), disk_patience=1e9)
+    policy.this_card = lambda: card
     params = SamplingParams(**{"temperature": 0.0, "ignore_eos": True, **sampling})
     with LLM(progress=False, **given) as llm:
         assert given.get("process_id") in (None, 0), "a follower returned from LLM(...)"

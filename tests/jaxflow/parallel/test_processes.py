@@ -153,9 +153,12 @@ class TestSameTokens:
         assert json.loads(out.splitlines()[-1]) == json.loads(expected.splitlines()[-1])
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("model", ["tiny-llama", "tiny-gemma2"])
-    def test_pages_on_the_host(self, model, goldens):
-        """Every process keeps its part of the pages that leave the device, and brings it back."""
+    @pytest.mark.parametrize(("model", "stages"), [("tiny-llama", 1), ("tiny-gemma2", 1), ("tiny-gemma2", 2)])
+    def test_pages_on_the_host(self, model, stages, goldens):
+        """Every process keeps its part of the pages that leave the device, and brings it back.
+
+        One stage of tiny-gemma2 has no layer with a window, so it has no part of such pages.
+        """
         golden = goldens(model)
         few = {
             "num_kv_pages": 13,
@@ -164,13 +167,40 @@ class TestSameTokens:
             "kv_offloading_size": 0.01,
             "repeat": 3,
         }
-        ours = given(golden, model, **few)
+        sizes = {"pipeline_parallel_size": stages, "tensor_parallel_size": 2 // stages}
+        ours = given(golden, model, **sizes, **few)
         with running(ours, ours) as processes:
             (status, out, error), (other, _, _) = ends(processes)
         assert (status, other) == (0, 0), error
         check(golden, out)
         counters = json.loads(out.splitlines()[-2])
         assert counters["host_pages_stored"] > 0 and counters["host_pages_loaded"] > 0
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize(("stages", "devices"), [(1, 2), (2, 1)])
+    def test_pages_on_the_disks(self, stages, devices, goldens, tmp_path):
+        """Every process keeps its part of a page on its disk. A damaged part costs its page alone, and is named."""
+        golden = goldens("tiny-llama")
+        sizes = {"pipeline_parallel_size": stages, "tensor_parallel_size": 2 * devices // stages}
+        ours = given(golden, "tiny-llama", devices=devices, kv_offloading_size=0.01, **sizes)
+        ours |= {"kv_disk_path": str(tmp_path), "kv_disk_size": 0.01}
+        short = ours | {"sampling": {"max_tokens": 1}}  # so that every page belongs to a prompt
+        with running(short, short) as processes:
+            (status, _, error), (other, _, _) = ends(processes)
+        assert (status, other) == (0, 0), error
+        first, second = sorted(tmp_path.iterdir())
+        files = {path.name for path in first.rglob("*.kv")}
+        assert files and files == {path.name for path in second.rglob("*.kv")}
+        damaged = next(second.rglob("*.kv"))
+        damaged.write_bytes(damaged.read_bytes()[:-1])
+        ours |= {"coordinator": f"127.0.0.1:{free_port()}"}
+        with running(ours, ours) as processes:
+            (status, out, error), (other, _, _) = ends(processes)
+        assert (status, other) == (0, 0), error
+        check(golden, out)
+        assert json.loads(out.splitlines()[-2])["disk_hit_tokens"] > 0
+        (line,) = [line for line in error.splitlines() if "is computed again" in line]
+        assert damaged.stem in line and line.endswith("process 1")
 
     @pytest.mark.slow
     def test_a_late_process_is_waited_for(self, goldens):
@@ -213,14 +243,29 @@ class TestOneEndEndsAll:
         assert re.fullmatch(f"error: {reason}", line)
         assert processes[at].returncode != 0
 
-    def test_another_program_is_named_before_a_weight_is_read(self, goldens):
+    @pytest.mark.parametrize(
+        ("fault", "settings", "names"),
+        [
+            (
+                "program",
+                {"max_num_seqs": 4},
+                (
+                    "code is another in process 1 and",
+                    "jax is 0.0 in process 1 and",
+                    "max_num_seqs is 4 in process 1 and 8",
+                ),
+            ),
+            ("weights", {}, (f"weights is {b'others'.hex()} in process 1 and",)),
+        ],
+    )
+    def test_what_differs_is_named_before_a_weight_is_read(self, fault, settings, names, goldens):
         ours = given(goldens("tiny-llama"), "tiny-llama")
-        with running(ours, ours | {"fault": "code", "max_num_seqs": 4}) as processes:
+        with running(ours, ours | settings | {"fault": fault}) as processes:
             found = ends(processes)
         for status, _, error in found:
-            assert status != 0
-            assert "code is another in process 1 and" in error
-            assert "max_num_seqs is 4 in process 1 and 8 in process 0" in error
+            assert status not in (0, LOST)
+            assert all(name in error for name in names), error
+            assert "a weight was read" not in error
 
     def test_a_taken_port_is_named(self, goldens):
         with socket.create_server(("127.0.0.1", 0)) as taken:
