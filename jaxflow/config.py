@@ -236,26 +236,29 @@ class ParallelConfig:
     """The number of devices along each axis of parallelism.
 
     Raises:
-      ConfigError: for a size below 1. For ep or dp other than 1: no engine runs these axes yet.
+      ConfigError: for a size below 1, for ep other than 1 or tp, and for dp other than 1, which no engine runs yet.
     """
 
     tp: int = 1  # tensor parallelism: each device holds some heads and MLP columns of every layer
     pp: int = 1  # pipeline parallelism: each stage holds consecutive layers
-    ep: int = 1  # expert parallelism: each device holds some experts of every layer
+    ep: int = (
+        1  # expert parallelism: the devices of a stage that each hold some experts whole; 1 or all of them
+    )
     dp: int = 1  # data parallelism: each replica holds the full model
 
     @property
     def devices(self) -> int:
         """Return the number of devices that the model runs on."""
-        return self.tp * self.pp * self.ep * self.dp
+        return self.tp * self.pp * self.dp  # experts are spread over the same devices
 
     def __post_init__(self) -> None:
         for field, accepted in (("tp", "devices"), ("pp", "stages")):
             if getattr(self, field) < 1:
                 raise ConfigError(field, getattr(self, field), f"a positive number of {accepted}")
-        for field in ("ep", "dp"):
-            if (size := getattr(self, field)) != 1:
-                raise ConfigError(field, size, "1, the only size that engines run today")
+        if self.ep not in (1, self.tp):
+            raise ConfigError("ep", self.ep, f"1, or tp={self.tp}: all devices of a stage share the experts")
+        if self.dp != 1:
+            raise ConfigError("dp", self.dp, "1, the only size that engines run today")
 
 
 MAX_STEP_TOKENS = 2**20
@@ -318,6 +321,11 @@ class EngineConfig:
     pipeline_parallel_size: int = _setting(
         1,
         "Number of pipeline stages. Each stage holds some consecutive layers, on tensor_parallel_size devices.",
+    )
+    enable_expert_parallel: bool = _setting(
+        False,
+        "Each device of tensor_parallel_size holds some experts of a mixture whole, instead of a share of every "
+        "expert. Refused for a model without experts.",
     )
     max_model_len: int | None = _setting(
         None, "Longest sequence in tokens, prompt and output together. Default: the limit of the model."
@@ -405,7 +413,8 @@ class EngineConfig:
     @property
     def parallel(self) -> ParallelConfig:
         """Return the sizes of all axes of parallelism."""
-        return ParallelConfig(tp=self.tensor_parallel_size, pp=self.pipeline_parallel_size)
+        tp = self.tensor_parallel_size
+        return ParallelConfig(tp, self.pipeline_parallel_size, ep=tp if self.enable_expert_parallel else 1)
 
     def __post_init__(self) -> None:
         def check(field: str, ok: bool, accepted: str) -> None:

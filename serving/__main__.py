@@ -446,6 +446,6 @@ if __name__ == "__main__":
     flags.adopt_module_key_flags(jaxflow.cli.engine_flags)
     flags.adopt_module_key_flags(http_flags)
     flags.adopt_module_key_flags(operations_flags)
-    if problem := jaxflow.cli.engine_flags.removed_flag(sys.argv):
+    if problem := jaxflow.cli.engine_flags.refused_flag(sys.argv):
         sys.exit(f"error: {problem}")
     run_command(main)

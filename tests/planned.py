@@ -64,19 +64,20 @@ def compiled(
     tp: int = 1,
     quantization: str | None = None,
     mesh: Mesh | None = None,
+    ep: bool = False,
     **options: Any,
 ) -> Compiled:
     """A step of the plan; quantization: of weights and cache, None or fp8. mesh: None for `tp` devices of one host.
-    options: XLA's.
+    ep: experts are spread whole. options: XLA's.
 
     The cache of a device must be aliased whole and never copied, and no weight may be.
     """
     mesh, narrow = mesh or h200_mesh((tp,)), quantization == "fp8"
     context, forward = (
-        Context(model, kernels, axis_of(mesh)),
+        Context(model, kernels, axis_of(mesh), expert_axis=axis_of(mesh) if ep else None),
         compile_plan(plan, model, tp, quantized=narrow),
     )
-    how = {"quantization": quantization, "kv_scales": narrow}
+    how = {"quantization": quantization, "kv_scales": narrow, "expert_parallel": ep}
 
     def step(w, kv, batch):
         hidden, _, kv = forward(context, w, kv, batch)

@@ -34,17 +34,26 @@ def executor(
     plan: str = "sequential",
     quantization: str | None = None,
     kv: str = "auto",
+    ep: bool = False,
 ) -> tuple[EngineConfig, Executor]:
     """Return an executor of a checkpoint under tests/data/models, one for all tests that ask for the same.
 
     Its programs are compiled at their first use, but those of the usual engine of stories260K before.
     """
-    return _executor(model, tp, budget, seqs, pages, plan, quantization, kv)
+    return _executor(model, tp, budget, seqs, pages, plan, quantization, kv, ep)
 
 
 @functools.cache  # by position: to a cache, an argument left out is not the same as its default
 def _executor(
-    model: str, tp: int, budget: int, seqs: int, pages: int, plan: str, quantization: str | None, kv: str
+    model: str,
+    tp: int,
+    budget: int,
+    seqs: int,
+    pages: int,
+    plan: str,
+    quantization: str | None,
+    kv: str,
+    ep: bool,
 ) -> tuple[EngineConfig, Executor]:
     settings = EngineConfig(
         model=str(paths.MODELS / model),
@@ -59,6 +68,7 @@ def _executor(
         plan=plan,
         quantization=quantization,
         kv_cache_dtype=kv,
+        enable_expert_parallel=ep,
     )
     checkpoint = open_checkpoint(settings.model)
     config = resolve(settings, checkpoint.model_config)
@@ -82,18 +92,26 @@ def loop(
     plan: str = "sequential",
     quantization: str | None = None,
     kv: str = "auto",
+    ep: bool = False,
     **changes,
 ) -> Loop:
     """A fresh loop (empty pages, empty prefix cache) over the shared executor; `changes` are of its
     `SchedulerConfig`.
     """
-    config, made = executor(model, tp, budget, plan=plan, quantization=quantization, kv=kv)
+    config, made = executor(model, tp, budget, plan=plan, quantization=quantization, kv=kv, ep=ep)
     return make_loop(config, made.programs.context.config, made, **changes)
 
 
 @functools.cache
 def staged_executor(
-    model: str, stages: int, tp: int, budget: int, pages: int, plan: str, kv_offloading_size: float = 0.0
+    model: str,
+    stages: int,
+    tp: int,
+    budget: int,
+    pages: int,
+    plan: str,
+    kv_offloading_size: float = 0.0,
+    ep: bool = False,
 ) -> tuple[EngineConfig, StagedExecutor]:
     """Return an executor of several pipeline stages, with the settings of `executor`."""
     settings = EngineConfig(
@@ -107,6 +125,7 @@ def staged_executor(
         step_sizes=str(min(budget, 16)),
         plan=plan,
         kv_offloading_size=kv_offloading_size,
+        enable_expert_parallel=ep,
     )
     checkpoint = open_checkpoint(settings.model)
     config = resolve(settings, checkpoint.model_config)
@@ -125,10 +144,11 @@ def staged_loop(
     budget: int = 16,
     pages: int = 96,
     plan: str = "sequential",
+    ep: bool = False,
     **changes,
 ) -> Loop:
     """Return a fresh loop over `stages` pipeline stages. `changes`: of its `SchedulerConfig`."""
-    config, made = staged_executor(model, stages, tp, budget, pages, plan)
+    config, made = staged_executor(model, stages, tp, budget, pages, plan, ep=ep)
     return make_loop(config, open_checkpoint(config.model).model_config, made, **changes)
 
 

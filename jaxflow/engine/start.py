@@ -95,6 +95,7 @@ PROGRAM_FIELDS = (
     "block_size",
     "tensor_parallel_size",
     "pipeline_parallel_size",
+    "enable_expert_parallel",
     "max_model_len",
     "max_num_batched_tokens",
     "step_sizes",
@@ -408,9 +409,8 @@ def _load(config: EngineConfig, checkpoint: Checkpoint, mesh: Mesh, stage: Stage
         mesh,
         progress=progress,
         seed=config.seed,
-        quantization=quantization,
-        kv_scales=config.kv_cache_dtype == "float8_e4m3fn",
         stage=None if stage.is_model else stage,
+        **weight_options(config),
     )
     weights = _calibrated(config, checkpoint, weights, mesh, stage)
     if quantization and any(layer.experts for layer in checkpoint.model_config.layers) and stage.embeds:
@@ -418,9 +418,31 @@ def _load(config: EngineConfig, checkpoint: Checkpoint, mesh: Mesh, stage: Stage
     return weights
 
 
+def weight_options(config: EngineConfig) -> dict[str, Any]:
+    """Return the options of `jaxflow.model.weights.leaves`. config: resolved."""
+    return {
+        "quantization": config.quantization,
+        "kv_scales": config.kv_cache_dtype == "float8_e4m3fn",
+        "expert_parallel": config.enable_expert_parallel,
+    }
+
+
+def make_context(
+    config: EngineConfig,
+    layers: ModelConfig,
+    kernels: KernelSet,
+    mesh: Mesh,
+    windows: tuple[Window, ...] | None = None,
+) -> Context:
+    """Return the constants of the steps of a model, or of one pipeline stage. windows: see `Context`."""
+    axis = axis_of(mesh)
+    expert_axis = axis if config.enable_expert_parallel else None
+    return Context(layers, kernels, axis, windows=windows, expert_axis=expert_axis)
+
+
 def _absent(config: EngineConfig, model: ModelConfig, mesh: Mesh, stage: Stage) -> Weights:
     """Return the shapes of the weights of a stage that another process has."""
-    options = {"quantization": config.quantization, "kv_scales": config.kv_cache_dtype == "float8_e4m3fn"}
+    options = weight_options(config)
     arrays = stage.weights(shapes(model, mesh.shape[TP], jnp.dtype(config.dtype), **options))
     specs = stage.weights(shardings(model, mesh, **options))
     return jax.tree.map(
@@ -479,7 +501,7 @@ def _make_stage(
         lowered = open_lowered_programs((program_settings(config), model, plans, graphs, memory, pdl))
     return Executor(
         Programs(
-            Context(layers, kernels, axis_of(mesh), windows=None if stage.is_model else model.windows),
+            make_context(config, layers, kernels, mesh, None if stage.is_model else model.windows),
             mesh,
             specs,
             rows_at_once(memory, model.vocab_size),

@@ -26,6 +26,7 @@ class Context:
     """The constants of a compiled step.
 
     axis: the tensor-parallel mesh axis inside `shard_map`; None on one device.
+    expert_axis: the mesh axis over which experts are spread whole; None: every device has a share of each expert.
     windows: the window of each layer group of the page table; None for the windows of `config`. A pipeline
       stage's `config` may lack windows that the page table has.
     sms: the SMs that a GEMM, attention, norm or quantization kernel may occupy; None for all.
@@ -38,6 +39,7 @@ class Context:
     sms: int | None = None
     copies: bool = False
     windows: tuple[Window, ...] | None = None
+    expert_axis: str | None = None
 
     def group(self, layer: Layer) -> int:
         """Return the index on the page table's group axis of a layer without attention spans."""

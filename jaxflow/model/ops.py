@@ -39,7 +39,7 @@ from jaxflow.model.rope import inverse_frequencies
 from jaxflow.model.routing import ExpertRows, Routing, likeliest, weighted_sum
 from jaxflow.model.sigmoid_router import choose_experts
 from jaxflow.parallel.collectives import Sum, UnaddedSum, added, exchange, gather_rows, scatter_rows
-from pallas_kernels.gemm.grouped.groups import Groups
+from pallas_kernels.gemm.grouped.groups import Groups, HeldExperts
 from pallas_kernels.quantized import Quantized
 
 
@@ -492,7 +492,14 @@ def router(c: Context, w: Weights, h: Float[Array, "t D"]) -> Routing:
 
 
 def _groups(c: Context, experts: Int[Array, "t e"]) -> Groups:
-    return c.kernels.list_groups(experts, c.config.num_experts)
+    """Return the pairs of this device's experts, sorted by expert. Device i of ep holds the i-th E / ep experts."""
+    number = c.config.num_experts
+    if c.expert_axis is None:
+        return c.kernels.list_groups(experts, number)
+    count = number // lax.axis_size(c.expert_axis)
+    return c.kernels.list_groups(
+        experts, number, held=HeldExperts(lax.axis_index(c.expert_axis) * count, count)
+    )
 
 
 @op("expert_up_gate")
@@ -509,16 +516,18 @@ def expert_up_gate(c: Context, w: Weights, h: Float[Array, "t D"], routing: Rout
 def expert_down(
     c: Context, w: Weights, a: ExpertRows | Float[Array, "t e F"], routing: Routing
 ) -> Float[Array, "t D"]:
-    """Return the weighted sum of the experts' outputs; a partial sum under tensor parallelism.
+    """Return the weighted sum of the experts' outputs; a partial sum under tensor or expert parallelism.
 
     a: in the tokens' order if the rows of `expert_up_gate` were of other tokens.
     """
     if not isinstance(a, ExpertRows):
         groups = routing.groups or _groups(c, routing.experts)
         a = ExpertRows(a.reshape(-1, a.shape[-1])[groups.pairs], groups)
-    bias = _expert_bias(_first_shard_only(c, w.get("expert_down_bias")))
+    shares = c.expert_axis is None  # each device has a share of every expert, and all have the bias
+    down_bias = w.get("expert_down_bias")
+    bias = _expert_bias(_first_shard_only(c, down_bias) if shares else down_bias)
     y = c.kernels.grouped_gemm(a.rows, w["expert_down"], a.groups, **bias, **_sms(c))
-    return weighted_sum(y, a.groups.places, routing.weights)
+    return weighted_sum(y, a.groups, routing.weights)
 
 
 @op("shared_up_gate")

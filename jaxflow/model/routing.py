@@ -44,16 +44,17 @@ def by_token(value: Any) -> Any:
     return dataclasses.replace(value, groups=None) if isinstance(value, Routing) else value
 
 
-def weighted_sum(
-    y: Float[Array, "M D"], places: Int[Array, "t e"], weights: Float[Array, "t e"]
-) -> Float[Array, "t D"]:
-    """Return the sum of each token's rows with these weights, in float32.
+def weighted_sum(y: Float[Array, "M D"], groups: Groups, weights: Float[Array, "t e"]) -> Float[Array, "t D"]:
+    """Return the sum of each token's rows with these weights, in float32. A pair without a row adds nothing.
 
     The sum is written out for each of the e rows, which XLA makes one kernel that reads a row once.
     """
+    places = groups.places
     total = jnp.zeros((places.shape[0], y.shape[1]), jnp.float32)
     for choice in range(places.shape[1]):
-        total += y[places[:, choice]].astype(jnp.float32) * weights[:, choice, None]
+        place = places[:, choice, None]
+        row = y[place[:, 0]].astype(jnp.float32) * weights[:, choice, None]
+        total += jnp.where(place < y.shape[0], row, 0) if groups.partial else row
     return total.astype(y.dtype)
 
 

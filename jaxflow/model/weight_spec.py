@@ -62,6 +62,7 @@ class Leaf:
       quantization: `fp8` makes a `Quantized` of the leaf, `int4` an `Int4`.
       filled: the shape without padding by zeros; None: no padding.
       scale: the scales of the rows in an e4m3 checkpoint.
+      whole_experts: the first axis counts experts, and each device holds some of them whole.
     """
 
     key: str
@@ -72,16 +73,18 @@ class Leaf:
     quantization: str | None = None
     filled: tuple[int, ...] | None = None
     scale: "Leaf | None" = None
+    whole_experts: bool = False
 
     @property
     def spec(self) -> PartitionSpec:
         """Return the `PartitionSpec` of the unquantized array."""
-        return _spec(self.key)
+        axis = 0 if self.whole_experts else TENSOR_PARALLEL_AXIS.get(self.key)
+        return PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, TP)
 
     @property
     def specs(self) -> Any:
         """Return the `PartitionSpec` of each array that stands in the leaf's place."""
-        return _specs(self.key, self.quantization)
+        return _specs(self.spec, self.quantization)
 
     def struct(self, dtype: Any) -> Any:
         """Return the shape and dtype of each array that stands in the leaf's place."""
@@ -99,14 +102,8 @@ class Leaf:
         return jnp.float32 if self.key.endswith("_scale") or self.key == "score_bias" else model
 
 
-def _spec(key: str) -> PartitionSpec:
-    axis = TENSOR_PARALLEL_AXIS.get(key)
-    return PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, TP)
-
-
-def _specs(key: str, quantization: str | None) -> Any:
+def _specs(spec: Any, quantization: str | None) -> Any:
     """Return the specs of a leaf's arrays. Scales are sharded with the rows or groups that they scale."""
-    spec: Any = _spec(key)
     if quantization == "fp8":
         return Quantized(spec, PartitionSpec(*spec[:1]))  # pyright: ignore[reportArgumentType]
     return Int4(spec, spec, spec) if quantization == "int4" else spec
@@ -134,6 +131,8 @@ def assemble_shard(
 ) -> np.ndarray:
     """Return `assemble(leaf, read, dtype)[index]`, and touch only the parts of the tensors that lie in it.
 
+    A tensor without a part in the shard is not read.
+
     index: one slice for each axis, of which at most one is cut: a shard.
     """
     cuts = [cut.indices(size)[:2] for cut, size in zip(index, leaf.shape, strict=True)]
@@ -143,12 +142,17 @@ def assemble_shard(
     out = np.zeros(leaf.shape, dtype)  # the system gives memory to the written pages only
     stride, begin = out.strides[axis], out.ctypes.data
 
-    def fill(view: np.ndarray, block: np.ndarray) -> None:
-        """Copy the part of a block that lies in the shard, by halves."""
+    low, high = cuts[axis]
+
+    def extent(view: np.ndarray) -> tuple[int, int, list[int]]:
+        """Return the first and the last index of a view on the cut axis, and the view's axes that move there."""
         moving = [a for a, step in enumerate(view.strides) if stride <= step < stride * leaf.shape[axis]]
         first = (view.ctypes.data - begin) // stride % leaf.shape[axis]
-        last = first + sum((view.shape[a] - 1) * view.strides[a] // stride for a in moving)
-        low, high = cuts[axis]
+        return first, first + sum((view.shape[a] - 1) * view.strides[a] // stride for a in moving), moving
+
+    def fill(view: np.ndarray, block: np.ndarray) -> None:
+        """Copy the part of a block that lies in the shard, by halves."""
+        first, last, moving = extent(view)
         if last < low or first >= high:
             return
         if low <= first and last < high:
@@ -161,7 +165,10 @@ def assemble_shard(
             fill(view[where], block if block.shape[a] == 1 else block[where])
 
     for piece in leaf.pieces:
-        fill(piece.view(out), _block(piece, read))
+        view = piece.view(out)
+        first, last, _ = extent(view)
+        if last >= low and first < high:
+            fill(view, _block(piece, read))
     return out[index]
 
 
@@ -178,13 +185,13 @@ def shard_maker(
 def quantize_leaf(leaf: Leaf, array: jax.Array, mesh: Mesh | None) -> Quantized | Int4:
     """Return a leaf's unquantized array in quantized form, computed on the devices that hold it."""
     assert leaf.quantization is not None
-    return _quantize_placed(leaf.key, leaf.quantization, mesh)(array)
+    return _quantize_placed(leaf.spec, leaf.quantization, mesh)(array)
 
 
 @functools.cache
-def _quantize_placed(key: str, quantization: str, mesh: Mesh | None) -> Callable[[jax.Array], Any]:
+def _quantize_placed(spec: PartitionSpec, quantization: str, mesh: Mesh | None) -> Callable[[jax.Array], Any]:
     placed = (
-        None if mesh is None else jax.tree.map(functools.partial(sharded, mesh), _specs(key, quantization))
+        None if mesh is None else jax.tree.map(functools.partial(sharded, mesh), _specs(spec, quantization))
     )
     return jax.jit(_QUANTIZE[quantization], out_shardings=placed)
 

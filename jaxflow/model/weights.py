@@ -6,7 +6,8 @@ them.
 
 Every matrix is [out, in], as in Hugging Face checkpoints: y = x @ w.T. V' is the vocabulary padded with rows
 of zeros. Matrices that one GEMM can compute together are fused. Their rows are ordered so that a contiguous
-range is a tensor-parallel shard. `qkv` holds, for each key/value head, its query heads, its key head and its
+range is a tensor-parallel shard. Experts are an array [E, out, in], of which each device has a part of every expert,
+or under expert parallelism some experts whole. `qkv` holds, for each key/value head, its query heads, its key head and its
 value head. `up_gate` alternates blocks of gate rows and up rows (`ModelConfig.gate_block`). With fewer
 key/value heads than shards, each head is repeated, so that every shard has one.
 
@@ -39,23 +40,31 @@ from pallas_kernels.quantized import BLOCK, GROUP
 
 Weights = dict[str, Any]
 VOCAB_TILE = 64  # each shard's number of vocabulary rows is a multiple of 64
+# The leaves whose first axis counts the experts: under expert parallelism each device holds some of them.
+EXPERT_LEAVES = ("expert_up_gate", "expert_up_gate_bias", "expert_down", "expert_down_bias")
 EXPERT_TILE = 64  # columns of an expert that grouped kernels take together
 
 
 def leaves(
-    config: ModelConfig, tp: int = 1, *, quantization: str | None = None, kv_scales: bool = False
+    config: ModelConfig,
+    tp: int = 1,
+    *,
+    quantization: str | None = None,
+    kv_scales: bool = False,
+    expert_parallel: bool = False,
 ) -> Weights:
     """Return the pytree of weights for `tp` devices, with a `Leaf` in the place of each array.
 
     Args:
       quantization: fp8 or int4, for the matrices of `QUANTIZED`.
       kv_scales: whether to include the scales of an e4m3 cache.
+      expert_parallel: each device holds some experts whole, instead of a share of every expert.
 
     Raises:
-      ConfigError: `tensor_parallel_size` does not divide the heads or the MLP, or splits a group of an int4
-      matrix.
+      ConfigError: `tensor_parallel_size` does not divide the heads, the MLP or the whole experts, or splits a group
+      of an int4 matrix. Expert parallelism without experts.
     """
-    _check_cuts(config, tp)
+    _check_cuts(config, tp, expert_parallel)
     names = model_names(config)
     d, v = config.hidden_size, config.vocab_size
     padded = -(-v // (VOCAB_TILE * tp)) * VOCAB_TILE * tp
@@ -72,7 +81,8 @@ def leaves(
         tree["lm_head"] = _padded("lm_head", names["lm_head"], (v, d), padded)
     width = mlp_width(config.intermediate_size, tp, quantization)
     tree["layers"] = [
-        _layer(config, layer, names["layer"].format(i), tp, width) for i, layer in enumerate(config.layers)
+        _layer(config, layer, names["layer"].format(i), tp, width, expert_parallel)
+        for i, layer in enumerate(config.layers)
     ]
     for i, layer in enumerate(tree["layers"]):
         prefix = names["layer"].format(i)
@@ -93,30 +103,22 @@ def shapes(
     config: ModelConfig,
     tp: int = 1,
     dtype: Any = jnp.float32,
-    *,
-    quantization: str | None = None,
-    kv_scales: bool = False,
+    **options: Any,
 ) -> Weights:
     """Return the pytree with a `jax.ShapeDtypeStruct` for each array: global shapes, over all `tp` devices.
 
-    Options: see `leaves`.
+    options: of `leaves`.
     """
-    return jax.tree.map(
-        lambda leaf: leaf.struct(dtype), leaves(config, tp, quantization=quantization, kv_scales=kv_scales)
-    )
+    return jax.tree.map(lambda leaf: leaf.struct(dtype), leaves(config, tp, **options))
 
 
-def shardings(
-    config: ModelConfig, mesh: Mesh | None = None, *, quantization: str | None = None, kv_scales: bool = False
-) -> Weights:
+def shardings(config: ModelConfig, mesh: Mesh | None = None, **options: Any) -> Weights:
     """Return the pytree with a `PartitionSpec` over the mesh axis "tp" for each array.
 
-    mesh: decides which models are refused; None for one device. Options: see `leaves`.
+    mesh: decides which models are refused; None for one device. options: of `leaves`.
     """
     devices = 1 if mesh is None else mesh.shape[TP]
-    return jax.tree.map(
-        lambda leaf: leaf.specs, leaves(config, devices, quantization=quantization, kv_scales=kv_scales)
-    )
+    return jax.tree.map(lambda leaf: leaf.specs, leaves(config, devices, **options))
 
 
 def tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -130,19 +132,17 @@ def dummy_weights(
     mesh: Mesh | None = None,
     seed: int = 0,
     *,
-    quantization: str | None = None,
-    kv_scales: bool = False,
     stage: Stage | None = None,
+    **options: Any,
 ) -> Weights:
     """Return random weights, made on the devices that hold them.
 
     Every mesh gets the same numbers, rounded to `dtype`. Matrices are nearly normal with a variance of 1 /
     fan-in, norms scale by 1 and biases are 0, so that activations keep their size from layer to layer. Each
-    distinct layer is compiled once. Quantized matrices are the quantized form of the rounded ones. Options:
-    see `leaves`. stage: the part to make; None for the complete model.
+    distinct layer is compiled once. Quantized matrices are the quantized form of the rounded ones. options:
+    of `leaves`. stage: the part to make; None for the complete model.
     """
-    options: dict[str, Any] = {"quantization": quantization, "kv_scales": kv_scales, "stage": stage}
-    outer, *layers = dummy_groups(config, dtype, mesh, seed, **options)
+    outer, *layers = dummy_groups(config, dtype, mesh, seed, stage=stage, **options)
     return outer | {"layers": layers}
 
 
@@ -152,14 +152,11 @@ def dummy_groups(
     mesh: Mesh | None = None,
     seed: int = 0,
     *,
-    quantization: str | None = None,
-    kv_scales: bool = False,
     stage: Stage | None = None,
+    **options: Any,
 ) -> Iterator[Weights]:
     """Yield `dummy_weights` in groups: the weights outside the layers, then each layer."""
-    tree = leaves(
-        config, 1 if mesh is None else mesh.shape[TP], quantization=quantization, kv_scales=kv_scales
-    )
+    tree = leaves(config, 1 if mesh is None else mesh.shape[TP], **options)
     held = tree if stage is None else stage.weights(tree)
     first = 0 if stage is None else stage.first
     makers: dict[tuple[Any, ...], Callable[[np.ndarray], Any]] = {}
@@ -188,7 +185,7 @@ def _draw_group(seeds: jax.Array, *, group: Mapping[str, Leaf], dtype: Any, norm
     return {name: draw(seeds[i], leaf, norm, dtype) for i, (name, leaf) in enumerate(group.items())}
 
 
-def _check_cuts(config: ModelConfig, tp: int) -> None:
+def _check_cuts(config: ModelConfig, tp: int, expert_parallel: bool) -> None:
     def check(ok: bool, accepted: str) -> None:
         if not ok:
             raise ConfigError("tensor_parallel_size", tp, accepted)
@@ -198,10 +195,15 @@ def _check_cuts(config: ModelConfig, tp: int) -> None:
     check(
         kv_heads % tp == 0 or tp % kv_heads == 0, f"a divisor or a multiple of the {kv_heads} key/value heads"
     )
-    widths = {
-        config.intermediate_size if not layer.experts else config.expert_intermediate_size
-        for layer in config.layers
-    }
+    experts = any(layer.experts for layer in config.layers)
+    if expert_parallel and not experts:
+        raise ConfigError("enable_expert_parallel", True, "False for a model without experts")
+    check(
+        not expert_parallel or config.num_experts % tp == 0,
+        f"a divisor of the {config.num_experts} experts, which enable_expert_parallel spreads whole",
+    )
+    widths = {config.intermediate_size} if not all(layer.experts for layer in config.layers) else set()
+    widths |= {config.expert_intermediate_size} if experts and not expert_parallel else set()
     widths |= {config.shared_expert_intermediate_size} - {0}
     for width in widths:
         block = gate_block(width) if config.gated_mlp else 1
@@ -357,7 +359,9 @@ def _per_expert(key: str, one: Callable[[int], Leaf], experts: int) -> Leaf:
     return Leaf(key, (experts, *made[0].shape), pieces, "matrix")
 
 
-def _layer(config: ModelConfig, layer: Layer, prefix: str, tp: int, width: int) -> dict[str, Leaf]:
+def _layer(
+    config: ModelConfig, layer: Layer, prefix: str, tp: int, width: int, expert_parallel: bool
+) -> dict[str, Leaf]:
     """Return the leaves of one layer. width: `mlp_width` of its dense MLP."""
     names = {role: prefix + name for role, name in layer_names(config).items()}
     latent = config.latent
@@ -376,7 +380,15 @@ def _layer(config: ModelConfig, layer: Layer, prefix: str, tp: int, width: int) 
     if config.post_norms:
         tree |= _norm("post_attn_norm", names["post_attn_norm"], d, config)
     tree |= _norm("mlp_norm", names["mlp_norm"], d, config)
-    tree |= _experts(config, names, tp) if layer.experts else _mlp(config, names, width)
+    if not layer.experts:
+        tree |= _mlp(config, names, width)
+    elif expert_parallel:
+        tree |= {
+            key: dataclasses.replace(leaf, whole_experts=key in EXPERT_LEAVES)
+            for key, leaf in _experts(config, names, 1).items()
+        }
+    else:
+        tree |= _experts(config, names, tp)
     if config.post_norms:
         tree |= _norm("post_mlp_norm", names["post_mlp_norm"], d, config)
     return tree

@@ -85,6 +85,6 @@ def load(config: EngineConfig, chat_template: str | None) -> "LLM":
 if __name__ == "__main__":
     jaxflow.cli.engine_flags.define_engine_flags()
     flags.adopt_module_key_flags(jaxflow.cli.engine_flags)
-    if problem := jaxflow.cli.engine_flags.removed_flag(sys.argv):
+    if problem := jaxflow.cli.engine_flags.refused_flag(sys.argv):
         sys.exit(f"error: {problem}")
     run_command(main)

@@ -24,13 +24,12 @@ from jaxflow.engine.kernel_choice import choose_kernels
 from jaxflow.engine.layout import StepLayout
 from jaxflow.engine.program_memory import Need
 from jaxflow.engine.programs import Programs
-from jaxflow.engine.start import prepare_process
+from jaxflow.engine.start import make_context, prepare_process, weight_options
 from jaxflow.engine.step_plans import make_layouts
 from jaxflow.model.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from jaxflow.model.composition import Composition
-from jaxflow.model.op_registry import Context
 from jaxflow.model.weights import shapes, shardings
-from jaxflow.parallel.mesh import TP, axis_of, make_mesh, on_gpu
+from jaxflow.parallel.mesh import TP, make_mesh, on_gpu
 from jaxflow.pipeline.compiler import compile_plan, xla_options
 from jaxflow.pipeline.handwritten import sequential_plan
 from pallas_kernels.kernel_set import KernelSet
@@ -57,13 +56,13 @@ class Bench:
         mesh, model = make_mesh(config.tensor_parallel_size), checkpoint.model_config
         if loaded:
             weights: Any = checkpoint.load(
-                config.dtype, mesh, progress=False, seed=config.seed, **_chosen(config)
+                config.dtype, mesh, progress=False, seed=config.seed, **weight_options(config)
             )
         else:
-            specs = shardings(model, mesh, **_chosen(config))
+            specs = shardings(model, mesh, **weight_options(config))
             weights = jax.tree.map(
                 lambda a, spec: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, spec)),
-                shapes(model, mesh.shape[TP], config.dtype, **_chosen(config)),
+                shapes(model, mesh.shape[TP], config.dtype, **weight_options(config)),
                 specs,
             )
         return cls(config, checkpoint, mesh, choose_kernels(config, model), weights)
@@ -82,9 +81,9 @@ class Bench:
         forward = compile_plan(plan, model, tp, quantized=config.quantization == "fp8")
         return Executor(
             Programs(
-                Context(model, self.kernels, axis_of(self.mesh)),
+                make_context(config, model, self.kernels, self.mesh),
                 self.mesh,
-                shardings(model, self.mesh, **_chosen(config)),
+                shardings(model, self.mesh, **weight_options(config)),
             ),
             self.weights,
             make_layouts(config, model, [plan], decodes_alone=False),
@@ -111,13 +110,6 @@ def _compile(executor: Executor, pages: int) -> StepLayout:
     executor.compile()
     ((layout,),) = executor.layouts.values()
     return layout
-
-
-def _chosen(config: EngineConfig) -> dict[str, Any]:
-    return {
-        "quantization": config.quantization,
-        "kv_scales": config.kv_cache_dtype == "float8_e4m3fn",
-    }
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,14 +30,13 @@ from jaxflow.engine.executor import Executor
 from jaxflow.engine.kernel_choice import asked_of_kernels, choose_kernels
 from jaxflow.engine.program_memory import IN_FLIGHT, Need, together
 from jaxflow.engine.programs import Programs
-from jaxflow.engine.start import prepare_process, resolve
+from jaxflow.engine.start import make_context, prepare_process, resolve, weight_options
 from jaxflow.engine.step_plans import make_layouts
 from jaxflow.kv.device_cache import page_bytes, page_groups
 from jaxflow.llm import LLM
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
-from jaxflow.model.op_registry import Context
 from jaxflow.model.weights import shapes, shardings
-from jaxflow.parallel.mesh import TP, axis_of, make_mesh, on_gpu
+from jaxflow.parallel.mesh import TP, make_mesh, on_gpu
 from jaxflow.pipeline.compiler import compile_plan
 from jaxflow.pipeline.handwritten import sequential_plan
 from pallas_kernels.kernel_set import KernelSet, kernel_set_for
@@ -68,10 +67,7 @@ def abstract_executor(
     """Return an executor of one bucket for compilation, with shapes instead of weights. config: resolved."""
     tp = mesh.shape[TP]
     plan = sequential_plan(model, tokens, tp)
-    chosen: dict[str, Any] = {
-        "quantization": config.quantization,
-        "kv_scales": config.kv_cache_dtype == "float8_e4m3fn",
-    }
+    chosen = weight_options(config)
     specs = shardings(model, mesh, **chosen)
     weights = jax.tree.map(
         lambda a, spec: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, spec)),
@@ -81,7 +77,7 @@ def abstract_executor(
     forward = compile_plan(plan, model, tp, quantized=config.quantization == "fp8")
     assert config.max_model_len is not None
     return Executor(
-        Programs(Context(model, kernels, axis_of(mesh)), mesh, specs),
+        Programs(make_context(config, model, kernels, mesh), mesh, specs),
         weights,
         make_layouts(config, model, [plan], decodes_alone=False),
         lambda _: forward,

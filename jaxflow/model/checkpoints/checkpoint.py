@@ -98,6 +98,7 @@ class Checkpoint:
         *,
         quantization: str | None = None,
         kv_scales: bool = False,
+        expert_parallel: bool = False,
         stage: Stage | None = None,
     ) -> Weights:
         """Return the weights in the layout of `jaxflow.model.weights`, on the devices of the mesh.
@@ -112,16 +113,18 @@ class Checkpoint:
           quantization: fp8 or int4 for the matrices; None keeps the checkpoint's format. With fp8, an fp8
             checkpoint keeps its 16-bit matrices in 16 bits.
           kv_scales: add the scales of an e4m3 KV cache. A scale that the checkpoint lacks is 1.
+          expert_parallel: each device holds some experts whole.
           stage: the part of the model to load; None for the complete model.
 
         Raises:
           CheckpointError: missing, unexpected or misshapen tensors, or damaged files.
-          ConfigError: the model cannot be sharded over `tensor_parallel_size` devices.
+          ConfigError: the model cannot be sharded over `tensor_parallel_size` devices, or has no experts to spread.
         """
         dtype, devices = jnp.dtype(dtype), 1 if mesh is None else mesh.shape[TP]
         if tp not in (None, devices):
             raise ConfigError("tensor_parallel_size", tp, f"{devices}, the size of the mesh")
         options: dict[str, Any] = {"quantization": quantization or self.quantization, "kv_scales": kv_scales}
+        options |= {"expert_parallel": expert_parallel}
         if self.source is None:
             return dummy_weights(self.model_config, dtype, mesh, seed, stage=stage, **options)
         tree = leaves(self.model_config, devices, **options)

@@ -7,15 +7,18 @@ tiles of 128 rows, and is faster for experts of several tiles (docs/kernels.md).
 import jax
 
 from pallas_kernels.gemm.grouped import padded, reference, swapped
-from pallas_kernels.gemm.grouped.groups import Groups
+from pallas_kernels.gemm.grouped.groups import Groups, HeldExperts
 from pallas_kernels.gemm.grouped.tiles import TALLEST
 from pallas_kernels.gemm.reference import CLAMPED_SWIGLU
 
 
-def list_groups(experts: jax.Array, num_experts: int) -> Groups:
-    """Return the groups of a routing [T, e], for the kernel that suits the mean rows of an expert."""
+def list_groups(experts: jax.Array, num_experts: int, held: HeldExperts | None = None) -> Groups:
+    """Return the groups of a routing [T, e], for the kernel that suits the mean rows of an expert.
+
+    num_experts: of the model. held: the experts that get rows; None: all.
+    """
     kernel = swapped if experts.size <= TALLEST * num_experts else padded
-    return kernel.list_groups(experts, num_experts)
+    return kernel.list_groups(experts, num_experts, held=held)
 
 
 def grouped_gemm(

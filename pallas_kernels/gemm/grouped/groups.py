@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 _COUNTED = 128  # pairs in a block of the count
 _COMPARED = 2048  # at most so many pairs are sorted by comparing each with each
@@ -15,10 +15,11 @@ _COMPARED = 2048  # at most so many pairs are sorted by comparing each with each
 class Groups:
     """The rows of the (token, choice) pairs of a routing, sorted by expert, and the tiles of these rows.
 
-    Each expert starts at a multiple of the alignment. A tile holds rows of one expert.
+    Each expert starts at a multiple of the alignment. A tile holds rows of one expert. The groups of a device
+    that holds some of the experts have no rows of the other experts, and E is the number of its own experts.
 
     Attributes:
-      places: [T, e] int32: the row of each pair.
+      places: [T, e] int32: the row of each pair; M or more for a pair without a row.
       pairs: [M] int32: the pair, token · e + choice, of each row; 0 for unused rows.
       experts: [tiles] int32: the expert of each tile.
       starts: [tiles] int32: the first row of each tile.
@@ -27,6 +28,7 @@ class Groups:
       sizes: [E] int32: rows of each expert, padding included.
       rows: the largest number of rows in a tile.
       align: the rows at whose multiples experts start.
+      partial: whether there can be pairs without a row.
     """
 
     places: Int[Array, "T e"]
@@ -38,9 +40,27 @@ class Groups:
     sizes: Int[Array, " E"]
     rows: int = dataclasses.field(metadata={"static": True})
     align: int = dataclasses.field(metadata={"static": True})
+    partial: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
-def list_groups(experts: Int[Array, "T e"], num_experts: int, rows: int = 1, align: int = 1) -> Groups:
+@dataclasses.dataclass(frozen=True)
+class HeldExperts:
+    """The experts that one device holds, which follow each other.
+
+    first: int32, the first of them. count: their number.
+    """
+
+    first: Int[Array, ""]
+    count: int
+
+
+def list_groups(
+    experts: Int[Array, "T e"],
+    num_experts: int,
+    rows: int = 1,
+    align: int = 1,
+    held: HeldExperts | None = None,
+) -> Groups:
     """Sort pairs by expert into tiles of at most `rows` rows.
 
     M, the upper bound of rows, is static; the rows of each expert are data. The rows of a full tile exist
@@ -49,11 +69,18 @@ def list_groups(experts: Int[Array, "T e"], num_experts: int, rows: int = 1, ali
 
     Args:
       experts: the chosen experts of each token, all different. rows: a multiple of `align`. align: the rows
-        at whose multiples experts start.
+        at whose multiples experts start. held: the experts that get rows; None: all.
     """
+    experts = experts.astype(jnp.int32)
+    if held is not None:
+        own, num_experts = experts - held.first, held.count
+        experts = jnp.where(
+            (own >= 0) & (own < num_experts), own, num_experts
+        )  # the others belong to no expert
     if experts.shape[0] == 1:
-        return _list_one_token(experts[0].astype(jnp.int32), num_experts, rows, align)
-    flat, n = experts.reshape(-1).astype(jnp.int32), experts.size
+        return _list_one_token(experts[0], num_experts, rows, align, partial=held is not None)
+    flat = experts.reshape(-1)
+    n = experts.shape[0] * min(experts.shape[1], num_experts)  # pairs that can have a row
     touched = min(n, num_experts)
     length = (n + (align - 1) * touched) // align * align + rows - align
     tiles = min(n, (n + (rows - 1) * touched) // rows)  # an expert has one incomplete tile; no tile is empty
@@ -66,6 +93,8 @@ def list_groups(experts: Int[Array, "T e"], num_experts: int, rows: int = 1, ali
     before = expert[None, :] < expert[:, None]
     first_row, first_tile = jnp.sum(jnp.where(before, jnp.stack([sizes, of_expert])[:, None, :], 0), axis=2)
     places = (jnp.take(first_row, flat, mode="clip") + earlier).astype(jnp.int32)
+    if held is not None:
+        places = _beyond(length, places, flat < num_experts)
     holds = (first_tile[None, :] <= tile[:, None]) & (tile[:, None] < (first_tile + of_expert)[None, :])
     start = first_row[None, :] + (tile[:, None] - first_tile[None, :]) * rows
 
@@ -82,26 +111,43 @@ def list_groups(experts: Int[Array, "T e"], num_experts: int, rows: int = 1, ali
         sizes=sizes,
         rows=rows,
         align=align,
+        partial=held is not None,
     )
 
 
-def _list_one_token(experts: Int[Array, " e"], num_experts: int, rows: int, align: int) -> Groups:
-    """Return the groups of one token: one tile of one pair for each of its experts."""
-    chosen = experts.shape[0]
+def _beyond(length: int, places: Int[Array, " n"], has_row: Bool[Array, " n"]) -> Int[Array, " n"]:
+    """Return the places, and a place of its own from `length` on for each pair without a row."""
+    return jnp.where(has_row, places, length + jnp.arange(places.shape[0], dtype=jnp.int32))
+
+
+def _list_one_token(
+    experts: Int[Array, " e"], num_experts: int, rows: int, align: int, *, partial: bool
+) -> Groups:
+    """Return the groups of one token: one tile of one pair for each of its experts.
+
+    partial: experts of `num_experts` or more get no tile.
+    """
+    chosen = min(experts.shape[0], num_experts)
+    length = chosen * align + rows - align
     tile = jnp.arange(chosen, dtype=jnp.int32)
     place = jnp.sum((experts[None, :] < experts[:, None]).astype(jnp.int32), axis=1)
-    here = place[None, :] == tile[:, None]
+    places, count = place * align, jnp.full(1, chosen, jnp.int32)
+    if partial:
+        has_row = experts < num_experts
+        places, count = _beyond(length, places, has_row), jnp.sum(has_row, keepdims=True, dtype=jnp.int32)
+    here = places[None, :] == tile[:, None] * align
     expert = jnp.arange(num_experts, dtype=jnp.int32)
     return Groups(
-        places=place[None, :] * align,
-        pairs=_inverse(place * align, chosen * align + rows - align),
+        places=places[None, :],
+        pairs=_inverse(places, length),
         experts=jnp.sum(jnp.where(here, experts[None, :], 0), axis=1),
         starts=tile * align,
         ends=(tile + 1) * align,
-        count=jnp.full(1, chosen, jnp.int32),
+        count=count,
         sizes=jnp.sum(jnp.where(experts[None, :] == expert[:, None], align, 0), axis=1),
         rows=rows,
         align=align,
+        partial=partial,
     )
 
 

@@ -19,7 +19,7 @@ from pallas_kernels.gemm.dense.epilogue import Form
 from pallas_kernels.gemm.dense.kernel import multiply, scratch
 from pallas_kernels.gemm.grouped import groups as expert_groups
 from pallas_kernels.gemm.grouped import reference
-from pallas_kernels.gemm.grouped.groups import Groups
+from pallas_kernels.gemm.grouped.groups import Groups, HeldExperts
 from pallas_kernels.gemm.grouped.tiles import check_operands
 from pallas_kernels.gemm.tile_schedule import GemmTile
 from pallas_kernels.hopper.layouts import LANE
@@ -29,9 +29,9 @@ ROWS = 128  # rows of a tile; an expert's rows are padded to a multiple
 _STRIP = 16  # neighboring tiles of rows before the next columns
 
 
-def list_groups(experts: jax.Array, num_experts: int) -> Groups:
+def list_groups(experts: jax.Array, num_experts: int, held: HeldExperts | None = None) -> Groups:
     """Return the groups of a routing in tiles of this kernel's rows."""
-    return expert_groups.list_groups(experts, num_experts, ROWS, ROWS)
+    return expert_groups.list_groups(experts, num_experts, ROWS, ROWS, held)
 
 
 def grouped_gemm(
@@ -95,7 +95,8 @@ def _multiply(experts_ref, count_ref, x_ref, w_ref, o_ref, *, form: Form, n: int
     def item(i):
         which = jnp.minimum(i * sms + worker, items - 1)
         first = lax.div(which, jnp.int32(strip)) * _STRIP
-        strip_tiles, rest = jnp.minimum(tiles - first, _STRIP), lax.rem(which, jnp.int32(strip))
+        rest = lax.rem(which, jnp.int32(strip))
+        strip_tiles = jnp.clip(tiles - first, 1, _STRIP)  # a device may have no tile at all
         row, column = first + lax.rem(rest, strip_tiles), lax.div(rest, strip_tiles)
         weight = experts_ref[jnp.clip(row, 0, experts_ref.shape[0] - 1)] * n + column * form.tile.cols
         steps = jnp.where(i * sms + worker < items, jnp.int32(x_ref.shape[1] // form.tile.depth), 0)

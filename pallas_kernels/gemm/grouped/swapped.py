@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.gemm.dense.api import supports
 from pallas_kernels.gemm.grouped import groups as expert_groups
 from pallas_kernels.gemm.grouped import reference
-from pallas_kernels.gemm.grouped.groups import Groups
+from pallas_kernels.gemm.grouped.groups import Groups, HeldExperts
 from pallas_kernels.gemm.grouped.kernel import GroupedForm, multiply, scratch
 from pallas_kernels.gemm.grouped.tiles import (
     ALIGN,
@@ -29,10 +29,12 @@ from pallas_kernels.hopper.layouts import LANE
 from pallas_kernels.hopper.limits import sms_of
 
 
-def list_groups(experts: jax.Array, num_experts: int, rows: int | None = None) -> Groups:
+def list_groups(
+    experts: jax.Array, num_experts: int, rows: int | None = None, held: HeldExperts | None = None
+) -> Groups:
     """Return the groups of a routing in tiles of `rows` rows; None: by the mean rows of an expert."""
     rows = rows or tile_rows(experts.shape[0], experts.shape[1], num_experts)
-    return expert_groups.list_groups(experts, num_experts, rows, ALIGN)
+    return expert_groups.list_groups(experts, num_experts, rows, ALIGN, held)
 
 
 def grouped_gemm(

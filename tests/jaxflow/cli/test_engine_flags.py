@@ -86,6 +86,7 @@ def test_every_field_has_a_flag(parse):
         kv_cache_dtype="float32",
         block_size=32,
         tensor_parallel_size=2,
+        enable_expert_parallel=True,
         max_model_len=100,
         max_num_batched_tokens=512,
         step_sizes="8,256",
@@ -153,3 +154,9 @@ def test_a_removed_flag_names_its_replacement():
         name = argument.lstrip("-").partition("=")[0]
         with pytest.raises(flags.Error, match=f"flag --{name} was removed: .*(sweep|max_num_batched_tokens)"):
             engine_flags.parse(["program", argument])
+
+
+@pytest.mark.parametrize("argument", ["--data_parallel_size=2", "--data-parallel-size"])
+def test_a_flag_that_only_others_have_names_the_reason(argument):
+    with pytest.raises(flags.Error, match="flag --data_parallel_size is not supported: .*one server a GPU"):
+        engine_flags.parse(["program", argument])

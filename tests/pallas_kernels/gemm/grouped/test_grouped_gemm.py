@@ -17,10 +17,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxflow.model import ops
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.op_registry import Context, Site
+from jaxflow.model.routing import weighted_sum
 from pallas_kernels.gemm import reference as gemm_reference
-from pallas_kernels.gemm.grouped import api
+from pallas_kernels.gemm.grouped import api, padded, swapped
 from pallas_kernels.gemm.grouped import groups as expert_groups
 from pallas_kernels.gemm.grouped import reference as grouped_reference
+from pallas_kernels.gemm.grouped.groups import HeldExperts
 from pallas_kernels.gemm.grouped.padded import ROWS, grouped_gemm, list_groups
 from pallas_kernels.gemm.tile_schedule import GemmTile
 from pallas_kernels.kernel_set import kernel_set_for
@@ -51,6 +53,29 @@ def test_the_kernel_is_each_row_times_its_experts_weight():
         for choice in range(2):
             here = np.asarray(chosen)[:, choice] == e
             assert np.linalg.norm(got[here, choice] - want[here]) < 4e-3 * np.linalg.norm(want[here])
+
+
+@pytest.mark.parametrize("kernel", [padded, swapped])
+def test_a_device_multiplies_the_rows_of_its_own_experts(kernel):
+    """Experts 2 and 3 of 6 on this device, and experts 4 and 5, to which no token goes."""
+    x, w, _ = given_rows(40, 6, 128, 64)
+    chosen = jnp.asarray(np.random.default_rng(5).permuted(np.tile(np.arange(4), (40, 1)), axis=1)[:, :2])
+    products = {}
+    for first in (2, 4):
+        groups = kernel.list_groups(chosen, 6, held=HeldExperts(jnp.int32(first), 2))
+        rows = x[groups.pairs // 2]
+        products[first] = weighted_sum(
+            kernel.grouped_gemm(
+                rows, w[first : first + 2], groups, sms=2, interpret=plgpu.InterpretGPUParams()
+            ),
+            groups,
+            jnp.ones((40, 2)),
+        )
+    assert not np.asarray(products[4]).any()
+    wide, own = np.asarray(x, np.float32), np.asarray(w, np.float32)
+    wanted = sum(np.where(np.asarray(chosen) == e, 1, 0).sum(1)[:, None] * (wide @ own[e].T) for e in (2, 3))
+    found = np.asarray(products[2], np.float32)
+    assert np.linalg.norm(found - wanted) < 6e-3 * np.linalg.norm(wanted)
 
 
 @pytest.mark.parametrize(

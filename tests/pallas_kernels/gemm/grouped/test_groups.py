@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.gemm.grouped.groups import list_groups
+from pallas_kernels.gemm.grouped.groups import HeldExperts, list_groups
 from pallas_kernels.gemm.grouped.routings import draw_routing
 
 
@@ -61,6 +61,55 @@ def test_one_few_and_many_pairs_of_every_skew(tokens, routing):
     else:
         picked = draw_routing(rng, tokens, experts, chosen, 1.2 if routing == "zipf" else 0.0)
     check(picked, experts, 16, 8)
+
+
+def check_shares(chosen: np.ndarray, num_experts: int, rows: int, align: int, count: int) -> None:
+    """Check that the devices' groups together are the groups of one device: each row once, in the same order."""
+    listed = jax.jit(
+        lambda picked, first: list_groups(picked, num_experts, rows, align, HeldExperts(first, count))
+    )
+    pairs, flat = [], chosen.ravel()
+    for first in range(0, num_experts, count):
+        groups = jax.tree.map(np.asarray, listed(jnp.asarray(chosen), jnp.int32(first)))
+        own = (flat >= first) & (flat < first + count)
+        places, used = groups.places.ravel(), int(groups.count[0])
+        assert (places[own] < len(groups.pairs)).all() and (places[~own] >= len(groups.pairs)).all()
+        assert len(set(places.tolist())) == len(places)
+        assert (groups.pairs[places[own]] == np.flatnonzero(own)).all()
+        sizes = -(-np.bincount(flat[own] - first, minlength=count) // align) * align
+        assert groups.sizes.tolist() == sizes.tolist() and groups.partial
+        tiles = list(
+            zip(*(getattr(groups, name)[:used] for name in ("experts", "starts", "ends")), strict=True)
+        )
+        firsts = np.cumsum(sizes) - sizes
+        assert [tuple(map(int, tile)) for tile in tiles] == [
+            (expert, start, min(start + rows, firsts[expert] + sizes[expert]))
+            for expert in range(count)
+            for start in range(firsts[expert], firsts[expert] + sizes[expert], rows)
+        ]
+        assert all(start + rows <= len(groups.pairs) for _, start, _ in tiles)
+        pairs += [pair for place, pair in sorted(zip(places[own], np.flatnonzero(own), strict=True))]
+    assert pairs == np.argsort(flat, kind="stable").tolist()
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    data=st.data(),
+    tokens=st.sampled_from([1, 2, 9]),
+    form=st.sampled_from([(1, 1), (16, 8), (128, 128)]),
+    count=st.sampled_from([1, 2, 3]),
+)
+def test_the_devices_of_a_mixture_share_its_rows(data, tokens, form, count):
+    """With one expert a device a token has a row on some devices only."""
+    choices = st.permutations(range(6)).map(lambda order: order[:4])
+    chosen = np.array(data.draw(st.lists(choices, min_size=tokens, max_size=tokens)))
+    check_shares(chosen, 6, *form, count)
+
+
+@pytest.mark.parametrize("tokens", [1, 700])
+def test_a_device_without_a_token_has_no_tile(tokens):
+    check_shares(np.tile(np.array([32, 0, 5, 9], np.int32), (tokens, 1)), 33, 16, 8, 11)
+    check_shares(np.tile(np.array([3, 0, 1], np.int32), (tokens, 1)), 32, 16, 8, 4)
 
 
 def test_a_skewed_routing_prefers_the_first_experts():

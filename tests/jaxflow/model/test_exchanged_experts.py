@@ -1,0 +1,66 @@
+"""Devices with tokens of their own, which exchange rows with the devices of the experts, against one device."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import paths
+import pytest
+from jax.sharding import PartitionSpec
+
+from jaxflow.model import ops, weights
+from jaxflow.model.checkpoints.checkpoint import open_checkpoint
+from jaxflow.model.exchanged_experts import exchanged_experts
+from jaxflow.model.op_registry import Context, Site
+from jaxflow.model.routing import Routing
+from jaxflow.parallel.mesh import TP, make_mesh
+from jaxflow.parallel.ragged import send_padded_rows
+from pallas_kernels.gemm.grouped.routings import draw_routing
+from pallas_kernels.kernel_set import REFERENCE
+
+CONFIG = open_checkpoint(str(paths.MODELS / "tiny-gpt_oss")).model_config  # its experts have biases
+EXPERTS, CHOSEN = CONFIG.num_experts, CONFIG.experts_per_token
+EVERYWHERE, ROWS = PartitionSpec(), PartitionSpec(TP)
+
+
+@functools.cache
+def exchanged(devices: int):
+    specs = {
+        name: leaf.spec
+        for name, leaf in weights.leaves(CONFIG, devices, expert_parallel=True)["layers"][0].items()
+        if name in weights.EXPERT_LEAVES
+    }
+
+    def run(w, h, experts, shares):
+        c = Context(CONFIG, REFERENCE, expert_axis=TP)
+        return exchanged_experts(c, w, h, Routing(experts, shares), send_padded_rows)
+
+    return jax.jit(
+        jax.shard_map(
+            run, mesh=make_mesh(devices), in_specs=(specs, ROWS, ROWS, ROWS), out_specs=ROWS, check_vma=False
+        )
+    )
+
+
+@pytest.mark.parametrize("routing", ["even", "skewed", "one device", "one expert a device"])
+def test_the_exchange_is_the_layer_of_one_device(routing):
+    """One device: all tokens choose experts 0 to 2 of 8, so that the later devices get no row."""
+    tokens, rng = 24, np.random.default_rng(3)
+    if routing in ("even", "skewed"):
+        experts = draw_routing(rng, tokens, EXPERTS, CHOSEN, 2.0 if routing == "skewed" else 0.0)
+    else:
+        experts = np.tile([0, 1, 2] if routing == "one device" else [7, 2, 5], (tokens, 1))
+    tree = weights.leaves(CONFIG)["layers"][0]
+    w = {
+        name: jnp.asarray(rng.normal(size=tree[name].shape) / 8, jnp.float32)
+        for name in weights.EXPERT_LEAVES
+    }
+    h = jnp.asarray(rng.normal(size=(tokens, CONFIG.hidden_size)), jnp.float32)
+    given = jnp.asarray(experts, jnp.int32), jnp.asarray(rng.random((tokens, CHOSEN)), jnp.float32)
+    site, one = Site(Context(CONFIG, REFERENCE), w), Routing(*given)
+    wanted = np.asarray(ops.expert_down(site, ops.expert_up_gate(site, h, one), one))
+    for devices in (2, 4):
+        found = np.asarray(exchanged(devices)(w, h, *given))
+        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+    assert np.abs(wanted).max() > 0.1
