@@ -141,7 +141,6 @@ def assemble_shard(
         return assemble(leaf, read, dtype)
     out = np.zeros(leaf.shape, dtype)  # the system gives memory to the written pages only
     stride, begin = out.strides[axis], out.ctypes.data
-
     low, high = cuts[axis]
 
     def extent(view: np.ndarray) -> tuple[int, int, list[int]]:
@@ -173,13 +172,24 @@ def assemble_shard(
 
 
 def shard_maker(
-    leaf: Leaf, read: Callable[[str], np.ndarray], dtype: Any
+    leaf: Leaf,
+    read: Callable[[str], np.ndarray],
+    dtype: Any,
+    read_experts: Callable[[str, range], np.ndarray] | None = None,
 ) -> Callable[[tuple[slice, ...]], np.ndarray]:
     """Return `assemble_shard` as a function of the index.
 
     Devices with the same shard share one array, so a host reads each part of a tensor once.
+    read_experts: reads some experts of a tensor that holds all; None where `read` does no work for unused parts.
     """
-    return functools.cache(functools.partial(assemble_shard, leaf, read, dtype))
+
+    def make(index: tuple[slice, ...]) -> np.ndarray:
+        if not leaf.whole_experts or read_experts is None:
+            return assemble_shard(leaf, read, dtype, index)
+        own = range(*index[0].indices(leaf.shape[0]))
+        return assemble_shard(leaf, lambda name, some=read_experts: some(name, own), dtype, index)
+
+    return functools.cache(make)
 
 
 def quantize_leaf(leaf: Leaf, array: jax.Array, mesh: Mesh | None) -> Quantized | Int4:

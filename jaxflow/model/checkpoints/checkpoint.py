@@ -177,11 +177,13 @@ def _load(
     mesh: Mesh | None,
     progress: Callable[[int], object],
 ) -> Weights:
+    read_experts = source.read_experts if isinstance(source, Mxfp4Tensors) else None
+
     def put(leaf: Leaf, read: Callable[[str], np.ndarray], as_dtype: Any, spec: PartitionSpec) -> jax.Array:
         sharding = None if mesh is None else sharded(mesh, spec)
         if sharding is None or sharding.is_fully_addressable:
             return jax.device_put(assemble(leaf, read, as_dtype), sharding)
-        shard = shard_maker(leaf, read, as_dtype)  # other processes make the other shards
+        shard = shard_maker(leaf, read, as_dtype, read_experts)  # other processes make the other shards
         return jax.make_array_from_callback(leaf.shape, sharding, shard)  # pyright: ignore[reportArgumentType]
 
     def make(leaf: Leaf) -> Any:

@@ -52,14 +52,19 @@ class Mxfp4Tensors:
 
     def read(self, name: str) -> np.ndarray:
         """Return one tensor. A matrix of MXFP4 is exact in bfloat16, as a view of its rows of outputs."""
+        experts = self.shapes[name][0] if name in self._packed else 0
+        return self.read_experts(name, range(experts))
+
+    def read_experts(self, name: str, experts: range) -> np.ndarray:
+        """Return one tensor. Of a matrix of MXFP4 only these experts are read, and the others are undefined."""
         if name not in self._packed:
             return self._source.read(name)
         blocks, scales = self._source.read(name + _BLOCKS), self._source.read(name + _SCALES)
-        if (scales == _NAN).any():
-            raise CheckpointError(f"{self.path}: {name}{_SCALES} has scales that are not numbers")
         made = np.empty((*blocks.shape[:2], blocks.shape[2] * GROUP), jnp.bfloat16)
-        for expert, out in enumerate(made):
-            out[...] = dequantize(blocks[expert], scales[expert])
+        for expert in experts:
+            if (scales[expert] == _NAN).any():
+                raise CheckpointError(f"{self.path}: {name}{_SCALES} has scales that are not numbers")
+            made[expert] = dequantize(blocks[expert], scales[expert])
         return made.swapaxes(1, 2)
 
 

@@ -158,5 +158,5 @@ def test_a_removed_flag_names_its_replacement():
 
 @pytest.mark.parametrize("argument", ["--data_parallel_size=2", "--data-parallel-size"])
 def test_a_flag_that_only_others_have_names_the_reason(argument):
-    with pytest.raises(flags.Error, match="flag --data_parallel_size is not supported: .*one server a GPU"):
+    with pytest.raises(flags.Error, match=r"flag --data_parallel_size is not supported: .*one server a GPU"):
         engine_flags.parse(["program", argument])

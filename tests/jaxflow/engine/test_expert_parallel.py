@@ -16,11 +16,12 @@ from test_goldens import ONE_SIZE, check, requests
 
 from jaxflow.config import ConfigError, EngineConfig, ParallelConfig
 from jaxflow.model import ops, weights
+from jaxflow.model.checkpoints import mxfp4
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.checkpoints.fingerprint import kv_fingerprint
 from jaxflow.model.op_registry import Context, Site
 from jaxflow.model.routing import Routing, by_token
-from jaxflow.model.weight_spec import assemble, assemble_shard
+from jaxflow.model.weight_spec import assemble, shard_maker
 from jaxflow.parallel.mesh import TP, make_mesh, over_shards
 from jaxflow.pipeline import plan as plans
 from jaxflow.pipeline.handwritten import two_nano_batch_plan
@@ -163,23 +164,34 @@ def test_pages_and_plans_name_the_spread_experts(tmp_path):
     assert plans.load(tmp_path / "plan.json").target == target
 
 
-@pytest.mark.parametrize("model", ["tiny-qwen3_moe", "tiny-mixtral"])
-def test_a_process_reads_only_its_experts(model):
-    """A process makes the shards of its own devices with `assemble_shard`."""
-    source = open_checkpoint(str(paths.MODELS / model)).source
-    config = open_checkpoint(str(paths.MODELS / model)).model_config
+def test_a_process_reads_only_its_experts():
+    """A process makes the shards of its own devices. Each expert has tensors of its own."""
+    checkpoint = open_checkpoint(str(paths.MODELS / "tiny-qwen3_moe"))
+    source = checkpoint.source
     for name in ("expert_up_gate", "expert_down"):
-        leaf, read = weights.leaves(config, 4, expert_parallel=True)["layers"][0][name], set()
+        leaf, read = weights.leaves(checkpoint.model_config, 4, expert_parallel=True)["layers"][0][name], []
+        index = (slice(2, 4), slice(None), slice(None))
 
         def record(tensor: str, read=read) -> np.ndarray:
-            read.add(tensor)
+            read.append(tensor.rpartition(".experts.")[2].partition(".")[0])
             return source.read(tensor)
 
         whole = assemble(leaf, source.read, np.float32)
-        index = (slice(2, 4), slice(None), slice(None))
-        np.testing.assert_array_equal(assemble_shard(leaf, record, np.float32, index), whole[2:4])
-        own = {piece.name for piece in leaf.pieces if any(f".{expert}." in piece.name for expert in (2, 3))}
-        assert {name.rpartition(".experts.")[2].partition(".")[0] for name in read} == {
-            "2",
-            "3",
-        } and read <= own
+        found = shard_maker(leaf, record, np.float32)(index)
+        np.testing.assert_array_equal(found, whole[2:4])
+        assert set(read) == {"2", "3"}
+
+
+def test_a_process_decodes_only_its_experts(monkeypatch):
+    """The tensors of gpt-oss hold all experts, in MXFP4."""
+    checkpoint, decoded, decode = open_checkpoint(str(paths.MODELS / "tiny-gpt_oss")), [], mxfp4.dequantize
+    for name in ("expert_up_gate", "expert_down", "expert_up_gate_bias"):
+        leaf = weights.leaves(CONFIG, 4, expert_parallel=True)["layers"][0][name]
+        whole = assemble(leaf, checkpoint.source.read, np.float32)
+        with monkeypatch.context() as patch:
+            patch.setattr(mxfp4, "dequantize", lambda *parts: decoded.append(1) or decode(*parts))
+            index = (slice(2, 4), *[slice(None)] * (whole.ndim - 1))
+            source = checkpoint.source
+            found = shard_maker(leaf, source.read, np.float32, source.read_experts)(index)
+        np.testing.assert_array_equal(found, whole[2:4])
+    assert len(decoded) == 2 * 2  # two experts of two matrices

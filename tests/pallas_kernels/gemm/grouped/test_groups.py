@@ -1,5 +1,7 @@
 """The order of a mixture's rows, for even, skewed and empty routings."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -63,11 +65,16 @@ def test_one_few_and_many_pairs_of_every_skew(tokens, routing):
     check(picked, experts, 16, 8)
 
 
-def check_shares(chosen: np.ndarray, num_experts: int, rows: int, align: int, count: int) -> None:
-    """Check that the devices' groups together are the groups of one device: each row once, in the same order."""
-    listed = jax.jit(
+@functools.cache
+def share_of(num_experts: int, rows: int, align: int, count: int):
+    return jax.jit(
         lambda picked, first: list_groups(picked, num_experts, rows, align, HeldExperts(first, count))
     )
+
+
+def check_shares(chosen: np.ndarray, num_experts: int, rows: int, align: int, count: int) -> None:
+    """Check that the devices' groups together are the groups of one device: each row once, in the same order."""
+    listed = share_of(num_experts, rows, align, count)
     pairs, flat = [], chosen.ravel()
     for first in range(0, num_experts, count):
         groups = jax.tree.map(np.asarray, listed(jnp.asarray(chosen), jnp.int32(first)))
@@ -95,9 +102,9 @@ def check_shares(chosen: np.ndarray, num_experts: int, rows: int, align: int, co
 @settings(max_examples=30, deadline=None)
 @given(
     data=st.data(),
-    tokens=st.sampled_from([1, 2, 9]),
-    form=st.sampled_from([(1, 1), (16, 8), (128, 128)]),
-    count=st.sampled_from([1, 2, 3]),
+    tokens=st.sampled_from([1, 9]),
+    form=st.sampled_from([(1, 1), (16, 8)]),
+    count=st.sampled_from([1, 3]),
 )
 def test_the_devices_of_a_mixture_share_its_rows(data, tokens, form, count):
     """With one expert a device a token has a row on some devices only."""
