@@ -8,6 +8,12 @@ the model with full attention, and the first-order effect of every other span of
 (`search/span_effects.py`). Then all heads move at once to the spans with the least effect that see no more keys
 than the start. A move is kept only if the measured divergence falls. `spans-50.json` holds the spans for 50 %.
 `uniform-50.json` holds the start, as the rival.
+
+  python -m search spans --model llama-3.1-8b --spread 8 --keys_percent 50 --output_folder spans
+
+With --spread nothing is measured, and no weights are read. The heads of each layer get windows from the shortest to
+one that is 8 times as long, in even steps, and each window is a share of the text. `spread-50.json` is for timing
+alone: it says nothing about the model.
 """
 
 import dataclasses
@@ -22,7 +28,7 @@ from absl import flags
 from jaxflow.config import SPAN_UNITS, ConfigError, ModelConfig, Span
 from jaxflow.model.attention_spans import VERSION, SpansFile, apply_spans, keys_share
 from jaxflow.model.checkpoints.calibrate import load_tokens
-from jaxflow.model.checkpoints.checkpoint import open_checkpoint
+from jaxflow.model.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from search.span_effects import Effects, Measurement
 
 # The candidates are windows of one length at every position, and full attention. A text of one length cannot tell
@@ -35,12 +41,18 @@ REACH = 2  # candidates that a head may move at once, first
 
 def define_flags() -> None:
     flags.DEFINE_string("model", None, "Model to measure: a folder, a .gguf file or a hub id.", required=True)
-    flags.DEFINE_string("tokens", None, "File of token ids (.npy), [windows, tokens].", required=True)
+    flags.DEFINE_string("tokens", None, "File of token ids (.npy), [windows, tokens]; not with --spread.")
     flags.DEFINE_integer("windows", 2, "Number of windows to read.", lower_bound=1)
     flags.DEFINE_integer("first_window", 0, "The first window to read.", lower_bound=0)
     flags.DEFINE_integer("sinks", 16, "The first tokens of a sequence, which all heads see.", lower_bound=0)
     flags.DEFINE_list("keys_percent", ["75", "50", "25"], "Target shares of the keys that queries see.")
     flags.DEFINE_integer("rounds", 4, "Most moves of all heads, for each target share.", lower_bound=1)
+    flags.DEFINE_float(
+        "spread",
+        None,
+        "Write spans for timing, without a measurement: in each layer the longest window over the shortest.",
+        lower_bound=1.0,
+    )
     flags.DEFINE_string("output_folder", None, "Folder of the spans files, which may exist.", required=True)
 
 
@@ -113,6 +125,25 @@ def uniform(tokens: int, sinks: int, share: float) -> Span:
     return spans[int(np.argmax(keys >= share * keys[-1]))]
 
 
+def spread_out(config: ModelConfig, sinks: int, share: float, spread: float) -> list[Span]:
+    """Return a span for each KV head, layer by layer, without a measurement.
+
+    A layer's windows are shares of the text in even steps, `share` on average, the longest `spread` times the
+    shortest. Each layer turns the order of the last one by a head, so that layers differ.
+
+    Raises: ConfigError for a window longer than the text.
+    """
+    heads = config.num_kv_heads
+    steps = np.linspace(1.0, spread, heads)
+    shares = share * steps / steps.mean()
+    if shares[-1] > 1:
+        raise ConfigError(
+            "spread", spread, f"a longest window of at most the text, not {shares[-1]:.2f} of the text"
+        )
+    spans = [Span(sinks, 0, round(one * SPAN_UNITS)) for one in shares]
+    return [spans[(head + layer) % heads] for layer in range(config.num_layers) for head in range(heads)]
+
+
 def spans_file(name: str, config: ModelConfig, chosen: list[Span]) -> SpansFile:
     """Return the file of one span for each head of each layer, layer by layer."""
     rows = [chosen[i : i + config.num_kv_heads] for i in range(0, len(chosen), config.num_kv_heads)]
@@ -141,13 +172,34 @@ def run() -> None:
     """Run the command. Raises: ConfigError, CheckpointError, OSError."""
     f = flags.FLAGS
     percents = _percents(f.keys_percent)
+    if (f.tokens is None) == (f.spread is None):
+        raise ConfigError("tokens", f.tokens, "a file, or --spread without a file")
+    checkpoint = open_checkpoint(f.model, load_format="auto" if f.spread is None else "dummy")
+    config = checkpoint.model_config
+    if any(layer.window is not None for layer in config.layers):
+        raise ConfigError("model", f.model, "a model whose layers have no window")
+    folder = Path(f.output_folder)
+    if f.spread is None:
+        _measured(checkpoint, percents, folder)
+        return
+    made = {percent: spread_out(config, f.sinks, percent / 100, f.spread) for percent in percents}
+    folder.mkdir(parents=True, exist_ok=True)
+    print(HEAD)
+    for percent, spans in made.items():
+        _write(folder / f"spread-{percent:g}.json", checkpoint, spans, config.max_position)
+
+
+HEAD = f"{'file':24}{'keys %':>9}{'held %':>9}{'divergence, nats':>19}"
+
+
+def _measured(checkpoint: Checkpoint, percents: list[float], folder: Path) -> None:
+    """Choose spans for each share of the keys, and write their files."""
+    f = flags.FLAGS
+    config = checkpoint.model_config
     texts = load_tokens(f.tokens)[f.first_window :][: f.windows].astype(np.int32)
     if not len(texts):
         raise ConfigError("first_window", f.first_window, f"a window of {f.tokens}")
-    checkpoint = open_checkpoint(f.model)
-    config, tokens = checkpoint.model_config, texts.shape[1]
-    if any(layer.window is not None for layer in config.layers):
-        raise ConfigError("model", f.model, "a model whose layers have no window")
+    tokens = texts.shape[1]
     if texts.min() < 0 or texts.max() >= config.vocab_size:
         raise ConfigError("tokens", f.tokens, f"token ids below {config.vocab_size}")
     shortest, full = seen_keys([Span(f.sinks, 1, 0), Span(f.sinks, 0, SPAN_UNITS)], tokens)
@@ -155,22 +207,26 @@ def run() -> None:
         if percent * full < 100 * shortest:
             least = f"at least {100 * shortest / full:.1f} for {tokens} tokens"
             raise ConfigError("keys_percent", percent, least)
-    folder = Path(f.output_folder)
     folder.mkdir(parents=True, exist_ok=True)
     weights, heads = checkpoint.load("float32"), config.num_layers * config.num_kv_heads
-    print(f"{'file':24}{'keys %':>9}{'held %':>9}{'divergence, nats':>19}")
+    print(HEAD)
     for percent in percents:
         same = uniform(tokens, f.sinks, percent / 100)
         spans = candidates(same, tokens)
         measure = Measurement(config, weights, texts, spans)
         picked, loss, start = descend(measure, spans.index(same), heads, seen_keys(spans, tokens), f.rounds)
-        for kind, each, lost in (
-            ("spans", [spans[i] for i in picked], loss),
-            ("uniform", [same] * heads, start),
-        ):
-            found = spans_file(checkpoint.name, config, each)
-            path = folder / f"{kind}-{percent:g}.json"
-            path.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=0) + b"\n")
-            model = apply_spans(found, config)
-            shares = (100 * keys_share(model, tokens, held=held) for held in (False, True))
-            print(f"{path.name:24}" + "".join(f"{one:9.1f}" for one in shares) + f"{lost:19.4f}", flush=True)
+        chosen = [spans[i] for i in picked]
+        _write(folder / f"spans-{percent:g}.json", checkpoint, chosen, tokens, loss)
+        _write(folder / f"uniform-{percent:g}.json", checkpoint, [same] * heads, tokens, start)
+
+
+def _write(
+    path: Path, checkpoint: Checkpoint, spans: list[Span], tokens: int, loss: float | None = None
+) -> None:
+    """Write a spans file. Print the keys that a text sees and that its page groups hold, and the loss."""
+    found = spans_file(checkpoint.name, checkpoint.model_config, spans)
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=0) + b"\n")
+    model = apply_spans(found, checkpoint.model_config)
+    shares = (100 * keys_share(model, tokens, held=held) for held in (False, True))
+    lost = "" if loss is None else f"{loss:19.4f}"
+    print(f"{path.name:24}" + "".join(f"{one:9.1f}" for one in shares) + lost, flush=True)

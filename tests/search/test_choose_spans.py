@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxflow.config import EngineConfig, Span
+from jaxflow.config import SPAN_UNITS, EngineConfig, Span
 from jaxflow.engine.start import open_model
 from jaxflow.model.attention_spans import keys_share, read_spans
+from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from search import spans
 from search.__main__ import main
 from search.span_effects import Effects
@@ -98,10 +99,42 @@ def test_the_command_writes_files_that_an_engine_takes(tmp_path, capsys):
         assert percent / 100 <= shares["uniform"] and shares["spans"] <= shares["uniform"]
 
 
+@given(st.sampled_from(["tiny-llama", "tiny-mixtral", "stories260K"]), st.floats(0.1, 0.5), st.floats(1, 12))
+def test_spread_spans_see_the_share_at_every_layer(model, share, spread):
+    config = open_checkpoint(str(paths.MODELS / model), load_format="dummy").model_config
+    heads = config.num_kv_heads
+    layers = np.array([span.beta for span in spans.spread_out(config, 2, share, spread)]).reshape(-1, heads)
+    assert len(layers) == config.num_layers and heads > 1
+    assert np.allclose(layers.mean(axis=1) / SPAN_UNITS, share, atol=1 / SPAN_UNITS)
+    shortest, longest = layers.min(axis=1), layers.max(axis=1)
+    assert np.all(longest - 0.5 <= spread * (shortest + 0.5))
+    assert np.all(longest + 0.5 >= spread * (shortest - 0.5))
+    assert spread < 2 or not np.array_equal(layers[0], layers[1])
+
+
+@pytest.mark.usefixtures("no_flags")
+def test_spread_spans_are_written_for_a_model_without_weights(tmp_path):
+    written = tmp_path / "spans"
+    command = "search spans --model llama-3.1-8b --spread 8 --keys_percent 50 --sinks 4 --output_folder"
+    assert main([*command.split(), str(written)]) == 0
+    path = str(written / "spread-50.json")
+    config = EngineConfig("llama-3.1-8b", load_format="dummy", attention_spans=path)
+    model = open_model(config).model_config
+    for length in (1024, 32768):
+        assert keys_share(model, length) == pytest.approx(0.5, abs=0.02)
+    assert len(model.span_classes) == 4
+    # The committed file, which timings name.
+    shipped = paths.ROOT / "benchmarks/settings/llama-3.1-8b/spread-50.json"
+    assert shipped.read_bytes() == (written / "spread-50.json").read_bytes()
+
+
 @pytest.mark.usefixtures("no_flags")
 @pytest.mark.parametrize(
     ("field", "changes"),
     [
+        ("tokens", {"spread": "2"}),
+        ("spread", {"spread": "3", "tokens": None, "keys_percent": "75"}),
+        ("tokens", {"tokens": None}),
         ("keys_percent", {"keys_percent": "50,x"}),
         ("keys_percent", {"keys_percent": "100"}),
         ("keys_percent", {"keys_percent": "1"}),
@@ -115,5 +148,6 @@ def test_bad_settings_are_refused_by_name(tmp_path, capsys, monkeypatch, field, 
     np.save("tokens.npy", np.full((3, 32), 5))
     np.save("wild.npy", np.full((3, 32), 10**6))
     given = {"model": str(paths.MODELS / MODEL), "tokens": "tokens.npy", "output_folder": "out"} | changes
-    assert main(["search", "spans", *(f"--{name}={value}" for name, value in given.items())]) == 1
+    given = [f"--{name}={value}" for name, value in given.items() if value is not None]
+    assert main(["search", "spans", *given]) == 1
     assert re.search(rf"error: {field}=", capsys.readouterr().err)
