@@ -191,4 +191,4 @@ def run() -> dict[str, Any]:
                 ),
             )
         )
-    return result | {"precisions" if name == "precision" else "spans": rows}
+    return result | ({"precisions": rows} if name == "precision" else {"kind": "spans", "spans": rows})

@@ -1,4 +1,4 @@
-"""Charts of sweeps."""
+"""Charts of sweeps, and of the perplexity with attention spans."""
 
 import math
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from matplotlib.ticker import ScalarFormatter
 
 
 def draw(sweep: Mapping[str, Any]) -> Figure:
-    """Return the chart of a sweep, by its kind."""
+    """Return the chart of a sweep or of another report, by its kind."""
     draw_kind, panels = {
         "rate": (_rate, 2),
         "batch_size": (_batch_size, 2),
@@ -20,6 +20,8 @@ def draw(sweep: Mapping[str, Any]) -> Figure:
         "tiles": (_tiles, 1),
         "policies": (_policies, 1),
         "blocks": (_blocks, 1),
+        "spans": (_spans, 1),
+        "span_speeds": (_span_speeds, 1),
     }[sweep["kind"]]
     figure = Figure(figsize=(6.0 * panels, 4.2), layout="constrained")
     draw_kind(sweep, [figure.add_subplot(1, panels, i + 1) for i in range(panels)])
@@ -171,3 +173,39 @@ def _blocks(sweep: Mapping[str, Any], axes: list[Axes]) -> None:
         f"{sweep['model']}, {sweep['prompt_tokens']} in, {sweep['output_tokens']} out", fontsize=9
     )
     _label(axes[0], "latency of a block (s)", "tokens generated per second")
+
+
+def _spans(report: Mapping[str, Any], axes: list[Axes]) -> None:
+    """Draw the perplexity by the keys that queries see, a line for each kind of file: `spans-50.json` is of `spans`."""
+    full, *files = sorted(report["spans"], key=lambda row: row["spans"] is not None)
+    kinds = sorted({Path(row["spans"]).stem.rpartition("-")[0] for row in files})
+    for kind in kinds:
+        rows = [full, *(row for row in files if Path(row["spans"]).stem.rpartition("-")[0] == kind)]
+        rows.sort(key=lambda row: row["keys_percent"])
+        axes[0].plot(
+            [row["keys_percent"] for row in rows], [row["perplexity"] for row in rows], "-o", label=kind
+        )
+    axes[0].axhline(full["perplexity"], color="gray", linewidth=1)
+    windows, tokens = report["windows"]
+    axes[0].set_title(f"{report['model']}, {windows} texts of {tokens} tokens", fontsize=9)
+    _label(axes[0], "keys that queries see (%)", "perplexity")
+
+
+def _span_speeds(report: Mapping[str, Any], axes: list[Axes]) -> None:
+    """Draw how much faster attention with spans is than dense attention, in each order of the work.
+
+    rows: cases of `bench kernels --only sparse_attention`.
+    """
+    rows = report["rows"]
+    orders = {"spans": "equal pieces", "longest first": "longest first", "head order": "head order"}
+    for i, (order, label) in enumerate(orders.items()):
+        times = [row["implementations"] for row in rows]
+        gains = [one["dense"]["us"] / one[order]["us"] for one in times]
+        axes[0].bar([at + 0.27 * (i - 1) for at in range(len(rows))], gains, 0.25, label=label)
+    goal = rows[0]["target"]["ratio"]
+    axes[0].axhline(goal, color="gray", linewidth=1, label=f"goal {goal:g}")
+    names = [row["case"].split(" half")[0].replace(" x mean ", " x\n") for row in rows]
+    axes[0].set_xticks(range(len(rows)), names, fontsize=8)
+    axes[0].set_ylim(0, 1.2 * axes[0].get_ylim()[1])
+    _label(axes[0], "rows x mean keys", "speed over dense attention", legend=False)
+    axes[0].legend(frameon=False, ncols=2, loc="upper center")

@@ -19,6 +19,7 @@ from small_engine import ENGINE, MODEL
 
 from jaxflow.bench.__main__ import main, without_weights
 from jaxflow.bench.engine import batch_file, latency, perplexity, serve, steps, throughput
+from jaxflow.bench.report import plot
 from jaxflow.bench.workload import flags as options
 from jaxflow.bench.workload import lengths as workload
 from jaxflow.bench.workload.drive import drive
@@ -472,8 +473,13 @@ def test_perplexity_scores_each_spans_file(bench, tmp_path, capsys):
     tokens = str(tmp_path / "ids.npy")
     command = ["perplexity", "--model", MODEL, "--tokens", tokens, "--span_files", path]
     assert bench(*command, "--output_json", str(report)) == 0
-    rows = json.loads(report.read_text())["spans"]
+    found = json.loads(report.read_text())
+    rows = found["spans"]
     assert [row["spans"] for row in rows] == [None, path]
+    rows[1] |= {"spans": "folder/uniform-25.json", "keys_percent": 25.0, "perplexity": 9.0}
+    lines = plot.draw(found).axes[0].lines
+    assert lines[0].get_label() == "uniform" and list(lines[0].get_xdata()) == [25, 100]
+    assert list(lines[0].get_ydata()) == [9, rows[0]["perplexity"]]
     assert rows[0]["keys_percent"] == rows[0]["held_percent"] == 100
     assert all(row["max_change"] < 1e-4 for row in rows)
     assert "full attention:" in capsys.readouterr().out
