@@ -142,7 +142,9 @@ def _bind(listener: grpc.aio.Server, host: str, port: int, credentials: grpc.Ser
         reason = error.strerror or str(error)
     except (RuntimeError, OverflowError) as error:
         reason = str(error)
-    raise ListenError(f"cannot listen on {address}: {reason}")
+    raise ListenError(
+        f"cannot listen on {address}: {reason}; accepted: another address, or 0 for a free port"
+    )
 
 
 def _credentials(config: ServerConfig) -> grpc.ServerCredentials | None:

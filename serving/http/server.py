@@ -110,7 +110,9 @@ def _bind(host: str, port: int) -> socket.socket:
             raise
     except (OSError, OverflowError) as error:
         shown = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        raise ListenError(f"cannot listen on {shown}: {getattr(error, 'strerror', None) or error}") from error
+        reason = getattr(error, "strerror", None) or error
+        accepted = "another address, or 0 for a free port"
+        raise ListenError(f"cannot listen on {shown}: {reason}; accepted: {accepted}") from error
     return listener
 
 
