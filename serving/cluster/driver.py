@@ -53,6 +53,7 @@ MEAN_SHARE = 0.02  # the weight of the latest answer in the mean length
 RETRY_S = 1.0
 MAX_LOSSES = 3  # a request at this many lost replicas may be the cause of the losses
 CLOSE_S = 15.0
+RELIEVE_S = 1.0  # between two looks for requests that wait at a slow replica
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -64,6 +65,7 @@ class _Live:
       left: the sequences that have not ended.
       made: tokens of each sequence; `token_ids`: of the only sequence, so far.
       moves: times that it left a replica; `losses`: of them, from a lost one.
+      avoided: the number of the slow replica where it waited too long.
       name: at its replica; `sent_s`: the time when it went there.
     """
 
@@ -79,6 +81,7 @@ class _Live:
     sent_s: float = 0.0
     moves: int = 0
     losses: int = 0
+    avoided: int | None = None
     cached_tokens: int | None = None  # None until it has started
     first_token_s: float | None = None
 
@@ -121,6 +124,7 @@ class ClusterDriver:
         self._mean_output = FIRST_EXPECTED_TOKENS
         self._lock = threading.Lock()
         self._queued = 0  # submitted and not yet taken by the driver's thread
+        self._relieved_s = 0.0  # the time of the last look for requests at a slow replica
         self._draining = self._closed = False
         self._idle = threading.Event()
         self._first: list[Exception | None] = []
@@ -373,6 +377,28 @@ class ClusterDriver:
                 posts.setdefault(id(live.mailbox), (live.mailbox, []))[1].append(told)
         for mailbox, events in posts.values():
             self._post(mailbox, events)
+        if time.monotonic() > self._relieved_s + RELIEVE_S:
+            self._relieve()
+
+    def _relieve(self) -> None:
+        """Move requests that wait at a slow replica while another replica has none that waits.
+
+        A replica is slow for a request that has waited there for half of `stall_s`. At most half of such requests
+        move at once, the oldest first, so that the other replica does not become the slow one.
+        """
+        now = self._relieved_s = time.monotonic()
+        serving = [m for m in self._members if m.phase is Phase.SERVING and m.stats is not None]
+        if all(m.stats.waiting_requests for m in serving):  # type: ignore[union-attr]
+            return
+        for slow in serving:
+            if not (waiting := slow.stats.waiting_requests):  # type: ignore[union-attr]
+                continue
+            here = [live for name in slow.names if (live := self._by_name.get(name)) is not None]
+            unanswered = sorted((live for live in here if not live.made), key=lambda live: live.sent_s)
+            late = [live for live in unanswered[-waiting:] if now - live.sent_s > slow.stall_s / 2]
+            for live in late[: -(-len(late) // 2)]:
+                live.avoided = slow.index
+                self._move(live)
 
     def lost(self, member: Member, reason: str) -> None:
         """See `serving.cluster.member.Owner`."""
@@ -412,7 +438,8 @@ class ClusterDriver:
         sampling, expected = rest.sampling, self._expected(rest)
         try:
             assert self._router is not None
-            route = self._router.route(live.pages, len(rest.prompt_token_ids), expected)
+            tokens = len(rest.prompt_token_ids)
+            route = self._router.route(live.pages, tokens, expected, excluded=live.avoided)
         except NoReplica:
             self._held.append(live)
             return

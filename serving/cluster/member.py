@@ -16,7 +16,7 @@ from serving.operations.health import MIN_STALL_S, STALL_STEPS
 
 log = logging.getLogger(__name__)
 
-POLL_S = 0.25  # a replica without an event reports this often
+POLL_S = 0.25  # a replica without an event reports this often, or four times within `stall_s`
 FIRST_WAIT_S, WAIT_GROWTH, LONGEST_WAIT_S = 0.1, 4, 60.0  # between two starts
 CLOSE_S = 10.0  # for an engine to end in order
 
@@ -132,6 +132,11 @@ class Member:
             return self._stall_s
         return max(MIN_STALL_S, STALL_STEPS * self._longest_step_s)
 
+    @property
+    def poll_s(self) -> float:
+        """Return the seconds between two reports of a replica without an event."""
+        return min(POLL_S, self.stall_s / 4)
+
     # ---- its life
 
     async def run(self, on_first: Callable[[Exception | None], None]) -> None:
@@ -228,7 +233,7 @@ class Member:
     async def _listen(self, link: Link) -> None:
         """Take reports until the member may leave. Raises: LinkLost, also for an engine that does not advance."""
         while not (self._leave.is_set() and not self.names):
-            report = await self._within(link.poll(POLL_S))
+            report = await self._within(link.poll(self.poll_s))
             self._longest_step_s = max(
                 [self._longest_step_s, *(step.read_s - step.enqueued_s for step in report.steps)]
             )
@@ -236,12 +241,12 @@ class Member:
             self._owner.heard(self, report)
             if report.fault:
                 raise LinkLost(report.fault)
-            if report.stalled_s > self.stall_s:
+            if report.stalled_s + self.poll_s > self.stall_s:  # the next report would come too late
                 raise LinkLost(f"no step advanced for {report.stalled_s:.0f} s")
 
     async def _within[T](self, answer: "asyncio.Future[T] | object") -> T:
-        """Return an answer of the process. Raises: LinkLost, also after `stall_s` without the answer."""
-        limit_s = self.stall_s + POLL_S
+        """Return an answer of the process. Raises: LinkLost, also without an answer, before `stall_s` are over."""
+        limit_s = self.stall_s - self.poll_s
         try:
             return await asyncio.wait_for(answer, limit_s)  # type: ignore[arg-type]
         except TimeoutError:

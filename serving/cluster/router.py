@@ -182,6 +182,7 @@ class Router:
         output_tokens: float,
         *,
         session: Hashable | None = None,
+        excluded: int | None = None,
     ) -> Route:
         """Choose the replica of a request, and enter the request into the books.
 
@@ -189,6 +190,7 @@ class Router:
           names: the content names of the prompt's full pages (`jaxflow.kv.prefix`).
           output_tokens: expected tokens of the answer.
           session: a key whose requests have a home replica.
+          excluded: a replica that gets the request only if no other one takes requests.
 
         Raises:
           NoReplica: no replica takes requests.
@@ -196,6 +198,10 @@ class Router:
         hits = [self._page_tokens * one.pages.leading(names) for one in self._replicas]
         order = self._random.sample(range(len(self._replicas)), len(self._replicas))
         outstanding = [one.outstanding for one in self._replicas]
+        if excluded is not None and any(
+            load < NO_LOAD for i, load in enumerate(outstanding) if i != excluded
+        ):
+            outstanding[excluded] = NO_LOAD
         home = None if session is None else home_of(session, [load < NO_LOAD for load in outstanding])
         tokens = prompt_tokens + output_tokens
         replica = choose(outstanding, hits, order, tokens, home=home, candidates=self._candidates)

@@ -32,7 +32,19 @@ def answer(request: Request, index: int = 0) -> list[int]:
 
 
 class DrawingDriver(FakeDriver):
-    """A fake driver that draws by position."""
+    """A fake driver that draws by position. Only `slots` sequences run at once."""
+
+    def __init__(self, *args, slots: int = 1000, **driver):
+        self.slots = slots
+        super().__init__(*args, **driver)
+
+    def stats(self):
+        found = super().stats()
+        found.waiting_requests = max(0, len(self._running) - self.slots)
+        return found
+
+    def _step(self, run) -> list:
+        return super()._step(run) if run in self._running[: self.slots] else []
 
     def token(self, run) -> int:
         return token_at(run.request.sampling.seed + run.index, len(run.request.prompt_token_ids) + run.sent)
@@ -120,7 +132,7 @@ class Replicas:
 
 
 @contextlib.contextmanager
-def cluster(replicas: int = 2, *, stall_s: float = 0.5, drain_s: float = 5.0, **driver) -> Iterator[tuple]:
+def cluster(replicas: int = 2, *, stall_s: float = 1.0, drain_s: float = 5.0, **driver) -> Iterator[tuple]:
     """A running model behind a router, and the links."""
     links = Replicas(**driver)
     router = ClusterDriver(

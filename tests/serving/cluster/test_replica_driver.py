@@ -141,6 +141,18 @@ def test_a_slow_replica_gets_fewer_requests():
         assert slow < fast
 
 
+def test_requests_that_wait_at_a_slow_replica_move():
+    with cluster(slots=2) as (model, links):
+        links.running(0).llm.driver.step_s = 0.15
+        pairs = [submit(model, f"r{i}", prompt=[20 + i, 5], seed=i) for i in range(8)]
+        for pair in pairs:
+            complete(*pair)
+        slow = links.running(0).llm.driver
+        assert model.driver.moved == len(slow.aborted) > 0
+        assert len(slow.submitted) - len(slow.aborted) >= 2  # those that run stay
+        assert [state.restarts for state in model.driver.replicas()] == [0, 0]
+
+
 def test_abort_reaches_the_replica():
     with cluster(step_s=STEP_S) as (model, links):
         _, box = submit(model, "gone", max_tokens=1000)

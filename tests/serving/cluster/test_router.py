@@ -220,3 +220,12 @@ def test_of_all_candidates_the_least_loaded_wins(loads, rng):
     order = rng.sample(range(len(loads)), len(loads))
     chosen = choose(loads, [0] * len(loads), order, 1.0, candidates=None)
     assert loads[chosen] == min(loads)
+
+
+def test_an_excluded_replica_gets_a_request_only_where_it_is_alone():
+    router = Router(2, num_pages=10, page_tokens=PAGE)
+    router.report(0, 0.0, 0)
+    router.report(1, 1e6, 0)
+    assert router.route([], 5, 5.0, excluded=0).replica == 1
+    router.lost(1)
+    assert router.route([], 5, 5.0, excluded=0).replica == 0
