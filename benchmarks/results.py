@@ -387,6 +387,36 @@ def router_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
             )
 
 
+def fault_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
+    """Yield each fault of a replica."""
+    for path, report in reports.items():
+        for name, one in report["faults"].items() if report.get("command_name") == "replica_faults" else ():
+            seconds = (one[key] for key in ("seen_s", "served_s", "again_s"))
+            load = max(run["load_average"] for run in one["runs"])
+            yield (
+                f"{report['device']}, {report['cpu_cores']} cores",
+                f"{report['model']}, {report['replicas']} replicas",
+                name,
+                *("–" if value is None else f"{value:.1f}" for value in seconds),
+                f"{one['requests']}",
+                f"{one['lost']}, {one['doubled']}",
+                f"{len(one['runs'])}",
+                f"{load:.1f}",
+                links([path]),
+            )
+
+
+def message_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
+    """Yield each way of tokens from a Ray actor to the router."""
+    for path, report in reports.items():
+        if report.get("command_name") == "ray_messages":
+            for name in ("message_a_step", "serve_stream_a_request"):
+                one = report[name]
+                figures = (f"{one['tokens_per_s']:,.0f}", f"{one['cpu_ms_per_1000_tokens']:.1f}")
+                load = f"{max(report['load_average']):.1f}"
+                yield name.replace("_", " "), f"{report['streams']}", *figures, load, links([path])
+
+
 def sarathi_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
     """Yield the throughput with chunks of each size over separate prefill and decode steps, by P : D."""
     for path, report in reports.items():
@@ -543,6 +573,23 @@ SECTIONS = (
             *("p99 first token, ms", "report"),
         ),
         router_rows,
+    ),
+    (
+        "Faults of a replica",
+        "Medians of seconds: from the fault until the router knows it, from then until the replica's requests have "
+        "their next token from another replica, and from the fault until the replica serves again. The load is that "
+        "of the machine. A slow replica stays: new requests are served by the others.",
+        (
+            *("device", "model", "fault", "known, s", "served, s", "again, s", "requests", "lost, doubled"),
+            *("runs", "load", "report"),
+        ),
+        fault_rows,
+    ),
+    (
+        "Tokens from a Ray actor to the router",
+        "Medians, without an engine. CPU is that of the router's process.",
+        ("way", "streams", "tokens/s", "CPU ms for 1,000 tokens", "load", "report"),
+        message_rows,
     ),
     (
         "Batch files",
