@@ -413,7 +413,8 @@ def _load(config: EngineConfig, checkpoint: Checkpoint, mesh: Mesh, stage: Stage
         **weight_options(config),
     )
     weights = _calibrated(config, checkpoint, weights, mesh, stage)
-    if quantization and any(layer.experts for layer in checkpoint.model_config.layers) and stage.embeds:
+    mixture = any(layer.experts for layer in checkpoint.model_config.layers)
+    if mixture and quantization == "int4" and stage.embeds:
         log.info("quantization: %s attention and dense MLPs; experts stay in %s", quantization, config.dtype)
     return weights
 

@@ -109,7 +109,12 @@ class Widths:
     weights: float = 2.0  # of the GEMMs that fp8 affects: qkv, out_proj, up_gate, down
     kv: float = 2.0
     activations: float = 2.0
-    wide_weights: float = 2.0  # of embeddings, the head, routers and experts, which are never fp8
+    wide_weights: float = 2.0  # of embeddings, the head, routers and shared experts, which are never fp8
+
+    @property
+    def experts(self) -> float:
+        """Return the bytes of an element of the experts: fp8 affects experts, int4 does not."""
+        return self.weights if self.weights >= 1 else self.wide_weights
 
 
 BFLOAT16 = Widths()
@@ -314,7 +319,7 @@ def _expert_ops(config: ModelConfig, tp: int, widths: Widths) -> list[Op]:
     moved = Work(activation_bytes=(d + chosen * f) * a)
 
     def grouped(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], elements: int) -> Op:
-        weights = Work(weight_bytes=number * elements * widths.wide_weights)
+        weights = Work(weight_bytes=number * elements * widths.experts)
         return Op(
             name,
             "dense",

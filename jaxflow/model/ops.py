@@ -508,7 +508,8 @@ def expert_up_gate(c: Context, w: Weights, h: Float[Array, "t D"], routing: Rout
     groups = routing.groups or _groups(c, routing.experts)
     gates = {"activation": c.config.activation, "gate_block": gate_block(c.config.expert_intermediate_size)}
     gates |= _expert_bias(w.get("expert_up_gate_bias"))
-    rows = h[groups.pairs // routing.experts.shape[1]]
+    x, token = _as_stored(c, w["expert_up_gate"], h), groups.pairs // routing.experts.shape[1]
+    rows = jax.tree.map(lambda one: one[token], x)
     return ExpertRows(c.kernels.grouped_gemm(rows, w["expert_up_gate"], groups, **gates, **_sms(c)), groups)
 
 
@@ -526,7 +527,8 @@ def expert_down(
     shares = c.expert_axis is None  # each device has a share of every expert, and all have the bias
     down_bias = w.get("expert_down_bias")
     bias = _expert_bias(_first_shard_only(c, down_bias) if shares else down_bias)
-    y = c.kernels.grouped_gemm(a.rows, w["expert_down"], a.groups, **bias, **_sms(c))
+    rows = _as_stored(c, w["expert_down"], a.rows)
+    y = c.kernels.grouped_gemm(rows, w["expert_down"], a.groups, **bias, **_sms(c))
     return weighted_sum(y, a.groups, routing.weights)
 
 
@@ -546,6 +548,11 @@ def shared_down(
 ) -> Float[Array, "t D"]:
     """Return the sum of the shared experts' output and of the routed experts' output; partial under tensor parallelism."""
     return routed + _gemm(c, w, "shared_down", a, None)
+
+
+def _as_stored(c: Context, weight: Array | Quantized, x: Array) -> Array | Quantized:
+    """Return x in e4m3 if the experts' weight is e4m3."""
+    return c.kernels.quantize_rows(x, sms=c.sms) if isinstance(weight, Quantized) else x
 
 
 def _expert_bias(bias: Array | None) -> dict[str, Array]:

@@ -17,6 +17,7 @@ from pallas_kernels.quantized import GROUP, Int4, Quantized
 
 Init = Literal["matrix", "norm", "zero", "one"]
 QUANTIZED = ("qkv", "out_proj", "up_gate", "down")  # the matrices that `quantization` affects
+QUANTIZED_EXPERTS = ("expert_up_gate", "expert_down")  # the matrices of experts, which fp8 affects too
 _QUANTIZE = {"fp8": quantize_rows, "int4": quantize_int4}
 TENSOR_PARALLEL_AXIS = {
     "embed": 0,
@@ -90,7 +91,7 @@ class Leaf:
         """Return the shape and dtype of each array that stands in the leaf's place."""
         struct: Any = jax.ShapeDtypeStruct
         if self.quantization == "fp8":
-            return Quantized(struct(self.shape, jnp.float8_e4m3fn), struct(self.shape[:1], jnp.float32))
+            return Quantized(struct(self.shape, jnp.float8_e4m3fn), struct(self.shape[:-1], jnp.float32))
         if self.quantization == "int4":
             n, k = self.shape
             factor = struct((n, k // GROUP), jnp.bfloat16)
@@ -105,7 +106,8 @@ class Leaf:
 def _specs(spec: Any, quantization: str | None) -> Any:
     """Return the specs of a leaf's arrays. Scales are sharded with the rows or groups that they scale."""
     if quantization == "fp8":
-        return Quantized(spec, PartitionSpec(*spec[:1]))  # pyright: ignore[reportArgumentType]
+        rows = spec[: 2 if key in QUANTIZED_EXPERTS else 1]  # pyright: ignore[reportArgumentType]
+        return Quantized(spec, PartitionSpec(*rows))  # pyright: ignore[reportArgumentType]
     return Int4(spec, spec, spec) if quantization == "int4" else spec
 
 

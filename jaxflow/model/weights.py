@@ -14,7 +14,8 @@ key/value heads than shards, each head is repeated, so that every shard has one.
 Latent attention has other matrices in the place of `qkv` (`jaxflow.model.latent_weights`).
 
 Under quantization the matrices named in `QUANTIZED` are `Quantized` e4m3 with a scale per row (fp8), or
-`Int4` in groups of 64 columns (int4). The embeddings, the head, norms, routers and experts are not quantized.
+`Int4` in groups of 64 columns (int4). fp8 also affects the experts. The embeddings, the head, norms, routers
+and shared experts are not quantized.
 An e4m3 cache has its scales here: "k_scale" and "v_scale" [K], float32, in each layer. An e4m3 MLP may be
 padded with zeros (`mlp_width`), and so may the experts of gpt-oss (`expert_width`).
 """
@@ -34,7 +35,15 @@ from jaxflow.model.architectures.tensor_names import layer_names, model_names
 from jaxflow.model.latent_weights import latent_leaves
 from jaxflow.model.rope import rotary_order
 from jaxflow.model.stage import Stage
-from jaxflow.model.weight_spec import QUANTIZED, TENSOR_PARALLEL_AXIS, Init, Leaf, Piece, draw
+from jaxflow.model.weight_spec import (
+    QUANTIZED,
+    QUANTIZED_EXPERTS,
+    TENSOR_PARALLEL_AXIS,
+    Init,
+    Leaf,
+    Piece,
+    draw,
+)
 from jaxflow.parallel.mesh import TP, sharded
 from pallas_kernels.quantized import BLOCK, GROUP
 
@@ -56,7 +65,8 @@ def leaves(
     """Return the pytree of weights for `tp` devices, with a `Leaf` in the place of each array.
 
     Args:
-      quantization: fp8 or int4, for the matrices of `QUANTIZED`.
+      quantization: fp8, for the matrices of `QUANTIZED` and `QUANTIZED_EXPERTS`; or int4, for those of
+        `QUANTIZED`.
       kv_scales: whether to include the scales of an e4m3 cache.
       expert_parallel: each device holds some experts whole, instead of a share of every expert.
 
@@ -88,7 +98,8 @@ def leaves(
         prefix = names["layer"].format(i)
         if quantization is not None:
             scales = _scales(config, config.layers[i], prefix, tp, width) if quantization == "fp8" else {}
-            for key in layer.keys() & set(QUANTIZED):
+            affected = {*QUANTIZED, *(QUANTIZED_EXPERTS if quantization == "fp8" else ())}
+            for key in layer.keys() & affected:
                 layer[key] = dataclasses.replace(layer[key], quantization=quantization, scale=scales.get(key))
         if quantization == "int4":
             _check_groups(layer, tp)

@@ -3,7 +3,8 @@
 A call of `grouped_gemm` is `expert_up_gate` and `expert_down` over rows that are sorted already. Its rate
 counts the weights of the experts that the routing touches. `lax.ragged_dot` multiplies every row with every
 expert's weight, and runs for few tokens only. JAX's Mosaic kernel and the dense product leave gates to XLA
-or read one weight. A call of `expert_layer` is the layer's part from the router to the sum by token.
+or read one weight. In e4m3 a call also quantizes the rows between the products. A call of `expert_layer` is
+the layer's part from the router to the sum by token.
 """
 
 import dataclasses
@@ -21,6 +22,7 @@ from jaxflow.config import gate_block
 from jaxflow.model import ops
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.op_registry import Context, Site
+from jaxflow.model.weight_spec import QUANTIZED_EXPERTS
 from pallas_kernels.gemm.dense.api import dense_gemm
 from pallas_kernels.gemm.grouped import groups, padded, reference, swapped
 from pallas_kernels.gemm.grouped.routings import draw_routing
@@ -28,6 +30,8 @@ from pallas_kernels.gemm.reference import finish
 from pallas_kernels.kernel_set import kernel_set_for
 from pallas_kernels.measure.peaks import Least
 from pallas_kernels.measure.timing import looped
+from pallas_kernels.pointwise.quantize import api as quantize_api
+from pallas_kernels.pointwise.quantize.reference import quantize_rows
 
 MODELS = ("qwen3-30b-a3b", "mixtral-8x7b")
 TOKENS = (64, 1, 2048, 256, 8)
@@ -94,6 +98,12 @@ def _jax_mosaic(gates: dict[str, Any], x: tuple, w: dict[str, jax.Array]) -> jax
     return one(a, w["expert_down"])
 
 
+def _e4m3(gates: dict[str, Any], x: tuple, w: dict[str, Any]) -> jax.Array:
+    rows, listed = x
+    a = swapped.grouped_gemm(rows, w["expert_up_gate"], listed, **gates)
+    return swapped.grouped_gemm(quantize_api.quantize_rows(a), w["expert_down"], listed)
+
+
 def _dense(gates: dict[str, Any], x: tuple, w: dict[str, jax.Array]) -> jax.Array:
     """Return both products of as many rows with the weight of one expert."""
     return dense_gemm(dense_gemm(x[0], w["expert_up_gate"][0], **gates), w["expert_down"][0])
@@ -133,6 +143,44 @@ def _products(model: str, tokens: int, zipf: float) -> dict[str, Implementation]
     if tokens >= 2048:
         made["dense, one weight"] = program(_dense, groups.list_groups, Least(flop=flop))
     return made
+
+
+@functools.cache
+def _e4m3_weights(model: str) -> dict[str, Any]:
+    """Return the experts' weights in e4m3, one expert at a time, to save memory."""
+    own = _weights(model)
+    return {name: jax.jit(functools.partial(lax.map, quantize_rows))(own[name]) for name in QUANTIZED_EXPERTS}
+
+
+def _narrow_products(model: str, tokens: int, zipf: float) -> dict[str, Implementation]:
+    """Prepare both products in e4m3, and beside them in bfloat16."""
+    config, gates = _config(model), _gates(model)
+    rng, chosen, calls = np.random.default_rng(tokens), config.experts_per_token, 8 if tokens <= 256 else 4
+    picked = [draw_routing(rng, tokens, config.num_experts, chosen, zipf) for _ in range(calls)]
+    elements = 3 * config.hidden_size * config.expert_intermediate_size  # of an expert
+    touched = float(np.mean([len(np.unique(one)) for one in picked]))
+    flop = 2.0 * elements * tokens * chosen
+    rounds = max(1, round(5e-3 / calls / max(elements * touched / 4e12, flop / 1e15)))
+
+    def program(one: Callable, w: dict[str, Any], element_bytes: float, quantize: Callable) -> Implementation:
+        @jax.jit
+        def ready(seed: int, experts: jax.Array) -> tuple:
+            listed = swapped.list_groups(experts, config.num_experts)
+            x = jax.random.normal(jax.random.key(seed), (tokens, config.hidden_size), jnp.bfloat16)
+            return jax.tree.map(lambda rows: rows[listed.pairs // chosen], quantize(x)), listed
+
+        xs = [ready(seed, jnp.asarray(experts)) for seed, experts in enumerate(picked)]
+        run, moved = (
+            looped(jax.jit(functools.partial(one, gates)), rounds),
+            element_bytes * elements * touched,
+        )
+        return Implementation(lambda: run(xs, [w] * calls), rounds * calls, moved, least=Least(moved, flop))
+
+    wide = functools.partial(_grouped, swapped.grouped_gemm)
+    return {
+        "e4m3": program(_e4m3, _e4m3_weights(model), 1.0, quantize_rows),
+        "bfloat16": program(wide, _weights(model), 2.0, lambda x: x),
+    }
 
 
 def _layer(model: str, tokens: int) -> dict[str, Implementation]:
@@ -176,6 +224,20 @@ GROUPS = (
                 functools.partial(_products, model, tokens, zipf),
                 rate=0.85 * STREAM_BYTES_PER_S if tokens == 64 else None,
                 ratio=1.0,
+            )
+            for tokens in TOKENS
+            for model in MODELS
+            for name, zipf in ZIPF.items()
+        ),
+    ),
+    KernelGroup(
+        "grouped_gemm_fp8",
+        "TB/s",
+        tuple(
+            KernelCase(
+                f"{model} T {tokens} {name}",
+                functools.partial(_narrow_products, model, tokens, zipf),
+                rate=0.85 * STREAM_BYTES_PER_S if tokens == 64 else None,
             )
             for tokens in TOKENS
             for model in MODELS

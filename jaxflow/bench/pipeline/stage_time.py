@@ -62,7 +62,7 @@ class StageTimer:
       layers: number of layers of each stage, first stage first. The first stage also embeds; the last one also
         computes the logits.
       dtype: of the GEMMs. Under float8_e4m3fn the GEMMs of attention and of dense MLPs are fp8, and those of
-        experts too if `widths.wide_weights` is 1.
+        experts too if `widths.experts` is 1.
       tile_rows: rows of a GEMM's tile (SARATHI §4.4); None for GEMMs without tiles.
 
     Raises:
@@ -145,6 +145,6 @@ class StageTimer:
 
 def gemm_dtype(op: Op, dtype: str, widths: Widths) -> str:
     """Return the dtype in which an op multiplies."""
-    if op.name in FP8_PRODUCTS or (op.experts and widths.wide_weights == 1.0):
+    if op.name in FP8_PRODUCTS or (op.experts and widths.experts == 1.0):
         return dtype
     return "bfloat16" if dtype == "float8_e4m3fn" else dtype

@@ -1,8 +1,10 @@
 """Grouped GEMM for Hopper (a mixture's experts): the choice between two kernels by the rows of an expert.
 
 `swapped` has tiles of 8 to 144 rows, and reads an expert's weight once if its rows fit one tile. `padded` has
-tiles of 128 rows, and is faster for experts of several tiles (docs/kernels.md).
+tiles of 128 rows, and is faster for experts of several tiles (docs/kernels.md). `swapped` also takes e4m3.
 """
+
+from collections.abc import Callable
 
 import jax
 
@@ -10,6 +12,7 @@ from pallas_kernels.gemm.grouped import padded, reference, swapped
 from pallas_kernels.gemm.grouped.groups import Groups, HeldExperts
 from pallas_kernels.gemm.grouped.tiles import TALLEST
 from pallas_kernels.gemm.reference import CLAMPED_SWIGLU
+from pallas_kernels.quantized import Quantized
 
 
 def list_groups(experts: jax.Array, num_experts: int, held: HeldExperts | None = None) -> Groups:
@@ -22,8 +25,8 @@ def list_groups(experts: jax.Array, num_experts: int, held: HeldExperts | None =
 
 
 def grouped_gemm(
-    x: jax.Array,
-    w: jax.Array,
+    x: jax.Array | Quantized,
+    w: jax.Array | Quantized,
     groups: Groups,
     *,
     bias: jax.Array | None = None,
@@ -37,8 +40,9 @@ def grouped_gemm(
     The reference implementation is `pallas_kernels.gemm.grouped.reference.grouped_gemm`.
 
     Args:
-      x: [M, K] bfloat16, rows in the order of `groups`.
-      w: [E, N, K] bfloat16. XLA computes the product if N or K is not a multiple of 64.
+      x: [M, K] bfloat16, rows in the order of `groups`; or e4m3 with scales [M].
+      w: [E, N, K] bfloat16; or e4m3 with scales [E, N]. XLA computes the product if N or K is not a multiple of
+        64, or of 128 in e4m3.
       groups: from `list_groups`, which chose the kernel.
       bias: [E, N], or None. XLA computes the epilogue with a bias or with clamped_swiglu, after the product.
       activation: silu, gelu_tanh, relu, clamped_swiglu or None.
@@ -51,7 +55,9 @@ def grouped_gemm(
     Raises:
       ValueError: for a shape, dtype, activation or sms outside the limits.
     """
-    product = padded.grouped_gemm if groups.align == padded.ROWS else swapped.grouped_gemm
+    product: Callable[..., jax.Array] = swapped.grouped_gemm
+    if groups.align == padded.ROWS and not isinstance(w, Quantized):
+        product = padded.grouped_gemm
     if bias is None and activation != CLAMPED_SWIGLU:
         return product(
             x, w, groups, activation=activation, gate_block=gate_block, sms=sms, interpret=interpret

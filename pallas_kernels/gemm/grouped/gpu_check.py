@@ -27,6 +27,8 @@ from pallas_kernels.measure import script
 from pallas_kernels.measure.inputs import poison_memory
 from pallas_kernels.measure.script import record
 from pallas_kernels.measure.timing import interleaved
+from pallas_kernels.pointwise.quantize.reference import dequantize, quantize_rows
+from pallas_kernels.quantized import Quantized
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 MODELS = {  # experts, experts per token, {op: (N, K, block width of the gate)}
@@ -51,16 +53,20 @@ def gates_of(block: int | None) -> dict:
     return {} if block is None else {"activation": "silu", "gate_block": block}
 
 
-def check(rows, rng, kernel, tokens, experts, chosen, n, k, block=None, sms=None, zipf=0.0):
+def check(rows, rng, kernel, tokens, experts, chosen, n, k, block=None, sms=None, zipf=0.0, e4m3=False):
     keys = jax.random.split(jax.random.key(rng.integers(2**31)), 2)
     x, w = normal(keys[0], (tokens, k)), normal(keys[1], (experts, n, k), k**-0.5)
+    if e4m3:
+        x, w = jax.jit(quantize_rows)(x), jax.jit(quantize_rows)(w)
+    plain = dequantize if e4m3 else functools.partial(jnp.asarray, dtype=F32)
     picked, module = routing(rng, tokens, experts, chosen, zipf), KERNELS[kernel]
     groups_of = jax.jit(functools.partial(module.list_groups, num_experts=experts))
 
     @jax.jit
     def run(x, w, picked):
         groups = groups_of(picked)
-        y = module.grouped_gemm(x[groups.pairs // chosen], w, groups, **gates_of(block), sms=sms)
+        given = jax.tree.map(lambda one: one[groups.pairs // chosen], x)
+        y = module.grouped_gemm(given, w, groups, **gates_of(block), sms=sms)
         return y[groups.places]
 
     poison_memory(jax.eval_shape(run, x, w, picked))
@@ -71,7 +77,10 @@ def check(rows, rng, kernel, tokens, experts, chosen, n, k, block=None, sms=None
         for expert in range(experts):
             token, choice = np.nonzero(np.asarray(picked) == expert)
             if len(token):
-                want = one(x.astype(F32), w[expert].astype(F32))[token]  # all tokens: one shape to compile
+                weight = (
+                    Quantized(w.values[expert], w.scale[expert]) if isinstance(w, Quantized) else w[expert]
+                )
+                want = one(plain(x), plain(weight))[token]  # all tokens: one shape to compile
                 off += float(jnp.sum((got[token, choice].astype(F32) - want) ** 2))
                 total += float(jnp.sum(want**2))
     err, same = (off / total) ** 0.5, bool((got == again).all())
@@ -86,6 +95,7 @@ def check(rows, rng, kernel, tokens, experts, chosen, n, k, block=None, sms=None
         "gates": block,
         "sms": sms,
         "zipf": zipf,
+        "e4m3": e4m3,
     }
     record(rows, what="check grouped_gemm", ok=err < 4e-3 and same, error=err, same_bits=same, **about)
 
@@ -106,7 +116,10 @@ def checks(rows):
     experts, chosen, ops = MODELS["qwen3-30b-a3b"]
     for tokens in (1, 8, 64, 128, 256, 700, 1024, 1536, 2048):  # tiles of 8 to 144 rows
         for n, k, block in ops.values():
-            case(tokens, experts, chosen, n, k, block, zipf=1.2 if tokens == 256 else 0.0)
+            for e4m3 in (False, True):
+                case(tokens, experts, chosen, n, k, block, zipf=1.2 if tokens == 256 else 0.0, e4m3=e4m3)
+    for block in (16, 64):
+        case(64, 8, 2, 28672, 4096, block, e4m3=True)
     case(2048, experts, chosen, *ops["expert_up_gate"], zipf=1.2)
     case(64, 8, 2, 28672, 4096, 64, zipf=1.2)
 

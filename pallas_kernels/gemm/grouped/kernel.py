@@ -3,6 +3,9 @@
 The operands are swapped, as in flat GEMM: rows of the weight are wgmma's M, rows of x its N. A tile of x
 starts at any multiple of 8 rows, and reads rows of the next expert where its own expert has fewer. The
 columns of these rows are not stored: a result leaves in boxes of 8 rows, up to the tile's end.
+
+Operands in e4m3 have a scale for each row of x and each row of the weight. The scales multiply the finished
+sums in registers.
 """
 
 import dataclasses
@@ -13,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gemm.dense.epilogue import activate
+from pallas_kernels.gemm.fp8.epilogue import BY_COLUMN, BY_ROW, load
 from pallas_kernels.gemm.grouped.tiles import ALIGN, PART, GroupedTile
 from pallas_kernels.hopper.layouts import swizzled
 
@@ -62,12 +66,12 @@ class GroupedForm:
         ]
 
 
-def scratch(form: GroupedForm) -> dict:
-    """Return the kernel's shared memory and barriers."""
-    tile, operand = form.tile, swizzled(jnp.bfloat16)
+def scratch(form: GroupedForm, dtype) -> dict:
+    """Return the kernel's shared memory and barriers, for operands of a dtype."""
+    tile, operand = form.tile, swizzled(dtype)
     return {
-        "w_s": plgpu.SMEM((tile.stages, tile.columns, tile.depth), jnp.bfloat16, transforms=operand),
-        "x_s": plgpu.SMEM((tile.stages, tile.rows, tile.depth), jnp.bfloat16, transforms=operand),
+        "w_s": plgpu.SMEM((tile.stages, tile.columns, tile.depth), dtype, transforms=operand),
+        "x_s": plgpu.SMEM((tile.stages, tile.rows, tile.depth), dtype, transforms=operand),
         "o_s": plgpu.SMEM(
             (tile.warpgroups, 2, tile.box, 64), jnp.bfloat16, transforms=swizzled(jnp.bfloat16, form.width)
         ),
@@ -77,10 +81,11 @@ def scratch(form: GroupedForm) -> dict:
 
 
 def multiply(
-    experts_ref, starts_ref, ends_ref, count_ref, x_ref, w_ref, o_ref, *, form: GroupedForm, w_s, x_s, o_s, full,
+    experts_ref, starts_ref, ends_ref, count_ref, x_ref, w_ref, *refs, form: GroupedForm, w_s, x_s, o_s, full,
     empty,
 ):  # fmt: skip
-    """Run the kernel."""
+    """Run the kernel. refs: the scales of x and w, if these are e4m3, and the result."""
+    *scales, o_ref = refs
     tile, wg = form.tile, lax.axis_index("wg")
     worker, workers = lax.axis_index("worker"), lax.axis_size("worker")
     columns, steps = pl.cdiv(form.n, tile.columns), pl.cdiv(x_ref.shape[1], tile.depth)
@@ -122,7 +127,7 @@ def multiply(
     def _():
         if tile.warpgroups > 1:
             plgpu.set_max_registers(_REGISTERS, action="increase")
-        for_items(_multiplier(form, steps, wg, x_s, w_s, o_s, o_ref, full, empty))
+        for_items(_multiplier(form, steps, wg, x_s, w_s, o_s, o_ref, scales, full, empty))
         plgpu.wait_smem_to_gmem(0)
 
 
@@ -153,11 +158,13 @@ def _copier(form, steps, x_ref, w_ref, x_s, w_s, full, empty):
     return visit
 
 
-def _multiplier(form, steps, wg, x_s, w_s, o_s, o_ref, full, empty):
+def _multiplier(form, steps, wg, x_s, w_s, o_s, o_ref, scales, full, empty):
     """Return the product of an item: this warpgroup's columns, summed and stored."""
     tile, stages = form.tile, jnp.int32(form.tile.stages)
 
-    def visit(i, _, start, end, column):
+    def visit(i, expert, start, end, column):
+        row = (column * tile.warpgroups + wg) * PART
+
         def product(acc):
             def one(step, _):
                 at = i * steps + step
@@ -173,32 +180,77 @@ def _multiplier(form, steps, wg, x_s, w_s, o_s, o_ref, full, empty):
             lax.fori_loop(0, steps, one, None)
             y = acc[...]
             plgpu.barrier_arrive(empty.at[lax.rem(i * steps + steps - 1, stages)])
-            _store(form, y, o_s.at[wg], o_ref, start, end, (column * tile.warpgroups + wg) * PART)
+            finished = _epilogue(form, y, scales, start, expert * form.n + row)
+            to = lax.div(row, jnp.int32(2)) if form.gate_block else row
+            _store(form, finished, o_s.at[wg], o_ref, start, end, to)
 
         pl.run_scoped(product, plgpu.ACC((PART, tile.rows), jnp.float32))
 
     return visit
 
 
-def _store(form, y, o_s, o_ref, start, end, row):
-    """Apply the epilogue to y [PART, rows], and store its tokens up to `end`.
+def _epilogue(form, y, scales, start, row):
+    """Return finished(token, count): the pieces [64, count] of the result of some tokens of y [PART, rows].
 
-    row: the first row of the weight within the expert.
+    start: the first row of x. row: the first row of the weight among the rows of all experts. Registers hold
+    the scales of few tokens at a time, and those of the channels where these are costly to find.
     """
+    gated = form.gate_block is not None
+    of_gates = _channel_scales(form, scales[1], row) if scales and gated else None
+
+    def finished(token: int, count: int):
+        halves = [y[at : at + 64, token : token + count] for at in (0, 64)]
+        if scales:
+            channels = of_gates or _channel_scales(form, scales[1], row)
+            by_token = load(scales[0].at[pl.ds(start + token, count)], BY_COLUMN)
+            halves = [
+                half
+                * lax.broadcast_in_dim(by_row, half.shape, [0])
+                * lax.broadcast_in_dim(by_token, half.shape, [1])
+                for half, by_row in zip(halves, channels, strict=True)
+            ]
+        if gated:
+            return [activate(halves[0], form.activation) * halves[1]]
+        return [activate(half, form.activation) for half in halves]
+
+    return finished
+
+
+def _channel_scales(form, channels, row):
+    """Return the scales of both halves of `PART` rows of the weight, of which `row` is the first."""
+
+    def rows_from(at):
+        """Return the scales of 64 rows. Rows past the last expert do not exist, and are not stored."""
+        return load(channels.at[pl.ds(jnp.minimum(row + at, channels.shape[0] - 64), 64)], BY_ROW)
+
     if form.gate_block is None:
-        pieces = [(activate(y[at : at + 64], form.activation), row + at) for at in range(0, PART, 64)]
-    else:
-        pieces = [(activate(y[:64], form.activation) * y[64:], lax.div(row, jnp.int32(2)))]
+        return rows_from(0), rows_from(64)
+    # Row r of the gates lies in block r // b, behind as many blocks of ups.
+    b, count = form.block, 64 // form.block
+    parts = [rows_from(j * b) for j in range(count + 1)]
+    block = lax.div(plgpu.broadcasted_iota(jnp.int32, (64,), 0, layout=BY_ROW), jnp.int32(b))
+
+    def chosen(ups: int):
+        found = parts[ups]
+        for j in range(1, count):
+            found = jnp.where(block == j, parts[ups + j], found)
+        return found
+
+    return chosen(0), chosen(1)
+
+
+def _store(form, finished, o_s, o_ref, start, end, column):
+    """Store the tokens up to `end`. column: the first column of the pieces in the result."""
     box, turn = form.tile.box, 0
-    for value, column in pieces:
-        for token in range(0, form.tile.rows, box):
+    for token in range(0, form.tile.rows, box):
+        for number, value in enumerate(finished(token, box)):
             to = o_s.at[turn % 2]
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-            to.transpose((1, 0))[...] = value[:, token : token + box].astype(o_s.dtype)
+            to.transpose((1, 0))[...] = value.astype(o_s.dtype)
             plgpu.commit_smem()
             for some in range(0, box, ALIGN):
                 for inside in range(0, 64, form.width):
-                    first, left = start + token + some, column + inside
+                    first, left = start + token + some, column + number * 64 + inside
 
                     @pl.when((first < end) & (left < form.columns))
                     def _(first=first, left=left, some=some, inside=inside, to=to):

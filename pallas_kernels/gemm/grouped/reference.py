@@ -2,6 +2,8 @@
 experts).
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -9,11 +11,12 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.gemm.grouped.groups import Groups
 from pallas_kernels.gemm.reference import finish
+from pallas_kernels.quantized import Quantized
 
 
 def grouped_gemm(
-    x: Float[Array, "M K"],
-    w: Float[Array, "E N K"],
+    x: Float[Array, "M K"] | Quantized,
+    w: Float[Array, "E N K"] | Quantized,
     groups: Groups,
     *,
     bias: Float[Array, "E N"] | None = None,
@@ -26,6 +29,7 @@ def grouped_gemm(
     Rows after the last group are undefined.
 
     Args:
+      x, w: floats, or e4m3 with scales [M] and [E, N]; the result is then bfloat16.
       groups: from `list_groups`. activation, gate_block: as for `gemm`. sms: number of SMs that a kernel
         may occupy.
     """
@@ -33,8 +37,17 @@ def grouped_gemm(
     numbers = lax.RaggedDotDimensionNumbers(
         (((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
     )
-    y = lax.ragged_dot_general(x, w, groups.sizes, numbers)
-    return finish_rows(y, groups, bias=bias, activation=activation, gate_block=gate_block)
+    epilogue: dict[str, Any] = {"bias": bias, "activation": activation, "gate_block": gate_block}
+    if isinstance(x, Quantized) and isinstance(w, Quantized):
+        # bfloat16 holds every number of e4m3.
+        values, weights = (one.values.astype(jnp.bfloat16) for one in (x, w))
+        y = lax.ragged_dot_general(
+            values, weights, groups.sizes, numbers, preferred_element_type=jnp.dtype("float32")
+        )
+        y = y * x.scale[:, None] * _of_rows(w.scale, groups, y.shape[0])
+        return finish_rows(y, groups, **epilogue).astype(jnp.bfloat16)
+    assert not isinstance(x, Quantized) and not isinstance(w, Quantized)  # an activation follows its weight
+    return finish_rows(lax.ragged_dot_general(x, w, groups.sizes, numbers), groups, **epilogue)
 
 
 def finish_rows(
@@ -46,11 +59,14 @@ def finish_rows(
     gate_block: int | None,
 ) -> Float[Array, "M N2"]:
     """Return the epilogue of `grouped_gemm` on a product y, in y's dtype."""
-    rows = None
-    if bias is not None:
-        row, ends = jnp.arange(y.shape[0], dtype=jnp.int32), jnp.cumsum(groups.sizes)
-        expert = jnp.sum((ends[None, :] <= row[:, None]).astype(jnp.int32), axis=1)
-        rows = jnp.take(bias, expert, axis=0, mode="clip")
+    rows = None if bias is None else _of_rows(bias, groups, y.shape[0])
     found = finish(y, rows, dtype=y.dtype, activation=activation, gate_block=gate_block)
     assert isinstance(found, jax.Array)  # `finish` was not asked to quantize
     return found
+
+
+def _of_rows(values: Float[Array, "E N"], groups: Groups, count: int) -> Float[Array, "M N"]:
+    """Return the values of each row's expert, for `count` rows."""
+    row, ends = jnp.arange(count, dtype=jnp.int32), jnp.cumsum(groups.sizes)
+    expert = jnp.sum((ends[None, :] <= row[:, None]).astype(jnp.int32), axis=1)
+    return jnp.take(values, expert, axis=0, mode="clip")

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.hopper.limits import SMEM_BYTES
+from pallas_kernels.quantized import Quantized
 
 PART = 128  # rows of the weight of one warpgroup: with gates 64 gates and 64 ups
 ACTIVATIONS = (None, "silu", "gelu_tanh", "relu")  # epilogues of the kernels
@@ -40,12 +41,20 @@ class GroupedTile:
         return math.gcd(self.rows, 32)
 
 
-def check_operands(x: jax.Array, w: jax.Array, activation: str | None) -> None:
+def check_operands(x: jax.Array | Quantized, w: jax.Array | Quantized, activation: str | None) -> None:
     """Refuse operands that no kernel takes. Raises: ValueError."""
-    if x.dtype != jnp.bfloat16 or w.dtype != jnp.bfloat16 or activation not in ACTIVATIONS:
-        raise ValueError(
-            f"dtypes {x.dtype}, {w.dtype}, {activation=}: accepted are bfloat16 twice, {ACTIVATIONS}"
-        )
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"{activation=}: accepted are {ACTIVATIONS}")
+    if isinstance(x, Quantized) and isinstance(w, Quantized):
+        given, stored = (x.values.dtype, w.values.dtype), jnp.float8_e4m3fn
+        if (x.scale.shape, w.scale.shape) != (x.shape[:1], w.shape[:2]):
+            raise ValueError(
+                f"scales {x.scale.shape}, {w.scale.shape}: accepted is one for each row, {x.shape[:1]} and {w.shape[:2]}"
+            )
+    else:
+        given, stored = tuple(getattr(one, "dtype", "Quantized") for one in (x, w)), jnp.bfloat16
+    if given != (stored, stored):
+        raise ValueError(f"dtypes {given}: accepted are bfloat16 twice, or float8_e4m3fn with scales twice")
 
 
 def tile_rows(tokens: int, chosen: int, num_experts: int) -> int:
@@ -66,10 +75,15 @@ def tile_rows(tokens: int, chosen: int, num_experts: int) -> int:
     return min(_HEIGHTS, key=cost)
 
 
-def grouped_tile(rows: int) -> GroupedTile:
-    """Return the tile of this many rows, with the stages that shared memory holds."""
-    warpgroups, depth = (1, 128 if rows <= 16 else 64) if rows <= _FEW else (2, 64)
-    one = GroupedTile(rows, warpgroups, depth, 1)
+def grouped_tile(rows: int, itemsize: int = 2) -> GroupedTile:
+    """Return the tile of this many rows, with the stages that shared memory holds.
+
+    itemsize: bytes of an element of the operands.
+    """
+    warpgroups, lines = (1, 2 if rows <= 16 else 1) if rows <= _FEW else (2, 1)
+    one = GroupedTile(
+        rows, warpgroups, lines * 128 // itemsize, 1
+    )  # a row of a stage is so many lines of 128 bytes
     outside = 2 * warpgroups * one.box * 64 * 2 + 2048  # two boxes of a warpgroup's result, and barriers
-    stage = (one.columns + rows) * depth * 2
+    stage = (one.columns + rows) * lines * 128
     return dataclasses.replace(one, stages=min(12, (SMEM_BYTES - outside) // stage))

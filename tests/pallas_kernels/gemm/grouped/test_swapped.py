@@ -14,10 +14,12 @@ from jax.experimental import compute_on
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gemm import reference as gemm_reference
+from pallas_kernels.gemm.grouped import reference
 from pallas_kernels.gemm.grouped.routings import draw_routing
 from pallas_kernels.gemm.grouped.swapped import grouped_gemm, list_groups
 from pallas_kernels.gemm.grouped.tiles import TALLEST, grouped_tile, tile_rows
 from pallas_kernels.hopper.limits import SMEM_BYTES
+from pallas_kernels.pointwise.quantize.reference import dequantize, quantize_rows
 
 GATES = {"activation": "silu", "gate_block": 32}
 
@@ -66,15 +68,46 @@ def test_each_row_is_multiplied_with_its_experts_weight(picked, experts, n, k, r
     assert relative_error(got, x, w, picked, **epilogue) < 4e-3
 
 
+@pytest.mark.parametrize(
+    ("picked", "n", "rows", "epilogue"),
+    [
+        (np.zeros((1, 1), np.int32), 128, 8, GATES | {"gate_block": 64}),
+        (
+            draw_routing(np.random.default_rng(1), 21, 3, 2, 1.2),
+            384,
+            48,
+            GATES,
+        ),  # two warpgroups, the last half empty
+        (draw_routing(np.random.default_rng(2), 21, 3, 2, 1.2), 256, 48, GATES | {"gate_block": 16}),
+        (draw_routing(np.random.default_rng(3), 9, 3, 2), 384, 16, {}),
+    ],
+    ids=["one token", "blocks of 32", "blocks of 16", "no gates"],
+)
+def test_e4m3_rows_are_multiplied_and_scaled(picked, n, rows, epilogue):
+    x, w = given_rows(picked.shape[0], 3, n, 256)
+    spread = jnp.asarray(np.random.default_rng(4).uniform(0.1, 10, (3, n, 1)), w.dtype)
+    x, w = quantize_rows(x), quantize_rows(w * spread)
+    groups = list_groups(jnp.asarray(picked), 3, rows)
+    sorted_rows = jax.tree.map(lambda one: one[groups.pairs // picked.shape[1]], x)
+    y = grouped_gemm(sorted_rows, w, groups, **epilogue, sms=2, interpret=plgpu.InterpretGPUParams())
+    got = np.asarray(y[groups.places], np.float32)
+    assert relative_error(got, dequantize(x), dequantize(w), picked, **epilogue) < 4e-3
+    same = reference.grouped_gemm(sorted_rows, w, groups, **epilogue)[groups.places]
+    assert (
+        relative_error(np.asarray(same, np.float32), dequantize(x), dequantize(w), picked, **epilogue) < 4e-3
+    )
+
+
 @given(
     tokens=st.integers(1, 5000),
     form=st.sampled_from([(128, 8), (8, 2), (256, 8), (32, 4), (60, 1)]),
+    itemsize=st.sampled_from([1, 2]),
 )
-def test_a_tile_fits_shared_memory_and_holds_a_mean_expert(tokens, form):
+def test_a_tile_fits_shared_memory_and_holds_a_mean_expert(tokens, form, itemsize):
     experts, chosen = form
     rows = tile_rows(tokens, chosen, experts)
-    tile = grouped_tile(rows)
-    stage = (tile.columns + rows) * tile.depth * 2
+    tile = grouped_tile(rows, itemsize)
+    stage = (tile.columns + rows) * tile.depth * itemsize
     assert tile.rows == rows and rows % tile.box == 0 and tile.box % 8 == 0
     assert tile.stages >= 3 and tile.stages * stage + tile.warpgroups * 256 * tile.box < SMEM_BYTES
     assert rows >= min(tokens * chosen / experts, TALLEST / 2)
@@ -99,21 +132,34 @@ def test_unsupported_arguments_are_named(change, said):
         grouped_gemm(x[groups.pairs // 2], w[:, :, : change.get("k")], groups, **settings)
 
 
-def _operands(tokens, experts, chosen, n, k):
+def test_one_operand_in_e4m3_is_refused():
+    x, w = given_rows(8, 2, 128, 128)
+    groups = list_groups(jnp.zeros((8, 2), jnp.int32), 2, 8)
+    with pytest.raises(ValueError, match="bfloat16 twice, or float8_e4m3fn"):
+        grouped_gemm(x[groups.pairs // 2], quantize_rows(w), groups)
+    rows = quantize_rows(x[groups.pairs // 2])
+    with pytest.raises(ValueError, match="one for each row"):
+        grouped_gemm(rows._replace(scale=rows.scale[:1]), quantize_rows(w), groups)
+
+
+def _operands(tokens, experts, chosen, n, k, *, e4m3=False):
     picked = jax.ShapeDtypeStruct((tokens, chosen), jnp.int32)
     groups = jax.eval_shape(functools.partial(list_groups, num_experts=experts), picked)
     shapes = ((len(groups.pairs), k), (experts, n, k))
     x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
+    if e4m3:
+        x, w = jax.eval_shape(lambda *both: tuple(map(quantize_rows, both)), x, w)
     return abstract(h200_mesh(), (x, w, groups))
 
 
+@pytest.mark.parametrize("e4m3", [False, True], ids=["bf16", "e4m3"])
 @pytest.mark.parametrize("tokens", [1, 64, 256, 2048])
-def test_no_register_is_spilled_on_an_h200(tokens, tmp_path, monkeypatch):
+def test_no_register_is_spilled_on_an_h200(tokens, e4m3, tmp_path, monkeypatch):
     """Qwen3-30B-A3B's two products, with tiles of 8 to 144 rows."""
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
     for n, k, epilogue in ((1536, 2048, GATES), (2048, 768, {})):
         product = functools.partial(grouped_gemm, **epilogue)
-        compiled = compile_for_h200(product, *_operands(tokens, 128, 8, n, k))
+        compiled = compile_for_h200(product, *_operands(tokens, 128, 8, n, k, e4m3=e4m3))
         assert [thunk.kind for thunk in compiled.thunks] == ["kCustomCall"] and compiled.machine_code
     logs = "".join(path.read_text(errors="replace") for path in tmp_path.glob("grouped_gemm*.ptxas"))
     assert set(re.findall(r"(\d+) bytes spill", logs)) == {"0"}
