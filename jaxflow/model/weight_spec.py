@@ -85,7 +85,7 @@ class Leaf:
     @property
     def specs(self) -> Any:
         """Return the `PartitionSpec` of each array that stands in the leaf's place."""
-        return _specs(self.spec, self.quantization)
+        return _specs(self.spec, self.quantization, len(self.shape))
 
     def struct(self, dtype: Any) -> Any:
         """Return the shape and dtype of each array that stands in the leaf's place."""
@@ -103,11 +103,12 @@ class Leaf:
         return jnp.float32 if self.key.endswith("_scale") or self.key == "score_bias" else model
 
 
-def _specs(spec: Any, quantization: str | None) -> Any:
-    """Return the specs of a leaf's arrays. Scales are sharded with the rows or groups that they scale."""
+def _specs(spec: Any, quantization: str | None, rank: int) -> Any:
+    """Return the specs of a leaf's arrays, of `rank` axes. Scales are sharded with the rows or groups that they
+    scale.
+    """
     if quantization == "fp8":
-        rows = spec[: 2 if key in QUANTIZED_EXPERTS else 1]  # pyright: ignore[reportArgumentType]
-        return Quantized(spec, PartitionSpec(*rows))  # pyright: ignore[reportArgumentType]
+        return Quantized(spec, PartitionSpec(*spec[: rank - 1]))  # pyright: ignore[reportArgumentType]
     return Int4(spec, spec, spec) if quantization == "int4" else spec
 
 
@@ -197,14 +198,15 @@ def shard_maker(
 def quantize_leaf(leaf: Leaf, array: jax.Array, mesh: Mesh | None) -> Quantized | Int4:
     """Return a leaf's unquantized array in quantized form, computed on the devices that hold it."""
     assert leaf.quantization is not None
-    return _quantize_placed(leaf.spec, leaf.quantization, mesh)(array)
+    return _quantize_placed(leaf.spec, leaf.quantization, len(leaf.shape), mesh)(array)
 
 
 @functools.cache
-def _quantize_placed(spec: PartitionSpec, quantization: str, mesh: Mesh | None) -> Callable[[jax.Array], Any]:
-    placed = (
-        None if mesh is None else jax.tree.map(functools.partial(sharded, mesh), _specs(spec, quantization))
-    )
+def _quantize_placed(
+    spec: PartitionSpec, quantization: str, rank: int, mesh: Mesh | None
+) -> Callable[[jax.Array], Any]:
+    specs = _specs(spec, quantization, rank)
+    placed = None if mesh is None else jax.tree.map(functools.partial(sharded, mesh), specs)
     return jax.jit(_QUANTIZE[quantization], out_shardings=placed)
 
 

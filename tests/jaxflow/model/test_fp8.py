@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxflow.config import ConfigError
 from jaxflow.model.checkpoints.checkpoint import CheckpointError, convert, open_checkpoint
-from jaxflow.model.weight_spec import QUANTIZED
+from jaxflow.model.weight_spec import QUANTIZED, QUANTIZED_EXPERTS
 from jaxflow.model.weights import shapes, shardings
 from jaxflow.parallel.mesh import make_mesh
 from pallas_kernels.gemm.int4.reference import dequantize_int4
@@ -113,7 +113,7 @@ def test_quantised_on_load(name: str) -> None:
     )
     for layer, before in zip(found["layers"], wide["layers"], strict=True):
         assert {key for key, leaf in layer.items() if is_leaf(leaf)} == {
-            key for key in QUANTIZED if key in before
+            key for key in (*QUANTIZED, *QUANTIZED_EXPERTS) if key in before
         }
         for key, leaf in layer.items():
             same(leaf, jax.jit(quantize_rows)(before[key]) if is_leaf(leaf) else before[key])
@@ -136,6 +136,18 @@ def test_shards_are_slices_of_the_full_array(tp: int) -> None:
         assert layer["k_scale"].shape == layer["v_scale"].shape == (max(2, tp),)
         for key in QUANTIZED:
             same(jax.device_get(layer[key]), jax.device_get(jax.jit(quantize_rows)(np.asarray(before[key]))))
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["tp", "ep"])
+def test_shards_of_experts_are_slices_of_the_full_array(whole: bool) -> None:
+    """A channel's scale is of the channel's whole row, also where devices hold parts of each row."""
+    mesh, options = make_mesh(2), {"quantization": "fp8", "expert_parallel": whole}
+    spread = load(paths.MODELS / "tiny-mixtral", mesh=mesh, **options)["layers"][0]
+    before = load(paths.MODELS / "tiny-mixtral")["layers"][0]
+    axes = {"expert_up_gate": PartitionSpec(None, "tp"), "expert_down": PartitionSpec(None, None)}
+    for key in QUANTIZED_EXPERTS:
+        same(jax.device_get(spread[key]), jax.device_get(jax.jit(quantize_rows)(before[key])))
+        assert spread[key].scale.sharding.spec == (PartitionSpec("tp") if whole else axes[key])
 
 
 def test_fp8_dummy_weights_are_quantized_16_bit_dummies() -> None:
