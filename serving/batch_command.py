@@ -7,7 +7,6 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
@@ -15,17 +14,16 @@ from jaxflow.cli.output_files import check_output
 from serving.batch.file_batch import FileBatch, open_batch, report_of
 from serving.batch.input_file import InvalidInput
 from serving.batch.journal import Answer, JournalError
+from serving.batch.parquet import check_format, json_lines
 from serving.batch.runner import EngineStopped
 from serving.batch.window import Window
+from serving.batch_engine import BatchEngine
+from serving.cluster.link import StartFailed
 from serving.frontend.config import ServerConfig
 from serving.frontend.served_model import ServedModel
 from serving.http.endpoints import Endpoints
 
-if TYPE_CHECKING:
-    from jaxflow.llm import LLM
-
 CONTINUE = "run the same command again to continue"
-UNREAD_TOKENS = 2**20  # unread tokens of a line; this process reads as fast as it can
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,10 +31,11 @@ class Options:
     """The settings of the command.
 
     Attributes:
+      input_file, output_file: JSON lines, or parquet if the name ends with `.parquet`.
       model: the value of --model. The journal keeps its last part, which is the same on every machine.
       served_model_names: accepted names of the model; empty for the model's own name.
       journal: folder of the finished answers; None for the output file's name with `.journal`.
-      window: most requests under way; None for twice the sequences that run at once.
+      window: most requests under way at an engine; None for twice the sequences that run at once.
     """
 
     input_file: Path
@@ -53,25 +52,29 @@ class Options:
         return self.journal or Path(f"{self.output_file}.journal")
 
 
-def answer_file(options: Options, load: Callable[[], "LLM"]) -> int:
+def answer_file(options: Options, load: Callable[[], BatchEngine]) -> int:
     """Answer the input file's lines and return the exit status: 1 also if a line's answer is an error.
 
-    `load`: returns the loaded model. The function is called once the input is checked, unless no line is left.
+    `load`: returns the engine. The function is called once the input is checked, unless no line is left.
     """
     batch = None
     try:
         check_output("output_file", str(options.output_file))
-        batch = _open(options)
-        if batch.num_left and (status := _run_left(batch, options, load)):
-            return status
-        batch.write(options.output_file)
+        for name in ("input_file", "output_file"):
+            check_format(name, getattr(options, name))
+        with json_lines(options.input_file) as source:
+            batch = _open(source, options)
+            if batch.num_left and (status := _run_left(batch, options, load)):
+                return status
+            batch.write(options.output_file)
         finished, failed = batch.journal.num_finished, batch.journal.num_failed
     except InvalidInput as error:
         return _fail(f"{options.input_file} is refused:\n{report_of(error)}")
     except EngineStopped as error:
         return _fail(f"{error}; {CONTINUE}")
     except Exception as error:
-        if not (isinstance(error, JournalError | OSError) or type(error).__module__.startswith("jaxflow.")):
+        known = isinstance(error, JournalError | OSError | StartFailed)
+        if not (known or type(error).__module__.startswith("jaxflow.")):
             raise
         return _fail(str(error))
     finally:
@@ -84,10 +87,10 @@ def answer_file(options: Options, load: Callable[[], "LLM"]) -> int:
     return 1 if failed else 0
 
 
-def _open(options: Options) -> FileBatch:
-    """Check the input file and open the journal. Raises: InvalidInput, JournalError, OSError."""
+def _open(source: Path, options: Options) -> FileBatch:
+    """Check the input's lines and open the journal. Raises: InvalidInput, JournalError, OSError."""
     endpoints = Endpoints(ServedModel(ServerConfig()))
-    batch = open_batch(options.input_file, options.journal_folder, Path(options.model).name, endpoints.check)
+    batch = open_batch(source, options.journal_folder, Path(options.model).name, endpoints.check)
     if options.served_model_names:
         try:
             batch.check_models(options.served_model_names)
@@ -97,39 +100,33 @@ def _open(options: Options) -> FileBatch:
     return batch
 
 
-def _run_left(batch: FileBatch, options: Options, load: Callable[[], "LLM"]) -> int:
+def _run_left(batch: FileBatch, options: Options, load: Callable[[], BatchEngine]) -> int:
     """Run the lines without an answer. Return 0, or the exit status after a signal."""
-    llm = load()
+    engine = load()
     try:
-        batch.check_models(options.served_model_names or (llm.name,))
-        return asyncio.run(_run(batch, options, llm))
+        return asyncio.run(_run(batch, options, engine))
     finally:
-        llm.close()
+        engine.close()
 
 
 async def run_lines(
     batch: FileBatch,
-    llm: "LLM",
+    engine: BatchEngine,
     *,
     served_model_names: tuple[str, ...] = (),
     window: int | None = None,
     on_finished: Callable[[list[Answer]], None] = lambda answers: None,
 ) -> None:
-    """Run the lines without an answer on a loaded model. `window`: see `Options`.
+    """Run the lines without an answer on an engine. `window`: see `Options`.
 
-    Raises: EngineStopped, OSError, JournalError.
+    Raises: EngineStopped, OSError, JournalError, StartFailed, InvalidInput for a line with another model.
     """
-    # The engine's thread gets the interpreter lock within 0.5 ms, even while many answers are written.
-    sys.setswitchinterval(0.0005)
-    served = ServedModel(
-        ServerConfig(served_model_names=served_model_names, max_pending_tokens=UNREAD_TOKENS)
-    )
-    await served.serve(llm)
-    most = window or 2 * (llm.engine_config.max_num_seqs or 256)
-    await batch.run(Endpoints(served), Window(most), on_finished)
+    async with engine.answering(window) as model:
+        batch.check_models(served_model_names or (model.name,))
+        await batch.run(model.endpoints, Window(model.lines, model.body_bytes), on_finished)
 
 
-async def _run(batch: FileBatch, options: Options, llm: "LLM") -> int:
+async def _run(batch: FileBatch, options: Options, engine: BatchEngine) -> int:
     signals: list[int] = []
     task = asyncio.current_task()
     assert task is not None
@@ -154,7 +151,7 @@ async def _run(batch: FileBatch, options: Options, llm: "LLM") -> int:
         try:
             await run_lines(
                 batch,
-                llm,
+                engine,
                 served_model_names=options.served_model_names,
                 window=options.window,
                 on_finished=on_finished,

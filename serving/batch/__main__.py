@@ -2,14 +2,19 @@
 
   python -m serving.batch --model FOLDER_OR_FILE_OR_HUB_ID -i in.jsonl -o out.jsonl
 
+  python -m serving.batch --engine ray --replicas 8 --ray_address auto --model … -i in.parquet -o out.parquet
+
 The whole input is checked before the model is loaded. Each answer goes to a journal beside the output. A command
 that was interrupted or killed continues when it is run again: no finished line runs again. Several processes,
 also on several machines with a shared folder, may run the same command at the same time and share the lines.
+
+With --engine ray the lines go to --replicas engines on a Ray cluster. This command reads the input and writes the
+journal and the output. The unfinished lines of a lost engine run again on other engines. Files whose names end with
+.parquet have one row for each line. Both need pip install "jaxflow[cluster]".
 """
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from absl import flags
 
@@ -17,22 +22,39 @@ import jaxflow.cli.engine_flags
 from jaxflow.cli.exit_status import run_command
 from jaxflow.config import ConfigError, EngineConfig
 from jaxflow.text.chat import read_chat_template
+from serving import ray_flags
 from serving.batch_command import Options, answer_file
+from serving.batch_engine import LocalEngine, load_model
+from serving.batch_on_ray import ray_engine
 
-if TYPE_CHECKING:
-    from jaxflow.llm import LLM
-
+ENGINE = flags.DEFINE_enum(
+    "engine",
+    "local",
+    ["local", "ray"],
+    "local: one engine in this process. ray: --replicas engines, placed by Ray on this machine or on a cluster.",
+)
 INPUT = flags.DEFINE_string(
-    "input_file", None, "File of requests, one JSON object a line.", short_name="i", required=True
+    "input_file",
+    None,
+    "File of requests: one JSON object a line, or .parquet with the columns custom_id, url and body.",
+    short_name="i",
+    required=True,
 )
 OUTPUT = flags.DEFINE_string(
-    "output_file", None, "File for the answers, in the order of the input.", short_name="o", required=True
+    "output_file",
+    None,
+    "File for the answers, in the order of the input: JSON lines, or .parquet.",
+    short_name="o",
+    required=True,
 )
 JOURNAL = flags.DEFINE_string(
     "journal", None, "Folder of the finished answers. Default: the output file's name with .journal."
 )
 WINDOW = flags.DEFINE_integer(
-    "window", None, "Most requests under way. Default: twice the sequences that run at once.", lower_bound=1
+    "window",
+    None,
+    "Most requests under way at an engine. Default: twice the sequences that run at once.",
+    lower_bound=1,
 )
 PROGRESS = flags.DEFINE_boolean("progress", True, "Show a progress bar with the remaining time.")
 SERVED_MODEL_NAME = flags.DEFINE_list(
@@ -51,40 +73,42 @@ def main(argv: list[str]) -> int:
         if len(argv) > 1:
             raise ConfigError("arguments", " ".join(argv[1:]), "flags only")
         config = jaxflow.cli.engine_flags.engine_config_from_flags()
+        check_engine(config)
         template = None if CHAT_TEMPLATE.value is None else read_chat_template(CHAT_TEMPLATE.value)
     except (ConfigError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    names = tuple(SERVED_MODEL_NAME.value)
     options = Options(
         input_file=Path(INPUT.value),
         output_file=Path(OUTPUT.value),
         model=config.model,
-        served_model_names=tuple(SERVED_MODEL_NAME.value),
+        served_model_names=names,
         journal=None if JOURNAL.value is None else Path(JOURNAL.value),
         window=WINDOW.value,
         progress=PROGRESS.value,
     )
-    return answer_file(options, lambda: load(config, template))
+    if ENGINE.value == "ray":
+        return answer_file(options, lambda: ray_engine(config, template, names))
+    return answer_file(options, lambda: LocalEngine(load_model(config, template), names))
 
 
-def load(config: EngineConfig, chat_template: str | None) -> "LLM":
-    """Return the loaded and warm model. Raises: ConfigError."""
-    # JAX takes seconds to import. A wrong input file is refused before.
-    from jaxflow.engine.start import freeze_heap
-    from jaxflow.llm import LLM
-
-    llm = LLM.from_config(config)
-    if chat_template is not None:
-        if llm.tokenizer is None:
-            raise ConfigError("chat_template", "a file", "no file, because the model has no tokenizer")
-        llm.tokenizer = llm.tokenizer.with_chat_template(chat_template)
-    freeze_heap()
-    return llm
+def check_engine(config: EngineConfig) -> None:
+    """Check the flags of the engines. Raises: ConfigError."""
+    if ENGINE.value == "local":
+        for name in ray_flags.NAMES:
+            if flags.FLAGS[name].present:
+                raise ConfigError(name, flags.FLAGS[name].value, "no flag without --engine ray")
+        return
+    if config.coordinator is not None:
+        raise ConfigError("coordinator", config.coordinator, "no flag here: a replica is one process")
+    ray_flags.check_ray("engine", "ray")
 
 
 if __name__ == "__main__":
     jaxflow.cli.engine_flags.define_engine_flags()
-    flags.adopt_module_key_flags(jaxflow.cli.engine_flags)
+    for module in (jaxflow.cli.engine_flags, ray_flags):
+        flags.adopt_module_key_flags(module)
     if problem := jaxflow.cli.engine_flags.refused_flag(sys.argv):
         sys.exit(f"error: {problem}")
     run_command(main)

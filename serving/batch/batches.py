@@ -12,10 +12,11 @@ from pathlib import Path
 from serving.batch.input_file import CheckBody, InputFile, InvalidInput, Limits, LineError, open_input
 from serving.batch.journal import Input, Journal, JournalError
 from serving.batch.leases import Leases
-from serving.batch.runner import Endpoints, EngineStopped, Runner, error_lines, write_lines
+from serving.batch.runner import EngineStopped, Runner, error_lines, write_lines
 from serving.batch.store import ENDED, Batch, Counts, Errors, Status, Store, new_file_id
 from serving.batch.window import Window
 from serving.frontend.access import CALLER, Caller
+from serving.frontend.line_endpoints import Endpoints
 
 log = logging.getLogger(__name__)
 

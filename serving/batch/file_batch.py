@@ -9,8 +9,10 @@ from jaxflow.request import InvalidRequest
 from serving.batch.input_file import CheckBody, InputFile, InvalidInput, Limits, LineError, open_input
 from serving.batch.journal import Answer, Input, Journal
 from serving.batch.leases import Leases
-from serving.batch.runner import Endpoints, Runner, write_output
+from serving.batch.parquet import is_parquet, write_parquet
+from serving.batch.runner import Runner, write_output
 from serving.batch.window import Window
+from serving.frontend.line_endpoints import Endpoints
 
 
 class _Named(msgspec.Struct):
@@ -61,7 +63,10 @@ class FileBatch:
 
     def write(self, path: Path) -> None:
         """Write the output file: all lines in the order of the input. Raises: OSError, JournalError."""
-        write_output(self.journal, path)
+        if is_parquet(path):
+            write_parquet((output for _, output in self.journal.outputs()), path)
+        else:
+            write_output(self.journal, path)
 
     def close(self) -> None:
         """Close the files. The journal stays on disk."""

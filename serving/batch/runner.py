@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -19,6 +19,7 @@ from serving.batch.input_file import InputFile, Line
 from serving.batch.journal import Answer, Journal, JournalError, sync_folder
 from serving.batch.leases import Leases
 from serving.batch.window import Window
+from serving.frontend.line_endpoints import Endpoints, LineFailed
 
 log = logging.getLogger(__name__)
 
@@ -29,18 +30,6 @@ RETRY_S = 0.1  # first pause before a refused line is asked again; it doubles up
 MAX_RETRY_S = 5.0
 MAX_FAULTS = 3  # faults of the engine after which the fault is a line's answer
 RETRIED = (429, 503)  # statuses of a server that has no room at the moment
-
-
-class Endpoints(Protocol):
-    """The OpenAI endpoints of a loaded model, without a socket."""
-
-    async def answer(self, path: str, body: bytes, *, priority: int = 0) -> tuple[int, dict[str, Any]]:
-        """Return the HTTP status and the JSON body of a request. Cancellation ends the request."""
-        ...
-
-    def alive(self) -> bool:
-        """Return False once the engine can answer no more."""
-        ...
 
 
 class EngineStopped(Exception):
@@ -164,6 +153,8 @@ class Runner:
         while True:
             try:
                 status, answer = await self._endpoints.answer(line.url, body, priority=self._priority)
+            except LineFailed as failure:
+                return failure.status, failure.body
             except Exception:  # a fault of one line must not stop the others
                 log.exception("a line with the url %s failed", line.url)
                 status, answer = 500, {"error": {"message": "internal error", "code": "internal_error"}}

@@ -19,8 +19,10 @@ import jaxflow.cli.engine_flags
 import serving.__main__ as server
 from jaxflow.cli.exit_status import run_command
 from jaxflow.config import ConfigError, EngineConfig
+from serving import ray_flags
 from serving.cluster.driver import ClusterDriver
 from serving.cluster.model import ClusterModel
+from serving.cluster.replica import load_replica
 from serving.cluster.wanted import Wanted, read_wanted
 from serving.frontend.served_model import ServedModel
 from serving.http import http_flags
@@ -29,28 +31,12 @@ from serving.operations.operations import Operations
 
 if TYPE_CHECKING:
     from jaxflow.llm import LLM
-    from serving.cluster.ray_link import RayCluster
 
-REPLICAS = flags.DEFINE_integer("replicas", 1, "Engines, each in its own process.", lower_bound=1)
 CLUSTER_FILE = flags.DEFINE_string(
     "cluster_file",
     None,
     "JSON file of replicas, version and engine settings, instead of --replicas. It is read again when it changes: "
     "replicas are added, removed, or replaced one at a time.",
-)
-RAY_ADDRESS = flags.DEFINE_string(
-    "ray_address",
-    None,
-    "Address of a running Ray cluster, or auto for the one of this machine. Default: start Ray on this machine.",
-)
-CPUS_PER_REPLICA = flags.DEFINE_float(
-    "cpus_per_replica", 1.0, "CPU cores that a replica reserves in Ray.", lower_bound=0.0
-)
-GPUS_PER_REPLICA = flags.DEFINE_float(
-    "gpus_per_replica",
-    None,
-    "GPUs that a replica reserves in Ray. Default: the devices of its engine, or 0 where Ray has no GPU.",
-    lower_bound=0.0,
 )
 
 WATCH_S = 1.0  # between two looks at --cluster_file
@@ -68,7 +54,8 @@ def main(argv: list[str]) -> int:
         if server.MAX_RESTARTS.value:
             accepted = "0 here: lost replicas always start again"
             raise ConfigError("max_restarts", server.MAX_RESTARTS.value, accepted)
-        cluster = connect(wanted)
+        ray_flags.check_ray("command", "serving.cluster")
+        cluster = ray_flags.connect(wanted.replicas, wanted.config, load_replica)
     except ConfigError as error:
         return server.report_error(error)
     driver = ClusterDriver(
@@ -98,23 +85,12 @@ def main(argv: list[str]) -> int:
 def wanted_replicas(config: EngineConfig) -> Wanted:
     """Return the replicas of the flags. Raises: ConfigError."""
     if CLUSTER_FILE.value is None:
-        return Wanted(REPLICAS.value, config)
+        return Wanted(ray_flags.REPLICAS.value, config)
     if flags.FLAGS["replicas"].present:
-        raise ConfigError("replicas", REPLICAS.value, "no flag with --cluster_file, which has the number")
+        raise ConfigError(
+            "replicas", ray_flags.REPLICAS.value, "no flag with --cluster_file, which has the number"
+        )
     return read_wanted(CLUSTER_FILE.value, config)
-
-
-def connect(wanted: Wanted) -> "RayCluster":
-    """Start or join Ray, before a server's threads run: Ray starts processes. Raises: ConfigError."""
-    try:
-        from serving.cluster.ray_link import RayCluster, RayConfig
-    except ModuleNotFoundError as error:
-        accepted = 'a Python environment with ray: pip install "jaxflow[cluster]"'
-        raise ConfigError("serving.cluster", f"without {error.name}", accepted) from error
-    config = RayConfig(RAY_ADDRESS.value, CPUS_PER_REPLICA.value, GPUS_PER_REPLICA.value)
-    engine = wanted.config
-    devices = engine.tensor_parallel_size * engine.pipeline_parallel_size
-    return RayCluster(config, wanted.replicas, devices)
 
 
 def watch_file(path: str, base: EngineConfig, driver: ClusterDriver) -> None:
@@ -145,7 +121,7 @@ def stamp(path: str) -> tuple[int, int] | None:
 
 if __name__ == "__main__":
     jaxflow.cli.engine_flags.define_engine_flags()
-    for module in (jaxflow.cli.engine_flags, server, http_flags, operations_flags):
+    for module in (jaxflow.cli.engine_flags, server, http_flags, operations_flags, ray_flags):
         flags.adopt_module_key_flags(module)
     if problem := jaxflow.cli.engine_flags.refused_flag(sys.argv):
         sys.exit(f"error: {problem}")

@@ -38,7 +38,8 @@ from jaxflow.request import (
 )
 from jaxflow.scheduler.config import SchedulerConfig, accept, prefix_salt
 from serving.cluster.link import Launch, StartFailed
-from serving.cluster.member import Member, Phase
+from serving.cluster.member import Member as AnyMember
+from serving.cluster.member import Phase
 from serving.cluster.messages import Description, Order, Report
 from serving.cluster.resume import rest_of
 from serving.cluster.router import NoReplica, Router
@@ -47,6 +48,8 @@ from serving.cluster.wanted import Wanted
 from serving.operations.fleet import ReplicaState
 
 log = logging.getLogger(__name__)
+
+type Member = AnyMember[Order, Report]
 
 FIRST_EXPECTED_TOKENS = 256.0  # the expected length of an answer before the first answer has ended
 MEAN_SHARE = 0.02  # the weight of the latest answer in the mean length
@@ -192,7 +195,8 @@ class ClusterDriver:
     def stats(self) -> Stats:
         """Return the counters of all replicas, and the requests that wait here for a replica."""
         members = list(self._members)
-        found = total([m.stats for m in members if m.stats is not None], list(self._ended_stats))
+        reports = [member.report for member in members]
+        found = total([r.stats for r in reports if r is not None], list(self._ended_stats))
         here = self._queued + len(self._held)
         return msgspec.structs.replace(found, waiting_requests=found.waiting_requests + here)
 
@@ -289,7 +293,7 @@ class ClusterDriver:
             self._wanted = wanted
 
     def _add(self, index: int, wanted: Wanted) -> None:
-        member = Member(
+        member: Member = AnyMember(
             index,
             wanted.config,
             wanted.version,
@@ -387,11 +391,11 @@ class ClusterDriver:
         move at once, the oldest first, so that the other replica does not become the slow one.
         """
         now = self._relieved_s = time.monotonic()
-        serving = [m for m in self._members if m.phase is Phase.SERVING and m.stats is not None]
-        if all(m.stats.waiting_requests for m in serving):  # type: ignore[union-attr]
+        serving = [m for m in self._members if m.phase is Phase.SERVING and m.report is not None]
+        if all(m.report.stats.waiting_requests for m in serving):  # type: ignore[union-attr]
             return
         for slow in serving:
-            if not (waiting := slow.stats.waiting_requests):  # type: ignore[union-attr]
+            if not (waiting := slow.report.stats.waiting_requests):  # type: ignore[union-attr]
                 continue
             here = [live for name in slow.names if (live := self._by_name.get(name)) is not None]
             unanswered = sorted((live for live in here if not live.made), key=lambda live: live.sent_s)
@@ -404,9 +408,9 @@ class ClusterDriver:
         """See `serving.cluster.member.Owner`."""
         if self._router is not None and member.index < self._router.num_replicas:
             self._router.lost(member.index, restarted=True)
-        if member.stats is not None:
-            self._ended_stats = [total([], [*self._ended_stats, member.stats])]
-        member.report = member.stats = None
+        if member.report is not None:
+            self._ended_stats = [total([], [*self._ended_stats, member.report.stats])]
+        member.report = None
         for live in [live for live in self._live.values() if live.member is member]:
             live.losses += bool(reason)
             self._move(live)

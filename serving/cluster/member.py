@@ -6,12 +6,11 @@ import enum
 import logging
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from jaxflow.config import EngineConfig
-from jaxflow.engine.loop import Stats
-from serving.cluster.link import Launch, Link, LinkLost, StartFailed
-from serving.cluster.messages import Description, Order, Report
+from serving.cluster.link import Launch, Link, LinkLost, Named, StartFailed, State
+from serving.cluster.messages import Description
 from serving.operations.health import MIN_STALL_S, STALL_STEPS
 
 log = logging.getLogger(__name__)
@@ -30,23 +29,23 @@ class Phase(enum.StrEnum):
     STOPPED = "stopped"
 
 
-class Owner(Protocol):
+class Owner[R: State](Protocol):
     """The driver, as its members see it."""
 
-    def joined(self, member: "Member", description: Description) -> None:
+    def joined(self, member: "Member[Any, R]", description: Description) -> None:
         """Send requests to the member. Raises: StartFailed for a model that is not the router's."""
         ...
 
-    def heard(self, member: "Member", report: Report) -> None:
+    def heard(self, member: "Member[Any, R]", report: R) -> None:
         """Take a report."""
         ...
 
-    def lost(self, member: "Member", reason: str) -> None:
+    def lost(self, member: "Member[Any, R]", reason: str) -> None:
         """Move the requests of a member whose process has ended. reason: empty for an ordered end."""
         ...
 
 
-class Member:
+class Member[O: Named, R: State]:
     """One replica.
 
     Args:
@@ -64,7 +63,7 @@ class Member:
         version: str,
         *,
         launch: Launch,
-        owner: Owner,
+        owner: Owner[R],
         stall_s: float | None,
         start_s: float,
     ):
@@ -72,13 +71,12 @@ class Member:
         self._launch, self._owner, self._stall_s, self._start_s = launch, owner, stall_s, start_s
         self.phase = Phase.STARTING
         self.description: Description | None = None
-        self.report: Report | None = None
-        self.stats: Stats | None = None  # the statistics of the last report
+        self.report: R | None = None
         self.names: set[str] = set()  # the names of the requests that it runs, see `Order.name`
         self.restarts = 0
         self.reason = ""  # the reason of the last loss
         self._longest_step_s = 0.0
-        self._orders: list[Order] = []
+        self._orders: list[O] = []
         self._aborted: list[str] = []
         self._told = asyncio.Event()
         self._leave = asyncio.Event()  # the driver wants the process to end
@@ -88,7 +86,7 @@ class Member:
 
     # ---- what the driver asks
 
-    def send(self, order: Order) -> None:
+    def send(self, order: O) -> None:
         """Hand over a request."""
         self._orders.append(order)
         self.names.add(order.name)
@@ -148,7 +146,7 @@ class Member:
         while not self._ends:
             self._begin()
             began_s, reason = time.monotonic(), ""
-            link: Link | None = None
+            link: Link[O, R] | None = None
             try:
                 link = self._launch(self.config, self.index)
                 await self._serve(link, on_first)
@@ -182,14 +180,14 @@ class Member:
         self._orders, self._aborted = [], []
         self._told.clear()
         self._leave.clear()
-        self.description = self.report = self.stats = None
+        self.description = self.report = None
         self._longest_step_s = 0.0
 
     def _enter(self, phase: Phase) -> None:
         self.phase = phase
         self._changed.set()
 
-    async def _serve(self, link: Link, on_first: Callable[[Exception | None], None]) -> None:
+    async def _serve(self, link: Link[O, R], on_first: Callable[[Exception | None], None]) -> None:
         """Serve with one process until it is lost or has left in order. Raises: LinkLost, StartFailed."""
         describing = asyncio.ensure_future(link.describe())
         leaving = asyncio.ensure_future(self._leave.wait())
@@ -221,7 +219,7 @@ class Member:
         with contextlib.suppress(TimeoutError, LinkLost):
             await asyncio.wait_for(link.close(), CLOSE_S)
 
-    async def _tell(self, link: Link) -> None:
+    async def _tell(self, link: Link[O, R]) -> None:
         """Hand over requests and ends in their order, all that wait in one message."""
         while True:
             await self._told.wait()
@@ -230,14 +228,12 @@ class Member:
             aborted, self._aborted = self._aborted, []
             await self._within(link.take(orders, aborted))
 
-    async def _listen(self, link: Link) -> None:
+    async def _listen(self, link: Link[O, R]) -> None:
         """Take reports until the member may leave. Raises: LinkLost, also for an engine that does not advance."""
         while not (self._leave.is_set() and not self.names):
             report = await self._within(link.poll(self.poll_s))
-            self._longest_step_s = max(
-                [self._longest_step_s, *(step.read_s - step.enqueued_s for step in report.steps)]
-            )
-            self.report, self.stats = report, report.stats
+            self._longest_step_s = max(self._longest_step_s, report.longest_step_s)
+            self.report = report
             self._owner.heard(self, report)
             if report.fault:
                 raise LinkLost(report.fault)

@@ -70,3 +70,40 @@ class Report(msgspec.Struct, frozen=True):
     stalled_s: float
     clock_s: float
     fault: str
+
+    @property
+    def longest_step_s(self) -> float:
+        """Return the seconds of the longest of the steps."""
+        return max((step.read_s - step.enqueued_s for step in self.steps), default=0.0)
+
+
+class LineOrder(msgspec.Struct, frozen=True):
+    """A line of a batch for a replica. The replica makes the text of its answer.
+
+    Attributes:
+      name: as in `Order`.
+      url, body: of the line. `body` is JSON.
+      priority: of the request; a higher number is later.
+    """
+
+    name: str
+    url: str
+    body: bytes
+    priority: int
+
+
+class LineAnswer(msgspec.Struct, frozen=True):
+    """The answer of a line: the HTTP status, and the JSON of the body. `name`: of the order."""
+
+    name: str
+    status: int
+    body: bytes
+
+
+class LineReport(msgspec.Struct, frozen=True):
+    """The answers and the state of a replica since its last report. The other fields are those of `Report`."""
+
+    answers: list[LineAnswer]
+    longest_step_s: float
+    stalled_s: float
+    fault: str

@@ -10,14 +10,14 @@ import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import ray  # pyright: ignore[reportMissingImports]
 from ray.exceptions import RayActorError, RayError, RayTaskError  # pyright: ignore[reportMissingImports]
 
 from jaxflow.config import ConfigError, EngineConfig
-from serving.cluster.link import LinkLost, StartFailed
-from serving.cluster.messages import Description, Order, Report
-from serving.cluster.replica import Replica
+from serving.cluster.link import LinkLost, Load, Named, Served, StartFailed
+from serving.cluster.messages import Description
 
 log = logging.getLogger(__name__)
 
@@ -43,12 +43,15 @@ class RayConfig:
 class RayCluster:
     """The connection to Ray. Call `close` to end it, with everything that it started.
 
+    Args:
+      load: loads the engine of a replica. The function is called in the replica's process.
+
     Raises:
       ConfigError: no Ray cluster at the address, or this machine has too few GPUs.
     """
 
-    def __init__(self, config: RayConfig, replicas: int, devices: int):
-        self._config = config
+    def __init__(self, config: RayConfig, replicas: int, devices: int, load: Load):
+        self._config, self._load = config, load
         os.environ.setdefault("RAY_agent_register_timeout_ms", AGENT_TIMEOUT_MS)
         os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
         local = {}
@@ -87,7 +90,7 @@ class RayCluster:
             "max_task_retries": 0,
         }
         actor = _Actor.options(**options, max_concurrency=16).remote()  # type: ignore[attr-defined]
-        return RayLink(actor, config)
+        return RayLink(actor, config, self._load)
 
     def close(self) -> None:
         """Leave the cluster. Ray on this machine ends, if the connection started it."""
@@ -97,21 +100,21 @@ class RayCluster:
 class RayLink:
     """The way to one actor, see `serving.cluster.link.Link`."""
 
-    def __init__(self, actor, config: EngineConfig):
-        self._actor, self._config = actor, config
+    def __init__(self, actor, config: EngineConfig, load: Load):
+        self._actor, self._config, self._load = actor, config, load
 
     async def describe(self) -> Description:
         """See `Link.describe`."""
-        found = await _answer(self._actor.load.remote(self._config))
+        found = await _answer(self._actor.load.remote(self._config, self._load))
         if isinstance(found, str):
             raise StartFailed(found)
         return found
 
-    async def take(self, orders: Sequence[Order], aborted: Sequence[str]) -> None:
+    async def take(self, orders: Sequence[Named], aborted: Sequence[str]) -> None:
         """See `Link.take`."""
         await _answer(self._actor.take.remote(list(orders), list(aborted)))
 
-    async def poll(self, wait_s: float) -> Report:
+    async def poll(self, wait_s: float) -> Any:
         """See `Link.poll`."""
         return await _answer(self._actor.poll.remote(wait_s))
 
@@ -144,42 +147,30 @@ class _Actor:
     """A process with an engine. The event loop of the actor runs all methods."""
 
     def __init__(self) -> None:
-        self._replica: Replica | None = None
+        self._served: Served | None = None
 
-    async def load(self, config: EngineConfig) -> Description | str:
+    async def load(self, config: EngineConfig, load: Load) -> Description | str:
         """Load the model and describe it. Return one line if it cannot be loaded."""
         try:
-            self._replica = Replica(await asyncio.to_thread(_load, config))
+            self._served = await load(config)
         except Exception as error:
             if type(error).__module__.startswith("jaxflow.") or isinstance(error, OSError):
                 return str(error)
             log.exception("the model cannot be loaded")
             return f"{type(error).__name__}: {error}"
-        return self._replica.describe()
+        return self._served.describe()
 
-    async def take(self, orders: list[Order], aborted: list[str]) -> None:
+    async def take(self, orders: list[Named], aborted: list[str]) -> None:
         """See `Link.take`."""
-        assert self._replica is not None
-        self._replica.take(orders, aborted)
+        assert self._served is not None
+        self._served.take(orders, aborted)
 
-    async def poll(self, wait_s: float) -> Report:
+    async def poll(self, wait_s: float) -> Any:
         """See `Link.poll`."""
-        assert self._replica is not None
-        return await self._replica.poll(wait_s)
+        assert self._served is not None
+        return await self._served.poll(wait_s)
 
     async def close(self) -> None:
         """See `Link.close`."""
-        if self._replica is not None:
-            await asyncio.to_thread(self._replica.close)
-
-
-def _load(config: EngineConfig):
-    # JAX takes seconds to import, and the router does not need it.
-    from jaxflow.engine.start import freeze_heap
-    from jaxflow.llm import LLM
-    from serving.operations.health import make_first_token
-
-    llm = LLM.from_config(config, progress=False)
-    make_first_token(llm)
-    freeze_heap()
-    return llm
+        if self._served is not None:
+            await asyncio.to_thread(self._served.close)

@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from jaxflow.config import EngineConfig
 from jaxflow.engine.live_request import refused
 from jaxflow.request import Delta, Draining, Event, Finished, InvalidRequest, QueueFull, Request, Started
 from serving.cluster.messages import Description, Order, Report
 from serving.operations.status import device_kind
 
 if TYPE_CHECKING:
+    from jaxflow.engine.driver import Driver
     from jaxflow.llm import LLM
 
 
@@ -76,18 +78,7 @@ class Replica:
 
     def describe(self) -> Description:
         """Describe the model."""
-        llm = self._llm
-        return Description(
-            llm.name,
-            llm.model_config,
-            llm.engine_config,
-            llm.driver.scheduling,
-            dict(llm.generation_config),
-            llm.max_model_len,
-            llm.tokenizer,
-            device_kind(),
-            os.getpid(),
-        )
+        return describe(self._llm)
 
     def take(self, orders: Sequence[Order], aborted: Sequence[str]) -> None:
         """Submit requests, and end others. A refused request gets its end as an event."""
@@ -129,7 +120,6 @@ class Replica:
             self._outstanding.take(event)
         driver = self._llm.driver
         steps, _ = driver.log.take()
-        fault = driver.fault
         return Report(
             [portable(event) for event in events],
             steps,
@@ -138,12 +128,32 @@ class Replica:
             self._last_number,
             driver.seconds_without_progress(),
             time.monotonic(),
-            "" if driver.alive else f"the engine stopped: {type(fault).__name__}",
+            fault_of(driver),
         )
 
     def close(self) -> None:
         """End the engine in order."""
         self._llm.close()
+
+
+def describe(llm: "LLM") -> Description:
+    """Return the description of a loaded model."""
+    return Description(
+        llm.name,
+        llm.model_config,
+        llm.engine_config,
+        llm.driver.scheduling,
+        dict(llm.generation_config),
+        llm.max_model_len,
+        llm.tokenizer,
+        device_kind(),
+        os.getpid(),
+    )
+
+
+def fault_of(driver: "Driver") -> str:
+    """Return the fault that ended an engine, or an empty text."""
+    return "" if driver.alive else f"the engine stopped: {type(driver.fault).__name__}"
 
 
 def portable(event: Event) -> Event:
@@ -155,3 +165,20 @@ def portable(event: Event) -> Event:
     if error is None or isinstance(error, InvalidRequest | QueueFull | Draining):
         return event
     return msgspec.structs.replace(event, error=RemoteFault(f"{type(error).__name__}: {error}"))
+
+
+async def load_replica(config: EngineConfig) -> Replica:
+    """Return the replica of a loaded and warm engine. Raises: ConfigError, OSError."""
+    return Replica(await asyncio.to_thread(_load, config))
+
+
+def _load(config: EngineConfig) -> "LLM":
+    # JAX takes seconds to import, and the router does not need it.
+    from jaxflow.engine.start import freeze_heap
+    from jaxflow.llm import LLM
+    from serving.operations.health import make_first_token
+
+    llm = LLM.from_config(config, progress=False)
+    make_first_token(llm)
+    freeze_heap()
+    return llm

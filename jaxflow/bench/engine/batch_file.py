@@ -38,6 +38,7 @@ from jaxflow.request import SamplingParams
 from serving.batch.file_batch import FileBatch, open_batch
 from serving.batch.journal import Answer, Journal
 from serving.batch_command import run_lines
+from serving.batch_engine import LocalEngine
 from serving.frontend.config import ServerConfig
 from serving.frontend.served_model import ServedModel
 from serving.http.endpoints import Endpoints
@@ -165,7 +166,7 @@ def resume_seconds(llm: LLM, folder: Path) -> float:
 
 async def _run_until_busy(batch: FileBatch, llm: LLM) -> None:
     """Run a batch until the engine has a request, then cancel the rest."""
-    run = asyncio.create_task(run_lines(batch, llm))
+    run = asyncio.create_task(run_lines(batch, LocalEngine(llm)))
     while not run.done() and not _requests(llm):
         await asyncio.sleep(0.001)
     run.cancel()
@@ -212,7 +213,7 @@ def _batch(llm: LLM, folder: Path) -> float:
     endpoints = Endpoints(ServedModel(ServerConfig()))
     batch = open_batch(folder / SOURCE, folder / JOURNAL, llm.name, endpoints.check)
     try:
-        asyncio.run(run_lines(batch, llm))
+        asyncio.run(run_lines(batch, LocalEngine(llm)))
         batch.write(folder / OUTPUT)
         took = time.perf_counter() - begun
         if batch.journal.num_failed:

@@ -374,7 +374,7 @@ def test_only_commands_freeze_the_heap():
     assert "serving/__main__.py" in callers
     assert all(
         name.startswith(
-            ("serving/__main__", "serving/batch/__main__", "serving/cluster/ray_link", "jaxflow/bench/")
+            ("serving/__main__", "serving/batch_engine", "serving/cluster/replica", "jaxflow/bench/")
         )
         for name in callers
     )

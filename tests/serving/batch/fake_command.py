@@ -14,6 +14,7 @@ from pathlib import Path
 from fake_llm import FakeLLM
 
 from serving.batch_command import Options, answer_file
+from serving.batch_engine import LocalEngine
 
 
 class Recording(collections.deque):
@@ -35,12 +36,12 @@ def peak_bytes() -> int:
 def main(source: str, output: str, asked: str | None = None) -> int:
     file = None if asked is None else os.open(asked, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
-    def load() -> FakeLLM:
+    def load() -> LocalEngine:
         llm = FakeLLM(fault_token=None, step_s=0.001 if file is None else 0.03)  # slow enough to be killed
         llm.engine_config = dataclasses.replace(llm.engine_config, max_num_seqs=64)
         llm.driver.submitted = Recording(file)
         print("loaded", flush=True)
-        return llm
+        return LocalEngine(llm)
 
     before = peak_bytes()
     status = answer_file(Options(Path(source), Path(output), "models/fake", progress=False), load)

@@ -1,5 +1,6 @@
 """The command of a batch, whole, over a fake engine: answers, refusals, kills, signals and memory."""
 
+import importlib.util
 import json
 import os
 import random
@@ -15,6 +16,7 @@ from fake_llm import FakeLLM
 
 from serving.batch.journal import Answer, _decode, read_frames
 from serving.batch_command import Options, answer_file
+from serving.batch_engine import LocalEngine
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
@@ -37,7 +39,7 @@ def write(path: Path, lines: list[dict]) -> Path:
 
 def run(folder: Path, lines: list[dict], *, load=None, **options) -> int:
     def fake():
-        return FakeLLM(chat_template=TEMPLATE)
+        return LocalEngine(FakeLLM(chat_template=TEMPLATE), options.get("served_model_names", ()))
 
     source = write(folder / "in.jsonl", lines)
     return answer_file(
@@ -91,7 +93,7 @@ def test_an_invalid_line_is_named_before_the_model_is_loaded(tmp_path, capsys):
 def test_another_model_is_refused_before_a_line_runs(tmp_path, capsys, names):
     lines = [line(i, model=names[0] if names else "fake") for i in range(4)]
     lines[3]["body"]["model"] = "another"
-    load = never if names else FakeLLM
+    load = never if names else lambda: LocalEngine(FakeLLM())
     assert run(tmp_path, lines, load=load, served_model_names=names) == 1
     assert "line 4: model" in capsys.readouterr().err
     lines[3] = line(3, model=names[0] if names else "fake")
@@ -117,6 +119,46 @@ def test_an_output_that_cannot_be_written_is_refused_first(tmp_path, capsys):
     source = write(tmp_path / "in.jsonl", [line(0)])
     assert answer_file(Options(source, tmp_path / "none" / "out", "fake"), never) == 1
     assert "output_file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("field", "source", "output"), [("input", "in.parquet", "out"), ("output", "in", "out.parquet")]
+)
+def test_parquet_without_pyarrow_is_refused_first(tmp_path, monkeypatch, capsys, field, source, output):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    write(tmp_path / source, [line(0)])
+    assert answer_file(Options(tmp_path / source, tmp_path / output, "fake"), never) == 1
+    error = capsys.readouterr().err
+    assert f"{field}_file=" in error and ".parquet" in error and "jaxflow[cluster]" in error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--engine=no"], ["engine", "no", "local|ray"]),
+        (["--engine=ray", "--replicas=0"], ["replicas", "0", "positive"]),
+        (["--replicas=2"], ["replicas", "2", "--engine ray"]),
+        (["--ray_address=auto"], ["ray_address", "auto", "--engine ray"]),
+        (
+            ["--engine=ray", "--coordinator=a:1", "--num_processes=2", "--process_id=0"],
+            ["coordinator", "a:1"],
+        ),
+        pytest.param(
+            ["--engine=ray"],
+            ["engine", "without ray", "jaxflow[cluster]"],
+            marks=pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="ray is installed"),
+        ),
+    ],
+)
+def test_wrong_engines_are_refused_before_the_input_is_read(tmp_path, arguments, said):
+    command = [sys.executable, "-m", "serving.batch", "--model=/no/such", *arguments]
+    ended = subprocess.run(
+        [*command, "-i", str(tmp_path / "none"), "-o", str(tmp_path / "out")],
+        cwd=paths.ROOT, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert ended.returncode == 1 and all(text in ended.stderr for text in said), ended.stderr
+    assert "Traceback" not in ended.stderr and "/no/such" not in ended.stderr
 
 
 def start(*arguments) -> subprocess.Popen:
@@ -150,7 +192,12 @@ def test_a_signal_keeps_what_is_finished(tmp_path):
     done = len(finished_lines(tmp_path / "out.journal"))
     assert 0 < done < count
     llm = FakeLLM()
-    assert answer_file(Options(source, tmp_path / "out", "models/fake", progress=False), lambda: llm) == 0
+    assert (
+        answer_file(
+            Options(source, tmp_path / "out", "models/fake", progress=False), lambda: LocalEngine(llm)
+        )
+        == 0
+    )
     assert len(llm.driver.submitted) == count - done
     lines = [json.loads(each) for each in (tmp_path / "out").read_text("utf-8").splitlines()]
     assert [each["custom_id"] for each in lines] == [f"r-{i}" for i in range(count)]

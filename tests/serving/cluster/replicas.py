@@ -11,6 +11,8 @@ from fake_llm import FakeDriver, FakeLLM
 
 from jaxflow.config import EngineConfig
 from jaxflow.request import Delta, Finished, Request, SamplingParams, Started
+from serving.batch_engine import served_endpoints
+from serving.cluster.batch_replica import BatchReplica
 from serving.cluster.driver import ClusterDriver
 from serving.cluster.link import LinkLost, StartFailed
 from serving.cluster.model import ClusterModel
@@ -86,8 +88,11 @@ class FakeLink:
         await self._check()
         if self.start_error is not None:
             raise StartFailed(self.start_error)
-        self._replica = Replica(self.llm)
+        self._replica = await self.served()
         return self._replica.describe()
+
+    async def served(self):
+        return Replica(self.llm)
 
     async def take(self, orders, aborted) -> None:
         await self._check()
@@ -113,16 +118,23 @@ class FakeLink:
             threading.Thread(target=self.llm.driver.close, daemon=True).start()
 
 
+class BatchLink(FakeLink):
+    """A link to a fake engine that answers lines."""
+
+    async def served(self):
+        return BatchReplica(self.llm, await served_endpoints(self.llm, ()))
+
+
 class Replicas:
     """The links of a driver, the running ones by replica."""
 
-    def __init__(self, **driver):
-        self._driver = driver
+    def __init__(self, link: type[FakeLink] = FakeLink, **driver):
+        self._link, self._driver = link, driver
         self.started: list[FakeLink] = []
         self.prepare = lambda link: None
 
     def launch(self, config: EngineConfig, index: int) -> FakeLink:
-        link = FakeLink(config, index, **self._driver)
+        link = self._link(config, index, **self._driver)
         self.prepare(link)
         self.started.append(link)
         return link
