@@ -2,7 +2,7 @@
 
   python rank.py '{"model": …, "coordinator": …, "fault": "stuck"}'
 
-Keys other than those of `main` are settings of `LLM`. The faults hit the process at its `FAULT_CALL`-th step.
+Keys other than those of `main` are settings of `LLM`. Most faults hit the process at its `FAULT_CALL`-th step.
 """
 
 import dataclasses
@@ -34,13 +34,20 @@ def inject(fault: str) -> None:
     if fault == "weights":
         team.fingerprint = lambda *_, **__: b"others"
         return
+
+    def exhausted(*_: Any, **__: Any) -> Any:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes")
+
+    if fault == "memory at load":
+        Checkpoint.load = exhausted
+        return
     run, calls = Executor.run, []
 
     def failing(executor: Executor, *args: Any, **named: Any) -> Any:
         calls.append(1)
         if len(calls) == FAULT_CALL:
             if fault == "memory":
-                raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes")
+                exhausted()
             if fault == "killed":
                 os.kill(os.getpid(), 9)
             if fault == "stopped":
