@@ -215,10 +215,18 @@ class Executor:
         )
         self.page_table, self.last_tokens, self.params, self.counts = make()
 
-    def warm_up(self, on_progress: Callable[[int, int], None] = lambda done, total: None) -> float:
-        """Compile every program, several at a time, and run those of `rehearsed`. Return the seconds."""
+    def warm_up(
+        self,
+        on_progress: Callable[[int, int], None] = lambda done, total: None,
+        on_compiled: Callable[[], None] = lambda: None,
+    ) -> float:
+        """Compile every program, several at a time, and run those of `rehearsed`. Return the seconds.
+
+        on_compiled: called before the first program runs.
+        """
         start = time.perf_counter()
         self.compile(on_progress)
+        on_compiled()
         for layout in rehearsed(self):
             rehearse(self, layout)
         self.count_compilations()

@@ -74,10 +74,18 @@ class StagedExecutor:
         with concurrent.futures.ThreadPoolExecutor(self.num_stages) as pool:
             return max(pool.map(Executor.temporary_bytes, self._here))
 
-    def warm_up(self, on_progress: Callable[[int, int], None] = lambda done, total: None) -> float:
-        """Compile every program of every stage, and run those of `rehearsed`. Return the seconds."""
+    def warm_up(
+        self,
+        on_progress: Callable[[int, int], None] = lambda done, total: None,
+        on_compiled: Callable[[], None] = lambda: None,
+    ) -> float:
+        """Compile every program of every stage, and run those of `rehearsed`. Return the seconds.
+
+        on_compiled: called before the first program runs.
+        """
         start = time.perf_counter()
         self._compile(on_progress)
+        on_compiled()
         for layout in rehearsed(self):
             rehearse(self, layout)
         for stage in self._here:

@@ -273,7 +273,8 @@ def start_engine(
             make = make_executor if config.pipeline_parallel_size == 1 else make_staged_executor
             executor = make(config, checkpoint, plans, kernels=kernels, team=team, progress=progress)
             with tqdm(total=None, desc="Compiling", disable=not progress, unit="program", delay=1.0) as bar:
-                warm_up_s = executor.warm_up(_advance(bar))
+                wait = (lambda: None) if team is None else team.wait_until_compiled
+                warm_up_s = executor.warm_up(_advance(bar), wait)
         if team is not None:
             if config.kv_offloading_size and team.leader is not None and on_gpu():
                 reserve(executor.page_shapes(), pinned_bytes(config, executor.page_shapes(), disk))

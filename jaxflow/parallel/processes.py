@@ -64,6 +64,12 @@ class Processes:
         every = [json.loads(self.read(f"{name}/{rank}")) for rank in range(self.count)]
         return tuple(min(column) for column in zip(*every, strict=True))
 
+    def wait_for_all(self, name: str, timeout_s: float) -> None:
+        """Return once every process has made this call. Raises: ProcessesError after the timeout."""
+        self.publish(f"{name}/{self.rank}", "")
+        for rank in range(self.count):
+            self.read(f"{name}/{rank}", timeout_s)
+
     def compare(self, values: Mapping[str, str]) -> None:
         """Check that every process has the same values as process 0.
 

@@ -1,9 +1,10 @@
 """One engine of several processes gives the tokens of one process, and any process's end is the end of all.
 
-Each process takes seconds to start, so all of these tests are slow. In the usual suite `test_follow` compares the
+Each process takes seconds to start, so the tests with processes are slow. In the usual suite `test_follow` compares the
 devices' state, `test_recorded_calls` the calls, and `test_links` and `test_rendezvous` the connections.
 """
 
+import concurrent.futures
 import contextlib
 import json
 import os
@@ -12,16 +13,19 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import paths
 import pytest
 from rank import FAULT_CALL
 
 from jaxflow.model.checkpoints.checkpoint import convert
 from jaxflow.parallel.launch import LOST
+from jaxflow.parallel.processes import Processes, ProcessesError
 
 RANK = paths.ROOT / "tests" / "jaxflow" / "parallel" / "rank.py"
 SETTINGS = {"block_size": 16, "max_num_batched_tokens": 16, "max_num_seqs": 8, "num_kv_pages": 96}
@@ -87,6 +91,54 @@ def errors(text: str) -> list[str]:
 def check(golden: dict[str, Any], out: str) -> None:
     tokens = json.loads(out.splitlines()[-1])
     assert [each[0] for each in tokens] == [prompt["greedy_ids"] for prompt in golden["prompts"]]
+
+
+class Store:
+    """The key-value store of `jax.distributed`, for threads of this process."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, str] = {}
+        self._changed = threading.Condition()
+
+    def key_value_set(self, name: str, value: str) -> None:
+        with self._changed:
+            assert name not in self._values
+            self._values[name] = value
+            self._changed.notify_all()
+
+    def blocking_key_value_get(self, name: str, timeout_ms: int) -> str:
+        with self._changed:
+            if not self._changed.wait_for(lambda: name in self._values, timeout_ms / 1000):
+                raise jax.errors.JaxRuntimeError(f"DEADLINE_EXCEEDED: {name}")
+            return self._values[name]
+
+
+def processes_of(store: Store, count: int) -> list[Processes]:
+    made = [object.__new__(Processes) for _ in range(count)]
+    for rank, one in enumerate(made):
+        one.rank, one.count, one._store = rank, count, store  # type: ignore[assignment]
+    return made
+
+
+def test_all_wait_for_the_last():
+    *first, last = processes_of(Store(), 3)
+    came: list[int] = []
+
+    def wait(one: Processes) -> list[int]:
+        one.wait_for_all("compiled", 30.0)
+        return came.copy()
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        found = [pool.submit(wait, one) for one in first]
+        came.append(last.rank)
+        found.append(pool.submit(wait, last))
+        assert [each.result(30) for each in found] == [[last.rank]] * 3
+
+
+def test_who_waits_in_vain_says_for_what():
+    first, _ = processes_of(Store(), 2)
+    with pytest.raises(ProcessesError, match="process 0 waited for 'compiled/1' in vain"):
+        first.wait_for_all("compiled", 0.05)
 
 
 class TestSameTokens:
