@@ -11,7 +11,7 @@ from serving.cluster.link import Load
 if TYPE_CHECKING:
     from serving.cluster.ray_link import RayCluster
 
-REPLICAS = flags.DEFINE_integer("replicas", 1, "Engines, each in its own process.", lower_bound=1)
+REPLICAS = flags.DEFINE_integer("replicas", 1, "Engines, each in its own process.")
 RAY_ADDRESS = flags.DEFINE_string(
     "ray_address",
     None,
@@ -26,7 +26,13 @@ GPUS_PER_REPLICA = flags.DEFINE_float(
     "GPUs that a replica reserves in Ray. Default: the devices of its engine, or 0 where Ray has no GPU.",
     lower_bound=0.0,
 )
-NAMES = ("replicas", "ray_address", "cpus_per_replica", "gpus_per_replica")
+PROCESSES_PER_REPLICA = flags.DEFINE_integer(
+    "processes_per_replica",
+    1,
+    "Processes that run the engine of a replica, one a machine. Each has the same number of devices.",
+    lower_bound=1,
+)
+NAMES = ("replicas", "ray_address", "cpus_per_replica", "gpus_per_replica", "processes_per_replica")
 
 
 def check_ray(field: str, value: str) -> None:
@@ -40,6 +46,8 @@ def connect(replicas: int, engine: EngineConfig, load: Load) -> "RayCluster":
     """Start or join Ray, before a server's threads run: Ray starts processes. Raises: ConfigError."""
     from serving.cluster.ray_link import RayCluster, RayConfig
 
-    config = RayConfig(RAY_ADDRESS.value, CPUS_PER_REPLICA.value, GPUS_PER_REPLICA.value)
+    config = RayConfig(
+        RAY_ADDRESS.value, CPUS_PER_REPLICA.value, GPUS_PER_REPLICA.value, PROCESSES_PER_REPLICA.value
+    )
     devices = engine.tensor_parallel_size * engine.pipeline_parallel_size
     return RayCluster(config, replicas, devices, load)

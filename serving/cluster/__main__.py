@@ -48,9 +48,8 @@ def main(argv: list[str]) -> int:
     try:
         wanted = wanted_replicas(engine())
         if wanted.config.coordinator is not None:
-            raise ConfigError(
-                "coordinator", wanted.config.coordinator, "no flag here: a replica is one process"
-            )
+            accepted = "no flag here: --processes_per_replica starts the processes of an engine"
+            raise ConfigError("coordinator", wanted.config.coordinator, accepted)
         if server.MAX_RESTARTS.value:
             accepted = "0 here: lost replicas always start again"
             raise ConfigError("max_restarts", server.MAX_RESTARTS.value, accepted)

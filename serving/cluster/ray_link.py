@@ -1,19 +1,24 @@
-"""Replicas as Ray actors: one actor is one process with one engine.
+"""Replicas as Ray actors: one actor is one process, and a replica is one process or several that run one engine.
 
 Ray places the processes on machines, gives them GPUs, and tells when one has died. An actor is never restarted or
 called again by Ray itself: the router starts a new one, so a message arrives at most once.
 """
 
 import asyncio
+import contextlib
 import dataclasses
+import functools
 import logging
 import os
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import ray  # pyright: ignore[reportMissingImports]
 from ray.exceptions import RayActorError, RayError, RayTaskError  # pyright: ignore[reportMissingImports]
+from ray.util.placement_group import placement_group, remove_placement_group  # pyright: ignore
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # pyright: ignore
 
 from jaxflow.config import ConfigError, EngineConfig
 from serving.cluster.link import LinkLost, Load, Named, Served, StartFailed
@@ -22,6 +27,7 @@ from serving.cluster.messages import Description
 log = logging.getLogger(__name__)
 
 OBJECT_STORE_BYTES = 100 * 2**20  # messages go by value; Ray's own limit is 75 MiB
+LEAST_CPUS = 0.001  # Ray refuses a bundle of nothing
 AGENT_TIMEOUT_MS = "120000"  # a busy machine takes longer than Ray's 15 s to start Ray
 
 
@@ -33,11 +39,13 @@ class RayConfig:
       address: of a running Ray cluster; None starts Ray on this machine.
       cpus: CPU cores that a replica reserves.
       gpus: GPUs that a replica reserves; None for as many as its engine needs if the cluster has GPUs.
+      processes: of a replica's engine. Ray puts them on different machines, where it can.
     """
 
     address: str | None = None
     cpus: float = 1.0
     gpus: float | None = None
+    processes: int = 1
 
 
 class RayCluster:
@@ -47,10 +55,17 @@ class RayCluster:
       load: loads the engine of a replica. The function is called in the replica's process.
 
     Raises:
-      ConfigError: no Ray cluster at the address, or this machine has too few GPUs.
+      ConfigError: no Ray cluster at the address, too few GPUs on this machine, or processes that cannot share the
+        devices of a replica.
     """
 
     def __init__(self, config: RayConfig, replicas: int, devices: int, load: Load):
+        if devices % config.processes:
+            accepted = (
+                f"a divisor of {devices}: tensor_parallel_size times pipeline_parallel_size, the devices of a "
+                "replica, of which each process has the same number"
+            )
+            raise ConfigError("processes_per_replica", config.processes, accepted)
         self._config, self._load = config, load
         os.environ.setdefault("RAY_agent_register_timeout_ms", AGENT_TIMEOUT_MS)
         os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
@@ -83,14 +98,20 @@ class RayCluster:
             config = dataclasses.replace(
                 config, kv_disk_path=str(Path(config.kv_disk_path) / f"replica-{index}")
             )
-        options = {
-            "num_cpus": self._config.cpus,
-            "num_gpus": self._gpus,
-            "max_restarts": 0,
-            "max_task_retries": 0,
-        }
-        actor = _Actor.options(**options, max_concurrency=16).remote()  # type: ignore[attr-defined]
-        return RayLink(actor, config, self._load)
+        size = self._config.processes
+        cpus, gpus = self._config.cpus / size, self._gpus / size
+        options = {"num_cpus": cpus, "num_gpus": gpus, "max_restarts": 0, "max_task_retries": 0}
+        actor = functools.partial(_Actor.options, **options, max_concurrency=16)  # type: ignore[attr-defined]
+        if size == 1:
+            return RayLink([actor().remote()], config, self._load)
+        # Ray reserves the places of all processes together, so two replicas never wait for each other's.
+        bundle = {"CPU": max(cpus, LEAST_CPUS)} | ({"GPU": gpus} if gpus else {})
+        group = placement_group([bundle] * size, strategy="SPREAD")
+        places = [
+            PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i) for i in range(size)
+        ]
+        actors = [actor(scheduling_strategy=place).remote() for place in places]
+        return RayLink(actors, config, self._load, group)
 
     def close(self) -> None:
         """Leave the cluster. Ray on this machine ends, if the connection started it."""
@@ -98,36 +119,56 @@ class RayCluster:
 
 
 class RayLink:
-    """The way to one actor, see `serving.cluster.link.Link`."""
+    """The way to the actors of one replica, see `serving.cluster.link.Link`.
 
-    def __init__(self, actor, config: EngineConfig, load: Load):
-        self._actor, self._config, self._load = actor, config, load
+    The first one is process 0 of the engine, which takes the requests. It ends when another process ends.
+
+    Args:
+      group: the placement group of several actors.
+    """
+
+    def __init__(self, actors: Sequence, config: EngineConfig, load: Load, group=None):
+        self._actors, self._first, self._config, self._load = actors, actors[0], config, load
+        self._group = group
 
     async def describe(self) -> Description:
         """See `Link.describe`."""
-        found = await _answer(self._actor.load.remote(self._config, self._load))
+        configs = [self._config]
+        if (size := len(self._actors)) > 1:
+            address = await _answer(self._first.address.remote())
+            configs = [
+                dataclasses.replace(self._config, coordinator=address, num_processes=size, process_id=i)
+                for i in range(size)
+            ]
+        for actor, config in zip(self._actors[1:], configs[1:], strict=True):
+            actor.follow.remote(config)
+        found = await _answer(self._first.load.remote(configs[0], self._load))
         if isinstance(found, str):
             raise StartFailed(found)
         return found
 
     async def take(self, orders: Sequence[Named], aborted: Sequence[str]) -> None:
         """See `Link.take`."""
-        await _answer(self._actor.take.remote(list(orders), list(aborted)))
+        await _answer(self._first.take.remote(list(orders), list(aborted)))
 
     async def poll(self, wait_s: float) -> Any:
         """See `Link.poll`."""
-        return await _answer(self._actor.poll.remote(wait_s))
+        return await _answer(self._first.poll.remote(wait_s))
 
     async def close(self) -> None:
         """See `Link.close`."""
-        await _answer(self._actor.close.remote())
+        await _answer(self._first.close.remote())
 
     def kill(self) -> None:
         """See `Link.kill`. Ray kills a stopped process 5 s later."""
-        try:
-            ray.kill(self._actor)
-        except (RayError, ValueError) as error:  # the actor or the connection has ended
-            log.debug("kill: %s", error)
+        ends = [functools.partial(ray.kill, actor) for actor in self._actors]
+        if self._group is not None:
+            ends.append(functools.partial(remove_placement_group, self._group))
+        for end in ends:
+            try:
+                end()
+            except (RayError, ValueError) as error:  # the actor or the connection has ended
+                log.debug("kill: %s", error)
 
 
 async def _answer(reference):
@@ -148,6 +189,16 @@ class _Actor:
 
     def __init__(self) -> None:
         self._served: Served | None = None
+
+    async def address(self) -> str:
+        """Return the address where the processes of the engine can meet."""
+        host = ray.util.get_node_ip_address()
+        with socket.create_server((host, 0)) as listener:
+            return f"{host}:{listener.getsockname()[1]}"
+
+    async def follow(self, config: EngineConfig) -> None:
+        """Follow process 0 of the engine until its end, which process 0 reports."""
+        await asyncio.to_thread(_follow, config)
 
     async def load(self, config: EngineConfig, load: Load) -> Description | str:
         """Load the model and describe it. Return one line if it cannot be loaded."""
@@ -174,3 +225,10 @@ class _Actor:
         """See `Link.close`."""
         if self._served is not None:
             await asyncio.to_thread(self._served.close)
+
+
+def _follow(config: EngineConfig) -> None:
+    from jaxflow.llm import LLM  # JAX takes seconds to import, and the router does not need it
+
+    with contextlib.suppress(SystemExit):  # process 0 has ended in order
+        LLM.from_config(config, progress=False)

@@ -5,15 +5,21 @@ import importlib.util
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import httpx
 import paths
 import pytest
+
+from jaxflow.model.checkpoints.checkpoint import open_checkpoint
+from jaxflow.pipeline.handwritten import two_nano_batch_plan
+from jaxflow.pipeline.plan import save
 
 pytestmark = [
     pytest.mark.slow,  # minutes: Ray and four engines start
@@ -40,11 +46,16 @@ LONG = 400
 class Cluster:
     """The command as a process, and what it says over HTTP."""
 
-    def __init__(self, *arguments: str):
+    def __init__(self, *arguments: str, **environment: str):
         command = [sys.executable, "-m", "serving.cluster", "--model", MODEL, *SMALL]
         command += ["--port=0", "--admin_port=0", "--http_port=0", "--cpus_per_replica=0.1", *arguments]
         self.process = subprocess.Popen(
-            command, cwd=paths.ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command,
+            cwd=paths.ROOT,
+            env=os.environ | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         self.lines: list[str] = []
         self.url = self.target = ""
@@ -141,7 +152,20 @@ def test_both_doors_answer_with_the_models_tokens(cluster):
     assert bad.status_code == 400
 
 
-@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+def exhaust(process: int) -> None:
+    """Give a process no more memory than it has."""
+    size = 4096 * int(Path(f"/proc/{process}/statm").read_text().split()[0])
+    resource.prlimit(process, resource.RLIMIT_AS, (size, size))
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(lambda process: os.kill(process, signal.SIGKILL), id="killed"),
+        pytest.param(lambda process: os.kill(process, signal.SIGSTOP), id="stopped"),
+        pytest.param(exhaust, id="out of memory"),
+    ],
+)
 def test_streams_of_a_lost_replica_go_on_with_the_same_tokens(cluster, fault):
     cluster.serving(2)
     plain = [cluster.ask(tokens=LONG, temperature=1.0, seed=i) for i in range(6)]
@@ -153,7 +177,7 @@ def test_streams_of_a_lost_replica_go_on_with_the_same_tokens(cluster, fault):
     cluster.until(lambda found: all(one["requests"] for one in found))
     time.sleep(0.3)
     victim = max(cluster.replicas(), key=lambda one: one["requests"])
-    os.kill(victim["process_id"], fault)
+    fault(victim["process_id"])
     found = joined(running)
     equal = sum(one == two for one, two in zip(plain, found, strict=True))
     assert all(len(one) == LONG for one in found) and equal >= 5, (
@@ -167,16 +191,19 @@ def test_streams_of_a_lost_replica_go_on_with_the_same_tokens(cluster, fault):
     assert victim["process_id"] not in {one["process_id"] for one in cluster.replicas()}
 
 
-def test_updates_and_scaling_fail_no_request(cluster):
-    stop, asked = threading.Event(), []
+def test_updates_and_scaling_fail_no_request(cluster, tmp_path):
+    """One update starts the replicas with another plan. Every plan computes the same tokens."""
+    stop, asked, greedy = threading.Event(), [], PROMPT["greedy_ids"]
+    save(two_nano_batch_plan(open_checkpoint(MODEL).model_config, 16, 8), tmp_path / "plan.json")
 
     def ask(i: int) -> None:
         while not stop.is_set():
-            asked.append(cluster.ask(tokens=40, seed=i))
+            asked.append(cluster.ask(tokens=len(greedy), temperature=0))
 
     running = in_threads(ask, 3)
     for replicas, version in ((3, "a"), (3, "b"), (1, "b")):
-        cluster.file.write_text(json.dumps({"replicas": replicas, "version": version}))
+        engine = {"plan": str(tmp_path / "plan.json")} if version == "b" else {}
+        cluster.file.write_text(json.dumps({"replicas": replicas, "version": version, "engine": engine}))
         wanted = [("serving", version)] * replicas
         cluster.until(lambda found, wanted=wanted: [(r["state"], r["version"]) for r in found] == wanted)
     cluster.file.write_text('{"replicas": 0}')
@@ -184,7 +211,22 @@ def test_updates_and_scaling_fail_no_request(cluster):
     stop.set()
     joined(running)
     assert len(cluster.replicas()) == 1 and any("replicas=0" in line for line in cluster.lines)
-    assert len(asked) > 10 and {len(ids) for ids in asked} == {40}
+    assert len(asked) > 10 and all(ids == greedy for ids in asked)
+
+
+def test_a_second_router_needs_ports_of_its_own(cluster):
+    port = cluster.url.rpartition(":")[2]
+    ended = refused(f"--model={MODEL}", "--port=0", "--admin_port=0", f"--http_port={port}")
+    assert f"127.0.0.1:{port}" in ended.stderr and "0 for a free port" in ended.stderr
+    assert len(cluster.ask()) == 16
+
+
+def refused(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a command that must end with one line."""
+    command = [sys.executable, "-m", "serving.cluster", "--cpus_per_replica=0.1", *arguments]
+    ended = subprocess.run(command, cwd=paths.ROOT, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 1 and "Traceback" not in ended.stderr, ended.stderr
+    return ended
 
 
 def test_the_end_is_clean(cluster):
@@ -200,9 +242,32 @@ def test_the_end_is_clean(cluster):
             raise AssertionError(f"process {process} is left")
 
 
-def test_a_model_that_cannot_be_loaded_ends_the_command():
-    command = [sys.executable, "-m", "serving.cluster", "--model=/no/such/model", "--replicas=2"]
-    command += ["--port=0", "--admin_port=0", "--http_port=0", "--cpus_per_replica=0.1"]
-    ended = subprocess.run(command, cwd=paths.ROOT, capture_output=True, text=True, timeout=300)
-    assert ended.returncode == 1 and "/no/such/model" in ended.stderr
-    assert "Traceback" not in ended.stderr
+def test_settings_that_cannot_work_end_the_command():
+    ports = ("--port=0", "--admin_port=0", "--http_port=0")
+    assert "/no/such/model" in refused("--model=/no/such/model", "--replicas=2", *ports).stderr
+    several = ("--tensor_parallel_size=4", "--processes_per_replica=3")
+    assert "a divisor of 4" in refused(f"--model={MODEL}", *several, *ports).stderr
+    assert "processes_per_replica" in refused(f"--model={MODEL}", "--coordinator=auto", *ports).stderr
+    none = refused(f"--model={MODEL}", "--replicas=0", *ports)
+    assert "replicas" in none.stderr and "1 or more" in none.stderr
+
+
+def test_a_replica_of_several_processes_answers_and_outlives_one():
+    """Tensor parallelism over two processes, of which one is killed."""
+    processes = ("--tensor_parallel_size=2", "--processes_per_replica=2", "--replicas=1")
+    running = Cluster(*processes, JAX_NUM_CPU_DEVICES="1")
+    try:
+        number = len(PROMPT["greedy_ids"])
+        assert running.ask(tokens=number, temperature=0) == PROMPT["greedy_ids"]
+        [first] = running.replicas()
+        parent = Path(f"/proc/{first['process_id']}/stat").read_text().rpartition(")")[2].split()[1]
+        workers = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+        actors = [int(each) for each in workers if b"_Actor" in Path(f"/proc/{each}/cmdline").read_bytes()]
+        [other] = set(actors) - {first["process_id"]}
+        os.kill(other, signal.SIGKILL)
+        running.until(lambda found: found[0]["restarts"] == 1)
+        assert running.ask(tokens=number, temperature=0) == PROMPT["greedy_ids"]
+        running.serving(1)
+        assert running.close() == 0, "".join(running.lines)
+    finally:
+        running.process.kill()
