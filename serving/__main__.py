@@ -307,8 +307,12 @@ async def serve(
         http_server = http.server(endpoints, operations, batches)
     servers = [server for server in (grpc_server, http_server) if server is not None]
     try:
-        for server in servers:
-            await server.start()
+        try:
+            for server in servers:
+                await server.start()
+        except ListenError:
+            await asyncio.gather(*(server.stop() for server in servers))
+            raise
         ready = None if grpc_server is None else grpc_server.show_ready
         watching = asyncio.create_task(operations.run(ready))
         addresses = []

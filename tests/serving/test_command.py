@@ -154,10 +154,12 @@ def test_an_interrupt_while_loading_ends_the_server():
         assert server.returncode == 0 and "stopped while loading" in output and "Traceback" not in errors
 
 
-def test_a_port_in_use_is_one_line_and_an_exit_code():
+@pytest.mark.parametrize("taken_by", ["port", "http_port"])
+def test_a_port_in_use_is_one_line_and_an_exit_code(taken_by):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        done = run("serving", "--model", MODEL, f"--port={port}", "--admin_port=0", "--http_port=0")
+        ports = {"port": 0, "admin_port": 0, "http_port": 0, taken_by: port}
+        done = run("serving", "--model", MODEL, *(f"--{name}={number}" for name, number in ports.items()))
     assert (done.returncode, done.stdout) == (1, "")
     assert f"127.0.0.1:{port}: Address already in use" in done.stderr and done.stderr.count("\n") == 1
 
