@@ -94,6 +94,8 @@ class Replica:
                     cache_salt=order.cache_salt,
                 )
                 self._llm.driver.submit(request, self)
+            except MemoryError:  # a fault of the process: its requests move to another replica
+                raise
             except Exception as error:  # only this request fails
                 self.post(refused(Request(order.name, order.prompt_token_ids, order.sampling), error))
         for name in aborted:

@@ -83,6 +83,15 @@ def test_requests_of_a_lost_replica_go_on_at_another(fault):
         complete(*submit(model, "after"))
 
 
+def test_a_request_that_finds_no_memory_moves():
+    with cluster() as (model, links):
+        full = links.running(0).llm
+        full.request = lambda *_, **__: (_ for _ in ()).throw(MemoryError)
+        for i in range(4):
+            complete(*submit(model, f"r{i}", prompt=[30 + i] * 5, seed=i))
+        assert model.driver.moved > 0 and model.driver.replicas()[0].restarts == 1
+
+
 def test_a_stream_that_cannot_go_on_ends_with_its_tokens_and_a_reason():
     with cluster(step_s=STEP_S) as (model, links):
         pairs = [
