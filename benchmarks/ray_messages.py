@@ -24,6 +24,8 @@ from ray import serve  # pyright: ignore[reportMissingImports]
 
 from pallas_kernels.measure.provenance import provenance
 
+AGENT_TIMEOUT_MS = "120000"  # a busy machine takes longer than Ray's 15 s to start Ray
+
 
 class Engine:
     """An engine without work. A step makes one token of each stream."""
@@ -95,6 +97,7 @@ def main() -> None:
     report["versions"] |= {"ray": ray.__version__}
     report |= {"cpu_cores": os.cpu_count(), "streams": args.streams, "tokens": args.tokens}
     before = os.getloadavg()[0]
+    os.environ.setdefault("RAY_agent_register_timeout_ms", AGENT_TIMEOUT_MS)
     ray.init(address="local", log_to_driver=False, include_dashboard=False)
     serve.start(proxy_location="Disabled")
     found = asyncio.run(compare(args))
