@@ -6,7 +6,7 @@ counters and positions (a few kilobytes a batch), programs, and the scratch memo
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from jaxflow.config import ConfigError
 from jaxflow.flexgen.geometry import Geometry, PlacedWeights, array_bytes, device_bytes, tree_bytes
@@ -153,16 +153,20 @@ def together(found: Sequence[Account]) -> Account:
     return Account(lives, passes)
 
 
-def check_fits(found: Account, limits: Mapping[str, int | None]) -> None:
+def check_fits(
+    found: Account,
+    limits: Mapping[str, int | None],
+    least: Callable[[str, int], int] = lambda tier, needed: needed,
+) -> None:
     """Raise DoesNotFit for a tier that is too small, with the accepted limit.
 
-    `limits`: bytes by tier; None is unknown.
+    `limits`: bytes by tier; None is unknown. `least`: returns the smallest limit with room for so many bytes.
     """
     for tier in TIERS:
         limit, needed = limits.get(tier), found.total(tier)
         if limit is not None and needed > limit:
             accepted = (
-                f"at least {_gb(needed)} GB for this policy, or lower shares of the {tier}, or smaller "
+                f"at least {_gb(least(tier, needed))} GB for this policy, or lower shares of the {tier}, or smaller "
                 f"batches\n{found.describe()}"
             )
             raise DoesNotFit(tier, needed, limit, accepted)

@@ -8,9 +8,10 @@ while a transfer of its array is under way. The block loop keeps this order.
 
 import ctypes
 import dataclasses
+import itertools
 import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -70,6 +71,35 @@ def check_views(mesh: Mesh) -> None:
                 f"{shard.device}: data written to pinned host memory through its pointer does not reach the "
                 "device"
             )
+
+
+class PinnedPool:
+    """Bytes that the runs of this process take from XLA's pool of pinned memory on a GPU's host.
+
+    The pool keeps what it once took from the system. So memory of an ended run is not free for other processes,
+    but for the next run of this process.
+    """
+
+    def __init__(self) -> None:
+        self._runs: dict[int, int] = {}
+        self._numbers = itertools.count()
+        self._most = 0  # bytes of all runs together, at most
+
+    def take(self, size: int) -> Callable[[], None]:
+        """Count the bytes of a run, and return the function that ends the run. A second call does nothing."""
+        number = next(self._numbers)
+        self._runs[number] = size
+        self._most = max(self._most, sum(self._runs.values()))
+
+        def end() -> None:
+            self._runs.pop(number, None)
+
+        return end
+
+    @property
+    def free_bytes(self) -> int:
+        """Return the bytes of ended runs that no other run uses."""
+        return self._most - sum(self._runs.values())
 
 
 def bits(a: np.ndarray) -> np.ndarray:

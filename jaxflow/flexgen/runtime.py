@@ -10,7 +10,7 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -116,7 +116,7 @@ class BlockStats:
 class Runtime:
     """A placed and warm model. `stats`: measurements of each block, in order.
 
-    `geometry`: of the stage that draws the tokens, the last one.
+    `geometry`: of the stage that draws the tokens, the last one. `ended`: called when the memory is released.
     """
 
     def __init__(
@@ -128,11 +128,12 @@ class Runtime:
         runner: BlockRunner | StagedRunner,
         hosts: Sequence[HostAttention],
         seed: int,
+        ended: Callable[[], None] = lambda: None,
     ):
         self.offload, self.geometry, self.account = offload, geometry, found
         self.stats: list[BlockStats] = []
         self.start_s: Mapping[str, float] = {}  # seconds of the start, by phase
-        self._tiers, self._runner, self._hosts = tiers, runner, hosts
+        self._tiers, self._runner, self._hosts, self._ended = tiers, runner, hosts, ended
         self._random = random.Random(seed)
         self._fault: BaseException | None = None
         self._under_way = threading.Lock()  # held from the first events of `generate` to its end
@@ -230,6 +231,7 @@ class Runtime:
         for tiers in self._tiers:
             tiers.close()
         self._runner.free()
+        self._ended()
 
     def __enter__(self) -> "Runtime":
         return self

@@ -25,7 +25,7 @@ from jaxflow.flexgen.config import GIGA, OffloadConfig
 from jaxflow.flexgen.geometry import Geometry, PlacedWeights, place
 from jaxflow.flexgen.host_attention import HostAttention
 from jaxflow.flexgen.kv_store import KvStore
-from jaxflow.flexgen.pinned_memory import check_views
+from jaxflow.flexgen.pinned_memory import PinnedPool, check_views
 from jaxflow.flexgen.policy import TIERS, PolicyError
 from jaxflow.flexgen.programs import (
     Compiled,
@@ -46,9 +46,10 @@ from jaxflow.parallel.mesh import axis_of, on_gpu, stage_meshes
 
 log = logging.getLogger(__name__)
 # Shares lost to gaps between tensors, of a GPU's memory and of the pool of pinned memory: of a pool of
-# 100.9 GB on an H200's host 98.3 GB could be used, and 99.2 GB could not
+# 100.9 GB on an H200's host one policy could use 98.3 GB, and two others could not use 98.4 and 99.2 GB
 # (benchmarks/h200/opt-30b/pinned-memory-exhausted.json).
-_SPARE, _POOL_SPARE = 0.06, 0.025
+_SPARE, _POOL_SPARE = 0.06, 0.04
+_POOL = PinnedPool()
 
 
 class _Phases:
@@ -120,7 +121,8 @@ def start(
             phases.ended("reserve")
             runner = BlockRunner(setups[0]) if len(setups) == 1 else StagedRunner(setups)
             hosts = [setup.host_attention for setup in setups if setup.host_attention is not None]
-            runtime = Runtime(offload, geometries[-1], found, tiers, runner, hosts, resolved.seed)
+            ended = _POOL.take(found.total("host"))
+            runtime = Runtime(offload, geometries[-1], found, tiers, runner, hosts, resolved.seed, ended)
             undo = runtime.close
             runtime.warm_up()
             phases.ended("warm_up")
@@ -206,7 +208,7 @@ def _free_by_tier(device: Any, disk: Path | None) -> dict[str, int | None]:
     stats = device.memory_stats()
     return {
         "device": int(stats["bytes_limit"]) if stats else None,
-        "host": free_host_bytes(),
+        "host": free_host_bytes() + (_POOL.free_bytes if on_gpu() else 0),
         "disk": None if disk is None else free_bytes(disk),
     }
 
@@ -231,10 +233,24 @@ def _limits(offload: OffloadConfig, free_by_tier: Mapping[str, int | None]) -> d
     return limits
 
 
+def _least_limit(tier: str, needed: int) -> int:
+    """Return the smallest limit whose usable part holds so many bytes on a machine with a GPU, see `_limits`."""
+    if tier == "device":
+        return math.ceil(needed / (1 - _SPARE))
+    if tier == "host":
+        pool_gib = math.ceil(needed / (2**30 * (1 - _POOL_SPARE)))
+        return max(needed, (pool_gib - 1) * 2**30 + 1)
+    return needed
+
+
 def _check_fits(found: Account, offload: OffloadConfig, free_by_tier: Mapping[str, int | None]) -> None:
     """Raise DoesNotFit for a tier that is too small, with the configured and the free bytes."""
     try:
-        check_fits(found, _limits(offload, free_by_tier))
+        check_fits(
+            found,
+            _limits(offload, free_by_tier),
+            _least_limit if free_by_tier["device"] is not None else lambda _, needed: needed,
+        )
     except DoesNotFit as error:
         limit, free = _configured_bytes(offload, error.tier), free_by_tier[error.tier]
         if limit is None or free is None or limit <= free:

@@ -117,19 +117,21 @@ def run() -> None:
     )
     bench = OffloadBench(work, machine, memory, engine, checkpoint, measure_link(jax.devices()[0], f.link_mb))
     rows: list[dict[str, Any]] = []
+    refused: dict[str, str] = {}
     for row in (
         _given(bench, f.policies, percents)
         if f.policies
-        else _searched(bench, placement.options_from_flags(), names, percents)
+        else _searched(bench, placement.options_from_flags(), names, percents, refused)
     ):
         rows.append(row)
         print(_line(row), flush=True)
         _save(bench, rows)  # after each run, so that an interruption keeps the earlier ones
+    told = "\n".join(f"{name}: {reason}" for name, reason in refused.items())
     if not rows:
         have = ", ".join(f"{tier}={getattr(f, tier):g}" for tier in placement.TIERS)
-        raise PlacementError(
-            f"no policy of {', '.join(names)} fits {have} (GB): more memory, or other batches"
-        )
+        raise PlacementError(f"{have} (GB): no policy fits\n{told}")
+    if told:
+        print(told, flush=True)
 
 
 def _save(bench: OffloadBench, rows: list[dict[str, Any]]) -> None:
@@ -209,32 +211,45 @@ def _given(bench: OffloadBench, files: list[str], percents: list[float]) -> Iter
 
 
 def _searched(
-    bench: OffloadBench, options: PlacementOptions, names: list[str], percents: list[float]
+    bench: OffloadBench,
+    options: PlacementOptions,
+    names: list[str],
+    percents: list[float],
+    refused: dict[str, str],
 ) -> Iterator[dict[str, Any]]:
+    """Run the best policy of each name and percentage. `refused` receives the reasons of those that do not fit."""
     for name, percent in itertools.product(names, percents or [options.value_top_k_percent]):
-        row = _run_named(bench, dataclasses.replace(options, value_top_k_percent=percent), name)
-        if row is not None:
-            yield row | ({"name": _with_percent(name, percent)} if percents else {})
+        told = _with_percent(name, percent) if percents else name
+        try:
+            row = _run_named(bench, dataclasses.replace(options, value_top_k_percent=percent), name)
+        except PlacementError as error:
+            refused[told] = str(error)
+        else:
+            yield row | {"name": told}
 
 
 def _with_percent(name: str, percent: float) -> str:
     return f"{name}, {percent:g} % of V"
 
 
-def _run_named(bench: OffloadBench, options: PlacementOptions, name: str) -> dict[str, Any] | None:
-    """Run a rival's best policy that fits; None where no policy does."""
+def _run_named(bench: OffloadBench, options: PlacementOptions, name: str) -> dict[str, Any]:
+    """Run a rival's best policy that fits. Raises: PlacementError where no policy does, MissingSolver."""
     room = TierRoom(bench.memory, dict.fromkeys(TIERS, 0.0))
     overlap, schedule = name != "no overlap", "row" if name == "row by row" else None
+    refused: DoesNotFit | None = None
     for _ in range(_TRIES):
-        policy = policy_named(name, bench.work, bench.machine, room, options)
-        if policy is None:
-            logging.info("%s does not fit", name)
-            return None
+        try:
+            policy = policy_named(name, bench.work, bench.machine, room, options)
+        except PlacementError:
+            if refused is None:
+                raise
+            break  # the account of the runtime says more than the cost model, which has the rest of the memory
         predicted = predict(bench.work, bench.machine, policy, overlap=overlap)
         try:
             return _run(bench, name, policy, overlap=overlap, schedule=schedule)
         except DoesNotFit as error:
             room.learn(error, policy, predicted.memory_bytes[TIERS.index(error.tier)])
+            refused = error
             logging.info(
                 "%s of batches of %d: %s needs %.3f GB",
                 name,
@@ -244,8 +259,9 @@ def _run_named(bench: OffloadBench, options: PlacementOptions, name: str) -> dic
             )
         finally:
             gc.collect()
-    logging.warning("%s: no policy was found that fits in %d tries", name, _TRIES)
-    return None
+    assert refused is not None
+    more = (refused.needed_bytes - refused.limit_bytes) / GIGA
+    raise PlacementError(f"the {refused.tier} is {more:.3f} GB too small: {refused}") from refused
 
 
 def _run(bench: OffloadBench, name: str, policy: Policy, **settings: Any) -> dict[str, Any]:

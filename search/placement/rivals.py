@@ -3,7 +3,6 @@ itself.
 """
 
 import dataclasses
-from collections.abc import Iterable
 
 from jaxflow.config import ConfigError
 from jaxflow.flexgen.accounting import DoesNotFit
@@ -11,6 +10,7 @@ from jaxflow.flexgen.policy import TIERS, Policy, Shares
 from search.placement.cost_model import Prediction, memory_bytes, predict, split
 from search.placement.machine_curves import Machine
 from search.placement.solver import (
+    GIGA,
     PlacementError,
     PlacementOptions,
     TierMemory,
@@ -41,36 +41,17 @@ def rivals(
     fit, one to a block. "row by row" is the policy of other systems (DeepSpeed): KV and activations on the
     device, one batch a block.
     """
-    rows = [Rival("all optimisations", found, predict(work, machine, found))]
-    rows.append(Rival("no overlap", found, predict(work, machine, found, overlap=False)))
-    by_hand = [
-        placed
-        for beyond in (HOST, DISK)
-        for placed in ((beyond, HOST, HOST), (beyond, DISK, HOST), (beyond, DISK, DISK))
-    ]
-    rows.append(_largest("no search", work, machine, memory, options, found, by_hand, batches=(1,)))
-    rows.append(
+    hand = {name: by_hand(name, work, machine, memory, options, found.host_attention) for name in BY_HAND}
+    return [
+        Rival("all optimisations", found, predict(work, machine, found)),
+        Rival("no overlap", found, predict(work, machine, found, overlap=False)),
+        hand["no search"],
         _searched(
             "no host attention", work, machine, memory, dataclasses.replace(options, host_attention=False)
-        )
-    )
-    rows.append(_searched("no disk", work, machine, dataclasses.replace(memory, disk=0.0), options))
-    row_by_row = [(weights, DEVICE, DEVICE) for weights in (DEVICE, HOST, DISK)]
-    rows.append(_largest("row by row", work, machine, memory, options, found, row_by_row, batches=(1,)))
-    for name, tier in (("all on the device", DEVICE), ("all on the host", HOST), ("all on disk", DISK)):
-        rows.append(
-            _largest(
-                name,
-                work,
-                machine,
-                memory,
-                options,
-                found,
-                [(tier, tier, tier)],
-                batches=options.num_gpu_batches,
-            )
-        )
-    return rows
+        ),
+        _searched("no disk", work, machine, dataclasses.replace(memory, disk=0.0), options),
+        *(hand[name] for name in BY_HAND if name != "no search"),
+    ]
 
 
 def fits(work: PlacementWorkload, memory: TierMemory, policy: Policy) -> bool:
@@ -90,46 +71,103 @@ def _searched(
     return Rival(name, policy, predict(work, machine, policy))
 
 
-def _largest(
+Placement = tuple[Shares, Shares, Shares]  # of weights, KV and activations
+_NEXT_TIERS = tuple(
+    placed
+    for beyond in (HOST, DISK)
+    for placed in ((beyond, HOST, HOST), (beyond, DISK, HOST), (beyond, DISK, DISK))
+)
+# Placements by hand, in the order in which they are tried, and whether a block has one batch only.
+BY_HAND: dict[str, tuple[tuple[Placement, ...], bool]] = {
+    "no search": (_NEXT_TIERS, True),
+    "row by row": (tuple((weights, DEVICE, DEVICE) for weights in (DEVICE, HOST, DISK)), True),
+    "all on the device": (((DEVICE, DEVICE, DEVICE),), False),
+    "all on the host": (((HOST, HOST, HOST),), False),
+    "all on disk": (((DISK, DISK, DISK),), False),
+}
+
+
+def by_hand(
     name: str,
     work: PlacementWorkload,
     machine: Machine,
     memory: TierMemory,
     options: PlacementOptions,
-    found: Policy,
-    placements: Iterable[tuple[Shares, Shares, Shares]],
-    batches: Iterable[int],
+    host_attention: bool,
 ) -> Rival:
-    """Return the first placement that fits at all, with its fastest batches."""
-    for weights, kv, activations in placements:
-        made = [
+    """Return the first placement of a name in `BY_HAND` that fits at all, with its fastest batches."""
+    for policies in _hand_made(name, work, options, host_attention):
+        made = [(policy, predict(work, machine, policy)) for policy in policies if fits(work, memory, policy)]
+        fitting = [one for one in made if one[1].latency_s <= options.max_latency_s]
+        if fitting:
+            return Rival(name, *max(fitting, key=lambda one: one[1].tokens_per_s))
+    return Rival(name, None, None)
+
+
+def _hand_made(
+    name: str, work: PlacementWorkload, options: PlacementOptions, host_attention: bool
+) -> list[list[Policy]]:
+    """Return the policies of each placement of a name, with every batch size and number of batches."""
+    placements, one_batch = BY_HAND[name]
+    return [
+        [
             Policy(
-                model=found.model,
-                prompt_tokens=found.prompt_tokens,
-                output_tokens=found.output_tokens,
+                model=work.model,
+                prompt_tokens=work.prompt_tokens,
+                output_tokens=work.output_tokens,
                 gpu_batch_size=size,
                 num_gpu_batches=number,
                 weights=weights,
                 kv=kv,
                 activations=activations,
-                weight_bits=found.weight_bits,
-                kv_bits=found.kv_bits,
-                host_attention=found.host_attention,
-                value_top_k_percent=found.value_top_k_percent,
-                pipeline_parallel_size=found.pipeline_parallel_size,
+                weight_bits=options.weight_bits,
+                kv_bits=options.kv_bits,
+                host_attention=host_attention,
+                value_top_k_percent=options.value_top_k_percent,
+                pipeline_parallel_size=options.pipeline_parallel_size,
             )
             for size in options.gpu_batch_sizes
-            for number in batches
+            for number in ((1,) if one_batch else options.num_gpu_batches)
         ]
-        fitting = [(policy, predict(work, machine, policy)) for policy in made if fits(work, memory, policy)]
-        fitting = [
-            (policy, prediction)
-            for policy, prediction in fitting
-            if prediction.latency_s <= options.max_latency_s
-        ]
-        if fitting:
-            return Rival(name, *max(fitting, key=lambda one: one[1].tokens_per_s))
-    return Rival(name, None, None)
+        for weights, kv, activations in placements
+    ]
+
+
+def shortage(
+    name: str, work: PlacementWorkload, machine: Machine, memory: TierMemory, options: PlacementOptions
+) -> str:
+    """Return why no policy of a name in `BY_HAND` fits: the tiers that are short, or the time of a block.
+
+    The told policy is the one that lacks the fewest bytes.
+    """
+    policies = [
+        policy
+        for host_attention in options.host_attentions()
+        for placed in _hand_made(name, work, options, host_attention)
+        for policy in placed
+    ]
+
+    def lacking(policy: Policy) -> list[float]:
+        used = memory_bytes(work, *split(policy))
+        return [max(0.0, bytes_used - capacity) for bytes_used, capacity in zip(used, memory, strict=True)]
+
+    nearest = min(policies, key=lambda policy: sum(lacking(policy)))
+    block = f"a block of {nearest.num_gpu_batches} x {nearest.gpu_batch_size}"
+    short = [
+        f"{_gb(used)} GB of the {tier}, {_gb(more)} GB more than {_gb(capacity)}"
+        for tier, used, more, capacity in zip(
+            TIERS, memory_bytes(work, *split(nearest)), lacking(nearest), memory, strict=True
+        )
+        if more
+    ]
+    if short:
+        return f"{block} needs {', and '.join(short)}"
+    latency_s = predict(work, machine, nearest).latency_s
+    return f"{block} takes {latency_s:.4g} s, and max_latency_s is {options.max_latency_s:g}"
+
+
+def _gb(size: float) -> str:
+    return f"{size / GIGA:.4g}"
 
 
 NAMES = (
@@ -180,24 +218,45 @@ class TierRoom:
 
 def policy_named(
     name: str, work: PlacementWorkload, machine: Machine, room: TierRoom, options: PlacementOptions
-) -> Policy | None:
-    """Return the fastest policy of a name that is expected to fit."""
+) -> Policy:
+    """Return the fastest policy of a name that is expected to fit. A name in `BY_HAND` needs no solver.
+
+    Raises:
+      PlacementError: no policy fits; the message names the memory that is short.
+      MissingSolver
+    """
     if name == "no host attention":
         options = dataclasses.replace(options, host_attention=False)
     if name == "no disk":
         room = TierRoom(dataclasses.replace(room.memory, disk=0.0), room.beyond)
     found: list[tuple[float, float, Policy]] = []
-    for size in options.gpu_batch_sizes:
+    refused: PlacementError | None = None
+    for size in sorted(options.gpu_batch_sizes):
         own, memory = dataclasses.replace(options, gpu_batch_sizes=(size,)), room.of(size)
         try:
-            policy = search(work, machine, memory, own)
-        except PlacementError:
+            policies = (
+                [search(work, machine, memory, own)]
+                if name in SEARCHED
+                else _fastest_by_hand(name, work, machine, memory, own)
+            )
+        except PlacementError as error:
+            refused = refused or error  # of the smallest batch
             continue
-        if name not in SEARCHED:
-            row = next(row for row in rivals(work, machine, memory, own, policy) if row.name == name)
-            if row.policy is None:
-                continue
-            policy = row.policy
-        made = predict(work, machine, policy)
-        found.append((made.tokens_per_s, -made.latency_s, policy))
-    return max(found, key=lambda one: one[:2])[2] if found else None
+        for policy in policies:
+            made = predict(work, machine, policy)
+            found.append((made.tokens_per_s, -made.latency_s, policy))
+    if not found:
+        assert refused is not None, options.gpu_batch_sizes
+        raise refused
+    return max(found, key=lambda one: one[:2])[2]
+
+
+def _fastest_by_hand(
+    name: str, work: PlacementWorkload, machine: Machine, memory: TierMemory, options: PlacementOptions
+) -> list[Policy]:
+    """Return the policy of a name in `BY_HAND` with each place of attention. Raises: PlacementError."""
+    rows = (by_hand(name, work, machine, memory, options, on_host) for on_host in options.host_attentions())
+    found = [row.policy for row in rows if row.policy is not None]
+    if not found:
+        raise PlacementError(shortage(name, work, machine, memory, options))
+    return found

@@ -51,6 +51,10 @@ class PlacementError(UserError):
     """A request that no placement can meet. The message says what would work."""
 
 
+class MissingSolver(UserError):
+    """A search without an LP solver. Policies of given shares need none."""
+
+
 @dataclasses.dataclass(frozen=True)
 class TierMemory:
     """Bytes that a run may use of each tier; inf: unlimited.
@@ -263,11 +267,9 @@ def link_bound(
 
 
 def _program(percent_step: int | None) -> tuple[Any, TierShares]:
-    """Return a program with nine shares that sum to 1 for each kind of tensor. Raises: PlacementError
-    without a solver.
-    """
+    """Return a program with nine shares that sum to 1 for each kind of tensor. Raises: MissingSolver."""
     if mip is None:
-        raise PlacementError(f"a placement search needs an LP solver: {INSTALL}")
+        raise MissingSolver(f"a placement search needs an LP solver: {INSTALL}")
     model: Any = mip.Model(solver_name=mip.HIGHS)
     model.verbose = 0
     model.max_mip_gap = 1e-9

@@ -1,5 +1,6 @@
 """Traffic and memory of a run, against Theorem 4.1 and the account."""
 
+import dataclasses
 import errno
 import functools
 import gc
@@ -8,16 +9,19 @@ import threading
 
 import jax
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from offloaded import DISK, HOST, MIXED, OUTPUT, PROMPT, changed, goldens, policy, requests, run, runtime
 from zigzag import Sizes, largest_block, least_weight_loads, row_by_row, traffic, zigzag
 
 from jaxflow.config import ConfigError, EngineConfig
+from jaxflow.flexgen import start as start_module
 from jaxflow.flexgen.accounting import DoesNotFit, account, check_fits
 from jaxflow.flexgen.block import block_order
 from jaxflow.flexgen.block_loop import RunningBlock
 from jaxflow.flexgen.config import OffloadConfig
 from jaxflow.flexgen.geometry import device_bytes, place
-from jaxflow.flexgen.pinned_memory import HostArray
+from jaxflow.flexgen.pinned_memory import HostArray, PinnedPool
 from jaxflow.flexgen.scratch_files import PREFIX, DiskError
 from jaxflow.flexgen.start import make_geometries, start
 from jaxflow.flexgen.weight_store import WeightStore
@@ -269,6 +273,33 @@ def test_the_advised_limit_fits(tmp_path):
             check_fits(found, limits)
         advised = float(caught.value.accepted.split()[2])
         check_fits(found, {tier: int(advised * 1e9)})
+
+
+@given(st.integers(10**6, 10**12), st.sampled_from(["device", "host"]))
+def test_the_advised_limit_of_a_gpu_machine_has_room_and_no_smaller_one_has(needed, tier):
+    """XLA's pools on a GPU lose a share to gaps, and the pool of pinned memory has whole GiB."""
+    free = {"device": 10**13, "host": 10**13, "disk": None}
+
+    def room(limit):
+        offload = OffloadConfig(policy(MODEL), gpu_memory_limit=10.0, host_memory_limit=10.0)
+        field = {"device": "gpu_memory_limit", "host": "host_memory_limit"}[tier]
+        return start_module._limits(dataclasses.replace(offload, **{field: limit / 1e9}), free)[tier]
+
+    least = start_module._least_limit(tier, needed)
+    assert room(1.000001 * least + 2) >= needed > room(0.999999 * least - 2)
+
+
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=6), st.randoms())
+def test_ended_runs_leave_their_memory_to_the_next(sizes, random):
+    pool, running, most = PinnedPool(), [], 0
+    for size in sizes:
+        running.append((size, pool.take(size)))
+        most = max(most, sum(one for one, _ in running))
+        if random.random() < 0.6:
+            _, end = running.pop(random.randrange(len(running)))
+            end()
+            end()
+        assert pool.free_bytes == most - sum(one for one, _ in running) >= 0
 
 
 def test_a_disk_that_fills_up_while_layers_are_placed(tmp_path, monkeypatch):
