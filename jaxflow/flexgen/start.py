@@ -4,7 +4,6 @@ import concurrent.futures
 import contextlib
 import itertools
 import logging
-import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -27,6 +26,7 @@ from jaxflow.flexgen.host_attention import HostAttention
 from jaxflow.flexgen.kv_store import KvStore
 from jaxflow.flexgen.pinned_memory import PinnedPool, check_views
 from jaxflow.flexgen.policy import TIERS, PolicyError
+from jaxflow.flexgen.pool_limits import host_pool_gib, least_limit, usable_bytes
 from jaxflow.flexgen.programs import (
     Compiled,
     Programs,
@@ -45,10 +45,6 @@ from jaxflow.model.op_registry import Context
 from jaxflow.parallel.mesh import axis_of, on_gpu, stage_meshes
 
 log = logging.getLogger(__name__)
-# Shares lost to gaps between tensors, of a GPU's memory and of the pool of pinned memory: of a pool of
-# 100.9 GB on an H200's host one policy could use 98.3 GB, and two others could not use 98.4 and 99.2 GB
-# (benchmarks/h200/opt-30b/pinned-memory-exhausted.json).
-_SPARE, _POOL_SPARE = 0.06, 0.04
 _POOL = PinnedPool()
 
 
@@ -226,21 +222,9 @@ def _limits(offload: OffloadConfig, free_by_tier: Mapping[str, int | None]) -> d
         for tier in TIERS
     }
     limits = {tier: min(sizes, default=None) for tier, sizes in known.items()}
-    device, host = limits["device"], limits["host"]
-    if free_by_tier["device"] is not None and device and host:
-        limits["device"] = int(device * (1 - _SPARE))
-        limits["host"] = min(host, int(host_pool_gib(host) * 2**30 * (1 - _POOL_SPARE)))
-    return limits
-
-
-def _least_limit(tier: str, needed: int) -> int:
-    """Return the smallest limit whose usable part holds so many bytes on a machine with a GPU, see `_limits`."""
-    if tier == "device":
-        return math.ceil(needed / (1 - _SPARE))
-    if tier == "host":
-        pool_gib = math.ceil(needed / (2**30 * (1 - _POOL_SPARE)))
-        return max(needed, (pool_gib - 1) * 2**30 + 1)
-    return needed
+    if free_by_tier["device"] is None:  # no GPU: no pools
+        return limits
+    return {tier: None if size is None else usable_bytes(tier, size) for tier, size in limits.items()}
 
 
 def _check_fits(found: Account, offload: OffloadConfig, free_by_tier: Mapping[str, int | None]) -> None:
@@ -249,7 +233,7 @@ def _check_fits(found: Account, offload: OffloadConfig, free_by_tier: Mapping[st
         check_fits(
             found,
             _limits(offload, free_by_tier),
-            _least_limit if free_by_tier["device"] is not None else lambda _, needed: needed,
+            least_limit if free_by_tier["device"] is not None else lambda _, needed: needed,
         )
     except DoesNotFit as error:
         limit, free = _configured_bytes(offload, error.tier), free_by_tier[error.tier]
@@ -351,11 +335,6 @@ def prepare(offload: OffloadConfig, config: EngineConfig) -> None:
     limit = offload.host_memory_limit * GIGA if offload.host_memory_limit is not None else host_memory_bytes()
     os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(host_pool_gib(limit)))
     prepare_process(config)
-
-
-def host_pool_gib(limit: float) -> int:
-    """Return the limit in GiB of XLA's pool of pinned memory, for a limit in bytes; XLA's default is 64."""
-    return max(1, math.ceil(limit / 2**30))
 
 
 def device_memory_bytes() -> int | None:

@@ -120,8 +120,7 @@ def run() -> None:
     if f.pipeline_parallel_size > 1 and f.schedule == "diagonal":
         raise ConfigError("schedule", f.schedule, "zigzag or auto, for several stages")
     machine, work = load_machine(f.machine), workload_from_flags(f.model, config, f.dtype)
-    memory = TierMemory(*(getattr(f, tier) * GIGA for tier in TIERS))
-    options = options_from_flags()
+    memory, options = memory_from_flags(machine), options_from_flags()
     check_outputs("output", "front")
     if f.front and f.front.lower().endswith(".png"):
         raise ConfigError(
@@ -153,6 +152,11 @@ def workload_from_flags(name: str, config: ModelConfig, dtype: str) -> Placement
     return workload(
         name, config, f.prompt_tokens, f.output_tokens, wide_bytes=wide_bytes, page_size=f.block_size
     )
+
+
+def memory_from_flags(machine: Machine) -> TierMemory:
+    """Return the memory that a run on a machine may use."""
+    return TierMemory(*(getattr(flags.FLAGS, tier) * GIGA for tier in TIERS), pools=machine.has_pools)
 
 
 def options_from_flags() -> PlacementOptions:
@@ -241,7 +245,7 @@ def _binding(made: Prediction) -> str:
 
 
 def _full(memory: TierMemory, made: Prediction) -> str:
-    used = zip(TIERS, made.memory_bytes, memory, strict=True)
+    used = zip(TIERS, made.memory_bytes, memory.usable, strict=True)
     return (
         ", ".join(tier for tier, bytes_used, capacity in used if capacity and bytes_used > 0.999 * capacity)
         or "no memory"

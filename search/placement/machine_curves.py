@@ -75,6 +75,11 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if not (self.unpack_weights_per_s is None or self.unpack_weights_per_s > 0):
             raise MachineError(f"unpack_weights_per_s={self.unpack_weights_per_s}: a positive rate")
 
+    @property
+    def has_pools(self) -> bool:
+        """Return True for a GPU under this project's runtime, which loses memory to gaps (`pool_limits`)."""
+        return not self.one_processor and self.unpack_weights_per_s is None
+
 
 CURVES = tuple(field.name for field in msgspec.structs.fields(Machine) if field.type is Curve)
 

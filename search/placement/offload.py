@@ -105,7 +105,6 @@ def run() -> None:
             "only", ",".join(f.only), "unset with policies: all of those are run, and no rivals"
         )
     names, percents = chosen(f.only), _percents(f.value_top_k_percents)
-    memory = TierMemory(*(getattr(f, tier) * GIGA for tier in placement.TIERS))
     engine = EngineConfig(model=f.model, load_format=f.load_format, dtype=f.dtype, block_size=f.block_size)
     prepare(
         OffloadConfig(_smallest(f.model), gpu_memory_limit=f.gpu_mem, host_memory_limit=f.cpu_mem), engine
@@ -115,6 +114,7 @@ def run() -> None:
     work = placement.workload_from_flags(
         checkpoint.name, checkpoint.model_config, resolve(engine, checkpoint.model_config).dtype
     )
+    memory = placement.memory_from_flags(machine)
     bench = OffloadBench(work, machine, memory, engine, checkpoint, measure_link(jax.devices()[0], f.link_mb))
     rows: list[dict[str, Any]] = []
     refused: dict[str, str] = {}

@@ -57,7 +57,8 @@ def rivals(
 def fits(work: PlacementWorkload, memory: TierMemory, policy: Policy) -> bool:
     """Return whether each tier has room."""
     return all(
-        used <= capacity for used, capacity in zip(memory_bytes(work, *split(policy)), memory, strict=True)
+        used <= capacity
+        for used, capacity in zip(memory_bytes(work, *split(policy)), memory.usable, strict=True)
     )
 
 
@@ -149,14 +150,16 @@ def shortage(
 
     def lacking(policy: Policy) -> list[float]:
         used = memory_bytes(work, *split(policy))
-        return [max(0.0, bytes_used - capacity) for bytes_used, capacity in zip(used, memory, strict=True)]
+        return [
+            max(0.0, bytes_used - capacity) for bytes_used, capacity in zip(used, memory.usable, strict=True)
+        ]
 
     nearest = min(policies, key=lambda policy: sum(lacking(policy)))
     block = f"a block of {nearest.num_gpu_batches} x {nearest.gpu_batch_size}"
     short = [
         f"{_gb(used)} GB of the {tier}, {_gb(more)} GB more than {_gb(capacity)}"
         for tier, used, more, capacity in zip(
-            TIERS, memory_bytes(work, *split(nearest)), lacking(nearest), memory, strict=True
+            TIERS, memory_bytes(work, *split(nearest)), lacking(nearest), memory.usable, strict=True
         )
         if more
     ]
@@ -199,17 +202,17 @@ class TierRoom:
 
     def of(self, gpu_batch_size: int) -> TierMemory:
         """Return the memory that the cost model may fill with batches of this size."""
-        return TierMemory(
-            *(
-                max(0.0, capacity - self.beyond[tier] * gpu_batch_size)
-                for tier, capacity in zip(TIERS, self.memory, strict=True)
-            )
-        )
+        left = {
+            tier: max(0.0, capacity - self.beyond[tier] * gpu_batch_size)
+            for tier, capacity in zip(TIERS, self.memory, strict=True)
+        }
+        return dataclasses.replace(self.memory, **left)
 
     def learn(self, error: DoesNotFit, policy: Policy, modelled: float) -> None:
         """Reduce the room after a refused policy. modelled: the cost model's bytes of the tier."""
+        free = self.memory.least(error.tier, error.limit_bytes)
         self.memory = dataclasses.replace(
-            self.memory, **{error.tier: min(getattr(self.memory, error.tier), error.limit_bytes)}
+            self.memory, **{error.tier: min(getattr(self.memory, error.tier), free)}
         )
         # Tensors are not divisible at every share, so one percent of the tier stays free.
         beyond = (error.needed_bytes - modelled + 0.01 * error.limit_bytes) / policy.gpu_batch_size

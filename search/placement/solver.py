@@ -15,7 +15,9 @@ try:
 except ImportError:  # only solving needs the extra `search`
     mip: Any = None
 
+from jaxflow.flexgen.policy import TIERS as POLICY_TIERS
 from jaxflow.flexgen.policy import Policy, Shares
+from jaxflow.flexgen.pool_limits import least_limit, usable_bytes
 from search.placement.cost_model import (
     BlockChoice,
     TierShares,
@@ -59,12 +61,15 @@ class MissingSolver(UserError):
 class TierMemory:
     """Bytes that a run may use of each tier; inf: unlimited.
 
+    pools: the run's allocators lose a share to gaps, see `jaxflow.flexgen.pool_limits`.
+
     Raises: PlacementError.
     """
 
     device: float
     host: float
     disk: float
+    pools: bool = False
 
     def __post_init__(self) -> None:
         for flag, capacity in zip(TIERS, self, strict=True):
@@ -73,6 +78,18 @@ class TierMemory:
 
     def __iter__(self) -> Iterator[float]:
         return iter((self.device, self.host, self.disk))
+
+    @property
+    def usable(self) -> tuple[float, ...]:
+        """Return the bytes of tensors that each tier holds."""
+        return tuple(
+            usable_bytes(tier, int(size)) if self.pools and 0 < size < math.inf else size
+            for tier, size in zip(POLICY_TIERS, self, strict=True)
+        )
+
+    def least(self, tier: str, needed: float) -> float:
+        """Return the memory of a tier that holds `needed` bytes of tensors."""
+        return least_limit(tier, math.ceil(needed)) if self.pools and 0 < needed < math.inf else needed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,7 +241,7 @@ def solve(
         spent.append((one.number, longest, pass_terms(work, machine, choice, placed, one)))
         for term in resources(machine, choice, spent[-1][2]):
             model += longest >= term * (1 / unit)
-    for used, capacity in zip(memory_bytes(work, choice, placed), memory, strict=True):
+    for used, capacity in zip(memory_bytes(work, choice, placed), memory.usable, strict=True):
         if math.isfinite(capacity):
             model += used * (1 / GIGA) <= capacity / GIGA
     layers: Any = sum(number * longest for number, longest, _ in spent)  # seconds of one layer, in units
@@ -337,7 +354,7 @@ def _refusal(work: PlacementWorkload, machine: Machine, memory: TierMemory, opti
             fitting.append(f"{name}={_gigabytes(needed)}")
     if fitting:
         return f"{given} GB: {asked} does not fit; it would with {' or '.join(fitting)}"
-    endless = TierMemory(math.inf, math.inf, math.inf)
+    endless = dataclasses.replace(memory, device=math.inf, host=math.inf, disk=math.inf)
     device = min(least_bytes(work, choice, endless, 0) for choice in choices)
     needs = [f"gpu_mem={_gigabytes(device)} at least"]
     larger = dataclasses.replace(memory, device=max(memory.device, device * 1.01))
@@ -352,16 +369,18 @@ def _refusal(work: PlacementWorkload, machine: Machine, memory: TierMemory, opti
 
 
 def least_bytes(work: PlacementWorkload, choice: BlockChoice, memory: TierMemory, tier: int) -> float:
-    """Return the least bytes of one tier, given `memory` for the others; inf if no number of bytes helps."""
+    """Return the least memory of one tier, given `memory` for the others; inf if no number of bytes helps."""
     model, placed = _program(None)
     needed = model.add_var(lb=0.0)
-    for i, (used, capacity) in enumerate(zip(memory_bytes(work, choice, placed), memory, strict=True)):
+    for i, (used, capacity) in enumerate(zip(memory_bytes(work, choice, placed), memory.usable, strict=True)):
         if i == tier:
             model += used * (1 / GIGA) <= needed
         elif math.isfinite(capacity):
             model += used * (1 / GIGA) <= capacity / GIGA
     model.objective = mip.minimize(needed)
-    return float(model.objective_value) * GIGA if _optimal(model) else math.inf
+    if not _optimal(model):
+        return math.inf
+    return memory.least(POLICY_TIERS[tier], float(model.objective_value) * GIGA)
 
 
 def _gigabytes(number: float) -> str:

@@ -1,6 +1,5 @@
 """Traffic and memory of a run, against Theorem 4.1 and the account."""
 
-import dataclasses
 import errno
 import functools
 import gc
@@ -15,13 +14,14 @@ from offloaded import DISK, HOST, MIXED, OUTPUT, PROMPT, changed, goldens, polic
 from zigzag import Sizes, largest_block, least_weight_loads, row_by_row, traffic, zigzag
 
 from jaxflow.config import ConfigError, EngineConfig
-from jaxflow.flexgen import start as start_module
 from jaxflow.flexgen.accounting import DoesNotFit, account, check_fits
 from jaxflow.flexgen.block import block_order
 from jaxflow.flexgen.block_loop import RunningBlock
 from jaxflow.flexgen.config import OffloadConfig
 from jaxflow.flexgen.geometry import device_bytes, place
 from jaxflow.flexgen.pinned_memory import HostArray, PinnedPool
+from jaxflow.flexgen.policy import TIERS
+from jaxflow.flexgen.pool_limits import least_limit, usable_bytes
 from jaxflow.flexgen.scratch_files import PREFIX, DiskError
 from jaxflow.flexgen.start import make_geometries, start
 from jaxflow.flexgen.weight_store import WeightStore
@@ -275,18 +275,12 @@ def test_the_advised_limit_fits(tmp_path):
         check_fits(found, {tier: int(advised * 1e9)})
 
 
-@given(st.integers(10**6, 10**12), st.sampled_from(["device", "host"]))
+@given(st.integers(10**6, 10**12), st.sampled_from(TIERS))
 def test_the_advised_limit_of_a_gpu_machine_has_room_and_no_smaller_one_has(needed, tier):
     """XLA's pools on a GPU lose a share to gaps, and the pool of pinned memory has whole GiB."""
-    free = {"device": 10**13, "host": 10**13, "disk": None}
-
-    def room(limit):
-        offload = OffloadConfig(policy(MODEL), gpu_memory_limit=10.0, host_memory_limit=10.0)
-        field = {"device": "gpu_memory_limit", "host": "host_memory_limit"}[tier]
-        return start_module._limits(dataclasses.replace(offload, **{field: limit / 1e9}), free)[tier]
-
-    least = start_module._least_limit(tier, needed)
-    assert room(1.000001 * least + 2) >= needed > room(0.999999 * least - 2)
+    least = least_limit(tier, needed)
+    assert usable_bytes(tier, least) >= needed > usable_bytes(tier, least - 1)
+    assert usable_bytes(tier, least) <= least
 
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=6), st.randoms())

@@ -181,16 +181,26 @@ def test_memory_that_is_no_amount_is_refused(capacity, words):
         TierMemory(capacity, 0.0, 0.0)
 
 
-@pytest.mark.parametrize("memory", [(16, 10, 0), (1, 10, 0), (16, 0, 10), (0.5, 1, 1)])
-def test_what_is_advised_fits(memory):
+@pytest.mark.parametrize(
+    ("memory", "pools"),
+    [
+        ((16, 10, 0), False),
+        ((1, 10, 0), False),
+        ((16, 0, 10), False),
+        ((0.5, 1, 1), False),
+        ((16, 10, 0), True),
+        ((0.5, 1, 1), True),
+    ],
+)
+def test_what_is_advised_fits(memory, pools):
     """The refusal names amounts of memory, and the search succeeds with each of them."""
     given = dict(zip(("gpu_mem", "cpu_mem", "disk"), memory, strict=True))
     with pytest.raises(PlacementError, match="does not fit; it would with") as refused:
-        search(OPT, MACHINE, TierMemory(*(GIGA * number for number in memory)), FEW)
+        search(OPT, MACHINE, TierMemory(*(GIGA * number for number in memory), pools=pools), FEW)
     advice = str(refused.value).split("it would with ")[1].replace(" at least", "")
     ways = [given | _read(way) for way in advice.split(" or ")]
     for way in ways:
-        search(OPT, MACHINE, TierMemory(*(GIGA * way[name] for name in given)), FEW)
+        search(OPT, MACHINE, TierMemory(*(GIGA * way[name] for name in given), pools=pools), FEW)
 
 
 def _read(way):
