@@ -1,6 +1,6 @@
 """Command: offline generation with a model that does not fit the device, by FlexGen's runtime and a policy.
 
-  python -m search placement --model opt-30b --gpu_mem 16 --cpu_mem 100 --output policy.json
+  python -m search placement --model opt-30b --gpu_mem 15 --cpu_mem 100 --output policy.json
   python -m jaxflow.flexgen --model opt-30b --load_format dummy --policy policy.json --gpu_memory_limit 16
   --host_memory_limit 100
 
