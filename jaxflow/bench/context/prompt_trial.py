@@ -36,7 +36,8 @@ from pallas_kernels.kernel_set import KernelSet
 
 # XLA would time GEMMs in twice the memory of their results, before the step itself takes its memory.
 _UNTUNED = {"xla_gpu_autotune_level": 0}
-ROUNDING = 2**20  # bytes: XLA's allocator rounds each array up
+_MIB = 2**20
+ROUNDING = 4 * _MIB  # bytes that the allocator loses to rounding, and that small programs take
 _EXHAUSTED = ("RESOURCE_EXHAUSTED", "Out of memory")  # messages of XLA's allocators, on a GPU and on a CPU
 
 
@@ -195,8 +196,8 @@ def _kept_free(mesh: Mesh, need: Need) -> Iterator[None]:
         yield
         return
     everywhere = NamedSharding(mesh, PartitionSpec())
-    size = need.temporary + need.results + ROUNDING
-    block = jnp.zeros((size,), jnp.uint8, device=everywhere).block_until_ready()
+    mebibytes = -(-(need.temporary + need.results) // _MIB) + 1
+    block = jnp.zeros((mebibytes, _MIB), jnp.uint8, device=everywhere).block_until_ready()
     try:
         yield
     finally:
