@@ -129,7 +129,7 @@ def run() -> None:
     told = "\n".join(f"{name}: {reason}" for name, reason in refused.items())
     if not rows:
         have = ", ".join(f"{tier}={getattr(f, tier):g}" for tier in placement.TIERS)
-        raise PlacementError(f"{have} (GB): no policy fits\n{told}")
+        raise PlacementError(f"no policy of {', '.join(names)} fits {have} (GB)\n{told}")
     if told:
         print(told, flush=True)
 
@@ -261,7 +261,7 @@ def _run_named(bench: OffloadBench, options: PlacementOptions, name: str) -> dic
             gc.collect()
     assert refused is not None
     more = (refused.needed_bytes - refused.limit_bytes) / GIGA
-    raise PlacementError(f"the {refused.tier} is {more:.3f} GB too small: {refused}") from refused
+    raise PlacementError(f"the {refused.tier} is {more:.4g} GB too small: {refused}") from refused
 
 
 def _run(bench: OffloadBench, name: str, policy: Policy, **settings: Any) -> dict[str, Any]:
