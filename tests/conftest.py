@@ -25,8 +25,8 @@ assert "jax" not in sys.modules, "JAX was imported before the tests could choose
 os.environ.update(
     JAX_PLATFORMS="cpu",  # also keeps the CUDA plugin, installed only to compile, from looking for a GPU
     JAX_NUM_CPU_DEVICES="4",
-    # threads for a program: workers are as many as cores, and more threads would look for work that there is
-    # none of
+    # threads for a program: workers are about as many as cores, and more threads would look for work that
+    # there is none of
     NPROC="1",
     JAX_ENABLE_X64="0",
     JAX_COMPILATION_CACHE_DIR=str(paths.ROOT / ".cache" / "compiled-tests"),
@@ -52,14 +52,17 @@ hypothesis.settings.load_profile("jaxflow")
 # Files of 10 s and more on two cores, the longest first. test_measure is left out: it measures times, and
 # runs better next to short tests.
 LONG_FILES = (
-    "test_goldens", "test_compiler", "test_pipeline_stages", "test_chunk_attention", "test_decode_attention",
-    "test_compiled_plans", "test_two_stage_search", "test_command", "test_offloaded_tokens", "test_smollm2",
-    "test_loop", "test_kv_offload", "test_offload_calls", "test_fp8_gemm", "test_sampling",
-    "test_noise_of_draws", "test_commands", "test_kernel_set", "test_8_bits", "test_http_faults_engine",
-    "test_kernels", "test_dense_gemm", "test_end_to_end", "test_llm", "test_known_orders",
-    "test_reuse_commands", "test_disk_engine", "test_rope_append", "test_offload_io", "test_compiled_step",
-    "test_offload_shards", "test_sparse_values", "test_soak", "test_exchange", "test_offload_stages",
-    "test_sarathi", "test_scattered",
+    "test_goldens", "test_pipeline_stages", "test_compiler", "test_chunk_attention", "test_compiled_plans",
+    "test_offloaded_tokens", "test_smollm2", "test_decode_attention", "test_two_stage_search", "test_loop",
+    "test_spans", "test_8_bits", "test_command", "test_sink_logits", "test_fp8_gemm", "test_kv_offload",
+    "test_layered_step", "test_offload_calls", "test_soak", "test_swapped", "test_sampling",
+    "test_noise_of_draws", "test_commands", "test_grouped_gemm", "test_rope_append", "test_demo",
+    "test_http_faults_engine", "test_known_orders", "test_kernel_set", "test_sparse_values", "test_lowered",
+    "test_kernels", "test_end_to_end", "test_llm", "test_reuse_commands", "test_staged_tiers",
+    "test_offload_io", "test_disk_engine", "test_compiled_step", "test_dense_gemm", "test_draw",
+    "test_collective_bench", "test_search_commands", "test_trace_bench", "test_span_engine",
+    "test_offload_shards", "test_draws", "test_decode_layouts", "test_decode_join", "test_offload_stages",
+    "test_exchange", "test_build", "test_sarathi", "test_scattered", "test_notebooks",
 )  # fmt: skip
 
 
@@ -87,15 +90,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(collector: pytest.Collector):
-    """Let every second worker import the test files from the last to the first.
+    """Let each worker begin to import the test files at another place.
 
     A clean checkout has no bytecode. Workers that import in one order would each compile every file, at the
-    same time. Two workers from both ends compile a half each and read the other half.
+    same time. Workers that begin at different places compile a part each and read the other parts.
     """
     report = yield
-    worker = getattr(collector.config, "workerinput", {}).get("workerid", "gw0")
-    if int(worker.removeprefix("gw")) % 2 and isinstance(collector, pytest.Directory):
-        report.result.reverse()
+    worker = getattr(collector.config, "workerinput", {"workerid": "gw0", "workercount": 1})
+    if isinstance(collector, pytest.Directory):
+        number = int(worker["workerid"].removeprefix("gw"))
+        first = len(report.result) * number // worker["workercount"]
+        report.result = report.result[first:] + report.result[:first]
     return report
 
 

@@ -53,8 +53,8 @@ def test_a_burst_of_streams_loses_none():
     """gRPC's core drops calls at random above 1,000 that wait to be taken up, unless its limit is raised."""
 
     async def scenario():
-        async with serving(FakeLLM(max_waiting=3000)) as (server, _), stubs_of(server) as (generate, _, _):
-            calls = [generate.Generate(token_request(max_tokens=1)) for _ in range(2500)]
+        async with serving(FakeLLM(max_waiting=2000)) as (server, _), stubs_of(server) as (generate, _, _):
+            calls = [generate.Generate(token_request(max_tokens=1)) for _ in range(1500)]
             ended = await asyncio.gather(*map(read, calls), return_exceptions=True)
             failed = [error for error in ended if isinstance(error, BaseException)]
             assert not failed, failed[0]

@@ -85,7 +85,7 @@ class TestSameSeedSameTokens:
             Request(
                 f"t{i}",
                 rng.integers(1, vocab(), rng.integers(2, 30)).tolist(),
-                SamplingParams(temperature=1.0, max_tokens=40, seed=i, ignore_eos=True),
+                SamplingParams(temperature=1.0, max_tokens=16, seed=i, ignore_eos=True),
             )
             for i in range(24)
         ]

@@ -21,6 +21,7 @@ from jaxflow.pipeline import plan as plans
 from jaxflow.pipeline.handwritten import two_nano_batch_plan
 from jaxflow.request import FinishReason, Request, SamplingParams
 
+SOME = dataclasses.replace(toy.GREEDY, max_tokens=16)
 MODEL = "stories260K"  # five layers: no equal split, and tied embeddings on both end stages
 
 
@@ -102,7 +103,7 @@ class TestMicroBatches:
     @pytest.mark.parametrize("stages", [2, 4])
     def test_as_many_as_stages_are_in_flight_and_none_shares_a_decode(self, stages):
         engine = toy.staged_loop(MODEL, stages)
-        many = [Request(f"r{i}", [1, 5 + i], toy.GREEDY) for i in range(8)]
+        many = [Request(f"r{i}", [1, 5 + i], SOME) for i in range(8)]
         for request in many:
             engine.add(request, 0.0)
         most = 0
@@ -130,7 +131,7 @@ class TestMicroBatches:
             read(step)
 
         monkeypatch.setattr(engine, "_read", wait)
-        toy.run(engine, [Request(f"r{i}", [1, 5 + i], toy.GREEDY) for i in range(8)])
+        toy.run(engine, [Request(f"r{i}", [1, 5 + i], SOME) for i in range(8)])
         assert max(waits) == stages + 1
         assert waits.count(stages + 1) > len(waits) / 2
 

@@ -119,7 +119,7 @@ def test_a_bit_of_seed_position_or_token_changes_half_of_the_noise_bits():
 @pytest.mark.parametrize(
     ("filters", "draws"),
     [
-        (None, 256),
+        (None, 128),
         (FILTERS[-1], 64),
         *(pytest.param(each, 256, marks=pytest.mark.slow) for each in FILTERS[1:-1]),
         pytest.param(None, 10_048, marks=pytest.mark.slow),
@@ -171,7 +171,7 @@ def test_draws_of_a_large_vocabulary_fall_as_the_probabilities_say(vocab):
     p = np.exp(logits.astype(np.float64))
     p /= p.sum()
     group = np.minimum((np.cumsum(p) * 40).astype(int), 39)
-    rows, blocks = 64, 16
+    rows, blocks = 64, 8
     seen = np.zeros(40)
     for block in range(blocks):
         position = np.arange(rows, dtype=np.int32) + block * rows

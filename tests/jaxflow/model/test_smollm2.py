@@ -11,7 +11,6 @@ from hurry import EMITTERS_AS_XLA_HAS, OFTEN, compiled_with
 
 from jaxflow import LLM, SamplingParams
 
-GREEDY = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True, logprobs=5)
 FEW = 12  # tokens of an answer where the test is of its text
 SCORED = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
 
@@ -40,17 +39,17 @@ def golden(goldens):
     return goldens("smollm2-135m-q4")["prompts"]
 
 
-def check(golden, outputs):
+@pytest.mark.parametrize("tokens", [24, pytest.param(48, marks=pytest.mark.slow)])
+def test_golden_from_token_ids(llm, golden, tokens):
+    greedy = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, logprobs=5)
+    outputs = llm.generate([p["prompt_ids"] for p in golden], greedy, use_tqdm=False)
     for prompt, output in zip(golden, outputs, strict=True):
         (answer,) = output.outputs
-        assert answer.token_ids == prompt["greedy_ids"], prompt["name"]
-        for found, ids, logits in zip(answer.logprobs, prompt["top_ids"], prompt["top_logits"], strict=True):
-            ours = np.array([found[token].logprob for token in ids])
+        ids, best, wanted = (prompt[name][:tokens] for name in ("greedy_ids", "top_ids", "top_logits"))
+        assert answer.token_ids == ids, prompt["name"]
+        for found, top, logits in zip(answer.logprobs, best, wanted, strict=True):
+            ours = np.array([found[token].logprob for token in top])
             np.testing.assert_allclose(ours - ours[0], np.array(logits) - logits[0], atol=1e-3)
-
-
-def test_golden_from_token_ids(llm, golden):
-    check(golden, llm.generate([p["prompt_ids"] for p in golden], GREEDY, use_tqdm=False))
 
 
 def test_golden_from_text_to_text(llm, golden):
