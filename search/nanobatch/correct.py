@@ -76,6 +76,7 @@ class MeasuredEngine(msgspec.Struct, frozen=True):
     dtype: str
     kv_cache_dtype: str
     quantization: str | None = None
+    enable_expert_parallel: bool = False
 
 
 class PlansReportFile(msgspec.Struct, frozen=True):
@@ -92,9 +93,15 @@ class PlansReportFile(msgspec.Struct, frozen=True):
     def kind(self) -> tuple[str, str, ParallelConfig, str, str]:
         """Return the arguments of `Target.fits`."""
         ran = self.engine_config
-        products = products_dtype(EngineConfig(ran.model, dtype=ran.dtype, quantization=ran.quantization))
-        parallel = ParallelConfig(ran.tensor_parallel_size)
-        return Path(ran.model).name, self.device, parallel, products, ran.kv_cache_dtype
+        config = EngineConfig(
+            ran.model,
+            dtype=ran.dtype,
+            quantization=ran.quantization,
+            tensor_parallel_size=ran.tensor_parallel_size,
+            enable_expert_parallel=ran.enable_expert_parallel,
+        )
+        products = products_dtype(config)
+        return Path(ran.model).name, self.device, config.parallel, products, ran.kv_cache_dtype
 
 
 def define_flags() -> None:
@@ -217,7 +224,8 @@ def _layers(name: str, place: str) -> int:
 
 
 def _kind_text(model: str, device: str, parallel: ParallelConfig, dtype: str, kv_cache_dtype: str) -> str:
-    return f"{model} on {parallel.tp} x {device}, {dtype} over a {kv_cache_dtype} cache"
+    experts = ", experts spread whole" if parallel.ep > 1 else ""
+    return f"{model} on {parallel.tp} x {device}{experts}, {dtype} over a {kv_cache_dtype} cache"
 
 
 def points(

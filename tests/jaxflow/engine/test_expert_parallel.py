@@ -21,12 +21,13 @@ from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.checkpoints.fingerprint import kv_fingerprint
 from jaxflow.model.op_registry import Context, Site
 from jaxflow.model.routing import Routing, by_token
-from jaxflow.model.weight_spec import assemble, shard_maker
+from jaxflow.model.weight_spec import QUANTIZED_EXPERTS, assemble, shard_maker
 from jaxflow.parallel.mesh import TP, make_mesh, over_shards
 from jaxflow.pipeline import plan as plans
 from jaxflow.pipeline.handwritten import two_nano_batch_plan
 from pallas_kernels.gemm.grouped.routings import draw_routing
 from pallas_kernels.kernel_set import REFERENCE
+from pallas_kernels.pointwise.quantize.reference import quantize_rows
 
 MIXTURES = ["tiny-qwen3_moe", "tiny-mixtral", "tiny-gpt_oss", "tiny-glm4_moe", "tiny-deepseek_v3"]
 EXPERTS, CHOSEN = 8, 3
@@ -61,13 +62,14 @@ CONFIG = open_checkpoint(str(paths.MODELS / "tiny-gpt_oss")).model_config  # its
 
 
 @functools.cache
-def layer(devices: int) -> Any:
+def layer(devices: int, quantization: str | None = None) -> Any:
     """Return a function from (weights, h, experts, router weights, by tokens) to the sum of the experts' outputs."""
     mesh = make_mesh(devices)
     alone, spread = (
-        weights.leaves(CONFIG, number, expert_parallel=number > 1)["layers"][0] for number in (1, devices)
+        weights.leaves(CONFIG, number, expert_parallel=number > 1, quantization=quantization)["layers"][0]
+        for number in (1, devices)
     )
-    specs = {name: spread[name].spec for name in weights.EXPERT_LEAVES}
+    specs = {name: spread[name].specs for name in weights.EXPERT_LEAVES}
     assert all(spread[name].shape == alone[name].shape for name in specs)
     site = functools.partial(Site, Context(CONFIG, REFERENCE, TP, expert_axis=TP if devices > 1 else None))
 
@@ -101,8 +103,7 @@ def given_layer(tokens: int, experts: np.ndarray) -> tuple[Any, ...]:
     return w, h, jnp.asarray(experts, jnp.int32), jnp.asarray(rng.random((tokens, CHOSEN)), jnp.float32)
 
 
-@pytest.mark.parametrize("by_tokens", [False, True], ids=["in the experts' order", "in the tokens' order"])
-@pytest.mark.parametrize("tokens", [1, 9, 700])
+@pytest.mark.parametrize(("tokens", "by_tokens"), [(1, False), (700, False), (9, True)])
 @pytest.mark.parametrize("routing", ["even", "skewed", "one device", "one expert a device"])
 def test_the_sum_over_devices_is_the_layer_of_one(routing, tokens, by_tokens):
     """One device: all tokens choose experts 0 to 2 of 8, so the third and the fourth device have no row."""
@@ -117,6 +118,16 @@ def test_the_sum_over_devices_is_the_layer_of_one(routing, tokens, by_tokens):
         found = np.asarray(layer(devices)(by_tokens, *arguments))
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
     assert np.abs(wanted).max() > 0.1
+
+
+def test_experts_of_8_bits_are_spread_with_their_scales():
+    w, *rest = given_layer(9, draw_routing(np.random.default_rng(3), 9, EXPERTS, CHOSEN))
+    w |= {name: quantize_rows(w[name]) for name in QUANTIZED_EXPERTS}
+    wanted = np.asarray(layer(1, "fp8")(False, w, *rest), np.float32)
+    found = np.asarray(layer(4, "fp8")(False, w, *rest), np.float32)
+    assert np.linalg.norm(found - wanted) < 0.01 * np.linalg.norm(
+        wanted
+    )  # the sum over devices is of bfloat16
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import functools
 
+import h200
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -62,3 +63,31 @@ def test_every_piece_arrives_in_the_order_of_its_sender_and_comes_back(name, sen
         sent = sizes[j].sum()
         np.testing.assert_array_equal(back[j, :sent], rows[j, :sent])
         assert not back[j, sent:].any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [8, 16])
+@pytest.mark.parametrize(("send", "kind"), [(send_rows, "kRaggedAllToAll"), (send_padded_rows, "kAllToAll")])
+def test_rows_are_on_their_way_while_other_work_runs(send, kind, devices):
+    """Two halves of a step on H200s. XLA runs an exchange beside other work where it expects a gain."""
+    mesh, piece = h200.h200_mesh((devices,), hosts=devices // 8), 256
+
+    def run(halves, sizes, w):
+        def sent(rows, sizes):
+            return send(rows, sizes, TP, length=devices * piece, piece=piece)
+
+        return jnp.stack([sent(sent(rows, sizes) @ w, sizes.T) for rows in halves])
+
+    spec = PartitionSpec(None, TP)
+    specs = (spec, PartitionSpec(), PartitionSpec())
+    step = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=spec, check_vma=False))
+    shapes = (
+        jax.ShapeDtypeStruct((2, devices * devices * piece, 2048), jnp.bfloat16),
+        jax.ShapeDtypeStruct((devices, devices), jnp.int32),
+        jax.ShapeDtypeStruct((2048, 2048), jnp.bfloat16),
+    )
+    found = h200.compile_for_h200(step, *h200.abstract(mesh, shapes, specs))
+    there = [thunk for thunk in found.thunks if thunk.kind == kind]
+    assert len(there) == 4  # there and back, of two halves
+    beside = [thunk for thunk in there if thunk.depth]
+    assert beside and all(thunk.stream.startswith("communication_stream") for thunk in beside)

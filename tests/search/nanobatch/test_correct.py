@@ -310,6 +310,7 @@ def test_a_file_that_is_no_report_is_refused_by_its_name_and_field(text, words, 
             "float8_e4m3fn over a float8_e4m3fn cache: this one is of llama-3-70b on 4 x",
         ),
         ({"quantization": None}, "NVIDIA H200, bfloat16 over a float8_e4m3fn cache"),
+        ({"enable_expert_parallel": True}, "on 2 x NVIDIA H200, experts spread whole, float8_e4m3fn"),
         ({"num_layers": 8}, "all 80 layers of llama-3-70b: this one's num_layers is 8"),
     ],
 )
