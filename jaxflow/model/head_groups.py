@@ -4,13 +4,14 @@ The heads of one page group have their own pages, and so their own call of each 
 query heads along. Arrays are cut by KV heads before a call and put together in the model's order after it.
 """
 
+import functools
 from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
-from jaxflow.config import SPAN_UNITS, Layer
+from jaxflow.config import SPAN_UNITS, Layer, Span
 
 
 def take_heads(
@@ -42,11 +43,30 @@ def join_heads(layer: Layer, parts: Sequence[Float[Array, "t _ H"]]) -> Float[Ar
 
 def windows_at(layer: Layer, heads: Sequence[int], positions: Int[Array, " t"]) -> Int[Array, "t k"]:
     """Return the number of last keys that queries at these positions see, for each of some KV heads."""
-    assert layer.spans is not None, "a layer with attention spans"
-    spans = [layer.spans[head] for head in heads]
+    return windows_of(spans_of(layer, heads), positions)
+
+
+def windows_of(spans: Sequence[Span], positions: Int[Array, " t"]) -> Int[Array, "t k"]:
+    """Return the number of last keys that queries at these positions see with each span."""
     alpha = jnp.array([span.alpha for span in spans], jnp.int32)
     beta = jnp.array([span.beta for span in spans], jnp.int32)
     return alpha - (-beta * (positions[:, None] + 1)) // SPAN_UNITS
+
+
+def spans_of(layer: Layer, heads: Sequence[int]) -> tuple[Span, ...]:
+    """Return the spans of some KV heads of a layer."""
+    assert layer.spans is not None, "a layer with attention spans"
+    return tuple(layer.spans[head] for head in heads)
+
+
+@functools.cache
+def group_spans(layers: tuple[Layer, ...]) -> dict[int, tuple[tuple[Span, ...], ...]]:
+    """Return the distinct spans of a page group's heads in a layer, over all layers and groups, by number of heads."""
+    groups = [spans_of(layer, heads) for layer in layers for heads in layer.group_heads.values()]
+    return {
+        count: tuple(dict.fromkeys(spans for spans in groups if len(spans) == count))
+        for count in sorted({len(spans) for spans in groups})
+    }
 
 
 def sinks_of(layer: Layer) -> int:

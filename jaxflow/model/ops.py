@@ -22,6 +22,7 @@ In the scattered form of tensor parallelism, y, x and the norms' outputs are eac
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,10 +31,18 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxflow.config import Layer, gate_block
+from jaxflow.config import Layer, Span, gate_block
 from jaxflow.model import latent_ops
 from jaxflow.model.batch import Batch
-from jaxflow.model.head_groups import join_heads, sinks_of, take_heads, windows_at
+from jaxflow.model.head_groups import (
+    group_spans,
+    join_heads,
+    sinks_of,
+    spans_of,
+    take_heads,
+    windows_at,
+    windows_of,
+)
 from jaxflow.model.op_registry import KV, OPS, Context, OpFunction, Weights, op
 from jaxflow.model.rope import inverse_frequencies
 from jaxflow.model.routing import ExpertRows, Routing, likeliest, weighted_sum
@@ -336,7 +345,10 @@ def decode_attention(
             heads = layer.group_heads[group]
             own = None if into is None else take_heads(into, heads, len(layer.spans), axis=1)
             table = batch.page_table[group, rows]
-            parts.append(c.kernels.decode_attention(queries, *pages, table, lengths, into=own, **settings))
+            listed = None if work is None else _listed(c, work, spans_of(layer, heads))
+            parts.append(
+                c.kernels.decode_attention(queries, *pages, table, lengths, into=own, work=listed, **settings)
+            )
         return join_heads(layer, parts)
     listed, table = work or (None, batch.page_table[c.group(layer), rows])
     pages, settings = _attention(c, layer, w, kv)
@@ -386,13 +398,15 @@ def kv_scales(w: Weights) -> dict[str, Array]:
 def attention_work(c: Context, layer: Layer, batch: Batch, start: int, stop: int, name: str, kv: KV) -> Any:
     """Return the work list of an attention kernel for tokens [start, stop), and its rows of the page table.
 
-    All layers of one window share the work list. Returns None where the kernel has nothing to do, and for layers
-    with attention spans or latent attention, whose functions need none.
+    All layers of one window share the work list. With attention spans all layers share the decodes' lists of all
+    layers, see `_listed`. Returns None where the kernel has nothing to do, for chunks with spans, and for layers with
+    latent attention, whose functions need none.
     name: `chunk_attention` or `decode_attention`. kv: the cache of any layer, for its shapes.
     """
-    if layer.spans is not None or c.config.latent is not None:
+    if c.config.latent is not None or (layer.spans is not None and name == "chunk_attention"):
         return None
-    keys = kv[0].values if isinstance(kv[0], Quantized) else kv[0]
+    part = kv[0] if layer.spans is None else kv[0][0]
+    keys = part.values if isinstance(part, Quantized) else part
     rows, lengths = batch.decode_rows(start, stop)
     if (batch.chunks.shape[0] if name == "chunk_attention" else rows.stop - rows.start) == 0:
         return None
@@ -403,8 +417,26 @@ def attention_work(c: Context, layer: Layer, batch: Batch, start: int, stop: int
             batch.chunks_in(start, stop), stop - start, **common
         ), batch.page_table[c.group(layer)]
     group = c.config.num_heads // c.config.num_kv_heads
-    listed = c.kernels.list_decode_work(lengths, kv_heads=kv_heads, group=group, sms=c.sms, **common)
-    return listed, batch.page_table[c.group(layer), rows]
+    made = functools.partial(c.kernels.list_decode_work, lengths, group=group, sms=c.sms, **common)
+    if layer.spans is None:
+        return made(kv_heads=kv_heads), batch.page_table[c.group(layer), rows]
+    return {
+        count: made(
+            kv_heads=count,
+            spans=jnp.stack([windows_of(spans, lengths - 1) for spans in listed]),
+            sinks=sinks_of(layer),
+        )
+        for count, listed in group_spans(c.config.layers).items()
+    }
+
+
+def _listed(c: Context, work: dict[int, Any], spans: tuple[Span, ...]) -> Any:
+    """Return the decode work list of a page group's heads in a layer, which have these spans.
+
+    work: of `attention_work`, the lists of all layers and groups: for each number of heads, a stack of lists.
+    """
+    place = group_spans(c.config.layers)[len(spans)].index(spans)
+    return jax.tree.map(lambda stack: lax.index_in_dim(stack, place, keepdims=False), work[len(spans)])
 
 
 def merge_heads(

@@ -18,7 +18,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.attention.decode.join import join_afterwards
 from pallas_kernels.attention.decode.kernel import attend
 from pallas_kernels.attention.decode.variant import Form, scratch
-from pallas_kernels.attention.decode.work_list import DecodeWork, decode_work
+from pallas_kernels.attention.decode.work_list import (
+    DecodeWork,
+    decode_work,
+    padded_workers,
+    stacked_work,
+)
 from pallas_kernels.attention.paged import (
     check_pages,
     check_scales,
@@ -118,7 +123,7 @@ def decode_attention(
     )  # fmt: skip
     workers = sms * tile.workers
     work = decode_work(lengths, kv, workers, window, spans, sinks) if work is None else work
-    if work.pieces.shape[0] != workers:
+    if work.pieces.shape[0] not in (workers, padded_workers(workers)):
         raise ValueError(
             f"work.pieces has {work.pieces.shape[0]} workers: accepted are {workers} for sms={sms} and {tile}"
         )
@@ -194,9 +199,13 @@ def list_decode_work(
     the same spans and sinks.
 
     itemsize: bytes of a number in the cache.
+    spans: as for `decode_attention`, or [J, B, K], several choices of spans. The result is then a stack: list j is
+      index j of each of its arrays.
     """
     sms = sms_of(sms)
     workers = sms * decode_tile(head_dim, group, itemsize, sms).workers
+    if spans is not None and spans.ndim == 3:
+        return stacked_work(lengths, kv_heads, workers, spans, sinks)
     return decode_work(lengths, kv_heads, workers, window, spans, sinks)
 
 

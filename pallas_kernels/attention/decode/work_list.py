@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 PAGE = 64  # tokens in a page
+ALIGN = 32  # numbers of int32 in the 128 bytes at which XLA aligns arrays
 
 
 @jax.tree_util.register_dataclass
@@ -112,6 +113,36 @@ def decode_work(
         arrived=jnp.minimum(
             jnp.tile(count, 2), 0
         ),  # zeros that are not a constant, because XLA may share a constant
+    )
+
+
+def padded_workers(workers: int) -> int:
+    """Return the workers of a list in a stack of lists: a multiple of 32, so that each list begins at a multiple of
+    128 bytes. XLA then hands a list of the stack to the kernel without a copy. The kernel never reads the rest.
+    """
+    return -(-workers // ALIGN) * ALIGN
+
+
+def stacked_work(
+    lengths: jax.Array, kv_heads: int, workers: int, spans: jax.Array, sinks: int = 0
+) -> DecodeWork:
+    """Return the lists of several choices of spans, [J, B, K], in one stack: each array has a leading axis [J].
+
+    The same few XLA ops make all lists. Layers with other spans then cost no ops of their own.
+    """
+    listed = jax.vmap(lambda own: decode_work(lengths, kv_heads, workers, None, own, sinks))(spans)
+    more = padded_workers(workers) - workers
+
+    def pad(x: jax.Array, n: int = 1) -> jax.Array:
+        return jnp.pad(x, [(0, 0), (0, n * more)] + [(0, 0)] * (x.ndim - 2))
+
+    return DecodeWork(
+        listed.rows,
+        pad(listed.pieces),
+        pad(listed.starts),
+        pad(listed.chains),
+        pad(listed.enders),
+        pad(listed.arrived, 2),
     )
 
 

@@ -16,15 +16,16 @@ from hypothesis import strategies as st
 from jaxflow.config import SPAN_UNITS, ConfigError, EngineConfig, Layer, Span
 from jaxflow.engine.start import open_model
 from jaxflow.kv.device_cache import cache_shapes, page_groups
-from jaxflow.model import transformer
+from jaxflow.model import ops, transformer
 from jaxflow.model.attention_spans import MOST_CLASSES, class_of, span_classes, with_spans
 from jaxflow.model.batch import Batch
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.checkpoints.fingerprint import kv_fingerprint
 from jaxflow.model.head_groups import join_heads, take_heads, windows_at
-from jaxflow.model.op_registry import Context
+from jaxflow.model.op_registry import Context, Site
 from pallas_kernels.attention.chunk.reference import chunk_attention
 from pallas_kernels.attention.decode.reference import decode_attention
+from pallas_kernels.attention.decode.work_list import decode_work, stacked_work
 from pallas_kernels.kernel_set import REFERENCE
 
 MODEL = "tiny-llama"  # 2 layers of 2 KV heads
@@ -230,6 +231,47 @@ def test_heads_come_back_in_the_models_order():
     parts = [take_heads(q, heads, 4, axis=1) for heads in layer.group_heads.values()]
     assert [part.shape[1] for part in parts] == [2, 2, 4]
     np.testing.assert_array_equal(join_heads(layer, parts), q)
+
+
+def test_all_layers_make_their_work_lists_at_once(opened):
+    """Each page group of each layer gets the list of its own spans, and layers cost no lists of their own."""
+    alpha, beta = [[6, 6], [3, 512]], [[0.25, 0.25], [0, 0.125]]
+    config = opened(alpha=alpha, beta=beta, sinks=2).model_config
+    lengths, workers, made, got = jnp.array([70, 0, 900]), 6, [], []
+
+    def listed(lengths, *, kv_heads, group, spans, sinks, **_):
+        made.append(spans.shape)
+        return stacked_work(lengths, kv_heads, workers, spans, sinks)
+
+    def decode(q, k, v, table, lengths, *, work, spans, sinks, **_):
+        wanted = decode_work(lengths, spans.shape[1], workers, None, spans, sinks)
+        for one, whole in zip(jax.tree.leaves(wanted), jax.tree.leaves(work), strict=True):
+            np.testing.assert_array_equal(one, whole[: len(one)])
+        got.append(work)
+        return jnp.zeros_like(q)
+
+    kernels = dataclasses.replace(REFERENCE, list_decode_work=listed, decode_attention=decode)
+    c = Context(config, kernels)
+    groups = len(config.windows)
+    batch = Batch(
+        token_ids=jnp.zeros(3, jnp.int32),
+        positions=lengths - 1,
+        slots=jnp.zeros((groups, 3), jnp.int32),
+        page_table=jnp.zeros((groups, 3, 15), jnp.int32),
+        lengths=lengths,
+        num_decodes=jnp.array(3),
+        chunks=jnp.zeros((0, 4), jnp.int32),
+        sample_tokens=jnp.arange(3),
+    )
+    shapes = cache_shapes(page_groups(config, jnp.float32, 1), (4,) * groups, 64)
+    kv = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
+    work = ops.attention_work(c, config.layers[0], batch, 0, 3, "decode_attention", kv[0])
+    q = jnp.zeros((3, config.num_heads, config.head_dim))
+    for layer, pages in zip(config.layers, kv, strict=True):
+        site = Site(c, {}, layer, batch, 0, 3, work)
+        ops.decode_attention(site, q, pages)
+    assert len(got) == sum(len(layer.group_heads) for layer in config.layers) > 2
+    assert len(made) == len({heads for _, _, heads in made}) and sum(shape[0] for shape in made) == len(got)
 
 
 def test_a_model_without_a_file_is_unchanged():

@@ -20,8 +20,8 @@ from pallas_kernels.attention.chunk import reference as chunk_reference
 from pallas_kernels.attention.chunk.api import chunk_attention
 from pallas_kernels.attention.chunk.work_list import block_of, chunk_work
 from pallas_kernels.attention.decode import reference as decode_reference
-from pallas_kernels.attention.decode.api import decode_attention
-from pallas_kernels.attention.decode.work_list import decode_work, page_of
+from pallas_kernels.attention.decode.api import decode_attention, list_decode_work
+from pallas_kernels.attention.decode.work_list import decode_work, page_of, stacked_work
 from pallas_kernels.attention.tiles import ChunkTile, DecodeTile
 from pallas_kernels.measure.inputs import quantized
 
@@ -126,6 +126,7 @@ def test_one_window_is_the_span_of_all_heads():
 
 
 cut_decodes = jax.jit(decode_work, static_argnums=(1, 2, 3, 5))
+stack_decodes = jax.jit(stacked_work, static_argnums=(1, 2, 4))
 cut_chunks = jax.jit(chunk_work, static_argnums=(1, 2, 3, 5))
 
 
@@ -164,6 +165,20 @@ def test_the_pieces_are_the_seen_pages_of_every_head_cut_evenly(lengths, drawn, 
         chains[last] = last - first
         assert (work.enders[first:last] == last).all()
     assert work.chains.tolist() == chains.tolist()
+
+
+@settings(max_examples=6, deadline=None)
+@given(lengths=LENGTHS, drawn=st.lists(SPANS, min_size=3, max_size=3), sinks=SINKS)
+def test_a_stack_holds_the_list_of_each_choice_of_spans(lengths, drawn, sinks):
+    sized, spans, workers = jnp.asarray(lengths, jnp.int32), jnp.asarray(drawn).reshape(3, 5, 2), 6
+    stack = stack_decodes(sized, 2, workers, spans, sinks)
+    for i, own in enumerate(spans):
+        wanted = cut_decodes(sized, 2, workers, None, own, sinks)
+        for one, of_all in zip(jax.tree.leaves(wanted), jax.tree.leaves(stack), strict=True):
+            np.testing.assert_array_equal(of_all[i, : len(one)], one)
+            assert not of_all[i, len(one) :].any()
+    # XLA hands a list to the kernel without a copy only at a multiple of 128 bytes.
+    assert all(x[0].nbytes % 128 == 0 for x in (stack.pieces, stack.starts, stack.chains, stack.arrived))
 
 
 @settings(max_examples=12, deadline=None)
@@ -246,9 +261,14 @@ def test_decode_attention_reads_only_what_its_heads_see(lengths, spans, sinks, t
 
 
 def test_heads_share_pages_and_a_table():
+    """The decodes' work list is one of a stack, as all layers' lists are in the engine."""
     k, v, table = paged(4, [330, 70], 2, 64)
     q, sized = queries(4, 2, 4, 64), jnp.asarray([330, 70], jnp.int32)
-    got, want = both(decode_attention, decode, q, (k, v, {}), table, sized, [30, 200], 4, sms=2)
+    choices = jnp.asarray([[[9, 9], [9, 9]], [[30, 200], [30, 200]]], jnp.int32)
+    settings = {"group": 2, "head_dim": 64, "itemsize": 2, "sms": 2, "sinks": 4}
+    stack = list_decode_work(sized, kv_heads=2, spans=choices, **settings)
+    second = jax.tree.map(lambda x: x[1], stack)
+    got, want = both(decode_attention, decode, q, (k, v, {}), table, sized, [30, 200], 4, sms=2, work=second)
     assert error(got, want) < 6e-3
     chunks = jnp.asarray([(0, 2, 0, 328)], jnp.int32)
     got, want = both(chunk_attention, chunk, q, (k, v, {}), table, chunks, [30, 200], 4, sms=2)
