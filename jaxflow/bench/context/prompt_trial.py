@@ -133,8 +133,8 @@ class Outcome:
     Attributes:
       seconds: of the step.
       need: of the compiled step, None if it did not compile.
-      failed_at: what asked for more memory than there was ("compiling", "KV cache", "step" or "process"), and
-        the message. None if the trial ran.
+      failed_at: what asked for more memory than there was ("compiling", "KV cache", "first step", "second step"
+        or "process"), and the message. None if the trial ran.
     """
 
     ran: bool
@@ -150,7 +150,7 @@ def attempt(bench: Bench, trial: Trial, limit: int | None = None) -> Outcome:
     """
     executor = bench.executor(trial.tokens, trial.length)
     pages = -(-trial.length // bench.config.block_size) + 1
-    need, stage = None, "compiling"
+    need, stage, steady = None, "compiling", None
     try:
         layout = _compile(executor, pages)
         need = Need.of(executor.program(layout))
@@ -158,14 +158,19 @@ def attempt(bench: Bench, trial: Trial, limit: int | None = None) -> Outcome:
             stage = "KV cache"
             with _kept_free(bench.mesh, need):
                 executor.allocate(executor.num_pages)
-            stage = "step"
-            seconds = _run(bench, executor, layout, trial)
+            stage = "first step"
+            steady = _placed(bench, executor, layout, trial)
+            stage = "second step"
+            begun = time.perf_counter()
+            steady.enqueue().block_until_ready()
+            seconds = time.perf_counter() - begun
         return Outcome(True, seconds, need)
     except (jax.errors.JaxRuntimeError, MemoryError) as error:
         if not isinstance(error, MemoryError) and not any(text in str(error) for text in _EXHAUSTED):
             raise
         return Outcome(False, None, need, f"{stage}: {_first_line(error)}{_free_memory(bench.mesh)}")
     finally:
+        steady = None  # it holds the executor
         del executor
         gc.collect()
 
@@ -204,16 +209,15 @@ def _kept_free(mesh: Mesh, need: Need) -> Iterator[None]:
         block.delete()
 
 
-def _run(bench: Bench, executor: Executor, layout: StepLayout, trial: Trial) -> float:
-    """Run the trial's step twice, and return the seconds of the second run."""
+def _placed(bench: Bench, executor: Executor, layout: StepLayout, trial: Trial) -> SteadyStep:
+    """Run the trial's step once, wait for its end, and return the step for another run."""
     model = bench.checkpoint.model_config
     chunk = Composition(0, 0.0, ((trial.computed, trial.length - trial.computed),), 0)
     work = step_work(StepWorkload(1, 0, decodes=0), chunk, layout, model.vocab_size)
     steady = SteadyStep.of(executor, layout, work)
     steady.place(page_appends(work, executor.num_pages, model.windows, bench.config.block_size))
-    begun = time.perf_counter()
-    steady.enqueue().block_until_ready()
-    return time.perf_counter() - begun
+    jax.block_until_ready((executor.kv, executor.page_table))  # so that the next step does not overlap
+    return steady
 
 
 # ---- a memory limit for a CPU
