@@ -367,6 +367,18 @@ def batch_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
             )
 
 
+def ray_batch_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
+    """Yield the lines a second of a batch over replicas on Ray, whose engines are simulated."""
+    for path, report in reports.items():
+        if report.get("command_name") == "ray_batch":
+            work = report["workload"]
+            for one in sorted(report["runs"], key=lambda one: one["replicas"]):
+                over_one = report["speedup"] if one["replicas"] > 1 else 1.0
+                engine = f"{work['sequences']} sequences, {1000 * work['step_s']:.0f} ms a step"
+                figures = (f"{work['lines']}", f"{one['lines_per_s']:.1f}", f"{over_one:.2f}")
+                yield f"{one['replicas']}", engine, *figures, f"{len(one['seconds'])}", links([path])
+
+
 def router_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
     """Yield each rule of simulated replicas, and one engine with all memory."""
     for path, report in reports.items():
@@ -600,6 +612,13 @@ SECTIONS = (
             *("resume, s", "report"),
         ),
         batch_rows,
+    ),
+    (
+        "Batches over replicas",
+        "One file through a journal, over replicas on Ray on one machine. The steps of an engine take a fixed time by "
+        "sleeping, so the figures show what Ray and the journal cost.",
+        ("replicas", "engine", "lines", "lines a second", "over one", "runs", "report"),
+        ray_batch_rows,
     ),
     (
         "Kernels",
