@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Protocol
 
 from jaxflow.engine.live_request import refused
@@ -109,6 +110,27 @@ class Driver:
         with self._wake:
             self._commands.append(lambda: self._deliver(self._loop.abort(request_id)))
             self._wake.notify()
+
+    def call[T](self, work: Callable[[Loop], T]) -> Future[T]:
+        """Run `work` on the engine's thread, between two steps. Return its result as a future.
+
+        Raises:
+          EngineDead: no more steps run.
+        """
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(work(self._loop))
+            except Exception as error:
+                future.set_exception(error)
+
+        with self._wake:
+            if self._closed or self._fault is not None:
+                raise EngineDead("the engine has ended") from self._fault
+            self._commands.append(run)
+            self._wake.notify()
+        return future
 
     def stats(self) -> Stats:
         return self._loop.stats(self._queued)

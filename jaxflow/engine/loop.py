@@ -86,7 +86,7 @@ class Loop:
           offload: executes the copies that the scheduler's tier policy decides; None without tiers.
           step_time: learns the measured time of each step.
         """
-        self.scheduler, self.executor, self._offload = scheduler, executor, offload
+        self.scheduler, self.executor, self.offload = scheduler, executor, offload
         self._step_time, self._last_read_s = step_time, 0.0
         self._eos = frozenset(eos_token_ids)
         self._clock = clock
@@ -153,7 +153,7 @@ class Loop:
         return (
             bool(self._live)
             or any(step is not None for step in self._in_flight)
-            or (self._offload is not None and self._offload.busy)
+            or (self.offload is not None and self.offload.busy)
         )
 
     @property
@@ -186,35 +186,35 @@ class Loop:
             preemptions=scheduler.num_preemptions,
             compilations_after_warmup=self.executor.compilations,
             steps_by_plan=dict(self._steps_by_plan),
-            kv_tiers={} if self._offload is None else self._offload.counters(),
+            kv_tiers={} if self.offload is None else self.offload.counters(),
         )
 
     def begin(self) -> None:
         """Prepare the thread that will call `step`."""
-        if self._offload is not None:
-            self._offload.begin()
+        if self.offload is not None:
+            self.offload.begin()
 
     def close(self) -> None:
         """End the copies that run concurrently, after the last step."""
-        if self._offload is not None:
-            self._offload.close()
+        if self.offload is not None:
+            self.offload.close()
 
     # ---- steps
 
     def step(self) -> list[Event]:
         """Enqueue the next step, then read the oldest one in flight. Return its events."""
-        if self._offload is not None:
-            self._offload.receive()
+        if self.offload is not None:
+            self.offload.receive()
         work = self.scheduler.schedule(self._clock())
-        if self._offload is not None:
-            self._offload.send()
+        if self.offload is not None:
+            self.offload.send()
         full = len(self._in_flight) >= self.executor.num_stages
         before = self._in_flight.popleft() if full else None
         self._in_flight.append(None if work is None else self._enqueue(work))
         if before is not None:
             self._read(before)
-        elif self._offload is not None and self._offload.busy and not any(self._in_flight):
-            self._offload.wait()  # only page copies are in progress
+        elif self.offload is not None and self.offload.busy and not any(self._in_flight):
+            self.offload.wait()  # only page copies are in progress
         events, self._events = self._events, []
         return events
 

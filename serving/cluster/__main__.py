@@ -7,6 +7,7 @@ The command opens the ports of `python -m serving`, with the same flags, and sen
 ready when the first replica is. Needs pip install "jaxflow[cluster]".
 """
 
+import functools
 import os
 import sys
 import threading
@@ -20,8 +21,10 @@ import serving.__main__ as server
 from jaxflow.cli.exit_status import run_command
 from jaxflow.config import ConfigError, EngineConfig
 from serving import ray_flags
+from serving.cluster.apart import Rule
 from serving.cluster.driver import ClusterDriver
 from serving.cluster.model import ClusterModel
+from serving.cluster.page_exchange import TransferConfig
 from serving.cluster.replica import load_replica
 from serving.cluster.wanted import Wanted, read_wanted
 from serving.frontend.served_model import ServedModel
@@ -32,6 +35,27 @@ from serving.operations.operations import Operations
 if TYPE_CHECKING:
     from jaxflow.llm import LLM
 
+PREFILL_REPLICAS = flags.DEFINE_integer(
+    "prefill_replicas",
+    0,
+    "Further engines that compute prompts, and send the KV pages to the --replicas. Needs --kv_offloading_size.",
+    lower_bound=0,
+)
+PREFILL_RULE = flags.DEFINE_enum_class(
+    "prefill_rule",
+    Rule.PREDICTED,
+    Rule,
+    "Which prompts go to a prefill replica: those that are predicted to delay requests less there, or all that can.",
+)
+TRANSFER_TIMEOUT_S = flags.DEFINE_float(
+    "transfer_timeout_s",
+    10.0,
+    "Seconds until KV pages that do not arrive are computed again.",
+    lower_bound=0.1,
+)
+TRANSFER_CHECKSUMS = flags.DEFINE_bool(
+    "transfer_checksums", False, "Compare the KV pages with the checksums of their sender."
+)
 CLUSTER_FILE = flags.DEFINE_string(
     "cluster_file",
     None,
@@ -54,11 +78,23 @@ def main(argv: list[str]) -> int:
             accepted = "0 here: lost replicas always start again"
             raise ConfigError("max_restarts", server.MAX_RESTARTS.value, accepted)
         ray_flags.check_ray("command", "serving.cluster")
-        cluster = ray_flags.connect(wanted.replicas, wanted.config, load_replica)
+        processes = ray_flags.PROCESSES_PER_REPLICA.value
+        if wanted.prefill_replicas and processes > 1:
+            accepted = "1 with prefill replicas: no process has all of a KV page"
+            raise ConfigError("processes_per_replica", processes, accepted)
+        transfers = None
+        if (wanted.prefill_replicas or CLUSTER_FILE.value is not None) and processes == 1:
+            transfers = TransferConfig(TRANSFER_CHECKSUMS.value, TRANSFER_TIMEOUT_S.value)
+        load = functools.partial(load_replica, transfers=transfers)
+        cluster = ray_flags.connect(wanted.replicas + wanted.prefill_replicas, wanted.config, load)
     except ConfigError as error:
         return server.report_error(error)
     driver = ClusterDriver(
-        wanted, cluster.launch, stall_s=operations_flags.STALL_S.value, drain_s=server.DRAIN_TIMEOUT_S.value
+        wanted,
+        cluster.launch,
+        stall_s=operations_flags.STALL_S.value,
+        drain_s=server.DRAIN_TIMEOUT_S.value,
+        rule=PREFILL_RULE.value,
     )
 
     def prepare(config: EngineConfig, template: str | None) -> Callable[[], "LLM"]:
@@ -84,11 +120,11 @@ def main(argv: list[str]) -> int:
 def wanted_replicas(config: EngineConfig) -> Wanted:
     """Return the replicas of the flags. Raises: ConfigError."""
     if CLUSTER_FILE.value is None:
-        return Wanted(ray_flags.REPLICAS.value, config)
-    if flags.FLAGS["replicas"].present:
-        raise ConfigError(
-            "replicas", ray_flags.REPLICAS.value, "no flag with --cluster_file, which has the number"
-        )
+        return Wanted(ray_flags.REPLICAS.value, config, prefill_replicas=PREFILL_REPLICAS.value)
+    for name in ("replicas", "prefill_replicas"):
+        if flags.FLAGS[name].present:
+            accepted = "no flag with --cluster_file, which has the number"
+            raise ConfigError(name, flags.FLAGS[name].value, accepted)
     return read_wanted(CLUSTER_FILE.value, config)
 
 
@@ -105,7 +141,8 @@ def watch_file(path: str, base: EngineConfig, driver: ClusterDriver) -> None:
         except ConfigError as error:
             print(f"error: {error}; the replicas stay as they are", file=sys.stderr, flush=True)
             continue
-        server.log(f"{path}: {wanted.replicas} replicas, version {wanted.version!r}")
+        counts = f"{wanted.replicas} replicas, {wanted.prefill_replicas} prefill replicas"
+        server.log(f"{path}: {counts}, version {wanted.version!r}")
         driver.change(wanted)
 
 

@@ -15,13 +15,11 @@ import time
 from collections.abc import Sequence
 
 import msgspec
-import numpy as np
 
 from jaxflow.engine.driver import EngineDead, Mailbox
 from jaxflow.engine.live_request import refused
 from jaxflow.engine.loop import Stats
 from jaxflow.engine.step_log import StepLog
-from jaxflow.kv import prefix
 from jaxflow.request import (
     Delta,
     Draining,
@@ -32,24 +30,27 @@ from jaxflow.request import (
     InvalidRequest,
     QueueFull,
     Request,
+    SamplingParams,
     Started,
     Timings,
     Usage,
 )
 from jaxflow.scheduler.config import SchedulerConfig, accept, prefix_salt
+from serving.cluster.apart import Load, Prompt, Rule, Transfers, saves_time
 from serving.cluster.link import Launch, StartFailed
 from serving.cluster.member import Member as AnyMember
 from serving.cluster.member import Phase
-from serving.cluster.messages import Description, Order, Report
+from serving.cluster.messages import Description, EndLoan, Fetched, Lent, Loan, Order, Report
+from serving.cluster.page_names import page_names
 from serving.cluster.resume import rest_of
-from serving.cluster.router import NoReplica, Router
+from serving.cluster.router import NoReplica, Route, Router
 from serving.cluster.totals import total
 from serving.cluster.wanted import Wanted
 from serving.operations.fleet import ReplicaState
 
 log = logging.getLogger(__name__)
 
-type Member = AnyMember[Order, Report]
+type Member = AnyMember[Order | EndLoan, Report]
 
 FIRST_EXPECTED_TOKENS = 256.0  # the expected length of an answer before the first answer has ended
 MEAN_SHARE = 0.02  # the weight of the latest answer in the mean length
@@ -70,6 +71,9 @@ class _Live:
       moves: times that it left a replica; `losses`: of them, from a lost one.
       avoided: the number of the slow replica where it waited too long.
       name: at its replica; `sent_s`: the time when it went there.
+      queued: prompt tokens that it waits for, in the driver's count.
+      loan: pages of its prompt that its replica fetches; `lender`: the replica that computed them.
+      apart: its prompt was computed by another replica, which found `cached_apart` tokens of it in a cache.
     """
 
     request: Request
@@ -85,6 +89,11 @@ class _Live:
     moves: int = 0
     losses: int = 0
     avoided: int | None = None
+    queued: int = 0
+    loan: Loan | None = None
+    lender: Member | None = None
+    apart: bool = False
+    cached_apart: int | None = None  # None if the pages did not arrive
     cached_tokens: int | None = None  # None until it has started
     first_token_s: float | None = None
 
@@ -97,6 +106,7 @@ class ClusterDriver:
       launch: starts a process.
       stall_s, start_s: see `Member`.
       drain_s: seconds that a replica has to finish its requests before a planned end; then they move.
+      rule: decides whether a prompt is computed apart from its answer, where there are replicas for it.
       seed: of the router's random order, and of the seeds of requests without a seed; None: random.
     """
 
@@ -108,6 +118,7 @@ class ClusterDriver:
         stall_s: float | None = None,
         drain_s: float = 30.0,
         start_s: float = 1800.0,
+        rule: Rule = Rule.PREDICTED,
         seed: int | None = None,
     ):
         self.fault: BaseException | None = None
@@ -118,6 +129,9 @@ class ClusterDriver:
         self._wanted = wanted
         self._random = random.Random(seed)
         self._router: Router | None = None
+        self._prefill_router: Router | None = None  # of the replicas that compute prompts for others
+        self._rule, self.transfers = rule, Transfers()
+        self._queued_tokens = {False: 0, True: 0}  # prompt tokens that wait, at both kinds of replicas
         self._members: list[Member] = []
         self._tasks: dict[Member, asyncio.Task[None]] = {}
         self._live: dict[str, _Live] = {}
@@ -181,7 +195,7 @@ class ClusterDriver:
             if self._draining or self._closed:
                 raise Draining("the router is shutting down")
             waiting = self.stats().waiting_requests
-            serving = sum(member.phase is Phase.SERVING for member in self._members)
+            serving = len(self._serving(prefills=False))
             if waiting >= self.scheduling.max_waiting * max(1, serving):
                 raise QueueFull(waiting, RETRY_S)
             self._queued += 1
@@ -194,9 +208,8 @@ class ClusterDriver:
 
     def stats(self) -> Stats:
         """Return the counters of all replicas, and the requests that wait here for a replica."""
-        members = list(self._members)
-        reports = [member.report for member in members]
-        found = total([r.stats for r in reports if r is not None], list(self._ended_stats))
+        reports = [(member, member.report) for member in list(self._members)]
+        found = total([stats_of(m, r) for m, r in reports if r is not None], list(self._ended_stats))
         here = self._queued + len(self._held)
         return msgspec.structs.replace(found, waiting_requests=found.waiting_requests + here)
 
@@ -230,7 +243,7 @@ class ClusterDriver:
 
     def unready(self) -> str:
         """Return why no request is served; empty if some replica serves."""
-        return "" if any(m.phase is Phase.SERVING for m in self._members) else "no replica serves"
+        return "" if self._serving(prefills=False) else "no replica serves"
 
     def replicas(self) -> list[ReplicaState]:
         """Return the state of each replica."""
@@ -244,6 +257,8 @@ class ClusterDriver:
                 restarts=m.restarts,
                 reason=m.reason,
                 process_id=0 if m.description is None else m.description.process_id,
+                prefills=m.prefills,
+                open_loans=0 if m.report is None else m.report.open_loans,
             )
             for m in list(self._members)
         ]
@@ -278,21 +293,28 @@ class ClusterDriver:
     async def _change(self, wanted: Wanted) -> None:
         """Add or remove replicas, then replace those of another version, one at a time."""
         async with self._changing:
-            current = [m for m in self._members if m.phase is not Phase.STOPPED]
-            for member in current[wanted.replicas :]:
-                await self._remove(member)
-            free = iter(i for i in range(10**9) if i not in {m.index for m in self._members})
-            for _ in range(wanted.replicas - len(current)):
-                self._add(next(free), wanted)
-            for member in current[: wanted.replicas]:
-                differs = (member.config, member.version) != (wanted.config, wanted.version)
-                if differs and not await self._replace(member, wanted):
-                    failed = (wanted.version, member.index)
-                    log.error("the update to version %r stops: replica %d failed", *failed)
+            for prefills, number in ((False, wanted.replicas), (True, wanted.prefill_replicas)):
+                if not await self._change_kind(wanted, number, prefills):
                     return
             self._wanted = wanted
 
-    def _add(self, index: int, wanted: Wanted) -> None:
+    async def _change_kind(self, wanted: Wanted, number: int, prefills: bool) -> bool:
+        """Change the replicas of one kind. Return False if a new engine failed."""
+        current = [m for m in self._members if m.phase is not Phase.STOPPED and m.prefills is prefills]
+        for member in current[number:]:
+            await self._remove(member)
+        free = iter(i for i in range(10**9) if i not in {m.index for m in self._members})
+        for _ in range(number - len(current)):
+            self._add(next(free), wanted, prefills)
+        for member in current[:number]:
+            differs = (member.config, member.version) != (wanted.config, wanted.version)
+            if differs and not await self._replace(member, wanted):
+                failed = (wanted.version, member.index)
+                log.error("the update to version %r stops: replica %d failed", *failed)
+                return False
+        return True
+
+    def _add(self, index: int, wanted: Wanted, prefills: bool) -> None:
         member: Member = AnyMember(
             index,
             wanted.config,
@@ -301,9 +323,11 @@ class ClusterDriver:
             owner=self,
             stall_s=self._stall_s,
             start_s=self._start_s,
+            prefills=prefills,
         )
         self._members.append(member)
-        self._tasks[member] = asyncio.ensure_future(member.run(self._tell_first))
+        tell = _tell_nobody if prefills else self._tell_first
+        self._tasks[member] = asyncio.ensure_future(member.run(tell))
 
     async def _remove(self, member: Member) -> None:
         await self._retire(member, for_good=True)
@@ -323,8 +347,8 @@ class ClusterDriver:
 
     async def _retire(self, member: Member, *, for_good: bool) -> None:
         """Let a member finish its requests and end its process. What runs after `drain_s` moves."""
-        if self._router is not None:
-            self._router.lost(member.index)
+        if (router := self._router_of(member)) is not None:
+            router.lost(member.index)
         member.leave(for_good=for_good)
         try:
             await asyncio.wait_for(member.until(Phase.STARTING, Phase.STOPPED), self._drain_s)
@@ -335,7 +359,7 @@ class ClusterDriver:
 
     def _tell_first(self, error: Exception | None) -> None:
         self._first.append(error)
-        if error is None or len(self._first) >= len(self._members):
+        if error is None or len(self._first) >= sum(not m.prefills for m in self._members):
             self._first_told.set()
 
     def joined(self, member: Member, description: Description) -> None:
@@ -349,20 +373,26 @@ class ClusterDriver:
                     f"replica {member.index}: {field} is {getattr(its, field)}, and the router serves "
                     f"{getattr(mine, field)}"
                 )
-        if self._router is None:
+        router = self._router_of(member)
+        if router is None:
             pages = sum(description.scheduling.num_pages)
             block, seed = description.scheduling.block_size, self._random.getrandbits(32)
-            self._router = Router(1, pages, block, seed=seed, candidates=None)
-        while self._router.num_replicas <= member.index:
-            self._router.add()
-        self._router.lost(member.index, restarted=True)
-        self._router.report(member.index, 0.0, 0)
+            router = Router(1, pages, block, seed=seed, candidates=None)
+            if member.prefills:
+                self._prefill_router = router
+            else:
+                self._router = router
+        while router.num_replicas <= member.index:
+            router.add()
+        router.lost(member.index, restarted=True)
+        router.report(member.index, 0.0, 0)
         asyncio.get_running_loop().call_soon(self._send_held)
 
     def heard(self, member: Member, report: Report) -> None:
         """See `serving.cluster.member.Owner`."""
-        if member.phase is Phase.SERVING and self._router is not None:
-            self._router.report(member.index, report.outstanding_tokens, report.last_number)
+        router = self._router_of(member)
+        if member.phase is Phase.SERVING and router is not None:
+            router.report(member.index, report.outstanding_tokens, report.last_number)
         shift_s = time.monotonic() - report.clock_s
         self.log.steps.extend(
             step._replace(
@@ -370,6 +400,10 @@ class ClusterDriver:
             )
             for step in report.steps
         )
+        for lent in report.lent:
+            self._take_lent(member, lent)
+        for fetched in report.fetched:
+            self._take_fetched(member, fetched)
         posts: dict[int, tuple[Mailbox, list[Event]]] = {}
         for event in report.events:
             live = self._by_name.get(event.request_id)
@@ -391,7 +425,7 @@ class ClusterDriver:
         move at once, the oldest first, so that the other replica does not become the slow one.
         """
         now = self._relieved_s = time.monotonic()
-        serving = [m for m in self._members if m.phase is Phase.SERVING and m.report is not None]
+        serving = [m for m in self._serving(prefills=False) if m.report is not None]
         if all(m.report.stats.waiting_requests for m in serving):  # type: ignore[union-attr]
             return
         for slow in serving:
@@ -406,10 +440,11 @@ class ClusterDriver:
 
     def lost(self, member: Member, reason: str) -> None:
         """See `serving.cluster.member.Owner`."""
-        if self._router is not None and member.index < self._router.num_replicas:
-            self._router.lost(member.index, restarted=True)
+        router = self._router_of(member)
+        if router is not None and member.index < router.num_replicas:
+            router.lost(member.index, restarted=True)
         if member.report is not None:
-            self._ended_stats = [total([], [*self._ended_stats, member.report.stats])]
+            self._ended_stats = [total([], [*self._ended_stats, stats_of(member, member.report)])]
         member.report = None
         for live in [live for live in self._live.values() if live.member is member]:
             live.losses += bool(reason)
@@ -435,7 +470,9 @@ class ClusterDriver:
         if self.scheduling.enable_prefix_caching and salt is not None:
             live.pages = page_names(request.prompt_token_ids, salt, self.scheduling.block_size)
         self._live[request.request_id] = live
-        self._send(live, request)
+        skip = self._goes_apart(live)
+        if skip is None or not self._prefill(live, skip):
+            self._send(live, request)
 
     def _send(self, live: _Live, rest: Request) -> None:
         """Send a request, or the rest of one, to the replica that the router chooses. Hold it if there is none."""
@@ -445,16 +482,140 @@ class ClusterDriver:
             tokens = len(rest.prompt_token_ids)
             route = self._router.route(live.pages, tokens, expected, excluded=live.avoided)
         except NoReplica:
+            self._end_loan(live)
             self._held.append(live)
             return
-        member = next(m for m in self._members if m.index == route.replica and m.phase is Phase.SERVING)
+        member = self._member(route)
         live.name = f"{live.request.request_id}~{live.moves}" if live.moves else live.request.request_id
         live.member, live.sent_s = member, time.monotonic()
         self._by_name[live.name] = live
         prompt = tuple(rest.prompt_token_ids)
-        member.send(
-            Order(live.name, route.number, prompt, sampling, rest.priority, rest.cache_salt, expected)
+        self._queue(live, len(prompt) - route.expected_hit_tokens)
+        order = Order(live.name, route.number, prompt, sampling, rest.priority, rest.cache_salt, expected)
+        member.send(msgspec.structs.replace(order, loan=live.loan))
+
+    # ---- prompts computed by another replica
+
+    def _goes_apart(self, live: _Live) -> int | None:
+        """Return the pages of the prompt that need no transfer, for a prefill apart; None for one together."""
+        here, there = self._serving(prefills=False), self._serving(prefills=True)
+        possible = here and there and live.pages and live.request.sampling.prompt_logprobs is None
+        if not possible or self.transfers.paused(time.monotonic()):
+            return None
+        assert self._router is not None and self._prefill_router is not None
+        size, tokens = self.scheduling.block_size, len(live.request.prompt_token_ids)
+        full = (tokens - 1) // size  # the last token is always computed where the answer is
+        names = live.pages[:full]
+        skip = self._router.longest_hit(names)
+        if skip == full:
+            return None
+        hit = self._prefill_router.longest_hit(names)
+        prompt = Prompt(
+            together=tokens - skip * size,
+            apart=(full - hit) * size,
+            moved=(full - skip) * size,
+            rest=tokens - full * size,
         )
+        load = Load(
+            self._queued_tokens[False] / len(here),
+            self._queued_tokens[True] / len(there),
+            sum(m.report.stats.running_requests for m in here if m.report is not None) / len(here),
+        )
+        described = here[0].description
+        token_s = 0.0 if described is None else described.seconds_per_token
+        apart = self._rule is Rule.ALWAYS or saves_time(prompt, load, token_s, self.transfers.token_s)
+        return skip if apart else None
+
+    def _prefill(self, live: _Live, skip: int) -> bool:
+        """Send the full pages of a prompt to a replica that computes and lends them. Return False without one."""
+        request, size = live.request, self.scheduling.block_size
+        prompt = tuple(request.prompt_token_ids[: (len(request.prompt_token_ids) - 1) // size * size])
+        assert self._prefill_router is not None
+        try:
+            route = self._prefill_router.route(live.pages[: len(prompt) // size], len(prompt), 0.0)
+        except NoReplica:
+            return False
+        live.name, live.member = f"{request.request_id}~prefill", self._member(route)
+        live.sent_s, live.apart = time.monotonic(), True
+        self._by_name[live.name] = live
+        self._queue(live, len(prompt) - route.expected_hit_tokens)
+        sampling = SamplingParams(max_tokens=1, ignore_eos=True, temperature=0.0)
+        live.member.send(
+            Order(
+                live.name,
+                route.number,
+                prompt,
+                sampling,
+                request.priority,
+                request.cache_salt,
+                expected_tokens=0.0,
+                lends_after=skip,
+            )
+        )
+        return True
+
+    def _take_lent(self, member: Member, lent: Lent) -> None:
+        """Send a request to the replica that answers, with its loan if there is one."""
+        member.done(lent.name)
+        live = self._by_name.get(lent.name)
+        if live is None or live.member is not member:  # it was aborted or moved
+            if lent.loan is not None:
+                self._acknowledge(member, lent.loan, lent.name)
+            return
+        self._by_name.pop(lent.name)
+        self._queue(live, 0)
+        live.member = None
+        if lent.loan is None:
+            self._note_failed(live, lent.reason)
+        else:
+            live.loan, live.lender = lent.loan, member
+            live.cached_apart = lent.cached_tokens
+        self._send(live, live.request)
+
+    def _take_fetched(self, member: Member, fetched: Fetched) -> None:
+        """Acknowledge a loan."""
+        live = self._by_name.get(fetched.name)
+        if live is None or live.member is not member or live.loan is None:
+            return
+        if fetched.reason:
+            live.cached_apart = None
+            self._note_failed(live, fetched.reason)
+        else:
+            assert self.model is not None
+            pages = len(fetched.loan.keys) // len(self.scheduling.num_pages)
+            tokens = pages * self.scheduling.block_size
+            self.transfers.note(tokens, fetched.loan.bytes, fetched.seconds)
+        self._end_loan(live)
+
+    def _note_failed(self, live: _Live, reason: str) -> None:
+        log.warning("the KV pages of request %s are computed again: %s", live.request.request_id, reason)
+        self.transfers.note_failure(time.monotonic())
+
+    def _end_loan(self, live: _Live) -> None:
+        if live.loan is not None and live.lender is not None:
+            self._acknowledge(live.lender, live.loan, live.name)
+        live.loan = live.lender = None
+
+    @staticmethod
+    def _acknowledge(lender: Member, loan: Loan, name: str) -> None:
+        lender.send(EndLoan(name, loan.number))
+        lender.done(name)
+
+    def _queue(self, live: _Live, tokens: int) -> None:
+        """Count the prompt tokens that a request waits for at its replica; 0 when it does not wait any more."""
+        if live.member is not None:
+            self._queued_tokens[live.member.prefills] += tokens - live.queued
+            live.queued = tokens
+
+    def _serving(self, *, prefills: bool) -> list[Member]:
+        """Return the replicas of one kind that take requests."""
+        return [m for m in self._members if m.phase is Phase.SERVING and m.prefills is prefills]
+
+    def _router_of(self, member: Member) -> Router | None:
+        return self._prefill_router if member.prefills else self._router
+
+    def _member(self, route: Route) -> Member:
+        return next(m for m in self._members if m.index == route.replica and m.phase is Phase.SERVING)
 
     def _send_held(self) -> None:
         held, self._held = self._held, collections.deque()
@@ -484,7 +645,9 @@ class ClusterDriver:
         self._resend(live)
 
     def _detach(self, live: _Live) -> None:
+        self._end_loan(live)
         if live.member is not None:
+            self._queue(live, 0)
             self._by_name.pop(live.name, None)
             live.member.abort(live.name)
             live.member = None
@@ -502,6 +665,7 @@ class ClusterDriver:
             if live.request.sampling.n == 1:
                 live.token_ids += event.token_ids
             if live.first_token_s is None:
+                self._queue(live, 0)
                 live.first_token_s = time.monotonic()
             return (
                 Delta(name, event.index, event.token_ids, event.logprobs, event.text)
@@ -511,14 +675,18 @@ class ClusterDriver:
         if type(event) is Started:
             if live.cached_tokens is not None:
                 return ()
+            if live.cached_apart is not None:  # the other pages of the cache were computed for this request
+                cached = min(event.cached_prompt_tokens, live.cached_apart)
+                event = msgspec.structs.replace(event, cached_prompt_tokens=cached)
             live.cached_tokens = event.cached_prompt_tokens
             return (msgspec.structs.replace(event, request_id=name) if live.moves else event,)
         assert type(event) is Finished
-        if live.moves:
+        if live.moves or live.apart:
             event = self._as_one(live, event)
         self._note_end(live, event)
         if not live.left:
             if live.member is not None:
+                self._queue(live, 0)
                 live.member.done(live.name)
             self._by_name.pop(live.name, None)
             self._forget(live)
@@ -586,8 +754,12 @@ class ClusterDriver:
             log.exception("a mailbox failed; its request continues without events")
 
 
-def page_names(prompt: Sequence[int], salt: bytes, block_size: int) -> list[bytes]:
-    """Return the content names of a prompt's full pages."""
-    names = [prefix.root(salt)]
-    prefix.extend(names, np.asarray(prompt, np.int32), len(prompt) // block_size, block_size)
-    return names[1:]
+def _tell_nobody(error: Exception | None) -> None:
+    """Take the start of a replica for which no caller waits."""
+
+
+def stats_of(member: Member, report: Report) -> Stats:
+    """Return the counters of a replica, without the tokens that nobody gets: those drawn after a lent prompt."""
+    if not member.prefills:
+        return report.stats
+    return msgspec.structs.replace(report.stats, completion_tokens=0)

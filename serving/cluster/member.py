@@ -54,6 +54,7 @@ class Member[O: Named, R: State]:
       stall_s: seconds without an answer or a step that make a loss; None for the larger of 10 and 20 times the
         longest step.
       start_s: seconds that a process has to load its model.
+      prefills: it computes prompts and lends their pages, and answers no request.
     """
 
     def __init__(
@@ -66,7 +67,9 @@ class Member[O: Named, R: State]:
         owner: Owner[R],
         stall_s: float | None,
         start_s: float,
+        prefills: bool = False,
     ):
+        self.prefills = prefills
         self.index, self.config, self.version = index, config, version
         self._launch, self._owner, self._stall_s, self._start_s = launch, owner, stall_s, start_s
         self.phase = Phase.STARTING

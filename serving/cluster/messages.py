@@ -8,9 +8,32 @@ import msgspec
 from jaxflow.config import EngineConfig, ModelConfig
 from jaxflow.engine.loop import Stats
 from jaxflow.engine.step_log import StepRecord
+from jaxflow.kv.tiers.host_store import Key
 from jaxflow.request import Event, SamplingParams
 from jaxflow.scheduler.config import SchedulerConfig
 from jaxflow.text.tokenizer import Tokenizer
+
+
+class Loan(msgspec.Struct, frozen=True):
+    """Pages that wait for a fetch.
+
+    Attributes:
+      number: the name of the loan, never used again.
+      address: of the sender's transport.
+      lengths: bytes of each page.
+      checksums: CRC-32 of each page, or empty.
+    """
+
+    number: int
+    address: str
+    keys: tuple[Key, ...]
+    lengths: tuple[int, ...]
+    checksums: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Return the bytes of all pages."""
+        return sum(self.lengths)
 
 
 class Order(msgspec.Struct, frozen=True):
@@ -21,6 +44,9 @@ class Order(msgspec.Struct, frozen=True):
         an event of its new replica.
       number: `Route.number`.
       expected_tokens: of the answer, all sequences together.
+      lends_after: pages of the prompt to skip, for an order to compute the prompt and lend its other pages; None for
+        an order to answer.
+      loan: pages of the prompt to fetch before the request begins.
     """
 
     name: str
@@ -30,6 +56,44 @@ class Order(msgspec.Struct, frozen=True):
     priority: int
     cache_salt: str
     expected_tokens: float
+    lends_after: int | None = None
+    loan: Loan | None = None
+
+
+class Lent(msgspec.Struct, frozen=True):
+    """The end of an order with `lends_after`.
+
+    Attributes:
+      cached_tokens: prompt tokens that the engine found in its own caches.
+      loan: None if there is none, for `reason`.
+    """
+
+    name: str
+    cached_tokens: int = 0
+    loan: Loan | None = None
+    reason: str = ""
+
+
+class Fetched(msgspec.Struct, frozen=True):
+    """The end of a fetch, told before the first event of its order.
+
+    Attributes:
+      name: of the order.
+      seconds: from the order's arrival to the pages in host memory.
+      reason: of a failed fetch, or empty.
+    """
+
+    name: str
+    loan: Loan
+    seconds: float
+    reason: str = ""
+
+
+class EndLoan(msgspec.Struct, frozen=True):
+    """The acknowledgement of a loan, for the replica that lent it. `name`: of the request."""
+
+    name: str
+    number: int
 
 
 class Description(msgspec.Struct, frozen=True):
@@ -38,6 +102,7 @@ class Description(msgspec.Struct, frozen=True):
     Attributes:
       device: the devices of the replica, as the status page shows them.
       process_id: of the replica's process, on its own machine.
+      seconds_per_token: measured time of a token's prefill, if the replica exchanges pages.
     """
 
     name: str
@@ -49,6 +114,7 @@ class Description(msgspec.Struct, frozen=True):
     tokenizer: Tokenizer | None
     device: str
     process_id: int
+    seconds_per_token: float = 0.0
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -60,6 +126,7 @@ class Report(msgspec.Struct, frozen=True):
       stalled_s: seconds since a step advanced, 0 without work.
       clock_s: the replica's `time.monotonic`, by which `steps` are dated.
       fault: the fault that ended the engine, or empty.
+      open_loans: `PageExchange.open_loans`.
     """
 
     events: list[Event]
@@ -70,6 +137,9 @@ class Report(msgspec.Struct, frozen=True):
     stalled_s: float
     clock_s: float
     fault: str
+    lent: list[Lent] = []
+    fetched: list[Fetched] = []
+    open_loans: int = 0
 
     @property
     def longest_step_s(self) -> float:

@@ -5,22 +5,35 @@ less often, and not once a token of each request.
 """
 
 import asyncio
+import functools
 import os
 import threading
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from jaxflow.config import EngineConfig
 from jaxflow.engine.live_request import refused
-from jaxflow.request import Delta, Draining, Event, Finished, InvalidRequest, QueueFull, Request, Started
-from serving.cluster.messages import Description, Order, Report
+from jaxflow.request import (
+    Delta,
+    Draining,
+    Event,
+    Finished,
+    FinishReason,
+    InvalidRequest,
+    QueueFull,
+    Request,
+    Started,
+)
+from serving.cluster.messages import Description, EndLoan, Fetched, Lent, Order, Report
+from serving.cluster.page_exchange import PageExchange, TransferConfig
+from serving.cluster.page_transport import TransferFailed
 from serving.operations.status import device_kind
 
 if TYPE_CHECKING:
-    from jaxflow.engine.driver import Driver
+    from jaxflow.engine.driver import Driver, Mailbox
     from jaxflow.llm import LLM
 
 
@@ -64,11 +77,34 @@ class Outstanding:
         return sum(self._tokens.values())
 
 
-class Replica:
-    """An engine that takes orders and makes reports. Its methods run on one event loop."""
+class _Prefill:
+    """The mailbox of an order to lend pages: it waits for the end of the prompt. `done` runs on the event loop."""
 
-    def __init__(self, llm: "LLM"):
-        self._llm = llm
+    def __init__(self, loop: asyncio.AbstractEventLoop, done: Callable[[int, Finished], None]):
+        self._loop, self._done = loop, done
+        self._cached_tokens = 0
+
+    def post(self, events: list[Event]) -> None:
+        for event in events:
+            if type(event) is Started:
+                self._cached_tokens = event.cached_prompt_tokens
+            elif type(event) is Finished:
+                self._loop.call_soon_threadsafe(self._done, self._cached_tokens, event)
+
+
+class Replica:
+    """An engine that takes orders and makes reports. Its methods run on one event loop.
+
+    Args:
+      exchange: lends and fetches KV pages; None if no order has to do with a loan.
+    """
+
+    def __init__(self, llm: "LLM", exchange: PageExchange | None = None):
+        self._llm, self._exchange = llm, exchange
+        self._fault = ""
+        self._lent: list[Lent] = []
+        self._fetched: list[Fetched] = []
+        self._transfers: dict[str, asyncio.Task[None]] = {}  # under way, by the order's name
         self._loop = asyncio.get_running_loop()
         self._wake = asyncio.Event()
         self._lock = threading.Lock()
@@ -78,29 +114,89 @@ class Replica:
 
     def describe(self) -> Description:
         """Describe the model."""
-        return describe(self._llm)
+        described = describe(self._llm)
+        if self._exchange is None:
+            return described
+        return msgspec.structs.replace(described, seconds_per_token=self._exchange.seconds_per_token())
 
-    def take(self, orders: Sequence[Order], aborted: Sequence[str]) -> None:
-        """Submit requests, and end others. A refused request gets its end as an event."""
+    def take(self, orders: Sequence[Order | EndLoan], aborted: Sequence[str]) -> None:
+        """Submit requests, end others, and end loans. A refused request gets its end as an event."""
         for order in orders:
+            if type(order) is EndLoan:
+                if self._exchange is not None:
+                    self._exchange.end(order.number)
+                continue
+            assert type(order) is Order
             self._last_number = max(self._last_number, order.number)
             self._outstanding.add(order)
-            try:
-                request = self._llm.request(
-                    order.prompt_token_ids,
-                    order.sampling,
-                    request_id=order.name,
-                    priority=order.priority,
-                    cache_salt=order.cache_salt,
-                )
-                self._llm.driver.submit(request, self)
-            except MemoryError:  # a fault of the process: its requests move to another replica
-                raise
-            except Exception as error:  # only this request fails
-                self.post(refused(Request(order.name, order.prompt_token_ids, order.sampling), error))
+            if order.loan is not None:
+                self._start(order.name, self._fetch(order))
+            elif order.lends_after is not None:
+                self._submit(order, _Prefill(self._loop, functools.partial(self._prefilled, order)))
+            else:
+                self._submit(order, self)
         for name in aborted:
             self._outstanding.drop(name)
+            if name in self._transfers:
+                self._transfers[name].cancel()
             self._llm.driver.abort(name)
+
+    def _submit(self, order: Order, mailbox: "Mailbox") -> None:
+        try:
+            request = self._llm.request(
+                order.prompt_token_ids,
+                order.sampling,
+                request_id=order.name,
+                priority=order.priority,
+                cache_salt=order.cache_salt,
+            )
+            self._llm.driver.submit(request, mailbox)
+        except MemoryError:  # a fault of the process: its requests move to another replica
+            raise
+        except Exception as error:  # only this request fails
+            mailbox.post(refused(Request(order.name, order.prompt_token_ids, order.sampling), error))
+
+    # ---- pages of other engines
+
+    def _start(self, name: str, transfer: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(transfer)
+        self._transfers[name] = task
+        task.add_done_callback(lambda _: self._transfers.pop(name, None))
+
+    async def _fetch(self, order: Order) -> None:
+        """Fetch the pages of an order's loan, then submit the order, with the pages or without them."""
+        assert order.loan is not None
+        began_s, reason = time.monotonic(), "the replica exchanges no pages"
+        if self._exchange is not None:
+            try:
+                await self._exchange.borrow(order.loan)
+                reason = ""
+            except Exception as error:  # this engine computes the pages
+                reason = _line(error)
+        self._fetched.append(Fetched(order.name, order.loan, time.monotonic() - began_s, reason))
+        self._wake.set()
+        try:
+            self._submit(order, self)
+        except MemoryError:  # no caller waits for this task: the next report tells it
+            self._fault = "the process finds no memory"
+
+    def _prefilled(self, order: Order, cached_tokens: int, end: Finished) -> None:
+        self._outstanding.drop(order.name)
+        self._start(order.name, self._lend(order, cached_tokens, end))
+
+    async def _lend(self, order: Order, cached_tokens: int, end: Finished) -> None:
+        """Lend the pages of a computed prompt, and tell the end of the order."""
+        assert order.lends_after is not None
+        loan, reason = None, "the replica exchanges no pages"
+        if end.reason is FinishReason.ABORT:
+            reason = "the prompt was not computed" if end.error is None else str(end.error)
+        elif self._exchange is not None:
+            try:
+                loan = await self._exchange.lend(order.prompt_token_ids, order.cache_salt, order.lends_after)
+            except Exception as error:  # the router sends the request without the pages
+                reason = _line(error)
+        self._lent.append(Lent(order.name, cached_tokens, loan, "" if loan is not None else reason))
+        self._wake.set()
 
     def post(self, events: list[Event]) -> None:
         """Keep the events of a step for the next report. Any thread may call it; it never blocks."""
@@ -118,6 +214,8 @@ class Replica:
         self._wake.clear()
         with self._lock:
             events, self._events = self._events, []
+        lent, self._lent = self._lent, []
+        fetched, self._fetched = self._fetched, []
         for event in events:
             self._outstanding.take(event)
         driver = self._llm.driver
@@ -130,7 +228,10 @@ class Replica:
             self._last_number,
             driver.seconds_without_progress(),
             time.monotonic(),
-            fault_of(driver),
+            self._fault or fault_of(driver),
+            lent,
+            fetched,
+            0 if self._exchange is None else self._exchange.open_loans,
         )
 
     def close(self) -> None:
@@ -158,6 +259,14 @@ def fault_of(driver: "Driver") -> str:
     return "" if driver.alive else f"the engine stopped: {type(driver.fault).__name__}"
 
 
+def _line(error: Exception) -> str:
+    return (
+        str(error).splitlines()[0]
+        if isinstance(error, TransferFailed)
+        else f"{type(error).__name__}: {error}"
+    )
+
+
 def portable(event: Event) -> Event:
     """Return an event that another process can read, without the objects of a fault."""
     if type(event) is Delta or type(event) is Started:
@@ -169,9 +278,19 @@ def portable(event: Event) -> Event:
     return msgspec.structs.replace(event, error=RemoteFault(f"{type(error).__name__}: {error}"))
 
 
-async def load_replica(config: EngineConfig) -> Replica:
-    """Return the replica of a loaded and warm engine. Raises: ConfigError, OSError."""
-    return Replica(await asyncio.to_thread(_load, config))
+async def load_replica(config: EngineConfig, transfers: TransferConfig | None = None) -> Replica:
+    """Return the replica of a loaded and warm engine. Raises: ConfigError, OSError.
+
+    transfers: how it exchanges KV pages with other replicas, if it has a host tier; None if it does not.
+    """
+    llm = await asyncio.to_thread(_load, config)
+    if transfers is None or not llm.engine_config.kv_offloading_size:
+        return Replica(llm)
+    import ray  # pyright: ignore[reportMissingImports]
+
+    from serving.cluster.page_transport import JaxTransport
+
+    return Replica(llm, PageExchange(llm.driver, JaxTransport(ray.util.get_node_ip_address()), transfers))
 
 
 def _load(config: EngineConfig) -> "LLM":

@@ -175,6 +175,10 @@ class Router:
             one.pages.clear()
             one.num_sent, one.sent = 0, []
 
+    def longest_hit(self, names: Sequence[bytes]) -> int:
+        """Return how many leading pages some replica that takes requests probably holds."""
+        return max((o.pages.leading(names) for o in self._replicas if o.reported < NO_LOAD), default=0)
+
     def route(
         self,
         names: Sequence[bytes],

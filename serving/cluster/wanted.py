@@ -13,6 +13,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
     """The fields of the file."""
 
     replicas: int
+    prefill_replicas: int = 0
     version: str = ""
     engine: dict[str, Any] = {}
 
@@ -21,17 +22,26 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 class Wanted:
     """The wanted replicas. A change of `version` or `config` replaces every replica.
 
+    Attributes:
+      replicas: that answer requests; `prefill_replicas`: that compute prompts for the others.
+
     Raises:
-      ConfigError: fewer than one replica.
+      ConfigError: fewer than one replica, or prefill replicas without a host tier for their pages.
     """
 
     replicas: int
     config: EngineConfig
     version: str = ""
+    prefill_replicas: int = 0
 
     def __post_init__(self) -> None:
         if self.replicas < 1:
             raise ConfigError("replicas", self.replicas, "1 or more")
+        if self.prefill_replicas < 0:
+            raise ConfigError("prefill_replicas", self.prefill_replicas, "0 or more")
+        if self.prefill_replicas and not self.config.kv_offloading_size:
+            accepted = "0 without --kv_offloading_size: KV pages pass through host memory"
+            raise ConfigError("prefill_replicas", self.prefill_replicas, accepted)
 
 
 def read_wanted(path: str | Path, base: EngineConfig) -> Wanted:
@@ -62,4 +72,5 @@ def read_wanted(path: str | Path, base: EngineConfig) -> Wanted:
         }
     except msgspec.ValidationError as error:
         raise ConfigError("engine", file.engine, str(error)) from error
-    return Wanted(file.replicas, dataclasses.replace(base, **settings), file.version)
+    config = dataclasses.replace(base, **settings)
+    return Wanted(file.replicas, config, file.version, file.prefill_replicas)

@@ -14,6 +14,8 @@ class ReplicaState(msgspec.Struct, frozen=True):
       requests: requests that run or wait there; `outstanding_tokens`: their tokens that are not computed yet.
       restarts: processes that were lost; `reason`: of the last loss.
       process_id: on the replica's machine; 0 while it starts.
+      prefills: it computes prompts, and lends their KV pages to the replicas that answer.
+      open_loans: prompts whose pages are lent and not acknowledged yet.
     """
 
     index: int
@@ -24,6 +26,16 @@ class ReplicaState(msgspec.Struct, frozen=True):
     restarts: int
     reason: str
     process_id: int
+    prefills: bool = False
+    open_loans: int = 0
+
+
+class Transfers(Protocol):
+    """The transfers of KV pages between replicas."""
+
+    done: int
+    failed: int
+    bytes: int
 
 
 class Fleet(Protocol):
@@ -31,6 +43,11 @@ class Fleet(Protocol):
 
     moved: int  # requests that changed their replica
     interrupted: int  # requests that ended with their replica
+
+    @property
+    def transfers(self) -> Transfers:
+        """The transfers since the start."""
+        ...
 
     @property
     def device(self) -> str:

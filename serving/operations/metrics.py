@@ -192,6 +192,12 @@ def _replicas(fleet: Fleet) -> Iterator[Metric]:
     for name, text, kind, field in (
         ("jaxflow_replica_requests", "Requests at a replica", GaugeMetricFamily, "requests"),
         ("jaxflow_replica_tokens", "Tokens to compute", GaugeMetricFamily, "outstanding_tokens"),
+        (
+            "jaxflow_replica_open_loans",
+            "Lent and not acknowledged KV pages, by prompt",
+            GaugeMetricFamily,
+            "open_loans",
+        ),
         ("jaxflow_replica_losses", "Processes that were lost", CounterMetricFamily, "restarts"),
     ):
         values = {str(replica.index): getattr(replica, field) for replica in replicas}
@@ -199,6 +205,10 @@ def _replicas(fleet: Fleet) -> Iterator[Metric]:
     yield _counter("jaxflow_requests_moved", "Requests that changed their replica", fleet.moved)
     text = "Requests that ended with their replica"
     yield _counter("jaxflow_requests_interrupted", text, fleet.interrupted)
+    moved, results = fleet.transfers, ("done", "failed")
+    text, values = "Prompts whose KV pages went to another replica", {r: getattr(moved, r) for r in results}
+    yield _by_label(CounterMetricFamily, "jaxflow_kv_transfers", text, "result", values)
+    yield _counter("jaxflow_kv_transfer_bytes", "Bytes of the KV pages that arrived", moved.bytes)
 
 
 def make_registry(collector: EngineCollector) -> CollectorRegistry:

@@ -25,7 +25,7 @@ import dataclasses
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -190,6 +190,23 @@ class KvOffload:
             down += [(key, page) for (_, _, key), page in zip(stores, pages, strict=True)]
         loads: list[tuple[Fetch, FetchPage, Page]] = self.policy.take_loads()
         self.transfers.copy(down, [((fetch, page), data) for fetch, page, data in loads])
+
+    # ---- pages for another engine
+
+    def find(self, keys: Sequence[Key]) -> dict[Key, Page]:
+        """Return the pages of these keys that are in host memory. A page never changes while it is referenced."""
+        store = self.policy.store
+        return {key: store.get(key) for key in keys if store.is_stored(key)}
+
+    def give(self, pages: Mapping[Key, Page]) -> None:
+        """Take pages in host memory that another engine computed, as long as there is room for them."""
+        store = self.policy.store
+        for key, page in pages.items():
+            if store.contains(key):
+                continue
+            if not store.reserve(key):
+                break
+            store.arrive(key, page)
 
     @property
     def busy(self) -> bool:
