@@ -5,8 +5,10 @@ query heads along. Arrays are cut by KV heads before a call and put together in 
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
@@ -73,3 +75,24 @@ def sinks_of(layer: Layer) -> int:
     """Return the sink tokens of a layer with attention spans."""
     assert layer.spans, "a layer with attention spans"
     return layer.spans[0].sinks
+
+
+def call_once_traced(kernel: Callable[..., Any], *arrays: Any, **settings: Any) -> Any:
+    """Return kernel(*arrays, **settings), traced once for all groups and layers with equal shapes and settings.
+
+    A Mosaic kernel that is traced again differs in the names of its values, and is compiled again. A model of 32
+    layers with four groups would compile the same attention kernel 128 times.
+    """
+    moving = {name: value for name, value in settings.items() if not _is_static(value)}
+    static = tuple((name, value) for name, value in settings.items() if name not in moving)
+    return _traced(kernel, static)(*arrays, **moving)
+
+
+@functools.cache
+def _traced(kernel: Callable[..., Any], settings: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
+    """Return the kernel with these settings as one function, which JAX traces once for equal shapes."""
+    return jax.jit(functools.partial(kernel, **dict(settings)))
+
+
+def _is_static(value: Any) -> bool:
+    return value is None or isinstance(value, (bool, int, float, str))

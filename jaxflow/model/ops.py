@@ -35,6 +35,7 @@ from jaxflow.config import Layer, Span, gate_block
 from jaxflow.model import latent_ops
 from jaxflow.model.batch import Batch
 from jaxflow.model.head_groups import (
+    call_once_traced,
     group_spans,
     join_heads,
     sinks_of,
@@ -270,7 +271,13 @@ def rope_append(
 
     def append(columns: Array, pages: KV, group: int, scales: dict[str, Array]) -> tuple[Array, Any, Any]:
         slots = batch.slots[group, start:stop]
-        return c.kernels.rope_append(columns, *pages, positions, slots, **settings, **scales)
+        given = columns, *pages, positions, slots
+        call = (
+            c.kernels.rope_append
+            if layer.spans is None
+            else functools.partial(call_once_traced, c.kernels.rope_append)
+        )
+        return call(*given, **settings, **scales)
 
     if layer.spans is None:
         q, k_pages, v_pages = append(fused, kv, c.group(layer), kv_scales(w))
@@ -306,7 +313,9 @@ def chunk_attention(
         return join_heads(
             layer,
             [
-                c.kernels.chunk_attention(queries, *pages, batch.page_table[group], chunks, **settings)
+                call_once_traced(
+                    c.kernels.chunk_attention, queries, *pages, batch.page_table[group], chunks, **settings
+                )
                 for group, queries, pages, settings in _head_groups(c, layer, w, q, kv, positions)
             ],
         )
@@ -346,8 +355,9 @@ def decode_attention(
             own = None if into is None else take_heads(into, heads, len(layer.spans), axis=1)
             table = batch.page_table[group, rows]
             listed = None if work is None else _listed(c, work, spans_of(layer, heads))
+            settings |= {"into": own, "work": listed}
             parts.append(
-                c.kernels.decode_attention(queries, *pages, table, lengths, into=own, work=listed, **settings)
+                call_once_traced(c.kernels.decode_attention, queries, *pages, table, lengths, **settings)
             )
         return join_heads(layer, parts)
     listed, table = work or (None, batch.page_table[c.group(layer), rows])
