@@ -93,7 +93,7 @@ def help_of(no_flags, monkeypatch, capsys):
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: re.sub(r"\s+#.*", "", command))
 def test_a_command_and_its_flags_exist(command, help_of):
     _, _, module, *arguments = shlex.split(command, comments=True)
-    shown = help_of(module, *[word for word in arguments if re.fullmatch(r"[a-z]+", word)][:1])
+    shown = help_of(module, *[word for word in arguments if re.fullmatch(r"[a-z_]+", word)][:1])
     for flag in (word.partition("=")[0] for word in arguments if word.startswith("--")):
         assert re.search(rf"--(\[no\])?{flag.removeprefix('--')}\b", shown), f"{module} has no {flag}"
     assert "Traceback" not in shown

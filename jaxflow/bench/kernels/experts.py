@@ -228,14 +228,10 @@ GROUPS = (
             for tokens in TOKENS
             for model in MODELS
             for name, zipf in ZIPF.items()
-        ),
-    ),
-    KernelGroup(
-        "grouped_gemm_fp8",
-        "TB/s",
-        tuple(
+        )
+        + tuple(
             KernelCase(
-                f"{model} T {tokens} {name}",
+                f"{model} T {tokens} {name} fp8",
                 functools.partial(_narrow_products, model, tokens, zipf),
                 rate=0.85 * STREAM_BYTES_PER_S if tokens == 64 else None,
             )

@@ -179,7 +179,7 @@ def test_failed_copies_change_no_token(case, monkeypatch):
 
 def test_a_failed_copy_is_logged_once_and_does_not_reach_the_engine(caplog):
     engine = toy.offloading_loop(*LLAMA[:1], 10)
-    channel = engine._offload.transfers.to_host
+    channel = engine.offload.transfers.to_host
     channel.copy([("a", "no array"), ("b", "none either")])
     channel.copy([("c", "nor this")])
     channel.close()

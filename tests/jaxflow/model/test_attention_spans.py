@@ -21,7 +21,7 @@ from jaxflow.model.attention_spans import MOST_CLASSES, class_of, span_classes, 
 from jaxflow.model.batch import Batch
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.checkpoints.fingerprint import kv_fingerprint
-from jaxflow.model.head_groups import join_heads, take_heads, windows_at
+from jaxflow.model.head_groups import call_once_traced, join_heads, take_heads, windows_at
 from jaxflow.model.op_registry import Context, Site
 from pallas_kernels.attention.chunk.reference import chunk_attention
 from pallas_kernels.attention.decode.reference import decode_attention
@@ -267,11 +267,32 @@ def test_all_layers_make_their_work_lists_at_once(opened):
     kv = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
     work = ops.attention_work(c, config.layers[0], batch, 0, 3, "decode_attention", kv[0])
     q = jnp.zeros((3, config.num_heads, config.head_dim))
-    for layer, pages in zip(config.layers, kv, strict=True):
-        site = Site(c, {}, layer, batch, 0, 3, work)
-        ops.decode_attention(site, q, pages)
+    with jax.disable_jit():  # the lists are compared by value
+        for layer, pages in zip(config.layers, kv, strict=True):
+            site = Site(c, {}, layer, batch, 0, 3, work)
+            ops.decode_attention(site, q, pages)
     assert len(got) == sum(len(layer.group_heads) for layer in config.layers) > 2
     assert len(made) == len({heads for _, _, heads in made}) and sum(shape[0] for shape in made) == len(got)
+
+
+def test_equal_calls_of_a_kernel_are_traced_once():
+    """A Mosaic kernel is compiled for each of its tracings."""
+    traced = []
+
+    def kernel(x, *, factor, own):
+        traced.append(factor)
+        return x * factor + own
+
+    @jax.jit
+    def calls(x, own):
+        return [
+            call_once_traced(kernel, x, factor=factor, own=own + i) for factor in (2, 3) for i in range(4)
+        ]
+
+    x = jnp.arange(3.0)
+    found = calls(x, jnp.ones(3))
+    np.testing.assert_array_equal(np.stack(found), [x * f + 1 + i for f in (2, 3) for i in range(4)])
+    assert traced == [2, 3]
 
 
 def test_a_model_without_a_file_is_unchanged():

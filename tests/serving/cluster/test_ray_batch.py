@@ -1,11 +1,15 @@
-"""`python -m serving.batch --engine ray` with real Ray: whole answers, and kills of a replica and of the command."""
+"""`python -m serving.batch --engine ray` with real Ray: whole answers, and kills of a replica, the command and Ray."""
 
+import contextlib
 import importlib.util
 import json
 import os
+import secrets
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -26,6 +30,7 @@ HERE = Path(__file__).parent
 ENVIRONMENT = os.environ | {
     "PYTHONPATH": os.pathsep.join(map(str, (paths.ROOT, paths.ROOT / "tests", HERE.parent, HERE))),
     "JAX_PLATFORMS": "cpu",
+    "RAY_AUTH_TOKEN": secrets.token_hex(16),  # of the head and of every command
 }
 LINES = 240
 TOKENS = 20
@@ -44,7 +49,7 @@ def write_lines(path: Path, count: int = LINES, tokens: int = TOKENS) -> Path:
 class Command:
     """The command with simulated engines, as a process."""
 
-    def __init__(self, folder: Path, *, replicas: int = 2):
+    def __init__(self, folder: Path, *, replicas: int = 2, address: str | None = None):
         self.folder, self.asked_file = folder, folder / f"asked-{time.monotonic_ns()}"
         arguments = [
             folder / "in",
@@ -87,6 +92,19 @@ def journal(folder: Path) -> list[int]:
         with open(path, "rb") as file:
             records = [_decode(payload) for _, payload in read_frames(file, 0)]
         found += [record.line - 1 for record in records if isinstance(record, Answer)]
+    return found
+
+
+def descendants(process: int) -> list[int]:
+    """The processes that a process started, and theirs."""
+    parents: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            parents.setdefault(parent, []).append(int(entry.name))
+    found = list(parents.get(process, []))
+    for child in found:
+        found += parents.get(child, [])
     return found
 
 
@@ -133,6 +151,59 @@ def test_a_killed_command_continues(tmp_path):
     assert status == 0, output
     check_whole(tmp_path)
     assert {line for _, line in again.asked} == set(range(LINES)) - finished
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+class RayHead:
+    """A Ray cluster of this machine. `kill` ends all its processes."""
+
+    def __init__(self, folder: str):
+        self.address = f"127.0.0.1:{free_port()}"
+        flags = ["--head", "--block", "--node-ip-address=127.0.0.1", f"--port={self.address.split(':')[1]}"]
+        flags += ["--num-cpus=4", "--object-store-memory=100000000", "--include-dashboard=false"]
+        flags += [f"--temp-dir={folder}", f"--ray-client-server-port={free_port()}"]
+        environment = ENVIRONMENT | {"RAY_agent_register_timeout_ms": "120000"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "ray.scripts.scripts", "start", *flags],
+            env=environment, cwd=paths.ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+        line = next((each for each in self.process.stdout if "Ray runtime started" in each), None)
+        assert line is not None, "Ray does not start"
+
+    def kill(self) -> None:
+        for process in [self.process.pid, *descendants(self.process.pid)]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        self.process.wait()
+
+
+def test_a_killed_cluster_ends_the_command_which_continues_on_another(tmp_path):
+    write_lines(tmp_path / "in")
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as one:
+        head = RayHead(one)
+        try:
+            command = Command(tmp_path, address=head.address).until(finished=40)
+        finally:
+            head.kill()
+        status, output = command.end()
+        assert status != 0, output
+        finished = set(journal(tmp_path))
+        assert 40 <= len(finished) < LINES and not (tmp_path / "out").exists()
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as other:
+        head = RayHead(other)
+        try:
+            again = Command(tmp_path, address=head.address)
+            status, output = again.end()
+        finally:
+            head.kill()
+        assert status == 0, output
+        check_whole(tmp_path)
+        assert {line for _, line in again.asked} == set(range(LINES)) - finished
 
 
 def run_command(*arguments) -> subprocess.CompletedProcess:
