@@ -99,6 +99,7 @@ def _jax_mosaic(gates: dict[str, Any], x: tuple, w: dict[str, jax.Array]) -> jax
 
 
 def _e4m3(gates: dict[str, Any], x: tuple, w: dict[str, Any]) -> jax.Array:
+    """Return both products in e4m3. The rows between the products are quantized."""
     rows, listed = x
     a = swapped.grouped_gemm(rows, w["expert_up_gate"], listed, **gates)
     return swapped.grouped_gemm(quantize_api.quantize_rows(a), w["expert_down"], listed)
@@ -109,42 +110,6 @@ def _dense(gates: dict[str, Any], x: tuple, w: dict[str, jax.Array]) -> jax.Arra
     return dense_gemm(dense_gemm(x[0], w["expert_up_gate"][0], **gates), w["expert_down"][0])
 
 
-def _products(model: str, tokens: int, zipf: float) -> dict[str, Implementation]:
-    config, w, gates = _config(model), _weights(model), _gates(model)
-    rng, chosen = np.random.default_rng(tokens), config.experts_per_token
-    calls = 8 if tokens <= 256 else 4  # as many routings, so that few tokens touch other experts every time
-    picked = [draw_routing(rng, tokens, config.num_experts, chosen, zipf) for _ in range(calls)]
-    elements = 3 * config.hidden_size * config.expert_intermediate_size  # of an expert
-    moved = 2.0 * elements * float(np.mean([len(np.unique(one)) for one in picked]))
-    flop = 2.0 * elements * tokens * chosen
-    plain = [
-        jax.random.normal(jax.random.key(i), (tokens, config.hidden_size), jnp.bfloat16) for i in range(calls)
-    ]
-    rounds = max(1, round(5e-3 / calls / max(moved / 4e12, flop / 500e12)))
-
-    def program(one: Callable, list_groups: Callable, least: Least) -> Implementation:
-        @jax.jit
-        def ready(x: jax.Array, experts: jax.Array) -> tuple:
-            listed = list_groups(experts, config.num_experts)
-            return x[listed.pairs // chosen], listed
-
-        xs = [ready(x, jnp.asarray(experts)) for x, experts in zip(plain, picked, strict=True)]
-        run = looped(jax.jit(functools.partial(one, gates)), rounds)
-        return Implementation(lambda: run(xs, [w] * calls), rounds * calls, moved, least=least)
-
-    least = Least(moved, flop)
-    made = {
-        name: program(functools.partial(_grouped, module.grouped_gemm), module.list_groups, least)
-        for name, module in MOSAIC.items()
-    }
-    made["jax mosaic"] = program(_jax_mosaic, groups.list_groups, least)
-    if tokens <= FEW:
-        made["xla"] = program(functools.partial(_grouped, reference.grouped_gemm), groups.list_groups, least)
-    if tokens >= 2048:
-        made["dense, one weight"] = program(_dense, groups.list_groups, Least(flop=flop))
-    return made
-
-
 @functools.cache
 def _e4m3_weights(model: str) -> dict[str, Any]:
     """Return the experts' weights in e4m3, one expert at a time, to save memory."""
@@ -152,34 +117,76 @@ def _e4m3_weights(model: str) -> dict[str, Any]:
     return {name: jax.jit(functools.partial(lax.map, quantize_rows))(own[name]) for name in QUANTIZED_EXPERTS}
 
 
-def _narrow_products(model: str, tokens: int, zipf: float) -> dict[str, Implementation]:
-    """Prepare both products in e4m3, and beside them in bfloat16."""
-    config, gates = _config(model), _gates(model)
-    rng, chosen, calls = np.random.default_rng(tokens), config.experts_per_token, 8 if tokens <= 256 else 4
-    picked = [draw_routing(rng, tokens, config.num_experts, chosen, zipf) for _ in range(calls)]
-    elements = 3 * config.hidden_size * config.expert_intermediate_size  # of an expert
-    touched = float(np.mean([len(np.unique(one)) for one in picked]))
-    flop = 2.0 * elements * tokens * chosen
-    rounds = max(1, round(5e-3 / calls / max(elements * touched / 4e12, flop / 1e15)))
+@dataclasses.dataclass(frozen=True)
+class _Calls:
+    """The routings of a case, as many as a run has calls, so that few tokens touch other experts in each call.
 
-    def program(one: Callable, w: dict[str, Any], element_bytes: float, quantize: Callable) -> Implementation:
+    elements: of the experts that a call touches, on average. flop: of a call.
+    """
+
+    model: str
+    tokens: int
+    picked: tuple[np.ndarray, ...]
+    elements: float
+    flop: float
+
+    def program(
+        self,
+        one: Callable,
+        list_groups: Callable,
+        w: dict[str, Any],
+        *,
+        element_bytes: float = 2.0,
+        one_weight: bool = False,
+        quantize: Callable = lambda x: x,
+    ) -> Implementation:
+        """Prepare an implementation. one_weight: it reads no expert's weight but one."""
+        config, calls, moved = _config(self.model), len(self.picked), element_bytes * self.elements
+        least = Least(flop=self.flop) if one_weight else Least(moved, self.flop)
+
         @jax.jit
         def ready(seed: int, experts: jax.Array) -> tuple:
-            listed = swapped.list_groups(experts, config.num_experts)
-            x = jax.random.normal(jax.random.key(seed), (tokens, config.hidden_size), jnp.bfloat16)
-            return jax.tree.map(lambda rows: rows[listed.pairs // chosen], quantize(x)), listed
+            listed = list_groups(experts, config.num_experts)
+            x = jax.random.normal(jax.random.key(seed), (self.tokens, config.hidden_size), jnp.bfloat16)
+            return jax.tree.map(lambda rows: rows[listed.pairs // experts.shape[1]], quantize(x)), listed
 
-        xs = [ready(seed, jnp.asarray(experts)) for seed, experts in enumerate(picked)]
-        run, moved = (
-            looped(jax.jit(functools.partial(one, gates)), rounds),
-            element_bytes * elements * touched,
-        )
-        return Implementation(lambda: run(xs, [w] * calls), rounds * calls, moved, least=Least(moved, flop))
+        xs = [ready(seed, jnp.asarray(experts)) for seed, experts in enumerate(self.picked)]
+        rounds = max(1, round(5e-3 / calls / max(moved / 4e12, self.flop / (1e15 / element_bytes))))
+        run = looped(jax.jit(functools.partial(one, _gates(self.model))), rounds)
+        return Implementation(lambda: run(xs, [w] * calls), rounds * calls, moved, least=least)
 
+
+def _calls(model: str, tokens: int, zipf: float) -> _Calls:
+    config, rng = _config(model), np.random.default_rng(tokens)
+    chosen, number = config.experts_per_token, 8 if tokens <= 256 else 4
+    picked = tuple(draw_routing(rng, tokens, config.num_experts, chosen, zipf) for _ in range(number))
+    elements = 3.0 * config.hidden_size * config.expert_intermediate_size  # of an expert
+    touched = float(np.mean([len(np.unique(one)) for one in picked]))
+    return _Calls(model, tokens, picked, elements * touched, 2.0 * elements * tokens * chosen)
+
+
+def _products(model: str, tokens: int, zipf: float) -> dict[str, Implementation]:
+    calls, w = _calls(model, tokens, zipf), _weights(model)
+    made = {
+        name: calls.program(functools.partial(_grouped, module.grouped_gemm), module.list_groups, w)
+        for name, module in MOSAIC.items()
+    }
+    made["jax mosaic"] = calls.program(_jax_mosaic, groups.list_groups, w)
+    if tokens <= FEW:
+        product = functools.partial(_grouped, reference.grouped_gemm)
+        made["xla"] = calls.program(product, groups.list_groups, w)
+    if tokens >= 2048:
+        made["dense, one weight"] = calls.program(_dense, groups.list_groups, w, one_weight=True)
+    return made
+
+
+def _e4m3_products(model: str, tokens: int, zipf: float) -> dict[str, Implementation]:
+    """Prepare both products in e4m3, and as a rival in bfloat16."""
+    calls, list_groups, w = _calls(model, tokens, zipf), swapped.list_groups, _e4m3_weights(model)
     wide = functools.partial(_grouped, swapped.grouped_gemm)
     return {
-        "e4m3": program(_e4m3, _e4m3_weights(model), 1.0, quantize_rows),
-        "bfloat16": program(wide, _weights(model), 2.0, lambda x: x),
+        "e4m3": calls.program(_e4m3, list_groups, w, element_bytes=1.0, quantize=quantize_rows),
+        "bfloat16": calls.program(wide, list_groups, _weights(model)),
     }
 
 
@@ -232,7 +239,7 @@ GROUPS = (
         + tuple(
             KernelCase(
                 f"{model} T {tokens} {name} fp8",
-                functools.partial(_narrow_products, model, tokens, zipf),
+                functools.partial(_e4m3_products, model, tokens, zipf),
                 rate=0.85 * STREAM_BYTES_PER_S if tokens == 64 else None,
             )
             for tokens in TOKENS
