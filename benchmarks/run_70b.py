@@ -50,6 +50,7 @@ SETTINGS = {
             "tp2-fp8/sequential-copied.json",
             "tp2-fp8/ablation-nano-batches.json",
             "tp2-fp8/ablation-memory.json",
+            "tp2-fp8/four-qkv-copied.json",
         ),
         ("searched/tp2-fp8.json", "tp2-fp8/products-copied.json"),
         1024,
@@ -70,7 +71,13 @@ SETTINGS = {
     ),
     (4, "fp8"): Setting(
         "searched/tp4-fp8.json",
-        ("tp4-fp8/two-swapped.json", "tp4-fp8/sequential-swapped.json"),
+        (
+            "tp4-fp8/two-swapped.json",
+            "tp4-fp8/sequential-swapped.json",
+            "tp4-fp8/ablation-nano-batches.json",
+            "tp4-fp8/ablation-memory.json",
+            "tp4-fp8/four-qkv-swapped.json",
+        ),
         ("searched/tp4-fp8.json", "tp4-fp8/two-swapped.json"),
         2048,
         (2048, 3072, 4096),
@@ -80,7 +87,13 @@ SETTINGS = {
     ),
     (4, "bf16"): Setting(
         "searched/tp4-bfloat16.json",
-        ("tp4-bf16/two-swapped.json", "tp4-bf16/sequential-swapped.json"),
+        (
+            "tp4-bf16/two-swapped.json",
+            "tp4-bf16/sequential-swapped.json",
+            "tp4-bf16/ablation-nano-batches.json",
+            "tp4-bf16/ablation-memory.json",
+            "tp4-bf16/four-qkv-swapped.json",
+        ),
         ("searched/tp4-bfloat16.json", "tp4-bf16/two-swapped.json"),
         1024,
         (1536, 2048, 2560),

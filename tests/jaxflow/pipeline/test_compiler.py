@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from jaxflow.model.graph import model_graph
 from jaxflow.pipeline import compiler, streams
 from jaxflow.pipeline.compiler import compile_plan
-from jaxflow.pipeline.handwritten import phased_plan, sequential_plan, two_nano_batch_plan
+from jaxflow.pipeline.handwritten import four_qkv_plan, phased_plan, sequential_plan, two_nano_batch_plan
 from jaxflow.pipeline.plan import PlanError, borders
 
 TOKENS, SPLIT = 16, 6
@@ -105,6 +105,7 @@ def test_drawn_plans_compiled(name, tp, form, streams, numbers, data):
         (phased_plan, "tiny-llama", 4, {}),
         (phased_plan, "tiny-llama", 1, FP8),
         (two_nano_batch_plan, "tiny-mixtral", 2, {}),
+        (four_qkv_plan, "tiny-llama", 2, {}),
     ],
 )
 @settings(LAW, max_examples=3)

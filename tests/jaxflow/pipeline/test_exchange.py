@@ -13,6 +13,7 @@ from jaxflow.pipeline.choice import is_sequential
 from jaxflow.pipeline.compiler import compile_plan, xla_options
 from jaxflow.pipeline.handwritten import (
     copied,
+    four_qkv_plan,
     gemms_in_two_plan,
     phased_plan,
     sequential_plan,
@@ -37,8 +38,9 @@ FP8_NUMBERS = {"quantization": "fp8", "kv": "float8_e4m3fn"}
         (gemms_in_two_plan, "tiny-llama", 2, FP8_NUMBERS),
         (two_nano_batch_plan, "tiny-llama", 4, FP8_NUMBERS),
         (phased_plan, "tiny-llama", 2, FP8_NUMBERS),
+        (four_qkv_plan, "tiny-llama", 4, {}),
     ],
-    ids=["post-norms", "experts", "fp8", "fp8, four devices", "fp8, streams"],
+    ids=["post-norms", "experts", "fp8", "fp8, four devices", "fp8, streams", "four qkv"],
 )
 def test_plans_with_peer_copies_compute_the_plain_forward(make, name, tp, numbers):
     """The cut falls among decodes and into a chunk; the plain forward sums by all-reduces."""

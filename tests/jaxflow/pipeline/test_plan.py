@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jaxflow.config import ParallelConfig
 from jaxflow.model.graph import model_graph
 from jaxflow.pipeline.compiler import compile_plan, xla_options
-from jaxflow.pipeline.handwritten import phased_plan, sequential_plan, two_nano_batch_plan
+from jaxflow.pipeline.handwritten import four_qkv_plan, phased_plan, sequential_plan, two_nano_batch_plan
 from jaxflow.pipeline.plan import (
     SCHEMA_VERSION,
     NanoOp,
@@ -58,6 +58,7 @@ def test_handwritten_plans_are_accepted(name, tp):
         sequential_plan(config, 24, tp),
         two_nano_batch_plan(config, 24, 7, tp),
         phased_plan(config, 24, 16, tp),
+        four_qkv_plan(config, 24, 9, tp, (48, 84)),
     ):
         graph = model_graph(config, tp)
         check(plan, graph)
