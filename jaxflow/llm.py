@@ -95,6 +95,7 @@ class LLM:
         self.name, self.model_config = checkpoint.name, checkpoint.model_config
         self.generation_config: Mapping[str, Any] = checkpoint.generation_config
         self.max_model_len, self.warm_up_s = self._backend.max_model_len, self._backend.warm_up_s
+        self.start = self._backend.start
         self._ids = itertools.count()
 
     @classmethod
@@ -248,6 +249,11 @@ class Backend(Protocol):
         """Seconds of compiling; of an offloaded model, of the complete start."""
         ...
 
+    @property
+    def start(self) -> Mapping[str, float]:
+        """Seconds by phase of the start, see `StartTimes.summary`; empty for an offloaded model."""
+        ...
+
     def accept(self, request: Request) -> Request:
         """Return the request with its limit. Raises: InvalidRequest."""
         ...
@@ -267,6 +273,7 @@ class _Serving:
     def __init__(self, engine: Engine, team: Team | None):
         assert engine.config.max_model_len is not None
         self.max_model_len, self.warm_up_s = engine.config.max_model_len, engine.warm_up_s
+        self.start = engine.start
         self._driver, self._team = engine.driver, team
         self.accept = engine.driver.accept
 
@@ -308,7 +315,7 @@ class _Offloaded:
 
     def __init__(self, runtime: Runtime):
         self.max_model_len = runtime.policy.prompt_tokens + runtime.policy.output_tokens
-        self.warm_up_s = runtime.load_s
+        self.warm_up_s, self.start = runtime.load_s, {}
         self._runtime, self._turn = runtime, threading.Lock()
         self.accept, self.close = runtime.accept, runtime.close
 

@@ -26,11 +26,12 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxflow.engine import program_memory as temporary
-from jaxflow.engine.deferred import DELAY_S, DeferredProgram, compile_in_background, is_deferred
+from jaxflow.engine.deferred import DELAY_S, DeferredProgram, compile_in_background
 from jaxflow.engine.layered_step import LayeredStep, LoweredStep, lower_layers
 from jaxflow.engine.layout import StepLayout
 from jaxflow.engine.lowered_cache import LoweredPrograms, compile_program
 from jaxflow.engine.programs import FULL_DONATES, REPLICATED, STEP_DONATES, Programs, Rows, head, prompt_head
+from jaxflow.engine.start_times import StartTimes, num_compiled
 from jaxflow.kv.device_cache import cache_shapes, cache_spec, make_cache, page_groups
 from jaxflow.kv.tiers.page import Page
 from jaxflow.kv.tiers.page_copies import PageCopies
@@ -42,16 +43,6 @@ from jaxflow.parallel.mesh import TP, is_here, on_gpu, place
 SHORT_PROMPT = 64  # tokens
 APPENDS = 4096  # page-table entries that one `append_pages` call takes
 COUNTED = 4096  # tokens that one `count_tokens` call takes
-
-_compiled = 0  # backend compilations of this process, for `Executor.compilations`
-
-
-def _count_compilation(event: str, duration_secs: float, **kwargs: str | int) -> None:
-    global _compiled
-    _compiled += event == "/jax/core/compile/backend_compile_duration" and not is_deferred()
-
-
-jax.monitoring.register_event_duration_secs_listener(_count_compilation)
 
 
 @contextlib.contextmanager
@@ -126,13 +117,16 @@ class Executor:
         name: str = "",
         defers: bool = False,
         is_layered: Callable[[StepLayout], bool] = lambda layout: False,
+        times: StartTimes | None = None,
     ):
         """Arguments not in the class's description:
 
         name: of the pipeline stage, in the names of lowered programs.
         defers: compile the programs that plain requests do not need after the start, see `DeferredProgram`.
         is_layered: returns True if a layout's step is a program a layer, see `LayeredStep`.
+        times: takes the times of `warm_up`.
         """
+        self._times = times or StartTimes()
         self.programs, self.weights, self._name = programs, weights, name
         self.layouts: dict[int, tuple[StepLayout, ...]] = {}  # the layouts of each bucket, one a plan
         # By tokens: the layouts of steps of decodes alone that have a program of their own.
@@ -227,15 +221,16 @@ class Executor:
         start = time.perf_counter()
         self.compile(on_progress)
         on_compiled()
-        for layout in rehearsed(self):
-            rehearse(self, layout)
-        self.count_compilations()
+        with self._times.phase("rehearsal"):
+            for layout in rehearsed(self):
+                rehearse(self, layout)
+            self.count_compilations()
         return time.perf_counter() - start
 
     def count_compilations(self) -> None:
         """Begin to count `compilations`, once every program has run."""
         jax.block_until_ready(self.kv)
-        self._compiled_at_warm_up = _compiled
+        self._compiled_at_warm_up = num_compiled()
 
     @_collector_paused()
     def compile(self, on_progress: Callable[[int, int], None] = lambda done, total: None) -> None:
@@ -248,22 +243,25 @@ class Executor:
             futures: dict[concurrent.futures.Future, tuple[dict, Any, Any, dict[str, Any]]] = {}
             crowded = []
             for table, key, lower, options in jobs:
-                lowered = lower()
+                with self._times.phase("lowering"):
+                    lowered = lower()
                 futures[pool.submit(self._compile, lowered, options)] = table, key, lowered, options
                 on_progress(sum(future.done() for future in futures), len(jobs))
-            for done, future in enumerate(concurrent.futures.as_completed(futures), start=1):
-                table, key, lowered, options = futures.pop(future)
-                try:
-                    table[key] = future.result()
-                except jax.errors.JaxRuntimeError as error:
-                    if "RESOURCE_EXHAUSTED" not in str(error):
-                        raise
-                    crowded.append((table, key, lowered, options))
-                on_progress(done, len(jobs))
+            with self._times.phase("compilation"):  # what is left of it after the last lowering
+                for done, future in enumerate(concurrent.futures.as_completed(futures), start=1):
+                    table, key, lowered, options = futures.pop(future)
+                    try:
+                        table[key] = future.result()
+                    except jax.errors.JaxRuntimeError as error:
+                        if "RESOURCE_EXHAUSTED" not in str(error):
+                            raise
+                        crowded.append((table, key, lowered, options))
+                    on_progress(done, len(jobs))
         # XLA times GEMMs in the memory that the cache leaves: room for one program (the head takes 1 GB), not
         # for as many as compile at once.
-        for table, key, lowered, options in crowded:
-            table[key] = self._compile(lowered, options)
+        with self._times.phase("compilation"):
+            for table, key, lowered, options in crowded:
+                table[key] = self._compile(lowered, options)
         if self.copies is not None:
             self.kv = self.copies.warm_up(self.kv)
         self._warm = True
@@ -351,7 +349,7 @@ class Executor:
     @property
     def compilations(self) -> int:
         """The number of backend compilations since warm-up, which must be 0."""
-        return _compiled - self._compiled_at_warm_up
+        return num_compiled() - self._compiled_at_warm_up
 
     def program(self, layout: StepLayout) -> jax.stages.Compiled:
         """Return the compiled step of a layout, after warm-up. The step must be one program."""

@@ -17,6 +17,7 @@ import numpy as np
 
 from jaxflow.engine.executor import Executor, Pending, Recorder, rehearse, rehearsed
 from jaxflow.engine.layout import StepLayout
+from jaxflow.engine.start_times import StartTimes
 from jaxflow.kv.tiers.page import Parts
 from jaxflow.model.slot_params import SlotParams
 from jaxflow.parallel.hand_over import Exchange, hand_over
@@ -33,9 +34,13 @@ class StagedExecutor:
 
     Args:
       exchange: hands over between processes; None for one process.
+      times: takes the time of the rehearsal.
     """
 
-    def __init__(self, stages: Sequence[Executor], exchange: Exchange | None = None):
+    def __init__(
+        self, stages: Sequence[Executor], exchange: Exchange | None = None, times: StartTimes | None = None
+    ):
+        self._times = times or StartTimes()
         self.stages, self._exchange = tuple(stages), exchange
         self._here = [stage for stage in self.stages if stage.is_here]
         self.recorder: Recorder | None = None  # see `Executor`
@@ -86,10 +91,11 @@ class StagedExecutor:
         start = time.perf_counter()
         self._compile(on_progress)
         on_compiled()
-        for layout in rehearsed(self):
-            rehearse(self, layout)
-        for stage in self._here:
-            stage.count_compilations()
+        with self._times.phase("rehearsal"):
+            for layout in rehearsed(self):
+                rehearse(self, layout)
+            for stage in self._here:
+                stage.count_compilations()
         return time.perf_counter() - start
 
     def compile_deferred(self) -> None:

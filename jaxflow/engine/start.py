@@ -26,6 +26,7 @@ from jaxflow.engine.lowered_cache import open_lowered_programs
 from jaxflow.engine.program_memory import SPARE
 from jaxflow.engine.programs import Programs
 from jaxflow.engine.staged_executor import StagedExecutor
+from jaxflow.engine.start_times import StartTimes, describe
 from jaxflow.engine.step_plans import (
     choose_plans,
     cost_device,
@@ -226,12 +227,16 @@ def memory_budget(mesh: Mesh, config: EngineConfig) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Engine:
-    """A warm engine, and its parts."""
+    """A warm engine, and its parts.
+
+    start: seconds by phase of the start, see `StartTimes.summary`.
+    """
 
     config: EngineConfig  # resolved
     driver: Driver
     executor: Executor | StagedExecutor
     warm_up_s: float
+    start: Mapping[str, float]
 
 
 def start_engine(
@@ -255,11 +260,12 @@ def start_engine(
     Raises:
       ConfigError, CheckpointError, PlanError, ProcessesError
     """
-    given = config
+    given, times = config, StartTimes()
     config = dataclasses.replace(config, quantization=config.quantization or checkpoint.quantization)
     resolved = functools.partial(resolve, config, checkpoint.model_config)
-    config = resolved() if team is None else team.resolve(config, resolved)
-    plans = choose_plans(config, checkpoint.model_config)
+    with times.phase("devices"):  # the first use of JAX's devices is here
+        config = resolved() if team is None else team.resolve(config, resolved)
+        plans = choose_plans(config, checkpoint.model_config)
     if team is not None:
         team.compare(given, config, checkpoint, plans)
     fingerprint = kv_fingerprint(config, checkpoint)
@@ -271,7 +277,9 @@ def start_engine(
         warm_up_s = 0.0
         if executor is None:
             make = make_executor if config.pipeline_parallel_size == 1 else make_staged_executor
-            executor = make(config, checkpoint, plans, kernels=kernels, team=team, progress=progress)
+            executor = make(
+                config, checkpoint, plans, kernels=kernels, team=team, progress=progress, times=times
+            )
             with tqdm(total=None, desc="Compiling", disable=not progress, unit="program", delay=1.0) as bar:
                 wait = (lambda: None) if team is None else team.wait_until_compiled
                 warm_up_s = executor.warm_up(_advance(bar), wait)
@@ -294,7 +302,9 @@ def start_engine(
         driver.start()
         executor.compile_deferred()
         undo.pop_all()
-    return Engine(config, driver, executor, warm_up_s)
+    found = times.summary()
+    log.info(describe(found))
+    return Engine(config, driver, executor, warm_up_s, found)
 
 
 def make_executor(
@@ -306,6 +316,7 @@ def make_executor(
     graphs: Mapping[str, str] | None = None,
     team: Team | None = None,
     progress: bool = True,
+    times: StartTimes | None = None,
 ) -> Executor:
     """Return an executor with its weights and KV cache, before warm-up.
 
@@ -315,14 +326,17 @@ def make_executor(
       kernels: None for the device's kernels.
       graphs: the launch mode of plans by name (`jaxflow.pipeline.streams.GRAPHS`), instead of the default.
       team: the processes that make the executor together; None for one process.
+      times: takes the times of the phases.
 
     Raises:
       ConfigError: for a config with several pipeline stages.
     """
     if config.pipeline_parallel_size != 1:
         raise ConfigError("pipeline_parallel_size", config.pipeline_parallel_size, "1 for this command")
-    (executor,) = _make_stages(config, checkpoint, plans, kernels, graphs, team, progress)
-    executor.allocate(_num_pages(config, checkpoint.model_config, [executor], team))
+    times = times or StartTimes()
+    (executor,) = _make_stages(config, checkpoint, plans, kernels, graphs, team, progress, times)
+    with times.phase("memory"):
+        executor.allocate(_num_pages(config, checkpoint.model_config, [executor], team))
     _add_page_copies(config, executor)
     return executor
 
@@ -335,11 +349,14 @@ def make_staged_executor(
     kernels: KernelSet | None = None,
     team: Team | None = None,
     progress: bool = True,
+    times: StartTimes | None = None,
 ) -> StagedExecutor:
     """Return an executor of several pipeline stages, before warm-up. Arguments: see `make_executor`."""
-    stages = _make_stages(config, checkpoint, plans, kernels, None, team, progress)
-    executor = StagedExecutor(stages, None if team is None else team.exchange())
-    executor.allocate(_num_pages(config, checkpoint.model_config, executor.stages, team))
+    times = times or StartTimes()
+    stages = _make_stages(config, checkpoint, plans, kernels, None, team, progress, times)
+    executor = StagedExecutor(stages, None if team is None else team.exchange(), times)
+    with times.phase("memory"):
+        executor.allocate(_num_pages(config, checkpoint.model_config, executor.stages, team))
     for stage in executor.stages:
         _add_page_copies(config, stage)
     return executor
@@ -372,6 +389,7 @@ def _make_stages(
     graphs: Mapping[str, str] | None,
     team: Team | None,
     progress: bool,
+    times: StartTimes,
 ) -> list[Executor]:
     """Return the executor of each pipeline stage, with its weights. Arguments: see `make_executor`."""
     model, tp = checkpoint.model_config, config.tensor_parallel_size
@@ -382,12 +400,14 @@ def _make_stages(
     meshes = stage_meshes(tp, len(stages))
     is_own = kernels is None
     kernels = kernels or choose_kernels(config, model)  # a refusal comes before the weights are read
-    loaded = [
-        _load(config, checkpoint, mesh, stage, progress)
-        if is_here(mesh)
-        else _absent(config, model, mesh, stage)
-        for stage, mesh in zip(stages, meshes, strict=True)
-    ]
+    with times.phase("weights"):
+        loaded = [
+            _load(config, checkpoint, mesh, stage, progress)
+            if is_here(mesh)
+            else _absent(config, model, mesh, stage)
+            for stage, mesh in zip(stages, meshes, strict=True)
+        ]
+        jax.block_until_ready(loaded)
     products = dense_products(model, loaded[-1])
     tell_kernels(kernels, products, progress)
     one = one_alone(products.values(), kernels)  # all stages have the same layouts
@@ -397,7 +417,7 @@ def _make_stages(
         memory, alone = team.least("programs", [memory, int(one)])
         one = bool(alone)
     return [
-        _make_stage(config, model, plans, stage, mesh, weights, kernels, is_own, one, graphs, memory)
+        _make_stage(config, model, plans, stage, mesh, weights, kernels, is_own, one, graphs, memory, times)
         for stage, mesh, weights in zip(stages, meshes, loaded, strict=True)
     ]
 
@@ -464,6 +484,7 @@ def _make_stage(
     one: bool,
     graphs: Mapping[str, str] | None,
     memory: int,
+    times: StartTimes,
 ) -> Executor:
     """Return the executor of one stage, without its KV cache.
 
@@ -521,6 +542,7 @@ def _make_stage(
         max_model_len=config.max_model_len,
         defers=not on_gpu(),  # a GPU times kernels while it compiles, in memory that steps need
         is_layered=lambda layout: has_program_a_layer(plan_of(layout), layers),
+        times=times,
         name="" if stage.is_model else f" of layers {stage.first} to {stage.stop}",
     )
 

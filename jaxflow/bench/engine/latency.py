@@ -11,7 +11,7 @@ import numpy as np
 from absl import flags
 from tqdm import tqdm
 
-from jaxflow.bench.engine.throughput import head, with_optimum
+from jaxflow.bench.engine.throughput import head, time_start, with_optimum
 from jaxflow.bench.report import machine
 from jaxflow.bench.report import requests as report
 from jaxflow.bench.report.requests import Record
@@ -19,8 +19,8 @@ from jaxflow.bench.workload import flags as options
 from jaxflow.bench.workload import lengths as workload
 from jaxflow.bench.workload.drive import drive, greedy_requests
 from jaxflow.cli.engine_flags import engine_config_from_flags
-from jaxflow.engine.deferred import wait_until_compiled
 from jaxflow.engine.start import freeze_heap
+from jaxflow.engine.start_times import describe
 from jaxflow.llm import LLM
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
@@ -90,7 +90,7 @@ def run() -> dict[str, Any]:
     """Run the command and return its report. Raises: ConfigError, WorkloadError for invalid flags."""
     f = flags.FLAGS
     with LLM.from_config(engine_config_from_flags()) as llm:
-        wait_until_compiled()
+        start = time_start(llm)
         freeze_heap()
         if f.input_len + f.output_len > llm.max_model_len:
             raise workload.WorkloadError(
@@ -98,7 +98,8 @@ def run() -> dict[str, Any]:
                 f"most {llm.max_model_len} tokens"
             )
         items = workload.constant(f.batch_size, f.input_len, f.output_len)
-        result = {"command_name": "latency", **head(llm), "workload": options.describe(items, "batch")}
+        described = options.describe(items, "batch")
+        result = {"command_name": "latency", **head(llm), "start": start, "workload": described}
         result |= measure(
             llm,
             f.batch_size,
@@ -122,5 +123,6 @@ def run() -> dict[str, Any]:
     print(report.line("Std latency (s):", f"{result['std_latency']:.4f}"))
     for p, value in result["percentiles"].items():
         print(report.line(f"{p}% percentile latency (s):", f"{value:.4f}"))
+    print(describe(result["start"]))
     print(machine.text(result))
     return result

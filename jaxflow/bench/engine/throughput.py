@@ -16,6 +16,7 @@ profiler, which measures the device's idle time.
 
 import dataclasses
 import itertools
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -37,6 +38,7 @@ from jaxflow.cli.engine_flags import engine_config_from_flags
 from jaxflow.config import ConfigError
 from jaxflow.engine.deferred import wait_until_compiled
 from jaxflow.engine.start import freeze_heap
+from jaxflow.engine.start_times import describe, process_seconds
 from jaxflow.engine.step_plans import products_dtype
 from jaxflow.llm import LLM
 
@@ -233,6 +235,22 @@ def head(llm: LLM) -> dict[str, Any]:
     }
 
 
+def time_start(llm: LLM) -> dict[str, float]:
+    """Make the first token, wait for the programs that compile in the background, and return the start's time line.
+
+    The keys are those of `StartTimes.summary`, and three more. `first_token_s` is the time of a request alone after
+    the start, and `background_s` the wait after the token. `until_first_token_s` begins with the process; the key is
+    missing if the system does not tell.
+    """
+    items, begin_s = workload.constant(1, 8, 1), time.perf_counter()
+    drive(llm.driver, greedy_requests(items, workload.prompts(items, llm.model_config.vocab_size, 0)))
+    age_s, first_s = process_seconds(), time.perf_counter()
+    wait_until_compiled()
+    until = {} if age_s is None else {"until_first_token_s": age_s}
+    after = {"first_token_s": first_s - begin_s, "background_s": time.perf_counter() - first_s}
+    return dict(llm.start) | after | until
+
+
 def run() -> dict[str, Any]:
     """Run the command and return its report. Raises: ConfigError, WorkloadError for invalid flags."""
     f = flags.FLAGS
@@ -253,10 +271,10 @@ def run() -> dict[str, Any]:
         steps.check_plan(config)
     options.check_workload(options.longest(config))
     with LLM.from_config(config) as llm:
-        wait_until_compiled()
+        start = time_start(llm)
         freeze_heap()
         items, described = options.items_from_flags(llm.max_model_len)
-        result = {"command_name": "throughput", **head(llm), "workload": described}
+        result = {"command_name": "throughput", **head(llm), "start": start, "workload": described}
         if f.rounds > 1 or any(item.blocks for item in items):
             items = [dataclasses.replace(item, arrival_s=0.0) for item in items]
             talks, more = options.conversations_from_flags(
@@ -325,4 +343,6 @@ def show(result: Mapping[str, Any], title: str = "Throughput Benchmark Result") 
         print(report.line("Against the sequential plan (x):", result["against_sequential"]))
     elif result.get("compare_sequential"):
         print(SAME)
+    if "start" in result:
+        print(describe(result["start"]))
     print(machine.text(result))

@@ -333,7 +333,11 @@ def test_latency_command(bench, tmp_path, capsys):
         "2",
     ]
     assert bench("latency", "--model", MODEL, *settings, "--output_json", str(path)) == 0
-    assert json.loads(path.read_text())["avg_latency"] > 0
+    report = json.loads(path.read_text())
+    assert report["avg_latency"] > 0
+    phases = report["start"]
+    parts = sum(phases[f"{name}_s"] for name in ("devices", "weights", "memory", "lowering", "compilation"))
+    assert 0 < parts <= phases["total_s"] <= phases["until_first_token_s"] and phases["programs"] > 0
     assert "50% percentile latency" in capsys.readouterr().out
 
 

@@ -458,7 +458,8 @@ def test_an_engine_with_nothing_said_about_pages(checkpoint, monkeypatch):
     try:
         assert engine.executor.num_pages == (2 * 7 + 1,)
         assert engine.driver.stats().kv_pages_free == 15
-        assert engine.warm_up_s > 0
+        assert 0 < engine.warm_up_s < engine.start["total_s"]
+        assert engine.start["lowering_s"] + engine.start["rehearsal_s"] < engine.warm_up_s
         assert [tried.count(one) for one in dict.fromkeys(tried)].count(2) == 1 and tried.count(tried[1]) == 2
         left_open = {"max_model_len": None, "dtype": "auto", "kv_cache_dtype": "auto", "plan": "auto"}
         assert dataclasses.replace(engine.config, **left_open) == dataclasses.replace(

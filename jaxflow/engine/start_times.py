@@ -1,0 +1,82 @@
+"""The time line of an engine's start, in seconds by phase."""
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import jax
+
+from jaxflow.engine.deferred import is_deferred
+
+COMPILED = "/jax/core/compile/backend_compile_duration"  # JAX's event after a compilation
+_compiled = {"programs": 0, "xla_threads_s": 0.0}  # of this process, without the deferred programs
+
+
+def _count_compilation(event: str, duration_secs: float, **kwargs: str | int) -> None:
+    if event == COMPILED and not is_deferred():
+        _compiled["programs"] += 1
+        _compiled["xla_threads_s"] += duration_secs
+
+
+jax.monitoring.register_event_duration_secs_listener(_count_compilation)
+
+
+def num_compiled() -> int:
+    """Return the programs that XLA has compiled or read from its cache in this process, without deferred ones."""
+    return int(_compiled["programs"])
+
+
+class StartTimes:
+    """The seconds of each phase of a start. Phases of several threads may overlap, so their sum may exceed the total."""
+
+    def __init__(self) -> None:
+        self._begin_s, self._before = time.perf_counter(), dict(_compiled)
+        self._lock = threading.Lock()
+        self._phases: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the time of the block to a phase."""
+        begin_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            with self._lock:
+                passed_s = time.perf_counter() - begin_s
+                self._phases[f"{name}_s"] = self._phases.get(f"{name}_s", 0.0) + passed_s
+
+    def summary(self) -> dict[str, float]:
+        """Return the seconds of each phase, in the order of the phases' first ends.
+
+        Further keys: `import_s`, from the process's begin to the start's begin, if the system tells; `total_s`, from
+        the start's begin until now; `programs`, those that XLA compiled or read from its cache; `xla_threads_s`,
+        the sum of the programs' times, of which several run at once. XLA's autotuning is a part of a program's time.
+        """
+        start_s = time.perf_counter() - self._begin_s
+        age_s = process_seconds()
+        before = {} if age_s is None else {"import_s": age_s - start_s}
+        compiled = {name: value - self._before[name] for name, value in _compiled.items()}
+        return before | self._phases | {"total_s": start_s} | compiled
+
+
+def describe(summary: Mapping[str, float]) -> str:
+    """Return a line of a summary's phases, the longest names as they are."""
+    phases = ", ".join(
+        f"{name.removesuffix('_s').replace('_', ' ')} {value:.1f} s"
+        for name, value in summary.items()
+        if name.endswith("_s")
+    )
+    return f"start: {phases}; {summary['programs']:.0f} programs"
+
+
+def process_seconds() -> float | None:
+    """Return the seconds since this process began; None where the system has no /proc."""
+    try:
+        after_name = Path("/proc/self/stat").read_text("utf-8").rpartition(")")[2].split()
+        up_s = float(Path("/proc/uptime").read_text("utf-8").split()[0])
+    except OSError:
+        return None
+    return up_s - int(after_name[19]) / os.sysconf("SC_CLK_TCK")
