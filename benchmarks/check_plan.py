@@ -331,7 +331,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--embed_scale", type=float, help="default: (2 · layers)^0.5 of dummy weights, else 1"
     )
     parser.add_argument(
-        "--loud", default="1024,64,16,4", help="loud rows of the head, falling, tried in turn"
+        "--loud", default="1024,64,16,4,2", help="loud rows of the head, falling, tried in turn"
     )
     parser.add_argument("--block_size", type=int, default=64)
     parser.add_argument("--gpu_memory_utilization", type=float, default=0.92)

@@ -134,22 +134,21 @@ def throughput_groups(reports: Mapping[str, Report]) -> dict[tuple, list[tuple[s
 
 
 def rivals_of(rivals: Iterable[Mapping[str, Any]], report: Report) -> list[str]:
-    """Return the rates of others at the same work, the best first: other engines, or the sequential plan."""
-    if "sequential" in report:
-        return [f"sequential plan {report['sequential']['total_token_throughput']:,.0f}"]
+    """Return the rates of others at the same work: other engines, the best first, then the sequential plan."""
     same = [
         rival
         for rival in rivals
         if rival["device"] == report["device"]
-        and report["engine_config"]["tensor_parallel_size"] == 1
+        and rival.get("devices", 1) == report["engine_config"]["tensor_parallel_size"]
         and rival["model"] == report["model"]
         and rival["precision"] == precision(report["engine_config"])
         and rival["workload"] == lengths(report["workload"])
     ]
     same.sort(key=lambda rival: -rival["total_token_throughput"])
-    return [f"{one['engine']} {one['total_token_throughput']:,.0f} ({one['settings']})" for one in same] or [
-        "–"
-    ]
+    found = [f"{one['engine']} {one['total_token_throughput']:,.0f} ({one['settings']})" for one in same]
+    if "sequential" in report:
+        found.append(f"sequential plan {report['sequential']['total_token_throughput']:,.0f}")
+    return found or ["–"]
 
 
 def throughput_rows(folder: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
