@@ -179,6 +179,16 @@ class TestSameTokens:
         check(golden, out)
 
     @pytest.mark.slow
+    @pytest.mark.parametrize("model", ["tiny-mixtral", "tiny-gpt_oss"])
+    def test_goldens_with_experts_over_the_processes(self, model, goldens):
+        golden = goldens(model)
+        ours = given(golden, model, devices=2, enable_expert_parallel=True)
+        with running(ours, ours) as processes:
+            (status, out, error), (other, _, _) = ends(processes)
+        assert (status, other) == (0, 0), error
+        check(golden, out)
+
+    @pytest.mark.slow
     @pytest.mark.parametrize("stages", [1, 2])
     def test_goldens_of_a_converted_checkpoint(self, stages, goldens, tmp_path):
         golden = goldens("tiny-llama")
