@@ -1,21 +1,20 @@
-"""Hold the steps of plans against the sequential step at full depth, token by token.
+"""Compare the tokens of plans with the tokens of the sequential step, with all layers of the model.
 
     python -m benchmarks.check_plan --model llama-3-70b --fp8 --tensor_parallel_size 2
         --plans jaxflow/pipeline/plans/h200-llama-3-70b-tp2-float8_e4m3fn.json --other_tokens 1024
 
-Every way reads the same random tokens (teacher forcing) in full steps of decodes and prefill, from an empty
-cache on: each way attends to the keys and values that it wrote itself. The residual streams after the last
-layer are kept, and the head's logits at each position are compared with those of the sequential step.
+All plans read the same random tokens (teacher forcing) in full steps of decodes and prefill. Each plan starts with
+an empty cache and attends to the keys and values that it wrote. The script keeps the residual stream after the last
+layer, and compares the logits at each position with the logits of the sequential step.
 
-The noise floor is what the sequential step differs from itself by when the same tokens are cut into steps of
-another size: the 99.9 % quantile of the change of the margin between the two best tokens. Where a position's
-margin exceeds the floor, a plan must choose the sequential step's token.
+The noise floor comes from two runs of the sequential step over the same tokens with two step sizes. The margin of a
+position is the distance between its two largest logits. The floor is the 99.9 % quantile of the change of the
+margin. A plan must choose the sequential step's token wherever the margin exceeds the floor.
 
-Dummy weights have small margins and much noise. Two scales mend it. `--embed_scale` makes the embeddings as
-large as the sum of all layers' outputs, as training would; a norm behind them makes it the same as smaller
-outputs of the layers. The head is scaled by rows: few rows keep their size (`loud`), the others get a
-twentieth, so that the best token leads by more. The largest number of loud rows counts that leaves half of
-the positions above the floor.
+Random weights give small margins and much noise, so two scales are applied. `--embed_scale` makes the embeddings as
+large as the sum of the outputs of all layers, as in a trained model. The rows of the head are scaled to a twentieth,
+except a few loud rows, so that the best token has a larger margin. The result is that of the largest number of loud
+rows with which half of the positions are above the floor.
 
 A control shows that the check can fail: the sequential step without the attention of the middle layer.
 """
@@ -51,9 +50,9 @@ from jaxflow.scheduler.state import Chunk, StepWork
 from pallas_kernels.measure.provenance import provenance
 from pallas_kernels.measure.sensor import sample
 
-FLOOR = 0.999  # the quantile of the noise that is its floor
-AGREE = 0.999  # of the positions above the floor, the least share with the same token
-ABOVE = 0.5  # of all positions, the least share above the floor
+FLOOR = 0.999  # the noise floor is this quantile of the noise
+AGREE = 0.999  # required share of equal tokens at the positions above the floor
+ABOVE = 0.5  # required share of the positions above the floor
 QUIET = 0.05  # scale of the head's rows that are not loud
 BLOCK = 512  # positions whose logits exist at once
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p99.9": 0.999, "max": 1.0}
@@ -120,7 +119,7 @@ def places_of(steps: Sequence[tuple[list[Decode], list[Piece]]]) -> dict[tuple[i
 def step_of(
     executor: Executor, layout: StepLayout, step: tuple[list[Decode], list[Piece]], token_ids: np.ndarray
 ) -> SteadyStep:
-    """Return the step, ready to run, whose decodes read `token_ids` [S, N] and not what was sampled."""
+    """Return the step, ready to run. Its decodes read `token_ids` [S, N], not sampled tokens."""
     decodes, pieces = step
     slots, positions = (np.array([one[k] for one in decodes], np.int32) for k in (0, 1))
     chunks = tuple(
@@ -171,7 +170,7 @@ def place_pages(executor: Executor, layout: StepLayout, lengths: Lengths, token_
 
 
 def without_attention(weights: Any, layer: int) -> Any:
-    """Return the weights with a layer whose attention sees nothing: the norm before it is 0."""
+    """Return the weights with a layer without attention: the weights of the norm before the attention are 0."""
     layers = list(weights["layers"])
     layers[layer] = layers[layer] | {"attn_norm": jnp.zeros_like(layers[layer]["attn_norm"])}
     return weights | {"layers": layers}
@@ -195,10 +194,10 @@ def loud_rows(rows: int, loud: int) -> np.ndarray:
 
 
 def compare(one: jax.Array, other: jax.Array) -> dict[str, jax.Array]:
-    """Return what logits [n, V] of two ways say of each other, n values each.
+    """Compare the logits [n, V] of two runs. Return n values of each kind.
 
-    margin: of the first way's best token over its second. margin_change: how far the other way moves it.
-    same: whether the other way's best token is the same. kl: of the first from the other, in nats.
+    margin: the distance between the two largest logits of the first run. margin_change: the change of the margin in
+    the other run. same: whether the best token is the same. kl: KL(first run || other run), in nats.
     """
     best = jnp.argmax(one, axis=1)
     second = jnp.argmax(jnp.where(jnp.arange(one.shape[1]) == best[:, None], -jnp.inf, one), axis=1)
@@ -272,9 +271,9 @@ def floor_of(noise: Mapping[str, np.ndarray]) -> float:
 def agreement(
     values: Mapping[str, np.ndarray], floor: float, chosen: np.ndarray | None = None
 ) -> dict[str, Any]:
-    """Return how often the tokens are the same, of all positions and of those whose margin exceeds the floor.
+    """Return the share of equal tokens, at all positions and at the positions above the floor.
 
-    chosen: the positions that count, bool [n]; None: all.
+    chosen: the positions to count, bool [n]; None: all.
     """
     chosen = np.ones(len(values["same"]), bool) if chosen is None else chosen
     same, above = values["same"][chosen], values["margin"][chosen] > floor
@@ -303,7 +302,7 @@ def described(values: Mapping[str, np.ndarray], floor: float, decodes: np.ndarra
 
 
 def passes(report: Mapping[str, Any]) -> bool:
-    """Whether enough positions exceed the floor, and enough of these have the sequential step's token."""
+    """Return whether `ABOVE` of the positions exceed the floor, and `AGREE` of them have the expected token."""
     enough = (report["share_above_floor"] or 0.0) >= ABOVE
     return enough and (report["same_above_floor"] or 0.0) >= AGREE
 
@@ -341,7 +340,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def executor_of(given: argparse.Namespace, plans: Sequence[Plan], lengths: Lengths) -> Executor:
-    """Return a warm executor of the plans and of the sequential steps beside them."""
+    """Return an executor with the compiled steps of the plans and of the sequential plan."""
     sequences = len(lengths.totals)
     sizes = sorted({given.other_tokens, *(plan.tokens for plan in plans)})
     settings = EngineConfig(

@@ -1,18 +1,20 @@
-"""Measure plans of one model in long windows of full steps, beside the best sequential step.
+"""Measure plans of one model in long windows of full steps, and compare them with the best sequential step.
 
     python -m benchmarks.plan_windows --model llama-3-70b --load_format dummy --tensor_parallel_size 2
         --quantization fp8 --kv_cache_dtype fp8 --num_kv_pages 16000 --tokens 1536,2048
         --found benchmarks/plans/h200/llama-3-70b/searched/tp2-fp8.json --plans benchmarks/plans/h200/llama-3-70b/tp2-fp8
         --workload 1024/512 --output_json report.json
 
-First every plan and every size of the sequential step run in short windows in turns (`bench plans`): with the
-plans of an ablation, that is the ablation. Then the contenders run in long windows in turns: the best step
-that cuts nothing (its rival, whatever its size and whoever carries its sums), the found plan, and the best
-of the other plans. Watts and clocks are those of all cards, window by window.
+First every plan and every size of the sequential step run in short windows in turns, as in `bench plans`. This
+part is the ablation, if --plans has the plans of an ablation. Then three steps run in long windows in turns: the
+fastest step that cuts no op, the found plan, and the fastest of the other plans. The first is the rival of the
+other two; it may have another size, and any carrier of its sums over devices. Each window has the watts and
+clock of each card.
 
-A workload is prompt/output tokens, all alike (1024/512), or `lognormal:246/322`: lengths like ShareGPT's
-around these means. Its step has a decode of each request under way, drawn by how long it is under way, at a
-random place in its output, and prefill in the workload's proportion.
+A workload is either prompt/output tokens, equal for all requests (1024/512), or `lognormal:246/322`: lengths like
+ShareGPT's with these means. A step of the latter has one decode of each running request. A request is drawn in
+proportion to its output tokens, and its position in the output is random. The step's prefill has the workload's
+share of tokens.
 """
 
 import dataclasses
@@ -69,7 +71,7 @@ class Mix:
 
     @property
     def like(self) -> StepWorkload:
-        """Return the workload of equal lengths whose steps have as many decodes."""
+        """Return the workload of equal lengths with the same number of decodes in a step."""
         prompt, output = self.means
         return StepWorkload(round(prompt), round(output))
 
@@ -178,7 +180,7 @@ def longest_rows(one: StepWork, other: StepWork) -> StepWork:
 
 
 def uncut(plan: Plan) -> bool:
-    """Whether every op takes the whole step on the main stream: a sequential step, whoever carries its sums."""
+    """Return whether every op runs over all tokens of the step on the main stream."""
     return all((n.start, n.stop, n.stream, n.ahead) == (0, plan.tokens, 0, 0) for n in plan.nano_ops)
 
 
@@ -298,7 +300,10 @@ def run(write: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """Run the command and return the report's body. Raises: ConfigError, PlanError, CheckpointError."""
     f, begun = flags.FLAGS, time.monotonic()
     workload = parse_mix(f.workload)
-    f.plans = [*([f.found] if f.found else []), *f.plans]  # of two alike the found one has predictions
+    f.plans = [
+        *([f.found] if f.found else []),
+        *f.plans,
+    ]  # first: of two equal plans the found one has predictions
     bed = bed_of_flags(
         [workload if isinstance(workload, StepWorkload) else workload.like], ["usual"], "workload"
     )

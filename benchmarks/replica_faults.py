@@ -86,7 +86,7 @@ class Stream(threading.Thread):
 
 
 class Router:
-    """The command as a process, and what its ports tell."""
+    """The cluster command as a process, with the answers of its ports."""
 
     def __init__(self, model: str, folder: Path, programs: Path, stall_s: float):
         self.file, self.replicas = folder / "cluster.json", 0
@@ -267,7 +267,7 @@ def run_once(
     states = router.states()
     victim = max(states, key=lambda one: one["requests"])
     streams += [Stream(router.url, seed, args) for seed in range(args.streams - 2, args.streams)]
-    time.sleep(0.05)  # these two have no token yet
+    time.sleep(0.05)  # the streams of these two faults have no token yet
     other = next(one["index"] for one in states if one is not victim)
     broken_s = time.monotonic()
     if fault == "another plan":

@@ -310,7 +310,7 @@ def host_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
 
 
 def follower_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
-    """Yield what the other processes of an engine cost process 0 in a step."""
+    """Yield the host time of process 0 for the other processes of an engine, by step."""
     for path, report in reports.items():
         if report.get("command_name") == "followers":
             yield (
@@ -348,7 +348,7 @@ def first_token_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
 
 
 def batch_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
-    """Yield the throughput of a batch file beside that of `LLM.generate`."""
+    """Yield the throughput of a batch file and that of `LLM.generate`."""
     for path, report in reports.items():
         if report.get("command_name") == "batch":
             rates, one = report["total_token_throughput"], report["workload"]
@@ -367,7 +367,7 @@ def batch_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
 
 
 def ray_batch_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
-    """Yield the lines a second of a batch over replicas on Ray, whose engines are simulated."""
+    """Yield the lines a second of a batch over simulated engines on Ray."""
     for path, report in reports.items():
         if report.get("command_name") == "ray_batch":
             work = report["workload"]
@@ -494,7 +494,7 @@ def turn_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
 
 
 def pipeline_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
-    """Yield each ratio of the simulated pipeline studies beside the paper's."""
+    """Yield each ratio of the simulated pipeline studies, and the paper's ratio."""
     for path, report in reports.items():
         if "study" not in report or not report["paper"]:  # the paper has figures of its own setting only
             continue

@@ -1,11 +1,12 @@
-"""Run the measurements of Llama-3-70B on two or four H200s, one command each.
+"""Run the measurements of Llama-3-70B on two or four H200s. Each measurement is one command.
 
     python -m benchmarks.run_70b --tensor_parallel_size 4 --only check-fp8,windows-fp8
 
-check-PRECISION holds overlapped plans against the sequential step at all 80 layers (`check_plan`).
-windows-PRECISION and sharegpt-PRECISION measure plans in long windows at 1024/512 and at lengths like
-ShareGPT's, with the ablation in the survey (`plan_windows`). end-to-end-PRECISION is `bench throughput`
-beside the sequential plan. Reports are benchmarks/h200/llama-3-70b/WHAT.json.
+check-PRECISION compares the tokens of overlapped plans with those of the sequential step, with all 80 layers
+(`check_plan`). windows-PRECISION measures plans in long windows at 1024/512, and sharegpt-PRECISION at lengths
+like ShareGPT's (`plan_windows`). The survey of both has the plans of the ablation. end-to-end-PRECISION runs
+`bench throughput` with the found plan and with the sequential plan. A report is
+benchmarks/h200/llama-3-70b/WHAT-tpN-PRECISION.json.
 """
 
 import argparse
@@ -26,10 +27,17 @@ PRECISIONS = ("fp8", "bf16")
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What a precision has on so many devices.
+    """The settings of one precision on one number of devices.
 
-    found: the search's plan. hand: others, those of the ablation too. checked: plans held against the
-    sequential step. other_tokens: the step of the noise floor. sizes: of sequential steps beside the plans'.
+    Attributes:
+      found: the plan that the search found.
+      hand: plans written by hand, with the plans of the ablation.
+      checked: the plans whose tokens are compared with the sequential step's.
+      other_tokens: the step size that gives the noise floor.
+      sizes: tokens of the sequential steps that are measured beside the plans.
+      pages: pages of the KV cache.
+      sequences: requests of `bench throughput`, and its `max_num_seqs`.
+      decode_sizes: step sizes without prefill in `bench throughput`.
     """
 
     found: str
@@ -38,8 +46,8 @@ class Setting:
     other_tokens: int
     sizes: tuple[int, ...]
     pages: int
-    sequences: int  # of a run end to end
-    few: str = "128,256,384,512"  # step sizes of decodes alone
+    sequences: int
+    decode_sizes: str = "128,256,384,512"
 
 
 SETTINGS = {
@@ -131,7 +139,7 @@ def command(what: str, precision: str, devices: int) -> list[str]:
         return [python, "-m", "benchmarks.plan_windows", *engine, *plans, *sizes, *workload, *out]
     lengths = ["--input_len", "1024", "--output_len", "512", "--num_requests", str(s.sequences)]
     seqs = ["--max_num_seqs", str(s.sequences), "--max_model_len", "4096", "--noenable_prefix_caching"]
-    plan = ["--plan", files([s.found]), "--step_sizes", s.few, "--compare_sequential"]
+    plan = ["--plan", files([s.found]), "--step_sizes", s.decode_sizes, "--compare_sequential"]
     return [python, "-m", "jaxflow.bench", "throughput", *engine, *lengths, *seqs, *plan, *out]
 
 
