@@ -235,6 +235,9 @@ SLOW_CASES = {
     r"test_lowered\.py::test_a_kept_plan_is_compiled_as_the_plan": (
         "an engine of kept programs draws the same tokens as another engine"
     ),
+    r"test_expert_load\.py::test_all_forms_of_a_step_count_alike\[(experts|a program)": (
+        "two stages and nano-batches run"
+    ),
     r"test_notebooks\.py::test_notebook_runs_and_draws\[(offload|sweep)": (
         "test_offload_command and test_sweep run the commands of the notebooks"
     ),

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
+from jaxflow.engine.expert_load import ExpertTokens
 from jaxflow.engine.live_request import refused
 from jaxflow.engine.loop import Loop, Stats
 from jaxflow.engine.step_log import StepLog
@@ -134,6 +135,10 @@ class Driver:
 
     def stats(self) -> Stats:
         return self._loop.stats(self._queued)
+
+    def expert_tokens(self) -> ExpertTokens | None:
+        """Return the tokens at each expert since the start; None without mixture layers and before the first step."""
+        return self._loop.expert_counter.read()
 
     def drain(self, timeout_s: float) -> int:
         """Refuse new requests and wait for the running ones. Return the number aborted at the timeout."""

@@ -35,6 +35,7 @@ from jaxflow.engine.start_times import StartTimes, num_compiled
 from jaxflow.kv.device_cache import cache_shapes, cache_spec, make_cache, page_groups
 from jaxflow.kv.tiers.page import Page
 from jaxflow.kv.tiers.page_copies import PageCopies
+from jaxflow.model.expert_tokens import mixture_layers
 from jaxflow.model.logprobs import LogprobsOut
 from jaxflow.model.ops import head_table
 from jaxflow.model.slot_params import NO_TOKEN, SlotParams, empty_slots, slot_values
@@ -65,6 +66,8 @@ class Pending:
     logprobs: LogprobsOut | None  # of the sampled tokens, if the full sampler ran
     prompt: LogprobsOut | None  # of all T tokens, if prompt log-probabilities were requested
     enqueued_s: float
+    # The tokens at each expert after the step, [mixture layers, E] uint32, one array a stage with mixture layers.
+    expert_counts: tuple[jax.Array, ...] = ()
 
 
 class Recorder(Protocol):
@@ -158,6 +161,11 @@ class Executor:
         self._compiled_at_warm_up = 0
 
     @property
+    def expert_layers(self) -> list[int]:
+        """Return the layer of each row of `Pending.expert_counts`."""
+        return mixture_layers(self.programs.context.config)
+
+    @property
     def is_here(self) -> bool:
         """Return True if this process has devices of the executor. Otherwise the weights are shapes, and nothing runs."""
         return is_here(self.programs.mesh)
@@ -192,7 +200,8 @@ class Executor:
         """Return the device memory of the page tables, the sampling settings and the token counts."""
         sampling = jax.eval_shape(self._empty_slots)
         table = self.groups * self.slots * self.pages_per_sequence * 4
-        return table + sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(sampling))
+        state = sampling, self.programs.expert_counts
+        return table + sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(state))
 
     def allocate(self, num_pages: tuple[int, ...]) -> None:
         """Allocate the KV cache and the per-slot state. `num_pages`: pages of each layer group."""
@@ -203,11 +212,12 @@ class Executor:
             lambda: (
                 jnp.zeros((self.groups, self.slots, self.pages_per_sequence), jnp.int32),
                 jnp.zeros((self.slots,), jnp.int32),
+                tuple(jnp.zeros(a.shape, a.dtype) for a in self.programs.expert_counts),
                 *self._empty_slots(),
             ),
             out_shardings=self.replicated,
         )
-        self.page_table, self.last_tokens, self.params, self.counts = make()
+        self.page_table, self.last_tokens, self.expert_counts, self.params, self.counts = make()
 
     def warm_up(
         self,
@@ -420,7 +430,7 @@ class Executor:
             prompt = self._prompt[layout.tokens](self._prompt_head, x, self._put(targets))
         for array in jax.tree.leaves((tokens, found, prompt)):
             array.copy_to_host_async()
-        return Pending(tokens, found, prompt, enqueued_s)
+        return Pending(tokens, found, prompt, enqueued_s, self.expert_counts)
 
     def run_program(
         self, program: Callable, buffer: jax.Array, source: jax.Array | None = None
@@ -436,9 +446,10 @@ class Executor:
           The hidden states of the rows that sample, of all tokens, and the samplers' rows.
         """
         source = self.last_tokens if source is None else source
-        hidden, x, rows, self.kv, self.page_table = program(
-            self.weights, self.kv, self.page_table, source, buffer
+        hidden, x, rows, self.kv, self.page_table, *counts = program(
+            self.weights, self.kv, self.page_table, source, buffer, *self.expert_counts
         )
+        self.expert_counts = tuple(counts)
         return hidden, x, rows
 
     # ---- pages of the KV cache
@@ -579,7 +590,8 @@ class Executor:
         """Return the arguments of `Programs.step`, all but the weights as shapes."""
         kv, table, last_tokens = self._state(num_pages)
         source = last_tokens if self.programs.embeds else self.hidden(layout.tokens)
-        return self.weights, kv, table, source, self._abstract((layout.size,), jnp.int32)
+        buffer = self._abstract((layout.size,), jnp.int32)
+        return self.weights, kv, table, source, buffer, *self._like(self.programs.expert_counts)
 
     def _lower_sampler(self, rows: int, kind: str):
         def vector(dtype, *more) -> Any:

@@ -21,7 +21,7 @@ from jaxflow.kv.device_cache import cache_spec
 from jaxflow.model import ops
 from jaxflow.model.batch import Batch
 from jaxflow.model.op_registry import KV, Site, op_scope
-from jaxflow.model.transformer import forward_layer, sampled_hidden
+from jaxflow.model.transformer import Routed, forward_layer, sampled_hidden
 from jaxflow.parallel.collectives import added
 from jaxflow.parallel.mesh import over_shards
 
@@ -39,14 +39,17 @@ class LayeredStep:
     layers: Sequence[Callable]
     end: Callable
 
-    def __call__(self, weights: dict, kv: list[KV], page_table: Any, source: Any, buffer: Any) -> tuple:
+    def __call__(
+        self, weights: dict, kv: list[KV], page_table: Any, source: Any, buffer: Any, *counts: Any
+    ) -> tuple:
         """Enqueue the programs. kv and page_table are donated."""
-        outer, kv = outside_layers(weights), list(kv)
+        outer, kv, routed = outside_layers(weights), list(kv), []
         page_table, batch, rows, x, y = self.begin(outer, page_table, source, buffer)
         for i, (layer, w) in enumerate(zip(self.layers, weights["layers"], strict=True)):
-            x, y, kv[i] = layer(w, kv[i], x, y, batch)
-        hidden, x = self.end(outer, x, y, batch)
-        return hidden, x, rows, kv, page_table
+            x, y, kv[i], experts = layer(w, kv[i], x, y, batch)
+            routed += experts
+        hidden, x, counts = self.end(outer, x, y, batch, counts, routed)
+        return hidden, x, rows, kv, page_table, *counts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,23 +77,30 @@ def lower_layers(
     lower: Callable[..., Lowered],
     weights: dict,
     kv: Any,
-    *inputs: Any,
+    page_table: Any,
+    source: Any,
+    buffer: Any,
+    *counts: Any,
 ) -> LoweredStep:
     """Return the lowered programs of a step.
 
     Args:
       lower: called with a program's name, its jitted function, its `donate_argnums` and its arguments.
-      weights, kv, inputs: the arguments of `Programs.step`, or their shapes, dtypes and shardings.
+      weights, kv, page_table, source, buffer, counts: the arguments of `Programs.step`, or their shapes, dtypes
+        and shardings.
     """
     outer = outside_layers(weights)
-    begun = lower("begin", _begin(programs, layout), BEGIN_DONATES, outer, *inputs)
+    begun = lower("begin", _begin(programs, layout), BEGIN_DONATES, outer, page_table, source, buffer)
     replicated = jax.sharding.NamedSharding(programs.mesh, REPLICATED)
-    _, batch, _, x, y = jax.tree.map(
-        lambda out: jax.ShapeDtypeStruct(out.shape, out.dtype, sharding=replicated), begun.out_info
-    )
+
+    def everywhere(tree: Any) -> Any:
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=replicated), tree)
+
+    _, batch, _, x, y = everywhere(begun.out_info)
     kinds: dict[Any, int] = {}
     layers = []
     kind_of = []
+    routed = []
     for index, layer in enumerate(programs.context.config.layers):
         w, cache = weights["layers"][index], kv[index]
         leaves, tree = jax.tree.flatten((w, cache))
@@ -100,7 +110,8 @@ def lower_layers(
             fn = _layer(programs, layer, programs.weight_specs["layers"][index])
             layers.append(lower(f"layer {layer}", fn, LAYER_DONATES, w, cache, x, y, batch))
         kind_of.append(kinds[kind])
-    ended = lower("end", _end(programs), (), outer, x, y, batch)
+        routed += everywhere(layers[kinds[kind]].out_info[3])
+    ended = lower("end", _end(programs), (), outer, x, y, batch, counts, routed)
     return LoweredStep(begun, tuple(layers), tuple(kind_of), ended)
 
 
@@ -124,26 +135,35 @@ def _begin(programs: Programs, layout: StepLayout) -> Wrapped:
 
 
 def _layer(programs: Programs, layer: Layer, weight_specs: Any) -> Wrapped:
-    """(w, kv, x, y, batch) -> (x, y, kv)."""
+    """(w, kv, x, y, batch) -> (x, y, kv, [the experts of a mixture])."""
 
     def run(w, kv, x, y, batch):
         site = Site(programs.context, w, layer, batch, 0, batch.num_tokens)
-        x, y, kv = forward_layer(site, x, y, kv)
-        return x, added(y), kv
+        routed: Routed = []
+        x, y, kv = forward_layer(site, x, y, kv, routed)
+        return x, added(y), kv, routed
 
     cache = (cache_spec(programs.mesh),) * 2
     specs = weight_specs, cache, REPLICATED, REPLICATED, REPLICATED
-    out = REPLICATED, REPLICATED, cache
+    out = REPLICATED, REPLICATED, cache, REPLICATED
     return jax.jit(over_shards(run, programs.mesh, specs, out), donate_argnums=LAYER_DONATES)
 
 
 def _end(programs: Programs) -> Wrapped:
-    """(outer, x, y, batch) -> (hidden, x)."""
+    """(outer, x, y, batch, counts, routed) -> (hidden, x, counts)."""
 
-    def run(outer: dict, x: Float[Array, "T D"], y: Float[Array, "T D"], batch: Batch) -> tuple[Array, Array]:
+    def run(
+        outer: dict,
+        x: Float[Array, "T D"],
+        y: Float[Array, "T D"],
+        batch: Batch,
+        counts: tuple[Array, ...],
+        routed: Routed,
+    ) -> tuple[Array, Array, tuple[Array, ...]]:
         with op_scope("final_norm"):
             x = x + y
-        return sampled_hidden(Site(programs.context, outer), x, batch), x
+        hidden = sampled_hidden(Site(programs.context, outer), x, batch)
+        return hidden, x, programs.counted(counts, routed if counts else None, batch)
 
-    specs = outside_layers(programs.weight_specs), REPLICATED, REPLICATED, REPLICATED
-    return jax.jit(over_shards(run, programs.mesh, specs, (REPLICATED, REPLICATED)))
+    specs = outside_layers(programs.weight_specs), *(REPLICATED,) * 5
+    return jax.jit(over_shards(run, programs.mesh, specs, (REPLICATED,) * 3))

@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 
 from jaxflow.engine.executor import Executor, Pending
+from jaxflow.engine.expert_load import ExpertCounter
 from jaxflow.engine.layout import SlotSampling, StepLayout, pack
 from jaxflow.engine.live_request import HostLogprobs, LiveRequest, needs_full_sampler, slot_settings
 from jaxflow.engine.plain_slots import PlainSlots
@@ -102,6 +103,7 @@ class Loop:
         self._counts = collections.Counter()
         self._steps_by_plan = collections.Counter()
         self.log = StepLog()
+        self.expert_counter = ExpertCounter(executor.expert_layers)
         self.advances = 0  # steps enqueued plus steps read
 
     # ---- requests
@@ -277,6 +279,7 @@ class Loop:
         asked_s = time.monotonic()
         tokens = np.asarray(pending.tokens)
         read_s = time.monotonic()
+        self.expert_counter.put(pending.expert_counts)
         if self._step_time is not None:
             # The device begins a step once the step is enqueued and the previous step has ended.
             self._step_time.observe(work, read_s - max(self._last_read_s, step.enqueued_s))

@@ -18,7 +18,9 @@ from jaxflow.engine.layout import StepLayout, apply_page_appends, unpack
 from jaxflow.kv.device_cache import cache_spec
 from jaxflow.model import logprobs, ops, sampling, slot_params
 from jaxflow.model.batch import Batch
+from jaxflow.model.expert_tokens import add_tokens, mixture_layers
 from jaxflow.model.op_registry import Context, Site, op_scope
+from jaxflow.model.transformer import Routed
 from jaxflow.parallel.mesh import axis_of, over_shards
 
 REPLICATED = PartitionSpec()
@@ -62,17 +64,36 @@ class Programs:
 
         source: each slot's last token, [Q] int32; for a stage that does not embed, the residual stream [T, D].
         kv and page_table are donated: updated in place.
+        A step with mixture layers has one more argument and one more result: `expert_counts`, not donated, so
+        that the host can read the counts of an ended step while later steps run.
         """
 
-        def run(weights, kv, page_table, source, buffer):
+        def run(weights, kv, page_table, source, buffer, *counts):
             page_table, batch, rows = self.inputs(layout, page_table, source, buffer)
-            hidden, x, kv = forward(self.context, weights, kv, batch)
-            return hidden, x, rows, kv, page_table
+            routed: Routed | None = [] if counts else None
+            hidden, x, kv = forward(
+                self.context, weights, kv, batch, **({"routed": routed} if counts else {})
+            )
+            return hidden, x, rows, kv, page_table, *self.counted(counts, routed, batch)
 
         kv_specs = [(cache_spec(self.mesh),) * 2 for _ in self.context.config.layers]
-        specs = (self.weight_specs, kv_specs, REPLICATED, REPLICATED, REPLICATED)
-        out = (REPLICATED, REPLICATED, REPLICATED, kv_specs, REPLICATED)
+        counts = (REPLICATED,) * len(self.expert_counts)
+        specs = (self.weight_specs, kv_specs, REPLICATED, REPLICATED, REPLICATED, *counts)
+        out = (REPLICATED, REPLICATED, REPLICATED, kv_specs, REPLICATED, *counts)
         return jax.jit(over_shards(run, self.mesh, specs, out), donate_argnums=STEP_DONATES)
+
+    @property
+    def expert_counts(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Return the shape of the tokens at each expert, [mixture layers, E] uint32; () without mixture layers."""
+        layers, experts = len(mixture_layers(self.context.config)), self.context.config.num_experts
+        return (jax.ShapeDtypeStruct((layers, experts), jnp.uint32),) if layers else ()
+
+    def counted(self, counts: tuple[Array, ...], routed: Routed | None, batch: Batch) -> tuple[Array, ...]:
+        """Return the counts of `expert_counts` after a step."""
+        if routed is None:
+            return ()
+        with op_scope("expert_tokens"):
+            return (add_tokens(*counts, routed, batch.is_token),)
 
     def inputs(
         self, layout: StepLayout, page_table: Array, source: Array, buffer: Array

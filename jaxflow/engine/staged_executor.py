@@ -9,6 +9,8 @@ for a lower tier consists of the stages' parts, in each process those of its own
 
 import collections
 import concurrent.futures
+import dataclasses
+import itertools
 import time
 from collections.abc import Callable, Sequence
 
@@ -58,6 +60,14 @@ class StagedExecutor:
     def num_stages(self) -> int:
         """Return P, the number of stages."""
         return len(self.stages)
+
+    @property
+    def expert_layers(self) -> list[int]:
+        """Return the layer of each row of `Pending.expert_counts`: those of the stages of this process."""
+        sizes = [stage.programs.context.config.num_layers for stage in self.stages]
+        firsts = itertools.accumulate(sizes, initial=0)
+        here = [(first, stage) for first, stage in zip(firsts, self.stages, strict=False) if stage.is_here]
+        return [first + layer for first, stage in here for layer in stage.expert_layers]
 
     @property
     def compilations(self) -> int:
@@ -135,6 +145,8 @@ class StagedExecutor:
         last = self.stages[-1]
         if last.is_here:
             pending = last.draw(layout, hidden, of_all, rows, enqueued_s, full=full, targets=targets)
+            counts = itertools.chain.from_iterable(stage.expert_counts for stage in self._here)
+            pending = dataclasses.replace(pending, expert_counts=tuple(counts))
         else:
             pending = Pending(hidden, None, None, enqueued_s)  # a follower waits for its part of the step
         drawn = np.zeros(self.slots, bool)

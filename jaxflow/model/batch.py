@@ -8,7 +8,9 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
+
+NO_SLOT = jnp.iinfo(jnp.int32).max  # the slot of padding, outside any cache
 
 
 @jax.tree_util.register_dataclass
@@ -34,6 +36,11 @@ class Batch:
     def num_tokens(self) -> int:
         """Return T."""
         return self.token_ids.shape[0]
+
+    @property
+    def is_token(self) -> Bool[Array, " T"]:
+        """Return False for padding."""
+        return self.slots[0] != NO_SLOT
 
     @property
     def num_rows(self) -> int:
@@ -67,4 +74,4 @@ def cache_slots(
     cache."""
     safe = jnp.maximum(rows, 0)
     pages = page_table[:, safe, positions // page_size]
-    return jnp.where(rows >= 0, pages * page_size + positions % page_size, jnp.iinfo(jnp.int32).max)
+    return jnp.where(rows >= 0, pages * page_size + positions % page_size, NO_SLOT)

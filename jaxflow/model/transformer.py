@@ -1,18 +1,24 @@
 """The plain forward: every op over all tokens of the step, in order. Every plan must compute this
 function."""
 
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxflow.model import ops
 from jaxflow.model.batch import Batch
 from jaxflow.model.op_registry import KV, Context, Site, Weights, op_scope
 from jaxflow.parallel.collectives import Sum, added
 
+# The experts of each token in each mixture layer, first layer first; a forward appends them while it is traced.
+# None: a layer whose experts the step does not tell.
+Routed = list[Int[Array, "T e"] | None]
+
 
 def forward(
-    c: Context, weights: Weights, kv: list[KV], batch: Batch
+    c: Context, weights: Weights, kv: list[KV], batch: Batch, routed: Routed | None = None
 ) -> tuple[Float[Array, "R D"], Float[Array, "T D"], list[KV]]:
     """Run one step through all layers, or through the layers of one pipeline stage.
+
+    routed: takes the experts of each mixture layer.
 
     Returns:
       the normed hidden state of each sequence's sampled token, the residual stream of all tokens after the
@@ -23,18 +29,19 @@ def forward(
     x = ops.embed(ends, batch.token_ids, batch.positions) if batch.hidden is None else batch.hidden
     y, kv = None, list(kv)
     for i, (layer, w) in enumerate(zip(c.config.layers, weights["layers"], strict=True)):
-        x, y, kv[i] = forward_layer(Site(c, w, layer, batch, 0, batch.num_tokens), x, y, kv[i])
+        x, y, kv[i] = forward_layer(Site(c, w, layer, batch, 0, batch.num_tokens), x, y, kv[i], routed)
     with op_scope("final_norm"):
         x = x if y is None else x + added(y)
     return sampled_hidden(ends, x, batch), x, kv
 
 
 def forward_layer(
-    site: Site, x: Float[Array, "T D"], y: Sum | None, kv: KV
+    site: Site, x: Float[Array, "T D"], y: Sum | None, kv: KV, routed: Routed | None = None
 ) -> tuple[Float[Array, "T D"], Sum, KV]:
     """Run one layer over all tokens of the step.
 
     x and y: the residual stream, and what the layer before adds to it; y is None in the first layer.
+    routed: takes the experts of the layer if the layer is a mixture.
 
     Returns:
       x and y for the next layer, and the layer's cache with this step's keys and values.
@@ -43,7 +50,7 @@ def forward_layer(
     q, kv = ops.rope_append(site, ops.qkv(site, h), kv)
     o = ops.chunk_attention(site, q, kv)
     o = ops.decode_attention(site, q, kv, o)
-    return *after_attention(site, x, o), kv
+    return *after_attention(site, x, o, routed), kv
 
 
 def sampled_hidden(ends: Site, x: Float[Array, "T D"], batch: Batch) -> Float[Array, "R D"]:
@@ -56,16 +63,18 @@ def sampled_hidden(ends: Site, x: Float[Array, "T D"], batch: Batch) -> Float[Ar
 
 
 def after_attention(
-    site: Site, x: Float[Array, "t D"], o: Float[Array, "t N H"]
+    site: Site, x: Float[Array, "t D"], o: Float[Array, "t N H"], routed: Routed | None = None
 ) -> tuple[Float[Array, "t D"], Array]:
     """Return (x, y) after a layer. x: the residual stream before the MLP. y: the MLP's output, not added
-    yet."""
+    yet. routed: see `forward_layer`."""
     y = ops.attn_reduce(site, ops.out_proj(site, o))
     if site.c.config.post_norms:
         y = ops.post_attn_norm(site, y)
     x, h = ops.mlp_norm(site, x, y)
     if site.layer is not None and site.layer.experts:
         routing = ops.router(site, h)
+        if routed is not None:
+            routed.append(routing.experts)
         y = ops.expert_down(site, ops.expert_up_gate(site, h, routing), routing)
         if site.c.config.shared_expert_intermediate_size:
             y = ops.shared_down(site, ops.shared_up_gate(site, h), y)

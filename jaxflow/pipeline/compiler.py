@@ -20,8 +20,10 @@ from jaxtyping import Array, Float
 from jaxflow.config import ModelConfig
 from jaxflow.model import ops
 from jaxflow.model.batch import Batch
+from jaxflow.model.expert_tokens import mixture_layers
 from jaxflow.model.op_registry import KV, Context, Site, Weights, op_scope
 from jaxflow.model.routing import by_token
+from jaxflow.model.transformer import Routed
 from jaxflow.parallel.collectives import added, gather_rows, local_rows
 from jaxflow.pipeline import streams
 from jaxflow.pipeline.plan import Plan, PlanError
@@ -40,9 +42,7 @@ from jaxflow.pipeline.program import (
 )
 from jaxflow.pipeline.regions import IssueGroup, Region, group_entries
 
-Forward = Callable[
-    [Context, Weights, list[KV], Batch], tuple[Float[Array, "R D"], Float[Array, "T D"], list[KV]]
-]
+Forward = Callable[..., tuple[Float[Array, "R D"], Float[Array, "T D"], list[KV]]]
 
 
 def compile_plan(
@@ -65,7 +65,9 @@ def compile_plan(
     reads = Reads(entries, final)
     groups = group_entries(entries, reads, quantized)
 
-    def forward(c: Context, weights: Weights, kv: list[KV], batch: Batch) -> tuple[Array, Array, list[KV]]:
+    def forward(
+        c: Context, weights: Weights, kv: list[KV], batch: Batch, routed: Routed | None = None
+    ) -> tuple[Array, Array, list[KV]]:
         if batch.num_tokens != plan.tokens:
             raise PlanError(plan.name, f"a batch of {batch.num_tokens} tokens in a plan for {plan.tokens}")
         c = dataclasses.replace(c, kernels=c.kernels.with_pdl()) if pdl else c
@@ -75,6 +77,8 @@ def compile_plan(
         for group in groups:
             trace.issue(group)
         trace.flush()
+        if routed is not None:
+            routed += trace.routed()
         with op_scope("final_norm"):
             x = trace.stream_after(final, plan.tokens)
             sampled = x[trace.sample_tokens()]
@@ -346,6 +350,16 @@ class _StepTrace:
         ]
         zero = streams.zero_behind([self.zero.array, *jax.tree.leaves(needed)])
         self.zero = _Slice(self.zero.value, self.zero.tokens, zero)
+
+    def routed(self) -> Routed:
+        """Return the experts of each mixture layer. A region of a side stream does not tell its routing."""
+        everything = TokenRange(0, self.batch.num_tokens)
+        return [
+            self.values.read((layer, "routing"), everything).experts
+            if self.values.find((layer, "routing"), everything)
+            else None
+            for layer in mixture_layers(self.c.config)
+        ]
 
     def sample_tokens(self) -> Array:
         """Return the batch's `sample_tokens`, read together with `zero`: XLA would drop `zero` otherwise."""

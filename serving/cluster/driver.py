@@ -213,6 +213,10 @@ class ClusterDriver:
         here = self._queued + len(self._held)
         return msgspec.structs.replace(found, waiting_requests=found.waiting_requests + here)
 
+    def expert_tokens(self) -> None:
+        """Return None: the router does not add up the counts of its replicas."""
+        return None
+
     def drain(self, timeout_s: float) -> int:
         """Refuse new requests and wait for the running ones. Return the number aborted at the timeout."""
         with self._lock:

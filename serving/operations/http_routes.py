@@ -1,4 +1,4 @@
-"""The HTTP routes of operation: `/health*`, `/metrics` and `/status`."""
+"""The HTTP routes of operation: `/health*`, `/metrics`, `/experts` and `/status`."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -31,6 +31,12 @@ def routes(operations: Operations) -> list[BaseRoute]:
     async def metrics(request: Request) -> Response:
         return Response(operations.metrics(), headers={"content-type": CONTENT_TYPE})
 
+    async def experts(request: Request) -> Response:
+        found = operations.experts()
+        body = None if found is None else {"layers": found.layers, "tokens": found.tokens.tolist()}
+        headers = {"cache-control": "no-store"}
+        return Response(msgspec.json.encode(body), media_type="application/json", headers=headers)
+
     async def page(request: Request) -> Response:
         return Response(PAGE, media_type="text/html", headers=PAGE_HEADERS)
 
@@ -60,6 +66,7 @@ def routes(operations: Operations) -> list[BaseRoute]:
         Route("/health/live", _probe(health.live)),
         Route("/health/startup", _probe(health.startup)),
         Route("/metrics", metrics),
+        Route("/experts", experts),
         Route("/status", page),
         Route("/status/events", events),
     ]

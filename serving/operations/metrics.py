@@ -138,6 +138,11 @@ class EngineCollector(Collector):
             for name, labels in _names(ours, theirs, model):
                 yield _gauge(name, text, getattr(stats, field), **labels)
         yield _by_label(CounterMetricFamily, "jaxflow_steps", "Steps by plan", "plan", stats.steps_by_plan)
+        found = llm.driver.expert_tokens()
+        if found is not None:
+            text = "Tokens at a layer's busiest expert over the mean of its experts, since the start"
+            layers = dict(zip(map(str, found.layers), found.imbalance(), strict=True))
+            yield _by_label(GaugeMetricFamily, "jaxflow_expert_imbalance", text, "layer", layers)
         yield from self._outcomes(model)
         yield from self._pages(stats, model)
         looked_up = stats.prompt_tokens + stats.cached_prompt_tokens

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from contextvars import Token
 from types import TracebackType
 
+from jaxflow.engine.expert_load import ExpertTokens
 from serving.frontend.call import CALL, Call
 from serving.operations.fleet import Fleet
 from serving.operations.health import Health, ServedState
@@ -53,6 +54,10 @@ class Operations:
     def metrics(self) -> bytes:
         """Return the metrics in Prometheus' text format."""
         return exposition(self._registry)
+
+    def experts(self) -> ExpertTokens | None:
+        """Return the tokens at each expert since the start; None without mixture layers and before the first step."""
+        return self.served.llm.driver.expert_tokens() if self.served.loaded else None
 
     async def run(self, on_ready: Callable[[bool], Awaitable[None]] | None = None) -> None:
         """Take the engine's records and measure the event loop's lag until cancelled.

@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 
 import jaxflow
+from jaxflow.engine.expert_load import ExpertTokens
 from jaxflow.engine.step_log import StepRecord
 from serving.operations.fleet import Fleet
 from serving.operations.health import Health, ServedState
@@ -19,12 +21,35 @@ from serving.operations.recorder import Recorder
 WINDOW_S = 10.0  # rates are means over this time
 
 
+class RecentExperts:
+    """The share of each expert in the tokens of the last seconds.
+
+    A sample is kept a second, so that the shares cover `WINDOW_S` for any number of viewers.
+    """
+
+    def __init__(self) -> None:
+        self._samples: collections.deque[tuple[float, np.ndarray]] = collections.deque()
+
+    def now(self, found: ExpertTokens, now_s: float) -> dict[str, Any]:
+        """Return each expert's tokens over the mean of its layer. found: the tokens since the start."""
+        while len(self._samples) > 1 and self._samples[1][0] <= now_s - WINDOW_S:
+            self._samples.popleft()
+        if not self._samples or self._samples[-1][0] <= now_s - 1.0:
+            self._samples.append((now_s, found.tokens))
+        tokens = found.tokens - self._samples[0][1]
+        if not tokens.any():  # the first answer, and an idle engine
+            tokens = found.tokens
+        load = tokens / np.maximum(tokens.mean(axis=1, keepdims=True), 1e-9)
+        return {"layers": found.layers, "load": np.round(load, 2).tolist()}
+
+
 class Status:
     """The source of the status page."""
 
     def __init__(self, served: ServedState, recorder: Recorder, health: Health, fleet: Fleet | None = None):
         self._served, self._recorder, self._health, self._fleet = served, recorder, health, fleet
         self._begun_s = time.monotonic()
+        self._experts = RecentExperts()
 
     def now(self) -> dict[str, Any]:
         """Return the status."""
@@ -61,6 +86,7 @@ class Status:
         steps, window_s = recent(recorder.recent_steps, time.monotonic())
         ends = list(recorder.recent_ends)
         last = recorder.recent_steps[-1] if recorder.recent_steps else None
+        experts = llm.driver.expert_tokens()
         intervals = [
             after.read_s - before.read_s
             for one in by_replica(steps)
@@ -75,6 +101,7 @@ class Status:
             "prompt_per_s": sum(step.prefill_tokens for step in steps) / window_s,
             "steps_per_s": len(steps) / window_s,
             "kv": tiers(stats),
+            "experts": None if experts is None else self._experts.now(experts, time.monotonic()),
             "step": {
                 "device": device_kind() if self._fleet is None else self._fleet.device,
                 "dtype": config.dtype,

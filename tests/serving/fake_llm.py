@@ -77,6 +77,7 @@ class FakeDriver:
             max_waiting=max_waiting,
         )
         self.fault_token = fault_token
+        self.experts = None  # a test may set an `ExpertTokens`
         self.gate = threading.Event()
         self.gate.set()
         self.submitted: list[Request] = []
@@ -142,6 +143,9 @@ class FakeDriver:
             steps_by_plan={"sequential": self.steps},
             kv_tiers={},
         )
+
+    def expert_tokens(self):
+        return self.experts
 
     def drain(self, timeout_s: float) -> int:
         with self._lock:

@@ -48,6 +48,7 @@ class InstantExecutor:
 
     compilations = 0
     num_stages = 1
+    expert_layers = ()
 
     def __init__(self, layouts: list[StepLayout]):
         self.layouts, self.decode_layouts = {layout.tokens: (layout,) for layout in layouts}, {}

@@ -82,7 +82,7 @@ class Steps:
             forward = compile_plan(plan, model, quantized=quantized, pdl=pdl)
             step = executor.programs.step(layouts[launch], forward)
             state = (executor.weights, executor.kv, executor.page_table, executor.last_tokens)
-            self.lowered[launch] = step.lower(*state, self.buffers[launch])
+            self.lowered[launch] = step.lower(*state, self.buffers[launch], *executor.expert_counts)
             self.options[launch] = xla_options(plan, 1, graphs)
         self.sampler = executor.programs.sample_plain()
 

@@ -126,7 +126,7 @@ def agreement(
             continue
         step = executor.programs.step(layout, compile_plan(plan, config, quantized=quantized, pdl=pdl))
         state = executor.weights, executor.kv, executor.page_table, executor.last_tokens
-        program = step.lower(*state, buffers[0]).compile(
+        program = step.lower(*state, buffers[0], *executor.expert_counts).compile(
             compiler_options=xla_options(plan, 1, graphs) or None
         )
         histories[launch] = _history(executor, program, sampler, buffers, rows, steps)

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import ScalarFormatter
@@ -22,6 +23,7 @@ def draw(sweep: Mapping[str, Any]) -> Figure:
         "blocks": (_blocks, 1),
         "spans": (_spans, 1),
         "span_speeds": (_span_speeds, 1),
+        "experts": (_experts, 1),
     }[sweep["kind"]]
     figure = Figure(figsize=(6.0 * panels, 4.2), layout="constrained")
     draw_kind(sweep, [figure.add_subplot(1, panels, i + 1) for i in range(panels)])
@@ -209,3 +211,15 @@ def _span_speeds(report: Mapping[str, Any], axes: list[Axes]) -> None:
     axes[0].set_ylim(0, 1.2 * axes[0].get_ylim()[1])
     _label(axes[0], "rows x mean keys", "speed over dense attention", legend=False)
     axes[0].legend(frameon=False, ncols=2, loc="upper center")
+
+
+def _experts(found: Mapping[str, Any], axes: list[Axes]) -> None:
+    """Draw the tokens at each expert over the mean of its layer."""
+    tokens = np.asarray(found["tokens"], float)
+    load = tokens / np.maximum(tokens.mean(axis=1, keepdims=True), 1e-9)
+    picture = axes[0].imshow(load, aspect="auto", vmin=0, cmap="viridis", interpolation="nearest")
+    axes[0].set_yticks(range(len(load)), [str(layer) for layer in found["layers"]])
+    _label(axes[0], "expert", "layer", legend=False)
+    axes[0].grid(visible=False)
+    assert isinstance(axes[0].figure, Figure)
+    axes[0].figure.colorbar(picture, label="tokens over the mean of the layer")

@@ -6,8 +6,10 @@ import json
 import os
 import re
 import shutil
+import urllib.request
 from pathlib import Path
 
+import numpy as np
 import pytest
 from fake_llm import FakeLLM
 from hypothesis import given
@@ -15,10 +17,11 @@ from hypothesis import strategies as st
 from served_state import State, http_server, submit
 
 import serving.operations
+from jaxflow.engine.expert_load import ExpertTokens
 from jaxflow.engine.step_log import StepRecord
 from jaxflow.request import SamplingParams
 from serving.operations import Operations
-from serving.operations.status import WINDOW_S, percentiles, recent
+from serving.operations.status import WINDOW_S, RecentExperts, percentiles, recent
 
 PAGE = Path(serving.operations.__file__).parent / "status.html"
 
@@ -44,6 +47,35 @@ def test_status_of_each_state():
     now = status.now()
     assert (now["state"], now["faults"][0]["kind"]) == ("failed", "engine stopped: MemoryError")
     assert "secret" not in json.dumps(now)
+
+
+def test_experts_of_a_mixture():
+    """The status holds the last seconds, the metric and /experts the time since the start."""
+    state = State(FakeLLM())
+    operations = Operations(state)
+    assert operations.status.now()["experts"] is None and operations.experts() is None
+    assert b"jaxflow_expert_imbalance" not in operations.metrics()
+    state.llm.driver.experts = ExpertTokens([1, 2], np.array([[3, 1, 0, 0], [1, 1, 1, 1]]))
+    assert operations.status.now()["experts"] == {"layers": [1, 2], "load": [[3, 1, 0, 0], [1, 1, 1, 1]]}
+    assert b'jaxflow_expert_imbalance{layer="1"} 3.0' in operations.metrics()
+    state.llm.driver.experts = ExpertTokens([1, 2], np.array([[3, 1, 0, 12], [5, 1, 5, 5]]))
+    assert operations.status.now()["experts"]["load"] == [[0, 0, 0, 4], [1.33, 0, 1.33, 1.33]]
+    with (
+        http_server(operations) as port,
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/experts") as answer,
+    ):
+        assert json.load(answer) == {"layers": [1, 2], "tokens": [[3, 1, 0, 12], [5, 1, 5, 5]]}
+    state.llm.close()
+
+
+def test_shares_of_experts_forget_what_is_older_than_the_window():
+    recent_experts, total = RecentExperts(), np.zeros((1, 2), np.int64)
+    for second in range(40):  # expert 0 has all tokens, then expert 1
+        total = total + np.array([[1, 0]] if second < 20 else [[0, 1]])
+        load = recent_experts.now(ExpertTokens([0], total), float(second))["load"]
+        assert second < 1 or sum(load[0]) == pytest.approx(2, abs=0.02)
+        assert load == [[2, 0]] if second < 20 else load[0][1] > 0
+        assert second < 20 + WINDOW_S or load == [[0, 2]]
 
 
 @given(st.integers(1, 40), st.floats(0.001, 5.0))
@@ -81,6 +113,7 @@ def test_the_page_in_chromium(tmp_path):
     playwright = pytest.importorskip("playwright.sync_api", reason="the group `clients` is not installed")
     pictures = Path(os.environ.get("JAXFLOW_SCREENSHOTS", tmp_path))
     state = State(FakeLLM())
+    state.llm.driver.experts = ExpertTokens([0, 1], np.array([[9, 1, 0, 0], [1, 1, 1, 1]]))
     operations = Operations(state)
     for number in range(4):
         request = state.llm.request([5, 6], SamplingParams(max_tokens=4000), request_id=str(number))
@@ -96,6 +129,9 @@ def test_the_page_in_chromium(tmp_path):
         header.wait_for(timeout=30_000)
         page.wait_for_function("document.getElementById('generated').textContent !== '–'")
         assert page.locator("#running").text_content() == "4"
+        pixels = "[...experts.getContext('2d').getImageData(0, 0, 4, 2).data]"
+        red, _, blue, _, *others = page.evaluate(pixels)
+        assert red > 2 * blue and others[4:8] == [255] * 4  # the busiest expert, and one without tokens
         page.keyboard.press("Tab")  # the link to the numbers
         page.keyboard.press("Tab")
         assert page.evaluate("document.activeElement.id") == "pause"

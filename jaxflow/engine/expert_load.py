@@ -1,0 +1,57 @@
+"""The tokens at each expert since the start, as the host reads them from the counts of the steps."""
+
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+if TYPE_CHECKING:
+    import jax  # the status page must not import JAX: its streams would stop for seconds
+
+
+class ExpertTokens(msgspec.Struct, frozen=True):
+    """The tokens that went to each expert.
+
+    layers: the mixture layers, [L]. tokens: int64 [L, E].
+    """
+
+    layers: list[int]
+    tokens: np.ndarray
+
+    def imbalance(self) -> list[float]:
+        """Return the largest over the mean number of tokens of an expert, for each layer; 0 without tokens."""
+        largest, mean = self.tokens.max(axis=1), self.tokens.mean(axis=1)
+        return (largest / np.maximum(mean, 1e-9)).tolist()
+
+
+class ExpertCounter:
+    """The totals of counts that wrap at 2**32. Any thread may use it.
+
+    The device's counts stay where they are until somebody asks. An answer adds what came since the answer
+    before, so the totals are exact if somebody asks before an expert gets 2**32 more tokens.
+    """
+
+    def __init__(self, layers: Sequence[int]):
+        self._layers, self._lock = list(layers), threading.Lock()
+        self._counts: tuple[jax.Array, ...] = ()  # as of the last step that was read
+        self._seen: np.ndarray | None = None
+        self._total: np.ndarray | None = None
+
+    def put(self, counts: "tuple[jax.Array, ...]") -> None:
+        """Take the counts of a step that has ended. Nothing is copied."""
+        self._counts = counts
+
+    def read(self) -> ExpertTokens | None:
+        """Return the tokens at each expert, or None for a model without mixture layers and before the first step."""
+        counts = self._counts
+        if not counts:
+            return None
+        now = np.concatenate([np.asarray(each) for each in counts])
+        with self._lock:
+            if self._seen is None or self._total is None:
+                self._seen, self._total = np.zeros_like(now), np.zeros(now.shape, np.int64)
+            self._total = self._total + (now - self._seen)  # the difference of uint32 wraps, too
+            self._seen = now
+            return ExpertTokens(self._layers, self._total)
