@@ -24,6 +24,7 @@
   value_rows   perplexity and last-word accuracy by the share of V rows that attention reads
   pipeline     bubbles of pipeline stages, on the engine or on virtual clocks (SARATHI Fig. 12); JSON and a chart
   sarathi      SARATHI's tables and figures of one device, on the engine or by the cost model; JSON and a chart
+  expert_balance  balance of experts over devices, placed by measured loads, with and without copies, simulated
   router       throughput, balance and prefix hits of several replicas behind the router, simulated
   sweep        rates, batch sizes or lengths of an engine; SARATHI's scheduler curves; JSON and a chart
 
@@ -65,6 +66,7 @@ COMMANDS = {
     "value_rows": "engine.value_rows",
     "pipeline": "pipeline.study",
     "sarathi": "sarathi.command",
+    "expert_balance": "engine.expert_balance",
     "router": "router.command",
     "sweep": "engine.sweep",
 }

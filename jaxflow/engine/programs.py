@@ -93,7 +93,7 @@ class Programs:
         if routed is None:
             return ()
         with op_scope("expert_tokens"):
-            return (add_tokens(*counts, routed, batch.is_token),)
+            return (add_tokens(counts[0], routed, batch.is_token),)
 
     def inputs(
         self, layout: StepLayout, page_table: Array, source: Array, buffer: Array
