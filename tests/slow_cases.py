@@ -38,6 +38,12 @@ SLOW_CASES = {
     r"test_layered_step\.py::test_goldens\[stories260K": (
         "the engine of stories260K in test_goldens has layered steps"
     ),
+    r"test_build\.py::TestPlans::test_an_overlapped_plan_serves_the_golden": (
+        "a portfolio serves the golden with an overlapped plan"
+    ),
+    r"test_layered_step\.py::test_goldens\[tiny-opt": (
+        "the second of two stages of stories260K has layered steps in test_pipeline_stages"
+    ),
     r"test_gpt_oss\.py::test_no_part_can_be_left_out_of_the_golden\[(softmax|router|yarn's (frequ|bord))": (
         "the logits of the golden are compared, and parts that are invisible in other models run"
     ),
@@ -70,6 +76,9 @@ SLOW_CASES = {
         "test_page compares the bytes of pages on two devices a stage; both directions run with one group"
     ),
     r"test_loop\.py::TestSameSeedSameTokens::test_at_any_chunking\[1": "chunks of more tokens run",
+    r"test_loop\.py::TestSameSeedSameTokens::test_on_an_overlapped_plan": (
+        "two pipeline stages run the same requests on an overlapped plan"
+    ),
     r"test_8_bits\.py::test_near_the_wide_model\[(stories260K-numbers[02]-0\.(06|15)|tiny-(opt|qwen3))": (
         "an 8-bit cache and 8-bit weights run, each and together"
     ),
@@ -126,12 +135,11 @@ SLOW_CASES = {
     r"test_compiler\.py::test_drawn_plans_compiled\[tiny-(llama-1|mixtral-1|opt-1)-": (
         "plans of these families are drawn and run op by op; other plans of the first two run compiled"
     ),
-    r"test_compiler\.py::test_drawn_plans_compiled\[tiny-llama-2-copied": (
-        "a plan with copies on four devices runs compiled"
+    r"test_compiler\.py::test_drawn_plans_compiled\[tiny-llama-2-(copied|scattered)": (
+        "a plan with copies on four devices runs compiled, and test_scattered runs two scattered plans compiled"
     ),
-    r"test_exchange\.py::test_plans_with_peer_copies_compute_the_plain_forward"
-    r"\[(post-norms|fp8\]|fp8, streams)": (
-        "fp8 runs on four devices, and drawn plans with copies run compiled"
+    r"test_exchange\.py::test_plans_with_peer_copies_compute_the_plain_forward\[(post-norms|fp8)": (
+        "drawn plans with copies run compiled on four devices, and fp8 runs with scattered sums on four devices"
     ),
     r"test_compiler\.py::test_a_plan_runs_every_composition\[phased_plan-tiny-(gemma2-2|llama-4)": (
         "a phased plan on one device and two nano-batches on two devices run"
@@ -216,6 +224,9 @@ SLOW_CASES = {
     r"\[(gemma2|glm4|mistral|mixtral|qwen[23]\]|tiny llama)": (
         "gemma3, llama, opt and qwen3_moe have the same kinds of layers"
     ),
+    r"test_console\.py::test_help_of_a_command\[(ask|bench|search)": (
+        "test_every_command_takes_dashes starts these programs"
+    ),
     r"test_command\.py::test_a_setting_that_cannot_work_.*\[arguments[2356]-": (
         "other tests hold the messages; the wrong model, engine setting and server setting end a process"
     ),
@@ -244,7 +255,9 @@ SLOW_CASES = {
     r"test_http_faults_engine\.py::test_40_concurrent_traces_answer_as_alone\[1": (
         "the traces of one seed run"
     ),
-    r"test_smollm2\.py::test_perplexity\[smollm2_ppl(-8|_rawtext)": "one of the eight windows runs",
+    r"test_smollm2\.py::test_perplexity": (
+        "the first tokens of a window are compared, and the goldens of small models have long prompts"
+    ),
     r"test_perplexity\.py::": (
         "each 8-bit and 4-bit format is compared with its reference, and test_8_bits compares tokens"
     ),

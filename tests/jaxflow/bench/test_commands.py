@@ -425,7 +425,7 @@ def test_the_command_as_a_process(tmp_path):
     arguments = [
         "throughput",
         "--model",
-        MODEL,
+        str(paths.MODELS / "tiny-llama"),  # of two layers, which compile quickly
         "--num_requests",
         "6",
         "--input_len",

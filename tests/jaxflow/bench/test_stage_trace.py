@@ -26,7 +26,7 @@ def test_bubbles_of_known_times():
 
 
 def test_a_trace_has_every_step_on_every_stage():
-    loop = toy.staged_loop("stories260K", 2)
+    loop = toy.staged_loop("tiny-llama", 2)
     requests = [Request(f"r{i}", list(range(3, 10 + 5 * i)), toy.GREEDY) for i in range(6)]
     with stage_traces(loop.executor, loop.scheduler) as traces:
         toy.run(loop, requests)

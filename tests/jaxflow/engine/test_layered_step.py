@@ -8,7 +8,7 @@ import paths
 import pytest
 import toy
 from hurry import compile_on_use
-from test_goldens import check, requests
+from test_goldens import FEW, check, requests
 
 from jaxflow.config import EngineConfig
 from jaxflow.engine import lowered_cache, start
@@ -64,7 +64,7 @@ def test_goldens(make, goldens, model, tp, pp, distinct):
     config, executor = make(model, tp, pp)
     golden = goldens(model)
     engine = start.make_loop(config, open_checkpoint(config.model).model_config, executor)
-    check(golden, toy.run(engine, requests(golden)))
+    check(golden, toy.run(engine, requests(golden, max_tokens=FEW)), FEW)
     first = executor if pp == 1 else executor.stages[0]
     (step,) = first._steps.values()
     assert isinstance(step, LayeredStep)

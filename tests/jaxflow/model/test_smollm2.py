@@ -78,7 +78,18 @@ def test_a_chat_is_its_template_as_a_prompt(llm, golden):
     assert "<|im_end|>" not in output.outputs[0].text
 
 
-@pytest.mark.parametrize("name, number", [("smollm2_ppl", 1), ("smollm2_ppl", 8), ("smollm2_ppl_rawtext", 2)])
+def test_the_first_tokens_of_a_window_are_scored(llm):
+    reference = json.loads((paths.PPL / "smollm2_ppl.json").read_text())
+    scored = reference["windows"][0]["first_logprobs"]
+    window = np.load(paths.PPL.parent / reference["tokens_file"])[0, : len(scored) + 1].tolist()
+    (output,) = llm.generate([window], SCORED, use_tqdm=False)
+    found = [
+        entry[token].logprob for entry, token in zip(output.prompt_logprobs[1:], window[1:], strict=True)
+    ]
+    np.testing.assert_allclose(found, scored, atol=1e-3)
+
+
+@pytest.mark.parametrize("name, number", [("smollm2_ppl", 8), ("smollm2_ppl_rawtext", 2)])
 def test_perplexity(llm, name, number):
     """Compare windows of the text, and of the text with its blank lines, with their references."""
     reference = json.loads((paths.PPL / f"{name}.json").read_text())
