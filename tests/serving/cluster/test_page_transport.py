@@ -42,13 +42,27 @@ def test_an_address_without_a_process(here):
         fetch(here, "127.0.0.1:9", 3, 1, timeout_s=0.2)
 
 
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def sender(pipe) -> None:
     transport = JaxTransport("127.0.0.1")
     pipe.send(transport.address)
     while True:
         number, count, length, keep_s = pipe.recv()
         transport.offer(number, pages_of(number, count, length), keep_s)
-        pipe.send("offered")
+        pipe.send(resident_bytes())
+
+
+def receiver(pipe) -> None:
+    transport = JaxTransport("127.0.0.1")
+    pipe.send("ready")
+    while True:
+        address, number, count, length = pipe.recv()
+        found = fetch(transport, address, number, count, length=length)
+        pipe.send(all(map(np.array_equal, found, pages_of(number, count, length))))
 
 
 class Process:
@@ -111,3 +125,31 @@ class TestTwoProcesses:
         time.sleep(1.0)  # the pull that was given up goes on, into memory that nobody reads
         other.ask(8, 2, PAGE, 60.0)
         assert all(map(np.array_equal, fetch(here, other.first, 8, 2), pages_of(8, 2)))
+
+    def test_receivers_that_die_cost_the_sender_no_memory(self, other):
+        """A receiver dies before its pull, during the pull, or after. An offer that was not pulled yet ends later."""
+        length, count = 32 << 20, 2
+        living, *dying = (Process(receiver) for _ in range(7))
+        other.ask(9, count, length, 60.0)
+        assert living.ask(other.first, 9, count, length)
+        before = other.ask(10, 1, PAGE, 0.1)
+        for i, to in enumerate(dying):
+            other.ask(100 * (i + 1), count, length, 1.0)
+            to.pipe.send((other.first, 100 * (i + 1), count, length))
+            time.sleep(0.03 * i)
+            to.kill()
+        time.sleep(2.0)
+        other.ask(11, 1, PAGE, 0.1)  # this call frees the offers that ended
+        after = other.ask(12, 1, PAGE, 0.1)
+        assert after < before + 2 * count * length
+        other.ask(13, 2, PAGE, 60.0)
+        assert living.ask(other.first, 13, 2, PAGE)
+        living.kill()
+
+    def test_offers_that_nobody_fetches_end(self, other):
+        length, count = 16 << 20, 2
+        first = other.ask(20, count, length, 0.2)
+        for i in range(12):
+            time.sleep(0.3)
+            last = other.ask(1000 * (i + 1), count, length, 0.2)
+        assert last < first + 4 * count * length
