@@ -1,8 +1,10 @@
 """The simulated balance of experts over devices."""
 
 import itertools
+import json
 
 import numpy as np
+import paths
 
 from jaxflow.bench.engine.expert_balance import Layout, Mixture, Routes, simulate
 
@@ -34,3 +36,16 @@ def test_placements_by_measured_loads_are_more_even():
     assert in_order < placed < copied and copied > 0.9
     assert [row["slots"] for row in rows] == [32, 32, 40]
     assert rows[2]["moved_slots_per_rebalance"] < 10
+
+
+def test_the_committed_balance_is_at_least_95_percent():
+    report = json.loads((paths.ROOT / "benchmarks/cpu/engine/expert-balance.json").read_text())
+    assert (report["zipf"], report["spare"], report["steps"]) == (1.0, 0.25, 1000)
+    rows = [
+        row
+        for row in report["rows"]
+        if (row["experts"], row["drift_steps"], row["tokens_per_step"]) == (128, 1e5, 2048)
+        and row["layout"] == "placed by load, with copies"
+    ]
+    assert [row["devices"] for row in rows] == [2, 4, 8]
+    assert all(row["slots"] == 160 and row["mean_over_max_load"] >= 0.95 for row in rows)
