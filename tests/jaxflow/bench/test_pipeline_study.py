@@ -218,7 +218,7 @@ def test_only_the_papers_deployment_is_compared_with_the_paper():
 
 
 def test_a_small_study_has_the_shape_of_the_paper():
-    study = Study(requests=60, slots=6, replica_slots=3, stages=4, lengths=(256, 1024), chunk=128)
+    study = Study(requests=36, slots=6, replica_slots=3, stages=4, lengths=(256, 1024), chunk=128)
     study = dataclasses.replace(study, **assumptions.BASE)
     report = measure(study, processes=1)
     assert set(report["scenarios"]) == set(scenarios(study))

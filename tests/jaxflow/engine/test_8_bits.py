@@ -10,17 +10,11 @@ from jaxflow.bench.engine.policies import Hybrid
 from jaxflow.request import Request, SamplingParams
 
 FP8 = {"quantization": "fp8", "kv": "fp8"}
-# tokens of a step in tests that do not depend on its size: one program in place of two
-ONE_SIZE = 16
-
-
-def budget(name, tp=1, **numbers):
-    """Return the tokens of a step. Experts use both step sizes, in 8 bits throughout, on one device."""
-    return 64 if name == "tiny-mixtral" and numbers == FP8 and tp == 1 else ONE_SIZE
+BUDGET = 16  # tokens of a step: all steps are one program
 
 
 def loop(name, tp=1, policy=None, **numbers):
-    return toy.loop(name, tp=tp, budget=budget(name, tp, **numbers), policy=policy, **numbers)
+    return toy.loop(name, tp=tp, budget=BUDGET, policy=policy, **numbers)
 
 
 def requests(golden, tokens=1):

@@ -31,7 +31,7 @@ class Engines:
         path = folder / "spans.json"
         path.write_text(json.dumps(spans))
         settings = EngineConfig(
-            model=str(paths.MODELS / MODEL), attention_spans=str(path), block_size=BLOCK, max_num_batched_tokens=64,
+            model=str(paths.MODELS / MODEL), attention_spans=str(path), block_size=BLOCK, max_num_batched_tokens=16,
             max_num_seqs=8, num_kv_pages=96, step_sizes="16", plan="sequential", **changes,
         )  # fmt: skip
         checkpoint = open_model(settings)
@@ -72,7 +72,7 @@ def alone(engines):
 
 
 def test_full_spans_are_the_dense_model_bit_for_bit(tmp_path):
-    dense = toy.run(toy.loop(MODEL), requests())
+    dense = toy.run(toy.loop(MODEL, budget=16), requests())
     found = toy.run(Engines(FULL, tmp_path).loop(), requests())
     assert tokens(found) == tokens(dense)
     for name, result in found.items():
@@ -83,7 +83,7 @@ def test_spans_change_the_tokens(alone):
     assert alone != tokens(toy.run(toy.loop(MODEL), requests()))
 
 
-@pytest.mark.parametrize("budget", [64, 16, 7])
+@pytest.mark.parametrize("budget", [16, 11, 7])
 def test_in_a_batch_at_any_chunking(engines, alone, budget):
     loop = engines.loop(token_budget=budget, max_num_seqs=min(8, budget))
     assert tokens(toy.run(loop, requests())) == alone

@@ -171,7 +171,7 @@ def test_concurrent_calls_of_an_offloaded_llm_run_in_turn(tmp_path, monkeypatch)
 
         def often(caller: int, asked: list[list[int]]) -> None:
             together.wait()
-            found[caller] = _told(lambda: [ask(asked) for _ in range(3)])
+            found[caller] = _told(lambda: [ask(asked) for _ in range(2)])
 
         callers = [
             threading.Thread(target=often, args=(i, asked), daemon=True)
@@ -181,4 +181,4 @@ def test_concurrent_calls_of_an_offloaded_llm_run_in_turn(tmp_path, monkeypatch)
             caller.start()
         for caller in callers:
             caller.join(PATIENCE_S)
-        assert found == {0: [expected] * 3, 1: [others] * 3, 2: [expected] * 3}
+        assert found == {0: [expected] * 2, 1: [others] * 2, 2: [expected] * 2}

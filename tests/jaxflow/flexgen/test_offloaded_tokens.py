@@ -43,7 +43,7 @@ def test_opt_on_all_tiers_in_every_order(host_attention, tmp_path):
 
 def test_llama_in_4_bits_equals_the_engine_with_the_same_weights(tmp_path):
     prompts, _ = goldens("tiny-llama")
-    engine = toy.loop("tiny-llama", quantization="int4")
+    engine = toy.loop("tiny-llama", budget=16, quantization="int4")
     plain = toy.run(engine, requests(prompts))
     with runtime("tiny-llama", tmp_path, weight_bits=4, weights=MIXED, kv=HOST) as made:
         assert run(made, requests(prompts)) == [plain[f"r{i}"].tokens for i in range(len(prompts))]

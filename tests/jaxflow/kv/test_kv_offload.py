@@ -26,11 +26,12 @@ LLAMA, WINDOWS = (
     ("stories260K", 1),
     ("tiny-gemma3_text", 2),
 )  # full attention on one device; two layer groups on two
+BUDGET = {1: 64, 2: 16}  # tokens of a step, by devices: on two devices all steps are one program
 NEVER_LOAD = FetchCosts(bytes_per_s=1.0, latency_s=1e9, seconds_per_token=0.0)
 
 
 def vocab(model, tp):
-    return toy.executor(model, tp)[1].programs.context.config.vocab_size
+    return toy.executor(model, tp, BUDGET[tp])[1].programs.context.config.vocab_size
 
 
 def conversations(model, tp, count=10, seed=0):
@@ -65,17 +66,18 @@ def case(request):
     """Return (model, tp, requests, tokens of an engine with all pages on the device)."""
     model, tp = request.param
     if tp > 1:  # on one device every program is compiled already
-        toy.executor(model, tp)[1].warm_up()
+        toy.executor(model, tp, BUDGET[tp])[1].warm_up()
     requests = conversations(model, tp)
-    results = toy.run(toy.loop(model, tp=tp), requests)
+    results = toy.run(toy.loop(model, tp=tp, budget=BUDGET[tp]), requests)
     return model, tp, requests, {name: result.token_ids for name, result in results.items()}
 
 
 def small_loop(case, host_pages, *, pages=20, **more):
     """Return an engine with few pages that expects short outputs, so that it pre-empts sequences."""
     model, tp, *_ = case
-    groups = toy.executor(model, tp)[1].groups
-    engine = toy.offloading_loop(model, host_pages, tp=tp, num_pages=(pages,) * groups, **more)
+    groups = toy.executor(model, tp, BUDGET[tp])[1].groups
+    numbers = {"tp": tp, "budget": BUDGET[tp], "num_pages": (pages,) * groups}
+    engine = toy.offloading_loop(model, host_pages, **numbers, **more)
     engine.scheduler.lengths = OutputLengths(2)
     return engine
 

@@ -15,6 +15,8 @@ from jaxflow.scheduler.admission import OutputLengths
 # has no layer with a window.
 CASES = {"two": ("stories260K", 2, 1), "two of two": ("stories260K", 2, 2), "windows": ("tiny-gemma2", 2, 1)}
 DEVICE_PAGES, HOST_PAGES = 20, 10
+# Tokens of a step: of one stage as in other tests, which then share its programs.
+ONE_STAGE, STAGES = 64, 16
 
 
 @pytest.fixture(scope="module", params=CASES.values(), ids=list(CASES))
@@ -27,7 +29,7 @@ def case(request):
         stages,
         tp,
         requests,
-        tokens(toy.run(toy.loop(model, budget=16, enable_prefix_caching=False), requests)),
+        tokens(toy.run(toy.loop(model, budget=ONE_STAGE, enable_prefix_caching=False), requests)),
     )
 
 
@@ -60,7 +62,7 @@ def few_pages(case, folder, stages, **more):
     """Return an engine with few pages on device and host, and a disk tier; it expects short outputs."""
     model, _, tp, *_ = case
     groups = len(model_config(model).windows)
-    settings = {"tp": tp, "stages": stages, "budget": 16, "num_pages": (DEVICE_PAGES,) * groups}
+    settings = {"tp": tp, "stages": stages, "budget": STAGES, "num_pages": (DEVICE_PAGES,) * groups}
     settings |= {"fingerprint": b"a model", "disk_folder": folder, "staging_pages": 4}
     engine = toy.offloading_loop(model, HOST_PAGES, **settings, **more)
     engine.scheduler.lengths = OutputLengths(2)
@@ -91,7 +93,8 @@ def test_a_restart_with_other_stages_finds_the_pages(case, stages_write, tmp_pat
     """A folder that stages wrote serves one stage, and the other way round."""
     model, stages, tp, requests, expected = case
     for restarted, number in enumerate((stages, 1) if stages_write else (1, stages)):
-        engine = toy.offloading_loop(model, 400, tp=tp, stages=number, budget=16, disk_folder=tmp_path)
+        budget = ONE_STAGE if number == 1 else STAGES
+        engine = toy.offloading_loop(model, 400, tp=tp, stages=number, budget=budget, disk_folder=tmp_path)
         assert tokens(toy.run(engine, requests)) == expected
         found = engine.scheduler.tiers.counters.disk_hit_tokens
         assert found > 200 if restarted else found == 0

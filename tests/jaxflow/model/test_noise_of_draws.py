@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hurry import AS_XLA_HAS
+from hurry import AS_XLA_HAS, OFTEN
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxflow.model import sampling
@@ -12,7 +12,7 @@ from jaxflow.model.slot_params import empty_slots, slot_values
 from pallas_kernels.pointwise.draw import noise
 
 PLAIN = jax.jit(sampling.plain, compiler_options=AS_XLA_HAS)
-FULL = jax.jit(sampling.full, compiler_options=AS_XLA_HAS)
+FULL = jax.jit(sampling.full, compiler_options=OFTEN)
 GUMBEL = jax.jit(sampling.gumbel, compiler_options=AS_XLA_HAS)
 VOCABULARIES = [49_152, pytest.param(128_256, marks=pytest.mark.slow)]
 FILTERS = [

@@ -275,11 +275,11 @@ def test_rows_of_minus_infinity_are_harmless():
 
 def test_a_draw_depends_on_seed_and_position_only():
     """The same row anywhere in batches of any size, in either sampler, gives the same token."""
-    full = jax.jit(sampling.full)  # optimized less than `FULL`: three sizes, a dozen runs each
+    full = jax.jit(sampling.full)  # optimized less than `FULL`: two sizes, a few runs each
     logits, rng = random_logits(1, vocab=1000, padded=1024, scale=1.0)[0], np.random.default_rng(1)
     for _ in range(3):
         seed, position, seen = int(rng.integers(2**63)), int(rng.integers(10_000)), set()
-        for rows in (1, 3, 8):
+        for rows in (1, 8):
             for at in {0, rows // 2, rows - 1}:
                 batch = random_logits(rows, 1000, 1024, seed=rows)
                 batch[at] = logits
