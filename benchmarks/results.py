@@ -398,6 +398,24 @@ def router_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
             )
 
 
+def apart_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
+    """Yield each number of simulated prefill replicas."""
+    for path, report in reports.items():
+        if report.get("command_name") != "prefill_apart":
+            continue
+        model = f"{report['model']}, {report['cluster']['replicas']} × {report['cost_model_of']}"
+        for one in report["runs"]:
+            yield (
+                model,
+                f"{report['workload']['request_rate']:g}",
+                f"{one['prefill_replicas']}",
+                f"{one['apart_share']:.2f}",
+                *(f"{one[name]:.0f}" for name in ("median_ttft_ms", "p99_ttft_ms")),
+                *(f"{one[name]:.1f}" for name in ("median_tpot_ms", "p99_tpot_ms", "p99_itl_ms")),
+                links([path]),
+            )
+
+
 def fault_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
     """Yield each fault of a replica."""
     for path, report in reports.items():
@@ -584,6 +602,16 @@ SECTIONS = (
             *("p99 first token, ms", "report"),
         ),
         router_rows,
+    ),
+    (
+        "Prefill apart from decode, simulated",
+        "The replicas of both kinds together stay the same. A part of the prompts is computed apart. Milliseconds of "
+        "first tokens, of the mean gap between the tokens of a request, and of all gaps.",
+        (
+            *("model and replicas", "requests/s", "of them prefill", "apart", "TTFT", "p99 TTFT", "TPOT"),
+            *("p99 TPOT", "p99 gap", "report"),
+        ),
+        apart_rows,
     ),
     (
         "Faults of a replica",

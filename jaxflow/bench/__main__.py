@@ -26,6 +26,7 @@
   sarathi      SARATHI's tables and figures of one device, on the engine or by the cost model; JSON and a chart
   expert_balance  balance of experts over devices, placed by measured loads, with and without copies, simulated
   router       throughput, balance and prefix hits of several replicas behind the router, simulated
+  prefill_apart  first tokens and gaps of replicas of which some compute prompts for the others, simulated
   sweep        rates, batch sizes or lengths of an engine; SARATHI's scheduler curves; JSON and a chart
 
 The reports of throughput, latency, serve, engine sweeps, hierarchy and plans hold a fraction of optimal
@@ -68,6 +69,7 @@ COMMANDS = {
     "sarathi": "sarathi.command",
     "expert_balance": "engine.expert_balance",
     "router": "router.command",
+    "prefill_apart": "router.apart",
     "sweep": "engine.sweep",
 }
 

@@ -142,7 +142,7 @@ class FewestRequests:
         return chosen
 
 
-class _Replica:
+class SimulatedReplica:
     """A scheduler and its clock."""
 
     def __init__(self, cluster: Cluster, longest: int):
@@ -182,7 +182,7 @@ def simulate(
       step_s: seconds of a step by its counts, as `StageTimer` returns them for one stage.
     """
     longest = max(item.prompt_tokens + item.output_tokens for item in items)
-    replicas = [_Replica(cluster, longest) for _ in range(cluster.replicas)]
+    replicas = [SimulatedReplica(cluster, longest) for _ in range(cluster.replicas)]
     order = sorted(range(len(items)), key=lambda i: items[i].arrival_s)
     mean_output = float(np.mean([item.output_tokens for item in items]))
     ttft = np.full(len(items), np.nan)
