@@ -220,6 +220,7 @@ class Request:
     make_detokenizer: "Callable[[], TextDecoder] | None" = None
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # the tokens of sampling.bad_words
     limit: int | None = None  # tokens a sequence, prompt and output; set when the engine accepts the request
+    session: str = ""  # a router sends the requests of one session to one replica, where its load allows it
 
 
 def with_limit(request: Request, max_prompt: int, max_output: int) -> Request:

@@ -484,7 +484,8 @@ class ClusterDriver:
         try:
             assert self._router is not None
             tokens = len(rest.prompt_token_ids)
-            route = self._router.route(live.pages, tokens, expected, excluded=live.avoided)
+            session = rest.session or None
+            route = self._router.route(live.pages, tokens, expected, session=session, excluded=live.avoided)
         except NoReplica:
             self._end_loan(live)
             self._held.append(live)

@@ -36,7 +36,7 @@ from serving.frontend.transcript import Output, Transcript
 if TYPE_CHECKING:
     from jaxflow.llm import LLM
 
-MAX_NAME_CHARS = 256  # limit of request_id, cache_salt and the shown part of a model's name
+MAX_NAME_CHARS = 256  # limit of request_id, cache_salt, session and the shown part of a model's name
 LOADING_RETRY_S = 5.0
 TOKENIZE_TOKENS = 100_000  # limit of `encode` and `decode`, or the length of the context if that is longer
 INLINE_TOKENS = 4096  # a request of fewer token ids is built without a thread
@@ -185,6 +185,7 @@ class ServedModel:
         request_id: str = "",
         priority: int = 0,
         cache_salt: str = "",
+        session: str = "",
         add_special_tokens: bool | None = None,
         timeout_s: float | None = None,
     ) -> Request:
@@ -201,6 +202,7 @@ class ServedModel:
           priority: a lower number runs sooner. Below 0 only if the server allows it.
           cache_salt: only requests of the same salt share prefixes, and of the same caller unless the server
             shares prefixes between callers.
+          session: a router sends the requests of one session and caller to one replica.
           add_special_tokens: let the tokenizer add its BOS token. None: for a text only, because a chat template
             writes its own special tokens.
           timeout_s: the seconds until the caller's deadline, or None.
@@ -214,7 +216,7 @@ class ServedModel:
         if self._state is State.DRAINING:
             raise draining()
         self.check_model(model)
-        for field, value in (("request_id", request_id), ("cache_salt", cache_salt)):
+        for field, value in (("request_id", request_id), ("cache_salt", cache_salt), ("session", session)):
             if len(value) > MAX_NAME_CHARS:
                 raise InvalidRequest(field, value, f"at most {MAX_NAME_CHARS} characters")
         if priority < 0 and not self.config.allow_priority:
@@ -229,13 +231,16 @@ class ServedModel:
         salt = f"{caller.name}:{cache_salt}" if caller.name and self.config.isolate_tokens else cache_salt
 
         def make() -> Request:
-            return llm.request(
+            made = llm.request(
                 self._encoded(prompt, add_special_tokens, llm.max_model_len),
                 sampling,
                 request_id=new_id(),
                 priority=priority,
                 cache_salt=salt,
             )
+            if not session:
+                return made
+            return dataclasses.replace(made, session=f"{caller.name}:{session}")
 
         self._check_size(prompt, llm.max_model_len)
         if not isinstance(prompt, str | Chat) and len(prompt) <= INLINE_TOKENS:

@@ -167,6 +167,7 @@ class Client:
         model: str = "",
         priority: int = 0,
         cache_salt: str = "",
+        session: str = "",
         continue_final_message: bool = False,
         timeout_s: float | None = None,
         **sampling,
@@ -183,7 +184,12 @@ class Client:
             sampling["stop"] = [sampling["stop"]]
         settings = pb.SamplingParams(**{name: value for name, value in sampling.items() if value is not None})
         request = pb.GenerateRequest(
-            request_id=request_id, model=model, priority=priority, cache_salt=cache_salt, sampling=settings
+            request_id=request_id,
+            model=model,
+            priority=priority,
+            cache_salt=cache_salt,
+            session=session,
+            sampling=settings,
         )
         if isinstance(prompt, str):
             request.text = prompt

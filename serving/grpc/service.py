@@ -37,6 +37,7 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
             request_id=request.request_id,
             priority=request.priority,
             cache_salt=request.cache_salt,
+            session=request.session,
             timeout_s=seconds_left(context),
         )
         name = request.request_id or prepared.request_id

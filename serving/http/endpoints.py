@@ -183,12 +183,13 @@ class Endpoints:
                         request_id=request.request_id or "",
                         priority=max(request.priority or 0, priority) if priority else request.priority or 0,
                         cache_salt=request.cache_salt or "",
+                        session=request.prompt_cache_key or "",
                         add_special_tokens=request.add_special_tokens,
                         timeout_s=deadline.left_s(),
                     )
                 )
             except InvalidRequest as error:
-                names = {"prompt": field, "prompt_token_ids": field}
+                names = {"prompt": field, "prompt_token_ids": field, "session": "prompt_cache_key"}
                 if chat and request.max_completion_tokens is not None:
                     names["max_tokens"] = "max_completion_tokens"
                 rename(error, names)

@@ -68,13 +68,13 @@ class Generation(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_onl
     return_tokens_as_token_ids: bool | None = None
     priority: Priority | None = None
     cache_salt: ShortText | None = None
+    prompt_cache_key: ShortText | None = None
     request_id: ShortText | None = None
     # Accepted, without an effect.
     user: Any = None
     metadata: Any = None
     store: Any = None
     service_tier: Any = None
-    prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
     safety_identifier: Any = None
     verbosity: Any = None

@@ -67,4 +67,5 @@ requests = st.builds(
     model=st.just("") | texts,
     priority=st.integers(-(2**31), 2**31 - 1),
     cache_salt=texts,
+    session=texts,
 )

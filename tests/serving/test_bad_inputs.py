@@ -95,6 +95,7 @@ CASES = (
     Case("2**32 - 1 prompt logprobs", sampling(prompt_logprobs=2**32 - 1), "sampling.prompt_logprobs"),
     Case("a request id without end", pb.GenerateRequest(text="hi", request_id="x" * 257), "request_id"),
     Case("a cache salt without end", pb.GenerateRequest(text="hi", cache_salt="x" * 100_000), "cache_salt"),
+    Case("a session without end", pb.GenerateRequest(text="hi", session="x" * 257), "session"),
     Case("another model", pb.GenerateRequest(text="hi", model="gpt-9"), code=NOT_FOUND, says="gpt-9"),
     Case("another model, of a long name", pb.GenerateRequest(text="hi", model="x" * 100_000), code=NOT_FOUND),
     Case("a million empty messages", b"\x2a\x82\x89\x7a" + b"\x0a\x00" * 1_000_001, "request", says="fields"),

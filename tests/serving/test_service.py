@@ -82,6 +82,7 @@ def test_every_request_field_reaches_the_engine():
                 [5, 6],
                 priority=-3,
                 cache_salt="salt",
+                session="chat",
                 top_k=2,
                 stop=["xyz"],
                 stop_token_ids=[6],
@@ -94,6 +95,7 @@ def test_every_request_field_reaches_the_engine():
                 "salt",
                 [5, 6],
             )
+            assert request.session == ":chat"  # of a caller without a name
             sampling = request.sampling
             assert (sampling.temperature, sampling.top_k, sampling.stop, sampling.max_tokens) == (
                 0.25,

@@ -1,5 +1,6 @@
 """The router's driver over fake replicas that die, hang, are slow, and are replaced under load."""
 
+import dataclasses
 import random
 import threading
 import time
@@ -18,6 +19,7 @@ from jaxflow.request import (
 )
 from serving.cluster.driver import MAX_LOSSES
 from serving.cluster.replica import RemoteFault
+from serving.cluster.router import home_of
 from serving.cluster.wanted import Wanted
 
 STEP_S = 0.01
@@ -50,6 +52,20 @@ def test_requests_are_spread_and_answered():
         assert model.driver.stats().running_requests == 0
         steps, ends = model.driver.log.take()
         assert len(ends) == 30 and {step.replica for step in steps} == {0, 1, 2}
+
+
+def test_the_requests_of_a_session_go_to_its_home():
+    with cluster(4) as (model, links):
+        for session in "abcdef":
+            home = links.running(home_of(session, [True] * 4)).llm.driver.submitted
+            before = len(home)
+            for i in range(3):
+                sampling = SamplingParams(max_tokens=3, ignore_eos=True, seed=i)
+                request = model.request([10 + i] * 5, sampling, request_id=f"{session}{i}")
+                request, box = dataclasses.replace(request, session=session), Box()
+                model.driver.submit(request, box)
+                complete(request, box)
+            assert len(home) == before + 3
 
 
 def test_n_sequences_and_a_random_seed():

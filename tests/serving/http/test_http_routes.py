@@ -169,6 +169,7 @@ def test_an_endpoint_that_the_model_has_no_head_for_says_so(shared, path):
         ("prompt_embeds", "x"),
         ("chat_template", "{{ 1 }}"),
         ("nonsense", 1),
+        ("prompt_cache_key", "x" * 257),
     ],
 )
 def test_a_field_that_is_not_served_is_refused_by_name(shared, field, value):
@@ -187,6 +188,13 @@ def test_fields_that_ask_for_nothing_are_accepted(shared):
     asked = shared.post(CHAT, {"messages": HELLO, "max_tokens": 2} | inert)
     assert asked.status_code == 200
     assert asked.json()["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+
+
+def test_the_cache_key_of_a_prompt_is_its_session(shared):
+    for body in ({"prompt_cache_key": "chat"}, {}):
+        assert shared.post(CHAT, {"messages": HELLO, "max_tokens": 1} | body).status_code == 200
+    keyed, plain = list(shared.llm.driver.submitted)[-2:]
+    assert keyed.session.endswith(":chat") and plain.session == ""
 
 
 @pytest.mark.parametrize(
