@@ -15,6 +15,7 @@ from pathlib import Path
 import paths
 import pytest
 
+from jaxflow import LLM, SamplingParams
 from serving.batch.journal import Answer, _decode, read_frames
 
 pytestmark = [
@@ -35,11 +36,11 @@ LINES = 240
 TOKENS = 20
 
 
-def write_lines(path: Path, count: int = LINES, tokens: int = TOKENS) -> Path:
+def write_lines(path: Path, count: int = LINES, tokens: int = TOKENS, **fields) -> Path:
     with open(path, "w") as file:
         for number in range(count):
             prompt = [3 + number % 250, 3 + number // 250]
-            body = {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "seed": number}
+            body = {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "seed": number} | fields
             line = {"custom_id": f"r-{number}", "method": "POST", "url": "/v1/completions", "body": body}
             file.write(json.dumps(line) + "\n")
     return path
@@ -238,3 +239,41 @@ def test_real_engines_answer_as_a_local_one_and_in_parquet(tmp_path):
         body, local_body = json.loads(row["body"]), one["response"]["body"]
         assert body["usage"] == local_body["usage"]
         assert body["choices"] == local_body["choices"]
+
+
+def test_real_engines_give_the_tokens_of_llm_generate_also_after_a_kill(tmp_path):
+    lines, tokens = 48, 200
+    write_lines(tmp_path / "in", lines, tokens, return_token_ids=True)
+    flags = ["--max_num_seqs=4", "--max_num_batched_tokens=64", "--max_model_len=512", "--num_kv_pages=64"]
+    flags += ["--engine=ray", "--replicas=2", "--cpus_per_replica=0.1"]
+    model = str(paths.MODELS / "stories260K")
+    command = subprocess.Popen(
+        [sys.executable, "-m", "serving.batch", "--model", model, *flags,
+         "-i", str(tmp_path / "in"), "-o", str(tmp_path / "out")],
+        env=ENVIRONMENT, cwd=paths.ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 200
+    while len(journal(tmp_path)) < 8:
+        assert command.poll() is None, command.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    replicas = [each for each in descendants(command.pid) if b"_Actor" in command_line(each)]
+    assert len(replicas) == 2
+    os.kill(replicas[0], signal.SIGKILL)
+    output, _ = command.communicate(timeout=400)
+    assert command.returncode == 0 and "was lost" in output, output
+    assert sorted(journal(tmp_path)) == list(range(lines))
+    found = [json.loads(each) for each in (tmp_path / "out").read_text().splitlines()]
+    assert [each["custom_id"] for each in found] == [f"r-{i}" for i in range(lines)]
+    asked = [json.loads(each)["body"] for each in (tmp_path / "in").read_text().splitlines()]
+    sampling = [SamplingParams(max_tokens=tokens, ignore_eos=True, seed=each["seed"]) for each in asked]
+    with LLM(model, max_model_len=512, max_num_seqs=16, max_num_batched_tokens=64) as llm:
+        expected = llm.generate([each["prompt"] for each in asked], sampling, use_tqdm=False)
+    answers = [each["response"]["body"]["choices"][0]["token_ids"] for each in found]
+    assert answers == [list(each.outputs[0].token_ids) for each in expected]
+
+
+def command_line(process: int) -> bytes:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{process}/cmdline").read_bytes()
+    return b""
