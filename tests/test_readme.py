@@ -1,5 +1,6 @@
 """The commands of the README and the docs exist, and the README's programs run unchanged."""
 
+import asyncio
 import functools
 import re
 import runpy
@@ -9,6 +10,7 @@ import sys
 
 import paths
 import pytest
+from harness import serving
 
 README = (paths.ROOT / "README.md").read_text("utf-8")
 MODEL = str(paths.MODELS / "stories260K")
@@ -18,36 +20,6 @@ TEXTS = [README, *(page.read_text("utf-8") for page in (paths.ROOT / "docs").glo
 COMMANDS = sorted({found for text in TEXTS for found in re.findall(r"python -m [\w.]+[^\n`]*", text)})
 
 
-@pytest.fixture(scope="module")
-def server():
-    """The host:port of a server of a tiny model."""
-    command = [
-        sys.executable,
-        "-m",
-        "serving",
-        "--model",
-        MODEL,
-        "--port=0",
-        "--admin_port=0",
-        "--http_port=0",
-        # one small step: the server of the usual steps compiles for 15 s
-        "--max_num_batched_tokens=16",
-        "--step_sizes=16",
-        "--max_num_seqs=4",
-        "--max_model_len=512",
-        "--num_kv_pages=64",
-        "--block_size=16",
-    ]
-    with subprocess.Popen(command, cwd=paths.ROOT, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith("ready on "):
-                yield line.split()[2]
-                break
-        process.terminate()
-        assert process.wait(60) == 0
-
-
 @functools.cache
 def run_python(*arguments):
     return subprocess.run(
@@ -55,19 +27,25 @@ def run_python(*arguments):
     )
 
 
-def test_the_client_program_runs(server):
+def test_the_client_program_runs():
     (program,) = [text for text in PROGRAMS if "Client(" in text]
-    done = run_python("-c", program.replace("127.0.0.1:50051", server))
+
+    async def ask():
+        async with serving() as (server, _):
+            here = program.replace("127.0.0.1:50051", f"127.0.0.1:{server.port}")
+            return await asyncio.to_thread(run_python, "-c", here)
+
+    done = asyncio.run(ask())
     assert done.returncode == 0, done.stderr
     assert "32 tokens, the first after" in done.stdout
 
 
-def test_the_python_program_runs():
+def test_the_python_program_runs(capsys):
     (program,) = [text for text in PROGRAMS if "LLM(" in text]
-    done = run_python("-c", program.replace("path/to/model", MODEL))
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"Once upon a time -> .+\nThe little dog -> .+", done.stdout)
-    assert re.findall("^.*kernels:.*$", done.stderr, re.MULTILINE) == ["kernels: reference, for every op"]
+    exec(program.replace("path/to/model", MODEL), {})
+    done = capsys.readouterr()
+    assert re.search(r"Once upon a time -> .+\nThe little dog -> .+", done.out)
+    assert re.findall("^.*kernels:.*$", done.err, re.MULTILINE) == ["kernels: reference, for every op"]
 
 
 @pytest.fixture

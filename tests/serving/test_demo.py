@@ -12,10 +12,10 @@ from serving import default_model
 # The demo of a server that compiles one small step. The server of the usual steps compiles for 15 s.
 SMALL = """
 from serving import demo
-start = demo.start_server
+launch = demo.launch_server
 small = "--max_num_batched_tokens=16 --step_sizes=16 --max_num_seqs=4 --max_model_len=512"
 small += " --num_kv_pages=64 --block_size=16"
-demo.start_server = lambda *arguments: start(*arguments, *small.split())
+demo.launch_server = lambda *arguments: launch(*arguments, *small.split())
 demo.run_command(demo.main)
 """
 
