@@ -1,6 +1,6 @@
 """A client in a process of its own: many streams of known answers, and a count of every other end.
 
-  python soak_client.py grpc|http TARGET STREAMS CALLERS SEED
+  python soak_client.py grpc|http TARGET STREAMS CALLERS MAX_TOKENS SEED
 
 Prints JSON: `ends` counts the streams by their end, and `tokens` their tokens.
 """
@@ -19,7 +19,6 @@ from jaxflow.bench.workload.http_connection import HttpClient
 from serving.grpc import generate_pb2 as pb
 from serving.grpc import generate_pb2_grpc
 
-MAX_TOKENS = 32
 WHOLE = "whole"
 Ask = Callable[[list[int], int], Awaitable[str]]  # (prompt, tokens) -> the end of the stream
 
@@ -83,9 +82,9 @@ async def over_http(target: str) -> AsyncIterator[Ask]:
     client.close()
 
 
-async def run(kind: str, target: str, streams: int, callers: int, seed: int) -> dict:
+async def run(kind: str, target: str, streams: int, callers: int, max_tokens: int, seed: int) -> dict:
     rng = random.Random(seed)
-    lengths = ((rng.randint(1, 8), rng.randint(1, MAX_TOKENS)) for _ in range(streams))
+    lengths = ((rng.randint(1, 8), rng.randint(1, max_tokens)) for _ in range(streams))
     work = iter([(rng.choices(range(256), k=prompt), tokens) for prompt, tokens in lengths])
     ends: collections.Counter[str] = collections.Counter()
     sent = 0
@@ -102,5 +101,5 @@ async def run(kind: str, target: str, streams: int, callers: int, seed: int) -> 
 
 
 if __name__ == "__main__":
-    streams, callers, seed = map(int, sys.argv[3:])
-    print(json.dumps(asyncio.run(run(sys.argv[1], sys.argv[2], streams, callers, seed))))
+    numbers = map(int, sys.argv[3:])
+    print(json.dumps(asyncio.run(run(sys.argv[1], sys.argv[2], *numbers))))

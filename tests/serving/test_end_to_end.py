@@ -154,15 +154,17 @@ def test_the_reported_seed_draws_the_same_answer(llm):
     async def scenario():
         async with serving(llm) as (server, _), client_of(server) as client:
             settings = {"max_tokens": 40, "temperature": 1.0}
-            drawn = [await client.generate("Once", **settings).read_all() for _ in range(8)]
+            asked = [client.generate("Once", **settings).read_all() for _ in range(8)]
+            drawn = await asyncio.gather(*asked)
             assert (
                 len({answer.started.seed for answer in drawn}) == len({answer.text for answer in drawn}) == 8
             )
             assert min(answer.started.seed for answer in drawn) < 0, (
                 "seeds are 64 bits wide: some are negative"
             )
-            for answer in drawn:
-                again = await client.generate("Once", **settings, seed=answer.started.seed).read_all()
+            seeds = [answer.started.seed for answer in drawn]
+            asked = [client.generate("Once", **settings, seed=seed).read_all() for seed in seeds]
+            for answer, again in zip(drawn, await asyncio.gather(*asked), strict=True):
                 assert (again.token_ids, again.started.seed) == (answer.token_ids, answer.started.seed)
 
     asyncio.run(scenario())

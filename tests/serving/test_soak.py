@@ -20,10 +20,11 @@ CALLERS = 1600  # more than the calls that gRPC's core holds by default until it
 STEP_S = 0.064  # 10,000 tokens a second
 
 
-def ask(kind: str, port: int, streams: int) -> dict:
+def ask(kind: str, port: int, streams: int, max_tokens: int) -> dict:
     """Return the client's counts."""
     script = paths.ROOT / "tests" / "serving" / "soak_client.py"
-    command = [sys.executable, str(script), kind, f"127.0.0.1:{port}", str(streams), str(CALLERS), "7"]
+    numbers = map(str, (streams, CALLERS, max_tokens, 7))
+    command = [sys.executable, str(script), kind, f"127.0.0.1:{port}", *numbers]
     began = time.perf_counter()
     done = subprocess.run(
         command, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(paths.ROOT)}, check=True
@@ -39,28 +40,29 @@ def check(found: dict, llm: PacedLLM, streams: int) -> None:
     assert (stats.running_requests, stats.waiting_requests) == (0, 0)
 
 
-def soak_grpc(streams: int, step_s: float) -> None:
+def soak_grpc(streams: int, step_s: float, max_tokens: int) -> None:
     async def run() -> None:
         llm = PacedLLM(ROWS, step_s)
         async with serving(llm) as (server, _):  # type: ignore[arg-type]  # of the same shape
-            check(await asyncio.to_thread(ask, "grpc", server.port, streams), llm, streams)
+            found = await asyncio.to_thread(ask, "grpc", server.port, streams, max_tokens)
+            check(found, llm, streams)
 
     asyncio.run(run())
 
 
-def soak_http(streams: int, step_s: float) -> None:
+def soak_http(streams: int, step_s: float, max_tokens: int) -> None:
     llm = PacedLLM(ROWS, step_s)
     with door(llm) as opened:
-        check(ask("http", opened.port, streams), llm, streams)
+        check(ask("http", opened.port, streams, max_tokens), llm, streams)
         assert opened.errors == []
 
 
 @pytest.mark.parametrize("soak", [soak_grpc, soak_http])
 def test_2000_streams(soak):
-    soak(2000, STEP_S / 4)
+    soak(2000, STEP_S / 4, 8)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("soak", [soak_grpc, soak_http])
 def test_100000_streams(soak):
-    soak(100_000, STEP_S)
+    soak(100_000, STEP_S, 32)

@@ -141,7 +141,7 @@ def test_small_steps_of_scattered_rows_are_cut_where_these_divide(tokens):
 
 LINE = [
     "--model",
-    "llama-3-70b",
+    "llama-3.1-8b",
     "--modelled",
     "--gpus",
     "2",
@@ -160,10 +160,8 @@ def test_what_is_found_is_not_behind_what_is_known(tmp_path, capsys, monkeypatch
     """The solver returns the sequential step. The hand-written order wins, and the output says so."""
     whole = lambda setting, **rest: solve(dataclasses.replace(setting, nano_batches=1), **rest)
     monkeypatch.setattr(command, "search", whole)
-    assert (
-        main(["search", "plan", *FP8_LINE, "--orders", "solver,two", "--out", str(tmp_path / "found.json")])
-        == 0
-    )
+    line = [*FP8_LINE, "--model", "llama-3-70b", "--orders", "solver,two"]
+    assert main(["search", "plan", *line, "--out", str(tmp_path / "found.json")]) == 0
     found, model = (
         load(tmp_path / "found.json"),
         open_checkpoint("llama-3-70b", load_format="dummy").model_config,
@@ -178,7 +176,7 @@ def test_what_is_found_is_not_behind_what_is_known(tmp_path, capsys, monkeypatch
 def test_the_name_of_what_is_found_tells_its_cuts(tmp_path, monkeypatch):
     """Plans of one workload with different cuts have different names."""
     by_hand = two_nano_batch_plan(
-        open_checkpoint("llama-3-70b", load_format="dummy").model_config, 2048, 1536, 2
+        open_checkpoint("llama-3.1-8b", load_format="dummy").model_config, 2048, 1536, 2
     )
     solver = lambda _, *, name, **rest: FoundPlan(
         msgspec.structs.replace(by_hand, name=name), 1.0, 1.0, 1.0, 1.0, (1536,)
@@ -187,7 +185,9 @@ def test_the_name_of_what_is_found_tells_its_cuts(tmp_path, monkeypatch):
     assert (
         main(["search", "plan", *FP8_LINE, "--orders", "solver", "--out", str(tmp_path / "found.json")]) == 0
     )
-    assert load(tmp_path / "found.json").name == "searched llama-3-70b 2048 1024/512, 1536 + 512, sums copied"
+    assert (
+        load(tmp_path / "found.json").name == "searched llama-3.1-8b 2048 1024/512, 1536 + 512, sums copied"
+    )
 
 
 @pytest.mark.usefixtures("no_flags")
@@ -195,7 +195,7 @@ def test_only_rows_that_divide_among_the_devices_are_scattered(tmp_path):
     """A cut that cannot be scattered uses the other forms. The written plan compiles."""
     line = [*LINE, "--sums", "all", "--tokens", "1000", "--cuts", "501", "--split", "--orders", "two"]
     assert main(["search", "plan", *line, "--out", str(tmp_path / "p.json")]) == 0
-    plan, model = load(tmp_path / "p.json"), open_checkpoint("llama-3-70b", load_format="dummy").model_config
+    plan, model = load(tmp_path / "p.json"), open_checkpoint("llama-3.1-8b", load_format="dummy").model_config
     assert cuts_of(plan) == (501,)
     compile_plan(plan, model, 2, quantized=False)
 

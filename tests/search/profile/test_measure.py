@@ -390,7 +390,7 @@ def test_from_a_real_profile_to_an_engine_that_serves_under_its_plan(
                 "--overlap",
                 "none",
                 "--time_limit_s",
-                "20",
+                "5",
                 "--out",
                 str(tmp_path / "found.json"),
             ]

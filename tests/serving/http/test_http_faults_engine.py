@@ -184,7 +184,7 @@ def trace(rng: random.Random, shared: list[int]) -> dict:
     """Return a request of any kind. Many begin with the same tokens."""
     body = {
         "prompt": (shared if rng.random() < 0.6 else [1]) + drawn(rng, rng.randrange(1, 30)),
-        "max_tokens": rng.randrange(1, 40),
+        "max_tokens": rng.randrange(1, 24),
         "seed": rng.randrange(1000),
         "temperature": rng.choice([0, 0.7, 1.0]),
         "ignore_eos": rng.random() < 0.7,
