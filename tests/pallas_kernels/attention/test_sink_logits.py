@@ -22,11 +22,9 @@ from pallas_kernels.attention.decode import reference as decode
 from pallas_kernels.attention.decode.api import decode_attention
 from pallas_kernels.attention.tiles import DecodeTile
 
-HEADS, KV_HEADS, WIDTH, SCALE = 8, 2, 64, 0.25
+HEADS, KV_HEADS, WIDTH, SCALE = 4, 2, 64, 0.25
 INTERPRET = plgpu.InterpretGPUParams()
-LOGITS = np.array(
-    [-3.0, 0.5, 2.0, 6.0, -1e30, 300.0, 20.0, 1.0], np.float32
-)  # one never has weight, one has all
+LOGITS = np.array([2.0, 300.0, -1e30, 6.0], np.float32)  # one never has weight, one has all
 
 
 def by_definition(q, keys, values, end, window):
@@ -87,7 +85,7 @@ def test_decode_attention_equals_its_reference(lengths, window, unified_max):
     twin = jax.jit(functools.partial(decode.decode_attention, **fixed))
     want = exact(twin, q, k, v, table, sized, sink_logits=LOGITS)
     assert error(got, want) < 6e-3
-    assert np.abs(np.asarray(got, np.float32)[:, 5]).max() < 1e-28  # its sink has all weight
+    assert np.abs(np.asarray(got, np.float32)[:, 1]).max() < 1e-28  # its sink has all weight
     assert not np.asarray(got, np.float32)[np.append(np.asarray(lengths) == 0, True)].any()
 
 

@@ -263,9 +263,9 @@ def test_decode_attention_reads_only_what_its_heads_see(lengths, spans, sinks, t
 def test_heads_share_pages_and_a_table():
     """The decodes' work list is one of a stack, as all layers' lists are in the engine."""
     k, v, table = paged(4, [330, 70], 2, 64)
-    q, sized = queries(4, 2, 4, 64), jnp.asarray([330, 70], jnp.int32)
+    q, sized = queries(4, 2, 2, 64), jnp.asarray([330, 70], jnp.int32)
     choices = jnp.asarray([[[9, 9], [9, 9]], [[30, 200], [30, 200]]], jnp.int32)
-    settings = {"group": 2, "head_dim": 64, "itemsize": 2, "sms": 2, "sinks": 4}
+    settings = {"group": 1, "head_dim": 64, "itemsize": 2, "sms": 2, "sinks": 4}
     stack = list_decode_work(sized, kv_heads=2, spans=choices, **settings)
     second = jax.tree.map(lambda x: x[1], stack)
     got, want = both(decode_attention, decode, q, (k, v, {}), table, sized, [30, 200], 4, sms=2, work=second)

@@ -8,6 +8,7 @@ import types
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -86,8 +87,12 @@ def test_parts_are_added_once_and_in_one_order_for_many_arrivals(data, count, sh
 @pytest.mark.parametrize("shape", [(128, 8), (64, 8), (256, 32)])
 def test_few_parts_form_one_group_and_many_parts_form_square_root_groups(shape):
     together = decode_join._together(*shape)
-    for parts in range(2, 2 * WORKERS):
-        size, groups = map(int, decode_join._groups(jnp.int32(parts), *shape))
+    counts = np.arange(2, 2 * WORKERS)
+    formed = jax.jit(jax.vmap(lambda parts: decode_join._groups(parts, *shape)))(
+        jnp.asarray(counts, jnp.int32)
+    )
+    sizes, groups_of = (np.asarray(found).tolist() for found in formed)
+    for parts, size, groups in zip(counts.tolist(), sizes, groups_of, strict=True):
         assert (groups - 1) * size < parts <= groups * size
         if parts <= 5 * together:
             assert groups == 1
