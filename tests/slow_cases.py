@@ -69,6 +69,9 @@ SLOW_CASES = {
         "tiny-mixtral runs on two devices a stage, and chunks of 7 tokens run"
     ),
     r"test_pipeline_stages\.py::TestSameTokens::test_in_a_batch_with_others\[2": "four stages run",
+    r"test_pipeline_stages\.py::TestSameTokens::test_in_a_storm_of_pre_emptions\[pages-kept": (
+        "test_loop pre-empts with kept pages, and stages run with a warm prefix cache"
+    ),
     r"test_staged_tiers\.py::test_the_tokens_of_one_device_\w+\[two of two": (
         "test_page compares the bytes of pages on two devices a stage; the other cases have one device a stage"
     ),
@@ -76,6 +79,9 @@ SLOW_CASES = {
         "test_page compares the bytes of pages on two devices a stage; both directions run with one group"
     ),
     r"test_loop\.py::TestSameSeedSameTokens::test_at_any_chunking\[1": "chunks of more tokens run",
+    r"test_loop\.py::TestSameSeedSameTokens::test_in_any_batch\[backwards": (
+        "pipeline stages run the same requests in another batch"
+    ),
     r"test_loop\.py::TestSameSeedSameTokens::test_on_an_overlapped_plan": (
         "two pipeline stages run the same requests on an overlapped plan"
     ),
@@ -141,8 +147,8 @@ SLOW_CASES = {
     r"test_exchange\.py::test_plans_with_peer_copies_compute_the_plain_forward\[(post-norms|fp8)": (
         "drawn plans with copies run compiled on four devices, and fp8 runs with scattered sums on four devices"
     ),
-    r"test_compiler\.py::test_a_plan_runs_every_composition\[phased_plan-tiny-(gemma2-2|llama-4)": (
-        "a phased plan on one device and two nano-batches on two devices run"
+    r"test_compiler\.py::test_a_plan_runs_every_composition\[(phased_plan-tiny-(gemma2-2|llama-4)|two_nano)": (
+        "a phased plan on one device and four KQV operations on two devices run; experts run with peer copies"
     ),
     r"test_scattered\.py::test_scattered_plans_compute_the_plain_forward\[experts": (
         "experts run with peer copies; scattered sums run with post-norms and in fp8"
@@ -226,6 +232,9 @@ SLOW_CASES = {
     r"test_kernel_set\.py::test_the_kernels_take_what_the_family_gives_them"
     r"\[(gemma2|glm4|mistral|mixtral|qwen[23]\]|tiny llama)": (
         "gemma3, llama, opt and qwen3_moe have the same kinds of layers"
+    ),
+    r"test_kernels\.py::test_a_case_of_each_group_can_be_traced\[(decode|chunk)_attention_int8": (
+        "the same groups in fp8 run, and the kernels' own tests run int8"
     ),
     r"test_console\.py::test_help_of_a_command\[(ask|bench|search)": (
         "test_every_command_takes_dashes starts these programs"

@@ -62,11 +62,17 @@ def test_an_answer_leaves_its_free_course_at_the_end_of_a_bad_word(length):
     assert tokens[first + length - 1] != run_[-1] and not contains(tokens, run_)
 
 
-@pytest.mark.parametrize("preempt_at", [(), range(2, 60, 4)], ids=["undisturbed", "pre-empted"])
-def test_answers_are_the_same_in_a_batch(preempt_at):
+@functools.cache
+def bad_words() -> list[list[list[int]]]:
+    """Return pairs of runs of tokens, both from the free answer."""
     free = greedy()
-    runs = [[free[i : i + 3], free[i + 5 : i + 7]] for i in (3, 8, 14)]
-    allowed = sorted({*free[:6], 300, 301, 302})
+    return [[free[i : i + 3], free[i + 5 : i + 7]] for i in (3, 8, 14)]
+
+
+@functools.cache
+def alone() -> tuple[list[Request], dict[str, list[int]]]:
+    """Return requests with limits of every kind, and the answer to each by itself."""
+    runs, allowed = bad_words(), sorted({*greedy()[:6], 300, 301, 302})
     requests = [
         *(forbidding(f"greedy{i}", pair) for i, pair in enumerate(runs)),
         forbidding("drawn", runs[0], temperature=1.0, repetition_penalty=1.2),
@@ -78,9 +84,15 @@ def test_answers_are_the_same_in_a_batch(preempt_at):
         ),
         Request("free", PROMPT, sampling()),
     ]
-    alone = {name: tokens for request in requests for name, tokens in run([request]).items()}
+    return requests, {name: tokens for request in requests for name, tokens in run([request]).items()}
+
+
+@pytest.mark.parametrize("preempt_at", [(), range(2, 60, 4)], ids=["undisturbed", "pre-empted"])
+def test_answers_are_the_same_in_a_batch(preempt_at):
+    requests, expected = alone()
+    runs, allowed = bad_words(), requests[4].sampling.allowed_token_ids
     together = run(requests, preempt_at=preempt_at)
-    assert together == alone and together["free"] == free
+    assert together == expected and together["free"] == greedy()
     for name, pair in [*((f"greedy{i}", pair) for i, pair in enumerate(runs)), ("drawn", runs[0])]:
         assert not any(contains(together[name], one) for one in pair)
     assert len(set(together["allowed"])) > 1 and set(together["allowed"]) <= set(allowed)

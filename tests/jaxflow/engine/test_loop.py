@@ -85,7 +85,7 @@ class TestSameSeedSameTokens:
             Request(
                 f"t{i}",
                 rng.integers(1, vocab(), rng.integers(2, 30)).tolist(),
-                SamplingParams(temperature=1.0, max_tokens=16, seed=i, ignore_eos=True),
+                SamplingParams(temperature=1.0, max_tokens=8, seed=i, ignore_eos=True),
             )
             for i in range(24)
         ]
@@ -226,9 +226,11 @@ class TestEnds:
         assert result.finished[0].stop_token_id is None
 
     def test_without_max_tokens_the_context_is_filled(self):
-        result = self.greedy(max_tokens=None)
         config, _ = toy.executor(MODEL)
-        assert len(result.tokens) == config.max_model_len - 1
+        prompt = np.arange(3, config.max_model_len - 20)
+        request = Request("a", prompt, SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True))
+        result = toy.run(toy.loop(MODEL), [request])["a"]
+        assert len(result.tokens) == config.max_model_len - len(prompt) == 23
         assert result.finished[0].reason is FinishReason.LENGTH
 
     def test_counters(self):

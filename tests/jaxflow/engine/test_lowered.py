@@ -222,7 +222,7 @@ def test_an_engine_of_kept_programs_draws_the_same_tokens(tmp_path, monkeypatch)
         drawn.append(toy.run(make_loop(config, checkpoint.model_config, made), [request])["a"])
     assert len(files(tmp_path)) == 7, "a step, two samplers, prompt log-probabilities, three small programs"
     monkeypatch.undo()  # the other engine keeps programs of its own
-    alone = toy.run(toy.loop("tiny-llama"), [Request("a", list(range(3, 24)), sampling)])["a"]
+    alone = toy.run(toy.loop("tiny-llama", budget=16), [Request("a", list(range(3, 24)), sampling)])["a"]
     assert drawn[0].tokens == drawn[1].tokens == alone.tokens
     assert drawn[0].logprobs == drawn[1].logprobs
 

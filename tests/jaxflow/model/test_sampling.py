@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hurry import OFTEN
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxflow.model import sampling, slot_params
@@ -110,7 +110,6 @@ row_settings = st.fixed_dictionaries(
 
 
 @pytest.mark.parametrize("full", [FULL, of_few_blocks])
-@settings(max_examples=30, deadline=None)
 @given(rows=st.lists(row_settings, min_size=ROWS, max_size=ROWS), slots=st.permutations(range(SLOTS)))
 def test_full_is_what_vllm_means(full, rows, slots):
     slots = np.array(slots[:ROWS], np.int32)
