@@ -327,6 +327,17 @@ class EngineConfig:
         "Each device of tensor_parallel_size holds some experts of a mixture whole, instead of a share of every "
         "expert. Refused for a model without experts.",
     )
+    enable_eplb: bool = _setting(
+        False,
+        "Place the experts anew by measured loads, with --enable_expert_parallel, so that all devices have about as "
+        "many tokens.",
+    )
+    num_redundant_experts: int = _setting(
+        0, "Further copies of busy experts in each mixture layer, with --enable_eplb."
+    )
+    eplb_step_interval: int = _setting(
+        50, "Steps between two placements of the experts, with --enable_eplb. A placement reads their loads."
+    )
     max_model_len: int | None = _setting(
         None, "Longest sequence in tokens, prompt and output together. Default: the limit of the model."
     )
@@ -433,6 +444,13 @@ class EngineConfig:
         check("block_size", 1 <= self.block_size <= 1024, "1 to 1024 tokens a page")
         check("tensor_parallel_size", self.tensor_parallel_size >= 1, "a positive number of devices")
         check("pipeline_parallel_size", self.pipeline_parallel_size >= 1, "a positive number of stages")
+        eplb = self.enable_eplb
+        check("enable_eplb", not eplb or self.enable_expert_parallel, "False without enable_expert_parallel")
+        one = self.pipeline_parallel_size == 1 and self.coordinator is None
+        check("enable_eplb", not eplb or one, "False with several pipeline stages or several processes")
+        check("num_redundant_experts", self.num_redundant_experts >= 0, "0 or more copies")
+        check("num_redundant_experts", eplb or not self.num_redundant_experts, "0 without enable_eplb")
+        check("eplb_step_interval", self.eplb_step_interval >= 1, "a positive number of steps")
         spans = self.attention_spans
         check("attention_spans", spans != "", "a file, or unset")
         for field in ("tensor_parallel_size", "pipeline_parallel_size"):

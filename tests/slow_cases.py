@@ -267,6 +267,9 @@ SLOW_CASES = {
     r"test_faults\.py::test_a_burst_of_streams_loses_none": (
         "test_soak begins 1,600 calls at once, also more than gRPC's core holds by default"
     ),
+    r"test_eplb\.py::test_(goldens_while_experts_move\[[12]|all_tokens_to_one_device|a_server)": (
+        "the goldens of four devices run while experts move"
+    ),
     r"test_http_faults_engine\.py::test_40_concurrent_traces_answer_as_alone\[1": (
         "the traces of one seed run"
     ),

@@ -27,6 +27,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxflow.engine import program_memory as temporary
 from jaxflow.engine.deferred import DELAY_S, DeferredProgram, compile_in_background
+from jaxflow.engine.expert_balancer import MovedLayer
+from jaxflow.engine.expert_slots import expert_arrays, placed_experts, source_slots
 from jaxflow.engine.layered_step import LayeredStep, LoweredStep, lower_layers
 from jaxflow.engine.layout import StepLayout
 from jaxflow.engine.lowered_cache import LoweredPrograms, compile_program
@@ -35,10 +37,12 @@ from jaxflow.engine.start_times import StartTimes, num_compiled
 from jaxflow.kv.device_cache import cache_shapes, cache_spec, make_cache, page_groups
 from jaxflow.kv.tiers.page import Page
 from jaxflow.kv.tiers.page_copies import PageCopies
+from jaxflow.model.expert_copies import copy_map
 from jaxflow.model.expert_tokens import mixture_layers
 from jaxflow.model.logprobs import LogprobsOut
 from jaxflow.model.ops import head_table
 from jaxflow.model.slot_params import NO_TOKEN, SlotParams, empty_slots, slot_values
+from jaxflow.parallel.expert_moves import move_slots
 from jaxflow.parallel.mesh import TP, is_here, on_gpu, place
 
 SHORT_PROMPT = 64  # tokens
@@ -131,6 +135,8 @@ class Executor:
         """
         self._times = times or StartTimes()
         self.programs, self.weights, self._name = programs, weights, name
+        # The expert of each slot in each mixture layer, [L, S]; None for experts without copies.
+        self.placed = placed_experts(weights)
         self.layouts: dict[int, tuple[StepLayout, ...]] = {}  # the layouts of each bucket, one a plan
         # By tokens: the layouts of steps of decodes alone that have a program of their own.
         self.decode_layouts: dict[int, StepLayout] = {}
@@ -201,7 +207,14 @@ class Executor:
         sampling = jax.eval_shape(self._empty_slots)
         table = self.groups * self.slots * self.pages_per_sequence * 4
         state = sampling, self.programs.expert_counts
-        return table + sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(state))
+        return table + sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(state)) + self._moved_bytes()
+
+    def _moved_bytes(self) -> int:
+        """Return a device's memory of a layer's experts, which a move makes anew; 0 without copies of experts."""
+        if self.placed is None:
+            return 0
+        own = expert_arrays(self.weights["layers"][self.expert_layers[0]])
+        return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(own)) // self.programs.mesh.size
 
     def allocate(self, num_pages: tuple[int, ...]) -> None:
         """Allocate the KV cache and the per-slot state. `num_pages`: pages of each layer group."""
@@ -317,6 +330,8 @@ class Executor:
             for kind in (("plain", "full") if self.programs.samples else ())
         ]
         small = {"append_pages": self._lower_append_pages}
+        if self.placed is not None:
+            small["move_experts"] = self._lower_move_experts
         if self.programs.samples:
             small |= {"set_slot": self._lower_set_slot, "count_tokens": self._lower_count_tokens}
         return jobs + [(self._small, name, lower, {}) for name, lower in small.items()]
@@ -451,6 +466,29 @@ class Executor:
         )
         self.expert_counts = tuple(counts)
         return hidden, x, rows
+
+    # ---- experts in slots
+
+    def move_experts(self, layer: int, placed: np.ndarray) -> MovedLayer:
+        """Enqueue copies of a layer's experts to new slots. Steps read the present ones until `switch_experts`.
+
+        placed: the expert of each new slot, [S].
+        """
+        assert self.placed is not None
+        source = source_slots(self.placed[self.expert_layers.index(layer)], placed)
+        own = expert_arrays(self.weights["layers"][layer])
+        arrays, before, after = self._small["move_experts"](own, self._put(source))
+        return MovedLayer(layer, placed, source, arrays, before, after)
+
+    def switch_experts(self, moved: MovedLayer) -> None:
+        """Let the next step read the moved experts and their map."""
+        assert self.placed is not None
+        made = copy_map(moved.placed, self.programs.context.config.num_experts)
+        layers = list(self.weights["layers"])
+        layers[moved.layer] = layers[moved.layer] | moved.arrays | jax.tree.map(self._put, made)
+        self.weights = self.weights | {"layers": layers}
+        self.placed = self.placed.copy()
+        self.placed[self.expert_layers.index(moved.layer)] = moved.placed
 
     # ---- pages of the KV cache
 
@@ -626,6 +664,13 @@ class Executor:
         return self._lower(
             "append_pages", self.programs.append_pages(), (0,), self._like(self.page_table), appends
         )
+
+    def _lower_move_experts(self) -> jax.stages.Lowered:
+        assert self.placed is not None
+        own = expert_arrays(self.weights["layers"][self.expert_layers[0]])
+        specs = expert_arrays(self.programs.weight_specs["layers"][self.expert_layers[0]])
+        source = self._abstract(self.placed.shape[1:], jnp.int32)
+        return self._lower("move_experts", move_slots(self.programs.mesh, specs), (), own, source)
 
     def _lower_set_slot(self) -> jax.stages.Lowered:
         state, slot = (self._like(self.params), self._like(self.counts)), self._abstract((), jnp.int32)

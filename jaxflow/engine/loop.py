@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 
 from jaxflow.engine.executor import Executor, Pending
+from jaxflow.engine.expert_balancer import ExpertBalancer
 from jaxflow.engine.expert_load import ExpertCounter
 from jaxflow.engine.layout import SlotSampling, StepLayout, pack
 from jaxflow.engine.live_request import HostLogprobs, LiveRequest, needs_full_sampler, slot_settings
@@ -79,6 +80,7 @@ class Loop:
         eos_token_ids: Iterable[int],
         offload: KvOffload | None = None,
         step_time: StepTime | None = None,
+        eplb_step_interval: int | None = None,
         clock=time.monotonic,
     ):
         """Return a loop.
@@ -86,6 +88,7 @@ class Loop:
         Args:
           offload: executes the copies that the scheduler's tier policy decides; None without tiers.
           step_time: learns the measured time of each step.
+          eplb_step_interval: steps between two placements of the experts; None for experts that stay.
         """
         self.scheduler, self.executor, self.offload = scheduler, executor, offload
         self._step_time, self._last_read_s = step_time, 0.0
@@ -104,6 +107,9 @@ class Loop:
         self._steps_by_plan = collections.Counter()
         self.log = StepLog()
         self.expert_counter = ExpertCounter(executor.expert_layers)
+        self.balancer: ExpertBalancer | None = None
+        if eplb_step_interval is not None:
+            self.balancer = ExpertBalancer(executor, self.expert_counter, eplb_step_interval)
         self.advances = 0  # steps enqueued plus steps read
 
     # ---- requests
@@ -200,6 +206,8 @@ class Loop:
         """End the copies that run concurrently, after the last step."""
         if self.offload is not None:
             self.offload.close()
+        if self.balancer is not None:
+            self.balancer.close()
 
     # ---- steps
 
@@ -215,6 +223,8 @@ class Loop:
         self._in_flight.append(None if work is None else self._enqueue(work))
         if before is not None:
             self._read(before)
+            if self.balancer is not None:
+                self.balancer.after_step()
         elif self.offload is not None and self.offload.busy and not any(self._in_flight):
             self.offload.wait()  # only page copies are in progress
         events, self._events = self._events, []

@@ -18,6 +18,7 @@ from tqdm import tqdm
 from jaxflow.config import KV_DTYPES, ConfigError, EngineConfig, ModelConfig, Window
 from jaxflow.engine.driver import Driver
 from jaxflow.engine.executor import Executor, rehearse
+from jaxflow.engine.expert_slots import check_slots, with_slots
 from jaxflow.engine.kernel_choice import choose_kernels, tell_kernels
 from jaxflow.engine.latent_limits import check_latent
 from jaxflow.engine.layout import StepLayout
@@ -97,6 +98,8 @@ PROGRAM_FIELDS = (
     "tensor_parallel_size",
     "pipeline_parallel_size",
     "enable_expert_parallel",
+    "enable_eplb",
+    "num_redundant_experts",
     "max_model_len",
     "max_num_batched_tokens",
     "step_sizes",
@@ -399,6 +402,7 @@ def _make_stages(
     stages = stages_of(stage_layers(config, model))
     meshes = stage_meshes(tp, len(stages))
     is_own = kernels is None
+    check_slots(config, model)
     kernels = kernels or choose_kernels(config, model)  # a refusal comes before the weights are read
     with times.phase("weights"):
         loaded = [
@@ -434,6 +438,9 @@ def _load(config: EngineConfig, checkpoint: Checkpoint, mesh: Mesh, stage: Stage
         **weight_options(config),
     )
     weights = _calibrated(config, checkpoint, weights, mesh, stage)
+    if config.enable_eplb:
+        experts = checkpoint.model_config.num_experts
+        weights = with_slots(weights, mesh, experts, config.num_redundant_experts)
     mixture = any(layer.experts for layer in checkpoint.model_config.layers)
     if mixture and quantization == "int4" and stage.embeds:
         log.info("quantization: %s attention and dense MLPs; experts stay in %s", quantization, config.dtype)
@@ -659,7 +666,14 @@ def make_loop(
             step_time = predict_step_time(config, model, executor)
             policy = BatchBudget(config.batch_tpot_ms / 1000, step_time)
     scheduler = Scheduler(scheduling, None if offload is None else offload.policy, policy)
-    return Loop(scheduler, executor, eos_token_ids=model.eos_token_ids, offload=offload, step_time=step_time)
+    return Loop(
+        scheduler,
+        executor,
+        eos_token_ids=model.eos_token_ids,
+        offload=offload,
+        step_time=step_time,
+        eplb_step_interval=config.eplb_step_interval if config.enable_eplb else None,
+    )
 
 
 def decode_cost(model: ModelConfig, tp: int) -> tuple[float, float]:

@@ -34,6 +34,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxflow.config import Layer, Span, gate_block
 from jaxflow.model import latent_ops
 from jaxflow.model.batch import Batch
+from jaxflow.model.expert_copies import EXPERT_OF_SLOT, choose_copies, has_copies
 from jaxflow.model.head_groups import (
     call_once_traced,
     group_spans,
@@ -515,27 +516,40 @@ attn_gather, mlp_gather = op("attn_gather")(_gather), op("mlp_gather")(_gather)
 
 
 @op("router")
-def router(c: Context, w: Weights, h: Float[Array, "t D"]) -> Routing:
+def router(
+    c: Context, w: Weights, batch: Batch | None, start: int, stop: int, h: Float[Array, "t D"]
+) -> Routing:
     """Return the likeliest experts of each token, with softmax weights over all experts, sorted by expert.
 
     `ModelConfig.norm_topk_prob` scales the weights of a token's experts to a sum of 1. A `SigmoidRouter` chooses
-    by `jaxflow.model.sigmoid_router`.
+    by `jaxflow.model.sigmoid_router`. A token goes to one copy of an expert (`jaxflow.model.expert_copies`).
     """
+    experts, weights = _choose(c, w, h)
+    if not has_copies(w):
+        return Routing(experts, weights, _groups(c, w, experts))
+    assert batch is not None, "copies of experts need the step's tokens"
+    slots = choose_copies(w, experts, batch.token_ids[start:stop], batch.positions[start:stop])
+    return Routing(slots, weights, _groups(c, w, slots), experts)
+
+
+def _choose(c: Context, w: Weights, h: Float[Array, "t D"]) -> tuple[Int[Array, "t e"], Float[Array, "t e"]]:
+    """Return the experts of each token, and their weights."""
     scores = c.kernels.gemm(h, w["router"], w.get("router_bias"), out_dtype=jnp.float32)
     if c.config.router is not None:
-        experts, weights = choose_experts(scores, w["score_bias"], c.config)
-        return Routing(experts, weights, _groups(c, experts))
+        return choose_experts(scores, w["score_bias"], c.config)
     if c.config.norm_topk_prob:  # equals the softmax over all experts, scaled to a sum of 1
         scores, experts = likeliest(scores, c.config.experts_per_token)
-        weights = jax.nn.softmax(scores, axis=-1)
-    else:
-        weights, experts = likeliest(jax.nn.softmax(scores, axis=-1), c.config.experts_per_token)
-    return Routing(experts, weights, _groups(c, experts))
+        return experts, jax.nn.softmax(scores, axis=-1)
+    weights, experts = likeliest(jax.nn.softmax(scores, axis=-1), c.config.experts_per_token)
+    return experts, weights
 
 
-def _groups(c: Context, experts: Int[Array, "t e"]) -> Groups:
-    """Return the pairs of this device's experts, sorted by expert. Device i of ep holds the i-th E / ep experts."""
-    number = c.config.num_experts
+def _groups(c: Context, w: Weights, experts: Int[Array, "t e"]) -> Groups:
+    """Return the pairs of this device's experts, sorted by expert. Device i of ep holds the i-th E / ep experts.
+
+    Where experts have copies, these are slots.
+    """
+    number = w[EXPERT_OF_SLOT].shape[0] if has_copies(w) else c.config.num_experts
     if c.expert_axis is None:
         return c.kernels.list_groups(experts, number)
     count = number // lax.axis_size(c.expert_axis)
@@ -547,7 +561,7 @@ def _groups(c: Context, experts: Int[Array, "t e"]) -> Groups:
 @op("expert_up_gate")
 def expert_up_gate(c: Context, w: Weights, h: Float[Array, "t D"], routing: Routing) -> ExpertRows:
     """Return act(gate) · up of each token at each of its experts, in one GEMM over pairs sorted by expert."""
-    groups = routing.groups or _groups(c, routing.experts)
+    groups = routing.groups or _groups(c, w, routing.experts)
     gates = {"activation": c.config.activation, "gate_block": gate_block(c.config.expert_intermediate_size)}
     gates |= _expert_bias(w.get("expert_up_gate_bias"))
     x, token = _as_stored(c, w["expert_up_gate"], h), groups.pairs // routing.experts.shape[1]
@@ -564,7 +578,7 @@ def expert_down(
     a: in the tokens' order if the rows of `expert_up_gate` were of other tokens.
     """
     if not isinstance(a, ExpertRows):
-        groups = routing.groups or _groups(c, routing.experts)
+        groups = routing.groups or _groups(c, w, routing.experts)
         a = ExpertRows(a.reshape(-1, a.shape[-1])[groups.pairs], groups)
     shares = c.expert_axis is None  # each device has a share of every expert, and all have the bias
     down_bias = w.get("expert_down_bias")

@@ -21,11 +21,18 @@ class Routing:
     """The experts that each token goes to, and their weights.
 
     groups: the pairs sorted by expert; None for tokens that were not routed together.
+    logical: where experts have copies, the chosen experts; `experts` then holds the slots of the copies.
     """
 
     experts: Int[Array, "t e"]
     weights: Float[Array, "t e"]
     groups: Groups | None = None
+    logical: Int[Array, "t e"] | None = None
+
+    @property
+    def chosen(self) -> Int[Array, "t e"]:
+        """Return the experts that the router chose, whatever copy computes them."""
+        return self.experts if self.logical is None else self.logical
 
 
 @jax.tree_util.register_dataclass

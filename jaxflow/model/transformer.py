@@ -74,7 +74,7 @@ def after_attention(
     if site.layer is not None and site.layer.experts:
         routing = ops.router(site, h)
         if routed is not None:
-            routed.append(routing.experts)
+            routed.append(routing.chosen)
         y = ops.expert_down(site, ops.expert_up_gate(site, h, routing), routing)
         if site.c.config.shared_expert_intermediate_size:
             y = ops.shared_down(site, ops.shared_up_gate(site, h), y)

@@ -355,7 +355,7 @@ class _StepTrace:
         """Return the experts of each mixture layer. A region of a side stream does not tell its routing."""
         everything = TokenRange(0, self.batch.num_tokens)
         return [
-            self.values.read((layer, "routing"), everything).experts
+            self.values.read((layer, "routing"), everything).chosen
             if self.values.find((layer, "routing"), everything)
             else None
             for layer in mixture_layers(self.c.config)

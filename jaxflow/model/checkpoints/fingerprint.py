@@ -36,6 +36,7 @@ def kv_fingerprint(config: EngineConfig, checkpoint: Checkpoint) -> bytes:
         config.quantization,
         config.block_size,
         dataclasses.replace(config.parallel, pp=1),
+        *(("eplb",) if config.enable_eplb else ()),
     )
     content = fingerprint(checkpoint, config.seed) + repr(settings).encode()
     return hashlib.blake2b(content, digest_size=FINGERPRINT_BYTES, person=b"jaxflow.kv").digest()

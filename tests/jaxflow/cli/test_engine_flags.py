@@ -87,6 +87,7 @@ def test_every_field_has_a_flag(parse):
         block_size=32,
         tensor_parallel_size=2,
         enable_expert_parallel=True,
+        eplb_step_interval=20,
         max_model_len=100,
         max_num_batched_tokens=512,
         step_sizes="8,256",
@@ -117,9 +118,15 @@ def test_every_field_has_a_flag(parse):
     assert untouched == {
         "pipeline_parallel_size",
         "attention_spans",
+        "enable_eplb",
+        "num_redundant_experts",
     }  # exclude other values of these settings
     assert parse(*(f"--{name}={value}" for name, value in shown.items() if value is not None)) == given
     assert parse("--model=m", "--pipeline_parallel_size=2") == EngineConfig("m", pipeline_parallel_size=2)
+    eplb = {"enable_expert_parallel": True, "enable_eplb": True, "num_redundant_experts": 4}
+    assert parse("--model=m", *(f"--{name}={value}" for name, value in eplb.items())) == EngineConfig(
+        "m", **eplb
+    )
     assert parse("--model=m", "--attention_spans=spans.json") == EngineConfig(
         "m", attention_spans="spans.json"
     )

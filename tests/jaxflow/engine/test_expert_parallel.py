@@ -75,7 +75,7 @@ def layer(devices: int, quantization: str | None = None) -> Any:
 
     def run(by_tokens: bool, w: Any, h: Any, experts: Any, shares: Any) -> Any:
         c = Context(CONFIG, REFERENCE, None) if devices == 1 else site(w).c
-        routing = Routing(experts, shares, ops._groups(c, experts))
+        routing = Routing(experts, shares, ops._groups(c, w, experts))
         rows = ops.expert_up_gate(Site(c, w), h, routing)
         if by_tokens:  # a plan's ops over other ranges of tokens
             rows, routing = by_token(rows), by_token(routing)

@@ -1,0 +1,208 @@
+"""Experts with copies give the tokens of experts without copies, also while they move between devices."""
+
+import collections
+from typing import Any
+
+import h200
+import jax
+import jax.numpy as jnp
+import numpy as np
+import paths
+import pytest
+import toy
+from hurry import compile_on_use
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec
+from test_goldens import ONE_SIZE, check, requests
+
+from jaxflow.config import ConfigError, EngineConfig
+from jaxflow.engine.expert_balancer import DamagedExpert, MovedLayer
+from jaxflow.engine.expert_slots import source_slots
+from jaxflow.engine.loop import Loop
+from jaxflow.engine.start import choose_plans, make_executor, make_loop, resolve
+from jaxflow.llm import LLM
+from jaxflow.model.checkpoints.checkpoint import open_checkpoint
+from jaxflow.model.expert_copies import choose_copies, copy_map
+from jaxflow.model.expert_placement import place_experts
+from jaxflow.parallel.expert_moves import digests, move_slots
+from jaxflow.parallel.mesh import TP, make_mesh, place, sharded
+from jaxflow.request import SamplingParams
+
+
+def engine(model: str, devices: int, more: int | None, interval: int = 2) -> Loop:
+    """Return an engine with experts over devices. more: the copies; None: experts that stay."""
+    settings = EngineConfig(
+        model=str(paths.MODELS / model),
+        block_size=16,
+        tensor_parallel_size=devices,
+        enable_expert_parallel=True,
+        enable_eplb=more is not None,
+        num_redundant_experts=more or 0,
+        eplb_step_interval=interval,
+        max_num_batched_tokens=ONE_SIZE,
+        max_num_seqs=8,
+        num_kv_pages=96,
+        step_sizes=str(ONE_SIZE),
+    )
+    checkpoint = open_checkpoint(settings.model)
+    config = resolve(settings, checkpoint.model_config)
+    made = make_executor(config, checkpoint, choose_plans(config, checkpoint.model_config), progress=False)
+    compile_on_use(made)
+    return make_loop(config, checkpoint.model_config, made)
+
+
+@pytest.mark.parametrize(("devices", "more"), [(1, 3), (2, 0), (4, 4)])
+def test_goldens_while_experts_move(devices, more, goldens):
+    golden, running = goldens("tiny-qwen3_moe"), engine("tiny-qwen3_moe", devices, more)
+    check(golden, toy.run(running, requests(golden)))
+    assert running.balancer is not None and running.balancer.placements > 1
+    assert devices == 1 or running.balancer.moved_slots
+    running.close()
+
+
+def test_all_tokens_to_one_device(goldens):
+    """The router prefers the same experts for all tokens, so that most devices get no token at first."""
+    golden = goldens("tiny-gpt_oss")
+    results = []
+    for more in (None, 4):
+        running = engine("tiny-gpt_oss", 4, more)
+        layers = running.executor.weights["layers"]
+        for layer in layers:
+            bias = np.zeros(layer["router_bias"].shape, np.float32)
+            bias[[0, 1, 2]] = 1e4, 2e4, 3e4
+            layer["router_bias"] = place(
+                bias.astype(layer["router_bias"].dtype), layer["router_bias"].sharding
+            )
+        results.append({name: result.tokens for name, result in toy.run(running, requests(golden)).items()})
+        if running.balancer is not None:
+            assert running.balancer.moved_slots
+            busy = np.isin(running.executor.placed, [0, 1, 2]).reshape(len(layers), 4, -1)
+            assert busy.any(axis=2).sum(axis=1).min() > 1  # copies went to devices that had no tokens
+        running.close()
+    assert results[0] == results[1]
+
+
+def test_a_server_compiles_nothing_while_experts_move():
+    """The tokens of a batch are those of each prompt alone, before and after the experts moved."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(3, 250, 20).tolist() for _ in range(6)]
+    sampling = SamplingParams(temperature=0.8, seed=7, max_tokens=24, ignore_eos=True)
+    with LLM(
+        str(paths.MODELS / "tiny-mixtral"),
+        tensor_parallel_size=2,
+        enable_expert_parallel=True,
+        enable_eplb=True,
+        num_redundant_experts=2,
+        eplb_step_interval=3,
+        max_num_batched_tokens=64,
+        max_num_seqs=8,
+        dtype="float32",
+        progress=False,
+    ) as llm:
+        together = [out.outputs[0].token_ids for out in llm.generate(prompts, sampling, use_tqdm=False)]
+        moved = llm.driver.call(lambda loop: loop.balancer and loop.balancer.moved_slots).result()
+        alone = [llm.generate([one], sampling, use_tqdm=False)[0].outputs[0].token_ids for one in prompts]
+        assert moved and together == alone
+        assert llm.driver.stats().compilations_after_warmup == 0
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_new_slots_hold_copies_of_the_old_slots(devices):
+    rng, mesh = np.random.default_rng(0), make_mesh(devices)
+    old = {
+        "bfloat16": rng.normal(size=(8, 3, 5)).astype(jnp.bfloat16),
+        "float32": rng.normal(size=(8, 7)).astype(np.float32),
+        "e4m3": rng.normal(size=(8, 2)).astype(jnp.float8_e4m3fn),
+    }
+    specs = dict.fromkeys(old, PartitionSpec(TP))
+    source = rng.integers(0, 8, 12).astype(np.int32)
+    given_arrays = {name: jax.device_put(array, sharded(mesh, specs[name])) for name, array in old.items()}
+    new, before, after = move_slots(mesh, specs)(given_arrays, place(source, sharded(mesh, PartitionSpec())))
+    for name, array in old.items():
+        np.testing.assert_array_equal(np.asarray(new[name]).view(np.uint8), array[source].view(np.uint8))
+    MovedLayer(0, source, source, new, before, after).check()
+    np.testing.assert_array_equal(np.asarray(before), np.asarray(digests(old)))
+    wrong = np.asarray(after).copy()
+    wrong[5] ^= 1
+    with pytest.raises(DamagedExpert, match=r"slots \[5\]"):
+        MovedLayer(3, source, source, new, before, wrong).check()
+
+
+def test_a_move_on_gpus_needs_little_more_memory_than_its_result():
+    """The experts of a layer of Qwen3-30B-A3B on four devices. A device sends a slot to each device at a time."""
+    mesh, spec = h200.h200_mesh((4,)), PartitionSpec(TP)
+    shapes = {
+        "expert_up_gate": jax.ShapeDtypeStruct((160, 1536, 2048), jnp.bfloat16),
+        "expert_down": jax.ShapeDtypeStruct((160, 2048, 768), jnp.bfloat16),
+    }
+    old, source = (
+        h200.abstract(mesh, shapes, dict.fromkeys(shapes, spec)),
+        jax.ShapeDtypeStruct((160,), jnp.int32),
+    )
+    step = h200.compile_for_h200(
+        move_slots(mesh, dict.fromkeys(shapes, spec)), old, h200.abstract(mesh, source)
+    )
+    assert " all-to-all" in step.hlo
+    slot_bytes = 2 * 3 * 768 * 2048
+    assert step.memory.output_size_in_bytes >= 40 * slot_bytes
+    assert step.memory.temp_size_in_bytes < 20 * slot_bytes
+
+
+@given(st.integers(0, 2), st.integers(0, 9), st.integers(0, 31))
+def test_a_digest_notices_any_flipped_bit(slot, word, bit):
+    arrays = np.random.default_rng(0).integers(0, 2**32, (3, 10), dtype=np.uint32)
+    damaged = arrays.copy()
+    damaged[slot, word] ^= np.uint32(1 << bit)
+    differs = np.asarray(digests({"a": jnp.asarray(arrays)})) != np.asarray(
+        digests({"a": jnp.asarray(damaged)})
+    )
+    assert differs.tolist() == [each == slot for each in range(3)]
+
+
+def test_copies_share_the_tokens_and_a_token_keeps_its_copy():
+    loads = np.array([[9.0, 1, 1, 1]])
+    (placed,) = place_experts(loads, 3, 3)
+    w: dict[str, Any] = jax.tree.map(jnp.asarray, copy_map(placed, 4))
+    rng = np.random.default_rng(0)
+    tokens, positions = rng.integers(0, 999, 3000), rng.integers(0, 50, 3000)
+    experts = np.stack([np.zeros(3000, int), rng.integers(1, 4, 3000)], axis=1)
+    slots = np.asarray(choose_copies(w, experts, jnp.asarray(tokens), jnp.asarray(positions)))
+    np.testing.assert_array_equal(placed[slots], experts)
+    counts = collections.Counter(slots[:, 0].tolist())
+    assert len(counts) == (placed == 0).sum() == 3 and min(counts.values()) > 900
+    part = choose_copies(w, experts[7:9], jnp.asarray(tokens[7:9]), jnp.asarray(positions[7:9]))
+    np.testing.assert_array_equal(np.asarray(part), slots[7:9])
+
+
+def test_an_expert_that_stays_is_copied_from_its_own_slot():
+    before, after = np.array([0, 1, 2, 0]), np.array([1, 1, 0, 0])
+    assert source_slots(before, after).tolist() == [1, 1, 0, 3]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"enable_expert_parallel": False}, "enable_eplb=True is not supported: False without"),
+        ({"pipeline_parallel_size": 2}, "enable_eplb=True is not supported: False with several"),
+        ({"enable_eplb": False}, "num_redundant_experts=2 is not supported: 0 without enable_eplb"),
+        ({"num_redundant_experts": -2}, "num_redundant_experts=-2"),
+        ({"num_redundant_experts": 3}, "num_redundant_experts=3 is not supported: a number that makes the 8"),
+        ({"eplb_step_interval": 0}, "eplb_step_interval=0"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_a_weight_is_read(changes, said, monkeypatch):
+    given_settings = {
+        "tensor_parallel_size": 2,
+        "enable_expert_parallel": True,
+        "enable_eplb": True,
+        "num_redundant_experts": 2,
+    }
+    checkpoint = open_checkpoint(str(paths.MODELS / "tiny-mixtral"))
+    monkeypatch.setattr(type(checkpoint.source), "read", lambda *_: pytest.fail("a weight was read"))
+    with pytest.raises(ConfigError, match=said):
+        config = resolve(
+            EngineConfig(str(paths.MODELS / "tiny-mixtral"), **given_settings | changes),
+            checkpoint.model_config,
+        )
+        make_executor(config, checkpoint, choose_plans(config, checkpoint.model_config), progress=False)
