@@ -34,7 +34,7 @@ def vocab(model, tp):
     return toy.executor(model, tp, BUDGET[tp])[1].programs.context.config.vocab_size
 
 
-def conversations(model, tp, count=10, seed=0):
+def conversations(model, tp, count=7, seed=0):
     """Return requests with common prefixes and every kind of sampling."""
     rng = np.random.default_rng(seed)
     shared = rng.integers(3, vocab(model, tp), 70)
