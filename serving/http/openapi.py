@@ -40,6 +40,7 @@ _SUMMARIES = {
     "/health/live": "Answer if steps advance while there is work",
     "/health/startup": "Answer if the model is loaded",
     "/metrics": "Return the metrics in Prometheus' text format",
+    "/experts": "Return the tokens at each expert of a mixture",
     "/status": "Show the server in a browser",
 }
 _GETS = (
@@ -124,6 +125,7 @@ def _paths() -> dict[str, Any]:
     for path in ("/health", "/health/ready", "/health/live", "/health/startup"):
         paths[path] = {"get": _operation(path, _json({"type": "object"})) | {"security": []}}
     paths["/metrics"] = {"get": _operation("/metrics", {"text/plain": {"schema": {"type": "string"}}})}
+    paths["/experts"] = {"get": _operation("/experts", _json(_EXPERTS))}
     paths["/status"] = {"get": _operation("/status", {"text/html": {"schema": {"type": "string"}}})}
     for path, method, summary, struct in _BATCHES:
         content = _json({"type": "object"} if struct is None else _ref(struct))
@@ -138,6 +140,14 @@ def _paths() -> dict[str, Any]:
     return paths
 
 
+_EXPERTS = {
+    "type": ["object", "null"],  # null: no mixture layers, or no step yet
+    "properties": {
+        "layers": {"type": "array", "items": {"type": "integer"}},
+        "tokens": {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
+    },
+    "required": ["layers", "tokens"],
+}
 _UPLOAD = {
     "schema": {
         "type": "object",

@@ -22,6 +22,7 @@ from serving.http.read_body import KINDS
 TOKENS = ("s3cret", "other")
 PROTECTED = (
     "/metrics",
+    "/experts",
     "/status",
     "/status/events",
     "/docs",
@@ -69,7 +70,7 @@ def test_health_is_open(guarded, path):
     assert guarded.get(path).status_code == 200
 
 
-@pytest.mark.parametrize("path", ["/metrics", "/status", "/docs", "/openapi.json", "/version"])
+@pytest.mark.parametrize("path", ["/metrics", "/experts", "/status", "/docs", "/openapi.json", "/version"])
 def test_a_browser_opens_a_page_with_the_token_as_its_password(guarded, path):
     assert guarded.get(path, headers=basic("s3cret")).status_code == 200
     assert guarded.get(path, headers=bearer("other")).status_code == 200
