@@ -57,7 +57,7 @@ def leaves(nested):
 
 ARRIVALS = given(
     data=st.data(),
-    count=st.one_of(st.integers(2, 80), st.just(200)),
+    count=st.one_of(st.integers(2, 60), st.just(120)),
     shape=st.sampled_from([(128, 8), (64, 16), (256, 32)]),
 )
 
