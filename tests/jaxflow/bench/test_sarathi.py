@@ -10,7 +10,7 @@ from jaxflow.bench.engine.sarathi import SarathiSetting, SimulatedPolicy, tile_c
 from jaxflow.bench.workload.lengths import Item, constant
 from jaxflow.model.composition import Composition
 
-SETTING = SarathiSetting(requests=36)
+SETTING = SarathiSetting(requests=54)
 
 
 @pytest.fixture(scope="module")
