@@ -79,7 +79,7 @@ def batch(lengths, width=8):
 
 
 @settings(max_examples=6, deadline=None)
-@given(lengths=LENGTHS, sinks=SINKS, more=st.integers(0, 900))
+@given(lengths=LENGTHS, sinks=st.sampled_from([0, 100]), more=st.integers(0, 900))
 def test_spans_of_at_least_the_length_are_dense_bit_for_bit(lengths, sinks, more):
     q, k, v, table, sized = batch([*lengths, 700])
     spans = jnp.stack([sized, sized + more], axis=1)
@@ -265,10 +265,10 @@ def test_heads_share_pages_and_a_table():
     k, v, table = paged(4, [330, 70], 2, 64)
     q, sized = queries(4, 2, 2, 64), jnp.asarray([330, 70], jnp.int32)
     choices = jnp.asarray([[[9, 9], [9, 9]], [[30, 200], [30, 200]]], jnp.int32)
-    settings = {"group": 1, "head_dim": 64, "itemsize": 2, "sms": 2, "sinks": 4}
+    settings = {"group": 1, "head_dim": 64, "itemsize": 2, "sms": 1, "sinks": 4}
     stack = list_decode_work(sized, kv_heads=2, spans=choices, **settings)
     second = jax.tree.map(lambda x: x[1], stack)
-    got, want = both(decode_attention, decode, q, (k, v, {}), table, sized, [30, 200], 4, sms=2, work=second)
+    got, want = both(decode_attention, decode, q, (k, v, {}), table, sized, [30, 200], 4, sms=1, work=second)
     assert error(got, want) < 6e-3
     chunks = jnp.asarray([(0, 2, 0, 328)], jnp.int32)
     got, want = both(chunk_attention, chunk, q, (k, v, {}), table, chunks, [30, 200], 4, sms=2)

@@ -131,7 +131,7 @@ class Fault:
 def test_the_tokens_outlive_a_fault_of_a_transfer(engines, together, name):
     with apart(engines) as (model, links):
         links.network.on_fetch = getattr(Fault(model, links), name)
-        check(model, links, submit(model, f"{name}{next(salts)}"), together)
+        check(model, links, submit(model, f"{name}{next(salts)}", PROMPTS[:4]), together[:4])
         transfers = model.driver.transfers
         if name in ("changed_bytes", "late", "refused", "program_error", "sender_dies"):
             assert transfers.failed > 0 and transfers.done == 0
