@@ -148,8 +148,8 @@ SLOW_CASES = {
     r"test_compiler\.py::test_drawn_plans_compiled\[tiny-llama-2-(copied|scattered)": (
         "a plan with copies on four devices runs compiled, and test_scattered runs two scattered plans compiled"
     ),
-    r"test_exchange\.py::test_plans_with_peer_copies_compute_the_plain_forward\[(post-norms|fp8)": (
-        "drawn plans with copies run compiled on four devices, and fp8 runs with scattered sums on four devices"
+    r"test_exchange\.py::test_plans_with_peer_copies_compute_the_plain_forward\[(post-norms|fp8|four)": (
+        "drawn plans with copies on four devices, fp8 with scattered sums, and four KQV operations run compiled"
     ),
     r"test_compiler\.py::test_a_plan_runs_every_composition\[(phased_plan-tiny-(gemma2-2|llama-4)|two_nano)": (
         "a phased plan on one device and four KQV operations on two devices run; experts run with peer copies"
