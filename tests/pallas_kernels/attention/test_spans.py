@@ -266,8 +266,8 @@ def test_heads_share_pages_and_a_table():
     q, sized = queries(4, 2, 2, 64), jnp.asarray([330, 70], jnp.int32)
     choices = jnp.asarray([[[9, 9], [9, 9]], [[30, 200], [30, 200]]], jnp.int32)
     settings = {"group": 1, "head_dim": 64, "itemsize": 2, "sms": 1, "sinks": 4}
-    stack = list_decode_work(sized, kv_heads=2, spans=choices, **settings)
-    second = jax.tree.map(lambda x: x[1], stack)
+    listed = jax.jit(lambda lengths, spans: list_decode_work(lengths, kv_heads=2, spans=spans, **settings))
+    second = jax.jit(lambda stack: jax.tree.map(lambda x: x[1], stack))(listed(sized, choices))
     got, want = both(decode_attention, decode, q, (k, v, {}), table, sized, [30, 200], 4, sms=1, work=second)
     assert error(got, want) < 6e-3
     chunks = jnp.asarray([(0, 2, 0, 328)], jnp.int32)

@@ -22,6 +22,9 @@ from pallas_kernels.hopper.limits import SMEM_BYTES
 from pallas_kernels.pointwise.quantize.reference import dequantize, quantize_rows
 
 GATES = {"activation": "silu", "gate_block": 32}
+# One program each: eager operations would be a program each.
+listed = jax.jit(list_groups, static_argnums=(1, 2))
+interpreted = functools.partial(grouped_gemm, sms=2, interpret=plgpu.InterpretGPUParams())
 
 
 def given_rows(tokens, experts, n, k, dtype=jnp.bfloat16):
@@ -60,10 +63,9 @@ ONE_EXPERT = np.zeros((20, 1), np.int32)
 )
 def test_each_row_is_multiplied_with_its_experts_weight(picked, experts, n, k, rows, epilogue):
     x, w = given_rows(picked.shape[0], experts, n, k)
-    groups = list_groups(jnp.asarray(picked), experts, rows)
-    interpret = plgpu.InterpretGPUParams()
+    groups = listed(jnp.asarray(picked), experts, rows)
     sorted_rows = x[groups.pairs // picked.shape[1]]
-    y = grouped_gemm(sorted_rows, w, groups, **epilogue, sms=2, interpret=interpret)
+    y = jax.jit(functools.partial(interpreted, **epilogue))(sorted_rows, w, groups)
     got = np.asarray(y[groups.places], np.float32)
     assert relative_error(got, x, w, picked, **epilogue) < 4e-3
 
@@ -87,12 +89,13 @@ def test_e4m3_rows_are_multiplied_and_scaled(picked, n, rows, epilogue):
     x, w = given_rows(picked.shape[0], 3, n, 256)
     spread = jnp.asarray(np.random.default_rng(4).uniform(0.1, 10, (3, n, 1)), w.dtype)
     x, w = quantize_rows(x), quantize_rows(w * spread)
-    groups = list_groups(jnp.asarray(picked), 3, rows)
+    groups = listed(jnp.asarray(picked), 3, rows)
     sorted_rows = jax.tree.map(lambda one: one[groups.pairs // picked.shape[1]], x)
-    y = grouped_gemm(sorted_rows, w, groups, **epilogue, sms=2, interpret=plgpu.InterpretGPUParams())
+    y = jax.jit(functools.partial(interpreted, **epilogue))(sorted_rows, w, groups)
     got = np.asarray(y[groups.places], np.float32)
     assert relative_error(got, dequantize(x), dequantize(w), picked, **epilogue) < 4e-3
-    same = reference.grouped_gemm(sorted_rows, w, groups, **epilogue)[groups.places]
+    plain = jax.jit(functools.partial(reference.grouped_gemm, **epilogue))
+    same = plain(sorted_rows, w, groups)[groups.places]
     assert (
         relative_error(np.asarray(same, np.float32), dequantize(x), dequantize(w), picked, **epilogue) < 4e-3
     )
