@@ -326,6 +326,7 @@ OTHER_SETTINGS = {
     "process_id": None,
     "join_timeout_s": 7.0,
     "step_timeout_s": 7.0,
+    "eplb_step_interval": 7,
 }
 
 
@@ -355,7 +356,12 @@ def test_every_setting_is_in_the_key_or_changes_no_program():
 
 @pytest.mark.parametrize("field", start.PROGRAM_FIELDS)
 def test_a_setting_of_the_key_changes_it(field):
-    settings = EngineConfig("m", kv_offloading_size=0.0 if field == "pipeline_parallel_size" else 1.0)
+    settings = EngineConfig(
+        "m",
+        kv_offloading_size=0.0 if field == "pipeline_parallel_size" else 1.0,
+        enable_expert_parallel=field in ("enable_eplb", "num_redundant_experts"),
+        enable_eplb=field == "num_redundant_experts",
+    )
     others = {"dtype": "float32", "quantization": "fp8", "kv_cache_dtype": "fp8", "step_sizes": "8",
               "plan": "sequential", "kernels": "reference", "gpu_memory_utilization": 0.5}  # fmt: skip
     changed = dataclasses.replace(settings, **{field: others.get(field, 17)})
