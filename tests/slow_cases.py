@@ -69,8 +69,8 @@ SLOW_CASES = {
     r"test_grouped_gemm\.py::test_a_device_multiplies_the_rows_of_its_own_experts\[.*swapped": (
         "test_swapped runs this kernel, whose loop over no item is plain"
     ),
-    r"test_pipeline_stages\.py::TestSameTokens::test_(goldens\[(stories260K-2-2|tiny-deepseek)|at_any_chunking\[1)": (
-        "tiny-mixtral runs on two devices a stage, and chunks of 7 tokens run"
+    r"test_pipeline_stages\.py::TestSameTokens::test_(goldens\[(stories260K-2|tiny-deepseek)|at_any_chunking\[1)": (
+        "stories260K runs on four stages, tiny-mixtral on two devices a stage, and chunks of 7 tokens run"
     ),
     r"test_pipeline_stages\.py::TestSameTokens::test_in_a_batch_with_others\[2": "four stages run",
     r"test_pipeline_stages\.py::TestSameTokens::test_in_a_storm_of_pre_emptions\[pages-kept": (
@@ -265,8 +265,8 @@ SLOW_CASES = {
     r"test_expert_load\.py::test_all_forms_of_a_step_count_alike\[(experts|a program)": (
         "two stages and nano-batches run"
     ),
-    r"test_notebooks\.py::test_notebook_runs_and_draws\[(cost|offload|sweep)": (
-        "test_regimes, test_offload_command and test_sweep run what the notebooks call"
+    r"test_notebooks\.py::test_notebook_runs_and_draws\[(cost|experts|offload|sweep)": (
+        "test_regimes, test_expert_load, test_offload_command and test_sweep run what the notebooks call"
     ),
     r"test_faults\.py::test_a_burst_of_streams_loses_none": (
         "test_soak begins 1,600 calls at once, also more than gRPC's core holds by default"

@@ -84,6 +84,9 @@ class PacedDriver:
         advanced_s = self._advanced_s
         return 0.0 if advanced_s is None else time.monotonic() - advanced_s
 
+    def expert_tokens(self) -> None:
+        """Return None, since the engine has no experts."""
+
     def accept(self, request: Request) -> Request:
         """Return the request, which `submit` would take."""
         return request
