@@ -20,6 +20,11 @@ FIRST_WAIT_S, WAIT_GROWTH, LONGEST_WAIT_S = 0.1, 4, 60.0  # between two starts
 CLOSE_S = 10.0  # for an engine to end in order
 
 
+def restart_wait_s(failures: int) -> float:
+    """Return the seconds before the next start, after so many failures in a row before the present loss."""
+    return min(FIRST_WAIT_S * WAIT_GROWTH ** min(failures, 30), LONGEST_WAIT_S)
+
+
 class Phase(enum.StrEnum):
     """The state of a replica."""
 
@@ -145,7 +150,7 @@ class Member[O: Named, R: State]:
 
         on_first: gets None once the first process serves, or the error of its start.
         """
-        wait_s = FIRST_WAIT_S
+        failures = 0  # losses in a row of processes that did not work
         while not self._ends:
             self._begin()
             began_s, reason = time.monotonic(), ""
@@ -172,11 +177,11 @@ class Member[O: Named, R: State]:
             self.names.clear()
             self._changed.set()
             if reason and not self._ends:
-                if time.monotonic() - began_s > LONGEST_WAIT_S:
-                    wait_s = FIRST_WAIT_S
+                if self._longest_step_s or time.monotonic() - began_s > LONGEST_WAIT_S:
+                    failures = 0  # the process has run a step, or has lived for long
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._leave.wait(), wait_s)
-                wait_s = min(WAIT_GROWTH * wait_s, LONGEST_WAIT_S)
+                    await asyncio.wait_for(self._leave.wait(), restart_wait_s(failures))
+                failures += 1
         self._enter(Phase.STOPPED)
 
     def _begin(self) -> None:

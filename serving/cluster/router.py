@@ -15,9 +15,9 @@ from collections.abc import Hashable, Sequence
 from jaxflow.config import ConfigError
 
 NO_LOAD = math.inf  # the load of a replica that takes no request
-# The share by which the load of a replica with a part of the prompt may exceed the mean. A larger share finds few more
-# prefixes and spreads the load worse (`bench router`).
-SLACK = 0.05
+# A cached prompt token counts as so many tokens of load: it is not computed now, and the requests that follow find it
+# at the same replica too. With less the hits fall, with more the load spreads worse (`bench router`).
+HIT_WORTH = 3
 
 
 class NoReplica(RuntimeError):
@@ -33,22 +33,20 @@ def choose(
     home: int | None = None,
     candidates: int | None = 2,
 ) -> int:
-    """Return the replica for a request.
+    """Return the replica for a request: the one with the least load after its cached tokens are taken off.
 
-    1. The replica with the longest cached part of the prompt wins, as long as its load is at most (1 + `SLACK`)
-       times the mean load with this request, plus the tokens that its cache saves. The next longest follows. A tie
-       goes to the smaller load. The rule is that of consistent hashing with bounded loads (Mirrokni, Thorup,
-       Zadimoghaddam 2016), with caches instead of hashes.
-    2. Otherwise the least loaded one of the first `candidates` accepting replicas of `order` wins. Two random
-       candidates instead of all replicas keep several routers with old reports from choosing the same replica.
+    Each cached prompt token takes off `HIT_WORTH` tokens. So a replica with a part of the prompt wins until its load
+    exceeds that of the others by the worth of the part.
 
     Args:
       outstanding: load, the tokens that each replica still has to compute; `NO_LOAD` for one that takes no request.
       hit_tokens: leading prompt tokens in each replica's prefix cache.
       order: all replicas in random order, which breaks ties.
       request_tokens: prompt tokens and expected output tokens of the request.
-      home: the replica of the request's session. It comes before all other replicas with a part of the prompt.
-      candidates: None for all replicas, which spreads the load best where the replicas have one router.
+      home: the replica of the request's session. It counts as a replica with the whole request in its cache.
+      candidates: how many replicas without a part of the prompt are compared, the first ones of `order`. Two random
+        ones keep several routers with old reports from choosing the same replica. None for all replicas, which
+        spreads the load best where the replicas have one router.
 
     Raises:
       NoReplica: no replica accepts requests.
@@ -56,12 +54,9 @@ def choose(
     accepting = [i for i in order if outstanding[i] < NO_LOAD]
     if not accepting:
         raise NoReplica("no replica takes requests")
-    mean = (sum(outstanding[i] for i in accepting) + request_tokens) / len(accepting)
-    within = [i for i in accepting if outstanding[i] <= (1 + SLACK) * mean + hit_tokens[i]]
-    holders = [i for i in within if hit_tokens[i] or i == home]
-    if holders:
-        return min(holders, key=lambda i: (i != home, -hit_tokens[i], outstanding[i]))
-    return min(accepting[:candidates], key=lambda i: outstanding[i])
+    found = [request_tokens if i == home else hit for i, hit in enumerate(hit_tokens)]
+    compared = accepting[:candidates] + [i for i in accepting if found[i]]
+    return min(compared, key=lambda i: (outstanding[i] - HIT_WORTH * found[i], i != home, outstanding[i]))
 
 
 class PrefixEstimate:
