@@ -145,13 +145,11 @@ def streams(
     steps, found = list(steps_of(lengths, layout.tokens)), []
     if not steps:
         raise ValueError(f"tokens={layout.tokens}: at most {int(lengths.prompts.sum())}, of all prompts")
-    program = executor.program(layout)
+    program, executor.weights = executor.program(layout), weights
     everywhere = NamedSharding(executor.programs.mesh, PartitionSpec())
     for step in steps:
         buffer = jax.device_put(step_of(executor, layout, step, token_ids).buffer, everywhere)
-        _, x, _, executor.kv, executor.page_table = program(
-            weights, executor.kv, executor.page_table, executor.last_tokens, buffer
-        )
+        _, x, _ = executor.run_program(program, buffer)
         found.append(x)
         jax.block_until_ready(found[-3:-2])
     return jnp.concatenate(found), places_of(steps)
@@ -387,7 +385,8 @@ def measured(executor: Executor, given: argparse.Namespace, plans: Sequence[Plan
     began = time.monotonic()
     model = executor.programs.context.config
     scale = given.embed_scale or ((2 * model.num_layers) ** 0.5 if given.load_format == "dummy" else 1.0)
-    weights = executor.weights | {"embed": scaled(executor.weights["embed"], scale)}
+    drawn: Any = executor.weights
+    weights = drawn | {"embed": scaled(drawn["embed"], scale)}
     shape = len(lengths.totals), int(lengths.totals.max())
     token_ids = np.random.default_rng(1).integers(0, model.vocab_size, shape).astype(np.int32)
     tokens = plans[0].tokens

@@ -313,10 +313,10 @@ def run_once(
 
 
 def wrong_samples(watch: Watch, late_s: float, again_s: float | None, replicas: int) -> int:
-    """Return how many samples told a state that was not so.
+    """Return how many samples reported a wrong state.
 
-    Ready is true while, and only while, a replica serves. A lost replica does not count as serving from `late_s` on,
-    and until it serves again.
+    The state ready is correct if at least one replica serves. A lost replica does not serve from `late_s` until
+    `again_s`.
     """
     wrong, before = 0, None
     for at, ready, found in watch.samples:  # readiness was asked for between two looks at the metrics

@@ -216,11 +216,11 @@ class Request:
     sampling: SamplingParams = SamplingParams()
     priority: int = 0  # lower is sooner
     cache_salt: str = ""  # only requests of the same salt share prefixes
-    # makes the decoder of a sequence, which finds the stop strings; needed with sampling.stop
+    # Returns the decoder of a sequence. The decoder finds stop strings, so `sampling.stop` needs it.
     make_detokenizer: "Callable[[], TextDecoder] | None" = None
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # the tokens of sampling.bad_words
     limit: int | None = None  # tokens a sequence, prompt and output; set when the engine accepts the request
-    session: str = ""  # a router sends the requests of one session to one replica, where its load allows it
+    session: str = ""  # requests of one session go to one replica, while its load allows it
 
 
 def with_limit(request: Request, max_prompt: int, max_output: int) -> Request:

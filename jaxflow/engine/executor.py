@@ -270,7 +270,7 @@ class Executor:
                     lowered = lower()
                 futures[pool.submit(self._compile, lowered, options)] = table, key, lowered, options
                 on_progress(sum(future.done() for future in futures), len(jobs))
-            with self._times.phase("compilation"):  # what is left of it after the last lowering
+            with self._times.phase("compilation"):  # XLA still compiles after the last lowering
                 for done, future in enumerate(concurrent.futures.as_completed(futures), start=1):
                     table, key, lowered, options = futures.pop(future)
                     try:

@@ -84,9 +84,9 @@ from pallas_kernels.quantized import Quantized
 
 log = logging.getLogger(__name__)
 GPU_SEQS, CPU_SEQS, FEWEST_SEQS = 512, 64, 8  # bounds of the default of max_num_seqs
-FEWEST_LAYERED = 8  # least layers of a model whose steps on a CPU have one program a layer
+FEWEST_LAYERED = 8  # fewest layers of a model that runs one program a layer on a CPU
 TOKENS_OF_SEQ = 512  # tokens of KV for each sequence of a CPU's default pool
-NO_LIMIT = 1 << 62  # pages of a layer group of which this process has no layer
+NO_LIMIT = 1 << 62  # pages of a layer group without a layer in this process
 POOL_TOKENS = 32768  # tokens of KV in a CPU's default pool, at least
 # The settings that a step's programs depend on, the key of the cache of lowered programs. The others say
 # where files are, or concern the weights' values and the host only.

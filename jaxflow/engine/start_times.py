@@ -49,11 +49,11 @@ class StartTimes:
                 self._phases[f"{name}_s"] = self._phases.get(f"{name}_s", 0.0) + passed_s
 
     def summary(self) -> dict[str, float]:
-        """Return the seconds of each phase, in the order of the phases' first ends.
+        """Return the seconds of each phase, and four further keys. The phase that ended first comes first.
 
-        Further keys: `import_s`, from the process's begin to the start's begin, if the system tells; `total_s`, from
-        the start's begin until now; `programs`, those that XLA compiled or read from its cache; `xla_threads_s`,
-        the sum of the programs' times, of which several run at once. XLA's autotuning is a part of a program's time.
+        `import_s` is the time from the begin of the process to the begin of the start. A system without /proc has no
+        `import_s`. `total_s` is the time from the begin of the start until now. `programs` counts the programs that XLA
+        compiled or read from its cache. `xla_threads_s` adds up the times of these programs, including autotuning.
         """
         start_s = time.perf_counter() - self._begin_s
         age_s = process_seconds()
@@ -63,7 +63,7 @@ class StartTimes:
 
 
 def describe(summary: Mapping[str, float]) -> str:
-    """Return a line of a summary's phases, the longest names as they are."""
+    """Return the phases of a summary as one line of text."""
     phases = ", ".join(
         f"{name.removesuffix('_s').replace('_', ' ')} {value:.1f} s"
         for name, value in summary.items()

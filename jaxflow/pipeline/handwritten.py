@@ -192,14 +192,14 @@ def phased_plan(
 def four_qkv_plan(
     config: ModelConfig, tokens: int, split: int, tp: int = 1, sms: tuple[int, int] | None = None
 ) -> Plan:
-    """Return NanoFlow's pipeline of Llama-2-70B (§4.1.4, Figure 6): four nano-ops of `qkv`, two of the other GEMMs.
+    """Return NanoFlow's pipeline of Llama-2-70B (§4.1.4, Figure 6): `qkv` in four nano-ops, other GEMMs in two.
 
-    Tokens [0, split) and [split, tokens) are the two nano-batches, and `qkv`, appends and decode attention cut
-    each of them in the middle. Decode attention of a quarter runs on stream 1, beside the next quarter's `qkv`
-    on stream 2. The last quarter's runs beside the first nano-batch's chunk attention and `out_proj`. A sum
-    over devices is sent while the other nano-batch computes.
+    Tokens [0, split) and [split, tokens) are the two nano-batches. `qkv`, appends and decode attention cut each
+    nano-batch in the middle. Decode attention of a quarter runs on stream 1, and the `qkv` of the next quarter
+    on stream 2. After the last quarter, stream 2 runs chunk attention of the first nano-batch. The sum over
+    devices of one nano-batch is sent while the other nano-batch computes.
 
-    sms: the SMs of decode attention, and of the ops beside it; None: all SMs for both.
+    sms: the SMs of decode attention, and of the ops on stream 2; None: all SMs for both.
     """
     graph, halves = model_graph(config, tp), _halves(tokens, split)
     names, network = _op_names(graph), _network(graph)
@@ -208,13 +208,11 @@ def four_qkv_plan(
     ]
     if any(start == stop for start, stop in quarters):
         raise PlanError("split", f"{split} leaves a nano-batch of one token, which has no halves")
-    attention_sms, beside_sms = sms or (None, None)
+    attention_sms, other_sms = sms or (None, None)
+    second = {"stream": 2, "sms": other_sms}
     last = len(names) if not network else 1 + names.index("mlp_reduce")
     middle = names.index("attn_reduce") + 1 if network else names.index("mlp_norm")
     head, before = names[last:], names[: names.index("qkv")]
-
-    def beside(op: str, i: int, tokens: tuple[int, int]) -> NanoOp:
-        return NanoOp(f"{op}.{i}", op, *tokens, stream=2, sms=beside_sms)
 
     found: list[NanoOp] = []
     for i, cut in enumerate(quarters):
@@ -222,15 +220,12 @@ def four_qkv_plan(
             half = i // 2
             found += [NanoOp(f"{op}.{half}", op, *halves[half], ahead=-1) for op in head]
             found += [NanoOp(f"{op}.{half}", op, *halves[half]) for op in before]
-        found.append(beside("qkv", i, cut) if i else NanoOp("qkv.0", "qkv", *cut))
+        found.append(NanoOp(f"qkv.{i}", "qkv", *cut, **(second if i > 0 else {})))
         found.append(NanoOp(f"rope_append.{i}", "rope_append", *cut))
         found.append(NanoOp(f"decode_attention.{i}", "decode_attention", *cut, stream=1, sms=attention_sms))
     for half, cut in enumerate(halves):
-        found.append(
-            beside("chunk_attention", half, cut)
-            if half == 0
-            else NanoOp("chunk_attention.1", "chunk_attention", *cut)
-        )
+        side = second if half == 0 else {}
+        found.append(NanoOp(f"chunk_attention.{half}", "chunk_attention", *cut, **side))
         found += [NanoOp(f"{op}.{half}", op, *cut) for op in names[names.index("out_proj") : middle]]
     for half, cut in enumerate(halves):
         found += [NanoOp(f"{op}.{half}", op, *cut) for op in names[middle:last]]

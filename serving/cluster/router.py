@@ -15,8 +15,8 @@ from collections.abc import Hashable, Sequence
 from jaxflow.config import ConfigError
 
 NO_LOAD = math.inf  # the load of a replica that takes no request
-# A cached prompt token counts as so many tokens of load: it is not computed now, and the requests that follow find it
-# at the same replica too. With less the hits fall, with more the load spreads worse (`bench router`).
+# Tokens of load that a cached prompt token is worth. The replica does not compute the token, and finds it again for
+# later requests. A smaller worth gives fewer prefix hits. A larger worth gives less even loads (`bench router`).
 HIT_WORTH = 3
 
 

@@ -95,7 +95,7 @@ def test_every_request_field_reaches_the_engine():
                 "salt",
                 [5, 6],
             )
-            assert request.session == ":chat"  # of a caller without a name
+            assert request.session == ":chat"  # the caller has no name
             sampling = request.sampling
             assert (sampling.temperature, sampling.top_k, sampling.stop, sampling.max_tokens) == (
                 0.25,

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from absl import flags
 
-from jaxflow.bench.pipeline.stage_time import StageTimer, counts_of
+from jaxflow.bench.pipeline.stage_time import StageTimer
 from jaxflow.bench.report import machine
 from jaxflow.bench.router.command import chats, cluster_of
 from jaxflow.bench.router.simulate import BLOCK_SIZE, Cluster, SimulatedReplica
@@ -137,9 +137,8 @@ def simulate_apart(
     mean_output = float(np.mean([item.output_tokens for item in items]))
     first, last, apart = np.full(count, np.nan), np.full(count, np.nan), np.zeros(count, bool)
     gaps = array.array("d")
-    moving: dict[
-        int, tuple[int, int]
-    ] = {}  # by request: the replica that answers, and the first page that moves
+    # By request: the replica that answers, and the first page that moves.
+    moving: dict[int, tuple[int, int]] = {}
     skipped: dict[int, int] = {}  # pages that need no transfer, by request
     report, arrive, moved, end = range(4)
     events: list[tuple[float, int, int]] = [(item.arrival_s, arrive, i) for i, item in enumerate(items)]
@@ -147,11 +146,9 @@ def simulate_apart(
     heapq.heapify(events)
 
     def start(r: int, now: float) -> None:
-        one = replicas[r]
-        one.running = work = one.scheduler.schedule(now)
-        if work is not None:
-            one.computed += work.num_tokens
-            heapq.heappush(events, (now + float(step_s(counts_of(work)).sum()), end, r))
+        seconds = replicas[r].begin_step(now, step_s)
+        if seconds is not None:
+            heapq.heappush(events, (now + seconds, end, r))
 
     def add(r: int, i: int, prompt: np.ndarray, output: int, now: float) -> None:
         sampling = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True, seed=0)

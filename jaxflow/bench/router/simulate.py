@@ -167,6 +167,14 @@ class SimulatedReplica:
         """Return the prompt and output tokens that are not computed yet."""
         return sum(row.limit - row.num_computed for row in self.rows.values())
 
+    def begin_step(self, now: float, step_s: Callable[[np.ndarray], np.ndarray]) -> float | None:
+        """Begin the next step. Return its seconds; None without work."""
+        self.running = self.scheduler.schedule(now)
+        if self.running is None:
+            return None
+        self.computed += self.running.num_tokens
+        return float(step_s(counts_of(self.running)).sum())
+
 
 def simulate(
     items: Sequence[Item],
@@ -196,11 +204,9 @@ def simulate(
     heapq.heapify(events)
 
     def start(r: int, now: float) -> None:
-        one = replicas[r]
-        one.running = work = one.scheduler.schedule(now)
-        if work is not None:
-            one.computed += work.num_tokens
-            heapq.heappush(events, (now + float(step_s(counts_of(work)).sum()) / cluster.speed, end, r))
+        seconds = replicas[r].begin_step(now, step_s)
+        if seconds is not None:
+            heapq.heappush(events, (now + seconds / cluster.speed, end, r))
 
     while events:
         now, kind, number = heapq.heappop(events)

@@ -86,7 +86,7 @@ def test_bits_of_the_hash_are_fair_and_independent(vocab):
     pairs = each.T @ each / n
     np.fill_diagonal(pairs, 0)
     assert np.abs(pairs).max() < most * 0.25 / np.sqrt(n)
-    after = each[:-1].T @ each[1:] / n  # the token beside it
+    after = each[:-1].T @ each[1:] / n  # of neighbouring tokens
     assert np.abs(after).max() < most * 0.25 / np.sqrt(n)
 
 

@@ -74,7 +74,7 @@ CASES = [([330, 0, 70], None), ([200, 130, 5], 100), ([900, 1, 64], None)]
 @pytest.mark.parametrize(("lengths", "window"), CASES)
 @pytest.mark.parametrize("unified_max", [None, (0.0, 4.0)])
 def test_decode_attention_equals_its_reference(lengths, window, unified_max):
-    """Pairs are cut between workers, of which the first one alone has the sink."""
+    """Several workers share a pair. Only the first worker adds the sink."""
     k, v, table = paged(7, lengths, KV_HEADS, WIDTH)
     q, sized = queries(7, len(lengths) + 1, HEADS, WIDTH), jnp.asarray(lengths, jnp.int32)
     fixed = {"scale": SCALE, "window": window}  # one program of each saves time
@@ -85,7 +85,7 @@ def test_decode_attention_equals_its_reference(lengths, window, unified_max):
     twin = jax.jit(functools.partial(decode.decode_attention, **fixed))
     want = exact(twin, q, k, v, table, sized, sink_logits=LOGITS)
     assert error(got, want) < 6e-3
-    assert np.abs(np.asarray(got, np.float32)[:, 1]).max() < 1e-28  # its sink has all weight
+    assert np.abs(np.asarray(got, np.float32)[:, 1]).max() < 1e-28  # the sink has the weight of all keys
     assert not np.asarray(got, np.float32)[np.append(np.asarray(lengths) == 0, True)].any()
 
 

@@ -30,7 +30,7 @@ HERE = Path(__file__).parent
 ENVIRONMENT = os.environ | {
     "PYTHONPATH": os.pathsep.join(map(str, (paths.ROOT, paths.ROOT / "tests", HERE.parent, HERE))),
     "JAX_PLATFORMS": "cpu",
-    "RAY_AUTH_MODE": "disabled",  # a cluster on loopback, for this test alone
+    "RAY_AUTH_MODE": "disabled",  # the cluster listens on loopback only
 }
 LINES = 240
 TOKENS = 20

@@ -174,7 +174,7 @@ def test_requests_that_wait_at_a_slow_replica_move():
             complete(*pair)
         slow = links.running(0).llm.driver
         assert model.driver.moved == len(slow.aborted) > 0
-        assert len(slow.submitted) - len(slow.aborted) >= 2  # those that run stay
+        assert len(slow.submitted) - len(slow.aborted) >= 2  # running requests stay
         assert [state.restarts for state in model.driver.replicas()] == [0, 0]
 
 
