@@ -88,8 +88,9 @@ class PageExchange:
         number = secrets.randbits(63)
         if self._loans is None:
             capacity = await self._call(lambda loop: _tier(loop).policy.store.capacity_bytes)
-            lease_s = LEASE_TIMEOUTS * self._config.timeout_s
-            self._loans = Loans(int(LENT_SHARE * capacity), lease_s)
+            if self._loans is None:  # another prompt's loan may be the first one by now
+                lease_s = LEASE_TIMEOUTS * self._config.timeout_s
+                self._loans = Loans(int(LENT_SHARE * capacity), lease_s)
         if not self._loans.open(number, sum(lengths), time.monotonic()):
             raise TransferFailed(f"{self._loans.bytes} bytes are lent already")
         self._transport.offer(number, payloads, self._loans.lease_s)

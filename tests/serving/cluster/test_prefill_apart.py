@@ -6,10 +6,11 @@ import threading
 
 import numpy as np
 import pytest
-from engines import BLOCK, apart, make_engine
+from engines import BLOCK, MemoryTransport, Network, apart, make_engine
 from replicas import Box, until
 
 from jaxflow.request import FinishReason, SamplingParams
+from serving.cluster.page_exchange import PageExchange, TransferConfig
 from serving.cluster.page_transport import TransferFailed
 
 salts = itertools.count()
@@ -183,6 +184,24 @@ def test_a_lost_acknowledgement_ends_with_the_lease(engines, together):
         boxes = submit(model, "lost")
         check(model, links, boxes, together)
         assert links.links[1].exchange._loans.expired == model.driver.transfers.done == 5
+
+
+def test_the_first_loans_open_together(engines):
+    """A loan ends by its acknowledgement, also if another prompt's loan opens at the same time."""
+    lender = engines[1]
+    prompts = [RNG.integers(3, 500, 40).tolist() for _ in range(4)]
+    for box in submit(lender, "first", prompts):
+        box.wait()
+    exchange = PageExchange(lender.driver, MemoryTransport(Network()), TransferConfig())
+
+    async def lend():
+        return await asyncio.gather(*(exchange.lend(prompt, "first", 0) for prompt in prompts))
+
+    loans = asyncio.run(lend())
+    assert exchange.open_loans == len(prompts)
+    for loan in loans:
+        exchange.end(loan.number)
+    assert exchange.open_loans == 0
 
 
 def test_a_request_that_ends_while_its_pages_move_leaves_nothing(engines):
