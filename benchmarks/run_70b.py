@@ -5,8 +5,8 @@
 check-PRECISION compares the tokens of overlapped plans with those of the sequential step, with all 80 layers
 (`check_plan`). windows-PRECISION measures plans in long windows at 1024/512, and sharegpt-PRECISION at lengths
 like ShareGPT's (`plan_windows`). The survey of both has the plans of the ablation. end-to-end-PRECISION runs
-`bench throughput` with the found plan and with the sequential plan. A report is
-benchmarks/h200/llama-3-70b/WHAT-tpN-PRECISION.json.
+`bench throughput` with the served plans and with the sequential plan. offload-PRECISION is the same run with
+KV pages that are copied to host memory. A report is benchmarks/h200/llama-3-70b/WHAT-tpN-PRECISION.json.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from pallas_kernels.measure.provenance import COMMIT_VARIABLE
 
 FOLDER = Path("benchmarks/h200/llama-3-70b")
 PLANS = Path("benchmarks/plans/h200/llama-3-70b")
-WHAT = ("check", "windows", "sharegpt", "end-to-end")
+WHAT = ("check", "windows", "sharegpt", "end-to-end", "offload")
 PRECISIONS = ("fp8", "bf16")
 
 
@@ -38,6 +38,7 @@ class Setting:
       pages: pages of the KV cache.
       sequences: requests of `bench throughput`, and its `max_num_seqs`.
       decode_sizes: step sizes without prefill in `bench throughput`.
+      served: a plan, or a folder of plans for steps of several sizes, in `bench throughput`; default: `found`.
     """
 
     found: str
@@ -48,6 +49,7 @@ class Setting:
     pages: int
     sequences: int
     decode_sizes: str = "128,256,384,512"
+    served: str = ""
 
 
 SETTINGS = {
@@ -92,6 +94,7 @@ SETTINGS = {
         40_000,
         1200,
         "256,512,768,1024,1280",
+        "tp4-fp8/served",
     ),
     (4, "bf16"): Setting(
         "searched/tp4-bfloat16.json",
@@ -138,9 +141,10 @@ def command(what: str, precision: str, devices: int) -> list[str]:
         workload = like if what == "sharegpt" else ["--workload", "1024/512"]
         return [python, "-m", "benchmarks.plan_windows", *engine, *plans, *sizes, *workload, *out]
     lengths = ["--input_len", "1024", "--output_len", "512", "--num_requests", str(s.sequences)]
-    seqs = ["--max_num_seqs", str(s.sequences), "--max_model_len", "4096", "--noenable_prefix_caching"]
-    plan = ["--plan", files([s.found]), "--step_sizes", s.decode_sizes, "--compare_sequential"]
-    return [python, "-m", "jaxflow.bench", "throughput", *engine, *lengths, *seqs, *plan, *out]
+    seqs = ["--max_num_seqs", str(s.sequences), "--max_model_len", "4096"]
+    plan = ["--plan", files([s.served or s.found]), "--step_sizes", s.decode_sizes, "--compare_sequential"]
+    tier = ["--kv_offloading_size", "128"] if what == "offload" else ["--noenable_prefix_caching"]
+    return [python, "-m", "jaxflow.bench", "throughput", *engine, *lengths, *seqs, *tier, *plan, *out]
 
 
 def main(arguments: Sequence[str]) -> int:
