@@ -304,8 +304,9 @@ class EngineConfig:
     )
     quantization: str | None = _setting(
         None,
-        "Quantization at load: fp8 (e4m3 weights and activations) or int4 (weights in groups of 64). Default: "
-        "the format of the checkpoint.",
+        "Quantization at load: fp8 (e4m3 weights and activations), int4 (weights in groups of 64) or mxfp4 (the "
+        "experts of gpt-oss stay in the checkpoint's 4 bits). Default: the format of the checkpoint, but experts in "
+        "MXFP4 become 16 bits.",
     )
     kv_cache_dtype: str = _setting(
         "auto",
@@ -437,8 +438,8 @@ class EngineConfig:
         check("load_format", self.load_format in ("auto", "dummy"), "auto or dummy")
         check(
             "quantization",
-            self.quantization in (None, "fp8", "int4"),
-            "fp8, int4, or unset for the format of the checkpoint",
+            self.quantization in (None, "fp8", "int4", "mxfp4"),
+            "fp8, int4, mxfp4, or unset for the format of the checkpoint",
         )
         check("kv_cache_dtype", self.kv_cache_dtype in KV_DTYPES, ", ".join(KV_DTYPES))
         check("block_size", 1 <= self.block_size <= 1024, "1 to 1024 tokens a page")

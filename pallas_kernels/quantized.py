@@ -43,3 +43,21 @@ class Int4(NamedTuple):
     @property
     def shape(self) -> tuple[int, ...]:
         return (*self.packed.shape[:-1], 2 * self.packed.shape[-1])
+
+
+MXFP4_GROUP = 32  # columns of an Mxfp4 weight with one scale
+
+
+class Mxfp4(NamedTuple):
+    """An array of 4-bit floats with a power of two for each 32 columns, as gpt-oss publishes its experts.
+
+    The format is `pallas_kernels.gemm.grouped.mxfp4_format`. packed: uint8 [..., K / 2], two columns a byte with
+    the first one in the low bits. scale: uint8 [..., K / 32], the exponent of the power of two plus 127.
+    """
+
+    packed: Array
+    scale: Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.packed.shape[:-1], 2 * self.packed.shape[-1])

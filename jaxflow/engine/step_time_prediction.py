@@ -9,7 +9,7 @@ from jaxflow.engine.executor import Executor, rehearse
 from jaxflow.kv.tiers.start import best_seconds
 from jaxflow.model.composition import Composition
 from jaxflow.model.cost import Rates, find_device, step_timer
-from jaxflow.model.graph import model_graph
+from jaxflow.model.graph import BFLOAT16, MXFP4, Widths, model_graph
 from jaxflow.scheduler.step_time import StepTime
 
 FEW_KEYS = 64  # layers with a window see all of so few keys, so the time of a key is an upper bound
@@ -22,17 +22,21 @@ def predict_step_time(config: EngineConfig, model: ModelConfig, executor: Execut
     if device is None:
         measured = [best_seconds(lambda b=b: rehearse(executor, executor.layouts[b][0])) / 2 for b in buckets]
         return StepTime(buckets, rising(measured), 0.0, 0.0)
-    fp8 = config.quantization == "fp8"
-    return roofline_step_time(
-        model, config.tensor_parallel_size, device.rates, buckets, "float8_e4m3fn" if fp8 else "bfloat16"
-    )
+    dtype = "float8_e4m3fn" if config.quantization == "fp8" else "bfloat16"
+    widths = MXFP4 if config.quantization == "mxfp4" else BFLOAT16
+    return roofline_step_time(model, config.tensor_parallel_size, device.rates, buckets, dtype, widths)
 
 
 def roofline_step_time(
-    model: ModelConfig, tp: int, rates: Rates, buckets: list[int], dtype: str = "bfloat16"
+    model: ModelConfig,
+    tp: int,
+    rates: Rates,
+    buckets: list[int],
+    dtype: str = "bfloat16",
+    widths: Widths = BFLOAT16,
 ) -> StepTime:
     """Return the step times of the cost model. `dtype`: of the GEMMs, see `jaxflow.model.cost.op_times`."""
-    timer = step_timer(model_graph(model, tp), rates, dtype)
+    timer = step_timer(model_graph(model, tp, widths), rates, dtype)
 
     def seconds(step: Composition) -> float:
         return timer(step).sequential_s

@@ -22,6 +22,7 @@ from typing import Literal
 
 from jaxflow.config import Latent, ModelConfig
 from jaxflow.model.composition import Composition, Count
+from pallas_kernels.quantized import MXFP4_GROUP
 
 Kind = Literal["dense", "attention", "network", "other"]  # NanoFlow §2.2
 
@@ -110,14 +111,18 @@ class Widths:
     kv: float = 2.0
     activations: float = 2.0
     wide_weights: float = 2.0  # of embeddings, the head, routers and shared experts, which are never fp8
+    expert_weights: float | None = None  # of experts with a format of their own
 
     @property
     def experts(self) -> float:
         """Return the bytes of an element of the experts: fp8 affects experts, int4 does not."""
+        if self.expert_weights is not None:
+            return self.expert_weights
         return self.weights if self.weights >= 1 else self.wide_weights
 
 
 BFLOAT16 = Widths()
+MXFP4 = Widths(expert_weights=1 / 2 + 1 / MXFP4_GROUP)  # a scale is a byte
 FP8 = Widths(weights=1.0, kv=1.0)
 
 

@@ -11,14 +11,16 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxflow.parallel.mesh import TP, sharded
+from pallas_kernels.gemm.grouped.mxfp4_format import quantize_mxfp4
 from pallas_kernels.gemm.int4.reference import quantize_int4
 from pallas_kernels.pointwise.quantize.reference import quantize_rows
-from pallas_kernels.quantized import GROUP, Int4, Quantized
+from pallas_kernels.quantized import GROUP, MXFP4_GROUP, Int4, Mxfp4, Quantized
 
 Init = Literal["matrix", "norm", "zero", "one"]
-QUANTIZED = ("qkv", "out_proj", "up_gate", "down")  # the matrices that `quantization` affects
-QUANTIZED_EXPERTS = ("expert_up_gate", "expert_down")  # the matrices of experts, which fp8 affects too
-_QUANTIZE = {"fp8": quantize_rows, "int4": quantize_int4}
+QUANTIZED = ("qkv", "out_proj", "up_gate", "down")  # the matrices that fp8 and int4 affect
+QUANTIZED_EXPERTS = ("expert_up_gate", "expert_down")  # the matrices of experts, which fp8 and mxfp4 affect
+AFFECTED = {"fp8": (*QUANTIZED, *QUANTIZED_EXPERTS), "int4": QUANTIZED, "mxfp4": QUANTIZED_EXPERTS}
+_QUANTIZE = {"fp8": quantize_rows, "int4": quantize_int4, "mxfp4": quantize_mxfp4}
 TENSOR_PARALLEL_AXIS = {
     "embed": 0,
     "lm_head": 0,
@@ -60,10 +62,11 @@ class Leaf:
     Attributes:
       init: the values of dummy weights.
       rows: the index of each row in the leaf of one device; None: the same rows.
-      quantization: `fp8` makes a `Quantized` of the leaf, `int4` an `Int4`.
+      quantization: `fp8` makes a `Quantized` of the leaf, `int4` an `Int4`, `mxfp4` an `Mxfp4`.
       filled: the shape without padding by zeros; None: no padding.
       scale: the scales of the rows in an e4m3 checkpoint.
       whole_experts: the first axis counts experts, and each device holds some of them whole.
+      stored: the bytes and the scales of an `Mxfp4`, by the names of a checkpoint in MXFP4.
     """
 
     key: str
@@ -75,6 +78,7 @@ class Leaf:
     filled: tuple[int, ...] | None = None
     scale: "Leaf | None" = None
     whole_experts: bool = False
+    stored: "tuple[Leaf, Leaf] | None" = None
 
     @property
     def spec(self) -> PartitionSpec:
@@ -96,6 +100,9 @@ class Leaf:
             n, k = self.shape
             factor = struct((n, k // GROUP), jnp.bfloat16)
             return Int4(struct((n, k // 2), jnp.uint8), factor, factor)
+        if self.quantization == "mxfp4":
+            *rows, k = self.shape
+            return Mxfp4(*(struct((*rows, k // per), jnp.uint8) for per in (2, MXFP4_GROUP)))
         return struct(self.shape, self.dtype(dtype))
 
     def dtype(self, model: Any) -> Any:
@@ -109,6 +116,8 @@ def _specs(spec: Any, quantization: str | None, rank: int) -> Any:
     """
     if quantization == "fp8":
         return Quantized(spec, PartitionSpec(*spec[: rank - 1]))  # pyright: ignore[reportArgumentType]
+    if quantization == "mxfp4":
+        return Mxfp4(spec, spec)
     return Int4(spec, spec, spec) if quantization == "int4" else spec
 
 
@@ -195,7 +204,7 @@ def shard_maker(
     return functools.cache(make)
 
 
-def quantize_leaf(leaf: Leaf, array: jax.Array, mesh: Mesh | None) -> Quantized | Int4:
+def quantize_leaf(leaf: Leaf, array: jax.Array, mesh: Mesh | None) -> Quantized | Int4 | Mxfp4:
     """Return a leaf's unquantized array in quantized form, computed on the devices that hold it."""
     assert leaf.quantization is not None
     return _quantize_placed(leaf.spec, leaf.quantization, len(leaf.shape), mesh)(array)

@@ -14,14 +14,16 @@ key/value heads than shards, each head is repeated, so that every shard has one.
 Latent attention has other matrices in the place of `qkv` (`jaxflow.model.latent_weights`).
 
 Under quantization the matrices named in `QUANTIZED` are `Quantized` e4m3 with a scale per row (fp8), or
-`Int4` in groups of 64 columns (int4). fp8 also affects the experts. The embeddings, the head, norms, routers
-and shared experts are not quantized.
+`Int4` in groups of 64 columns (int4). fp8 also affects the experts. mxfp4 affects only the experts of gpt-oss, which
+are `Mxfp4` in groups of 32 columns, as in its checkpoints. The embeddings, the head, norms, routers and shared experts
+are not quantized.
 An e4m3 cache has its scales here: "k_scale" and "v_scale" [K], float32, in each layer. An e4m3 MLP may be
 padded with zeros (`mlp_width`), and so may the experts of gpt-oss (`expert_width`).
 """
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -36,22 +38,21 @@ from jaxflow.model.latent_weights import latent_leaves
 from jaxflow.model.rope import rotary_order
 from jaxflow.model.stage import Stage
 from jaxflow.model.weight_spec import (
-    QUANTIZED,
-    QUANTIZED_EXPERTS,
-    TENSOR_PARALLEL_AXIS,
+    AFFECTED,
     Init,
     Leaf,
     Piece,
     draw,
 )
 from jaxflow.parallel.mesh import TP, sharded
-from pallas_kernels.quantized import BLOCK, GROUP
+from pallas_kernels.quantized import BLOCK, GROUP, MXFP4_GROUP
 
 Weights = dict[str, Any]
 VOCAB_TILE = 64  # each shard's number of vocabulary rows is a multiple of 64
 # The leaves whose first axis counts the experts: under expert parallelism each device holds some of them.
 EXPERT_LEAVES = ("expert_up_gate", "expert_up_gate_bias", "expert_down", "expert_down_bias")
 EXPERT_TILE = 64  # columns of an expert that grouped kernels take together
+GROUPS = {"int4": GROUP, "mxfp4": MXFP4_GROUP}  # columns with one scale
 
 
 def leaves(
@@ -65,16 +66,18 @@ def leaves(
     """Return the pytree of weights for `tp` devices, with a `Leaf` in the place of each array.
 
     Args:
-      quantization: fp8, for the matrices of `QUANTIZED` and `QUANTIZED_EXPERTS`; or int4, for those of
-        `QUANTIZED`.
+      quantization: fp8, int4 or mxfp4, for the matrices of `AFFECTED`.
       kv_scales: whether to include the scales of an e4m3 cache.
       expert_parallel: each device holds some experts whole, instead of a share of every expert.
 
     Raises:
       ConfigError: `tensor_parallel_size` does not divide the heads, the MLP or the whole experts, or splits a group
-      of an int4 matrix. Expert parallelism without experts.
+      of a 4-bit matrix. Expert parallelism without experts. mxfp4 for another model than gpt-oss.
     """
     _check_cuts(config, tp, expert_parallel)
+    if quantization == "mxfp4" and "all_up_gate" not in layer_names(config):
+        accepted = f"fp8, int4 or unset: no checkpoint of {config.architecture} has experts in MXFP4"
+        raise ConfigError("quantization", quantization, accepted)
     names = model_names(config)
     d, v = config.hidden_size, config.vocab_size
     padded = -(-v // (VOCAB_TILE * tp)) * VOCAB_TILE * tp
@@ -98,11 +101,12 @@ def leaves(
         prefix = names["layer"].format(i)
         if quantization is not None:
             scales = _scales(config, config.layers[i], prefix, tp, width) if quantization == "fp8" else {}
-            affected = {*QUANTIZED, *(QUANTIZED_EXPERTS if quantization == "fp8" else ())}
-            for key in layer.keys() & affected:
+            for key in layer.keys() & {*AFFECTED[quantization]}:
                 layer[key] = dataclasses.replace(layer[key], quantization=quantization, scale=scales.get(key))
-        if quantization == "int4":
-            _check_groups(layer, tp)
+        if quantization in GROUPS:
+            _check_groups(layer, tp, quantization)
+        if quantization == "mxfp4":
+            layer |= _stored_experts(config, layer, prefix)
         if kv_scales:
             layer |= {
                 key: _kv_scale(key, f"{prefix}self_attn.{key}", config, tp) for key in ("k_scale", "v_scale")
@@ -224,23 +228,24 @@ def _check_cuts(config: ModelConfig, tp: int, expert_parallel: bool) -> None:
         )
 
 
-def _check_groups(layer: Mapping[str, Leaf], tp: int) -> None:
-    """Refuse an int4 matrix with a partial group, or a group that two devices share."""
-    for key in QUANTIZED:
-        if key in layer:
-            columns, devices = layer[key].shape[1], tp if TENSOR_PARALLEL_AXIS[key] == 1 else 1
-            if columns % GROUP:
-                raise ConfigError(
-                    "quantization",
-                    "int4",
-                    f"fp8 or unset: {key} has {columns} columns, no multiple of a group's {GROUP}",
-                )
-            if columns % (GROUP * devices):
-                accepted = (
-                    f"a divisor of the {columns // GROUP} groups of {GROUP} columns of {key} that "
-                    f"quantization=int4 cuts"
-                )
-                raise ConfigError("tensor_parallel_size", tp, accepted)
+def _check_groups(layer: Mapping[str, Leaf], tp: int, quantization: str) -> None:
+    """Refuse a 4-bit matrix with a partial group, or a group that two devices share."""
+    group = GROUPS[quantization]
+    for leaf in (layer[key] for key in AFFECTED[quantization] if key in layer):
+        columns = (leaf.filled or leaf.shape)[-1]
+        if columns % group:
+            raise ConfigError(
+                "quantization",
+                quantization,
+                f"fp8 or unset: {leaf.key} has {columns} columns, no multiple of a group's {group}",
+            )
+        cut = len(leaf.spec) == len(leaf.shape)  # the last axis is spread over devices
+        if cut and leaf.shape[-1] % (group * tp):
+            accepted = (
+                f"a divisor of the {leaf.shape[-1] // group} groups of {group} columns of {leaf.key} that "
+                f"quantization={quantization} cuts"
+            )
+            raise ConfigError("tensor_parallel_size", tp, accepted)
 
 
 def mlp_width(width: int, tp: int, quantization: str | None) -> int:
@@ -479,17 +484,24 @@ def _experts(config: ModelConfig, names: Mapping[str, str], tp: int) -> dict[str
     return tree
 
 
+def _rows_of_pairs(config: ModelConfig, out: np.ndarray) -> np.ndarray:
+    """Return the gates and ups of a leaf [E, 2 F', ...] as [E, blocks, gate or up, places of a block, ...]."""
+    width = config.expert_intermediate_size
+    block = gate_block(width)
+    return out[:, : 2 * width].reshape(out.shape[0], width // block, 2, block, *out.shape[2:])
+
+
 def _all_experts(config: ModelConfig, names: Mapping[str, str], tp: int) -> dict[str, Leaf]:
     """Return the leaves of experts whose tensors hold all experts, as gpt-oss has them.
 
     A tensor of weights is [E, in, out]. Its gates and ups alternate by column.
     """
     d, width, e = config.hidden_size, config.expert_intermediate_size, config.num_experts
-    stored, block = expert_width(width, tp), gate_block(width)
-
-    def rows(out: np.ndarray) -> np.ndarray:
-        """Return the gates and ups of a leaf [E, 2 F', ...] as [E, blocks, gate or up, places of a block, ...]."""
-        return out[:, : 2 * width].reshape(e, width // block, 2, block, *out.shape[2:])
+    stored, block, rows = (
+        expert_width(width, tp),
+        gate_block(width),
+        functools.partial(_rows_of_pairs, config),
+    )
 
     up_gate = Piece(
         names["all_up_gate"],
@@ -516,3 +528,45 @@ def _all_experts(config: ModelConfig, names: Mapping[str, str], tp: int) -> dict
         tree["expert_up_gate_bias"] = Leaf("expert_up_gate_bias", (e, 2 * stored), (bias,), "zero")
         tree["expert_down_bias"] = _whole("expert_down_bias", names["all_down"] + "_bias", (e, d), "zero")
     return tree
+
+
+def _stored_experts(config: ModelConfig, layer: Mapping[str, Leaf], prefix: str) -> dict[str, Leaf]:
+    """Return the leaves of experts in MXFP4 with what a checkpoint stores of them.
+
+    A tensor of a checkpoint has a row for each output, [E, out, in / 32, 16] bytes or [E, out, in / 32] scales. Its
+    gates and ups alternate by row.
+    """
+    names, (e, d) = layer_names(config), (config.num_experts, config.hidden_size)
+    width = config.expert_intermediate_size
+    block = gate_block(width)
+
+    def up_gate(name: str, columns: int, *tail: int) -> Piece:
+        stored = (e, 2 * width, columns // math.prod(tail), *tail)
+        by_row = (e, width // block, block, 2, columns)
+        return Piece(name, stored, by_row, lambda out: _rows_of_pairs(config, out).swapaxes(2, 3))
+
+    def down(name: str, columns: int, *tail: int) -> Piece:
+        stored = (e, d, columns // math.prod(tail), *tail)
+        return Piece(name, stored, (e, d, columns), lambda out: out[:, :, :columns])
+
+    def complete(key: str, piece: Callable[..., Piece], name: str) -> Leaf:
+        leaf = layer[key]
+        columns = (leaf.filled or leaf.shape)[-1]
+
+        def part(ending: str, per: int, *tail: int) -> Leaf:
+            shape = (*leaf.shape[:-1], leaf.shape[-1] // per)
+            return Leaf(
+                key,
+                shape,
+                (piece(f"{prefix}{name}{ending}", columns // per, *tail),),
+                "zero",
+                whole_experts=leaf.whole_experts,
+            )
+
+        parts = part("_blocks", 2, MXFP4_GROUP // 2), part("_scales", MXFP4_GROUP)
+        return dataclasses.replace(leaf, stored=parts)
+
+    return {
+        "expert_up_gate": complete("expert_up_gate", up_gate, names["all_up_gate"]),
+        "expert_down": complete("expert_down", down, names["all_down"]),
+    }

@@ -19,7 +19,7 @@ from jaxflow.config import ModelConfig
 from jaxflow.model.composition import Composition
 from jaxflow.model.cost import DEVICES, dense_parameters, find_device, optimal_throughput
 from jaxflow.model.energy import bound, shipped_power
-from jaxflow.model.graph import Widths, model_graph
+from jaxflow.model.graph import MXFP4, Widths, model_graph
 
 _BYTES = {
     "float8_e4m3fn": 1.0,
@@ -132,7 +132,11 @@ def of_step(
     graph = model_graph(
         model,
         tp,
-        Widths(weights=_BYTES.get(narrow or dtype, 2.0), kv=_BYTES.get(engine["kv_cache_dtype"], 2.0)),
+        Widths(
+            weights=_BYTES.get(narrow or dtype, 2.0),
+            kv=_BYTES.get(engine["kv_cache_dtype"], 2.0),
+            expert_weights=MXFP4.expert_weights if narrow == "mxfp4" else None,
+        ),
     )
     limit = bound(graph.work(step), device, power, dtype)
     # Every pipeline stage runs a step of its own at the same time.

@@ -45,7 +45,7 @@ from jaxflow.model.stage import Stage
 from jaxflow.model.weight_spec import Leaf, assemble, quantize_leaf, shard_maker
 from jaxflow.model.weights import Weights, dummy_groups, dummy_weights, leaves, tensors
 from jaxflow.parallel.mesh import TP, choose_platform, sharded
-from pallas_kernels.quantized import Quantized
+from pallas_kernels.quantized import Mxfp4, Quantized
 
 __all__ = ["Checkpoint", "CheckpointError", "convert", "open_checkpoint", "shipped_configs"]
 
@@ -110,15 +110,16 @@ class Checkpoint:
           mesh: None for the default device.
           progress: show a progress bar if loading takes more than a second.
           seed: seed of dummy weights.
-          quantization: fp8 or int4 for the matrices; None keeps the checkpoint's format. With fp8, an fp8
-            checkpoint keeps its 16-bit matrices in 16 bits.
+          quantization: fp8 or int4 for the matrices; mxfp4 keeps experts in MXFP4, which become `dtype` otherwise;
+            None keeps the checkpoint's format. With fp8, an fp8 checkpoint keeps its 16-bit matrices in 16 bits.
           kv_scales: add the scales of an e4m3 KV cache. A scale that the checkpoint lacks is 1.
           expert_parallel: each device holds some experts whole.
           stage: the part of the model to load; None for the complete model.
 
         Raises:
           CheckpointError: missing, unexpected or misshapen tensors, or damaged files.
-          ConfigError: the model cannot be sharded over `tensor_parallel_size` devices, or has no experts to spread.
+          ConfigError: the model cannot be sharded over `tensor_parallel_size` devices, has no experts to spread, or
+            has no experts in MXFP4 to keep.
         """
         dtype, devices = jnp.dtype(dtype), 1 if mesh is None else mesh.shape[TP]
         if tp not in (None, devices):
@@ -128,6 +129,8 @@ class Checkpoint:
         if self.source is None:
             return dummy_weights(self.model_config, dtype, mesh, seed, stage=stage, **options)
         tree = leaves(self.model_config, devices, **options)
+        if quantization == "mxfp4":
+            _check_packed(self.source, tree)
         tree = tree if stage is None else stage.weights(tree)
         with tqdm(
             total=len(jax.tree.leaves(tree)),
@@ -179,7 +182,13 @@ def _load(
 ) -> Weights:
     read_experts = source.read_experts if isinstance(source, Mxfp4Tensors) else None
 
-    def put(leaf: Leaf, read: Callable[[str], np.ndarray], as_dtype: Any, spec: PartitionSpec) -> jax.Array:
+    def put(
+        leaf: Leaf,
+        read: Callable[[str], np.ndarray],
+        as_dtype: Any,
+        spec: PartitionSpec,
+        read_experts: Callable[[str, range], np.ndarray] | None = read_experts,
+    ) -> jax.Array:
         sharding = None if mesh is None else sharded(mesh, spec)
         if sharding is None or sharding.is_fully_addressable:
             return jax.device_put(assemble(leaf, read, as_dtype), sharding)
@@ -196,6 +205,10 @@ def _load(
                     put(leaf.scale, source.row_scale, np.float32, leaf.specs.scale),
                 )
             leaf = dataclasses.replace(leaf, quantization=None, scale=None)
+        if leaf.stored is not None:
+            assert isinstance(source, Mxfp4Tensors)  # `_check_packed`
+            read = source.stored
+            return Mxfp4(*(put(part, read, np.uint8, part.spec, read) for part in leaf.stored))
         array = put(leaf, source.read, leaf.dtype(dtype), leaf.spec)
         return array if leaf.quantization is None else quantize_leaf(leaf, array, mesh)
 
@@ -249,6 +262,15 @@ def _check(source: TensorSource, config: ModelConfig) -> None:
         raise CheckpointError(
             f"{source.path}: tie_word_embeddings is true, but lm_head.weight differs from the embeddings"
         )
+
+
+def _check_packed(source: Any, tree: Weights) -> None:
+    """Refuse to keep experts in MXFP4 that a checkpoint has in another format. Raises: ConfigError."""
+    kept = [leaf for layer in tree["layers"] for leaf in layer.values() if leaf.stored is not None]
+    for name in (piece.name for leaf in kept for piece in leaf.pieces):
+        if not (isinstance(source, Mxfp4Tensors) and source.is_packed(name)):
+            accepted = f"fp8, int4 or unset: {source.path} has {name} in another format"
+            raise ConfigError("quantization", "mxfp4", accepted)
 
 
 def shipped_configs() -> list[str]:

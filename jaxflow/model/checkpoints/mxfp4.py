@@ -12,14 +12,17 @@ import numpy as np
 
 from jaxflow.model.checkpoints.safetensors_file import SafetensorsFolder
 from jaxflow.model.checkpoints.source import CheckpointError
+from pallas_kernels.quantized import MXFP4_GROUP as GROUP
 
-GROUP = 32  # numbers with one scale
+LARGEST_SCALE = 160  # of experts that stay in 4 bits, which kernels hold times 2 ** -32
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _BIAS, _NAN = 127, 255  # the bias and the NaN of e8m0
 
 
 class Mxfp4Tensors:
     """A `TensorSource` of a checkpoint with matrices in MXFP4, which appear as [E, in, out] in bfloat16.
+
+    `stored` returns their bytes and scales.
 
     Raises:
       CheckpointError: blocks without scales or scales without blocks, wrong shapes, and bytes that are neither.
@@ -54,6 +57,26 @@ class Mxfp4Tensors:
         """Return one tensor. A matrix of MXFP4 is exact in bfloat16, as a view of its rows of outputs."""
         experts = self.shapes[name][0] if name in self._packed else 0
         return self.read_experts(name, range(experts))
+
+    def is_packed(self, name: str) -> bool:
+        """Return whether a tensor is stored in MXFP4. name: of the tensor, or of its blocks or scales."""
+        return name.removesuffix(_BLOCKS).removesuffix(_SCALES) in self._packed
+
+    def stored(self, name: str, experts: range | None = None) -> np.ndarray:
+        """Return the blocks or the scales of a matrix, as a view of the file.
+
+        name: with `_blocks` or `_scales`. experts: those whose scales are checked; None: all.
+
+        Raises: CheckpointError for a scale that is no number, or that is above 2 ** 33.
+        """
+        found = self._source.read(name)
+        if name.endswith(_SCALES):
+            checked = found if experts is None else found[experts.start : experts.stop]
+            largest = int(checked.max(initial=0))
+            if largest > LARGEST_SCALE:
+                said = "not numbers" if largest == _NAN else f"above 2 ** {LARGEST_SCALE - _BIAS}"
+                raise CheckpointError(f"{self.path}: {name} has scales that are {said}")
+        return found
 
     def read_experts(self, name: str, experts: range) -> np.ndarray:
         """Return one tensor. Of a matrix of MXFP4 only these experts are read, and the others are undefined."""

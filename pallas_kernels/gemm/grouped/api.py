@@ -10,9 +10,10 @@ import jax
 
 from pallas_kernels.gemm.grouped import padded, reference, swapped
 from pallas_kernels.gemm.grouped.groups import Groups, HeldExperts
+from pallas_kernels.gemm.grouped.mxfp4_format import dequantize_mxfp4
 from pallas_kernels.gemm.grouped.tiles import TALLEST
 from pallas_kernels.gemm.reference import CLAMPED_SWIGLU
-from pallas_kernels.quantized import Quantized
+from pallas_kernels.quantized import Mxfp4, Quantized
 
 
 def list_groups(experts: jax.Array, num_experts: int, held: HeldExperts | None = None) -> Groups:
@@ -26,7 +27,7 @@ def list_groups(experts: jax.Array, num_experts: int, held: HeldExperts | None =
 
 def grouped_gemm(
     x: jax.Array | Quantized,
-    w: jax.Array | Quantized,
+    w: jax.Array | Quantized | Mxfp4,
     groups: Groups,
     *,
     bias: jax.Array | None = None,
@@ -42,7 +43,7 @@ def grouped_gemm(
     Args:
       x: [M, K] bfloat16, rows in the order of `groups`; or e4m3 with scales [M].
       w: [E, N, K] bfloat16; or e4m3 with scales [E, N]. XLA computes the product if N or K is not a multiple of
-        64, or of 128 in e4m3.
+        64, or of 128 in e4m3. XLA makes bfloat16 of an `Mxfp4` weight first.
       groups: from `list_groups`, which chose the kernel.
       bias: [E, N], or None. XLA computes the epilogue with a bias or with clamped_swiglu, after the product.
       activation: silu, gelu_tanh, relu, clamped_swiglu or None.
@@ -55,6 +56,8 @@ def grouped_gemm(
     Raises:
       ValueError: for a shape, dtype, activation or sms outside the limits.
     """
+    if isinstance(w, Mxfp4):
+        w = dequantize_mxfp4(w)
     product: Callable[..., jax.Array] = swapped.grouped_gemm
     if groups.align == padded.ROWS and not isinstance(w, Quantized):
         product = padded.grouped_gemm

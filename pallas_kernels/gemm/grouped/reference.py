@@ -10,13 +10,14 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from pallas_kernels.gemm.grouped.groups import Groups
+from pallas_kernels.gemm.grouped.mxfp4_format import dequantize_mxfp4
 from pallas_kernels.gemm.reference import finish
-from pallas_kernels.quantized import Quantized
+from pallas_kernels.quantized import Mxfp4, Quantized
 
 
 def grouped_gemm(
     x: Float[Array, "M K"] | Quantized,
-    w: Float[Array, "E N K"] | Quantized,
+    w: Float[Array, "E N K"] | Quantized | Mxfp4,
     groups: Groups,
     *,
     bias: Float[Array, "E N"] | None = None,
@@ -29,7 +30,8 @@ def grouped_gemm(
     Rows after the last group are undefined.
 
     Args:
-      x, w: floats, or e4m3 with scales [M] and [E, N]; the result is then bfloat16.
+      x, w: floats, or e4m3 with scales [M] and [E, N]; the result is then bfloat16. An `Mxfp4` weight is
+        multiplied as the numbers that it stands for, in x's dtype.
       groups: from `list_groups`. activation, gate_block: as for `gemm`. sms: number of SMs that a kernel
         may occupy.
     """
@@ -47,6 +49,8 @@ def grouped_gemm(
         y = y * x.scale[:, None] * _of_rows(w.scale, groups, y.shape[0])
         return finish_rows(y, groups, **epilogue).astype(jnp.bfloat16)
     assert not isinstance(x, Quantized) and not isinstance(w, Quantized)  # an activation follows its weight
+    if isinstance(w, Mxfp4):
+        w = dequantize_mxfp4(w, x.dtype)
     return finish_rows(lax.ragged_dot_general(x, w, groups.sizes, numbers), groups, **epilogue)
 
 

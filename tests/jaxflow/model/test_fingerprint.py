@@ -58,6 +58,7 @@ def test_dummy_fingerprint_depends_on_architecture_and_seed(folder):
         {"dtype": "bfloat16"},
         {"kv_cache_dtype": "int8"},
         {"quantization": "fp8"},
+        {"quantization": "mxfp4"},
         {"block_size": 32},
         {"tensor_parallel_size": 2},
     ],

@@ -105,6 +105,12 @@ def test_the_whole_model_has_the_logits_of_the_golden() -> None:
     np.testing.assert_allclose(probes(*model()), wanted, atol=1e-3)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_experts_that_stay_in_mxfp4_give_equal_logits(dtype: str) -> None:
+    wide, kept = (open_checkpoint(str(FOLDER)).load(dtype, quantization=how) for how in (None, "mxfp4"))
+    np.testing.assert_array_equal(probes(model()[0], kept), probes(model()[0], wide))
+
+
 @pytest.mark.parametrize("part", PARTS)
 def test_no_part_can_be_left_out_of_the_golden(part: str) -> None:
     wanted = np.array(paths.golden(NAME)["prompts"][3]["prompt_probe_logits"])
