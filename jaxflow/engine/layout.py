@@ -90,9 +90,16 @@ class StepLayout:
     def views(self, buffer: np.ndarray) -> dict[str, np.ndarray]:
         """Return the fields of a host buffer as writable views."""
         return {
-            name: buffer[offset : offset + math.prod(shape)].view(_KINDS[kind]).reshape(shape)
-            for name, (offset, shape, kind) in self.fields.items()
+            name: np.ndarray(shape, dtype, buffer, start) for name, start, shape, dtype in self._host_fields
         }
+
+    @functools.cached_property
+    def _host_fields(self) -> list[tuple[str, int, tuple[int, ...], np.dtype]]:
+        """Name, offset in bytes, shape and dtype of each field. Every step reads the list, so it is made once."""
+        return [
+            (name, offset * 4, shape, np.dtype(_KINDS[kind]))
+            for name, (offset, shape, kind) in self.fields.items()
+        ]
 
     def field(self, buffer: jax.Array, name: str) -> jax.Array:
         """Return one field of a device buffer."""

@@ -303,17 +303,18 @@ class Loop:
         plain = self._plain.pass_through(slots, decoded) & self.scheduler.in_slot(work)
         self.scheduler.commit_in_slot(slots[plain], decoded[plain])
         self._events.extend(self._plain.deltas(slots[plain], decoded[plain]))
-        rows = [(row, work.decodes.item(row)) for row in np.flatnonzero(~plain).tolist()]
+        rows = [(row, work.decodes.item(row)) for row in (~plain).nonzero()[0].tolist()]
         rows += [(row, chunk.seq) for row, chunk in enumerate(work.chunks, start=len(slots)) if chunk.samples]
         drawn = [(row, seq, tokens.item(row)) for row, seq in rows if not seq.finished]
         for _, seq, token in drawn:
             if token == NAN_LOGITS:
                 self._fail(seq, now)
         drawn = [each for each in drawn if not each[1].finished]
-        self.scheduler.commit([seq for _, seq, _ in drawn], [token for _, _, token in drawn])
+        if drawn:
+            self.scheduler.commit([seq for _, seq, _ in drawn], [token for _, _, token in drawn])
         for row, seq, token in drawn:
             self._take(seq, token, found, row, now)
-        kept = int(plain.sum())
+        kept = int(np.count_nonzero(plain))
         new_tokens = kept + len(drawn)
         new_decode_tokens = kept + sum(row < len(slots) for row, _, _ in drawn)
         self._counts["completion_tokens"] += new_tokens

@@ -104,7 +104,7 @@ class Running:
             if seq.slot >= 0:
                 self._register(seq)
         self.computed = []
-        for slot in np.flatnonzero(slots.taken & (slots.num_total >= slots.limit)).tolist():
+        for slot in (slots.taken & (slots.num_total >= slots.limit)).nonzero()[0].tolist():
             self.leave(slots.sequences.item(slot))
         if self._has_windows:
             taken = np.flatnonzero(slots.taken)

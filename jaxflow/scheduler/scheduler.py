@@ -295,7 +295,7 @@ class Scheduler:
 
         With several pipeline stages, the slots are those of one micro-batch, see `jaxflow.scheduler.micro_batch`.
         """
-        slots = np.flatnonzero(self.running.slots.decoding).astype(np.int32)
+        slots = self.running.slots.decoding.nonzero()[0].astype(np.int32)
         if self.config.stages > 1:
             slots = micro_batch(slots, self.running.slots, self._index, self.config)
         return slots

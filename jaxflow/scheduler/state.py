@@ -357,6 +357,8 @@ class StepWork:
     @property
     def slots(self) -> np.ndarray:
         """Slots of the decodes, then of the chunks: int32."""
+        if not self.chunks:
+            return self.decode_slots
         return np.concatenate([self.decode_slots, np.array([chunk.slot for chunk in self.chunks], np.int32)])
 
     @property
