@@ -1,12 +1,16 @@
-"""The best of tensor parallelism, pipeline stages and replicas for a fleet of devices, by simulation.
+"""The best of tensor, pipeline and expert parallelism and replicas for a fleet of devices, by simulation.
 
   python -m jaxflow.bench pipeline --simulate --devices 8,64,256,1024 --layouts auto --output_json fleets.json
 
-A layout TP x PP is simulated once, on virtual clocks under the engine's own step policy. D devices hold D / (TP * PP)
-replicas of the layout. Replicas share nothing, so their rates add. A layout is dropped if the weights and the KV of
-one full-length sequence for each micro-batch do not fit. Ops take the rates and the fixed times that were measured
-on the device (`pallas_kernels.cards`), where measurements exist. TP stays within a server of 8 devices. The cost
-model has no expert parallelism.
+A layout is simulated once, on virtual clocks under the engine's own step policy. D devices hold as many replicas of
+the layout as fit. Replicas share nothing, so their rates add. A layout is dropped if the weights and the KV of one
+full-length sequence for each micro-batch do not fit. Ops take the rates and the fixed times that were measured on
+the device (`pallas_kernels.cards`), where measurements exist. TP stays within a server of 8 devices.
+
+A mixture has more layouts (`jaxflow.bench.pipeline.expert_sharing`): whole experts over the TP devices, and
+data-parallel attention over devices that share the experts. The latter are simulated twice: each all-to-all takes its
+time, or runs beside the other ops of a second nano-batch. One of the data-parallel devices is simulated. The others
+have equal steps, but for the pairs at their experts.
 """
 
 import concurrent.futures
@@ -15,55 +19,46 @@ import math
 import multiprocessing
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
 
+from jaxflow.bench.pipeline.expert_sharing import (
+    EXCHANGES,
+    HOST_DEVICES,
+    Sharing,
+    balances_of,
+    op_rates,
+    shared_graph,
+    shares_of,
+)
 from jaxflow.bench.pipeline.simulate import Layout, PipelineRun, simulate
+from jaxflow.bench.pipeline.splits import SIZES_TP, Split, all_splits
 from jaxflow.bench.pipeline.stage_time import COUNTS, Link, StageTimer, gemm_dtype
 from jaxflow.bench.workload.lengths import Item
 from jaxflow.config import ConfigError, ModelConfig
-from jaxflow.config import Layer as LayerConfig
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.cost import DEVICES
 from jaxflow.model.energy import Power, shipped_power
-from jaxflow.model.graph import BFLOAT16, FP8, Graph, Widths, Work, model_graph, padded_vocabulary
+from jaxflow.model.graph import BFLOAT16, FP8, Graph, Widths, Work, padded_vocabulary
 from jaxflow.model.stage_split import split_layers
 from jaxflow.scheduler.scheduler import DecodeMaximal
-from pallas_kernels.cards import card_of
+from pallas_kernels.cards import Card, card_of
 
-SERVER = 8  # devices of one server
 MEMORY_SHARE = 0.9  # of a device's memory for weights and KV, as EngineConfig.gpu_memory_utilization
 SLOT_RESERVE = 1.5  # slots over the mean number of decodes of a full step
-SIZES_TP, SIZES_PP = (1, 2, 4, 8), (1, 2, 4, 8)
+BALANCE_TOKENS = 4096  # of the steps that give the balance of experts; larger steps are more even
 SCALE_OUT = Link(50e9, 20e-6)  # between servers: 400 Gb/s a device
 
-# DeepSeek-V3's sizes with grouped attention in place of MLA: 672e9 weights, of which a token meets 37e9, and 576 KV
-# elements a token and layer. A query-key pair has fewer FLOPs than in MLA with absorbed projections: 55,296 against
-# 278,528 a layer. The shared expert is one of the 9 that a token meets.
-DEEPSEEK_V3_LIKE = ModelConfig(
-    "deepseek-v3-like",
-    vocab_size=129_280,
-    hidden_size=7168,
-    num_heads=48,
-    num_kv_heads=1,
-    head_dim=288,
-    intermediate_size=18_432,
-    layers=(LayerConfig(),) * 3 + (LayerConfig(experts=True),) * 58,
-    max_position=4096,
-    num_experts=257,
-    experts_per_token=9,
-    expert_intermediate_size=2048,
-)
-FP8_ALL = Widths(weights=1.0, kv=2.0, wide_weights=1.0)  # DeepSeek-V3: e4m3 experts, 16-bit KV
+FP8_ALL = Widths(weights=1.0, kv=2.0, wide_weights=1.0)  # DeepSeek-V3: e4m3 weights, 16-bit KV
 WIDTHS = {
     "bf16": (BFLOAT16, "bfloat16"),
     "fp8": (FP8, "float8_e4m3fn"),
     "fp8_all": (FP8_ALL, "float8_e4m3fn"),
 }
-MODELS = ("llama-3-70b:bf16", "llama-3-70b:fp8", "deepseek-v3-like:fp8_all")
+MODELS = ("llama-3-70b:bf16", "llama-3-70b:fp8", "qwen3-235b-a22b:fp8", "deepseek-v3:fp8_all")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +67,7 @@ class Fleet:
 
     Attributes:
       models: names as MODEL:WIDTHS, see `WIDTHS`.
-      devices: numbers of devices. layouts: (TP, PP) of the layouts; empty for all of `SIZES_TP` and `SIZES_PP`.
+      devices: numbers of devices. layouts: empty for `all_splits`.
       chunk: tokens of a step. steps: simulated steps of each micro-batch.
       lengths, pd_ratio: of the requests, as in `Study`; the lengths are uniform.
       scale_out: the link between stages of different servers.
@@ -81,7 +76,7 @@ class Fleet:
     models: tuple[str, ...] = MODELS
     device: str = "H200"
     devices: tuple[int, ...] = (8, 64, 256, 1024)
-    layouts: tuple[tuple[int, int], ...] = ()
+    layouts: tuple[Split, ...] = ()
     chunk: int = 2048
     steps: int = 400
     lengths: tuple[int, int] = (1024, 4096)
@@ -97,19 +92,19 @@ class Fleet:
         for model in self.models:
             if model.partition(":")[2] not in WIDTHS:
                 raise ConfigError("models", model, f"MODEL:WIDTHS with widths {', '.join(WIDTHS)}")
-        for tp, pp in self.layouts:
-            if not (1 <= tp <= SERVER and pp >= 1):
-                raise ConfigError("layouts", f"{tp}x{pp}", f"TPxPP with TP from 1 to {SERVER} and PP from 1")
 
-    def cases(self) -> list[tuple[str, int, int]]:
+    def cases(self) -> list[tuple[str, Split]]:
         """Return each model with each layout that some number of devices can hold in full replicas."""
-        layouts = self.layouts or [(tp, pp) for tp in SIZES_TP for pp in SIZES_PP]
-        return [
-            (model, tp, pp)
-            for model in self.models
-            for tp, pp in layouts
-            if any(number % (tp * pp) == 0 for number in self.devices)
-        ]
+        found = []
+        for model in self.models:
+            mixture = model_of(model).num_experts > 0
+            found += [
+                (model, split)
+                for split in self.layouts or all_splits(mixture)
+                if mixture or split.expert_devices == 1
+                if any(number % split.devices == 0 for number in self.devices)
+            ]
+        return found
 
     def items(self, micro_batches: int) -> list[Item]:
         """Return the requests of one layout, enough for `steps` steps of each micro-batch."""
@@ -122,20 +117,38 @@ class Fleet:
 
 def model_of(name: str) -> ModelConfig:
     """Return the config of a model by the part of its name before the colon."""
-    model = name.partition(":")[0]
-    if model == DEEPSEEK_V3_LIKE.architecture:
-        return DEEPSEEK_V3_LIKE
-    return open_checkpoint(model, load_format="dummy").model_config
+    return open_checkpoint(name.partition(":")[0], load_format="dummy").model_config
+
+
+def sharing_of(config: ModelConfig, split: Split, sizes: Collection[int], tokens: int) -> Sharing | None:
+    """Return how a layout shares the experts, with the balance of placements by load with copies.
+
+    None if the devices do not divide the experts. sizes: the numbers of devices to simulate the balance for.
+    tokens: of the step that gives the balance.
+    """
+    devices, experts = split.expert_devices, config.num_experts
+    if devices == 1:
+        return Sharing()
+    if experts % devices:
+        return None
+    divisors = tuple(sorted(size for size in sizes if experts % size == 0))
+    slots, balance = balances_of(experts, config.experts_per_token, divisors, tokens)[devices]
+    return Sharing(devices, split.dp > 1, slots, balance)
 
 
 def sequences_that_fit(
-    config: ModelConfig, layers: Sequence[int], tp: int, widths: Widths, memory_bytes: float, longest: int
+    config: ModelConfig,
+    graph: Graph,
+    layers: Sequence[int],
+    tp: int,
+    widths: Widths,
+    memory_bytes: float,
+    longest: int,
 ) -> int:
     """Return the sequences of `longest` tokens whose KV fits beside the weights in every stage; 0 for none.
 
-    layers: of each stage. memory_bytes: of one device, for weights and KV.
+    graph: of one device. layers: of each stage. memory_bytes: of one device, for weights and KV.
     """
-    graph = model_graph(config, tp, widths)
     table = config.hidden_size * padded_vocabulary(config, tp) / tp * widths.wide_weights
     fits, first = [], 0
     for stage, number in enumerate(layers):
@@ -156,13 +169,20 @@ def sequences_that_fit(
 
 
 def dynamic_joules(
-    graph: Graph, counts: np.ndarray, power: Power, dtype: str, widths: Widths, config: ModelConfig
+    graph: Graph,
+    counts: np.ndarray,
+    power: Power,
+    dtype: str,
+    widths: Widths,
+    config: ModelConfig,
+    choosers: int = 1,
 ) -> float:
     """Return the joules above idle of the counted work on one of the tensor-parallel devices, over all stages.
 
     The clock is the highest. The network's joules are unknown and count as 0. counts: the sum over all steps.
+    choosers: the devices whose tokens choose among the experts of a layer.
     """
-    mean_tokens = counts[1] / counts[0]
+    mean_tokens = choosers * counts[1] / counts[0]
     total = 0.0
     for op, number in Counter(graph.ops()).items():
         work = sum((each * counts[COUNTS.index(what)] for what, each in op.demand), Work())
@@ -173,14 +193,19 @@ def dynamic_joules(
     return total
 
 
-def run_layout(fleet: Fleet, model: str, tp: int, pp: int) -> dict[str, Any] | None:
+def run_layout(fleet: Fleet, model: str, split: Split) -> dict[str, Any] | None:
     """Simulate one layout. Return its figures, or None if it does not fit."""
     config, (widths, dtype) = model_of(model), WIDTHS[model.partition(":")[2]]
     device, card = DEVICES[fleet.device], card_of(fleet.device)
-    if config.num_heads % tp or pp > config.num_layers:
+    tp, pp = split.tp, split.pp
+    sizes = {each.expert_devices for name, each in fleet.cases() if name == model}
+    sharing = sharing_of(config, split, sizes - {1}, BALANCE_TOKENS)
+    if config.num_heads % tp or pp > config.num_layers or sharing is None:
         return None
     layers = split_layers(config, pp, tp, device.rates, fleet.chunk)
-    fit = sequences_that_fit(config, layers, tp, widths, MEMORY_SHARE * device.memory_bytes, fleet.lengths[1])
+    graph = shared_graph(config, tp, widths, sharing)
+    memory_bytes = MEMORY_SHARE * device.memory_bytes
+    fit = sequences_that_fit(config, graph, layers, tp, widths, memory_bytes, fleet.lengths[1])
     items = fleet.items(pp)
     # More slots than a step's tokens keep busy are of no use, and a micro-batch would take the requests of the others.
     useful = math.ceil(SLOT_RESERVE * fleet.chunk / (1 + fleet.pd_ratio))
@@ -188,6 +213,7 @@ def run_layout(fleet: Fleet, model: str, tp: int, pp: int) -> dict[str, Any] | N
     if not slots:
         return None
     fixed = card.clock or {}
+    outside = outside_bytes_per_s(card, fleet)
     timer = StageTimer(
         config,
         layers,
@@ -197,6 +223,10 @@ def run_layout(fleet: Fleet, model: str, tp: int, pp: int) -> dict[str, Any] | N
         dtype=dtype,
         kernel_s=fixed.get("kernel_s", 0.0),
         collective_s=fixed.get("collective_s", 0.0),
+        graph=graph,
+        op_rates=op_rates(config, sharing, device.rates, shares_of(card), outside),
+        choosers=sharing.choosers,
+        hidden=EXCHANGES if split.overlapped else (),
     )
     inside = Link(device.rates.network_bytes_per_s, fleet.scale_out.latency_s)
     run = simulate(
@@ -204,21 +234,32 @@ def run_layout(fleet: Fleet, model: str, tp: int, pp: int) -> dict[str, Any] | N
         Layout(1, pp, slots, fleet.chunk),
         DecodeMaximal,
         timer,
-        None if pp == 1 else inside if tp * pp <= SERVER else fleet.scale_out,
+        None if pp == 1 else inside if split.devices <= HOST_DEVICES else fleet.scale_out,
         send_bytes=widths.activations * config.hidden_size / tp,
         host_s=fixed.get("step_s", 0.0) if pp == 1 else 0.0,
     )
-    rate = steady_rate(run)
+    rate = steady_rate(run)  # of one data-parallel device
+    even = dataclasses.replace(sharing, balance=1.0)
     return {
-        "tp": tp,
-        "pp": pp,
+        "layout": split.name,
+        **dataclasses.asdict(split),
+        "expert_slots": sharing.slots,
+        "expert_balance": sharing.balance,
         "slots": slots,
-        "tokens_per_s": rate,
+        "tokens_per_s": rate * split.dp,
         "tokens_per_s_per_device": rate / (tp * pp),
         "token_interval_s": run.duration_s * pp / run.steps,
         "busy_share": run.busy_share,
-        "joules_per_token": _joules(run, rate, model_graph(config, tp, widths), tp, pp, model, fleet.device),
+        "joules_per_token": _joules(
+            run, rate, shared_graph(config, tp, widths, even), split, sharing, model, fleet.device
+        ),
     }
+
+
+def outside_bytes_per_s(card: Card, fleet: Fleet) -> float:
+    """Return the rate of an all-to-all between hosts, a device: the card's, or that of the link between stages."""
+    scale_out = (card.hardware or {}).get("scale_out", {})
+    return scale_out.get("all_to_all_bytes_per_s", fleet.scale_out.bytes_per_s)
 
 
 def steady_rate(run: PipelineRun) -> float:
@@ -233,7 +274,7 @@ def steady_rate(run: PipelineRun) -> float:
 
 
 def _joules(
-    run: PipelineRun, rate: float, graph: Graph, tp: int, pp: int, model: str, device: str
+    run: PipelineRun, rate: float, graph: Graph, split: Split, sharing: Sharing, model: str, device: str
 ) -> float | None:
     """Return the joules of a token, or None where the device's power constants are unknown.
 
@@ -242,7 +283,8 @@ def _joules(
     power, (widths, dtype) = shipped_power(device), WIDTHS[model.partition(":")[2]]
     if power is None:
         return None
-    dynamic = dynamic_joules(graph, run.counts, power, dtype, widths, model_of(model))
+    dynamic = dynamic_joules(graph, run.counts, power, dtype, widths, model_of(model), sharing.choosers)
+    tp, pp = split.tp, split.pp  # a data-parallel device has the joules and the rate of one
     limit = (power.cap_w - power.idle_w) * float(run.busy_s.sum())
     return tp * min(dynamic, limit) / run.tokens + power.idle_w * tp * pp / rate
 
@@ -259,11 +301,11 @@ def measure(fleet: Fleet, processes: int = 2) -> dict[str, Any]:
             found = list(pool.map(run_layout, [fleet] * len(cases), *zip(*cases, strict=True)))
     models: dict[str, Any] = {}
     for model in fleet.models:
-        rows = [(row, tp, pp) for (name, tp, pp), row in zip(cases, found, strict=True) if name == model]
-        fitting = [row for row, _, _ in rows if row]
+        rows = [(row, split) for (name, split), row in zip(cases, found, strict=True) if name == model]
+        fitting = [row for row, _ in rows if row]
         models[model] = {
             "layouts": fitting,
-            "do_not_fit": [f"{tp}x{pp}" for row, tp, pp in rows if not row],
+            "do_not_fit": [split.name for row, split in rows if not row],
             "best": {str(number): best_of(fitting, number) for number in fleet.devices},
         }
     return {
@@ -275,17 +317,23 @@ def measure(fleet: Fleet, processes: int = 2) -> dict[str, Any]:
 
 
 def best_of(rows: Sequence[Mapping[str, Any]], devices: int) -> dict[str, Any]:
-    """Return the layouts with the most tokens/s and the fewest joules a token on a number of devices."""
+    """Return the layouts with the most tokens/s and the fewest joules a token on a number of devices.
+
+    Overlapped all-to-alls have a key of their own: the engine does not overlap them.
+    """
     whole = [
         {**row, "replicas": devices // size, "fleet_tokens_per_s": row["tokens_per_s"] * (devices // size)}
         for row in rows
-        if devices % (size := row["tp"] * row["pp"]) == 0
+        if devices % (size := row["tp"] * row["pp"] * row["dp"]) == 0
     ]
-    known = [row for row in whole if row["joules_per_token"] is not None]
-    return {
-        "tokens_per_s": max(whole, key=lambda row: row["fleet_tokens_per_s"], default=None),
-        "joules_per_token": min(known, key=lambda row: row["joules_per_token"], default=None),
+    sequential = [row for row in whole if not row["overlapped"]]
+    known = [row for row in sequential if row["joules_per_token"] is not None]
+    fastest = {
+        name: max(several, key=lambda row: row["fleet_tokens_per_s"], default=None)
+        for name, several in (("tokens_per_s", sequential), ("overlapped_tokens_per_s", whole))
     }
+    least = min(known, key=lambda row: row["joules_per_token"], default=None)
+    return {**fastest, "joules_per_token": least}
 
 
 def text(report: Mapping[str, Any]) -> str:
@@ -297,7 +345,7 @@ def text(report: Mapping[str, Any]) -> str:
         )
         for row in sorted(found["layouts"], key=lambda row: -row["tokens_per_s_per_device"]):
             lines.append(
-                f"{'  TP ' + str(row['tp']) + ' x PP ' + str(row['pp']):28}{row['slots']:7}"
+                f"{'  ' + label(row):28}{row['slots']:7}"
                 f"{row['tokens_per_s_per_device']:17,.0f}{_joules_text(row):>9}"
                 f"{1e3 * row['token_interval_s']:17.1f}{row['busy_share']:7.0%}"
             )
@@ -307,11 +355,19 @@ def text(report: Mapping[str, Any]) -> str:
             for what, row in best.items():
                 if row:
                     lines.append(
-                        f"  {number + ' devices, best ' + what.replace('_', ' '):36}TP {row['tp']} x PP {row['pp']} x "
-                        f"{row['replicas']:<5}{row['fleet_tokens_per_s']:15,.0f} tokens/s{_joules_text(row):>9} J/token"
+                        f"  {number + ' devices, best ' + what.replace('_', ' '):42}{label(row) + ' x ' + str(row['replicas']):24}"
+                        f"{row['fleet_tokens_per_s']:15,.0f} tokens/s{_joules_text(row):>9} J/token"
                     )
         lines.append("")
     return "\n".join(lines)
+
+
+def label(row: Mapping[str, Any]) -> str:
+    """Return the layout of a row in words."""
+    if row["dp"] > 1:
+        stages = f" x PP {row['pp']}" if row["pp"] > 1 else ""
+        return f"DP {row['dp']}, EP {row['dp']}{stages}" + ", overlapped" * row["overlapped"]
+    return f"TP {row['tp']} x PP {row['pp']}" + (f", EP {row['tp']}" if row["whole_experts"] else "")
 
 
 def _joules_text(row: Mapping[str, Any]) -> str:
@@ -331,9 +387,14 @@ def draw(report: Mapping[str, Any]) -> Figure:
                 row["tokens_per_s_per_device"],
                 row["joules_per_token"] if known else row["token_interval_s"],
             )
-            axes.plot(x, y, "o", color=f"C{SIZES_TP.index(row['tp'])}" if row["tp"] in SIZES_TP else "gray")
+            shape = "s" if row["whole_experts"] else "^" if row["dp"] > 1 else "o"
+            axes.plot(x, y, shape, color=f"C{SIZES_TP.index(row['tp'])}" if row["tp"] in SIZES_TP else "gray")
             axes.annotate(
-                f"{row['tp']}x{row['pp']}", (x, y), textcoords="offset points", xytext=(4, 3), fontsize=7
+                row["layout"].replace("+overlap", "*"),
+                (x, y),
+                textcoords="offset points",
+                xytext=(4, 3),
+                fontsize=7,
             )
             axes.set_ylabel("joules a token" if known else "seconds between output tokens")
         axes.set(title=model, xlabel="tokens/s a device")

@@ -2,13 +2,13 @@
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from jaxflow.config import ConfigError, ModelConfig
 from jaxflow.model.cost import FP8_PRODUCTS, Rates
-from jaxflow.model.graph import BFLOAT16, Op, Widths, model_graph
+from jaxflow.model.graph import BFLOAT16, Graph, Op, Widths, model_graph
 from jaxflow.scheduler.state import StepWork
 
 COUNTS = (
@@ -64,6 +64,13 @@ class StageTimer:
       dtype: of the GEMMs. Under float8_e4m3fn the GEMMs of attention and of dense MLPs are fp8, and those of
         experts too if `widths.experts` is 1.
       tile_rows: rows of a GEMM's tile (SARATHI §4.4); None for GEMMs without tiles.
+      graph: the ops of one device; None for those of `model_graph`.
+      op_rates: the rates of ops that do not reach `rates`, by name.
+      choosers: the devices whose tokens choose among the experts of a layer, each with the tokens of the step.
+      hidden: the ops that run beside the other ops of another nano-batch, by name. A step is then two
+        nano-batches of half the tokens, which both read the weights and take the fixed times. It takes the longer of
+        the two sums, or the time of one batch where this is less. The sums do not count the first of these ops,
+        beside which no other op runs.
 
     Raises:
       ConfigError: for layers that do not sum to the model's, for a model with windows, and for tiles of experts.
@@ -82,15 +89,19 @@ class StageTimer:
         kernel_s: float = 0.0,
         collective_s: float = 0.0,
         tile_rows: int | None = None,
+        graph: Graph | None = None,
+        op_rates: Mapping[str, Rates] | None = None,
+        choosers: int = 1,
+        hidden: Sequence[str] = (),
     ):
         if sum(layers) != config.num_layers or min(layers) < 1:
             raise ConfigError("layers", list(layers), f"positive numbers that sum to {config.num_layers}")
-        graph = model_graph(config, tp, widths)
+        graph = graph or model_graph(config, tp, widths)
         if any(op.window for op in graph.ops()):
             raise ConfigError("model", config.architecture, "a model without sliding windows")
         if tile_rows and any(op.experts for op in graph.ops()):
             raise ConfigError("tile_rows", tile_rows, "None for a mixture of experts")
-        self._tile_rows, self._rates = tile_rows, rates
+        self._tile_rows, self._choosers = tile_rows, choosers
         stages: list[collections.Counter[Op]] = []
         first = 0
         for stage, number in enumerate(layers):
@@ -102,19 +113,24 @@ class StageTimer:
         distinct = tuple(dict.fromkeys(op for stage in stages for op in stage))
         self._repeats = np.array([[stage[op] for op in distinct] for stage in stages], np.float64)
         each_s = np.array([collective_s if op.kind == "network" else kernel_s for op in distinct])
-        self._fixed_s = np.array(layers, np.float64) * layer_s + self._repeats @ each_s
+        self._each_s, self._layers_s = each_s, np.array(layers, np.float64) * layer_s
+        self._hidden = np.array([op.name in hidden for op in distinct])
         self._dense = np.array([op.kind == "dense" for op in distinct])
         rows = [next((what for what, each in op.demand if each.flops), "tokens") for op in distinct]
         self._rows = np.array([COUNTS.index(what) for what in rows])  # the count that is M of each op's GEMM
         dtypes = [gemm_dtype(op, dtype, widths) for op in distinct]
-        self._flops = self._matrix(distinct, "flops") / np.array([[rates.flops_per_s[one]] for one in dtypes])
+        own = [(op_rates or {}).get(op.name, rates) for op in distinct]
+        flops_per_s = [each.flops_per_s[one] for each, one in zip(own, dtypes, strict=True)]
+        memory = np.array([[each.memory_bytes_per_s] for each in own])
+        self._flops = self._matrix(distinct, "flops") / np.array(flops_per_s)[:, None]
         # A step reads the weights of those experts that its tokens choose.
-        weights = self._matrix(distinct, "weight_bytes") / rates.memory_bytes_per_s
-        self._memory = self._matrix(distinct, "memory_bytes") / rates.memory_bytes_per_s
+        weights = self._matrix(distinct, "weight_bytes") / memory
+        self._memory = self._matrix(distinct, "memory_bytes") / memory
         self._experts = np.array([op.experts is not None for op in distinct])
         self._expert_s = np.where(self._experts, weights[:, 0], 0.0)
         self._experts_of = (config.num_experts, config.experts_per_token)
-        self._network = self._matrix(distinct, "network_bytes") / rates.network_bytes_per_s
+        network = np.array([[each.network_bytes_per_s] for each in own])
+        self._network = self._matrix(distinct, "network_bytes") / network
 
     @staticmethod
     def _matrix(ops: Sequence[Op], quantity: str) -> np.ndarray:
@@ -129,6 +145,16 @@ class StageTimer:
 
     def __call__(self, counts: np.ndarray) -> np.ndarray:
         """Return the seconds of each stage, float64 [stages]. counts: as `counts_of` returns them."""
+        whole = self._repeats @ self._op_s(counts) + self._layers_s
+        if not self._hidden.any():
+            return whole
+        half = np.where(np.arange(len(COUNTS)) == COUNTS.index("step"), counts, counts / 2)
+        each = self._op_s(half)
+        shown = self._repeats @ np.where(self._hidden, 0.0, each) + self._layers_s
+        return np.minimum(whole, 2 * np.maximum(shown, self._repeats @ np.where(self._hidden, each, 0.0)))
+
+    def _op_s(self, counts: np.ndarray) -> np.ndarray:
+        """Return the seconds of each distinct op, float64 [ops]."""
         compute = self._flops @ counts
         if self._tile_rows:
             rows = np.maximum(counts[self._rows], 1e-9)
@@ -138,9 +164,8 @@ class StageTimer:
         memory = self._memory @ counts
         if self._experts.any():
             number, chosen = self._experts_of
-            memory -= self._expert_s * counts[0] * (1 - chosen / number) ** counts[1]
-        longest = np.maximum(np.maximum(compute, memory), self._network @ counts)
-        return self._repeats @ longest + self._fixed_s
+            memory -= self._expert_s * counts[0] * (1 - chosen / number) ** (self._choosers * counts[1])
+        return np.maximum(np.maximum(compute, memory), self._network @ counts) + self._each_s
 
 
 def gemm_dtype(op: Op, dtype: str, widths: Widths) -> str:

@@ -41,6 +41,7 @@ from jaxflow.bench.pipeline.scenarios import (
     stage_layers,
 )
 from jaxflow.bench.pipeline.simulate import PipelineRun
+from jaxflow.bench.pipeline.splits import Split
 from jaxflow.bench.pipeline.stage_time import Link
 from jaxflow.bench.report import machine
 from jaxflow.config import ConfigError, EngineConfig
@@ -159,7 +160,9 @@ def define_flags() -> None:
     )
     fleet = fleets.Fleet()
     flags.DEFINE_list("devices", [], "Find the best layout of these numbers of devices; H200s by default.")
-    flags.DEFINE_list("layouts", ["auto"], "With --devices: layouts as TPxPP, or auto for all.")
+    flags.DEFINE_list(
+        "layouts", ["auto"], "With --devices: layouts as TPxPP, TPxPP+ep, dpN or dpN+overlap, or auto."
+    )
     flags.DEFINE_list(
         "fleet_models", list(fleet.models), "With --devices: models as MODEL:bf16, fp8 or fp8_all."
     )
@@ -185,18 +188,12 @@ def fleet_of_flags(f: flags.FlagValues) -> fleets.Fleet:
         devices = tuple(int(word) for word in f.devices)
     except ValueError:
         raise ConfigError("devices", ",".join(f.devices), "numbers of devices, as 8,64") from None
-    layouts: list[tuple[int, int]] = []
-    for word in f.layouts if f.layouts != ["auto"] else ():
-        try:
-            tp, pp = (int(part) for part in word.split("x"))
-        except ValueError:
-            raise ConfigError("layouts", word, "auto, or TPxPP as 8x2") from None
-        layouts.append((tp, pp))
+    names = f.layouts if f.layouts != ["auto"] else ()
     return fleets.Fleet(
         models=tuple(f.fleet_models),
         device=f.device if f["device"].present else fleet.device,
         devices=devices,
-        layouts=tuple(layouts),
+        layouts=tuple(Split.parse(name) for name in names),
         chunk=f.chunk_tokens if f["chunk_tokens"].present else fleet.chunk,
         steps=f.fleet_steps,
         seed=f.seed,

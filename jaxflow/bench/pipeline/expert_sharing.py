@@ -1,0 +1,181 @@
+"""The ops of one device of several that share the experts of a mixture, and the rates of these ops.
+
+The devices hold whole experts in two forms. In the first, tensor-parallel attention gives all devices all tokens. A
+device computes the pairs of its own experts, and an all-reduce adds the outputs. In the second, each device has
+tokens of its own, as with data-parallel attention. The row of each (token, expert) pair goes to the device of the
+expert and back, by two all-to-alls a layer.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+
+from jaxflow.bench.engine.expert_balance import Mixture, Routes
+from jaxflow.bench.engine.expert_balance import simulate as simulate_balance
+from jaxflow.config import ModelConfig
+from jaxflow.model.cost import Rates
+from jaxflow.model.graph import BFLOAT16, Graph, Op, Widths, Work, model_graph
+from pallas_kernels.cards import Card
+
+HOST_DEVICES = 8
+DISPATCH, COMBINE = "expert_dispatch_all_to_all", "expert_combine_all_to_all"
+EXCHANGES = (DISPATCH, COMBINE)
+GROUPED = ("expert_up_gate", "expert_down")
+ATTENTION = ("chunk_attention", "decode_attention")
+SPARE = 0.25  # slots for copies, over the number of experts
+ZIPF, DRIFT_STEPS, BALANCE_STEPS, WINDOW_STEPS = 1.0, 1e5, 100, 50
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharing:
+    """How devices share the experts of a layer.
+
+    Attributes:
+      devices: of the experts; 1 if a device holds all experts, or columns of all.
+      exchanged: whether each device has tokens of its own, and sends rows.
+      slots: of one device, with an expert or a copy in each; None for E / devices.
+      balance: the mean number of pairs of a device over the largest. A step waits for the device with the most.
+      sent_bytes, returned_bytes: bytes of an element that goes to the expert's device, and back.
+      once_a_host: whether a token's row goes to another host once, for all experts of the token there.
+    """
+
+    devices: int = 1
+    exchanged: bool = False
+    slots: int | None = None
+    balance: float = 1.0
+    sent_bytes: float = BFLOAT16.activations
+    returned_bytes: float = BFLOAT16.activations
+    once_a_host: bool = False
+
+    @property
+    def choosers(self) -> int:
+        """Return the devices whose own tokens choose among the experts."""
+        return self.devices if self.exchanged else 1
+
+
+def shared_graph(config: ModelConfig, tp: int, widths: Widths, sharing: Sharing) -> Graph:
+    """Return the ops of the device with the most pairs. tp: devices that share attention and dense layers."""
+    graph = model_graph(config, tp, widths)
+    if sharing.devices == 1:
+        return graph
+    layers = tuple(_shared_layer(config, layer, tp, sharing) for layer in graph.layers)
+    return dataclasses.replace(graph, layers=layers)
+
+
+def _shared_layer(config: ModelConfig, layer: tuple[Op, ...], tp: int, sharing: Sharing) -> tuple[Op, ...]:
+    slots = config.num_experts / sharing.devices if sharing.slots is None else sharing.slots
+    factors = {"step": slots * tp / config.num_experts, "tokens": 1 / sharing.balance}
+    ops = []
+    for op in layer:
+        if op.name not in GROUPED:
+            ops.append(op)
+            continue
+        demand = tuple((what, work * factors[what]) for what, work in op.demand)
+        shared = dataclasses.replace(op, demand=demand)
+        if not sharing.exchanged:
+            ops.append(shared)
+        elif op.name == GROUPED[0]:
+            sent = _exchange(config, DISPATCH, op.inputs, ("sent_rows",), sharing, sharing.sent_bytes)
+            ops += [sent, dataclasses.replace(shared, inputs=("sent_rows",))]
+        else:
+            back = _exchange(config, COMBINE, ("expert_out",), op.outputs, sharing, sharing.returned_bytes)
+            ops += [dataclasses.replace(shared, outputs=("expert_out",)), back]
+    return tuple(ops)
+
+
+def _exchange(
+    config: ModelConfig, name: str, reads: tuple[str, ...], makes: tuple[str, ...], sharing: Sharing, width: float
+) -> Op:  # fmt: skip
+    """Return an all-to-all. The device with the most pairs has more rows than the mean by the balance."""
+    row = config.hidden_size * width / sharing.balance
+    away = config.experts_per_token * (sharing.devices - 1) / sharing.devices
+    return Op(name, "network", reads, makes, (("tokens", Work(network_bytes=away * row)),))
+
+
+def exchange_bytes_per_s(chosen: int, sharing: Sharing, inside: float, outside: float) -> float:
+    """Return the rate of an all-to-all: bytes for other devices over the time of the slower of two networks.
+
+    Rows inside the host and rows between hosts travel at the same time. Tokens choose experts evenly.
+
+    chosen: experts of a token. inside, outside: bytes/s of one device to devices of its host, and to other hosts.
+    """
+    devices, host = sharing.devices, min(sharing.devices, HOST_DEVICES)
+    hosts = devices / host
+    near, far = chosen * (host - 1) / devices, chosen * (devices - host) / devices
+    if sharing.once_a_host:  # a device of the other host passes the row on
+        near, far = chosen * (host - 1) / host, (hosts - 1) * (1 - (1 - 1 / hosts) ** chosen)
+    return chosen * (devices - 1) / devices / max(near / inside, far / outside)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shares:
+    """What an op reaches of the rates of a device.
+
+    grouped_flops, grouped_bytes: the grouped products of the experts. latent_flops: attention on latent vectors.
+    """
+
+    grouped_flops: float = 1.0
+    grouped_bytes: float = 1.0
+    latent_flops: float = 1.0
+
+
+def shares_of(card: Card) -> Shares:
+    """Return the shares that a card has, and 1 for others.
+
+    Latent attention takes the share of the card's attention kernels among its products: no kernel of its own is
+    measured.
+    """
+    grouped = (card.hardware or {}).get("grouped", {})
+    clock = card.clock or {}
+    return Shares(
+        grouped.get("flops_share", 1.0),
+        grouped.get("bytes_share", 1.0),
+        clock["attention_share"] / clock["tensor_share"]["bfloat16"] if clock else 1.0,
+    )
+
+
+def op_rates(
+    config: ModelConfig, sharing: Sharing, rates: Rates, shares: Shares, outside: float
+) -> Mapping[str, Rates]:
+    """Return the rates of the ops that do not reach `rates`, by name. outside: bytes/s of a device to other hosts."""
+    found: dict[str, Rates] = {}
+    if config.num_experts:
+        grouped = _scaled(rates, shares.grouped_flops, shares.grouped_bytes)
+        found |= dict.fromkeys(GROUPED, grouped)
+    if config.latent is not None:
+        found |= dict.fromkeys(ATTENTION, _scaled(rates, shares.latent_flops, 1.0))
+    if sharing.exchanged and sharing.devices > 1:
+        rate = exchange_bytes_per_s(config.experts_per_token, sharing, rates.network_bytes_per_s, outside)
+        found |= dict.fromkeys(EXCHANGES, dataclasses.replace(rates, network_bytes_per_s=rate))
+    return found
+
+
+def _scaled(rates: Rates, flops: float, memory: float) -> Rates:
+    by_dtype = {dtype: flops * each for dtype, each in rates.flops_per_s.items()}
+    return Rates(by_dtype, memory * rates.memory_bytes_per_s, rates.network_bytes_per_s)
+
+
+@functools.cache
+def balances_of(
+    experts: int, chosen: int, devices: tuple[int, ...], tokens: int
+) -> Mapping[int, tuple[int, float]]:
+    """Return the slots of a device and the balance for each number of devices, with experts placed by load.
+
+    `bench expert_balance` simulates both: preferences by Zipf's law with exponent 1 that drift, and 25 % more slots
+    than experts for copies. devices: divisors of the experts. tokens: of all devices in a step.
+    """
+    routes = Routes(Mixture("", experts, chosen), tokens, ZIPF, DRIFT_STEPS)
+    rows = simulate_balance(
+        routes,
+        list(devices),
+        SPARE,
+        steps=BALANCE_STEPS,
+        window_size=WINDOW_STEPS,
+        step_interval=WINDOW_STEPS,
+        seed=0,
+    )
+    return {
+        row["devices"]: (row["slots"] // row["devices"], row["mean_over_max_load"])
+        for row in rows
+        if row["layout"] == "placed by load, with copies"
+    }

@@ -1,0 +1,207 @@
+"""Mixtures over devices that share the experts: laws of the ops, the rates and the times."""
+
+import dataclasses
+import json
+
+import numpy as np
+import paths
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxflow.bench.pipeline.expert_sharing import (
+    COMBINE,
+    DISPATCH,
+    EXCHANGES,
+    GROUPED,
+    Shares,
+    Sharing,
+    balances_of,
+    exchange_bytes_per_s,
+    op_rates,
+    shared_graph,
+    shares_of,
+)
+from jaxflow.bench.pipeline.fleets import Fleet, run_layout
+from jaxflow.bench.pipeline.splits import Split
+from jaxflow.bench.pipeline.stage_time import COUNTS, StageTimer
+from jaxflow.config import Layer, ModelConfig
+from jaxflow.model.composition import Composition
+from jaxflow.model.cost import DEVICES
+from jaxflow.model.graph import BFLOAT16, model_graph
+from pallas_kernels.cards import card_of
+
+RATES = DEVICES["H200"].rates
+FULL = Shares()
+MIXTURE = ModelConfig(
+    "mixtral",
+    32000,
+    1024,
+    16,
+    16,
+    64,
+    2816,
+    (Layer(),) + (Layer(experts=True),) * 3,
+    2048,
+    num_experts=64,
+    experts_per_token=4,
+    expert_intermediate_size=512,
+    shared_expert_intermediate_size=512,
+)
+SIZES = st.sampled_from([2, 4, 8, 16, 32, 64])
+BALANCES = st.floats(0.2, 1.0)
+
+
+def seconds(sharing, step, tp=1, outside=43e9, shares=FULL, overlapped=False, rates=RATES):
+    timer = StageTimer(
+        MIXTURE,
+        (MIXTURE.num_layers,),
+        tp,
+        rates,
+        graph=shared_graph(MIXTURE, tp, BFLOAT16, sharing),
+        op_rates=op_rates(MIXTURE, sharing, rates, shares, outside),
+        choosers=sharing.choosers,
+        kernel_s=3e-6,
+        collective_s=3.3e-5,
+        hidden=EXCHANGES if overlapped else (),
+    )
+    (found,) = timer(np.array([step.count(what) for what in COUNTS]))
+    return found
+
+
+STEPS = st.builds(
+    lambda decodes, keys, chunk: Composition(decodes, keys, ((chunk, 0),) if chunk else ()),
+    st.integers(1, 600),
+    st.integers(1, 4000),
+    st.integers(0, 900),
+)
+
+
+@given(step=STEPS, exchanged=st.booleans())
+def test_one_device_is_the_model_without_expert_parallelism(step, exchanged):
+    alone = Sharing(1, exchanged, slots=64)
+    assert shared_graph(MIXTURE, 1, BFLOAT16, alone) == model_graph(MIXTURE, 1)
+    (plain,) = StageTimer(MIXTURE, (4,), 1, RATES, kernel_s=3e-6, collective_s=3.3e-5)(
+        np.array([step.count(what) for what in COUNTS])
+    )
+    assert seconds(alone, step) == plain
+
+
+@given(step=STEPS, tp=st.sampled_from([2, 4, 8]))
+def test_even_whole_experts_take_the_time_of_their_columns(step, tp):
+    assert seconds(Sharing(tp), step, tp) == pytest.approx(seconds(Sharing(), step, tp))
+
+
+@given(devices=SIZES, chosen=st.integers(1, 4))
+def test_devices_hold_all_experts_once_and_a_token_meets_its_own(devices, chosen):
+    config = dataclasses.replace(MIXTURE, experts_per_token=chosen)
+    whole = model_graph(config, 1)
+    graph = shared_graph(config, 1, BFLOAT16, Sharing(devices, True))
+    for op, shared in zip(
+        (op for op in whole.ops() if op.name in GROUPED),
+        (op for op in graph.ops() if op.name in GROUPED),
+        strict=True,
+    ):
+        (_, weights), (_, rows) = op.demand
+        (_, own), (_, same) = shared.demand
+        assert own.weight_bytes * devices == pytest.approx(weights.weight_bytes) and same == rows
+    sent = [op for op in graph.ops() if op.name in EXCHANGES]
+    assert [op.name for op in sent] == [DISPATCH, COMBINE] * 3  # of three mixture layers
+    (_, each) = sent[0].demand[0]
+    assert each.network_bytes == pytest.approx(chosen * (devices - 1) / devices * 1024 * 2)
+
+
+@given(devices=SIZES, bytes_=st.floats(1.0, 2.0))
+def test_ops_of_a_shared_layer_read_what_others_make(devices, bytes_):
+    graph = shared_graph(MIXTURE, 1, BFLOAT16, Sharing(devices, True, sent_bytes=bytes_))
+    for layer in graph.layers:
+        made = {"x", "y", "kv"}  # of the layer before
+        for op in layer:
+            assert set(op.inputs) <= made
+            made |= set(op.outputs)
+
+
+@given(step=STEPS, devices=SIZES, balance=BALANCES, less=st.floats(0.1, 1.0), overlapped=st.booleans())
+def test_uneven_loads_never_make_a_step_shorter(step, devices, balance, less, overlapped):
+    even = Sharing(devices, True, balance=balance)
+    uneven = dataclasses.replace(even, balance=balance * less)
+    assert seconds(uneven, step, overlapped=overlapped) >= seconds(even, step, overlapped=overlapped)
+
+
+@given(step=STEPS, devices=SIZES, outside=st.floats(1e9, 400e9), more=st.floats(1, 20), fast=st.floats(1, 4))
+def test_more_bandwidth_never_makes_a_step_longer(step, devices, outside, more, fast):
+    sharing = Sharing(devices, True, balance=0.9)
+    slow = seconds(sharing, step, outside=outside)
+    assert seconds(sharing, step, outside=outside * more) <= slow
+    rates = dataclasses.replace(
+        RATES,
+        memory_bytes_per_s=RATES.memory_bytes_per_s * fast,
+        network_bytes_per_s=RATES.network_bytes_per_s * fast,
+    )
+    assert seconds(sharing, step, outside=outside, rates=rates) <= slow * (1 + 1e-12)
+
+
+@given(step=STEPS, devices=SIZES, share=st.floats(0.1, 1.0))
+def test_faster_products_never_make_a_step_longer(step, devices, share):
+    sharing = Sharing(devices, True, balance=0.9)
+    slow = seconds(sharing, step, shares=Shares(share, share, share))
+    assert seconds(sharing, step) <= slow
+
+
+@given(step=STEPS, devices=SIZES, outside=st.floats(1e9, 400e9))
+def test_overlap_hides_no_more_than_the_exchanges(step, devices, outside):
+    sharing = Sharing(devices, True)
+    shown = seconds(sharing, step, outside=outside)
+    hidden = seconds(sharing, step, outside=outside, overlapped=True)
+    free = seconds(dataclasses.replace(sharing, sent_bytes=0.0, returned_bytes=0.0), step) - 6 * 3.3e-5
+    assert free * (1 - 1e-12) <= hidden <= shown
+    assert shown / 2 * (1 - 1e-12) <= hidden
+
+
+@given(devices=SIZES, chosen=st.integers(1, 8), inside=st.floats(1e11, 9e11), outside=st.floats(1e9, 5e10))
+def test_a_row_for_each_host_never_takes_longer_than_a_row_for_each_expert(devices, chosen, inside, outside):
+    pairs = Sharing(devices, True)
+    hosts = dataclasses.replace(pairs, once_a_host=True)
+    each = exchange_bytes_per_s(chosen, pairs, inside, outside)
+    once = exchange_bytes_per_s(chosen, hosts, inside, outside)
+    assert once >= each * (1 - 1e-9) if devices > 8 else once == pytest.approx(each)
+    assert devices > 8 or each == pytest.approx(inside)  # all rows stay inside the host
+
+
+def test_balances_have_25_percent_of_copies_and_more_devices_are_less_even():
+    found = balances_of(64, 4, (2, 8, 32), 512)
+    assert {devices: slots for devices, (slots, _) in found.items()} == {2: 40, 8: 10, 32: 3}
+    assert 1 >= found[2][1] > found[8][1] > found[32][1] > 0
+
+
+def test_the_shares_of_an_h200_are_those_of_the_report():
+    report = json.loads((paths.ROOT / "benchmarks/h200/kernels/grouped.json").read_text())
+    rates = {
+        row["case"]: {name: each["rate"] for name, each in row["implementations"].items()}
+        for row in report["rows"]
+        if row["group"] == "grouped_gemm"
+    }
+    many, few = rates["mixtral-8x7b T 2048 even"], rates["mixtral-8x7b T 256 even"]
+    own = ("swapped", "tiles of 128")
+    shares = shares_of(card_of("H200"))
+    assert shares.grouped_flops == pytest.approx(
+        max(many[name] for name in own) / many["dense, one weight"], abs=1e-3
+    )
+    assert shares.grouped_bytes == pytest.approx(
+        max(few[name] for name in own) / RATES.memory_bytes_per_s, abs=1e-3
+    )
+    assert shares_of(card_of("A100-80GB")) == Shares()
+
+
+def test_a_layout_of_a_mixture_has_the_balance_and_the_rate_of_all_its_devices():
+    fleet = Fleet(models=("qwen3-30b-a3b:bf16",), devices=(4,), steps=6)
+    names = ("dp4", "dp4+overlap", "4x1", "4x1+ep", "dp5")
+    fleet = dataclasses.replace(fleet, layouts=tuple(map(Split.parse, names)))
+    rows = {name: run_layout(fleet, "qwen3-30b-a3b:bf16", Split.parse(name)) for name in names}
+    assert rows["dp5"] is None  # 5 does not divide 128
+    assert rows["4x1"]["expert_balance"] == 1.0 and rows["4x1"]["expert_slots"] is None
+    assert rows["dp4"]["expert_balance"] == rows["4x1+ep"]["expert_balance"] < 1
+    assert rows["dp4"]["expert_slots"] == 40
+    assert rows["dp4"]["tokens_per_s"] == pytest.approx(4 * rows["dp4"]["tokens_per_s_per_device"])
+    assert rows["dp4+overlap"]["tokens_per_s"] >= rows["dp4"]["tokens_per_s"]
+    assert rows["4x1"]["tokens_per_s"] > rows["4x1+ep"]["tokens_per_s"]  # columns are even
