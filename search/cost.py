@@ -3,9 +3,8 @@
   python -m search cost --model llama-3.1-8b --device H200 --prompt_tokens 1024 --output_tokens 512
 
 All times are lower bounds. Ops run at the datasheet's rates. Joules are the least that sustained runs took,
-on devices with measured joules. The optimal throughput of Eq. 5 counts dense products only, at their
-sustained rate where one was measured (`jaxflow.model.cost.DEVICES`); a single product in a short window may
-be faster. The largest batch follows NanoFlow's classification (Eq. 1, 2 and 4; docs/cost-model.md): requests
+on devices with measured joules. The optimal throughput of Eq. 5 counts dense products only, at the rate that
+the power cap allows; without measured joules, at the measured or the datasheet's rate. The largest batch follows NanoFlow's classification (Eq. 1, 2 and 4; docs/cost-model.md): requests
 fill the memory that the weights leave.
 """
 
@@ -17,7 +16,7 @@ from jaxflow.config import ConfigError, ModelConfig
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.composition import Composition
 from jaxflow.model.cost import DEVICES, Device, dense_parameters, optimal_throughput, work_times
-from jaxflow.model.energy import Bound, Power, bound, shipped_power
+from jaxflow.model.energy import Bound, Power, bound, known_rate, shipped_power
 from jaxflow.model.graph import Widths, Work, model_graph
 from search.regimes import largest_batch, weight_bytes
 
@@ -128,9 +127,12 @@ def run() -> None:
 def _print_throughput(model: ModelConfig, device: Device, total: Bound) -> None:
     f = flags.FLAGS
     parameters = dense_parameters(model, sampled=f.output_tokens / (f.prompt_tokens + f.output_tokens))
-    best = optimal_throughput(device.rates.flops_per_s[f.dtype], parameters)
-    rate = "the rate that was measured" if device.measured else "the datasheet's rate"
-    print(f"Optimal throughput, Eq. 5 (tokens/s/GPU): {best:.0f}, of dense products alone at {rate}")
+    rate = known_rate(device, f.dtype)
+    if rate is not None:
+        best = optimal_throughput(rate.flops_per_s, parameters)
+        print(
+            f"Optimal throughput, Eq. 5 (tokens/s/GPU): {best:.0f}, of dense products alone ({rate.source})"
+        )
     resources, joules = (
         ("four resources", " and the least joules") if total.energy_s else ("compute, memory and network", "")
     )

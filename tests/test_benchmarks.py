@@ -6,6 +6,8 @@ import runpy
 import paths
 import pytest
 
+from jaxflow.model.cost import DEVICES, optimal_throughput
+from jaxflow.model.energy import known_rate
 from jaxflow.pipeline.plan import load
 
 FOLDER = paths.ROOT / "benchmarks"
@@ -20,6 +22,7 @@ REPORT = {
     "device": "NVIDIA H200",
     "engine_config": {
         "dtype": "bfloat16",
+        "quantization": None,
         "kv_cache_dtype": "auto",
         "tensor_parallel_size": 1,
         "max_num_batched_tokens": 2048,
@@ -29,6 +32,7 @@ REPORT = {
     "workload": {"kind": "constant", "mean_prompt_tokens": 1024.0, "mean_output_tokens": 512.0},
     "total_token_throughput": 12345.6,
     "fraction_of_optimal": 0.3,
+    "optimal_parameters": 8e9,
     "power": {"mean_watts": 689.4, "mean_sm_clock_mhz": 1503.2},
 }
 
@@ -105,12 +109,14 @@ def test_the_plans_of_checked_engines_exist():
 
 
 def test_runs_of_the_same_work_share_a_row_with_their_median(write):
-    rates = {"a": 9.0, "b": 30.0, "c": 20.0}
+    rates = {"a": 9_000.0, "b": 30_000.0, "c": 20_000.0}
     folder = write(**{name: REPORT | {"total_token_throughput": rate} for name, rate in rates.items()})
     (cells,) = rows(folder, "Throughput")
+    peak = known_rate(DEVICES["H200"], "bfloat16")
+    assert peak is not None
     assert cells[:9] == [
         *("NVIDIA H200", "llama-3.1-8b, bfloat16", "1024 / 512", "sequential, 2048", "512"),
-        *("20", "3", "9–30", "30%"),
+        *("20,000", "3", "9,000–30,000", f"{20_000 / optimal_throughput(peak.flops_per_s, 8e9):.0%}"),
     ]
     assert cells[9:11] == [
         "689 at 1503",

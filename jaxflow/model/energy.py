@@ -85,28 +85,58 @@ class Bound:
         return max(times, key=times.__getitem__)
 
 
+@dataclasses.dataclass(frozen=True)
+class PeakRate:
+    """The peak rate of dense products on one device, and the source of the rate."""
+
+    flops_per_s: float
+    source: str
+
+
 def bound(work: Work, device: Device, power: Power, dtype: str = "bfloat16") -> Bound:
     """Return the four least times of some work on one device.
 
     Compute is at the tensor cores' peak and the highest clock, memory and network at the datasheet's rates.
     Energy is at the clock where the time that the power allows equals the time that the cycles take.
     """
-    share = np.linspace(power.lowest_clock_hz / power.highest_clock_hz, 1.0, _CLOCKS)
-    peak = power.flops_per_cycle[dtype] * power.highest_clock_hz
-    watts_s = power.dynamic_j(work, dtype, share) / (power.cap_w - power.idle_w)
-    cycles_s = work.flops / (peak * share)
-    least = np.maximum(watts_s, cycles_s)
-    best = int(np.argmin(least))
+    energy_s, clock_hz = _least_energy_time(work, power, dtype)
     return Bound(
-        compute_s=work.flops / peak,
+        compute_s=work.flops / (power.flops_per_cycle[dtype] * power.highest_clock_hz),
         memory_s=work.memory_bytes / device.datasheet.memory_bytes_per_s,
         network_s=work.network_bytes / device.datasheet.network_bytes_per_s,
-        energy_s=float(least[best]),
-        clock_hz=float(share[best] * power.highest_clock_hz),
+        energy_s=energy_s,
+        clock_hz=clock_hz,
     )
+
+
+def product_rate(power: Power, dtype: str) -> float:
+    """Return the FLOP/s of GEMMs that move no bytes, by the energy bound. It is the Compute of NanoFlow's Eq. 5."""
+    seconds, _ = _least_energy_time(Work(flops=1.0), power, dtype)
+    return 1.0 / seconds
+
+
+def _least_energy_time(work: Work, power: Power, dtype: str) -> tuple[float, float]:
+    """Return the least seconds that the power allows for some work, and the clock of that time in Hz."""
+    share = np.linspace(power.lowest_clock_hz / power.highest_clock_hz, 1.0, _CLOCKS)
+    watts_s = power.dynamic_j(work, dtype, share) / (power.cap_w - power.idle_w)
+    cycles_s = work.flops / (power.flops_per_cycle[dtype] * power.highest_clock_hz * share)
+    least = np.maximum(watts_s, cycles_s)
+    best = int(np.argmin(least))
+    return float(least[best]), float(share[best] * power.highest_clock_hz)
 
 
 def shipped_power(device: str) -> Power | None:
     """Return the fit in the card of a device of `jaxflow.model.cost.DEVICES`, or None."""
     found = card_of(device).power
     return None if found is None else msgspec.convert(found, Power)
+
+
+def known_rate(device: Device, dtype: str) -> PeakRate | None:
+    """Return a device's peak rate of dense products; None for a dtype that the cost model lacks."""
+    power = shipped_power(device.name)
+    if power is not None and dtype in power.flop:
+        return PeakRate(product_rate(power, dtype), f"{device.name} {dtype}, at the power cap")
+    for rates, source in ((device.measured, "measured, sustained"), (device.datasheet, "datasheet")):
+        if rates and dtype in rates.flops_per_s:
+            return PeakRate(rates.flops_per_s[dtype], f"{device.name} {dtype}, {source}")
+    return None

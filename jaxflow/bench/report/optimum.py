@@ -5,7 +5,6 @@ step times its number of steps. The bound keeps the number of steps, because few
 weights less often.
 """
 
-import dataclasses
 import functools
 import math
 import time
@@ -18,7 +17,7 @@ import jax.numpy as jnp
 from jaxflow.config import ModelConfig
 from jaxflow.model.composition import Composition
 from jaxflow.model.cost import DEVICES, dense_parameters, find_device, optimal_throughput
-from jaxflow.model.energy import bound, shipped_power
+from jaxflow.model.energy import PeakRate, bound, known_rate, shipped_power
 from jaxflow.model.graph import MXFP4, Widths, model_graph
 
 _BYTES = {
@@ -30,28 +29,19 @@ _BYTES = {
 }  # int4: including the scale and minimum of each group
 
 
-@dataclasses.dataclass(frozen=True)
-class PeakRate:
-    """The peak rate of dense products on one device, and the source of the rate."""
-
-    flops_per_s: float
-    source: str
-
-
 @functools.cache
 def peak_rate(dtype: str, device: str | None = None) -> PeakRate:
     """Return the peak rate of a device in the cost model's table, or of this machine's device for None.
 
-    A rate of this machine that the table lacks is measured here.
+    The rate is that of the energy bound, so that no bound exceeds the optimum. A device with unknown joules has
+    its measured rate or the datasheet's. A rate of this machine that the table lacks is measured here.
 
     Raises: KeyError for a named device without a rate in the table.
     """
     known = DEVICES[device] if device else find_device(jax.devices()[0].device_kind)
-    for rates, source in (
-        ((known.measured, "measured, sustained"), (known.datasheet, "datasheet")) if known else ()
-    ):
-        if rates and dtype in rates.flops_per_s:
-            return PeakRate(rates.flops_per_s[dtype], f"{known.name if known else ''} {dtype}, {source}")
+    found = known_rate(known, dtype) if known else None
+    if found is not None:
+        return found
     if device:
         raise KeyError(f"no rate for {dtype} on {device}")
     return PeakRate(_measured_flops_per_s(dtype), f"{dtype} products of 1024, measured here")

@@ -285,5 +285,5 @@ def test_fractions_of_an_h200s_optimum_and_bound(monkeypatch):
     model = open_checkpoint("llama-3.1-8b", load_format="dummy").model_config
     found = plans_report._optimum(config, model, Composition.steady_state(2048, 1024, 512), 1, 28_000.0)
     assert (
-        found["binding"] == "energy" and 0.5 < found["fraction_of_optimal"] < found["fraction_of_bound"] < 1
+        found["binding"] == "energy" and 0.4 < found["fraction_of_optimal"] < found["fraction_of_bound"] < 1
     )

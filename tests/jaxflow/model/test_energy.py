@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxflow.model.cost import DEVICES
-from jaxflow.model.energy import SCHEMA_VERSION, Power, bound, shipped_power
+from jaxflow.model.energy import SCHEMA_VERSION, Power, bound, known_rate, shipped_power
 from jaxflow.model.graph import Work
 
 H200 = DEVICES["H200"]
@@ -51,6 +51,14 @@ def test_more_work_or_fewer_watts_never_take_less(flops, moved, factor):
     assert math.isclose(
         bound(work * factor, H200, POWER).energy_s, base.energy_s * factor, rel_tol=1e-6, abs_tol=1e-30
     )
+
+
+@given(st.floats(1e6, 1e15), amounts, amounts, st.sampled_from(["bfloat16", "float8_e4m3fn"]))
+def test_no_work_with_these_flops_is_faster_than_the_optimum(flops, moved, sent, dtype):
+    rate = known_rate(H200, dtype)
+    assert rate is not None
+    least_s = bound(Work(flops, kv_bytes=moved, network_bytes=sent), H200, POWER, dtype).longest_s
+    assert least_s >= flops / rate.flops_per_s * (1 - 1e-9)
 
 
 @given(amounts, amounts)
