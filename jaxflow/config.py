@@ -6,6 +6,7 @@ This module imports no JAX and reads no file. `jaxflow.model.architectures.hf_co
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, Literal
 
 Activation = Literal["silu", "gelu_tanh", "relu", "clamped_swiglu"]  # the last one of experts only
@@ -236,7 +237,7 @@ class ParallelConfig:
     """The number of devices along each axis of parallelism.
 
     Raises:
-      ConfigError: for a size below 1, for ep other than 1 or tp, and for dp other than 1, which no engine runs yet.
+      ConfigError: for a size below 1, and for ep other than 1 or tp · dp.
     """
 
     tp: int = 1  # tensor parallelism: each device holds some heads and MLP columns of every layer
@@ -244,7 +245,7 @@ class ParallelConfig:
     ep: int = (
         1  # expert parallelism: the devices of a stage that each hold some experts whole; 1 or all of them
     )
-    dp: int = 1  # data parallelism: each replica holds the full model
+    dp: int = 1  # data parallelism: each rank holds all but the experts, and serves requests of its own
 
     @property
     def devices(self) -> int:
@@ -252,13 +253,12 @@ class ParallelConfig:
         return self.tp * self.pp * self.dp  # experts are spread over the same devices
 
     def __post_init__(self) -> None:
-        for field, accepted in (("tp", "devices"), ("pp", "stages")):
+        for field, accepted in (("tp", "devices"), ("pp", "stages"), ("dp", "ranks")):
             if getattr(self, field) < 1:
                 raise ConfigError(field, getattr(self, field), f"a positive number of {accepted}")
-        if self.ep not in (1, self.tp):
-            raise ConfigError("ep", self.ep, f"1, or tp={self.tp}: all devices of a stage share the experts")
-        if self.dp != 1:
-            raise ConfigError("dp", self.dp, "1, the only size that engines run today")
+        whole = self.tp * self.dp
+        if self.ep not in (1, whole):
+            raise ConfigError("ep", self.ep, f"1, or tp · dp = {whole}: all devices of a stage share the experts")
 
 
 MAX_STEP_TOKENS = 2**20
@@ -273,6 +273,20 @@ KV_DTYPES = {
     "float8_e4m3fn": "float8_e4m3fn",
     "int8": "int8",
 }
+
+
+# What data-parallel ranks accept: field, test, words.
+RANKED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("enable_expert_parallel", bool, "True"),
+    ("tensor_parallel_size", lambda size: size == 1, "1"),
+    ("pipeline_parallel_size", lambda size: size == 1, "1"),
+    ("coordinator", lambda address: address is None, "unset"),
+    ("enable_eplb", lambda on: not on, "False"),
+    ("attention_spans", lambda file: file is None, "unset"),
+    ("kv_offloading_size", lambda size: not size, "0"),
+    ("batch_tpot_ms", lambda limit: limit is None, "unset"),
+    ("plan", lambda plan: plan in ("auto", "sequential"), "auto or sequential"),
+)
 
 
 def _setting(default: Any, text: str) -> Any:
@@ -323,10 +337,15 @@ class EngineConfig:
         1,
         "Number of pipeline stages. Each stage holds some consecutive layers, on tensor_parallel_size devices.",
     )
+    data_parallel_size: int = _setting(
+        1,
+        "Number of data-parallel ranks, one device each, with --enable_expert_parallel. A rank serves requests of its "
+        "own with a full copy of attention, and the ranks share the experts.",
+    )
     enable_expert_parallel: bool = _setting(
         False,
-        "Each device of tensor_parallel_size holds some experts of a mixture whole, instead of a share of every "
-        "expert. Refused for a model without experts.",
+        "Each device of tensor_parallel_size or data_parallel_size holds some experts of a mixture whole, instead of "
+        "a share of every expert. Refused for a model without experts.",
     )
     enable_eplb: bool = _setting(
         False,
@@ -344,8 +363,8 @@ class EngineConfig:
     )
     max_num_batched_tokens: int | None = _setting(
         None,
-        "Most tokens of a step. Default: 2048 on a GPU, or less for models where a smaller step is faster; 256 "
-        "on CPU.",
+        "Most tokens of a step, on each data-parallel rank. Default: 2048 on a GPU, or less for models where a smaller "
+        "step is faster; 256 on CPU.",
     )
     step_sizes: str | None = _setting(
         None,
@@ -354,7 +373,8 @@ class EngineConfig:
     )
     max_num_seqs: int | None = _setting(
         None,
-        "Most sequences that run at the same time. Default: 512 on a GPU; 64 on a CPU, or fewer where memory is short.",
+        "Most sequences that run at the same time, on each data-parallel rank. Default: 512 on a GPU; 64 on a CPU, or "
+        "fewer where memory is short.",
     )
     max_waiting: int = _setting(4096, "Most requests in the waiting queue. Further requests are refused.")
     batch_tpot_ms: float | None = _setting(
@@ -365,7 +385,7 @@ class EngineConfig:
     gpu_memory_utilization: float = _setting(0.9, "Fraction of the device memory that the engine uses.")
     num_kv_pages: int | None = _setting(
         None,
-        "Pages of the KV cache. Default: as many as fit the memory; on a CPU for 32,768 tokens, or 512 a sequence.",
+        "Pages of the KV cache, on each data-parallel rank. Default: as many as fit the memory; on a CPU for 32,768 tokens, or 512 a sequence.",
     )
     attention_spans: str | None = _setting(
         None,
@@ -425,8 +445,9 @@ class EngineConfig:
     @property
     def parallel(self) -> ParallelConfig:
         """Return the sizes of all axes of parallelism."""
-        tp = self.tensor_parallel_size
-        return ParallelConfig(tp, self.pipeline_parallel_size, ep=tp if self.enable_expert_parallel else 1)
+        tp, dp = self.tensor_parallel_size, self.data_parallel_size
+        ep = tp * dp if self.enable_expert_parallel else 1
+        return ParallelConfig(tp, self.pipeline_parallel_size, ep, dp)
 
     def __post_init__(self) -> None:
         def check(field: str, ok: bool, accepted: str) -> None:
@@ -457,6 +478,9 @@ class EngineConfig:
         for field in ("tensor_parallel_size", "pipeline_parallel_size"):
             one = getattr(self, field) == 1
             check(field, one or spans is None, "1 with attention_spans: one device holds the groups of heads")
+        check("data_parallel_size", self.data_parallel_size >= 1, "a positive number of ranks")
+        for field, ok, accepted in RANKED if self.data_parallel_size > 1 else ():
+            check(field, ok(getattr(self, field)), f"{accepted} with data_parallel_size over 1")
         for field in (
             "max_model_len",
             "max_num_batched_tokens",

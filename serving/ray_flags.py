@@ -49,5 +49,4 @@ def connect(replicas: int, engine: EngineConfig, load: Load) -> "RayCluster":
     config = RayConfig(
         RAY_ADDRESS.value, CPUS_PER_REPLICA.value, GPUS_PER_REPLICA.value, PROCESSES_PER_REPLICA.value
     )
-    devices = engine.tensor_parallel_size * engine.pipeline_parallel_size
-    return RayCluster(config, replicas, devices, load)
+    return RayCluster(config, replicas, engine.parallel.devices, load)

@@ -12,8 +12,16 @@ from hurry import OFTEN, compile_on_use
 from jaxflow.config import EngineConfig
 from jaxflow.engine.executor import Executor
 from jaxflow.engine.loop import Loop
+from jaxflow.engine.ranked_loop import RankedLoop
 from jaxflow.engine.staged_executor import StagedExecutor
-from jaxflow.engine.start import choose_plans, make_executor, make_loop, make_staged_executor, resolve
+from jaxflow.engine.start import (
+    choose_plans,
+    make_executor,
+    make_loop,
+    make_ranked_loop,
+    make_staged_executor,
+    resolve,
+)
 from jaxflow.kv.tiers.page import page_size
 from jaxflow.kv.tiers.page_copies import PageCopies
 from jaxflow.kv.tiers.policy import FetchCosts
@@ -35,12 +43,13 @@ def executor(
     quantization: str | None = None,
     kv: str = "auto",
     ep: bool = False,
+    ranks: int = 1,
 ) -> tuple[EngineConfig, Executor]:
     """Return an executor of a checkpoint under tests/data/models, one for all tests that ask for the same.
 
     Its programs are compiled at their first use, but those of the usual engine of stories260K before.
     """
-    return _executor(model, tp, budget, seqs, pages, plan, quantization, kv, ep)
+    return _executor(model, tp, budget, seqs, pages, plan, quantization, kv, ep, ranks)
 
 
 @functools.cache  # by position: to a cache, an argument left out is not the same as its default
@@ -54,6 +63,7 @@ def _executor(
     quantization: str | None,
     kv: str,
     ep: bool,
+    ranks: int,
 ) -> tuple[EngineConfig, Executor]:
     settings = EngineConfig(
         model=str(paths.MODELS / model),
@@ -69,6 +79,7 @@ def _executor(
         quantization=quantization,
         kv_cache_dtype=kv,
         enable_expert_parallel=ep,
+        data_parallel_size=ranks,
     )
     checkpoint = open_checkpoint(settings.model)
     config = resolve(settings, checkpoint.model_config)
@@ -100,6 +111,14 @@ def loop(
     """
     config, made = executor(model, tp, budget, plan=plan, quantization=quantization, kv=kv, ep=ep)
     return make_loop(config, made.programs.context.config, made, **changes)
+
+
+def ranked_loop(
+    model: str, ranks: int, *, budget: int = 16, pages: int = 96, kv: str = "auto", **changes
+) -> RankedLoop:
+    """Return a fresh loop of data-parallel ranks. `changes`: of its `SchedulerConfig`."""
+    config, made = executor(model, budget=budget, pages=pages, kv=kv, ep=True, ranks=ranks)
+    return make_ranked_loop(config, made.programs.context.config, made, **changes)
 
 
 @functools.cache

@@ -127,7 +127,7 @@ def _run(command) -> int:
 
 def _devices() -> int:
     """Return the number of devices that the command's flags ask for; 1 for a command without that flag."""
-    sizes = ("tensor_parallel_size", "pipeline_parallel_size")
+    sizes = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
     return math.prod(int(flags.FLAGS[size].value or 1) for size in sizes if size in flags.FLAGS)
 
 

@@ -15,10 +15,6 @@ REMOVED = {
     "scheduling_policy": "steps are always decode-maximal; `python -m jaxflow.bench sweep --sweep=policies` compares policies",
     "chunk_size": "--max_num_batched_tokens limits the tokens of a step",
 }
-# Flags of vLLM that engines lack, and the reason of each.
-ABSENT = {
-    "data_parallel_size": "attention is tensor-parallel over all devices; run one server a GPU for replicas",
-}
 
 
 def define_engine_flags(model: str | None = None) -> None:
@@ -60,7 +56,7 @@ def parse(argv: Sequence[str]) -> None:
     """Parse a command line that has only flags, in any spelling of `flag_names`.
 
     Raises:
-      flags.Error: an argument is not a flag, a flag is unknown, removed or not supported, or a number is not finite.
+      flags.Error: an argument is not a flag, a flag is unknown or removed, or a number is not finite.
     """
     if problem := refused_flag(argv):
         raise flags.Error(problem)
@@ -71,11 +67,9 @@ def parse(argv: Sequence[str]) -> None:
 
 
 def refused_flag(argv: Sequence[str]) -> str | None:
-    """Return an error about the first flag in `argv` that was removed or is not supported, or None."""
+    """Return an error about the first flag in `argv` that was removed, or None."""
     for argument in argv[1:]:
         name = argument.lstrip("-").partition("=")[0].replace("-", "_")
         if argument.startswith("-") and name in REMOVED and name not in flags.FLAGS:
             return f"flag --{name} was removed: {REMOVED[name]}"
-        if argument.startswith("-") and name in ABSENT and name not in flags.FLAGS:
-            return f"flag --{name} is not supported: {ABSENT[name]}"
     return None

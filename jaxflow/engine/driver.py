@@ -10,11 +10,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Protocol
+from typing import Any, Protocol
 
 from jaxflow.engine.expert_load import ExpertTokens
 from jaxflow.engine.live_request import refused
 from jaxflow.engine.loop import Loop, Stats
+from jaxflow.engine.ranked_loop import RankedLoop
 from jaxflow.engine.step_log import StepLog
 from jaxflow.request import Draining, Event, Finished, InvalidRequest, QueueFull, Request
 from jaxflow.scheduler.config import SchedulerConfig
@@ -35,9 +36,9 @@ class EngineDead(RuntimeError):
 
 
 class Driver:
-    """A `Loop` on its own thread."""
+    """A loop on its own thread."""
 
-    def __init__(self, loop: Loop):
+    def __init__(self, loop: Loop | RankedLoop):
         self._loop = loop
         self._wake = threading.Condition()
         self._commands: collections.deque[Callable[[], None]] = collections.deque()
@@ -74,7 +75,7 @@ class Driver:
     @property
     def scheduling(self) -> SchedulerConfig:
         """The scheduler's settings, with the limits of a request."""
-        return self._loop.scheduler.config
+        return self._loop.scheduling
 
     def accept(self, request: Request) -> Request:
         """Return the request with its limit. Any thread may call it.
@@ -82,7 +83,7 @@ class Driver:
         Raises:
           InvalidRequest: for a request that could never run.
         """
-        return self._loop.scheduler.accept(request)
+        return self._loop.accept(request)
 
     def submit(self, request: Request, mailbox: Mailbox) -> None:
         """Queue a request. Its events go to `mailbox`, at last a `Finished` for each of its sequences.
@@ -112,8 +113,8 @@ class Driver:
             self._commands.append(lambda: self._deliver(self._loop.abort(request_id)))
             self._wake.notify()
 
-    def call[T](self, work: Callable[[Loop], T]) -> Future[T]:
-        """Run `work` on the engine's thread, between two steps. Return its result as a future.
+    def call[T](self, work: Callable[[Any], T]) -> Future[T]:
+        """Run `work(loop)` on the engine's thread, between two steps. Return its result as a future.
 
         Raises:
           EngineDead: no more steps run.

@@ -30,7 +30,7 @@ from jaxflow.engine.deferred import DELAY_S, DeferredProgram, compile_in_backgro
 from jaxflow.engine.expert_balancer import MovedLayer
 from jaxflow.engine.expert_slots import expert_arrays, placed_experts, source_slots
 from jaxflow.engine.layered_step import LayeredStep, LoweredStep, lower_layers
-from jaxflow.engine.layout import StepLayout
+from jaxflow.engine.layout import StepLayout, empty_buffer
 from jaxflow.engine.lowered_cache import LoweredPrograms, compile_program
 from jaxflow.engine.programs import FULL_DONATES, REPLICATED, STEP_DONATES, Programs, Rows, head, prompt_head
 from jaxflow.engine.start_times import StartTimes, num_compiled
@@ -43,7 +43,7 @@ from jaxflow.model.logprobs import LogprobsOut
 from jaxflow.model.ops import head_table
 from jaxflow.model.slot_params import NO_TOKEN, SlotParams, empty_slots, slot_values
 from jaxflow.parallel.expert_moves import move_slots
-from jaxflow.parallel.mesh import TP, is_here, on_gpu, place
+from jaxflow.parallel.mesh import TP, by_rank, is_here, on_gpu, place, ranks_of
 
 SHORT_PROMPT = 64  # tokens
 APPENDS = 4096  # page-table entries that one `append_pages` call takes
@@ -104,7 +104,11 @@ class Recorder(Protocol):
 class Executor:
     """The steps of one model on one mesh. Not thread-safe: only the engine's thread uses it.
 
+    Data-parallel ranks run each step together. Arrays of all ranks are the ranks' arrays, one after another on axis 0.
+
     Attributes:
+      slots, groups, num_pages: of one rank.
+      ranks: the number of data-parallel ranks.
       recorder: takes the calls that other processes replay; None in an engine of one process.
     """
 
@@ -156,6 +160,8 @@ class Executor:
         self._head = head(weights) if programs.samples else {}
         self._prompt_head = prompt_head(weights)
         self.replicated = NamedSharding(programs.mesh, REPLICATED)
+        self.ranks = ranks_of(programs.mesh)
+        self._by_rank = NamedSharding(programs.mesh, by_rank(programs.mesh))
         self._steps: dict[tuple[int, str, bool], Any] = {}  # by layouts' keys
         self._samplers: dict[tuple[int, str], Callable] = {}
         self._prompt: dict[int, Callable] = {}
@@ -220,15 +226,16 @@ class Executor:
         """Allocate the KV cache and the per-slot state. `num_pages`: pages of each layer group."""
         mesh = self.programs.mesh
         self.num_pages = num_pages
-        self.kv = make_cache(self.page_groups, self._own_pages(num_pages), self.page_size, mesh)
+        self.kv = make_cache(self.page_groups, self._pages_of_ranks(num_pages), self.page_size, mesh)
+        ranks = self.ranks
         make = jax.jit(
             lambda: (
-                jnp.zeros((self.groups, self.slots, self.pages_per_sequence), jnp.int32),
-                jnp.zeros((self.slots,), jnp.int32),
-                tuple(jnp.zeros(a.shape, a.dtype) for a in self.programs.expert_counts),
-                *self._empty_slots(),
+                jnp.zeros((ranks * self.groups, self.slots, self.pages_per_sequence), jnp.int32),
+                jnp.zeros((ranks * self.slots,), jnp.int32),
+                tuple(jnp.zeros((ranks * n, *rest), dtype) for (n, *rest), dtype in self._expert_counts()),
+                *self._empty_slots(ranks),
             ),
-            out_shardings=self.replicated,
+            out_shardings=self._by_rank,
         )
         self.page_table, self.last_tokens, self.expert_counts, self.params, self.counts = make()
 
@@ -396,10 +403,10 @@ class Executor:
         """Enqueue a step.
 
         Args:
-          buffer: [layout.size] int32, from `layout.pack`.
-          appends: [n, 4] int32, page-table entries that do not fit in the buffer.
+          buffer: [layout.size] int32, from `layout.pack`; of all ranks.
+          appends: [n, 4] int32, page-table entries that do not fit in the buffer; of several ranks [ranks, n, 4].
           full: True if a row needs the full sampler.
-          targets: [T] int32, each token's successor in its prompt, for prompt log-probabilities.
+          targets: [T] int32, each token's successor in its prompt, for prompt log-probabilities; of all ranks.
         """
         if self.recorder is not None:
             self.recorder.run(layout, buffer, appends, full, targets)
@@ -411,11 +418,12 @@ class Executor:
         self, layout: StepLayout, buffer: np.ndarray, appends: np.ndarray, source: jax.Array
     ) -> tuple[jax.Array, jax.Array, Rows]:
         """Enqueue the forward of a step. Arguments and results: see `run` and `run_program`."""
-        for i in range(0, len(appends), APPENDS):
-            piece = np.full((APPENDS, 4), self.groups, np.int32)
-            piece[: len(appends[i : i + APPENDS])] = appends[i : i + APPENDS]
-            self.page_table = self._small["append_pages"](self.page_table, self._put(piece))
-        return self.run_program(self._steps[layout.key], self._put(buffer), source)
+        for i in range(0, appends.shape[-2], APPENDS):
+            piece, some = np.full((self.ranks, APPENDS, 4), self.groups, np.int32), appends[..., i : i + APPENDS, :]
+            piece[:, : some.shape[-2]] = some
+            piece = place(piece.reshape(-1, 4), self._by_rank)
+            self.page_table = self._small["append_pages"](self.page_table, piece)
+        return self.run_program(self._steps[layout.key], place(buffer, self._by_rank), source)
 
     def draw(
         self,
@@ -442,7 +450,7 @@ class Executor:
             )
         prompt = None
         if targets is not None:
-            prompt = self._prompt[layout.tokens](self._prompt_head, x, self._put(targets))
+            prompt = self._prompt[layout.tokens](self._prompt_head, x, place(targets, self._by_rank))
         for array in jax.tree.leaves((tokens, found, prompt)):
             array.copy_to_host_async()
         return Pending(tokens, found, prompt, enqueued_s, self.expert_counts)
@@ -543,6 +551,7 @@ class Executor:
         """Store a sequence's sampling settings and the tokens that its penalties count, for a slot.
 
         Args:
+          slot: among the slots of all ranks.
           token_ids: [n] int32, all known tokens, the prompt's `num_prompt` tokens first; empty without
             penalties.
         """
@@ -567,9 +576,13 @@ class Executor:
     def _vocabulary(self) -> int:
         return head_table(self._head).shape[0]
 
-    def _empty_slots(self) -> tuple[Any, Any]:
-        """Return the sampling settings and the token counts of empty slots; () in a stage that does not sample."""
-        return empty_slots(self.slots, self._vocabulary()) if self.programs.samples else ((), ())
+    def _empty_slots(self, ranks: int = 1) -> tuple[Any, Any]:
+        """Return the sampling settings and the token counts of ranks' empty slots; () in a stage that does not sample."""
+        return empty_slots(ranks * self.slots, self._vocabulary()) if self.programs.samples else ((), ())
+
+    def _expert_counts(self) -> list[tuple[tuple[int, ...], Any]]:
+        """Return shape and dtype of one rank's `Programs.expert_counts`."""
+        return [(a.shape, a.dtype) for a in self.programs.expert_counts]
 
     @property
     def own_num_pages(self) -> tuple[int, ...]:
@@ -580,20 +593,28 @@ class Executor:
         """Return the pages of this stage's layer groups, from those of the model's groups."""
         return [num_pages[group] for group in self.own_groups]
 
+    def _pages_of_ranks(self, num_pages: tuple[int, ...]) -> list[int]:
+        """Return the pages of `_own_pages`, of all ranks together."""
+        return [self.ranks * pages for pages in self._own_pages(num_pages)]
+
+    def _of_ranks(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        """Return the arrays of all ranks on the devices. shape: of one rank's array."""
+        return self._abstract((self.ranks * shape[0], *shape[1:]), dtype, self._by_rank.spec)
+
     def _abstract(self, shape, dtype, spec: PartitionSpec = REPLICATED) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.programs.mesh, spec))
 
     def _state(self, num_pages: tuple[int, ...]) -> tuple:
         """Return the shapes of (kv, page_table, last_tokens)."""
         mesh = self.programs.mesh
-        cache = cache_shapes(self.page_groups, self._own_pages(num_pages), self.page_size)
+        cache = cache_shapes(self.page_groups, self._pages_of_ranks(num_pages), self.page_size)
         cache = jax.tree.map(lambda a: self._abstract(a.shape, a.dtype, cache_spec(mesh)), cache)
-        table = self._abstract((self.groups, self.slots, self.pages_per_sequence), jnp.int32)
-        return cache, table, self._abstract((self.slots,), jnp.int32)
+        table = self._of_ranks((self.groups, self.slots, self.pages_per_sequence), jnp.int32)
+        return cache, table, self._of_ranks((self.slots,), jnp.int32)
 
     def hidden(self, rows: int) -> jax.ShapeDtypeStruct:
         """Return the shape of the residual stream of some rows, on the devices."""
-        return self._abstract((rows, self.programs.context.config.hidden_size), self._dtype())
+        return self._of_ranks((rows, self.programs.context.config.hidden_size), self._dtype())
 
     def _dtype(self):
         return self.weights["layers"][0]["attn_norm"].dtype
@@ -628,12 +649,13 @@ class Executor:
         """Return the arguments of `Programs.step`, all but the weights as shapes."""
         kv, table, last_tokens = self._state(num_pages)
         source = last_tokens if self.programs.embeds else self.hidden(layout.tokens)
-        buffer = self._abstract((layout.size,), jnp.int32)
-        return self.weights, kv, table, source, buffer, *self._like(self.programs.expert_counts)
+        buffer = self._of_ranks((layout.size,), jnp.int32)
+        counts = [self._of_ranks(*count) for count in self._expert_counts()]
+        return self.weights, kv, table, source, buffer, *counts
 
     def _lower_sampler(self, rows: int, kind: str):
         def vector(dtype, *more) -> Any:
-            return self._abstract((rows, *more), dtype)
+            return self._of_ranks((rows, *more), dtype)
 
         row = Rows(
             vector(jnp.int32),
@@ -642,28 +664,27 @@ class Executor:
             vector(jnp.float32),
             vector(jnp.uint32, 2),
         )
-        last = self._abstract((self.slots,), jnp.int32)
+        last = self._of_ranks((self.slots,), jnp.int32)
         if kind == "plain":
             return self._lower(
                 kind, self.programs.sample_plain(), (), self._head, self.hidden(rows), row, last
             )
         slots = jax.eval_shape(lambda: empty_slots(self.slots, self._vocabulary()))
-        slots = jax.tree.map(lambda a: self._abstract(a.shape, a.dtype), slots)
+        slots = jax.tree.map(lambda a: self._of_ranks(a.shape, a.dtype), slots)
         return self._lower(
             kind, self.programs.sample_full(), FULL_DONATES, self._head, self.hidden(rows), row, last, *slots
         )
 
     def _lower_prompt(self, tokens: int):
-        targets = self._abstract((tokens,), jnp.int32)
+        targets = self._of_ranks((tokens,), jnp.int32)
         return self._lower(
             "prompt", self.programs.prompt_logprobs(), (), self._prompt_head, self.hidden(tokens), targets
         )
 
     def _lower_append_pages(self) -> jax.stages.Lowered:
-        appends = self._abstract((APPENDS, 4), jnp.int32)
-        return self._lower(
-            "append_pages", self.programs.append_pages(), (0,), self._like(self.page_table), appends
-        )
+        appends = self._of_ranks((APPENDS, 4), jnp.int32)
+        table = self._like(self.page_table, self._by_rank.spec)
+        return self._lower("append_pages", self.programs.append_pages(), (0,), table, appends)
 
     def _lower_move_experts(self) -> jax.stages.Lowered:
         assert self.placed is not None
@@ -673,19 +694,20 @@ class Executor:
         return self._lower("move_experts", move_slots(self.programs.mesh, specs), (), own, source)
 
     def _lower_set_slot(self) -> jax.stages.Lowered:
-        state, slot = (self._like(self.params), self._like(self.counts)), self._abstract((), jnp.int32)
+        state = (self._like(self.params, self._by_rank.spec), self._like(self.counts, self._by_rank.spec))
+        slot = self._abstract((), jnp.int32)
         return self._lower(
             "set_slot", self.programs.set_slot(), (0, 1), *state, slot, self._like(slot_values())
         )
 
     def _lower_count_tokens(self) -> jax.stages.Lowered:
         ids, outputs = self._abstract((COUNTED,), jnp.int32), self._abstract((COUNTED,), jnp.bool_)
-        args = self._like(self.counts), self._abstract((), jnp.int32), ids, outputs
+        args = self._like(self.counts, self._by_rank.spec), self._abstract((), jnp.int32), ids, outputs
         return self._lower("count_tokens", self.programs.count_tokens(), (0,), *args)
 
-    def _like(self, tree: Any) -> Any:
-        """Return the shapes of a tree's arrays, each on every device."""
-        return jax.tree.map(lambda a: self._abstract(np.shape(a), jnp.result_type(a)), tree)
+    def _like(self, tree: Any, spec: PartitionSpec = REPLICATED) -> Any:
+        """Return the shapes of a tree's arrays, each on every device, or with another partition."""
+        return jax.tree.map(lambda a: self._abstract(np.shape(a), jnp.result_type(a), spec), tree)
 
 
 def rehearsed(executor: Any) -> list[StepLayout]:
@@ -703,13 +725,9 @@ def rehearse(executor: Any, layout: StepLayout) -> None:
 
     executor: an `Executor`, or a `StagedExecutor`.
     """
-    buffer = np.zeros(layout.size, np.int32)
-    fields = layout.views(buffer)
-    fields["token_rows"][:] = -1
-    fields["row_slots"][:] = executor.slots
-    fields["page_appends"][:, 0] = executor.groups
-    nothing = np.full((1, 4), executor.groups, np.int32)
-    targets = np.zeros(layout.tokens, np.int32) if layout.tokens in executor.layouts else None
+    buffer = np.tile(empty_buffer(layout), executor.ranks)
+    nothing = np.full((executor.ranks, 1, 4), executor.groups, np.int32)
+    targets = np.zeros(executor.ranks * layout.tokens, np.int32) if layout.tokens in executor.layouts else None
     full = not executor.defers
     executor.run(layout, buffer, nothing, full=False, targets=targets if full else None)
     np.asarray(executor.run(layout, buffer, nothing, full=full).tokens)

@@ -31,9 +31,14 @@ class ExpertCounter:
 
     The device's counts stay where they are until somebody asks. An answer adds what came since the answer
     before, so the totals are exact if somebody asks before an expert gets 2**32 more tokens.
+
+    Args:
+      layers: the mixture layers.
+      ranks: the data-parallel ranks. The counts of a rank follow those of the rank before.
     """
 
-    def __init__(self, layers: Sequence[int]):
+    def __init__(self, layers: Sequence[int], ranks: int = 1):
+        self._ranks = ranks
         self._layers, self._lock = list(layers), threading.Lock()
         self._counts: tuple[jax.Array, ...] = ()  # as of the last step that was read
         self._seen: np.ndarray | None = None
@@ -48,7 +53,10 @@ class ExpertCounter:
         counts = self._counts
         if not counts:
             return None
-        now = np.concatenate([np.asarray(each) for each in counts])
+        of_stages = [np.asarray(each) for each in counts]
+        now = np.concatenate(
+            [each.reshape(self._ranks, -1, each.shape[1]).sum(0, np.uint32) for each in of_stages]
+        )
         with self._lock:
             if self._seen is None or self._total is None:
                 self._seen, self._total = np.zeros_like(now), np.zeros(now.shape, np.int64)

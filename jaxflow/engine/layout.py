@@ -126,6 +126,16 @@ class SlotSampling:
         self.seeds[slot] = (seed >> 32) & 0xFFFFFFFF, seed & 0xFFFFFFFF
 
 
+def empty_buffer(layout: StepLayout) -> np.ndarray:
+    """Return the buffer of a step without work, [layout.size] int32."""
+    buffer = np.zeros(layout.size, np.int32)
+    fields = layout.views(buffer)
+    fields["token_rows"][:] = -1
+    fields["row_slots"][:] = layout.slots
+    fields["page_appends"][:, 0] = layout.groups
+    return buffer
+
+
 def pack(layout: StepLayout, work: StepWork, table: SlotSampling) -> tuple[np.ndarray, np.ndarray]:
     """Return the step's buffer, [layout.size] int32, and the page appends beyond it, [n, 4] int32.
 

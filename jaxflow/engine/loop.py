@@ -28,6 +28,7 @@ from jaxflow.engine.step_log import StepLog, StepRecord
 from jaxflow.kv.tiers.offload import KvOffload
 from jaxflow.pipeline.choice import pick
 from jaxflow.request import Event, FinishReason, Request
+from jaxflow.scheduler.config import SchedulerConfig
 from jaxflow.scheduler.scheduler import Scheduler
 from jaxflow.scheduler.state import Sequence, StepWork
 from jaxflow.scheduler.step_time import StepTime
@@ -59,6 +60,10 @@ class Stats(msgspec.Struct, frozen=True):
     kv_tiers: dict[str, int]  # counters of the lower tiers, see `KvOffload.counters`; empty without tiers
 
 
+# The arguments of `Executor.run` after the layout: buffer, appends, full, targets.
+Inputs = tuple[np.ndarray, np.ndarray, bool, np.ndarray | None]
+
+
 @dataclasses.dataclass(frozen=True)
 class InFlight:
     """An enqueued step; its tokens are not read yet."""
@@ -81,6 +86,7 @@ class Loop:
         offload: KvOffload | None = None,
         step_time: StepTime | None = None,
         eplb_step_interval: int | None = None,
+        first_slot: int = 0,
         clock=time.monotonic,
     ):
         """Return a loop.
@@ -89,11 +95,13 @@ class Loop:
           offload: executes the copies that the scheduler's tier policy decides; None without tiers.
           step_time: learns the measured time of each step.
           eplb_step_interval: steps between two placements of the experts; None for experts that stay.
+          first_slot: the executor's number of the scheduler's slot 0, where the loop is one of several ranks
+            (`jaxflow.engine.ranked_loop`).
         """
         self.scheduler, self.executor, self.offload = scheduler, executor, offload
         self._step_time, self._last_read_s = step_time, 0.0
         self._eos = frozenset(eos_token_ids)
-        self._clock = clock
+        self._clock, self._first_slot = clock, first_slot
         self._gains = {
             bucket: [layout.gain for layout in layouts] for bucket, layouts in executor.layouts.items()
         }
@@ -155,6 +163,15 @@ class Loop:
     @property
     def request_ids(self) -> list[str]:
         return list(self._live)
+
+    @property
+    def scheduling(self) -> SchedulerConfig:
+        """Return the scheduler's settings, with the limits of a request."""
+        return self.scheduler.config
+
+    def accept(self, request: Request) -> Request:
+        """Return the request with its limit. Any thread may call it. Raises: InvalidRequest."""
+        return self.scheduler.accept(request)
 
     @property
     def has_work(self) -> bool:
@@ -222,26 +239,35 @@ class Loop:
         before = self._in_flight.popleft() if full else None
         self._in_flight.append(None if work is None else self._enqueue(work))
         if before is not None:
-            self._read(before)
+            self.log.steps.append(self.read(before))
             if self.balancer is not None:
                 self.balancer.after_step()
         elif self.offload is not None and self.offload.busy and not any(self._in_flight):
             self.offload.wait()  # only page copies are in progress
+        return self.take_events()
+
+    def take_events(self) -> list[Event]:
+        """Return the events of the steps that were read since the last call."""
         events, self._events = self._events, []
         return events
 
     def _enqueue(self, work: StepWork) -> InFlight:
-        for seq in work.admitted:
-            self._take_slot(seq)
         layout = self._choose(work)
-        buffer, appends = pack(layout, work, self._slots)
-        full = bool((self._slots.sampler[work.slots] == FULL).any())
+        buffer, appends, full, targets = self.prepare(work, layout)
         self._counts["steps"] += 1
         self._steps_by_plan[layout.plan] += 1
-        self._counts["prompt_tokens"] += sum(chunk.tokens for chunk in work.chunks)
-        pending = self.executor.run(layout, buffer, appends, full=full, targets=self._targets(layout, work))
+        pending = self.executor.run(layout, buffer, appends, full=full, targets=targets)
         self.advances += 1
         return InFlight(work, pending, layout.plan, time.monotonic())
+
+    def prepare(self, work: StepWork, layout: StepLayout) -> Inputs:
+        """Give the step's new sequences their slots, and return the inputs of the step."""
+        for seq in work.admitted:
+            self._take_slot(seq)
+        buffer, appends = pack(layout, work, self._slots)
+        full = bool((self._slots.sampler[work.slots] == FULL).any())
+        self._counts["prompt_tokens"] += sum(chunk.tokens for chunk in work.chunks)
+        return buffer, appends, full, self._targets(layout, work)
 
     def _choose(self, work: StepWork) -> StepLayout:
         """Return the layout of the bucket's best plan for the step, without chunks if the step has none."""
@@ -262,7 +288,7 @@ class Loop:
         self._plain.close(seq.slot)
         self._slots.set(seq.slot, sampling.temperature, seq.seed, FULL if full else PLAIN)
         if full:
-            self.executor.set_slot(seq.slot, *slot_settings(seq, self._eos))
+            self.executor.set_slot(self._first_slot + seq.slot, *slot_settings(seq, self._eos))
 
     def _targets(self, layout: StepLayout, work: StepWork) -> np.ndarray | None:
         """Return each token's successor in its prompt, [T], if a request wants prompt log-probabilities."""
@@ -283,7 +309,7 @@ class Loop:
 
     # ---- results
 
-    def _read(self, step: InFlight) -> None:
+    def read(self, step: InFlight) -> StepRecord:
         """Wait for the tokens of a step, commit them, and add their events."""
         work, pending = step.work, step.pending
         asked_s = time.monotonic()
@@ -318,18 +344,16 @@ class Loop:
         new_tokens = kept + len(drawn)
         new_decode_tokens = kept + sum(row < len(slots) for row, _, _ in drawn)
         self._counts["completion_tokens"] += new_tokens
-        self.log.steps.append(
-            StepRecord(
-                step.plan,
-                work.bucket,
-                len(slots),
-                work.num_tokens - len(slots),
-                new_tokens,
-                new_decode_tokens,
-                step.enqueued_s,
-                read_s - asked_s,
-                read_s,
-            )
+        return StepRecord(
+            step.plan,
+            work.bucket,
+            len(slots),
+            work.num_tokens - len(slots),
+            new_tokens,
+            new_decode_tokens,
+            step.enqueued_s,
+            read_s - asked_s,
+            read_s,
         )
 
     def _fail(self, seq: Sequence, now: float) -> None:

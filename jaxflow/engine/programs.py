@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from jax.stages import Wrapped
 from jaxtyping import Array, Float, Int, UInt
@@ -21,7 +22,7 @@ from jaxflow.model.batch import Batch
 from jaxflow.model.expert_tokens import add_tokens, mixture_layers
 from jaxflow.model.op_registry import Context, Site, op_scope
 from jaxflow.model.transformer import Routed
-from jaxflow.parallel.mesh import axis_of, over_shards
+from jaxflow.parallel.mesh import DP, axis_of, by_rank, over_ranks, over_shards
 
 REPLICATED = PartitionSpec()
 PLAIN, FULL = 1, 2  # the sampler that a row of a step needs
@@ -50,6 +51,9 @@ class Programs:
 
     A `forward` is a compiled plan or the plain forward. embeds: False for a stage that reads the residual
     stream of the stage before. samples: False for a stage that another one follows.
+
+    With data-parallel ranks every argument and result but the weights has the arrays of all ranks, one after another
+    on axis 0, and each rank's device computes with its own.
     """
 
     context: Context
@@ -77,10 +81,28 @@ class Programs:
             return hidden, x, rows, kv, page_table, *self.counted(counts, routed, batch)
 
         kv_specs = [(cache_spec(self.mesh),) * 2 for _ in self.context.config.layers]
-        counts = (REPLICATED,) * len(self.expert_counts)
-        specs = (self.weight_specs, kv_specs, REPLICATED, REPLICATED, REPLICATED, *counts)
-        out = (REPLICATED, REPLICATED, REPLICATED, kv_specs, REPLICATED, *counts)
-        return jax.jit(over_shards(run, self.mesh, specs, out), donate_argnums=STEP_DONATES)
+        own = by_rank(self.mesh)
+        counts = (own,) * len(self.expert_counts)
+        specs = (self.weight_specs, kv_specs, own, own, own, *counts)
+        out = (own, own, own, kv_specs, own, *counts)
+        over_tp = over_shards(run, self.mesh, specs, out)
+        return jax.jit(over_ranks(over_tp, self.mesh, specs, out), donate_argnums=STEP_DONATES)
+
+    def _of_ranks(self, run: Callable, *everywhere: int, arguments: int) -> Callable:
+        """Return a function of each rank's own arguments, as a function of the arguments of all ranks.
+
+        everywhere: the positions of the arguments that all ranks share, such as weights.
+        """
+        own = by_rank(self.mesh)
+        specs = tuple(REPLICATED if position in everywhere else own for position in range(arguments))
+        return over_ranks(run, self.mesh, specs, own)
+
+    def _own_slot(self, slot: Array, slots: int) -> Array:
+        """Return a slot among all ranks' as the rank's own slot; `slots`, which writes drop, on other ranks."""
+        if DP not in self.mesh.shape:
+            return slot
+        own = slot - lax.axis_index(DP) * slots
+        return jnp.where((own >= 0) & (own < slots), own, slots)
 
     @property
     def expert_counts(self) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -134,7 +156,7 @@ class Programs:
                 tokens = _none_of_nan(tokens, logits)
             return tokens, _keep(last_tokens, rows, tokens)
 
-        return jax.jit(run)
+        return jax.jit(self._of_ranks(run, 0, arguments=4))
 
     def sample_full(self) -> Wrapped:
         """(head, hidden, rows, last_tokens, params, counts) -> (tokens, logprobs, last_tokens, params.recent,
@@ -162,7 +184,7 @@ class Programs:
                 recent = slot_params.add_recent(params.recent, slots, tokens)
             return tokens, found, _keep(last_tokens, rows, tokens), recent, counts
 
-        return jax.jit(run, donate_argnums=FULL_DONATES)
+        return jax.jit(self._of_ranks(run, 0, arguments=6), donate_argnums=FULL_DONATES)
 
     def prompt_logprobs(self) -> Wrapped:
         """(weights of `prompt_head`, x [T, D], targets [T]) -> `LogprobsOut` of each token's successor, T
@@ -187,21 +209,32 @@ class Programs:
                 weights, x, targets
             )
 
-        return jax.jit(sharded_run)
+        return jax.jit(self._of_ranks(sharded_run, 0, arguments=3))
 
     def set_slot(self) -> Wrapped:
-        """(params, counts, slot, values) -> (params, counts), both donated: a running sequence takes a slot."""
-        return jax.jit(slot_params.set_slot, donate_argnums=(0, 1))
+        """(params, counts, slot, values) -> (params, counts), both donated: a running sequence takes a slot.
+
+        slot: among the slots of all ranks.
+        """
+
+        def run(params, counts, slot, values):
+            return slot_params.set_slot(params, counts, self._own_slot(slot, counts.shape[0]), values)
+
+        return jax.jit(self._of_ranks(run, 2, 3, arguments=4), donate_argnums=(0, 1))
 
     def count_tokens(self) -> Wrapped:
         """(counts, slot, token_ids [n], outputs [n]) -> counts, donated: the tokens that penalties look back
-        on.
+        on. slot: among the slots of all ranks.
         """
-        return jax.jit(slot_params.count_tokens, donate_argnums=(0,))
+
+        def run(counts, slot, token_ids, outputs):
+            return slot_params.count_tokens(counts, self._own_slot(slot, counts.shape[0]), token_ids, outputs)
+
+        return jax.jit(self._of_ranks(run, 1, 2, 3, arguments=4), donate_argnums=(0,))
 
     def append_pages(self) -> Wrapped:
         """(page_table, appends [n, 4]) -> page_table, donated: entries that did not fit in a step's buffer."""
-        return jax.jit(apply_page_appends, donate_argnums=(0,))
+        return jax.jit(self._of_ranks(apply_page_appends, arguments=2), donate_argnums=(0,))
 
 
 def head(weights: dict) -> dict:

@@ -6,6 +6,7 @@ import functools
 import gc
 import logging
 import os
+import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from jaxflow.engine.loop import Loop
 from jaxflow.engine.lowered_cache import open_lowered_programs
 from jaxflow.engine.program_memory import SPARE
 from jaxflow.engine.programs import Programs
+from jaxflow.engine.ranked_loop import RankedLoop
 from jaxflow.engine.staged_executor import StagedExecutor
 from jaxflow.engine.start_times import StartTimes, describe
 from jaxflow.engine.step_plans import (
@@ -69,7 +71,18 @@ from jaxflow.model.ops import head_table
 from jaxflow.model.sampling import rows_at_once
 from jaxflow.model.stage import Stage, stages_of
 from jaxflow.model.weights import Weights, shapes, shardings
-from jaxflow.parallel.mesh import TP, axis_of, choose_platform, is_here, on_gpu, sharded, stage_meshes
+from jaxflow.parallel.mesh import (
+    DP,
+    TP,
+    axis_of,
+    choose_platform,
+    is_here,
+    make_rank_mesh,
+    on_gpu,
+    ranks_of,
+    sharded,
+    stage_meshes,
+)
 from jaxflow.pipeline.choice import is_sequential
 from jaxflow.pipeline.compiler import compile_plan, xla_options
 from jaxflow.pipeline.handwritten import sequential_plan
@@ -97,6 +110,7 @@ PROGRAM_FIELDS = (
     "block_size",
     "tensor_parallel_size",
     "pipeline_parallel_size",
+    "data_parallel_size",
     "enable_expert_parallel",
     "enable_eplb",
     "num_redundant_experts",
@@ -298,7 +312,11 @@ def start_engine(
             copy = copy_to if team is None else team.recorder.copy
             share = None if team is None else team.share_disk
             tier = start_host_tier(config, executor.page_shapes(), measure, disk, copy=copy, share=share)
-        loop = make_loop(config, checkpoint.model_config, executor, tier, fingerprint=fingerprint)
+        if config.data_parallel_size > 1:
+            assert isinstance(executor, Executor)
+            loop = make_ranked_loop(config, checkpoint.model_config, executor, fingerprint=fingerprint)
+        else:
+            loop = make_loop(config, checkpoint.model_config, executor, tier, fingerprint=fingerprint)
         driver = Driver(loop)
         if team is not None:
             team.watch(driver)
@@ -400,7 +418,8 @@ def _make_stages(
     if config.kv_offloading_size:
         check_host(config, model)
     stages = stages_of(stage_layers(config, model))
-    meshes = stage_meshes(tp, len(stages))
+    ranks = config.data_parallel_size
+    meshes = stage_meshes(tp, len(stages)) if ranks == 1 else (make_rank_mesh(ranks),)
     is_own = kernels is None
     check_slots(config, model)
     kernels = kernels or choose_kernels(config, model)  # a refusal comes before the weights are read
@@ -414,7 +433,8 @@ def _make_stages(
         jax.block_until_ready(loaded)
     products = dense_products(model, loaded[-1])
     tell_kernels(kernels, products, progress)
-    one = one_alone(products.values(), kernels)  # all stages have the same layouts
+    # All stages have the same layouts. Ranks with one decode each are rare.
+    one = ranks == 1 and one_alone(products.values(), kernels)
     own = [device for mesh in meshes if is_here(mesh) for device in mesh.local_devices]
     memory = min((device.memory_stats() or {}).get("bytes_limit", 0) for device in own)
     if team is not None:  # programs depend on both, and all processes need the same ones
@@ -453,6 +473,7 @@ def weight_options(config: EngineConfig) -> dict[str, Any]:
         "quantization": config.quantization,
         "kv_scales": config.kv_cache_dtype == "float8_e4m3fn",
         "expert_parallel": config.enable_expert_parallel,
+        "ranks": config.data_parallel_size,
     }
 
 
@@ -465,8 +486,10 @@ def make_context(
 ) -> Context:
     """Return the constants of the steps of a model, or of one pipeline stage. windows: see `Context`."""
     axis = axis_of(mesh)
-    expert_axis = axis if config.enable_expert_parallel else None
-    return Context(layers, kernels, axis, windows=windows, expert_axis=expert_axis)
+    spread = DP if ranks_of(mesh) > 1 else axis
+    return Context(
+        layers, kernels, axis, windows=windows, expert_axis=spread if config.enable_expert_parallel else None
+    )
 
 
 def _absent(config: EngineConfig, model: ModelConfig, mesh: Mesh, stage: Stage) -> Weights:
@@ -517,7 +540,7 @@ def _make_stage(
     )
 
     def early(layout: StepLayout) -> bool:
-        return layout.plan not in (graphs or {}) and uses_pdl(layout, kernels, tp, layer_bytes)
+        return layout.plan not in (graphs or {}) and uses_pdl(layout, kernels, mesh.size, layer_bytes)
 
     def options_of(layout: StepLayout) -> dict[str, Any]:
         launched = "streams" if early(layout) else (graphs or {}).get(layout.plan)
@@ -548,7 +571,7 @@ def _make_stage(
         kv_dtype=jnp.dtype(config.kv_cache_dtype),
         max_model_len=config.max_model_len,
         defers=not on_gpu(),  # a GPU times kernels while it compiles, in memory that steps need
-        is_layered=lambda layout: has_program_a_layer(plan_of(layout), layers),
+        is_layered=lambda layout: ranks_of(mesh) == 1 and has_program_a_layer(plan_of(layout), layers),
         times=times,
         name="" if stage.is_model else f" of layers {stage.first} to {stage.stop}",
     )
@@ -636,20 +659,13 @@ def make_loop(
       tier: the host tier, which the loop closes; None without one.
       policy: see `Scheduler`; None for `BatchBudget` with the limit of the settings.
       changes: fields of the `SchedulerConfig` to replace.
+
+    Raises:
+      ConfigError: for a config with several data-parallel ranks.
     """
-    assert config.max_num_seqs and config.max_num_batched_tokens and config.max_model_len
-    scheduling = SchedulerConfig(
-        token_budget=config.max_num_batched_tokens,
-        max_num_seqs=config.max_num_seqs,
-        block_size=config.block_size,
-        windows=model.windows,
-        num_pages=executor.num_pages,
-        max_model_len=config.max_model_len,
-        buckets=tuple(sorted(executor.layouts)),
-        enable_prefix_caching=config.enable_prefix_caching,
-        max_waiting=config.max_waiting,
-        seed=config.seed,
-    )
+    if config.data_parallel_size > 1:
+        raise ConfigError("data_parallel_size", config.data_parallel_size, "1 for this command")
+    scheduling = _scheduling(config, model, executor)
     if executor.num_stages > 1:  # only micro-batches need the cost of a decode
         cost = decode_cost(model, config.tensor_parallel_size)
         scheduling = dataclasses.replace(scheduling, stages=executor.num_stages, decode_cost=cost)
@@ -673,6 +689,43 @@ def make_loop(
         offload=offload,
         step_time=step_time,
         eplb_step_interval=config.eplb_step_interval if config.enable_eplb else None,
+    )
+
+
+def make_ranked_loop(
+    config: EngineConfig, model: ModelConfig, executor: Executor, **changes: Any
+) -> RankedLoop:
+    """Return the loop of data-parallel ranks over an executor. Arguments: see `make_loop`."""
+    scheduling = dataclasses.replace(_scheduling(config, model, executor), **changes)
+    seeds = random.Random(scheduling.seed)  # requests without a seed get those of one rank
+    ranks = [
+        Loop(
+            Scheduler(scheduling, policy=BatchBudget(), seeds=seeds),
+            executor,
+            eos_token_ids=model.eos_token_ids,
+            first_slot=rank * executor.slots,
+        )
+        for rank in range(executor.ranks)
+    ]
+    return RankedLoop(ranks, executor)
+
+
+def _scheduling(
+    config: EngineConfig, model: ModelConfig, executor: Executor | StagedExecutor
+) -> SchedulerConfig:
+    """Return the settings of a scheduler, of one rank. config: resolved."""
+    assert config.max_num_seqs and config.max_num_batched_tokens and config.max_model_len
+    return SchedulerConfig(
+        token_budget=config.max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+        block_size=config.block_size,
+        windows=model.windows,
+        num_pages=executor.num_pages,
+        max_model_len=config.max_model_len,
+        buckets=tuple(sorted(executor.layouts)),
+        enable_prefix_caching=config.enable_prefix_caching,
+        max_waiting=config.max_waiting,
+        seed=config.seed,
     )
 
 
@@ -730,8 +783,8 @@ def _own_num_pages(config: EngineConfig, model: ModelConfig, stages: Sequence[Ex
 def _most_pages(config: EngineConfig, executor: Executor, stages: int) -> int:
     """Return the pages of each layer group that the free memory holds. stages: see `_pages_of_stage`."""
     mesh = executor.programs.mesh
-    size = sum(page_bytes(executor.page_groups, config.block_size, mesh.size))
-    return (memory_budget(mesh, config) if on_gpu() else free_host_bytes() // stages) // size
+    size = sum(page_bytes(executor.page_groups, config.block_size, mesh.shape[TP]))
+    return (memory_budget(mesh, config) if on_gpu() else free_host_bytes() // stages // executor.ranks) // size
 
 
 def _pages_of_stage(config: EngineConfig, executor: Executor, stages: int) -> tuple[int, ...]:
@@ -742,16 +795,16 @@ def _pages_of_stage(config: EngineConfig, executor: Executor, stages: int) -> tu
     if on_gpu():
         free -= executor.temporary_bytes()  # on a CPU the other half of the memory holds the temporary arrays
         if config.kv_offloading_size:
-            free -= device_bytes(page_bytes(executor.page_groups, config.block_size, mesh.size), free)
+            free -= device_bytes(page_bytes(executor.page_groups, config.block_size, mesh.shape[TP]), free)
     else:  # the start writes each page once, and a number that varied with the free memory would miss caches
         tokens = max(POOL_TOKENS, config.max_num_seqs * TOKENS_OF_SEQ, config.max_model_len)
         pages = -(-tokens // config.block_size)
-        free = min(free, pages * sum(page_bytes(executor.page_groups, config.block_size, mesh.size)))
+        free = min(free, pages * sum(page_bytes(executor.page_groups, config.block_size, mesh.shape[TP])))
     return fit_pages(
         executor.page_groups,
         free,
         block_size=config.block_size,
-        tp=mesh.size,
+        tp=mesh.shape[TP],
         max_num_seqs=config.max_num_seqs,
         token_budget=config.max_num_batched_tokens,
         max_model_len=config.max_model_len,

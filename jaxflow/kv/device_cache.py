@@ -25,7 +25,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxflow.config import ConfigError, ModelConfig, Window
 from jaxflow.kv.visible import most_pages
-from jaxflow.parallel.mesh import axis_of, sharded
+from jaxflow.parallel.mesh import DP, axis_of, sharded
 from pallas_kernels.quantized import Quantized
 
 
@@ -114,8 +114,8 @@ def kv_heads(config: ModelConfig, tp: int) -> int:
 
 
 def cache_spec(mesh: Mesh) -> PartitionSpec:
-    """Return the partition of every array of the cache: the heads over the devices."""
-    return PartitionSpec(None, axis_of(mesh))
+    """Return the partition of every array of the cache: the heads over the devices, the pages over the ranks."""
+    return PartitionSpec(DP if DP in mesh.shape else None, axis_of(mesh))
 
 
 def cache_shapes(

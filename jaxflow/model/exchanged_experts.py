@@ -1,51 +1,88 @@
-"""The experts of a layer on devices that each have tokens of their own, as with data-parallel attention.
+"""The exchange of tokens between data-parallel ranks, whose devices hold some of a layer's experts each.
 
 A device sorts the rows of its tokens by expert, sends each row to the device that holds the row's expert, and gets
 the expert's output back. Device i of n holds the i-th E / n experts whole.
 """
 
-from collections.abc import Callable
+import dataclasses
 
+import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from jaxflow.model import ops
-from jaxflow.model.op_registry import Context, Site, Weights, op_scope
+from jaxflow.model.op_registry import Context, op_scope
 from jaxflow.model.routing import Routing, weighted_sum
-from jaxflow.parallel.ragged import send_rows
-from pallas_kernels.gemm.grouped import groups as expert_groups
+from jaxflow.parallel.ragged import send
+from pallas_kernels.gemm.grouped.groups import Groups, HeldExperts, list_groups
 
 
-def exchanged_experts(
-    c: Context, w: Weights, h: Float[Array, "t D"], routing: Routing, send: Callable = send_rows
-) -> Float[Array, "t D"]:
-    """Return the weighted sum of the experts' outputs for this device's tokens; complete, not a partial sum.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ReceivedRows:
+    """The rows that the devices sent to this one.
 
-    Args:
-      c: `expert_axis` is the mesh axis of the devices.
-      w: the layer's weights, of the device's own experts.
-      send: `jaxflow.parallel.ragged.send_rows`, or `send_padded_rows`.
+    rows: by sender, then by expert; the last ones of the array are unused.
+    routing: the expert of each row, with weight 1; no expert of any device for an unused row.
+    sizes: the rows that each device sends to each device.
     """
-    assert c.expert_axis is not None, "experts on one device"
-    (tokens, chosen), devices = routing.experts.shape, lax.axis_size(c.expert_axis)
+
+    rows: Float[Array, "R D"]
+    routing: Routing
+    sizes: Int[Array, "n n"]
+
+
+def list_sent(c: Context, experts: Int[Array, "t e"], is_token: Bool[Array, " t"] | None) -> Groups:
+    """Return the pairs of this device's tokens, sorted by expert. Pairs of padding are not sent.
+
+    is_token: False for padding; None without padding.
+    """
+    number = c.config.num_experts
+    if is_token is None:
+        return list_groups(experts, number)
+    experts = jnp.where(is_token[:, None], experts, number)
+    return list_groups(experts, number, held=HeldExperts(jnp.int32(0), number))
+
+
+def send_to_experts(c: Context, h: Float[Array, "t D"], routing: Routing) -> ReceivedRows:
+    """Send the rows of this device's tokens to the devices of their experts, and return what this device gets.
+
+    routing: `groups` are those of `list_sent`.
+    """
+    assert c.expert_axis is not None and routing.groups is not None
+    sent, (tokens, chosen) = routing.groups, routing.experts.shape
+    devices, piece = lax.axis_size(c.expert_axis), _piece(c, tokens, chosen)
     held = c.config.num_experts // devices
-    own = expert_groups.list_groups(routing.experts, c.config.num_experts)
-    piece = tokens * min(chosen, held)  # a token has different experts
     with op_scope("expert_dispatch_all_to_all"):
-        counts = lax.all_gather(own.sizes, c.expert_axis)  # [n, E]: the rows of each device for each expert
+        counts = lax.all_gather(sent.sizes, c.expert_axis)  # [n, E]: the rows of each device for each expert
         sizes = counts.reshape(devices, devices, held).sum(2)
-        rows = send(h[own.pairs // chosen], sizes, c.expert_axis, length=devices * piece, piece=piece)
+        rows = send(h[sent.pairs // chosen], sizes, c.expert_axis, length=devices * piece, piece=piece)
     first = lax.axis_index(c.expert_axis) * held
-    own_counts = lax.dynamic_slice_in_dim(counts, first, held, axis=1)
-    experts = _of_received(own_counts, len(rows))
-    experts = jnp.where(experts < held, first + experts, c.config.num_experts)  # no expert of any device
-    one = Routing(experts[:, None], jnp.ones((len(rows), 1), jnp.float32))
-    site = Site(c, w)
-    y = ops.expert_down(site, ops.expert_up_gate(site, rows, one), one)
+    experts = _of_received(lax.dynamic_slice_in_dim(counts, first, held, axis=1), len(rows))
+    experts = jnp.where(experts < held, first + experts, c.config.num_experts)
+    return ReceivedRows(rows, Routing(experts[:, None], jnp.ones((len(rows), 1), jnp.float32)), sizes)
+
+
+def send_back(
+    c: Context, y: Float[Array, "R D"], sizes: Int[Array, "n n"], routing: Routing
+) -> Float[Array, "t D"]:
+    """Send the experts' outputs back, and return the weighted sum of those of each of this device's tokens.
+
+    The sum is complete, not a partial sum.
+
+    y: the outputs for `ReceivedRows.rows`, in their order. sizes, routing: of `send_to_experts`.
+    """
+    assert c.expert_axis is not None and routing.groups is not None
+    tokens, chosen = routing.experts.shape
     with op_scope("expert_combine_all_to_all"):
+        piece = _piece(c, tokens, chosen)
         back = send(y, sizes.T, c.expert_axis, length=tokens * chosen, piece=piece)
-        return weighted_sum(back, own, routing.weights)
+        return weighted_sum(back, routing.groups, routing.weights)
+
+
+def _piece(c: Context, tokens: int, chosen: int) -> int:
+    """Return the most rows from one device to another: the experts of a token are all different."""
+    return tokens * min(chosen, c.config.num_experts // lax.axis_size(c.expert_axis))
 
 
 def _of_received(counts: Int[Array, "n held"], length: int) -> Int[Array, " R"]:

@@ -27,6 +27,7 @@ class Context:
 
     axis: the tensor-parallel mesh axis inside `shard_map`; None on one device.
     expert_axis: the mesh axis over which experts are spread whole; None: every device has a share of each expert.
+      Another axis than `axis` is that of data-parallel ranks, which have tokens of their own.
     windows: the window of each layer group of the page table; None for the windows of `config`. A pipeline
       stage's `config` may lack windows that the page table has.
     sms: the SMs that a GEMM, attention, norm or quantization kernel may occupy; None for all.
@@ -40,6 +41,11 @@ class Context:
     copies: bool = False
     windows: tuple[Window, ...] | None = None
     expert_axis: str | None = None
+
+    @property
+    def exchanges_tokens(self) -> bool:
+        """Return True if tokens go to the devices of their experts and back."""
+        return self.expert_axis is not None and self.expert_axis != self.axis
 
     def group(self, layer: Layer) -> int:
         """Return the index on the page table's group axis of a layer without attention spans."""

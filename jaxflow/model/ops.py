@@ -34,6 +34,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxflow.config import Layer, Span, gate_block
 from jaxflow.model import latent_ops
 from jaxflow.model.batch import Batch
+from jaxflow.model.exchanged_experts import list_sent, send_back, send_to_experts
 from jaxflow.model.expert_copies import EXPERT_OF_SLOT, choose_copies, has_copies
 from jaxflow.model.head_groups import (
     call_once_traced,
@@ -523,8 +524,12 @@ def router(
 
     `ModelConfig.norm_topk_prob` scales the weights of a token's experts to a sum of 1. A `SigmoidRouter` chooses
     by `jaxflow.model.sigmoid_router`. A token goes to one copy of an expert (`jaxflow.model.expert_copies`).
+    Between data-parallel ranks the groups are those of `jaxflow.model.exchanged_experts`.
     """
     experts, weights = _choose(c, w, h)
+    if c.exchanges_tokens:
+        is_token = None if batch is None else batch.is_token[start:stop]
+        return Routing(experts, weights, list_sent(c, experts, is_token))
     if not has_copies(w):
         return Routing(experts, weights, _groups(c, w, experts))
     assert batch is not None, "copies of experts need the step's tokens"
@@ -560,20 +565,28 @@ def _groups(c: Context, w: Weights, experts: Int[Array, "t e"]) -> Groups:
 
 @op("expert_up_gate")
 def expert_up_gate(c: Context, w: Weights, h: Float[Array, "t D"], routing: Routing) -> ExpertRows:
-    """Return act(gate) · up of each token at each of its experts, in one GEMM over pairs sorted by expert."""
+    """Return act(gate) · up of each token at each of its experts, in one GEMM over pairs sorted by expert.
+
+    Data-parallel ranks exchange their tokens here: the result has the pairs of this device's experts.
+    """
+    exchanged = None
+    if c.exchanges_tokens:
+        received = send_to_experts(c, h, routing)
+        h, routing, exchanged = received.rows, received.routing, received.sizes
     groups = routing.groups or _groups(c, w, routing.experts)
     gates = {"activation": c.config.activation, "gate_block": gate_block(c.config.expert_intermediate_size)}
     gates |= _expert_bias(w.get("expert_up_gate_bias"))
     x, token = _as_stored(c, w["expert_up_gate"], h), groups.pairs // routing.experts.shape[1]
     rows = jax.tree.map(lambda one: one[token], x)
-    return ExpertRows(c.kernels.grouped_gemm(rows, w["expert_up_gate"], groups, **gates, **_sms(c)), groups)
+    a = c.kernels.grouped_gemm(rows, w["expert_up_gate"], groups, **gates, **_sms(c))
+    return ExpertRows(a, groups, exchanged)
 
 
 @op("expert_down")
 def expert_down(
     c: Context, w: Weights, a: ExpertRows | Float[Array, "t e F"], routing: Routing
 ) -> Float[Array, "t D"]:
-    """Return the weighted sum of the experts' outputs; a partial sum under tensor or expert parallelism.
+    """Return the weighted sum of the experts' outputs; a partial sum over tensor-parallel devices.
 
     a: in the tokens' order if the rows of `expert_up_gate` were of other tokens.
     """
@@ -585,7 +598,10 @@ def expert_down(
     bias = _expert_bias(_first_shard_only(c, down_bias) if shares else down_bias)
     rows = _as_stored(c, w["expert_down"], a.rows)
     y = c.kernels.grouped_gemm(rows, w["expert_down"], a.groups, **bias, **_sms(c))
-    return weighted_sum(y, a.groups, routing.weights)
+    if a.exchanged is None:
+        return weighted_sum(y, a.groups, routing.weights)
+    received = a.groups.places.shape
+    return send_back(c, weighted_sum(y, a.groups, jnp.ones(received, jnp.float32)), a.exchanged, routing)
 
 
 @op("shared_up_gate")

@@ -38,10 +38,15 @@ class Routing:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ExpertRows:
-    """A row of each (token, expert) pair, in the order of `groups`. Unused rows are undefined."""
+    """A row of each (token, expert) pair, in the order of `groups`. Unused rows are undefined.
+
+    exchanged: where the pairs are those that data-parallel ranks sent to this one, the rows that each rank sent to
+      each rank.
+    """
 
     rows: Float[Array, "M F"]
     groups: Groups
+    exchanged: Int[Array, "n n"] | None = None
 
 
 def by_token(value: Any) -> Any:

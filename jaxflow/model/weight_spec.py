@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxflow.parallel.mesh import TP, sharded
+from jaxflow.parallel.mesh import DP, TP, sharded
 from pallas_kernels.gemm.grouped.mxfp4_format import quantize_mxfp4
 from pallas_kernels.gemm.int4.reference import quantize_int4
 from pallas_kernels.pointwise.quantize.reference import quantize_rows
@@ -67,6 +67,7 @@ class Leaf:
       scale: the scales of the rows in an e4m3 checkpoint.
       whole_experts: the first axis counts experts, and each device holds some of them whole.
       stored: the bytes and the scales of an `Mxfp4`, by the names of a checkpoint in MXFP4.
+      over_ranks: these devices are the data-parallel ranks.
     """
 
     key: str
@@ -79,10 +80,13 @@ class Leaf:
     scale: "Leaf | None" = None
     whole_experts: bool = False
     stored: "tuple[Leaf, Leaf] | None" = None
+    over_ranks: bool = False
 
     @property
     def spec(self) -> PartitionSpec:
         """Return the `PartitionSpec` of the unquantized array."""
+        if self.whole_experts and self.over_ranks:
+            return PartitionSpec(DP)
         axis = 0 if self.whole_experts else TENSOR_PARALLEL_AXIS.get(self.key)
         return PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, TP)
 

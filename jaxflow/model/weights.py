@@ -62,6 +62,7 @@ def leaves(
     quantization: str | None = None,
     kv_scales: bool = False,
     expert_parallel: bool = False,
+    ranks: int = 1,
 ) -> Weights:
     """Return the pytree of weights for `tp` devices, with a `Leaf` in the place of each array.
 
@@ -69,12 +70,13 @@ def leaves(
       quantization: fp8, int4 or mxfp4, for the matrices of `AFFECTED`.
       kv_scales: whether to include the scales of an e4m3 cache.
       expert_parallel: each device holds some experts whole, instead of a share of every expert.
+      ranks: the data-parallel ranks, over which the whole experts are spread.
 
     Raises:
       ConfigError: `tensor_parallel_size` does not divide the heads, the MLP or the whole experts, or splits a group
       of a 4-bit matrix. Expert parallelism without experts. mxfp4 for another model than gpt-oss.
     """
-    _check_cuts(config, tp, expert_parallel)
+    _check_cuts(config, tp, expert_parallel, ranks)
     if quantization == "mxfp4" and "all_up_gate" not in layer_names(config):
         accepted = f"fp8, int4 or unset: no checkpoint of {config.architecture} has experts in MXFP4"
         raise ConfigError("quantization", quantization, accepted)
@@ -94,7 +96,7 @@ def leaves(
         tree["lm_head"] = _padded("lm_head", names["lm_head"], (v, d), padded)
     width = mlp_width(config.intermediate_size, tp, quantization)
     tree["layers"] = [
-        _layer(config, layer, names["layer"].format(i), tp, width, expert_parallel)
+        _layer(config, layer, names["layer"].format(i), tp, width, expert_parallel, ranks)
         for i, layer in enumerate(config.layers)
     ]
     for i, layer in enumerate(tree["layers"]):
@@ -200,7 +202,7 @@ def _draw_group(seeds: jax.Array, *, group: Mapping[str, Leaf], dtype: Any, norm
     return {name: draw(seeds[i], leaf, norm, dtype) for i, (name, leaf) in enumerate(group.items())}
 
 
-def _check_cuts(config: ModelConfig, tp: int, expert_parallel: bool) -> None:
+def _check_cuts(config: ModelConfig, tp: int, expert_parallel: bool, ranks: int) -> None:
     def check(ok: bool, accepted: str) -> None:
         if not ok:
             raise ConfigError("tensor_parallel_size", tp, accepted)
@@ -217,6 +219,9 @@ def _check_cuts(config: ModelConfig, tp: int, expert_parallel: bool) -> None:
         not expert_parallel or config.num_experts % tp == 0,
         f"a divisor of the {config.num_experts} experts, which enable_expert_parallel spreads whole",
     )
+    if config.num_experts % ranks:
+        accepted = f"a divisor of the {config.num_experts} experts, which are spread over the ranks"
+        raise ConfigError("data_parallel_size", ranks, accepted)
     widths = {config.intermediate_size} if not all(layer.experts for layer in config.layers) else set()
     widths |= {config.expert_intermediate_size} if experts and not expert_parallel else set()
     widths |= {config.shared_expert_intermediate_size} - {0}
@@ -376,9 +381,9 @@ def _per_expert(key: str, one: Callable[[int], Leaf], experts: int) -> Leaf:
 
 
 def _layer(
-    config: ModelConfig, layer: Layer, prefix: str, tp: int, width: int, expert_parallel: bool
+    config: ModelConfig, layer: Layer, prefix: str, tp: int, width: int, expert_parallel: bool, ranks: int
 ) -> dict[str, Leaf]:
-    """Return the leaves of one layer. width: `mlp_width` of its dense MLP."""
+    """Return the leaves of one layer. width: `mlp_width` of its dense MLP. Other arguments: see `leaves`."""
     names = {role: prefix + name for role, name in layer_names(config).items()}
     latent = config.latent
     d, width_of_head = config.hidden_size, config.head_dim if latent is None else latent.value_dim
@@ -400,7 +405,7 @@ def _layer(
         tree |= _mlp(config, names, width)
     elif expert_parallel:
         tree |= {
-            key: dataclasses.replace(leaf, whole_experts=key in EXPERT_LEAVES)
+            key: dataclasses.replace(leaf, whole_experts=key in EXPERT_LEAVES, over_ranks=ranks > 1)
             for key, leaf in _experts(config, names, 1).items()
         }
     else:

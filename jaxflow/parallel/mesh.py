@@ -1,4 +1,4 @@
-"""The tensor-parallel mesh of this process's devices."""
+"""The meshes of this process's devices: tensor parallelism, and data-parallel ranks."""
 
 import os
 from collections.abc import Callable
@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxflow.config import ConfigError
 
 TP = "tp"  # the mesh axis of tensor parallelism
+DP = "dp"  # the mesh axis of data-parallel ranks, which a mesh of one rank lacks
 NVIDIA_DEVICES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg")
 
 
@@ -60,6 +61,28 @@ def stage_meshes(tensor_parallel_size: int, pipeline_parallel_size: int) -> tupl
     return tuple(meshes if jax.process_count() == 1 else reversed(meshes))
 
 
+def make_rank_mesh(data_parallel_size: int) -> Mesh:
+    """Return a mesh of one device for each of several data-parallel ranks.
+
+    Raises:
+      ConfigError: there are fewer devices.
+    """
+    devices, ranks = jax.devices(), data_parallel_size
+    if ranks > len(devices):
+        raise ConfigError("data_parallel_size", ranks, f"at most the {len(devices)} devices that are here")
+    return Mesh(np.array(devices[:ranks]).reshape(ranks, 1), (DP, TP))
+
+
+def ranks_of(mesh: Mesh) -> int:
+    """Return the number of data-parallel ranks of a mesh."""
+    return mesh.shape.get(DP, 1)
+
+
+def by_rank(mesh: Mesh) -> PartitionSpec:
+    """Return the partition of an array that holds the arrays of all ranks, one after another on axis 0."""
+    return PartitionSpec(DP) if DP in mesh.shape else PartitionSpec()
+
+
 def is_here(mesh: Mesh) -> bool:
     """Return True if this process has a device of the mesh."""
     return any(device.process_index == jax.process_index() for device in mesh.devices.flat)
@@ -87,7 +110,14 @@ def sharded(mesh: Mesh, spec: PartitionSpec) -> NamedSharding:
 
 
 def over_shards(fn: Callable, mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable:
-    """Return `fn` as a function over the devices of a mesh, or `fn` itself on one device."""
+    """Return `fn` as a function over the tensor-parallel devices of a mesh, or `fn` itself on one device."""
     if axis_of(mesh) is None:
+        return fn
+    return jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def over_ranks(fn: Callable, mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable:
+    """Return `fn` as a function over the data-parallel ranks of a mesh, or `fn` itself for one rank."""
+    if DP not in mesh.shape:
         return fn
     return jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)

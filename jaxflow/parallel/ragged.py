@@ -5,9 +5,23 @@ a device are ordered by their receiver, and the received rows by their sender. S
 back to where they came from.
 """
 
+import functools
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
+
+
+def send(
+    rows: Float[Array, "M D"], sizes: Int[Array, "n n"], axis: str, *, length: int, piece: int
+) -> Float[Array, "R D"]:
+    """Return the rows that the other devices send to this one, as the platform sends them best.
+
+    Arguments: see `send_rows`. A GPU sends the rows only, other platforms send padded pieces.
+    """
+    sends = (functools.partial(way, axis=axis, length=length, piece=piece) for way in (send_rows, send_padded_rows))
+    ragged, padded = sends
+    return lax.platform_dependent(rows, sizes, cuda=ragged, default=padded)
 
 
 def send_rows(

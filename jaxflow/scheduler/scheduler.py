@@ -89,7 +89,9 @@ class Scheduler:
         config: SchedulerConfig,
         tiers: TierPolicy[Sequence] | None = None,
         policy: StepPolicy | None = None,
+        seeds: random.Random | None = None,
     ):
+        """`seeds`: draws the seeds of requests without one, for several schedulers; None for a source of its own."""
         self.config, self.tiers = config, tiers
         self.running = Running(config, tiers)
         self.lengths = OutputLengths()
@@ -102,7 +104,7 @@ class Scheduler:
         self._admitting = True  # the step may still admit
         self._planned: list[int] = []  # pages that the step's chunks will take, by layer group
         self._forecast: Forecast | None = None  # of this step, once a sequence is considered
-        self._random = random.Random(config.seed)
+        self._random = seeds or random.Random(config.seed)
         self._start_interval_s = 1.0  # recent mean time between the starts of requests
         self._last_start_s: float | None = None
 
@@ -139,6 +141,11 @@ class Scheduler:
     def pages_free(self) -> int:
         """Free or cached pages, over all layer groups."""
         return sum(self.running.tables.available())
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the sequences that run or wait."""
+        return self._waiting.num_tokens + int(self.running.slots.num_total.sum())
 
     def seconds_until_room(self) -> float:
         """Return the expected time until a place in the waiting queue is free.

@@ -264,16 +264,20 @@ class WaitingQueue:
     """The sequences that wait for a slot, oldest first: those longer than a step, and the others.
 
     The tokens of a sequence must not change while it waits.
+
+    Attributes:
+      num_tokens: of all waiting sequences.
     """
 
     def __init__(self, token_budget: int):
-        self._budget = token_budget
+        self._budget, self.num_tokens = token_budget, 0
         self._short: list[Sequence] = []
         self._long: list[Sequence] = []
 
     def add(self, seq: Sequence) -> None:
         """Add a sequence in its place by age."""
         bisect.insort(self._queue_of(seq), seq, key=BY_AGE)
+        self.num_tokens += seq.num_total
 
     def remove(self, seq: Sequence) -> None:
         """Remove a sequence. Does nothing if it does not wait."""
@@ -281,6 +285,7 @@ class WaitingQueue:
         i = bisect.bisect_left(queue, seq.key, key=BY_AGE)
         if queue[i : i + 1] == [seq]:
             del queue[i]
+            self.num_tokens -= seq.num_total
 
     def head(self, *, include_long: bool) -> Sequence | None:
         """Return the oldest sequence, the long ones left out unless `include_long`; None if there is none."""

@@ -62,7 +62,7 @@ class RayCluster:
     def __init__(self, config: RayConfig, replicas: int, devices: int, load: Load):
         if devices % config.processes:
             accepted = (
-                f"a divisor of {devices}: tensor_parallel_size times pipeline_parallel_size, the devices of a "
+                f"a divisor of {devices}: the product of tensor, pipeline and data_parallel_size, the devices of a "
                 "replica, of which each process has the same number"
             )
             raise ConfigError("processes_per_replica", config.processes, accepted)

@@ -99,6 +99,7 @@ class Checkpoint:
         quantization: str | None = None,
         kv_scales: bool = False,
         expert_parallel: bool = False,
+        ranks: int = 1,
         stage: Stage | None = None,
     ) -> Weights:
         """Return the weights in the layout of `jaxflow.model.weights`, on the devices of the mesh.
@@ -114,6 +115,7 @@ class Checkpoint:
             None keeps the checkpoint's format. With fp8, an fp8 checkpoint keeps its 16-bit matrices in 16 bits.
           kv_scales: add the scales of an e4m3 KV cache. A scale that the checkpoint lacks is 1.
           expert_parallel: each device holds some experts whole.
+          ranks: the data-parallel ranks of the mesh, over which whole experts are spread.
           stage: the part of the model to load; None for the complete model.
 
         Raises:
@@ -125,7 +127,7 @@ class Checkpoint:
         if tp not in (None, devices):
             raise ConfigError("tensor_parallel_size", tp, f"{devices}, the size of the mesh")
         options: dict[str, Any] = {"quantization": quantization or self.quantization, "kv_scales": kv_scales}
-        options |= {"expert_parallel": expert_parallel}
+        options |= {"expert_parallel": expert_parallel, "ranks": ranks}
         if self.source is None:
             return dummy_weights(self.model_config, dtype, mesh, seed, stage=stage, **options)
         tree = leaves(self.model_config, devices, **options)

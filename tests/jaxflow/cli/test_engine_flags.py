@@ -161,9 +161,3 @@ def test_a_removed_flag_names_its_replacement():
         name = argument.lstrip("-").partition("=")[0]
         with pytest.raises(flags.Error, match=f"flag --{name} was removed: .*(sweep|max_num_batched_tokens)"):
             engine_flags.parse(["program", argument])
-
-
-@pytest.mark.parametrize("argument", ["--data_parallel_size=2", "--data-parallel-size"])
-def test_a_flag_that_only_others_have_names_the_reason(argument):
-    with pytest.raises(flags.Error, match=r"flag --data_parallel_size is not supported: .*one server a GPU"):
-        engine_flags.parse(["program", argument])

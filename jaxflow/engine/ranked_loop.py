@@ -1,0 +1,235 @@
+"""The loop of data-parallel ranks: each rank has requests, pages and a scheduler of its own, and all step together.
+
+Each step takes one step of every rank. All ranks run the layout that the largest of their steps needs, because the
+experts' all-to-alls are part of the step. A rank without work runs an empty step.
+"""
+
+import collections
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxflow.engine.executor import Executor, Pending
+from jaxflow.engine.expert_load import ExpertCounter
+from jaxflow.engine.layout import StepLayout, empty_buffer
+from jaxflow.engine.loop import InFlight, Inputs, Loop, Stats
+from jaxflow.engine.step_log import StepLog, StepRecord
+from jaxflow.kv import prefix
+from jaxflow.request import Event, Request
+from jaxflow.scheduler.config import SchedulerConfig, prefix_salt
+from jaxflow.scheduler.state import StepWork
+
+
+@dataclasses.dataclass(frozen=True)
+class RankedStep:
+    """An enqueued step of all ranks; its tokens are not read yet. works: None for a rank without work."""
+
+    works: tuple[StepWork | None, ...]
+    layout: StepLayout
+    pending: Pending
+    enqueued_s: float
+
+
+class RankedLoop:
+    """The loops of several ranks, which step together. It has the calls of `Loop` that a `Driver` uses.
+
+    A request belongs to one rank. Its rank is the one with the fewest tokens, running and waiting, less the tokens of
+    the request's prompt that the rank's prefix cache has.
+    """
+
+    def __init__(self, ranks: Sequence[Loop], executor: Executor, *, clock=time.monotonic):
+        self.ranks, self.executor = tuple(ranks), executor
+        self._clock = clock
+        # The last calls of `schedule`; None where no rank found work. Steps are enqueued one before they are read.
+        self._before: RankedStep | None = None
+        self._counts: collections.Counter[str] = collections.Counter()  # steps by plan
+        self.log = StepLog()
+        self.expert_counter = ExpertCounter(executor.expert_layers, len(self.ranks))
+        self.advances = 0  # steps enqueued plus steps read
+
+    # ---- requests
+
+    def add(self, request: Request, now: float) -> None:
+        """Queue a request on a rank. Raises: InvalidRequest, QueueFull."""
+        names = page_names(self.scheduling, request)
+
+        def cost(rank: Loop) -> int:
+            scheduler = rank.scheduler
+            return scheduler.num_tokens - scheduler.running.tables.hit(names) * scheduler.config.block_size
+
+        min(self.ranks, key=cost).add(request, now)
+
+    def abort(self, request_id: str) -> list[Event]:
+        """End the unfinished sequences of a request, and return their last events."""
+        return [event for rank in self.ranks for event in rank.abort(request_id)]
+
+    def end_all(self, fault: BaseException | None) -> list[Event]:
+        """Return the last events of every request, when no more steps run."""
+        return [event for rank in self.ranks for event in rank.end_all(fault)]
+
+    def is_live(self, request_id: str) -> bool:
+        return any(rank.is_live(request_id) for rank in self.ranks)
+
+    @property
+    def request_ids(self) -> list[str]:
+        return [request_id for rank in self.ranks for request_id in rank.request_ids]
+
+    @property
+    def scheduling(self) -> SchedulerConfig:
+        """Return the settings of a rank's scheduler, with the limits of a request."""
+        return self.ranks[0].scheduling
+
+    def accept(self, request: Request) -> Request:
+        """Return the request with its limit, which is the same on all ranks. Raises: InvalidRequest."""
+        return self.ranks[0].accept(request)
+
+    @property
+    def has_work(self) -> bool:
+        return self._before is not None or any(rank.has_work for rank in self.ranks)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that have not begun."""
+        return sum(rank.waiting for rank in self.ranks)
+
+    @property
+    def max_waiting(self) -> int:
+        """The most requests that wait on all ranks together."""
+        return self.scheduling.max_waiting
+
+    def seconds_until_room(self) -> float:
+        return min(rank.seconds_until_room() for rank in self.ranks)
+
+    def stats(self, queued: int) -> Stats:
+        """Return the counters as of the last step, those of the ranks added up. Any thread may call it.
+
+        `queued`: requests that have not reached the loop.
+        """
+        each = [rank.stats(0) for rank in self.ranks]
+
+        def total(field: str) -> int:
+            return sum(getattr(one, field) for one in each)
+
+        return Stats(
+            running_requests=total("running_requests"),
+            waiting_requests=total("waiting_requests") + queued,
+            kv_pages=total("kv_pages"),
+            kv_pages_free=total("kv_pages_free"),
+            steps=self._counts.total(),
+            prompt_tokens=total("prompt_tokens"),
+            completion_tokens=total("completion_tokens"),
+            cached_prompt_tokens=total("cached_prompt_tokens"),
+            preemptions=total("preemptions"),
+            compilations_after_warmup=self.executor.compilations,
+            steps_by_plan=dict(self._counts),
+            kv_tiers={},
+        )
+
+    def begin(self) -> None:
+        """Prepare the thread that will call `step`."""
+
+    def close(self) -> None:
+        """End what runs concurrently, after the last step."""
+
+    # ---- steps
+
+    def step(self) -> list[Event]:
+        """Enqueue the next step of all ranks, then read the one before. Return its events."""
+        now = self._clock()
+        works = tuple(rank.scheduler.schedule(now) for rank in self.ranks)
+        before, self._before = self._before, self._enqueue(works) if any(work is not None for work in works) else None
+        if before is not None:
+            self._read(before)
+        return [event for rank in self.ranks for event in rank.take_events()]
+
+    def _enqueue(self, works: tuple[StepWork | None, ...]) -> RankedStep:
+        layout = self._choose([work for work in works if work is not None])
+        inputs = [
+            _without_work(layout) if work is None else rank.prepare(work, layout)
+            for rank, work in zip(self.ranks, works, strict=True)
+        ]
+        buffer, appends, full, targets = _together(layout, inputs)
+        pending = self.executor.run(layout, buffer, appends, full=full, targets=targets)
+        self._counts[layout.plan] += 1
+        self.advances += 1
+        return RankedStep(works, layout, pending, time.monotonic())
+
+    def _choose(self, works: list[StepWork]) -> StepLayout:
+        """Return the layout that holds the step of every rank, without chunks if no rank has one."""
+        bucket = max(work.bucket for work in works)
+        (layout,) = self.executor.layouts[bucket]
+        return layout if any(work.chunks for work in works) else self.executor.decode_layouts.get(bucket, layout)
+
+    def _read(self, step: RankedStep) -> None:
+        """Wait for the tokens of a step, and let each rank take its own."""
+        asked_s = time.monotonic()
+        step = dataclasses.replace(step, pending=_on_host(step.pending))
+        read_s = time.monotonic()
+        self.expert_counter.put(step.pending.expert_counts)
+        self.advances += 1
+        records = [
+            rank.read(InFlight(work, _of_rank(step, number), step.layout.plan, step.enqueued_s))
+            for number, (rank, work) in enumerate(zip(self.ranks, step.works, strict=True))
+            if work is not None
+        ]
+        self.log.steps.append(
+            StepRecord(
+                step.layout.plan,
+                step.layout.tokens * len(self.ranks),
+                sum(record.decode_tokens for record in records),
+                sum(record.prefill_tokens for record in records),
+                sum(record.new_tokens for record in records),
+                sum(record.new_decode_tokens for record in records),
+                step.enqueued_s,
+                read_s - asked_s,
+                read_s,
+            )
+        )
+
+
+def page_names(config: SchedulerConfig, request: Request) -> list[bytes]:
+    """Return the names of the prompt's pages that a prefix cache may have; [] without prefix caching."""
+    salt = prefix_salt(config, request, 0) if config.enable_prefix_caching else None
+    if salt is None or request.sampling.prompt_logprobs is not None:
+        return []
+    tokens, chain = np.asarray(request.prompt_token_ids, np.int32), [prefix.root(salt)]
+    prefix.extend(chain, tokens, (len(tokens) - 1) // config.block_size, config.block_size)
+    return chain[1:]
+
+
+def _without_work(layout: StepLayout) -> Inputs:
+    return empty_buffer(layout), np.zeros((0, 4), np.int32), False, None
+
+
+def _together(layout: StepLayout, inputs: Sequence[Inputs]) -> Inputs:
+    """Return the inputs of all ranks as those of one step, see `Executor.run`."""
+    buffers, appends, full, targets = zip(*inputs, strict=True)
+    most = max(map(len, appends))
+    padded = np.full((len(inputs), most, 4), layout.groups, np.int32)  # no group: dropped
+    for rank, own in zip(padded, appends, strict=True):
+        rank[: len(own)] = own
+    asked = any(own is not None for own in targets)
+    none = np.zeros(layout.tokens, np.int32)
+    of_all = np.concatenate([none if own is None else own for own in targets]) if asked else None
+    return np.concatenate(buffers), padded, any(full), of_all
+
+
+def _on_host(pending: Pending) -> Pending:
+    """Wait for the results of a step, and return them as numpy arrays."""
+    found = jax.tree.map(np.asarray, (pending.tokens, pending.logprobs, pending.prompt))
+    return Pending(*found, pending.enqueued_s, pending.expert_counts)
+
+
+def _of_rank(step: RankedStep, rank: int) -> Pending:
+    """Return a rank's part of the results of a step, whose arrays are on the host."""
+
+    def part(arrays: Any, rows: int) -> Any:
+        return jax.tree.map(lambda a: a[rank * rows : (rank + 1) * rows], arrays)
+
+    pending, layout = step.pending, step.layout
+    tokens, logprobs = (part(arrays, layout.rows) for arrays in (pending.tokens, pending.logprobs))
+    return Pending(tokens, logprobs, part(pending.prompt, layout.tokens), pending.enqueued_s)
