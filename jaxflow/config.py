@@ -258,7 +258,9 @@ class ParallelConfig:
                 raise ConfigError(field, getattr(self, field), f"a positive number of {accepted}")
         whole = self.tp * self.dp
         if self.ep not in (1, whole):
-            raise ConfigError("ep", self.ep, f"1, or tp · dp = {whole}: all devices of a stage share the experts")
+            raise ConfigError(
+                "ep", self.ep, f"1, or tp · dp = {whole}: all devices of a stage share the experts"
+            )
 
 
 MAX_STEP_TOKENS = 2**20

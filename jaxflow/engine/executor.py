@@ -419,7 +419,10 @@ class Executor:
     ) -> tuple[jax.Array, jax.Array, Rows]:
         """Enqueue the forward of a step. Arguments and results: see `run` and `run_program`."""
         for i in range(0, appends.shape[-2], APPENDS):
-            piece, some = np.full((self.ranks, APPENDS, 4), self.groups, np.int32), appends[..., i : i + APPENDS, :]
+            piece, some = (
+                np.full((self.ranks, APPENDS, 4), self.groups, np.int32),
+                appends[..., i : i + APPENDS, :],
+            )
             piece[:, : some.shape[-2]] = some
             piece = place(piece.reshape(-1, 4), self._by_rank)
             self.page_table = self._small["append_pages"](self.page_table, piece)
@@ -727,7 +730,9 @@ def rehearse(executor: Any, layout: StepLayout) -> None:
     """
     buffer = np.tile(empty_buffer(layout), executor.ranks)
     nothing = np.full((executor.ranks, 1, 4), executor.groups, np.int32)
-    targets = np.zeros(executor.ranks * layout.tokens, np.int32) if layout.tokens in executor.layouts else None
+    targets = (
+        np.zeros(executor.ranks * layout.tokens, np.int32) if layout.tokens in executor.layouts else None
+    )
     full = not executor.defers
     executor.run(layout, buffer, nothing, full=False, targets=targets if full else None)
     np.asarray(executor.run(layout, buffer, nothing, full=full).tokens)

@@ -141,7 +141,10 @@ class RankedLoop:
         """Enqueue the next step of all ranks, then read the one before. Return its events."""
         now = self._clock()
         works = tuple(rank.scheduler.schedule(now) for rank in self.ranks)
-        before, self._before = self._before, self._enqueue(works) if any(work is not None for work in works) else None
+        before, self._before = (
+            self._before,
+            self._enqueue(works) if any(work is not None for work in works) else None,
+        )
         if before is not None:
             self._read(before)
         return [event for rank in self.ranks for event in rank.take_events()]
@@ -162,7 +165,9 @@ class RankedLoop:
         """Return the layout that holds the step of every rank, without chunks if no rank has one."""
         bucket = max(work.bucket for work in works)
         (layout,) = self.executor.layouts[bucket]
-        return layout if any(work.chunks for work in works) else self.executor.decode_layouts.get(bucket, layout)
+        return (
+            layout if any(work.chunks for work in works) else self.executor.decode_layouts.get(bucket, layout)
+        )
 
     def _read(self, step: RankedStep) -> None:
         """Wait for the tokens of a step, and let each rank take its own."""
@@ -220,8 +225,9 @@ def _together(layout: StepLayout, inputs: Sequence[Inputs]) -> Inputs:
 
 def _on_host(pending: Pending) -> Pending:
     """Wait for the results of a step, and return them as numpy arrays."""
-    found = jax.tree.map(np.asarray, (pending.tokens, pending.logprobs, pending.prompt))
-    return Pending(*found, pending.enqueued_s, pending.expert_counts)
+    found = pending.tokens, pending.logprobs, pending.prompt
+    tokens, logprobs, prompt = jax.tree.map(np.asarray, found)
+    return Pending(tokens, logprobs, prompt, pending.enqueued_s, pending.expert_counts)
 
 
 def _of_rank(step: RankedStep, rank: int) -> Pending:

@@ -784,7 +784,9 @@ def _most_pages(config: EngineConfig, executor: Executor, stages: int) -> int:
     """Return the pages of each layer group that the free memory holds. stages: see `_pages_of_stage`."""
     mesh = executor.programs.mesh
     size = sum(page_bytes(executor.page_groups, config.block_size, mesh.shape[TP]))
-    return (memory_budget(mesh, config) if on_gpu() else free_host_bytes() // stages // executor.ranks) // size
+    return (
+        memory_budget(mesh, config) if on_gpu() else free_host_bytes() // stages // executor.ranks
+    ) // size
 
 
 def _pages_of_stage(config: EngineConfig, executor: Executor, stages: int) -> tuple[int, ...]:

@@ -19,7 +19,9 @@ def send(
 
     Arguments: see `send_rows`. A GPU sends the rows only, other platforms send padded pieces.
     """
-    sends = (functools.partial(way, axis=axis, length=length, piece=piece) for way in (send_rows, send_padded_rows))
+    sends = (
+        functools.partial(way, axis=axis, length=length, piece=piece) for way in (send_rows, send_padded_rows)
+    )
     ragged, padded = sends
     return lax.platform_dependent(rows, sizes, cuda=ragged, default=padded)
 

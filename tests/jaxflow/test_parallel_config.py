@@ -17,20 +17,15 @@ def test_an_engine_has_its_sizes_and_1_elsewhere():
         ParallelConfig().tp = 2  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("field", ["tp", "pp"])
+@pytest.mark.parametrize("field", ["tp", "pp", "dp"])
 @pytest.mark.parametrize("size", [0, -2])
 def test_a_size_below_1_is_refused(field, size):
     with pytest.raises(ConfigError, match=f"{field}={size} is not supported: a positive number"):
         ParallelConfig(**{field: size})
 
 
-@pytest.mark.parametrize("size", [0, 2])
-def test_an_axis_that_no_engine_runs_is_refused(size):
-    with pytest.raises(ConfigError, match=f"dp={size} is not supported: 1, the only size"):
-        ParallelConfig(dp=size)
-
-
 @pytest.mark.parametrize("size", [0, 2, 8])
 def test_experts_are_spread_over_all_devices_of_a_stage_or_over_none(size):
-    with pytest.raises(ConfigError, match=f"ep={size} is not supported: 1, or tp=4"):
-        ParallelConfig(tp=4, ep=size)
+    for sizes in ({"tp": 4}, {"tp": 2, "dp": 2}):
+        with pytest.raises(ConfigError, match=f"ep={size} is not supported: 1, or tp · dp = 4"):
+            ParallelConfig(**sizes, ep=size)

@@ -11,11 +11,10 @@ from jax.sharding import PartitionSpec
 
 from jaxflow.model import ops, weights
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
-from jaxflow.model.exchanged_experts import exchanged_experts
+from jaxflow.model.exchanged_experts import list_sent
 from jaxflow.model.op_registry import Context, Site
 from jaxflow.model.routing import Routing
 from jaxflow.parallel.mesh import TP, make_mesh
-from jaxflow.parallel.ragged import send_padded_rows
 from pallas_kernels.gemm.grouped.routings import draw_routing
 from pallas_kernels.kernel_set import REFERENCE
 
@@ -32,22 +31,37 @@ def exchanged(devices: int):
         if name in weights.EXPERT_LEAVES
     }
 
-    def run(w, h, experts, shares):
+    def run(w, h, experts, shares, is_token):
         c = Context(CONFIG, REFERENCE, expert_axis=TP)
-        return exchanged_experts(c, w, h, Routing(experts, shares), send_padded_rows)
+        routing = Routing(experts, shares, list_sent(c, experts, is_token))
+        rows = ops.expert_up_gate(Site(c, w), h, routing)
+        return ops.expert_down(Site(c, w), rows, routing)
 
     return jax.jit(
         jax.shard_map(
-            run, mesh=make_mesh(devices), in_specs=(specs, ROWS, ROWS, ROWS), out_specs=ROWS, check_vma=False
+            run,
+            mesh=make_mesh(devices),
+            in_specs=(specs, ROWS, ROWS, ROWS, ROWS),
+            out_specs=ROWS,
+            check_vma=False,
         )
     )
 
 
+PADDINGS = {  # whether each of 24 rows is a token
+    "no padding": np.ones(24, bool),
+    "some padding": np.arange(24) % 5 != 2,
+    "a device without a token": np.arange(24) >= 12,
+    "no token": np.zeros(24, bool),
+}
+
+
 @pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("padding", PADDINGS)
 @pytest.mark.parametrize("routing", ["even", "skewed", "one device", "one expert a device"])
-def test_the_exchange_is_the_layer_of_one_device(routing, devices):
+def test_the_exchange_is_the_layer_of_one_device(routing, padding, devices):
     """One device: all tokens choose experts 0 to 2 of 8, so that the later devices get no row."""
-    tokens, rng = 24, np.random.default_rng(3)
+    tokens, rng, is_token = 24, np.random.default_rng(3), PADDINGS[padding]
     if routing in ("even", "skewed"):
         experts = draw_routing(rng, tokens, EXPERTS, CHOSEN, 2.0 if routing == "skewed" else 0.0)
     else:
@@ -61,6 +75,7 @@ def test_the_exchange_is_the_layer_of_one_device(routing, devices):
     given = jnp.asarray(experts, jnp.int32), jnp.asarray(rng.random((tokens, CHOSEN)), jnp.float32)
     site, one = Site(Context(CONFIG, REFERENCE), w), Routing(*given)
     wanted = np.asarray(ops.expert_down(site, ops.expert_up_gate(site, h, one), one))
-    found = np.asarray(exchanged(devices)(w, h, *given))
-    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+    found = np.asarray(exchanged(devices)(w, h, *given, jnp.asarray(is_token)))
+    np.testing.assert_allclose(found[is_token], wanted[is_token], rtol=1e-4, atol=1e-5)
+    assert not found[~is_token].any()
     assert np.abs(wanted).max() > 0.1

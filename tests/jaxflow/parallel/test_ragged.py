@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxflow.parallel.mesh import TP, make_mesh
-from jaxflow.parallel.ragged import send_padded_rows, send_rows
+from jaxflow.parallel.ragged import send, send_padded_rows, send_rows
 
 DEVICES, LENGTH, PIECE, WIDTH = 4, 24, 6, 3
 
@@ -39,16 +39,16 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize("send", [send_rows, send_padded_rows])
+@pytest.mark.parametrize("way", [send, send_rows, send_padded_rows])
 @pytest.mark.parametrize("name", SIZES)
-def test_every_piece_arrives_in_the_order_of_its_sender_and_comes_back(name, send, monkeypatch):
+def test_every_piece_arrives_in_the_order_of_its_sender_and_comes_back(name, way, monkeypatch):
     monkeypatch.setattr(lax, "ragged_all_to_all", ragged_all_to_all)  # XLA:CPU has none
     sizes = SIZES[name]
     rows = np.random.default_rng(1).normal(size=(DEVICES, LENGTH, WIDTH)).astype(np.float32)
 
     def run(rows):
-        there = send(rows, jnp.asarray(sizes), TP, length=LENGTH, piece=PIECE)
-        return there, send(there, jnp.asarray(sizes).T, TP, length=LENGTH, piece=PIECE)
+        there = way(rows, jnp.asarray(sizes), TP, length=LENGTH, piece=PIECE)
+        return there, way(there, jnp.asarray(sizes).T, TP, length=LENGTH, piece=PIECE)
 
     spec = PartitionSpec(TP)
     mapped = jax.shard_map(run, mesh=make_mesh(DEVICES), in_specs=spec, out_specs=spec, check_vma=False)
@@ -67,14 +67,14 @@ def test_every_piece_arrives_in_the_order_of_its_sender_and_comes_back(name, sen
 
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [8, 16])
-@pytest.mark.parametrize(("send", "kind"), [(send_rows, "kRaggedAllToAll"), (send_padded_rows, "kAllToAll")])
-def test_rows_are_on_their_way_while_other_work_runs(send, kind, devices):
+@pytest.mark.parametrize(("way", "kind"), [(send, "kRaggedAllToAll"), (send_padded_rows, "kAllToAll")])
+def test_rows_are_on_their_way_while_other_work_runs(way, kind, devices):
     """Two halves of a step on H200s. XLA runs an exchange beside other work where it expects a gain."""
     mesh, piece = h200.h200_mesh((devices,), hosts=devices // 8), 256
 
     def run(halves, sizes, w):
         def sent(rows, sizes):
-            return send(rows, sizes, TP, length=devices * piece, piece=piece)
+            return way(rows, sizes, TP, length=devices * piece, piece=piece)
 
         return jnp.stack([sent(sent(rows, sizes) @ w, sizes.T) for rows in halves])
 

@@ -1,0 +1,344 @@
+"""Data-parallel ranks give the tokens of one device, whatever rank a request is on and whatever the others do."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import paths
+import pytest
+import toy
+from test_goldens import ONE_SIZE, check, requests
+
+from jaxflow import LLM, SamplingParams
+from jaxflow.config import ConfigError, EngineConfig, ParallelConfig
+from jaxflow.engine import ranked_loop
+from jaxflow.engine.driver import Driver
+from jaxflow.engine.executor import Executor
+from jaxflow.engine.loop import Loop
+from jaxflow.model.checkpoints.checkpoint import open_checkpoint
+from jaxflow.model.checkpoints.fingerprint import kv_fingerprint
+from jaxflow.model.weights import EXPERT_LEAVES
+from jaxflow.parallel.mesh import place
+from jaxflow.request import Event, Finished, FinishReason, Request
+
+MIXTURES = ["tiny-qwen3_moe", "tiny-mixtral", "tiny-gpt_oss", "tiny-glm4_moe", "tiny-deepseek_v3"]
+MODEL, VOCAB = "tiny-mixtral", 256
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("model", MIXTURES)
+def test_goldens(model, ranks, goldens):
+    golden = goldens(model)
+    engine = toy.ranked_loop(model, ranks)
+    check(golden, toy.run(engine, requests(golden)))
+    layer = engine.executor.weights["layers"][-1]
+    for name, leaf in layer.items():
+        if hasattr(leaf, "addressable_shards"):
+            (whole, *rest) = leaf.shape
+            held = whole // ranks if name in EXPERT_LEAVES else whole
+            assert leaf.addressable_shards[0].data.shape == (held, *rest)
+
+
+def drawn_requests(count: int = 12) -> list[Request]:
+    """Return requests of every kind of sampling, with prompts of a few tokens to several steps."""
+    rng = np.random.default_rng(5)
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0, "ignore_eos": True},
+        {"temperature": 1.0, "seed": 11, "top_k": 5, "logprobs": 2},
+        {"temperature": 0.7, "seed": 12, "repetition_penalty": 1.3, "min_p": 0.01},
+        {"temperature": 1.0, "seed": 13, "n": 3, "logprobs": 0},
+        {"temperature": 0.0, "prompt_logprobs": 3},
+        {"temperature": 1.0, "seed": 14, "stop_token_ids": list(range(0, VOCAB, 9)), "min_tokens": 2},
+    ]
+    return [
+        Request(
+            f"r{i}",
+            rng.integers(3, VOCAB, int(rng.integers(1, 50))),
+            SamplingParams(**{"max_tokens": int(rng.integers(1, 30)), **kind}),
+        )
+        for i, kind in zip(range(count), itertools.cycle(kinds))
+    ]
+
+
+def same(found: dict[str, toy.Result], wanted: dict[str, toy.Result]) -> None:
+    """Compare tokens, log-probabilities, ends and usage."""
+    assert found.keys() == wanted.keys()
+    for name, one in wanted.items():
+        other = found[name]
+        assert other.token_ids == one.token_ids, name
+        for index, end in one.finished.items():
+            there = other.finished[index]
+            assert (there.reason, there.usage.completion_tokens) == (end.reason, end.usage.completion_tokens)
+        for mine, theirs in (
+            (other.started.prompt_logprobs, one.started.prompt_logprobs),
+            *((other.logprobs[index], logprobs) for index, logprobs in one.logprobs.items()),
+        ):
+            assert (mine is None) == (theirs is None)
+            for a, b in zip(mine or (), theirs or (), strict=True):
+                assert (a is None) == (b is None)
+                if a is not None:
+                    assert list(a) == list(b)
+                    np.testing.assert_allclose(
+                        [one.logprob for one in a.values()], [one.logprob for one in b.values()], atol=1e-4
+                    )
+
+
+def routed(executor: Executor) -> np.ndarray:
+    """Return the tokens of all ranks at each expert of each mixture layer, [L, E], since the executor was made."""
+    (counts,) = executor.expert_counts
+    return np.asarray(counts).reshape(executor.ranks, -1, counts.shape[1]).sum(0)
+
+
+def drive(
+    engine: ranked_loop.RankedLoop, given: list[Request], act: Callable[[int], list[Event]]
+) -> dict[str, toy.Result]:
+    """Run requests to their end. act: called before the step of a number; returns more events."""
+    results = {one.request_id: toy.Result() for one in given}
+    for one in given:
+        engine.add(one, 0.0)
+    for step in itertools.count():
+        if not engine.has_work:
+            return results
+        for event in [*act(step), *engine.step()]:
+            results[event.request_id].take(event)
+    raise AssertionError
+
+
+def of_one_device(given: list[Request]) -> dict[str, toy.Result]:
+    return toy.run(toy.loop(MODEL, budget=ONE_SIZE), given)
+
+
+def is_clean(engine: ranked_loop.RankedLoop) -> bool:
+    """Return whether no rank holds a page or a slot."""
+    return all(
+        rank.scheduler.pages_free == sum(rank.scheduling.num_pages) and rank.scheduler.num_running == 0
+        for rank in engine.ranks
+    )
+
+
+class TestTheTokensOfOneDevice:
+    @pytest.mark.parametrize("ranks", [2, 4])
+    def test_for_every_kind_of_request(self, ranks):
+        engine, given = toy.ranked_loop(MODEL, ranks), drawn_requests()
+        same(toy.run(engine, given[:8], at_step={5: given[8:]}), of_one_device(given))
+        assert is_clean(engine)
+        assert all(rank.stats(0).completion_tokens for rank in engine.ranks)
+
+    def test_when_ranks_pre_empt(self):
+        """The ranks pre-empt at different times, and each of them takes back pages of its own pool."""
+        engine, given = toy.ranked_loop(MODEL, 2, num_pages=(12,)), drawn_requests()
+
+        def pre_empt(step: int) -> list[Event]:
+            scheduler = engine.ranks[step % 2].scheduler
+            if step % 3 == 0 and scheduler.num_running > 1:
+                scheduler.preempt_youngest()
+            return []
+
+        same(drive(engine, given, pre_empt), of_one_device(given))
+        assert all(rank.scheduler.num_preemptions > 2 for rank in engine.ranks) and is_clean(engine)
+
+    def test_when_other_ranks_have_no_token(self):
+        """One request at a time runs on one rank of four."""
+        engine, found, given = toy.ranked_loop(MODEL, 4), {}, drawn_requests(6)
+        for one in given:
+            found |= toy.run(engine, [one])
+        same(found, of_one_device(given))
+        assert [rank.stats(0).steps for rank in engine.ranks] == [0] * 4  # ranks count no steps of their own
+
+    def test_when_every_token_goes_to_one_rank(self, monkeypatch):
+        """Equal scores choose the first two experts, which one of four ranks holds."""
+        given, found = drawn_requests(6), []
+        for engine in (toy.loop(MODEL, budget=ONE_SIZE), toy.ranked_loop(MODEL, 4)):
+            layers = engine.executor.weights["layers"]
+            flat = [
+                layer
+                | {"router": place(np.zeros(layer["router"].shape, np.float32), layer["router"].sharding)}
+                for layer in layers
+            ]
+            monkeypatch.setitem(engine.executor.weights, "layers", flat)
+            before = routed(engine.executor)
+            found.append(toy.run(engine, given))
+            counted = routed(engine.executor) - before
+            assert counted[:, :2].min() > 0 and not counted[:, 2:].any()
+        same(found[1], found[0])
+
+    def test_with_a_request_that_is_cancelled(self):
+        engine, given = toy.ranked_loop(MODEL, 2), drawn_requests(7)
+        wanted = of_one_device(given)
+        results = drive(engine, given, lambda step: engine.abort("r0") if step == 3 else [])
+        gone = results.pop("r0")
+        assert gone.finished[0].reason is FinishReason.ABORT and not engine.is_live("r0")
+        assert gone.token_ids.get(0, []) == wanted.pop("r0").tokens[: len(gone.token_ids.get(0, []))]
+        same(results, wanted)
+        assert is_clean(engine)
+
+
+def test_seeds_that_nobody_gave_are_those_of_one_device():
+    rng = np.random.default_rng(0)
+    given = [
+        Request(f"r{i}", rng.integers(3, VOCAB, 9), SamplingParams(temperature=1.0, max_tokens=8))
+        for i in range(6)
+    ]
+    same(toy.run(toy.ranked_loop(MODEL, 4), given), of_one_device(given))
+
+
+def greedy(name: str, prompt: Any, tokens: int = 4) -> Request:
+    return Request(name, prompt, SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True))
+
+
+def ranks_with(engine: ranked_loop.RankedLoop, count: Callable[[Loop], int]) -> list[int]:
+    return [count(rank) for rank in engine.ranks]
+
+
+class TestTheRankOfARequest:
+    def test_is_the_one_with_the_fewest_tokens(self):
+        engine = toy.ranked_loop(MODEL, 4)
+        for i, length in enumerate([40, 30, 20, 10, 5, 6]):
+            engine.add(greedy(f"r{i}", np.full(length, i + 3)), 0.0)
+        assert ranks_with(engine, lambda rank: len(rank.request_ids)) == [1, 1, 1, 3]
+        assert ranks_with(engine, lambda rank: rank.scheduler.num_tokens) == [40, 30, 20, 21]
+        while engine.has_work:
+            engine.step()
+        assert ranks_with(engine, lambda rank: rank.scheduler.num_tokens) == [0] * 4
+
+    def test_is_one_that_has_the_prefix(self):
+        engine, prompt = toy.ranked_loop(MODEL, 2), np.arange(3, 53)
+        first = toy.run(engine, [greedy("first", prompt)])
+        other = greedy("other", np.full(20, 9), 40)  # runs on the first rank, which has the prefix
+        again = toy.run(engine, [other], at_step={2: [greedy("again", prompt)]})["again"]
+        assert again.tokens == first["first"].tokens
+        assert again.started is not None and again.started.cached_prompt_tokens == 48
+
+    def test_is_any_without_prefix_caching(self):
+        engine = toy.ranked_loop(MODEL, 2, enable_prefix_caching=False)
+        assert ranked_loop.page_names(engine.scheduling, greedy("r", np.arange(3, 53))) == []
+
+
+def test_counts_are_those_of_all_ranks():
+    engine = toy.ranked_loop(MODEL, 4)
+    routed_before = routed(engine.executor)
+    given = [greedy(f"r{i}", np.arange(3, 3 + 20), 6) for i in range(8)]
+    for one in given:
+        engine.add(one, 0.0)
+    assert engine.waiting == 8 and engine.stats(2).waiting_requests == 10
+    engine.step()
+    before = engine.stats(0)
+    assert (before.running_requests, before.waiting_requests) == (4, 4)  # a step of 16 tokens, prompts of 20
+    assert before.kv_pages == 4 * 96 and before.kv_pages_free == 4 * 95
+    while engine.has_work:
+        engine.step()
+    after = engine.stats(0)
+    assert after.completion_tokens == 8 * 6 and after.kv_pages_free == after.kv_pages
+    assert after.prompt_tokens + after.cached_prompt_tokens == 8 * 20
+    steps, _ = engine.log.take()
+    assert len(steps) == after.steps == sum(after.steps_by_plan.values())
+    assert sum(step.new_tokens for step in steps) == 8 * 6
+    assert sum(step.prefill_tokens for step in steps) == after.prompt_tokens
+    assert all(step.decode_tokens + step.prefill_tokens <= step.bucket == 4 * ONE_SIZE for step in steps)
+    counted = engine.expert_counter.read()
+    computed = after.prompt_tokens + sum(step.decode_tokens for step in steps)
+    assert counted is not None and ((counted.tokens - routed_before).sum(axis=1) == 2 * computed).all()
+
+
+def test_a_fault_ends_every_request_once(monkeypatch):
+    engine, posted = toy.ranked_loop(MODEL, 2), []
+    run = engine.executor.run
+    left = iter(range(4))
+
+    def fails(*args: Any, **more: Any) -> Any:
+        if next(left, None) is None:
+            raise RuntimeError("the device fell off the bus")
+        return run(*args, **more)
+
+    monkeypatch.setattr(engine.executor, "run", fails)
+    box = type("Box", (), {"post": lambda _, events: posted.extend(events)})()
+    driver = Driver(engine)
+    for i in range(4):
+        driver.submit(greedy(f"r{i}", np.arange(3, 23), 30), box)
+    driver.start()
+    driver._thread.join()
+    ends = [event for event in posted if isinstance(event, Finished)]
+    assert sorted(end.request_id for end in ends) == ["r0", "r1", "r2", "r3"]
+    assert all(isinstance(end.error, RuntimeError) for end in ends)
+
+
+def test_a_served_model_compiles_nothing_and_answers_as_one_device():
+    given = drawn_requests()
+    wanted = of_one_device(given)
+    small: dict[str, Any] = {
+        "max_num_batched_tokens": 16,
+        "step_sizes": "16",
+        "max_num_seqs": 4,
+        "num_kv_pages": 64,
+        "block_size": 16,
+        "dtype": "float32",
+        "progress": False,
+    }
+    with LLM(str(paths.MODELS / MODEL), data_parallel_size=2, enable_expert_parallel=True, **small) as llm:
+        found = llm.generate(
+            [one.prompt_token_ids for one in given], [one.sampling for one in given], use_tqdm=False
+        )
+        stats = llm.driver.stats()
+    for one, answer in zip(given, found, strict=True):
+        for index, output in enumerate(answer.outputs):
+            assert list(output.token_ids) == wanted[one.request_id].token_ids[index]
+    assert stats.compilations_after_warmup == 0 and stats.kv_pages == 2 * 64
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        ({"enable_expert_parallel": False}, "enable_expert_parallel"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
+        ({"coordinator": "auto"}, "coordinator"),
+        ({"enable_eplb": True}, "enable_eplb"),
+        ({"attention_spans": "spans.json"}, "attention_spans"),
+        ({"kv_offloading_size": 1.0}, "kv_offloading_size"),
+        ({"batch_tpot_ms": 50.0}, "batch_tpot_ms"),
+        ({"plan": "searched"}, "plan"),
+        ({"data_parallel_size": 0}, "data_parallel_size"),
+    ],
+)
+def test_what_ranks_lack_is_refused(settings, field):
+    given = {"data_parallel_size": 2, "enable_expert_parallel": True} | settings
+    with pytest.raises(ConfigError, match=f"{field}=.*with data_parallel_size over 1|positive") as caught:
+        EngineConfig("m", **given)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "ranks", "said"),
+    [
+        ("tiny-mixtral", {"num_experts": 6}, 4, "data_parallel_size=4 is not supported: a divisor of the 6"),
+        ("tiny-llama", {}, 2, "enable_expert_parallel=True is not supported: False for a model without experts"),
+        ("tiny-mixtral", {}, 8, "data_parallel_size=8 is not supported: at most the 4 devices"),
+    ],
+    ids=["a remainder", "no experts", "too few devices"],
+)  # fmt: skip
+def test_what_cannot_be_spread_is_refused_before_a_weight_is_read(model, changes, ranks, said, monkeypatch):
+    checkpoint = open_checkpoint(str(paths.MODELS / model))
+    changed = dataclasses.replace(checkpoint.model_config, **changes)
+    monkeypatch.setattr(type(checkpoint.source), "read", lambda *_: pytest.fail("a weight was read"))
+    monkeypatch.setattr(
+        "jaxflow.llm.open_model", lambda _: dataclasses.replace(checkpoint, model_config=changed)
+    )
+    with pytest.raises(ConfigError, match=said):
+        LLM(
+            str(paths.MODELS / model),
+            data_parallel_size=ranks,
+            enable_expert_parallel=True,
+            max_num_batched_tokens=16,
+            max_num_seqs=4,
+            progress=False,
+        )
+
+
+def test_pages_and_plans_name_the_ranks():
+    checkpoint = open_checkpoint(str(paths.MODELS / MODEL))
+    one = EngineConfig("m", max_num_batched_tokens=16, max_num_seqs=4)
+    two = dataclasses.replace(one, data_parallel_size=2, enable_expert_parallel=True)
+    assert two.parallel == ParallelConfig(dp=2, ep=2) and two.parallel.devices == 2
+    assert kv_fingerprint(one, checkpoint) != kv_fingerprint(two, checkpoint)
