@@ -274,6 +274,9 @@ SLOW_CASES = {
     r"test_faults\.py::test_a_burst_of_streams_loses_none": (
         "test_soak begins 1,600 calls at once, also more than gRPC's core holds by default"
     ),
+    r"test_data_parallel\.py::(test_goldens\[tiny-(qwen3_moe|gpt_oss|glm4_moe|mixtral-4|deepseek_v3-2)|\w+::test_for_every\w+\[2)": (
+        "the goldens of tiny-mixtral on two ranks and of tiny-deepseek_v3 on four run, and other tests run two ranks"
+    ),
     r"test_eplb\.py::test_(goldens_while_experts_move\[[12]|all_tokens_to_one_device|a_server)": (
         "the goldens of four devices run while experts move"
     ),

@@ -663,8 +663,7 @@ def make_loop(
     Raises:
       ConfigError: for a config with several data-parallel ranks.
     """
-    if config.data_parallel_size > 1:
-        raise ConfigError("data_parallel_size", config.data_parallel_size, "1 for this command")
+    check_one_rank(config)
     scheduling = _scheduling(config, model, executor)
     if executor.num_stages > 1:  # only micro-batches need the cost of a decode
         cost = decode_cost(model, config.tensor_parallel_size)
@@ -690,6 +689,12 @@ def make_loop(
         step_time=step_time,
         eplb_step_interval=config.eplb_step_interval if config.enable_eplb else None,
     )
+
+
+def check_one_rank(config: EngineConfig) -> None:
+    """Refuse data-parallel ranks in a command that runs the steps of one. Raises: ConfigError."""
+    if config.data_parallel_size != 1:
+        raise ConfigError("data_parallel_size", config.data_parallel_size, "1 for this command")
 
 
 def make_ranked_loop(

@@ -566,6 +566,7 @@ def _stored_experts(config: ModelConfig, layer: Mapping[str, Leaf], prefix: str)
                 (piece(f"{prefix}{name}{ending}", columns // per, *tail),),
                 "zero",
                 whole_experts=leaf.whole_experts,
+                over_ranks=leaf.over_ranks,
             )
 
         parts = part("_blocks", 2, MXFP4_GROUP // 2), part("_scales", MXFP4_GROUP)

@@ -21,7 +21,7 @@ from jaxflow.bench.plans.steady import (
 from jaxflow.cli.engine_flags import engine_config_from_flags
 from jaxflow.config import ConfigError, EngineConfig, ModelConfig
 from jaxflow.engine.executor import Executor
-from jaxflow.engine.start import make_executor, prepare_process, resolve
+from jaxflow.engine.start import check_one_rank, make_executor, prepare_process, resolve
 from jaxflow.engine.step_plans import named_plans
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.composition import Composition
@@ -116,6 +116,7 @@ def make_bed(
 
     flag: the name of the workloads' flag, for errors. Raises: ConfigError, PlanError, CheckpointError.
     """
+    check_one_rank(config)
     prepare_process(config)
     checkpoint = open_checkpoint(config.model, load_format=config.load_format)
     model, tp = checkpoint.model_config, config.tensor_parallel_size
