@@ -116,6 +116,7 @@ def test_every_field_has_a_flag(parse):
         name for name, value in shown.items() if value == getattr(EngineConfig(model="another"), name)
     }
     assert untouched == {
+        "data_parallel_size",
         "pipeline_parallel_size",
         "attention_spans",
         "enable_eplb",
@@ -123,6 +124,10 @@ def test_every_field_has_a_flag(parse):
     }  # exclude other values of these settings
     assert parse(*(f"--{name}={value}" for name, value in shown.items() if value is not None)) == given
     assert parse("--model=m", "--pipeline_parallel_size=2") == EngineConfig("m", pipeline_parallel_size=2)
+    ranks = {"enable_expert_parallel": True, "data_parallel_size": 2}
+    assert parse("--model=m", *(f"--{name}={value}" for name, value in ranks.items())) == EngineConfig(
+        "m", **ranks
+    )
     eplb = {"enable_expert_parallel": True, "enable_eplb": True, "num_redundant_experts": 4}
     assert parse("--model=m", *(f"--{name}={value}" for name, value in eplb.items())) == EngineConfig(
         "m", **eplb
