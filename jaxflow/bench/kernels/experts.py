@@ -4,7 +4,8 @@ A call of `grouped_gemm` is `expert_up_gate` and `expert_down` over rows that ar
 counts the weights of the experts that the routing touches. `lax.ragged_dot` multiplies every row with every
 expert's weight, and runs for few tokens only. JAX's Mosaic kernel and the dense product leave gates to XLA
 or read one weight. In e4m3 a call also quantizes the rows between the products. A call of `expert_layer` is
-the layer's part from the router to the sum by token.
+the layer's part from the router to the sum by token. gpt-oss's experts are in MXFP4; XLA applies their
+gates for all implementations.
 """
 
 import dataclasses
@@ -21,10 +22,12 @@ from jaxflow.bench.kernels.case import Implementation, KernelCase, KernelGroup
 from jaxflow.config import gate_block
 from jaxflow.model import ops
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
+from jaxflow.model.graph import MXFP4
 from jaxflow.model.op_registry import Context, Site
 from jaxflow.model.weight_spec import QUANTIZED_EXPERTS
 from pallas_kernels.gemm.dense.api import dense_gemm
-from pallas_kernels.gemm.grouped import groups, padded, reference, swapped
+from pallas_kernels.gemm.grouped import api, groups, padded, reference, swapped
+from pallas_kernels.gemm.grouped.mxfp4_format import quantize_mxfp4
 from pallas_kernels.gemm.grouped.routings import draw_routing
 from pallas_kernels.gemm.reference import finish
 from pallas_kernels.kernel_set import kernel_set_for
@@ -34,6 +37,7 @@ from pallas_kernels.pointwise.quantize import api as quantize_api
 from pallas_kernels.pointwise.quantize.reference import quantize_rows
 
 MODELS = ("qwen3-30b-a3b", "mixtral-8x7b")
+GPT_OSS = "gpt-oss-20b"
 TOKENS = (64, 1, 2048, 256, 8)
 ZIPF = {"even": 0.0, "zipf 1.2": 1.2}
 MOSAIC = {"swapped": swapped, "tiles of 128": padded}
@@ -139,8 +143,9 @@ class _Calls:
         element_bytes: float = 2.0,
         one_weight: bool = False,
         quantize: Callable = lambda x: x,
+        work: float | None = None,
     ) -> Implementation:
-        """Prepare an implementation. one_weight: it reads no expert's weight but one."""
+        """Prepare an implementation. one_weight: it reads no expert's weight but one. work: of `Implementation`."""
         config, calls, moved = _config(self.model), len(self.picked), element_bytes * self.elements
         least = Least(flop=self.flop) if one_weight else Least(moved, self.flop)
 
@@ -153,7 +158,7 @@ class _Calls:
         xs = [ready(seed, jnp.asarray(experts)) for seed, experts in enumerate(self.picked)]
         rounds = max(1, round(5e-3 / calls / max(moved / 4e12, self.flop / (1e15 / element_bytes))))
         run = looped(jax.jit(functools.partial(one, _gates(self.model))), rounds)
-        return Implementation(lambda: run(xs, [w] * calls), rounds * calls, moved, least=least)
+        return Implementation(lambda: run(xs, [w] * calls), rounds * calls, moved, work, least=least)
 
 
 def _calls(model: str, tokens: int, zipf: float) -> _Calls:
@@ -188,6 +193,24 @@ def _e4m3_products(model: str, tokens: int, zipf: float) -> dict[str, Implementa
         "e4m3": calls.program(_e4m3, list_groups, w, element_bytes=1.0, quantize=quantize_rows),
         "bfloat16": calls.program(wide, list_groups, _weights(model)),
     }
+
+
+def _mxfp4_products(tokens: int, zipf: float) -> dict[str, Implementation]:
+    """Prepare both products of gpt-oss in MXFP4, and as rivals in bfloat16. Ratios are those of times."""
+    calls, wide = _calls(GPT_OSS, tokens, zipf), _weights(GPT_OSS)
+    ours = functools.partial(_grouped, api.grouped_gemm)
+    one = functools.partial(calls.program, work=calls.elements)
+    kept = {
+        name: jax.jit(functools.partial(lax.map, quantize_mxfp4))(wide[name]) for name in QUANTIZED_EXPERTS
+    }
+    made = {
+        "mxfp4": one(ours, api.list_groups, kept, element_bytes=MXFP4.experts),
+        "bfloat16": one(ours, api.list_groups, wide),
+        "jax mosaic": one(_jax_mosaic, groups.list_groups, wide),
+    }
+    if tokens <= FEW:
+        made["xla"] = one(functools.partial(_grouped, reference.grouped_gemm), groups.list_groups, wide)
+    return made
 
 
 def _layer(model: str, tokens: int) -> dict[str, Implementation]:
@@ -244,6 +267,15 @@ GROUPS = (
             )
             for tokens in TOKENS
             for model in MODELS
+            for name, zipf in ZIPF.items()
+        )
+        + tuple(
+            KernelCase(
+                f"{GPT_OSS} T {tokens} {name} mxfp4",
+                functools.partial(_mxfp4_products, tokens, zipf),
+                ratio=1.0,
+            )
+            for tokens in TOKENS
             for name, zipf in ZIPF.items()
         ),
     ),

@@ -1,7 +1,8 @@
 """Grouped GEMM for Hopper (a mixture's experts): the choice between two kernels by the rows of an expert.
 
 `swapped` has tiles of 8 to 144 rows, and reads an expert's weight once if its rows fit one tile. `padded` has
-tiles of 128 rows, and is faster for experts of several tiles (docs/kernels.md). `swapped` also takes e4m3.
+tiles of 128 rows, and is faster for experts of several tiles (docs/kernels.md). `swapped` also takes e4m3, and a
+weight in MXFP4.
 """
 
 from collections.abc import Callable
@@ -10,7 +11,6 @@ import jax
 
 from pallas_kernels.gemm.grouped import padded, reference, swapped
 from pallas_kernels.gemm.grouped.groups import Groups, HeldExperts
-from pallas_kernels.gemm.grouped.mxfp4_format import dequantize_mxfp4
 from pallas_kernels.gemm.grouped.tiles import TALLEST
 from pallas_kernels.gemm.reference import CLAMPED_SWIGLU
 from pallas_kernels.quantized import Mxfp4, Quantized
@@ -43,7 +43,8 @@ def grouped_gemm(
     Args:
       x: [M, K] bfloat16, rows in the order of `groups`; or e4m3 with scales [M].
       w: [E, N, K] bfloat16; or e4m3 with scales [E, N]. XLA computes the product if N or K is not a multiple of
-        64, or of 128 in e4m3. XLA makes bfloat16 of an `Mxfp4` weight first.
+        64, or of 128 in e4m3. Or `Mxfp4`: the numbers go to bfloat16 in registers, or by XLA where
+        `pallas_kernels.gemm.grouped.tiles.supports_mxfp4` is False.
       groups: from `list_groups`, which chose the kernel.
       bias: [E, N], or None. XLA computes the epilogue with a bias or with clamped_swiglu, after the product.
       activation: silu, gelu_tanh, relu, clamped_swiglu or None.
@@ -56,10 +57,8 @@ def grouped_gemm(
     Raises:
       ValueError: for a shape, dtype, activation or sms outside the limits.
     """
-    if isinstance(w, Mxfp4):
-        w = dequantize_mxfp4(w)
     product: Callable[..., jax.Array] = swapped.grouped_gemm
-    if groups.align == padded.ROWS and not isinstance(w, Quantized):
+    if groups.align == padded.ROWS and not isinstance(w, Quantized | Mxfp4):
         product = padded.grouped_gemm
     if bias is None and activation != CLAMPED_SWIGLU:
         return product(

@@ -1,11 +1,13 @@
 """Check the expert products of a mixture-of-experts layer against float32 on a GPU, and time them.
 
-    python -m pallas_kernels.gemm.grouped.gpu_check [--seconds 0.6] [--only check,time] [--json FILE]
+    python -m pallas_kernels.gemm.grouped.gpu_check [--seconds 0.6] [--only check,check_mxfp4,time,mxfp4] [--json FILE]
 
 Both kernels run: `padded` with tiles of 128 rows, and `swapped` with a height by the mean rows of an expert. The
 comparisons are XLA's grouped product, and one dense product with the same number of rows. Errors are
 ‖kernel − exact‖ / ‖exact‖ over the rows of all (token, expert) pairs. Routings are random, and the skewed
 ones leave experts without a token.
+
+`check_mxfp4` compares the products of gpt-oss-20b's experts in MXFP4, and `mxfp4` times them next to bfloat16 ones.
 """
 
 import dataclasses
@@ -19,22 +21,25 @@ import numpy as np
 
 from pallas_kernels.gemm import reference as gemm_reference
 from pallas_kernels.gemm.dense.api import dense_gemm
+from pallas_kernels.gemm.grouped import api, padded, swapped
 from pallas_kernels.gemm.grouped import groups as expert_groups
-from pallas_kernels.gemm.grouped import padded, swapped
 from pallas_kernels.gemm.grouped import reference as grouped_reference
+from pallas_kernels.gemm.grouped.mxfp4_format import dequantize_mxfp4, quantize_mxfp4
 from pallas_kernels.gemm.grouped.routings import draw_routing
+from pallas_kernels.gemm.grouped.tiles import mxfp4_tile
 from pallas_kernels.measure import script
 from pallas_kernels.measure.inputs import poison_memory
 from pallas_kernels.measure.script import record
 from pallas_kernels.measure.timing import interleaved
 from pallas_kernels.pointwise.quantize.reference import dequantize, quantize_rows
-from pallas_kernels.quantized import Quantized
+from pallas_kernels.quantized import Mxfp4, Quantized
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 MODELS = {  # experts, experts per token, {op: (N, K, block width of the gate)}
     "mixtral-8x7b": (8, 2, {"expert_up_gate": (28672, 4096, 64), "expert_down": (4096, 14336, None)}),
     "qwen3-30b-a3b": (128, 8, {"expert_up_gate": (1536, 2048, 32), "expert_down": (2048, 768, None)}),
 }
+GPT_OSS = (32, 4, {"expert_up_gate": (5760, 2880), "expert_down": (2880, 2880)})  # XLA computes its gates
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -53,12 +58,17 @@ def gates_of(block: int | None) -> dict:
     return {} if block is None else {"activation": "silu", "gate_block": block}
 
 
-def check(rows, rng, kernel, tokens, experts, chosen, n, k, block=None, sms=None, zipf=0.0, e4m3=False):
+def check(
+    rows, rng, kernel, tokens, experts, chosen, n, k, block=None, sms=None, zipf=0.0, stored="bfloat16"
+):
+    """Compare one product. stored: the format of the weight: bfloat16, e4m3 as are then the rows, or mxfp4."""
     keys = jax.random.split(jax.random.key(rng.integers(2**31)), 2)
     x, w = normal(keys[0], (tokens, k)), normal(keys[1], (experts, n, k), k**-0.5)
-    if e4m3:
+    if stored == "e4m3":
         x, w = jax.jit(quantize_rows)(x), jax.jit(quantize_rows)(w)
-    plain = dequantize if e4m3 else functools.partial(jnp.asarray, dtype=F32)
+    elif stored == "mxfp4":
+        w = with_scales(keys[1], jax.jit(quantize_mxfp4)(w))
+    plain = jax.jit(in_float32)
     picked, module = routing(rng, tokens, experts, chosen, zipf), KERNELS[kernel]
     groups_of = jax.jit(functools.partial(module.list_groups, num_experts=experts))
 
@@ -77,9 +87,7 @@ def check(rows, rng, kernel, tokens, experts, chosen, n, k, block=None, sms=None
         for expert in range(experts):
             token, choice = np.nonzero(np.asarray(picked) == expert)
             if len(token):
-                weight = (
-                    Quantized(w.values[expert], w.scale[expert]) if isinstance(w, Quantized) else w[expert]
-                )
+                weight = jax.tree.map(lambda part, expert=expert: part[expert], w)
                 want = one(plain(x), plain(weight))[token]  # all tokens: one shape to compile
                 off += float(jnp.sum((got[token, choice].astype(F32) - want) ** 2))
                 total += float(jnp.sum(want**2))
@@ -95,9 +103,22 @@ def check(rows, rng, kernel, tokens, experts, chosen, n, k, block=None, sms=None
         "gates": block,
         "sms": sms,
         "zipf": zipf,
-        "e4m3": e4m3,
+        "stored": stored,
     }
     record(rows, what="check grouped_gemm", ok=err < 4e-3 and same, error=err, same_bits=same, **about)
+
+
+def in_float32(given):
+    """Return the float32 numbers of rows or of a weight in any format."""
+    if isinstance(given, Mxfp4):
+        return dequantize_mxfp4(given, F32)
+    return dequantize(given) if isinstance(given, Quantized) else given.astype(F32)
+
+
+def with_scales(key, w: Mxfp4) -> Mxfp4:
+    """Return the weight with scales that differ by up to 2 ** 12 between neighbors."""
+    moved = jax.random.randint(key, w.scale.shape, -8, 4)
+    return w._replace(scale=(w.scale.astype(jnp.int32) + moved).astype(jnp.uint8))
 
 
 def checks(rows):
@@ -116,12 +137,56 @@ def checks(rows):
     experts, chosen, ops = MODELS["qwen3-30b-a3b"]
     for tokens in (1, 8, 64, 128, 256, 700, 1024, 1536, 2048):  # tiles of 8 to 144 rows
         for n, k, block in ops.values():
-            for e4m3 in (False, True):
-                case(tokens, experts, chosen, n, k, block, zipf=1.2 if tokens == 256 else 0.0, e4m3=e4m3)
+            for stored in ("bfloat16", "e4m3"):
+                case(tokens, experts, chosen, n, k, block, zipf=1.2 if tokens == 256 else 0.0, stored=stored)
     for block in (16, 64):
-        case(64, 8, 2, 28672, 4096, block, e4m3=True)
+        case(64, 8, 2, 28672, 4096, block, stored="e4m3")
     case(2048, experts, chosen, *ops["expert_up_gate"], zipf=1.2)
     case(64, 8, 2, 28672, 4096, 64, zipf=1.2)
+
+
+def mxfp4_checks(rows):
+    case = functools.partial(check, rows, np.random.default_rng(time.time_ns()), "swapped", stored="mxfp4")
+    experts, chosen, ops = GPT_OSS
+    for tokens in (1, 8, 64, 128, 256, 512, 1024):  # tiles of 8 to 144 rows
+        for n, k in ops.values():
+            case(tokens, experts, chosen, n, k, zipf=1.2 if tokens == 256 else 0.0)
+    case(64, 32, 4, 2880, 1472)  # a share of two devices
+    case(64, 32, 4, 5760, 2880, sms=28)
+    case(77, 5, 1, 320, 192, zipf=3.0)
+    case(64, 8, 2, 28672, 4096, 64)
+    case(700, 8, 2, 3584, 4096, 32)
+    case(200, 72, 2, 14336, 4096, zipf=1.2)  # more than 2 ** 31 bytes of weights
+
+
+def mxfp4_timings(rows, seconds):
+    """Time gpt-oss-20b's products in MXFP4 with one and with two multiplying warpgroups, and in bfloat16."""
+    rng, (experts, chosen, ops) = np.random.default_rng(0), GPT_OSS
+    for op, (n, k) in ops.items():
+        wide = normal(jax.random.key(1), (experts, n, k), k**-0.5)
+        kept = jax.jit(quantize_mxfp4)(wide)
+        for tokens in (1, 8, 64, 256, 2048):
+            picked = routing(rng, tokens, experts, chosen)
+            xs = [normal(jax.random.key(2 + i), (tokens, k)) for i in range(4)]
+
+            def product(xs, w, picked, warpgroups=None, k=k):
+                groups = api.list_groups(picked, experts)
+                tile = mxfp4_tile(groups.rows, k, warpgroups) if warpgroups else None
+                way = functools.partial(swapped.grouped_gemm, tile=tile) if tile else api.grouped_gemm
+                return [way(x[groups.pairs // chosen], w, groups) for x in xs]
+
+            ways: dict[str, tuple] = {"bfloat16": (wide, None), "mxfp4, 1": (kept, 1), "mxfp4, 2": (kept, 2)}
+            programs = {
+                name: functools.partial(jax.jit(product, static_argnums=3), xs, w, picked, number)
+                for name, (w, number) in ways.items()
+            }
+            touched = len(np.unique(np.asarray(picked)))
+            flop, timed = 2.0 * tokens * chosen * n * k, interleaved(programs, calls=len(xs), seconds=seconds)
+            for name, t in timed.items():
+                size = sum(part.nbytes for part in jax.tree.leaves(ways[name][0])) / experts
+                rates = {"tb_per_s": touched * size / t.us / 1e6, "tflops": flop / t.us / 1e6}
+                own = {"t": tokens, "touched": touched, "speedup": timed["bfloat16"].us / t.us}
+                record(rows, what=name, model="gpt-oss-20b", op=op, **own, **rates, **dataclasses.asdict(t))
 
 
 def timings(rows, seconds):
@@ -171,5 +236,10 @@ def timings(rows, seconds):
 if __name__ == "__main__":
     script.main(
         __doc__,
-        {"check": lambda rows, *_: checks(rows), "time": lambda rows, _, seconds: timings(rows, seconds)},
+        {
+            "check": lambda rows, *_: checks(rows),
+            "check_mxfp4": lambda rows, *_: mxfp4_checks(rows),
+            "time": lambda rows, _, seconds: timings(rows, seconds),
+            "mxfp4": lambda rows, _, seconds: mxfp4_timings(rows, seconds),
+        },
     )

@@ -6,9 +6,14 @@ columns of these rows are not stored: a result leaves in boxes of 8 rows, up to 
 
 Operands in e4m3 have a scale for each row of x and each row of the weight. The scales multiply the finished
 sums in registers.
+
+A weight in MXFP4 goes from shared memory through registers (`mxfp4_operand`). The scales of a tile's rows are one
+piece of memory, since a row's scales may be too few for a copy of their own. So each tile has one copy of the scales
+of all its columns, into one of two buffers.
 """
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -17,8 +22,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gemm.dense.epilogue import activate
 from pallas_kernels.gemm.fp8.epilogue import BY_COLUMN, BY_ROW, load
+from pallas_kernels.gemm.grouped.mxfp4_format import dequantize_mxfp4
+from pallas_kernels.gemm.grouped.mxfp4_operand import COLUMNS, SHIFT, WIDTH, operand
 from pallas_kernels.gemm.grouped.tiles import ALIGN, PART, GroupedTile
 from pallas_kernels.hopper.layouts import swizzled
+from pallas_kernels.quantized import Mxfp4
 
 _STRIP = 16  # neighboring tiles of rows before the next columns
 _COPY_REGISTERS, _REGISTERS = 24, 240  # 24 + 2 · 240 = 3 · 168, the registers of the launch
@@ -29,12 +37,15 @@ class GroupedForm:
     """The parameters that the kernel is compiled for.
 
     n: rows of an expert's weight. gate_block: gates and ups alternate in blocks of so many rows, or None.
+    k: columns of a weight in MXFP4, or None. interpret: the kernel runs in the interpreter.
     """
 
     tile: GroupedTile
     n: int
     activation: str | None
     gate_block: int | None
+    k: int | None = None
+    interpret: bool = False
 
     @property
     def block(self) -> int:
@@ -67,11 +78,11 @@ class GroupedForm:
 
 
 def scratch(form: GroupedForm, dtype) -> dict:
-    """Return the kernel's shared memory and barriers, for operands of a dtype."""
-    tile, operand = form.tile, swizzled(dtype)
-    return {
-        "w_s": plgpu.SMEM((tile.stages, tile.columns, tile.depth), dtype, transforms=operand),
-        "x_s": plgpu.SMEM((tile.stages, tile.rows, tile.depth), dtype, transforms=operand),
+    """Return the kernel's shared memory and barriers, for rows of x of a dtype."""
+    tile, moved = form.tile, swizzled(dtype)
+    weight = plgpu.SMEM((tile.stages, tile.columns, tile.depth), dtype, transforms=moved)
+    return (_mxfp4_scratch(form) if form.k else {"w_s": weight}) | {
+        "x_s": plgpu.SMEM((tile.stages, tile.rows, tile.depth), dtype, transforms=moved),
         "o_s": plgpu.SMEM(
             (tile.warpgroups, 2, tile.box, 64), jnp.bfloat16, transforms=swizzled(jnp.bfloat16, form.width)
         ),
@@ -80,12 +91,31 @@ def scratch(form: GroupedForm, dtype) -> dict:
     }
 
 
+def _mxfp4_scratch(form: GroupedForm) -> dict:
+    """Return the shared memory and the barriers of a weight in MXFP4."""
+    tile, k = form.tile, form.k
+    assert k is not None
+    made = {
+        "w_s": plgpu.SMEM(
+            (tile.stages, tile.columns, tile.depth // 2), jnp.uint8, transforms=swizzled(jnp.uint8, WIDTH)
+        ),
+        "f_s": plgpu.SMEM((2, tile.columns // 8, k // COLUMNS, 16), jnp.uint8),
+        "f_full": plgpu.Barrier(num_arrivals=len(form.copies()), num_barriers=2),
+        "f_empty": plgpu.Barrier(num_arrivals=tile.warpgroups, num_barriers=2),
+    }
+    if form.interpret:  # the interpreter has no operands in registers
+        wide = (tile.warpgroups, PART, COLUMNS)
+        made["wide_s"] = plgpu.SMEM(wide, jnp.bfloat16, transforms=swizzled(jnp.bfloat16))
+    return made
+
+
 def multiply(
     experts_ref, starts_ref, ends_ref, count_ref, x_ref, w_ref, *refs, form: GroupedForm, w_s, x_s, o_s, full,
-    empty,
+    empty, f_s: Any = None, f_full: Any = None, f_empty: Any = None, wide_s: Any = None,
 ):  # fmt: skip
-    """Run the kernel. refs: the scales of x and w, if these are e4m3, and the result."""
+    """Run the kernel. refs: the scales of x and w if these are e4m3, or of w in MXFP4, and the result."""
     *scales, o_ref = refs
+    of_tiles = _TileScales(scales.pop(), f_s, f_full, f_empty, wide_s) if form.k else None
     tile, wg = form.tile, lax.axis_index("wg")
     worker, workers = lax.axis_index("worker"), lax.axis_size("worker")
     columns, steps = pl.cdiv(form.n, tile.columns), pl.cdiv(x_ref.shape[1], tile.depth)
@@ -117,26 +147,66 @@ def multiply(
     def _():
         if tile.warpgroups > 1:
             plgpu.set_max_registers(_COPY_REGISTERS, action="decrease")
-        for_items(_copier(form, steps, x_ref, w_ref, x_s, w_s, full, empty))
+        for_items(_copier(form, steps, x_ref, w_ref, x_s, w_s, full, empty, of_tiles))
 
         @pl.loop(jnp.maximum(mine * steps - tile.stages, 0), mine * steps)
         def _(step):  # the interpreter reports an arrival without a wait
             plgpu.barrier_wait(empty.at[lax.rem(step, jnp.int32(tile.stages))])
 
+        if of_tiles is not None:
+
+            @pl.loop(jnp.maximum(mine - 2, 0), mine)
+            def _(i):
+                plgpu.barrier_wait(f_empty.at[lax.rem(i, jnp.int32(2))])
+
     @pl.when(wg < tile.warpgroups)
     def _():
         if tile.warpgroups > 1:
             plgpu.set_max_registers(_REGISTERS, action="increase")
-        for_items(_multiplier(form, steps, wg, x_s, w_s, o_s, o_ref, scales, full, empty))
+        for_items(_multiplier(form, steps, wg, x_s, w_s, o_s, o_ref, scales, full, empty, of_tiles))
         plgpu.wait_smem_to_gmem(0)
 
 
-def _copier(form, steps, x_ref, w_ref, x_s, w_s, full, empty):
+@dataclasses.dataclass(frozen=True)
+class _TileScales:
+    """The scales of a weight in MXFP4: in memory, in two buffers of shared memory, and their barriers.
+
+    wide: shared memory for the weight in bfloat16, in the interpreter.
+    """
+
+    memory: Any
+    buffers: Any
+    full: Any
+    empty: Any
+    wide: Any
+
+
+def _copier(form, steps, x_ref, w_ref, x_s, w_s, full, empty, of_tiles):
     """Return the copies of an item: the operands of every k step, ahead by the number of stages."""
     tile, stages = form.tile, jnp.int32(form.tile.stages)
+    deep = tile.depth // 2 if form.k else tile.depth  # elements of the weight's row in a stage
 
     def visit(i, expert, start, _, column):
         base = expert * form.n + column * tile.columns
+
+        def existing(row):
+            """Return a row, or for rows past the last expert others. Their columns are not stored."""
+            return jnp.minimum(base + row, w_ref.shape[0] - form.block)
+
+        if of_tiles is not None:
+            turn = lax.rem(i, jnp.int32(2))
+
+            @pl.when(i >= 2)
+            def _():
+                plgpu.barrier_wait(of_tiles.empty.at[turn])
+
+            for row, to in form.copies():
+                eights = form.block // 8
+                plgpu.copy_gmem_to_smem(
+                    of_tiles.memory.at[pl.ds(lax.div(existing(row), jnp.int32(8)), eights)],
+                    of_tiles.buffers.at[turn, pl.ds(to // 8, eights)],
+                    of_tiles.full.at[turn],
+                )
 
         def copy(step, _):
             slot, at = lax.rem(i * steps + step, stages), pl.ds(step * tile.depth, tile.depth)
@@ -146,10 +216,9 @@ def _copier(form, steps, x_ref, w_ref, x_s, w_s, full, empty):
                 plgpu.barrier_wait(empty.at[slot])
 
             for row, to in form.copies():
-                # Rows past the last expert do not exist; their columns are not stored.
-                rows = pl.ds(jnp.minimum(base + row, w_ref.shape[0] - form.block), form.block)
+                rows, columns = pl.ds(existing(row), form.block), pl.ds(step * deep, deep)
                 plgpu.copy_gmem_to_smem(
-                    w_ref.at[rows, at], w_s.at[slot, pl.ds(to, form.block)], full.at[slot]
+                    w_ref.at[rows, columns], w_s.at[slot, pl.ds(to, form.block)], full.at[slot]
                 )
             plgpu.copy_gmem_to_smem(x_ref.at[pl.ds(start, tile.rows), at], x_s.at[slot], full.at[slot])
 
@@ -158,20 +227,25 @@ def _copier(form, steps, x_ref, w_ref, x_s, w_s, full, empty):
     return visit
 
 
-def _multiplier(form, steps, wg, x_s, w_s, o_s, o_ref, scales, full, empty):
+def _multiplier(form, steps, wg, x_s, w_s, o_s, o_ref, scales, full, empty, of_tiles):
     """Return the product of an item: this warpgroup's columns, summed and stored."""
     tile, stages = form.tile, jnp.int32(form.tile.stages)
 
     def visit(i, expert, start, end, column):
-        row = (column * tile.warpgroups + wg) * PART
+        row, turn = (column * tile.warpgroups + wg) * PART, lax.rem(i, jnp.int32(2))
+        if of_tiles is not None:
+            plgpu.barrier_wait(of_tiles.full.at[turn])
 
         def product(acc):
             def one(step, _):
                 at = i * steps + step
                 slot = lax.rem(at, stages)
                 plgpu.barrier_wait(full.at[slot])
-                plgpu.wgmma(acc, w_s.at[slot, pl.ds(wg * PART, PART)], x_s.at[slot].transpose((1, 0)))
-                plgpu.wgmma_wait(1)
+                if of_tiles is None:
+                    plgpu.wgmma(acc, w_s.at[slot, pl.ds(wg * PART, PART)], x_s.at[slot].transpose((1, 0)))
+                    plgpu.wgmma_wait(1)
+                else:
+                    _add_mxfp4(form, acc, w_s.at[slot], x_s.at[slot], of_tiles, turn, wg, step)
 
                 @pl.when(step > 0)
                 def _():  # the step before this one is done
@@ -180,6 +254,8 @@ def _multiplier(form, steps, wg, x_s, w_s, o_s, o_ref, scales, full, empty):
             lax.fori_loop(0, steps, one, None)
             y = acc[...]
             plgpu.barrier_arrive(empty.at[lax.rem(i * steps + steps - 1, stages)])
+            if of_tiles is not None:
+                plgpu.barrier_arrive(of_tiles.empty.at[turn])
             finished = _epilogue(form, y, scales, start, expert * form.n + row)
             to = lax.div(row, jnp.int32(2)) if form.gate_block else row
             _store(form, finished, o_s.at[wg], o_ref, start, end, to)
@@ -187,6 +263,36 @@ def _multiplier(form, steps, wg, x_s, w_s, o_s, o_ref, scales, full, empty):
         pl.run_scoped(product, plgpu.ACC((PART, tile.rows), jnp.float32))
 
     return visit
+
+
+def _add_mxfp4(form, acc, w_s, x_s, of_tiles, turn, wg, step):
+    """Add a stage's product of this warpgroup's rows of a weight in MXFP4. The last but one wgmma is done after it."""
+    for number in range(form.tile.depth // COLUMNS):
+        tokens = x_s.at[:, pl.ds(number * COLUMNS, COLUMNS)].transpose((1, 0))
+        # Columns past K are zeros in shared memory, which any finite scale keeps.
+        pair = step * (form.tile.depth // COLUMNS) + number
+        pair = jnp.minimum(pair, form.k // COLUMNS - 1)
+        if form.interpret:
+            weight = of_tiles.wide.at[wg]
+            weight[...] = _in_bfloat16(form, w_s, of_tiles.buffers.at[turn], wg, number, pair)
+            plgpu.commit_smem()
+            plgpu.wgmma(acc, weight, tokens)
+            plgpu.wgmma_wait(0)
+            continue
+        for half in (0, 64):
+            rows = wg * PART + half
+            eights = pl.ds(wg * (PART // 8) + half // 8, 8)
+            part = operand(w_s.at[pl.ds(rows, 64)], of_tiles.buffers.at[turn, eights], number * COLUMNS, pair)
+            plgpu.wgmma(acc.at[pl.ds(half, 64)], part, tokens)
+            plgpu.wgmma_wait(1)
+
+
+def _in_bfloat16(form, w_s, scales, wg, number, pair):
+    """Return `COLUMNS` columns of this warpgroup's rows as `operand` does, in the interpreter."""
+    packed = w_s[pl.ds(wg * PART, PART), pl.ds(number * COLUMNS // 2, COLUMNS // 2)]
+    of_rows = scales[pl.ds(wg * (PART // 8), PART // 8)].reshape(PART, form.k // 32)
+    own = Mxfp4(packed, lax.dynamic_slice(of_rows, (0, 2 * pair), (PART, 2)))
+    return (dequantize_mxfp4(own, jnp.float32) * 2.0**-SHIFT).astype(jnp.bfloat16)
 
 
 def _epilogue(form, y, scales, start, row):
@@ -209,6 +315,8 @@ def _epilogue(form, y, scales, start, row):
                 * lax.broadcast_in_dim(by_token, half.shape, [1])
                 for half, by_row in zip(halves, channels, strict=True)
             ]
+        if form.k:
+            halves = [half * 2.0**SHIFT for half in halves]
         if gated:
             return [activate(halves[0], form.activation) * halves[1]]
         return [activate(half, form.activation) for half in halves]

@@ -4,7 +4,7 @@ Rows are sorted by expert, and each expert starts at a multiple of 8 rows. The h
 from the rows that an expert has on average, so that nearly every expert has one tile and its weight is read
 once. The expert, the rows and the number of the tiles are data. A persistent grid takes (tile of rows, tile
 of columns) items: 16 neighboring tiles of rows before the next columns, so that tiles of one expert share
-their reads. The operands are bfloat16, or e4m3 with a scale for each row.
+their reads. The operands are bfloat16, or e4m3 with a scale for each row. A weight may also be MXFP4.
 """
 
 import functools
@@ -19,17 +19,20 @@ from pallas_kernels.gemm.grouped import groups as expert_groups
 from pallas_kernels.gemm.grouped import reference
 from pallas_kernels.gemm.grouped.groups import Groups, HeldExperts
 from pallas_kernels.gemm.grouped.kernel import GroupedForm, multiply, scratch
+from pallas_kernels.gemm.grouped.mxfp4_format import dequantize_mxfp4
 from pallas_kernels.gemm.grouped.tiles import (
     ALIGN,
     TALLEST,
     GroupedTile,
     check_operands,
     grouped_tile,
+    mxfp4_tile,
+    supports_mxfp4,
     tile_rows,
 )
 from pallas_kernels.hopper.layouts import LANE
 from pallas_kernels.hopper.limits import sms_of
-from pallas_kernels.quantized import Quantized
+from pallas_kernels.quantized import Mxfp4, Quantized
 
 
 def list_groups(
@@ -42,7 +45,7 @@ def list_groups(
 
 def grouped_gemm(
     x: jax.Array | Quantized,
-    w: jax.Array | Quantized,
+    w: jax.Array | Quantized | Mxfp4,
     groups: Groups,
     *,
     activation: str | None = None,
@@ -68,14 +71,18 @@ def grouped_gemm(
             f"{given}: accepted are equal K and M, and tiles of a multiple of {ALIGN} up to {TALLEST} rows"
         )
     check_operands(x, w, activation)
-    narrow = isinstance(w, Quantized)
-    if not (fp8.supports(n, k, gate_block) if narrow else dense.supports(m, n, k, gate_block)):
+    if isinstance(w, Mxfp4) and not supports_mxfp4(n, k, gate_block, groups.rows):
+        w = dequantize_mxfp4(w)
+    supports = fp8.supports if isinstance(w, Quantized) else functools.partial(dense.supports, m)
+    if not isinstance(w, Mxfp4) and not supports(n, k, gate_block):
         return reference.grouped_gemm(x, w, groups, activation=activation, gate_block=gate_block)
-    x_values, w_values = (one.values if isinstance(one, Quantized) else one for one in (x, w))
-    form = GroupedForm(tile or grouped_tile(groups.rows, w_values.dtype.itemsize), n, activation, gate_block)
+    x_values, w_values, scales, kind = _arrays(x, w)
+    deep = k if isinstance(w, Mxfp4) else None
+    if tile is None:
+        tile = mxfp4_tile(groups.rows, k) if deep else grouped_tile(groups.rows, w_values.dtype.itemsize)
+    form = GroupedForm(tile, n, activation, gate_block, deep, interpret is not None)
     if form.tile.rows != groups.rows:
         raise ValueError(f"a tile of {form.tile.rows} rows: accepted are the groups' {groups.rows}")
-    scales = [x.scale, w.scale.reshape(-1)] if isinstance(x, Quantized) and isinstance(w, Quantized) else []
     kernel = plgpu.kernel(
         functools.partial(multiply, form=form),
         out_type=jax.ShapeDtypeStruct((m, form.columns), jnp.bfloat16),
@@ -83,10 +90,24 @@ def grouped_gemm(
         grid_names=("worker",),
         num_threads=form.tile.warpgroups + 1,
         thread_name="wg",
-        scratch_types=scratch(form, w_values.dtype),
+        scratch_types=scratch(form, x_values.dtype),
         compiler_params=LANE,
-        kernel_name=f"grouped_gemm_{'fp8_' if narrow else ''}{sms}_{form.tile.rows}x{form.tile.columns}",
+        kernel_name=f"grouped_gemm_{kind}{sms}_{form.tile.rows}x{form.tile.columns}",
         interpret=interpret,
     )
     listed = groups.experts, groups.starts, groups.ends, groups.count
-    return kernel(*listed, x_values, w_values.reshape(experts * n, k), *scales)
+    return kernel(*listed, x_values, w_values.reshape(experts * n, -1), *scales)
+
+
+def _arrays(
+    x: jax.Array | Quantized, w: jax.Array | Quantized | Mxfp4
+) -> tuple[jax.Array, jax.Array, list[jax.Array], str]:
+    """Return the rows, the weight, the scales as the kernel reads them, and a part of the kernel's name."""
+    if isinstance(x, Quantized):
+        assert isinstance(w, Quantized)  # `check_operands`
+        return x.values, w.values, [x.scale, w.scale.reshape(-1)], "fp8_"
+    if isinstance(w, Mxfp4):
+        # A copy takes 16 bytes at least, and 8 rows always have a multiple of them.
+        return x, w.packed, [w.scale.reshape(-1, w.shape[-1] // 64, 16)], "mxfp4_"
+    assert not isinstance(w, Quantized)
+    return x, w, [], ""

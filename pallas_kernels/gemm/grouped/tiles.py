@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.hopper.limits import SMEM_BYTES
-from pallas_kernels.quantized import Quantized
+from pallas_kernels.quantized import MXFP4_GROUP, Mxfp4, Quantized
 
 PART = 128  # rows of the weight of one warpgroup: with gates 64 gates and 64 ups
 ACTIVATIONS = (None, "silu", "gelu_tanh", "relu")  # epilogues of the kernels
@@ -41,10 +41,21 @@ class GroupedTile:
         return math.gcd(self.rows, 32)
 
 
-def check_operands(x: jax.Array | Quantized, w: jax.Array | Quantized, activation: str | None) -> None:
+def check_operands(
+    x: jax.Array | Quantized, w: jax.Array | Quantized | Mxfp4, activation: str | None
+) -> None:
     """Refuse operands that no kernel takes. Raises: ValueError."""
     if activation not in ACTIVATIONS:
         raise ValueError(f"{activation=}: accepted are {ACTIVATIONS}")
+    if isinstance(w, Mxfp4):
+        *rows, k = w.shape
+        wanted = (*rows, k // MXFP4_GROUP)
+        if w.scale.shape != wanted:
+            raise ValueError(f"scales {list(w.scale.shape)}: accepted are {list(wanted)}, one for 32 columns")
+        if any(part.dtype != jnp.uint8 for part in w) or getattr(x, "dtype", None) != jnp.bfloat16:
+            given = [str(getattr(one, "dtype", "Quantized")) for one in (x, *w)]
+            raise ValueError(f"dtypes {given}: accepted are bfloat16, and bytes and scales in uint8")
+        return
     if isinstance(x, Quantized) and isinstance(w, Quantized):
         given, stored = (x.values.dtype, w.values.dtype), jnp.float8_e4m3fn
         if (x.scale.shape, w.scale.shape) != (x.shape[:1], w.shape[:2]):
@@ -87,3 +98,25 @@ def grouped_tile(rows: int, itemsize: int = 2) -> GroupedTile:
     outside = 2 * warpgroups * one.box * 64 * 2 + 2048  # two boxes of a warpgroup's result, and barriers
     stage = (one.columns + rows) * lines * 128
     return dataclasses.replace(one, stages=min(12, (SMEM_BYTES - outside) // stage))
+
+
+def mxfp4_tile(rows: int, k: int, warpgroups: int = 2) -> GroupedTile:
+    """Return the tile of this many rows for a weight of K columns in MXFP4, with the stages that shared memory holds.
+
+    Two warpgroups, because the numbers go through registers: one converts while the other multiplies.
+    """
+    one = GroupedTile(rows, warpgroups, 128, 1)
+    outside = 2 * warpgroups * one.box * 64 * 2 + 2048 + 2 * one.columns * k // MXFP4_GROUP
+    stage = one.columns * one.depth // 2 + rows * one.depth * 2
+    return dataclasses.replace(one, stages=min(12, (SMEM_BYTES - outside) // stage))
+
+
+def supports_mxfp4(n: int, k: int, gate_block: int | None, rows: int = TALLEST) -> bool:
+    """Return whether the kernel takes a weight [n, k] in MXFP4 with tiles of so many rows.
+
+    A copy of a block's scales fills lines of 128 bytes, and has at most 256 elements along each axis.
+    """
+    gates = gate_block is None or (gate_block in (16, 32, 64) and n % (2 * gate_block) == 0)
+    lines = (gate_block or 64) * k % (128 * MXFP4_GROUP) == 0
+    full = min(n, k) > 0 and n % 64 == 0 and k % 64 == 0 and k <= 64 * 256
+    return full and gates and lines and mxfp4_tile(rows, k).stages >= 2

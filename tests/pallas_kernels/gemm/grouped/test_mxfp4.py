@@ -1,0 +1,240 @@
+"""Grouped GEMM with a weight in MXFP4: the interpreter against the reference, the PTX of the conversion by an
+interpreter of its few instructions, and the H200 code.
+"""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from h200 import abstract, compile_for_h200, h200_mesh
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from ptx import misaligned
+
+from pallas_kernels.gemm.grouped import api, reference
+from pallas_kernels.gemm.grouped.mxfp4_format import dequantize_mxfp4, quantize_mxfp4
+from pallas_kernels.gemm.grouped.mxfp4_operand import SHIFT, TWO_WORDS
+from pallas_kernels.gemm.grouped.routings import draw_routing
+from pallas_kernels.gemm.grouped.swapped import grouped_gemm, list_groups
+from pallas_kernels.gemm.grouped.tiles import TALLEST, mxfp4_tile, supports_mxfp4
+from pallas_kernels.hopper.limits import SMEM_BYTES
+from pallas_kernels.quantized import Mxfp4
+
+GATES = {"activation": "silu", "gate_block": 32}
+listed = jax.jit(list_groups, static_argnums=(1, 2))
+interpreted = functools.partial(grouped_gemm, sms=2, interpret=plgpu.InterpretGPUParams())
+packed = jax.jit(quantize_mxfp4)
+
+
+def given_operands(tokens, experts, n, k):
+    """Return rows, and a weight whose groups have scales from 2 ** -12 to 2 ** 3."""
+    rng = np.random.default_rng(tokens)
+    x = jnp.asarray(rng.normal(size=(tokens, k)), jnp.bfloat16)
+    w = packed(jnp.asarray(rng.normal(size=(experts, n, k)) / k**0.5, jnp.float32))
+    moved = rng.integers(-8, 4, w.scale.shape).astype(np.uint8)
+    return x, w._replace(scale=w.scale + moved)
+
+
+def error_of(found, rows, w, groups, **epilogue):
+    """Return ‖found − exact‖ / ‖exact‖ over the rows of all pairs."""
+    wanted = jax.jit(functools.partial(reference.grouped_gemm, **epilogue))(
+        rows.astype(jnp.float32), w, groups
+    )
+    found, wanted = (np.asarray(y[groups.places], np.float32) for y in (found, wanted))
+    return np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
+
+
+@pytest.mark.parametrize(
+    ("picked", "n", "k", "rows", "epilogue"),
+    [
+        # One token. The last stage of K is half beyond the weight, and so is the second warpgroup.
+        (draw_routing(np.random.default_rng(0), 1, 3, 2), 192, 192, 8, {}),
+        # Experts without a row, and several tiles of one expert.
+        (np.ones((20, 1), np.int32), 256, 128, 16, GATES),
+        (
+            draw_routing(np.random.default_rng(1), 21, 3, 2, 1.2),
+            320,
+            64,
+            48,
+            GATES | {"gate_block": 64, "n": 384},
+        ),
+    ],
+    ids=["one token", "one expert", "zipf"],
+)
+def test_each_row_is_multiplied_with_its_experts_weight(picked, n, k, rows, epilogue):
+    n = epilogue.get("n", n)
+    epilogue = {name: value for name, value in epilogue.items() if name != "n"}
+    x, w = given_operands(picked.shape[0], 3, n, k)
+    groups = listed(jnp.asarray(picked), 3, rows)
+    given_rows = x[groups.pairs // picked.shape[1]]
+    found = jax.jit(functools.partial(interpreted, **epilogue))(given_rows, w, groups)
+    assert error_of(found, given_rows, w, groups, **epilogue) < 4e-3
+
+
+def test_a_shape_without_a_kernel_is_multiplied_in_bfloat16():
+    """Copies of 16 rows' scales would be no multiple of 128 bytes."""
+    x, w = given_operands(9, 3, 128, 64)
+    epilogue = GATES | {"gate_block": 16}
+    assert not supports_mxfp4(128, 64, 16)
+    groups = listed(jnp.zeros((9, 1), jnp.int32), 3, 16)
+    found = interpreted(x[groups.pairs], w, groups, **epilogue)
+    np.testing.assert_array_equal(
+        np.asarray(found[groups.places], np.float32),
+        np.asarray(
+            interpreted(x[groups.pairs], dequantize_mxfp4(w), groups, **epilogue)[groups.places], np.float32
+        ),
+    )
+
+
+def test_biases_and_clamps_follow_the_product():
+    """gpt-oss's experts, whose gates alternate with ups in blocks of 8 rows."""
+    x, w = given_operands(9, 3, 128, 64)
+    bias = jnp.asarray(np.random.default_rng(4).normal(size=(3, 128)), jnp.bfloat16)
+    epilogue = {"bias": bias, "activation": "clamped_swiglu", "gate_block": 8}
+    groups = api.list_groups(jnp.asarray(draw_routing(np.random.default_rng(5), 9, 3, 2)), 3)
+    rows = x[groups.pairs // 2]
+    found = api.grouped_gemm(rows, w, groups, sms=2, interpret=plgpu.InterpretGPUParams(), **epilogue)
+    assert error_of(found, rows, w, groups, **epilogue) < 1e-2  # the product is rounded before
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"scale": jnp.zeros((2, 128, 4), jnp.uint8)}, r"scales \[2, 128, 4\]: accepted are \[2, 128, 2\]"),
+        ({"packed": jnp.zeros((2, 128, 32), jnp.int8)}, r"dtypes \['bfloat16', 'int8', 'uint8'\]"),
+    ],
+)
+def test_wrong_parts_are_named(change, said):
+    x, w = given_operands(8, 2, 128, 64)
+    groups = list_groups(jnp.zeros((8, 1), jnp.int32), 2, 8)
+    with pytest.raises(ValueError, match=said):
+        grouped_gemm(x[groups.pairs], w._replace(**change), groups)
+
+
+@given(
+    rows=st.integers(1, TALLEST // 8).map(lambda eights: 8 * eights),
+    k=st.sampled_from([64, 768, 2880, 4096]),
+    warpgroups=st.sampled_from([1, 2]),
+)
+def test_a_tile_fits_shared_memory(rows, k, warpgroups):
+    tile = mxfp4_tile(rows, k, warpgroups)
+    stage = tile.columns * tile.depth // 2 + rows * tile.depth * 2
+    scales, results = 2 * tile.columns * k // 32, tile.warpgroups * 256 * tile.box
+    assert tile.stages >= 2 and tile.stages * stage + scales + results < SMEM_BYTES
+
+
+def bfloat16(bits: np.ndarray) -> np.ndarray:
+    return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+
+
+def run_ptx(text: str, given_registers: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Run straight PTX of shifts, masks, byte permutations and products of bfloat16 pairs, for many threads."""
+    registers = dict(given_registers)
+
+    def of(name: str) -> np.ndarray:
+        return registers[name] if name in registers else np.uint64(int(name, 0))
+
+    def permuted(a, b, selector):
+        both, found = (b << np.uint64(32)) | a, np.uint64(0)
+        for byte in range(4):
+            which = selector >> np.uint64(4 * byte) & np.uint64(15)
+            assert (which < 8).all()  # the high bit would repeat a sign
+            found = found | (both >> (which * np.uint64(8)) & np.uint64(255)) << np.uint64(8 * byte)
+        return found
+
+    def looked_up(a, b, c, table):
+        found = np.uint64(0)
+        for which in range(8):  # a, b and c are the bits of the index
+            terms = [x if which >> place & 1 else ~x for x, place in ((a, 2), (b, 1), (c, 0))]
+            if int(table) >> which & 1:
+                found = found | (terms[0] & terms[1] & terms[2])
+        return found
+
+    def product(a, b):
+        halves = []
+        for low in (np.uint64(0), np.uint64(16)):
+            exact = bfloat16(a >> low & np.uint64(0xFFFF)) * bfloat16(b >> low & np.uint64(0xFFFF))
+            bits = exact.astype(np.float32).view(np.uint32)
+            assert (exact.astype(np.float32) == exact).all() and not (bits & 0xFFFF).any()
+            halves.append((bits >> 16).astype(np.uint64) << low)
+        return halves[0] | halves[1]
+
+    run = {
+        "prmt.b32": permuted,
+        "shl.b32": lambda a, n: a << n,
+        "shr.u32": lambda a, n: a >> n,
+        "and.b32": lambda a, b: a & b,
+        "lop3.b32": looked_up,
+        "mul.rn.bf16x2": product,
+    }
+    body = text.strip().removeprefix("{").removesuffix("}")
+    for line in filter(None, (part.strip() for part in body.split(";"))):
+        name, _, operands = line.partition(" ")
+        if name != ".reg":
+            target, *inputs = (part.strip() for part in operands.split(","))
+            registers[target] = run[name](*map(of, inputs)) & np.uint64(0xFFFFFFFF)
+    return registers
+
+
+def test_the_ptx_makes_the_numbers_of_the_bytes():
+    """Every byte under every scale that a checkpoint may have, for each lane of a row."""
+    byte, scale = np.meshgrid(np.arange(256, dtype=np.uint64), np.arange(34, 161, dtype=np.uint64))
+    wanted = np.asarray(
+        dequantize_mxfp4(
+            Mxfp4(
+                jnp.asarray(np.tile(byte[0].astype(np.uint8)[:, None], 16)),
+                jnp.full((256, 1), 127, jnp.uint8),
+            ),
+            jnp.float32,
+        ),
+        np.float64,
+    )
+    rng = np.random.default_rng(0)
+    for quad in range(4):
+        other = rng.integers(0, 2**32, (2, *byte.shape), dtype=np.uint64)  # the bytes of the other lanes
+        mask = ~np.uint64(255 << 8 * quad)
+        words = [
+            (other[0] & mask) | byte << np.uint64(8 * quad),
+            (other[1] & mask) | (255 - byte) << np.uint64(8 * quad),
+        ]
+        once = (scale + np.uint64(126 - SHIFT)) << np.uint64(7)
+        found = run_ptx(
+            TWO_WORDS,
+            {
+                "$2": words[0],
+                "$3": words[1],
+                "$4": np.uint64(0x0404 + 0x1111 * quad),
+                "$5": once | once << np.uint64(16),
+            },
+        )
+        for name, of_byte in (("$0", byte), ("$1", 255 - byte)):
+            for column in range(2):
+                number = bfloat16(found[name] >> np.uint64(16 * column) & np.uint64(0xFFFF))
+                exact = wanted[of_byte.astype(int), column] * 2.0 ** (scale.astype(float) - 127 - SHIFT)
+                np.testing.assert_array_equal(number, exact)
+
+
+def _operands(tokens, n, k):
+    picked = jax.ShapeDtypeStruct((tokens, 4), jnp.int32)
+    groups = jax.eval_shape(functools.partial(api.list_groups, num_experts=32), picked)
+    w = Mxfp4(*(jax.ShapeDtypeStruct((32, n, k // per), jnp.uint8) for per in (2, 32)))
+    return abstract(h200_mesh(), (jax.ShapeDtypeStruct((len(groups.pairs), k), jnp.bfloat16), w, groups))
+
+
+@pytest.mark.parametrize(("tokens", "spilled"), [(1, 0), (64, 0), (1024, 112), (2048, 112)])
+def test_on_an_h200_bytes_go_to_tensor_cores_through_registers(tokens, spilled, tmp_path, monkeypatch):
+    """gpt-oss-20b's products, with tiles of 8 to 144 rows. spilled: bytes that a thread stores at most."""
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
+    compiled = compile_for_h200(api.grouped_gemm, *_operands(tokens, 5760, 2880))
+    assert [thunk.kind for thunk in compiled.thunks] == ["kCustomCall"] and compiled.machine_code
+    assert compiled.memory.temp_size_in_bytes < 2**20
+    logs, ptx = (
+        "".join(path.read_text(errors="replace") for path in tmp_path.glob(f"grouped_gemm_mxfp4*{end}"))
+        for end in (".ptxas", ".ptx")
+    )
+    assert max(map(int, re.findall(r"(\d+) bytes spill stores", logs))) <= spilled
+    assert "serialized" not in logs and "mul.rn.bf16x2" in ptx and not misaligned(ptx)
