@@ -23,6 +23,7 @@
   perplexity   perplexity of a text at each precision of weights and KV, or with attention spans
   value_rows   perplexity and last-word accuracy by the share of V rows that attention reads
   pipeline     bubbles of pipeline stages, on the engine or on virtual clocks (SARATHI Fig. 12); JSON and a chart
+  decode_fleet  decode steps of a mixture over many devices, by layout and by assumption, simulated
   sarathi      SARATHI's tables and figures of one device, on the engine or by the cost model; JSON and a chart
   expert_balance  balance of experts over devices, placed by measured loads, with and without copies, simulated
   router       throughput, balance and prefix hits of several replicas behind the router, simulated
@@ -66,6 +67,7 @@ COMMANDS = {
     "perplexity": "engine.perplexity",
     "value_rows": "engine.value_rows",
     "pipeline": "pipeline.study",
+    "decode_fleet": "pipeline.decode_fleet",
     "sarathi": "sarathi.command",
     "expert_balance": "engine.expert_balance",
     "router": "router.command",

@@ -155,18 +155,20 @@ def _scaled(rates: Rates, flops: float, memory: float) -> Rates:
     return Rates(by_dtype, memory * rates.memory_bytes_per_s, rates.network_bytes_per_s)
 
 
-@functools.cache
-def balances_of(
-    experts: int, chosen: int, devices: tuple[int, ...], tokens: int
-) -> Mapping[int, tuple[int, float]]:
-    """Return the slots of a device and the balance for each number of devices, with experts placed by load.
+def slots_with_copies(experts: int, devices: int) -> int:
+    """Return the slots of a device, with 25 % more than the experts in all, rounded up."""
+    return -(-round(experts * (1 + SPARE)) // devices)
 
-    `bench expert_balance` simulates both: preferences by Zipf's law with exponent 1 that drift, and 25 % more slots
-    than experts for copies. devices: divisors of the experts. tokens: of all devices in a step.
+
+@functools.cache
+def balances_of(experts: int, chosen: int, devices: tuple[int, ...], tokens: int) -> Mapping[int, float]:
+    """Return the balance of the experts for each number of devices, placed by load with copies.
+
+    `bench expert_balance` simulates the balance: preferences by Zipf's law with exponent 1 that drift.
+    devices: divisors of the experts. tokens: of all devices in a step.
     """
-    routes = Routes(Mixture("", experts, chosen), tokens, ZIPF, DRIFT_STEPS)
     rows = simulate_balance(
-        routes,
+        Routes(Mixture("", experts, chosen), tokens, ZIPF, DRIFT_STEPS),
         list(devices),
         SPARE,
         steps=BALANCE_STEPS,
@@ -174,8 +176,5 @@ def balances_of(
         step_interval=WINDOW_STEPS,
         seed=0,
     )
-    return {
-        row["devices"]: (row["slots"] // row["devices"], row["mean_over_max_load"])
-        for row in rows
-        if row["layout"] == "placed by load, with copies"
-    }
+    copied = [row for row in rows if row["layout"] == "placed by load, with copies"]
+    return {row["devices"]: row["mean_over_max_load"] for row in copied}

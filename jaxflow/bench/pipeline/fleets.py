@@ -33,6 +33,7 @@ from jaxflow.bench.pipeline.expert_sharing import (
     op_rates,
     shared_graph,
     shares_of,
+    slots_with_copies,
 )
 from jaxflow.bench.pipeline.simulate import Layout, PipelineRun, simulate
 from jaxflow.bench.pipeline.splits import SIZES_TP, Split, all_splits
@@ -120,20 +121,24 @@ def model_of(name: str) -> ModelConfig:
     return open_checkpoint(name.partition(":")[0], load_format="dummy").model_config
 
 
-def sharing_of(config: ModelConfig, split: Split, sizes: Collection[int], tokens: int) -> Sharing | None:
-    """Return how a layout shares the experts, with the balance of placements by load with copies.
+def sharing_of(config: ModelConfig, split: Split, balances: Mapping[int, float]) -> Sharing | None:
+    """Return how a layout shares the experts, with copies of the busy ones.
 
-    None if the devices do not divide the experts. sizes: the numbers of devices to simulate the balance for.
-    tokens: of the step that gives the balance.
+    None if the devices do not divide the experts. balances: of the experts, by the number of devices.
     """
-    devices, experts = split.expert_devices, config.num_experts
+    devices = split.expert_devices
     if devices == 1:
         return Sharing()
-    if experts % devices:
+    if config.num_experts % devices:
         return None
-    divisors = tuple(sorted(size for size in sizes if experts % size == 0))
-    slots, balance = balances_of(experts, config.experts_per_token, divisors, tokens)[devices]
-    return Sharing(devices, split.dp > 1, slots, balance)
+    return Sharing(devices, split.dp > 1, slots_with_copies(config.num_experts, devices), balances[devices])
+
+
+def simulated_balances(config: ModelConfig, splits: Collection[Split], tokens: int) -> Mapping[int, float]:
+    """Return the balance for each number of devices that share experts. tokens: of a step of all devices."""
+    sizes = {split.expert_devices for split in splits} - {1}
+    divisors = tuple(sorted(size for size in sizes if config.num_experts % size == 0))
+    return balances_of(config.num_experts, config.experts_per_token, divisors, tokens) if divisors else {}
 
 
 def sequences_that_fit(
@@ -198,8 +203,8 @@ def run_layout(fleet: Fleet, model: str, split: Split) -> dict[str, Any] | None:
     config, (widths, dtype) = model_of(model), WIDTHS[model.partition(":")[2]]
     device, card = DEVICES[fleet.device], card_of(fleet.device)
     tp, pp = split.tp, split.pp
-    sizes = {each.expert_devices for name, each in fleet.cases() if name == model}
-    sharing = sharing_of(config, split, sizes - {1}, BALANCE_TOKENS)
+    splits = [each for name, each in fleet.cases() if name == model]
+    sharing = sharing_of(config, split, simulated_balances(config, splits, BALANCE_TOKENS))
     if config.num_heads % tp or pp > config.num_layers or sharing is None:
         return None
     layers = split_layers(config, pp, tp, device.rates, fleet.chunk)

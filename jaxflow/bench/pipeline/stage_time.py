@@ -112,6 +112,7 @@ class StageTimer:
             first += number
         distinct = tuple(dict.fromkeys(op for stage in stages for op in stage))
         self._repeats = np.array([[stage[op] for op in distinct] for stage in stages], np.float64)
+        self._names = [op.name for op in distinct]
         each_s = np.array([collective_s if op.kind == "network" else kernel_s for op in distinct])
         self._each_s, self._layers_s = each_s, np.array(layers, np.float64) * layer_s
         self._hidden = np.array([op.name in hidden for op in distinct])
@@ -152,6 +153,14 @@ class StageTimer:
         each = self._op_s(half)
         shown = self._repeats @ np.where(self._hidden, 0.0, each) + self._layers_s
         return np.minimum(whole, 2 * np.maximum(shown, self._repeats @ np.where(self._hidden, each, 0.0)))
+
+    def by_op(self, counts: np.ndarray) -> dict[str, float]:
+        """Return the seconds of the ops of each name in one batch, over all stages, fixed times included."""
+        total = self._repeats.sum(axis=0) * self._op_s(counts)
+        names = dict.fromkeys(self._names, 0.0)
+        for name, each in zip(self._names, total, strict=True):
+            names[name] += float(each)
+        return names
 
     def _op_s(self, counts: np.ndarray) -> np.ndarray:
         """Return the seconds of each distinct op, float64 [ops]."""

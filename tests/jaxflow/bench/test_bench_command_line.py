@@ -25,7 +25,16 @@ def test_help_of_every_command_lists_its_flags(no_flags, capsys, command):
     assert f"python -m jaxflow.bench {command}" in out and "--output_json" in out
     assert ("--max_num_batched_tokens" in out) == (
         command
-        not in ("serve", "tokenizer", "transport", "kernels", "decode_step", "pipeline", "expert_balance")
+        not in (
+            "serve",
+            "tokenizer",
+            "transport",
+            "kernels",
+            "decode_step",
+            "pipeline",
+            "decode_fleet",
+            "expert_balance",
+        )
     )
 
 
