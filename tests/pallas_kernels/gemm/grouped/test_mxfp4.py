@@ -3,7 +3,9 @@ interpreter of its few instructions, and the H200 code.
 """
 
 import functools
+import operator
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +14,11 @@ import pytest
 from h200 import abstract, compile_for_h200, h200_mesh
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from ptx import misaligned
 
-from pallas_kernels.gemm.grouped import api, reference
+from pallas_kernels.gemm.grouped import api, mxfp4_operand, reference
 from pallas_kernels.gemm.grouped.mxfp4_format import dequantize_mxfp4, quantize_mxfp4
 from pallas_kernels.gemm.grouped.mxfp4_operand import SHIFT, TWO_WORDS
 from pallas_kernels.gemm.grouped.routings import draw_routing
@@ -216,6 +219,71 @@ def test_the_ptx_makes_the_numbers_of_the_bytes():
                 number = bfloat16(found[name] >> np.uint64(16 * column) & np.uint64(0xFFFF))
                 exact = wanted[of_byte.astype(int), column] * 2.0 ** (scale.astype(float) - 127 - SHIFT)
                 np.testing.assert_array_equal(number, exact)
+
+
+@pytest.mark.parametrize("first", [0, 64])
+def test_each_thread_has_its_part_of_the_operand(first, monkeypatch):
+    """The code of a thread runs with integers in place of MLIR values, for the 128 threads of a warpgroup at once.
+
+    TMA's order: tiles of 8 rows of 32 bytes, and 16 bytes lie at their address xor bit 7 of it. wgmma's order: a
+    thread has two neighboring columns of each 8 in rows lane / 4 and lane / 4 + 8 of its warp's 16 rows.
+    """
+    rng, k, pair = np.random.default_rng(first), 448, 5
+    bytes_of_rows = rng.integers(0, 256, (64, 64), np.uint8)  # a stage of 128 columns
+    scales = rng.integers(100, 140, (64, k // 32), np.uint8)
+    row, byte = np.indices((64, 64))
+    at = (row // 8 * 2 + byte // 32) * 256 + row % 8 * 32 + byte % 32
+    image = np.zeros(64 * 64, np.uint64)
+    image[at ^ (at >> 7 & 1) << 4] = bytes_of_rows
+
+    def value(data, **described):
+        return types.SimpleNamespace(data=data, type=types.SimpleNamespace(**described))
+
+    packed_ref = value(image, get_strides_and_offset=lambda: ((512, 256, 32, 1), 0))
+    scales_ref = value(scales.reshape(-1).astype(np.uint64), shape=(8, k // 64, 16))
+
+    def read(ref, offset, count):
+        return sum(ref.data[offset.astype(int) + i] << np.uint64(8 * i) for i in range(count))
+
+    def read_words(ref, offset, count):
+        assert (offset % (4 * count) == 0).all()
+        return [read(ref, offset + np.uint64(4 * i), 4) for i in range(count)]
+
+    def inline_ptx(text, *inputs, result_types):
+        found = run_ptx(text, {f"${2 + i}": one for i, one in enumerate(inputs)})
+        return [found[f"${i}"] for i in range(len(result_types))]
+
+    thread = np.arange(128, dtype=np.uint64)
+    warp, lane = thread // 32, thread % 32
+    names = {"addi": "add", "muli": "mul", "xori": "xor", "shrui": "rshift", "shli": "lshift"}
+    names |= {"andi": "and_", "ori": "or_"}
+    utils = types.SimpleNamespace(inline_ptx=inline_ptx, bitcast=lambda bits, _: bits)
+    no_type = types.SimpleNamespace(get=lambda *_: None)
+    for name, stand_in in {
+        "arith": types.SimpleNamespace(**{op: getattr(operator, own) for op, own in names.items()}),
+        "ir": types.SimpleNamespace(MemRefType=lambda kind: kind, VectorType=no_type, BF16Type=no_type),
+        "mgpu": types.SimpleNamespace(
+            WGMMA_LAYOUT=mgpu.WGMMA_LAYOUT, utils=utils, FragmentedArray=lambda _registers, **_: _registers
+        ),
+        "const": np.uint64,
+        "i32": lambda: None,
+        "place": lambda: (warp, lane // 4, lane % 4),
+        "read_words": read_words,
+        "_read_two": lambda ref, offset: read(ref, offset, 2),
+    }.items():
+        monkeypatch.setattr(mxfp4_operand, name, stand_in)
+    number = types.SimpleNamespace(registers=np.array(np.uint64(pair)))
+    registers = mxfp4_operand._unpack(packed_ref, scales_ref, number, first)
+
+    own = Mxfp4(
+        jnp.asarray(bytes_of_rows[:, first // 2 : first // 2 + 32]),
+        jnp.asarray(scales[:, 2 * pair : 2 * pair + 2]),
+    )
+    wanted = np.asarray(dequantize_mxfp4(own, jnp.float32), np.float64) * 2.0**-SHIFT
+    for eight, half, odd in np.ndindex(8, 2, 2):
+        bits = registers[0, eight, 0, 0, half, 0, 0, 0, 0] >> np.uint64(16 * odd) & np.uint64(0xFFFF)
+        rows, columns = 16 * warp + 8 * half + lane // 4, 8 * eight + 2 * (lane % 4) + odd
+        np.testing.assert_array_equal(bfloat16(bits), wanted[rows.astype(int), columns.astype(int)])
 
 
 def _operands(tokens, n, k):
