@@ -59,9 +59,6 @@ SLOW_CASES = {
         "a skewed routing with gates runs, and tiles of 16 rows are compiled"
     ),
     r"test_gpt_oss\.py::test_experts_that_stay_in_mxfp4_give_equal_logits\[bfloat16": "float32 runs",
-    r"test_mxfp4_engine\.py::test_goldens\[(1-False|2-True)\]": (
-        "the shares of two devices run, and test_mxfp4_experts compares the weights of whole experts"
-    ),
     r"test_side_stream_plans\.py::test_it_is_the_plain_forward_on_four_devices": (
         "test_exchange computes the plain forward with peer copies"
     ),

@@ -7,6 +7,8 @@ from test_goldens import ONE_SIZE, check, requests
 from pallas_kernels.quantized import Mxfp4
 
 
+# In the usual suite test_gpt_oss compares the logits, and test_mxfp4_experts the weights on several devices.
+@pytest.mark.slow
 @pytest.mark.parametrize(("devices", "ep"), [(1, False), (2, False), (2, True)])
 def test_goldens(devices, ep, goldens):
     golden = goldens("tiny-gpt_oss")
