@@ -1,7 +1,9 @@
 """Predicted decode steps of a mixture over many devices: laws of the layouts and of the assumptions."""
 
 import dataclasses
+import json
 
+import paths
 import pytest
 
 from jaxflow.bench.pipeline.decode_fleet import Decode, bound, measure, measured, predict, text
@@ -87,3 +89,25 @@ def test_the_report_has_each_layout_and_what_reaches_the_target():
     )
     assert missed < SMALL.target <= reached
     assert all(name in text(report) for name in names)
+
+
+def test_the_committed_report_has_the_conditions_and_the_order_of_the_public_figure():
+    report = json.loads((paths.ROOT / "benchmarks/cpu/deepseek-v3/decode-fleet-h200.json").read_text())
+    assert report["decode"] == dataclasses.asdict(Decode())
+    rates = {row["layout"]: row["tokens_per_s_per_device"] for row in report["layouts"]}
+    assert (
+        rates["8x1"] < rates["8x8"] < rates["dp64"] < rates["dp32"] < rates["dp16"]
+    )  # as the public 32, 72, 96
+    assert all(rates[name + "+overlap"] >= rates[name] for name in ("dp64", "dp32", "dp16", "dp8x8"))
+    changed = report["changed"]
+    for names in (
+        [f"network {rate} GB/s" for rate in (25, 50, 100, 200)],
+        [f"balance {balance}" for balance in (0.8, 0.9, 1.0)],
+        ["grouped products 0.7", "grouped products 1.0"],
+        ["latent attention 0.55", "latent attention 0.94, FlashMLA", "latent attention 1.0"],
+        ["rows sent in e4m3", "e4m3, once a host", "e4m3, once a host, overlap 1"],
+    ):
+        assert [changed[name] for name in names] == sorted(changed[name] for name in names)
+    assert changed["overlap 1"] == rates["dp64+overlap"] > report["decode"]["target"]
+    assert max(rates[name] for name in ("dp64", "dp32")) < report["decode"]["target"]
+    assert report["public"]["output_tokens_per_s_per_device"]["32"] < report["sent_in_e4m3"]["dp32"]
