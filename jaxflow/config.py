@@ -424,6 +424,11 @@ class EngineConfig:
         None,
         "Folder of compiled and lowered programs. Default: ~/.cache/jaxflow/compiled. Empty: no cache.",
     )
+    lowering_processes: int | None = _setting(
+        None,
+        "Processes that lower programs at a start whose programs are not in the cache, each with 0.5 GiB of host memory. "
+        "0: the engine lowers them. Default: on Hopper, half of the CPU cores and at most 8; elsewhere 0.",
+    )
     coordinator: str | None = _setting(
         None,
         "HOST:PORT of process 0, for one engine over several processes. auto: from the variables of Slurm, "
@@ -465,6 +470,8 @@ class EngineConfig:
             "fp8, int4, mxfp4, or unset for the format of the checkpoint",
         )
         check("kv_cache_dtype", self.kv_cache_dtype in KV_DTYPES, ", ".join(KV_DTYPES))
+        processes = self.lowering_processes
+        check("lowering_processes", processes is None or 0 <= processes <= 64, "0 to 64 processes, or unset")
         check("block_size", 1 <= self.block_size <= 1024, "1 to 1024 tokens a page")
         check("tensor_parallel_size", self.tensor_parallel_size >= 1, "a positive number of devices")
         check("pipeline_parallel_size", self.pipeline_parallel_size >= 1, "a positive number of stages")

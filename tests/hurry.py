@@ -136,13 +136,13 @@ def compile_on_use(executor: Any) -> None:
 
     Most tests use half of the programs. `Executor.warm_up` compiles the other half.
     """
-    jobs = executor._jobs()
+    jobs = executor.jobs()
     for name in ("_steps", "_samplers", "_prompt", "_small"):
         table = getattr(executor, name)
         compiles = {
-            key: lambda lower=lower, options=options: executor._compile(lower(), options)
-            for owner, key, lower, options in jobs
-            if owner is table
+            job.key: lambda job=job: executor._compile(job.lower(), job.options)
+            for job in jobs
+            if job.table is table
         }
         setattr(executor, name, OnUse(compiles))
     executor._warm = True

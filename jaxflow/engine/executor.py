@@ -32,6 +32,7 @@ from jaxflow.engine.expert_slots import expert_arrays, placed_experts, source_sl
 from jaxflow.engine.layered_step import LayeredStep, LoweredStep, lower_layers
 from jaxflow.engine.layout import StepLayout, empty_buffer
 from jaxflow.engine.lowered_cache import LoweredPrograms, compile_program
+from jaxflow.engine.lowering_processes import LoweringProcesses, Wanted
 from jaxflow.engine.programs import FULL_DONATES, REPLICATED, STEP_DONATES, Programs, Rows, head, prompt_head
 from jaxflow.engine.start_times import StartTimes, num_compiled
 from jaxflow.kv.device_cache import cache_shapes, cache_spec, make_cache, page_groups
@@ -74,6 +75,26 @@ class Pending:
     expert_counts: tuple[jax.Array, ...] = ()
 
 
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A program to compile.
+
+    Attributes:
+      name: unique in its executor.
+      table, key: the place of the compiled program.
+      lower: lowers the program for the present number of pages.
+      options: XLA's.
+      small: the program is lowered in less time than another process takes to answer.
+    """
+
+    name: str
+    table: dict
+    key: Any
+    lower: Callable[[], Any]
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    small: bool = False
+
+
 class Recorder(Protocol):
     """The receiver of the calls that change the devices, in their order. Arguments: see `Executor`."""
 
@@ -110,6 +131,7 @@ class Executor:
       slots, groups, num_pages: of one rank.
       ranks: the number of data-parallel ranks.
       recorder: takes the calls that other processes replay; None in an engine of one process.
+      lowering: processes that lower programs into the folder of `lowered`; None: this process lowers them.
     """
 
     num_stages = 1
@@ -168,6 +190,7 @@ class Executor:
         self._small: dict[str, Callable] = {}
         self.defers = defers
         self.recorder: Recorder | None = None
+        self.lowering: LoweringProcesses | None = None
         self.copies: PageCopies | None = None
         self._warm = False
         self._compiled_at_warm_up = 0
@@ -192,20 +215,27 @@ class Executor:
         """Return the device memory of each program of a bucket's step.
 
         Only the bucket's first plan is compiled. The other plans split the same values, and compiling all of
-        them twice would double the warm-up.
+        them twice would double the warm-up. `compile` does not compile the samplers again.
         """
         layout = self.layouts[tokens][0]
         few = (self.pages_per_sequence + 1,) * self.groups
-        lowered: dict[str, Any] = {}
+        step = functools.partial(self._lower_step, layout, few)
+        jobs = {"step": Job(f"step {layout.key}", {}, "step", step, self._options_of(layout))}
         if self.programs.samples:
-            lowered |= {kind: self._lower_sampler(layout.rows, kind) for kind in ("plain", "full")}
-            lowered["prompt"] = self._lower_prompt(tokens)
-        lowered["step"] = self._lower_step(layout, few)
-        options = {name: self._options_of(layout) if name == "step" else {} for name in lowered}
-        with concurrent.futures.ThreadPoolExecutor(len(lowered)) as pool:
-            programs = dict(
-                zip(lowered, pool.map(self._compile, lowered.values(), options.values()), strict=True)
-            )
+            jobs["full"] = self._sampler_job(layout.rows, "full")
+            jobs["prompt"] = self._prompt_job(tokens)
+            jobs["plain"] = self._sampler_job(layout.rows, "plain")
+        names = {job.name: name for name, job in jobs.items()}
+        made = {}
+        with concurrent.futures.ThreadPoolExecutor(len(jobs)) as pool:
+            in_turn = self._in_turn([*jobs.values()], few)
+            if self.lowering is not None:  # what depends on no number of pages can be lowered meanwhile
+                self._in_turn([job for job in self.jobs() if job.table is not self._steps], ())
+            for job in in_turn:
+                made[names[job.name]] = pool.submit(self._compile, job.lower(), job.options)
+        programs = {name: made[name].result() for name in jobs}
+        for name, job in jobs.items():
+            job.table[job.key] = programs[name]
         return {name: temporary.Need.of(program) for name, program in programs.items()}
 
     def state_bytes(self) -> int:
@@ -265,74 +295,76 @@ class Executor:
     @_collector_paused()
     def compile(self, on_progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Compile every program, several at a time."""
-        every = self._jobs()
-        later = [job for job in every if self._is_deferred(*job[:2])]
-        jobs = [job for job in every if not self._is_deferred(*job[:2])]
+        # `temporary_needs` has compiled samplers. Steps depend on the number of pages, which is known now.
+        every = [job for job in self.jobs() if job.table is self._steps or job.key not in job.table]
+        later = [job for job in every if self._is_deferred(job.table, job.key)]
+        jobs = [job for job in every if not self._is_deferred(job.table, job.key)]
         with concurrent.futures.ThreadPoolExecutor(max(1, min(8, os.cpu_count() or 1))) as pool:
             # Lowering is Python and runs one program at a time; XLA compiles at the same time, on threads.
-            futures: dict[concurrent.futures.Future, tuple[dict, Any, Any, dict[str, Any]]] = {}
-            crowded = []
-            for table, key, lower, options in jobs:
-                with self._times.phase("lowering"):
-                    lowered = lower()
-                futures[pool.submit(self._compile, lowered, options)] = table, key, lowered, options
-                on_progress(sum(future.done() for future in futures), len(jobs))
+            futures: dict[concurrent.futures.Future, tuple[Job, Any]] = {}
+            crowded: list[tuple[Job, Any]] = []
+            with self._times.phase("lowering"):
+                for job in self._in_turn(jobs, self.num_pages):
+                    lowered = job.lower()
+                    futures[pool.submit(self._compile, lowered, job.options)] = job, lowered
+                    on_progress(sum(future.done() for future in futures), len(jobs))
             with self._times.phase("compilation"):  # XLA still compiles after the last lowering
                 for done, future in enumerate(concurrent.futures.as_completed(futures), start=1):
-                    table, key, lowered, options = futures.pop(future)
+                    job, lowered = futures.pop(future)
                     try:
-                        table[key] = future.result()
+                        job.table[job.key] = future.result()
                     except jax.errors.JaxRuntimeError as error:
                         if "RESOURCE_EXHAUSTED" not in str(error):
                             raise
-                        crowded.append((table, key, lowered, options))
+                        crowded.append((job, lowered))
                     on_progress(done, len(jobs))
         # XLA times GEMMs in the memory that the cache leaves: room for one program (the head takes 1 GB), not
         # for as many as compile at once.
         with self._times.phase("compilation"):
-            for table, key, lowered, options in crowded:
-                table[key] = self._compile(lowered, options)
+            for job, lowered in crowded:
+                job.table[job.key] = self._compile(lowered, job.options)
         if self.copies is not None:
             self.kv = self.copies.warm_up(self.kv)
         self._warm = True
-        for table, key, lower, options in later:
-            table[key] = DeferredProgram(functools.partial(self._lower_and_compile, lower, options))
+        for job in later:
+            job.table[job.key] = DeferredProgram(functools.partial(self._lower_and_compile, job))
 
-    def _jobs(self) -> list[tuple[dict, Any, Callable[[], Any], dict[str, Any]]]:
-        """Return each program's table, its key there, the function that lowers it, and its compiler options."""
+    def _in_turn(self, jobs: Sequence[Job], num_pages: tuple[int, ...]) -> Iterator[Job]:
+        """Return the jobs in the order in which they can be lowered here: as other processes have lowered them.
+
+        num_pages: of steps.
+        """
+        if self.lowering is None or not self.lowering.started:
+            return iter(jobs)
+        asked = {
+            self.lowering.ask(Wanted(job.name, num_pages if job.name.startswith("step") else ())): job
+            for job in jobs
+            if not job.small
+        }
+        small = (job for job in jobs if job.small)
+        return itertools.chain(small, (asked[done] for done in concurrent.futures.as_completed(asked)))
+
+    def jobs(self) -> list[Job]:
+        """Return the programs of the executor, those of the largest steps first."""
         rows = sorted(
             {
                 layout.rows
                 for layout in (*itertools.chain(*self.layouts.values()), *self.decode_layouts.values())
             }
         )
-        jobs: list[tuple[dict, Any, Callable[[], Any], dict[str, Any]]] = []
+        jobs: list[Job] = []
         for bucket, layouts in sorted(self.layouts.items(), reverse=True):
             alone = [self.decode_layouts[bucket]] if bucket in self.decode_layouts else []
-            for layout in (*layouts, *alone):
-                jobs.append(
-                    (
-                        self._steps,
-                        layout.key,
-                        functools.partial(self._lower_any_step, layout),
-                        self._options_of(layout),
-                    )
-                )
+            jobs += [self._step_job(layout) for layout in (*layouts, *alone)]
             if self.programs.samples:
-                jobs.append((self._prompt, bucket, functools.partial(self._lower_prompt, bucket), {}))
-        for layout in (
-            layout for tokens, layout in self.decode_layouts.items() if tokens not in self.layouts
-        ):
-            jobs.append(
-                (
-                    self._steps,
-                    layout.key,
-                    functools.partial(self._lower_any_step, layout),
-                    self._options_of(layout),
-                )
-            )
+                jobs.append(self._prompt_job(bucket))
         jobs += [
-            (self._samplers, (r, kind), functools.partial(self._lower_sampler, r, kind), {})
+            self._step_job(layout)
+            for tokens, layout in self.decode_layouts.items()
+            if tokens not in self.layouts
+        ]
+        jobs += [
+            self._sampler_job(r, kind)
             for r in rows
             for kind in (("plain", "full") if self.programs.samples else ())
         ]
@@ -341,7 +373,18 @@ class Executor:
             small["move_experts"] = self._lower_move_experts
         if self.programs.samples:
             small |= {"set_slot": self._lower_set_slot, "count_tokens": self._lower_count_tokens}
-        return jobs + [(self._small, name, lower, {}) for name, lower in small.items()]
+        return jobs + [Job(name, self._small, name, lower, small=True) for name, lower in small.items()]
+
+    def _step_job(self, layout: StepLayout) -> Job:
+        lower = functools.partial(self._lower_any_step, layout)
+        return Job(f"step {layout.key}", self._steps, layout.key, lower, self._options_of(layout))
+
+    def _sampler_job(self, rows: int, kind: str) -> Job:
+        lower = functools.partial(self._lower_sampler, rows, kind)
+        return Job(f"{kind} {rows}", self._samplers, (rows, kind), lower)
+
+    def _prompt_job(self, tokens: int) -> Job:
+        return Job(f"prompt {tokens}", self._prompt, tokens, functools.partial(self._lower_prompt, tokens))
 
     def _is_deferred(self, table: dict, key: Any) -> bool:
         """Return True for a program that is compiled after the start.
@@ -368,8 +411,8 @@ class Executor:
         first = {min(self.layouts), prompt}
         return [layout for layout in every if layout.tokens in first or not self._is_layered(layout)]
 
-    def _lower_and_compile(self, lower: Callable[[], Any], options: dict[str, Any]) -> Any:
-        return self._compile(lower(), options)
+    def _lower_and_compile(self, job: Job) -> Any:
+        return self._compile(job.lower(), job.options)
 
     def compile_deferred(self) -> None:
         """Compile the deferred programs on a thread, a little later."""

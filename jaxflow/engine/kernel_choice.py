@@ -5,13 +5,13 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import jax
 from tqdm import tqdm
 
 from jaxflow.config import KV_DTYPES, ConfigError, EngineConfig, ModelConfig
 from jaxflow.kv.device_cache import kv_heads
 from pallas_kernels.gemm.api import Product
 from pallas_kernels.kernel_set import Fallback, KernelSet, kernel_set_for
+from pallas_kernels.this_device import this_device
 
 log = logging.getLogger(__name__)
 _SETTINGS = {
@@ -29,12 +29,12 @@ def choose_kernels(config: EngineConfig, model: ModelConfig) -> KernelSet:
     Raises:
       ConfigError: for kernels that cannot run here, and for requested kernels without attention for this model.
     """
-    device = jax.devices()[0]
+    device = this_device()
     try:
         kernels = kernel_set_for(
-            jax.default_backend(),
-            str(getattr(device, "compute_capability", "")),
-            device=device.device_kind,
+            device.platform,
+            device.capability,
+            device=device.name,
             kernels=config.kernels,
             **asked_of_kernels(config, model),
         )

@@ -25,12 +25,14 @@ from typing import Any
 import jax
 from jax import export
 from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import NamedSharding, Sharding
 
 from jaxflow.engine.programs import Rows
 from jaxflow.model.batch import Batch
 from jaxflow.model.logprobs import LogprobsOut
 from jaxflow.model.slot_params import SlotParams
 from pallas_kernels.quantized import Int4, Quantized
+from pallas_kernels.this_device import described_device, this_device
 
 log = logging.getLogger(__name__)
 
@@ -87,43 +89,90 @@ class LoweredPrograms:
           donated: the `donate_argnums` of `fn`.
           args: arrays, or objects with their shape, dtype and sharding.
         """
-        path = self.folder / self._digest(name, args)
-        exported = _read(path)
+        exported = self.keep(name, fn, *args)
         if exported is None:
-            try:
-                exported = export.export(fn, platforms=self.platforms, disabled_checks=_ANY_CALL)(*args)
-                _write(path, exported.serialize())
-            except (NotImplementedError, ValueError) as error:  # for example a program that calls Python
-                log.warning("program %r cannot be kept and is lowered at each start: %s", name, error)
-                return fn.lower(*args)
+            return fn.lower(*args)
 
         def run(*args):
             return exported.call(*args)
 
         return jax.jit(run, donate_argnums=donated).lower(*args)
 
+    def keep(self, name: str, fn: jax.stages.Wrapped, *args: Any) -> export.Exported | None:
+        """Return a program of the folder, which is lowered and written first if the folder lacks it.
+
+        Arguments: see `lower`. The result is None for a program that cannot be kept.
+        """
+        path = self.folder / self._digest(name, args)
+        exported = _read(path)
+        if exported is None:
+            try:
+                made = export.export(fn, platforms=self.platforms, disabled_checks=_ANY_CALL)(*args)
+                exported = _on_described_device(made)
+                _write(path, exported.serialize())
+            except (NotImplementedError, ValueError) as error:  # for example a program that calls Python
+                log.warning("program %r cannot be kept and is lowered at each start: %s", name, error)
+                return None
+        return exported
+
     def _digest(self, name: str, args: tuple) -> str:
         leaves, tree = jax.tree.flatten(args)
         described = (
             name,
             self.made_of,
-            _code(),
+            code_digest(),
             str(tree),
-            [f"{a.shape} {a.dtype} {a.sharding}" for a in leaves],
+            [f"{a.shape} {a.dtype} {_placement(a.sharding)}" for a in leaves],
         )
         return hashlib.sha256(repr(described).encode()).hexdigest()
 
 
-def open_lowered_programs(made_of: tuple) -> LoweredPrograms | None:
-    """Return the lowered programs of this device, in the folder of XLA's cache; None without that cache.
+def open_lowered_programs(made_of: tuple, folder: Path | None = None) -> LoweredPrograms | None:
+    """Return the lowered programs of this device in a folder; None without a folder.
 
-    `made_of`: everything that the programs depend on, as values with a complete repr.
+    Args:
+      made_of: everything that the programs depend on, as values with a complete repr.
+      folder: None for `lowered_folder`.
     """
+    folder = folder or lowered_folder()
+    described = described_device()
+    platforms = None if described is None else ("cuda" if described.platform == "gpu" else "cpu",)
+    return None if folder is None else LoweredPrograms(folder, repr((made_of, this_device().name)), platforms)
+
+
+def lowered_folder() -> Path | None:
+    """Return the folder of lowered programs, in the folder of XLA's cache; None without that cache."""
     cache = jax.config.jax_compilation_cache_dir
-    return (
-        LoweredPrograms(Path(cache) / "lowered", repr((made_of, jax.devices()[0].device_kind)))
-        if cache
-        else None
+    return Path(cache) / "lowered" if cache else None
+
+
+def _placement(sharding: Sharding) -> str:
+    """Return the axes of an array over a mesh, in words that are the same for all devices."""
+    if not isinstance(sharding, NamedSharding):
+        return str(sharding)
+    kind = "" if sharding.memory_kind in (None, "device") else sharding.memory_kind
+    return f"{dict(sharding.mesh.shape)} {sharding.spec} {kind}"
+
+
+def _on_described_device(exported: export.Exported) -> export.Exported:
+    """Return a program with the device of `lower_for` in its shardings, in place of this process's device."""
+    device = described_device()
+    if device is None:
+        return exported
+    kind = jax.sharding.AbstractDevice(device.name, device.sms, device.platform)
+
+    def placed(sharding: NamedSharding | None) -> NamedSharding | None:
+        if sharding is None:
+            return None
+        mesh: Any = sharding.mesh
+        return NamedSharding(
+            mesh.update(abstract_device=kind), sharding.spec, memory_kind=sharding.memory_kind
+        )
+
+    return dataclasses.replace(
+        exported,
+        _in_named_shardings=tuple(map(placed, exported._in_named_shardings)),
+        _out_named_shardings=tuple(map(placed, exported._out_named_shardings)),
     )
 
 
@@ -151,7 +200,7 @@ def compile_program(
 
 
 @functools.cache
-def _code() -> str:
+def code_digest() -> str:
     """Return a hash of the code that makes a step's programs: versions, and the sources of `lowering_files`."""
     found = hashlib.sha256(repr([importlib.metadata.version(name) for name in ("jax", "jaxlib")]).encode())
     for path in lowering_files():

@@ -7,7 +7,8 @@ import gc
 import logging
 import os
 import random
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,12 @@ from jaxflow.engine.driver import Driver
 from jaxflow.engine.executor import Executor, rehearse
 from jaxflow.engine.expert_slots import check_slots, with_slots
 from jaxflow.engine.kernel_choice import choose_kernels, tell_kernels
+from jaxflow.engine.known_starts import KnownStarts
 from jaxflow.engine.latent_limits import check_latent
 from jaxflow.engine.layout import StepLayout
 from jaxflow.engine.loop import Loop
-from jaxflow.engine.lowered_cache import open_lowered_programs
+from jaxflow.engine.lowered_cache import lowered_folder, open_lowered_programs
+from jaxflow.engine.lowering_processes import Description, LoweringProcesses, number_of_processes
 from jaxflow.engine.program_memory import SPARE
 from jaxflow.engine.programs import Programs
 from jaxflow.engine.ranked_loop import RankedLoop
@@ -43,6 +46,7 @@ from jaxflow.engine.step_plans import (
 )
 from jaxflow.engine.step_time_prediction import predict_step_time
 from jaxflow.engine.team import Team
+from jaxflow.engine.weight_shapes import to_values
 from jaxflow.kv.device_cache import fit_pages, page_bytes, page_groups
 from jaxflow.kv.tiers.host_machine import free_host_bytes
 from jaxflow.kv.tiers.page import copy_to
@@ -92,8 +96,9 @@ from jaxflow.scheduler.config import SchedulerConfig
 from jaxflow.scheduler.running import make_page_tables
 from jaxflow.scheduler.scheduler import Scheduler, StepPolicy
 from pallas_kernels.gemm.api import Product, product_of, shape_of
-from pallas_kernels.kernel_set import KernelSet
+from pallas_kernels.kernel_set import KernelSet, has_bounded
 from pallas_kernels.quantized import Quantized
+from pallas_kernels.this_device import this_device
 
 log = logging.getLogger(__name__)
 GPU_SEQS, CPU_SEQS, FEWEST_SEQS = 512, 64, 8  # bounds of the default of max_num_seqs
@@ -293,13 +298,21 @@ def start_engine(
             undo.callback(disk.close)
         warm_up_s = 0.0
         if executor is None:
-            make = make_executor if config.pipeline_parallel_size == 1 else make_staged_executor
-            executor = make(
-                config, checkpoint, plans, kernels=kernels, team=team, progress=progress, times=times
-            )
-            with tqdm(total=None, desc="Compiling", disable=not progress, unit="program", delay=1.0) as bar:
-                wait = (lambda: None) if team is None else team.wait_until_compiled
-                warm_up_s = executor.warm_up(_advance(bar), wait)
+            how: dict[str, Any] = {"kernels": kernels, "team": team, "progress": progress, "times": times}
+            if config.pipeline_parallel_size > 1:
+                executor = make_staged_executor(config, checkpoint, plans, **how)
+                warm_up_s = _warm_up(executor, team, progress)
+            elif kernels is not None or team is not None:
+                executor = make_executor(config, checkpoint, plans, **how)
+                warm_up_s = _warm_up(executor, team, progress)
+            else:
+                with _lowering(config, checkpoint.model_config, plans) as lowering:
+                    executor = make_executor(config, checkpoint, plans, lowering=lowering, **how)
+                    warm_up_s = _warm_up(executor, team, progress)
+                    if lowering is not None:
+                        lowering.remember(executor.num_pages)
+                        executor.lowering = None
+                        executor.lowered = executor.lowered if lowered_folder() else None
         if team is not None:
             if config.kv_offloading_size and team.leader is not None and on_gpu():
                 reserve(executor.page_shapes(), pinned_bytes(config, executor.page_shapes(), disk))
@@ -328,6 +341,42 @@ def start_engine(
     return Engine(config, driver, executor, warm_up_s, found)
 
 
+def _warm_up(executor: Executor | StagedExecutor, team: Team | None, progress: bool) -> float:
+    """Compile an executor's programs with a progress bar. Return the seconds."""
+    with tqdm(total=None, desc="Compiling", disable=not progress, unit="program", delay=1.0) as bar:
+        wait = (lambda: None) if team is None else team.wait_until_compiled
+        return executor.warm_up(_advance(bar), wait)
+
+
+@contextlib.contextmanager
+def _lowering(
+    config: EngineConfig, model: ModelConfig, plans: Mapping[int, Sequence[Plan]]
+) -> Iterator[LoweringProcesses | None]:
+    """Yield the processes that lower the programs of a start, and end them after the block.
+
+    None where the engine lowers its programs. The engine does so for data-parallel ranks, and where experts have
+    slots, because the placement is in the weights. Without the setting `lowering_processes`, the engine does so on all devices without Mosaic kernels,
+    too: their programs take a fraction of a second each. config: resolved.
+    """
+    asked, device = config.lowering_processes, this_device()
+    count = number_of_processes(sum(len(several) for several in plans.values()), asked)
+    one = config.data_parallel_size == 1 and not config.enable_eplb
+    if not count or not one or (asked is None and not has_bounded(device.capability)):
+        yield None
+        return
+    with contextlib.ExitStack() as undo:
+        folder = lowered_folder()
+        if folder is None:
+            folder = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="jaxflow-")))
+        lowering = LoweringProcesses(
+            count, device, KnownStarts.of(folder, (program_settings(config), model, plans))
+        )
+        undo.callback(lowering.close)
+        if not lowering.known.sizes():
+            lowering.start()
+        yield lowering
+
+
 def make_executor(
     config: EngineConfig,
     checkpoint: Checkpoint,
@@ -338,6 +387,7 @@ def make_executor(
     team: Team | None = None,
     progress: bool = True,
     times: StartTimes | None = None,
+    lowering: LoweringProcesses | None = None,
 ) -> Executor:
     """Return an executor with its weights and KV cache, before warm-up.
 
@@ -348,6 +398,8 @@ def make_executor(
       graphs: the launch mode of plans by name (`jaxflow.pipeline.streams.GRAPHS`), instead of the default.
       team: the processes that make the executor together; None for one process.
       times: takes the times of the phases.
+      lowering: processes that lower the programs of the executor, one device or several in this process; None: this
+        process lowers them.
 
     Raises:
       ConfigError: for a config with several pipeline stages.
@@ -355,9 +407,11 @@ def make_executor(
     if config.pipeline_parallel_size != 1:
         raise ConfigError("pipeline_parallel_size", config.pipeline_parallel_size, "1 for this command")
     times = times or StartTimes()
-    (executor,) = _make_stages(config, checkpoint, plans, kernels, graphs, team, progress, times)
+    (executor,) = _make_stages(config, checkpoint, plans, kernels, graphs, team, progress, times, lowering)
     with times.phase("memory"):
         executor.allocate(_num_pages(config, checkpoint.model_config, [executor], team))
+    if lowering is not None and not lowering.started and not lowering.knows(executor.num_pages):
+        lowering.start()
     _add_page_copies(config, executor)
     return executor
 
@@ -374,7 +428,7 @@ def make_staged_executor(
 ) -> StagedExecutor:
     """Return an executor of several pipeline stages, before warm-up. Arguments: see `make_executor`."""
     times = times or StartTimes()
-    stages = _make_stages(config, checkpoint, plans, kernels, None, team, progress, times)
+    stages = _make_stages(config, checkpoint, plans, kernels, None, team, progress, times, None)
     executor = StagedExecutor(stages, None if team is None else team.exchange(), times)
     with times.phase("memory"):
         executor.allocate(_num_pages(config, checkpoint.model_config, executor.stages, team))
@@ -411,8 +465,12 @@ def _make_stages(
     team: Team | None,
     progress: bool,
     times: StartTimes,
+    lowering: LoweringProcesses | None,
 ) -> list[Executor]:
-    """Return the executor of each pipeline stage, with its weights. Arguments: see `make_executor`."""
+    """Return the executor of each pipeline stage, with its weights. Arguments: see `make_executor`.
+
+    lowering: for one stage.
+    """
     model, tp = checkpoint.model_config, config.tensor_parallel_size
     config = dataclasses.replace(config, quantization=config.quantization or checkpoint.quantization)
     if config.kv_offloading_size:
@@ -440,10 +498,20 @@ def _make_stages(
     if team is not None:  # programs depend on both, and all processes need the same ones
         memory, alone = team.least("programs", [memory, int(one)])
         one = bool(alone)
-    return [
-        _make_stage(config, model, plans, stage, mesh, weights, kernels, is_own, one, graphs, memory, times)
+    folder = None if lowering is None else lowering.known.path.parent
+    made = [
+        make_stage(
+            config, model, plans, stage, mesh, weights, kernels, is_own, one, graphs, memory, times, folder
+        )
         for stage, mesh, weights in zip(stages, meshes, loaded, strict=True)
     ]
+    if lowering is not None:
+        buckets = {tokens: tuple(several) for tokens, several in plans.items()}
+        values = to_values(loaded[0])
+        launched = None if graphs is None else dict(graphs)
+        lowering.describe(Description(config, model, buckets, one, launched, memory, values, str(folder)))
+        made[0].lowering = lowering
+    return made
 
 
 def _load(config: EngineConfig, checkpoint: Checkpoint, mesh: Mesh, stage: Stage, progress: bool) -> Weights:
@@ -502,7 +570,7 @@ def _absent(config: EngineConfig, model: ModelConfig, mesh: Mesh, stage: Stage) 
     )
 
 
-def _make_stage(
+def make_stage(
     config: EngineConfig,
     model: ModelConfig,
     plans: Mapping[int, Sequence[Plan]],
@@ -515,6 +583,7 @@ def _make_stage(
     graphs: Mapping[str, str] | None,
     memory: int,
     times: StartTimes,
+    folder: Path | None = None,
 ) -> Executor:
     """Return the executor of one stage, without its KV cache.
 
@@ -523,6 +592,7 @@ def _make_stage(
       one: a single decode has its own step.
       graphs: see `make_executor`.
       memory: bytes of a device; 0 if unknown.
+      folder: of the lowered programs; None for the one in XLA's cache.
     """
     tp, layers = config.tensor_parallel_size, stage.config(model)
     assert config.max_num_seqs is not None and config.max_model_len is not None
@@ -551,7 +621,7 @@ def _make_stage(
     lowered = None
     if is_own:
         pdl = [layout.key for layout in layouts if early(layout)]
-        lowered = open_lowered_programs((program_settings(config), model, plans, graphs, memory, pdl))
+        lowered = open_lowered_programs((program_settings(config), model, plans, graphs, memory, pdl), folder)
     return Executor(
         Programs(
             make_context(config, layers, kernels, mesh, None if stage.is_model else model.windows),

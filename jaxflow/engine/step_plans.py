@@ -5,7 +5,6 @@ import logging
 from collections.abc import Iterable
 from pathlib import Path
 
-import jax
 import msgspec
 
 from jaxflow.config import ConfigError, EngineConfig, ModelConfig
@@ -22,6 +21,7 @@ from jaxflow.pipeline.program import graph_of
 from pallas_kernels.cards import this_card
 from pallas_kernels.gemm.api import HopperGemm, Product
 from pallas_kernels.kernel_set import KernelSet
+from pallas_kernels.this_device import this_device
 
 log = logging.getLogger(__name__)
 SHAPES = (
@@ -105,7 +105,7 @@ def named_plans(config: EngineConfig, model: ModelConfig) -> tuple[Plan, ...]:
                 plan.name, "a name of its own: this plan cuts its steps, or has streams or sums of its own"
             )
     if not found:
-        device, tp = jax.devices()[0].device_kind, config.tensor_parallel_size
+        device, tp = this_device().name, config.tensor_parallel_size
         kind = (
             f"{config.model} on {tp} x {device}, {products_dtype(config)} over a {config.kv_cache_dtype} "
             f"cache"
@@ -146,7 +146,7 @@ def _check(plan: Plan, config: EngineConfig, model: ModelConfig) -> None:
 def _made_for(folder: Path, config: EngineConfig, model: ModelConfig) -> tuple[Plan, ...]:
     """Return a folder's plans for the model's name, or without those for a shipped model of equal shapes."""
     kind = (
-        jax.devices()[0].device_kind,
+        this_device().name,
         config.parallel,
         products_dtype(config),
         config.kv_cache_dtype,
@@ -217,7 +217,7 @@ def cost_device() -> Device:
 
     The split of a model into stages needs only the ratios of the rates.
     """
-    return find_device(jax.devices()[0].device_kind) or DEVICES["H200"]
+    return find_device(this_device().name) or DEVICES["H200"]
 
 
 def largest_step(config: EngineConfig, model: ModelConfig) -> int | None:

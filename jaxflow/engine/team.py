@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 REFUSED = 1  # exit status after a setting or a checkpoint that is not supported: starting again does not help
 COMPILE_TIMEOUT_S = 3600.0  # the end of a process is noticed before
 # The settings that may differ between the processes.
-OWN_FIELDS = ("coordinator", "process_id", "compilation_cache_dir")
+OWN_FIELDS = ("coordinator", "process_id", "compilation_cache_dir", "lowering_processes")
 _PACKAGES = ("jax", "jaxlib", "numpy")
 _ROOT = Path(__file__).parents[2]
 

@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxflow.config import ConfigError
+from pallas_kernels.this_device import described_device
 
 TP = "tp"  # the mesh axis of tensor parallelism
 DP = "dp"  # the mesh axis of data-parallel ranks, which a mesh of one rank lacks
@@ -27,8 +28,9 @@ def choose_platform() -> None:
 
 
 def on_gpu() -> bool:
-    """Return True if JAX runs on GPUs by default."""
-    return jax.default_backend() == "gpu"
+    """Return True if the programs of this process run on GPUs."""
+    described = described_device()
+    return (jax.default_backend() if described is None else described.platform) == "gpu"
 
 
 def make_mesh(tensor_parallel_size: int) -> Mesh:

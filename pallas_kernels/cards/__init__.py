@@ -119,7 +119,7 @@ def card_of(device: str) -> Card:
 
 @functools.cache
 def this_card() -> Card:
-    """Return the card of this process's first JAX device."""
-    import jax  # not at the top: rooms without JAX read cards by name
+    """Return the card of the device that this process lowers programs for."""
+    from pallas_kernels.this_device import this_device  # JAX: rooms without JAX read cards by name
 
-    return card_of(jax.devices()[0].device_kind)
+    return card_of(this_device().name)

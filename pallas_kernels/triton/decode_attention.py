@@ -19,6 +19,7 @@ import triton.language as tl
 from jax.experimental import pallas as pl
 
 from pallas_kernels.attention.decode.work_list import PAGE, DecodeWork, decode_work
+from pallas_kernels.this_device import this_device
 
 _LOG2E = math.log2(math.e)  # softmax uses powers of two
 _PROGRAMS = 4  # programs on a multiprocessor, whose copies and arithmetic overlap
@@ -170,7 +171,7 @@ def decode_attention(
     (_, n, h), kv = q.shape, k_pages.shape[1]
     _check(q, k_pages, v_pages, k_scale, v_scale)
     group = n // kv
-    workers = _PROGRAMS * (sms or getattr(jax.devices()[0], "core_count", 1))
+    workers = _PROGRAMS * (sms or this_device().sms or 1)
     work = decode_work(lengths, kv, workers, window) if work is None else work
     if work.pieces.shape[0] != workers:
         raise ValueError(

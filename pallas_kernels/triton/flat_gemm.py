@@ -18,6 +18,7 @@ import triton.language as tl
 
 from pallas_kernels.gemm.reference import finish
 from pallas_kernels.quantized import Quantized
+from pallas_kernels.this_device import this_device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +105,7 @@ def flat_gemm(
         raise ValueError(
             f"dtypes {x.dtype} and {w.dtype}: accepted are bfloat16, float16 or float32, equal for both"
         )
-    tile = tile or tile_for(n, k, sms or getattr(jax.devices()[0], "core_count", 1), x.dtype.itemsize)
+    tile = tile or tile_for(n, k, sms or this_device().sms or 1, x.dtype.itemsize)
     steps = -(-k // tile.step)
     per_split = -(-steps // tile.splits) * tile.step
     splits = -(-k // per_split)

@@ -93,6 +93,7 @@ def test_every_field_has_a_flag(parse):
         step_sizes="8,256",
         max_num_seqs=7,
         max_waiting=9,
+        lowering_processes=4,
         batch_tpot_ms=12.5,
         gpu_memory_utilization=0.5,
         num_kv_pages=10,

@@ -133,7 +133,7 @@ def test_other_settings_names_shapes_and_code_are_other_programs(tmp_path, monke
     lower(programs, name="another")
     lower(programs, shape=(5,))
     lower(dataclasses.replace(programs, made_of="others"))
-    monkeypatch.setattr(lowered, "_code", lambda: "changed")
+    monkeypatch.setattr(lowered, "code_digest", lambda: "changed")
     lower(programs)
     assert len(files(tmp_path)) == 5
 
@@ -321,6 +321,7 @@ OTHER_SETTINGS = {
     "kv_disk_size": None,
     "attention_spans": None,  # in the ModelConfig
     "model": "",  # its ModelConfig and the weights' shapes are in the key
+    "lowering_processes": 3,
     "coordinator": None,  # the mesh is in the key
     "num_processes": None,
     "process_id": None,
@@ -358,8 +359,8 @@ def test_every_setting_is_in_the_key_or_changes_no_program():
 def test_a_setting_of_the_key_changes_it(field):
     settings = EngineConfig(
         "m",
-        kv_offloading_size=0.0 if field == "pipeline_parallel_size" else 1.0,
-        enable_expert_parallel=field in ("enable_eplb", "num_redundant_experts"),
+        kv_offloading_size=0.0 if field in ("pipeline_parallel_size", "data_parallel_size") else 1.0,
+        enable_expert_parallel=field in ("enable_eplb", "num_redundant_experts", "data_parallel_size"),
         enable_eplb=field == "num_redundant_experts",
     )
     others = {"dtype": "float32", "quantization": "fp8", "kv_cache_dtype": "fp8", "step_sizes": "8",

@@ -1,0 +1,270 @@
+"""Processes that lower programs beside a starting engine.
+
+Tracing and lowering a step with Mosaic kernels takes one to three seconds of Python, which runs on one core of a
+process. So a start that finds no lowered programs starts several processes (`jaxflow.engine.lowering_worker`). They
+have no GPU. Each imports JAX while the weights load, then lowers one program after another into the folder of lowered
+programs. The engine reads a program from there by its digest. A program that a process fails to lower is missing in
+the folder, so the engine lowers the program itself.
+
+The wire is one line of JSON a message, over the pipes of the process:
+
+- to the process: `DeviceKind`, then `Description`, then any number of `Wanted`;
+- from the process: a line for each `Wanted`, `""` or the reason of a failure.
+"""
+
+import contextlib
+import logging
+import os
+import queue
+import select
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+from jaxflow.config import EngineConfig, ModelConfig
+from jaxflow.engine.known_starts import KnownStarts
+from jaxflow.pipeline.plan import Plan
+from pallas_kernels.this_device import DeviceKind
+
+log = logging.getLogger(__name__)
+ROOT = Path(__file__).parents[2]  # of the packages, so that a process imports the same files
+COMMAND = (sys.executable, "-m", "jaxflow.engine.lowering_worker")
+MOST_PROCESSES = 8  # a ninth gains less than a second of a start with 50 programs
+FEWEST_STEPS = 4  # for fewer sizes of steps the imports of a process take longer than the lowering
+LIMIT_S = 120.0  # of one program; a loaded machine takes ten times as long as an idle one
+
+
+class Description(msgspec.Struct, frozen=True):
+    """All that the programs of an executor depend on, besides the device and the code.
+
+    Attributes:
+      config: resolved.
+      plans: of each bucket.
+      one, graphs, memory: see `jaxflow.engine.start.make_stage`.
+      weights: see `jaxflow.engine.weight_shapes`.
+      folder: of the lowered programs.
+    """
+
+    config: EngineConfig
+    model: ModelConfig
+    plans: dict[int, tuple[Plan, ...]]
+    one: bool
+    graphs: dict[str, str] | None
+    memory: int
+    weights: Any
+    folder: str
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """A program to lower.
+
+    Attributes:
+      name: of the `Job`.
+      num_pages: pages of each layer group; () for a program that does not depend on them.
+    """
+
+    name: str
+    num_pages: tuple[int, ...]
+
+
+def number_of_processes(steps: int, asked: int | None, cores: int | None = None) -> int:
+    """Return how many processes lower the programs of a start; 0 if the engine does.
+
+    Args:
+      steps: sizes of steps, times their plans.
+      asked: the setting `lowering_processes`.
+      cores: None for those of this process.
+    """
+    if asked is not None:
+        return asked
+    cores = len(os.sched_getaffinity(0)) if cores is None else cores
+    fit = min(MOST_PROCESSES, cores // 2, steps)
+    return fit if steps >= FEWEST_STEPS and fit > 1 else 0
+
+
+class LoweringProcesses:
+    """The processes of one start, before and after `start`. Any thread may call `ask`; one owner calls the rest."""
+
+    def __init__(self, count: int, device: DeviceKind, known: KnownStarts, command: Sequence[str] = COMMAND):
+        """Start nothing yet.
+
+        known: the starts whose programs are all there, in the folder of lowered programs.
+        command: of one process.
+        """
+        self._count, self._device, self._command, self.known = count, device, command, known
+        self._processes: list[tuple[subprocess.Popen, IO[bytes]]] = []  # each with its errors
+        self._tasks: queue.SimpleQueue[tuple[Wanted, Future] | None] = queue.SimpleQueue()
+        self._asked: dict[Wanted, Future] = {}
+        self._lock, self._alive, self._closed = threading.Lock(), 0, False
+        self._description: Description | None = None
+        self.failed: dict[str, str] = {}  # the reason of each program that no process lowered
+
+    @property
+    def started(self) -> bool:
+        """Return True after `start`."""
+        return bool(self._processes)
+
+    def knows(self, num_pages: tuple[int, ...]) -> bool:
+        """Return True if a start with these pages has left all its programs in the folder. `describe` comes first."""
+        return self._sizes(num_pages) in self.known.sizes()
+
+    def remember(self, num_pages: tuple[int, ...]) -> None:
+        """Note that all programs of a start with these pages are in the folder."""
+        self.known.add(self._sizes(num_pages))
+
+    def _sizes(self, num_pages: tuple[int, ...]) -> list[int]:
+        assert self._description is not None
+        return [self._description.memory, *num_pages]
+
+    def start(self) -> None:
+        """Start the processes, which import JAX and wait for `describe`.
+
+        Log a warning where a process cannot be started.
+        """
+        inherited = os.environ.get("PYTHONPATH")
+        environment = os.environ | {
+            "PYTHONPATH": str(ROOT) + (os.pathsep + inherited if inherited else ""),
+            "JAX_PLATFORMS": "cpu",
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+        try:
+            for _ in range(self._count):
+                errors = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the process
+                process = subprocess.Popen(
+                    self._command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    env=environment,
+                    start_new_session=True,  # an interrupt of the terminal is the engine's to handle
+                )
+                self._processes.append((process, errors))
+                with contextlib.suppress(OSError):  # `_serve` notices a process that has ended
+                    _write(process, msgspec.json.encode(self._device) + b"\n")
+        except OSError as error:
+            log.warning("lowering: no further process can be started (%s)", error)
+        if self._description is not None:
+            self._begin(self._description)
+
+    def describe(self, description: Description) -> None:
+        """Tell the processes what the programs are, now or at `start`."""
+        self._description = description
+        if self.started:
+            self._begin(description)
+
+    def _begin(self, description: Description) -> None:
+        line = msgspec.json.encode(description) + b"\n"
+        self._alive = len(self._processes)
+        for process, errors in self._processes:
+            threading.Thread(
+                target=self._serve, args=(process, errors, line), name="lowering", daemon=True
+            ).start()
+
+    def ask(self, wanted: Wanted) -> Future:
+        """Return a future that ends when the program is in the folder, or when no process can lower the program."""
+        with self._lock:
+            if wanted in self._asked:
+                return self._asked[wanted]
+            future = self._asked[wanted] = Future()
+            if self._alive:
+                self._tasks.put((wanted, future))
+            else:
+                future.set_result(None)
+            return future
+
+    def close(self) -> None:
+        """End the processes: at once without work, and after its present program otherwise."""
+        with self._lock:
+            serving, self._alive, self._closed = self._alive, 0, True
+            self._give_up()
+            for _ in range(serving):
+                self._tasks.put(None)
+        for process, _ in () if serving else self._processes:
+            process.kill()
+            _end(process)
+        if self.failed:
+            name, reason = next(iter(self.failed.items()))
+            log.warning(
+                "lowering: %d programs were lowered by the engine itself; %s: %s",
+                len(self.failed),
+                name,
+                reason,
+            )
+
+    def _serve(self, process: subprocess.Popen, errors: IO[bytes], description: bytes) -> None:
+        """Give programs to one process until `close`, or until the process is lost."""
+        task = None
+        try:
+            _write(process, description)
+            while (task := self._tasks.get()) is not None:
+                wanted, future = task
+                _write(process, msgspec.json.encode(wanted) + b"\n")
+                if reason := msgspec.json.decode(_read_line(process), type=str):
+                    self.failed[wanted.name] = reason
+                future.set_result(None)
+        except (OSError, msgspec.DecodeError, TimeoutError) as error:
+            process.kill()
+            reason = f"a process was lost ({_last_line(errors) or error})"
+            with self._lock:
+                if task is not None:
+                    self.failed[task[0].name] = reason
+                    task[1].set_result(None)
+                if not self._closed:
+                    self._alive -= 1
+                    if not self._alive:
+                        self._give_up(reason)
+        finally:
+            _end(process)
+
+    def _give_up(self, reason: str = "") -> None:
+        """End the futures of all programs that wait for a process. The caller holds the lock."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                task = self._tasks.get_nowait()
+                if task is not None:
+                    task[1].set_result(None)
+                    if reason:
+                        self.failed[task[0].name] = reason
+
+
+def _write(process: subprocess.Popen, lines: bytes) -> None:
+    assert process.stdin is not None
+    process.stdin.write(lines)
+    process.stdin.flush()
+
+
+def _read_line(process: subprocess.Popen) -> bytes:
+    """Return the next line of a process. Raises: TimeoutError after `LIMIT_S`, OSError at the end."""
+    assert process.stdout is not None
+    if not select.select([process.stdout], [], [], LIMIT_S)[0]:
+        raise TimeoutError(f"no answer for {LIMIT_S:.0f} s")
+    line = process.stdout.readline()
+    if not line.endswith(b"\n"):
+        raise OSError(f"exit status {process.wait(LIMIT_S)}")
+    return line
+
+
+def _end(process: subprocess.Popen) -> None:
+    """Close the pipes of a process, which then ends, and wait for its end."""
+    for pipe in (process.stdin, process.stdout):
+        assert pipe is not None
+        with contextlib.suppress(OSError):
+            pipe.close()
+    try:
+        process.wait(LIMIT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+
+
+def _last_line(errors: IO[bytes]) -> str:
+    """Return the last line of a process's errors."""
+    errors.seek(0)
+    lines = errors.read().decode("utf-8", "replace").strip().splitlines()
+    return lines[-1] if lines else ""

@@ -1,0 +1,100 @@
+"""A process that lowers programs for a starting engine, see `jaxflow.engine.lowering_processes`.
+
+The process has no GPU. It makes the engine's executor from shapes in place of arrays, on a mesh of CPU devices, and
+takes the description of the engine's device wherever a program depends on the device.
+"""
+
+import dataclasses
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import IO, Any
+
+import jax
+import msgspec
+
+from jaxflow.engine.executor import Executor
+from jaxflow.engine.kernel_choice import choose_kernels
+from jaxflow.engine.lowered_cache import LoweredPrograms
+from jaxflow.engine.lowering_processes import Description, Wanted
+from jaxflow.engine.start import make_stage
+from jaxflow.engine.start_times import StartTimes
+from jaxflow.engine.weight_shapes import from_values
+from jaxflow.model.stage import stages_of
+from jaxflow.parallel.mesh import make_mesh, on_gpu
+from pallas_kernels.kernel_set import has_bounded
+from pallas_kernels.this_device import DeviceKind, lower_for
+
+
+@dataclasses.dataclass(frozen=True)
+class _Writer:
+    """Lowers into a folder. A program for a GPU cannot be lowered further on the mesh of this process."""
+
+    programs: LoweredPrograms
+
+    def lower(self, name: str, fn: jax.stages.Wrapped, donated: tuple[int, ...], *args: Any) -> None:
+        self.programs.keep(name, fn, *args)
+
+
+def describe_device(device: DeviceKind) -> None:
+    """Lower for a device, and import its kernels. Call it before JAX's first use."""
+    jax.config.update("jax_platforms", "cpu")
+    lower_for(device)
+    if on_gpu() and has_bounded(device.capability):
+        import pallas_kernels.attention.decode.api  # noqa: F401  # the first import of Mosaic GPU takes a second
+
+
+def make_executor(given: Description) -> Executor:
+    """Return the executor whose programs the engine compiles, for lowering only."""
+    tp = given.config.tensor_parallel_size
+    jax.config.update("jax_num_cpu_devices", tp)
+    mesh = make_mesh(tp)
+    (stage,) = stages_of((given.model.num_layers,))
+    executor = make_stage(
+        given.config,
+        given.model,
+        given.plans,
+        stage,
+        mesh,
+        from_values(given.weights, mesh),
+        choose_kernels(given.config, given.model),
+        True,
+        given.one,
+        given.graphs,
+        given.memory,
+        StartTimes(),
+        Path(given.folder),
+    )
+    if on_gpu():
+        assert executor.lowered is not None
+        executor.lowered = _Writer(executor.lowered)  # pyright: ignore[reportAttributeAccessIssue]
+    return executor
+
+
+def answer(executor: Executor, lines: Iterable[bytes], replies: IO[bytes]) -> None:
+    """Lower the program of each line, and reply to it."""
+    jobs = {job.name: job for job in executor.jobs()}
+    for line in lines:
+        wanted = msgspec.json.decode(line, type=Wanted)
+        executor.num_pages = wanted.num_pages
+        try:
+            jobs[wanted.name].lower()
+            reason = ""
+        except Exception as error:  # the engine lowers the program itself, and meets the fault again
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0][:500]
+        replies.write(msgspec.json.encode(reason) + b"\n")
+        replies.flush()
+
+
+def main() -> None:
+    """Serve the engine at the other end of standard input and output until it closes them."""
+    replies = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # so that nothing else is written to the engine
+    lines = sys.stdin.buffer
+    describe_device(msgspec.json.decode(lines.readline(), type=DeviceKind))
+    answer(make_executor(msgspec.json.decode(lines.readline(), type=Description)), lines, replies)
+
+
+if __name__ == "__main__":
+    main()

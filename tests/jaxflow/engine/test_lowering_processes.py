@@ -1,0 +1,319 @@
+"""Processes that lower the programs of a start: the programs of the engine itself, and no harm where one fails."""
+
+import contextlib
+import dataclasses
+import logging
+import sys
+from concurrent.futures import wait
+from pathlib import Path
+
+import h200
+import hurry
+import jax
+import jax.export
+import jax.numpy as jnp
+import msgspec
+import paths
+import pytest
+import toy
+from jax._src.interpreters import mlir
+from jax._src.lib.mlir import ir
+
+from jaxflow.config import EngineConfig, Layer, ModelConfig, Rope
+from jaxflow.engine import lowered_cache, lowering_processes, start
+from jaxflow.engine.executor import Executor
+from jaxflow.engine.known_starts import KnownStarts
+from jaxflow.engine.lowered_cache import LoweredPrograms
+from jaxflow.engine.lowering_processes import Description, LoweringProcesses, Wanted, number_of_processes
+from jaxflow.engine.start import choose_plans, make_loop, resolve, start_engine
+from jaxflow.engine.start_times import StartTimes
+from jaxflow.engine.weight_shapes import from_values, to_values
+from jaxflow.model.checkpoints.checkpoint import open_checkpoint
+from jaxflow.model.stage import stages_of
+from jaxflow.model.weights import shapes, shardings
+from jaxflow.parallel.mesh import make_mesh
+from jaxflow.request import Request
+from pallas_kernels.this_device import DeviceKind, this_device
+
+DEVICE = DeviceKind("cpu", "cpu")
+SETTINGS = EngineConfig(
+    str(paths.MODELS / "tiny-llama"), block_size=16, max_num_batched_tokens=16, max_num_seqs=4, num_kv_pages=32,
+    plan="sequential", step_sizes="16",
+)  # fmt: skip
+ECHO = "import sys\nnext(sys.stdin), next(sys.stdin)\nfor line in sys.stdin:\n    "
+LLAMA = ModelConfig("llama", 32000, 1024, 8, 2, 128, 2816, (Layer(rope=Rope(1e4)),) * 2, 8192)
+
+
+@pytest.fixture(autouse=True)
+def engines_share_no_programs(monkeypatch):
+    monkeypatch.setattr(hurry, "shares", False)
+
+
+@pytest.fixture
+def cache():
+    """Set XLA's folder for a test."""
+    before = jax.config.jax_compilation_cache_dir
+    yield lambda folder: jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
+@contextlib.contextmanager
+def processes(folder: Path, script: str, count: int = 1):
+    """Yield processes of a Python script in place of the worker."""
+    config = EngineConfig("m")
+    made = LoweringProcesses(
+        count, DEVICE, KnownStarts.of(folder, "settings"), (sys.executable, "-c", script)
+    )
+    made.start()
+    made.describe(Description(config, LLAMA, {}, False, None, 0, {"dict": {}}, str(folder)))
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def drawn(config: EngineConfig) -> list[int]:
+    """Return the tokens of an engine that has just started."""
+    checkpoint = open_checkpoint(config.model)
+    engine = start_engine(config, checkpoint, progress=False)
+    engine.driver.close()
+    assert isinstance(engine.executor, Executor)
+    loop = make_loop(engine.config, checkpoint.model_config, engine.executor)
+    return toy.run(loop, [Request("a", list(range(3, 24)), toy.GREEDY)])["a"].tokens
+
+
+def test_an_engine_reads_what_a_process_lowered(tmp_path, cache, monkeypatch, caplog):
+    cache(str(tmp_path))
+    cache_folder = tmp_path / "lowered"
+    alone = drawn(dataclasses.replace(SETTINGS, compilation_cache_dir=""))
+    by_engine = sorted(path.name for path in cache_folder.iterdir())
+    for path in cache_folder.iterdir():
+        path.unlink()
+    lowered_here = []
+    keep = LoweredPrograms.keep
+
+    def record(self, name, fn, *args):
+        if not (self.folder / self._digest(name, args)).exists():
+            lowered_here.append(name.partition(" ")[0])
+        return keep(self, name, fn, *args)
+
+    monkeypatch.setattr(LoweredPrograms, "keep", record)
+    with caplog.at_level(logging.WARNING):
+        assert drawn(dataclasses.replace(SETTINGS, lowering_processes=1)) == alone
+    by_process = sorted(path.name for path in cache_folder.iterdir() if path.suffix != ".starts")
+    assert by_process == by_engine and not caplog.records
+    # Programs of a few milliseconds, and those that a CPU needs later.
+    assert (
+        {"append_pages"}
+        <= set(lowered_here)
+        <= {"append_pages", "set_slot", "count_tokens", "full", "prompt"}
+    )
+    model = open_checkpoint(SETTINGS.model).model_config
+    for pages, known in ((32, True), (33, False)):
+        config = resolve(dataclasses.replace(SETTINGS, lowering_processes=1, num_kv_pages=pages), model)
+        with start._lowering(config, model, choose_plans(config, model)) as lowering:
+            assert lowering is not None and lowering.started != known
+
+
+@pytest.mark.parametrize("script", ["raise SystemExit(3)", ECHO + "print('\"no\"', flush=True)"])
+def test_an_engine_starts_without_its_processes(script, cache, monkeypatch, caplog):
+    """Without a cache, too: the folder of the processes is temporary."""
+    cache(None)
+    command = (sys.executable, "-c", script)
+    monkeypatch.setattr(start, "LoweringProcesses", lambda *args: LoweringProcesses(*args, command=command))
+    with caplog.at_level(logging.WARNING):
+        drawn(dataclasses.replace(SETTINGS, lowering_processes=2, compilation_cache_dir=""))
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    ("devices", "names"),
+    [(1, ("step (64, 'sequential', True)", "full 8")), (2, None)],
+    ids=["one-device", "all-programs-on-two-devices"],
+)
+def test_a_process_without_a_gpu_lowers_the_programs_of_an_engine_on_h200s(
+    devices, names, tmp_path, monkeypatch
+):
+    mesh = h200.h200_mesh((devices,))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda *_: list(mesh.devices.flat))
+    config = EngineConfig(
+        "m", dtype="bfloat16", kv_cache_dtype="bfloat16", max_model_len=4096, max_num_seqs=8, plan="sequential",
+        max_num_batched_tokens=64, step_sizes="64", tensor_parallel_size=devices,
+    )  # fmt: skip
+    plans, memory, pages = choose_plans(config, LLAMA), 150_000_000_000, (4096,)
+    weights = h200.abstract(mesh, shapes(LLAMA, devices, jnp.bfloat16), shardings(LLAMA, mesh))
+    (stage,) = stages_of((LLAMA.num_layers,))
+    kernels = start.choose_kernels(config, LLAMA)
+    assert kernels.can_be_bounded  # Mosaic kernels
+    made = [
+        start.make_stage(
+            config,
+            LLAMA,
+            plans,
+            stage,
+            mesh,
+            weights,
+            kernels,
+            True,
+            True,
+            None,
+            memory,
+            StartTimes(),
+            folder,
+        )
+        for folder in (tmp_path / "engine", tmp_path / "process")
+    ]
+    for executor in made:
+        assert executor.lowered is not None
+        executor.lowered = dataclasses.replace(executor.lowered, platforms=("cuda",))  # as on a GPU
+    lowering = LoweringProcesses(1, this_device(), KnownStarts.of(tmp_path / "process", "settings"))
+    lowering.start()
+    values = to_values(weights)
+    lowering.describe(
+        Description(config, LLAMA, plans, True, None, memory, values, str(tmp_path / "process"))
+    )
+    jobs = [
+        [job for job in executor.jobs() if not job.small and (names is None or job.name in names)]
+        for executor in made
+    ]
+    futures = [lowering.ask(Wanted(job.name, pages)) for job in jobs[1]]
+    made[0].num_pages = made[1].num_pages = pages
+    for job in jobs[0]:
+        job.lower()
+    wait(futures)
+    assert not lowering.failed
+    lowering.close()
+    files = [sorted(path.name for path in (tmp_path / name).iterdir()) for name in ("engine", "process")]
+    assert files[0] == files[1] and len(files[0]) == len(names or jobs[0]) > 1
+    for name in files[0]:
+        own, other = (lowered_cache._read(tmp_path / folder / name) for folder in ("engine", "process"))
+        assert own is not None and other is not None
+        assert text_of(own) == text_of(other)
+        for field in ("in_avals", "out_avals", "in_tree", "out_tree", "nr_devices", "platforms", "fun_name"):
+            assert getattr(own, field) == getattr(other, field), field
+    monkeypatch.setattr(lowered_cache.export, "export", lambda *_, **__: pytest.fail("lowered again"))
+    for job in jobs[1]:
+        job.lower()
+
+
+def text_of(program: jax.export.Exported) -> str:
+    """Return a program's text, its Mosaic kernels' bytecode included, without the locations in the sources."""
+    with mlir.make_ir_context():
+        module = ir.Module.parse(program.mlir_module())
+        return module.operation.get_asm(enable_debug_info=False)
+
+
+def test_programs_go_to_all_processes_and_each_once(tmp_path):
+    script = ECHO + "print('\"%s\"' % __import__('os').getpid(), flush=True)"
+    with processes(tmp_path, script, count=3) as made:
+        futures = [made.ask(Wanted(f"step {i}", (i,))) for i in range(60)]
+        assert made.ask(Wanted("step 7", (7,))) is futures[7]
+        assert made.ask(Wanted("step 7", (8,))) is not futures[7]
+        wait(futures)
+        assert len(made.failed) == 60 and 1 < len(set(made.failed.values())) <= 3
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "raise SystemExit(3)",
+        "import sys; sys.stdin.close(); sys.stdout.close()",
+        ECHO + "print('no JSON', flush=True)",
+        ECHO + "print('\"', end='', flush=True); sys.exit(0)",
+        ECHO + "import time; time.sleep(1000)",
+        "raise ImportError('no module named jaxflow')",
+    ],
+    ids=["exit", "closed", "garbage", "half a line", "hang", "import"],
+)
+def test_programs_of_lost_processes_are_left_to_the_engine(fault, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(lowering_processes, "LIMIT_S", 0.5)
+    with processes(tmp_path, fault, count=2) as made:
+        futures = [made.ask(Wanted(f"step {i}", ())) for i in range(9)]
+        assert not wait(futures, 60).not_done
+        assert made.ask(Wanted("a later one", ())).done()
+    assert len(caplog.records) == 1
+    if "ImportError" in fault:
+        assert "no module named jaxflow" in caplog.text
+
+
+def test_a_command_that_cannot_be_started_is_a_warning(tmp_path, caplog):
+    made = LoweringProcesses(2, DEVICE, KnownStarts.of(tmp_path, "settings"), ("/nowhere/python",))
+    made.start()
+    assert not made.started and len(caplog.records) == 1
+    made.close()
+
+
+def test_processes_end_with_their_owner(tmp_path):
+    """After `close`, with and without work, and where the owner never describes its programs."""
+    for script, describes in ((ECHO + "print('\"\"', flush=True)", True), ("input(); input()", False)):
+        made = LoweringProcesses(
+            2, DEVICE, KnownStarts.of(tmp_path, "settings"), (sys.executable, "-c", script)
+        )
+        made.start()
+        if describes:
+            made.describe(Description(EngineConfig("m"), LLAMA, {}, False, None, 0, {}, str(tmp_path)))
+            wait([made.ask(Wanted("step", ()))])
+        made.close()
+        for process, _ in made._processes:
+            process.wait(60)
+
+
+@pytest.mark.parametrize(
+    ("steps", "asked", "cores", "found"),
+    [(19, None, 16, 8), (19, None, 64, 8), (19, None, 6, 3), (19, None, 3, 0), (3, None, 16, 0), (19, 0, 16, 0),
+     (1, 5, 1, 5), (5, None, 64, 5)],
+)  # fmt: skip
+def test_the_number_of_processes(steps, asked, cores, found):
+    assert number_of_processes(steps, asked, cores) == found
+
+
+@pytest.mark.parametrize(
+    ("model", "quantization"),
+    [("tiny-llama", None), ("tiny-llama", "int4"), ("tiny-mixtral", "fp8"), ("tiny-opt", None),
+     ("tiny-deepseek_v3", None), ("tiny-gpt_oss", None)],
+)  # fmt: skip
+def test_a_process_knows_weights_settings_and_plans(model, quantization):
+    checkpoint = open_checkpoint(str(paths.MODELS / model))
+    settings = dataclasses.replace(SETTINGS, model=str(paths.MODELS / model), quantization=quantization)
+    config, mesh = resolve(settings, checkpoint.model_config), make_mesh(1)
+    options = start.weight_options(config)
+    weights = h200.abstract(
+        mesh,
+        shapes(checkpoint.model_config, 1, jnp.dtype(config.dtype), **options),
+        shardings(checkpoint.model_config, mesh, **options),
+    )
+    plans = choose_plans(config, checkpoint.model_config)
+    given = Description(config, checkpoint.model_config, plans, True, {"x": "y"}, 7, to_values(weights), "f")
+    found = msgspec.json.decode(msgspec.json.encode(given), type=Description)
+    for field in (
+        "config",
+        "model",
+        "plans",
+        "one",
+        "graphs",
+        "memory",
+        "folder",
+    ):  # the key of programs has reprs
+        assert repr(getattr(found, field)) == repr(getattr(given, field))
+    again = from_values(found.weights, mesh)
+    assert jax.tree.structure(again) == jax.tree.structure(weights)
+    assert all(map(same, jax.tree.leaves(again), jax.tree.leaves(weights)))
+
+
+def same(one: jax.ShapeDtypeStruct, other: jax.ShapeDtypeStruct) -> bool:
+    return (one.shape, one.dtype, one.sharding) == (other.shape, other.dtype, other.sharding)
+
+
+def test_known_starts(tmp_path):
+    known, other = KnownStarts.of(tmp_path, "settings"), KnownStarts.of(tmp_path, "others")
+    known.add([7, 100])
+    known.add([7, 100])
+    known.add([7, 101])
+    assert known.sizes() == [[7, 100], [7, 101]] and other.sizes() == []
+    assert len(list(tmp_path.iterdir())) == 1
+    known.path.write_bytes(b"[[7, ")
+    assert known.sizes() == []
+    known.add([8, 1])
+    assert known.sizes() == [[8, 1]]
+    KnownStarts.of(tmp_path / "missing", "settings").add([1])  # a folder that cannot be written
