@@ -69,6 +69,9 @@ SLOW_CASES = {
     r"\[(stories260K|tiny-(llama3rope|mistral|qwen2|qwen3|qwen3_moe|gemma3_text|glm4_moe))\]": (
         "these families shard as tiny-llama, tiny-mixtral or tiny-gemma2 does"
     ),
+    r"test_goldens\.py::TestGoldens::test_tensor_parallel\[tiny-(llama|mixtral|gpt_oss)\]": (
+        "tiny-llama runs on four devices, tiny-mixtral on two devices a stage, and gpt-oss with its experts over four"
+    ),
     r"test_expert_parallel\.py::test_goldens(_of|\[(?!tiny-gpt_oss-4\]))": (
         "gpt-oss has biases; the layer of one device is compared for each kind of routing"
     ),
@@ -80,6 +83,9 @@ SLOW_CASES = {
         "stories260K runs on four stages, tiny-mixtral on two devices a stage, and chunks of 7 tokens run"
     ),
     r"test_pipeline_stages\.py::TestSameTokens::test_in_a_batch_with_others\[2": "four stages run",
+    r"test_pipeline_stages\.py::TestSameTokens::test_goldens\[tiny-gemma2": (
+        "test_staged_tiers runs tiny-gemma2 on two stages"
+    ),
     r"test_pipeline_stages\.py::TestSameTokens::test_in_a_storm_of_pre_emptions\[pages-kept": (
         "test_loop pre-empts with kept pages, and stages run with a warm prefix cache"
     ),
@@ -92,6 +98,9 @@ SLOW_CASES = {
     r"test_loop\.py::TestSameSeedSameTokens::test_at_any_chunking\[1": "chunks of more tokens run",
     r"test_loop\.py::TestSameSeedSameTokens::test_in_any_batch\[backwards": (
         "pipeline stages run the same requests in another batch"
+    ),
+    r"test_loop\.py::TestNoShapeSurprises::test_nothing_compiles_after_warm_up\[2": (
+        "one device and two pipeline stages run"
     ),
     r"test_loop\.py::TestSameSeedSameTokens::test_on_an_overlapped_plan": (
         "two pipeline stages run the same requests on an overlapped plan"
@@ -244,8 +253,9 @@ SLOW_CASES = {
     r"\[(gemma2|glm4|llama\]|mistral|mixtral|qwen[23]\]|tiny llama)": (
         "gemma3, opt and qwen3_moe have the same kinds of layers; the H200 tests compile Llama's heads"
     ),
-    r"test_kernels\.py::test_a_case_of_each_group_can_be_traced\[(decode|chunk)_attention_int8": (
-        "the same groups in fp8 run, and the kernels' own tests run int8"
+    r"test_kernels\.py::test_a_case_of_each_group_can_be_traced"
+    r"\[(decode_(attention(_int8)?|unified)|chunk_attention(_int8)?|dense_gemm_1(04|12))\]": (
+        "the same groups in fp8 or on 120 SMs run, and the kernels' own tests run the other dtypes"
     ),
     r"test_console\.py::test_help_of_a_command\[(ask|bench|search)": (
         "test_every_command_takes_dashes starts these programs"
