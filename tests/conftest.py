@@ -18,7 +18,7 @@ from own_flags import own_flags
 from pallas_kernels.gemm import tuned_table as table
 from serving.default_model import default_model
 
-gc.disable()  # until `pytest_collection_finish`: imports make few cycles, and the collector would look for them often
+gc.disable()  # until `pytest_collection_finish`: imports make few cycles for the collector to find
 
 assert "jax" not in sys.modules, "JAX was imported before the tests could choose its platform"
 
@@ -52,10 +52,11 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("jaxflow")
 
 # Files of 10 s and more on two cores, the longest first. test_measure is left out: it measures times, and
-# runs better next to short tests.
+# runs better next to short tests. test_pipeline_stages needs an engine of test_goldens. The workers begin with
+# files of other programs, and find this engine's programs in the compilation cache later.
 LONG_FILES = (
-    "test_goldens", "test_pipeline_stages", "test_compiler", "test_chunk_attention", "test_compiled_plans",
-    "test_offloaded_tokens", "test_smollm2", "test_decode_attention", "test_two_stage_search", "test_loop",
+    "test_goldens", "test_compiler", "test_chunk_attention", "test_smollm2", "test_pipeline_stages",
+    "test_compiled_plans", "test_offloaded_tokens", "test_decode_attention", "test_two_stage_search", "test_loop",
     "test_spans", "test_8_bits", "test_command", "test_sink_logits", "test_fp8_gemm", "test_kv_offload",
     "test_layered_step", "test_offload_calls", "test_soak", "test_swapped", "test_sampling",
     "test_noise_of_draws", "test_commands", "test_grouped_gemm", "test_rope_append", "test_demo",
