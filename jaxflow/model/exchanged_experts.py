@@ -1,7 +1,8 @@
 """The exchange of tokens between data-parallel ranks, whose devices hold some of a layer's experts each.
 
-A device sorts the rows of its tokens by expert, sends each row to the device that holds the row's expert, and gets
-the expert's output back. Device i of n holds the i-th E / n experts whole.
+A device sorts the rows of its tokens by expert, and sends the rows of each expert to the expert's device. The rows
+arrive where the grouped products read them: by expert, then by sender. The outputs go back in the same pieces. Device
+i of n holds the i-th E / n experts whole.
 """
 
 import dataclasses
@@ -13,23 +14,21 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxflow.model.op_registry import Context, op_scope
 from jaxflow.model.routing import Routing, weighted_sum
-from jaxflow.parallel.ragged import send
+from jaxflow.parallel.ragged import Pieces, send
 from pallas_kernels.gemm.grouped.groups import Groups, HeldExperts, list_groups
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ReceivedRows:
-    """The rows that the devices sent to this one.
+    """The rows that the devices sent to this one, in the order of `groups`. Unused rows are undefined.
 
-    rows: by sender, then by expert; the last ones of the array are unused.
-    routing: the expert of each row, with weight 1; no expert of any device for an unused row.
-    sizes: the rows that each device sends to each device.
+    back: the pieces that bring the rows of a product back to their senders.
     """
 
-    rows: Float[Array, "R D"]
-    routing: Routing
-    sizes: Int[Array, "n n"]
+    rows: Float[Array, "M D"]
+    groups: Groups
+    back: Pieces
 
 
 def list_sent(c: Context, experts: Int[Array, "t e"], is_token: Bool[Array, " t"] | None) -> Groups:
@@ -51,45 +50,49 @@ def send_to_experts(c: Context, h: Float[Array, "t D"], routing: Routing) -> Rec
     """
     assert c.expert_axis is not None and routing.groups is not None
     sent, (tokens, chosen) = routing.groups, routing.experts.shape
-    devices, piece = lax.axis_size(c.expert_axis), _piece(c, tokens, chosen)
-    held = c.config.num_experts // devices
     with op_scope("expert_dispatch_all_to_all"):
         counts = lax.all_gather(sent.sizes, c.expert_axis)  # [n, E]: the rows of each device for each expert
-        sizes = counts.reshape(devices, devices, held).sum(2)
-        rows = send(h[sent.pairs // chosen], sizes, c.expert_axis, length=devices * piece, piece=piece)
-    first = lax.axis_index(c.expert_axis) * held
-    experts = _of_received(lax.dynamic_slice_in_dim(counts, first, held, axis=1), len(rows))
-    experts = jnp.where(experts < held, first + experts, c.config.num_experts)
-    return ReceivedRows(rows, Routing(experts[:, None], jnp.ones((len(rows), 1), jnp.float32)), sizes)
+        groups = _list_received(c, counts, tokens, chosen)
+        there, back = pieces_of(counts, groups.align, lax.axis_index(c.expert_axis))
+        rows = send(h[sent.pairs // chosen], there, c.expert_axis, length=groups.pairs.shape[0])
+    return ReceivedRows(rows, groups, back)
 
 
-def send_back(
-    c: Context, y: Float[Array, "R D"], sizes: Int[Array, "n n"], routing: Routing
-) -> Float[Array, "t D"]:
+def send_back(c: Context, y: Float[Array, "M D"], back: Pieces, routing: Routing) -> Float[Array, "t D"]:
     """Send the experts' outputs back, and return the weighted sum of those of each of this device's tokens.
 
     The sum is complete, not a partial sum.
 
-    y: the outputs for `ReceivedRows.rows`, in their order. sizes, routing: of `send_to_experts`.
+    y: the outputs of the rows of `ReceivedRows`, in their order. routing: of `send_to_experts`.
     """
     assert c.expert_axis is not None and routing.groups is not None
-    tokens, chosen = routing.experts.shape
     with op_scope("expert_combine_all_to_all"):
-        piece = _piece(c, tokens, chosen)
-        back = send(y, sizes.T, c.expert_axis, length=tokens * chosen, piece=piece)
-        return weighted_sum(back, routing.groups, routing.weights)
+        rows = send(y, back, c.expert_axis, length=routing.groups.pairs.shape[0])
+        return weighted_sum(rows, routing.groups, routing.weights)
 
 
-def _piece(c: Context, tokens: int, chosen: int) -> int:
-    """Return the most rows from one device to another: the experts of a token are all different."""
-    return tokens * min(chosen, c.config.num_experts // lax.axis_size(c.expert_axis))
+def _list_received(c: Context, counts: Int[Array, "n E"], tokens: int, chosen: int) -> Groups:
+    """Return the groups of the rows that this device gets, with room for all that the devices could send."""
+    devices, number = counts.shape
+    held = number // devices
+    first = lax.axis_index(c.expert_axis) * held
+    own = lax.dynamic_slice_in_dim(counts.sum(0), first, held)
+    most = devices * tokens * min(chosen, held)  # the experts of a token are all different
+    expert = jnp.sum((jnp.cumsum(own)[None, :] <= jnp.arange(most)[:, None]).astype(jnp.int32), axis=1)
+    experts = jnp.where(expert < held, first + expert, number)  # beyond the rows: no expert of any device
+    return c.kernels.list_groups(experts[:, None], number, held=HeldExperts(first, held))
 
 
-def _of_received(counts: Int[Array, "n held"], length: int) -> Int[Array, " R"]:
-    """Return which of this device's experts each received row is for, and `held` beyond the received rows.
+def pieces_of(counts: Int[Array, "n E"], align: int, device: Int[Array, ""] | int) -> tuple[Pieces, Pieces]:
+    """Return the pieces of a device on the way to the experts, and on the way back.
 
-    counts: the rows of each sender for each of these experts, in the order in which they arrive.
+    counts: the rows of each device for each expert, which the device has sorted by expert.
+    align: the rows at whose multiples experts start among the rows that their device gets.
     """
-    ends = jnp.cumsum(counts.reshape(-1))
-    piece = jnp.sum((ends[None, :] <= jnp.arange(length)[:, None]).astype(jnp.int32), axis=1)
-    return jnp.where(piece < counts.size, piece % counts.shape[1], counts.shape[1])
+    devices, number = counts.shape
+    sizes = counts.reshape(devices, devices, number // devices)  # [sender, device of the expert, its expert]
+    starts = (jnp.cumsum(counts, axis=1) - counts).reshape(sizes.shape)
+    aligned = (sizes.sum(0) + align - 1) // align * align
+    places = (jnp.cumsum(aligned, axis=1) - aligned)[None] + jnp.cumsum(sizes, axis=0) - sizes
+    there = Pieces(starts[device], sizes[device], places[device], sizes[:, device])
+    return there, Pieces(places[:, device], sizes[:, device], starts[:, device], sizes[device])

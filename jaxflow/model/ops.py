@@ -569,17 +569,18 @@ def expert_up_gate(c: Context, w: Weights, h: Float[Array, "t D"], routing: Rout
 
     Data-parallel ranks exchange their tokens here: the result has the pairs of this device's experts.
     """
-    exchanged = None
-    if c.exchanges_tokens:
-        received = send_to_experts(c, h, routing)
-        h, routing, exchanged = received.rows, received.routing, received.sizes
-    groups = routing.groups or _groups(c, w, routing.experts)
     gates = {"activation": c.config.activation, "gate_block": gate_block(c.config.expert_intermediate_size)}
     gates |= _expert_bias(w.get("expert_up_gate_bias"))
-    x, token = _as_stored(c, w["expert_up_gate"], h), groups.pairs // routing.experts.shape[1]
-    rows = jax.tree.map(lambda one: one[token], x)
+    if c.exchanges_tokens:
+        received = send_to_experts(c, h, routing)
+        groups, back = received.groups, received.back
+        rows = _as_stored(c, w["expert_up_gate"], received.rows)
+    else:
+        groups, back = routing.groups or _groups(c, w, routing.experts), None
+        x, token = _as_stored(c, w["expert_up_gate"], h), groups.pairs // routing.experts.shape[1]
+        rows = jax.tree.map(lambda one: one[token], x)
     a = c.kernels.grouped_gemm(rows, w["expert_up_gate"], groups, **gates, **_sms(c))
-    return ExpertRows(a, groups, exchanged)
+    return ExpertRows(a, groups, back)
 
 
 @op("expert_down")
@@ -598,10 +599,9 @@ def expert_down(
     bias = _expert_bias(_first_shard_only(c, down_bias) if shares else down_bias)
     rows = _as_stored(c, w["expert_down"], a.rows)
     y = c.kernels.grouped_gemm(rows, w["expert_down"], a.groups, **bias, **_sms(c))
-    if a.exchanged is None:
-        return weighted_sum(y, a.groups, routing.weights)
-    received = a.groups.places.shape
-    return send_back(c, weighted_sum(y, a.groups, jnp.ones(received, jnp.float32)), a.exchanged, routing)
+    if a.back is not None:
+        return send_back(c, y, a.back, routing)
+    return weighted_sum(y, a.groups, routing.weights)
 
 
 @op("shared_up_gate")

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxflow.parallel.ragged import Pieces
 from pallas_kernels.gemm.grouped.groups import Groups
 
 
@@ -40,13 +41,12 @@ class Routing:
 class ExpertRows:
     """A row of each (token, expert) pair, in the order of `groups`. Unused rows are undefined.
 
-    exchanged: where the pairs are those that data-parallel ranks sent to this one, the rows that each rank sent to
-      each rank.
+    back: where data-parallel ranks sent the pairs to this one, the pieces that bring rows back.
     """
 
     rows: Float[Array, "M F"]
     groups: Groups
-    exchanged: Int[Array, "n n"] | None = None
+    back: Pieces | None = None
 
 
 def by_token(value: Any) -> Any:

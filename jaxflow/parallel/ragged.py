@@ -1,60 +1,64 @@
-"""Rows that go from each device to each other device in pieces of any size, inside `shard_map`.
+"""Rows that each device sends to each other device, in pieces of any size, inside `shard_map`."""
 
-`sizes[i, j]` is the number of rows that device i sends to device j. All devices have the same sizes. The rows of
-a device are ordered by their receiver, and the received rows by their sender. Sending with `sizes.T` brings rows
-back to where they came from.
-"""
-
+import dataclasses
 import functools
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
 
-def send(
-    rows: Float[Array, "M D"], sizes: Int[Array, "n n"], axis: str, *, length: int, piece: int
-) -> Float[Array, "R D"]:
-    """Return the rows that the other devices send to this one, as the platform sends them best.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Pieces:
+    """The rows that one device sends and gets: k pieces for each of n devices, and k pieces from each.
 
-    Arguments: see `send_rows`. A GPU sends the rows only, other platforms send padded pieces.
+    starts: [j, p], the first row of piece p for device j, among the device's own rows.
+    sizes: [j, p], the rows of the piece; 0 for no piece.
+    places: [j, p], the place of its first row in what device j gets.
+    received: [i, p], the rows of piece p from device i.
     """
-    sends = (
-        functools.partial(way, axis=axis, length=length, piece=piece) for way in (send_rows, send_padded_rows)
+
+    starts: Int[Array, "n k"]
+    sizes: Int[Array, "n k"]
+    places: Int[Array, "n k"]
+    received: Int[Array, "n k"]
+
+
+def send(rows: Float[Array, "M D"], pieces: Pieces, axis: str, *, length: int) -> Float[Array, "R D"]:
+    """Return the rows that the devices send to this one, as the platform sends them best.
+
+    Rows of the result that no piece fills are undefined.
+
+    length: the rows of the result.
+    """
+    ragged, gathered = (
+        functools.partial(way, axis=axis, length=length) for way in (send_ragged, send_gathered)
     )
-    ragged, padded = sends
-    return lax.platform_dependent(rows, sizes, cuda=ragged, default=padded)
+    return lax.platform_dependent(rows, pieces, cuda=ragged, default=gathered)
 
 
-def send_rows(
-    rows: Float[Array, "M D"], sizes: Int[Array, "n n"], axis: str, *, length: int, piece: int
+def send_ragged(rows: Float[Array, "M D"], pieces: Pieces, axis: str, *, length: int) -> Float[Array, "R D"]:
+    """Return the result of `send` by `lax.ragged_all_to_all`, which sends the pieces only. XLA:CPU has none."""
+    received = lax.empty((length, rows.shape[1]), rows.dtype)
+    starts, sizes, places, sizes_of_received = (
+        one.reshape(-1) for one in (pieces.starts, pieces.sizes, pieces.places, pieces.received)
+    )
+    return lax.ragged_all_to_all(rows, received, starts, sizes, places, sizes_of_received, axis_name=axis)
+
+
+def send_gathered(
+    rows: Float[Array, "M D"], pieces: Pieces, axis: str, *, length: int
 ) -> Float[Array, "R D"]:
-    """Return the rows that the other devices send to this one, by `lax.ragged_all_to_all`. XLA:CPU has none.
-
-    Args:
-      length: the rows of the result, at least those that a device can receive. The rows after the received ones
-        are 0.
-      piece: the most rows from one device to another; only `send_padded_rows` needs it.
-    """
-    del piece
-    me = lax.axis_index(axis)
-    before = jnp.cumsum(sizes, axis=0) - sizes  # [i, j]: where the rows of device i begin on device j
-    own = sizes[me]
-    received = jnp.zeros((length, rows.shape[1]), rows.dtype)
-    starts = jnp.cumsum(own) - own
-    return lax.ragged_all_to_all(rows, received, starts, own, before[me], sizes[:, me], axis_name=axis)
-
-
-def send_padded_rows(
-    rows: Float[Array, "M D"], sizes: Int[Array, "n n"], axis: str, *, length: int, piece: int
-) -> Float[Array, "R D"]:
-    """Return the result of `send_rows` by an all-to-all of pieces that are padded to `piece` rows each."""
-    me, devices = lax.axis_index(axis), sizes.shape[0]
-    inside = jnp.arange(piece)
-    own, theirs = sizes[me], sizes[:, me]
-    starts = jnp.cumsum(own) - own
-    padded = jnp.take(rows, (starts[:, None] + inside).reshape(-1), axis=0, mode="clip")
-    padded = lax.all_to_all(padded.reshape(devices, piece, -1), axis, split_axis=0, concat_axis=0)
-    places = jnp.where(inside < theirs[:, None], (jnp.cumsum(theirs) - theirs)[:, None] + inside, length)
-    received = jnp.zeros((length, rows.shape[1]), rows.dtype)
-    return received.at[places.reshape(-1)].set(padded.reshape(-1, rows.shape[1]), mode="drop")
+    """Return the result of `send` by an all-gather of all rows, with 0 in rows that no piece fills."""
+    devices, of_device = pieces.starts.shape
+    starts, sizes, places = (one.reshape(-1) for one in (pieces.starts, pieces.sizes, pieces.places))
+    row = jnp.arange(rows.shape[0])
+    inside = (starts[None, :] <= row[:, None]) & (row[:, None] < (starts + sizes)[None, :])
+    piece = jnp.argmax(inside, axis=1)
+    receiver = jnp.where(inside.any(axis=1), piece // of_device, devices)
+    place = places[piece] + row - starts[piece]
+    rows, receiver, place = (lax.all_gather(one, axis, tiled=True) for one in (rows, receiver, place))
+    place = jnp.where(receiver == lax.axis_index(axis), place, length)
+    return jnp.zeros((length, rows.shape[1]), rows.dtype).at[place].set(rows, mode="drop")

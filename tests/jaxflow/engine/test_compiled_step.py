@@ -20,7 +20,7 @@ from jaxflow.model.attention_spans import with_spans
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.op_registry import Context
 from jaxflow.model.weights import shapes, shardings
-from jaxflow.parallel.mesh import axis_of
+from jaxflow.parallel.mesh import DP, TP, axis_of
 from jaxflow.pipeline.compiler import compile_plan
 from jaxflow.pipeline.handwritten import sequential_plan
 from pallas_kernels.gemm.api import HopperGemm
@@ -45,10 +45,11 @@ def compiled(
     decodes=False,
     hosts=1,
     spans: str | None = None,
+    ranks: int = 1,
 ) -> tuple[h200.Compiled, Executor]:
     """Return a step of the model's first layers. kernels: None selects the H200's kernels with its tuned
     table. kv: the dtype of the cache. decodes: a step without prefill. hosts: that the devices are spread over.
-    spans: a file of attention spans.
+    spans: a file of attention spans. ranks: data-parallel ranks.
     """
     checkpoint = open_checkpoint(model, load_format="dummy")
     config = with_spans(EngineConfig(model, attention_spans=spans), checkpoint.model_config, checkpoint.name)
@@ -59,20 +60,21 @@ def compiled(
         kernels = kernel_set_for(
             "gpu", "9.0", **heads, page_size=64, dtype="bfloat16", kv_dtype=kv, device="NVIDIA H200"
         )
-    mesh = h200.h200_mesh((tp,), hosts=hosts)
+    mesh = h200.h200_mesh((tp,), hosts=hosts) if ranks == 1 else h200.h200_mesh((ranks, 1), (DP, TP))
     options = {"quantization": quantization, "kv_scales": kv == "float8_e4m3fn"}
+    options |= {"expert_parallel": ranks > 1, "ranks": ranks}
     specs = shardings(config, mesh, **options)
     weights = h200.abstract(mesh, shapes(config, tp, jnp.bfloat16, **options), specs)
     layout = StepLayout(tokens, min(tokens, 256), 256, 64, (), len(config.windows))
-    programs = Programs(Context(config, kernels, axis_of(mesh)), mesh, specs)
+    context = Context(config, kernels, axis_of(mesh), expert_axis=DP if ranks > 1 else None)
+    programs = Programs(context, mesh, specs)
     plan = sequential_plan(config, tokens, tp)
     forward = compile_plan(plan, config, tp, quantized=quantization == "fp8")
     made = Executor(
         programs, weights, [layout], lambda _: forward, kv_dtype=jnp.dtype(kv), max_model_len=8192
     )
     step = programs.step(dataclasses.replace(layout, decodes=decodes), forward)
-    buffer = h200.abstract(mesh, jax.ShapeDtypeStruct((layout.size,), jnp.int32))
-    arguments = (weights, *made._state((PAGES,) * len(config.windows)), buffer)
+    arguments = made._step_arguments(layout, (PAGES,) * len(config.windows))
     return h200.compile_for_h200(step, *arguments, options={} if kernels is REFERENCE else ONCE), made
 
 
@@ -127,6 +129,23 @@ def test_nothing_copies_the_cache_or_a_weight():
 def test_latent_pages_are_written_in_place():
     """The reference implementation reads 256 keys of 256 decodes at once in float32, 151 MB."""
     check(*compiled("deepseek-v3", 256, tp=8), temporary=0.2)
+
+
+@pytest.mark.slow
+def test_data_parallel_ranks_send_rows_only():
+    """Eight ranks. The exchange is two all-to-alls a layer, and XLA's own kernels do not touch what arrives."""
+    step, executor = compiled("qwen3-30b-a3b", 2048, ranks=8)
+    check(step, executor, temporary=0.7)
+    assert [thunk.kind for thunk in step.thunks].count("kRaggedAllToAll") == 2 * LAYERS
+    room = 8 * 2048 * 8  # rows that eight ranks of 2,048 tokens with 8 experts each could send to one
+    made = {opcode: step.instructions(opcode) for opcode in ("ragged-all-to-all-done", "fusion", "copy")}
+    large = {
+        opcode: [
+            one for one in results if (rows := re.search(r"\[(\d+),2048\]", one)) and int(rows[1]) >= room
+        ]
+        for opcode, results in made.items()
+    }
+    assert len(large.pop("ragged-all-to-all-done")) == LAYERS and not any(large.values())
 
 
 def test_on_the_hopper_kernels_neither():

@@ -1,5 +1,6 @@
 """Devices with tokens of their own, which exchange rows with the devices of the experts, against one device."""
 
+import dataclasses
 import functools
 
 import jax
@@ -9,12 +10,14 @@ import paths
 import pytest
 from jax.sharding import PartitionSpec
 
-from jaxflow.model import ops, weights
+from jaxflow.model import exchanged_experts, ops, weights
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.exchanged_experts import list_sent
 from jaxflow.model.op_registry import Context, Site
 from jaxflow.model.routing import Routing
 from jaxflow.parallel.mesh import TP, make_mesh
+from jaxflow.parallel.ragged import send_gathered
+from pallas_kernels.gemm.grouped import groups as expert_groups
 from pallas_kernels.gemm.grouped.routings import draw_routing
 from pallas_kernels.kernel_set import REFERENCE
 
@@ -23,8 +26,16 @@ EXPERTS, CHOSEN = CONFIG.num_experts, CONFIG.experts_per_token
 EVERYWHERE, ROWS = PartitionSpec(), PartitionSpec(TP)
 
 
+def send_with_nan(rows, pieces, axis, *, length):
+    """Return the result of `send`, with NaN in the rows that are undefined on a GPU."""
+    filled = send_gathered(jnp.ones((len(rows), 1)), pieces, axis, length=length)
+    return jnp.where(filled > 0, send_gathered(rows, pieces, axis, length=length), jnp.nan)
+
+
 @functools.cache
-def exchanged(devices: int):
+def exchanged(devices: int, align: int):
+    list_groups = functools.partial(expert_groups.list_groups, rows=2 * align, align=align)
+    kernels = dataclasses.replace(REFERENCE, list_groups=list_groups)
     specs = {
         name: leaf.spec
         for name, leaf in weights.leaves(CONFIG, devices, expert_parallel=True)["layers"][0].items()
@@ -32,7 +43,7 @@ def exchanged(devices: int):
     }
 
     def run(w, h, experts, shares, is_token):
-        c = Context(CONFIG, REFERENCE, expert_axis=TP)
+        c = Context(CONFIG, kernels, expert_axis=TP)
         routing = Routing(experts, shares, list_sent(c, experts, is_token))
         rows = ops.expert_up_gate(Site(c, w), h, routing)
         return ops.expert_down(Site(c, w), rows, routing)
@@ -59,7 +70,7 @@ PADDINGS = {  # whether each of 24 rows is a token
 @pytest.mark.parametrize("devices", [2, 4])
 @pytest.mark.parametrize("padding", PADDINGS)
 @pytest.mark.parametrize("routing", ["even", "skewed", "one device", "one expert a device"])
-def test_the_exchange_is_the_layer_of_one_device(routing, padding, devices):
+def test_the_exchange_is_the_layer_of_one_device(routing, padding, devices, monkeypatch):
     """One device: all tokens choose experts 0 to 2 of 8, so that the later devices get no row."""
     tokens, rng, is_token = 24, np.random.default_rng(3), PADDINGS[padding]
     if routing in ("even", "skewed"):
@@ -75,7 +86,9 @@ def test_the_exchange_is_the_layer_of_one_device(routing, padding, devices):
     given = jnp.asarray(experts, jnp.int32), jnp.asarray(rng.random((tokens, CHOSEN)), jnp.float32)
     site, one = Site(Context(CONFIG, REFERENCE), w), Routing(*given)
     wanted = np.asarray(ops.expert_down(site, ops.expert_up_gate(site, h, one), one))
-    found = np.asarray(exchanged(devices)(w, h, *given, jnp.asarray(is_token)))
-    np.testing.assert_allclose(found[is_token], wanted[is_token], rtol=1e-4, atol=1e-5)
-    assert not found[~is_token].any()
+    monkeypatch.setattr(exchanged_experts, "send", send_with_nan)
+    for align in (1, 8):
+        found = np.asarray(exchanged(devices, align)(w, h, *given, jnp.asarray(is_token)))
+        np.testing.assert_allclose(found[is_token], wanted[is_token], rtol=1e-4, atol=1e-5)
+        assert not found[~is_token].any()
     assert np.abs(wanted).max() > 0.1
