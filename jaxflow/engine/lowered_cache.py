@@ -6,7 +6,6 @@ program, as StableHLO (`jax.export`), under a hash of its origin: the versions o
 runs, the engine's settings and the shapes of the arguments. Old programs are deleted, see `_evict`.
 """
 
-import ast
 import contextlib
 import dataclasses
 import functools
@@ -14,6 +13,7 @@ import hashlib
 import importlib.metadata
 import logging
 import os
+import re
 import tempfile
 import threading
 import time
@@ -47,6 +47,9 @@ _ROOTS = (
     "jaxflow.engine.kernel_choice",
     "jaxflow.pipeline.compiler",
     "jaxflow.model.weights",
+)
+_IMPORT = re.compile(
+    r"^[ \t]*(?:from[ \t]+([\w.]+)[ \t]+import[ \t]+(\([^)]*\)|[^\n(]+)|import[ \t]+([^\n]+))", re.MULTILINE
 )
 _MAX_BYTES = 2 << 30  # of the folder; an 8B model's programs take about 0.1 GB
 _WITHOUT_CACHE = threading.Lock()
@@ -221,14 +224,22 @@ def lowering_files() -> list[Path]:
         if path is None or path in found:
             continue
         found.add(path)
-        for node in ast.walk(ast.parse(path.read_bytes())):
-            if isinstance(node, ast.Import):
-                waiting += [_module_file(alias.name) for alias in node.names]
-            elif isinstance(node, ast.ImportFrom) and node.module:
-                names = [f"{node.module}.{alias.name}" for alias in node.names]
-                waiting += [_module_file(name) for name in (node.module, *names)]
+        waiting += [_module_file(name) for name in imported_names(path.read_text("utf-8"))]
     tables = (_TREE / "pallas_kernels").rglob("*.json")
     return sorted(found | set(tables))
+
+
+def imported_names(source: str) -> set[str]:
+    """Return at least the modules that a source imports, anywhere in it, and the names that it takes from them.
+
+    A search for import statements takes a tenth of the time of parsing, which was half a second of each start.
+    """
+    found: set[str] = set()
+    for statement in _IMPORT.finditer(re.sub(r"#.*", "", source)):
+        module, taken, modules = statement.groups()
+        names = re.findall(r"([\w.]+)(?:[ \t]+as[ \t]+\w+)?", taken or modules)
+        found |= {f"{module}.{name}" for name in names} | {module} if module else set(names)
+    return found
 
 
 def _module_file(name: str) -> Path | None:

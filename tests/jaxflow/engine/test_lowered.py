@@ -2,6 +2,7 @@
 Python's part.
 """
 
+import ast
 import dataclasses
 import logging
 import os
@@ -293,6 +294,23 @@ def test_only_the_modules_of_lowering_are_in_the_key():
         "search",
     )
     assert not [name for name in names if name.startswith(rooms)]
+
+
+def test_no_import_is_overlooked():
+    def parsed(source: str) -> set[str]:
+        found: set[str] = set()
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        return found
+
+    odd = "if x:\n    import a.b as c, d\nfrom e import (  # why\n    f as g,  # (h)\n    i,\n)\n\tfrom j import k as l, m\n"
+    assert lowered.imported_names(odd) >= {"a.b", "d", "e", "e.f", "e.i", "j", "j.k", "j.m"}
+    sources = [path.read_text("utf-8") for path in lowered.lowering_files() if path.suffix == ".py"]
+    assert len(sources) > 50
+    assert all(parsed(source) <= lowered.imported_names(source) for source in sources)
 
 
 def test_old_programs_are_deleted_by_age_and_size(tmp_path, monkeypatch):
