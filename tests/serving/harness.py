@@ -83,7 +83,7 @@ def violated_field(error: grpc.aio.AioRpcError) -> str | None:
     return bad.field_violations[0].field if bad else None
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     """Wait for `condition`. Fail after `timeout_s`; the timeout only ends a broken test."""
     deadline = time.monotonic() + timeout_s
     while not condition():

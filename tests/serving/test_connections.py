@@ -86,7 +86,7 @@ def test_a_stream_closed_during_a_write_is_one_line_in_the_log(caplog):
                     await asyncio.sleep(0.1)  # the client reads nothing, so a write waits
                     call.cancel()
                 await until(lambda: llm.driver.stats().kv_pages_free == PAGES)
-            await asyncio.sleep(0.1)
+            await until(lambda: len(caplog.records) >= 5)
 
     with caplog.at_level(python_logging.WARNING):
         asyncio.run(scenario())

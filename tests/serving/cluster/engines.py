@@ -32,7 +32,8 @@ CONFIG = EngineConfig(
     num_kv_pages=64,
     kv_offloading_size=0.02,
 )
-TIMEOUT_S = 0.3
+SOON_S = 0.3  # the timeout of a transfer that a fault lets fail
+NEVER_S = 600.0  # the timeout of a transfer that must not fail, however busy the machine is
 
 
 def make_engine() -> LLM:
@@ -76,12 +77,12 @@ class MemoryTransport:
 class EngineLink:
     """A link to an engine of this process. A killed engine aborts what runs, and serves the next link."""
 
-    def __init__(self, llm: LLM, network: Network):
+    def __init__(self, llm: LLM, network: Network, timeout_s: float):
         self.llm, self.network = llm, network
         self.dead = False
         self.lose_acknowledgements = False
         transport = MemoryTransport(network)
-        self.exchange = PageExchange(llm.driver, transport, TransferConfig(True, TIMEOUT_S))
+        self.exchange = PageExchange(llm.driver, transport, TransferConfig(True, timeout_s))
         self._replica: Replica | None = None
 
     def die(self) -> None:
@@ -119,19 +120,19 @@ class EngineLink:
 class Engines:
     """The links of a driver: replica 0 answers, and replica 1 computes prompts."""
 
-    def __init__(self, engines: Sequence[LLM]):
-        self.engines, self.network = engines, Network()
+    def __init__(self, engines: Sequence[LLM], timeout_s: float):
+        self.engines, self.network, self.timeout_s = engines, Network(), timeout_s
         self.links: dict[int, EngineLink] = {}
 
     def launch(self, config: EngineConfig, index: int) -> EngineLink:
-        self.links[index] = EngineLink(self.engines[index], self.network)
+        self.links[index] = EngineLink(self.engines[index], self.network, self.timeout_s)
         return self.links[index]
 
 
 @contextlib.contextmanager
-def apart(engines: Sequence[LLM]) -> Iterator[tuple[ClusterModel, Engines]]:
-    """A replica that answers, and a replica that computes all prompts."""
-    links = Engines(engines)
+def apart(engines: Sequence[LLM], timeout_s: float = SOON_S) -> Iterator[tuple[ClusterModel, Engines]]:
+    """A replica that answers, and a replica that computes all prompts. timeout_s: of a transfer."""
+    links = Engines(engines, timeout_s)
     wanted = Wanted(1, CONFIG, prefill_replicas=1)
     router = ClusterDriver(wanted, links.launch, stall_s=5.0, drain_s=5.0, rule=Rule.ALWAYS, seed=0)
     model = ClusterModel(router)

@@ -11,7 +11,7 @@ import pytest
 from fake_llm import FakeLLM
 from hypothesis import given
 from hypothesis import strategies as st
-from replicas import CONFIG, BatchLink, DrawingDriver, Replicas
+from replicas import CONFIG, BatchLink, DrawingDriver, Replicas, until
 
 from serving.batch_command import Options, answer_file
 from serving.batch_engine import LocalEngine
@@ -174,8 +174,7 @@ def test_the_run_ends_when_no_replica_answers_any_more(tmp_path, capsys):
     write_lines(tmp_path / "in", 200, tokens=20)
     links = Replicas(BatchLink, step_s=0.005)
     run = Run(tmp_path, links, replicas=2)
-    run.busy(0)
-    time.sleep(0.3)
+    until(lambda: len(run.asked) > 40)  # of 200 lines; each replica has 8 at once, so some are finished
 
     def broken(link: BatchLink) -> None:
         link.start_error = "no GPU is left"

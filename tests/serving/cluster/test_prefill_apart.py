@@ -6,7 +6,7 @@ import threading
 
 import numpy as np
 import pytest
-from engines import BLOCK, MemoryTransport, Network, apart, make_engine
+from engines import BLOCK, NEVER_S, MemoryTransport, Network, apart, make_engine
 from replicas import Box, until
 
 from jaxflow.request import FinishReason, SamplingParams
@@ -68,7 +68,7 @@ def check(model, links, boxes, together) -> None:
 
 
 def test_another_engine_computes_the_full_pages(engines, together):
-    with apart(engines) as (model, links):
+    with apart(engines, NEVER_S) as (model, links):
         before = [computed(llm) for llm in engines]
         boxes = submit(model, "apart")
         check(model, links, boxes, together)
@@ -143,7 +143,7 @@ def test_the_tokens_outlive_a_fault_of_a_transfer(engines, together, name):
 
 def test_lent_pages_outlive_their_places(engines, together):
     """The prefill engine gives all places of the pages, on the device and on the host, to others."""
-    with apart(engines) as (model, links):
+    with apart(engines, NEVER_S) as (model, links):
         arrive, waiting, go = links.network.on_fetch, [], threading.Event()
 
         async def wait(number, timeout_s):
@@ -179,7 +179,7 @@ def test_a_sender_that_dies_before_it_lends(engines, together):
 
 
 def test_a_lost_acknowledgement_ends_with_the_lease(engines, together):
-    with apart(engines) as (model, links):
+    with apart(engines, timeout_s=1.0) as (model, links):
         links.links[1].lose_acknowledgements = True
         boxes = submit(model, "lost")
         check(model, links, boxes, together)
@@ -205,7 +205,7 @@ def test_the_first_loans_open_together(engines):
 
 
 def test_a_request_that_ends_while_its_pages_move_leaves_nothing(engines):
-    with apart(engines) as (model, links):
+    with apart(engines, NEVER_S) as (model, links):
         fetching = []
 
         async def wait(number, timeout_s):

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+import types
 
 import pytest
 
@@ -88,14 +89,17 @@ def test_quick_prompts_stay_on_the_event_loops_thread_until_one_is_slow():
 
 def test_the_event_loops_thread_takes_quick_prompts_again_after_a_pause(monkeypatch):
     """One long garbage collection must not cost every later prompt a change of threads."""
-    monkeypatch.setattr(prompt_work, "PAUSE_S", 0.05)
+    now_s = 1000.0
+    clock = types.SimpleNamespace(monotonic=lambda: now_s, thread_time=time.thread_time)
+    monkeypatch.setattr(prompt_work, "time", clock)
 
     async def scenario():
+        nonlocal now_s
         here, work = threading.current_thread().name, PromptWork()
         await work.run(10, spin(0))
         assert await work.run(10, spin(2 * SLOW_S)) == here
         assert await work.run(10, spin(0)) != here
-        await asyncio.sleep(0.06)
+        now_s += prompt_work.PAUSE_S
         assert await work.run(10, spin(0)) == here
 
     asyncio.run(scenario())
