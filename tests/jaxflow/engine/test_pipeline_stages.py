@@ -121,16 +121,16 @@ class TestMicroBatches:
         """So the device has the next step before the host has the tokens of the oldest step."""
         engine = toy.staged_loop(MODEL, stages) if stages > 1 else toy.loop(MODEL)
         enqueued, waits = [], []
-        run, read = engine.executor.run, engine._read
+        run, read = engine.executor.run, engine.read
         monkeypatch.setattr(
             engine.executor, "run", lambda *a, **k: enqueued.append(run(*a, **k)) or enqueued[-1]
         )
 
         def wait(step):
             waits.append(len(enqueued) - len(waits))  # steps are read in their order
-            read(step)
+            return read(step)
 
-        monkeypatch.setattr(engine, "_read", wait)
+        monkeypatch.setattr(engine, "read", wait)
         toy.run(engine, [Request(f"r{i}", [1, 5 + i], SOME) for i in range(8)])
         assert max(waits) == stages + 1
         assert waits.count(stages + 1) > len(waits) / 2
