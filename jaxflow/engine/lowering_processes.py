@@ -84,7 +84,8 @@ def number_of_processes(steps: int, asked: int | None, cores: int | None = None)
     """
     if asked is not None:
         return asked
-    cores = len(os.sched_getaffinity(0)) if cores is None else cores
+    if cores is None:  # only Linux knows the cores of a process
+        cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     fit = min(MOST_PROCESSES, cores // 2, steps)
     return fit if steps >= FEWEST_STEPS and fit > 1 else 0
 
