@@ -24,8 +24,8 @@ from serving.cluster.wanted import Wanted
 BLOCK = 16
 CONFIG = EngineConfig(
     model=str(paths.MODELS / "stories260K"),
-    max_num_batched_tokens=64,
-    step_sizes="16",
+    max_num_batched_tokens=32,
+    step_sizes="32",  # all steps are one program
     max_num_seqs=4,
     max_model_len=256,
     block_size=BLOCK,

@@ -31,7 +31,7 @@ def load() -> LLM:
         return LLM(
             str(paths.MODELS / "stories260K"),
             max_num_batched_tokens=32,
-            step_sizes="8",
+            step_sizes="32",  # all steps are one program
             max_num_seqs=8,
             max_model_len=128,
             block_size=16,
