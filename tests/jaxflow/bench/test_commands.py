@@ -421,8 +421,7 @@ def test_lengths_and_numbers_follow_the_rivals_protocol(bench):
 
 def test_the_command_as_a_process(tmp_path):
     path = tmp_path / "out.json"
-    numbers = ENGINE | {"max_num_batched_tokens": 8}  # all steps are one program
-    engine = [f"--{name}={value}" for name, value in numbers.items() if name != "enable_prefix_caching"]
+    engine = [f"--{name}={value}" for name, value in ENGINE.items() if name != "enable_prefix_caching"]
     arguments = [
         "throughput",
         "--model",

@@ -29,7 +29,7 @@ MODEL = str(paths.MODELS / "stories260K")
 ENGINE = {
     "block_size": 16,
     "max_num_batched_tokens": 64,
-    "step_sizes": "16",
+    "step_sizes": "64",  # all steps are one program
     "max_num_seqs": 4,
     "num_kv_pages": 32,
     "kv_offloading_size": 0.01,
