@@ -175,7 +175,7 @@ def test_sampling_equals_the_engines(tmp_path):
         ),
         Request("bias", prompts[0], biased),
     ]
-    plain = toy.run(toy.loop("tiny-opt"), asked)
+    plain = toy.run(toy.loop("tiny-opt", budget=16), asked)
     found = {request.request_id: toy.Result() for request in asked}
     with runtime("tiny-opt", tmp_path, kv=HOST) as made:
         for event in itertools.chain.from_iterable(made.generate(asked)):
