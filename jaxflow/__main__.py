@@ -7,6 +7,7 @@
   batch    answer a file of requests                             python -m serving.batch
   bench    measure throughput, latency, kernels and KV tiers     python -m jaxflow.bench
   search   measure a device and search plans for a model         python -m search
+  compile  compile a model's programs before the first start     python -m jaxflow.compile
 
 `jaxflow COMMAND --help` lists the flags of a command. `jaxflow --version` prints the version. The last column
 names the module that runs the command.
@@ -23,6 +24,7 @@ MODULES = {
     "batch": "serving.batch",
     "bench": "jaxflow.bench",
     "search": "search",
+    "compile": "jaxflow.compile",
 }
 
 
