@@ -23,7 +23,7 @@ def loop():
         patch.setattr(
             build, "make_layouts", lambda *args, **_: make_layouts(*args, decodes_alone=True, one=True)
         )
-        config, made = toy._executor.__wrapped__(MODEL, 1, 16, 6, 96, "sequential", None, "auto", False)
+        config, made = toy._executor.__wrapped__(MODEL, 1, 16, 6, 96, "sequential", None, "auto", False, 1)
         made.warm_up()
     return build.make_loop(config, made.programs.context.config, made)
 

@@ -60,7 +60,9 @@ def test_all_forms_of_a_step_count_alike(form, goldens, tmp_path, monkeypatch):
         plans.save(two_nano_batch_plan(CONFIG, ONE_SIZE, 6), tmp_path / "plan.json")
         engine = toy.loop(MODEL, budget=ONE_SIZE, plan=str(tmp_path / "plan.json"))
     else:
-        config, made = toy._executor.__wrapped__(MODEL, 1, ONE_SIZE, 8, 96, "sequential", None, "auto", False)
+        config, made = toy._executor.__wrapped__(
+            MODEL, 1, ONE_SIZE, 8, 96, "sequential", None, "auto", False, 1
+        )
         monkeypatch.setattr(made, "_is_layered", lambda layout: True)
         engine = toy.make_loop(config, CONFIG, made)
     np.testing.assert_array_equal(counts_of(engine, golden), wanted)
