@@ -34,11 +34,11 @@ from jaxflow.pipeline.plan import Plan
 from pallas_kernels.this_device import DeviceKind
 
 log = logging.getLogger(__name__)
-ROOT = Path(__file__).parents[2]  # of the packages, so that a process imports the same files
+ROOT = Path(__file__).parents[2]  # the folder of the packages, so that a process imports the same files
 COMMAND = (sys.executable, "-m", "jaxflow.engine.lowering_worker")
-MOST_PROCESSES = 8  # a ninth gains less than a second of a start with 50 programs
-FEWEST_STEPS = 4  # for fewer sizes of steps the imports of a process take longer than the lowering
-LIMIT_S = 120.0  # of one program; a loaded machine takes ten times as long as an idle one
+MOST_PROCESSES = 8  # A ninth gains less than a second of a start with 50 programs.
+FEWEST_STEPS = 4  # Importing JAX takes longer than lowering fewer sizes of steps.
+LIMIT_S = 120.0  # The limit of one program. A loaded machine takes ten times as long as an idle one.
 
 
 class Description(msgspec.Struct, frozen=True):
@@ -203,7 +203,7 @@ class LoweringProcesses:
         """Give programs to one process until `close`, or until the process is lost."""
         task = None
         try:
-            _write(process, description)
+            _write_within_limit(process, description)
             while (task := self._tasks.get()) is not None:
                 wanted, future = task
                 _write(process, msgspec.json.encode(wanted) + b"\n")
@@ -239,6 +239,16 @@ def _write(process: subprocess.Popen, lines: bytes) -> None:
     assert process.stdin is not None
     process.stdin.write(lines)
     process.stdin.flush()
+
+
+def _write_within_limit(process: subprocess.Popen, lines: bytes) -> None:
+    """Write more than a pipe holds. A process that does not read within `LIMIT_S` is killed. Raises: OSError."""
+    limit = threading.Timer(LIMIT_S, process.kill)
+    limit.start()
+    try:
+        _write(process, lines)
+    finally:
+        limit.cancel()
 
 
 def _read_line(process: subprocess.Popen) -> bytes:

@@ -61,14 +61,15 @@ def cache():
 
 
 @contextlib.contextmanager
-def processes(folder: Path, script: str, count: int = 1):
-    """Yield processes of a Python script in place of the worker."""
+def processes(folder: Path, script: str, count: int = 1, leaves: int = 0):
+    """Yield processes of a Python script in place of the worker. leaves: of the described weights."""
     config = EngineConfig("m")
     made = LoweringProcesses(
         count, DEVICE, KnownStarts.of(folder, "settings"), (sys.executable, "-c", script)
     )
     made.start()
-    made.describe(Description(config, LLAMA, {}, False, None, 0, {"dict": {}}, str(folder)))
+    weights = {"dict": dict.fromkeys(map(str, range(leaves)))}
+    made.describe(Description(config, LLAMA, {}, False, None, 0, weights, str(folder)))
     try:
         yield made
     finally:
@@ -236,12 +237,13 @@ def test_programs_go_to_all_processes_and_each_once(tmp_path):
         ECHO + "print('\"', end='', flush=True); sys.exit(0)",
         ECHO + "import time; time.sleep(1000)",
         "raise ImportError('no module named jaxflow')",
+        "import time; time.sleep(1000)",
     ],
-    ids=["exit", "closed", "garbage", "half a line", "hang", "import"],
+    ids=["exit", "closed", "garbage", "half a line", "hang", "import", "hang before it reads"],
 )
 def test_programs_of_lost_processes_are_left_to_the_engine(fault, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(lowering_processes, "LIMIT_S", 0.5)
-    with processes(tmp_path, fault, count=2) as made:
+    with processes(tmp_path, fault, count=2, leaves=20_000) as made:  # more bytes than a pipe holds
         futures = [made.ask(Wanted(f"step {i}", ())) for i in range(9)]
         assert not wait(futures, 60).not_done
         assert made.ask(Wanted("a later one", ())).done()
