@@ -41,7 +41,7 @@ STEP_TOKENS, SLOTS, PROMPT_TOKENS = 32, 8, 24
 SAMPLE_S = 0.1
 WATCH_S = 180.0  # the longest observation of a fault
 SLOW_S, STOPPED_S, RUNNING_S = 12.0, 0.45, 0.05  # a slow replica runs a tenth of the time
-LIMITS = {"served_s": 10.0, "again_s": 60.0}  # beside seen_s, which --stall_s bounds
+LIMITS = {"served_s": 10.0, "again_s": 60.0}  # --stall_s bounds seen_s
 SETTINGS = ("replicas", "streams", "tokens", "stall_s")
 OUTCOMES = re.compile(r'jaxflow_requests_total\{outcome="\w+"\}')
 

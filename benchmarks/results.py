@@ -614,8 +614,9 @@ SECTIONS = (
     ),
     (
         "Replicas behind a router, simulated",
-        "Throughput over one replica when all requests arrive at once; prefix hits over those of one engine with "
-        "all memory, the largest mean load over the mean of all, and first tokens at 80 % of the capacity.",
+        "Throughput is relative to one replica, when all requests arrive at once. Hits are relative to the prefix hits of "
+        "one engine with all memory. Load is the largest mean load over the mean of all. First tokens are at 80 % of the "
+        "capacity.",
         (
             *("model and replicas", "rule", "throughput", "hits", "load", "first token, ms"),
             *("p99 first token, ms", "report"),
@@ -634,9 +635,9 @@ SECTIONS = (
     ),
     (
         "Faults of a replica",
-        "Medians of seconds: from the fault until the router knows it, from then until the replica's requests have "
-        "their next token from another replica, and from the fault until the replica serves again. The load is that "
-        "of the machine. A slow replica stays: new requests are served by the others.",
+        "Medians of seconds. `known` begins at the fault and ends when the router knows of the fault. `served` begins then, "
+        "and ends when the replica's requests have their next token from another replica. `again` begins at the fault and "
+        "ends when the replica serves. The load is that of the machine. A slow replica stays, and others serve new requests.",
         (
             *("device", "model", "fault", "known, s", "served, s", "again, s", "requests", "lost, doubled"),
             *("runs", "load", "report"),
@@ -651,7 +652,7 @@ SECTIONS = (
     ),
     (
         "Batch files",
-        "A file of requests beside `LLM.generate` of the same requests, in turns, medians of tokens/s. Resume is "
+        "A file of requests and `LLM.generate` of the same requests, in turns, medians of tokens/s. Resume is "
         "the time to read a finished journal.",
         (
             *("device", "model", "tokens in / out", "requests", "generate", "batch", "ratio", "turns"),
@@ -761,14 +762,14 @@ SECTIONS = (
     ),
     (
         "Attention spans",
-        "Perplexity of WikiText-2 with a span for each KV head, beside one window for all heads. The keys are those that "
+        "Perplexity of WikiText-2 with a span for each KV head, and with one window for all heads. The keys are those that "
         "queries see, and those that the page groups hold, in % of full attention.",
         ("model", "spans", "keys seen", "keys held", "perplexity", "mean change", "report"),
         span_rows,
     ),
     (
         "Pipelines, simulated",
-        "The engine's scheduler on virtual clocks, beside SARATHI §5.3. Three constants of the simulation were fitted to "
+        "The engine's scheduler on virtual clocks, and the figures of SARATHI §5.3. Three constants of the simulation were fitted to "
         "the paper's speedups; see [notes/pipelines.md](notes/pipelines.md).",
         ("model and devices", "requests", "ratio", "simulated", "paper", "difference", "report"),
         pipeline_rows,

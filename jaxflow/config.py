@@ -242,9 +242,7 @@ class ParallelConfig:
 
     tp: int = 1  # tensor parallelism: each device holds some heads and MLP columns of every layer
     pp: int = 1  # pipeline parallelism: each stage holds consecutive layers
-    ep: int = (
-        1  # expert parallelism: the devices of a stage that each hold some experts whole; 1 or all of them
-    )
+    ep: int = 1  # expert parallelism: the devices of a stage that share whole experts, one or all
     dp: int = 1  # data parallelism: each rank holds all but the experts, and serves requests of its own
 
     @property
@@ -277,7 +275,7 @@ KV_DTYPES = {
 }
 
 
-# What data-parallel ranks accept: field, test, words.
+# The values that data-parallel ranks accept: field, test, words.
 RANKED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("enable_expert_parallel", bool, "True"),
     ("tensor_parallel_size", lambda size: size == 1, "1"),

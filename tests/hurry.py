@@ -38,7 +38,7 @@ class Often:
         return self.compiled[key]
 
 
-shares = True  # whether engines share programs, see `shared_sampler`
+shares = True  # engines share programs, see `shared_sampler`
 _samplers: dict[tuple, Often] = {}
 
 

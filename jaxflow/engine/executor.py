@@ -229,7 +229,7 @@ class Executor:
         made = {}
         with concurrent.futures.ThreadPoolExecutor(len(jobs)) as pool:
             in_turn = self._in_turn([*jobs.values()], few)
-            if self.lowering is not None:  # what depends on no number of pages can be lowered meanwhile
+            if self.lowering is not None:  # the other programs need no number of pages
                 self._in_turn([job for job in self.jobs() if job.table is not self._steps], ())
             for job in in_turn:
                 made[names[job.name]] = pool.submit(self._compile, job.lower(), job.options)

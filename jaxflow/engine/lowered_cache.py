@@ -51,7 +51,7 @@ _ROOTS = (
 _IMPORT = re.compile(
     r"^[ \t]*(?:from[ \t]+([\w.]+)[ \t]+import[ \t]+(\([^)]*\)|[^\n(]+)|import[ \t]+([^\n]+))", re.MULTILINE
 )
-_MAX_BYTES = 2 << 30  # of the folder; an 8B model's programs take about 0.1 GB
+_MAX_BYTES = 2 << 30  # the limit of the folder; an 8B model's programs take about 0.1 GB
 _WITHOUT_CACHE = threading.Lock()
 _MAX_AGE_S = 30 * 24 * 3600.0  # since the last use
 

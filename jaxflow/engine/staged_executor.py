@@ -47,7 +47,7 @@ class StagedExecutor:
         self._here = [stage for stage in self.stages if stage.is_here]
         self.recorder: Recorder | None = None  # see `Executor`
         first = self.stages[0]
-        self.ranks = 1  # of data parallelism
+        self.ranks = 1  # stages have no data parallelism
         self.defers = self.stages[-1].defers
         self.layouts, self.decode_layouts = first.layouts, first.decode_layouts
         self.slots, self.page_size, self.groups = first.slots, first.page_size, first.groups

@@ -355,8 +355,8 @@ def _lowering(
     """Yield the processes that lower the programs of a start, and end them after the block.
 
     None where the engine lowers its programs. The engine does so for data-parallel ranks, and where experts have
-    slots, because the placement is in the weights. Without the setting `lowering_processes`, the engine does so on all devices without Mosaic kernels,
-    too: their programs take a fraction of a second each. config: resolved.
+    slots, because the placement is in the weights. Without the setting `lowering_processes`, the engine also does so
+    on devices without Mosaic kernels, whose programs take a fraction of a second each. config: resolved.
     """
     asked, device = config.lowering_processes, this_device()
     count = number_of_processes(sum(len(several) for several in plans.values()), asked)

@@ -110,8 +110,8 @@ class Widths:
     weights: float = 2.0  # of the GEMMs that fp8 affects: qkv, out_proj, up_gate, down
     kv: float = 2.0
     activations: float = 2.0
-    wide_weights: float = 2.0  # of embeddings, the head, routers and shared experts, which are never fp8
-    expert_weights: float | None = None  # of experts with a format of their own
+    wide_weights: float = 2.0  # embeddings, the head, routers and shared experts, which are never fp8
+    expert_weights: float | None = None  # experts with a format of their own
 
     @property
     def experts(self) -> float:

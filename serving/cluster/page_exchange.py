@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 STORE_S = 1.0  # wait for pages on their way to the host memory
 STORE_POLL_S = 0.001
-LENT_SHARE = 0.5  # of the host tier's size: the limit of all open loans
+LENT_SHARE = 0.5  # the limit of all open loans, as a share of the host tier's size
 LEASE_TIMEOUTS = 3  # the lease, in timeouts: the loan waits at the router before the fetch begins
 
 

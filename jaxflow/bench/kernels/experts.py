@@ -165,7 +165,7 @@ def _calls(model: str, tokens: int, zipf: float) -> _Calls:
     config, rng = _config(model), np.random.default_rng(tokens)
     chosen, number = config.experts_per_token, 8 if tokens <= 256 else 4
     picked = tuple(draw_routing(rng, tokens, config.num_experts, chosen, zipf) for _ in range(number))
-    elements = 3.0 * config.hidden_size * config.expert_intermediate_size  # of an expert
+    elements = 3.0 * config.hidden_size * config.expert_intermediate_size  # one expert
     touched = float(np.mean([len(np.unique(one)) for one in picked]))
     return _Calls(model, tokens, picked, elements * touched, 2.0 * elements * tokens * chosen)
 

@@ -33,6 +33,7 @@ from jaxflow.bench.pipeline.fleets import (
     sequences_that_fit,
     sharing_of,
     simulated_balances,
+    stage_timer,
 )
 from jaxflow.bench.pipeline.splits import Split
 from jaxflow.bench.pipeline.stage_time import COUNTS, StageTimer, gemm_dtype
@@ -100,14 +101,14 @@ class Decode:
 
 @dataclasses.dataclass(frozen=True)
 class Assumptions:
-    """What the steps are predicted from, beside the rates of the device.
+    """The assumptions of a prediction, besides the rates of the device.
 
     Attributes:
-      shares: what the kernels reach of the rates.
+      shares: the shares of the rates that the kernels reach.
       outside_bytes_per_s: of a device to other hosts, in an all-to-all.
       balance: of the experts' loads; None for that of placements by load with copies.
       sent_bytes, returned_bytes, once_a_host: as in `Sharing`.
-      overlapped: whether all-to-alls run beside a second nano-batch, in every layout that has them.
+      overlapped: True if all-to-alls overlap with a second nano-batch, in every layout with all-to-alls.
     """
 
     shares: Shares
@@ -137,7 +138,7 @@ def predict(
     if config.num_heads % split.tp or split.pp > config.num_layers or sharing is None:
         return None
     timer, fit = _timer(decode, config, device, split, sharing, given)
-    batch = min(decode.sequences * split.tp, fit // split.pp)  # of a micro-batch and a data-parallel device
+    batch = min(decode.sequences * split.tp, fit // split.pp)  # a micro-batch on a data-parallel device
     if not batch:
         return None
     step = Composition(batch, decode.keys)
@@ -179,23 +180,19 @@ def _timer(
     decode: Decode, config: ModelConfig, device: Device, split: Split, sharing: Sharing, given: Assumptions
 ) -> tuple[StageTimer, int]:
     """Return the timer of a step, and the full-length sequences that fit."""
-    widths, dtype = WIDTHS[decode.model.partition(":")[2]]
-    fixed = card_of(decode.device).clock or {}
+    widths, _ = WIDTHS[decode.model.partition(":")[2]]
     layers = split_layers(config, split.pp, split.tp, device.rates, decode.sequences)
     graph = shared_graph(config, split.tp, widths, sharing)
-    timer = StageTimer(
-        config,
+    timer = stage_timer(
+        decode.model,
+        split,
+        sharing,
+        graph,
         layers,
-        split.tp,
-        device.rates,
-        widths=widths,
-        dtype=dtype,
-        kernel_s=fixed.get("kernel_s", 0.0),
-        collective_s=fixed.get("collective_s", 0.0),
-        graph=graph,
-        op_rates=op_rates(config, sharing, device.rates, given.shares, given.outside_bytes_per_s),
-        choosers=sharing.choosers,
-        hidden=EXCHANGES if split.overlapped or given.overlapped else (),
+        decode.device,
+        given.shares,
+        given.outside_bytes_per_s,
+        overlapped=split.overlapped or given.overlapped,
     )
     longest = decode.prompt_tokens + decode.output_tokens
     memory_bytes = MEMORY_SHARE * device.memory_bytes

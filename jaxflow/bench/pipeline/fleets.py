@@ -28,6 +28,7 @@ from matplotlib.figure import Figure
 from jaxflow.bench.pipeline.expert_sharing import (
     EXCHANGES,
     HOST_DEVICES,
+    Shares,
     Sharing,
     balances_of,
     op_rates,
@@ -48,9 +49,9 @@ from jaxflow.model.stage_split import split_layers
 from jaxflow.scheduler.scheduler import DecodeMaximal
 from pallas_kernels.cards import Card, card_of
 
-MEMORY_SHARE = 0.9  # of a device's memory for weights and KV, as EngineConfig.gpu_memory_utilization
-SLOT_RESERVE = 1.5  # slots over the mean number of decodes of a full step
-BALANCE_TOKENS = 4096  # of the steps that give the balance of experts; larger steps are more even
+MEMORY_SHARE = 0.9  # the share of memory for weights and KV, as EngineConfig.gpu_memory_utilization
+SLOT_RESERVE = 1.5  # slots over the mean number of decodes of a full step.
+BALANCE_TOKENS = 4096  # steps of these tokens give the balance of experts. Larger steps are more even.
 SCALE_OUT = Link(50e9, 20e-6)  # between servers: 400 Gb/s a device
 
 FP8_ALL = Widths(weights=1.0, kv=2.0, wide_weights=1.0)  # DeepSeek-V3: e4m3 weights, 16-bit KV
@@ -198,9 +199,47 @@ def dynamic_joules(
     return total
 
 
+def stage_timer(
+    model: str,
+    split: Split,
+    sharing: Sharing,
+    graph: Graph,
+    layers: Sequence[int],
+    device: str,
+    shares: Shares,
+    outside_bytes_per_s: float,
+    *,
+    overlapped: bool,
+) -> StageTimer:
+    """Return the timer of the steps of a layout, with the fixed times of the device's card.
+
+    Args:
+      model: as MODEL:WIDTHS, see `WIDTHS`.
+      graph: of one device. layers: of each stage.
+      outside_bytes_per_s: of a device to other hosts, in an all-to-all.
+      overlapped: all-to-alls run beside other ops.
+    """
+    config, (widths, dtype) = model_of(model), WIDTHS[model.partition(":")[2]]
+    rates, fixed = DEVICES[device].rates, card_of(device).clock or {}
+    return StageTimer(
+        config,
+        layers,
+        split.tp,
+        rates,
+        widths=widths,
+        dtype=dtype,
+        kernel_s=fixed.get("kernel_s", 0.0),
+        collective_s=fixed.get("collective_s", 0.0),
+        graph=graph,
+        op_rates=op_rates(config, sharing, rates, shares, outside_bytes_per_s),
+        choosers=sharing.choosers,
+        hidden=EXCHANGES if overlapped else (),
+    )
+
+
 def run_layout(fleet: Fleet, model: str, split: Split) -> dict[str, Any] | None:
     """Simulate one layout. Return its figures, or None if it does not fit."""
-    config, (widths, dtype) = model_of(model), WIDTHS[model.partition(":")[2]]
+    config, (widths, _) = model_of(model), WIDTHS[model.partition(":")[2]]
     device, card = DEVICES[fleet.device], card_of(fleet.device)
     tp, pp = split.tp, split.pp
     splits = [each for name, each in fleet.cases() if name == model]
@@ -219,19 +258,16 @@ def run_layout(fleet: Fleet, model: str, split: Split) -> dict[str, Any] | None:
         return None
     fixed = card.clock or {}
     outside = outside_bytes_per_s(card, fleet)
-    timer = StageTimer(
-        config,
+    timer = stage_timer(
+        model,
+        split,
+        sharing,
+        graph,
         layers,
-        tp,
-        device.rates,
-        widths=widths,
-        dtype=dtype,
-        kernel_s=fixed.get("kernel_s", 0.0),
-        collective_s=fixed.get("collective_s", 0.0),
-        graph=graph,
-        op_rates=op_rates(config, sharing, device.rates, shares_of(card), outside),
-        choosers=sharing.choosers,
-        hidden=EXCHANGES if split.overlapped else (),
+        fleet.device,
+        shares_of(card),
+        outside,
+        overlapped=split.overlapped,
     )
     inside = Link(device.rates.network_bytes_per_s, fleet.scale_out.latency_s)
     run = simulate(
@@ -243,7 +279,7 @@ def run_layout(fleet: Fleet, model: str, split: Split) -> dict[str, Any] | None:
         send_bytes=widths.activations * config.hidden_size / tp,
         host_s=fixed.get("step_s", 0.0) if pp == 1 else 0.0,
     )
-    rate = steady_rate(run)  # of one data-parallel device
+    rate = steady_rate(run)  # one data-parallel device
     even = dataclasses.replace(sharing, balance=1.0)
     return {
         "layout": split.name,

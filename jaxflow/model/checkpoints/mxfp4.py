@@ -14,7 +14,7 @@ from jaxflow.model.checkpoints.safetensors_file import SafetensorsFolder
 from jaxflow.model.checkpoints.source import CheckpointError
 from pallas_kernels.quantized import MXFP4_GROUP as GROUP
 
-LARGEST_SCALE = 160  # of experts that stay in 4 bits, which kernels hold times 2 ** -32
+LARGEST_SCALE = 160  # the limit for experts that stay in 4 bits: kernels hold scales times 2 ** -32
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _BIAS, _NAN = 127, 255  # the bias and the NaN of e8m0
 

@@ -19,8 +19,8 @@ from pallas_kernels.hopper.layouts import swizzled
 from pallas_kernels.hopper.wgmma_registers import at, const, i32, place, read_words
 
 SHIFT = 32
-COLUMNS = 64  # columns of a part, two scales of each row
-WIDTH = 32  # bytes of a row in a tile of shared memory, and of its swizzle: TMA copies whole tiles, and K is 45 · 64
+COLUMNS = 64  # The columns of a part have two scales of each row.
+WIDTH = 32  # bytes of a row in a tile of shared memory, and of the swizzle. TMA copies whole tiles, and K is 45 · 64.
 _EXPONENT = 126 - SHIFT  # added to a scale's bits, for the exponent's bits of the factor
 
 

@@ -107,7 +107,7 @@ def test_devices_hold_all_experts_once_and_a_token_meets_its_own(devices, chosen
         (_, own), (_, same) = shared.demand
         assert own.weight_bytes * devices == pytest.approx(weights.weight_bytes) and same == rows
     sent = [op for op in graph.ops() if op.name in EXCHANGES]
-    assert [op.name for op in sent] == [DISPATCH, COMBINE] * 3  # of three mixture layers
+    assert [op.name for op in sent] == [DISPATCH, COMBINE] * 3  # three mixture layers
     (_, each) = sent[0].demand[0]
     assert each.network_bytes == pytest.approx(chosen * (devices - 1) / devices * 1024 * 2)
 
@@ -116,7 +116,7 @@ def test_devices_hold_all_experts_once_and_a_token_meets_its_own(devices, chosen
 def test_ops_of_a_shared_layer_read_what_others_make(devices, bytes_):
     graph = shared_graph(MIXTURE, 1, BFLOAT16, Sharing(devices, True, sent_bytes=bytes_))
     for layer in graph.layers:
-        made = {"x", "y", "kv"}  # of the layer before
+        made = {"x", "y", "kv"}  # arrays of the layer before
         for op in layer:
             assert set(op.inputs) <= made
             made |= set(op.outputs)

@@ -18,7 +18,7 @@ from jaxflow.model.expert_tokens import add_tokens, mixture_layers
 from jaxflow.pipeline import plan as plans
 from jaxflow.pipeline.handwritten import two_nano_batch_plan
 
-MODEL = "tiny-glm4_moe"  # its first layer is dense
+MODEL = "tiny-glm4_moe"  # the first layer is dense
 CONFIG = open_checkpoint(str(paths.MODELS / MODEL)).model_config
 
 

@@ -21,7 +21,7 @@ from pallas_kernels.gemm.grouped import groups as expert_groups
 from pallas_kernels.gemm.grouped.routings import draw_routing
 from pallas_kernels.kernel_set import REFERENCE
 
-CONFIG = open_checkpoint(str(paths.MODELS / "tiny-gpt_oss")).model_config  # its experts have biases
+CONFIG = open_checkpoint(str(paths.MODELS / "tiny-gpt_oss")).model_config  # experts with biases
 EXPERTS, CHOSEN = CONFIG.num_experts, CONFIG.experts_per_token
 EVERYWHERE, ROWS = PartitionSpec(), PartitionSpec(TP)
 
@@ -59,7 +59,7 @@ def exchanged(devices: int, align: int):
     )
 
 
-PADDINGS = {  # whether each of 24 rows is a token
+PADDINGS = {  # the tokens among 24 rows
     "no padding": np.ones(24, bool),
     "some padding": np.arange(24) % 5 != 2,
     "a device without a token": np.arange(24) >= 12,

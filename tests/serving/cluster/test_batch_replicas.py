@@ -174,7 +174,7 @@ def test_the_run_ends_when_no_replica_answers_any_more(tmp_path, capsys):
     write_lines(tmp_path / "in", 200, tokens=20)
     links = Replicas(BatchLink, step_s=0.005)
     run = Run(tmp_path, links, replicas=2)
-    until(lambda: len(run.asked) > 40)  # of 200 lines; each replica has 8 at once, so some are finished
+    until(lambda: len(run.asked) > 40)  # 200 lines, 8 at once on each replica: some are finished
 
     def broken(link: BatchLink) -> None:
         link.start_error = "no GPU is left"
