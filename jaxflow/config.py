@@ -363,8 +363,8 @@ class EngineConfig:
     )
     max_num_batched_tokens: int | None = _setting(
         None,
-        "Most tokens of a step, on each data-parallel rank. Default: 2048 on a GPU, or less for models where a smaller "
-        "step is faster; 256 on CPU.",
+        "Most tokens of a step, on each data-parallel rank. Default: 2048 on a GPU, or the step of the shipped plan "
+        "where another size is faster; 256 on CPU.",
     )
     step_sizes: str | None = _setting(
         None,
@@ -373,8 +373,8 @@ class EngineConfig:
     )
     max_num_seqs: int | None = _setting(
         None,
-        "Most sequences that run at the same time, on each data-parallel rank. Default: 512 on a GPU; 64 on a CPU, or "
-        "fewer where memory is short.",
+        "Most sequences that run at the same time, on each data-parallel rank. Default: a third of "
+        "--max_num_batched_tokens in tiles of 128, at least 64, or fewer where the memory does not hold 512 tokens of each.",
     )
     max_waiting: int = _setting(4096, "Most requests in the waiting queue. Further requests are refused.")
     batch_tpot_ms: float | None = _setting(

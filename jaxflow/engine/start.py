@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import gc
 import logging
+import math
 import os
 import random
 import tempfile
@@ -18,6 +19,7 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from jaxflow.config import KV_DTYPES, ConfigError, EngineConfig, ModelConfig, Window
+from jaxflow.engine.default_seqs import TOKENS_OF_SEQ, default_max_num_seqs
 from jaxflow.engine.driver import Driver
 from jaxflow.engine.executor import Executor, rehearse
 from jaxflow.engine.expert_slots import check_slots, with_slots
@@ -74,7 +76,8 @@ from jaxflow.model.op_registry import Context
 from jaxflow.model.ops import head_table
 from jaxflow.model.sampling import rows_at_once
 from jaxflow.model.stage import Stage, stages_of
-from jaxflow.model.weights import Weights, shapes, shardings
+from jaxflow.model.weight_spec import Leaf
+from jaxflow.model.weights import Weights, leaves, shapes, shardings
 from jaxflow.parallel.mesh import (
     DP,
     TP,
@@ -101,9 +104,7 @@ from pallas_kernels.quantized import Quantized
 from pallas_kernels.this_device import this_device
 
 log = logging.getLogger(__name__)
-GPU_SEQS, CPU_SEQS, FEWEST_SEQS = 512, 64, 8  # bounds of the default of max_num_seqs
 FEWEST_LAYERED = 8  # fewest layers of a model that runs one program a layer on a CPU
-TOKENS_OF_SEQ = 512  # tokens of KV for each sequence of a CPU's default pool
 NO_LIMIT = 1 << 62  # pages of a layer group without a layer in this process
 POOL_TOKENS = 32768  # tokens of KV in a CPU's default pool, at least
 # The settings that a step's programs depend on, the key of the cache of lowered programs. The others say
@@ -192,13 +193,9 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
             "in 8 bits",
         )
     check_latent(config, model)
-    given = config.max_num_seqs
-    seqs = given or (GPU_SEQS if gpu else _cpu_seqs(config, model))
-    config = dataclasses.replace(config, max_num_seqs=seqs)
     budget = config.max_num_batched_tokens or largest_step(config, model) or (2048 if gpu else 256)
-    if given is None and not gpu and budget < seqs:
-        seqs = budget
-        config = dataclasses.replace(config, max_num_seqs=seqs)
+    seqs = config.max_num_seqs or default_max_num_seqs(budget, *_kv_bytes(config, model, budget))
+    config = dataclasses.replace(config, max_num_seqs=seqs)
     if budget < seqs:
         raise ConfigError(
             "max_num_batched_tokens",
@@ -212,16 +209,49 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     return dataclasses.replace(config, plan=default_plan(config, model)) if config.plan == "auto" else config
 
 
-def _cpu_seqs(config: EngineConfig, model: ModelConfig) -> int:
-    """Return the default of max_num_seqs on a CPU: 64, or fewer where memory is short.
+def _kv_bytes(config: EngineConfig, model: ModelConfig, budget: int) -> tuple[float, float]:
+    """Return the bytes that one tensor-parallel shard has for KV pages, over all pipeline stages, and those of a sequence.
 
-    A step of 64 decodes costs little more than a step of 8, because both read all weights once. A larger step
-    gains little: its products take longer than the reads of the weights.
+    The sequence has `TOKENS_OF_SEQ` tokens, or `max_model_len` if that is less. On a CPU all shards share the free
+    memory, of which pages use half (`memory_budget`). config: its dtypes are resolved.
+
+    Args:
+      budget: most tokens of a step.
     """
-    tp = config.tensor_parallel_size
-    token = sum(page_bytes(page_groups(model, config.kv_cache_dtype, tp), 1, tp)) * tp
-    fit = int(free_host_bytes() * config.gpu_memory_utilization / 2 / (TOKENS_OF_SEQ * token))
-    return next((seqs for seqs in (CPU_SEQS, CPU_SEQS // 2, CPU_SEQS // 4) if seqs <= fit), FEWEST_SEQS)
+    tp, stages, ranks = config.tensor_parallel_size, config.pipeline_parallel_size, config.data_parallel_size
+    groups = page_groups(model, config.kv_cache_dtype, tp)
+    tokens = min(TOKENS_OF_SEQ, config.max_model_len or model.max_position)
+    sizes = page_bytes(groups, config.block_size, tp)
+    seq_bytes = sum(
+        group.pages_of(tokens, config.block_size) * size for group, size in zip(groups, sizes, strict=True)
+    )
+    weights = _shard_bytes(config, model)
+    if on_gpu():
+        step = budget * _step_token_bytes(model, config.dtype)
+        return stages * ((1 - SPARE) * _usable_bytes(config) - step) - weights, seq_bytes
+    shards = tp * ranks
+    return (free_host_bytes() / shards - weights) * config.gpu_memory_utilization / 2, seq_bytes
+
+
+def _shard_bytes(config: EngineConfig, model: ModelConfig) -> int:
+    """Return the bytes of all layers' weights on one tensor-parallel shard. config: its dtypes are resolved."""
+    sizes = {TP: config.tensor_parallel_size, DP: config.data_parallel_size}
+    tree = leaves(model, config.tensor_parallel_size, **weight_options(config))
+
+    def shard(leaf: Leaf) -> int:
+        arrays, specs = jax.tree.leaves(leaf.struct(jnp.dtype(config.dtype))), jax.tree.leaves(leaf.specs)
+        return sum(
+            array.size * array.dtype.itemsize // math.prod(sizes.get(axis, 1) for axis in spec)
+            for array, spec in zip(arrays, specs, strict=True)
+        )
+
+    return sum(shard(leaf) for leaf in jax.tree.leaves(tree))
+
+
+def _usable_bytes(config: EngineConfig) -> float:
+    """Return the bytes of a GPU that the engine uses; those of the card where no such GPU is present."""
+    stats = jax.local_devices()[0].memory_stats()
+    return stats["bytes_limit"] if stats else config.gpu_memory_utilization * cost_device().memory_bytes
 
 
 def _machine_bytes() -> int:
@@ -287,6 +317,13 @@ def start_engine(
     resolved = functools.partial(resolve, config, checkpoint.model_config)
     with times.phase("devices"):  # the first use of JAX's devices is here
         config = resolved() if team is None else team.resolve(config, resolved)
+        log.info(
+            "steps: at most %d tokens of at most %d sequences (max_num_batched_tokens%s, max_num_seqs%s)",
+            config.max_num_batched_tokens,
+            config.max_num_seqs,
+            "" if given.max_num_batched_tokens else " by default",
+            "" if given.max_num_seqs else " by default",
+        )
         plans = choose_plans(config, checkpoint.model_config)
     if team is not None:
         team.compare(given, config, checkpoint, plans)

@@ -174,12 +174,13 @@ def default_plan(config: EngineConfig, model: ModelConfig) -> str:
     if model.span_classes:
         return "sequential"
     budget = config.max_num_batched_tokens or 0
-    sure = (
-        p
-        for p in _made_for(SHIPPED, config, model)
-        if p.tokens <= budget and p.predictions and Gain.of(p.predictions).ever
-    )
-    return "searched" if any(sure) else "sequential"
+    return "searched" if any(plan.tokens <= budget for plan in _sure_plans(config, model)) else "sequential"
+
+
+def _sure_plans(config: EngineConfig, model: ModelConfig) -> tuple[Plan, ...]:
+    """Return the shipped plans that are sure to gain in some step."""
+    shipped = _made_for(SHIPPED, config, model)
+    return tuple(plan for plan in shipped if plan.predictions and Gain.of(plan.predictions).ever)
 
 
 def stage_plan(plan: Plan, layers: ModelConfig, tp: int) -> Plan:
@@ -221,10 +222,12 @@ def cost_device() -> Device:
 
 
 def largest_step(config: EngineConfig, model: ModelConfig) -> int | None:
-    """Return the tokens of the largest named plan, or of the shipped sequential plan; None without both.
+    """Return the tokens of the largest plan that decides the step size; None without one.
 
-    A sequential plan is shipped at the best step size of the device. It does not count if the step has fewer
-    tokens than there are sequences. config: its dtypes and max_num_seqs are resolved.
+    Named plans do, and the shipped sequential plan, which is for the best step size of the device. With plan=auto,
+    so do shipped plans that are sure to gain, because they gain only in steps of their size. A sequential plan does
+    not count if it has fewer tokens than there are sequences. config: its dtypes are resolved; without max_num_seqs, the
+    step decides the number of sequences.
 
     Raises:
       ConfigError, PlanError: as `named_plans`.
@@ -232,6 +235,8 @@ def largest_step(config: EngineConfig, model: ModelConfig) -> int | None:
     plans, seqs = named_plans(config, model), config.max_num_seqs or 0
     if config.plan in ("auto", "sequential"):
         plans = tuple(plan for plan in _made_for(SHIPPED, config, model) if is_sequential(plan))
+    if config.plan == "auto" and not model.span_classes:
+        plans += _sure_plans(config, model)
     return max(
         (plan.tokens for plan in plans if plan.tokens >= seqs or not is_sequential(plan)), default=None
     )

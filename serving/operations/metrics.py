@@ -70,6 +70,11 @@ GAUGES = (
     ("running_requests", "running_requests", "num_requests_running", "Requests that run"),
     ("waiting_requests", "waiting_requests", "num_requests_waiting", "Requests that wait to begin"),
 )
+# (field of EngineConfig, help)
+LIMITS = (
+    ("max_num_seqs", "Most sequences that run at the same time"),
+    ("max_num_batched_tokens", "Most tokens of a step"),
+)
 
 
 class EngineCollector(Collector):
@@ -120,6 +125,8 @@ class EngineCollector(Collector):
                 "kv_cache_dtype": config.kv_cache_dtype,
             },
         )
+        for field, text in LIMITS:
+            yield _gauge(f"jaxflow_{field}", text, getattr(config, field))
         yield _gauge(
             "jaxflow_seconds_without_progress",
             "Seconds since a step advanced, 0 while idle",

@@ -261,7 +261,9 @@ class FakeLLM:
         self.tokenizer = tokenizer if has_tokenizer else None
         self.max_model_len = max_model_len
         self.generation_config = generation_config or {}
-        self.engine_config = EngineConfig(model="fake", plan="sequential")
+        self.engine_config = EngineConfig(
+            model="fake", plan="sequential", max_num_seqs=64, max_num_batched_tokens=256
+        )
         self.model_config = ModelConfig(
             architecture="llama",
             vocab_size=512,

@@ -88,7 +88,8 @@ class TestResolve:
         token = sum(build.page_bytes(build.page_groups(model, "float32", 1), 1, 1))
 
         def seqs(held, **settings):
-            bytes_free = int(held * build.TOKENS_OF_SEQ * token * 2 / 0.9) + 1
+            weights = build._shard_bytes(resolve(EngineConfig(model=LLAMA), model), model)
+            bytes_free = int(held * build.TOKENS_OF_SEQ * token * 2 / 0.9) + weights + 4
             monkeypatch.setattr(build, "free_host_bytes", lambda: max(bytes_free, 1 << 20))
             return resolve(EngineConfig(model=LLAMA, **settings), model).max_num_seqs
 
@@ -270,10 +271,7 @@ BY_DEFAULT = {  # by the shipped plans: the plans and the budget of an engine wi
         for name in ("deepseek-67b-tp2", "llama-2-70b-tp2", "llama-3-70b-tp2", "qwen2-72b-tp2")
     },
     "llama-3-70b-tp4-bfloat16": ("searched", 2048),
-    "llama-3-70b-tp4-float8_e4m3fn": (
-        "sequential",
-        2048,
-    ),  # the exception: its plan is for 4096, a step of 180 ms
+    "llama-3-70b-tp4-float8_e4m3fn": ("searched", 4096),
     **dict.fromkeys(
         ("llama-3.1-8b-bfloat16", "llama-3.1-8b-float8_e4m3fn", "mixtral-8x7b-tp2-bfloat16"),
         ("sequential", 2048),
@@ -426,7 +424,9 @@ def test_pages_that_the_host_has_no_memory_for_are_refused(checkpoint, monkeypat
         match=r"max_model_len=.* GiB of KV pages and .* GiB of host memory are free for them",
     ):
         start_engine(
-            EngineConfig(model=checkpoint.name, max_num_batched_tokens=8), checkpoint, progress=False
+            EngineConfig(model=checkpoint.name, max_num_batched_tokens=8, max_num_seqs=8),
+            checkpoint,
+            progress=False,
         )
 
 

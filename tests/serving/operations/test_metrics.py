@@ -72,6 +72,7 @@ def test_metrics_count_what_ran(operations):
     assert value["jaxflow_inter_token_seconds_count", ()] == 3  # the second token of each request
     assert value["jaxflow_step_seconds_count", ()] == 6
     assert value["vllm:kv_cache_usage_perc", ("fake",)] == 0
+    assert (value["jaxflow_max_num_seqs", ()], value["jaxflow_max_num_batched_tokens", ()]) == (64, 256)
 
 
 def test_names_of_vllm(operations, state):
