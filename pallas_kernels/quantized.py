@@ -61,3 +61,6 @@ class Mxfp4(NamedTuple):
     @property
     def shape(self) -> tuple[int, ...]:
         return (*self.packed.shape[:-1], 2 * self.packed.shape[-1])
+
+
+FORMATS = (Quantized, Int4, Mxfp4)

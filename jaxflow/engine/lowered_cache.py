@@ -31,7 +31,7 @@ from jaxflow.engine.programs import Rows
 from jaxflow.model.batch import Batch
 from jaxflow.model.logprobs import LogprobsOut
 from jaxflow.model.slot_params import SlotParams
-from pallas_kernels.quantized import Int4, Quantized
+from pallas_kernels.quantized import FORMATS
 from pallas_kernels.this_device import described_device, this_device
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ for _type in (Rows, Batch, LogprobsOut, SlotParams):  # their fields are all arr
         serialize_auxdata=lambda auxiliary: b"",
         deserialize_auxdata=lambda data: (),
     )
-for _type in (Quantized, Int4):
+for _type in FORMATS:
     export.register_namedtuple_serialization(
         _type, serialized_name=f"{_type.__module__}.{_type.__qualname__}"
     )

@@ -8,9 +8,9 @@ import msgspec
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxflow.parallel.mesh import sharded
-from pallas_kernels.quantized import Int4, Mxfp4, Quantized
+from pallas_kernels.quantized import FORMATS
 
-_TUPLES = {kind.__name__: kind for kind in (Quantized, Int4, Mxfp4)}
+_TUPLES = {kind.__name__: kind for kind in FORMATS}
 
 
 class Leaf(msgspec.Struct, frozen=True, array_like=True):
@@ -22,7 +22,7 @@ class Leaf(msgspec.Struct, frozen=True, array_like=True):
 
 
 def to_values(tree: Any) -> Any:
-    """Return a tree of dicts, lists, `Quantized`, `Int4`, `Mxfp4` and arrays as JSON values.
+    """Return a tree of dicts, lists, `FORMATS` and arrays as JSON values.
 
     The leaves are arrays on a mesh, or objects with their shape, dtype and sharding.
     """
