@@ -39,6 +39,7 @@ MODELS = {  # experts, experts per token, {op: (N, K, block width of the gate)}
     "mixtral-8x7b": (8, 2, {"expert_up_gate": (28672, 4096, 64), "expert_down": (4096, 14336, None)}),
     "qwen3-30b-a3b": (128, 8, {"expert_up_gate": (1536, 2048, 32), "expert_down": (2048, 768, None)}),
 }
+ROWS = 256  # rows of one product of the comparison
 GPT_OSS = (32, 4, {"expert_up_gate": (5760, 2880), "expert_down": (2880, 2880)})  # XLA computes its gates
 
 
@@ -68,7 +69,6 @@ def check(
         x, w = jax.jit(quantize_rows)(x), jax.jit(quantize_rows)(w)
     elif stored == "mxfp4":
         w = with_scales(keys[1], jax.jit(quantize_mxfp4)(w))
-    plain = jax.jit(in_float32)
     picked, module = routing(rng, tokens, experts, chosen, zipf), KERNELS[kernel]
     groups_of = jax.jit(functools.partial(module.list_groups, num_experts=experts))
 
@@ -83,14 +83,13 @@ def check(
     got, again = run(x, w, picked), run(x, w, picked)
     off = total = 0.0
     with jax.default_matmul_precision("highest"):
-        one = jax.jit(functools.partial(gemm_reference.gemm, **gates_of(block)))
         for expert in range(experts):
             token, choice = np.nonzero(np.asarray(picked) == expert)
-            if len(token):
-                weight = jax.tree.map(lambda part, expert=expert: part[expert], w)
-                want = one(plain(x), plain(weight))[token]  # all tokens: one shape to compile
-                off += float(jnp.sum((got[token, choice].astype(F32) - want) ** 2))
-                total += float(jnp.sum(want**2))
+            for first in range(0, len(token), ROWS):
+                at = [np.resize(index[first : first + ROWS], ROWS) for index in (token, choice)]
+                count = min(ROWS, len(token) - first)
+                found = squares(rows_of(got, *at), rows_of(x, at[0]), rows_of(w, expert), count, block)
+                off, total = off + float(found[0]), total + float(found[1])
     err, same = (off / total) ** 0.5, bool((got == again).all())
     about = {
         "kernel": kernel,
@@ -106,6 +105,24 @@ def check(
         "stored": stored,
     }
     record(rows, what="check grouped_gemm", ok=err < 4e-3 and same, error=err, same_bits=same, **about)
+
+
+@jax.jit
+def rows_of(given, *at):
+    """Return rows of an array in any format in float32, or one expert's weight."""
+    return in_float32(jax.tree.map(lambda part: part[at], given))
+
+
+@functools.partial(jax.jit, static_argnums=4)
+def squares(got, rows, weight, count, block):
+    """Return ‖got − exact‖² and ‖exact‖² over the first `count` rows.
+
+    XLA compiles this product once for each shape of a weight, whatever the numbers of tokens.
+    """
+    want = gemm_reference.gemm(rows, weight, **gates_of(block))
+    assert isinstance(want, jax.Array)  # nothing was asked to be quantized
+    used = jnp.arange(ROWS)[:, None] < count
+    return [jnp.sum(jnp.where(used, part, 0.0) ** 2) for part in (got - want, want)]
 
 
 def in_float32(given):
