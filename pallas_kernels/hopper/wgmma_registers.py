@@ -34,13 +34,17 @@ def in_tile(row: ir.Value, quad: ir.Value, part: int) -> ir.Value:
     return arith.addi(inside, arith.muli(arith.andi(quad, const(1)), const(8)))
 
 
-def read_words(ref: ir.Value, offset: ir.Value, count: int) -> list[ir.Value]:
-    """Load `count` 32-bit words from a byte offset in shared memory that is a multiple of their size."""
-    loaded = llvm.load(ir.VectorType.get((count,), i32()), at(ref, offset), alignment=4 * count)
+def read_words(ref: ir.Value, offset: ir.Value, count: int, plus: int = 0) -> list[ir.Value]:
+    """Load `count` 32-bit words from a byte offset in shared memory that is a multiple of their size.
+
+    plus: bytes added to the offset. They are a part of the instruction, and take no register.
+    """
+    loaded = llvm.load(ir.VectorType.get((count,), i32()), at(ref, offset, plus), alignment=4 * count)
     return [llvm.extractelement(loaded, const(i)) for i in range(count)]
 
 
-def at(ref: ir.Value, offset: ir.Value) -> ir.Value:
-    """Return the address of a byte offset in shared memory."""
-    base = mgpu.utils.memref_ptr(ref)
-    return llvm.getelementptr(base.type, base, [offset], [-(2**31)], ir.IntegerType.get_signless(8), 0)
+def at(ref: ir.Value, offset: ir.Value, plus: int = 0) -> ir.Value:
+    """Return the address of a byte offset in shared memory, `plus` bytes further."""
+    base, byte = mgpu.utils.memref_ptr(ref), ir.IntegerType.get_signless(8)
+    address = llvm.getelementptr(base.type, base, [offset], [-(2**31)], byte, 0)
+    return llvm.getelementptr(base.type, address, [], [plus], byte, 0) if plus else address

@@ -47,16 +47,19 @@ def _unpack(packed: ir.Value, scales: ir.Value, pair: mgpu.FragmentedArray, firs
     selector = arith.addi(arith.muli(quad, const(0x1111)), const(0x0404))
     registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape((64, COLUMNS)), dtype=object)
     two = ir.VectorType.get((2,), ir.BF16Type.get())
+    block = arith.muli(warp, const(2))  # of 8 rows
+    start = arith.addi(arith.muli(block, const(strides[0])), arith.muli(row, const(WIDTH)))
+    pieces = []
+    for piece in range(2):  # the swizzle places 16 bytes at their number xor row / 4
+        placed = arith.xori(arith.shrui(row, const(2)), const(piece))
+        pieces.append(arith.addi(start, arith.muli(placed, const(16))))
+    of_row = arith.muli(arith.addi(arith.muli(block, const(8)), row), const(line))
+    of_pair = arith.addi(of_row, arith.muli(pair.registers.item(), const(2)))
     for half in range(2):  # rows 0 .. 7 and 8 .. 15 of the warp
-        block = arith.addi(arith.muli(warp, const(2)), const(half))
-        start = arith.addi(arith.muli(block, const(strides[0])), arith.muli(row, const(WIDTH)))
         words = []
-        for piece in range(2):  # the swizzle places 16 bytes at their number xor row / 4
-            placed = arith.xori(arith.shrui(row, const(2)), const(piece))
-            inside = arith.addi(arith.muli(placed, const(16)), const(slab))
-            words += read_words(packed, arith.addi(start, inside), 4)
-        of_row = arith.muli(arith.addi(arith.muli(block, const(8)), row), const(line))
-        bits = _read_two(scales, arith.addi(of_row, arith.muli(pair.registers.item(), const(2))))
+        for offset in pieces:
+            words += read_words(packed, offset, 4, plus=half * strides[0] + slab)
+        bits = _read_two(scales, of_pair, plus=half * 8 * line)
         factors = [_factor(bits, group) for group in range(2)]
         for word in range(0, 8, 2):
             made = mgpu.utils.inline_ptx(
@@ -67,9 +70,9 @@ def _unpack(packed: ir.Value, scales: ir.Value, pair: mgpu.FragmentedArray, firs
     return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 
 
-def _read_two(ref: ir.Value, offset: ir.Value) -> ir.Value:
-    """Return two bytes from an even offset in shared memory, as i32."""
-    loaded = llvm.load(ir.IntegerType.get_signless(16), at(ref, offset), alignment=2)
+def _read_two(ref: ir.Value, offset: ir.Value, plus: int) -> ir.Value:
+    """Return two bytes from an even offset in shared memory and `plus` bytes further, as i32."""
+    loaded = llvm.load(ir.IntegerType.get_signless(16), at(ref, offset, plus), alignment=2)
     return arith.extui(i32(), loaded)
 
 

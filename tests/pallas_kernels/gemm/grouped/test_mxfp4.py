@@ -245,7 +245,8 @@ def test_each_thread_has_its_part_of_the_operand(first, monkeypatch):
     def read(ref, offset, count):
         return sum(ref.data[offset.astype(int) + i] << np.uint64(8 * i) for i in range(count))
 
-    def read_words(ref, offset, count):
+    def read_words(ref, offset, count, plus):
+        offset = offset + np.uint64(plus)
         assert (offset % (4 * count) == 0).all()
         return [read(ref, offset + np.uint64(4 * i), 4) for i in range(count)]
 
@@ -269,7 +270,7 @@ def test_each_thread_has_its_part_of_the_operand(first, monkeypatch):
         "i32": lambda: None,
         "place": lambda: (warp, lane // 4, lane % 4),
         "read_words": read_words,
-        "_read_two": lambda ref, offset: read(ref, offset, 2),
+        "_read_two": lambda ref, offset, plus: read(ref, offset + np.uint64(plus), 2),
     }.items():
         monkeypatch.setattr(mxfp4_operand, name, stand_in)
     number = types.SimpleNamespace(registers=np.array(np.uint64(pair)))
