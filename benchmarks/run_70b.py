@@ -143,7 +143,8 @@ def command(what: str, precision: str, devices: int) -> list[str]:
     lengths = ["--input_len", "1024", "--output_len", "512", "--num_requests", str(s.sequences)]
     seqs = ["--max_num_seqs", str(s.sequences), "--max_model_len", "4096"]
     plan = ["--plan", files([s.served or s.found]), "--step_sizes", s.decode_sizes, "--compare_sequential"]
-    tier = ["--kv_offloading_size", "128"] if what == "offload" else ["--noenable_prefix_caching"]
+    copied = ["--kv_offloading_size", "128", "--enable_prefix_caching"]
+    tier = copied if what == "offload" else ["--noenable_prefix_caching"]
     return [python, "-m", "jaxflow.bench", "throughput", *engine, *lengths, *seqs, *tier, *plan, *out]
 
 

@@ -247,10 +247,8 @@ def load(config: EngineConfig, chat_template: str | None = None) -> "LLM":
     Raises:
       ConfigError: a chat template for a model without a tokenizer, and settings that cannot work.
     """
-    from jaxflow.engine.start import (
-        freeze_heap,  # imports JAX, which takes seconds: the ports are bound first
-    )
-    from jaxflow.llm import LLM
+    from jaxflow.engine.heap import freeze_heap
+    from jaxflow.llm import LLM  # imports JAX, which takes seconds: the ports are bound first
 
     llm = LLM.from_config(config)
     if chat_template is not None:

@@ -87,7 +87,7 @@ async def served_endpoints(llm: "LLM", served_model_names: tuple[str, ...]) -> E
 def load_model(config: EngineConfig, chat_template: str | None, *, progress: bool = True) -> "LLM":
     """Return the loaded and warm model. Raises: ConfigError."""
     # JAX takes seconds to import. A wrong input file is refused before.
-    from jaxflow.engine.start import freeze_heap
+    from jaxflow.engine.heap import freeze_heap
     from jaxflow.llm import LLM
 
     llm = LLM.from_config(config, progress=progress)

@@ -1,14 +1,17 @@
 """Programs that are compiled after an engine's start, on a thread or by their first caller."""
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 DELAY_S = 10.0  # after a start, in which the first requests have the machine for themselves
+LONGEST_WAIT_S = 900.0  # of `wait_until_compiled`
 _POLL_S = 0.1
 _compiling = threading.local()
 _background: list[tuple[threading.Thread, threading.Event]] = []  # the event ends the thread's delay
+_awaited = threading.Event()  # set while somebody waits in `wait_until_compiled`
 
 
 def is_deferred() -> bool:
@@ -44,23 +47,23 @@ class DeferredProgram:
         return (self._program or self.ready())(*args)
 
 
-def compile_in_background(programs: Sequence[DeferredProgram], delay_s: float = 0.0) -> threading.Thread:
-    """Compile programs one after another on a thread, which ends early when the process ends.
+def compile_in_background(jobs: Sequence[Callable[[], object]], delay_s: float = 0.0) -> threading.Thread:
+    """Run jobs that compile one after another on a thread, which ends early when the process ends.
 
     The thread is no daemon: an interpreter that ends while XLA compiles would crash.
 
-    delay_s: seconds before the first compilation. `wait_until_compiled` ends the delay.
+    delay_s: seconds before the first job. `wait_until_compiled` ends the delay.
     """
     hurry = threading.Event()
 
     def run() -> None:
         begin = time.monotonic() + delay_s
-        while _main_runs() and time.monotonic() < begin and not hurry.wait(_POLL_S):
+        while main_runs() and time.monotonic() < begin and not hurry.wait(_POLL_S):
             pass
-        for program in programs:
-            if not _main_runs():
+        for job in jobs:
+            if not main_runs():
                 return
-            program.ready()
+            job()
 
     thread = threading.Thread(target=run, name="compile")
     thread.start()
@@ -68,7 +71,8 @@ def compile_in_background(programs: Sequence[DeferredProgram], delay_s: float = 
     return thread
 
 
-def _main_runs() -> bool:
+def main_runs() -> bool:
+    """Return False once the process ends. Threads that compile then end, too."""
     return threading.main_thread().is_alive()
 
 
@@ -77,8 +81,40 @@ def is_compiling() -> bool:
     return any(thread.is_alive() for thread, _ in _background)
 
 
-def wait_until_compiled() -> None:
-    """Wait for the threads of `compile_in_background`, so that a measurement has the machine for itself."""
-    for thread, hurry in _background:
-        hurry.set()
-        thread.join()
+class Turns:
+    """Lets one thread in at a time, and any number while somebody waits for all compilations."""
+
+    def __init__(self) -> None:
+        self._changed, self._inside = threading.Condition(), 0
+
+    @contextlib.contextmanager
+    def take(self) -> Iterator[None]:
+        """Run the block when it is this thread's turn."""
+        with self._changed:
+            while self._inside and not _awaited.is_set():
+                self._changed.wait(_POLL_S)
+            self._inside += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._inside -= 1
+                self._changed.notify()
+
+
+def wait_until_compiled(limit_s: float = LONGEST_WAIT_S) -> None:
+    """Wait for the threads of `compile_in_background`, so that a measurement has the machine for itself.
+
+    Raises:
+      TimeoutError: a thread still compiles after `limit_s` seconds.
+    """
+    end_s = time.monotonic() + limit_s
+    _awaited.set()
+    try:
+        for thread, hurry in _background:
+            hurry.set()
+            thread.join(max(0.0, end_s - time.monotonic()))
+            if thread.is_alive():
+                raise TimeoutError(f"the programs of the engine are not compiled after {limit_s:.0f} s")
+    finally:
+        _awaited.clear()

@@ -5,8 +5,9 @@ An executor runs a model, or one pipeline stage of a model (`jaxflow.engine.stag
 All that a plain request needs is compiled before the first request. `warm_up` compiles one forward for each
 token bucket and each of its plans, two samplers for each number of rows, and a few small programs. On a CPU the
 full samplers, the prompt log-probabilities and some steps of a deep model are compiled on a thread, soon after
-the start, or by the first request that needs one. No shape of a request causes another compilation. `run` returns as soon as the step is
-enqueued.
+the start, or by the first request that needs one. On a GPU most layouts become ready while the engine serves
+(`jaxflow.engine.first_layouts`). No shape of a request causes another compilation. `run` returns as soon as the
+step is enqueued.
 """
 
 import concurrent.futures
@@ -16,8 +17,9 @@ import functools
 import gc
 import itertools
 import os
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -26,9 +28,10 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxflow.engine import program_memory as temporary
-from jaxflow.engine.deferred import DELAY_S, DeferredProgram, compile_in_background
+from jaxflow.engine.deferred import DELAY_S, DeferredProgram, Turns, compile_in_background
 from jaxflow.engine.expert_balancer import MovedLayer
 from jaxflow.engine.expert_slots import expert_arrays, placed_experts, source_slots
+from jaxflow.engine.heap import freeze_later_objects
 from jaxflow.engine.layered_step import LayeredStep, LoweredStep, lower_layers
 from jaxflow.engine.layout import StepLayout, empty_buffer
 from jaxflow.engine.lowered_cache import LoweredPrograms, compile_program
@@ -49,6 +52,9 @@ from jaxflow.parallel.mesh import TP, by_rank, is_here, on_gpu, place, ranks_of
 SHORT_PROMPT = 64  # tokens
 APPENDS = 4096  # page-table entries that one `append_pages` call takes
 COUNTED = 4096  # tokens that one `count_tokens` call takes
+# Of deferred programs, one is lowered at a time: lowering is Python, so two would only take turns. One times its
+# products at a time while steps may run: the memory beside the cache has room for the products of one program.
+_lowering, _timing = threading.Lock(), Turns()
 
 
 @contextlib.contextmanager
@@ -189,6 +195,7 @@ class Executor:
         self._prompt: dict[int, Callable] = {}
         self._small: dict[str, Callable] = {}
         self.defers = defers
+        self._first: tuple[StepLayout, ...] | None = None  # see `compile`
         self.recorder: Recorder | None = None
         self.lowering: LoweringProcesses | None = None
         self.copies: PageCopies | None = None
@@ -273,17 +280,19 @@ class Executor:
         self,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
         on_compiled: Callable[[], None] = lambda: None,
+        first: Collection[StepLayout] | None = None,
     ) -> float:
-        """Compile every program, several at a time, and run those of `rehearsed`. Return the seconds.
+        """Compile the programs, several at a time, and run those of `rehearsed`. Return the seconds.
 
-        on_compiled: called before the first program runs.
+        on_compiled: called before the first program runs. first: see `compile`.
         """
         start = time.perf_counter()
-        self.compile(on_progress)
+        self.compile(on_progress, first)
         on_compiled()
         with self._times.phase("rehearsal"):
             for layout in rehearsed(self):
                 rehearse(self, layout)
+            self.set_slot(0, slot_values(), np.zeros(1, np.int32), 0)
             self.count_compilations()
         return time.perf_counter() - start
 
@@ -293,8 +302,17 @@ class Executor:
         self._compiled_at_warm_up = num_compiled()
 
     @_collector_paused()
-    def compile(self, on_progress: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Compile every program, several at a time."""
+    def compile(
+        self,
+        on_progress: Callable[[int, int], None] = lambda done, total: None,
+        first: Collection[StepLayout] | None = None,
+    ) -> None:
+        """Compile the programs, several at a time.
+
+        first: the layouts to compile now, the largest layout among them; None for all. The other layouts are not
+          ready then. Only the largest layout has the full sampler and the prompt log-probabilities at once.
+        """
+        self._first = None if first is None else tuple(first)
         # `temporary_needs` has compiled samplers. Steps depend on the number of pages, which is known now.
         every = [job for job in self.jobs() if job.table is self._steps or job.key not in job.table]
         later = [job for job in every if self._is_deferred(job.table, job.key)]
@@ -304,7 +322,10 @@ class Executor:
             futures: dict[concurrent.futures.Future, tuple[Job, Any]] = {}
             crowded: list[tuple[Job, Any]] = []
             with self._times.phase("lowering"):
-                for job in self._in_turn(jobs, self.num_pages):
+                in_turn = self._in_turn(jobs, self.num_pages)
+                # Processes that lower programs end with the start. A CPU's engine may never need its later programs.
+                lowered_later = iter(later) if self._first is None else self._in_turn(later, self.num_pages)
+                for job in in_turn:
                     lowered = job.lower()
                     futures[pool.submit(self._compile, lowered, job.options)] = job, lowered
                     on_progress(sum(future.done() for future in futures), len(jobs))
@@ -326,8 +347,9 @@ class Executor:
         if self.copies is not None:
             self.kv = self.copies.warm_up(self.kv)
         self._warm = True
-        for job in later:
-            job.table[job.key] = DeferredProgram(functools.partial(self._lower_and_compile, job))
+        with self._times.phase("lowering"):
+            for job in lowered_later:
+                job.table[job.key] = DeferredProgram(functools.partial(self._lower_and_compile, job))
 
     def _in_turn(self, jobs: Sequence[Job], num_pages: tuple[int, ...]) -> Iterator[Job]:
         """Return the jobs in the order in which they can be lowered here: as other processes have lowered them.
@@ -392,6 +414,8 @@ class Executor:
         These are the full samplers and the prompt log-probabilities, which plain requests do not need, and the
         steps of a deep model that a short request alone does not need.
         """
+        if self._first is not None:
+            return not self._is_first(table, key)
         if not self.defers:
             return False
         if table is self._steps:
@@ -400,6 +424,15 @@ class Executor:
             rows, kind = key
             return kind == "full" or rows not in [layout.rows for layout in self._first_steps()]
         return table is self._prompt
+
+    def _is_first(self, table: dict, key: Any) -> bool:
+        """Return True for a program of the layouts that are compiled before serving, see `compile`."""
+        assert self._first is not None
+        largest = max(self._first, key=lambda layout: layout.tokens)
+        needed: list[tuple[dict, Any]] = [(self._steps, layout.key) for layout in self._first]
+        needed += [(self._samplers, (layout.rows, "plain")) for layout in self._first]
+        needed += [(self._samplers, (largest.rows, "full")), (self._prompt, largest.tokens)]
+        return table is self._small or any(table is owner and key == one for owner, one in needed)
 
     def _first_steps(self) -> list[StepLayout]:
         """Return the layouts that a start compiles: all, or of a deep model those of a short request alone.
@@ -412,14 +445,59 @@ class Executor:
         return [layout for layout in every if layout.tokens in first or not self._is_layered(layout)]
 
     def _lower_and_compile(self, job: Job) -> Any:
-        return self._compile(job.lower(), job.options)
+        with _lowering, _collector_paused():
+            lowered = job.lower()
+            freeze_later_objects()
+        with _timing.take() if on_gpu() and temporary.has_products(lowered) else contextlib.nullcontext():
+            return self._compile(lowered, job.options)
 
     def compile_deferred(self) -> None:
         """Compile the deferred programs on a thread, a little later."""
         tables: tuple[dict, ...] = (self._steps, self._samplers, self._prompt)
-        found = [one for table in tables for one in table.values() if isinstance(one, DeferredProgram)]
+        found = [one.ready for table in tables for one in table.values() if isinstance(one, DeferredProgram)]
         if found:
             compile_in_background(found, DELAY_S)
+
+    # ---- layouts that become ready while the engine serves
+
+    @property
+    def substitutes(self) -> bool:
+        """Return True if steps must ask `is_ready`. Otherwise a step of any layout runs, if need be after a compilation."""
+        return self._first is not None
+
+    def is_ready(self, layout: StepLayout, *, full: bool, prompt: bool) -> bool:
+        """Return True if a step of the layout runs without a compilation. full, prompt: with these samplers."""
+        needed: list[Any] = [self._steps.get(layout.key), self._samplers.get((layout.rows, "plain"))]
+        if full:
+            needed.append(self._samplers.get((layout.rows, "full")))
+        if prompt:
+            needed.append(self._prompt.get(layout.tokens))
+        return not any(isinstance(program, DeferredProgram) for program in needed)
+
+    def unready(self) -> list[StepLayout]:
+        """Return the layouts that have a deferred program, the smallest first, of equal ones those of decodes first."""
+        every = [*itertools.chain(*self.layouts.values()), *self.decode_layouts.values()]
+        found = [layout for layout in every if not self.is_ready(layout, full=True, prompt=True)]
+        return sorted(found, key=lambda layout: (layout.tokens, not layout.decodes))
+
+    def compile_layout(self, layout: StepLayout) -> None:
+        """Compile the deferred programs of a layout. Any thread may call it."""
+        for table, key in self._programs_of(layout):
+            if isinstance(program := table[key], DeferredProgram):
+                program.ready()
+
+    def set_ready(self, layout: StepLayout) -> None:
+        """Let steps run the compiled programs of a layout."""
+        for table, key in self._programs_of(layout):
+            if isinstance(program := table[key], DeferredProgram):
+                table[key] = program.ready()
+
+    def _programs_of(self, layout: StepLayout) -> list[tuple[dict, Any]]:
+        """Return the table and the key of each program that a step of a layout may run."""
+        keys: list[tuple[dict, Any]] = [(self._steps, layout.key)]
+        keys += [(self._samplers, (layout.rows, kind)) for kind in ("plain", "full")]
+        keys.append((self._prompt, layout.tokens))
+        return [(table, key) for table, key in keys if key in table]
 
     @property
     def compilations(self) -> int:
@@ -757,12 +835,13 @@ class Executor:
 
 
 def rehearsed(executor: Any) -> list[StepLayout]:
-    """Return the layouts that a start runs once: all on a GPU, the smallest on a CPU.
+    """Return the layouts that a start runs once: all that are ready on a GPU, the smallest of them on a CPU.
 
     The first launch of a program on a GPU loads the program. A CPU's programs are loaded when they are
     compiled, and a run of the largest step takes a second. executor: see `rehearse`.
     """
     every = [*itertools.chain(*executor.layouts.values()), *executor.decode_layouts.values()]
+    every = [layout for layout in every if executor.is_ready(layout, full=False, prompt=False)]
     return every if on_gpu() else [min(every, key=lambda layout: layout.tokens)]
 
 
@@ -773,10 +852,8 @@ def rehearse(executor: Any, layout: StepLayout) -> None:
     """
     buffer = np.tile(empty_buffer(layout), executor.ranks)
     nothing = np.full((executor.ranks, 1, 4), executor.groups, np.int32)
-    targets = (
-        np.zeros(executor.ranks * layout.tokens, np.int32) if layout.tokens in executor.layouts else None
-    )
-    full = not executor.defers
-    executor.run(layout, buffer, nothing, full=False, targets=targets if full else None)
+    prompt = layout.tokens in executor.layouts and executor.is_ready(layout, full=False, prompt=True)
+    targets = np.zeros(executor.ranks * layout.tokens, np.int32) if prompt else None
+    executor.run(layout, buffer, nothing, full=False, targets=targets)
+    full = executor.is_ready(layout, full=True, prompt=False)
     np.asarray(executor.run(layout, buffer, nothing, full=full).tokens)
-    executor.set_slot(0, slot_values(), np.zeros(1, np.int32), 0)

@@ -9,9 +9,10 @@ reaches the prefix cache. A sequence that ends by length runs no surplus step, b
 
 import collections
 import dataclasses
+import itertools
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import msgspec
 import numpy as np
@@ -61,7 +62,7 @@ class Stats(msgspec.Struct, frozen=True):
 
 
 # The arguments of `Executor.run` after the layout: buffer, appends, full, targets.
-Inputs = tuple[np.ndarray, np.ndarray, bool, np.ndarray | None]
+Inputs = tuple[np.ndarray, np.ndarray, np.ndarray | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +72,31 @@ class InFlight:
     work: StepWork
     pending: Pending
     plan: str
+    tokens: int  # of the compiled step, padding included
     enqueued_s: float
+
+
+def larger_layouts(executor: Executor | StagedExecutor, tokens: int, *, alone: bool) -> Iterator[StepLayout]:
+    """Yield the layouts that can run a step of so many tokens, the smallest first. All give the same tokens.
+
+    alone: the step has decodes alone, so that layouts without chunks can run it.
+    """
+    for size in sorted(executor.layouts):
+        if size >= tokens:
+            if alone and size in executor.decode_layouts:
+                yield executor.decode_layouts[size]
+            yield from executor.layouts[size]
+
+
+def first_ready(
+    executor: Executor | StagedExecutor, layouts: Iterable[StepLayout], full: bool, prompt: bool
+) -> StepLayout:
+    """Return the first layout that runs without a compilation. full, prompt: with these samplers.
+
+    Without substitutes the first layout runs, if need be after a compilation.
+    """
+    every = not executor.substitutes
+    return next(layout for layout in layouts if every or executor.is_ready(layout, full=full, prompt=prompt))
 
 
 class Loop:
@@ -252,24 +277,40 @@ class Loop:
         return events
 
     def _enqueue(self, work: StepWork) -> InFlight:
-        layout = self._choose(work)
-        buffer, appends, full, targets = self.prepare(work, layout)
+        full = self.admit(work)
+        layout = self._choose(work, full)
+        buffer, appends, targets = self.prepare(work, layout)
         self._counts["steps"] += 1
         self._steps_by_plan[layout.plan] += 1
         pending = self.executor.run(layout, buffer, appends, full=full, targets=targets)
         self.advances += 1
-        return InFlight(work, pending, layout.plan, time.monotonic())
+        return InFlight(work, pending, layout.plan, max(work.bucket, layout.tokens), time.monotonic())
 
-    def prepare(self, work: StepWork, layout: StepLayout) -> Inputs:
-        """Give the step's new sequences their slots, and return the inputs of the step."""
+    def admit(self, work: StepWork) -> bool:
+        """Give the step's new sequences their slots. Return True if a row of the step needs the full sampler."""
         for seq in work.admitted:
             self._take_slot(seq)
-        buffer, appends = pack(layout, work, self._slots)
-        full = bool((self._slots.sampler[work.slots] == FULL).any())
-        self._counts["prompt_tokens"] += sum(chunk.tokens for chunk in work.chunks)
-        return buffer, appends, full, self._targets(layout, work)
+        return bool((self._slots.sampler[work.slots] == FULL).any())
 
-    def _choose(self, work: StepWork) -> StepLayout:
+    def prepare(self, work: StepWork, layout: StepLayout) -> Inputs:
+        """Return the inputs of a step whose sequences have slots."""
+        buffer, appends = pack(layout, work, self._slots)
+        self._counts["prompt_tokens"] += sum(chunk.tokens for chunk in work.chunks)
+        return buffer, appends, self._targets(layout, work)
+
+    def wants_prompt(self, work: StepWork) -> bool:
+        """Return True if a request of the step wants prompt log-probabilities."""
+        return any(self._wants_prompt(chunk.seq) for chunk in work.chunks)
+
+    def _choose(self, work: StepWork, full: bool) -> StepLayout:
+        """Return the layout of the step: its own, or the next larger one that is ready. full: see `Executor.run`."""
+        own, executor = self._own_layout(work), self.executor
+        if not executor.substitutes:
+            return own
+        larger = larger_layouts(executor, work.bucket, alone=not work.chunks)
+        return first_ready(executor, itertools.chain((own,), larger), full, self.wants_prompt(work))
+
+    def _own_layout(self, work: StepWork) -> StepLayout:
         """Return the layout of the bucket's best plan for the step, without chunks if the step has none."""
         layouts = self.executor.layouts[work.bucket]
         one = len(layouts) == 1
@@ -346,7 +387,7 @@ class Loop:
         self._counts["completion_tokens"] += new_tokens
         return StepRecord(
             step.plan,
-            work.bucket,
+            step.tokens,
             len(slots),
             work.num_tokens - len(slots),
             new_tokens,

@@ -9,6 +9,8 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
+from jax.extend.mlir import ir
+
 SPARE = 0.02  # share of the usable memory that is left for fragmentation
 IN_FLIGHT = 2  # results of two steps exist at once: one step runs while the next is enqueued
 
@@ -31,3 +33,19 @@ def together(needs: Iterable[Need]) -> int:
     """Return the bytes that programs need which run one after another, with the results of steps in flight."""
     needs = list(needs)
     return max(need.temporary for need in needs) + IN_FLIGHT * sum(need.results for need in needs)
+
+
+def has_products(lowered: Any) -> bool:
+    """Return True if a `jax.stages.Lowered` has products of XLA. A GPU compiles them by timing several kernels.
+
+    The timing needs memory of the device, about 1 GB for the model's head.
+    """
+    found = False
+
+    def visit(op: ir.Operation) -> ir.WalkResult:
+        nonlocal found
+        found = op.name == "stablehlo.dot_general"
+        return ir.WalkResult.INTERRUPT if found else ir.WalkResult.ADVANCE
+
+    lowered.compiler_ir("stablehlo").operation.walk(visit)
+    return found

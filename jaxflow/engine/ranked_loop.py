@@ -16,7 +16,7 @@ import numpy as np
 from jaxflow.engine.executor import Executor, Pending
 from jaxflow.engine.expert_load import ExpertCounter
 from jaxflow.engine.layout import StepLayout, empty_buffer
-from jaxflow.engine.loop import InFlight, Inputs, Loop, Stats
+from jaxflow.engine.loop import InFlight, Inputs, Loop, Stats, first_ready, larger_layouts
 from jaxflow.engine.step_log import StepLog, StepRecord
 from jaxflow.kv import prefix
 from jaxflow.request import Event, Request
@@ -150,24 +150,28 @@ class RankedLoop:
         return [event for rank in self.ranks for event in rank.take_events()]
 
     def _enqueue(self, works: tuple[StepWork | None, ...]) -> RankedStep:
-        layout = self._choose([work for work in works if work is not None])
+        own = [(rank, work) for rank, work in zip(self.ranks, works, strict=True) if work is not None]
+        needs_full = [rank.admit(work) for rank, work in own]
+        layout = self._choose(
+            [work for _, work in own], any(needs_full), any(rank.wants_prompt(work) for rank, work in own)
+        )
         inputs = [
             _without_work(layout) if work is None else rank.prepare(work, layout)
             for rank, work in zip(self.ranks, works, strict=True)
         ]
-        buffer, appends, full, targets = _together(layout, inputs)
-        pending = self.executor.run(layout, buffer, appends, full=full, targets=targets)
+        buffer, appends, targets = _together(layout, inputs)
+        pending = self.executor.run(layout, buffer, appends, full=any(needs_full), targets=targets)
         self._counts[layout.plan] += 1
         self.advances += 1
         return RankedStep(works, layout, pending, time.monotonic())
 
-    def _choose(self, works: list[StepWork]) -> StepLayout:
-        """Return the layout that holds the step of every rank, without chunks if no rank has one."""
-        bucket = max(work.bucket for work in works)
-        (layout,) = self.executor.layouts[bucket]
-        return (
-            layout if any(work.chunks for work in works) else self.executor.decode_layouts.get(bucket, layout)
-        )
+    def _choose(self, works: list[StepWork], full: bool, prompt: bool) -> StepLayout:
+        """Return the smallest layout that is ready and holds the step of every rank, without chunks if no rank has one.
+
+        full, prompt: see `first_ready`.
+        """
+        bucket, alone = max(work.bucket for work in works), not any(work.chunks for work in works)
+        return first_ready(self.executor, larger_layouts(self.executor, bucket, alone=alone), full, prompt)
 
     def _read(self, step: RankedStep) -> None:
         """Wait for the tokens of a step, and let each rank take its own."""
@@ -177,7 +181,9 @@ class RankedLoop:
         self.expert_counter.put(step.pending.expert_counts)
         self.advances += 1
         records = [
-            rank.read(InFlight(work, _of_rank(step, number), step.layout.plan, step.enqueued_s))
+            rank.read(
+                InFlight(work, _of_rank(step, number), step.layout.plan, step.layout.tokens, step.enqueued_s)
+            )
             for number, (rank, work) in enumerate(zip(self.ranks, step.works, strict=True))
             if work is not None
         ]
@@ -207,12 +213,12 @@ def page_names(config: SchedulerConfig, request: Request) -> list[bytes]:
 
 
 def _without_work(layout: StepLayout) -> Inputs:
-    return empty_buffer(layout), np.zeros((0, 4), np.int32), False, None
+    return empty_buffer(layout), np.zeros((0, 4), np.int32), None
 
 
 def _together(layout: StepLayout, inputs: Sequence[Inputs]) -> Inputs:
     """Return the inputs of all ranks as those of one step, see `Executor.run`."""
-    buffers, appends, full, targets = zip(*inputs, strict=True)
+    buffers, appends, targets = zip(*inputs, strict=True)
     most = max(map(len, appends))
     padded = np.full((len(inputs), most, 4), layout.groups, np.int32)  # no group: dropped
     for rank, own in zip(padded, appends, strict=True):
@@ -220,7 +226,7 @@ def _together(layout: StepLayout, inputs: Sequence[Inputs]) -> Inputs:
     asked = any(own is not None for own in targets)
     none = np.zeros(layout.tokens, np.int32)
     of_all = np.concatenate([none if own is None else own for own in targets]) if asked else None
-    return np.concatenate(buffers), padded, any(full), of_all
+    return np.concatenate(buffers), padded, of_all
 
 
 def _on_host(pending: Pending) -> Pending:

@@ -12,7 +12,7 @@ import concurrent.futures
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import jax
 import numpy as np
@@ -21,7 +21,7 @@ from jaxflow.engine.executor import Executor, Pending, Recorder, rehearse, rehea
 from jaxflow.engine.layout import StepLayout
 from jaxflow.engine.start_times import StartTimes
 from jaxflow.kv.tiers.page import Parts
-from jaxflow.model.slot_params import SlotParams
+from jaxflow.model.slot_params import SlotParams, slot_values
 from jaxflow.parallel.hand_over import Exchange, hand_over
 
 
@@ -94,17 +94,19 @@ class StagedExecutor:
         self,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
         on_compiled: Callable[[], None] = lambda: None,
+        first: Collection[StepLayout] | None = None,
     ) -> float:
-        """Compile every program of every stage, and run those of `rehearsed`. Return the seconds.
+        """Compile the programs of every stage, and run those of `rehearsed`. Return the seconds.
 
-        on_compiled: called before the first program runs.
+        on_compiled: called before the first program runs. first: see `Executor.compile`.
         """
         start = time.perf_counter()
-        self._compile(on_progress)
+        self._compile(on_progress, first)
         on_compiled()
         with self._times.phase("rehearsal"):
             for layout in rehearsed(self):
                 rehearse(self, layout)
+            self.set_slot(0, slot_values(), np.zeros(1, np.int32), 0)
             for stage in self._here:
                 stage.count_compilations()
         return time.perf_counter() - start
@@ -113,6 +115,31 @@ class StagedExecutor:
         """Compile the deferred programs of all stages on threads, a little later."""
         for stage in self._here:
             stage.compile_deferred()
+
+    # ---- layouts that become ready while the engine serves, see `Executor`
+
+    @property
+    def substitutes(self) -> bool:
+        """Return True if steps must ask `is_ready`."""
+        return any(stage.substitutes for stage in self._here)
+
+    def is_ready(self, layout: StepLayout, *, full: bool, prompt: bool) -> bool:
+        """Return True if a step of the layout runs on every stage without a compilation."""
+        return all(stage.is_ready(layout, full=full, prompt=prompt) for stage in self._here)
+
+    def unready(self) -> list[StepLayout]:
+        """Return the layouts that have a deferred program on the last stage, which has all samplers."""
+        return self._here[-1].unready()
+
+    def compile_layout(self, layout: StepLayout) -> None:
+        """Compile the deferred programs of a layout on all stages. Any thread may call it."""
+        for stage in self._here:
+            stage.compile_layout(layout)
+
+    def set_ready(self, layout: StepLayout) -> None:
+        """Let steps run the compiled programs of a layout."""
+        for stage in self._here:
+            stage.set_ready(layout)
 
     def run(
         self,
@@ -195,7 +222,7 @@ class StagedExecutor:
         """Return the stages with layers of a group, and the group's number among those of the stage."""
         return [(stage, stage.own_groups.index(group)) for stage in self.stages if group in stage.own_groups]
 
-    def _compile(self, on_progress: Callable[[int, int], None]) -> None:
+    def _compile(self, on_progress: Callable[[int, int], None], first: Collection[StepLayout] | None) -> None:
         """Compile the stages at the same time: XLA compiles one stage while another is lowered."""
         counts = [(0, 0)] * len(self._here)
 
@@ -204,7 +231,7 @@ class StagedExecutor:
                 counts[number] = done, total
                 on_progress(sum(done for done, _ in counts), sum(total for _, total in counts))
 
-            self._here[number].compile(count)
+            self._here[number].compile(count, first)
 
         with concurrent.futures.ThreadPoolExecutor(self.num_stages) as pool:
             list(pool.map(compile_stage, range(len(self._here))))

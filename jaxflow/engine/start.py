@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import gc
 import logging
 import math
 import os
@@ -23,6 +22,7 @@ from jaxflow.engine.default_seqs import TOKENS_OF_SEQ, default_max_num_seqs
 from jaxflow.engine.driver import Driver
 from jaxflow.engine.executor import Executor, rehearse
 from jaxflow.engine.expert_slots import check_slots, with_slots
+from jaxflow.engine.first_layouts import first_layouts, prepare_in_background
 from jaxflow.engine.kernel_choice import choose_kernels, tell_kernels
 from jaxflow.engine.known_starts import KnownStarts
 from jaxflow.engine.latent_limits import check_latent
@@ -130,22 +130,6 @@ PROGRAM_FIELDS = (
     "plan",
     "kernels",
 )
-
-
-# Python's defaults collect everything after 70,000 new objects. The requests of 1,200 streams are more, and such a
-# collection stops the event loop for 50 to 80 ms. Nearly all objects of a request end without the collector.
-COLLECTOR_THRESHOLDS = (20_000, 10, 10)
-
-
-def freeze_heap() -> None:
-    """Keep garbage collections from stopping a step for long.
-
-    All present objects are exempt, and later ones are collected less often (`COLLECTOR_THRESHOLDS`). Compiled programs are millions of objects that live as long as the process. Only a command that owns its
-    process may call this, because garbage of the caller's in reference cycles is never collected either.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(*COLLECTOR_THRESHOLDS)
 
 
 def prepare_process(config: EngineConfig) -> None:
@@ -336,16 +320,19 @@ def start_engine(
         warm_up_s = 0.0
         if executor is None:
             how: dict[str, Any] = {"kernels": kernels, "team": team, "progress": progress, "times": times}
+            warm_up = functools.partial(
+                _warm_up, config, checkpoint.model_config, team=team, progress=progress
+            )
             if config.pipeline_parallel_size > 1:
                 executor = make_staged_executor(config, checkpoint, plans, **how)
-                warm_up_s = _warm_up(executor, team, progress)
+                warm_up_s = warm_up(executor)
             elif kernels is not None or team is not None:
                 executor = make_executor(config, checkpoint, plans, **how)
-                warm_up_s = _warm_up(executor, team, progress)
+                warm_up_s = warm_up(executor)
             else:
                 with _lowering(config, checkpoint.model_config, plans) as lowering:
                     executor = make_executor(config, checkpoint, plans, lowering=lowering, **how)
-                    warm_up_s = _warm_up(executor, team, progress)
+                    warm_up_s = warm_up(executor)
                     if lowering is not None:
                         lowering.remember(executor.num_pages)
                         executor.lowering = None
@@ -371,18 +358,32 @@ def start_engine(
         if team is not None:
             team.watch(driver)
         driver.start()
-        executor.compile_deferred()
+        if executor.substitutes:
+            prepare_in_background(executor, driver.call)
+        else:
+            executor.compile_deferred()
         undo.pop_all()
     found = times.summary()
     log.info(describe(found))
     return Engine(config, driver, executor, warm_up_s, found)
 
 
-def _warm_up(executor: Executor | StagedExecutor, team: Team | None, progress: bool) -> float:
-    """Compile an executor's programs with a progress bar. Return the seconds."""
+def _warm_up(
+    config: EngineConfig,
+    model: ModelConfig,
+    executor: Executor | StagedExecutor,
+    *,
+    team: Team | None,
+    progress: bool,
+) -> float:
+    """Compile the programs that an executor serves with at first, with a progress bar. Return the seconds.
+
+    config: resolved. The processes of a team compile all programs, so that all choose the same layout for a step.
+    """
     with tqdm(total=None, desc="Compiling", disable=not progress, unit="program", delay=1.0) as bar:
-        wait = (lambda: None) if team is None else team.wait_until_compiled
-        return executor.warm_up(_advance(bar), wait)
+        if team is not None:
+            return executor.warm_up(_advance(bar), team.wait_until_compiled)
+        return executor.warm_up(_advance(bar), first=first_layouts(config, model, executor.layouts))
 
 
 @contextlib.contextmanager

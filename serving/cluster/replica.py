@@ -295,7 +295,7 @@ async def load_replica(config: EngineConfig, transfers: TransferConfig | None = 
 
 def _load(config: EngineConfig) -> "LLM":
     # JAX takes seconds to import, and the router does not need it.
-    from jaxflow.engine.start import freeze_heap
+    from jaxflow.engine.heap import freeze_heap
     from jaxflow.llm import LLM
     from serving.operations.health import make_first_token
 

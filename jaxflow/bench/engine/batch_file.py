@@ -32,7 +32,7 @@ from jaxflow.bench.workload import lengths as workload
 from jaxflow.bench.workload.lengths import Item
 from jaxflow.cli.engine_flags import engine_config_from_flags
 from jaxflow.engine.deferred import wait_until_compiled
-from jaxflow.engine.start import freeze_heap
+from jaxflow.engine.heap import freeze_heap
 from jaxflow.llm import LLM
 from jaxflow.request import SamplingParams
 from serving.batch.file_batch import FileBatch, open_batch

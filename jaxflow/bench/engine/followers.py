@@ -27,8 +27,8 @@ from jaxflow.bench.workload.drive import drive, greedy_requests
 from jaxflow.cli.engine_flags import engine_config_from_flags
 from jaxflow.config import ConfigError
 from jaxflow.engine.deferred import wait_until_compiled
+from jaxflow.engine.heap import freeze_heap
 from jaxflow.engine.recorded_calls import Recorder
-from jaxflow.engine.start import freeze_heap
 from jaxflow.llm import LLM
 from jaxflow.parallel.links import Followers
 

@@ -49,6 +49,7 @@ class InstantExecutor:
     compilations = 0
     num_stages = 1
     expert_layers = ()
+    substitutes = False
 
     def __init__(self, layouts: list[StepLayout]):
         self.layouts, self.decode_layouts = {layout.tokens: (layout,) for layout in layouts}, {}

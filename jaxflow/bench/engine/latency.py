@@ -19,7 +19,7 @@ from jaxflow.bench.workload import flags as options
 from jaxflow.bench.workload import lengths as workload
 from jaxflow.bench.workload.drive import drive, greedy_requests
 from jaxflow.cli.engine_flags import engine_config_from_flags
-from jaxflow.engine.start import freeze_heap
+from jaxflow.engine.heap import freeze_heap
 from jaxflow.engine.start_times import describe
 from jaxflow.llm import LLM
 

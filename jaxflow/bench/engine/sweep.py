@@ -40,7 +40,7 @@ from jaxflow.bench.workload.grpc_backend import GrpcBackend
 from jaxflow.bench.workload.lengths import Item, WorkloadError
 from jaxflow.cli.engine_flags import engine_config_from_flags
 from jaxflow.engine.deferred import wait_until_compiled
-from jaxflow.engine.start import freeze_heap
+from jaxflow.engine.heap import freeze_heap
 from jaxflow.llm import LLM
 from jaxflow.model.cost import DEVICES
 from serving.client import Client

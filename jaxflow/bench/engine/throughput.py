@@ -37,7 +37,7 @@ from jaxflow.bench.workload.lengths import Item
 from jaxflow.cli.engine_flags import engine_config_from_flags
 from jaxflow.config import ConfigError
 from jaxflow.engine.deferred import wait_until_compiled
-from jaxflow.engine.start import freeze_heap
+from jaxflow.engine.heap import freeze_heap
 from jaxflow.engine.start_times import describe, process_seconds
 from jaxflow.engine.step_plans import products_dtype
 from jaxflow.llm import LLM
@@ -245,6 +245,7 @@ def time_start(llm: LLM) -> dict[str, float]:
     items, begin_s = workload.constant(1, 8, 1), time.perf_counter()
     drive(llm.driver, greedy_requests(items, workload.prompts(items, llm.model_config.vocab_size, 0)))
     age_s, first_s = process_seconds(), time.perf_counter()
+    print(describe(llm.start), flush=True)  # before the wait, in which the command may be killed
     wait_until_compiled()
     until = {} if age_s is None else {"until_first_token_s": age_s}
     after = {"first_token_s": first_s - begin_s, "background_s": time.perf_counter() - first_s}

@@ -32,8 +32,8 @@ from jaxflow.cli.engine_flags import engine_config_from_flags
 from jaxflow.config import ConfigError, EngineConfig
 from jaxflow.engine.deferred import wait_until_compiled
 from jaxflow.engine.executor import Executor
+from jaxflow.engine.heap import freeze_heap
 from jaxflow.engine.staged_executor import StagedExecutor
-from jaxflow.engine.start import freeze_heap
 from jaxflow.llm import LLM
 
 COLUMNS = f"{'lowest tier':<16}{'1st ms':>11}{'later ms':>11}{'saved':>9}{'device':>9}{'host':>9}{'disk':>9}{'tok/s':>11}{'no reuse':>11}"

@@ -14,7 +14,7 @@ import sys
 import uvloop
 
 from jaxflow.bench.transport.paced_engine import PacedLLM
-from jaxflow.engine.start import freeze_heap
+from jaxflow.engine.heap import freeze_heap
 from serving.__main__ import raise_file_limit
 from serving.frontend.config import ServerConfig
 from serving.frontend.served_model import ServedModel

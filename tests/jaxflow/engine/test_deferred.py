@@ -2,6 +2,7 @@
 
 import dataclasses
 import threading
+import time
 
 import paths
 import pytest
@@ -10,6 +11,7 @@ import toy
 from jaxflow.config import EngineConfig
 from jaxflow.engine.deferred import (
     DeferredProgram,
+    Turns,
     compile_in_background,
     is_compiling,
     is_deferred,
@@ -32,7 +34,7 @@ def test_callers_and_the_thread_compile_a_program_once():
         return lambda x: x + 1
 
     programs = [DeferredProgram(make) for _ in range(2)]
-    compiling = compile_in_background(programs)
+    compiling = compile_in_background([program.ready for program in programs])
     begun.wait(10)
     results = []
     callers = [threading.Thread(target=lambda i=i: results.append(programs[0](i))) for i in range(4)]
@@ -48,10 +50,44 @@ def test_callers_and_the_thread_compile_a_program_once():
 
 def test_a_delay_ends_when_somebody_waits():
     made = []
-    compile_in_background([DeferredProgram(lambda: made.append(is_deferred()) or len)], delay_s=3600)
+    compile_in_background([DeferredProgram(lambda: made.append(is_deferred()) or len).ready], delay_s=3600)
     assert is_compiling()
     wait_until_compiled()
     assert made == [True] and not is_compiling()
+
+
+def test_a_wait_ends_at_its_limit():
+    may_end = threading.Event()
+    thread = compile_in_background([may_end.wait])
+    with pytest.raises(TimeoutError, match="0 s"):
+        wait_until_compiled(limit_s=0.05)
+    may_end.set()
+    thread.join(10)
+    wait_until_compiled()
+
+
+def test_turns_let_one_thread_in_and_all_while_somebody_waits():
+    """Two threads meet inside, which takes two at once."""
+    turns, inside, meeting = Turns(), [], threading.Barrier(2)
+
+    def work():
+        with turns.take():
+            inside.append(1)
+            meeting.wait(10)
+
+    jobs = [threading.Thread(target=work) for _ in range(2)]
+
+    def work_all():
+        for job in jobs:
+            job.start()
+        for job in jobs:
+            job.join(10)
+
+    compile_in_background([work_all])
+    time.sleep(0.3)
+    assert len(inside) == 1
+    wait_until_compiled()
+    assert len(inside) == 2 and not meeting.broken
 
 
 def test_a_fault_reaches_the_caller_and_the_next_caller_tries_again():

@@ -395,7 +395,7 @@ def test_only_commands_freeze_the_heap():
         for room in ("jaxflow", "serving")
         for path in (lowered._TREE / room).rglob("*.py")
     }
-    assert [name for name, text in sources.items() if "gc.freeze()" in text] == ["jaxflow/engine/start.py"]
+    assert [name for name, text in sources.items() if "gc.freeze()" in text] == ["jaxflow/engine/heap.py"]
     callers = [name for name, text in sources.items() if " freeze_heap()\n" in text]
     assert "serving/__main__.py" in callers
     assert all(

@@ -1,0 +1,141 @@
+"""The layouts that a start on a GPU compiles before it serves, and the others, which become ready while it serves.
+
+A program costs seconds of Python and of XLA, and a step of any larger layout computes the same tokens. So a start
+compiles a few layouts, and a step whose own layout is not ready runs the next larger one that is. No step waits.
+"""
+
+import collections
+import contextlib
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from jaxflow.config import EngineConfig, ModelConfig
+from jaxflow.engine.deferred import compile_in_background, main_runs
+from jaxflow.engine.driver import EngineDead
+from jaxflow.engine.executor import Executor, rehearse
+from jaxflow.engine.layout import StepLayout
+from jaxflow.engine.staged_executor import StagedExecutor
+from jaxflow.engine.step_plans import cost_device
+from jaxflow.engine.step_time_prediction import roofline_step_time
+from jaxflow.parallel.mesh import on_gpu
+
+log = logging.getLogger(__name__)
+MOST_SLOWDOWN = 2.0  # predicted time of the next larger layout that is ready, over that of a step's own
+MOST_WORKERS = 8  # layouts that are prepared at once
+SWITCH_S = 0.0005  # after which a thread that lowers lets the engine's thread run; Python's default is 5 ms
+
+
+def first_layouts(
+    config: EngineConfig, model: ModelConfig, layouts: Mapping[int, Sequence[StepLayout]]
+) -> list[StepLayout] | None:
+    """Return the layouts to compile before serving, the largest first; None for all.
+
+    On a CPU, requests alone decide what is compiled first. A deadline of steps (`batch_tpot_ms`) needs all layouts.
+    config: resolved. layouts: of each step size, one a plan; the first one of a size serves.
+    """
+    if not on_gpu() or config.batch_tpot_ms is not None:
+        return None
+    sizes = sorted(layouts)
+    dtype = "float8_e4m3fn" if config.quantization == "fp8" else "bfloat16"
+    predicted = roofline_step_time(model, config.tensor_parallel_size, cost_device().rates, sizes, dtype)
+    return [
+        layouts[size][0] for size in fewest_sizes({size: predicted.seconds(size, 0, 0) for size in sizes})
+    ]
+
+
+def fewest_sizes(seconds: Mapping[int, float], slowdown: float = MOST_SLOWDOWN) -> list[int]:
+    """Return the fewest step sizes of which one serves each size within `slowdown` times its own time, falling.
+
+    seconds: of each size; a larger size takes no less.
+    """
+    found: list[int] = []
+    for size in sorted(seconds, reverse=True):
+        if not found or seconds[found[-1]] > slowdown * seconds[size]:
+            found.append(size)
+    return found
+
+
+def prepare_in_background(
+    executor: Executor | StagedExecutor, between_steps: Callable[[Callable[[Any], None]], Future[None]]
+) -> None:
+    """Compile the layouts that are not ready, several at a time, and make each one ready.
+
+    Small layouts come first, because an engine without load runs them. A layout whose compilation does not fit into
+    the memory next to others is compiled alone at the end. `wait_until_compiled` waits for all.
+
+    between_steps: runs a function between two steps, on the thread that runs the steps: `Driver.call`.
+    """
+    waiting = collections.deque(executor.unready())
+    crowded: collections.deque[StepLayout] = collections.deque()
+
+    def prepare(layout: StepLayout, alone: bool = False) -> None:
+        try:
+            executor.compile_layout(layout)
+            between_steps(lambda _: make_ready(executor, layout)).result()
+        except EngineDead:
+            waiting.clear()
+            crowded.clear()
+        except Exception as error:
+            if not alone and "RESOURCE_EXHAUSTED" in str(error):
+                crowded.append(layout)
+            else:
+                log.exception(
+                    "the layout of %d tokens is not compiled: larger ones run its steps", layout.tokens
+                )
+
+    def prepare_some() -> None:
+        while main_runs() and (layout := _next(waiting)) is not None:
+            prepare(layout)
+
+    def prepare_all() -> None:
+        number = max(1, min(MOST_WORKERS, (os.cpu_count() or 1), len(waiting)))
+        workers = [threading.Thread(target=prepare_some, name=f"compile-{i}") for i in range(number)]
+        begin_s, count = time.monotonic(), len(waiting)
+        with _switching_often():
+            for worker in workers:
+                worker.start()
+            for worker in workers:
+                worker.join()
+            while main_runs() and (layout := _next(crowded)) is not None:
+                prepare(layout, alone=True)
+        left = len(executor.unready())
+        log.info(
+            "start: %d layouts more are ready %.1f s later, %d are not",
+            count - left,
+            time.monotonic() - begin_s,
+            left,
+        )
+
+    if waiting:
+        compile_in_background([prepare_all])
+
+
+def make_ready(executor: Executor | StagedExecutor, layout: StepLayout) -> None:
+    """Let steps run a layout whose programs are compiled, after its first launch. Only the steps' thread may call it."""
+    executor.set_ready(layout)
+    rehearse(executor, layout)
+
+
+def _next(layouts: collections.deque[StepLayout]) -> StepLayout | None:
+    """Take the first layout; None if there is none. Several threads may call it."""
+    try:
+        return layouts.popleft()
+    except IndexError:
+        return None
+
+
+@contextlib.contextmanager
+def _switching_often() -> Iterator[None]:
+    """Let a thread that waits for the interpreter have it after `SWITCH_S`, so that steps go on beside lowering."""
+    usual_s = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_S)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(usual_s)
