@@ -55,10 +55,12 @@ SLOW_CASES = {
     r"test_gpt_oss\.py::test_no_part_can_be_left_out_of_the_golden\[(softmax|router|yarn's (frequ|bord))": (
         "the logits of the golden are compared, and parts that are invisible in other models run"
     ),
-    r"test_sink_logits\.py::test_decode_attention_equals_its_reference\[(None-lengths[02]|unified_max1-lengths[12])": (
-        "a case with a window and a case with a unified max value run"
+    r"test_sink_logits\.py::test_decode_attention_equals_its_reference\[(None-lengths[02]|unified_max1)": (
+        "the case with a window runs, and sinks meet a unified max value in chunk attention"
     ),
-    r"test_sink_logits\.py::test_chunk_attention_equals_its_reference\[chunks0-": "the other two cases run",
+    r"test_sink_logits\.py::test_chunk_attention_equals_its_reference\[chunks[01]-": (
+        "the case with a unified max value runs, and sinks meet a window in decode attention"
+    ),
     r"test_mxfp4\.py::test_(each_row\w+\[one|a_shape_without|biases_and|on_an_h200_\w+\[(1-|1024|2048))": (
         "a skewed routing with gates runs, and tiles of 16 rows are compiled"
     ),
@@ -106,8 +108,11 @@ SLOW_CASES = {
     r"test_loop\.py::TestSameSeedSameTokens::test_on_an_overlapped_plan": (
         "two pipeline stages run the same requests on an overlapped plan"
     ),
-    r"test_8_bits\.py::test_near_the_wide_model\[(stories260K-numbers[02]-0\.(06|15)|tiny-(opt|qwen3))": (
-        "an 8-bit cache and 8-bit weights run, each and together"
+    r"test_8_bits\.py::test_near_the_wide_model\[(stories260K-numbers[02]-0\.(06|15)|tiny-(llama|opt|qwen3))": (
+        "an 8-bit cache runs on two devices, and with 8-bit weights on one"
+    ),
+    r"test_8_bits\.py::test_an_int8_cache_on_two_devices_is_that_of_one": (
+        "the engine on two devices is compared with the wide model"
     ),
     r"test_span_engine\.py::test_(in_eight_bits|full_spans_are_the_dense|spans_change)": (
         "test_attention_spans compares the op with the dense op and with its definition, and 8 bits run without spans"
@@ -126,6 +131,9 @@ SLOW_CASES = {
     ),
     r"test_offloaded_tokens\.py::test_every_other_family\[tiny-(mistral|mixtral|qwen2|qwen3|gpt_oss)-two devices": (
         "the dense families differ from tiny-llama in weights only; gemma2 runs"
+    ),
+    r"test_offloaded_tokens\.py::test_every_other_family\[tiny-gemma2-two devices\]": (
+        "tiny-gemma2 runs on the host and the disk, and other models on two devices in test_offload_shards"
     ),
     r"test_offload_calls\.py::test_the_run_after_a_stopped_run_gets_its_tokens"
     r"\[(device|host|disk|mixed, |KV on the)": (
@@ -154,7 +162,7 @@ SLOW_CASES = {
     ),
     r"test_offload_io\.py::test_the_account_equals_the_allocated_bytes\[2": "one device runs",
     r"test_compiler\.py::test_drawn_plans\[(tiny-gemma2-2|tiny-llama-2|tiny-llama-4)": (
-        "a drawn plan of each runs compiled"
+        "a drawn plan on four devices runs compiled, and test_scattered compiles plans on two and four"
     ),
     r"test_compiler\.py::test_drawn_plans(_compiled)?\[tiny-(glm4_moe|deepseek_v3)": (
         "tiny-mixtral has the same kinds of values"
@@ -162,14 +170,17 @@ SLOW_CASES = {
     r"test_compiler\.py::test_drawn_plans_compiled\[tiny-(llama-1|mixtral-1|opt-1)-": (
         "plans of these families are drawn and run op by op; other plans of the first two run compiled"
     ),
+    r"test_compiler\.py::test_drawn_plans_compiled\[tiny-gemma2-2": (
+        "a drawn plan on four devices runs compiled, and test_scattered compiles a plan of tiny-gemma2 on two"
+    ),
     r"test_compiler\.py::test_drawn_plans_compiled\[tiny-llama-2-(copied|scattered)": (
         "a plan with copies on four devices runs compiled, and test_scattered runs two scattered plans compiled"
     ),
     r"test_exchange\.py::test_plans_with_peer_copies_compute_the_plain_forward\[(post-norms|fp8|four)": (
         "drawn plans with copies on four devices, fp8 with scattered sums, and four KQV operations run compiled"
     ),
-    r"test_compiler\.py::test_a_plan_runs_every_composition\[(phased_plan-tiny-(gemma2-2|llama-4)|two_nano)": (
-        "a phased plan on one device and four KQV operations on two devices run; experts run with peer copies"
+    r"test_compiler\.py::test_a_plan_runs_every_composition\[(phased_plan|two_nano)": (
+        "four KQV operations on two devices run; test_scattered runs phases in fp8, experts run with peer copies"
     ),
     r"test_scattered\.py::test_scattered_plans_compute_the_plain_forward\[experts": (
         "experts run with peer copies; scattered sums run with post-norms and in fp8"
@@ -205,11 +216,17 @@ SLOW_CASES = {
     r"test_decode_attention\.py::test_decode_attention_equals_its_reference\[lengths([012356]|10)-": (
         "the same lengths, heads and tiles run with another dtype or window"
     ),
+    r"test_spans\.py::test_spans_of_at_least_the_length_are_dense": (
+        "the definition is compared with spans of 10,000 keys, and one window with the spans of all heads"
+    ),
     r"test_spans\.py::test_decode_attention_reads_only_what_its_heads_see\[lengths[02345]-": (
         "the second case runs, and the dtypes of the cache run with windows"
     ),
     r"test_spans\.py::test_chunk_attention_reads_only_what_its_heads_see\[chunks[1234]-": (
         "the first case runs, and the dtypes of the cache run with windows"
+    ),
+    r"test_decode_attention\.py::test_it_fits_a_stream_region": (
+        "the dense, flat and grouped kernels fit one, and test_compiled_step compiles decode attention"
     ),
     r"test_decode_attention\.py::test_rows_outside_the_unified_max_value_equal_the_reference"
     r"\[(None-|unified_max1-bfloat16|unified_max4-float8|unified_max5-int8)": (
@@ -271,6 +288,9 @@ SLOW_CASES = {
     r"test_sampling_memory\.py::test_of_many_rows_it_makes_as_few_as_of_a_block": (
         "the memory of a block of rows is compiled and read"
     ),
+    r"test_sampling\.py::test_full_is_what_vllm_means\[of_few_blocks": (
+        "test_frequencies draws from a few blocks, and the law runs over all blocks"
+    ),
     r"test_sampling\.py::test_frequencies\[kwargs([1-4]-full|[2-4]-of_few)": (
         "test_full_is_what_vllm_means covers each setting; one setting runs over each number of blocks"
     ),
@@ -301,6 +321,10 @@ SLOW_CASES = {
     r"test_smollm2\.py::test_perplexity": (
         "the first tokens of a window are compared, and the goldens of small models have long prompts"
     ),
+    r"test_commands\.py::test_the_command_as_a_process": (
+        "the other tests run the command in their process, and test_exit_status starts processes"
+    ),
+    r"test_batch_budget\.py::test_a_batch_uses_idle_capacity_\w+\[2": "the higher rate and limit run",
     r"test_perplexity\.py::": (
         "each 8-bit and 4-bit format is compared with its reference, and test_8_bits compares tokens"
     ),

@@ -103,12 +103,22 @@ def test_from_cached_pages():
     assert first.tokens[:8] == second.tokens[:8] and moved(one[:8], other[:8]) < 0.02
 
 
-def test_an_int8_cache_on_two_devices(alone):
+@pytest.fixture(scope="module")
+def int8_on_two_devices(goldens):
+    """(requests, their log-probabilities) of tiny-llama with an int8 cache on two devices."""
+    asked = requests(goldens("tiny-llama"))
+    return asked, told(asked, toy.run(loop("tiny-llama", tp=2, kv="int8"), asked))
+
+
+def test_an_int8_cache_on_two_devices_is_near_the_wide_model(int8_on_two_devices, goldens):
+    """A wrong scale of a head or of a token moves the log-probabilities further."""
+    wide = np.concatenate([p["prompt_logprobs"] for p in goldens("tiny-llama")["prompts"]])
+    assert 1e-4 < moved(int8_on_two_devices[1], wide) < 0.3
+
+
+def test_an_int8_cache_on_two_devices_is_that_of_one(int8_on_two_devices, alone):
     """A token's scale is of one head, and heads are cut between devices: the same numbers."""
-    asked, found = alone("tiny-llama", kv="int8")
-    np.testing.assert_allclose(
-        told(asked, toy.run(loop("tiny-llama", tp=2, kv="int8"), asked)), found, atol=0.05
-    )
+    np.testing.assert_allclose(int8_on_two_devices[1], alone("tiny-llama", kv="int8")[1], atol=0.05)
 
 
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-mixtral"])
