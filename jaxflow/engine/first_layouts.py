@@ -6,6 +6,7 @@ compiles a few layouts, and a step whose own layout is not ready runs the next l
 
 import collections
 import contextlib
+import itertools
 import logging
 import os
 import sys
@@ -26,7 +27,7 @@ from jaxflow.engine.step_time_prediction import roofline_step_time
 from jaxflow.parallel.mesh import on_gpu
 
 log = logging.getLogger(__name__)
-MOST_SLOWDOWN = 2.0  # predicted time of the next larger layout that is ready, over that of a step's own
+FIRST_SIZES = 2  # step sizes that are compiled before serving
 MOST_WORKERS = 8  # layouts that are prepared at once
 SWITCH_S = 0.0005  # after which a thread that lowers lets the engine's thread run; Python's default is 5 ms
 
@@ -44,21 +45,24 @@ def first_layouts(
     sizes = sorted(layouts)
     dtype = "float8_e4m3fn" if config.quantization == "fp8" else "bfloat16"
     predicted = roofline_step_time(model, config.tensor_parallel_size, cost_device().rates, sizes, dtype)
-    return [
-        layouts[size][0] for size in fewest_sizes({size: predicted.seconds(size, 0, 0) for size in sizes})
-    ]
+    return [layouts[size][0] for size in first_sizes({size: predicted.seconds(size, 0, 0) for size in sizes})]
 
 
-def fewest_sizes(seconds: Mapping[int, float], slowdown: float = MOST_SLOWDOWN) -> list[int]:
-    """Return the fewest step sizes of which one serves each size within `slowdown` times its own time, falling.
+def first_sizes(seconds: Mapping[int, float], count: int = FIRST_SIZES) -> list[int]:
+    """Return the step sizes to begin with: the largest one, and those with which the largest slowdown is smallest.
 
-    seconds: of each size; a larger size takes no less.
+    A step runs the next larger size that is there. Its slowdown is the time of this size over that of its own.
+
+    seconds: of each size; a larger size takes no less. count: of the result, or all sizes where there are fewer.
     """
-    found: list[int] = []
-    for size in sorted(seconds, reverse=True):
-        if not found or seconds[found[-1]] > slowdown * seconds[size]:
-            found.append(size)
-    return found
+    *smaller, largest = sorted(seconds)
+
+    def slowdown(chosen: tuple[int, ...]) -> float:
+        own = (min(one for one in (*chosen, largest) if one >= size) for size in seconds)
+        return max(seconds[one] / seconds[size] for one, size in zip(own, seconds, strict=True))
+
+    others = itertools.combinations(smaller, min(count - 1, len(smaller)))
+    return [largest, *sorted(min(others, key=slowdown), reverse=True)]
 
 
 def prepare_in_background(
