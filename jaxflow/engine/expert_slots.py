@@ -53,9 +53,13 @@ def with_slots(weights: Weights, mesh: Mesh, experts: int, more: int) -> Weights
 
 
 def placed_experts(weights: Weights) -> np.ndarray | None:
-    """Return the expert of each slot in each mixture layer, [L, S]; None for experts without copies."""
+    """Return the expert of each slot in each mixture layer, [L, S]; None for experts without copies.
+
+    The result is also None for the shapes of weights, which have no placement.
+    """
     maps = [layer[EXPERT_OF_SLOT] for layer in weights["layers"] if EXPERT_OF_SLOT in layer]
-    return np.stack([np.asarray(one) for one in maps]) if maps else None
+    known = [np.asarray(one) for one in maps if isinstance(one, jax.Array)]
+    return np.stack(known) if known else None
 
 
 def source_slots(before: np.ndarray, after: np.ndarray) -> np.ndarray:

@@ -22,7 +22,7 @@ from jaxflow.engine.start import make_stage
 from jaxflow.engine.start_times import StartTimes
 from jaxflow.engine.weight_shapes import from_values
 from jaxflow.model.stage import stages_of
-from jaxflow.parallel.mesh import make_mesh, on_gpu
+from jaxflow.parallel.mesh import make_mesh, make_rank_mesh, on_gpu
 from pallas_kernels.kernel_set import has_bounded
 from pallas_kernels.this_device import DeviceKind, lower_for
 
@@ -47,9 +47,9 @@ def describe_device(device: DeviceKind) -> None:
 
 def make_executor(given: Description) -> Executor:
     """Return the executor whose programs the engine compiles, for lowering only."""
-    tp = given.config.tensor_parallel_size
-    jax.config.update("jax_num_cpu_devices", tp)
-    mesh = make_mesh(tp)
+    tp, ranks = given.config.tensor_parallel_size, given.config.data_parallel_size
+    jax.config.update("jax_num_cpu_devices", tp * ranks)
+    mesh = make_mesh(tp) if ranks == 1 else make_rank_mesh(ranks)
     (stage,) = stages_of((given.model.num_layers,))
     executor = make_stage(
         given.config,

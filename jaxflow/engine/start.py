@@ -392,14 +392,12 @@ def _lowering(
 ) -> Iterator[LoweringProcesses | None]:
     """Yield the processes that lower the programs of a start, and end them after the block.
 
-    None where the engine lowers its programs. The engine does so for data-parallel ranks, and where experts have
-    slots, because the placement is in the weights. Without the setting `lowering_processes`, the engine also does so
-    on devices without Mosaic kernels, whose programs take a fraction of a second each. config: resolved.
+    None where the engine lowers its programs. Without the setting `lowering_processes`, the engine does so on devices
+    without Mosaic kernels, whose programs take a fraction of a second each. config: resolved.
     """
     asked, device = config.lowering_processes, this_device()
     count = number_of_processes(sum(len(several) for several in plans.values()), asked)
-    one = config.data_parallel_size == 1 and not config.enable_eplb
-    if not count or not one or (asked is None and not has_bounded(device.capability)):
+    if not count or (asked is None and not has_bounded(device.capability)):
         yield None
         return
     with contextlib.ExitStack() as undo:

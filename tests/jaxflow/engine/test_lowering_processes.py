@@ -8,6 +8,7 @@ import subprocess
 import sys
 from concurrent.futures import wait
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import h200
@@ -45,6 +46,19 @@ SETTINGS = EngineConfig(
 )  # fmt: skip
 ECHO = "import sys\nnext(sys.stdin), next(sys.stdin)\nfor line in sys.stdin:\n    "
 LLAMA = ModelConfig("llama", 32000, 1024, 8, 2, 128, 2816, (Layer(rope=Rope(1e4)),) * 2, 8192)
+MIXTURE = ModelConfig(
+    "qwen3_moe", 32000, 1024, 8, 2, 128, 2816, (Layer(rope=Rope(1e4), experts=True),) * 2, 8192,
+    num_experts=8, experts_per_token=2, expert_intermediate_size=512, qk_norm=True,
+)  # fmt: skip
+EXPERTS = {"enable_expert_parallel": True}
+ON_H200S: dict[str, tuple[ModelConfig, dict[str, Any]]] = {
+    "one": (LLAMA, {}),
+    "tp": (LLAMA, {"tensor_parallel_size": 2}),
+    "mixture": (MIXTURE, {}),
+    "mixture tp": (MIXTURE, {"tensor_parallel_size": 2}),
+    "mixture ep": (MIXTURE, {"tensor_parallel_size": 2} | EXPERTS),
+    "mixture dp": (MIXTURE, {"data_parallel_size": 2} | EXPERTS),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -130,35 +144,40 @@ def test_an_engine_starts_without_its_processes(script, cache, monkeypatch, capl
     assert len(caplog.records) == 1
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-def test_a_process_without_a_gpu_lowers_the_programs_of_an_engine_on_h200s(devices, tmp_path):
+@pytest.mark.parametrize("case", ON_H200S)
+def test_a_process_without_a_gpu_lowers_the_programs_of_an_engine_on_h200s(case, tmp_path):
     """In a process of its own: Mosaic numbers the kernels of a process, and a kernel's code has its number."""
     path = os.pathsep.join(map(str, (paths.ROOT, paths.ROOT / "tests")))
-    command = [sys.executable, __file__, str(devices), str(tmp_path)]
+    command = [sys.executable, __file__, case, str(tmp_path)]
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def compare_on_h200s(devices: int, folder: Path) -> None:
-    """Compare the programs that an engine of these devices lowers with those of a process without a GPU."""
-    mesh = h200.h200_mesh((devices,))
+def compare_on_h200s(case: str, folder: Path) -> None:
+    """Compare the programs that an engine lowers with those of a process without a GPU. case: of `ON_H200S`."""
+    model, settings = ON_H200S[case]
+    tp, ranks = settings.get("tensor_parallel_size", 1), settings.get("data_parallel_size", 1)
+    mesh = h200.h200_mesh((tp,)) if ranks == 1 else h200.h200_mesh((ranks, tp), ("dp", "tp"))
     with (
         mock.patch.object(jax, "default_backend", lambda: "gpu"),
         mock.patch.object(jax, "devices", lambda *_: list(mesh.devices.flat)),
     ):
         config = EngineConfig(
             "m", dtype="bfloat16", kv_cache_dtype="bfloat16", max_model_len=4096, max_num_seqs=8, plan="sequential",
-            max_num_batched_tokens=64, step_sizes="64", tensor_parallel_size=devices,
+            max_num_batched_tokens=64, step_sizes="64", **settings,
         )  # fmt: skip
-        plans, memory, pages = choose_plans(config, LLAMA), 150_000_000_000, (4096,)
-        weights = h200.abstract(mesh, shapes(LLAMA, devices, jnp.bfloat16), shardings(LLAMA, mesh))
-        (stage,) = stages_of((LLAMA.num_layers,))
-        kernels = start.choose_kernels(config, LLAMA)
+        plans, memory, pages = choose_plans(config, model), 150_000_000_000, (4096,)
+        options = start.weight_options(config)
+        weights = h200.abstract(
+            mesh, shapes(model, tp, jnp.bfloat16, **options), shardings(model, mesh, **options)
+        )
+        (stage,) = stages_of((model.num_layers,))
+        kernels = start.choose_kernels(config, model)
         assert kernels.can_be_bounded  # Mosaic kernels
         made = [
             start.make_stage(
                 config,
-                LLAMA,
+                model,
                 plans,
                 stage,
                 mesh,
@@ -180,7 +199,7 @@ def compare_on_h200s(devices: int, folder: Path) -> None:
         lowering.start()
         values = to_values(weights)
         lowering.describe(
-            Description(config, LLAMA, plans, True, None, memory, values, str(folder / "process"))
+            Description(config, model, plans, True, None, memory, values, str(folder / "process"))
         )
         jobs = [[job for job in executor.jobs() if not job.small] for executor in made]
         futures = [lowering.ask(Wanted(job.name, pages)) for job in jobs[1]]
@@ -335,4 +354,4 @@ def test_known_starts(tmp_path):
 
 
 if __name__ == "__main__":
-    compare_on_h200s(int(sys.argv[1]), Path(sys.argv[2]))
+    compare_on_h200s(sys.argv[1], Path(sys.argv[2]))
