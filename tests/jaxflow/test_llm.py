@@ -11,6 +11,7 @@ import time
 import numpy as np
 import paths
 import pytest
+from hurry import OFTEN, compiled_with
 
 import jaxflow.llm
 from jaxflow import LLM, SamplingParams
@@ -24,9 +25,11 @@ TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if "
     "add_generation_prompt %}bot:{% endif %}"
 )
+# The settings of `toy.executor`, whose compiled programs the cache often has.
 SMALL = {
     "max_num_batched_tokens": 64,
-    "step_sizes": "8",
+    "step_sizes": "16",
+    "plan": "sequential",
     "max_num_seqs": 8,
     "block_size": 16,
     "num_kv_pages": 96,
@@ -47,7 +50,8 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def llm(folder):
     before = set(threading.enumerate())
-    llm = LLM(str(folder), max_waiting=16, **SMALL)
+    with compiled_with(OFTEN):
+        llm = LLM(str(folder), max_waiting=16, **SMALL)
     yield llm
     assert llm.driver.drain(60.0) == 0
     assert free_pages(llm) == 96
@@ -369,7 +373,7 @@ class TestItsEnd:
 
     @pytest.fixture
     def ending(self, folder):
-        with LLM(str(folder), **(SMALL | {"max_num_batched_tokens": 8})) as llm:
+        with compiled_with(OFTEN), LLM(str(folder), **SMALL) as llm:
             yield llm
 
     def test_close_aborts_and_refuses(self, ending):

@@ -58,8 +58,8 @@ def soak_http(streams: int, step_s: float, max_tokens: int) -> None:
 
 
 @pytest.mark.parametrize("soak", [soak_grpc, soak_http])
-def test_2000_streams(soak):
-    soak(2000, STEP_S / 4, 8)
+def test_as_many_streams_as_callers(soak):
+    soak(CALLERS, STEP_S / 4, 4)
 
 
 @pytest.mark.slow
