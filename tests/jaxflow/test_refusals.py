@@ -9,6 +9,7 @@ from typing import Any
 
 import paths
 import pytest
+from hurry import OFTEN, compiled_with
 
 from jaxflow import LLM, SamplingParams
 from jaxflow.config import ConfigError, EngineConfig
@@ -21,19 +22,21 @@ from jaxflow.text.vocabulary import TokenizerError
 
 CONTEXT, VOCAB = 512, 512
 STORIES = str(paths.MODELS / "stories260K")
+# The settings of `toy.executor`, whose compiled programs the cache often has: of stories260K, and of tiny-llama.
 SMALL = {
-    "max_num_batched_tokens": 8,
-    "step_sizes": "8",
-    "max_num_seqs": 4,
+    "max_num_batched_tokens": 64,
+    "step_sizes": "16",
+    "max_num_seqs": 8,
     "block_size": 16,
-    "num_kv_pages": 40,
+    "num_kv_pages": 96,
     "progress": False,
 }
+TINY = SMALL | {"max_num_batched_tokens": 16}
 
 
 @pytest.fixture(scope="module")
 def llm():
-    with LLM(STORIES, **SMALL) as llm:
+    with compiled_with(OFTEN), LLM(STORIES, **SMALL) as llm:
         yield llm
         stats = llm.driver.stats()
         assert (stats.steps, stats.prompt_tokens) == (0, 0), "a refused request ran"
@@ -293,7 +296,7 @@ def test_a_size_beyond_32_bits_names_the_range(tmp_path):
 
 def test_a_model_without_a_tokenizer(tmp_path):
     """Tiny checkpoints have no tokenizer: token ids are accepted, text is refused."""
-    with LLM(str(paths.MODELS / "tiny-llama"), **SMALL) as llm:
+    with LLM(str(paths.MODELS / "tiny-llama"), **TINY) as llm:
         assert llm.tokenizer is None
         [out] = llm.generate(
             [5, 6], SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, logprobs=1), use_tqdm=False
@@ -310,7 +313,7 @@ def test_a_model_without_a_tokenizer(tmp_path):
 
 def test_a_request_larger_than_the_kv_pages_is_refused():
     """The prompt fits the context, and does not fit two pages of KV."""
-    with LLM(str(paths.MODELS / "tiny-llama"), **(SMALL | {"num_kv_pages": 2})) as llm:
+    with LLM(str(paths.MODELS / "tiny-llama"), **(TINY | {"num_kv_pages": 2})) as llm:
         with pytest.raises(InvalidRequest) as caught:
             llm.generate([[5], [5] * 20], SamplingParams(max_tokens=20), use_tqdm=False)
         assert caught.value.field == "max_tokens"

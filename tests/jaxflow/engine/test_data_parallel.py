@@ -267,13 +267,13 @@ def test_a_fault_ends_every_request_once(monkeypatch):
 def test_a_served_model_compiles_nothing_and_answers_as_one_device():
     given = drawn_requests()
     wanted = of_one_device(given)
-    small: dict[str, Any] = {
+    small: dict[str, Any] = {  # as in `toy.ranked_loop`, whose compiled programs the cache has
         "max_num_batched_tokens": 16,
         "step_sizes": "16",
-        "max_num_seqs": 4,
-        "num_kv_pages": 64,
+        "max_num_seqs": 8,
+        "num_kv_pages": 96,
         "block_size": 16,
-        "dtype": "float32",
+        "plan": "sequential",
         "progress": False,
     }
     with LLM(str(paths.MODELS / MODEL), data_parallel_size=2, enable_expert_parallel=True, **small) as llm:
@@ -284,7 +284,7 @@ def test_a_served_model_compiles_nothing_and_answers_as_one_device():
     for one, answer in zip(given, found, strict=True):
         for index, output in enumerate(answer.outputs):
             assert list(output.token_ids) == wanted[one.request_id].token_ids[index]
-    assert stats.compilations_after_warmup == 0 and stats.kv_pages == 2 * 64
+    assert stats.compilations_after_warmup == 0 and stats.kv_pages == 2 * 96
 
 
 @pytest.mark.parametrize(
