@@ -281,7 +281,6 @@ RANKED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("tensor_parallel_size", lambda size: size == 1, "1"),
     ("pipeline_parallel_size", lambda size: size == 1, "1"),
     ("coordinator", lambda address: address is None, "unset"),
-    ("enable_eplb", lambda on: not on, "False"),
     ("attention_spans", lambda file: file is None, "unset"),
     ("kv_offloading_size", lambda size: not size, "0"),
     ("batch_tpot_ms", lambda limit: limit is None, "unset"),

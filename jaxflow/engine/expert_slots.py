@@ -9,7 +9,7 @@ from jaxflow.model.expert_copies import EXPERT_OF_SLOT, copy_map
 from jaxflow.model.expert_placement import place_experts
 from jaxflow.model.weights import EXPERT_LEAVES, Weights
 from jaxflow.parallel.expert_moves import move_slots
-from jaxflow.parallel.mesh import TP, place
+from jaxflow.parallel.mesh import place
 
 
 def check_slots(config: EngineConfig, model: ModelConfig) -> None:
@@ -18,10 +18,11 @@ def check_slots(config: EngineConfig, model: ModelConfig) -> None:
     Raises:
       ConfigError
     """
-    tp, experts, more = config.tensor_parallel_size, model.num_experts, config.num_redundant_experts
-    if config.enable_eplb and any(layer.experts for layer in model.layers) and (experts + more) % tp:
+    devices = config.tensor_parallel_size * config.data_parallel_size
+    experts, more = model.num_experts, config.num_redundant_experts
+    if config.enable_eplb and any(layer.experts for layer in model.layers) and (experts + more) % devices:
         accepted = (
-            f"a number that makes the {experts} experts and their copies a multiple of the {tp} devices"
+            f"a number that makes the {experts} experts and their copies a multiple of the {devices} devices"
         )
         raise ConfigError("num_redundant_experts", more, accepted)
 
@@ -36,7 +37,7 @@ def with_slots(weights: Weights, mesh: Mesh, experts: int, more: int) -> Weights
 
     The experts lie as for even loads. A layer's former arrays are dropped before the next layer is copied.
     """
-    devices = mesh.shape[TP]
+    devices = mesh.size
     (placed,) = place_experts(np.ones((1, experts)), devices, (experts + more) // devices)
     everywhere = NamedSharding(mesh, PartitionSpec())
     source, move = place(placed, everywhere), None

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from jaxflow.engine.executor import Executor, Pending
+from jaxflow.engine.expert_balancer import ExpertBalancer
 from jaxflow.engine.expert_load import ExpertCounter
 from jaxflow.engine.layout import StepLayout, empty_buffer
 from jaxflow.engine.loop import InFlight, Inputs, Loop, Stats, first_ready, larger_layouts
@@ -41,7 +42,15 @@ class RankedLoop:
     the request's prompt that the rank's prefix cache has.
     """
 
-    def __init__(self, ranks: Sequence[Loop], executor: Executor, *, clock=time.monotonic):
+    def __init__(
+        self,
+        ranks: Sequence[Loop],
+        executor: Executor,
+        *,
+        eplb_step_interval: int | None = None,
+        clock=time.monotonic,
+    ):
+        """Return a loop. eplb_step_interval: see `Loop`."""
         self.ranks, self.executor = tuple(ranks), executor
         self._clock = clock
         # The last calls of `schedule`; None where no rank found work. Steps are enqueued one before they are read.
@@ -49,6 +58,9 @@ class RankedLoop:
         self._counts: collections.Counter[str] = collections.Counter()  # steps by plan
         self.log = StepLog()
         self.expert_counter = ExpertCounter(executor.expert_layers, len(self.ranks))
+        self.balancer: ExpertBalancer | None = None
+        if eplb_step_interval is not None:
+            self.balancer = ExpertBalancer(executor, self.expert_counter, eplb_step_interval)
         self.advances = 0  # steps enqueued plus steps read
 
     # ---- requests
@@ -134,6 +146,8 @@ class RankedLoop:
 
     def close(self) -> None:
         """End what runs concurrently, after the last step."""
+        if self.balancer is not None:
+            self.balancer.close()
 
     # ---- steps
 
@@ -147,6 +161,8 @@ class RankedLoop:
         )
         if before is not None:
             self._read(before)
+            if self.balancer is not None:
+                self.balancer.after_step()
         return [event for rank in self.ranks for event in rank.take_events()]
 
     def _enqueue(self, works: tuple[StepWork | None, ...]) -> RankedStep:

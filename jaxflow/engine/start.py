@@ -83,6 +83,7 @@ from jaxflow.parallel.mesh import (
     TP,
     axis_of,
     choose_platform,
+    expert_axis_of,
     is_here,
     make_rank_mesh,
     on_gpu,
@@ -589,11 +590,8 @@ def make_context(
     windows: tuple[Window, ...] | None = None,
 ) -> Context:
     """Return the constants of the steps of a model, or of one pipeline stage. windows: see `Context`."""
-    axis = axis_of(mesh)
-    spread = DP if ranks_of(mesh) > 1 else axis
-    return Context(
-        layers, kernels, axis, windows=windows, expert_axis=spread if config.enable_expert_parallel else None
-    )
+    spread = expert_axis_of(mesh) if config.enable_expert_parallel else None
+    return Context(layers, kernels, axis_of(mesh), windows=windows, expert_axis=spread)
 
 
 def _absent(config: EngineConfig, model: ModelConfig, mesh: Mesh, stage: Stage) -> Weights:
@@ -818,7 +816,9 @@ def make_ranked_loop(
         )
         for rank in range(executor.ranks)
     ]
-    return RankedLoop(ranks, executor)
+    return RankedLoop(
+        ranks, executor, eplb_step_interval=config.eplb_step_interval if config.enable_eplb else None
+    )
 
 
 def _scheduling(

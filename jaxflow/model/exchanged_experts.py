@@ -2,7 +2,8 @@
 
 A device sorts the rows of its tokens by expert, and sends the rows of each expert to the expert's device. The rows
 arrive where the grouped products read them: by expert, then by sender. The outputs go back in the same pieces. Device
-i of n holds the i-th E / n experts whole.
+i of n holds the i-th E / n experts whole. Where experts have copies, E counts slots, and an expert is the slot that
+the copy of a token's expert lies in.
 """
 
 import dataclasses
@@ -31,12 +32,11 @@ class ReceivedRows:
     back: Pieces
 
 
-def list_sent(c: Context, experts: Int[Array, "t e"], is_token: Bool[Array, " t"] | None) -> Groups:
+def list_sent(experts: Int[Array, "t e"], number: int, is_token: Bool[Array, " t"] | None) -> Groups:
     """Return the pairs of this device's tokens, sorted by expert. Pairs of padding are not sent.
 
-    is_token: False for padding; None without padding.
+    number: of all experts. is_token: False for padding; None without padding.
     """
-    number = c.config.num_experts
     if is_token is None:
         return list_groups(experts, number)
     experts = jnp.where(is_token[:, None], experts, number)

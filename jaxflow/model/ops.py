@@ -526,15 +526,23 @@ def router(
     by `jaxflow.model.sigmoid_router`. A token goes to one copy of an expert (`jaxflow.model.expert_copies`).
     Between data-parallel ranks the groups are those of `jaxflow.model.exchanged_experts`.
     """
-    experts, weights = _choose(c, w, h)
+    chosen, weights = _choose(c, w, h)
+    experts, logical = chosen, None
+    if has_copies(w):
+        assert batch is not None, "copies of experts need the step's tokens"
+        experts = choose_copies(w, chosen, batch.token_ids[start:stop], batch.positions[start:stop])
+        logical = chosen
     if c.exchanges_tokens:
         is_token = None if batch is None else batch.is_token[start:stop]
-        return Routing(experts, weights, list_sent(c, experts, is_token))
-    if not has_copies(w):
-        return Routing(experts, weights, _groups(c, w, experts))
-    assert batch is not None, "copies of experts need the step's tokens"
-    slots = choose_copies(w, experts, batch.token_ids[start:stop], batch.positions[start:stop])
-    return Routing(slots, weights, _groups(c, w, slots), experts)
+        groups = list_sent(experts, _num_held(c, w), is_token)
+    else:
+        groups = _groups(c, w, experts)
+    return Routing(experts, weights, groups, logical)
+
+
+def _num_held(c: Context, w: Weights) -> int:
+    """Return the number of experts that all devices hold together: of slots where experts have copies."""
+    return w[EXPERT_OF_SLOT].shape[0] if has_copies(w) else c.config.num_experts
 
 
 def _choose(c: Context, w: Weights, h: Float[Array, "t D"]) -> tuple[Int[Array, "t e"], Float[Array, "t e"]]:
@@ -554,7 +562,7 @@ def _groups(c: Context, w: Weights, experts: Int[Array, "t e"]) -> Groups:
 
     Where experts have copies, these are slots.
     """
-    number = w[EXPERT_OF_SLOT].shape[0] if has_copies(w) else c.config.num_experts
+    number = _num_held(c, w)
     if c.expert_axis is None:
         return c.kernels.list_groups(experts, number)
     count = number // lax.axis_size(c.expert_axis)

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.stages import Wrapped
 from jaxtyping import Array, Int, UInt
 
-from jaxflow.parallel.mesh import TP, axis_of, over_shards, sharded
+from jaxflow.parallel.mesh import expert_axis_of, over_ranks, over_shards, sharded
 
 REPLICATED = PartitionSpec()
 
@@ -27,7 +27,7 @@ def move_slots(mesh: Mesh, specs: Any) -> Wrapped:
 
     specs: the `PartitionSpec` of each array.
     """
-    axis = axis_of(mesh)
+    axis = expert_axis_of(mesh)
 
     def run(old: Any, source: Int[Array, " S"]) -> tuple[Any, Array, Array]:
         if axis is None:
@@ -36,9 +36,10 @@ def move_slots(mesh: Mesh, specs: Any) -> Wrapped:
             new = _moved(old, source, axis)
         return new, digests(old), digests(new)
 
-    out = specs, PartitionSpec(TP), PartitionSpec(TP)
+    taken, out = (specs, REPLICATED), (specs, PartitionSpec(axis), PartitionSpec(axis))
     placed = jax.tree.map(functools.partial(sharded, mesh), out)
-    return jax.jit(over_shards(run, mesh, (specs, REPLICATED), out), out_shardings=placed)
+    over_tp = over_shards(run, mesh, taken, out)
+    return jax.jit(over_ranks(over_tp, mesh, taken, out), out_shardings=placed)
 
 
 def _moved(old: Any, source: Int[Array, " S"], axis: str) -> Any:

@@ -95,6 +95,11 @@ def axis_of(mesh: Mesh) -> str | None:
     return TP if mesh.shape[TP] > 1 else None
 
 
+def expert_axis_of(mesh: Mesh) -> str | None:
+    """Return the axis that experts are spread over whole: of the ranks if there are several. None on one device."""
+    return DP if ranks_of(mesh) > 1 else axis_of(mesh)
+
+
 def place(array: np.ndarray | np.generic, sharding: NamedSharding) -> jax.Array:
     """Return a host array on the devices of a sharding. Of several processes, each has the array and copies its part.
 

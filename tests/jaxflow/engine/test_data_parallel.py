@@ -294,7 +294,6 @@ def test_a_served_model_compiles_nothing_and_answers_as_one_device():
         ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
         ({"coordinator": "auto"}, "coordinator"),
-        ({"enable_eplb": True}, "enable_eplb"),
         ({"attention_spans": "spans.json"}, "attention_spans"),
         ({"kv_offloading_size": 1.0}, "kv_offloading_size"),
         ({"batch_tpot_ms": 50.0}, "batch_tpot_ms"),

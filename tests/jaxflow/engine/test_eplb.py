@@ -20,26 +20,28 @@ from jaxflow.config import ConfigError, EngineConfig
 from jaxflow.engine.expert_balancer import DamagedExpert, MovedLayer
 from jaxflow.engine.expert_slots import source_slots
 from jaxflow.engine.loop import Loop
-from jaxflow.engine.start import choose_plans, make_executor, make_loop, resolve
+from jaxflow.engine.ranked_loop import RankedLoop
+from jaxflow.engine.start import choose_plans, make_executor, make_loop, make_ranked_loop, resolve
 from jaxflow.llm import LLM
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.expert_copies import choose_copies, copy_map
 from jaxflow.model.expert_placement import place_experts
 from jaxflow.parallel.expert_moves import digests, move_slots
-from jaxflow.parallel.mesh import TP, make_mesh, place, sharded
+from jaxflow.parallel.mesh import DP, TP, make_mesh, make_rank_mesh, place, sharded
 from jaxflow.request import SamplingParams
 
 
-def engine(model: str, devices: int, more: int | None, interval: int = 2) -> Loop:
-    """Return an engine with experts over devices. more: the copies; None: experts that stay."""
+def engine(model: str, devices: int, more: int | None, *, ranks: int = 1) -> Loop | RankedLoop:
+    """Return an engine with experts over the devices of each rank. more: the copies; None: experts that stay."""
     settings = EngineConfig(
         model=str(paths.MODELS / model),
         block_size=16,
         tensor_parallel_size=devices,
+        data_parallel_size=ranks,
         enable_expert_parallel=True,
         enable_eplb=more is not None,
         num_redundant_experts=more or 0,
-        eplb_step_interval=interval,
+        eplb_step_interval=2,
         max_num_batched_tokens=ONE_SIZE,
         max_num_seqs=8,
         num_kv_pages=96,
@@ -49,7 +51,8 @@ def engine(model: str, devices: int, more: int | None, interval: int = 2) -> Loo
     config = resolve(settings, checkpoint.model_config)
     made = make_executor(config, checkpoint, choose_plans(config, checkpoint.model_config), progress=False)
     compile_on_use(made)
-    return make_loop(config, checkpoint.model_config, made)
+    make = make_loop if ranks == 1 else make_ranked_loop
+    return make(config, checkpoint.model_config, made)
 
 
 @pytest.mark.parametrize(("devices", "more"), [(1, 3), (2, 0), (4, 4)])
@@ -61,12 +64,24 @@ def test_goldens_while_experts_move(devices, more, goldens):
     running.close()
 
 
-def test_all_tokens_to_one_device(goldens):
+@pytest.mark.parametrize(("ranks", "more"), [(2, 0), (4, 4)])
+def test_goldens_of_ranks_while_experts_move(ranks, more, goldens):
+    """The experts are placed by the tokens of all ranks."""
+    golden, running = goldens("tiny-qwen3_moe"), engine("tiny-qwen3_moe", 1, more, ranks=ranks)
+    check(golden, toy.run(running, requests(golden)))
+    assert isinstance(running, RankedLoop) and running.balancer is not None
+    assert running.balancer.placements > 1 and running.balancer.moved_slots
+    assert running.executor.placed is not None and running.executor.placed.shape[1] == 8 + more
+    running.close()
+
+
+@pytest.mark.parametrize(("devices", "ranks"), [(4, 1), (1, 4)])
+def test_all_tokens_to_one_device(devices, ranks, goldens):
     """The router prefers the same experts for all tokens, so that most devices get no token at first."""
     golden = goldens("tiny-gpt_oss")
     results = []
     for more in (None, 4):
-        running = engine("tiny-gpt_oss", 4, more)
+        running = engine("tiny-gpt_oss", devices, more, ranks=ranks)
         layers = running.executor.weights["layers"]
         for layer in layers:
             bias = np.zeros(layer["router_bias"].shape, np.float32)
@@ -107,15 +122,15 @@ def test_a_server_compiles_nothing_while_experts_move():
         assert llm.driver.stats().compilations_after_warmup == 0
 
 
-@pytest.mark.parametrize("devices", [1, 2, 4])
-def test_new_slots_hold_copies_of_the_old_slots(devices):
-    rng, mesh = np.random.default_rng(0), make_mesh(devices)
+@pytest.mark.parametrize(("devices", "axis"), [(1, TP), (2, TP), (4, TP), (4, DP)])
+def test_new_slots_hold_copies_of_the_old_slots(devices, axis):
+    rng, mesh = np.random.default_rng(0), make_mesh(devices) if axis == TP else make_rank_mesh(devices)
     old = {
         "bfloat16": rng.normal(size=(8, 3, 5)).astype(jnp.bfloat16),
         "float32": rng.normal(size=(8, 7)).astype(np.float32),
         "e4m3": rng.normal(size=(8, 2)).astype(jnp.float8_e4m3fn),
     }
-    specs = dict.fromkeys(old, PartitionSpec(TP))
+    specs = dict.fromkeys(old, PartitionSpec(axis))
     source = rng.integers(0, 8, 12).astype(np.int32)
     given_arrays = {name: jax.device_put(array, sharded(mesh, specs[name])) for name, array in old.items()}
     new, before, after = move_slots(mesh, specs)(given_arrays, place(source, sharded(mesh, PartitionSpec())))
@@ -188,6 +203,10 @@ def test_an_expert_that_stays_is_copied_from_its_own_slot():
         ({"enable_eplb": False}, "num_redundant_experts=2 is not supported: 0 without enable_eplb"),
         ({"num_redundant_experts": -2}, "num_redundant_experts=-2"),
         ({"num_redundant_experts": 3}, "num_redundant_experts=3 is not supported: a number that makes the 8"),
+        (
+            {"num_redundant_experts": 3, "tensor_parallel_size": 1, "data_parallel_size": 2},
+            "num_redundant_experts=3 is not supported: a number that makes the 8",
+        ),
         ({"eplb_step_interval": 0}, "eplb_step_interval=0"),
     ],
 )

@@ -44,7 +44,7 @@ def exchanged(devices: int, align: int):
 
     def run(w, h, experts, shares, is_token):
         c = Context(CONFIG, kernels, expert_axis=TP)
-        routing = Routing(experts, shares, list_sent(c, experts, is_token))
+        routing = Routing(experts, shares, list_sent(experts, c.config.num_experts, is_token))
         rows = ops.expert_up_gate(Site(c, w), h, routing)
         return ops.expert_down(Site(c, w), rows, routing)
 
