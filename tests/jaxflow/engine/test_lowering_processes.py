@@ -29,7 +29,7 @@ from jaxflow.engine.executor import Executor
 from jaxflow.engine.known_starts import KnownStarts
 from jaxflow.engine.lowered_cache import LoweredPrograms
 from jaxflow.engine.lowering_processes import Description, LoweringProcesses, Wanted, number_of_processes
-from jaxflow.engine.start import choose_plans, make_loop, resolve, start_engine
+from jaxflow.engine.start import choose_plans, make_loop, make_ranked_loop, resolve, start_engine
 from jaxflow.engine.start_times import StartTimes
 from jaxflow.engine.weight_shapes import from_values, to_values
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
@@ -43,6 +43,10 @@ DEVICE = DeviceKind("cpu", "cpu")
 SETTINGS = EngineConfig(
     str(paths.MODELS / "tiny-llama"), block_size=16, max_num_batched_tokens=16, max_num_seqs=4, num_kv_pages=32,
     plan="sequential", step_sizes="16",
+)  # fmt: skip
+RANKS = dataclasses.replace(
+    SETTINGS, model=str(paths.MODELS / "tiny-mixtral"), data_parallel_size=2, enable_expert_parallel=True,
+    enable_eplb=True, num_redundant_experts=2,
 )  # fmt: skip
 ECHO = "import sys\nnext(sys.stdin), next(sys.stdin)\nfor line in sys.stdin:\n    "
 LLAMA = ModelConfig("llama", 32000, 1024, 8, 2, 128, 2816, (Layer(rope=Rope(1e4)),) * 2, 8192)
@@ -96,14 +100,18 @@ def drawn(config: EngineConfig) -> list[int]:
     engine = start_engine(config, checkpoint, progress=False)
     engine.driver.close()
     assert isinstance(engine.executor, Executor)
-    loop = make_loop(engine.config, checkpoint.model_config, engine.executor)
-    return toy.run(loop, [Request("a", list(range(3, 24)), toy.GREEDY)])["a"].tokens
+    make = make_loop if config.data_parallel_size == 1 else make_ranked_loop
+    loop = make(engine.config, checkpoint.model_config, engine.executor)
+    tokens = toy.run(loop, [Request("a", list(range(3, 24)), toy.GREEDY)])["a"].tokens
+    loop.close()
+    return tokens
 
 
-def test_an_engine_reads_what_a_process_lowered(tmp_path, cache, monkeypatch, caplog):
+@pytest.mark.parametrize("settings", [SETTINGS, RANKS], ids=["one device", "ranks with moving experts"])
+def test_an_engine_reads_what_a_process_lowered(settings, tmp_path, cache, monkeypatch, caplog):
     cache(str(tmp_path))
     cache_folder = tmp_path / "lowered"
-    alone = drawn(dataclasses.replace(SETTINGS, compilation_cache_dir=""))
+    alone = drawn(dataclasses.replace(settings, compilation_cache_dir=""))
     by_engine = sorted(path.name for path in cache_folder.iterdir())
     for path in cache_folder.iterdir():
         path.unlink()
@@ -117,18 +125,18 @@ def test_an_engine_reads_what_a_process_lowered(tmp_path, cache, monkeypatch, ca
 
     monkeypatch.setattr(LoweredPrograms, "keep", record)
     with caplog.at_level(logging.WARNING):
-        assert drawn(dataclasses.replace(SETTINGS, lowering_processes=1)) == alone
+        assert drawn(dataclasses.replace(settings, lowering_processes=1)) == alone
     by_process = sorted(path.name for path in cache_folder.iterdir() if path.suffix != ".starts")
     assert by_process == by_engine and not caplog.records
     # Programs of a few milliseconds, and those that a CPU needs later.
     assert (
         {"append_pages"}
         <= set(lowered_here)
-        <= {"append_pages", "set_slot", "count_tokens", "full", "prompt"}
+        <= {"append_pages", "set_slot", "count_tokens", "move_experts", "full", "prompt"}
     )
-    model = open_checkpoint(SETTINGS.model).model_config
+    model = open_checkpoint(settings.model).model_config
     for pages, known in ((32, True), (33, False)):
-        config = resolve(dataclasses.replace(SETTINGS, lowering_processes=1, num_kv_pages=pages), model)
+        config = resolve(dataclasses.replace(settings, lowering_processes=1, num_kv_pages=pages), model)
         with start._lowering(config, model, choose_plans(config, model)) as lowering:
             assert lowering is not None and lowering.started != known
 
