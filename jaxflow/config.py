@@ -317,9 +317,9 @@ class EngineConfig:
     )
     quantization: str | None = _setting(
         None,
-        "Quantization at load: fp8 (e4m3 weights and activations), int4 (weights in groups of 64) or mxfp4 (the "
-        "experts of gpt-oss stay in the checkpoint's 4 bits). Default: the format of the checkpoint, but experts in "
-        "MXFP4 become 16 bits.",
+        "Quantization at load: fp8 (e4m3 weights and activations), int4 (weights in groups of 64, experts too) or "
+        "mxfp4 (the experts of gpt-oss stay in the checkpoint's 4 bits). Default: the format of the checkpoint, but "
+        "experts in MXFP4 become 16 bits.",
     )
     kv_cache_dtype: str = _setting(
         "auto",

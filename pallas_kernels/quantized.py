@@ -45,6 +45,7 @@ class Int4(NamedTuple):
         return (*self.packed.shape[:-1], 2 * self.packed.shape[-1])
 
 
+EXPERT_INT4_GROUPS = (64, 128)  # columns of an ExpertInt4 weight with one scale and one zero
 MXFP4_GROUP = 32  # columns of an Mxfp4 weight with one scale
 
 
@@ -63,4 +64,25 @@ class Mxfp4(NamedTuple):
         return (*self.packed.shape[:-1], 2 * self.packed.shape[-1])
 
 
-FORMATS = (Quantized, Int4, Mxfp4)
+class ExpertInt4(NamedTuple):
+    """Weights of experts in 4 bits: the true value is `nibble * scale + zero`.
+
+    The format is `pallas_kernels.gemm.grouped.int4_format`. packed: uint8 [E, N, K / 2], each 64 columns in the order
+    of `Int4`. factors: bfloat16 [E, K / group, N, 2], the scale and the zero of each group of 64 or 128 columns. The
+    rows of a group follow each other, so that a kernel copies the factors of its columns alone.
+    """
+
+    packed: Array
+    factors: Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.packed.shape[:-1], 2 * self.packed.shape[-1])
+
+    @property
+    def group(self) -> int:
+        """Return the columns with one scale and one zero."""
+        return 2 * self.packed.shape[-1] // self.factors.shape[1]
+
+
+FORMATS = (Quantized, Int4, Mxfp4, ExpertInt4)

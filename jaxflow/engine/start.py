@@ -553,7 +553,6 @@ def _make_stages(
 
 def _load(config: EngineConfig, checkpoint: Checkpoint, mesh: Mesh, stage: Stage, progress: bool) -> Weights:
     """Return the weights of a stage on its devices."""
-    quantization = config.quantization
     weights = checkpoint.load(
         config.dtype,
         mesh,
@@ -566,9 +565,6 @@ def _load(config: EngineConfig, checkpoint: Checkpoint, mesh: Mesh, stage: Stage
     if config.enable_eplb:
         experts = checkpoint.model_config.num_experts
         weights = with_slots(weights, mesh, experts, config.num_redundant_experts)
-    mixture = any(layer.experts for layer in checkpoint.model_config.layers)
-    if mixture and quantization == "int4" and stage.embeds:
-        log.info("quantization: %s attention and dense MLPs; experts stay in %s", quantization, config.dtype)
     return weights
 
 

@@ -115,10 +115,8 @@ class Widths:
 
     @property
     def experts(self) -> float:
-        """Return the bytes of an element of the experts: fp8 affects experts, int4 does not."""
-        if self.expert_weights is not None:
-            return self.expert_weights
-        return self.weights if self.weights >= 1 else self.wide_weights
+        """Return the bytes of an element of the experts."""
+        return self.weights if self.expert_weights is None else self.expert_weights
 
 
 BFLOAT16 = Widths()

@@ -11,16 +11,17 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxflow.parallel.mesh import DP, TP, sharded
+from pallas_kernels.gemm.grouped.int4_format import quantize_experts
 from pallas_kernels.gemm.grouped.mxfp4_format import quantize_mxfp4
 from pallas_kernels.gemm.int4.reference import quantize_int4
 from pallas_kernels.pointwise.quantize.reference import quantize_rows
-from pallas_kernels.quantized import GROUP, MXFP4_GROUP, Int4, Mxfp4, Quantized
+from pallas_kernels.quantized import GROUP, MXFP4_GROUP, ExpertInt4, Int4, Mxfp4, Quantized
 
 Init = Literal["matrix", "norm", "zero", "one"]
 QUANTIZED = ("qkv", "out_proj", "up_gate", "down")  # the matrices that fp8 and int4 affect
-QUANTIZED_EXPERTS = ("expert_up_gate", "expert_down")  # the matrices of experts, which fp8 and mxfp4 affect
-AFFECTED = {"fp8": (*QUANTIZED, *QUANTIZED_EXPERTS), "int4": QUANTIZED, "mxfp4": QUANTIZED_EXPERTS}
-_QUANTIZE = {"fp8": quantize_rows, "int4": quantize_int4, "mxfp4": quantize_mxfp4}
+QUANTIZED_EXPERTS = ("expert_up_gate", "expert_down")  # the matrices of experts, which all formats affect
+_ALL = (*QUANTIZED, *QUANTIZED_EXPERTS)
+AFFECTED = {"fp8": _ALL, "int4": _ALL, "mxfp4": QUANTIZED_EXPERTS}
 TENSOR_PARALLEL_AXIS = {
     "embed": 0,
     "lm_head": 0,
@@ -62,7 +63,8 @@ class Leaf:
     Attributes:
       init: the values of dummy weights.
       rows: the index of each row in the leaf of one device; None: the same rows.
-      quantization: `fp8` makes a `Quantized` of the leaf, `int4` an `Int4`, `mxfp4` an `Mxfp4`.
+      quantization: `fp8` makes a `Quantized` of the leaf, `int4` an `Int4` or for experts an `ExpertInt4`,
+        `mxfp4` an `Mxfp4`.
       filled: the shape without padding by zeros; None: no padding.
       scale: the scales of the rows in an e4m3 checkpoint.
       whole_experts: the first axis counts experts, and each device holds some of them whole.
@@ -101,9 +103,12 @@ class Leaf:
         if self.quantization == "fp8":
             return Quantized(struct(self.shape, jnp.float8_e4m3fn), struct(self.shape[:-1], jnp.float32))
         if self.quantization == "int4":
-            n, k = self.shape
-            factor = struct((n, k // GROUP), jnp.bfloat16)
-            return Int4(struct((n, k // 2), jnp.uint8), factor, factor)
+            *experts, n, k = self.shape
+            packed, groups = struct((*experts, n, k // 2), jnp.uint8), k // GROUP
+            if experts:
+                return ExpertInt4(packed, struct((*experts, groups, n, 2), jnp.bfloat16))
+            factor = struct((n, groups), jnp.bfloat16)
+            return Int4(packed, factor, factor)
         if self.quantization == "mxfp4":
             *rows, k = self.shape
             return Mxfp4(*(struct((*rows, k // per), jnp.uint8) for per in (2, MXFP4_GROUP)))
@@ -122,7 +127,16 @@ def _specs(spec: Any, quantization: str | None, rank: int) -> Any:
         return Quantized(spec, PartitionSpec(*spec[: rank - 1]))  # pyright: ignore[reportArgumentType]
     if quantization == "mxfp4":
         return Mxfp4(spec, spec)
+    if quantization == "int4" and rank == 3:
+        experts, rows, columns = (*spec, *[None] * (rank - len(spec)))
+        return ExpertInt4(spec, PartitionSpec(experts, columns, rows))  # pyright: ignore[reportArgumentType]
     return Int4(spec, spec, spec) if quantization == "int4" else spec
+
+
+def _quantize(quantization: str, rank: int) -> Callable[[jax.Array], Any]:
+    """Return the function that makes the arrays of a format of a matrix, or of the matrices of all experts."""
+    int4 = quantize_int4 if rank == 2 else quantize_experts
+    return {"fp8": quantize_rows, "int4": int4, "mxfp4": quantize_mxfp4}[quantization]
 
 
 def assemble(leaf: Leaf, read: Callable[[str], np.ndarray], dtype: Any) -> np.ndarray:
@@ -208,7 +222,7 @@ def shard_maker(
     return functools.cache(make)
 
 
-def quantize_leaf(leaf: Leaf, array: jax.Array, mesh: Mesh | None) -> Quantized | Int4 | Mxfp4:
+def quantize_leaf(leaf: Leaf, array: jax.Array, mesh: Mesh | None) -> Quantized | Int4 | Mxfp4 | ExpertInt4:
     """Return a leaf's unquantized array in quantized form, computed on the devices that hold it."""
     assert leaf.quantization is not None
     return _quantize_placed(leaf.spec, leaf.quantization, len(leaf.shape), mesh)(array)
@@ -220,7 +234,7 @@ def _quantize_placed(
 ) -> Callable[[jax.Array], Any]:
     specs = _specs(spec, quantization, rank)
     placed = None if mesh is None else jax.tree.map(functools.partial(sharded, mesh), specs)
-    return jax.jit(_QUANTIZE[quantization], out_shardings=placed)
+    return jax.jit(_quantize(quantization, rank), out_shardings=placed)
 
 
 def draw(seeds: jax.Array, leaf: Leaf, norm: float, dtype: Any) -> Any:
@@ -229,7 +243,7 @@ def draw(seeds: jax.Array, leaf: Leaf, norm: float, dtype: Any) -> Any:
     seeds: uint32 [2]. norm: the value of norm scales.
     """
     array = _drawn(seeds, leaf, norm).astype(leaf.dtype(dtype))
-    return array if leaf.quantization is None else _QUANTIZE[leaf.quantization](array)
+    return array if leaf.quantization is None else _quantize(leaf.quantization, len(leaf.shape))(array)
 
 
 def _drawn(seeds: jax.Array, leaf: Leaf, norm: float) -> jax.Array:

@@ -27,6 +27,7 @@ from jaxflow.model.op_registry import Context, Site
 from jaxflow.model.weight_spec import QUANTIZED_EXPERTS
 from pallas_kernels.gemm.dense.api import dense_gemm
 from pallas_kernels.gemm.grouped import api, groups, padded, reference, swapped
+from pallas_kernels.gemm.grouped.int4_format import quantize_experts
 from pallas_kernels.gemm.grouped.mxfp4_format import quantize_mxfp4
 from pallas_kernels.gemm.grouped.routings import draw_routing
 from pallas_kernels.gemm.reference import finish
@@ -35,6 +36,7 @@ from pallas_kernels.measure.peaks import Least
 from pallas_kernels.measure.timing import looped
 from pallas_kernels.pointwise.quantize import api as quantize_api
 from pallas_kernels.pointwise.quantize.reference import quantize_rows
+from pallas_kernels.quantized import GROUP
 
 MODELS = ("qwen3-30b-a3b", "mixtral-8x7b")
 GPT_OSS = "gpt-oss-20b"
@@ -42,6 +44,7 @@ TOKENS = (64, 1, 2048, 256, 8)
 ZIPF = {"even": 0.0, "zipf 1.2": 1.2}
 MOSAIC = {"swapped": swapped, "tiles of 128": padded}
 STREAM_BYTES_PER_S = 4.5e12  # measured reads of an H200
+INT4_BYTES = 1 / 2 + 4 / GROUP  # a scale and a zero have two bytes each
 FEW = 64  # tokens up to which XLA's ragged product runs
 
 
@@ -112,6 +115,17 @@ def _e4m3(gates: dict[str, Any], x: tuple, w: dict[str, Any]) -> jax.Array:
 def _dense(gates: dict[str, Any], x: tuple, w: dict[str, jax.Array]) -> jax.Array:
     """Return both products of as many rows with the weight of one expert."""
     return dense_gemm(dense_gemm(x[0], w["expert_up_gate"][0], **gates), w["expert_down"][0])
+
+
+@functools.cache
+def _int4_weights(model: str) -> dict[str, Any]:
+    """Return the experts' weights in int4, one expert at a time, to save memory."""
+    own = _weights(model)
+
+    def one(w: jax.Array) -> Any:
+        return jax.tree.map(lambda part: part[0], quantize_experts(w[None]))
+
+    return {name: jax.jit(functools.partial(lax.map, one))(own[name]) for name in QUANTIZED_EXPERTS}
 
 
 @functools.cache
@@ -195,6 +209,17 @@ def _e4m3_products(model: str, tokens: int, zipf: float) -> dict[str, Implementa
     }
 
 
+def _int4_products(model: str, tokens: int, zipf: float) -> dict[str, Implementation]:
+    """Prepare both products in int4, and as a rival in bfloat16. The ratio is that of times."""
+    calls, wide = _calls(model, tokens, zipf), _weights(model)
+    ours = functools.partial(_grouped, api.grouped_gemm)
+    one = functools.partial(calls.program, work=calls.elements)
+    return {
+        "int4": one(ours, api.list_groups, _int4_weights(model), element_bytes=INT4_BYTES),
+        "bfloat16": one(ours, api.list_groups, wide),
+    }
+
+
 def _mxfp4_products(tokens: int, zipf: float) -> dict[str, Implementation]:
     """Prepare both products of gpt-oss in MXFP4, and as rivals in bfloat16. Ratios are those of times."""
     calls, wide = _calls(GPT_OSS, tokens, zipf), _weights(GPT_OSS)
@@ -264,6 +289,14 @@ GROUPS = (
                 f"{model} T {tokens} {name} fp8",
                 functools.partial(_e4m3_products, model, tokens, zipf),
                 rate=0.85 * STREAM_BYTES_PER_S if tokens == 64 else None,
+            )
+            for tokens in TOKENS
+            for model in MODELS
+            for name, zipf in ZIPF.items()
+        )
+        + tuple(
+            KernelCase(
+                f"{model} T {tokens} {name} int4", functools.partial(_int4_products, model, tokens, zipf)
             )
             for tokens in TOKENS
             for model in MODELS

@@ -2,7 +2,7 @@
 
 `swapped` has tiles of 8 to 144 rows, and reads an expert's weight once if its rows fit one tile. `padded` has
 tiles of 128 rows, and is faster for experts of several tiles (docs/kernels.md). `swapped` also takes e4m3, and a
-weight in MXFP4.
+weight in MXFP4 or int4.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from pallas_kernels.gemm.grouped import padded, reference, swapped
 from pallas_kernels.gemm.grouped.groups import Groups, HeldExperts
 from pallas_kernels.gemm.grouped.tiles import TALLEST
 from pallas_kernels.gemm.reference import CLAMPED_SWIGLU
-from pallas_kernels.quantized import Mxfp4, Quantized
+from pallas_kernels.quantized import ExpertInt4, Mxfp4, Quantized
 
 
 def list_groups(experts: jax.Array, num_experts: int, held: HeldExperts | None = None) -> Groups:
@@ -27,7 +27,7 @@ def list_groups(experts: jax.Array, num_experts: int, held: HeldExperts | None =
 
 def grouped_gemm(
     x: jax.Array | Quantized,
-    w: jax.Array | Quantized | Mxfp4,
+    w: jax.Array | Quantized | Mxfp4 | ExpertInt4,
     groups: Groups,
     *,
     bias: jax.Array | None = None,
@@ -43,8 +43,8 @@ def grouped_gemm(
     Args:
       x: [M, K] bfloat16, rows in the order of `groups`; or e4m3 with scales [M].
       w: [E, N, K] bfloat16; or e4m3 with scales [E, N]. XLA computes the product if N or K is not a multiple of
-        64, or of 128 in e4m3. Or `Mxfp4`: the numbers go to bfloat16 in registers, or by XLA where
-        `pallas_kernels.gemm.grouped.tiles.supports_mxfp4` is False.
+        64, or of 128 in e4m3. Or `Mxfp4` or `ExpertInt4`: the numbers go to bfloat16 in registers, or by XLA
+        where `supports_mxfp4` or `supports_int4` of `pallas_kernels.gemm.grouped.tiles` is False.
       groups: from `list_groups`, which chose the kernel.
       bias: [E, N], or None. XLA computes the epilogue with a bias or with clamped_swiglu, after the product.
       activation: silu, gelu_tanh, relu, clamped_swiglu or None.
@@ -58,7 +58,7 @@ def grouped_gemm(
       ValueError: for a shape, dtype, activation or sms outside the limits.
     """
     product: Callable[..., jax.Array] = swapped.grouped_gemm
-    if groups.align == padded.ROWS and not isinstance(w, Quantized | Mxfp4):
+    if groups.align == padded.ROWS and not isinstance(w, Quantized | Mxfp4 | ExpertInt4):
         product = padded.grouped_gemm
     if bias is None and activation != CLAMPED_SWIGLU:
         return product(

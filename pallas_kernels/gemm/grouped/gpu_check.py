@@ -1,6 +1,6 @@
 """Check the expert products of a mixture-of-experts layer against float32 on a GPU, and time them.
 
-    python -m pallas_kernels.gemm.grouped.gpu_check [--seconds 0.6] [--only check,check_mxfp4,time,mxfp4] [--json FILE]
+    python -m pallas_kernels.gemm.grouped.gpu_check [--seconds 0.6] [--only check,check_mxfp4,check_int4,time,mxfp4,int4] [--json FILE]
 
 Both kernels run: `padded` with tiles of 128 rows, and `swapped` with a height by the mean rows of an expert. The
 comparisons are XLA's grouped product, and one dense product with the same number of rows. Errors are
@@ -8,6 +8,7 @@ comparisons are XLA's grouped product, and one dense product with the same numbe
 ones leave experts without a token.
 
 `check_mxfp4` compares the products of gpt-oss-20b's experts in MXFP4, and `mxfp4` times them next to bfloat16 ones.
+`check_int4` and `int4` do the same for int4, with Qwen3-30B-A3B's and Mixtral's experts.
 """
 
 import dataclasses
@@ -24,15 +25,16 @@ from pallas_kernels.gemm.dense.api import dense_gemm
 from pallas_kernels.gemm.grouped import api, padded, swapped
 from pallas_kernels.gemm.grouped import groups as expert_groups
 from pallas_kernels.gemm.grouped import reference as grouped_reference
+from pallas_kernels.gemm.grouped.int4_format import dequantize_experts, quantize_experts
 from pallas_kernels.gemm.grouped.mxfp4_format import dequantize_mxfp4, quantize_mxfp4
 from pallas_kernels.gemm.grouped.routings import draw_routing
-from pallas_kernels.gemm.grouped.tiles import mxfp4_tile
+from pallas_kernels.gemm.grouped.tiles import int4_tile, mxfp4_tile
 from pallas_kernels.measure import script
 from pallas_kernels.measure.inputs import poison_memory
 from pallas_kernels.measure.script import record
 from pallas_kernels.measure.timing import interleaved
 from pallas_kernels.pointwise.quantize.reference import dequantize, quantize_rows
-from pallas_kernels.quantized import Mxfp4, Quantized
+from pallas_kernels.quantized import EXPERT_INT4_GROUPS, ExpertInt4, Mxfp4, Quantized
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 MODELS = {  # experts, experts per token, {op: (N, K, block width of the gate)}
@@ -62,13 +64,15 @@ def gates_of(block: int | None) -> dict:
 def check(
     rows, rng, kernel, tokens, experts, chosen, n, k, block=None, sms=None, zipf=0.0, stored="bfloat16"
 ):
-    """Compare one product. stored: the format of the weight: bfloat16, e4m3 as are then the rows, or mxfp4."""
+    """Compare one product. stored: the format of the weight: bfloat16, e4m3 as are then the rows, mxfp4 or int4-64."""
     keys = jax.random.split(jax.random.key(rng.integers(2**31)), 2)
     x, w = normal(keys[0], (tokens, k)), normal(keys[1], (experts, n, k), k**-0.5)
     if stored == "e4m3":
         x, w = jax.jit(quantize_rows)(x), jax.jit(quantize_rows)(w)
     elif stored == "mxfp4":
         w = with_scales(keys[1], jax.jit(quantize_mxfp4)(w))
+    elif stored.startswith("int4"):
+        w = jax.jit(quantize_experts, static_argnums=1)(w, int(stored.removeprefix("int4-")))
     picked, module = routing(rng, tokens, experts, chosen, zipf), KERNELS[kernel]
     groups_of = jax.jit(functools.partial(module.list_groups, num_experts=experts))
 
@@ -109,8 +113,11 @@ def check(
 
 @jax.jit
 def rows_of(given, *at):
-    """Return rows of an array in any format in float32, or one expert's weight."""
-    return in_float32(jax.tree.map(lambda part: part[at], given))
+    """Return rows of an array in any format in float32, or the weight of one expert."""
+    taken = jax.tree.map(lambda part: part[at], given)
+    if isinstance(taken, ExpertInt4):
+        return in_float32(jax.tree.map(lambda part: part[None], taken))[0]
+    return in_float32(taken)
 
 
 @functools.partial(jax.jit, static_argnums=4)
@@ -129,6 +136,8 @@ def in_float32(given):
     """Return the float32 numbers of rows or of a weight in any format."""
     if isinstance(given, Mxfp4):
         return dequantize_mxfp4(given, F32)
+    if isinstance(given, ExpertInt4):
+        return dequantize_experts(given).astype(F32)  # the kernel multiplies numbers in bfloat16
     return dequantize(given) if isinstance(given, Quantized) else given.astype(F32)
 
 
@@ -176,6 +185,65 @@ def mxfp4_checks(rows):
     case(200, 72, 2, 14336, 4096, zipf=1.2)  # more than 2 ** 31 bytes of weights
 
 
+def int4_checks(rows):
+    case = functools.partial(check, rows, np.random.default_rng(time.time_ns()), "swapped")
+    for group in EXPERT_INT4_GROUPS:
+        own = functools.partial(case, stored=f"int4-{group}")
+        experts, chosen, ops = MODELS["qwen3-30b-a3b"]
+        for tokens in (1, 64, 256, 700, 1536, 2048):  # tiles of 8 to 144 rows
+            for n, k, block in ops.values():
+                own(tokens, experts, chosen, n, k, block, zipf=1.2 if tokens == 256 else 0.0)
+        for tokens in (8, 512):
+            for n, k, block in MODELS["mixtral-8x7b"][2].values():
+                own(tokens, 8, 2, n, k, block)
+        own(64, 128, 8, 2048, 384)  # a share of two devices
+        own(64, 8, 2, 3584, 4096, 16, sms=28)
+    case(77, 5, 1, 320, 192, zipf=3.0, stored="int4-64")
+
+
+def int4_timings(rows, seconds):
+    """Time the products of experts in int4 with one and with two multiplying warpgroups, and in bfloat16."""
+    rng = np.random.default_rng(0)
+    for model, (experts, chosen, ops) in MODELS.items():
+        for op, (n, k, block) in ops.items():
+            wide = normal(jax.random.key(1), (experts, n, k), k**-0.5)
+            kept = jax.jit(quantize_experts)(wide)
+            for tokens in (1, 64, 256, 2048):
+                picked = routing(rng, tokens, experts, chosen)
+                xs = [normal(jax.random.key(2 + i), (tokens, k)) for i in range(4)]
+
+                def product(xs, w, picked, warpgroups=None, experts=experts, chosen=chosen, block=block):
+                    groups = api.list_groups(picked, experts)
+                    tile = int4_tile(groups.rows, warpgroups=warpgroups) if warpgroups else None
+                    way = functools.partial(swapped.grouped_gemm, tile=tile) if tile else api.grouped_gemm
+                    return [way(x[groups.pairs // chosen], w, groups, **gates_of(block)) for x in xs]
+
+                ways: dict[str, tuple] = {
+                    "bfloat16": (wide, None),
+                    "int4, 1": (kept, 1),
+                    "int4, 2": (kept, 2),
+                }
+                programs = {
+                    name: functools.partial(jax.jit(product, static_argnums=3), xs, w, picked, number)
+                    for name, (w, number) in ways.items()
+                }
+                record_products(rows, programs, ways, model, op, picked, experts, 2.0 * n * k, seconds)
+
+
+def record_products(rows, programs, ways, model, op, picked, experts, flop_a_pair, seconds):
+    """Time products of equal rows with weights in several formats, the first of which is the comparison.
+
+    ways: (weight, ...) by name. picked: the routing of the rows.
+    """
+    touched, flop = len(np.unique(np.asarray(picked))), flop_a_pair * picked.size
+    timed = interleaved(programs, calls=4, seconds=seconds)
+    for name, t in timed.items():
+        size = sum(part.nbytes for part in jax.tree.leaves(ways[name][0])) / experts
+        rates = {"tb_per_s": touched * size / t.us / 1e6, "tflops": flop / t.us / 1e6}
+        own = {"t": picked.shape[0], "touched": touched, "speedup": timed["bfloat16"].us / t.us}
+        record(rows, what=name, model=model, op=op, **own, **rates, **dataclasses.asdict(t))
+
+
 def mxfp4_timings(rows, seconds):
     """Time gpt-oss-20b's products in MXFP4 with one and with two multiplying warpgroups, and in bfloat16."""
     rng, (experts, chosen, ops) = np.random.default_rng(0), GPT_OSS
@@ -197,13 +265,7 @@ def mxfp4_timings(rows, seconds):
                 name: functools.partial(jax.jit(product, static_argnums=3), xs, w, picked, number)
                 for name, (w, number) in ways.items()
             }
-            touched = len(np.unique(np.asarray(picked)))
-            flop, timed = 2.0 * tokens * chosen * n * k, interleaved(programs, calls=len(xs), seconds=seconds)
-            for name, t in timed.items():
-                size = sum(part.nbytes for part in jax.tree.leaves(ways[name][0])) / experts
-                rates = {"tb_per_s": touched * size / t.us / 1e6, "tflops": flop / t.us / 1e6}
-                own = {"t": tokens, "touched": touched, "speedup": timed["bfloat16"].us / t.us}
-                record(rows, what=name, model="gpt-oss-20b", op=op, **own, **rates, **dataclasses.asdict(t))
+            record_products(rows, programs, ways, "gpt-oss-20b", op, picked, experts, 2.0 * n * k, seconds)
 
 
 def timings(rows, seconds):
@@ -256,7 +318,9 @@ if __name__ == "__main__":
         {
             "check": lambda rows, *_: checks(rows),
             "check_mxfp4": lambda rows, *_: mxfp4_checks(rows),
+            "check_int4": lambda rows, *_: int4_checks(rows),
             "time": lambda rows, _, seconds: timings(rows, seconds),
             "mxfp4": lambda rows, _, seconds: mxfp4_timings(rows, seconds),
+            "int4": lambda rows, _, seconds: int4_timings(rows, seconds),
         },
     )

@@ -10,6 +10,8 @@ sums in registers.
 A weight in MXFP4 goes from shared memory through registers (`mxfp4_operand`). The scales of a tile's rows are one
 piece of memory, since a row's scales may be too few for a copy of their own. So each tile has one copy of the scales
 of all its columns, into one of two buffers.
+
+A weight in int4 goes through registers, too (`int4_operand`). Its factors are copied with each stage.
 """
 
 import dataclasses
@@ -22,14 +24,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gemm.dense.epilogue import activate
 from pallas_kernels.gemm.fp8.epilogue import BY_COLUMN, BY_ROW, load
+from pallas_kernels.gemm.grouped import int4_operand, mxfp4_operand
+from pallas_kernels.gemm.grouped.int4_format import dequantize_experts
 from pallas_kernels.gemm.grouped.mxfp4_format import dequantize_mxfp4
-from pallas_kernels.gemm.grouped.mxfp4_operand import COLUMNS, SHIFT, WIDTH, operand
+from pallas_kernels.gemm.grouped.mxfp4_operand import COLUMNS, SHIFT, WIDTH
 from pallas_kernels.gemm.grouped.tiles import ALIGN, PART, GroupedTile
 from pallas_kernels.hopper.layouts import swizzled
-from pallas_kernels.quantized import Mxfp4
+from pallas_kernels.quantized import ExpertInt4, Mxfp4
 
 _STRIP = 16  # neighboring tiles of rows before the next columns
-_COPY_REGISTERS, _REGISTERS = 24, 240  # 24 + 2 · 240 = 3 · 168, the registers of the launch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +40,8 @@ class GroupedForm:
     """The parameters that the kernel is compiled for.
 
     n: rows of an expert's weight. gate_block: gates and ups alternate in blocks of so many rows, or None.
-    k: columns of a weight in MXFP4, or None. interpret: the kernel runs in the interpreter.
+    k: columns of a weight in MXFP4, or None. group: columns of a weight in int4 with one scale, or None.
+    interpret: the kernel runs in the interpreter.
     """
 
     tile: GroupedTile
@@ -45,7 +49,26 @@ class GroupedForm:
     activation: str | None
     gate_block: int | None
     k: int | None = None
+    group: int | None = None
     interpret: bool = False
+
+    @property
+    def packed(self) -> bool:
+        """Return whether a byte of the weight has two columns."""
+        return self.k is not None or self.group is not None
+
+    @property
+    def groups(self) -> int:
+        """Return the groups of a weight in int4 in a stage."""
+        return self.tile.depth // self.group if self.group else 0
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Return the registers of a thread that copies, and of one that multiplies, with two multiplying warpgroups.
+
+        40 + 2 · 232 = 24 + 2 · 240 = 3 · 168, the registers of the launch. The copies of int4 have more addresses.
+        """
+        return (40, 232) if self.group else (24, 240)
 
     @property
     def block(self) -> int:
@@ -81,28 +104,34 @@ def scratch(form: GroupedForm, dtype) -> dict:
     """Return the kernel's shared memory and barriers, for rows of x of a dtype."""
     tile, moved = form.tile, swizzled(dtype)
     weight = plgpu.SMEM((tile.stages, tile.columns, tile.depth), dtype, transforms=moved)
-    return (_mxfp4_scratch(form) if form.k else {"w_s": weight}) | {
+    copies = len(form.copies()) * (2 if form.group else 1) + 1
+    return (_packed_scratch(form) if form.packed else {"w_s": weight}) | {
         "x_s": plgpu.SMEM((tile.stages, tile.rows, tile.depth), dtype, transforms=moved),
         "o_s": plgpu.SMEM(
             (tile.warpgroups, 2, tile.box, 64), jnp.bfloat16, transforms=swizzled(jnp.bfloat16, form.width)
         ),
-        "full": plgpu.Barrier(num_arrivals=1 + len(form.copies()), num_barriers=tile.stages),
+        "full": plgpu.Barrier(num_arrivals=copies, num_barriers=tile.stages),
         "empty": plgpu.Barrier(num_arrivals=tile.warpgroups, num_barriers=tile.stages),
     }
 
 
-def _mxfp4_scratch(form: GroupedForm) -> dict:
-    """Return the shared memory and the barriers of a weight in MXFP4."""
-    tile, k = form.tile, form.k
-    assert k is not None
-    made = {
+def _packed_scratch(form: GroupedForm) -> dict:
+    """Return the shared memory and the barriers of a weight in MXFP4 or int4."""
+    tile = form.tile
+    made: dict[str, Any] = {
         "w_s": plgpu.SMEM(
             (tile.stages, tile.columns, tile.depth // 2), jnp.uint8, transforms=swizzled(jnp.uint8, WIDTH)
         ),
-        "f_s": plgpu.SMEM((2, tile.columns // 8, k // COLUMNS, 16), jnp.uint8),
-        "f_full": plgpu.Barrier(num_arrivals=len(form.copies()), num_barriers=2),
-        "f_empty": plgpu.Barrier(num_arrivals=tile.warpgroups, num_barriers=2),
     }
+    if form.k is not None:
+        made |= {
+            "f_s": plgpu.SMEM((2, tile.columns // 8, form.k // COLUMNS, 16), jnp.uint8),
+            "f_full": plgpu.Barrier(num_arrivals=len(form.copies()), num_barriers=2),
+            "f_empty": plgpu.Barrier(num_arrivals=tile.warpgroups, num_barriers=2),
+        }
+    else:
+        factors = (tile.stages, tile.columns // form.block, form.groups, 2 * form.block)
+        made["f_s"] = plgpu.SMEM(factors, jnp.bfloat16)
     if form.interpret:  # the interpreter has no operands in registers
         wide = (tile.warpgroups, PART, COLUMNS)
         made["wide_s"] = plgpu.SMEM(wide, jnp.bfloat16, transforms=swizzled(jnp.bfloat16))
@@ -113,9 +142,10 @@ def multiply(
     experts_ref, starts_ref, ends_ref, count_ref, x_ref, w_ref, *refs, form: GroupedForm, w_s, x_s, o_s, full,
     empty, f_s: Any = None, f_full: Any = None, f_empty: Any = None, wide_s: Any = None,
 ):  # fmt: skip
-    """Run the kernel. refs: the scales of x and w if these are e4m3, or of w in MXFP4, and the result."""
+    """Run the kernel. refs: the scales of x and w if these are e4m3, or of w in 4 bits, and the result."""
     *scales, o_ref = refs
-    of_tiles = _TileScales(scales.pop(), f_s, f_full, f_empty, wide_s) if form.k else None
+    of_tiles = _TileScales(scales.pop(), f_s, f_full, f_empty) if form.k else None
+    of_stages = _StageFactors(scales.pop(), f_s) if form.group else None
     tile, wg = form.tile, lax.axis_index("wg")
     worker, workers = lax.axis_index("worker"), lax.axis_size("worker")
     columns, steps = pl.cdiv(form.n, tile.columns), pl.cdiv(x_ref.shape[1], tile.depth)
@@ -146,8 +176,8 @@ def multiply(
     @pl.when(wg == tile.warpgroups)
     def _():
         if tile.warpgroups > 1:
-            plgpu.set_max_registers(_COPY_REGISTERS, action="decrease")
-        for_items(_copier(form, steps, x_ref, w_ref, x_s, w_s, full, empty, of_tiles))
+            plgpu.set_max_registers(form.registers[0], action="decrease")
+        for_items(_copier(form, steps, x_ref, w_ref, x_s, w_s, full, empty, of_tiles, of_stages))
 
         @pl.loop(jnp.maximum(mine * steps - tile.stages, 0), mine * steps)
         def _(step):  # the interpreter reports an arrival without a wait
@@ -162,29 +192,34 @@ def multiply(
     @pl.when(wg < tile.warpgroups)
     def _():
         if tile.warpgroups > 1:
-            plgpu.set_max_registers(_REGISTERS, action="increase")
-        for_items(_multiplier(form, steps, wg, x_s, w_s, o_s, o_ref, scales, full, empty, of_tiles))
+            plgpu.set_max_registers(form.registers[1], action="increase")
+        factors = of_tiles or of_stages
+        for_items(_multiplier(form, steps, wg, x_s, w_s, o_s, o_ref, scales, full, empty, factors, wide_s))
         plgpu.wait_smem_to_gmem(0)
 
 
 @dataclasses.dataclass(frozen=True)
 class _TileScales:
-    """The scales of a weight in MXFP4: in memory, in two buffers of shared memory, and their barriers.
-
-    wide: shared memory for the weight in bfloat16, in the interpreter.
-    """
+    """The scales of a weight in MXFP4: in memory, in two buffers of shared memory, and their barriers."""
 
     memory: Any
     buffers: Any
     full: Any
     empty: Any
-    wide: Any
 
 
-def _copier(form, steps, x_ref, w_ref, x_s, w_s, full, empty, of_tiles):
+@dataclasses.dataclass(frozen=True)
+class _StageFactors:
+    """The factors of a weight in int4: in memory, and in the stages of shared memory."""
+
+    memory: Any
+    buffers: Any
+
+
+def _copier(form, steps, x_ref, w_ref, x_s, w_s, full, empty, of_tiles, of_stages):
     """Return the copies of an item: the operands of every k step, ahead by the number of stages."""
     tile, stages = form.tile, jnp.int32(form.tile.stages)
-    deep = tile.depth // 2 if form.k else tile.depth  # elements of the weight's row in a stage
+    deep = tile.depth // 2 if form.packed else tile.depth  # elements of the weight's row in a stage
 
     def visit(i, expert, start, _, column):
         base = expert * form.n + column * tile.columns
@@ -220,6 +255,18 @@ def _copier(form, steps, x_ref, w_ref, x_s, w_s, full, empty, of_tiles):
                 plgpu.copy_gmem_to_smem(
                     w_ref.at[rows, columns], w_s.at[slot, pl.ds(to, form.block)], full.at[slot]
                 )
+                if of_stages is not None:
+                    # For rows past the expert others. Their columns are not stored.
+                    first = jnp.minimum(column * tile.columns + row, form.n - form.block)
+                    groups = of_stages.memory.shape[0] * form.n // w_ref.shape[0]  # of an expert
+                    plgpu.copy_gmem_to_smem(
+                        of_stages.memory.at[
+                            pl.ds(expert * groups + step * form.groups, form.groups),
+                            pl.ds(2 * first, 2 * form.block),
+                        ],
+                        of_stages.buffers.at[slot, to // form.block],
+                        full.at[slot],
+                    )
             plgpu.copy_gmem_to_smem(x_ref.at[pl.ds(start, tile.rows), at], x_s.at[slot], full.at[slot])
 
         lax.fori_loop(0, steps, copy, None)
@@ -227,9 +274,13 @@ def _copier(form, steps, x_ref, w_ref, x_s, w_s, full, empty, of_tiles):
     return visit
 
 
-def _multiplier(form, steps, wg, x_s, w_s, o_s, o_ref, scales, full, empty, of_tiles):
-    """Return the product of an item: this warpgroup's columns, summed and stored."""
+def _multiplier(form, steps, wg, x_s, w_s, o_s, o_ref, scales, full, empty, factors, wide_s):
+    """Return the product of an item: this warpgroup's columns, summed and stored.
+
+    factors: of a weight in 4 bits. wide_s: shared memory for such a weight in bfloat16, in the interpreter.
+    """
     tile, stages = form.tile, jnp.int32(form.tile.stages)
+    of_tiles = factors if form.k else None
 
     def visit(i, expert, start, end, column):
         row, turn = (column * tile.warpgroups + wg) * PART, lax.rem(i, jnp.int32(2))
@@ -241,11 +292,12 @@ def _multiplier(form, steps, wg, x_s, w_s, o_s, o_ref, scales, full, empty, of_t
                 at = i * steps + step
                 slot = lax.rem(at, stages)
                 plgpu.barrier_wait(full.at[slot])
-                if of_tiles is None:
+                if factors is None:
                     plgpu.wgmma(acc, w_s.at[slot, pl.ds(wg * PART, PART)], x_s.at[slot].transpose((1, 0)))
                     plgpu.wgmma_wait(1)
                 else:
-                    _add_mxfp4(form, acc, w_s.at[slot], x_s.at[slot], of_tiles, turn, wg, step)
+                    own = factors.buffers.at[turn if form.k else slot]
+                    _add_packed(form, acc, w_s.at[slot], x_s.at[slot], own, wide_s, wg, step)
 
                 @pl.when(step > 0)
                 def _():  # the step before this one is done
@@ -265,34 +317,45 @@ def _multiplier(form, steps, wg, x_s, w_s, o_s, o_ref, scales, full, empty, of_t
     return visit
 
 
-def _add_mxfp4(form, acc, w_s, x_s, of_tiles, turn, wg, step):
-    """Add a stage's product of this warpgroup's rows of a weight in MXFP4. The last but one wgmma is done after it."""
+def _add_packed(form, acc, w_s, x_s, factors, wide_s, wg, step):
+    """Add a stage's product of this warpgroup's rows of a weight in 4 bits. The last but one wgmma is done after it.
+
+    factors: the scales of the tile's rows in MXFP4, or the stage's factors in int4.
+    """
     for number in range(form.tile.depth // COLUMNS):
         tokens = x_s.at[:, pl.ds(number * COLUMNS, COLUMNS)].transpose((1, 0))
-        # Columns past K are zeros in shared memory, which any finite scale keeps.
+        # Columns past K are zeros in the stage of x, so their weights need only be finite.
         pair = step * (form.tile.depth // COLUMNS) + number
-        pair = jnp.minimum(pair, form.k // COLUMNS - 1)
+        if form.k:
+            pair = jnp.minimum(pair, form.k // COLUMNS - 1)
         if form.interpret:
-            weight = of_tiles.wide.at[wg]
-            weight[...] = _in_bfloat16(form, w_s, of_tiles.buffers.at[turn], wg, number, pair)
+            weight = wide_s.at[wg]
+            weight[...] = _in_bfloat16(form, w_s, factors, wg, number, pair)
             plgpu.commit_smem()
             plgpu.wgmma(acc, weight, tokens)
             plgpu.wgmma_wait(0)
             continue
         for half in (0, 64):
-            rows = wg * PART + half
-            eights = pl.ds(wg * (PART // 8) + half // 8, 8)
-            part = operand(w_s.at[pl.ds(rows, 64)], of_tiles.buffers.at[turn, eights], number * COLUMNS, pair)
+            packed, first = w_s.at[pl.ds(wg * PART + half, 64)], number * COLUMNS
+            if form.k:
+                own = factors.at[pl.ds(wg * (PART // 8) + half // 8, 8)]
+                part = mxfp4_operand.operand(packed, own, first, pair)
+            else:
+                blocks = pl.ds(wg * (PART // form.block) + half // form.block, 64 // form.block)
+                part = int4_operand.operand(packed, factors.at[blocks], first, first // form.group)
             plgpu.wgmma(acc.at[pl.ds(half, 64)], part, tokens)
             plgpu.wgmma_wait(1)
 
 
-def _in_bfloat16(form, w_s, scales, wg, number, pair):
-    """Return `COLUMNS` columns of this warpgroup's rows as `operand` does, in the interpreter."""
+def _in_bfloat16(form, w_s, factors, wg, number, pair):
+    """Return `COLUMNS` columns of this warpgroup's rows as the operands' registers hold them, in the interpreter."""
     packed = w_s[pl.ds(wg * PART, PART), pl.ds(number * COLUMNS // 2, COLUMNS // 2)]
-    of_rows = scales[pl.ds(wg * (PART // 8), PART // 8)].reshape(PART, form.k // 32)
-    own = Mxfp4(packed, lax.dynamic_slice(of_rows, (0, 2 * pair), (PART, 2)))
-    return (dequantize_mxfp4(own, jnp.float32) * 2.0**-SHIFT).astype(jnp.bfloat16)
+    if form.k:
+        of_rows = factors[pl.ds(wg * (PART // 8), PART // 8)].reshape(PART, form.k // 32)
+        own = Mxfp4(packed, lax.dynamic_slice(of_rows, (0, 2 * pair), (PART, 2)))
+        return (dequantize_mxfp4(own, jnp.float32) * 2.0**-SHIFT).astype(jnp.bfloat16)
+    blocks = factors[pl.ds(wg * (PART // form.block), PART // form.block), number * COLUMNS // form.group]
+    return dequantize_experts(ExpertInt4(packed[None], blocks.reshape(1, 1, PART, 2)))[0]
 
 
 def _epilogue(form, y, scales, start, row):
@@ -356,15 +419,17 @@ def _store(form, finished, o_s, o_ref, start, end, column):
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)
             to.transpose((1, 0))[...] = value.astype(o_s.dtype)
             plgpu.commit_smem()
-            for some in range(0, box, ALIGN):
-                for inside in range(0, 64, form.width):
-                    first, left = start + token + some, column + number * 64 + inside
 
-                    @pl.when((first < end) & (left < form.columns))
-                    def _(first=first, left=left, some=some, inside=inside, to=to):
+            @pl.loop(0, lax.div(jnp.clip(end - start - token, 0, box), jnp.int32(ALIGN)))
+            def _(i, token=token, number=number, to=to):
+                for inside in range(0, 64, form.width):
+                    left = column + number * 64 + inside
+
+                    @pl.when(left < form.columns)
+                    def _(left=left, inside=inside):
                         plgpu.copy_smem_to_gmem(
-                            to.at[pl.ds(some, ALIGN), pl.ds(inside, form.width)],
-                            o_ref.at[pl.ds(first, ALIGN), pl.ds(left, form.width)],
+                            to.at[pl.ds(i * ALIGN, ALIGN), pl.ds(inside, form.width)],
+                            o_ref.at[pl.ds(start + token + i * ALIGN, ALIGN), pl.ds(left, form.width)],
                             commit_group=False,
                         )
 

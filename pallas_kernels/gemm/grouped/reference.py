@@ -10,14 +10,15 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from pallas_kernels.gemm.grouped.groups import Groups
+from pallas_kernels.gemm.grouped.int4_format import dequantize_experts
 from pallas_kernels.gemm.grouped.mxfp4_format import dequantize_mxfp4
 from pallas_kernels.gemm.reference import finish
-from pallas_kernels.quantized import Mxfp4, Quantized
+from pallas_kernels.quantized import ExpertInt4, Mxfp4, Quantized
 
 
 def grouped_gemm(
     x: Float[Array, "M K"] | Quantized,
-    w: Float[Array, "E N K"] | Quantized | Mxfp4,
+    w: Float[Array, "E N K"] | Quantized | Mxfp4 | ExpertInt4,
     groups: Groups,
     *,
     bias: Float[Array, "E N"] | None = None,
@@ -30,8 +31,8 @@ def grouped_gemm(
     Rows after the last group are undefined.
 
     Args:
-      x, w: floats, or e4m3 with scales [M] and [E, N]; the result is then bfloat16. An `Mxfp4` weight is
-        multiplied as the numbers that it stands for, in x's dtype.
+      x, w: floats, or e4m3 with scales [M] and [E, N]; the result is then bfloat16. An `Mxfp4` or
+        `ExpertInt4` weight is multiplied as the numbers that it stands for, in x's dtype.
       groups: from `list_groups`. activation, gate_block: as for `gemm`. sms: number of SMs that a kernel
         may occupy.
     """
@@ -51,6 +52,8 @@ def grouped_gemm(
     assert not isinstance(x, Quantized) and not isinstance(w, Quantized)  # an activation follows its weight
     if isinstance(w, Mxfp4):
         w = dequantize_mxfp4(w, x.dtype)
+    if isinstance(w, ExpertInt4):
+        w = dequantize_experts(w, x.dtype)
     return finish_rows(lax.ragged_dot_general(x, w, groups.sizes, numbers), groups, **epilogue)
 
 

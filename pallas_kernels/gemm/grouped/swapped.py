@@ -4,7 +4,7 @@ Rows are sorted by expert, and each expert starts at a multiple of 8 rows. The h
 from the rows that an expert has on average, so that nearly every expert has one tile and its weight is read
 once. The expert, the rows and the number of the tiles are data. A persistent grid takes (tile of rows, tile
 of columns) items: 16 neighboring tiles of rows before the next columns, so that tiles of one expert share
-their reads. The operands are bfloat16, or e4m3 with a scale for each row. A weight may also be MXFP4.
+their reads. The operands are bfloat16, or e4m3 with a scale for each row. A weight may also be MXFP4 or int4.
 """
 
 import functools
@@ -18,6 +18,7 @@ from pallas_kernels.gemm.fp8 import api as fp8
 from pallas_kernels.gemm.grouped import groups as expert_groups
 from pallas_kernels.gemm.grouped import reference
 from pallas_kernels.gemm.grouped.groups import Groups, HeldExperts
+from pallas_kernels.gemm.grouped.int4_format import dequantize_experts
 from pallas_kernels.gemm.grouped.kernel import GroupedForm, multiply, scratch
 from pallas_kernels.gemm.grouped.mxfp4_format import dequantize_mxfp4
 from pallas_kernels.gemm.grouped.tiles import (
@@ -26,13 +27,15 @@ from pallas_kernels.gemm.grouped.tiles import (
     GroupedTile,
     check_operands,
     grouped_tile,
+    int4_tile,
     mxfp4_tile,
+    supports_int4,
     supports_mxfp4,
     tile_rows,
 )
 from pallas_kernels.hopper.layouts import LANE
 from pallas_kernels.hopper.limits import sms_of
-from pallas_kernels.quantized import Mxfp4, Quantized
+from pallas_kernels.quantized import ExpertInt4, Mxfp4, Quantized
 
 
 def list_groups(
@@ -45,7 +48,7 @@ def list_groups(
 
 def grouped_gemm(
     x: jax.Array | Quantized,
-    w: jax.Array | Quantized | Mxfp4,
+    w: jax.Array | Quantized | Mxfp4 | ExpertInt4,
     groups: Groups,
     *,
     activation: str | None = None,
@@ -73,14 +76,22 @@ def grouped_gemm(
     check_operands(x, w, activation)
     if isinstance(w, Mxfp4) and not supports_mxfp4(n, k, gate_block, groups.rows):
         w = dequantize_mxfp4(w)
+    if isinstance(w, ExpertInt4) and not supports_int4(n, k, gate_block):
+        w = dequantize_experts(w)
     supports = fp8.supports if isinstance(w, Quantized) else functools.partial(dense.supports, m)
-    if not isinstance(w, Mxfp4) and not supports(n, k, gate_block):
+    if not isinstance(w, Mxfp4 | ExpertInt4) and not supports(n, k, gate_block):
         return reference.grouped_gemm(x, w, groups, activation=activation, gate_block=gate_block)
     x_values, w_values, scales, kind = _arrays(x, w)
-    deep = k if isinstance(w, Mxfp4) else None
-    if tile is None:
-        tile = mxfp4_tile(groups.rows, k) if deep else grouped_tile(groups.rows, w_values.dtype.itemsize)
-    form = GroupedForm(tile, n, activation, gate_block, deep, interpret is not None)
+    tile = tile or _tile(w, groups.rows)
+    form = GroupedForm(
+        tile,
+        n,
+        activation,
+        gate_block,
+        k=k if isinstance(w, Mxfp4) else None,
+        group=w.group if isinstance(w, ExpertInt4) else None,
+        interpret=interpret is not None,
+    )
     if form.tile.rows != groups.rows:
         raise ValueError(f"a tile of {form.tile.rows} rows: accepted are the groups' {groups.rows}")
     kernel = plgpu.kernel(
@@ -99,8 +110,17 @@ def grouped_gemm(
     return kernel(*listed, x_values, w_values.reshape(experts * n, -1), *scales)
 
 
+def _tile(w: jax.Array | Quantized | Mxfp4 | ExpertInt4, rows: int) -> GroupedTile:
+    """Return the tile of so many rows for a weight."""
+    if isinstance(w, Mxfp4):
+        return mxfp4_tile(rows, w.shape[-1])
+    if isinstance(w, ExpertInt4):
+        return int4_tile(rows, w.group)
+    return grouped_tile(rows, (w.values if isinstance(w, Quantized) else w).dtype.itemsize)
+
+
 def _arrays(
-    x: jax.Array | Quantized, w: jax.Array | Quantized | Mxfp4
+    x: jax.Array | Quantized, w: jax.Array | Quantized | Mxfp4 | ExpertInt4
 ) -> tuple[jax.Array, jax.Array, list[jax.Array], str]:
     """Return the rows, the weight, the scales as the kernel reads them, and a part of the kernel's name."""
     if isinstance(x, Quantized):
@@ -109,5 +129,8 @@ def _arrays(
     if isinstance(w, Mxfp4):
         # A copy takes 16 bytes at least, and 8 rows always have a multiple of them.
         return x, w.packed, [w.scale.reshape(-1, w.shape[-1] // 64, 16)], "mxfp4_"
+    if isinstance(w, ExpertInt4):
+        *_, n, two = w.factors.shape
+        return x, w.packed, [w.factors.reshape(-1, n * two)], "int4_"
     assert not isinstance(w, Quantized)
     return x, w, [], ""

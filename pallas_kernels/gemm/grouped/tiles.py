@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.hopper.limits import SMEM_BYTES
-from pallas_kernels.quantized import MXFP4_GROUP, Mxfp4, Quantized
+from pallas_kernels.quantized import EXPERT_INT4_GROUPS, GROUP, MXFP4_GROUP, ExpertInt4, Mxfp4, Quantized
 
 PART = 128  # rows of the weight of one warpgroup: with gates 64 gates and 64 ups
 ACTIVATIONS = (None, "silu", "gelu_tanh", "relu")  # epilogues of the kernels
@@ -42,7 +42,7 @@ class GroupedTile:
 
 
 def check_operands(
-    x: jax.Array | Quantized, w: jax.Array | Quantized | Mxfp4, activation: str | None
+    x: jax.Array | Quantized, w: jax.Array | Quantized | Mxfp4 | ExpertInt4, activation: str | None
 ) -> None:
     """Refuse operands that no kernel takes. Raises: ValueError."""
     if activation not in ACTIVATIONS:
@@ -56,6 +56,9 @@ def check_operands(
             given = [str(getattr(one, "dtype", "Quantized")) for one in (x, *w)]
             raise ValueError(f"dtypes {given}: accepted are bfloat16, and bytes and scales in uint8")
         return
+    if isinstance(w, ExpertInt4):
+        _check_int4(x, w)
+        return
     if isinstance(x, Quantized) and isinstance(w, Quantized):
         given, stored = (x.values.dtype, w.values.dtype), jnp.float8_e4m3fn
         if (x.scale.shape, w.scale.shape) != (x.shape[:1], w.shape[:2]):
@@ -66,6 +69,19 @@ def check_operands(
         given, stored = tuple(getattr(one, "dtype", "Quantized") for one in (x, w)), jnp.bfloat16
     if given != (stored, stored):
         raise ValueError(f"dtypes {given}: accepted are bfloat16 twice, or float8_e4m3fn with scales twice")
+
+
+def _check_int4(x: jax.Array | Quantized, w: ExpertInt4) -> None:
+    """Refuse operands that no kernel takes. Raises: ValueError."""
+    experts, n, k = w.shape
+    wanted = [(experts, k // group, n, 2) for group in EXPERT_INT4_GROUPS if k % group == 0]
+    if w.factors.shape not in wanted:
+        raise ValueError(
+            f"factors {list(w.factors.shape)}: accepted are {wanted}, groups of 64 or 128 columns"
+        )
+    given = [str(getattr(one, "dtype", "Quantized")) for one in (x, *w)]
+    if given != ["bfloat16", "uint8", "bfloat16"]:
+        raise ValueError(f"dtypes {given}: accepted are bfloat16, bytes in uint8, and factors in bfloat16")
 
 
 def tile_rows(tokens: int, chosen: int, num_experts: int) -> int:
@@ -120,3 +136,20 @@ def supports_mxfp4(n: int, k: int, gate_block: int | None, rows: int = TALLEST) 
     lines = (gate_block or 64) * k % (128 * MXFP4_GROUP) == 0
     full = min(n, k) > 0 and n % 64 == 0 and k % 64 == 0 and k <= 64 * 256
     return full and gates and lines and mxfp4_tile(rows, k).stages >= 2
+
+
+def int4_tile(rows: int, group: int = GROUP, warpgroups: int = 2) -> GroupedTile:
+    """Return the tile of this many rows for a weight in int4, with the stages that shared memory holds.
+
+    A stage has the factors of its columns, 4 bytes for each row and group.
+    """
+    one = GroupedTile(rows, warpgroups, 128, 1)
+    outside = 2 * warpgroups * one.box * 64 * 2 + 2048
+    stage = one.columns * (one.depth // 2 + 4 * one.depth // group) + rows * one.depth * 2
+    return dataclasses.replace(one, stages=min(12, (SMEM_BYTES - outside) // stage))
+
+
+def supports_int4(n: int, k: int, gate_block: int | None) -> bool:
+    """Return whether the kernel takes a weight [n, k] in int4."""
+    gates = gate_block is None or (gate_block in (16, 32, 64) and n % (2 * gate_block) == 0)
+    return min(n, k) > 0 and n % 64 == 0 and k % GROUP == 0 and gates

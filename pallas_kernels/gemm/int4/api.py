@@ -152,7 +152,7 @@ def _unpack(packed: ir.Value, factors: mgpu.FragmentedArray, group: int) -> mgpu
             )
         for j, word in enumerate(words):
             for i, value in enumerate(
-                mgpu.utils.inline_ptx(_FOUR_PAIRS, word, *doubled, result_types=[i32()] * 4)
+                mgpu.utils.inline_ptx(FOUR_PAIRS, word, *doubled, result_types=[i32()] * 4)
             ):
                 registers[0, 4 * j + i, 0, 0, half, 0, 0, 0, 0] = mgpu.utils.bitcast(value, pair)
     return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
@@ -160,7 +160,7 @@ def _unpack(packed: ir.Value, factors: mgpu.FragmentedArray, group: int) -> mgpu
 
 # The pairs (i, i + 4) of a word of 8 nibbles as nibble · scale + zero. 0x4300 | nibble is exactly 128 +
 # nibble in bfloat16.
-_FOUR_PAIRS = (
+FOUR_PAIRS = (
     "{ .reg .b32 v, m; mov.b32 m, 0x43004300;\n"
     + "".join(
         (

@@ -4,7 +4,7 @@ A group's values lie between its minimum and its maximum, which 16 evenly spaced
 """
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.quantized import GROUP, Int4
 
@@ -24,24 +24,39 @@ def quantize_int4(x: Float[Array, "*M K"], group: int = GROUP) -> Int4:
     *rows, k = x.shape
     if k % group or group % 2:
         raise ValueError(f"K={k}, group={group}: accepted are an even group, and K a multiple of it")
-    groups = x.astype(jnp.float32).reshape(*rows, k // group, group)
+    nibbles, scale, zero = nearest_levels(x.reshape(*rows, k // group, group))
+    return Int4(pack(nibbles).reshape(*rows, k // 2), scale, zero)
+
+
+def nearest_levels(
+    groups: Float[Array, "*M group"],
+) -> tuple[Int[Array, "*M group"], Float[Array, "*M"], Float[Array, "*M"]]:
+    """Return the nibbles of each group, uint8, its scale and its zero, bfloat16."""
+    groups = groups.astype(jnp.float32)
     zero = groups.min(-1).astype(jnp.bfloat16)
     # Levels start at the rounded minimum. A group of equal values needs a nonzero scale.
     scale = jnp.maximum((groups.max(-1) - zero.astype(jnp.float32)) / 15.0, 1e-30).astype(jnp.bfloat16)
     levels = (groups - zero.astype(jnp.float32)[..., None]) / scale.astype(jnp.float32)[..., None]
-    nibbles = _in_order(jnp.clip(jnp.round(levels), 0, 15).astype(jnp.uint8), packed=True).reshape(
-        *rows, k // 2, 2
-    )
-    return Int4(nibbles[..., 0] | (nibbles[..., 1] << 4), scale, zero)
+    return jnp.clip(jnp.round(levels), 0, 15).astype(jnp.uint8), scale, zero
+
+
+def pack(nibbles: Int[Array, "*M group"]) -> Int[Array, "*M bytes"]:
+    """Return the bytes of groups of nibbles, in the order of `Int4`."""
+    pairs = _in_order(nibbles, packed=True)
+    pairs = pairs.reshape(*pairs.shape[:-1], pairs.shape[-1] // 2, 2)
+    return pairs[..., 0] | (pairs[..., 1] << 4)
+
+
+def unpack(packed: Int[Array, "*M bytes"]) -> Int[Array, "*M group"]:
+    """Return the groups of nibbles that `pack` made bytes of."""
+    pairs = jnp.stack([packed & 15, packed >> 4], axis=-1)
+    return _in_order(pairs.reshape(*packed.shape[:-1], 2 * packed.shape[-1]), packed=False)
 
 
 def dequantize_int4(w: Int4, dtype=jnp.bfloat16) -> Float[Array, "*M K"]:
     """Return nibble · scale + zero, computed in float32 and rounded to `dtype` once."""
     groups = w.scale.shape[-1]
-    nibbles = jnp.stack([w.packed & 15, w.packed >> 4], axis=-1).reshape(
-        *w.scale.shape, w.shape[-1] // groups
-    )
-    nibbles = _in_order(nibbles, packed=False)
+    nibbles = unpack(w.packed.reshape(*w.scale.shape, w.packed.shape[-1] // groups))
     values = (
         nibbles.astype(jnp.float32) * w.scale.astype(jnp.float32)[..., None]
         + w.zero.astype(jnp.float32)[..., None]

@@ -164,7 +164,7 @@ def test_a_program_that_cannot_be_kept_is_lowered_all_the_same(tmp_path, caplog)
     [
         *(("tiny-opt", None, "auto"), ("tiny-gemma3_text", None, "auto"), ("tiny-mixtral", "fp8", "auto")),
         *(("tiny-llama", "fp8", "fp8"), ("tiny-llama", "int4", "int8")),
-        ("tiny-gpt_oss", "mxfp4", "auto"),
+        *(("tiny-gpt_oss", how, "auto") for how in ("mxfp4", "int4")),
     ],
 )
 def test_the_programs_of_all_kinds_of_weights_and_caches_can_be_kept(

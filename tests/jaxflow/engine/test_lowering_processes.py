@@ -313,7 +313,7 @@ def test_the_number_of_processes(steps, asked, cores, found):
 @pytest.mark.parametrize(
     ("model", "quantization"),
     [("tiny-llama", None), ("tiny-llama", "int4"), ("tiny-mixtral", "fp8"), ("tiny-opt", None),
-     ("tiny-deepseek_v3", None), ("tiny-gpt_oss", None), ("tiny-gpt_oss", "mxfp4")],
+     ("tiny-deepseek_v3", None), ("tiny-gpt_oss", None), ("tiny-gpt_oss", "mxfp4"), ("tiny-gpt_oss", "int4")],
 )  # fmt: skip
 def test_a_process_knows_weights_settings_and_plans(model, quantization):
     checkpoint = open_checkpoint(str(paths.MODELS / model))

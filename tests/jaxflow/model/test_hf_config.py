@@ -288,6 +288,8 @@ REFUSED = [
     ("tiny-llama", {"rope_parameters": {"rope_theta": 5.0}}, "rope_parameters.rope_theta"),
     ("tiny-llama3rope", {"rope_parameters": {"rope_type": "default"}}, "rope_scaling"),
     ("tiny-llama", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+    ("tiny-mixtral", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+    ("tiny-qwen3_moe", {"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
     ("tiny-llama", {"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
     ("tiny-llama", {"eos_token_id": "</s>"}, "eos_token_id"),
     ("tiny-llama", {"eos_token_id": [1, 512]}, "eos_token_id"),

@@ -20,8 +20,9 @@ from jaxflow.model.checkpoints.checkpoint import convert, open_checkpoint
 from jaxflow.model.weight_spec import QUANTIZED
 from jaxflow.model.weights import shapes, shardings
 from jaxflow.parallel.mesh import make_mesh
+from pallas_kernels.gemm.grouped.int4_format import quantize_experts
 from pallas_kernels.gemm.int4.reference import dequantize_int4, quantize_int4
-from pallas_kernels.quantized import Int4
+from pallas_kernels.quantized import ExpertInt4, Int4
 
 
 def load(name: Path | str, dtype: str = "float32", **options: Any) -> Any:
@@ -40,7 +41,7 @@ def same(one: Any, other: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "tp"), [("tiny-llama", 1), ("tiny-mixtral", 1), ("tiny-opt", 1), ("tiny-qwen3", 2)]
+    ("name", "tp"), [("tiny-llama", 1), ("tiny-gpt_oss", 1), ("tiny-opt", 1), ("tiny-qwen3", 2)]
 )
 def test_matrices_are_quantised_on_load_and_all_else_stays(name: str, tp: int) -> None:
     """On two devices as on one: a shard's groups are those of the whole."""
@@ -61,10 +62,9 @@ def test_matrices_are_quantised_on_load_and_all_else_stays(name: str, tp: int) -
             key for key in QUANTIZED if key in before
         }
         for key, leaf in layer.items():
-            same(
-                jax.device_get(leaf),
-                jax.jit(quantize_int4)(np.asarray(before[key])) if is_int4(leaf) else before[key],
-            )
+            kinds = {Int4: quantize_int4, ExpertInt4: quantize_experts}
+            made = kinds.get(type(leaf), lambda array: array)
+            same(jax.device_get(leaf), jax.jit(made)(np.asarray(before[key])))
     same({k: v for k, v in found.items() if k != "layers"}, {k: v for k, v in wide.items() if k != "layers"})
 
 
@@ -85,6 +85,7 @@ def test_dummies_are_the_wide_ones_quantised() -> None:
     ("name", "tp", "field", "accepted"),
     [
         ("stories260K", 1, "quantization", "fp8 or unset: down has 172 columns"),
+        ("tiny-mixtral", 1, "quantization", "fp8 or unset: expert_down has 32 columns"),
         ("tiny-llama", 2, "tensor_parallel_size", "a divisor of the 1 groups of 64 columns of out_proj"),
         ("tiny-qwen3", 4, "tensor_parallel_size", "a divisor of the 2 groups of 64 columns of out_proj"),
     ],

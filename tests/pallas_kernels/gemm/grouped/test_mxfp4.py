@@ -294,9 +294,9 @@ def _operands(tokens, n, k):
     return abstract(h200_mesh(), (jax.ShapeDtypeStruct((len(groups.pairs), k), jnp.bfloat16), w, groups))
 
 
-@pytest.mark.parametrize(("tokens", "spilled"), [(1, 0), (64, 0), (1024, 112), (2048, 112)])
-def test_on_an_h200_bytes_go_to_tensor_cores_through_registers(tokens, spilled, tmp_path, monkeypatch):
-    """gpt-oss-20b's products, with tiles of 8 to 144 rows. spilled: bytes that a thread stores at most."""
+@pytest.mark.parametrize("tokens", [1, 64, 1024, 2048])
+def test_on_an_h200_bytes_go_to_tensor_cores_through_registers(tokens, tmp_path, monkeypatch):
+    """gpt-oss-20b's products, with tiles of 8 to 144 rows."""
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
     compiled = compile_for_h200(api.grouped_gemm, *_operands(tokens, 5760, 2880))
     assert [thunk.kind for thunk in compiled.thunks] == ["kCustomCall"] and compiled.machine_code
@@ -305,5 +305,5 @@ def test_on_an_h200_bytes_go_to_tensor_cores_through_registers(tokens, spilled, 
         "".join(path.read_text(errors="replace") for path in tmp_path.glob(f"grouped_gemm_mxfp4*{end}"))
         for end in (".ptxas", ".ptx")
     )
-    assert max(map(int, re.findall(r"(\d+) bytes spill stores", logs))) <= spilled
+    assert set(re.findall(r"(\d+) bytes spill stores", logs)) == {"0"}
     assert "serialized" not in logs and "mul.rn.bf16x2" in ptx and not misaligned(ptx)
