@@ -40,6 +40,13 @@ def test_experts_are_the_quantized_form_of_those_in_16_bits_on_any_devices(devic
             _, n, k = before[key].addressable_shards[0].data.shape
             assert after[key].packed.addressable_shards[0].data.shape[1:] == (n, k // 2)
             assert after[key].factors.addressable_shards[0].data.shape[1:] == (k // 64, n, 2)
+            numbers = np.asarray(dequantize_experts(after[key], jnp.float32))
+            shards = (part.addressable_shards for part in after[key])
+            for one, factors in zip(*shards, strict=True):
+                experts, rows, packed = one.index
+                columns = slice(*(None if end is None else 2 * end for end in (packed.start, packed.stop)))
+                own = dequantize_experts(jax.device_get(ExpertInt4(one.data, factors.data)), jnp.float32)
+                np.testing.assert_array_equal(np.asarray(own), numbers[experts, rows, columns])
     told = shapes(CONFIG, devices, jnp.bfloat16, quantization="int4", expert_parallel=whole)
     form = functools.partial(jax.tree.map, lambda a: (a.shape, a.dtype))
     assert form(kept) == form(told)

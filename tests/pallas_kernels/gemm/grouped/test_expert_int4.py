@@ -1,7 +1,9 @@
 """Grouped GEMM with a weight in int4: the interpreter against the reference, and the H200 code."""
 
 import functools
+import operator
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +12,12 @@ import pytest
 from h200 import abstract, compile_for_h200, h200_mesh
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from ptx import misaligned
+from test_mxfp4 import bfloat16, run_ptx
 
-from pallas_kernels.gemm.grouped import api, reference
+from pallas_kernels.gemm.grouped import api, int4_operand, reference
 from pallas_kernels.gemm.grouped.int4_format import dequantize_experts, quantize_experts
 from pallas_kernels.gemm.grouped.routings import draw_routing
 from pallas_kernels.gemm.grouped.swapped import grouped_gemm, list_groups
@@ -124,6 +128,67 @@ def test_a_tile_fits_shared_memory(rows, group, warpgroups):
     tile = int4_tile(rows, group, warpgroups)
     stage = tile.columns * (tile.depth // 2 + 4 * tile.depth // group) + rows * tile.depth * 2
     assert tile.stages >= 2 and tile.stages * stage + tile.warpgroups * 256 * tile.box < SMEM_BYTES
+
+
+@pytest.mark.parametrize(("first", "block"), [(0, 64), (64, 64), (64, 32), (0, 16)])
+def test_each_thread_has_its_part_of_the_operand(first, block, monkeypatch):
+    """The code of a thread runs with integers in place of MLIR values, for the 128 threads of a warpgroup at once.
+
+    TMA's order: tiles of 8 rows of 32 bytes, and 16 bytes lie at their address xor bit 7 of it. wgmma's order: a
+    thread has two neighboring columns of each 8 in rows lane / 4 and lane / 4 + 8 of its warp's 16 rows.
+    """
+    rng = np.random.default_rng(first + block)
+    w = packed(jnp.asarray(rng.normal(size=(1, 64, 128)), jnp.float32), 64)  # a stage
+    row, byte = np.indices((64, 64))
+    at = (row // 8 * 2 + byte // 32) * 256 + row % 8 * 32 + byte % 32
+    image = np.zeros(64 * 64, np.uint64)
+    image[at ^ (at >> 7 & 1) << 4] = np.asarray(w.packed[0])
+    factors = np.asarray(w.factors[0]).reshape(2, 64 // block, 2 * block).swapaxes(0, 1)
+
+    def value(data, **described):
+        return types.SimpleNamespace(data=data, type=types.SimpleNamespace(**described))
+
+    packed_ref = value(image, get_strides_and_offset=lambda: ((512, 256, 32, 1), 0))
+    factors_ref = value(
+        np.ascontiguousarray(factors).view(np.uint8).reshape(-1).astype(np.uint64), shape=factors.shape
+    )
+
+    def read_words(ref, offset, count, plus):
+        start = offset.astype(int) + plus
+        assert (start % (4 * count) == 0).all()
+        bytes_at = lambda word, i: ref.data[start + 4 * word + i] << np.uint64(8 * i)
+        return [sum(bytes_at(word, i) for i in range(4)) for word in range(count)]
+
+    def inline_ptx(text, *inputs, result_types):
+        made = len(result_types) if isinstance(result_types, list) else 1
+        found = run_ptx(text, {f"${made + i}": one for i, one in enumerate(inputs)})
+        return [found[f"${i}"] for i in range(made)] if isinstance(result_types, list) else found["$0"]
+
+    thread = np.arange(128, dtype=np.uint64)
+    warp, lane = thread // 32, thread % 32
+    names = {"addi": "add", "muli": "mul", "xori": "xor", "shrui": "rshift", "andi": "and_"}
+    names |= {"divui": "floordiv", "remui": "mod"}
+    utils = types.SimpleNamespace(inline_ptx=inline_ptx, bitcast=lambda bits, _: bits)
+    no_type = types.SimpleNamespace(get=lambda *_: None)
+    for name, stand_in in {
+        "arith": types.SimpleNamespace(**{op: getattr(operator, own) for op, own in names.items()}),
+        "ir": types.SimpleNamespace(MemRefType=lambda kind: kind, VectorType=no_type, BF16Type=no_type),
+        "mgpu": types.SimpleNamespace(
+            WGMMA_LAYOUT=mgpu.WGMMA_LAYOUT, utils=utils, FragmentedArray=lambda _registers, **_: _registers
+        ),
+        "const": np.uint64,
+        "i32": lambda: None,
+        "place": lambda: (warp, lane // 4, lane % 4),
+        "read_words": read_words,
+    }.items():
+        monkeypatch.setattr(int4_operand, name, stand_in)
+    registers = int4_operand._unpack(packed_ref, factors_ref, first, first // 64)
+
+    wanted = np.asarray(dequantize_experts(w)[0, :, first : first + 64], np.float64)
+    for eight, half, odd in np.ndindex(8, 2, 2):
+        bits = registers[0, eight, 0, 0, half, 0, 0, 0, 0] >> np.uint64(16 * odd) & np.uint64(0xFFFF)
+        rows, columns = 16 * warp + 8 * half + lane // 4, 8 * eight + 2 * (lane % 4) + odd
+        np.testing.assert_array_equal(bfloat16(bits), wanted[rows.astype(int), columns.astype(int)])
 
 
 def operands(experts, chosen, tokens, n, k, group):

@@ -135,7 +135,7 @@ def bfloat16(bits: np.ndarray) -> np.ndarray:
 
 
 def run_ptx(text: str, given_registers: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Run straight PTX of shifts, masks, byte permutations and products of bfloat16 pairs, for many threads."""
+    """Run straight PTX of shifts, masks, byte permutations and arithmetic of bfloat16 pairs, for many threads."""
     registers = dict(given_registers)
 
     def of(name: str) -> np.ndarray:
@@ -157,14 +157,19 @@ def run_ptx(text: str, given_registers: dict[str, np.ndarray]) -> dict[str, np.n
                 found = found | (terms[0] & terms[1] & terms[2])
         return found
 
-    def product(a, b):
-        halves = []
-        for low in (np.uint64(0), np.uint64(16)):
-            exact = bfloat16(a >> low & np.uint64(0xFFFF)) * bfloat16(b >> low & np.uint64(0xFFFF))
-            bits = exact.astype(np.float32).view(np.uint32)
-            assert (exact.astype(np.float32) == exact).all() and not (bits & 0xFFFF).any()
-            halves.append((bits >> 16).astype(np.uint64) << low)
-        return halves[0] | halves[1]
+    def of_pairs(function, rounds=False):
+        """Return a function of bfloat16 pairs. rounds: its results may need more bits than bfloat16 has."""
+
+        def run(*pairs):
+            halves = []
+            for low in (np.uint64(0), np.uint64(16)):
+                exact = function(*(bfloat16(pair >> low & np.uint64(0xFFFF)) for pair in pairs))
+                near = exact.astype(jnp.bfloat16)
+                assert rounds or (near.astype(np.float64) == exact).all()
+                halves.append(near.view(np.uint16).astype(np.uint64) << low)
+            return halves[0] | halves[1]
+
+        return run
 
     run = {
         "prmt.b32": permuted,
@@ -172,7 +177,10 @@ def run_ptx(text: str, given_registers: dict[str, np.ndarray]) -> dict[str, np.n
         "shr.u32": lambda a, n: a >> n,
         "and.b32": lambda a, b: a & b,
         "lop3.b32": looked_up,
-        "mul.rn.bf16x2": product,
+        "mov.b32": lambda a: a,
+        "mul.rn.bf16x2": of_pairs(operator.mul),
+        "sub.rn.bf16x2": of_pairs(operator.sub),
+        "fma.rn.bf16x2": of_pairs(lambda a, b, c: a * b + c, rounds=True),
     }
     body = text.strip().removeprefix("{").removesuffix("}")
     for line in filter(None, (part.strip() for part in body.split(";"))):
