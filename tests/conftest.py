@@ -56,16 +56,16 @@ hypothesis.settings.load_profile("jaxflow")
 # files of other programs, and find this engine's programs in the compilation cache later.
 LONG_FILES = (
     "test_goldens", "test_compiler", "test_chunk_attention", "test_smollm2", "test_pipeline_stages",
-    "test_compiled_plans", "test_offloaded_tokens", "test_decode_attention", "test_two_stage_search", "test_loop",
-    "test_spans", "test_8_bits", "test_command", "test_sink_logits", "test_fp8_gemm", "test_kv_offload",
-    "test_layered_step", "test_offload_calls", "test_soak", "test_swapped", "test_sampling",
-    "test_noise_of_draws", "test_commands", "test_grouped_gemm", "test_rope_append", "test_demo",
-    "test_http_faults_engine", "test_known_orders", "test_kernel_set", "test_sparse_values", "test_lowered",
-    "test_kernels", "test_end_to_end", "test_llm", "test_reuse_commands", "test_staged_tiers",
-    "test_offload_io", "test_disk_engine", "test_compiled_step", "test_dense_gemm", "test_draw",
-    "test_collective_bench", "test_search_commands", "test_trace_bench", "test_span_engine",
-    "test_offload_shards", "test_draws", "test_decode_layouts", "test_decode_join", "test_offload_stages",
-    "test_exchange", "test_build", "test_sarathi", "test_scattered", "test_notebooks",
+    "test_compiled_plans", "test_offloaded_tokens", "test_data_parallel", "test_two_stage_search", "test_loop",
+    "test_command", "test_8_bits", "test_compiled_step", "test_spans", "test_decode_attention", "test_kv_offload",
+    "test_fp8_gemm", "test_grouped_gemm", "test_layered_step", "test_swapped", "test_noise_of_draws",
+    "test_sampling", "test_expert_load", "test_kernels", "test_sparse_values", "test_offload_calls",
+    "test_offload_io", "test_scattered", "test_soak", "test_draws", "test_rope_append", "test_disk_engine",
+    "test_eplb", "test_dense_gemm", "test_lowered", "test_triton", "test_commands", "test_demo",
+    "test_offload_stages", "test_http_faults_engine", "test_end_to_end", "test_known_orders", "test_kernel_set",
+    "test_sink_logits", "test_llm", "test_reuse_commands", "test_staged_tiers", "test_draw",
+    "test_collective_bench", "test_search_commands", "test_span_engine", "test_offload_shards",
+    "test_decode_layouts", "test_expert_parallel", "test_exchange", "test_build", "test_sarathi",
 )  # fmt: skip
 
 
