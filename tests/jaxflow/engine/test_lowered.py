@@ -189,8 +189,9 @@ def test_the_programs_of_all_kinds_of_weights_and_caches_can_be_kept(
             monkeypatch.setattr(lowered.export, "export", refuse)
         made._lower_step(made.layouts[16][0], made.num_pages)
         made._lower_sampler(4, "plain")
+        made._lower_sampler(4, "full")
         made._lower_prompt(16)
-    assert len(files(tmp_path)) == 3 and not caplog.records
+    assert len(files(tmp_path)) == 4 and not caplog.records
 
 
 def test_an_engine_of_kept_programs_draws_the_same_tokens(tmp_path, monkeypatch):
