@@ -25,8 +25,6 @@ from jaxflow.pipeline.handwritten import four_qkv_plan, phased_plan, sequential_
 from jaxflow.pipeline.plan import PlanError, borders
 
 TOKENS, SPLIT = 16, 6
-# Op by op, each op is compiled for each number of tokens: here 4, 8 and 12 tokens.
-FEW_TOKENS, FEW_PLACES = 12, (4, 8)
 EXAMPLES = int(os.environ.get("LAW_EXAMPLES", "4"))  # drawn plans of each family, evaluated op by op
 COMPILED = int(os.environ.get("LAW_COMPILED", "1"))  # drawn plans of each family, compiled
 SEED = int(os.environ.get("LAW_SEED", "20"))
@@ -57,20 +55,20 @@ FAMILIES = pytest.mark.parametrize(
 )
 
 
-def draw_plan(data, model, form, streams, tokens=TOKENS, chunks=(9, 4), **settings):
+def draw_plan(data, model, form, streams, **settings):
     """Draw a plan of the family's form, and a step with chunks that straddle its split points."""
     note(f"LAW_SEED={SEED} LAW_EXAMPLES={EXAMPLES} LAW_COMPILED={COMPILED} draw this plan again")
     graph = model_graph(model.config, model.tp, scattered=form == "scattered", swapped=form == "swapped")
     sums = "copies" if form in ("copied", "swapped") else "kernels"
-    plan = data.draw(drawn.plans(graph, tokens, streams, sums, **settings))
+    plan = data.draw(drawn.plans(graph, TOKENS, streams, sums, **settings))
     assume(len(borders(plan)) > 0 and (not streams or len({nano.stream for nano in plan.nano_ops}) == 3))
-    return plan, drawn.step(model.config, tokens, borders(plan), 3, chunks)
+    return plan, drawn.step(model.config, TOKENS, borders(plan), 3, (9, 4))
 
 
 def check_op_by_op(data, name, tp, form, streams, numbers):
     model = bench(name, tp, **numbers)
-    plan, step = draw_plan(data, model, form, streams, FEW_TOKENS, (6, 3), places=FEW_PLACES, sms=(None,))
-    model.check_op_by_op(plan, step, data.draw(drawn.steps(model.config, FEW_TOKENS, borders(plan))))
+    plan, step = draw_plan(data, model, form, streams, places=(4, 12), sms=(None,))
+    model.check_op_by_op(plan, step, data.draw(drawn.steps(model.config, TOKENS, borders(plan))))
 
 
 @FAMILIES
