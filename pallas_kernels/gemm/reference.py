@@ -7,6 +7,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.gemm.int4.reference import dequantize_int4
 from pallas_kernels.pointwise.quantize.reference import dequantize, quantize_blocks
 from pallas_kernels.quantized import Int4, Quantized
+from pallas_kernels.this_device import this_device
 
 CLAMPED_SWIGLU = "clamped_swiglu"  # needs gates and ups
 _LIMIT, _ALPHA = 7.0, 1.702
@@ -49,12 +50,24 @@ def gemm(
     w = dequantize_int4(w, operands) if isinstance(w, Int4) else w
     (x, of_rows), (w, of_columns) = _factors(x, operands), _factors(w, operands)
     # Without scales the product is rounded before the epilogue, which halves the bytes that XLA writes.
-    y = lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=out if plain else jnp.float32)
+    y = _products(x, w, out if plain else jnp.float32)
     if of_rows is not None:
         y = y * (of_rows[:, None] if of_rows.ndim else of_rows)
     if of_columns is not None:
         y = y * of_columns
     return finish(y, bias, dtype=out, **epilogue)
+
+
+def _products(x: Float[Array, "M K"], w: Float[Array, "N K"], dtype) -> Float[Array, "M N"]:
+    """Return x @ w.T in `dtype`.
+
+    XLA on a CPU multiplies one bfloat16 row by a float32 copy of the weights, which it makes in every step. It reads
+    the weights of two rows as they are, in half the time or less. So a row of zeros goes with a single row.
+    """
+    rows = x.shape[0]
+    if rows == 1 and x.dtype == jnp.bfloat16 and this_device().platform == "cpu":
+        x = jnp.pad(x, ((0, 1), (0, 0)))
+    return lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=dtype)[:rows]
 
 
 def _factors(x: Array | Quantized, dtype) -> tuple[Array, Array | None]:
