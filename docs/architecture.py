@@ -39,7 +39,7 @@ FLOORS = (
         (Room("bench", "engine, kernels, KV tiers, plans: runs, reports, charts"),),
     ),
     Floor(
-        "doors",
+        "servers",
         "serving",
         "#e3edf9",
         (

@@ -396,8 +396,8 @@ def report_error(error: Exception) -> int:
     An error that names a setting or a file is printed as one line. Any other error is a bug and is printed
     with its traceback.
     """
-    told = isinstance(error, ListenError | RequestLogError | TracingError | OSError)
-    if told or type(error).__module__.startswith(("jaxflow.", "serving.cluster.")):
+    expected = isinstance(error, ListenError | RequestLogError | TracingError | OSError)
+    if expected or type(error).__module__.startswith(("jaxflow.", "serving.cluster.")):
         print(f"error: {error}", file=sys.stderr, flush=True)
     else:
         traceback.print_exception(error)

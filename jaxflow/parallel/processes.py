@@ -124,7 +124,7 @@ def join(launch: Launch, timeout_s: float) -> Processes:
             f"process {launch.process_id} cannot join the {launch.num_processes} processes at "
             f"{launch.coordinator}: {reason}"
         ) from error
-    if jax.process_index() != launch.process_id:  # JAX's numbers decide, and the doors are chosen before
+    if jax.process_index() != launch.process_id:  # JAX's numbers decide, and the servers are chosen before
         raise ProcessesError(f"process {launch.process_id} became process {jax.process_index()}")
     return Processes(launch)
 

@@ -452,10 +452,10 @@ def _sizes() -> list[int]:
 
     If no default size can be split, the largest is returned, and later refused.
     """
-    f, told = flags.FLAGS, sorted(set(_numbers("tokens", 1, MOST_TOKENS)))
+    f, sizes = flags.FLAGS, sorted(set(_numbers("tokens", 1, MOST_TOKENS)))
     if f["tokens"].present or not f.cuts:
-        return told
-    return [size for size in told if size > max(_numbers("cuts"))] or told[-1:]
+        return sizes
+    return [size for size in sizes if size > max(_numbers("cuts"))] or sizes[-1:]
 
 
 def _check_given(profile: Profile) -> None:

@@ -155,8 +155,8 @@ def most_promising(sizes: Iterable[StepSize]) -> list[StepSize]:
 
 def line(sizes: Sequence[StepSize], searched: Sequence[StepSize], best: int) -> str:
     """Return the report line of the sizes. best: the tokens of the plan that is kept."""
-    told = ", ".join(f"{size.tokens} {size.tokens_per_s:,.0f} ({size.padding} padding)" for size in sizes)
+    listed = ", ".join(f"{size.tokens} {size.tokens_per_s:,.0f} ({size.padding} padding)" for size in sizes)
     return (
-        f"  sequential tokens/s by tokens of a step: {told}; plans for "
+        f"  sequential tokens/s by tokens of a step: {listed}; plans for "
         f"{' and '.join(str(size.tokens) for size in searched)}; best {best}"
     )

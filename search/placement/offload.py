@@ -126,12 +126,12 @@ def run() -> None:
         rows.append(row)
         print(_line(row), flush=True)
         _save(bench, rows)  # after each run, so that an interruption keeps the earlier ones
-    told = "\n".join(f"{name}: {reason}" for name, reason in refused.items())
+    reasons = "\n".join(f"{name}: {reason}" for name, reason in refused.items())
     if not rows:
         have = ", ".join(f"{tier}={getattr(f, tier):g}" for tier in placement.TIERS)
-        raise PlacementError(f"no policy of {', '.join(names)} fits {have} (GB)\n{told}")
-    if told:
-        print(told, flush=True)
+        raise PlacementError(f"no policy of {', '.join(names)} fits {have} (GB)\n{reasons}")
+    if reasons:
+        print(reasons, flush=True)
 
 
 def _save(bench: OffloadBench, rows: list[dict[str, Any]]) -> None:
@@ -219,13 +219,13 @@ def _searched(
 ) -> Iterator[dict[str, Any]]:
     """Run the best policy of each name and percentage. `refused` receives the reasons of those that do not fit."""
     for name, percent in itertools.product(names, percents or [options.value_top_k_percent]):
-        told = _with_percent(name, percent) if percents else name
+        title = _with_percent(name, percent) if percents else name
         try:
             row = _run_named(bench, dataclasses.replace(options, value_top_k_percent=percent), name)
         except PlacementError as error:
-            refused[told] = str(error)
+            refused[title] = str(error)
         else:
-            yield row | {"name": told}
+            yield row | {"name": title}
 
 
 def _with_percent(name: str, percent: float) -> str:

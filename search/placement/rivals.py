@@ -139,7 +139,7 @@ def shortage(
 ) -> str:
     """Return why no policy of a name in `BY_HAND` fits: the tiers that are short, or the time of a block.
 
-    The told policy is the one that lacks the fewest bytes.
+    The reasons are those of the policy that lacks the fewest bytes.
     """
     policies = [
         policy

@@ -1,1 +1,1 @@
-"""Several engines behind one door: the choice of an engine for each request."""
+"""Several engines behind one router: the choice of an engine for each request."""

@@ -92,7 +92,7 @@ class BatchReplicas:
         self._lines: dict[str, _Line] = {}  # the lines at replicas, by their names there
         self._suspects: set[_Line] = set()  # the lines with a loss
         self._first: list[Exception | None] = []
-        self._first_told = asyncio.Event()
+        self._first_ready = asyncio.Event()
         self._members: list[Member] = [
             AnyMember(
                 index,
@@ -114,7 +114,7 @@ class BatchReplicas:
           StartFailed: no replica could load the model.
         """
         self._tasks = [asyncio.create_task(member.run(self._tell_first)) for member in self._members]
-        await self._first_told.wait()
+        await self._first_ready.wait()
         if self._model is None:
             error = next(error for error in self._first if error is not None)
             raise StartFailed(str(error)) from error
@@ -169,7 +169,7 @@ class BatchReplicas:
     def _tell_first(self, error: Exception | None) -> None:
         self._first.append(error)
         if error is None or len(self._first) >= len(self._members):
-            self._first_told.set()
+            self._first_ready.set()
 
     def joined(self, member: Member, description: Description) -> None:
         """Let a replica with the model of the others take lines. Raises: StartFailed."""

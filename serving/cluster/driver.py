@@ -145,7 +145,7 @@ class ClusterDriver:
         self._draining = self._closed = False
         self._idle = threading.Event()
         self._first: list[Exception | None] = []
-        self._first_told = threading.Event()
+        self._first_ready = threading.Event()
         self._loop = asyncio.new_event_loop()
         self._changing = asyncio.Lock()
         self._thread = threading.Thread(target=self._run, name="jaxflow-cluster", daemon=True)
@@ -160,7 +160,7 @@ class ClusterDriver:
         """
         self._thread.start()
         self._call(self._change(self._wanted))
-        self._first_told.wait()
+        self._first_ready.wait()
         if self.model is None:
             error = next((error for error in self._first if error is not None), None)
             self.close()
@@ -364,7 +364,7 @@ class ClusterDriver:
     def _tell_first(self, error: Exception | None) -> None:
         self._first.append(error)
         if error is None or len(self._first) >= sum(not m.prefills for m in self._members):
-            self._first_told.set()
+            self._first_ready.set()
 
     def joined(self, member: Member, description: Description) -> None:
         """See `serving.cluster.member.Owner`."""
@@ -415,8 +415,8 @@ class ClusterDriver:
                 continue
             if report.fault and type(event) is Finished and event.error is not None:
                 continue  # the fault of the engine, not of the request: the request moves
-            for told in self._told(live, event):
-                posts.setdefault(id(live.mailbox), (live.mailbox, []))[1].append(told)
+            for message in self._caller_events(live, event):
+                posts.setdefault(id(live.mailbox), (live.mailbox, []))[1].append(message)
         for mailbox, events in posts.values():
             self._post(mailbox, events)
         if time.monotonic() > self._relieved_s + RELIEVE_S:
@@ -639,7 +639,7 @@ class ClusterDriver:
 
     @staticmethod
     def _can_move(live: _Live) -> bool:
-        """Return True if nothing was told of the request, or only tokens of its one sequence."""
+        """Return True if the caller got no event of the request, or only tokens of its one sequence."""
         return live.cached_tokens is None or live.request.sampling.n == 1
 
     def _move(self, live: _Live) -> None:
@@ -662,8 +662,8 @@ class ClusterDriver:
         room = request.limit - len(request.prompt_token_ids)
         return request.sampling.n * min(room, self._mean_output)
 
-    def _told(self, live: _Live, event: Event) -> Sequence[Event]:
-        """Return what the caller is told of a replica's event. Keep the books of the request."""
+    def _caller_events(self, live: _Live, event: Event) -> Sequence[Event]:
+        """Return the events for the caller that follow from a replica's event. Keep the books of the request."""
         name = live.request.request_id
         if type(event) is Delta:
             live.made[event.index] += len(event.token_ids)

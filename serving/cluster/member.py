@@ -1,4 +1,4 @@
-"""One replica of the router: its process, started again after each loss, and what the process is told and tells."""
+"""One replica of the router: its process, started again after each loss, and the messages in both directions."""
 
 import asyncio
 import contextlib
@@ -86,7 +86,7 @@ class Member[O: Named, R: State]:
         self._longest_step_s = 0.0
         self._orders: list[O] = []
         self._aborted: list[str] = []
-        self._told = asyncio.Event()
+        self._orders_changed = asyncio.Event()
         self._leave = asyncio.Event()  # the driver wants the process to end
         self._finished = asyncio.Event()
         self._changed = asyncio.Event()
@@ -98,14 +98,14 @@ class Member[O: Named, R: State]:
         """Hand over a request."""
         self._orders.append(order)
         self.names.add(order.name)
-        self._told.set()
+        self._orders_changed.set()
 
     def abort(self, name: str) -> None:
         """End a request."""
         self.names.discard(name)
         self._orders = [order for order in self._orders if order.name != name]
         self._aborted.append(name)
-        self._told.set()
+        self._orders_changed.set()
 
     def done(self, name: str) -> None:
         """Note the end of a request."""
@@ -186,7 +186,7 @@ class Member[O: Named, R: State]:
 
     def _begin(self) -> None:
         self._orders, self._aborted = [], []
-        self._told.clear()
+        self._orders_changed.clear()
         self._leave.clear()
         self.description = self.report = None
         self._longest_step_s = 0.0
@@ -230,8 +230,8 @@ class Member[O: Named, R: State]:
     async def _tell(self, link: Link[O, R]) -> None:
         """Hand over requests and ends in their order, all that wait in one message."""
         while True:
-            await self._told.wait()
-            self._told.clear()
+            await self._orders_changed.wait()
+            self._orders_changed.clear()
             orders, self._orders = self._orders, []
             aborted, self._aborted = self._aborted, []
             await self._within(link.take(orders, aborted))

@@ -75,7 +75,7 @@ class Lent(msgspec.Struct, frozen=True):
 
 
 class Fetched(msgspec.Struct, frozen=True):
-    """The end of a fetch, told before the first event of its order.
+    """The end of a fetch, sent before the first event of its order.
 
     Attributes:
       name: of the order.

@@ -19,7 +19,7 @@ class Call:
     """One call.
 
     Attributes:
-      door: grpc or http; `method`: the method or path.
+      protocol: grpc or http; `method`: the method or path.
       traceparent: the W3C trace context that the caller sent, or empty.
       name: the caller's own id, or else the engine's id.
       engine_ids: the engine's id of each request.
@@ -28,7 +28,7 @@ class Call:
       status: the HTTP status, 0 with gRPC.
     """
 
-    door: str
+    protocol: str
     method: str
     traceparent: str = ""
     begun_ns: int = dataclasses.field(default_factory=time.time_ns)
@@ -59,9 +59,9 @@ class Call:
 
 
 CALL: contextvars.ContextVar[Call | None] = contextvars.ContextVar("call", default=None)
-Observe = Callable[[str, str, str], AbstractContextManager[Call | None]]  # (door, method, traceparent)
+Observe = Callable[[str, str, str], AbstractContextManager[Call | None]]  # (protocol, method, traceparent)
 
 
-def unobserved(door: str, method: str, traceparent: str) -> AbstractContextManager[None]:
+def unobserved(protocol: str, method: str, traceparent: str) -> AbstractContextManager[None]:
     """Open no record."""
     return contextlib.nullcontext()

@@ -99,12 +99,12 @@ def prompt(message: pb.GenerateRequest) -> Prompt:
 def chat(message: pb.Chat) -> Chat:
     """Return the conversation of a message. Raises: InvalidRequest for too many messages."""
     _check_most("messages", len(message.messages), MAX_MESSAGES)
-    going_on = message.continue_final_message
+    continued = message.continue_final_message
     return Chat(
         [{"role": part.role, "content": part.content} for part in message.messages],
         {
-            "add_generation_prompt": not going_on,
-            "continue_final_message": going_on,
+            "add_generation_prompt": not continued,
+            "continue_final_message": continued,
             "parse_control_tokens": message.parse_control_tokens,
         },
     )

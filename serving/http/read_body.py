@@ -68,8 +68,8 @@ def _invalid(message: str) -> InvalidBody:
     """Return the error of a validation message of msgspec, such as "Expected `int` - at `$.n`"."""
     problem, _, where = message.partition(" - at ")
     path = where.rpartition("`$")[2].rstrip("`").lstrip(".")
-    for start, says in ((_UNKNOWN, "unknown field"), (_MISSING, "this field is required")):
+    for start, reason in ((_UNKNOWN, "unknown field"), (_MISSING, "this field is required")):
         if problem.startswith(start):
             field = problem.removeprefix(start).strip("`")
-            return InvalidBody(f"{path}.{field}" if path else field, says)
+            return InvalidBody(f"{path}.{field}" if path else field, reason)
     return InvalidBody(path or "body", problem)

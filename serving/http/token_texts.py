@@ -65,7 +65,7 @@ class TokenTexts:
         )
         self._waiting: collections.deque[_Waiting] = collections.deque()
         self._chars = 0  # characters of all tokens
-        self._told = 0  # characters of the returned entries
+        self._returned = 0  # characters of the returned entries
 
     def push(self, token_ids: Sequence[int], logprobs: Sequence[Candidates], text: str) -> list[Entry]:
         """Add tokens and the text that is certain after them. Return the entries that are certain."""
@@ -75,9 +75,9 @@ class TokenTexts:
                 self._held = (token_id, candidates)
             else:
                 self._add(token_id, candidates)
-        self._told += len(text)
+        self._returned += len(text)
         result = []
-        while self._waiting and self._waiting[0].end <= self._told:
+        while self._waiting and self._waiting[0].end <= self._returned:
             result.append(_entry(self._waiting.popleft()))
         return result
 
@@ -87,18 +87,18 @@ class TokenTexts:
         if self._held is not None and self._held[0] == stop_token_id:
             ended, self._held = self._held, None
         self._release_held()
-        self._told += len(text)
+        self._returned += len(text)
         result = []
         for token in self._waiting:
-            if not cut or token.end <= self._told:
+            if not cut or token.end <= self._returned:
                 result.append(_entry(token))
-            elif token.start < self._told and token.data is not None:
+            elif token.start < self._returned and token.data is not None:
                 # A part of the token is in the text. The rest begins at a full character.
-                rest = token.text[self._told - token.start :].encode()
+                rest = token.text[self._returned - token.start :].encode()
                 result.append(_entry(token, token.data[: len(token.data) - len(rest)]))
         self._waiting.clear()
         if ended is not None:
-            result.append(Entry(*ended, None, self._told))
+            result.append(Entry(*ended, None, self._returned))
         return result
 
     def _release_held(self) -> None:

@@ -75,9 +75,9 @@ class Operations:
             self.recorder.loop_lag_s.observe(max(0.0, time.monotonic() - asked_s - PERIOD_S))
             self.recorder.update()
 
-    def observe(self, door: str, method: str, traceparent: str = "") -> AbstractContextManager[Call]:
+    def observe(self, protocol: str, method: str, traceparent: str = "") -> AbstractContextManager[Call]:
         """Record a call for its duration, then log, count and trace the call. See `serving.frontend.call`."""
-        return _Observation(Call(door, method, traceparent), self._end)
+        return _Observation(Call(protocol, method, traceparent), self._end)
 
     def close(self) -> None:
         """Write the last lines and spans."""

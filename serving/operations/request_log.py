@@ -81,7 +81,7 @@ def record(call: Call, ended_ns: int, trace_id: str = "") -> dict[str, Any]:
         ),
         "request_id": call.name,
         "engine_ids": call.engine_ids,
-        "door": call.door,
+        "protocol": call.protocol,
         "method": call.method,
         "outcome": result,
         "reason": reason,

@@ -87,8 +87,8 @@ class Tracing:
             "gen_ai.response.finish_reasons": [str(end.reason) for end in ends],
             "gen_ai.usage.input_tokens": call.prompt_tokens,
             "gen_ai.usage.output_tokens": sum(end.usage.completion_tokens for end in ends),
-            "rpc.system" if call.door == "grpc" else "url.path": call.door
-            if call.door == "grpc"
+            "rpc.system" if call.protocol == "grpc" else "url.path": call.protocol
+            if call.protocol == "grpc"
             else call.method,
         }
         if call.sampling is not None:

@@ -27,7 +27,7 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "Once upon a time there was a dog."}]
 
 
-class Door:
+class RunningServer:
     """A served model behind a `HttpServer`. `call` runs a coroutine on the server's event loop."""
 
     def __init__(self, llm: Any, *, limits: Limits | None = None, load: bool = True, app=None, **settings):
@@ -109,9 +109,9 @@ class Door:
 
 
 @contextlib.contextmanager
-def door(llm: Any = None, **settings) -> Iterator[Door]:
-    """A running door; by default of a fake model with a chat template."""
-    opened = Door(llm or FakeLLM(chat_template=TEMPLATE), **settings)
+def running_server(llm: Any = None, **settings) -> Iterator[RunningServer]:
+    """A running server; by default of a fake model with a chat template."""
+    opened = RunningServer(llm or FakeLLM(chat_template=TEMPLATE), **settings)
     opened.open()
     try:
         yield opened
@@ -120,9 +120,9 @@ def door(llm: Any = None, **settings) -> Iterator[Door]:
 
 
 @contextlib.contextmanager
-def batch_door(llm: Any, folder: Path, name: str = "fake") -> Iterator[Door]:
-    """A running door of a model called `name` that runs the batches of a folder."""
-    opened = Door(llm)
+def running_batches(llm: Any, folder: Path, name: str = "fake") -> Iterator[RunningServer]:
+    """A running server of a model called `name` that runs the batches of a folder."""
+    opened = RunningServer(llm)
     opened._thread.start()
 
     async def mounted():

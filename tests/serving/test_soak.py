@@ -10,7 +10,7 @@ import time
 import paths
 import pytest
 from harness import serving
-from http_harness import door
+from http_harness import running_server
 from soak_client import WHOLE
 
 from jaxflow.bench.transport.paced_engine import PacedLLM
@@ -52,7 +52,7 @@ def soak_grpc(streams: int, step_s: float, max_tokens: int) -> None:
 
 def soak_http(streams: int, step_s: float, max_tokens: int) -> None:
     llm = PacedLLM(ROWS, step_s)
-    with door(llm) as opened:
+    with running_server(llm) as opened:
         check(ask("http", opened.port, streams, max_tokens), llm, streams)
         assert opened.errors == []
 

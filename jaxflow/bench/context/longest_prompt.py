@@ -274,8 +274,8 @@ def measure(
             else functools.partial(attempt_capped, config, LONGEST, trial, room.free)
         )
         one = clock.timed(run)
-        told = one.failed_at if one.seconds is None else f"runs, {one.seconds:.2f} s"
-        print(f"{mode}, {trial.length:,} tokens in steps of {trial.tokens:,}: {told}", flush=True)
+        ended = one.failed_at if one.seconds is None else f"runs, {one.seconds:.2f} s"
+        print(f"{mode}, {trial.length:,} tokens in steps of {trial.tokens:,}: {ended}", flush=True)
         return one
 
     def row(mode: str, chunk: int | None, predicted: int, trials: dict[int, Outcome]) -> dict[str, Any]:

@@ -148,8 +148,11 @@ def analyse(
         found.append(
             {"tokens": tokens, "three_buffers": three, "together": together(needs.values())} | _plain(needs)
         )
-        told = ", ".join(f"{name} {need.temporary / MIB:.1f}" for name, need in needs.items())
-        print(report.line(f"{tokens} tokens, MiB:", f"{told}; three buffers {three / MIB:.1f}"), flush=True)
+        temporaries = ", ".join(f"{name} {need.temporary / MIB:.1f}" for name, need in needs.items())
+        print(
+            report.line(f"{tokens} tokens, MiB:", f"{temporaries}; three buffers {three / MIB:.1f}"),
+            flush=True,
+        )
     whole = abstract_executor(config, model, mesh, kernels, buckets[0])
     local = [(a.sharding.shard_shape(a.shape), a.dtype.itemsize) for a in jax.tree.leaves(whole.weights)]
     weights = sum(_size(shape) * itemsize for shape, itemsize in local)

@@ -197,9 +197,9 @@ def _tiles(m, shape, name):
 def _fp8_tiles(m: int, sms: int) -> dict[str, Implementation]:
     """Return the chosen tile plan and the other plans for 8B's `down` on `sms` SMs."""
     k, n = SHAPES["8B down"]
-    told = {"blocked": True, "gate_block": None, "quantize": False}
-    chosen, found = fp8_plan(m, n, k, sms, **told), {}
-    for tile, work in fp8_plans(m, n, k, sms, **told):
+    fixed = {"blocked": True, "gate_block": None, "quantize": False}
+    chosen, found = fp8_plan(m, n, k, sms, **fixed), {}
+    for tile, work in fp8_plans(m, n, k, sms, **fixed):
         own = tile == chosen[0] and work.parts == chosen[1].parts
         label = f"{tile.columns}, {tile.cluster} CTAs, {work.parts} parts{', chosen' * own}"
         found[label] = functools.partial(fp8_gemm, sms=sms, plan=(tile, work))

@@ -87,12 +87,14 @@ def check(rows, rng, m, n, k, scales="row", bias=False, residual=False, **kw):
     poison_memory(jax.eval_shape(run, x, w, bias, residual))
     got = run(x, w, bias, residual)
     with jax.default_matmul_precision("highest"):
-        twin = functools.partial(
+        reference_gemm = functools.partial(
             reference.gemm,
             out_dtype=F32,
             **{key: v for key, v in kw.items() if key in ("activation", "gate_block")},
         )
-        want = jax.jit(lambda x, w, bias, residual: twin(x, w, bias, residual=residual))(x, w, bias, residual)
+        want = jax.jit(lambda x, w, bias, residual: reference_gemm(x, w, bias, residual=residual))(
+            x, w, bias, residual
+        )
     again = [jax.tree.leaves(run(x, w, bias, residual)) for _ in range(4)]
     same = all(
         bool((a == b).all()) for other in again for a, b in zip(jax.tree.leaves(got), other, strict=True)

@@ -7,7 +7,7 @@ import time
 import httpx
 import numpy as np
 import pytest
-from http_harness import batch_door, door, wait_for
+from http_harness import running_batches, running_server, wait_for
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,7 +30,7 @@ def bench(no_flags):
 
 @pytest.fixture(scope="module")
 def url():
-    with door(PacedLLM(rows=64, step_s=0.001)) as opened:
+    with running_server(PacedLLM(rows=64, step_s=0.001)) as opened:
         yield opened.url
 
 
@@ -201,7 +201,7 @@ def test_the_transport_load_counts_answers(url, stream, count):
 
 
 def test_a_batch_runs_beside_the_load_and_is_cancelled(bench, tmp_path):
-    with batch_door(PacedLLM(rows=8, step_s=0.001), tmp_path / "batches", "paced") as opened:
+    with running_batches(PacedLLM(rows=8, step_s=0.001), tmp_path / "batches", "paced") as opened:
         beside = ["--text_prompts", "--backend", "openai", "--num_requests", "20", "--request_rate", "100"]
         status, found = serve(bench, tmp_path, opened.url, *beside, "--batch_requests", "3000")
         [batch] = httpx.get(f"{opened.url}/v1/batches").json()["data"]

@@ -6,7 +6,7 @@ import json
 import openai
 import pytest
 from fake_llm import FakeLLM
-from http_harness import Door, wait_for
+from http_harness import RunningServer, wait_for
 
 from jaxflow.config import ConfigError
 from jaxflow.request import BATCH_PRIORITY
@@ -15,8 +15,8 @@ from serving.batch.store import Store
 from serving.http.batch_mount import BatchConfig, batch_routes, open_batches
 
 
-def opened(folder, **settings) -> tuple[Door, Batches]:
-    made = Door(FakeLLM(), **settings)
+def opened(folder, **settings) -> tuple[RunningServer, Batches]:
+    made = RunningServer(FakeLLM(), **settings)
     made._thread.start()
 
     async def batches() -> Batches:
@@ -34,7 +34,7 @@ async def started(batches: Batches) -> None:
     batches.start()
 
 
-def client(made: Door, key: str = "none") -> openai.OpenAI:
+def client(made: RunningServer, key: str = "none") -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{made.url}/v1", api_key=key, max_retries=0)
 
 

@@ -22,11 +22,11 @@ from http_harness import (
     CHAT,
     COMPLETIONS,
     HELLO,
-    Door,
-    door,
+    RunningServer,
     events,
     read_to_end,
     request_bytes,
+    running_server,
     wait_for,
 )
 
@@ -36,7 +36,7 @@ BODY_BYTES = 100_000
 LONG = {"prompt": [5, 6, 7], "max_tokens": 4000}
 STREAM = LONG | {"stream": True}
 SHORT = {"prompt": [5, 6, 7], "max_tokens": 2}
-Fault = Callable[[Door], None]
+Fault = Callable[[RunningServer], None]
 FAULTS: dict[str, Fault] = {}
 
 
@@ -50,15 +50,15 @@ def fault(name: str) -> Callable[[Fault], Fault]:
 
 @pytest.fixture(scope="module")
 def shared():
-    with door(limits=Limits(body_bytes=BODY_BYTES), max_pending_tokens=64) as opened:
+    with running_server(limits=Limits(body_bytes=BODY_BYTES), max_pending_tokens=64) as opened:
         yield opened
 
 
 @pytest.fixture
 def own():
-    """Open doors that end with the test."""
+    """Open servers that end with the test."""
     with contextlib.ExitStack() as stack:
-        yield lambda llm=None, **settings: stack.enter_context(door(llm, **settings))
+        yield lambda llm=None, **settings: stack.enter_context(running_server(llm, **settings))
 
 
 def sockets() -> int:
@@ -69,7 +69,7 @@ def sockets() -> int:
     return found
 
 
-def check_nothing_is_left(opened: Door, before: int) -> None:
+def check_nothing_is_left(opened: RunningServer, before: int) -> None:
     opened.check_serves()
     opened.check_idle()
     wait_for(lambda: opened.connections() == 0)
@@ -85,7 +85,7 @@ def answers(data: bytes) -> list[int]:
     return [int(status) for status in re.findall(rb"HTTP/1\.1 (\d{3}) ", data)]
 
 
-def exchange(opened: Door, *parts: bytes) -> bytes:
+def exchange(opened: RunningServer, *parts: bytes) -> bytes:
     """Send bytes, and return what comes until the server closes."""
     with opened.connect() as connection:
         for part in parts:
@@ -93,7 +93,7 @@ def exchange(opened: Door, *parts: bytes) -> bytes:
         return read_to_end(connection)
 
 
-def refused(opened: Door, path: str, body: object, status: int = 400, **more) -> dict:
+def refused(opened: RunningServer, path: str, body: object, status: int = 400, **more) -> dict:
     answer = opened.post(path, body, **more)
     assert answer.status_code == status, answer.text[:300]
     error = answer.json()["error"]
@@ -118,7 +118,7 @@ def _(opened):
         wait_for(lambda: opened.connections() == 1)
 
 
-def leave(opened: Door, body: dict, *, after: int) -> None:
+def leave(opened: RunningServer, body: dict, *, after: int) -> None:
     """Close the connection of a request after `after` events of its stream; 0: before the first token."""
     driver = opened.llm.driver
     aborted = len(driver.aborted)
@@ -258,7 +258,7 @@ BAD_JSON = {
 
 
 def bad_json(body: bytes) -> Fault:
-    def ask(opened: Door) -> None:
+    def ask(opened: RunningServer) -> None:
         path = CHAT if b"messages" in body else COMPLETIONS
         refused(opened, path, body)
 
@@ -538,7 +538,7 @@ def test_30_a_hung_engine_is_not_live_until_it_advances(own):
 
 
 def test_a_model_that_loads_is_refused_with_a_delay():
-    with door(load=False) as opened:
+    with running_server(load=False) as opened:
         for path, body in ((COMPLETIONS, SHORT), (CHAT, {"messages": HELLO}), ("/tokenize", {"prompt": "x"})):
             answer = opened.post(path, body)
             assert answer.status_code == 503 and answer.json()["error"]["code"] == "model_loading"

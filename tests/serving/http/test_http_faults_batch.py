@@ -12,7 +12,7 @@ import shutil
 import openai
 import pytest
 from fake_llm import FakeLLM
-from http_harness import Door, batch_door, wait_for
+from http_harness import RunningServer, running_batches, wait_for
 
 from serving.batch import batches as batches_module
 from serving.batch.journal import SUFFIX
@@ -23,10 +23,10 @@ LINES = 40
 
 def served(folder, *, step_s: float = 0.001):
     """A server of a fake model that runs the batches of a folder."""
-    return batch_door(FakeLLM(step_s=step_s), folder)
+    return running_batches(FakeLLM(step_s=step_s), folder)
 
 
-def client(opened: Door) -> openai.OpenAI:
+def client(opened: RunningServer) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{opened.url}/v1", api_key="none", max_retries=0)
 
 
@@ -44,7 +44,7 @@ def create(api: openai.OpenAI) -> str:
     return api.batches.create(input_file_id=upload(api), endpoint=URL, completion_window="24h").id
 
 
-def check_whole(opened: Door, batch_id: str) -> None:
+def check_whole(opened: RunningServer, batch_id: str) -> None:
     """Every line has one answer, in the order of the input, and the server serves."""
     api = client(opened)
     wait_for(lambda: api.batches.retrieve(batch_id).status == "completed")

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import paths
 import pytest
-from http_harness import COMPLETIONS, Door, events, request_bytes, wait_for
+from http_harness import COMPLETIONS, RunningServer, events, request_bytes, wait_for
 from hurry import OFTEN, compiled_with
 
 from jaxflow import LLM
@@ -40,7 +40,7 @@ def load() -> LLM:
         )
 
 
-class EngineDoor(Door):
+class EngineServer(RunningServer):
     """A server of a real engine."""
 
     def check_idle(self) -> None:
@@ -58,7 +58,7 @@ class EngineDoor(Door):
 
 @contextlib.contextmanager
 def served(llm: LLM):
-    opened = EngineDoor(llm)
+    opened = EngineServer(llm)
     opened.open()
     try:
         yield opened
@@ -78,23 +78,23 @@ def nothing_is_left(request):
     if "opened" not in request.fixturenames:
         yield
         return
-    door = request.getfixturevalue("opened")
-    before, compiled = answer(door, SHORT), door.llm.driver.stats().compilations_after_warmup
+    server = request.getfixturevalue("opened")
+    before, compiled = answer(server, SHORT), server.llm.driver.stats().compilations_after_warmup
     yield
-    assert answer(door, SHORT) == before
-    assert door.llm.driver.stats().compilations_after_warmup == compiled
-    door.check_idle()
-    wait_for(lambda: door.connections() == 0)
+    assert answer(server, SHORT) == before
+    assert server.llm.driver.stats().compilations_after_warmup == compiled
+    server.check_idle()
+    wait_for(lambda: server.connections() == 0)
 
 
-def answer(opened: Door, body: dict) -> dict:
+def answer(opened: RunningServer, body: dict) -> dict:
     """Return what a request determines in its plain answer."""
     told = opened.post(COMPLETIONS, body)
     assert told.status_code == 200, told.text
     return {name: told.json()[name] for name in SOLO}
 
 
-def check_server_error(opened: Door, body: dict) -> None:
+def check_server_error(opened: RunningServer, body: dict) -> None:
     """The request, plain and streamed, ends with an error that shows no inner text."""
     plain = opened.post(COMPLETIONS, body)
     assert plain.status_code == 500 and plain.json()["error"]["type"] == "server_error"
@@ -216,7 +216,7 @@ def check_same(found: dict, expected: dict) -> None:
             assert both[0] == pytest.approx(both[1], abs=1e-4)
 
 
-def leave(opened: Door, body: dict, after_s: float) -> None:
+def leave(opened: RunningServer, body: dict, after_s: float) -> None:
     """Close the connection of a stream after a time."""
     with opened.connect() as connection:
         connection.sendall(request_bytes(COMPLETIONS, body | {"stream": True, "max_tokens": 60}))

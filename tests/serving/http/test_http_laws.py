@@ -5,7 +5,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-from http_harness import CHAT, COMPLETIONS, door, events
+from http_harness import CHAT, COMPLETIONS, events, running_server
 from hypothesis import given
 
 texts = st.text(min_size=1, max_size=30) | st.sampled_from(["Once upon a time", "a\N{SNOWMAN}b" * 9, "\0 x"])
@@ -54,7 +54,7 @@ chat_bodies = st.builds(
 
 @pytest.fixture(scope="module")
 def shared():
-    with door() as opened:
+    with running_server() as opened:
         yield opened
 
 

@@ -4,7 +4,7 @@ import asyncio
 
 import openai
 import pytest
-from http_harness import CHAT, COMPLETIONS, HELLO, door
+from http_harness import CHAT, COMPLETIONS, HELLO, running_server
 
 PROMPT = "Once upon a time there was a dog."
 WAYS = [{}, {"n": 3}, {"logprobs": True, "top_logprobs": 3}, {"stop": ["dog", "zzz"]}, {"max_tokens": 40}]
@@ -12,7 +12,7 @@ WAYS = [{}, {"n": 3}, {"logprobs": True, "top_logprobs": 3}, {"stop": ["dog", "z
 
 @pytest.fixture(scope="module")
 def shared():
-    with door(served_model_names=("small", "fake/model")) as opened:
+    with running_server(served_model_names=("small", "fake/model")) as opened:
         yield opened
 
 

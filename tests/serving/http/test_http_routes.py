@@ -12,7 +12,16 @@ import openai
 import pytest
 from certificates import issue
 from fake_llm import TEMPLATE, FakeLLM
-from http_harness import CHAT, COMPLETIONS, HELLO, Door, door, read_to_end, request_bytes, wait_for
+from http_harness import (
+    CHAT,
+    COMPLETIONS,
+    HELLO,
+    RunningServer,
+    read_to_end,
+    request_bytes,
+    running_server,
+    wait_for,
+)
 
 import jaxflow
 from serving.http.batch_mount import BatchConfig, batch_routes, open_batches
@@ -37,13 +46,13 @@ NOT_SERVED = ("/v1/embeddings", "/pooling", "/score", "/v1/score", "/rerank", "/
 
 @pytest.fixture(scope="module")
 def shared():
-    with door(app={"allowed_origins": ["https://example.org"], "root_path": "/models/a"}) as opened:
+    with running_server(app={"allowed_origins": ["https://example.org"], "root_path": "/models/a"}) as opened:
         yield opened
 
 
 @pytest.fixture(scope="module")
 def guarded():
-    with door(auth_tokens=TOKENS) as opened:
+    with running_server(auth_tokens=TOKENS) as opened:
         yield opened
 
 
@@ -283,7 +292,7 @@ def test_without_a_folder_batches_are_not_found(shared):
 
 
 def test_a_batch_runs_and_each_token_sees_its_own(tmp_path):
-    made = Door(FakeLLM(chat_template=TEMPLATE), auth_tokens=TOKENS)
+    made = RunningServer(FakeLLM(chat_template=TEMPLATE), auth_tokens=TOKENS)
     lines = []
     observed = made.operations.observe
 
@@ -338,7 +347,7 @@ def test_certificates_of_the_server_and_of_callers(tmp_path):
         except httpx.TransportError:
             return None
 
-    with door(**files) as opened:
+    with running_server(**files) as opened:
         assert status(caller) == 200
         assert status() is None and status(impostor) is None
         with pytest.raises(httpx.TransportError):

@@ -74,7 +74,7 @@ async def test_each_call_has_one_line(tmp_path):
             await until(lambda: len(lines(path)) == 4)
     done, refused, failed, cancelled = lines(path)
     assert done["request_id"] == name and done["trace_id"] == TRACE
-    assert (done["outcome"], done["reason"], done["door"]) == ("ok", "length", "grpc")
+    assert (done["outcome"], done["reason"], done["protocol"]) == ("ok", "length", "grpc")
     assert (done["prompt_tokens"], done["completion_tokens"], len(done["engine_ids"])) == (3, 8, 1)
     assert 0 <= done["queued_s"] <= done["ttft_s"] <= done["engine_s"] <= done["total_s"]
     assert (refused["outcome"], refused["reason"]) == ("refused", "invalid: sampling.max_tokens")

@@ -7,7 +7,7 @@ import grpc
 import httpx
 import pytest
 from harness import failure, read, stubs_of, token_request
-from http_harness import COMPLETIONS, Door
+from http_harness import COMPLETIONS, RunningServer
 from replicas import cluster, until
 
 from serving.frontend.config import ServerConfig
@@ -21,11 +21,11 @@ STEP_S = 0.01
 
 def test_http_streams_go_on_and_operation_tells_the_truth():
     with cluster(step_s=STEP_S) as (model, links):
-        door = Door(model)
-        door.operations = Operations(door.served, fleet=model.driver)
-        door.open()
+        opened = RunningServer(model)
+        opened.operations = Operations(opened.served, fleet=model.driver)
+        opened.open()
         try:
-            with httpx.Client(base_url=f"http://127.0.0.1:{door.server.port}") as client:
+            with httpx.Client(base_url=f"http://127.0.0.1:{opened.server.port}") as client:
 
                 def metrics() -> dict[str, float]:
                     lines = client.get("/metrics").text.splitlines()
@@ -72,7 +72,7 @@ def test_http_streams_go_on_and_operation_tells_the_truth():
                 assert '"code":"replica_lost"' in rest and "[DONE]" not in rest
                 until(lambda: client.get("/health/ready").status_code == 503)
                 assert client.get("/health/live").status_code == 200
-                status = door.operations.status.now()
+                status = opened.operations.status.now()
                 assert status["state"] == "no replica"
                 assert [one["state"] for one in status["replicas"]] == ["starting"] * 2
                 assert metrics()["jaxflow_ready"] == 0
@@ -81,7 +81,7 @@ def test_http_streams_go_on_and_operation_tells_the_truth():
                     link.start_gate.set()
                 until(lambda: client.get("/health/ready").status_code == 200)
         finally:
-            door.close()
+            opened.close()
 
 
 def test_grpc_streams_cancels_and_errors():
