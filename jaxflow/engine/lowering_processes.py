@@ -105,6 +105,7 @@ class LoweringProcesses:
         self._asked: dict[Wanted, Future] = {}
         self._lock, self._alive, self._closed = threading.Lock(), 0, False
         self._description: Description | None = None
+        self._lost: str | None = None  # why the last process ended before `close`
         self.failed: dict[str, str] = {}  # the reason of each program that no process lowered
 
     @property
@@ -178,6 +179,8 @@ class LoweringProcesses:
                 self._tasks.put((wanted, future))
             else:
                 future.set_result(None)
+                if self._lost is not None:
+                    self.failed[wanted.name] = self._lost
             return future
 
     def close(self) -> None:
@@ -220,6 +223,7 @@ class LoweringProcesses:
                 if not self._closed:
                     self._alive -= 1
                     if not self._alive:
+                        self._lost = reason
                         self._give_up(reason)
         finally:
             _end(process)

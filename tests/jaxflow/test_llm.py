@@ -390,9 +390,18 @@ class TestItsEnd:
             ending.generate("Once", GREEDY, use_tqdm=False)
 
     def test_a_fault_is_told_to_every_caller(self, ending, monkeypatch):
+        submitted, submit = threading.Semaphore(0), ending.driver.submit
+
+        def count(*args):
+            result = submit(*args)
+            submitted.release()
+            return result
+
         def broken(*args, **kwargs):
+            assert submitted.acquire(timeout=60) and submitted.acquire(timeout=60)  # the engine has both
             raise RuntimeError("the device fell off the bus")
 
+        monkeypatch.setattr(ending.driver, "submit", count)
         monkeypatch.setattr(ending.executor, "run", broken)
         with pytest.raises(RequestFailed) as caught:
             ending.generate(["Once", "One day"], GREEDY, use_tqdm=False)

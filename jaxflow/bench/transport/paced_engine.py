@@ -242,7 +242,9 @@ class PacedLLM:
         self.tokenizer = byte_tokenizer(VOCAB_SIZE)
         self.max_model_len = MAX_MODEL_LEN
         self.generation_config: Mapping[str, Any] = {}
-        self.engine_config = EngineConfig(model=self.name, plan="sequential")
+        self.engine_config = EngineConfig(
+            model=self.name, plan="sequential", max_num_seqs=rows, max_num_batched_tokens=rows
+        )
         self.model_config = ModelConfig(
             architecture="llama",
             vocab_size=VOCAB_SIZE,

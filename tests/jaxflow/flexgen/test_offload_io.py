@@ -321,7 +321,7 @@ def test_invalid_settings_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"tensor_parallel_size=3.*a divisor"):
         begin(settings(tmp_path), tensor_parallel_size=3)
     with pytest.raises(ConfigError, match=r"tensor_parallel_size=8.*at most the 4 devices"):
-        begin(settings(tmp_path), tensor_parallel_size=8)
+        begin(settings(tmp_path), tensor_parallel_size=8, max_num_seqs=4)
     with pytest.raises(ConfigError, match="quantization='fp8'"):
         begin(settings(tmp_path), quantization="fp8")
     with pytest.raises(ConfigError, match="kv_cache_dtype='fp8'"):
