@@ -102,6 +102,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._in_head, self._body_left, self._begun = True, True, True
+        self._stop_timer("flush")
 
     def on_headers_complete(self) -> None:
         self._in_head, self._head_bytes, self._begun = False, 0, False
@@ -133,6 +134,20 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_response_complete()
         if self._body_left and not self.transport.is_closing():
             self._start_timer("linger", self._limits.linger_s, self.transport.close)
+        self._watch_the_rest()
+
+    def _watch_the_rest(self, before: int | None = None) -> None:
+        """Cut the connection of a caller that takes nothing of the end of an answer within `write_stall_s`.
+
+        `pause_writing` watches only answers with more bytes left than the transport's limit.
+
+        before: the bytes that were left at the last look.
+        """
+        left = self.transport.get_write_buffer_size()
+        if before is not None and left >= before:
+            self.transport.abort()
+        elif left:
+            self._start_timer("flush", self._limits.write_stall_s, self._watch_the_rest, left)
 
     def send_400_response(self, msg: str) -> None:
         """Answer a request that cannot be parsed, and close the connection."""

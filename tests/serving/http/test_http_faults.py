@@ -31,6 +31,7 @@ from http_harness import (
 )
 
 from serving.http.limits import Limits
+from serving.http.protocol import LimitedProtocol
 
 BODY_BYTES = 100_000
 LONG = {"prompt": [5, 6, 7], "max_tokens": 4000}
@@ -429,6 +430,27 @@ def test_8_a_reader_that_stops_loses_its_stream(own):
         connection.sendall(request_bytes(COMPLETIONS, STREAM | {"logprobs": 20, "n": 16}))
         wait_for(lambda: driver.aborted)
         opened.check_serves()
+        wait_for(lambda: opened.connections() == 0)
+    check_nothing_is_left(opened, before)
+
+
+def test_8_a_reader_that_stops_near_the_end_loses_its_connection(own, monkeypatch):
+    """The rest of the answer is below the limit at which the server stops writing."""
+    made = LimitedProtocol.connection_made
+
+    def with_large_limit(self, transport):
+        made(self, transport)
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        transport.set_write_buffer_limits(high=1 << 30)
+
+    monkeypatch.setattr(LimitedProtocol, "connection_made", with_large_limit)
+    opened = own(FakeLLM(step_s=0.0), limits=Limits(write_stall_s=0.2))
+    before = sockets()
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", opened.port))
+        connection.sendall(request_bytes(COMPLETIONS, STREAM | {"logprobs": 20, "n": 16}))
+        wait_for(lambda: opened.connections() == 1)
         wait_for(lambda: opened.connections() == 0)
     check_nothing_is_left(opened, before)
 
