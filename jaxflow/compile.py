@@ -5,8 +5,8 @@
 The command starts an engine with the given flags and ends it. A server with the same flags and
 `--compilation_cache_dir FOLDER` then reads its programs from the folder. The folder serves machines with the same
 kind of GPU, the same driver and the same versions of JaxFlow and JAX, for example containers of one image. A program
-that does not fit is compiled again. `--load_format dummy` reads no weights. On a CPU the folder holds only the
-programs that a start needs.
+that does not fit is compiled again. `--load_format dummy` reads no weights. The folder also holds the programs that
+an engine compiles while it serves.
 """
 
 import sys
@@ -18,6 +18,7 @@ from absl import flags
 from jaxflow.cli.engine_flags import define_engine_flags, engine_config_from_flags
 from jaxflow.cli.exit_status import run_command
 from jaxflow.config import ConfigError
+from jaxflow.engine.deferred import wait_until_compiled
 from jaxflow.llm import LLM
 from jaxflow.model.checkpoints.source import CheckpointError
 from jaxflow.pipeline.plan import PlanError
@@ -55,8 +56,10 @@ def compile_into(folder: Path) -> None:
     config = engine_config_from_flags()
     folder.mkdir(parents=True, exist_ok=True)
     began_s = time.monotonic()
-    LLM.from_config(config, progress=sys.stderr.isatty()).close()
-    print(f"the engine started in {time.monotonic() - began_s:.0f} s", file=sys.stderr)
+    with LLM.from_config(config, progress=sys.stderr.isatty()):
+        print(f"the engine started in {time.monotonic() - began_s:.0f} s", file=sys.stderr)
+        wait_until_compiled()
+    print(f"all programs are compiled after {time.monotonic() - began_s:.0f} s", file=sys.stderr)
 
 
 def define_flags() -> None:

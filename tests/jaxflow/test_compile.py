@@ -16,11 +16,13 @@ FLAGS = ("--model", str(MODEL), "--max_num_seqs", "2", "--step_sizes", "16", "--
 START = """
 import json, sys
 import jax
+from jaxflow.engine.deferred import wait_until_compiled
 from jaxflow.llm import LLM
 
 found = []
 jax.monitoring.register_event_listener(lambda event, **_: found.append(event.rpartition("/")[2]))
 with LLM(sys.argv[1], max_num_seqs=2, step_sizes="16", max_num_batched_tokens=16, compilation_cache_dir=sys.argv[2]):
+    wait_until_compiled()
     print(json.dumps([found.count("cache_hits"), found.count("cache_misses")]))
 """
 

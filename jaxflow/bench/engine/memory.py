@@ -26,6 +26,7 @@ from jaxflow.bench.report import requests as report
 from jaxflow.bench.workload import flags as options
 from jaxflow.cli.engine_flags import engine_config_from_flags
 from jaxflow.config import ConfigError, EngineConfig, ModelConfig
+from jaxflow.engine.deferred import wait_until_compiled
 from jaxflow.engine.executor import Executor
 from jaxflow.engine.kernel_choice import asked_of_kernels, choose_kernels
 from jaxflow.engine.program_memory import IN_FLIGHT, Need, together
@@ -243,7 +244,8 @@ def run() -> dict[str, Any]:
     }
     result |= {"room": rooms(found, model, config, [float(size) for size in f.memory_gib])}
     if on_gpu() and not f.target_config:
-        with LLM.from_config(config) as llm:  # the engine's warm-up has run every program
+        with LLM.from_config(config) as llm:
+            wait_until_compiled()  # then every program has run
             stats = jax.local_devices()[0].memory_stats() or {}
             result["observed"] = {
                 name: stats.get(name) for name in ("bytes_limit", "bytes_in_use", "peak_bytes_in_use")
