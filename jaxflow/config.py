@@ -373,7 +373,8 @@ class EngineConfig:
     max_num_seqs: int | None = _setting(
         None,
         "Most sequences that run at the same time, on each data-parallel rank. Default: a third of "
-        "--max_num_batched_tokens in tiles of 128, at least 64, or fewer where the memory does not hold 512 tokens of each.",
+        "--max_num_batched_tokens in tiles of 128, at least 64, or fewer where the memory does not hold 512 tokens of "
+        "each.",
     )
     max_waiting: int = _setting(4096, "Most requests in the waiting queue. Further requests are refused.")
     batch_tpot_ms: float | None = _setting(

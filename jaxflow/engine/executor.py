@@ -462,7 +462,10 @@ class Executor:
 
     @property
     def substitutes(self) -> bool:
-        """Return True if steps must ask `is_ready`. Otherwise a step of any layout runs, if need be after a compilation."""
+        """Return True if steps must ask `is_ready`.
+
+        Otherwise a step of any layout runs, if need be after a compilation.
+        """
         return self._first is not None
 
     def is_ready(self, layout: StepLayout, *, full: bool, prompt: bool) -> bool:

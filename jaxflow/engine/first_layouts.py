@@ -121,7 +121,10 @@ def prepare_in_background(
 
 
 def make_ready(executor: Executor | StagedExecutor, layout: StepLayout) -> None:
-    """Let steps run a layout whose programs are compiled, after its first launch. Only the steps' thread may call it."""
+    """Let steps run a layout whose programs are compiled, after a first launch.
+
+    Only the thread of the steps may call this function.
+    """
     executor.set_ready(layout)
     rehearse(executor, layout)
 

@@ -195,7 +195,7 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
 
 
 def _kv_bytes(config: EngineConfig, model: ModelConfig, budget: int) -> tuple[float, float]:
-    """Return the bytes that one tensor-parallel shard has for KV pages, over all pipeline stages, and those of a sequence.
+    """Return the bytes for KV pages of one tensor-parallel shard over all stages, and the bytes of a sequence's pages.
 
     The sequence has `TOKENS_OF_SEQ` tokens, or `max_model_len` if that is less. On a CPU all shards share the free
     memory, of which pages use half (`memory_budget`). config: its dtypes are resolved.

@@ -14,9 +14,9 @@ key/value heads than shards, each head is repeated, so that every shard has one.
 Latent attention has other matrices in the place of `qkv` (`jaxflow.model.latent_weights`).
 
 Under quantization the matrices named in `QUANTIZED` are `Quantized` e4m3 with a scale per row (fp8), or
-`Int4` in groups of 64 columns (int4). The experts are then `Quantized` or `ExpertInt4`. mxfp4 affects only the experts
-of gpt-oss, which are `Mxfp4` in groups of 32 columns, as in its checkpoints. The embeddings, the head, norms, routers and shared experts
-are not quantized.
+`Int4` in groups of 64 columns (int4). The experts are then `Quantized` or `ExpertInt4`. mxfp4 affects only the
+experts of gpt-oss, which are `Mxfp4` in groups of 32 columns, as in its checkpoints. The embeddings, the head, norms,
+routers and shared experts are not quantized.
 An e4m3 cache has its scales here: "k_scale" and "v_scale" [K], float32, in each layer. An e4m3 MLP may be
 padded with zeros (`mlp_width`), and so may the experts of gpt-oss (`expert_width`).
 """

@@ -1,9 +1,7 @@
 """Grouped GEMM with a weight in int4: the interpreter against the reference, and the H200 code."""
 
 import functools
-import operator
 import re
-import types
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +10,9 @@ import pytest
 from h200 import abstract, compile_for_h200, h200_mesh
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from ptx import misaligned
-from test_mxfp4 import bfloat16, run_ptx
+from thread_code import LANE, WARP, bfloat16, run_as_thread_code, value
 
 from pallas_kernels.gemm.grouped import api, int4_operand, reference
 from pallas_kernels.gemm.grouped.int4_format import dequantize_experts, quantize_experts
@@ -145,9 +142,6 @@ def test_each_thread_has_its_part_of_the_operand(first, block, monkeypatch):
     image[at ^ (at >> 7 & 1) << 4] = np.asarray(w.packed[0])
     factors = np.asarray(w.factors[0]).reshape(2, 64 // block, 2 * block).swapaxes(0, 1)
 
-    def value(data, **described):
-        return types.SimpleNamespace(data=data, type=types.SimpleNamespace(**described))
-
     packed_ref = value(image, get_strides_and_offset=lambda: ((512, 256, 32, 1), 0))
     factors_ref = value(
         np.ascontiguousarray(factors).view(np.uint8).reshape(-1).astype(np.uint64), shape=factors.shape
@@ -159,29 +153,8 @@ def test_each_thread_has_its_part_of_the_operand(first, block, monkeypatch):
         bytes_at = lambda word, i: ref.data[start + 4 * word + i] << np.uint64(8 * i)
         return [sum(bytes_at(word, i) for i in range(4)) for word in range(count)]
 
-    def inline_ptx(text, *inputs, result_types):
-        made = len(result_types) if isinstance(result_types, list) else 1
-        found = run_ptx(text, {f"${made + i}": one for i, one in enumerate(inputs)})
-        return [found[f"${i}"] for i in range(made)] if isinstance(result_types, list) else found["$0"]
-
-    thread = np.arange(128, dtype=np.uint64)
-    warp, lane = thread // 32, thread % 32
-    names = {"addi": "add", "muli": "mul", "xori": "xor", "shrui": "rshift", "andi": "and_"}
-    names |= {"divui": "floordiv", "remui": "mod"}
-    utils = types.SimpleNamespace(inline_ptx=inline_ptx, bitcast=lambda bits, _: bits)
-    no_type = types.SimpleNamespace(get=lambda *_: None)
-    for name, stand_in in {
-        "arith": types.SimpleNamespace(**{op: getattr(operator, own) for op, own in names.items()}),
-        "ir": types.SimpleNamespace(MemRefType=lambda kind: kind, VectorType=no_type, BF16Type=no_type),
-        "mgpu": types.SimpleNamespace(
-            WGMMA_LAYOUT=mgpu.WGMMA_LAYOUT, utils=utils, FragmentedArray=lambda _registers, **_: _registers
-        ),
-        "const": np.uint64,
-        "i32": lambda: None,
-        "place": lambda: (warp, lane // 4, lane % 4),
-        "read_words": read_words,
-    }.items():
-        monkeypatch.setattr(int4_operand, name, stand_in)
+    warp, lane = WARP, LANE
+    run_as_thread_code(monkeypatch, int4_operand, read_words=read_words)
     registers = int4_operand._unpack(packed_ref, factors_ref, first, first // 64)
 
     wanted = np.asarray(dequantize_experts(w)[0, :, first : first + 64], np.float64)

@@ -3,7 +3,6 @@ interpreter of its few instructions, and the H200 code.
 """
 
 import functools
-import operator
 import re
 import types
 
@@ -14,9 +13,9 @@ import pytest
 from h200 import abstract, compile_for_h200, h200_mesh
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from ptx import misaligned
+from thread_code import LANE, WARP, bfloat16, run_as_thread_code, run_ptx, value
 
 from pallas_kernels.gemm.grouped import api, mxfp4_operand, reference
 from pallas_kernels.gemm.grouped.mxfp4_format import dequantize_mxfp4, quantize_mxfp4
@@ -130,67 +129,6 @@ def test_a_tile_fits_shared_memory(rows, k, warpgroups):
     assert tile.stages >= 2 and tile.stages * stage + scales + results < SMEM_BYTES
 
 
-def bfloat16(bits: np.ndarray) -> np.ndarray:
-    return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-
-
-def run_ptx(text: str, given_registers: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Run straight PTX of shifts, masks, byte permutations and arithmetic of bfloat16 pairs, for many threads."""
-    registers = dict(given_registers)
-
-    def of(name: str) -> np.ndarray:
-        return registers[name] if name in registers else np.uint64(int(name, 0))
-
-    def permuted(a, b, selector):
-        both, found = (b << np.uint64(32)) | a, np.uint64(0)
-        for byte in range(4):
-            which = selector >> np.uint64(4 * byte) & np.uint64(15)
-            assert (which < 8).all()  # the high bit would repeat a sign
-            found = found | (both >> (which * np.uint64(8)) & np.uint64(255)) << np.uint64(8 * byte)
-        return found
-
-    def looked_up(a, b, c, table):
-        found = np.uint64(0)
-        for which in range(8):  # a, b and c are the bits of the index
-            terms = [x if which >> place & 1 else ~x for x, place in ((a, 2), (b, 1), (c, 0))]
-            if int(table) >> which & 1:
-                found = found | (terms[0] & terms[1] & terms[2])
-        return found
-
-    def of_pairs(function, rounds=False):
-        """Return a function of bfloat16 pairs. rounds: its results may need more bits than bfloat16 has."""
-
-        def run(*pairs):
-            halves = []
-            for low in (np.uint64(0), np.uint64(16)):
-                exact = function(*(bfloat16(pair >> low & np.uint64(0xFFFF)) for pair in pairs))
-                near = exact.astype(jnp.bfloat16)
-                assert rounds or (near.astype(np.float64) == exact).all()
-                halves.append(near.view(np.uint16).astype(np.uint64) << low)
-            return halves[0] | halves[1]
-
-        return run
-
-    run = {
-        "prmt.b32": permuted,
-        "shl.b32": lambda a, n: a << n,
-        "shr.u32": lambda a, n: a >> n,
-        "and.b32": lambda a, b: a & b,
-        "lop3.b32": looked_up,
-        "mov.b32": lambda a: a,
-        "mul.rn.bf16x2": of_pairs(operator.mul),
-        "sub.rn.bf16x2": of_pairs(operator.sub),
-        "fma.rn.bf16x2": of_pairs(lambda a, b, c: a * b + c, rounds=True),
-    }
-    body = text.strip().removeprefix("{").removesuffix("}")
-    for line in filter(None, (part.strip() for part in body.split(";"))):
-        name, _, operands = line.partition(" ")
-        if name != ".reg":
-            target, *inputs = (part.strip() for part in operands.split(","))
-            registers[target] = run[name](*map(of, inputs)) & np.uint64(0xFFFFFFFF)
-    return registers
-
-
 def test_the_ptx_makes_the_numbers_of_the_bytes():
     """Every byte under every scale that a checkpoint may have, for each lane of a row."""
     byte, scale = np.meshgrid(np.arange(256, dtype=np.uint64), np.arange(34, 161, dtype=np.uint64))
@@ -244,9 +182,6 @@ def test_each_thread_has_its_part_of_the_operand(first, monkeypatch):
     image = np.zeros(64 * 64, np.uint64)
     image[at ^ (at >> 7 & 1) << 4] = bytes_of_rows
 
-    def value(data, **described):
-        return types.SimpleNamespace(data=data, type=types.SimpleNamespace(**described))
-
     packed_ref = value(image, get_strides_and_offset=lambda: ((512, 256, 32, 1), 0))
     scales_ref = value(scales.reshape(-1).astype(np.uint64), shape=(8, k // 64, 16))
 
@@ -258,29 +193,12 @@ def test_each_thread_has_its_part_of_the_operand(first, monkeypatch):
         assert (offset % (4 * count) == 0).all()
         return [read(ref, offset + np.uint64(4 * i), 4) for i in range(count)]
 
-    def inline_ptx(text, *inputs, result_types):
-        found = run_ptx(text, {f"${2 + i}": one for i, one in enumerate(inputs)})
-        return [found[f"${i}"] for i in range(len(result_types))]
-
-    thread = np.arange(128, dtype=np.uint64)
-    warp, lane = thread // 32, thread % 32
-    names = {"addi": "add", "muli": "mul", "xori": "xor", "shrui": "rshift", "shli": "lshift"}
-    names |= {"andi": "and_", "ori": "or_"}
-    utils = types.SimpleNamespace(inline_ptx=inline_ptx, bitcast=lambda bits, _: bits)
-    no_type = types.SimpleNamespace(get=lambda *_: None)
-    for name, stand_in in {
-        "arith": types.SimpleNamespace(**{op: getattr(operator, own) for op, own in names.items()}),
-        "ir": types.SimpleNamespace(MemRefType=lambda kind: kind, VectorType=no_type, BF16Type=no_type),
-        "mgpu": types.SimpleNamespace(
-            WGMMA_LAYOUT=mgpu.WGMMA_LAYOUT, utils=utils, FragmentedArray=lambda _registers, **_: _registers
-        ),
-        "const": np.uint64,
-        "i32": lambda: None,
-        "place": lambda: (warp, lane // 4, lane % 4),
+    warp, lane = WARP, LANE
+    own_names = {
         "read_words": read_words,
         "_read_two": lambda ref, offset, plus: read(ref, offset + np.uint64(plus), 2),
-    }.items():
-        monkeypatch.setattr(mxfp4_operand, name, stand_in)
+    }
+    run_as_thread_code(monkeypatch, mxfp4_operand, **own_names)
     number = types.SimpleNamespace(registers=np.array(np.uint64(pair)))
     registers = mxfp4_operand._unpack(packed_ref, scales_ref, number, first)
 
