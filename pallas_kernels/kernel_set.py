@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from pallas_kernels.attention.chunk import reference as chunk_reference
 from pallas_kernels.attention.decode import reference as decode_reference
 from pallas_kernels.attention.latent import reference as latent_reference
+from pallas_kernels.cpu import gemm as cpu_gemm
 from pallas_kernels.gemm import reference as gemm_reference
 from pallas_kernels.gemm.api import HopperGemm, Product
 from pallas_kernels.gemm.grouped import groups as expert_groups
@@ -27,15 +28,13 @@ from pallas_kernels.pointwise.norm import reference as norm_reference
 from pallas_kernels.pointwise.quantize import reference as quantize_reference
 from pallas_kernels.pointwise.rope_append import reference as rope_reference
 from pallas_kernels.pointwise.sample import reference as sample_reference
-from pallas_kernels.pointwise.top_k import reference as top_k_reference
-from pallas_kernels.pointwise.weighted_sum import reference as weighted_sum_reference
 from pallas_kernels.triton.gemm import TritonGemm
 
 KERNELS = ("auto", "reference", "mosaic", "triton")  # values of the setting `kernels`
 HOPPER, MOSAIC = "9.0", "mosaic-hopper"  # compute capability and name of the set of Mosaic kernels
 PAGED = ("rope_append", "decode_attention", "chunk_attention")  # ops on the pages of the KV cache
-MIXTURE = ("top_k", "grouped_gemm", "weighted_sum")  # ops of a mixture of experts
-OPS = ("gemm", "add_norm", *PAGED, "token_limits", "draw", "quantize_rows", *MIXTURE)
+OPS = ("gemm", "add_norm", *PAGED, "token_limits", "draw", "quantize_rows", "grouped_gemm")
+_XLA = ("reference", "cpu")  # backends that are operations of XLA
 _KIB = {
     "7.0": 96,
     "7.5": 64,
@@ -81,9 +80,7 @@ class KernelSet:
     token_limits: Callable = sample_reference.token_limits
     draw: Callable = draw_reference.draw
     quantize_rows: Callable = quantize_reference.quantize_rows
-    top_k: Callable = top_k_reference.top_k
     grouped_gemm: Callable = grouped_reference.grouped_gemm
-    weighted_sum: Callable = weighted_sum_reference.weighted_sum
     latent_append: Callable = latent_reference.append
     latent_decode_attention: Callable = latent_reference.decode_attention
     latent_chunk_attention: Callable = latent_reference.chunk_attention
@@ -94,8 +91,8 @@ class KernelSet:
 
     @property
     def kernel_ops(self) -> tuple[str, ...]:
-        """Return the ops that run kernels instead of reference implementations."""
-        return tuple(op for op in OPS if getattr(self, op) is not getattr(REFERENCE, op))
+        """Return the ops that run kernels, and not operations of XLA alone."""
+        return tuple(op for op in OPS if _backend(getattr(self, op)) not in _XLA)
 
     @property
     def supports_pdl(self) -> bool:
@@ -126,7 +123,7 @@ class KernelSet:
         places = ", ".join(f"{op}: {_backend(getattr(self, op))}" for op in OPS if op != "gemm")
         lines = [f"kernels: {self.name} ({places})"]
         for op, p in (products or {}).items():
-            how = "xla" if self.gemm is gemm_reference.gemm else self.gemm.describe(p)  # type: ignore[attr-defined]
+            how = "xla" if _backend(self.gemm) in _XLA else self.gemm.describe(p)  # type: ignore[attr-defined]
             lines.append(f"kernels: {op} [{p.shape.n}, {p.shape.k}] {p.shape.weights}: {how}")
         return "\n".join(lines)
 
@@ -146,13 +143,16 @@ def _with_pdl(kernels: KernelSet) -> KernelSet:
 
 
 def _backend(kernel: Callable) -> str:
-    """Return the backend of an op's function: reference, triton or mosaic."""
+    """Return the backend of an op's function: reference, cpu, triton or mosaic."""
     if kernel.__module__.endswith(".reference"):
         return "reference"
+    if kernel.__module__.startswith("pallas_kernels.cpu."):
+        return "cpu"
     return "triton" if kernel.__module__.startswith("pallas_kernels.triton") else "mosaic"
 
 
 REFERENCE = KernelSet("reference")
+CPU = KernelSet("cpu", gemm=cpu_gemm.gemm)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,6 +218,8 @@ def kernel_set_for(
         if hopper and model.dtype != "bfloat16":
             unmet = _unmet(model, [(OPS, "dtype", False, "bfloat16")])
             return dataclasses.replace(REFERENCE, name="reference (kernels need bfloat16)", fallbacks=unmet)
+        if platform == "cpu":
+            return CPU
         kernels = "mosaic" if hopper else "triton" if cuda and has_triton() else "reference"
     if kernels == "reference":
         return REFERENCE
@@ -295,8 +297,6 @@ def _mosaic(m: Model, device: str) -> KernelSet:
     from pallas_kernels.pointwise.quantize import api as quantize_rows
     from pallas_kernels.pointwise.rope_append import api as rope_append
     from pallas_kernels.pointwise.sample import api as token_limits
-    from pallas_kernels.pointwise.top_k import api as top_k
-    from pallas_kernels.pointwise.weighted_sum import api as weighted_sum
 
     ptxas_version.cache_version()
     kernels = {
@@ -312,9 +312,7 @@ def _mosaic(m: Model, device: str) -> KernelSet:
         "token_limits": {"token_limits": token_limits.token_limits},
         "draw": {"draw": draw.draw},
         "quantize_rows": {"quantize_rows": quantize_rows.quantize_rows},
-        "top_k": {"top_k": top_k.top_k},
         "grouped_gemm": {name: getattr(grouped_gemm, name) for name in ("grouped_gemm", "list_groups")},
-        "weighted_sum": {"weighted_sum": weighted_sum.weighted_sum},
     }
     queries, int8 = m.queries_per_kv_head, m.kv_dtype == "int8"
     room = rope_append.takes(m.kv_heads, queries, m.head_dim, m.kv_dtype != m.dtype)

@@ -45,7 +45,7 @@ def test_the_python_program_runs(capsys):
     exec(program.replace("path/to/model", MODEL), {})
     done = capsys.readouterr()
     assert re.search(r"Once upon a time -> .+\nThe little dog -> .+", done.out)
-    assert re.findall("^.*kernels:.*$", done.err, re.MULTILINE) == ["kernels: reference, for every op"]
+    assert re.findall("^.*kernels:.*$", done.err, re.MULTILINE) == ["kernels: cpu, for every op"]
 
 
 @pytest.fixture

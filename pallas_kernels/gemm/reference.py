@@ -1,16 +1,23 @@
 """The reference implementation of matrix products with their epilogue."""
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Shaped
 
 from pallas_kernels.gemm.int4.reference import dequantize_int4
 from pallas_kernels.pointwise.quantize.reference import dequantize, quantize_blocks
 from pallas_kernels.quantized import Int4, Quantized
-from pallas_kernels.this_device import this_device
 
 CLAMPED_SWIGLU = "clamped_swiglu"  # needs gates and ups
 _LIMIT, _ALPHA = 7.0, 1.702
+
+
+def multiply(x: Shaped[Array, "M K"], w: Shaped[Array, "N K"], operands, dtype) -> Float[Array, "M N"]:
+    """Return x @ w.T in `dtype`, of operands that are converted to the dtype `operands` first."""
+    x, w = x.astype(operands), w.astype(operands)
+    return lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
 
 
 def gemm(
@@ -24,6 +31,7 @@ def gemm(
     quantize: bool = False,
     out_dtype=None,
     sms: int | None = None,
+    multiply: Callable[..., Array] = multiply,
 ) -> Float[Array, "M N2"] | Quantized:
     """Return act(x @ w.T + bias) + residual, summed in float32.
 
@@ -34,6 +42,7 @@ def gemm(
       quantize: return e4m3 with a scale for every 128 columns of a row.
       out_dtype: dtype of the result; None: x's dtype, or bfloat16 for quantized x.
       sms: number of SMs that a kernel may occupy; the result does not depend on it.
+      multiply: computes the product without scales.
     """
     del sms
     out = jnp.dtype(out_dtype or (jnp.bfloat16 if isinstance(x, Quantized) else x.dtype))
@@ -48,9 +57,9 @@ def gemm(
     if isinstance(x, Quantized) and isinstance(w, Quantized) and max(x.scale.ndim, w.scale.ndim) < 2:
         operands = x.values.dtype  # XLA multiplies two e4m3 arrays directly, and the sums are scaled
     w = dequantize_int4(w, operands) if isinstance(w, Int4) else w
-    (x, of_rows), (w, of_columns) = _factors(x, operands), _factors(w, operands)
+    (x, of_rows), (w, of_columns) = _factors(x), _factors(w)
     # Without scales the product is rounded before the epilogue, which halves the bytes that XLA writes.
-    y = _products(x, w, out if plain else jnp.float32)
+    y = multiply(x, w, operands, out if plain else jnp.float32)
     if of_rows is not None:
         y = y * (of_rows[:, None] if of_rows.ndim else of_rows)
     if of_columns is not None:
@@ -58,27 +67,15 @@ def gemm(
     return finish(y, bias, dtype=out, **epilogue)
 
 
-def _products(x: Float[Array, "M K"], w: Float[Array, "N K"], dtype) -> Float[Array, "M N"]:
-    """Return x @ w.T in `dtype`.
-
-    XLA on a CPU multiplies one bfloat16 row by a float32 copy of the weights, which it makes in every step. It reads
-    the weights of two rows as they are, in half the time or less. So a row of zeros goes with a single row.
-    """
-    rows = x.shape[0]
-    if rows == 1 and x.dtype == jnp.bfloat16 and this_device().platform == "cpu":
-        x = jnp.pad(x, ((0, 1), (0, 0)))
-    return lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=dtype)[:rows]
-
-
-def _factors(x: Array | Quantized, dtype) -> tuple[Array, Array | None]:
+def _factors(x: Array | Quantized) -> tuple[Array, Array | None]:
     """Return (numbers, scales of rows) of an operand. A scale that varies along a row is applied before the
     sum.
     """
     if not isinstance(x, Quantized):
         return x, None
     if x.scale.ndim == x.values.ndim:
-        return dequantize(x).astype(dtype), None
-    return x.values.astype(dtype), x.scale
+        return dequantize(x), None
+    return x.values, x.scale
 
 
 def finish(

@@ -143,7 +143,7 @@ def test_serve_ask_and_end(tmp_path):
         output, errors = server.communicate(timeout=60)
         assert server.returncode == 0 and "drained, 0 aborted" in output and "Traceback" not in errors
         told = re.findall("^.*kernels:.*$", output + errors, re.MULTILINE)
-        assert len(told) == 1 and told[0].endswith("kernels: reference, for every op")
+        assert len(told) == 1 and told[0].endswith("kernels: cpu, for every op")
 
 
 def test_an_interrupt_while_loading_ends_the_server():

@@ -442,7 +442,7 @@ def test_the_command_as_a_process(tmp_path):
     result = json.loads(path.read_text())
     assert result["completed"] == 6 and result["total_output_tokens"] == 36
     assert result["command"].startswith("python -m jaxflow.bench throughput --model ")
-    assert done.stderr.count("kernels: ") == done.stderr.count("kernels: reference, for every op\n") == 1
+    assert done.stderr.count("kernels: ") == done.stderr.count("kernels: cpu, for every op\n") == 1
 
 
 def test_perplexity_scores_every_precision(bench, tmp_path, capsys):

@@ -15,7 +15,7 @@ from jaxflow.engine.start import make_executor, resolve
 from jaxflow.model.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from pallas_kernels.gemm.api import HopperGemm, product_of
 from pallas_kernels.gemm.tuned_table import Choice, Rule, Shape, Table
-from pallas_kernels.kernel_set import MOSAIC, PAGED, REFERENCE, KernelSet, kernel_set_for
+from pallas_kernels.kernel_set import CPU, MOSAIC, PAGED, REFERENCE, KernelSet, kernel_set_for
 
 LLAMA = str(paths.MODELS / "tiny-llama")
 EIGHT_B = open_checkpoint("llama-3.1-8b", load_format="dummy").model_config
@@ -153,7 +153,8 @@ def test_it_is_refused_before_weights_are_read(monkeypatch):
 def test_kernels_go_by_the_device_unless_forced():
     model = open_checkpoint(LLAMA).model_config
     config = resolve(EngineConfig(model=LLAMA), model)
-    assert choose_kernels(config, model) is REFERENCE
+    assert choose_kernels(config, model) is CPU
+    assert choose_kernels(dataclasses.replace(config, kernels="reference"), model) is REFERENCE
     for kernels, need in (
         ("mosaic", "GPUs of compute capability 9.0"),
         ("triton", "NVIDIA GPUs, with the extra `triton`"),

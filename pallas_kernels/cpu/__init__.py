@@ -1,0 +1,1 @@
+"""Ops in forms that XLA runs fast on a CPU. Each has the signature of its reference implementation."""

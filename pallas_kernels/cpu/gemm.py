@@ -1,0 +1,110 @@
+"""Matrix products in forms that XLA runs fast on a CPU, above all products of one row.
+
+XLA multiplies one row by a matrix on one core. It first converts a matrix of bfloat16 or e4m3 as a whole, in every
+step. The forms here use all cores, and read each weight of one row once.
+"""
+
+import os
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Shaped
+
+from pallas_kernels.gemm import reference
+from pallas_kernels.quantized import Int4, Quantized
+
+_LANES = 64  # columns of a term are a multiple of it
+_MOST_TERMS = 48  # XLA takes longer to compile a fused sum of more terms, which runs no faster
+_OVER_FLOAT16 = 256.0  # 2^(15 - 7), of the biases of the exponents of float16 and e4m3
+
+
+def gemm(
+    x: Float[Array, "M K"] | Quantized,
+    w: Float[Array, "N K"] | Quantized | Int4,
+    bias: Float[Array, " N"] | None = None,
+    **settings: Any,
+) -> Float[Array, "M N2"] | Quantized:
+    """Return act(x @ w.T + bias) + residual, summed in float32.
+
+    The reference implementation is `pallas_kernels.gemm.reference.gemm`, which describes the settings. Weights of e4m3
+    hold no NaN.
+    """
+    return reference.gemm(x, w, bias, **settings, multiply=multiply)
+
+
+def multiply(x: Shaped[Array, "M K"], w: Shaped[Array, "N K"], operands, dtype) -> Float[Array, "M N"]:
+    """Return x @ w.T in `dtype`; see `pallas_kernels.gemm.reference.multiply`.
+
+    Where XLA would multiply e4m3 numbers directly, they are converted to float32, with equal products.
+    """
+    operands = jnp.float32 if operands == jnp.float8_e4m3fn else operands
+    x = x.astype(operands)
+    if x.shape[0] == 1:
+        return one_row(x.astype(jnp.float32), w).astype(dtype)
+    return reference.multiply(x, e4m3_numbers(w) if w.dtype == jnp.float8_e4m3fn else w, operands, dtype)
+
+
+def one_row(x: Float[Array, "1 K"], w: Shaped[Array, "N K"]) -> Float[Array, "1 N"]:
+    """Return x @ w.T in float32. w: floats of 8 to 32 bits; e4m3 without NaN."""
+    terms = 0 if w.dtype == jnp.float32 else _terms(w.shape[1])
+    if terms:
+        return _sum_of_terms(x, w, terms)
+    return _row_blocks(x, e4m3_numbers(w) if w.dtype == jnp.float8_e4m3fn else w.astype(jnp.float32))
+
+
+def e4m3_numbers(x: Shaped[Array, "*M"]) -> Float[Array, "*M"]:
+    """Return e4m3 numbers in float32, exactly. NaN becomes 480 or -480."""
+    return _to_float32(_bits(x)) * _OVER_FLOAT16
+
+
+def _row_blocks(x: Float[Array, "1 K"], w: Float[Array, "N K"]) -> Float[Array, "1 N"]:
+    """Return x @ w.T as one product a core. XLA runs the products of a batch at the same time."""
+    n, k = w.shape
+    blocks = next(b for b in range(min(n, os.cpu_count() or 1), 0, -1) if n % b == 0)
+    rows = jnp.broadcast_to(x, (blocks, 1, k))
+    by_block = (((2,), (2,)), ((0,), (0,)))
+    return lax.dot_general(rows, w.reshape(blocks, n // blocks, k), by_block).reshape(1, n)
+
+
+def _sum_of_terms(x: Float[Array, "1 K"], w: Shaped[Array, "N K"], terms: int) -> Float[Array, "1 N"]:
+    """Return x @ w.T from the sums [N, K / terms] of `terms` slices of the columns.
+
+    XLA makes one loop of vector instructions of these sums and of the conversion of w, and divides its rows among the
+    cores. A sum over all columns in the same loop would add one number at a time, and the loop would compute x anew for
+    every row. So barriers keep both outside.
+    """
+    width = w.shape[1] // terms
+    if w.dtype == jnp.float8_e4m3fn:
+        x, w = x * _OVER_FLOAT16, _bits(w)
+    x = lax.optimization_barrier(x)
+    total = _to_float32(w[:, :width]) * x[:, :width]
+    for start in range(width, w.shape[1], width):
+        columns = slice(start, start + width)
+        total = total + _to_float32(w[:, columns]) * x[:, columns]
+    return lax.optimization_barrier(total).sum(-1)[None]
+
+
+def _bits(x: Shaped[Array, "*M"]) -> Shaped[Array, "*M"]:
+    """Return the bits of e4m3 numbers, uint8. Slices of e4m3 numbers themselves XLA would convert to float16 and back."""
+    return lax.bitcast_convert_type(x, jnp.uint8)
+
+
+def _to_float32(x: Shaped[Array, "*M"]) -> Float[Array, "*M"]:
+    """Return x in float32. uint8 are the bits of e4m3 numbers, of which a 256th is returned.
+
+    The bits of an e4m3 number in the places of a float16 stand for a 256th of the number, which may be subnormal. CPUs
+    convert float16 by one instruction. XLA converts e4m3 by about twenty.
+    """
+    if x.dtype != jnp.uint8:
+        return x.astype(jnp.float32)
+    wide = x.astype(jnp.int8).astype(jnp.int16) << 7
+    return lax.bitcast_convert_type(wide & jnp.int16(0xBF80 - 0x10000), jnp.float16).astype(jnp.float32)
+
+
+def _terms(columns: int) -> int:
+    """Return the most equal slices of the columns, up to the limit, with whole lanes; 0 without any."""
+    slices, rest = divmod(columns, _LANES)
+    if rest or not slices:
+        return 0
+    return next(terms for terms in range(min(slices, _MOST_TERMS), 0, -1) if slices % terms == 0)

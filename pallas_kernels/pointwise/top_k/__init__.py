@@ -1,1 +1,0 @@
-"""The largest scores of each row."""
