@@ -128,16 +128,16 @@ class TestTheTokensOfOneDevice:
 
     def test_when_ranks_pre_empt(self):
         """The ranks pre-empt at different times, and each of them takes back pages of its own pool."""
-        engine, given = toy.ranked_loop(MODEL, 2, num_pages=(12,)), drawn_requests()
+        engine, given = toy.ranked_loop(MODEL, 4, num_pages=(12,)), drawn_requests(20)
 
         def pre_empt(step: int) -> list[Event]:
-            scheduler = engine.ranks[step % 2].scheduler
-            if step % 3 == 0 and scheduler.num_running > 1:
+            scheduler = engine.ranks[step % 4].scheduler
+            if scheduler.num_running > 1:
                 scheduler.preempt_youngest()
             return []
 
         same(drive(engine, given, pre_empt), of_one_device(given))
-        assert all(rank.scheduler.num_preemptions > 2 for rank in engine.ranks) and is_clean(engine)
+        assert all(rank.scheduler.num_preemptions for rank in engine.ranks) and is_clean(engine)
 
     def test_when_other_ranks_have_no_token(self):
         """One request at a time runs on one rank of four."""
