@@ -11,7 +11,7 @@ import pytest
 from jaxflow import compile as command
 from jaxflow.cli.engine_flags import parse
 
-MODEL = paths.MODELS / "stories260K"
+MODEL = paths.MODELS / "tiny-llama"
 FLAGS = ("--model", str(MODEL), "--max_num_seqs", "2", "--step_sizes", "16", "--max_num_batched_tokens", "16")
 START = """
 import json, sys
