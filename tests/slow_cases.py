@@ -367,6 +367,15 @@ SLOW_CASES = {
         "test_plan_command searches in profiles, and test_portfolio serves the golden with plans"
     ),
     r"test_batch_budget\.py::test_a_batch_uses_idle_capacity_\w+\[2": "the higher rate and limit run",
+    r"test_lowering_processes\.py::test_an_engine_reads_what_a_process_lowered\[one device": (
+        "ranks with moving experts run, whose programs include those of one device"
+    ),
+    r"test_eplb\.py::test_goldens_of_ranks_while_experts_move\[2": "four ranks with redundant experts run",
+    r"test_pipeline_stages\.py::TestSameTokens::test_at_any_chunking\[7": (
+        "a batch with others has chunks of many sizes, and test_goldens runs chunks of 7 and 16 tokens"
+    ),
+    r"test_kv_offload\.py::test_the_same_tokens_through_\w+\[windows-tp2-roomy": "the full host pool runs",
+    r"test_console\.py::test_help_of_a_command\[batch": "the help of serve runs, and each command has a test",
     r"test_perplexity\.py::": (
         "each 8-bit and 4-bit format is compared with its reference, and test_8_bits compares tokens"
     ),
