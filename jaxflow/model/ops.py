@@ -48,7 +48,7 @@ from jaxflow.model.head_groups import (
 )
 from jaxflow.model.op_registry import KV, OPS, Context, OpFunction, Weights, op
 from jaxflow.model.rope import inverse_frequencies
-from jaxflow.model.routing import ExpertRows, Routing, likeliest, weighted_sum
+from jaxflow.model.routing import ExpertRows, Routing
 from jaxflow.model.sigmoid_router import choose_experts
 from jaxflow.parallel.collectives import Sum, UnaddedSum, added, exchange, gather_rows, scatter_rows
 from pallas_kernels.gemm.grouped.groups import Groups, HeldExperts
@@ -548,12 +548,13 @@ def _num_held(c: Context, w: Weights) -> int:
 def _choose(c: Context, w: Weights, h: Float[Array, "t D"]) -> tuple[Int[Array, "t e"], Float[Array, "t e"]]:
     """Return the experts of each token, and their weights."""
     scores = c.kernels.gemm(h, w["router"], w.get("router_bias"), out_dtype=jnp.float32)
+    top_k = functools.partial(c.kernels.top_k, sms=c.sms)
     if c.config.router is not None:
-        return choose_experts(scores, w["score_bias"], c.config)
+        return choose_experts(scores, w["score_bias"], c.config, top_k=top_k)
     if c.config.norm_topk_prob:  # equals the softmax over all experts, scaled to a sum of 1
-        scores, experts = likeliest(scores, c.config.experts_per_token)
-        return experts, jax.nn.softmax(scores, axis=-1)
-    weights, experts = likeliest(jax.nn.softmax(scores, axis=-1), c.config.experts_per_token)
+        weights, experts = top_k(scores, c.config.experts_per_token, softmax=True)
+    else:
+        weights, experts = top_k(jax.nn.softmax(scores, axis=-1), c.config.experts_per_token)
     return experts, weights
 
 
@@ -609,7 +610,7 @@ def expert_down(
     y = c.kernels.grouped_gemm(rows, w["expert_down"], a.groups, **bias, **_sms(c))
     if a.back is not None:
         return send_back(c, y, a.back, routing)
-    return weighted_sum(y, a.groups, routing.weights)
+    return c.kernels.weighted_sum(y, a.groups.places, routing.weights, partial=a.groups.partial, sms=c.sms)
 
 
 @op("shared_up_gate")

@@ -30,6 +30,10 @@ from pallas_kernels.pointwise.rope_append import reference as rope_reference
 from pallas_kernels.pointwise.rope_append.api import rope_append
 from pallas_kernels.pointwise.sample import reference as sample_reference
 from pallas_kernels.pointwise.sample.api import token_limits
+from pallas_kernels.pointwise.top_k import reference as top_k_reference
+from pallas_kernels.pointwise.top_k.api import top_k
+from pallas_kernels.pointwise.weighted_sum import reference as weighted_sum_reference
+from pallas_kernels.pointwise.weighted_sum.api import weighted_sum
 from pallas_kernels.quantized import Quantized
 
 TOLERANCE = {
@@ -105,6 +109,43 @@ def check_quantize(rows, rng, tokens, width):
         bool((got.scale == want.scale).all()) and steps.max() <= 1 and (steps > 0).mean() < 0.01
     )  # 1 / scale rounds once more
     record(rows, what="check quantize_rows", ok=ok, off=float((steps > 0).mean()), t=tokens, d=width)
+
+
+def check_top_k(rows, rng, tokens, experts, chosen, softmax):
+    """Check scores of both signs, equal ones among them, and a row of NaN."""
+    drawn = rng.integers(-experts, experts, (tokens, experts)) / 8
+    scores = jnp.asarray(drawn, jnp.float32).at[-1].set(jnp.nan)
+    run = jax.jit(functools.partial(top_k, chosen=chosen, softmax=softmax))
+    poison_memory(jax.eval_shape(run, scores))
+    values, columns = run(scores)
+    want, places = jax.jit(functools.partial(top_k_reference.top_k, chosen=chosen, softmax=softmax))(scores)
+    last = np.asarray(columns[-1])
+    err = error(values[:-1], want[:-1])
+    ok = bool((columns[:-1] == places[:-1]).all()) and err < 1e-6
+    ok &= len({*last.tolist()}) == chosen and bool(((last >= 0) & (last < experts)).all())
+    record(rows, what="check top_k", ok=ok, err=err, t=tokens, experts=experts, softmax=softmax)
+
+
+def check_weighted_sum(rows, rng, tokens, chosen, width, partial):
+    """Check rows in random order. Where pairs may have no row, the rows that no pair has are NaN."""
+    pairs = tokens * chosen
+    y, places = normal(rng, pairs, width), rng.permutation(pairs)
+    if partial:
+        y = y.at[jnp.asarray(places[::3])].set(jnp.nan)
+        places[::3] = pairs + np.arange(pairs)[::3]
+    args = (
+        y,
+        jnp.asarray(places.reshape(tokens, chosen), jnp.int32),
+        jnp.asarray(rng.random((tokens, chosen)), jnp.float32),
+    )
+    run = jax.jit(functools.partial(weighted_sum, partial=partial))
+    poison_memory(jax.eval_shape(run, *args))
+    got, again = run(*args), run(*args)
+    wide = (y.astype(jnp.float32), *args[1:])
+    want = jax.jit(functools.partial(weighted_sum_reference.weighted_sum, partial=partial))(*wide)
+    err = error(got, want)
+    ok = bool((got == again).all()) and err < TOLERANCE["bfloat16"]
+    record(rows, what="check weighted_sum", ok=ok, err=err, t=tokens, d=width, partial=partial)
 
 
 def random_cache(rng, dtype, pages, kv, h):
@@ -275,6 +316,22 @@ def checks(rows, share=(0, 1)):
         functools.partial(check_quantize, rows, rng, *case)
         for case in ((300, 4096), (2048, 8192), (7, 384), (1, 16384))
     ]
+    routers = (
+        (2048, 128, 8, True),
+        (64, 128, 8, True),
+        (1, 32, 4, True),
+        (300, 256, 8, False),
+        (77, 160, 6, False),
+    )
+    cases += [functools.partial(check_top_k, rows, rng, *case) for case in routers]
+    sums = (
+        (2048, 8, 2048, False),
+        (1, 8, 2048, False),
+        (64, 8, 2048, True),
+        (300, 8, 7168, False),
+        (77, 2, 384, True),
+    )
+    cases += [functools.partial(check_weighted_sum, rows, rng, *case) for case in sums]
     cases += [functools.partial(check_far_rows, rows, rng, kernel) for kernel in (add_norm, quantize_rows)]
     cases += [
         functools.partial(check_far_pages, rows, rng, dtype)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from jaxflow.config import ModelConfig, SigmoidRouter
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.sigmoid_router import choose_experts
+from pallas_kernels.pointwise.top_k.reference import top_k
 
 EXPERTS, CHOSEN = 8, 3
 
@@ -43,7 +44,7 @@ def by_definition(logits: np.ndarray, bias: np.ndarray, router: SigmoidRouter, n
 def test_it_is_the_definition(groups: tuple[int, int], normed: bool, seed: int) -> None:
     rng, router = np.random.default_rng(seed), SigmoidRouter(*groups, scale=2.5)
     logits, bias = rng.normal(size=(5, EXPERTS)), rng.normal(size=EXPERTS) / 2
-    choose = jax.jit(choose_experts, static_argnums=2)
+    choose = jax.jit(functools.partial(choose_experts, top_k=top_k), static_argnums=2)
     given_ = jnp.asarray(logits, jnp.float32), jnp.asarray(bias, jnp.float32)
     experts, weights = map(np.asarray, choose(*given_, config(router, normed)))
     for token in range(5):
@@ -56,5 +57,5 @@ def test_it_is_the_definition(groups: tuple[int, int], normed: bool, seed: int) 
 def test_a_token_of_nan_goes_to_experts_that_there_are(groups: tuple[int, int]) -> None:
     """The rows of its experts would overlap those of other tokens otherwise."""
     logits = jnp.full((1, EXPERTS), jnp.nan)
-    experts, weights = choose_experts(logits, jnp.zeros(EXPERTS), config(SigmoidRouter(*groups)))
+    experts, weights = choose_experts(logits, jnp.zeros(EXPERTS), config(SigmoidRouter(*groups)), top_k=top_k)
     assert len({*experts[0].tolist()} & {*range(EXPERTS)}) == CHOSEN and np.isnan(np.asarray(weights)).all()

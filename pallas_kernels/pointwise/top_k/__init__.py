@@ -1,0 +1,1 @@
+"""The largest scores of each row."""

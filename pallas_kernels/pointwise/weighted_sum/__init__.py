@@ -1,0 +1,1 @@
+"""Weighted sums of rows that lie in another order."""
