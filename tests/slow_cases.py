@@ -13,8 +13,8 @@ SLOW_CASES = {
     r"test_goldens\.py::TestGoldens::test_through_host_and_disk\[2-": (
         "test_kv_offload and test_disk_engine run both kinds of pages on two devices"
     ),
-    r"test_goldens\.py::TestGoldens::test_through_host_and_disk\[1-(?!tiny-(deepseek_v3|gemma2|llama)\])": (
-        "pages of the other families have the shapes of tiny-llama or tiny-gemma2"
+    r"test_goldens\.py::TestGoldens::test_through_host_and_disk\[1-(?!tiny-(deepseek_v3|gemma2)\])": (
+        "one group of pages runs in test_kv_offload and test_disk_engine; tiny-gemma2 has two"
     ),
     r"test_goldens\.py::TestGoldens::test_(in_a_batch\w*\[tiny-deepseek|chunked_prefill\[16-tiny-deepseek|pre_empted_half_way"
     r"\[pages-kept-tiny-deepseek)": "the same programs run with other steps in the other tests",
@@ -97,8 +97,8 @@ SLOW_CASES = {
     r"test_pipeline_stages\.py::TestSameTokens::test_in_a_storm_of_pre_emptions\[pages-kept": (
         "test_loop pre-empts with kept pages, and stages run with a warm prefix cache"
     ),
-    r"test_staged_tiers\.py::test_the_tokens_of_one_device_\w+\[two of two": (
-        "test_page compares the bytes of pages on two devices a stage; the other cases have one device a stage"
+    r"test_staged_tiers\.py::test_the_tokens_of_one_device_\w+\[two": (
+        "two groups of pages run; test_page compares the bytes of pages on two devices a stage"
     ),
     r"test_staged_tiers\.py::test_a_restart_with_other_stages_finds_the_pages\[(two of two|windows)": (
         "test_page compares the bytes of pages on two devices a stage; both directions run with one group"
@@ -293,7 +293,7 @@ SLOW_CASES = {
         "gemma3 and opt have the same kinds of layers; the H200 tests compile Llama's heads"
     ),
     r"test_kernels\.py::test_a_case_of_each_group_can_be_traced"
-    r"\[(decode_(attention(_int8|_fp8)?|unified)|chunk_attention(_int8)?|dense_gemm_1(04|12)|layer_fp8|fp8_tiles)\]": (
+    r"\[(decode_(attention(_int8|_fp8)?|unified)|chunk_attention(_int8)?|dense_gemm_1(04|12)|layer_fp8|fp8_tiles|decode_fp8_unified|chunk_attention_fp8|chunk_unified)\]": (
         "a group of each op and a layer run, and the kernels' own tests run the other dtypes"
     ),
     r"test_console\.py::test_help_of_a_command\[(ask|bench|search)": (
@@ -376,6 +376,11 @@ SLOW_CASES = {
     ),
     r"test_kv_offload\.py::test_the_same_tokens_through_\w+\[windows-tp2-roomy": "the full host pool runs",
     r"test_console\.py::test_help_of_a_command\[batch": "the help of serve runs, and each command has a test",
+    r"test_rope_append\.py::test_rope_append_equals_its_reference\[float8_e4m3fn-11": (
+        "blocks of 16 tokens run in e4m3, and blocks of 8 in int8"
+    ),
+    r"test_int4_experts\.py::test_experts_are_the_quantized_form_\w+\[1-": "two devices run",
+    r"test_offload_io\.py::test_the_cost_model_counts_the_traffic\[kv1-": "few rows on the disk run",
     r"test_perplexity\.py::": (
         "each 8-bit and 4-bit format is compared with its reference, and test_8_bits compares tokens"
     ),
