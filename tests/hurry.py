@@ -20,7 +20,6 @@ AS_XLA_HAS = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_p
 OFTEN = {
     "xla_backend_optimization_level": 1
 }  # a little more care, for one that runs a thousand times or over much
-EMITTERS_AS_XLA_HAS = {"xla_backend_extra_options": ""}  # worth their time in large programs
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import paths
 import pytest
-from hurry import EMITTERS_AS_XLA_HAS, OFTEN, compiled_with
+from hurry import OFTEN, compiled_with
 
 from jaxflow import LLM, SamplingParams
 
@@ -20,7 +20,7 @@ def llm(smollm2_gguf):
     """Compiled with some care: here running takes the time, nearly all of it in products that XLA has from a
     library.
     """
-    with compiled_with(OFTEN | EMITTERS_AS_XLA_HAS):
+    with compiled_with(OFTEN):
         made = LLM(
             str(smollm2_gguf),
             max_model_len=1152,
