@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from pallas_kernels.attention.chunk import reference as chunk_reference
 from pallas_kernels.attention.decode import reference as decode_reference
 from pallas_kernels.attention.latent import reference as latent_reference
+from pallas_kernels.cpu import decode_attention as cpu_decode
 from pallas_kernels.cpu import gemm as cpu_gemm
 from pallas_kernels.gemm import reference as gemm_reference
 from pallas_kernels.gemm.api import HopperGemm, Product
@@ -157,7 +158,7 @@ def _backend(kernel: Callable) -> str:
 
 
 REFERENCE = KernelSet("reference")
-CPU = KernelSet("cpu", gemm=cpu_gemm.gemm)
+CPU = KernelSet("cpu", gemm=cpu_gemm.gemm, decode_attention=cpu_decode.decode_attention)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Shared parts of the reference implementations of attention. Softmax is computed in float32."""
 
 import math
+from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import lax
@@ -12,17 +13,17 @@ _KEYS_PER_BLOCK = 256  # keys in one step of the online softmax
 _SLICED = 8  # so few pages are read by slices: XLA's gather on a CPU computes an address for every number
 
 
-def online_softmax(scores, valid, v, state):
+def online_softmax(scores, valid, v, state, einsum: Callable[..., Array] = jnp.einsum):
     """Return the state (maximum, sum, output) after one block of the online softmax.
 
-    scores, valid: [..., G, keys]. v: [..., keys, H].
+    scores, valid: [..., G, keys]. v: [..., keys, H]. einsum: multiplies the weights by v.
     """
     top, total, out = state
     scores = jnp.where(valid, scores, LOWEST)
     new_top = jnp.maximum(top, scores.max(-1))
     weight = jnp.where(valid, jnp.exp(scores - new_top[..., None]), 0.0)
     keep = jnp.exp(top - new_top)
-    out = out * keep[..., None] + jnp.einsum("...gs,...sh->...gh", weight, v)
+    out = out * keep[..., None] + einsum("...gs,...sh->...gh", weight, v)
     return new_top, total * keep + weight.sum(-1), out
 
 

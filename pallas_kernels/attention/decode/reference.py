@@ -1,5 +1,7 @@
 """The reference implementation of decode attention over the paged cache."""
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
@@ -35,6 +37,7 @@ def decode_attention(
     sms: int | None = None,
     work: object = None,
     into: Float[Array, "T N H"] | None = None,
+    einsum: Callable[..., Array] = jnp.einsum,
 ) -> Float[Array, "T N H"]:
     """Return the attention of one new token a sequence over its pages.
 
@@ -52,6 +55,8 @@ def decode_attention(
       sink_logits: the logit of each query head's attention sink. The softmax's denominator has a term for it.
       unified_max, sms, work: settings of the kernel (`pallas_kernels.attention.decode.api`), which do not
         change the result.
+      einsum: multiplies the queries by the keys, and the weights by the values. The axis `g` counts the queries of a
+        KV head.
     """
     del unified_max, sms, work
     (t, n, h), b, (p, held, s, _) = q.shape, lengths.shape[0], k_pages.shape
@@ -73,13 +78,12 @@ def decode_attention(
         ids = lax.dynamic_slice_in_dim(table, at * per_block, per_block, axis=table.ndim - 1)
 
         scores = cap_scores(
-            jnp.einsum("bkgh,bksh->bkgs", grouped, read_groups(k_pages, k_scale, ids, groups)), soft_cap
+            einsum("bkgh,bksh->bkgs", grouped, read_groups(k_pages, k_scale, ids, groups)), soft_cap
         )
         key = at * block + jnp.arange(block)
         valid = (key < lengths[:, None, None]) & ((key >= since[:, :, None]) | (key < sinks))
-        return online_softmax(
-            scores, valid[:, :, None, :], read_groups(v_pages, v_scale, ids, groups, values=True), state
-        )
+        v = read_groups(v_pages, v_scale, ids, groups, values=True)
+        return online_softmax(scores, valid[:, :, None, :], v, state, einsum)
 
     lead = (b, kv, n // kv)
     state = (jnp.full(lead, LOWEST), jnp.zeros(lead), jnp.zeros((*lead, h)))

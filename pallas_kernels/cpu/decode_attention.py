@@ -1,0 +1,40 @@
+"""Decode attention with products that XLA runs fast on a CPU."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Shaped
+
+from pallas_kernels.attention.decode import reference
+
+_MOST_QUERIES = 4  # of a KV head; more queries are faster together
+
+
+def decode_attention(
+    q: Float[Array, "T N H"],
+    k_pages: Shaped[Array, "P K S H"],
+    v_pages: Shaped[Array, "P K _ _"],
+    page_table: Int[Array, "... B MP"],
+    lengths: Int[Array, " B"],
+    **settings: Any,
+) -> Float[Array, "T N H"]:
+    """Return the attention of one new token a sequence over its pages.
+
+    The reference implementation is `pallas_kernels.attention.decode.reference.decode_attention`, which describes the
+    arguments.
+    """
+    return reference.decode_attention(
+        q, k_pages, v_pages, page_table, lengths, **settings, einsum=einsum_by_query
+    )
+
+
+def einsum_by_query(form: str, x: Array, y: Array) -> Array:
+    """Return `jnp.einsum(form, x, y)`, one row of the axis `g` after the other.
+
+    g is the last axis but one of x and of the result. XLA's product of a few rows and a block of keys arranges the
+    block anew, which takes longer than the product itself. A product of one row reads the block as it is.
+    """
+    if x.shape[-2] > _MOST_QUERIES:
+        return jnp.einsum(form, x, y)
+    of_one = form.replace("g", "")
+    return jnp.stack([jnp.einsum(of_one, x[..., row, :], y) for row in range(x.shape[-2])], axis=-2)
