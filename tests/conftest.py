@@ -13,6 +13,7 @@ import hypothesis
 import paths
 import pytest
 import slow_cases
+from hypothesis.internal.conjecture import providers
 from own_flags import own_flags
 
 from pallas_kernels.gemm import tuned_table as table
@@ -50,6 +51,8 @@ hypothesis.settings.register_profile(
     "jaxflow", max_examples=20, deadline=None, derandomize=True, database=None
 )
 hypothesis.settings.load_profile("jaxflow")
+# Hypothesis also draws constants of the imported modules. Each worker imports others, and reads them for 2 s.
+providers._get_local_constants = providers.Constants
 
 # Files of 10 s and more on two cores, the longest first. test_measure is left out: it measures times, and
 # runs better next to short tests. test_pipeline_stages needs an engine of test_goldens. The workers begin with
