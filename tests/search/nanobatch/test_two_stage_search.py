@@ -217,12 +217,12 @@ LAW = settings(
 
 
 @SEARCHED_FORMS
-@settings(LAW, max_examples=1)  # each example compiles a step
+@settings(LAW, max_examples=1)
 @given(data=st.data())
 def test_found_plans_are_the_plain_forward(tp, scattered, numbers, streams, rest, data):
-    """Law 1 at the plan's decodes, at fewer decodes, and without decodes."""
+    """Law 1 at the plan's decodes, at fewer decodes, and without decodes, for the plan's function op by op."""
     bench, plan, steps = found_plan(tp, scattered, numbers, streams, rest, data, time_limit_s=0.6)
-    bench.check(plan, *steps)
+    bench.check_op_by_op(plan, *steps)
 
 
 @pytest.mark.slow
@@ -230,9 +230,17 @@ def test_found_plans_are_the_plain_forward(tp, scattered, numbers, streams, rest
 @settings(LAW, max_examples=7)
 @given(data=st.data())
 def test_many_found_plans_are_the_plain_forward(tp, scattered, numbers, streams, rest, data):
-    """Law 1 for the plan's function, evaluated op by op."""
     bench, plan, steps = found_plan(tp, scattered, numbers, streams, rest, data, time_limit_s=0.6)
     bench.check_op_by_op(plan, *steps)
+
+
+@pytest.mark.slow
+@SEARCHED_FORMS
+@settings(LAW, max_examples=1)  # each example compiles a step
+@given(data=st.data())
+def test_compiled_found_plans_are_the_plain_forward(tp, scattered, numbers, streams, rest, data):
+    bench, plan, steps = found_plan(tp, scattered, numbers, streams, rest, data, time_limit_s=3)
+    bench.check(plan, *steps)
 
 
 @pytest.mark.parametrize("quantized", [False, True])
