@@ -48,6 +48,7 @@ SLOW_CASES = {
     r"test_lowering_processes\.py::test_a_process_without_a_gpu": (
         "an engine reads what a process lowered, and test_lowered compares kept programs of two devices"
     ),
+    r"test_guessed_pages\.py::test_an_engine\w+\[bad": "an engine of a good guess runs, and other bytes are tried",
     r"test_first_layouts\.py::test_\w+\[stages": "one executor runs the same loop, and each stage has its code",
     r"test_layered_step\.py::test_goldens\[tiny-opt": (
         "the second of two stages of stories260K has layered steps in test_pipeline_stages"

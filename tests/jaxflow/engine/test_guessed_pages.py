@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import hurry
 import paths
 import pytest
 import toy
@@ -9,7 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxflow.config import EngineConfig
-from jaxflow.engine import start
+from jaxflow.engine import first_layouts, start
+from jaxflow.engine.deferred import wait_until_compiled
+from jaxflow.engine.executor import Executor
+from jaxflow.kv.device_cache import page_bytes
+from jaxflow.llm import LLM
+from jaxflow.request import SamplingParams
 
 CONFIG = EngineConfig(
     str(paths.MODELS / "tiny-llama"), dtype="float32", block_size=16, max_model_len=64, max_num_seqs=3,
@@ -57,3 +63,44 @@ def test_without_a_guess_the_memory_is_measured_as_before(executor):
     assert pages_of(executor, 4000 << 20, 0, None) == (None, [])  # all layouts are compiled at once
     assert pages_of(executor, 1, 0) == (None, [])  # not even one sequence fits beside the guess
     assert start._guessed_pages(dataclasses.replace(CONFIG), executor, 4000 << 20) is None  # no processes
+
+
+@pytest.mark.parametrize("more_pages", [0, 3], ids=["good", "bad"])
+def test_an_engine_draws_the_same_tokens_after_any_guess(more_pages, monkeypatch):
+    """With a process, which prepares the first programs for the guess and later the others for the result."""
+    settings = EngineConfig(
+        str(paths.MODELS / "tiny-llama"), block_size=16, max_num_batched_tokens=16, max_num_seqs=4,
+        plan="sequential", step_sizes="4,8", lowering_processes=1, max_model_len=64,
+    )  # fmt: skip
+    prompts, sampling = [[3, 5, 7, 9], [11, 13]], SamplingParams(temperature=0.0, max_tokens=5)
+    monkeypatch.setattr(hurry, "shares", False)
+    with LLM.from_config(
+        dataclasses.replace(settings, num_kv_pages=64, lowering_processes=0), progress=False
+    ) as llm:
+        alone = [out.outputs[0].token_ids for out in llm.generate(prompts, sampling)]
+    monkeypatch.setattr(first_layouts, "on_gpu", lambda: True)
+    asked = []
+    prepare_first = Executor.prepare_first
+
+    def pages_of_stage(config, executor, stages):
+        guess = start._guessed_temporary_bytes(config, executor.programs.context.config)
+        page = sum(page_bytes(executor.page_groups, config.block_size, 1))
+        need = guess + more_pages * page
+        monkeypatch.setattr(
+            executor, "temporary_bytes", lambda pages: executor.temporary_needs(16, pages) and need
+        )
+        return start._guessed_pages(config, executor, guess + 12 * page)
+
+    def record(executor, first, num_pages):
+        asked.append(num_pages)
+        prepare_first(executor, first, num_pages)
+
+    monkeypatch.setattr(start, "_pages_of_stage", pages_of_stage)
+    monkeypatch.setattr(Executor, "prepare_first", record)
+    with LLM.from_config(settings, progress=False) as llm:
+        assert isinstance(llm.executor, Executor)
+        assert ([llm.executor.num_pages] == asked) == (more_pages == 0)
+        assert [out.outputs[0].token_ids for out in llm.generate(prompts, sampling)] == alone
+        wait_until_compiled()
+        assert not llm.executor.unready() and llm.executor.lowering is None
+        assert [out.outputs[0].token_ids for out in llm.generate(prompts, sampling)] == alone
