@@ -59,16 +59,20 @@ providers._get_local_constants = providers.Constants
 # files of other programs, and find this engine's programs in the compilation cache later.
 LONG_FILES = (
     "test_goldens", "test_compiler", "test_chunk_attention", "test_smollm2", "test_pipeline_stages",
-    "test_compiled_plans", "test_offloaded_tokens", "test_data_parallel", "test_two_stage_search", "test_loop",
-    "test_command", "test_8_bits", "test_compiled_step", "test_spans", "test_decode_attention", "test_kv_offload",
-    "test_fp8_gemm", "test_grouped_gemm", "test_layered_step", "test_swapped", "test_noise_of_draws",
-    "test_sampling", "test_expert_load", "test_kernels", "test_sparse_values", "test_offload_calls",
-    "test_offload_io", "test_scattered", "test_soak", "test_draws", "test_rope_append", "test_disk_engine",
-    "test_eplb", "test_dense_gemm", "test_lowered", "test_triton", "test_commands", "test_demo",
-    "test_offload_stages", "test_http_faults_engine", "test_end_to_end", "test_known_orders", "test_kernel_set",
-    "test_sink_logits", "test_llm", "test_reuse_commands", "test_staged_tiers", "test_draw",
-    "test_collective_bench", "test_search_commands", "test_span_engine", "test_offload_shards",
+    "test_compiled_plans", "test_offloaded_tokens", "test_data_parallel", "test_two_stage_search",
+    "test_loop", "test_command", "test_8_bits", "test_compiled_step", "test_lowering_processes",
+    "test_http_faults", "test_prefill_apart", "test_first_layouts", "test_spans", "test_decode_attention",
+    "test_kv_offload", "test_fp8_gemm", "test_grouped_gemm", "test_layered_step", "test_swapped",
+    "test_noise_of_draws", "test_sampling", "test_expert_load", "test_kernels", "test_sparse_values",
+    "test_offload_calls", "test_offload_io", "test_scattered", "test_soak", "test_draws", "test_rope_append",
+    "test_disk_engine", "test_eplb", "test_dense_gemm", "test_lowered", "test_triton", "test_commands",
+    "test_demo", "test_offload_stages", "test_http_faults_engine", "test_end_to_end", "test_known_orders",
+    "test_kernel_set", "test_sink_logits", "test_llm", "test_reuse_commands", "test_staged_tiers",
+    "test_draw", "test_collective_bench", "test_search_commands", "test_span_engine", "test_offload_shards",
     "test_decode_layouts", "test_expert_parallel", "test_exchange", "test_build", "test_sarathi",
+    "test_batch_replicas", "test_batch_budget", "test_executor", "test_compile", "test_int4_experts",
+    "test_pdl", "test_scheduler", "test_issue_order", "test_portfolio", "test_reference_gemm",
+    "test_tier_policy", "test_converted",
 )  # fmt: skip
 
 
