@@ -30,13 +30,12 @@ from pallas_kernels.pointwise.quantize import reference as quantize_reference
 from pallas_kernels.pointwise.rope_append import reference as rope_reference
 from pallas_kernels.pointwise.sample import reference as sample_reference
 from pallas_kernels.pointwise.top_k import reference as top_k_reference
-from pallas_kernels.pointwise.weighted_sum import reference as weighted_sum_reference
 from pallas_kernels.triton.gemm import TritonGemm
 
 KERNELS = ("auto", "reference", "mosaic", "triton")  # values of the setting `kernels`
 HOPPER, MOSAIC = "9.0", "mosaic-hopper"  # compute capability and name of the set of Mosaic kernels
 PAGED = ("rope_append", "decode_attention", "chunk_attention")  # ops on the pages of the KV cache
-MIXTURE = ("top_k", "grouped_gemm", "weighted_sum")  # ops of a mixture of experts
+MIXTURE = ("top_k", "grouped_gemm")  # ops of a mixture of experts
 OPS = ("gemm", "add_norm", *PAGED, "token_limits", "draw", "quantize_rows", *MIXTURE)
 _XLA = ("reference", "cpu")  # backends that are operations of XLA
 _KIB = {
@@ -86,7 +85,6 @@ class KernelSet:
     quantize_rows: Callable = quantize_reference.quantize_rows
     top_k: Callable = top_k_reference.top_k
     grouped_gemm: Callable = grouped_reference.grouped_gemm
-    weighted_sum: Callable = weighted_sum_reference.weighted_sum
     latent_append: Callable = latent_reference.append
     latent_decode_attention: Callable = latent_reference.decode_attention
     latent_chunk_attention: Callable = latent_reference.chunk_attention
@@ -304,7 +302,6 @@ def _mosaic(m: Model, device: str) -> KernelSet:
     from pallas_kernels.pointwise.rope_append import api as rope_append
     from pallas_kernels.pointwise.sample import api as token_limits
     from pallas_kernels.pointwise.top_k import api as top_k
-    from pallas_kernels.pointwise.weighted_sum import api as weighted_sum
 
     ptxas_version.cache_version()
     kernels = {
@@ -322,7 +319,6 @@ def _mosaic(m: Model, device: str) -> KernelSet:
         "quantize_rows": {"quantize_rows": quantize_rows.quantize_rows},
         "top_k": {"top_k": top_k.top_k},
         "grouped_gemm": {name: getattr(grouped_gemm, name) for name in ("grouped_gemm", "list_groups")},
-        "weighted_sum": {"weighted_sum": weighted_sum.weighted_sum},
     }
     queries, int8 = m.queries_per_kv_head, m.kv_dtype == "int8"
     room = rope_append.takes(m.kv_heads, queries, m.head_dim, m.kv_dtype != m.dtype)

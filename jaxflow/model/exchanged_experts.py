@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxflow.model.op_registry import Context, op_scope
-from jaxflow.model.routing import Routing
+from jaxflow.model.routing import Routing, weighted_sum
 from jaxflow.parallel.ragged import Pieces, send
 from pallas_kernels.gemm.grouped.groups import Groups, HeldExperts, list_groups
 
@@ -68,8 +68,7 @@ def send_back(c: Context, y: Float[Array, "M D"], back: Pieces, routing: Routing
     assert c.expert_axis is not None and routing.groups is not None
     with op_scope("expert_combine_all_to_all"):
         rows = send(y, back, c.expert_axis, length=routing.groups.pairs.shape[0])
-        places, partial = routing.groups.places, routing.groups.partial
-        return c.kernels.weighted_sum(rows, places, routing.weights, partial=partial, sms=c.sms)
+        return weighted_sum(rows, routing.groups, routing.weights)
 
 
 def _list_received(c: Context, counts: Int[Array, "n E"], tokens: int, chosen: int) -> Groups:

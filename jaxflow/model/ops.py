@@ -48,7 +48,7 @@ from jaxflow.model.head_groups import (
 )
 from jaxflow.model.op_registry import KV, OPS, Context, OpFunction, Weights, op
 from jaxflow.model.rope import inverse_frequencies
-from jaxflow.model.routing import ExpertRows, Routing
+from jaxflow.model.routing import ExpertRows, Routing, weighted_sum
 from jaxflow.model.sigmoid_router import choose_experts
 from jaxflow.parallel.collectives import Sum, UnaddedSum, added, exchange, gather_rows, scatter_rows
 from pallas_kernels.gemm.grouped.groups import Groups, HeldExperts
@@ -610,7 +610,7 @@ def expert_down(
     y = c.kernels.grouped_gemm(rows, w["expert_down"], a.groups, **bias, **_sms(c))
     if a.back is not None:
         return send_back(c, y, a.back, routing)
-    return c.kernels.weighted_sum(y, a.groups.places, routing.weights, partial=a.groups.partial, sms=c.sms)
+    return weighted_sum(y, a.groups, routing.weights)
 
 
 @op("shared_up_gate")

@@ -8,6 +8,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxflow.parallel.ragged import Pieces
@@ -52,3 +53,18 @@ def by_token(value: Any) -> Any:
     if isinstance(value, ExpertRows):
         return value.rows[value.groups.places]
     return dataclasses.replace(value, groups=None) if isinstance(value, Routing) else value
+
+
+def weighted_sum(y: Float[Array, "M D"], groups: Groups, weights: Float[Array, "t e"]) -> Float[Array, "t D"]:
+    """Return the sum of each token's rows of y with its weights, in float32, from the first choice to the last.
+
+    One gather reads all rows, and XLA makes one kernel of the gather and the sum. A pair of partial groups without a
+    row adds nothing.
+    """
+    rows = y.at[groups.places].get(mode="clip").astype(jnp.float32) * weights[:, :, None]
+    if groups.partial:
+        rows = jnp.where((groups.places < y.shape[0])[:, :, None], rows, 0.0)
+    total = rows[:, 0]
+    for choice in range(1, weights.shape[1]):  # XLA's own sum on a CPU has an order that depends on t
+        total = total + rows[:, choice]
+    return total.astype(y.dtype)

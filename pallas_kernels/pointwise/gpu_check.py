@@ -32,8 +32,6 @@ from pallas_kernels.pointwise.sample import reference as sample_reference
 from pallas_kernels.pointwise.sample.api import token_limits
 from pallas_kernels.pointwise.top_k import reference as top_k_reference
 from pallas_kernels.pointwise.top_k.api import top_k
-from pallas_kernels.pointwise.weighted_sum import reference as weighted_sum_reference
-from pallas_kernels.pointwise.weighted_sum.api import weighted_sum
 from pallas_kernels.quantized import Quantized
 
 TOLERANCE = {
@@ -124,28 +122,6 @@ def check_top_k(rows, rng, tokens, experts, chosen, softmax):
     ok = bool((columns[:-1] == places[:-1]).all()) and err < 1e-6
     ok &= len({*last.tolist()}) == chosen and bool(((last >= 0) & (last < experts)).all())
     record(rows, what="check top_k", ok=ok, err=err, t=tokens, experts=experts, softmax=softmax)
-
-
-def check_weighted_sum(rows, rng, tokens, chosen, width, partial):
-    """Check rows in random order. Where pairs may have no row, the rows that no pair has are NaN."""
-    pairs = tokens * chosen
-    y, places = normal(rng, pairs, width), rng.permutation(pairs)
-    if partial:
-        y = y.at[jnp.asarray(places[::3])].set(jnp.nan)
-        places[::3] = pairs + np.arange(pairs)[::3]
-    args = (
-        y,
-        jnp.asarray(places.reshape(tokens, chosen), jnp.int32),
-        jnp.asarray(rng.random((tokens, chosen)), jnp.float32),
-    )
-    run = jax.jit(functools.partial(weighted_sum, partial=partial))
-    poison_memory(jax.eval_shape(run, *args))
-    got, again = run(*args), run(*args)
-    wide = (y.astype(jnp.float32), *args[1:])
-    want = jax.jit(functools.partial(weighted_sum_reference.weighted_sum, partial=partial))(*wide)
-    err = error(got, want)
-    ok = bool((got == again).all()) and err < TOLERANCE["bfloat16"]
-    record(rows, what="check weighted_sum", ok=ok, err=err, t=tokens, d=width, partial=partial)
 
 
 def random_cache(rng, dtype, pages, kv, h):
@@ -324,14 +300,6 @@ def checks(rows, share=(0, 1)):
         (77, 160, 6, False),
     )
     cases += [functools.partial(check_top_k, rows, rng, *case) for case in routers]
-    sums = (
-        (2048, 8, 2048, False),
-        (1, 8, 2048, False),
-        (64, 8, 2048, True),
-        (300, 8, 7168, False),
-        (77, 2, 384, True),
-    )
-    cases += [functools.partial(check_weighted_sum, rows, rng, *case) for case in sums]
     cases += [functools.partial(check_far_rows, rows, rng, kernel) for kernel in (add_norm, quantize_rows)]
     cases += [
         functools.partial(check_far_pages, rows, rng, dtype)

@@ -4,7 +4,7 @@ A call of `grouped_gemm` is `expert_up_gate` and `expert_down` over rows that ar
 counts the weights of the experts that the routing touches. `lax.ragged_dot` multiplies every row with every
 expert's weight, and runs for few tokens only. JAX's Mosaic kernel and the dense product leave gates to XLA
 or read one weight. In e4m3 a call also quantizes the rows between the products. A call of `expert_layer` is
-the layer's part from the router to the sum by token; `top_k` and `weighted_sum` are two ops of this part. gpt-oss's
+the layer's part from the router to the sum by token; `top_k` is an op of this part. gpt-oss's
 experts are in MXFP4; XLA applies their gates for all implementations.
 """
 
@@ -38,8 +38,6 @@ from pallas_kernels.pointwise.quantize import api as quantize_api
 from pallas_kernels.pointwise.quantize.reference import quantize_rows
 from pallas_kernels.pointwise.top_k import api as top_k_api
 from pallas_kernels.pointwise.top_k import reference as top_k_reference
-from pallas_kernels.pointwise.weighted_sum import api as weighted_sum_api
-from pallas_kernels.pointwise.weighted_sum import reference as weighted_sum_reference
 from pallas_kernels.quantized import GROUP
 
 MODELS = ("qwen3-30b-a3b", "mixtral-8x7b")
@@ -50,7 +48,7 @@ MOSAIC = {"swapped": swapped, "tiles of 128": padded}
 STREAM_BYTES_PER_S = 4.5e12  # measured reads of an H200
 INT4_BYTES = 1 / 2 + 4 / GROUP  # a scale and a zero have two bytes each
 FEW = 64  # tokens up to which XLA's ragged product runs
-_CALLS, _ROUNDS = 8, 32  # of the ops around the products: calls in a loop's body, and rounds of the loop
+_CALLS, _ROUNDS = 8, 32  # of `top_k`: calls in a loop's body, and rounds of the loop
 
 
 @functools.cache
@@ -288,49 +286,15 @@ def _top_k(model: str, tokens: int) -> dict[str, Implementation]:
     return {"mosaic": program(top_k_api.top_k), "xla": program(top_k_reference.top_k)}
 
 
-def _weighted_sum(model: str, tokens: int) -> dict[str, Implementation]:
-    """Prepare the sum by token: it reads a row for each chosen expert, and writes one."""
-    config = _config(model)
-    d, chosen, rng = config.hidden_size, config.experts_per_token, np.random.default_rng(tokens)
-    picked = draw_routing(rng, tokens, config.num_experts, chosen, 0.0)
-    listed = jax.jit(functools.partial(api.list_groups, num_experts=config.num_experts))(jnp.asarray(picked))
-    weights = jax.nn.softmax(jax.random.normal(jax.random.key(0), (tokens, chosen), jnp.float32))
-    shape = (listed.pairs.shape[0], d)
-    xs = [jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i in range(_CALLS)]
-
-    def program(add: Callable) -> Implementation:
-        run = looped(jax.jit(lambda y, w: add(y, listed.places, w)), _ROUNDS)
-        moved = 2.0 * tokens * (chosen + 1) * d
-        # Rows of few tokens come from the L2 cache, so that the bytes do not limit the rate.
-        return Implementation(lambda: run(xs, [weights] * _CALLS), _ROUNDS * _CALLS, moved, least=Least())
-
-    return {
-        "mosaic": program(weighted_sum_api.weighted_sum),
-        "xla": program(weighted_sum_reference.weighted_sum),
-        "xla, a gather a choice": program(_one_gather_a_choice),
-    }
-
-
-def _one_gather_a_choice(y: jax.Array, places: jax.Array, weights: jax.Array) -> jax.Array:
-    """Return the sum by token from as many gathers as a token has experts."""
-    total = jnp.zeros((places.shape[0], y.shape[1]), jnp.float32)
-    for place, weight in zip(places.T, weights.T, strict=True):
-        total += y[place] * weight[:, None]
-    return total.astype(y.dtype)
-
-
 GROUPS = (
-    *(
-        KernelGroup(
-            name,
-            unit,
-            tuple(
-                KernelCase(f"{model} T {tokens}", functools.partial(make, model, tokens), ratio=1.0)
-                for tokens in TOKENS
-                for model in MODELS
-            ),
-        )
-        for name, unit, make in (("top_k", "tok/s", _top_k), ("weighted_sum", "TB/s", _weighted_sum))
+    KernelGroup(
+        "top_k",
+        "tok/s",
+        tuple(
+            KernelCase(f"{model} T {tokens}", functools.partial(_top_k, model, tokens), ratio=1.0)
+            for tokens in TOKENS
+            for model in MODELS
+        ),
     ),
     KernelGroup(
         "grouped_gemm",

@@ -16,6 +16,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.hopper.limits import sms_of
 from pallas_kernels.pointwise.top_k import reference
 
+# With 8 columns XLA takes 0.7 to 0.85 of the kernel's time, and with 128 columns 1.5 to 2.1 times its time.
+FEWEST = 9  # minimum columns of the kernel
 WIDEST = 1024  # maximum columns of the kernel: 8 scores in a thread's registers
 _PER_SM = 12  # CTAs for each SM: most of their time is a wait for other warps
 _TAKEN = -(2**31)  # below the keys of all scores
@@ -30,7 +32,7 @@ def top_k(
     NaN counts as less than all numbers, and -0 as less than 0.
 
     Args:
-      scores: [T, E] float32. XLA sorts rows of more than 1,024 scores.
+      scores: [T, E] float32. XLA chooses among at most 8 scores and among more than 1,024.
       chosen: the number of scores to return for each row, 1 to E.
       softmax: return the softmax of the chosen scores instead of the scores.
       sms: the number of CTAs as a number of SMs, 1 to 132; default: all.
@@ -45,7 +47,7 @@ def top_k(
         raise ValueError(
             f"scores {scores.dtype}{list(scores.shape)}, {chosen=}: accepted are float32 [T, E] and 1 to E"
         )
-    if number > WIDEST:
+    if not FEWEST <= number <= WIDEST:
         return reference.top_k(scores, chosen, softmax=softmax)
     scores = jnp.pad(scores, ((0, 0), (0, -number % 128)), constant_values=jnp.nan)  # NaN is chosen last
     ctas = min(t, full * _PER_SM)

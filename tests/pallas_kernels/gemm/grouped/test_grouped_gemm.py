@@ -17,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxflow.model import ops
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.op_registry import Context, Site
+from jaxflow.model.routing import weighted_sum
 from pallas_kernels.gemm import reference as gemm_reference
 from pallas_kernels.gemm.grouped import api, padded, swapped
 from pallas_kernels.gemm.grouped import groups as expert_groups
@@ -25,7 +26,6 @@ from pallas_kernels.gemm.grouped.groups import HeldExperts
 from pallas_kernels.gemm.grouped.padded import ROWS, grouped_gemm, list_groups
 from pallas_kernels.gemm.tile_schedule import GemmTile
 from pallas_kernels.kernel_set import kernel_set_for
-from pallas_kernels.pointwise.weighted_sum.reference import weighted_sum
 
 
 def given_rows(tokens, experts, n, k, dtype=jnp.bfloat16):
@@ -68,9 +68,8 @@ def test_a_device_multiplies_the_rows_of_its_own_experts(kernel):
             kernel.grouped_gemm(
                 rows, w[first : first + 2], groups, sms=1, interpret=plgpu.InterpretGPUParams()
             ),
-            groups.places,
+            groups,
             jnp.ones((20, 2)),
-            partial=True,
         )
     assert not np.asarray(products[4]).any()
     wide, own = np.asarray(x, np.float32), np.asarray(w, np.float32)

@@ -1,1 +1,0 @@
-"""Weighted sums of rows that lie in another order."""
