@@ -1,9 +1,11 @@
 """Programs that are compiled after an engine's start, on a thread or by their first caller."""
 
+import concurrent.futures
 import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 DELAY_S = 10.0  # after a start, in which the first requests have the machine for themselves
@@ -69,6 +71,14 @@ def compile_in_background(jobs: Sequence[Callable[[], object]], delay_s: float =
     thread.start()
     _background[:] = [*(one for one in _background if one[0].is_alive()), (thread, hurry)]
     return thread
+
+
+def wait_for(future: Future) -> None:
+    """Wait for a future. Raises: CancelledError once the process ends."""
+    while not future.done():
+        if not main_runs():
+            raise concurrent.futures.CancelledError("the process ends")
+        concurrent.futures.wait([future], _POLL_S)
 
 
 def main_runs() -> bool:

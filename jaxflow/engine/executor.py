@@ -28,13 +28,13 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxflow.engine import program_memory as temporary
-from jaxflow.engine.deferred import DELAY_S, DeferredProgram, Turns, compile_in_background
+from jaxflow.engine.deferred import DELAY_S, DeferredProgram, Turns, compile_in_background, wait_for
 from jaxflow.engine.expert_balancer import MovedLayer
 from jaxflow.engine.expert_slots import expert_arrays, placed_experts, source_slots
 from jaxflow.engine.heap import freeze_later_objects
 from jaxflow.engine.layered_step import LayeredStep, LoweredStep, lower_layers
 from jaxflow.engine.layout import StepLayout, empty_buffer
-from jaxflow.engine.lowered_cache import LoweredPrograms, compile_program
+from jaxflow.engine.lowered_cache import Kept, LoweredPrograms, compile_program
 from jaxflow.engine.lowering_processes import LoweringProcesses, Wanted
 from jaxflow.engine.programs import FULL_DONATES, REPLICATED, STEP_DONATES, Programs, Rows, head, prompt_head
 from jaxflow.engine.start_times import StartTimes, num_compiled
@@ -137,7 +137,7 @@ class Executor:
       slots, groups, num_pages: of one rank.
       ranks: the number of data-parallel ranks.
       recorder: takes the calls that other processes replay; None in an engine of one process.
-      lowering: processes that lower programs into the folder of `lowered`; None: this process lowers them.
+      lowering: processes that lower and compile programs into the folder of `lowered`; None: this process does.
     """
 
     num_stages = 1
@@ -237,7 +237,7 @@ class Executor:
         with concurrent.futures.ThreadPoolExecutor(len(jobs)) as pool:
             in_turn = self._in_turn([*jobs.values()], few)
             if self.lowering is not None:  # the other programs need no number of pages
-                self._in_turn([job for job in self.jobs() if job.table is not self._steps], ())
+                self._ask([job for job in self.jobs() if job.table is not self._steps], (), urgent=False)
             for job in in_turn:
                 made[names[job.name]] = pool.submit(self._compile, job.lower(), job.options)
         programs = {name: made[name].result() for name in jobs}
@@ -323,8 +323,10 @@ class Executor:
             crowded: list[tuple[Job, Any]] = []
             with self._times.phase("lowering"):
                 in_turn = self._in_turn(jobs, self.num_pages)
-                # Processes that lower programs end with the start. A CPU's engine may never need its later programs.
-                lowered_later = iter(later) if self._first is None else self._in_turn(later, self.num_pages)
+                # A CPU's engine may never need its later programs. The background takes the smallest layouts first.
+                asked = {}
+                if self._first is not None:
+                    asked = self._ask(later[::-1], self.num_pages, urgent=False)
                 for job in in_turn:
                     lowered = job.lower()
                     futures[pool.submit(self._compile, lowered, job.options)] = job, lowered
@@ -347,24 +349,36 @@ class Executor:
         if self.copies is not None:
             self.kv = self.copies.warm_up(self.kv)
         self._warm = True
-        with self._times.phase("lowering"):
-            for job in lowered_later:
-                job.table[job.key] = DeferredProgram(functools.partial(self._lower_and_compile, job))
+        prepared = {job.name: future for future, job in asked.items()}
+        for job in later:
+            make = functools.partial(self._lower_and_compile, job, prepared.get(job.name))
+            job.table[job.key] = DeferredProgram(make)
 
     def _in_turn(self, jobs: Sequence[Job], num_pages: tuple[int, ...]) -> Iterator[Job]:
-        """Return the jobs in the order in which they can be lowered here: as other processes have lowered them.
+        """Return the jobs in the order in which they can be lowered here: as other processes have prepared them.
 
         num_pages: of steps.
         """
-        if self.lowering is None or not self.lowering.started:
+        asked = self._ask(jobs, num_pages)
+        if not asked:
             return iter(jobs)
-        asked = {
-            self.lowering.ask(Wanted(job.name, num_pages if job.name.startswith("step") else ())): job
+        small = (job for job in jobs if job.small)
+        return itertools.chain(small, (asked[done] for done in concurrent.futures.as_completed(asked)))
+
+    def _ask(
+        self, jobs: Sequence[Job], num_pages: tuple[int, ...], urgent: bool = True
+    ) -> dict[concurrent.futures.Future, Job]:
+        """Ask other processes to prepare programs. Return the job of each future; {} without such processes.
+
+        num_pages: of steps. urgent: see `LoweringProcesses.ask`.
+        """
+        if self.lowering is None or not self.lowering.started:
+            return {}
+        return {
+            self.lowering.ask(Wanted(job.name, num_pages if job.name.startswith("step") else ()), urgent): job
             for job in jobs
             if not job.small
         }
-        small = (job for job in jobs if job.small)
-        return itertools.chain(small, (asked[done] for done in concurrent.futures.as_completed(asked)))
 
     def jobs(self) -> list[Job]:
         """Return the programs of the executor, those of the largest steps first."""
@@ -444,11 +458,16 @@ class Executor:
         first = {min(self.layouts), prompt}
         return [layout for layout in every if layout.tokens in first or not self._is_layered(layout)]
 
-    def _lower_and_compile(self, job: Job) -> Any:
+    def _lower_and_compile(self, job: Job, prepared: concurrent.futures.Future | None = None) -> Any:
+        """Return a deferred program. prepared: ends when another process has prepared the program."""
+        if prepared is not None:
+            wait_for(prepared)
         with _lowering, _collector_paused():
             lowered = job.lower()
             freeze_later_objects()
-        with _timing.take() if on_gpu() and temporary.has_products(lowered) else contextlib.nullcontext():
+        compiled = isinstance(lowered, Kept) and lowered.has_code(job.options)
+        times = on_gpu() and not compiled and temporary.has_products(lowered)
+        with _timing.take() if times else contextlib.nullcontext():
             return self._compile(lowered, job.options)
 
     def compile_deferred(self) -> None:
@@ -753,21 +772,21 @@ class Executor:
 
     def _lower(
         self, name: str, fn: jax.stages.Wrapped, donated: tuple[int, ...], *args: Any
-    ) -> jax.stages.Lowered:
+    ) -> jax.stages.Lowered | Kept:
         return fn.lower(*args) if self.lowered is None else self.lowered.lower(name, fn, donated, *args)
 
-    def _lower_any_step(self, layout: StepLayout) -> jax.stages.Lowered | LoweredStep:
+    def _lower_any_step(self, layout: StepLayout) -> jax.stages.Lowered | Kept | LoweredStep:
         if not self._is_layered(layout):
             return self._lower_step(layout, self.num_pages)
 
         def lower(
             name: str, fn: jax.stages.Wrapped, donated: tuple[int, ...], *args: Any
-        ) -> jax.stages.Lowered:
+        ) -> jax.stages.Lowered | Kept:
             return self._lower(f"{name} of {layout}{self._name}", fn, donated, *args)
 
         return lower_layers(self.programs, layout, lower, *self._step_arguments(layout, self.num_pages))
 
-    def _lower_step(self, layout: StepLayout, num_pages: tuple[int, ...]) -> jax.stages.Lowered:
+    def _lower_step(self, layout: StepLayout, num_pages: tuple[int, ...]) -> jax.stages.Lowered | Kept:
         fn = self.programs.step(layout, self._forward_of(layout))
         args = self._step_arguments(layout, num_pages)
         return self._lower(f"step {layout}{self._name}", fn, STEP_DONATES, *args)
@@ -808,19 +827,19 @@ class Executor:
             "prompt", self.programs.prompt_logprobs(), (), self._prompt_head, self.hidden(tokens), targets
         )
 
-    def _lower_append_pages(self) -> jax.stages.Lowered:
+    def _lower_append_pages(self) -> jax.stages.Lowered | Kept:
         appends = self._of_ranks((APPENDS, 4), jnp.int32)
         table = self._like(self.page_table, self._by_rank.spec)
         return self._lower("append_pages", self.programs.append_pages(), (0,), table, appends)
 
-    def _lower_move_experts(self) -> jax.stages.Lowered:
+    def _lower_move_experts(self) -> jax.stages.Lowered | Kept:
         assert self.placed is not None
         own = expert_arrays(self.weights["layers"][self.expert_layers[0]])
         specs = expert_arrays(self.programs.weight_specs["layers"][self.expert_layers[0]])
         source = self._abstract(self.placed.shape[1:], jnp.int32)
         return self._lower("move_experts", move_slots(self.programs.mesh, specs), (), own, source)
 
-    def _lower_set_slot(self) -> jax.stages.Lowered:
+    def _lower_set_slot(self) -> jax.stages.Lowered | Kept:
         state = (self._like(self.params, self._by_rank.spec), self._like(self.counts, self._by_rank.spec))
         slot = self._abstract((), jnp.int32)
         return self._lower(

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from typing import Any
 
 from jaxflow.config import EngineConfig, ModelConfig
@@ -22,6 +22,7 @@ from jaxflow.engine.driver import EngineDead
 from jaxflow.engine.executor import Executor, rehearse
 from jaxflow.engine.layout import StepLayout
 from jaxflow.engine.staged_executor import StagedExecutor
+from jaxflow.engine.start_times import num_loaded_later
 from jaxflow.engine.step_plans import cost_device
 from jaxflow.engine.step_time_prediction import roofline_step_time
 from jaxflow.parallel.mesh import on_gpu
@@ -66,7 +67,9 @@ def first_sizes(seconds: Mapping[int, float], count: int = FIRST_SIZES) -> list[
 
 
 def prepare_in_background(
-    executor: Executor | StagedExecutor, between_steps: Callable[[Callable[[Any], None]], Future[None]]
+    executor: Executor | StagedExecutor,
+    between_steps: Callable[[Callable[[Any], None]], Future[None]],
+    on_end: Callable[[], None] = lambda: None,
 ) -> None:
     """Compile the layouts that are not ready, several at a time, and make each one ready.
 
@@ -74,6 +77,7 @@ def prepare_in_background(
     the memory next to others is compiled alone at the end. `wait_until_compiled` waits for all.
 
     between_steps: runs a function between two steps, on the thread that runs the steps: `Driver.call`.
+    on_end: called when no layout is left, or when the engine has ended.
     """
     waiting = collections.deque(executor.unready())
     crowded: collections.deque[StepLayout] = collections.deque()
@@ -82,7 +86,7 @@ def prepare_in_background(
         try:
             executor.compile_layout(layout)
             between_steps(lambda _: make_ready(executor, layout)).result()
-        except EngineDead:
+        except (EngineDead, CancelledError):
             waiting.clear()
             crowded.clear()
         except Exception as error:
@@ -100,7 +104,7 @@ def prepare_in_background(
     def prepare_all() -> None:
         number = max(1, min(MOST_WORKERS, (os.cpu_count() or 1), len(waiting)))
         workers = [threading.Thread(target=prepare_some, name=f"compile-{i}") for i in range(number)]
-        begin_s, count = time.monotonic(), len(waiting)
+        begin_s, count, loaded = time.monotonic(), len(waiting), num_loaded_later()
         with _switching_often():
             for worker in workers:
                 worker.start()
@@ -110,14 +114,18 @@ def prepare_in_background(
                 prepare(layout, alone=True)
         left = len(executor.unready())
         log.info(
-            "start: %d layouts more are ready %.1f s later, %d are not",
+            "start: %d layouts more are ready %.1f s later, %d are not; processes compiled %d of the programs",
             count - left,
             time.monotonic() - begin_s,
             left,
+            num_loaded_later() - loaded,
         )
+        on_end()
 
     if waiting:
         compile_in_background([prepare_all])
+    else:
+        on_end()
 
 
 def make_ready(executor: Executor | StagedExecutor, layout: StepLayout) -> None:

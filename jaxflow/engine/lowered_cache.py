@@ -4,6 +4,8 @@ XLA's cache keeps compiled programs under a hash of the lowered program. Tracing
 Mosaic kernels takes one to three seconds in Python, nearly all of a warm start. This cache keeps the lowered
 program, as StableHLO (`jax.export`), under a hash of its origin: the versions of JAX, the sources that lowering
 runs, the engine's settings and the shapes of the arguments. Old programs are deleted, see `_evict`.
+
+Beside a lowered program the folder may hold machine code that a process compiled (`jaxflow.engine.ahead_of_time`).
 """
 
 import contextlib
@@ -27,7 +29,10 @@ from jax import export
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import NamedSharding, Sharding
 
+from jaxflow.engine import ahead_of_time
+from jaxflow.engine.ahead_of_time import NotLoaded, Target
 from jaxflow.engine.programs import Rows
+from jaxflow.engine.start_times import count_loaded
 from jaxflow.model.batch import Batch
 from jaxflow.model.logprobs import LogprobsOut
 from jaxflow.model.slot_params import SlotParams
@@ -75,15 +80,17 @@ class LoweredPrograms:
     Attributes:
       made_of: everything that the programs depend on, except the arguments' shapes and the code.
       platforms: see `jax.export`; None for this process's platform.
+      target: of machine code in the folder; None to use no such code.
     """
 
     folder: Path
     made_of: str
     platforms: tuple[str, ...] | None = None
+    target: Target | None = None
 
     def lower(
         self, name: str, fn: jax.stages.Wrapped, donated: Sequence[int], *args: Any
-    ) -> jax.stages.Lowered:
+    ) -> "jax.stages.Lowered | Kept":
         """Return `fn.lower(*args)`, from the folder if it has the program.
 
         Args:
@@ -95,30 +102,34 @@ class LoweredPrograms:
         exported = self.keep(name, fn, *args)
         if exported is None:
             return fn.lower(*args)
-
-        def run(*args):
-            return exported.call(*args)
-
-        return jax.jit(run, donate_argnums=donated).lower(*args)
+        lowered = callable_again(exported, donated).lower(*args)
+        return lowered if self.target is None else Kept(lowered, self, self.digest(name, args))
 
     def keep(self, name: str, fn: jax.stages.Wrapped, *args: Any) -> export.Exported | None:
         """Return a program of the folder, which is lowered and written first if the folder lacks it.
 
         Arguments: see `lower`. The result is None for a program that cannot be kept.
         """
-        path = self.folder / self._digest(name, args)
-        exported = _read(path)
+        path = self.folder / self.digest(name, args)
+        packed = read_signed(path)
+        exported = None if packed is None else unpack(packed)
         if exported is None:
             try:
                 made = export.export(fn, platforms=self.platforms, disabled_checks=_ANY_CALL)(*args)
                 exported = _on_described_device(made)
-                _write(path, exported.serialize())
+                write_signed(path, zlib.compress(exported.serialize(), level=1))
             except (NotImplementedError, ValueError) as error:  # for example a program that calls Python
                 log.warning("program %r cannot be kept and is lowered at each start: %s", name, error)
                 return None
         return exported
 
-    def _digest(self, name: str, args: tuple) -> str:
+    def code_path(self, digest: str, options: dict[str, Any] | None) -> Path:
+        """Return the file of a program's machine code. options: XLA's."""
+        made_of = repr((digest, sorted((options or {}).items()), self.target)).encode()
+        return self.folder / f"{hashlib.sha256(made_of).hexdigest()}.code"
+
+    def digest(self, name: str, args: tuple) -> str:
+        """Return the name of the file of a program. Arguments: see `lower`."""
         leaves, tree = jax.tree.flatten(args)
         described = (
             name,
@@ -128,6 +139,49 @@ class LoweredPrograms:
             [f"{a.shape} {a.dtype} {_placement(a.sharding)}" for a in leaves],
         )
         return hashlib.sha256(repr(described).encode()).hexdigest()
+
+
+def callable_again(exported: export.Exported, donated: Sequence[int]) -> jax.stages.Wrapped:
+    """Return a program of the folder as a jitted function."""
+
+    def run(*args):
+        return exported.call(*args)
+
+    return jax.jit(run, donate_argnums=donated)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """A lowered program whose machine code may be in the folder."""
+
+    lowered: jax.stages.Lowered
+    programs: LoweredPrograms
+    digest: str
+
+    def compiler_ir(self, dialect: str) -> Any:
+        """Return the program, see `jax.stages.Lowered`."""
+        return self.lowered.compiler_ir(dialect)
+
+    def has_code(self, options: dict[str, Any] | None) -> bool:
+        """Return True if the folder has the machine code. options: XLA's."""
+        return self.programs.code_path(self.digest, options).exists()
+
+    def load(self, options: dict[str, Any] | None) -> jax.stages.Compiled | None:
+        """Return the program with the folder's machine code; None without it, or where it does not fit."""
+        path = self.programs.code_path(self.digest, options)
+        code = read_signed(path) if jax.config.jax_enable_compilation_cache else None
+        if code is None:
+            return None
+        try:
+            found = ahead_of_time.load(self.lowered, code, options or {})
+        except (NotLoaded, AssertionError, ValueError) as error:
+            log.warning(
+                "the machine code of a process does not fit; the program is compiled again: %s", error
+            )
+            path.unlink(missing_ok=True)
+            return None
+        count_loaded()
+        return found
 
 
 def open_lowered_programs(made_of: tuple, folder: Path | None = None) -> LoweredPrograms | None:
@@ -180,9 +234,14 @@ def _on_described_device(exported: export.Exported) -> export.Exported:
 
 
 def compile_program(
-    lowered: jax.stages.Lowered, options: dict[str, Any] | None = None
+    lowered: jax.stages.Lowered | Kept, options: dict[str, Any] | None = None
 ) -> jax.stages.Compiled:
     """Return the compiled program. One of XLA's cache that does not fit is compiled again, without the cache."""
+    if isinstance(lowered, Kept):
+        found = lowered.load(options)
+        if found is not None:
+            return found
+        lowered = lowered.lowered
     try:
         return lowered.compile(compiler_options=options or None)
     except (AssertionError, ValueError) as error:
@@ -253,41 +312,45 @@ def _module_file(name: str) -> Path | None:
     return next((file for file in files if file.is_file()), None)
 
 
-def _read(path: Path) -> export.Exported | None:
-    """Return the program of a file; None for a missing or damaged file."""
+def read_signed(path: Path) -> bytes | None:
+    """Return the content of a file of `write_signed`; None for a missing or damaged file."""
     try:
         content = path.read_bytes()
     except OSError:
         return None
     if _signature(path, content[_DIGEST:]) != content[:_DIGEST]:
-        log.warning("%s is damaged or another program's; its program is lowered again", path)
+        log.warning("%s is damaged or another program's; its program is made again", path)
         return None
     with contextlib.suppress(OSError):
         os.utime(path)  # `_evict` deletes the programs that were not used for the longest time
-    return export.deserialize(bytearray(zlib.decompress(content[_DIGEST:])))
+    return content[_DIGEST:]
 
 
-def _signature(path: Path, packed: bytes) -> bytes:
+def unpack(packed: bytes) -> export.Exported:
+    """Return the program of a file's content."""
+    return export.deserialize(bytearray(zlib.decompress(packed)))
+
+
+def _signature(path: Path, content: bytes) -> bytes:
     """Return a hash of a file's name and content, so that two files cannot change places."""
-    return hashlib.sha256(path.name.encode() + packed).digest()
+    return hashlib.sha256(path.name.encode() + content).digest()
 
 
-def _write(path: Path, program: bytearray) -> None:
+def write_signed(path: Path, content: bytes) -> None:
     """Write a program completely or not at all. Log a warning where the folder cannot be written."""
-    packed = zlib.compress(bytes(program), level=1)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, partial = tempfile.mkstemp(dir=path.parent)
         try:
             with os.fdopen(descriptor, "wb") as file:
-                file.write(_signature(path, packed) + packed)
+                file.write(_signature(path, content) + content)
             os.replace(partial, path)
         except OSError:
             os.unlink(partial)
             raise
         _evict(path.parent)
     except OSError as error:
-        log.warning("a lowered program is not kept: %s", error)
+        log.warning("a program is not kept: %s", error)
 
 
 def _evict(folder: Path) -> None:

@@ -1,10 +1,13 @@
-"""Processes that lower programs beside a starting engine.
+"""Processes that lower and compile programs beside a starting engine.
 
 Tracing and lowering a step with Mosaic kernels takes one to three seconds of Python, which runs on one core of a
 process. So a start that finds no lowered programs starts several processes (`jaxflow.engine.lowering_worker`). They
 have no GPU. Each imports JAX while the weights load, then lowers one program after another into the folder of lowered
 programs. The engine reads a program from there by its digest. A program that a process fails to lower is missing in
 the folder, so the engine lowers the program itself.
+
+Where the engine's GPU can be described (`jaxflow.engine.ahead_of_time`), a process also compiles each program that it
+has lowered, into the same folder. The processes go on while the engine serves, until all programs are there.
 
 The wire is one line of JSON a message, over the pipes of the process:
 
@@ -13,6 +16,7 @@ The wire is one line of JSON a message, over the pipes of the process:
 """
 
 import contextlib
+import itertools
 import logging
 import os
 import queue
@@ -21,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import IO, Any
@@ -29,6 +33,7 @@ from typing import IO, Any
 import msgspec
 
 from jaxflow.config import EngineConfig, ModelConfig
+from jaxflow.engine.ahead_of_time import Target
 from jaxflow.engine.known_starts import KnownStarts
 from jaxflow.pipeline.plan import Plan
 from pallas_kernels.this_device import DeviceKind
@@ -50,6 +55,7 @@ class Description(msgspec.Struct, frozen=True):
       one, graphs, memory: see `jaxflow.engine.start.make_stage`.
       weights: see `jaxflow.engine.weight_shapes`.
       folder: of the lowered programs.
+      target: to compile for; None to lower only.
     """
 
     config: EngineConfig
@@ -60,6 +66,7 @@ class Description(msgspec.Struct, frozen=True):
     memory: int
     weights: Any
     folder: str
+    target: Target | None = None
 
 
 class Wanted(msgspec.Struct, frozen=True):
@@ -93,16 +100,27 @@ def number_of_processes(steps: int, asked: int | None, cores: int | None = None)
 class LoweringProcesses:
     """The processes of one start, before and after `start`. Any thread may call `ask`; one owner calls the rest."""
 
-    def __init__(self, count: int, device: DeviceKind, known: KnownStarts, command: Sequence[str] = COMMAND):
+    def __init__(
+        self,
+        count: int,
+        device: DeviceKind,
+        known: KnownStarts,
+        command: Sequence[str] = COMMAND,
+        on_close: Callable[[], None] = lambda: None,
+    ):
         """Start nothing yet.
 
         known: the starts whose programs are all there, in the folder of lowered programs.
         command: of one process.
         """
         self._count, self._device, self._command, self.known = count, device, command, known
+        self._on_close = on_close
         self._processes: list[tuple[subprocess.Popen, IO[bytes]]] = []  # each with its errors
-        self._tasks: queue.SimpleQueue[tuple[Wanted, Future] | None] = queue.SimpleQueue()
+        # In the order of urgency, then of arrival. A program that became urgent is there twice. None ends a process.
+        self._tasks: queue.PriorityQueue[tuple[int, int, Wanted | None]] = queue.PriorityQueue()
+        self._arrivals = itertools.count()
         self._asked: dict[Wanted, Future] = {}
+        self._taken: set[Wanted] = set()
         self._lock, self._alive, self._closed = threading.Lock(), 0, False
         self._description: Description | None = None
         self._lost: str | None = None  # why the last process ended before `close`
@@ -169,57 +187,66 @@ class LoweringProcesses:
                 target=self._serve, args=(process, errors, line), name="lowering", daemon=True
             ).start()
 
-    def ask(self, wanted: Wanted) -> Future:
-        """Return a future that ends when the program is in the folder, or when no process can lower the program."""
+    def ask(self, wanted: Wanted, urgent: bool = True) -> Future:
+        """Return a future that ends when the program is in the folder, or when no process can make the program.
+
+        urgent: before all programs that are not.
+        """
         with self._lock:
-            if wanted in self._asked:
+            known = wanted in self._asked
+            if known and not urgent:
                 return self._asked[wanted]
-            future = self._asked[wanted] = Future()
+            future = self._asked.setdefault(wanted, Future())
             if self._alive:
-                self._tasks.put((wanted, future))
-            else:
+                self._tasks.put((0 if urgent else 1, next(self._arrivals), wanted))
+            elif not known:
                 future.set_result(None)
                 if self._lost is not None:
                     self.failed[wanted.name] = self._lost
             return future
 
     def close(self) -> None:
-        """End the processes: at once without work, and after its present program otherwise."""
+        """End the processes: at once without work, and after its present program otherwise.
+
+        A second call does nothing.
+        """
         with self._lock:
+            if self._closed:
+                return
             serving, self._alive, self._closed = self._alive, 0, True
             self._give_up()
             for _ in range(serving):
-                self._tasks.put(None)
+                self._tasks.put((0, next(self._arrivals), None))
         for process, _ in () if serving else self._processes:
             process.kill()
             _end(process)
         if self.failed:
             name, reason = next(iter(self.failed.items()))
             log.warning(
-                "lowering: %d programs were lowered by the engine itself; %s: %s",
+                "lowering: %d programs were lowered or compiled by the engine itself; %s: %s",
                 len(self.failed),
                 name,
                 reason,
             )
+        self._on_close()
 
     def _serve(self, process: subprocess.Popen, errors: IO[bytes], description: bytes) -> None:
         """Give programs to one process until `close`, or until the process is lost."""
-        task = None
+        wanted = None
         try:
             _write_within_limit(process, description)
-            while (task := self._tasks.get()) is not None:
-                wanted, future = task
+            while (wanted := self._next()) is not None:
                 _write(process, msgspec.json.encode(wanted) + b"\n")
                 if reason := msgspec.json.decode(_read_line(process), type=str):
                     self.failed[wanted.name] = reason
-                future.set_result(None)
+                self._asked[wanted].set_result(None)
         except (OSError, msgspec.DecodeError, TimeoutError) as error:
             process.kill()
             reason = f"a process was lost ({_last_line(errors) or error})"
             with self._lock:
-                if task is not None:
-                    self.failed[task[0].name] = reason
-                    task[1].set_result(None)
+                if wanted is not None:
+                    self.failed[wanted.name] = reason
+                    self._asked[wanted].set_result(None)
                 if not self._closed:
                     self._alive -= 1
                     if not self._alive:
@@ -228,15 +255,25 @@ class LoweringProcesses:
         finally:
             _end(process)
 
+    def _next(self) -> Wanted | None:
+        """Return the next program for a process; None to end the process."""
+        while True:
+            _, _, wanted = self._tasks.get()
+            with self._lock:
+                if wanted is None:
+                    return None
+                if wanted not in self._taken:
+                    self._taken.add(wanted)
+                    return wanted
+
     def _give_up(self, reason: str = "") -> None:
         """End the futures of all programs that wait for a process. The caller holds the lock."""
-        with contextlib.suppress(queue.Empty):
-            while True:
-                task = self._tasks.get_nowait()
-                if task is not None:
-                    task[1].set_result(None)
-                    if reason:
-                        self.failed[task[0].name] = reason
+        for wanted in self._asked.keys() - self._taken:
+            self._taken.add(wanted)
+            if not self._asked[wanted].done():
+                self._asked[wanted].set_result(None)
+                if reason:
+                    self.failed[wanted.name] = reason
 
 
 def _write(process: subprocess.Popen, lines: bytes) -> None:

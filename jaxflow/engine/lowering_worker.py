@@ -1,7 +1,8 @@
-"""A process that lowers programs for a starting engine, see `jaxflow.engine.lowering_processes`.
+"""A process that lowers and compiles programs for a starting engine, see `jaxflow.engine.lowering_processes`.
 
 The process has no GPU. It makes the engine's executor from shapes in place of arrays, on a mesh of CPU devices, and
-takes the description of the engine's device wherever a program depends on the device.
+takes the description of the engine's device wherever a program depends on the device. It compiles for a mesh of
+devices that are described, too (`jaxflow.engine.ahead_of_time`).
 """
 
 import dataclasses
@@ -13,10 +14,12 @@ from typing import IO, Any
 
 import jax
 import msgspec
+from jax.sharding import Mesh
 
+from jaxflow.engine.ahead_of_time import Target, compile_for, target_mesh
 from jaxflow.engine.executor import Executor
 from jaxflow.engine.kernel_choice import choose_kernels
-from jaxflow.engine.lowered_cache import LoweredPrograms
+from jaxflow.engine.lowered_cache import LoweredPrograms, callable_again, read_signed, write_signed
 from jaxflow.engine.lowering_processes import Description, Wanted
 from jaxflow.engine.start import make_stage
 from jaxflow.engine.start_times import StartTimes
@@ -28,13 +31,42 @@ from pallas_kernels.this_device import DeviceKind, lower_for
 
 
 @dataclasses.dataclass(frozen=True)
-class _Writer:
-    """Lowers into a folder. A program for a GPU cannot be lowered further on the mesh of this process."""
+class Portable:
+    """A program of the folder, to compile for the devices of `mesh`."""
 
     programs: LoweredPrograms
+    digest: str
+    fn: jax.stages.Wrapped
+    args: tuple
+    mesh: Mesh | Exception
 
-    def lower(self, name: str, fn: jax.stages.Wrapped, donated: tuple[int, ...], *args: Any) -> None:
-        self.programs.keep(name, fn, *args)
+    def compile(self, options: dict[str, Any]) -> None:
+        """Write the machine code into the folder, unless the folder has it. options: XLA's."""
+        if isinstance(self.mesh, Exception):
+            raise self.mesh
+        path = self.programs.code_path(self.digest, options)
+        if read_signed(path) is None:
+            write_signed(path, compile_for(self.mesh, self.fn, self.args, options))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Writer:
+    """Lowers into a folder. A program for a GPU cannot be lowered further on the mesh of this process.
+
+    mesh: of described devices; None to lower only; the reason why there is none.
+    """
+
+    programs: LoweredPrograms
+    mesh: Mesh | Exception | None
+
+    def lower(
+        self, name: str, fn: jax.stages.Wrapped, donated: tuple[int, ...], *args: Any
+    ) -> Portable | None:
+        exported = self.programs.keep(name, fn, *args)
+        if exported is None or self.mesh is None:
+            return None
+        again = callable_again(exported, donated)
+        return Portable(self.programs, self.programs.digest(name, args), again, args, self.mesh)
 
 
 def describe_device(device: DeviceKind) -> None:
@@ -68,20 +100,32 @@ def make_executor(given: Description) -> Executor:
     )
     if on_gpu():
         assert executor.lowered is not None
-        executor.lowered = _Writer(executor.lowered)  # pyright: ignore[reportAttributeAccessIssue]
+        programs = dataclasses.replace(executor.lowered, target=given.target)
+        executor.lowered = _Writer(programs, _described(given.target, mesh))  # pyright: ignore[reportAttributeAccessIssue]
     return executor
 
 
+def _described(target: Target | None, mesh: Mesh) -> Mesh | Exception | None:
+    """Return a mesh of described devices. An environment without the compiler lowers only, and says why."""
+    try:
+        return None if target is None else target_mesh(target, mesh)
+    except Exception as error:
+        return error
+
+
 def answer(executor: Executor, lines: Iterable[bytes], replies: IO[bytes]) -> None:
-    """Lower the program of each line, and reply to it."""
+    """Lower the program of each line, compile it if there is a target, and reply to the line."""
     jobs = {job.name: job for job in executor.jobs()}
     for line in lines:
         wanted = msgspec.json.decode(line, type=Wanted)
         executor.num_pages = wanted.num_pages
         try:
-            jobs[wanted.name].lower()
+            job = jobs[wanted.name]
+            lowered = job.lower()
+            if isinstance(lowered, Portable):
+                lowered.compile(job.options)
             reason = ""
-        except Exception as error:  # the engine lowers the program itself, and meets the fault again
+        except Exception as error:  # the engine makes the program itself, and meets a fault of lowering again
             reason = f"{type(error).__name__}: {error}".partition("\n")[0][:500]
         replies.write(msgspec.json.encode(reason) + b"\n")
         replies.flush()

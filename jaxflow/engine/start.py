@@ -8,7 +8,7 @@ import math
 import os
 import random
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from jaxflow.config import KV_DTYPES, ConfigError, EngineConfig, ModelConfig, Window
+from jaxflow.engine.ahead_of_time import target_of
 from jaxflow.engine.default_seqs import TOKENS_OF_SEQ, default_max_num_seqs
 from jaxflow.engine.driver import Driver
 from jaxflow.engine.executor import Executor, rehearse
@@ -331,13 +332,11 @@ def start_engine(
                 executor = make_executor(config, checkpoint, plans, **how)
                 warm_up_s = warm_up(executor)
             else:
-                with _lowering(config, checkpoint.model_config, plans) as lowering:
-                    executor = make_executor(config, checkpoint, plans, lowering=lowering, **how)
-                    warm_up_s = warm_up(executor)
-                    if lowering is not None:
-                        lowering.remember(executor.num_pages)
-                        executor.lowering = None
-                        executor.lowered = executor.lowered if lowered_folder() else None
+                lowering = _lowering(config, checkpoint.model_config, plans)
+                if lowering is not None:
+                    undo.callback(lowering.close)
+                executor = make_executor(config, checkpoint, plans, lowering=lowering, **how)
+                warm_up_s = warm_up(executor)
         if team is not None:
             if config.kv_offloading_size and team.leader is not None and on_gpu():
                 reserve(executor.page_shapes(), pinned_bytes(config, executor.page_shapes(), disk))
@@ -360,8 +359,9 @@ def start_engine(
             team.watch(driver)
         driver.start()
         if executor.substitutes:
-            prepare_in_background(executor, driver.call)
+            prepare_in_background(executor, driver.call, functools.partial(_end_lowering, executor))
         else:
+            _end_lowering(executor)
             executor.compile_deferred()
         undo.pop_all()
     found = times.summary()
@@ -387,11 +387,10 @@ def _warm_up(
         return executor.warm_up(_advance(bar), first=first_layouts(config, model, executor.layouts))
 
 
-@contextlib.contextmanager
 def _lowering(
     config: EngineConfig, model: ModelConfig, plans: Mapping[int, Sequence[Plan]]
-) -> Iterator[LoweringProcesses | None]:
-    """Yield the processes that lower the programs of a start, and end them after the block.
+) -> LoweringProcesses | None:
+    """Return the processes that lower and compile the programs of a start. The caller closes them.
 
     None where the engine lowers its programs. Without the setting `lowering_processes`, the engine does so on devices
     without Mosaic kernels, whose programs take a fraction of a second each. config: resolved.
@@ -399,19 +398,26 @@ def _lowering(
     asked, device = config.lowering_processes, this_device()
     count = number_of_processes(sum(len(several) for several in plans.values()), asked)
     if not count or (asked is None and not has_bounded(device.capability)):
-        yield None
+        return None
+    undo, folder = contextlib.ExitStack(), lowered_folder()
+    if folder is None:
+        folder = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="jaxflow-")))
+    known = KnownStarts.of(folder, (program_settings(config), model, plans))
+    lowering = LoweringProcesses(count, device, known, on_close=undo.close)
+    if not known.sizes():
+        lowering.start()
+    return lowering
+
+
+def _end_lowering(executor: Executor | StagedExecutor) -> None:
+    """End the processes of `_lowering`, if there are any, once they have prepared all programs."""
+    if not isinstance(executor, Executor) or executor.lowering is None:
         return
-    with contextlib.ExitStack() as undo:
-        folder = lowered_folder()
-        if folder is None:
-            folder = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="jaxflow-")))
-        lowering = LoweringProcesses(
-            count, device, KnownStarts.of(folder, (program_settings(config), model, plans))
-        )
-        undo.callback(lowering.close)
-        if not lowering.known.sizes():
-            lowering.start()
-        yield lowering
+    lowering, executor.lowering = executor.lowering, None
+    if not (executor.substitutes and executor.unready()):
+        lowering.remember(executor.num_pages)
+    executor.lowered = executor.lowered if lowered_folder() else None
+    lowering.close()
 
 
 def make_executor(
@@ -546,7 +552,12 @@ def _make_stages(
         buckets = {tokens: tuple(several) for tokens, several in plans.items()}
         values = to_values(loaded[0])
         launched = None if graphs is None else dict(graphs)
-        lowering.describe(Description(config, model, buckets, one, launched, memory, values, str(folder)))
+        target = target_of(meshes[0]) if on_gpu() else None
+        assert made[0].lowered is not None
+        made[0].lowered = dataclasses.replace(made[0].lowered, target=target)
+        lowering.describe(
+            Description(config, model, buckets, one, launched, memory, values, str(folder), target)
+        )
         made[0].lowering = lowering
     return made
 

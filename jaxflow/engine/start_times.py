@@ -12,7 +12,9 @@ import jax
 from jaxflow.engine.deferred import is_deferred
 
 COMPILED = "/jax/core/compile/backend_compile_duration"  # JAX's event after a compilation
-_compiled = {"programs": 0, "xla_threads_s": 0.0}  # of this process, without the deferred programs
+# Of this process, without the deferred programs.
+_compiled = {"programs": 0, "xla_threads_s": 0.0, "loaded": 0}
+_loaded_later = 0
 
 
 def _count_compilation(event: str, duration_secs: float, **kwargs: str | int) -> None:
@@ -27,6 +29,20 @@ jax.monitoring.register_event_duration_secs_listener(_count_compilation)
 def num_compiled() -> int:
     """Return the programs that XLA has compiled or read from its cache in this process, without deferred ones."""
     return int(_compiled["programs"])
+
+
+def count_loaded() -> None:
+    """Count a program that another process compiled, and that this thread has loaded."""
+    global _loaded_later
+    if is_deferred():
+        _loaded_later += 1
+    else:
+        _compiled["loaded"] += 1
+
+
+def num_loaded_later() -> int:
+    """Return the deferred programs of this process that another process compiled."""
+    return _loaded_later
 
 
 class StartTimes:
@@ -49,11 +65,12 @@ class StartTimes:
                 self._phases[f"{name}_s"] = self._phases.get(f"{name}_s", 0.0) + passed_s
 
     def summary(self) -> dict[str, float]:
-        """Return the seconds of each phase, and four further keys. The phase that ended first comes first.
+        """Return the seconds of each phase, and five further keys. The phase that ended first comes first.
 
         `import_s` is the time from the begin of the process to the begin of the start. A system without /proc has no
         `import_s`. `total_s` is the time from the begin of the start until now. `programs` counts the programs that XLA
         compiled or read from its cache. `xla_threads_s` adds up the times of these programs, including autotuning.
+        `loaded` counts those of the programs that another process compiled.
         """
         start_s = time.perf_counter() - self._begin_s
         age_s = process_seconds()
@@ -69,7 +86,9 @@ def describe(summary: Mapping[str, float]) -> str:
         for name, value in summary.items()
         if name.endswith("_s")
     )
-    return f"start: {phases}; {summary['programs']:.0f} programs"
+    programs = f"{summary['programs']:.0f} programs"
+    loaded = f", {summary['loaded']:.0f} of them compiled by processes" if summary.get("loaded") else ""
+    return f"start: {phases}; {programs}{loaded}"
 
 
 def process_seconds() -> float | None:

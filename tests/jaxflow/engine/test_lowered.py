@@ -256,8 +256,9 @@ def test_a_kept_plan_is_compiled_as_the_plan(tmp_path):
     assert {thunk.stream for thunk in first.thunks} > {""}
     LoweredPrograms(tmp_path, "", ("cuda",)).lower("step", step, STEP_DONATES, *args)
     (path,) = files(tmp_path)
-    kept = lowered._read(path)
-    assert kept is not None
+    content = lowered.read_signed(path)
+    assert content is not None
+    kept = lowered.unpack(content)
     again = h200.compile_for_h200(jax.jit(kept.call, donate_argnums=STEP_DONATES), *args, options=options)
     assert again.thunks == first.thunks
     assert again.memory.temp_size_in_bytes == first.memory.temp_size_in_bytes

@@ -119,7 +119,7 @@ def test_an_engine_reads_what_a_process_lowered(settings, tmp_path, cache, monke
     keep = LoweredPrograms.keep
 
     def record(self, name, fn, *args):
-        if not (self.folder / self._digest(name, args)).exists():
+        if not (self.folder / self.digest(name, args)).exists():
             lowered_here.append(name.partition(" ")[0])
         return keep(self, name, fn, *args)
 
@@ -137,8 +137,9 @@ def test_an_engine_reads_what_a_process_lowered(settings, tmp_path, cache, monke
     model = open_checkpoint(settings.model).model_config
     for pages, known in ((32, True), (33, False)):
         config = resolve(dataclasses.replace(settings, lowering_processes=1, num_kv_pages=pages), model)
-        with start._lowering(config, model, choose_plans(config, model)) as lowering:
-            assert lowering is not None and lowering.started != known
+        lowering = start._lowering(config, model, choose_plans(config, model))
+        assert lowering is not None and lowering.started != known
+        lowering.close()
 
 
 @pytest.mark.parametrize("script", ["raise SystemExit(3)", ECHO + "print('\"no\"', flush=True)"])
@@ -146,7 +147,9 @@ def test_an_engine_starts_without_its_processes(script, cache, monkeypatch, capl
     """Without a cache, too: the folder of the processes is temporary."""
     cache(None)
     command = (sys.executable, "-c", script)
-    monkeypatch.setattr(start, "LoweringProcesses", lambda *args: LoweringProcesses(*args, command=command))
+    monkeypatch.setattr(
+        start, "LoweringProcesses", lambda *args, **more: LoweringProcesses(*args, command=command, **more)
+    )
     with caplog.at_level(logging.WARNING):
         drawn(dataclasses.replace(SETTINGS, lowering_processes=2, compilation_cache_dir=""))
     assert len(caplog.records) == 1
@@ -220,7 +223,7 @@ def compare_on_h200s(case: str, folder: Path) -> None:
         files = [sorted(path.name for path in (folder / name).iterdir()) for name in ("engine", "process")]
         assert files[0] == files[1] and len(files[0]) == len(jobs[0]) > 1
         for name in files[0]:
-            own, other = (lowered_cache._read(folder / side / name) for side in ("engine", "process"))
+            own, other = (kept(folder / side / name) for side in ("engine", "process"))
             assert own is not None and other is not None
             assert text_of(own) == text_of(other)
             for field in (
@@ -236,6 +239,12 @@ def compare_on_h200s(case: str, folder: Path) -> None:
         with mock.patch.object(lowered_cache.export, "export", side_effect=AssertionError("lowered again")):
             for job in jobs[1]:
                 job.lower()
+
+
+def kept(path: Path) -> jax.export.Exported | None:
+    """Return the program of a file."""
+    content = lowered_cache.read_signed(path)
+    return None if content is None else lowered_cache.unpack(content)
 
 
 def text_of(program: jax.export.Exported) -> str:

@@ -1,0 +1,129 @@
+"""Programs that a process without a GPU compiles for the GPU of an engine.
+
+XLA compiles under a lock of the process, so threads of an engine do not compile side by side, and processes do. XLA
+needs no GPU for this: a description of the device is enough, which the engine sends (`Target`). The engine loads the
+machine code in milliseconds. JAX then makes the `jax.stages.Compiled` as for a program of its own cache, with the
+checks of shapes and shardings, the donated arguments and the memory analysis.
+
+Without a GPU no kernel is timed. XLA's own GEMMs take the first choice of cuBLAS, see `UNTIMED`.
+"""
+
+import importlib.metadata
+import logging
+import math
+import os
+import threading
+from typing import Any
+
+import jax
+import msgspec
+import numpy as np
+from jax._src import compilation_cache
+from jax._src.lib import xla_client
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding
+
+log = logging.getLogger(__name__)
+# Without a measurement, XLA would take tiles of 16x8 for a GEMM of its Triton kernels, a tenth of cuBLAS's speed.
+UNTIMED = {"xla_gpu_enable_triton_gemm": False}
+_PACKAGES = ("jaxlib", "jax-cuda12-pjrt", "jax-cuda13-pjrt")
+_offered = threading.local()  # machine code in place of the next compilation of a thread
+_find = compilation_cache.get_executable_and_time
+
+
+class Target(msgspec.Struct, frozen=True):
+    """The devices to compile for, and all else that machine code depends on besides a program and its options.
+
+    Attributes:
+      device: XLA's description of one device.
+      versions: of the compiler.
+      flags: XLA's, of the environment.
+    """
+
+    device: str
+    versions: tuple[str, ...]
+    flags: str
+
+
+class NotLoaded(BaseException):
+    """Machine code that does not load. JAX takes an `Exception` here for a miss, and would compile."""
+
+
+def target_of(mesh: Mesh) -> Target | None:
+    """Return the target of this process's GPUs, or None with a line in the log if XLA cannot describe them."""
+    try:
+        topology: Any = xla_client.get_topology_for_devices(list(mesh.devices.flat[:1]))
+        return Target(str(topology.target_config), _versions(), os.environ.get("XLA_FLAGS", ""))
+    except (AttributeError, TypeError, jax.errors.JaxRuntimeError) as error:
+        log.info("programs are compiled by the engine alone, because the GPU has no description: %s", error)
+        return None
+
+
+def target_mesh(target: Target, mesh: Mesh) -> Mesh:
+    """Return a mesh of described devices, of the same shape as a mesh of one process.
+
+    Raises: an exception of JAX or XLA in an environment that cannot compile for the target.
+    """
+    if target.versions != _versions():
+        raise ValueError(f"the compiler's versions are {_versions()}, and the engine's {target.versions}")
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=target.device, topology=f"1x1x{math.prod(mesh.devices.shape)}"
+    )
+    return Mesh(np.array(topology.devices).reshape(mesh.devices.shape), mesh.axis_names)
+
+
+def compile_for(mesh: Mesh, fn: jax.stages.Wrapped, args: tuple, options: dict[str, Any]) -> bytes:
+    """Return the machine code of a jitted function on a mesh of `target_mesh`.
+
+    args: arrays or shapes with `NamedSharding`s of a mesh of the same shape.
+    """
+
+    def placed(a: Any) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(mesh, a.sharding.spec, memory_kind=a.sharding.memory_kind)
+        return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
+
+    compiled = fn.lower(*jax.tree.map(placed, args)).compile(compiler_options=options | UNTIMED)
+    return compiled.runtime_executable().serialize()
+
+
+def load(lowered: jax.stages.Lowered, code: bytes, options: dict[str, Any]) -> jax.stages.Compiled:
+    """Return the program with machine code of `compile_for`.
+
+    Raises:
+      NotLoaded: XLA refuses the code.
+      AssertionError, ValueError: the code is another program's.
+    """
+    _offered.code = code
+    try:
+        return lowered.compile(compiler_options=options | UNTIMED)
+    finally:
+        _offered.code = None
+
+
+def _find_offered(
+    cache_key: str, compile_options: Any, backend: Any, executable_devices: Any, *more: Any, **named: Any
+) -> tuple[Any, int | None]:
+    """Return the program that this thread is offered, or the one of JAX's cache."""
+    code = getattr(_offered, "code", None)
+    if code is None:
+        return _find(cache_key, compile_options, backend, executable_devices, *more, **named)
+    try:
+        return backend.deserialize_executable(code, executable_devices, compile_options), 0
+    except Exception as error:
+        raise NotLoaded(f"{type(error).__name__}: {error}") from error
+
+
+compilation_cache.get_executable_and_time = (
+    _find_offered  # JAX has no public place for a program from elsewhere
+)
+
+
+def _versions() -> tuple[str, ...]:
+    """Return the versions of the installed packages of XLA's compiler."""
+    found = []
+    for name in _PACKAGES:
+        try:
+            found.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return tuple(found)

@@ -1,0 +1,113 @@
+"""Machine code that another process made: the same program, or the engine compiles as before."""
+
+import dataclasses
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxflow.engine import ahead_of_time
+from jaxflow.engine.ahead_of_time import Target
+from jaxflow.engine.lowered_cache import Kept, LoweredPrograms, compile_program, write_signed
+from jaxflow.engine.start_times import StartTimes
+
+TARGET = Target("a device", ("jaxlib 1",), "")
+SHAPE = jax.ShapeDtypeStruct(
+    (8,), jnp.float32, sharding=jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
+)
+
+
+@pytest.fixture(autouse=True)
+def untimed(monkeypatch):
+    """XLA for CPUs takes an option of its own in place of the GPU's."""
+    monkeypatch.setattr(ahead_of_time, "UNTIMED", {"xla_backend_optimization_level": 1})
+
+
+def steps(x, y):
+    return x * 3 + y, y - 1
+
+
+def other(x, y):
+    return x * 5 + y, y - 2
+
+
+def code_of(fn, arguments=2) -> bytes:
+    compiled = jax.jit(fn, donate_argnums=(0,)).lower(*(SHAPE,) * arguments).compile()
+    return compiled.runtime_executable().serialize()
+
+
+def kept(folder, target=TARGET) -> Kept:
+    programs = LoweredPrograms(folder, "settings", target=target)
+    lowered = programs.lower("step", jax.jit(steps, donate_argnums=(0,)), (0,), SHAPE, SHAPE)
+    assert isinstance(lowered, Kept)
+    return lowered
+
+
+def result(compiled) -> np.ndarray:
+    x = jnp.arange(8, dtype=jnp.float32) + 0
+    where = x.unsafe_buffer_pointer()
+    out, _ = compiled(x, jnp.ones(8))
+    assert x.is_deleted() and out.unsafe_buffer_pointer() == where  # the donated argument stays in place
+    return np.asarray(out)
+
+
+OURS = np.arange(8) * 3 + 1
+
+
+def test_machine_code_of_the_folder_runs_in_place_of_a_compilation(tmp_path):
+    """`other` stands for `steps`, so that its results show which one ran."""
+    lowered, times = kept(tmp_path), StartTimes()
+    assert not lowered.has_code({})
+    write_signed(lowered.programs.code_path(lowered.digest, {}), code_of(other))
+    assert lowered.has_code({}) and not lowered.has_code({"xla_backend_optimization_level": 0})
+    compiled = compile_program(lowered)
+    np.testing.assert_array_equal(result(compiled), np.arange(8) * 5 + 1)
+    assert compiled.memory_analysis().alias_size_in_bytes == 32
+    assert times.summary()["loaded"] == 1
+
+
+def test_only_the_thread_and_the_program_that_load_take_the_code(tmp_path):
+    lowered = kept(tmp_path)
+    write_signed(lowered.programs.code_path(lowered.digest, {}), code_of(other))
+    compile_program(lowered)
+    np.testing.assert_array_equal(result(compile_program(lowered.lowered)), OURS)
+
+
+@pytest.mark.parametrize(
+    "fault", ["damaged", "no machine code", "another program's", "another file's", "no cache", "missing"]
+)
+def test_code_that_does_not_fit_is_compiled_again(fault, tmp_path, caplog):
+    lowered = kept(tmp_path)
+    path = lowered.programs.code_path(lowered.digest, {})
+    if fault == "damaged":
+        write_signed(path, code_of(other))
+        path.write_bytes(path.read_bytes()[:-1])
+    elif fault == "no machine code":
+        write_signed(path, b"no machine code")
+    elif fault == "another program's":
+        write_signed(path, code_of(lambda x: x + 1, 1))
+    elif fault == "another file's":
+        write_signed(path.with_name("other.code"), code_of(other))
+        path.with_name("other.code").rename(path)
+    elif fault == "no cache":
+        write_signed(path, code_of(other))
+        jax.config.update("jax_enable_compilation_cache", False)
+    try:
+        with caplog.at_level(logging.WARNING):
+            np.testing.assert_array_equal(result(compile_program(lowered)), OURS)
+    finally:
+        jax.config.update("jax_enable_compilation_cache", True)
+    assert len(caplog.records) == (fault not in ("no cache", "missing"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"device": "another device"}, {"versions": ("jaxlib 2",)}, {"flags": "--xla_gpu_autotune_level=0"}],
+)
+def test_the_file_of_machine_code_has_the_name_of_all_it_depends_on(change, tmp_path):
+    lowered = kept(tmp_path)
+    target = Target(**{name: getattr(TARGET, name) for name in TARGET.__struct_fields__} | change)
+    programs = dataclasses.replace(lowered.programs, target=target)
+    assert programs.code_path(lowered.digest, {}) != lowered.programs.code_path(lowered.digest, {})
