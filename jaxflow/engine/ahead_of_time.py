@@ -5,7 +5,8 @@ needs no GPU for this: a description of the device is enough, which the engine s
 machine code in milliseconds. JAX then makes the `jax.stages.Compiled` as for a program of its own cache, with the
 checks of shapes and shardings, the donated arguments and the memory analysis.
 
-Without a GPU no kernel is timed. XLA's own GEMMs take the first choice of cuBLAS, see `UNTIMED`.
+Without a GPU no kernel is timed, so XLA's own GEMMs take the first choice of cuBLAS. An engine that compiles a program
+itself gives XLA the same options (`untimed`), and makes the same program.
 """
 
 import importlib.metadata
@@ -23,9 +24,12 @@ from jax._src.lib import xla_client
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 
+from pallas_kernels.kernel_set import has_bounded
+
 log = logging.getLogger(__name__)
 # Without a measurement, XLA would take tiles of 16x8 for a GEMM of its Triton kernels, a tenth of cuBLAS's speed.
-UNTIMED = {"xla_gpu_enable_triton_gemm": False}
+UNTIMED = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
+UNTIMED_WEIGHTS = (None, "fp8")  # XLA reads other formats of weights in its Triton kernels
 _PACKAGES = ("jaxlib", "jax-cuda12-pjrt", "jax-cuda13-pjrt")
 _offered = threading.local()  # machine code in place of the next compilation of a thread
 _find = compilation_cache.get_executable_and_time
@@ -47,6 +51,14 @@ class Target(msgspec.Struct, frozen=True):
 
 class NotLoaded(BaseException):
     """Machine code that does not load. JAX takes an `Exception` here for a miss, and would compile."""
+
+
+def untimed(quantization: str | None, capability: str) -> dict[str, Any]:
+    """Return the XLA options of programs that need no timing of GEMMs; {} where the timing is worth its seconds.
+
+    On GPUs with Mosaic kernels these kernels do most products, and cuBLAS the others, as fast as after a timing.
+    """
+    return UNTIMED if has_bounded(capability) and quantization in UNTIMED_WEIGHTS else {}
 
 
 def target_of(mesh: Mesh) -> Target | None:
@@ -82,7 +94,7 @@ def compile_for(mesh: Mesh, fn: jax.stages.Wrapped, args: tuple, options: dict[s
         sharding = NamedSharding(mesh, a.sharding.spec, memory_kind=a.sharding.memory_kind)
         return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
 
-    compiled = fn.lower(*jax.tree.map(placed, args)).compile(compiler_options=options | UNTIMED)
+    compiled = fn.lower(*jax.tree.map(placed, args)).compile(compiler_options=options)
     return compiled.runtime_executable().serialize()
 
 
@@ -95,7 +107,7 @@ def load(lowered: jax.stages.Lowered, code: bytes, options: dict[str, Any]) -> j
     """
     _offered.code = code
     try:
-        return lowered.compile(compiler_options=options | UNTIMED)
+        return lowered.compile(compiler_options=options)
     finally:
         _offered.code = None
 

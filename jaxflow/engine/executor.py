@@ -19,7 +19,8 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import jax
@@ -28,6 +29,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxflow.engine import program_memory as temporary
+from jaxflow.engine.ahead_of_time import UNTIMED
 from jaxflow.engine.deferred import DELAY_S, DeferredProgram, Turns, compile_in_background, wait_for
 from jaxflow.engine.expert_balancer import MovedLayer
 from jaxflow.engine.expert_slots import expert_arrays, placed_experts, source_slots
@@ -152,6 +154,7 @@ class Executor:
         kv_dtype,
         max_model_len: int,
         options_of: Callable[[StepLayout], dict[str, Any]] = lambda layout: {},
+        options: Mapping[str, Any] = MappingProxyType({}),
         lowered: LoweredPrograms | None = None,
         name: str = "",
         defers: bool = False,
@@ -161,6 +164,7 @@ class Executor:
         """Arguments not in the class's description:
 
         name: of the pipeline stage, in the names of lowered programs.
+        options: XLA's, of all programs. options_of: those of steps, besides.
         defers: compile the programs that plain requests do not need after the start, see `DeferredProgram`.
         is_layered: returns True if a layout's step is a program a layer, see `LayeredStep`.
         times: takes the times of `warm_up`.
@@ -180,7 +184,8 @@ class Executor:
         (any_layout, *_), *_ = self.layouts.values()
         self.slots, self.page_size, self.groups = any_layout.slots, any_layout.page_size, any_layout.groups
         self.pages_per_sequence = -(-max_model_len // self.page_size)
-        self._forward_of, self._options_of, self._is_layered = forward_of, options_of, is_layered
+        self._forward_of, self._is_layered = forward_of, is_layered
+        self._options, self._options_of = dict(options), lambda layout: {**options, **options_of(layout)}
         self.page_groups = page_groups(programs.context.config, kv_dtype, programs.mesh.shape[TP])
         windows = programs.context.windows or programs.context.config.windows
         self.own_groups = [windows.index(group.window) for group in self.page_groups]
@@ -417,10 +422,11 @@ class Executor:
 
     def _sampler_job(self, rows: int, kind: str) -> Job:
         lower = functools.partial(self._lower_sampler, rows, kind)
-        return Job(f"{kind} {rows}", self._samplers, (rows, kind), lower)
+        return Job(f"{kind} {rows}", self._samplers, (rows, kind), lower, self._options)
 
     def _prompt_job(self, tokens: int) -> Job:
-        return Job(f"prompt {tokens}", self._prompt, tokens, functools.partial(self._lower_prompt, tokens))
+        lower = functools.partial(self._lower_prompt, tokens)
+        return Job(f"prompt {tokens}", self._prompt, tokens, lower, self._options)
 
     def _is_deferred(self, table: dict, key: Any) -> bool:
         """Return True for a program that is compiled after the start.
@@ -465,8 +471,8 @@ class Executor:
         with _lowering, _collector_paused():
             lowered = job.lower()
             freeze_later_objects()
-        compiled = isinstance(lowered, Kept) and lowered.has_code(job.options)
-        times = on_gpu() and not compiled and temporary.has_products(lowered)
+        timed = on_gpu() and not job.options.items() >= UNTIMED.items()
+        times = timed and temporary.has_products(lowered)
         with _timing.take() if times else contextlib.nullcontext():
             return self._compile(lowered, job.options)
 

@@ -162,16 +162,12 @@ class Kept:
         """Return the program, see `jax.stages.Lowered`."""
         return self.lowered.compiler_ir(dialect)
 
-    def has_code(self, options: dict[str, Any] | None) -> bool:
-        """Return True if the folder has the machine code. options: XLA's."""
-        return self.programs.code_path(self.digest, options).exists()
-
     def load(self, options: dict[str, Any] | None) -> jax.stages.Compiled | None:
         """Return the program with the folder's machine code; None without it, or where it does not fit."""
         path = self.programs.code_path(self.digest, options)
         code = read_signed(path) if jax.config.jax_enable_compilation_cache else None
         if code is None:
-            return None
+            return None  # a damaged file stays until a process writes it again
         try:
             found = ahead_of_time.load(self.lowered, code, options or {})
         except (NotLoaded, AssertionError, ValueError) as error:
@@ -179,6 +175,7 @@ class Kept:
                 "the machine code of a process does not fit; the program is compiled again: %s", error
             )
             path.unlink(missing_ok=True)
+            jax.clear_caches()  # the process keeps the wrong program in memory, too
             return None
         count_loaded()
         return found

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from jaxflow.config import KV_DTYPES, ConfigError, EngineConfig, ModelConfig, Window
-from jaxflow.engine.ahead_of_time import target_of
+from jaxflow.engine.ahead_of_time import target_of, untimed
 from jaxflow.engine.default_seqs import TOKENS_OF_SEQ, default_max_num_seqs
 from jaxflow.engine.driver import Driver
 from jaxflow.engine.executor import Executor, rehearse
@@ -552,7 +552,8 @@ def _make_stages(
         buckets = {tokens: tuple(several) for tokens, several in plans.items()}
         values = to_values(loaded[0])
         launched = None if graphs is None else dict(graphs)
-        target = target_of(meshes[0]) if on_gpu() else None
+        timed = not on_gpu() or not untimed(config.quantization, this_device().capability)
+        target = None if timed else target_of(meshes[0])
         assert made[0].lowered is not None
         made[0].lowered = dataclasses.replace(made[0].lowered, target=target)
         lowering.describe(
@@ -678,6 +679,7 @@ def make_stage(
             plan_of(layout), layers, tp, quantized=quantization == "fp8", pdl=early(layout)
         ),
         options_of=options_of,
+        options=untimed(quantization, this_device().capability) if on_gpu() else {},
         lowered=lowered,
         kv_dtype=jnp.dtype(config.kv_cache_dtype),
         max_model_len=config.max_model_len,

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxflow.engine import ahead_of_time
 from jaxflow.engine.ahead_of_time import Target
 from jaxflow.engine.lowered_cache import Kept, LoweredPrograms, compile_program, write_signed
 from jaxflow.engine.start_times import StartTimes
@@ -17,12 +16,6 @@ TARGET = Target("a device", ("jaxlib 1",), "")
 SHAPE = jax.ShapeDtypeStruct(
     (8,), jnp.float32, sharding=jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
 )
-
-
-@pytest.fixture(autouse=True)
-def untimed(monkeypatch):
-    """XLA for CPUs takes an option of its own in place of the GPU's."""
-    monkeypatch.setattr(ahead_of_time, "UNTIMED", {"xla_backend_optimization_level": 1})
 
 
 def steps(x, y):
@@ -59,20 +52,21 @@ OURS = np.arange(8) * 3 + 1
 def test_machine_code_of_the_folder_runs_in_place_of_a_compilation(tmp_path):
     """`other` stands for `steps`, so that its results show which one ran."""
     lowered, times = kept(tmp_path), StartTimes()
-    assert not lowered.has_code({})
+    assert not lowered.programs.code_path(lowered.digest, {}).exists()
     write_signed(lowered.programs.code_path(lowered.digest, {}), code_of(other))
-    assert lowered.has_code({}) and not lowered.has_code({"xla_backend_optimization_level": 0})
+    less = {"xla_backend_optimization_level": 0}
+    np.testing.assert_array_equal(result(compile_program(kept(tmp_path), less)), OURS)
     compiled = compile_program(lowered)
     np.testing.assert_array_equal(result(compiled), np.arange(8) * 5 + 1)
     assert compiled.memory_analysis().alias_size_in_bytes == 32
     assert times.summary()["loaded"] == 1
 
 
-def test_only_the_thread_and_the_program_that_load_take_the_code(tmp_path):
+def test_the_next_program_of_the_thread_is_compiled(tmp_path):
     lowered = kept(tmp_path)
     write_signed(lowered.programs.code_path(lowered.digest, {}), code_of(other))
     compile_program(lowered)
-    np.testing.assert_array_equal(result(compile_program(lowered.lowered)), OURS)
+    np.testing.assert_array_equal(result(compile_program(kept(tmp_path / "another"))), OURS)
 
 
 @pytest.mark.parametrize(
