@@ -84,8 +84,10 @@ def target_mesh(target: Target, mesh: Mesh) -> Mesh:
     return Mesh(np.array(topology.devices).reshape(mesh.devices.shape), mesh.axis_names)
 
 
-def compile_for(mesh: Mesh, fn: jax.stages.Wrapped, args: tuple, options: dict[str, Any]) -> bytes:
-    """Return the machine code of a jitted function on a mesh of `target_mesh`.
+def compile_for(
+    mesh: Mesh, fn: jax.stages.Wrapped, args: tuple, options: dict[str, Any]
+) -> jax.stages.Compiled:
+    """Return a jitted function, compiled for a mesh of `target_mesh`.
 
     args: arrays or shapes with `NamedSharding`s of a mesh of the same shape.
     """
@@ -94,12 +96,16 @@ def compile_for(mesh: Mesh, fn: jax.stages.Wrapped, args: tuple, options: dict[s
         sharding = NamedSharding(mesh, a.sharding.spec, memory_kind=a.sharding.memory_kind)
         return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
 
-    compiled = fn.lower(*jax.tree.map(placed, args)).compile(compiler_options=options)
-    return compiled.runtime_executable().serialize()
+    return fn.lower(*jax.tree.map(placed, args)).compile(compiler_options=options)
+
+
+def machine_code(compiled: jax.stages.Compiled) -> bytes:
+    """Return what `load` takes, in any process with equal devices."""
+    return compiled.runtime_executable().serialize()  # pyright: ignore[reportOptionalMemberAccess]
 
 
 def load(lowered: jax.stages.Lowered, code: bytes, options: dict[str, Any]) -> jax.stages.Compiled:
-    """Return the program with machine code of `compile_for`.
+    """Return the program with machine code of `machine_code`.
 
     Raises:
       NotLoaded: XLA refuses the code.

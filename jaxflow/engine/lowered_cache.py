@@ -165,9 +165,12 @@ class Kept:
     def load(self, options: dict[str, Any] | None) -> jax.stages.Compiled | None:
         """Return the program with the folder's machine code; None without it, or where it does not fit."""
         path = self.programs.code_path(self.digest, options)
-        code = read_signed(path) if jax.config.jax_enable_compilation_cache else None
+        if not jax.config.jax_enable_compilation_cache:
+            return None
+        code = read_signed(path)
         if code is None:
-            return None  # a damaged file stays until a process writes it again
+            path.unlink(missing_ok=True)  # of a damaged file
+            return None
         try:
             found = ahead_of_time.load(self.lowered, code, options or {})
         except (NotLoaded, AssertionError, ValueError) as error:

@@ -16,7 +16,7 @@ import jax
 import msgspec
 from jax.sharding import Mesh
 
-from jaxflow.engine.ahead_of_time import Target, compile_for, target_mesh
+from jaxflow.engine.ahead_of_time import Target, compile_for, machine_code, target_mesh
 from jaxflow.engine.executor import Executor
 from jaxflow.engine.kernel_choice import choose_kernels
 from jaxflow.engine.lowered_cache import LoweredPrograms, callable_again, read_signed, write_signed
@@ -46,7 +46,7 @@ class Portable:
             raise self.mesh
         path = self.programs.code_path(self.digest, options)
         if read_signed(path) is None:
-            write_signed(path, compile_for(self.mesh, self.fn, self.args, options))
+            write_signed(path, machine_code(compile_for(self.mesh, self.fn, self.args, options)))
 
 
 @dataclasses.dataclass(frozen=True)

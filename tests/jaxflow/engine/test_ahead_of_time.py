@@ -3,14 +3,16 @@
 import dataclasses
 import logging
 
+import h200
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxflow.engine.ahead_of_time import Target
+from jaxflow.engine.ahead_of_time import Target, compile_for, machine_code, target_mesh, target_of, untimed
 from jaxflow.engine.lowered_cache import Kept, LoweredPrograms, compile_program, write_signed
 from jaxflow.engine.start_times import StartTimes
+from jaxflow.parallel.mesh import make_mesh
 
 TARGET = Target("a device", ("jaxlib 1",), "")
 SHAPE = jax.ShapeDtypeStruct(
@@ -27,8 +29,7 @@ def other(x, y):
 
 
 def code_of(fn, arguments=2) -> bytes:
-    compiled = jax.jit(fn, donate_argnums=(0,)).lower(*(SHAPE,) * arguments).compile()
-    return compiled.runtime_executable().serialize()
+    return machine_code(jax.jit(fn, donate_argnums=(0,)).lower(*(SHAPE,) * arguments).compile())
 
 
 def kept(folder, target=TARGET) -> Kept:
@@ -105,3 +106,45 @@ def test_the_file_of_machine_code_has_the_name_of_all_it_depends_on(change, tmp_
     target = Target(**{name: getattr(TARGET, name) for name in TARGET.__struct_fields__} | change)
     programs = dataclasses.replace(lowered.programs, target=target)
     assert programs.code_path(lowered.digest, {}) != lowered.programs.code_path(lowered.digest, {})
+
+
+def test_on_an_h200_products_are_those_of_cublas_and_donated_arguments_stay_in_place():
+    there = h200.h200_mesh()
+    target = target_of(there)
+    assert target is not None
+    mesh = target_mesh(target, there)
+    assert mesh.devices.flat[0].device_kind == there.devices.flat[0].device_kind
+
+    def step(x, w):
+        return jnp.tanh(x @ w), x[0]
+
+    args = (jax.ShapeDtypeStruct((512, 512), jnp.bfloat16),) * 2
+    here = h200.abstract(make_mesh(1), args)  # on this process's CPU, as a process has its arguments
+    compiled = compile_for(mesh, jax.jit(step, donate_argnums=(0,)), here, untimed(None, "9.0"))
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    assert text is not None and "__cublas" in text and "triton" not in text
+    assert memory is not None and memory.alias_size_in_bytes == 512 * 512 * 2
+    assert b"\x7fELF" in machine_code(compiled)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "capability", "given"),
+    [
+        (None, "9.0", True),
+        ("fp8", "9.0", True),
+        ("int4", "9.0", False),
+        (None, "8.0", False),
+        (None, "", False),
+    ],
+)
+def test_programs_without_timed_products(quantization, capability, given):
+    assert bool(untimed(quantization, capability)) == given
+
+
+def test_a_compiler_of_other_versions_is_refused():
+    with pytest.raises(ValueError, match="versions"):
+        target_mesh(TARGET, make_mesh(1))
+
+
+def test_devices_that_xla_does_not_describe_have_no_target():
+    assert target_of(make_mesh(1)) is None

@@ -1,4 +1,4 @@
-"""Processes that lower the programs of a start: the programs of the engine itself, and no harm where one fails."""
+"""Processes that lower and compile the programs of a start: the programs of the engine itself, and no harm where one fails."""
 
 import contextlib
 import dataclasses
@@ -25,6 +25,7 @@ from jax._src.lib.mlir import ir
 
 from jaxflow.config import EngineConfig, Layer, ModelConfig, Rope
 from jaxflow.engine import lowered_cache, lowering_processes, start
+from jaxflow.engine.ahead_of_time import target_of
 from jaxflow.engine.executor import Executor
 from jaxflow.engine.known_starts import KnownStarts
 from jaxflow.engine.lowered_cache import LoweredPrograms
@@ -156,7 +157,7 @@ def test_an_engine_starts_without_its_processes(script, cache, monkeypatch, capl
 
 
 @pytest.mark.parametrize("case", ON_H200S)
-def test_a_process_without_a_gpu_lowers_the_programs_of_an_engine_on_h200s(case, tmp_path):
+def test_a_process_without_a_gpu_makes_the_programs_of_an_engine_on_h200s(case, tmp_path):
     """In a process of its own: Mosaic numbers the kernels of a process, and a kernel's code has its number."""
     path = os.pathsep.join(map(str, (paths.ROOT, paths.ROOT / "tests")))
     command = [sys.executable, __file__, case, str(tmp_path)]
@@ -165,7 +166,10 @@ def test_a_process_without_a_gpu_lowers_the_programs_of_an_engine_on_h200s(case,
 
 
 def compare_on_h200s(case: str, folder: Path) -> None:
-    """Compare the programs that an engine lowers with those of a process without a GPU. case: of `ON_H200S`."""
+    """Compare the programs that an engine lowers with those of a process without a GPU, which compiles them, too.
+
+    case: of `ON_H200S`.
+    """
     model, settings = ON_H200S[case]
     tp, ranks = settings.get("tensor_parallel_size", 1), settings.get("data_parallel_size", 1)
     mesh = h200.h200_mesh((tp,)) if ranks == 1 else h200.h200_mesh((ranks, tp), ("dp", "tp"))
@@ -208,9 +212,10 @@ def compare_on_h200s(case: str, folder: Path) -> None:
             executor.lowered = dataclasses.replace(executor.lowered, platforms=("cuda",))  # as on a GPU
         lowering = LoweringProcesses(1, this_device(), KnownStarts.of(folder / "process", "settings"))
         lowering.start()
-        values = to_values(weights)
+        values, target = to_values(weights), target_of(mesh)
+        assert target is not None
         lowering.describe(
-            Description(config, model, plans, True, None, memory, values, str(folder / "process"))
+            Description(config, model, plans, True, None, memory, values, str(folder / "process"), target)
         )
         jobs = [[job for job in executor.jobs() if not job.small] for executor in made]
         futures = [lowering.ask(Wanted(job.name, pages)) for job in jobs[1]]
@@ -220,7 +225,10 @@ def compare_on_h200s(case: str, folder: Path) -> None:
         wait(futures)
         assert not lowering.failed
         lowering.close()
-        files = [sorted(path.name for path in (folder / name).iterdir()) for name in ("engine", "process")]
+        files = [
+            sorted(path.name for path in (folder / name).iterdir() if path.suffix != ".code")
+            for name in ("engine", "process")
+        ]
         assert files[0] == files[1] and len(files[0]) == len(jobs[0]) > 1
         for name in files[0]:
             own, other = (kept(folder / side / name) for side in ("engine", "process"))
@@ -237,8 +245,12 @@ def compare_on_h200s(case: str, folder: Path) -> None:
             ):
                 assert getattr(own, field) == getattr(other, field), field
         with mock.patch.object(lowered_cache.export, "export", side_effect=AssertionError("lowered again")):
+            assert made[1].lowered is not None
+            made[1].lowered = dataclasses.replace(made[1].lowered, target=target)
             for job in jobs[1]:
-                job.lower()
+                lowered = job.lower()
+                code = lowered_cache.read_signed(lowered.programs.code_path(lowered.digest, job.options))
+                assert code is not None and b"\x7fELF" in code
 
 
 def kept(path: Path) -> jax.export.Exported | None:
