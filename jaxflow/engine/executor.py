@@ -196,6 +196,8 @@ class Executor:
         self.ranks = ranks_of(programs.mesh)
         self._by_rank = NamedSharding(programs.mesh, by_rank(programs.mesh))
         self._steps: dict[tuple[int, str, bool], Any] = {}  # by layouts' keys
+        # By pages and layout's key: the steps that `temporary_needs` compiled for a guess of the pages.
+        self._measured: dict[tuple[tuple[int, ...], tuple[int, str, bool]], Any] = {}
         self._samplers: dict[tuple[int, str], Callable] = {}
         self._prompt: dict[int, Callable] = {}
         self._small: dict[str, Callable] = {}
@@ -219,20 +221,37 @@ class Executor:
 
     # ---- before serving
 
-    def temporary_bytes(self) -> int:
-        """Return the device memory of the largest bucket's programs, without weights and cache."""
-        return temporary.together(self.temporary_needs(max(self.layouts)).values())
+    def prepare_first(self, first: Collection[StepLayout], num_pages: tuple[int, ...]) -> None:
+        """Let other processes prepare the programs of some layouts, for a number of pages that is a guess.
 
-    def temporary_needs(self, tokens: int) -> dict[str, temporary.Need]:
+        first: see `compile`.
+        """
+        self._first = tuple(first)
+        self._ask([job for job in self.jobs() if self._is_first(job.table, job.key)], num_pages)
+
+    def temporary_bytes(self, num_pages: tuple[int, ...] | None = None) -> int:
+        """Return the device memory of the largest bucket's programs, without weights and cache.
+
+        num_pages: see `temporary_needs`.
+        """
+        return temporary.together(self.temporary_needs(max(self.layouts), num_pages).values())
+
+    def temporary_needs(
+        self, tokens: int, num_pages: tuple[int, ...] | None = None
+    ) -> dict[str, temporary.Need]:
         """Return the device memory of each program of a bucket's step.
+
+        num_pages: of the step. `compile` does not compile the step again if the number is right. None for a few.
 
         Only the bucket's first plan is compiled. The other plans split the same values, and compiling all of
         them twice would double the warm-up. `compile` does not compile the samplers again.
         """
         layout = self.layouts[tokens][0]
-        few = (self.pages_per_sequence + 1,) * self.groups
-        step = functools.partial(self._lower_step, layout, few)
-        jobs = {"step": Job(f"step {layout.key}", {}, "step", step, self._options_of(layout))}
+        pages = num_pages or (self.pages_per_sequence + 1,) * self.groups
+        table: dict = {} if num_pages is None else self._measured
+        step = functools.partial(self._lower_step, layout, pages)
+        key = pages, layout.key
+        jobs = {"step": Job(f"step {layout.key}", table, key, step, self._options_of(layout))}
         if self.programs.samples:
             jobs["full"] = self._sampler_job(layout.rows, "full")
             jobs["prompt"] = self._prompt_job(tokens)
@@ -240,7 +259,7 @@ class Executor:
         names = {job.name: name for name, job in jobs.items()}
         made = {}
         with concurrent.futures.ThreadPoolExecutor(len(jobs)) as pool:
-            in_turn = self._in_turn([*jobs.values()], few)
+            in_turn = self._in_turn([*jobs.values()], pages)
             if self.lowering is not None:  # the other programs need no number of pages
                 self._ask([job for job in self.jobs() if job.table is not self._steps], (), urgent=False)
             for job in in_turn:
@@ -319,7 +338,16 @@ class Executor:
         """
         self._first = None if first is None else tuple(first)
         # `temporary_needs` has compiled samplers. Steps depend on the number of pages, which is known now.
-        every = [job for job in self.jobs() if job.table is self._steps or job.key not in job.table]
+        measured = {key: step for (pages, key), step in self._measured.items() if pages == self.num_pages}
+        self._steps.update(measured)
+        self._measured.clear()
+        done = [(self._steps, key) for key in measured]
+        every = [
+            job
+            for job in self.jobs()
+            if not any(job.table is table and job.key == key for table, key in done)
+            and (job.table is self._steps or job.key not in job.table)
+        ]
         later = [job for job in every if self._is_deferred(job.table, job.key)]
         jobs = [job for job in every if not self._is_deferred(job.table, job.key)]
         with concurrent.futures.ThreadPoolExecutor(max(1, min(8, os.cpu_count() or 1))) as pool:

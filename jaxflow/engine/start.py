@@ -107,6 +107,7 @@ from pallas_kernels.this_device import this_device
 
 log = logging.getLogger(__name__)
 FEWEST_LAYERED = 8  # fewest layers of a model that runs one program a layer on a CPU
+GOOD_GUESS = 0.99  # least share of the pages that fit
 NO_LIMIT = 1 << 62  # pages of a layer group without a layer in this process
 POOL_TOKENS = 32768  # tokens of KV in a CPU's default pool, at least
 # The settings that a step's programs depend on, the key of the cache of lowered programs. The others say
@@ -552,8 +553,9 @@ def _make_stages(
         buckets = {tokens: tuple(several) for tokens, several in plans.items()}
         values = to_values(loaded[0])
         launched = None if graphs is None else dict(graphs)
-        timed = not on_gpu() or not untimed(config.quantization, this_device().capability)
-        target = None if timed else target_of(meshes[0])
+        untimed_programs = on_gpu() and untimed(config.quantization, this_device().capability)
+        # Programs of several GPUs are lowered only: their collectives were not measured when compiled elsewhere.
+        target = target_of(meshes[0]) if untimed_programs and meshes[0].size == 1 else None
         assert made[0].lowered is not None
         made[0].lowered = dataclasses.replace(made[0].lowered, target=target)
         lowering.describe(
@@ -915,18 +917,57 @@ def _pages_of_stage(config: EngineConfig, executor: Executor, stages: int) -> tu
     assert config.max_num_seqs and config.max_num_batched_tokens and config.max_model_len
     free = memory_budget(mesh, config) // (1 if on_gpu() else stages) - executor.state_bytes()
     if on_gpu():
-        free -= executor.temporary_bytes()  # on a CPU the other half of the memory holds the temporary arrays
-        if config.kv_offloading_size:
-            free -= device_bytes(page_bytes(executor.page_groups, config.block_size, mesh.shape[TP]), free)
-    else:  # the start writes each page once, and a number that varied with the free memory would miss caches
-        tokens = max(POOL_TOKENS, config.max_num_seqs * TOKENS_OF_SEQ, config.max_model_len)
-        pages = -(-tokens // config.block_size)
-        free = min(free, pages * sum(page_bytes(executor.page_groups, config.block_size, mesh.shape[TP])))
+        return _guessed_pages(config, executor, free) or _fitting_pages(
+            config, executor, free - executor.temporary_bytes()
+        )
+    # On a CPU the other half of the memory holds the temporary arrays.
+    # The start writes each page once, and a number that varied with the free memory would miss caches.
+    tokens = max(POOL_TOKENS, config.max_num_seqs * TOKENS_OF_SEQ, config.max_model_len)
+    pages = -(-tokens // config.block_size)
+    most = pages * sum(page_bytes(executor.page_groups, config.block_size, mesh.shape[TP]))
+    return _fitting_pages(config, executor, min(free, most))
+
+
+def _guessed_pages(config: EngineConfig, executor: Executor, free: int) -> tuple[int, ...] | None:
+    """Return a number of pages that leaves enough memory for temporary arrays, or None without a good guess.
+
+    The number is known before the first program is compiled, so processes prepare the first programs side by side with
+    the one that is measured. free: bytes for the pages and the temporary arrays.
+    """
+    model = executor.programs.context.config
+    if executor.lowering is None or executor.own_groups != list(range(executor.groups)):
+        return None
+    first = first_layouts(config, model, executor.layouts)
+    if first is None:
+        return None
+    try:
+        guess = _fitting_pages(config, executor, free - _guessed_temporary_bytes(config, model))
+    except ConfigError:  # the memory is small: a measurement may say that it suffices
+        return None
+    executor.prepare_first(first, guess)
+    found = _fitting_pages(config, executor, free - executor.temporary_bytes(guess))
+    good = all(GOOD_GUESS * most <= pages <= most for pages, most in zip(guess, found, strict=True))
+    return guess if good else found
+
+
+def _guessed_temporary_bytes(config: EngineConfig, model: ModelConfig) -> int:
+    """Return about twice the bytes of temporary arrays that dense models were measured to need."""
+    assert config.max_num_seqs and config.max_num_batched_tokens
+    scores = 4 * config.max_num_seqs * model.vocab_size
+    return 2 * (config.max_num_batched_tokens * _step_token_bytes(model, config.dtype) + scores)
+
+
+def _fitting_pages(config: EngineConfig, executor: Executor, free: int) -> tuple[int, ...]:
+    """Return the pages of each layer group that fit in some bytes, without those for copies of pages."""
+    tp = executor.programs.mesh.shape[TP]
+    assert config.max_num_seqs and config.max_num_batched_tokens and config.max_model_len
+    if on_gpu() and config.kv_offloading_size:
+        free -= device_bytes(page_bytes(executor.page_groups, config.block_size, tp), free)
     return fit_pages(
         executor.page_groups,
         free,
         block_size=config.block_size,
-        tp=mesh.shape[TP],
+        tp=tp,
         max_num_seqs=config.max_num_seqs,
         token_budget=config.max_num_batched_tokens,
         max_model_len=config.max_model_len,

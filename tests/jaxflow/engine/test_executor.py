@@ -10,6 +10,7 @@ import toy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxflow.engine.executor import Executor
 from jaxflow.engine.layout import SlotSampling, pack
 from jaxflow.engine.program_memory import together
 from jaxflow.engine.programs import FULL, PLAIN
@@ -136,3 +137,23 @@ def test_memory_it_asks_for(executor):
     # Programs run one after another: the sampler may use the memory of the step.
     results = 2 * sum(need.results for need in needs.values())
     assert together(needs.values()) == max(need.temporary for need in needs.values()) + results
+
+
+def test_a_step_that_was_measured_with_the_right_pages_is_not_compiled_again(executor, monkeypatch):
+    compiled = []
+    compile_one = Executor._compile
+
+    def record(self, lowered, options=None):
+        compiled.append(compile_one(self, lowered, options))
+        return compiled[-1]
+
+    monkeypatch.setattr(Executor, "_compile", record)
+    widest, before = max(executor.layouts), executor.num_pages
+    (layout, *_) = executor.layouts[widest]
+    for pages, kept in ((before, True), (tuple(n + 1 for n in before), False)):
+        compiled.clear()
+        needs = executor.temporary_needs(widest, pages)
+        assert needs["plain"] == executor.temporary_needs(widest)["plain"]
+        measured = list(compiled)
+        executor.compile()
+        assert (executor.program(layout) in measured) == kept

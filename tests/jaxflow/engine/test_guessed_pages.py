@@ -1,0 +1,59 @@
+"""The number of pages that a start guesses before it measures a program: nearly all that fit, and never more."""
+
+import dataclasses
+
+import paths
+import pytest
+import toy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxflow.config import EngineConfig
+from jaxflow.engine import start
+
+CONFIG = EngineConfig(
+    str(paths.MODELS / "tiny-llama"), dtype="float32", block_size=16, max_model_len=64, max_num_seqs=3,
+    max_num_batched_tokens=8,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def executor():
+    return toy.executor("tiny-llama", budget=8, seqs=3, pages=12)[1]
+
+
+def pages_of(executor, free: int, need: int, first=()) -> tuple[tuple[int, ...] | None, list]:
+    """Return the guess of an engine with processes, and what these were asked. need: the bytes that are measured."""
+    asked = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(start, "first_layouts", lambda *_: first)
+        patch.setattr(executor, "lowering", "processes")
+        patch.setattr(executor, "prepare_first", lambda layouts, pages: asked.append(pages))
+        patch.setattr(executor, "temporary_bytes", lambda pages: need)
+        return start._guessed_pages(CONFIG, executor, free), asked
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(20, 3000), st.floats(0.0, 3.0))
+def test_a_guess_loses_at_most_a_hundredth_of_the_pages_that_fit(executor, megabytes, share):
+    free = megabytes << 20
+    guess = start._guessed_temporary_bytes(CONFIG, executor.programs.context.config)
+    need = int(guess * share)
+    found, asked = pages_of(executor, free, need)
+    fit = start._fitting_pages(CONFIG, executor, free - need)
+    assert found is not None
+    assert all(start.GOOD_GUESS * most <= pages <= most for pages, most in zip(found, fit, strict=True))
+    if found not in asked:
+        assert found == fit  # the second round is exact
+
+
+def test_processes_get_the_pages_of_a_good_guess_before_the_measurement(executor):
+    guess = start._guessed_temporary_bytes(CONFIG, executor.programs.context.config)
+    found, asked = pages_of(executor, 4000 << 20, guess // 2)
+    assert asked == [found]
+
+
+def test_without_a_guess_the_memory_is_measured_as_before(executor):
+    assert pages_of(executor, 4000 << 20, 0, None) == (None, [])  # all layouts are compiled at once
+    assert pages_of(executor, 1, 0) == (None, [])  # not even one sequence fits beside the guess
+    assert start._guessed_pages(dataclasses.replace(CONFIG), executor, 4000 << 20) is None  # no processes
