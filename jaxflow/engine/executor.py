@@ -60,7 +60,7 @@ _lowering, _timing = threading.Lock(), Turns()
 
 
 @contextlib.contextmanager
-def _collector_paused() -> Iterator[None]:
+def collector_paused() -> Iterator[None]:
     """Pause garbage collection: lowering makes millions of lasting objects, whose traversal takes an eighth of its time."""
     was_on = gc.isenabled()
     gc.disable()
@@ -325,7 +325,7 @@ class Executor:
         jax.block_until_ready(self.kv)
         self._compiled_at_warm_up = num_compiled()
 
-    @_collector_paused()
+    @collector_paused()
     def compile(
         self,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
@@ -496,7 +496,7 @@ class Executor:
         """Return a deferred program. prepared: ends when another process has prepared the program."""
         if prepared is not None:
             wait_for(prepared)
-        with _lowering, _collector_paused():
+        with _lowering, collector_paused():
             lowered = job.lower()
             freeze_later_objects()
         timed = on_gpu() and not job.options.items() >= UNTIMED.items()

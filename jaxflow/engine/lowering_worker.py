@@ -17,7 +17,7 @@ import msgspec
 from jax.sharding import Mesh
 
 from jaxflow.engine.ahead_of_time import Target, compile_for, machine_code, target_mesh
-from jaxflow.engine.executor import Executor
+from jaxflow.engine.executor import Executor, collector_paused
 from jaxflow.engine.kernel_choice import choose_kernels
 from jaxflow.engine.lowered_cache import LoweredPrograms, callable_again, read_signed, write_signed
 from jaxflow.engine.lowering_processes import Description, Wanted
@@ -121,7 +121,8 @@ def answer(executor: Executor, lines: Iterable[bytes], replies: IO[bytes]) -> No
         executor.num_pages = wanted.num_pages
         try:
             job = jobs[wanted.name]
-            lowered = job.lower()
+            with collector_paused():
+                lowered = job.lower()
             if isinstance(lowered, Portable):
                 lowered.compile(job.options)
             reason = ""
