@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 ROOT = Path(__file__).parents[2]  # the folder of the packages, so that a process imports the same files
 COMMAND = (sys.executable, "-m", "jaxflow.engine.lowering_worker")
 MOST_PROCESSES = 8  # A ninth gains less than a second of a start with 50 programs.
-FEWEST_STEPS = 4  # Importing JAX takes longer than lowering fewer sizes of steps.
+STEP_PROGRAMS = 4  # of a size of steps: with chunks, of decodes alone, the samplers, the prompt log-probabilities
 LIMIT_S = 120.0  # The limit of one program. A loaded machine takes ten times as long as an idle one.
 
 
@@ -93,8 +93,8 @@ def number_of_processes(steps: int, asked: int | None, cores: int | None = None)
         return asked
     if cores is None:  # only Linux knows the cores of a process
         cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    fit = min(MOST_PROCESSES, cores // 2, steps)
-    return fit if steps >= FEWEST_STEPS and fit > 1 else 0
+    fit = min(MOST_PROCESSES, cores // 2, STEP_PROGRAMS * steps)
+    return fit if fit > 1 else 0
 
 
 class LoweringProcesses:
