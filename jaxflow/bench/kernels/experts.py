@@ -295,6 +295,7 @@ GROUPS = (
             for tokens in TOKENS
             for model in MODELS
         ),
+        on_request=True,
     ),
     KernelGroup(
         "grouped_gemm",
