@@ -196,7 +196,7 @@ class Executor:
         self.ranks = ranks_of(programs.mesh)
         self._by_rank = NamedSharding(programs.mesh, by_rank(programs.mesh))
         self._steps: dict[tuple[int, str, bool], Any] = {}  # by layouts' keys
-        # By pages and layout's key: the steps that `temporary_needs` compiled for a guess of the pages.
+        # The steps of `temporary_needs` for a guess of the pages, by pages and layout's key.
         self._measured: dict[tuple[tuple[int, ...], tuple[int, str, bool]], Any] = {}
         self._samplers: dict[tuple[int, str], Callable] = {}
         self._prompt: dict[int, Callable] = {}
@@ -356,7 +356,7 @@ class Executor:
             crowded: list[tuple[Job, Any]] = []
             with self._times.phase("lowering"):
                 in_turn = self._in_turn(jobs, self.num_pages)
-                # A CPU's engine may never need its later programs. The background takes the smallest layouts first.
+                # An engine on a CPU may never need its later programs. The background takes the smallest layouts first.
                 asked = {}
                 if self._first is not None:
                     asked = self._ask(later[::-1], self.num_pages, urgent=False)

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Shaped
 from pallas_kernels.gemm import reference
 from pallas_kernels.quantized import Int4, Quantized
 
-_LANES = 64  # columns of a term are a multiple of it
+_LANES = 64  # the columns of a term are a multiple of this number
 _MOST_TERMS = 48  # XLA takes longer to compile a fused sum of more terms, which runs no faster
 _OVER_FLOAT16 = 256.0  # 2^(15 - 7), of the biases of the exponents of float16 and e4m3
 
