@@ -554,8 +554,7 @@ def _make_stages(
         values = to_values(loaded[0])
         launched = None if graphs is None else dict(graphs)
         untimed_programs = on_gpu() and untimed(config.quantization, this_device().capability)
-        # Programs of several GPUs are lowered only: their collectives were not measured when compiled elsewhere.
-        target = target_of(meshes[0]) if untimed_programs and meshes[0].size == 1 else None
+        target = target_of(meshes[0]) if untimed_programs else None
         assert made[0].lowered is not None
         made[0].lowered = dataclasses.replace(made[0].lowered, target=target)
         lowering.describe(
