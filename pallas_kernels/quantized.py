@@ -85,4 +85,23 @@ class ExpertInt4(NamedTuple):
         return 2 * self.packed.shape[-1] // self.factors.shape[1]
 
 
-FORMATS = (Quantized, Int4, Mxfp4, ExpertInt4)
+BLOCK_ROWS = 64  # rows of a BlockFp8 weight with one scale for each 128 columns
+
+
+class BlockFp8(NamedTuple):
+    """Weights of experts in e4m3 with a scale for each block: the true value is `values * scale` of its block.
+
+    The format, and the order of the scales of gates and ups, is `pallas_kernels.gemm.grouped.block_fp8_format`.
+
+    values: float8_e4m3fn [E, N, K]. scale: float32 [E, N / 64, K / 128].
+    """
+
+    values: Array
+    scale: Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+
+FORMATS = (Quantized, Int4, Mxfp4, ExpertInt4, BlockFp8)

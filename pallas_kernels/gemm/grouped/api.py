@@ -1,8 +1,8 @@
 """Grouped GEMM for Hopper (a mixture's experts): the choice between two kernels by the rows of an expert.
 
 `swapped` has tiles of 8 to 144 rows, and reads an expert's weight once if its rows fit one tile. `padded` has
-tiles of 128 rows, and is faster for experts of several tiles (docs/kernels.md). `swapped` also takes e4m3, and a
-weight in MXFP4 or int4.
+tiles of 128 rows, and is faster for experts of several tiles (docs/kernels.md). `swapped` also takes e4m3 with
+scales of rows or of blocks, and a weight in MXFP4 or int4.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from pallas_kernels.gemm.grouped import padded, reference, swapped
 from pallas_kernels.gemm.grouped.groups import Groups, HeldExperts
 from pallas_kernels.gemm.grouped.tiles import TALLEST
 from pallas_kernels.gemm.reference import CLAMPED_SWIGLU
-from pallas_kernels.quantized import ExpertInt4, Mxfp4, Quantized
+from pallas_kernels.quantized import BlockFp8, ExpertInt4, Mxfp4, Quantized
 
 
 def list_groups(experts: jax.Array, num_experts: int, held: HeldExperts | None = None) -> Groups:
@@ -27,7 +27,7 @@ def list_groups(experts: jax.Array, num_experts: int, held: HeldExperts | None =
 
 def grouped_gemm(
     x: jax.Array | Quantized,
-    w: jax.Array | Quantized | Mxfp4 | ExpertInt4,
+    w: jax.Array | Quantized | Mxfp4 | ExpertInt4 | BlockFp8,
     groups: Groups,
     *,
     bias: jax.Array | None = None,
@@ -41,10 +41,10 @@ def grouped_gemm(
     The reference implementation is `pallas_kernels.gemm.grouped.reference.grouped_gemm`.
 
     Args:
-      x: [M, K] bfloat16, rows in the order of `groups`; or e4m3 with scales [M].
+      x: [M, K] bfloat16, rows in the order of `groups`; or e4m3 with scales [M], or [M, K / 128] with `BlockFp8`.
       w: [E, N, K] bfloat16; or e4m3 with scales [E, N]. XLA computes the product if N or K is not a multiple of
         64, or of 128 in e4m3. Or `Mxfp4` or `ExpertInt4`: the numbers go to bfloat16 in registers, or by XLA
-        where `supports_mxfp4` or `supports_int4` of `pallas_kernels.gemm.grouped.tiles` is False.
+        where `supports_mxfp4` or `supports_int4` of `pallas_kernels.gemm.grouped.tiles` is False. Or `BlockFp8`.
       groups: from `list_groups`, which chose the kernel.
       bias: [E, N], or None. XLA computes the epilogue with a bias or with clamped_swiglu, after the product.
       activation: silu, gelu_tanh, relu, clamped_swiglu or None.
@@ -58,11 +58,13 @@ def grouped_gemm(
       ValueError: for a shape, dtype, activation or sms outside the limits.
     """
     product: Callable[..., jax.Array] = swapped.grouped_gemm
-    if groups.align == padded.ROWS and not isinstance(w, Quantized | Mxfp4 | ExpertInt4):
+    if groups.align == padded.ROWS and not isinstance(w, Quantized | Mxfp4 | ExpertInt4 | BlockFp8):
         product = padded.grouped_gemm
     if bias is None and activation != CLAMPED_SWIGLU:
         return product(
             x, w, groups, activation=activation, gate_block=gate_block, sms=sms, interpret=interpret
         )
+    if isinstance(w, BlockFp8):  # the order of its scales depends on the gates, which the product must know
+        return reference.grouped_gemm(x, w, groups, bias=bias, activation=activation, gate_block=gate_block)
     y = product(x, w, groups, sms=sms, interpret=interpret)
     return reference.finish_rows(y, groups, bias=bias, activation=activation, gate_block=gate_block)

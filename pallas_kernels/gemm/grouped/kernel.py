@@ -7,6 +7,9 @@ columns of these rows are not stored: a result leaves in boxes of 8 rows, up to 
 Operands in e4m3 have a scale for each row of x and each row of the weight. The scales multiply the finished
 sums in registers.
 
+A weight in e4m3 blocks is multiplied 128 columns at a time, and the scales of the rows and of the weight multiply each
+of these products (`block_products`).
+
 A weight in MXFP4 goes from shared memory through registers (`mxfp4_operand`). The scales of a tile's rows are one
 piece of memory, since a row's scales may be too few for a copy of their own. So each tile has one copy of the scales
 of all its columns, into one of two buffers.
@@ -24,7 +27,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gemm.dense.epilogue import activate
 from pallas_kernels.gemm.fp8.epilogue import BY_COLUMN, BY_ROW, load
-from pallas_kernels.gemm.grouped import int4_operand, mxfp4_operand
+from pallas_kernels.gemm.grouped import block_products, int4_operand, mxfp4_operand
+from pallas_kernels.gemm.grouped.block_products import BlockScales
 from pallas_kernels.gemm.grouped.int4_format import dequantize_experts
 from pallas_kernels.gemm.grouped.mxfp4_format import dequantize_mxfp4
 from pallas_kernels.gemm.grouped.mxfp4_operand import COLUMNS, SHIFT, WIDTH
@@ -41,6 +45,7 @@ class GroupedForm:
 
     n: rows of an expert's weight. gate_block: gates and ups alternate in blocks of so many rows, or None.
     k: columns of a weight in MXFP4, or None. group: columns of a weight in int4 with one scale, or None.
+    blocks: the operands are e4m3 with a scale for each block of 128 columns.
     interpret: the kernel runs in the interpreter.
     """
 
@@ -50,6 +55,7 @@ class GroupedForm:
     gate_block: int | None
     k: int | None = None
     group: int | None = None
+    blocks: bool = False
     interpret: bool = False
 
     @property
@@ -104,8 +110,9 @@ def scratch(form: GroupedForm, dtype) -> dict:
     """Return the kernel's shared memory and barriers, for rows of x of a dtype."""
     tile, moved = form.tile, swizzled(dtype)
     weight = plgpu.SMEM((tile.stages, tile.columns, tile.depth), dtype, transforms=moved)
-    copies = len(form.copies()) * (2 if form.group else 1) + 1
-    return (_packed_scratch(form) if form.packed else {"w_s": weight}) | {
+    copies = len(form.copies()) * (2 if form.group else 1) + 1 + form.blocks
+    own = {"w_s": weight} | (block_products.scratch(tile) if form.blocks else {})
+    return (_packed_scratch(form) if form.packed else own) | {
         "x_s": plgpu.SMEM((tile.stages, tile.rows, tile.depth), dtype, transforms=moved),
         "o_s": plgpu.SMEM(
             (tile.warpgroups, 2, tile.box, 64), jnp.bfloat16, transforms=swizzled(jnp.bfloat16, form.width)
@@ -140,10 +147,11 @@ def _packed_scratch(form: GroupedForm) -> dict:
 
 def multiply(
     experts_ref, starts_ref, ends_ref, count_ref, x_ref, w_ref, *refs, form: GroupedForm, w_s, x_s, o_s, full,
-    empty, f_s: Any = None, f_full: Any = None, f_empty: Any = None, wide_s: Any = None,
+    empty, f_s: Any = None, f_full: Any = None, f_empty: Any = None, wide_s: Any = None, t_s: Any = None,
 ):  # fmt: skip
     """Run the kernel. refs: the scales of x and w if these are e4m3, or of w in 4 bits, and the result."""
     *scales, o_ref = refs
+    of_blocks = BlockScales(*scales, t_s) if form.blocks else None
     of_tiles = _TileScales(scales.pop(), f_s, f_full, f_empty) if form.k else None
     of_stages = _StageFactors(scales.pop(), f_s) if form.group else None
     tile, wg = form.tile, lax.axis_index("wg")
@@ -177,7 +185,7 @@ def multiply(
     def _():
         if tile.warpgroups > 1:
             plgpu.set_max_registers(form.registers[0], action="decrease")
-        for_items(_copier(form, steps, x_ref, w_ref, x_s, w_s, full, empty, of_tiles, of_stages))
+        for_items(_copier(form, steps, x_ref, w_ref, x_s, w_s, full, empty, of_tiles, of_stages, of_blocks))
 
         @pl.loop(jnp.maximum(mine * steps - tile.stages, 0), mine * steps)
         def _(step):  # the interpreter reports an arrival without a wait
@@ -193,7 +201,7 @@ def multiply(
     def _():
         if tile.warpgroups > 1:
             plgpu.set_max_registers(form.registers[1], action="increase")
-        factors = of_tiles or of_stages
+        factors = of_tiles or of_stages or of_blocks
         for_items(_multiplier(form, steps, wg, x_s, w_s, o_s, o_ref, scales, full, empty, factors, wide_s))
         plgpu.wait_smem_to_gmem(0)
 
@@ -216,7 +224,7 @@ class _StageFactors:
     buffers: Any
 
 
-def _copier(form, steps, x_ref, w_ref, x_s, w_s, full, empty, of_tiles, of_stages):
+def _copier(form, steps, x_ref, w_ref, x_s, w_s, full, empty, of_tiles, of_stages, of_blocks):
     """Return the copies of an item: the operands of every k step, ahead by the number of stages."""
     tile, stages = form.tile, jnp.int32(form.tile.stages)
     deep = tile.depth // 2 if form.packed else tile.depth  # elements of the weight's row in a stage
@@ -268,6 +276,8 @@ def _copier(form, steps, x_ref, w_ref, x_s, w_s, full, empty, of_tiles, of_stage
                         full.at[slot],
                     )
             plgpu.copy_gmem_to_smem(x_ref.at[pl.ds(start, tile.rows), at], x_s.at[slot], full.at[slot])
+            if of_blocks is not None:
+                of_blocks.copy_tokens(start, step, slot, full)
 
         lax.fori_loop(0, steps, copy, None)
 
@@ -277,13 +287,21 @@ def _copier(form, steps, x_ref, w_ref, x_s, w_s, full, empty, of_tiles, of_stage
 def _multiplier(form, steps, wg, x_s, w_s, o_s, o_ref, scales, full, empty, factors, wide_s):
     """Return the product of an item: this warpgroup's columns, summed and stored.
 
-    factors: of a weight in 4 bits. wide_s: shared memory for such a weight in bfloat16, in the interpreter.
+    factors: of a weight in 4 bits, or the scales of blocks. wide_s: shared memory for such a weight in bfloat16, in the interpreter.
     """
     tile, stages = form.tile, jnp.int32(form.tile.stages)
     of_tiles = factors if form.k else None
 
     def visit(i, expert, start, end, column):
         row, turn = (column * tile.warpgroups + wg) * PART, lax.rem(i, jnp.int32(2))
+        to = lax.div(row, jnp.int32(2)) if form.gate_block else row
+        if form.blocks:
+            own = w_s.at[:, pl.ds(wg * PART, PART)]
+            halves = block_products.sums(
+                tile, steps, i * steps, expert * form.n + row, own, x_s, factors, full, empty
+            )
+            _store(form, _epilogue(form, halves, [], start, None), o_s.at[wg], o_ref, start, end, to)
+            return
         if of_tiles is not None:
             plgpu.barrier_wait(of_tiles.full.at[turn])
 
@@ -308,8 +326,7 @@ def _multiplier(form, steps, wg, x_s, w_s, o_s, o_ref, scales, full, empty, fact
             plgpu.barrier_arrive(empty.at[lax.rem(i * steps + steps - 1, stages)])
             if of_tiles is not None:
                 plgpu.barrier_arrive(of_tiles.empty.at[turn])
-            finished = _epilogue(form, y, scales, start, expert * form.n + row)
-            to = lax.div(row, jnp.int32(2)) if form.gate_block else row
+            finished = _epilogue(form, [y[:64], y[64:]], scales, start, expert * form.n + row)
             _store(form, finished, o_s.at[wg], o_ref, start, end, to)
 
         pl.run_scoped(product, plgpu.ACC((PART, tile.rows), jnp.float32))
@@ -358,8 +375,8 @@ def _in_bfloat16(form, w_s, factors, wg, number, pair):
     return dequantize_experts(ExpertInt4(packed[None], blocks.reshape(1, 1, PART, 2)))[0]
 
 
-def _epilogue(form, y, scales, start, row):
-    """Return finished(token, count): the pieces [64, count] of the result of some tokens of y [PART, rows].
+def _epilogue(form, sums, scales, start, row):
+    """Return finished(token, count): the pieces [64, count] of the result of some tokens of both halves [64, rows].
 
     start: the first row of x. row: the first row of the weight among the rows of all experts. Registers hold
     the scales of few tokens at a time, and those of the channels where these are costly to find.
@@ -368,7 +385,7 @@ def _epilogue(form, y, scales, start, row):
     of_gates = _channel_scales(form, scales[1], row) if scales and gated else None
 
     def finished(token: int, count: int):
-        halves = [y[at : at + 64, token : token + count] for at in (0, 64)]
+        halves = [half[:, token : token + count] for half in sums]
         if scales:
             channels = of_gates or _channel_scales(form, scales[1], row)
             by_token = load(scales[0].at[pl.ds(start + token, count)], BY_COLUMN)

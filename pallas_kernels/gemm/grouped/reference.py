@@ -9,16 +9,17 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from pallas_kernels.gemm.grouped.block_fp8_format import row_scales
 from pallas_kernels.gemm.grouped.groups import Groups
 from pallas_kernels.gemm.grouped.int4_format import dequantize_experts
 from pallas_kernels.gemm.grouped.mxfp4_format import dequantize_mxfp4
 from pallas_kernels.gemm.reference import finish
-from pallas_kernels.quantized import ExpertInt4, Mxfp4, Quantized
+from pallas_kernels.quantized import BLOCK, BlockFp8, ExpertInt4, Mxfp4, Quantized
 
 
 def grouped_gemm(
     x: Float[Array, "M K"] | Quantized,
-    w: Float[Array, "E N K"] | Quantized | Mxfp4 | ExpertInt4,
+    w: Float[Array, "E N K"] | Quantized | Mxfp4 | ExpertInt4 | BlockFp8,
     groups: Groups,
     *,
     bias: Float[Array, "E N"] | None = None,
@@ -32,7 +33,8 @@ def grouped_gemm(
 
     Args:
       x, w: floats, or e4m3 with scales [M] and [E, N]; the result is then bfloat16. An `Mxfp4` or
-        `ExpertInt4` weight is multiplied as the numbers that it stands for, in x's dtype.
+        `ExpertInt4` weight is multiplied as the numbers that it stands for, in x's dtype. With a `BlockFp8` weight
+        x is e4m3 with scales [M, K / 128].
       groups: from `list_groups`. activation, gate_block: as for `gemm`. sms: number of SMs that a kernel
         may occupy.
     """
@@ -41,6 +43,10 @@ def grouped_gemm(
         (((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
     )
     epilogue: dict[str, Any] = {"bias": bias, "activation": activation, "gate_block": gate_block}
+    if isinstance(w, BlockFp8):
+        assert isinstance(x, Quantized)  # an activation follows its weight
+        y = _multiply_blocks(x, w, groups, numbers, gate_block)
+        return finish_rows(y, groups, **epilogue).astype(jnp.bfloat16)
     if isinstance(x, Quantized) and isinstance(w, Quantized):
         # bfloat16 holds every number of e4m3.
         values, weights = (one.values.astype(jnp.bfloat16) for one in (x, w))
@@ -55,6 +61,31 @@ def grouped_gemm(
     if isinstance(w, ExpertInt4):
         w = dequantize_experts(w, x.dtype)
     return finish_rows(lax.ragged_dot_general(x, w, groups.sizes, numbers), groups, **epilogue)
+
+
+def _multiply_blocks(
+    x: Quantized, w: BlockFp8, groups: Groups, numbers: lax.RaggedDotDimensionNumbers, gate_block: int | None
+) -> Float[Array, "M N"]:
+    """Return the product of operands with scales for each 128 columns: the scaled sums of 128 columns each, in float32."""
+    # bfloat16 holds every number of e4m3.
+    values, weights = (one.values.astype(jnp.bfloat16) for one in (x, w))
+    of_rows = row_scales(w, gate_block)
+
+    def add(block: Array, y: Float[Array, "M N"]) -> Float[Array, "M N"]:
+        part = lax.ragged_dot_general(
+            lax.dynamic_slice_in_dim(values, block * BLOCK, BLOCK, 1),
+            lax.dynamic_slice_in_dim(weights, block * BLOCK, BLOCK, 2),
+            groups.sizes,
+            numbers,
+            preferred_element_type=jnp.dtype("float32"),
+        )
+        of_tokens, of_channels = (
+            lax.dynamic_index_in_dim(one, block, one.ndim - 1, keepdims=False) for one in (x.scale, of_rows)
+        )
+        return y + part * of_tokens[:, None] * _of_rows(of_channels, groups, y.shape[0])
+
+    zero = jnp.zeros((x.shape[0], w.shape[1]), jnp.float32)
+    return lax.fori_loop(0, x.scale.shape[1], add, zero)
 
 
 def finish_rows(

@@ -4,7 +4,7 @@ Rows are sorted by expert, and each expert starts at a multiple of 8 rows. The h
 from the rows that an expert has on average, so that nearly every expert has one tile and its weight is read
 once. The expert, the rows and the number of the tiles are data. A persistent grid takes (tile of rows, tile
 of columns) items: 16 neighboring tiles of rows before the next columns, so that tiles of one expert share
-their reads. The operands are bfloat16, or e4m3 with a scale for each row. A weight may also be MXFP4 or int4.
+their reads. The operands are bfloat16, or e4m3 with a scale for each row or for each block. A weight may also be MXFP4 or int4.
 """
 
 import functools
@@ -17,6 +17,7 @@ from pallas_kernels.gemm.dense import api as dense
 from pallas_kernels.gemm.fp8 import api as fp8
 from pallas_kernels.gemm.grouped import groups as expert_groups
 from pallas_kernels.gemm.grouped import reference
+from pallas_kernels.gemm.grouped.block_products import padded
 from pallas_kernels.gemm.grouped.groups import Groups, HeldExperts
 from pallas_kernels.gemm.grouped.int4_format import dequantize_experts
 from pallas_kernels.gemm.grouped.kernel import GroupedForm, multiply, scratch
@@ -25,17 +26,19 @@ from pallas_kernels.gemm.grouped.tiles import (
     ALIGN,
     TALLEST,
     GroupedTile,
+    block_tile,
     check_operands,
     grouped_tile,
     int4_tile,
     mxfp4_tile,
+    supports_blocks,
     supports_int4,
     supports_mxfp4,
     tile_rows,
 )
 from pallas_kernels.hopper.layouts import LANE
 from pallas_kernels.hopper.limits import sms_of
-from pallas_kernels.quantized import ExpertInt4, Mxfp4, Quantized
+from pallas_kernels.quantized import BLOCK, BlockFp8, ExpertInt4, Mxfp4, Quantized
 
 
 def list_groups(
@@ -48,7 +51,7 @@ def list_groups(
 
 def grouped_gemm(
     x: jax.Array | Quantized,
-    w: jax.Array | Quantized | Mxfp4 | ExpertInt4,
+    w: jax.Array | Quantized | Mxfp4 | ExpertInt4 | BlockFp8,
     groups: Groups,
     *,
     activation: str | None = None,
@@ -78,11 +81,13 @@ def grouped_gemm(
         w = dequantize_mxfp4(w)
     if isinstance(w, ExpertInt4) and not supports_int4(n, k, gate_block):
         w = dequantize_experts(w)
-    supports = fp8.supports if isinstance(w, Quantized) else functools.partial(dense.supports, m)
-    if not isinstance(w, Mxfp4 | ExpertInt4) and not supports(n, k, gate_block):
+    if isinstance(w, BlockFp8) and not supports_blocks(n, k, gate_block):
         return reference.grouped_gemm(x, w, groups, activation=activation, gate_block=gate_block)
-    x_values, w_values, scales, kind = _arrays(x, w)
+    supports = fp8.supports if isinstance(w, Quantized) else functools.partial(dense.supports, m)
+    if not isinstance(w, Mxfp4 | ExpertInt4 | BlockFp8) and not supports(n, k, gate_block):
+        return reference.grouped_gemm(x, w, groups, activation=activation, gate_block=gate_block)
     tile = tile or _tile(w, groups.rows)
+    x_values, w_values, scales, kind = _arrays(x, w, tile)
     form = GroupedForm(
         tile,
         n,
@@ -90,6 +95,7 @@ def grouped_gemm(
         gate_block,
         k=k if isinstance(w, Mxfp4) else None,
         group=w.group if isinstance(w, ExpertInt4) else None,
+        blocks=isinstance(w, BlockFp8),
         interpret=interpret is not None,
     )
     if form.tile.rows != groups.rows:
@@ -110,8 +116,10 @@ def grouped_gemm(
     return kernel(*listed, x_values, w_values.reshape(experts * n, -1), *scales)
 
 
-def _tile(w: jax.Array | Quantized | Mxfp4 | ExpertInt4, rows: int) -> GroupedTile:
+def _tile(w: jax.Array | Quantized | Mxfp4 | ExpertInt4 | BlockFp8, rows: int) -> GroupedTile:
     """Return the tile of so many rows for a weight."""
+    if isinstance(w, BlockFp8):
+        return block_tile(rows)
     if isinstance(w, Mxfp4):
         return mxfp4_tile(rows, w.shape[-1])
     if isinstance(w, ExpertInt4):
@@ -120,9 +128,15 @@ def _tile(w: jax.Array | Quantized | Mxfp4 | ExpertInt4, rows: int) -> GroupedTi
 
 
 def _arrays(
-    x: jax.Array | Quantized, w: jax.Array | Quantized | Mxfp4 | ExpertInt4
+    x: jax.Array | Quantized, w: jax.Array | Quantized | Mxfp4 | ExpertInt4 | BlockFp8, tile: GroupedTile
 ) -> tuple[jax.Array, jax.Array, list[jax.Array], str]:
     """Return the rows, the weight, the scales as the kernel reads them, and a part of the kernel's name."""
+    if isinstance(w, BlockFp8):
+        assert isinstance(x, Quantized)  # `check_operands`
+        # A copy takes full lines of scales of following rows, for all columns of a stage.
+        more_columns, more_rows = -x.scale.shape[1] % (tile.depth // BLOCK), padded(tile.rows) - tile.rows
+        tokens = jnp.pad(x.scale.T, ((0, more_columns), (0, more_rows)))
+        return x.values, w.values, [tokens, w.scale.reshape(-1, w.scale.shape[2])], "fp8_blocks_"
     if isinstance(x, Quantized):
         assert isinstance(w, Quantized)  # `check_operands`
         return x.values, w.values, [x.scale, w.scale.reshape(-1)], "fp8_"

@@ -7,7 +7,17 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.hopper.limits import SMEM_BYTES
-from pallas_kernels.quantized import EXPERT_INT4_GROUPS, GROUP, MXFP4_GROUP, ExpertInt4, Mxfp4, Quantized
+from pallas_kernels.quantized import (
+    BLOCK,
+    BLOCK_ROWS,
+    EXPERT_INT4_GROUPS,
+    GROUP,
+    MXFP4_GROUP,
+    BlockFp8,
+    ExpertInt4,
+    Mxfp4,
+    Quantized,
+)
 
 PART = 128  # rows of the weight of one warpgroup: with gates 64 gates and 64 ups
 ACTIVATIONS = (None, "silu", "gelu_tanh", "relu")  # epilogues of the kernels
@@ -42,7 +52,7 @@ class GroupedTile:
 
 
 def check_operands(
-    x: jax.Array | Quantized, w: jax.Array | Quantized | Mxfp4 | ExpertInt4, activation: str | None
+    x: jax.Array | Quantized, w: jax.Array | Quantized | Mxfp4 | ExpertInt4 | BlockFp8, activation: str | None
 ) -> None:
     """Refuse operands that no kernel takes. Raises: ValueError."""
     if activation not in ACTIVATIONS:
@@ -58,6 +68,9 @@ def check_operands(
         return
     if isinstance(w, ExpertInt4):
         _check_int4(x, w)
+        return
+    if isinstance(w, BlockFp8):
+        _check_blocks(x, w)
         return
     if isinstance(x, Quantized) and isinstance(w, Quantized):
         given, stored = (x.values.dtype, w.values.dtype), jnp.float8_e4m3fn
@@ -82,6 +95,18 @@ def _check_int4(x: jax.Array | Quantized, w: ExpertInt4) -> None:
     given = [str(getattr(one, "dtype", "Quantized")) for one in (x, *w)]
     if given != ["bfloat16", "uint8", "bfloat16"]:
         raise ValueError(f"dtypes {given}: accepted are bfloat16, bytes in uint8, and factors in bfloat16")
+
+
+def _check_blocks(x: jax.Array | Quantized, w: BlockFp8) -> None:
+    """Refuse operands that no kernel takes. Raises: ValueError."""
+    experts, n, k = w.shape
+    wanted = [(x.shape[0], k // BLOCK), (experts, n // BLOCK_ROWS, k // BLOCK)]
+    given = [getattr(getattr(one, "scale", None), "shape", None) for one in (x, w)]
+    if given != wanted:
+        raise ValueError(f"scales {given}: accepted are {wanted}, one for each row or 64 rows, and 128 columns")
+    dtypes = [str(one.dtype) for part in (x, w) if not isinstance(part, jax.Array) for one in part]
+    if dtypes != ["float8_e4m3fn", "float32"] * 2:
+        raise ValueError(f"dtypes {dtypes}: accepted are float8_e4m3fn with scales in float32, twice")
 
 
 def tile_rows(tokens: int, chosen: int, num_experts: int) -> int:
@@ -153,3 +178,20 @@ def supports_int4(n: int, k: int, gate_block: int | None) -> bool:
     """Return whether the kernel takes a weight [n, k] in int4."""
     gates = gate_block is None or (gate_block in (16, 32, 64) and n % (2 * gate_block) == 0)
     return min(n, k) > 0 and n % 64 == 0 and k % GROUP == 0 and gates
+
+
+def block_tile(rows: int) -> GroupedTile:
+    """Return the tile of this many rows for a weight in e4m3 blocks, with the stages that shared memory holds.
+
+    A stage has the scales of the rows in lines of 128 bytes.
+    """
+    one = grouped_tile(rows, 1)
+    outside = 2 * one.warpgroups * one.box * 64 * 2 + 2048
+    stage = one.depth // BLOCK * (BLOCK * (one.columns + rows) + -(-rows // 32) * 128)
+    return dataclasses.replace(one, stages=min(12, (SMEM_BYTES - outside) // stage))
+
+
+def supports_blocks(n: int, k: int, gate_block: int | None) -> bool:
+    """Return whether the kernel takes a weight [n, k] in e4m3 blocks."""
+    gates = gate_block is None or (gate_block in (16, 32, 64) and n % (2 * BLOCK_ROWS) == 0)
+    return min(n, k) > 0 and n % BLOCK_ROWS == 0 and k % BLOCK == 0 and gates
