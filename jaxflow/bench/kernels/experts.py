@@ -27,6 +27,7 @@ from jaxflow.model.op_registry import Context, Site
 from jaxflow.model.weight_spec import QUANTIZED_EXPERTS
 from pallas_kernels.gemm.dense.api import dense_gemm
 from pallas_kernels.gemm.grouped import api, groups, padded, reference, swapped
+from pallas_kernels.gemm.grouped.block_fp8_format import quantize_block_fp8
 from pallas_kernels.gemm.grouped.int4_format import quantize_experts
 from pallas_kernels.gemm.grouped.mxfp4_format import quantize_mxfp4
 from pallas_kernels.gemm.grouped.routings import draw_routing
@@ -35,7 +36,7 @@ from pallas_kernels.kernel_set import kernel_set_for
 from pallas_kernels.measure.peaks import Least
 from pallas_kernels.measure.timing import looped
 from pallas_kernels.pointwise.quantize import api as quantize_api
-from pallas_kernels.pointwise.quantize.reference import quantize_rows
+from pallas_kernels.pointwise.quantize.reference import quantize_blocks, quantize_rows
 from pallas_kernels.pointwise.top_k import api as top_k_api
 from pallas_kernels.pointwise.top_k import reference as top_k_reference
 from pallas_kernels.quantized import GROUP
@@ -115,6 +116,13 @@ def _e4m3(gates: dict[str, Any], x: tuple, w: dict[str, Any]) -> jax.Array:
     return swapped.grouped_gemm(quantize_api.quantize_rows(a), w["expert_down"], listed)
 
 
+def _e4m3_blocks(gates: dict[str, Any], x: tuple, w: dict[str, Any]) -> jax.Array:
+    """Return both products in e4m3 blocks. The rows between the products are quantized."""
+    rows, listed = x
+    a = swapped.grouped_gemm(rows, w["expert_up_gate"], listed, **gates)
+    return swapped.grouped_gemm(quantize_blocks(a), w["expert_down"], listed)
+
+
 def _dense(gates: dict[str, Any], x: tuple, w: dict[str, jax.Array]) -> jax.Array:
     """Return both products of as many rows with the weight of one expert."""
     return dense_gemm(dense_gemm(x[0], w["expert_up_gate"][0], **gates), w["expert_down"][0])
@@ -136,6 +144,21 @@ def _e4m3_weights(model: str) -> dict[str, Any]:
     """Return the experts' weights in e4m3, one expert at a time, to save memory."""
     own = _weights(model)
     return {name: jax.jit(functools.partial(lax.map, quantize_rows))(own[name]) for name in QUANTIZED_EXPERTS}
+
+
+@functools.cache
+def _block_weights(model: str) -> dict[str, Any]:
+    """Return the experts' weights in e4m3 blocks, one expert at a time, to save memory."""
+    own, block = _weights(model), _gates(model)["gate_block"]
+
+    def made(w: jax.Array, gate_block: int | None) -> Any:
+        one = lambda expert: jax.tree.map(lambda part: part[0], quantize_block_fp8(expert[None], gate_block))
+        return jax.jit(functools.partial(lax.map, one))(w)
+
+    return {
+        "expert_up_gate": made(own["expert_up_gate"], block),
+        "expert_down": made(own["expert_down"], None),
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,6 +232,23 @@ def _e4m3_products(model: str, tokens: int, zipf: float) -> dict[str, Implementa
     return {
         "e4m3": calls.program(_e4m3, list_groups, w, element_bytes=1.0, quantize=quantize_rows),
         "bfloat16": calls.program(wide, list_groups, _weights(model)),
+    }
+
+
+def _block_products(model: str, tokens: int, zipf: float) -> dict[str, Implementation]:
+    """Prepare both products in e4m3 with scales of blocks, and as rivals with scales of rows and in bfloat16.
+
+    The ratio is that of times.
+    """
+    calls, list_groups = _calls(model, tokens, zipf), swapped.list_groups
+    one = functools.partial(calls.program, list_groups=list_groups, work=calls.elements)
+    wide = functools.partial(_grouped, swapped.grouped_gemm)
+    return {
+        "e4m3 blocks": one(
+            _e4m3_blocks, w=_block_weights(model), element_bytes=1.0, quantize=quantize_blocks
+        ),
+        "e4m3 rows": one(_e4m3, w=_e4m3_weights(model), element_bytes=1.0, quantize=quantize_rows),
+        "bfloat16": one(wide, w=_weights(model)),
     }
 
 
@@ -338,6 +378,18 @@ GROUPS = (
             for tokens in TOKENS
             for name, zipf in ZIPF.items()
         ),
+    ),
+    KernelGroup(
+        "grouped_gemm_blocks",
+        "TB/s",
+        tuple(
+            KernelCase(
+                f"{MODELS[0]} T {tokens} {name}", functools.partial(_block_products, MODELS[0], tokens, zipf)
+            )
+            for tokens in TOKENS
+            for name, zipf in ZIPF.items()
+        ),
+        on_request=True,
     ),
     KernelGroup(
         "expert_layer",

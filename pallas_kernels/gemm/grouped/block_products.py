@@ -7,6 +7,7 @@ memory one step ahead.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -18,6 +19,8 @@ from pallas_kernels.gemm.fp8.epilogue import BY_COLUMN, load
 from pallas_kernels.gemm.grouped.tiles import GroupedTile
 from pallas_kernels.quantized import BLOCK, BLOCK_ROWS
 
+OVERLAPPED = 96  # rows of the tallest tile with a product during the additions of the one before
+UNCUT = 112  # rows of the tallest tile whose rows have one product
 LINE = 32  # float32 numbers in 128 bytes, the alignment of a copy to shared memory
 
 
@@ -63,35 +66,74 @@ def padded(rows: int) -> int:
     return -(-rows // LINE) * LINE
 
 
-def sums(tile: GroupedTile, steps, before, row, w_s, x_s, scales: BlockScales, full, empty) -> list:
-    """Return both halves [64, rows] of a warpgroup's sums.
+def pieces(tile: GroupedTile) -> list[tuple[int, int]]:
+    """Return (first row, rows) of the parts of a tile's rows that have a product of their own.
+
+    The registers of a thread hold `rows` float32 sums, and half as many sums of the running product. Boxes of the result
+    lie in one piece.
+    """
+    if tile.rows <= UNCUT:
+        return [(0, tile.rows)]
+    first = -(-tile.rows // (2 * tile.box)) * tile.box
+    return [(0, first), (first, tile.rows - first)]
+
+
+def sums(
+    tile: GroupedTile, steps, before, row, w_s, x_s, scales: BlockScales, full, empty, *, interpret: bool
+) -> Callable:
+    """Return sums_of(half, token, count): sums of 64 of a warpgroup's 128 rows of the weight, for some rows of x.
 
     before: the steps of this worker before this tile. row: the first row of the weight. w_s: the stages of this
-    warpgroup's 128 rows.
+    warpgroup's rows of the weight.
     """
     stages, lines = jnp.int32(tile.stages), tile.depth // BLOCK
+    parts = [(half, *piece) for piece in pieces(tile) for half in (0, 1)]
+    # ptxas spills registers where a product of a tall tile runs during the additions of the one before. The interpreter
+    # cannot start an accumulator with a value.
+    ordered = tile.rows > OVERLAPPED and not interpret
+    nothing = row >> 31  # 0, but unknown to the compiler
 
     def one(step, state):
-        of_weight, halves = state[: 2 * lines], list(state[2 * lines :])
+        of_weight, found = state[: 2 * lines], list(state[2 * lines :])
         following = scales.of_weight(row, step + 1)
         slot = lax.rem(before + step, stages)
         plgpu.barrier_wait(full.at[slot])
         for line in range(lines):
-            of_tokens = load(scales.stages.at[slot, line, pl.ds(0, tile.rows)], BY_COLUMN)
             columns = pl.ds(line * BLOCK, BLOCK)
-            for half in (0, 1):
+            for at, (half, first, count) in enumerate(parts):
+                own, tokens = pl.ds(half * BLOCK_ROWS, BLOCK_ROWS), pl.ds(first, count)
 
-                def product(acc, half=half, columns=columns):
-                    own = w_s.at[slot, pl.ds(half * BLOCK_ROWS, BLOCK_ROWS), columns]
-                    plgpu.wgmma(acc, own, x_s.at[slot, :, columns].transpose((1, 0)))
-                    return acc[...]
+                def product(acc, own=own, tokens=tokens, columns=columns):
+                    plgpu.wgmma(
+                        acc, w_s.at[slot, own, columns], x_s.at[slot, tokens, columns].transpose((1, 0))
+                    )
 
-                part = pl.run_scoped(product, plgpu.ACC((BLOCK_ROWS, tile.rows), jnp.float32))
-                if (line, half) == (lines - 1, 1):
+                of_tokens = load(scales.stages.at[slot, line, tokens], BY_COLUMN)
+                if at and ordered:
+                    # The start depends on the sums before, so the product starts after them, in their registers.
+                    bits = lax.bitcast_convert_type(found[at - 1][:, :count], jnp.int32) & nothing
+                    part: Any = pl.run_state(product)(
+                        plgpu.ACC.init(lax.bitcast_convert_type(bits, jnp.float32))
+                    )
+                else:
+                    part = pl.run_scoped(
+                        lambda acc, product=product: (product(acc), acc[...])[1],
+                        plgpu.ACC((BLOCK_ROWS, count), jnp.float32),
+                    )
+                if line == lines - 1 and at == len(parts) - 1:
                     plgpu.barrier_arrive(empty.at[slot])
                 factor = of_tokens * of_weight[2 * line + half]
-                halves[half] += part * lax.broadcast_in_dim(factor, part.shape, [1])
-        return *following, *halves
+                found[at] += part * lax.broadcast_in_dim(factor, part.shape, [1])
+        return *following, *found
 
-    zero = plgpu.layout_cast(jnp.zeros((BLOCK_ROWS, tile.rows), jnp.float32), plgpu.Layout.WGMMA)
-    return list(lax.fori_loop(0, steps, one, (*scales.of_weight(row, 0), zero, zero))[2 * lines :])
+    zeros = [jnp.zeros((BLOCK_ROWS, count), jnp.float32) for _, _, count in parts]
+    start = (*scales.of_weight(row, 0), *[plgpu.layout_cast(zero, plgpu.Layout.WGMMA) for zero in zeros])
+    found = lax.fori_loop(0, steps, one, start)[2 * lines :]
+
+    def sums_of(half: int, token: int, count: int):
+        at, first = max(
+            (at, first) for at, (of, first, _) in enumerate(parts) if of == half and first <= token
+        )
+        return found[at][:, token - first : token - first + count]
+
+    return sums_of

@@ -1,6 +1,6 @@
 """Check the expert products of a mixture-of-experts layer against float32 on a GPU, and time them.
 
-    python -m pallas_kernels.gemm.grouped.gpu_check [--seconds 0.6] [--only check,check_mxfp4,check_int4,time,mxfp4,int4] [--json FILE]
+    python -m pallas_kernels.gemm.grouped.gpu_check [--seconds 0.6] [--only NAMES] [--json FILE]
 
 Both kernels run: `padded` with tiles of 128 rows, and `swapped` with a height by the mean rows of an expert. The
 comparisons are XLA's grouped product, and one dense product with the same number of rows. Errors are
@@ -9,6 +9,8 @@ ones leave experts without a token.
 
 `check_mxfp4` compares the products of gpt-oss-20b's experts in MXFP4, and `mxfp4` times them next to bfloat16 ones.
 `check_int4` and `int4` do the same for int4, with Qwen3-30B-A3B's and Mixtral's experts.
+`check_blocks` and `blocks` do the same for e4m3 with scales of blocks, beside e4m3 with scales of rows, with
+Qwen3-30B-A3B's and DeepSeek-V3's experts. The other names are `check` and `time`.
 """
 
 import dataclasses
@@ -19,12 +21,14 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from pallas_kernels.gemm import reference as gemm_reference
 from pallas_kernels.gemm.dense.api import dense_gemm
 from pallas_kernels.gemm.grouped import api, padded, swapped
 from pallas_kernels.gemm.grouped import groups as expert_groups
 from pallas_kernels.gemm.grouped import reference as grouped_reference
+from pallas_kernels.gemm.grouped.block_fp8_format import dequantize_block_fp8, quantize_block_fp8
 from pallas_kernels.gemm.grouped.int4_format import dequantize_experts, quantize_experts
 from pallas_kernels.gemm.grouped.mxfp4_format import dequantize_mxfp4, quantize_mxfp4
 from pallas_kernels.gemm.grouped.routings import draw_routing
@@ -33,8 +37,8 @@ from pallas_kernels.measure import script
 from pallas_kernels.measure.inputs import poison_memory
 from pallas_kernels.measure.script import record
 from pallas_kernels.measure.timing import interleaved
-from pallas_kernels.pointwise.quantize.reference import dequantize, quantize_rows
-from pallas_kernels.quantized import EXPERT_INT4_GROUPS, ExpertInt4, Mxfp4, Quantized
+from pallas_kernels.pointwise.quantize.reference import dequantize, quantize_blocks, quantize_rows
+from pallas_kernels.quantized import EXPERT_INT4_GROUPS, BlockFp8, ExpertInt4, Mxfp4, Quantized
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 MODELS = {  # experts, experts per token, {op: (N, K, block width of the gate)}
@@ -42,6 +46,11 @@ MODELS = {  # experts, experts per token, {op: (N, K, block width of the gate)}
     "qwen3-30b-a3b": (128, 8, {"expert_up_gate": (1536, 2048, 32), "expert_down": (2048, 768, None)}),
 }
 ROWS = 256  # rows of one product of the comparison
+DEEPSEEK = (
+    64,
+    8,
+    {"expert_up_gate": (4096, 7168, 64), "expert_down": (7168, 2048, None)},
+)  # a fourth of the experts
 GPT_OSS = (32, 4, {"expert_up_gate": (5760, 2880), "expert_down": (2880, 2880)})  # XLA computes its gates
 
 
@@ -64,11 +73,17 @@ def gates_of(block: int | None) -> dict:
 def check(
     rows, rng, kernel, tokens, experts, chosen, n, k, block=None, sms=None, zipf=0.0, stored="bfloat16"
 ):
-    """Compare one product. stored: the format of the weight: bfloat16, e4m3 as are then the rows, mxfp4 or int4-64."""
+    """Compare one product.
+
+    stored: the format of the weight: bfloat16, e4m3 or e4m3-blocks as are then the rows, mxfp4 or int4-64.
+    """
     keys = jax.random.split(jax.random.key(rng.integers(2**31)), 2)
     x, w = normal(keys[0], (tokens, k)), normal(keys[1], (experts, n, k), k**-0.5)
     if stored == "e4m3":
         x, w = jax.jit(quantize_rows)(x), jax.jit(quantize_rows)(w)
+    elif stored == "e4m3-blocks":
+        x, w = jax.jit(quantize_blocks)(x), jax.jit(quantize_block_fp8, static_argnums=1)(w, block)
+        w = w._replace(scale=w.scale * jax.random.uniform(keys[1], w.scale.shape, minval=0.1, maxval=10.0))
     elif stored == "mxfp4":
         w = with_scales(keys[1], jax.jit(quantize_mxfp4)(w))
     elif stored.startswith("int4"):
@@ -92,7 +107,9 @@ def check(
             for first in range(0, len(token), ROWS):
                 at = [np.resize(index[first : first + ROWS], ROWS) for index in (token, choice)]
                 count = min(ROWS, len(token) - first)
-                found = squares(rows_of(got, *at), rows_of(x, at[0]), rows_of(w, expert), count, block)
+                found = squares(
+                    rows_of(got, *at), rows_of(x, at[0]), rows_of(w, expert, block=block), count, block
+                )
                 off, total = off + float(found[0]), total + float(found[1])
     err, same = (off / total) ** 0.5, bool((got == again).all())
     about = {
@@ -111,10 +128,15 @@ def check(
     record(rows, what="check grouped_gemm", ok=err < 4e-3 and same, error=err, same_bits=same, **about)
 
 
-@jax.jit
-def rows_of(given, *at):
-    """Return rows of an array in any format in float32, or the weight of one expert."""
+@functools.partial(jax.jit, static_argnames="block")
+def rows_of(given, *at, block=None):
+    """Return rows of an array in any format in float32, or the weight of one expert.
+
+    block: gates and ups of the weight alternate in blocks of so many rows, or None.
+    """
     taken = jax.tree.map(lambda part: part[at], given)
+    if isinstance(taken, BlockFp8):
+        return dequantize_block_fp8(jax.tree.map(lambda part: part[None], taken), block)[0]
     if isinstance(taken, ExpertInt4):
         return in_float32(jax.tree.map(lambda part: part[None], taken))[0]
     return in_float32(taken)
@@ -199,6 +221,57 @@ def int4_checks(rows):
         own(64, 128, 8, 2048, 384)  # a share of two devices
         own(64, 8, 2, 3584, 4096, 16, sms=28)
     case(77, 5, 1, 320, 192, zipf=3.0, stored="int4-64")
+
+
+def block_checks(rows):
+    rng = np.random.default_rng(time.time_ns())
+    case = functools.partial(check, rows, rng, "swapped", stored="e4m3-blocks")
+    experts, chosen, ops = MODELS["qwen3-30b-a3b"]
+    for tokens in (1, 8, 64, 256, 700, 1024, 1536, 2048):  # tiles of 8 to 144 rows
+        for n, k, block in ops.values():
+            case(tokens, experts, chosen, n, k, block, zipf=1.2 if tokens == 256 else 0.0)
+    experts, chosen, ops = DEEPSEEK
+    for tokens in (1, 64, 512):
+        for n, k, block in ops.values():
+            case(tokens, experts, chosen, n, k, block)
+    case(64, 128, 8, 2048, 384)  # a share of two devices
+    case(64, 8, 2, 3584, 4096, 16, sms=28)
+    case(77, 5, 1, 320, 384, zipf=3.0)
+
+
+def block_timings(rows, seconds):
+    """Time products of experts in e4m3 with scales of blocks and of rows, and in bfloat16. Rows are quantized before."""
+    rng = np.random.default_rng(0)
+    for model, (experts, chosen, ops) in {
+        "qwen3-30b-a3b": MODELS["qwen3-30b-a3b"],
+        "deepseek-v3": DEEPSEEK,
+    }.items():
+        for op, (n, k, block) in ops.items():
+            wide = normal(jax.random.key(1), (experts, n, k), k**-0.5)
+            one_by_one = lambda quantize, w: jax.jit(functools.partial(lax.map, quantize))(w)
+
+            def in_blocks(w, block=block):
+                return jax.tree.map(lambda part: part[0], quantize_block_fp8(w[None], block))
+
+            ways: dict[str, tuple] = {
+                "bfloat16": (wide, lambda x: x),
+                "e4m3 rows": (one_by_one(quantize_rows, wide), quantize_rows),
+                "e4m3 blocks": (one_by_one(in_blocks, wide), quantize_blocks),
+            }
+            for tokens in (1, 64, 256, 2048):
+                picked = routing(rng, tokens, experts, chosen)
+                xs = [normal(jax.random.key(2 + i), (tokens, k)) for i in range(4)]
+
+                def product(xs, w, picked, experts=experts, chosen=chosen, block=block):
+                    groups = swapped.list_groups(picked, experts)
+                    given = [jax.tree.map(lambda one: one[groups.pairs // chosen], x) for x in xs]
+                    return [swapped.grouped_gemm(x, w, groups, **gates_of(block)) for x in given]
+
+                programs = {
+                    name: functools.partial(jax.jit(product), [jax.jit(quantize)(x) for x in xs], w, picked)
+                    for name, (w, quantize) in ways.items()
+                }
+                record_products(rows, programs, ways, model, op, picked, experts, 2.0 * n * k, seconds)
 
 
 def int4_timings(rows, seconds):
@@ -319,8 +392,10 @@ if __name__ == "__main__":
             "check": lambda rows, *_: checks(rows),
             "check_mxfp4": lambda rows, *_: mxfp4_checks(rows),
             "check_int4": lambda rows, *_: int4_checks(rows),
+            "check_blocks": lambda rows, *_: block_checks(rows),
             "time": lambda rows, _, seconds: timings(rows, seconds),
             "mxfp4": lambda rows, _, seconds: mxfp4_timings(rows, seconds),
             "int4": lambda rows, _, seconds: int4_timings(rows, seconds),
+            "blocks": lambda rows, _, seconds: block_timings(rows, seconds),
         },
     )

@@ -72,9 +72,9 @@ class GroupedForm:
     def registers(self) -> tuple[int, int]:
         """Return the registers of a thread that copies, and of one that multiplies, with two multiplying warpgroups.
 
-        40 + 2 · 232 = 24 + 2 · 240 = 3 · 168, the registers of the launch. The copies of int4 have more addresses.
+        40 + 2 · 232 = 24 + 2 · 240 = 3 · 168, the registers of the launch. The copies with scales have more addresses.
         """
-        return (40, 232) if self.group else (24, 240)
+        return (40, 232) if self.group or self.blocks else (24, 240)
 
     @property
     def block(self) -> int:
@@ -151,7 +151,7 @@ def multiply(
 ):  # fmt: skip
     """Run the kernel. refs: the scales of x and w if these are e4m3, or of w in 4 bits, and the result."""
     *scales, o_ref = refs
-    of_blocks = BlockScales(*scales, t_s) if form.blocks else None
+    of_blocks = BlockScales(scales[0], scales[1], t_s) if form.blocks else None
     of_tiles = _TileScales(scales.pop(), f_s, f_full, f_empty) if form.k else None
     of_stages = _StageFactors(scales.pop(), f_s) if form.group else None
     tile, wg = form.tile, lax.axis_index("wg")
@@ -296,11 +296,19 @@ def _multiplier(form, steps, wg, x_s, w_s, o_s, o_ref, scales, full, empty, fact
         row, turn = (column * tile.warpgroups + wg) * PART, lax.rem(i, jnp.int32(2))
         to = lax.div(row, jnp.int32(2)) if form.gate_block else row
         if form.blocks:
-            own = w_s.at[:, pl.ds(wg * PART, PART)]
-            halves = block_products.sums(
-                tile, steps, i * steps, expert * form.n + row, own, x_s, factors, full, empty
+            sums_of = block_products.sums(
+                tile,
+                steps,
+                i * steps,
+                expert * form.n + row,
+                w_s.at[:, pl.ds(wg * PART, PART)],
+                x_s,
+                factors,
+                full,
+                empty,
+                interpret=form.interpret,
             )
-            _store(form, _epilogue(form, halves, [], start, None), o_s.at[wg], o_ref, start, end, to)
+            _store(form, _epilogue(form, sums_of, [], start, None), o_s.at[wg], o_ref, start, end, to)
             return
         if of_tiles is not None:
             plgpu.barrier_wait(of_tiles.full.at[turn])
@@ -326,7 +334,11 @@ def _multiplier(form, steps, wg, x_s, w_s, o_s, o_ref, scales, full, empty, fact
             plgpu.barrier_arrive(empty.at[lax.rem(i * steps + steps - 1, stages)])
             if of_tiles is not None:
                 plgpu.barrier_arrive(of_tiles.empty.at[turn])
-            finished = _epilogue(form, [y[:64], y[64:]], scales, start, expert * form.n + row)
+
+            def sums_of(half, token, count):
+                return y[64 * half : 64 * half + 64, token : token + count]
+
+            finished = _epilogue(form, sums_of, scales, start, expert * form.n + row)
             _store(form, finished, o_s.at[wg], o_ref, start, end, to)
 
         pl.run_scoped(product, plgpu.ACC((PART, tile.rows), jnp.float32))
@@ -375,17 +387,17 @@ def _in_bfloat16(form, w_s, factors, wg, number, pair):
     return dequantize_experts(ExpertInt4(packed[None], blocks.reshape(1, 1, PART, 2)))[0]
 
 
-def _epilogue(form, sums, scales, start, row):
-    """Return finished(token, count): the pieces [64, count] of the result of some tokens of both halves [64, rows].
+def _epilogue(form, sums_of, scales, start, row):
+    """Return finished(token, count): the pieces [64, count] of the result of some tokens.
 
-    start: the first row of x. row: the first row of the weight among the rows of all experts. Registers hold
+    sums_of(half, token, count): the sums of 64 rows of the weight. start: the first row of x. row: the first row of the weight among the rows of all experts. Registers hold
     the scales of few tokens at a time, and those of the channels where these are costly to find.
     """
     gated = form.gate_block is not None
     of_gates = _channel_scales(form, scales[1], row) if scales and gated else None
 
     def finished(token: int, count: int):
-        halves = [half[:, token : token + count] for half in sums]
+        halves = [sums_of(half, token, count) for half in (0, 1)]
         if scales:
             channels = of_gates or _channel_scales(form, scales[1], row)
             by_token = load(scales[0].at[pl.ds(start + token, count)], BY_COLUMN)

@@ -103,7 +103,9 @@ def _check_blocks(x: jax.Array | Quantized, w: BlockFp8) -> None:
     wanted = [(x.shape[0], k // BLOCK), (experts, n // BLOCK_ROWS, k // BLOCK)]
     given = [getattr(getattr(one, "scale", None), "shape", None) for one in (x, w)]
     if given != wanted:
-        raise ValueError(f"scales {given}: accepted are {wanted}, one for each row or 64 rows, and 128 columns")
+        raise ValueError(
+            f"scales {given}: accepted are {wanted}, one for each row or 64 rows, and 128 columns"
+        )
     dtypes = [str(one.dtype) for part in (x, w) if not isinstance(part, jax.Array) for one in part]
     if dtypes != ["float8_e4m3fn", "float32"] * 2:
         raise ValueError(f"dtypes {dtypes}: accepted are float8_e4m3fn with scales in float32, twice")

@@ -18,9 +18,10 @@ from pallas_kernels.gemm.grouped.block_fp8_format import (
     quantize_block_fp8,
     row_scales,
 )
+from pallas_kernels.gemm.grouped.block_products import padded, pieces
 from pallas_kernels.gemm.grouped.routings import draw_routing
 from pallas_kernels.gemm.grouped.swapped import grouped_gemm, list_groups
-from pallas_kernels.gemm.grouped.tiles import TALLEST, block_tile, supports_blocks
+from pallas_kernels.gemm.grouped.tiles import TALLEST, block_tile
 from pallas_kernels.hopper.limits import SMEM_BYTES
 from pallas_kernels.pointwise.quantize.reference import dequantize, quantize_blocks
 from pallas_kernels.quantized import BlockFp8
@@ -92,3 +93,101 @@ def operands(experts, chosen, tokens, n, k):
         jax.ShapeDtypeStruct((experts, n // 64, k // 128), jnp.float32),
     )
     return abstract(h200_mesh(), (x, w, groups))
+
+
+QWEN, DEEPSEEK = (128, 8), (256, 8)
+
+
+@pytest.mark.parametrize(
+    ("experts", "tokens", "n", "k", "gate_block"),
+    [
+        (QWEN, 1, 1536, 2048, 32),
+        (QWEN, 64, 2048, 768, None),
+        (QWEN, 1536, 1536, 2048, 32),
+        (QWEN, 2048, 2048, 768, None),
+        (DEEPSEEK, 512, 4096, 7168, 64),
+    ],
+    ids=["qwen 1", "qwen 64", "qwen 1536", "qwen 2048", "deepseek 512"],
+)
+def test_on_an_h200_no_register_is_spilled(experts, tokens, n, k, gate_block, tmp_path, monkeypatch):
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
+    gates = {} if gate_block is None else {"activation": "silu", "gate_block": gate_block}
+    compiled = compile_for_h200(
+        functools.partial(api.grouped_gemm, **gates), *operands(*experts, tokens, n, k)
+    )
+    # XLA puts the scales of the tokens in their order in the stages.
+    *before, last = [thunk.kind for thunk in compiled.thunks]
+    assert set(before) == {"kCustomKernel"} and last == "kCustomCall"
+    logs = "".join(
+        path.read_text(errors="replace") for path in tmp_path.glob("grouped_gemm_fp8_blocks*.ptxas")
+    )
+    assert set(re.findall(r"(\d+) bytes spill stores", logs)) == {"0"} and "serialized" not in logs
+
+
+@given(rows=st.integers(1, TALLEST // 8).map(lambda eights: 8 * eights))
+def test_a_tile_fits_shared_memory_and_boxes_lie_in_one_piece(rows):
+    tile = block_tile(rows)
+    stage = tile.depth * (tile.columns + rows) + tile.depth // 128 * 4 * padded(rows)
+    assert tile.stages >= 3 and tile.stages * stage + tile.warpgroups * 256 * tile.box < SMEM_BYTES
+    cut = pieces(tile)
+    assert sum(count for _, count in cut) == rows and all(first % tile.box == 0 for first, _ in cut)
+    assert all(count > 0 and count % tile.box == 0 for _, count in cut)
+
+
+@pytest.mark.parametrize("gate_block", [None, 16, 64])
+def test_each_block_of_64_rows_and_128_columns_has_a_scale(gate_block):
+    rng = np.random.default_rng(3)
+    x = rng.normal(size=(2, 256, 256)) * rng.uniform(0.1, 10, (2, 256, 1))
+    w = packed(jnp.asarray(x, jnp.float32), gate_block)
+    assert w.scale.shape == (2, 4, 2) and w.values.dtype == jnp.float8_e4m3fn
+    # The rows of a block, by their numbers among the gates and ups.
+    rows = np.arange(256).reshape(4, 64)
+    if gate_block is not None:
+        rows = np.arange(256).reshape(2, -1, 2, gate_block).swapaxes(1, 2).reshape(4, 64)
+    for block, of_block in enumerate(rows):
+        largest = np.abs(x[:, of_block].reshape(2, 64, 2, 128)).max((1, 3))
+        np.testing.assert_allclose(w.scale[:, block], largest / 448, rtol=1e-6)
+        of_rows = np.asarray(row_scales(w, gate_block))[:, of_block]
+        np.testing.assert_array_equal(of_rows, np.broadcast_to(w.scale[:, block, None], of_rows.shape))
+    back = np.asarray(dequantize_block_fp8(w, gate_block))
+    off = np.abs(back - x) / np.repeat(np.asarray(row_scales(w, gate_block)), 128, -1)
+    assert (
+        off.max() <= 16 * (1 + 1e-5)
+        and (off <= np.abs(x) / np.repeat(np.asarray(row_scales(w, gate_block)), 128, -1) / 16 + 2**-9).all()
+    )
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "gate_block"), [(96, 128, None), (64, 192, None), (192, 128, 32), (256, 128, 48)]
+)
+def test_partial_blocks_are_refused(n, k, gate_block):
+    with pytest.raises(ValueError, match=f"N={n}, K={k}, gate_block={gate_block}: accepted are"):
+        quantize_block_fp8(jnp.zeros((1, n, k)), gate_block)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"scale": jnp.zeros((2, 1, 1))}, r"\(2, 1, 1\)\]: accepted are \[\(16, 1\), \(2, 2, 1\)\]"),
+        ({"values": jnp.zeros((2, 128, 128), jnp.int8)}, "dtypes .*int8"),
+    ],
+)
+def test_wrong_parts_are_named(change, said):
+    x, w = given_operands(8, 2, 128, 128)
+    groups = list_groups(jnp.zeros((8, 1), jnp.int32), 2, 8)
+    x = jax.tree.map(lambda one: one[groups.pairs], x)
+    with pytest.raises(ValueError, match=said):
+        grouped_gemm(x, w._replace(**change), groups)
+
+
+def test_a_bias_is_added_before_the_gate():
+    x, w = given_operands(9, 2, 256, 128, 32)
+    picked = jnp.zeros((9, 1), jnp.int32)
+    groups = api.list_groups(picked, 2)
+    rows = jax.tree.map(lambda one: one[groups.pairs], x)
+    bias = jnp.asarray(np.random.default_rng(5).normal(size=(2, 256)), jnp.float32)
+    found = jax.jit(functools.partial(api.grouped_gemm, **GATES))(rows, w, groups, bias=bias)
+    weight = dequantize_block_fp8(w, 32)
+    plain = functools.partial(reference.grouped_gemm, **GATES, bias=bias)
+    wanted = jax.jit(plain)(dequantize(rows), weight, groups)
+    assert error_of(found, np.asarray(wanted[groups.places.reshape(-1)], np.float64), groups) < 4e-3
