@@ -5,7 +5,7 @@
 check-PRECISION compares the tokens of overlapped plans with those of the sequential step, with all 80 layers
 (`check_plan`). windows-PRECISION measures plans in long windows at 1024/512, and sharegpt-PRECISION at lengths
 like ShareGPT's (`plan_windows`). The survey of both has the plans of the ablation. end-to-end-PRECISION runs
-`bench throughput` with the served plans and with the sequential plan. offload-PRECISION is the same run with
+`bench throughput` with the found plan and with the sequential plan. offload-PRECISION is the same run with
 KV pages that are copied to host memory. A report is benchmarks/h200/llama-3-70b/WHAT-tpN-PRECISION.json.
 """
 
@@ -38,7 +38,6 @@ class Setting:
       pages: pages of the KV cache.
       sequences: requests of `bench throughput`, and its `max_num_seqs`.
       decode_sizes: step sizes without prefill in `bench throughput`.
-      served: a plan, or a folder of plans for steps of several sizes, in `bench throughput`; default: `found`.
     """
 
     found: str
@@ -49,7 +48,6 @@ class Setting:
     pages: int
     sequences: int
     decode_sizes: str = "128,256,384,512"
-    served: str = ""
 
 
 SETTINGS = {
@@ -94,7 +92,6 @@ SETTINGS = {
         40_000,
         1200,
         "256,512,768,1024,1280",
-        "tp4-fp8/served",
     ),
     (4, "bf16"): Setting(
         "searched/tp4-bfloat16.json",
@@ -142,8 +139,8 @@ def command(what: str, precision: str, devices: int) -> list[str]:
         return [python, "-m", "benchmarks.plan_windows", *engine, *plans, *sizes, *workload, *out]
     lengths = ["--input_len", "1024", "--output_len", "512", "--num_requests", str(s.sequences)]
     seqs = ["--max_num_seqs", str(s.sequences), "--max_model_len", "4096"]
-    plan = ["--plan", files([s.served or s.found]), "--step_sizes", s.decode_sizes, "--compare_sequential"]
-    copied = ["--kv_offloading_size", "128", "--enable_prefix_caching"]
+    plan = ["--plan", files([s.found]), "--step_sizes", s.decode_sizes, "--compare_sequential"]
+    copied = ["--kv_offloading_size", "48", "--enable_prefix_caching"]
     tier = copied if what == "offload" else ["--noenable_prefix_caching"]
     return [python, "-m", "jaxflow.bench", "throughput", *engine, *lengths, *seqs, *tier, *plan, *out]
 

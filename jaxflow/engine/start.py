@@ -553,8 +553,7 @@ def _make_stages(
         buckets = {tokens: tuple(several) for tokens, several in plans.items()}
         values = to_values(loaded[0])
         launched = None if graphs is None else dict(graphs)
-        untimed_programs = on_gpu() and untimed(config.quantization, this_device().capability)
-        target = target_of(meshes[0]) if untimed_programs else None
+        target = target_of(meshes[0]) if _untimed(config, plans) else None
         assert made[0].lowered is not None
         made[0].lowered = dataclasses.replace(made[0].lowered, target=target)
         lowering.describe(
@@ -680,7 +679,7 @@ def make_stage(
             plan_of(layout), layers, tp, quantized=quantization == "fp8", pdl=early(layout)
         ),
         options_of=options_of,
-        options=untimed(quantization, this_device().capability) if on_gpu() else {},
+        options=_untimed(config, plans),
         lowered=lowered,
         kv_dtype=jnp.dtype(config.kv_cache_dtype),
         max_model_len=config.max_model_len,
@@ -689,6 +688,14 @@ def make_stage(
         times=times,
         name="" if stage.is_model else f" of layers {stage.first} to {stage.stop}",
     )
+
+
+def _untimed(config: EngineConfig, plans: Mapping[int, Sequence[Plan]]) -> dict[str, Any]:
+    """Return `untimed` of this process's device; {} on a CPU."""
+    if not on_gpu():
+        return {}
+    all_plans = [plan for several in plans.values() for plan in several]
+    return untimed(config.quantization, this_device().capability, config.tensor_parallel_size, all_plans)
 
 
 def has_program_a_layer(plan: Plan, layers: ModelConfig) -> bool:

@@ -12,7 +12,9 @@ import pytest
 from jaxflow.engine.ahead_of_time import Target, compile_for, machine_code, target_mesh, target_of, untimed
 from jaxflow.engine.lowered_cache import Kept, LoweredPrograms, compile_program, write_signed
 from jaxflow.engine.start_times import StartTimes
+from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.parallel.mesh import make_mesh
+from jaxflow.pipeline.handwritten import copied, sequential_plan, two_nano_batch_plan
 
 TARGET = Target("a device", ("jaxlib 1",), "")
 SHAPE = jax.ShapeDtypeStruct(
@@ -139,6 +141,15 @@ def test_on_an_h200_products_are_those_of_cublas_and_donated_arguments_stay_in_p
 )
 def test_programs_without_timed_products(quantization, capability, given):
     assert bool(untimed(quantization, capability)) == given
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_overlapped_plans_over_several_gpus_time_their_products(tp):
+    model = open_checkpoint("llama-3.1-8b", load_format="dummy").model_config
+    plain, cut = sequential_plan(model, 64, tp), two_nano_batch_plan(model, 64, 32, tp=tp)
+    assert untimed(None, "9.0", tp, [plain])
+    for plan in (cut, copied(plain)):
+        assert bool(untimed(None, "9.0", tp, [plain, plan])) == (tp == 1)
 
 
 def test_a_compiler_of_other_versions_is_refused():
