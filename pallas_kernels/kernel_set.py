@@ -23,6 +23,7 @@ from pallas_kernels.gemm import reference as gemm_reference
 from pallas_kernels.gemm.api import HopperGemm, Product
 from pallas_kernels.gemm.grouped import groups as expert_groups
 from pallas_kernels.gemm.grouped import reference as grouped_reference
+from pallas_kernels.gemm.sorted_rows import reference as sorted_rows_reference
 from pallas_kernels.gemm.tuned_table import load
 from pallas_kernels.pointwise.draw import reference as draw_reference
 from pallas_kernels.pointwise.norm import reference as norm_reference
@@ -84,6 +85,7 @@ class KernelSet:
     draw: Callable = draw_reference.draw
     quantize_rows: Callable = quantize_reference.quantize_rows
     top_k: Callable = top_k_reference.top_k
+    sort_rows: Callable = sorted_rows_reference.sort_rows
     grouped_gemm: Callable = grouped_reference.grouped_gemm
     latent_append: Callable = latent_reference.append
     latent_decode_attention: Callable = latent_reference.decode_attention
@@ -295,6 +297,7 @@ def _mosaic(m: Model, device: str) -> KernelSet:
     from pallas_kernels.attention.chunk import api as chunk_attention
     from pallas_kernels.attention.decode import api as decode_attention
     from pallas_kernels.gemm.grouped import api as grouped_gemm
+    from pallas_kernels.gemm.sorted_rows import api as sorted_rows
     from pallas_kernels.hopper import ptxas_version
     from pallas_kernels.pointwise.draw import api as draw
     from pallas_kernels.pointwise.norm import api as rms_norm
@@ -318,7 +321,11 @@ def _mosaic(m: Model, device: str) -> KernelSet:
         "draw": {"draw": draw.draw},
         "quantize_rows": {"quantize_rows": quantize_rows.quantize_rows},
         "top_k": {"top_k": top_k.top_k},
-        "grouped_gemm": {name: getattr(grouped_gemm, name) for name in ("grouped_gemm", "list_groups")},
+        "grouped_gemm": {
+            "grouped_gemm": grouped_gemm.grouped_gemm,
+            "list_groups": grouped_gemm.list_groups,
+            "sort_rows": sorted_rows.sort_rows,
+        },
     }
     queries, int8 = m.queries_per_kv_head, m.kv_dtype == "int8"
     room = rope_append.takes(m.kv_heads, queries, m.head_dim, m.kv_dtype != m.dtype)

@@ -520,11 +520,11 @@ attn_gather, mlp_gather = op("attn_gather")(_gather), op("mlp_gather")(_gather)
 def router(
     c: Context, w: Weights, batch: Batch | None, start: int, stop: int, h: Float[Array, "t D"]
 ) -> Routing:
-    """Return the likeliest experts of each token, with softmax weights over all experts, sorted by expert.
+    """Return the likeliest experts of each token, with softmax weights over all experts.
 
     `ModelConfig.norm_topk_prob` scales the weights of a token's experts to a sum of 1. A `SigmoidRouter` chooses
     by `jaxflow.model.sigmoid_router`. A token goes to one copy of an expert (`jaxflow.model.expert_copies`).
-    Between data-parallel ranks the groups are those of `jaxflow.model.exchanged_experts`.
+    Between data-parallel ranks the result has the groups of `jaxflow.model.exchanged_experts`.
     """
     chosen, weights = _choose(c, w, h)
     experts, logical = chosen, None
@@ -536,7 +536,7 @@ def router(
         is_token = None if batch is None else batch.is_token[start:stop]
         groups = list_sent(experts, _num_held(c, w), is_token)
     else:
-        groups = _groups(c, w, experts)
+        groups = None  # `expert_up_gate` sorts
     return Routing(experts, weights, groups, logical)
 
 
@@ -563,13 +563,15 @@ def _groups(c: Context, w: Weights, experts: Int[Array, "t e"]) -> Groups:
 
     Where experts have copies, these are slots.
     """
-    number = _num_held(c, w)
+    return c.kernels.list_groups(experts, _num_held(c, w), held=_held(c, w))
+
+
+def _held(c: Context, w: Weights) -> HeldExperts | None:
+    """Return this device's experts; None where every device has a share of all."""
     if c.expert_axis is None:
-        return c.kernels.list_groups(experts, number)
-    count = number // lax.axis_size(c.expert_axis)
-    return c.kernels.list_groups(
-        experts, number, held=HeldExperts(lax.axis_index(c.expert_axis) * count, count)
-    )
+        return None
+    count = _num_held(c, w) // lax.axis_size(c.expert_axis)
+    return HeldExperts(lax.axis_index(c.expert_axis) * count, count)
 
 
 @op("expert_up_gate")
@@ -585,9 +587,10 @@ def expert_up_gate(c: Context, w: Weights, h: Float[Array, "t D"], routing: Rout
         groups, back = received.groups, received.back
         rows = _as_stored(c, w["expert_up_gate"], received.rows)
     else:
-        groups, back = routing.groups or _groups(c, w, routing.experts), None
-        x, token = _as_stored(c, w["expert_up_gate"], h), groups.pairs // routing.experts.shape[1]
-        rows = jax.tree.map(lambda one: one[token], x)
+        back, quantize = None, isinstance(w["expert_up_gate"], Quantized)
+        groups, rows = c.kernels.sort_rows(
+            h, routing.experts, _num_held(c, w), quantize=quantize, held=_held(c, w), **_sms(c)
+        )
     a = c.kernels.grouped_gemm(rows, w["expert_up_gate"], groups, **gates, **_sms(c))
     return ExpertRows(a, groups, back)
 
@@ -601,7 +604,7 @@ def expert_down(
     a: in the tokens' order if the rows of `expert_up_gate` were of other tokens.
     """
     if not isinstance(a, ExpertRows):
-        groups = routing.groups or _groups(c, w, routing.experts)
+        groups = _groups(c, w, routing.experts)
         a = ExpertRows(a.reshape(-1, a.shape[-1])[groups.pairs], groups)
     shares = c.expert_axis is None  # each device has a share of every expert, and all have the bias
     down_bias = w.get("expert_down_bias")

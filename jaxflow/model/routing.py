@@ -20,7 +20,7 @@ from pallas_kernels.gemm.grouped.groups import Groups
 class Routing:
     """The experts that each token goes to, and their weights.
 
-    groups: the pairs sorted by expert; None for tokens that were not routed together.
+    groups: the pairs sorted by expert where data-parallel ranks send them; else None.
     logical: where experts have copies, the chosen experts; `experts` then holds the slots of the copies.
     """
 

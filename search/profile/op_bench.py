@@ -244,10 +244,12 @@ class LayerBench:
                 routing = self.routing(tokens)
                 if op == "expert_up_gate":
                     return stream, routing
-                made = jax.eval_shape(
-                    lambda w, h: ops.expert_up_gate(Site(c, w), h, routing), w, stream
-                )  # rows are drawn, and the groups stay the routing's
-                return dataclasses.replace(made, groups=routing.groups), routing
+                made = jax.eval_shape(lambda w, h: ops.expert_up_gate(Site(c, w), h, routing), w, stream)
+                # The rows are drawn, and the groups are real.
+                listed = jax.jit(self.kernels.list_groups, static_argnums=1)
+                return dataclasses.replace(
+                    made, groups=listed(routing.experts, self.config.num_experts)
+                ), routing
             case _:
                 raise ValueError(f"op={op!r}: {', '.join(self.ops)} are this layer's")
 
@@ -257,7 +259,7 @@ class LayerBench:
         chosen = np.argsort(rng.random((tokens, number)), axis=1)[:, : self.config.experts_per_token]
         experts = jnp.asarray(chosen, jnp.int32)
         weights = jnp.full(experts.shape, 1 / experts.shape[1], jnp.float32)
-        return Routing(experts, weights, jax.jit(self.kernels.list_groups, static_argnums=1)(experts, number))
+        return Routing(experts, weights)
 
     def work(self, case: OpCase, batch: Batch, kv: Any) -> Any:
         """Return the work list of attention, which the engine builds once a step; None for other ops."""

@@ -4,7 +4,7 @@ A call of `grouped_gemm` is `expert_up_gate` and `expert_down` over rows that ar
 counts the weights of the experts that the routing touches. `lax.ragged_dot` multiplies every row with every
 expert's weight, and runs for few tokens only. JAX's Mosaic kernel and the dense product leave gates to XLA
 or read one weight. In e4m3 a call also quantizes the rows between the products. A call of `expert_layer` is
-the layer's part from the router to the sum by token; `top_k` is an op of this part. gpt-oss's
+the layer's part from the router to the sum by token; `top_k` and `sort_rows` are ops of this part. gpt-oss's
 experts are in MXFP4; XLA applies their gates for all implementations.
 """
 
@@ -32,6 +32,7 @@ from pallas_kernels.gemm.grouped.int4_format import quantize_experts
 from pallas_kernels.gemm.grouped.mxfp4_format import quantize_mxfp4
 from pallas_kernels.gemm.grouped.routings import draw_routing
 from pallas_kernels.gemm.reference import finish
+from pallas_kernels.gemm.sorted_rows import api as sorted_rows
 from pallas_kernels.kernel_set import kernel_set_for
 from pallas_kernels.measure.peaks import Least
 from pallas_kernels.measure.timing import looped
@@ -49,7 +50,7 @@ MOSAIC = {"swapped": swapped, "tiles of 128": padded}
 STREAM_BYTES_PER_S = 4.5e12  # measured reads of an H200
 INT4_BYTES = 1 / 2 + 4 / GROUP  # a scale and a zero have two bytes each
 FEW = 64  # tokens up to which XLA's ragged product runs
-_CALLS, _ROUNDS = 8, 32  # of `top_k`: calls in a loop's body, and rounds of the loop
+_CALLS, _ROUNDS = 8, 32  # of `top_k` and `sort_rows`: calls in a loop's body, and rounds of the loop
 
 
 @functools.cache
@@ -326,7 +327,45 @@ def _top_k(model: str, tokens: int) -> dict[str, Implementation]:
     return {"mosaic": program(top_k_api.top_k), "xla": program(top_k_reference.top_k)}
 
 
+def _sort_rows(model: str, tokens: int, quantize: bool) -> dict[str, Implementation]:
+    """Prepare the sort of the tokens' rows by expert. Each call has a routing and rows of its own."""
+    config, rng = _config(model), np.random.default_rng(tokens)
+    number, chosen = config.num_experts, config.experts_per_token
+    xs = [
+        (
+            jax.random.normal(jax.random.key(i), (tokens, config.hidden_size), jnp.bfloat16),
+            jnp.asarray(draw_routing(rng, tokens, number, chosen)),
+        )
+        for i in range(_CALLS)
+    ]
+
+    def program(sort: Callable) -> Implementation:
+        def one(x: tuple[jax.Array, jax.Array], _: None) -> Any:
+            return sort(*x, number, quantize=quantize)
+
+        run = looped(jax.jit(one), _ROUNDS)
+        return Implementation(lambda: run(xs, [None] * _CALLS), _ROUNDS * _CALLS, float(tokens))
+
+    return {"mosaic": program(sorted_rows.sort_rows), "xla": program(sorted_rows.sort_by_xla)}
+
+
 GROUPS = (
+    KernelGroup(
+        "sort_rows",
+        "tok/s",
+        tuple(
+            KernelCase(
+                f"{model} T {tokens}{name}",
+                functools.partial(_sort_rows, model, tokens, quantize),
+                ratio=1.0,
+            )
+            for tokens in TOKENS
+            if tokens <= sorted_rows.MOST_TOKENS
+            for model in MODELS
+            for name, quantize in {"": False, " e4m3": True}.items()
+        ),
+        on_request=True,
+    ),
     KernelGroup(
         "top_k",
         "tok/s",

@@ -80,10 +80,7 @@ def list_groups(
     if experts.shape[0] == 1:
         return _list_one_token(experts[0], num_experts, rows, align, partial=held is not None)
     flat = experts.reshape(-1)
-    n = experts.shape[0] * min(experts.shape[1], num_experts)  # pairs that can have a row
-    touched = min(n, num_experts)
-    length = (n + (align - 1) * touched) // align * align + rows - align
-    tiles = min(n, (n + (rows - 1) * touched) // rows)  # an expert has one incomplete tile; no tile is empty
+    length, tiles = most_rows_and_tiles(*experts.shape, num_experts, rows, align)
     counts, earlier = _count(flat, num_experts)
     sizes = (counts + align - 1) // align * align
     of_expert = (sizes + rows - 1) // rows
@@ -115,6 +112,19 @@ def list_groups(
     )
 
 
+def most_rows_and_tiles(tokens: int, chosen: int, num_experts: int, rows: int, align: int) -> tuple[int, int]:
+    """Return the upper bounds of the rows and of the tiles of `tokens` tokens.
+
+    rows, align: as for `list_groups`. num_experts: the experts that get rows.
+    """
+    n = tokens * min(chosen, num_experts)  # pairs that can have a row
+    touched = min(n, num_experts)
+    length = (n + (align - 1) * touched) // align * align + rows - align
+    return length, min(
+        n, (n + (rows - 1) * touched) // rows
+    )  # an expert has one incomplete tile; no tile is empty
+
+
 def _beyond(length: int, places: Int[Array, " n"], has_row: Bool[Array, " n"]) -> Int[Array, " n"]:
     """Return the places, and a place of its own from `length` on for each pair without a row."""
     return jnp.where(has_row, places, length + jnp.arange(places.shape[0], dtype=jnp.int32))
@@ -128,7 +138,7 @@ def _list_one_token(
     partial: experts of `num_experts` or more get no tile.
     """
     chosen = min(experts.shape[0], num_experts)
-    length = chosen * align + rows - align
+    length, _ = most_rows_and_tiles(1, chosen, num_experts, rows, align)
     tile = jnp.arange(chosen, dtype=jnp.int32)
     place = jnp.sum((experts[None, :] < experts[:, None]).astype(jnp.int32), axis=1)
     places, count = place * align, jnp.full(1, chosen, jnp.int32)

@@ -79,14 +79,11 @@ def _rows(x_ref, *refs, start, ctas, pdl):
     wait_for_last(pdl)
     *tops, values_ref, scale_ref = refs
     m, c = x_ref.shape
-    vector = next(v for v in (8, 4, 2, 1) if c % (128 * v) == 0)  # elements of one load, up to 16 bytes
-    layout = plgpu.Layout.WG_STRIDED((c,), vector)
 
     def quantize(row, ref):
-        x = plgpu.load(ref.at[row], layout=layout).astype(jnp.float32)
-        scale = jnp.maximum(jnp.max(jnp.abs(x)), _SMALLEST) * (1.0 / _E4M3_MAX)
-        scale_ref[row] = scale
-        values_ref.at[row][...] = (x * (1.0 / scale)).astype(values_ref.dtype)
+        x = plgpu.load(ref.at[row], layout=layout_of(c)).astype(jnp.float32)
+        values, scale_ref[row] = scaled(x)
+        values_ref.at[row][...] = values.astype(values_ref.dtype)
 
     @pl.loop(lax.axis_index("cta"), m, step=ctas)
     def _(row):
@@ -95,3 +92,15 @@ def _rows(x_ref, *refs, start, ctas, pdl):
         top_ref, top_rows = tops[0], tops[1][0] - start
         pl.when(row < top_rows)(lambda: quantize(row, top_ref))
         pl.when(row >= top_rows)(lambda: quantize(row, x_ref))
+
+
+def layout_of(columns: int):
+    """Return the layout of a row of `columns` numbers of 16 bits in a warpgroup's registers."""
+    vector = next(v for v in (8, 4, 2, 1) if columns % (128 * v) == 0)  # elements of one load, up to 16 bytes
+    return plgpu.Layout.WG_STRIDED((columns,), vector)
+
+
+def scaled(row: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return a row of float32 in a warpgroup's registers divided by its scale, for e4m3, and the scale."""
+    scale = jnp.maximum(jnp.max(jnp.abs(row)), _SMALLEST) * (1.0 / _E4M3_MAX)
+    return row * (1.0 / scale), scale

@@ -1,0 +1,1 @@
+"""The rows of a mixture's experts, from the rows of its tokens."""

@@ -1,0 +1,104 @@
+"""Check the sort of a mixture's rows against the groups and the gather of XLA on a GPU, and time both.
+
+    python -m pallas_kernels.gemm.sorted_rows.gpu_check [--seconds 0.6] [--only check,time] [--json FILE]
+
+All integers are equal, and so are all bits of the rows. Skewed routings leave experts without a token, or give
+them several tiles.
+"""
+
+import dataclasses
+import functools
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.gemm.grouped.routings import draw_routing
+from pallas_kernels.gemm.sorted_rows import api
+from pallas_kernels.measure import script
+from pallas_kernels.measure.inputs import poison_memory
+from pallas_kernels.measure.script import record
+from pallas_kernels.measure.timing import interleaved, looped
+
+MODELS = {  # experts, experts per token, columns
+    "qwen3-30b-a3b": (128, 8, 2048),
+    "mixtral-8x7b": (8, 2, 4096),
+    "gpt-oss-20b": (32, 4, 2880),
+    "deepseek-v3": (256, 8, 7168),
+}
+CALLS, ROUNDS = 8, 32  # calls in a loop's body, and rounds of the loop
+
+
+def drawn(rng, tokens, experts, chosen, columns, zipf=0.0):
+    """Return random rows and a random routing."""
+    x = jax.random.normal(jax.random.key(rng.integers(2**31)), (tokens, columns), jnp.bfloat16)
+    return x, jnp.asarray(draw_routing(rng, tokens, experts, chosen, zipf))
+
+
+def used(groups, rows):
+    """Return the parts of the groups that are defined, and the row of each pair."""
+    tiles, places = int(groups.count[0]), np.asarray(groups.places)
+    listed = [np.asarray(one)[:tiles] for one in (groups.experts, groups.starts, groups.ends)]
+    parts = jax.tree.leaves(rows)
+    bits = [part.view(np.uint8) for part in (np.asarray(part[places]) for part in parts)]
+    return [places, np.asarray(groups.pairs)[places], np.asarray(groups.sizes), *listed, *bits]
+
+
+def check(rows, rng, tokens, experts, chosen, columns, quantize, zipf=0.0, sms=None):
+    given = drawn(rng, tokens, experts, chosen, columns, zipf)
+    run, wanted = (
+        jax.jit(functools.partial(sort, num_experts=experts, quantize=quantize, sms=sms))
+        for sort in (api.sort_rows, api.sort_by_xla)
+    )
+    poison_memory(jax.eval_shape(run, *given))
+    got, again, want = (used(*one(*given)) for one in (run, run, wanted))
+    ok, same = (all(map(np.array_equal, got, other)) for other in (want, again))
+    case = {"t": tokens, "experts": experts, "d": columns, "quantize": quantize, "zipf": zipf, "sms": sms}
+    record(rows, what="check sort_rows", ok=ok and same, same_bits=same, **case)
+
+
+def checks(rows):
+    case = functools.partial(check, rows, np.random.default_rng(time.time_ns()))
+    for experts, chosen, columns in MODELS.values():
+        for tokens in (1, 8, 64, api.MOST_TOKENS):
+            quantized = (False,) if columns % 128 else (False, True)
+            for quantize in quantized:
+                case(tokens, experts, chosen, columns, quantize)
+    case(77, 128, 8, 2048, True, zipf=1.2)
+    case(200, 128, 8, 2048, False, zipf=3.0)
+    case(64, 33, 5, 384, True, zipf=1.2, sms=1)
+    case(13, 500, 3, 16384, True)
+
+
+def timings(rows, seconds):
+    rng = np.random.default_rng(0)
+    for model, (experts, chosen, columns) in MODELS.items():
+        for tokens in (1, 8, 64, 128, api.MOST_TOKENS):
+            if not api.supports(tokens, chosen, experts, columns):
+                continue
+            xs = [drawn(rng, tokens, experts, chosen, columns) for _ in range(CALLS)]
+            for quantize in (False, True):
+
+                def one(sort, x, _, experts=experts, quantize=quantize):
+                    return sort(*x, experts, quantize=quantize)
+
+                ways = {
+                    name: functools.partial(
+                        looped(jax.jit(functools.partial(one, sort)), ROUNDS), xs, [None] * CALLS
+                    )
+                    for name, sort in (("mosaic", api.sort_rows), ("xla", api.sort_by_xla))
+                }
+                for name, t in interleaved(ways, calls=CALLS * ROUNDS, seconds=seconds).items():
+                    own = {"model": model, "t": tokens, "quantize": quantize}
+                    record(rows, what=name, **own, **dataclasses.asdict(t))
+
+
+if __name__ == "__main__":
+    script.main(
+        __doc__,
+        {
+            "check": lambda rows, *_: checks(rows),
+            "time": lambda rows, _, seconds: timings(rows, seconds),
+        },
+    )

@@ -1,0 +1,39 @@
+"""Reference implementation of the sort of a mixture's rows by expert."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.gemm.grouped.groups import Groups, HeldExperts, list_groups
+from pallas_kernels.pointwise.quantize.reference import quantize_rows
+from pallas_kernels.quantized import Quantized
+
+
+def sort_rows(
+    x: Float[Array, "T D"],
+    experts: Int[Array, "T e"],
+    num_experts: int,
+    *,
+    quantize: bool = False,
+    held: HeldExperts | None = None,
+    sms: int | None = None,
+) -> tuple[Groups, Float[Array, "M D"] | Quantized]:
+    """Return the groups of a routing, and the row of x for each row of the groups.
+
+    Unused rows are undefined.
+
+    Args:
+      experts: the chosen experts of each token, all different. num_experts: of the model.
+      quantize: return the rows in e4m3 with a scale [M] for each row.
+      held: the experts that get rows; None: all.
+      sms: number of SMs that a kernel may occupy; the result does not depend on it.
+    """
+    del sms
+    groups = list_groups(experts, num_experts, held=held)
+    return groups, gather(quantize_rows(x) if quantize else x, groups)
+
+
+def gather(x: Float[Array, "T D"] | Quantized, groups: Groups) -> Float[Array, "M D"] | Quantized:
+    """Return the token's row of x for each row of the groups."""
+    tokens = groups.pairs // groups.places.shape[1]
+    return jax.tree.map(lambda rows: jnp.asarray(rows)[tokens], x)

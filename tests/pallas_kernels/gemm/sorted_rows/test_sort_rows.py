@@ -1,0 +1,95 @@
+"""The sort of a mixture's rows: the kernel in the interpreter, its fallback, and the H200 code."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from h200 import abstract, compile_for_h200, h200_mesh
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.gemm.grouped.groups import HeldExperts
+from pallas_kernels.gemm.grouped.routings import draw_routing
+from pallas_kernels.gemm.sorted_rows import api, reference
+from pallas_kernels.gemm.sorted_rows.gpu_check import used
+from pallas_kernels.pointwise.quantize.reference import quantize_rows
+
+interpreted = functools.partial(api.sort_rows, interpret=plgpu.InterpretGPUParams())
+
+
+def given(tokens: int, experts: int, chosen: int, columns: int = 128, zipf: float = 0.0):
+    rng = np.random.default_rng(tokens)
+    x = jnp.asarray(rng.normal(size=(tokens, columns)), jnp.bfloat16)
+    return x, jnp.asarray(draw_routing(rng, tokens, experts, chosen, zipf))
+
+
+def by_pair(sorted_rows) -> list[np.ndarray]:
+    """Return each pair's row, or its numbers and its scale, in the tokens' order."""
+    groups, rows = sorted_rows
+    return [np.asarray(part[groups.places], np.float32) for part in jax.tree.leaves(rows)]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "chosen", "zipf"), [(1, 128, 8, 0.0), (9, 130, 4, 1.2), (35, 6, 2, 1.2)]
+)
+@pytest.mark.parametrize("quantize", [False, True])
+def test_the_kernel_gives_the_groups_and_the_bits_of_the_reference(tokens, experts, chosen, zipf, quantize):
+    """Test one token, experts that do not fill the threads, and experts with several tiles, on few CTAs."""
+    x, picked = given(tokens, experts, chosen, 256 if tokens == 9 else 128, zipf)
+    got = interpreted(x, picked, experts, quantize=quantize, sms=1)
+    groups = api.sort_by_xla(x, picked, experts)[0]
+    want = quantize_rows(x) if quantize else x
+    rows = jax.tree.map(lambda part: jnp.asarray(part)[groups.pairs // chosen], want)
+    for one, other in zip(used(*got), used(groups, rows), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert (got[0].rows, got[0].align, got[0].partial) == (groups.rows, groups.align, False)
+    assert got[0].pairs.shape == groups.pairs.shape
+    for one, other in zip(
+        by_pair(got), by_pair(reference.sort_rows(x, picked, experts, quantize=quantize)), strict=True
+    ):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_tokens_row_does_not_depend_on_the_batch():
+    x, picked = given(13, 6, 2)
+    together = by_pair(interpreted(x, picked, 6, quantize=True))
+    alone = by_pair(interpreted(x[5:6], picked[5:6], 6, quantize=True))
+    for one, other in zip(together, alone, strict=True):
+        np.testing.assert_array_equal(one[5:6], other)
+
+
+def test_xla_sorts_other_sizes_and_the_experts_of_a_device():
+    assert api.supports(api.MOST_TOKENS, 8, 128, 2048) and not api.supports(api.MOST_TOKENS + 1, 8, 128, 2048)
+    assert not api.supports(8, 2, 6, 64) and not api.supports(200, 2, 2, 128)
+    x, picked = given(5, 6, 2, 64)
+    groups, rows = api.sort_rows(x, picked, 6)
+    assert isinstance(rows, jax.Array)
+    np.testing.assert_array_equal(rows[groups.places], jnp.repeat(x[:, None], 2, 1))
+    x, picked = given(5, 6, 2)
+    groups, rows = api.sort_rows(x, picked, 6, held=HeldExperts(jnp.int32(2), 2))
+    assert groups.partial and isinstance(rows, jax.Array)
+    own = np.asarray((picked >= 2) & (picked < 4))
+    places = np.asarray(groups.places)[own]
+    np.testing.assert_array_equal(rows[places], x[np.nonzero(own)[0]])
+
+
+def test_unsupported_arguments_are_named():
+    x, picked = given(5, 6, 2)
+    for rows, experts in ((x.astype(jnp.float32), picked), (x[1:], picked)):
+        with pytest.raises(ValueError, match="accepted are bfloat16"):
+            api.sort_rows(rows, experts, 6)
+    with pytest.raises(ValueError, match="sms=0: accepted are 1 to 132"):
+        api.sort_rows(x, picked, 6, sms=0)
+
+
+@pytest.mark.parametrize("quantize", [False, True])
+def test_for_the_h200_it_is_one_kernel_that_spills_nothing(quantize, tmp_path, monkeypatch):
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
+    shapes = jax.ShapeDtypeStruct((64, 2048), jnp.bfloat16), jax.ShapeDtypeStruct((64, 8), jnp.int32)
+    one = functools.partial(api.sort_rows, num_experts=128, quantize=quantize)
+    compiled = compile_for_h200(one, *abstract(h200_mesh(), shapes))
+    assert [thunk.kind for thunk in compiled.thunks] == ["kCustomCall"]
+    logs = "".join(path.read_text(errors="replace") for path in tmp_path.glob("sort_rows*.ptxas"))
+    assert set(re.findall(r"(\d+) bytes spill", logs)) == {"0"}
