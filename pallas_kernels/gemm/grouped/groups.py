@@ -80,7 +80,7 @@ def list_groups(
     if experts.shape[0] == 1:
         return _list_one_token(experts[0], num_experts, rows, align, partial=held is not None)
     flat = experts.reshape(-1)
-    length, tiles = most_rows_and_tiles(*experts.shape, num_experts, rows, align)
+    length, tiles = most_rows_and_tiles(experts.shape[0], experts.shape[1], num_experts, rows, align)
     counts, earlier = _count(flat, num_experts)
     sizes = (counts + align - 1) // align * align
     of_expert = (sizes + rows - 1) // rows
