@@ -367,8 +367,8 @@ class EngineConfig:
     )
     step_sizes: str | None = _setting(
         None,
-        "Sizes in tokens of the smaller compiled steps, as 256,512. Fewer sizes start faster and pad more. "
-        "Default: powers of two and a few sizes between.",
+        "Sizes in tokens of the smaller compiled steps, as 256,512. Fewer sizes start faster and pad more. In Python "
+        "also a list or a tuple of numbers. Default: powers of two and a few sizes between.",
     )
     max_num_seqs: int | None = _setting(
         None,
@@ -496,11 +496,14 @@ class EngineConfig:
         ):
             value = getattr(self, field)
             check(field, value is None or value >= 1, "a positive number")
-        sizes = [] if self.step_sizes is None else self.step_sizes.split(",")
+        if isinstance(self.step_sizes, list | tuple):  # of the Python API; flags and files hold text
+            object.__setattr__(self, "step_sizes", ",".join(map(str, self.step_sizes)))
+        known = self.step_sizes is None or isinstance(self.step_sizes, str)
+        sizes = self.step_sizes.split(",") if known and self.step_sizes is not None else []
         check(
             "step_sizes",
-            all(one.isdecimal() and int(one) for one in sizes),
-            "numbers of tokens, as 256,512",
+            known and all(one.isdecimal() and int(one) for one in sizes),
+            "numbers of tokens, as '256,512' or (256, 512)",
         )
         tokens = self.max_num_batched_tokens
         check(

@@ -75,6 +75,14 @@ def test_the_sizes_that_are_asked_for_and_the_budget_are_compiled(checkpoint):
     assert step_sizes(dataclasses.replace(config, step_sizes=None)) == token_buckets(512, sparse=True)
 
 
+@pytest.mark.parametrize("sizes", [(128, 16, 128), [16, 128]])
+def test_step_sizes_may_be_numbers(sizes):
+    as_text = EngineConfig(LLAMA, max_num_batched_tokens=512, step_sizes=",".join(map(str, sizes)))
+    as_numbers = EngineConfig(LLAMA, max_num_batched_tokens=512, step_sizes=sizes)
+    assert as_numbers == as_text
+    assert step_sizes(as_numbers) == (16, 128, 512)
+
+
 class TestResolve:
     def test_everything_left_open_is_decided(self, checkpoint):
         model = checkpoint.model_config
