@@ -312,6 +312,12 @@ def _multiplier(form, steps, wg, x_s, w_s, o_s, o_ref, scales, full, empty, fact
             return
         if of_tiles is not None:
             plgpu.barrier_wait(of_tiles.full.at[turn])
+        early = None
+        if scales and tile.box == tile.rows:  # loaded while the operands arrive, because registers are free
+            early = (
+                _channel_scales(form, scales[1], expert * form.n + row),
+                _token_scales(form, scales, start),
+            )
 
         def product(acc):
             def one(step, _):
@@ -338,7 +344,7 @@ def _multiplier(form, steps, wg, x_s, w_s, o_s, o_ref, scales, full, empty, fact
             def sums_of(half, token, count):
                 return y[64 * half : 64 * half + 64, token : token + count]
 
-            finished = _epilogue(form, sums_of, scales, start, expert * form.n + row)
+            finished = _epilogue(form, sums_of, scales, start, expert * form.n + row, early)
             _store(form, finished, o_s.at[wg], o_ref, start, end, to)
 
         pl.run_scoped(product, plgpu.ACC((PART, tile.rows), jnp.float32))
@@ -387,20 +393,24 @@ def _in_bfloat16(form, w_s, factors, wg, number, pair):
     return dequantize_experts(ExpertInt4(packed[None], blocks.reshape(1, 1, PART, 2)))[0]
 
 
-def _epilogue(form, sums_of, scales, start, row):
+def _epilogue(form, sums_of, scales, start, row, early=None):
     """Return finished(token, count): the pieces [64, count] of the result of some tokens.
 
-    sums_of(half, token, count): the sums of 64 rows of the weight. start: the first row of x. row: the first row of the weight among the rows of all experts. Registers hold
-    the scales of few tokens at a time, and those of the channels where these are costly to find.
+    sums_of(half, token, count): the sums of 64 rows of the weight. start: the first row of x. row: the first row of
+    the weight among the rows of all experts. early: the scales of the channels and of all tokens of a low tile, or
+    None. Registers then hold the scales of few tokens at a time, and those of the channels where these are costly
+    to find.
     """
     gated = form.gate_block is not None
-    of_gates = _channel_scales(form, scales[1], row) if scales and gated else None
+    of_channels = _channel_scales(form, scales[1], row) if scales and gated and not early else None
 
     def finished(token: int, count: int):
         halves = [sums_of(half, token, count) for half in (0, 1)]
         if scales:
-            channels = of_gates or _channel_scales(form, scales[1], row)
-            by_token = load(scales[0].at[pl.ds(start + token, count)], BY_COLUMN)
+            channels, by_token = early or (
+                of_channels or _channel_scales(form, scales[1], row),
+                _token_scales(form, scales, start + token, count),
+            )
             halves = [
                 half
                 * lax.broadcast_in_dim(by_row, half.shape, [0])
@@ -414,6 +424,11 @@ def _epilogue(form, sums_of, scales, start, row):
         return [activate(half, form.activation) for half in halves]
 
     return finished
+
+
+def _token_scales(form, scales, start, count: int | None = None):
+    """Return the scales of `count` rows of x from row `start`; None: of all rows of the tile."""
+    return load(scales[0].at[pl.ds(start, count or form.tile.rows)], BY_COLUMN)
 
 
 def _channel_scales(form, channels, row):
