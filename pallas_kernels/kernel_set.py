@@ -84,6 +84,7 @@ class KernelSet:
     token_limits: Callable = sample_reference.token_limits
     draw: Callable = draw_reference.draw
     quantize_rows: Callable = quantize_reference.quantize_rows
+    quantize_blocks: Callable = quantize_reference.quantize_blocks  # XLA computes it on all devices
     top_k: Callable = top_k_reference.top_k
     sort_rows: Callable = sorted_rows_reference.sort_rows
     grouped_gemm: Callable = grouped_reference.grouped_gemm

@@ -32,7 +32,7 @@ from pallas_kernels.kernel_set import has_bounded
 log = logging.getLogger(__name__)
 # Without a measurement, XLA would take tiles of 16x8 for a GEMM of its Triton kernels, a tenth of cuBLAS's speed.
 UNTIMED = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
-UNTIMED_WEIGHTS = (None, "fp8")  # XLA reads other formats of weights in its Triton kernels
+UNTIMED_WEIGHTS = (None, "fp8", "fp8_per_block")  # XLA reads other formats of weights in its Triton kernels
 _PACKAGES = ("jaxlib", "jax-cuda12-pjrt", "jax-cuda13-pjrt")
 _offered = threading.local()  # machine code in place of the next compilation of a thread
 _find = compilation_cache.get_executable_and_time

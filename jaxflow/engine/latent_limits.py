@@ -14,7 +14,7 @@ def check_latent(config: EngineConfig, model: ModelConfig) -> None:
     if model.latent is None:
         return
     refused = {
-        "quantization": (config.quantization is not None, "unset"),
+        "quantization": (config.quantization not in (None, "fp8_per_block"), "fp8_per_block or unset"),
         "kv_cache_dtype": (config.kv_cache_dtype != config.dtype, f"auto or {config.dtype}"),
         "attention_spans": (config.attention_spans is not None, "unset"),
         "calibration": (bool(config.calibration), "unset"),

@@ -9,9 +9,10 @@ from jaxflow.engine.executor import Executor, rehearse
 from jaxflow.kv.tiers.start import best_seconds
 from jaxflow.model.composition import Composition
 from jaxflow.model.cost import Rates, find_device, step_timer
-from jaxflow.model.graph import BFLOAT16, MXFP4, Widths, model_graph
+from jaxflow.model.graph import BFLOAT16, FP8_BLOCKS, MXFP4, Widths, model_graph
 from jaxflow.scheduler.step_time import StepTime
 
+EXPERT_WIDTHS = {"mxfp4": MXFP4, "fp8_per_block": FP8_BLOCKS}  # formats of experts alone
 FEW_KEYS = 64  # layers with a window see all of so few keys, so the time of a key is an upper bound
 
 
@@ -23,7 +24,7 @@ def predict_step_time(config: EngineConfig, model: ModelConfig, executor: Execut
         measured = [best_seconds(lambda b=b: rehearse(executor, executor.layouts[b][0])) / 2 for b in buckets]
         return StepTime(buckets, rising(measured), 0.0, 0.0)
     dtype = "float8_e4m3fn" if config.quantization == "fp8" else "bfloat16"
-    widths = MXFP4 if config.quantization == "mxfp4" else BFLOAT16
+    widths = EXPERT_WIDTHS.get(config.quantization or "", BFLOAT16)
     return roofline_step_time(model, config.tensor_parallel_size, device.rates, buckets, dtype, widths)
 
 

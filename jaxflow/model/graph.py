@@ -22,7 +22,7 @@ from typing import Literal
 
 from jaxflow.config import Latent, ModelConfig
 from jaxflow.model.composition import Composition, Count
-from pallas_kernels.quantized import MXFP4_GROUP
+from pallas_kernels.quantized import BLOCK, BLOCK_ROWS, MXFP4_GROUP
 
 Kind = Literal["dense", "attention", "network", "other"]  # NanoFlow §2.2
 
@@ -121,6 +121,7 @@ class Widths:
 
 BFLOAT16 = Widths()
 MXFP4 = Widths(expert_weights=1 / 2 + 1 / MXFP4_GROUP)  # a scale is a byte
+FP8_BLOCKS = Widths(expert_weights=1 + 4 / (BLOCK_ROWS * BLOCK))  # a scale has 4 bytes
 FP8 = Widths(weights=1.0, kv=1.0)
 
 

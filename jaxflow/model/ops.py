@@ -52,7 +52,7 @@ from jaxflow.model.routing import ExpertRows, Routing, weighted_sum
 from jaxflow.model.sigmoid_router import choose_experts
 from jaxflow.parallel.collectives import Sum, UnaddedSum, added, exchange, gather_rows, scatter_rows
 from pallas_kernels.gemm.grouped.groups import Groups, HeldExperts
-from pallas_kernels.quantized import Quantized
+from pallas_kernels.quantized import BlockFp8, Quantized
 
 
 def find_op(name: str) -> OpFunction:
@@ -587,9 +587,10 @@ def expert_up_gate(c: Context, w: Weights, h: Float[Array, "t D"], routing: Rout
         groups, back = received.groups, received.back
         rows = _as_stored(c, w["expert_up_gate"], received.rows)
     else:
-        back, quantize = None, isinstance(w["expert_up_gate"], Quantized)
+        back, weight = None, w["expert_up_gate"]
+        stored = {"quantize": isinstance(weight, Quantized), "blocks": isinstance(weight, BlockFp8)}
         groups, rows = c.kernels.sort_rows(
-            h, routing.experts, _num_held(c, w), quantize=quantize, held=_held(c, w), **_sms(c)
+            h, routing.experts, _num_held(c, w), **stored, held=_held(c, w), **_sms(c)
         )
     a = c.kernels.grouped_gemm(rows, w["expert_up_gate"], groups, **gates, **_sms(c))
     return ExpertRows(a, groups, back)
@@ -634,8 +635,10 @@ def shared_down(
     return routed + _gemm(c, w, "shared_down", a, None)
 
 
-def _as_stored(c: Context, weight: Array | Quantized, x: Array) -> Array | Quantized:
-    """Return x in e4m3 if the experts' weight is e4m3."""
+def _as_stored(c: Context, weight: Array | Quantized | BlockFp8, x: Array) -> Array | Quantized:
+    """Return x in e4m3 if the experts' weight is e4m3, with scales of blocks if the weight has them."""
+    if isinstance(weight, BlockFp8):
+        return c.kernels.quantize_blocks(x)
     return c.kernels.quantize_rows(x, sms=c.sms) if isinstance(weight, Quantized) else x
 
 

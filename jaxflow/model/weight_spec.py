@@ -11,17 +11,29 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxflow.parallel.mesh import DP, TP, sharded
+from pallas_kernels.gemm.grouped.block_fp8_format import quantize_block_fp8
 from pallas_kernels.gemm.grouped.int4_format import quantize_experts
 from pallas_kernels.gemm.grouped.mxfp4_format import quantize_mxfp4
 from pallas_kernels.gemm.int4.reference import quantize_int4
 from pallas_kernels.pointwise.quantize.reference import quantize_rows
-from pallas_kernels.quantized import GROUP, MXFP4_GROUP, ExpertInt4, Int4, Mxfp4, Quantized
+from pallas_kernels.quantized import (
+    BLOCK,
+    BLOCK_ROWS,
+    GROUP,
+    MXFP4_GROUP,
+    BlockFp8,
+    ExpertInt4,
+    Int4,
+    Mxfp4,
+    Quantized,
+)
 
 Init = Literal["matrix", "norm", "zero", "one"]
 QUANTIZED = ("qkv", "out_proj", "up_gate", "down")  # the matrices that fp8 and int4 affect
 QUANTIZED_EXPERTS = ("expert_up_gate", "expert_down")  # the matrices of experts, which all formats affect
 _ALL = (*QUANTIZED, *QUANTIZED_EXPERTS)
-AFFECTED = {"fp8": _ALL, "int4": _ALL, "mxfp4": QUANTIZED_EXPERTS}
+FP8_PER_BLOCK = "fp8_per_block"
+AFFECTED = {"fp8": _ALL, "int4": _ALL, "mxfp4": QUANTIZED_EXPERTS, FP8_PER_BLOCK: QUANTIZED_EXPERTS}
 TENSOR_PARALLEL_AXIS = {
     "embed": 0,
     "lm_head": 0,
@@ -64,9 +76,10 @@ class Leaf:
       init: the values of dummy weights.
       rows: the index of each row in the leaf of one device; None: the same rows.
       quantization: `fp8` makes a `Quantized` of the leaf, `int4` an `Int4` or for experts an `ExpertInt4`,
-        `mxfp4` an `Mxfp4`.
+        `mxfp4` an `Mxfp4`, `fp8_per_block` a `BlockFp8`.
+      gate_block: of a `BlockFp8`: gates and ups alternate in blocks of so many rows; None: no gates.
       filled: the shape without padding by zeros; None: no padding.
-      scale: the scales of the rows in an e4m3 checkpoint.
+      scale: the scales of the rows or the blocks in an e4m3 checkpoint.
       whole_experts: the first axis counts experts, and each device holds some of them whole.
       stored: the bytes and the scales of an `Mxfp4`, by the names of a checkpoint in MXFP4.
       over_ranks: these devices are the data-parallel ranks.
@@ -83,6 +96,7 @@ class Leaf:
     whole_experts: bool = False
     stored: "tuple[Leaf, Leaf] | None" = None
     over_ranks: bool = False
+    gate_block: int | None = None
 
     @property
     def spec(self) -> PartitionSpec:
@@ -102,6 +116,10 @@ class Leaf:
         struct: Any = jax.ShapeDtypeStruct
         if self.quantization == "fp8":
             return Quantized(struct(self.shape, jnp.float8_e4m3fn), struct(self.shape[:-1], jnp.float32))
+        if self.quantization == FP8_PER_BLOCK:
+            experts, n, k = self.shape
+            scale = struct((experts, n // BLOCK_ROWS, k // BLOCK), jnp.float32)
+            return BlockFp8(struct(self.shape, jnp.float8_e4m3fn), scale)
         if self.quantization == "int4":
             *experts, n, k = self.shape
             packed, groups = struct((*experts, n, k // 2), jnp.uint8), k // GROUP
@@ -127,16 +145,20 @@ def _specs(spec: Any, quantization: str | None, rank: int) -> Any:
         return Quantized(spec, PartitionSpec(*spec[: rank - 1]))  # pyright: ignore[reportArgumentType]
     if quantization == "mxfp4":
         return Mxfp4(spec, spec)
+    if quantization == FP8_PER_BLOCK:
+        return BlockFp8(spec, spec)
     if quantization == "int4" and rank == 3:
         experts, rows, columns = (*spec, *[None] * (rank - len(spec)))
         return ExpertInt4(spec, PartitionSpec(experts, columns, rows))  # pyright: ignore[reportArgumentType]
     return Int4(spec, spec, spec) if quantization == "int4" else spec
 
 
-def _quantize(quantization: str, rank: int) -> Callable[[jax.Array], Any]:
+def _quantize(quantization: str, rank: int, gate_block: int | None) -> Callable[[jax.Array], Any]:
     """Return the function that makes the arrays of a format of a matrix, or of the matrices of all experts."""
     int4 = quantize_int4 if rank == 2 else quantize_experts
-    return {"fp8": quantize_rows, "int4": int4, "mxfp4": quantize_mxfp4}[quantization]
+    blocks = functools.partial(quantize_block_fp8, gate_block=gate_block)
+    made = {"fp8": quantize_rows, "int4": int4, "mxfp4": quantize_mxfp4, FP8_PER_BLOCK: blocks}
+    return made[quantization]
 
 
 def assemble(leaf: Leaf, read: Callable[[str], np.ndarray], dtype: Any) -> np.ndarray:
@@ -222,19 +244,21 @@ def shard_maker(
     return functools.cache(make)
 
 
-def quantize_leaf(leaf: Leaf, array: jax.Array, mesh: Mesh | None) -> Quantized | Int4 | Mxfp4 | ExpertInt4:
+def quantize_leaf(
+    leaf: Leaf, array: jax.Array, mesh: Mesh | None
+) -> Quantized | Int4 | Mxfp4 | ExpertInt4 | BlockFp8:
     """Return a leaf's unquantized array in quantized form, computed on the devices that hold it."""
     assert leaf.quantization is not None
-    return _quantize_placed(leaf.spec, leaf.quantization, len(leaf.shape), mesh)(array)
+    return _quantize_placed(leaf.spec, leaf.quantization, len(leaf.shape), leaf.gate_block, mesh)(array)
 
 
 @functools.cache
 def _quantize_placed(
-    spec: PartitionSpec, quantization: str, rank: int, mesh: Mesh | None
+    spec: PartitionSpec, quantization: str, rank: int, gate_block: int | None, mesh: Mesh | None
 ) -> Callable[[jax.Array], Any]:
     specs = _specs(spec, quantization, rank)
     placed = None if mesh is None else jax.tree.map(functools.partial(sharded, mesh), specs)
-    return jax.jit(_quantize(quantization, rank), out_shardings=placed)
+    return jax.jit(_quantize(quantization, rank, gate_block), out_shardings=placed)
 
 
 def draw(seeds: jax.Array, leaf: Leaf, norm: float, dtype: Any) -> Any:
@@ -243,7 +267,9 @@ def draw(seeds: jax.Array, leaf: Leaf, norm: float, dtype: Any) -> Any:
     seeds: uint32 [2]. norm: the value of norm scales.
     """
     array = _drawn(seeds, leaf, norm).astype(leaf.dtype(dtype))
-    return array if leaf.quantization is None else _quantize(leaf.quantization, len(leaf.shape))(array)
+    if leaf.quantization is None:
+        return array
+    return _quantize(leaf.quantization, len(leaf.shape), leaf.gate_block)(array)
 
 
 def _drawn(seeds: jax.Array, leaf: Leaf, norm: float) -> jax.Array:

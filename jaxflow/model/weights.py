@@ -15,7 +15,8 @@ Latent attention has other matrices in the place of `qkv` (`jaxflow.model.latent
 
 Under quantization the matrices named in `QUANTIZED` are `Quantized` e4m3 with a scale per row (fp8), or
 `Int4` in groups of 64 columns (int4). The experts are then `Quantized` or `ExpertInt4`. mxfp4 affects only the
-experts of gpt-oss, which are `Mxfp4` in groups of 32 columns, as in its checkpoints. The embeddings, the head, norms,
+experts of gpt-oss, which are `Mxfp4` in groups of 32 columns, as in its checkpoints. fp8_per_block affects only
+experts, which are `BlockFp8`. The embeddings, the head, norms,
 routers and shared experts are not quantized.
 An e4m3 cache has its scales here: "k_scale" and "v_scale" [K], float32, in each layer. An e4m3 MLP may be
 padded with zeros (`mlp_width`), and so may the experts of gpt-oss (`expert_width`).
@@ -39,20 +40,21 @@ from jaxflow.model.rope import rotary_order
 from jaxflow.model.stage import Stage
 from jaxflow.model.weight_spec import (
     AFFECTED,
+    FP8_PER_BLOCK,
     Init,
     Leaf,
     Piece,
     draw,
 )
 from jaxflow.parallel.mesh import TP, sharded
-from pallas_kernels.quantized import BLOCK, GROUP, MXFP4_GROUP
+from pallas_kernels.quantized import BLOCK, BLOCK_ROWS, GROUP, MXFP4_GROUP
 
 Weights = dict[str, Any]
 VOCAB_TILE = 64  # each shard's number of vocabulary rows is a multiple of 64
 # The leaves whose first axis counts the experts: under expert parallelism each device holds some of them.
 EXPERT_LEAVES = ("expert_up_gate", "expert_up_gate_bias", "expert_down", "expert_down_bias")
 EXPERT_TILE = 64  # columns of an expert that grouped kernels take together
-GROUPS = {"int4": GROUP, "mxfp4": MXFP4_GROUP}  # columns with one scale
+GROUPS = {"int4": GROUP, "mxfp4": MXFP4_GROUP, FP8_PER_BLOCK: BLOCK}  # columns with one scale
 
 
 def leaves(
@@ -67,18 +69,24 @@ def leaves(
     """Return the pytree of weights for `tp` devices, with a `Leaf` in the place of each array.
 
     Args:
-      quantization: fp8, int4 or mxfp4, for the matrices of `AFFECTED`.
+      quantization: fp8, int4, mxfp4 or fp8_per_block, for the matrices of `AFFECTED`.
       kv_scales: whether to include the scales of an e4m3 cache.
       expert_parallel: each device holds some experts whole, instead of a share of every expert.
       ranks: the data-parallel ranks, over which the whole experts are spread.
 
     Raises:
       ConfigError: `tensor_parallel_size` does not divide the heads, the MLP or the whole experts, or splits a group
-      of a 4-bit matrix. Expert parallelism without experts. mxfp4 for another model than gpt-oss.
+      of a 4-bit matrix or a block of e4m3. Expert parallelism without experts. mxfp4 for another model than gpt-oss.
+      fp8_per_block for a model without experts, or with experts of partial blocks.
     """
     _check_cuts(config, tp, expert_parallel, ranks)
     if quantization == "mxfp4" and "all_up_gate" not in layer_names(config):
         accepted = f"fp8, int4 or unset: no checkpoint of {config.architecture} has experts in MXFP4"
+        raise ConfigError("quantization", quantization, accepted)
+    if quantization == FP8_PER_BLOCK and not has_whole_blocks(config):
+        accepted = (
+            f"fp8, int4 or unset: {config.architecture} has no experts of whole blocks of {BLOCK} x {BLOCK}"
+        )
         raise ConfigError("quantization", quantization, accepted)
     names = model_names(config)
     d, v = config.hidden_size, config.vocab_size
@@ -105,6 +113,8 @@ def leaves(
             scales = _scales(config, config.layers[i], prefix, tp, width) if quantization == "fp8" else {}
             for key in layer.keys() & {*AFFECTED[quantization]}:
                 layer[key] = dataclasses.replace(layer[key], quantization=quantization, scale=scales.get(key))
+        if quantization == FP8_PER_BLOCK:
+            layer |= _block_experts(config, layer, prefix)
         if quantization in GROUPS:
             _check_groups(layer, tp, quantization)
         if quantization == "mxfp4":
@@ -234,7 +244,7 @@ def _check_cuts(config: ModelConfig, tp: int, expert_parallel: bool, ranks: int)
 
 
 def _check_groups(layer: Mapping[str, Leaf], tp: int, quantization: str) -> None:
-    """Refuse a 4-bit matrix with a partial group, or a group that two devices share."""
+    """Refuse a matrix with a partial group of columns, or a group that two devices share."""
     group = GROUPS[quantization]
     for leaf in (layer[key] for key in AFFECTED[quantization] if key in layer):
         columns = (leaf.filled or leaf.shape)[-1]
@@ -251,6 +261,14 @@ def _check_groups(layer: Mapping[str, Leaf], tp: int, quantization: str) -> None
                 f"quantization={quantization} cuts"
             )
             raise ConfigError("tensor_parallel_size", tp, accepted)
+
+
+def has_whole_blocks(config: ModelConfig) -> bool:
+    """Return whether a model has experts whose matrices are whole blocks of 128 x 128, each in tensors of its own."""
+    sizes = (config.hidden_size, config.expert_intermediate_size)
+    tensors_of_one = "all_up_gate" not in layer_names(config)
+    experts = any(layer.experts for layer in config.layers)
+    return experts and tensors_of_one and all(size % BLOCK == 0 for size in sizes)
 
 
 def mlp_width(width: int, tp: int, quantization: str | None) -> int:
@@ -575,4 +593,46 @@ def _stored_experts(config: ModelConfig, layer: Mapping[str, Leaf], prefix: str)
     return {
         "expert_up_gate": complete("expert_up_gate", up_gate, names["all_up_gate"]),
         "expert_down": complete("expert_down", down, names["all_down"]),
+    }
+
+
+def _block_experts(config: ModelConfig, layer: Mapping[str, Leaf], prefix: str) -> dict[str, Leaf]:
+    """Return the leaves of experts in e4m3 with the scales of a checkpoint's blocks of 128 x 128.
+
+    A scale of a checkpoint is two scales of 64 rows each (`pallas_kernels.gemm.grouped.block_fp8_format`).
+    """
+    if "expert_up_gate" not in layer:
+        return {}
+    d, width, twice = config.hidden_size, config.expert_intermediate_size, BLOCK // BLOCK_ROWS
+    names = {role: prefix + name for role, name in layer_names(config).items()}
+
+    def scales(expert: int, role: str, rows: int, columns: int, view: Callable) -> Piece:
+        name = names[f"expert_{role}"].format(expert) + ".weight_scale_inv"
+        stored = (rows // BLOCK, columns // BLOCK)
+        return Piece(name, stored, (stored[0], 1, stored[1]), view)
+
+    def up_gate(expert: int) -> Leaf:
+        sides = ("gate", "up") if config.gated_mlp else ("up",)
+        split = (width // BLOCK, twice, len(sides), d // BLOCK)
+        pieces = tuple(
+            scales(expert, role, width, d, lambda out, side=side: out.reshape(split)[:, :, side])
+            for side, role in enumerate(sides)
+        )
+        return Leaf("", (len(sides) * width // BLOCK_ROWS, d // BLOCK), pieces, "one")
+
+    def down(expert: int) -> Leaf:
+        split = (d // BLOCK, twice, width // BLOCK)
+        piece = scales(expert, "down", d, width, lambda out: out.reshape(split))
+        return Leaf("", (d // BLOCK_ROWS, width // BLOCK), (piece,), "one")
+
+    def complete(key: str, one: Callable[[int], Leaf], gates: int | None) -> Leaf:
+        leaf = layer[key]
+        own = _per_expert(key, one, config.num_experts)
+        own = dataclasses.replace(own, whole_experts=leaf.whole_experts, over_ranks=leaf.over_ranks)
+        return dataclasses.replace(leaf, scale=own, gate_block=gates)
+
+    gates = gate_block(width) if config.gated_mlp else None
+    return {
+        "expert_up_gate": complete("expert_up_gate", up_gate, gates),
+        "expert_down": complete("expert_down", down, None),
     }

@@ -42,10 +42,10 @@ from jaxflow.model.checkpoints.source import (
     read_json,
 )
 from jaxflow.model.stage import Stage
-from jaxflow.model.weight_spec import Leaf, assemble, quantize_leaf, shard_maker
-from jaxflow.model.weights import Weights, dummy_groups, dummy_weights, leaves, tensors
+from jaxflow.model.weight_spec import FP8_PER_BLOCK, Leaf, assemble, quantize_leaf, shard_maker
+from jaxflow.model.weights import Weights, dummy_groups, dummy_weights, has_whole_blocks, leaves, tensors
 from jaxflow.parallel.mesh import TP, choose_platform, sharded
-from pallas_kernels.quantized import Mxfp4, Quantized
+from pallas_kernels.quantized import BlockFp8, Mxfp4, Quantized
 
 __all__ = ["Checkpoint", "CheckpointError", "convert", "open_checkpoint", "shipped_configs"]
 
@@ -86,7 +86,8 @@ class Checkpoint:
     tokenizer_path: Path | None  # a folder or a .gguf file; None: the checkpoint has no tokenizer
     generation_config: dict[str, Any]  # sampling defaults that the checkpoint names, and always eos_token_ids
     source: TensorSource | orbax_file.OrbaxFolder | None  # None: dummy weights
-    quantization: str | None = None  # fp8: the checkpoint stores its matrices in e4m3
+    # fp8: the checkpoint stores its matrices in e4m3. fp8_per_block: its experts, with scales of blocks.
+    quantization: str | None = None
 
     def load(
         self,
@@ -111,8 +112,9 @@ class Checkpoint:
           mesh: None for the default device.
           progress: show a progress bar if loading takes more than a second.
           seed: seed of dummy weights.
-          quantization: fp8 or int4 for the matrices; mxfp4 keeps experts in MXFP4, which become `dtype` otherwise;
-            None keeps the checkpoint's format. With fp8, an fp8 checkpoint keeps its 16-bit matrices in 16 bits.
+          quantization: fp8 or int4 for the matrices; fp8_per_block for experts; mxfp4 keeps experts in MXFP4, which
+            become `dtype` otherwise; None keeps the checkpoint's format. A checkpoint in e4m3 keeps its 16-bit
+            matrices in 16 bits with fp8, and one in blocks of e4m3 its 16-bit experts with fp8_per_block.
           kv_scales: add the scales of an e4m3 KV cache. A scale that the checkpoint lacks is 1.
           expert_parallel: each device holds some experts whole.
           ranks: the data-parallel ranks of the mesh, over which whole experts are spread.
@@ -155,7 +157,7 @@ class Checkpoint:
           CheckpointError: as `load`.
           ConfigError: the checkpoint is stored in 8 bits.
         """
-        if self.quantization is not None:
+        if self.quantization == "fp8":
             raise ConfigError(
                 "quantization",
                 self.quantization,
@@ -205,6 +207,14 @@ def _load(
                 return Quantized(
                     put(leaf, source.stored, jnp.float8_e4m3fn, leaf.specs.values),
                     put(leaf.scale, source.row_scale, np.float32, leaf.specs.scale),
+                )
+            leaf = dataclasses.replace(leaf, quantization=None, scale=None)
+        if leaf.quantization == FP8_PER_BLOCK and isinstance(source, BlockFp8Tensors):
+            assert leaf.scale is not None
+            if all(source.is_e4m3(piece.name) for piece in leaf.pieces):
+                return BlockFp8(
+                    put(leaf, source.stored, jnp.float8_e4m3fn, leaf.specs.values),
+                    put(leaf.scale, source.block_scales, np.float32, leaf.specs.scale),
                 )
             leaf = dataclasses.replace(leaf, quantization=None, scale=None)
         if leaf.stored is not None:
@@ -382,7 +392,10 @@ def _from_config(path: Path, name: str) -> tuple[Checkpoint, str | None]:
     generation = path.with_name("generation_config.json")
     settings = generation_settings(generation, read_json(generation)) if generation.exists() else {}
     opened = _checkpoint(name, config, _tokenizer(path.parent), settings, None)
-    return dataclasses.replace(opened, quantization="fp8" if stored == "fp8" else None), stored
+    kept = "fp8" if stored == "fp8" else None
+    if stored == "fp8 blocks" and has_whole_blocks(config):
+        kept = FP8_PER_BLOCK
+    return dataclasses.replace(opened, quantization=kept), stored
 
 
 def _tokenizer(folder: Path) -> Path | None:
@@ -426,7 +439,7 @@ def convert(source: str, target: str | Path, dtype: str = "bfloat16") -> None:
     tensor_source = opened.source
     if tensor_source is None or isinstance(tensor_source, orbax_file.OrbaxFolder):
         raise CheckpointError(f"{source}: is already in JaxFlow's format, or has no weights")
-    if opened.quantization is not None:
+    if opened.quantization == "fp8":
         raise CheckpointError(
             f"{source}: is stored in e4m3 and cannot be converted; it loads without conversion"
         )

@@ -146,7 +146,7 @@ class BlockFp8Tensors:
         scales = {name for name in source.shapes if name.endswith(_BLOCK_SCALES)}
         self.shapes = {name: shape for name, shape in source.shapes.items() if name not in scales}
         for name, shape in self.shapes.items():
-            if not self._is_e4m3(name):
+            if not self.is_e4m3(name):
                 continue
             wanted, found = (
                 tuple(-(-size // BLOCK) for size in shape),
@@ -160,20 +160,30 @@ class BlockFp8Tensors:
 
     def read(self, name: str) -> np.ndarray:
         """Return the tensor, as float32 if it is stored in e4m3, otherwise in its dtype."""
-        values = self._source.read(name)
-        if not self._is_e4m3(name):
+        values = self.stored(name)
+        if not self.is_e4m3(name):
             return values
-        scales = self._source.read(name + _BLOCK_SCALES).astype(np.float32)
-        if not (np.isfinite(scales) & (scales > 0)).all():
-            raise CheckpointError(f"{self.path}: {name}{_BLOCK_SCALES} is not positive and finite")
+        scales = self.block_scales(name + _BLOCK_SCALES)
         out = values.astype(np.float32)
         for row, by_column in enumerate(scales):
             factors = np.repeat(by_column, BLOCK)[: out.shape[1]]
             out[row * BLOCK : (row + 1) * BLOCK] *= factors
         return out
 
-    def _is_e4m3(self, name: str) -> bool:
-        return self._source.read(name).dtype == jnp.float8_e4m3fn
+    def is_e4m3(self, name: str) -> bool:
+        """Return True if the tensor is stored in e4m3."""
+        return self.stored(name).dtype == jnp.float8_e4m3fn
+
+    def stored(self, name: str) -> np.ndarray:
+        """Return the tensor as stored."""
+        return self._source.read(name)
+
+    def block_scales(self, name: str) -> np.ndarray:
+        """Return the factors of a matrix's blocks, float32 [rows / 128, columns / 128]. `name`: of the factors."""
+        scales = self._source.read(name).astype(np.float32)
+        if not (np.isfinite(scales) & (scales > 0)).all():
+            raise CheckpointError(f"{self.path}: {name} is not positive and finite")
+        return scales
 
 
 def _views(path: Path, dtypes: Mapping[str, Any]) -> dict[str, np.ndarray]:

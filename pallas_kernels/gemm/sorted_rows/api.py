@@ -21,6 +21,7 @@ from pallas_kernels.gemm.grouped.tiles import ALIGN, TALLEST, tile_rows
 from pallas_kernels.gemm.sorted_rows import reference
 from pallas_kernels.hopper.limits import sms_of
 from pallas_kernels.pointwise.quantize import api as quantize_api
+from pallas_kernels.pointwise.quantize.reference import quantize_blocks
 from pallas_kernels.quantized import Quantized
 
 MOST_TOKENS = 256  # the time to count the pairs grows with the tokens
@@ -43,6 +44,7 @@ def sort_rows(
     num_experts: int,
     *,
     quantize: bool = False,
+    blocks: bool = False,
     held: HeldExperts | None = None,
     sms: int | None = None,
     interpret=None,
@@ -57,6 +59,8 @@ def sort_rows(
       x: [T, D] bfloat16, D a multiple of 128 up to 16,384 with `quantize`.
       experts: [T, e] int32, the chosen experts of each token, all different. num_experts: of the model.
       quantize: return the rows in e4m3 with a scale [M] for each row.
+      blocks: return the rows in e4m3 with a scale [M, D / 128] for each 128 columns; not with `quantize`. XLA quantizes them,
+        after the sort where the kernel sorts.
       held: the experts that get rows; None: all.
       sms: the number of CTAs as a number of SMs, 1 to 132; default: all.
     Raises:
@@ -68,7 +72,14 @@ def sort_rows(
         raise ValueError(f"{given}: accepted are bfloat16 [T, D] and the experts of T tokens")
     if held is not None or not supports(tokens, chosen, num_experts, columns):
         return sort_by_xla(
-            x, experts, num_experts, quantize=quantize, held=held, sms=sms, interpret=interpret
+            x,
+            experts,
+            num_experts,
+            quantize=quantize,
+            blocks=blocks,
+            held=held,
+            sms=sms,
+            interpret=interpret,
         )
     form = _Form(tokens, chosen, num_experts, tile_rows(tokens, chosen, num_experts))
     ctas = min(form.items, full * _PER_SM)
@@ -100,7 +111,9 @@ def sort_rows(
         rows=form.rows,
         align=ALIGN,
     )
-    return groups, Quantized(*rows) if quantize else rows[0]
+    if quantize:
+        return groups, Quantized(*rows)
+    return groups, quantize_blocks(rows[0]) if blocks else rows[0]
 
 
 def sort_by_xla(
@@ -109,13 +122,16 @@ def sort_by_xla(
     num_experts: int,
     *,
     quantize: bool = False,
+    blocks: bool = False,
     held: HeldExperts | None = None,
     sms: int | None = None,
     interpret=None,
 ) -> tuple[Groups, jax.Array | Quantized]:
     """Return what `sort_rows` returns, with groups and a gather by XLA. Unused rows are other tokens' rows."""
     groups = grouped.list_groups(experts, num_experts, held)
-    rows = quantize_api.quantize_rows(x, sms=sms, interpret=interpret) if quantize else x
+    rows = quantize_blocks(x) if blocks else x
+    if quantize:
+        rows = quantize_api.quantize_rows(x, sms=sms, interpret=interpret)
     return groups, reference.gather(rows, groups)
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.gemm.grouped.groups import Groups, HeldExperts, list_groups
-from pallas_kernels.pointwise.quantize.reference import quantize_rows
+from pallas_kernels.pointwise.quantize.reference import quantize_blocks, quantize_rows
 from pallas_kernels.quantized import Quantized
 
 
@@ -15,6 +15,7 @@ def sort_rows(
     num_experts: int,
     *,
     quantize: bool = False,
+    blocks: bool = False,
     held: HeldExperts | None = None,
     sms: int | None = None,
 ) -> tuple[Groups, Float[Array, "M D"] | Quantized]:
@@ -25,12 +26,13 @@ def sort_rows(
     Args:
       experts: the chosen experts of each token, all different. num_experts: of the model.
       quantize: return the rows in e4m3 with a scale [M] for each row.
+      blocks: return the rows in e4m3 with a scale [M, D / 128] for each 128 columns; not with `quantize`.
       held: the experts that get rows; None: all.
       sms: number of SMs that a kernel may occupy; the result does not depend on it.
     """
     del sms
     groups = list_groups(experts, num_experts, held=held)
-    return groups, gather(quantize_rows(x) if quantize else x, groups)
+    return groups, gather(quantize_rows(x) if quantize else quantize_blocks(x) if blocks else x, groups)
 
 
 def gather(x: Float[Array, "T D"] | Quantized, groups: Groups) -> Float[Array, "M D"] | Quantized:

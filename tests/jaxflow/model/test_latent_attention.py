@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import paths
 import pytest
+from block_checkpoint import BLOCKS, in_blocks
 from safetensors.numpy import load_file, save_file
 from same_weights import same
 
@@ -31,12 +32,6 @@ from search.placement.workload import workload
 from search.profile.op_bench import LayerBench
 
 TINY = paths.MODELS / "tiny-deepseek_v3"
-BLOCKS = {
-    "quant_method": "fp8",
-    "fmt": "e4m3",
-    "activation_scheme": "dynamic",
-    "weight_block_size": [128, 128],
-}
 
 
 def tiny(**changes: Any) -> ModelConfig:
@@ -145,21 +140,6 @@ def test_what_needs_keys_and_values_by_head_is_refused(needs: Callable[[ModelCon
     with pytest.raises(ConfigError) as caught:
         needs(tiny())
     assert caught.value.field == "model"
-
-
-def in_blocks(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return (e4m3 values, factors of blocks of 128 x 128, the numbers that both stand for)."""
-    values, factors = (
-        np.empty(x.shape, jnp.float8_e4m3fn),
-        np.empty([-(-size // 128) for size in x.shape], np.float32),
-    )
-    exact = np.empty(x.shape, np.float32)
-    for i, j in np.ndindex(factors.shape):
-        block = np.s_[i * 128 : (i + 1) * 128, j * 128 : (j + 1) * 128]
-        factors[i, j] = np.abs(x[block]).max() / 448
-        values[block] = (x[block] / factors[i, j]).astype(jnp.float8_e4m3fn)
-        exact[block] = values[block].astype(np.float32) * factors[i, j]
-    return values, factors, exact
 
 
 def test_e4m3_weights_in_blocks_are_read_in_16_bits(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from pallas_kernels.gemm.grouped.groups import HeldExperts
 from pallas_kernels.gemm.grouped.routings import draw_routing
 from pallas_kernels.gemm.sorted_rows import api, reference
 from pallas_kernels.gemm.sorted_rows.gpu_check import used
-from pallas_kernels.pointwise.quantize.reference import quantize_rows
+from pallas_kernels.pointwise.quantize.reference import quantize_blocks, quantize_rows
 
 interpreted = functools.partial(api.sort_rows, interpret=plgpu.InterpretGPUParams())
 
@@ -58,6 +58,16 @@ def test_a_tokens_row_does_not_depend_on_the_batch():
     alone = by_pair(interpreted(x[5:6], picked[5:6], 6, quantize=True))
     for one, other in zip(together, alone, strict=True):
         np.testing.assert_array_equal(one[5:6], other)
+
+
+@pytest.mark.parametrize("columns", [256, 192])
+def test_rows_have_the_scales_of_blocks_whether_the_kernel_or_xla_sorts(columns):
+    x, picked = given(9, 6, 2, columns)
+    assert api.supports(9, 2, 6, columns) == (columns == 256)
+    values = jax.tree.map(lambda part: np.asarray(part, np.float32), quantize_blocks(x))
+    for sort in (interpreted, reference.sort_rows):
+        for one, of_tokens in zip(by_pair(sort(x, picked, 6, blocks=True)), values, strict=True):
+            np.testing.assert_array_equal(one, np.repeat(of_tokens[:, None], 2, 1))
 
 
 def test_xla_sorts_other_sizes_and_the_experts_of_a_device():
