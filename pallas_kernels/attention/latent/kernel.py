@@ -19,7 +19,10 @@ import types
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm
 
 from pallas_kernels.attention.chunk.registers import rescaled
 from pallas_kernels.attention.latent.work_list import HEADS, walk
@@ -179,13 +182,33 @@ def _weights(scores, keys, top, total, form: Form):
     return new_top, total, keep, weights
 
 
+def _hidden_zero(interpret: bool):
+    """Return 0 that the compiler does not know.
+
+    The compiler would otherwise keep the queries' 32 addresses in registers across the loop over pages, and spill.
+    """
+    if interpret:
+        return jnp.int32(0)
+    scalar = plgpu.Layout.WG_SPLAT(())
+
+    @plgpu.inline_mgpu(return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=scalar))
+    def zero(_):
+        i32 = ir.IntegerType.get_signless(32)
+        found = llvm.inline_asm(i32, [], "mov.b32 $0, 0;", "=r", has_side_effects=True)
+        return mgpu.FragmentedArray.splat(found, (), is_signed=True)
+
+    return zero()  # pyright: ignore[reportCallIssue]
+
+
 def _score_pages(r, form: Form, worker, tile):
     """Compute the weights of the worker's pages, and the level of each part of a row."""
 
     def scores_of(slot):
+        nothing = _hidden_zero(form.interpret)
+
         def product(acc):
             for half in range(2):
-                plgpu.wgmma(acc, r.q_s.at[half], r.latent_s.at[slot, half].transpose((1, 0)))
+                plgpu.wgmma(acc, r.q_s.at[half + nothing], r.latent_s.at[slot, half].transpose((1, 0)))
             plgpu.wgmma(acc, r.q_rope_s, r.rope_s.at[slot].transpose((1, 0)))
             return acc[...]
 
