@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from jaxflow.bench.kernels import attention, experts, gemm, pointwise, sparse, step
+from jaxflow.bench.kernels import attention, experts, gemm, latent, pointwise, sparse, step
 from jaxflow.bench.kernels.case import KernelGroup
 
 _FIRST = (
@@ -25,6 +25,7 @@ GROUPS = _by_importance(
         *pointwise.CEILINGS,
         *attention.GROUPS,
         *sparse.GROUPS,
+        *latent.GROUPS,
         *gemm.GROUPS,
         *experts.GROUPS,
         *pointwise.GROUPS,

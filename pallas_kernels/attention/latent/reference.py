@@ -38,6 +38,8 @@ def decode_attention(
     *,
     scale: float,
     into: Float[Array, "T N R"] | None = None,
+    sms: int | None = None,
+    work: object = None,
 ) -> Float[Array, "T N R"]:
     """Return the attention of one new token a sequence over its pages.
 
@@ -45,6 +47,7 @@ def decode_attention(
       q: [T, N, R + Hr]; the first B rows belong to the sequences.
       lengths: keys of each row, the new token included; 0 skips the row.
       into: results of rows without keys and of rows from B on; None: 0.
+      sms, work: for the kernels; unused.
     """
     (t, n, _), b = q.shape, lengths.shape[0]
     pages, (per_block, table) = (rope_pages, latent_pages), _blocks(latent_pages, page_table)
@@ -63,6 +66,10 @@ def decode_attention(
     # Not by `.at[:b].set`: two such scatters under shard_map crash XLA's CPU compiler (jaxlib 0.11.2).
     own = jnp.where((lengths > 0)[:, None, None], out, into[:b])
     return lax.dynamic_update_slice_in_dim(into, own, 0, axis=0)
+
+
+def list_decode_work(lengths: Int[Array, " B"], *, heads: int, sms: int | None = None) -> None:
+    """Return None: the reference implementation has no work list. The kernel has one."""
 
 
 def chunk_attention(
