@@ -36,6 +36,7 @@ from pallas_kernels.triton.gemm import TritonGemm
 KERNELS = ("auto", "reference", "mosaic", "triton")  # values of the setting `kernels`
 HOPPER, MOSAIC = "9.0", "mosaic-hopper"  # compute capability and name of the set of Mosaic kernels
 PAGED = ("rope_append", "decode_attention", "chunk_attention")  # ops on the pages of the KV cache
+LATENT = {"decode_attention": "latent_decode_attention"}  # the same ops on pages of latent vectors
 MIXTURE = ("top_k", "grouped_gemm")  # ops of a mixture of experts
 OPS = ("gemm", "add_norm", *PAGED, "token_limits", "draw", "quantize_rows", *MIXTURE)
 _XLA = ("reference", "cpu")  # backends that are operations of XLA
@@ -100,7 +101,12 @@ class KernelSet:
     @property
     def kernel_ops(self) -> tuple[str, ...]:
         """Return the ops that run kernels, and not operations of XLA alone."""
-        return tuple(op for op in OPS if _backend(getattr(self, op)) not in _XLA)
+        return tuple(op for op in OPS if self._place(op) not in _XLA)
+
+    def _place(self, op: str) -> str:
+        """Return the backend of an op: that of its kernel for latent vectors, if the set has one."""
+        latent = getattr(self, LATENT.get(op, op))
+        return _backend(getattr(self, op) if _backend(latent) in _XLA else latent)
 
     @property
     def supports_pdl(self) -> bool:
@@ -128,7 +134,7 @@ class KernelSet:
 
         products: the product of each dense op on one device, with any number of rows.
         """
-        places = ", ".join(f"{op}: {_backend(getattr(self, op))}" for op in OPS if op != "gemm")
+        places = ", ".join(f"{op}: {self._place(op)}" for op in OPS if op != "gemm")
         lines = [f"kernels: {self.name} ({places})"]
         for op, p in (products or {}).items():
             how = "xla" if _backend(self.gemm) in _XLA else self.gemm.describe(p)  # type: ignore[attr-defined]
@@ -177,6 +183,8 @@ class Model:
     attention_spans: bool = False  # the KV heads of a layer have their own spans and pages
     attention_sinks: bool = False  # the softmax's denominator has a learned term
     latent_attention: bool = False  # the cache holds latent vectors instead of keys and values
+    latent_rank: int = 0  # columns of a latent vector
+    latent_rope_dim: int = 0  # columns of its rotary key
 
 
 def kernel_set_for(
@@ -195,6 +203,8 @@ def kernel_set_for(
     attention_spans: bool = False,
     attention_sinks: bool = False,
     latent_attention: bool = False,
+    latent_rank: int = 0,
+    latent_rope_dim: int = 0,
 ) -> KernelSet:
     """Return the fastest kernels for a device and these shapes. Ops without a kernel run the reference
     implementation.
@@ -202,7 +212,8 @@ def kernel_set_for(
     Args:
       platform: JAX's name of the backend, `gpu` or `cpu`.
       capability: CUDA's compute capability, for example "9.0"; empty for other devices.
-      kv_heads: KV heads of one device. device: JAX's `device_kind`, whose tuned table chooses the GEMM
+      kv_heads: KV heads of one device. queries_per_kv_head: with latent attention, the query heads of one device.
+      device: JAX's `device_kind`, whose tuned table chooses the GEMM
         kernels.
       kernels: one of `KERNELS`; auto: by the device.
     Raises:
@@ -219,6 +230,8 @@ def kernel_set_for(
         attention_spans,
         attention_sinks,
         latent_attention,
+        latent_rank,
+        latent_rope_dim,
     )
     hopper, cuda = platform == "gpu" and has_bounded(capability), platform == "gpu" and capability != ""
     here = f"{platform} {capability}".strip()
@@ -263,11 +276,8 @@ def has_triton() -> bool:
 def _unmet(m: Model, limits: Iterable[tuple[tuple[str, ...], str, bool, str]]) -> tuple[Fallback, ...]:
     """Return the fallbacks of a model.
 
-    limits: (ops of the limit, the model's field, whether the model is within the limit, the accepted values). Only
-      the limits of `latent_attention` concern the paged ops of a model with latent attention.
+    limits: (ops of the limit, the model's field, whether the model is within the limit, the accepted values).
     """
-    if m.latent_attention:
-        limits = [limit for limit in limits if limit[1] == "latent_attention" or not {*limit[0]} <= {*PAGED}]
     return tuple(
         Fallback(op, field, getattr(m, field), accepted)
         for ops, field, kept, accepted in limits
@@ -298,6 +308,7 @@ def _mosaic(m: Model, device: str) -> KernelSet:
     """
     from pallas_kernels.attention.chunk import api as chunk_attention
     from pallas_kernels.attention.decode import api as decode_attention
+    from pallas_kernels.attention.latent import api as latent_attention
     from pallas_kernels.gemm.grouped import api as grouped_gemm
     from pallas_kernels.gemm.sorted_rows import api as sorted_rows
     from pallas_kernels.hopper import ptxas_version
@@ -332,14 +343,13 @@ def _mosaic(m: Model, device: str) -> KernelSet:
     queries, int8 = m.queries_per_kv_head, m.kv_dtype == "int8"
     room = rope_append.takes(m.kv_heads, queries, m.head_dim, m.kv_dtype != m.dtype)
     divisor = 128 // math.gcd(128, m.head_dim)  # a shard has full groups of heads
-    limits = [
+    paged = [
         (
             PAGED[1:],
             "attention_sinks",
             not m.attention_sinks or m.kv_dtype == "bfloat16",
             "a cache of bfloat16",
         ),
-        (PAGED, "latent_attention", not m.latent_attention, "keys and values by head"),
         (PAGED, "head_dim", m.head_dim in (64, 128, 256), "64, 128 or 256"),
         (PAGED, "queries_per_kv_head", queries <= 16, "up to 16"),
         (PAGED, "page_size", m.page_size == 64, "64"),
@@ -358,6 +368,28 @@ def _mosaic(m: Model, device: str) -> KernelSet:
             not int8 or not m.attention_spans,
             "caches of bfloat16 and fp8, because a group can hold one head",
         ),
+    ]
+    if m.latent_attention:
+        decode = ("decode_attention",)
+        kernels["decode_attention"] = {
+            "latent_decode_attention": latent_attention.decode_attention,
+            "list_latent_work": latent_attention.list_decode_work,
+        }
+        paged = [
+            (("rope_append", "chunk_attention"), "latent_attention", False, "keys and values by head"),
+            (decode, "latent_rank", m.latent_rank in latent_attention.RANKS, "128, 256, 384 or 512"),
+            (decode, "latent_rope_dim", m.latent_rope_dim == latent_attention.ROTARY, "64"),
+            (
+                decode,
+                "queries_per_kv_head",
+                latent_attention.takes_heads(queries),
+                "multiples of 8 up to 64 a device, and multiples of 64",
+            ),
+            (decode, "page_size", m.page_size == 64, "64"),
+            (decode, "kv_dtype", m.kv_dtype == "bfloat16", "bfloat16"),
+        ]
+    limits = [
+        *paged,
         (
             ("quantize_rows",),
             "queries_per_kv_head",
@@ -388,7 +420,6 @@ def _triton(m: Model, capability: str) -> KernelSet:
     limits = [
         (decode, "attention_spans", not m.attention_spans, "full attention and windows"),
         (decode, "attention_sinks", not m.attention_sinks, "models without them"),
-        (decode, "latent_attention", not m.latent_attention, "keys and values by head"),
         (decode, "head_dim", power_of_two, "powers of two from 16"),
         (
             decode,
@@ -400,6 +431,8 @@ def _triton(m: Model, capability: str) -> KernelSet:
         (decode, "page_size", m.page_size == 64, "64"),
         (decode, "kv_dtype", m.kv_dtype == m.dtype, f"{m.dtype}, the dtype of the weights"),
     ]
+    if m.latent_attention:
+        limits = [(decode, "latent_attention", False, "keys and values by head")]
     kernels = {
         "gemm": {"gemm": TritonGemm()},
         "decode_attention": {"decode_attention": decode_attention.decode_attention},

@@ -56,9 +56,11 @@ def choose_kernels(config: EngineConfig, model: ModelConfig) -> KernelSet:
 
 def asked_of_kernels(config: EngineConfig, model: ModelConfig) -> dict[str, Any]:
     """Return the arguments of `kernel_set_for`: shapes on one device, dtypes and pages. config: resolved."""
+    latent = model.latent  # whose vectors every device has for its own query heads
     return {
         "head_dim": model.head_dim,
-        "queries_per_kv_head": model.num_heads // model.num_kv_heads,
+        "queries_per_kv_head": model.num_heads
+        // (model.num_kv_heads if latent is None else config.tensor_parallel_size),
         "kv_heads": kv_heads(model, config.tensor_parallel_size) // config.tensor_parallel_size,
         "hidden_size": model.hidden_size,
         "page_size": config.block_size,
@@ -66,7 +68,9 @@ def asked_of_kernels(config: EngineConfig, model: ModelConfig) -> dict[str, Any]
         "kv_dtype": config.kv_cache_dtype,
         "attention_spans": bool(model.span_classes),
         "attention_sinks": model.attention_sinks,
-        "latent_attention": model.latent is not None,
+        "latent_attention": latent is not None,
+        "latent_rank": 0 if latent is None else latent.rank,
+        "latent_rope_dim": 0 if latent is None else latent.rope_dim,
     }
 
 

@@ -11,6 +11,7 @@ Letters: R `Latent.rank`, Hp `plain_dim`, Hr `rope_dim`, Hv `value_dim`. The cac
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float
 
 from jaxflow.config import Latent, Layer
@@ -80,6 +81,7 @@ def attend_decodes(
     q: Float[Array, "t N R+Hr"],
     kv: KV,
     chunks: Float[Array, "t N R"] | None,
+    work: Any = None,
 ) -> Float[Array, "b N R"]:
     """Return attention of the decode tokens of [start, stop); see `jaxflow.model.ops.decode_attention`."""
     rows, lengths = batch.decode_rows(start, stop)
@@ -87,7 +89,17 @@ def attend_decodes(
         return q[:0, :, : _latent(c).rank] if chunks is None else chunks
     into = chunks if batch.chunks.shape[0] else None
     table = batch.page_table[c.group(layer), rows]
-    return c.kernels.latent_decode_attention(q, *kv, table, lengths, scale=c.config.scale, into=into)
+    settings = {"scale": c.config.scale, "into": into, "sms": c.sms, "work": work}
+    return c.kernels.latent_decode_attention(q, *kv, table, lengths, **settings)
+
+
+def decode_work(c: Context, batch: Batch, start: int, stop: int) -> Any:
+    """Return the work list of the decode tokens of [start, stop), which all layers share, or None without any."""
+    rows, lengths = batch.decode_rows(start, stop)
+    if rows.start == rows.stop:
+        return None
+    devices = 1 if c.axis is None else lax.axis_size(c.axis)
+    return c.kernels.list_latent_work(lengths, heads=c.config.num_heads // devices, sms=c.sms)
 
 
 def values(c: Context, w: Weights, o: Float[Array, "t N*R"]) -> Float[Array, "t N*Hv"]:

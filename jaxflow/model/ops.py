@@ -345,7 +345,7 @@ def decode_attention(
     chunks: the output of `chunk_attention` for the same tokens. The result then holds both outputs.
     """
     if c.config.latent is not None:
-        return latent_ops.attend_decodes(c, layer, batch, start, stop, q, kv, chunks)
+        return latent_ops.attend_decodes(c, layer, batch, start, stop, q, kv, chunks, work)
     rows, lengths = batch.decode_rows(start, stop)
     if rows.start == rows.stop:
         return q[:0] if chunks is None else chunks
@@ -411,11 +411,13 @@ def attention_work(c: Context, layer: Layer, batch: Batch, start: int, stop: int
     """Return the work list of an attention kernel for tokens [start, stop), and its rows of the page table.
 
     All layers of one window share the work list. With attention spans all layers share the decodes' lists of all
-    layers, see `_listed`. Returns None where the kernel has nothing to do, for chunks with spans, and for layers with
-    latent attention, whose functions need none.
+    layers, see `_listed`. Returns None where the kernel has nothing to do, and for chunks with spans or with latent
+    attention. The list of decodes with latent attention has no rows of the page table.
     name: `chunk_attention` or `decode_attention`. kv: the cache of any layer, for its shapes.
     """
-    if c.config.latent is not None or (layer.spans is not None and name == "chunk_attention"):
+    if c.config.latent is not None:
+        return latent_ops.decode_work(c, batch, start, stop) if name == "decode_attention" else None
+    if layer.spans is not None and name == "chunk_attention":
         return None
     part = kv[0] if layer.spans is None else kv[0][0]
     keys = part.values if isinstance(part, Quantized) else part

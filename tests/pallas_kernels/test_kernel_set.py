@@ -38,6 +38,14 @@ E4M3 = "float8_e4m3fn"
 FLOAT32 = {"dtype": "float32", "kv_dtype": "float32"}
 PAGED = ("rope_append", "decode_attention", "chunk_attention")
 MIXTURE = ("top_k", "grouped_gemm")
+LATENT = {
+    "latent_attention": True,
+    "latent_rank": 512,
+    "latent_rope_dim": 64,
+    "queries_per_kv_head": 16,
+    "kv_heads": 1,
+    "head_dim": 192,
+}
 OPS = (*PAGED, "add_norm", "token_limits", "draw", "quantize_rows", *MIXTURE)
 MOSAIC = dict.fromkeys(OPS, "mosaic")
 REFERENCES = dict.fromkeys(OPS, "reference")
@@ -122,6 +130,14 @@ def test_attention_with_sinks_runs_on_mosaic_over_a_bfloat16_cache():
         assert places(found) == MOSAIC | wide | dict.fromkeys(PAGED[1:], "reference")
         assert Fallback("decode_attention", "attention_sinks", True, "a cache of bfloat16") in found.fallbacks
     assert places(kernels("gpu", "8.0")) == REFERENCES
+
+
+def test_latent_vectors_are_decoded_on_mosaic():
+    found = of("llama-3.1-8b", "gpu", "9.0", **LATENT)
+    assert kernel_set._backend(found.latent_decode_attention) == "mosaic"
+    assert "decode_attention" in found.kernel_ops and "chunk_attention" not in found.kernel_ops
+    assert found.list_latent_work is not kernel_set.REFERENCE.list_latent_work
+    assert of("llama-3.1-8b", "cpu", "", **LATENT) is kernel_set.CPU
 
 
 def test_an_int8_cache_runs_on_mosaic_but_for_odd_heads_and_wide_ones():
@@ -226,9 +242,31 @@ def test_no_family_falls_back_for_a_reason_of_the_pages(model):
         ),
         (
             "9.0",
-            {"latent_attention": True},
-            [Fallback(op, "latent_attention", True, "keys and values by head") for op in PAGED],
+            LATENT,
+            [
+                Fallback(op, "latent_attention", True, "keys and values by head")
+                for op in ("rope_append", "chunk_attention")
+            ],
         ),
+        (
+            "9.0",
+            LATENT | {"latent_rank": 100, "latent_rope_dim": 32, "queries_per_kv_head": 12},
+            [
+                Fallback(op, "latent_attention", True, "keys and values by head")
+                for op in ("rope_append", "chunk_attention")
+            ]
+            + [
+                Fallback("decode_attention", "latent_rank", 100, "128, 256, 384 or 512"),
+                Fallback("decode_attention", "latent_rope_dim", 32, "64"),
+                Fallback(
+                    "decode_attention",
+                    "queries_per_kv_head",
+                    12,
+                    "multiples of 8 up to 64 a device, and multiples of 64",
+                ),
+            ],
+        ),
+        ("8.0", LATENT, [Fallback("decode_attention", "latent_attention", True, "keys and values by head")]),
         ("8.0", {"page_size": 16}, [Fallback("decode_attention", "page_size", 16, "64")]),
         ("8.6", {"head_dim": 256}, []),
         (
