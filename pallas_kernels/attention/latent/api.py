@@ -80,7 +80,9 @@ def decode_attention(
     workers, tiles = latent_workers(n, sms), head_tiles(n)
     work = latent_work(lengths, workers) if work is None else work
     if work.pieces.shape[0] != workers:
-        raise ValueError(f"work.pieces has {work.pieces.shape[0]} workers: accepted are {workers} for sms={sms}")
+        raise ValueError(
+            f"work.pieces has {work.pieces.shape[0]} workers: accepted are {workers} for sms={sms}"
+        )
     form = Form(heads=n, rank=rank, tiles=tiles, scale=scale, interpret=interpret is not None)
     inputs = (
         q.reshape(t * n, -1),
@@ -132,7 +134,9 @@ def _check(q, rope_pages, latent_pages, page_table, b: int, into) -> None:
             f"[P, 1, {PAGE}, R]"
         )
     if not takes_heads(n):
-        raise ValueError(f"{n} query heads: accepted are multiples of 8 up to {HEADS}, and multiples of {HEADS}")
+        raise ValueError(
+            f"{n} query heads: accepted are multiples of 8 up to {HEADS}, and multiples of {HEADS}"
+        )
     dtypes = [x.dtype.name for x in (q, rope_pages, latent_pages)]
     if set(dtypes) != {"bfloat16"}:
         raise ValueError(f"dtypes {', '.join(dtypes)}: accepted is bfloat16 for queries and pages")

@@ -64,7 +64,9 @@ def _combine(parts, levels, owner, o, *, heads: int, group: int, rank: int, fill
             def read(part):
                 begun = jnp.where(part == 0, jnp.int32(1), jnp.int32(0))
                 worker = first + part
-                values = plgpu.load(parts.at[(worker * 2 + begun) * heads + head], layout=layout, optimized=False)
+                values = plgpu.load(
+                    parts.at[(worker * 2 + begun) * heads + head], layout=layout, optimized=False
+                )
                 return levels[worker, begun, head], values
 
             def step(j, state):

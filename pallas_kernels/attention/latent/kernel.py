@@ -71,14 +71,18 @@ class Form:
 
 def scratch(form: Form) -> dict:
     """Return the kernel's shared memory and barriers."""
-    tiled = {"transforms": swizzled(jnp.bfloat16)}
+    tiled = swizzled(jnp.bfloat16)
     return {
-        "q_s": plgpu.SMEM((2, HEADS, form.half), jnp.bfloat16, **tiled),  # becomes the output of a pair
-        "q_rope_s": plgpu.SMEM((HEADS, ROTARY), jnp.bfloat16, **tiled),
-        "latent_s": plgpu.SMEM((SLOTS, 2, PAGE, form.half), jnp.bfloat16, **tiled),
-        "rope_s": plgpu.SMEM((SLOTS, PAGE, ROTARY), jnp.bfloat16, **tiled),
-        "weights_s": plgpu.SMEM((HEADS, PAGE), jnp.bfloat16, **tiled),
-        "factors_s": plgpu.SMEM((2, HEADS), jnp.float32),  # of the outputs before a page, and the sums of weights
+        "q_s": plgpu.SMEM(
+            (2, HEADS, form.half), jnp.bfloat16, transforms=tiled
+        ),  # becomes the output of a pair
+        "q_rope_s": plgpu.SMEM((HEADS, ROTARY), jnp.bfloat16, transforms=tiled),
+        "latent_s": plgpu.SMEM((SLOTS, 2, PAGE, form.half), jnp.bfloat16, transforms=tiled),
+        "rope_s": plgpu.SMEM((SLOTS, PAGE, ROTARY), jnp.bfloat16, transforms=tiled),
+        "weights_s": plgpu.SMEM((HEADS, PAGE), jnp.bfloat16, transforms=tiled),
+        "factors_s": plgpu.SMEM(
+            (2, HEADS), jnp.float32
+        ),  # of the outputs before a page, and the sums of weights
         "q_full": plgpu.Barrier(num_arrivals=3),
         "q_empty": plgpu.Barrier(num_arrivals=2),
         "page_full": plgpu.Barrier(num_arrivals=3, num_barriers=SLOTS),
@@ -326,7 +330,8 @@ def _sum_values(r, form: Form, worker, tile, half):
 
         def store(to, first):
             plgpu.copy_smem_to_gmem(
-                place.at[pl.ds(0, form.rows)], to.at[pl.ds(first * form.heads + tile * HEADS, form.rows), columns]
+                place.at[pl.ds(0, form.rows)],
+                to.at[pl.ds(first * form.heads + tile * HEADS, form.rows), columns],
             )
 
         pl.when(here == pages)(lambda: store(r.o, row))

@@ -70,9 +70,7 @@ def latent_work(lengths: jax.Array, workers: int) -> LatentWork:
     first = holder(ends - pages)
     return LatentWork(
         rows=jnp.stack([lengths, following], axis=1),
-        pieces=jnp.stack(
-            [row, begin - (ends - pages)[row], count, lengths[row], following[row]], axis=1
-        ),
+        pieces=jnp.stack([row, begin - (ends - pages)[row], count, lengths[row], following[row]], axis=1),
         parts=jnp.stack([first, jnp.where(pages > 0, holder(ends - 1) - first + 1, 0)], axis=1),
     )
 

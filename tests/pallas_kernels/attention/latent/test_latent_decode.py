@@ -55,9 +55,7 @@ def cache(seed: int, lengths, rank: int = RANK):
 def run(q, pages, table, lengths, *, sms: int, scale: float = SCALE, into=None):
     """Return the kernel in the interpreter, and its reference in float32."""
     lengths = jnp.asarray(lengths, jnp.int32)
-    kernel = functools.partial(
-        decode_attention, scale=scale, sms=sms, interpret=plgpu.InterpretGPUParams()
-    )
+    kernel = functools.partial(decode_attention, scale=scale, sms=sms, interpret=plgpu.InterpretGPUParams())
     got = jax.jit(kernel)(q, *pages, table, lengths, into=into)
     known = [jnp.asarray(np.nan_to_num(np.asarray(x, np.float32))) for x in pages]
     into = None if into is None else into.astype(jnp.float32)
@@ -163,7 +161,9 @@ def test_for_the_h200_it_uses_its_units_and_spills_nothing(tmp_path, monkeypatch
     assert not any(compiled.copies(x.shape) for arrays in inputs for x in arrays[:3])
     assert not any(compiled.copies((128 * heads, 512)) for heads in (128, 16))
     for path in tmp_path.glob("*.ptxas"):
-        spilled = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", path.read_text(errors="replace"))
+        spilled = re.findall(
+            r"(\d+) bytes spill stores, (\d+) bytes spill loads", path.read_text(errors="replace")
+        )
         assert set(spilled) == {("0", "0")}, path.name
     texts = [path.read_text(errors="replace") for path in tmp_path.glob("latent_decode*.ptx")]
     assert len(texts) == 2 and all("wgmma.mma_async" in x and "cp.async.bulk.tensor" in x for x in texts)
