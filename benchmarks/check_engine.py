@@ -1,7 +1,7 @@
 """Check the engine with this device's kernels against the engine with reference implementations.
 
     python benchmarks/check_engine.py [--model llama-3.1-8b] [--layers 4] [--fp8] [--tensor_parallel_size 4]
-        [--plan plan.json] [--output_json FILE]
+        [--pipeline_parallel_size 2] [--plan plan.json] [--output_json FILE]
 
 The first engine runs on one device or on several, and the reference engine on one device. The first engine draws
 greedy answers, with decode attention, chunks of every size, and batches that change from step to step. Then both
@@ -20,6 +20,7 @@ import dataclasses
 import json
 import shlex
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -27,11 +28,20 @@ import numpy as np
 from jaxflow.bench.report import machine
 from jaxflow.bench.report.requests import write_json
 from jaxflow.config import EngineConfig
+from jaxflow.engine.executor import Executor
 from jaxflow.engine.loop import Loop
-from jaxflow.engine.start import choose_plans, make_executor, make_loop, prepare_process, resolve
+from jaxflow.engine.staged_executor import StagedExecutor
+from jaxflow.engine.start import (
+    choose_plans,
+    make_executor,
+    make_loop,
+    make_staged_executor,
+    prepare_process,
+    resolve,
+)
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.request import Delta, Logprob, Request, SamplingParams, Started
-from pallas_kernels.kernel_set import REFERENCE
+from pallas_kernels.kernel_set import REFERENCE, KernelSet
 from pallas_kernels.measure.provenance import provenance
 
 # By --fp8: limits of the mean and of the maximum difference in nats, and the minimum share of drawn tokens that
@@ -57,8 +67,14 @@ def run(engine: Loop, requests: list[Request]) -> tuple[dict[str, list[int]], di
     return tokens, prompts
 
 
-def parse() -> argparse.Namespace:
-    """Return the command line's flags."""
+def set_of(executor: Executor | StagedExecutor) -> KernelSet:
+    """Return the kernels of an executor; all its stages have the same ones."""
+    first = executor if isinstance(executor, Executor) else executor.stages[0]
+    return first.programs.context.kernels
+
+
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the flags of the command line, or of `words`."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -66,9 +82,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--fp8", action="store_true")
     parser.add_argument("--tensor_parallel_size", type=int, default=1)
+    parser.add_argument("--pipeline_parallel_size", type=int, default=1)
     parser.add_argument("--plan", default="sequential")
     parser.add_argument("--output_json")
-    return parser.parse_args()
+    return parser.parse_args(words)
 
 
 def check(given: argparse.Namespace) -> dict[str, Any]:
@@ -79,6 +96,8 @@ def check(given: argparse.Namespace) -> dict[str, Any]:
         quantization="fp8" if given.fp8 else None,
         kv_cache_dtype="fp8" if given.fp8 else "auto",
         tensor_parallel_size=given.tensor_parallel_size,
+        pipeline_parallel_size=given.pipeline_parallel_size,
+        plan=given.plan,
         max_model_len=4096,
         max_num_batched_tokens=512,
         max_num_seqs=64,
@@ -92,23 +111,25 @@ def check(given: argparse.Namespace) -> dict[str, Any]:
     checkpoint = dataclasses.replace(checkpoint, model_config=model)
     config = resolve(settings, model)
 
-    def engine(kernels, devices: int) -> Loop:
-        """Return a warm engine on `devices` devices. kernels: None for this device's kernels."""
-        local = dataclasses.replace(
-            config, tensor_parallel_size=devices, plan=given.plan if kernels is None else "sequential"
-        )
+    def engine(kernels: KernelSet | None) -> Loop:
+        """Return a warm engine: with this device's kernels for None, else on one device."""
+        local = config
+        if kernels is not None:
+            one = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
+            local = dataclasses.replace(config, plan="sequential", **one)
         plans = {
             tokens: plan for tokens, plan in choose_plans(local, model).items() if tokens in (8, 64, 256, 512)
         }
-        executor = make_executor(local, checkpoint, plans, kernels=kernels, progress=False)
+        make = make_executor if local.pipeline_parallel_size == 1 else make_staged_executor
+        executor = make(local, checkpoint, plans, kernels=kernels, progress=False)
         executor.warm_up()
-        print(executor.programs.context.kernels.describe(), flush=True)
+        print(set_of(executor).describe(), flush=True)
         return make_loop(local, model, executor)
 
     rng = np.random.default_rng()
     lengths = [1, 2, 63, 64, 65, 127, 500, 1300, 2900, *rng.integers(1, 900, 30).tolist()]
     prompts = [rng.integers(0, model.vocab_size, n).tolist() for n in lengths]
-    fast = engine(None, given.tensor_parallel_size)
+    fast = engine(None)
     greedy = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
     drawn, _ = run(fast, [Request(f"{i}", p, greedy) for i, p in enumerate(prompts)])
     again, _ = run(fast, [Request(f"{i}", p, greedy) for i, p in reversed(list(enumerate(prompts)))])
@@ -116,7 +137,7 @@ def check(given: argparse.Namespace) -> dict[str, Any]:
     scored = [Request(f"{i}", p + drawn[f"{i}"], score) for i, p in enumerate(prompts)]
     _, ours = run(fast, scored)
     compilations = fast.executor.compilations
-    _, reference = run(engine(REFERENCE, 1), scored)
+    _, reference = run(engine(REFERENCE), scored)
     pairs = [
         (a.logprob, b.logprob)
         for r in scored
@@ -129,10 +150,11 @@ def check(given: argparse.Namespace) -> dict[str, Any]:
         "model": given.model,
         "layers": given.layers,
         "tensor_parallel_size": given.tensor_parallel_size,
+        "pipeline_parallel_size": given.pipeline_parallel_size,
         "quantization": config.quantization,
         "kv_cache_dtype": config.kv_cache_dtype,
         "plan": given.plan,
-        "kernels": fast.executor.programs.context.kernels.name,
+        "kernels": set_of(fast.executor).name,
         "tokens_compared": int(differences.size),
         "mean_difference_nats": float(differences.mean()),
         "largest_difference_nats": float(differences.max()),
@@ -148,7 +170,7 @@ def check(given: argparse.Namespace) -> dict[str, Any]:
 def main() -> int:
     """Run the check, write its report, and return the exit status: 0 for engines that agree."""
     given = parse()
-    with machine.watch(given.tensor_parallel_size) as readings:
+    with machine.watch(given.tensor_parallel_size * given.pipeline_parallel_size) as readings:
         result = check(given)
     head = {"command_name": "check_engine", **provenance(shlex.join(["python", *sys.argv]))}
     result = machine.with_power(head | result, readings)

@@ -11,13 +11,11 @@ KV pages that are copied to host memory. A report is benchmarks/h200/llama-3-70b
 
 import argparse
 import dataclasses
-import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pallas_kernels.measure.provenance import COMMIT_VARIABLE
+from benchmarks.named_commands import add_flags, run_all
 
 FOLDER = Path("benchmarks/h200/llama-3-70b")
 PLANS = Path("benchmarks/plans/h200/llama-3-70b")
@@ -118,15 +116,15 @@ def files(names: Sequence[str]) -> str:
 
 
 def command(what: str, precision: str, devices: int) -> list[str]:
-    """Return the command of one measurement. Raises: KeyError for devices without a setting."""
+    """Return the arguments of Python of one measurement. Raises: KeyError for devices without a setting."""
     s, narrow = SETTINGS[devices, precision], precision == "fp8"
-    python, report = sys.executable, f"{what}-tp{devices}-{precision}.json"
+    report = f"{what}-tp{devices}-{precision}.json"
     common = ["--model", "llama-3-70b", "--tensor_parallel_size", str(devices)]
     out = ["--output_json", str(FOLDER / report)]
     if what == "check":
         own = ["--plans", files(s.checked), "--other_tokens", str(s.other_tokens)]
         few = [] if narrow else ["--sequences", "400"]
-        module = [python, "-m", "benchmarks.check_plan"]
+        module = ["-m", "benchmarks.check_plan"]
         return [*module, *common, *(["--fp8"] if narrow else []), *own, *few, *out]
     kv = ["--quantization", "fp8", "--kv_cache_dtype", "fp8"] if narrow else []
     memory = ["--gpu_memory_utilization", "0.92" if narrow or devices > 2 else "0.95"]
@@ -136,50 +134,25 @@ def command(what: str, precision: str, devices: int) -> list[str]:
         plans = ["--found", files([s.found]), "--plans", files(s.hand)]
         sizes = ["--tokens", ",".join(map(str, s.sizes))]
         workload = like if what == "sharegpt" else ["--workload", "1024/512"]
-        return [python, "-m", "benchmarks.plan_windows", *engine, *plans, *sizes, *workload, *out]
+        return ["-m", "benchmarks.plan_windows", *engine, *plans, *sizes, *workload, *out]
     lengths = ["--input_len", "1024", "--output_len", "512", "--num_requests", str(s.sequences)]
     seqs = ["--max_num_seqs", str(s.sequences), "--max_model_len", "4096"]
     plan = ["--plan", files([s.found]), "--step_sizes", s.decode_sizes, "--compare_sequential"]
     copied = ["--kv_offloading_size", "48", "--enable_prefix_caching"]
     tier = copied if what == "offload" else ["--noenable_prefix_caching"]
-    return [python, "-m", "jaxflow.bench", "throughput", *engine, *lengths, *seqs, *tier, *plan, *out]
+    return ["-m", "jaxflow.bench", "throughput", *engine, *lengths, *seqs, *tier, *plan, *out]
 
 
 def main(arguments: Sequence[str]) -> int:
-    names = [f"{what}-{precision}" for precision in PRECISIONS for what in WHAT]
+    kinds = {f"{what}-{precision}": (what, precision) for precision in PRECISIONS for what in WHAT}
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tensor_parallel_size", type=int, required=True, choices=(2, 4))
-    parser.add_argument("--only", default=",".join(names), help=f"some of {', '.join(names)}")
-    parser.add_argument("--seconds", type=float, default=600.0, help="of one measurement at most")
-    parser.add_argument("--commit", help="of sources outside a checkout")
-    parser.add_argument("--show", action="store_true", help="print the commands and run nothing")
+    add_flags(parser, list(kinds))
     given = parser.parse_args(arguments)
-    wanted = given.only.split(",")
-    if unknown := [name for name in wanted if name not in names]:
-        parser.error(f"--only {','.join(unknown)}: some of {', '.join(names)} are accepted")
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    if given.commit:
-        os.environ[COMMIT_VARIABLE] = given.commit
-    failed = []
-    for name in wanted:
-        what, _, precision = name.rpartition("-")
-        line = command(what, precision, given.tensor_parallel_size)
-        print(*line, flush=True)
-        if not given.show and not _ran(line, given.seconds):
-            failed.append(name)
-    if failed:
-        print(f"failed: {', '.join(failed)}", file=sys.stderr)
-    return 1 if failed else 0
-
-
-def _ran(line: Sequence[str], seconds: float) -> bool:
-    """Run a command for so many seconds at most; return whether it succeeded."""
-    try:
-        return subprocess.run(line, timeout=seconds).returncode == 0
-    except subprocess.TimeoutExpired:
-        return False
+    devices = given.tensor_parallel_size
+    return run_all(given, {name: command(*kind, devices) for name, kind in kinds.items()})
 
 
 if __name__ == "__main__":

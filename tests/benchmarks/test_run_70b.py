@@ -36,7 +36,7 @@ def test_the_found_plan_has_the_largest_step(precision, devices):
 @pytest.mark.parametrize(("what", "precision", "devices"), COMMANDS)
 def test_a_command_names_its_report_and_flags_that_exist(no_flags, what, precision, devices):
     line = run_70b.command(what, precision, devices)
-    module, *words = line[2:]
+    module, *words = line[1:]
     if what == "check":
         check_plan.parse(words)
     else:
@@ -48,7 +48,7 @@ def test_a_command_names_its_report_and_flags_that_exist(no_flags, what, precisi
 
 def test_the_check_reads_its_flags():
     line = run_70b.command("check", "fp8", 4)
-    given = check_plan.parse(line[3:])
+    given = check_plan.parse(line[2:])
     assert given.fp8 and given.tensor_parallel_size == 4 and len(given.plans.split(",")) == 2
 
 
@@ -59,7 +59,7 @@ def test_a_check_writes_a_report_with_every_key(monkeypatch, tmp_path):
     monkeypatch.setattr(check_plan, "table", lambda report: "")
     monkeypatch.setenv(COMMIT_VARIABLE, "abc")
     out = tmp_path / "check.json"
-    words = run_70b.command("check", "fp8", 2)[3:]
+    words = run_70b.command("check", "fp8", 2)[2:]
     words[words.index("--output_json") + 1] = str(out)
     monkeypatch.chdir(paths.ROOT)
     assert check_plan.main(words) == 0

@@ -1,0 +1,52 @@
+"""Run some of a set of named commands, one after another, each within a time limit."""
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from pallas_kernels.measure.provenance import COMMIT_VARIABLE
+
+
+def add_flags(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
+    """Add the flags of `run_all` to a parser."""
+    parser.add_argument("--only", default=",".join(names), help=f"some of {', '.join(names)}")
+    parser.add_argument("--seconds", type=float, default=600.0, help="of one measurement at most")
+    parser.add_argument("--commit", help="of sources outside a checkout")
+    parser.add_argument("--show", action="store_true", help="print the commands and run nothing")
+
+
+def run_all(given: argparse.Namespace, commands: Mapping[str, Sequence[str]]) -> int:
+    """Run the commands of `--only`. Return the exit status: 1 if one failed or ran out of time.
+
+    Args:
+      given: the flags of `add_flags`.
+      commands: the arguments of Python of each name. The argument after --output_json is the report's path.
+    """
+    wanted = given.only.split(",")
+    if unknown := [name for name in wanted if name not in commands]:
+        print(f"--only {','.join(unknown)}: some of {', '.join(commands)} are accepted", file=sys.stderr)
+        return 2
+    if given.commit:
+        os.environ[COMMIT_VARIABLE] = given.commit
+    failed = []
+    for name in wanted:
+        line = [sys.executable, *commands[name]]
+        print(*line, flush=True)
+        if not given.show:
+            Path(line[line.index("--output_json") + 1]).parent.mkdir(parents=True, exist_ok=True)
+            if not _ran(line, given.seconds):
+                failed.append(name)
+    if failed:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _ran(line: Sequence[str], seconds: float) -> bool:
+    """Run a command for so many seconds at most; return whether it succeeded."""
+    try:
+        return subprocess.run(line, timeout=seconds).returncode == 0
+    except subprocess.TimeoutExpired:
+        return False

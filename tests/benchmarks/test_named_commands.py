@@ -1,0 +1,46 @@
+"""Named commands: those asked for run, each within its limit, and a fault does not stop the others."""
+
+import argparse
+
+import pytest
+
+from benchmarks.named_commands import add_flags, run_all
+
+
+def writes(path, more=""):
+    return ["-c", f"{more}import sys; open(sys.argv[2], 'w').close()", "--output_json", str(path)]
+
+
+def given(names, words):
+    parser = argparse.ArgumentParser()
+    add_flags(parser, names)
+    return parser.parse_args(words)
+
+
+@pytest.fixture
+def commands(tmp_path):
+    return {
+        "slow": writes(tmp_path / "slow", "import time; time.sleep(60); "),
+        "faulty": writes(tmp_path / "faulty", "import nothing_of_this_name; "),
+        "good": writes(tmp_path / "new" / "good"),
+        "other": writes(tmp_path / "other"),
+    }
+
+
+def test_a_fault_and_a_limit_do_not_stop_the_next_command(commands, tmp_path, capfd):
+    words = ["--only", "slow,faulty,good", "--seconds", "1"]
+    assert run_all(given(list(commands), words), commands) == 1
+    assert "failed: slow, faulty" in capfd.readouterr().err
+    assert (tmp_path / "new" / "good").exists()
+    assert not any((tmp_path / name).exists() for name in ("slow", "faulty", "other"))
+
+
+def test_commands_are_shown_without_running(commands, tmp_path, capfd):
+    assert run_all(given(list(commands), ["--show"]), commands) == 0
+    assert len(capfd.readouterr().out.splitlines()) == len(commands)
+    assert not any(tmp_path.iterdir())
+
+
+def test_an_unknown_name_is_refused(commands, capfd):
+    assert run_all(given(list(commands), ["--only", "good,nothing"]), commands) == 2
+    assert "nothing" in capfd.readouterr().err
