@@ -36,7 +36,10 @@ class BlockScales:
     stages: Any
 
     def copy_tokens(self, start, step, slot, full) -> None:
-        """Copy the scales of the tokens of a step's columns."""
+        """Copy the scales of the tokens of a step's columns, and of tokens after them to full lines.
+
+        Where no scale exists, the copy writes 0.
+        """
         _, lines, width = self.stages.shape
         rows, columns = pl.ds(step * lines, lines), pl.ds(start, width)
         plgpu.copy_gmem_to_smem(self.tokens.at[rows, columns], self.stages.at[slot], full.at[slot])

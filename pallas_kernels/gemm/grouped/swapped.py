@@ -17,7 +17,6 @@ from pallas_kernels.gemm.dense import api as dense
 from pallas_kernels.gemm.fp8 import api as fp8
 from pallas_kernels.gemm.grouped import groups as expert_groups
 from pallas_kernels.gemm.grouped import reference
-from pallas_kernels.gemm.grouped.block_products import padded
 from pallas_kernels.gemm.grouped.groups import Groups, HeldExperts
 from pallas_kernels.gemm.grouped.int4_format import dequantize_experts
 from pallas_kernels.gemm.grouped.kernel import GroupedForm, multiply, scratch
@@ -38,7 +37,7 @@ from pallas_kernels.gemm.grouped.tiles import (
 )
 from pallas_kernels.hopper.layouts import LANE
 from pallas_kernels.hopper.limits import sms_of
-from pallas_kernels.quantized import BLOCK, BlockFp8, ExpertInt4, Mxfp4, Quantized
+from pallas_kernels.quantized import BlockFp8, ExpertInt4, Mxfp4, Quantized
 
 
 def list_groups(
@@ -87,7 +86,7 @@ def grouped_gemm(
     if not isinstance(w, Mxfp4 | ExpertInt4 | BlockFp8) and not supports(n, k, gate_block):
         return reference.grouped_gemm(x, w, groups, activation=activation, gate_block=gate_block)
     tile = tile or _tile(w, groups.rows)
-    x_values, w_values, scales, kind = _arrays(x, w, tile)
+    x_values, w_values, scales, kind = _arrays(x, w)
     form = GroupedForm(
         tile,
         n,
@@ -128,15 +127,12 @@ def _tile(w: jax.Array | Quantized | Mxfp4 | ExpertInt4 | BlockFp8, rows: int) -
 
 
 def _arrays(
-    x: jax.Array | Quantized, w: jax.Array | Quantized | Mxfp4 | ExpertInt4 | BlockFp8, tile: GroupedTile
+    x: jax.Array | Quantized, w: jax.Array | Quantized | Mxfp4 | ExpertInt4 | BlockFp8
 ) -> tuple[jax.Array, jax.Array, list[jax.Array], str]:
     """Return the rows, the weight, the scales as the kernel reads them, and a part of the kernel's name."""
     if isinstance(w, BlockFp8):
         assert isinstance(x, Quantized)  # `check_operands`
-        # A copy takes full lines of scales of following rows, for all columns of a stage.
-        more_columns, more_rows = -x.scale.shape[1] % (tile.depth // BLOCK), padded(tile.rows) - tile.rows
-        tokens = jnp.pad(x.scale.T, ((0, more_columns), (0, more_rows)))
-        return x.values, w.values, [tokens, w.scale.reshape(-1, w.scale.shape[2])], "fp8_blocks_"
+        return x.values, w.values, [x.scale.T, w.scale.reshape(-1, w.scale.shape[2])], "fp8_blocks_"
     if isinstance(x, Quantized):
         assert isinstance(w, Quantized)  # `check_operands`
         return x.values, w.values, [x.scale, w.scale.reshape(-1)], "fp8_"

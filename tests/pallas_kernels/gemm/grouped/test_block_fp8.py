@@ -106,8 +106,10 @@ QWEN, DEEPSEEK = (128, 8), (256, 8)
         (QWEN, 1536, 1536, 2048, 32),
         (QWEN, 2048, 2048, 768, None),
         (DEEPSEEK, 512, 4096, 7168, 64),
+        # Fewer scales than a copy has, of tokens and of blocks of columns.
+        ((3, 1), 1, 192, 384, None),
     ],
-    ids=["qwen 1", "qwen 64", "qwen 1536", "qwen 2048", "deepseek 512"],
+    ids=["qwen 1", "qwen 64", "qwen 1536", "qwen 2048", "deepseek 512", "one row"],
 )
 def test_on_an_h200_no_register_is_spilled(experts, tokens, n, k, gate_block, tmp_path, monkeypatch):
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
