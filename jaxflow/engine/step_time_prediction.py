@@ -9,10 +9,9 @@ from jaxflow.engine.executor import Executor, rehearse
 from jaxflow.kv.tiers.start import best_seconds
 from jaxflow.model.composition import Composition
 from jaxflow.model.cost import Rates, find_device, step_timer
-from jaxflow.model.graph import BFLOAT16, FP8_BLOCKS, MXFP4, Widths, model_graph
+from jaxflow.model.graph import BFLOAT16, EXPERT_WIDTHS, Widths, model_graph
 from jaxflow.scheduler.step_time import StepTime
 
-EXPERT_WIDTHS = {"mxfp4": MXFP4, "fp8_per_block": FP8_BLOCKS}  # formats of experts alone
 FEW_KEYS = 64  # layers with a window see all of so few keys, so the time of a key is an upper bound
 
 

@@ -18,7 +18,7 @@ from jaxflow.config import ModelConfig
 from jaxflow.model.composition import Composition
 from jaxflow.model.cost import DEVICES, dense_parameters, find_device, optimal_throughput
 from jaxflow.model.energy import PeakRate, bound, known_rate, shipped_power
-from jaxflow.model.graph import MXFP4, Widths, model_graph
+from jaxflow.model.graph import BFLOAT16, EXPERT_WIDTHS, Widths, model_graph
 
 _BYTES = {
     "float8_e4m3fn": 1.0,
@@ -125,7 +125,7 @@ def of_step(
         Widths(
             weights=_BYTES.get(narrow or dtype, 2.0),
             kv=_BYTES.get(engine["kv_cache_dtype"], 2.0),
-            expert_weights=MXFP4.expert_weights if narrow == "mxfp4" else None,
+            expert_weights=EXPERT_WIDTHS.get(narrow or "", BFLOAT16).expert_weights,
         ),
     )
     limit = bound(graph.work(step), device, power, dtype)

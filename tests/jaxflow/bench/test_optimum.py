@@ -8,9 +8,11 @@ from jaxflow.bench.report import optimum
 from jaxflow.bench.report import requests as report
 from jaxflow.bench.report.requests import Record
 from jaxflow.config import EngineConfig, Layer, ModelConfig, Rope
+from jaxflow.model.checkpoints.checkpoint import open_checkpoint
+from jaxflow.model.composition import Composition
 from jaxflow.model.cost import DEVICES
 from jaxflow.model.energy import bound, shipped_power
-from jaxflow.model.graph import model_graph
+from jaxflow.model.graph import EXPERT_WIDTHS, model_graph
 
 LLAMA = ModelConfig("llama", 128256, 4096, 32, 8, 128, 14336, (Layer(rope=Rope(500000.0)),) * 32, 8192)
 POWER = shipped_power("H200")
@@ -51,3 +53,14 @@ def test_the_bound_of_a_run_is_the_bound_of_its_steps():
         (engine, "NVIDIA H100"),
     ):
         assert optimum.of_run(LLAMA, engine_, device, run, 9) == {"fraction_of_bound": None, "binding": None}
+
+
+@pytest.mark.parametrize(("quantization", "widths"), EXPERT_WIDTHS.items())
+def test_the_bound_counts_the_bytes_of_experts_in_a_format_of_their_own(quantization, widths):
+    model = open_checkpoint("qwen3-30b-a3b", load_format="dummy").model_config
+    settings = EngineConfig("m", dtype="bfloat16", kv_cache_dtype="bfloat16", quantization=quantization)
+    step = Composition(decode_tokens=64, decode_keys=100)
+    found = optimum.of_step(model, dataclasses.asdict(settings), "NVIDIA H200", step, 1e4)
+    assert POWER is not None
+    least = bound(model_graph(model, 1, widths).work(step), DEVICES["H200"], POWER)
+    assert found["fraction_of_bound"] == pytest.approx(least.longest_s * 1e4 / 64)
