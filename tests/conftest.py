@@ -142,6 +142,20 @@ def samplers_run_often_and_are_shared():
 
 
 @pytest.fixture(autouse=True, scope="session")
+def programs_of_equal_engines_are_compiled_once():
+    """Lower and compile the programs of equal engines once for a worker, without files of lowered programs.
+
+    Tests of these files choose a folder of their own. Servers that tests start as processes write and read files.
+    """
+    from jaxflow.engine.lowered_cache import LoweredPrograms
+
+    lower = LoweredPrograms.lower
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LoweredPrograms, "lower", lambda *args: hurry.shared_program(lower, *args))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
 def offloaded_programs_are_lowered_once():
     """Lower the programs of equal offloaded runs once for a worker: dozens of tests start one."""
     from jaxflow.flexgen import programs  # not above: it imports JAX

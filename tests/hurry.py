@@ -7,7 +7,9 @@ speed. Programs that run often are compiled with optimization.
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -22,33 +24,40 @@ OFTEN = {
 }  # a little more care, for one that runs a thousand times or over much
 
 
-@dataclasses.dataclass(frozen=True)
-class Often:
-    """A lowered program that runs often. Its compiler options default to OFTEN."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class CompiledOnce:
+    """A lowered program that is compiled once for each set of compiler options.
+
+    defaults: compiler options, where `compile` gets no others.
+    """
 
     lowered: Any  # jax.stages.Lowered
-    compiled: dict[tuple, Any] = dataclasses.field(default_factory=dict, compare=False)  # by options
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    compiled: dict[tuple, Any] = dataclasses.field(default_factory=dict)  # by options
 
     def compile(self, compiler_options: dict[str, Any] | None = None) -> Any:
-        options = OFTEN | (compiler_options or {})
+        options = {**self.defaults, **(compiler_options or {})}
         key = tuple(sorted(options.items()))
         if key not in self.compiled:
-            self.compiled[key] = self.lowered.compile(compiler_options=options)
+            self.compiled[key] = self.lowered.compile(compiler_options=options or None)
         return self.compiled[key]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.lowered, name)
 
 
 shares = True  # engines share programs, see `shared_sampler`
-_samplers: dict[tuple, Often] = {}
+_samplers: dict[tuple, CompiledOnce] = {}
 
 
-def shared_sampler(lower: Callable[..., Any], executor: Any, rows: int, kind: str) -> Often:
+def shared_sampler(lower: Callable[..., Any], executor: Any, rows: int, kind: str) -> CompiledOnce:
     """Return a sampler of an `Executor`, lowered and compiled once for all engines that have the same sampler.
 
     The full sampler takes half a second to lower, and many engines of the tests need the same few samplers.
     lower: `Executor._lower_sampler`.
     """
     if not shares:
-        return Often(lower(executor, rows, kind))
+        return CompiledOnce(lower(executor, rows, kind), OFTEN)
     import jax  # FLAGS must be set before
 
     programs = executor.programs
@@ -68,8 +77,39 @@ def shared_sampler(lower: Callable[..., Any], executor: Any, rows: int, kind: st
         *((a.shape, a.dtype, a.sharding) for a in head),
     )
     if key not in _samplers:
-        _samplers[key] = Often(lower(executor, rows, kind))
+        _samplers[key] = CompiledOnce(lower(executor, rows, kind), OFTEN)
     return _samplers[key]
+
+
+_programs: dict[tuple, CompiledOnce] = {}
+
+
+def shared_program(
+    lower: Callable[..., Any],
+    programs: Any,
+    name: str,
+    fn: Any,
+    donated: Sequence[int],
+    *args: Any,
+) -> Any:
+    """Keep the programs of the tests' folder in this worker's memory, lowered and compiled once for equal engines.
+
+    The key is the digest by which a folder finds a program, and the devices. A folder would cost a second lowering
+    of each program that is written or read. Programs of other folders are written and read.
+    lower: `LoweredPrograms.lower`, and its arguments.
+    """
+    import jax  # FLAGS must be set before
+
+    if (
+        programs.folder != Path(os.environ["JAX_COMPILATION_CACHE_DIR"], "lowered")
+        or programs.target is not None
+    ):
+        return lower(programs, name, fn, donated, *args)
+    placements = tuple(leaf.sharding for leaf in jax.tree.leaves(args))
+    key = programs.digest(name, args), placements, tuple(donated)
+    if key not in _programs:
+        _programs[key] = CompiledOnce(fn.lower(*args))
+    return _programs[key]
 
 
 _lowered: dict[tuple, Any] = {}
