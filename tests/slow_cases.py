@@ -179,9 +179,6 @@ SLOW_CASES = {
     r"test_compiler\.py::test_drawn_plans\[tiny-mixtral-1": (
         "a plan of mixtures runs in test_exchange, and drawn plans cut the same ops of tiny-llama"
     ),
-    r"test_compiled_plans\.py::test_the_schedule_follows_the_plan\[phases": (
-        "two nano-batches on two devices run, and phases compute the plain forward in test_scattered"
-    ),
     r"test_compiler\.py::test_drawn_plans\[tiny-opt": (
         "plans of tiny-llama are drawn; no stream, learned positions and int8 are simpler cases"
     ),
