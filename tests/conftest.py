@@ -143,7 +143,7 @@ def samplers_run_often_and_are_shared():
 
 @pytest.fixture(autouse=True, scope="session")
 def programs_of_equal_engines_are_compiled_once():
-    """Lower and compile the programs of equal engines once for a worker, without files of lowered programs.
+    """Lower and compile the programs of equal engines once for a test file, without files of lowered programs.
 
     Tests of these files choose a folder of their own. Servers that tests start as processes write and read files.
     """
@@ -153,6 +153,13 @@ def programs_of_equal_engines_are_compiled_once():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LoweredPrograms, "lower", lambda *args: hurry.shared_program(lower, *args))
         yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def programs_of_a_file_are_freed():
+    """Free the shared programs at the end of a file: those of all files would take gigabytes in each worker."""
+    yield
+    hurry.forget_programs()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -92,7 +92,7 @@ def shared_program(
     donated: Sequence[int],
     *args: Any,
 ) -> Any:
-    """Keep the programs of the tests' folder in this worker's memory, lowered and compiled once for equal engines.
+    """Keep the programs of the tests' folder in memory until `forget_programs`, lowered and compiled once for equal engines.
 
     The key is the digest by which a folder finds a program, and the devices. A folder would cost a second lowering
     of each program that is written or read. Programs of other folders are written and read.
@@ -110,6 +110,11 @@ def shared_program(
     if key not in _programs:
         _programs[key] = CompiledOnce(fn.lower(*args))
     return _programs[key]
+
+
+def forget_programs() -> None:
+    """Free the programs of `shared_program`."""
+    _programs.clear()
 
 
 _lowered: dict[tuple, Any] = {}
