@@ -62,8 +62,9 @@ def untimed(
     """Return the XLA options of programs that need no timing of GEMMs; {} where the timing is worth its seconds.
 
     On GPUs with Mosaic kernels these kernels do most products, and cuBLAS the others, as fast as after a timing.
-    An overlapped plan of Llama-3-70B in fp8 took 1.2 times as long without timing on four H200s, the sequential
-    steps as long. So a start with overlapped plans over several GPUs times the GEMMs of all its programs.
+    On four H200s an overlapped plan of Llama-3-70B in fp8 took about 1.2 times as long when another process compiled
+    it without timing. Sequential steps took as long as with timing. So a start with overlapped plans over several
+    GPUs times the GEMMs of all its programs.
     """
     overlap = tp > 1 and any(plan.sums == "copies" or not is_sequential(plan) for plan in plans)
     return UNTIMED if has_bounded(capability) and quantization in UNTIMED_WEIGHTS and not overlap else {}
