@@ -1,10 +1,11 @@
 """The tests' platform, set before anything imports JAX, and where their data is."""
 
 import collections
+import contextlib
 import gc
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,15 @@ def pytest_collection_finish():
     gc.enable()
 
 
+@contextlib.contextmanager
+def calls_to(owner: Any, name: str, shared: Callable) -> Iterator[None]:
+    """Call `shared` in place of a function of `owner`, with the function before its arguments."""
+    function = getattr(owner, name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, lambda *args: shared(function, *args))
+        yield
+
+
 @pytest.fixture(autouse=True, scope="session")
 def samplers_run_often_and_are_shared():
     """Compile samplers with more care, and once for all engines of a worker.
@@ -135,9 +145,7 @@ def samplers_run_often_and_are_shared():
     """
     from jaxflow.engine.executor import Executor  # not above: it imports JAX
 
-    lower = Executor._lower_sampler
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Executor, "_lower_sampler", lambda *args: hurry.shared_sampler(lower, *args))
+    with calls_to(Executor, "_lower_sampler", hurry.shared_sampler):
         yield
 
 
@@ -149,9 +157,7 @@ def programs_of_equal_engines_are_compiled_once():
     """
     from jaxflow.engine.lowered_cache import LoweredPrograms
 
-    lower = LoweredPrograms.lower
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LoweredPrograms, "lower", lambda *args: hurry.shared_program(lower, *args))
+    with calls_to(LoweredPrograms, "lower", hurry.shared_program):
         yield
 
 
@@ -167,9 +173,7 @@ def offloaded_programs_are_lowered_once():
     """Lower the programs of equal offloaded runs once for a worker: dozens of tests start one."""
     from jaxflow.flexgen import programs  # not above: it imports JAX
 
-    over_devices = programs._over_devices
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(programs, "_over_devices", lambda *args: hurry.shared_lowering(over_devices, *args))
+    with calls_to(programs, "_over_devices", hurry.shared_lowering):
         yield
 
 

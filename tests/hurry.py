@@ -92,7 +92,7 @@ def shared_program(
     donated: Sequence[int],
     *args: Any,
 ) -> Any:
-    """Keep the programs of the tests' folder in memory until `forget_programs`, lowered and compiled once for equal engines.
+    """Lower and compile the programs of equal engines once, and keep them in memory until `forget_programs`.
 
     The key is the digest by which a folder finds a program, and the devices. A folder would cost a second lowering
     of each program that is written or read. Programs of other folders are written and read.

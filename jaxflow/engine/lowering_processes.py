@@ -42,9 +42,8 @@ log = logging.getLogger(__name__)
 ROOT = Path(__file__).parents[2]  # the folder of the packages, so that a process imports the same files
 COMMAND = (sys.executable, "-m", "jaxflow.engine.lowering_worker")
 MOST_PROCESSES = 8  # A ninth gains less than a second of a start with 50 programs.
-STEP_PROGRAMS = (
-    4  # of a size of steps: with chunks, of decodes alone, the samplers, the prompt log-probabilities
-)
+# Programs of one step size: with chunks, of decodes alone, the samplers, and the prompt log-probabilities.
+STEP_PROGRAMS = 4
 LIMIT_S = 120.0  # The limit of one program. A loaded machine takes ten times as long as an idle one.
 
 

@@ -230,7 +230,7 @@ def _quantized(w: Weights, name: str) -> bool:
 def _gemm(
     c: Context, w: Weights, name: str, x: Array | Quantized, bias: Array | None, **epilogue: Any
 ) -> Any:
-    if isinstance(x, Quantized):  # an e4m3 input does not tell the residual stream's dtype
+    if isinstance(x, Quantized):  # The dtype of the residual stream is unknown from an e4m3 input.
         epilogue["out_dtype"] = w["attn_norm"].dtype
     return c.kernels.gemm(x, w[name], bias, **epilogue, **_sms(c))
 

@@ -84,10 +84,8 @@ def draw(tree: Any, experts: int = 1, seed: int = 0) -> Any:
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _draw(seed: jax.Array, shape: tuple[int, ...], dtype: Any, experts: int) -> jax.Array:
     x = lax.iota(jnp.uint32, math.prod(shape)).reshape(shape) + seed
-    for factor in (
-        0x85EBCA6B,
-        0xC2B2AE35,
-    ):  # a hash compiles faster than jax.random and needs less memory
+    # A hash compiles faster than jax.random and needs less memory.
+    for factor in (0x85EBCA6B, 0xC2B2AE35):
         x = (x ^ (x >> 16)) * np.uint32(factor)
     x = x ^ (x >> 16)
     if jnp.issubdtype(dtype, jnp.integer):

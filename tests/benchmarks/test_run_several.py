@@ -22,7 +22,7 @@ def test_a_command_has_flags_that_exist(no_flags, devices, name):
     else:
         BENCH[words[0]].define_flags()
         parse(words)
-        if words[0] != "pipeline":  # it makes its own settings of the engine
+        if words[0] != "pipeline":  # The command makes its own engine settings.
             engine_config_from_flags()
     assert importlib.util.find_spec(module)
 

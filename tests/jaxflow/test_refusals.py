@@ -22,7 +22,7 @@ from jaxflow.text.vocabulary import TokenizerError
 
 CONTEXT, VOCAB = 512, 512
 STORIES = str(paths.MODELS / "stories260K")
-# The settings of `toy.executor`, whose compiled programs the cache often has: of stories260K, and of tiny-llama.
+# The settings of `toy.executor`. The cache often has its compiled programs, of stories260K and of tiny-llama.
 SMALL = {
     "max_num_batched_tokens": 64,
     "step_sizes": "16",

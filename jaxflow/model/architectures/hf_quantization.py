@@ -4,8 +4,8 @@ gpt-oss may have experts in `mxfp4`. All families may have two kinds of 8 bits: 
 compressed-tensors, and `fp8`. Their weights are e4m3 with a scale
 a matrix or an output channel. JaxFlow quantizes activations at run time, with a scale a token or 128 columns.
 These scales are at least as fine as those of any checkpoint, so `input_scale` is not needed. The dtypes of the
-tensors decide which matrices stay in 16 bits. Of weights of `fp8` with a scale for each block of 128 x 128 (DeepSeek-V3),
-experts keep their blocks, and the other matrices become 16-bit weights when they are read.
+tensors decide which matrices stay in 16 bits. A checkpoint of `fp8` may have a scale for each block of 128 x 128
+(DeepSeek-V3). Its experts keep their blocks, and its other matrices become 16-bit weights when they are read.
 """
 
 from collections.abc import Mapping

@@ -9,6 +9,7 @@ call, the bytes of latent pages as a share of a stream of 4.5 TB/s, and the FLOP
 import dataclasses
 import functools
 import time
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -104,34 +105,38 @@ def checks(rows, share, _) -> None:
         check(rows, rng, lengths, heads, **how)
 
 
+def programs(batch: int, mean: int, heads: int) -> tuple[dict[str, Callable], int]:
+    """Return programs of the kernel and of XLA by name, and the calls in a program.
+
+    The calls have queries of their own, and read caches in turn that the L2 does not hold together.
+    """
+    lengths = lengths_of(batch, mean)
+    table, pages = page_tables(np.random.default_rng(3), lengths)
+    caches = [
+        pages_of(jax.random.key(i), pages)
+        for i in range(max(1, min(8, int(240e6 / read_bytes(lengths)) + 1)))
+    ]
+    calls, shape = 64 if batch == 1 else 16 if mean < 4096 else 8, (batch, heads, RANK + ROTARY)
+    qs = [jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i in range(calls)]
+    arguments = qs, caches, jnp.asarray(table), jnp.asarray(lengths, jnp.int32)
+
+    def program(kernel: Callable) -> Callable:
+        one = jax.jit(functools.partial(kernel, scale=SCALE))
+        run = jax.jit(
+            lambda qs, caches, *rest: [one(q, *caches[i % len(caches)], *rest) for i, q in enumerate(qs)]
+        )
+        return functools.partial(run, *arguments)
+
+    return {"mosaic": program(decode_attention), "xla": program(xla_attention)}, calls
+
+
 def times(rows, _, seconds) -> None:
     """Time the kernel and XLA's products for 128 heads and for the 16 of a device with eight in all."""
     for heads in HEADS:
         for batch in BATCHES:
             for mean in MEANS:
                 lengths = lengths_of(batch, mean)
-                table, pages = page_tables(np.random.default_rng(3), lengths)
-                caches = [
-                    pages_of(jax.random.key(i), pages)
-                    for i in range(max(1, min(8, int(240e6 / read_bytes(lengths)) + 1)))
-                ]
-                calls = 8 if batch * mean > 3e5 else 16
-                qs = [
-                    jax.random.normal(jax.random.key(i), (batch, heads, RANK + ROTARY), jnp.bfloat16)
-                    for i in range(calls)
-                ]
-                rest = jnp.asarray(table), jnp.asarray(lengths, jnp.int32)
-
-                def program(kernel, qs=qs, caches=caches, rest=rest):
-                    one = jax.jit(functools.partial(kernel, scale=SCALE))
-                    run = jax.jit(
-                        lambda qs, caches, *rest: [
-                            one(q, *caches[i % len(caches)], *rest) for i, q in enumerate(qs)
-                        ]
-                    )
-                    return functools.partial(run, qs, caches, *rest)
-
-                ways = {"kernel": program(decode_attention), "xla": program(xla_attention)}
+                ways, calls = programs(batch, mean, heads)
                 for way, t in interleaved(ways, calls=calls, seconds=seconds).items():
                     shares = {
                         "stream": read_bytes(lengths) / STREAM_BYTES_PER_S * 1e6 / t.us,

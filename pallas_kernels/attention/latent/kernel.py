@@ -31,9 +31,10 @@ from pallas_kernels.hopper.layouts import LOG2E, swizzled
 
 ROTARY = 64  # columns of a rotary key
 SLOTS = 2  # pages in shared memory
-REGISTERS = {"scores": 128, "values": 176, "copies": 32}  # of a thread; 512 for the four warpgroups
-COLUMNS = 128  # of one wgmma's output: ptxas compiles 256 only for fewer than 512 threads
-_SLACK = 8.0  # a row's maximum moves only for a score above it by 2^8: most pages then rescale no output
+# Registers of a thread of each warpgroup. The four warpgroups have 512 together.
+REGISTERS = {"scores": 128, "values": 176, "copies": 32}
+COLUMNS = 128  # columns of a wgmma's output, because ptxas compiles 256 only for fewer than 512 threads
+_SLACK = 8.0  # A row's maximum moves only for a score above it by 2^8, so most pages rescale no output.
 _NEVER = 1e30  # the maximum of rows without a head, whose weights become 0
 _WGMMA = plgpu.Layout.WGMMA
 _ROW = _WGMMA.reduce(1)
@@ -80,9 +81,8 @@ def scratch(form: Form) -> dict:
         "latent_s": plgpu.SMEM((SLOTS, 2, PAGE, form.half), jnp.bfloat16, transforms=tiled),
         "rope_s": plgpu.SMEM((SLOTS, PAGE, ROTARY), jnp.bfloat16, transforms=tiled),
         "weights_s": plgpu.SMEM((HEADS, PAGE), jnp.bfloat16, transforms=tiled),
-        "factors_s": plgpu.SMEM(
-            (2, HEADS), jnp.float32
-        ),  # of the outputs before a page, and the sums of weights
+        # The factors of the outputs before a page, and the sums of weights.
+        "factors_s": plgpu.SMEM((2, HEADS), jnp.float32),
         "q_full": plgpu.Barrier(num_arrivals=3),
         "q_empty": plgpu.Barrier(num_arrivals=2),
         "page_full": plgpu.Barrier(num_arrivals=3, num_barriers=SLOTS),
@@ -139,7 +139,7 @@ def _copy_pages(r, form: Form, worker, tile):
                 plgpu.copy_gmem_to_smem(r.latent.at[keys, columns], r.latent_s.at[slot, half], full)
             return index + 1
 
-        index = copy(0, index)  # before the queries, whose place is free later than a page's
+        index = copy(0, index)  # The place of the queries becomes free later than the place of a page.
         plgpu.barrier_wait(r.q_empty)
         heads, own = pl.ds(row * form.heads + tile * HEADS, form.rows), pl.ds(0, form.rows)
         for half in range(2):

@@ -1,7 +1,7 @@
 """Grouped GEMM for Hopper (a mixture's experts): the choice between two kernels by the rows of an expert.
 
 `swapped` has tiles of 8 to 144 rows, and reads an expert's weight once if its rows fit one tile. `padded` has
-tiles of 128 rows, and is faster for experts of several tiles (docs/kernels.md). `swapped` also takes e4m3 with
+tiles of 128 rows, and is faster for experts of several tiles (docs/expert-kernels.md). `swapped` also takes e4m3 with
 scales of rows or of blocks, and a weight in MXFP4 or int4.
 """
 

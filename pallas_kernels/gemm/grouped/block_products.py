@@ -19,8 +19,8 @@ from pallas_kernels.gemm.fp8.epilogue import BY_COLUMN, load
 from pallas_kernels.gemm.grouped.tiles import GroupedTile
 from pallas_kernels.quantized import BLOCK, BLOCK_ROWS
 
-OVERLAPPED = 96  # rows of the tallest tile with a product during the additions of the one before
-UNCUT = 112  # rows of the tallest tile whose rows have one product
+OVERLAPPED = 96  # Tiles of more rows start a product after the additions of the previous product.
+UNCUT = 112  # Tiles of more rows have two products.
 LINE = 32  # float32 numbers in 128 bytes, the alignment of a copy to shared memory
 
 
@@ -91,8 +91,8 @@ def sums(
     """
     stages, lines = jnp.int32(tile.stages), tile.depth // BLOCK
     parts = [(half, *piece) for piece in pieces(tile) for half in (0, 1)]
-    # ptxas spills registers where a product of a tall tile runs during the additions of the one before. The interpreter
-    # cannot start an accumulator with a value.
+    # ptxas spills registers where a product of a tall tile runs during the additions of the previous product. The
+    # interpreter cannot start an accumulator with a value.
     ordered = tile.rows > OVERLAPPED and not interpret
     nothing = row >> 31  # 0, but unknown to the compiler
 

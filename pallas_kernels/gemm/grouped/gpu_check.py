@@ -46,11 +46,8 @@ MODELS = {  # experts, experts per token, {op: (N, K, block width of the gate)}
     "qwen3-30b-a3b": (128, 8, {"expert_up_gate": (1536, 2048, 32), "expert_down": (2048, 768, None)}),
 }
 ROWS = 256  # rows of one product of the comparison
-DEEPSEEK = (
-    64,
-    8,
-    {"expert_up_gate": (4096, 7168, 64), "expert_down": (7168, 2048, None)},
-)  # a fourth of the experts
+# DeepSeek-V3 with a fourth of its experts.
+DEEPSEEK = (64, 8, {"expert_up_gate": (4096, 7168, 64), "expert_down": (7168, 2048, None)})
 GPT_OSS = (32, 4, {"expert_up_gate": (5760, 2880), "expert_down": (2880, 2880)})  # XLA computes its gates
 
 

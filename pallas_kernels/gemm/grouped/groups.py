@@ -120,9 +120,9 @@ def most_rows_and_tiles(tokens: int, chosen: int, num_experts: int, rows: int, a
     n = tokens * min(chosen, num_experts)  # pairs that can have a row
     touched = min(n, num_experts)
     length = (n + (align - 1) * touched) // align * align + rows - align
-    return length, min(
-        n, (n + (rows - 1) * touched) // rows
-    )  # an expert has one incomplete tile; no tile is empty
+    # An expert has one incomplete tile, and no tile is empty.
+    tiles = min(n, (n + (rows - 1) * touched) // rows)
+    return length, tiles
 
 
 def _beyond(length: int, places: Int[Array, " n"], has_row: Bool[Array, " n"]) -> Int[Array, " n"]:

@@ -266,7 +266,9 @@ def _copier(form, steps, x_ref, w_ref, x_s, w_s, full, empty, of_tiles, of_stage
                 if of_stages is not None:
                     # For rows past the expert others. Their columns are not stored.
                     first = jnp.minimum(column * tile.columns + row, form.n - form.block)
-                    groups = of_stages.memory.shape[0] * form.n // w_ref.shape[0]  # of an expert
+                    groups = (
+                        of_stages.memory.shape[0] * form.n // w_ref.shape[0]
+                    )  # groups of columns of an expert
                     plgpu.copy_gmem_to_smem(
                         of_stages.memory.at[
                             pl.ds(expert * groups + step * form.groups, form.groups),
@@ -287,7 +289,8 @@ def _copier(form, steps, x_ref, w_ref, x_s, w_s, full, empty, of_tiles, of_stage
 def _multiplier(form, steps, wg, x_s, w_s, o_s, o_ref, scales, full, empty, factors, wide_s):
     """Return the product of an item: this warpgroup's columns, summed and stored.
 
-    factors: of a weight in 4 bits, or the scales of blocks. wide_s: shared memory for such a weight in bfloat16, in the interpreter.
+    factors: of a weight in 4 bits, or the scales of blocks. wide_s: shared memory for a 4-bit weight in bfloat16, in
+    the interpreter.
     """
     tile, stages = form.tile, jnp.int32(form.tile.stages)
     of_tiles = factors if form.k else None

@@ -66,7 +66,10 @@ def grouped_gemm(
 def _multiply_blocks(
     x: Quantized, w: BlockFp8, groups: Groups, numbers: lax.RaggedDotDimensionNumbers, gate_block: int | None
 ) -> Float[Array, "M N"]:
-    """Return the product of operands with scales for each 128 columns: the scaled sums of 128 columns each, in float32."""
+    """Return the product of operands with scales for each 128 columns, in float32.
+
+    The sum of each 128 columns is scaled before it is added.
+    """
     # bfloat16 holds every number of e4m3.
     values, weights = (one.values.astype(jnp.bfloat16) for one in (x, w))
     of_rows = row_scales(w, gate_block)

@@ -4,7 +4,8 @@ Rows are sorted by expert, and each expert starts at a multiple of 8 rows. The h
 from the rows that an expert has on average, so that nearly every expert has one tile and its weight is read
 once. The expert, the rows and the number of the tiles are data. A persistent grid takes (tile of rows, tile
 of columns) items: 16 neighboring tiles of rows before the next columns, so that tiles of one expert share
-their reads. The operands are bfloat16, or e4m3 with a scale for each row or for each block. A weight may also be MXFP4 or int4.
+their reads. The operands are bfloat16, or e4m3 with a scale for each row or for each block. A weight may also be
+MXFP4 or int4.
 """
 
 import functools
@@ -137,7 +138,7 @@ def _arrays(
         assert isinstance(w, Quantized)  # `check_operands`
         return x.values, w.values, [x.scale, w.scale.reshape(-1)], "fp8_"
     if isinstance(w, Mxfp4):
-        # A copy takes 16 bytes at least, and 8 rows always have a multiple of them.
+        # A copy has a multiple of 16 bytes, as 8 rows always have.
         return x, w.packed, [w.scale.reshape(-1, w.shape[-1] // 64, 16)], "mxfp4_"
     if isinstance(w, ExpertInt4):
         *_, n, two = w.factors.shape

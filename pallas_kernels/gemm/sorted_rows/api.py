@@ -59,8 +59,8 @@ def sort_rows(
       x: [T, D] bfloat16, D a multiple of 128 up to 16,384 with `quantize`.
       experts: [T, e] int32, the chosen experts of each token, all different. num_experts: of the model.
       quantize: return the rows in e4m3 with a scale [M] for each row.
-      blocks: return the rows in e4m3 with a scale [M, D / 128] for each 128 columns; not with `quantize`. XLA quantizes them,
-        after the sort where the kernel sorts.
+      blocks: return the rows in e4m3 with a scale [M, D / 128] for each 128 columns; not with `quantize`. XLA
+        quantizes them, after the sort where the kernel sorts.
       held: the experts that get rows; None: all.
       sms: the number of CTAs as a number of SMs, 1 to 132; default: all.
     Raises:
@@ -260,7 +260,7 @@ def _tiles(form: _Form, first, sizes_s):
         for size in [sizes_s[at + i] for i in range(number)]:
             after = tiles + lax.div(size + (form.rows - 1), jnp.int32(form.rows))
             begin = (tile - tiles) * form.rows + row
-            here = tile >= tiles  # the last expert for which this is true has the tile
+            here = tile >= tiles  # True for the tile's expert and for all experts before it.
             start = jnp.where(here, begin, start)
             end = jnp.where(here, jnp.minimum(begin + form.rows, row + size), end)
             expert = jnp.where(tile >= after, expert + 1, expert)

@@ -77,7 +77,7 @@ def test_published_experts_are_kept_on_any_devices(model, devices, whole, folder
             assert isinstance(leaf, BlockFp8) and leaf.scale.dtype == jnp.float32
             assert all(part.addressable_shards[0].data.size * devices == part.size for part in leaf)
             same(back(leaf, gates), before[key])
-            numbers = np.asarray(before[key])  # and those of each device alone
+            numbers = np.asarray(before[key])  # The loop compares the numbers of each device.
             shards = (part.addressable_shards for part in leaf)
             for values, scale in zip(*shards, strict=True):
                 own = jax.device_get(BlockFp8(values.data, scale.data))
