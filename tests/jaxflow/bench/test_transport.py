@@ -42,7 +42,7 @@ def test_the_bare_application_answers_with_the_given_bytes(stream, expected):
 
 def test_the_clients_count_the_answers_of_both_servers():
     """Every figure of the bench comes from a server process; the bare one repeats the paced one's bytes."""
-    with running("paced_server", -1, 8, 0.001) as paced:
+    with running("paced_server", -1, 8, 0.05) as paced:  # long steps, because a late server joins tokens
         whole = answer_to(paced.url, body(20, 4, stream=False))
         streamed = answer_to(paced.url, body(20, 4, stream=True))
         found = first_token.delays(paced.url, 2, 3, paced.first_tokens)
