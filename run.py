@@ -44,8 +44,8 @@ def version_of(*command):
 
 
 def python_candidates():
-    """Yield paths that may be a Python: on the PATH, next to the running one, and those of pyenv, uv, Homebrew
-    and conda.
+    """Yield paths that may be a Python: on the PATH, next to the running one, and those of
+    pyenv, uv, Homebrew and conda.
     """
     yield sys.executable
     home, path = os.path.expanduser("~"), os.environ.get("PATH", "").split(os.pathsep)
@@ -111,7 +111,8 @@ def find_uv(python):
         "\n\n".join(
             [
                 *failures,
-                "Could not install uv. Install uv as https://docs.astral.sh/uv describes, and run this again.",
+                "Could not install uv. Install uv as https://docs.astral.sh/uv describes, and run this "
+                "again.",
             ]
         )
     )
@@ -150,8 +151,8 @@ def main(arguments):
     if not installed:
         if python is None:
             log(
-                "No Python 3.12 to 3.14 found, so uv downloads one. If the download fails, install Python 3.12 "
-                "and run this again."
+                "No Python 3.12 to 3.14 found, so uv downloads one. If the download fails, install Python "
+                "3.12 and run this again."
             )
         else:
             environ.setdefault("UV_PYTHON", python)

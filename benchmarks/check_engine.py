@@ -3,13 +3,15 @@
     python benchmarks/check_engine.py [--model llama-3.1-8b] [--layers 4] [--fp8] [--tensor_parallel_size 4]
         [--pipeline_parallel_size 2] [--plan plan.json] [--output_json FILE]
 
-The first engine runs on one device or on several, and the reference engine on one device. The first engine draws
-greedy answers, with decode attention, chunks of every size, and batches that change from step to step. Then both
-engines score the prompts with these answers. The check compares the log-probabilities of every token. In bfloat16
-two correct engines differ by rounding. A wrong key, page or mask changes log-probabilities by about 1.
+The first engine runs on one device or on several, and the reference engine on one device. The first engine
+draws greedy answers, with decode attention, chunks of every size, and batches that change from step to step.
+Then both engines score the prompts with these answers. The check compares the log-probabilities of every
+token. In bfloat16 two correct engines differ by rounding. A wrong key, page or mask changes log-probabilities
+by about 1.
 
 --plan names a plan for steps of 512 tokens, which the first engine runs in full steps. Such plans are
-benchmarks/plans/h200/llama-3.1-8b/tp2/check-512-copied.json for two devices, and tp4/check-512-swapped.json for four.
+benchmarks/plans/h200/llama-3.1-8b/tp2/check-512-copied.json for two devices, and
+tp4/check-512-swapped.json for four.
 
 With --fp8 both engines have e4m3 weights and an e4m3 cache. An activation that rounds to another e4m3 value
 changes by 6 %, and the next layers follow. Therefore correct engines differ by more than in bfloat16.
@@ -44,14 +46,16 @@ from jaxflow.request import Delta, Logprob, Request, SamplingParams, Started
 from pallas_kernels.kernel_set import REFERENCE, KernelSet
 from pallas_kernels.measure.provenance import provenance
 
-# By --fp8: limits of the mean and of the maximum difference in nats, and the minimum share of drawn tokens that
-# the reference engine ranks first. Reference engines in bfloat16 and in float32 differ by 0.010 nats in the mean,
-# and by 0.103 with e4m3 (two layers, hidden size 1024).
+# By --fp8: limits of the mean and of the maximum difference in nats, and the minimum share of drawn tokens
+# that the reference engine ranks first. Reference engines in bfloat16 and in float32 differ by 0.010 nats in
+# the mean, and by 0.103 with e4m3 (two layers, hidden size 1024).
 LIMITS = {False: (0.02, 0.5, 0.9), True: (0.12, 1.0, 0.75)}
 
 
 def run(engine: Loop, requests: list[Request]) -> tuple[dict[str, list[int]], dict[str, list[Logprob]]]:
-    """Run all requests at once. Return the drawn tokens and the prompt's log-probabilities of each request."""
+    """Run all requests at once. Return the drawn tokens and the prompt's
+    log-probabilities of each request.
+    """
     tokens: dict[str, list[int]] = {r.request_id: [] for r in requests}
     prompts: dict[str, list[Logprob]] = {}
     for request in requests:

@@ -2,15 +2,15 @@
 
     python benchmarks/check_kv_tiers.py [--model llama-3.1-8b] [--layers 4] [--output_json check.json]
 
-The first part moves pages of every cache dtype to pinned host memory and back to other places in the cache, and
-compares them bit by bit.
+The first part moves pages of every cache dtype to pinned host memory and back to other places in the
+cache, and compares them bit by bit.
 
-The second part runs an engine with few pages and a small host tier. Prefixes leave the device and then the host,
-and running requests are pre-empted and swapped in again. The engine answers the same prompts twice. The check
-compares the log-probabilities of each answer's first token, which depend on the KV of the entire prompt, with
-those of an engine that keeps all pages on the device. Correct engines differ by rounding, because their batches
-differ. A wrong page changes log-probabilities by about 1. The check fails if a pre-emption, a swap, a load or an
-eviction did not happen.
+The second part runs an engine with few pages and a small host tier. Prefixes leave the device and then the
+host, and running requests are pre-empted and swapped in again. The engine answers the same prompts twice. The
+check compares the log-probabilities of each answer's first token, which depend on the KV of the entire
+prompt, with those of an engine that keeps all pages on the device. Correct engines differ by rounding,
+because their batches differ. A wrong page changes log-probabilities by about 1. The check fails if a
+pre-emption, a swap, a load or an eviction did not happen.
 """
 
 import argparse

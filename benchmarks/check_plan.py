@@ -3,18 +3,18 @@
     python -m benchmarks.check_plan --model llama-3-70b --fp8 --tensor_parallel_size 2
         --plans jaxflow/pipeline/plans/h200-llama-3-70b-tp2-float8_e4m3fn.json --other_tokens 1024
 
-All plans read the same random tokens (teacher forcing) in full steps of decodes and prefill. Each plan starts with
-an empty cache and attends to the keys and values that it wrote. The script keeps the residual stream after the last
-layer, and compares the logits at each position with the logits of the sequential step.
+All plans read the same random tokens (teacher forcing) in full steps of decodes and prefill. Each plan starts
+with an empty cache and attends to the keys and values that it wrote. The script keeps the residual stream
+after the last layer, and compares the logits at each position with the logits of the sequential step.
 
-The noise floor comes from two runs of the sequential step over the same tokens with two step sizes. The margin of a
-position is the distance between its two largest logits. The floor is the 99.9 % quantile of the change of the
-margin. A plan must choose the sequential step's token wherever the margin exceeds the floor.
+The noise floor comes from two runs of the sequential step over the same tokens with two step sizes. The
+margin of a position is the distance between its two largest logits. The floor is the 99.9 % quantile of the
+change of the margin. A plan must choose the sequential step's token wherever the margin exceeds the floor.
 
-Random weights give small margins and much noise, so two scales are applied. `--embed_scale` makes the embeddings as
-large as the sum of the outputs of all layers, as in a trained model. The rows of the head are scaled to a twentieth,
-except a few loud rows, so that the best token has a larger margin. The result is that of the largest number of loud
-rows with which half of the positions are above the floor.
+Random weights give small margins and much noise, so two scales are applied. `--embed_scale` makes the
+embeddings as large as the sum of the outputs of all layers, as in a trained model. The rows of the head are
+scaled to a twentieth, except a few loud rows, so that the best token has a larger margin. The result is that
+of the largest number of loud rows with which half of the positions are above the floor.
 
 A control shows that the check can fail: the sequential step without the attention of the middle layer.
 """
@@ -168,7 +168,9 @@ def place_pages(executor: Executor, layout: StepLayout, lengths: Lengths, token_
 
 
 def without_attention(weights: Any, layer: int) -> Any:
-    """Return the weights with a layer without attention: the weights of the norm before the attention are 0."""
+    """Return the weights with a layer without attention: the weights of the
+    norm before the attention are 0.
+    """
     layers = list(weights["layers"])
     layers[layer] = layers[layer] | {"attn_norm": jnp.zeros_like(layers[layer]["attn_norm"])}
     return weights | {"layers": layers}
@@ -194,8 +196,9 @@ def loud_rows(rows: int, loud: int) -> np.ndarray:
 def compare(one: jax.Array, other: jax.Array) -> dict[str, jax.Array]:
     """Compare the logits [n, V] of two runs. Return n values of each kind.
 
-    margin: the distance between the two largest logits of the first run. margin_change: the change of the margin in
-    the other run. same: whether the best token is the same. kl: KL(first run || other run), in nats.
+    margin: the distance between the two largest logits of the first run. margin_change: the
+    change of the margin in the other run. same: whether the best token is the same. kl:
+    KL(first run || other run), in nats.
     """
     best = jnp.argmax(one, axis=1)
     second = jnp.argmax(jnp.where(jnp.arange(one.shape[1]) == best[:, None], -jnp.inf, one), axis=1)
@@ -300,7 +303,9 @@ def described(values: Mapping[str, np.ndarray], floor: float, decodes: np.ndarra
 
 
 def passes(report: Mapping[str, Any]) -> bool:
-    """Return whether `ABOVE` of the positions exceed the floor, and `AGREE` of them have the expected token."""
+    """Return whether `ABOVE` of the positions exceed the floor, and `AGREE`
+    of them have the expected token.
+    """
     enough = (report["share_above_floor"] or 0.0) >= ABOVE
     return enough and (report["same_above_floor"] or 0.0) >= AGREE
 

@@ -2,8 +2,8 @@
 
   python -m benchmarks.first_answer --output_json benchmarks/cpu/smollm2-135m/first-answer.json
 
-Each of `--runs` turns takes a new empty folder, runs the command, and runs the command again with the folder that
-the first run filled. `run.py` must have installed its packages before.
+Each of `--runs` turns takes a new empty folder, runs the command, and runs the command again with the folder
+that the first run filled. `run.py` must have installed its packages before.
 """
 
 import argparse
@@ -29,7 +29,8 @@ ASKING = b"-m serving.client"
 
 
 def run_once(cache: Path) -> dict[str, float]:
-    """Run the command. Return the seconds until the server is ready, to the answer's first text, and to the end.
+    """Run the command. Return the seconds until the server is ready, to the
+    answer's first text, and to the end.
 
     The result also has the seconds of CPU time of all processes of the command.
 

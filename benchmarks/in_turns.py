@@ -2,11 +2,12 @@
 
     python -m benchmarks.in_turns SETTINGS.json --turns 3 --output_json REPORT.json
 
-SETTINGS.json holds `what`, a title, and `sides`. A side has a `name` and `command`, the arguments of `python` for a
-command that takes --output_json. A side may also have a `folder` with other sources, the `commit` of those sources, `env`
-and `server`, the arguments of `python` for a server that runs during the command. `part` is the path of the part of a
-side's report that holds the figures, as `points.0`. The first side is the base of
-the comparison. The report is written anew after every run, so that a stopped comparison keeps its finished runs.
+SETTINGS.json holds `what`, a title, and `sides`. A side has a `name` and `command`, the arguments of `python`
+for a command that takes --output_json. A side may also have a `folder` with other sources, the `commit` of
+those sources, `env` and `server`, the arguments of `python` for a server that runs during the command. `part`
+is the path of the part of a side's report that holds the figures, as `points.0`. The first side is the base
+of the comparison. The report is written anew after every run, so that a stopped comparison keeps its finished
+runs.
 """
 
 import argparse
@@ -107,7 +108,8 @@ def _env(side: Mapping[str, Any]) -> dict[str, str]:
 
 
 def figures(runs: Sequence[Mapping[str, Any]], figure: str) -> dict[str, Any]:
-    """Return the values of a figure by side, with median and range, and each median over that of the first side.
+    """Return the values of a figure by side, with median and range, and each
+    median over that of the first side.
 
     figure: a key of the runs' reports, or a path of keys and list indexes joined by dots.
     """

@@ -1,10 +1,12 @@
-"""Measure the decode of llama.cpp by its own llama-bench, and write a report that `benchmarks.in_turns` reads.
+"""Measure the decode of llama.cpp by its own llama-bench, and write a report
+that `benchmarks.in_turns` reads.
 
     python -m benchmarks.llama_bench --binary llama-bench --model FILE.gguf --threads 2 --output_len 128 \
         --output_json REPORT.json
 
-llama-bench generates the tokens of one sequence from an empty context, as `bench latency --batch_size 1 --input_len 1`
-does. CMake builds llama-bench from the folder vendor/llama.cpp of the source distribution of llama-cpp-python.
+llama-bench generates the tokens of one sequence from an empty context, as `bench latency --batch_size 1
+--input_len 1` does. CMake builds llama-bench from the folder vendor/llama.cpp of the source
+distribution of llama-cpp-python.
 """
 
 import argparse

@@ -2,19 +2,19 @@
 
     python -m benchmarks.plan_windows --model llama-3-70b --load_format dummy --tensor_parallel_size 2
         --quantization fp8 --kv_cache_dtype fp8 --num_kv_pages 16000 --tokens 1536,2048
-        --found benchmarks/plans/h200/llama-3-70b/searched/tp2-fp8.json --plans benchmarks/plans/h200/llama-3-70b/tp2-fp8
-        --workload 1024/512 --output_json report.json
+        --found benchmarks/plans/h200/llama-3-70b/searched/tp2-fp8.json --plans
+        benchmarks/plans/h200/llama-3-70b/tp2-fp8 --workload 1024/512 --output_json report.json
 
-First every plan and every size of the sequential step run in short windows in turns, as in `bench plans`. This
-part is the ablation, if --plans has the plans of an ablation. Then three steps run in long windows in turns: the
-fastest step that cuts no op, the found plan, and the fastest of the other plans. The first is the rival of the
-other two; it may have another size, and any carrier of its sums over devices. Each window has the watts and
-clock of each card.
+First every plan and every size of the sequential step run in short windows in turns, as in `bench plans`.
+This part is the ablation, if --plans has the plans of an ablation. Then three steps run in long windows in
+turns: the fastest step that cuts no op, the found plan, and the fastest of the other plans. The first is the
+rival of the other two; it may have another size, and any carrier of its sums over devices. Each window has
+the watts and clock of each card.
 
-A workload is either prompt/output tokens, equal for all requests (1024/512), or `lognormal:246/322`: lengths like
-ShareGPT's with these means. A step of the latter has one decode of each running request. A request is drawn in
-proportion to its output tokens, and its position in the output is random. The step's prefill has the workload's
-share of tokens.
+A workload is either prompt/output tokens, equal for all requests (1024/512), or `lognormal:246/322`: lengths
+like ShareGPT's with these means. A step of the latter has one decode of each running request. A request is
+drawn in proportion to its output tokens, and its position in the output is random. The step's prefill has the
+workload's share of tokens.
 """
 
 import dataclasses
@@ -187,7 +187,8 @@ def uncut(plan: Plan) -> bool:
 def contenders(rows: Sequence[Mapping[str, Any]], found: str | None) -> dict[str, str]:
     """Return the names of the plans that run in long windows, by their part.
 
-    rows: of the survey, each with `plan`, `uncut`, `digest` and `tokens_per_s`. found: the found plan's digest.
+    rows: of the survey, each with `plan`, `uncut`, `digest` and `tokens_per_s`.
+        found: the found plan's digest.
     """
 
     def best(accepted: Callable[[Mapping[str, Any]], bool]) -> str | None:
@@ -344,15 +345,18 @@ def text(report: Mapping[str, Any]) -> str:
     for row in report["survey"]:
         lines.append(
             f"  {row['plan'][:70]:<72}{row['decode_tokens']:>6} decodes {row['step_ms']:>9.2f} ms"
-            f"{row['tokens_per_s']:>9.0f} tokens/s  {row['against_best_sequential']:.3f}  spread {row['spread']:.3f}"
+            f"{row['tokens_per_s']:>9.0f} tokens/s  {row['against_best_sequential']:.3f}  spread "
+            f"{row['spread']:.3f}"
         )
     lines.append("long windows")
     for row in report["contenders"]:
         gain = row["against_best_sequential"]
         error = row["prediction_error"]
         lines.append(
-            f"  {row['part']:<16}{row['plan'][:56]:<58}{row['step_ms']:>9.2f} ms{row['tokens_per_s']:>9.0f} tokens/s"
-            f"  {'-' if gain is None else format(gain, '.3f')}  error {'-' if error is None else format(error, '+.1%')}"
+            f"  {row['part']:<16}{row['plan'][:56]:<58}{row['step_ms']:>9.2f} ms{row['tokens_per_s']:>9.0f} "
+            "tokens/s"
+            f"  {'-' if gain is None else format(gain, '.3f')}  error "
+            f"{'-' if error is None else format(error, '+.1%')}"
             f"  spread {row['spread']:.3f}  W {row['watts']}  MHz {row['clock_mhz']}  x{row['windows']}"
         )
     return "\n".join(lines)

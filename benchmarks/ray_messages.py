@@ -1,10 +1,12 @@
-"""Compare two ways of tokens from a Ray actor to the router: one message a step, and a Ray Serve stream a request.
+"""Compare two ways of tokens from a Ray actor to the router: one message a step,
+and a Ray Serve stream a request.
 
   pip install "ray[serve]>=2.60,<3"
   python -m benchmarks.ray_messages --output_json benchmarks/cpu/engine/ray-messages.json
 
-No engine runs: the actor makes the events of a step at once. `serving.cluster` polls an actor, and one answer has the
-events of all requests. Ray Serve's handle opens a stream for each request, and each token is a message.
+No engine runs: the actor makes the events of a step at once. `serving.cluster` polls an actor,
+and one answer has the events of all requests. Ray Serve's handle opens a stream for each
+request, and each token is a message.
 """
 
 import argparse

@@ -2,10 +2,10 @@
 
   python -m benchmarks.replica_faults --output_json benchmarks/cpu/smollm2-135m/replica-faults.json
 
-The script runs `python -m serving.cluster` on this machine, asks for streams on all replicas, and breaks one replica.
-It then reads the ports of the router alone: streams, /metrics and /health/ready. Each fault runs `--runs` times with
-a warm cache of compiled programs. A report of the same commit and settings keeps its runs, and gets more. Needs
-pip install "jaxflow[cluster]".
+The script runs `python -m serving.cluster` on this machine, asks for streams on all replicas, and breaks one
+replica. It then reads the ports of the router alone: streams, /metrics and /health/ready. Each fault runs
+`--runs` times with a warm cache of compiled programs. A report of the same commit and settings keeps its
+runs, and gets more. Needs pip install "jaxflow[cluster]".
 """
 
 import argparse
@@ -315,8 +315,8 @@ def run_once(
 def wrong_samples(watch: Watch, late_s: float, again_s: float | None, replicas: int) -> int:
     """Return how many samples reported a wrong state.
 
-    The state ready is correct if at least one replica serves. A lost replica does not serve from `late_s` until
-    `again_s`.
+    The state ready is correct if at least one replica serves. A lost replica does not serve
+    from `late_s` until `again_s`.
     """
     wrong, before = 0, None
     for at, ready, found in watch.samples:  # readiness was asked for between two looks at the metrics
@@ -356,7 +356,9 @@ def expected_tokens(router: Router, args: argparse.Namespace) -> dict[int, list[
 
 @contextlib.contextmanager
 def running(args: argparse.Namespace, config: ModelConfig) -> Iterator[tuple[Router, Path]]:
-    """Start the replicas, with programs of both plans in the cache. Yield the router and the file of the other plan."""
+    """Start the replicas, with programs of both plans in the cache. Yield the router
+    and the file of the other plan.
+    """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         plan = folder / "two-nano-batches.json"

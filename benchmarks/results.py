@@ -102,7 +102,8 @@ def links(paths: Iterable[str]) -> str:
 def points(reports: Mapping[str, Report], kind: str) -> Iterator[tuple[str, Report]]:
     """Yield (path, report) of throughput runs, or of a sweep's points with the sweep's own fields.
 
-    kind: "throughput" for runs and sweeps of requests that arrive at once; "rate" for sweeps of request rates.
+    kind: "throughput" for runs and sweeps of requests that arrive at once;
+        "rate" for sweeps of request rates.
     """
     for path, report in reports.items():
         command = report.get("command_name")
@@ -137,7 +138,9 @@ def throughput_groups(reports: Mapping[str, Report]) -> dict[tuple, list[tuple[s
 
 
 def rivals_of(rivals: Iterable[Mapping[str, Any]], report: Report) -> list[str]:
-    """Return the rates of others at the same work: other engines, the best first, then the sequential plan."""
+    """Return the rates of others at the same work: other engines, the best
+    first, then the sequential plan.
+    """
     same = [
         rival
         for rival in rivals
@@ -157,8 +160,8 @@ def rivals_of(rivals: Iterable[Mapping[str, Any]], report: Report) -> list[str]:
 def share_of_optimum(report: Report) -> float:
     """Return the reached share of Eq. 5's optimum, at today's peak rate of the report's device.
 
-    Reports of different ages may hold shares of different peak rates. A report of a device that the cost model
-    lacks keeps its own share.
+    Reports of different ages may hold shares of different peak rates. A report of a device that the cost
+    model lacks keeps its own share.
     """
     engine, device = report["engine_config"], find_device(report["device"])
     dtype = "float8_e4m3fn" if engine["quantization"] == "fp8" else engine["dtype"]
@@ -301,7 +304,9 @@ def tier_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
 
 
 def start_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
-    """Yield the seconds from the begin of the process to the first token, and until all programs are ready."""
+    """Yield the seconds from the begin of the process to the first token,
+    and until all programs are ready.
+    """
     for path, report in reports.items():
         if Path(path).stem.startswith("start-"):
             cache = "empty" if path.endswith("cold.json") else "filled"
@@ -572,8 +577,10 @@ def file_rows(folder: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
 SECTIONS = (
     (
         "Throughput",
-        "All requests arrive at once. Tokens count prompts. A step is the plan's kind and the tokens of a step. "
-        "The optimum is NanoFlow's equation 5, at the rate of GEMMs that the power cap allows. Watts are the mean of a run, at the mean SM clock in MHz.",
+        "All requests arrive at once. Tokens count prompts. A step is the plan's kind and the tokens of a "
+        "step. "
+        "The optimum is NanoFlow's equation 5, at the rate of GEMMs that the power cap allows. Watts are the "
+        "mean of a run, at the mean SM clock in MHz.",
         (
             *("device", "model", "tokens in / out", "step", "slots", "median tokens/s", "runs", "range"),
             *("of optimum", "watts at MHz", "rivals", "reports"),
@@ -582,7 +589,8 @@ SECTIONS = (
     ),
     (
         "Latency at a request rate",
-        "Latencies are normalized: milliseconds for each output token. Late requests arrive in the second half.",
+        "Latencies are normalized: milliseconds for each output token. Late requests arrive in the second "
+        "half.",
         (
             *("device", "model", "trace: mean in / out", "requests/s", "tokens/s", "mean ms", "p99 / mean"),
             *("mean ms, late", "p99 / mean, late", "first token, ms", "report"),
@@ -597,7 +605,8 @@ SECTIONS = (
     ),
     (
         "Plans",
-        "Each cell names a plan and its tokens/s. The ratio divides the overlapped rate by the sequential rate.",
+        "Each cell names a plan and its tokens/s. The ratio divides the overlapped rate by the sequential "
+        "rate.",
         (
             *("device", "model", "workload", "best sequential step", "best overlapped plan"),
             *("ratio", "report"),
@@ -606,8 +615,8 @@ SECTIONS = (
     ),
     (
         "SARATHI's chunks",
-        "Whole runs with decode-maximal steps of a chunk size, over separate prefill and decode steps, medians of "
-        "three. The paper's figure is that of LLaMA-13B on an A6000.",
+        "Whole runs with decode-maximal steps of a chunk size, over separate prefill and decode steps, "
+        "medians of three. The paper's figure is that of LLaMA-13B on an A6000.",
         (
             *("device", "model", "chunk", "P : D", "separate steps, tokens/s", "chunks, tokens/s", "gain"),
             *("predicted", "paper", "report"),
@@ -616,9 +625,10 @@ SECTIONS = (
     ),
     (
         "Replicas behind a router, simulated",
-        "Throughput is relative to one replica, when all requests arrive at once. Hits are relative to the prefix hits of "
-        "one engine with all memory. Load is the largest mean load over the mean of all. First tokens are at 80 % of the "
-        "capacity.",
+        "Throughput is relative to one replica, when all requests arrive at once. Hits are relative to the "
+        "prefix hits of "
+        "one engine with all memory. Load is the largest mean load over the mean of all. First tokens are at "
+        "80 % of the capacity.",
         (
             *("model and replicas", "rule", "throughput", "hits", "load", "first token, ms"),
             *("p99 first token, ms", "report"),
@@ -627,8 +637,8 @@ SECTIONS = (
     ),
     (
         "Prefill apart from decode, simulated",
-        "The replicas of both kinds together stay the same. A part of the prompts is computed apart. Milliseconds of "
-        "first tokens, of the mean gap between the tokens of a request, and of all gaps.",
+        "The replicas of both kinds together stay the same. A part of the prompts is computed apart. "
+        "Milliseconds of first tokens, of the mean gap between the tokens of a request, and of all gaps.",
         (
             *("model and replicas", "requests/s", "of them prefill", "apart", "TTFT", "p99 TTFT", "TPOT"),
             *("p99 TPOT", "p99 gap", "report"),
@@ -637,9 +647,12 @@ SECTIONS = (
     ),
     (
         "Faults of a replica",
-        "Medians of seconds. `known` begins at the fault and ends when the router knows of the fault. `served` begins then, "
-        "and ends when the replica's requests have their next token from another replica. `again` begins at the fault and "
-        "ends when the replica serves. The load is that of the machine. A slow replica stays, and others serve new requests.",
+        "Medians of seconds. `known` begins at the fault and ends when the router knows of the fault. "
+        "`served` begins then, "
+        "and ends when the replica's requests have their next token from another replica. `again` begins at "
+        "the fault and "
+        "ends when the replica serves. The load is that of the machine. A slow replica stays, and others "
+        "serve new requests.",
         (
             *("device", "model", "fault", "known, s", "served, s", "again, s", "requests", "lost, doubled"),
             *("runs", "load", "report"),
@@ -654,8 +667,8 @@ SECTIONS = (
     ),
     (
         "Batch files",
-        "A file of requests and `LLM.generate` of the same requests, in turns, medians of tokens/s. Resume is "
-        "the time to read a finished journal.",
+        "A file of requests and `LLM.generate` of the same requests, in turns, medians of tokens/s. Resume "
+        "is the time to read a finished journal.",
         (
             *("device", "model", "tokens in / out", "requests", "generate", "batch", "ratio", "turns"),
             *("resume, s", "report"),
@@ -664,8 +677,8 @@ SECTIONS = (
     ),
     (
         "Batches over replicas",
-        "One file through a journal, over replicas on Ray on one machine. The steps of an engine take a fixed time by "
-        "sleeping, so the figures show what Ray and the journal cost.",
+        "One file through a journal, over replicas on Ray on one machine. The steps of an engine take a "
+        "fixed time by sleeping, so the figures show what Ray and the journal cost.",
         ("replicas", "engine", "lines", "lines a second", "over one", "runs", "report"),
         ray_batch_rows,
     ),
@@ -677,8 +690,8 @@ SECTIONS = (
     ),
     (
         "Offloaded inference",
-        "Models that do not fit the device memory. Bits are those of weights and KV. The last rate is FlexGen's, "
-        "on a T4.",
+        "Models that do not fit the device memory. Bits are those of weights and KV. The last rate is "
+        "FlexGen's, on a T4.",
         (
             *("device: GB of device, host", "model: bits", "tokens in / out", "block and policy"),
             *("generated tokens/s", "predicted", "link GB/s", "FlexGen's paper", "report"),
@@ -702,8 +715,8 @@ SECTIONS = (
     ),
     (
         "First answer",
-        "Seconds from the start of `python3 run.py` to the first text of the answer and to the end of the process, "
-        "medians.",
+        "Seconds from the start of `python3 run.py` to the first text of the answer and to the end of the "
+        "process, medians.",
         (
             "device",
             "model",
@@ -718,8 +731,8 @@ SECTIONS = (
     ),
     (
         "Commands in turns",
-        "`benchmarks/in_turns.py` ran the sides of a report in turns on one machine. The ratio divides the median "
-        "by that of the first side.",
+        "`benchmarks/in_turns.py` ran the sides of a report in turns on one machine. The ratio divides the "
+        "median by that of the first side.",
         (
             *("device", "comparison", "side: figure", "median", "runs", "range"),
             *("ratio", "watts at MHz", "report"),
@@ -744,15 +757,17 @@ SECTIONS = (
     ),
     (
         "HTTP transport",
-        "Chunks of 256 streams, and plain requests, through the HTTP server on one core, with an engine of paced "
-        "steps. Bare uvicorn answers the same clients with the same bytes, without JaxFlow and without an engine. The "
-        "load average counts other programs of the machine.",
+        "Chunks of 256 streams, and plain requests, through the HTTP server on one core, with an engine of "
+        "paced "
+        "steps. Bare uvicorn answers the same clients with the same bytes, without JaxFlow and without an "
+        "engine. The load average counts other programs of the machine.",
         ("CPU", "what", "a second", "a CPU second of the server", "cores of the server", "load", "report"),
         transport_rows,
     ),
     (
         "First tokens over HTTP",
-        "The delay that the HTTP server on one core adds to the first token of single requests while streams run.",
+        "The delay that the HTTP server on one core adds to the first token of single requests while streams "
+        "run.",
         ("CPU", "streams", "delay", "median, ms", "p99, ms", "report"),
         first_token_rows,
     ),
@@ -764,15 +779,15 @@ SECTIONS = (
     ),
     (
         "Attention spans",
-        "Perplexity of WikiText-2 with a span for each KV head, and with one window for all heads. The keys are those that "
-        "queries see, and those that the page groups hold, in % of full attention.",
+        "Perplexity of WikiText-2 with a span for each KV head, and with one window for all heads. The keys "
+        "are those that queries see, and those that the page groups hold, in % of full attention.",
         ("model", "spans", "keys seen", "keys held", "perplexity", "mean change", "report"),
         span_rows,
     ),
     (
         "Pipelines, simulated",
-        "The engine's scheduler on virtual clocks, and the figures of SARATHI §5.3. Three constants of the simulation were fitted to "
-        "the paper's speedups; see [notes/pipelines.md](notes/pipelines.md).",
+        "The engine's scheduler on virtual clocks, and the figures of SARATHI §5.3. Three constants of the "
+        "simulation were fitted to the paper's speedups; see [notes/pipelines.md](notes/pipelines.md).",
         ("model and devices", "requests", "ratio", "simulated", "paper", "difference", "report"),
         pipeline_rows,
     ),

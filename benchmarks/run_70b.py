@@ -3,10 +3,11 @@
     python -m benchmarks.run_70b --tensor_parallel_size 4 --only check-fp8,windows-fp8
 
 check-PRECISION compares the tokens of overlapped plans with those of the sequential step, with all 80 layers
-(`check_plan`). windows-PRECISION measures plans in long windows at 1024/512, and sharegpt-PRECISION at lengths
-like ShareGPT's (`plan_windows`). The survey of both has the plans of the ablation. end-to-end-PRECISION runs
-`bench throughput` with the found plan and with the sequential plan. offload-PRECISION is the same run with
-KV pages that are copied to host memory. A report is benchmarks/h200/llama-3-70b/WHAT-tpN-PRECISION.json.
+(`check_plan`). windows-PRECISION measures plans in long windows at 1024/512, and sharegpt-PRECISION at
+lengths like ShareGPT's (`plan_windows`). The survey of both has the plans of the ablation.
+end-to-end-PRECISION runs `bench throughput` with the found plan and with the sequential plan.
+offload-PRECISION is the same run with KV pages that are copied to host memory. A report is
+benchmarks/h200/llama-3-70b/WHAT-tpN-PRECISION.json.
 """
 
 import argparse

@@ -3,10 +3,10 @@
   python -m jaxflow.compile --model MODEL --out FOLDER
 
 The command starts an engine with the given flags and ends it. A server with the same flags and
-`--compilation_cache_dir FOLDER` then reads its programs from the folder. The folder serves machines with the same
-kind of GPU, the same driver and the same versions of JaxFlow and JAX, for example containers of one image. A program
-that does not fit is compiled again. `--load_format dummy` reads no weights. The folder also holds the programs that
-an engine compiles while it serves.
+`--compilation_cache_dir FOLDER` then reads its programs from the folder. The folder serves machines with the
+same kind of GPU, the same driver and the same versions of JaxFlow and JAX, for example containers of one
+image. A program that does not fit is compiled again. `--load_format dummy` reads no weights. The folder also
+holds the programs that an engine compiles while it serves.
 """
 
 import sys
@@ -36,7 +36,8 @@ def main(argv: list[str]) -> int:
         return 2
     files = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
     print(
-        f"{folder}: {sum(files) / 1e6:.0f} MB in {len(files)} files; serve with --compilation_cache_dir {folder}"
+        f"{folder}: {sum(files) / 1e6:.0f} MB in {len(files)} files; serve with --compilation_cache_dir "
+        f"{folder}"
     )
     return 0
 

@@ -1,7 +1,7 @@
 """Frozen configurations: `ModelConfig` is an architecture, `EngineConfig` holds the settings of an engine.
 
-This module imports no JAX and reads no file. `jaxflow.model.architectures.hf_config` reads `config.json` into a
-`ModelConfig`. The command lines and `jaxflow.LLM` make an `EngineConfig`.
+This module imports no JAX and reads no file. `jaxflow.model.architectures.hf_config` reads `config.json` into
+a `ModelConfig`. The command lines and `jaxflow.LLM` make an `EngineConfig`.
 """
 
 import dataclasses
@@ -52,9 +52,9 @@ class Span:
     """The keys that a KV head sees (MoA; FlashDecoding++Next §III): sink tokens and a window that grows.
 
     A query at position p sees key j <= p if j < sinks or p - j < window(p). The window is
-    alpha + beta · (p + 1) / 1024 tokens, rounded up: it depends on the query's position alone. So the result of
-    attention does not depend on batches and chunks. beta is at most 1024. So the first key of the window never
-    moves back, and a page that a query no longer sees is never seen again.
+    alpha + beta · (p + 1) / 1024 tokens, rounded up: it depends on the query's position alone. So the result
+    of attention does not depend on batches and chunks. beta is at most 1024. So the first key of the window
+    never moves back, and a page that a query no longer sees is never seen again.
     """
 
     sinks: int
@@ -83,7 +83,9 @@ class Layer:
 
     @property
     def group_heads(self) -> dict[int, tuple[int, ...]]:
-        """Return the KV heads of each page group, with spans. Groups without a head of the layer are missing."""
+        """Return the KV heads of each page group, with spans. Groups without a
+        head of the layer are missing.
+        """
         return {
             group: tuple(head for head, own in enumerate(self.head_groups) if own == group)
             for group in sorted(set(self.head_groups))
@@ -94,8 +96,8 @@ class Layer:
 class Latent:
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, §2.1).
 
-    A token's keys and values of all heads are products of one latent vector. The cache holds this vector, and one
-    rotary key for all heads.
+    A token's keys and values of all heads are products of one latent vector. The cache holds this vector,
+    and one rotary key for all heads.
 
     query_rank: width of the vector that the queries of all heads are products of.
     rank: width of the latent vector.
@@ -116,9 +118,9 @@ class Latent:
 class SigmoidRouter:
     """A router that scores an expert by the sigmoid of its logit (DeepSeek-V3, arXiv:2412.19437, §2.1.2).
 
-    A learned bias of each expert is added to the scores for the choice only. The experts lie in `groups` equal
-    groups. A token goes to experts of its `groups_per_token` best groups. The score of a group is the sum of its
-    two best scores.
+    A learned bias of each expert is added to the scores for the choice only. The experts lie in `groups`
+    equal groups. A token goes to experts of its `groups_per_token` best groups. The score of a group is
+    the sum of its two best scores.
 
     scale: the factor of the weights of the chosen experts.
     """
@@ -193,7 +195,9 @@ class ModelConfig:
 
     @property
     def kv_width(self) -> int:
-        """Return the numbers of a token in the cache of one layer: its keys and values, or its latent vector."""
+        """Return the numbers of a token in the cache of one layer: its keys
+        and values, or its latent vector.
+        """
         latent = self.latent
         return 2 * self.num_kv_heads * self.head_dim if latent is None else latent.rank + latent.rope_dim
 
@@ -209,7 +213,8 @@ class ModelConfig:
 
     @property
     def gate_block(self) -> int:
-        """Return the block size of the fused `up_gate` weight, where blocks of gate rows and up rows alternate.
+        """Return the block size of the fused `up_gate` weight, where blocks of
+        gate rows and up rows alternate.
 
         The size is a power of two, at most 64. 8 tensor-parallel shards end at a block border if F allows it.
         """
@@ -303,8 +308,8 @@ class EngineConfig:
 
     model: str = _setting(
         dataclasses.MISSING,
-        "Model to run: a folder with config.json and safetensors, a .gguf file, a converted checkpoint, a hub "
-        "id, or the name of a shipped config.",
+        "Model to run: a folder with config.json and safetensors, a .gguf file, a converted checkpoint, a "
+        "hub id, or the name of a shipped config.",
     )
     tokenizer: str | None = _setting(None, "Folder or .gguf file of the tokenizer. Default: the model's.")
     dtype: str = _setting(
@@ -317,40 +322,43 @@ class EngineConfig:
     )
     quantization: str | None = _setting(
         None,
-        "Quantization at load: fp8 (e4m3 weights and activations), fp8_per_block (experts in e4m3 with a scale for each "
-        "128 x 128 block), int4 (weights in groups of 64, experts too) or mxfp4 (the experts of gpt-oss stay in the "
-        "checkpoint's 4 bits). Default: the format of the checkpoint, but experts in MXFP4, and all but the experts of "
-        "an fp8 checkpoint in blocks, become 16 bits.",
+        "Quantization at load: fp8 (e4m3 weights and activations), fp8_per_block (experts in e4m3 with a "
+        "scale for each "
+        "128 x 128 block), int4 (weights in groups of 64, experts too) or mxfp4 (the experts of gpt-oss stay "
+        "in the "
+        "checkpoint's 4 bits). Default: the format of the checkpoint, but experts in MXFP4, and all but the "
+        "experts of an fp8 checkpoint in blocks, become 16 bits.",
     )
     kv_cache_dtype: str = _setting(
         "auto",
-        "dtype of the KV cache: auto (the dtype of the model), bfloat16, float32, fp8 (e4m3, with the scales of "
-        "the checkpoint or 1) or int8.",
+        "dtype of the KV cache: auto (the dtype of the model), bfloat16, float32, fp8 (e4m3, with the scales "
+        "of the checkpoint or 1) or int8.",
     )
     block_size: int = _setting(
         64,
-        "Tokens in a page of the KV cache. GPU attention kernels need 64; other sizes run the slower reference "
-        "implementation.",
+        "Tokens in a page of the KV cache. GPU attention kernels need 64; other sizes run the slower "
+        "reference implementation.",
     )
     tensor_parallel_size: int = _setting(1, "Number of devices that the model is sharded over.")
     pipeline_parallel_size: int = _setting(
         1,
-        "Number of pipeline stages. Each stage holds some consecutive layers, on tensor_parallel_size devices.",
+        "Number of pipeline stages. Each stage holds some consecutive layers, on tensor_parallel_size "
+        "devices.",
     )
     data_parallel_size: int = _setting(
         1,
-        "Number of data-parallel ranks, one device each, with --enable_expert_parallel. A rank serves requests of its "
-        "own with a full copy of attention, and the ranks share the experts.",
+        "Number of data-parallel ranks, one device each, with --enable_expert_parallel. A rank serves "
+        "requests of its own with a full copy of attention, and the ranks share the experts.",
     )
     enable_expert_parallel: bool = _setting(
         False,
-        "Each device of tensor_parallel_size or data_parallel_size holds some experts of a mixture whole, instead of "
-        "a share of every expert. Refused for a model without experts.",
+        "Each device of tensor_parallel_size or data_parallel_size holds some experts of a mixture whole, "
+        "instead of a share of every expert. Refused for a model without experts.",
     )
     enable_eplb: bool = _setting(
         False,
-        "Place the experts anew by measured loads, with --enable_expert_parallel, so that all devices have about as "
-        "many tokens.",
+        "Place the experts anew by measured loads, with --enable_expert_parallel, so that all devices have "
+        "about as many tokens.",
     )
     num_redundant_experts: int = _setting(
         0, "Further copies of busy experts in each mixture layer, with --enable_eplb."
@@ -363,35 +371,36 @@ class EngineConfig:
     )
     max_num_batched_tokens: int | None = _setting(
         None,
-        "Most tokens of a step, on each data-parallel rank. Default: 2048 on a GPU, or the step of the shipped plan "
-        "where another size is faster; 256 on CPU.",
+        "Most tokens of a step, on each data-parallel rank. Default: 2048 on a GPU, or the step of the "
+        "shipped plan where another size is faster; 256 on CPU.",
     )
     step_sizes: str | None = _setting(
         None,
-        "Sizes in tokens of the smaller compiled steps, as 256,512. Fewer sizes start faster and pad more. In Python "
-        "also a list or a tuple of numbers. Default: powers of two and a few sizes between.",
+        "Sizes in tokens of the smaller compiled steps, as 256,512. Fewer sizes start faster and pad more. "
+        "In Python also a list or a tuple of numbers. Default: powers of two and a few sizes between.",
     )
     max_num_seqs: int | None = _setting(
         None,
         "Most sequences that run at the same time, on each data-parallel rank. Default: a third of "
-        "--max_num_batched_tokens in tiles of 128, at least 64, or fewer where the memory does not hold 512 tokens of "
-        "each.",
+        "--max_num_batched_tokens in tiles of 128, at least 64, or fewer where the memory does not hold 512 "
+        "tokens of each.",
     )
     max_waiting: int = _setting(4096, "Most requests in the waiting queue. Further requests are refused.")
     batch_tpot_ms: float | None = _setting(
         None,
-        "Most predicted milliseconds of a step that serves both online and batch requests. Such a step takes batch "
-        "tokens only up to this limit. Refused with more than one pipeline stage. Default: no limit.",
+        "Most predicted milliseconds of a step that serves both online and batch requests. Such a step takes "
+        "batch tokens only up to this limit. Refused with more than one pipeline stage. Default: no limit.",
     )
     gpu_memory_utilization: float = _setting(0.9, "Fraction of the device memory that the engine uses.")
     num_kv_pages: int | None = _setting(
         None,
-        "Pages of the KV cache, on each data-parallel rank. Default: as many as fit the memory; on a CPU for 32,768 tokens, or 512 a sequence.",
+        "Pages of the KV cache, on each data-parallel rank. Default: as many as fit the memory; on a CPU for "
+        "32,768 tokens, or 512 a sequence.",
     )
     attention_spans: str | None = _setting(
         None,
-        "File of `python -m search spans`: the span of each KV head. A head then sees the first tokens and the last "
-        "ones only, and its other pages are freed. Default: full attention.",
+        "File of `python -m search spans`: the span of each KV head. A head then sees the first tokens and "
+        "the last ones only, and its other pages are freed. Default: full attention.",
     )
     enable_prefix_caching: bool = _setting(True, "Share the KV of equal prompt prefixes between requests.")
     kv_offloading_size: float = _setting(
@@ -411,13 +420,13 @@ class EngineConfig:
     )
     plan: str = _setting(
         "auto",
-        "Plans of the steps: sequential, searched (the shipped plans for this model and device), a plan file or "
-        "a folder of plans. auto: searched where a plan is certain to be faster, else sequential.",
+        "Plans of the steps: sequential, searched (the shipped plans for this model and device), a plan file "
+        "or a folder of plans. auto: searched where a plan is certain to be faster, else sequential.",
     )
     kernels: str = _setting(
         "auto",
-        "Kernels: reference (XLA), mosaic (Hopper), triton (other NVIDIA GPUs, with the extra triton), or auto "
-        "(by device). A kernel set without attention for the model is refused.",
+        "Kernels: reference (XLA), mosaic (Hopper), triton (other NVIDIA GPUs, with the extra triton), or "
+        "auto (by device). A kernel set without attention for the model is refused.",
     )
     compilation_cache_dir: str | None = _setting(
         None,
@@ -425,7 +434,8 @@ class EngineConfig:
     )
     lowering_processes: int | None = _setting(
         None,
-        "Processes that lower and compile programs at a start whose programs are not in the cache, each with 1 GiB of host "
+        "Processes that lower and compile programs at a start whose programs are not in the cache, each with "
+        "1 GiB of host "
         "memory. 0: the engine does. Default: on Hopper, half of the CPU cores and at most 8; elsewhere 0.",
     )
     coordinator: str | None = _setting(
@@ -438,8 +448,8 @@ class EngineConfig:
     )
     process_id: int | None = _setting(
         None,
-        "Number of this process, from 0, with --coordinator. Process 0 serves; the others follow it. Default: from "
-        "the launcher's variables.",
+        "Number of this process, from 0, with --coordinator. Process 0 serves; the others follow it. "
+        "Default: from the launcher's variables.",
     )
     join_timeout_s: float = _setting(
         300.0, "Most seconds that a process waits for the others to start, with --coordinator."

@@ -42,14 +42,14 @@ class LLM:
         gets dummy weights.
       progress: show the progress of loading and compiling.
       offload: for a model that does not fit the device: a policy, its file, or a
-        `jaxflow.flexgen.config.OffloadConfig`. `generate` and `chat` then run FlexGen's offline runtime, block
-        after block. There is no stream, and the calls of several threads wait for each other.
+        `jaxflow.flexgen.config.OffloadConfig`. `generate` and `chat` then run FlexGen's offline runtime,
+        block after block. There is no stream, and the calls of several threads wait for each other.
       config: an `EngineConfig`, instead of `settings`.
       kernels: the kernels, instead of those that the settings choose.
       executor: the executor of an engine that has ended, with its weights and programs, see `start_engine`.
-      settings: other fields of `jaxflow.config.EngineConfig`. With `coordinator`, `num_processes` and `process_id`,
-        several processes run one engine: the call returns in process 0 only, and in the others it raises SystemExit
-        once process 0 closes the model. With `offload`, of
+      settings: other fields of `jaxflow.config.EngineConfig`. With `coordinator`, `num_processes` and
+        `process_id`, several processes run one engine: the call returns in process 0 only, and in the others
+        it raises SystemExit once process 0 closes the model. With `offload`, of
         `jaxflow.flexgen.config.ENGINE_FIELDS`.
 
     Raises:

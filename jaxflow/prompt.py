@@ -25,8 +25,8 @@ Prompt = str | Sequence[int]
 def open_tokenizer(config: EngineConfig, checkpoint: "Checkpoint") -> Tokenizer | None:
     """Return the configured tokenizer, or the checkpoint's; None if it has none.
 
-    A tokenizer may have fewer tokens than the model, which rounds its vocabulary up. Added tokens may lie beyond
-    the model's vocabulary: a prompt with one of them is refused.
+    A tokenizer may have fewer tokens than the model, which rounds its vocabulary up. Added tokens may lie
+    beyond the model's vocabulary: a prompt with one of them is refused.
 
     Raises:
       ConfigError: the configured tokenizer does not exist, or is one of another model.

@@ -40,8 +40,8 @@ class InvalidRequest(ValueError):
 class ContextLengthExceeded(InvalidRequest):
     """A prompt, or a prompt and its output, longer than the context.
 
-    `prompt_tokens`: None if the prompt was refused before its tokens were counted. `output_tokens`: requested, or
-    1 without a number.
+    `prompt_tokens`: None if the prompt was refused before its tokens were counted. `output_tokens`:
+    requested, or 1 without a number.
     """
 
     def __init__(
@@ -247,7 +247,9 @@ def with_limit(request: Request, max_prompt: int, max_output: int) -> Request:
 
 
 class Logprob(msgspec.Struct, frozen=True):
-    """The log-probability of a token from the raw logits, before temperature and filters. Rank 1 is the likeliest."""
+    """The log-probability of a token from the raw logits, before temperature and
+    filters. Rank 1 is the likeliest.
+    """
 
     logprob: float
     rank: int
@@ -274,8 +276,8 @@ class Timings(msgspec.Struct, frozen=True):
 class Started(msgspec.Struct, frozen=True):
     """The first event of a request, sent with its first token or just before.
 
-    `prompt_logprobs`: None unless requested. One entry a prompt token, the first is None; the others are dicts
-    token id -> Logprob, the prompt's token first.
+    `prompt_logprobs`: None unless requested. One entry a prompt token, the first is None; the others are
+    dicts token id -> Logprob, the prompt's token first.
     """
 
     request_id: str

@@ -212,7 +212,8 @@ def kernel_set_for(
     Args:
       platform: JAX's name of the backend, `gpu` or `cpu`.
       capability: CUDA's compute capability, for example "9.0"; empty for other devices.
-      kv_heads: KV heads of one device. queries_per_kv_head: with latent attention, the query heads of one device.
+      kv_heads: KV heads of one device. queries_per_kv_head: with latent attention,
+          the query heads of one device.
       device: JAX's `device_kind`, whose tuned table chooses the GEMM
         kernels.
       kernels: one of `KERNELS`; auto: by the device.

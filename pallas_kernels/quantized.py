@@ -52,8 +52,8 @@ MXFP4_GROUP = 32  # columns of an Mxfp4 weight with one scale
 class Mxfp4(NamedTuple):
     """An array of 4-bit floats with a power of two for each 32 columns, as gpt-oss publishes its experts.
 
-    The format is `pallas_kernels.gemm.grouped.mxfp4_format`. packed: uint8 [..., K / 2], two columns a byte with
-    the first one in the low bits. scale: uint8 [..., K / 32], the exponent of the power of two plus 127.
+    The format is `pallas_kernels.gemm.grouped.mxfp4_format`. packed: uint8 [..., K / 2], two columns a byte
+    with the first one in the low bits. scale: uint8 [..., K / 32], the exponent of the power of two plus 127.
     """
 
     packed: Array
@@ -67,9 +67,10 @@ class Mxfp4(NamedTuple):
 class ExpertInt4(NamedTuple):
     """Weights of experts in 4 bits: the true value is `nibble * scale + zero`.
 
-    The format is `pallas_kernels.gemm.grouped.int4_format`. packed: uint8 [E, N, K / 2], each 64 columns in the order
-    of `Int4`. factors: bfloat16 [E, K / group, N, 2], the scale and the zero of each group of 64 or 128 columns. The
-    rows of a group follow each other, so that a kernel copies the factors of its columns alone.
+    The format is `pallas_kernels.gemm.grouped.int4_format`. packed: uint8 [E, N, K / 2], each 64 columns in
+    the order of `Int4`. factors: bfloat16 [E, K / group, N, 2], the scale and the zero of each group of 64 or
+    128 columns. The rows of a group follow each other, so that a kernel copies the factors of its columns
+    alone.
     """
 
     packed: Array
@@ -89,9 +90,11 @@ BLOCK_ROWS = 64  # rows of a BlockFp8 weight with one scale for each 128 columns
 
 
 class BlockFp8(NamedTuple):
-    """Weights of experts in e4m3 with a scale for each block: the true value is `values * scale` of its block.
+    """Weights of experts in e4m3 with a scale for each block: the true value is
+    `values * scale` of its block.
 
-    The format, and the order of the scales of gates and ups, is `pallas_kernels.gemm.grouped.block_fp8_format`.
+    The format, and the order of the scales of gates and ups, is
+    `pallas_kernels.gemm.grouped.block_fp8_format`.
 
     values: float8_e4m3fn [E, N, K]. scale: float32 [E, N / 64, K / 128].
     """

@@ -1,7 +1,7 @@
 """The kind of device that programs of this process run on.
 
-It is the kind of JAX's first device. A process that lowers programs for the device of another process has no such
-device, and takes a description instead (`lower_for`).
+It is the kind of JAX's first device. A process that lowers programs for the device of another process has no
+such device, and takes a description instead (`lower_for`).
 """
 
 import dataclasses

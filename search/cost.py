@@ -4,8 +4,9 @@
 
 All times are lower bounds. Ops run at the datasheet's rates. Joules are the least that sustained runs took,
 on devices with measured joules. The optimal throughput of Eq. 5 counts dense products only, at the rate that
-the power cap allows; without measured joules, at the measured or the datasheet's rate. The largest batch follows NanoFlow's classification (Eq. 1, 2 and 4; docs/cost-model.md): requests
-fill the memory that the weights leave.
+the power cap allows; without measured joules, at the measured or the datasheet's rate. The largest
+batch follows NanoFlow's classification (Eq. 1, 2 and 4; docs/cost-model.md): requests fill the
+memory that the weights leave.
 """
 
 import dataclasses
@@ -147,7 +148,8 @@ def _print_throughput(model: ModelConfig, device: Device, total: Bound) -> None:
     )
     if batch is not None:
         print(
-            f"Largest batch: {batch.tokens:.0f} tokens, of which {batch.requests:.0f} decode; T_mem / T_compute (Eq. 4): "
+            f"Largest batch: {batch.tokens:.0f} tokens, of which {batch.requests:.0f} decode; T_mem / "
+            "T_compute (Eq. 4): "
             f"{1e3 * batch.memory_s:.1f} / {1e3 * batch.compute_s:.1f} ms = {batch.ratio:.2f}"
         )
     elif weight_bytes(model, widths) > f.gpus * device.memory_bytes:

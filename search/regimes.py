@@ -249,7 +249,8 @@ def table_2(step: Composition | None = None) -> dict[str, tuple[float, float, fl
 def tables() -> dict[str, str]:
     """Return the tables of docs/cost-model.md in Markdown, by name."""
     first = [
-        f"| {a.vendor} {a.name} | {a.year} | {a.memory_gb:,g} | {a.memory_gb_per_s:,g} | {a.network_gb_per_s:,g} | {a.gflops_per_s:,.0f} "
+        f"| {a.vendor} {a.name} | {a.year} | {a.memory_gb:,g} | {a.memory_gb_per_s:,g} | "
+        f"{a.network_gb_per_s:,g} | {a.gflops_per_s:,.0f} "
         f"| {a.memory_s:.3f} | {a.compute_to_memory:.0f} | {a.network_to_memory:.2f} |"
         for a in (*TABLE_1, *TODAY)
     ]
@@ -274,8 +275,8 @@ def tables() -> dict[str, str]:
             found = largest_batch(_config(name), h200.rates, h200.memory_gb * GIGA, gpus, *WORKLOADS[label])
             assert found is not None
             third.append(
-                f"| {name} | {gpus} | {label} | {found.tokens:,.0f} | {found.requests:,.0f} | {1e3 * found.memory_s:.1f} "
-                f"| {1e3 * found.compute_s:.1f} | {found.ratio:.2f} |"
+                f"| {name} | {gpus} | {label} | {found.tokens:,.0f} | {found.requests:,.0f} | "
+                f"{1e3 * found.memory_s:.1f} | {1e3 * found.compute_s:.1f} | {found.ratio:.2f} |"
             )
     heads = {
         "table 1": (

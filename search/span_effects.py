@@ -1,9 +1,10 @@
 """Measure what each KV head's span does to a model's answers (after MoA; FlashDecoding++Next §III).
 
-The loss is the divergence of the model with spans from the model with full attention: the sum over a text's tokens
-of KL(full || spans) of the next token's distribution. It needs no labels, and it is 0 with full attention.
-One backward pass gives the gradient of the loss by each head's attention output. The effect of another span for a head
-is that gradient times the exact change of the head's output: the softmax over the other keys, times their values.
+The loss is the divergence of the model with spans from the model with full attention: the sum over a text's
+tokens of KL(full || spans) of the next token's distribution. It needs no labels, and it is 0 with full
+attention. One backward pass gives the gradient of the loss by each head's attention output. The effect of
+another span for a head is that gradient times the exact change of the head's output: the softmax over the
+other keys, times their values.
 """
 
 import dataclasses
@@ -64,7 +65,9 @@ def attend(
     scale: float,
     soft_cap: float | None,
 ) -> Float[Array, "K G T H"]:
-    """Return the attention of all heads of a layer. A query sees the sinks and the keys from its `first` on."""
+    """Return the attention of all heads of a layer. A query sees the sinks
+    and the keys from its `first` on.
+    """
 
     def of_head(
         q: Float[Array, "G T H"], k: Float[Array, "T H"], v: Float[Array, "T H"], first: Int[Array, " T"]

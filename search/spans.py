@@ -3,16 +3,17 @@
   python -m search spans --model FOLDER_OR_GGUF --tokens tests/data/ppl/wikitext2_8x1024.npy --first_window 4
       --keys_percent 75,50,25 --output_folder spans
 
-For each target share of the keys, the search starts with one window for all heads. It measures the divergence from
-the model with full attention, and the first-order effect of every other span of every head
-(`search/span_effects.py`). Then all heads move at once to the spans with the least effect that see no more keys
-than the start. A move is kept only if the measured divergence falls. `spans-50.json` holds the spans for 50 %.
-`uniform-50.json` holds the start, as the rival.
+For each target share of the keys, the search starts with one window for all heads. It measures the divergence
+from the model with full attention, and the first-order effect of every other span of every head
+(`search/span_effects.py`). Then all heads move at once to the spans with the least effect that see no more
+keys than the start. A move is kept only if the measured divergence falls. `spans-50.json` holds the spans for
+50 %. `uniform-50.json` holds the start, as the rival.
 
   python -m search spans --model llama-3.1-8b --spread 8 --keys_percent 50 --output_folder spans
 
-With --spread nothing is measured, and no weights are read. The heads of each layer get windows from the shortest to
-one that is 8 times as long, in even steps, and each window is a share of the text. `spread-50.json` is for timing
+With --spread nothing is measured, and no weights are read. The heads of each layer get windows from the
+shortest to one that is 8 times as long, in even steps, and each window is a share of the text.
+`spread-50.json` is for timing
 alone: it says nothing about the model.
 """
 
@@ -31,9 +32,9 @@ from jaxflow.model.checkpoints.calibrate import load_tokens
 from jaxflow.model.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from search.span_effects import Effects, Measurement
 
-# The candidates are windows of one length at every position, and full attention. A text of one length cannot tell
-# alpha from beta. A longer window covers the shorter ones, so the heads of a page group hold no more keys than the
-# largest of their spans.
+# The candidates are windows of one length at every position, and full attention. A text of one length cannot
+# tell alpha from beta. A longer window covers the shorter ones, so the heads of a page group hold no more
+# keys than the largest of their spans.
 STEP = 2**0.5  # from one candidate window to the next
 SHORTER = 8  # candidates below the rival's window
 REACH = 2  # candidates that a head may move at once, first
@@ -57,7 +58,9 @@ def define_flags() -> None:
 
 
 def candidates(start: Span, tokens: int) -> list[Span]:
-    """Return the spans to choose from for texts of so many tokens, the shortest first. Full attention is last."""
+    """Return the spans to choose from for texts of so many tokens, the shortest
+    first. Full attention is last.
+    """
     alphas = (round(start.alpha * STEP**i) for i in range(-SHORTER, 10_000))
     windows = itertools.takewhile(lambda alpha: alpha < tokens - start.sinks, alphas)
     some = [dataclasses.replace(start, alpha=max(1, alpha)) for alpha in windows]
@@ -73,13 +76,15 @@ def seen_keys(spans: list[Span], tokens: int) -> np.ndarray:
 
 
 def choose(changes: np.ndarray, keys: np.ndarray, most: float, near: np.ndarray, reach: int) -> np.ndarray:
-    """Return int [heads]: one candidate a head, of the least sum of changes with at most a mean number of keys.
+    """Return int [heads]: one candidate a head, of the least sum of changes with
+    at most a mean number of keys.
 
     A multiple-choice knapsack by its Lagrangian: each head takes the candidate with the least
     change + price · keys, at the lowest price that keeps the mean.
 
     Args:
-      changes: [heads, C]. keys: [C], ascending. most: the mean, at least that of the shortest candidates in reach.
+      changes: [heads, C]. keys: [C], ascending. most: the mean, at least that of
+          the shortest candidates in reach.
       near: [heads]. A head takes a candidate that is at most `reach` away from its present one.
     """
     parts = keys / keys[-1]

@@ -2,10 +2,10 @@
 
   python -m serving --model FOLDER_OR_FILE_OR_HUB_ID --port 50051 --http_port 8000
 
-The command prints "ready on HOST:PORT and http://HOST:PORT" when the model is loaded and warm: the addresses of
-gRPC and of HTTP. SIGTERM or an interrupt starts draining: the server refuses new requests, finishes the running
-ones, and exits with status 0. A second signal ends the process at once. The gRPC admin service with statistics
-and draining listens on --admin_port.
+The command prints "ready on HOST:PORT and http://HOST:PORT" when the model is loaded and warm: the addresses
+of gRPC and of HTTP. SIGTERM or an interrupt starts draining: the server refuses new requests, finishes the
+running ones, and exits with status 0. A second signal ends the process at once. The gRPC admin service with
+statistics and draining listens on --admin_port.
 """
 
 import asyncio
@@ -73,8 +73,8 @@ AUTH_TOKEN_FILE = flags.DEFINE_string(
 API_KEY = flags.DEFINE_multi_string(
     "api_key",
     [],
-    "A bearer token that clients may send, beside those of --auth_token_file. Other users of this machine can read "
-    "it in the list of processes; --auth_token_file hides the tokens.",
+    "A bearer token that clients may send, beside those of --auth_token_file. Other users of this machine "
+    "can read it in the list of processes; --auth_token_file hides the tokens.",
 )
 SERVED_MODEL_NAME = flags.DEFINE_list(
     "served_model_name",
@@ -87,8 +87,8 @@ CHAT_TEMPLATE = flags.DEFINE_string(
 ADMIN_TOKEN_FILE = flags.DEFINE_string(
     "admin_token_file",
     None,
-    "File of bearer tokens of the admin service, one a line. Without the file, the service takes the tokens of "
-    "--auth_token_file.",
+    "File of bearer tokens of the admin service, one a line. Without the file, the service takes the tokens "
+    "of --auth_token_file.",
 )
 MAX_REQUESTS_PER_TOKEN = flags.DEFINE_integer(
     "max_requests_per_token",
@@ -124,8 +124,8 @@ MAX_PENDING_TOKENS = flags.DEFINE_integer(
 MAX_RESTARTS = flags.DEFINE_integer(
     "max_restarts",
     0,
-    "Times that a lost server is started again, in a process of its own. A server that ran for ten minutes counts "
-    "anew. With --coordinator, give it to every process.",
+    "Times that a lost server is started again, in a process of its own. A server that ran for ten minutes "
+    "counts anew. With --coordinator, give it to every process.",
     lower_bound=0,
 )
 
@@ -196,7 +196,9 @@ def run(
 
 
 def supervise_or_follow(engine: EngineConfig) -> int | None:
-    """Start lost servers again, or follow process 0. Return None for a process that serves. Raises: ConfigError."""
+    """Start lost servers again, or follow process 0. Return None for a process
+    that serves. Raises: ConfigError.
+    """
     launch = launch_of(engine, os.environ)
     if MAX_RESTARTS.value:
         return supervise(sys.argv[1:], MAX_RESTARTS.value)

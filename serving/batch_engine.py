@@ -39,7 +39,8 @@ class BatchEngine(Protocol):
     """One engine or several, for one run of a batch."""
 
     def answering(self, window: int | None) -> AbstractAsyncContextManager[Answering]:
-        """Answer lines within the context. `window`: most lines under way at an engine; None for twice its sequences.
+        """Answer lines within the context. `window`: most lines under way at an
+        engine; None for twice its sequences.
 
         Raises: StartFailed.
         """

@@ -96,7 +96,8 @@ def main(argv: list[str]) -> int:
             server.wait()
         elif status == 0:
             print(
-                f"\nOver HTTP, from `python -m serving --model {shlex.quote(model)}`:\n{how_to_ask(DEFAULT_URL)}"
+                "\nOver HTTP, from `python -m serving --model "
+                f"{shlex.quote(model)}`:\n{how_to_ask(DEFAULT_URL)}"
             )
         server.send_signal(signal.SIGTERM)
     except KeyboardInterrupt:

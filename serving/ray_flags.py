@@ -15,7 +15,8 @@ REPLICAS = flags.DEFINE_integer("replicas", 1, "Engines, each in its own process
 RAY_ADDRESS = flags.DEFINE_string(
     "ray_address",
     None,
-    "Address of a running Ray cluster, or auto for the one of this machine. Default: start Ray on this machine.",
+    "Address of a running Ray cluster, or auto for the one of this machine. Default: start Ray on this "
+    "machine.",
 )
 CPUS_PER_REPLICA = flags.DEFINE_float(
     "cpus_per_replica", 1.0, "CPU cores that a replica reserves in Ray.", lower_bound=0.0

@@ -1,8 +1,8 @@
 """Start a lost server again, a bounded number of times.
 
 A server is lost if a signal that nobody sent through here killed it, or if it ended with the status `LOST`:
-another process of its engine was lost. Every process of the engine has a supervisor of its own; they need no word
-with each other, because all processes end together, and a new engine waits until all have come.
+another process of its engine was lost. Every process of the engine has a supervisor of its own; they need no
+word with each other, because all processes end together, and a new engine waits until all have come.
 """
 
 import signal
@@ -19,7 +19,8 @@ _MOST_DELAY_S = 30.0
 
 
 def supervise(arguments: Sequence[str], max_restarts: int) -> int:
-    """Run `python -m serving` with these arguments, and start it again when it is lost. Return its exit status.
+    """Run `python -m serving` with these arguments, and start it again when it
+    is lost. Return its exit status.
 
     SIGTERM and SIGINT go to the server, which then drains.
     """

@@ -1,4 +1,6 @@
-"""Tiny random checkpoints with e4m3 matrices in blocks of 128 x 128, as Qwen3-MoE and DeepSeek-V3 are published."""
+"""Tiny random checkpoints with e4m3 matrices in blocks of 128 x 128, as Qwen3-MoE
+and DeepSeek-V3 are published.
+"""
 
 import json
 from pathlib import Path
@@ -40,7 +42,8 @@ def in_blocks(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def write(folder: Path, model: str, *, blocks: bool, **changes: Any) -> Path:
     """Write a random model of the shape of tests/data/models/`model` with wider experts.
 
-    blocks: matrices of layers, all but the routers, are in blocks. Otherwise they are the same numbers in float32.
+    blocks: matrices of layers, all but the routers, are in blocks. Otherwise they
+        are the same numbers in float32.
     """
     keys = json.loads((paths.MODELS / model / "config.json").read_text()) | WIDTHS | changes
     rng, stored = np.random.default_rng(7), {}

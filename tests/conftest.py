@@ -56,8 +56,8 @@ hypothesis.settings.load_profile("jaxflow")
 providers._get_local_constants = providers.Constants
 
 # Files of 10 s and more on two cores, the longest first. test_measure is left out: it measures times, and
-# runs better next to short tests. test_pipeline_stages needs an engine of test_goldens. The workers begin with
-# files of other programs, and find this engine's programs in the compilation cache later.
+# runs better next to short tests. test_pipeline_stages needs an engine of test_goldens. The workers begin
+# with files of other programs, and find this engine's programs in the compilation cache later.
 LONG_FILES = (
     "test_goldens", "test_compiler", "test_chunk_attention", "test_smollm2", "test_pipeline_stages",
     "test_compiled_plans", "test_offloaded_tokens", "test_data_parallel", "test_two_stage_search",
@@ -140,8 +140,8 @@ def calls_to(owner: Any, name: str, shared: Callable) -> Iterator[None]:
 def samplers_run_often_and_are_shared():
     """Compile samplers with more care, and once for all engines of a worker.
 
-    The full sampler searches the vocabulary, ten times as long in unoptimized code. The plain sampler must draw
-    the very same tokens.
+    The full sampler searches the vocabulary, ten times as long in unoptimized code. The plain sampler
+    must draw the very same tokens.
     """
     from jaxflow.engine.executor import Executor  # not above: it imports JAX
 
@@ -151,9 +151,11 @@ def samplers_run_often_and_are_shared():
 
 @pytest.fixture(autouse=True, scope="session")
 def programs_of_equal_engines_are_compiled_once():
-    """Lower and compile the programs of equal engines once for a test file, without files of lowered programs.
+    """Lower and compile the programs of equal engines once for a test file,
+    without files of lowered programs.
 
-    Tests of these files choose a folder of their own. Servers that tests start as processes write and read files.
+    Tests of these files choose a folder of their own. Servers that tests start as
+    processes write and read files.
     """
     from jaxflow.engine.lowered_cache import LoweredPrograms
 
@@ -163,7 +165,9 @@ def programs_of_equal_engines_are_compiled_once():
 
 @pytest.fixture(autouse=True, scope="module")
 def programs_of_a_file_are_freed():
-    """Free the shared programs at the end of a file: those of all files would take gigabytes in each worker."""
+    """Free the shared programs at the end of a file: those of all files would
+    take gigabytes in each worker.
+    """
     yield
     hurry.forget_programs()
 
@@ -181,8 +185,8 @@ def offloaded_programs_are_lowered_once():
 def deferred_programs_are_compiled_on_use():
     """Start no thread that compiles the deferred programs of an engine: most tests need none of them.
 
-    The first request that needs a deferred program compiles the program. Servers that tests start as processes
-    run the thread.
+    The first request that needs a deferred program compiles the program. Servers that tests
+    start as processes run the thread.
     """
     from jaxflow.engine.executor import Executor
 

@@ -203,8 +203,9 @@ class Bench:
     def check_op_by_op(self, plan: Plan, *batches: Batch) -> None:
         """Check law 1 for the plan's function, evaluated op by op: the plan itself is not compiled.
 
-        Only the ops are compiled, and plans of equal token ranges share them. Devices are a mapped axis of one
-        device. Barriers order the ops of a compiled step and return their arguments, so they are left out.
+        Only the ops are compiled, and plans of equal token ranges share them. Devices are a
+        mapped axis of one device. Barriers order the ops of a compiled step and return their
+        arguments, so they are left out.
         """
         forward = compile_plan(plan, self.config, self.tp, quantized=self.quantization == "fp8")
         eager = {"region": lambda stream, work: work(), "together": list}

@@ -29,7 +29,9 @@ TARGET = paths.DATA / "xla" / "h200.txtpb"
 
 
 def h200_mesh(shape: Sequence[int] = (1,), names: Sequence[str] = ("tp",), hosts: int = 1) -> Mesh:
-    """Return descriptions of H200s, for the compiler only. hosts: each has a process with an equal share of them."""
+    """Return descriptions of H200s, for the compiler only. hosts: each has a
+    process with an equal share of them.
+    """
     topology = topologies.get_topology_desc(
         platform="cuda",
         target_config=TARGET.read_text("utf-8"),

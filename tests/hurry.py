@@ -14,7 +14,8 @@ from typing import Any
 from unittest import mock
 
 FLAGS = (
-    "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters --xla_cpu_parallel_codegen_split_count=1 "
+    "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters "
+    "--xla_cpu_parallel_codegen_split_count=1 "
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 )
 # The same as XLA has them, for one program.
@@ -51,7 +52,8 @@ _samplers: dict[tuple, CompiledOnce] = {}
 
 
 def shared_sampler(lower: Callable[..., Any], executor: Any, rows: int, kind: str) -> CompiledOnce:
-    """Return a sampler of an `Executor`, lowered and compiled once for all engines that have the same sampler.
+    """Return a sampler of an `Executor`, lowered and compiled once for all
+    engines that have the same sampler.
 
     The full sampler takes half a second to lower, and many engines of the tests need the same few samplers.
     lower: `Executor._lower_sampler`.
@@ -94,8 +96,8 @@ def shared_program(
 ) -> Any:
     """Lower and compile the programs of equal engines once, and keep them in memory until `forget_programs`.
 
-    The key is the digest by which a folder finds a program, and the devices. A folder would cost a second lowering
-    of each program that is written or read. Programs of other folders are written and read.
+    The key is the digest by which a folder finds a program, and the devices. A folder would cost a second
+    lowering of each program that is written or read. Programs of other folders are written and read.
     lower: `LoweredPrograms.lower`, and its arguments.
     """
     import jax  # FLAGS must be set before

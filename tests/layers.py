@@ -1,7 +1,7 @@
 """Compare BUILD with the imports of the sources.
 
-BUILD is written in Bazel's syntax, which Python's parser reads. `violations` returns one line for each breach of
-these rules:
+BUILD is written in Bazel's syntax, which Python's parser reads. `violations` returns one line
+for each breach of these rules:
 
 - Every source file has one owner.
 - A target depends only on targets that are declared above it, so no circle of targets exists.

@@ -3,14 +3,14 @@
     python tests/lowered_text.py digests OUT.json [DEVICES ...]
     python tests/lowered_text.py compare BEFORE.json AFTER.json
 
-`digests` lowers every program that an engine with default settings compiles on an H200: each step of each token
-bucket, both samplers and the prompt log-probabilities, for bfloat16 and fp8 weights. DEVICES are numbers of
-devices; the default is 1 2 4. The command needs no GPU. A digest is the SHA-256 of a program's StableHLO without
-locations and symbol names. The text includes each Mosaic kernel's MLIR, without locations and symbol names, and
-the XLA options of the program.
+`digests` lowers every program that an engine with default settings compiles on an H200: each step of each
+token bucket, both samplers and the prompt log-probabilities, for bfloat16 and fp8 weights. DEVICES are
+numbers of devices; the default is 1 2 4. The command needs no GPU. A digest is the SHA-256 of a program's
+StableHLO without locations and symbol names. The text includes each Mosaic kernel's MLIR, without locations
+and symbol names, and the XLA options of the program.
 
-`compare` prints the programs that differ, and fails if there is one. It reports programs of one file only, and
-compares the others.
+`compare` prints the programs that differ, and fails if there is one. It reports programs of one file
+only, and compares the others.
 """
 
 import hashlib
@@ -118,7 +118,9 @@ def abstract_executor(devices: int, quantization: str | None, cache: str) -> Exe
 
 
 def programs(executor: Executor) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """Yield each program that `Executor.warm_up` compiles: its name, a function that lowers it, its options."""
+    """Yield each program that `Executor.warm_up` compiles: its name, a
+    function that lowers it, its options.
+    """
     steps = [layout for several in executor.layouts.values() for layout in several]
     steps += executor.decode_layouts.values()
     for layout in steps:

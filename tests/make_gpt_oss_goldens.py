@@ -25,7 +25,8 @@ Tensors = dict[str, np.ndarray]
 def gpt_oss(rng: np.random.Generator) -> tuple[dict[str, Any], Tensors]:
     """Return the config and the tensors of a gpt-oss with MXFP4 experts.
 
-    Gates and ups are large enough for the clamp. Sinks are as large as scores. The window is shorter than a page.
+    Gates and ups are large enough for the clamp. Sinks are as large as scores. The
+    window is shorter than a page.
     """
     d, heads, kv_heads, width, vocabulary, experts, f, layers = 64, 4, 2, 32, 512, 8, 64, 2
     config = {
@@ -150,7 +151,8 @@ def main() -> None:
     error = max((model(text).logits - exact(text).logits).abs().max().item() for text in texts)
     golden = {
         "model": f"models/{NAME}",
-        "reference": f"transformers {transformers.__version__}, torch {torch.__version__}, float32, CPU, eager "
+        "reference": f"transformers {transformers.__version__}, torch {torch.__version__}, float32, CPU, "
+        "eager "
         "attention; logits from one uncached pass over prompt + continuation, whose argmax equals cached "
         "generate() at every step",
         "parameters": model.num_parameters(),

@@ -2,8 +2,8 @@
 
     uv run --group goldens python tests/make_mixture_goldens.py tiny-glm4_moe
 
-writes tests/data/models/<name>/ and tests/data/goldens/<name>.json. The tests read only these files. Prompts are
-drawn until every greedy token wins by `MARGIN`.
+writes tests/data/models/<name>/ and tests/data/goldens/<name>.json. The tests read only these files. Prompts
+are drawn until every greedy token wins by `MARGIN`.
 """
 
 import argparse
@@ -98,8 +98,8 @@ MODELS["tiny-deepseek_v3"] = (
 FORMAT = {
     "prompt_ids": "input token ids; nothing is added to them (no BOS)",
     "prompt_logprobs": "log-softmax of prompt_ids[i+1] given prompt_ids[:i+1], i = 0..len-2",
-    "prompt_logsumexp": "logsumexp of the logits at every prompt position (catches softcap / scale errors that a "
-    "softmax hides)",
+    "prompt_logsumexp": "logsumexp of the logits at every prompt position (catches softcap / scale errors "
+    "that a softmax hides)",
     "probe_ids/prompt_probe_logits": "raw logits of a few fixed vocabulary ids at every prompt position",
     "greedy_ids": "argmax continuation, end-of-sequence tokens NOT stopping it",
     "top_ids/top_logits": "the 5 largest raw logits at each generated step, largest first (step 0 is predicted from "
@@ -140,7 +140,8 @@ def make_golden(name: str, seed: int, config: dict[str, Any]) -> dict[str, Any]:
     (folder / "config.json").write_text(json.dumps(config, indent=1))  # in the style of published files
     return {
         "model": f"models/{name}",
-        "reference": f"transformers {transformers.__version__}, torch {torch.__version__}, float32, CPU, eager "
+        "reference": f"transformers {transformers.__version__}, torch {torch.__version__}, float32, CPU, "
+        "eager "
         "attention; logits from one uncached pass over prompt + continuation, whose argmax equals cached "
         "generate() at every step",
         "parameters": sum(p.numel() for p in model.parameters()),

@@ -1,4 +1,6 @@
-"""Small random batches over scattered pages for tests of attention kernels, with NaN at unwritten positions."""
+"""Small random batches over scattered pages for tests of attention kernels,
+with NaN at unwritten positions.
+"""
 
 import jax.numpy as jnp
 import numpy as np
@@ -34,7 +36,9 @@ def queries(seed: int, rows: int, heads: int, width: int):
 
 
 def exact(reference, q, k, v, *rest, **settings):
-    """Return the reference result in float32, with 0 for NaN at unwritten positions, because 0 · NaN is NaN."""
+    """Return the reference result in float32, with 0 for NaN at unwritten
+    positions, because 0 · NaN is NaN.
+    """
     wide = (jnp.asarray(np.nan_to_num(np.asarray(x, np.float32))) for x in (q, k, v))
     return np.asarray(reference(*wide, *rest, **settings))
 

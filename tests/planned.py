@@ -67,7 +67,8 @@ def compiled(
     ep: bool = False,
     **options: Any,
 ) -> Compiled:
-    """A step of the plan; quantization: of weights and cache, None or fp8. mesh: None for `tp` devices of one host.
+    """A step of the plan; quantization: of weights and cache, None or fp8. mesh:
+    None for `tp` devices of one host.
     ep: experts are spread whole. options: XLA's.
 
     The cache of a device must be aliased whole and never copied, and no weight may be.

@@ -89,7 +89,8 @@ SLOW_CASES = {
         "test_swapped runs this kernel, whose loop over no item is plain"
     ),
     r"test_pipeline_stages\.py::TestSameTokens::test_(goldens\[(stories260K-[24]|tiny-deepseek)|at_any_chunking\[1)": (
-        "a batch of stories260K runs on four stages, tiny-mixtral on two devices a stage, and chunks of 7 tokens run"
+        "a batch of stories260K runs on four stages, tiny-mixtral on two devices a stage, and chunks of 7 "
+        "tokens run"
     ),
     r"test_sort_rows\.py::test_the_kernel\w*\[(False-9-|True-35-)": "the other precision of the rows runs each size",
     r"test_pipeline_stages\.py::TestSameTokens::test_in_a_batch_with_others\[2": "four stages run",
@@ -125,7 +126,8 @@ SLOW_CASES = {
         "the engine on two devices is compared with the wide model"
     ),
     r"test_span_engine\.py::test_(in_eight_bits|full_spans_are_the_dense|spans_change)": (
-        "test_attention_spans compares the op with the dense op and with its definition, and 8 bits run without spans"
+        "test_attention_spans compares the op with the dense op and with its definition, and 8 bits run "
+        "without spans"
     ),
     r"test_8_bits\.py::test_on_two_devices\[tiny-mixtral": (
         "tiny-mixtral runs on one device, and tiny-llama on two devices"
@@ -150,7 +152,8 @@ SLOW_CASES = {
     ),
     r"test_offload_calls\.py::test_the_run_after_a_stopped_run_gets_its_tokens"
     r"\[(?!mixed\])": (
-        "the case mixed covers every tier, and concurrent calls stop a run whose KV on disk the host attends to"
+        "the case mixed covers every tier, and concurrent calls stop a run whose KV on disk the host attends "
+        "to"
     ),
     r"test_sparse_values\.py::test_few_rows_(give_the_same_tokens_on_every_tier\[tiny-opt|in_4_bits)": (
         "tiny-gemma2 runs on every tier, and attends in both places"
@@ -196,13 +199,16 @@ SLOW_CASES = {
         "a drawn plan on four devices runs compiled, and test_scattered compiles a plan of tiny-gemma2 on two"
     ),
     r"test_compiler\.py::test_drawn_plans_compiled\[tiny-llama-2-(copied|scattered)": (
-        "a plan with copies on four devices runs compiled, and test_scattered runs two scattered plans compiled"
+        "a plan with copies on four devices runs compiled, and test_scattered runs two scattered plans "
+        "compiled"
     ),
     r"test_exchange\.py::test_plans_with_peer_copies_compute_the_plain_forward\[(post-norms|fp8|four)": (
-        "drawn plans with copies on four devices, fp8 with scattered sums, and four KQV operations run compiled"
+        "drawn plans with copies on four devices, fp8 with scattered sums, and four KQV operations run "
+        "compiled"
     ),
     r"test_compiler\.py::test_a_plan_runs_every_composition\[(phased_plan|two_nano)": (
-        "four KQV operations on two devices run; test_scattered runs phases in fp8, experts run with peer copies"
+        "four KQV operations on two devices run; test_scattered runs phases in fp8, experts run with peer "
+        "copies"
     ),
     r"test_scattered\.py::test_scattered_plans_compute_the_plain_forward\[experts": (
         "experts run with peer copies; scattered sums run with post-norms and in fp8"
@@ -275,7 +281,8 @@ SLOW_CASES = {
         "the cases all-1 and network-2-True run"
     ),
     r"test_two_stage_search\.py::test_attention_beside_products": (
-        "test_tokens_that_do_not_decode finds attention beside products, and the simulation agrees with the solver"
+        "test_tokens_that_do_not_decode finds attention beside products, and the simulation agrees with the "
+        "solver"
     ),
     r"test_two_stage_search\.py::test_found_plans_are_the_plain_forward\[(fp8, sums alone|scattered)": (
         "the fp8 case runs"
@@ -305,7 +312,8 @@ SLOW_CASES = {
         "test_every_command_takes_dashes starts these programs"
     ),
     r"test_command\.py::test_a_setting_that_cannot_work_.*\[arguments[^1]-": (
-        "other tests hold the messages; a wrong engine setting ends a process, and a missing model in test_demo"
+        "other tests hold the messages; a wrong engine setting ends a process, and a missing model in "
+        "test_demo"
     ),
     r"test_triton\.py::test_supported_heads_fit_the_shared_memory\[8\.6": (
         "the GPU with the least shared memory is compiled for"
@@ -333,7 +341,8 @@ SLOW_CASES = {
         "nano-batches run, and test_data_parallel adds the counts of four ranks"
     ),
     r"test_notebooks\.py::test_notebook_runs_and_draws": (
-        "test_regimes, test_expert_load, test_offload_command, test_choose_spans and test_sweep run their calls"
+        "test_regimes, test_expert_load, test_offload_command, test_choose_spans and test_sweep run their "
+        "calls"
     ),
     r"test_faults\.py::test_a_burst_of_streams_loses_none": (
         "test_soak begins 1,600 calls at once, also more than gRPC's core holds by default"

@@ -12,7 +12,8 @@ from jaxflow.config import EngineConfig
 
 # Flags of earlier versions, and the replacement of each.
 REMOVED = {
-    "scheduling_policy": "steps are always decode-maximal; `python -m jaxflow.bench sweep --sweep=policies` compares policies",
+    "scheduling_policy": "steps are always decode-maximal; `python -m jaxflow.bench sweep --sweep=policies` "
+    "compares policies",
     "chunk_size": "--max_num_batched_tokens limits the tokens of a step",
 }
 

@@ -14,8 +14,8 @@ _RESEND_AFTER_S = 0.02
 
 
 def run_command(main: Callable[[list[str]], int], infinite: Collection[str] = ()) -> None:
-    """Parse absl's flags in any spelling of `flag_names`, call `main` with the remaining arguments, and end the
-    process.
+    """Parse absl's flags in any spelling of `flag_names`, call `main` with the remaining
+    arguments, and end the process.
 
     --help exits with status 0. absl itself would exit with status 1. The flags in `infinite` take infinity.
     """

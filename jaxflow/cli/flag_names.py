@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from absl import flags
 
-# Names of `vllm bench`, and the flag of the same meaning. A command that has a flag of the first name keeps it.
+# Names of `vllm bench`, and the flag of the same meaning. A command that has a
+# flag of the first name keeps it.
 ALIASES = {
     "num_prompts": "num_requests",
     "random_input_len": "input_len",
@@ -20,8 +21,8 @@ ALIASES = {
 def canonical(argv: Sequence[str], values: flags.FlagValues | None = None) -> list[str]:
     """Return a command line in which each known flag has the name that its command defines.
 
-    `--max-num-seqs` becomes `--max_num_seqs`, `--no-progress` becomes `--noprogress`, and `--num-prompts` becomes
-    `--num_requests`. Values, unknown flags and all that follows `--` stay as they are.
+    `--max-num-seqs` becomes `--max_num_seqs`, `--no-progress` becomes `--noprogress`, and `--num-prompts`
+    becomes `--num_requests`. Values, unknown flags and all that follows `--` stay as they are.
     """
     known = flags.FLAGS if values is None else values
     result: list[str] = list(argv[:1])

@@ -1,12 +1,12 @@
 """Programs that a process without a GPU compiles for the GPU of an engine.
 
-XLA compiles under a lock of the process, so threads of an engine do not compile side by side, and processes do. XLA
-needs no GPU for this: a description of the device is enough, which the engine sends (`Target`). The engine loads the
-machine code in milliseconds. JAX then makes the `jax.stages.Compiled` as for a program of its own cache, with the
-checks of shapes and shardings, the donated arguments and the memory analysis.
+XLA compiles under a lock of the process, so threads of an engine do not compile side by side, and processes
+do. XLA needs no GPU for this: a description of the device is enough, which the engine sends (`Target`). The
+engine loads the machine code in milliseconds. JAX then makes the `jax.stages.Compiled` as for a program of
+its own cache, with the checks of shapes and shardings, the donated arguments and the memory analysis.
 
-Without a GPU no kernel is timed, so XLA's own GEMMs take the first choice of cuBLAS. An engine that compiles a program
-itself gives XLA the same options (`untimed`), and makes the same program.
+Without a GPU no kernel is timed, so XLA's own GEMMs take the first choice of cuBLAS. An engine that compiles
+a program itself gives XLA the same options (`untimed`), and makes the same program.
 """
 
 import importlib.metadata
@@ -30,7 +30,8 @@ from jaxflow.pipeline.plan import Plan
 from pallas_kernels.kernel_set import has_bounded
 
 log = logging.getLogger(__name__)
-# Without a measurement, XLA would take tiles of 16x8 for a GEMM of its Triton kernels, a tenth of cuBLAS's speed.
+# Without a measurement, XLA would take tiles of 16x8 for a GEMM of its Triton
+# kernels, a tenth of cuBLAS's speed.
 UNTIMED = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
 UNTIMED_WEIGHTS = (None, "fp8", "fp8_per_block")  # XLA reads other formats of weights in its Triton kernels
 _PACKAGES = ("jaxlib", "jax-cuda12-pjrt", "jax-cuda13-pjrt")
@@ -39,7 +40,8 @@ _find = compilation_cache.get_executable_and_time
 
 
 class Target(msgspec.Struct, frozen=True):
-    """The devices to compile for, and all else that machine code depends on besides a program and its options.
+    """The devices to compile for, and all else that machine code depends on
+    besides a program and its options.
 
     Attributes:
       device: XLA's description of one device.
@@ -59,19 +61,22 @@ class NotLoaded(BaseException):
 def untimed(
     quantization: str | None, capability: str, tp: int = 1, plans: Iterable[Plan] = ()
 ) -> dict[str, Any]:
-    """Return the XLA options of programs that need no timing of GEMMs; {} where the timing is worth its seconds.
+    """Return the XLA options of programs that need no timing of GEMMs; {} where
+    the timing is worth its seconds.
 
-    On GPUs with Mosaic kernels these kernels do most products, and cuBLAS the others, as fast as after a timing.
-    On four H200s an overlapped plan of Llama-3-70B in fp8 took about 1.2 times as long when another process compiled
-    it without timing. Sequential steps took as long as with timing. So a start with overlapped plans over several
-    GPUs times the GEMMs of all its programs.
+    On GPUs with Mosaic kernels these kernels do most products, and cuBLAS the others, as fast as after a
+    timing. On four H200s an overlapped plan of Llama-3-70B in fp8 took about 1.2 times as long when another
+    process compiled it without timing. Sequential steps took as long as with timing. So a start with
+    overlapped plans over several GPUs times the GEMMs of all its programs.
     """
     overlap = tp > 1 and any(plan.sums == "copies" or not is_sequential(plan) for plan in plans)
     return UNTIMED if has_bounded(capability) and quantization in UNTIMED_WEIGHTS and not overlap else {}
 
 
 def target_of(mesh: Mesh) -> Target | None:
-    """Return the target of this process's GPUs, or None with a line in the log if XLA cannot describe them."""
+    """Return the target of this process's GPUs, or None with a line in the
+    log if XLA cannot describe them.
+    """
     try:
         topology: Any = xla_client.get_topology_for_devices(list(mesh.devices.flat[:1]))
         return Target(str(topology.target_config), _versions(), os.environ.get("XLA_FLAGS", ""))

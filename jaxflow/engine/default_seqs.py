@@ -12,13 +12,13 @@ def default_max_num_seqs(step_tokens: int, kv_bytes: float, seq_bytes: float) ->
     """Return the number of sequences that run at the same time by default.
 
     In the steady state of 1,024 prompt and 512 output tokens, a third of a full step's tokens are decodes
-    (NanoFlow §3.1). With fewer sequences the prompts end too early to fill every step. More sequences leave no room
-    for the prompts that must replace those that end. So the cost model's requests per second are highest there.
-    Longer sequences than `TOKENS_OF_SEQ` wait until their pages will last, so more sequences than fit at
-    once are never admitted.
+    (NanoFlow §3.1). With fewer sequences the prompts end too early to fill every step. More sequences leave
+    no room for the prompts that must replace those that end. So the cost model's requests per second are
+    highest there. Longer sequences than `TOKENS_OF_SEQ` wait until their pages will last, so more sequences
+    than fit at once are never admitted.
 
-    The number is at least 1, grows with the memory and with the step, and is a multiple of a GEMM's tile, or a
-    power of two below one tile.
+    The number is at least 1, grows with the memory and with the step, and is a multiple of a GEMM's tile, or
+    a power of two below one tile.
 
     Args:
       step_tokens: most tokens of a step.

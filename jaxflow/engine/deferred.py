@@ -24,8 +24,8 @@ def is_deferred() -> bool:
 class DeferredProgram:
     """A program that is compiled once: by `compile_in_background`, or by the first call if that comes before.
 
-    A call during the compilation waits for its end. So a request waits no longer than for a start that compiles
-    all programs. A fault of the compilation is raised to each caller, which compiles again.
+    A call during the compilation waits for its end. So a request waits no longer than for a start that
+    compiles all programs. A fault of the compilation is raised to each caller, which compiles again.
     """
 
     def __init__(self, make: Callable[[], Callable]):

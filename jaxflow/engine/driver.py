@@ -1,7 +1,7 @@
 """The thread that owns the engine: requests come in through a bounded queue, events go out through mailboxes.
 
-A caller never blocks a step, and a step never blocks a caller. `submit` holds a lock for a moment. A mailbox's
-`post` is called once a step with all of its events, and must return at once.
+A caller never blocks a step, and a step never blocks a caller. `submit` holds a lock for a moment. A
+mailbox's `post` is called once a step with all of its events, and must return at once.
 """
 
 import collections
@@ -138,7 +138,9 @@ class Driver:
         return self._loop.stats(self._queued)
 
     def expert_tokens(self) -> ExpertTokens | None:
-        """Return the tokens at each expert since the start; None without mixture layers and before the first step."""
+        """Return the tokens at each expert since the start; None without mixture
+        layers and before the first step.
+        """
         return self._loop.expert_counter.read()
 
     def drain(self, timeout_s: float) -> int:
@@ -207,7 +209,8 @@ class Driver:
         try:
             self._add(request, mailbox, now)
         finally:
-            # Until here the request keeps its place, so that `submit` accepts no other request for this place.
+            # Until here the request keeps its place, so that `submit` accepts
+            # no other request for this place.
             with self._wake:
                 self._queued -= 1
 

@@ -3,11 +3,11 @@
 An executor runs a model, or one pipeline stage of a model (`jaxflow.engine.staged_executor`).
 
 All that a plain request needs is compiled before the first request. `warm_up` compiles one forward for each
-token bucket and each of its plans, two samplers for each number of rows, and a few small programs. On a CPU the
-full samplers, the prompt log-probabilities and some steps of a deep model are compiled on a thread, soon after
-the start, or by the first request that needs one. On a GPU most layouts become ready while the engine serves
-(`jaxflow.engine.first_layouts`). No shape of a request causes another compilation. `run` returns as soon as the
-step is enqueued.
+token bucket and each of its plans, two samplers for each number of rows, and a few small programs. On a CPU
+the full samplers, the prompt log-probabilities and some steps of a deep model are compiled on a thread, soon
+after the start, or by the first request that needs one. On a GPU most layouts become ready while the engine
+serves (`jaxflow.engine.first_layouts`). No shape of a request causes another compilation. `run` returns as
+soon as the step is enqueued.
 """
 
 import concurrent.futures
@@ -54,14 +54,17 @@ from jaxflow.parallel.mesh import TP, by_rank, is_here, on_gpu, place, ranks_of
 SHORT_PROMPT = 64  # tokens
 APPENDS = 4096  # page-table entries that one `append_pages` call takes
 COUNTED = 4096  # tokens that one `count_tokens` call takes
-# Of deferred programs, one is lowered at a time: lowering is Python, so two would only take turns. One times its
-# products at a time while steps may run: the memory beside the cache has room for the products of one program.
+# Of deferred programs, one is lowered at a time: lowering is Python, so two would only take
+# turns. One times its products at a time while steps may run: the memory beside the cache has
+# room for the products of one program.
 _lowering, _timing = threading.Lock(), Turns()
 
 
 @contextlib.contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pause garbage collection: lowering makes millions of lasting objects, whose traversal takes an eighth of its time."""
+    """Pause garbage collection: lowering makes millions of lasting objects, whose
+    traversal takes an eighth of its time.
+    """
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -79,7 +82,8 @@ class Pending:
     logprobs: LogprobsOut | None  # of the sampled tokens, if the full sampler ran
     prompt: LogprobsOut | None  # of all T tokens, if prompt log-probabilities were requested
     enqueued_s: float
-    # The tokens at each expert after the step, [mixture layers, E] uint32, one array a stage with mixture layers.
+    # The tokens at each expert after the step, [mixture layers, E] uint32, one
+    # array a stage with mixture layers.
     expert_counts: tuple[jax.Array, ...] = ()
 
 
@@ -133,13 +137,15 @@ class Recorder(Protocol):
 class Executor:
     """The steps of one model on one mesh. Not thread-safe: only the engine's thread uses it.
 
-    Data-parallel ranks run each step together. Arrays of all ranks are the ranks' arrays, one after another on axis 0.
+    Data-parallel ranks run each step together. Arrays of all ranks are the ranks'
+    arrays, one after another on axis 0.
 
     Attributes:
       slots, groups, num_pages: of one rank.
       ranks: the number of data-parallel ranks.
       recorder: takes the calls that other processes replay; None in an engine of one process.
-      lowering: processes that lower and compile programs into the folder of `lowered`; None: this process does.
+      lowering: processes that lower and compile programs into the folder of
+          `lowered`; None: this process does.
     """
 
     num_stages = 1
@@ -216,7 +222,9 @@ class Executor:
 
     @property
     def is_here(self) -> bool:
-        """Return True if this process has devices of the executor. Otherwise the weights are shapes, and nothing runs."""
+        """Return True if this process has devices of the executor. Otherwise the
+        weights are shapes, and nothing runs.
+        """
         return is_here(self.programs.mesh)
 
     # ---- before serving
@@ -241,7 +249,8 @@ class Executor:
     ) -> dict[str, temporary.Need]:
         """Return the device memory of each program of a bucket's step.
 
-        num_pages: of the step. `compile` does not compile the step again if the number is right. None for a few.
+        num_pages: of the step. `compile` does not compile the step again if the
+            number is right. None for a few.
 
         Only the bucket's first plan is compiled. The other plans split the same values, and compiling all of
         them twice would double the warm-up. `compile` does not compile the samplers again.
@@ -277,7 +286,9 @@ class Executor:
         return table + sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(state)) + self._moved_bytes()
 
     def _moved_bytes(self) -> int:
-        """Return a device's memory of a layer's experts, which a move makes anew; 0 without copies of experts."""
+        """Return a device's memory of a layer's experts, which a move makes
+        anew; 0 without copies of experts.
+        """
         if self.placed is None:
             return 0
         own = expert_arrays(self.weights["layers"][self.expert_layers[0]])
@@ -333,8 +344,9 @@ class Executor:
     ) -> None:
         """Compile the programs, several at a time.
 
-        first: the layouts to compile now, the largest layout among them; None for all. The other layouts are not
-          ready then. Only the largest layout has the full sampler and the prompt log-probabilities at once.
+        first: the layouts to compile now, the largest layout among them; None for all. The
+          other layouts are not ready then. Only the largest layout has the full sampler and the
+          prompt log-probabilities at once.
         """
         self._first = None if first is None else tuple(first)
         # `temporary_needs` has compiled samplers. Steps depend on the number of pages, which is known now.
@@ -356,7 +368,8 @@ class Executor:
             crowded: list[tuple[Job, Any]] = []
             with self._times.phase("lowering"):
                 in_turn = self._in_turn(jobs, self.num_pages)
-                # An engine on a CPU may never need its later programs. The background takes the smallest layouts first.
+                # An engine on a CPU may never need its later programs. The background
+                # takes the smallest layouts first.
                 asked = {}
                 if self._first is not None:
                     asked = self._ask(later[::-1], self.num_pages, urgent=False)
@@ -388,7 +401,8 @@ class Executor:
             job.table[job.key] = DeferredProgram(make)
 
     def _in_turn(self, jobs: Sequence[Job], num_pages: tuple[int, ...]) -> Iterator[Job]:
-        """Return the jobs in the order in which they can be lowered here: as other processes have prepared them.
+        """Return the jobs in the order in which they can be lowered here: as
+        other processes have prepared them.
 
         num_pages: of steps.
         """
@@ -459,8 +473,8 @@ class Executor:
     def _is_deferred(self, table: dict, key: Any) -> bool:
         """Return True for a program that is compiled after the start.
 
-        These are the full samplers and the prompt log-probabilities, which plain requests do not need, and the
-        steps of a deep model that a short request alone does not need.
+        These are the full samplers and the prompt log-probabilities, which plain requests do not need, and
+        the steps of a deep model that a short request alone does not need.
         """
         if self._first is not None:
             return not self._is_first(table, key)
@@ -522,7 +536,9 @@ class Executor:
         return self._first is not None
 
     def is_ready(self, layout: StepLayout, *, full: bool, prompt: bool) -> bool:
-        """Return True if a step of the layout runs without a compilation. full, prompt: with these samplers."""
+        """Return True if a step of the layout runs without a compilation.
+        full, prompt: with these samplers.
+        """
         needed: list[Any] = [self._steps.get(layout.key), self._samplers.get((layout.rows, "plain"))]
         if full:
             needed.append(self._samplers.get((layout.rows, "full")))
@@ -531,7 +547,9 @@ class Executor:
         return not any(isinstance(program, DeferredProgram) for program in needed)
 
     def unready(self) -> list[StepLayout]:
-        """Return the layouts that have a deferred program, the smallest first, of equal ones those of decodes first."""
+        """Return the layouts that have a deferred program, the smallest first, of
+        equal ones those of decodes first.
+        """
         every = [*itertools.chain(*self.layouts.values()), *self.decode_layouts.values()]
         found = [layout for layout in every if not self.is_ready(layout, full=True, prompt=True)]
         return sorted(found, key=lambda layout: (layout.tokens, not layout.decodes))
@@ -581,9 +599,11 @@ class Executor:
 
         Args:
           buffer: [layout.size] int32, from `layout.pack`; of all ranks.
-          appends: [n, 4] int32, page-table entries that do not fit in the buffer; of several ranks [ranks, n, 4].
+          appends: [n, 4] int32, page-table entries that do not fit in the buffer;
+              of several ranks [ranks, n, 4].
           full: True if a row needs the full sampler.
-          targets: [T] int32, each token's successor in its prompt, for prompt log-probabilities; of all ranks.
+          targets: [T] int32, each token's successor in its prompt, for prompt
+              log-probabilities; of all ranks.
         """
         if self.recorder is not None:
             self.recorder.run(layout, buffer, appends, full, targets)
@@ -658,7 +678,8 @@ class Executor:
     # ---- experts in slots
 
     def move_experts(self, layer: int, placed: np.ndarray) -> MovedLayer:
-        """Enqueue copies of a layer's experts to new slots. Steps read the present ones until `switch_experts`.
+        """Enqueue copies of a layer's experts to new slots. Steps read the
+        present ones until `switch_experts`.
 
         placed: the expert of each new slot, [S].
         """
@@ -757,7 +778,9 @@ class Executor:
         return head_table(self._head).shape[0]
 
     def _empty_slots(self, ranks: int = 1) -> tuple[Any, Any]:
-        """Return the sampling settings and the token counts of ranks' empty slots; () in a stage that does not sample."""
+        """Return the sampling settings and the token counts of ranks' empty slots; ()
+        in a stage that does not sample.
+        """
         return empty_slots(ranks * self.slots, self._vocabulary()) if self.programs.samples else ((), ())
 
     def _expert_counts(self) -> list[tuple[tuple[int, ...], Any]]:
@@ -902,7 +925,8 @@ def rehearsed(executor: Any) -> list[StepLayout]:
 
 
 def rehearse(executor: Any, layout: StepLayout) -> None:
-    """Run an empty step of a layout twice, so that serving pays no first-use cost. Deferred programs do not run.
+    """Run an empty step of a layout twice, so that serving pays no first-use
+    cost. Deferred programs do not run.
 
     executor: an `Executor`, or a `StagedExecutor`.
     """

@@ -1,8 +1,8 @@
 """The rebalancing of experts between steps, layer after layer, from the loads that the steps counted.
 
-A placement is computed on a thread. Then one layer at a time gets new arrays, behind the steps that are enqueued
-already, while later steps still read the present ones. Once the copies of a layer are compared with their sources
-by digest, the next step reads the new arrays and their map together.
+A placement is computed on a thread. Then one layer at a time gets new arrays, behind the steps that are
+enqueued already, while later steps still read the present ones. Once the copies of a layer are compared with
+their sources by digest, the next step reads the new arrays and their map together.
 """
 
 import concurrent.futures

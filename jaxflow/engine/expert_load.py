@@ -21,7 +21,9 @@ class ExpertTokens(msgspec.Struct, frozen=True):
     tokens: np.ndarray
 
     def imbalance(self) -> list[float]:
-        """Return the largest over the mean number of tokens of an expert, for each layer; 0 without tokens."""
+        """Return the largest over the mean number of tokens of an expert,
+        for each layer; 0 without tokens.
+        """
         largest, mean = self.tokens.max(axis=1), self.tokens.mean(axis=1)
         return (largest / np.maximum(mean, 1e-9)).tolist()
 
@@ -49,7 +51,9 @@ class ExpertCounter:
         self._counts = counts
 
     def read(self) -> ExpertTokens | None:
-        """Return the tokens at each expert, or None for a model without mixture layers and before the first step."""
+        """Return the tokens at each expert, or None for a model without mixture
+        layers and before the first step.
+        """
         counts = self._counts
         if not counts:
             return None

@@ -64,7 +64,9 @@ def placed_experts(weights: Weights) -> np.ndarray | None:
 
 
 def source_slots(before: np.ndarray, after: np.ndarray) -> np.ndarray:
-    """Return a present slot of the expert of each new slot, int32 [S]: the same slot where the expert stays."""
+    """Return a present slot of the expert of each new slot, int32 [S]: the
+    same slot where the expert stays.
+    """
     first = {expert: slot for slot, expert in reversed(list(enumerate(before.tolist())))}
     wanted = np.array([first[expert] for expert in after.tolist()], np.int32)
     return np.where(before == after, np.arange(len(before)), wanted).astype(np.int32)

@@ -1,7 +1,9 @@
-"""The layouts that a start on a GPU compiles before it serves, and the others, which become ready while it serves.
+"""The layouts that a start on a GPU compiles before it serves, and the others,
+which become ready while it serves.
 
-A program costs seconds of Python and of XLA, and a step of any larger layout computes the same tokens. So a start
-compiles a few layouts, and a step whose own layout is not ready runs the next larger one that is. No step waits.
+A program costs seconds of Python and of XLA, and a step of any larger layout computes the same
+tokens. So a start compiles a few layouts, and a step whose own layout is not ready runs the next
+larger one that is. No step waits.
 """
 
 import collections
@@ -38,7 +40,8 @@ def first_layouts(
 ) -> list[StepLayout] | None:
     """Return the layouts to compile before serving, the largest first; None for all.
 
-    On a CPU, requests alone decide what is compiled first. A deadline of steps (`batch_tpot_ms`) needs all layouts.
+    On a CPU, requests alone decide what is compiled first. A deadline of steps
+    (`batch_tpot_ms`) needs all layouts.
     config: resolved. layouts: of each step size, one a plan; the first one of a size serves.
     """
     if not on_gpu() or config.batch_tpot_ms is not None:
@@ -50,11 +53,14 @@ def first_layouts(
 
 
 def first_sizes(seconds: Mapping[int, float], count: int = FIRST_SIZES) -> list[int]:
-    """Return the step sizes to begin with: the largest one, and those with which the largest slowdown is smallest.
+    """Return the step sizes to begin with: the largest one, and those with which
+    the largest slowdown is smallest.
 
-    A step runs the next larger size that is there. Its slowdown is the time of this size over that of its own.
+    A step runs the next larger size that is there. Its slowdown is the time of
+    this size over that of its own.
 
-    seconds: of each size; a larger size takes no less. count: of the result, or all sizes where there are fewer.
+    seconds: of each size; a larger size takes no less. count: of the result, or
+        all sizes where there are fewer.
     """
     *smaller, largest = sorted(seconds)
 
@@ -73,8 +79,8 @@ def prepare_in_background(
 ) -> None:
     """Compile the layouts that are not ready, several at a time, and make each one ready.
 
-    Small layouts come first, because an engine without load runs them. A layout whose compilation does not fit into
-    the memory next to others is compiled alone at the end. `wait_until_compiled` waits for all.
+    Small layouts come first, because an engine without load runs them. A layout whose compilation does not
+    fit into the memory next to others is compiled alone at the end. `wait_until_compiled` waits for all.
 
     between_steps: runs a function between two steps, on the thread that runs the steps: `Driver.call`.
     on_end: called when no layout is left, or when the engine has ended.
@@ -114,7 +120,8 @@ def prepare_in_background(
                 prepare(layout, alone=True)
         left = len(executor.unready())
         log.info(
-            "start: %d layouts more are ready %.1f s later, %d are not; processes compiled %d of the programs",
+            "start: %d layouts more are ready %.1f s later, %d are not; processes compiled %d of the "
+            "programs",
             count - left,
             time.monotonic() - begin_s,
             left,
@@ -147,7 +154,9 @@ def _next(layouts: collections.deque[StepLayout]) -> StepLayout | None:
 
 @contextlib.contextmanager
 def _switching_often() -> Iterator[None]:
-    """Let a thread that waits for the interpreter have it after `SWITCH_S`, so that steps go on beside lowering."""
+    """Let a thread that waits for the interpreter have it after `SWITCH_S`, so
+    that steps go on beside lowering.
+    """
     usual_s = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_S)
     try:

@@ -1,4 +1,6 @@
-"""The life of a process that follows process 0: it replays the calls of the executor until process 0 stops."""
+"""The life of a process that follows process 0: it replays the calls of the
+executor until process 0 stops.
+"""
 
 import logging
 import queue
@@ -24,8 +26,8 @@ def follow(executor: Executor | StagedExecutor, leader: Leader, disk: DiskTier |
 
     disk: of this process's parts of the KV pages; None without a disk tier.
 
-    A fault ends all processes, see `Leader.fail`. A first signal to end asks process 0 to drain and stop; a second
-    one ends this process at once.
+    A fault ends all processes, see `Leader.fail`. A first signal to end asks process 0 to drain and stop; a
+    second one ends this process at once.
     """
     _ask_on_signal(leader)
     steps: queue.SimpleQueue[Pending | None] = queue.SimpleQueue()

@@ -1,18 +1,21 @@
-"""The garbage collector beside objects that live as long as the process: compiled programs are millions of them."""
+"""The garbage collector beside objects that live as long as the process: compiled
+programs are millions of them.
+"""
 
 import gc
 
-# Python's defaults collect everything after 70,000 new objects. The requests of 1,200 streams are more, and such a
-# collection stops the event loop for 50 to 80 ms. Nearly all objects of a request end without the collector.
+# Python's defaults collect everything after 70,000 new objects. The requests of 1,200 streams are
+# more, and such a collection stops the event loop for 50 to 80 ms. Nearly all objects of a
+# request end without the collector.
 COLLECTOR_THRESHOLDS = (20_000, 10, 10)
 
 
 def freeze_heap() -> None:
     """Keep garbage collections from stopping a step for long.
 
-    All present objects are exempt, and later ones are collected less often (`COLLECTOR_THRESHOLDS`). Only a command
-    that owns its process may call this, because garbage of the caller's in reference cycles is never collected
-    either.
+    All present objects are exempt, and later ones are collected less often (`COLLECTOR_THRESHOLDS`).
+    Only a command that owns its process may call this, because garbage of the caller's in reference
+    cycles is never collected either.
     """
     gc.collect()
     gc.freeze()
@@ -20,6 +23,8 @@ def freeze_heap() -> None:
 
 
 def freeze_later_objects() -> None:
-    """Exempt the objects made since `freeze_heap` too, without a collection. Do nothing where nobody called it."""
+    """Exempt the objects made since `freeze_heap` too, without a collection. Do
+    nothing where nobody called it.
+    """
     if gc.get_threshold() == COLLECTOR_THRESHOLDS:
         gc.freeze()

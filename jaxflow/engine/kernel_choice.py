@@ -27,7 +27,8 @@ def choose_kernels(config: EngineConfig, model: ModelConfig) -> KernelSet:
     A warning names each op that runs its reference although the device has a kernel for it.
 
     Raises:
-      ConfigError: for kernels that cannot run here, and for requested kernels without attention for this model.
+      ConfigError: for kernels that cannot run here, and for requested kernels
+          without attention for this model.
     """
     device = this_device()
     try:

@@ -1,8 +1,8 @@
 """The starts whose lowered programs are all in the folder of lowered programs.
 
-Whether a program is there is known only with the weights and the number of pages. A start has to decide before
-whether other processes shall lower programs, because they take seconds to import JAX. So a complete start leaves a
-file. A wrong file costs time, and changes no program.
+Whether a program is there is known only with the weights and the number of pages. A start has to decide
+before whether other processes shall lower programs, because they take seconds to import JAX. So a complete
+start leaves a file. A wrong file costs time, and changes no program.
 """
 
 import contextlib
@@ -30,7 +30,9 @@ class KnownStarts:
         return cls(folder / f"{hashlib.sha256(made_of).hexdigest()}.starts")
 
     def sizes(self) -> list[list[int]]:
-        """Return the memory of a device and the pages of each layer group, of each start; [] for a damaged file."""
+        """Return the memory of a device and the pages of each layer group, of
+        each start; [] for a damaged file.
+        """
         try:
             return msgspec.json.decode(self.path.read_bytes(), type=list[list[int]])
         except (OSError, msgspec.DecodeError):

@@ -86,8 +86,8 @@ def lower_layers(
 
     Args:
       lower: called with a program's name, its jitted function, its `donate_argnums` and its arguments.
-      weights, kv, page_table, source, buffer, counts: the arguments of `Programs.step`, or their shapes, dtypes
-        and shardings.
+      weights, kv, page_table, source, buffer, counts: the arguments of `Programs.step`, or
+        their shapes, dtypes and shardings.
     """
     outer = outside_layers(weights)
     begun = lower("begin", _begin(programs, layout), BEGIN_DONATES, outer, page_table, source, buffer)

@@ -1,7 +1,7 @@
 """The packed int32 buffer of a step's host inputs, which crosses to the device in one copy.
 
-`StepLayout` fixes the shapes of a token bucket. `pack` fills a buffer on the host, and `unpack` reads it on the
-device, both by the same table of fields.
+`StepLayout` fixes the shapes of a token bucket. `pack` fills a buffer on the host, and `unpack` reads it on
+the device, both by the same table of fields.
 """
 
 import dataclasses
@@ -95,7 +95,9 @@ class StepLayout:
 
     @functools.cached_property
     def _host_fields(self) -> list[tuple[str, int, tuple[int, ...], np.dtype]]:
-        """Name, offset in bytes, shape and dtype of each field. Every step reads the list, so it is made once."""
+        """Name, offset in bytes, shape and dtype of each field. Every step
+        reads the list, so it is made once.
+        """
         return [
             (name, offset * 4, shape, np.dtype(_KINDS[kind]))
             for name, (offset, shape, kind) in self.fields.items()

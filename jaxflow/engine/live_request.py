@@ -120,7 +120,9 @@ class LiveRequest:
         return self._prompt is not None and self.first_token_s is None
 
     def add_prompt_logprobs(self, chunk: Chunk, first_row: int, found: HostLogprobs) -> None:
-        """Add the log-probabilities of a chunk, which begin at row `first_row`; row t holds those of token t+1."""
+        """Add the log-probabilities of a chunk, which begin at row `first_row`;
+        row t holds those of token t+1.
+        """
         assert self._prompt is not None
         ids, k = self.request.prompt_token_ids, self.request.sampling.prompt_logprobs or 0
         for i in range(chunk.tokens):
@@ -219,7 +221,9 @@ class LiveRequest:
 
 
 def refused(request: Request, fault: BaseException | None) -> list[Event]:
-    """Return the last events of a request that was not queued. Without a fault the engine was shutting down."""
+    """Return the last events of a request that was not queued. Without a
+    fault the engine was shutting down.
+    """
     usage, timings = Usage(len(request.prompt_token_ids), 0, 0), Timings(0.0, 0.0, 0.0, 0)
     return [
         Finished(request.request_id, i, FinishReason.ABORT, usage, timings, error=fault)

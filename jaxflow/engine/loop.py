@@ -1,10 +1,12 @@
-"""The asynchronous loop: step n+1 is scheduled and enqueued while step n runs, then the tokens of step n are read.
+"""The asynchronous loop: step n+1 is scheduled and enqueued while step n runs, then
+the tokens of step n are read.
 
 With P pipeline stages, step n+P is scheduled and enqueued before the tokens of step n are read.
 
-The device gathers the decode inputs of a step from the step before, so sampled tokens do not wait for the host.
-In return, an end token or a stop string is noticed one step late. The surplus token is dropped and never
-reaches the prefix cache. A sequence that ends by length runs no surplus step, because its end is known before.
+The device gathers the decode inputs of a step from the step before, so sampled tokens do not wait for the
+host. In return, an end token or a stop string is noticed one step late. The surplus token is dropped and
+never reaches the prefix cache. A sequence that ends by length runs no surplus step, because its end is known
+before.
 """
 
 import collections
@@ -287,7 +289,9 @@ class Loop:
         return InFlight(work, pending, layout.plan, max(work.bucket, layout.tokens), time.monotonic())
 
     def admit(self, work: StepWork) -> bool:
-        """Give the step's new sequences their slots. Return True if a row of the step needs the full sampler."""
+        """Give the step's new sequences their slots. Return True if a row of
+        the step needs the full sampler.
+        """
         for seq in work.admitted:
             self._take_slot(seq)
         return bool((self._slots.sampler[work.slots] == FULL).any())
@@ -303,7 +307,9 @@ class Loop:
         return any(self._wants_prompt(chunk.seq) for chunk in work.chunks)
 
     def _choose(self, work: StepWork, full: bool) -> StepLayout:
-        """Return the layout of the step: its own, or the next larger one that is ready. full: see `Executor.run`."""
+        """Return the layout of the step: its own, or the next larger one that is
+        ready. full: see `Executor.run`.
+        """
         own, executor = self._own_layout(work), self.executor
         if not executor.substitutes:
             return own

@@ -2,10 +2,11 @@
 
 XLA's cache keeps compiled programs under a hash of the lowered program. Tracing and lowering a step with
 Mosaic kernels takes one to three seconds in Python, nearly all of a warm start. This cache keeps the lowered
-program, as StableHLO (`jax.export`), under a hash of its origin: the versions of JAX, the sources that lowering
-runs, the engine's settings and the shapes of the arguments. Old programs are deleted, see `_evict`.
+program, as StableHLO (`jax.export`), under a hash of its origin: the versions of JAX, the sources that
+lowering runs, the engine's settings and the shapes of the arguments. Old programs are deleted, see `_evict`.
 
-Beside a lowered program the folder may hold machine code that a process compiled (`jaxflow.engine.ahead_of_time`).
+Beside a lowered program the folder may hold machine code that a process compiled
+(`jaxflow.engine.ahead_of_time`).
 """
 
 import contextlib
@@ -236,7 +237,9 @@ def _on_described_device(exported: export.Exported) -> export.Exported:
 def compile_program(
     lowered: jax.stages.Lowered | Kept, options: dict[str, Any] | None = None
 ) -> jax.stages.Compiled:
-    """Return the compiled program. One of XLA's cache that does not fit is compiled again, without the cache."""
+    """Return the compiled program. One of XLA's cache that does not fit is
+    compiled again, without the cache.
+    """
     if isinstance(lowered, Kept):
         found = lowered.load(options)
         if found is not None:
@@ -263,7 +266,9 @@ def compile_program(
 
 @functools.cache
 def code_digest() -> str:
-    """Return a hash of the code that makes a step's programs: versions, and the sources of `lowering_files`."""
+    """Return a hash of the code that makes a step's programs: versions, and
+    the sources of `lowering_files`.
+    """
     found = hashlib.sha256(repr([importlib.metadata.version(name) for name in ("jax", "jaxlib")]).encode())
     for path in lowering_files():
         content = path.read_bytes()
@@ -289,9 +294,11 @@ def lowering_files() -> list[Path]:
 
 
 def imported_names(source: str) -> set[str]:
-    """Return at least the modules that a source imports, anywhere in it, and the names that it takes from them.
+    """Return at least the modules that a source imports, anywhere in it, and the
+    names that it takes from them.
 
-    A search for import statements takes a tenth of the time of parsing, which was half a second of each start.
+    A search for import statements takes a tenth of the time of parsing, which
+    was half a second of each start.
     """
     found: set[str] = set()
     for statement in _IMPORT.finditer(re.sub(r"#.*", "", source)):
@@ -354,7 +361,9 @@ def write_signed(path: Path, content: bytes) -> None:
 
 
 def _evict(folder: Path) -> None:
-    """Delete programs that were not used for `_MAX_AGE_S`, and the least recently used beyond `_MAX_BYTES`."""
+    """Delete programs that were not used for `_MAX_AGE_S`, and the least
+    recently used beyond `_MAX_BYTES`.
+    """
     files = []
     for path in folder.iterdir():
         with contextlib.suppress(OSError):  # another process has deleted the file

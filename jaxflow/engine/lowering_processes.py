@@ -1,13 +1,15 @@
 """Processes that lower and compile programs beside a starting engine.
 
-Tracing and lowering a step with Mosaic kernels takes one to three seconds of Python, which runs on one core of a
-process. So a start that finds no lowered programs starts several processes (`jaxflow.engine.lowering_worker`). They
-have no GPU. Each imports JAX while the weights load, then lowers one program after another into the folder of lowered
-programs. The engine reads a program from there by its digest. A program that a process fails to lower is missing in
-the folder, so the engine lowers the program itself.
+Tracing and lowering a step with Mosaic kernels takes one to three seconds of Python, which runs on one core
+of a process. So a start that finds no lowered programs starts several processes
+(`jaxflow.engine.lowering_worker`). They have no GPU. Each imports JAX while the weights load, then lowers one
+program after another into the folder of lowered programs. The engine reads a program from there by its
+digest. A program that a process fails to lower is missing in the folder, so the engine lowers the program
+itself.
 
-Where the engine's GPU can be described (`jaxflow.engine.ahead_of_time`), a process also compiles each program that it
-has lowered, into the same folder. The processes go on while the engine serves, until all programs are there.
+Where the engine's GPU can be described (`jaxflow.engine.ahead_of_time`), a process also compiles
+each program that it has lowered, into the same folder. The processes go on while the engine
+serves, until all programs are there.
 
 The wire is one line of JSON a message, over the pipes of the process:
 
@@ -99,7 +101,9 @@ def number_of_processes(steps: int, asked: int | None, cores: int | None = None)
 
 
 class LoweringProcesses:
-    """The processes of one start, before and after `start`. Any thread may call `ask`; one owner calls the rest."""
+    """The processes of one start, before and after `start`. Any thread may call
+    `ask`; one owner calls the rest.
+    """
 
     def __init__(
         self,
@@ -117,7 +121,8 @@ class LoweringProcesses:
         self._count, self._device, self._command, self.known = count, device, command, known
         self._on_close = on_close
         self._processes: list[tuple[subprocess.Popen, IO[bytes]]] = []  # each with its errors
-        # In the order of urgency, then of arrival. A program that became urgent is there twice. None ends a process.
+        # In the order of urgency, then of arrival. A program that became urgent is
+        # there twice. None ends a process.
         self._tasks: queue.PriorityQueue[tuple[int, int, Wanted | None]] = queue.PriorityQueue()
         self._arrivals = itertools.count()
         self._asked: dict[Wanted, Future] = {}
@@ -133,7 +138,9 @@ class LoweringProcesses:
         return bool(self._processes)
 
     def knows(self, num_pages: tuple[int, ...]) -> bool:
-        """Return True if a start with these pages has left all its programs in the folder. `describe` comes first."""
+        """Return True if a start with these pages has left all its programs in the
+        folder. `describe` comes first.
+        """
         return self._sizes(num_pages) in self.known.sizes()
 
     def remember(self, num_pages: tuple[int, ...]) -> None:
@@ -189,7 +196,8 @@ class LoweringProcesses:
             ).start()
 
     def ask(self, wanted: Wanted, urgent: bool = True) -> Future:
-        """Return a future that ends when the program is in the folder, or when no process can make the program.
+        """Return a future that ends when the program is in the folder, or when
+        no process can make the program.
 
         urgent: before all programs that are not.
         """
@@ -284,7 +292,9 @@ def _write(process: subprocess.Popen, lines: bytes) -> None:
 
 
 def _write_within_limit(process: subprocess.Popen, lines: bytes) -> None:
-    """Write more than a pipe holds. A process that does not read within `LIMIT_S` is killed. Raises: OSError."""
+    """Write more than a pipe holds. A process that does not read within
+    `LIMIT_S` is killed. Raises: OSError.
+    """
     limit = threading.Timer(LIMIT_S, process.kill)
     limit.start()
     try:

@@ -1,8 +1,8 @@
 """A process that lowers and compiles programs for a starting engine, see `jaxflow.engine.lowering_processes`.
 
-The process has no GPU. It makes the engine's executor from shapes in place of arrays, on a mesh of CPU devices, and
-takes the description of the engine's device wherever a program depends on the device. It compiles for a mesh of
-devices that are described, too (`jaxflow.engine.ahead_of_time`).
+The process has no GPU. It makes the engine's executor from shapes in place of arrays, on a mesh of CPU
+devices, and takes the description of the engine's device wherever a program depends on the device. It
+compiles for a mesh of devices that are described, too (`jaxflow.engine.ahead_of_time`).
 """
 
 import dataclasses

@@ -1,8 +1,8 @@
 """The device memory of compiled programs, besides weights, KV cache and per-slot state.
 
 XLA places the values of a program in buffers that it reuses; FlashDecoding++Next's three activation buffers
-(§5) follow from this reuse, see benchmarks/notes/activation-memory.md. The programs of a device run one after another on
-one stream. The temporary space of one is free for the next, so the largest counts, not the sum.
+(§5) follow from this reuse, see benchmarks/notes/activation-memory.md. The programs of a device run one after
+another on one stream. The temporary space of one is free for the next, so the largest counts, not the sum.
 """
 
 import dataclasses
@@ -30,13 +30,16 @@ class Need:
 
 
 def together(needs: Iterable[Need]) -> int:
-    """Return the bytes that programs need which run one after another, with the results of steps in flight."""
+    """Return the bytes that programs need which run one after another, with
+    the results of steps in flight.
+    """
     needs = list(needs)
     return max(need.temporary for need in needs) + IN_FLIGHT * sum(need.results for need in needs)
 
 
 def has_products(lowered: Any) -> bool:
-    """Return True if a `jax.stages.Lowered` has products of XLA. A GPU compiles them by timing several kernels.
+    """Return True if a `jax.stages.Lowered` has products of XLA. A GPU compiles
+    them by timing several kernels.
 
     The timing needs memory of the device, about 1 GB for the model's head.
     """

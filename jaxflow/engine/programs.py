@@ -1,7 +1,7 @@
 """The jitted functions of a step: the forward, the two samplers and the prompt log-probabilities.
 
-A step is two programs. The forward is compiled for each token bucket, the samplers for each number of rows, so
-that their numbers add instead of multiply. Both are enqueued together, and none waits for the host.
+A step is two programs. The forward is compiled for each token bucket, the samplers for each number of rows,
+so that their numbers add instead of multiply. Both are enqueued together, and none waits for the host.
 """
 
 import dataclasses
@@ -52,8 +52,8 @@ class Programs:
     A `forward` is a compiled plan or the plain forward. embeds: False for a stage that reads the residual
     stream of the stage before. samples: False for a stage that another one follows.
 
-    With data-parallel ranks every argument and result but the weights has the arrays of all ranks, one after another
-    on axis 0, and each rank's device computes with its own.
+    With data-parallel ranks every argument and result but the weights has the arrays of all ranks, one after
+    another on axis 0, and each rank's device computes with its own.
     """
 
     context: Context
@@ -66,8 +66,8 @@ class Programs:
     def step(self, layout: StepLayout, forward: Callable) -> Wrapped:
         """(weights, kv, page_table, source, buffer) -> (hidden, x, rows, kv, page_table).
 
-        source: each slot's last token, [Q] int32; for a stage that does not embed, the residual stream [T, D].
-        kv and page_table are donated: updated in place.
+        source: each slot's last token, [Q] int32; for a stage that does not embed, the residual stream [T,
+        D]. kv and page_table are donated: updated in place.
         A step with mixture layers has one more argument and one more result: `expert_counts`, not donated, so
         that the host can read the counts of an ended step while later steps run.
         """
@@ -98,7 +98,9 @@ class Programs:
         return over_ranks(run, self.mesh, specs, own)
 
     def _own_slot(self, slot: Array, slots: int) -> Array:
-        """Return a slot among all ranks' as the rank's own slot; `slots`, which writes drop, on other ranks."""
+        """Return a slot among all ranks' as the rank's own slot; `slots`,
+        which writes drop, on other ranks.
+        """
         if DP not in self.mesh.shape:
             return slot
         own = slot - lax.axis_index(DP) * slots
@@ -106,7 +108,9 @@ class Programs:
 
     @property
     def expert_counts(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Return the shape of the tokens at each expert, [mixture layers, E] uint32; () without mixture layers."""
+        """Return the shape of the tokens at each expert, [mixture layers, E]
+        uint32; () without mixture layers.
+        """
         layers, experts = len(mixture_layers(self.context.config)), self.context.config.num_experts
         return (jax.ShapeDtypeStruct((layers, experts), jnp.uint32),) if layers else ()
 
@@ -233,7 +237,9 @@ class Programs:
         return jax.jit(self._of_ranks(run, 1, 2, 3, arguments=4), donate_argnums=(0,))
 
     def append_pages(self) -> Wrapped:
-        """(page_table, appends [n, 4]) -> page_table, donated: entries that did not fit in a step's buffer."""
+        """(page_table, appends [n, 4]) -> page_table, donated: entries that
+        did not fit in a step's buffer.
+        """
         return jax.jit(self._of_ranks(apply_page_appends, arguments=2), donate_argnums=(0,))
 
 

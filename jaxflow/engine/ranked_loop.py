@@ -1,7 +1,8 @@
-"""The loop of data-parallel ranks: each rank has requests, pages and a scheduler of its own, and all step together.
+"""The loop of data-parallel ranks: each rank has requests, pages and a scheduler of
+its own, and all step together.
 
-Each step takes one step of every rank. All ranks run the layout that the largest of their steps needs, because the
-experts' all-to-alls are part of the step. A rank without work runs an empty step.
+Each step takes one step of every rank. All ranks run the layout that the largest of their steps needs,
+because the experts' all-to-alls are part of the step. A rank without work runs an empty step.
 """
 
 import collections
@@ -38,8 +39,8 @@ class RankedStep:
 class RankedLoop:
     """The loops of several ranks, which step together. It has the calls of `Loop` that a `Driver` uses.
 
-    A request belongs to one rank. Its rank is the one with the fewest tokens, running and waiting, less the tokens of
-    the request's prompt that the rank's prefix cache has.
+    A request belongs to one rank. Its rank is the one with the fewest tokens, running and waiting, less the
+    tokens of the request's prompt that the rank's prefix cache has.
     """
 
     def __init__(
@@ -53,7 +54,8 @@ class RankedLoop:
         """Return a loop. eplb_step_interval: see `Loop`."""
         self.ranks, self.executor = tuple(ranks), executor
         self._clock = clock
-        # The last calls of `schedule`; None where no rank found work. Steps are enqueued one before they are read.
+        # The last calls of `schedule`; None where no rank found work. Steps are
+        # enqueued one before they are read.
         self._before: RankedStep | None = None
         self._counts: collections.Counter[str] = collections.Counter()  # steps by plan
         self.log = StepLog()
@@ -182,7 +184,8 @@ class RankedLoop:
         return RankedStep(works, layout, pending, time.monotonic())
 
     def _choose(self, works: list[StepWork], full: bool, prompt: bool) -> StepLayout:
-        """Return the smallest layout that is ready and holds the step of every rank, without chunks if no rank has one.
+        """Return the smallest layout that is ready and holds the step of every rank,
+        without chunks if no rank has one.
 
         full, prompt: see `first_ready`.
         """

@@ -1,7 +1,7 @@
 """The calls of an executor as bytes, so that other processes can replay them on their devices.
 
-A call holds numbers and raw arrays only. The layout of a step is its place in `every_layout`, which all processes
-have in the same order.
+A call holds numbers and raw arrays only. The layout of a step is its place in `every_layout`, which all
+processes have in the same order.
 """
 
 import collections
@@ -126,8 +126,8 @@ def every_layout(executor: Executor | StagedExecutor) -> list[StepLayout]:
 class Recorder:
     """The `Executor.recorder` of process 0: sends each call.
 
-    A page outside the cache has a number as its name. Process 0 decides what becomes of it, and the others hold
-    their parts of it by that name.
+    A page outside the cache has a number as its name. Process 0 decides what becomes of it, and the others
+    hold their parts of it by that name.
     """
 
     def __init__(self, executor: Executor | StagedExecutor, channel: Channel):

@@ -1,10 +1,11 @@
-"""The steps of a model over pipeline stages (SARATHI §3.2, §5.3): one executor a stage, each on its own devices.
+"""The steps of a model over pipeline stages (SARATHI §3.2, §5.3): one executor a
+stage, each on its own devices.
 
 A step runs on the stages in turn. The host enqueues all stages of a step at once, and the residual stream
 goes from stage to stage by copies that the host does not wait for. While a stage runs one step, the stages
 before it run the next ones. Each stage holds the KV pages of its layers and a copy of the page tables. All
-stages apply the same changes in the same order, so pages can change hands as on one device. A page that leaves
-for a lower tier consists of the stages' parts, in each process those of its own stages.
+stages apply the same changes in the same order, so pages can change hands as on one device. A page that
+leaves for a lower tier consists of the stages' parts, in each process those of its own stages.
 """
 
 import collections
@@ -29,10 +30,12 @@ class StagedExecutor:
     """The steps of one model on several stages, with the calls of `Executor` that a loop uses.
 
     A decode reads the token that the last stage drew for its slot. A step must not wait for steps that drew
-    no token of its slots, because such a wait would empty the pipeline. So the executor keeps the drawn tokens
-    after each of the last steps, and a step reads them as of the last step that drew one of its slots' tokens.
+    no token of its slots, because such a wait would empty the pipeline. So the executor keeps
+    the drawn tokens after each of the last steps, and a step reads them as of the last step that
+    drew one of its slots' tokens.
 
-    Of several processes, each has some of the stages, and process 0 the last one. Every process makes all calls.
+    Of several processes, each has some of the stages, and process 0 the last one.
+    Every process makes all calls.
 
     Args:
       exchange: hands over between processes; None for one process.
@@ -183,7 +186,9 @@ class StagedExecutor:
         return pending
 
     def set_slot(self, slot: int, values: SlotParams, token_ids: np.ndarray, num_prompt: int) -> None:
-        """Store a sequence's sampling settings on the stage that samples. Arguments: see `Executor.set_slot`."""
+        """Store a sequence's sampling settings on the stage that samples.
+        Arguments: see `Executor.set_slot`.
+        """
         if self.recorder is not None:
             self.recorder.set_slot(slot, values, token_ids, num_prompt)
         if self.stages[-1].is_here:
@@ -211,7 +216,9 @@ class StagedExecutor:
         return found
 
     def scatter_pages(self, group: int, pages: Sequence[int], data: Sequence[Parts]) -> None:
-        """Enqueue a write of the parts of pages on the group's stages. Arguments: see `Executor.scatter_pages`."""
+        """Enqueue a write of the parts of pages on the group's stages.
+        Arguments: see `Executor.scatter_pages`.
+        """
         if self.recorder is not None:
             self.recorder.scatter_pages(group, pages, data)
         here = [(stage, own) for stage, own in self._holders(group) if stage.is_here]

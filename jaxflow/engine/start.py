@@ -152,7 +152,9 @@ def prepare_process(config: EngineConfig) -> None:
 
 
 def open_model(config: EngineConfig) -> Checkpoint:
-    """Return the checkpoint of the settings, with their attention spans. Raises: ConfigError, CheckpointError."""
+    """Return the checkpoint of the settings, with their attention spans.
+    Raises: ConfigError, CheckpointError.
+    """
     checkpoint = open_checkpoint(config.model, load_format=config.load_format)
     model = with_spans(config, checkpoint.model_config, checkpoint.name)
     return dataclasses.replace(checkpoint, model_config=model)
@@ -176,8 +178,8 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
         raise ConfigError(
             "kv_cache_dtype",
             config.kv_cache_dtype,
-            "auto, bfloat16 or float32 for a model with attention sinks, whose layers with a window lose accuracy "
-            "in 8 bits",
+            "auto, bfloat16 or float32 for a model with attention sinks, whose layers with a window lose "
+            "accuracy in 8 bits",
         )
     check_latent(config, model)
     budget = config.max_num_batched_tokens or largest_step(config, model) or (2048 if gpu else 256)
@@ -197,10 +199,11 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
 
 
 def _kv_bytes(config: EngineConfig, model: ModelConfig, budget: int) -> tuple[float, float]:
-    """Return the bytes for KV pages of one tensor-parallel shard over all stages, and the bytes of a sequence's pages.
+    """Return the bytes for KV pages of one tensor-parallel shard over all stages, and
+    the bytes of a sequence's pages.
 
-    The sequence has `TOKENS_OF_SEQ` tokens, or `max_model_len` if that is less. On a CPU all shards share the free
-    memory, of which pages use half (`memory_budget`). config: its dtypes are resolved.
+    The sequence has `TOKENS_OF_SEQ` tokens, or `max_model_len` if that is less. On a CPU all shards share the
+    free memory, of which pages use half (`memory_budget`). config: its dtypes are resolved.
 
     Args:
       budget: most tokens of a step.
@@ -221,7 +224,9 @@ def _kv_bytes(config: EngineConfig, model: ModelConfig, budget: int) -> tuple[fl
 
 
 def _shard_bytes(config: EngineConfig, model: ModelConfig) -> int:
-    """Return the bytes of all layers' weights on one tensor-parallel shard. config: its dtypes are resolved."""
+    """Return the bytes of all layers' weights on one tensor-parallel shard.
+    config: its dtypes are resolved.
+    """
     sizes = {TP: config.tensor_parallel_size, DP: config.data_parallel_size}
     tree = leaves(model, config.tensor_parallel_size, **weight_options(config))
 
@@ -248,7 +253,9 @@ def _machine_bytes() -> int:
 
 
 def _step_token_bytes(model: ModelConfig, dtype: str) -> int:
-    """Return the least bytes that a token of a step needs: residual, Q, K, V and the MLP's inner activations."""
+    """Return the least bytes that a token of a step needs: residual, Q, K, V
+    and the MLP's inner activations.
+    """
     heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     return jnp.dtype(dtype).itemsize * (2 * model.hidden_size + heads + 2 * model.intermediate_size)
 
@@ -291,8 +298,8 @@ def start_engine(
 
     Args:
       kernels: None for the device's kernels.
-      team: the processes of the engine; None for one. In all but process 0, the call follows process 0 until its
-        end, and raises SystemExit.
+      team: the processes of the engine; None for one. In all but process 0, the call follows process 0 until
+        its end, and raises SystemExit.
       executor: the executor of an engine that has ended, with the same settings except for the KV tiers. It
         must have page copies if there is a host tier.
 
@@ -380,7 +387,8 @@ def _warm_up(
 ) -> float:
     """Compile the programs that an executor serves with at first, with a progress bar. Return the seconds.
 
-    config: resolved. The processes of a team compile all programs, so that all choose the same layout for a step.
+    config: resolved. The processes of a team compile all programs, so that all
+        choose the same layout for a step.
     """
     with tqdm(total=None, desc="Compiling", disable=not progress, unit="program", delay=1.0) as bar:
         if team is not None:
@@ -393,8 +401,8 @@ def _lowering(
 ) -> LoweringProcesses | None:
     """Return the processes that lower and compile the programs of a start. The caller closes them.
 
-    None where the engine lowers its programs. Without the setting `lowering_processes`, the engine does so on devices
-    without Mosaic kernels, whose programs take a fraction of a second each. config: resolved.
+    None where the engine lowers its programs. Without the setting `lowering_processes`, the engine does so on
+    devices without Mosaic kernels, whose programs take a fraction of a second each. config: resolved.
     """
     asked, device = config.lowering_processes, this_device()
     count = number_of_processes(sum(len(several) for several in plans.values()), asked)
@@ -442,8 +450,8 @@ def make_executor(
       graphs: the launch mode of plans by name (`jaxflow.pipeline.streams.GRAPHS`), instead of the default.
       team: the processes that make the executor together; None for one process.
       times: takes the times of the phases.
-      lowering: processes that lower the programs of the executor, one device or several in this process; None: this
-        process lowers them.
+      lowering: processes that lower the programs of the executor, one device or several in this process;
+        None: this process lowers them.
 
     Raises:
       ConfigError: for a config with several pipeline stages.
@@ -873,7 +881,8 @@ def decode_cost(model: ModelConfig, tp: int) -> tuple[float, float]:
 def prefill_seconds_per_token(executor: Executor | StagedExecutor) -> float:
     """Measure the time of a token's prefill in the largest step, without attention.
 
-    The chunks of a prompt follow each other on P stages of equal time, so a chunk takes the time of one stage.
+    The chunks of a prompt follow each other on P stages of equal time, so a
+    chunk takes the time of one stage.
     """
     layout = executor.layouts[max(executor.layouts)][0]
     stage_times = executor.num_stages + 1  # the stages' times in a rehearsal of two steps
@@ -883,7 +892,9 @@ def prefill_seconds_per_token(executor: Executor | StagedExecutor) -> float:
 def _num_pages(
     config: EngineConfig, model: ModelConfig, stages: Sequence[Executor], team: Team | None
 ) -> tuple[int, ...]:
-    """Return the pages of each layer group: as configured, or all that fit in the free memory of each stage."""
+    """Return the pages of each layer group: as configured, or all that fit in
+    the free memory of each stage.
+    """
     pages = _own_num_pages(config, model, stages)
     return pages if team is None else team.least("pages", pages)
 
@@ -937,8 +948,8 @@ def _pages_of_stage(config: EngineConfig, executor: Executor, stages: int) -> tu
 def _guessed_pages(config: EngineConfig, executor: Executor, free: int) -> tuple[int, ...] | None:
     """Return a number of pages that leaves enough memory for temporary arrays, or None without a good guess.
 
-    The number is known before the first program is compiled, so processes prepare the first programs side by side with
-    the one that is measured. free: bytes for the pages and the temporary arrays.
+    The number is known before the first program is compiled, so processes prepare the first programs side by
+    side with the one that is measured. free: bytes for the pages and the temporary arrays.
     """
     model = executor.programs.context.config
     if executor.lowering is None or executor.own_groups != list(range(executor.groups)):

@@ -27,7 +27,9 @@ jax.monitoring.register_event_duration_secs_listener(_count_compilation)
 
 
 def num_compiled() -> int:
-    """Return the programs that XLA has compiled or read from its cache in this process, without deferred ones."""
+    """Return the programs that XLA has compiled or read from its cache in this
+    process, without deferred ones.
+    """
     return int(_compiled["programs"])
 
 
@@ -46,7 +48,9 @@ def num_loaded_later() -> int:
 
 
 class StartTimes:
-    """The seconds of each phase of a start. Phases of several threads may overlap, so their sum may exceed the total."""
+    """The seconds of each phase of a start. Phases of several threads may overlap, so
+    their sum may exceed the total.
+    """
 
     def __init__(self) -> None:
         self._begin_s, self._before = time.perf_counter(), dict(_compiled)
@@ -67,10 +71,10 @@ class StartTimes:
     def summary(self) -> dict[str, float]:
         """Return the seconds of each phase, and five further keys. The phase that ended first comes first.
 
-        `import_s` is the time from the begin of the process to the begin of the start. A system without /proc has no
-        `import_s`. `total_s` is the time from the begin of the start until now. `programs` counts the programs that XLA
-        compiled or read from its cache. `xla_threads_s` adds up the times of these programs, including autotuning.
-        `loaded` counts those of the programs that another process compiled.
+        `import_s` is the time from the begin of the process to the begin of the start. A system without /proc
+        has no `import_s`. `total_s` is the time from the begin of the start until now. `programs` counts the
+        programs that XLA compiled or read from its cache. `xla_threads_s` adds up the times of these
+        programs, including autotuning. `loaded` counts those of the programs that another process compiled.
         """
         start_s = time.perf_counter() - self._begin_s
         age_s = process_seconds()

@@ -224,10 +224,10 @@ def cost_device() -> Device:
 def largest_step(config: EngineConfig, model: ModelConfig) -> int | None:
     """Return the tokens of the largest plan that decides the step size; None without one.
 
-    Named plans do, and the shipped sequential plan, which is for the best step size of the device. With plan=auto,
-    so do shipped plans that are sure to gain, because they gain only in steps of their size. A sequential plan does
-    not count if it has fewer tokens than there are sequences. Without max_num_seqs, the step decides the number of
-    sequences. config: its dtypes are resolved.
+    Named plans do, and the shipped sequential plan, which is for the best step size of the device. With
+    plan=auto, so do shipped plans that are sure to gain, because they gain only in steps of their size. A
+    sequential plan does not count if it has fewer tokens than there are sequences. Without max_num_seqs, the
+    step decides the number of sequences. config: its dtypes are resolved.
 
     Raises:
       ConfigError, PlanError: as `named_plans`.

@@ -89,8 +89,8 @@ class Team:
     def wait_until_compiled(self) -> None:
         """Wait until every process has compiled its programs.
 
-        The first collective operation waits for all processes, on a CPU for 30 s at most, and one host may have
-        to compile what the others find in their caches.
+        The first collective operation waits for all processes, on a CPU for 30 s at most, and one host may
+        have to compile what the others find in their caches.
         """
         self.processes.wait_for_all("compiled", COMPILE_TIMEOUT_S)
 
@@ -107,7 +107,8 @@ class Team:
     def follow_or_lead(
         self, executor: Executor | StagedExecutor, disk: Callable[[], DiskTier | None] = lambda: None
     ) -> None:
-        """Record the calls of a warm executor in process 0. In the others, follow process 0 until its end, and exit.
+        """Record the calls of a warm executor in process 0. In the others, follow
+        process 0 until its end, and exit.
 
         disk: make the disk tier of a follower; None without one.
         """
@@ -132,7 +133,9 @@ class Team:
         self.followers.watch_closely(driver.seconds_without_progress, lambda: driver.fault)
 
     def close(self, fault: BaseException | None) -> None:
-        """End all followers after the last call: in order, or with the fault that ended process 0's engine."""
+        """End all followers after the last call: in order, or with the fault
+        that ended process 0's engine.
+        """
         assert self.followers is not None
         if fault is None:
             self.followers.stop()
@@ -174,7 +177,9 @@ def join_team(config: EngineConfig, environ: Mapping[str, str] = os.environ) -> 
 def common_values(
     given: EngineConfig, config: EngineConfig, checkpoint: Checkpoint, plans: Mapping[int, Sequence[Plan]]
 ) -> dict[str, str]:
-    """Return what all processes must have in common, by name. Large values are digests. Arguments: `Team.compare`."""
+    """Return what all processes must have in common, by name. Large values are
+    digests. Arguments: `Team.compare`.
+    """
     fields = [field.name for field in dataclasses.fields(EngineConfig) if field.name not in OWN_FIELDS]
     kinds = collections.Counter(device.device_kind for device in jax.local_devices())
     return {

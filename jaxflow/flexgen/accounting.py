@@ -166,7 +166,8 @@ def check_fits(
         limit, needed = limits.get(tier), found.total(tier)
         if limit is not None and needed > limit:
             accepted = (
-                f"at least {_gb(least(tier, needed))} GB for this policy, or lower shares of the {tier}, or smaller "
+                f"at least {_gb(least(tier, needed))} GB for this policy, or lower shares of the {tier}, or "
+                "smaller "
                 f"batches\n{found.describe()}"
             )
             raise DoesNotFit(tier, needed, limit, accepted)

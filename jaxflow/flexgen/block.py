@@ -1,10 +1,10 @@
 """A block: sequences that pass the model together, the order of its steps, and their inputs.
 
 Three orders exist. "zigzag" passes all batches of a block through a layer, all at the same token (FlexGen
-Algorithm 1). "diagonal" passes as many batches through a layer, each at its own token (Appendix A.2.1): a batch
-starts when an earlier one ends, so prompts and decodes share the fetch of a layer, and one transfers while the
-other computes. A diagonal block has all batches of a run, and `num_gpu_batches` of them are under way. "row" runs
-a batch to its end before the next one, as other systems do.
+Algorithm 1). "diagonal" passes as many batches through a layer, each at its own token (Appendix A.2.1): a
+batch starts when an earlier one ends, so prompts and decodes share the fetch of a layer, and one transfers
+while the other computes. A diagonal block has all batches of a run, and `num_gpu_batches` of them are under
+way. "row" runs a batch to its end before the next one, as other systems do.
 """
 
 import dataclasses

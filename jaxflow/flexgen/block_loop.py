@@ -1,4 +1,5 @@
-"""Block loop: FlexGen's Algorithm 1 in any order of the steps, with transfers concurrent with the computation.
+"""Block loop: FlexGen's Algorithm 1 in any order of the steps, with transfers
+concurrent with the computation.
 
 During the computation of a step, the next layer's weights and the next step's KV and activations are copied
 to the device, the output of the last step is copied from the device, and the disk is read for the step after
@@ -263,7 +264,9 @@ class Exchange(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Handing:
-    """A stage's place in a pipeline. `following`: the mesh of the next stage; the last stage's is the first."""
+    """A stage's place in a pipeline. `following`: the mesh of the next stage;
+    the last stage's is the first.
+    """
 
     exchange: Exchange
     stage: int
@@ -403,7 +406,9 @@ class RunningBlock:
             self._verbs.do("host_attention" if on_host else "load_kv", attended.result)
 
     def _read_values(self, step: BlockStep, rising: Any, lengths: np.ndarray) -> list:
-        """Read the chosen rows of V, on the host's thread, and store this token's KV. Return rows to give back."""
+        """Read the chosen rows of V, on the host's thread, and store this
+        token's KV. Return rows to give back.
+        """
         key, layer, found = self._key(step), self._g.config.layers[step.layer], []
         chosen, rows = self._tiers.arrived(rising)
         for split, positions, new in zip(self._kv.away, chosen, rows, strict=True):

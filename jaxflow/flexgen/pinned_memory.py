@@ -76,8 +76,8 @@ def check_views(mesh: Mesh) -> None:
 class PinnedPool:
     """Bytes that the runs of this process take from XLA's pool of pinned memory on a GPU's host.
 
-    The pool keeps what it once took from the system. So memory of an ended run is not free for other processes,
-    but for the next run of this process.
+    The pool keeps what it once took from the system. So memory of an ended run is not free for other
+    processes, but for the next run of this process.
     """
 
     def __init__(self) -> None:

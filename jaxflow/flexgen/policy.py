@@ -46,10 +46,10 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """FlexGen's 11 variables, the bits of weights and KV, and the place of the decodes' attention.
 
     A block is `num_gpu_batches` batches of `gpu_batch_size` sequences, and one fetch of a layer's weights
-    serves a block. With several stages a block has a micro-batch of `num_gpu_batches` batches for each of them
-    (`jaxflow.flexgen.stages`). `weights` are placed by tensors of a layer, `kv` and `activations` by sequences of a
-    batch. With `host_attention`, the host computes the attention of decodes over KV that is not on the
-    device. With `value_top_k_percent` below 100, decodes attend to the V rows of the top keys only
+    serves a block. With several stages a block has a micro-batch of `num_gpu_batches` batches for each of
+    them (`jaxflow.flexgen.stages`). `weights` are placed by tensors of a layer, `kv` and `activations` by
+    sequences of a batch. With `host_attention`, the host computes the attention of decodes over KV that is
+    not on the device. With `value_top_k_percent` below 100, decodes attend to the V rows of the top keys only
     (`jaxflow.flexgen.sparse_values`). `schedule` is the order of a block's steps (`jaxflow.flexgen.block`).
 
     Raises: PolicyError.
@@ -91,8 +91,8 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise PolicyError(f"schedule={self.schedule!r}; accepted is {' or '.join(SCHEDULES)}")
         if self.schedule != "zigzag" and self.pipeline_parallel_size > 1:
             raise PolicyError(
-                f"schedule={self.schedule!r} with pipeline_parallel_size={self.pipeline_parallel_size}; accepted "
-                "is zigzag, the order of the stages"
+                f"schedule={self.schedule!r} with pipeline_parallel_size={self.pipeline_parallel_size}; "
+                "accepted is zigzag, the order of the stages"
             )
         if not 0 < self.value_top_k_percent <= 100:  # also for NaN
             raise PolicyError(

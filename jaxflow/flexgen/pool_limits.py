@@ -1,13 +1,13 @@
 """The usable part of a memory limit on a machine with a GPU, whose allocators lose a share to gaps.
 
-XLA keeps a pool of the GPU's memory, and a pool of pinned host memory of whole GiB. Neither moves an array, so a
-share is lost between arrays.
+XLA keeps a pool of the GPU's memory, and a pool of pinned host memory of whole GiB. Neither moves an array,
+so a share is lost between arrays.
 """
 
 import math
 
-# Lost shares. Of a pool of 100.9 GB on an H200's host one policy could use 98.3 GB, and two others could not use
-# 98.4 and 99.2 GB (benchmarks/h200/opt-30b/pinned-memory-exhausted.json).
+# Lost shares. Of a pool of 100.9 GB on an H200's host one policy could use 98.3 GB, and two others could not
+# use 98.4 and 99.2 GB (benchmarks/h200/opt-30b/pinned-memory-exhausted.json).
 _DEVICE_GAPS, _HOST_GAPS = 0.06, 0.04
 
 

@@ -168,8 +168,9 @@ class Programs:
         """Return a function (w, x, home, loaded, positions, live) -> (stream, o, home, asked, kept, rows).
 
         `home` is donated. `o` is the attention of the device's rows; the others are by split of the other
-        tiers. For attention on the host, `loaded` is () and `asked` are the queries. Otherwise `loaded` are the
-        keys, `asked` the positions of the chosen V rows, and `kept` their weights with the new token's V row.
+        tiers. For attention on the host, `loaded` is () and `asked` are the queries. Otherwise
+        `loaded` are the keys, `asked` the positions of the chosen V rows, and `kept` their
+        weights with the new token's V row.
         """
         g = self.geometry
 
@@ -201,8 +202,8 @@ class Programs:
     def after(self, layer: Layer) -> Callable:
         """Return a function (w, stream, o of the device's rows, kept, arrived) -> x.
 
-        `kept`: as `before` returns it. `arrived`, by split of the other tiers: the host's output, or the chosen
-        rows of V.
+        `kept`: as `before` returns it. `arrived`, by split of the other tiers: the host's
+        output, or the chosen rows of V.
         """
         dtype = self.geometry.dtype
 
@@ -298,7 +299,9 @@ class Programs:
         return by_row.reshape(split.rows, heads, -1, width)
 
     def _decodes(self, split: Split, positions: Array, live: Array) -> Batch:
-        """Return the batch of one token of each row of a split. Rows that are not live write and see nothing."""
+        """Return the batch of one token of each row of a split. Rows that are
+        not live write and see nothing.
+        """
         g, r = self.geometry, split.rows
         slots = jnp.where(live, jnp.arange(r) * g.pages * g.page_size + positions, _NOWHERE).astype(jnp.int32)
         lengths = jnp.where(live, positions + 1, 0)

@@ -127,7 +127,8 @@ class DiskFile:
         return total
 
     def read_rows(self, offset: int, rows: np.ndarray, out: np.ndarray) -> int:
-        """Fill `out` with rows of the data that `write_rows` wrote at `offset`, and return the number of bytes.
+        """Fill `out` with rows of the data that `write_rows` wrote at `offset`,
+        and return the number of bytes.
 
         Adjacent rows take one call. Single rows of a few hundred bytes cost a call each.
 
@@ -250,7 +251,8 @@ def _rows(piece: np.ndarray, width: int) -> np.ndarray:
 def _row_sums(rows: np.ndarray) -> np.ndarray:
     """Return a checksum of each row [n, width] of bytes, uint32 [n].
 
-    A sum of a row's bytes times odd numbers. A flipped bit changes the sum, because an odd number has an inverse.
+    A sum of a row's bytes times odd numbers. A flipped bit changes the sum,
+    because an odd number has an inverse.
     """
     factors = (np.arange(rows.shape[1], dtype=np.uint32) * np.uint32(0x9E3779B2)) | np.uint32(1)
     return rows.astype(np.uint32) @ factors

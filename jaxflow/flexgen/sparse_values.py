@@ -1,11 +1,11 @@
 """Top-k sparse values (FlexGen §5): scores over all keys, and only the V rows of the top k percent.
 
-The softmax of a new token covers its own key and all cached keys that the token sees. For each sequence and KV
-head, the softmax weights of the head's queries are added. The k percent of the cached keys with the largest
-sums are chosen, at least one. With as many KV heads as query heads the choice is for each query, as in the
-paper. A KV head that several devices store counts as several heads, each with its own queries. The output is
-the sum of the V rows of the chosen keys and of the token itself, with the weights of the whole softmax: the other
-rows are dropped, and the weights do not grow. A prompt's attention is dense.
+The softmax of a new token covers its own key and all cached keys that the token sees. For each sequence and
+KV head, the softmax weights of the head's queries are added. The k percent of the cached keys with the
+largest sums are chosen, at least one. With as many KV heads as query heads the choice is for each query, as
+in the paper. A KV head that several devices store counts as several heads, each with its own queries. The
+output is the sum of the V rows of the chosen keys and of the token itself, with the weights of the whole
+softmax: the other rows are dropped, and the weights do not grow. A prompt's attention is dense.
 
 Every tier and both places of attention choose by this definition, so that a placement does not change it.
 """

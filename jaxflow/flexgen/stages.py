@@ -1,9 +1,9 @@
 """Layers of an offloaded run in pipeline stages, each on its own devices and tiers (FlexGen §4.4).
 
-Each stage runs the block loop over its layers, on a thread of its own. A block consists of as many micro-batches
-as there are stages, each of `num_gpu_batches` batches. For each token a stage passes one micro-batch after the
-other through its layers, and hands the activations to the next stage. The last stage draws the tokens and hands
-them to the first.
+Each stage runs the block loop over its layers, on a thread of its own. A block consists of as many
+micro-batches as there are stages, each of `num_gpu_batches` batches. For each token a stage passes one
+micro-batch after the other through its layers, and hands the activations to the next stage. The last stage
+draws the tokens and hands them to the first.
 """
 
 import concurrent.futures
@@ -21,7 +21,9 @@ from jaxflow.flexgen.block_loop import BlockSetup, Handing, RunningBlock
 
 
 def split_layers(config: ModelConfig, stages: int) -> list[ModelConfig]:
-    """Return the configuration of each stage: equally many layers, and one more in the first stages of the rest."""
+    """Return the configuration of each stage: equally many layers, and one more
+    in the first stages of the rest.
+    """
     size, more = divmod(config.num_layers, stages)
     starts = [stage * size + min(stage, more) for stage in range(stages + 1)]
     return [

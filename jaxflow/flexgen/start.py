@@ -189,8 +189,8 @@ def make_geometries(offload: OffloadConfig, config: EngineConfig, checkpoint: Ch
         )
     if policy.pipeline_parallel_size > model.num_layers:
         raise PolicyError(
-            f"pipeline_parallel_size={policy.pipeline_parallel_size}; accepted is at most {model.num_layers}, the "
-            f"number of layers of {checkpoint.name}"
+            f"pipeline_parallel_size={policy.pipeline_parallel_size}; accepted is at most "
+            f"{model.num_layers}, the number of layers of {checkpoint.name}"
         )
     dtype, stages = jnp.dtype(resolve(config, model).dtype), policy.pipeline_parallel_size
     return [
@@ -259,8 +259,8 @@ def _load(
 ) -> None:
     """Load each layer through a device to its stage and tiers, with one layer on the device at a time.
 
-    The embedding and the head go to every stage. `wait_on_host`: tensors of the device tier wait on the host until
-    the last layer is loaded.
+    The embedding and the head go to every stage. `wait_on_host`: tensors of the device tier wait on the host
+    until the last layer is loaded.
     """
     g = geometries[0]
     groups = checkpoint.stream(g.dtype, g.mesh, seed=seed, quantization=g.quantization)

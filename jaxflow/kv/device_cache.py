@@ -3,8 +3,8 @@
 A page group is a set of layers with one page table: one entry of axis G of `page_table[G, B, ·]`. A group has
 its own KV heads, head width, dtype and window, and so its own page size and number of pages. Window layers
 form a group for each window, which needs no more pages than its windows can see. Most models have one group.
-With attention spans (`jaxflow.model.attention_spans`) a group holds some heads of some layers, and the cache of a
-layer is one array for each of the layer's groups.
+With attention spans (`jaxflow.model.attention_spans`) a group holds some heads of some layers, and the cache
+of a layer is one array for each of the layer's groups.
 
 The arrays of a layer are [P, K, S, H]: a page of one head is a contiguous box, the unit that attention
 kernels load. 8-bit values (e4m3, int8) are [P, K, H, S], as Hopper's tensor cores need them. int8 has a
@@ -40,7 +40,8 @@ class PageGroup:
       head_dim: H, the width of the first array.
       value_dim: the width of the second array.
       dtype: name of the dtype of keys and values.
-      window: a query sees its own token and the `window` - 1 tokens before; an elastic span; None: all tokens.
+      window: a query sees its own token and the `window` - 1 tokens before; an
+          elastic span; None: all tokens.
     """
 
     layers: tuple[int, ...]
@@ -77,7 +78,8 @@ class PageGroup:
 
 
 def page_groups(config: ModelConfig, dtype: Any, tp: int) -> tuple[PageGroup, ...]:
-    """Return the page groups of a model: one for each window of its layers, or for each class of attention spans.
+    """Return the page groups of a model: one for each window of its layers, or for
+    each class of attention spans.
 
     Full attention is first.
     """
@@ -114,7 +116,9 @@ def kv_heads(config: ModelConfig, tp: int) -> int:
 
 
 def cache_spec(mesh: Mesh) -> PartitionSpec:
-    """Return the partition of every array of the cache: the heads over the devices, the pages over the ranks."""
+    """Return the partition of every array of the cache: the heads over the
+    devices, the pages over the ranks.
+    """
     return PartitionSpec(DP if DP in mesh.shape else None, axis_of(mesh))
 
 

@@ -1,8 +1,8 @@
 """Page tables on the host: the pages of each slot's sequence, in every page group.
 
 A row is a list of page ids of one group, one for every `block_size` positions; -1 marks a page that a window
-layer, or a group of heads with spans, gave back. The device's copy of the table follows by the entries of `take_appends`. Entries that become
--1 are not sent to the device, because no later query sees their pages.
+layer, or a group of heads with spans, gave back. The device's copy of the table follows by the entries of
+`take_appends`. Entries that become -1 are not sent to the device, because no later query sees their pages.
 
 For the memory forecast (`jaxflow.scheduler.admission`) each page in use is charged to the slot whose release
 frees the page. A shared page is charged to no slot (`common`), because no single release frees the page.
@@ -184,7 +184,8 @@ class PageTables:
                 self._owner[g][page] = slot
 
     def drop_unseen(self, slots: np.ndarray, positions: np.ndarray) -> None:
-        """Release the pages that groups with a window do not see from the slots' next positions on (int [n] each).
+        """Release the pages that groups with a window do not see from the slots'
+        next positions on (int [n] each).
 
         Called before the step's work is chosen, because the step may write to a released page.
         """

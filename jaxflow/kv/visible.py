@@ -1,7 +1,8 @@
 """The pages of a page group that a sequence's next queries see, by the group's window.
 
-A window is a number of last keys, an elastic span (`jaxflow.config.Span`) or None for all keys. The first key of
-a window never moves back while a sequence grows. So a page that the next query does not see is never seen again.
+A window is a number of last keys, an elastic span (`jaxflow.config.Span`) or None for all keys.
+The first key of a window never moves back while a sequence grows. So a page that the next query
+does not see is never seen again.
 """
 
 from typing import Any

@@ -1,11 +1,13 @@
 """Attention spans: the file of a model's spans, and the page groups of heads (MoA; FlashDecoding++Next §III).
 
 Every KV head of every layer has its own span: sink tokens and a window of alpha + beta · length tokens, where
-`length` is the number of tokens up to the query. `python -m search spans` measures a model and writes the file.
+`length` is the number of tokens up to the query. `python -m search spans`
+measures a model and writes the file.
 
-The pages of heads with similar spans are held together. A class of spans is one page group: its window covers the
-windows of its heads at every length, so that no page is freed that a head still sees. A head itself attends to
-its own span exactly. At most `MOST_CLASSES` classes exist, because each one has its own page tables and kernels.
+The pages of heads with similar spans are held together. A class of spans is one page group: its window covers
+the windows of its heads at every length, so that no page is freed that a head still sees. A head itself
+attends to its own span exactly. At most `MOST_CLASSES` classes exist, because each one has its own page
+tables and kernels.
 """
 
 import collections
@@ -48,7 +50,9 @@ class SpansFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_spans(path: str | Path) -> SpansFile:
-    """Return the contents of a spans file. Raises: ConfigError, which names the field, its value and the accepted."""
+    """Return the contents of a spans file. Raises: ConfigError, which names the
+    field, its value and the accepted.
+    """
     accepted = "a file that `python -m search spans` wrote"
     try:
         # Not msgspec's decoder: it refuses NaN as bad syntax, without the place.
@@ -156,7 +160,8 @@ def _size(window: Window, longest: int) -> int:
 def keys_share(model: ModelConfig, length: int, *, held: bool = False) -> float:
     """Return the share of the keys that the queries of a text see with spans, over all layers and heads.
 
-    length: tokens of the text. held: count the keys that the page groups hold for the query, page borders left out.
+    length: tokens of the text. held: count the keys that the page groups hold for
+        the query, page borders left out.
     """
     positions = np.arange(length)
 
@@ -189,8 +194,9 @@ def _spans_of(model: ModelConfig) -> set[Span]:
 def span_classes(spans: tuple[Span, ...], longest: int) -> tuple[Window, ...]:
     """Return at most `MOST_CLASSES` classes that cover the spans, with the fewest keys held in sum.
 
-    Full attention is first, and is the class of all heads that see every key of the longest sequence. The other
-    spans, ordered by their size, are cut into runs; a run's class has the largest alpha and the largest beta.
+    Full attention is first, and is the class of all heads that see every key of the longest
+    sequence. The other spans, ordered by their size, are cut into runs; a run's class has the
+    largest alpha and the largest beta.
     """
     heads = collections.Counter(spans)
     partial = [span for span in heads if not _is_full(span, longest)]

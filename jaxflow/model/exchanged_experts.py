@@ -1,9 +1,9 @@
 """The exchange of tokens between data-parallel ranks, whose devices hold some of a layer's experts each.
 
-A device sorts the rows of its tokens by expert, and sends the rows of each expert to the expert's device. The rows
-arrive where the grouped products read them: by expert, then by sender. The outputs go back in the same pieces. Device
-i of n holds the i-th E / n experts whole. Where experts have copies, E counts slots, and an expert is the slot that
-the copy of a token's expert lies in.
+A device sorts the rows of its tokens by expert, and sends the rows of each expert to the expert's device. The
+rows arrive where the grouped products read them: by expert, then by sender. The outputs go back in the same
+pieces. Device i of n holds the i-th E / n experts whole. Where experts have copies, E counts slots, and an
+expert is the slot that the copy of a token's expert lies in.
 """
 
 import dataclasses
@@ -44,7 +44,8 @@ def list_sent(experts: Int[Array, "t e"], number: int, is_token: Bool[Array, " t
 
 
 def send_to_experts(c: Context, h: Float[Array, "t D"], routing: Routing) -> ReceivedRows:
-    """Send the rows of this device's tokens to the devices of their experts, and return what this device gets.
+    """Send the rows of this device's tokens to the devices of their experts,
+    and return what this device gets.
 
     routing: `groups` are those of `list_sent`.
     """

@@ -1,7 +1,7 @@
 """Experts with copies: a device's slots hold experts, and a token goes to one of the slots with its expert.
 
-The copy is chosen by a hash of the token and of its position, so a request's tokens go to the same slots in any
-batch. The map is part of a layer's weights, so that a step sees the map of the experts that it reads.
+The copy is chosen by a hash of the token and of its position, so a request's tokens go to the same slots in
+any batch. The map is part of a layer's weights, so that a step sees the map of the experts that it reads.
 """
 
 from typing import Any

@@ -37,8 +37,8 @@ def place_experts(
 def count_copies(load: Float[np.ndarray, " E"], total: int, devices: int) -> Int[np.ndarray, " E"]:
     """Return the number of copies of each expert, `total` in all.
 
-    Each further copy goes to the expert with the largest load a copy. An expert has more copies than devices only
-    where all experts have a copy on every device.
+    Each further copy goes to the expert with the largest load a copy. An expert has more copies than devices
+    only where all experts have a copy on every device.
     """
     copies = np.ones(len(load), int)
     for _ in range(total - len(load)):
@@ -79,7 +79,9 @@ def _place(
 
 
 def _swap(places: Int[np.ndarray, "n s"], share: Float[np.ndarray, " E"]) -> None:
-    """Exchange slots of the busiest device with another device's while the larger of both loads falls. In place."""
+    """Exchange slots of the busiest device with another device's while the larger
+    of both loads falls. In place.
+    """
     for _ in range(_MOST_SWAPS):
         shares = share[places]
         total = shares.sum(axis=1)

@@ -18,8 +18,8 @@ def add_tokens(
 ) -> UInt[Array, "L E"]:
     """Return the counts plus the tokens of a step at each expert of the L mixture layers.
 
-    A count wraps at 2**32. One scatter counts all layers, because a scatter for each layer is a kernel for each
-    layer.
+    A count wraps at 2**32. One scatter counts all layers, because a scatter for each
+    layer is a kernel for each layer.
 
     Args:
       routed: the experts of each token in each mixture layer; None for a layer that is not counted.

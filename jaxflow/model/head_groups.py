@@ -1,7 +1,8 @@
 """The heads of a layer by page group, for layers with attention spans (FlashDecoding++Next §III, MoA).
 
-The heads of one page group have their own pages, and so their own call of each op on pages. A KV head takes its
-query heads along. Arrays are cut by KV heads before a call and put together in the model's order after it.
+The heads of one page group have their own pages, and so their own call of each op on pages. A
+KV head takes its query heads along. Arrays are cut by KV heads before a call and put together
+in the model's order after it.
 """
 
 import functools
@@ -19,7 +20,9 @@ from jaxflow.config import SPAN_UNITS, Layer, Span
 def take_heads(
     x: Shaped[Array, "..."], heads: Sequence[int], kv_heads: int, axis: int
 ) -> Shaped[Array, "..."]:
-    """Return the entries of some KV heads along an axis, which holds an equal block for each of `kv_heads` heads."""
+    """Return the entries of some KV heads along an axis, which holds an equal
+    block for each of `kv_heads` heads.
+    """
     if len(heads) == kv_heads:
         return x
     blocks = x.reshape(*x.shape[:axis], kv_heads, x.shape[axis] // kv_heads, *x.shape[axis + 1 :])
@@ -63,7 +66,9 @@ def spans_of(layer: Layer, heads: Sequence[int]) -> tuple[Span, ...]:
 
 @functools.cache
 def group_spans(layers: tuple[Layer, ...]) -> dict[int, tuple[tuple[Span, ...], ...]]:
-    """Return the distinct spans of a page group's heads in a layer, over all layers and groups, by number of heads."""
+    """Return the distinct spans of a page group's heads in a layer, over all layers
+    and groups, by number of heads.
+    """
     groups = [spans_of(layer, heads) for layer in layers for heads in layer.group_heads.values()]
     return {
         count: tuple(dict.fromkeys(spans for spans in groups if len(spans) == count))
@@ -78,10 +83,11 @@ def sinks_of(layer: Layer) -> int:
 
 
 def call_once_traced(kernel: Callable[..., Any], *arrays: Any, **settings: Any) -> Any:
-    """Return kernel(*arrays, **settings), traced once for all groups and layers with equal shapes and settings.
+    """Return kernel(*arrays, **settings), traced once for all groups and layers
+    with equal shapes and settings.
 
-    A Mosaic kernel that is traced again differs in the names of its values, and is compiled again. A model of 32
-    layers with four groups would compile the same attention kernel 128 times.
+    A Mosaic kernel that is traced again differs in the names of its values, and is compiled again. A model of
+    32 layers with four groups would compile the same attention kernel 128 times.
     """
     moving = {name: value for name, value in settings.items() if not _is_static(value)}
     static = tuple((name, value) for name, value in settings.items() if name not in moving)

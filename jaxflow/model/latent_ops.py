@@ -1,8 +1,9 @@
-"""Latent attention (DeepSeek-V2, arXiv:2405.04434, §2.1): what the ops of an attention block do for such a model.
+"""Latent attention (DeepSeek-V2, arXiv:2405.04434, §2.1): what the ops of an
+attention block do for such a model.
 
 Attention runs in the absorbed form. A head's plain key is a product of the latent vector, so its score is the
-product of the latent vector and of the query times the transposed matrix. All heads then read one key, and the
-latent vector is their value: multi-query attention with R + Hr columns a key and R columns a value.
+product of the latent vector and of the query times the transposed matrix. All heads then read one key, and
+the latent vector is their value: multi-query attention with R + Hr columns a key and R columns a value.
 
 Letters: R `Latent.rank`, Hp `plain_dim`, Hr `rope_dim`, Hv `value_dim`. The cache of a layer is (rotary keys
 [P, 1, S, Hr], latent vectors [P, 1, S, R]).
@@ -25,7 +26,9 @@ _EPS = 1e-6  # epsilon of both norms: the published models have this value, what
 
 
 def project(c: Context, w: Weights, h: Float[Array, "t D"]) -> Float[Array, "t A"]:
-    """Return the queries of all heads [N · (Hp + Hr)], the latent vector [R] and the rotary key [Hr] in one array."""
+    """Return the queries of all heads [N · (Hp + Hr)], the latent vector [R] and
+    the rotary key [Hr] in one array.
+    """
     latent = _latent(c)
     down = _gemm(c, h, w["latent_down"], w.get("latent_down_bias"))
     queries = rms_norm(down[:, : latent.query_rank], w["query_norm"], eps=_EPS, offset=0.0)
@@ -42,7 +45,9 @@ def append(
     fused: Float[Array, "t A"],
     kv: KV,
 ) -> tuple[Float[Array, "t N R+Hr"], KV]:
-    """Return the absorbed queries, and the cache with the latent vectors and rotary keys of tokens [start, stop)."""
+    """Return the absorbed queries, and the cache with the latent vectors and
+    rotary keys of tokens [start, stop).
+    """
     latent = _latent(c)
     assert layer.rope is not None
     stored = latent.rank + latent.rope_dim
@@ -94,7 +99,9 @@ def attend_decodes(
 
 
 def decode_work(c: Context, batch: Batch, start: int, stop: int) -> Any:
-    """Return the work list of the decode tokens of [start, stop), which all layers share, or None without any."""
+    """Return the work list of the decode tokens of [start, stop), which all
+    layers share, or None without any.
+    """
     rows, lengths = batch.decode_rows(start, stop)
     if rows.start == rows.stop:
         return None

@@ -1,12 +1,12 @@
 """The weights of latent attention, in the place of `qkv`.
 
-    {"latent_down": [Rq + R + Hr, D], "latent_down_bias": [Rq + R + Hr], "query_norm": [Rq], "latent_norm": [R],
-     "query_up": [N · (Hp + Hr), Rq], "key_up": [N, Hp, R], "value_up": [N, Hv, R]}
+    {"latent_down": [Rq + R + Hr, D], "latent_down_bias": [Rq + R + Hr], "query_norm": [Rq], "latent_norm":
+     [R], "query_up": [N · (Hp + Hr), Rq], "key_up": [N, Hp, R], "value_up": [N, Hv, R]}
 
-Rq, R, Hp, Hr and Hv are the widths of `Latent`. `latent_down` makes the vector of the queries, the latent vector
-and the rotary key. `key_up` and `value_up` are the two parts of a checkpoint's `kv_b_proj`. Queries are multiplied
-by `key_up`, and outputs of attention by `value_up`, so that attention reads the latent vectors themselves. The
-planes of a rotary embedding have their halves Hr / 2 columns apart.
+Rq, R, Hp, Hr and Hv are the widths of `Latent`. `latent_down` makes the vector of the queries, the latent
+vector and the rotary key. `key_up` and `value_up` are the two parts of a checkpoint's `kv_b_proj`. Queries
+are multiplied by `key_up`, and outputs of attention by `value_up`, so that attention reads the latent vectors
+themselves. The planes of a rotary embedding have their halves Hr / 2 columns apart.
 """
 
 from collections.abc import Mapping

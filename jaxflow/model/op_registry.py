@@ -26,8 +26,8 @@ class Context:
     """The constants of a compiled step.
 
     axis: the tensor-parallel mesh axis inside `shard_map`; None on one device.
-    expert_axis: the mesh axis over which experts are spread whole; None: every device has a share of each expert.
-      Another axis than `axis` is that of data-parallel ranks, which have tokens of their own.
+    expert_axis: the mesh axis over which experts are spread whole; None: every device has a share of each
+      expert. Another axis than `axis` is that of data-parallel ranks, which have tokens of their own.
     windows: the window of each layer group of the page table; None for the windows of `config`. A pipeline
       stage's `config` may lack windows that the page table has.
     sms: the SMs that a GEMM, attention, norm or quantization kernel may occupy; None for all.

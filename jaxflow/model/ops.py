@@ -2,8 +2,8 @@
 
 An op takes a `Site` and its inputs, and returns its outputs, both in the graph's order. A norm adds the
 residual stream, so that one kernel does both. `x` is the residual stream [t, D], `h` a normed input [t, D],
-`y` a block's addition to x [t, D]. The input of a GEMM with an e4m3 weight (`Quantized`) is e4m3, too. `h` and
-the heads have one scale per token. `a` has one scale per 128 columns, since no kernel sees a full row.
+`y` a block's addition to x [t, D]. The input of a GEMM with an e4m3 weight (`Quantized`) is e4m3, too. `h`
+and the heads have one scale per token. `a` has one scale per 128 columns, since no kernel sees a full row.
 
     embed(token_ids, positions) -> x             attn_norm(x, y) -> x, h
     qkv(h) -> qkv                                rope_append(qkv, kv) -> q, kv
@@ -384,7 +384,8 @@ def _attention(c: Context, layer: Layer, w: Weights, kv: KV) -> tuple[KV, dict[s
 def _head_groups(
     c: Context, layer: Layer, w: Weights, q: Float[Array, "t N H"], kv: KV, positions: Int[Array, " r"]
 ) -> Iterator[tuple[int, Float[Array, "t n H"], KV, dict[str, Any]]]:
-    """Yield (page group, queries, arrays of the cache, an attention kernel's settings) for a layer with spans.
+    """Yield (page group, queries, arrays of the cache, an attention kernel's
+    settings) for a layer with spans.
 
     positions: of the queries whose spans the kernel needs.
     """
@@ -410,9 +411,9 @@ def kv_scales(w: Weights) -> dict[str, Array]:
 def attention_work(c: Context, layer: Layer, batch: Batch, start: int, stop: int, name: str, kv: KV) -> Any:
     """Return the work list of an attention kernel for tokens [start, stop), and its rows of the page table.
 
-    All layers of one window share the work list. With attention spans all layers share the decodes' lists of all
-    layers, see `_listed`. Returns None where the kernel has nothing to do, and for chunks with spans or with latent
-    attention. The list of decodes with latent attention has no rows of the page table.
+    All layers of one window share the work list. With attention spans all layers share the decodes' lists of
+    all layers, see `_listed`. Returns None where the kernel has nothing to do, and for chunks with spans or
+    with latent attention. The list of decodes with latent attention has no rows of the page table.
     name: `chunk_attention` or `decode_attention`. kv: the cache of any layer, for its shapes.
     """
     if c.config.latent is not None:
@@ -524,9 +525,10 @@ def router(
 ) -> Routing:
     """Return the likeliest experts of each token, with softmax weights over all experts.
 
-    `ModelConfig.norm_topk_prob` scales the weights of a token's experts to a sum of 1. A `SigmoidRouter` chooses
-    by `jaxflow.model.sigmoid_router`. A token goes to one copy of an expert (`jaxflow.model.expert_copies`).
-    Between data-parallel ranks the result has the groups of `jaxflow.model.exchanged_experts`.
+    `ModelConfig.norm_topk_prob` scales the weights of a token's experts to a sum of 1. A `SigmoidRouter`
+    chooses by `jaxflow.model.sigmoid_router`. A token goes to one copy of an expert
+    (`jaxflow.model.expert_copies`). Between data-parallel ranks the result has the groups of
+    `jaxflow.model.exchanged_experts`.
     """
     chosen, weights = _choose(c, w, h)
     experts, logical = chosen, None
@@ -561,7 +563,8 @@ def _choose(c: Context, w: Weights, h: Float[Array, "t D"]) -> tuple[Int[Array, 
 
 
 def _groups(c: Context, w: Weights, experts: Int[Array, "t e"]) -> Groups:
-    """Return the pairs of this device's experts, sorted by expert. Device i of ep holds the i-th E / ep experts.
+    """Return the pairs of this device's experts, sorted by expert. Device i of ep
+    holds the i-th E / ep experts.
 
     Where experts have copies, these are slots.
     """
@@ -633,7 +636,9 @@ def shared_up_gate(c: Context, w: Weights, h: Float[Array, "t D"]) -> Float[Arra
 def shared_down(
     c: Context, w: Weights, a: Float[Array, "t F"], routed: Float[Array, "t D"]
 ) -> Float[Array, "t D"]:
-    """Return the sum of the shared experts' output and of the routed experts' output; partial under tensor parallelism."""
+    """Return the sum of the shared experts' output and of the routed experts' output;
+    partial under tensor parallelism.
+    """
     return routed + _gemm(c, w, "shared_down", a, None)
 
 

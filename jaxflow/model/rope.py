@@ -13,8 +13,8 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
     The frequency is 0 in the planes of the columns that do not rotate (`rotary_order`).
     `linear` divides all frequencies by the factor. `llama3` divides the frequencies with a wavelength above
     the original context over `low_freq_factor`. It keeps those below the original context over
-    `high_freq_factor`, and blends between the two. `yarn` blends by the number of the plane, between the planes
-    of `beta_fast` and of `beta_slow` turns in the original context (Peng et al. 2023, §3.2).
+    `high_freq_factor`, and blends between the two. `yarn` blends by the number of the plane, between the
+    planes of `beta_fast` and of `beta_slow` turns in the original context (Peng et al. 2023, §3.2).
     """
     width = rope.width(head_dim)
     exponent = np.arange(0, width, 2, dtype=np.float32) / width
@@ -25,9 +25,9 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
 def rotary_order(rope: Rope | None, head_dim: int) -> np.ndarray | None:
     """Return the column of a checkpoint's head [H] that each column of ours is; None for the same columns.
 
-    Kernels rotate plane i of a head, the columns i and H/2 + i. A checkpoint whose heads rotate in part has the
-    first halves of its planes, the second halves, and then the other columns. Any order of the columns gives the
-    same attention if queries and keys have the same one.
+    Kernels rotate plane i of a head, the columns i and H/2 + i. A checkpoint whose heads rotate in part has
+    the first halves of its planes, the second halves, and then the other columns. Any order of the columns
+    gives the same attention if queries and keys have the same one.
     """
     if rope is None or (width := rope.width(head_dim)) == head_dim:
         return None

@@ -1,4 +1,5 @@
-"""The values of a mixture of experts that are not one row a token: the routing, and rows in the experts' order.
+"""The values of a mixture of experts that are not one row a token: the routing,
+and rows in the experts' order.
 
 A layer sorts its (token, expert) pairs once. Between the two grouped products the rows stay in the experts'
 order. A plan that cuts the ops of a mixture at different tokens reads these values in the tokens' order.
@@ -49,17 +50,20 @@ class ExpertRows:
 
 
 def by_token(value: Any) -> Any:
-    """Return a value whose arrays have one row a token, in the tokens' order. Other values stay as they are."""
+    """Return a value whose arrays have one row a token, in the tokens' order.
+    Other values stay as they are.
+    """
     if isinstance(value, ExpertRows):
         return value.rows[value.groups.places]
     return dataclasses.replace(value, groups=None) if isinstance(value, Routing) else value
 
 
 def weighted_sum(y: Float[Array, "M D"], groups: Groups, weights: Float[Array, "t e"]) -> Float[Array, "t D"]:
-    """Return the sum of each token's rows of y with its weights, in float32, from the first choice to the last.
+    """Return the sum of each token's rows of y with its weights, in float32,
+    from the first choice to the last.
 
-    One gather reads all rows, and XLA makes one kernel of the gather and the sum. A pair of partial groups without a
-    row adds nothing.
+    One gather reads all rows, and XLA makes one kernel of the gather and the sum. A pair of partial
+    groups without a row adds nothing.
     """
     rows = y.at[groups.places].get(mode="clip").astype(jnp.float32) * weights[:, :, None]
     if groups.partial:

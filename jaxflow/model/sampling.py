@@ -1,16 +1,16 @@
 """Sampling of the next token of every row on the device: `plain` (greedy and temperature) and `full`.
 
 A draw is the largest of logit + temperature · Gumbel noise (Gumbel-max). The noise is a function of the seed,
-the position of the token and the token id. So a draw does not depend on the row's index, the batch or the plan.
-A change of a logit by e moves a draw with a probability of about e / temperature. The noise is hashed inside the
-pass that finds the maximum; no array of noise exists.
+the position of the token and the token id. So a draw does not depend on the row's index, the batch or the
+plan. A change of a logit by e moves a draw with a probability of about e / temperature. The noise is hashed
+inside the pass that finds the maximum; no array of noise exists.
 
-Top-k, top-p and min-p are limits below which a logit cannot be drawn. They are found by a search over the bits
-of the limit, without sorting. A change of a logit may move the last kept token out of the limit. This changes a
-draw only where that token is the drawn one.
+Top-k, top-p and min-p are limits below which a logit cannot be drawn. They are found by a search over the
+bits of the limit, without sorting. A change of a logit may move the last kept token out of the limit. This
+changes a draw only where that token is the drawn one.
 
-`full` draws from the few blocks of logits that the search for limits reads, where they hold all tokens that can
-be drawn. `KernelSet.draw` reads whole rows.
+`full` draws from the few blocks of logits that the search for limits reads, where they hold all tokens that
+can be drawn. `KernelSet.draw` reads whole rows.
 """
 
 import math

@@ -1,4 +1,6 @@
-"""The choice of experts by sigmoid scores with a bias, within the best groups of experts (DeepSeek-V3, §2.1.2)."""
+"""The choice of experts by sigmoid scores with a bias, within the best groups of
+experts (DeepSeek-V3, §2.1.2).
+"""
 
 from collections.abc import Callable
 

@@ -41,7 +41,8 @@ class SlotParams:
     other_bias: (
         Array  # [Q] float32, of the tokens that `bias_ids` lacks: 0, or -inf to allow only those listed
     )
-    bad_words: Array  # [Q, BAD_WORDS, BAD_WORD_TOKENS] int32, padded in front with ANY_TOKEN; NO_TOKEN at the end: unused
+    # [Q, BAD_WORDS, BAD_WORD_TOKENS] int32, padded in front with ANY_TOKEN; NO_TOKEN at the end: unused.
+    bad_words: Array
     recent: Array  # [Q, BAD_WORD_TOKENS - 1] int32, the last output tokens, the latest at the end
 
 
@@ -196,7 +197,9 @@ def _ends_of_bad_words(row: SlotParams) -> jax.Array:
 
 
 def add_recent(recent: jax.Array, slots: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Return `SlotParams.recent` with tokens [R] added for distinct slots [R]. Slots out of range are dropped."""
+    """Return `SlotParams.recent` with tokens [R] added for distinct slots [R].
+    Slots out of range are dropped.
+    """
     rows = jnp.concatenate([recent.at[slots].get(mode="clip")[:, 1:], tokens[:, None]], axis=1)
     return recent.at[slots].set(rows, mode="drop")
 

@@ -17,8 +17,8 @@ def split_layers(
 ) -> tuple[int, ...]:
     """Return the number of layers of each stage with the least longest stage, by predicted time.
 
-    The embedding counts for the first stage and the head for the last. The step to balance is the mean step of
-    requests of `PROMPT_TOKENS` and `OUTPUT_TOKENS`, because the head runs only for rows that draw a token.
+    The embedding counts for the first stage and the head for the last. The step to balance is the mean step
+    of requests of `PROMPT_TOKENS` and `OUTPUT_TOKENS`, because the head runs only for rows that draw a token.
 
     tokens: rows of the step to balance.
 

@@ -8,8 +8,8 @@ from jaxflow.model.batch import Batch
 from jaxflow.model.op_registry import KV, Context, Site, Weights, op_scope
 from jaxflow.parallel.collectives import Sum, added
 
-# The experts of each token, one entry for each mixture layer in order. A forward appends the entries while it is
-# traced. An entry is None if the step does not count the experts of the layer.
+# The experts of each token, one entry for each mixture layer in order. A forward appends the entries while it
+# is traced. An entry is None if the step does not count the experts of the layer.
 Routed = list[Int[Array, "T e"] | None]
 
 

@@ -138,8 +138,8 @@ class Leaf:
 
 
 def _specs(spec: Any, quantization: str | None, rank: int) -> Any:
-    """Return the specs of a leaf's arrays, of `rank` axes. Scales are sharded with the rows or groups that they
-    scale.
+    """Return the specs of a leaf's arrays, of `rank` axes. Scales are sharded with the
+    rows or groups that they scale.
     """
     if quantization == "fp8":
         return Quantized(spec, PartitionSpec(*spec[: rank - 1]))  # pyright: ignore[reportArgumentType]
@@ -154,7 +154,9 @@ def _specs(spec: Any, quantization: str | None, rank: int) -> Any:
 
 
 def _quantize(quantization: str, rank: int, gate_block: int | None) -> Callable[[jax.Array], Any]:
-    """Return the function that makes the arrays of a format of a matrix, or of the matrices of all experts."""
+    """Return the function that makes the arrays of a format of a matrix, or
+    of the matrices of all experts.
+    """
     int4 = quantize_int4 if rank == 2 else quantize_experts
     blocks = functools.partial(quantize_block_fp8, gate_block=gate_block)
     made = {"fp8": quantize_rows, "int4": int4, "mxfp4": quantize_mxfp4, FP8_PER_BLOCK: blocks}
@@ -196,7 +198,9 @@ def assemble_shard(
     low, high = cuts[axis]
 
     def extent(view: np.ndarray) -> tuple[int, int, list[int]]:
-        """Return the first and the last index of a view on the cut axis, and the view's axes that move there."""
+        """Return the first and the last index of a view on the cut axis, and
+        the view's axes that move there.
+        """
         moving = [a for a, step in enumerate(view.strides) if stride <= step < stride * leaf.shape[axis]]
         first = (view.ctypes.data - begin) // stride % leaf.shape[axis]
         return first, first + sum((view.shape[a] - 1) * view.strides[a] // stride for a in moving), moving
@@ -232,7 +236,8 @@ def shard_maker(
     """Return `assemble_shard` as a function of the index.
 
     Devices with the same shard share one array, so a host reads each part of a tensor once.
-    read_experts: reads some experts of a tensor that holds all; None where `read` does no work for unused parts.
+    read_experts: reads some experts of a tensor that holds all; None where `read`
+        does no work for unused parts.
     """
 
     def make(index: tuple[slice, ...]) -> np.ndarray:

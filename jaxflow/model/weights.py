@@ -6,18 +6,19 @@ them.
 
 Every matrix is [out, in], as in Hugging Face checkpoints: y = x @ w.T. V' is the vocabulary padded with rows
 of zeros. Matrices that one GEMM can compute together are fused. Their rows are ordered so that a contiguous
-range is a tensor-parallel shard. Experts are an array [E, out, in], of which each device has a part of every expert,
-or under expert parallelism some experts whole. `qkv` holds, for each key/value head, its query heads, its key head and its
-value head. `up_gate` alternates blocks of gate rows and up rows (`ModelConfig.gate_block`). With fewer
-key/value heads than shards, each head is repeated, so that every shard has one.
+range is a tensor-parallel shard. Experts are an array [E, out, in], of which each device has a part of every
+expert, or under expert parallelism some experts whole. `qkv` holds, for each key/value head, its query heads,
+its key head and its value head. `up_gate` alternates blocks of gate rows and up rows
+(`ModelConfig.gate_block`). With fewer key/value heads than shards, each head is repeated, so that every shard
+has one.
 
 Latent attention has other matrices in the place of `qkv` (`jaxflow.model.latent_weights`).
 
 Under quantization the matrices named in `QUANTIZED` are `Quantized` e4m3 with a scale per row (fp8), or
-`Int4` in groups of 64 columns (int4). The experts are then `Quantized` or `ExpertInt4`. mxfp4 affects only the
-experts of gpt-oss, which are `Mxfp4` in groups of 32 columns, as in its checkpoints. fp8_per_block affects only
-experts, which are `BlockFp8`. The embeddings, the head, norms,
-routers and shared experts are not quantized.
+`Int4` in groups of 64 columns (int4). The experts are then `Quantized` or `ExpertInt4`. mxfp4 affects only
+the experts of gpt-oss, which are `Mxfp4` in groups of 32 columns, as in its checkpoints. fp8_per_block
+affects only experts, which are `BlockFp8`. The embeddings, the head, norms, routers and shared experts are
+not quantized.
 An e4m3 cache has its scales here: "k_scale" and "v_scale" [K], float32, in each layer. An e4m3 MLP may be
 padded with zeros (`mlp_width`), and so may the experts of gpt-oss (`expert_width`).
 """
@@ -75,9 +76,9 @@ def leaves(
       ranks: the data-parallel ranks, over which the whole experts are spread.
 
     Raises:
-      ConfigError: `tensor_parallel_size` does not divide the heads, the MLP or the whole experts, or splits a group
-      of a 4-bit matrix or a block of e4m3. Expert parallelism without experts. mxfp4 for another model than gpt-oss.
-      fp8_per_block for a model without experts, or with experts of partial blocks.
+      ConfigError: `tensor_parallel_size` does not divide the heads, the MLP or the whole experts, or splits a
+      group of a 4-bit matrix or a block of e4m3. Expert parallelism without experts. mxfp4 for another model
+      than gpt-oss. fp8_per_block for a model without experts, or with experts of partial blocks.
     """
     _check_cuts(config, tp, expert_parallel, ranks)
     if quantization == "mxfp4" and "all_up_gate" not in layer_names(config):
@@ -264,7 +265,9 @@ def _check_groups(layer: Mapping[str, Leaf], tp: int, quantization: str) -> None
 
 
 def has_whole_blocks(config: ModelConfig) -> bool:
-    """Return whether a model has experts whose matrices are whole blocks of 128 x 128, each in tensors of its own."""
+    """Return whether a model has experts whose matrices are whole blocks of 128 x
+    128, each in tensors of its own.
+    """
     sizes = (config.hidden_size, config.expert_intermediate_size)
     tensors_of_one = "all_up_gate" not in layer_names(config)
     experts = any(layer.experts for layer in config.layers)
@@ -508,7 +511,9 @@ def _experts(config: ModelConfig, names: Mapping[str, str], tp: int) -> dict[str
 
 
 def _rows_of_pairs(config: ModelConfig, out: np.ndarray) -> np.ndarray:
-    """Return the gates and ups of a leaf [E, 2 F', ...] as [E, blocks, gate or up, places of a block, ...]."""
+    """Return the gates and ups of a leaf [E, 2 F', ...] as [E, blocks, gate
+    or up, places of a block, ...].
+    """
     width = config.expert_intermediate_size
     block = gate_block(width)
     return out[:, : 2 * width].reshape(out.shape[0], width // block, 2, block, *out.shape[2:])
@@ -556,8 +561,8 @@ def _all_experts(config: ModelConfig, names: Mapping[str, str], tp: int) -> dict
 def _stored_experts(config: ModelConfig, layer: Mapping[str, Leaf], prefix: str) -> dict[str, Leaf]:
     """Return the leaves of experts in MXFP4 with what a checkpoint stores of them.
 
-    A tensor of a checkpoint has a row for each output, [E, out, in / 32, 16] bytes or [E, out, in / 32] scales. Its
-    gates and ups alternate by row.
+    A tensor of a checkpoint has a row for each output, [E, out, in / 32, 16] bytes or [E, out, in / 32]
+    scales. Its gates and ups alternate by row.
     """
     names, (e, d) = layer_names(config), (config.num_experts, config.hidden_size)
     width = config.expert_intermediate_size

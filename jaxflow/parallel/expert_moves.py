@@ -20,7 +20,8 @@ REPLICATED = PartitionSpec()
 
 
 def move_slots(mesh: Mesh, specs: Any) -> Wrapped:
-    """Return (arrays, source [S]) -> (arrays with S slots, digests of the old slots, digests of the new slots).
+    """Return (arrays, source [S]) -> (arrays with S slots, digests of the old
+    slots, digests of the new slots).
 
     New slot s holds a copy of old slot source[s]. The first axis of each array counts slots, which are spread
     over the devices of the mesh. Device i has the i-th part of the old and of the new slots.
@@ -61,7 +62,9 @@ def _moved(old: Any, source: Int[Array, " S"], axis: str) -> Any:
 
 
 def digests(arrays: Any) -> UInt[Array, " s"]:
-    """Return a digest of each slot: a sum of the words of all its arrays, each with the weight of its place."""
+    """Return a digest of each slot: a sum of the words of all its arrays,
+    each with the weight of its place.
+    """
     total = None
     for number, array in enumerate(jax.tree.leaves(arrays)):
         bits = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[array.dtype.itemsize]

@@ -1,8 +1,8 @@
 """Frames of bytes over TCP between the processes of an engine: bounded in length, after a handshake.
 
 A frame is one byte of kind, four bytes of length, and the payload. Nothing that arrives is ever executed or
-unpickled. Both ends prove in the handshake that they know a secret, which the key-value store holds. The frames
-themselves are neither encrypted nor signed, as are JAX's own messages: the network must be trusted.
+unpickled. Both ends prove in the handshake that they know a secret, which the key-value store holds. The
+frames themselves are neither encrypted nor signed, as are JAX's own messages: the network must be trusted.
 """
 
 import hmac
@@ -78,7 +78,8 @@ def greet(link: socket.socket, secret: bytes, rank: int, nonce: bytes) -> None:
 
 
 def welcome(link: socket.socket, secret: bytes, nonce: bytes) -> int:
-    """Return the rank of a process that connects to process 0, and prove the secret to it. Arguments: see `greet`.
+    """Return the rank of a process that connects to process 0, and prove the secret
+    to it. Arguments: see `greet`.
 
     Raises:
       FrameError: the other end does not know the secret. OSError.

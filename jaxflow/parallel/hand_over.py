@@ -1,7 +1,7 @@
 """The hand-over of an array from one pipeline stage to the next.
 
-Stages of one process hand over by `device_put`. Between the meshes of two processes `device_put` waits for ever
-in JAX 0.11; there `jax.experimental.transfer` works (`tests/jaxflow/parallel/test_hand_over.py`).
+Stages of one process hand over by `device_put`. Between the meshes of two processes `device_put` waits for
+ever in JAX 0.11; there `jax.experimental.transfer` works (`tests/jaxflow/parallel/test_hand_over.py`).
 """
 
 from typing import Any
@@ -24,8 +24,8 @@ def hand_over(array: jax.Array, sharding: NamedSharding) -> jax.Array:
 class Exchange:
     """Hand-overs between stages that may lie in different processes. Each stage lies in one process.
 
-    All processes make all hand-overs in the same order, also those between two others, because a hand-over's number
-    is its name.
+    All processes make all hand-overs in the same order, also those between two others, because a
+    hand-over's number is its name.
 
     Args:
       host: the address at which the other processes reach this one.

@@ -1,9 +1,9 @@
 """The links between process 0 and its followers: calls go one way, progress the other, and both ends watch.
 
-JAX's heartbeats see a process that died or stopped. They do not see one that lives and is stuck (jax#38503). So
-followers report how many calls they received, replayed and finished, and process 0 ends everything when a step
-takes longer than `step_timeout_s`. Whoever ends, ends all: each process writes one line that names the culprit,
-and exits with `LOST`, because a thread inside a collective operation cannot be interrupted.
+JAX's heartbeats see a process that died or stopped. They do not see one that lives and is stuck (jax#38503).
+So followers report how many calls they received, replayed and finished, and process 0 ends everything when a
+step takes longer than `step_timeout_s`. Whoever ends, ends all: each process writes one line that names the
+culprit, and exits with `LOST`, because a thread inside a collective operation cannot be interrupted.
 """
 
 import contextlib
@@ -136,7 +136,8 @@ class Followers:
         say_and_exit(reason, status)
 
     def dismiss(self, reason: str, status: int) -> None:
-        """Let every follower write its line and end after this process. Return once they have, or after a moment.
+        """Let every follower write its line and end after this process. Return
+        once they have, or after a moment.
 
         They end last, because an operation of this process that they break off would hide the reason.
         """
@@ -200,7 +201,8 @@ class Followers:
             if now - silent.heard_s > self._silence_s:
                 silent.gone.set()  # nobody waits for its farewell, or JAX would abort first
                 self.end_all(
-                    f"process {silent.rank} is silent for {now - silent.heard_s:.1f} s: it was stopped, or its "
+                    f"process {silent.rank} is silent for {now - silent.heard_s:.1f} s: it was stopped, or "
+                    "its "
                     f"host or network is down"
                 )
             if (waited_s := self._without_progress_s()) > self._step_timeout_s:
@@ -303,7 +305,8 @@ class Leader:
             if silent_s > self._silence_s:
                 self._ending.acquire()
                 say_and_exit(
-                    f"process 0 is silent for {silent_s:.1f} s: it was stopped, or its host or network is down"
+                    f"process 0 is silent for {silent_s:.1f} s: it was stopped, or its host or network is "
+                    "down"
                 )
 
 

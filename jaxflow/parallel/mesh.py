@@ -96,12 +96,15 @@ def axis_of(mesh: Mesh) -> str | None:
 
 
 def expert_axis_of(mesh: Mesh) -> str | None:
-    """Return the axis that experts are spread over whole: of the ranks if there are several. None on one device."""
+    """Return the axis that experts are spread over whole: of the ranks if there
+    are several. None on one device.
+    """
     return DP if ranks_of(mesh) > 1 else axis_of(mesh)
 
 
 def place(array: np.ndarray | np.generic, sharding: NamedSharding) -> jax.Array:
-    """Return a host array on the devices of a sharding. Of several processes, each has the array and copies its part.
+    """Return a host array on the devices of a sharding. Of several processes, each has
+    the array and copies its part.
 
     `device_put` would send the array to all processes, to check that it is the same everywhere.
     """

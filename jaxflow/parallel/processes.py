@@ -1,7 +1,7 @@
 """The processes of one engine: joined by `jax.distributed`, with equal settings before a weight is read.
 
-Process 0 decides, and the others follow. A process's number is `jax.process_index()`. Small values go through the
-key-value store of `jax.distributed`, whose server lives in process 0.
+Process 0 decides, and the others follow. A process's number is `jax.process_index()`. Small values go through
+the key-value store of `jax.distributed`, whose server lives in process 0.
 """
 
 import contextlib
@@ -103,8 +103,9 @@ def join(launch: Launch, timeout_s: float) -> Processes:
       ConfigError: the coordinator's port is taken.
       MissingProcesses: a process did not come within the timeout. ProcessesError: JAX cannot join them.
     """
-    # Otherwise XLA shares the timing of kernels between the processes, and waits for each to compile each program. A
-    # pipeline stage, a program from a cache and one that is compiled later are programs of one process.
+    # Otherwise XLA shares the timing of kernels between the processes, and waits for each to
+    # compile each program. A pipeline stage, a program from a cache and one that is compiled
+    # later are programs of one process.
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_shard_autotuning=false".strip()
     # JAX's preemption service would take SIGTERM away from the server, which drains on it.
     jax.config.update("jax_enable_preemption_service", False)

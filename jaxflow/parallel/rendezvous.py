@@ -1,8 +1,8 @@
 """The meeting of an engine's processes at the coordinator's port, before `jax.distributed` uses the port.
 
-`jax.distributed` aborts a process that waits too long, without a word about who is missing, and aborts a process
-that meets the service of an earlier start. So the processes meet here first. Process 0 listens until all others
-hold a connection, and lets them go together.
+`jax.distributed` aborts a process that waits too long, without a word about who is missing, and aborts a
+process that meets the service of an earlier start. So the processes meet here first. Process 0 listens until
+all others hold a connection, and lets them go together.
 """
 
 import contextlib
@@ -58,7 +58,8 @@ def _receive(launch: Launch, timeout_s: float) -> None:
             if time.monotonic() > until:
                 missing = ", ".join(str(i) for i in range(1, launch.num_processes) if i not in waiting)
                 raise MissingProcesses(
-                    f"of {launch.num_processes} processes, {missing} did not come to {launch.coordinator} within "
+                    f"of {launch.num_processes} processes, {missing} did not come to {launch.coordinator} "
+                    "within "
                     f"{timeout_s:g} s"
                 )
             with contextlib.suppress(OSError, struct.error):

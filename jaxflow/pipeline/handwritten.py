@@ -192,12 +192,13 @@ def phased_plan(
 def four_qkv_plan(
     config: ModelConfig, tokens: int, split: int, tp: int = 1, sms: tuple[int, int] | None = None
 ) -> Plan:
-    """Return NanoFlow's pipeline of Llama-2-70B (§4.1.4, Figure 6): `qkv` in four nano-ops, other GEMMs in two.
+    """Return NanoFlow's pipeline of Llama-2-70B (§4.1.4, Figure 6): `qkv` in
+    four nano-ops, other GEMMs in two.
 
-    Tokens [0, split) and [split, tokens) are the two nano-batches. `qkv`, appends and decode attention cut each
-    nano-batch in the middle. Decode attention of a quarter runs on stream 1, and the `qkv` of the next quarter
-    on stream 2. After the last quarter, stream 2 runs chunk attention of the first nano-batch. The sum over
-    devices of one nano-batch is sent while the other nano-batch computes.
+    Tokens [0, split) and [split, tokens) are the two nano-batches. `qkv`, appends and decode attention cut
+    each nano-batch in the middle. Decode attention of a quarter runs on stream 1, and the `qkv` of the next
+    quarter on stream 2. After the last quarter, stream 2 runs chunk attention of the first nano-batch. The
+    sum over devices of one nano-batch is sent while the other nano-batch computes.
 
     sms: the SMs of decode attention, and of the ops on stream 2; None: all SMs for both.
     """

@@ -1,8 +1,8 @@
 """The forecast of the peak use of KV pages, which decides admission (NanoFlow §4.2.1).
 
-Running sequences grow by one token a step and release all their pages when they end. `OutputLengths` estimates
-the length of an output, and `Forecast` the largest number of pages in use at once. A sequence is admitted if
-the peak with it stays within the page pool.
+Running sequences grow by one token a step and release all their pages when they end. `OutputLengths`
+estimates the length of an output, and `Forecast` the largest number of pages in use at once. A sequence is
+admitted if the peak with it stays within the page pool.
 """
 
 from collections.abc import Mapping
@@ -43,7 +43,8 @@ class OutputLengths:
         self._sorted = None
 
     def expect(self, produced: np.ndarray, rank: np.ndarray) -> np.ndarray:
-        """Return the expected total lengths, int [n], of outputs that have `produced` [n] tokens and continue.
+        """Return the expected total lengths, int [n], of outputs that have
+        `produced` [n] tokens and continue.
 
         `rank` [n]: the quantile of each. Every expected length exceeds the produced tokens.
         """
@@ -55,7 +56,9 @@ class OutputLengths:
         return np.where(beyond < n, found, 2 * produced + 1)
 
     def final(self, seq: Sequence) -> int:
-        """Return the positions that a waiting or prefilling sequence is expected to have computed at its end."""
+        """Return the positions that a waiting or prefilling sequence is
+        expected to have computed at its end.
+        """
         if seq.request.sampling.ignore_eos:
             return seq.limit - 1
         expected = self.expect(np.array([seq.num_total - seq.num_prompt]), np.array([seq.rank]))
@@ -67,9 +70,10 @@ class Forecast:
 
     All decodes advance one token a step. A decode with c computed positions and r to come holds
     ceil((c + t) / S) pages in step t = 1..r, and no pages after it. The use falls only when a decode ends, so
-    its peak is in the last step of one of the decodes. The time at which a prefill ends depends on the room of
-    the steps. The forecast counts a prefilling sequence as complete at once, lets it grow from the next step
-    on, and never ends it, which bounds every delay. With exact lengths the use never exceeds the forecast.
+    its peak is in the last step of one of the decodes. The time at which a prefill ends depends on the room
+    of the steps. The forecast counts a prefilling sequence as complete at once, lets it grow from the next
+    step on, and never ends it, which bounds every delay. With exact lengths the use never exceeds the
+    forecast.
 
     The count is exact in pages and takes O(n (log n + S)) for n decodes.
 

@@ -1,8 +1,8 @@
 """The policy of steps that serve online and batch requests.
 
 A batch request has the priority `jaxflow.request.BATCH_PRIORITY` or a later one. Batch requests use the
-capacity that online requests leave. A step with online tokens takes batch tokens only while its predicted time
-stays within a limit, so that the batch slows the tokens of online requests at most to that limit.
+capacity that online requests leave. A step with online tokens takes batch tokens only while its predicted
+time stays within a limit, so that the batch slows the tokens of online requests at most to that limit.
 """
 
 import math
@@ -20,11 +20,12 @@ class BatchBudget:
 
     A step with online tokens:
       1. Every online decode gets its token, and online prompts fill the budget.
-      2. A waiting online request takes the slot and the pages of the youngest batch requests, if it needs them.
+      2. A waiting online request takes the slot and the pages of the youngest
+        batch requests, if it needs them.
       3. Batch decodes, oldest first, then batch prefills, while the predicted time stays within `limit_s`.
-    A step of online prompts alone may take longer than the limit. The later steps take fewer batch tokens, until
-    the mean step is within the limit again. A batch sequence without a token in a step keeps its slot and its
-    pages. A step without online tokens has no limit.
+    A step of online prompts alone may take longer than the limit. The later steps take fewer batch tokens,
+    until the mean step is within the limit again. A batch sequence without a token in a step keeps its slot
+    and its pages. A step without online tokens has no limit.
 
     Args:
       limit_s: seconds; infinity for no limit.

@@ -1,8 +1,8 @@
 """Continuous batching: the choice of the sequences and tokens of the next step, and of their pages.
 
-`Scheduler.schedule` runs before the results of the step before are known. A sampled token counts as soon as it
-is scheduled (`num_total`), and `commit` adds its value later. The scheduler keeps only the host's books of the
-pages. Because steps run in the order in which they are scheduled, a page can change hands at once.
+`Scheduler.schedule` runs before the results of the step before are known. A sampled token counts as soon as
+it is scheduled (`num_total`), and `commit` adds its value later. The scheduler keeps only the host's books of
+the pages. Because steps run in the order in which they are scheduled, a page can change hands at once.
 """
 
 import bisect
@@ -64,21 +64,21 @@ class Scheduler:
          and its memory are reserved, and other sequences continue.
       4. The step is filled exactly to the budget, or holds all work. A chunk that fills little of the last
          tile is shortened to the tile's border.
-    Older means a smaller `Sequence.key`: by priority, then by arrival. Sequence i of a request counts as if it
-    arrived i requests later, so a request of many sequences lets later requests start between them.
+    Older means a smaller `Sequence.key`: by priority, then by arrival. Sequence i of a request counts as if
+    it arrived i requests later, so a request of many sequences lets later requests start between them.
 
     With P pipeline stages, each call of `schedule` makes a micro-batch, and P micro-batches are in flight. A
-    sequence with a token from one of the last P - 1 calls does not decode in the present call. A prompt's chunks may
-    follow each other at once, because each stage computes them in order.
+    sequence with a token from one of the last P - 1 calls does not decode in the present call. A prompt's
+    chunks may follow each other at once, because each stage computes them in order.
 
     Fairness: a prompt is long if it has more tokens than a step. Together, long prompts get at most half
-    (rounded up) of the room that decodes leave, as long as shorter prompts use the other half. Without shorter
-    prompts the long prompts get all room. So a short prompt behind a very long prompt starts in the next step
-    with room, memory and a slot, and the long prompt takes at most twice its time. While a long prompt uses up
-    its share, waiting long prompts are passed over. Prompts of one kind run one after the other, because turns
-    would only delay the first prompts. No sequence starves. The oldest prefilling sequence gets at least half
-    of the room of every step. Decodes are bounded in number and length. No sequence overtakes the head of the
-    queue once the share of long prompts is free.
+    (rounded up) of the room that decodes leave, as long as shorter prompts use the other half. Without
+    shorter prompts the long prompts get all room. So a short prompt behind a very long prompt starts in the
+    next step with room, memory and a slot, and the long prompt takes at most twice its time. While a long
+    prompt uses up its share, waiting long prompts are passed over. Prompts of one kind run one after the
+    other, because turns would only delay the first prompts. No sequence starves. The oldest prefilling
+    sequence gets at least half of the room of every step. Decodes are bounded in number and length. No
+    sequence overtakes the head of the queue once the share of long prompts is free.
 
     The scheduler never deadlocks. `accept` refuses a request that does not fit by itself. The oldest running
     sequence can take the pages of all other sequences, so it ends, and the next sequence becomes the oldest.
@@ -91,7 +91,9 @@ class Scheduler:
         policy: StepPolicy | None = None,
         seeds: random.Random | None = None,
     ):
-        """`seeds`: draws the seeds of requests without one, for several schedulers; None for a source of its own."""
+        """`seeds`: draws the seeds of requests without one, for several
+        schedulers; None for a source of its own.
+        """
         self.config, self.tiers = config, tiers
         self.running = Running(config, tiers)
         self.lengths = OutputLengths()
@@ -202,7 +204,9 @@ class Scheduler:
         self.running.commit(slots[in_slot], tokens[in_slot])
 
     def in_slot(self, work: StepWork) -> np.ndarray:
-        """Return bool [n]: for each decode of a step, whether it still has the slot that it had in the step."""
+        """Return bool [n]: for each decode of a step, whether it still has
+        the slot that it had in the step.
+        """
         return self.running.slots.sequences[work.decode_slots] == work.decodes
 
     def commit_in_slot(self, slots: np.ndarray, tokens: np.ndarray) -> None:
@@ -300,7 +304,8 @@ class Scheduler:
     def _decoding(self) -> np.ndarray:
         """Return the slots that may decode in this step, int32 [n], ascending.
 
-        With several pipeline stages, the slots are those of one micro-batch, see `jaxflow.scheduler.micro_batch`.
+        With several pipeline stages, the slots are those of one micro-batch, see
+        `jaxflow.scheduler.micro_batch`.
         """
         slots = self.running.slots.decoding.nonzero()[0].astype(np.int32)
         if self.config.stages > 1:
@@ -314,7 +319,9 @@ class Scheduler:
         return np.array(oldest_first, np.int32)
 
     def grow_without_preemption(self, slots: np.ndarray) -> np.ndarray:
-        """Give the first of these slots pages for their tokens, as far as pages are free, and return these slots."""
+        """Give the first of these slots pages for their tokens, as far as pages
+        are free, and return these slots.
+        """
         tables = self.running.tables
         crossing = tables.crossing(slots, self.running.slots.num_computed[slots])
         free = np.array(tables.available()) - self._planned
@@ -343,8 +350,8 @@ class Scheduler:
           admit: False to admit no sequence.
           cut_prompts: False to begin a prompt that fits in a step only when it fits beside the decodes.
           share_room: True to give long prompts only half of the room at first, see `Scheduler`.
-          kind: of the sequences that prefill; None for all. Online sequences of a pass of their own take slots
-            and pages from batch sequences.
+          kind: of the sequences that prefill; None for all. Online sequences of a pass of their own take
+            slots and pages from batch sequences.
         """
         config, running = self.config, self.running
         self._admitting = self._admitting and admit

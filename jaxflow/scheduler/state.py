@@ -1,4 +1,6 @@
-"""The scheduler's data: sequences, the slots of the running ones, the waiting queue, and the work of one step."""
+"""The scheduler's data: sequences, the slots of the running ones, the waiting
+queue, and the work of one step.
+"""
 
 import bisect
 import dataclasses
@@ -150,7 +152,9 @@ class Sequence:
         self._counts[KNOWN] += 1
 
     def enter_slot(self, slot: int, counts: np.ndarray, recent: np.ndarray) -> None:
-        """Count in the slot table from here on: `counts` int32 [3] and `recent` int32 [block_size] are its."""
+        """Count in the slot table from here on: `counts` int32 [3] and
+        `recent` int32 [block_size] are its.
+        """
         self.slot, self._counts, self._recent = slot, counts, recent
 
     def leave_slot(self) -> None:
@@ -308,7 +312,8 @@ class WaitingQueue:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Chunk:
-    """Consecutive positions that a step prefills: in a prompt, or in the known tokens of a pre-empted sequence.
+    """Consecutive positions that a step prefills: in a prompt, or in the known
+    tokens of a pre-empted sequence.
 
     Attributes:
       start, tokens: the first position, and the number of positions.

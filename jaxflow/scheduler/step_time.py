@@ -59,7 +59,8 @@ def pairs_of(start: int, tokens: int) -> int:
 
 
 def most_within(limit_s: float, seconds: Callable[[int], float], most: int) -> int:
-    """Return the largest number of tokens, at most `most`, with `seconds(number) <= limit_s`; 0 if there is none.
+    """Return the largest number of tokens, at most `most`, with `seconds(number)
+    <= limit_s`; 0 if there is none.
 
     `seconds` must not fall.
     """
@@ -69,7 +70,9 @@ def most_within(limit_s: float, seconds: Callable[[int], float], most: int) -> i
 
 
 def keys_of(positions: np.ndarray) -> np.ndarray:
-    """Return the keys that the first k decodes read, int64 [n + 1], from the decodes' positions, int32 [n]."""
+    """Return the keys that the first k decodes read, int64 [n + 1], from the
+    decodes' positions, int32 [n].
+    """
     return np.concatenate([[0], np.cumsum(positions.astype(np.int64) + 1)])
 
 

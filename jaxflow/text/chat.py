@@ -1,7 +1,7 @@
 """Rendering of a conversation as a prompt, with the chat template of the model.
 
-Messages have the form of OpenAI's chat requests. They are not trusted: their form is checked, and their size is
-bounded. `template_sandbox` runs the template. By default a control token in a user's text is plain text.
+Messages have the form of OpenAI's chat requests. They are not trusted: their form is checked, and their size
+is bounded. `template_sandbox` runs the template. By default a control token in a user's text is plain text.
 """
 
 import itertools
@@ -71,8 +71,8 @@ def render_chat(
 
     Args:
       template: a tokenizer with a chat template, or the Jinja source.
-      messages: `{"role": ..., "content": ...}` as in OpenAI's chat requests, oldest first. `content` is a text,
-        a list of text parts, which are joined by line ends, or None. A message may have `name`,
+      messages: `{"role": ..., "content": ...}` as in OpenAI's chat requests, oldest first. `content` is a
+        text, a list of text parts, which are joined by line ends, or None. A message may have `name`,
         `tool_call_id`, `tool_calls` and `reasoning_content`.
       tools: descriptions of functions for the template.
       template_kwargs: further variables for the template, JSON values.
@@ -123,8 +123,8 @@ def encode_chat(
         token = None if role in KNOWN_ROLES else control.holding(role)
         if token is not None:
             raise ChatTemplateError(
-                f"messages[{i}].role={role!r} is part of the control token {token!r}; accepted: system, user, "
-                "assistant or another role",
+                f"messages[{i}].role={role!r} is part of the control token {token!r}; accepted: system, "
+                "user, assistant or another role",
                 f"messages[{i}].role",
             )
     given = control.marked(given)
@@ -236,8 +236,8 @@ class _Reader:
         role = self._text(f"{path}.role", message.get("role"))
         if not _ROLE.fullmatch(role):
             raise ChatTemplateError(
-                f"{path}.role {'is empty' if not role else f'is {role!r:.80}'}; most templates accept system, "
-                "user, assistant",
+                f"{path}.role {'is empty' if not role else f'is {role!r:.80}'}; most templates accept "
+                "system, user, assistant",
                 f"{path}.role",
             )
         made: dict[str, Any] = {"role": role}

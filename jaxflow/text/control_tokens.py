@@ -1,9 +1,9 @@
 """Encoding of a conversation in which control tokens written by a user stay plain text.
 
-A control token is a special token of at least two characters, as `<|im_end|>`. `ControlTokens.mark` puts a mark
-into each place of a user's text where a control token could begin or end. The chat template then writes its
-own control tokens beside the marked text. A second tokenizer of the same model finds only tokens without a
-mark, and its normalizer removes the marks before the text is split into words.
+A control token is a special token of at least two characters, as `<|im_end|>`. `ControlTokens.mark` puts a
+mark into each place of a user's text where a control token could begin or end. The chat template then writes
+its own control tokens beside the marked text. A second tokenizer of the same model finds only tokens without
+a mark, and its normalizer removes the marks before the text is split into words.
 """
 
 import itertools

@@ -40,8 +40,8 @@ def read_gguf_vocabulary(path: Path) -> Vocabulary:
     """Read the vocabulary, special tokens and chat template of a GGUF file.
 
     Raises:
-      TokenizerError: not a GGUF file, or a vocabulary that is missing, inconsistent or of an unknown kind. The
-        error names the key.
+      TokenizerError: not a GGUF file, or a vocabulary that is missing, inconsistent or of an unknown
+        kind. The error names the key.
     """
     try:
         metadata = read_metadata(path)

@@ -240,7 +240,8 @@ def _check_format(text: str, values: Iterable[Any]) -> None:
     budget.charge(len(text) + fields * (MAX_WIDTH + largest))
 
 
-# The methods of texts that a template may call, and the size of each result: (text, *arguments) -> characters.
+# The methods of texts that a template may call, and the size of each result:
+# (text, *arguments) -> characters.
 _TEXT_METHODS: dict[str, Callable[..., int]] = {
     **dict.fromkeys(
         (

@@ -1,4 +1,6 @@
-"""`Tokenizer` encodes and decodes text. `load_tokenizer` reads it from a Hugging Face folder or a GGUF file."""
+"""`Tokenizer` encodes and decodes text. `load_tokenizer` reads it from a
+Hugging Face folder or a GGUF file.
+"""
 
 import copy
 import functools
@@ -80,7 +82,9 @@ class Tokenizer:
         return max(map(len, self._backend.get_vocab()), default=1)
 
     def check_chars(self, chars: int, max_tokens: int) -> None:
-        """Check a number of characters. Raises: TooManyTokens for more than `max_tokens` of the longest tokens."""
+        """Check a number of characters. Raises: TooManyTokens for more than
+        `max_tokens` of the longest tokens.
+        """
         most = max_tokens * self.max_token_chars
         if chars > most:
             raise TooManyTokens(f"at most {max_tokens} tokens, and at most {most} characters")
@@ -88,8 +92,9 @@ class Tokenizer:
     def check_length(self, text: str, max_tokens: int) -> None:
         """Check that a text can have at most about `max_tokens` tokens, at a bounded cost.
 
-        No text passes that has more than twice `max_tokens` tokens and more than `PIECE_CHARS` bytes. The cost is
-        that of tokenizing about `2 * max_tokens` tokens, however long the text is. The text is valid Unicode.
+        No text passes that has more than twice `max_tokens` tokens and more than `PIECE_CHARS`
+        bytes. The cost is that of tokenizing about `2 * max_tokens` tokens, however long the text
+        is. The text is valid Unicode.
 
         Raises:
           TooManyTokens: the text has more characters than `max_tokens` of the longest tokens, or its first

@@ -69,7 +69,9 @@ _BYTE_OF_CHARACTER = _byte_of_character()
 
 @dataclasses.dataclass(frozen=True)
 class _Decoding:
-    """The settings of a `tokenizers` decoder. Two kinds are supported: ByteLevel and SentencePiece's chain."""
+    """The settings of a `tokenizers` decoder. Two kinds are supported:
+    ByteLevel and SentencePiece's chain.
+    """
 
     byte_level: bool = False
     byte_fallback: bool = False
@@ -84,7 +86,8 @@ def _decoding(decoder: dict[str, Any]) -> _Decoding:
         return _Decoding(byte_level=True)
     if not _SENTENCEPIECE_STEPS.fullmatch("".join(f"{kind} " for kind in kinds)):
         raise TokenizerError(
-            f"decoder {'+'.join(kinds)} is not supported; accepted: ByteLevel, Replace+ByteFallback+Fuse+Strip"
+            f"decoder {'+'.join(kinds)} is not supported; accepted: ByteLevel, "
+            "Replace+ByteFallback+Fuse+Strip"
         )
     replace: list[tuple[str, str]] = []
     for step in steps:
@@ -123,7 +126,8 @@ class Pieces(dict[int, "str | bytes | None"]):
             )
         self._decoding = _decoding(json.loads(backend.decoder.__getstate__()))
         self.strips_space = self._decoding.strips_space
-        # An incomplete character becomes one U+FFFD in byte-level BPE, and one U+FFFD a byte in SentencePiece.
+        # An incomplete character becomes one U+FFFD in byte-level BPE, and one
+        # U+FFFD a byte in SentencePiece.
         self.errors = "replace" if self._decoding.byte_level else "jaxflow.replace_each_byte"
 
     def __missing__(self, token_id: int) -> str | bytes | None:
@@ -165,7 +169,9 @@ class TextStream:
         self._strip = pieces.strips_space
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """Add tokens and return the characters that they complete. Raises: TokenizerError for a negative id."""
+        """Add tokens and return the characters that they complete. Raises:
+        TokenizerError for a negative id.
+        """
         pieces, text = self._pieces, ""
         for token_id in token_ids:
             piece = pieces[token_id]

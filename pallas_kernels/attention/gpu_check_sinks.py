@@ -4,8 +4,8 @@
     python -m pallas_kernels.attention.gpu_check_sinks --toy --only check
 
 Prints one line per case: the error ‖kernel − reference‖ / ‖reference‖ on fresh random ragged inputs, and the
-time of a call with and without sinks, in the same run. With --toy the kernels run on small inputs on the CPU, in
-the Mosaic interpreter.
+time of a call with and without sinks, in the same run. With --toy the kernels run on small inputs on the
+CPU, in the Mosaic interpreter.
 """
 
 import dataclasses

@@ -30,8 +30,8 @@ def online_softmax(scores, valid, v, state, einsum: Callable[..., Array] = jnp.e
 def add_sink_logits(total, top, sink_logits):
     """Return the softmax's denominator [..., rows] with the term of each row's attention sink.
 
-    top: the maximum of each row's scores, which `total` is relative to. The exponent is bounded: the output of
-    a row whose sink is so far above its scores is 0 in float32 either way.
+    top: the maximum of each row's scores, which `total` is relative to. The exponent is bounded: the output
+    of a row whose sink is so far above its scores is 0 in float32 either way.
     """
     return total + jnp.exp(jnp.minimum(sink_logits.astype(jnp.float32) - top, _MOST_OVER))
 
@@ -52,7 +52,9 @@ def first_keys(lengths: Array, window: int | None, spans: Array | None) -> Array
 
 
 def block_at(i: Array, skipped: Array, sink_blocks: int) -> Array:
-    """Return the block of step i of a loop that begins at `skipped`: the blocks of the sinks, then the last blocks."""
+    """Return the block of step i of a loop that begins at `skipped`: the blocks of
+    the sinks, then the last blocks.
+    """
     return i if sink_blocks == 0 else jnp.where(i - skipped < sink_blocks, i - skipped, i)
 
 

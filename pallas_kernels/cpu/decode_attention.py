@@ -20,8 +20,8 @@ def decode_attention(
 ) -> Float[Array, "T N H"]:
     """Return the attention of one new token a sequence over its pages.
 
-    The reference implementation is `pallas_kernels.attention.decode.reference.decode_attention`, which describes the
-    arguments.
+    The reference implementation is `pallas_kernels.attention.decode.reference.decode_attention`,
+    which describes the arguments.
     """
     return reference.decode_attention(
         q, k_pages, v_pages, page_table, lengths, **settings, einsum=einsum_by_query
@@ -31,8 +31,9 @@ def decode_attention(
 def einsum_by_query(form: str, x: Array, y: Array) -> Array:
     """Return `jnp.einsum(form, x, y)`, one row of the axis `g` after the other.
 
-    g is the last axis but one of x and of the result. XLA's product of a few rows and a block of keys arranges the
-    block anew, which takes longer than the product itself. A product of one row reads the block as it is.
+    g is the last axis but one of x and of the result. XLA's product of a few rows and a block
+    of keys arranges the block anew, which takes longer than the product itself. A product of
+    one row reads the block as it is.
     """
     if x.shape[-2] > _MOST_QUERIES:
         return jnp.einsum(form, x, y)

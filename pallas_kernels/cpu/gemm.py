@@ -1,7 +1,7 @@
 """Matrix products in forms that XLA runs fast on a CPU, above all products of one row.
 
-XLA multiplies one row by a matrix on one core. It first converts a matrix of bfloat16 or e4m3 as a whole, in every
-step. The forms here use all cores, and read each weight of one row once.
+XLA multiplies one row by a matrix on one core. It first converts a matrix of bfloat16 or e4m3 as a whole, in
+every step. The forms here use all cores, and read each weight of one row once.
 """
 
 import os
@@ -27,8 +27,8 @@ def gemm(
 ) -> Float[Array, "M N2"] | Quantized:
     """Return act(x @ w.T + bias) + residual, summed in float32.
 
-    The reference implementation is `pallas_kernels.gemm.reference.gemm`, which describes the settings. Weights of e4m3
-    hold no NaN.
+    The reference implementation is `pallas_kernels.gemm.reference.gemm`, which describes the
+    settings. Weights of e4m3 hold no NaN.
     """
     return reference.gemm(x, w, bias, **settings, multiply=multiply)
 
@@ -70,9 +70,9 @@ def _row_blocks(x: Float[Array, "1 K"], w: Float[Array, "N K"]) -> Float[Array, 
 def _sum_of_terms(x: Float[Array, "1 K"], w: Shaped[Array, "N K"], terms: int) -> Float[Array, "1 N"]:
     """Return x @ w.T from the sums [N, K / terms] of `terms` slices of the columns.
 
-    XLA makes one loop of vector instructions of these sums and of the conversion of w, and divides its rows among the
-    cores. A sum over all columns in the same loop would add one number at a time, and the loop would compute x anew for
-    every row. So barriers keep both outside.
+    XLA makes one loop of vector instructions of these sums and of the conversion of w, and divides its rows
+    among the cores. A sum over all columns in the same loop would add one number at a time, and the loop
+    would compute x anew for every row. So barriers keep both outside.
     """
     width = w.shape[1] // terms
     if w.dtype == jnp.float8_e4m3fn:
@@ -86,15 +86,17 @@ def _sum_of_terms(x: Float[Array, "1 K"], w: Shaped[Array, "N K"], terms: int) -
 
 
 def _bits(x: Shaped[Array, "*M"]) -> Shaped[Array, "*M"]:
-    """Return the bits of e4m3 numbers, uint8. Slices of e4m3 numbers themselves XLA would convert to float16 and back."""
+    """Return the bits of e4m3 numbers, uint8. Slices of e4m3 numbers themselves XLA
+    would convert to float16 and back.
+    """
     return lax.bitcast_convert_type(x, jnp.uint8)
 
 
 def _to_float32(x: Shaped[Array, "*M"]) -> Float[Array, "*M"]:
     """Return x in float32. uint8 are the bits of e4m3 numbers, of which a 256th is returned.
 
-    The bits of an e4m3 number in the places of a float16 stand for a 256th of the number, which may be subnormal. CPUs
-    convert float16 by one instruction. XLA converts e4m3 by about twenty.
+    The bits of an e4m3 number in the places of a float16 stand for a 256th of the number, which may be
+    subnormal. CPUs convert float16 by one instruction. XLA converts e4m3 by about twenty.
     """
     if x.dtype != jnp.uint8:
         return x.astype(jnp.float32)

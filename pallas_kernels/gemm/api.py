@@ -231,7 +231,8 @@ def kernel(choice: Choice) -> Callable:
 
         return fp8_flat_gemm
     raise ValueError(
-        f"kernel={choice.kernel!r} in a tuned table: accepted are fma, flat, dense, fp8, fp8_flat, int4 or xla"
+        f"kernel={choice.kernel!r} in a tuned table: accepted are fma, flat, dense, fp8, fp8_flat, int4 or "
+        "xla"
     )
 
 

@@ -19,6 +19,7 @@ def check_bias_and_residual(
     shape = (m, n // 2 if gated else n)
     if residual is not None and (residual.shape, residual.dtype) != (shape, dtype):
         raise ValueError(
-            f"residual {residual.dtype}{list(residual.shape)}: accepted is {jnp.dtype(dtype).name}{list(shape)}, "
+            f"residual {residual.dtype}{list(residual.shape)}: accepted is "
+            f"{jnp.dtype(dtype).name}{list(shape)}, "
             "the shape of the result"
         )

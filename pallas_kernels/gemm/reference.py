@@ -106,8 +106,8 @@ def finish(
 def gate_mul(y: Float[Array, "M F2"], block: int, activation: str | None) -> Float[Array, "M F"]:
     """Return act(gate) · up for columns in alternating blocks of `block` gates and `block` ups.
 
-    `clamped_swiglu`, of gpt-oss, is g · sigmoid(1.702 · g) · (u + 1) of the gate g, at most 7, and of the up u
-    from -7 to 7.
+    `clamped_swiglu`, of gpt-oss, is g · sigmoid(1.702 · g) · (u + 1) of the gate g, at most
+    7, and of the up u from -7 to 7.
     """
     pair = y.reshape(y.shape[0], -1, 2, block)
     gate, up = pair[:, :, 0], pair[:, :, 1]

@@ -56,7 +56,9 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The kernel for products of up to `rows` rows, and the fields of its tile (empty: the kernel chooses)."""
+    """The kernel for products of up to `rows` rows, and the fields of its
+    tile (empty: the kernel chooses).
+    """
 
     rows: int
     kernel: str

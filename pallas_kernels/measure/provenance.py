@@ -20,8 +20,8 @@ _PACKAGES = ("jaxflow", "jax", "jaxlib", "numpy")
 def provenance(command: str) -> dict[str, Any]:
     """Return the keys of `KEYS` for a measurement of this process.
 
-    command: the command line that makes the report. Clock and watts are None until a measurement fills them in.
-    The date is a day in UTC.
+    command: the command line that makes the report. Clock and watts are None until a measurement fills
+    them in. The date is a day in UTC.
     """
     driver, cuda = _driver()
     versions = {name: _version(name) for name in _PACKAGES} | {"python": platform.python_version()}
@@ -55,7 +55,9 @@ def _checkout() -> str | None:
 
 
 def _git(*words: str) -> str | None:
-    """Return the output of a git command in the folder of the sources, or None if it fails or prints nothing."""
+    """Return the output of a git command in the folder of the sources, or None
+    if it fails or prints nothing.
+    """
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():  # an installed package in the environment of another checkout
         return None

@@ -216,7 +216,9 @@ def draw_inputs(rng, count, columns, limited):
 
 
 def check_draw(rows, rng, count, columns, limited):
-    """Check the drawn tokens. The noise of the kernel differs by up to 7e-6, so a few of a million draws may differ."""
+    """Check the drawn tokens. The noise of the kernel differs by up to 7e-6, so a few
+    of a million draws may differ.
+    """
     args = draw_inputs(rng, count, columns, limited)
     poison_memory(jax.eval_shape(draw, *args))
     got, want = (jax.jit(f)(*args) for f in (draw, draw_reference.draw))
@@ -229,7 +231,9 @@ def last_rows(x: jax.Array, count: int) -> jax.Array:
 
 
 def check_far_rows(rows, rng, kernel, tokens=2**19 + 8, width=4096, last=64):
-    """Check that the last rows of arrays of more than 2**31 elements give the same bits as in small arrays."""
+    """Check that the last rows of arrays of more than 2**31 elements give
+    the same bits as in small arrays.
+    """
     x = normal(rng, 1025, width)[jnp.arange(tokens) % 1025]
     args = (x, x) if kernel is add_norm else (x,)
     run = jax.jit(

@@ -153,8 +153,8 @@ def decode_attention(
     The reference implementation is `pallas_kernels.attention.decode.reference.decode_attention`.
 
     Args:
-      q: [T, N, H] bfloat16, float16 or float32, H a power of two from 16; N / K from 1 to 16. The first B rows
-        belong to the sequences.
+      q: [T, N, H] bfloat16, float16 or float32, H a power of two from 16; N / K from 1 to 16. The first
+        B rows belong to the sequences.
       k_pages, v_pages: [P, K, 64, H], of q's dtype; unwritten positions are not read.
       page_table: [B, MP] int32. lengths: [B] int32, 0 skips the row.
       k_scale, v_scale: None only, because this kernel reads no 8-bit cache.

@@ -137,7 +137,8 @@ def _check_measured(shape: Mapping[str, Any], one: Mapping[str, Any]) -> None:
     rows, us = one.get("rows"), one.get("us")
     if not isinstance(rows, int) or not us or not all(isinstance(time, float | int) for time in us.values()):
         raise ValueError(
-            f"rows={rows!r}, us={us!r} of {shape}: accepted are a number of rows, and the microseconds of each kernel"
+            f"rows={rows!r}, us={us!r} of {shape}: accepted are a number of rows, and the microseconds of "
+            "each kernel"
         )
     if one.get("xla", ANY) not in (CUBLAS, ANY):
         raise ValueError(

@@ -114,7 +114,8 @@ def define_flags() -> None:
     flags.DEFINE_boolean(
         "by_name",
         False,
-        "Match rows without digests by the plan's name and tokens. Use this only if the measured plan of that name "
+        "Match rows without digests by the plan's name and tokens. Use this only if the measured plan of "
+        "that name "
         "equals the file: the name defines the plan, or the file has not changed since the measurement.",
     )
     flags.DEFINE_string("out", None, "Output file of the corrected plan.")
@@ -162,7 +163,9 @@ def run() -> None:
 
 
 def read_report(path: str) -> PlansReportFile:
-    """Read a report. Raises: ConfigError with the file, and the field that `bench plans` writes differently."""
+    """Read a report. Raises: ConfigError with the file, and the field that
+    `bench plans` writes differently.
+    """
     try:
         return msgspec.json.decode(Path(path).read_bytes(), type=PlansReportFile)
     except OSError as error:
@@ -212,7 +215,9 @@ def check_kind(plan: Plan, reports: Mapping[str, PlansReportFile], model: str | 
 
 
 def _layers(name: str, place: str) -> int:
-    """Return the layers of a model that is shipped, or found here. Raises: ConfigError for any other model."""
+    """Return the layers of a model that is shipped, or found here. Raises:
+    ConfigError for any other model.
+    """
     try:
         return open_checkpoint(
             name if name in shipped_configs() else place, load_format="dummy"

@@ -98,7 +98,9 @@ def make_tasks(setting: SearchProblem, cuts: Sequence[int]) -> tuple[list[Task],
 
 
 def most_promising(setting: SearchProblem, sequential_s: float, limit: Deadline) -> list[tuple[int, ...]]:
-    """Return the sets of cuts by estimated period; sets after the time limit come last, without an estimate."""
+    """Return the sets of cuts by estimated period; sets after the time limit
+    come last, without an estimate.
+    """
     around, _ = setting.in_time((), sequential_s)
     return sorted(
         filter(None, cut_sets(setting)),

@@ -59,9 +59,9 @@ def most_decodes(
     """Return the requests of these lengths that decode in a step of an engine on the profile's devices.
 
     Steps have `tokens` tokens; the prompts that replace finished requests are counted. utilization: the
-    engine's `gpu_memory_utilization`. stages: the layers of each pipeline stage, whose micro-batches share the
-    requests; empty without stages. The result is inf without outputs, and where the device's memory is
-    unknown.
+    engine's `gpu_memory_utilization`. stages: the layers of each pipeline stage, whose
+    micro-batches share the requests; empty without stages. The result is inf without outputs, and
+    where the device's memory is unknown.
 
     Raises: ConfigError where not even one request fits next to the weights.
     """

@@ -170,8 +170,8 @@ def define_flags() -> None:
         "sms",
         [],
         (
-            "SM counts offered to memory-bound ops; concurrent products get the rest. Default: all counts of a "
-            "profile, a few with --modelled."
+            "SM counts offered to memory-bound ops; concurrent products get the rest. Default: all counts of "
+            "a profile, a few with --modelled."
         ),
     )
     flags.DEFINE_integer(
@@ -327,7 +327,8 @@ def _solve_form(
     parallel = ParallelConfig(profile.tensor_parallel_size, pp=max(1, len(stages)))
     kind = (name, profile.device, parallel, profile.dtype, profile.kv_cache_dtype)
     target = Target(*kind, load.decode_tokens, load.real_tokens - load.decode_tokens, round(load.decode_keys))
-    title = f"searched {Path(name).name} {load.tokens} {workload}"  # the name of a model's folder, without its path
+    # The name of a model's folder, without its path.
+    title = f"searched {Path(name).name} {load.tokens} {workload}"
     known, found, solved = best_known(model, setting, f.orders, stop_s), None, None
     if SOLVER in f.orders:
         left_s, say = max(1.0, stop_s - time.monotonic()), lambda line: bar.write(line, file=sys.stderr)
@@ -495,7 +496,9 @@ def check_scattered(tp: int, **numbers: Sequence[int]) -> None:
 
 
 def check_files(out: Path, files: Sequence[Path]) -> None:
-    """Make the output folder, before the search. Raises: ConfigError where a plan's file cannot be written."""
+    """Make the output folder, before the search. Raises: ConfigError where a
+    plan's file cannot be written.
+    """
     with contextlib.suppress(OSError):
         files[0].parent.mkdir(parents=True, exist_ok=True)
     for file in files:

@@ -175,8 +175,8 @@ def report(result: PlanResult, path: Path) -> str:
             "  us a layer: " + ", ".join(f"{1e6 * value:.1f} {what}" for what, value in us.items()),
             f"  {'a known order' if result.was_known else "the solver's order"}: {_of_orders(result)}",
             (
-                f"  relative to the sequential plan: {result.sequential_s / timeline.period_s:.3f}x a layer{rival}; "
-                f"{_of_a_step(result)}"
+                f"  relative to the sequential plan: {result.sequential_s / timeline.period_s:.3f}x a "
+                f"layer{rival}; {_of_a_step(result)}"
             ),
         )
     )

@@ -61,7 +61,9 @@ class SearchProblem:
 
     @property
     def governor(self) -> Governor | None:
-        """Return the model of the power governor, or None without the card's joules or the profile's clocks."""
+        """Return the model of the power governor, or None without the card's
+        joules or the profile's clocks.
+        """
         return (
             governor_of(self.device.name, self.shares.profile.dtype)
             if self.device is not None and self.shares.clocked

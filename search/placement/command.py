@@ -197,7 +197,8 @@ def describe(
         lines.append(f"Schedule: diagonal, in a long run; the best zig-zag block: {best:.2f} tokens/s")
     lines.append(f"Binding: {_binding(made)}; full: {_full(memory, made)}")
     lines.append(
-        f"Bound by the link's bandwidth: {made.link_tokens_per_s:.2f} tokens/s for this policy, {bound:.2f} for any; "
+        f"Bound by the link's bandwidth: {made.link_tokens_per_s:.2f} tokens/s for this policy, {bound:.2f} "
+        "for any; "
         f"busy {made.link_s / made.latency_s:.0%} of the time"
     )
     return lines

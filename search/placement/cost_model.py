@@ -3,22 +3,26 @@
 Every term is linear in the nine shares. The same code gives numbers for a policy and expressions for the
 linear program. It supports any family through `jaxflow.model.graph`. Differences from the paper:
 
-- The host's attention is a sixth term next to the device's compute, since they overlap. The paper adds the two.
-- KV of new tokens crosses to its tier; with host attention, queries and outputs cross too. The paper leaves both out.
+- The host's attention is a sixth term next to the device's compute, since they
+  overlap. The paper adds the two.
+- KV of new tokens crosses to its tier; with host attention, queries and outputs cross
+  too. The paper leaves both out.
 - Without host attention, KV that is not on the device crosses each step.
-- Attention keeps no score matrix on the device, pinned weights need no second copy on the host, and the embedding
-  and head stay on the device.
+- Attention keeps no score matrix on the device, pinned weights need no second copy on the host, and the
+  embedding and head stay on the device.
 - A batch at a layer costs driver time in which the device waits, so small batches are not free.
-- A product takes at least the time of reading its weights. 4-bit tensors are unpacked before use, for each batch.
-- Where the runtime keeps KV in pages, full pages cross, with room for all tokens of a sequence, also beyond a window.
-- In the diagonal schedule a pass over the layers has prompts of some batches and decodes of others. Both use one
-  fetch of a layer, and their terms add up before the longest term is taken.
-- A pipeline of m stages passes m micro-batches through its layers for each token (§4.4). A stage has the layers'
-  m-th part, so the seconds are those of all layers for one micro-batch. The prompts wait until the stages are filled.
-  The hand-over between stages takes no time.
+- A product takes at least the time of reading its weights. 4-bit tensors are
+  unpacked before use, for each batch.
+- Where the runtime keeps KV in pages, full pages cross, with room for all tokens of a
+  sequence, also beyond a window.
+- In the diagonal schedule a pass over the layers has prompts of some batches and decodes of others. Both use
+  one fetch of a layer, and their terms add up before the longest term is taken.
+- A pipeline of m stages passes m micro-batches through its layers for each token (§4.4). A stage has the
+  layers' m-th part, so the seconds are those of all layers for one micro-batch. The prompts wait until the
+  stages are filled. The hand-over between stages takes no time.
 - With top-k sparse values a decode loads all keys and the chosen rows of V; the host's memory gives the rows.
-- Where the device is the host itself, compute and copies take turns, so these terms add up. So they do for 4 bits
-  in FlexGen's own runtime (`Machine.unpack_weights_per_s`).
+- Where the device is the host itself, compute and copies take turns, so these terms add up. So they do for 4
+  bits in FlexGen's own runtime (`Machine.unpack_weights_per_s`).
 """
 
 import collections
@@ -135,7 +139,9 @@ def passes(choice: BlockChoice, output_tokens: int, blocks: int | None = None) -
 def pass_terms(
     work: PlacementWorkload, machine: Machine, choice: BlockChoice, placed: TierShares, one: Passes
 ) -> dict[str, Any]:
-    """Return the seconds of one layer in a pass, by `TERMS`. Prompts and decodes share the layer's weights."""
+    """Return the seconds of one layer in a pass, by `TERMS`. Prompts and
+    decodes share the layer's weights.
+    """
     found: dict[str, Any] = dict.fromkeys(TERMS, 0.0)
     for batches, terms in ((one.prompts, prefill_terms), (one.decodes, decode_terms)):
         if batches:
@@ -192,7 +198,9 @@ def decode_terms(
 
 
 def _attended(work: PlacementWorkload, choice: BlockChoice) -> float:
-    """Return the share of a decode's cached KV that attention reads: all, or the keys and the chosen V rows."""
+    """Return the share of a decode's cached KV that attention reads: all, or
+    the keys and the chosen V rows.
+    """
     if not choice.sparse_values:
         return 1.0
     return (1 + work.top_rows(choice.value_top_k_percent).mean / work.mean_keys) / 2
@@ -298,7 +306,8 @@ def memory_bytes(work: PlacementWorkload, choice: BlockChoice, placed: TierShare
     """Return the peak bytes on device, host and disk: resident tensors, and double buffers of crossing ones.
 
     The peak is over prefill and decode, with the prompts' activations and the KV of finished sequences. In a
-    pipeline the bytes are those of each stage, which has the KV of all micro-batches and the activations of one.
+    pipeline the bytes are those of each stage, which has the KV of all
+    micro-batches and the activations of one.
     """
     size, block, stages = choice.gpu_batch_size, choice.block_size, choice.pipeline_parallel_size
     layers = work.layers / stages

@@ -12,8 +12,8 @@ the cache.
 
 --runs corrects a machine's rates by complete runs: blocks with a measured latency, against the cost model.
 Curves are measured one at a time, but in a run they share caches, threads and links. Each rate gets a
-factor, and so does the driver's time for a batch at a layer (`batch_layer_s`). The factors are fitted with optax
-to the logarithms of the latencies. Factors far from 1 have a cost, so a rate without effect on the runs
+factor, and so does the driver's time for a batch at a layer (`batch_layer_s`). The factors are fitted with
+optax to the logarithms of the latencies. Factors far from 1 have a cost, so a rate without effect on the runs
 stays as measured. From runs that are all in 4 bits, only `unpack_weights_per_s` is fitted.
 """
 

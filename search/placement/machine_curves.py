@@ -63,8 +63,9 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     device_memory: Curve  # bytes read or written apart from products
     host_attention: Curve  # bytes of KV that the host attends to
     one_processor: bool = False  # the device is the host: their work takes turns
-    # Elements a second that FlexGen's own runtime unpacks from 4 bits: a layer once for a block, with no transfer
-    # meanwhile. None: the program of each batch unpacks at the rate of `device_memory`, while others transfer.
+    # Elements a second that FlexGen's own runtime unpacks from 4 bits: a layer once for a block,
+    # with no transfer meanwhile. None: the program of each batch unpacks at the rate of
+    # `device_memory`, while others transfer.
     unpack_weights_per_s: float | None = None
     batch_layer_s: float = 0.0  # seconds that the device waits for the driver, for a batch at a layer
     schema_version: int = SCHEMA_VERSION

@@ -217,7 +217,9 @@ def _searched(
     percents: list[float],
     refused: dict[str, str],
 ) -> Iterator[dict[str, Any]]:
-    """Run the best policy of each name and percentage. `refused` receives the reasons of those that do not fit."""
+    """Run the best policy of each name and percentage. `refused` receives the
+    reasons of those that do not fit.
+    """
     for name, percent in itertools.product(names, percents or [options.value_top_k_percent]):
         title = _with_percent(name, percent) if percents else name
         try:
@@ -243,7 +245,8 @@ def _run_named(bench: OffloadBench, options: PlacementOptions, name: str) -> dic
         except PlacementError:
             if refused is None:
                 raise
-            break  # the account of the runtime says more than the cost model, which has the rest of the memory
+            # The account of the runtime says more than the cost model, which has the rest of the memory.
+            break
         predicted = predict(bench.work, bench.machine, policy, overlap=overlap)
         try:
             return _run(bench, name, policy, overlap=overlap, schedule=schedule)
@@ -345,6 +348,7 @@ def _line(row: dict[str, Any]) -> str:
     block = f"{policy['gpu_batch_size']}x{policy['num_gpu_batches']}"
     predicted = row["predicted"]
     return (
-        f"{row['name']:20}{block:>8} {shares:34}{row['tokens_per_s']:>10.2f} tok/s, predicted {predicted['tokens_per_s']:>9.2f} "
+        f"{row['name']:20}{block:>8} {shares:34}{row['tokens_per_s']:>10.2f} tok/s, predicted "
+        f"{predicted['tokens_per_s']:>9.2f} "
         f"({predicted['latency_error']:+.0%} latency), link busy {row['link']['busy_share']:.0%}"
     )

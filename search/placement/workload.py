@@ -89,7 +89,9 @@ class PlacementWorkload:
         return CrossingTokens(self.kept_keys, self._prompt_pages + (self.output_tokens - 2) / 2)
 
     def top_rows(self, percent: float) -> "TopRows":
-        """Return the V rows of a sequence and KV head that decodes fetch (`jaxflow.flexgen.sparse_values`)."""
+        """Return the V rows of a sequence and KV head that decodes fetch
+        (`jaxflow.flexgen.sparse_values`).
+        """
         cached = range(self.prompt_tokens, self.prompt_tokens + self.output_tokens - 1)
         room = self._top(percent, self.prompt_tokens + self.output_tokens - 2)
         return TopRows(room, sum(self._top(percent, n) for n in cached) / max(1, len(cached)))
@@ -140,7 +142,9 @@ def workload(
     wide_bytes: float = BYTES[16],
     page_size: int | None = None,
 ) -> PlacementWorkload:
-    """Read the sizes from the model's graph, averaged over its layers. Raises: ConfigError for latent attention."""
+    """Read the sizes from the model's graph, averaged over its layers. Raises:
+    ConfigError for latent attention.
+    """
     check_has_heads(config, "an offloaded run")
     graph = model_graph(config, 1, Widths(weights=1.0, wide_weights=1.0))
     many, one = Composition(decode_tokens=1e9, decode_keys=1), Composition(decode_tokens=1, decode_keys=1)

@@ -12,8 +12,8 @@ fit is a lower bound.
 
 The entries of --profile, products and attention with watts and clocks, are not fitted. An entry that needs
 less than the fit lowers the joules of its own work only: of a byte, or of a FLOP of its dtype. The command
-prints the bound next to the shipped one, and writes it in the form of `power` in `pallas_kernels/cards`, which engines
-and searches read.
+prints the bound next to the shipped one, and writes it in the form of `power` in `pallas_kernels/cards`,
+which engines and searches read.
 """
 
 import decimal

@@ -113,7 +113,9 @@ def coarse_first(values: Iterable[int]) -> list[int]:
 
 
 def described(left: Sequence[Measurement]) -> str:
-    """Return a summary of measurements: the number of each op, in isolation, on part of the SMs or in pairs."""
+    """Return a summary of measurements: the number of each op, in isolation,
+    on part of the SMs or in pairs.
+    """
     counts = collections.Counter(
         f"{entry.product.op} with {entry.other.op}" if isinstance(entry, OpPair)
         else f"{entry.op}{'' if entry.sms is None else ' on a share'}"

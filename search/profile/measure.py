@@ -120,7 +120,8 @@ def define_flags() -> None:
     flags.DEFINE_list(
         "sms",
         None,
-        "SM counts of attention next to concurrent products; default: 24,32,40,48 where kernels can be bounded.",
+        "SM counts of attention next to concurrent products; default: 24,32,40,48 where kernels can be "
+        "bounded.",
     )
     flags.DEFINE_enum(
         "dtype", "auto", DTYPES, "Of weights and products; auto: bfloat16 on GPU, float32 on CPU."

@@ -145,7 +145,9 @@ def copied(profile: Profile, graph: Graph, card: Card) -> Profile:
     sums = {op.name: op for layer in graph.layers for op in layer if op.kind == "network"}
 
     def sent_s(name: str, one: OpTime) -> float:
-        """Return the seconds of an exchange: each device sends its part, as in an all-reduce of two devices."""
+        """Return the seconds of an exchange: each device sends its part, as
+        in an all-reduce of two devices.
+        """
         if measured:
             return seconds(profile, EXCHANGE, one.tokens)
         assert card.exchange_s is not None and card.exchange_bytes_per_s is not None

@@ -283,7 +283,9 @@ class LayerBench:
         return page_groups(self.config, self.kv_dtype, 1)[0].shapes(pages, PAGE_SIZE)[0]
 
     def pages(self, case: OpCase, most_keys: int) -> tuple[int, int, int]:
-        """Return (rows of the page table, its columns, pages) of a case with contexts of up to `most_keys`."""
+        """Return (rows of the page table, its columns, pages) of a case with
+        contexts of up to `most_keys`.
+        """
         rows, longest = case.tokens, most_keys
         if case.op != "decode_attention":
             rows, longest = (
@@ -295,7 +297,9 @@ class LayerBench:
         return rows, columns, max(columns, min(rows * columns, _MOST_CACHE_BYTES // a_page))
 
     def batch(self, case: OpCase, most_keys: int | None = None) -> Batch:
-        """Return the tokens of a case, in random pages. most_keys: the page table's room; None: the case's."""
+        """Return the tokens of a case, in random pages. most_keys: the page
+        table's room; None: the case's.
+        """
         rows, columns, pages = self.pages(case, most_keys or case.keys)
         t, at = (
             case.tokens,

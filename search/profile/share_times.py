@@ -30,8 +30,8 @@ class ShareTimes:
 
     products: their [K, N], if the profile lacks their waves. A profile of pairs was measured at many sizes
     on the full device, so it knows the waves there, but not on parts of it. card: the constants of the
-    device; None: the shipped ones. memory_sms: the SMs offered to memory-bound ops, with the rest for compute-bound
-    ops; None: all measured counts.
+    device; None: the shipped ones. memory_sms: the SMs offered to memory-bound ops, with the rest for
+    compute-bound ops; None: all measured counts.
     """
 
     def __init__(

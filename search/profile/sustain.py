@@ -18,9 +18,9 @@ _WINDOWS = 3
 class Sustained:
     """The time and energy of one run on the first card. All cards of a tensor-parallel run do the same work.
 
-    seconds: the median over the windows. watts, clock_mhz: mean power and median SM clock over all windows, or
-    None without a driver. joules: energy of one run by the energy counter, idle power included, or None if the
-    counter showed fewer than two steps. energy_step_s: median seconds between steps of the counter.
+    seconds: the median over the windows. watts, clock_mhz: mean power and median SM clock over all windows,
+    or None without a driver. joules: energy of one run by the energy counter, idle power included, or None if
+    the counter showed fewer than two steps. energy_step_s: median seconds between steps of the counter.
     """
 
     seconds: float

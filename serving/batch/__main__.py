@@ -4,13 +4,14 @@
 
   python -m serving.batch --engine ray --replicas 8 --ray_address auto --model … -i in.parquet -o out.parquet
 
-The whole input is checked before the model is loaded. Each answer goes to a journal beside the output. A command
-that was interrupted or killed continues when it is run again: no finished line runs again. Several processes,
-also on several machines with a shared folder, may run the same command at the same time and share the lines.
+The whole input is checked before the model is loaded. Each answer goes to a journal beside the output. A
+command that was interrupted or killed continues when it is run again: no finished line runs again. Several
+processes, also on several machines with a shared folder, may run the same command at the same time and share
+the lines.
 
-With --engine ray the lines go to --replicas engines on a Ray cluster. This command reads the input and writes the
-journal and the output. The unfinished lines of a lost engine run again on other engines. Files whose names end with
-.parquet have one row for each line. Both need pip install "jaxflow[cluster]".
+With --engine ray the lines go to --replicas engines on a Ray cluster. This command reads the input and writes
+the journal and the output. The unfinished lines of a lost engine run again on other engines. Files whose
+names end with .parquet have one row for each line. Both need pip install "jaxflow[cluster]".
 """
 
 import sys
@@ -31,7 +32,8 @@ ENGINE = flags.DEFINE_enum(
     "engine",
     "local",
     ["local", "ray"],
-    "local: one engine in this process. ray: --replicas engines, placed by Ray on this machine or on a cluster.",
+    "local: one engine in this process. ray: --replicas engines, placed by Ray on this machine or on a "
+    "cluster.",
 )
 INPUT = flags.DEFINE_string(
     "input_file",

@@ -62,7 +62,9 @@ class Batches:
         self._started = self._closed = False
 
     def start(self) -> None:
-        """Run the batches that have not ended, oldest first, and later ones. Batches only wait before the start."""
+        """Run the batches that have not ended, oldest first, and later ones.
+        Batches only wait before the start.
+        """
         self._started = True
         for batch in self.store.batches.values():
             if batch.status not in ENDED:

@@ -25,7 +25,8 @@ _model_of = msgspec.json.Decoder(_Named).decode
 
 
 class FileBatch:
-    """A checked input file and its open journal. Several processes may share a journal; each runs other lines.
+    """A checked input file and its open journal. Several processes may share a
+    journal; each runs other lines.
 
     Attributes:
       models: the names of models in the bodies.
@@ -41,7 +42,9 @@ class FileBatch:
         return self.source.num_requests - self.journal.num_finished
 
     def check_models(self, names: tuple[str, ...]) -> None:
-        """Check that every line names a served model, or none. Raises: InvalidInput, with the lines that do not."""
+        """Check that every line names a served model, or none. Raises:
+        InvalidInput, with the lines that do not.
+        """
         if self.models <= {"", *names}:
             return
 

@@ -50,7 +50,9 @@ class Limits:
 
 
 class InvalidInput(Exception):
-    """An input file that is refused. `errors`: the first `MAX_ERRORS` reasons. `count`: their whole number."""
+    """An input file that is refused. `errors`: the first `MAX_ERRORS`
+    reasons. `count`: their whole number.
+    """
 
     def __init__(self, errors: list[LineError], count: int | None = None):
         self.errors, self.count = errors, len(errors) if count is None else count

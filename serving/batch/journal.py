@@ -1,12 +1,13 @@
 """The journal of a batch: the answers on disk, by the number of the line in the input file.
 
-A journal is a folder. Each writer appends to a segment file of its own, so that several processes and machines
-share a journal without shared offsets. A segment is a sequence of frames: the payload's length, a CRC-32 of the
-length and the payload, and the payload. The first payload of a segment names the input; the others are answers.
+A journal is a folder. Each writer appends to a segment file of its own, so that several processes and
+machines share a journal without shared offsets. A segment is a sequence of frames: the payload's length, a
+CRC-32 of the length and the payload, and the payload. The first payload of a segment names the input; the
+others are answers.
 
-A line is finished when its answer is in a segment that was fsynced. A crash leaves at most an incomplete frame
-at the end of a segment. Readers stop at the first incomplete frame. Nobody appends to the segment of a writer
-that has ended, so an incomplete frame hides no later answer.
+A line is finished when its answer is in a segment that was fsynced. A crash leaves at most an incomplete
+frame at the end of a segment. Readers stop at the first incomplete frame. Nobody appends to the segment of a
+writer that has ended, so an incomplete frame hides no later answer.
 """
 
 import array
@@ -85,8 +86,8 @@ def frame(payload: bytes) -> bytes:
 def read_frames(file: BinaryIO, offset: int) -> Iterator[tuple[int, bytes]]:
     """Yield (offset after the frame, payload) of the complete frames from `offset` on.
 
-    The end of the file, an incomplete frame and a wrong checksum end the iteration. Zeros are no frame, because
-    a file system may leave them at the end of a file after a power failure.
+    The end of the file, an incomplete frame and a wrong checksum end the iteration. Zeros are no frame,
+    because a file system may leave them at the end of a file after a power failure.
     """
     file.seek(offset)
     while len(header := file.read(_FRAME.size)) == _FRAME.size:

@@ -1,8 +1,8 @@
 """Leases of line ranges, so that several writers of one journal answer different lines.
 
 A lease is a lock on one byte of a file. The kernel, or the file server of a shared folder, ends the lock with
-its process, however the process ends. So no lease of a dead writer stays, and no lease expires while its writer
-works.
+its process, however the process ends. So no lease of a dead writer stays, and no lease
+expires while its writer works.
 """
 
 import errno
@@ -48,6 +48,6 @@ class Leases:
         self._held.clear()
 
     def _lock(self, index: int, kind: int) -> None:
-        # struct flock of Linux. A lock of an open file, unlike one of a process, survives the closing of other
-        # descriptors of the same file.
+        # struct flock of Linux. A lock of an open file, unlike one of a process, survives the closing of
+        # other descriptors of the same file.
         fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, struct.pack("hhqqi", kind, os.SEEK_SET, index, 1, 0))

@@ -1,7 +1,7 @@
 """Parquet files of a batch: a row is a line. The rest of a batch knows JSON lines only.
 
-Input columns: `custom_id` and `url` are strings; `body` is a string of JSON, or a struct. `method` may be left out.
-Output columns: `id`, `custom_id`, `status_code`, `request_id`, and `body` as a string of JSON.
+Input columns: `custom_id` and `url` are strings; `body` is a string of JSON, or a struct. `method` may be
+left out. Output columns: `id`, `custom_id`, `status_code`, `request_id`, and `body` as a string of JSON.
 """
 
 import contextlib
@@ -117,7 +117,9 @@ def _line(row: dict[str, Any]) -> bytes:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Return a struct's value without fields that are null: in parquet every row has all fields of the file."""
+    """Return a struct's value without fields that are null: in parquet every
+    row has all fields of the file.
+    """
     if isinstance(value, dict):
         return {name: _without_nulls(item) for name, item in value.items() if item is not None}
     if isinstance(value, list):

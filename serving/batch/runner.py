@@ -1,8 +1,8 @@
 """The run of a batch: unfinished lines are asked, a window of lines at a time, and answers go to the journal.
 
-A line is finished once its answer is in the journal and on disk. Many answers share one fsync: while one fsync
-runs, further answers collect for the next one. A run that ends early, by a crash or by cancellation, is resumed
-by a new run over the same journal: finished lines do not run again.
+A line is finished once its answer is in the journal and on disk. Many answers share one fsync: while one
+fsync runs, further answers collect for the next one. A run that ends early, by a crash or by cancellation, is
+resumed by a new run over the same journal: finished lines do not run again.
 """
 
 import asyncio
@@ -241,7 +241,9 @@ def write_output(journal: Journal, path: Path, *, failed: bool | None = None) ->
 
 
 def error_lines(journal: Journal, source: InputFile, code: str, message: str) -> Iterator[bytes]:
-    """Yield the file of errors, in the order of the input: failed lines, and `code` for lines without an answer."""
+    """Yield the file of errors, in the order of the input: failed lines, and
+    `code` for lines without an answer.
+    """
     failed = journal.outputs(failed=True)
     number, output = next(failed, (0, b""))
     for line in range(1, source.num_lines + 1):

@@ -3,8 +3,8 @@
   python -m serving.cluster --model FOLDER_OR_FILE_OR_HUB_ID --replicas 2
   python -m serving.cluster --model FOLDER_OR_FILE_OR_HUB_ID --replicas 8 --ray_address auto
 
-The command opens the ports of `python -m serving`, with the same flags, and sends each request to one replica. It is
-ready when the first replica is. Needs pip install "jaxflow[cluster]".
+The command opens the ports of `python -m serving`, with the same flags, and sends each request to one
+replica. It is ready when the first replica is. Needs pip install "jaxflow[cluster]".
 """
 
 import functools
@@ -38,14 +38,16 @@ if TYPE_CHECKING:
 PREFILL_REPLICAS = flags.DEFINE_integer(
     "prefill_replicas",
     0,
-    "Further engines that compute prompts, and send the KV pages to the --replicas. Needs --kv_offloading_size.",
+    "Further engines that compute prompts, and send the KV pages to the --replicas. Needs "
+    "--kv_offloading_size.",
     lower_bound=0,
 )
 PREFILL_RULE = flags.DEFINE_enum_class(
     "prefill_rule",
     Rule.PREDICTED,
     Rule,
-    "Which prompts go to a prefill replica: those that are predicted to delay requests less there, or all that can.",
+    "Which prompts go to a prefill replica: those that are predicted to delay requests less there, or all "
+    "that can.",
 )
 TRANSFER_TIMEOUT_S = flags.DEFINE_float(
     "transfer_timeout_s",
@@ -59,8 +61,8 @@ TRANSFER_CHECKSUMS = flags.DEFINE_bool(
 CLUSTER_FILE = flags.DEFINE_string(
     "cluster_file",
     None,
-    "JSON file of replicas, version and engine settings, instead of --replicas. It is read again when it changes: "
-    "replicas are added, removed, or replaced one at a time.",
+    "JSON file of replicas, version and engine settings, instead of --replicas. It is read again when it "
+    "changes: replicas are added, removed, or replaced one at a time.",
 )
 
 WATCH_S = 1.0  # between two looks at --cluster_file

@@ -1,8 +1,8 @@
 """Prefill apart from decode: the choice for each request, by predicted times.
 
-Together, one replica computes the prompt and the answer. The requests that it decodes wait while the prompt is computed.
-Apart, a prefill replica computes the prompt's full pages, and the replica that answers fetches them. It computes
-the rest of the prompt, less than a page and one token.
+Together, one replica computes the prompt and the answer. The requests that it decodes wait while the prompt
+is computed. Apart, a prefill replica computes the prompt's full pages, and the replica that answers fetches
+them. It computes the rest of the prompt, less than a page and one token.
 """
 
 import dataclasses
@@ -53,7 +53,8 @@ class Load:
 def saves_time(prompt: Prompt, load: Load, token_s: float, moved_token_s: float) -> bool:
     """Return True if a prefill apart is predicted to cost less waiting than a prefill together.
 
-    The cost is the request's time to its first token, and the delay of the tokens of all requests that decode at the
+    The cost is the request's time to its first token, and the delay of the tokens of
+    all requests that decode at the
     replica: a prompt computed between their steps delays each of them by its time.
 
     Args:

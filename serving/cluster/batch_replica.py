@@ -1,7 +1,7 @@
 """The replica's side of a batch: an engine that answers whole lines.
 
-The replica reads the body, makes the text and encodes the answer. So the process that hands out the lines only moves
-bytes, and has work for many engines.
+The replica reads the body, makes the text and encodes the answer. So the process that hands out the lines
+only moves bytes, and has work for many engines.
 """
 
 import asyncio

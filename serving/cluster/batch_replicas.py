@@ -1,8 +1,10 @@
-"""The lines of a batch over several replicas: each line is at one replica at a time, and moves when that one is lost.
+"""The lines of a batch over several replicas: each line is at one replica at a time,
+and moves when that one is lost.
 
-The unfinished lines of a lost replica run again elsewhere. A line may itself be what ends its engines, and nobody can
-tell which of the lines of a lost replica it was. So lines that were lost twice or more run in smaller and smaller
-groups (`most_lines`), until a line that ends its engines is alone. Its answer is then an error.
+The unfinished lines of a lost replica run again elsewhere. A line may itself be what ends its engines, and
+nobody can tell which of the lines of a lost replica it was. So lines that were lost twice or more run in
+smaller and smaller groups (`most_lines`), until a line that ends its engines is alone. Its answer is then an
+error.
 """
 
 import asyncio
@@ -65,7 +67,8 @@ class _Line:
 
 
 class BatchReplicas:
-    """Several engines as the endpoints of one model, see `serving.frontend.line_endpoints`. Used on one event loop.
+    """Several engines as the endpoints of one model, see
+    `serving.frontend.line_endpoints`. Used on one event loop.
 
     Args:
       wanted: the replicas.

@@ -1,8 +1,9 @@
 """The driver of several replicas, with the interface of `jaxflow.engine.driver.Driver`.
 
-One thread with an event loop owns all requests. A request is at one replica at a time. When its replica is lost, the
-request goes to another one: as it is while it has no token, else as the rest of its answer (`serving.cluster.resume`).
-Where the rest cannot be computed, the request ends with `Interrupted`. Each sequence gets one `Finished`.
+One thread with an event loop owns all requests. A request is at one replica at a time. When its replica is
+lost, the request goes to another one: as it is while it has no token, else as the rest of its answer
+(`serving.cluster.resume`). Where the rest cannot be computed, the request ends with `Interrupted`. Each
+sequence gets one `Finished`.
 """
 
 import asyncio
@@ -425,8 +426,8 @@ class ClusterDriver:
     def _relieve(self) -> None:
         """Move requests that wait at a slow replica while another replica has none that waits.
 
-        A replica is slow for a request that has waited there for half of `stall_s`. At most half of such requests
-        move at once, the oldest first, so that the other replica does not become the slow one.
+        A replica is slow for a request that has waited there for half of `stall_s`. At most half of such
+        requests move at once, the oldest first, so that the other replica does not become the slow one.
         """
         now = self._relieved_s = time.monotonic()
         serving = [m for m in self._serving(prefills=False) if m.report is not None]
@@ -479,7 +480,9 @@ class ClusterDriver:
             self._send(live, request)
 
     def _send(self, live: _Live, rest: Request) -> None:
-        """Send a request, or the rest of one, to the replica that the router chooses. Hold it if there is none."""
+        """Send a request, or the rest of one, to the replica that the router
+        chooses. Hold it if there is none.
+        """
         sampling, expected = rest.sampling, self._expected(rest)
         try:
             assert self._router is not None
@@ -502,7 +505,9 @@ class ClusterDriver:
     # ---- prompts computed by another replica
 
     def _goes_apart(self, live: _Live) -> int | None:
-        """Return the pages of the prompt that need no transfer, for a prefill apart; None for one together."""
+        """Return the pages of the prompt that need no transfer, for a
+        prefill apart; None for one together.
+        """
         here, there = self._serving(prefills=False), self._serving(prefills=True)
         possible = here and there and live.pages and live.request.sampling.prompt_logprobs is None
         if not possible or self.transfers.paused(time.monotonic()):
@@ -532,7 +537,9 @@ class ClusterDriver:
         return skip if apart else None
 
     def _prefill(self, live: _Live, skip: int) -> bool:
-        """Send the full pages of a prompt to a replica that computes and lends them. Return False without one."""
+        """Send the full pages of a prompt to a replica that computes and lends
+        them. Return False without one.
+        """
         request, size = live.request, self.scheduling.block_size
         prompt = tuple(request.prompt_token_ids[: (len(request.prompt_token_ids) - 1) // size * size])
         assert self._prefill_router is not None
@@ -607,7 +614,9 @@ class ClusterDriver:
         lender.done(name)
 
     def _queue(self, live: _Live, tokens: int) -> None:
-        """Count the prompt tokens that a request waits for at its replica; 0 when it does not wait any more."""
+        """Count the prompt tokens that a request waits for at its replica; 0
+        when it does not wait any more.
+        """
         if live.member is not None:
             self._queued_tokens[live.member.prefills] += tokens - live.queued
             live.queued = tokens
@@ -663,7 +672,9 @@ class ClusterDriver:
         return request.sampling.n * min(room, self._mean_output)
 
     def _caller_events(self, live: _Live, event: Event) -> Sequence[Event]:
-        """Return the events for the caller that follow from a replica's event. Keep the books of the request."""
+        """Return the events for the caller that follow from a replica's event.
+        Keep the books of the request.
+        """
         name = live.request.request_id
         if type(event) is Delta:
             live.made[event.index] += len(event.token_ids)
@@ -764,7 +775,9 @@ def _tell_nobody(error: Exception | None) -> None:
 
 
 def stats_of(member: Member, report: Report) -> Stats:
-    """Return the counters of a replica, without the tokens that nobody gets: those drawn after a lent prompt."""
+    """Return the counters of a replica, without the tokens that nobody gets:
+    those drawn after a lent prompt.
+    """
     if not member.prefills:
         return report.stats
     return msgspec.structs.replace(report.stats, completion_tokens=0)

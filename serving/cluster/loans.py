@@ -1,7 +1,8 @@
 """Loans of KV pages: the copies that a prefill engine keeps until a decode engine has them.
 
-A loan ends by its acknowledgement, or when its lease is over. A lease that is over takes no memory from the borrower:
-the borrower reads a copy that never changes. So an early end costs the borrower the pages, and never gives it others.
+A loan ends by its acknowledgement, or when its lease is over. A lease that is over takes no memory from
+the borrower: the borrower reads a copy that never changes. So an early end costs the borrower the
+pages, and never gives it others.
 """
 
 

@@ -1,4 +1,6 @@
-"""One replica of the router: its process, started again after each loss, and the messages in both directions."""
+"""One replica of the router: its process, started again after each loss, and
+the messages in both directions.
+"""
 
 import asyncio
 import contextlib
@@ -56,8 +58,8 @@ class Member[O: Named, R: State]:
     Args:
       index: the replica's number in the router's books.
       config, version: the settings of its engine, and their name.
-      stall_s: seconds without an answer or a step that make a loss; None for the larger of 10 and 20 times the
-        longest step.
+      stall_s: seconds without an answer or a step that make a loss; None for the larger of 10
+        and 20 times the longest step.
       start_s: seconds that a process has to load its model.
       prefills: it computes prompts and lends their pages, and answers no request.
     """
@@ -237,7 +239,9 @@ class Member[O: Named, R: State]:
             await self._within(link.take(orders, aborted))
 
     async def _listen(self, link: Link[O, R]) -> None:
-        """Take reports until the member may leave. Raises: LinkLost, also for an engine that does not advance."""
+        """Take reports until the member may leave. Raises: LinkLost, also for
+        an engine that does not advance.
+        """
         while not (self._leave.is_set() and not self.names):
             report = await self._within(link.poll(self.poll_s))
             self._longest_step_s = max(self._longest_step_s, report.longest_step_s)
@@ -249,7 +253,9 @@ class Member[O: Named, R: State]:
                 raise LinkLost(f"no step advanced for {report.stalled_s:.0f} s")
 
     async def _within[T](self, answer: "asyncio.Future[T] | object") -> T:
-        """Return an answer of the process. Raises: LinkLost, also without an answer, before `stall_s` are over."""
+        """Return an answer of the process. Raises: LinkLost, also without an
+        answer, before `stall_s` are over.
+        """
         limit_s = self.stall_s - self.poll_s
         try:
             return await asyncio.wait_for(answer, limit_s)  # type: ignore[arg-type]

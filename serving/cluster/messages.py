@@ -40,12 +40,12 @@ class Order(msgspec.Struct, frozen=True):
     """A request for a replica.
 
     Attributes:
-      name: the request's name at the replica. A request that moves gets a new one, so no late event is taken for
-        an event of its new replica.
+      name: the request's name at the replica. A request that moves gets a new one, so no late event is taken
+        for an event of its new replica.
       number: `Route.number`.
       expected_tokens: of the answer, all sequences together.
-      lends_after: pages of the prompt to skip, for an order to compute the prompt and lend its other pages; None for
-        an order to answer.
+      lends_after: pages of the prompt to skip, for an order to compute the prompt and lend its other
+        pages; None for an order to answer.
       loan: pages of the prompt to fetch before the request begins.
     """
 
@@ -171,7 +171,9 @@ class LineAnswer(msgspec.Struct, frozen=True):
 
 
 class LineReport(msgspec.Struct, frozen=True):
-    """The answers and the state of a replica since its last report. The other fields are those of `Report`."""
+    """The answers and the state of a replica since its last report. The
+    other fields are those of `Report`.
+    """
 
     answers: list[LineAnswer]
     longest_step_s: float

@@ -1,9 +1,9 @@
 """KV pages from the host memory of one engine to the host memory of another one.
 
-The prefill engine copies the pages of a prompt out of its host tier and lends the copies. The decode engine fetches
-them, puts them into its own host tier, and finds them there by their names as if it had computed them. A page that is
-missing, late or damaged is therefore computed. Pages of the cache are never lent: an engine may use them for another
-sequence at any time.
+The prefill engine copies the pages of a prompt out of its host tier and lends the copies. The decode engine
+fetches them, puts them into its own host tier, and finds them there by their names as if it had computed
+them. A page that is missing, late or damaged is therefore computed. Pages of the cache are never lent: an
+engine may use them for another sequence at any time.
 """
 
 import asyncio

@@ -1,10 +1,10 @@
 """The way of KV pages between two processes, by `jax.experimental.transfer`.
 
 Tried with JAX 0.11.2 on CPUs (docs/prefill-apart.md): a sender that dies fails the pull at
-once, and a receiver that dies costs the sender nothing. But a pull from an address without a process, from a stopped
-process, or of a number that was pulled before never ends, and its `timeout` does not end it. So `fetch` has a limit of
-its own, and gives up the arrays of a pull that did not end. An offer that nobody pulls leaves the sender's memory at
-the first call after its end.
+once, and a receiver that dies costs the sender nothing. But a pull from an address without a process, from a
+stopped process, or of a number that was pulled before never ends, and its `timeout` does not end it. So
+`fetch` has a limit of its own, and gives up the arrays of a pull that did not end. An offer that nobody pulls
+leaves the sender's memory at the first call after its end.
 """
 
 import asyncio

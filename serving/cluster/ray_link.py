@@ -1,7 +1,8 @@
-"""Replicas as Ray actors: one actor is one process, and a replica is one process or several that run one engine.
+"""Replicas as Ray actors: one actor is one process, and a replica is one process
+or several that run one engine.
 
-Ray places the processes on machines, gives them GPUs, and tells when one has died. An actor is never restarted or
-called again by Ray itself: the router starts a new one, so a message arrives at most once.
+Ray places the processes on machines, gives them GPUs, and tells when one has died. An actor is never
+restarted or called again by Ray itself: the router starts a new one, so a message arrives at most once.
 """
 
 import asyncio
@@ -55,15 +56,15 @@ class RayCluster:
       load: loads the engine of a replica. The function is called in the replica's process.
 
     Raises:
-      ConfigError: no Ray cluster at the address, too few GPUs on this machine, or processes that cannot share the
-        devices of a replica.
+      ConfigError: no Ray cluster at the address, too few GPUs on this machine, or processes that cannot
+        share the devices of a replica.
     """
 
     def __init__(self, config: RayConfig, replicas: int, devices: int, load: Load):
         if devices % config.processes:
             accepted = (
-                f"a divisor of {devices}: the product of tensor, pipeline and data_parallel_size, the devices of a "
-                "replica, of which each process has the same number"
+                f"a divisor of {devices}: the product of tensor, pipeline and data_parallel_size, the "
+                "devices of a replica, of which each process has the same number"
             )
             raise ConfigError("processes_per_replica", config.processes, accepted)
         self._config, self._load = config, load

@@ -1,7 +1,7 @@
 """The replica's side: an engine whose events wait for a router that asks for them.
 
-One report carries the events of all requests since the report before. So the cost of a message is paid once a step or
-less often, and not once a token of each request.
+One report carries the events of all requests since the report before. So the cost of a message is paid once a
+step or less often, and not once a token of each request.
 """
 
 import asyncio
@@ -78,7 +78,9 @@ class Outstanding:
 
 
 class _Prefill:
-    """The mailbox of an order to lend pages: it waits for the end of the prompt. `done` runs on the event loop."""
+    """The mailbox of an order to lend pages: it waits for the end of the prompt.
+    `done` runs on the event loop.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, done: Callable[[int, Finished], None]):
         self._loop, self._done = loop, done

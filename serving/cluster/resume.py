@@ -1,7 +1,8 @@
 """The rest of an answer whose replica was lost.
 
-A draw is a function of the request's seed, the position and the token id. So a request whose prompt is the old prompt
-and the tokens so far draws the tokens that the lost replica would have drawn, to the rounding of its logits.
+A draw is a function of the request's seed, the position and the token id. So a request whose
+prompt is the old prompt and the tokens so far draws the tokens that the lost replica would have
+drawn, to the rounding of its logits.
 """
 
 import dataclasses
@@ -13,8 +14,8 @@ from jaxflow.request import Request
 def rest_of(request: Request, token_ids: Sequence[int]) -> Request | None:
     """Return the request for the rest of an answer; None if the rest would be another one.
 
-    Some settings depend on the output alone: presence and frequency penalties, stop strings and bad words. With one
-    of them the tokens so far cannot become a prompt. Neither can those of several sequences.
+    Some settings depend on the output alone: presence and frequency penalties, stop strings and bad words.
+    With one of them the tokens so far cannot become a prompt. Neither can those of several sequences.
 
     Args:
       request: with a seed and a limit.

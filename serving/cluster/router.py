@@ -1,8 +1,8 @@
 """The router: the choice of a replica for a request.
 
 `choose` is a pure function of the replicas' outstanding tokens and of the prompt tokens that each one holds.
-`Router` keeps the books that feed it: the last report of each replica, the requests sent since that report, and
-an estimate of the pages in each replica's prefix cache.
+`Router` keeps the books that feed it: the last report of each replica, the requests sent since that report,
+and an estimate of the pages in each replica's prefix cache.
 """
 
 import dataclasses
@@ -15,8 +15,9 @@ from collections.abc import Hashable, Sequence
 from jaxflow.config import ConfigError
 
 NO_LOAD = math.inf  # the load of a replica that takes no request
-# Tokens of load that a cached prompt token is worth. The replica does not compute the token, and finds it again for
-# later requests. A smaller worth gives fewer prefix hits. A larger worth gives less even loads (`bench router`).
+# Tokens of load that a cached prompt token is worth. The replica does not compute the token, and
+# finds it again for later requests. A smaller worth gives fewer prefix hits. A larger worth gives
+# less even loads (`bench router`).
 HIT_WORTH = 3
 
 
@@ -35,18 +36,19 @@ def choose(
 ) -> int:
     """Return the replica for a request: the one with the least load after its cached tokens are taken off.
 
-    Each cached prompt token takes off `HIT_WORTH` tokens. So a replica with a part of the prompt wins until its load
-    exceeds that of the others by the worth of the part.
+    Each cached prompt token takes off `HIT_WORTH` tokens. So a replica with a part of the prompt wins until
+    its load exceeds that of the others by the worth of the part.
 
     Args:
-      outstanding: load, the tokens that each replica still has to compute; `NO_LOAD` for one that takes no request.
+      outstanding: load, the tokens that each replica still has to compute; `NO_LOAD`
+          for one that takes no request.
       hit_tokens: leading prompt tokens in each replica's prefix cache.
       order: all replicas in random order, which breaks ties.
       request_tokens: prompt tokens and expected output tokens of the request.
       home: the replica of the request's session. It counts as a replica with the whole request in its cache.
-      candidates: how many replicas without a part of the prompt are compared, the first ones of `order`. Two random
-        ones keep several routers with old reports from choosing the same replica. None for all replicas, which
-        spreads the load best where the replicas have one router.
+      candidates: how many replicas without a part of the prompt are compared, the first ones of `order`. Two
+        random ones keep several routers with old reports from choosing the same replica. None for all
+        replicas, which spreads the load best where the replicas have one router.
 
     Raises:
       NoReplica: no replica accepts requests.
@@ -75,7 +77,9 @@ class PrefixEstimate:
         return next((i for i, name in enumerate(names) if name not in self._names), len(names))
 
     def use(self, names: Sequence[bytes]) -> None:
-        """Note that the replica computes or reads these pages. The first pages of a prompt stay the longest."""
+        """Note that the replica computes or reads these pages. The first
+        pages of a prompt stay the longest.
+        """
         for name in reversed(names):
             self._names[name] = None
             self._names.move_to_end(name)
@@ -103,7 +107,9 @@ class _Replica:
 
 @dataclasses.dataclass(frozen=True)
 class Route:
-    """The router's answer. replica: the chosen one. number: how many requests it has now got from this router."""
+    """The router's answer. replica: the chosen one. number: how many requests
+    it has now got from this router.
+    """
 
     replica: int
     number: int
@@ -113,9 +119,9 @@ class Route:
 class Router:
     """The books of one router over `num_replicas` replicas.
 
-    A replica takes requests from its first report on. Its report names the tokens that it still has to compute,
-    and the last request that these tokens include. Requests sent later are added, so an old report does not make a
-    replica look idle.
+    A replica takes requests from its first report on. Its report names the tokens that it still has to
+    compute, and the last request that these tokens include. Requests sent later are added, so an old report
+    does not make a replica look idle.
 
     Args:
       num_pages: pages of each replica's prefix cache.
@@ -212,7 +218,8 @@ class Router:
 
 
 def home_of(session: Hashable, accepting: Sequence[bool]) -> int | None:
-    """Return the home of a session among the accepting replicas, by rendezvous hashing; None if there is none.
+    """Return the home of a session among the accepting replicas, by rendezvous
+    hashing; None if there is none.
 
     Only the sessions of a lost replica get another home, and every router finds the same one.
     """

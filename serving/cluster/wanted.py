@@ -47,8 +47,8 @@ class Wanted:
 def read_wanted(path: str | Path, base: EngineConfig) -> Wanted:
     """Return the wanted replicas of a JSON file.
 
-    `{"replicas": 2, "version": "b", "engine": {"plan": "sequential"}}`: `engine` holds settings that differ from
-    the command line, and may be left out like `version`.
+    `{"replicas": 2, "version": "b", "engine": {"plan": "sequential"}}`: `engine` holds settings that differ
+    from the command line, and may be left out like `version`.
 
     Raises:
       ConfigError: the file cannot be read, or a field is unknown or has a value that is not accepted.

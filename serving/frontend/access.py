@@ -9,7 +9,9 @@ from collections.abc import Sequence
 
 @dataclasses.dataclass(frozen=True)
 class Caller:
-    """The sender of a request. `name` is a digest of its token, or empty without tokens. A log may show it."""
+    """The sender of a request. `name` is a digest of its token, or empty
+    without tokens. A log may show it.
+    """
 
     name: str = ""
 
@@ -39,8 +41,8 @@ class BearerTokens:
             return ANONYMOUS
         given = authorization or ""
         scheme, _, token = (given.decode("latin-1") if isinstance(given, bytes) else given).partition(" ")
-        # Digests of all tokens are compared in constant time. So the response time reveals neither the tokens nor
-        # their lengths.
+        # Digests of all tokens are compared in constant time. So the response time reveals
+        # neither the tokens nor their lengths.
         candidate = _digest(token.strip().encode("utf-8", "surrogateescape"))
         matches = [caller for known, caller in self._known if hmac.compare_digest(candidate, known)]
         return matches[0] if matches and scheme.lower() == "bearer" else None

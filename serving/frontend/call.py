@@ -1,7 +1,7 @@
 """The record of one call of a client, which the request log and the traces read at its end.
 
-A server opens the record with an `Observe`. `ServedModel` fills the record that its task has, so no argument is
-passed on. A record holds ids, counts and times, and no text.
+A server opens the record with an `Observe`. `ServedModel` fills the record that its task has, so no argument
+is passed on. A record holds ids, counts and times, and no text.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """Delivery of events from the engine's thread to the clients' streams.
 
-The event loop is woken once a step. Each request has a bounded queue. A step's events are delivered in short slices,
-so that the event loop takes new requests between them. First tokens come before all others.
+The event loop is woken once a step. Each request has a bounded queue. A step's events are delivered in short
+slices, so that the event loop takes new requests between them. First tokens come before all others.
 """
 
 import asyncio
@@ -24,8 +24,8 @@ class EventQueue:
     Args:
       max_tokens: most tokens of the unread events. When there are more, the queue drops its events, accepts
         no more, and calls `on_overflow` once.
-      whole: wake the reader only at the end of a sequence, or once half of `max_tokens` wait. An answer that is
-        not streamed then costs no task switch a step.
+      whole: wake the reader only at the end of a sequence, or once half of `max_tokens` wait. An answer that
+        is not streamed then costs no task switch a step.
 
     Attributes:
       direct: gets events that arrive while a reader waits, and returns True if it took them. The reader then
@@ -132,7 +132,9 @@ class EventRouter:
             self._deliver_slice()
 
     def _deliver_later(self) -> None:
-        """Deliver the next slice after the woken readers, the arrived requests, and the tasks of these requests."""
+        """Deliver the next slice after the woken readers, the arrived requests,
+        and the tasks of these requests.
+        """
         self._loop.call_soon(self._loop.call_soon, self._deliver_slice)
 
     def _deliver_slice(self) -> None:

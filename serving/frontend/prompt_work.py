@@ -21,8 +21,8 @@ PAUSE_S = 1.0  # for this time; a garbage collection within the work looks like 
 class PromptWork:
     """Two small pools of threads for the work on prompts, used from the event loop's thread.
 
-    A change of threads costs as much as the work on a short prompt. So quick prompts run on the event loop's thread
-    itself, once one of them was measured to be short.
+    A change of threads costs as much as the work on a short prompt. So quick prompts run on the event loop's
+    thread itself, once one of them was measured to be short.
 
     Work whose caller is cancelled, or whose deadline passes, is dropped if it has not begun.
     """

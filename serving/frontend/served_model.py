@@ -189,11 +189,13 @@ class ServedModel:
         add_special_tokens: bool | None = None,
         timeout_s: float | None = None,
     ) -> Request:
-        """Return the engine's request of a prompt. Its `request_id` is a new one, since callers may choose equal ids.
+        """Return the engine's request of a prompt. Its `request_id` is a new one,
+        since callers may choose equal ids.
 
         Errors name fields in the engine's names: `prompt` for a text or token ids, `messages` for a chat, and
-        the fields of `SamplingParams`. The caller is the one of the task, see `serving.frontend.access.CALLER`.
-        A prompt that is clearly longer than the context is refused by its length, before it is tokenized.
+        the fields of `SamplingParams`. The caller is the one of the task, see
+        `serving.frontend.access.CALLER`. A prompt that is clearly longer than the context is refused by its
+        length, before it is tokenized.
 
         Args:
           prompt: a text, token ids, or a `Chat`.
@@ -203,13 +205,13 @@ class ServedModel:
           cache_salt: only requests of the same salt share prefixes, and of the same caller unless the server
             shares prefixes between callers.
           session: a router sends the requests of one session and caller to one replica.
-          add_special_tokens: let the tokenizer add its BOS token. None: for a text only, because a chat template
-            writes its own special tokens.
+          add_special_tokens: let the tokenizer add its BOS token. None: for a text only, because a chat
+            template writes its own special tokens.
           timeout_s: the seconds until the caller's deadline, or None.
 
         Raises:
-          Refusal: another model, no tokenizer or chat template, the model loads or drains, too many prompts are
-            being tokenized, or the deadline has passed.
+          Refusal: another model, no tokenizer or chat template, the model loads or drains, too many prompts
+            are being tokenized, or the deadline has passed.
           InvalidRequest: a request that can never run.
         """
         llm = self.llm
@@ -383,7 +385,8 @@ class ServedModel:
     async def stream(
         self, request: Request, *, timeout_s: float | None = None, whole: bool = False
     ) -> AsyncIterator["Stream"]:
-        """Submit a request and yield its stream. At the end of the block a request that still runs is aborted.
+        """Submit a request and yield its stream. At the end of the block a
+        request that still runs is aborted.
 
         The deadline and the limit of unread tokens also end an `await` of the block itself, for example a
         write that blocks.
@@ -395,8 +398,9 @@ class ServedModel:
         Raises:
           InvalidRequest, QueueFull, Draining: the engine refused the request.
           RequestFailed: a fault of the engine ended the request.
-          Refusal: the deadline has passed, the caller reads too slowly or has reached a limit of its token, or
-            the server shut down before the end of the answer. In the last case all outputs come before the error.
+          Refusal: the deadline has passed, the caller reads too slowly or has reached a limit of
+            its token, or the server shut down before the end of the answer. In the last case all
+            outputs come before the error.
         """
         llm, router = self.llm, self._router
         assert router is not None
@@ -478,7 +482,9 @@ def _check_count(tokens: int, most: int, field: str = "prompt") -> None:
 
 
 def _size(prompt: str | Chat) -> int:
-    """Return the characters of a text, or of the contents of a chat's messages, which every template writes."""
+    """Return the characters of a text, or of the contents of a chat's
+    messages, which every template writes.
+    """
     if isinstance(prompt, str):
         return len(prompt)
     return sum(_chars(message.get("content")) for message in prompt.messages)

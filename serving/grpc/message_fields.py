@@ -1,7 +1,7 @@
 """A bound on the fields of a large message, checked before the message is parsed.
 
-protobuf holds Python's lock while it parses, so the event loop stops for this time. A message of 4 MiB that is one long
-text takes 1 ms. The same bytes as two million empty submessages take 75 ms.
+protobuf holds Python's lock while it parses, so the event loop stops for this time. A message of 4 MiB that
+is one long text takes 1 ms. The same bytes as two million empty submessages take 75 ms.
 """
 
 import functools

@@ -16,8 +16,8 @@ from serving.grpc import generate_pb2, generate_pb2_grpc
 from serving.grpc.interceptor import CallInterceptor
 from serving.grpc.service import AdminService, GenerateService, ModelService
 
-# Fits a prompt of a million tokens; a larger request is RESOURCE_EXHAUSTED. Parsing stops the event loop, so a message of
-# more than 1 MiB also has a limit of its fields, see `message_fields`.
+# Fits a prompt of a million tokens; a larger request is RESOURCE_EXHAUSTED. Parsing stops the event loop, so
+# a message of more than 1 MiB also has a limit of its fields, see `message_fields`.
 MAX_REQUEST_BYTES = 4 << 20
 
 _NO_LIMIT = 2**31 - 1
@@ -29,8 +29,9 @@ _OPTIONS = (
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
     ("grpc.server_handshake_timeout_ms", 10_000),  # limits a connection that never speaks HTTP/2
-    # With more than 1,000 calls that the server has not taken up, gRPC's core answers some with CANCELLED. The
-    # handlers never see these calls. The engine's own queue (--max_waiting) refuses with a reason instead.
+    # With more than 1,000 calls that the server has not taken up, gRPC's core answers some with
+    # CANCELLED. The handlers never see these calls. The engine's own queue (--max_waiting)
+    # refuses with a reason instead.
     ("grpc.server.max_pending_requests", _NO_LIMIT),
     ("grpc.server.max_pending_requests_hard_limit", _NO_LIMIT),
     # gRPC's core also cancels a call that was not taken up within 30 s.
@@ -116,7 +117,8 @@ def _options(config: ServerConfig) -> list[tuple[str, int]]:
         *_OPTIONS,
         # Idle clients cannot hold all descriptors: they connect again by themselves.
         ("grpc.max_connection_idle_ms", int(config.idle_timeout_s * 1000)),
-        # A client that closes its flow-control window holds no pages, but its connection, up to twice this age.
+        # A client that closes its flow-control window holds no pages, but its
+        # connection, up to twice this age.
         ("grpc.max_connection_age_ms", age_ms),
         ("grpc.max_connection_age_grace_ms", age_ms),
     ]

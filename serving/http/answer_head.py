@@ -8,8 +8,8 @@ from serving.http.logprobs import TokenNames
 class Head(msgspec.Struct, frozen=True):
     """Fields of an answer that are known before its first token.
 
-    `top`: candidates of a token that a chat answer lists. `with_logprobs`, `with_token_ids`: the caller asked for
-    them. `usage_at_end`, `usage_in_chunks`: where a stream carries its usage.
+    `top`: candidates of a token that a chat answer lists. `with_logprobs`, `with_token_ids`: the caller asked
+    for them. `usage_at_end`, `usage_in_chunks`: where a stream carries its usage.
     """
 
     id: str

@@ -89,7 +89,8 @@ class HttpApp:
         await self._app(scope, receive, send)
 
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # Most requests are of few routes. A search through all routes costs each of them more than its authentication.
+        # Most requests are of few routes. A search through all routes costs each of
+        # them more than its authentication.
         app = self._posts.get(get_route_path(scope)) if scope["method"] == "POST" else None
         await (app or self._router)(scope, receive, send)
 

@@ -1,7 +1,8 @@
 """Authentication of HTTP requests: a bearer token, or HTTP Basic with the token as the password.
 
-Programs send bearer tokens. HTTP Basic lets a browser open the pages for people. A browser adds Basic credentials to
-every request by itself, also to requests that pages of other sites make. So Basic is accepted with GET and HEAD only.
+Programs send bearer tokens. HTTP Basic lets a browser open the pages for people. A browser adds Basic
+credentials to every request by itself, also to requests that pages of other sites make. So Basic is
+accepted with GET and HEAD only.
 """
 
 import base64
@@ -18,7 +19,8 @@ from serving.http.errors import HttpError
 OPEN = frozenset(("/health", "/health/live", "/health/ready", "/health/startup"))
 BROWSER_METHODS = ("GET", "HEAD")
 _MESSAGE = "this server requires the header `authorization: Bearer <token>` with a valid token"
-# Chromium reads one challenge a header line, so a list with Bearer in it would show no question for a password.
+# Chromium reads one challenge a header line, so a list with Bearer in it would
+# show no question for a password.
 _CHALLENGE = 'Basic realm="jaxflow", charset="UTF-8"'
 
 
@@ -45,7 +47,9 @@ class Authenticated:
 
 
 def credentials(scope: Scope) -> bytes | None:
-    """Return the `authorization` header, with a password of HTTP Basic as a bearer token; None without one header."""
+    """Return the `authorization` header, with a password of HTTP Basic as a bearer
+    token; None without one header.
+    """
     given = [value for key, value in scope["headers"] if key == b"authorization"]
     if len(given) != 1:
         return None

@@ -21,7 +21,9 @@ class Collected:
 
 
 class Collection:
-    """The choices of an answer, by index, and the first pieces of the prompts. `take` is the sink of `job.run`."""
+    """The choices of an answer, by index, and the first pieces of the prompts.
+    `take` is the sink of `job.run`.
+    """
 
     def __init__(self, choices: int):
         self.choices = [Collected() for _ in range(choices)]

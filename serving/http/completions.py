@@ -76,7 +76,9 @@ class CompletionFormat:
     # ---- the stream
 
     def first(self, begun: Begun) -> list[bytes]:
-        """Return the choices of the first chunks of a prompt: the echo and the prompt's fields, if asked for."""
+        """Return the choices of the first chunks of a prompt: the echo and the
+        prompt's fields, if asked for.
+        """
         head, job = self._head, self._job
         if job.echo_texts is None and not head.with_token_ids and not head.with_prompt_logprobs:
             return []

@@ -33,7 +33,9 @@ class ErrorBody(msgspec.Struct, frozen=True):
 
 
 class HttpError(Exception):
-    """An error with its HTTP status. `retry_after_s`: seconds after which another try can succeed, or None."""
+    """An error with its HTTP status. `retry_after_s`: seconds after which
+    another try can succeed, or None.
+    """
 
     def __init__(
         self,
@@ -77,7 +79,8 @@ _CODES = {404: "not_found", 405: "method_not_allowed"}
 
 
 def http_error(error: BaseException, max_model_len: int | None = None, in_chat: bool = False) -> HttpError:
-    """Return the HTTP error of an exception. A fault of the server is logged under an id, which the answer has.
+    """Return the HTTP error of an exception. A fault of the server is logged
+    under an id, which the answer has.
 
     Args:
       max_model_len: the context in tokens, for the message of a request that is too long.
@@ -110,7 +113,8 @@ def too_long(error: ContextLengthExceeded, max_model_len: int | None, in_chat: b
         return f"{limit}your {place} have more: {error}. Please reduce the length of the {place}."
     prompt, output = error.prompt_tokens, error.output_tokens
     return (
-        f"{limit}you requested {prompt + output} tokens ({prompt} in the {place}, {output} in the completion). "
+        f"{limit}you requested {prompt + output} tokens ({prompt} in the {place}, {output} in the "
+        "completion). "
         f"Please reduce the length of the {place} or completion."
     )
 

@@ -1,8 +1,9 @@
 """One request of a connection, beside ASGI's `receive` and `send`.
 
-ASGI waits for a message where this server only needs an answer at once: whether the body has arrived, whether the
-connection is lost, and whether a chunk can be written. `LimitedProtocol` puts an `Exchange` into the scope of each
-request, as an extension of ASGI. A request then needs no second task, and a chunk no change of tasks.
+ASGI waits for a message where this server only needs an answer at once: whether the body has arrived, whether
+the connection is lost, and whether a chunk can be written. `LimitedProtocol` puts an `Exchange` into the
+scope of each request, as an extension of ASGI. A request then needs no second task, and a chunk no change of
+tasks.
 """
 
 from collections.abc import Callable
@@ -44,7 +45,9 @@ class Exchange:
         return body
 
     def on_lost(self, callback: Callable[[], None] | None) -> None:
-        """Call `callback` once the connection is lost; None for no call. The body of the request has been read."""
+        """Call `callback` once the connection is lost; None for no call. The
+        body of the request has been read.
+        """
         self._on_lost = callback
         if callback is None:
             return

@@ -23,7 +23,8 @@ ROOT_PATH = flags.DEFINE_string(
 BATCH_DIR = flags.DEFINE_string(
     "batch_dir",
     None,
-    "Folder of files and batches. Turns /v1/files and /v1/batches on. Unfinished batches of the folder continue.",
+    "Folder of files and batches. Turns /v1/files and /v1/batches on. Unfinished batches of the folder "
+    "continue.",
 )
 BATCH_PRIORITY = flags.DEFINE_integer(
     "batch_priority",

@@ -38,7 +38,9 @@ Take = Callable[[Pieces], Awaitable[None]]
 
 
 class Direct(msgspec.Struct, frozen=True):
-    """A way to write the pieces of a step without a change of tasks. `take` gets pieces only while `ready()`."""
+    """A way to write the pieces of a step without a change of tasks. `take`
+    gets pieces only while `ready()`.
+    """
 
     ready: Callable[[], bool]
     take: Callable[[Pieces], None]
@@ -47,7 +49,8 @@ class Direct(msgspec.Struct, frozen=True):
 class Job(msgspec.Struct, frozen=True):
     """The engine's requests of a body, one a prompt, in the order of the prompts.
 
-    `echo_texts`: the text of each prompt, if the answer repeats it. `drop_output`: the answer has no new token.
+    `echo_texts`: the text of each prompt, if the answer repeats it.
+        `drop_output`: the answer has no new token.
     """
 
     requests: Sequence[Request]
@@ -137,7 +140,8 @@ async def run(
     """Run a job to its end.
 
     Args:
-      take: gets the pieces that have arrived since its last call. A `take` that blocks holds the outputs back.
+      take: gets the pieces that have arrived since its last call. A `take` that
+          blocks holds the outputs back.
       submitted: is called once the engine has accepted all prompts.
       timeout_s: the seconds until the caller's deadline, or None.
       whole: the answer is not streamed, see `ServedModel.stream`.

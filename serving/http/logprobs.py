@@ -1,4 +1,6 @@
-"""Log-probabilities in the forms of the chat answer, of the completions answer and of vLLM's prompt logprobs."""
+"""Log-probabilities in the forms of the chat answer, of the completions answer
+and of vLLM's prompt logprobs.
+"""
 
 from collections.abc import Mapping, Sequence
 

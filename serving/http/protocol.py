@@ -1,9 +1,9 @@
 """uvicorn's HTTP protocol with limits of connections, headers and times, and with half-closed connections.
 
-A caller that closes the sending half of its connection sends the same FIN as a caller that is gone. So a FIN does not
-end a request. Small writes find out which of both happened: a host answers a write to a closed socket with a reset.
-Before an answer, the write is the interim response 102, which every HTTP/1.1 client skips. Within a stream of events,
-the write is a comment.
+A caller that closes the sending half of its connection sends the same FIN as a caller that is gone. So a FIN
+does not end a request. Small writes find out which of both happened: a host answers a write to a closed
+socket with a reset. Before an answer, the write is the interim response 102, which every HTTP/1.1 client
+skips. Within a stream of events, the write is a comment.
 """
 
 import asyncio

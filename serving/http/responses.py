@@ -1,4 +1,6 @@
-"""Bodies of the answers, as in OpenAI's API, with vLLM's extra fields. An extra field is there only if asked for."""
+"""Bodies of the answers, as in OpenAI's API, with vLLM's extra fields. An extra
+field is there only if asked for.
+"""
 
 from typing import Any
 
@@ -155,7 +157,9 @@ class DetokenizeAnswer(msgspec.Struct, frozen=True):
 
 
 class TokenizerInfo(msgspec.Struct, frozen=True):
-    """The answer of `GET /tokenizer_info`: what a program needs to build prompts. null: there is no such token."""
+    """The answer of `GET /tokenizer_info`: what a program needs to build
+    prompts. null: there is no such token.
+    """
 
     bos_token: str | None
     eos_token: str | None

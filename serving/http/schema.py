@@ -1,7 +1,7 @@
 """Bodies of the requests. Names and meanings are those of OpenAI's API and of vLLM's extra fields.
 
-An unknown field is an error. Some fields are accepted and change nothing. Other fields are known, but not served: a
-value that asks for something is refused by name.
+An unknown field is an error. Some fields are accepted and change nothing. Other fields are known, but not
+served: a value that asks for something is refused by name.
 """
 
 import operator
@@ -12,8 +12,8 @@ from msgspec import Meta
 
 MAX_PROMPTS = 2048  # prompts of a completions request
 MAX_CHOICES = 4096  # choices of a request: prompts times n
-# Limits of a body, which the event loop reads at once: commas, quotes of strings, and opening brackets. They are about
-# the numbers of its JSON values, half of its strings, and its arrays and objects.
+# Limits of a body, which the event loop reads at once: commas, quotes of strings, and opening brackets. They
+# are about the numbers of its JSON values, half of its strings, and its arrays and objects.
 MAX_COMMAS = 1 << 20
 MAX_QUOTES = 100_000
 MAX_BRACKETS = 1 << 17
@@ -116,7 +116,8 @@ class Message(msgspec.Struct, forbid_unknown_fields=True, frozen=True, omit_defa
 class ChatRequest(Generation, frozen=True, kw_only=True):
     """The body of `POST /v1/chat/completions`.
 
-    `parse_control_tokens`: a control token in a message (`<|im_end|>`) becomes this token; else it is plain text.
+    `parse_control_tokens`: a control token in a message (`<|im_end|>`) becomes
+        this token; else it is plain text.
     """
 
     messages: list[Message]

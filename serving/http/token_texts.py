@@ -1,7 +1,8 @@
 """Log-probabilities of a growing text: each token with its bytes, as soon as its bytes are in the text.
 
-The text lags behind the tokens, because a character may have several tokens and because a stop string is cut off.
-The bytes of all entries, joined, are the bytes of the text. A token without text, as the end token, has no bytes.
+The text lags behind the tokens, because a character may have several tokens and because a stop
+string is cut off. The bytes of all entries, joined, are the bytes of the text. A token without text,
+as the end token, has no bytes.
 """
 
 import collections

@@ -1,7 +1,7 @@
 """Health of the server, as Kubernetes asks for health: started, live and ready.
 
-Live means that steps advance while there is work. An idle engine is live. A device that hangs keeps the engine's
-thread alive, so only the steps show the fault. Ready means live, loaded and not draining.
+Live means that steps advance while there is work. An idle engine is live. A device that hangs keeps the
+engine's thread alive, so only the steps show the fault. Ready means live, loaded and not draining.
 """
 
 import dataclasses

@@ -56,7 +56,9 @@ class Operations:
         return exposition(self._registry)
 
     def experts(self) -> ExpertTokens | None:
-        """Return the tokens at each expert since the start; None without mixture layers and before the first step."""
+        """Return the tokens at each expert since the start; None without mixture
+        layers and before the first step.
+        """
         return self.served.llm.driver.expert_tokens() if self.served.loaded else None
 
     async def run(self, on_ready: Callable[[bool], Awaitable[None]] | None = None) -> None:

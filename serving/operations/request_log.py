@@ -22,8 +22,8 @@ class RequestLogError(ValueError):
 class RequestLog:
     """A log of calls at `target`: `stderr`, or the path of a file.
 
-    A file that another program renamed is opened anew, so any log rotation works. A line that cannot be written
-    is reported on standard error and lost; the call is served.
+    A file that another program renamed is opened anew, so any log rotation works. A line that cannot be
+    written is reported on standard error and lost; the call is served.
 
     Raises:
       RequestLogError: the file cannot be opened.
@@ -50,7 +50,9 @@ class RequestLog:
 
 
 def outcome(call: Call) -> tuple[str, str]:
-    """Return the outcome of a call and its reason. A reason is a fixed name or the name of an exception's type."""
+    """Return the outcome of a call and its reason. A reason is a fixed name or
+    the name of an exception's type.
+    """
     error = call.error
     if error is not None:
         if isinstance(error, asyncio.CancelledError | GeneratorExit):
@@ -70,7 +72,9 @@ def outcome(call: Call) -> tuple[str, str]:
 
 
 def record(call: Call, ended_ns: int, trace_id: str = "") -> dict[str, Any]:
-    """Return the log's entry for a call that ended at `ended_ns`. The times are those of the slowest sequence."""
+    """Return the log's entry for a call that ended at `ended_ns`. The times are
+    those of the slowest sequence.
+    """
     result, reason = outcome(call)
     ends = [end for _, end in call.ends]
     # Sequences of one request share the cached tokens.

@@ -40,7 +40,9 @@ class Tracing:
         self.model_name = model_name
 
     def export(self, call: Call, ended_ns: int) -> str:
-        """Make the spans of a call that ended at `ended_ns`, and return its trace id as 32 hexadecimal digits."""
+        """Make the spans of a call that ended at `ended_ns`, and return its
+        trace id as 32 hexadecimal digits.
+        """
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 

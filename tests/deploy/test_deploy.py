@@ -113,7 +113,9 @@ def test_kustomization_lists_all_manifests():
 @pytest.mark.slow  # 20 s: the program is built and installed
 @pytest.mark.skipif(UV is None, reason="uv is not installed")
 def test_the_copied_files_make_a_program_that_starts(tmp_path):
-    """Run the Containerfile's copies in an empty folder, install the program without its packages, and start it."""
+    """Run the Containerfile's copies in an empty folder, install the program
+    without its packages, and start it.
+    """
     source, site, home = tmp_path / "source", tmp_path / "site", tmp_path / "home"
     source.mkdir()
     home.mkdir()

@@ -49,7 +49,8 @@ def test_unknown_command_is_one_line():
     done = console("train")
     assert done.returncode == 2
     assert done.stderr == (
-        "error: unknown command 'train'; accepted: serve, ask, batch, bench, search, compile, --version, --help\n"
+        "error: unknown command 'train'; accepted: serve, ask, batch, bench, search, compile, --version, "
+        "--help\n"
     )
 
 

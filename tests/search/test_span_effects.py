@@ -57,7 +57,8 @@ def test_a_window_far_below_the_largest_score_keeps_its_own_output():
 def measurement():
     """Return a measurement, and the numbers of its candidates and of all heads.
 
-    Attention adds a hundredth of what it adds in the model, so that first-order changes are near the real ones.
+    Attention adds a hundredth of what it adds in the model, so that first-order
+    changes are near the real ones.
     """
     checkpoint = open_checkpoint(str(paths.MODELS / "tiny-llama"))
     config, weights = checkpoint.model_config, checkpoint.load("float32")

@@ -35,8 +35,9 @@ FAULT_TOKEN = (
     300  # a prompt with this token makes the engine fault when it is first run, unless a test says otherwise
 )
 TEMPLATE = (
-    "{% for message in messages %}{% if message.role == 'robot' %}{{ raise_exception('no robots') }}{% endif %}"
-    "{{ message.role }}: {{ message.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    "{% for message in messages %}{% if message.role == 'robot' %}{{ raise_exception('no robots') }}{% endif "
+    "%}{{ message.role }}: {{ message.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% "
+    "endif %}"
 )
 
 
@@ -54,7 +55,9 @@ class Running:
 
 
 class FakeDriver:
-    """Steps on its own thread while `gate` is set, one token a sequence a step; each request holds one page."""
+    """Steps on its own thread while `gate` is set, one token a sequence a
+    step; each request holds one page.
+    """
 
     def __init__(
         self,
@@ -243,7 +246,9 @@ class FakeDriver:
 
 
 class FakeLLM:
-    """The surface of `jaxflow.LLM` that the services use, around a `FakeDriver`; the tokenizer is a real one."""
+    """The surface of `jaxflow.LLM` that the services use, around a
+    `FakeDriver`; the tokenizer is a real one.
+    """
 
     def __init__(
         self,

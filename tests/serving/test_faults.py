@@ -1,4 +1,6 @@
-"""Faults around a request: callers that leave, wait or stall, and an engine that is full, faulty or ending."""
+"""Faults around a request: callers that leave, wait or stall, and an engine
+that is full, faulty or ending.
+"""
 
 import asyncio
 import logging as python_logging

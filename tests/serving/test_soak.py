@@ -1,4 +1,6 @@
-"""No stream is lost: many short answers at once through the real servers, with the client in a second process."""
+"""No stream is lost: many short answers at once through the real servers, with
+the client in a second process.
+"""
 
 import asyncio
 import json

@@ -7,7 +7,9 @@ from serving.supervise import STEADY_S, restart, without_restarts
 
 
 def run(statuses, most, lives=(), stop_after=None):
-    """Return the last status and the number of starts, of servers that end with these statuses after these lives."""
+    """Return the last status and the number of starts, of servers that end with
+    these statuses after these lives.
+    """
     clock, starts = [0.0], []
 
     def one() -> int:

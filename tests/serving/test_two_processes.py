@@ -1,4 +1,6 @@
-"""A server of two processes: it answers, starts again after the loss of one, and drains when any is asked to stop."""
+"""A server of two processes: it answers, starts again after the loss of one, and
+drains when any is asked to stop.
+"""
 
 import os
 import re

@@ -10,13 +10,13 @@ activations by the step instead of the prompt. This command measures both on one
   chunks       steps of --chunk_tokens, and the KV pool that the engine reserves
   every byte   the same steps, and a KV pool of every byte that the compiled step leaves
 
-The prediction comes from XLA's account of the compiled steps: the temporary arrays and the results of one step
-exist at a time, because the device runs one step after another. The measurement raises or lowers the length
-until it finds a length that runs and one that does not, at most --tolerance apart. Every trial compiles the
-prompt's last step without timing its GEMMs, allocates every page of the prompt and runs the step twice. The
-model's own position limit is ignored. --gpu_memory_utilization is the limit on a GPU, --memory_gib on a CPU,
-where each trial is a process. No trial begins that would end after --time_limit_s; the table then has the best
-length so far, and the shortest length that failed.
+The prediction comes from XLA's account of the compiled steps: the temporary arrays and the results of one
+step exist at a time, because the device runs one step after another. The measurement raises or lowers the
+length until it finds a length that runs and one that does not, at most --tolerance apart. Every trial
+compiles the prompt's last step without timing its GEMMs, allocates every page of the prompt and runs the step
+twice. The model's own position limit is ignored. --gpu_memory_utilization is the limit on a GPU, --memory_gib
+on a CPU, where each trial is a process. No trial begins that would end after --time_limit_s; the table then
+has the best length so far, and the shortest length that failed.
 
 The row "one arena" is a prediction: pages take the space of the activations, and the last tokens run in steps
 of --smallest_step.
@@ -234,7 +234,9 @@ def run() -> dict[str, Any]:
 
 
 def beside_whole(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows, whole prompts first, each with its length as a multiple of the longest whole prompt."""
+    """Return the rows, whole prompts first, each with its length as a
+    multiple of the longest whole prompt.
+    """
     first = next((row["longest_tokens"] for row in rows if row["mode"] == "whole"), None)
     ordered = sorted(rows, key=lambda row: row["mode"] != "whole")
     return [
@@ -265,7 +267,9 @@ def measure(
     *,
     full_prompt: bool,
 ) -> None:
-    """Find the longest prompt of each mode, and give each row to `keep`. Modes without time have no trials."""
+    """Find the longest prompt of each mode, and give each row to `keep`.
+    Modes without time have no trials.
+    """
 
     def outcome(mode: str, trial: Trial) -> Outcome:
         run = (
@@ -319,8 +323,8 @@ def measure(
 def engine_pool(room: Room, config: EngineConfig, chunk: int) -> int:
     """Return the tokens of the KV pool that the engine reserves beside steps of this size.
 
-    On a GPU the engine keeps a spare share of the memory, and the results of two steps. On a CPU it takes half
-    of `gpu_memory_utilization` of the free memory.
+    On a GPU the engine keeps a spare share of the memory, and the results of two steps. On a CPU it takes
+    half of `gpu_memory_utilization` of the free memory.
     """
     if not on_gpu():
         return int(room.free * config.gpu_memory_utilization / 2 // room.page_bytes - 1) * room.page

@@ -102,7 +102,8 @@ class Bench:
 
 
 def _compile(executor: Executor, pages: int) -> StepLayout:
-    """Compile the programs of an executor of one step size for a KV cache of so many pages, and return its layout.
+    """Compile the programs of an executor of one step size for a KV cache of so
+    many pages, and return its layout.
 
     The cache is not allocated yet: its one page makes the shapes of the small programs.
     """
@@ -133,8 +134,8 @@ class Outcome:
     Attributes:
       seconds: of the step.
       need: of the compiled step, None if it did not compile.
-      failed_at: what asked for more memory than there was ("compiling", "KV cache", "first step", "second step"
-        or "process"), and the message. None if the trial ran.
+      failed_at: what asked for more memory than there was ("compiling", "KV cache", "first step", "second
+        step" or "process"), and the message. None if the trial ran.
     """
 
     ran: bool
@@ -192,10 +193,11 @@ def _free_memory(mesh: Mesh) -> str:
 def _kept_free(mesh: Mesh, need: Need) -> Iterator[None]:
     """Keep one block of each GPU free for the step's temporary arrays and results.
 
-    XLA's allocator does not move arrays, and it takes the temporary arrays as one block. Without the kept block
-    the KV cache may leave enough memory in pieces that are each too small. A block of the temporary arrays
-    alone would not suffice: the allocator places the results first, in the smallest block that holds them, and
-    the rest of the block is then too small. A CPU has virtual memory, so this function allocates nothing there.
+    XLA's allocator does not move arrays, and it takes the temporary arrays as one block. Without the kept
+    block the KV cache may leave enough memory in pieces that are each too small. A block of the temporary
+    arrays alone would not suffice: the allocator places the results first, in the smallest block that holds
+    them, and the rest of the block is then too small. A CPU has virtual memory, so this function allocates
+    nothing there.
     """
     if not on_gpu():
         yield

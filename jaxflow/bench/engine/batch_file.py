@@ -1,12 +1,13 @@
-"""Throughput of a batch file with its journal, and of `LLM.generate`, in turns over the same prompts in one engine.
+"""Throughput of a batch file with its journal, and of `LLM.generate`, in turns over
+the same prompts in one engine.
 
   python -m jaxflow.bench batch --model llama-3.1-8b --load_format dummy --input_len 1024 --output_len 512
 
-A batch's time begins with the check of the input file, and ends when the output file is on disk. The file and the
-journal are in --folder. Sampling is greedy, end tokens are ignored, and prompts are random token ids. Prefix
-caching is off by default. `ratio` is the quotient of the median throughputs. `batch_rss_growth_bytes` is the
-growth of the process's resident memory over each batch. `resume_s` begins with the check of the input file of
-a batch with half of the answers, and ends when the engine has a line.
+A batch's time begins with the check of the input file, and ends when the output file is on disk. The file and
+the journal are in --folder. Sampling is greedy, end tokens are ignored, and prompts are random token ids.
+Prefix caching is off by default. `ratio` is the quotient of the median throughputs. `batch_rss_growth_bytes`
+is the growth of the process's resident memory over each batch. `resume_s` begins with the check of the input
+file of a batch with half of the answers, and ends when the engine has a line.
 """
 
 import asyncio
@@ -143,8 +144,8 @@ def resident_bytes() -> int:
 def resume_seconds(llm: LLM, folder: Path) -> float:
     """Return the seconds from the start of a resumed batch until the engine runs a line of the batch.
 
-    The resumed batch begins with the answers of the first half of the lines of the finished batch in `folder`.
-    Half a batch of one line has no answer.
+    The resumed batch begins with the answers of the first half of the lines of the finished batch in
+    `folder`. Half a batch of one line has no answer.
     """
     endpoints = Endpoints(ServedModel(ServerConfig()))
     finished = open_batch(folder / SOURCE, folder / JOURNAL, llm.name, endpoints.check)

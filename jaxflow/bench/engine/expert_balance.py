@@ -2,10 +2,10 @@
 
   python -m jaxflow.bench expert_balance --output_json balance.json
 
-A step sends each token to different experts. The router's preference is Zipf's law over an order of the experts
-that drifts. Every `--step_interval` steps the experts are placed anew by the tokens that the last `--window_size`
-steps counted. No placement sees the router's preferences. A step waits for the device with the most tokens, so a
-step's balance is the mean over the largest number of tokens of a device.
+A step sends each token to different experts. The router's preference is Zipf's law over an order of the
+experts that drifts. Every `--step_interval` steps the experts are placed anew by the tokens that the last
+`--window_size` steps counted. No placement sees the router's preferences. A step waits for the device with
+the most tokens, so a step's balance is the mean over the largest number of tokens of a device.
 """
 
 import collections
@@ -41,7 +41,8 @@ class Routes:
     """The routes of a simulation.
 
     zipf: the exponent of the router's preferences.
-    drift_steps: the steps after which the experts' latent popularity is correlated with the present one by 1/e.
+    drift_steps: the steps after which the experts' latent popularity is
+        correlated with the present one by 1/e.
     """
 
     mixture: Mixture
@@ -191,9 +192,10 @@ def run() -> dict[str, Any]:
                 rows += found
                 for row in found:
                     print(
-                        f"{row['model']:14} drift {drift:>7.0f}  {tokens:>5} tokens  {row['devices']} devices  "
-                        f"{row['layout']:28} {row['slots']:>4} slots  balance {row['mean_over_max_load']:.3f}  "
-                        f"worst step {row['worst_step']:.3f}",
+                        f"{row['model']:14} drift {drift:>7.0f}  {tokens:>5} tokens  {row['devices']} "
+                        "devices  "
+                        f"{row['layout']:28} {row['slots']:>4} slots  balance "
+                        f"{row['mean_over_max_load']:.3f}  worst step {row['worst_step']:.3f}",
                         file=sys.stderr,
                     )
     head = {"command_name": "expert_balance", **machine.describe()}

@@ -3,9 +3,10 @@
   python -m jaxflow.bench followers --model MODEL --tensor_parallel_size 2
 
 The command starts process 1 itself, and is process 0. Each process has one device. --pipeline_parallel_size 2
-measures two stages instead. Each step is recorded for the follower before it is enqueued, and a thread sends the
-record while the step runs. The overhead of a batch is the median time of a recording on the engine's thread, over the median
-time from step to step. The overhead of the command is the median of its batches. The report has the processor time of the sending thread as well.
+measures two stages instead. Each step is recorded for the follower before it is enqueued, and a thread sends
+the record while the step runs. The overhead of a batch is the median time of a recording on the engine's
+thread, over the median time from step to step. The overhead of the command is the median of its batches. The
+report has the processor time of the sending thread as well.
 """
 
 import os

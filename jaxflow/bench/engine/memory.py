@@ -88,7 +88,9 @@ def abstract_executor(
 
 
 def three_buffers(model: ModelConfig, tokens: int, dtype: str, tp: int = 1) -> int:
-    """Return the bytes of FlashDecoding++Next's three activation buffers (§5): [T, D], [T, D], [T, F / tp]."""
+    """Return the bytes of FlashDecoding++Next's three activation buffers
+    (§5): [T, D], [T, D], [T, F / tp].
+    """
     return tokens * (2 * model.hidden_size + model.intermediate_size // tp) * jnp.dtype(dtype).itemsize
 
 
@@ -109,9 +111,9 @@ def room(
       largest, smallest: memory needs of the programs of the largest bucket, and of a decode-only bucket.
 
     Returns:
-      Tokens by reservation. whole_prompt: one sequence with its activations and KV, prefilled at once. summed: a
-      step and a sampler. largest: the largest program. lent: the capacity while only small steps run, with the
-      space of larger programs given to KV. none: no reservation.
+      Tokens by reservation. whole_prompt: one sequence with its activations and KV, prefilled at once.
+      summed: a step and a sampler. largest: the largest program. lent: the capacity while only small steps
+      run, with the space of larger programs given to KV. none: no reservation.
     """
     free = memory_bytes - fixed_bytes
     summed = sum(need.temporary for need in largest.values()) - min(

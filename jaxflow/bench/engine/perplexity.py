@@ -3,8 +3,8 @@
   python -m jaxflow.bench perplexity --model FOLDER_OR_GGUF --tokens tests/data/ppl/wikitext2_8x1024.npy
       --dtype bfloat16
 
-With --span_files the unquantized model is measured with full attention, and then with each file of attention spans
-(`python -m search spans`).
+With --span_files the unquantized model is measured with full attention, and then with each file of attention
+spans (`python -m search spans`).
 
 The rows of the token file are windows, and each window is scored as a separate prompt. The report also holds
 the change of a token's log-probability from the unquantized model. The device has no 4-bit cache. Therefore
@@ -131,10 +131,11 @@ def measure(
 def measure_spans(
     config: EngineConfig, windows: np.ndarray, files: Sequence[str]
 ) -> Iterator[tuple[LLM, dict[str, Any]]]:
-    """Yield, for full attention and each spans file, its open engine and {spans, keys_percent, held_percent, ...}.
+    """Yield, for full attention and each spans file, its open engine and {spans,
+    keys_percent, held_percent, ...}.
 
-    keys_percent: the keys that the queries of a window see. held_percent: the keys that their page groups hold.
-    Other values: see `measure`.
+    keys_percent: the keys that the queries of a window see. held_percent: the keys that their page groups
+    hold. Other values: see `measure`.
     """
     dense: np.ndarray | None = None
     for path in (None, *files):

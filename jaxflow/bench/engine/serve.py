@@ -14,10 +14,11 @@ Each request is sent at its due time, regardless of the number of running reques
 the client. With --rounds, or a trace with shared blocks, the report holds the savings from KV reuse.
 --admin_target adds the savings of each KV tier.
 
---backend openai and openai-chat measure any server with /v1/completions or /v1/chat/completions. Such a server
-reports tokens at the end of a stream, so the tokens are spread over the chunks by their characters. Rounds and
---admin_target need gRPC. --batch_requests starts a batch of as many requests of the same lengths on /v1/batches
-before the load, and cancels it after the load. The report then holds the batch's tokens per second. `errors` in the report counts the failed requests by reason. The command then exits with 1.
+--backend openai and openai-chat measure any server with /v1/completions or /v1/chat/completions. Such a
+server reports tokens at the end of a stream, so the tokens are spread over the chunks by their characters.
+Rounds and --admin_target need gRPC. --batch_requests starts a batch of as many requests of the same lengths
+on /v1/batches before the load, and cancels it after the load. The report then holds the batch's tokens per
+second. `errors` in the report counts the failed requests by reason. The command then exits with 1.
 """
 
 import asyncio

@@ -236,11 +236,12 @@ def head(llm: LLM) -> dict[str, Any]:
 
 
 def time_start(llm: LLM) -> dict[str, float]:
-    """Make the first token, wait for the programs that compile in the background, and return the start's time line.
+    """Make the first token, wait for the programs that compile in the background,
+    and return the start's time line.
 
-    The keys are those of `StartTimes.summary`, and three more. `first_token_s` is the time of a request alone after
-    the start, and `background_s` the wait after the token. `until_first_token_s` begins with the process; the key is
-    missing if the system does not tell.
+    The keys are those of `StartTimes.summary`, and three more. `first_token_s` is the time of a request alone
+    after the start, and `background_s` the wait after the token. `until_first_token_s` begins with the
+    process; the key is missing if the system does not tell.
     """
     items, begin_s = workload.constant(1, 8, 1), time.perf_counter()
     drive(llm.driver, greedy_requests(items, workload.prompts(items, llm.model_config.vocab_size, 0)))
@@ -301,7 +302,8 @@ def run() -> dict[str, Any]:
     }
     show(result)
     print(
-        f"Throughput: {result['request_throughput']:.2f} requests/s, {result['total_token_throughput']:.2f} total tokens/s, "
+        f"Throughput: {result['request_throughput']:.2f} requests/s, {result['total_token_throughput']:.2f} "
+        "total tokens/s, "
         f"{result['output_throughput']:.2f} output tokens/s"
     )
     return result

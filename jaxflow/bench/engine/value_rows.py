@@ -1,15 +1,16 @@
-"""Perplexity and last-word accuracy of a text by the share of V rows that attention reads (FlexGen §5, Table 5).
+"""Perplexity and last-word accuracy of a text by the share of V rows that
+attention reads (FlexGen §5, Table 5).
 
   python -m jaxflow.bench value_rows --model FOLDER_OR_GGUF --tokens tests/data/ppl/wikitext2_rawtext_8x1024.npy
       --value_top_k_percents 100,10
 
 The rows of the token file are windows. The perplexity is over the first --windows of them, each scored as a
-separate prompt. The last-word set is made from all windows as LAMBADA is: a passage ends with the last word of a
-clause, and the word occurs earlier in the passage. A word counts as right if each of its tokens is the
-likeliest one.
+separate prompt. The last-word set is made from all windows as LAMBADA is: a passage ends with the
+last word of a clause, and the word occurs earlier in the passage. A word counts as right if each of
+its tokens is the likeliest one.
 
-Every token of a prompt attends as a decode of an offloaded run does (`jaxflow.flexgen.sparse_values`): a softmax
-over all keys, and the V rows of the top k percent.
+Every token of a prompt attends as a decode of an offloaded run does (`jaxflow.flexgen.sparse_values`): a
+softmax over all keys, and the V rows of the top k percent.
 """
 
 import dataclasses

@@ -60,8 +60,8 @@ class KernelGroup:
     """The cases of one kernel.
 
     unit: the unit of the rates: TB/s, TFLOP/s or tok/s. geomean: the target geometric mean of the ratios.
-    together: the cases share a model in memory, so one process runs all of them. on_request: the group runs only
-    if --only names it.
+    together: the cases share a model in memory, so one process runs all of them. on_request: the
+    group runs only if --only names it.
     """
 
     name: str

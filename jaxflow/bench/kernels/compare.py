@@ -11,9 +11,10 @@
 reports and measures nothing.
 
 The two ceilings run first: the bandwidth of a copy and a read, and the rate of cuBLAS. Each kernel's cases
-(the other modules of this folder) use random data. Our kernel and its rivals take turns, each with `--seconds` of back-to-back
-work. Weights and caches rotate through more memory than the L2 holds. A ratio above 1 means that our kernel
-is faster. The report holds the target of each case, and marks a case below its target as `missed`.
+(the other modules of this folder) use random data. Our kernel and its rivals take turns, each with
+`--seconds` of back-to-back work. Weights and caches rotate through more memory than the L2 holds. A ratio
+above 1 means that our kernel is faster. The report holds the target of each case, and marks a case below its
+target as `missed`.
 
 The first case of every group runs first, then every second case, and so on. Groups are ordered by their
 kernels' share of the time per served token. Several processes compile the next cases in parallel. Then each
@@ -212,12 +213,14 @@ def text(row: Mapping[str, Any]) -> Iterator[str]:
     for name, implementation in row["implementations"].items():
         ratio = f"x{row['ratios'][name]:.3f}" if name in row["ratios"] else ""
         sensed = (
-            f"{implementation['mhz']:5.0f} MHz {implementation['watts']:4.0f} W {implementation['joules'] * 1e3:9.3f} mJ"
+            f"{implementation['mhz']:5.0f} MHz {implementation['watts']:4.0f} W "
+            f"{implementation['joules'] * 1e3:9.3f} mJ"
             if implementation["mhz"]
             else "no clock or watts"
         )
         yield (
-            f"{lead:47} {name:16} {implementation['us']:10.1f} us {implementation['rate'] / _SCALE[row['unit']]:9.3f} {row['unit']:8} {ratio:7}"
+            f"{lead:47} {name:16} {implementation['us']:10.1f} us "
+            f"{implementation['rate'] / _SCALE[row['unit']]:9.3f} {row['unit']:8} {ratio:7}"
             f" {sensed} ±{implementation['spread'] / 2:.1%}"
             + ("  missed" if lead and row["reached"] is False else "")
         )
@@ -233,7 +236,8 @@ def merged(paths: Iterable[str], groups: Iterable[KernelGroup]) -> dict[str, Any
 
     The command of the merged report joins the commands of the shares.
 
-    Raises: ConfigError for reports of several devices, and for another kind of file; OSError for a missing file.
+    Raises: ConfigError for reports of several devices, and for another kind of
+        file; OSError for a missing file.
     """
     groups = tuple(groups)
     parts = [read(path) for path in paths]

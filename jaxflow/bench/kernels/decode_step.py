@@ -242,7 +242,8 @@ def _compared(executor: Executor, wanted: list[tuple[int, int]]) -> dict[str, An
 def run() -> dict[str, Any]:
     """Run the command and return its report.
 
-    Raises: ConfigError, CheckpointError; ConfigError without a GPU, because the default model needs gigabytes.
+    Raises: ConfigError, CheckpointError; ConfigError without a GPU, because the
+        default model needs gigabytes.
     """
     machine.need_gpu("decode_step")
     f = flags.FLAGS

@@ -165,7 +165,8 @@ def _block_weights(model: str) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _Calls:
-    """The routings of a case, as many as a run has calls, so that few tokens touch other experts in each call.
+    """The routings of a case, as many as a run has calls, so that few tokens
+    touch other experts in each call.
 
     elements: of the experts that a call touches, on average. flop: of a call.
     """
@@ -187,7 +188,9 @@ class _Calls:
         quantize: Callable = lambda x: x,
         work: float | None = None,
     ) -> Implementation:
-        """Prepare an implementation. one_weight: it reads no expert's weight but one. work: of `Implementation`."""
+        """Prepare an implementation. one_weight: it reads no expert's weight but
+        one. work: of `Implementation`.
+        """
         config, calls, moved = _config(self.model), len(self.picked), element_bytes * self.elements
         least = Least(flop=self.flop) if one_weight else Least(moved, self.flop)
 

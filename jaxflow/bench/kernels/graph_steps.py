@@ -111,8 +111,8 @@ def agreement(
     Args:
       executor: without warm-up; its slots have pages for `context` tokens.
       tokens: the bucket. decodes: decoding requests. chunk: prompt tokens of one more request; 0 means no
-      chunk and no chunk kernel. with_pdl: include the method with programmatic dependent launch, for decode-only
-      steps.
+      chunk and no chunk kernel. with_pdl: include the method with programmatic dependent
+      launch, for decode-only steps.
     """
     layout = dataclasses.replace(executor.layouts[tokens][0], decodes=not chunk)
     config, plan = executor.programs.context.config, sequential_plan(executor.programs.context.config, tokens)

@@ -14,7 +14,9 @@ _FIRST = (
 
 
 def _by_importance(groups: Iterable[KernelGroup]) -> tuple[KernelGroup, ...]:
-    """Return the groups that dominate the time per served token, followed by the others in their given order."""
+    """Return the groups that dominate the time per served token, followed by
+    the others in their given order.
+    """
     return tuple(
         sorted(groups, key=lambda group: _FIRST.index(group.name) if group.name in _FIRST else len(_FIRST))
     )

@@ -1,4 +1,6 @@
-"""Benchmark cases of latent decode attention: DeepSeek-V3's 128 heads on one device, and its 16 heads on each of 8."""
+"""Benchmark cases of latent decode attention: DeepSeek-V3's 128 heads on one device,
+and its 16 heads on each of 8.
+"""
 
 import functools
 

@@ -1,7 +1,7 @@
 """Benchmark cases of a GPU's two peak rates, of the kernels that only move memory, and of sampling.
 
-The sampling cases have 1,024 rows of Llama 3's vocabulary, with plain sampling and with every setting. One read
-of the logits serves as their comparison.
+The sampling cases have 1,024 rows of Llama 3's vocabulary, with plain sampling and with every setting. One
+read of the logits serves as their comparison.
 """
 
 import dataclasses

@@ -2,12 +2,13 @@
 
     python -m jaxflow.bench.kernels.workers
 
-In each round all workers compile, then take turns to time their cases. No worker compiles while another worker
-measures. A worker that does not answer in time, for example because of a hung kernel, is ended. Its cases become
-failed rows, and a new worker takes its place.
+In each round all workers compile, then take turns to time their cases. No worker compiles while another
+worker measures. A worker that does not answer in time, for example because of a hung kernel, is ended. Its
+cases become failed rows, and a new worker takes its place.
 
-A worker process reads orders as lines of JSON on stdin, and writes each answer as one line on stdout. All other
-output goes to stderr. Mosaic compiles one kernel at a time per process, so several workers share one GPU.
+A worker process reads orders as lines of JSON on stdin, and writes each answer as one line on
+stdout. All other output goes to stderr. Mosaic compiles one kernel at a time per process, so
+several workers share one GPU.
 """
 
 import contextlib

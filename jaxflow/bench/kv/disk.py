@@ -131,7 +131,9 @@ def _open(config: EngineConfig, model: ModelConfig) -> DiskStore:
 
 
 def _forget(disk: DiskStore) -> None:
-    """Flush the files to the disk and drop them from the kernel's page cache, so that reads reach the disk."""
+    """Flush the files to the disk and drop them from the kernel's page
+    cache, so that reads reach the disk.
+    """
     for file in disk.folder.glob("*.kv"):
         fd = os.open(file, os.O_RDONLY)
         try:

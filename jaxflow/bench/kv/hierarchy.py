@@ -163,7 +163,9 @@ def run() -> dict[str, Any]:
 
 
 def text(result: Mapping[str, Any]) -> str:
-    """Return one line per engine: median times to the first token, shares of input tokens, tokens per second."""
+    """Return one line per engine: median times to the first token, shares of
+    input tokens, tokens per second.
+    """
     lines = [f" KV hierarchy, {result['model']} on {result['device']} ".center(100, "="), COLUMNS]
     for name, found in result["lowest_tiers"].items():
         talks = found["conversations"]

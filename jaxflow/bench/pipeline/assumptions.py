@@ -1,9 +1,10 @@
-"""The ratios of SARATHI §5.3 under assumptions that the paper leaves open, one change of the setting at a time.
+"""The ratios of SARATHI §5.3 under assumptions that the paper leaves open, one
+change of the setting at a time.
 
   python -m jaxflow.bench pipeline --simulate --assumptions --num_requests 1500 --output_json assumptions.json
 
-The base has a fast hand-over, cheap layers and a host that takes no time. The last row has the three changes that
-bring all ratios near the paper's.
+The base has a fast hand-over, cheap layers and a host that takes no time. The last row has the three changes
+that bring all ratios near the paper's.
 """
 
 import dataclasses
@@ -88,7 +89,9 @@ def measure(study: Study, processes: int = 2) -> dict[str, Any]:
 
 
 def _alone(study: Study) -> Study:
-    """Return the study without the fields that replicas of one stage do not have, so that equal runs run once."""
+    """Return the study without the fields that replicas of one stage do not
+    have, so that equal runs run once.
+    """
     return dataclasses.replace(
         study, link=FAST_LINK, sends_all=False, micro_batches=None, moving=False, slots=study.replica_slots
     )

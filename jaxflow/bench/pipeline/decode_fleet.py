@@ -1,10 +1,12 @@
-"""Decode steps of a mixture over many devices: each layout, and each assumption changed alone, by the cost model.
+"""Decode steps of a mixture over many devices: each layout, and each assumption
+changed alone, by the cost model.
 
   python -m jaxflow.bench decode_fleet --output_json decode-fleet.json
 
-All sequences decode, and prompts are computed elsewhere. A sequence has its prompt and on average half of its output.
-Each layout has as many sequences a device as `--sequences`, or as many full-length ones as fit. A fleet holds as many
-replicas of a layout as it has devices for. The public figure to compare with is vLLM's for DeepSeek-R1 on H200s.
+All sequences decode, and prompts are computed elsewhere. A sequence has its prompt and on average half of its
+output. Each layout has as many sequences a device as `--sequences`, or as many full-length ones as fit. A
+fleet holds as many replicas of a layout as it has devices for. The public figure to compare with is vLLM's
+for DeepSeek-R1 on H200s.
 """
 
 import dataclasses
@@ -64,9 +66,10 @@ LAYOUTS = (
 )
 PUBLIC = {
     "output_tokens_per_s_per_device": {"32": 2180, "72": 2070, "96": 1970},
-    "source": "blog.vllm.ai/2025/12/17/large-scale-serving.html, chart of decode throughput, read off: DeepSeek-R1 on "
-    "H200s with ConnectX-7, by the number of devices that share the experts; output tokens of the decode devices only, "
-    "2,000 prompt and 2,000 output tokens, 256 sequences a device",
+    "source": "blog.vllm.ai/2025/12/17/large-scale-serving.html, chart of decode throughput, read off: "
+    "DeepSeek-R1 on "
+    "H200s with ConnectX-7, by the number of devices that share the experts; output tokens of the decode "
+    "devices only, 2,000 prompt and 2,000 output tokens, 256 sequences a device",
 }
 FLASH_MLA_FLOPS_PER_S = (
     660e12  # public, not measured here: github.com/deepseek-ai/FlashMLA, dense decode on an H800
@@ -202,7 +205,8 @@ def _timer(
 def bound(decode: Decode, split: Split, given: Assumptions) -> dict[str, float]:
     """Return the tokens/s of a device if each resource alone set the time of a layout.
 
-    Loads are even, each op has the full rates, and nothing has a fixed time. The network has the rates of `given`.
+    Loads are even, each op has the full rates, and nothing has a fixed time. The
+    network has the rates of `given`.
     """
     config, device = model_of(decode.model), DEVICES[decode.device]
     widths, dtype = WIDTHS[decode.model.partition(":")[2]]
@@ -226,7 +230,9 @@ def bound(decode: Decode, split: Split, given: Assumptions) -> dict[str, float]:
 
 
 def variations(base: Assumptions, product_flops_per_s: float) -> dict[str, Assumptions]:
-    """Return the assumptions with one of them changed, by name. product_flops_per_s: of the device, in bfloat16."""
+    """Return the assumptions with one of them changed, by name.
+    product_flops_per_s: of the device, in bfloat16.
+    """
 
     def shares(**changed: float) -> Assumptions:
         return dataclasses.replace(base, shares=dataclasses.replace(base.shares, **changed))
@@ -258,7 +264,9 @@ def variations(base: Assumptions, product_flops_per_s: float) -> dict[str, Assum
 
 
 def least_that_reaches(reaches: Callable[[float], bool], low: float) -> float | None:
-    """Return the least factor from `low` to `MOST` that reaches the target, or None. `reaches` is monotone."""
+    """Return the least factor from `low` to `MOST` that reaches the target,
+    or None. `reaches` is monotone.
+    """
     high = MOST
     if reaches(low) or not reaches(high):
         return low if reaches(low) else None
@@ -271,7 +279,8 @@ def least_that_reaches(reaches: Callable[[float], bool], low: float) -> float | 
 def needed(
     decode: Decode, split: Split, base: Assumptions, balances: Mapping[int, float]
 ) -> dict[str, float | None]:
-    """Return the least value of each rate alone that reaches the target, with the rest as it is; None for no value.
+    """Return the least value of each rate alone that reaches the target, with the
+    rest as it is; None for no value.
 
     A share above 1 is a kernel beyond the measured rates of the device.
     """
@@ -342,7 +351,8 @@ def text(report: Mapping[str, Any]) -> str:
     decode = report["decode"]
     head = ("sequences", "balance", "tokens/s", "ms a step", "attention", "experts", "all-to-all", "other")
     lines = [
-        f"{decode['model']}, {decode['devices']} {decode['device']}s, tokens/s and sequences a device, ms of one batch",
+        f"{decode['model']}, {decode['devices']} {decode['device']}s, tokens/s and sequences a device, ms of "
+        "one batch",
         "layout".ljust(16) + "".join(word.rjust(12) for word in head),
     ]
     for row in sorted(report["layouts"], key=lambda row: -row["tokens_per_s_per_device"]):

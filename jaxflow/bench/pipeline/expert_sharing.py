@@ -1,9 +1,9 @@
 """The ops of one device of several that share the experts of a mixture, and the rates of these ops.
 
-The devices hold whole experts in two forms. In the first, tensor-parallel attention gives all devices all tokens. A
-device computes the pairs of its own experts, and an all-reduce adds the outputs. In the second, each device has
-tokens of its own, as with data-parallel attention. The row of each (token, expert) pair goes to the device of the
-expert and back, by two all-to-alls a layer.
+The devices hold whole experts in two forms. In the first, tensor-parallel attention gives all devices all
+tokens. A device computes the pairs of its own experts, and an all-reduce adds the outputs. In the second,
+each device has tokens of its own, as with data-parallel attention. The row of each (token, expert) pair goes
+to the device of the expert and back, by two all-to-alls a layer.
 """
 
 import dataclasses
@@ -34,7 +34,8 @@ class Sharing:
       devices: of the experts; 1 if a device holds all experts, or columns of all.
       exchanged: whether each device has tokens of its own, and sends rows.
       slots: of one device, with an expert or a copy in each; None for E / devices.
-      balance: the mean number of pairs of a device over the largest. A step waits for the device with the most.
+      balance: the mean number of pairs of a device over the largest. A step
+          waits for the device with the most.
       sent_bytes, returned_bytes: bytes of an element that goes to the expert's device, and back.
       once_a_host: whether a token's row goes to another host once, for all experts of the token there.
     """
@@ -97,7 +98,8 @@ def exchange_bytes_per_s(chosen: int, sharing: Sharing, inside: float, outside: 
 
     Rows inside the host and rows between hosts travel at the same time. Tokens choose experts evenly.
 
-    chosen: experts of a token. inside, outside: bytes/s of one device to devices of its host, and to other hosts.
+    chosen: experts of a token. inside, outside: bytes/s of one device to devices
+        of its host, and to other hosts.
     """
     devices, host = sharing.devices, min(sharing.devices, HOST_DEVICES)
     hosts = devices / host
@@ -111,7 +113,8 @@ def exchange_bytes_per_s(chosen: int, sharing: Sharing, inside: float, outside: 
 class Shares:
     """What an op reaches of the rates of a device.
 
-    grouped_flops, grouped_bytes: the grouped products of the experts. latent_flops: attention on latent vectors.
+    grouped_flops, grouped_bytes: the grouped products of the experts.
+        latent_flops: attention on latent vectors.
     """
 
     grouped_flops: float = 1.0
@@ -122,8 +125,8 @@ class Shares:
 def shares_of(card: Card) -> Shares:
     """Return the shares that a card has, and 1 for others.
 
-    Latent attention takes the share of the card's attention kernels among its products: no kernel of its own is
-    measured.
+    Latent attention takes the share of the card's attention kernels among its products: no
+    kernel of its own is measured.
     """
     grouped = (card.hardware or {}).get("grouped", {})
     clock = card.clock or {}
@@ -137,7 +140,9 @@ def shares_of(card: Card) -> Shares:
 def op_rates(
     config: ModelConfig, sharing: Sharing, rates: Rates, shares: Shares, outside: float
 ) -> Mapping[str, Rates]:
-    """Return the rates of the ops that do not reach `rates`, by name. outside: bytes/s of a device to other hosts."""
+    """Return the rates of the ops that do not reach `rates`, by name. outside:
+    bytes/s of a device to other hosts.
+    """
     found: dict[str, Rates] = {}
     if config.num_experts:
         grouped = _scaled(rates, shares.grouped_flops, shares.grouped_bytes)

@@ -2,15 +2,16 @@
 
   python -m jaxflow.bench pipeline --simulate --devices 8,64,256,1024 --layouts auto --output_json fleets.json
 
-A layout is simulated once, on virtual clocks under the engine's own step policy. D devices hold as many replicas of
-the layout as fit. Replicas share nothing, so their rates add. A layout is dropped if the weights and the KV of one
-full-length sequence for each micro-batch do not fit. Ops take the rates and the fixed times that were measured on
-the device (`pallas_kernels.cards`), where measurements exist. TP stays within a server of 8 devices.
+A layout is simulated once, on virtual clocks under the engine's own step policy. D devices hold as many
+replicas of the layout as fit. Replicas share nothing, so their rates add. A layout is dropped if the weights
+and the KV of one full-length sequence for each micro-batch do not fit. Ops take the rates and the fixed times
+that were measured on the device (`pallas_kernels.cards`), where measurements exist. TP stays within a server
+of 8 devices.
 
 A mixture has more layouts (`jaxflow.bench.pipeline.expert_sharing`): whole experts over the TP devices, and
-data-parallel attention over devices that share the experts. The latter are simulated twice: each all-to-all takes its
-time, or runs beside the other ops of a second nano-batch. One of the data-parallel devices is simulated. The others
-have equal steps, but for the pairs at their experts.
+data-parallel attention over devices that share the experts. The latter are simulated twice: each all-to-all
+takes its time, or runs beside the other ops of a second nano-batch. One of the data-parallel devices is
+simulated. The others have equal steps, but for the pairs at their experts.
 """
 
 import concurrent.futures
@@ -183,7 +184,8 @@ def dynamic_joules(
     config: ModelConfig,
     choosers: int = 1,
 ) -> float:
-    """Return the joules above idle of the counted work on one of the tensor-parallel devices, over all stages.
+    """Return the joules above idle of the counted work on one of the
+    tensor-parallel devices, over all stages.
 
     The clock is the highest. The network's joules are unknown and count as 0. counts: the sum over all steps.
     choosers: the devices whose tokens choose among the experts of a layer.
@@ -251,7 +253,8 @@ def run_layout(fleet: Fleet, model: str, split: Split) -> dict[str, Any] | None:
     memory_bytes = MEMORY_SHARE * device.memory_bytes
     fit = sequences_that_fit(config, graph, layers, tp, widths, memory_bytes, fleet.lengths[1])
     items = fleet.items(pp)
-    # More slots than a step's tokens keep busy are of no use, and a micro-batch would take the requests of the others.
+    # More slots than a step's tokens keep busy are of no use, and a micro-batch would
+    # take the requests of the others.
     useful = math.ceil(SLOT_RESERVE * fleet.chunk / (1 + fleet.pd_ratio))
     slots = min(fit // pp, useful, max(1, len(items) // pp))
     if not slots:
@@ -298,7 +301,9 @@ def run_layout(fleet: Fleet, model: str, split: Split) -> dict[str, Any] | None:
 
 
 def outside_bytes_per_s(card: Card, fleet: Fleet) -> float:
-    """Return the rate of an all-to-all between hosts, a device: the card's, or that of the link between stages."""
+    """Return the rate of an all-to-all between hosts, a device: the card's, or
+    that of the link between stages.
+    """
     scale_out = (card.hardware or {}).get("scale_out", {})
     return scale_out.get("all_to_all_bytes_per_s", fleet.scale_out.bytes_per_s)
 
@@ -306,8 +311,8 @@ def outside_bytes_per_s(card: Card, fleet: Fleet) -> float:
 def steady_rate(run: PipelineRun) -> float:
     """Return the tokens/s until the last request begins, prompt and output together.
 
-    Once no request waits, the steps have fewer prompt tokens, and the rate is not that of a loaded deployment.
-    If all requests begin at once, the rate is that of the full run.
+    Once no request waits, the steps have fewer prompt tokens, and the rate is not that of a loaded
+    deployment. If all requests begin at once, the rate is that of the full run.
     """
     if not run.last_start_s:
         return run.tokens / run.duration_s
@@ -378,7 +383,9 @@ def best_of(rows: Sequence[Mapping[str, Any]], devices: int) -> dict[str, Any]:
 
 
 def text(report: Mapping[str, Any]) -> str:
-    """Return the report as two tables for each model: the layouts, and the best for each number of devices."""
+    """Return the report as two tables for each model: the layouts, and the
+    best for each number of devices.
+    """
     lines = []
     for model, found in report["models"].items():
         lines.append(
@@ -417,7 +424,9 @@ def _joules_text(row: Mapping[str, Any]) -> str:
 
 
 def draw(report: Mapping[str, Any]) -> Figure:
-    """Return the layouts of each model: tokens/s a device beside joules a token, or beside the token interval."""
+    """Return the layouts of each model: tokens/s a device beside joules a
+    token, or beside the token interval.
+    """
     models = report["models"]
     figure = Figure(figsize=(4.2 * len(models), 3.8), layout="constrained")
     for i, (model, found) in enumerate(models.items()):

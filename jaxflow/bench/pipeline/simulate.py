@@ -1,8 +1,8 @@
 """Pipelines on virtual clocks: the engine's scheduler decides each micro-batch, the cost model its time.
 
-A pipeline of P stages has M micro-batches in flight. The next step of a micro-batch is scheduled when its previous
-step has left the last stage. A stage runs micro-batches in the order in which they arrive. Requests wait in one
-queue; a scheduler with free slots takes the first of them when it schedules.
+A pipeline of P stages has M micro-batches in flight. The next step of a micro-batch is scheduled when its
+previous step has left the last stage. A stage runs micro-batches in the order in which they arrive. Requests
+wait in one queue; a scheduler with free slots takes the first of them when it schedules.
 
 A micro-batch has its own scheduler, so that a request stays in its micro-batch until the request ends. With
 `Layout.moving` one scheduler serves all micro-batches of a pipeline by the engine's rule
@@ -51,8 +51,8 @@ class PipelineRun:
 
     Attributes:
       finished_s: time at which each request ended, [n].
-      bubble_s: bubble time of each request, [n]: idle time of each stage between two micro-batches, summed over
-        the micro-batches and steps of the request (SARATHI §5.3).
+      bubble_s: bubble time of each request, [n]: idle time of each stage between two micro-batches, summed
+        over the micro-batches and steps of the request (SARATHI §5.3).
       busy_s: busy time of each stage, [replicas, stages].
       steps: number of micro-batch steps.
       tokens: prompt and output tokens of all requests.
@@ -113,7 +113,9 @@ class _Requests:
 
 @dataclasses.dataclass(frozen=True)
 class _Flight:
-    """The step of a micro-batch in flight: its sampled sequences, their items, and the end of the last stage."""
+    """The step of a micro-batch in flight: its sampled sequences, their items,
+    and the end of the last stage.
+    """
 
     sampled: list[Sequence]
     ids: np.ndarray

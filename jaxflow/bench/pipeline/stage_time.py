@@ -55,25 +55,28 @@ def counts_of(work: StepWork) -> np.ndarray:
 class StageTimer:
     """The seconds of each stage of a pipeline for a step.
 
-    Each op takes the longest of its compute, memory and network time (NanoFlow §3.2). An op takes `kernel_s` or
-    `collective_s` in addition, and a layer `layer_s`: launches and latencies, which the roofline of an op lacks.
+    Each op takes the longest of its compute, memory and network time (NanoFlow §3.2). An op
+    takes `kernel_s` or `collective_s` in addition, and a layer `layer_s`: launches and
+    latencies, which the roofline of an op lacks.
 
     Args:
-      layers: number of layers of each stage, first stage first. The first stage also embeds; the last one also
-        computes the logits.
+      layers: number of layers of each stage, first stage first. The first stage also embeds; the
+        last one also computes the logits.
       dtype: of the GEMMs. Under float8_e4m3fn the GEMMs of attention and of dense MLPs are fp8, and those of
         experts too if `widths.experts` is 1.
       tile_rows: rows of a GEMM's tile (SARATHI §4.4); None for GEMMs without tiles.
       graph: the ops of one device; None for those of `model_graph`.
       op_rates: the rates of ops that do not reach `rates`, by name.
-      choosers: the devices whose tokens choose among the experts of a layer, each with the tokens of the step.
+      choosers: the devices whose tokens choose among the experts of a layer,
+          each with the tokens of the step.
       hidden: the ops that run beside the other ops of another nano-batch, by name. A step is then two
-        nano-batches of half the tokens, which both read the weights and take the fixed times. It takes the longer of
-        the two sums, or the time of one batch where this is less. The sums do not count the first of these ops,
-        beside which no other op runs.
+        nano-batches of half the tokens, which both read the weights and take the fixed times. It takes the
+        longer of the two sums, or the time of one batch where this is less. The sums do not count the first
+        of these ops, beside which no other op runs.
 
     Raises:
-      ConfigError: for layers that do not sum to the model's, for a model with windows, and for tiles of experts.
+      ConfigError: for layers that do not sum to the model's, for a model with
+          windows, and for tiles of experts.
     """
 
     def __init__(

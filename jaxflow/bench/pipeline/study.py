@@ -7,16 +7,17 @@
 Without --simulate the engine runs the requests on its stages under each policy, and measures the bubbles
 (`jaxflow.bench.pipeline.engine`). The rest of this text is about the simulation.
 
-GPT-3 175B on 64 A100: 8 pipeline stages of 8 tensor-parallel devices under five step policies, and 8 replicas of
-8 devices. The engine's scheduler decides each step, the cost model its time. The paper's figures stand beside.
+GPT-3 175B on 64 A100: 8 pipeline stages of 8 tensor-parallel devices under five step policies,
+and 8 replicas of 8 devices. The engine's scheduler decides each step, the cost model its time.
+The paper's figures stand beside.
 
 A stage takes --layer_us a layer in addition to the roofline of its ops: kernel launches and the latency of
 collectives. A hand-over between two stages takes --link_us in addition to its bytes. The host takes --host_us
-between two steps of a micro-batch. The defaults of the three are not measured. They were fitted to the paper's
-ratios, so agreement with the ratios is a fit and no prediction.
---assumptions shows the ratios under other settings that the paper leaves open (benchmarks/notes/pipelines.md).
---devices 8,64 finds the best of tensor parallelism, stages and replicas for other models and devices instead
-(`jaxflow.bench.pipeline.fleets`).
+between two steps of a micro-batch. The defaults of the three are not measured. They were fitted to the
+paper's ratios, so agreement with the ratios is a fit and no prediction.
+--assumptions shows the ratios under other settings that the paper leaves open
+(benchmarks/notes/pipelines.md). --devices 8,64 finds the best of tensor parallelism, stages and replicas for
+other models and devices instead (`jaxflow.bench.pipeline.fleets`).
 """
 
 import dataclasses

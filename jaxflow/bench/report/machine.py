@@ -49,8 +49,8 @@ def _cpu_model() -> str:
 def with_power(result: Mapping[str, Any], readings: Readings) -> dict[str, Any]:
     """Return a report with its clock and watts, and with the keys of `KEYS` at its start.
 
-    Clock and watts are means over the measurements that the report holds. In a report without such measurements
-    they are means over the entire command. A report without a GPU's readings keeps null.
+    Clock and watts are means over the measurements that the report holds. In a report without such
+    measurements they are means over the entire command. A report without a GPU's readings keeps null.
 
     readings: samples over the entire command.
     """
@@ -64,7 +64,8 @@ def with_power(result: Mapping[str, Any], readings: Readings) -> dict[str, Any]:
 
 
 def keep(path: str | None, result: Mapping[str, Any]) -> None:
-    """Write the report of the finished parts of a command, so that a command that is stopped later keeps them.
+    """Write the report of the finished parts of a command, so that a command
+    that is stopped later keeps them.
 
     path: `--output_json`; None or empty writes nothing.
     """
@@ -125,7 +126,9 @@ def joules_per_token(power: Mapping[str, Any] | None, seconds: float, tokens: fl
 
 
 def text(result: Mapping[str, Any]) -> str:
-    """Return the last lines of a text report: the optimum, the reached fraction, the machine and the command."""
+    """Return the last lines of a text report: the optimum, the reached
+    fraction, the machine and the command.
+    """
     steady = result.get("steady_state") or {}
     lines = ["Optimal Throughput (NanoFlow Eq. 5)".center(50, "-")]
     if "optimal_token_throughput" in result:

@@ -1,4 +1,5 @@
-"""The fractions that a run reaches of NanoFlow's Eq. 5, and of the bound by compute, memory, network and energy.
+"""The fractions that a run reaches of NanoFlow's Eq. 5, and of the bound by
+compute, memory, network and energy.
 
 The work of a step is linear in the counts of its composition. Therefore the total work of a run is its mean
 step times its number of steps. The bound keeps the number of steps, because fewer steps would read the
@@ -33,8 +34,8 @@ _BYTES = {
 def peak_rate(dtype: str, device: str | None = None) -> PeakRate:
     """Return the peak rate of a device in the cost model's table, or of this machine's device for None.
 
-    The rate is that of the energy bound, so that no bound exceeds the optimum. A device with unknown joules has
-    its measured rate or the datasheet's. A rate of this machine that the table lacks is measured here.
+    The rate is that of the energy bound, so that no bound exceeds the optimum. A device with unknown joules
+    has its measured rate or the datasheet's. A rate of this machine that the table lacks is measured here.
 
     Raises: KeyError for a named device without a rate in the table.
     """

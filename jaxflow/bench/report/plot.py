@@ -178,7 +178,9 @@ def _blocks(sweep: Mapping[str, Any], axes: list[Axes]) -> None:
 
 
 def _spans(report: Mapping[str, Any], axes: list[Axes]) -> None:
-    """Draw the perplexity by the keys that queries see, a line for each kind of file: `spans-50.json` is of `spans`."""
+    """Draw the perplexity by the keys that queries see, a line for each kind of file:
+    `spans-50.json` is of `spans`.
+    """
     full, *files = sorted(report["spans"], key=lambda row: row["spans"] is not None)
     kinds = sorted({Path(row["spans"]).stem.rpartition("-")[0] for row in files})
     for kind in kinds:

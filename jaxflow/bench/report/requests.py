@@ -35,8 +35,8 @@ GOODPUT_KEYS = ("ttft", "tpot", "e2el")
 class Record:
     """The times and token counts of one request.
 
-    `deliveries`: (time, number of tokens), in order. `round`: the round of a conversation, from 1. `known_tokens`:
-    leading prompt tokens that an earlier request also had.
+    `deliveries`: (time, number of tokens), in order. `round`: the round of a conversation, from 1.
+    `known_tokens`: leading prompt tokens that an earlier request also had.
     """
 
     prompt_tokens: int
@@ -57,7 +57,9 @@ class Record:
         return sum(number for _, number in self.deliveries)
 
     def latencies(self) -> dict[str, float]:
-        """Return the seconds of each metric except ITL, for a completed request. TPOT of a single token is 0."""
+        """Return the seconds of each metric except ITL, for a completed
+        request. TPOT of a single token is 0.
+        """
         assert self.finished_s is not None
         total, first = self.finished_s - self.sent_s, self.deliveries[0][0] - self.sent_s
         tokens = self.output_tokens
@@ -161,7 +163,9 @@ def _peak_tokens_per_s(done: Sequence[Record]) -> float:
 
 
 def _peak_concurrency(done: Sequence[Record]) -> int:
-    """Return the maximum number of concurrent requests. A request ends before another starts at the same time."""
+    """Return the maximum number of concurrent requests. A request ends before
+    another starts at the same time.
+    """
     changes = sorted([(r.sent_s, 1) for r in done] + [(r.finished_s or 0.0, -1) for r in done])
     return int(np.cumsum([0] + [change for _, change in changes]).max())
 
@@ -169,7 +173,8 @@ def _peak_concurrency(done: Sequence[Record]) -> int:
 def steady_state(records: Sequence[Record]) -> dict[str, float] | None:
     """Return the throughput from the end of the first request to the first token of the last request.
 
-    A prompt counts at its first output token. The result is None if no request starts after another has ended.
+    A prompt counts at its first output token. The result is None if no request
+    starts after another has ended.
     """
     done = [record for record in records if record.completed]
     if not done:

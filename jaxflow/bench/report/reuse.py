@@ -50,7 +50,9 @@ def figures(records: Sequence[Record], tiers: Mapping[str, int] | None = None) -
 
 
 def tier_tokens(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
-    """Return the tokens from the tiers below the device between two readings of an engine's `Stats.kv_tiers`."""
+    """Return the tokens from the tiers below the device between two readings
+    of an engine's `Stats.kv_tiers`.
+    """
     came, read = (after.get(name, 0) - before.get(name, 0) for name in ("host_hit_tokens", "disk_hit_tokens"))
     return {"host": came - read, "disk": read}
 

@@ -136,7 +136,8 @@ def one_layer(
 ) -> LayerTrace:
     """Return the kernels and the time of one layer of the second-to-last step.
 
-    The layer begins at the first product of the middle layer, and ends at the first product of the next layer.
+    The layer begins at the first product of the middle layer, and ends at the
+    first product of the next layer.
 
     kernels: the kernels of several steps, and any other kernels between these steps. names: `scopes` of the
     step's program. step: the composition of a step.

@@ -1,10 +1,12 @@
-"""Prefill apart from decode, simulated: the same number of replicas, of which some compute prompts for the others.
+"""Prefill apart from decode, simulated: the same number of replicas, of which some
+compute prompts for the others.
 
   python -m jaxflow.bench prefill_apart --replicas 8 --prefill_replicas 0,2,4 --request_rate 60
 
 The engine's scheduler decides the steps of each replica, and the cost model gives their times. The rule of
 `serving.cluster.apart` decides for each prompt. The KV pages of a prompt that is computed apart travel at
---transfer_gb_per_s, all copies together, and beside the steps. The requests are the conversations of `bench router`.
+--transfer_gb_per_s, all copies together, and beside the steps. The requests are the
+conversations of `bench router`.
 """
 
 import array

@@ -3,13 +3,14 @@
   python -m jaxflow.bench router --replicas 8 --output_json router.json
   python -m jaxflow.bench router --trace mooncake_conversation.jsonl --num_requests 4000
 
-The engine's scheduler decides the steps of each replica, and the cost model gives their times. The router is the one
-of `serving.cluster`, with reports that are --report_s old. Without a trace the requests are conversations with shared
-system prompts.
+The engine's scheduler decides the steps of each replica, and the cost model gives their times. The router is
+the one of `serving.cluster`, with reports that are --report_s old. Without a trace the requests are
+conversations with shared system prompts.
 
 Two experiments: `scaling` hands over all requests at once, and divides the throughput of all replicas by the
-throughput of one replica with its share of the requests. `balance` sends the requests at --load of the replicas'
-capacity. It compares the router with other rules, and with one engine that has all memory and all speed.
+throughput of one replica with its share of the requests. `balance` sends the requests at
+--load of the replicas' capacity. It compares the router with other rules, and with one engine
+that has all memory and all speed.
 """
 
 import dataclasses
@@ -82,8 +83,8 @@ def chats(
     """Return the requests of conversations, which begin with one of a few system prompts.
 
     A request repeats its conversation's earlier blocks. The system prompts have 1 to 4 blocks, and one is as
-    popular as the inverse of its rank. Conversations begin at exponential intervals, and their rounds follow at
-    such intervals too.
+    popular as the inverse of its rank. Conversations begin at exponential intervals, and their
+    rounds follow at such intervals too.
     """
     rng = np.random.default_rng([seed, 7])
     weights = 1 / np.arange(1, systems + 1)
@@ -141,8 +142,8 @@ def measure(
 ) -> dict[str, Any]:
     """Return the report of both experiments.
 
-    items: in the order of their arrivals. balance_requests: requests of the second experiment, whose steps are
-    smaller and more.
+    items: in the order of their arrivals. balance_requests: requests of the second experiment,
+    whose steps are smaller and more.
     """
     ids = prompts(items, 32_000, seed)
     at_once = [dataclasses.replace(item, arrival_s=0.0) for item in items]

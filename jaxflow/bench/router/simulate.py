@@ -1,4 +1,5 @@
-"""Replicas on virtual clocks behind a router: the engine's scheduler decides each step, the cost model its time.
+"""Replicas on virtual clocks behind a router: the engine's scheduler decides each
+step, the cost model its time.
 
 Requests arrive at their times. The router sees a replica's load only in the reports, which are old by up to
 `Cluster.report_s`.
@@ -34,8 +35,8 @@ class Cluster:
       slots: running sequences of a replica. pages: KV pages of a replica, of 64 tokens.
       token_budget: most tokens of a step.
       report_s: seconds between two reports of a replica to the router.
-      speed: how many times faster a replica is than `step_s` says. One engine with all devices has the speed of
-        all replicas.
+      speed: how many times faster a replica is than `step_s` says. One engine with all devices
+        has the speed of all replicas.
     """
 
     replicas: int
@@ -58,8 +59,8 @@ class ClusterRun:
     """The result of a simulation.
 
     Attributes:
-      seconds: from the first arrival to the end of `BUSY_SHARE` of the requests. The tail, in which replicas run
-        dry, is left out.
+      seconds: from the first arrival to the end of `BUSY_SHARE` of the requests. The tail, in which
+        replicas run dry, is left out.
       tokens: prompt and output tokens of the requests that ended in these seconds.
       total_tokens: prompt and output tokens of all requests.
       cached_tokens: prompt tokens found in a replica's prefix cache.

@@ -112,7 +112,9 @@ class EngineClock:
         return {name: self._steps[step] for name, step in steps.items()}
 
     def _groups(self, steps: Sequence[Composition]) -> Iterator[list[Composition]]:
-        """Yield the steps in groups that share one page table: row i has the pages of its longest sequence."""
+        """Yield the steps in groups that share one page table: row i has the
+        pages of its longest sequence.
+        """
         group: list[Composition] = []
         lengths: list[int] = []
         for step in steps:

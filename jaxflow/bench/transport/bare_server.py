@@ -2,9 +2,9 @@
 
   python -m jaxflow.bench.transport.bare_server CORE CHUNKS PLAIN CHUNK
 
-CORE is the number of a CPU core, or -1 for any. A request whose body holds `"stream":true` is answered with CHUNKS
-times the text CHUNK, a chunk each time the event loop comes around. Any other request is answered with the text PLAIN.
-The command prints the port, and ends when its standard input ends.
+CORE is the number of a CPU core, or -1 for any. A request whose body holds `"stream":true` is answered with
+CHUNKS times the text CHUNK, a chunk each time the event loop comes around. Any other request is answered with
+the text PLAIN. The command prints the port, and ends when its standard input ends.
 """
 
 import asyncio

@@ -1,9 +1,9 @@
 """Measurement of the delay that the HTTP server adds to a first token while many streams run.
 
-The engine of paced steps notes when a request arrives and when its first token is made. The caller notes when it sends
-the request and when it receives the first part of the answer. All of these times are of the system's monotonic clock.
-So the report has two delays: from the caller to the engine, and from the engine to the caller. Another process reads
-the running streams:
+The engine of paced steps notes when a request arrives and when its first token is made. The caller notes when
+it sends the request and when it receives the first part of the answer. All of these times are of the system's
+monotonic clock. So the report has two delays: from the caller to the engine, and from the engine to the
+caller. Another process reads the running streams:
 
   python -m jaxflow.bench.transport.first_token URL STREAMS
 """

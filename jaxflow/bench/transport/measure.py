@@ -3,13 +3,13 @@
   python -m jaxflow.bench transport
   python -m jaxflow.bench transport --runs 5 --output_json benchmarks/transport.json
 
-The server runs in a process of its own, on one core. An engine of paced steps in this process gives one token a step
-to each request. The clients run in the process of the command, on the other cores. A chunk is one event of a stream.
-A step that comes before the last one is written adds its tokens to the same chunk.
+The server runs in a process of its own, on one core. An engine of paced steps in this process gives one token
+a step to each request. The clients run in the process of the command, on the other cores. A chunk is one
+event of a stream. A step that comes before the last one is written adds its tokens to the same chunk.
 
-The report also holds chunks and requests per second of the server's CPU time, because other programs may use the core.
-The same clients then load `bare_server`: uvicorn alone, with the same bytes as its answers. Finally, `first_token`
-measures the delay of first tokens while streams run.
+The report also holds chunks and requests per second of the server's CPU time, because other programs may use
+the core. The same clients then load `bare_server`: uvicorn alone, with the same bytes as its answers.
+Finally, `first_token` measures the delay of first tokens while streams run.
 """
 
 import asyncio

@@ -1,6 +1,8 @@
-"""An engine without a model, of the shape of `jaxflow.llm.LLM`: each step gives one token to each running row.
+"""An engine without a model, of the shape of `jaxflow.llm.LLM`: each step gives
+one token to each running row.
 
-The tokens of an answer repeat the prompt, so that a client can check every answer. The module does not import JAX.
+The tokens of an answer repeat the prompt, so that a client can check every answer.
+The module does not import JAX.
 """
 
 import dataclasses
@@ -49,14 +51,15 @@ class _Row:
 
 
 class PacedDriver:
-    """A driver with `rows` rows that starts a step every `step_s` seconds, or as soon as the last one has ended.
+    """A driver with `rows` rows that starts a step every `step_s` seconds, or as
+    soon as the last one has ended.
 
     Only requests of one sequence are served. They end after `max_tokens` tokens.
 
     Attributes:
       steps, tokens: counters since the start.
-      first_tokens: of each request with a seed: when it arrived, and when its first token was made, in seconds of
-        the monotonic clock.
+      first_tokens: of each request with a seed: when it arrived, and when its first token was made, in
+        seconds of the monotonic clock.
     """
 
     fault: BaseException | None = None
@@ -130,7 +133,9 @@ class PacedDriver:
         )
 
     def drain(self, timeout_s: float) -> int:
-        """Refuse new requests and wait for the others. Return the number that was aborted after `timeout_s`."""
+        """Refuse new requests and wait for the others. Return the number that
+        was aborted after `timeout_s`.
+        """
         with self._wake:
             self._draining = True
             self._wake.wait_for(lambda: not (self._waiting or self._running), timeout_s)

@@ -2,8 +2,8 @@
 
   python -m jaxflow.bench.transport.paced_server CORE ROWS STEP_S
 
-CORE is the number of a CPU core, or -1 for any. The command prints the port, and ends when its standard input ends. For
-each line of its standard input it prints `PacedDriver.first_tokens` as JSON.
+CORE is the number of a CPU core, or -1 for any. The command prints the port, and ends when its standard input
+ends. For each line of its standard input it prints `PacedDriver.first_tokens` as JSON.
 """
 
 import asyncio

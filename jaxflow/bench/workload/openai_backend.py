@@ -65,7 +65,9 @@ class OpenAiBackend:
         self._http, self._chat, self._text, self._name = http, chat, text or chat, name
 
     async def wait_until_ready(self, timeout_s: float) -> None:
-        """Return once the server lists its models. Raises: ConnectionError, the last failure after `timeout_s`."""
+        """Return once the server lists its models. Raises: ConnectionError, the
+        last failure after `timeout_s`.
+        """
         end_s = time.perf_counter() + timeout_s
         while True:
             try:
@@ -191,8 +193,8 @@ class _Answer:
     def deliveries(self) -> list[tuple[float, int]]:
         """Return the times of the chunks and their tokens.
 
-        A chunk does not tell its tokens, so the tokens of the usage are spread over the chunks by their characters.
-        A server without usage counts as one token a chunk.
+        A chunk does not tell its tokens, so the tokens of the usage are spread over the chunks by their
+        characters. A server without usage counts as one token a chunk.
         """
         total = self.usage.completion_tokens if self.usage is not None else 0
         if not total:

@@ -4,8 +4,8 @@
   python -m serving --model llama-3.1-8b --load_format dummy --tokenizer /tmp/bytes
   python -m jaxflow.bench serve --backend openai-chat --input_len 1024 --output_len 512
 
-The folder is a Hugging Face tokenizer, which other servers read, too. A text of N ASCII letters has N tokens, and a
-chat has the tokens of its messages only.
+The folder is a Hugging Face tokenizer, which other servers read, too. A text of N ASCII letters has N tokens,
+and a chat has the tokens of its messages only.
 """
 
 from pathlib import Path

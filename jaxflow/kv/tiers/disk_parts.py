@@ -1,8 +1,9 @@
 """The disk tier of an engine of several processes: each process writes and reads its own part of a page.
 
-Process 0 decides which pages are written, read and removed. The other processes, the followers, do the same with
-their parts. A page is back when every process has read its part. If a part is missing or damaged in one process, the
-log of process 0 names the process, all processes remove their parts, and the page is computed again.
+Process 0 decides which pages are written, read and removed. The other processes, the followers, do the same
+with their parts. A page is back when every process has read its part. If a part is missing or damaged in one
+process, the log of process 0 names the process, all processes remove their parts, and the page is computed
+again.
 """
 
 import dataclasses
@@ -69,7 +70,9 @@ class PartCalls(Protocol):
 
 @dataclasses.dataclass
 class _Read:
-    """A page that is being read. `waiting`: processes without an answer; `lost`: processes without their part."""
+    """A page that is being read. `waiting`: processes without an answer;
+    `lost`: processes without their part.
+    """
 
     key: Key
     waiting: int
@@ -161,7 +164,9 @@ class SharedDiskTier:
         return len(self._reads)
 
     def read_seconds(self, num_bytes: int) -> float:
-        """Predict the seconds until `num_bytes` more are read, over all processes. See `DiskTier.read_seconds`."""
+        """Predict the seconds until `num_bytes` more are read, over all
+        processes. See `DiskTier.read_seconds`.
+        """
         return self._own.read_seconds(num_bytes // (1 + self._followers))
 
     # ---- the end

@@ -5,11 +5,11 @@ gathered, then the step runs. The copies `store_kv` and `load_kv` cross PCIe out
 output of a gather, and make the input of a later scatter.
 
 A copy is a `jax.device_put` between memory kinds of one sharding: each shard to and from its own device's
-host memory. Over pipeline stages a page is copied in parts, and each stage has its own order: its scatters and
-gathers come between its own steps. On a GPU the call enqueues the copy on a separate stream, ordered behind the program that made
-the source and behind everything enqueued before the call. So the engine's thread starts the copies, before it
-enqueues the step that runs at the same time; a copy started by another thread would come after that step and
-run a step later. A start costs the engine about 20 us a page.
+host memory. Over pipeline stages a page is copied in parts, and each stage has its own order: its scatters
+and gathers come between its own steps. On a GPU the call enqueues the copy on a separate stream, ordered
+behind the program that made the source and behind everything enqueued before the call. So the engine's thread
+starts the copies, before it enqueues the step that runs at the same time; a copy started by another thread
+would come after that step and run a step later. A start costs the engine about 20 us a page.
 
 One call copies 4 pages, and the calls alternate between the directions. A call inspects all of its arrays
 before it starts the first copy, 35 us each: 64 pages in one call leave the link idle for 2 ms of 12. One page
@@ -194,7 +194,9 @@ class KvOffload:
     # ---- pages for another engine
 
     def find(self, keys: Sequence[Key]) -> dict[Key, Page]:
-        """Return the pages of these keys that are in host memory. A page never changes while it is referenced."""
+        """Return the pages of these keys that are in host memory. A page never
+        changes while it is referenced.
+        """
         store = self.policy.store
         return {key: store.get(key) for key in keys if store.is_stored(key)}
 

@@ -1,10 +1,10 @@
 """A KV page outside the cache: its shape, its memory, and its bytes on the disk.
 
-A page is one array: uint32 [tp, W], W words of each shard, on the shard's device or in the memory of its host.
-Over pipeline stages a page consists of such arrays, the parts: one for each stage with layers of the page's
-group, first stage first. If the stages lie in several processes, a process has the parts of its own stages, which
-may be none. On the disk, a page of any number of stages has the same bytes: for each shard, the words of all parts
-in order, which is the order of the layers.
+A page is one array: uint32 [tp, W], W words of each shard, on the shard's device or in the memory of its
+host. Over pipeline stages a page consists of such arrays, the parts: one for each stage with layers of the
+page's group, first stage first. If the stages lie in several processes, a process has the parts of its own
+stages, which may be none. On the disk, a page of any number of stages has the same bytes: for each shard, the
+words of all parts in order, which is the order of the layers.
 """
 
 import dataclasses
@@ -23,7 +23,9 @@ from jaxflow.parallel.mesh import place
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Parts:
-    """The parts of a page over pipeline stages. Weak references tell the end of a page, which a tuple has none of."""
+    """The parts of a page over pipeline stages. Weak references tell the end of a
+    page, which a tuple has none of.
+    """
 
     parts: tuple[Any, ...]
 

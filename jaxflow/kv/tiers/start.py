@@ -273,7 +273,9 @@ def reserve(pages: Sequence[PageShape], capacity_bytes: int) -> None:
 
 
 def link_bytes_per_s(page: PageShape) -> float:
-    """Measure the rate of pages to the devices, over all shards, with the engine's calls: the best of three."""
+    """Measure the rate of pages to the devices, over all shards, with the
+    engine's calls: the best of three.
+    """
     held = copy_to([blank_page(page)] * _BATCH, HOST_MEMORY)
     return _BATCH * page_size(page) / best_seconds(lambda: jax.block_until_ready(in_calls(held, None)))
 

@@ -229,7 +229,9 @@ def _gated_activation(keys: Keys, model_type: str, family: _Family) -> Activatio
 
 
 def _deepseek(keys: Keys, config: Mapping[str, Any], family: _Family) -> ModelConfig:
-    """Return the config of DeepSeek-V3 and R1. config: the file, for the YaRN settings that scale attention."""
+    """Return the config of DeepSeek-V3 and R1. config: the file, for the YaRN
+    settings that scale attention.
+    """
     num_layers, heads = _num_layers(keys), keys.integer("num_attention_heads")
     latent = latent_attention(keys, heads)
     (rope,) = {*_layer_ropes(keys, "deepseek_v3", family, (None,) * num_layers)}
@@ -396,8 +398,8 @@ def _layer_ropes(
     """Return the rotary embedding of each layer. In Gemma 3, layers with a window have a separate one.
 
     Raises:
-      ConfigError: a scaling that is not supported, or settings that contradict each other. The error names the
-        field.
+      ConfigError: a scaling that is not supported, or settings that contradict each
+        other. The error names the field.
     """
     theta, default_theta = keys.optional_number("rope_theta", None), family.rope_theta
     newer, older = keys.mapping("rope_parameters"), keys.mapping("rope_scaling")

@@ -12,8 +12,8 @@ def latent_attention(keys: Keys, heads: int) -> Latent:
     """Return the widths of latent attention.
 
     Raises:
-      ConfigError: queries without a down-projection, key/value heads, or widths that contradict each other. The
-        error names the field.
+      ConfigError: queries without a down-projection, key/value heads, or widths that contradict each
+        other. The error names the field.
     """
     if keys.has("q_lora_rank"):
         query_rank = keys.integer("q_lora_rank")

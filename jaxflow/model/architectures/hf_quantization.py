@@ -3,9 +3,10 @@
 gpt-oss may have experts in `mxfp4`. All families may have two kinds of 8 bits: `float-quantized` of
 compressed-tensors, and `fp8`. Their weights are e4m3 with a scale
 a matrix or an output channel. JaxFlow quantizes activations at run time, with a scale a token or 128 columns.
-These scales are at least as fine as those of any checkpoint, so `input_scale` is not needed. The dtypes of the
-tensors decide which matrices stay in 16 bits. A checkpoint of `fp8` may have a scale for each block of 128 x 128
-(DeepSeek-V3). Its experts keep their blocks, and its other matrices become 16-bit weights when they are read.
+These scales are at least as fine as those of any checkpoint, so `input_scale` is not needed. The dtypes of
+the tensors decide which matrices stay in 16 bits. A checkpoint of `fp8` may have a scale for each block of
+128 x 128 (DeepSeek-V3). Its experts keep their blocks, and its other matrices become 16-bit weights when they
+are read.
 """
 
 from collections.abc import Mapping
@@ -21,7 +22,8 @@ BLOCKS = [128, 128]  # the only accepted `weight_block_size`
 def stored_format(config: Mapping[str, Any], architecture: str) -> Literal["fp8", "fp8 blocks", "mxfp4"]:
     """Return what a `quantization_config` describes: `fp8`, `fp8 blocks`, or `mxfp4` experts.
 
-    `fp8`: e4m3 with a scale a matrix or an output channel. `fp8 blocks`: a scale for each block of 128 x 128 weights.
+    `fp8`: e4m3 with a scale a matrix or an output channel. `fp8 blocks`: a scale for
+        each block of 128 x 128 weights.
 
     architecture: Hugging Face's model_type.
 

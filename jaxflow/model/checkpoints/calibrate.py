@@ -99,8 +99,9 @@ def forward_text(
 ) -> Float[Array, "n D"]:
     """Return the normed hidden states of one text, with another function for attention.
 
-    The text runs through the plain forward as one prefill chunk with one KV page. `chunk_attention` takes what
-    `pallas_kernels.attention.chunk.reference.chunk_attention` takes. It is called once a layer, in order.
+    The text runs through the plain forward as one prefill chunk with one KV page.
+    `chunk_attention` takes what `pallas_kernels.attention.chunk.reference.chunk_attention` takes.
+    It is called once a layer, in order.
     """
     check_has_heads(config, "a calibration or a search of spans")
     n = len(text)
@@ -162,7 +163,9 @@ def _between(counts: np.ndarray, tail: float) -> tuple[float, float]:
 
 
 def text_windows(checkpoint: Checkpoint, text: str, tokens: int) -> np.ndarray:
-    """Return a text as token ids [W, tokens]. An incomplete last window is dropped if it is not the only one."""
+    """Return a text as token ids [W, tokens]. An incomplete last window is
+    dropped if it is not the only one.
+    """
     if checkpoint.tokenizer_path is None:
         raise ConfigError("text", "...", "--tokens, because the model has no tokenizer")
     ids = np.array(load_tokenizer(checkpoint.tokenizer_path).encode(text))
@@ -222,8 +225,10 @@ def _load_windows(options: argparse.Namespace, checkpoint: Checkpoint) -> np.nda
 def _lines(found: SoftmaxRange) -> Iterable[str]:
     for i, layer in enumerate(found.layers):
         yield (
-            f"layer {i:3}: 99.99% of scores in [{layer.score_low:.2f}, {layer.score_high:.2f}], rows' maxima in "
-            f"[{layer.row_low:.2f}, {layer.row_high:.2f}], phi {layer.phi:.2f}{'' if layer.qualifies else ': too wide'}"
+            f"layer {i:3}: 99.99% of scores in [{layer.score_low:.2f}, {layer.score_high:.2f}], rows' maxima "
+            "in "
+            f"[{layer.row_low:.2f}, {layer.row_high:.2f}], phi "
+            f"{layer.phi:.2f}{'' if layer.qualifies else ': too wide'}"
         )
     yield f"{found.model}: {'qualifies' if found.qualifies else 'does not qualify'} for a unified max value"
 

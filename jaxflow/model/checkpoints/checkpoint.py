@@ -112,9 +112,10 @@ class Checkpoint:
           mesh: None for the default device.
           progress: show a progress bar if loading takes more than a second.
           seed: seed of dummy weights.
-          quantization: fp8 or int4 for the matrices; fp8_per_block for experts; mxfp4 keeps experts in MXFP4, which
-            become `dtype` otherwise; None keeps the checkpoint's format. A checkpoint in e4m3 keeps its 16-bit
-            matrices in 16 bits with fp8, and one in blocks of e4m3 its 16-bit experts with fp8_per_block.
+          quantization: fp8 or int4 for the matrices; fp8_per_block for experts; mxfp4 keeps experts in MXFP4,
+            which become `dtype` otherwise; None keeps the checkpoint's format. A checkpoint in e4m3 keeps its
+            16-bit matrices in 16 bits with fp8, and one in blocks of e4m3 its 16-bit experts with
+            fp8_per_block.
           kv_scales: add the scales of an e4m3 KV cache. A scale that the checkpoint lacks is 1.
           expert_parallel: each device holds some experts whole.
           ranks: the data-parallel ranks of the mesh, over which whole experts are spread.
@@ -122,8 +123,8 @@ class Checkpoint:
 
         Raises:
           CheckpointError: missing, unexpected or misshapen tensors, or damaged files.
-          ConfigError: the model cannot be sharded over `tensor_parallel_size` devices, has no experts to spread, or
-            has no experts in MXFP4 to keep.
+          ConfigError: the model cannot be sharded over `tensor_parallel_size` devices, has no experts to
+            spread, or has no experts in MXFP4 to keep.
         """
         dtype, devices = jnp.dtype(dtype), 1 if mesh is None else mesh.shape[TP]
         if tp not in (None, devices):
@@ -248,8 +249,8 @@ def _kv_scale(source: TensorSource, heads: int, name: str) -> np.ndarray:
 def _check(source: TensorSource, config: ModelConfig) -> None:
     """Check that `source` has exactly the tensors of the model.
 
-    Rotary frequencies of old files are ignored, a copy of the embeddings as a tied output head, and the layers
-    after the last one that predict further tokens.
+    Rotary frequencies of old files are ignored, a copy of the embeddings as a tied output head, and the
+    layers after the last one that predict further tokens.
 
     Raises:
       CheckpointError: the tensors differ from those of the config.

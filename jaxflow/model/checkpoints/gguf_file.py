@@ -1,4 +1,6 @@
-"""A GGUF file as a checkpoint: its config, and its tensors under Hugging Face names, dequantized when read."""
+"""A GGUF file as a checkpoint: its config, and its tensors under Hugging
+Face names, dequantized when read.
+"""
 
 import dataclasses
 import math
@@ -55,7 +57,8 @@ class GgufTensor:
 
 
 class GgufFile:
-    """A GGUF file. Its tensors have Hugging Face names and are read one at a time from the memory-mapped file.
+    """A GGUF file. Its tensors have Hugging Face names and are read one at a
+    time from the memory-mapped file.
 
     Raises:
       CheckpointError: not a GGUF file, truncated or damaged, or a tensor type that is not supported.
@@ -188,7 +191,9 @@ def _plain(value: Any) -> Any:
 
 
 def _end_tokens(metadata: dict[str, Any]) -> list[int]:
-    """Return all end-of-sequence tokens: those that the metadata names, and control tokens that end a message."""
+    """Return all end-of-sequence tokens: those that the metadata names, and
+    control tokens that end a message.
+    """
     named = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     texts, kinds = metadata.get("tokenizer.ggml.tokens", []), metadata.get("tokenizer.ggml.token_type", [])
     found = [
@@ -317,8 +322,8 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
     """Return the metadata by key, with numpy arrays of numbers, and the tensors by name.
 
     Raises:
-      CheckpointError: not a GGUF file, truncated or damaged, or a tensor type that is not supported. The error
-        names the file and the tensor.
+      CheckpointError: not a GGUF file, truncated or damaged, or a tensor type that is not supported. The
+        error names the file and the tensor.
     """
     metadata, at = _metadata(path)
     alignment = metadata.get("general.alignment", 32)

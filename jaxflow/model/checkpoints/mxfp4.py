@@ -1,8 +1,10 @@
-"""Expert weights in MXFP4, as gpt-oss publishes them: numbers of 4 bits with a power of two for every 32 of a row.
+"""Expert weights in MXFP4, as gpt-oss publishes them: numbers of 4 bits with a
+power of two for every 32 of a row.
 
-A matrix `name` of [in, out] columns is stored by its rows of outputs (OCP Microscaling Formats, §5): `name_blocks`
-[E, out, in / 32, 16] has two numbers in a byte, the first one in the low bits, and `name_scales` [E, out, in / 32]
-has exponents with a bias of 127. Numbers are e2m1: a sign, and a magnitude of 0, 0.5, 1, 1.5, 2, 3, 4 or 6.
+A matrix `name` of [in, out] columns is stored by its rows of outputs (OCP Microscaling Formats, §5):
+`name_blocks` [E, out, in / 32, 16] has two numbers in a byte, the first one in the low bits, and
+`name_scales` [E, out, in / 32] has exponents with a bias of 127. Numbers are e2m1: a sign, and a magnitude of
+0, 0.5, 1, 1.5, 2, 3, 4 or 6.
 """
 
 import functools
@@ -25,7 +27,8 @@ class Mxfp4Tensors:
     `stored` returns their bytes and scales.
 
     Raises:
-      CheckpointError: blocks without scales or scales without blocks, wrong shapes, and bytes that are neither.
+      CheckpointError: blocks without scales or scales without blocks, wrong
+          shapes, and bytes that are neither.
     """
 
     def __init__(self, source: SafetensorsFolder):
@@ -46,8 +49,8 @@ class Mxfp4Tensors:
             if len(shape) != 4 or shape[3] != GROUP // 2 or scales != shape[:3]:
                 raise CheckpointError(
                     f"{self.path}: {name}{_BLOCKS} is {list(shape)} and {name}{_SCALES} is "
-                    f"{None if scales is None else list(scales)}; MXFP4 has [E, out, in / {GROUP}, {GROUP // 2}] "
-                    f"and [E, out, in / {GROUP}], in bytes"
+                    f"{None if scales is None else list(scales)}; MXFP4 has [E, out, in / {GROUP}, "
+                    f"{GROUP // 2}] and [E, out, in / {GROUP}], in bytes"
                 )
             if name in self.shapes:
                 raise CheckpointError(f"{self.path}: tensor {name!r} is there in MXFP4 and in 16 bits")
@@ -79,7 +82,9 @@ class Mxfp4Tensors:
         return found
 
     def read_experts(self, name: str, experts: range) -> np.ndarray:
-        """Return one tensor. Of a matrix of MXFP4 only these experts are read, and the others are undefined."""
+        """Return one tensor. Of a matrix of MXFP4 only these experts are
+        read, and the others are undefined.
+        """
         if name not in self._packed:
             return self._source.read(name)
         blocks, scales = self._source.read(name + _BLOCKS), self._source.read(name + _SCALES)
@@ -102,7 +107,9 @@ def dequantize(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def _table() -> np.ndarray:
-    """Return uint32 [65536]: the two bfloat16 numbers of each byte under each scale. Reading it is the only arithmetic."""
+    """Return uint32 [65536]: the two bfloat16 numbers of each byte under each scale.
+    Reading it is the only arithmetic.
+    """
     magnitudes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
     e2m1 = np.concatenate([magnitudes, -magnitudes])
     pairs = np.stack([np.tile(e2m1, 16), np.repeat(e2m1, 16)], axis=1)

@@ -47,7 +47,9 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_header(folder: Path) -> Header:
-    """Return the content of `jaxflow.json`. Raises: CheckpointError if it is damaged or of another version."""
+    """Return the content of `jaxflow.json`. Raises: CheckpointError if it is
+    damaged or of another version.
+    """
     path = folder / HEADER
     try:
         header = msgspec.json.decode(path.read_bytes(), type=Header)
@@ -55,7 +57,8 @@ def read_header(folder: Path) -> Header:
         raise CheckpointError(f"{path}: {error}") from error
     if header.version != VERSION:
         raise CheckpointError(
-            f"{path}: version={header.version} is not supported; accepted: {VERSION}. Convert the checkpoint again"
+            f"{path}: version={header.version} is not supported; accepted: {VERSION}. Convert the checkpoint "
+            "again"
         )
     return header
 

@@ -132,10 +132,11 @@ class Fp8Tensors:
 
 
 class BlockFp8Tensors:
-    """A `TensorSource` of a checkpoint with e4m3 matrices in blocks (DeepSeek-V3, §3.3), which appear in float32.
+    """A `TensorSource` of a checkpoint with e4m3 matrices in blocks (DeepSeek-V3,
+    §3.3), which appear in float32.
 
-    The factors of the blocks of matrix `name` are the tensor `name` + "_scale_inv", [rows / 128, columns / 128],
-    rounded up.
+    The factors of the blocks of matrix `name` are the tensor `name` + "_scale_inv", [rows /
+    128, columns / 128], rounded up.
 
     Raises:
       CheckpointError: an e4m3 matrix without scales, or scales of another shape.
@@ -154,8 +155,8 @@ class BlockFp8Tensors:
             )
             if found != wanted:
                 raise CheckpointError(
-                    f"{self.path}: tensor {name!r} is e4m3, so {name}{_BLOCK_SCALES} should be {list(wanted)}; it "
-                    f"is {'missing' if found is None else list(found)}"
+                    f"{self.path}: tensor {name!r} is e4m3, so {name}{_BLOCK_SCALES} should be "
+                    f"{list(wanted)}; it is {'missing' if found is None else list(found)}"
                 )
 
     def read(self, name: str) -> np.ndarray:
@@ -179,7 +180,9 @@ class BlockFp8Tensors:
         return self._source.read(name)
 
     def block_scales(self, name: str) -> np.ndarray:
-        """Return the factors of a matrix's blocks, float32 [rows / 128, columns / 128]. `name`: of the factors."""
+        """Return the factors of a matrix's blocks, float32 [rows / 128, columns
+        / 128]. `name`: of the factors.
+        """
         scales = self._source.read(name).astype(np.float32)
         if not (np.isfinite(scales) & (scales > 0)).all():
             raise CheckpointError(f"{self.path}: {name} is not positive and finite")
@@ -214,7 +217,9 @@ def _views(path: Path, dtypes: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 def _files(folder: Path) -> tuple[list[str], dict[str, str]]:
-    """Return the safetensors files of a folder, and the index (tensor -> file), empty without an index file."""
+    """Return the safetensors files of a folder, and the index (tensor ->
+    file), empty without an index file.
+    """
     if (folder / INDEX).exists():
         return _indexed(folder)
     found = sorted(path.name for path in folder.glob("*.safetensors"))

@@ -99,7 +99,8 @@ def chunk_attention(
     if page_table.ndim not in tables or chunks.ndim != 2 or chunks.shape[1] != 4:
         accepted = "[R, MP]" if spans is None else "[R, MP] or [G, R, MP]"
         raise ValueError(
-            f"page_table {list(page_table.shape)}, chunks {list(chunks.shape)}: accepted are {accepted} and [C, 4]"
+            f"page_table {list(page_table.shape)}, chunks {list(chunks.shape)}: accepted are {accepted} and "
+            "[C, 4]"
         )
     check_spans(spans, sinks, window, t, kv)
     check_sink_logits(sink_logits, n, k_pages)
@@ -217,7 +218,9 @@ def _attend(
     rounds = lax.div(items + sms - 1, jnp.int32(sms))
 
     def item_of(i):
-        """Return the item of round i, back and forth over the sorted list. The last round may have no item."""
+        """Return the item of round i, back and forth over the sorted list.
+        The last round may have no item.
+        """
         return i * sms + jnp.where(lax.rem(i, jnp.int32(2)) == 0, cta, sms - 1 - cta)
 
     def tile_of(i):

@@ -103,7 +103,8 @@ def decode_attention(
     if b > t or (into is not None and (into.shape != q.shape or into.dtype != q.dtype)):
         given = "" if into is None else f", into {into.dtype}{list(into.shape)}"
         raise ValueError(
-            f"{b} lengths for q {q.dtype}{list(q.shape)}{given}: accepted are up to {t} lengths, and into like q"
+            f"{b} lengths for q {q.dtype}{list(q.shape)}{given}: accepted are up to {t} lengths, and into "
+            "like q"
         )
     if page_table.ndim not in ((2,) if spans is None else (2, 3)) or page_table.shape[-2] != b:
         accepted = f"[{b}, MP]" + ("" if spans is None else f" and [G, {b}, MP]")
@@ -199,8 +200,8 @@ def list_decode_work(
     the same spans and sinks.
 
     itemsize: bytes of a number in the cache.
-    spans: as for `decode_attention`, or [J, B, K], several choices of spans. The result is then a stack: list j is
-      index j of each of its arrays.
+    spans: as for `decode_attention`, or [J, B, K], several choices of spans. The result is then a stack: list
+      j is index j of each of its arrays.
     """
     sms = sms_of(sms)
     workers = sms * decode_tile(head_dim, group, itemsize, sms).workers

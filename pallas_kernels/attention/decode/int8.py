@@ -132,7 +132,8 @@ def _unpack(source: ir.Value, first_row: int, column: int, keys: bool) -> mgpu.F
 _TWO_PAIRS = (
     "{ .reg .b32 v, n, m; mov.b32 m, 0x43004300;\n"
     + "".join(
-        f"shr.u32 v, $2, {8 * i}; and.b32 n, v, 0x00800080; and.b32 v, v, 0x007f007f; or.b32 n, n, m; or.b32 v, v, m; "
+        f"shr.u32 v, $2, {8 * i}; and.b32 n, v, 0x00800080; and.b32 v, v, 0x007f007f; or.b32 n, n, m; or.b32 "
+        "v, v, m; "
         f"sub.rn.bf16x2 ${i}, v, n;\n"
         for i in range(2)
     )

@@ -55,8 +55,8 @@ def decode_attention(
       sink_logits: the logit of each query head's attention sink. The softmax's denominator has a term for it.
       unified_max, sms, work: settings of the kernel (`pallas_kernels.attention.decode.api`), which do not
         change the result.
-      einsum: multiplies the queries by the keys, and the weights by the values. The axis `g` counts the queries of a
-        KV head.
+      einsum: multiplies the queries by the keys, and the weights by the values. The axis `g`
+        counts the queries of a KV head.
     """
     del unified_max, sms, work
     (t, n, h), b, (p, held, s, _) = q.shape, lengths.shape[0], k_pages.shape

@@ -22,8 +22,8 @@ class Form:
     for each token and head. unified_max: rows start at the unified max value. fill: rows without keys
     become 0. pdl: launch with programmatic dependent launch. spans: each entry of the work list is one
     (row, head) pair with its own span. sinks: the first keys that every pair sees. page_heads: KV heads in
-    a page; with fewer than kv, each group of heads has its own page table. sink_logits: each query head has an
-    attention sink.
+    a page; with fewer than kv, each group of heads has its own page table. sink_logits: each
+    query head has an attention sink.
     """
 
     group: int

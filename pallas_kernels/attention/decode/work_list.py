@@ -117,8 +117,9 @@ def decode_work(
 
 
 def padded_workers(workers: int) -> int:
-    """Return the workers of a list in a stack of lists: a multiple of 32, so that each list begins at a multiple of
-    128 bytes. XLA then hands a list of the stack to the kernel without a copy. The kernel never reads the rest.
+    """Return the workers of a list in a stack of lists: a multiple of 32, so that each list begins
+    at a multiple of 128 bytes. XLA then hands a list of the stack to the kernel without a copy.
+    The kernel never reads the rest.
     """
     return -(-workers // ALIGN) * ALIGN
 
@@ -126,7 +127,8 @@ def padded_workers(workers: int) -> int:
 def stacked_work(
     lengths: jax.Array, kv_heads: int, workers: int, spans: jax.Array, sinks: int = 0
 ) -> DecodeWork:
-    """Return the lists of several choices of spans, [J, B, K], in one stack: each array has a leading axis [J].
+    """Return the lists of several choices of spans, [J, B, K], in one stack:
+    each array has a leading axis [J].
 
     The same few XLA ops make all lists. Layers with other spans then cost no ops of their own.
     """

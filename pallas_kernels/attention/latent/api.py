@@ -1,7 +1,7 @@
 """Paged latent decode attention for Hopper (absorbed MLA, DeepSeek-V2 §2.1).
 
-`latent_work` splits the batch's pages into equal pieces, one for each worker. A worker is a CTA for each 64 heads
-(`kernel`). A second pass adds up the rows that are split between workers (`combine`).
+`latent_work` splits the batch's pages into equal pieces, one for each worker. A worker is a CTA for each 64
+heads (`kernel`). A second pass adds up the rows that are split between workers (`combine`).
 """
 
 import dataclasses
@@ -60,14 +60,14 @@ def decode_attention(
     The reference implementation is `pallas_kernels.attention.latent.reference.decode_attention`.
 
     Args:
-      q: [T, N, R + 64] bfloat16, R 128, 256, 384 or 512; N a multiple of 8 up to 64, or a multiple of 64. The first B
-        rows belong to the sequences.
+      q: [T, N, R + 64] bfloat16, R 128, 256, 384 or 512; N a multiple of 8 up to 64, or a multiple of 64. The
+        first B rows belong to the sequences.
       rope_pages, latent_pages: [P, 1, 64, 64] and [P, 1, 64, R] bfloat16.
       page_table: [B, MP] int32; entries past a row's length are never read.
       lengths: [B] int32, keys of each row, the new token included; 0 skips the row, and its output is 0.
       scale: scores are q·k · scale; scale may be 0 or negative.
-      into: [T, N, R] bfloat16, the result of rows without keys and of rows from B on instead of 0, updated in place
-        if it has no later reader.
+      into: [T, N, R] bfloat16, the result of rows without keys and of rows from B on instead of 0, updated in
+        place if it has no later reader.
       sms: CTAs of the grid, at least one for each 64 heads; None: all.
       work: `list_decode_work(...)` for the same lengths, heads and sms, if layers share one list.
     Returns:
@@ -125,8 +125,8 @@ def _check(q, rope_pages, latent_pages, page_table, b: int, into) -> None:
     (t, n, width), (p, kv, s, rank) = q.shape, latent_pages.shape
     if rank not in RANKS or width != rank + ROTARY:
         raise ValueError(
-            f"latent vectors of {rank} columns with queries of {width}: accepted are {', '.join(map(str, RANKS))}, "
-            f"with queries of {ROTARY} columns more"
+            f"latent vectors of {rank} columns with queries of {width}: accepted are "
+            f"{', '.join(map(str, RANKS))}, with queries of {ROTARY} columns more"
         )
     if (kv, s) != (1, PAGE) or rope_pages.shape != (p, 1, PAGE, ROTARY):
         raise ValueError(

@@ -2,8 +2,9 @@
 
     python -m pallas_kernels.attention.latent.gpu_check [--seconds 0.6] [--only check,time] [--json FILE]
 
-Prints one line per case: the error ‖kernel − reference‖ / ‖reference‖ on fresh random ragged inputs; the time of a
-call, the bytes of latent pages as a share of a stream of 4.5 TB/s, and the FLOP as a share of the datasheet's rate.
+Prints one line per case: the error ‖kernel − reference‖ / ‖reference‖ on fresh random ragged inputs;
+the time of a call, the bytes of latent pages as a share of a stream of 4.5 TB/s, and the FLOP as a
+share of the datasheet's rate.
 """
 
 import dataclasses
@@ -52,7 +53,9 @@ def read_bytes(lengths) -> float:
 
 
 def xla_attention(q, rope_pages, latent_pages, page_table, lengths, *, scale: float) -> jax.Array:
-    """Return the same product by XLA: pages gathered as bfloat16, two batched products, a softmax in float32."""
+    """Return the same product by XLA: pages gathered as bfloat16, two batched
+    products, a softmax in float32.
+    """
     b, table = lengths.shape[0], jnp.clip(page_table, 0, latent_pages.shape[0] - 1)
     rotary, latent = (x[:, 0][table].reshape(b, -1, x.shape[-1]) for x in (rope_pages, latent_pages))
     keys = jnp.concatenate([latent, rotary], axis=-1)

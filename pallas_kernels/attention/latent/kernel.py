@@ -1,15 +1,16 @@
-"""The latent decode attention kernel: four warpgroups of a CTA process a tile of 64 heads over a piece of the pages.
+"""The latent decode attention kernel: four warpgroups of a CTA process a tile of 64
+heads over a piece of the pages.
 
-All heads read one latent vector a token, so a page is wgmma's second operand for 64 heads at once, both as keys
-(latent vector and rotary key) and as values (latent vector). The output of 64 heads and 512 columns fills the
-registers of two warpgroups. The warpgroups are:
+All heads read one latent vector a token, so a page is wgmma's second operand for 64 heads at once, both as
+keys (latent vector and rotary key) and as values (latent vector). The output of 64 heads and 512 columns
+fills the registers of two warpgroups. The warpgroups are:
 
     0     multiplies queries and keys, and computes the weights of a page
     1, 2  multiply the weights and the values, half of the columns each
     3     copies queries and pages
 
-The products of a page's keys and of the previous page's values run at the same time. A page is copied once, and its
-place is free when both halves of its values are multiplied.
+The products of a page's keys and of the previous page's values run at the same time. A page is copied once,
+and its place is free when both halves of its values are multiplied.
 """
 
 import dataclasses
@@ -44,8 +45,8 @@ _ROW = _WGMMA.reduce(1)
 class Form:
     """The parameters that the kernel's code depends on.
 
-    heads: heads of all tiles. rank: columns of a latent vector. tiles: tiles of heads. interpret: the kernel runs
-    in the interpreter.
+    heads: heads of all tiles. rank: columns of a latent vector. tiles: tiles of heads. interpret: the
+    kernel runs in the interpreter.
     """
 
     heads: int
@@ -95,8 +96,8 @@ def scratch(form: Form) -> dict:
 def attend(*refs, form: Form, **shared):
     """Run the kernel.
 
-    refs: queries [T * N, R + Hr], rotary keys [P * S, Hr], latent vectors [P * S, R], page table, the work list's
-    rows and pieces; then o [T * N, R], parts [workers * 2 * N, R] and levels [workers, 2, tiles * 64].
+    refs: queries [T * N, R + Hr], rotary keys [P * S, Hr], latent vectors [P * S, R], page table, the work
+    list's rows and pieces; then o [T * N, R], parts [workers * 2 * N, R] and levels [workers, 2, tiles * 64].
     """
     names = ("q", "rope", "latent", "table", "rows", "pieces", "o", "parts", "levels")
     r = types.SimpleNamespace(**dict(zip(names, refs, strict=True)), **shared)
@@ -170,7 +171,8 @@ def _start_of_rows(form: Form):
 
 
 def _weights(scores, keys, top, total, form: Form):
-    """Return (maximum, sums, factor of the earlier outputs, weights [64, keys]) after a page, in powers of two.
+    """Return (maximum, sums, factor of the earlier outputs, weights [64, keys])
+    after a page, in powers of two.
 
     keys: the written keys of the page.
     """
@@ -189,7 +191,8 @@ def _weights(scores, keys, top, total, form: Form):
 def _hidden_zero(interpret: bool):
     """Return 0 that the compiler does not know.
 
-    The compiler would otherwise keep the queries' 32 addresses in registers across the loop over pages, and spill.
+    The compiler would otherwise keep the queries' 32 addresses in registers across
+    the loop over pages, and spill.
     """
     if interpret:
         return jnp.int32(0)
@@ -284,7 +287,9 @@ def _add_products(out, weights, values, form: Form):
 
 
 def _sum_values(r, form: Form, worker, tile, half):
-    """Sum the weighted values of half of the columns, and write them: to `o` for a whole row, else to `parts`."""
+    """Sum the weighted values of half of the columns, and write them: to `o`
+    for a whole row, else to `parts`.
+    """
     place, shape = r.q_s.at[half], (HEADS, form.half)
     if form.rows < HEADS:  # the rows without a head stay 0: outputs of 0 follow from weights of 0
         place[...] = plgpu.layout_cast(jnp.zeros(shape, jnp.bfloat16), _WGMMA)

@@ -1,8 +1,8 @@
 """The reference implementation of attention over paged latent vectors (absorbed MLA, DeepSeek-V2 §2.1).
 
-A token has one key for all heads: its latent vector [R] and its rotary key [Hr]. The latent vector is also its
-value. So attention has N query heads of R + Hr columns, one key/value head, and outputs of R columns. A page of the
-cache is [1, S, Hr] of rotary keys and [1, S, R] of latent vectors.
+A token has one key for all heads: its latent vector [R] and its rotary key [Hr]. The latent vector is also
+its value. So attention has N query heads of R + Hr columns, one key/value head, and outputs of R columns. A
+page of the cache is [1, S, Hr] of rotary keys and [1, S, R] of latent vectors.
 """
 
 import jax.numpy as jnp
@@ -130,7 +130,9 @@ def _blocks(latent_pages: Array, page_table: Array) -> tuple[int, Array]:
 
 
 def _read(pages: tuple[Array, Array], ids: Array) -> tuple[Array, Array]:
-    """Return float32 keys [..., n · S, R + Hr] and latent vectors [..., n · S, R] of the pages `ids` [..., n]."""
+    """Return float32 keys [..., n · S, R + Hr] and latent vectors [..., n · S,
+    R] of the pages `ids` [..., n].
+    """
     turned, vectors = (read_pages(part, None, ids)[..., 0, :, :] for part in pages)
     return jnp.concatenate([vectors, turned], axis=-1), vectors
 

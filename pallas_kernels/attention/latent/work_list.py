@@ -1,7 +1,7 @@
 """The work list of latent decode attention: the pages of a batch in one line, split into equal pieces.
 
-All heads read the same pages, so a row has one entry. The heads form tiles of 64. A worker is as many CTAs as there
-are tiles: its CTAs read the same pages at the same time, so that HBM is read once.
+All heads read the same pages, so a row has one entry. The heads form tiles of 64. A worker is as many CTAs as
+there are tiles: its CTAs read the same pages at the same time, so that HBM is read once.
 """
 
 import dataclasses
@@ -23,7 +23,8 @@ class LatentWork:
 
     Attributes:
       rows: [B, 2] int32: length (0: skipped), next row that has keys, or B.
-      pieces: [workers, 5] int32: first row, first page of the row, pages; the entry in `rows` of the first row.
+      pieces: [workers, 5] int32: first row, first page of the row, pages; the
+          entry in `rows` of the first row.
       parts: [B, 2] int32: the first worker with pages of a row, and the number of such workers; 0 for a row
         without keys.
     """
@@ -49,7 +50,8 @@ def latent_workers(heads: int, sms: int | None) -> int:
 def latent_work(lengths: jax.Array, workers: int) -> LatentWork:
     """Split the pages of rows with `lengths` [B] int32 into equal pieces, on the device.
 
-    Sums over comparison matrices are small fusions. Sums along an axis and searches would be several kernels each.
+    Sums over comparison matrices are small fusions. Sums along an axis and searches
+    would be several kernels each.
     """
     lengths, b = lengths.astype(jnp.int32), lengths.shape[0]
     pages, index = (lengths + PAGE - 1) // PAGE, jnp.arange(b, dtype=jnp.int32)
@@ -76,10 +78,11 @@ def latent_work(lengths: jax.Array, workers: int) -> LatentWork:
 
 
 def walk(rows, pieces, worker, visit, carry):
-    """Call visit(carry, row, page, here, pages, length) for each row of a worker's piece, and return the last carry.
+    """Call visit(carry, row, page, here, pages, length) for each row of a worker's
+    piece, and return the last carry.
 
-    Runs inside a kernel. The worker has `here` of the row's `pages` pages, from `page` on. The entry of the next row
-    is read before the call and used after it, so that no row waits for memory.
+    Runs inside a kernel. The worker has `here` of the row's `pages` pages, from `page` on. The entry of the
+    next row is read before the call and used after it, so that no row waits for memory.
     """
 
     def step(state):

@@ -125,7 +125,8 @@ def check_operands(
     (m, k), (n, depth) = x.values.shape, w.values.shape
     if x.values.dtype != E4M3 or w.values.dtype != E4M3 or out_dtype not in (None, jnp.bfloat16):
         raise ValueError(
-            f"dtypes {x.values.dtype}, {w.values.dtype} -> {out_dtype}: accepted are float8_e4m3fn twice -> bfloat16"
+            f"dtypes {x.values.dtype}, {w.values.dtype} -> {out_dtype}: accepted are float8_e4m3fn twice -> "
+            "bfloat16"
         )
     if m < 1 or k != depth or not supports(n, k, gate_block):
         raise ValueError(
@@ -134,7 +135,8 @@ def check_operands(
         )
     if x.scale.shape not in ((), (m,), (m, k // BLOCK)) or w.scale.shape != (n,):
         raise ValueError(
-            f"scales {x.scale.shape}, {w.scale.shape}: accepted are [], [{m}] or [{m}, {k // BLOCK}], and [{n}]"
+            f"scales {x.scale.shape}, {w.scale.shape}: accepted are [], [{m}] or [{m}, {k // BLOCK}], and "
+            f"[{n}]"
         )
     if quantize and (residual is not None or (gate_block and n % (2 * BLOCK))):
         raise ValueError(

@@ -39,7 +39,9 @@ GATE = {"activation": "silu", "gate_block": 64}
 
 
 def quantized(x: jax.Array, scales: str) -> Quantized:
-    """Return x [M, K] in e4m3 with scales per 128 columns ("block"), per row ("row"), or one scale ("one")."""
+    """Return x [M, K] in e4m3 with scales per 128 columns ("block"), per row
+    ("row"), or one scale ("one").
+    """
     if scales == "one":
         scale = jnp.abs(x.astype(F32)).max() / E4M3_MAX
         return Quantized(to_e4m3(x, scale), scale)

@@ -1,8 +1,8 @@
 """Grouped GEMM for Hopper (a mixture's experts): the choice between two kernels by the rows of an expert.
 
 `swapped` has tiles of 8 to 144 rows, and reads an expert's weight once if its rows fit one tile. `padded` has
-tiles of 128 rows, and is faster for experts of several tiles (docs/expert-kernels.md). `swapped` also takes e4m3 with
-scales of rows or of blocks, and a weight in MXFP4 or int4.
+tiles of 128 rows, and is faster for experts of several tiles (docs/expert-kernels.md). `swapped` also takes
+e4m3 with scales of rows or of blocks, and a weight in MXFP4 or int4.
 """
 
 from collections.abc import Callable
@@ -41,10 +41,12 @@ def grouped_gemm(
     The reference implementation is `pallas_kernels.gemm.grouped.reference.grouped_gemm`.
 
     Args:
-      x: [M, K] bfloat16, rows in the order of `groups`; or e4m3 with scales [M], or [M, K / 128] with `BlockFp8`.
-      w: [E, N, K] bfloat16; or e4m3 with scales [E, N]. XLA computes the product if N or K is not a multiple of
-        64, or of 128 in e4m3. Or `Mxfp4` or `ExpertInt4`: the numbers go to bfloat16 in registers, or by XLA
-        where `supports_mxfp4` or `supports_int4` of `pallas_kernels.gemm.grouped.tiles` is False. Or `BlockFp8`.
+      x: [M, K] bfloat16, rows in the order of `groups`; or e4m3 with scales [M],
+          or [M, K / 128] with `BlockFp8`.
+      w: [E, N, K] bfloat16; or e4m3 with scales [E, N]. XLA computes the product if N or K is not a multiple
+        of 64, or of 128 in e4m3. Or `Mxfp4` or `ExpertInt4`: the numbers go to bfloat16 in registers, or by
+        XLA where `supports_mxfp4` or `supports_int4` of `pallas_kernels.gemm.grouped.tiles` is False. Or
+        `BlockFp8`.
       groups: from `list_groups`, which chose the kernel.
       bias: [E, N], or None. XLA computes the epilogue with a bias or with clamped_swiglu, after the product.
       activation: silu, gelu_tanh, relu, clamped_swiglu or None.

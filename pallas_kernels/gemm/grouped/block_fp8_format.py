@@ -1,8 +1,9 @@
 """Experts' weights in e4m3 with a scale for each block of 64 rows and 128 columns, and back.
 
-Published checkpoints have a scale for 128 rows and 128 columns (DeepSeek-V3, arXiv:2412.19437, §3.3), which is two
-equal scales here. Half of the rows, because a tile of the kernel has 64 gates and their 64 ups: scale row 2 i is of
-the gates 64 i to 64 i + 63, and scale row 2 i + 1 of their ups, in whatever blocks gates and ups alternate.
+Published checkpoints have a scale for 128 rows and 128 columns (DeepSeek-V3, arXiv:2412.19437, §3.3), which
+is two equal scales here. Half of the rows, because a tile of the kernel has 64 gates and their 64 ups: scale
+row 2 i is of the gates 64 i to 64 i + 63, and scale row 2 i + 1 of their ups, in whatever blocks gates and
+ups alternate.
 """
 
 import jax.numpy as jnp

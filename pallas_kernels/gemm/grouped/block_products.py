@@ -1,9 +1,9 @@
 """The sums of a tile whose operands are e4m3 with scales for each 128 columns, in Hopper's registers.
 
-The tensor core sums 128 columns. Their product is multiplied with the scale of the weight's 64 rows times the scale of
-each token, and added to float32 registers (DeepSeek-V3, arXiv:2412.19437, §3.3.2). The scales of the tokens come with
-the stage of the operands. Those of the weight are two numbers for each 128 columns, which every thread reads from
-memory one step ahead.
+The tensor core sums 128 columns. Their product is multiplied with the scale of the weight's 64 rows times the
+scale of each token, and added to float32 registers (DeepSeek-V3, arXiv:2412.19437, §3.3.2). The scales of the
+tokens come with the stage of the operands. Those of the weight are two numbers for each 128 columns, which
+every thread reads from memory one step ahead.
 """
 
 import dataclasses
@@ -72,8 +72,8 @@ def padded(rows: int) -> int:
 def pieces(tile: GroupedTile) -> list[tuple[int, int]]:
     """Return (first row, rows) of the parts of a tile's rows that have a product of their own.
 
-    The registers of a thread hold `rows` float32 sums, and half as many sums of the running product. Boxes of the result
-    lie in one piece.
+    The registers of a thread hold `rows` float32 sums, and half as many sums of the running product. Boxes
+    of the result lie in one piece.
     """
     if tile.rows <= UNCUT:
         return [(0, tile.rows)]
@@ -84,15 +84,16 @@ def pieces(tile: GroupedTile) -> list[tuple[int, int]]:
 def sums(
     tile: GroupedTile, steps, before, row, w_s, x_s, scales: BlockScales, full, empty, *, interpret: bool
 ) -> Callable:
-    """Return sums_of(half, token, count): sums of 64 of a warpgroup's 128 rows of the weight, for some rows of x.
+    """Return sums_of(half, token, count): sums of 64 of a warpgroup's 128 rows of
+    the weight, for some rows of x.
 
-    before: the steps of this worker before this tile. row: the first row of the weight. w_s: the stages of this
-    warpgroup's rows of the weight.
+    before: the steps of this worker before this tile. row: the first row of the weight. w_s: the stages of
+    this warpgroup's rows of the weight.
     """
     stages, lines = jnp.int32(tile.stages), tile.depth // BLOCK
     parts = [(half, *piece) for piece in pieces(tile) for half in (0, 1)]
-    # ptxas spills registers where a product of a tall tile runs during the additions of the previous product. The
-    # interpreter cannot start an accumulator with a value.
+    # ptxas spills registers where a product of a tall tile runs during the additions of the previous product.
+    # The interpreter cannot start an accumulator with a value.
     ordered = tile.rows > OVERLAPPED and not interpret
     nothing = row >> 31  # 0, but unknown to the compiler
 
@@ -113,7 +114,8 @@ def sums(
 
                 of_tokens = load(scales.stages.at[slot, line, tokens], BY_COLUMN)
                 if at and ordered:
-                    # The start depends on the sums before, so the product starts after them, in their registers.
+                    # The start depends on the sums before, so the product starts
+                    # after them, in their registers.
                     bits = lax.bitcast_convert_type(found[at - 1][:, :count], jnp.int32) & nothing
                     part: Any = pl.run_state(product)(
                         plgpu.ACC.init(lax.bitcast_convert_type(bits, jnp.float32))

@@ -2,15 +2,15 @@
 
     python -m pallas_kernels.gemm.grouped.gpu_check [--seconds 0.6] [--only NAMES] [--json FILE]
 
-Both kernels run: `padded` with tiles of 128 rows, and `swapped` with a height by the mean rows of an expert. The
-comparisons are XLA's grouped product, and one dense product with the same number of rows. Errors are
+Both kernels run: `padded` with tiles of 128 rows, and `swapped` with a height by the mean rows of an expert.
+The comparisons are XLA's grouped product, and one dense product with the same number of rows. Errors are
 ‖kernel − exact‖ / ‖exact‖ over the rows of all (token, expert) pairs. Routings are random, and the skewed
 ones leave experts without a token.
 
-`check_mxfp4` compares the products of gpt-oss-20b's experts in MXFP4, and `mxfp4` times them next to bfloat16 ones.
-`check_int4` and `int4` do the same for int4, with Qwen3-30B-A3B's and Mixtral's experts.
-`check_blocks` and `blocks` do the same for e4m3 with scales of blocks, beside e4m3 with scales of rows, with
-Qwen3-30B-A3B's and DeepSeek-V3's experts. The other names are `check` and `time`.
+`check_mxfp4` compares the products of gpt-oss-20b's experts in MXFP4, and `mxfp4` times them next to bfloat16
+ones. `check_int4` and `int4` do the same for int4, with Qwen3-30B-A3B's and Mixtral's experts. `check_blocks`
+and `blocks` do the same for e4m3 with scales of blocks, beside e4m3 with scales of rows, with Qwen3-30B-A3B's
+and DeepSeek-V3's experts. The other names are `check` and `time`.
 """
 
 import dataclasses
@@ -237,7 +237,9 @@ def block_checks(rows):
 
 
 def block_timings(rows, seconds):
-    """Time products of experts in e4m3 with scales of blocks and of rows, and in bfloat16. Rows are quantized before."""
+    """Time products of experts in e4m3 with scales of blocks and of rows, and in
+    bfloat16. Rows are quantized before.
+    """
     rng = np.random.default_rng(0)
     for model, (experts, chosen, ops) in {
         "qwen3-30b-a3b": MODELS["qwen3-30b-a3b"],

@@ -84,8 +84,8 @@ def list_groups(
     counts, earlier = _count(flat, num_experts)
     sizes = (counts + align - 1) // align * align
     of_expert = (sizes + rows - 1) // rows
-    # XLA runs each sum over experts as a kernel. So one sum has the rows and the tiles before each expert, and
-    # the next one has all values of the tiles.
+    # XLA runs each sum over experts as a kernel. So one sum has the rows and the tiles before each expert,
+    # and the next one has all values of the tiles.
     expert, tile = jnp.arange(num_experts, dtype=jnp.int32), jnp.arange(tiles, dtype=jnp.int32)
     before = expert[None, :] < expert[:, None]
     first_row, first_tile = jnp.sum(jnp.where(before, jnp.stack([sizes, of_expert])[:, None, :], 0), axis=2)

@@ -1,7 +1,8 @@
-"""A part of an int4 weight as wgmma's first operand: nibbles and factors from shared memory to bfloat16 in registers.
+"""A part of an int4 weight as wgmma's first operand: nibbles and factors from shared
+memory to bfloat16 in registers.
 
-`Int4`'s order of nibbles makes a thread's part of 64 columns of a row one load of 8 bytes. Each pair of numbers takes a
-shift, a mask, an exact subtraction and a multiply-add, as in `pallas_kernels.gemm.int4.api`.
+`Int4`'s order of nibbles makes a thread's part of 64 columns of a row one load of 8 bytes. Each pair of
+numbers takes a shift, a mask, an exact subtraction and a multiply-add, as in `pallas_kernels.gemm.int4.api`.
 """
 
 import jax
@@ -23,7 +24,8 @@ def operand(packed, factors, first: int, group: int) -> jax.Array:
 
     Args:
       packed: uint8 [64, depth / 2] in shared memory. first: the first of the columns in it.
-      factors: bfloat16 [64 / block, groups, 2 · block] in shared memory: scale and zero of each row in blocks of rows.
+      factors: bfloat16 [64 / block, groups, 2 · block] in shared memory: scale and zero
+          of each row in blocks of rows.
       group: the columns' group in the factors.
     """
     make = plgpu.inline_mgpu(

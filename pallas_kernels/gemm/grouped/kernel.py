@@ -1,4 +1,5 @@
-"""The grouped GEMM kernel: one warpgroup copies weights and rows through a ring, the others multiply and store.
+"""The grouped GEMM kernel: one warpgroup copies weights and rows through a ring,
+the others multiply and store.
 
 The operands are swapped, as in flat GEMM: rows of the weight are wgmma's M, rows of x its N. A tile of x
 starts at any multiple of 8 rows, and reads rows of the next expert where its own expert has fewer. The
@@ -7,12 +8,12 @@ columns of these rows are not stored: a result leaves in boxes of 8 rows, up to 
 Operands in e4m3 have a scale for each row of x and each row of the weight. The scales multiply the finished
 sums in registers.
 
-A weight in e4m3 blocks is multiplied 128 columns at a time, and the scales of the rows and of the weight multiply each
-of these products (`block_products`).
+A weight in e4m3 blocks is multiplied 128 columns at a time, and the scales of the rows and of the weight
+multiply each of these products (`block_products`).
 
-A weight in MXFP4 goes from shared memory through registers (`mxfp4_operand`). The scales of a tile's rows are one
-piece of memory, since a row's scales may be too few for a copy of their own. So each tile has one copy of the scales
-of all its columns, into one of two buffers.
+A weight in MXFP4 goes from shared memory through registers (`mxfp4_operand`). The scales of a tile's rows are
+one piece of memory, since a row's scales may be too few for a copy of their own. So each tile has one copy of
+the scales of all its columns, into one of two buffers.
 
 A weight in int4 goes through registers, too (`int4_operand`). Its factors are copied with each stage.
 """
@@ -70,9 +71,11 @@ class GroupedForm:
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Return the registers of a thread that copies, and of one that multiplies, with two multiplying warpgroups.
+        """Return the registers of a thread that copies, and of one that multiplies,
+        with two multiplying warpgroups.
 
-        40 + 2 · 232 = 24 + 2 · 240 = 3 · 168, the registers of the launch. The copies with scales have more addresses.
+        40 + 2 · 232 = 24 + 2 · 240 = 3 · 168, the registers of the launch. The copies
+        with scales have more addresses.
         """
         return (40, 232) if self.group or self.blocks else (24, 240)
 
@@ -289,8 +292,8 @@ def _copier(form, steps, x_ref, w_ref, x_s, w_s, full, empty, of_tiles, of_stage
 def _multiplier(form, steps, wg, x_s, w_s, o_s, o_ref, scales, full, empty, factors, wide_s):
     """Return the product of an item: this warpgroup's columns, summed and stored.
 
-    factors: of a weight in 4 bits, or the scales of blocks. wide_s: shared memory for a 4-bit weight in bfloat16, in
-    the interpreter.
+    factors: of a weight in 4 bits, or the scales of blocks. wide_s: shared memory for a 4-bit weight
+    in bfloat16, in the interpreter.
     """
     tile, stages = form.tile, jnp.int32(form.tile.stages)
     of_tiles = factors if form.k else None
@@ -356,7 +359,8 @@ def _multiplier(form, steps, wg, x_s, w_s, o_s, o_ref, scales, full, empty, fact
 
 
 def _add_packed(form, acc, w_s, x_s, factors, wide_s, wg, step):
-    """Add a stage's product of this warpgroup's rows of a weight in 4 bits. The last but one wgmma is done after it.
+    """Add a stage's product of this warpgroup's rows of a weight in 4 bits. The last
+    but one wgmma is done after it.
 
     factors: the scales of the tile's rows in MXFP4, or the stage's factors in int4.
     """
@@ -386,7 +390,9 @@ def _add_packed(form, acc, w_s, x_s, factors, wide_s, wg, step):
 
 
 def _in_bfloat16(form, w_s, factors, wg, number, pair):
-    """Return `COLUMNS` columns of this warpgroup's rows as the operands' registers hold them, in the interpreter."""
+    """Return `COLUMNS` columns of this warpgroup's rows as the operands' registers
+    hold them, in the interpreter.
+    """
     packed = w_s[pl.ds(wg * PART, PART), pl.ds(number * COLUMNS // 2, COLUMNS // 2)]
     if form.k:
         of_rows = factors[pl.ds(wg * (PART // 8), PART // 8)].reshape(PART, form.k // 32)
@@ -399,10 +405,10 @@ def _in_bfloat16(form, w_s, factors, wg, number, pair):
 def _epilogue(form, sums_of, scales, start, row, early=None):
     """Return finished(token, count): the pieces [64, count] of the result of some tokens.
 
-    sums_of(half, token, count): the sums of 64 rows of the weight. start: the first row of x. row: the first row of
-    the weight among the rows of all experts. early: the scales of the channels and of all tokens of a low tile, or
-    None. Registers then hold the scales of few tokens at a time, and those of the channels where these are costly
-    to find.
+    sums_of(half, token, count): the sums of 64 rows of the weight. start: the first row of x. row: the first
+    row of the weight among the rows of all experts. early: the scales of the channels and of all tokens of a
+    low tile, or None. Registers then hold the scales of few tokens at a time, and those of the channels where
+    these are costly to find.
     """
     gated = form.gate_block is not None
     of_channels = _channel_scales(form, scales[1], row) if scales and gated and not early else None

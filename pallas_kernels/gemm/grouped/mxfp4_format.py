@@ -12,7 +12,8 @@ from pallas_kernels.quantized import MXFP4_GROUP, Mxfp4
 
 _BIAS = 127  # the bias of the exponents of scales
 _LARGEST = 2  # the exponent of the largest magnitude, 6 = 1.5 · 2 ** 2
-# The middles between neighboring magnitudes. A number in the middle goes to the neighbor with an even mantissa.
+# The middles between neighboring magnitudes. A number in the middle goes to the
+# neighbor with an even mantissa.
 _DOWN, _UP = (0.25, 1.25, 2.5, 5.0), (0.75, 1.75, 3.5)
 
 

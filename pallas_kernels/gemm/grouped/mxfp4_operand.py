@@ -1,10 +1,12 @@
-"""A part of an MXFP4 weight as wgmma's first operand: bytes and scales from shared memory to bfloat16 in registers.
+"""A part of an MXFP4 weight as wgmma's first operand: bytes and scales from shared
+memory to bfloat16 in registers.
 
-A thread needs two columns of each 8, which are one byte of each 32-bit word of its row. It loads all words, since a
-warp's loads of 16 bytes read each bank once. Each pair of bytes takes shifts and masks that put a number's bits to
-their places in bfloat16, and a multiplication. A number's bits are then the number times 2 ** -126, also those of 0.5,
-which are subnormal. The factor of the multiplication makes the number times its scale times 2 ** -SHIFT. Without
-the last factor, large scales would overflow it. The product's epilogue multiplies by 2 ** SHIFT.
+A thread needs two columns of each 8, which are one byte of each 32-bit word of its row. It loads all words,
+since a warp's loads of 16 bytes read each bank once. Each pair of bytes takes shifts and masks that put a
+number's bits to their places in bfloat16, and a multiplication. A number's bits are then the number times 2
+** -126, also those of 0.5, which are subnormal. The factor of the multiplication makes the number times its
+scale times 2 ** -SHIFT. Without the last factor, large scales would overflow it. The product's epilogue
+multiplies by 2 ** SHIFT.
 """
 
 import jax
@@ -20,7 +22,8 @@ from pallas_kernels.hopper.wgmma_registers import at, const, i32, place, read_wo
 
 SHIFT = 32
 COLUMNS = 64  # The columns of a part have two scales of each row.
-WIDTH = 32  # bytes of a row in a tile of shared memory, and of the swizzle. TMA copies whole tiles, and K is 45 · 64.
+# Bytes of a row in a tile of shared memory, and of the swizzle. TMA copies whole tiles, and K is 45 · 64.
+WIDTH = 32
 _EXPONENT = 126 - SHIFT  # added to a scale's bits, for the exponent's bits of the factor
 
 
@@ -86,14 +89,14 @@ def _factor(bits: ir.Value, group: int) -> ir.Value:
 def _placed(bits: str, shifted: str) -> str:
     """Return PTX for the product of a register's numbers with the factor.
 
-    bits: a register with the numbers of both halves of 32 bits at their high ends. shifted: puts the same register,
-    shifted right by 6 bits, into u.
+    bits: a register with the numbers of both halves of 32 bits at their high ends. shifted: puts the same
+    register, shifted right by 6 bits, into u.
     """
     return f"{shifted}; and.b32 u, u, 0x01c001c0; lop3.b32 u, {bits}, 0x80008000, u, 0xea; "
 
 
-# Two words, the byte's selector and the factor, to the two numbers of each word's byte. t has the first number of
-# each byte in its low half and the second number in its high half, first word first.
+# Two words, the byte's selector and the factor, to the two numbers of each word's byte. t has the first
+# number of each byte in its low half and the second number in its high half, first word first.
 TWO_WORDS = (
     "{ .reg .b32 t, u, v; prmt.b32 t, $2, $3, $4; shl.b32 u, t, 4; lop3.b32 t, t, u, 0xffff0000, 0xe4; "
     + _placed("t", "shr.u32 u, t, 6")

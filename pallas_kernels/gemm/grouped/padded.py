@@ -45,7 +45,8 @@ def grouped_gemm(
     tile: GemmTile | None = None,
     interpret=None,
 ) -> jax.Array:
-    """Return `pallas_kernels.gemm.grouped.api.grouped_gemm` by this kernel, without a bias and clamped_swiglu.
+    """Return `pallas_kernels.gemm.grouped.api.grouped_gemm` by this kernel,
+    without a bias and clamped_swiglu.
 
     Args:
       groups: from `list_groups`, in tiles of 128 rows.

@@ -33,8 +33,8 @@ def grouped_gemm(
 
     Args:
       x, w: floats, or e4m3 with scales [M] and [E, N]; the result is then bfloat16. An `Mxfp4` or
-        `ExpertInt4` weight is multiplied as the numbers that it stands for, in x's dtype. With a `BlockFp8` weight
-        x is e4m3 with scales [M, K / 128].
+        `ExpertInt4` weight is multiplied as the numbers that it stands for, in x's dtype. With a `BlockFp8`
+        weight x is e4m3 with scales [M, K / 128].
       groups: from `list_groups`. activation, gate_block: as for `gemm`. sms: number of SMs that a kernel
         may occupy.
     """

@@ -4,8 +4,8 @@ Rows are sorted by expert, and each expert starts at a multiple of 8 rows. The h
 from the rows that an expert has on average, so that nearly every expert has one tile and its weight is read
 once. The expert, the rows and the number of the tiles are data. A persistent grid takes (tile of rows, tile
 of columns) items: 16 neighboring tiles of rows before the next columns, so that tiles of one expert share
-their reads. The operands are bfloat16, or e4m3 with a scale for each row or for each block. A weight may also be
-MXFP4 or int4.
+their reads. The operands are bfloat16, or e4m3 with a scale for each row or for each block. A
+weight may also be MXFP4 or int4.
 """
 
 import functools
@@ -60,7 +60,8 @@ def grouped_gemm(
     tile: GroupedTile | None = None,
     interpret=None,
 ) -> jax.Array:
-    """Return `pallas_kernels.gemm.grouped.api.grouped_gemm` by this kernel, without a bias and clamped_swiglu.
+    """Return `pallas_kernels.gemm.grouped.api.grouped_gemm` by this kernel,
+    without a bias and clamped_swiglu.
 
     Args:
       groups: from `list_groups`, in tiles of at most `TALLEST` rows.

@@ -31,7 +31,8 @@ _FEW = 32  # up to so many rows one warpgroup multiplies, and a tile of the weig
 class GroupedTile:
     """A tile of the grouped GEMM.
 
-    rows: rows of x, wgmma's N. warpgroups: multiplying warpgroups, each with `PART` rows of the weight, wgmma's M.
+    rows: rows of x, wgmma's N. warpgroups: multiplying warpgroups, each with `PART`
+        rows of the weight, wgmma's M.
     depth: K of a stage. stages: stages of the ring.
     """
 
@@ -76,7 +77,8 @@ def check_operands(
         given, stored = (x.values.dtype, w.values.dtype), jnp.float8_e4m3fn
         if (x.scale.shape, w.scale.shape) != (x.shape[:1], w.shape[:2]):
             raise ValueError(
-                f"scales {x.scale.shape}, {w.scale.shape}: accepted is one for each row, {x.shape[:1]} and {w.shape[:2]}"
+                f"scales {x.scale.shape}, {w.scale.shape}: accepted is one for each row, {x.shape[:1]} and "
+                f"{w.shape[:2]}"
             )
     else:
         given, stored = tuple(getattr(one, "dtype", "Quantized") for one in (x, w)), jnp.bfloat16
@@ -144,7 +146,8 @@ def grouped_tile(rows: int, itemsize: int = 2) -> GroupedTile:
 
 
 def mxfp4_tile(rows: int, k: int, warpgroups: int = 2) -> GroupedTile:
-    """Return the tile of this many rows for a weight of K columns in MXFP4, with the stages that shared memory holds.
+    """Return the tile of this many rows for a weight of K columns in MXFP4, with the
+    stages that shared memory holds.
 
     Two warpgroups, because the numbers go through registers: one converts while the other multiplies.
     """
@@ -183,7 +186,8 @@ def supports_int4(n: int, k: int, gate_block: int | None) -> bool:
 
 
 def block_tile(rows: int) -> GroupedTile:
-    """Return the tile of this many rows for a weight in e4m3 blocks, with the stages that shared memory holds.
+    """Return the tile of this many rows for a weight in e4m3 blocks, with the
+    stages that shared memory holds.
 
     A stage has the scales of the rows in lines of 128 bytes.
     """

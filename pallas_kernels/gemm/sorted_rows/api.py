@@ -1,9 +1,10 @@
-"""The sort of a decode step's rows by expert for Hopper, in one kernel: the groups of a routing, and their rows.
+"""The sort of a decode step's rows by expert for Hopper, in one kernel: the
+groups of a routing, and their rows.
 
-XLA needs five kernels for the groups of few tokens, and one or two for the gather of the rows. With experts in e4m3
-another kernel quantizes the rows first. Here a CTA has a token. The CTA counts the pairs of all experts itself, so
-that no CTA waits for another. Then it quantizes the token's row, and writes the row to the token's places. Other
-CTAs have 128 tiles each.
+XLA needs five kernels for the groups of few tokens, and one or two for the gather of the rows. With experts
+in e4m3 another kernel quantizes the rows first. Here a CTA has a token. The CTA counts the pairs of all
+experts itself, so that no CTA waits for another. Then it quantizes the token's row, and writes the row to the
+token's places. Other CTAs have 128 tiles each.
 """
 
 import dataclasses
@@ -52,8 +53,8 @@ def sort_rows(
     """Return the groups of a routing, and the row of x for each row of the groups.
 
     The reference implementation is `pallas_kernels.gemm.sorted_rows.reference.sort_rows`. The groups suit
-    `pallas_kernels.gemm.grouped.api.grouped_gemm`. XLA lists the groups and gathers the rows where `supports` is
-    False, and where a device holds some of the experts. Unused rows, pairs and tiles are undefined.
+    `pallas_kernels.gemm.grouped.api.grouped_gemm`. XLA lists the groups and gathers the rows where `supports`
+    is False, and where a device holds some of the experts. Unused rows, pairs and tiles are undefined.
 
     Args:
       x: [T, D] bfloat16, D a multiple of 128 up to 16,384 with `quantize`.
@@ -127,7 +128,9 @@ def sort_by_xla(
     sms: int | None = None,
     interpret=None,
 ) -> tuple[Groups, jax.Array | Quantized]:
-    """Return what `sort_rows` returns, with groups and a gather by XLA. Unused rows are other tokens' rows."""
+    """Return what `sort_rows` returns, with groups and a gather by XLA.
+    Unused rows are other tokens' rows.
+    """
     groups = grouped.list_groups(experts, num_experts, held)
     rows = quantize_blocks(x) if blocks else x
     if quantize:

@@ -2,8 +2,8 @@
 
     python -m pallas_kernels.gemm.sorted_rows.gpu_check [--seconds 0.6] [--only check,time] [--json FILE]
 
-All integers are equal, and so are all bits of the rows. Skewed routings leave experts without a token, or give
-them several tiles.
+All integers are equal, and so are all bits of the rows. Skewed routings leave experts without a
+token, or give them several tiles.
 """
 
 import dataclasses

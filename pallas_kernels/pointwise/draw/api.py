@@ -39,8 +39,8 @@ def draw(
 ) -> jax.Array:
     """Return the token of the largest x + temperature · noise in each row, the first of equal ones.
 
-    The reference implementation is `pallas_kernels.pointwise.draw.reference.draw`. It also runs here for fewer
-    than 512 columns, and for columns that are not a multiple of 4.
+    The reference implementation is `pallas_kernels.pointwise.draw.reference.draw`. It also runs here for
+    fewer than 512 columns, and for columns that are not a multiple of 4.
 
     Args:
       x: [R, V] float32, finite or -inf. A row of -inf gives 0.

@@ -56,7 +56,8 @@ def quantize_rows(
     ):
         given = None if top is None else f"{top.dtype}{list(top.shape)}"
         raise ValueError(
-            f"top {given}, {top_rows=}: accepted are an array like x {x.dtype}{list(x.shape)} and a number, or None twice"
+            f"top {given}, {top_rows=}: accepted are an array like x {x.dtype}{list(x.shape)} and a number, "
+            "or None twice"
         )
     ctas = min(m, sms_of(sms) * _PER_SM)
     values, scale = plgpu.kernel(

@@ -53,7 +53,8 @@ def token_limits(
     rows, n = x.shape
     if n < _UNIT or n % 4 or x.dtype != jnp.float32:
         raise ValueError(
-            f"logits are {x.dtype}{list(x.shape)}: accepted is float32 [R, V], V a multiple of 4 and at least {_UNIT}"
+            f"logits are {x.dtype}{list(x.shape)}: accepted is float32 [R, V], V a multiple of 4 and at "
+            f"least {_UNIT}"
         )
     ctas = rows if sms is None else min(rows, sms_of(sms) * _PER_SM)
     return plgpu.kernel(

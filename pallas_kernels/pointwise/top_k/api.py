@@ -1,8 +1,8 @@
 """A router's choice for Hopper: the largest scores of each row, and their softmax.
 
-XLA sorts all scores of a row, cuts, and computes the softmax in a third kernel. It also compiles its sort anew for
-each layer. Here a row belongs to one warpgroup, whose threads hold its scores. The warpgroup finds one maximum after
-another.
+XLA sorts all scores of a row, cuts, and computes the softmax in a third kernel. It also compiles its sort
+anew for each layer. Here a row belongs to one warpgroup, whose threads hold its scores. The warpgroup
+finds one maximum after another.
 """
 
 import functools
@@ -27,7 +27,8 @@ _LARGEST = 2**31 - 1
 def top_k(
     scores: jax.Array, chosen: int, *, softmax: bool = False, sms: int | None = None, interpret=None
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the largest scores of each row and their columns, as `pallas_kernels.pointwise.top_k.reference.top_k`.
+    """Return the largest scores of each row and their columns, as
+    `pallas_kernels.pointwise.top_k.reference.top_k`.
 
     NaN counts as less than all numbers, and -0 as less than 0.
 

@@ -13,8 +13,8 @@ def top_k(
 ) -> tuple[Float[Array, "T e"], Int[Array, "T e"]]:
     """Return the `chosen` largest scores of each row and their columns, the largest first, as `lax.top_k`.
 
-    The columns of a row of NaN are different too. A small number of scores is ranked by comparing each with each,
-    because XLA sorts in several kernels.
+    The columns of a row of NaN are different too. A small number of scores is ranked by comparing each with
+    each, because XLA sorts in several kernels.
 
     Args:
       softmax: return the softmax of the chosen scores instead of the scores.

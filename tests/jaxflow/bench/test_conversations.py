@@ -19,7 +19,9 @@ from jaxflow.request import Delta, Finished, FinishReason, QueueFull, Started, T
 
 
 class Counting:
-    """Answers with how long its prompt was, token for token; from a thread for each request, after `delay_s`."""
+    """Answers with how long its prompt was, token for token; from a thread for
+    each request, after `delay_s`.
+    """
 
     def __init__(self, delay_s=0.01, refuse=(), break_off=()):
         self.delay_s, self.refuse, self.break_off = delay_s, refuse, break_off

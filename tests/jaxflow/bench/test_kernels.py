@@ -35,7 +35,9 @@ def test_a_case_of_each_group_can_be_traced(name):
 
 @pytest.mark.parametrize(("rows", "implementations"), [(1, ["flat", "xla", "fma"]), (16, ["flat", "xla"])])
 def test_products_of_one_row_are_also_timed_on_cuda_cores(rows, implementations):
-    """As an engine has some of one row; last, so that a row's ratio and the summary stay flat GEMM's to XLA."""
+    """As an engine has some of one row; last, so that a row's ratio and the
+    summary stay flat GEMM's to XLA.
+    """
     (case,) = (case for case in BY_NAME["flat_gemm"].cases if case.name == f"70B/tp4 out_proj M {rows}")
     found: list[str] = []
     jax.eval_shape(lambda: found.extend(case.prepare()))

@@ -1,4 +1,6 @@
-"""Simulated replicas behind the router: no token is lost, and the router beats rules that ignore load and caches."""
+"""Simulated replicas behind the router: no token is lost, and the router beats
+rules that ignore load and caches.
+"""
 
 import dataclasses
 

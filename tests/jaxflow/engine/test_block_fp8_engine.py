@@ -1,4 +1,5 @@
-"""An engine with experts in e4m3 blocks: near the same numbers in 32 bits, and the same tokens on any devices.
+"""An engine with experts in e4m3 blocks: near the same numbers in 32 bits, and
+the same tokens on any devices.
 
 In the usual suite test_block_fp8_experts compares the weights, and a layer on several devices.
 """
@@ -11,7 +12,8 @@ from test_goldens import ONE_SIZE, requests
 
 from pallas_kernels.quantized import BlockFp8
 
-NEAR = 0.3  # rows in e4m3, and sums of devices in bfloat16, move logits by less, also where they choose another expert
+# Rows in e4m3, and sums of devices in bfloat16, move logits by less, also where they choose another expert.
+NEAR = 0.3
 
 
 def run(folder, golden, tp=1, ep=False):

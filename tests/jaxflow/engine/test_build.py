@@ -215,7 +215,8 @@ class TestPlans:
         plans.save(copied(two_nano_batch_plan(checkpoint.model_config, 16, 8)), tmp_path / "plan.json")
         with pytest.raises(
             plans.PlanError,
-            match=r"^two nano-batches, 8 \+ 8, sums copied: sums='copies': accepted are all-reduces over two devices",
+            match=r"^two nano-batches, 8 \+ 8, sums copied: sums='copies': accepted are all-reduces over two "
+            r"devices",
         ):
             resolve(EngineConfig(model=LLAMA, plan=str(tmp_path / "plan.json")), checkpoint.model_config)
 

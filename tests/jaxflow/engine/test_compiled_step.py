@@ -48,7 +48,8 @@ def compiled(
     ranks: int = 1,
 ) -> tuple[h200.Compiled, Executor]:
     """Return a step of the model's first layers. kernels: None selects the H200's kernels with its tuned
-    table. kv: the dtype of the cache. decodes: a step without prefill. hosts: that the devices are spread over.
+    table. kv: the dtype of the cache. decodes: a step without prefill. hosts:
+    that the devices are spread over.
     spans: a file of attention spans. ranks: data-parallel ranks.
     """
     checkpoint = open_checkpoint(model, load_format="dummy")
@@ -139,7 +140,9 @@ def test_latent_pages_are_written_in_place():
 
 @pytest.mark.slow
 def test_data_parallel_ranks_send_rows_only():
-    """Eight ranks. The exchange is two all-to-alls a layer, and XLA's own kernels do not touch what arrives."""
+    """Eight ranks. The exchange is two all-to-alls a layer, and XLA's own
+    kernels do not touch what arrives.
+    """
     step, executor = compiled("qwen3-30b-a3b", 2048, ranks=8)
     check(step, executor, temporary=0.7)
     assert [thunk.kind for thunk in step.thunks].count("kRaggedAllToAll") == 2 * LAYERS

@@ -1,4 +1,6 @@
-"""Data-parallel ranks give the tokens of one device, whatever rank a request is on and whatever the others do."""
+"""Data-parallel ranks give the tokens of one device, whatever rank a request is
+on and whatever the others do.
+"""
 
 import dataclasses
 import itertools
@@ -86,7 +88,9 @@ def same(found: dict[str, toy.Result], wanted: dict[str, toy.Result]) -> None:
 
 
 def routed(executor: Executor) -> np.ndarray:
-    """Return the tokens of all ranks at each expert of each mixture layer, [L, E], since the executor was made."""
+    """Return the tokens of all ranks at each expert of each mixture layer, [L,
+    E], since the executor was made.
+    """
     (counts,) = executor.expert_counts
     return np.asarray(counts).reshape(executor.ranks, -1, counts.shape[1]).sum(0)
 

@@ -63,7 +63,9 @@ CONFIG = open_checkpoint(str(paths.MODELS / "tiny-gpt_oss")).model_config  # its
 
 @functools.cache
 def layer(devices: int, quantization: str | None = None) -> Any:
-    """Return a function from (weights, h, experts, router weights, by tokens) to the sum of the experts' outputs."""
+    """Return a function from (weights, h, experts, router weights, by tokens) to
+    the sum of the experts' outputs.
+    """
     mesh = make_mesh(devices)
     alone, spread = (
         weights.leaves(CONFIG, number, expert_parallel=number > 1, quantization=quantization)["layers"][0]

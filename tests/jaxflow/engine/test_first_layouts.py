@@ -53,7 +53,9 @@ Made = tuple[EngineConfig, Executor | StagedExecutor]
 
 @functools.cache
 def prepared(stages: int) -> Made:
-    """Return an executor with layouts of decodes alone. The largest layout was compiled first, then the others."""
+    """Return an executor with layouts of decodes alone. The largest layout was
+    compiled first, then the others.
+    """
     config = resolve(dataclasses.replace(SETTINGS, pipeline_parallel_size=stages), CHECKPOINT.model_config)
     plans = choose_plans(config, CHECKPOINT.model_config)
     with pytest.MonkeyPatch.context() as patch:
@@ -76,7 +78,9 @@ def warm(stages: int) -> Made:
 
 
 def cold(stages: int) -> Made:
-    """Return the executor as after a start, with only the largest layout ready. A compilation takes no time."""
+    """Return the executor as after a start, with only the largest layout
+    ready. A compilation takes no time.
+    """
     config, made = warm(stages)
     for stage in stages_of(made):
         for table in tables_of(stage):
@@ -95,7 +99,9 @@ def tables_of(stage: Executor) -> list[dict[Any, Any]]:
 
 
 def requests(seed: int) -> list[Request]:
-    """Return requests of several lengths: greedy, drawn, with penalties, with log-probabilities of the prompt."""
+    """Return requests of several lengths: greedy, drawn, with penalties, with
+    log-probabilities of the prompt.
+    """
     draw = random.Random(seed)
     kinds = [
         SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True),
@@ -194,7 +200,9 @@ def test_no_other_first_sizes_have_a_smaller_slowdown(times, count):
 
 
 def test_an_engine_prepares_its_layouts_while_it_serves(monkeypatch):
-    """One layout does not fit next to others at first, and is compiled alone in the end. Another one fails."""
+    """One layout does not fit next to others at first, and is compiled alone
+    in the end. Another one fails.
+    """
     monkeypatch.setattr(first_layouts, "on_gpu", lambda: True)
     monkeypatch.setattr(first_layouts, "first_sizes", lambda seconds: [max(seconds)])
     monkeypatch.setattr(first_layouts, "MOST_WORKERS", 1)

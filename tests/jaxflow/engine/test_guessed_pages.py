@@ -1,4 +1,6 @@
-"""The number of pages that a start guesses before it measures a program: nearly all that fit, and never more."""
+"""The number of pages that a start guesses before it measures a program:
+nearly all that fit, and never more.
+"""
 
 import dataclasses
 
@@ -29,7 +31,9 @@ def executor():
 
 
 def pages_of(executor, free: int, need: int, first=()) -> tuple[tuple[int, ...] | None, list]:
-    """Return the guess of an engine with processes, and what these were asked. need: the bytes that are measured."""
+    """Return the guess of an engine with processes, and what these were asked.
+    need: the bytes that are measured.
+    """
     asked = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(start, "first_layouts", lambda *_: first)

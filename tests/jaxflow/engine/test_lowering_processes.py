@@ -1,4 +1,6 @@
-"""Processes that lower and compile the programs of a start: the programs of the engine itself, and no harm where one fails."""
+"""Processes that lower and compile the programs of a start: the programs of the engine
+itself, and no harm where one fails.
+"""
 
 import contextlib
 import dataclasses
@@ -158,7 +160,9 @@ def test_an_engine_starts_without_its_processes(script, cache, monkeypatch, capl
 
 @pytest.mark.parametrize("case", ON_H200S)
 def test_a_process_without_a_gpu_makes_the_programs_of_an_engine_on_h200s(case, tmp_path):
-    """In a process of its own: Mosaic numbers the kernels of a process, and a kernel's code has its number."""
+    """In a process of its own: Mosaic numbers the kernels of a process, and
+    a kernel's code has its number.
+    """
     path = os.pathsep.join(map(str, (paths.ROOT, paths.ROOT / "tests")))
     command = [sys.executable, __file__, case, str(tmp_path)]
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
@@ -166,7 +170,8 @@ def test_a_process_without_a_gpu_makes_the_programs_of_an_engine_on_h200s(case, 
 
 
 def compare_on_h200s(case: str, folder: Path) -> None:
-    """Compare the programs that an engine lowers with those of a process without a GPU, which compiles them, too.
+    """Compare the programs that an engine lowers with those of a process without a
+    GPU, which compiles them, too.
 
     case: of `ON_H200S`.
     """
@@ -260,7 +265,9 @@ def kept(path: Path) -> jax.export.Exported | None:
 
 
 def text_of(program: jax.export.Exported) -> str:
-    """Return a program's text, its Mosaic kernels' bytecode included, without the locations in the sources."""
+    """Return a program's text, its Mosaic kernels' bytecode included,
+    without the locations in the sources.
+    """
     with mlir.make_ir_context():
         module = ir.Module.parse(program.mlir_module())
         return module.operation.get_asm(enable_debug_info=False)

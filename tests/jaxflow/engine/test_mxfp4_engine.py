@@ -1,4 +1,6 @@
-"""An engine that keeps experts in MXFP4 gives the golden tokens, on one device, in shares and with whole experts."""
+"""An engine that keeps experts in MXFP4 gives the golden tokens, on one device, in
+shares and with whole experts.
+"""
 
 import pytest
 import toy

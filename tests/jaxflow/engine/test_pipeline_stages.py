@@ -1,4 +1,6 @@
-"""Any number of pipeline stages gives the tokens of one device, and keeps that many micro-batches in flight."""
+"""Any number of pipeline stages gives the tokens of one device, and keeps
+that many micro-batches in flight.
+"""
 
 import dataclasses
 import os

@@ -1,4 +1,6 @@
-"""Predicted step times follow the cost model, and held-back batch requests get their own tokens on a real step."""
+"""Predicted step times follow the cost model, and held-back batch requests get
+their own tokens on a real step.
+"""
 
 import dataclasses
 from collections.abc import Sequence

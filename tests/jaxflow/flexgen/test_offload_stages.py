@@ -1,4 +1,6 @@
-"""Offloaded pipelines: the tokens of one device, the traffic of the cost model, stops and faults in a stage."""
+"""Offloaded pipelines: the tokens of one device, the traffic of the cost
+model, stops and faults in a stage.
+"""
 
 import os
 

@@ -1,4 +1,6 @@
-"""Top-k sparse values: the choice of rows, the same tokens on every tier, and faults of single rows on disk."""
+"""Top-k sparse values: the choice of rows, the same tokens on every tier, and
+faults of single rows on disk.
+"""
 
 import errno
 import os

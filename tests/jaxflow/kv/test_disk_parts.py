@@ -1,4 +1,6 @@
-"""Several processes keep their parts of a page on their disks: a page comes back with all parts, or not at all."""
+"""Several processes keep their parts of a page on their disks: a page comes back
+with all parts, or not at all.
+"""
 
 import collections
 import contextlib

@@ -207,8 +207,8 @@ class TestStart:
             f"tier = DiskStore(sys.argv[1], 1 << 30, {MODEL!r}, (1 << 20,))\n"
             "tier._record_outcome = lambda *_: print(tier.counters().written, flush=True)\n"
             "for i in range(10_000):\n"
-            "    while not tier.put(b'\\0' + i.to_bytes(16, 'big'), lambda i=i: [np.full(1 << 20, i % 251, np.uint8)]):\n"
-            "        pass\n"
+            "    while not tier.put(b'\\0' + i.to_bytes(16, 'big'), lambda i=i: [np.full(1 << 20, i % 251, "
+            "np.uint8)]):\n        pass\n"
         )
         for wanted in (3, 60):
             with subprocess.Popen(

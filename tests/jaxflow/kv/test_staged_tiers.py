@@ -11,8 +11,8 @@ from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.request import Request, SamplingParams
 from jaxflow.scheduler.admission import OutputLengths
 
-# Model, stages, devices of a stage. The five layers of stories260K do not split evenly, and one stage of gemma2
-# has no layer with a window.
+# Model, stages, devices of a stage. The five layers of stories260K do not split evenly, and one stage of
+# gemma2 has no layer with a window.
 CASES = {"two": ("stories260K", 2, 1), "two of two": ("stories260K", 2, 2), "windows": ("tiny-gemma2", 2, 1)}
 DEVICE_PAGES, HOST_PAGES = 20, 10
 # Tokens of a step: of one stage as in other tests, which then share its programs.

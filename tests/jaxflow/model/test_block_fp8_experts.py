@@ -1,4 +1,6 @@
-"""Experts of e4m3 checkpoints that stay in their blocks: the published numbers on any devices, or a refusal."""
+"""Experts of e4m3 checkpoints that stay in their blocks: the published
+numbers on any devices, or a refusal.
+"""
 
 import dataclasses
 import functools
@@ -103,7 +105,9 @@ def test_the_scales_of_a_device_are_cut_from_those_of_all(folders):
 
 @functools.cache
 def experts_of(config, devices, whole):
-    """Return a function from (a layer's experts, h, chosen experts, their weights) to the sum of the outputs."""
+    """Return a function from (a layer's experts, h, chosen experts, their
+    weights) to the sum of the outputs.
+    """
     mesh = make_mesh(devices)
     layer = leaves(config, devices, quantization="fp8_per_block", expert_parallel=whole)["layers"][-1]
     context = Context(config, REFERENCE, TP if devices > 1 else None, expert_axis=TP if whole else None)

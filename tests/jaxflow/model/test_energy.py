@@ -1,4 +1,6 @@
-"""Energy as the fourth resource: the bound lies below whatever was measured, and says which resource binds."""
+"""Energy as the fourth resource: the bound lies below whatever was measured,
+and says which resource binds.
+"""
 
 import dataclasses
 import math

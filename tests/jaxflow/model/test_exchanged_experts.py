@@ -1,4 +1,6 @@
-"""Devices with tokens of their own, which exchange rows with the devices of the experts, against one device."""
+"""Devices with tokens of their own, which exchange rows with the devices of
+the experts, against one device.
+"""
 
 import dataclasses
 import functools

@@ -1,4 +1,6 @@
-"""Experts are placed so that each has a slot, all slots are used, and no device has much more than the mean."""
+"""Experts are placed so that each has a slot, all slots are used, and no
+device has much more than the mean.
+"""
 
 import itertools
 

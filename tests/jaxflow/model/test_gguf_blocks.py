@@ -100,7 +100,9 @@ def test_every_supported_type_is_tested() -> None:
 
 @pytest.mark.parametrize("kind", BLOCKS, ids=lambda kind: kind.name)
 def test_blocks_of_each_type_are_read_right(kind: Kind, tmp_path: Path) -> None:
-    """Make a model of one layer with embeddings of random blocks of the type. All other tensors are float32."""
+    """Make a model of one layer with embeddings of random blocks of the type.
+    All other tensors are float32.
+    """
     rng = np.random.default_rng(3)
     size, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     d, v, h = 256, 70, 64
@@ -141,7 +143,9 @@ def test_blocks_of_each_type_are_read_right(kind: Kind, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", [Kind.Q4_1, Kind.Q8_0, Kind.Q6_K], ids=lambda kind: kind.name)
 @pytest.mark.parametrize(("rows", "blocks"), [(1, 3), (700, 1), (3, 400)])
 def test_parts_of_a_tensor_are_its_rows(kind, rows, blocks, monkeypatch):
-    """A tensor that is dequantized in several parts, the last one shorter, and a row that is larger than a part."""
+    """A tensor that is dequantized in several parts, the last one shorter, and a
+    row that is larger than a part.
+    """
     monkeypatch.setattr(gguf_file, "CACHED_VALUES", 2**13)
     size = gguf.GGML_QUANT_SIZES[kind][1]
     data = np.random.default_rng(rows).integers(0, 256, (rows, blocks * size), np.uint8)

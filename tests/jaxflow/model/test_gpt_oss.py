@@ -1,4 +1,6 @@
-"""gpt-oss: every part that its goldens have changes the logits, and what contradicts its config is refused."""
+"""gpt-oss: every part that its goldens have changes the logits, and what
+contradicts its config is refused.
+"""
 
 import dataclasses
 import functools
@@ -152,7 +154,9 @@ def test_experts_of_gpt_oss_fill_the_kernels_on_several_devices() -> None:
 
 
 def test_mxfp4_is_what_its_definition_says() -> None:
-    """Each number is (-1)^s · 2^(e - 1) · (1 + m / 2), or m / 2 for e = 0, times 2^(scale - 127); the low bits are first."""
+    """Each number is (-1)^s · 2^(e - 1) · (1 + m / 2), or m / 2 for e = 0, times 2^(scale
+    - 127); the low bits are first.
+    """
     rng = np.random.default_rng(3)
     blocks, scales = rng.integers(0, 256, (5, 2, 16), np.uint8), rng.integers(100, 150, (5, 2), np.uint8)
     found = mxfp4.dequantize(blocks, scales).astype(np.float64)

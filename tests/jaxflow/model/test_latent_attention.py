@@ -47,7 +47,9 @@ def written(folder: Path, numbers: dict[str, np.ndarray], **changes: Any) -> Pat
 
 
 def test_the_order_of_rotary_columns_is_that_of_the_config(tmp_path: Path) -> None:
-    """A checkpoint with the halves of planes apart, and one with neighboring columns, may be the same model."""
+    """A checkpoint with the halves of planes apart, and one with neighboring
+    columns, may be the same model.
+    """
     config, numbers = tiny(), load_file(TINY / "model.safetensors")
     latent = config.latent
     assert latent is not None

@@ -1,4 +1,6 @@
-"""The law of draws: Gumbel noise is a function of seed, position and token id, and small errors rarely matter."""
+"""The law of draws: Gumbel noise is a function of seed, position and token id,
+and small errors rarely matter.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -75,7 +77,9 @@ def test_noise_is_finite_at_the_ends_of_the_hash(monkeypatch):
 
 @pytest.mark.parametrize("vocab", [512, 32_768])
 def test_bits_of_the_hash_are_fair_and_independent(vocab):
-    """Every bit is set half of the time, and no pair of bits agrees more often, nor a row with its neighbour."""
+    """Every bit is set half of the time, and no pair of bits agrees more
+    often, nor a row with its neighbour.
+    """
     rng = np.random.default_rng(1)
     rows = 2**18 // vocab
     keys = rng.integers(2**32, size=(rows, 3), dtype=np.uint32)

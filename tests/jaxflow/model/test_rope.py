@@ -39,7 +39,9 @@ def test_yarn_blends_by_turns_in_the_original_context(theta, factor, original, s
 
 
 def test_borders_between_planes_are_exact_without_truncation():
-    """Borders of gpt-oss by the paper's formula: planes 8.09 and 17.40, so plane 12 is blended by (12 - 8.09) / 9.31."""
+    """Borders of gpt-oss by the paper's formula: planes 8.09 and 17.40, so plane 12 is
+    blended by (12 - 8.09) / 9.31.
+    """
     first, last = (32 * math.log(4096 / (turns * 2 * math.pi)) / math.log(150000.0) for turns in (32, 1))
     blend = (12 - first) / (last - first)
     ratio = inverse_frequencies(GPT_OSS, 64) / inverse_frequencies(Rope(150000.0), 64)

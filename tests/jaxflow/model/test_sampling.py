@@ -29,7 +29,9 @@ FULL = jax.jit(sampling.full, compiler_options=OFTEN)
 
 @functools.partial(jax.jit, compiler_options=OFTEN)
 def of_few_blocks(*args):
-    """Limit the blocks of the full sampler to 16 of the 64 logits, so that some limits lie below the blocks."""
+    """Limit the blocks of the full sampler to 16 of the 64 logits, so that
+    some limits lie below the blocks.
+    """
     with mock.patch.multiple(sampling, BLOCK=8, BLOCKS=2):
         return sampling.full(*args)
 

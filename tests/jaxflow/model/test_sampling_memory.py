@@ -1,4 +1,6 @@
-"""The samplers as compiled for an H200 at a real vocabulary: how many arrays of the logits' size they make."""
+"""The samplers as compiled for an H200 at a real vocabulary: how many arrays
+of the logits' size they make.
+"""
 
 import functools
 import re

@@ -1,4 +1,6 @@
-"""A sigmoid router chooses experts of the best groups by biased scores, and weighs them by the scores themselves."""
+"""A sigmoid router chooses experts of the best groups by biased scores, and weighs
+them by the scores themselves.
+"""
 
 import dataclasses
 import functools

@@ -162,7 +162,9 @@ def test_the_shards_of_the_shared_experts_add_up(tp: int) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_tensor_of_a_checkpoint_is_used_once(name: str) -> None:
-    """Arranging loses and repeats nothing on one device: the sum over all arrays is the sum over all tensors."""
+    """Arranging loses and repeats nothing on one device: the sum over all
+    arrays is the sum over all tensors.
+    """
     config = config_of(name)
     source = random_tensors(config)
     arrays = jax.tree.leaves(assembled(config, source, 1))

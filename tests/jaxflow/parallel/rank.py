@@ -1,8 +1,10 @@
-"""One process of an engine of several, as tests start it: answers requests in process 0 and prints the tokens.
+"""One process of an engine of several, as tests start it: answers requests in
+process 0 and prints the tokens.
 
   python rank.py '{"model": …, "coordinator": …, "fault": "stuck"}'
 
-Keys other than those of `main` are settings of `LLM`. Most faults hit the process at its `FAULT_CALL`-th step.
+Keys other than those of `main` are settings of `LLM`. Most faults hit the
+process at its `FAULT_CALL`-th step.
 """
 
 import dataclasses

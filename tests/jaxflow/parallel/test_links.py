@@ -1,4 +1,6 @@
-"""Calls reach every follower in their order, and an engine ends in order. `test_processes` injects the faults."""
+"""Calls reach every follower in their order, and an engine ends in order.
+`test_processes` injects the faults.
+"""
 
 import concurrent.futures
 import socket

@@ -1,7 +1,8 @@
 """One engine of several processes gives the tokens of one process, and any process's end is the end of all.
 
-Each process takes seconds to start, so the tests with processes are slow. In the usual suite `test_follow` compares the
-devices' state, `test_recorded_calls` the calls, and `test_links` and `test_rendezvous` the connections.
+Each process takes seconds to start, so the tests with processes are slow. In the usual suite
+`test_follow` compares the devices' state, `test_recorded_calls` the calls, and `test_links` and
+`test_rendezvous` the connections.
 """
 
 import concurrent.futures
@@ -241,7 +242,9 @@ class TestSameTokens:
     @pytest.mark.slow
     @pytest.mark.parametrize(("stages", "devices"), [(1, 2), (2, 1)])
     def test_pages_on_the_disks(self, stages, devices, goldens, tmp_path):
-        """Every process keeps its part of a page on its disk. A damaged part costs its page alone, and is named."""
+        """Every process keeps its part of a page on its disk. A damaged part
+        costs its page alone, and is named.
+        """
         golden = goldens("tiny-llama")
         sizes = {"pipeline_parallel_size": stages, "tensor_parallel_size": 2 * devices // stages}
         ours = given(golden, "tiny-llama", devices=devices, kv_offloading_size=0.01, **sizes)

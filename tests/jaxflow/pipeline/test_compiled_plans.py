@@ -217,8 +217,8 @@ def test_a_layer_launches_its_nano_ops_and_few_other_kernels(on_hopper):
     }  # their semaphores
     assert rest <= collections.Counter(
         {
-            # The wait of decode attention, and the order of chunk attention after the other nano-batch's GEMMs,
-            # both expressed as data.
+            # The wait of decode attention, and the order of chunk attention after the other nano-batch's
+            # GEMMs, both expressed as data.
             (None, "loop_or_fusion"): 2,
             (
                 "out_proj.0",

@@ -1,10 +1,12 @@
-"""Tests of law 1: every plan computes the plain forward, for drawn plans and steps, several families and devices.
+"""Tests of law 1: every plan computes the plain forward, for drawn plans and
+steps, several families and devices.
 
-Most drawn plans are evaluated op by op, since compiling the step of one plan takes seconds. The usual suite draws
-6 plans over two families; the tests marked `slow` draw 20 plans of each family. A failure reports the seed and the
-number of examples that draw the same plan again. A longer run draws more of both kinds:
+Most drawn plans are evaluated op by op, since compiling the step of one plan takes seconds. The usual suite
+draws 6 plans over two families; the tests marked `slow` draw 20 plans of each family. A failure reports the
+seed and the number of examples that draw the same plan again. A longer run draws more of both kinds:
 
-    LAW_SEED=740000 LAW_EXAMPLES=200 LAW_COMPILED=8 python -m pytest -n0 tests/jaxflow/pipeline/test_compiler.py
+    LAW_SEED=740000 LAW_EXAMPLES=200 LAW_COMPILED=8 python -m pytest -n0
+    tests/jaxflow/pipeline/test_compiler.py
 """
 
 import os

@@ -51,7 +51,9 @@ def test_plans_with_peer_copies_compute_the_plain_forward(make, name, tp, number
 
 
 def test_a_plan_with_peer_copies_is_not_sequential():
-    """An unsplit plan with peer copies differs from the sequential plan; a measurement must tell the faster."""
+    """An unsplit plan with peer copies differs from the sequential plan; a
+    measurement must tell the faster.
+    """
     plain = sequential_plan(LLAMA, TOKENS, 2)
     plan = copied(plain)
     assert is_sequential(plain) and not is_sequential(plan)
@@ -68,7 +70,9 @@ def test_peer_copies_need_two_devices_and_all_reduces(tp, scattered):
 
 
 def test_four_devices_exchange_in_two_steps():
-    """The second step of each half's sum is amid the other half's turn; of one batch, right behind the first."""
+    """The second step of each half's sum is amid the other half's turn; of one
+    batch, right behind the first.
+    """
     ids = [nano.id for nano in swapped(two_nano_batch_plan(LLAMA, TOKENS, 8, 4)).nano_ops]
     for swap, reduce, last in (
         ("attn_swap.0", "attn_reduce.0", "out_proj.1"),

@@ -1,4 +1,6 @@
-"""The steps of a mixture whose experts are spread whole, compiled for H200s: the sums run beside other work."""
+"""The steps of a mixture whose experts are spread whole, compiled for H200s:
+the sums run beside other work.
+"""
 
 import dataclasses
 import re

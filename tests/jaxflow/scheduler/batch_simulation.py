@@ -1,4 +1,5 @@
-"""Online requests and a batch on one engine, on a virtual clock: the real scheduler, and a device that only takes time.
+"""Online requests and a batch on one engine, on a virtual clock: the real scheduler, and
+a device that only takes time.
 
 `python tests/jaxflow/scheduler/batch_simulation.py` prints the table of docs/batches.md.
 """
@@ -39,7 +40,9 @@ class Result:
 
 
 def step_time() -> StepTime:
-    """Times like those of an 8B model in bfloat16 on one H200: 4 ms for the weights, 70 ms for 2,048 tokens."""
+    """Times like those of an 8B model in bfloat16 on one H200: 4 ms for the
+    weights, 70 ms for 2,048 tokens.
+    """
     seconds = [max(0.0042, 3.4e-5 * tokens) for tokens in BUCKETS]
     return StepTime(BUCKETS, seconds, key_s=3e-8, pair_s=1e-10)
 
@@ -53,7 +56,8 @@ def simulate(
     slower: float = 1.25,
     seed: int = 0,
 ) -> Result:
-    """Run online requests at `rate` a second, beside an endless batch if `batch`, until all online requests end.
+    """Run online requests at `rate` a second, beside an endless batch if `batch`,
+    until all online requests end.
 
     seconds: of the arrivals of online requests.
     slower: the device's time over the prediction, which the engine does not know. Noise of 5 % comes on top.
@@ -134,7 +138,8 @@ def main() -> None:
         for limit, batch in ((math.inf, False), (15.0, True), (25.0, True), (50.0, True), (math.inf, True)):
             r = simulate(limit_ms=limit, batch=batch, rate=rate)
             print(
-                f"{rate:8.1f}  {limit:8.1f}  {batch!s:5}  {r.p99_tpot_ms():11.1f}  {np.median(r.tpot_ms):11.1f}  "
+                f"{rate:8.1f}  {limit:8.1f}  {batch!s:5}  {r.p99_tpot_ms():11.1f}  "
+                f"{np.median(r.tpot_ms):11.1f}  "
                 f"{np.percentile(r.ttft_ms, 99):11.1f}  {r.online_tokens:13d}  {r.batch_tokens_per_s:11.0f}"
             )
 

@@ -22,7 +22,9 @@ def pages(positions: int, size: int) -> int:
 
 
 def played(rows, late, size):
-    """The peak when steps are played one by one; late rows (begin, growth, delay) begin and end when they do."""
+    """The peak when steps are played one by one; late rows (begin, growth,
+    delay) begin and end when they do.
+    """
     peak = 0
     for t in range(1, 60):
         use = sum(pages(c + t, size) for c, r in rows if t <= r)

@@ -1,4 +1,6 @@
-"""The decodes of a micro-batch: at most one token of a sequence in the pipeline, and equal predicted times."""
+"""The decodes of a micro-batch: at most one token of a sequence in the
+pipeline, and equal predicted times.
+"""
 
 import dataclasses
 

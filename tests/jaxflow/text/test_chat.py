@@ -69,8 +69,8 @@ def test_a_template_that_trims_can_be_continued_too():
         render_chat("{{ messages[0].role }}", HELLO, continue_final_message=True)
 
 
-# A template of harmony's form (gpt-oss): a system message with the date and the effort, the caller's system message as
-# the developer's, channels of the assistant.
+# A template of harmony's form (gpt-oss): a system message with the date and the effort, the caller's system
+# message as the developer's, channels of the assistant.
 HARMONY = """
 {%- macro say(role, text, end="<|end|>") -%}
     {{- "<|start|>" + role + "<|message|>" + text + end -}}

@@ -13,8 +13,8 @@ from jaxflow.text.tokenizer import load_tokenizer
 
 CONTROL = ["<|im_start|>", "<|im_end|>", "<s>", "</s>", "[INST]", "<<X>>", "aa"]
 CHATML = (
-    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% "
+    "endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 JOINED = (
     "{{ bos_token }}{% for m in messages %}{{ m.content }}{{ m | tojson(ensure_ascii=true) }}{% endfor %}"

@@ -37,7 +37,9 @@ def partial_ids(smollm2):
 
 @st.composite
 def cases(draw, ids):
-    """Prompt ids, an answer cut into pushes, and settings; most stop strings are taken from the text itself."""
+    """Prompt ids, an answer cut into pushes, and settings; most stop strings
+    are taken from the text itself.
+    """
     prompt, answer = draw(st.lists(ids, max_size=6)), draw(st.lists(ids, max_size=24))
     borders = sorted(draw(st.lists(st.integers(0, len(answer)), max_size=8)))
     pushes = [answer[a:b] for a, b in zip([0, *borders], [*borders, len(answer)], strict=True)]

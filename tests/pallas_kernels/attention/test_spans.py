@@ -1,4 +1,6 @@
-"""Attention with a span for each KV head: the references' laws, the work lists, and the kernels interpreted."""
+"""Attention with a span for each KV head: the references' laws, the work
+lists, and the kernels interpreted.
+"""
 
 import functools
 import re

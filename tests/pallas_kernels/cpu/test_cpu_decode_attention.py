@@ -1,4 +1,6 @@
-"""Laws of decode attention on a CPU: it equals the reference implementation, whatever the rows beside a row."""
+"""Laws of decode attention on a CPU: it equals the reference implementation,
+whatever the rows beside a row.
+"""
 
 import jax.numpy as jnp
 import numpy as np

@@ -308,7 +308,8 @@ def test_the_kind_of_xlas_product_is_merged_and_checked(tmp_path):
     assert [one.get("xla") for one in rule["measured"]] == [None, "cublas", "cublas or triton"]
     with pytest.raises(
         ValueError,
-        match=r"bad.json: not a table .*xla='triton' of .* at 8 rows: accepted are 'cublas', 'cublas or triton', or no entry",
+        match=r"bad.json: not a table .*xla='triton' of .* at 8 rows: accepted are 'cublas', 'cublas or "
+        r"triton', or no entry",
     ):
         tune_rules.read(file("bad.json", {"rows": 8, "xla": "triton"}))
 

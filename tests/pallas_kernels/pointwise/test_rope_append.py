@@ -265,7 +265,9 @@ OTHER_FORMS = [
     [pytest.param(COMMON_FORMS, id="common"), pytest.param(OTHER_FORMS, id="others", marks=pytest.mark.slow)],
 )
 def test_for_the_h200_pages_are_written_in_place_and_no_access_is_misaligned(forms, tmp_path, monkeypatch):
-    """One program holds all forms: no cache is copied, nothing spills, and every address is provably aligned."""
+    """One program holds all forms: no cache is copied, nothing spills, and
+    every address is provably aligned.
+    """
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
 
     def grown(x):  # 2^18 pages: beyond 2^31 elements

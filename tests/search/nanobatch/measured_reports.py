@@ -37,8 +37,8 @@ LLAMA_8B = open_checkpoint("llama-3.1-8b", load_format="dummy").model_config
 class PlansReport:
     """A report of `bench plans`, the plans that it measured, and the profile that predicts its steps.
 
-    plans: patterns of plan files under benchmarks/plans/h200. num_layers: the layers measured; None: all of the
-    model. profile: a measured profile under search/profiles; None: the modelled profile.
+    plans: patterns of plan files under benchmarks/plans/h200. num_layers: the layers measured; None: all of
+    the model. profile: a measured profile under search/profiles; None: the modelled profile.
     """
 
     file: str

@@ -26,7 +26,8 @@ from search.profile.clock import ClockScaling, Governor, governor_of, of_kernels
 from search.profile.op_times import EXCHANGE, load_profile, seconds
 
 MEASURED_70B = "h200-llama-3-70b-tp2-fp8.json"
-# Report: steps, mean and largest error of a step's time, largest loss of the engine's pick, error of the clock.
+# Report: steps, mean and largest error of a step's time, largest loss of the
+# engine's pick, error of the clock.
 BOUNDS = {
     "8b": (12, 0.03, 0.06, 0.01, 0.12),
     "8b-fp8": (20, 0.05, 0.08, 0.01, 0.12),

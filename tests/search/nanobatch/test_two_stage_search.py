@@ -220,7 +220,9 @@ LAW = settings(
 @settings(LAW, max_examples=1)
 @given(data=st.data())
 def test_found_plans_are_the_plain_forward(tp, scattered, numbers, streams, rest, data):
-    """Law 1 at the plan's decodes, at fewer decodes, and without decodes, for the plan's function op by op."""
+    """Law 1 at the plan's decodes, at fewer decodes, and without decodes,
+    for the plan's function op by op.
+    """
     bench, plan, steps = found_plan(tp, scattered, numbers, streams, rest, data, time_limit_s=0.6)
     bench.check_op_by_op(plan, *steps)
 

@@ -47,7 +47,8 @@ def test_every_square_once_and_few_batches_under_way(batches, layers, tokens, un
 
 @given(st.integers(1, 80), st.integers(2, 24), st.integers(1, 2))
 def test_the_ratio_of_appendix_a2(s, n, layers):
-    """With n batches, one at each token, the same memory holds (2s + 2n) / (2s + n) times the batches, within 2 / n.
+    """With n batches, one at each token, the same memory holds (2s + 2n) / (2s + n)
+    times the batches, within 2 / n.
 
     After the start, a diagonal fetches as many layers for a token as a zig-zag block of its size.
     """
@@ -102,7 +103,9 @@ def test_a_long_run_approaches_the_prediction():
 
 
 def test_the_search_takes_the_schedule_with_the_better_prediction():
-    """Long prompts compute while the link waits, and short ones do not. So a diagonal is worth more for the former."""
+    """Long prompts compute while the link waits, and short ones do not. So a
+    diagonal is worth more for the former.
+    """
     memory = TierMemory(16 * GIGA, 100 * GIGA, 0)
     both = PlacementOptions(schedules=("zigzag", "diagonal"), gpu_batch_sizes=(8, 16), num_gpu_batches=(3, 6))
     policy = search(opt(512, 32), H200, memory, both)

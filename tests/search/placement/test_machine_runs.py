@@ -69,8 +69,8 @@ PACKED = load_runs(paths.ROOT / "search" / "placement" / "runs" / "t4-4-bit.json
 def test_runs_in_4_bits_are_predicted_by_the_fit_to_the_others():
     """FlexGen in 4 bits on three models, five lengths, with each of the 15 policies held out in turn.
 
-    One rate is fitted. The throughput of a held-out policy is within 30 %, and within 15 % on average; with 16-bit
-    constants alone it is up to 3.8 times the measured one.
+    One rate is fitted. The throughput of a held-out policy is within 30 %, and within 15 % on average; with
+    16-bit constants alone it is up to 3.8 times the measured one.
     """
     held_out = []
     for i, run in enumerate(PACKED.runs):

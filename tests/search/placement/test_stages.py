@@ -1,4 +1,6 @@
-"""Placements over several devices (§4.4): the predictions against a simulated pipeline and FlexGen's Table 3."""
+"""Placements over several devices (§4.4): the predictions against a simulated
+pipeline and FlexGen's Table 3.
+"""
 
 import dataclasses
 
@@ -26,8 +28,8 @@ def opt(name):
 def pipeline_s(stages, tokens, prompt_s, decode_s):
     """Return the seconds of a block of `stages` micro-batches. A step of a stage takes prompt_s or decode_s.
 
-    A stage begins a micro-batch when the stage before has ended it, and the first stage when the last has ended its
-    token before.
+    A stage begins a micro-batch when the stage before has ended it, and the first stage when the
+    last has ended its token before.
     """
     free, ended = [0.0] * stages, [0.0] * stages
     for token in range(tokens):

@@ -123,7 +123,9 @@ def test_a_product_beside_a_sum_makes_what_both_make(sent):
 
 
 def test_pairs_of_products_and_sums_are_measured(tmp_path):
-    """Each product is timed together with a kernel's sum and with a copy, after the times of each op alone."""
+    """Each product is timed together with a kernel's sum and with a copy,
+    after the times of each op alone.
+    """
     path = tmp_path / "pairs.json"
     layer, empty = this_device(NAME, TINY, "auto", "auto", TP)
     ops = chosen_ops(layer, ["attn_reduce", "exchange", "down"])

@@ -1,4 +1,6 @@
-"""An HTTP server of `/v1/files` and `/v1/batches` over a fake engine, on a thread with an event loop of its own."""
+"""An HTTP server of `/v1/files` and `/v1/batches` over a fake engine, on a thread
+with an event loop of its own.
+"""
 
 import asyncio
 import contextlib

@@ -1,7 +1,7 @@
 """`python fake_command.py INPUT OUTPUT [ASKED]`: the command of a batch, with a fake engine of 64 sequences.
 
-The file ASKED gets the first token of each request that begins. The last line of standard output says how much
-the peak of this process's memory grew, in bytes.
+The file ASKED gets the first token of each request that begins. The last line of standard output says how
+much the peak of this process's memory grew, in bytes.
 """
 
 import collections

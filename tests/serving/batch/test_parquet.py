@@ -1,4 +1,6 @@
-"""Batches in parquet files: rows are lines, whatever the size of the row groups, and a wrong file is refused first."""
+"""Batches in parquet files: rows are lines, whatever the size of the row groups, and
+a wrong file is refused first.
+"""
 
 import json
 

@@ -2,7 +2,8 @@
 
   python ray_batch.py INPUT OUTPUT ASKED REPLICAS [ADDRESS]
 
-runs the command. The file ASKED gets a line for each line of the batch that begins: the process, and the number.
+runs the command. The file ASKED gets a line for each line of the batch that
+begins: the process, and the number.
 """
 
 import collections

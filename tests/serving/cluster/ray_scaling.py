@@ -2,9 +2,10 @@
 
   python tests/serving/cluster/ray_scaling.py --output_json benchmarks/cpu/engine/ray-batch.json
 
-A simulated engine has 8 slots, and each of its steps takes 50 ms by sleeping. All runs answer the same file through a
-journal. The clock runs from the first line, with all engines loaded, until the output file is written: ramp-up and
-tail count. Needs Ray, and PYTHONPATH with the repository, tests, tests/serving and tests/serving/cluster.
+A simulated engine has 8 slots, and each of its steps takes 50 ms by sleeping. All runs answer the same file
+through a journal. The clock runs from the first line, with all engines loaded, until the output file is
+written: ramp-up and tail count. Needs Ray, and PYTHONPATH with the repository, tests, tests/serving and
+tests/serving/cluster.
 """
 
 import argparse

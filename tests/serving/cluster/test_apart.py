@@ -15,7 +15,9 @@ times = st.floats(0, 1e-2)
 
 @given(tokens, st.integers(1, 15), loads, times, times)
 def test_the_rule_is_monotonic(full, rest, load, token_s, moved_s):
-    """More work for the replica that answers speaks for a prefill apart, and more for the other speaks against it."""
+    """More work for the replica that answers speaks for a prefill apart, and more
+    for the other speaks against it.
+    """
     prompt = Prompt(full + rest, full, full, rest)
     chosen = saves_time(prompt, load, token_s, moved_s)
     busier = Load(load.queued_here + 100, load.queued_apart, load.decoding + 3)

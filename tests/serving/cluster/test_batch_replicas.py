@@ -1,4 +1,6 @@
-"""The lines of a batch over several replicas of a fake engine: each line ends once, whatever happens to a replica."""
+"""The lines of a batch over several replicas of a fake engine: each line ends once,
+whatever happens to a replica.
+"""
 
 import asyncio
 import json

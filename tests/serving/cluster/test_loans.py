@@ -1,4 +1,6 @@
-"""The books of lent pages: no loan is left, none ends twice, and the limit holds, in every order of events."""
+"""The books of lent pages: no loan is left, none ends twice, and the limit
+holds, in every order of events.
+"""
 
 import pytest
 from hypothesis import strategies as st

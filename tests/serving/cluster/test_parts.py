@@ -1,4 +1,6 @@
-"""The parts of the router without a thread: the rest of an answer, sums of counters, the file, pickled messages."""
+"""The parts of the router without a thread: the rest of an answer, sums of
+counters, the file, pickled messages.
+"""
 
 import dataclasses
 import json

@@ -1,4 +1,6 @@
-"""Prompts computed by another engine: the tokens stay the same, whatever happens to the pages on their way."""
+"""Prompts computed by another engine: the tokens stay the same, whatever
+happens to the pages on their way.
+"""
 
 import asyncio
 import itertools

@@ -1,7 +1,8 @@
-"""The command `python -m serving.cluster` with a prefill replica on Ray, and processes that die in the middle.
+"""The command `python -m serving.cluster` with a prefill replica on Ray, and
+processes that die in the middle.
 
-Law: the tokens are those of one engine, and no request is lost. Answering replicas that are stopped fetch no pages,
-so a test can kill a process while pages are lent.
+Law: the tokens are those of one engine, and no request is lost. Answering replicas that are stopped fetch no
+pages, so a test can kill a process while pages are lent.
 """
 
 import contextlib
@@ -66,7 +67,9 @@ def check_nothing_is_left(cluster) -> None:
 
 @contextlib.contextmanager
 def pages_lent(cluster, salt: str):
-    """Ask with stopped answering replicas, until the pages of all prompts are lent. Yield the running requests."""
+    """Ask with stopped answering replicas, until the pages of all prompts are
+    lent. Yield the running requests.
+    """
     answering = processes(cluster, prefills=False)
     for process in answering:
         os.kill(process, signal.SIGSTOP)

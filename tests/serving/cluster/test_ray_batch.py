@@ -1,4 +1,6 @@
-"""`python -m serving.batch --engine ray` with real Ray: whole answers, and kills of a replica, the command and Ray."""
+"""`python -m serving.batch --engine ray` with real Ray: whole answers, and kills of
+a replica, the command and Ray.
+"""
 
 import contextlib
 import importlib.util

@@ -75,7 +75,9 @@ def test_curl(url, answer):
 
 @pytest.mark.skipif(shutil.which("npm") is None, reason="node and npm are not installed")
 def test_node_openai_and_ai(url, answer, tmp_path):
-    """List models, and ask chat plain and streamed, with node's `openai` and `ai` at the versions of the lock file."""
+    """List models, and ask chat plain and streamed, with node's `openai` and `ai` at
+    the versions of the lock file.
+    """
     for source in (Path(__file__).parent / "node").iterdir():
         if source.is_file():
             shutil.copy(source, tmp_path)

@@ -1,7 +1,8 @@
-"""Hostile callers and failing parts, over real sockets. After each fault the server serves, and nothing is left.
+"""Hostile callers and failing parts, over real sockets. After each fault the
+server serves, and nothing is left.
 
-The numbers are those of a list of 40 faults. Faults 25, 31, 38 and 40 are in `test_http_faults_engine`, 34 and 35 in
-`test_http_faults_batch`, and signals in `test_command`.
+The numbers are those of a list of 40 faults. Faults 25, 31, 38 and 40 are in `test_http_faults_engine`, 34
+and 35 in `test_http_faults_batch`, and signals in `test_command`.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """Faults 34 and 35 over HTTP: a full disk, and a server that is killed within a batch.
 
-One process cannot kill itself. A killed server's folder is a copy of the folder of a running server, because a
-kill keeps what was written. `tests/serving/batch` kills real processes, and cuts a journal at every byte.
+One process cannot kill itself. A killed server's folder is a copy of the folder of a running server, because
+a kill keeps what was written. `tests/serving/batch` kills real processes, and cuts a journal at every byte.
 """
 
 import json

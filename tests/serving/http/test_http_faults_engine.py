@@ -1,7 +1,8 @@
-"""Faults 25, 31, 38 and 40 over HTTP, with a real checkpoint. After each fault the server serves, and nothing is left.
+"""Faults 25, 31, 38 and 40 over HTTP, with a real checkpoint. After each fault the
+server serves, and nothing is left.
 
-Fault 40 runs salts, n, penalties, log-probabilities, stops, aborts and priorities together. LoRA, grammars and
-speculation are no part of the server, so their traces cannot be tested.
+Fault 40 runs salts, n, penalties, log-probabilities, stops, aborts and priorities together. LoRA, grammars
+and speculation are no part of the server, so their traces cannot be tested.
 """
 
 import concurrent.futures
@@ -158,7 +159,9 @@ def drawn(rng: random.Random, tokens: int) -> list[int]:
 
 @pytest.mark.slow  # 12 s: each sequence runs to the context's end twice
 def test_38_a_storm_of_preemptions_changes_no_answer(opened):
-    """Short answers teach the engine to admit many sequences; then all grow to the limit and pre-empt one another."""
+    """Short answers teach the engine to admit many sequences; then all grow to the
+    limit and pre-empt one another.
+    """
     rng = random.Random(38)
     eos = opened.llm.tokenizer.eos_token_id
     long = SHORT | {"max_tokens": 110, "ignore_eos": False}

@@ -108,7 +108,8 @@ def test_a_streamed_chat_is_the_plain_one(shared, body):
     for choice in answer["choices"]:
         if choice["logprobs"]:
             data = bytes(byte for entry in choice["logprobs"]["content"] for byte in entry["bytes"] or ())
-            # A character that the end of the answer cut has its bytes here, and a replacement character in the text.
+            # A character that the end of the answer cut has its bytes here, and a
+            # replacement character in the text.
             text = choice["message"]["content"].replace("\N{REPLACEMENT CHARACTER}", "")
             assert data.decode("utf-8", "ignore") == text
 

@@ -1,4 +1,6 @@
-"""Latent decode attention: the work list, the kernel in the interpreter against its reference, and the H200 code."""
+"""Latent decode attention: the work list, the kernel in the interpreter against
+its reference, and the H200 code.
+"""
 
 import functools
 import re

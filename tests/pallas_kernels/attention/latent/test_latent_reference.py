@@ -14,7 +14,9 @@ PAGES, MOST = 90, 40  # pages of the cache, and of a sequence
 def cache(
     rng: np.random.Generator, ends: list[int]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[np.ndarray]]:
-    """Return (rotary pages, latent pages, page table, [tokens, R + Hr] of each sequence) with scattered pages."""
+    """Return (rotary pages, latent pages, page table, [tokens, R + Hr] of each
+    sequence) with scattered pages.
+    """
     pages = [np.full((PAGES, 1, PAGE, width), 1e9, np.float32) for width in (ROTARY, RANK)]
     table, free, texts = np.full((len(ends), MOST), PAGES + 7, np.int32), iter(rng.permutation(PAGES)), []
     for row, end in enumerate(ends):

@@ -73,7 +73,9 @@ def test_every_step_of_every_tile_is_done_once_and_no_one_waits_for_a_later_cta(
 
 
 def most_work(m, weight, sms, gate_block):
-    """Return the work of the busiest CTA over an equal share, padding included, and whether tiles are split."""
+    """Return the work of the busiest CTA over an equal share, padding
+    included, and whether tiles are split.
+    """
     (n, k), plan = weight, gemm_plan(m, *weight, sms, gate_block)
     table, tile = plan.schedule.table, plan.tile
     assert table.shape[0] * tile.cluster <= sms

@@ -87,7 +87,9 @@ def test_a_quantised_result_uses_its_range_and_loses_what_rounding_loses(kernel,
 
 
 def test_scales_past_the_last_column_are_not_written():
-    """Three blocks in tiles of two: the second tile's excess block lies on the first scale of the next row."""
+    """Three blocks in tiles of two: the second tile's excess block lies on
+    the first scale of the next row.
+    """
     x, w = quantized(72, 72, 128, 1), quantized(0, 384, 128, 1)
     got = fp8_gemm(
         x, w, activation="relu", quantize=True, plan=(Fp8Tile(256), work(1, 2, 1, 1)), interpret=INTERPRET
@@ -152,7 +154,9 @@ def test_of_any_depth_a_product_fills_some_of_its_tiles(k):
     ("columns", "whole", "others"), [(28672, 1024, 1280), (22016, 1280, 1024), (29696, 1280, 1024)]
 )
 def test_filled_tiles_tell_the_best_split_of_2048_rows(columns, whole, others):
-    """`up_gate` of Llama-3-70B, DeepSeek-67B and Qwen2-72B on one of two devices: halves suit only the first."""
+    """`up_gate` of Llama-3-70B, DeepSeek-67B and Qwen2-72B on one of two
+    devices: halves suit only the first.
+    """
 
     def steps(rows):
         return rows / filled(rows, columns, 8192, 132, blocked=False, quantize=True)

@@ -1,4 +1,6 @@
-"""Grouped GEMM with a weight in e4m3 blocks: the interpreter against the reference and float64, and the H200 code."""
+"""Grouped GEMM with a weight in e4m3 blocks: the interpreter against the reference
+and float64, and the H200 code.
+"""
 
 import functools
 import re
@@ -65,7 +67,8 @@ def error_of(found, wanted, groups):
 @pytest.mark.parametrize(
     ("picked", "n", "k", "rows", "epilogue"),
     [
-        # One token. A stage has 256 columns, and the last one is half beyond the weight; so is a tile's last row.
+        # One token. A stage has 256 columns, and the last one is half beyond the
+        # weight; so is a tile's last row.
         (draw_routing(np.random.default_rng(0), 1, 3, 2), 192, 384, 8, {}),
         # Experts without a row, and several tiles of one expert.
         (np.ones((20, 1), np.int32), 256, 256, 16, GATES),

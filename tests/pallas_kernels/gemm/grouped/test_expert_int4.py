@@ -129,10 +129,12 @@ def test_a_tile_fits_shared_memory(rows, group, warpgroups):
 
 @pytest.mark.parametrize(("first", "block"), [(0, 64), (64, 64), (64, 32), (0, 16)])
 def test_each_thread_has_its_part_of_the_operand(first, block, monkeypatch):
-    """The code of a thread runs with integers in place of MLIR values, for the 128 threads of a warpgroup at once.
+    """The code of a thread runs with integers in place of MLIR values, for the 128
+    threads of a warpgroup at once.
 
-    TMA's order: tiles of 8 rows of 32 bytes, and 16 bytes lie at their address xor bit 7 of it. wgmma's order: a
-    thread has two neighboring columns of each 8 in rows lane / 4 and lane / 4 + 8 of its warp's 16 rows.
+    TMA's order: tiles of 8 rows of 32 bytes, and 16 bytes lie at their address xor bit 7 of
+    it. wgmma's order: a thread has two neighboring columns of each 8 in rows lane / 4 and lane
+    / 4 + 8 of its warp's 16 rows.
     """
     rng = np.random.default_rng(first + block)
     w = packed(jnp.asarray(rng.normal(size=(1, 64, 128)), jnp.float32), 64)  # a stage

@@ -95,8 +95,8 @@ def test_grouped_gemm_names_unsupported_arguments(change, said):
 
 
 def test_biases_and_clamps_are_those_of_each_rows_expert():
-    """gpt-oss: g · sigmoid(1.702 · g) · (u + 1), with a gate of at most 7 and an up from -7 to 7, by the reference and
-    after the kernel's product.
+    """gpt-oss: g · sigmoid(1.702 · g) · (u + 1), with a gate of at most 7 and an up from -7 to 7, by the
+    reference and after the kernel's product.
     """
     x, w, chosen = given_rows(9, 3, 128, 64)
     w, bias = w * 9, jnp.asarray(np.random.default_rng(4).normal(size=(3, 128)), jnp.bfloat16)

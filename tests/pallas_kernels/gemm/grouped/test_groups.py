@@ -73,7 +73,9 @@ def share_of(num_experts: int, rows: int, align: int, count: int):
 
 
 def check_shares(chosen: np.ndarray, num_experts: int, rows: int, align: int, count: int) -> None:
-    """Check that the devices' groups together are the groups of one device: each row once, in the same order."""
+    """Check that the devices' groups together are the groups of one device:
+    each row once, in the same order.
+    """
     listed = share_of(num_experts, rows, align, count)
     pairs, flat = [], chosen.ravel()
     for first in range(0, num_experts, count):

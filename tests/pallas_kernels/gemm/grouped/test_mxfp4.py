@@ -169,10 +169,12 @@ def test_the_ptx_makes_the_numbers_of_the_bytes():
 
 @pytest.mark.parametrize("first", [0, 64])
 def test_each_thread_has_its_part_of_the_operand(first, monkeypatch):
-    """The code of a thread runs with integers in place of MLIR values, for the 128 threads of a warpgroup at once.
+    """The code of a thread runs with integers in place of MLIR values, for the 128
+    threads of a warpgroup at once.
 
-    TMA's order: tiles of 8 rows of 32 bytes, and 16 bytes lie at their address xor bit 7 of it. wgmma's order: a
-    thread has two neighboring columns of each 8 in rows lane / 4 and lane / 4 + 8 of its warp's 16 rows.
+    TMA's order: tiles of 8 rows of 32 bytes, and 16 bytes lie at their address xor bit 7 of
+    it. wgmma's order: a thread has two neighboring columns of each 8 in rows lane / 4 and lane
+    / 4 + 8 of its warp's 16 rows.
     """
     rng, k, pair = np.random.default_rng(first), 448, 5
     bytes_of_rows = rng.integers(0, 256, (64, 64), np.uint8)  # a stage of 128 columns

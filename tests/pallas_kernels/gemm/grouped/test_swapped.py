@@ -160,7 +160,9 @@ def _operands(tokens, experts, chosen, n, k, *, e4m3=False):
     [(1, False, 0), (64, False, 0), (256, False, 0), (2048, False, 0), (64, True, 0), (2048, True, 36)],
 )
 def test_few_registers_are_spilled_on_an_h200(tokens, e4m3, spilled, tmp_path, monkeypatch):
-    """Qwen3-30B-A3B's two products, with tiles of 8 to 144 rows. spilled: bytes that a thread stores at most."""
+    """Qwen3-30B-A3B's two products, with tiles of 8 to 144 rows. spilled:
+    bytes that a thread stores at most.
+    """
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
     for n, k, epilogue in ((1536, 2048, GATES), (2048, 768, {})):
         product = functools.partial(grouped_gemm, **epilogue)

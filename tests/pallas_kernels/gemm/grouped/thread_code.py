@@ -1,4 +1,6 @@
-"""Run the code of a thread with integers in place of MLIR values, for the 128 threads of a warpgroup at once."""
+"""Run the code of a thread with integers in place of MLIR values, for the 128
+threads of a warpgroup at once.
+"""
 
 import operator
 import types
@@ -34,7 +36,9 @@ def bfloat16(bits: np.ndarray) -> np.ndarray:
 
 
 def run_ptx(text: str, given_registers: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Run straight PTX of shifts, masks, byte permutations and arithmetic of bfloat16 pairs, for many threads."""
+    """Run straight PTX of shifts, masks, byte permutations and arithmetic of
+    bfloat16 pairs, for many threads.
+    """
     registers = dict(given_registers)
 
     def of(name: str) -> np.ndarray:

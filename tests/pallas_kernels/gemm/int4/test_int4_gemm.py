@@ -79,7 +79,8 @@ def test_the_format_names_unsupported_shapes():
         (
             128,
             {},
-            r"w's scale and zero are \['bfloat16\[256, 4\]', 'bfloat16\[256, 4\]'\]: accepted is bfloat16\[256, 8\] for both",
+            r"w's scale and zero are \['bfloat16\[256, 4\]', 'bfloat16\[256, 4\]'\]: accepted is "
+            r"bfloat16\[256, 8\] for both",
         ),
         (64, {"bias": jnp.zeros(64)}, r"bias \[64\]: accepted is \[256\]"),
         (
