@@ -1,4 +1,4 @@
-"""Measure the decode of llama.cpp by its own llama-bench, and write a report
+r"""Measure the decode of llama.cpp by its own llama-bench, and write a report
 that `benchmarks.in_turns` reads.
 
     python -m benchmarks.llama_bench --binary llama-bench --model FILE.gguf --threads 2 --output_len 128 \

@@ -804,8 +804,9 @@ INTRODUCTION = """\
 
 `python -m benchmarks.results` writes this file from the reports in this folder. Do not edit it.
 
-A report is `<device>/<model>/<what>.json`. It holds the command, the commit, the versions, the driver, the device, the SM clock, the watts
-and the date of its measurement. Where a table shows several runs, it shows the median of the runs.
+A report is `<device>/<model>/<what>.json`. It holds the command, the commit, the versions, the driver, the
+device, the SM clock, the watts and the date of its measurement. Where a table shows several runs, it shows
+the median of the runs.
 """
 
 

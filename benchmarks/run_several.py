@@ -3,14 +3,16 @@
     python -m benchmarks.run_several --devices 2 --only stages-8b,replica-8b,tensor-8b
 
 Each measurement is one command:
-  check-8b                        log-probabilities of an engine with stages beside those of the reference engine
-  stages-MODEL, tensor-MODEL      throughput of as many stages as devices, or of tensor parallelism, at 1024/512
-  replica-8b                      throughput of one device with its share of the requests; N devices make N times it
-  policies-8b                     bubbles of stages under SARATHI's policies, beside the predicted ones
-  MIXTURE-tensor, MIXTURE-whole, MIXTURE-ranks   throughput of qwen3 or mixtral with cut experts, with whole experts,
-                                  and with whole experts and data-parallel attention
-  offload-opt                     OPT-30B with weights on the host, over stages; FlexGen's Table 3
-  followers                       host time that process 0 spends for a second process
+  check-8b          log-probabilities of an engine with stages beside those of the reference engine
+  stages-MODEL      throughput of as many stages as devices, at 1024/512
+  tensor-MODEL      throughput of tensor parallelism, at 1024/512
+  replica-8b        throughput of one device with its share of the requests; N devices make N times it
+  policies-8b       bubbles of stages under SARATHI's policies, beside the predicted ones
+  MIXTURE-tensor    throughput of qwen3 or mixtral with cut experts
+  MIXTURE-whole     the same with whole experts
+  MIXTURE-ranks     the same with whole experts and data-parallel attention
+  offload-opt       OPT-30B with weights on the host, over stages; FlexGen's Table 3
+  followers         host time that process 0 spends for a second process
 A report is benchmarks/h200/MODEL/WHAT-DEVICES.json.
 """
 

@@ -131,7 +131,8 @@ def _lines(x: float, y: float, text: str, size: int = 11) -> list[str]:
 
 def _room(room: Room, x: float, y: float, width: float, height: float) -> list[str]:
     parts = [
-        f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="4" fill="{PAPER}" stroke="{FAINT}"/>',
+        f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="4" '
+        f'fill="{PAPER}" stroke="{FAINT}"/>',
         _text(x + 8, y + 18, room.name, 13, INK, "bold"),
         *_lines(x + 8, y + 35, room.text),
     ]

@@ -162,5 +162,5 @@ def _line(row: OpBound) -> str:
     seconds = (times.compute_s, times.memory_s, times.network_s)
     cells = "".join(f"{1e3 * value:>{width}.3f}" for value, width in zip(seconds, (11, 10, 10), strict=True))
     energy = f"{1e3 * times.energy_s:.3f}" if times.clock_hz else "-"
-    amounts = f"{row.name:18}{work.flops / 1e9:>11.1f}{work.memory_bytes / 1e9:>11.2f}{work.network_bytes / 1e9:>10.2f}"
-    return f"{amounts}{cells}{energy:>10}      {times.binding}"
+    amounts = f"{work.flops / 1e9:>11.1f}{work.memory_bytes / 1e9:>11.2f}{work.network_bytes / 1e9:>10.2f}"
+    return f"{row.name:18}{amounts}{cells}{energy:>10}      {times.binding}"

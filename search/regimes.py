@@ -96,7 +96,8 @@ TODAY = (  # datasheets of devices that the paper lacks or lists with another me
 )
 # Figure 3's models on the paper's device counts, and newer models.
 SERVED = (
-    ("llama-3-8b", 1), ("mixtral-8x7b", 8), ("llama-2-70b", 8), ("llama-3-70b", 8), ("qwen2-72b", 8), ("deepseek-67b", 8),
+    ("llama-3-8b", 1), ("mixtral-8x7b", 8), ("llama-2-70b", 8), ("llama-3-70b", 8), ("qwen2-72b", 8),
+    ("deepseek-67b", 8),
     ("llama-3.1-8b", 1), ("qwen3-8b", 1), ("qwen3-30b-a3b", 1),
 )  # fmt: skip
 WORKLOADS = {  # mean prompt and output
@@ -139,8 +140,8 @@ def request_bytes(config: ModelConfig, prompt: float, output: float, widths: Wid
 
 
 def largest_batch(
-    config: ModelConfig, rates: Rates, memory_bytes: float, gpus: int, prompt: float, output: float, *, widths: Widths = BFLOAT16,
-    dtype: str = "bfloat16",
+    config: ModelConfig, rates: Rates, memory_bytes: float, gpus: int, prompt: float, output: float, *,
+    widths: Widths = BFLOAT16, dtype: str = "bfloat16",
 ) -> LargestBatch | None:  # fmt: skip
     """Return the largest batch of requests with p prompt and d output tokens, or None if the weights do not
     fit.

@@ -102,8 +102,8 @@ FORMAT = {
     "that a softmax hides)",
     "probe_ids/prompt_probe_logits": "raw logits of a few fixed vocabulary ids at every prompt position",
     "greedy_ids": "argmax continuation, end-of-sequence tokens NOT stopping it",
-    "top_ids/top_logits": "the 5 largest raw logits at each generated step, largest first (step 0 is predicted from "
-    "the prompt's last position)",
+    "top_ids/top_logits": "the 5 largest raw logits at each generated step, largest first (step 0 is "
+    "predicted from the prompt's last position)",
     "min_margin": "smallest top1-top2 logit gap over the generated steps",
 }
 

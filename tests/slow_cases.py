@@ -29,7 +29,8 @@ SLOW_CASES = {
     r"\w*\[(.*-)?tiny-(qwen3_moe|gemma3_text)\]": (
         "tiny-mixtral and tiny-gemma2 have the same pages, and a batch with others has chunks of many sizes"
     ),
-    r"test_goldens\.py::TestGoldens::test_(chunked_prefill|pre_empted_half_way|warm_prefix)\w*\[(.*-)?tiny-gpt_oss\]": (
+    r"test_goldens\.py::"
+    r"TestGoldens::test_(chunked_prefill|pre_empted_half_way|warm_prefix)\w*\[(.*-)?tiny-gpt_oss\]": (
         "tiny-gemma2 has the same page groups, and a batch with others has chunks of many sizes"
     ),
     r"test_goldens\.py::TestGoldens::test_prompt_logprobs"
@@ -48,8 +49,12 @@ SLOW_CASES = {
     r"test_lowering_processes\.py::test_a_process_without_a_gpu": (
         "an engine reads what a process lowered, and test_lowered compares kept programs of two devices"
     ),
-    r"test_guessed_pages\.py::test_an_engine\w+\[bad": "an engine of a good guess runs, and other bytes are tried",
-    r"test_first_layouts\.py::test_\w+\[stages": "one executor runs the same loop, and each stage has its code",
+    r"test_guessed_pages\.py::test_an_engine\w+\[bad": (
+        "an engine of a good guess runs, and other bytes are tried"
+    ),
+    r"test_first_layouts\.py::test_\w+\[stages": (
+        "one executor runs the same loop, and each stage has its code"
+    ),
     r"test_layered_step\.py::test_goldens\[tiny-opt": (
         "the second of two stages of stories260K has layered steps in test_pipeline_stages"
     ),
@@ -65,11 +70,14 @@ SLOW_CASES = {
     r"test_mxfp4\.py::test_(each_row\w+\[one|a_shape_without|biases_and|on_an_h200_\w+\[(1\]|1024|2048))": (
         "a skewed routing with gates runs, and tiles of 16 rows are compiled"
     ),
-    r"test_expert_int4\.py::test_(each_row\w+\[one token|a_shape_without|on_an_h200_\w+\[(qwen|mixtral 2048))": (
+    r"test_expert_int4\.py::"
+    r"test_(each_row\w+\[one token|a_shape_without|on_an_h200_\w+\[(qwen|mixtral 2048))": (
         "groups of 64 and of 128 run, and the tallest epilogue without gates is compiled"
     ),
     r"test_int4_experts\.py::test_the_logits_are_those_of_the_numbers\[bfloat16": "float32 runs",
-    r"test_lowered\.py::test_the_programs_of_all_kinds\w+\[tiny-gpt_oss-int4": "tiny-gpt_oss has mxfp4 experts",
+    r"test_lowered\.py::test_the_programs_of_all_kinds\w+\[tiny-gpt_oss-int4": (
+        "tiny-gpt_oss has mxfp4 experts"
+    ),
     r"test_gpt_oss\.py::test_experts_that_stay_in_mxfp4_give_equal_logits\[bfloat16": "float32 runs",
     r"test_side_stream_plans\.py::test_it_is_the_plain_forward_on_four_devices": (
         "test_exchange computes the plain forward with peer copies"
@@ -88,11 +96,14 @@ SLOW_CASES = {
     r"test_grouped_gemm\.py::test_a_device_multiplies_the_rows_of_its_own_experts\[.*swapped": (
         "test_swapped runs this kernel, whose loop over no item is plain"
     ),
-    r"test_pipeline_stages\.py::TestSameTokens::test_(goldens\[(stories260K-[24]|tiny-deepseek)|at_any_chunking\[1)": (
+    r"test_pipeline_stages\.py::"
+    r"TestSameTokens::test_(goldens\[(stories260K-[24]|tiny-deepseek)|at_any_chunking\[1)": (
         "a batch of stories260K runs on four stages, tiny-mixtral on two devices a stage, and chunks of 7 "
         "tokens run"
     ),
-    r"test_sort_rows\.py::test_the_kernel\w*\[(False-9-|True-35-)": "the other precision of the rows runs each size",
+    r"test_sort_rows\.py::test_the_kernel\w*\[(False-9-|True-35-)": (
+        "the other precision of the rows runs each size"
+    ),
     r"test_pipeline_stages\.py::TestSameTokens::test_in_a_batch_with_others\[2": "four stages run",
     r"test_pipeline_stages\.py::TestSameTokens::test_goldens\[tiny-(gemma2|opt)": (
         "test_staged_tiers runs tiny-gemma2 on two stages; learned positions are added with the embedding"
@@ -119,7 +130,8 @@ SLOW_CASES = {
     r"test_loop\.py::TestSameSeedSameTokens::test_on_an_overlapped_plan": (
         "two pipeline stages run the same requests on an overlapped plan"
     ),
-    r"test_8_bits\.py::test_near_the_wide_model\[(stories260K-numbers[02]-0\.(06|15)|tiny-(llama|opt|qwen3))": (
+    r"test_8_bits\.py::"
+    r"test_near_the_wide_model\[(stories260K-numbers[02]-0\.(06|15)|tiny-(llama|opt|qwen3))": (
         "an 8-bit cache runs on two devices, and with 8-bit weights on one"
     ),
     r"test_8_bits\.py::test_an_int8_cache_on_two_devices_is_that_of_one": (
@@ -141,7 +153,8 @@ SLOW_CASES = {
     r"test_offloaded_tokens\.py::test_every_other_family\[tiny-(gemma3_text|qwen3_moe)-": (
         "gemma2 and mixtral run on the same tiers"
     ),
-    r"test_offloaded_tokens\.py::test_every_other_family\[tiny-(mistral|mixtral|qwen2|qwen3|gpt_oss)-two devices": (
+    r"test_offloaded_tokens\.py::"
+    r"test_every_other_family\[tiny-(mistral|mixtral|qwen2|qwen3|gpt_oss)-two devices": (
         "the dense families differ from tiny-llama in weights only; gemma2 runs"
     ),
     r"test_offloaded_tokens\.py::test_every_other_family\[tiny-mixtral-disk": (
@@ -164,7 +177,8 @@ SLOW_CASES = {
     r"test_sparse_values\.py::TestRowsOnDisk::test_a_fault_of_a_row_ends_the_run\[(True-|False-EIO)": (
         "a wrong bit and a short file run, and the files have a test of their own"
     ),
-    r"test_offload_stages\.py::test_(two_stages_(give_the_tokens_of_one_device\[False|read_few_rows)|a_fault_in)": (
+    r"test_offload_stages\.py::"
+    r"test_(two_stages_(give_the_tokens_of_one_device\[False|read_few_rows)|a_fault_in)": (
         "a pipeline runs with attention on the host, and the traffic test attends on the device"
     ),
     r"test_offload_shards\.py::test_two_devices_\w+\[attends on the devices": (
@@ -305,7 +319,8 @@ SLOW_CASES = {
         "gemma3 and opt have the same kinds of layers; the H200 tests compile Llama's heads"
     ),
     r"test_kernels\.py::test_a_case_of_each_group_can_be_traced"
-    r"\[(decode_(attention(_int8|_fp8)?|unified)|chunk_attention(_int8)?|dense_gemm_1(04|12)|layer_fp8|fp8_tiles|decode_fp8_unified|chunk_attention_fp8|chunk_unified)\]": (
+    r"\[(decode_(attention(_int8|_fp8)?|unified)|chunk_attention(_int8)?|dense_gemm_1(04|12)|layer_fp8|"
+    r"fp8_tiles|decode_fp8_unified|chunk_attention_fp8|chunk_unified)\]": (
         "a group of each op and a layer run, and the kernels' own tests run the other dtypes"
     ),
     r"test_console\.py::test_help_of_a_command\[(ask|bench|search)": (
@@ -347,7 +362,8 @@ SLOW_CASES = {
     r"test_faults\.py::test_a_burst_of_streams_loses_none": (
         "test_soak begins 1,600 calls at once, also more than gRPC's core holds by default"
     ),
-    r"test_data_parallel\.py::(test_goldens\[tiny-(qwen3_moe|gpt_oss|glm4_moe|mixtral|deepseek_v3-2)|\w+::test_for_every\w+\[2)": (
+    r"test_data_parallel\.py::"
+    r"(test_goldens\[tiny-(qwen3_moe|gpt_oss|glm4_moe|mixtral|deepseek_v3-2)|\w+::test_for_every\w+\[2)": (
         "the goldens of tiny-deepseek_v3 on four ranks run; other tests compare tiny-mixtral with one device"
     ),
     r"test_eplb\.py::test_(goldens_while_experts_move\[[12]|all_tokens_to_one_device|a_server)": (
@@ -365,7 +381,9 @@ SLOW_CASES = {
     r"test_reuse_commands\.py::test_hierarchy_command": (
         "every tier is found over gRPC, and the engines of all configured tiers are compared"
     ),
-    r"test_link_bench\.py::test_the_command": "the rates and both directions at once are tested by themselves",
+    r"test_link_bench\.py::test_the_command": (
+        "the rates and both directions at once are tested by themselves"
+    ),
     r"test_trace_bench\.py::test_trace_command": (
         "the other tests make the layer, the shares and the watts of a trace without an engine"
     ),

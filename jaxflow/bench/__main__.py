@@ -2,33 +2,33 @@
 
   python -m jaxflow.bench COMMAND [flags]
 
-  throughput   offline: all requests at once, until the last token; and the steady state
-  latency      one batch of requests, repeated
-  batch        a file of requests with a journal, in turns with the Python API
-  serve        load on a running server over gRPC or OpenAI's API, at a rate or at the times of a trace
-  tokenizer    a byte-level tokenizer of a model's vocabulary, so that all servers of a comparison tokenize alike
-  hierarchy    savings of each KV tier for conversations, and its cost for requests without shared prefixes
-  disk         the disk tier only: page writes, page reads, and indexing at start
-  host         CPU time of a step, with a device that takes no time
-  followers    host time that process 0 of an engine spends for another process
-  transport    chunks and plain requests per second of the HTTP server on one core, without a device
-  link         transfer rates between device and host, and the slowdown of a step by concurrent copies
-  offload      block sizes of a model that does not fit the device: latency and throughput, JSON and a chart
-  kernels      each kernel and its rivals, on one GPU
-  decode_step  a decode step with each method of launching its kernels, and the time of each kernel
-  plans        several plans of a step, in the steady state of workloads
-  trace        utilization of each resource over one layer, from a profiler trace; JSON and a chart
-  memory       temporary memory of a step's programs, and the rest of the memory for KV
+  throughput      offline: all requests at once, until the last token; and the steady state
+  latency         one batch of requests, repeated
+  batch           a file of requests with a journal, in turns with the Python API
+  serve           load on a running server over gRPC or HTTP, at a rate or at the times of a trace
+  tokenizer       a byte-level tokenizer of a model's vocabulary, for a comparison of servers
+  hierarchy       savings of each KV tier for conversations, and its cost without shared prefixes
+  disk            the disk tier only: page writes, page reads, and indexing at start
+  host            CPU time of a step, with a device that takes no time
+  followers       host time that process 0 of an engine spends for another process
+  transport       requests per second of the HTTP server on one core, without a device
+  link            transfer rates between device and host, and the slowdown of a step by copies
+  offload         block sizes of a model that does not fit the device; JSON and a chart
+  kernels         each kernel and its rivals, on one GPU
+  decode_step     a decode step with each method of launching its kernels, and the time of each kernel
+  plans           several plans of a step, in the steady state of workloads
+  trace           utilization of each resource over one layer, from a profiler trace; JSON and a chart
+  memory          temporary memory of a step's programs, and the rest of the memory for KV
   longest_prompt  the longest prompt that fits the memory, whole and in chunks
-  perplexity   perplexity of a text at each precision of weights and KV, or with attention spans
-  value_rows   perplexity and last-word accuracy by the share of V rows that attention reads
-  pipeline     bubbles of pipeline stages, on the engine or on virtual clocks (SARATHI Fig. 12); JSON and a chart
-  decode_fleet  decode steps of a mixture over many devices, by layout and by assumption, simulated
-  sarathi      SARATHI's tables and figures of one device, on the engine or by the cost model; JSON and a chart
-  expert_balance  balance of experts over devices, placed by measured loads, with and without copies, simulated
-  router       throughput, balance and prefix hits of several replicas behind the router, simulated
-  prefill_apart  first tokens and gaps of replicas of which some compute prompts for the others, simulated
-  sweep        rates, batch sizes or lengths of an engine; SARATHI's scheduler curves; JSON and a chart
+  perplexity      perplexity of a text at each precision of weights and KV, or with attention spans
+  value_rows      perplexity and last-word accuracy by the share of V rows that attention reads
+  pipeline        bubbles of pipeline stages, on the engine or on virtual clocks; JSON and a chart
+  decode_fleet    decode steps of a mixture over many devices, by layout, simulated
+  sarathi         SARATHI's tables and figures, on the engine or by the cost model; JSON and a chart
+  expert_balance  balance of experts over devices, with and without copies of experts, simulated
+  router          throughput, balance and prefix hits of several replicas behind the router, simulated
+  prefill_apart   first tokens and gaps where some replicas compute prompts for the others, simulated
+  sweep           rates, batch sizes or lengths of an engine; SARATHI's scheduler curves; JSON and a chart
 
 The reports of throughput, latency, serve, engine sweeps, hierarchy and plans hold a fraction of optimal
 throughput. NanoFlow's Eq. 5 gives the optimal throughput of the device. All of these reports except serve's

@@ -213,8 +213,8 @@ def layer_ops(
 
 
 def _block_head(
-    config: ModelConfig, block: str, reads: tuple[str, ...], number: str, moved: float, tp: int, widths: Widths, scattered: bool,
-    wide: bool = False,
+    config: ModelConfig, block: str, reads: tuple[str, ...], number: str, moved: float, tp: int,
+    widths: Widths, scattered: bool, wide: bool = False,
 ) -> list[Op]:  # fmt: skip
     """Return the norm that a block begins with.
 
@@ -246,7 +246,10 @@ def _attention_ops(config: ModelConfig, index: int, tp: int, widths: Widths) -> 
     return [
         _dense("qkv", ("h1",), ("qkv",), d, (heads + 2 * kv_heads) * h, widths),
         Op("rope_append", "other", ("qkv", "kv"), ("q", "kv"), (
-            ("tokens", Work(6 * (heads + kv_heads) * h, kv_bytes=cached, activation_bytes=(2 * heads + 2 * kv_heads) * h * a)),
+            ("tokens", Work(
+                6 * (heads + kv_heads) * h, kv_bytes=cached,
+                activation_bytes=(2 * heads + 2 * kv_heads) * h * a,
+            )),
         )),
         Op("chunk_attention", "attention", ("q", "kv"), ("o_chunk",), (
             ("chunk_pairs", Work(4 * heads * h)),

@@ -1,7 +1,7 @@
 """Check the memory-bound kernels against their references on a GPU, and time them next to XLA's fusions and
 a copy.
 
-    python -m pallas_kernels.pointwise.gpu_check [--seconds 0.6] [--only check,time] [--share 0/6] [--json FILE]
+  python -m pallas_kernels.pointwise.gpu_check [--seconds 0.6] [--only check,time] [--share 0/6] [--json FILE]
 
 Prints one line per case. Errors are ‖kernel − reference‖ / ‖reference‖ with a float32 reference, on fresh
 random inputs. Slots are scattered, and some are outside the cache. Rates count the bytes that must move.

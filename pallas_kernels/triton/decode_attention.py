@@ -36,8 +36,8 @@ def shared_bytes(h: int, itemsize: int) -> int:
 @triton.jit
 def _attend(
     q, k_pages, v_pages, table, rows, pieces, out, parts, levels,
-    TABLE: tl.constexpr, KV: tl.constexpr, GROUP: tl.constexpr, COLS: tl.constexpr, H: tl.constexpr, S: tl.constexpr,
-    FACTOR: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr,
+    TABLE: tl.constexpr, KV: tl.constexpr, GROUP: tl.constexpr, COLS: tl.constexpr, H: tl.constexpr,
+    S: tl.constexpr, FACTOR: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     worker = tl.program_id(0)
     row = tl.load(pieces + worker * 4)
@@ -200,7 +200,8 @@ def decode_attention(
     def join(out):
         jt.triton_call(
             parts, levels, work.pieces, work.chains, out,
-            kernel=_join, name="decode_attention_join", out_type=(), grid=(workers,), compute_capability=capability, num_warps=4, **shape,
+            kernel=_join, name="decode_attention_join", out_type=(), grid=(workers,),
+            compute_capability=capability, num_warps=4, **shape,
         )  # fmt: skip
 
     there = jnp.arange(q.shape[0]) < lengths.shape[0]

@@ -118,7 +118,8 @@ def flat_gemm(
         compute_capability=capability,
         num_warps=tile.warps,
         num_stages=tile.stages,
-        M=m, N=n, K=k, PER_SPLIT=per_split, ROWS=max(16, 1 << (m - 1).bit_length()), COLUMNS=tile.columns, STEP=tile.step,
+        M=m, N=n, K=k, PER_SPLIT=per_split, ROWS=max(16, 1 << (m - 1).bit_length()), COLUMNS=tile.columns,
+        STEP=tile.step,
     )  # fmt: skip
     total = parts[0]
     for part in parts[1:]:

@@ -1,4 +1,4 @@
-"""Replace a plan's predicted gains with gains measured on a GPU.
+r"""Replace a plan's predicted gains with gains measured on a GPU.
 
   python -m jaxflow.bench plans --model llama-3.1-8b --plans plans --workloads 1024/512,512/1024 \
       --output_json report.json

@@ -35,6 +35,7 @@ def to_plan(
     nano_ops = []
     for at in order:
         task, share = tasks[at], chosen[at].share
+        last = tuple(ids[other, tasks[other].chain.ops[-1].name] for other in waits[at])
         for op in task.chain.ops:
             nano_ops.append(
                 NanoOp(
@@ -42,7 +43,7 @@ def to_plan(
                     stream=task.stream,
                     sms=share if 0 < share < total_sms else None,
                     ahead=first - found.stages[at],
-                    waits=tuple(ids[other, tasks[other].chain.ops[-1].name] for other in waits[at]) if op is task.chain.ops[0] else (),
+                    waits=last if op is task.chain.ops[0] else (),
                 )
             )  # fmt: skip
     return Plan(name, max(task.stop for task in tasks), tuple(nano_ops), target)

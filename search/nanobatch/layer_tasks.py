@@ -194,8 +194,8 @@ def resource(chain: Chain, step: Composition, rates: Rates | None, dtype: str) -
 
 
 def make_task(
-    chain: Chain, start: int, stop: int, load: StepShape, rates: Rates | None, dtype: str, overlap: Collection[str], moe: bool,
-    scattered: bool = False,
+    chain: Chain, start: int, stop: int, load: StepShape, rates: Rates | None, dtype: str,
+    overlap: Collection[str], moe: bool, scattered: bool = False,
 ) -> Task:  # fmt: skip
     """Return the task of a chain on tokens [start, stop).
 

@@ -1,6 +1,7 @@
-"""Find plans for a model on a machine: the nano-batches of a step, their order, and the SMs of each op.
+r"""Find plans for a model on a machine: the nano-batches of a step, their order, and the SMs of each op.
 
-  python -m search plan --model llama-3.1-8b --profile search/profiles/h200-llama-3.1-8b.json --tokens 1664,2048
+  python -m search plan --model llama-3.1-8b --profile search/profiles/h200-llama-3.1-8b.json \
+      --tokens 1664,2048
   python -m search plan --model llama-3.1-8b --modelled --device H200 --prompt_tokens 1024,512 \
       --output_tokens 512,512 --out plans
 
@@ -83,7 +84,7 @@ FEW_SMS = (
     32,
     40,
     48,
-)  # SMs of memory-bound ops in a modelled profile, on devices whose kernels can be bounded; products get the rest
+)
 _BYTES = BYTES | {"float32": 4.0}  # float32: profiles measured on a CPU
 _SEARCHED = 0.9  # share of the time limit; the rest is for predictions
 MOST_TOKENS = 16384  # a search over every cut of a larger step outlasts its time limit
@@ -353,8 +354,9 @@ def _setting(shares: ShareTimes, load: StepShape) -> SearchProblem:
     """Return the problem that the flags describe."""
     f, profile, device = flags.FLAGS, shares.profile, find_device(shares.profile.device)
     return SearchProblem(
-        shares.graph, shares, load, device, shipped_power(device.name) if device else None, overlap=MODES[f.overlap],
-        nano_batches=f.nano_batches, split=f.split, quantized=profile.dtype == "float8_e4m3fn",
+        shares.graph, shares, load, device, shipped_power(device.name) if device else None,
+        overlap=MODES[f.overlap], nano_batches=f.nano_batches, split=f.split,
+        quantized=profile.dtype == "float8_e4m3fn",
         places=tuple(sorted(set(_numbers("cuts")))) if f.cuts else (),
     )  # fmt: skip
 

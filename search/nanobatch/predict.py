@@ -31,8 +31,8 @@ CONTEXTS = (0.25, 0.5, 1.0, 2.0)
 
 
 def predict(
-    plan: Plan, graph: Graph, shares: ShareTimes, load: StepShape, *, device: Device | None = None, power: Power | None = None,
-    rival: ShareTimes | None = None,
+    plan: Plan, graph: Graph, shares: ShareTimes, load: StepShape, *, device: Device | None = None,
+    power: Power | None = None, rival: ShareTimes | None = None,
 ) -> Predictions:  # fmt: skip
     """Return the seconds of steps around the plan's target: other numbers of decodes, shorter and longer
     contexts.

@@ -75,8 +75,8 @@ class Timeline:
 
 
 def simulate(
-    plan: Plan, graph: Graph, shares: ShareTimes, load: StepShape, *, device: Device | None = None, power: Power | None = None,
-    governor: Governor | None = None,
+    plan: Plan, graph: Graph, shares: ShareTimes, load: StepShape, *, device: Device | None = None,
+    power: Power | None = None, governor: Governor | None = None,
 ) -> Timeline:  # fmt: skip
     """Simulate the plan on a step of this shape, through all layers of the graph.
 

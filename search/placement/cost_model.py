@@ -253,7 +253,10 @@ def _terms(
         from_disk = load.seconds(read.disk * kv / 2) + load.seconds((top.mean + on_host) * kv / 2)
     return dict(zip(TERMS, (
         down.seconds(weights) * away_w + batches * (loaded * away_c + down.seconds(activation) * away_h),
-        batches * ((up.seconds(written.link * kv) + up.seconds(crossing) + asked) * away_c + up.seconds(activation) * away_h),
+        batches * (
+            (up.seconds(written.link * kv) + up.seconds(crossing) + asked) * away_c
+            + up.seconds(activation) * away_h
+        ),
         load.seconds(weights) * disk_w + batches * (from_disk * disk_c + load.seconds(activation) * disk_h),
         batches * (store.seconds(written.disk * kv) * disk_c + store.seconds(activation) * disk_h),
         device,

@@ -1,9 +1,9 @@
-"""Run placements: the found policy, its rivals and each tier by itself, and compare each with its
+r"""Run placements: the found policy, its rivals and each tier by itself, and compare each with its
 prediction.
 
   python -m search offload --model opt-30b --machine h200 --gpu_mem 16 --cpu_mem 100 --output_json runs.json
-  python -m search offload --model opt-30b --machine h200 --gpu_mem 16 --cpu_mem 100 --policies a.json,b.json \
-      --output_json runs.json
+  python -m search offload --model opt-30b --machine h200 --gpu_mem 16 --cpu_mem 100 \
+      --policies a.json,b.json --output_json runs.json
   python -m search offload --model opt-125m --machine here.json --gpu_mem 0.5 --cpu_mem 2 --disk 2 \
       --disk_path /scratch
 

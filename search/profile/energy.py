@@ -1,8 +1,8 @@
-"""Fit the joules of a FLOP and of a byte to runs measured on a card: the constants of the fourth resource.
+r"""Fit the joules of a FLOP and of a byte to runs measured on a card: the constants of the fourth resource.
 
-  python -m search energy --runs benchmarks/h200-energy.json
-  python -m search energy --runs benchmarks/h200-energy.json --profile search/profiles/h200-llama-3.1-8b.json \
-      --out h200.json
+  python -m search energy --runs benchmarks/settings/h200-energy-runs.json
+  python -m search energy --runs benchmarks/settings/h200-energy-runs.json \
+      --profile search/profiles/h200-llama-3.1-8b.json --out h200.json
 
 A file of runs holds sustained rates of work, with the watts and the clock that each run settled at, and the
 card's power cap, idle watts, clocks and FLOPs a cycle. A run's power above idle is the sum of its rates

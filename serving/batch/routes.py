@@ -213,8 +213,8 @@ class _Routes:
     async def cancel(self, request: Request, owner: str) -> Response:
         batch = self._batch(request, owner)
         if batch.status in ENDED or batch.status == "finalizing":
-            message = f"the batch is {batch.status}; only a batch that is validating or in_progress can be cancelled"
-            raise Problem(409, message, code="batch_ended")
+            message = "only a batch that is validating or in_progress can be cancelled"
+            raise Problem(409, f"the batch is {batch.status}; {message}", code="batch_ended")
         await self._batches.cancel(batch)
         return json_response(self._batches.shown(batch).public())
 

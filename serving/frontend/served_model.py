@@ -423,7 +423,7 @@ class ServedModel:
                             llm.driver.abort(request.request_id)
             except TimeoutError:
                 if queue.overflowed:
-                    message = f"the stream was read too slowly: more than {limit} tokens were waiting for the client"
+                    message = f"the stream was read too slowly: over {limit} tokens waited for the client"
                     raise Refusal(Code.TOO_SLOW, message) from None
                 if scope.expired():
                     raise deadline_passed() from None

@@ -21,7 +21,8 @@ from jaxflow.llm import LLM
 
 found = []
 jax.monitoring.register_event_listener(lambda event, **_: found.append(event.rpartition("/")[2]))
-with LLM(sys.argv[1], max_num_seqs=2, step_sizes="16", max_num_batched_tokens=16, compilation_cache_dir=sys.argv[2]):
+settings = dict(max_num_seqs=2, step_sizes="16", max_num_batched_tokens=16)
+with LLM(sys.argv[1], compilation_cache_dir=sys.argv[2], **settings):
     wait_until_compiled()
     print(json.dumps([found.count("cache_hits"), found.count("cache_misses")]))
 """

@@ -153,9 +153,10 @@ def test_one_bad_prompt_among_good_ones_is_refused_before_any_runs(llm):
 
 def test_the_limits_themselves_are_taken(llm):
     params = SamplingParams(
-        temperature=100.0, top_p=1.0, top_k=-1, min_p=1.0, seed=-(2**63), stop=["x" * 1024] * 64, stop_token_ids=range(64), n=64,
-        logprobs=20, prompt_logprobs=0, repetition_penalty=100.0, presence_penalty=-2.0, frequency_penalty=2.0,
-        logit_bias=dict.fromkeys(range(300), -100.0), max_tokens=CONTEXT - 1, min_tokens=CONTEXT - 1,
+        temperature=100.0, top_p=1.0, top_k=-1, min_p=1.0, seed=-(2**63), stop=["x" * 1024] * 64,
+        stop_token_ids=range(64), n=64, logprobs=20, prompt_logprobs=0, repetition_penalty=100.0,
+        presence_penalty=-2.0, frequency_penalty=2.0, logit_bias=dict.fromkeys(range(300), -100.0),
+        max_tokens=CONTEXT - 1, min_tokens=CONTEXT - 1,
     )  # fmt: skip
     request = llm.request([VOCAB - 1], params)
     assert list(request.prompt_token_ids) == [VOCAB - 1]

@@ -1,8 +1,8 @@
 """Perplexity and last-word accuracy of a text by the share of V rows that
 attention reads (FlexGen §5, Table 5).
 
-  python -m jaxflow.bench value_rows --model FOLDER_OR_GGUF --tokens tests/data/ppl/wikitext2_rawtext_8x1024.npy
-      --value_top_k_percents 100,10
+  python -m jaxflow.bench value_rows --model FOLDER_OR_GGUF --value_top_k_percents 100,10
+      --tokens tests/data/ppl/wikitext2_rawtext_8x1024.npy
 
 The rows of the token file are windows. The perplexity is over the first --windows of them, each scored as a
 separate prompt. The last-word set is made from all windows as LAMBADA is: a passage ends with the

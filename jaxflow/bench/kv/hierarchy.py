@@ -36,7 +36,10 @@ from jaxflow.engine.heap import freeze_heap
 from jaxflow.engine.staged_executor import StagedExecutor
 from jaxflow.llm import LLM
 
-COLUMNS = f"{'lowest tier':<16}{'1st ms':>11}{'later ms':>11}{'saved':>9}{'device':>9}{'host':>9}{'disk':>9}{'tok/s':>11}{'no reuse':>11}"
+COLUMNS = (
+    f"{'lowest tier':<16}{'1st ms':>11}{'later ms':>11}{'saved':>9}{'device':>9}{'host':>9}{'disk':>9}"
+    f"{'tok/s':>11}{'no reuse':>11}"
+)
 
 
 _NO_DISK = {"kv_disk_path": None, "kv_disk_size": None}

@@ -85,7 +85,8 @@ def _shared_layer(config: ModelConfig, layer: tuple[Op, ...], tp: int, sharing: 
 
 
 def _exchange(
-    config: ModelConfig, name: str, reads: tuple[str, ...], makes: tuple[str, ...], sharing: Sharing, width: float
+    config: ModelConfig, name: str, reads: tuple[str, ...], makes: tuple[str, ...], sharing: Sharing,
+    width: float,
 ) -> Op:  # fmt: skip
     """Return an all-to-all. The device with the most pairs has more rows than the mean by the balance."""
     row = config.hidden_size * width / sharing.balance

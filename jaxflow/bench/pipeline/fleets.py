@@ -402,10 +402,10 @@ def text(report: Mapping[str, Any]) -> str:
         for number, best in found["best"].items():
             for what, row in best.items():
                 if row:
-                    lines.append(
-                        f"  {number + ' devices, best ' + what.replace('_', ' '):42}{label(row) + ' x ' + str(row['replicas']):24}"
-                        f"{row['fleet_tokens_per_s']:15,.0f} tokens/s{_joules_text(row):>9} J/token"
-                    )
+                    goal = f"{number} devices, best {what.replace('_', ' ')}"
+                    fleet = f"{label(row)} x {row['replicas']}"
+                    rate = f"{row['fleet_tokens_per_s']:15,.0f} tokens/s"
+                    lines.append(f"  {goal:42}{fleet:24}{rate}{_joules_text(row):>9} J/token")
         lines.append("")
     return "\n".join(lines)
 

@@ -1,4 +1,4 @@
-"""SARATHI's study of pipeline parallelism (§5.3, Fig. 12), by simulation or on the engine's own stages.
+r"""SARATHI's study of pipeline parallelism (§5.3, Fig. 12), by simulation or on the engine's own stages.
 
   python -m jaxflow.bench pipeline --simulate --output_json study.json --plot study.png
   python -m jaxflow.bench pipeline --model llama-3.1-8b --load_format dummy --pipeline_parallel_size 2 \

@@ -267,7 +267,10 @@ def text(result: Mapping[str, Any]) -> str:
     return "\n".join([*lines, f"Command: {result['command']}", "=" * 132])
 
 
-_HEAD = f"{'plan':<52}{'ms':>9}{'tok/s':>9}{'/same':>7}{'/best':>7}{'predicted':>11}{'error':>8}{'Eq. 5':>7}{'bound':>7}{'watts':>7}{'MHz':>7}"
+_HEAD = (
+    f"{'plan':<52}{'ms':>9}{'tok/s':>9}{'/same':>7}{'/best':>7}{'predicted':>11}{'error':>8}{'Eq. 5':>7}"
+    f"{'bound':>7}{'watts':>7}{'MHz':>7}"
+)
 
 
 def _line(row: Mapping[str, Any]) -> str:

@@ -8,18 +8,21 @@ from jaxflow.config import ConfigError
 
 # Keys of training, generation, other software or the file itself. They do not change the computation.
 _IRRELEVANT_NAMES = """
-    _attn_implementation _attn_implementation_autoset aux_loss_alpha seq_aux _commit_hash _flash_attn_2_enabled _name_or_path activation_dropout
-    attention_dropout attention_probs_dropout_prob attn_implementation attn_pdrop bad_words_ids begin_suppress_tokens
-    cache_implementation chunk_size_feed_forward classifier_dropout decoder_start_token_id diversity_penalty do_sample dropout dtype
-    early_stopping embd_pdrop encoder_no_repeat_ngram_size exponential_decay_length_penalty finetuning_task forced_bos_token_id
-    forced_eos_token_id gradient_checkpointing hidden_dropout hidden_dropout_prob id2label init_std initializer_range is_decoder
-    label2id layerdrop length_penalty loss_type max_length max_sequence_length min_length model_max_length neftune_noise_alpha
-    no_repeat_ngram_size num_beam_groups num_beams num_labels num_return_sequences output_attentions output_hidden_states
-    output_router_logits output_scores pad_token_id prefix pretraining_tp problem_type remove_invalid_values repetition_penalty
-    resid_pdrop return_dict return_dict_in_generate router_aux_loss_coef router_jitter_noise sep_token_id suppress_tokens
-    task_specific_params temperature tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript
-    transformers.js_config transformers_version typical_p unk_token_id unsloth_fixed unsloth_version use_bfloat16 use_cache
-    use_flash_attention
+    _attn_implementation _attn_implementation_autoset aux_loss_alpha seq_aux _commit_hash
+    _flash_attn_2_enabled _name_or_path activation_dropout attention_dropout attention_probs_dropout_prob
+    attn_implementation attn_pdrop bad_words_ids begin_suppress_tokens cache_implementation
+    chunk_size_feed_forward classifier_dropout decoder_start_token_id diversity_penalty do_sample dropout
+    dtype early_stopping embd_pdrop encoder_no_repeat_ngram_size exponential_decay_length_penalty
+    finetuning_task forced_bos_token_id forced_eos_token_id gradient_checkpointing hidden_dropout
+    hidden_dropout_prob id2label init_std initializer_range is_decoder label2id layerdrop length_penalty
+    loss_type max_length max_sequence_length min_length model_max_length neftune_noise_alpha
+    no_repeat_ngram_size num_beam_groups num_beams num_labels num_return_sequences output_attentions
+    output_hidden_states output_router_logits output_scores pad_token_id prefix pretraining_tp problem_type
+    remove_invalid_values repetition_penalty resid_pdrop return_dict return_dict_in_generate
+    router_aux_loss_coef router_jitter_noise sep_token_id suppress_tokens task_specific_params temperature
+    tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript
+    transformers.js_config transformers_version typical_p unk_token_id unsloth_fixed unsloth_version
+    use_bfloat16 use_cache use_flash_attention
 """
 _IRRELEVANT = frozenset(_IRRELEVANT_NAMES.split())
 

@@ -208,8 +208,8 @@ def _scratch(rows: Rows, h: int, dtype, rounds: int) -> dict:
 
 
 def _attend(
-    q_ref, k_ref, v_ref, table_ref, tiles_ref, count_ref, gaps_ref, k_scale_ref, v_scale_ref, unified_ref, *last,
-    sms, kv, held, rows, **scratch,
+    q_ref, k_ref, v_ref, table_ref, tiles_ref, count_ref, gaps_ref, k_scale_ref, v_scale_ref, unified_ref,
+    *last, sms, kv, held, rows, **scratch,
 ):  # fmt: skip
     *more_refs, o_ref = last
     cta, wg = lax.axis_index("cta"), lax.axis_index("wg")

@@ -1,6 +1,7 @@
 """Check chunk attention against its float32 reference on a GPU, and time it next to cuDNN's attention.
 
-    python -m pallas_kernels.attention.chunk.gpu_check [--seconds 0.6] [--only check,time] [--share 0/4] [--json FILE]
+  python -m pallas_kernels.attention.chunk.gpu_check [--seconds 0.6] [--only check,time] [--share 0/4]
+      [--json FILE]
 
 Prints one line per case. The errors are ‖kernel − reference‖ / ‖reference‖ on fresh random ragged inputs.
 The rates count the products under the causal mask.

@@ -117,10 +117,10 @@ def decode_attention(
     )
     tile = tile or decode_tile(h, group, k_pages.dtype.itemsize, sms, int8)
     form = Form(
-        group=group, kv=kv, h=h, cols=wgmma_columns(group, e4m3), e4m3=e4m3, int8=int8, tile=tile, scale=scale, window=window,
-        soft_cap=soft_cap, unified_max=unified_max is not None, fill=into is None, pdl=pdl, interpret=interpret is not None,
-        spans=spans is not None, sinks=sinks, page_heads=k_pages.shape[1],
-        sink_logits=sink_logits is not None,
+        group=group, kv=kv, h=h, cols=wgmma_columns(group, e4m3), e4m3=e4m3, int8=int8, tile=tile,
+        scale=scale, window=window, soft_cap=soft_cap, unified_max=unified_max is not None, fill=into is None,
+        pdl=pdl, interpret=interpret is not None, spans=spans is not None, sinks=sinks,
+        page_heads=k_pages.shape[1], sink_logits=sink_logits is not None,
     )  # fmt: skip
     workers = sms * tile.workers
     work = decode_work(lengths, kv, workers, window, spans, sinks) if work is None else work

@@ -1,6 +1,6 @@
 """Check decode attention against its float32 reference on a GPU, and time it next to XLA's and JAX's.
 
-    python -m pallas_kernels.attention.decode.gpu_check [--seconds 0.6] [--only check,int8,decode] [--json FILE]
+  python -m pallas_kernels.attention.decode.gpu_check [--seconds 0.6] [--only check,int8,decode] [--json FILE]
 
 Prints one line per case. The errors are ‖kernel − reference‖ / ‖reference‖ on fresh random ragged inputs.
 The rates count the keys and values read.

@@ -1,7 +1,7 @@
 """Hard cases of decode attention on a GPU: scores beyond the unified max value, far pages, long work lists,
 CUDA graphs.
 
-    python -m pallas_kernels.attention.decode.gpu_check_hard [--only adversarial,graphs,far,lists] [--json FILE]
+  python -m pallas_kernels.attention.decode.gpu_check_hard [--only adversarial,graphs,far,lists] [--json FILE]
 """
 
 import functools

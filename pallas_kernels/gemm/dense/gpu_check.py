@@ -1,6 +1,7 @@
 """Check the dense GEMM against a float32 product on a GPU, and time it next to XLA's (cuBLAS).
 
-    python -m pallas_kernels.gemm.dense.gpu_check [--only check,shapes,bounded,layer] [--share 0/3] [--json FILE]
+  python -m pallas_kernels.gemm.dense.gpu_check [--only check,shapes,bounded,layer] [--share 0/3]
+      [--json FILE]
 
 Errors are ‖kernel − exact‖ / ‖exact‖ on fresh random operands. Weights rotate, so that no weight is in the
 L2 cache when the kernel reads it.

@@ -68,8 +68,9 @@ def flat_gemm(
     sms = sms_of(sms)
     tile = tile or flat_tile(x.shape[0], w.shape[0], w.shape[1], sms, gated=gate_block is not None)
     return multiply_flat(
-        x, [Operand(w, 1, swizzled(w.dtype))], _product, bias, residual=residual, activation=activation, gate_block=gate_block,
-        out_dtype=out_dtype, sms=sms, tile=tile, name="flat_gemm", pdl=pdl, interpret=interpret,
+        x, [Operand(w, 1, swizzled(w.dtype))], _product, bias, residual=residual, activation=activation,
+        gate_block=gate_block, out_dtype=out_dtype, sms=sms, tile=tile, name="flat_gemm", pdl=pdl,
+        interpret=interpret,
     )  # fmt: skip
 
 
@@ -79,9 +80,9 @@ def _product(acc, weight, x_s, own):
 
 
 def multiply_flat(
-    x: jax.Array, weight: Sequence[Operand], product: Callable, bias: jax.Array | None, *, residual: jax.Array | None,
-    activation: str | None, gate_block: int | None, out_dtype, sms: int, tile: FlatTile, name: str, pdl: bool = False,
-    in_registers: bool = False, interpret,
+    x: jax.Array, weight: Sequence[Operand], product: Callable, bias: jax.Array | None, *,
+    residual: jax.Array | None, activation: str | None, gate_block: int | None, out_dtype, sms: int,
+    tile: FlatTile, name: str, pdl: bool = False, in_registers: bool = False, interpret,
 ) -> jax.Array:  # fmt: skip
     """Run the pipeline: copy tiles of the weight's arrays and of x, and call product(acc, tiles, x's tile,
     rows of the warpgroup).
@@ -112,8 +113,9 @@ def multiply_flat(
             "stages that are a multiple of turns"
         )
     body = functools.partial(
-        multiply, weight=weight, product=product, tile=tile, has_bias=bias is not None, has_residual=residual is not None,
-        activation=activation, gated=gated, pdl=pdl, in_registers=in_registers,
+        multiply, weight=weight, product=product, tile=tile, has_bias=bias is not None,
+        has_residual=residual is not None, activation=activation, gated=gated, pdl=pdl,
+        in_registers=in_registers,
     )  # fmt: skip
     out = plgpu.kernel(
         body,

@@ -75,8 +75,9 @@ def int4_gemm(
     small = x.shape[0] <= int4_mma.ROWS
     weight = [Operand(w.packed, 2, swizzled(jnp.uint8)), Operand(w.scale, GROUP), Operand(w.zero, GROUP)]
     return multiply_flat(
-        x, weight, product_in_registers if small else product, bias, residual=residual, activation=activation, gate_block=gate_block,
-        out_dtype=out_dtype, sms=sms, tile=tile, name="int4_gemm", in_registers=small, interpret=None,
+        x, weight, product_in_registers if small else product, bias, residual=residual, activation=activation,
+        gate_block=gate_block, out_dtype=out_dtype, sms=sms, tile=tile, name="int4_gemm", in_registers=small,
+        interpret=None,
     )  # fmt: skip
 
 

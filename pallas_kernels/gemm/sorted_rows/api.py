@@ -179,8 +179,8 @@ class _Form:
 
 
 def _sort(
-    experts_ref, x_ref, places_ref, pairs_ref, of_tiles_ref, starts_ref, ends_ref, count_ref, sizes_ref, rows_ref,
-    *scale_refs, form: _Form, ctas: int, sizes_s,
+    experts_ref, x_ref, places_ref, pairs_ref, of_tiles_ref, starts_ref, ends_ref, count_ref, sizes_ref,
+    rows_ref, *scale_refs, form: _Form, ctas: int, sizes_s,
 ):  # fmt: skip
     """Process this CTA's items, every `ctas`-th item."""
 

@@ -93,7 +93,8 @@ def rope_append(
     t, kv, h = fused.shape[0], k_values.shape[1], head_dim
     check_given(
         k_pages, t, h,
-        positions=positions, slots=slots, inv_freq=inv_freq, q_norm=q_norm, k_norm=k_norm, k_scale=k_scale, v_scale=v_scale,
+        positions=positions, slots=slots, inv_freq=inv_freq, q_norm=q_norm, k_norm=k_norm, k_scale=k_scale,
+        v_scale=v_scale,
     )  # fmt: skip
     group = fused.shape[1] // (kv * h) - 2
     sms = min(sms_of(sms), t)

@@ -97,7 +97,8 @@ def rope_append(
     t, heads = fused.shape[0], k_pages.shape[1]
     check_given(
         k_pages, t, head_dim,
-        positions=positions, slots=slots, inv_freq=inv_freq, q_norm=q_norm, k_norm=k_norm, k_scale=k_scale, v_scale=v_scale,
+        positions=positions, slots=slots, inv_freq=inv_freq, q_norm=q_norm, k_norm=k_norm, k_scale=k_scale,
+        v_scale=v_scale,
     )  # fmt: skip
     split = fused.reshape(t, heads, -1, head_dim)
     q, k, v = split[:, :, :-2].reshape(t, -1, head_dim), split[:, :, -2], split[:, :, -1]

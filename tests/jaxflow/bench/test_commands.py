@@ -379,22 +379,55 @@ def test_host_command(bench, tmp_path, capsys):
         (["throughput", "--model", "x", "stray"], 2, "stray"),
         (["throughput", "--model", MODEL, "--goodput", "itl:3"], 1, "itl:3"),
         (["throughput", "--model", MODEL, "--block_size", "0"], 1, "block_size"),
-        (["throughput", "--model", MODEL, "--input_len", "120", "--output_len", "20"], 1, "a sum of at most 128 tokens"),
-        (["throughput", "--model", MODEL, "--trace", "absent.csv"], 1, "--trace absent.csv: accepted is an existing file"),
-        (["throughput", "--model", MODEL, "--max_model_len", "128", "--lengths", "lognormal", "--input_len", "500"], 1, "500"),
-        (["throughput", "--model", MODEL, "--output_json", "/"], 1, "output_json='/' is not supported: a file that can be written"),
-        (["latency", "--model", MODEL, "--output_json", "/dev/null/out.json"], 1, "in a folder that can be created"),
-        (["sweep", "--sweep", "tiles", "--output_png", "x.txt"], 1, "output_png='x.txt' is not supported: a file of .png"),
-        (["trace", "--model", MODEL, "--plot", "layer"], 1, "plot='layer' is not supported: a file of .png, .svg, .pdf"),
+        (
+            ["throughput", "--model", MODEL, "--input_len", "120", "--output_len", "20"],
+            1, "a sum of at most 128 tokens",
+        ),
+        (
+            ["throughput", "--model", MODEL, "--trace", "absent.csv"],
+            1, "--trace absent.csv: accepted is an existing file",
+        ),
+        (
+            ["throughput", "--model", MODEL, "--max_model_len", "128", "--lengths", "lognormal",
+             "--input_len", "500"], 1, "500",
+        ),
+        (
+            ["throughput", "--model", MODEL, "--output_json", "/"],
+            1, "output_json='/' is not supported: a file that can be written",
+        ),
+        (
+            ["latency", "--model", MODEL, "--output_json", "/dev/null/out.json"],
+            1, "in a folder that can be created",
+        ),
+        (
+            ["sweep", "--sweep", "tiles", "--output_png", "x.txt"],
+            1, "output_png='x.txt' is not supported: a file of .png",
+        ),
+        (
+            ["trace", "--model", MODEL, "--plot", "layer"],
+            1, "plot='layer' is not supported: a file of .png, .svg, .pdf",
+        ),
         (["latency", "--model", MODEL, "--input_len", "128"], 1, "--input_len 128"),
         (["sweep", "--sweep", "length", "--values", "8x4", "--model", MODEL], 1, "8x4"),
         (["sweep", "--sweep", "rate", "--model", MODEL], 1, "--values: required for --sweep rate"),
-        (["sweep", "--sweep", "rate", "--values", "4,inf", "--model", MODEL, "--num_requests", "2", "--input_len", "9"], 1, "4,inf"),
+        (
+            ["sweep", "--sweep", "rate", "--values", "4,inf", "--model", MODEL, "--num_requests", "2",
+             "--input_len", "9"], 1, "4,inf",
+        ),
         (["sweep", "--sweep", "tiles", "--model", "no-such-model"], 1, "no-such-model"),
-        *((["serve", "--trace", TRACE, "--arrivals", "trace", "--request_rate", rate], 1, f"rate={rate}") for rate in ("0.0", "-2.0")),
+        *(
+            (["serve", "--trace", TRACE, "--arrivals", "trace", "--request_rate", rate], 1, f"rate={rate}")
+            for rate in ("0.0", "-2.0")
+        ),
         (["serve", "--arrivals", "trace"], 1, "accepted only together with --trace"),
-        *((["serve", f"--{flag}", "nan"], 2, f"--{flag}=nan") for flag in ("request_rate", "timeout_s", "think_time_s")),
-        *((["serve", "--lengths", "lognormal", f"--{flag}_cv", cv], status, words) for flag, cv, status, words in SPREADS),
+        *(
+            (["serve", f"--{flag}", "nan"], 2, f"--{flag}=nan")
+            for flag in ("request_rate", "timeout_s", "think_time_s")
+        ),
+        *(
+            (["serve", "--lengths", "lognormal", f"--{flag}_cv", cv], status, words)
+            for flag, cv, status, words in SPREADS
+        ),
         (["serve", "--trace", "absent.csv"], 1, "--trace absent.csv: accepted is an existing file"),
         (["serve", "--target", "127.0.0.1:1", "--wait_s", "0.2"], 1, "DEADLINE_EXCEEDED"),
     ],

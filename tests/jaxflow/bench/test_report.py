@@ -44,7 +44,8 @@ def test_the_keys_are_those_of_vllm_bench():
     for name in ("ttft", "tpot", "itl", "e2el"):
         assert {f"mean_{name}_ms", f"median_{name}_ms", f"std_{name}_ms", f"p99_{name}_ms"} <= keys
     assert keys >= {
-        "duration", "completed", "failed", "total_input_tokens", "total_output_tokens", "request_throughput", "request_goodput",
+        "duration", "completed", "failed", "total_input_tokens", "total_output_tokens", "request_throughput",
+        "request_goodput",
         "output_throughput", "total_token_throughput", "max_output_tokens_per_s", "max_concurrent_requests",
     }  # fmt: skip
 

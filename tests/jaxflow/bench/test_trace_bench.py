@@ -93,7 +93,8 @@ def fake(plan, tp, seconds, *, steps=4, beside=0.0):
 
 
 @pytest.mark.parametrize(("plan", "tp"), [
-    (sequential_plan(SIX, TOKENS), 1), (phased_plan(SIX, TOKENS, 24), 1), (two_nano_batch_plan(SIX, TOKENS, 40, 2), 2),
+    (sequential_plan(SIX, TOKENS), 1), (phased_plan(SIX, TOKENS, 24), 1),
+    (two_nano_batch_plan(SIX, TOKENS, 40, 2), 2),
 ], ids=["sequential", "phased", "two devices"])  # fmt: skip
 @pytest.mark.parametrize("beside", [0.0, 0.5])
 def test_one_layer_holds_a_layers_work(plan, tp, beside):

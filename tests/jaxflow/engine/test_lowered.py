@@ -308,7 +308,10 @@ def test_no_import_is_overlooked():
                 found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
         return found
 
-    odd = "if x:\n    import a.b as c, d\nfrom e import (  # why\n    f as g,  # (h)\n    i,\n)\n\tfrom j import k as l, m\n"
+    odd = (
+        "if x:\n    import a.b as c, d\nfrom e import (  # why\n    f as g,  # (h)\n    i,\n)\n"
+        "\tfrom j import k as l, m\n"
+    )
     assert lowered.imported_names(odd) >= {"a.b", "d", "e", "e.f", "e.i", "j", "j.k", "j.m"}
     sources = [path.read_text("utf-8") for path in lowered.lowering_files() if path.suffix == ".py"]
     assert len(sources) > 50

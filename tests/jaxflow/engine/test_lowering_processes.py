@@ -44,8 +44,8 @@ from pallas_kernels.this_device import DeviceKind, this_device
 
 DEVICE = DeviceKind("cpu", "cpu")
 SETTINGS = EngineConfig(
-    str(paths.MODELS / "tiny-llama"), block_size=16, max_num_batched_tokens=16, max_num_seqs=4, num_kv_pages=32,
-    plan="sequential", step_sizes="16",
+    str(paths.MODELS / "tiny-llama"), block_size=16, max_num_batched_tokens=16, max_num_seqs=4,
+    num_kv_pages=32, plan="sequential", step_sizes="16",
 )  # fmt: skip
 RANKS = dataclasses.replace(
     SETTINGS, model=str(paths.MODELS / "tiny-mixtral"), data_parallel_size=2, enable_expert_parallel=True,
@@ -183,8 +183,8 @@ def compare_on_h200s(case: str, folder: Path) -> None:
         mock.patch.object(jax, "devices", lambda *_: list(mesh.devices.flat)),
     ):
         config = EngineConfig(
-            "m", dtype="bfloat16", kv_cache_dtype="bfloat16", max_model_len=4096, max_num_seqs=8, plan="sequential",
-            max_num_batched_tokens=64, step_sizes="64", **settings,
+            "m", dtype="bfloat16", kv_cache_dtype="bfloat16", max_model_len=4096, max_num_seqs=8,
+            plan="sequential", max_num_batched_tokens=64, step_sizes="64", **settings,
         )  # fmt: skip
         plans, memory, pages = choose_plans(config, model), 150_000_000_000, (4096,)
         options = start.weight_options(config)
@@ -331,8 +331,8 @@ def test_processes_end_with_their_owner(tmp_path):
 
 @pytest.mark.parametrize(
     ("steps", "asked", "cores", "found"),
-    [(19, None, 16, 8), (19, None, 64, 8), (19, None, 6, 3), (19, None, 3, 0), (3, None, 16, 8), (19, 0, 16, 0),
-     (1, 5, 1, 5), (1, None, 64, 4)],
+    [(19, None, 16, 8), (19, None, 64, 8), (19, None, 6, 3), (19, None, 3, 0), (3, None, 16, 8),
+     (19, 0, 16, 0), (1, 5, 1, 5), (1, None, 64, 4)],
 )  # fmt: skip
 def test_the_number_of_processes(steps, asked, cores, found):
     assert number_of_processes(steps, asked, cores) == found

@@ -31,8 +31,9 @@ class Engines:
         path = folder / "spans.json"
         path.write_text(json.dumps(spans))
         settings = EngineConfig(
-            model=str(paths.MODELS / MODEL), attention_spans=str(path), block_size=BLOCK, max_num_batched_tokens=16,
-            max_num_seqs=8, num_kv_pages=96, step_sizes="16", plan="sequential", **changes,
+            model=str(paths.MODELS / MODEL), attention_spans=str(path), block_size=BLOCK,
+            max_num_batched_tokens=16, max_num_seqs=8, num_kv_pages=96, step_sizes="16", plan="sequential",
+            **changes,
         )  # fmt: skip
         checkpoint = open_model(settings)
         self.model = checkpoint.model_config

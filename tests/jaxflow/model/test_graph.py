@@ -79,7 +79,8 @@ def test_op_names_and_order_of_a_dense_a_mixture_and_a_gemma_layer():
     assert names(MIXTURE) == [*attention, "mlp_norm", "router", "expert_up_gate", "expert_down"]
     assert names(SHARED) == [*names(MIXTURE), "shared_up_gate", "shared_down"]
     assert names(GEMMA, 2) == [
-        *attention, "attn_reduce", "post_attn_norm", "mlp_norm", "up_gate", "down", "mlp_reduce", "post_mlp_norm"
+        *attention, "attn_reduce", "post_attn_norm", "mlp_norm", "up_gate", "down", "mlp_reduce",
+        "post_mlp_norm",
     ]  # fmt: skip
     graph = model_graph(TOY)
     assert [op.name for op in graph.before] == ["embed"]

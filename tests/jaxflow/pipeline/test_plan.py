@@ -169,7 +169,8 @@ TABLE = (
         (b'{"schema_version": 3, "name": "a", "tokens": 8}', "nano_ops"),
         (b'{"schema_version": 3, "name": "a", "tokens": "8", "nano_ops": []}', r"\$\.tokens"),
         (
-            b'{"schema_version": 3, "name": "a", "tokens": 8, "nano_ops": [{"id": "q", "op": "qkv", "start": 0}]}',
+            b'{"schema_version": 3, "name": "a", "tokens": 8, '
+            b'"nano_ops": [{"id": "q", "op": "qkv", "start": 0}]}',
             r"nano_ops\[0\]",
         ),
         (b'{"schema_version": 3, "name": "a", "tokens": 8, "nano_ops": [], "speed": 9}', "speed"),

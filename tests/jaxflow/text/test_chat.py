@@ -338,8 +338,8 @@ CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '
         ),
         (
             {"role": "assistant", "content": None, "tool_calls": [CALL]},
-            '{"content": "", "role": "assistant", "tool_calls": [{"function": {"arguments": {"x": [1, null]}, '
-            '"name": "f"}, "id": "c1", "type": "function"}]}',
+            '{"content": "", "role": "assistant", "tool_calls": [{"function": '
+            '{"arguments": {"x": [1, null]}, "name": "f"}, "id": "c1", "type": "function"}]}',
         ),
         (
             {"role": "tool", "content": "4", "tool_call_id": "c1", "name": "f"},

@@ -113,10 +113,13 @@ def test_a_plan_by_hand_gets_what_was_measured_and_is_offered_to_what_it_was_mea
     engine |= {"tensor_parallel_size": 2}
     rows = [
         {
-            "workload": work, "plan": f"{name}, 2048 tokens", "graphs": None, "tokens": 2048, "sequential": name == "sequential",
-            "decode_tokens": decodes, "prefill_tokens": 2048 - decodes, "mean_context_tokens": keys, "step_ms": ms, "spread": 0.004,
+            "workload": work, "plan": f"{name}, 2048 tokens", "graphs": None, "tokens": 2048,
+            "sequential": name == "sequential", "decode_tokens": decodes, "prefill_tokens": 2048 - decodes,
+            "mean_context_tokens": keys, "step_ms": ms, "spread": 0.004,
         }
-        for work, decodes, keys, times in (("1024/512", 683, 1280.5, (110, 100, 1)), ("512/0", 0, 0.0, (101, 100, 1)))
+        for work, decodes, keys, times in (
+            ("1024/512", 683, 1280.5, (110, 100, 1)), ("512/0", 0, 0.0, (101, 100, 1))
+        )
         for name, ms in zip(("sequential", by_hand.name, other.name), times, strict=True)
     ]  # fmt: skip
     report, plan, out = tmp_path / "report.json", tmp_path / "plan.json", tmp_path / "out.json"

@@ -90,8 +90,9 @@ def test_what_was_found_is_run_by_the_line_that_is_printed():
     assert out == Path("plans/h200-llama-3-70b-tp2-float8_e4m3fn.json") and (SHIPPED / out.name).exists()
     words = run_command(FP8, "org/llama-3-70b", out, 512, 0).split()
     assert words[4:] == [
-        "--model", "org/llama-3-70b", "--quantization", "fp8", "--kv_cache_dtype", "fp8", "--tensor_parallel_size", "2",
-        "--plan", str(out), "--input_len", "512", "--output_len", "1", "--compare_sequential",
+        "--model", "org/llama-3-70b", "--quantization", "fp8", "--kv_cache_dtype", "fp8",
+        "--tensor_parallel_size", "2", "--plan", str(out), "--input_len", "512", "--output_len", "1",
+        "--compare_sequential",
     ]  # fmt: skip
     throughput.define_flags()
     parse(words[3:])

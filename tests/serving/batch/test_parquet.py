@@ -95,7 +95,8 @@ def test_a_file_that_is_not_parquet_is_refused(tmp_path):
 
 def test_a_failed_write_leaves_no_file(tmp_path):
     def outputs():
-        yield b'{"id": "a", "custom_id": "b", "response": {"status_code": 200, "request_id": "c", "body": {}}}'
+        response = b'{"status_code": 200, "request_id": "c", "body": {}}'
+        yield b'{"id": "a", "custom_id": "b", "response": ' + response + b"}"
         raise OSError("the journal is gone")
 
     with pytest.raises(OSError, match="gone"):

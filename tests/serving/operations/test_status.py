@@ -172,7 +172,8 @@ CONTRASTS = """() => {
     return "rgb(255, 255, 255)";
   };
   return [...document.querySelectorAll("body *")]
-    .filter(node => [...node.childNodes].some(c => c.nodeType === 3 && c.textContent.trim()) && node.tagName !== "SCRIPT")
+    .filter(node => node.tagName !== "SCRIPT")
+    .filter(node => [...node.childNodes].some(c => c.nodeType === 3 && c.textContent.trim()))
     .map(node => {
       const [a, b] = [light(getComputedStyle(node).color), light(ground(node))].sort((x, y) => y - x);
       return [node.textContent.trim().slice(0, 30), (a + 0.05) / (b + 0.05)];
