@@ -14,6 +14,7 @@ import msgspec
 from jaxflow.config import ModelConfig
 from jaxflow.model.cost import FP8_PRODUCTS, Device, op_times, work_times
 from jaxflow.model.graph import BFLOAT16, Graph, Op, Widths, Work, model_graph
+from pallas_kernels.gemm.grouped.tiles import expected_tiles, tile_rows
 from search.profile.clock import Card, Governor, governor_of, shipped_card
 from search.profile.op_times import ATTENTION, EXCHANGE, OpTime, Profile, ProfileError, alone, seconds
 
@@ -46,9 +47,8 @@ class KernelModel:
         least = work_times(work, rates, governor.dtype)
         intake_s = work.memory_bytes / (sms * card.sm_bytes_per_cycle.get(self.kv_dtype, math.inf) * clock_hz)
         fixed_s = card.collective_s if op.kind == "network" else card.kernel_s
-        return fixed_s + max(
-            work.flops / (share * peak) if share else 0.0, intake_s, least.memory_s, least.network_s
-        )
+        products_s = padded_flops(op, work) / (share * peak) if share else 0.0
+        return fixed_s + max(products_s, intake_s, least.memory_s, least.network_s)
 
     def alone(self, op: Op, tokens: int, keys: int, sms: int) -> OpTime:
         """Return the time in isolation, at the clock that the card settles at."""
@@ -62,6 +62,20 @@ class KernelModel:
 def product_dtype(op: Op, dtype: str) -> str:
     """Return the dtype of an op. Only a layer's four products are float8_e4m3fn; all else is bfloat16."""
     return "bfloat16" if dtype == "float8_e4m3fn" and op.name not in FP8_PRODUCTS else dtype
+
+
+def padded_flops(op: Op, work: Work) -> float:
+    """Return the FLOPs that the kernel of an op computes.
+
+    The last tile of an expert is computed whole, also where the tokens that chose the expert do not fill it.
+    """
+    if not op.experts or not work.flops:
+        return work.flops
+    number, chosen = op.experts
+    tokens = round(work.flops / sum(each.flops for what, each in op.demand if what == "tokens"))
+    rows = tile_rows(tokens, chosen, number)
+    computed = expected_tiles(tokens, chosen, number, rows) * rows * number
+    return work.flops * max(computed / (tokens * chosen), 1.0)
 
 
 def modelled_profile(

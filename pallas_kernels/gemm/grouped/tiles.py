@@ -119,16 +119,17 @@ def tile_rows(tokens: int, chosen: int, num_experts: int) -> int:
     The height has the fewest bytes through the L2 if tokens choose experts evenly: each tile reads its rows
     and its columns of the weight. Nearly every expert of few rows then has one tile.
     """
+    return min(
+        _HEIGHTS, key=lambda rows: expected_tiles(tokens, chosen, num_experts, rows) * (rows + 2 * PART)
+    )
+
+
+def expected_tiles(tokens: int, chosen: int, num_experts: int, rows: int) -> float:
+    """Return the expected number of tiles of `rows` rows of one expert, if tokens choose experts evenly."""
     share = chosen / num_experts
     mean, deviation = tokens * share, max(math.sqrt(tokens * share * (1 - share)), 1e-3)
-
-    def cost(rows: int) -> float:
-        """Return the expected sum of rows and columns over an expert's tiles."""
-        past = (tile * rows + 0.5 for tile in range(int((mean + 6 * deviation) // rows) + 1))
-        tiles = sum(math.erfc((edge - mean) / (deviation * math.sqrt(2))) / 2 for edge in past)
-        return tiles * (rows + 2 * PART)
-
-    return min(_HEIGHTS, key=cost)
+    past = (tile * rows + 0.5 for tile in range(int((mean + 6 * deviation) // rows) + 1))
+    return sum(math.erfc((edge - mean) / (deviation * math.sqrt(2))) / 2 for edge in past)
 
 
 def grouped_tile(rows: int, itemsize: int = 2) -> GroupedTile:
