@@ -345,18 +345,17 @@ def text(report: Mapping[str, Any]) -> str:
     for row in report["survey"]:
         lines.append(
             f"  {row['plan'][:70]:<72}{row['decode_tokens']:>6} decodes {row['step_ms']:>9.2f} ms"
-            f"{row['tokens_per_s']:>9.0f} tokens/s  {row['against_best_sequential']:.3f}  spread "
-            f"{row['spread']:.3f}"
+            f"{row['tokens_per_s']:>9.0f} tokens/s  {row['against_best_sequential']:.3f}"
+            f"  spread {row['spread']:.3f}"
         )
     lines.append("long windows")
     for row in report["contenders"]:
         gain = row["against_best_sequential"]
         error = row["prediction_error"]
         lines.append(
-            f"  {row['part']:<16}{row['plan'][:56]:<58}{row['step_ms']:>9.2f} ms{row['tokens_per_s']:>9.0f} "
-            "tokens/s"
-            f"  {'-' if gain is None else format(gain, '.3f')}  error "
-            f"{'-' if error is None else format(error, '+.1%')}"
+            f"  {row['part']:<16}{row['plan'][:56]:<58}{row['step_ms']:>9.2f} ms"
+            f"{row['tokens_per_s']:>9.0f} tokens/s  {'-' if gain is None else format(gain, '.3f')}"
+            f"  error {'-' if error is None else format(error, '+.1%')}"
             f"  spread {row['spread']:.3f}  W {row['watts']}  MHz {row['clock_mhz']}  x{row['windows']}"
         )
     return "\n".join(lines)

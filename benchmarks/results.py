@@ -625,10 +625,9 @@ SECTIONS = (
     ),
     (
         "Replicas behind a router, simulated",
-        "Throughput is relative to one replica, when all requests arrive at once. Hits are relative to the "
-        "prefix hits of "
-        "one engine with all memory. Load is the largest mean load over the mean of all. First tokens are at "
-        "80 % of the capacity.",
+        "Throughput is relative to one replica, when all requests arrive at once. Hits are relative to "
+        "the prefix hits of one engine with all memory. Load is the largest mean load over the mean of "
+        "all. First tokens are at 80 % of the capacity.",
         (
             *("model and replicas", "rule", "throughput", "hits", "load", "first token, ms"),
             *("p99 first token, ms", "report"),
@@ -648,11 +647,9 @@ SECTIONS = (
     (
         "Faults of a replica",
         "Medians of seconds. `known` begins at the fault and ends when the router knows of the fault. "
-        "`served` begins then, "
-        "and ends when the replica's requests have their next token from another replica. `again` begins at "
-        "the fault and "
-        "ends when the replica serves. The load is that of the machine. A slow replica stays, and others "
-        "serve new requests.",
+        "`served` begins then, and ends when the replica's requests have their next token from another "
+        "replica. `again` begins at the fault and ends when the replica serves. The load is that of the "
+        "machine. A slow replica stays, and others serve new requests.",
         (
             *("device", "model", "fault", "known, s", "served, s", "again, s", "requests", "lost, doubled"),
             *("runs", "load", "report"),
@@ -757,10 +754,9 @@ SECTIONS = (
     ),
     (
         "HTTP transport",
-        "Chunks of 256 streams, and plain requests, through the HTTP server on one core, with an engine of "
-        "paced "
-        "steps. Bare uvicorn answers the same clients with the same bytes, without JaxFlow and without an "
-        "engine. The load average counts other programs of the machine.",
+        "Chunks of 256 streams, and plain requests, through the HTTP server on one core, with an engine "
+        "of paced steps. Bare uvicorn answers the same clients with the same bytes, without JaxFlow and "
+        "without an engine. The load average counts other programs of the machine.",
         ("CPU", "what", "a second", "a CPU second of the server", "cores of the server", "load", "report"),
         transport_rows,
     ),

@@ -13,8 +13,9 @@ INK, FAINT, PAPER, STEP = "#1f2933", "#52606d", "#ffffff", "#b44d12"
 
 @dataclasses.dataclass(frozen=True)
 class Room:
-    """A box of the drawing. text: lines separated by "|". width: relative to its
-    neighbours. step: of a request.
+    """A box of the drawing.
+
+    text: lines separated by "|". width: relative to its neighbours. step: of a request.
     """
 
     name: str

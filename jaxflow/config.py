@@ -323,11 +323,9 @@ class EngineConfig:
     quantization: str | None = _setting(
         None,
         "Quantization at load: fp8 (e4m3 weights and activations), fp8_per_block (experts in e4m3 with a "
-        "scale for each "
-        "128 x 128 block), int4 (weights in groups of 64, experts too) or mxfp4 (the experts of gpt-oss stay "
-        "in the "
-        "checkpoint's 4 bits). Default: the format of the checkpoint, but experts in MXFP4, and all but the "
-        "experts of an fp8 checkpoint in blocks, become 16 bits.",
+        "scale for each 128 x 128 block), int4 (weights in groups of 64, experts too) or mxfp4 (the "
+        "experts of gpt-oss stay in the checkpoint's 4 bits). Default: the format of the checkpoint, but "
+        "experts in MXFP4, and all but the experts of an fp8 checkpoint in blocks, become 16 bits.",
     )
     kv_cache_dtype: str = _setting(
         "auto",
@@ -434,9 +432,9 @@ class EngineConfig:
     )
     lowering_processes: int | None = _setting(
         None,
-        "Processes that lower and compile programs at a start whose programs are not in the cache, each with "
-        "1 GiB of host "
-        "memory. 0: the engine does. Default: on Hopper, half of the CPU cores and at most 8; elsewhere 0.",
+        "Processes that lower and compile programs at a start whose programs are not in the cache, each "
+        "with 1 GiB of host memory. 0: the engine does. Default: on Hopper, half of the CPU cores and at "
+        "most 8; elsewhere 0.",
     )
     coordinator: str | None = _setting(
         None,

@@ -251,8 +251,8 @@ def tables() -> dict[str, str]:
     """Return the tables of docs/cost-model.md in Markdown, by name."""
     first = [
         f"| {a.vendor} {a.name} | {a.year} | {a.memory_gb:,g} | {a.memory_gb_per_s:,g} | "
-        f"{a.network_gb_per_s:,g} | {a.gflops_per_s:,.0f} "
-        f"| {a.memory_s:.3f} | {a.compute_to_memory:.0f} | {a.network_to_memory:.2f} |"
+        f"{a.network_gb_per_s:,g} | {a.gflops_per_s:,.0f} | {a.memory_s:.3f} | {a.compute_to_memory:.0f} | "
+        f"{a.network_to_memory:.2f} |"
         for a in (*TABLE_1, *TODAY)
     ]
     ours = table_2()

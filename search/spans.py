@@ -83,8 +83,8 @@ def choose(changes: np.ndarray, keys: np.ndarray, most: float, near: np.ndarray,
     change + price · keys, at the lowest price that keeps the mean.
 
     Args:
-      changes: [heads, C]. keys: [C], ascending. most: the mean, at least that of
-          the shortest candidates in reach.
+      changes: [heads, C]. keys: [C], ascending. most: the mean, at least that of the
+        shortest candidates in reach.
       near: [heads]. A head takes a candidate that is at most `reach` away from its present one.
     """
     parts = keys / keys[-1]

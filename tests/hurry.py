@@ -15,8 +15,8 @@ from unittest import mock
 
 FLAGS = (
     "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters "
-    "--xla_cpu_parallel_codegen_split_count=1 "
-    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    "--xla_cpu_parallel_codegen_split_count=1 --xla_backend_optimization_level=0 "
+    "--xla_llvm_disable_expensive_passes=true"
 )
 # The same as XLA has them, for one program.
 AS_XLA_HAS = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}

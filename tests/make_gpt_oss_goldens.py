@@ -152,9 +152,8 @@ def main() -> None:
     golden = {
         "model": f"models/{NAME}",
         "reference": f"transformers {transformers.__version__}, torch {torch.__version__}, float32, CPU, "
-        "eager "
-        "attention; logits from one uncached pass over prompt + continuation, whose argmax equals cached "
-        "generate() at every step",
+        "eager attention; logits from one uncached pass over prompt + continuation, whose argmax equals "
+        "cached generate() at every step",
         "parameters": model.num_parameters(),
         "weight_seed": SEED,
         "max_abs_logit": round(max(model(text).logits.abs().max().item() for text in texts), 3),

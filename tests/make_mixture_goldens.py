@@ -141,9 +141,8 @@ def make_golden(name: str, seed: int, config: dict[str, Any]) -> dict[str, Any]:
     return {
         "model": f"models/{name}",
         "reference": f"transformers {transformers.__version__}, torch {torch.__version__}, float32, CPU, "
-        "eager "
-        "attention; logits from one uncached pass over prompt + continuation, whose argmax equals cached "
-        "generate() at every step",
+        "eager attention; logits from one uncached pass over prompt + continuation, whose argmax equals "
+        "cached generate() at every step",
         "parameters": sum(p.numel() for p in model.parameters()),
         "weight_seed": seed,
         "max_abs_logit": round(max(model(text).logits.abs().max().item() for text in texts), 3),

@@ -23,8 +23,13 @@ from jaxflow.engine.executor import Executor, Pending
 from jaxflow.engine.expert_balancer import ExpertBalancer
 from jaxflow.engine.expert_load import ExpertCounter
 from jaxflow.engine.layout import SlotSampling, StepLayout, pack
-from jaxflow.engine.live_request import HostLogprobs, LiveRequest, needs_full_sampler, slot_settings
-from jaxflow.engine.plain_slots import PlainSlots
+from jaxflow.engine.live_request import (
+    HostLogprobs,
+    LiveRequest,
+    PlainSlots,
+    needs_full_sampler,
+    slot_settings,
+)
 from jaxflow.engine.programs import FULL, NAN_LOGITS, PLAIN
 from jaxflow.engine.staged_executor import StagedExecutor
 from jaxflow.engine.step_log import StepLog, StepRecord

@@ -318,10 +318,9 @@ def _described(g: Geometry) -> str:
     )
     attention = "host" if attends_on_host(g) else "device"
     return (
-        f"blocks of {p.num_gpu_batches} x {p.gpu_batch_size}, device/host/disk: {shares} % "
-        f"(KV of {rows} sequences a batch), "
-        f"weights of {p.weight_bits} bits, KV of {p.kv_bits}, attention of decodes on the {attention} "
-        f"to {p.value_top_k_percent:g} % of the V rows, {p.schedule} schedule"
+        f"blocks of {p.num_gpu_batches} x {p.gpu_batch_size}, device/host/disk: {shares} % (KV of {rows} "
+        f"sequences a batch), weights of {p.weight_bits} bits, KV of {p.kv_bits}, attention of decodes on "
+        f"the {attention} to {p.value_top_k_percent:g} % of the V rows, {p.schedule} schedule"
     )
 
 

@@ -202,8 +202,7 @@ class Followers:
                 silent.gone.set()  # nobody waits for its farewell, or JAX would abort first
                 self.end_all(
                     f"process {silent.rank} is silent for {now - silent.heard_s:.1f} s: it was stopped, or "
-                    "its "
-                    f"host or network is down"
+                    "its host or network is down"
                 )
             if (waited_s := self._without_progress_s()) > self._step_timeout_s:
                 self.end_all(self._stuck(waited_s))

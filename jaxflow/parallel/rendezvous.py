@@ -59,8 +59,7 @@ def _receive(launch: Launch, timeout_s: float) -> None:
                 missing = ", ".join(str(i) for i in range(1, launch.num_processes) if i not in waiting)
                 raise MissingProcesses(
                     f"of {launch.num_processes} processes, {missing} did not come to {launch.coordinator} "
-                    "within "
-                    f"{timeout_s:g} s"
+                    f"within {timeout_s:g} s"
                 )
             with contextlib.suppress(OSError, struct.error):
                 link = links.enter_context(server.accept()[0])

@@ -115,8 +115,8 @@ def define_flags() -> None:
         "by_name",
         False,
         "Match rows without digests by the plan's name and tokens. Use this only if the measured plan of "
-        "that name "
-        "equals the file: the name defines the plan, or the file has not changed since the measurement.",
+        "that name equals the file: the name defines the plan, or the file has not changed since the "
+        "measurement.",
     )
     flags.DEFINE_string("out", None, "Output file of the corrected plan.")
 

@@ -349,6 +349,6 @@ def _line(row: dict[str, Any]) -> str:
     predicted = row["predicted"]
     return (
         f"{row['name']:20}{block:>8} {shares:34}{row['tokens_per_s']:>10.2f} tok/s, predicted "
-        f"{predicted['tokens_per_s']:>9.2f} "
-        f"({predicted['latency_error']:+.0%} latency), link busy {row['link']['busy_share']:.0%}"
+        f"{predicted['tokens_per_s']:>9.2f} ({predicted['latency_error']:+.0%} latency), link busy "
+        f"{row['link']['busy_share']:.0%}"
     )

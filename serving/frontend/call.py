@@ -1,17 +1,27 @@
 """The record of one call of a client, which the request log and the traces read at its end.
 
 A server opens the record with an `Observe`. `ServedModel` fills the record that its task has, so no argument
-is passed on. A record holds ids, counts and times, and no text.
+is passed on. A record holds ids, counts and times, and no text. `new_id` makes the ids.
 """
 
 import contextlib
 import contextvars
 import dataclasses
+import itertools
+import random
 import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 
 from jaxflow.request import Event, Finished, Request, SamplingParams
+
+_PROCESS = f"{random.getrandbits(64):016x}"
+_NUMBERS = itertools.count(random.getrandbits(63))
+
+
+def new_id() -> str:
+    """Return 32 hexadecimal digits that no other request of this process has. The ids are no secret."""
+    return f"{_PROCESS}{next(_NUMBERS):016x}"
 
 
 @dataclasses.dataclass

@@ -23,11 +23,10 @@ from jaxflow.text.template_sandbox import ChatTemplateError
 from jaxflow.text.tokenizer import Tokenizer, TooManyTokens
 from jaxflow.text.vocabulary import TokenizerError
 from serving.frontend.access import CALLER
-from serving.frontend.call import CALL
+from serving.frontend.call import CALL, new_id
 from serving.frontend.caller_limits import CallerLimits
 from serving.frontend.config import ServerConfig
 from serving.frontend.event_queue import EventQueue, EventRouter
-from serving.frontend.names import new_id
 from serving.frontend.prompt_work import PromptWork
 from serving.frontend.refusal import Code, Refusal, aborted, deadline_passed, draining
 from serving.frontend.sampling_defaults import sampling_defaults

@@ -1,4 +1,4 @@
-"""The interceptor of all calls: authentication, unreadable requests, and faults.
+"""The interceptor of all calls: authentication, unreadable requests, refusals and faults.
 
 grpc.aio answers UNKNOWN with the text of the exception if a handler or the parser of its request raises. The
 interceptor answers INTERNAL with an id instead, and logs the traceback under this id. A request that cannot
@@ -13,19 +13,37 @@ from typing import Any
 
 import grpc
 from absl import logging
+from google.protobuf import duration_pb2
 from google.protobuf.message import DecodeError
+from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from jaxflow.request import InvalidRequest
 from serving.frontend.access import CALLER, BearerTokens, Caller
 from serving.frontend.call import Observe, unobserved
 from serving.frontend.refusal import Code, Refusal, refusal_of
-from serving.grpc import errors
 from serving.grpc.message_fields import check_fields
 
 MAX_FIELD_CHARS = 80  # characters of a field's name in a log line, so that no prompt gets into the log
 _OBSERVED = "/Generate"
 _NO_TOKEN_NEEDED = "/grpc.health.v1.Health/"  # health probes of an orchestrator carry no token
+MAX_MESSAGE_CHARS = 1000  # the status travels in the trailing metadata, which transports keep small
+
+_STATUS = {
+    Code.INVALID: grpc.StatusCode.INVALID_ARGUMENT,
+    Code.MODEL_NOT_FOUND: grpc.StatusCode.NOT_FOUND,
+    Code.UNSUPPORTED: grpc.StatusCode.FAILED_PRECONDITION,
+    Code.UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
+    Code.FORBIDDEN: grpc.StatusCode.PERMISSION_DENIED,
+    Code.RATE_LIMITED: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Code.QUEUE_FULL: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Code.TOO_SLOW: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Code.LOADING: grpc.StatusCode.UNAVAILABLE,
+    Code.DRAINING: grpc.StatusCode.UNAVAILABLE,
+    Code.ABORTED: grpc.StatusCode.UNAVAILABLE,
+    Code.INTERRUPTED: grpc.StatusCode.UNAVAILABLE,
+    Code.DEADLINE: grpc.StatusCode.DEADLINE_EXCEEDED,
+}
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
@@ -72,9 +90,7 @@ def _traceparent(context: grpc.aio.ServicerContext) -> str:
 
 async def _refuse(_requests, context) -> None:
     message = "this server requires `authorization: Bearer <token>` in the metadata, with a valid token"
-    await context.abort_with_status(
-        rpc_status.to_status(errors.status_of(Refusal(Code.UNAUTHENTICATED, message)))
-    )
+    await context.abort_with_status(rpc_status.to_status(_status_of(Refusal(Code.UNAUTHENTICATED, message))))
 
 
 class _Unreadable:
@@ -114,13 +130,10 @@ async def _each_readable(requests) -> AsyncIterator:
 def _guard(handler: grpc.RpcMethodHandler, method: str, observe: Observe) -> grpc.RpcMethodHandler:
     """Return `handler` with every exception turned into a status."""
     # gRPC has four kinds of handlers, and stores the function under the name of its kind.
-    kind = (
-        ("stream" if handler.request_streaming else "unary")
-        + "_"
-        + ("stream" if handler.response_streaming else "unary")
-    )  # type: ignore[attr-defined]
+    many = handler.request_streaming, handler.response_streaming  # type: ignore[attr-defined]
+    kind = "_".join("stream" if each else "unary" for each in many)
     inner = getattr(handler, kind)
-    read = _each_readable if handler.request_streaming else _readable  # type: ignore[attr-defined]
+    read = _each_readable if many[0] else _readable
 
     async def call(request, context):
         try:
@@ -158,14 +171,41 @@ async def _answer(error: BaseException, context, method: str) -> None:
         raise asyncio.CancelledError from error
     refusal = refusal_of(error)
     if refusal is not None:
-        status = errors.status_of(refusal)
+        status = _status_of(refusal)
         field = f", field {refusal.field[:MAX_FIELD_CHARS]!r}" if refusal.field else ""
         logging.warning("%s of %s refused: %s%s", method, context.peer(), refusal.code, field)
     else:
         fault = uuid.uuid4().hex[:12]
         logging.error("fault %s in %s", fault, method, exc_info=error)
-        status = errors.status(
+        status = _status(
             grpc.StatusCode.INTERNAL,
             f"internal fault {fault}; the server's log has the traceback under this id",
         )
     await context.abort_with_status(rpc_status.to_status(status))
+
+
+def _status(code: grpc.StatusCode, message: str, *details) -> status_pb2.Status:
+    """Return a status of `code` with `details`, which are messages of `google.rpc.error_details`."""
+    result = status_pb2.Status(code=code.value[0], message=message[:MAX_MESSAGE_CHARS])
+    for detail in details:
+        result.details.add().Pack(detail)
+    return result
+
+
+def _status_of(refusal: Refusal) -> status_pb2.Status:
+    """Return the status of `refusal`: with the field of an invalid request, and with the suggested delay."""
+    details, message = [], str(refusal)
+    if refusal.code is Code.INVALID:
+        violation = error_details_pb2.BadRequest.FieldViolation(
+            field=refusal.field or "", description=message[:MAX_MESSAGE_CHARS]
+        )
+        details.append(error_details_pb2.BadRequest(field_violations=[violation]))
+    if refusal.retry_after_s is not None:
+        details.append(_retry(refusal.retry_after_s))
+    return _status(_STATUS[refusal.code], message, *details)
+
+
+def _retry(seconds: float) -> error_details_pb2.RetryInfo:
+    delay = duration_pb2.Duration()
+    delay.FromMilliseconds(max(1, round(seconds * 1000)))
+    return error_details_pb2.RetryInfo(retry_delay=delay)

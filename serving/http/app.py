@@ -12,16 +12,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import jaxflow
 from serving.frontend.access import BearerTokens
-from serving.frontend.call import CALL
-from serving.frontend.names import new_id
+from serving.frontend.call import CALL, new_id
 from serving.http.authentication import Authenticated
 from serving.http.disconnect import Disconnected
-from serving.http.docs import docs_routes
 from serving.http.endpoints import Endpoints
 from serving.http.errors import HttpError
 from serving.http.exchange import EXTENSION
 from serving.http.generation import JsonRoute, send_json
 from serving.http.limits import Limits
+from serving.http.openapi import docs_routes
 from serving.http.read_body import KINDS
 from serving.http.responses import Version
 from serving.operations import Operations

@@ -16,8 +16,7 @@ from starlette.exceptions import HTTPException
 import jaxflow
 from jaxflow.request import InvalidRequest, Request
 from jaxflow.text.chat import MAX_MESSAGES
-from serving.frontend.call import CALL
-from serving.frontend.names import new_id
+from serving.frontend.call import CALL, new_id
 from serving.frontend.refusal import Code, Refusal, deadline_passed
 from serving.frontend.served_model import Chat, Prompt, ServedModel
 from serving.http.answer_head import Head

@@ -1,8 +1,16 @@
-"""The OpenAPI document of the HTTP server, made from the structs that parse bodies and write answers."""
+"""The OpenAPI document of the HTTP server and the page `/docs` that shows the document.
 
+The document is made from the structs that parse bodies and write answers. The page is one file and loads
+nothing from other servers.
+"""
+
+from pathlib import Path
 from typing import Any
 
 import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
 
 import jaxflow
 from serving.batch.store import Batch, StoredFile
@@ -20,6 +28,14 @@ from serving.http.responses import (
 )
 from serving.http.schema import NOT_SERVED_FIELDS
 
+PAGE = (Path(__file__).parent / "docs.html").read_bytes()
+PAGE_HEADERS = {
+    "cache-control": "no-store",
+    # The page asks this server only, and no other page may frame it.
+    "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    "connect-src 'self'; img-src data:; frame-ancestors 'none'; base-uri 'none'",
+    "x-content-type-options": "nosniff",
+}
 _ANSWERS: dict[str, type[msgspec.Struct]] = {
     "/v1/chat/completions": ChatCompletion,
     "/v1/completions": Completion,
@@ -192,3 +208,16 @@ def _json(schema: dict[str, Any]) -> dict[str, Any]:
 
 def _ref(name: str) -> dict[str, Any]:
     return {"$ref": f"#/components/schemas/{name}"}
+
+
+def docs_routes(root_path: str = "") -> list[BaseRoute]:
+    """Return the routes of the document and the page."""
+    text = msgspec.json.encode(document(root_path))
+
+    async def openapi(request: Request) -> Response:
+        return Response(text, media_type="application/json")
+
+    async def page(request: Request) -> Response:
+        return Response(PAGE, media_type="text/html", headers=PAGE_HEADERS)
+
+    return [Route("/openapi.json", openapi), Route("/docs", page)]

@@ -192,10 +192,9 @@ def run() -> dict[str, Any]:
                 rows += found
                 for row in found:
                     print(
-                        f"{row['model']:14} drift {drift:>7.0f}  {tokens:>5} tokens  {row['devices']} "
-                        "devices  "
-                        f"{row['layout']:28} {row['slots']:>4} slots  balance "
-                        f"{row['mean_over_max_load']:.3f}  worst step {row['worst_step']:.3f}",
+                        f"{row['model']:14} drift {drift:>7.0f}  {tokens:>5} tokens"
+                        f"  {row['devices']} devices  {row['layout']:28} {row['slots']:>4} slots"
+                        f"  balance {row['mean_over_max_load']:.3f}  worst step {row['worst_step']:.3f}",
                         file=sys.stderr,
                     )
     head = {"command_name": "expert_balance", **machine.describe()}

@@ -67,9 +67,8 @@ LAYOUTS = (
 PUBLIC = {
     "output_tokens_per_s_per_device": {"32": 2180, "72": 2070, "96": 1970},
     "source": "blog.vllm.ai/2025/12/17/large-scale-serving.html, chart of decode throughput, read off: "
-    "DeepSeek-R1 on "
-    "H200s with ConnectX-7, by the number of devices that share the experts; output tokens of the decode "
-    "devices only, 2,000 prompt and 2,000 output tokens, 256 sequences a device",
+    "DeepSeek-R1 on H200s with ConnectX-7, by the number of devices that share the experts; output tokens "
+    "of the decode devices only, 2,000 prompt and 2,000 output tokens, 256 sequences a device",
 }
 FLASH_MLA_FLOPS_PER_S = (
     660e12  # public, not measured here: github.com/deepseek-ai/FlashMLA, dense decode on an H800

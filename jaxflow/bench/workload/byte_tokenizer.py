@@ -1,9 +1,9 @@
 """A byte-level tokenizer of any vocabulary size, for a model without a tokenizer of its own.
 
-Every byte is a token, and no two tokens merge, so a text of N ASCII characters has
-N tokens. The other tokens are
-words: a server decodes every id that a model can sample. The folder that `write_tokenizer` makes is a Hugging
-Face tokenizer, which every server reads. All servers of a comparison then get prompts of equal lengths.
+Every byte is a token, and no two tokens merge, so a text of N ASCII characters has N tokens. The other tokens
+are words: a server decodes every id that a model can sample. The folder that `write_tokenizer` makes is a
+Hugging Face tokenizer, which every server reads. All servers of a comparison then get prompts of equal
+lengths.
 """
 
 import json

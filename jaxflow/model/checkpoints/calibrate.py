@@ -225,9 +225,8 @@ def _load_windows(options: argparse.Namespace, checkpoint: Checkpoint) -> np.nda
 def _lines(found: SoftmaxRange) -> Iterable[str]:
     for i, layer in enumerate(found.layers):
         yield (
-            f"layer {i:3}: 99.99% of scores in [{layer.score_low:.2f}, {layer.score_high:.2f}], rows' maxima "
-            "in "
-            f"[{layer.row_low:.2f}, {layer.row_high:.2f}], phi "
+            f"layer {i:3}: 99.99% of scores in [{layer.score_low:.2f}, {layer.score_high:.2f}], rows' "
+            f"maxima in [{layer.row_low:.2f}, {layer.row_high:.2f}], phi "
             f"{layer.phi:.2f}{'' if layer.qualifies else ': too wide'}"
         )
     yield f"{found.model}: {'qualifies' if found.qualifies else 'does not qualify'} for a unified max value"

@@ -154,8 +154,9 @@ def test_experts_of_gpt_oss_fill_the_kernels_on_several_devices() -> None:
 
 
 def test_mxfp4_is_what_its_definition_says() -> None:
-    """Each number is (-1)^s · 2^(e - 1) · (1 + m / 2), or m / 2 for e = 0, times 2^(scale
-    - 127); the low bits are first.
+    """Each number is (-1)^s · 2^(e - 1) · (1 + m / 2), or m / 2 for e = 0.
+
+    The factor of a block is 2^(scale - 127). The low bits are first.
     """
     rng = np.random.default_rng(3)
     blocks, scales = rng.integers(0, 256, (5, 2, 16), np.uint8), rng.integers(100, 150, (5, 2), np.uint8)

@@ -5,8 +5,8 @@ Most drawn plans are evaluated op by op, since compiling the step of one plan ta
 draws 6 plans over two families; the tests marked `slow` draw 20 plans of each family. A failure reports the
 seed and the number of examples that draw the same plan again. A longer run draws more of both kinds:
 
-    LAW_SEED=740000 LAW_EXAMPLES=200 LAW_COMPILED=8 python -m pytest -n0
-    tests/jaxflow/pipeline/test_compiler.py
+    LAW_SEED=740000 LAW_EXAMPLES=200 LAW_COMPILED=8 \
+        python -m pytest -n0 tests/jaxflow/pipeline/test_compiler.py
 """
 
 import os

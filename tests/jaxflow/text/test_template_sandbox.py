@@ -34,23 +34,23 @@ HOSTILE = {
     "tojson text": "{{ [[1]] | tojson(indent='x' * 4000000) }}",
     "indent": "{{ 'a\nb' | indent(999999999) }}",
     "lipsum": "{{ lipsum(n=1000000) }}",
-    "squares": "{% set ns = namespace(n=3) %}{% for i in range(99) %}{% set ns.n = ns.n * ns.n %}{% endfor "
-    "%}",
-    "tilde": "{% set ns = namespace(s='x') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor "
-    "%}",
+    "squares": "{% set ns = namespace(n=3) %}{% for i in range(99) %}{% set ns.n = ns.n * ns.n %}"
+    "{% endfor %}",
+    "tilde": "{% set ns = namespace(s='x') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}"
+    "{% endfor %}",
     "plus": "{% set ns = namespace(s='x') %}{% for i in range(60) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
     "times": "{% set ns = namespace(s='x') %}{% for i in range(60) %}{% set ns.s = ns.s * 2 %}{% endfor %}",
-    "lists": "{% set ns = namespace(s=[1]) %}{% for i in range(60) %}{% set ns.s = ns.s + ns.s %}{% endfor "
-    "%}",
-    "tower": "{% set ns = namespace(s=1) %}{% for i in range(60) %}{% set ns.s = [ns.s, ns.s] %}{% endfor "
-    "%}{{ ns.s }}",
+    "lists": "{% set ns = namespace(s=[1]) %}{% for i in range(60) %}{% set ns.s = ns.s + ns.s %}"
+    "{% endfor %}",
+    "tower": "{% set ns = namespace(s=1) %}{% for i in range(60) %}{% set ns.s = [ns.s, ns.s] %}"
+    "{% endfor %}{{ ns.s }}",
     "tower of arguments": (
         "{% set ns = namespace(s=1) %}{% macro f() %}{% set ns.s = varargs %}{% endmacro %}"
         "{% for i in range(60) %}{{ f(ns.s, ns.s) }}{% endfor %}{{ ns.s }}"
     ),
     "namespaces": (
-        "{% set ns = namespace(s=1) %}{% for i in range(60) %}{% set ns.s = namespace(a=ns.s, b=ns.s) %}{% "
-        "endfor %}{{ ns.s }}"
+        "{% set ns = namespace(s=1) %}{% for i in range(60) %}{% set ns.s = namespace(a=ns.s, b=ns.s) %}"
+        "{% endfor %}{{ ns.s }}"
     ),
     "capture": (
         "{% set ns = namespace(s='x') %}{% for i in range(60) %}{% set t %}{{ ns.s }}{{ ns.s }}{% endset %}"
