@@ -13,7 +13,7 @@ from tqdm import tqdm
 from jaxflow.cli.output_files import check_output
 from serving.batch.file_batch import FileBatch, open_batch, report_of
 from serving.batch.input_file import InvalidInput
-from serving.batch.journal import Answer, JournalError
+from serving.batch.journal import AnsweredLine, JournalError
 from serving.batch.parquet import check_format, json_lines
 from serving.batch.runner import EngineStopped
 from serving.batch.window import Window
@@ -115,7 +115,7 @@ async def run_lines(
     *,
     served_model_names: tuple[str, ...] = (),
     window: int | None = None,
-    on_finished: Callable[[list[Answer]], None] = lambda answers: None,
+    on_finished: Callable[[list[AnsweredLine]], None] = lambda answers: None,
 ) -> None:
     """Run the lines without an answer on an engine. `window`: see `Options`.
 
@@ -144,7 +144,7 @@ async def _run(batch: FileBatch, options: Options, engine: BatchEngine) -> int:
         total=total, initial=batch.journal.num_finished, unit="line", disable=not options.progress
     ) as bar:
 
-        def on_finished(answers: list[Answer]) -> None:
+        def on_finished(answers: list[AnsweredLine]) -> None:
             bar.set_postfix(errors=batch.journal.num_failed, refresh=False)
             bar.update(batch.journal.num_finished - bar.n)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from jaxflow.config import ConfigError, EngineConfig
 from serving.frontend.config import ServerConfig
-from serving.frontend.line_endpoints import Endpoints as LineEndpoints
+from serving.frontend.line_endpoints import LineEndpoints as LineEndpoints
 from serving.frontend.served_model import ServedModel
 from serving.http.endpoints import Endpoints
 
@@ -21,7 +21,7 @@ BODY_BYTES = 64 * 2**20  # bodies under way at an engine
 
 
 @dataclasses.dataclass(frozen=True)
-class Answering:
+class AnsweringModel:
     """A model that answers lines.
 
     Attributes:
@@ -38,7 +38,7 @@ class Answering:
 class BatchEngine(Protocol):
     """One engine or several, for one run of a batch."""
 
-    def answering(self, window: int | None) -> AbstractAsyncContextManager[Answering]:
+    def answering(self, window: int | None) -> AbstractAsyncContextManager[AnsweringModel]:
         """Answer lines within the context. `window`: most lines under way at an
         engine; None for twice its sequences.
 
@@ -58,13 +58,13 @@ class LocalEngine:
         self._llm, self._names = llm, served_model_names
 
     @contextlib.asynccontextmanager
-    async def answering(self, window: int | None) -> AsyncIterator[Answering]:
+    async def answering(self, window: int | None) -> AsyncIterator[AnsweringModel]:
         """See `BatchEngine.answering`."""
         # The engine's thread gets the interpreter lock within 0.5 ms, even while many answers are written.
         sys.setswitchinterval(0.0005)
         endpoints = await served_endpoints(self._llm, self._names)
         lines = window or default_window(self._llm.engine_config)
-        yield Answering(self._llm.name, endpoints, lines, BODY_BYTES)
+        yield AnsweringModel(self._llm.name, endpoints, lines, BODY_BYTES)
 
     def close(self) -> None:
         """See `BatchEngine.close`."""

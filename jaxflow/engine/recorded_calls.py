@@ -110,7 +110,7 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Run | SetSlot | Gather | Scatter | Copy | Free | DiskCall).decode
 
 
-class Channel(Protocol):
+class CallChannel(Protocol):
     """The way to the processes that replay the calls."""
 
     def send(self, call: bytes) -> None:
@@ -123,14 +123,14 @@ def every_layout(executor: Executor | StagedExecutor) -> list[StepLayout]:
     return [*itertools.chain(*executor.layouts.values()), *executor.decode_layouts.values()]
 
 
-class Recorder:
+class CallRecorder:
     """The `Executor.recorder` of process 0: sends each call.
 
     A page outside the cache has a number as its name. Process 0 decides what becomes of it, and the others
     hold their parts of it by that name.
     """
 
-    def __init__(self, executor: Executor | StagedExecutor, channel: Channel):
+    def __init__(self, executor: Executor | StagedExecutor, channel: CallChannel):
         self._places = {layout.key: place for place, layout in enumerate(every_layout(executor))}
         self.channel = channel
         self._names: dict[int, int] = {}  # the names of the living pages outside the cache, by `id`
@@ -172,7 +172,7 @@ class Recorder:
         self.channel.send(_encode(Copy(names, memory_kind, self._name(copies))))
         return copies
 
-    # ---- the disks of all processes, see `jaxflow.kv.tiers.disk_parts.PartCalls`
+    # ---- the disks of all processes, see `jaxflow.kv.tiers.disk_parts.ProcessPartCalls`
 
     def write_part(self, key: bytes, page: Any) -> None:
         """Let every follower write its part of a page."""

@@ -23,7 +23,7 @@ from jaxflow.engine.layout import StepLayout
 from jaxflow.engine.start_times import StartTimes
 from jaxflow.kv.tiers.page import Parts
 from jaxflow.model.slot_params import SlotParams, slot_values
-from jaxflow.parallel.hand_over import Exchange, hand_over
+from jaxflow.parallel.hand_over import ProcessHandOver, hand_over
 
 
 class StagedExecutor:
@@ -43,7 +43,10 @@ class StagedExecutor:
     """
 
     def __init__(
-        self, stages: Sequence[Executor], exchange: Exchange | None = None, times: StartTimes | None = None
+        self,
+        stages: Sequence[Executor],
+        exchange: ProcessHandOver | None = None,
+        times: StartTimes | None = None,
     ):
         self._times = times or StartTimes()
         self.stages, self._exchange = tuple(stages), exchange

@@ -19,14 +19,14 @@ from jaxflow.config import ConfigError, EngineConfig
 from jaxflow.engine.driver import Driver
 from jaxflow.engine.executor import Executor
 from jaxflow.engine.follow import follow
-from jaxflow.engine.recorded_calls import Recorder
+from jaxflow.engine.recorded_calls import CallRecorder
 from jaxflow.engine.staged_executor import StagedExecutor
-from jaxflow.kv.tiers.disk_parts import Part, SharedDiskTier
+from jaxflow.kv.tiers.disk_parts import ProcessPart, SharedDiskTier
 from jaxflow.kv.tiers.disk_tier import DiskTier
 from jaxflow.model import softmax_range
 from jaxflow.model.checkpoints.checkpoint import Checkpoint
 from jaxflow.model.checkpoints.fingerprint import fingerprint
-from jaxflow.parallel.hand_over import Exchange
+from jaxflow.parallel.hand_over import ProcessHandOver
 from jaxflow.parallel.launch import LOST, launch_of
 from jaxflow.parallel.links import Followers, Leader, fault_text
 from jaxflow.parallel.processes import Processes, ProcessesError, join, leave
@@ -94,15 +94,15 @@ class Team:
         """
         self.processes.wait_for_all("compiled", COMPILE_TIMEOUT_S)
 
-    def exchange(self) -> Exchange:
+    def exchange(self) -> ProcessHandOver:
         """Return the hand-overs between the pipeline stages of the processes."""
-        return Exchange(
+        return ProcessHandOver(
             self.processes, self.processes.launch.host if self.leader is None else self.leader.own_host
         )
 
-    def part(self, page_bytes: tuple[int, ...]) -> Part:
+    def part(self, page_bytes: tuple[int, ...]) -> ProcessPart:
         """Return the part of every KV page that this process has, of these bytes in each page group."""
-        return Part(self.processes.rank, self.processes.count, page_bytes)
+        return ProcessPart(self.processes.rank, self.processes.count, page_bytes)
 
     def follow_or_lead(
         self, executor: Executor | StagedExecutor, disk: Callable[[], DiskTier | None] = lambda: None
@@ -118,7 +118,7 @@ class Team:
             leave()
             raise SystemExit(0)
         assert self.followers is not None
-        self.recorder = executor.recorder = Recorder(executor, self.followers)
+        self.recorder = executor.recorder = CallRecorder(executor, self.followers)
 
     def share_disk(self, own: DiskTier) -> SharedDiskTier:
         """Return the disk tier of all processes, from the one of process 0."""

@@ -255,7 +255,7 @@ class HalfDecode:
     attended: concurrent.futures.Future
 
 
-class Exchange(Protocol):
+class StageTransfer(Protocol):
     """Arrays on their way between stages; see `jaxflow.flexgen.stages.HandOver`."""
 
     def give(self, stage: int, token: int, batch: int, arrays: Any) -> None: ...
@@ -268,7 +268,7 @@ class Handing:
     the last stage's is the first.
     """
 
-    exchange: Exchange
+    exchange: StageTransfer
     stage: int
     following: Mesh
     last: bool

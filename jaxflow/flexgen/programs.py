@@ -53,7 +53,7 @@ _NOWHERE = jnp.iinfo(jnp.int32).max  # a slot outside every cache
 
 
 @dataclasses.dataclass(frozen=True)
-class Programs:
+class OffloadPrograms:
     """The functions of one geometry, not compiled. `context.config` is the geometry's model."""
 
     geometry: Geometry
@@ -398,7 +398,7 @@ def compilations() -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """Compiled functions of `Programs`, by layer, or by phase: True for prompts and False for decodes.
+    """Compiled functions of `OffloadPrograms`, by layer, or by phase: True for prompts and False for decodes.
 
     Attributes:
       vocabulary: V', with padding.
@@ -429,7 +429,7 @@ def fetches_rows(g: Geometry) -> bool:
 
 
 def compile_programs(
-    programs: Programs, placed: PlacedWeights, on_progress: Callable[[str], object]
+    programs: OffloadPrograms, placed: PlacedWeights, on_progress: Callable[[str], object]
 ) -> Compiled:
     """Compile all programs of a run. `on_progress`: called with the name of each program when it is
     submitted.
@@ -447,7 +447,7 @@ def compile_programs(
 
 
 def _begin(
-    programs: Programs,
+    programs: OffloadPrograms,
     placed: PlacedWeights,
     pool: concurrent.futures.Executor,
     on_progress: Callable[[str], object],

@@ -23,20 +23,20 @@ _WIDTH = 72
 
 
 @dataclasses.dataclass(frozen=True)
-class Link:
+class LinkRates:
     """Bytes per second to the device and from the device, each direction measured separately."""
 
     down_bytes_per_s: float
     up_bytes_per_s: float
 
 
-def measure_link(device: jax.Device, megabytes: int = 256) -> Link:  # type: ignore[valid-type]
+def measure_link(device: jax.Device, megabytes: int = 256) -> LinkRates:  # type: ignore[valid-type]
     """Measure the link by trains of transfers: the best of a few, after a warm-up train."""
     size = megabytes << 20
     here = jax.sharding.SingleDeviceSharding(device)
     host = jax.device_put(np.zeros(size, np.uint8), pinned_sharding(here))
     there = jax.device_put(host, here)
-    return Link(size / _best(host, here), size / _best(there, pinned_sharding(here)))
+    return LinkRates(size / _best(host, here), size / _best(there, pinned_sharding(here)))
 
 
 def _best(array: jax.Array, target: jax.sharding.Sharding) -> float:
@@ -48,7 +48,7 @@ def _best(array: jax.Array, target: jax.sharding.Sharding) -> float:
     return min(found[1:])
 
 
-def report(runtime: Runtime, link: Link) -> dict[str, Any]:
+def report(runtime: Runtime, link: LinkRates) -> dict[str, Any]:
     """Return the report of all blocks since the start.
 
     `tokens_per_s`: generated tokens / (prefill + decode seconds), FlexGen §6.

@@ -29,7 +29,7 @@ from jaxflow.flexgen.policy import TIERS, PolicyError
 from jaxflow.flexgen.pool_limits import host_pool_gib, least_limit, usable_bytes
 from jaxflow.flexgen.programs import (
     Compiled,
-    Programs,
+    OffloadPrograms,
     attends_on_host,
     compile_programs,
     fetches_rows,
@@ -81,7 +81,7 @@ def start(
     kernels = choose_kernels(resolved, checkpoint.model_config)
     tell_kernels(kernels, {}, progress)  # without GEMM shapes, which are not known before the placement
     programs = [
-        Programs(geometry, Context(geometry.config, kernels, axis_of(geometry.mesh)))
+        OffloadPrograms(geometry, Context(geometry.config, kernels, axis_of(geometry.mesh)))
         for geometry in geometries
     ]
     with tqdm(desc="Compiling", disable=not progress, unit="program", delay=1.0) as bar:

@@ -20,7 +20,7 @@ SCHEMA_VERSION = 1
 _CLOCKS = 200  # between the lowest and the highest, for the search of the best
 
 
-class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class JoulesCurve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Joules of a unit of work by clock: `joules · (fixed + (1 - fixed) · (clock / highest clock)²)`."""
 
     joules: float  # at the highest clock
@@ -30,9 +30,9 @@ class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Return the joules at a clock, given as a share of the highest clock."""
         return self.joules * (self.fixed + (1 - self.fixed) * clock_share**2)
 
-    def times(self, factor: float) -> "Curve":
+    def times(self, factor: float) -> "JoulesCurve":
         """Return the curve of `factor` units of work."""
-        return Curve(self.joules * factor, self.fixed)
+        return JoulesCurve(self.joules * factor, self.fixed)
 
 
 class Power(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -50,8 +50,8 @@ class Power(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     highest_clock_hz: float
     lowest_clock_hz: float
     flops_per_cycle: Mapping[str, float]  # the tensor cores' peak, by dtype
-    flop: Mapping[str, Curve]  # by dtype
-    byte: Curve  # of device memory, read or written
+    flop: Mapping[str, JoulesCurve]  # by dtype
+    byte: JoulesCurve  # of device memory, read or written
 
     def dynamic_j(self, work: Work, dtype: str, clock_share: np.ndarray | float = 1.0) -> np.ndarray | float:
         """Return the joules above idle that the work takes. The network's are unknown and count as 0."""

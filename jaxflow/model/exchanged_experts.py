@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxflow.model.op_registry import Context, op_scope
 from jaxflow.model.routing import Routing, weighted_sum
-from jaxflow.parallel.ragged import Pieces, send
+from jaxflow.parallel.ragged import RaggedPieces, send
 from pallas_kernels.gemm.grouped.groups import Groups, HeldExperts, list_groups
 
 
@@ -29,7 +29,7 @@ class ReceivedRows:
 
     rows: Float[Array, "M D"]
     groups: Groups
-    back: Pieces
+    back: RaggedPieces
 
 
 def list_sent(experts: Int[Array, "t e"], number: int, is_token: Bool[Array, " t"] | None) -> Groups:
@@ -59,7 +59,9 @@ def send_to_experts(c: Context, h: Float[Array, "t D"], routing: Routing) -> Rec
     return ReceivedRows(rows, groups, back)
 
 
-def send_back(c: Context, y: Float[Array, "M D"], back: Pieces, routing: Routing) -> Float[Array, "t D"]:
+def send_back(
+    c: Context, y: Float[Array, "M D"], back: RaggedPieces, routing: Routing
+) -> Float[Array, "t D"]:
     """Send the experts' outputs back, and return the weighted sum of those of each of this device's tokens.
 
     The sum is complete, not a partial sum.
@@ -84,7 +86,9 @@ def _list_received(c: Context, counts: Int[Array, "n E"], tokens: int, chosen: i
     return c.kernels.list_groups(experts[:, None], number, held=HeldExperts(first, held))
 
 
-def pieces_of(counts: Int[Array, "n E"], align: int, device: Int[Array, ""] | int) -> tuple[Pieces, Pieces]:
+def pieces_of(
+    counts: Int[Array, "n E"], align: int, device: Int[Array, ""] | int
+) -> tuple[RaggedPieces, RaggedPieces]:
     """Return the pieces of a device on the way to the experts, and on the way back.
 
     counts: the rows of each device for each expert, which the device has sorted by expert.
@@ -95,5 +99,5 @@ def pieces_of(counts: Int[Array, "n E"], align: int, device: Int[Array, ""] | in
     starts = (jnp.cumsum(counts, axis=1) - counts).reshape(sizes.shape)
     aligned = (sizes.sum(0) + align - 1) // align * align
     places = (jnp.cumsum(aligned, axis=1) - aligned)[None] + jnp.cumsum(sizes, axis=0) - sizes
-    there = Pieces(starts[device], sizes[device], places[device], sizes[:, device])
-    return there, Pieces(places[:, device], sizes[:, device], starts[:, device], sizes[device])
+    there = RaggedPieces(starts[device], sizes[device], places[device], sizes[:, device])
+    return there, RaggedPieces(places[:, device], sizes[:, device], starts[:, device], sizes[device])

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxflow.parallel.ragged import Pieces
+from jaxflow.parallel.ragged import RaggedPieces
 from pallas_kernels.gemm.grouped.groups import Groups
 
 
@@ -46,7 +46,7 @@ class ExpertRows:
 
     rows: Float[Array, "M F"]
     groups: Groups
-    back: Pieces | None = None
+    back: RaggedPieces | None = None
 
 
 def by_token(value: Any) -> Any:

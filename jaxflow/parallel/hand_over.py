@@ -21,7 +21,7 @@ def hand_over(array: jax.Array, sharding: NamedSharding) -> jax.Array:
     return jax.device_put(array, sharding)
 
 
-class Exchange:
+class ProcessHandOver:
     """Hand-overs between stages that may lie in different processes. Each stage lies in one process.
 
     All processes make all hand-overs in the same order, also those between two others, because a

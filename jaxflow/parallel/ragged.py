@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Pieces:
+class RaggedPieces:
     """The rows that one device sends and gets: k pieces for each of n devices, and k pieces from each.
 
     starts: [j, p], the first row of piece p for device j, among the device's own rows.
@@ -26,7 +26,7 @@ class Pieces:
     received: Int[Array, "n k"]
 
 
-def send(rows: Float[Array, "M D"], pieces: Pieces, axis: str, *, length: int) -> Float[Array, "R D"]:
+def send(rows: Float[Array, "M D"], pieces: RaggedPieces, axis: str, *, length: int) -> Float[Array, "R D"]:
     """Return the rows that the devices send to this one, as the platform sends them best.
 
     Rows of the result that no piece fills are undefined.
@@ -39,7 +39,9 @@ def send(rows: Float[Array, "M D"], pieces: Pieces, axis: str, *, length: int) -
     return lax.platform_dependent(rows, pieces, cuda=ragged, default=gathered)
 
 
-def send_ragged(rows: Float[Array, "M D"], pieces: Pieces, axis: str, *, length: int) -> Float[Array, "R D"]:
+def send_ragged(
+    rows: Float[Array, "M D"], pieces: RaggedPieces, axis: str, *, length: int
+) -> Float[Array, "R D"]:
     """Return the result of `send` by `lax.ragged_all_to_all`, which sends the
     pieces only. XLA:CPU has none.
     """
@@ -51,7 +53,7 @@ def send_ragged(rows: Float[Array, "M D"], pieces: Pieces, axis: str, *, length:
 
 
 def send_gathered(
-    rows: Float[Array, "M D"], pieces: Pieces, axis: str, *, length: int
+    rows: Float[Array, "M D"], pieces: RaggedPieces, axis: str, *, length: int
 ) -> Float[Array, "R D"]:
     """Return the result of `send` by an all-gather of all rows, with 0 in rows that no piece fills."""
     devices, of_device = pieces.starts.shape

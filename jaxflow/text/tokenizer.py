@@ -10,7 +10,7 @@ from pathlib import Path
 from jaxflow.text.control_tokens import ControlTokens, encode_text
 from jaxflow.text.gguf_vocabulary import read_gguf_vocabulary
 from jaxflow.text.hf_vocabulary import read_hf_vocabulary
-from jaxflow.text.vocabulary import Pieces, TextStream, TokenizerError, Vocabulary
+from jaxflow.text.vocabulary import TextStream, TokenizerError, TokenPieces, Vocabulary
 
 PIECE_CHARS = 1 << 16  # a longer text is counted in pieces of this size before it is tokenized whole
 
@@ -51,8 +51,8 @@ class Tokenizer:
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         try:
             self._pieces = {
-                False: Pieces(self._backend),
-                True: Pieces(self._backend, hidden=self.special_ids),
+                False: TokenPieces(self._backend),
+                True: TokenPieces(self._backend, hidden=self.special_ids),
             }
         except TokenizerError as error:
             raise TokenizerError(f"{self.source}: {error}") from error
@@ -139,7 +139,7 @@ class Tokenizer:
         piece = self._pieces[False][token_id]
         return piece.decode(errors="replace") if isinstance(piece, bytes) else piece or ""
 
-    def pieces(self, skip_special_tokens: bool) -> Pieces:
+    def pieces(self, skip_special_tokens: bool) -> TokenPieces:
         """Return the table from token id to text for `decode` and the detokenizer."""
         return self._pieces[bool(skip_special_tokens)]
 

@@ -1,7 +1,8 @@
 """The vocabulary of a checkpoint, and the text of its tokens.
 
-`Vocabulary` is the common form of a Hugging Face folder and a GGUF file. `Pieces` maps a token id to the text
-that the token adds. `TextStream` joins the pieces of a growing list of tokens, without splitting a character.
+`Vocabulary` is the common form of a Hugging Face folder and a GGUF file. `TokenPieces` maps a token id to the
+text that the token adds. `TextStream` joins the pieces of a growing list of tokens, without splitting a
+character.
 
 A piece is a string if the token is made of full characters. Otherwise it is bytes: a part of a character in
 byte-level BPE, or a byte token like `<0xE2>` of SentencePiece. Bytes wait until they complete a character.
@@ -106,7 +107,7 @@ def _decoding(decoder: dict[str, Any]) -> _Decoding:
     )
 
 
-class Pieces(dict[int, "str | bytes | None"]):
+class TokenPieces(dict[int, "str | bytes | None"]):
     """The piece of each token id, computed at the first lookup. None: the token is hidden or does not exist.
 
     The text agrees with the `tokenizers` package except for a run of byte tokens that is not valid UTF-8. The
@@ -163,7 +164,7 @@ class TextStream:
 
     __slots__ = ("_partial", "_pieces", "_strip")
 
-    def __init__(self, pieces: Pieces):
+    def __init__(self, pieces: TokenPieces):
         self._pieces = pieces
         self._partial = b""  # the first UTF-8 bytes of an incomplete character
         self._strip = pieces.strips_space

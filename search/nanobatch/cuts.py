@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from search.nanobatch.cyclic import SearchError
 from search.nanobatch.layer_tasks import Chain, Task, chains, has_side_streams, make_task, repeated_layer
 from search.nanobatch.options import chain_s, task_options
-from search.nanobatch.problem import Deadline, SearchProblem
+from search.nanobatch.problem import SearchDeadline, SearchProblem
 
 TILE = 128  # rows of a product's tile: cuts are its multiples
 _GAIN = 0.02  # share of an op's time that an unsplit task must save
@@ -97,7 +97,9 @@ def make_tasks(setting: SearchProblem, cuts: Sequence[int]) -> tuple[list[Task],
     return tasks, covers
 
 
-def most_promising(setting: SearchProblem, sequential_s: float, limit: Deadline) -> list[tuple[int, ...]]:
+def most_promising(
+    setting: SearchProblem, sequential_s: float, limit: SearchDeadline
+) -> list[tuple[int, ...]]:
     """Return the sets of cuts by estimated period; sets after the time limit
     come last, without an estimate.
     """

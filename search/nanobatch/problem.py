@@ -15,7 +15,7 @@ from search.profile.share_times import ShareTimes
 
 
 @dataclasses.dataclass(frozen=True)
-class Deadline:
+class SearchDeadline:
     """The end of a search, by a clock in seconds."""
 
     stop: float
@@ -25,10 +25,10 @@ class Deadline:
     def passed(self) -> bool:
         return self.clock() > self.stop
 
-    def part(self, share: float) -> "Deadline":
+    def part(self, share: float) -> "SearchDeadline":
         """Return the deadline of the first `share` of the time that is left."""
         now = self.clock()
-        return Deadline(now + max(0.0, self.stop - now) * share, self.clock)
+        return SearchDeadline(now + max(0.0, self.stop - now) * share, self.clock)
 
     def most(self, seconds: float) -> float:
         """Return `seconds`, or less where less time is left; at least one second."""

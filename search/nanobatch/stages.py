@@ -27,7 +27,7 @@ from search.nanobatch.layer_tasks import (
     starts_outside,
 )
 from search.nanobatch.options import task_options, task_s, wave_filling_sms
-from search.nanobatch.problem import Deadline, SearchProblem
+from search.nanobatch.problem import SearchDeadline, SearchProblem
 
 _ENOUGH = 0.005  # a plan is accepted where no other can be shorter by this share
 _STAGE_I_S = 8.0
@@ -132,7 +132,7 @@ def search(
 
     Raises: SearchError naming the constraint that leaves no plan.
     """
-    limit, late = (Deadline(clock() + share * time_limit_s, clock) for share in (1, 1 + _LATE))
+    limit, late = (SearchDeadline(clock() + share * time_limit_s, clock) for share in (1, 1 + _LATE))
     ways, joules_s = _ways(setting), setting.energy_s([(0, setting.load.tokens)])
     sequential = _sequential(setting, target, limit)
     best, chosen = None if setting.split else sequential, setting
@@ -219,7 +219,7 @@ def _wider(setting: SearchProblem) -> list[tuple[str, SearchProblem]]:
     return [*wider, ("full waves", dataclasses.replace(finer, full_waves=True))] if waves else wider
 
 
-def _sequential(setting: SearchProblem, target: Target | None, limit: Deadline) -> FoundPlan:
+def _sequential(setting: SearchProblem, target: Target | None, limit: SearchDeadline) -> FoundPlan:
     """Return the plan with every op on all tokens, in sequence."""
     whole, (part, governor) = (
         dataclasses.replace(setting, overlap=(), nano_batches=1, split=False),
@@ -252,7 +252,7 @@ def _solve(
     target: Target | None,
     most_s: float | None,
     sequential_s: float,
-    limit: Deadline,
+    limit: SearchDeadline,
 ) -> FoundPlan:
     """Solve both stages for one set of cuts, and convert the period to the clock that the card settles at.
 
@@ -275,7 +275,7 @@ def _stages(
     name: str,
     target: Target | None,
     most_s: float | None,
-    limit: Deadline,
+    limit: SearchDeadline,
 ) -> FoundPlan:
     tasks, one = stage_one(setting, cuts, limit.most(_STAGE_I_S))
     if most_s is not None and limit.passed:

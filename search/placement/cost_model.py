@@ -32,7 +32,7 @@ from typing import Any
 
 from jaxflow.flexgen.block import diagonal_starts
 from jaxflow.flexgen.policy import Policy
-from search.placement.machine_curves import CURVES, Curve, Machine
+from search.placement.machine_curves import CURVES, Machine, TimeCurve
 from search.placement.workload import BYTES, CrossingTokens, PlacementWorkload
 
 TERMS = (
@@ -386,7 +386,7 @@ class Prediction:
 
 def crossing_bytes(work: PlacementWorkload, policy: Policy, blocks: int = 1) -> dict[str, float]:
     """Return the bytes of a run over the link and the disk, each direction, by `TERMS`."""
-    byte_a_second: dict[str, Any] = dict.fromkeys(CURVES, Curve(0.0, 1.0))
+    byte_a_second: dict[str, Any] = dict.fromkeys(CURVES, TimeCurve(0.0, 1.0))
     machine, (choice, placed) = Machine(name="bytes", method="", **byte_a_second), split(policy)
     micro_batches = choice.pipeline_parallel_size
     choice = dataclasses.replace(choice, pipeline_parallel_size=1)

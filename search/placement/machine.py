@@ -40,11 +40,11 @@ from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from search.placement.cost_model import predict
 from search.placement.machine_curves import (
     CURVES,
-    Curve,
     CurvePoint,
     Machine,
     MachineError,
     MeasuredCurves,
+    TimeCurve,
     errors,
     fit_machine,
     load_measured,
@@ -175,7 +175,7 @@ def _scaled(machine: Machine, factors: np.ndarray) -> Machine:
     curves = {}
     for name, factor in zip(CURVES, rates, strict=True):
         curve = getattr(machine, name)
-        curves[name] = Curve(curve.fixed_s, float(f"{curve.units_per_s * factor:.6g}"))
+        curves[name] = TimeCurve(curve.fixed_s, float(f"{curve.units_per_s * factor:.6g}"))
     return msgspec.structs.replace(
         machine, batch_layer_s=float(f"{machine.batch_layer_s * batch_layer:.6g}"), **curves
     )

@@ -30,7 +30,7 @@ class MachineError(UserError):
 RENAMED = {"square_s": "batch_layer_s"}  # fields of earlier releases
 
 
-class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class TimeCurve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Seconds of some work: `fixed_s + units / units_per_s`."""
 
     fixed_s: float
@@ -54,14 +54,14 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     name: str
     method: str
-    host_to_device: Curve
-    device_to_host: Curve
-    disk_to_host: Curve
-    host_to_disk: Curve
-    device_products: Curve  # dense products
-    device_attention: Curve  # FLOPs of compute-bound attention
-    device_memory: Curve  # bytes read or written apart from products
-    host_attention: Curve  # bytes of KV that the host attends to
+    host_to_device: TimeCurve
+    device_to_host: TimeCurve
+    disk_to_host: TimeCurve
+    host_to_disk: TimeCurve
+    device_products: TimeCurve  # dense products
+    device_attention: TimeCurve  # FLOPs of compute-bound attention
+    device_memory: TimeCurve  # bytes read or written apart from products
+    host_attention: TimeCurve  # bytes of KV that the host attends to
     one_processor: bool = False  # the device is the host: their work takes turns
     # Elements a second that FlexGen's own runtime unpacks from 4 bits: a layer once for a block,
     # with no transfer meanwhile. None: the program of each batch unpacks at the rate of
@@ -82,7 +82,7 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return not self.one_processor and self.unpack_weights_per_s is None
 
 
-CURVES = tuple(field.name for field in msgspec.structs.fields(Machine) if field.type is Curve)
+CURVES = tuple(field.name for field in msgspec.structs.fields(Machine) if field.type is TimeCurve)
 
 
 class CurvePoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -101,7 +101,7 @@ class MeasuredCurves(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     one_processor: bool = False
 
 
-def fit_curve(points: Sequence[CurvePoint]) -> Curve:
+def fit_curve(points: Sequence[CurvePoint]) -> TimeCurve:
     """Return the curve with the least squared error in the logarithm of seconds, so all sizes count the
     same.
 
@@ -115,7 +115,7 @@ def fit_curve(points: Sequence[CurvePoint]) -> Curve:
         np.asarray(_least_squares(jnp.array(units / units.max()), jnp.array(seconds / seconds.max())))
         * seconds.max()
     )
-    return Curve(float(f"{fixed:.4g}"), float(f"{units.max() / slope:.4g}"))
+    return TimeCurve(float(f"{fixed:.4g}"), float(f"{units.max() / slope:.4g}"))
 
 
 @jax.jit

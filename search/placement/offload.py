@@ -35,7 +35,7 @@ from jaxflow.engine.start import resolve
 from jaxflow.flexgen.accounting import DoesNotFit
 from jaxflow.flexgen.config import OffloadConfig
 from jaxflow.flexgen.policy import TIERS, Policy, PolicyError, load_policy
-from jaxflow.flexgen.report import Link, measure_link, report, totals
+from jaxflow.flexgen.report import LinkRates, measure_link, report, totals
 from jaxflow.flexgen.runtime import Runtime
 from jaxflow.flexgen.start import prepare, start
 from jaxflow.model.checkpoints.checkpoint import Checkpoint, open_checkpoint
@@ -87,7 +87,7 @@ class OffloadBench:
     memory: TierMemory
     engine: EngineConfig
     checkpoint: Checkpoint
-    link: Link
+    link: LinkRates
 
     def config(self, policy: Policy, **settings: Any) -> OffloadConfig:
         """Return the offload settings of a policy under the limits of the tiers."""

@@ -27,7 +27,7 @@ from search.placement.cost_model import (
     passes,
     resources,
 )
-from search.placement.machine_curves import CURVES, Curve, Machine
+from search.placement.machine_curves import CURVES, Machine, TimeCurve
 from search.placement.workload import PlacementWorkload
 
 GPU_BATCH_SIZES = (1, 2, 4, 8, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 384, 512)
@@ -271,7 +271,7 @@ def link_bound(
     The result is inf if nothing has to cross.
     """
     free: dict[str, Any] = {
-        name: Curve(0.0, math.inf) for name in CURVES if name not in ("host_to_device", "device_to_host")
+        name: TimeCurve(0.0, math.inf) for name in CURVES if name not in ("host_to_device", "device_to_host")
     }
     only_link = Machine(
         name=machine.name,

@@ -42,7 +42,7 @@ from search.profile.op_times import (
 SCHEMA_VERSION = 3
 
 
-class Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ClockCard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The rates of a device's kernels, in cycles, and their joules. method: the source of the numbers."""
 
     schema_version: int
@@ -70,7 +70,7 @@ class Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @functools.cache
-def shipped_card(device: str) -> Card | None:
+def shipped_card(device: str) -> ClockCard | None:
     """Return the constants shipped for a device of `jaxflow.model.cost.DEVICES`, or None.
 
     Raises: ProfileError for another schema.
@@ -81,10 +81,10 @@ def shipped_card(device: str) -> Card | None:
     if found["schema_version"] != SCHEMA_VERSION:
         version = found["schema_version"]
         raise ProfileError(f"card of {device}: clock.schema_version={version}: accepted is {SCHEMA_VERSION}")
-    return msgspec.convert(found, Card)
+    return msgspec.convert(found, ClockCard)
 
 
-def of_kernels(power: Power, card: Card) -> Power:
+def of_kernels(power: Power, card: ClockCard) -> Power:
     """Return the joules of ordinary kernels, where `power` has the least joules."""
     flop = {dtype: curve.times(card.joules_factor[dtype]) for dtype, curve in power.flop.items()}
     return msgspec.structs.replace(power, flop=flop, byte=power.byte.times(card.joules_factor["byte"]))
@@ -168,7 +168,7 @@ class ClockScaling:
     the card's.
     """
 
-    def __init__(self, graph: Graph, profile: Profile, card: Card | None = None):
+    def __init__(self, graph: Graph, profile: Profile, card: ClockCard | None = None):
         self.ops = {
             op.name: op for layer in graph.layers for op in layer if op.kind in ("dense", "attention")
         }

@@ -29,7 +29,7 @@ from absl import flags
 from jaxflow.cli.output_files import check_outputs
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.cost import find_device
-from jaxflow.model.energy import SCHEMA_VERSION, Curve, Power, shipped_power
+from jaxflow.model.energy import SCHEMA_VERSION, JoulesCurve, Power, shipped_power
 from jaxflow.model.graph import Graph, Op, Widths, Work, model_graph
 from search.cost import BYTES
 from search.profile.modelled import product_dtype
@@ -213,7 +213,7 @@ def fit(measured: PowerRuns) -> Power:
     (params, _), _ = jax.lax.scan(step, start, length=_STEPS)
     lowest = float((watts / predicted(params, rates, share)).min())
     joules, fixed = jnp.exp(params["log_joules"]) * lowest / 1e12, jax.nn.sigmoid(params["fixed"])
-    curves = [Curve(float(f"{j:.4g}"), round(float(f), 3)) for j, f in zip(joules, fixed, strict=True)]
+    curves = [JoulesCurve(float(f"{j:.4g}"), round(float(f), 3)) for j, f in zip(joules, fixed, strict=True)]
     return Power(
         schema_version=SCHEMA_VERSION,
         device=measured.device,
@@ -270,12 +270,12 @@ def _least(factors: Iterable[float]) -> float:
     return min(1.0, max(0.0, min(factors, default=1.0)))
 
 
-def _lower(curve: Curve, factor: float) -> Curve:
+def _lower(curve: JoulesCurve, factor: float) -> JoulesCurve:
     """Return the curve times the factor, rounded down to four digits; unchanged for a factor of 1."""
     return (
         curve
         if factor == 1
-        else Curve(float(_DOWN.create_decimal_from_float(curve.joules * factor)), curve.fixed)
+        else JoulesCurve(float(_DOWN.create_decimal_from_float(curve.joules * factor)), curve.fixed)
     )
 
 

@@ -15,7 +15,7 @@ from jaxflow.config import ModelConfig
 from jaxflow.model.cost import FP8_PRODUCTS, Device, op_times, work_times
 from jaxflow.model.graph import BFLOAT16, Graph, Op, Widths, Work, model_graph
 from pallas_kernels.gemm.grouped.tiles import expected_tiles, tile_rows
-from search.profile.clock import Card, Governor, governor_of, shipped_card
+from search.profile.clock import ClockCard, Governor, governor_of, shipped_card
 from search.profile.op_times import ATTENTION, EXCHANGE, OpTime, Profile, ProfileError, alone, seconds
 
 _INTAKE = 3.0  # an SM's intake over its share of the bandwidth, for unknown cards
@@ -26,7 +26,7 @@ class KernelModel:
     """The times of ops on a card with known kernels, at a clock."""
 
     device: Device
-    card: Card
+    card: ClockCard
     governor: Governor
     total_sms: int
     kv_dtype: str = "bfloat16"
@@ -91,7 +91,7 @@ def modelled_profile(
     keys: Iterable[int] = (256, 1024, 4096),
     sms: Iterable[int] | None = None,
     total_sms: int | None = None,
-    card: Card | None = None,
+    card: ClockCard | None = None,
 ) -> Profile:
     """Return the profile of one of `tp` devices, with both forms of the collectives.
 
@@ -145,7 +145,7 @@ def modelled_profile(
 SMS = 0  # SMs of peer copies: concurrent ops get all
 
 
-def copied(profile: Profile, graph: Graph, card: Card) -> Profile:
+def copied(profile: Profile, graph: Graph, card: ClockCard) -> Profile:
     """Return the profile with the graph's collectives by the copy engines, at each measured number of
     tokens.
 

@@ -16,7 +16,7 @@ from jaxflow.model.composition import Composition
 from jaxflow.model.cost import find_device
 from jaxflow.model.graph import Graph, Op
 from pallas_kernels.gemm.fp8.tile_schedule import filled
-from search.profile.clock import Card, ClockScaling, shipped_card, slowdown
+from search.profile.clock import ClockCard, ClockScaling, shipped_card, slowdown
 from search.profile.modelled import SMS
 from search.profile.op_times import ATTENTION, Profile, seconds
 
@@ -39,7 +39,7 @@ class ShareTimes:
         profile: Profile,
         graph: Graph,
         products: Mapping[str, tuple[int, int]] | None = None,
-        card: Card | None = None,
+        card: ClockCard | None = None,
         memory_sms: Collection[int] | None = None,
     ):
         device = find_device(profile.device)

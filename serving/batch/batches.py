@@ -9,14 +9,14 @@ import shutil
 import time
 from pathlib import Path
 
-from serving.batch.input_file import CheckBody, InputFile, InvalidInput, Limits, LineError, open_input
+from serving.batch.input_file import CheckBody, FileLimits, InputFile, InvalidInput, LineError, open_input
 from serving.batch.journal import Input, Journal, JournalError
 from serving.batch.leases import Leases
 from serving.batch.runner import EngineStopped, Runner, error_lines, write_lines
-from serving.batch.store import ENDED, Batch, Counts, Errors, Status, Store, new_file_id
+from serving.batch.store import ENDED, Batch, Errors, RequestCounts, Status, Store, new_file_id
 from serving.batch.window import Window
 from serving.frontend.access import CALLER, Caller
-from serving.frontend.line_endpoints import Endpoints
+from serving.frontend.line_endpoints import LineEndpoints
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ UNANSWERED = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Model:
+class BatchModel:
     """The model that answers batches.
 
     Attributes:
@@ -39,7 +39,7 @@ class Model:
     """
 
     name: str
-    endpoints: Endpoints
+    endpoints: LineEndpoints
     check_body: CheckBody
 
 
@@ -52,10 +52,16 @@ class Batches:
     """
 
     def __init__(
-        self, store: Store, model: Model, window: Window, *, priority: int, limits: Limits | None = None
+        self,
+        store: Store,
+        model: BatchModel,
+        window: Window,
+        *,
+        priority: int,
+        limits: FileLimits | None = None,
     ):
         self.store, self._model, self._window = store, model, window
-        self._priority, self._limits = priority, limits or Limits()
+        self._priority, self._limits = priority, limits or FileLimits()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._journals: dict[str, Journal] = {}  # journals of the running batches
         self._running = asyncio.Semaphore(MAX_RUNNING)
@@ -246,7 +252,7 @@ class Batches:
             log.error("batch %s failed, which could not be written: %s", batch.id, error)
 
 
-def counts_of(batch: Batch, journal: Journal) -> Counts:
+def counts_of(batch: Batch, journal: Journal) -> RequestCounts:
     """Return the counts of a batch, from its journal."""
     completed = journal.num_finished - journal.num_failed
-    return Counts(batch.request_counts.total, completed, journal.num_failed)
+    return RequestCounts(batch.request_counts.total, completed, journal.num_failed)

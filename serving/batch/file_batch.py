@@ -6,13 +6,13 @@ from pathlib import Path
 import msgspec
 
 from jaxflow.request import InvalidRequest
-from serving.batch.input_file import CheckBody, InputFile, InvalidInput, Limits, LineError, open_input
-from serving.batch.journal import Answer, Input, Journal
+from serving.batch.input_file import CheckBody, FileLimits, InputFile, InvalidInput, LineError, open_input
+from serving.batch.journal import AnsweredLine, Input, Journal
 from serving.batch.leases import Leases
 from serving.batch.parquet import is_parquet, write_parquet
 from serving.batch.runner import Runner, write_output
 from serving.batch.window import Window
-from serving.frontend.line_endpoints import Endpoints
+from serving.frontend.line_endpoints import LineEndpoints
 
 
 class _Named(msgspec.Struct):
@@ -56,9 +56,9 @@ class FileBatch:
 
     async def run(
         self,
-        endpoints: Endpoints,
+        endpoints: LineEndpoints,
         window: Window,
-        on_finished: Callable[[list[Answer]], None] = lambda answers: None,
+        on_finished: Callable[[list[AnsweredLine]], None] = lambda answers: None,
     ) -> None:
         """Run the lines without an answer, see `Runner`. Raises: EngineStopped, OSError, JournalError."""
         runner = Runner(self.source, self.journal, self._leases, endpoints, window, on_finished=on_finished)
@@ -79,7 +79,7 @@ class FileBatch:
 
 
 def open_batch(
-    path: Path, journal: Path, model: str, check_body: CheckBody, limits: Limits | None = None
+    path: Path, journal: Path, model: str, check_body: CheckBody, limits: FileLimits | None = None
 ) -> FileBatch:
     """Check a whole input file and open its journal.
 

@@ -41,7 +41,7 @@ class LineError(msgspec.Struct, frozen=True):
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
+class FileLimits:
     """The limits of an input file, by default those of OpenAI, and of the body of a line, in bytes."""
 
     file_bytes: int = 200 * 1024 * 1024
@@ -109,7 +109,7 @@ class InputFile:
 def open_input(
     path: Path,
     check_body: CheckBody,
-    limits: Limits | None = None,
+    limits: FileLimits | None = None,
     *,
     urls: tuple[str, ...] = URLS,
     pause: Callable[[], None] = lambda: None,
@@ -125,13 +125,13 @@ def open_input(
       OSError: the file cannot be read.
     """
     with open(path, "rb", buffering=2**20) as file:
-        return _Check(check_body, limits or Limits(), urls).run(path, file, pause)
+        return _Check(check_body, limits or FileLimits(), urls).run(path, file, pause)
 
 
 class _Check:
     """The check of one input file."""
 
-    def __init__(self, check_body: CheckBody, limits: Limits, urls: tuple[str, ...]):
+    def __init__(self, check_body: CheckBody, limits: FileLimits, urls: tuple[str, ...]):
         self._check_body, self._limits, self._urls = check_body, limits, urls
         self._errors: list[LineError] = []
         self._count = 0

@@ -59,7 +59,7 @@ class Opening(msgspec.Struct, frozen=True, tag="opening", array_like=True):
     input: Input
 
 
-class Answer(msgspec.Struct, frozen=True, tag="answer", array_like=True):
+class AnsweredLine(msgspec.Struct, frozen=True, tag="answer", array_like=True):
     """The answer of one line.
 
     Attributes:
@@ -74,7 +74,7 @@ class Answer(msgspec.Struct, frozen=True, tag="answer", array_like=True):
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Opening | Answer).decode
+_decode = msgspec.msgpack.Decoder(Opening | AnsweredLine).decode
 
 
 def frame(payload: bytes) -> bytes:
@@ -149,7 +149,7 @@ class Journal:
             if index != own and path.stat().st_size > self._read_to[index]:
                 self._read_segment(index, path)
 
-    def append(self, answers: Sequence[Answer]) -> None:
+    def append(self, answers: Sequence[AnsweredLine]) -> None:
         """Write answers and wait until they are on disk. Then their lines are finished.
 
         Raises:
@@ -234,7 +234,7 @@ class Journal:
                     self._finish(record, index, self._read_to[index])
                 self._read_to[index] = end
 
-    def _decode(self, payload: bytes, path: Path) -> Opening | Answer:
+    def _decode(self, payload: bytes, path: Path) -> Opening | AnsweredLine:
         try:
             return _decode(payload)
         except msgspec.DecodeError as error:
@@ -251,7 +251,7 @@ class Journal:
                     f"{ours}. Delete the folder to begin again"
                 )
 
-    def _finish(self, answer: Answer, segment: int, offset: int) -> None:
+    def _finish(self, answer: AnsweredLine, segment: int, offset: int) -> None:
         if not 1 <= answer.line <= self.input.lines:
             raise JournalError(f"{self._paths[segment]} answers line {answer.line} of {self.input.lines}")
         if self._segments[answer.line] < 0:
@@ -263,7 +263,7 @@ class Journal:
     def _output(self, file: BinaryIO, line: int) -> bytes:
         for _, payload in read_frames(file, self._offsets[line]):
             record = self._decode(payload, self._paths[self._segments[line]])
-            if isinstance(record, Answer) and record.line == line:
+            if isinstance(record, AnsweredLine) and record.line == line:
                 return record.output
             break
         raise JournalError(f"{file.name} lost the answer of line {line} after the answer was written")

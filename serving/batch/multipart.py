@@ -14,7 +14,7 @@ class MultipartError(ValueError):
     """A body that is no multipart form."""
 
 
-class Part(msgspec.Struct, frozen=True):
+class FormField(msgspec.Struct, frozen=True):
     """The beginning of a field. `filename`: None unless the field is a file."""
 
     name: str
@@ -46,7 +46,7 @@ class MultipartParser:
         self._inside = False  # a part has begun
         self.ended = False
 
-    def feed(self, data: bytes) -> Iterator[Part | bytes]:
+    def feed(self, data: bytes) -> Iterator[FormField | bytes]:
         """Yield, for the next piece of the body, each part that begins and the contents that follow the part.
 
         Raises: MultipartError.
@@ -80,7 +80,7 @@ class MultipartParser:
             yield _part(rest[2:end])
 
 
-def _part(headers: bytes) -> Part:
+def _part(headers: bytes) -> FormField:
     """Return the part of these headers. Raises: MultipartError."""
     for line in headers.split(b"\r\n"):
         key, _, value = line.partition(b":")
@@ -90,5 +90,5 @@ def _part(headers: bytes) -> Part:
             name = header.get_param("name", None, "content-disposition")
             filename = header.get_filename()
             if header.get_content_disposition() == "form-data" and isinstance(name, str):
-                return Part(name, filename)
+                return FormField(name, filename)
     raise MultipartError("a part has no Content-Disposition with a name")

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from jaxflow.config import ConfigError
-from serving.batch.input_file import MAX_ERRORS, InvalidInput, Limits, LineError
+from serving.batch.input_file import MAX_ERRORS, FileLimits, InvalidInput, LineError
 from serving.batch.journal import sync_folder
 
 SUFFIX = ".parquet"
@@ -38,7 +38,7 @@ def check_format(field: str, path: Path) -> None:
 
 
 @contextlib.contextmanager
-def json_lines(path: Path, limits: Limits | None = None) -> Iterator[Path]:
+def json_lines(path: Path, limits: FileLimits | None = None) -> Iterator[Path]:
     """Give an input file as JSON lines: itself, or a temporary file with the rows of a parquet file.
 
     Raises:
@@ -51,11 +51,11 @@ def json_lines(path: Path, limits: Limits | None = None) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="jaxflow-batch-") as folder:
         lines = Path(folder) / "input.jsonl"
-        _convert(path, lines, limits or Limits())
+        _convert(path, lines, limits or FileLimits())
         yield lines
 
 
-def _convert(path: Path, lines: Path, limits: Limits) -> None:
+def _convert(path: Path, lines: Path, limits: FileLimits) -> None:
     """Write the rows of a parquet file as JSON lines."""
     import pyarrow.parquet  # pyright: ignore[reportMissingImports]
 

@@ -11,9 +11,9 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from serving.batch.batches import Batches
-from serving.batch.input_file import URLS, Limits
+from serving.batch.input_file import URLS, FileLimits
 from serving.batch.journal import write_all
-from serving.batch.multipart import MultipartError, MultipartParser, Part, boundary_of
+from serving.batch.multipart import FormField, MultipartError, MultipartParser, boundary_of
 from serving.batch.store import ENDED, Batch, Store, StoredFile, StoreFull, new_batch_id, page
 
 MAX_FIELD_BYTES = 64 * 1024  # of a form field that is no file
@@ -66,14 +66,14 @@ def routes_without_store() -> list[BaseRoute]:
 
 
 def routes(
-    batches: Batches, *, caller_name: CallerName = lambda request: "", limits: Limits | None = None
+    batches: Batches, *, caller_name: CallerName = lambda request: "", limits: FileLimits | None = None
 ) -> list[BaseRoute]:
     """Return the routes of files and batches. The caller mounts them behind its authentication.
 
     Args:
       caller_name: returns the owner of what a request makes; other owners see nothing of it.
     """
-    own = _Routes(batches, limits or Limits())
+    own = _Routes(batches, limits or FileLimits())
 
     def route(path: str, method: str, handler: Handler) -> Route:
         async def endpoint(request: Request) -> Response:
@@ -105,7 +105,7 @@ def routes(
 class _Routes:
     """The handlers. `owner` is the name of the caller."""
 
-    def __init__(self, batches: Batches, limits: Limits):
+    def __init__(self, batches: Batches, limits: FileLimits):
         self._batches, self._limits = batches, limits
         self._store: Store = batches.store
         self._uploads = 0  # under way
@@ -246,11 +246,11 @@ class _Upload:
         """Read the whole form. Raises: Problem, MultipartError, ClientDisconnect, OSError."""
         self._check_length()
         parser = MultipartParser(boundary_of(self._request.headers.get("content-type", "")))
-        part: Part | None = None
+        part: FormField | None = None
         texts: dict[str, bytearray] = {}
         async for data in self._request.stream():
             for found in parser.feed(data):
-                if isinstance(found, Part):
+                if isinstance(found, FormField):
                     part = found
                     if found.name in texts or (found.name == "file" and self.filename is not None):
                         raise Problem(

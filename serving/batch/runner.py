@@ -16,10 +16,10 @@ from typing import Any
 import msgspec
 
 from serving.batch.input_file import InputFile, Line
-from serving.batch.journal import Answer, Journal, JournalError, sync_folder
+from serving.batch.journal import AnsweredLine, Journal, JournalError, sync_folder
 from serving.batch.leases import Leases
 from serving.batch.window import Window
-from serving.frontend.line_endpoints import Endpoints, LineFailed
+from serving.frontend.line_endpoints import LineEndpoints, LineFailed
 
 log = logging.getLogger(__name__)
 
@@ -51,16 +51,16 @@ class Runner:
         source: InputFile,
         journal: Journal,
         leases: Leases,
-        endpoints: Endpoints,
+        endpoints: LineEndpoints,
         window: Window,
         *,
         priority: int = 0,
-        on_finished: Callable[[list[Answer]], None] = lambda answers: None,
+        on_finished: Callable[[list[AnsweredLine]], None] = lambda answers: None,
     ):
         self._source, self._journal, self._leases = source, journal, leases
         self._endpoints, self._window, self._priority = endpoints, window, priority
         self._on_finished = on_finished
-        self._answers: list[Answer] = []  # not on disk yet
+        self._answers: list[AnsweredLine] = []  # not on disk yet
         self._waiters: list[asyncio.Future[None]] = []  # of the lines of `_answers`
         self._has_answers = asyncio.Event()
         self._journal_turn = asyncio.Lock()
@@ -135,7 +135,9 @@ class Runner:
         line = self._source.read(number)
         status, body = await self._ask(line)
         self._answers.append(
-            Answer(number, not 200 <= status < 300, output_line(self._journal, number, line, status, body))
+            AnsweredLine(
+                number, not 200 <= status < 300, output_line(self._journal, number, line, status, body)
+            )
         )
         durable = asyncio.get_running_loop().create_future()
         self._waiters.append(durable)

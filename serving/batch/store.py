@@ -51,7 +51,7 @@ class StoredFile(msgspec.Struct, kw_only=True):
         return fields
 
 
-class Counts(msgspec.Struct):
+class RequestCounts(msgspec.Struct):
     """The `request_counts` of a batch."""
 
     total: int = 0
@@ -91,7 +91,7 @@ class Batch(msgspec.Struct, kw_only=True):
     expired_at: int | None = None
     cancelling_at: int | None = None
     cancelled_at: int | None = None
-    request_counts: Counts = msgspec.field(default_factory=Counts)
+    request_counts: RequestCounts = msgspec.field(default_factory=RequestCounts)
     metadata: dict[str, str] | None = None
     owner: str = ""
     ending: Status = "completed"

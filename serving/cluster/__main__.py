@@ -21,12 +21,12 @@ import serving.__main__ as server
 from jaxflow.cli.exit_status import run_command
 from jaxflow.config import ConfigError, EngineConfig
 from serving import ray_flags
-from serving.cluster.apart import Rule
+from serving.cluster.apart import ApartRule
 from serving.cluster.driver import ClusterDriver
 from serving.cluster.model import ClusterModel
 from serving.cluster.page_exchange import TransferConfig
 from serving.cluster.replica import load_replica
-from serving.cluster.wanted import Wanted, read_wanted
+from serving.cluster.wanted import WantedReplicas, read_wanted
 from serving.frontend.served_model import ServedModel
 from serving.http import http_flags
 from serving.operations import operations_flags
@@ -44,8 +44,8 @@ PREFILL_REPLICAS = flags.DEFINE_integer(
 )
 PREFILL_RULE = flags.DEFINE_enum_class(
     "prefill_rule",
-    Rule.PREDICTED,
-    Rule,
+    ApartRule.PREDICTED,
+    ApartRule,
     "Which prompts go to a prefill replica: those that are predicted to delay requests less there, or all "
     "that can.",
 )
@@ -119,10 +119,10 @@ def main(argv: list[str]) -> int:
         cluster.close()
 
 
-def wanted_replicas(config: EngineConfig) -> Wanted:
+def wanted_replicas(config: EngineConfig) -> WantedReplicas:
     """Return the replicas of the flags. Raises: ConfigError."""
     if CLUSTER_FILE.value is None:
-        return Wanted(ray_flags.REPLICAS.value, config, prefill_replicas=PREFILL_REPLICAS.value)
+        return WantedReplicas(ray_flags.REPLICAS.value, config, prefill_replicas=PREFILL_REPLICAS.value)
     for name in ("replicas", "prefill_replicas"):
         if flags.FLAGS[name].present:
             accepted = "no flag with --cluster_file, which has the number"

@@ -12,7 +12,7 @@ FAILURE_PAUSE_S = 30.0  # after a failed transfer all requests stay together for
 RATE_DECAY = 0.9  # weight of the earlier transfers after each one
 
 
-class Rule(enum.StrEnum):
+class ApartRule(enum.StrEnum):
     """When a prompt is computed apart: where it is predicted to be sooner, or wherever it is possible."""
 
     PREDICTED = "predicted"
@@ -66,7 +66,7 @@ def saves_time(prompt: Prompt, load: Load, token_s: float, moved_token_s: float)
     return apart_s + moved_token_s * prompt.moved < together_s
 
 
-class Transfers:
+class TransferRecord:
     """The record of the transfers so far.
 
     Attributes:

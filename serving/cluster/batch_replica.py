@@ -13,7 +13,7 @@ import msgspec
 
 from jaxflow.config import EngineConfig
 from serving.batch_engine import load_model, served_endpoints
-from serving.cluster.messages import Description, LineAnswer, LineOrder, LineReport
+from serving.cluster.messages import LineAnswer, LineOrder, LineReport, ReplicaModel
 from serving.cluster.replica import describe, fault_of
 from serving.http.endpoints import Endpoints
 
@@ -39,7 +39,7 @@ class BatchReplica:
         self._answers: list[LineAnswer] = []
         self._wake = asyncio.Event()
 
-    def describe(self) -> Description:
+    def describe(self) -> ReplicaModel:
         """Describe the model. The tokenizer stays here, because all texts are made here."""
         return msgspec.structs.replace(describe(self._llm), tokenizer=None)
 

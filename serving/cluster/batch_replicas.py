@@ -17,12 +17,12 @@ from typing import Any
 
 import msgspec
 
-from serving.batch_engine import BODY_BYTES, Answering, default_window
+from serving.batch_engine import BODY_BYTES, AnsweringModel, default_window
 from serving.cluster.link import Launch, StartFailed
 from serving.cluster.member import Member as AnyMember
 from serving.cluster.member import Phase
-from serving.cluster.messages import Description, LineOrder, LineReport
-from serving.cluster.wanted import Wanted
+from serving.cluster.messages import LineOrder, LineReport, ReplicaModel
+from serving.cluster.wanted import WantedReplicas
 from serving.frontend.line_endpoints import LineFailed
 from serving.http.errors import HttpError
 from serving.http.responses import builtins
@@ -79,7 +79,7 @@ class BatchReplicas:
 
     def __init__(
         self,
-        wanted: Wanted,
+        wanted: WantedReplicas,
         launch: Launch,
         window: int | None = None,
         *,
@@ -88,7 +88,7 @@ class BatchReplicas:
     ):
         self.window = window or 1
         self._window = window
-        self._model: Description | None = None
+        self._model: ReplicaModel | None = None
         self._fault = ""
         self._failures = self._numbers = 0  # losses since the last answer; lines so far
         self._waiting: collections.deque[_Line] = collections.deque()
@@ -110,7 +110,7 @@ class BatchReplicas:
         ]
         self._tasks: list[asyncio.Task[None]] = []
 
-    async def start(self) -> Description:
+    async def start(self) -> ReplicaModel:
         """Start the replicas, and return the model of the first one that is ready.
 
         Raises:
@@ -174,7 +174,7 @@ class BatchReplicas:
         if error is None or len(self._first) >= len(self._members):
             self._first_ready.set()
 
-    def joined(self, member: Member, description: Description) -> None:
+    def joined(self, member: Member, description: ReplicaModel) -> None:
         """Let a replica with the model of the others take lines. Raises: StartFailed."""
         if self._model is None:
             self._model = description
@@ -268,7 +268,7 @@ class ReplicaEngine:
 
     def __init__(
         self,
-        wanted: Wanted,
+        wanted: WantedReplicas,
         launch: Launch,
         *,
         close: Callable[[], None] = lambda: None,
@@ -279,7 +279,7 @@ class ReplicaEngine:
         self._stall_s, self._start_s = stall_s, start_s
 
     @contextlib.asynccontextmanager
-    async def answering(self, window: int | None) -> AsyncIterator[Answering]:
+    async def answering(self, window: int | None) -> AsyncIterator[AnsweringModel]:
         """See `BatchEngine.answering`."""
         replicas = BatchReplicas(
             self._wanted, self._launch, window, stall_s=self._stall_s, start_s=self._start_s
@@ -287,7 +287,7 @@ class ReplicaEngine:
         try:
             model = await replicas.start()
             number = self._wanted.replicas
-            yield Answering(model.name, replicas, number * replicas.window, number * BODY_BYTES)
+            yield AnsweringModel(model.name, replicas, number * replicas.window, number * BODY_BYTES)
         finally:
             await replicas.close()
 

@@ -37,16 +37,16 @@ from jaxflow.request import (
     Usage,
 )
 from jaxflow.scheduler.config import SchedulerConfig, accept, prefix_salt
-from serving.cluster.apart import Load, Prompt, Rule, Transfers, saves_time
+from serving.cluster.apart import ApartRule, Load, Prompt, TransferRecord, saves_time
 from serving.cluster.link import Launch, StartFailed
 from serving.cluster.member import Member as AnyMember
 from serving.cluster.member import Phase
-from serving.cluster.messages import Description, EndLoan, Fetched, Lent, Loan, Order, Report
+from serving.cluster.messages import EndLoan, Fetched, Lent, Loan, Order, ReplicaModel, Report
 from serving.cluster.page_names import page_names
 from serving.cluster.resume import rest_of
 from serving.cluster.router import NoReplica, Route, Router
 from serving.cluster.totals import total
-from serving.cluster.wanted import Wanted
+from serving.cluster.wanted import WantedReplicas
 from serving.operations.fleet import ReplicaState
 
 log = logging.getLogger(__name__)
@@ -113,25 +113,25 @@ class ClusterDriver:
 
     def __init__(
         self,
-        wanted: Wanted,
+        wanted: WantedReplicas,
         launch: Launch,
         *,
         stall_s: float | None = None,
         drain_s: float = 30.0,
         start_s: float = 1800.0,
-        rule: Rule = Rule.PREDICTED,
+        rule: ApartRule = ApartRule.PREDICTED,
         seed: int | None = None,
     ):
         self.fault: BaseException | None = None
         self.log = StepLog()
-        self.model: Description | None = None  # the model, as the first ready replica describes it
+        self.model: ReplicaModel | None = None  # the model, as the first ready replica describes it
         self.moved = self.interrupted = 0
         self._launch, self._stall_s, self._drain_s, self._start_s = launch, stall_s, drain_s, start_s
         self._wanted = wanted
         self._random = random.Random(seed)
         self._router: Router | None = None
         self._prefill_router: Router | None = None  # of the replicas that compute prompts for others
-        self._rule, self.transfers = rule, Transfers()
+        self._rule, self.transfers = rule, TransferRecord()
         self._queued_tokens = {False: 0, True: 0}  # prompt tokens that wait, at both kinds of replicas
         self._members: list[Member] = []
         self._tasks: dict[Member, asyncio.Task[None]] = {}
@@ -153,7 +153,7 @@ class ClusterDriver:
 
     # ---- any thread
 
-    def start(self) -> Description:
+    def start(self) -> ReplicaModel:
         """Start the replicas, and wait for the first one.
 
         Raises:
@@ -230,7 +230,7 @@ class ClusterDriver:
             self.abort(name)
         return len(names)
 
-    def change(self, wanted: Wanted) -> None:
+    def change(self, wanted: WantedReplicas) -> None:
         """Bring the replicas to a wanted state, one change after another. Returns at once."""
         asyncio.run_coroutine_threadsafe(self._change(wanted), self._loop)
 
@@ -295,7 +295,7 @@ class ClusterDriver:
 
     # ---- replicas come and go
 
-    async def _change(self, wanted: Wanted) -> None:
+    async def _change(self, wanted: WantedReplicas) -> None:
         """Add or remove replicas, then replace those of another version, one at a time."""
         async with self._changing:
             for prefills, number in ((False, wanted.replicas), (True, wanted.prefill_replicas)):
@@ -303,7 +303,7 @@ class ClusterDriver:
                     return
             self._wanted = wanted
 
-    async def _change_kind(self, wanted: Wanted, number: int, prefills: bool) -> bool:
+    async def _change_kind(self, wanted: WantedReplicas, number: int, prefills: bool) -> bool:
         """Change the replicas of one kind. Return False if a new engine failed."""
         current = [m for m in self._members if m.phase is not Phase.STOPPED and m.prefills is prefills]
         for member in current[number:]:
@@ -319,7 +319,7 @@ class ClusterDriver:
                 return False
         return True
 
-    def _add(self, index: int, wanted: Wanted, prefills: bool) -> None:
+    def _add(self, index: int, wanted: WantedReplicas, prefills: bool) -> None:
         member: Member = AnyMember(
             index,
             wanted.config,
@@ -339,7 +339,7 @@ class ClusterDriver:
         await self._tasks.pop(member)
         self._members.remove(member)
 
-    async def _replace(self, member: Member, wanted: Wanted) -> bool:
+    async def _replace(self, member: Member, wanted: WantedReplicas) -> bool:
         """Give a member another engine. Return False, with the old engine back, if the new one fails."""
         before = member.config, member.version
         member.config, member.version = wanted.config, wanted.version
@@ -367,7 +367,7 @@ class ClusterDriver:
         if error is None or len(self._first) >= sum(not m.prefills for m in self._members):
             self._first_ready.set()
 
-    def joined(self, member: Member, description: Description) -> None:
+    def joined(self, member: Member, description: ReplicaModel) -> None:
         """See `serving.cluster.member.Owner`."""
         if self.model is None:
             self.model = description
@@ -533,7 +533,7 @@ class ClusterDriver:
         )
         described = here[0].description
         token_s = 0.0 if described is None else described.seconds_per_token
-        apart = self._rule is Rule.ALWAYS or saves_time(prompt, load, token_s, self.transfers.token_s)
+        apart = self._rule is ApartRule.ALWAYS or saves_time(prompt, load, token_s, self.transfers.token_s)
         return skip if apart else None
 
     def _prefill(self, live: _Live, skip: int) -> bool:

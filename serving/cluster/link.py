@@ -4,7 +4,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 from jaxflow.config import EngineConfig
-from serving.cluster.messages import Description
+from serving.cluster.messages import ReplicaModel
 
 
 class LinkLost(RuntimeError):
@@ -22,7 +22,7 @@ class Named(Protocol):
     def name(self) -> str: ...
 
 
-class State(Protocol):
+class ReportedState(Protocol):
     """What every report of a replica has, see `serving.cluster.messages.Report`."""
 
     @property
@@ -35,10 +35,10 @@ class State(Protocol):
     def fault(self) -> str: ...
 
 
-class Link[O: Named, R: State](Protocol):
+class Link[O: Named, R: ReportedState](Protocol):
     """One process of a replica, which takes orders and makes reports. Used from one event loop."""
 
-    async def describe(self) -> Description:
+    async def describe(self) -> ReplicaModel:
         """Wait until the model is loaded and warm, and describe the model. Raises: StartFailed, LinkLost."""
         ...
 
@@ -59,10 +59,10 @@ class Link[O: Named, R: State](Protocol):
         ...
 
 
-class Served[O: Named, R: State](Protocol):
+class Served[O: Named, R: ReportedState](Protocol):
     """The replica's side of a link: a loaded engine. Its methods run on one event loop."""
 
-    def describe(self) -> Description: ...
+    def describe(self) -> ReplicaModel: ...
 
     def take(self, orders: Sequence[O], aborted: Sequence[str]) -> None: ...
 

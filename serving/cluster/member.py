@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from jaxflow.config import EngineConfig
-from serving.cluster.link import Launch, Link, LinkLost, Named, StartFailed, State
-from serving.cluster.messages import Description
+from serving.cluster.link import Launch, Link, LinkLost, Named, ReportedState, StartFailed
+from serving.cluster.messages import ReplicaModel
 from serving.operations.health import MIN_STALL_S, STALL_STEPS
 
 log = logging.getLogger(__name__)
@@ -36,10 +36,10 @@ class Phase(enum.StrEnum):
     STOPPED = "stopped"
 
 
-class Owner[R: State](Protocol):
+class Owner[R: ReportedState](Protocol):
     """The driver, as its members see it."""
 
-    def joined(self, member: "Member[Any, R]", description: Description) -> None:
+    def joined(self, member: "Member[Any, R]", description: ReplicaModel) -> None:
         """Send requests to the member. Raises: StartFailed for a model that is not the router's."""
         ...
 
@@ -52,7 +52,7 @@ class Owner[R: State](Protocol):
         ...
 
 
-class Member[O: Named, R: State]:
+class Member[O: Named, R: ReportedState]:
     """One replica.
 
     Args:
@@ -80,7 +80,7 @@ class Member[O: Named, R: State]:
         self.index, self.config, self.version = index, config, version
         self._launch, self._owner, self._stall_s, self._start_s = launch, owner, stall_s, start_s
         self.phase = Phase.STARTING
-        self.description: Description | None = None
+        self.description: ReplicaModel | None = None
         self.report: R | None = None
         self.names: set[str] = set()  # the names of the requests that it runs, see `Order.name`
         self.restarts = 0

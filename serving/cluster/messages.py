@@ -96,7 +96,7 @@ class EndLoan(msgspec.Struct, frozen=True):
     number: int
 
 
-class Description(msgspec.Struct, frozen=True):
+class ReplicaModel(msgspec.Struct, frozen=True):
     """The loaded model of a replica.
 
     Attributes:

@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # p
 
 from jaxflow.config import ConfigError, EngineConfig
 from serving.cluster.link import LinkLost, Load, Named, Served, StartFailed
-from serving.cluster.messages import Description
+from serving.cluster.messages import ReplicaModel
 
 log = logging.getLogger(__name__)
 
@@ -132,7 +132,7 @@ class RayLink:
         self._actors, self._first, self._config, self._load = actors, actors[0], config, load
         self._group = group
 
-    async def describe(self) -> Description:
+    async def describe(self) -> ReplicaModel:
         """See `Link.describe`."""
         configs = [self._config]
         if (size := len(self._actors)) > 1:
@@ -201,7 +201,7 @@ class _Actor:
         """Follow process 0 of the engine until its end, which process 0 reports."""
         await asyncio.to_thread(_follow, config)
 
-    async def load(self, config: EngineConfig, load: Load) -> Description | str:
+    async def load(self, config: EngineConfig, load: Load) -> ReplicaModel | str:
         """Load the model and describe it. Return one line if it cannot be loaded."""
         try:
             self._served = await load(config)

@@ -27,7 +27,7 @@ from jaxflow.request import (
     Request,
     Started,
 )
-from serving.cluster.messages import Description, EndLoan, Fetched, Lent, Order, Report
+from serving.cluster.messages import EndLoan, Fetched, Lent, Order, ReplicaModel, Report
 from serving.cluster.page_exchange import PageExchange, TransferConfig
 from serving.cluster.page_transport import TransferFailed
 from serving.operations.status import device_kind
@@ -114,7 +114,7 @@ class Replica:
         self._outstanding = Outstanding()
         self._last_number = 0
 
-    def describe(self) -> Description:
+    def describe(self) -> ReplicaModel:
         """Describe the model."""
         described = describe(self._llm)
         if self._exchange is None:
@@ -241,9 +241,9 @@ class Replica:
         self._llm.close()
 
 
-def describe(llm: "LLM") -> Description:
+def describe(llm: "LLM") -> ReplicaModel:
     """Return the description of a loaded model."""
-    return Description(
+    return ReplicaModel(
         llm.name,
         llm.model_config,
         llm.engine_config,

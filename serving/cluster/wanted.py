@@ -19,7 +19,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 
 
 @dataclasses.dataclass(frozen=True)
-class Wanted:
+class WantedReplicas:
     """The wanted replicas. A change of `version` or `config` replaces every replica.
 
     Attributes:
@@ -44,7 +44,7 @@ class Wanted:
             raise ConfigError("prefill_replicas", self.prefill_replicas, accepted)
 
 
-def read_wanted(path: str | Path, base: EngineConfig) -> Wanted:
+def read_wanted(path: str | Path, base: EngineConfig) -> WantedReplicas:
     """Return the wanted replicas of a JSON file.
 
     `{"replicas": 2, "version": "b", "engine": {"plan": "sequential"}}`: `engine` holds settings that differ
@@ -73,4 +73,4 @@ def read_wanted(path: str | Path, base: EngineConfig) -> Wanted:
     except msgspec.ValidationError as error:
         raise ConfigError("engine", file.engine, str(error)) from error
     config = dataclasses.replace(base, **settings)
-    return Wanted(file.replicas, config, file.version, file.prefill_replicas)
+    return WantedReplicas(file.replicas, config, file.version, file.prefill_replicas)

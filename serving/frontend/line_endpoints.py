@@ -3,7 +3,7 @@
 from typing import Any, Protocol
 
 
-class Endpoints(Protocol):
+class LineEndpoints(Protocol):
     """The OpenAI endpoints of a loaded model, without a socket."""
 
     async def answer(self, path: str, body: bytes, *, priority: int = 0) -> tuple[int, dict[str, Any]]:

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.routing import BaseRoute
 
 from jaxflow.request import BATCH_PRIORITY
-from serving.batch.batches import Batches, Model
+from serving.batch.batches import Batches, BatchModel
 from serving.batch.routes import routes, routes_without_store
 from serving.batch.store import Store
 from serving.batch.window import Window
@@ -61,7 +61,7 @@ def open_batches(
     """
     if config is None:
         return None
-    model = Model(model_name, ObservedLines(endpoints, operations), endpoints.check)
+    model = BatchModel(model_name, ObservedLines(endpoints, operations), endpoints.check)
     return Batches(Store(config.folder), model, Window(config.window), priority=config.priority)
 
 

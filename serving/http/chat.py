@@ -5,7 +5,7 @@ from msgspec import UNSET
 
 from serving.http.answer_head import Head
 from serving.http.collected import Collected, Collection
-from serving.http.job import Begun, Job, Piece
+from serving.http.job import AnswerPiece, Begun, Job
 from serving.http.logprobs import chat_logprobs, prompt_logprobs
 from serving.http.responses import AnswerMessage, ChatChoice, ChatCompletion, Usage
 
@@ -69,7 +69,7 @@ class ChatFormat:
             for index in range(self._head.n)
         ]
 
-    def part(self, piece: Piece) -> bytes:
+    def part(self, piece: AnswerPiece) -> bytes:
         """Return the choice of a chunk with text."""
         head = self._head
         logprobs = b"null"
@@ -83,7 +83,7 @@ class ChatFormat:
             ids,
         )
 
-    def last(self, piece: Piece) -> bytes:
+    def last(self, piece: AnswerPiece) -> bytes:
         """Return the choice of the chunk that ends a choice."""
         return b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":%b,"stop_reason":%b}]' % (
             piece.index,

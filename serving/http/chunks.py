@@ -6,7 +6,7 @@ import msgspec
 
 from serving.http.answer_head import Head
 from serving.http.errors import HttpError
-from serving.http.job import Begun, Piece, Pieces
+from serving.http.job import AnswerPiece, Begun, Pieces
 from serving.http.responses import Usage
 
 DONE = b"data: [DONE]\n\n"
@@ -25,11 +25,11 @@ class ChunkFormat(Protocol):
         """Return the choices of the first chunks of a prompt, with the end of the list and further fields."""
         ...
 
-    def part(self, piece: Piece) -> bytes:
+    def part(self, piece: AnswerPiece) -> bytes:
         """Return the choice of a chunk with text, with the end of the list."""
         ...
 
-    def last(self, piece: Piece) -> bytes:
+    def last(self, piece: AnswerPiece) -> bytes:
         """Return the choice of the chunk that ends a choice, with the end of the list."""
         ...
 

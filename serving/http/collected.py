@@ -1,7 +1,7 @@
 """The parts of an answer, joined choice by choice."""
 
 from serving.http.job import Begun, Pieces
-from serving.http.token_texts import Entry
+from serving.http.token_texts import TextToken
 
 
 class Collected:
@@ -10,7 +10,7 @@ class Collected:
     def __init__(self) -> None:
         self._texts: list[str] = []
         self.token_ids: list[int] = []
-        self.entries: list[Entry] = []
+        self.entries: list[TextToken] = []
         self.finish_reason = ""
         self.stop_reason: str | int | None = None
 

@@ -5,7 +5,7 @@ from msgspec import UNSET
 
 from serving.http.answer_head import Head
 from serving.http.collected import Collected, Collection
-from serving.http.job import Begun, Job, Piece
+from serving.http.job import AnswerPiece, Begun, Job
 from serving.http.logprobs import completion_logprobs, echoed_logprobs, joined, prompt_logprobs
 from serving.http.responses import Completion, CompletionChoice, CompletionLogprobs, PromptLogprobs, Usage
 
@@ -96,7 +96,7 @@ class CompletionFormat:
             for i in range(head.n)
         ]
 
-    def part(self, piece: Piece) -> bytes:
+    def part(self, piece: AnswerPiece) -> bytes:
         """Return the choice of a chunk with text."""
         head = self._head
         logprobs = b"null"
@@ -111,7 +111,7 @@ class CompletionFormat:
             ids,
         )
 
-    def last(self, piece: Piece) -> bytes:
+    def last(self, piece: AnswerPiece) -> bytes:
         """Return the choice of the chunk that ends a choice."""
         return b'{"index":%d,"text":"","logprobs":null,"finish_reason":%b,"stop_reason":%b}]' % (
             piece.index,

@@ -11,7 +11,7 @@ from serving.frontend.refusal import aborted
 from serving.frontend.served_model import ServedModel
 from serving.frontend.transcript import Output, TextDelta
 from serving.http.responses import Usage, make_usage
-from serving.http.token_texts import Entry, TokenTexts
+from serving.http.token_texts import TextToken, TokenTexts
 
 
 class Begun(msgspec.Struct, frozen=True):
@@ -22,18 +22,18 @@ class Begun(msgspec.Struct, frozen=True):
     prompt_logprobs: tuple[dict[int, Logprob] | None, ...] | None
 
 
-class Piece(msgspec.Struct, frozen=True, gc=False):
+class AnswerPiece(msgspec.Struct, frozen=True, gc=False):
     """A part of choice `index`. `finish_reason` is not None in the last part of the choice."""
 
     index: int
     text: str
     token_ids: tuple[int, ...] = ()
-    entries: tuple[Entry, ...] = ()
+    entries: tuple[TextToken, ...] = ()
     finish_reason: str | None = None
     stop_reason: str | int | None = None
 
 
-Pieces = list[Begun | Piece]
+Pieces = list[Begun | AnswerPiece]
 Take = Callable[[Pieces], Awaitable[None]]
 
 
@@ -98,25 +98,25 @@ class Answering:
         """
         return [self._piece(prompt, output) for output in outputs]
 
-    def _piece(self, prompt: int, output: Output) -> Begun | Piece:
+    def _piece(self, prompt: int, output: Output) -> Begun | AnswerPiece:
         if isinstance(output, Started):
             self._cached[prompt] = output.cached_prompt_tokens
             return Begun(prompt, signed(output.seed), output.prompt_logprobs)
         if isinstance(output, TextDelta):
             index = prompt * self._n + output.index
             if self.job.drop_output:
-                return Piece(index, "")
+                return AnswerPiece(index, "")
             self._completion_tokens += len(output.token_ids)
             if self._texts is None:
-                return Piece(index, output.text, output.token_ids)
+                return AnswerPiece(index, output.text, output.token_ids)
             entries = self._texts[index].push(output.token_ids, output.logprobs, output.text)
-            return Piece(index, output.text, output.token_ids, tuple(entries))
+            return AnswerPiece(index, output.text, output.token_ids, tuple(entries))
         event = output.event
         if event.reason is FinishReason.ABORT:
             raise aborted()
         index = prompt * self._n + event.index
         if self.job.drop_output:
-            return Piece(index, "", finish_reason="length")
+            return AnswerPiece(index, "", finish_reason="length")
         entries = ()
         if self._texts is not None:
             cut = event.stop_string is not None
@@ -124,7 +124,7 @@ class Answering:
         stop = event.stop_string
         if stop is None and event.stop_token_id not in self._eos:
             stop = event.stop_token_id
-        return Piece(index, output.text, (), entries, event.reason.value, stop)
+        return AnswerPiece(index, output.text, (), entries, event.reason.value, stop)
 
 
 async def run(

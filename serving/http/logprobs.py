@@ -15,7 +15,7 @@ from serving.http.responses import (
     PromptLogprobs,
     TopLogprob,
 )
-from serving.http.token_texts import Candidates, Entry
+from serving.http.token_texts import Candidates, TextToken
 
 LOWEST = -9999.0  # stands for -inf, which JSON cannot write
 
@@ -44,12 +44,12 @@ def number(logprob: float) -> float:
     return logprob if logprob > LOWEST else LOWEST
 
 
-def chat_logprobs(entries: Sequence[Entry], names: TokenNames, top: int) -> ChatLogprobs:
+def chat_logprobs(entries: Sequence[TextToken], names: TokenNames, top: int) -> ChatLogprobs:
     """Return the log-probabilities of a part of a message, with `top` candidates each."""
     return ChatLogprobs([_content(entry, names, top) for entry in entries])
 
 
-def _content(entry: Entry, names: TokenNames, top: int) -> ContentLogprob:
+def _content(entry: TextToken, names: TokenNames, top: int) -> ContentLogprob:
     likeliest = sorted(entry.candidates.items(), key=lambda item: item[1].rank)[:top]
     return ContentLogprob(
         names.name(entry.token_id),
@@ -59,7 +59,7 @@ def _content(entry: Entry, names: TokenNames, top: int) -> ContentLogprob:
     )
 
 
-def completion_logprobs(entries: Sequence[Entry], names: TokenNames, offset: int) -> CompletionLogprobs:
+def completion_logprobs(entries: Sequence[TextToken], names: TokenNames, offset: int) -> CompletionLogprobs:
     """Return the log-probabilities of a part of a completion. `offset`: characters of the echoed prompt."""
     return CompletionLogprobs(
         [names.name(entry.token_id) for entry in entries],

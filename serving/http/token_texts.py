@@ -17,7 +17,7 @@ from jaxflow.text.vocabulary import TextStream
 Candidates = Mapping[int, Logprob]  # token id -> log-probability; the sampled token first
 
 
-class Entry(msgspec.Struct, frozen=True):
+class TextToken(msgspec.Struct, frozen=True):
     """A token of the text.
 
     `data`: its bytes in the text; None if it has none. `offset`: characters of the text before it.
@@ -68,7 +68,7 @@ class TokenTexts:
         self._chars = 0  # characters of all tokens
         self._returned = 0  # characters of the returned entries
 
-    def push(self, token_ids: Sequence[int], logprobs: Sequence[Candidates], text: str) -> list[Entry]:
+    def push(self, token_ids: Sequence[int], logprobs: Sequence[Candidates], text: str) -> list[TextToken]:
         """Add tokens and the text that is certain after them. Return the entries that are certain."""
         for token_id, candidates in zip(token_ids, logprobs, strict=True):
             self._release_held()
@@ -82,7 +82,7 @@ class TokenTexts:
             result.append(_entry(self._waiting.popleft()))
         return result
 
-    def finish(self, text: str, stop_token_id: int | None, cut: bool) -> list[Entry]:
+    def finish(self, text: str, stop_token_id: int | None, cut: bool) -> list[TextToken]:
         """Return the last entries. `text`: the rest of the text. `cut`: a stop string ended the text."""
         ended = None
         if self._held is not None and self._held[0] == stop_token_id:
@@ -99,7 +99,7 @@ class TokenTexts:
                 result.append(_entry(token, token.data[: len(token.data) - len(rest)]))
         self._waiting.clear()
         if ended is not None:
-            result.append(Entry(*ended, None, self._returned))
+            result.append(TextToken(*ended, None, self._returned))
         return result
 
     def _release_held(self) -> None:
@@ -124,5 +124,5 @@ class TokenTexts:
         self._waiting.append(_Waiting(token_id, candidates, data, start, text, end))
 
 
-def _entry(token: _Waiting, data: bytes | None = None) -> Entry:
-    return Entry(token.token_id, token.candidates, token.data if data is None else data, token.start)
+def _entry(token: _Waiting, data: bytes | None = None) -> TextToken:
+    return TextToken(token.token_id, token.candidates, token.data if data is None else data, token.start)

@@ -30,7 +30,7 @@ class ReplicaState(msgspec.Struct, frozen=True):
     open_loans: int = 0
 
 
-class Transfers(Protocol):
+class TransferCounts(Protocol):
     """The transfers of KV pages between replicas."""
 
     done: int
@@ -45,7 +45,7 @@ class Fleet(Protocol):
     interrupted: int  # requests that ended with their replica
 
     @property
-    def transfers(self) -> Transfers:
+    def transfers(self) -> TransferCounts:
         """The transfers since the start."""
         ...
 

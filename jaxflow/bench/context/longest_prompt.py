@@ -145,7 +145,7 @@ def longest(
 
 
 @dataclasses.dataclass
-class Clock:
+class TrialClock:
     """The time that trials may take. A trial is assumed to take as long as the longest one before."""
 
     limit_s: float
@@ -198,7 +198,7 @@ def run() -> dict[str, Any]:
     if len(groups) > 1:
         raise ConfigError("model", config.model, "a model with one kind of attention layers")
     size = sum(page_bytes(groups, config.block_size, config.tensor_parallel_size))
-    clock = Clock(f.time_limit_s)
+    clock = TrialClock(f.time_limit_s)
     sizes = sorted({f.smallest_step, *chunks, 2 * max(chunks)})
     room = Room(free, config.block_size, size, {tokens: bench.need(tokens) for tokens in sizes})
     # The account of a step of about the predicted length, instead of an extrapolation from small steps.
@@ -262,7 +262,7 @@ def measure(
     room: Room,
     chunks: list[int],
     tolerance: float,
-    clock: Clock,
+    clock: TrialClock,
     keep: Callable[[dict[str, Any]], None],
     *,
     full_prompt: bool,

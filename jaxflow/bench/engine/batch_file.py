@@ -37,7 +37,7 @@ from jaxflow.engine.heap import freeze_heap
 from jaxflow.llm import LLM
 from jaxflow.request import SamplingParams
 from serving.batch.file_batch import FileBatch, open_batch
-from serving.batch.journal import Answer, Journal
+from serving.batch.journal import AnsweredLine, Journal
 from serving.batch_command import run_lines
 from serving.batch_engine import LocalEngine
 from serving.frontend.config import ServerConfig
@@ -152,7 +152,7 @@ def resume_seconds(llm: LLM, folder: Path) -> float:
     half = Journal(folder / "half", finished.journal.input)
     try:
         for line, output in itertools.islice(finished.journal.outputs(), finished.journal.num_finished // 2):
-            half.append([Answer(line, False, output)])
+            half.append([AnsweredLine(line, False, output)])
     finally:
         half.close()
         finished.close()

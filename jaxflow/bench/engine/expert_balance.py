@@ -66,7 +66,7 @@ class Routes:
 
 
 @dataclasses.dataclass
-class Layout:
+class ExpertLayout:
     """The experts of a layer over devices, and the balance of each step.
 
     rebalances: whether the experts are placed anew; otherwise device i keeps the i-th experts.
@@ -116,15 +116,15 @@ def simulate(
     spare: the slots beyond the number of experts, over this number.
     """
     rng, experts = np.random.default_rng(seed), routes.mixture.experts
-    layouts: list[tuple[str, Layout]] = []
+    layouts: list[tuple[str, ExpertLayout]] = []
     for number in devices:
         more = -(-round(experts * (1 + spare)) // number)
         even = np.arange(experts)
         filled = np.concatenate([even, np.arange(number * more - experts) % experts])
         layouts += [
-            ("experts in order", Layout(number, experts // number, False, even)),
-            ("placed by load", Layout(number, experts // number, True, even)),
-            ("placed by load, with copies", Layout(number, more, True, filled)),
+            ("experts in order", ExpertLayout(number, experts // number, False, even)),
+            ("placed by load", ExpertLayout(number, experts // number, True, even)),
+            ("placed by load, with copies", ExpertLayout(number, more, True, filled)),
         ]
     window: collections.deque[np.ndarray] = collections.deque(maxlen=window_size)
     for step, tokens in enumerate(routes.counts(rng)):
@@ -139,7 +139,7 @@ def simulate(
     return [_row(routes, name, layout, window_size) for name, layout in layouts]
 
 
-def _row(routes: Routes, name: str, layout: Layout, skipped: int) -> dict[str, Any]:
+def _row(routes: Routes, name: str, layout: ExpertLayout, skipped: int) -> dict[str, Any]:
     balances = np.array(layout.balances[skipped:])
     row: dict[str, Any] = {
         "model": routes.mixture.name,

@@ -29,7 +29,7 @@ from jaxflow.cli.engine_flags import engine_config_from_flags
 from jaxflow.config import ConfigError
 from jaxflow.engine.deferred import wait_until_compiled
 from jaxflow.engine.heap import freeze_heap
-from jaxflow.engine.recorded_calls import Recorder
+from jaxflow.engine.recorded_calls import CallRecorder
 from jaxflow.llm import LLM
 from jaxflow.parallel.links import Followers
 
@@ -107,7 +107,7 @@ def measure(llm: LLM, batch_size: int, input_len: int, output_len: int, iteratio
     recorder = llm.executor.recorder
     records: list[float] = []
     sizes: list[int] = []
-    assert isinstance(recorder, Recorder) and isinstance(recorder.channel, Followers)
+    assert isinstance(recorder, CallRecorder) and isinstance(recorder.channel, Followers)
     assert recorder.channel.sender.ident is not None
     record, sender = recorder.run, time.pthread_getcpuclockid(recorder.channel.sender.ident)
 

@@ -37,7 +37,7 @@ from jaxflow.bench.report.optimum import optimal
 from jaxflow.bench.workload import conversations
 from jaxflow.bench.workload import flags as options
 from jaxflow.bench.workload import lengths as workload
-from jaxflow.bench.workload.backend import LETTERS, Backend
+from jaxflow.bench.workload.backend import LETTERS, ServerBackend
 from jaxflow.bench.workload.conversations import Conversation
 from jaxflow.bench.workload.grpc_backend import GrpcBackend
 from jaxflow.bench.workload.http_connection import HttpClient
@@ -137,7 +137,7 @@ def arriving(items: Sequence[Item], arrivals: str, rate: float, seed: int) -> li
 
 
 async def measure(
-    backend: Backend,
+    backend: ServerBackend,
     items: Sequence[Item],
     vocab_size: int,
     *,
@@ -155,7 +155,7 @@ async def measure(
 
 
 async def measure_conversations(
-    backend: Backend,
+    backend: ServerBackend,
     talks: Sequence[Conversation],
     *,
     admin: Client | None = None,
@@ -211,7 +211,7 @@ def _access() -> dict[str, str | None]:
     return {"tls_ca": f.tls_ca, "tls_cert": f.tls_cert, "tls_key": f.tls_key, "auth_token": f.auth_token}
 
 
-async def _connect(stack: contextlib.AsyncExitStack) -> Backend:
+async def _connect(stack: contextlib.AsyncExitStack) -> ServerBackend:
     """Return the server that the flags name. Raises: ConfigError, OSError."""
     f = flags.FLAGS
     if f.backend == GRPC:

@@ -24,9 +24,9 @@ from jaxflow.bench.pipeline.scenarios import (
     run_all,
 )
 from jaxflow.bench.pipeline.simulate import PipelineRun
-from jaxflow.bench.pipeline.stage_time import Link
+from jaxflow.bench.pipeline.stage_time import StageLink
 
-FAST_LINK = Link(latency_s=500e-6)
+FAST_LINK = StageLink(latency_s=500e-6)
 TOLERANCES = {
     "bubble_orca_best_over_sarathi": 0.25,
     "speedup_over_orca_best": 0.15,
@@ -36,7 +36,7 @@ BASE: dict[str, Any] = {"layer_s": 250e-6, "link": FAST_LINK, "host_s": 0.0}
 # The name of each assumption, and the fields in which the study differs from the base.
 CHANGES: dict[str, dict[str, Any]] = {
     "base: 250 us a layer, 0.5 ms a hand-over": {},
-    "ops at their roofline, nothing beside": {"layer_s": 0.0, "link": Link(latency_s=0.0)},
+    "ops at their roofline, nothing beside": {"layer_s": 0.0, "link": StageLink(latency_s=0.0)},
     "60 % of FLOP/s, 70 % of memory, tiles of 128": {
         "compute_share": 0.6,
         "memory_share": 0.7,
@@ -50,9 +50,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     "each device sends all activations": {"sends_all": True},
     "a stage is held while it sends": {"link": dataclasses.replace(FAST_LINK, holds_stage=True)},
     "400 us a layer": {"layer_s": 400e-6},
-    "2 ms a hand-over": {"link": Link(latency_s=2e-3)},
+    "2 ms a hand-over": {"link": StageLink(latency_s=2e-3)},
     "15 ms of the host between two steps": {"host_s": 15e-3},
-    "the last three": {"layer_s": 400e-6, "link": Link(latency_s=2e-3), "host_s": 15e-3},
+    "the last three": {"layer_s": 400e-6, "link": StageLink(latency_s=2e-3), "host_s": 15e-3},
 }
 
 

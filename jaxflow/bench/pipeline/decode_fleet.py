@@ -20,7 +20,7 @@ from jaxflow.bench.pipeline.expert_sharing import (
     ATTENTION,
     EXCHANGES,
     GROUPED,
-    Shares,
+    RateShares,
     Sharing,
     op_rates,
     shared_graph,
@@ -29,7 +29,7 @@ from jaxflow.bench.pipeline.expert_sharing import (
 from jaxflow.bench.pipeline.fleets import (
     MEMORY_SHARE,
     WIDTHS,
-    Fleet,
+    FleetSetting,
     model_of,
     outside_bytes_per_s,
     sequences_that_fit,
@@ -37,7 +37,7 @@ from jaxflow.bench.pipeline.fleets import (
     simulated_balances,
     stage_timer,
 )
-from jaxflow.bench.pipeline.splits import Split
+from jaxflow.bench.pipeline.splits import DeviceSplit
 from jaxflow.bench.pipeline.stage_time import COUNTS, StageTimer, gemm_dtype
 from jaxflow.bench.report import machine
 from jaxflow.config import ConfigError, ModelConfig
@@ -113,7 +113,7 @@ class Assumptions:
       overlapped: True if all-to-alls overlap with a second nano-batch, in every layout with all-to-alls.
     """
 
-    shares: Shares
+    shares: RateShares
     outside_bytes_per_s: float
     balance: float | None = None
     sent_bytes: float = 2.0
@@ -125,11 +125,11 @@ class Assumptions:
 def measured(device: str) -> Assumptions:
     """Return the assumptions of a card, in the form that `jaxflow.model.exchanged_experts` has."""
     card = card_of(device)
-    return Assumptions(shares_of(card), outside_bytes_per_s(card, Fleet(device=device)))
+    return Assumptions(shares_of(card), outside_bytes_per_s(card, FleetSetting(device=device)))
 
 
 def predict(
-    decode: Decode, split: Split, given: Assumptions, balances: Mapping[int, float]
+    decode: Decode, split: DeviceSplit, given: Assumptions, balances: Mapping[int, float]
 ) -> dict[str, Any] | None:
     """Return the predicted step of a layout, or None if the layout does not fit.
 
@@ -164,7 +164,7 @@ def predict(
 
 
 def _sharing(
-    config: ModelConfig, split: Split, given: Assumptions, balances: Mapping[int, float]
+    config: ModelConfig, split: DeviceSplit, given: Assumptions, balances: Mapping[int, float]
 ) -> Sharing | None:
     known = balances if given.balance is None else {split.expert_devices: given.balance}
     found = sharing_of(config, split, known)
@@ -179,7 +179,12 @@ def _sharing(
 
 
 def _timer(
-    decode: Decode, config: ModelConfig, device: Device, split: Split, sharing: Sharing, given: Assumptions
+    decode: Decode,
+    config: ModelConfig,
+    device: Device,
+    split: DeviceSplit,
+    sharing: Sharing,
+    given: Assumptions,
 ) -> tuple[StageTimer, int]:
     """Return the timer of a step, and the full-length sequences that fit."""
     widths, _ = WIDTHS[decode.model.partition(":")[2]]
@@ -201,7 +206,7 @@ def _timer(
     return timer, sequences_that_fit(config, graph, layers, split.tp, widths, memory_bytes, longest)
 
 
-def bound(decode: Decode, split: Split, given: Assumptions) -> dict[str, float]:
+def bound(decode: Decode, split: DeviceSplit, given: Assumptions) -> dict[str, float]:
     """Return the tokens/s of a device if each resource alone set the time of a layout.
 
     Loads are even, each op has the full rates, and nothing has a fixed time. The
@@ -216,7 +221,7 @@ def bound(decode: Decode, split: Split, given: Assumptions) -> dict[str, float]:
         returned_bytes=given.returned_bytes,
         once_a_host=given.once_a_host,
     )
-    own = op_rates(config, sharing, device.rates, Shares(), given.outside_bytes_per_s)
+    own = op_rates(config, sharing, device.rates, RateShares(), given.outside_bytes_per_s)
     step = Composition(decode.sequences, decode.keys)
     times = Times()
     for op in shared_graph(config, split.tp, widths, sharing).ops():
@@ -276,7 +281,7 @@ def least_that_reaches(reaches: Callable[[float], bool], low: float) -> float | 
 
 
 def needed(
-    decode: Decode, split: Split, base: Assumptions, balances: Mapping[int, float]
+    decode: Decode, split: DeviceSplit, base: Assumptions, balances: Mapping[int, float]
 ) -> dict[str, float | None]:
     """Return the least value of each rate alone that reaches the target, with the
     rest as it is; None for no value.
@@ -315,7 +320,7 @@ def needed(
     }
 
 
-def measure(decode: Decode, layouts: Sequence[Split]) -> dict[str, Any]:
+def measure(decode: Decode, layouts: Sequence[DeviceSplit]) -> dict[str, Any]:
     """Return the prediction of each layout, and those of the first layout under each assumption."""
     base, first = measured(decode.device), layouts[0]
     config = model_of(decode.model)
@@ -323,7 +328,7 @@ def measure(decode: Decode, layouts: Sequence[Split]) -> dict[str, Any]:
     rows = {split.name: predict(decode, split, base, balances) for split in layouts}
     product = DEVICES[decode.device].rates.flops_per_s["bfloat16"]
 
-    def rates(cases: Mapping[str, tuple[Split, Assumptions]]) -> dict[str, float | None]:
+    def rates(cases: Mapping[str, tuple[DeviceSplit, Assumptions]]) -> dict[str, float | None]:
         found = {name: predict(decode, *case, balances) for name, case in cases.items()}
         return {name: row["tokens_per_s_per_device"] if row else None for name, row in found.items()}
 
@@ -415,7 +420,7 @@ def run() -> dict[str, Any]:
     if f.model.partition(":")[2] not in WIDTHS:
         raise ConfigError("model", f.model, f"MODEL:WIDTHS with widths {', '.join(WIDTHS)}")
     decode = Decode(f.model, f.device, f.devices, f.sequences, f.input_len, f.output_len, f.target)
-    layouts = [Split.parse(name) for name in f.layouts]
+    layouts = [DeviceSplit.parse(name) for name in f.layouts]
     for split in layouts:
         if f.devices % split.devices:
             raise ConfigError("layouts", split.name, f"layouts whose devices divide --devices {f.devices}")

@@ -111,7 +111,7 @@ def exchange_bytes_per_s(chosen: int, sharing: Sharing, inside: float, outside: 
 
 
 @dataclasses.dataclass(frozen=True)
-class Shares:
+class RateShares:
     """What an op reaches of the rates of a device.
 
     grouped_flops, grouped_bytes: the grouped products of the experts.
@@ -123,7 +123,7 @@ class Shares:
     latent_flops: float = 1.0
 
 
-def shares_of(card: Card) -> Shares:
+def shares_of(card: Card) -> RateShares:
     """Return the shares that a card has, and 1 for others.
 
     Latent attention takes the share of the card's attention kernels among its products: no
@@ -131,7 +131,7 @@ def shares_of(card: Card) -> Shares:
     """
     grouped = (card.hardware or {}).get("grouped", {})
     clock = card.clock or {}
-    return Shares(
+    return RateShares(
         grouped.get("flops_share", 1.0),
         grouped.get("bytes_share", 1.0),
         clock["attention_share"] / clock["tensor_share"]["bfloat16"] if clock else 1.0,
@@ -139,7 +139,7 @@ def shares_of(card: Card) -> Shares:
 
 
 def op_rates(
-    config: ModelConfig, sharing: Sharing, rates: Rates, shares: Shares, outside: float
+    config: ModelConfig, sharing: Sharing, rates: Rates, shares: RateShares, outside: float
 ) -> Mapping[str, Rates]:
     """Return the rates of the ops that do not reach `rates`, by name. outside:
     bytes/s of a device to other hosts.

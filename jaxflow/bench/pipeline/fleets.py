@@ -29,7 +29,7 @@ from matplotlib.figure import Figure
 from jaxflow.bench.pipeline.expert_sharing import (
     EXCHANGES,
     HOST_DEVICES,
-    Shares,
+    RateShares,
     Sharing,
     balances_of,
     op_rates,
@@ -37,9 +37,9 @@ from jaxflow.bench.pipeline.expert_sharing import (
     shares_of,
     slots_with_copies,
 )
-from jaxflow.bench.pipeline.simulate import Layout, PipelineRun, simulate
-from jaxflow.bench.pipeline.splits import SIZES_TP, Split, all_splits
-from jaxflow.bench.pipeline.stage_time import COUNTS, Link, StageTimer, gemm_dtype
+from jaxflow.bench.pipeline.simulate import PipelineRun, ReplicaLayout, simulate
+from jaxflow.bench.pipeline.splits import SIZES_TP, DeviceSplit, all_splits
+from jaxflow.bench.pipeline.stage_time import COUNTS, StageLink, StageTimer, gemm_dtype
 from jaxflow.bench.workload.lengths import Item
 from jaxflow.config import ConfigError, ModelConfig
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
@@ -53,7 +53,7 @@ from pallas_kernels.cards import Card, card_of
 MEMORY_SHARE = 0.9  # the share of memory for weights and KV, as EngineConfig.gpu_memory_utilization
 SLOT_RESERVE = 1.5  # slots over the mean number of decodes of a full step.
 BALANCE_TOKENS = 4096  # steps of these tokens give the balance of experts. Larger steps are more even.
-SCALE_OUT = Link(50e9, 20e-6)  # between servers: 400 Gb/s a device
+SCALE_OUT = StageLink(50e9, 20e-6)  # between servers: 400 Gb/s a device
 
 FP8_ALL = Widths(weights=1.0, kv=2.0, wide_weights=1.0)  # DeepSeek-V3: e4m3 weights, 16-bit KV
 WIDTHS = {
@@ -65,7 +65,7 @@ MODELS = ("llama-3-70b:bf16", "llama-3-70b:fp8", "qwen3-235b-a22b:fp8", "deepsee
 
 
 @dataclasses.dataclass(frozen=True)
-class Fleet:
+class FleetSetting:
     """The setting of the comparison.
 
     Attributes:
@@ -79,12 +79,12 @@ class Fleet:
     models: tuple[str, ...] = MODELS
     device: str = "H200"
     devices: tuple[int, ...] = (8, 64, 256, 1024)
-    layouts: tuple[Split, ...] = ()
+    layouts: tuple[DeviceSplit, ...] = ()
     chunk: int = 2048
     steps: int = 400
     lengths: tuple[int, int] = (1024, 4096)
     pd_ratio: float = 10.0
-    scale_out: Link = SCALE_OUT
+    scale_out: StageLink = SCALE_OUT
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -96,7 +96,7 @@ class Fleet:
             if model.partition(":")[2] not in WIDTHS:
                 raise ConfigError("models", model, f"MODEL:WIDTHS with widths {', '.join(WIDTHS)}")
 
-    def cases(self) -> list[tuple[str, Split]]:
+    def cases(self) -> list[tuple[str, DeviceSplit]]:
         """Return each model with each layout that some number of devices can hold in full replicas."""
         found = []
         for model in self.models:
@@ -123,7 +123,7 @@ def model_of(name: str) -> ModelConfig:
     return open_checkpoint(name.partition(":")[0], load_format="dummy").model_config
 
 
-def sharing_of(config: ModelConfig, split: Split, balances: Mapping[int, float]) -> Sharing | None:
+def sharing_of(config: ModelConfig, split: DeviceSplit, balances: Mapping[int, float]) -> Sharing | None:
     """Return how a layout shares the experts, with copies of the busy ones.
 
     None if the devices do not divide the experts. balances: of the experts, by the number of devices.
@@ -136,7 +136,9 @@ def sharing_of(config: ModelConfig, split: Split, balances: Mapping[int, float])
     return Sharing(devices, split.dp > 1, slots_with_copies(config.num_experts, devices), balances[devices])
 
 
-def simulated_balances(config: ModelConfig, splits: Collection[Split], tokens: int) -> Mapping[int, float]:
+def simulated_balances(
+    config: ModelConfig, splits: Collection[DeviceSplit], tokens: int
+) -> Mapping[int, float]:
     """Return the balance for each number of devices that share experts. tokens: of a step of all devices."""
     sizes = {split.expert_devices for split in splits} - {1}
     divisors = tuple(sorted(size for size in sizes if config.num_experts % size == 0))
@@ -203,12 +205,12 @@ def dynamic_joules(
 
 def stage_timer(
     model: str,
-    split: Split,
+    split: DeviceSplit,
     sharing: Sharing,
     graph: Graph,
     layers: Sequence[int],
     device: str,
-    shares: Shares,
+    shares: RateShares,
     outside_bytes_per_s: float,
     *,
     overlapped: bool,
@@ -239,7 +241,7 @@ def stage_timer(
     )
 
 
-def run_layout(fleet: Fleet, model: str, split: Split) -> dict[str, Any] | None:
+def run_layout(fleet: FleetSetting, model: str, split: DeviceSplit) -> dict[str, Any] | None:
     """Simulate one layout. Return its figures, or None if it does not fit."""
     config, (widths, _) = model_of(model), WIDTHS[model.partition(":")[2]]
     device, card = DEVICES[fleet.device], card_of(fleet.device)
@@ -272,10 +274,10 @@ def run_layout(fleet: Fleet, model: str, split: Split) -> dict[str, Any] | None:
         outside,
         overlapped=split.overlapped,
     )
-    inside = Link(device.rates.network_bytes_per_s, fleet.scale_out.latency_s)
+    inside = StageLink(device.rates.network_bytes_per_s, fleet.scale_out.latency_s)
     run = simulate(
         items,
-        Layout(1, pp, slots, fleet.chunk),
+        ReplicaLayout(1, pp, slots, fleet.chunk),
         DecodeMaximal,
         timer,
         None if pp == 1 else inside if split.devices <= HOST_DEVICES else fleet.scale_out,
@@ -300,7 +302,7 @@ def run_layout(fleet: Fleet, model: str, split: Split) -> dict[str, Any] | None:
     }
 
 
-def outside_bytes_per_s(card: Card, fleet: Fleet) -> float:
+def outside_bytes_per_s(card: Card, fleet: FleetSetting) -> float:
     """Return the rate of an all-to-all between hosts, a device: the card's, or
     that of the link between stages.
     """
@@ -320,7 +322,7 @@ def steady_rate(run: PipelineRun) -> float:
 
 
 def _joules(
-    run: PipelineRun, rate: float, graph: Graph, split: Split, sharing: Sharing, model: str, device: str
+    run: PipelineRun, rate: float, graph: Graph, split: DeviceSplit, sharing: Sharing, model: str, device: str
 ) -> float | None:
     """Return the joules of a token, or None where the device's power constants are unknown.
 
@@ -335,7 +337,7 @@ def _joules(
     return tp * min(dynamic, limit) / run.tokens + power.idle_w * tp * pp / rate
 
 
-def measure(fleet: Fleet, processes: int = 2) -> dict[str, Any]:
+def measure(fleet: FleetSetting, processes: int = 2) -> dict[str, Any]:
     """Return the figures of every layout, and the best layouts of each number of devices."""
     start_s = time.perf_counter()
     cases = fleet.cases()

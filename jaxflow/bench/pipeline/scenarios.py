@@ -10,8 +10,8 @@ from typing import Literal
 import numpy as np
 
 from jaxflow.bench.engine.policies import Hybrid, OrcaBest, OrcaWorst, PrefillFirst, RequestLevel
-from jaxflow.bench.pipeline.simulate import Layout, PipelineRun, simulate
-from jaxflow.bench.pipeline.stage_time import Link, StageTimer
+from jaxflow.bench.pipeline.simulate import PipelineRun, ReplicaLayout, simulate
+from jaxflow.bench.pipeline.stage_time import StageLink, StageTimer
 from jaxflow.bench.workload.lengths import Item
 from jaxflow.config import ConfigError
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
@@ -68,7 +68,7 @@ class Study:
     pd_ratio: float = 10.0
     length_order: Literal["rising", "random"] = "rising"
     layer_s: float = 400e-6
-    link: Link = dataclasses.field(default_factory=Link)
+    link: StageLink = dataclasses.field(default_factory=StageLink)
     host_s: float = 15e-3
     compute_share: float = 1.0
     memory_share: float = 1.0
@@ -135,17 +135,17 @@ class Study:
         return None if self.requests_per_s is None else np.arange(self.requests) / self.requests_per_s
 
 
-def scenarios(study: Study) -> dict[str, tuple[Layout, Callable[[], StepPolicy]]]:
+def scenarios(study: Study) -> dict[str, tuple[ReplicaLayout, Callable[[], StepPolicy]]]:
     """Return the layout and policy of each scenario of the study, by name."""
     prompts = study.orca_prompts
     whole = (
         study.lengths[1] * prompts + study.slots
     )  # tokens of a step that holds full prompts and all decodes
     all_prompts = study.lengths[1] * study.slots
-    pipeline = Layout(1, study.micro_batches or study.stages, study.slots, study.chunk, study.moving)
+    pipeline = ReplicaLayout(1, study.micro_batches or study.stages, study.slots, study.chunk, study.moving)
     full = dataclasses.replace(pipeline, token_budget=whole)
     together = dataclasses.replace(pipeline, token_budget=all_prompts, moving=False)
-    replicas = Layout(study.stages, 1, study.replica_slots, whole)
+    replicas = ReplicaLayout(study.stages, 1, study.replica_slots, whole)
     longer = dataclasses.replace(pipeline, token_budget=study.chunk + study.slots - 1)
     single_chunk = study.chunk - (study.slots - 1)
     return {

@@ -5,7 +5,7 @@ previous step has left the last stage. A stage runs micro-batches in the order i
 wait in one queue; a scheduler with free slots takes the first of them when it schedules.
 
 A micro-batch has its own scheduler, so that a request stays in its micro-batch until the request ends. With
-`Layout.moving` one scheduler serves all micro-batches of a pipeline by the engine's rule
+`ReplicaLayout.moving` one scheduler serves all micro-batches of a pipeline by the engine's rule
 (`jaxflow.scheduler.micro_batch`), and a request may change its micro-batch between two steps.
 """
 
@@ -17,7 +17,7 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from jaxflow.bench.pipeline.stage_time import COUNTS, Link, counts_of
+from jaxflow.bench.pipeline.stage_time import COUNTS, StageLink, counts_of
 from jaxflow.bench.workload.lengths import Item
 from jaxflow.request import Request, SamplingParams
 from jaxflow.scheduler.scheduler import Scheduler, SchedulerConfig, StepPolicy
@@ -27,7 +27,7 @@ BLOCK_SIZE = 64
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class ReplicaLayout:
     """Replicas of a pipeline, and the batch that each one holds.
 
     Attributes:
@@ -84,7 +84,7 @@ class PipelineRun:
 class _Requests:
     """The scheduler of one micro-batch, or of all moving micro-batches, and the item of each slot."""
 
-    def __init__(self, layout: Layout, policy: StepPolicy, longest: int):
+    def __init__(self, layout: ReplicaLayout, policy: StepPolicy, longest: int):
         stages = layout.micro_batches if layout.moving else 1
         slots = layout.slots * stages
         self.scheduler = Scheduler(
@@ -124,10 +124,10 @@ class _Flight:
 
 def simulate(
     items: Seq[Item],
-    layout: Layout,
+    layout: ReplicaLayout,
     make_policy: Callable[[], StepPolicy],
     stage_s: Callable[[np.ndarray], np.ndarray],
-    link: Link | None = None,
+    link: StageLink | None = None,
     send_bytes: float = 0.0,
     *,
     host_s: float = 0.0,

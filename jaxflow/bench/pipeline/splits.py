@@ -10,7 +10,7 @@ SIZES_TP, SIZES_PP, SIZES_DP = (1, 2, 4, 8), (1, 2, 4, 8), (2, 4, 8, 16, 32, 64)
 
 
 @dataclasses.dataclass(frozen=True)
-class Split:
+class DeviceSplit:
     """The devices of one replica.
 
     Attributes:
@@ -58,7 +58,7 @@ class Split:
         return f"{self.tp}x{self.pp}" + "+ep" * self.whole_experts
 
     @staticmethod
-    def parse(name: str) -> "Split":
+    def parse(name: str) -> "DeviceSplit":
         """Return the layout of a name.
 
         Raises:
@@ -71,17 +71,17 @@ class Split:
             )
         dp, stages, overlap, tp, pp, whole = found.groups()
         if dp is not None:
-            return Split(pp=int(stages or 1), dp=int(dp), overlapped=overlap is not None)
-        return Split(int(tp), int(pp), whole_experts=whole is not None)
+            return DeviceSplit(pp=int(stages or 1), dp=int(dp), overlapped=overlap is not None)
+        return DeviceSplit(int(tp), int(pp), whole_experts=whole is not None)
 
 
-def all_splits(mixture: bool) -> list[Split]:
+def all_splits(mixture: bool) -> list[DeviceSplit]:
     """Return the layouts that `auto` stands for."""
-    found = [Split(tp, pp) for tp in SIZES_TP for pp in SIZES_PP]
+    found = [DeviceSplit(tp, pp) for tp in SIZES_TP for pp in SIZES_PP]
     if mixture:
-        found += [Split(tp, pp, whole_experts=True) for tp in SIZES_TP if tp > 1 for pp in SIZES_PP]
+        found += [DeviceSplit(tp, pp, whole_experts=True) for tp in SIZES_TP if tp > 1 for pp in SIZES_PP]
         found += [
-            Split(pp=pp, dp=dp, overlapped=overlapped)
+            DeviceSplit(pp=pp, dp=dp, overlapped=overlapped)
             for dp in SIZES_DP
             for pp in (SIZES_PP if dp <= HOST_DEVICES else (1,))
             for overlapped in (False, True)

@@ -24,7 +24,7 @@ COUNTS = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Link:
+class StageLink:
     """A link between two stages.
 
     Attributes:

@@ -42,8 +42,8 @@ from jaxflow.bench.pipeline.scenarios import (
     stage_layers,
 )
 from jaxflow.bench.pipeline.simulate import PipelineRun
-from jaxflow.bench.pipeline.splits import Split
-from jaxflow.bench.pipeline.stage_time import Link
+from jaxflow.bench.pipeline.splits import DeviceSplit
+from jaxflow.bench.pipeline.stage_time import StageLink
 from jaxflow.bench.report import machine
 from jaxflow.config import ConfigError, EngineConfig
 from jaxflow.engine.start import prepare_process
@@ -121,7 +121,7 @@ def draw(report: Mapping[str, Any]) -> Figure:
 
 def define_flags() -> None:
     """Define the flags of `bench pipeline`."""
-    default, link = Study(), Link()
+    default, link = Study(), StageLink()
     flags.DEFINE_bool("simulate", False, "Simulate the study on virtual clocks; no device is needed.")
     flags.DEFINE_string("model", default.model, "Model: a shipped config's name, or a folder.")
     flags.DEFINE_enum("device", default.device, list(DEVICES), "Device of the cost model.")
@@ -159,7 +159,7 @@ def define_flags() -> None:
     flags.DEFINE_string(
         "compilation_cache_dir", None, "Without --simulate: keep compiled programs in this folder."
     )
-    fleet = fleets.Fleet()
+    fleet = fleets.FleetSetting()
     flags.DEFINE_list("devices", [], "Find the best layout of these numbers of devices; H200s by default.")
     flags.DEFINE_list(
         "layouts", ["auto"], "With --devices: layouts as TPxPP, TPxPP+ep, dpN or dpN+overlap, or auto."
@@ -178,23 +178,23 @@ def define_flags() -> None:
     flags.DEFINE_string("plot", None, "Draw the chart into this file.")
 
 
-def fleet_of_flags(f: flags.FlagValues) -> fleets.Fleet:
+def fleet_of_flags(f: flags.FlagValues) -> fleets.FleetSetting:
     """Return the fleet that the flags name. Flags of the study that are absent have the fleet's defaults.
 
     Raises:
       ConfigError: for devices and layouts that are no numbers, and as `fleets.Fleet`.
     """
-    fleet = fleets.Fleet()
+    fleet = fleets.FleetSetting()
     try:
         devices = tuple(int(word) for word in f.devices)
     except ValueError:
         raise ConfigError("devices", ",".join(f.devices), "numbers of devices, as 8,64") from None
     names = f.layouts if f.layouts != ["auto"] else ()
-    return fleets.Fleet(
+    return fleets.FleetSetting(
         models=tuple(f.fleet_models),
         device=f.device if f["device"].present else fleet.device,
         devices=devices,
-        layouts=tuple(Split.parse(name) for name in names),
+        layouts=tuple(DeviceSplit.parse(name) for name in names),
         chunk=f.chunk_tokens if f["chunk_tokens"].present else fleet.chunk,
         steps=f.fleet_steps,
         seed=f.seed,
@@ -235,7 +235,7 @@ def run() -> dict[str, Any]:
         pd_ratio=f.pd_ratio,
         layer_s=1e-6 * f.layer_us,
         host_s=1e-6 * f.host_us,
-        link=Link(1e9 * f.link_gb_s, 1e-6 * f.link_us),
+        link=StageLink(1e9 * f.link_gb_s, 1e-6 * f.link_us),
         seed=f.seed,
     )
     if f.devices:

@@ -32,7 +32,7 @@ from jaxflow.model.cost import DEVICES
 from jaxflow.request import Request, SamplingParams
 from jaxflow.scheduler.config import prefix_salt
 from jaxflow.scheduler.state import Sequence as Row
-from serving.cluster.apart import Load, Prompt, Rule, saves_time
+from serving.cluster.apart import ApartRule, Load, Prompt, saves_time
 from serving.cluster.page_names import page_names
 from serving.cluster.router import Router
 
@@ -43,7 +43,9 @@ def define_flags() -> None:
     flags.DEFINE_enum("device", "H200", sorted(DEVICES), "Device of the cost model, one for each replica.")
     flags.DEFINE_integer("replicas", 8, "Replicas of both kinds together.", lower_bound=2)
     flags.DEFINE_list("prefill_replicas", ["0", "2", "4"], "Numbers of prefill replicas to compare.")
-    flags.DEFINE_enum_class("prefill_rule", Rule.PREDICTED, Rule, "As of `python -m serving.cluster`.")
+    flags.DEFINE_enum_class(
+        "prefill_rule", ApartRule.PREDICTED, ApartRule, "As of `python -m serving.cluster`."
+    )
     flags.DEFINE_float("transfer_gb_per_s", 10.0, "Rate of the KV pages between two replicas.", 0.001)
     flags.DEFINE_integer("max_num_seqs", 256, "Running sequences of a replica.", lower_bound=1)
     flags.DEFINE_integer("max_num_batched_tokens", 2048, "Most tokens of a step.", lower_bound=1)
@@ -113,7 +115,7 @@ def simulate_apart(
     prefills: int,
     step_s: Callable[[np.ndarray], np.ndarray],
     *,
-    rule: Rule = Rule.PREDICTED,
+    rule: ApartRule = ApartRule.PREDICTED,
     token_s: float,
     moved_token_s: float,
     seed: int = 0,
@@ -186,7 +188,7 @@ def simulate_apart(
 
     def arrived(i: int, now: float) -> None:
         prompt = prompt_of(i)
-        always = rule is Rule.ALWAYS
+        always = rule is ApartRule.ALWAYS
         if prompt is not None and (always or saves_time(prompt, load(), token_s, moved_token_s)):
             apart[i] = True
             tokens = full[i] * BLOCK_SIZE

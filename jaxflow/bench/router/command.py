@@ -25,11 +25,11 @@ from jaxflow.bench.report import machine
 from jaxflow.bench.router.simulate import (
     BLOCK_SIZE,
     BUSY_SHARE,
-    Choice,
     Cluster,
     ClusterRun,
     FewestRequests,
     RouterChoice,
+    SpreadRule,
     simulate,
 )
 from jaxflow.bench.workload.lengths import (
@@ -50,7 +50,7 @@ from jaxflow.model.graph import model_graph
 
 MEMORY_SHARE = 0.9  # memory for weights and KV, the default of --gpu_memory_utilization
 
-RULES: dict[str, Callable[[Cluster], Choice]] = {
+RULES: dict[str, Callable[[Cluster], SpreadRule]] = {
     "router": RouterChoice,
     "fewest requests": FewestRequests,
     "in turns": lambda cluster: FewestRequests(cluster, turns=True),

@@ -83,7 +83,7 @@ class ClusterRun:
         return self.tokens / self.seconds
 
 
-class Choice(Protocol):
+class SpreadRule(Protocol):
     """A rule that spreads requests over replicas."""
 
     def report(self, replica: int, outstanding_tokens: float, last_request: int) -> None:
@@ -106,14 +106,14 @@ class RouterChoice:
         self._router = Router(cluster.replicas, cluster.pages, BLOCK_SIZE, seed=seed, candidates=None)
 
     def report(self, replica: int, outstanding_tokens: float, last_request: int) -> None:
-        """See `Choice.report`."""
+        """See `SpreadRule.report`."""
         self._router.report(replica, outstanding_tokens, last_request)
 
     def ended(self, replica: int) -> None:
-        """See `Choice.ended`. The reports tell the router."""
+        """See `SpreadRule.ended`. The reports tell the router."""
 
     def replica(self, index: int, prompt: np.ndarray, output_tokens: float) -> int:
-        """See `Choice.replica`."""
+        """See `SpreadRule.replica`."""
         names = [prefix.root(b"shared:")]
         prefix.extend(names, prompt, len(prompt) // BLOCK_SIZE, BLOCK_SIZE)
         return self._router.route(names[1:], len(prompt), output_tokens).replica
@@ -130,14 +130,14 @@ class FewestRequests:
         self._turns = turns
 
     def report(self, replica: int, outstanding_tokens: float, last_request: int) -> None:
-        """See `Choice.report`. Reports are not used."""
+        """See `SpreadRule.report`. Reports are not used."""
 
     def ended(self, replica: int) -> None:
-        """See `Choice.ended`."""
+        """See `SpreadRule.ended`."""
         self._requests[replica] -= 1
 
     def replica(self, index: int, prompt: np.ndarray, output_tokens: float) -> int:
-        """See `Choice.replica`."""
+        """See `SpreadRule.replica`."""
         chosen = index % len(self._requests) if self._turns else int(np.argmin(self._requests))
         self._requests[chosen] += 1
         return chosen
@@ -181,7 +181,7 @@ def simulate(
     items: Sequence[Item],
     prompts: Sequence[np.ndarray],
     cluster: Cluster,
-    choice: Choice,
+    choice: SpreadRule,
     step_s: Callable[[np.ndarray], np.ndarray],
 ) -> ClusterRun:
     """Simulate requests that arrive at `Item.arrival_s`.

@@ -13,7 +13,7 @@ from jaxflow.model.graph import model_graph
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class EqualRequests:
     """Requests of equal length that all wait from the start.
 
     Attributes:
@@ -43,7 +43,7 @@ class Clock(Protocol):
         """Return True if the device holds the step's keys and values."""
         ...
 
-    def run_fits(self, run: Run) -> bool:
+    def run_fits(self, run: EqualRequests) -> bool:
         """Return True if the device holds the keys and values of the run's B sequences."""
         ...
 
@@ -51,7 +51,7 @@ class Clock(Protocol):
         """Return the seconds of each step."""
         ...
 
-    def runs_s(self, runs: Mapping[str, Run]) -> dict[str, float]:
+    def runs_s(self, runs: Mapping[str, EqualRequests]) -> dict[str, float]:
         """Return the seconds of each run."""
         ...
 
@@ -62,7 +62,7 @@ class PredictedClock:
     def __init__(self, step_s: Callable[[Composition], float]):
         self._step_s = step_s
         self.steps: set[Composition] = set()
-        self.runs: set[Run] = set()
+        self.runs: set[EqualRequests] = set()
 
     @classmethod
     def of_model(
@@ -79,7 +79,7 @@ class PredictedClock:
         """Return True: the cost model has no memory limit."""
         return True
 
-    def run_fits(self, run: Run) -> bool:
+    def run_fits(self, run: EqualRequests) -> bool:
         """Return True: the cost model has no memory limit."""
         return True
 
@@ -88,11 +88,11 @@ class PredictedClock:
         self.steps.update(steps.values())
         return {name: self._step_s(step) for name, step in steps.items()}
 
-    def runs_s(self, runs: Mapping[str, Run]) -> dict[str, float]:
+    def runs_s(self, runs: Mapping[str, EqualRequests]) -> dict[str, float]:
         """See `Clock.runs_s`."""
         self.runs.update(runs.values())
         return {name: self._run_s(run) for name, run in runs.items()}
 
-    def _run_s(self, run: Run) -> float:
+    def _run_s(self, run: EqualRequests) -> float:
         name, budget = ("request-level", WHOLE) if run.separate else ("decode-maximal", run.budget)
         return simulate(run.items, SimulatedPolicy(name, budget), run.slots, self._step_s).duration_s

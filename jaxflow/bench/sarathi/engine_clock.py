@@ -16,7 +16,7 @@ from jaxflow.bench.plans.steady import (
     rows_of,
     step_work,
 )
-from jaxflow.bench.sarathi.clock import Run
+from jaxflow.bench.sarathi.clock import EqualRequests
 from jaxflow.bench.workload.drive import greedy_requests, run_loop
 from jaxflow.bench.workload.lengths import prompts
 from jaxflow.config import ConfigError, EngineConfig, ModelConfig
@@ -78,7 +78,7 @@ class EngineClock:
         self.config, self.model, self.executor = config, model, executor
         self._seconds, self._repeats = seconds, repeats
         self._steps: dict[Composition, float] = {}
-        self._runs: dict[Run, float] = {}
+        self._runs: dict[EqualRequests, float] = {}
         self.spreads: list[float] = []
         self.programs = sum(map(len, executor.layouts.values())) + len(executor.decode_layouts)
         windows = zip(executor.num_pages, model.windows, strict=True)
@@ -93,7 +93,7 @@ class EngineClock:
         longest = max(lengths, default=0) <= (self.config.max_model_len or 0)
         return longest and rows_of(step) <= self.executor.slots and self._used(lengths) < self._pages
 
-    def run_fits(self, run: Run) -> bool:
+    def run_fits(self, run: EqualRequests) -> bool:
         """Return True if pages, slots and the longest sequence allow the run."""
         length = run.prompt_tokens + run.output_tokens
         enough = self._used([length] * run.slots) + run.slots < self._pages
@@ -155,17 +155,17 @@ class EngineClock:
 
     # ---- runs
 
-    def runs_s(self, runs: Mapping[str, Run]) -> dict[str, float]:
+    def runs_s(self, runs: Mapping[str, EqualRequests]) -> dict[str, float]:
         """Return the median seconds of each run, measured in turns."""
         new = [run for run in dict.fromkeys(runs.values()) if run not in self._runs]
-        found: dict[Run, list[float]] = {run: [] for run in new}
+        found: dict[EqualRequests, list[float]] = {run: [] for run in new}
         for _ in range(self._repeats if new else 0):
             for run in new:
                 found[run].append(self._once(run))
         self._runs |= {run: statistics.median(seconds) for run, seconds in found.items()}
         return {name: self._runs[run] for name, run in runs.items()}
 
-    def _once(self, run: Run) -> float:
+    def _once(self, run: EqualRequests) -> float:
         loop = make_loop(
             dataclasses.replace(self.config, max_waiting=max(self.config.max_waiting, run.requests)),
             self.model,
@@ -180,7 +180,7 @@ class EngineClock:
 def start_clock(
     config: EngineConfig,
     steps: Iterable[Composition],
-    runs: Iterable[Run],
+    runs: Iterable[EqualRequests],
     *,
     seconds: float,
     repeats: int,
@@ -203,7 +203,7 @@ def start_clock(
 
 
 def sized(
-    config: EngineConfig, model: ModelConfig, steps: Sequence[Composition], runs: Sequence[Run]
+    config: EngineConfig, model: ModelConfig, steps: Sequence[Composition], runs: Sequence[EqualRequests]
 ) -> EngineConfig:
     """Return the settings with the step sizes, rows, lengths and pages that the steps and runs need.
 

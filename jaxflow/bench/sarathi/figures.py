@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxflow.bench.engine.sarathi import tile_chunk
-from jaxflow.bench.sarathi.clock import Clock, Run
+from jaxflow.bench.sarathi.clock import Clock, EqualRequests
 from jaxflow.config import ConfigError, ModelConfig
 from jaxflow.model.composition import Composition
 from jaxflow.model.graph import model_graph
@@ -68,12 +68,12 @@ class Setting:
         share = {1: 1.0, 2: 10 / 18, 3: 6 / 18}[length // self.length]
         return max(2, round(self.slots * share))
 
-    def run(self, length: int, ratio: float, chunk: int | None) -> Run:
+    def run(self, length: int, ratio: float, chunk: int | None) -> EqualRequests:
         """Return the run at a P : D ratio. chunk: tokens of a step; None for the baseline."""
         output = max(1, round(length / (1 + ratio)))
         slots = self.slots_of(length)
         budget = self.prefill_tokens if chunk is None else chunk
-        return Run(length - output, output, self.requests * slots, slots, budget, chunk is None)
+        return EqualRequests(length - output, output, self.requests * slots, slots, budget, chunk is None)
 
 
 def step(decodes: int = 0, keys: float = 0, chunks: Sequence[tuple[float, float]] = ()) -> Composition:
@@ -91,7 +91,7 @@ def without_keys(full: Composition) -> Composition:
 
 
 @dataclasses.dataclass(frozen=True)
-class Parts:
+class StepParts:
     """The milliseconds of a step, and of its linear part."""
 
     total: float
@@ -102,18 +102,18 @@ class Parts:
         """Return the milliseconds of attention over the step's keys."""
         return max(0.0, self.total - self.linear)
 
-    def __add__(self, other: "Parts") -> "Parts":
-        return Parts(self.total + other.total, self.linear + other.linear)
+    def __add__(self, other: "StepParts") -> "StepParts":
+        return StepParts(self.total + other.total, self.linear + other.linear)
 
-    def __mul__(self, factor: float) -> "Parts":
-        return Parts(self.total * factor, self.linear * factor)
+    def __mul__(self, factor: float) -> "StepParts":
+        return StepParts(self.total * factor, self.linear * factor)
 
 
-def parts(clock: Clock, steps: Mapping[str, Composition]) -> dict[str, Parts]:
+def parts(clock: Clock, steps: Mapping[str, Composition]) -> dict[str, StepParts]:
     """Return the linear and the attention part of each step."""
     both = {**steps, **{f"{name}, no keys": without_keys(one) for name, one in steps.items()}}
     found = clock.steps_s(both)
-    return {name: Parts(1e3 * found[name], 1e3 * found[f"{name}, no keys"]) for name in steps}
+    return {name: StepParts(1e3 * found[name], 1e3 * found[f"{name}, no keys"]) for name in steps}
 
 
 # ---- the figures
@@ -309,7 +309,7 @@ def _peak(setting: Setting, chunk: int, slots: int) -> float:
     return max(1, tile_chunk(chunk, slots)) / (slots - 1)
 
 
-def _throughput(run: Run, seconds: float) -> float:
+def _throughput(run: EqualRequests, seconds: float) -> float:
     return run.requests * (run.prompt_tokens + run.output_tokens) / seconds
 
 
@@ -413,7 +413,7 @@ def figure_13(clock: Clock, setting: Setting) -> list[Row]:
     seconds = clock.runs_s(runs) if fitting else {}
     whole = found["whole"]
     for chunk in setting.ablation:
-        cut = Parts(0.0, 0.0)
+        cut = StepParts(0.0, 0.0)
         for name, weight in weights[chunk].items():
             cut += found[name] * weight
         prefill, gain = FIGURE_13.get(chunk, (None, None))

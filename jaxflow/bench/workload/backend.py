@@ -11,7 +11,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 @dataclasses.dataclass(frozen=True)
-class ServedModel:
+class ModelDescription:
     """The description that a server gives of its model. None: the server does not say it."""
 
     name: str
@@ -21,14 +21,14 @@ class ServedModel:
     tensor_parallel_size: int | None = None
 
 
-class Backend(Protocol):
+class ServerBackend(Protocol):
     """A running server."""
 
     async def wait_until_ready(self, timeout_s: float) -> None:
         """Return once the server is ready. Raises: RequestFailed, OSError after `timeout_s`."""
         ...
 
-    async def model(self) -> ServedModel:
+    async def model(self) -> ModelDescription:
         """Return the served model. Raises: RequestFailed, OSError."""
         ...
 

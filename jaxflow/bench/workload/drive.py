@@ -57,7 +57,7 @@ def run_loop(loop: Loop, requests: Sequence[Request]) -> float:
     return time.perf_counter() - start
 
 
-class Recorder:
+class RecordingMailbox:
     """A mailbox that records times and counts instead of tokens, to keep its cost on the engine's thread
     small."""
 
@@ -108,7 +108,7 @@ def drive(
     the first submission to the last token.
     """
     with tqdm(total=len(requests), disable=not progress, unit="request", mininterval=1.0) as bar:
-        recorder = Recorder(requests, bar.update)
+        recorder = RecordingMailbox(requests, bar.update)
         start = time.perf_counter()
         for i, request in enumerate(requests):
             if arrivals_s is not None:

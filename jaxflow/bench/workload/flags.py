@@ -200,7 +200,7 @@ def items_from_flags(max_tokens: float, *, ordered: bool = False) -> tuple[list[
         left_out = len(every) - len(fitting)
         items = fitting[:number] if ordered else workload.sample(fitting, number, seed)
     elif kind == "lognormal":
-        limits = workload.Limits(
+        limits = workload.LengthLimits(
             NANOFLOW.prompt_tokens, NANOFLOW.output_tokens, min(max_tokens, NANOFLOW.total_tokens)
         )
         items = workload.lognormal(

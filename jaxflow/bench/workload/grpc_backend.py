@@ -5,7 +5,7 @@ import time
 import numpy as np
 
 from jaxflow.bench.report.requests import Record
-from jaxflow.bench.workload.backend import ServedModel, text_of
+from jaxflow.bench.workload.backend import ModelDescription, text_of
 from serving.client import Client, RequestFailed
 
 
@@ -23,10 +23,10 @@ class GrpcBackend:
         """Return once the server is ready. Raises: RequestFailed."""
         await self._client.wait_until_ready(timeout_s)
 
-    async def model(self) -> ServedModel:
+    async def model(self) -> ModelDescription:
         """Return the served model. Raises: RequestFailed."""
         served = await self._client.model()
-        return ServedModel(
+        return ModelDescription(
             served.name, served.max_model_len, served.vocab_size, served.dtype, served.tensor_parallel_size
         )
 

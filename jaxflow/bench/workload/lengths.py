@@ -36,7 +36,7 @@ class Item:
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
+class LengthLimits:
     """Upper limits of request lengths."""
 
     prompt_tokens: float
@@ -53,9 +53,9 @@ class Limits:
         )
 
 
-NANOFLOW = Limits(3072, 1024, 4096)  # NanoFlow's limits for its traces
+NANOFLOW = LengthLimits(3072, 1024, 4096)  # NanoFlow's limits for its traces
 _NO_RATE = "rate={}: accepted is a positive number of requests per second"
-UNLIMITED = Limits(math.inf, math.inf, math.inf)
+UNLIMITED = LengthLimits(math.inf, math.inf, math.inf)
 
 
 def constant(number: int, prompt_tokens: int, output_tokens: int) -> list[Item]:
@@ -70,7 +70,7 @@ def lognormal(
     *,
     prompt_cv: float = 2.22,
     output_cv: float = 0.76,
-    limits: Limits = NANOFLOW,
+    limits: LengthLimits = NANOFLOW,
     seed: int = 0,
 ) -> list[Item]:
     """Return requests with log-normal lengths, cut at the limits, with the given means after the cut.
@@ -112,7 +112,7 @@ def _lognormal(rng: np.random.Generator, number: int, mean: float, cv: float, mo
     return lengths(high).astype(np.int64)
 
 
-def read_csv(path: str | Path, limits: Limits = NANOFLOW) -> list[Item]:
+def read_csv(path: str | Path, limits: LengthLimits = NANOFLOW) -> list[Item]:
     """Return the requests of a trace with columns `prompt_tokens`, `output_tokens` and optionally
     `arrival_s`.
 
@@ -145,7 +145,7 @@ def read_csv(path: str | Path, limits: Limits = NANOFLOW) -> list[Item]:
     return [item for item in items if limits.admit(item)]
 
 
-def read_mooncake(path: str | Path, limits: Limits = UNLIMITED) -> list[Item]:
+def read_mooncake(path: str | Path, limits: LengthLimits = UNLIMITED) -> list[Item]:
     """Return the requests of a Mooncake trace.
 
     A trace is JSON lines: `timestamp` in ms, `input_length`, `output_length`, `hash_ids`.
@@ -177,7 +177,7 @@ def read_mooncake(path: str | Path, limits: Limits = UNLIMITED) -> list[Item]:
     return [item for item in items if limits.admit(item)]
 
 
-def read_trace(path: str | Path, limits: Limits | None = None) -> list[Item]:
+def read_trace(path: str | Path, limits: LengthLimits | None = None) -> list[Item]:
     """Return the requests of a trace file, .csv or .jsonl; `limits` defaults to the file kind's limits.
 
     Raises: WorkloadError, OSError.

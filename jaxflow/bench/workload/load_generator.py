@@ -8,12 +8,12 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxflow.bench.report.requests import Record
-from jaxflow.bench.workload.backend import Backend
+from jaxflow.bench.workload.backend import ServerBackend
 from jaxflow.bench.workload.conversations import Conversation
 
 
 async def converse(
-    backend: Backend,
+    backend: ServerBackend,
     conversations: Sequence[Conversation],
     *,
     timeout_s: float | None = None,

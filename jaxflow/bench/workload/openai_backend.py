@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from jaxflow.bench.report.requests import Record
-from jaxflow.bench.workload.backend import ServedModel, text_of
+from jaxflow.bench.workload.backend import ModelDescription, text_of
 from jaxflow.bench.workload.batch_load import BatchLoad, batch_file
 from jaxflow.bench.workload.http_connection import HttpClient
 from jaxflow.bench.workload.lengths import Item
@@ -78,7 +78,7 @@ class OpenAiBackend:
                     raise ConnectionError(f"no server was ready within {timeout_s:g} s: {error}") from error
             await asyncio.sleep(POLL_S)
 
-    async def model(self) -> ServedModel:
+    async def model(self) -> ModelDescription:
         """Return the served model. Raises: OSError, also for an answer that is no list of models."""
         status, data = await self._http.get("/v1/models")
         if status != 200:
@@ -89,7 +89,7 @@ class OpenAiBackend:
         except (msgspec.DecodeError, LookupError, TypeError):
             raise ConnectionError("/v1/models: the answer is no list of models") from None
         self._name = self._name or name
-        return ServedModel(name, first.get("max_model_len") or float("inf"))
+        return ModelDescription(name, first.get("max_model_len") or float("inf"))
 
     def batch(self, items: Sequence[Item], prompts: Sequence[np.ndarray], count: int) -> BatchLoad:
         """Return a batch of `count` completions, which repeat the items, to run beside a load."""

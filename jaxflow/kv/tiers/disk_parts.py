@@ -23,7 +23,7 @@ _ANSWER = struct.Struct("!Q?")  # the name of a page, and whether the follower h
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class ProcessPart:
     """The part of every page that one process has.
 
     Attributes:
@@ -40,7 +40,7 @@ class Part:
 class PartCalls(Protocol):
     """The way from process 0 to the disks of its followers, in the order of all calls.
 
-    A page has a number as its name (`jaxflow.engine.recorded_calls.Recorder`).
+    A page has a number as its name (`jaxflow.engine.recorded_calls.CallRecorder`).
     """
 
     def write_part(self, key: Key, page: Any) -> None:

@@ -76,7 +76,7 @@ class LowerTier(Protocol):
 
 
 @dataclasses.dataclass(slots=True)
-class Entry:
+class HostPage:
     """A page of the host store."""
 
     state: PageState
@@ -107,7 +107,7 @@ class HostStore:
     def __init__(self, capacity_bytes: int, page_bytes: Sequence[int], lower: LowerTier | None = None):
         self.capacity_bytes, self.page_bytes, self.lower = capacity_bytes, tuple(page_bytes), lower
         self.counters = HostCounters()
-        self._entries: OrderedDict[Key, Entry] = OrderedDict()  # least recently used first
+        self._entries: OrderedDict[Key, HostPage] = OrderedDict()  # least recently used first
         self._bytes = self._reading_bytes = 0
 
     def __len__(self) -> int:
@@ -170,7 +170,7 @@ class HostStore:
         if not self._evict(size):
             self.counters.refused += 1
             return False
-        self._entries[key] = Entry(state, partial=partial)
+        self._entries[key] = HostPage(state, partial=partial)
         self._bytes += size
         return True
 

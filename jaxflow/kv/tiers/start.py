@@ -16,7 +16,7 @@ import numpy as np
 from jaxflow.config import ConfigError, EngineConfig, ModelConfig
 from jaxflow.kv.device_cache import page_bytes, page_groups
 from jaxflow.kv.page_tables import PageTables
-from jaxflow.kv.tiers.disk_parts import Part
+from jaxflow.kv.tiers.disk_parts import ProcessPart
 from jaxflow.kv.tiers.disk_store import READ_AHEAD, READERS, WRITE_QUEUE_BYTES, DiskStore
 from jaxflow.kv.tiers.disk_tier import DiskTier
 from jaxflow.kv.tiers.host_machine import bind, free_host_bytes, gpu_bus_ids, near_cpus, run_bound
@@ -107,7 +107,7 @@ def _page_bytes(config: EngineConfig, model: ModelConfig) -> tuple[int, ...]:
 
 
 def open_disk(
-    config: EngineConfig, model: ModelConfig, fingerprint: bytes, part: Part | None = None
+    config: EngineConfig, model: ModelConfig, fingerprint: bytes, part: ProcessPart | None = None
 ) -> DiskStore | None:
     """Open and lock the configured folder, before the model is loaded. Return None without a disk tier.
 
@@ -139,7 +139,7 @@ def open_disk(
     return disk
 
 
-def _folder_of_part(folder: Path, part: Part) -> Path:
+def _folder_of_part(folder: Path, part: ProcessPart) -> Path:
     """Return the folder of a process: processes of one host, or with one network disk, share `folder`.
 
     Raises: ConfigError.

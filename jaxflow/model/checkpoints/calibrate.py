@@ -43,7 +43,7 @@ _CENTRE = 0.9999  # fraction of all scores within the reported range, as in the 
 
 
 @dataclasses.dataclass
-class Counts:
+class ScoreCounts:
     """Histograms of one layer: scores, and maxima of the rows, [2 · 1024 · 8] each."""
 
     scores: np.ndarray
@@ -65,7 +65,7 @@ def softmax_range(
         raise ConfigError(
             "windows", list(windows.shape), "token ids [windows, tokens], at least one window and one token"
         )
-    counts = [Counts(*np.zeros((2, 2 * _LIMIT * _BINS_A_UNIT), np.int64)) for _ in config.layers]
+    counts = [ScoreCounts(*np.zeros((2, 2 * _LIMIT * _BINS_A_UNIT), np.int64)) for _ in config.layers]
     observe = jax.jit(functools.partial(_observe, config))
     for window in tqdm(windows, disable=not progress, unit="window"):
         for found, layer in zip(observe(weights, window), counts, strict=True):

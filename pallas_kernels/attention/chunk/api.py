@@ -18,7 +18,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention.chunk import int8 as chunk_int8
-from pallas_kernels.attention.chunk.rows import HALF, MARKS, MOST, WIDTH, Rows, attend_rows, store_rows
+from pallas_kernels.attention.chunk.rows import (
+    HALF,
+    MARKS,
+    MOST,
+    WIDTH,
+    RowConstants,
+    attend_rows,
+    store_rows,
+)
 from pallas_kernels.attention.chunk.work_list import ChunkWork, block_of, chunk_work
 from pallas_kernels.attention.paged import (
     LONGEST,
@@ -107,7 +115,7 @@ def chunk_attention(
     sms = sms_of(sms)
     tile = tile or (int8_chunk_tile(h) if int8 else chunk_tile(h, k_pages.dtype.itemsize))
     work = chunk_work(chunks, t, tile, window, spans, sinks) if work is None else work
-    rows = Rows(
+    rows = RowConstants(
         group=n // kv,
         tile=tile,
         scale=scale,
@@ -172,7 +180,7 @@ def list_chunk_work(
     return chunk_work(chunks, tokens, chunk_tile(head_dim, itemsize), window, spans, sinks)
 
 
-def _scratch(rows: Rows, h: int, dtype, rounds: int) -> dict:
+def _scratch(rows: RowConstants, h: int, dtype, rounds: int) -> dict:
     """Return the kernel's shared memory and barriers."""
     tile, pages = rows.tile, rows.tile.keys // PAGE
     if rows.e4m3:

@@ -40,7 +40,7 @@ MOST = 60.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class RowConstants:
     """The constants of a kernel.
 
     e4m3: the cache is e4m3. int8: the cache is int8, and the rows see bfloat16. unified_max: the maximum is
@@ -63,7 +63,7 @@ class Rows:
     sink_logits: bool = False
 
 
-def attend_rows(r: Rows, m: dict, scales, wg, round_, head, at, place, carry, running):
+def attend_rows(r: RowConstants, m: dict, scales, wg, round_, head, at, place, carry, running):
     """Return (outputs [64, H] float32, carry) of one item's 64 rows.
 
     m: the kernel's shared memory and barriers. at: position of the item's first row, first block of keys,
@@ -268,7 +268,7 @@ def _by_column(weights):
     return parts[0]
 
 
-def _operand(weights, r: Rows):
+def _operand(weights, r: RowConstants):
     return (
         as_operand(weights.astype(jnp.float8_e4m3fn), r.interpret) if r.e4m3 else weights.astype(jnp.bfloat16)
     )
@@ -283,7 +283,7 @@ def _multiply(acc, weights, v):
         plgpu.wgmma(acc, weights[:, page * PAGE : (page + 1) * PAGE], v.at[page].transpose((1, 0)))
 
 
-def _product(out, weights, v, r: Rows) -> Any:
+def _product(out, weights, v, r: RowConstants) -> Any:
     """Return out + weights @ v, in place in out's registers; the interpreter has no such accumulator."""
     if not r.interpret:
         return pl.run_state(lambda acc: _multiply(acc, weights, v))(plgpu.ACC.init(out))
@@ -291,7 +291,7 @@ def _product(out, weights, v, r: Rows) -> Any:
     return out + jnp.dot(weights.astype(jnp.float32), v.astype(jnp.float32))
 
 
-def _overlapped(score, made, out, weights, v, v_full, r: Rows):
+def _overlapped(score, made, out, weights, v, v_full, r: RowConstants):
     """Compute (state, keep, new) = made(scores) during out += weights @ v. Return all of them.
 
     score: a function that starts the product of the scores.
@@ -369,7 +369,7 @@ def store_rows(out, o_s, o_ref, head, first, begin, end):
                 plgpu.copy_smem_to_gmem(slot.at[pl.ds(row, 1)], o_ref.at[pl.ds(first + row, 1), column])
 
 
-def _blank_block(v, first, keys, wg, blanked, r: Rows):
+def _blank_block(v, first, keys, wg, blanked, r: RowConstants):
     """Set the values of a block past its `keys` to zero, one page for each warpgroup, because unwritten
     memory can hold NaN.
 

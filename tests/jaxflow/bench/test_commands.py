@@ -36,7 +36,7 @@ SPREADS = (("input", "-1.0", 1, "cv=-1.0: accepted are"), ("output", "inf", 2, "
 
 
 def test_throughput_figures_match_the_requests_that_ran(llm):
-    items = workload.lognormal(12, 20, 9, limits=workload.Limits(60, 30, 90))
+    items = workload.lognormal(12, 20, 9, limits=workload.LengthLimits(60, 30, 90))
     result = throughput.measure(llm, items)
     prompt, output = sum(i.prompt_tokens for i in items), sum(i.output_tokens for i in items)
     assert (result["completed"], result["failed"]) == (12, 0)

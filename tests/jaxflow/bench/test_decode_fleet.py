@@ -7,14 +7,14 @@ import paths
 import pytest
 
 from jaxflow.bench.pipeline.decode_fleet import Decode, bound, measure, measured, predict, text
-from jaxflow.bench.pipeline.splits import Split
+from jaxflow.bench.pipeline.splits import DeviceSplit
 
 SMALL = Decode(
     "qwen3-30b-a3b:fp8", devices=16, sequences=64, prompt_tokens=500, output_tokens=500, target=9e3
 )
 LATENT = Decode("deepseek-v3:fp8_all")
 BASE = measured("H200")
-DP64 = Split.parse("dp64")
+DP64 = DeviceSplit.parse("dp64")
 
 
 def rate(decode=LATENT, split=DP64, **changed):
@@ -47,13 +47,14 @@ def test_more_bandwidth_better_balance_and_faster_kernels_never_cost_tokens(over
 
 def test_one_device_that_shares_with_none_is_a_plain_layout():
     small = dataclasses.replace(SMALL, devices=1)
-    one, plain = (predict(small, Split.parse(name), BASE, {}) for name in ("dp1", "1x1"))
+    one, plain = (predict(small, DeviceSplit.parse(name), BASE, {}) for name in ("dp1", "1x1"))
     assert one == plain
 
 
 def test_tensor_parallelism_keeps_latent_vectors_on_all_devices_and_so_holds_fewer_sequences():
     rows = {
-        name: predict(LATENT, Split.parse(name), BASE, {8: 0.9, 64: 0.9}) for name in ("8x1", "dp64", "1x1")
+        name: predict(LATENT, DeviceSplit.parse(name), BASE, {8: 0.9, 64: 0.9})
+        for name in ("8x1", "dp64", "1x1")
     }
     assert rows["1x1"] is None  # the weights do not fit
     assert rows["8x1"]["sequences_per_device"] < rows["dp64"]["sequences_per_device"] == 256
@@ -62,7 +63,7 @@ def test_tensor_parallelism_keeps_latent_vectors_on_all_devices_and_so_holds_few
 
 def test_all_to_alls_inside_a_host_are_the_cheapest():
     inside, outside = (
-        predict(LATENT, Split.parse(name), BASE, {8: 0.9, 64: 0.9})["one_batch_s"]["all_to_alls"]
+        predict(LATENT, DeviceSplit.parse(name), BASE, {8: 0.9, 64: 0.9})["one_batch_s"]["all_to_alls"]
         for name in ("dp8x8", "dp64")
     )
     assert inside < outside / 3
@@ -70,13 +71,13 @@ def test_all_to_alls_inside_a_host_are_the_cheapest():
 
 @pytest.mark.parametrize("decode", [SMALL, LATENT])
 def test_no_step_is_faster_than_its_longest_resource(decode):
-    split = Split(dp=decode.devices)
+    split = DeviceSplit(dp=decode.devices)
     assert rate(decode, split, balance=1.0) <= min(bound(decode, split, BASE).values())
 
 
 def test_the_report_has_each_layout_and_what_reaches_the_target():
     names = ("dp16", "dp16+overlap", "8x1", "8x1+ep", "1x16")
-    report = measure(SMALL, [Split.parse(name) for name in names])
+    report = measure(SMALL, [DeviceSplit.parse(name) for name in names])
     assert [row["layout"] for row in report["layouts"]] == list(names) and not report["do_not_fit"]
     assert report["changed"]["latent attention 1.0"] == report["layouts"][0]["tokens_per_s_per_device"]
     assert report["changed"]["overlap 1"] == report["layouts"][1]["tokens_per_s_per_device"]
@@ -84,7 +85,7 @@ def test_the_report_has_each_layout_and_what_reaches_the_target():
     network = report["needed"]["False"]["outside_bytes_per_s"]
     balance = report["layouts"][0]["expert_balance"]
     reached, missed = (
-        rate(SMALL, Split(dp=16), balance=balance, outside_bytes_per_s=network * factor)
+        rate(SMALL, DeviceSplit(dp=16), balance=balance, outside_bytes_per_s=network * factor)
         for factor in (1.0, 0.99)
     )
     assert missed < SMALL.target <= reached

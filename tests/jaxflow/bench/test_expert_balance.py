@@ -6,7 +6,7 @@ import json
 import numpy as np
 import paths
 
-from jaxflow.bench.engine.expert_balance import Layout, Mixture, Routes, simulate
+from jaxflow.bench.engine.expert_balance import ExpertLayout, Mixture, Routes, simulate
 
 
 def test_a_step_sends_each_token_to_different_experts():
@@ -22,7 +22,7 @@ def test_a_step_sends_each_token_to_different_experts():
 
 
 def test_copies_share_the_tokens_of_their_expert():
-    layout = Layout(2, 2, False, np.array([0, 1, 0, 2]))
+    layout = ExpertLayout(2, 2, False, np.array([0, 1, 0, 2]))
     layout.take(np.array([1000, 10, 10]), np.random.default_rng(0))
     assert layout.balances[0] > 0.9  # without copies 1,010 of 1,020 tokens could be on one device
     layout.rebalance(np.array([1, 1, 1000]))

@@ -14,7 +14,7 @@ from jaxflow.bench.pipeline.expert_sharing import (
     DISPATCH,
     EXCHANGES,
     GROUPED,
-    Shares,
+    RateShares,
     Sharing,
     balances_of,
     exchange_bytes_per_s,
@@ -23,8 +23,8 @@ from jaxflow.bench.pipeline.expert_sharing import (
     shares_of,
     slots_with_copies,
 )
-from jaxflow.bench.pipeline.fleets import Fleet, run_layout
-from jaxflow.bench.pipeline.splits import Split
+from jaxflow.bench.pipeline.fleets import FleetSetting, run_layout
+from jaxflow.bench.pipeline.splits import DeviceSplit
 from jaxflow.bench.pipeline.stage_time import COUNTS, StageTimer
 from jaxflow.config import Layer, ModelConfig
 from jaxflow.model.composition import Composition
@@ -33,7 +33,7 @@ from jaxflow.model.graph import BFLOAT16, model_graph
 from pallas_kernels.cards import card_of
 
 RATES = DEVICES["H200"].rates
-FULL = Shares()
+FULL = RateShares()
 MIXTURE = ModelConfig(
     "mixtral",
     32000,
@@ -145,7 +145,7 @@ def test_more_bandwidth_never_makes_a_step_longer(step, devices, outside, more, 
 @given(step=STEPS, devices=SIZES, share=st.floats(0.1, 1.0))
 def test_faster_products_never_make_a_step_longer(step, devices, share):
     sharing = Sharing(devices, True, balance=0.9)
-    slow = seconds(sharing, step, shares=Shares(share, share, share))
+    slow = seconds(sharing, step, shares=RateShares(share, share, share))
     assert seconds(sharing, step) <= slow
 
 
@@ -191,14 +191,14 @@ def test_the_shares_of_an_h200_are_those_of_the_report():
     assert shares.grouped_bytes == pytest.approx(
         max(few[name] for name in own) / RATES.memory_bytes_per_s, abs=1e-3
     )
-    assert shares_of(card_of("A100-80GB")) == Shares()
+    assert shares_of(card_of("A100-80GB")) == RateShares()
 
 
 def test_a_layout_of_a_mixture_has_the_balance_and_the_rate_of_all_its_devices():
-    fleet = Fleet(models=("qwen3-30b-a3b:bf16",), devices=(4,), steps=6)
+    fleet = FleetSetting(models=("qwen3-30b-a3b:bf16",), devices=(4,), steps=6)
     names = ("dp4", "dp4+overlap", "4x1", "4x1+ep", "dp5")
-    fleet = dataclasses.replace(fleet, layouts=tuple(map(Split.parse, names)))
-    rows = {name: run_layout(fleet, "qwen3-30b-a3b:bf16", Split.parse(name)) for name in names}
+    fleet = dataclasses.replace(fleet, layouts=tuple(map(DeviceSplit.parse, names)))
+    rows = {name: run_layout(fleet, "qwen3-30b-a3b:bf16", DeviceSplit.parse(name)) for name in names}
     assert rows["dp5"] is None  # 5 does not divide 128
     assert rows["4x1"]["expert_balance"] == 1.0 and rows["4x1"]["expert_slots"] is None
     assert rows["dp4"]["expert_balance"] == rows["4x1+ep"]["expert_balance"] < 1

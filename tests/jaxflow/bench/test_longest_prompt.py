@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxflow.bench.context import longest_prompt
-from jaxflow.bench.context.longest_prompt import Clock, Room, beside_whole, line, longest, measure
+from jaxflow.bench.context.longest_prompt import Room, TrialClock, beside_whole, line, longest, measure
 from jaxflow.bench.context.prompt_trial import ROUNDING, Outcome
 from jaxflow.engine.program_memory import Need
 
@@ -63,7 +63,7 @@ def test_every_mode_has_a_row_whether_there_is_time_or_not(monkeypatch, limit_s)
 
     monkeypatch.setattr(longest_prompt, "attempt_capped", attempt)
     config = types.SimpleNamespace(gpu_memory_utilization=0.9)
-    measure(config, None, room, [64], 0.05, Clock(limit_s), rows.append, full_prompt=True)
+    measure(config, None, room, [64], 0.05, TrialClock(limit_s), rows.append, full_prompt=True)
     ordered = beside_whole(rows)
     assert [row["mode"] for row in ordered] == ["whole", "chunks", "every byte"]
     assert all(line(row) for row in ordered)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from jaxflow.bench.pipeline.fleets import (
     FP8_ALL,
-    Fleet,
+    FleetSetting,
     best_of,
     draw,
     dynamic_joules,
@@ -20,8 +20,8 @@ from jaxflow.bench.pipeline.fleets import (
     steady_rate,
     text,
 )
-from jaxflow.bench.pipeline.simulate import Layout, simulate
-from jaxflow.bench.pipeline.splits import Split
+from jaxflow.bench.pipeline.simulate import ReplicaLayout, simulate
+from jaxflow.bench.pipeline.splits import DeviceSplit
 from jaxflow.bench.pipeline.stage_time import COUNTS, StageTimer
 from jaxflow.bench.workload.lengths import constant
 from jaxflow.config import ConfigError, Layer, ModelConfig, Rope
@@ -41,10 +41,10 @@ MIXTURE = dataclasses.replace(
     experts_per_token=2,
     expert_intermediate_size=512,
 )
-SMALL = Fleet(
+SMALL = FleetSetting(
     models=("llama-3.2-1b:bf16",),
     devices=(2, 3),
-    layouts=tuple(Split.parse(name) for name in ("1x1", "2x1", "1x2", "1x3", "2x1+ep", "dp2")),
+    layouts=tuple(DeviceSplit.parse(name) for name in ("1x1", "2x1", "1x2", "1x3", "2x1+ep", "dp2")),
     steps=30,
 )
 
@@ -136,27 +136,27 @@ def test_the_rate_of_a_loaded_deployment_does_not_depend_on_the_number_of_reques
     """Full steps of 64 tokens and 1 ms, whatever the number of requests behind them."""
     for number in (200, 400):
         run = simulate(
-            constant(number, 60, 4), Layout(1, 1, 16, 64), DecodeMaximal, lambda _: np.full(1, 1e-3)
+            constant(number, 60, 4), ReplicaLayout(1, 1, 16, 64), DecodeMaximal, lambda _: np.full(1, 1e-3)
         )
         assert steady_rate(run) == pytest.approx(64e3, rel=0.05)
 
 
 def test_no_micro_batch_takes_the_requests_of_another():
     """A small model has room for all requests in one micro-batch."""
-    row = run_layout(SMALL, "llama-3.2-1b:bf16", Split(1, 2))
+    row = run_layout(SMALL, "llama-3.2-1b:bf16", DeviceSplit(1, 2))
     assert row["slots"] * 2 <= len(SMALL.items(2)) and row["busy_share"] > 0.6
 
 
 def test_a_layout_that_does_not_fit_is_left_out():
-    fleet = Fleet(models=("llama-3-70b:bf16",), devices=(2,), layouts=(Split(),), steps=5)
-    assert run_layout(fleet, "llama-3-70b:bf16", Split()) is None
+    fleet = FleetSetting(models=("llama-3-70b:bf16",), devices=(2,), layouts=(DeviceSplit(),), steps=5)
+    assert run_layout(fleet, "llama-3-70b:bf16", DeviceSplit()) is None
     found = measure(fleet, processes=1)["models"]["llama-3-70b:bf16"]
     assert found["do_not_fit"] == ["1x1"] and found["best"]["2"]["tokens_per_s"] is None
 
 
 def test_joules_are_unknown_where_the_device_has_no_power_constants():
     fleet = dataclasses.replace(SMALL, device="A100-80GB", steps=5)
-    assert run_layout(fleet, "llama-3.2-1b:bf16", Split())["joules_per_token"] is None
+    assert run_layout(fleet, "llama-3.2-1b:bf16", DeviceSplit())["joules_per_token"] is None
 
 
 @pytest.mark.parametrize(
@@ -169,4 +169,4 @@ def test_joules_are_unknown_where_the_device_has_no_power_constants():
 )
 def test_an_impossible_fleet_is_refused_by_name(field, value):
     with pytest.raises(ConfigError, match=field):
-        Fleet(**{field: value})
+        FleetSetting(**{field: value})

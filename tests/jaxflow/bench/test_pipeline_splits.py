@@ -4,13 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxflow.bench.pipeline.splits import Split, all_splits
+from jaxflow.bench.pipeline.splits import DeviceSplit, all_splits
 from jaxflow.config import ConfigError
 
 
 @given(split=st.sampled_from(all_splits(True)))
 def test_a_name_gives_its_layout(split):
-    assert Split.parse(split.name) == split
+    assert DeviceSplit.parse(split.name) == split
 
 
 def test_layouts_of_a_dense_model_have_no_experts_to_share():
@@ -24,9 +24,9 @@ def test_layouts_of_a_dense_model_have_no_experts_to_share():
 )
 def test_an_impossible_layout_is_refused_by_name(name):
     with pytest.raises(ConfigError, match="layouts"):
-        Split.parse(name)
+        DeviceSplit.parse(name)
 
 
 def test_devices_of_different_tokens_share_no_layer_of_attention():
     with pytest.raises(ConfigError, match="layouts"):
-        Split(tp=2, dp=2)
+        DeviceSplit(tp=2, dp=2)

@@ -17,8 +17,8 @@ from jaxflow.bench.pipeline.scenarios import (
     scenarios,
     stage_layers,
 )
-from jaxflow.bench.pipeline.simulate import Layout, simulate
-from jaxflow.bench.pipeline.stage_time import COUNTS, Link, StageTimer, counts_of
+from jaxflow.bench.pipeline.simulate import ReplicaLayout, simulate
+from jaxflow.bench.pipeline.stage_time import COUNTS, StageLink, StageTimer, counts_of
 from jaxflow.bench.pipeline.study import measure, text
 from jaxflow.bench.workload.lengths import Item, constant
 from jaxflow.config import ConfigError, Layer, ModelConfig, Rope
@@ -104,7 +104,10 @@ def test_more_stages_than_layers_are_refused():
 def test_equal_micro_batches_fill_every_stage():
     """P micro-batches of equal time leave no bubble; one micro-batch leaves all stages but one idle."""
     items = constant(64, 64, 64)
-    run = {m: simulate(items, Layout(1, m, 8, 64), DecodeMaximal, lambda _: np.full(4, 1e-3)) for m in (1, 4)}
+    run = {
+        m: simulate(items, ReplicaLayout(1, m, 8, 64), DecodeMaximal, lambda _: np.full(4, 1e-3))
+        for m in (1, 4)
+    }
     assert run[4].bubble_s.max() == pytest.approx(0.0, abs=1e-9)
     assert run[4].busy_share > 0.9 and run[1].busy_share == pytest.approx(0.25, rel=0.01)
 
@@ -112,7 +115,7 @@ def test_equal_micro_batches_fill_every_stage():
 def test_a_bubble_is_the_idle_time_behind_a_longer_micro_batch():
     """Two stages and two requests in turns: a prompt of 3 s, then decodes of 1 s."""
     items = [Item(30, 3), Item(10, 3)]
-    layout = Layout(1, 2, 1, 64)
+    layout = ReplicaLayout(1, 2, 1, 64)
     run = simulate(items, layout, OrcaBest, lambda counts: np.full(2, counts[1] / 10 if counts[5] else 1.0))
     assert run.finished_s.tolist() == pytest.approx([10.0, 11.0])
     assert run.bubble_s.sum() > 0
@@ -123,9 +126,9 @@ def test_every_request_ends_once_and_sending_takes_time(policy):
     rng = np.random.default_rng(3)
     items = [Item(int(p), int(d)) for p, d in rng.integers(1, 60, (40, 2))]
     timer = StageTimer(CONFIG, split_layers(CONFIG, 3, 1, RATES), 1, RATES, layer_s=1e-4)
-    layout = Layout(2, 3, 4, 128)
+    layout = ReplicaLayout(2, 3, 4, 128)
     plain = simulate(items, layout, policy, timer)
-    late = simulate(items, layout, policy, timer, Link(1e9, 1e-3), send_bytes=2048.0)
+    late = simulate(items, layout, policy, timer, StageLink(1e9, 1e-3), send_bytes=2048.0)
     for run in (plain, late):
         assert (run.finished_s > 0).all() and (run.busy_s.sum(axis=0) <= 2 * run.duration_s).all()
     assert late.duration_s > plain.duration_s
@@ -138,7 +141,7 @@ OPEN = {
     "requests_per_s": 40.0,
     "length_order": "random",
     "sends_all": True,
-    "link": Link(1e9, 1e-3, holds_stage=True),
+    "link": StageLink(1e9, 1e-3, holds_stage=True),
     "host_s": 0.02,
     "compute_share": 0.5,
     "memory_share": 0.5,
@@ -168,7 +171,7 @@ def test_every_token_is_computed_once_under_any_assumption(changes, name):
 
 
 @pytest.mark.parametrize(
-    "change", [{"host_s": 0.02}, {"link": Link(1e9, 0.02)}, {"layer_s": 1e-3}, {"compute_share": 0.1}]
+    "change", [{"host_s": 0.02}, {"link": StageLink(1e9, 0.02)}, {"layer_s": 1e-3}, {"compute_share": 0.1}]
 )
 def test_time_that_a_step_takes_longer_lengthens_the_run(change):
     runs = [run_scenario(dataclasses.replace(SMALL, **each), STEP_CHUNK)[0] for each in ({}, change)]
@@ -177,15 +180,15 @@ def test_time_that_a_step_takes_longer_lengthens_the_run(change):
 
 def test_equal_moving_micro_batches_fill_every_stage():
     items = constant(64, 64, 64)
-    layout = Layout(1, 4, 8, 64, moving=True)
+    layout = ReplicaLayout(1, 4, 8, 64, moving=True)
     run = simulate(items, layout, lambda: Hybrid(56), lambda _: np.full(4, 1e-3))
     assert run.busy_share > 0.9
 
 
 def test_a_held_stage_is_busy_while_it_sends():
     """Steps of 1 ms and sends of 2 ms: the first of two stages is held for 3 ms a step."""
-    items, link = constant(16, 32, 16), Link(1e9, 2e-3, holds_stage=True)
-    run = simulate(items, Layout(1, 2, 4, 64), DecodeMaximal, lambda _: np.full(2, 1e-3), link)
+    items, link = constant(16, 32, 16), StageLink(1e9, 2e-3, holds_stage=True)
+    run = simulate(items, ReplicaLayout(1, 2, 4, 64), DecodeMaximal, lambda _: np.full(2, 1e-3), link)
     assert run.busy_s[0] == pytest.approx([3e-3 * run.steps, 1e-3 * run.steps])
 
 

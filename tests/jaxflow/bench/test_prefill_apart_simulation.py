@@ -11,7 +11,7 @@ from jaxflow.bench.router.command import chats
 from jaxflow.bench.router.simulate import BLOCK_SIZE, Cluster, RouterChoice, simulate
 from jaxflow.bench.workload.lengths import Item, poisson_arrivals, prompts
 from jaxflow.kv.pages import PagePool
-from serving.cluster.apart import Rule
+from serving.cluster.apart import ApartRule
 
 CLUSTER = Cluster(replicas=4, slots=16, pages=4000, token_budget=512)
 TOKEN_S = 3e-5
@@ -22,7 +22,7 @@ def step_s(counts: np.ndarray) -> np.ndarray:
     return np.array([0.004 + TOKEN_S * counts[1]])
 
 
-def run(items, prefills, rule=Rule.ALWAYS, moved_token_s=1e-6):
+def run(items, prefills, rule=ApartRule.ALWAYS, moved_token_s=1e-6):
     times = {"token_s": TOKEN_S, "moved_token_s": moved_token_s}
     return simulate_apart(items, prompts(items, 1000, 0), CLUSTER, prefills, step_s, rule=rule, **times)
 
@@ -68,7 +68,7 @@ def test_long_prompts_no_longer_delay_other_tokens():
 
 @pytest.mark.parametrize(("moved_token_s", "share"), [(0.0, (0.2, 1.0)), (1.0, (0.0, 0.0))])
 def test_the_rule_counts_the_transfer(moved_token_s, share):
-    found = run(conversations(), 2, Rule.PREDICTED, moved_token_s)
+    found = run(conversations(), 2, ApartRule.PREDICTED, moved_token_s)
     assert share[0] <= found.apart.mean() <= share[1]
 
 

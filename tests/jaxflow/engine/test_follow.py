@@ -10,7 +10,7 @@ from hurry import compile_on_use
 from test_loop import drawn_requests
 
 from jaxflow.engine.executor import Executor
-from jaxflow.engine.recorded_calls import Recorder, every_layout, replay
+from jaxflow.engine.recorded_calls import CallRecorder, every_layout, replay
 from jaxflow.engine.start import choose_plans, make_executor, make_loop
 from jaxflow.kv.tiers.page import page_size
 from jaxflow.kv.tiers.page_copies import PageCopies
@@ -45,7 +45,7 @@ def test_the_same_state():
     outside: dict = {}
     layouts = every_layout(theirs)
     channel = types.SimpleNamespace(send=lambda call: replay(theirs, layouts, outside, call))
-    recorder = ours.recorder = Recorder(ours, channel)
+    recorder = ours.recorder = CallRecorder(ours, channel)
     shapes = ours.page_shapes()
     size = max(map(page_size, shapes))
     config = dataclasses.replace(config, kv_offloading_size=HOST_PAGES * size / 2**30)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as drawn
 
 from jaxflow.engine.layout import StepLayout
-from jaxflow.engine.recorded_calls import Recorder, every_layout, replay
+from jaxflow.engine.recorded_calls import CallRecorder, every_layout, replay
 from jaxflow.kv.tiers.page import HOST_MEMORY, Parts
 from jaxflow.model.slot_params import slot_values
 
@@ -41,7 +41,7 @@ class Fake:
 
 def recorded() -> tuple[Any, list[bytes], Any]:
     fake, sent = Fake(), []
-    return fake, sent, Recorder(fake, types.SimpleNamespace(send=sent.append))  # type: ignore[arg-type]
+    return fake, sent, CallRecorder(fake, types.SimpleNamespace(send=sent.append))  # type: ignore[arg-type]
 
 
 @given(st.data())
@@ -94,7 +94,7 @@ class FakePages(Fake):
 def test_pages_outside_the_cache(moves):
     """What process 0 gathers, copies, scatters and drops in any order, a follower holds and drops, too."""
     ours, theirs, sent = FakePages(), FakePages(), []
-    recorder = Recorder(ours, types.SimpleNamespace(send=sent.append))  # type: ignore[arg-type]
+    recorder = CallRecorder(ours, types.SimpleNamespace(send=sent.append))  # type: ignore[arg-type]
     ours.cache = {(group, page): 10.0 * group + page for group in range(2) for page in range(10)}
     theirs.cache, pages, held = dict(ours.cache), {}, []
     for kind, a, b in moves:
@@ -124,7 +124,7 @@ def test_pages_outside_the_cache(moves):
 def test_a_process_without_a_part_of_a_page_names_it_too():
     """Over pipeline stages a process may hold no part; the other processes hold theirs by the same names."""
     ours, theirs, sent = FakePages(), FakePages(), []
-    recorder = Recorder(ours, types.SimpleNamespace(send=sent.append))  # type: ignore[arg-type]
+    recorder = CallRecorder(ours, types.SimpleNamespace(send=sent.append))  # type: ignore[arg-type]
     theirs.cache, pages = {(0, 3): 5.0, (0, 4): 6.0}, {}
     found = [Parts(()), Parts(())]
     recorder.gathered(0, [3, 4], found)

@@ -10,7 +10,7 @@ import pytest
 from jaxflow.flexgen import programs as programs_module
 from jaxflow.flexgen.geometry import Geometry, place
 from jaxflow.flexgen.policy import Policy, Shares
-from jaxflow.flexgen.programs import Programs
+from jaxflow.flexgen.programs import OffloadPrograms
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.graph import model_graph
 from jaxflow.model.op_registry import Context
@@ -50,7 +50,7 @@ def test_every_scope_of_the_offloaded_programs_is_an_op_of_the_graph(
         name, 8, 4, 4, 1, host, host, host, host_attention=host_attention, value_top_k_percent=percent
     )
     mesh = make_mesh(tp)
-    programs = Programs(
+    programs = OffloadPrograms(
         Geometry(config, policy, jnp.dtype("float32"), 16, mesh), Context(config, REFERENCE, axis_of(mesh))
     )
     jaxprs, over_devices = {}, programs_module._over_devices

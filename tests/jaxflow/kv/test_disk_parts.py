@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxflow.engine.recorded_calls import Recorder, replay
+from jaxflow.engine.recorded_calls import CallRecorder, replay
 from jaxflow.kv.tiers.disk_parts import FollowerDisk, SharedDiskTier
 from jaxflow.kv.tiers.disk_store import DiskStore
 from jaxflow.kv.tiers.disk_tier import DiskTier
@@ -56,7 +56,7 @@ class Team:
             for disk in self.disks
         ]
         self.pages: list[dict[int, Any]] = [{} for _ in RANKS]
-        self.recorder = Recorder(NOTHING, types.SimpleNamespace(send=self._send))  # type: ignore[arg-type]
+        self.recorder = CallRecorder(NOTHING, types.SimpleNamespace(send=self._send))  # type: ignore[arg-type]
         self.shared = SharedDiskTier(tiers[0], self.recorder, len(RANKS) - 1)
         self.followers = [
             FollowerDisk(

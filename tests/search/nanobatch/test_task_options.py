@@ -12,7 +12,7 @@ from search.nanobatch.cuts import make_tasks
 from search.nanobatch.cyclic import SearchError
 from search.nanobatch.layer_tasks import Task
 from search.nanobatch.options import wave_filling_sms
-from search.nanobatch.problem import Deadline, SearchProblem
+from search.nanobatch.problem import SearchDeadline, SearchProblem
 from search.nanobatch.stages import search, stage_two
 from search.profile.share_times import TILE_COLUMNS, TILE_ROWS, ShareTimes
 
@@ -85,7 +85,7 @@ def test_where_shares_are_given_no_others_are_offered():
 @pytest.mark.parametrize("shorter", [True, False])
 def test_they_are_asked_for_last_and_taken_where_the_period_is_shorter(monkeypatch, shorter):
     asked, said = [], []
-    alone = nanobatch._sequential(SETTING, None, Deadline(math.inf, lambda: 0.0))
+    alone = nanobatch._sequential(SETTING, None, SearchDeadline(math.inf, lambda: 0.0))
 
     def solved(setting, cuts, *rest):
         asked.append(setting.full_waves)

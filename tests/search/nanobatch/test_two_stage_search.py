@@ -18,7 +18,7 @@ from search.nanobatch import cuts
 from search.nanobatch import stages as nanobatch
 from search.nanobatch.cyclic import SearchError, one_by_one
 from search.nanobatch.layer_tasks import StepShape, chains, repeated_layer
-from search.nanobatch.problem import Deadline
+from search.nanobatch.problem import SearchDeadline
 from search.nanobatch.simulate import simulate
 from search.nanobatch.stages import search
 from search.profile.op_times import OpTime
@@ -315,7 +315,7 @@ def test_cuts_that_there_is_no_time_for_cost_none(monkeypatch):
     setting = dataclasses.replace(
         toy_setting(graph_of(), times, decodes=16, most_shares=1, nano_batches=3), step=1
     )
-    alone = nanobatch._sequential(setting, None, Deadline(math.inf, lambda: 0.0))
+    alone = nanobatch._sequential(setting, None, SearchDeadline(math.inf, lambda: 0.0))
     monkeypatch.setattr(nanobatch, "_sequential", lambda *_: alone)
     monkeypatch.setattr(nanobatch, "_solve", nothing)
     found = search(setting, time_limit_s=40, clock=lambda: now[0])
@@ -356,7 +356,7 @@ def test_bounds_of_one_way_take_no_time_from_the_next(monkeypatch):
 
     op_times = dict.fromkeys((op.name for op in graph_of(2).layers[-1]), 1.0)
     setting = dataclasses.replace(toy_setting(graph_of(2), op_times, most_shares=1, nano_batches=3), step=1)
-    alone = nanobatch._sequential(setting, None, Deadline(math.inf, lambda: 0.0))
+    alone = nanobatch._sequential(setting, None, SearchDeadline(math.inf, lambda: 0.0))
     monkeypatch.setattr(nanobatch, "most_promising", lambda setting, *_: cuts.cut_sets(setting)[1:])
     monkeypatch.setattr(nanobatch, "least_s", slow)
     monkeypatch.setattr(nanobatch, "_sequential", lambda *_: alone)

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from search.placement.machine import measure
 from search.placement.machine_curves import (
     CURVES,
-    Curve,
     CurvePoint,
     MachineError,
     MeasuredCurves,
+    TimeCurve,
     errors,
     fit_curve,
     fit_machine,
@@ -28,14 +28,14 @@ SIZES = np.geomspace(1e6, 1e9, 7)
 @settings(max_examples=10)
 @given(st.floats(1e-6, 1e-2), st.floats(1e8, 1e12))
 def test_a_curve_is_found_in_its_own_points(fixed_s, rate):
-    truth = Curve(fixed_s, rate)
+    truth = TimeCurve(fixed_s, rate)
     found = fit_curve([CurvePoint(size, truth.seconds(size)) for size in SIZES])
     for size in SIZES:
         assert found.seconds(size) == pytest.approx(truth.seconds(size), rel=0.03)
 
 
 def test_noise_does_not_move_a_curve_far():
-    truth, noise = Curve(1e-4, 2e10), np.random.default_rng(0)
+    truth, noise = TimeCurve(1e-4, 2e10), np.random.default_rng(0)
     points = [
         CurvePoint(size, truth.seconds(size) * noise.uniform(0.9, 1.1)) for size in SIZES for _ in range(5)
     ]
@@ -43,7 +43,7 @@ def test_noise_does_not_move_a_curve_far():
 
 
 def test_nothing_costs_no_fixed_time():
-    curve = Curve(1.0, 10.0)
+    curve = TimeCurve(1.0, 10.0)
     assert curve.seconds(0) == 0 and curve.seconds(20) == 3
 
 

@@ -12,7 +12,7 @@ from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from search.placement import machine as machine_runs
 from search.placement.cost_model import BlockChoice, predict
 from search.placement.machine import BlockRun, fit_runs, fit_unpacking, load_runs, run_errors
-from search.placement.machine_curves import Curve, MachineError, load_machine
+from search.placement.machine_curves import MachineError, TimeCurve, load_machine
 from search.placement.solver import GIGA, GPU_BATCH_SIZES, PlacementOptions, TierMemory, search, solve
 from search.placement.workload import workload
 
@@ -87,7 +87,7 @@ def test_rates_are_found_in_runs_of_a_known_machine(monkeypatch):
     """The fit halves the rate of a slower link, and changes no other rate."""
     monkeypatch.setattr(machine_runs, "_STEPS", 60)
     slower = msgspec.structs.replace(
-        T4, host_to_device=Curve(T4.host_to_device.fixed_s, T4.host_to_device.units_per_s / 2)
+        T4, host_to_device=TimeCurve(T4.host_to_device.fixed_s, T4.host_to_device.units_per_s / 2)
     )
     policies = [run.policy for run in PAPER.runs if run.policy.weights.disk == 0]
     runs = tuple(

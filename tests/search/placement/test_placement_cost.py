@@ -22,7 +22,7 @@ from search.placement.cost_model import (
     prefill_terms,
     resources,
 )
-from search.placement.machine_curves import CURVES, Curve, Machine, MachineError, load_machine
+from search.placement.machine_curves import CURVES, Machine, MachineError, TimeCurve, load_machine
 from search.placement.workload import BYTES, workload
 
 RATES: dict[str, float] = {
@@ -35,7 +35,7 @@ RATES: dict[str, float] = {
     "device_memory": 1e18,  # bound by compute only, as in the paper
     "host_attention": 3e10,
 }
-CONSTANTS: dict[str, Any] = {name: Curve(0.0, RATES[name]) for name in CURVES}
+CONSTANTS: dict[str, Any] = {name: TimeCurve(0.0, RATES[name]) for name in CURVES}
 MACHINE = Machine(name="drawn", method="round numbers", **CONSTANTS)
 
 

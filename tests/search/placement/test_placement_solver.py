@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jaxflow.flexgen.policy import Policy, Shares
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from search.placement.cost_model import BlockChoice, TierShares, memory_bytes, predict, split
-from search.placement.machine_curves import Curve, load_machine
+from search.placement.machine_curves import TimeCurve, load_machine
 from search.placement.solver import (
     GIGA,
     PlacementError,
@@ -28,7 +28,7 @@ from search.placement.solver import (
 from search.placement.workload import workload
 
 # The host attends at the rate of its memory, so that every term can bind.
-MACHINE = msgspec.structs.replace(load_machine("h200"), host_attention=Curve(5e-5, 1e11))
+MACHINE = msgspec.structs.replace(load_machine("h200"), host_attention=TimeCurve(5e-5, 1e11))
 OPT = workload("opt-30b", open_checkpoint("opt-30b", load_format="dummy").model_config, 512, 32)
 LLAMA = workload("llama-3.1-8b", open_checkpoint("llama-3.1-8b", load_format="dummy").model_config, 1024, 128)
 PAPER = TierMemory(16 * GIGA, 100 * GIGA, 500 * GIGA)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.composition import Composition
 from jaxflow.model.cost import DEVICES
-from jaxflow.model.energy import Curve, bound, shipped_power
+from jaxflow.model.energy import JoulesCurve, bound, shipped_power
 from jaxflow.model.graph import BFLOAT16, FP8, Work, model_graph
 from pallas_kernels.gemm.model_shapes import SHAPES
 from search.profile import energy as energy_fit
@@ -239,7 +239,7 @@ def test_what_a_pair_needed_is_a_run_too():
 
 def test_it_finds_the_joules_that_made_the_data():
     measured = load_runs(MEASURED)
-    flop, byte = Curve(0.9e-12, 0.3), Curve(1.2e-10, 0.7)
+    flop, byte = JoulesCurve(0.9e-12, 0.3), JoulesCurve(1.2e-10, 0.7)
     rng = np.random.default_rng(0)
 
     def run(i):

@@ -12,8 +12,8 @@ from batch_fakes import FakeEndpoints, check
 from starlette.applications import Starlette
 from starlette.requests import Request
 
-from serving.batch.batches import Batches, Model
-from serving.batch.input_file import Limits
+from serving.batch.batches import Batches, BatchModel
+from serving.batch.input_file import FileLimits
 from serving.batch.routes import routes
 from serving.batch.store import Store, StoreLimits
 from serving.batch.window import Window
@@ -34,7 +34,7 @@ class BatchServer:
     ):
         self.endpoints = endpoints
         self._folder, self._window = folder, window
-        self._limits: Limits = limits or Limits()
+        self._limits: FileLimits = limits or FileLimits()
         self._store_limits: StoreLimits | None = store_limits
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
@@ -59,7 +59,7 @@ class BatchServer:
             self.error = error
             self._ready.set()
             return
-        model = Model("fake", self.endpoints, check)
+        model = BatchModel("fake", self.endpoints, check)
         self.batches = Batches(store, model, Window(self._window), priority=7, limits=self._limits)
         self.batches.start()
         app = Starlette(routes=routes(self.batches, caller_name=caller_name, limits=self._limits))

@@ -14,7 +14,7 @@ import paths
 import pytest
 from fake_llm import FakeLLM
 
-from serving.batch.journal import Answer, _decode, read_frames
+from serving.batch.journal import AnsweredLine, _decode, read_frames
 from serving.batch_command import Options, answer_file
 from serving.batch_engine import LocalEngine
 
@@ -234,7 +234,7 @@ def finished_lines(folder: Path) -> set[int]:
     for path in folder.glob("*.segment"):
         with open(path, "rb") as file:
             for _, payload in read_frames(file, 0):
-                if isinstance(record := _decode(payload), Answer):
+                if isinstance(record := _decode(payload), AnsweredLine):
                     found.add(record.line)
     return found
 

@@ -17,10 +17,10 @@ from batch_server import BatchServer
 from jaxflow.config import ConfigError
 from serving.batch import batches as batches_module
 from serving.batch import runner
-from serving.batch.input_file import Limits
+from serving.batch.input_file import FileLimits
 from serving.batch.store import Store, StoreLimits
 
-LIMITS = Limits(file_bytes=200_000, lines=1000, line_bytes=10_000)
+LIMITS = FileLimits(file_bytes=200_000, lines=1000, line_bytes=10_000)
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ from batch_fakes import check, opened, request, write_input
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.batch.input_file import MAX_ERRORS, InvalidInput, Limits, open_input
+from serving.batch.input_file import MAX_ERRORS, FileLimits, InvalidInput, open_input
 
 
 def errors_of(path, **settings):
@@ -43,20 +43,20 @@ FAULTS = {
 def test_each_fault_names_its_line(tmp_path, code, line):
     last = json.dumps(request(2)).encode()
     (tmp_path / "in").write_bytes(b"\n".join([GOOD, b"", line, last]))
-    assert errors_of(tmp_path / "in", limits=Limits(line_bytes=4096)) == [(3, code)]
+    assert errors_of(tmp_path / "in", limits=FileLimits(line_bytes=4096)) == [(3, code)]
 
 
 @pytest.mark.parametrize(
     ("limits", "content", "code"),
     [
-        (Limits(file_bytes=100), GOOD * 2, (None, "file_too_large")),
+        (FileLimits(file_bytes=100), GOOD * 2, (None, "file_too_large")),
         (
-            Limits(lines=2),
+            FileLimits(lines=2),
             b"\n".join(json.dumps(request(i)).encode() for i in range(9)),
             (3, "too_many_tasks"),
         ),
-        (Limits(), b"", (None, "empty_file")),
-        (Limits(), b"\n \n", (None, "empty_file")),
+        (FileLimits(), b"", (None, "empty_file")),
+        (FileLimits(), b"\n \n", (None, "empty_file")),
     ],
 )
 def test_limits_of_the_file(tmp_path, limits, content, code):

@@ -9,15 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serving.batch import journal as module
-from serving.batch.journal import Answer, Input, Journal, JournalError, frame, read_frames
+from serving.batch.journal import AnsweredLine, Input, Journal, JournalError, frame, read_frames
 from serving.batch.leases import Leases
 
 LINES = 9
 INPUT = Input("d" * 64, LINES, "fake")
 
 
-def answers(*lines: int) -> list[Answer]:
-    return [Answer(line, line % 3 == 0, b"%d:" % line + bytes([line]) * (3 * line)) for line in lines]
+def answers(*lines: int) -> list[AnsweredLine]:
+    return [AnsweredLine(line, line % 3 == 0, b"%d:" % line + bytes([line]) * (3 * line)) for line in lines]
 
 
 def written(folder, *commits: tuple[int, ...]) -> Journal:
@@ -42,7 +42,7 @@ def records(folder) -> list[int]:
     for path in folder.glob(f"*{module.SUFFIX}"):
         with open(path, "rb") as file:
             decoded = [module._decode(payload) for _, payload in read_frames(file, 0)]
-            found += [one.line for one in decoded if isinstance(one, Answer)]
+            found += [one.line for one in decoded if isinstance(one, AnsweredLine)]
     return sorted(found)
 
 
@@ -126,8 +126,8 @@ def test_several_writers_see_each_other(tmp_path):
 
 def test_the_first_of_two_answers_counts(tmp_path):
     one, two = Journal(tmp_path, INPUT), Journal(tmp_path, INPUT)
-    one.append([Answer(1, False, b"one")])
-    two.append([Answer(1, True, b"two")])
+    one.append([AnsweredLine(1, False, b"one")])
+    two.append([AnsweredLine(1, True, b"two")])
     one.refresh()
     assert contents(one) == {1: b"one"} and (one.num_finished, one.num_failed) == (1, 0)
 

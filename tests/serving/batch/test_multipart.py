@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.batch.multipart import MultipartError, MultipartParser, Part, boundary_of
+from serving.batch.multipart import FormField, MultipartError, MultipartParser, boundary_of
 
 BOUNDARY = b"-x-"
 CONTENT = st.binary(max_size=60) | st.lists(
@@ -31,7 +31,7 @@ def test_any_cutting_gives_the_same_form(contents, cuts, preamble):
     parser, found = MultipartParser(BOUNDARY), []
     for begin, end in itertools.pairwise(places):
         for one in parser.feed(body[begin:end]):
-            if isinstance(one, Part):
+            if isinstance(one, FormField):
                 found.append((one, b""))
             else:
                 found[-1] = (found[-1][0], found[-1][1] + one)

@@ -10,7 +10,7 @@ from fake_llm import FakeLLM
 
 from jaxflow.config import ConfigError
 from serving.batch import parquet
-from serving.batch.input_file import InvalidInput, Limits
+from serving.batch.input_file import FileLimits, InvalidInput
 from serving.batch.parquet import json_lines, write_parquet
 from serving.batch_command import Options, answer_file
 from serving.batch_engine import LocalEngine
@@ -81,7 +81,7 @@ def test_wrong_bodies_are_named_by_row(tmp_path):
     assert [each.line for each in error.value.errors] == [2, 5]
 
 
-@pytest.mark.parametrize("limits", [Limits(lines=4), Limits(file_bytes=100)])
+@pytest.mark.parametrize("limits", [FileLimits(lines=4), FileLimits(file_bytes=100)])
 def test_the_limits_of_a_file_hold(tmp_path, limits):
     with pytest.raises(InvalidInput), json_lines(write(tmp_path / "in.parquet", rows_of(5)), limits):
         pass

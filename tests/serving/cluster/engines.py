@@ -11,7 +11,7 @@ from replicas import until
 
 from jaxflow import LLM
 from jaxflow.config import EngineConfig
-from serving.cluster.apart import Rule
+from serving.cluster.apart import ApartRule
 from serving.cluster.driver import ClusterDriver
 from serving.cluster.link import LinkLost
 from serving.cluster.messages import EndLoan
@@ -19,7 +19,7 @@ from serving.cluster.model import ClusterModel
 from serving.cluster.page_exchange import PageExchange, TransferConfig
 from serving.cluster.page_transport import TransferFailed
 from serving.cluster.replica import Replica
-from serving.cluster.wanted import Wanted
+from serving.cluster.wanted import WantedReplicas
 
 BLOCK = 16
 CONFIG = EngineConfig(
@@ -133,8 +133,8 @@ class Engines:
 def apart(engines: Sequence[LLM], timeout_s: float = SOON_S) -> Iterator[tuple[ClusterModel, Engines]]:
     """A replica that answers, and a replica that computes all prompts. timeout_s: of a transfer."""
     links = Engines(engines, timeout_s)
-    wanted = Wanted(1, CONFIG, prefill_replicas=1)
-    router = ClusterDriver(wanted, links.launch, stall_s=5.0, drain_s=5.0, rule=Rule.ALWAYS, seed=0)
+    wanted = WantedReplicas(1, CONFIG, prefill_replicas=1)
+    router = ClusterDriver(wanted, links.launch, stall_s=5.0, drain_s=5.0, rule=ApartRule.ALWAYS, seed=0)
     model = ClusterModel(router)
     try:
         until(lambda: [state.state for state in router.replicas()] == ["serving"] * 2)

@@ -21,7 +21,7 @@ from serving.batch_engine import served_endpoints
 from serving.cluster.batch_replica import BatchReplica
 from serving.cluster.batch_replicas import ReplicaEngine
 from serving.cluster.ray_link import RayCluster, RayConfig
-from serving.cluster.wanted import Wanted
+from serving.cluster.wanted import WantedReplicas
 
 CONFIG = EngineConfig(model="fake", plan="sequential")
 STEP_S = 0.05
@@ -71,7 +71,7 @@ def connect(replicas: int, loading, address: str | None = None) -> RayCluster:
 def main(source: str, output: str, asked: str, replicas: str, address: str | None = None) -> int:
     def start() -> ReplicaEngine:
         cluster = connect(int(replicas), functools.partial(load, asked=asked), address)
-        return ReplicaEngine(Wanted(int(replicas), CONFIG), cluster.launch, close=cluster.close)
+        return ReplicaEngine(WantedReplicas(int(replicas), CONFIG), cluster.launch, close=cluster.close)
 
     options = Options(Path(source), Path(output), "models/fake", window=SEQUENCES)
     return answer_file(options, start)

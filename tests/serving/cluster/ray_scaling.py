@@ -30,7 +30,7 @@ from jaxflow.bench.report import machine
 from serving.batch.file_batch import open_batch
 from serving.batch.window import Window
 from serving.cluster.batch_replicas import BatchReplicas
-from serving.cluster.wanted import Wanted
+from serving.cluster.wanted import WantedReplicas
 from serving.frontend.config import ServerConfig
 from serving.frontend.served_model import ServedModel
 from serving.http.endpoints import Endpoints
@@ -56,7 +56,7 @@ def write_input(path: Path, lines: int) -> int:
 @contextlib.asynccontextmanager
 async def started(cluster, number: int):
     """Replicas that are all ready."""
-    replicas = BatchReplicas(Wanted(number, ray_batch.CONFIG), cluster.launch)
+    replicas = BatchReplicas(WantedReplicas(number, ray_batch.CONFIG), cluster.launch)
     try:
         await replicas.start()
         while len(replicas.process_ids) < number:

@@ -17,7 +17,7 @@ from serving.cluster.driver import ClusterDriver
 from serving.cluster.link import LinkLost, StartFailed
 from serving.cluster.model import ClusterModel
 from serving.cluster.replica import Replica
-from serving.cluster.wanted import Wanted
+from serving.cluster.wanted import WantedReplicas
 
 CONFIG = EngineConfig(model="fake", plan="sequential")
 
@@ -148,7 +148,7 @@ def cluster(replicas: int = 2, *, stall_s: float = 1.0, drain_s: float = 5.0, **
     """A running model behind a router, and the links."""
     links = Replicas(**driver)
     router = ClusterDriver(
-        Wanted(replicas, CONFIG), links.launch, stall_s=stall_s, drain_s=drain_s, start_s=3.0, seed=0
+        WantedReplicas(replicas, CONFIG), links.launch, stall_s=stall_s, drain_s=drain_s, start_s=3.0, seed=0
     )
     model = ClusterModel(router)
     try:

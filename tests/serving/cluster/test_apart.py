@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxflow.config import ConfigError, EngineConfig
-from serving.cluster.apart import FAILURE_PAUSE_S, Load, Prompt, Transfers, saves_time
-from serving.cluster.wanted import Wanted
+from serving.cluster.apart import FAILURE_PAUSE_S, Load, Prompt, TransferRecord, saves_time
+from serving.cluster.wanted import WantedReplicas
 
 tokens = st.integers(0, 10_000)
 loads = st.builds(Load, tokens, tokens, st.integers(0, 500))
@@ -39,7 +39,7 @@ def test_the_rule_weighs_the_decodes_against_the_transfer():
 
 
 def test_transfers_have_a_recent_rate_and_a_pause():
-    transfers = Transfers()
+    transfers = TransferRecord()
     assert transfers.token_s == 0 and not transfers.paused(0.0)
     for _ in range(200):
         transfers.note(100, 1000, 0.5)
@@ -53,6 +53,6 @@ def test_transfers_have_a_recent_rate_and_a_pause():
 
 def test_prefill_replicas_need_a_host_tier():
     with pytest.raises(ConfigError, match="prefill_replicas"):
-        Wanted(1, EngineConfig(model="m"), prefill_replicas=1)
+        WantedReplicas(1, EngineConfig(model="m"), prefill_replicas=1)
     with pytest.raises(ConfigError, match="prefill_replicas"):
-        Wanted(1, EngineConfig(model="m"), prefill_replicas=-1)
+        WantedReplicas(1, EngineConfig(model="m"), prefill_replicas=-1)

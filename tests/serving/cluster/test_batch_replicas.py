@@ -19,7 +19,7 @@ from serving.batch_command import Options, answer_file
 from serving.batch_engine import LocalEngine
 from serving.cluster import member
 from serving.cluster.batch_replicas import MAX_LOSSES, ReplicaEngine, most_lines
-from serving.cluster.wanted import Wanted
+from serving.cluster.wanted import WantedReplicas
 
 POISON = 299  # ends the process that is asked
 STALL_S = 2.0  # in tests of hung replicas: a busy machine must not look hung
@@ -54,7 +54,7 @@ class Run:
         self.links, self.status = links, None
         self._out = folder / "out"
         options = Options(folder / "in", self._out, "models/fake", window=window, progress=False)
-        wanted = Wanted(replicas, CONFIG)
+        wanted = WantedReplicas(replicas, CONFIG)
 
         def load() -> ReplicaEngine:
             return ReplicaEngine(wanted, links.launch, stall_s=stall_s, start_s=NEVER_S)

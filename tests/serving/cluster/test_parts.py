@@ -31,7 +31,7 @@ from serving.cluster.messages import Order
 from serving.cluster.replica import Outstanding, RemoteFault, portable
 from serving.cluster.resume import rest_of
 from serving.cluster.totals import total
-from serving.cluster.wanted import Wanted, read_wanted
+from serving.cluster.wanted import WantedReplicas, read_wanted
 
 BASE = EngineConfig(model="m")
 USAGE, TIMINGS = Usage(1, 2, 3), Timings(0.1, 0.2, 0.3, 4)
@@ -97,9 +97,9 @@ def test_the_file(tmp_path):
         json.dumps({"replicas": 3, "version": "b", "engine": {"num_kv_pages": 9, "plan": "searched"}})
     )
     config = dataclasses.replace(BASE, num_kv_pages=9, plan="searched")
-    assert read_wanted(path, BASE) == Wanted(3, config, "b")
+    assert read_wanted(path, BASE) == WantedReplicas(3, config, "b")
     path.write_text('{"replicas": 1}')
-    assert read_wanted(path, BASE) == Wanted(1, BASE)
+    assert read_wanted(path, BASE) == WantedReplicas(1, BASE)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ import paths
 import pytest
 
 from jaxflow import LLM, SamplingParams
-from serving.batch.journal import Answer, _decode, read_frames
+from serving.batch.journal import AnsweredLine, _decode, read_frames
 
 pytestmark = [
     pytest.mark.slow,  # minutes: Ray starts several times
@@ -93,7 +93,7 @@ def journal(folder: Path) -> list[int]:
     for path in (folder / "out.journal").glob("*.segment"):
         with open(path, "rb") as file:
             records = [_decode(payload) for _, payload in read_frames(file, 0)]
-        found += [record.line - 1 for record in records if isinstance(record, Answer)]
+        found += [record.line - 1 for record in records if isinstance(record, AnsweredLine)]
     return found
 
 

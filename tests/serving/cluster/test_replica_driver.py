@@ -20,7 +20,7 @@ from jaxflow.request import (
 from serving.cluster.driver import MAX_LOSSES
 from serving.cluster.replica import RemoteFault
 from serving.cluster.router import home_of
-from serving.cluster.wanted import Wanted
+from serving.cluster.wanted import WantedReplicas
 
 STEP_S = 0.01
 
@@ -263,10 +263,10 @@ def test_updates_and_scaling_fail_no_request(drain_s):
             return [(state.state, state.version) for state in model.driver.replicas()]
 
         for wanted in (
-            Wanted(3, CONFIG),
-            Wanted(3, CONFIG, "b"),
-            Wanted(1, CONFIG, "b"),
-            Wanted(2, CONFIG, "c"),
+            WantedReplicas(3, CONFIG),
+            WantedReplicas(3, CONFIG, "b"),
+            WantedReplicas(1, CONFIG, "b"),
+            WantedReplicas(2, CONFIG, "c"),
         ):
             model.driver.change(wanted)
             until(lambda wanted=wanted: versions() == [("serving", wanted.version)] * wanted.replicas)
@@ -282,7 +282,7 @@ def test_an_update_that_fails_stops_and_serves_on():
         links.prepare = lambda link: setattr(
             link, "start_error", "no such plan" if link.config.plan == "searched" else None
         )
-        model.driver.change(Wanted(2, CONFIG.__class__(model="fake", plan="searched"), "bad"))
+        model.driver.change(WantedReplicas(2, CONFIG.__class__(model="fake", plan="searched"), "bad"))
         until(lambda: model.driver.replicas()[0].restarts == 1)
         assert model.driver.replicas()[1].state == "serving"
         complete(*submit(model, "meanwhile"))
