@@ -12,8 +12,10 @@
   plan         finds how to split a step into overlapping nano-batches: NanoFlow's two-stage search
   spans        chooses the span of each KV head by its effect on a model's answers
 
-`python -m search COMMAND --help` lists a command's flags. Searches and fits need the extra `search`: pip
-install 'jaxflow[search]', or in a source checkout: python3 run.py exec python -m search COMMAND.
+`python -m search COMMAND --help` lists a command's flags. Searches and fits need the extra `search`:
+
+  pip install 'jaxflow[search]'                     with pip
+  python3 run.py exec python -m search COMMAND      in a source checkout
 """
 
 import sys

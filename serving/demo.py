@@ -95,10 +95,8 @@ def main(argv: list[str]) -> int:
             print(f"\nThe server stays on {target} and {url}; Ctrl-C ends it.\n{how_to_ask(url)}", flush=True)
             server.wait()
         elif status == 0:
-            print(
-                "\nOver HTTP, from `python -m serving --model "
-                f"{shlex.quote(model)}`:\n{how_to_ask(DEFAULT_URL)}"
-            )
+            command = f"python3 run.py exec python -m serving --model {shlex.quote(model)}"
+            print(f"\nTo keep a server, run\n\n  {command}\n\nThen ask over HTTP:\n{how_to_ask(DEFAULT_URL)}")
         server.send_signal(signal.SIGTERM)
     except KeyboardInterrupt:
         # The terminal sends its interrupt to the server as well. A second signal would prevent draining.

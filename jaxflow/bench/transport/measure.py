@@ -1,7 +1,7 @@
 """Throughput of the HTTP server on one core, without a device: chunks of streams, and plain requests.
 
   python -m jaxflow.bench transport
-  python -m jaxflow.bench transport --runs 5 --output_json benchmarks/transport.json
+  python -m jaxflow.bench transport --runs 5 --output_json benchmarks/cpu/engine/transport.json
 
 The server runs in a process of its own, on one core. An engine of paced steps in this process gives one token
 a step to each request. The clients run in the process of the command, on the other cores. A chunk is one

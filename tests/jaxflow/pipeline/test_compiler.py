@@ -2,8 +2,9 @@
 steps, several families and devices.
 
 Most drawn plans are evaluated op by op, since compiling the step of one plan takes seconds. The usual suite
-draws 6 plans over two families; the tests marked `slow` draw 20 plans of each family. A failure reports the
-seed and the number of examples that draw the same plan again. A longer run draws more of both kinds:
+draws plans of one family, `tests/slow_cases.py` names the others, and the tests marked `slow` draw 20 plans
+of each family. A failure reports the seed and the number of examples that draw the same plan again. A longer
+run draws more of both kinds:
 
     LAW_SEED=740000 LAW_EXAMPLES=200 LAW_COMPILED=8 \
         python -m pytest -n0 tests/jaxflow/pipeline/test_compiler.py
