@@ -1,5 +1,6 @@
 """Imports point down only: the rules of `layers` hold for this tree, and each breach is reported."""
 
+import ast
 import collections
 import subprocess
 import sys
@@ -48,6 +49,17 @@ def test_files_of_tests_have_different_names():
     # pytest imports a test file under its name without folders.
     names = collections.Counter(path.name for path in (paths.ROOT / "tests").rglob("test_*.py"))
     assert [name for name, files in names.items() if files > 1] == []
+
+
+def test_no_module_writes_the_cache_of_an_executor():
+    def writes(node: ast.AST) -> bool:
+        foreign = isinstance(node, ast.Attribute) and not (
+            isinstance(node.value, ast.Name) and node.value.id == "self"
+        )
+        return foreign and node.attr == "kv" and not isinstance(node.ctx, ast.Load)
+
+    texts = {source: (paths.ROOT / source).read_text("utf-8") for source in layers.sources(paths.ROOT)}
+    assert [name for name, text in texts.items() if any(map(writes, ast.walk(ast.parse(text))))] == []
 
 
 def test_build_stays_short():

@@ -1,10 +1,8 @@
-"""Tests of law 1: every plan computes the plain forward, for drawn plans and
-steps, several families and devices.
+"""Tests of law 1: every plan computes the plain forward, for drawn plans and steps, on several devices.
 
 Most drawn plans are evaluated op by op, since compiling the step of one plan takes seconds. The usual suite
-draws plans of one family, `tests/slow_cases.py` names the others, and the tests marked `slow` draw 20 plans
-of each family. A failure reports the seed and the number of examples that draw the same plan again. A longer
-run draws more of both kinds:
+draws 20 plans of one family; with --slow it draws 20 of each family (`tests/slow_cases.py`). A failure
+reports the seed and the number of examples that draw the same plan again. A longer run draws more:
 
     LAW_SEED=740000 LAW_EXAMPLES=200 LAW_COMPILED=8 \
         python -m pytest -n0 tests/jaxflow/pipeline/test_compiler.py
@@ -28,7 +26,7 @@ from jaxflow.pipeline.handwritten import four_qkv_plan, phased_plan, sequential_
 from jaxflow.pipeline.plan import PlanError, borders
 
 TOKENS, SPLIT = 16, 6
-EXAMPLES = int(os.environ.get("LAW_EXAMPLES", "3"))  # drawn plans of each family, evaluated op by op
+EXAMPLES = int(os.environ.get("LAW_EXAMPLES", "20"))  # drawn plans of each family, evaluated op by op
 COMPILED = int(os.environ.get("LAW_COMPILED", "1"))  # drawn plans of each family, compiled
 SEED = int(os.environ.get("LAW_SEED", "20"))
 # A failing example is not shrunk: each compiles a step.
@@ -68,27 +66,14 @@ def draw_plan(data, model, form, streams, **settings):
     return plan, drawn.step(model.config, TOKENS, borders(plan), 3, (9, 4))
 
 
-def check_op_by_op(data, name, tp, form, streams, numbers):
-    model = bench(name, tp, **numbers)
-    plan, step = draw_plan(data, model, form, streams, places=(4, 12), sms=(None,))
-    model.check_op_by_op(plan, step, data.draw(drawn.steps(model.config, TOKENS, borders(plan))))
-
-
 @FAMILIES
 @seed(SEED)
 @settings(LAW, max_examples=EXAMPLES)
 @given(data=st.data())
 def test_drawn_plans(name, tp, form, streams, numbers, data):
-    check_op_by_op(data, name, tp, form, streams, numbers)
-
-
-@pytest.mark.slow
-@FAMILIES
-@seed(SEED + 1)
-@settings(LAW, max_examples=20)
-@given(data=st.data())
-def test_many_drawn_plans(name, tp, form, streams, numbers, data):
-    check_op_by_op(data, name, tp, form, streams, numbers)
+    model = bench(name, tp, **numbers)
+    plan, step = draw_plan(data, model, form, streams, places=(4, 12), sms=(None,))
+    model.check_op_by_op(plan, step, data.draw(drawn.steps(model.config, TOKENS, borders(plan))))
 
 
 @FAMILIES
