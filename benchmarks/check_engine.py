@@ -53,8 +53,9 @@ LIMITS = {False: (0.02, 0.5, 0.9), True: (0.12, 1.0, 0.75)}
 
 
 def run(engine: Loop, requests: list[Request]) -> tuple[dict[str, list[int]], dict[str, list[Logprob]]]:
-    """Run all requests at once. Return the drawn tokens and the prompt's
-    log-probabilities of each request.
+    """Run all requests at once.
+
+    Return the drawn tokens and the prompt's log-probabilities of each request.
     """
     tokens: dict[str, list[int]] = {r.request_id: [] for r in requests}
     prompts: dict[str, list[Logprob]] = {}

@@ -356,8 +356,9 @@ def expected_tokens(router: Router, args: argparse.Namespace) -> dict[int, list[
 
 @contextlib.contextmanager
 def running(args: argparse.Namespace, config: ModelConfig) -> Iterator[tuple[Router, Path]]:
-    """Start the replicas, with programs of both plans in the cache. Yield the router
-    and the file of the other plan.
+    """Start the replicas, with programs of both plans in the cache.
+
+    Yield the router and the file of the other plan.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -83,8 +83,9 @@ class Layer:
 
     @property
     def group_heads(self) -> dict[int, tuple[int, ...]]:
-        """Return the KV heads of each page group, with spans. Groups without a
-        head of the layer are missing.
+        """Return the KV heads of each page group, with spans.
+
+        Groups without a head of the layer are missing.
         """
         return {
             group: tuple(head for head, own in enumerate(self.head_groups) if own == group)

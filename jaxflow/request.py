@@ -247,8 +247,9 @@ def with_limit(request: Request, max_prompt: int, max_output: int) -> Request:
 
 
 class Logprob(msgspec.Struct, frozen=True):
-    """The log-probability of a token from the raw logits, before temperature and
-    filters. Rank 1 is the likeliest.
+    """The log-probability of a token from the raw logits, before temperature and filters.
+
+    Rank 1 is the likeliest.
     """
 
     logprob: float

@@ -115,8 +115,9 @@ class KernelSet:
 
     @property
     def can_be_bounded(self) -> bool:
-        """Return whether the ops can run on a part of the SMs, next to other ops. Other sets always occupy
-        all SMs.
+        """Return whether the ops can run on a part of the SMs, next to other ops.
+
+        Other sets always occupy all SMs.
         """
         return self.name == MOSAIC
 
@@ -290,8 +291,9 @@ def _unmet(m: Model, limits: Iterable[tuple[tuple[str, ...], str, bool, str]]) -
 def _assembled(
     name: str, kernels: Mapping[str, Mapping[str, Callable]], fallbacks: tuple[Fallback, ...]
 ) -> KernelSet:
-    """Return a set of the kernels that the model can use. kernels: by op, its function and its list
-    functions.
+    """Return a set of the kernels that the model can use.
+
+    kernels: by op, its function and its list functions.
     """
     lost = {fallback.op for fallback in fallbacks}
     ops = {
@@ -304,8 +306,9 @@ def _assembled(
 
 
 def _mosaic(m: Model, device: str) -> KernelSet:
-    """Return the Mosaic kernels that support the model. Mosaic GPU is imported only here, because its
-    import takes a second.
+    """Return the Mosaic kernels that support the model.
+
+    Mosaic GPU is imported only here, because its import takes a second.
     """
     from pallas_kernels.attention.chunk import api as chunk_attention
     from pallas_kernels.attention.decode import api as decode_attention

@@ -54,8 +54,9 @@ def check_lengths(name: str, model: ModelConfig, prompt: int, output: int) -> No
 
 @dataclasses.dataclass(frozen=True)
 class OpBound:
-    """The share of one op in a step: on one GPU, over all layers. The energy bound is 0 without measured
-    joules.
+    """The share of one op in a step: on one GPU, over all layers.
+
+    The energy bound is 0 without measured joules.
     """
 
     name: str

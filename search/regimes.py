@@ -171,8 +171,9 @@ def network_ratio(config: ModelConfig, accelerator: Accelerator, gpus: int = 8) 
 
 @dataclasses.dataclass(frozen=True)
 class HeatMap:
-    """A heat map: its title, and a value for each row and column. A value is None where the model does not
-    fit.
+    """A heat map: its title, and a value for each row and column.
+
+    A value is None where the model does not fit.
     """
 
     title: str

@@ -65,8 +65,9 @@ def attend(
     scale: float,
     soft_cap: float | None,
 ) -> Float[Array, "K G T H"]:
-    """Return the attention of all heads of a layer. A query sees the sinks
-    and the keys from its `first` on.
+    """Return the attention of all heads of a layer.
+
+    A query sees the sinks and the keys from its `first` on.
     """
 
     def of_head(

@@ -58,8 +58,9 @@ def define_flags() -> None:
 
 
 def candidates(start: Span, tokens: int) -> list[Span]:
-    """Return the spans to choose from for texts of so many tokens, the shortest
-    first. Full attention is last.
+    """Return the spans to choose from for texts of so many tokens, the shortest first.
+
+    Full attention is last.
     """
     alphas = (round(start.alpha * STEP**i) for i in range(-SHORTER, 10_000))
     windows = itertools.takewhile(lambda alpha: alpha < tokens - start.sinks, alphas)

@@ -196,8 +196,9 @@ def run(
 
 
 def supervise_or_follow(engine: EngineConfig) -> int | None:
-    """Start lost servers again, or follow process 0. Return None for a process
-    that serves. Raises: ConfigError.
+    """Start lost servers again, or follow process 0.
+
+    Return None for a process that serves. Raises: ConfigError.
     """
     launch = launch_of(engine, os.environ)
     if MAX_RESTARTS.value:

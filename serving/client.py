@@ -252,8 +252,9 @@ def _system() -> list[dict[str, str]]:
 
 
 async def print_answer(answer: Answer, *, stats: bool) -> None:
-    """Print an answer while it arrives. stats: write its statistics to
-    standard error. Raises: RequestFailed.
+    """Print an answer while it arrives.
+
+    stats: write its statistics to standard error. Raises: RequestFailed.
     """
     async for message in answer:
         kind = message.WhichOneof("event")

@@ -262,8 +262,9 @@ def equal(got, want) -> None:
 
 
 def alike(got, want) -> None:
-    """Compare 8-bit results. The order of a float32 sum may change its last bit, and with it a rounding by a
-    sixteenth.
+    """Compare 8-bit results.
+
+    The order of a float32 sum may change its last bit, and with it a rounding by a sixteenth.
     """
     got, want = (np.asarray(x, np.float32) for x in (got, want))
     assert np.linalg.norm(got - want) <= 0.02 * np.linalg.norm(want)

@@ -29,8 +29,9 @@ TARGET = paths.DATA / "xla" / "h200.txtpb"
 
 
 def h200_mesh(shape: Sequence[int] = (1,), names: Sequence[str] = ("tp",), hosts: int = 1) -> Mesh:
-    """Return descriptions of H200s, for the compiler only. hosts: each has a
-    process with an equal share of them.
+    """Return descriptions of H200s, for the compiler only.
+
+    hosts: each has a process with an equal share of them.
     """
     topology = topologies.get_topology_desc(
         platform="cuda",
@@ -41,8 +42,9 @@ def h200_mesh(shape: Sequence[int] = (1,), names: Sequence[str] = ("tp",), hosts
 
 
 def abstract(mesh: Mesh, shapes: Any, specs: Any = REPLICATED) -> Any:
-    """Return arguments to compile with: the leaves of `shapes` on `mesh`, placed by `specs`. specs: one spec,
-    or a tree of specs.
+    """Return arguments to compile with: the leaves of `shapes` on `mesh`, placed by `specs`.
+
+    specs: one spec, or a tree of specs.
     """
     if isinstance(specs, PartitionSpec):
         specs = jax.tree.map(lambda _: specs, shapes)
@@ -68,8 +70,9 @@ _THUNK = re.compile(r"^(?P<indent> *)\d+: (?P<kind>\w+)\s*(\[.*?\])?\s*(?P<rest>
 
 
 def read_thunks(dump: str) -> tuple[Thunk, ...]:
-    """Return the thunks of an XLA dump. A nested thunk runs on the stream of its region unless it names
-    another.
+    """Return the thunks of an XLA dump.
+
+    A nested thunk runs on the stream of its region unless it names another.
     """
     thunks: list[Thunk] = []
     enclosing: list[str] = []  # the streams of the regions around the line
@@ -164,8 +167,9 @@ _NUMBERS = itertools.count()  # kernels with a dump
 
 @contextlib.contextmanager
 def _little_dumped() -> Iterator[None]:
-    """Dump only PTX and ptxas' log of Mosaic kernels. A dump folder would also get the MLIR between all
-    passes, 250 MB and 3 s a kernel.
+    """Dump only PTX and ptxas' log of Mosaic kernels.
+
+    A dump folder would also get the MLIR between all passes, 250 MB and 3 s a kernel.
     """
     target = os.environ.pop("MOSAIC_GPU_DUMP_TO", None)
     if target is None:

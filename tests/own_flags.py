@@ -8,8 +8,9 @@ from absl import flags
 
 @contextlib.contextmanager
 def own_flags() -> Iterator[None]:
-    """Keep only absl's own flags inside the block, as in a new process. The other flags return afterwards,
-    with their modules.
+    """Keep only absl's own flags inside the block, as in a new process.
+
+    The other flags return afterwards, with their modules.
     """
     state = vars(flags.FLAGS)
     before = {name: _copied(value) for name, value in state.items()}

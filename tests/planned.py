@@ -26,8 +26,9 @@ ROWS, PAGES_A_ROW, PAGES = 64, 4, 2048
 
 
 def _some_attention(q, k_pages, v_pages, pages, **_):
-    """Return a function that reads pages and multiplies. Only its structure matters. A side stream allows no
-    loop.
+    """Return a function that reads pages and multiplies.
+
+    Only its structure matters. A side stream allows no loop.
     """
     grouped, shape = q.reshape(q.shape[0], k_pages.shape[1], -1, q.shape[2]), q.shape
     keys, values = k_pages[pages].astype(q.dtype), v_pages[pages].astype(q.dtype)

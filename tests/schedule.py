@@ -102,8 +102,9 @@ def _work(bodies: dict[str, str], name: str, ids: set[tuple[str, str]]) -> list[
 
 
 def kernels(hlo: str, plan: Plan) -> list[tuple[str | None, str]]:
-    """Return (nano-op, kind) of every launch in issue order. kind: the opcode of a GEMM or custom call, else
-    the name.
+    """Return (nano-op, kind) of every launch in issue order.
+
+    kind: the opcode of a GEMM or custom call, else the name.
     """
     ids = {(nano.op, nano.id) for nano in plan.nano_ops}
     bodies, entry = _computations(hlo)

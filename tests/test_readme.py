@@ -50,8 +50,9 @@ def test_the_python_program_runs(capsys):
 
 @pytest.fixture
 def help_of(no_flags, monkeypatch, capsys):
-    """Return a function that runs a module's help. The server's commands define flags on import, so each
-    gets a process.
+    """Return a function that runs a module's help.
+
+    The server's commands define flags on import, so each gets a process.
     """
 
     def ask(module, *words):

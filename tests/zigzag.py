@@ -36,8 +36,9 @@ def row_by_row(batches: int, layers: int, tokens: int) -> Iterator[Square]:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Sizes of the tensors of a square, in any unit. `kv`: one token of a batch at one layer; `activation`:
-    one token of a batch.
+    """Sizes of the tensors of a square, in any unit.
+
+    `kv`: one token of a batch at one layer; `activation`: one token of a batch.
     """
 
     weights: float

@@ -222,8 +222,9 @@ class Executor:
 
     @property
     def is_here(self) -> bool:
-        """Return True if this process has devices of the executor. Otherwise the
-        weights are shapes, and nothing runs.
+        """Return True if this process has devices of the executor.
+
+        Otherwise the weights are shapes, and nothing runs.
         """
         return is_here(self.programs.mesh)
 
@@ -537,6 +538,7 @@ class Executor:
 
     def is_ready(self, layout: StepLayout, *, full: bool, prompt: bool) -> bool:
         """Return True if a step of the layout runs without a compilation.
+
         full, prompt: with these samplers.
         """
         needed: list[Any] = [self._steps.get(layout.key), self._samplers.get((layout.rows, "plain"))]

@@ -23,8 +23,9 @@ def freeze_heap() -> None:
 
 
 def freeze_later_objects() -> None:
-    """Exempt the objects made since `freeze_heap` too, without a collection. Do
-    nothing where nobody called it.
+    """Exempt the objects made since `freeze_heap` too, without a collection.
+
+    Do nothing where nobody called it.
     """
     if gc.get_threshold() == COLLECTOR_THRESHOLDS:
         gc.freeze()

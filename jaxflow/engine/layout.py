@@ -95,8 +95,9 @@ class StepLayout:
 
     @functools.cached_property
     def _host_fields(self) -> list[tuple[str, int, tuple[int, ...], np.dtype]]:
-        """Name, offset in bytes, shape and dtype of each field. Every step
-        reads the list, so it is made once.
+        """Name, offset in bytes, shape and dtype of each field.
+
+        Every step reads the list, so it is made once.
         """
         return [
             (name, offset * 4, shape, np.dtype(_KINDS[kind]))

@@ -221,8 +221,9 @@ class LiveRequest:
 
 
 def refused(request: Request, fault: BaseException | None) -> list[Event]:
-    """Return the last events of a request that was not queued. Without a
-    fault the engine was shutting down.
+    """Return the last events of a request that was not queued.
+
+    Without a fault the engine was shutting down.
     """
     usage, timings = Usage(len(request.prompt_token_ids), 0, 0), Timings(0.0, 0.0, 0.0, 0)
     return [

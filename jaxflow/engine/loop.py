@@ -294,8 +294,9 @@ class Loop:
         return InFlight(work, pending, layout.plan, max(work.bucket, layout.tokens), time.monotonic())
 
     def admit(self, work: StepWork) -> bool:
-        """Give the step's new sequences their slots. Return True if a row of
-        the step needs the full sampler.
+        """Give the step's new sequences their slots.
+
+        Return True if a row of the step needs the full sampler.
         """
         for seq in work.admitted:
             self._take_slot(seq)
@@ -312,8 +313,9 @@ class Loop:
         return any(self._wants_prompt(chunk.seq) for chunk in work.chunks)
 
     def _choose(self, work: StepWork, full: bool) -> StepLayout:
-        """Return the layout of the step: its own, or the next larger one that is
-        ready. full: see `Executor.run`.
+        """Return the layout of the step: its own, or the next larger one that is ready.
+
+        full: see `Executor.run`.
         """
         own, executor = self._own_layout(work), self.executor
         if not executor.substitutes:

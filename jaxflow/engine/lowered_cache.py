@@ -237,8 +237,9 @@ def _on_described_device(exported: export.Exported) -> export.Exported:
 def compile_program(
     lowered: jax.stages.Lowered | Kept, options: dict[str, Any] | None = None
 ) -> jax.stages.Compiled:
-    """Return the compiled program. One of XLA's cache that does not fit is
-    compiled again, without the cache.
+    """Return the compiled program.
+
+    One of XLA's cache that does not fit is compiled again, without the cache.
     """
     if isinstance(lowered, Kept):
         found = lowered.load(options)

@@ -190,6 +190,7 @@ class StagedExecutor:
 
     def set_slot(self, slot: int, values: SlotParams, token_ids: np.ndarray, num_prompt: int) -> None:
         """Store a sequence's sampling settings on the stage that samples.
+
         Arguments: see `Executor.set_slot`.
         """
         if self.recorder is not None:
@@ -220,6 +221,7 @@ class StagedExecutor:
 
     def scatter_pages(self, group: int, pages: Sequence[int], data: Sequence[Parts]) -> None:
         """Enqueue a write of the parts of pages on the group's stages.
+
         Arguments: see `Executor.scatter_pages`.
         """
         if self.recorder is not None:

@@ -48,8 +48,9 @@ def num_loaded_later() -> int:
 
 
 class StartTimes:
-    """The seconds of each phase of a start. Phases of several threads may overlap, so
-    their sum may exceed the total.
+    """The seconds of each phase of a start.
+
+    Phases of several threads may overlap, so their sum may exceed the total.
     """
 
     def __init__(self) -> None:

@@ -177,8 +177,9 @@ def join_team(config: EngineConfig, environ: Mapping[str, str] = os.environ) -> 
 def common_values(
     given: EngineConfig, config: EngineConfig, checkpoint: Checkpoint, plans: Mapping[int, Sequence[Plan]]
 ) -> dict[str, str]:
-    """Return what all processes must have in common, by name. Large values are
-    digests. Arguments: `Team.compare`.
+    """Return what all processes must have in common, by name.
+
+    Large values are digests. Arguments: `Team.compare`.
     """
     fields = [field.name for field in dataclasses.fields(EngineConfig) if field.name not in OWN_FIELDS]
     kinds = collections.Counter(device.device_kind for device in jax.local_devices())

@@ -60,8 +60,9 @@ class ActivationStore:
         return under_way
 
     def load(self, batch: int) -> tuple[jax.Array, ...]:
-        """Return a batch's activations, with the copies to the device started, and remove them. Raises:
-        DiskError.
+        """Return a batch's activations, with the copies to the device started, and remove them.
+
+        Raises: DiskError.
         """
         tiers, found = self._tiers, []
         for split, piece in zip(self.splits, self._pieces.pop(batch), strict=True):

@@ -264,8 +264,9 @@ class StageTransfer(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Handing:
-    """A stage's place in a pipeline. `following`: the mesh of the next stage;
-    the last stage's is the first.
+    """A stage's place in a pipeline.
+
+    `following`: the mesh of the next stage; the last stage's is the first.
     """
 
     exchange: StageTransfer
@@ -406,8 +407,9 @@ class RunningBlock:
             self._verbs.do("host_attention" if on_host else "load_kv", attended.result)
 
     def _read_values(self, step: BlockStep, rising: Any, lengths: np.ndarray) -> list:
-        """Read the chosen rows of V, on the host's thread, and store this
-        token's KV. Return rows to give back.
+        """Read the chosen rows of V, on the host's thread, and store this token's KV.
+
+        Return rows to give back.
         """
         key, layer, found = self._key(step), self._g.config.layers[step.layer], []
         chosen, rows = self._tiers.arrived(rising)

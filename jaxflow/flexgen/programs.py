@@ -72,8 +72,9 @@ class OffloadPrograms:
     def sample(
         self, ends: Weights, hidden: Array, temperature: Array, seeds: Array, positions: Array
     ) -> Array:
-        """Draw by greedy or temperature sampling: [b] int32, one token a row. Arguments: see
-        `sampling.plain`.
+        """Draw by greedy or temperature sampling: [b] int32, one token a row.
+
+        Arguments: see `sampling.plain`.
         """
         logits = self._logits(ends, hidden)
         with op_scope("sample"):
@@ -90,8 +91,9 @@ class OffloadPrograms:
         params: SlotParams,
         counts: Array,
     ) -> tuple[Array, Array, Any]:
-        """Draw with all settings: tokens, counts (donated) and log-probabilities. Arguments: see
-        `sampling.full`.
+        """Draw with all settings: tokens, counts (donated) and log-probabilities.
+
+        Arguments: see `sampling.full`.
         """
         logits, kernels = self._logits(ends, hidden), self.context.kernels
         with op_scope("sample"):
@@ -227,8 +229,9 @@ class OffloadPrograms:
         return stream, ops.qkv(site, h)
 
     def _after(self, w: Weights, layer: Layer, x: Array, o: Array) -> Pieces:
-        """Return x after a layer. The residual add is done at once, so that one array goes on to the next
-        layer.
+        """Return x after a layer.
+
+        The residual add is done at once, so that one array goes on to the next layer.
         """
         x, y = after_attention(Site(self.context, w, layer), x, o)
         return self._cut(x + added(y))
@@ -299,8 +302,9 @@ class OffloadPrograms:
         return by_row.reshape(split.rows, heads, -1, width)
 
     def _decodes(self, split: Split, positions: Array, live: Array) -> Batch:
-        """Return the batch of one token of each row of a split. Rows that are
-        not live write and see nothing.
+        """Return the batch of one token of each row of a split.
+
+        Rows that are not live write and see nothing.
         """
         g, r = self.geometry, split.rows
         slots = jnp.where(live, jnp.arange(r) * g.pages * g.page_size + positions, _NOWHERE).astype(jnp.int32)
@@ -431,8 +435,9 @@ def fetches_rows(g: Geometry) -> bool:
 def compile_programs(
     programs: OffloadPrograms, placed: PlacedWeights, on_progress: Callable[[str], object]
 ) -> Compiled:
-    """Compile all programs of a run. `on_progress`: called with the name of each program when it is
-    submitted.
+    """Compile all programs of a run.
+
+    `on_progress`: called with the name of each program when it is submitted.
     """
     # Lowering holds Python's lock, so it runs on this thread. XLA compiles concurrently on the pool.
     with concurrent.futures.ThreadPoolExecutor(max(1, min(8, os.cpu_count() or 1))) as pool:

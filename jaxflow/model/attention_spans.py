@@ -50,8 +50,9 @@ class SpansFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_spans(path: str | Path) -> SpansFile:
-    """Return the contents of a spans file. Raises: ConfigError, which names the
-    field, its value and the accepted.
+    """Return the contents of a spans file.
+
+    Raises: ConfigError, which names the field, its value and the accepted.
     """
     accepted = "a file that `python -m search spans` wrote"
     try:

@@ -110,8 +110,9 @@ def bound(work: Work, device: Device, power: Power, dtype: str = "bfloat16") -> 
 
 
 def product_rate(power: Power, dtype: str) -> float:
-    """Return the FLOP/s of GEMMs that move no bytes, by the energy bound. It is
-    the Compute of NanoFlow's Eq. 5.
+    """Return the FLOP/s of GEMMs that move no bytes, by the energy bound.
+
+    It is the Compute of NanoFlow's Eq. 5.
     """
     seconds, _ = _least_energy_time(Work(flops=1.0), power, dtype)
     return 1.0 / seconds

@@ -79,8 +79,9 @@ def _place(
 
 
 def _swap(places: Int[np.ndarray, "n s"], share: Float[np.ndarray, " E"]) -> None:
-    """Exchange slots of the busiest device with another device's while the larger
-    of both loads falls. In place.
+    """Exchange slots of the busiest device with another device's while the larger of both loads falls.
+
+    In place.
     """
     for _ in range(_MOST_SWAPS):
         shares = share[places]

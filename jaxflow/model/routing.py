@@ -51,6 +51,7 @@ class ExpertRows:
 
 def by_token(value: Any) -> Any:
     """Return a value whose arrays have one row a token, in the tokens' order.
+
     Other values stay as they are.
     """
     if isinstance(value, ExpertRows):

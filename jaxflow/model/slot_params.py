@@ -198,6 +198,7 @@ def _ends_of_bad_words(row: SlotParams) -> jax.Array:
 
 def add_recent(recent: jax.Array, slots: jax.Array, tokens: jax.Array) -> jax.Array:
     """Return `SlotParams.recent` with tokens [R] added for distinct slots [R].
+
     Slots out of range are dropped.
     """
     rows = jnp.concatenate([recent.at[slots].get(mode="clip")[:, 1:], tokens[:, None]], axis=1)

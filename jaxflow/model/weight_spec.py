@@ -138,8 +138,9 @@ class Leaf:
 
 
 def _specs(spec: Any, quantization: str | None, rank: int) -> Any:
-    """Return the specs of a leaf's arrays, of `rank` axes. Scales are sharded with the
-    rows or groups that they scale.
+    """Return the specs of a leaf's arrays, of `rank` axes.
+
+    Scales are sharded with the rows or groups that they scale.
     """
     if quantization == "fp8":
         return Quantized(spec, PartitionSpec(*spec[: rank - 1]))  # pyright: ignore[reportArgumentType]

@@ -96,8 +96,9 @@ def axis_of(mesh: Mesh) -> str | None:
 
 
 def expert_axis_of(mesh: Mesh) -> str | None:
-    """Return the axis that experts are spread over whole: of the ranks if there
-    are several. None on one device.
+    """Return the axis that experts are spread over whole: of the ranks if there are several.
+
+    None on one device.
     """
     return DP if ranks_of(mesh) > 1 else axis_of(mesh)
 

@@ -42,8 +42,9 @@ def send(rows: Float[Array, "M D"], pieces: RaggedPieces, axis: str, *, length: 
 def send_ragged(
     rows: Float[Array, "M D"], pieces: RaggedPieces, axis: str, *, length: int
 ) -> Float[Array, "R D"]:
-    """Return the result of `send` by `lax.ragged_all_to_all`, which sends the
-    pieces only. XLA:CPU has none.
+    """Return the result of `send` by `lax.ragged_all_to_all`, which sends the pieces only.
+
+    XLA:CPU has none.
     """
     received = lax.empty((length, rows.shape[1]), rows.dtype)
     starts, sizes, places, sizes_of_received = (

@@ -82,8 +82,9 @@ class Tokenizer:
         return max(map(len, self._backend.get_vocab()), default=1)
 
     def check_chars(self, chars: int, max_tokens: int) -> None:
-        """Check a number of characters. Raises: TooManyTokens for more than
-        `max_tokens` of the longest tokens.
+        """Check a number of characters.
+
+        Raises: TooManyTokens for more than `max_tokens` of the longest tokens.
         """
         most = max_tokens * self.max_token_chars
         if chars > most:

@@ -70,8 +70,9 @@ _BYTE_OF_CHARACTER = _byte_of_character()
 
 @dataclasses.dataclass(frozen=True)
 class _Decoding:
-    """The settings of a `tokenizers` decoder. Two kinds are supported:
-    ByteLevel and SentencePiece's chain.
+    """The settings of a `tokenizers` decoder.
+
+    Two kinds are supported: ByteLevel and SentencePiece's chain.
     """
 
     byte_level: bool = False
@@ -170,8 +171,9 @@ class TextStream:
         self._strip = pieces.strips_space
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """Add tokens and return the characters that they complete. Raises:
-        TokenizerError for a negative id.
+        """Add tokens and return the characters that they complete.
+
+        Raises: TokenizerError for a negative id.
         """
         pieces, text = self._pieces, ""
         for token_id in token_ids:

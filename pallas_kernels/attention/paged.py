@@ -41,8 +41,9 @@ def check_pages(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, kinds: tup
 def check_scales(
     k_pages: jax.Array, k_scale: jax.Array | None, v_scale: jax.Array | None, groups: int = 1
 ) -> None:
-    """Check the scales against the dtype of the cache, with `groups` as in
-    `check_pages`. Raises: ValueError.
+    """Check the scales against the dtype of the cache, with `groups` as in `check_pages`.
+
+    Raises: ValueError.
     """
     p, held, s, _ = k_pages.shape
     kv = held * groups

@@ -86,8 +86,9 @@ def _sum_of_terms(x: Float[Array, "1 K"], w: Shaped[Array, "N K"], terms: int) -
 
 
 def _bits(x: Shaped[Array, "*M"]) -> Shaped[Array, "*M"]:
-    """Return the bits of e4m3 numbers, uint8. Slices of e4m3 numbers themselves XLA
-    would convert to float16 and back.
+    """Return the bits of e4m3 numbers, uint8.
+
+    Slices of e4m3 numbers themselves XLA would convert to float16 and back.
     """
     return lax.bitcast_convert_type(x, jnp.uint8)
 

@@ -216,8 +216,9 @@ def draw_inputs(rng, count, columns, limited):
 
 
 def check_draw(rows, rng, count, columns, limited):
-    """Check the drawn tokens. The noise of the kernel differs by up to 7e-6, so a few
-    of a million draws may differ.
+    """Check the drawn tokens.
+
+    The noise of the kernel differs by up to 7e-6, so a few of a million draws may differ.
     """
     args = draw_inputs(rng, count, columns, limited)
     poison_memory(jax.eval_shape(draw, *args))

@@ -153,8 +153,9 @@ def compiled(choice: Choice, p: Product, inputs: Inputs) -> Callable[[], Any] | 
 
 @contextlib.contextmanager
 def exclusive(lock: str | None) -> Iterator[None]:
-    """Hold the lock file while the block runs, so that no other process uses the GPU. Do nothing without a
-    lock.
+    """Hold the lock file while the block runs, so that no other process uses the GPU.
+
+    Do nothing without a lock.
     """
     if lock is None:
         yield

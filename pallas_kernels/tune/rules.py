@@ -21,6 +21,7 @@ CUBLAS, ANY = ("cublas", "cublas or triton")
 
 def rival(xla_flags: str) -> str:
     """Return the kind of XLA's products under XLA_FLAGS: cuBLAS only, or the faster of cuBLAS and Triton.
+
     The last of equal flags wins.
     """
     name, setting = "--xla_gpu_enable_triton_gemm", ""
@@ -88,8 +89,9 @@ def missing(shapes: Iterable[Shape], rows: Iterable[int], old: Mapping[str, Any]
 
 
 def merged(old: Mapping[str, Any] | None, new: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a table's JSON with new rules. New times replace old times of the same shape and number of
-    rows.
+    """Return a table's JSON with new rules.
+
+    New times replace old times of the same shape and number of rows.
     """
     kept = list((old or {}).get("rules", []))
     rules = []

@@ -31,8 +31,9 @@ def shapes_of(models: Iterable[str], weights: str) -> list[Shape]:
 
 
 def scales_into(weights: str, blocks: bool) -> str:
-    """Return the form of the scales of a weight's input (`Shape.scales`). blocks: the producer computes
-    only a tile of a row, as for `down`.
+    """Return the form of the scales of a weight's input (`Shape.scales`).
+
+    blocks: the producer computes only a tile of a row, as for `down`.
     """
     return "" if activations_of(Shape(0, 0, weights)) == "bfloat16" else "blocks" if blocks else "rows"
 

@@ -80,8 +80,9 @@ class MeasuredEngine(msgspec.Struct, frozen=True):
 
 
 class PlansReportFile(msgspec.Struct, frozen=True):
-    """The fields that `correct` reads of a report. num_layers: the layers measured; None: not recorded, all
-    assumed.
+    """The fields that `correct` reads of a report.
+
+    num_layers: the layers measured; None: not recorded, all assumed.
     """
 
     plans: tuple[PlansReportRow, ...]
@@ -163,8 +164,9 @@ def run() -> None:
 
 
 def read_report(path: str) -> PlansReportFile:
-    """Read a report. Raises: ConfigError with the file, and the field that
-    `bench plans` writes differently.
+    """Read a report.
+
+    Raises: ConfigError with the file, and the field that `bench plans` writes differently.
     """
     try:
         return msgspec.json.decode(Path(path).read_bytes(), type=PlansReportFile)
@@ -215,8 +217,9 @@ def check_kind(plan: Plan, reports: Mapping[str, PlansReportFile], model: str | 
 
 
 def _layers(name: str, place: str) -> int:
-    """Return the layers of a model that is shipped, or found here. Raises:
-    ConfigError for any other model.
+    """Return the layers of a model that is shipped, or found here.
+
+    Raises: ConfigError for any other model.
     """
     try:
         return open_checkpoint(

@@ -326,8 +326,9 @@ def _value(variable: Any) -> float:
 
 
 class Tasks(Protocol):
-    """The parts of `CyclicMilp` that the capacity constraints use. Phases and lengths are shares of a
-    period.
+    """The parts of `CyclicMilp` that the capacity constraints use.
+
+    Phases and lengths are shares of a period.
     """
 
     model: Any

@@ -262,8 +262,9 @@ def run() -> None:
 
 
 def _named(result: PlanResult, workload: str, names: set[str]) -> PlanResult:
-    """Return the result with a plan name that is unique in the portfolio. names: the names so far; gets this
-    one.
+    """Return the result with a plan name that is unique in the portfolio.
+
+    names: the names so far; gets this one.
     """
     plan = result.plan
     if plan.name in names and not is_sequential(plan):
@@ -498,8 +499,9 @@ def check_scattered(tp: int, **numbers: Sequence[int]) -> None:
 
 
 def check_files(out: Path, files: Sequence[Path]) -> None:
-    """Make the output folder, before the search. Raises: ConfigError where a
-    plan's file cannot be written.
+    """Make the output folder, before the search.
+
+    Raises: ConfigError where a plan's file cannot be written.
     """
     with contextlib.suppress(OSError):
         files[0].parent.mkdir(parents=True, exist_ok=True)

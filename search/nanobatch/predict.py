@@ -84,8 +84,9 @@ def predict(
 
 
 def margin(plan: Plan, graph: Graph, gpus: int, dtype: str, card: Card | None = None) -> float:
-    """Return the largest relative error of a predicted gain, measured for the plan's kind. dtype: of the
-    products.
+    """Return the largest relative error of a predicted gain, measured for the plan's kind.
+
+    dtype: of the products.
     """
     card = card or default_card()
     if (

@@ -139,8 +139,9 @@ def passes(choice: BlockChoice, output_tokens: int, blocks: int | None = None) -
 def pass_terms(
     work: PlacementWorkload, machine: Machine, choice: BlockChoice, placed: TierShares, one: Passes
 ) -> dict[str, Any]:
-    """Return the seconds of one layer in a pass, by `TERMS`. Prompts and
-    decodes share the layer's weights.
+    """Return the seconds of one layer in a pass, by `TERMS`.
+
+    Prompts and decodes share the layer's weights.
     """
     found: dict[str, Any] = dict.fromkeys(TERMS, 0.0)
     for batches, terms in ((one.prompts, prefill_terms), (one.decodes, decode_terms)):

@@ -48,8 +48,9 @@ class TimeCurve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The curves of a machine. Units are bytes for links and memories, FLOPs for products. `method`: their
-    source.
+    """The curves of a machine.
+
+    Units are bytes for links and memories, FLOPs for products. `method`: their source.
     """
 
     name: str
@@ -161,8 +162,9 @@ def errors(measured: MeasuredCurves, machine: Machine) -> dict[str, float]:
 
 
 def load_measured(path: str | os.PathLike) -> MeasuredCurves:
-    """Read a file of `python -m search machine --points`. Raises: MachineError naming the file and the
-    field.
+    """Read a file of `python -m search machine --points`.
+
+    Raises: MachineError naming the file and the field.
     """
     try:
         return msgspec.json.decode(Path(path).read_bytes(), type=MeasuredCurves)

@@ -217,8 +217,9 @@ def _searched(
     percents: list[float],
     refused: dict[str, str],
 ) -> Iterator[dict[str, Any]]:
-    """Run the best policy of each name and percentage. `refused` receives the
-    reasons of those that do not fit.
+    """Run the best policy of each name and percentage.
+
+    `refused` receives the reasons of those that do not fit.
     """
     for name, percent in itertools.product(names, percents or [options.value_top_k_percent]):
         title = _with_percent(name, percent) if percents else name

@@ -142,8 +142,9 @@ def workload(
     wide_bytes: float = BYTES[16],
     page_size: int | None = None,
 ) -> PlacementWorkload:
-    """Read the sizes from the model's graph, averaged over its layers. Raises:
-    ConfigError for latent attention.
+    """Read the sizes from the model's graph, averaged over its layers.
+
+    Raises: ConfigError for latent attention.
     """
     check_has_heads(config, "an offloaded run")
     graph = model_graph(config, 1, Widths(weights=1.0, wide_weights=1.0))

@@ -40,8 +40,9 @@ Measurement = OpCase | OpPair
 def entries(
     ops: Mapping[str, Op], tokens: Sequence[int], keys: Sequence[int], shares: Sequence[int], total: int
 ) -> list[Measurement]:
-    """Return all measurements, the most important first. shares: SMs of attention next to products, of
-    `total`.
+    """Return all measurements, the most important first.
+
+    shares: SMs of attention next to products, of `total`.
     """
     found: dict[Measurement, tuple] = {}
     middle = (coarse_first(shares)[2:3] or coarse_first(shares)[:1]) if shares else []
@@ -92,8 +93,9 @@ def entries(
 
 
 def pair_tokens(product: str) -> int:
-    """Return a paired product's tokens. A short product has more, so that attention's context stays
-    measurable.
+    """Return a paired product's tokens.
+
+    A short product has more, so that attention's context stays measurable.
     """
     return PAIR_TOKENS if product in LARGE else 2 * PAIR_TOKENS
 

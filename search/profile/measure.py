@@ -88,8 +88,9 @@ class TimeBudget:
         return max(0.0, self.limit_s - self.spent_s)
 
     def took(self, kind: str, seconds: float, pieces: int = 1) -> None:
-        """Record the time of pieces. Recent pieces weigh more, since the first ones include compilation and
-        warm-up.
+        """Record the time of pieces.
+
+        Recent pieces weigh more, since the first ones include compilation and warm-up.
         """
         before, number = self._took.get(kind, (0.0, 0))
         self._took[kind] = (0.7 * before + seconds, round(0.7 * number) + pieces)
@@ -191,8 +192,9 @@ def run() -> None:
 
 
 def contexts(name: str, most: int) -> tuple[int, ...]:
-    """Return the contexts of --keys; by default at most the model's. Raises: ConfigError for a longer given
-    one.
+    """Return the contexts of --keys; by default at most the model's.
+
+    Raises: ConfigError for a longer given one.
     """
     keys = _numbers("keys", flags.FLAGS.keys)
     if max(keys) > most and flags.FLAGS["keys"].present:

@@ -297,8 +297,9 @@ class LayerBench:
         return rows, columns, max(columns, min(rows * columns, _MOST_CACHE_BYTES // a_page))
 
     def batch(self, case: OpCase, most_keys: int | None = None) -> Batch:
-        """Return the tokens of a case, in random pages. most_keys: the page
-        table's room; None: the case's.
+        """Return the tokens of a case, in random pages.
+
+        most_keys: the page table's room; None: the case's.
         """
         rows, columns, pages = self.pages(case, most_keys or case.keys)
         t, at = (

@@ -41,8 +41,9 @@ NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class ProfileError(UserError):
-    """A profile that cannot be read, or belongs to another device or model. The message names the file or
-    field.
+    """A profile that cannot be read, or belongs to another device or model.
+
+    The message names the file or field.
     """
 
 
@@ -203,8 +204,9 @@ def fastest(profile: Profile, op: str, tokens: float, keys: float = 0) -> float:
 
 
 def keys_lasting(took_s: Callable[[float], float], wanted_s: float, most: float) -> float:
-    """Return the context, at most `most`, at which attention takes `wanted_s`. took_s: seconds by context,
-    rising.
+    """Return the context, at most `most`, at which attention takes `wanted_s`.
+
+    took_s: seconds by context, rising.
     """
     low, high = 0.0, most
     for _ in range(40):

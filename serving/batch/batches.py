@@ -69,6 +69,7 @@ class Batches:
 
     def start(self) -> None:
         """Run the batches that have not ended, oldest first, and later ones.
+
         Batches only wait before the start.
         """
         self._started = True

@@ -42,8 +42,9 @@ class FileBatch:
         return self.source.num_requests - self.journal.num_finished
 
     def check_models(self, names: tuple[str, ...]) -> None:
-        """Check that every line names a served model, or none. Raises:
-        InvalidInput, with the lines that do not.
+        """Check that every line names a served model, or none.
+
+        Raises: InvalidInput, with the lines that do not.
         """
         if self.models <= {"", *names}:
             return

@@ -50,8 +50,9 @@ class FileLimits:
 
 
 class InvalidInput(Exception):
-    """An input file that is refused. `errors`: the first `MAX_ERRORS`
-    reasons. `count`: their whole number.
+    """An input file that is refused.
+
+    `errors`: the first `MAX_ERRORS` reasons. `count`: their whole number.
     """
 
     def __init__(self, errors: list[LineError], count: int | None = None):

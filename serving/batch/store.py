@@ -153,8 +153,9 @@ class Store:
     # ---- files
 
     def check_room(self, coming_bytes: int = 0) -> None:
-        """Check that another file may be added, beside uploads under way of
-        `coming_bytes`. Raises: StoreFull.
+        """Check that another file may be added, beside uploads under way of `coming_bytes`.
+
+        Raises: StoreFull.
         """
         used = sum(file.bytes for file in self.files.values()) + coming_bytes
         if len(self.files) >= self.limits.files or used >= self.limits.total_bytes:

@@ -480,8 +480,9 @@ class ClusterDriver:
             self._send(live, request)
 
     def _send(self, live: _Live, rest: Request) -> None:
-        """Send a request, or the rest of one, to the replica that the router
-        chooses. Hold it if there is none.
+        """Send a request, or the rest of one, to the replica that the router chooses.
+
+        Hold it if there is none.
         """
         sampling, expected = rest.sampling, self._expected(rest)
         try:
@@ -537,8 +538,9 @@ class ClusterDriver:
         return skip if apart else None
 
     def _prefill(self, live: _Live, skip: int) -> bool:
-        """Send the full pages of a prompt to a replica that computes and lends
-        them. Return False without one.
+        """Send the full pages of a prompt to a replica that computes and lends them.
+
+        Return False without one.
         """
         request, size = live.request, self.scheduling.block_size
         prompt = tuple(request.prompt_token_ids[: (len(request.prompt_token_ids) - 1) // size * size])
@@ -673,6 +675,7 @@ class ClusterDriver:
 
     def _caller_events(self, live: _Live, event: Event) -> Sequence[Event]:
         """Return the events for the caller that follow from a replica's event.
+
         Keep the books of the request.
         """
         name = live.request.request_id

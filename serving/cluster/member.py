@@ -239,8 +239,9 @@ class Member[O: Named, R: ReportedState]:
             await self._within(link.take(orders, aborted))
 
     async def _listen(self, link: Link[O, R]) -> None:
-        """Take reports until the member may leave. Raises: LinkLost, also for
-        an engine that does not advance.
+        """Take reports until the member may leave.
+
+        Raises: LinkLost, also for an engine that does not advance.
         """
         while not (self._leave.is_set() and not self.names):
             report = await self._within(link.poll(self.poll_s))
@@ -253,8 +254,9 @@ class Member[O: Named, R: ReportedState]:
                 raise LinkLost(f"no step advanced for {report.stalled_s:.0f} s")
 
     async def _within[T](self, answer: "asyncio.Future[T] | object") -> T:
-        """Return an answer of the process. Raises: LinkLost, also without an
-        answer, before `stall_s` are over.
+        """Return an answer of the process.
+
+        Raises: LinkLost, also without an answer, before `stall_s` are over.
         """
         limit_s = self.stall_s - self.poll_s
         try:

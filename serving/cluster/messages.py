@@ -171,8 +171,9 @@ class LineAnswer(msgspec.Struct, frozen=True):
 
 
 class LineReport(msgspec.Struct, frozen=True):
-    """The answers and the state of a replica since its last report. The
-    other fields are those of `Report`.
+    """The answers and the state of a replica since its last report.
+
+    The other fields are those of `Report`.
     """
 
     answers: list[LineAnswer]

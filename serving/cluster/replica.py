@@ -79,6 +79,7 @@ class Outstanding:
 
 class _Prefill:
     """The mailbox of an order to lend pages: it waits for the end of the prompt.
+
     `done` runs on the event loop.
     """
 

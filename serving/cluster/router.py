@@ -77,8 +77,9 @@ class PrefixEstimate:
         return next((i for i, name in enumerate(names) if name not in self._names), len(names))
 
     def use(self, names: Sequence[bytes]) -> None:
-        """Note that the replica computes or reads these pages. The first
-        pages of a prompt stay the longest.
+        """Note that the replica computes or reads these pages.
+
+        The first pages of a prompt stay the longest.
         """
         for name in reversed(names):
             self._names[name] = None
@@ -107,8 +108,9 @@ class _Replica:
 
 @dataclasses.dataclass(frozen=True)
 class Route:
-    """The router's answer. replica: the chosen one. number: how many requests
-    it has now got from this router.
+    """The router's answer.
+
+    replica: the chosen one. number: how many requests it has now got from this router.
     """
 
     replica: int

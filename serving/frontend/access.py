@@ -9,8 +9,9 @@ from collections.abc import Sequence
 
 @dataclasses.dataclass(frozen=True)
 class Caller:
-    """The sender of a request. `name` is a digest of its token, or empty
-    without tokens. A log may show it.
+    """The sender of a request.
+
+    `name` is a digest of its token, or empty without tokens. A log may show it.
     """
 
     name: str = ""

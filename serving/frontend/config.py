@@ -47,8 +47,9 @@ class ServerConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Certificates:
-    """The contents of the PEM files of a server. `authority` is None unless
-    clients must show a certificate.
+    """The contents of the PEM files of a server.
+
+    `authority` is None unless clients must show a certificate.
     """
 
     key: bytes

@@ -91,8 +91,9 @@ class Transcript:
             yield from self._deltas(index, deltas)
 
     def _deltas(self, index: int, deltas: Sequence[Delta]) -> Iterable[TextDelta]:
-        """Return the outputs of a sequence's deltas, joined. The text changes
-        only when the outputs are read.
+        """Return the outputs of a sequence's deltas, joined.
+
+        The text changes only when the outputs are read.
         """
         if len(deltas) == 1 and len(deltas[0].token_ids) <= MAX_TOKENS_A_DELTA:
             return (self._delta(deltas[0]),)

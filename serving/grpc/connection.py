@@ -213,8 +213,9 @@ class Client:
             raise _failure(error) from error
 
     async def stats(self, timeout_s: float | None = 10.0) -> pb.GetStatsResponse:
-        """Return the engine's counters. The client must be connected to the
-        admin port. Raises: RequestFailed.
+        """Return the engine's counters.
+
+        The client must be connected to the admin port. Raises: RequestFailed.
         """
         try:
             return await self._admin.GetStats(

@@ -116,8 +116,9 @@ def _check_most(field: str, entries: int, most: int) -> None:
 
 
 def path(field: str, kind: str | None) -> str:
-    """Return the path of a field in a request of the proto. `kind` is the name
-    of the request's prompt field.
+    """Return the path of a field in a request of the proto.
+
+    `kind` is the name of the request's prompt field.
     """
     name, bracket, rest = field.partition("[")
     if name.startswith("messages"):

@@ -22,6 +22,7 @@ class Collected:
 
 class Collection:
     """The choices of an answer, by index, and the first pieces of the prompts.
+
     `take` is the sink of `job.run`.
     """
 

@@ -127,8 +127,9 @@ class Endpoints:
             return found.status, builtins(found.body)
 
     def error(self, error: Exception, path: str) -> HttpError:
-        """Return the HTTP error of an exception, and note it in the record of
-        the call. `path`: of the route.
+        """Return the HTTP error of an exception, and note it in the record of the call.
+
+        `path`: of the route.
         """
         if not isinstance(error, HttpError | HTTPException) and (call := CALL.get()) is not None:
             call.fail(error)

@@ -33,8 +33,9 @@ class ErrorBody(msgspec.Struct, frozen=True):
 
 
 class HttpError(Exception):
-    """An error with its HTTP status. `retry_after_s`: seconds after which
-    another try can succeed, or None.
+    """An error with its HTTP status.
+
+    `retry_after_s`: seconds after which another try can succeed, or None.
     """
 
     def __init__(

@@ -16,8 +16,9 @@ HEADERS = [
 
 
 class EventStream:
-    """The events of one answer. While nothing is written, a comment every `ping_s`
-    seconds keeps proxies waiting.
+    """The events of one answer.
+
+    While nothing is written, a comment every `ping_s` seconds keeps proxies waiting.
     """
 
     def __init__(self, send: Send, exchange: Exchange, ping_s: float = PING_S):

@@ -45,8 +45,9 @@ class Exchange:
         return body
 
     def on_lost(self, callback: Callable[[], None] | None) -> None:
-        """Call `callback` once the connection is lost; None for no call. The
-        body of the request has been read.
+        """Call `callback` once the connection is lost; None for no call.
+
+        The body of the request has been read.
         """
         self._on_lost = callback
         if callback is None:

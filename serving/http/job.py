@@ -38,8 +38,9 @@ Take = Callable[[Pieces], Awaitable[None]]
 
 
 class Direct(msgspec.Struct, frozen=True):
-    """A way to write the pieces of a step without a change of tasks. `take`
-    gets pieces only while `ready()`.
+    """A way to write the pieces of a step without a change of tasks.
+
+    `take` gets pieces only while `ready()`.
     """
 
     ready: Callable[[], bool]

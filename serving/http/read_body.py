@@ -55,8 +55,9 @@ def read_body(path: str, body: bytes) -> Body:
 
 
 def _check_parts(body: bytes) -> None:
-    """Check the number of a body's values, so that the event loop reads them in a
-    short time. Raises: InvalidBody.
+    """Check the number of a body's values, so that the event loop reads them in a short time.
+
+    Raises: InvalidBody.
     """
     quotes = body.count(b'"') - body.count(b'\\"')  # an escaped quote is a part of a string
     brackets = body.count(b"{") + body.count(b"[")

@@ -157,8 +157,9 @@ class DetokenizeAnswer(msgspec.Struct, frozen=True):
 
 
 class TokenizerInfo(msgspec.Struct, frozen=True):
-    """The answer of `GET /tokenizer_info`: what a program needs to build
-    prompts. null: there is no such token.
+    """The answer of `GET /tokenizer_info`: what a program needs to build prompts.
+
+    null: there is no such token.
     """
 
     bos_token: str | None

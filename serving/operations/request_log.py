@@ -50,8 +50,9 @@ class RequestLog:
 
 
 def outcome(call: Call) -> tuple[str, str]:
-    """Return the outcome of a call and its reason. A reason is a fixed name or
-    the name of an exception's type.
+    """Return the outcome of a call and its reason.
+
+    A reason is a fixed name or the name of an exception's type.
     """
     error = call.error
     if error is not None:
@@ -72,8 +73,9 @@ def outcome(call: Call) -> tuple[str, str]:
 
 
 def record(call: Call, ended_ns: int, trace_id: str = "") -> dict[str, Any]:
-    """Return the log's entry for a call that ended at `ended_ns`. The times are
-    those of the slowest sequence.
+    """Return the log's entry for a call that ended at `ended_ns`.
+
+    The times are those of the slowest sequence.
     """
     result, reason = outcome(call)
     ends = [end for _, end in call.ends]

@@ -183,8 +183,9 @@ def test_only_the_unsupported_op_falls_back(change, place):
 
 @pytest.mark.parametrize("model", FAMILIES.values(), ids=FAMILIES)
 def test_no_family_falls_back_for_a_reason_of_the_pages(model):
-    """Test the engine's default settings. Only the smallest model falls back
-    for another reason: rows of 576.
+    """Test the engine's default settings.
+
+    Only the smallest model falls back for another reason: rows of 576.
     """
     for kv_dtype in ("bfloat16", E4M3):
         found = {

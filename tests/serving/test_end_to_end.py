@@ -34,8 +34,9 @@ PROMPTS = GOLDEN["prompts"]
 
 @pytest.fixture(scope="module")
 def llm():
-    """Small steps and few pages, so that requests queue, chunk, share and pre-empt one another. Thousands:
-    compiled with some care.
+    """Small steps and few pages, so that requests queue, chunk, share and pre-empt one another.
+
+    Thousands: compiled with some care.
     """
     with compiled_with(OFTEN):
         made = LLM(

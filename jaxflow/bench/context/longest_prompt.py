@@ -268,6 +268,7 @@ def measure(
     full_prompt: bool,
 ) -> None:
     """Find the longest prompt of each mode, and give each row to `keep`.
+
     Modes without time have no trials.
     """
 

@@ -289,8 +289,9 @@ def _values(kind: str) -> list[Any]:
 
 
 def _numbers[T: (int, float)](flag: str, kind: type[T]) -> list[T]:
-    """Return the numbers of a list flag. Raises: WorkloadError for a number
-    that is not positive and finite.
+    """Return the numbers of a list flag.
+
+    Raises: WorkloadError for a number that is not positive and finite.
     """
     given: list[str] = flags.FLAGS[flag].value or []
     try:

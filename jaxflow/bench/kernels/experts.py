@@ -188,8 +188,9 @@ class _Calls:
         quantize: Callable = lambda x: x,
         work: float | None = None,
     ) -> Implementation:
-        """Prepare an implementation. one_weight: it reads no expert's weight but
-        one. work: of `Implementation`.
+        """Prepare an implementation.
+
+        one_weight: it reads no expert's weight but one. work: of `Implementation`.
         """
         config, calls, moved = _config(self.model), len(self.picked), element_bytes * self.elements
         least = Least(flop=self.flop) if one_weight else Least(moved, self.flop)

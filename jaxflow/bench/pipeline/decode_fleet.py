@@ -235,6 +235,7 @@ def bound(decode: Decode, split: DeviceSplit, given: Assumptions) -> dict[str, f
 
 def variations(base: Assumptions, product_flops_per_s: float) -> dict[str, Assumptions]:
     """Return the assumptions with one of them changed, by name.
+
     product_flops_per_s: of the device, in bfloat16.
     """
 
@@ -268,8 +269,9 @@ def variations(base: Assumptions, product_flops_per_s: float) -> dict[str, Assum
 
 
 def least_that_reaches(reaches: Callable[[float], bool], low: float) -> float | None:
-    """Return the least factor from `low` to `MOST` that reaches the target,
-    or None. `reaches` is monotone.
+    """Return the least factor from `low` to `MOST` that reaches the target, or None.
+
+    `reaches` is monotone.
     """
     high = MOST
     if reaches(low) or not reaches(high):

@@ -141,8 +141,9 @@ def shares_of(card: Card) -> RateShares:
 def op_rates(
     config: ModelConfig, sharing: Sharing, rates: Rates, shares: RateShares, outside: float
 ) -> Mapping[str, Rates]:
-    """Return the rates of the ops that do not reach `rates`, by name. outside:
-    bytes/s of a device to other hosts.
+    """Return the rates of the ops that do not reach `rates`, by name.
+
+    outside: bytes/s of a device to other hosts.
     """
     found: dict[str, Rates] = {}
     if config.num_experts:

@@ -57,8 +57,9 @@ class Record:
         return sum(number for _, number in self.deliveries)
 
     def latencies(self) -> dict[str, float]:
-        """Return the seconds of each metric except ITL, for a completed
-        request. TPOT of a single token is 0.
+        """Return the seconds of each metric except ITL, for a completed request.
+
+        TPOT of a single token is 0.
         """
         assert self.finished_s is not None
         total, first = self.finished_s - self.sent_s, self.deliveries[0][0] - self.sent_s
@@ -163,8 +164,9 @@ def _peak_tokens_per_s(done: Sequence[Record]) -> float:
 
 
 def _peak_concurrency(done: Sequence[Record]) -> int:
-    """Return the maximum number of concurrent requests. A request ends before
-    another starts at the same time.
+    """Return the maximum number of concurrent requests.
+
+    A request ends before another starts at the same time.
     """
     changes = sorted([(r.sent_s, 1) for r in done] + [(r.finished_s or 0.0, -1) for r in done])
     return int(np.cumsum([0] + [change for _, change in changes]).max())

@@ -133,8 +133,9 @@ class PacedDriver:
         )
 
     def drain(self, timeout_s: float) -> int:
-        """Refuse new requests and wait for the others. Return the number that
-        was aborted after `timeout_s`.
+        """Refuse new requests and wait for the others.
+
+        Return the number that was aborted after `timeout_s`.
         """
         with self._wake:
             self._draining = True

@@ -127,8 +127,9 @@ class HttpClient:
         return await self._whole(self.encode(path, body, kind))
 
     async def stream(self, path: str, body: bytes, take: Callable[[bytes], object]) -> int:
-        """Send a JSON body, give the parts of the answer to `take`, and
-        return the status. Raises: OSError.
+        """Send a JSON body, give the parts of the answer to `take`, and return the status.
+
+        Raises: OSError.
         """
         async with self._connection() as connection:
             return await connection.request(self.encode(path, body), take)

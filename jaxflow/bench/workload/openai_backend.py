@@ -65,8 +65,9 @@ class OpenAiBackend:
         self._http, self._chat, self._text, self._name = http, chat, text or chat, name
 
     async def wait_until_ready(self, timeout_s: float) -> None:
-        """Return once the server lists its models. Raises: ConnectionError, the
-        last failure after `timeout_s`.
+        """Return once the server lists its models.
+
+        Raises: ConnectionError, the last failure after `timeout_s`.
         """
         end_s = time.perf_counter() + timeout_s
         while True:

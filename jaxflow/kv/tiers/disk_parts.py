@@ -70,8 +70,9 @@ class PartCalls(Protocol):
 
 @dataclasses.dataclass
 class _Read:
-    """A page that is being read. `waiting`: processes without an answer;
-    `lost`: processes without their part.
+    """A page that is being read.
+
+    `waiting`: processes without an answer; `lost`: processes without their part.
     """
 
     key: Key
@@ -164,8 +165,9 @@ class SharedDiskTier:
         return len(self._reads)
 
     def read_seconds(self, num_bytes: int) -> float:
-        """Predict the seconds until `num_bytes` more are read, over all
-        processes. See `DiskTier.read_seconds`.
+        """Predict the seconds until `num_bytes` more are read, over all processes.
+
+        See `DiskTier.read_seconds`.
         """
         return self._own.read_seconds(num_bytes // (1 + self._followers))
 

@@ -51,8 +51,9 @@ class DiskTier:
     # ---- down
 
     def put(self, key: Key, page: Any, *, opportunistic: bool) -> bool:
-        """Queue the write of a host page, and return True if the disk or the
-        queue has it. See `DiskStore.put`.
+        """Queue the write of a host page, and return True if the disk or the queue has it.
+
+        See `DiskStore.put`.
         """
         return self.disk.put(key, self._data(page), opportunistic=opportunistic)
 
@@ -115,8 +116,9 @@ class DiskTier:
         self._read_pages.put((key, page, time.monotonic()))
 
     def fetch(self, key: Key, take: Callable[[Any], None]) -> None:
-        """Start to read a page at once. `take` gets the page, or None after an
-        error, maybe on another thread.
+        """Start to read a page at once.
+
+        `take` gets the page, or None after an error, maybe on another thread.
         """
         future = self.disk.prefetch(key)
         if future is None:

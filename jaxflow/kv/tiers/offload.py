@@ -194,8 +194,9 @@ class KvOffload:
     # ---- pages for another engine
 
     def find(self, keys: Sequence[Key]) -> dict[Key, Page]:
-        """Return the pages of these keys that are in host memory. A page never
-        changes while it is referenced.
+        """Return the pages of these keys that are in host memory.
+
+        A page never changes while it is referenced.
         """
         store = self.policy.store
         return {key: store.get(key) for key in keys if store.is_stored(key)}

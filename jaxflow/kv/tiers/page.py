@@ -23,8 +23,9 @@ from jaxflow.parallel.mesh import place
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Parts:
-    """The parts of a page over pipeline stages. Weak references tell the end of a
-    page, which a tuple has none of.
+    """The parts of a page over pipeline stages.
+
+    Weak references tell the end of a page, which a tuple has none of.
     """
 
     parts: tuple[Any, ...]

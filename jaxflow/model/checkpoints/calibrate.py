@@ -163,8 +163,9 @@ def _between(counts: np.ndarray, tail: float) -> tuple[float, float]:
 
 
 def text_windows(checkpoint: Checkpoint, text: str, tokens: int) -> np.ndarray:
-    """Return a text as token ids [W, tokens]. An incomplete last window is
-    dropped if it is not the only one.
+    """Return a text as token ids [W, tokens].
+
+    An incomplete last window is dropped if it is not the only one.
     """
     if checkpoint.tokenizer_path is None:
         raise ConfigError("text", "...", "--tokens, because the model has no tokenizer")

@@ -82,8 +82,9 @@ class Mxfp4Tensors:
         return found
 
     def read_experts(self, name: str, experts: range) -> np.ndarray:
-        """Return one tensor. Of a matrix of MXFP4 only these experts are
-        read, and the others are undefined.
+        """Return one tensor.
+
+        Of a matrix of MXFP4 only these experts are read, and the others are undefined.
         """
         if name not in self._packed:
             return self._source.read(name)
@@ -108,6 +109,7 @@ def dequantize(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
 @functools.cache
 def _table() -> np.ndarray:
     """Return uint32 [65536]: the two bfloat16 numbers of each byte under each scale.
+
     Reading it is the only arithmetic.
     """
     magnitudes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)

@@ -47,8 +47,9 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_header(folder: Path) -> Header:
-    """Return the content of `jaxflow.json`. Raises: CheckpointError if it is
-    damaged or of another version.
+    """Return the content of `jaxflow.json`.
+
+    Raises: CheckpointError if it is damaged or of another version.
     """
     path = folder / HEADER
     try:

@@ -180,8 +180,9 @@ class BlockFp8Tensors:
         return self._source.read(name)
 
     def block_scales(self, name: str) -> np.ndarray:
-        """Return the factors of a matrix's blocks, float32 [rows / 128, columns
-        / 128]. `name`: of the factors.
+        """Return the factors of a matrix's blocks, float32 [rows / 128, columns / 128].
+
+        `name`: of the factors.
         """
         scales = self._source.read(name).astype(np.float32)
         if not (np.isfinite(scales) & (scales > 0)).all():

@@ -38,8 +38,9 @@ class TensorSource(Protocol):
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises: CheckpointError if the file
-    is unreadable or no JSON object.
+    """Return the JSON object in a file.
+
+    Raises: CheckpointError if the file is unreadable or no JSON object.
     """
     try:
         value = json.loads(path.read_text("utf-8"))

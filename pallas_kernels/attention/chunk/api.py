@@ -227,6 +227,7 @@ def _attend(
 
     def item_of(i):
         """Return the item of round i, back and forth over the sorted list.
+
         The last round may have no item.
         """
         return i * sms + jnp.where(lax.rem(i, jnp.int32(2)) == 0, cta, sms - 1 - cta)

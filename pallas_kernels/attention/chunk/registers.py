@@ -25,8 +25,9 @@ def as_operand(x, interpret: bool):
 
 
 def rescaled(x, factor, interpret: bool):
-    """Return x [64, n] times factor [64] along the rows. A warp with only factors of 1, the usual case,
-    skips the product.
+    """Return x [64, n] times factor [64] along the rows.
+
+    A warp with only factors of 1, the usual case, skips the product.
     """
     if interpret:
         return x * lax.broadcast_in_dim(factor, x.shape, [0])

@@ -259,8 +259,9 @@ def _soften(scores, seen, top, total, *, scale, soft_cap, unit, update):
 
 
 def _by_column(weights):
-    """Return [64, 8]: sums of each row's weights by column modulo 8. Threads add their sums only at the
-    end.
+    """Return [64, 8]: sums of each row's weights by column modulo 8.
+
+    Threads add their sums only at the end.
     """
     parts = [weights[:, i : i + 8] for i in range(0, weights.shape[1], 8)]
     while len(parts) > 1:

@@ -93,8 +93,9 @@ def peek(arrived, ender, requested):
 
 
 def is_there(seen, arrived, ender):
-    """Return True for the whole warpgroup if thread 0 saw, by `peek`, the one other part of the pair. Reset
-    the counter then.
+    """Return True for the whole warpgroup if thread 0 saw, by `peek`, the one other part of the pair.
+
+    Reset the counter then.
     """
     scalar = plgpu.Layout.WG_SPLAT(())
 
@@ -157,8 +158,9 @@ def join(parts, levels, arrived, worker, ender, chain, finish):
 
 
 def _groups(parts, h, cols):
-    """Return (parts of a group, groups). One worker reads few parts alone; many parts form groups of about
-    sqrt(parts).
+    """Return (parts of a group, groups).
+
+    One worker reads few parts alone; many parts form groups of about sqrt(parts).
     """
     at_once = _together(h, cols)
     size = jnp.int32(at_once)

@@ -180,8 +180,9 @@ def _sums(pages: jax.Array) -> jax.Array:
 
 
 def _following(lengths: jax.Array, heads: int) -> jax.Array:
-    """Return [B * heads]: the next entry that has pages, or B * heads. All entries of a row with keys have
-    pages.
+    """Return [B * heads]: the next entry that has pages, or B * heads.
+
+    All entries of a row with keys have pages.
     """
     b = lengths.shape[0]
     index = jnp.arange(b, dtype=jnp.int32)

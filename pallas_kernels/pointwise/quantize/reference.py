@@ -12,8 +12,9 @@ _SMALLEST = 1e-12  # a row of zeros needs a nonzero scale
 
 
 def to_e4m3(x: Float[Array, "..."], scale: Float[Array, "..."]) -> Array:
-    """Return x / scale in e4m3, saturated, because a plain cast turns large numbers into NaN. scale
-    broadcasts against x.
+    """Return x / scale in e4m3, saturated, because a plain cast turns large numbers into NaN.
+
+    scale broadcasts against x.
     """
     return jnp.clip(x.astype(jnp.float32) / scale, -E4M3_MAX, E4M3_MAX).astype(jnp.float8_e4m3fn)
 

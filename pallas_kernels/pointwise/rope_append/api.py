@@ -151,8 +151,9 @@ def takes(kv: int, group: int, h: int, narrow: bool) -> bool:
 
 
 def _most_workers(kv: int, group: int, h: int, narrow: bool, together: int) -> int:
-    """Return the number of workers whose tokens fit an SM's shared memory. A token of 56 heads of width 128
-    needs 43 KB in bfloat16.
+    """Return the number of workers whose tokens fit an SM's shared memory.
+
+    A token of 56 heads of width 128 needs 43 KB in bfloat16.
     """
     token_bytes = 2 * kv * (group + 2) * h + (2 * (kv + 1) * (h + 4) if narrow else 0)
     ring_bytes = _RING_BYTES - (columns_bytes(together, h) if together > 1 else 0)

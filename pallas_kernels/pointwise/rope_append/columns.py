@@ -70,8 +70,9 @@ def append_columns(fused_ref, slots_ref, pages, given, scratch, *, block, sms, i
     rows = _columns(block, h).reduce(1)
 
     def place(i):
-        """Return an item's head and first token. The last block overlaps the block before it, and writes
-        the overlap twice.
+        """Return an item's head and first token.
+
+        The last block overlaps the block before it, and writes the overlap twice.
         """
         item = cta + i * sms
         return lax.rem(item, jnp.int32(kv)), jnp.minimum(lax.div(item, jnp.int32(kv)) * block, t - block)

@@ -27,8 +27,9 @@ def rope(
 def append(
     pages: Shaped[Array, "P K S H"], new: Shaped[Array, "T K H"], slots: Int[Array, " T"]
 ) -> Shaped[Array, "P K S H"]:
-    """Write token t's heads at flat slot `slots[t]` (page · S + place). Slots outside the cache are
-    dropped.
+    """Write token t's heads at flat slot `slots[t]` (page · S + place).
+
+    Slots outside the cache are dropped.
     """
     p, k, s, h = pages.shape
     # Each index is one row of H in a flat view. A scatter over only the two outer axes would make XLA

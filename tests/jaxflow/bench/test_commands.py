@@ -302,6 +302,7 @@ def test_throughput_runs_once_if_no_plan_gains(bench, capsys):
 
 def test_a_shipped_name_is_measured_with_random_weights(llm, no_flags, monkeypatch):
     """A shipped model has no other plans: `bench throughput --model llama-3.1-8b --plan searched` is enough.
+
     A folder's plans are loaded.
     """
     given = []

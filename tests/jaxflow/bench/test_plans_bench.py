@@ -57,8 +57,9 @@ def test_an_average_step_fits_and_keeps_the_workloads_balance(prompt, output, to
     st.integers(0, 99),
 )
 def test_step_work_has_the_composition_of_the_step(workload, seed):
-    """Mean context, chunks and rows are as requested. Every KV token that a step reads has its own page,
-    except behind a window.
+    """Mean context, chunks and rows are as requested.
+
+    Every KV token that a step reads has its own page, except behind a window.
     """
     tokens, windows, pages = 64, (None, 24), (2000, 2000)
     step = average_step(workload, tokens, most_rows=tokens, kv_tokens=10**6, page_size=PAGE)

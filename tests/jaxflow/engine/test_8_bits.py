@@ -83,8 +83,9 @@ def test_near_the_wide_model(name, numbers, most, alone, goldens):
 
 @pytest.mark.parametrize("name", ["stories260K"])
 def test_in_company_as_alone(name, alone, goldens):
-    """Scales belong to a token or a block. Only the order of float32 sums
-    differs, and may change a rounding.
+    """Scales belong to a token or a block.
+
+    Only the order of float32 sums differs, and may change a rounding.
     """
     asked, found = alone(name, **FP8)
     together = told(asked, toy.run(loop(name, **FP8), asked))

@@ -440,8 +440,9 @@ def test_pages_that_the_host_has_no_memory_for_are_refused(checkpoint, monkeypat
 
 
 def test_an_engine_with_nothing_said_about_pages(checkpoint, monkeypatch):
-    """With plenty of memory the engine takes the pages that all sequences can use. A program that failed for
-    lack of memory is compiled again by itself.
+    """With plenty of memory the engine takes the pages that all sequences can use.
+
+    A program that failed for lack of memory is compiled again by itself.
     """
     tried = []
 

@@ -140,8 +140,9 @@ def test_latent_pages_are_written_in_place():
 
 @pytest.mark.slow
 def test_data_parallel_ranks_send_rows_only():
-    """Eight ranks. The exchange is two all-to-alls a layer, and XLA's own
-    kernels do not touch what arrives.
+    """Eight ranks.
+
+    The exchange is two all-to-alls a layer, and XLA's own kernels do not touch what arrives.
     """
     step, executor = compiled("qwen3-30b-a3b", 2048, ranks=8)
     check(step, executor, temporary=0.7)
@@ -158,8 +159,9 @@ def test_data_parallel_ranks_send_rows_only():
 
 
 def test_on_the_hopper_kernels_neither():
-    """With many rows the tuned table chooses GEMM kernels; without the table XLA would run all. The gate runs
-    in its GEMM's epilogue.
+    """With many rows the tuned table chooses GEMM kernels; without the table XLA would run all.
+
+    The gate runs in its GEMM's epilogue.
     """
     step, executor = compiled("llama-3.1-8b", 1024, tp=4)
     check(step, executor)

@@ -51,8 +51,9 @@ def test_many_sequences_fill_whole_tiles(step, held, each):
 @pytest.mark.parametrize("step", [1024, 2048, 4096])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
 def test_the_cost_model_ends_no_more_requests_with_other_numbers(step, dtype):
-    """Fewer sequences end as many requests at best, by a cost model in which small
-    steps lose nothing. More end fewer.
+    """Fewer sequences end as many requests at best, by a cost model in which small steps lose nothing.
+
+    More end fewer.
     """
     model = open_checkpoint("llama-3.1-8b", load_format="dummy").model_config
     timer = step_timer(model_graph(model, 1), DEVICES["H200"].rates, dtype)

@@ -32,8 +32,9 @@ from jaxflow.request import SamplingParams
 
 
 def engine(model: str, devices: int, more: int | None, *, ranks: int = 1) -> Loop | RankedLoop:
-    """Return an engine with experts over the devices of each rank. more: the
-    copies; None: experts that stay.
+    """Return an engine with experts over the devices of each rank.
+
+    more: the copies; None: experts that stay.
     """
     settings = EngineConfig(
         model=str(paths.MODELS / model),
@@ -147,8 +148,9 @@ def test_new_slots_hold_copies_of_the_old_slots(devices, axis):
 
 
 def test_a_move_on_gpus_needs_little_more_memory_than_its_result():
-    """The experts of a layer of Qwen3-30B-A3B on four devices. A device sends a
-    slot to each device at a time.
+    """The experts of a layer of Qwen3-30B-A3B on four devices.
+
+    A device sends a slot to each device at a time.
     """
     mesh, spec = h200.h200_mesh((4,)), PartitionSpec(TP)
     shapes = {

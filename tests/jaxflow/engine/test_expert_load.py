@@ -23,8 +23,9 @@ CONFIG = open_checkpoint(str(paths.MODELS / MODEL)).model_config
 
 
 def counts_of(engine: Loop, golden: dict) -> np.ndarray:
-    """Run the golden's requests, and return the tokens at each expert. The executor is
-    shared, and has counted before.
+    """Run the golden's requests, and return the tokens at each expert.
+
+    The executor is shared, and has counted before.
     """
     stages = getattr(engine.executor, "stages", [engine.executor])
 

@@ -53,8 +53,9 @@ Made = tuple[EngineConfig, Executor | StagedExecutor]
 
 @functools.cache
 def prepared(stages: int) -> Made:
-    """Return an executor with layouts of decodes alone. The largest layout was
-    compiled first, then the others.
+    """Return an executor with layouts of decodes alone.
+
+    The largest layout was compiled first, then the others.
     """
     config = resolve(dataclasses.replace(SETTINGS, pipeline_parallel_size=stages), CHECKPOINT.model_config)
     plans = choose_plans(config, CHECKPOINT.model_config)
@@ -78,8 +79,9 @@ def warm(stages: int) -> Made:
 
 
 def cold(stages: int) -> Made:
-    """Return the executor as after a start, with only the largest layout
-    ready. A compilation takes no time.
+    """Return the executor as after a start, with only the largest layout ready.
+
+    A compilation takes no time.
     """
     config, made = warm(stages)
     for stage in stages_of(made):
@@ -200,8 +202,9 @@ def test_no_other_first_sizes_have_a_smaller_slowdown(times, count):
 
 
 def test_an_engine_prepares_its_layouts_while_it_serves(monkeypatch):
-    """One layout does not fit next to others at first, and is compiled alone
-    in the end. Another one fails.
+    """One layout does not fit next to others at first, and is compiled alone in the end.
+
+    Another one fails.
     """
     monkeypatch.setattr(first_layouts, "on_gpu", lambda: True)
     monkeypatch.setattr(first_layouts, "first_sizes", lambda seconds: [max(seconds)])

@@ -32,6 +32,7 @@ def executor():
 
 def pages_of(executor, free: int, need: int, first=()) -> tuple[tuple[int, ...] | None, list]:
     """Return the guess of an engine with processes, and what these were asked.
+
     need: the bytes that are measured.
     """
     asked = []

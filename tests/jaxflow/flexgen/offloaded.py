@@ -36,8 +36,9 @@ def policy(model: str, **changes: Any) -> Policy:
 def runtime(
     model: str, folder: Any, *, page_size: int = 16, tp: int = 1, **changes: Any
 ) -> Iterator[Runtime]:
-    """Yield a warm runtime of a toy checkpoint, and check that no thread or file is left. `changes`: fields
-    of the policy.
+    """Yield a warm runtime of a toy checkpoint, and check that no thread or file is left.
+
+    `changes`: fields of the policy.
     """
     before = {thread for thread in threading.enumerate() if not thread.daemon}
     made = start(

@@ -101,6 +101,7 @@ def test_every_supported_type_is_tested() -> None:
 @pytest.mark.parametrize("kind", BLOCKS, ids=lambda kind: kind.name)
 def test_blocks_of_each_type_are_read_right(kind: Kind, tmp_path: Path) -> None:
     """Make a model of one layer with embeddings of random blocks of the type.
+
     All other tensors are float32.
     """
     rng = np.random.default_rng(3)

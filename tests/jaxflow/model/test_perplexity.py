@@ -42,8 +42,9 @@ def text():
 
 
 def logprobs(model, text, *, quantize=None, kv=jnp.float32, kernels=REFERENCE):
-    """Return the log-probabilities [TOKENS - 1] of all tokens but the first. quantize: applied to the
-    matrices of all layers.
+    """Return the log-probabilities [TOKENS - 1] of all tokens but the first.
+
+    quantize: applied to the matrices of all layers.
     """
     config, weights = model
     if quantize is not None:

@@ -45,6 +45,7 @@ def test_plain_makes_no_array_of_the_logits_size_and_reads_the_logits_once():
 )
 def test_full_makes_few_and_counts_in_place(search, drawing, arrays):
     """The program holds the adjusted logits, the rows of the counts, and the weights of the reference search.
+
     It makes no copy of all counts.
     """
     params, counts = jax.eval_shape(lambda: slot_params.empty_slots(SLOTS, VOCAB))

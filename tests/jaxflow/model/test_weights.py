@@ -316,8 +316,9 @@ def test_dummy_weights_compile_once_a_kind_of_layer(monkeypatch: pytest.MonkeyPa
 
 
 def test_an_mlp_of_8_bits_is_filled_up_to_whole_blocks_of_each_device() -> None:
-    """The padded layout has 2016 columns and 32 zeros. The first 2016 equal the plain layout, for dummy
-    weights as well.
+    """The padded layout has 2016 columns and 32 zeros.
+
+    The first 2016 equal the plain layout, for dummy weights as well.
     """
     assert [mlp_width(29568, tp, "fp8") for tp in (1, 2, 4)] == [29568, 29696, 29696]  # Qwen2-72B
     assert (

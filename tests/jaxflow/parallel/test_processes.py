@@ -242,8 +242,9 @@ class TestSameTokens:
     @pytest.mark.slow
     @pytest.mark.parametrize(("stages", "devices"), [(1, 2), (2, 1)])
     def test_pages_on_the_disks(self, stages, devices, goldens, tmp_path):
-        """Every process keeps its part of a page on its disk. A damaged part
-        costs its page alone, and is named.
+        """Every process keeps its part of a page on its disk.
+
+        A damaged part costs its page alone, and is named.
         """
         golden = goldens("tiny-llama")
         sizes = {"pipeline_parallel_size": stages, "tensor_parallel_size": 2 * devices // stages}

@@ -20,6 +20,7 @@ EXPERTS = DEVICES * HELD
 
 def ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
     """Return what `lax.ragged_all_to_all` promises, from everybody's arguments.
+
     It asserts the received sizes.
     """
     me, gather = lax.axis_index(axis_name), functools.partial(lax.all_gather, axis_name=axis_name)

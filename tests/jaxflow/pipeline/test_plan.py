@@ -221,8 +221,9 @@ def test_wrong_plans_are_refused_by_entry(plan, entry, message):
 
 
 def test_attention_needs_the_appends_of_all_tokens_before_it():
-    """The later half of a prefill chunk reads the KV of the earlier half. Data dependences would allow this
-    order.
+    """The later half of a prefill chunk reads the KV of the earlier half.
+
+    Data dependences would allow this order.
     """
     order = [
         "attn_norm.0",

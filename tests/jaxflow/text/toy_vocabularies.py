@@ -71,8 +71,9 @@ def sentencepiece_metadata(tokenizer_json: Path) -> dict[str, Any]:
 
 
 def write_gguf(path: Path, metadata: Mapping[str, Any]) -> Path:
-    """Writes a GGUF file without tensors. Numpy arrays keep their dtype, ints
-    become uint32, floats float32.
+    """Writes a GGUF file without tensors.
+
+    Numpy arrays keep their dtype, ints become uint32, floats float32.
     """
     writer = gguf.GGUFWriter(path, arch="llama")
     kinds = {

@@ -25,8 +25,9 @@ def drawn(rows: int, number: int) -> jax.Array:
 @pytest.mark.parametrize("top_k", [reference.top_k, interpreted])
 @pytest.mark.parametrize("experts", [8, 33])
 def test_a_token_of_nan_goes_to_experts_that_there_are(top_k, experts):
-    """A row that overflows stays within its own request. Otherwise its expert rows would overlap those of
-    another token.
+    """A row that overflows stays within its own request.
+
+    Otherwise its expert rows would overlap those of another token.
     """
     scores = jnp.full((2, experts), jnp.nan).at[1].set(jnp.arange(experts))
     weights, chosen = top_k(scores, 2)

@@ -71,8 +71,9 @@ def llama_setting(tokens: int, prompt: int, output: int, **rest) -> SearchProble
 
 
 def on_all_sms(plan: Plan) -> Plan:
-    """Return the plan without shares of SMs. Copies hold no SMs, so the
-    solver's shares gain nothing there.
+    """Return the plan without shares of SMs.
+
+    Copies hold no SMs, so the solver's shares gain nothing there.
     """
     return msgspec.structs.replace(
         plan, nano_ops=tuple(msgspec.structs.replace(nano, sms=None) for nano in plan.nano_ops)

@@ -83,8 +83,9 @@ def test_a_portfolio_of_a_profile(tmp_path, capsys, monkeypatch):
 
 
 def test_what_was_found_is_run_by_the_line_that_is_printed():
-    """The printed command carries the plan's devices and dtypes. The default
-    file has a shipped plan's name.
+    """The printed command carries the plan's devices and dtypes.
+
+    The default file has a shipped plan's name.
     """
     out = default_out(FP8, several=False)
     assert out == Path("plans/h200-llama-3-70b-tp2-float8_e4m3fn.json") and (SHIPPED / out.name).exists()

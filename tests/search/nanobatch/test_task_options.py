@@ -31,8 +31,9 @@ def product_of(task: Task) -> str | None:
 
 
 def test_a_product_of_1024_tokens_has_those_on_which_it_has_fewer_halves_of_waves():
-    """`qkv` has 192 tiles, two for each of 96 SMs. `up_gate` has 896 tiles, at
-    most nine for each of 100 SMs.
+    """`qkv` has 192 tiles, two for each of 96 SMs.
+
+    `up_gate` has 896 tiles, at most nine for each of 100 SMs.
     """
     shares, offered = SETTING.shares, {}
     for task in halves(SETTING):

@@ -103,8 +103,9 @@ def test_a_long_run_approaches_the_prediction():
 
 
 def test_the_search_takes_the_schedule_with_the_better_prediction():
-    """Long prompts compute while the link waits, and short ones do not. So a
-    diagonal is worth more for the former.
+    """Long prompts compute while the link waits, and short ones do not.
+
+    So a diagonal is worth more for the former.
     """
     memory = TierMemory(16 * GIGA, 100 * GIGA, 0)
     both = PlacementOptions(schedules=("zigzag", "diagonal"), gpu_batch_sizes=(8, 16), num_gpu_batches=(3, 6))

@@ -127,8 +127,9 @@ class TestTwoProcesses:
         assert all(map(np.array_equal, fetch(here, other.first, 8, 2), pages_of(8, 2)))
 
     def test_receivers_that_die_cost_the_sender_no_memory(self, other):
-        """A receiver dies before its pull, during the pull, or after. An offer that
-        was not pulled yet ends later.
+        """A receiver dies before its pull, during the pull, or after.
+
+        An offer that was not pulled yet ends later.
         """
         length, count = 32 << 20, 2
         living, *dying = (Process(receiver) for _ in range(7))

@@ -67,8 +67,9 @@ def check_nothing_is_left(cluster) -> None:
 
 @contextlib.contextmanager
 def pages_lent(cluster, salt: str):
-    """Ask with stopped answering replicas, until the pages of all prompts are
-    lent. Yield the running requests.
+    """Ask with stopped answering replicas, until the pages of all prompts are lent.
+
+    Yield the running requests.
     """
     answering = processes(cluster, prefills=False)
     for process in answering:
