@@ -128,8 +128,9 @@ def kernels(hlo: str, plan: Plan) -> list[tuple[str | None, str]]:
 
 
 def check_schedule(hlo: str, plan: Plan, graph: Graph, rows: int) -> list[Window]:
-    """Assert that the schedule is the plan's, and return it. rows: rows of the batch. Decode attention of
-    tokens beyond these rows is empty.
+    """Assert that the schedule is the plan's, and return it.
+
+    rows: rows of the batch. Decode attention of tokens beyond these rows is empty.
 
     - Every GEMM, attention and collective of every layer occurs once, on its stream.
     - GEMMs and collectives keep the plan's order on their stream.

@@ -402,8 +402,7 @@ class Executor:
             job.table[job.key] = DeferredProgram(make)
 
     def _in_turn(self, jobs: Sequence[Job], num_pages: tuple[int, ...]) -> Iterator[Job]:
-        """Return the jobs in the order in which they can be lowered here: as
-        other processes have prepared them.
+        """Return the jobs in the order in which other processes have prepared them for this one to lower.
 
         num_pages: of steps.
         """

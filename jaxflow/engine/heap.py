@@ -1,5 +1,6 @@
-"""The garbage collector beside objects that live as long as the process: compiled
-programs are millions of them.
+"""Settings of Python's garbage collector for a process with millions of lasting objects.
+
+Compiled programs are most of these objects. They live as long as the process.
 """
 
 import gc

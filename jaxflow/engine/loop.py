@@ -86,7 +86,7 @@ class InFlight:
 def larger_layouts(executor: Executor | StagedExecutor, tokens: int, *, alone: bool) -> Iterator[StepLayout]:
     """Yield the layouts that can run a step of so many tokens, the smallest first. All give the same tokens.
 
-    alone: the step has decodes alone, so that layouts without chunks can run it.
+    alone: the step has no chunk, so layouts without chunks can run it.
     """
     for size in sorted(executor.layouts):
         if size >= tokens:
