@@ -3,9 +3,10 @@
 `card_of` reads the file of a device. A device without a file, and a constant that a device's file lacks,
 get the values of default.json, which were measured on an H200. The file's parts:
 
-- constants: name -> {value, source}; the fields of `Card`. - hardware: the datasheet, and the measured
-rates where known (`jaxflow.model.cost`). - power: joules of work by clock (`jaxflow.model.energy`). -
-clock: the rates and costs of kernels at a power cap (`search.profile.clock`).
+- constants: name -> {value, source}; the fields of `Card`.
+- hardware: the datasheet, and the measured rates where known (`jaxflow.model.cost`).
+- power: joules of work by clock (`jaxflow.model.energy`).
+- clock: the rates and costs of kernels at a power cap (`search.profile.clock`).
 """
 
 import dataclasses
