@@ -196,9 +196,10 @@ def loud_rows(rows: int, loud: int) -> np.ndarray:
 def compare(one: jax.Array, other: jax.Array) -> dict[str, jax.Array]:
     """Compare the logits [n, V] of two runs. Return n values of each kind.
 
-    margin: the distance between the two largest logits of the first run. margin_change: the
-    change of the margin in the other run. same: whether the best token is the same. kl:
-    KL(first run || other run), in nats.
+    margin: the distance between the two largest logits of the first run.
+    margin_change: the change of the margin in the other run.
+    same: whether the best token is the same.
+    kl: KL(first run || other run), in nats.
     """
     best = jnp.argmax(one, axis=1)
     second = jnp.argmax(jnp.where(jnp.arange(one.shape[1]) == best[:, None], -jnp.inf, one), axis=1)

@@ -188,7 +188,7 @@ def contenders(rows: Sequence[Mapping[str, Any]], found: str | None) -> dict[str
     """Return the names of the plans that run in long windows, by their part.
 
     rows: of the survey, each with `plan`, `uncut`, `digest` and `tokens_per_s`.
-        found: the found plan's digest.
+    found: the found plan's digest.
     """
 
     def best(accepted: Callable[[Mapping[str, Any]], bool]) -> str | None:

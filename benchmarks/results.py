@@ -103,7 +103,7 @@ def points(reports: Mapping[str, Report], kind: str) -> Iterator[tuple[str, Repo
     """Yield (path, report) of throughput runs, or of a sweep's points with the sweep's own fields.
 
     kind: "throughput" for runs and sweeps of requests that arrive at once;
-        "rate" for sweeps of request rates.
+      "rate" for sweeps of request rates.
     """
     for path, report in reports.items():
         command = report.get("command_name")

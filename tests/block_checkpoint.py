@@ -43,7 +43,7 @@ def write(folder: Path, model: str, *, blocks: bool, **changes: Any) -> Path:
     """Write a random model of the shape of tests/data/models/`model` with wider experts.
 
     blocks: matrices of layers, all but the routers, are in blocks. Otherwise they
-        are the same numbers in float32.
+      are the same numbers in float32.
     """
     keys = json.loads((paths.MODELS / model / "config.json").read_text()) | WIDTHS | changes
     rng, stored = np.random.default_rng(7), {}

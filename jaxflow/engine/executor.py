@@ -145,7 +145,7 @@ class Executor:
       ranks: the number of data-parallel ranks.
       recorder: takes the calls that other processes replay; None in an engine of one process.
       lowering: processes that lower and compile programs into the folder of
-          `lowered`; None: this process does.
+        `lowered`; None: this process does.
     """
 
     num_stages = 1
@@ -251,7 +251,7 @@ class Executor:
         """Return the device memory of each program of a bucket's step.
 
         num_pages: of the step. `compile` does not compile the step again if the
-            number is right. None for a few.
+          number is right. None for a few.
 
         Only the bucket's first plan is compiled. The other plans split the same values, and compiling all of
         them twice would double the warm-up. `compile` does not compile the samplers again.
@@ -601,10 +601,10 @@ class Executor:
         Args:
           buffer: [layout.size] int32, from `layout.pack`; of all ranks.
           appends: [n, 4] int32, page-table entries that do not fit in the buffer;
-              of several ranks [ranks, n, 4].
+            of several ranks [ranks, n, 4].
           full: True if a row needs the full sampler.
           targets: [T] int32, each token's successor in its prompt, for prompt
-              log-probabilities; of all ranks.
+            log-probabilities; of all ranks.
         """
         if self.recorder is not None:
             self.recorder.run(layout, buffer, appends, full, targets)

@@ -28,7 +28,7 @@ def choose_kernels(config: EngineConfig, model: ModelConfig) -> KernelSet:
 
     Raises:
       ConfigError: for kernels that cannot run here, and for requested kernels
-          without attention for this model.
+        without attention for this model.
     """
     device = this_device()
     try:

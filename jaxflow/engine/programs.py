@@ -66,8 +66,8 @@ class Programs:
     def step(self, layout: StepLayout, forward: Callable) -> Wrapped:
         """(weights, kv, page_table, source, buffer) -> (hidden, x, rows, kv, page_table).
 
-        source: each slot's last token, [Q] int32; for a stage that does not embed, the residual stream [T,
-        D]. kv and page_table are donated: updated in place.
+        source: each slot's last token, [Q] int32; for a stage that does not embed, the residual stream
+        [T, D]. kv and page_table are donated: updated in place.
         A step with mixture layers has one more argument and one more result: `expert_counts`, not donated, so
         that the host can read the counts of an ended step while later steps run.
         """

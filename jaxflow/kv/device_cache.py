@@ -41,7 +41,7 @@ class PageGroup:
       value_dim: the width of the second array.
       dtype: name of the dtype of keys and values.
       window: a query sees its own token and the `window` - 1 tokens before; an
-          elastic span; None: all tokens.
+        elastic span; None: all tokens.
     """
 
     layers: tuple[int, ...]

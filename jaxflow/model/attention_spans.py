@@ -162,7 +162,7 @@ def keys_share(model: ModelConfig, length: int, *, held: bool = False) -> float:
     """Return the share of the keys that the queries of a text see with spans, over all layers and heads.
 
     length: tokens of the text. held: count the keys that the page groups hold for
-        the query, page borders left out.
+      the query, page borders left out.
     """
     positions = np.arange(length)
 

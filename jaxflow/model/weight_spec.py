@@ -238,7 +238,7 @@ def shard_maker(
 
     Devices with the same shard share one array, so a host reads each part of a tensor once.
     read_experts: reads some experts of a tensor that holds all; None where `read`
-        does no work for unused parts.
+      does no work for unused parts.
     """
 
     def make(index: tuple[slice, ...]) -> np.ndarray:

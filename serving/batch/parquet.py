@@ -1,7 +1,8 @@
 """Parquet files of a batch: a row is a line. The rest of a batch knows JSON lines only.
 
 Input columns: `custom_id` and `url` are strings; `body` is a string of JSON, or a struct. `method` may be
-left out. Output columns: `id`, `custom_id`, `status_code`, `request_id`, and `body` as a string of JSON.
+left out.
+Output columns: `id`, `custom_id`, `status_code`, `request_id`, and `body` as a string of JSON.
 """
 
 import contextlib

@@ -25,7 +25,7 @@ class BatchConfig:
     Attributes:
       folder: of the files and batches.
       priority: of the lines, `BATCH_PRIORITY` or later; online requests have 0
-          unless they ask for another number.
+        unless they ask for another number.
       window: most lines under way. More lines than the engine runs at once keep each step full.
     """
 

@@ -51,7 +51,7 @@ class Job(msgspec.Struct, frozen=True):
     """The engine's requests of a body, one a prompt, in the order of the prompts.
 
     `echo_texts`: the text of each prompt, if the answer repeats it.
-        `drop_output`: the answer has no new token.
+    `drop_output`: the answer has no new token.
     """
 
     requests: Sequence[Request]
@@ -142,7 +142,7 @@ async def run(
 
     Args:
       take: gets the pieces that have arrived since its last call. A `take` that
-          blocks holds the outputs back.
+        blocks holds the outputs back.
       submitted: is called once the engine has accepted all prompts.
       timeout_s: the seconds until the caller's deadline, or None.
       whole: the answer is not streamed, see `ServedModel.stream`.

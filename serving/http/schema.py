@@ -117,7 +117,7 @@ class ChatRequest(Generation, frozen=True, kw_only=True):
     """The body of `POST /v1/chat/completions`.
 
     `parse_control_tokens`: a control token in a message (`<|im_end|>`) becomes
-        this token; else it is plain text.
+      this token; else it is plain text.
     """
 
     messages: list[Message]

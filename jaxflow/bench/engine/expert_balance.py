@@ -42,7 +42,7 @@ class Routes:
 
     zipf: the exponent of the router's preferences.
     drift_steps: the steps after which the experts' latent popularity is
-        correlated with the present one by 1/e.
+      correlated with the present one by 1/e.
     """
 
     mixture: Mixture

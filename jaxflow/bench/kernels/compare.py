@@ -237,7 +237,7 @@ def merged(paths: Iterable[str], groups: Iterable[KernelGroup]) -> dict[str, Any
     The command of the merged report joins the commands of the shares.
 
     Raises: ConfigError for reports of several devices, and for another kind of
-        file; OSError for a missing file.
+      file; OSError for a missing file.
     """
     groups = tuple(groups)
     parts = [read(path) for path in paths]

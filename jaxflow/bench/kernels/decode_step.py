@@ -243,7 +243,7 @@ def run() -> dict[str, Any]:
     """Run the command and return its report.
 
     Raises: ConfigError, CheckpointError; ConfigError without a GPU, because the
-        default model needs gigabytes.
+      default model needs gigabytes.
     """
     machine.need_gpu("decode_step")
     f = flags.FLAGS

@@ -35,7 +35,7 @@ class Sharing:
       exchanged: whether each device has tokens of its own, and sends rows.
       slots: of one device, with an expert or a copy in each; None for E / devices.
       balance: the mean number of pairs of a device over the largest. A step
-          waits for the device with the most.
+        waits for the device with the most.
       sent_bytes, returned_bytes: bytes of an element that goes to the expert's device, and back.
       once_a_host: whether a token's row goes to another host once, for all experts of the token there.
     """
@@ -100,7 +100,7 @@ def exchange_bytes_per_s(chosen: int, sharing: Sharing, inside: float, outside: 
     Rows inside the host and rows between hosts travel at the same time. Tokens choose experts evenly.
 
     chosen: experts of a token. inside, outside: bytes/s of one device to devices
-        of its host, and to other hosts.
+      of its host, and to other hosts.
     """
     devices, host = sharing.devices, min(sharing.devices, HOST_DEVICES)
     hosts = devices / host
@@ -115,7 +115,7 @@ class RateShares:
     """What an op reaches of the rates of a device.
 
     grouped_flops, grouped_bytes: the grouped products of the experts.
-        latent_flops: attention on latent vectors.
+    latent_flops: attention on latent vectors.
     """
 
     grouped_flops: float = 1.0

@@ -76,7 +76,7 @@ class StageTimer:
 
     Raises:
       ConfigError: for layers that do not sum to the model's, for a model with
-          windows, and for tiles of experts.
+        windows, and for tiles of experts.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ class Mxfp4Tensors:
 
     Raises:
       CheckpointError: blocks without scales or scales without blocks, wrong
-          shapes, and bytes that are neither.
+        shapes, and bytes that are neither.
     """
 
     def __init__(self, source: SafetensorsFolder):

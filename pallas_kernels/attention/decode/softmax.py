@@ -69,7 +69,7 @@ def with_sinks(total, top, logits_ref, first):
     """Return the sums of weights [cols] with the terms of the heads' attention sinks.
 
     logits_ref: [cols] in powers of two. first: whether this is the pair's first
-        part, which alone has the term.
+      part, which alone has the term.
     """
     term = sink_term(plgpu.load(logits_ref, layout=_HEADS, optimized=False), top)
     return total + jnp.where(first, term, jnp.zeros_like(term))

@@ -24,7 +24,7 @@ class LatentWork:
     Attributes:
       rows: [B, 2] int32: length (0: skipped), next row that has keys, or B.
       pieces: [workers, 5] int32: first row, first page of the row, pages; the
-          entry in `rows` of the first row.
+        entry in `rows` of the first row.
       parts: [B, 2] int32: the first worker with pages of a row, and the number of such workers; 0 for a row
         without keys.
     """
