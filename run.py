@@ -138,7 +138,11 @@ def main(arguments):
         inside = rest
     else:
         print((__doc__ or "").strip())
-        return 0 if command in ("-h", "--help", "help") else 2
+        if command in ("-h", "--help", "help"):
+            return 0
+        reason = "exec needs a command" if command == "exec" else "unknown command " + repr(command)
+        print("\nerror: " + reason + "; accepted: demo, test, exec, help", file=sys.stderr)
+        return 2
 
     installed = version_of(os.path.join(ENVIRONMENT, "bin", "python"), "--version")
     python = None if installed else find_python()

@@ -17,7 +17,8 @@ def run_command(main: Callable[[list[str]], int], infinite: Collection[str] = ()
     """Parse absl's flags in any spelling of `flag_names`, call `main` with the remaining
     arguments, and end the process.
 
-    --help exits with status 0. absl itself would exit with status 1. The flags in `infinite` take infinity.
+    --help exits with status 0, where absl itself would exit with 1. A wrong flag exits with status 2. The
+    flags in `infinite` take infinity.
     """
     from absl import app, flags  # commands with argparse do not need absl
 
@@ -27,15 +28,16 @@ def run_command(main: Callable[[list[str]], int], infinite: Collection[str] = ()
     if {"--help", "-h"} & set(sys.argv[1:]):
         app.usage(shorthelp=True, writeto_stdout=True, exitcode=0)
 
-    def checked(argv: list[str]) -> int:
+    def parsed(argv: list[str]) -> list[str]:
         try:
+            rest = flags.FLAGS(argv)
             check_floats(flags.FLAGS, infinite)
+            return rest
         except flags.Error as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 1
-        return main(argv)
+            print(f"error: {str(error).strip()}\n--help lists the flags", file=sys.stderr)
+            sys.exit(2)
 
-    app.run(functools.partial(exit_status, checked), argv=canonical(sys.argv))
+    app.run(functools.partial(exit_status, main), argv=canonical(sys.argv), flags_parser=parsed)
 
 
 def exit_status(main: Callable[[list[str]], int], argv: Sequence[str]) -> int:

@@ -185,7 +185,6 @@ def test_a_port_in_use_is_one_line_and_an_exit_code(taken_by):
         (("--model", MODEL, "--chat_template=/nope"), "chat_template='/nope'"),
         (("--model", MODEL, "--nohttp", "--nogrpc"), "--nogrpc"),
         (("--model", MODEL, "--batch_dir=/dev/null/batches"), "batch_dir='/dev/null/batches'"),
-        (("--model", MODEL, "--drain_timeout_s=nan"), "--drain_timeout_s=nan"),
     ],
 )
 def test_a_setting_that_cannot_work_is_one_line_and_an_exit_code(arguments, says):
@@ -211,16 +210,18 @@ def test_help_reads_well(module, says):
 
 
 @pytest.mark.parametrize(
-    ("flag", "accepted"),
+    ("module", "flag", "accepted"),
     [
-        ("--seed=99999999999999999999", "[-9223372036854775808, 9223372036854775807]"),
-        ("--timeout_s=nan", "a number of seconds"),
+        ("serving.client", "--seed=99999999999999999999", "[-9223372036854775808, 9223372036854775807]"),
+        ("serving.client", "--timeout_s=nan", "a number of seconds"),
+        ("serving", "--drain_timeout_s=nan --model=x", "a finite number"),
+        ("serving", "--modle=x", "model"),
     ],
 )
-def test_a_value_that_the_client_cannot_send_names_the_flag(flag, accepted):
-    done = run("serving.client", flag, "hi")
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert flag.partition("=")[0] in done.stderr and accepted in done.stderr
+def test_a_wrong_flag_names_itself_and_what_is_accepted(module, flag, accepted):
+    done = run(module, *flag.split(), "hi")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert flag.partition("=")[0].strip("-") in done.stderr and accepted in done.stderr
 
 
 def test_a_prompt_that_is_not_utf8_is_one_line():
