@@ -324,9 +324,11 @@ class EngineConfig:
     quantization: str | None = _setting(
         None,
         "Quantization at load: fp8 (e4m3 weights and activations), fp8_per_block (experts in e4m3 with a "
-        "scale for each 128 x 128 block), int4 (weights in groups of 64, experts too) or mxfp4 (the "
-        "experts of gpt-oss stay in the checkpoint's 4 bits). Default: the format of the checkpoint, but "
-        "experts in MXFP4, and all but the experts of an fp8 checkpoint in blocks, become 16 bits.",
+        "scale for each 128 x 128 block), int4 (weights in groups of 64, experts too; AWQ, GPTQ and "
+        "pack-quantized checkpoints keep their numbers), int4_zero_point (int4 with zero points, the format "
+        "of these checkpoints) or mxfp4 (the experts of gpt-oss stay in the checkpoint's 4 bits). Default: "
+        "the format of the checkpoint, but experts in MXFP4, and all but the experts of an fp8 checkpoint in "
+        "blocks, become 16 bits.",
     )
     kv_cache_dtype: str = _setting(
         "auto",
@@ -474,8 +476,8 @@ class EngineConfig:
         check("load_format", self.load_format in ("auto", "dummy"), "auto or dummy")
         check(
             "quantization",
-            self.quantization in (None, "fp8", "fp8_per_block", "int4", "mxfp4"),
-            "fp8, fp8_per_block, int4, mxfp4, or unset for the format of the checkpoint",
+            self.quantization in (None, "fp8", "fp8_per_block", "int4", "int4_zero_point", "mxfp4"),
+            "fp8, fp8_per_block, int4, int4_zero_point, mxfp4, or unset for the format of the checkpoint",
         )
         check("kv_cache_dtype", self.kv_cache_dtype in KV_DTYPES, ", ".join(KV_DTYPES))
         processes = self.lowering_processes

@@ -28,12 +28,13 @@ GROUP = 64  # columns of an Int4 weight with one scale and one zero
 class Int4(NamedTuple):
     """An array of 4-bit numbers in groups of columns: the true value is `nibble * scale + zero`.
 
+    With zero points of int16 the true value is `(nibble - zero) * scale`, as in AWQ and GPTQ checkpoints.
     Weights [N, K] have groups of 64 columns (`pallas_kernels.gemm.int4.reference`).
 
     packed: uint8 [N, K / 2], 32 bytes a group. Byte 8·lane + 4·j + 2·odd + half of a group holds column
     32·j + 16·half + 2·lane + odd in the low nibble, and the 8th column after it in the high nibble. A
-    thread of Hopper's tensor cores needs this order. scale, zero: bfloat16 [N, K / group]; zero is the
-    group's minimum.
+    thread of Hopper's tensor cores needs this order. scale: bfloat16 [N, K / group]. zero: bfloat16, the
+    group's minimum, or int16, the nibble that stands for 0, from 0 to 16.
     """
 
     packed: Array
@@ -65,12 +66,13 @@ class Mxfp4(NamedTuple):
 
 
 class ExpertInt4(NamedTuple):
-    """Weights of experts in 4 bits: the true value is `nibble * scale + zero`.
+    """Weights of experts in 4 bits: the true value is `nibble * scale + zero`, or
+    `(nibble - zero) * scale` with factors of int16.
 
     The format is `pallas_kernels.gemm.grouped.int4_format`. packed: uint8 [E, N, K / 2], each 64 columns in
     the order of `Int4`. factors: bfloat16 [E, K / group, N, 2], the scale and the zero of each group of 64 or
-    128 columns. The rows of a group follow each other, so that a kernel copies the factors of its columns
-    alone.
+    128 columns. Or int16, the bits of the bfloat16 scale and a zero point as in `Int4`. The rows of a group
+    follow each other, so that a kernel copies the factors of its columns alone.
     """
 
     packed: Array

@@ -307,7 +307,7 @@ def start_engine(
       ConfigError, CheckpointError, PlanError, ProcessesError
     """
     given, times = config, StartTimes()
-    config = dataclasses.replace(config, quantization=config.quantization or checkpoint.quantization)
+    config = dataclasses.replace(config, quantization=checkpoint.quantization_of(config.quantization))
     resolved = functools.partial(resolve, config, checkpoint.model_config)
     with times.phase("devices"):  # the first use of JAX's devices is here
         config = resolved() if team is None else team.resolve(config, resolved)
@@ -524,7 +524,7 @@ def _make_stages(
     lowering: for one stage.
     """
     model, tp = checkpoint.model_config, config.tensor_parallel_size
-    config = dataclasses.replace(config, quantization=config.quantization or checkpoint.quantization)
+    config = dataclasses.replace(config, quantization=checkpoint.quantization_of(config.quantization))
     if config.kv_offloading_size:
         check_host(config, model)
     stages = stages_of(stage_layers(config, model))

@@ -12,9 +12,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxflow.parallel.mesh import DP, TP, sharded
 from pallas_kernels.gemm.grouped.block_fp8_format import quantize_block_fp8
-from pallas_kernels.gemm.grouped.int4_format import quantize_experts
+from pallas_kernels.gemm.grouped.int4_format import join_factors, quantize_experts
 from pallas_kernels.gemm.grouped.mxfp4_format import quantize_mxfp4
-from pallas_kernels.gemm.int4.reference import quantize_int4
+from pallas_kernels.gemm.int4.reference import nearest_levels, nearest_to_zero_point, pack, quantize_int4
 from pallas_kernels.pointwise.quantize.reference import quantize_rows
 from pallas_kernels.quantized import (
     BLOCK,
@@ -33,7 +33,15 @@ QUANTIZED = ("qkv", "out_proj", "up_gate", "down")  # the matrices that fp8 and 
 QUANTIZED_EXPERTS = ("expert_up_gate", "expert_down")  # the matrices of experts, which all formats affect
 _ALL = (*QUANTIZED, *QUANTIZED_EXPERTS)
 FP8_PER_BLOCK = "fp8_per_block"
-AFFECTED = {"fp8": _ALL, "int4": _ALL, "mxfp4": QUANTIZED_EXPERTS, FP8_PER_BLOCK: QUANTIZED_EXPERTS}
+INT4_ZERO_POINT = "int4_zero_point"  # int4 with zero points, as in checkpoints of AWQ and GPTQ
+INT4 = ("int4", INT4_ZERO_POINT)
+AFFECTED = {
+    "fp8": _ALL,
+    "int4": _ALL,
+    INT4_ZERO_POINT: _ALL,
+    "mxfp4": QUANTIZED_EXPERTS,
+    FP8_PER_BLOCK: QUANTIZED_EXPERTS,
+}
 TENSOR_PARALLEL_AXIS = {
     "embed": 0,
     "lm_head": 0,
@@ -76,10 +84,11 @@ class Leaf:
       init: the values of dummy weights.
       rows: the index of each row in the leaf of one device; None: the same rows.
       quantization: `fp8` makes a `Quantized` of the leaf, `int4` an `Int4` or for experts an `ExpertInt4`,
-        `mxfp4` an `Mxfp4`, `fp8_per_block` a `BlockFp8`.
+        `int4_zero_point` the same with zero points, `mxfp4` an `Mxfp4`, `fp8_per_block` a `BlockFp8`.
       gate_block: of a `BlockFp8`: gates and ups alternate in blocks of so many rows; None: no gates.
       filled: the shape without padding by zeros; None: no padding.
-      scale: the scales of the rows or the blocks in an e4m3 checkpoint.
+      scale: the scales of the rows or the blocks in an e4m3 checkpoint. Or the scales and the zero points of
+        a checkpoint in 4 bits, by the names of the weights.
       whole_experts: the first axis counts experts, and each device holds some of them whole.
       stored: the bytes and the scales of an `Mxfp4`, by the names of a checkpoint in MXFP4.
       over_ranks: these devices are the data-parallel ranks.
@@ -120,13 +129,13 @@ class Leaf:
             experts, n, k = self.shape
             scale = struct((experts, n // BLOCK_ROWS, k // BLOCK), jnp.float32)
             return BlockFp8(struct(self.shape, jnp.float8_e4m3fn), scale)
-        if self.quantization == "int4":
+        if self.quantization in INT4:
             *experts, n, k = self.shape
             packed, groups = struct((*experts, n, k // 2), jnp.uint8), k // GROUP
+            zero = jnp.bfloat16 if self.quantization == "int4" else jnp.int16
             if experts:
-                return ExpertInt4(packed, struct((*experts, groups, n, 2), jnp.bfloat16))
-            factor = struct((n, groups), jnp.bfloat16)
-            return Int4(packed, factor, factor)
+                return ExpertInt4(packed, struct((*experts, groups, n, 2), zero))
+            return Int4(packed, struct((n, groups), jnp.bfloat16), struct((n, groups), zero))
         if self.quantization == "mxfp4":
             *rows, k = self.shape
             return Mxfp4(*(struct((*rows, k // per), jnp.uint8) for per in (2, MXFP4_GROUP)))
@@ -148,20 +157,21 @@ def _specs(spec: Any, quantization: str | None, rank: int) -> Any:
         return Mxfp4(spec, spec)
     if quantization == FP8_PER_BLOCK:
         return BlockFp8(spec, spec)
-    if quantization == "int4" and rank == 3:
+    if quantization in INT4 and rank == 3:
         experts, rows, columns = (*spec, *[None] * (rank - len(spec)))
         return ExpertInt4(spec, PartitionSpec(experts, columns, rows))  # pyright: ignore[reportArgumentType]
-    return Int4(spec, spec, spec) if quantization == "int4" else spec
+    return Int4(spec, spec, spec) if quantization in INT4 else spec
 
 
 def _quantize(quantization: str, rank: int, gate_block: int | None) -> Callable[[jax.Array], Any]:
     """Return the function that makes the arrays of a format of a matrix, or
     of the matrices of all experts.
     """
-    int4 = quantize_int4 if rank == 2 else quantize_experts
+    if quantization in INT4:
+        nearest = nearest_levels if quantization == "int4" else nearest_to_zero_point
+        return functools.partial(quantize_int4 if rank == 2 else quantize_experts, nearest=nearest)
     blocks = functools.partial(quantize_block_fp8, gate_block=gate_block)
-    made = {"fp8": quantize_rows, "int4": int4, "mxfp4": quantize_mxfp4, FP8_PER_BLOCK: blocks}
-    return made[quantization]
+    return {"fp8": quantize_rows, "mxfp4": quantize_mxfp4, FP8_PER_BLOCK: blocks}[quantization]
 
 
 def assemble(leaf: Leaf, read: Callable[[str], np.ndarray], dtype: Any) -> np.ndarray:
@@ -256,6 +266,33 @@ def quantize_leaf(
     """Return a leaf's unquantized array in quantized form, computed on the devices that hold it."""
     assert leaf.quantization is not None
     return _quantize_placed(leaf.spec, leaf.quantization, len(leaf.shape), leaf.gate_block, mesh)(array)
+
+
+def pack_leaf(
+    leaf: Leaf, codes: jax.Array, scale: jax.Array, zero_point: jax.Array, mesh: Mesh | None
+) -> Int4 | ExpertInt4:
+    """Return a leaf in 4 bits from the parts of a checkpoint, on the devices that hold them.
+
+    codes: uint8, in the shape of the leaf, from 0 to 15. scale: bfloat16, zero_point: int16, one for each 64
+    columns.
+    """
+    assert leaf.quantization == INT4_ZERO_POINT
+    return _pack_placed(leaf.spec, len(leaf.shape), mesh)(codes, scale, zero_point)
+
+
+@functools.cache
+def _pack_placed(spec: PartitionSpec, rank: int, mesh: Mesh | None) -> Callable[..., Any]:
+    specs = _specs(spec, INT4_ZERO_POINT, rank)
+    placed = None if mesh is None else jax.tree.map(functools.partial(sharded, mesh), specs)
+    return jax.jit(_packed, out_shardings=placed)
+
+
+def _packed(codes: jax.Array, scale: jax.Array, zero_point: jax.Array) -> Int4 | ExpertInt4:
+    *rows, columns = codes.shape
+    packed = pack(codes.reshape(*scale.shape, GROUP)).reshape(*rows, columns // 2)
+    if len(rows) == 1:
+        return Int4(packed, scale, zero_point)
+    return ExpertInt4(packed, join_factors(scale, zero_point))
 
 
 @functools.cache

@@ -17,8 +17,8 @@ Latent attention has other matrices in the place of `qkv` (`jaxflow.model.latent
 Under quantization the matrices named in `QUANTIZED` are `Quantized` e4m3 with a scale per row (fp8), or
 `Int4` in groups of 64 columns (int4). The experts are then `Quantized` or `ExpertInt4`. mxfp4 affects only
 the experts of gpt-oss, which are `Mxfp4` in groups of 32 columns, as in its checkpoints. fp8_per_block
-affects only experts, which are `BlockFp8`. The embeddings, the head, norms, routers and shared experts are
-not quantized.
+affects only experts, which are `BlockFp8`. int4_zero_point is int4 with zero points. The embeddings, the
+head, norms, routers and shared experts are not quantized.
 An e4m3 cache has its scales here: "k_scale" and "v_scale" [K], float32, in each layer. An e4m3 MLP may be
 padded with zeros (`mlp_width`), and so may the experts of gpt-oss (`expert_width`).
 """
@@ -42,6 +42,7 @@ from jaxflow.model.stage import Stage
 from jaxflow.model.weight_spec import (
     AFFECTED,
     FP8_PER_BLOCK,
+    INT4_ZERO_POINT,
     Init,
     Leaf,
     Piece,
@@ -55,7 +56,8 @@ VOCAB_TILE = 64  # each shard's number of vocabulary rows is a multiple of 64
 # The leaves whose first axis counts the experts: under expert parallelism each device holds some of them.
 EXPERT_LEAVES = ("expert_up_gate", "expert_up_gate_bias", "expert_down", "expert_down_bias")
 EXPERT_TILE = 64  # columns of an expert that grouped kernels take together
-GROUPS = {"int4": GROUP, "mxfp4": MXFP4_GROUP, FP8_PER_BLOCK: BLOCK}  # columns with one scale
+# Columns with one scale.
+GROUPS = {"int4": GROUP, INT4_ZERO_POINT: GROUP, "mxfp4": MXFP4_GROUP, FP8_PER_BLOCK: BLOCK}
 
 
 def leaves(
@@ -70,7 +72,7 @@ def leaves(
     """Return the pytree of weights for `tp` devices, with a `Leaf` in the place of each array.
 
     Args:
-      quantization: fp8, int4, mxfp4 or fp8_per_block, for the matrices of `AFFECTED`.
+      quantization: fp8, int4, int4_zero_point, mxfp4 or fp8_per_block, for the matrices of `AFFECTED`.
       kv_scales: whether to include the scales of an e4m3 cache.
       expert_parallel: each device holds some experts whole, instead of a share of every expert.
       ranks: the data-parallel ranks, over which the whole experts are spread.
@@ -118,6 +120,12 @@ def leaves(
             layer |= _block_experts(config, layer, prefix)
         if quantization in GROUPS:
             _check_groups(layer, tp, quantization)
+        if quantization == INT4_ZERO_POINT:
+            factors = _group_factors(config, config.layers[i], prefix, tp)
+            for key in layer.keys() & factors.keys():
+                own = layer[key]
+                placed = {"whole_experts": own.whole_experts, "over_ranks": own.over_ranks}
+                layer[key] = dataclasses.replace(own, scale=dataclasses.replace(factors[key], **placed))
         if quantization == "mxfp4":
             layer |= _stored_experts(config, layer, prefix)
         if kv_scales:
@@ -473,6 +481,42 @@ def _scales(config: ModelConfig, layer: Layer, prefix: str, tp: int, stored: int
         "out_proj": _whole("out_proj_scale", names["out"] + suffix, (d,), "one"),
         "up_gate": _up_gate(names, config.intermediate_size, config.gated_mlp, suffix, stored=stored),
         "down": _whole("down_scale", names["down"] + suffix, (d,), "one"),
+    }
+
+
+def _group_factors(config: ModelConfig, layer: Layer, prefix: str, tp: int) -> dict[str, Leaf]:
+    """Return the scales of the groups of each 4-bit matrix, [rows, columns / 64].
+
+    The zero points have the same shapes. The names are those of the weights.
+    """
+    names = {role: prefix + name for role, name in layer_names(config).items()}
+    suffix, groups = ".weight", config.hidden_size // GROUP
+    width = config.num_heads * (config.head_dim if config.latent is None else config.latent.value_dim)
+
+    def narrowing(key: str, name: str, columns: int) -> Leaf:
+        return _whole(key, name + suffix, (config.hidden_size, columns // GROUP), "one")
+
+    tree = {"out_proj": narrowing("out_proj", names["out"], width)}
+    if config.latent is None:
+        tree["qkv"] = _qkv(config, layer.rope, names, tp, suffix, groups)
+    if not layer.experts:
+        width, gated = config.intermediate_size, config.gated_mlp
+        up_gate, down = _up_gate(names, width, gated, suffix, groups), names["down"]
+        return tree | {"up_gate": up_gate, "down": narrowing("down", down, width)}
+    if "all_up_gate" in names:  # no checkpoint has these experts in groups with zero points
+        return tree
+    width, experts = config.expert_intermediate_size, config.num_experts
+
+    def up_gate_of(expert: int) -> Leaf:
+        own = {role: names[f"expert_{role}"].format(expert) for role in ("gate", "up")}
+        return _up_gate(own, width, config.gated_mlp, suffix, groups)
+
+    def down_of(expert: int) -> Leaf:
+        return narrowing("down", names["expert_down"].format(expert), width)
+
+    return tree | {
+        "expert_up_gate": _per_expert("expert_up_gate", up_gate_of, experts),
+        "expert_down": _per_expert("expert_down", down_of, experts),
     }
 
 

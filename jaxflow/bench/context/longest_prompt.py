@@ -185,7 +185,7 @@ def run() -> dict[str, Any]:
     config = resolve(
         dataclasses.replace(
             config,
-            quantization=config.quantization or checkpoint.quantization,
+            quantization=checkpoint.quantization_of(config.quantization),
             plan="sequential",
             max_num_seqs=1,
             max_num_batched_tokens=max(chunks),

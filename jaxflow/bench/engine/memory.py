@@ -214,7 +214,7 @@ def run() -> dict[str, Any]:
     checkpoint = open_checkpoint(config.model, load_format=config.load_format)
     model = checkpoint.model_config
     config = resolve(
-        dataclasses.replace(config, quantization=config.quantization or checkpoint.quantization), model
+        dataclasses.replace(config, quantization=checkpoint.quantization_of(config.quantization)), model
     )
     largest = config.max_num_batched_tokens
     assert largest is not None

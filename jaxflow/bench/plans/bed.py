@@ -121,7 +121,7 @@ def make_bed(
     checkpoint = open_checkpoint(config.model, load_format=config.load_format)
     model, tp = checkpoint.model_config, config.tensor_parallel_size
     check_lengths(workloads, flag, config, model)
-    config = dataclasses.replace(config, quantization=config.quantization or checkpoint.quantization)
+    config = dataclasses.replace(config, quantization=checkpoint.quantization_of(config.quantization))
     given = given_plans(plans, resolve(dataclasses.replace(config, max_num_seqs=1), model), model)
     full = {*tokens, *(plan.tokens for plan in given)}
     if not full and any(workload.decodes is None for workload in workloads):

@@ -194,7 +194,7 @@ def start_clock(
     checkpoint = open_checkpoint(config.model, load_format=config.load_format)
     model = checkpoint.model_config
     config = sized(config, model, list(steps), list(runs))
-    config = dataclasses.replace(config, quantization=config.quantization or checkpoint.quantization)
+    config = dataclasses.replace(config, quantization=checkpoint.quantization_of(config.quantization))
     config = resolve(config, model)
     executor = make_executor(config, checkpoint, choose_plans(config, model), progress=sys.stderr.isatty())
     executor.warm_up()

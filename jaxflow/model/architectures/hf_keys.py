@@ -103,6 +103,13 @@ class Keys:
             raise ConfigError(self.name(key), value, "true or false")
         return value
 
+    def one_of(self, key: str, *accepted: Any, accepts: str = "") -> Any:
+        """Return a value that must be one of `accepted`. accepts: describes them in the error."""
+        value = self.take(key)
+        if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in accepted):
+            raise ConfigError(self.name(key), value, accepts or " or ".join(repr(one) for one in accepted))
+        return value
+
     def mapping(self, key: str) -> dict[str, Any] | None:
         """Return an object, or None."""
         value = self._left.pop(key, None)

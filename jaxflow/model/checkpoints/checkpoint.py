@@ -28,11 +28,13 @@ from tqdm import tqdm
 from jaxflow.cli.exit_status import exit_status
 from jaxflow.config import ConfigError, ModelConfig
 from jaxflow.model.architectures.hf_config import model_config_from_hf
-from jaxflow.model.architectures.hf_quantization import stored_format
+from jaxflow.model.architectures.hf_packed_int4 import PackedInt4
+from jaxflow.model.architectures.hf_quantization import Stored, stored_format
 from jaxflow.model.architectures.tensor_names import model_names
 from jaxflow.model.checkpoints import orbax_file
 from jaxflow.model.checkpoints.gguf_file import GgufFile, write_metadata_only
 from jaxflow.model.checkpoints.mxfp4 import Mxfp4Tensors
+from jaxflow.model.checkpoints.packed_int4 import PackedInt4Tensors
 from jaxflow.model.checkpoints.safetensors_file import BlockFp8Tensors, Fp8Tensors, SafetensorsFolder
 from jaxflow.model.checkpoints.source import (
     CheckpointError,
@@ -42,7 +44,15 @@ from jaxflow.model.checkpoints.source import (
     read_json,
 )
 from jaxflow.model.stage import Stage
-from jaxflow.model.weight_spec import FP8_PER_BLOCK, Leaf, assemble, quantize_leaf, shard_maker
+from jaxflow.model.weight_spec import (
+    FP8_PER_BLOCK,
+    INT4_ZERO_POINT,
+    Leaf,
+    assemble,
+    pack_leaf,
+    quantize_leaf,
+    shard_maker,
+)
 from jaxflow.model.weights import Weights, dummy_groups, dummy_weights, has_whole_blocks, leaves, tensors
 from jaxflow.parallel.mesh import TP, choose_platform, sharded
 from pallas_kernels.quantized import BlockFp8, Mxfp4, Quantized
@@ -87,7 +97,16 @@ class Checkpoint:
     generation_config: dict[str, Any]  # sampling defaults that the checkpoint names, and always eos_token_ids
     source: TensorSource | orbax_file.OrbaxFolder | None  # None: dummy weights
     # fp8: the checkpoint stores its matrices in e4m3. fp8_per_block: its experts, with scales of blocks.
+    # int4_zero_point: its matrices in 4 bits.
     quantization: str | None = None
+
+    def quantization_of(self, setting: str | None) -> str | None:
+        """Return the format of the loaded weights. setting: `EngineConfig.quantization`.
+
+        A checkpoint in 4 bits keeps its numbers with int4.
+        """
+        kept = setting is None or (setting == "int4" and self.quantization == INT4_ZERO_POINT)
+        return self.quantization if kept else setting
 
     def load(
         self,
@@ -114,8 +133,9 @@ class Checkpoint:
           seed: seed of dummy weights.
           quantization: fp8 or int4 for the matrices; fp8_per_block for experts; mxfp4 keeps experts in MXFP4,
             which become `dtype` otherwise; None keeps the checkpoint's format. A checkpoint in e4m3 keeps its
-            16-bit matrices in 16 bits with fp8, and one in blocks of e4m3 its 16-bit experts with
-            fp8_per_block.
+            16-bit matrices in 16 bits with fp8, one in blocks of e4m3 its 16-bit experts with fp8_per_block,
+            and one in 4 bits its 16-bit matrices with int4. A fused matrix in 4 bits has all of its parts in
+            4 bits.
           kv_scales: add the scales of an e4m3 KV cache. A scale that the checkpoint lacks is 1.
           expert_parallel: each device holds some experts whole.
           ranks: the data-parallel ranks of the mesh, over which whole experts are spread.
@@ -129,7 +149,7 @@ class Checkpoint:
         dtype, devices = jnp.dtype(dtype), 1 if mesh is None else mesh.shape[TP]
         if tp not in (None, devices):
             raise ConfigError("tensor_parallel_size", tp, f"{devices}, the size of the mesh")
-        options: dict[str, Any] = {"quantization": quantization or self.quantization, "kv_scales": kv_scales}
+        options: dict[str, Any] = {"quantization": self.quantization_of(quantization), "kv_scales": kv_scales}
         options |= {"expert_parallel": expert_parallel, "ranks": ranks}
         if self.source is None:
             return dummy_weights(self.model_config, dtype, mesh, seed, stage=stage, **options)
@@ -156,9 +176,9 @@ class Checkpoint:
 
         Raises:
           CheckpointError: as `load`.
-          ConfigError: the checkpoint is stored in 8 bits.
+          ConfigError: the checkpoint is stored in 8 or 4 bits.
         """
-        if self.quantization == "fp8":
+        if self.quantization in ("fp8", INT4_ZERO_POINT):
             raise ConfigError(
                 "quantization",
                 self.quantization,
@@ -218,6 +238,15 @@ def _load(
                     put(leaf.scale, source.block_scales, np.float32, leaf.specs.scale),
                 )
             leaf = dataclasses.replace(leaf, quantization=None, scale=None)
+        if leaf.quantization == INT4_ZERO_POINT and isinstance(source, PackedInt4Tensors):
+            factors = leaf.scale
+            if factors is not None and all(source.is_packed(piece.name) for piece in leaf.pieces):
+                codes = put(leaf, source.codes, np.uint8, leaf.spec)
+                scale = put(factors, source.scales, jnp.bfloat16, factors.spec)
+                return pack_leaf(
+                    leaf, codes, scale, put(factors, source.zero_points, np.int16, factors.spec), mesh
+                )
+            leaf = dataclasses.replace(leaf, quantization=None, scale=None)
         if leaf.stored is not None:
             assert isinstance(source, Mxfp4Tensors)  # `_check_packed`
             read = source.stored
@@ -264,6 +293,7 @@ def _check(source: TensorSource, config: ModelConfig) -> None:
         lambda name: (
             name.endswith("rotary_emb.inv_freq")
             or (tied and name == "lm_head.weight")
+            or (isinstance(source, PackedInt4Tensors) and source.is_zero_bias(name))
             or name.startswith(ignored)
         ),
     )
@@ -379,12 +409,16 @@ def _open_folder(folder: Path, name: str, dummy: bool) -> Checkpoint:
     opened, stored = _from_config(folder / "config.json", name)
     if dummy:
         return opened
+    if isinstance(stored, PackedInt4):
+        return dataclasses.replace(
+            opened, source=PackedInt4Tensors(SafetensorsFolder(folder, whole=True), stored)
+        )
     source = SafetensorsFolder(folder, e4m3=stored in ("fp8", "fp8 blocks"), unsigned=stored == "mxfp4")
     made = {"fp8": Fp8Tensors, "fp8 blocks": BlockFp8Tensors, "mxfp4": Mxfp4Tensors}
     return dataclasses.replace(opened, source=source if stored is None else made[stored](source))
 
 
-def _from_config(path: Path, name: str) -> tuple[Checkpoint, str | None]:
+def _from_config(path: Path, name: str) -> tuple[Checkpoint, Stored | None]:
     """Return the checkpoint of a config without its weights, and the format of quantized weights."""
     keys = read_json(path)
     scheme = keys.pop("quantization_config", None) or keys.pop("compression_config", None)
@@ -396,6 +430,8 @@ def _from_config(path: Path, name: str) -> tuple[Checkpoint, str | None]:
     kept = "fp8" if stored == "fp8" else None
     if stored == "fp8 blocks" and has_whole_blocks(config):
         kept = FP8_PER_BLOCK
+    if isinstance(stored, PackedInt4):
+        kept = INT4_ZERO_POINT
     return dataclasses.replace(opened, quantization=kept), stored
 
 
@@ -440,9 +476,10 @@ def convert(source: str, target: str | Path, dtype: str = "bfloat16") -> None:
     tensor_source = opened.source
     if tensor_source is None or isinstance(tensor_source, orbax_file.OrbaxFolder):
         raise CheckpointError(f"{source}: is already in JaxFlow's format, or has no weights")
-    if opened.quantization == "fp8":
+    if opened.quantization in ("fp8", INT4_ZERO_POINT):
+        stored = "e4m3" if opened.quantization == "fp8" else "4 bits"
         raise CheckpointError(
-            f"{source}: is stored in e4m3 and cannot be converted; it loads without conversion"
+            f"{source}: is stored in {stored} and cannot be converted; it loads without conversion"
         )
     _check(tensor_source, opened.model_config)
     settings = {key: value for key, value in opened.generation_config.items() if key != "eos_token_ids"}

@@ -17,6 +17,7 @@ INDEX = "model.safetensors.index.json"
 _DTYPES = {"F32": np.float32, "BF16": jnp.bfloat16, "F16": np.float16, "F64": np.float64}
 _E4M3 = {"F8_E4M3": jnp.float8_e4m3fn}  # needs a scale tensor
 _BYTES = {"U8": np.uint8}  # of MXFP4
+_WHOLE = {"I32": np.int32, "I64": np.int64}  # of matrices in 4 bits
 _BLOCK_SCALES = "_scale_inv"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _SCALES = (
@@ -35,16 +36,17 @@ class SafetensorsFolder:
     """Tensors by name, read one at a time from memory-mapped files.
 
     Args:
-      e4m3: accept tensors of dtype e4m3. unsigned: accept tensors of bytes.
+      e4m3: accept tensors of dtype e4m3. unsigned: accept tensors of bytes. whole: accept tensors of int32
+        and int64.
 
     Raises:
       CheckpointError: no weights or only pickled weights, a damaged or missing file, an index that points
         outside the folder, or a dtype that is not supported.
     """
 
-    def __init__(self, folder: Path, *, e4m3: bool = False, unsigned: bool = False):
+    def __init__(self, folder: Path, *, e4m3: bool = False, unsigned: bool = False, whole: bool = False):
         self.path = folder
-        dtypes = _DTYPES | (_E4M3 if e4m3 else {}) | (_BYTES if unsigned else {})
+        dtypes = _DTYPES | (_E4M3 if e4m3 else {}) | (_BYTES if unsigned else {}) | (_WHOLE if whole else {})
         names, index = _files(folder)
         views: dict[str, np.ndarray] = {}
         for file_name in names:

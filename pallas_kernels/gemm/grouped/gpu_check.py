@@ -33,6 +33,7 @@ from pallas_kernels.gemm.grouped.int4_format import dequantize_experts, quantize
 from pallas_kernels.gemm.grouped.mxfp4_format import dequantize_mxfp4, quantize_mxfp4
 from pallas_kernels.gemm.grouped.routings import draw_routing
 from pallas_kernels.gemm.grouped.tiles import int4_tile, mxfp4_tile
+from pallas_kernels.gemm.int4.reference import nearest_levels, nearest_to_zero_point
 from pallas_kernels.measure import script
 from pallas_kernels.measure.inputs import poison_memory
 from pallas_kernels.measure.script import record
@@ -72,7 +73,8 @@ def check(
 ):
     """Compare one product.
 
-    stored: the format of the weight: bfloat16, e4m3 or e4m3-blocks as are then the rows, mxfp4 or int4-64.
+    stored: the format of the weight: bfloat16, e4m3 or e4m3-blocks as are then the rows, mxfp4, int4-64
+        or int4-zero-64, which has zero points.
     """
     keys = jax.random.split(jax.random.key(rng.integers(2**31)), 2)
     x, w = normal(keys[0], (tokens, k)), normal(keys[1], (experts, n, k), k**-0.5)
@@ -84,7 +86,8 @@ def check(
     elif stored == "mxfp4":
         w = with_scales(keys[1], jax.jit(quantize_mxfp4)(w))
     elif stored.startswith("int4"):
-        w = jax.jit(quantize_experts, static_argnums=1)(w, int(stored.removeprefix("int4-")))
+        nearest = nearest_to_zero_point if "zero" in stored else nearest_levels
+        w = jax.jit(quantize_experts, static_argnums=(1, 2))(w, int(stored.rpartition("-")[2]), nearest)
     picked, module = routing(rng, tokens, experts, chosen, zipf), KERNELS[kernel]
     groups_of = jax.jit(functools.partial(module.list_groups, num_experts=experts))
 
@@ -217,6 +220,8 @@ def int4_checks(rows):
                 own(tokens, 8, 2, n, k, block)
         own(64, 128, 8, 2048, 384)  # a share of two devices
         own(64, 8, 2, 3584, 4096, 16, sms=28)
+        case(64, 8, 2, 28672, 4096, 64, stored=f"int4-zero-{group}")
+        case(1, 128, 8, 2048, 768, stored=f"int4-zero-{group}")
     case(77, 5, 1, 320, 192, zipf=3.0, stored="int4-64")
 
 

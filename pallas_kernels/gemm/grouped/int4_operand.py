@@ -2,7 +2,8 @@
 memory to bfloat16 in registers.
 
 `Int4`'s order of nibbles makes a thread's part of 64 columns of a row one load of 8 bytes. Each pair of
-numbers takes a shift, a mask, an exact subtraction and a multiply-add, as in `pallas_kernels.gemm.int4.api`.
+numbers takes a shift, a mask, an exact subtraction and a multiply-add or a product, as in
+`pallas_kernels.gemm.int4.api`.
 """
 
 import jax
@@ -14,12 +15,12 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
 from pallas_kernels.gemm.grouped.mxfp4_operand import COLUMNS, WIDTH
-from pallas_kernels.gemm.int4.api import FOUR_PAIRS
+from pallas_kernels.gemm.int4.api import FOUR_PAIRS, FOUR_PAIRS_OF_ZERO_POINTS
 from pallas_kernels.hopper.layouts import swizzled
 from pallas_kernels.hopper.wgmma_registers import const, i32, place, read_words
 
 
-def operand(packed, factors, first: int, group: int) -> jax.Array:
+def operand(packed, factors, first: int, group: int, zero_points: bool) -> jax.Array:
     """Return 64 columns of 64 rows of the weight, [64, 64] bfloat16 in WGMMA's layout.
 
     Args:
@@ -27,15 +28,19 @@ def operand(packed, factors, first: int, group: int) -> jax.Array:
       factors: bfloat16 [64 / block, groups, 2 · block] in shared memory: scale and zero
           of each row in blocks of rows.
       group: the columns' group in the factors.
+      zero_points: the factors are in int16.
     """
     make = plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(swizzled(jnp.uint8, WIDTH)), plgpu.RefType()),
         return_type=plgpu.ShapeDtypeStruct((64, COLUMNS), jnp.bfloat16, layout=plgpu.Layout.WGMMA),
     )
-    return make(lambda _, packed, factors: _unpack(packed, factors, first, group))(packed, factors)
+    unpack = lambda _, *refs: _unpack(*refs, first=first, group=group, zero_points=zero_points)
+    return make(unpack)(packed, factors)
 
 
-def _unpack(packed: ir.Value, factors: ir.Value, first: int, group: int) -> mgpu.FragmentedArray:
+def _unpack(
+    packed: ir.Value, factors: ir.Value, first: int, group: int, zero_points: bool
+) -> mgpu.FragmentedArray:
     warp, row, quad = place()
     strides, _ = ir.MemRefType(packed.type).get_strides_and_offset()
     slab = first // COLUMNS * strides[1]
@@ -58,7 +63,8 @@ def _unpack(packed: ir.Value, factors: ir.Value, first: int, group: int) -> mgpu
             for which in (0x1010, 0x3232)
         ]
         for j, word in enumerate(words):
-            made = mgpu.utils.inline_ptx(FOUR_PAIRS, word, *doubled, result_types=[i32()] * 4)
+            ptx = FOUR_PAIRS_OF_ZERO_POINTS if zero_points else FOUR_PAIRS
+            made = mgpu.utils.inline_ptx(ptx, word, *doubled, result_types=[i32()] * 4)
             for i, value in enumerate(made):
                 registers[0, 4 * j + i, 0, 0, half, 0, 0, 0, 0] = mgpu.utils.bitcast(value, two)
     return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)

@@ -46,6 +46,7 @@ class GroupedForm:
 
     n: rows of an expert's weight. gate_block: gates and ups alternate in blocks of so many rows, or None.
     k: columns of a weight in MXFP4, or None. group: columns of a weight in int4 with one scale, or None.
+    zero_points: the factors of a weight in int4 are in int16.
     blocks: the operands are e4m3 with a scale for each block of 128 columns.
     interpret: the kernel runs in the interpreter.
     """
@@ -56,6 +57,7 @@ class GroupedForm:
     gate_block: int | None
     k: int | None = None
     group: int | None = None
+    zero_points: bool = False
     blocks: bool = False
     interpret: bool = False
 
@@ -141,7 +143,7 @@ def _packed_scratch(form: GroupedForm) -> dict:
         }
     else:
         factors = (tile.stages, tile.columns // form.block, form.groups, 2 * form.block)
-        made["f_s"] = plgpu.SMEM(factors, jnp.bfloat16)
+        made["f_s"] = plgpu.SMEM(factors, jnp.int16 if form.zero_points else jnp.bfloat16)
     if form.interpret:  # the interpreter has no operands in registers
         wide = (tile.warpgroups, PART, COLUMNS)
         made["wide_s"] = plgpu.SMEM(wide, jnp.bfloat16, transforms=swizzled(jnp.bfloat16))
@@ -384,7 +386,8 @@ def _add_packed(form, acc, w_s, x_s, factors, wide_s, wg, step):
                 part = mxfp4_operand.operand(packed, own, first, pair)
             else:
                 blocks = pl.ds(wg * (PART // form.block) + half // form.block, 64 // form.block)
-                part = int4_operand.operand(packed, factors.at[blocks], first, first // form.group)
+                own, group = factors.at[blocks], first // form.group
+                part = int4_operand.operand(packed, own, first, group, form.zero_points)
             plgpu.wgmma(acc.at[pl.ds(half, 64)], part, tokens)
             plgpu.wgmma_wait(1)
 

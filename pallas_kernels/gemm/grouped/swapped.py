@@ -96,6 +96,7 @@ def grouped_gemm(
         gate_block,
         k=k if isinstance(w, Mxfp4) else None,
         group=w.group if isinstance(w, ExpertInt4) else None,
+        zero_points=isinstance(w, ExpertInt4) and w.factors.dtype == jnp.int16,
         blocks=isinstance(w, BlockFp8),
         interpret=interpret is not None,
     )

@@ -95,8 +95,9 @@ def _check_int4(x: jax.Array | Quantized, w: ExpertInt4) -> None:
             f"factors {list(w.factors.shape)}: accepted are {wanted}, groups of 64 or 128 columns"
         )
     given = [str(getattr(one, "dtype", "Quantized")) for one in (x, *w)]
-    if given != ["bfloat16", "uint8", "bfloat16"]:
-        raise ValueError(f"dtypes {given}: accepted are bfloat16, bytes in uint8, and factors in bfloat16")
+    if given[:2] != ["bfloat16", "uint8"] or given[2] not in ("bfloat16", "int16"):
+        accepted = "bfloat16, bytes in uint8, and factors in bfloat16 or int16"
+        raise ValueError(f"dtypes {given}: accepted are {accepted}")
 
 
 def _check_blocks(x: jax.Array | Quantized, w: BlockFp8) -> None:

@@ -3,8 +3,8 @@
 The pipeline is flat GEMM's. Up to 8 tokens, `mma` computes the product. Above, a warpgroup reads a group of
 64 columns of its 64 rows from shared memory into registers as wgmma's first operand. `Int4`'s order of
 nibbles makes this one 8-byte load a row. Each pair of weights takes a shift, a mask, an exact subtraction
-and a multiply-add in bfloat16. So the multiplied weights are those of
-`pallas_kernels.gemm.int4.reference.dequantize_int4`.
+and a multiply-add in bfloat16. With zero points the subtraction takes them off, exactly, and a product
+follows. So the multiplied weights are those of `pallas_kernels.gemm.int4.reference.dequantize_int4`.
 """
 
 import jax
@@ -53,10 +53,14 @@ def int4_gemm(
     (n, k), sms = w.shape, sms_of(sms)
     if x.shape[1] != k or k % DEPTH:
         raise ValueError(f"x {x.shape}, w {w.shape}: accepted are equal K, a multiple of {DEPTH}")
-    if any((factor.shape, factor.dtype) != ((n, k // GROUP), jnp.bfloat16) for factor in (w.scale, w.zero)):
-        given = [f"{factor.dtype}{list(factor.shape)}" for factor in (w.scale, w.zero)]
-        raise ValueError(f"w's scale and zero are {given}: accepted is bfloat16{[n, k // GROUP]} for both")
+    factors, dtypes = (w.scale, w.zero), (w.scale.dtype, w.zero.dtype)
+    if any(factor.shape != (n, k // GROUP) for factor in factors) or dtypes not in _DTYPES:
+        given = [f"{factor.dtype}{list(factor.shape)}" for factor in factors]
+        accepted = f"bfloat16{[n, k // GROUP]} for both, or zero points in int16"
+        raise ValueError(f"w's scale and zero are {given}: accepted is {accepted}")
     tile = tile or int4_tile(x.shape[0], n, k, sms, gated=gate_block is not None)
+
+    zero_points = w.zero.dtype == jnp.int16
 
     def product(acc, weight, x_s, own):
         blocks = [[part.at[pl.ds(own.start + at, 64)] for part in weight] for at in range(0, tile.rows, 64)]
@@ -65,12 +69,12 @@ def int4_gemm(
             tokens = x_s.at[:, pl.ds(group * GROUP, GROUP)].transpose((1, 0))
             for i, (packed, _, _) in enumerate(blocks):
                 to = acc if tile.rows == 64 else acc.at[pl.ds(i * 64, 64)]
-                plgpu.wgmma(to, _operand(packed, factors[i], group), tokens)
+                plgpu.wgmma(to, _operand(packed, factors[i], group, zero_points), tokens)
                 plgpu.wgmma_wait(1)
 
     def product_in_registers(total, weight, x_s, own):
         packed, scale, zero = (part.at[own] for part in weight)
-        return int4_mma.multiply_add(total, packed, scale, zero, x_s)
+        return int4_mma.multiply_add(total, packed, scale, zero, x_s, zero_points)
 
     small = x.shape[0] <= int4_mma.ROWS
     weight = [Operand(w.packed, 2, swizzled(jnp.uint8)), Operand(w.scale, GROUP), Operand(w.zero, GROUP)]
@@ -80,6 +84,8 @@ def int4_gemm(
         interpret=None,
     )  # fmt: skip
 
+
+_DTYPES = [(jnp.bfloat16, jnp.bfloat16), (jnp.bfloat16, jnp.int16)]  # of the scale and the zero
 
 # A shape with 16 32-bit words a thread: for each of its two rows, 4 words of scales and 4 of zeros.
 _WORDS = (64, 32)
@@ -96,15 +102,17 @@ def _factors(scale, zero) -> jax.Array:
     return load(lambda _, scale, zero: _load_factors(scale, zero))(scale, zero)
 
 
-def _operand(packed, factors: jax.Array, group: int) -> jax.Array:
+def _operand(packed, factors: jax.Array, group: int, zero_points: bool) -> jax.Array:
     """Return one group of columns of a tile's packed [64, depth / 2] in shared memory: [64, 64] bfloat16,
     as wgmma's first operand.
+
+    zero_points: the zeros are in int16.
     """
     take = plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(swizzled(jnp.uint8)), plgpu.Layout.WGMMA),
         return_type=plgpu.ShapeDtypeStruct((64, GROUP), jnp.bfloat16, layout=plgpu.Layout.WGMMA),
     )
-    return take(lambda _, packed, factors: _unpack(packed, factors, group))(packed, factors)
+    return take(lambda _, packed, factors: _unpack(packed, factors, group, zero_points))(packed, factors)
 
 
 def _load_factors(scale: ir.Value, zero: ir.Value) -> mgpu.FragmentedArray:
@@ -123,7 +131,9 @@ def _load_factors(scale: ir.Value, zero: ir.Value) -> mgpu.FragmentedArray:
     return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=True)
 
 
-def _unpack(packed: ir.Value, factors: mgpu.FragmentedArray, group: int) -> mgpu.FragmentedArray:
+def _unpack(
+    packed: ir.Value, factors: mgpu.FragmentedArray, group: int, zero_points: bool
+) -> mgpu.FragmentedArray:
     """Return the thread's part of wgmma's operand: rows lane / 4 and lane / 4 + 8 of its warp's 16 rows, 16
     nibbles each.
     """
@@ -152,9 +162,8 @@ def _unpack(packed: ir.Value, factors: mgpu.FragmentedArray, group: int) -> mgpu
                 )
             )
         for j, word in enumerate(words):
-            for i, value in enumerate(
-                mgpu.utils.inline_ptx(FOUR_PAIRS, word, *doubled, result_types=[i32()] * 4)
-            ):
+            ptx = FOUR_PAIRS_OF_ZERO_POINTS if zero_points else FOUR_PAIRS
+            for i, value in enumerate(mgpu.utils.inline_ptx(ptx, word, *doubled, result_types=[i32()] * 4)):
                 registers[0, 4 * j + i, 0, 0, half, 0, 0, 0, 0] = mgpu.utils.bitcast(value, pair)
     return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 
@@ -167,6 +176,20 @@ FOUR_PAIRS = (
         (
             f"shr.u32 v, $4, {4 * i}; lop3.b32 v, v, 0x000f000f, m, 0xea; sub.rn.bf16x2 v, v, m; "
             f"fma.rn.bf16x2 ${i}, v, $5, $6;\n"
+        )
+        for i in range(4)
+    )
+    + "}"
+)
+
+# The same pairs as (nibble - zero point) · scale. Whole numbers up to 256 are exact in bfloat16. So is the
+# difference, and the product is rounded once.
+FOUR_PAIRS_OF_ZERO_POINTS = (
+    "{ .reg .b32 v, m, z; mov.b32 m, 0x43004300; or.b32 z, $6, m;\n"
+    + "".join(
+        (
+            f"shr.u32 v, $4, {4 * i}; lop3.b32 v, v, 0x000f000f, m, 0xea; sub.rn.bf16x2 v, v, z; "
+            f"mul.rn.bf16x2 ${i}, v, $5;\n"
         )
         for i in range(4)
     )

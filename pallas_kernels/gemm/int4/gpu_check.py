@@ -24,16 +24,21 @@ from pallas_kernels.gemm.flat.gpu_check import (
     timed,
 )
 from pallas_kernels.gemm.int4.api import int4_gemm
-from pallas_kernels.gemm.int4.reference import dequantize_int4, quantize_int4
+from pallas_kernels.gemm.int4.reference import (
+    dequantize_int4,
+    nearest_levels,
+    nearest_to_zero_point,
+    quantize_int4,
+)
 from pallas_kernels.measure import script
 from pallas_kernels.measure.inputs import poison_memory
 from pallas_kernels.measure.script import record
 from pallas_kernels.quantized import Int4
 
 
-def quantized(w):
+def quantized(w, nearest=nearest_levels):
     """Return (int4 weight, the 16-bit weight that it stands for)."""
-    w = jax.jit(quantize_int4)(w)
+    w = jax.jit(quantize_int4, static_argnames="nearest")(w, nearest=nearest)
     return w, dequantize_int4(w)
 
 
@@ -55,6 +60,8 @@ def check_far(rows, rng, m=8, n=2**20 + 8, k=4096, last=4096):
 def checks(rows, share):
     rng = np.random.default_rng(time.time_ns())
     one = functools.partial(check, rows, rng, int4_gemm, quantize=quantized)
+    with_zero_points = functools.partial(quantized, nearest=nearest_to_zero_point)
+    other = functools.partial(check, rows, rng, int4_gemm, quantize=with_zero_points)
     some = [(1, "qkv"), (8, "down"), (16, "out_proj"), (27, "qkv"), (64, "down")]
     cases = [functools.partial(one, m, *SHAPES["8B"][op]) for m, op in some]
     cases += [
@@ -62,6 +69,8 @@ def checks(rows, share):
         functools.partial(one, 16, 28672, 4096, bias=True, **GATED),
         functools.partial(one, 33, 200, 512, activation="relu", out_dtype=jnp.float32),
         functools.partial(one, 8, 4096, 14336, sms=28),
+        functools.partial(other, 3, 2568, 8192, residual=True),
+        functools.partial(other, 40, 28672, 4096, **GATED),
         functools.partial(check_far, rows, rng),
     ]
     for case in cases[share[0] :: share[1]]:

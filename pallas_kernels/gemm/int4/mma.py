@@ -5,7 +5,8 @@ With wgmma a warpgroup would wait for its operand's registers each time. `mma` i
 so one group is unpacked during the product of the previous group. Nibbles are not scaled first: 128 +
 nibble in bfloat16 takes a shift, a mask and an or for two nibbles, and is exact. A group's sums over 64
 columns are Σ (128 + nibble) · x. `mma` also computes the sums Σ x of the tokens, with a first operand of
-ones. The result in float32 is scale · Σ (128 + nibble) · x + (zero - 128 · scale) · Σ x.
+ones. The result in float32 is scale · Σ (128 + nibble) · x + (zero - 128 · scale) · Σ x. With zero points
+it is scale · Σ (128 + nibble) · x - (128 + zero) · scale · Σ x.
 """
 
 import jax
@@ -23,11 +24,11 @@ ROWS = 8  # maximum number of tokens; wgmma is as fast with 16
 _ONES = 0x3F803F80  # a pair of bfloat16
 
 
-def multiply_add(total: jax.Array, packed, scale, zero, tokens) -> jax.Array:
+def multiply_add(total: jax.Array, packed, scale, zero, tokens, zero_points: bool) -> jax.Array:
     """Return total [rows, M] float32, in wgmma's layout, plus a stage's product.
 
     In shared memory: packed [rows, depth / 2], scale and zero [rows, depth / 64] of the warpgroup's rows,
-    tokens [M, depth].
+    tokens [M, depth]. zero_points: the zeros are in int16.
     """
     run = plgpu.inline_mgpu(
         arg_types=(
@@ -39,10 +40,10 @@ def multiply_add(total: jax.Array, packed, scale, zero, tokens) -> jax.Array:
         ),
         return_type=plgpu.ShapeDtypeStruct(total.shape, jnp.float32, layout=plgpu.Layout.WGMMA),
     )
-    return run(lambda _, *refs: _stage(*refs))(total, packed, scale, zero, tokens)
+    return run(lambda _, *refs: _stage(*refs, zero_points=zero_points))(total, packed, scale, zero, tokens)
 
 
-def _stage(total, packed, scale, zero, tokens) -> mgpu.FragmentedArray:
+def _stage(total, packed, scale, zero, tokens, zero_points: bool) -> mgpu.FragmentedArray:
     rows, m = total.shape
     sums, blocks, octets, words = total.registers.copy(), rows // 64, m // 8, []
     strides, _ = ir.MemRefType(tokens.type).get_strides_and_offset()
@@ -58,7 +59,7 @@ def _stage(total, packed, scale, zero, tokens) -> mgpu.FragmentedArray:
             for tokens8, column in enumerate(columns):
                 y = _chain(weight, column)
                 for half in range(2):
-                    s, z = _factors(words[block][half], group % 4)
+                    s, z = _factors(words[block][half], group % 4, zero_points)
                     where = (block, tokens8, 0, 0, half, 0, 0, 0, 0)
                     old = [llvm.extractelement(sums[where], const(i)) for i in range(2)]
                     new = [_fma(s, y[2 * half + i], _fma(z, of_tokens[tokens8][i], old[i])) for i in range(2)]
@@ -88,10 +89,17 @@ def _words(
     return scales, zeros
 
 
-def _factors(words: tuple[list[ir.Value], list[ir.Value]], group: int) -> tuple[ir.Value, ir.Value]:
-    """Return a group's (scale, zero - 128 · scale), float32."""
-    s, z = (_wide(of[group // 2], group % 2) for of in words)
-    return s, _fma(s, arith.constant(s.type, ir.FloatAttr.get(s.type, -128.0)), z)
+def _factors(
+    words: tuple[list[ir.Value], list[ir.Value]], group: int, zero_points: bool
+) -> tuple[ir.Value, ir.Value]:
+    """Return a group's scale and the factor of its sum of tokens, float32."""
+    scales, zeros = (of[group // 2] for of in words)
+    s = _wide(scales, group % 2)
+    offset = arith.constant(s.type, ir.FloatAttr.get(s.type, -128.0))
+    if not zero_points:
+        return s, _fma(s, offset, _wide(zeros, group % 2))
+    whole = arith.shrui(zeros, const(16)) if group % 2 else arith.andi(zeros, const(0xFFFF))
+    return s, arith.mulf(s, arith.subf(offset, arith.sitofp(s.type, whole)))
 
 
 def _wide(word: ir.Value, high: int) -> ir.Value:

@@ -257,13 +257,13 @@ def changed(scheme: dict, where: str, value: Any) -> dict:
 @pytest.mark.parametrize(
     ("scheme", "where", "value"),
     [
-        (FP8_STATIC, "quant_method", "awq"),
+        (FP8_STATIC, "quant_method", "exl2"),
         (FP8_STATIC, "quant_method", None),
         (FP8_STATIC, "weight_block_size", [64, 128]),
         (FP8_STATIC, "activation_scheme", "none"),
         (FP8_STATIC, "fmt", "e5m2"),
         (FP8_STATIC, "unknown_key", 1),
-        (COMPRESSED, "format", "pack-quantized"),
+        (COMPRESSED, "format", "int-quantized"),
         (COMPRESSED, "config_groups", {}),
         (COMPRESSED, "config_groups.group_0.weights.num_bits", 4),
         (COMPRESSED, "config_groups.group_0.weights.type", "int"),

@@ -19,23 +19,28 @@ from pallas_kernels.gemm.grouped.int4_format import dequantize_experts, quantize
 from pallas_kernels.gemm.grouped.routings import draw_routing
 from pallas_kernels.gemm.grouped.swapped import grouped_gemm, list_groups
 from pallas_kernels.gemm.grouped.tiles import TALLEST, int4_tile, supports_int4
-from pallas_kernels.gemm.int4.reference import dequantize_int4, quantize_int4
+from pallas_kernels.gemm.int4.reference import (
+    dequantize_int4,
+    nearest_levels,
+    nearest_to_zero_point,
+    quantize_int4,
+)
 from pallas_kernels.hopper.limits import SMEM_BYTES
 from pallas_kernels.quantized import ExpertInt4
 
 GATES = {"activation": "silu", "gate_block": 32}
 listed = jax.jit(list_groups, static_argnums=(1, 2))
 interpreted = functools.partial(grouped_gemm, sms=2, interpret=plgpu.InterpretGPUParams())
-packed = jax.jit(quantize_experts, static_argnums=1)
+packed = jax.jit(quantize_experts, static_argnums=(1, 2))
 
 
-def given_operands(tokens, experts, n, k, group):
+def given_operands(tokens, experts, n, k, group, nearest=nearest_levels):
     """Return rows, and a weight whose groups differ in size and in their middle."""
     rng = np.random.default_rng(tokens)
     w = rng.normal(size=(experts, n, k // group, group)) + rng.normal(size=(experts, n, k // group, 1))
     w *= 2.0 ** rng.integers(-4, 3, (experts, n, k // group, 1)) / k**0.5
     x = jnp.asarray(rng.normal(size=(tokens, k)), jnp.bfloat16)
-    return x, packed(jnp.asarray(w.reshape(experts, n, k), jnp.float32), group)
+    return x, packed(jnp.asarray(w.reshape(experts, n, k), jnp.float32), group, nearest)
 
 
 def error_of(found, rows, w, groups, **epilogue):
@@ -70,18 +75,22 @@ def test_an_expert_in_groups_of_64_has_the_numbers_of_the_dense_format():
 
 
 @pytest.mark.parametrize(
-    ("picked", "n", "k", "rows", "group", "epilogue"),
+    ("picked", "n", "k", "rows", "group", "nearest", "epilogue"),
     [
         # One token. The last stage of K is half beyond the weight, and so is the second warpgroup.
-        (draw_routing(np.random.default_rng(0), 1, 3, 2), 192, 192, 8, 64, {}),
+        (draw_routing(np.random.default_rng(0), 1, 3, 2), 192, 192, 8, 64, nearest_levels, {}),
         # Experts without a row, and several tiles of one expert.
-        (np.ones((20, 1), np.int32), 256, 256, 16, 128, GATES),
-        (draw_routing(np.random.default_rng(1), 21, 3, 2, 1.2), 384, 64, 48, 64, GATES | {"gate_block": 64}),
+        (np.ones((20, 1), np.int32), 256, 256, 16, 128, nearest_to_zero_point, GATES),
+        (
+            draw_routing(np.random.default_rng(1), 21, 3, 2, 1.2),
+            *(384, 64, 48, 64, nearest_levels),
+            GATES | {"gate_block": 64},
+        ),
     ],
     ids=["one token", "one expert", "zipf"],
 )
-def test_each_row_is_multiplied_with_its_experts_weight(picked, n, k, rows, group, epilogue):
-    x, w = given_operands(picked.shape[0], 3, n, k, group)
+def test_each_row_is_multiplied_with_its_experts_weight(picked, n, k, rows, group, nearest, epilogue):
+    x, w = given_operands(picked.shape[0], 3, n, k, group, nearest)
     groups = listed(jnp.asarray(picked), 3, rows)
     given_rows = x[groups.pairs // picked.shape[1]]
     found = jax.jit(functools.partial(interpreted, **epilogue))(given_rows, w, groups)
@@ -127,8 +136,9 @@ def test_a_tile_fits_shared_memory(rows, group, warpgroups):
     assert tile.stages >= 2 and tile.stages * stage + tile.warpgroups * 256 * tile.box < SMEM_BYTES
 
 
+@pytest.mark.parametrize("nearest", [nearest_levels, nearest_to_zero_point])
 @pytest.mark.parametrize(("first", "block"), [(0, 64), (64, 64), (64, 32), (0, 16)])
-def test_each_thread_has_its_part_of_the_operand(first, block, monkeypatch):
+def test_each_thread_has_its_part_of_the_operand(first, block, nearest, monkeypatch):
     """The code of a thread runs with integers in place of MLIR values, for the 128
     threads of a warpgroup at once.
 
@@ -137,7 +147,7 @@ def test_each_thread_has_its_part_of_the_operand(first, block, monkeypatch):
     / 4 + 8 of its warp's 16 rows.
     """
     rng = np.random.default_rng(first + block)
-    w = packed(jnp.asarray(rng.normal(size=(1, 64, 128)), jnp.float32), 64)  # a stage
+    w = packed(jnp.asarray(rng.normal(size=(1, 64, 128)), jnp.float32), 64, nearest)  # a stage
     row, byte = np.indices((64, 64))
     at = (row // 8 * 2 + byte // 32) * 256 + row % 8 * 32 + byte % 32
     image = np.zeros(64 * 64, np.uint64)
@@ -157,7 +167,8 @@ def test_each_thread_has_its_part_of_the_operand(first, block, monkeypatch):
 
     warp, lane = WARP, LANE
     run_as_thread_code(monkeypatch, int4_operand, read_words=read_words)
-    registers = int4_operand._unpack(packed_ref, factors_ref, first, first // 64)
+    zero_points = nearest is nearest_to_zero_point
+    registers = int4_operand._unpack(packed_ref, factors_ref, first, first // 64, zero_points)
 
     wanted = np.asarray(dequantize_experts(w)[0, :, first : first + 64], np.float64)
     for eight, half, odd in np.ndindex(8, 2, 2):
@@ -166,12 +177,12 @@ def test_each_thread_has_its_part_of_the_operand(first, block, monkeypatch):
         np.testing.assert_array_equal(bfloat16(bits), wanted[rows.astype(int), columns.astype(int)])
 
 
-def operands(experts, chosen, tokens, n, k, group):
+def operands(experts, chosen, tokens, n, k, group, factors):
     picked = jax.ShapeDtypeStruct((tokens, chosen), jnp.int32)
     groups = jax.eval_shape(functools.partial(api.list_groups, num_experts=experts), picked)
     w = ExpertInt4(
         jax.ShapeDtypeStruct((experts, n, k // 2), jnp.uint8),
-        jax.ShapeDtypeStruct((experts, k // group, n, 2), jnp.bfloat16),
+        jax.ShapeDtypeStruct((experts, k // group, n, 2), factors),
     )
     return abstract(h200_mesh(), (jax.ShapeDtypeStruct((len(groups.pairs), k), jnp.bfloat16), w, groups))
 
@@ -180,22 +191,22 @@ QWEN, MIXTRAL = (128, 8), (8, 2)
 
 
 @pytest.mark.parametrize(
-    ("experts", "tokens", "n", "k", "gate_block", "group"),
+    ("experts", "tokens", "n", "k", "gate_block", "group", "factors"),
     [
-        (QWEN, 64, 1536, 2048, 32, 64),
-        (QWEN, 1, 2048, 768, None, 128),
-        (MIXTRAL, 2048, 28672, 4096, 64, 64),
-        (MIXTRAL, 512, 4096, 14336, None, 128),
+        (QWEN, 64, 1536, 2048, 32, 64, jnp.int16),
+        (QWEN, 1, 2048, 768, None, 128, jnp.bfloat16),
+        (MIXTRAL, 2048, 28672, 4096, 64, 64, jnp.bfloat16),
+        (MIXTRAL, 512, 4096, 14336, None, 128, jnp.bfloat16),
     ],
     ids=["qwen 64", "qwen 1", "mixtral 2048", "mixtral 512"],
 )
 def test_on_an_h200_nibbles_go_to_tensor_cores_through_registers(
-    experts, tokens, n, k, gate_block, group, tmp_path, monkeypatch
+    experts, tokens, n, k, gate_block, group, factors, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
     gates = {} if gate_block is None else {"activation": "silu", "gate_block": gate_block}
     product = functools.partial(api.grouped_gemm, **gates)
-    compiled = compile_for_h200(product, *operands(*experts, tokens, n, k, group))
+    compiled = compile_for_h200(product, *operands(*experts, tokens, n, k, group, factors))
     assert [thunk.kind for thunk in compiled.thunks] == ["kCustomCall"] and compiled.machine_code
     assert compiled.memory.temp_size_in_bytes < 2**20
     logs, ptx = (
@@ -203,4 +214,5 @@ def test_on_an_h200_nibbles_go_to_tensor_cores_through_registers(
         for end in (".ptxas", ".ptx")
     )
     assert set(re.findall(r"(\d+) bytes spill stores", logs)) == {"0"}
-    assert "serialized" not in logs and "fma.rn.bf16x2" in ptx and not misaligned(ptx)
+    made = "mul.rn.bf16x2" if factors == jnp.int16 else "fma.rn.bf16x2"
+    assert "serialized" not in logs and made in ptx and not misaligned(ptx)

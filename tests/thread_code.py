@@ -79,9 +79,10 @@ def run_ptx(text: str, given_registers: dict[str, np.ndarray]) -> dict[str, np.n
         "shl.b32": lambda a, n: a << n,
         "shr.u32": lambda a, n: a >> n,
         "and.b32": lambda a, b: a & b,
+        "or.b32": lambda a, b: a | b,
         "lop3.b32": looked_up,
         "mov.b32": lambda a: a,
-        "mul.rn.bf16x2": of_pairs(operator.mul),
+        "mul.rn.bf16x2": of_pairs(operator.mul, rounds=True),
         "sub.rn.bf16x2": of_pairs(operator.sub),
         "fma.rn.bf16x2": of_pairs(lambda a, b, c: a * b + c, rounds=True),
     }
