@@ -63,10 +63,10 @@ from search.nanobatch.plan_report import (
     FOLDER,
     PlanResult,
     default_out,
+    engine_command,
     full_device_note,
     measure_commands,
     report,
-    run_command,
     whole_device,
 )
 from search.nanobatch.predict import SEARCHED, SIZES, StepSize, line, most_promising, predict
@@ -258,7 +258,7 @@ def run() -> None:
             f"{', '.join(map(str, unsure))}. Commands that measure the plans, then run them:"
         )
         print(*measure_commands(rival.profile, f.model, out, unsure, used), sep="\n")
-    print(run_command(rival.profile, f.model, out, *workloads[0], used, f.pipeline_parallel_size))
+    print(engine_command(rival.profile, f.model, out, *workloads[0], used, f.pipeline_parallel_size))
 
 
 def _named(result: PlanResult, workload: str, names: set[str]) -> PlanResult:

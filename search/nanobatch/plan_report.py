@@ -86,7 +86,7 @@ def default_out(profile: Profile, *, several: bool) -> Path:
     )
 
 
-def run_command(
+def engine_command(
     profile: Profile,
     model: str,
     out: Path,

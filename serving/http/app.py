@@ -25,7 +25,7 @@ from serving.http.read_body import KINDS
 from serving.http.responses import Version
 from serving.operations import Operations
 from serving.operations import routes as operation_routes
-from serving.operations.asgi import ObservedCalls
+from serving.operations.http_routes import ObservedCalls
 
 MAX_ID_CHARS = 256
 NOT_SERVED = {

@@ -1,4 +1,4 @@
-"""The HTTP routes of operation: `/health*`, `/metrics`, `/experts` and `/status`."""
+"""The HTTP side of operation: `/health*`, `/metrics`, `/experts`, `/status`, and the record of each call."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -8,6 +8,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serving.operations.health import Verdict
 from serving.operations.metrics import CONTENT_TYPE
@@ -86,3 +87,24 @@ def _probe(verdict: Callable[[], Verdict]) -> Callable:
         )
 
     return endpoint
+
+
+class ObservedCalls:
+    """The ASGI middleware that gives each POST request a `serving.frontend.call.Call`."""
+
+    def __init__(self, app: ASGIApp, operations: Operations):
+        self._app, self._operations = app, operations
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        traceparent = next((value for key, value in scope["headers"] if key == b"traceparent"), b"")
+        with self._operations.observe("http", scope["path"], traceparent.decode("latin-1")) as call:
+
+            async def observed(message: Message) -> None:
+                if message["type"] == "http.response.start":
+                    call.status = message["status"]
+                await send(message)
+
+            await self._app(scope, receive, observed)

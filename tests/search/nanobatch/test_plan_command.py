@@ -26,7 +26,7 @@ from search.nanobatch import correct
 from search.nanobatch import plan as command
 from search.nanobatch.layer_tasks import StepShape, chains, make_task, repeated_layer
 from search.nanobatch.options import task_options
-from search.nanobatch.plan_report import default_out, full_device_note, measure_commands, run_command
+from search.nanobatch.plan_report import default_out, engine_command, full_device_note, measure_commands
 from search.profile.clock import ClockScaling
 from search.profile.modelled import modelled_profile
 from search.profile.op_times import PAIR_DECODES, PAIR_TOKENS, Pair, ProfileError, save_profile, seconds
@@ -89,7 +89,7 @@ def test_what_was_found_is_run_by_the_line_that_is_printed():
     """
     out = default_out(FP8, several=False)
     assert out == Path("plans/h200-llama-3-70b-tp2-float8_e4m3fn.json") and (SHIPPED / out.name).exists()
-    words = run_command(FP8, "org/llama-3-70b", out, 512, 0).split()
+    words = engine_command(FP8, "org/llama-3-70b", out, 512, 0).split()
     assert words[4:] == [
         "--model", "org/llama-3-70b", "--quantization", "fp8", "--kv_cache_dtype", "fp8",
         "--tensor_parallel_size", "2", "--plan", str(out), "--input_len", "512", "--output_len", "1",

@@ -25,7 +25,7 @@ from serving.frontend.config import ServerConfig
 from serving.frontend.served_model import ServedModel
 from serving.grpc.server import Server
 from serving.operations import Operations, tracing
-from serving.operations.asgi import ObservedCalls
+from serving.operations.http_routes import ObservedCalls
 from serving.operations.request_log import RequestLog, RequestLogError, record
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
