@@ -18,6 +18,7 @@ from pallas_kernels.attention.chunk import reference as chunk_reference
 from pallas_kernels.attention.decode import reference as decode_reference
 from pallas_kernels.attention.latent import reference as latent_reference
 from pallas_kernels.cpu import decode_attention as cpu_decode
+from pallas_kernels.cpu import draw as cpu_draw
 from pallas_kernels.cpu import gemm as cpu_gemm
 from pallas_kernels.gemm import reference as gemm_reference
 from pallas_kernels.gemm.api import HopperGemm, Product
@@ -167,7 +168,7 @@ def _backend(kernel: Callable) -> str:
 
 
 REFERENCE = KernelSet("reference")
-CPU = KernelSet("cpu", gemm=cpu_gemm.gemm, decode_attention=cpu_decode.decode_attention)
+CPU = KernelSet("cpu", gemm=cpu_gemm.gemm, decode_attention=cpu_decode.decode_attention, draw=cpu_draw.draw)
 
 
 @dataclasses.dataclass(frozen=True)

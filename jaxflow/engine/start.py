@@ -109,6 +109,9 @@ log = logging.getLogger(__name__)
 FEWEST_LAYERED = 8  # fewest layers of a model that runs one program a layer on a CPU
 GOOD_GUESS = 0.99  # least share of the pages that fit
 NO_LIMIT = 1 << 62  # pages of a layer group without a layer in this process
+# XLA uses vectors of 256 bits by default. With 512 bits, the products of one row with bfloat16 or e4m3
+# weights take about a fifth less CPU time. A CPU without such vectors runs two instructions for one.
+CPU_OPTIONS = {"xla_cpu_prefer_vector_width": 512}
 POOL_TOKENS = 32768  # tokens of KV in a CPU's default pool, at least
 # The settings that a step's programs depend on, the key of the cache of lowered programs. The others say
 # where files are, or concern the weights' values and the host only.
@@ -687,7 +690,7 @@ def make_stage(
             plan_of(layout), layers, tp, quantized=quantization == "fp8", pdl=early(layout)
         ),
         options_of=options_of,
-        options=_untimed(config, plans),
+        options=_untimed(config, plans) if on_gpu() else CPU_OPTIONS,
         lowered=lowered,
         kv_dtype=jnp.dtype(config.kv_cache_dtype),
         max_model_len=config.max_model_len,
