@@ -36,6 +36,7 @@ from jaxflow.model import latent_ops
 from jaxflow.model.batch import Batch
 from jaxflow.model.exchanged_experts import list_sent, send_back, send_to_experts
 from jaxflow.model.expert_copies import EXPERT_OF_SLOT, choose_copies, has_copies
+from jaxflow.model.gathered_tokens import gather_tokens, gathers, scatter_sums
 from jaxflow.model.head_groups import (
     call_once_traced,
     group_spans,
@@ -527,7 +528,7 @@ def router(
 
     `ModelConfig.norm_topk_prob` scales the weights of a token's experts to a sum of 1. A `SigmoidRouter`
     chooses by `jaxflow.model.sigmoid_router`. A token goes to one copy of an expert
-    (`jaxflow.model.expert_copies`). Between data-parallel ranks the result has the groups of
+    (`jaxflow.model.expert_copies`). Of data-parallel ranks that exchange pairs, the result has the groups of
     `jaxflow.model.exchanged_experts`.
     """
     chosen, weights = _choose(c, w, h)
@@ -536,12 +537,12 @@ def router(
         assert batch is not None, "copies of experts need the step's tokens"
         experts = choose_copies(w, chosen, batch.token_ids[start:stop], batch.positions[start:stop])
         logical = chosen
-    if c.exchanges_tokens:
-        is_token = None if batch is None else batch.is_token[start:stop]
+    is_token = batch.is_token[start:stop] if c.exchanges_tokens and batch is not None else None
+    if c.exchanges_tokens and not gathers(c):
         groups = list_sent(experts, _num_held(c, w), is_token)
     else:
         groups = None  # `expert_up_gate` sorts
-    return Routing(experts, weights, groups, logical)
+    return Routing(experts, weights, groups, logical, is_token)
 
 
 def _num_held(c: Context, w: Weights) -> int:
@@ -583,22 +584,26 @@ def _held(c: Context, w: Weights) -> HeldExperts | None:
 def expert_up_gate(c: Context, w: Weights, h: Float[Array, "t D"], routing: Routing) -> ExpertRows:
     """Return act(gate) · up of each token at each of its experts, in one GEMM over pairs sorted by expert.
 
-    Data-parallel ranks exchange their tokens here: the result has the pairs of this device's experts.
+    Data-parallel ranks gather or exchange their tokens here: the result has the pairs of this device's
+    experts.
     """
     gates = {"activation": c.config.activation, "gate_block": gate_block(c.config.expert_intermediate_size)}
     gates |= _expert_bias(w.get("expert_up_gate_bias"))
-    if c.exchanges_tokens:
+    weight, back, weights = w["expert_up_gate"], None, None
+    if c.exchanges_tokens and not gathers(c):
         received = send_to_experts(c, h, routing)
         groups, back = received.groups, received.back
-        rows = _as_stored(c, w["expert_up_gate"], received.rows)
+        rows = _as_stored(c, weight, received.rows)
     else:
-        back, weight = None, w["expert_up_gate"]
+        experts = routing.experts
+        if gathers(c):
+            h, experts, weights = gather_tokens(
+                c, h, experts, routing.weights, routing.is_token, _num_held(c, w)
+            )
         stored = {"quantize": isinstance(weight, Quantized), "blocks": isinstance(weight, BlockFp8)}
-        groups, rows = c.kernels.sort_rows(
-            h, routing.experts, _num_held(c, w), **stored, held=_held(c, w), **_sms(c)
-        )
-    a = c.kernels.grouped_gemm(rows, w["expert_up_gate"], groups, **gates, **_sms(c))
-    return ExpertRows(a, groups, back)
+        groups, rows = c.kernels.sort_rows(h, experts, _num_held(c, w), **stored, held=_held(c, w), **_sms(c))
+    a = c.kernels.grouped_gemm(rows, weight, groups, **gates, **_sms(c))
+    return ExpertRows(a, groups, back, weights)
 
 
 @op("expert_down")
@@ -619,6 +624,8 @@ def expert_down(
     y = c.kernels.grouped_gemm(rows, w["expert_down"], a.groups, **bias, **_sms(c))
     if a.back is not None:
         return send_back(c, y, a.back, routing)
+    if a.weights is not None:
+        return scatter_sums(c, weighted_sum(y, a.groups, a.weights))
     return weighted_sum(y, a.groups, routing.weights)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxflow.parallel.ragged import RaggedPieces
 from pallas_kernels.gemm.grouped.groups import Groups
@@ -21,14 +21,16 @@ from pallas_kernels.gemm.grouped.groups import Groups
 class Routing:
     """The experts that each token goes to, and their weights.
 
-    groups: the pairs sorted by expert where data-parallel ranks send them; else None.
+    groups: the pairs sorted by expert where data-parallel ranks exchange them; else None.
     logical: where experts have copies, the chosen experts; `experts` then holds the slots of the copies.
+    is_token: of data-parallel ranks, False for padding; else None.
     """
 
     experts: Int[Array, "t e"]
     weights: Float[Array, "t e"]
     groups: Groups | None = None
     logical: Int[Array, "t e"] | None = None
+    is_token: Bool[Array, " t"] | None = None
 
     @property
     def chosen(self) -> Int[Array, "t e"]:
@@ -42,11 +44,13 @@ class ExpertRows:
     """A row of each (token, expert) pair, in the order of `groups`. Unused rows are undefined.
 
     back: where data-parallel ranks sent the pairs to this one, the pieces that bring rows back.
+    weights: where data-parallel ranks gathered their tokens, the experts' weights of all ranks' tokens.
     """
 
     rows: Float[Array, "M F"]
     groups: Groups
     back: RaggedPieces | None = None
+    weights: Float[Array, "n*t e"] | None = None
 
 
 def by_token(value: Any) -> Any:

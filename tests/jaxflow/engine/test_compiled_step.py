@@ -139,15 +139,25 @@ def test_latent_pages_are_written_in_place():
 
 
 @pytest.mark.slow
-def test_data_parallel_ranks_send_rows_only():
-    """Eight ranks.
+def test_data_parallel_ranks_gather_their_tokens():
+    """Two ranks. A layer has one gather, and one sum of which each rank gets its part."""
+    step, executor = compiled("qwen3-30b-a3b", 2048, ranks=2)
+    check(step, executor, temporary=0.4)
+    kinds = [thunk.kind for thunk in step.thunks]
+    assert kinds.count("kAllGather") == kinds.count("kReduceScatter") == LAYERS
+    assert not any("AllToAll" in kind or "AllReduce" in kind for kind in kinds)
+
+
+@pytest.mark.slow
+def test_many_data_parallel_ranks_send_rows_only():
+    """Sixteen ranks, more than the experts of a token.
 
     The exchange is two all-to-alls a layer, and XLA's own kernels do not touch what arrives.
     """
-    step, executor = compiled("qwen3-30b-a3b", 2048, ranks=8)
-    check(step, executor, temporary=0.7)
+    step, executor = compiled("qwen3-30b-a3b", 2048, ranks=16)
+    check(step, executor, temporary=1.4)
     assert [thunk.kind for thunk in step.thunks].count("kRaggedAllToAll") == 2 * LAYERS
-    room = 8 * 2048 * 8  # rows that eight ranks of 2,048 tokens with 8 experts each could send to one
+    room = 16 * 2048 * 8  # rows that the ranks of 2,048 tokens with 8 experts each could send to one
     made = {opcode: step.instructions(opcode) for opcode in ("ragged-all-to-all-done", "fusion", "copy")}
     large = {
         opcode: [

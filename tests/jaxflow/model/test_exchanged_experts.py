@@ -1,5 +1,5 @@
-"""Devices with tokens of their own, which exchange rows with the devices of
-the experts, against one device.
+"""Devices with tokens of their own, which exchange rows with the devices of the experts or gather all
+tokens, against one device.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ def send_with_nan(rows, pieces, axis, *, length):
 
 
 @functools.cache
-def exchanged(devices: int, align: int):
+def spread(devices: int, align: int, gather: bool):
     list_groups = functools.partial(expert_groups.list_groups, rows=2 * align, align=align)
     kernels = dataclasses.replace(REFERENCE, list_groups=list_groups)
     specs = {
@@ -46,7 +46,8 @@ def exchanged(devices: int, align: int):
 
     def run(w, h, experts, shares, is_token):
         c = Context(CONFIG, kernels, expert_axis=TP)
-        routing = Routing(experts, shares, list_sent(experts, c.config.num_experts, is_token))
+        groups = None if gather else list_sent(experts, c.config.num_experts, is_token)
+        routing = Routing(experts, shares, groups, is_token=is_token)
         rows = ops.expert_up_gate(Site(c, w), h, routing)
         return ops.expert_down(Site(c, w), rows, routing)
 
@@ -70,9 +71,10 @@ PADDINGS = {  # the tokens among 24 rows
 
 
 @pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("gather", [False, True], ids=["exchange", "gather"])
 @pytest.mark.parametrize("padding", PADDINGS)
 @pytest.mark.parametrize("routing", ["even", "skewed", "one device", "one expert a device"])
-def test_the_exchange_is_the_layer_of_one_device(routing, padding, devices, monkeypatch):
+def test_the_experts_of_devices_are_the_layer_of_one_device(routing, padding, gather, devices, monkeypatch):
     """One device: all tokens choose experts 0 to 2 of 8, so that the later devices get no row."""
     tokens, rng, is_token = 24, np.random.default_rng(3), PADDINGS[padding]
     if routing in ("even", "skewed"):
@@ -89,8 +91,9 @@ def test_the_exchange_is_the_layer_of_one_device(routing, padding, devices, monk
     site, one = Site(Context(CONFIG, REFERENCE), w), Routing(*given)
     wanted = np.asarray(ops.expert_down(site, ops.expert_up_gate(site, h, one), one))
     monkeypatch.setattr(exchanged_experts, "send", send_with_nan)
+    monkeypatch.setattr(ops, "gathers", lambda c: gather and c.exchanges_tokens)
     for align in (1, 8):
-        found = np.asarray(exchanged(devices, align)(w, h, *given, jnp.asarray(is_token)))
+        found = np.asarray(spread(devices, align, gather)(w, h, *given, jnp.asarray(is_token)))
         np.testing.assert_allclose(found[is_token], wanted[is_token], rtol=1e-4, atol=1e-5)
         assert not found[~is_token].any()
     assert np.abs(wanted).max() > 0.1
