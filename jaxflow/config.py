@@ -288,7 +288,6 @@ RANKED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("pipeline_parallel_size", lambda size: size == 1, "1"),
     ("coordinator", lambda address: address is None, "unset"),
     ("attention_spans", lambda file: file is None, "unset"),
-    ("kv_offloading_size", lambda size: not size, "0"),
     ("batch_tpot_ms", lambda limit: limit is None, "unset"),
     ("plan", lambda plan: plan in ("auto", "sequential"), "auto or sequential"),
 )
@@ -406,7 +405,8 @@ class EngineConfig:
     enable_prefix_caching: bool = _setting(True, "Share the KV of equal prompt prefixes between requests.")
     kv_offloading_size: float = _setting(
         0.0,
-        "GiB of host memory for KV pages of evicted prefixes and pre-empted requests. 0: no KV offloading.",
+        "GiB of host memory for KV pages of evicted prefixes and pre-empted requests, of all data-parallel "
+        "ranks together. 0: no KV offloading.",
     )
     kv_disk_path: str | None = _setting(
         None,

@@ -25,7 +25,8 @@ from jaxflow.engine.start import (
 from jaxflow.kv.tiers.page import page_size
 from jaxflow.kv.tiers.page_copies import PageCopies
 from jaxflow.kv.tiers.policy import FetchCosts
-from jaxflow.kv.tiers.start import open_disk, start_host_tier
+from jaxflow.kv.tiers.rank_copies import RankCopies
+from jaxflow.kv.tiers.start import open_disk, start_host_tier, start_rank_tiers
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.request import Delta, Event, Finished, Request, SamplingParams, Started
 
@@ -189,6 +190,41 @@ def _staged_with_copies(model: str, stages: int, tp: int, budget: int) -> tuple[
         assert stage.copies is not None
         stage.add_page_copies(stage.copies)  # the executor counts as warm now, so the copies are compiled
     return config, made
+
+
+@functools.cache
+def _ranks_with_copies(model: str, ranks: int) -> tuple[EngineConfig, Executor]:
+    config, made = executor(model, budget=16, ep=True, ranks=ranks)
+    made.add_page_copies(
+        RankCopies(made.page_groups, made.num_pages, config.block_size, made.programs.mesh, (1, 4))
+    )
+    return config, made
+
+
+def offloading_ranked_loop(
+    model: str,
+    ranks: int,
+    host_pages: int,
+    *,
+    costs: FetchCosts = ALWAYS_LOAD,
+    disk_folder: Path | None = None,
+    **changes,
+) -> RankedLoop:
+    """Return a `ranked_loop` with a host tier of `host_pages` for each rank; the caller closes the loop.
+
+    Args: see `offloading_loop`.
+    """
+    config, made = _ranks_with_copies(model, ranks)
+    model_config = open_checkpoint(config.model).model_config
+    shapes = [pages.page_shapes() for pages in made.rank_pages()]
+    size = max(map(page_size, shapes[0]))
+    config = dataclasses.replace(config, kv_offloading_size=ranks * host_pages * size / 2**30)
+    disk = None
+    if disk_folder is not None:
+        config = dataclasses.replace(config, kv_disk_path=str(disk_folder), kv_disk_size=1.0)
+        disk = open_disk(config, model_config, b"a model")
+    tiers = start_rank_tiers(config, shapes, lambda: 1.0, disk, costs=costs)
+    return make_ranked_loop(config, model_config, made, tiers, **changes)
 
 
 def offloading_loop(

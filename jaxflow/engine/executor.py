@@ -43,6 +43,7 @@ from jaxflow.engine.start_times import StartTimes, num_compiled
 from jaxflow.kv.device_cache import cache_shapes, cache_spec, make_cache, page_groups
 from jaxflow.kv.tiers.page import Page
 from jaxflow.kv.tiers.page_copies import PageCopies
+from jaxflow.kv.tiers.rank_copies import RankCopies
 from jaxflow.model.expert_copies import copy_map
 from jaxflow.model.expert_tokens import mixture_layers
 from jaxflow.model.logprobs import LogprobsOut
@@ -211,7 +212,7 @@ class Executor:
         self._first: tuple[StepLayout, ...] | None = None  # see `compile`
         self.recorder: Recorder | None = None
         self.lowering: LoweringProcesses | None = None
-        self.copies: PageCopies | None = None
+        self.copies: PageCopies | RankCopies | None = None
         self._warm = False
         self._compiled_at_warm_up = 0
 
@@ -702,8 +703,8 @@ class Executor:
 
     # ---- pages of the KV cache
 
-    def add_page_copies(self, copies: PageCopies) -> None:
-        """Add the programs of `gather_pages` and `scatter_pages`.
+    def add_page_copies(self, copies: PageCopies | RankCopies) -> None:
+        """Add the programs of `gather_pages` and `scatter_pages`. Several ranks run them by `RankPages`.
 
         `warm_up` compiles them; on a warm executor they are compiled at once.
         """
@@ -713,7 +714,7 @@ class Executor:
 
     def page_shapes(self) -> list[jax.ShapeDtypeStruct]:
         """Return the shape of a page of each layer group, as `gather_pages` returns it."""
-        assert self.copies is not None, "add_page_copies comes first"
+        assert isinstance(self.copies, PageCopies), "add_page_copies comes first"
         return [programs.page_shape() for programs in self.copies.programs]
 
     def gather_pages(self, group: int, pages: Sequence[int]) -> list[jax.Array]:
@@ -722,7 +723,7 @@ class Executor:
         Returns:
           One array a page: uint32 [tp, W] on the device, W words of each shard.
         """
-        assert self.copies is not None, "add_page_copies comes first"
+        assert isinstance(self.copies, PageCopies), "add_page_copies comes first"
         found = self.copies.gather(self.kv, group, pages)
         if self.recorder is not None:
             self.recorder.gathered(group, pages, found)
@@ -733,10 +734,24 @@ class Executor:
 
         Steps that are enqueued later read the new content.
         """
-        assert self.copies is not None, "add_page_copies comes first"
+        assert isinstance(self.copies, PageCopies), "add_page_copies comes first"
         if self.recorder is not None:
             self.recorder.scatter_pages(group, pages, data)
         self.kv = self.copies.scatter(self.kv, group, pages, data)
+
+    @property
+    def rank_copies(self) -> RankCopies:
+        """Return the programs that copy the pages of several ranks."""
+        assert isinstance(self.copies, RankCopies), "add_page_copies comes first"
+        return self.copies
+
+    def scatter_to_rank(self, rank: int, group: int, pages: Sequence[int], data: Sequence[jax.Array]) -> None:
+        """Enqueue a write of a rank's pages, see `scatter_pages`."""
+        self.kv = self.rank_copies.scatter(self.kv, rank, group, pages, data)
+
+    def rank_pages(self) -> list["RankPages"]:
+        """Return the pages of each rank, of an executor with `RankCopies`."""
+        return [RankPages(self, rank) for rank in range(self.ranks)]
 
     def fill_kv(self, fill: Callable[[int, jax.Array], jax.Array]) -> None:
         """Replace each array of the KV cache by `fill(index, array)`, for measurements.
@@ -912,6 +927,25 @@ class Executor:
     def _like(self, tree: Any, spec: PartitionSpec = REPLICATED) -> Any:
         """Return the shapes of a tree's arrays, each on every device, or with another partition."""
         return jax.tree.map(lambda a: self._abstract(np.shape(a), jnp.result_type(a), spec), tree)
+
+
+class RankPages:
+    """The pages of a data-parallel rank, with the calls of an executor of this rank alone."""
+
+    def __init__(self, executor: Executor, rank: int):
+        self._executor, self._rank = executor, rank
+
+    def page_shapes(self) -> list[jax.ShapeDtypeStruct]:
+        """Return the shape of a page of each layer group, see `Executor.page_shapes`."""
+        return [one.page_shape() for one in self._executor.rank_copies.of_rank[self._rank].programs]
+
+    def gather_pages(self, group: int, pages: Sequence[int]) -> list[jax.Array]:
+        """Enqueue a read of the rank's pages, see `Executor.gather_pages`."""
+        return self._executor.rank_copies.gather(self._executor.kv, self._rank, group, pages)
+
+    def scatter_pages(self, group: int, pages: Sequence[int], data: Sequence[jax.Array]) -> None:
+        """Enqueue a write of the rank's pages, see `Executor.scatter_pages`."""
+        self._executor.scatter_to_rank(self._rank, group, pages, data)
 
 
 def rehearsed(executor: Any) -> list[StepLayout]:

@@ -21,6 +21,7 @@ from jaxflow.engine.layout import StepLayout, empty_buffer
 from jaxflow.engine.loop import InFlight, Inputs, Loop, Stats, first_ready, larger_layouts
 from jaxflow.engine.step_log import StepLog, StepRecord
 from jaxflow.kv import prefix
+from jaxflow.kv.tiers.offload import KvOffload
 from jaxflow.request import Event, Request
 from jaxflow.scheduler.config import SchedulerConfig, prefix_salt
 from jaxflow.scheduler.state import StepWork
@@ -40,7 +41,7 @@ class RankedLoop:
     """The loops of several ranks, which step together. It has the calls of `Loop` that a `Driver` uses.
 
     A request belongs to one rank. Its rank is the one with the fewest tokens, running and waiting, less the
-    tokens of the request's prompt that the rank's prefix cache has.
+    tokens of the request's prompt that the rank's prefix cache has, on its device or in its host memory.
     """
 
     def __init__(
@@ -72,8 +73,7 @@ class RankedLoop:
         names = page_names(self.scheduling, request)
 
         def cost(rank: Loop) -> int:
-            scheduler = rank.scheduler
-            return scheduler.num_tokens - scheduler.running.tables.hit(names) * scheduler.config.block_size
+            return rank.scheduler.num_tokens - rank.scheduler.num_cached_tokens(names)
 
         min(self.ranks, key=cost).add(request, now)
 
@@ -140,14 +140,30 @@ class RankedLoop:
             preemptions=total("preemptions"),
             compilations_after_warmup=self.executor.compilations,
             steps_by_plan=dict(self._counts),
-            kv_tiers={},
+            kv_tiers=self._tier_counters(),
         )
+
+    @property
+    def _offloads(self) -> list[KvOffload]:
+        """Return the offloading of each rank; [] without tiers."""
+        return [rank.offload for rank in self.ranks if rank.offload is not None]
+
+    def _tier_counters(self) -> dict[str, int]:
+        """Return the counts of the ranks' tiers together. The ranks share the disk."""
+        counts: collections.Counter[str] = collections.Counter()
+        for offload in self._offloads:
+            counts.update(offload.host_counters())
+        return dict(counts) | (self._offloads[0].disk_counters() if self._offloads else {})
 
     def begin(self) -> None:
         """Prepare the thread that will call `step`."""
+        for rank in self.ranks:
+            rank.begin()
 
     def close(self) -> None:
         """End what runs concurrently, after the last step."""
+        for rank in self.ranks:
+            rank.close()
         if self.balancer is not None:
             self.balancer.close()
 
@@ -155,8 +171,12 @@ class RankedLoop:
 
     def step(self) -> list[Event]:
         """Enqueue the next step of all ranks, then read the one before. Return its events."""
-        now = self._clock()
+        offloads, now = self._offloads, self._clock()
+        for offload in offloads:
+            offload.receive()
         works = tuple(rank.scheduler.schedule(now) for rank in self.ranks)
+        for offload in offloads:
+            offload.send()
         before, self._before = (
             self._before,
             self._enqueue(works) if any(work is not None for work in works) else None,
@@ -165,6 +185,9 @@ class RankedLoop:
             self._read(before)
             if self.balancer is not None:
                 self.balancer.after_step()
+        elif self._before is None:
+            for offload in [one for one in offloads if one.busy][:1]:
+                offload.wait()  # only page copies are in progress
         return [event for rank in self.ranks for event in rank.take_events()]
 
     def _enqueue(self, works: tuple[StepWork | None, ...]) -> RankedStep:

@@ -52,8 +52,10 @@ from jaxflow.engine.team import Team
 from jaxflow.engine.weight_shapes import to_values
 from jaxflow.kv.device_cache import fit_pages, page_bytes, page_groups
 from jaxflow.kv.tiers.host_machine import free_host_bytes
+from jaxflow.kv.tiers.offload import KvOffload
 from jaxflow.kv.tiers.page import copy_to
 from jaxflow.kv.tiers.page_copies import PageCopies
+from jaxflow.kv.tiers.rank_copies import RankCopies
 from jaxflow.kv.tiers.start import (
     HostTier,
     best_seconds,
@@ -65,6 +67,7 @@ from jaxflow.kv.tiers.start import (
     pinned_pool_gib,
     reserve,
     start_host_tier,
+    start_rank_tiers,
 )
 from jaxflow.model import softmax_range
 from jaxflow.model.attention_spans import with_spans
@@ -354,16 +357,20 @@ def start_engine(
             team.follow_or_lead(
                 executor, lambda: None if disk is None else disk_tier(disk, executor.page_shapes())
             )
-        tier = None
-        if config.kv_offloading_size:
-            measure = functools.partial(prefill_seconds_per_token, executor)
-            copy = copy_to if team is None else team.recorder.copy
-            share = None if team is None else team.share_disk
-            tier = start_host_tier(config, executor.page_shapes(), measure, disk, copy=copy, share=share)
+        measure = functools.partial(prefill_seconds_per_token, executor)
         if config.data_parallel_size > 1:
             assert isinstance(executor, Executor)
-            loop = make_ranked_loop(config, checkpoint.model_config, executor, fingerprint=fingerprint)
+            tiers: Sequence[HostTier] = ()
+            if config.kv_offloading_size:
+                shapes = [pages.page_shapes() for pages in executor.rank_pages()]
+                tiers = start_rank_tiers(config, shapes, measure, disk)
+            loop = make_ranked_loop(config, checkpoint.model_config, executor, tiers, fingerprint=fingerprint)
         else:
+            tier = None
+            if config.kv_offloading_size:
+                copy = copy_to if team is None else team.recorder.copy
+                share = None if team is None else team.share_disk
+                tier = start_host_tier(config, executor.page_shapes(), measure, disk, copy=copy, share=share)
             loop = make_loop(config, checkpoint.model_config, executor, tier, fingerprint=fingerprint)
         driver = Driver(loop)
         if team is not None:
@@ -508,7 +515,8 @@ def _add_page_copies(config: EngineConfig, stage: Executor) -> None:
     """Add the programs that copy pages to a stage with its KV cache, if there is a host tier."""
     if config.kv_offloading_size:
         pages, mesh = stage.own_num_pages, stage.programs.mesh
-        stage.add_page_copies(PageCopies(stage.page_groups, pages, config.block_size, mesh))
+        make = PageCopies if stage.ranks == 1 else RankCopies
+        stage.add_page_copies(make(stage.page_groups, pages, config.block_size, mesh))
 
 
 def _make_stages(
@@ -830,19 +838,33 @@ def check_one_rank(config: EngineConfig) -> None:
 
 
 def make_ranked_loop(
-    config: EngineConfig, model: ModelConfig, executor: Executor, **changes: Any
+    config: EngineConfig,
+    model: ModelConfig,
+    executor: Executor,
+    tiers: Sequence[HostTier] = (),
+    **changes: Any,
 ) -> RankedLoop:
-    """Return the loop of data-parallel ranks over an executor. Arguments: see `make_loop`."""
+    """Return the loop of data-parallel ranks over an executor. Arguments: see `make_loop`.
+
+    tiers: the host tier of each rank, which the loop closes; () without one.
+    """
     scheduling = dataclasses.replace(_scheduling(config, model, executor), **changes)
     seeds = random.Random(scheduling.seed)  # requests without a seed get those of one rank
+    offloads: list[KvOffload | None] = [
+        tier.offload(make_page_tables(scheduling, record_named=True), pages)
+        for tier, pages in zip(tiers, executor.rank_pages(), strict=bool(tiers))
+    ] or [None] * executor.ranks
     ranks = [
         Loop(
-            Scheduler(scheduling, policy=BatchBudget(), seeds=seeds),
+            Scheduler(
+                scheduling, None if offload is None else offload.policy, policy=BatchBudget(), seeds=seeds
+            ),
             executor,
             eos_token_ids=model.eos_token_ids,
+            offload=offload,
             first_slot=rank * executor.slots,
         )
-        for rank in range(executor.ranks)
+        for rank, offload in enumerate(offloads)
     ]
     return RankedLoop(
         ranks, executor, eplb_step_interval=config.eplb_step_interval if config.enable_eplb else None

@@ -149,6 +149,11 @@ class Scheduler:
         """Tokens of the sequences that run or wait."""
         return self._waiting.num_tokens + int(self.running.slots.num_total.sum())
 
+    def num_cached_tokens(self, names: Seq[bytes]) -> int:
+        """Return the tokens of the leading pages of these names that the device or the host has."""
+        found = self.running.tables.hit(names) if self.tiers is None else self.tiers.reach(names)
+        return found * self.config.block_size
+
     def seconds_until_room(self) -> float:
         """Return the expected time until a place in the waiting queue is free.
 

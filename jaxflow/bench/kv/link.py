@@ -66,7 +66,7 @@ class StepsWithCopies:
 
     def __init__(self, steady: SteadyStep, transfers: Transfers, pages: int):
         self.steady, self.transfers, self.pages = steady, transfers, pages
-        assert steady.executor.copies is not None
+        assert isinstance(steady.executor.copies, PageCopies)
         self.copies, self.executor = steady.executor.copies, steady.executor
         ids = list(range(min(self.copies.num_pages[0], 4 * pages)))
         self._ids = ids
@@ -140,7 +140,7 @@ def run() -> dict[str, Any]:
     bed = make_bed(dataclasses.replace(config, plan="sequential"), [], [], [workload], [USUAL], "workload")
     executor: Executor = bed.executor
     copies = executor.copies
-    assert copies is not None
+    assert isinstance(copies, PageCopies)
     mesh = executor.programs.mesh
     cpus = near_cpus(gpu_bus_ids(mesh.size)) if on_gpu() else None
     bind(cpus)

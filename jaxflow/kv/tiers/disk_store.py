@@ -109,6 +109,7 @@ class DiskStore:
       fingerprint: everything except the key that determines a page's bytes. Files of another fingerprint are
         never read.
       page_bytes: length of a page of each page group.
+      tiers: the number of tiers that use the store, and call `leave`.
       prepare: a function that each thread runs first, for example to bind itself to some CPUs.
 
     Raises:
@@ -122,6 +123,7 @@ class DiskStore:
         fingerprint: bytes,
         page_bytes: Sequence[int],
         *,
+        tiers: int = 1,
         write_queue_bytes: int = WRITE_QUEUE_BYTES,
         read_ahead: int = READ_AHEAD,
         retry_s: float = RETRY_S,
@@ -147,7 +149,7 @@ class DiskStore:
         self._counts: dict[str, int] = {}
         self._failed: dict[str, bool] = {}  # True after a failed operation of this kind
         self._writes_resume_s = 0.0
-        self._closed = False
+        self._closed, self.tiers, self._left = False, tiers, 0
         for victim in self._make_room(0):
             page_file.remove(self._path(victim))
         self._writer = _start_threads(1, "jaxflow-kv-write", prepare)
@@ -240,6 +242,12 @@ class DiskStore:
     def flush(self, timeout_s: float) -> None:
         """Wait until the queued pages are written, for at most `timeout_s`."""
         wait([self._writer.submit(lambda: None)], timeout=timeout_s)
+
+    def leave(self) -> None:
+        """Note that a tier has ended. The last one closes the store."""
+        self._left += 1
+        if self._left == self.tiers:
+            self.close()
 
     def close(self, drain_s: float = 10.0) -> None:
         """Write the queued pages, for at most `drain_s`, and stop the threads."""

@@ -146,13 +146,14 @@ class DiskTier:
         return self.disk.counters()
 
     def close(self, pages: Sequence[tuple[Key, Any]] = (), flush_s: float = FLUSH_S) -> None:
-        """Write the missing pages of the host, for at most `flush_s`, and close the disk store.
+        """Write the missing pages of the host, and leave the disk store.
 
-        `pages`: (key, page) of the host, the most recently used first.
+        `pages`: (key, page) of the host, the most recently used first. flush_s: most seconds of all tiers of
+        the store together.
         """
         if self.disk.is_writable:
-            self._flush(pages, time.monotonic() + flush_s)
-        self.disk.close()
+            self._flush(pages, time.monotonic() + flush_s / self.disk.tiers)
+        self.disk.leave()
 
     def _flush(self, pages: Sequence[tuple[Key, Any]], deadline: float) -> None:
         # The write queue is flushed first, because the host's pages may evict its pages.

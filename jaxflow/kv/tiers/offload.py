@@ -219,8 +219,12 @@ class KvOffload:
 
     def counters(self) -> dict[str, int]:
         """Return the counts of each tier since the start, and their present content. Thread-safe."""
+        return self.host_counters() | self.disk_counters()
+
+    def host_counters(self) -> dict[str, int]:
+        """Return the part of `counters` that counts this engine's or this rank's pages alone."""
         policy, store = self.policy, self.policy.store
-        counts = {
+        return {
             **dataclasses.asdict(policy.counters),
             "host_pages": len(store),
             "host_bytes": store.bytes,
@@ -229,10 +233,12 @@ class KvOffload:
             "bytes_to_host": self.transfers.to_host.bytes,
             "bytes_to_device": self.transfers.to_device.bytes,
         }
-        if store.lower is not None:
-            lower = dataclasses.asdict(store.lower.counters())
-            counts |= {f"disk_{name}": value for name, value in lower.items()}
-        return counts
+
+    def disk_counters(self) -> dict[str, int]:
+        """Return the part of `counters` that counts the pages of the disk, which several ranks may share."""
+        lower = self.policy.store.lower
+        counts = {} if lower is None else dataclasses.asdict(lower.counters())
+        return {f"disk_{name}": value for name, value in counts.items()}
 
     def wait(self) -> None:
         """Wait a moment for a copy, when no step can run before."""

@@ -282,6 +282,10 @@ class TierPolicy[S: PagedSequence]:
         groups = range(len(self.tables.pools))
         self.store.touch([key_of(group, name) for name in reversed(names) for group in groups])
 
+    def reach(self, names: Sequence[bytes]) -> int:
+        """Return the number of leading pages that the device or the host has."""
+        return reachable(list(names), self.tables, self.store.contains)[0]
+
     # ---- to the device
 
     def read_ahead(self, seq: S) -> None:

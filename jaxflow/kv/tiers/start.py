@@ -84,9 +84,14 @@ def device_bytes(sizes: tuple[int, ...], free_bytes: int) -> int:
 def check_host(config: EngineConfig, model: ModelConfig) -> None:
     """Raise ConfigError for a host tier without room for a page, or larger than the free memory."""
     sizes = _page_bytes(config, model)
-    wanted, least = config.kv_offloading_size * 2**30, sum(sizes) * config.tensor_parallel_size
+    wanted, least = (
+        config.kv_offloading_size * 2**30,
+        sum(sizes) * config.tensor_parallel_size * config.data_parallel_size,
+    )
     if wanted < least:
         accepted = f"0, or at least {least / 2**30:.6f} GiB, a page of each page group"
+        if config.data_parallel_size > 1:
+            accepted += " for each data-parallel rank"
         raise ConfigError("kv_offloading_size", config.kv_offloading_size, accepted)
     free = free_host_bytes()
     if wanted > free:
@@ -130,7 +135,11 @@ def open_disk(
             read_ahead = sys.maxsize
     cpus = near_cpus(gpu_bus_ids(config.parallel.devices)) if on_gpu() else None
     capacity = int(config.kv_disk_size * 2**30) * sum(sizes) // sum(whole)
-    disk = DiskStore(folder, capacity, fingerprint, sizes, read_ahead=read_ahead, prepare=lambda: bind(cpus))
+    ranks = config.data_parallel_size  # each has a tier of its own above the disk
+    disk = DiskStore(
+        folder, capacity, fingerprint, sizes,
+        tiers=ranks, read_ahead=read_ahead * ranks, prepare=lambda: bind(cpus),
+    )  # fmt: skip
     try:
         _check_disk_size(config, disk)
     except BaseException:
@@ -242,6 +251,29 @@ def start_host_tier(
         lower = own if share is None else share(own)
     store = HostStore(capacity, sizes, lower)
     return HostTier(store, costs, staging_limit(pages), Transfers(copy), cpus)
+
+
+def start_rank_tiers(
+    config: EngineConfig,
+    pages: Sequence[Sequence[PageShape]],
+    seconds_per_token: Callable[[], float],
+    disk: DiskStore | None = None,
+    *,
+    costs: FetchCosts | None = None,
+) -> list[HostTier]:
+    """Return the host tier of each data-parallel rank. Each has an equal share of the host memory.
+
+    The ranks share the disk: a page that one rank wrote, any rank reads.
+
+    Args:
+      pages: of each rank, a page of each page group. Others: see `start_host_tier`.
+    """
+    own = dataclasses.replace(config, kv_offloading_size=config.kv_offloading_size / len(pages))
+    tiers: list[HostTier] = []
+    for of_rank in pages:  # the first one measures the costs
+        costs = tiers[0].costs if tiers else costs
+        tiers.append(start_host_tier(own, of_rank, seconds_per_token, disk, costs=costs))
+    return tiers
 
 
 def pinned_bytes(config: EngineConfig, pages: Sequence[PageShape], disk: DiskStore | None) -> int:

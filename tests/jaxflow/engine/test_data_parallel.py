@@ -299,7 +299,6 @@ def test_a_served_model_compiles_nothing_and_answers_as_one_device():
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
         ({"coordinator": "auto"}, "coordinator"),
         ({"attention_spans": "spans.json"}, "attention_spans"),
-        ({"kv_offloading_size": 1.0}, "kv_offloading_size"),
         ({"batch_tpot_ms": 50.0}, "batch_tpot_ms"),
         ({"plan": "searched"}, "plan"),
         ({"data_parallel_size": 0}, "data_parallel_size"),
