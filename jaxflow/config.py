@@ -284,7 +284,6 @@ KV_DTYPES = {
 # The values that data-parallel ranks accept: field, test, words.
 RANKED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("enable_expert_parallel", bool, "True"),
-    ("tensor_parallel_size", lambda size: size == 1, "1"),
     ("pipeline_parallel_size", lambda size: size == 1, "1"),
     ("coordinator", lambda address: address is None, "unset"),
     ("attention_spans", lambda file: file is None, "unset"),
@@ -347,8 +346,8 @@ class EngineConfig:
     )
     data_parallel_size: int = _setting(
         1,
-        "Number of data-parallel ranks, one device each, with --enable_expert_parallel. A rank serves "
-        "requests of its own with a full copy of attention, and the ranks share the experts.",
+        "Number of data-parallel ranks of tensor_parallel_size devices each, with --enable_expert_parallel. "
+        "A rank serves requests of its own with attention of its own, and all devices share the experts.",
     )
     enable_expert_parallel: bool = _setting(
         False,
@@ -489,6 +488,8 @@ class EngineConfig:
         check("enable_eplb", not eplb or self.enable_expert_parallel, "False without enable_expert_parallel")
         one = self.pipeline_parallel_size == 1 and self.coordinator is None
         check("enable_eplb", not eplb or one, "False with several pipeline stages or several processes")
+        one = self.data_parallel_size == 1 or self.tensor_parallel_size == 1
+        check("enable_eplb", not eplb or one, "False with data-parallel ranks of several devices")
         check("num_redundant_experts", self.num_redundant_experts >= 0, "0 or more copies")
         check("num_redundant_experts", eplb or not self.num_redundant_experts, "0 without enable_eplb")
         check("eplb_step_interval", self.eplb_step_interval >= 1, "a positive number of steps")

@@ -115,10 +115,10 @@ def loop(
 
 
 def ranked_loop(
-    model: str, ranks: int, *, budget: int = 16, pages: int = 96, kv: str = "auto", **changes
+    model: str, ranks: int, *, tp: int = 1, budget: int = 16, pages: int = 96, kv: str = "auto", **changes
 ) -> RankedLoop:
-    """Return a fresh loop of data-parallel ranks. `changes`: of its `SchedulerConfig`."""
-    config, made = executor(model, budget=budget, pages=pages, kv=kv, ep=True, ranks=ranks)
+    """Return a fresh loop of data-parallel ranks of tp devices. `changes`: of its `SchedulerConfig`."""
+    config, made = executor(model, tp=tp, budget=budget, pages=pages, kv=kv, ep=True, ranks=ranks)
     return make_ranked_loop(config, made.programs.context.config, made, **changes)
 
 
@@ -193,8 +193,8 @@ def _staged_with_copies(model: str, stages: int, tp: int, budget: int) -> tuple[
 
 
 @functools.cache
-def _ranks_with_copies(model: str, ranks: int) -> tuple[EngineConfig, Executor]:
-    config, made = executor(model, budget=16, ep=True, ranks=ranks)
+def _ranks_with_copies(model: str, ranks: int, tp: int = 1) -> tuple[EngineConfig, Executor]:
+    config, made = executor(model, tp=tp, budget=16, ep=True, ranks=ranks)
     made.add_page_copies(
         RankCopies(made.page_groups, made.num_pages, config.block_size, made.programs.mesh, (1, 4))
     )
@@ -206,6 +206,7 @@ def offloading_ranked_loop(
     ranks: int,
     host_pages: int,
     *,
+    tp: int = 1,
     costs: FetchCosts = ALWAYS_LOAD,
     disk_folder: Path | None = None,
     **changes,
@@ -214,7 +215,7 @@ def offloading_ranked_loop(
 
     Args: see `offloading_loop`.
     """
-    config, made = _ranks_with_copies(model, ranks)
+    config, made = _ranks_with_copies(model, ranks, tp)
     model_config = open_checkpoint(config.model).model_config
     shapes = [pages.page_shapes() for pages in made.rank_pages()]
     size = max(map(page_size, shapes[0]))

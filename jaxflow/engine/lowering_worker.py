@@ -81,7 +81,7 @@ def make_executor(given: Description) -> Executor:
     """Return the executor whose programs the engine compiles, for lowering only."""
     tp, ranks = given.config.tensor_parallel_size, given.config.data_parallel_size
     jax.config.update("jax_num_cpu_devices", tp * ranks)
-    mesh = make_mesh(tp) if ranks == 1 else make_rank_mesh(ranks)
+    mesh = make_mesh(tp) if ranks == 1 else make_rank_mesh(ranks, tp)
     (stage,) = stages_of((given.model.num_layers,))
     executor = make_stage(
         given.config,

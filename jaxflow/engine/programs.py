@@ -93,9 +93,22 @@ class Programs:
 
         everywhere: the positions of the arguments that all ranks share, such as weights.
         """
+        if DP not in self.mesh.shape:
+            return run
         own = by_rank(self.mesh)
-        specs = tuple(REPLICATED if position in everywhere else own for position in range(arguments))
-        return over_ranks(run, self.mesh, specs, own)
+
+        def spec(position: int, given: Any) -> Any:
+            if position not in everywhere:
+                return own
+            return (
+                {name: self.weight_specs[name] for name in given} if isinstance(given, dict) else REPLICATED
+            )
+
+        def call(*given: Any) -> Any:
+            assert len(given) == arguments
+            return over_ranks(run, self.mesh, tuple(map(spec, range(arguments), given)), own)(*given)
+
+        return call
 
     def _own_slot(self, slot: Array, slots: int) -> Array:
         """Return a slot among all ranks' as the rank's own slot; `slots`,

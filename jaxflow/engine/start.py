@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 from tqdm import tqdm
 
 from jaxflow.config import KV_DTYPES, ConfigError, EngineConfig, ModelConfig, Window
@@ -239,11 +239,16 @@ def _shard_bytes(config: EngineConfig, model: ModelConfig) -> int:
     def shard(leaf: Leaf) -> int:
         arrays, specs = jax.tree.leaves(leaf.struct(jnp.dtype(config.dtype))), jax.tree.leaves(leaf.specs)
         return sum(
-            array.size * array.dtype.itemsize // math.prod(sizes.get(axis, 1) for axis in spec)
+            array.size * array.dtype.itemsize // math.prod(sizes.get(axis, 1) for axis in _axes(spec))
             for array, spec in zip(arrays, specs, strict=True)
         )
 
     return sum(shard(leaf) for leaf in jax.tree.leaves(tree))
+
+
+def _axes(spec: PartitionSpec) -> list[str]:
+    """Return the mesh axes of a partition."""
+    return [axis for part in spec if part for axis in ((part,) if isinstance(part, str) else part)]
 
 
 def _usable_bytes(config: EngineConfig) -> float:
@@ -540,7 +545,7 @@ def _make_stages(
         check_host(config, model)
     stages = stages_of(stage_layers(config, model))
     ranks = config.data_parallel_size
-    meshes = stage_meshes(tp, len(stages)) if ranks == 1 else (make_rank_mesh(ranks),)
+    meshes = stage_meshes(tp, len(stages)) if ranks == 1 else (make_rank_mesh(ranks, tp),)
     is_own = kernels is None
     check_slots(config, model)
     kernels = kernels or choose_kernels(config, model)  # a refusal comes before the weights are read

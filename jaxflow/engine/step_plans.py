@@ -169,9 +169,10 @@ def same_shapes(name: str, model: ModelConfig) -> bool:
 def default_plan(config: EngineConfig, model: ModelConfig) -> str:
     """Return the plan setting of plan=auto: searched if a shipped plan is sure to gain, else sequential.
 
-    No shipped plan was measured with attention spans. config: resolved except for the plan.
+    No shipped plan was measured with attention spans or data-parallel ranks.
+    config: resolved except for the plan.
     """
-    if model.span_classes:
+    if model.span_classes or config.data_parallel_size > 1:
         return "sequential"
     budget = config.max_num_batched_tokens or 0
     return "searched" if any(plan.tokens <= budget for plan in _sure_plans(config, model)) else "sequential"

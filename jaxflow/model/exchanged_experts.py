@@ -49,13 +49,13 @@ def send_to_experts(c: Context, h: Float[Array, "t D"], routing: Routing) -> Rec
 
     routing: `groups` are those of `list_sent`.
     """
-    assert c.expert_axis is not None and routing.groups is not None
+    assert c.rank_axis is not None and routing.groups is not None
     sent, (tokens, chosen) = routing.groups, routing.experts.shape
     with op_scope("expert_dispatch_all_to_all"):
-        counts = lax.all_gather(sent.sizes, c.expert_axis)  # [n, E]: the rows of each device for each expert
+        counts = lax.all_gather(sent.sizes, c.rank_axis)  # [n, E]: the rows of each device for each expert
         groups = _list_received(c, counts, tokens, chosen)
-        there, back = pieces_of(counts, groups.align, lax.axis_index(c.expert_axis))
-        rows = send(h[sent.pairs // chosen], there, c.expert_axis, length=groups.pairs.shape[0])
+        there, back = pieces_of(counts, groups.align, lax.axis_index(c.rank_axis))
+        rows = send(h[sent.pairs // chosen], there, c.rank_axis, length=groups.pairs.shape[0])
     return ReceivedRows(rows, groups, back)
 
 
@@ -68,9 +68,9 @@ def send_back(
 
     y: the outputs of the rows of `ReceivedRows`, in their order. routing: of `send_to_experts`.
     """
-    assert c.expert_axis is not None and routing.groups is not None
+    assert c.rank_axis is not None and routing.groups is not None
     with op_scope("expert_combine_all_to_all"):
-        rows = send(y, back, c.expert_axis, length=routing.groups.pairs.shape[0])
+        rows = send(y, back, c.rank_axis, length=routing.groups.pairs.shape[0])
         return weighted_sum(rows, routing.groups, routing.weights)
 
 
@@ -78,7 +78,7 @@ def _list_received(c: Context, counts: Int[Array, "n E"], tokens: int, chosen: i
     """Return the groups of the rows that this device gets, with room for all that the devices could send."""
     devices, number = counts.shape
     held = number // devices
-    first = lax.axis_index(c.expert_axis) * held
+    first = lax.axis_index(c.rank_axis) * held
     own = lax.dynamic_slice_in_dim(counts.sum(0), first, held)
     most = devices * tokens * min(chosen, held)  # the experts of a token are all different
     expert = jnp.sum((jnp.cumsum(own)[None, :] <= jnp.arange(most)[:, None]).astype(jnp.int32), axis=1)

@@ -19,8 +19,13 @@ from jaxflow.parallel.collectives import gather_rows, scatter_rows
 
 
 def gathers(c: Context) -> bool:
-    """Return whether ranks gather their tokens. False: they exchange pairs, or there is one rank."""
-    return c.exchanges_tokens and lax.axis_size(c.expert_axis) <= c.config.experts_per_token
+    """Return whether ranks gather their tokens. False: they exchange pairs, or there is one rank.
+
+    Ranks of several devices always gather.
+    """
+    if c.rank_axis is None:
+        return False
+    return c.axis is not None or lax.axis_size(c.rank_axis) <= c.config.experts_per_token
 
 
 def gather_tokens(
@@ -39,21 +44,21 @@ def gather_tokens(
       is_token: False for padding; None without padding.
       number: of all experts, or of slots where experts have copies.
     """
-    assert c.expert_axis is not None
+    assert c.rank_axis is not None
     if is_token is not None:
         experts = jnp.where(is_token[:, None], experts, number)
     with op_scope("expert_dispatch_gather"):
         words = lax.bitcast_convert_type(weights, jnp.int32)  # one gather for both
-        h, pairs = gather_rows((h, jnp.concatenate([experts, words], axis=1)), c.expert_axis)
+        h, pairs = gather_rows((h, jnp.concatenate([experts, words], axis=1)), c.rank_axis)
     experts, words = jnp.split(pairs, 2, axis=1)
     return h, experts, lax.bitcast_convert_type(words, weights.dtype)
 
 
 def scatter_sums(c: Context, sums: Float[Array, "n*t D"]) -> Float[Array, "t D"]:
-    """Return the sum over devices of the outputs of this rank's tokens.
+    """Return the sum over the ranks of the outputs of this rank's tokens; a partial sum over its devices.
 
     sums: this device's part of the outputs of all ranks' tokens.
     """
-    assert c.expert_axis is not None
+    assert c.rank_axis is not None
     with op_scope("expert_combine_scatter"):
-        return scatter_rows(sums, c.expert_axis)
+        return scatter_rows(sums, c.rank_axis)

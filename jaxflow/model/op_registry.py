@@ -27,7 +27,8 @@ class Context:
 
     axis: the tensor-parallel mesh axis inside `shard_map`; None on one device.
     expert_axis: the mesh axis over which experts are spread whole; None: every device has a share of each
-      expert. Another axis than `axis` is that of data-parallel ranks, which have tokens of their own.
+      expert. Another axis than `axis` is that of data-parallel ranks, which have tokens of their own. Two
+      axes are that of the ranks and `axis`.
     windows: the window of each layer group of the page table; None for the windows of `config`. A pipeline
       stage's `config` may lack windows that the page table has.
     sms: the SMs that a GEMM, attention, norm or quantization kernel may occupy; None for all.
@@ -40,7 +41,14 @@ class Context:
     sms: int | None = None
     copies: bool = False
     windows: tuple[Window, ...] | None = None
-    expert_axis: str | None = None
+    expert_axis: str | tuple[str, str] | None = None
+
+    @property
+    def rank_axis(self) -> str | None:
+        """Return the mesh axis of data-parallel ranks; None for one rank."""
+        if not self.exchanges_tokens or self.expert_axis is None:
+            return None
+        return self.expert_axis if isinstance(self.expert_axis, str) else self.expert_axis[0]
 
     @property
     def exchanges_tokens(self) -> bool:

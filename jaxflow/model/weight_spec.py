@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxflow.parallel.mesh import DP, TP, sharded
+from jaxflow.parallel.mesh import TP, sharded
 from pallas_kernels.gemm.grouped.block_fp8_format import quantize_block_fp8
 from pallas_kernels.gemm.grouped.int4_format import join_factors, quantize_experts
 from pallas_kernels.gemm.grouped.mxfp4_format import quantize_mxfp4
@@ -91,7 +91,7 @@ class Leaf:
         a checkpoint in 4 bits, by the names of the weights.
       whole_experts: the first axis counts experts, and each device holds some of them whole.
       stored: the bytes and the scales of an `Mxfp4`, by the names of a checkpoint in MXFP4.
-      over_ranks: these devices are the data-parallel ranks.
+      over_ranks: the axes of these devices, of data-parallel ranks; None for one rank.
     """
 
     key: str
@@ -104,14 +104,14 @@ class Leaf:
     scale: "Leaf | None" = None
     whole_experts: bool = False
     stored: "tuple[Leaf, Leaf] | None" = None
-    over_ranks: bool = False
+    over_ranks: str | tuple[str, str] | None = None
     gate_block: int | None = None
 
     @property
     def spec(self) -> PartitionSpec:
         """Return the `PartitionSpec` of the unquantized array."""
         if self.whole_experts and self.over_ranks:
-            return PartitionSpec(DP)
+            return PartitionSpec(self.over_ranks)
         axis = 0 if self.whole_experts else TENSOR_PARALLEL_AXIS.get(self.key)
         return PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, TP)
 

@@ -48,7 +48,7 @@ from jaxflow.model.weight_spec import (
     Piece,
     draw,
 )
-from jaxflow.parallel.mesh import TP, sharded
+from jaxflow.parallel.mesh import DP, TP, sharded
 from pallas_kernels.quantized import BLOCK, BLOCK_ROWS, GROUP, MXFP4_GROUP
 
 Weights = dict[str, Any]
@@ -238,8 +238,10 @@ def _check_cuts(config: ModelConfig, tp: int, expert_parallel: bool, ranks: int)
         not expert_parallel or config.num_experts % tp == 0,
         f"a divisor of the {config.num_experts} experts, which enable_expert_parallel spreads whole",
     )
-    if config.num_experts % ranks:
+    if config.num_experts % (ranks * tp) and ranks > 1:
         accepted = f"a divisor of the {config.num_experts} experts, which are spread over the ranks"
+        if tp > 1:
+            accepted += f" of tensor_parallel_size={tp} devices"
         raise ConfigError("data_parallel_size", ranks, accepted)
     widths = {config.intermediate_size} if not all(layer.experts for layer in config.layers) else set()
     widths |= {config.expert_intermediate_size} if experts and not expert_parallel else set()
@@ -433,8 +435,9 @@ def _layer(
     if not layer.experts:
         tree |= _mlp(config, names, width)
     elif expert_parallel:
+        over_ranks = None if ranks == 1 else DP if tp == 1 else (DP, TP)
         tree |= {
-            key: dataclasses.replace(leaf, whole_experts=key in EXPERT_LEAVES, over_ranks=ranks > 1)
+            key: dataclasses.replace(leaf, whole_experts=key in EXPERT_LEAVES, over_ranks=over_ranks)
             for key, leaf in _experts(config, names, 1).items()
         }
     else:

@@ -43,7 +43,7 @@ def move_slots(mesh: Mesh, specs: Any) -> Wrapped:
     return jax.jit(over_ranks(over_tp, mesh, taken, out), out_shardings=placed)
 
 
-def _moved(old: Any, source: Int[Array, " S"], axis: str) -> Any:
+def _moved(old: Any, source: Int[Array, " S"], axis: str | tuple[str, str]) -> Any:
     """Return this device's new slots. In each turn every device gets one slot, and sends what others get."""
     devices, me = lax.axis_size(axis), lax.axis_index(axis)
     held = jax.tree.leaves(old)[0].shape[0]

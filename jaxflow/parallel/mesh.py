@@ -63,16 +63,20 @@ def stage_meshes(tensor_parallel_size: int, pipeline_parallel_size: int) -> tupl
     return tuple(meshes if jax.process_count() == 1 else reversed(meshes))
 
 
-def make_rank_mesh(data_parallel_size: int) -> Mesh:
-    """Return a mesh of one device for each of several data-parallel ranks.
+def make_rank_mesh(data_parallel_size: int, tensor_parallel_size: int = 1) -> Mesh:
+    """Return a mesh of `tensor_parallel_size` devices for each of several data-parallel ranks.
 
     Raises:
       ConfigError: there are fewer devices.
     """
-    devices, ranks = jax.devices(), data_parallel_size
-    if ranks > len(devices):
-        raise ConfigError("data_parallel_size", ranks, f"at most the {len(devices)} devices that are here")
-    return Mesh(np.array(devices[:ranks]).reshape(ranks, 1), (DP, TP))
+    devices, ranks, tp = jax.devices(), data_parallel_size, tensor_parallel_size
+    if ranks * tp > len(devices):
+        here = f"the {len(devices)} devices that are here"
+        accepted = f"at most {here}"
+        if tp > 1:
+            accepted = f"at most {len(devices) // tp}: each rank takes tensor_parallel_size={tp} of {here}"
+        raise ConfigError("data_parallel_size", ranks, accepted)
+    return Mesh(np.array(devices[: ranks * tp]).reshape(ranks, tp), (DP, TP))
 
 
 def ranks_of(mesh: Mesh) -> int:
@@ -95,12 +99,14 @@ def axis_of(mesh: Mesh) -> str | None:
     return TP if mesh.shape[TP] > 1 else None
 
 
-def expert_axis_of(mesh: Mesh) -> str | None:
-    """Return the axis that experts are spread over whole: of the ranks if there are several.
+def expert_axis_of(mesh: Mesh) -> str | tuple[str, str] | None:
+    """Return the axes that experts are spread over whole: all that have several devices.
 
     None on one device.
     """
-    return DP if ranks_of(mesh) > 1 else axis_of(mesh)
+    if ranks_of(mesh) == 1:
+        return axis_of(mesh)
+    return DP if axis_of(mesh) is None else (DP, TP)
 
 
 def place(array: np.ndarray | np.generic, sharding: NamedSharding) -> jax.Array:
@@ -121,14 +127,17 @@ def sharded(mesh: Mesh, spec: PartitionSpec) -> NamedSharding:
 
 
 def over_shards(fn: Callable, mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable:
-    """Return `fn` as a function over the tensor-parallel devices of a mesh, or `fn` itself on one device."""
-    if axis_of(mesh) is None:
+    """Return `fn` as a function over the tensor-parallel devices of a mesh, or `fn` itself on one device.
+
+    Of several ranks, `fn` itself: `over_ranks` makes a function over all devices.
+    """
+    if axis_of(mesh) is None or DP in mesh.shape:
         return fn
     return jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 def over_ranks(fn: Callable, mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable:
-    """Return `fn` as a function over the data-parallel ranks of a mesh, or `fn` itself for one rank."""
+    """Return `fn` as a function over the devices of all data-parallel ranks, or `fn` itself for one rank."""
     if DP not in mesh.shape:
         return fn
     return jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)

@@ -20,7 +20,7 @@ from jaxflow.model.attention_spans import with_spans
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.op_registry import Context
 from jaxflow.model.weights import shapes, shardings
-from jaxflow.parallel.mesh import DP, TP, axis_of
+from jaxflow.parallel.mesh import DP, TP, axis_of, expert_axis_of
 from jaxflow.pipeline.compiler import compile_plan
 from jaxflow.pipeline.handwritten import sequential_plan
 from pallas_kernels.gemm.api import HopperGemm
@@ -64,13 +64,13 @@ def compiled(
         kernels = kernel_set_for(
             "gpu", "9.0", **heads, page_size=64, dtype="bfloat16", kv_dtype=kv, device="NVIDIA H200"
         )
-    mesh = h200.h200_mesh((tp,), hosts=hosts) if ranks == 1 else h200.h200_mesh((ranks, 1), (DP, TP))
+    mesh = h200.h200_mesh((tp,), hosts=hosts) if ranks == 1 else h200.h200_mesh((ranks, tp), (DP, TP))
     options = {"quantization": quantization, "kv_scales": kv == "float8_e4m3fn"}
     options |= {"expert_parallel": ranks > 1, "ranks": ranks}
     specs = shardings(config, mesh, **options)
     weights = h200.abstract(mesh, shapes(config, tp, jnp.bfloat16, **options), specs)
     layout = StepLayout(tokens, min(tokens, 256), 256, 64, (), len(config.windows))
-    context = Context(config, kernels, axis_of(mesh), expert_axis=DP if ranks > 1 else None)
+    context = Context(config, kernels, axis_of(mesh), expert_axis=expert_axis_of(mesh) if ranks > 1 else None)
     programs = Programs(context, mesh, specs)
     plan = sequential_plan(config, tokens, tp)
     forward = compile_plan(plan, config, tp, quantized=quantization == "fp8")
@@ -146,6 +146,19 @@ def test_data_parallel_ranks_gather_their_tokens():
     kinds = [thunk.kind for thunk in step.thunks]
     assert kinds.count("kAllGather") == kinds.count("kReduceScatter") == LAYERS
     assert not any("AllToAll" in kind or "AllReduce" in kind for kind in kinds)
+
+
+@pytest.mark.slow
+def test_data_parallel_ranks_of_two_devices_sum_twice_a_layer():
+    """Two ranks of two devices. The sum over a rank's devices follows attention, and the scatter of the
+    experts' sums over the ranks.
+    """
+    step, executor = compiled("qwen3-30b-a3b", 2048, ranks=2, tp=2)
+    check(step, executor, temporary=0.4)
+    kinds = [thunk.kind for thunk in step.thunks]
+    assert kinds.count("kAllGather") == kinds.count("kReduceScatter") == LAYERS
+    assert kinds.count("kAllReduce") == 2 * LAYERS + 1  # the first one adds the parts of the embedding
+    assert not any("AllToAll" in kind for kind in kinds)
 
 
 @pytest.mark.slow

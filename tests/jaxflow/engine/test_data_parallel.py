@@ -43,6 +43,19 @@ def test_goldens(model, ranks, goldens):
             assert leaf.addressable_shards[0].data.shape == (held, *rest)
 
 
+@pytest.mark.parametrize("model", MIXTURES)
+def test_goldens_of_ranks_of_two_devices(model, goldens):
+    """Each rank shares its heads, and all devices share the experts."""
+    golden = goldens(model)
+    engine = toy.ranked_loop(model, 2, tp=2)
+    check(golden, toy.run(engine, requests(golden)))
+    layer = engine.executor.weights["layers"][-1]
+    assert [layer["expert_down"].addressable_shards[i].index[0].start or 0 for i in range(4)] == [
+        i * layer["expert_down"].shape[0] // 4 for i in range(4)
+    ]
+    assert layer["out_proj"].addressable_shards[0].data.shape[1] * 2 == layer["out_proj"].shape[1]
+
+
 def drawn_requests(count: int = 12) -> list[Request]:
     """Return requests of every kind of sampling, with prompts of a few tokens to several steps."""
     rng = np.random.default_rng(5)
@@ -129,6 +142,11 @@ class TestTheTokensOfOneDevice:
         same(toy.run(engine, given[:8], at_step={5: given[8:]}), of_one_device(given))
         assert is_clean(engine)
         assert all(rank.stats(0).completion_tokens for rank in engine.ranks)
+
+    def test_for_every_kind_of_request_on_ranks_of_two_devices(self):
+        engine, given = toy.ranked_loop(MODEL, 2, tp=2), drawn_requests()
+        same(toy.run(engine, given[:8], at_step={5: given[8:]}), of_one_device(given))
+        assert is_clean(engine)
 
     def test_when_ranks_pre_empt(self):
         """The ranks pre-empt at different times, and each of them takes back pages of its own pool."""
@@ -295,8 +313,8 @@ def test_a_served_model_compiles_nothing_and_answers_as_one_device():
     ("settings", "field"),
     [
         ({"enable_expert_parallel": False}, "enable_expert_parallel"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
+        ({"tensor_parallel_size": 2, "enable_eplb": True}, "enable_eplb"),
         ({"coordinator": "auto"}, "coordinator"),
         ({"attention_spans": "spans.json"}, "attention_spans"),
         ({"batch_tpot_ms": 50.0}, "batch_tpot_ms"),
@@ -306,22 +324,24 @@ def test_a_served_model_compiles_nothing_and_answers_as_one_device():
 )
 def test_what_ranks_lack_is_refused(settings, field):
     given = {"data_parallel_size": 2, "enable_expert_parallel": True} | settings
-    with pytest.raises(ConfigError, match=f"{field}=.*with data_parallel_size over 1|positive") as caught:
+    with pytest.raises(ConfigError, match=f"{field}=.*with data.parallel|positive") as caught:
         EngineConfig("m", **given)
     assert caught.value.field == field
 
 
 @pytest.mark.parametrize(
-    ("model", "changes", "ranks", "setting", "accepted"),
+    ("model", "changes", "ranks", "tp", "setting", "accepted"),
     [
-        ("tiny-mixtral", {"num_experts": 6}, 4, "data_parallel_size=4", "a divisor of the 6"),
-        ("tiny-llama", {}, 2, "enable_expert_parallel=True", "False for a model without experts"),
-        ("tiny-mixtral", {}, 8, "data_parallel_size=8", "at most the 4 devices"),
+        ("tiny-mixtral", {"num_experts": 6}, 4, 1, "data_parallel_size=4", "a divisor of the 6"),
+        ("tiny-mixtral", {"num_experts": 6}, 2, 2, "data_parallel_size=2", "a divisor of the 6 .* of tensor"),
+        ("tiny-llama", {}, 2, 1, "enable_expert_parallel=True", "False for a model without experts"),
+        ("tiny-mixtral", {}, 8, 1, "data_parallel_size=8", "at most the 4 devices"),
+        ("tiny-mixtral", {}, 4, 2, "data_parallel_size=4", "at most 2: each rank takes tensor_parallel"),
     ],
-    ids=["a remainder", "no experts", "too few devices"],
+    ids=["a remainder", "a remainder of four", "no experts", "too few devices", "too few for two a rank"],
 )  # fmt: skip
 def test_what_cannot_be_spread_is_refused_before_a_weight_is_read(
-    model, changes, ranks, setting, accepted, monkeypatch
+    model, changes, ranks, tp, setting, accepted, monkeypatch
 ):
     checkpoint = open_checkpoint(str(paths.MODELS / model))
     changed = dataclasses.replace(checkpoint.model_config, **changes)
@@ -333,6 +353,7 @@ def test_what_cannot_be_spread_is_refused_before_a_weight_is_read(
         LLM(
             str(paths.MODELS / model),
             data_parallel_size=ranks,
+            tensor_parallel_size=tp,
             enable_expert_parallel=True,
             max_num_batched_tokens=16,
             max_num_seqs=4,

@@ -89,10 +89,12 @@ def total(engine, count):
     return sum(count(rank.scheduler.tiers) for rank in engine.ranks)
 
 
-@pytest.mark.parametrize("host_pages", [400, 10], ids=["roomy", "full"])
-def test_the_tokens_of_one_device_through_host_disk_and_pre_emption(case, host_pages, tmp_path):
+@pytest.mark.parametrize(
+    ("host_pages", "tp"), [(400, 1), (10, 1), (10, 2)], ids=["roomy", "full", "two devices a rank"]
+)
+def test_the_tokens_of_one_device_through_host_disk_and_pre_emption(case, host_pages, tp, tmp_path):
     given, expected = case
-    engine = small_loop(host_pages, disk_folder=tmp_path)
+    engine = small_loop(host_pages, tp=tp, disk_folder=tmp_path)
     assert tokens(run(engine, given)) == expected
     compilations = engine.executor.compilations  # a toy engine compiles a step at its first use
     assert tokens(run(engine, given)) == expected
