@@ -25,6 +25,7 @@ from jax._src.lib import xla_client
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 
+from jaxflow.engine.kernel_threads import kernels_of, start_kernels
 from jaxflow.pipeline.choice import is_sequential
 from jaxflow.pipeline.plan import Plan
 from pallas_kernels.kernel_set import has_bounded
@@ -101,7 +102,7 @@ def target_mesh(target: Target, mesh: Mesh) -> Mesh:
 def compile_for(
     mesh: Mesh, fn: jax.stages.Wrapped, args: tuple, options: dict[str, Any]
 ) -> jax.stages.Compiled:
-    """Return a jitted function, compiled for a mesh of `target_mesh`.
+    """Return a jitted function, compiled for a mesh of `target_mesh`. Its Mosaic kernels compile at once.
 
     args: arrays or shapes with `NamedSharding`s of a mesh of the same shape.
     """
@@ -110,7 +111,9 @@ def compile_for(
         sharding = NamedSharding(mesh, a.sharding.spec, memory_kind=a.sharding.memory_kind)
         return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
 
-    return fn.lower(*jax.tree.map(placed, args)).compile(compiler_options=options)
+    lowered = fn.lower(*jax.tree.map(placed, args))
+    start_kernels(mesh, kernels_of(lowered.compiler_ir("stablehlo")), options)
+    return lowered.compile(compiler_options=options)
 
 
 def machine_code(compiled: jax.stages.Compiled) -> bytes:
