@@ -16,6 +16,7 @@ from pallas_kernels.quantized import Int4, Quantized
 
 _LANES = 64  # the columns of a term are a multiple of this number
 _MOST_TERMS = 48  # XLA takes longer to compile a fused sum of more terms, which runs no faster
+_MOST_SLICES = 12  # XLA writes the bits of e4m3 numbers to memory if more than 15 slices read them
 _OVER_FLOAT16 = 256.0  # 2^(15 - 7), of the biases of the exponents of float16 and e4m3
 
 
@@ -74,14 +75,15 @@ def _sum_of_terms(x: Float[Array, "1 K"], w: Shaped[Array, "N K"], terms: int) -
     among the cores. A sum over all columns in the same loop would add one number at a time, and the loop
     would compute x anew for every row. So barriers keep both outside.
     """
-    width = w.shape[1] // terms
-    if w.dtype == jnp.float8_e4m3fn:
-        x, w = x * _OVER_FLOAT16, _bits(w)
-    x = lax.optimization_barrier(x)
-    total = _to_float32(w[:, :width]) * x[:, :width]
-    for start in range(width, w.shape[1], width):
-        columns = slice(start, start + width)
-        total = total + _to_float32(w[:, columns]) * x[:, columns]
+    width, is_e4m3 = w.shape[1] // terms, w.dtype == jnp.float8_e4m3fn
+    x = lax.optimization_barrier(x * _OVER_FLOAT16 if is_e4m3 else x)
+    total, numbers = jnp.float32(0), w
+    for term in range(terms):
+        if is_e4m3 and term % _MOST_SLICES == 0:
+            w = lax.optimization_barrier(w)
+            numbers = _bits(w)
+        columns = slice(term * width, (term + 1) * width)
+        total = total + _to_float32(numbers[:, columns]) * x[:, columns]
     return lax.optimization_barrier(total).sum(-1)[None]
 
 
