@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given
@@ -10,7 +12,7 @@ from small_engine import MODEL
 
 from jaxflow.bench.__main__ import main
 from jaxflow.bench.engine.sarathi import LLAMA_13B
-from jaxflow.bench.sarathi.clock import PredictedClock
+from jaxflow.bench.sarathi.clock import EqualRequests, PredictedClock
 from jaxflow.bench.sarathi.engine_clock import sized
 from jaxflow.bench.sarathi.figures import (
     FIGURES,
@@ -29,14 +31,35 @@ from jaxflow.bench.sarathi.figures import (
     without_keys,
 )
 from jaxflow.config import ConfigError, EngineConfig
+from jaxflow.model.composition import Composition
 from jaxflow.model.cost import DEVICES
 
 SETTING = Setting(LLAMA_13B, batches=(1, 2, 4, 18))
 
 
+class RememberingClock(PredictedClock):
+    """A clock that predicts each step and each run once for all tests: figures share them."""
+
+    step_times: ClassVar[dict[Composition, float]] = {}
+    run_times: ClassVar[dict[EqualRequests, float]] = {}
+
+    def __init__(self, step_s: Callable[[Composition], float]):
+        super().__init__(lambda step: remembered(self.step_times, step, step_s))
+
+    def _run_s(self, run: EqualRequests) -> float:
+        return remembered(self.run_times, run, super()._run_s)
+
+
+def remembered(known: dict, key: Any, make: Callable[[Any], float]) -> float:
+    """Return the value of a key, made at the first call."""
+    if key not in known:
+        known[key] = make(key)
+    return known[key]
+
+
 @pytest.fixture
 def clock():
-    return PredictedClock.of_model(LLAMA_13B, DEVICES["RTX A6000"].rates)
+    return RememberingClock.of_model(LLAMA_13B, DEVICES["RTX A6000"].rates)
 
 
 def test_a_decode_beside_a_chunk_is_about_ten_times_cheaper(clock):

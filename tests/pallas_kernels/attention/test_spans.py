@@ -100,17 +100,19 @@ def test_spans_of_at_least_the_length_are_dense_bit_for_bit(lengths, sinks, more
 def test_a_head_sees_its_sinks_and_its_span(lengths, drawn, sinks):
     lengths, spans = [*lengths, 700], np.asarray([*drawn, 3, 70]).reshape(6, 2)
     q, k, v, table, sized = batch(lengths)
-    got = decode(q, k, v, table, sized, spans=jnp.asarray(spans), sinks=sinks)
+    got = np.asarray(decode(q, k, v, table, sized, spans=jnp.asarray(spans), sinks=sinks))
+    # NumPy takes parts of arrays: JAX would compile a program for each shape.
+    queries_of, keys_of, values_of, pages_of = map(np.asarray, (q, k, v, table))
     for row, length in enumerate(lengths):
         if not length:
             assert not got[row].any()
             continue
-        ids = np.asarray(table[row, : -(-length // PAGE)])
-        keys, values = (np.asarray(x)[ids].swapaxes(0, 1).reshape(2, -1, 8)[:, :length] for x in (k, v))
+        ids = pages_of[row, : -(-length // PAGE)]
+        keys, values = (x[ids].swapaxes(0, 1).reshape(2, -1, 8)[:, :length] for x in (keys_of, values_of))
         at = np.arange(length)
         seen = np.stack([(at >= length - span) | (at < sinks) for span in spans[row]])
-        want = masked(np.asarray(q[row]).reshape(2, 2, 8), keys, values, seen, 0.1)
-        np.testing.assert_allclose(np.asarray(got[row]).reshape(2, 2, 8), want, rtol=2e-5, atol=2e-6)
+        want = masked(queries_of[row].reshape(2, 2, 8), keys, values, seen, 0.1)
+        np.testing.assert_allclose(got[row].reshape(2, 2, 8), want, rtol=2e-5, atol=2e-6)
     # A chunk of one token sees what a decode row sees.
     chunks = [(row, int(length > 0), row, max(length - 1, 0)) for row, length in enumerate(lengths)]
     same = chunk(q, k, v, table, jnp.asarray(chunks, jnp.int32), spans=jnp.asarray(spans), sinks=sinks)
@@ -173,8 +175,8 @@ def test_the_pieces_are_the_seen_pages_of_every_head_cut_evenly(lengths, drawn, 
 @given(lengths=LENGTHS, drawn=st.lists(SPANS, min_size=3, max_size=3), sinks=SINKS)
 def test_a_stack_holds_the_list_of_each_choice_of_spans(lengths, drawn, sinks):
     sized, spans, workers = jnp.asarray(lengths, jnp.int32), jnp.asarray(drawn).reshape(3, 5, 2), 6
-    stack = stack_decodes(sized, 2, workers, spans, sinks)
-    for i, own in enumerate(spans):
+    stack = jax.tree.map(np.asarray, stack_decodes(sized, 2, workers, spans, sinks))
+    for i, own in enumerate(np.asarray(spans)):
         wanted = cut_decodes(sized, 2, workers, None, own, sinks)
         for one, of_all in zip(jax.tree.leaves(wanted), jax.tree.leaves(stack), strict=True):
             np.testing.assert_array_equal(of_all[i, : len(one)], one)

@@ -1,5 +1,6 @@
 """The cost model against FlexGen's measured block latencies, and the fit to such runs."""
 
+import functools
 import itertools
 
 import msgspec
@@ -66,12 +67,14 @@ def test_the_search_finds_policies_like_the_authors(model, measured):
 PACKED = load_runs(paths.ROOT / "search" / "placement" / "runs" / "t4-4-bit.json")
 
 
-def test_runs_in_4_bits_are_predicted_by_the_fit_to_the_others():
+def test_runs_in_4_bits_are_predicted_by_the_fit_to_the_others(monkeypatch):
     """FlexGen in 4 bits on three models, five lengths, with each of the 15 policies held out in turn.
 
     One rate is fitted. The throughput of a held-out policy is within 30 %, and within 15 % on average; with
     16-bit constants alone it is up to 3.8 times the measured one.
     """
+    # The fits read the same few models.
+    monkeypatch.setattr(machine_runs, "_workload", functools.cache(machine_runs._workload))
     held_out = []
     for i, run in enumerate(PACKED.runs):
         others = msgspec.structs.replace(PACKED, runs=PACKED.runs[:i] + PACKED.runs[i + 1 :])

@@ -54,15 +54,25 @@ def cache(seed: int, lengths, rank: int = RANK):
     return both[..., rank:], both[..., :rank], table
 
 
+@functools.cache  # equal shapes of several tests are compiled once
+def kernel(scale: float, sms: int):
+    return jax.jit(
+        functools.partial(decode_attention, scale=scale, sms=sms, interpret=plgpu.InterpretGPUParams())
+    )
+
+
+@functools.cache
+def plain(scale: float):
+    return jax.jit(functools.partial(reference.decode_attention, scale=scale))
+
+
 def run(q, pages, table, lengths, *, sms: int, scale: float = SCALE, into=None):
     """Return the kernel in the interpreter, and its reference in float32."""
     lengths = jnp.asarray(lengths, jnp.int32)
-    kernel = functools.partial(decode_attention, scale=scale, sms=sms, interpret=plgpu.InterpretGPUParams())
-    got = jax.jit(kernel)(q, *pages, table, lengths, into=into)
+    got = kernel(scale, sms)(q, *pages, table, lengths, into=into)
     known = [jnp.asarray(np.nan_to_num(np.asarray(x, np.float32))) for x in pages]
     into = None if into is None else into.astype(jnp.float32)
-    plain = jax.jit(functools.partial(reference.decode_attention, scale=scale))
-    return got, np.asarray(plain(q.astype(jnp.float32), *known, table, lengths, into=into))
+    return got, np.asarray(plain(scale)(q.astype(jnp.float32), *known, table, lengths, into=into))
 
 
 @pytest.mark.parametrize(
