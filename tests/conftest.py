@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import gc
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -54,6 +55,9 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("jaxflow")
 # Hypothesis also draws constants of the imported modules. Each worker imports others, and reads them for 2 s.
 providers._get_local_constants = providers.Constants
+
+# The first part of the names of the project's loggers. The servers log by absl.
+LOGGERS = ("jaxflow", "pallas_kernels", "search", "serving", "absl", "root", "__main__")
 
 # Files of 10 s and more on two cores, the longest first. test_measure is left out: it measures times, and
 # runs better next to short tests. test_pipeline_stages needs an engine of test_goldens. The workers begin
@@ -237,6 +241,21 @@ def goldens() -> Callable[[str], dict[str, Any]]:
 @pytest.fixture(scope="session")
 def smollm2_gguf() -> Path:
     return default_model()
+
+
+@pytest.fixture
+def caplog(caplog):
+    """Keep only the records of the project's loggers, so that a test can count them.
+
+    A thread or a lost object of an earlier test may make another library log at any time.
+    """
+    caplog.handler.addFilter(is_of_the_project)
+    yield caplog
+    caplog.handler.removeFilter(is_of_the_project)
+
+
+def is_of_the_project(record: logging.LogRecord) -> bool:
+    return record.name.partition(".")[0] in LOGGERS
 
 
 @pytest.fixture

@@ -89,7 +89,8 @@ def test_the_experts_of_devices_are_the_layer_of_one_device(routing, padding, ga
     h = jnp.asarray(rng.normal(size=(tokens, CONFIG.hidden_size)), jnp.float32)
     given = jnp.asarray(experts, jnp.int32), jnp.asarray(rng.random((tokens, CHOSEN)), jnp.float32)
     site, one = Site(Context(CONFIG, REFERENCE), w), Routing(*given)
-    wanted = np.asarray(ops.expert_down(site, ops.expert_up_gate(site, h, one), one))
+    whole = jax.jit(lambda h: ops.expert_down(site, ops.expert_up_gate(site, h, one), one))
+    wanted = np.asarray(whole(h))
     monkeypatch.setattr(exchanged_experts, "send", send_with_nan)
     monkeypatch.setattr(ops, "gathers", lambda c: gather and c.exchanges_tokens)
     for align in (1, 8):
