@@ -24,11 +24,12 @@ class ConfigError(ValueError):
 class Rope:
     """Rotary position embedding of one layer, and its context extension (`jaxflow.model.rope`).
 
-    part: the part of a head's columns that rotates. In checkpoints these are the head's first columns.
+    part: the part of a head's columns that rotates. In checkpoints these are the head's first columns, or
+      with `proportional` the first columns of each half.
     """
 
     theta: float
-    scaling: Literal["default", "linear", "llama3", "yarn"] = "default"
+    scaling: Literal["default", "linear", "llama3", "yarn", "proportional"] = "default"
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -80,6 +81,9 @@ class Layer:
     experts: bool = False  # a mixture of experts instead of a dense MLP
     spans: tuple[Span, ...] | None = None  # of each KV head; None: all heads have `window`
     head_groups: tuple[int, ...] = ()  # with spans: the page group of each KV head
+    num_kv_heads: int | None = None  # None: the model's. Layers of one window have the same head shape.
+    head_dim: int | None = None  # None: the model's
+    keys_are_values: bool = False  # one projection makes the keys and the values
 
     @property
     def group_heads(self) -> dict[int, tuple[int, ...]]:
@@ -158,6 +162,7 @@ class ModelConfig:
     out_proj_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    value_norm: bool = False  # values are normed, without a weight
     learned_position_offset: int | None = None  # OPT: row of position 0 in the position table
     attention_scale: float | None = None  # None: 1 / sqrt(H)
     attention_soft_cap: float | None = None
@@ -173,6 +178,9 @@ class ModelConfig:
     router: SigmoidRouter | None = None  # None: the scores are a softmax over all experts
     shared_expert_intermediate_size: int = 0  # the width of all shared experts together; 0 for none
     prediction_layers: int = 0  # layers after the last one, which predict further tokens and are ignored
+    router_scales: bool = False  # factors of the router's input, by column, and of its weights, by expert
+    branch_norms: bool = False  # norms of their own for the shared and the routed experts of a layer
+    layer_scalars: bool = False  # a factor of the residual stream after each layer
     router_bias: bool = False
     expert_bias: bool = False
     bos_token_id: int | None = None
@@ -183,6 +191,19 @@ class ModelConfig:
     def num_layers(self) -> int:
         """Return L, the number of layers."""
         return len(self.layers)
+
+    @property
+    def head_shapes(self) -> set[tuple[int, int]]:
+        """Return the distinct (number of KV heads, head width) of the layers."""
+        layers = (self.for_layer(layer) for layer in set(self.layers))
+        return {(own.num_kv_heads, own.head_dim) for own in layers}
+
+    def for_layer(self, layer: Layer) -> "ModelConfig":
+        """Return the config with the KV heads and the head width of a layer."""
+        if layer.num_kv_heads is None and layer.head_dim is None:
+            return self
+        heads, width = layer.num_kv_heads or self.num_kv_heads, layer.head_dim or self.head_dim
+        return dataclasses.replace(self, num_kv_heads=heads, head_dim=width)
 
     @property
     def scale(self) -> float:
@@ -223,13 +244,19 @@ class ModelConfig:
 
 
 def check_has_heads(model: ModelConfig, what: str) -> None:
-    """Refuse a model with latent attention for what needs keys and values by head. Raises: ConfigError."""
+    """Refuse a model for what needs keys and values by head, of one shape in all layers.
+
+    Raises: ConfigError.
+    """
     if model.latent is not None:
         raise ConfigError(
             "model",
             model.architecture,
             f"a model without latent attention: {what} needs keys and values by head",
         )
+    if len(model.head_shapes) > 1:
+        accepted = f"a model whose layers have equal heads: {what} needs one head width in all layers"
+        raise ConfigError("model", model.architecture, accepted)
 
 
 def gate_block(intermediate_size: int) -> int:

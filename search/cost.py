@@ -38,11 +38,12 @@ def define_flags() -> None:
 
 def check_gpus(name: str, model: ModelConfig, gpus: int) -> None:
     """Raises: ConfigError for a number of GPUs that does not divide the model's heads."""
-    heads, kv_heads = model.num_heads, model.num_kv_heads
+    heads = model.num_heads
     if heads % gpus:
         raise ConfigError("gpus", gpus, f"a divisor of {name}'s {heads} heads")
-    if kv_heads % gpus and gpus % kv_heads:
-        raise ConfigError("gpus", gpus, f"a divisor or a multiple of {name}'s {kv_heads} key/value heads")
+    for kv_heads, _ in model.head_shapes:
+        if kv_heads % gpus and gpus % kv_heads:
+            raise ConfigError("gpus", gpus, f"a divisor or a multiple of {name}'s {kv_heads} key/value heads")
 
 
 def check_lengths(name: str, model: ModelConfig, prompt: int, output: int) -> None:

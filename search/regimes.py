@@ -136,7 +136,8 @@ def request_bytes(config: ModelConfig, prompt: float, output: float, widths: Wid
     """Return the KV bytes of one request, averaged over its output: p + d / 2 tokens, on all devices
     together.
     """
-    return sum(config.kv_width * widths.kv for _ in config.layers) * (prompt + output / 2)
+    cached = sum(config.for_layer(layer).kv_width for layer in config.layers) * widths.kv
+    return cached * (prompt + output / 2)
 
 
 def largest_batch(

@@ -18,6 +18,7 @@ import transformers
 DATA = Path(__file__).parent / "data"
 MARGIN = 0.04  # least gap of the two best logits: tests allow 1e-3
 PROMPTS, NEW_TOKENS, BEST = (1, 7, 33, 150), 32, 5
+TIED = 16  # tied embeddings are so much smaller, so that a token does not predict itself
 PROBES = [0, 5, 170, 511]  # vocabulary ids
 
 COMMON = {
@@ -95,6 +96,55 @@ MODELS["tiny-deepseek_v3"] = (
         "moe_layer_freq": 1,
     },
 )
+MODELS["tiny-gemma4_text"] = (
+    20400003,
+    {
+        "architectures": ["Gemma4ForCausalLM"],
+        "model_type": "gemma4_text",
+        **{key: value for key, value in COMMON.items() if key != "hidden_act"},
+        "hidden_activation": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+        "pad_token_id": 0,
+        "num_key_value_heads": 2,
+        "num_global_key_value_heads": 1,
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "attention_k_eq_v": True,
+        "attention_bias": False,
+        "rms_norm_eps": 1e-6,
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "full_attention": {
+                "rope_type": "proportional",
+                "rope_theta": 1000000.0,
+                "partial_rotary_factor": 0.25,
+            },
+        },
+        "final_logit_softcapping": 30.0,
+        "enable_moe_block": True,
+        "num_experts": 8,
+        "top_k_experts": 3,
+        "moe_intermediate_size": 32,
+        "hidden_size_per_layer_input": 0,
+        "num_kv_shared_layers": 0,
+        "use_double_wide_mlp": False,
+        "use_bidirectional_attention": "vision",
+    },
+)
+MODELS["tiny-gemma4_dense"] = (
+    20400004,
+    {
+        **MODELS["tiny-gemma4_text"][1],
+        "num_global_key_value_heads": None,
+        "attention_k_eq_v": False,
+        "enable_moe_block": False,
+        "num_experts": None,
+        "top_k_experts": None,
+        "moe_intermediate_size": None,
+    },
+)
 FORMAT = {
     "prompt_ids": "input token ids; nothing is added to them (no BOS)",
     "prompt_logprobs": "log-softmax of prompt_ids[i+1] given prompt_ids[:i+1], i = 0..len-2",
@@ -161,17 +211,21 @@ def random_model(folder: Path, seed: int) -> Any:
     model = model.float().eval()
     rng = torch.Generator().manual_seed(seed)
     for name, tensor in sorted({**dict(model.named_parameters()), **dict(model.named_buffers())}.items()):
-        if "inv_freq" in name:
+        if "inv_freq" in name or name.endswith("embed_scale"):
             continue
         drawn = torch.randn(tensor.shape, generator=rng)
-        if "norm" in name:
+        if name == "model.norm.weight" and config.tie_word_embeddings:
+            tensor.copy_(TIED * (1 + 0.2 * drawn))
+        elif "norm" in name or name.endswith("scale"):
             tensor.copy_(1 + 0.2 * drawn)
+        elif name.endswith("layer_scalar"):
+            tensor.copy_(0.7 + 0.1 * drawn)
         elif "e_score_correction_bias" in name:
             tensor.copy_(0.2 * drawn)
         elif name.endswith("bias"):
             tensor.copy_(0.3 * drawn)
         elif "embed_tokens" in name:
-            tensor.copy_(drawn)
+            tensor.copy_(drawn / TIED if config.tie_word_embeddings else drawn)
         elif name.endswith("lm_head.weight"):
             tensor.copy_(drawn * 4 / tensor.shape[-1] ** 0.5)
         else:

@@ -33,6 +33,13 @@ SLOW_CASES = {
     r"TestGoldens::test_(chunked_prefill|pre_empted_half_way|warm_prefix)\w*\[(.*-)?tiny-gpt_oss\]": (
         "tiny-gemma2 has the same page groups, and a batch with others has chunks of many sizes"
     ),
+    r"test_goldens\.py::TestGoldens::test_(chunked_prefill|pre_empted_half_way|warm_prefix|prompt_logprobs)"
+    r"\w*\[(.*-)?tiny-gemma4_text\]": (
+        "tiny-gemma2 has two page groups, too, and a batch with others has chunks of many sizes"
+    ),
+    r"test_goldens\.py::TestGoldens::test_\w+\[(.*-)?tiny-gemma4_dense\]": (
+        "test_gemma4 compares its logits, and the engine runs tiny-gemma4_text"
+    ),
     r"test_goldens\.py::TestGoldens::test_prompt_logprobs"
     r"\[tiny-(llama3rope|mistral|qwen2|qwen3|qwen3_moe|glm4_moe|gpt_oss)\]": (
         "their heads are those of tiny-llama and tiny-mixtral, and the cap of tiny-gemma2 runs"
@@ -60,6 +67,10 @@ SLOW_CASES = {
     ),
     r"test_gpt_oss\.py::test_no_part_can_be_left_out_of_the_golden\[(softmax|router|yarn's (frequ|bord))": (
         "the logits of the golden are compared, and parts that are invisible in other models run"
+    ),
+    r"test_gemma4\.py::test_no_part_can_be_left_out_of_the_golden"
+    r"\[the (frequencies|scale|soft cap|size of the router)": (
+        "the logits of the golden are compared, and parts that only weights show run"
     ),
     r"test_sink_logits\.py::test_decode_attention_equals_its_reference\[(None-lengths[02]|unified_max1)": (
         "the case with a window runs, and sinks meet a unified max value in chunk attention"

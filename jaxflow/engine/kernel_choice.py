@@ -58,11 +58,13 @@ def choose_kernels(config: EngineConfig, model: ModelConfig) -> KernelSet:
 def asked_of_kernels(config: EngineConfig, model: ModelConfig) -> dict[str, Any]:
     """Return the arguments of `kernel_set_for`: shapes on one device, dtypes and pages. config: resolved."""
     latent = model.latent  # whose vectors every device has for its own query heads
+    tp = config.tensor_parallel_size
+    # One set serves all layers, so the kernels must take the widest heads and the largest groups.
+    fewest = min(heads for heads, _ in model.head_shapes)
     return {
-        "head_dim": model.head_dim,
-        "queries_per_kv_head": model.num_heads
-        // (model.num_kv_heads if latent is None else config.tensor_parallel_size),
-        "kv_heads": kv_heads(model, config.tensor_parallel_size) // config.tensor_parallel_size,
+        "head_dim": max(width for _, width in model.head_shapes),
+        "queries_per_kv_head": model.num_heads // (fewest if latent is None else tp),
+        "kv_heads": kv_heads(model, tp) // tp,
         "hidden_size": model.hidden_size,
         "page_size": config.block_size,
         "dtype": config.dtype,

@@ -84,10 +84,11 @@ def page_groups(config: ModelConfig, dtype: Any, tp: int) -> tuple[PageGroup, ..
     Full attention is first.
     """
     groups, latent = [], config.latent
-    widths = (config.head_dim,) * 2 if latent is None else (latent.rope_dim, latent.rank)
     for index, window in enumerate(config.windows):
         held = {i: _heads_in(config, i, index, tp) for i in range(config.num_layers)}
         held = {i: heads for i, heads in held.items() if heads}
+        own = config.for_layer(config.layers[min(held)])  # layers of one window have the same head width
+        widths = (own.head_dim,) * 2 if latent is None else (latent.rope_dim, latent.rank)
         groups.append(
             PageGroup(
                 tuple(held),
@@ -107,7 +108,7 @@ def _heads_in(config: ModelConfig, layer: int, group: int, tp: int) -> int:
     own = config.layers[layer]
     if config.span_classes:
         return own.head_groups.count(group)
-    return kv_heads(config, tp) if own.window == config.windows[group] else 0
+    return kv_heads(config.for_layer(own), tp) if own.window == config.windows[group] else 0
 
 
 def kv_heads(config: ModelConfig, tp: int) -> int:

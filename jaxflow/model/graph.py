@@ -208,7 +208,8 @@ def layer_ops(
     tail, y = _block_tail(config, "attn", "y1", tp, widths, scattered, swapped)
     ops += [*tail, *_block_head(config, "mlp", ("x1", y), "2", 4, tp, widths, scattered, wide=experts)]
     ops += _expert_ops(config, tp, widths) if experts else _mlp_ops(config, tp, widths)
-    tail, _ = _block_tail(config, "mlp", "y2", tp, widths, scattered, swapped)
+    sums = 2 if experts and config.branch_norms else 1
+    tail, _ = _block_tail(config, "mlp", "y2", tp, widths, scattered, swapped, sums)
     return (*ops, *tail)
 
 
@@ -236,6 +237,7 @@ def _attention_ops(config: ModelConfig, index: int, tp: int, widths: Widths) -> 
     """Return the attention block's ops, from the normed input to the projection."""
     if config.latent is not None:
         return _latent_ops(config, config.latent, tp, widths)
+    config = config.for_layer(config.layers[index])
     d, h, a = config.hidden_size, config.head_dim, widths.activations
     heads, kv_heads = (
         config.num_heads // tp,
@@ -344,20 +346,24 @@ def _expert_ops(config: ModelConfig, tp: int, widths: Widths) -> list[Op]:
         grouped("expert_down", ("expert_rows", "routing"), (routed,), f * d),
     ]
     if shared:  # the sum of the routed experts is read and added to
-        down = _dense("shared_down", ("a_shared", routed), ("y2",), shared, d, wide, written=2 * d)
+        written = (3 if config.branch_norms else 2) * d
+        down = _dense("shared_down", ("a_shared", routed), ("y2",), shared, d, wide, written=written)
         ops += [_dense("shared_up_gate", ("h2",), ("a_shared",), d, 2 * shared, wide, written=shared), down]
     return ops
 
 
 def _block_tail(
-    config: ModelConfig, block: str, y: str, tp: int, widths: Widths, scattered: bool, swapped: bool
-) -> tuple[list[Op], str]:
+    config: ModelConfig, block: str, y: str, tp: int, widths: Widths, scattered: bool, swapped: bool,
+    sums: int = 1,
+) -> tuple[list[Op], str]:  # fmt: skip
     """Return the ops after a block's last GEMM, and the name of the block's last value.
+
+    sums: the values of D columns side by side that are summed over devices and normed.
 
     The ops are the sum over devices and Gemma's norm. In the swapped form a device adds its partner's partial
     sum, and then the other pair's sum. It sends a full partial sum twice.
     """
-    d, a, ops = config.hidden_size, widths.activations, []
+    d, a, ops = sums * config.hidden_size, widths.activations, []
     if swapped:
         step = Work(d, activation_bytes=3 * d * a, network_bytes=d * a)
         ops += [
@@ -377,7 +383,7 @@ def _block_tail(
                 (y,),
                 (f"{y}_norm",),
                 4 * d / share,
-                2 * d * a / share,
+                (d + config.hidden_size) * a / share,
                 local_rows=scattered,
             )
         )

@@ -130,14 +130,38 @@ def post_attn_norm(c: Context, w: Weights, y: Sum) -> Float[Array, "t D"]:
 
 @op("mlp_norm")
 def mlp_norm(c: Context, w: Weights, x: Float[Array, "t D"], y: Sum) -> tuple[Array, Any]:
-    """Return (x + y, its norm)."""
-    return _add_norm(c, w, "mlp_norm", x, y, quantize=_quantized(w, "up_gate"))
+    """Return (x + y, its norm).
+
+    With a factor of the stream after the layer, the first result has it already, as `post_mlp_norm`'s has. A
+    layer whose branches have norms of their own has no weight here (`ModelConfig.branch_norms`).
+    """
+    w = w | {"mlp_norm": norm_weight(w, "mlp_norm")}
+    x, h = _add_norm(c, w, "mlp_norm", x, y, quantize=_quantized(w, "up_gate"))
+    return _times_layer_scalar(w, x), h
 
 
 @op("post_mlp_norm")
 def post_mlp_norm(c: Context, w: Weights, y: Sum) -> Float[Array, "t D"]:
-    """Return Gemma's norm of the MLP's output."""
-    return _add_norm(c, w, "post_mlp_norm", added(y), None)[1]
+    """Return Gemma's norm of the MLP's output.
+
+    With `ModelConfig.branch_norms`, y of a mixture holds the shared and then the routed experts' output, and
+    the result is the norm of the sum of their norms.
+    """
+    total = added(y)
+    if "post_shared_norm" in w:
+        shared, routed = jnp.split(total, 2, axis=-1)
+        shared = _add_norm(c, w, "post_shared_norm", shared, None)[1]
+        total = shared + _add_norm(c, w, "post_routed_norm", routed, None)[1]
+    return _times_layer_scalar(w, _add_norm(c, w, "post_mlp_norm", total, None)[1])
+
+
+def norm_weight(w: Weights, name: str) -> Float[Array, " D"]:
+    """Return the weight of a layer's norm before a block; ones where each branch of the block has a norm."""
+    return w[name] if name in w else jnp.ones_like(w["attn_norm"])
+
+
+def _times_layer_scalar(w: Weights, x: Array) -> Array:
+    return x * w["layer_scalar"] if "layer_scalar" in w else x
 
 
 def _add_norm(
@@ -261,9 +285,12 @@ def rope_append(
     pages."""
     if c.config.latent is not None:
         return latent_ops.append(c, layer, w, batch, start, stop, fused, kv)
-    rope = None if layer.rope is None else jnp.asarray(inverse_frequencies(layer.rope, c.config.head_dim))
+    h = c.config.for_layer(layer).head_dim
+    rope = None if layer.rope is None else jnp.asarray(inverse_frequencies(layer.rope, h))
+    if c.config.value_norm:
+        fused = _with_normed_values(fused, kv, h, c.config.norm_eps)
     settings: dict[str, Any] = {
-        "head_dim": c.config.head_dim,
+        "head_dim": h,
         "inv_freq": rope,
         "q_norm": w.get("q_norm"),
         "k_norm": w.get("k_norm"),
@@ -291,6 +318,15 @@ def rope_append(
     ]
     queries, k_parts, v_parts = zip(*parts, strict=True)
     return join_heads(layer, queries), (k_parts, v_parts)
+
+
+def _with_normed_values(fused: Float[Array, "t A"], kv: KV, head_dim: int, eps: float) -> Float[Array, "t A"]:
+    """Return the heads of one projection, each value over its root mean square."""
+    keys = kv[0].values if isinstance(kv[0], Quantized) else kv[0]
+    heads = fused.reshape(fused.shape[0], keys.shape[1], -1, head_dim)
+    values = heads[:, :, -1:].astype(jnp.float32)
+    values = values * lax.rsqrt(jnp.mean(values * values, axis=-1, keepdims=True) + eps)
+    return jnp.concatenate([heads[:, :, :-1], values.astype(fused.dtype)], axis=2).reshape(fused.shape)
 
 
 @op("chunk_attention")
@@ -371,7 +407,8 @@ def decode_attention(
 def _attention(c: Context, layer: Layer, w: Weights, kv: KV) -> tuple[KV, dict[str, Any]]:
     """Return the arrays of the cache, and an attention kernel's settings."""
     k, v = kv
-    settings = {"scale": c.config.scale, "window": layer.window, "soft_cap": c.config.attention_soft_cap}
+    scale = c.config.for_layer(layer).scale
+    settings = {"scale": scale, "window": layer.window, "soft_cap": c.config.attention_soft_cap}
     if "unified_max" in w:
         settings["unified_max"] = w["unified_max"]
     if "sink_logits" in w:
@@ -432,7 +469,7 @@ def attention_work(c: Context, layer: Layer, batch: Batch, start: int, stop: int
         return c.kernels.list_chunk_work(
             batch.chunks_in(start, stop), stop - start, **common
         ), batch.page_table[c.group(layer)]
-    group = c.config.num_heads // c.config.num_kv_heads
+    group = c.config.num_heads // c.config.for_layer(layer).num_kv_heads
     made = functools.partial(c.kernels.list_decode_work, lengths, group=group, sms=c.sms, **common)
     if layer.spans is None:
         return made(kv_heads=kv_heads), batch.page_table[c.group(layer), rows]
@@ -552,7 +589,10 @@ def _num_held(c: Context, w: Weights) -> int:
 
 def _choose(c: Context, w: Weights, h: Float[Array, "t D"]) -> tuple[Int[Array, "t e"], Float[Array, "t e"]]:
     """Return the experts of each token, and their weights."""
+    h = _columns(w, "router_columns", h)
     scores = c.kernels.gemm(h, w["router"], w.get("router_bias"), out_dtype=jnp.float32)
+    if c.config.router_scales:
+        scores = scores * c.config.hidden_size**-0.5
     top_k = functools.partial(c.kernels.top_k, sms=c.sms)
     if c.config.router is not None:
         return choose_experts(scores, w["score_bias"], c.config, top_k=top_k)
@@ -560,7 +600,14 @@ def _choose(c: Context, w: Weights, h: Float[Array, "t D"]) -> tuple[Int[Array, 
         weights, experts = top_k(scores, c.config.experts_per_token, softmax=True)
     else:
         weights, experts = top_k(jax.nn.softmax(scores, axis=-1), c.config.experts_per_token)
+    if "expert_factors" in w:
+        weights = weights * w["expert_factors"][experts]
     return experts, weights
+
+
+def _columns(w: Weights, name: str, h: Float[Array, "t D"]) -> Float[Array, "t D"]:
+    """Return h times the weight of each column, if the layer has this weight."""
+    return (h * w[name]).astype(h.dtype) if name in w else h
 
 
 def _groups(c: Context, w: Weights, experts: Int[Array, "t e"]) -> Groups:
@@ -589,6 +636,7 @@ def expert_up_gate(c: Context, w: Weights, h: Float[Array, "t D"], routing: Rout
     """
     gates = {"activation": c.config.activation, "gate_block": gate_block(c.config.expert_intermediate_size)}
     gates |= _expert_bias(w.get("expert_up_gate_bias"))
+    h = _columns(w, "routed_norm", h)
     weight, back, weights = w["expert_up_gate"], None, None
     if c.exchanges_tokens and not gathers(c):
         received = send_to_experts(c, h, routing)
@@ -636,7 +684,7 @@ def shared_up_gate(c: Context, w: Weights, h: Float[Array, "t D"]) -> Float[Arra
         "activation": c.config.activation,
         "gate_block": gate_block(c.config.shared_expert_intermediate_size),
     }
-    return _gemm(c, w, "shared_up_gate", h, None, **gates)
+    return _gemm(c, w, "shared_up_gate", _columns(w, "shared_norm", h), None, **gates)
 
 
 @op("shared_down")
@@ -645,8 +693,11 @@ def shared_down(
 ) -> Float[Array, "t D"]:
     """Return the sum of the shared experts' output and of the routed experts' output;
     partial under tensor parallelism.
+
+    With `ModelConfig.branch_norms`, return both outputs side by side, [t, 2 D].
     """
-    return routed + _gemm(c, w, "shared_down", a, None)
+    shared = _gemm(c, w, "shared_down", a, None)
+    return jnp.concatenate([shared, routed], axis=-1) if c.config.branch_norms else routed + shared
 
 
 def _as_stored(c: Context, weight: Array | Quantized | BlockFp8, x: Array) -> Array | Quantized:

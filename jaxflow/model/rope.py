@@ -15,9 +15,12 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
     the original context over `low_freq_factor`. It keeps those below the original context over
     `high_freq_factor`, and blends between the two. `yarn` blends by the number of the plane, between the
     planes of `beta_fast` and of `beta_slow` turns in the original context (Peng et al. 2023, §3.2).
+    `proportional` (Gemma 4) gives the planes that rotate the frequencies that they have in a head that
+    rotates in full, and divides by the factor.
     """
     width = rope.width(head_dim)
-    exponent = np.arange(0, width, 2, dtype=np.float32) / width
+    over = head_dim if rope.scaling == "proportional" else width
+    exponent = np.arange(0, width, 2, dtype=np.float32) / over
     freq = (1.0 / np.float32(rope.theta) ** exponent).astype(np.float32)
     return np.pad(_extended(rope, freq, width), (0, (head_dim - width) // 2))
 
@@ -29,7 +32,7 @@ def rotary_order(rope: Rope | None, head_dim: int) -> np.ndarray | None:
     the first halves of its planes, the second halves, and then the other columns. Any order of the columns
     gives the same attention if queries and keys have the same one.
     """
-    if rope is None or (width := rope.width(head_dim)) == head_dim:
+    if rope is None or rope.scaling == "proportional" or (width := rope.width(head_dim)) == head_dim:
         return None
     first, second, rest = np.split(np.arange(head_dim), [width // 2, width])
     return np.concatenate([first, rest[: len(rest) // 2], second, rest[len(rest) // 2 :]])
@@ -38,7 +41,7 @@ def rotary_order(rope: Rope | None, head_dim: int) -> np.ndarray | None:
 def _extended(rope: Rope, freq: np.ndarray, width: int) -> np.ndarray:
     if rope.scaling == "default":
         return freq
-    if rope.scaling == "linear":
+    if rope.scaling in ("linear", "proportional"):
         return (freq / rope.factor).astype(np.float32)
     if rope.scaling == "yarn":
         keep = _kept_by_yarn(rope, width)

@@ -130,7 +130,8 @@ def leaves(
             layer |= _stored_experts(config, layer, prefix)
         if kv_scales:
             layer |= {
-                key: _kv_scale(key, f"{prefix}self_attn.{key}", config, tp) for key in ("k_scale", "v_scale")
+                key: _kv_scale(key, f"{prefix}self_attn.{key}", config.for_layer(config.layers[i]), tp)
+                for key in ("k_scale", "v_scale")
             }
     return tree
 
@@ -226,11 +227,13 @@ def _check_cuts(config: ModelConfig, tp: int, expert_parallel: bool, ranks: int)
         if not ok:
             raise ConfigError("tensor_parallel_size", tp, accepted)
 
-    heads, kv_heads = config.num_heads, config.num_kv_heads
+    heads = config.num_heads
     check(tp >= 1 and heads % tp == 0, f"a divisor of the {heads} attention heads")
-    check(
-        kv_heads % tp == 0 or tp % kv_heads == 0, f"a divisor or a multiple of the {kv_heads} key/value heads"
-    )
+    for kv_heads, _ in sorted(config.head_shapes):
+        check(
+            kv_heads % tp == 0 or tp % kv_heads == 0,
+            f"a divisor or a multiple of the {kv_heads} key/value heads",
+        )
     experts = any(layer.experts for layer in config.layers)
     if expert_parallel and not experts:
         raise ConfigError("enable_expert_parallel", True, "False for a model without experts")
@@ -279,7 +282,7 @@ def has_whole_blocks(config: ModelConfig) -> bool:
     128, each in tensors of its own.
     """
     sizes = (config.hidden_size, config.expert_intermediate_size)
-    tensors_of_one = "all_up_gate" not in layer_names(config)
+    tensors_of_one = layer_names(config).keys().isdisjoint(("all_up_gate", "stacked_up_gate"))
     experts = any(layer.experts for layer in config.layers)
     return experts and tensors_of_one and all(size % BLOCK == 0 for size in sizes)
 
@@ -416,6 +419,9 @@ def _layer(
 ) -> dict[str, Leaf]:
     """Return the leaves of one layer. width: `mlp_width` of its dense MLP. Other arguments: see `leaves`."""
     names = {role: prefix + name for role, name in layer_names(config).items()}
+    if layer.keys_are_values:
+        names["v"] = names["k"]
+    config = config.for_layer(layer)
     latent = config.latent
     d, width_of_head = config.hidden_size, config.head_dim if latent is None else latent.value_dim
     tree = _norm("attn_norm", names["attn_norm"], d, config)
@@ -431,7 +437,8 @@ def _layer(
         tree["sink_logits"] = _whole("sink_logits", names["sinks"], (config.num_heads,), "zero")
     if config.post_norms:
         tree |= _norm("post_attn_norm", names["post_attn_norm"], d, config)
-    tree |= _norm("mlp_norm", names["mlp_norm"], d, config)
+    if not (layer.experts and config.branch_norms):
+        tree |= _norm("mlp_norm", names["mlp_norm"], d, config)
     if not layer.experts:
         tree |= _mlp(config, names, width)
     elif expert_parallel:
@@ -444,6 +451,8 @@ def _layer(
         tree |= _experts(config, names, tp)
     if config.post_norms:
         tree |= _norm("post_mlp_norm", names["post_mlp_norm"], d, config)
+    if config.layer_scalars:
+        tree["layer_scalar"] = _whole("layer_scalar", names["layer_scalar"], (1,), "one")
     return tree
 
 
@@ -478,6 +487,9 @@ def _mlp(config: ModelConfig, names: Mapping[str, str], stored: int) -> dict[str
 def _scales(config: ModelConfig, layer: Layer, prefix: str, tp: int, stored: int) -> dict[str, Leaf]:
     """Return the scales of each e4m3 matrix's rows, by the names of an e4m3 checkpoint."""
     names = {role: prefix + name for role, name in layer_names(config).items()}
+    if layer.keys_are_values:
+        names["v"] = names["k"]
+    config = config.for_layer(layer)
     d, suffix = config.hidden_size, ".weight_scale"
     return {
         "qkv": _qkv(config, layer.rope, names, tp, suffix),
@@ -533,20 +545,28 @@ def _experts(config: ModelConfig, names: Mapping[str, str], tp: int) -> dict[str
     router = {"router": _whole("router", names["router"] + ".weight", (experts, d), "matrix")}
     if config.router_bias:
         router["router_bias"] = _whole("router_bias", names["router"] + ".bias", (experts,), "zero")
+    if config.router_scales:
+        router["router_columns"] = _whole("router_columns", names["router_columns"], (d,), "one")
+        router["expert_factors"] = _whole("expert_factors", names["expert_factors"], (experts,), "one")
     if "all_up_gate" in names:
         return router | _all_experts(config, names, tp)
 
     def of(expert: int) -> dict[str, str]:
         return {role: names[f"expert_{role}"].format(expert) for role in ("gate", "up", "down")}
 
-    tree = router | {
-        "expert_up_gate": _per_expert(
-            "expert_up_gate", lambda e: _up_gate(of(e), width, config.gated_mlp, ".weight", d), experts
-        ),
-        "expert_down": _per_expert(
-            "expert_down", lambda e: _whole("down", of(e)["down"] + ".weight", (d, width), "matrix"), experts
-        ),
-    }
+    if "stacked_up_gate" in names:
+        tree = router | _stacked_experts(config, names)
+    else:
+        tree = router | {
+            "expert_up_gate": _per_expert(
+                "expert_up_gate", lambda e: _up_gate(of(e), width, config.gated_mlp, ".weight", d), experts
+            ),
+            "expert_down": _per_expert(
+                "expert_down",
+                lambda e: _whole("down", of(e)["down"] + ".weight", (d, width), "matrix"),
+                experts,
+            ),
+        }
     if config.router is not None:
         tree["score_bias"] = _whole("score_bias", names["score_bias"], (experts,), "zero")
     if shared := config.shared_expert_intermediate_size:
@@ -554,7 +574,29 @@ def _experts(config: ModelConfig, names: Mapping[str, str], tp: int) -> dict[str
         up_gate = _up_gate(of_shared, shared, config.gated_mlp, ".weight", d)
         tree["shared_up_gate"] = dataclasses.replace(up_gate, key="shared_up_gate")
         tree["shared_down"] = _whole("shared_down", of_shared["down"] + ".weight", (d, shared), "matrix")
+    if config.branch_norms:
+        for key in ("shared_norm", "routed_norm", "post_shared_norm", "post_routed_norm"):
+            tree |= _norm(key, names[key], d, config)
     return tree
+
+
+def _stacked_experts(config: ModelConfig, names: Mapping[str, str]) -> dict[str, Leaf]:
+    """Return the leaves of experts whose tensors hold all experts, as Gemma 4 has them.
+
+    A tensor of weights is [E, out, in]. Its gates come before its ups.
+    """
+    d, width, e = config.hidden_size, config.expert_intermediate_size, config.num_experts
+    blocks = width // gate_block(width)
+    up_gate = Piece(
+        names["stacked_up_gate"],
+        (e, 2 * width, d),
+        (e, 2, blocks, width // blocks, d),
+        lambda out: _rows_of_pairs(config, out).swapaxes(1, 2),
+    )
+    return {
+        "expert_up_gate": Leaf("expert_up_gate", (e, 2 * width, d), (up_gate,), "matrix"),
+        "expert_down": _whole("expert_down", names["stacked_down"], (e, d, width), "matrix"),
+    }
 
 
 def _rows_of_pairs(config: ModelConfig, out: np.ndarray) -> np.ndarray:

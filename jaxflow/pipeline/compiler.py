@@ -503,5 +503,6 @@ def _after(site: Site, name: str, awaited: list[Array]) -> Site:
         slots = streams.behind(awaited, site.batch.slots)
         return dataclasses.replace(site, batch=dataclasses.replace(site.batch, slots=slots))
     if name in ("attn_norm", "mlp_norm"):
-        return dataclasses.replace(site, w={**site.w, name: streams.behind(awaited, site.w[name])})
+        weight = streams.behind(awaited, ops.norm_weight(site.w, name))
+        return dataclasses.replace(site, w={**site.w, name: weight})
     return dataclasses.replace(site, work=streams.behind(awaited, site.work))

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxflow.config import Activation, ConfigError, Layer, ModelConfig, Rope
+from jaxflow.model.architectures.hf_gemma4 import gemma4_fields, gemma4_text_config
 from jaxflow.model.architectures.hf_keys import Keys
 from jaxflow.model.architectures.hf_latent import attention_scale, latent_attention
 from jaxflow.model.architectures.hf_mixture import DEEPSEEK_DEFAULTS, GLM_DEFAULTS, sigmoid_mixture
@@ -63,6 +64,7 @@ _FAMILIES = {
         mixed_windows=True,
         attention_bias=False,
     ),
+    "gemma4_text": _Family("Gemma4ForCausalLM", head_dim=256, tied=True, gemma=True, attention_bias=False),
     "gpt_oss": _Family(
         "GptOssForCausalLM",
         head_dim=64,
@@ -94,6 +96,8 @@ _ACTIVATIONS: dict[str, Activation] = {
 def model_config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     """Return the architecture of a parsed `config.json`, with `rope_scaling` or the newer `rope_parameters`.
 
+    Of a Gemma 4 model that also takes images, the text model is read.
+
     Raises:
       ConfigError: an unknown architecture, a missing size, or a setting that is not supported or contradicts
         another setting. The error names the field.
@@ -102,6 +106,9 @@ def model_config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     model_type = keys.take("model_type")
     if model_type == "gemma3":
         raise ConfigError("model_type", model_type, "gemma3_text, the text model; images are not supported")
+    if model_type == "gemma4":
+        text = gemma4_text_config(keys)
+        return dataclasses.replace(model_config_from_hf(text), architecture=model_type)
     if not isinstance(model_type, str) or model_type not in _FAMILIES:
         raise ConfigError("model_type", model_type, f"one of {', '.join(_FAMILIES)}")
     family = _FAMILIES[model_type]
@@ -118,6 +125,8 @@ def model_config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
         model = _opt(keys, family)
     elif model_type == "deepseek_v3":
         model = _deepseek(keys, config, family)
+    elif model_type == "gemma4_text":
+        model = _gemma4(keys, family)
     else:
         model = _rotary(keys, model_type, family)
     keys.finish()
@@ -257,6 +266,31 @@ def _deepseek(keys: Keys, config: Mapping[str, Any], family: _Family) -> ModelCo
         tie_word_embeddings=keys.flag("tie_word_embeddings", family.tied),
         **_token_ids(keys),
         **mixture,
+    )
+
+
+def _gemma4(keys: Keys, family: _Family) -> ModelConfig:
+    """Return the config of a Gemma 4 text model without embeddings of each layer."""
+    hidden_size, width = keys.integer("hidden_size"), keys.integer("intermediate_size")
+    fields = gemma4_fields(keys, _num_layers(keys), hidden_size)
+    bias = keys.flag("attention_bias", False)
+    return ModelConfig(
+        architecture="gemma4_text",
+        vocab_size=keys.integer("vocab_size"),
+        hidden_size=hidden_size,
+        num_heads=keys.integer("num_attention_heads"),
+        num_kv_heads=keys.integer("num_key_value_heads"),
+        head_dim=keys.integer("head_dim", family.head_dim),
+        intermediate_size=width,
+        shared_expert_intermediate_size=width if "num_experts" in fields else 0,
+        max_position=keys.integer("max_position_embeddings"),
+        activation=_activation(keys, "hidden_activation"),
+        norm_eps=keys.number("rms_norm_eps", family.rms_norm_eps),
+        qkv_bias=bias,
+        out_proj_bias=bias,
+        tie_word_embeddings=keys.flag("tie_word_embeddings", family.tied),
+        **_token_ids(keys),
+        **fields,
     )
 
 
@@ -514,17 +548,24 @@ def _expert_layers(keys: Keys, model_type: str, num_layers: int) -> tuple[bool, 
 
 
 def _check_sizes(model: ModelConfig) -> None:
-    if model.num_heads % model.num_kv_heads:
-        raise ConfigError(
-            "num_key_value_heads", model.num_kv_heads, f"a divisor of num_attention_heads={model.num_heads}"
-        )
-    if model.head_dim % 2 and model.learned_position_offset is None:
-        raise ConfigError(
-            "head_dim", model.head_dim, "an even number, because rotary embeddings rotate pairs"
-        )
-    for rope in {layer.rope for layer in model.layers if layer.rope is not None}:
-        if (width := rope.width(model.head_dim)) % 2 or width == 0:
-            raise ConfigError(_PART, rope.part, f"an even number of the {model.head_dim} columns of a head")
+    for kv_heads, head_dim in sorted({(model.num_kv_heads, model.head_dim)} | model.head_shapes):
+        if model.num_heads % kv_heads:
+            raise ConfigError(
+                "num_key_value_heads" if kv_heads == model.num_kv_heads else "num_global_key_value_heads",
+                kv_heads,
+                f"a divisor of num_attention_heads={model.num_heads}",
+            )
+        if head_dim % 2 and model.learned_position_offset is None:
+            raise ConfigError(
+                "head_dim" if head_dim == model.head_dim else "global_head_dim",
+                head_dim,
+                "an even number, because rotary embeddings rotate pairs",
+            )
+    for layer in {layer for layer in model.layers if layer.rope is not None}:
+        rope, head_dim = layer.rope, model.for_layer(layer).head_dim
+        assert rope is not None
+        if (width := rope.width(head_dim)) % 2 or width == 0:
+            raise ConfigError(_PART, rope.part, f"an even number of the {head_dim} columns of a head")
         if rope.part != 1.0 and rope.attention_factor != 1.0:  # `ModelConfig.scale` applies it to all columns
             raise ConfigError(_PART, rope.part, "1 with an attention_factor other than 1")
     for field, ids in (("bos_token_id", (model.bos_token_id or 0,)), ("eos_token_id", model.eos_token_ids)):

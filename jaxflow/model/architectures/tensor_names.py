@@ -10,13 +10,20 @@ def model_names(config: ModelConfig) -> Mapping[str, str]:
     """Return the names of the tensors outside the layers. `layer` is the prefix of layer number {}."""
     if config.architecture == "opt":
         return _OPT_MODEL
+    if config.architecture == "gemma4":
+        return {role: name.replace("model.", "model.language_model.") for role, name in _MODEL.items()}
     return _MODEL
+
+
+def unread_prefixes(config: ModelConfig) -> tuple[str, ...]:
+    """Return the prefixes of tensors that a checkpoint has for other inputs than text."""
+    return ("model.vision_tower.", "model.embed_vision.") if config.architecture == "gemma4" else ()
 
 
 def layer_names(config: ModelConfig) -> Mapping[str, str]:
     """Return the names within a layer, without `.weight` or `.bias`. {} is the number of an expert.
 
-    The names of arrays that hold all experts, `all_…`, and of sinks are complete.
+    The names of arrays that hold all experts, `all_…` and `stacked_…`, of scales and of sinks are complete.
     """
     if config.architecture == "opt":
         return _OPT_LAYER
@@ -40,6 +47,22 @@ def layer_names(config: ModelConfig) -> Mapping[str, str]:
             "router": "mlp.router",
             "all_up_gate": "mlp.experts.gate_up_proj",
             "all_down": "mlp.experts.down_proj",
+        }
+    if config.architecture in ("gemma4", "gemma4_text"):
+        names |= {
+            "shared_norm": names["mlp_norm"],
+            "routed_norm": "pre_feedforward_layernorm_2",
+            "post_shared_norm": "post_feedforward_layernorm_1",
+            "post_routed_norm": "post_feedforward_layernorm_2",
+            "layer_scalar": "layer_scalar",
+            "router": "router.proj",
+            "router_columns": "router.scale",
+            "expert_factors": "router.per_expert_scale",
+            "stacked_up_gate": "experts.gate_up_proj",
+            "stacked_down": "experts.down_proj",
+            "shared_gate": names["gate"],
+            "shared_up": names["up"],
+            "shared_down": names["down"],
         }
     return names
 

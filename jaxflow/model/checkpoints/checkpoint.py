@@ -30,7 +30,7 @@ from jaxflow.config import ConfigError, ModelConfig
 from jaxflow.model.architectures.hf_config import model_config_from_hf
 from jaxflow.model.architectures.hf_packed_int4 import PackedInt4
 from jaxflow.model.architectures.hf_quantization import Stored, stored_format
-from jaxflow.model.architectures.tensor_names import model_names
+from jaxflow.model.architectures.tensor_names import model_names, unread_prefixes
 from jaxflow.model.checkpoints import orbax_file
 from jaxflow.model.checkpoints.gguf_file import GgufFile, write_metadata_only
 from jaxflow.model.checkpoints.mxfp4 import Mxfp4Tensors
@@ -222,7 +222,8 @@ def _load(
 
     def make(leaf: Leaf) -> Any:
         if leaf.key in ("k_scale", "v_scale"):
-            return put(leaf, functools.partial(_kv_scale, source, config.num_kv_heads), np.float32, leaf.spec)
+            heads = leaf.pieces[0].shape[0]
+            return put(leaf, functools.partial(_kv_scale, source, heads), np.float32, leaf.spec)
         if leaf.scale is not None and isinstance(source, Fp8Tensors):
             if all(source.is_e4m3(piece.name) for piece in leaf.pieces):
                 return Quantized(
@@ -278,8 +279,8 @@ def _kv_scale(source: TensorSource, heads: int, name: str) -> np.ndarray:
 def _check(source: TensorSource, config: ModelConfig) -> None:
     """Check that `source` has exactly the tensors of the model.
 
-    Rotary frequencies of old files are ignored, a copy of the embeddings as a tied output head, and the
-    layers after the last one that predict further tokens.
+    Rotary frequencies of old files are ignored, a copy of the embeddings as a tied output head, the layers
+    after the last one that predict further tokens, and what only images need.
 
     Raises:
       CheckpointError: the tensors differ from those of the config.
@@ -287,6 +288,7 @@ def _check(source: TensorSource, config: ModelConfig) -> None:
     tied = config.tie_word_embeddings and "lm_head.weight" in source.shapes
     layer, first = model_names(config)["layer"], config.num_layers
     ignored = tuple(layer.format(i) for i in range(first, first + config.prediction_layers))
+    images = unread_prefixes(config)
     check_tensors(
         source,
         tensors(config),
@@ -294,7 +296,7 @@ def _check(source: TensorSource, config: ModelConfig) -> None:
             name.endswith("rotary_emb.inv_freq")
             or (tied and name == "lm_head.weight")
             or (isinstance(source, PackedInt4Tensors) and source.is_zero_bias(name))
-            or name.startswith(ignored)
+            or name.startswith(ignored + images)
         ),
     )
     if unread := [prefix for prefix in ignored if any(name.startswith(prefix) for name in source.shapes)]:

@@ -1,5 +1,6 @@
 """Checkpoints from their files to their shards, and every kind of bad file."""
 
+import dataclasses
 import json
 import shutil
 import struct
@@ -46,6 +47,38 @@ def test_tensors_arrive_in_their_places_and_dtype(name: str) -> None:
     for path, array in jax.tree.leaves_with_path(opened.load(jnp.bfloat16)):
         assert array.dtype == (jnp.float32 if path[-1].key == "score_bias" else jnp.bfloat16)
     assert opened.name == name
+
+
+def with_images(folder: Path, more: dict[str, np.ndarray]) -> Path:
+    """Write tiny-gemma4_text in the form of the published files, whose model also takes images."""
+    folder.mkdir()
+    text = json.loads((paths.MODELS / "tiny-gemma4_text" / "config.json").read_text())
+    config = {
+        "architectures": ["Gemma4ForConditionalGeneration"],
+        "model_type": "gemma4",
+        "text_config": text,
+        "vision_config": {"model_type": "gemma4_vision"},
+        "audio_config": None,
+        "image_token_id": 511,
+        "eos_token_id": [2, 3],
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = read_all(paths.MODELS / "tiny-gemma4_text")
+    named = {name.replace("model.", "model.language_model."): tensor for name, tensor in tensors.items()}
+    save_file(named | more, folder / "model.safetensors")
+    return folder
+
+
+def test_the_text_model_of_a_model_with_images_is_read(tmp_path: Path) -> None:
+    more = {name: np.zeros(3, np.float32) for name in ("model.vision_tower.x", "model.embed_vision.y.weight")}
+    opened = open_checkpoint(str(with_images(tmp_path / "model", more)))
+    text = open_checkpoint(str(paths.MODELS / "tiny-gemma4_text"))
+    changes = {"architecture": "gemma4", "eos_token_ids": (2, 3)}
+    assert opened.model_config == dataclasses.replace(text.model_config, **changes)
+    same(opened.load("float32"), text.load("float32"))
+    other = with_images(tmp_path / "other", {"model.audio_tower.x": np.zeros(3, np.float32)})
+    with pytest.raises(CheckpointError, match="unexpected tensors"):
+        open_checkpoint(str(other)).load("float32")
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])

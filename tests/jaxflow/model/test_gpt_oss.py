@@ -10,68 +10,26 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import paths
+import probes as probing
 import pytest
+from probes import Weights, blanked
 from safetensors.numpy import load_file, save_file
 from same_weights import same
 
 from jaxflow.config import ConfigError, EngineConfig, ModelConfig, gate_block
 from jaxflow.engine.start import resolve
-from jaxflow.kv.device_cache import cache_shapes, page_groups
-from jaxflow.model import ops, transformer
 from jaxflow.model.architectures.hf_config import model_config_from_hf
-from jaxflow.model.batch import Batch
 from jaxflow.model.checkpoints import mxfp4
 from jaxflow.model.checkpoints.checkpoint import CheckpointError, convert, open_checkpoint
-from jaxflow.model.op_registry import Context, Site
 from jaxflow.model.weight_spec import assemble
 from jaxflow.model.weights import expert_width, leaves, shapes, tensors
-from pallas_kernels.kernel_set import REFERENCE
 
-NAME, TOKENS, PAGE = "tiny-gpt_oss", 150, 16
+NAME = "tiny-gpt_oss"
 FOLDER = paths.MODELS / NAME
-Weights = dict[str, Any]
-
-
-@functools.cache
-def model() -> tuple[ModelConfig, Weights]:
-    opened = open_checkpoint(str(FOLDER))
-    return opened.model_config, opened.load("float32")
-
-
-def probes(config: ModelConfig, weights: Weights) -> np.ndarray:
-    """Return the raw logits of the golden's probes at every token of its longest prompt."""
-    golden = paths.golden(NAME)["prompts"][3]
-    groups, pages, at = len(model()[0].windows), -(-TOKENS // PAGE), jnp.arange(TOKENS, dtype=jnp.int32)
-    cache = jax.tree.map(
-        lambda a: jnp.zeros(a.shape, a.dtype),
-        cache_shapes(page_groups(config, jnp.float32, 1), (pages,) * len(config.windows), PAGE),
-    )
-    batch = Batch(
-        token_ids=jnp.asarray(golden["prompt_ids"], jnp.int32),
-        positions=at,
-        slots=jnp.broadcast_to(at, (groups, TOKENS)),
-        page_table=jnp.broadcast_to(jnp.arange(pages, dtype=jnp.int32), (groups, 1, pages)),
-        lengths=jnp.array([TOKENS], jnp.int32),
-        num_decodes=jnp.int32(0),
-        chunks=jnp.array([[0, TOKENS, 0, 0]], jnp.int32),
-        sample_tokens=at,
-    )
-    context = Context(config, REFERENCE, windows=model()[0].windows)
-    hidden, _, _ = forward(context, weights, cache, batch)
-    return np.asarray(ops.logits(Site(context, weights), hidden))[:, golden["probe_ids"]]
-
-
-forward = jax.jit(transformer.forward, static_argnums=0)
-
-
-def blanked(weights: Weights, key: str, value: float = 0.0) -> Weights:
-    return weights | {
-        "layers": [layer | {key: jnp.full_like(layer[key], value)} for layer in weights["layers"]]
-    }
+model = functools.partial(probing.model, NAME)
+probes = functools.partial(probing.probes, NAME)
 
 
 def other_layers(config: ModelConfig, **changes: Any) -> ModelConfig:
@@ -103,7 +61,7 @@ PARTS: dict[str, Callable[[ModelConfig, Weights], tuple[ModelConfig, Weights]]] 
 
 
 def test_the_whole_model_has_the_logits_of_the_golden() -> None:
-    wanted = np.array(paths.golden(NAME)["prompts"][3]["prompt_probe_logits"])
+    wanted = probing.wanted_probes(NAME)
     np.testing.assert_allclose(probes(*model()), wanted, atol=1e-3)
 
 
@@ -115,7 +73,7 @@ def test_experts_that_stay_in_mxfp4_give_equal_logits(dtype: str) -> None:
 
 @pytest.mark.parametrize("part", PARTS)
 def test_no_part_can_be_left_out_of_the_golden(part: str) -> None:
-    wanted = np.array(paths.golden(NAME)["prompts"][3]["prompt_probe_logits"])
+    wanted = probing.wanted_probes(NAME)
     assert np.abs(probes(*PARTS[part](*model())) - wanted).max() > 0.05
 
 

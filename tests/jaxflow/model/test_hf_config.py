@@ -60,6 +60,8 @@ PUBLISHED = {
     "deepseek-v3": 671.03,
     "gemma-2-9b": 9.24,
     "gemma-3-1b": 1.0,
+    "gemma-4-26b-a4b": 25.2,
+    "gemma-4-31b": 30.7,
     "opt-125m": 0.125,
     "opt-1.3b": 1.316,
     "opt-6.7b": 6.66,
@@ -95,7 +97,8 @@ def test_sizes_are_read() -> None:
 
 # The newer style of each older config: rope_theta and rope_scaling in one object, dtype for torch_dtype.
 @pytest.mark.parametrize(
-    "name", [name for name in paths.TINY_MODELS if name not in ("tiny-opt", "tiny-gemma3_text")]
+    "name",
+    [name for name in paths.TINY_MODELS if not name.startswith(("tiny-opt", "tiny-gemma3", "tiny-gemma4"))],
 )
 def test_both_styles_of_rope_are_the_same(name: str) -> None:
     config = config_of(name)
@@ -227,6 +230,29 @@ def test_gemma_settings() -> None:
     assert (null.attention_soft_cap, null.logits_soft_cap) == (None, None)
 
 
+def test_gemma4_has_heads_and_ropes_by_layer_type() -> None:
+    config = model_config_from_hf(config_of("tiny-gemma4_text"))
+    sliding, full = config.layers
+    assert (sliding.window, sliding.rope, sliding.keys_are_values) == (16, Rope(1e4), False)
+    assert (full.window, full.rope) == (None, Rope(1e6, "proportional", part=0.25))
+    assert full.keys_are_values and config.head_shapes == {(2, 16), (1, 32)}
+    assert (config.scale, config.norm_weight_offset, config.logits_soft_cap) == (1.0, 0.0, 30.0)
+    two = model_config_from_hf(changed("tiny-gemma4_text", attention_k_eq_v=False))
+    assert two.head_shapes == {(2, 16), (2, 32)} and not two.layers[1].keys_are_values
+    dense = model_config_from_hf(changed("tiny-gemma4_text", enable_moe_block=False))
+    assert not any(layer.experts for layer in dense.layers) and dense.shared_expert_intermediate_size == 0
+
+
+def test_gemma4_defaults() -> None:
+    """The defaults of absent keys are those of the published models' ropes and of one full layer in six."""
+    keys = ("layer_types", "rope_parameters", "global_head_dim", "sliding_window")
+    config = model_config_from_hf(without(changed("tiny-gemma4_text", num_hidden_layers=8), *keys))
+    assert [layer.window for layer in config.layers] == [512] * 5 + [None, 512, None]
+    assert {layer.head_dim for layer in config.layers} == {None, 512}
+    read = model_config_from_hf(config_of("tiny-gemma4_text")).layers
+    assert {layer.rope for layer in config.layers} == {layer.rope for layer in read}
+
+
 def test_biases() -> None:
     config = model_config_from_hf(changed("tiny-llama", attention_bias=True, mlp_bias=True))
     assert (config.qkv_bias, config.out_proj_bias, config.mlp_bias) == (True, True, True)
@@ -329,6 +355,22 @@ REFUSED = [
     ("tiny-gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
     ("tiny-gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
     ("tiny-gemma3_text", {"rope_scaling": {"full_attention": {}, "other": {}}}, "rope_scaling"),
+    ("tiny-gemma4_text", {"model_type": "gemma4"}, "architectures"),
+    ("tiny-gemma4_text", {"model_type": "gemma4", "architectures": None}, "text_config"),
+    ("tiny-gemma4_text", {"vision_config": {}}, "vision_config"),
+    ("tiny-gemma4_text", {"audio_config": {}}, "audio_config"),
+    ("tiny-gemma4_text", {"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input"),
+    ("tiny-gemma4_text", {"hidden_size_per_layer_input": None}, "hidden_size_per_layer_input"),
+    ("tiny-gemma4_text", {"num_kv_shared_layers": 1}, "num_kv_shared_layers"),
+    ("tiny-gemma4_text", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
+    ("tiny-gemma4_text", {"layer_types": ["full_attention"]}, "layer_types"),
+    ("tiny-gemma4_text", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+    ("tiny-gemma4_text", {"num_global_key_value_heads": 3}, "num_global_key_value_heads"),
+    ("tiny-gemma4_text", {"global_head_dim": 31}, "global_head_dim"),
+    ("tiny-gemma4_text", {"top_k_experts": 9}, "top_k_experts"),
+    ("tiny-gemma4_text", {"num_experts": None}, "num_experts"),
+    ("tiny-gemma4_text", {"rope_parameters": {"rope_theta": 1e6}}, "rope_parameters"),
+    ("tiny-gemma4_text", {"rope_theta": 1e6}, "rope_theta"),
     ("tiny-opt", {"do_layer_norm_before": False}, "do_layer_norm_before"),
     ("tiny-opt", {"word_embed_proj_dim": 32}, "word_embed_proj_dim"),
     ("tiny-opt", {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine"),

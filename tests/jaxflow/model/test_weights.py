@@ -52,7 +52,8 @@ FAMILIES = [name for name in paths.TINY_MODELS if name != "tiny-llama3rope"]
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "tiny-deepseek_v3"])
 def test_each_shard_holds_its_heads(name: str, tp: int) -> None:
     config = config_of(name)
-    h, heads, kv_heads = config.head_dim, config.num_heads, config.num_kv_heads
+    own = config.for_layer(config.layers[1])
+    h, heads, kv_heads = own.head_dim, own.num_heads, own.num_kv_heads
     source = random_tensors(config)
     prefix = "model.decoder.layers.1." if name == "tiny-opt" else "model.layers.1."
     out_name = "out_proj" if name == "tiny-opt" else "o_proj"
@@ -68,7 +69,8 @@ def test_each_shard_holds_its_heads(name: str, tp: int) -> None:
                 assert not config.qkv_bias
                 continue
             rows = shard(layer[key], 0, s, tp)
-            q, k, v = (source[f"{prefix}self_attn.{role}_proj.{suffix}"] for role in "qkv")
+            roles = "qkk" if config.layers[1].keys_are_values else "qkv"
+            q, k, v = (source[f"{prefix}self_attn.{role}_proj.{suffix}"] for role in roles)
             at = 0
             for group in range(local_kv):
                 first = s * local_q + group * (
@@ -122,7 +124,7 @@ def test_the_shards_of_the_mlp_add_up(name: str, tp: int) -> None:
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("name", ["tiny-mixtral", "tiny-qwen3_moe", "tiny-glm4_moe"])
+@pytest.mark.parametrize("name", ["tiny-mixtral", "tiny-qwen3_moe", "tiny-glm4_moe", "tiny-gemma4_text"])
 def test_the_shards_of_each_expert_add_up(name: str, tp: int) -> None:
     config = config_of(name)
     source = {key: value.astype(np.float64) for key, value in random_tensors(config).items()}
@@ -131,7 +133,8 @@ def test_the_shards_of_each_expert_add_up(name: str, tp: int) -> None:
     block = gate_block(config.expert_intermediate_size)
     roles = ("w1", "w3", "w2") if name == "tiny-mixtral" else ("gate_proj", "up_proj", "down_proj")
     prefix = "model.layers.1." + ("block_sparse_moe" if name == "tiny-mixtral" else "mlp")
-    np.testing.assert_array_equal(layer["router"], source[f"{prefix}.gate.weight"])
+    router = "model.layers.1.router.proj" if name == "tiny-gemma4_text" else f"{prefix}.gate"
+    np.testing.assert_array_equal(layer["router"], source[f"{router}.weight"])
     for expert in range(config.num_experts):
         total = 0.0
         for s in range(tp):
@@ -140,7 +143,11 @@ def test_the_shards_of_each_expert_add_up(name: str, tp: int) -> None:
                 [np.tanh(two[:block]) * two[block:] for two in np.split(y, len(y) // (2 * block))]
             )
             total = total + shard(layer["expert_down"], 2, s, tp)[expert] @ y
-        gate, up, down = (source[f"{prefix}.experts.{expert}.{role}.weight"] for role in roles)
+        if name == "tiny-gemma4_text":
+            gate, up = np.split(source["model.layers.1.experts.gate_up_proj"][expert], 2)
+            down = source["model.layers.1.experts.down_proj"][expert]
+        else:
+            gate, up, down = (source[f"{prefix}.experts.{expert}.{role}.weight"] for role in roles)
         np.testing.assert_allclose(total, down @ (np.tanh(gate @ x) * (up @ x)), rtol=1e-12)
 
 
@@ -163,13 +170,15 @@ def test_the_shards_of_the_shared_experts_add_up(tp: int) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_tensor_of_a_checkpoint_is_used_once(name: str) -> None:
     """Arranging loses and repeats nothing on one device: the sum over all
-    arrays is the sum over all tensors.
+    arrays is the sum over all tensors. Keys that are values too are there twice.
     """
     config = config_of(name)
     source = random_tensors(config)
     arrays = jax.tree.leaves(assembled(config, source, 1))
     kept = np.sort(np.concatenate([array[array != 0].ravel() for array in arrays]))
-    given_ = np.sort(np.concatenate([tensor.ravel() for tensor in source.values()]))
+    twice = [i for i, layer in enumerate(config.layers) if layer.keys_are_values]
+    given_ = [*source.values(), *(source[f"model.layers.{i}.self_attn.k_proj.weight"] for i in twice)]
+    given_ = np.sort(np.concatenate([tensor.ravel() for tensor in given_]))
     np.testing.assert_array_equal(kept, given_[given_ != 0])
 
 
@@ -179,6 +188,11 @@ def test_norms_and_positions_keep_their_places() -> None:
         ("tiny-gemma3_text", "mlp_norm", "pre_feedforward_layernorm.weight"),
         ("tiny-gemma3_text", "post_mlp_norm", "post_feedforward_layernorm.weight"),
         ("tiny-gemma3_text", "k_norm", "self_attn.k_norm.weight"),
+        ("tiny-gemma4_text", "shared_norm", "pre_feedforward_layernorm.weight"),
+        ("tiny-gemma4_text", "routed_norm", "pre_feedforward_layernorm_2.weight"),
+        ("tiny-gemma4_text", "post_shared_norm", "post_feedforward_layernorm_1.weight"),
+        ("tiny-gemma4_text", "post_routed_norm", "post_feedforward_layernorm_2.weight"),
+        ("tiny-gemma4_text", "post_mlp_norm", "post_feedforward_layernorm.weight"),
         ("tiny-llama", "attn_norm", "input_layernorm.weight"),
         ("tiny-llama", "mlp_norm", "post_attention_layernorm.weight"),
     ):
