@@ -75,6 +75,8 @@ class KernelSet:
 
     fallbacks: at least one reason for every op that has a kernel in this set but runs the reference
     implementation.
+    by_head_dim: where the layers of a model have several head widths, the sets of all widths. Attention, the
+    append to the cache and the quantization of heads are taken from them.
     """
 
     name: str
@@ -98,6 +100,11 @@ class KernelSet:
     list_chunk_work: Callable = chunk_reference.list_chunk_work
     list_groups: Callable = expert_groups.list_groups
     fallbacks: tuple[Fallback, ...] = ()
+    by_head_dim: "tuple[tuple[int, KernelSet], ...]" = ()
+
+    def for_heads(self, head_dim: int) -> "KernelSet":
+        """Return the set for layers with this head width."""
+        return dict(self.by_head_dim).get(head_dim, self)
 
     @property
     def kernel_ops(self) -> tuple[str, ...]:
@@ -138,6 +145,9 @@ class KernelSet:
         """
         places = ", ".join(f"{op}: {self._place(op)}" for op in OPS if op != "gemm")
         lines = [f"kernels: {self.name} ({places})"]
+        for width, own in self.by_head_dim:
+            places = ", ".join(f"{op}: {own._place(op)}" for op in (*PAGED, "quantize_rows"))
+            lines.append(f"kernels: heads of {width} columns ({places})")
         for op, p in (products or {}).items():
             how = "xla" if _backend(self.gemm) in _XLA else self.gemm.describe(p)  # type: ignore[attr-defined]
             lines.append(f"kernels: {op} [{p.shape.n}, {p.shape.k}] {p.shape.weights}: {how}")
@@ -155,7 +165,8 @@ def _with_pdl(kernels: KernelSet) -> KernelSet:
     ops: dict[str, Callable] = {name: functools.partial(getattr(kernels, name), pdl=True) for name in names}
     if isinstance(kernels.gemm, HopperGemm):
         ops["gemm"] = dataclasses.replace(kernels.gemm, pdl=True)
-    return dataclasses.replace(kernels, **ops)
+    by_head_dim = tuple((width, _with_pdl(own)) for width, own in kernels.by_head_dim)
+    return dataclasses.replace(kernels, **ops, by_head_dim=by_head_dim)
 
 
 def _backend(kernel: Callable) -> str:
@@ -303,7 +314,7 @@ def _assembled(
         if op not in lost
         for name, function in functions.items()
     }
-    return KernelSet(name, **ops, fallbacks=fallbacks)
+    return dataclasses.replace(KernelSet(name, fallbacks=fallbacks), **ops)
 
 
 def _mosaic(m: Model, device: str) -> KernelSet:

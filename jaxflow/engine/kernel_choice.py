@@ -1,5 +1,6 @@
 """The choice of an engine's kernels for its device and model, and its report at start."""
 
+import dataclasses
 import logging
 import sys
 from collections.abc import Iterable, Mapping
@@ -30,15 +31,8 @@ def choose_kernels(config: EngineConfig, model: ModelConfig) -> KernelSet:
       ConfigError: for kernels that cannot run here, and for requested kernels
         without attention for this model.
     """
-    device = this_device()
     try:
-        kernels = kernel_set_for(
-            device.platform,
-            device.capability,
-            device=device.name,
-            kernels=config.kernels,
-            **asked_of_kernels(config, model),
-        )
+        kernels = _kernels_of_all_layers(config, model)
     except ValueError as error:
         said = str(error).removeprefix(
             f"kernels={config.kernels!r}: "
@@ -55,16 +49,34 @@ def choose_kernels(config: EngineConfig, model: ModelConfig) -> KernelSet:
     return kernels
 
 
+def _kernels_of_all_layers(config: EngineConfig, model: ModelConfig) -> KernelSet:
+    """Return the kernels of the model's first layer, with those of the other layers by their head widths."""
+    device, sets = this_device(), {}
+    for layer in model.layers:
+        own = model.for_layer(layer)
+        if own.head_dim not in sets:
+            asked = asked_of_kernels(config, own)
+            sets[own.head_dim] = kernel_set_for(
+                device.platform, device.capability, device=device.name, kernels=config.kernels, **asked
+            )
+    first = next(iter(sets.values()))
+    if all(other == first for other in sets.values()):
+        return first
+    fallbacks = dict.fromkeys(fallback for kernels in sets.values() for fallback in kernels.fallbacks)
+    return dataclasses.replace(first, by_head_dim=tuple(sets.items()), fallbacks=tuple(fallbacks))
+
+
 def asked_of_kernels(config: EngineConfig, model: ModelConfig) -> dict[str, Any]:
-    """Return the arguments of `kernel_set_for`: shapes on one device, dtypes and pages. config: resolved."""
+    """Return the arguments of `kernel_set_for`: shapes on one device, dtypes and pages.
+
+    config: resolved. model: its head width and KV heads are those of the layers in question.
+    """
     latent = model.latent  # whose vectors every device has for its own query heads
-    tp = config.tensor_parallel_size
-    # One set serves all layers, so the kernels must take the widest heads and the largest groups.
-    fewest = min(heads for heads, _ in model.head_shapes)
     return {
-        "head_dim": max(width for _, width in model.head_shapes),
-        "queries_per_kv_head": model.num_heads // (fewest if latent is None else tp),
-        "kv_heads": kv_heads(model, tp) // tp,
+        "head_dim": model.head_dim,
+        "queries_per_kv_head": model.num_heads
+        // (model.num_kv_heads if latent is None else config.tensor_parallel_size),
+        "kv_heads": kv_heads(model, config.tensor_parallel_size) // config.tensor_parallel_size,
         "hidden_size": model.hidden_size,
         "page_size": config.block_size,
         "dtype": config.dtype,

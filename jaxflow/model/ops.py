@@ -216,16 +216,17 @@ def out_proj(c: Context, w: Weights, o: Float[Array, "t N H"] | UnmergedHeads) -
     """Project the heads of both attentions. Returns a partial sum under tensor parallelism."""
     quantized, both = _quantized(w, "out_proj"), o if isinstance(o, UnmergedHeads) else None
     heads = o.chunks if isinstance(o, UnmergedHeads) else o
+    quantize_rows = c.kernels.for_heads(heads.shape[-1]).quantize_rows
     heads = heads.reshape(heads.shape[0], -1)
     if both is not None:
         decodes = both.decodes.reshape(heads.shape)
         if quantized:
-            heads = c.kernels.quantize_rows(heads, decodes, both.num_decodes, start=both.start, sms=c.sms)
+            heads = quantize_rows(heads, decodes, both.num_decodes, start=both.start, sms=c.sms)
         else:
             is_decode = both.start + jnp.arange(heads.shape[0]) < both.num_decodes
             heads = jnp.where(is_decode[:, None], decodes, heads)
     elif quantized:
-        heads = c.kernels.quantize_rows(heads, sms=c.sms)
+        heads = quantize_rows(heads, sms=c.sms)
     if c.config.latent is not None:
         heads = latent_ops.values(c, w, heads)
     return _gemm(c, w, "out_proj", heads, _first_shard_only(c, w.get("out_proj_bias")))
@@ -303,7 +304,7 @@ def rope_append(
         slots = batch.slots[group, start:stop]
         given = columns, *pages, positions, slots
         call = (
-            c.kernels.rope_append
+            c.kernels.for_heads(h).rope_append
             if layer.spans is None
             else functools.partial(call_once_traced, c.kernels.rope_append)
         )
@@ -360,7 +361,8 @@ def chunk_attention(
         )
     listed, table = work or (None, batch.page_table[c.group(layer)])
     pages, settings = _attention(c, layer, w, kv)
-    return c.kernels.chunk_attention(q, *pages, table, chunks, work=listed, **settings)
+    kernels = c.kernels.for_heads(q.shape[-1])
+    return kernels.chunk_attention(q, *pages, table, chunks, work=listed, **settings)
 
 
 @op("decode_attention")
@@ -401,7 +403,8 @@ def decode_attention(
         return join_heads(layer, parts)
     listed, table = work or (None, batch.page_table[c.group(layer), rows])
     pages, settings = _attention(c, layer, w, kv)
-    return c.kernels.decode_attention(q, *pages, table, lengths, into=into, work=listed, **settings)
+    kernels = c.kernels.for_heads(q.shape[-1])
+    return kernels.decode_attention(q, *pages, table, lengths, into=into, work=listed, **settings)
 
 
 def _attention(c: Context, layer: Layer, w: Weights, kv: KV) -> tuple[KV, dict[str, Any]]:
@@ -464,13 +467,14 @@ def attention_work(c: Context, layer: Layer, batch: Batch, start: int, stop: int
     if (batch.chunks.shape[0] if name == "chunk_attention" else rows.stop - rows.start) == 0:
         return None
     _, kv_heads, _, h = keys.shape
+    kernels = c.kernels.for_heads(h)
     common = {"head_dim": h, "itemsize": keys.dtype.itemsize, "window": layer.window}
     if name == "chunk_attention":
-        return c.kernels.list_chunk_work(
+        return kernels.list_chunk_work(
             batch.chunks_in(start, stop), stop - start, **common
         ), batch.page_table[c.group(layer)]
     group = c.config.num_heads // c.config.for_layer(layer).num_kv_heads
-    made = functools.partial(c.kernels.list_decode_work, lengths, group=group, sms=c.sms, **common)
+    made = functools.partial(kernels.list_decode_work, lengths, group=group, sms=c.sms, **common)
     if layer.spans is None:
         return made(kv_heads=kv_heads), batch.page_table[c.group(layer), rows]
     return {

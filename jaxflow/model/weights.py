@@ -282,9 +282,13 @@ def has_whole_blocks(config: ModelConfig) -> bool:
     128, each in tensors of its own.
     """
     sizes = (config.hidden_size, config.expert_intermediate_size)
-    tensors_of_one = layer_names(config).keys().isdisjoint(("all_up_gate", "stacked_up_gate"))
     experts = any(layer.experts for layer in config.layers)
-    return experts and tensors_of_one and all(size % BLOCK == 0 for size in sizes)
+    return experts and not _experts_in_one_tensor(config) and all(size % BLOCK == 0 for size in sizes)
+
+
+def _experts_in_one_tensor(config: ModelConfig) -> bool:
+    """Return whether a tensor of a checkpoint holds all experts of a layer."""
+    return not layer_names(config).keys().isdisjoint(("all_up_gate", "stacked_up_gate"))
 
 
 def mlp_width(width: int, tp: int, quantization: str | None) -> int:
@@ -414,14 +418,17 @@ def _per_expert(key: str, one: Callable[[int], Leaf], experts: int) -> Leaf:
     return Leaf(key, (experts, *made[0].shape), pieces, "matrix")
 
 
+def _names_in(config: ModelConfig, layer: Layer, prefix: str) -> dict[str, str]:
+    """Return the names of the tensors of a layer by their roles."""
+    names = {role: prefix + name for role, name in layer_names(config).items()}
+    return names | {"v": names["k"]} if layer.keys_are_values else names
+
+
 def _layer(
     config: ModelConfig, layer: Layer, prefix: str, tp: int, width: int, expert_parallel: bool, ranks: int
 ) -> dict[str, Leaf]:
     """Return the leaves of one layer. width: `mlp_width` of its dense MLP. Other arguments: see `leaves`."""
-    names = {role: prefix + name for role, name in layer_names(config).items()}
-    if layer.keys_are_values:
-        names["v"] = names["k"]
-    config = config.for_layer(layer)
+    names, config = _names_in(config, layer, prefix), config.for_layer(layer)
     latent = config.latent
     d, width_of_head = config.hidden_size, config.head_dim if latent is None else latent.value_dim
     tree = _norm("attn_norm", names["attn_norm"], d, config)
@@ -486,10 +493,7 @@ def _mlp(config: ModelConfig, names: Mapping[str, str], stored: int) -> dict[str
 
 def _scales(config: ModelConfig, layer: Layer, prefix: str, tp: int, stored: int) -> dict[str, Leaf]:
     """Return the scales of each e4m3 matrix's rows, by the names of an e4m3 checkpoint."""
-    names = {role: prefix + name for role, name in layer_names(config).items()}
-    if layer.keys_are_values:
-        names["v"] = names["k"]
-    config = config.for_layer(layer)
+    names, config = _names_in(config, layer, prefix), config.for_layer(layer)
     d, suffix = config.hidden_size, ".weight_scale"
     return {
         "qkv": _qkv(config, layer.rope, names, tp, suffix),
@@ -504,7 +508,7 @@ def _group_factors(config: ModelConfig, layer: Layer, prefix: str, tp: int) -> d
 
     The zero points have the same shapes. The names are those of the weights.
     """
-    names = {role: prefix + name for role, name in layer_names(config).items()}
+    names, config = _names_in(config, layer, prefix), config.for_layer(layer)
     suffix, groups = ".weight", config.hidden_size // GROUP
     width = config.num_heads * (config.head_dim if config.latent is None else config.latent.value_dim)
 
@@ -518,7 +522,7 @@ def _group_factors(config: ModelConfig, layer: Layer, prefix: str, tp: int) -> d
         width, gated = config.intermediate_size, config.gated_mlp
         up_gate, down = _up_gate(names, width, gated, suffix, groups), names["down"]
         return tree | {"up_gate": up_gate, "down": narrowing("down", down, width)}
-    if "all_up_gate" in names:  # no checkpoint has these experts in groups with zero points
+    if _experts_in_one_tensor(config):  # no checkpoint has these experts in groups with zero points
         return tree
     width, experts = config.expert_intermediate_size, config.num_experts
 

@@ -86,6 +86,18 @@ def test_one_op_without_a_kernel_is_no_reason_to_refuse(gpu, caplog):
     )
 
 
+def test_layers_of_another_head_width_have_kernels_of_their_own(gpu, caplog):
+    """Heads of 512 columns run the references, and those of 256 in the same model run the kernels."""
+    gpu("9.0")
+    kernels = choose(open_checkpoint("gemma-4-26b-a4b", load_format="dummy").model_config)
+    narrow, wide = kernels.for_heads(256), kernels.for_heads(512)
+    assert {*PAGED} <= {*narrow.kernel_ops} and {*PAGED}.isdisjoint(wide.kernel_ops)
+    assert kernels.rope_append is narrow.rope_append and kernels.gemm == wide.gemm
+    assert caplog.messages == [PAGED_FALL + "head_dim=512; the kernels take only 64, 128 or 256"]
+    assert "heads of 256 columns (rope_append: mosaic" in kernels.describe()
+    assert "heads of 512 columns (rope_append: reference" in kernels.with_pdl().describe()
+
+
 def test_only_ops_that_the_model_runs_are_warned_of(gpu, caplog):
     gpu("9.0")
     small = dataclasses.replace(EIGHT_B, head_dim=64, num_heads=9, num_kv_heads=3, hidden_size=576)
