@@ -17,6 +17,7 @@ which engines and searches read.
 """
 
 import decimal
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -279,9 +280,6 @@ def _lower(curve: JoulesCurve, factor: float) -> JoulesCurve:
     )
 
 
-SETTLED = 0.77  # share of the highest clock that an H200's products settle at
-
-
 def define_flags() -> None:
     flags.DEFINE_string("runs", None, "The sustained runs' file.", required=True)
     flags.DEFINE_list(
@@ -301,17 +299,19 @@ def entries(measured: PowerRuns, profiles: list[str]) -> list[PowerRun]:
     return found
 
 
-def table(power: Power, shipped: Power | None) -> list[str]:
+def table(power: Power, shipped: Power | None, settled: float) -> list[str]:
     """Return a line for each kind of work: joules at the highest clock, their fixed share, and joules at a
     usual clock.
+
+    settled: the usual clock, as a share of the highest.
     """
-    lines = [f"{'pJ a':>16} {'at 100%':>8} {'fixed':>6} {f'at {SETTLED:.0%}':>8}  shipped"]
+    lines = [f"{'pJ a':>16} {'at 100%':>8} {'fixed':>6} {f'at {settled:.0%}':>8}  shipped"]
     for name, curve in (*power.flop.items(), ("byte", power.byte)):
         theirs = None if shipped is None else shipped.byte if name == "byte" else shipped.flop.get(name)
         known = "-" if theirs is None else f"{1e12 * theirs.joules:.3f}, {theirs.fixed:.0%} fixed"
         lines.append(
             f"{name:>16} {1e12 * curve.joules:8.3f} {curve.fixed:6.0%} "
-            f"{1e12 * curve.at(SETTLED):8.3f}  {known}"
+            f"{1e12 * curve.at(settled):8.3f}  {known}"
         )
     return lines
 
@@ -324,7 +324,8 @@ def run() -> None:
     found = entries(measured, f.profile)
     power = lowered(fit(measured), found)
     above = errors(msgspec.structs.replace(measured, runs=[*measured.runs, *found]), power)
-    print(*table(power, shipped_power(power.device)), sep="\n")
+    settled = statistics.median(one.clock_mhz for one in measured.runs) / measured.highest_clock_mhz
+    print(*table(power, shipped_power(power.device), settled), sep="\n")
     print(
         f"{len(above)} runs needed {min(above):.3f} to {max(above):.3f} times these joules, "
         f"{sum(above) / len(above):.3f} in the mean"
