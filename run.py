@@ -129,8 +129,8 @@ def main(arguments):
     if command == "demo":
         inside = ["--no-default-groups", "--group", "model", "python", "-m", "serving.demo", *rest]
     elif command == "test":
-        # One worker more than cores: some tests wait for timers, files and processes of their own.
-        workers = min(4, (os.cpu_count() or 1) + 1)
+        # Two workers more than cores: some tests wait for timers, files and processes of their own.
+        workers = min(4, (os.cpu_count() or 1) + 2)
         # The tests of a file share its fixtures, which load and compile models, so they run in one worker.
         numbers = [f"--numprocesses={workers}", "--dist=loadfile"]
         inside = ["--group", "aot", "pytest", *numbers, *rest]
