@@ -28,7 +28,8 @@ def test_decode_attention_without_a_stage_compiles_for_an_h200(tmp_path, monkeyp
         )
         path.unlink()
         log.unlink()
-    assert spilled == dict.fromkeys(made, 0) | {"nothing multiplied": 8}  # outside its loop over pages
+    # ptxas has spilled 8 bytes of the program that multiplies nothing, outside the loop over pages.
+    assert spilled.pop("nothing multiplied") <= 8 and not any(spilled.values())
     instructions = {
         "wgmma.mma_async": "products",
         "redux.sync": "vote",
