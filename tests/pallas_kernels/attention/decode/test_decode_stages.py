@@ -28,8 +28,7 @@ def test_decode_attention_without_a_stage_compiles_for_an_h200(tmp_path, monkeyp
         )
         path.unlink()
         log.unlink()
-    # ptxas has spilled 8 bytes of the program that multiplies nothing, outside the loop over pages.
-    assert spilled.pop("nothing multiplied") <= 8 and not any(spilled.values())
+    assert spilled == dict.fromkeys(made, 0)
     instructions = {
         "wgmma.mma_async": "products",
         "redux.sync": "vote",
