@@ -5,6 +5,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxflow.config import ConfigError, EngineConfig, ModelConfig
+from jaxflow.engine.expert_balancer import MovedLayer
 from jaxflow.model.expert_copies import EXPERT_OF_SLOT, copy_map
 from jaxflow.model.expert_placement import place_experts
 from jaxflow.model.weights import EXPERT_LEAVES, Weights
@@ -36,6 +37,9 @@ def with_slots(weights: Weights, mesh: Mesh, experts: int, more: int) -> Weights
     """Return the weights with the experts of each mixture layer in `experts` + `more` slots, and their map.
 
     The experts lie as for even loads. A layer's former arrays are dropped before the next layer is copied.
+
+    Raises:
+      DamagedExpert: a copy differs from its source.
     """
     devices = mesh.size
     (placed,) = place_experts(np.ones((1, experts)), devices, (experts + more) // devices)
@@ -48,7 +52,9 @@ def with_slots(weights: Weights, mesh: Mesh, experts: int, more: int) -> Weights
         if own:
             specs = jax.tree.map(lambda array: array.sharding.spec, own)
             move = move or move_slots(mesh, specs)
-            layers[index] = layer | move(own, source)[0] | made
+            moved = MovedLayer(index, placed, placed, *move(own, source))
+            moved.check()
+            layers[index] = layer | moved.arrays | made
             layer.clear()
     return weights | {"layers": layers}
 

@@ -314,7 +314,6 @@ def test_a_served_model_compiles_nothing_and_answers_as_one_device():
     [
         ({"enable_expert_parallel": False}, "enable_expert_parallel"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
-        ({"tensor_parallel_size": 2, "enable_eplb": True}, "enable_eplb"),
         ({"coordinator": "auto"}, "coordinator"),
         ({"attention_spans": "spans.json"}, "attention_spans"),
         ({"batch_tpot_ms": 50.0}, "batch_tpot_ms"),

@@ -1,6 +1,7 @@
 """Experts with copies give the tokens of experts without copies, also while they move between devices."""
 
 import collections
+from collections.abc import Callable
 from typing import Any
 
 import h200
@@ -13,12 +14,13 @@ import toy
 from hurry import compile_on_use
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import PartitionSpec
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
 from test_goldens import ONE_SIZE, check, requests
 
 from jaxflow.config import ConfigError, EngineConfig
 from jaxflow.engine.expert_balancer import DamagedExpert, MovedLayer
-from jaxflow.engine.expert_slots import source_slots
+from jaxflow.engine.expert_slots import expert_arrays, source_slots
 from jaxflow.engine.loop import Loop
 from jaxflow.engine.ranked_loop import RankedLoop
 from jaxflow.engine.start import choose_plans, make_executor, make_loop, make_ranked_loop, resolve
@@ -26,9 +28,10 @@ from jaxflow.llm import LLM
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.expert_copies import choose_copies, copy_map
 from jaxflow.model.expert_placement import place_experts
+from jaxflow.parallel import expert_moves
 from jaxflow.parallel.expert_moves import digests, move_slots
-from jaxflow.parallel.mesh import DP, TP, make_mesh, make_rank_mesh, place, sharded
-from jaxflow.request import SamplingParams
+from jaxflow.parallel.mesh import TP, expert_axis_of, make_mesh, make_rank_mesh, place, sharded
+from jaxflow.request import Event, FinishReason, SamplingParams
 
 
 def engine(model: str, devices: int, more: int | None, *, ranks: int = 1) -> Loop | RankedLoop:
@@ -67,10 +70,10 @@ def test_goldens_while_experts_move(devices, more, goldens):
     running.close()
 
 
-@pytest.mark.parametrize(("ranks", "more"), [(2, 0), (4, 4)])
-def test_goldens_of_ranks_while_experts_move(ranks, more, goldens):
+@pytest.mark.parametrize(("ranks", "devices", "more"), [(2, 1, 0), (4, 1, 4), (2, 2, 0), (2, 2, 4)])
+def test_goldens_of_ranks_while_experts_move(ranks, devices, more, goldens):
     """The experts are placed by the tokens of all ranks."""
-    golden, running = goldens("tiny-qwen3_moe"), engine("tiny-qwen3_moe", 1, more, ranks=ranks)
+    golden, running = goldens("tiny-qwen3_moe"), engine("tiny-qwen3_moe", devices, more, ranks=ranks)
     check(golden, toy.run(running, requests(golden)))
     assert isinstance(running, RankedLoop) and running.balancer is not None
     assert running.balancer.placements > 1 and running.balancer.moved_slots
@@ -78,7 +81,7 @@ def test_goldens_of_ranks_while_experts_move(ranks, more, goldens):
     running.close()
 
 
-@pytest.mark.parametrize(("devices", "ranks"), [(4, 1), (1, 4)])
+@pytest.mark.parametrize(("devices", "ranks"), [(4, 1), (1, 4), (2, 2)])
 def test_all_tokens_to_one_device(devices, ranks, goldens):
     """The router prefers the same experts for all tokens, so that most devices get no token at first."""
     golden = goldens("tiny-gpt_oss")
@@ -125,18 +128,24 @@ def test_a_server_compiles_nothing_while_experts_move():
         assert llm.driver.stats().compilations_after_warmup == 0
 
 
-@pytest.mark.parametrize(("devices", "axis"), [(1, TP), (2, TP), (4, TP), (4, DP)])
-def test_new_slots_hold_copies_of_the_old_slots(devices, axis):
-    rng, mesh = np.random.default_rng(0), make_mesh(devices) if axis == TP else make_rank_mesh(devices)
+def small_slots(mesh: Mesh) -> tuple[dict[str, np.ndarray], Any, dict[str, PartitionSpec]]:
+    """Return 8 slots of three arrays on the host and on the devices of a mesh, and their partition."""
+    rng = np.random.default_rng(0)
     old = {
         "bfloat16": rng.normal(size=(8, 3, 5)).astype(jnp.bfloat16),
         "float32": rng.normal(size=(8, 7)).astype(np.float32),
         "e4m3": rng.normal(size=(8, 2)).astype(jnp.float8_e4m3fn),
     }
-    specs = dict.fromkeys(old, PartitionSpec(axis))
-    source = rng.integers(0, 8, 12).astype(np.int32)
-    given_arrays = {name: jax.device_put(array, sharded(mesh, specs[name])) for name, array in old.items()}
-    new, before, after = move_slots(mesh, specs)(given_arrays, place(source, sharded(mesh, PartitionSpec())))
+    specs = dict.fromkeys(old, PartitionSpec(expert_axis_of(mesh)))
+    return old, {name: place(array, sharded(mesh, specs[name])) for name, array in old.items()}, specs
+
+
+@pytest.mark.parametrize(("ranks", "devices"), [(1, 1), (1, 2), (1, 4), (4, 1), (2, 2)])
+def test_new_slots_hold_copies_of_the_old_slots(ranks, devices):
+    mesh = make_mesh(devices) if ranks == 1 else make_rank_mesh(ranks, devices)
+    old, arrays, specs = small_slots(mesh)
+    source = np.random.default_rng(1).integers(0, 8, 12).astype(np.int32)
+    new, before, after = move_slots(mesh, specs)(arrays, place(source, sharded(mesh, PartitionSpec())))
     for name, array in old.items():
         np.testing.assert_array_equal(np.asarray(new[name]).view(np.uint8), array[source].view(np.uint8))
     MovedLayer(0, source, source, new, before, after).check()
@@ -145,6 +154,84 @@ def test_new_slots_hold_copies_of_the_old_slots(devices, axis):
     wrong[5] ^= 1
     with pytest.raises(DamagedExpert, match=r"slots \[5\]"):
         MovedLayer(3, source, source, new, before, wrong).check()
+
+
+def flipped(copied: Any) -> Any:
+    """Flip the lowest bit of one word of a slot."""
+    bits = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
+
+    def flip(array: jax.Array) -> jax.Array:
+        words = lax.bitcast_convert_type(array, bits[array.dtype.itemsize])
+        last = (1,) + (-1,) * (array.ndim - 1)
+        return lax.bitcast_convert_type(words.at[last].set(words[last] ^ 1), array.dtype)
+
+    first, *others = copied
+    return {first: flip(copied[first])} | {name: copied[name] for name in others}
+
+
+FAULTS: dict[str, Callable[[Any], Any]] = {
+    "a flipped bit": flipped,
+    "a copy that did not arrive": lambda copied: jax.tree.map(lambda a: a.at[1].set(0), copied),
+    "another slot's copy": lambda copied: jax.tree.map(lambda a: a.at[1].set(a[0]), copied),
+    "one array of another slot": lambda copied: copied | {"float32": copied["float32"].at[1].set(1.0)},
+}
+
+
+def damage(monkeypatch: pytest.MonkeyPatch, fault: Callable[[Any], Any], device: int) -> None:
+    """Let the second slot of a device get a wrong copy in each move between devices."""
+    moved = expert_moves._moved
+
+    def wrong(old: Any, source: jax.Array, axis: Any) -> Any:
+        copied, here = moved(old, source, axis), lax.axis_index(axis) == device
+        return jax.tree.map(lambda a, b: jnp.where(here, a, b), fault(copied), copied)
+
+    monkeypatch.setattr(expert_moves, "_moved", wrong)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_digests_notice_a_damaged_copy_on_any_device(fault, monkeypatch):
+    mesh = make_rank_mesh(2, 2)
+    _, arrays, specs = small_slots(mesh)
+    source = np.arange(8, dtype=np.int32)[::-1].copy()
+    for device in range(4):
+        with monkeypatch.context() as patch:
+            damage(patch, FAULTS[fault], device)
+            found = move_slots(mesh, specs)(arrays, place(source, sharded(mesh, PartitionSpec())))
+        with pytest.raises(DamagedExpert, match=rf"slots \[{2 * device + 1}\]"):
+            MovedLayer(0, source, source, *found).check()
+
+
+def test_a_damaged_copy_ends_the_engine_before_a_step_reads_it(goldens, monkeypatch):
+    """Every request ends with the fault, and its tokens until then are those of the golden."""
+    golden, running = goldens("tiny-qwen3_moe"), engine("tiny-qwen3_moe", 2, 4, ranks=2)
+    damage(monkeypatch, flipped, device=3)
+    programs, made = running.executor.programs, running.executor._small
+    specs = expert_arrays(programs.weight_specs["layers"][0])
+    made["move_experts"] = move_slots(programs.mesh, specs)  # engines share the compiled programs of tests
+    given_requests = requests(golden)
+    results = {one.request_id: toy.Result() for one in given_requests}
+    for one in given_requests:
+        running.add(one, 0.0)
+    events: list[Event] = []
+    with pytest.raises(DamagedExpert, match=r"slots \[10\]") as caught:
+        while running.has_work:
+            events += running.step()
+    for event in [*events, *running.end_all(caught.value)]:
+        results[event.request_id].take(event)
+    for i, prompt in enumerate(golden["prompts"]):
+        result = results[f"golden-{i}"]
+        assert result.finished[0].reason == FinishReason.ABORT
+        tokens = result.token_ids.get(0, [])
+        assert tokens == prompt["greedy_ids"][: len(tokens)]
+    assert any(result.token_ids for result in results.values())
+    assert running.balancer is not None and running.balancer.moved_slots == 0
+    running.close()
+
+
+def test_a_copy_that_is_damaged_at_the_start_ends_the_start(monkeypatch):
+    damage(monkeypatch, flipped, device=2)
+    with pytest.raises(DamagedExpert, match=r"slots \[7\]"):
+        engine("tiny-qwen3_moe", 2, 4, ranks=2)
 
 
 def test_a_move_on_gpus_needs_little_more_memory_than_its_result():
