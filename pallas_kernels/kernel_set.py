@@ -97,6 +97,7 @@ class KernelSet:
     latent_chunk_attention: Callable = latent_reference.chunk_attention
     list_decode_work: Callable = decode_reference.list_decode_work
     list_latent_work: Callable = latent_reference.list_decode_work
+    list_latent_chunk_work: Callable = latent_reference.list_chunk_work
     list_chunk_work: Callable = chunk_reference.list_chunk_work
     list_groups: Callable = expert_groups.list_groups
     fallbacks: tuple[Fallback, ...] = ()

@@ -68,13 +68,21 @@ def append(
 
 
 def attend_chunks(
-    c: Context, layer: Layer, batch: Batch, start: int, stop: int, q: Float[Array, "t N R+Hr"], kv: KV
+    c: Context,
+    layer: Layer,
+    batch: Batch,
+    start: int,
+    stop: int,
+    q: Float[Array, "t N R+Hr"],
+    kv: KV,
+    work: Any = None,
 ) -> Float[Array, "t N R"]:
     """Return attention of the prefill tokens of [start, stop), and 0 at the decode tokens."""
     if batch.chunks.shape[0] == 0:  # a program for steps of decodes only
         return jnp.zeros_like(q[..., : _latent(c).rank])
     table, chunks = batch.page_table[c.group(layer)], batch.chunks_in(start, stop)
-    return c.kernels.latent_chunk_attention(q, *kv, table, chunks, scale=c.config.scale)
+    settings = {"scale": c.config.scale, "sms": c.sms, "work": work}
+    return c.kernels.latent_chunk_attention(q, *kv, table, chunks, **settings)
 
 
 def attend_decodes(
@@ -105,8 +113,17 @@ def decode_work(c: Context, batch: Batch, start: int, stop: int) -> Any:
     rows, lengths = batch.decode_rows(start, stop)
     if rows.start == rows.stop:
         return None
-    devices = 1 if c.axis is None else lax.axis_size(c.axis)
-    return c.kernels.list_latent_work(lengths, heads=c.config.num_heads // devices, sms=c.sms)
+    return c.kernels.list_latent_work(lengths, heads=_heads(c), sms=c.sms)
+
+
+def chunk_work(c: Context, batch: Batch, start: int, stop: int) -> Any:
+    """Return the work list of the prefill tokens of [start, stop), which all layers share, or None without
+    chunks.
+    """
+    if batch.chunks.shape[0] == 0:
+        return None
+    chunks = batch.chunks_in(start, stop)
+    return c.kernels.list_latent_chunk_work(chunks, stop - start, heads=_heads(c), sms=c.sms)
 
 
 def values(c: Context, w: Weights, o: Float[Array, "t N*R"]) -> Float[Array, "t N*Hv"]:
@@ -118,6 +135,11 @@ def values(c: Context, w: Weights, o: Float[Array, "t N*R"]) -> Float[Array, "t 
 def _latent(c: Context) -> Latent:
     assert c.config.latent is not None
     return c.config.latent
+
+
+def _heads(c: Context) -> int:
+    """Return the query heads of a device."""
+    return c.config.num_heads // (1 if c.axis is None else lax.axis_size(c.axis))
 
 
 def _gemm(c: Context, x: Array, w: Array, bias: Array | None = None) -> Any:

@@ -344,7 +344,7 @@ def chunk_attention(
 ) -> Float[Array, "t N H"]:
     """Return attention of the prefill tokens of [start, stop), and 0 at the decode tokens."""
     if c.config.latent is not None:
-        return latent_ops.attend_chunks(c, layer, batch, start, stop, q, kv)
+        return latent_ops.attend_chunks(c, layer, batch, start, stop, q, kv, work)
     if batch.chunks.shape[0] == 0:  # a program for steps of decodes only
         return jnp.zeros_like(q)
     chunks = batch.chunks_in(start, stop)
@@ -453,12 +453,13 @@ def attention_work(c: Context, layer: Layer, batch: Batch, start: int, stop: int
     """Return the work list of an attention kernel for tokens [start, stop), and its rows of the page table.
 
     All layers of one window share the work list. With attention spans all layers share the decodes' lists of
-    all layers, see `_listed`. Returns None where the kernel has nothing to do, and for chunks with spans or
-    with latent attention. The list of decodes with latent attention has no rows of the page table.
+    all layers, see `_listed`. Returns None where the kernel has nothing to do, and for chunks with spans. A
+    list with latent attention comes without rows of the page table.
     name: `chunk_attention` or `decode_attention`. kv: the cache of any layer, for its shapes.
     """
     if c.config.latent is not None:
-        return latent_ops.decode_work(c, batch, start, stop) if name == "decode_attention" else None
+        listed = latent_ops.decode_work if name == "decode_attention" else latent_ops.chunk_work
+        return listed(c, batch, start, stop)
     if layer.spans is not None and name == "chunk_attention":
         return None
     part = kv[0] if layer.spans is None else kv[0][0]

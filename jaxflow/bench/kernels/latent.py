@@ -1,11 +1,10 @@
-"""Benchmark cases of latent decode attention: DeepSeek-V3's 128 heads on one device,
-and its 16 heads on each of 8.
-"""
+"""Benchmark cases of latent attention: DeepSeek-V3's 128 heads on one device, and its 16 on each of 8."""
 
 import functools
 
 from jaxflow.bench.kernels.case import Implementation, KernelCase, KernelGroup
 from pallas_kernels.attention.latent import gpu_check as latent
+from pallas_kernels.attention.latent import gpu_check_chunks as latent_chunks
 
 # Of the bound that binds: 55 % of the datasheet's FLOP with 128 heads, 70 % of the stream with 16.
 _FLOPS_PER_S, _BYTES_PER_S = 0.55 * latent.FLOPS_PER_S, 0.7 * latent.STREAM_BYTES_PER_S
@@ -36,7 +35,20 @@ def _group(name: str, heads: int, unit: str, rate: float) -> KernelGroup:
     )
 
 
+def _chunks(case: str) -> dict[str, Implementation]:
+    """Prepare the kernel and XLA's products of a step's chunks. The work of a call is its FLOP."""
+    programs, calls = latent_chunks.programs(case)
+    amount = latent_chunks.work_of(case)
+    return {name: Implementation(program, calls, amount) for name, program in programs.items()}
+
+
 GROUPS = (
     _group("latent_decode_128", 128, "TFLOP/s", _FLOPS_PER_S),
     _group("latent_decode_16", 16, "TB/s", _BYTES_PER_S),
+    KernelGroup(
+        "latent_chunk",
+        "TFLOP/s",
+        tuple(KernelCase(case, functools.partial(_chunks, case)) for case in latent_chunks.CASES),
+        on_request=True,
+    ),
 )

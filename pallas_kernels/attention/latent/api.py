@@ -1,11 +1,12 @@
-"""Paged latent decode attention for Hopper (absorbed MLA, DeepSeek-V2 §2.1).
+"""Paged latent attention for Hopper (absorbed MLA, DeepSeek-V2 §2.1).
 
-`latent_work` splits the batch's pages into equal pieces, one for each worker. A worker is a CTA for each 64
-heads (`kernel`). A second pass adds up the rows that are split between workers (`combine`).
+`latent_work` splits the pages of all rows into equal pieces, one for each worker. A worker is a CTA for each
+64 heads (`kernel`). A second pass adds up the rows that are split between workers (`combine`).
 """
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from pallas_kernels.attention.latent.kernel import ROTARY, Form, attend, scratch
 from pallas_kernels.attention.latent.work_list import (
     HEADS,
     LatentWork,
+    chunk_rows,
     head_tiles,
     latent_work,
     latent_workers,
@@ -40,6 +42,15 @@ def list_decode_work(lengths: jax.Array, *, heads: int, sms: int | None = None) 
     heads: query heads of one device. sms: as for `decode_attention`.
     """
     return latent_work(lengths, latent_workers(heads, sms))
+
+
+def list_chunk_work(chunks: jax.Array, tokens: int, *, heads: int, sms: int | None = None) -> LatentWork:
+    """Return the work list of `chunk_attention` for chunks among `tokens` rows of q, for all layers.
+
+    heads: query heads of one device. sms: as for `chunk_attention`.
+    """
+    lengths, table_rows = chunk_rows(chunks, tokens)
+    return latent_work(lengths, latent_workers(heads, sms), table_rows)
 
 
 def decode_attention(
@@ -75,15 +86,82 @@ def decode_attention(
     Raises:
       ValueError: for a shape, dtype or sms outside the limits.
     """
-    (t, n, _), (b,), rank = q.shape, lengths.shape, latent_pages.shape[-1]
-    _check(q, rope_pages, latent_pages, page_table, b, into)
-    workers, tiles = latent_workers(n, sms), head_tiles(n)
-    work = latent_work(lengths, workers) if work is None else work
+    b = lengths.shape[0]
+    _check(q, rope_pages, latent_pages, b, into)
+    if page_table.ndim != 2 or page_table.shape[0] != b:
+        raise ValueError(f"page_table {list(page_table.shape)} for {b} lengths: accepted is [{b}, MP]")
+    work = list_decode_work(lengths, heads=q.shape[1], sms=sms) if work is None else work
+    call = _Call("decode", scale, sms, interpret)
+    return _attend_rows(q, rope_pages, latent_pages, page_table, work, into, call)
+
+
+def chunk_attention(
+    q: jax.Array,
+    rope_pages: jax.Array,
+    latent_pages: jax.Array,
+    page_table: jax.Array,
+    chunks: jax.Array,
+    *,
+    scale: float,
+    sms: int | None = None,
+    work: LatentWork | None = None,
+    interpret=None,
+) -> jax.Array:
+    """Return the causal attention of prefill chunks over their sequences' pages of latent vectors.
+
+    The reference implementation is `pallas_kernels.attention.latent.reference.chunk_attention`. Every token
+    is a row of the kernel, as a decode is, and sees the keys up to its own. 64 heads of a token fill the rows
+    of a wgmma.
+
+    Args:
+      q, rope_pages, latent_pages, scale, sms: as for `decode_attention`.
+      page_table: [R, MP] int32; entries past a sequence's last page are never read.
+      chunks: [C, 4] int32, one row a chunk: first token in q, tokens (0: skipped), row of page_table,
+        position of the first token. Chunks do not overlap in q. The pages already hold their latent vectors.
+      work: `list_chunk_work(...)` for the same chunks, T, heads and sms, if layers share one list.
+    Returns:
+      [T, N, R] bfloat16; 0 at tokens outside all chunks, and for rows with only -inf scores.
+    Raises:
+      ValueError: for a shape, dtype or sms outside the limits.
+    """
+    _check(q, rope_pages, latent_pages, q.shape[0], None)
+    if page_table.ndim != 2 or chunks.ndim != 2 or chunks.shape[1] != 4:
+        raise ValueError(
+            f"page_table {list(page_table.shape)}, chunks {list(chunks.shape)}: accepted are [R, MP] and "
+            "[C, 4]"
+        )
+    work = list_chunk_work(chunks, q.shape[0], heads=q.shape[1], sms=sms) if work is None else work
+    call = _Call("chunk", scale, sms, interpret)
+    return _attend_rows(q, rope_pages, latent_pages, page_table, work, None, call)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """The settings of a call. op: `decode` or `chunk`, for the kernel's name."""
+
+    op: str
+    scale: float
+    sms: int | None
+    interpret: Any
+
+
+def _attend_rows(
+    q: jax.Array,
+    rope_pages: jax.Array,
+    latent_pages: jax.Array,
+    page_table: jax.Array,
+    work: LatentWork,
+    into: jax.Array | None,
+    call: _Call,
+) -> jax.Array:
+    """Return the attention [T, N, R] of the rows of a work list."""
+    (t, n, _), rank, interpret = q.shape, latent_pages.shape[-1], call.interpret
+    workers, tiles = latent_workers(n, call.sms), head_tiles(n)
     if work.pieces.shape[0] != workers:
         raise ValueError(
-            f"work.pieces has {work.pieces.shape[0]} workers: accepted are {workers} for sms={sms}"
+            f"work.pieces has {work.pieces.shape[0]} workers: accepted are {workers} for sms={call.sms}"
         )
-    form = Form(heads=n, rank=rank, tiles=tiles, scale=scale, interpret=interpret is not None)
+    form = Form(heads=n, rank=rank, tiles=tiles, scale=call.scale, interpret=interpret is not None)
     inputs = (
         q.reshape(t * n, -1),
         flat(rope_pages),
@@ -106,7 +184,7 @@ def decode_attention(
         thread_name="wg",
         scratch_types=scratch(form),
         compiler_params=_LANE,
-        kernel_name=f"latent_decode_attention_{workers * tiles}",
+        kernel_name=f"latent_{call.op}_attention_{workers * tiles}",
         interpret=interpret,
     )
     add_up = functools.partial(combine, work=work, heads=n, fill=into is None, interpret=interpret)
@@ -120,7 +198,7 @@ def decode_attention(
     return pl.run_state(in_place)(into.reshape(t * n, rank)).reshape(t, n, rank)
 
 
-def _check(q, rope_pages, latent_pages, page_table, b: int, into) -> None:
+def _check(q, rope_pages, latent_pages, b: int, into) -> None:
     """Raise ValueError for arguments outside the kernel's limits."""
     (t, n, width), (p, kv, s, rank) = q.shape, latent_pages.shape
     if rank not in RANKS or width != rank + ROTARY:
@@ -146,5 +224,3 @@ def _check(q, rope_pages, latent_pages, page_table, b: int, into) -> None:
             f"{b} lengths for q {q.dtype}{list(q.shape)}{given}: accepted are up to {t} lengths, and into "
             f"bfloat16{[t, n, rank]}"
         )
-    if page_table.ndim != 2 or page_table.shape[0] != b:
-        raise ValueError(f"page_table {list(page_table.shape)} for {b} lengths: accepted is [{b}, MP]")

@@ -1,4 +1,4 @@
-"""The second pass of latent decode attention: add up the rows that are split between workers.
+"""The second pass of latent attention: add up the rows that are split between workers.
 
 The parts of a row are added in the order of their keys, so equal batches give equal bits.
 """

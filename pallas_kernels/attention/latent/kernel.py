@@ -1,4 +1,4 @@
-"""The latent decode attention kernel: four warpgroups of a CTA process a tile of 64
+"""The latent attention kernel: four warpgroups of a CTA process a tile of 64
 heads over a piece of the pages.
 
 All heads read one latent vector a token, so a page is wgmma's second operand for 64 heads at once, both as
@@ -123,11 +123,10 @@ def attend(*refs, form: Form, **shared):
 def _copy_pages(r, form: Form, worker, tile):
     """Copy the worker's queries and pages, in the order of their use."""
 
-    def visit(carry, row, page, here, pages, length):
-        index = carry
+    def visit(index, row, page, here, pages, length, table_row):
 
         def copy(i, index):
-            slot, first = lax.rem(index, jnp.int32(SLOTS)), r.table[row, page + i] * PAGE
+            slot, first = lax.rem(index, jnp.int32(SLOTS)), r.table[table_row, page + i] * PAGE
 
             @pl.when(index >= SLOTS)
             def _():
@@ -221,7 +220,7 @@ def _score_pages(r, form: Form, worker, tile):
 
         return pl.run_scoped(product, plgpu.ACC((HEADS, PAGE), jnp.float32))
 
-    def visit(index, row, page, here, pages, length):
+    def visit(index, row, page, here, pages, length, _):
         plgpu.barrier_wait(r.q_full)
 
         def step(i, state):
@@ -320,7 +319,7 @@ def _sum_values(r, form: Form, worker, tile, half):
         plgpu.barrier_arrive(r.weights_empty)
         return out, total, index + 1
 
-    def visit(index, row, page, here, pages, length):
+    def visit(index, row, page, here, pages, length, _):
         zeros = [
             plgpu.layout_cast(jnp.zeros((HEADS, width), jnp.float32), _WGMMA) for _, width in form.blocks
         ]

@@ -72,6 +72,10 @@ def list_decode_work(lengths: Int[Array, " B"], *, heads: int, sms: int | None =
     """Return None: the reference implementation has no work list. The kernel has one."""
 
 
+def list_chunk_work(chunks: Int[Array, "C 4"], tokens: int, *, heads: int, sms: int | None = None) -> None:
+    """Return None: the reference implementation has no work list. The kernel has one."""
+
+
 def chunk_attention(
     q: Float[Array, "T N A"],
     rope_pages: Shaped[Array, "P 1 S Hr"],
@@ -80,12 +84,15 @@ def chunk_attention(
     chunks: Int[Array, "C 4"],
     *,
     scale: float,
+    sms: int | None = None,
+    work: object = None,
 ) -> Float[Array, "T N R"]:
     """Return the causal attention of prefill chunks over their sequences' pages.
 
     Args:
       chunks: one row a chunk: first token in q, tokens, row of page_table, position of the first token. The
         pages already hold the chunk's latent vectors. Chunks of 0 tokens are skipped.
+      sms, work: for the kernels; unused.
     Returns:
       The outputs at the chunks' tokens, and 0 at all others.
     """

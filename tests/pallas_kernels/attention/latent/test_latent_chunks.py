@@ -1,0 +1,85 @@
+"""Latent chunk attention: the rows of its work list, the kernel in the interpreter against its reference,
+and the H200 code.
+"""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from h200 import abstract, compile_for_h200, h200_mesh
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from paged_cases import PAGE, error, paged, queries
+
+from pallas_kernels.attention.latent import reference
+from pallas_kernels.attention.latent.api import chunk_attention, list_chunk_work
+from pallas_kernels.attention.latent.work_list import chunk_rows
+
+RANK, ROTARY, TOKENS = 128, 64, 9
+SCALE = (RANK + ROTARY) ** -0.5
+
+
+def test_a_token_sees_the_keys_up_to_its_own():
+    chunks = jnp.asarray([(1, 3, 2, 70), (0, 0, 5, 9), (6, 2, 1, 0)])
+    seen, rows = jax.jit(chunk_rows, static_argnums=1)(chunks, TOKENS)
+    assert seen.tolist() == [0, 71, 72, 73, 0, 0, 1, 2, 0]
+    assert rows[jnp.asarray(seen) > 0].tolist() == [2, 2, 2, 1, 1]
+
+
+@functools.cache
+def both(sms: int):
+    """Return the kernel in the interpreter and its reference, compiled once for the tests."""
+    kernel = functools.partial(chunk_attention, scale=SCALE, sms=sms, interpret=plgpu.InterpretGPUParams())
+    return jax.jit(kernel), jax.jit(functools.partial(reference.chunk_attention, scale=SCALE))
+
+
+@pytest.mark.parametrize(
+    ("chunks", "heads", "sms"),
+    [
+        # Rows of the page table in another order, a border of a page, a chunk of nothing, tokens of no chunk.
+        ([(1, 3, 1, 62), (5, 0, 0, 3), (6, 2, 0, 0)], 8, 2),
+        ([(0, 9, 0, 120), (0, 0, 1, 0), (0, 0, 1, 0)], 8, 2),  # rows that are cut between workers
+        ([(2, 2, 0, 63), (4, 1, 1, 130), (0, 0, 1, 0)], 128, 5),  # two tiles of heads
+    ],
+)
+def test_chunk_attention_equals_its_reference(chunks, heads, sms):
+    """Positions that no chunk has written hold NaN."""
+    ends = [max((n + at for _, n, row, at in chunks if row == own and n), default=0) for own in range(2)]
+    both_pages, _, table = paged(0, ends, 1, RANK + ROTARY)
+    pages, q = (both_pages[..., RANK:], both_pages[..., :RANK]), queries(0, TOKENS, heads, RANK + ROTARY)
+    kernel, plain = both(sms)
+    got = np.asarray(kernel(q, *pages, table, jnp.asarray(chunks)), np.float32)
+    known = [jnp.asarray(np.nan_to_num(np.asarray(x, np.float32))) for x in pages]
+    assert error(got, np.asarray(plain(q.astype(jnp.float32), *known, table, jnp.asarray(chunks)))) < 6e-3
+    inside = {first + i for first, n, _, _ in chunks for i in range(n)}
+    assert not got[[token for token in range(TOKENS) if token not in inside]].any()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [({"chunks": (2, 3)}, r"chunks \[2, 3\]"), ({"heads": 12}, "12 query heads"), ({"work": 3}, "3 workers")],
+)
+def test_chunk_attention_names_unsupported_arguments(change, said):
+    q = jnp.zeros((4, change.get("heads", 8), RANK + ROTARY), jnp.bfloat16)
+    pages = [jnp.zeros((3, 1, PAGE, width), jnp.bfloat16) for width in (ROTARY, RANK)]
+    table, chunks = jnp.zeros((2, 2), jnp.int32), jnp.zeros(change.get("chunks", (2, 4)), jnp.int32)
+    work = list_chunk_work(chunks, 4, heads=8, sms=3) if "work" in change else None
+    with pytest.raises(ValueError, match=said):
+        chunk_attention(q, *pages, table, chunks, scale=1.0, sms=2, work=work)
+
+
+def test_for_the_h200_it_spills_nothing_and_copies_no_pages(tmp_path, monkeypatch):
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
+    array = jax.ShapeDtypeStruct
+    pages = [array((2**18, 1, PAGE, width), jnp.bfloat16) for width in (64, 512)]
+    counts = [array(shape, jnp.int32) for shape in ((128, 2048), (8, 4))]
+    inputs = array((2048, 128, 576), jnp.bfloat16), *pages, *counts
+    attend = lambda given: chunk_attention(*given, scale=1.0)
+    compiled = compile_for_h200(attend, *abstract(h200_mesh(), (inputs,)))
+    assert compiled.machine_code
+    assert not any(compiled.copies(x.shape) for x in inputs[:3])
+    logs = [path.read_text(errors="replace") for path in tmp_path.glob("latent_chunk*.ptxas")]
+    spilled = [re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log) for log in logs]
+    assert [set(found) for found in spilled] == [{("0", "0")}]
