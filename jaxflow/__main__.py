@@ -2,7 +2,7 @@
 
   jaxflow COMMAND [flags]
 
-  serve    serve a model over gRPC                               python -m serving
+  serve    serve a model over HTTP and gRPC                      python -m serving
   ask      ask a running server, or hold a conversation          python -m serving.client
   batch    answer a file of requests                             python -m serving.batch
   bench    measure throughput, latency, kernels and KV tiers     python -m jaxflow.bench

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from absl import flags
 
+import jaxflow.cli.engine_flags
 from jaxflow.cli.engine_flags import define_engine_flags, engine_config_from_flags
 from jaxflow.cli.exit_status import run_command
 from jaxflow.config import ConfigError
@@ -70,4 +71,6 @@ def define_flags() -> None:
 
 if __name__ == "__main__":
     define_flags()
+    flags.adopt_module_key_flags(jaxflow.cli.engine_flags)
+    sys.argv = jaxflow.cli.engine_flags.engine_arguments(sys.argv)
     run_command(main)

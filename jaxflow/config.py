@@ -5,9 +5,15 @@ a `ModelConfig`. The command lines and `jaxflow.LLM` make an `EngineConfig`.
 """
 
 import dataclasses
+import difflib
+import functools
 import math
-from collections.abc import Callable
-from typing import Any, Literal
+import numbers
+import operator
+import os
+from collections.abc import Callable, Mapping
+from types import UnionType
+from typing import Any, Literal, get_args, get_type_hints
 
 Activation = Literal["silu", "gelu_tanh", "relu", "clamped_swiglu"]  # the last one of experts only
 
@@ -18,6 +24,52 @@ class ConfigError(ValueError):
     def __init__(self, field: str, value: object, accepted: str):
         self.field, self.value, self.accepted = field, value, accepted
         super().__init__(f"{field}={value!r} is not supported: {accepted}")
+
+
+# The types that a field of each annotated type accepts, and their name in an error.
+_ACCEPTED: dict[type, tuple[type, str]] = {
+    bool: (bool, "True or False"),
+    int: (numbers.Integral, "a whole number"),
+    float: (numbers.Real, "a number"),
+    str: (str, "a text"),
+}
+
+
+def check_types(settings: Any, error: Callable[[str, object, str], Exception]) -> None:
+    """Check that each text, number and truth value of a dataclass has the type of its field.
+
+    A path becomes the text of the path. Fields of other types are not checked.
+
+    Raises:
+      What `error` makes of the field, its value and the accepted values.
+    """
+    values_of, fields = _field_types(type(settings))
+    for value, (field, types, abstract, words) in zip(values_of(settings), fields, strict=True):
+        if type(value) in types:
+            continue
+        if abstract is str and isinstance(value, os.PathLike):
+            object.__setattr__(settings, field, os.fspath(value))
+        elif isinstance(value, bool) or not isinstance(value, abstract):
+            raise error(field, value, words)
+
+
+@functools.cache
+def _field_types(kind: type) -> tuple[Callable, tuple[tuple[str, tuple[type, ...], type, str], ...]]:
+    """Return a function that reads the fields of a dataclass that `check_types` checks, and these fields.
+
+    Each field has its name, its usual types, the abstract type that further types belong to, and the words
+    of an error.
+    """
+    found = []
+    for field, hint in get_type_hints(kind).items():
+        types = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+        known = [each for each in types if each in _ACCEPTED]
+        if len(known) != 1 or not set(types) <= {*_ACCEPTED, type(None)}:
+            continue
+        abstract, words = _ACCEPTED[known[0]]
+        usual = (*types, int) if known[0] is float else types
+        found.append((field, usual, abstract, words + (" or None" if type(None) in types else "")))
+    return operator.attrgetter(*(field for field, *_ in found)), tuple(found)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -497,6 +549,10 @@ class EngineConfig:
             if not ok:
                 raise ConfigError(field, getattr(self, field), accepted)
 
+        if isinstance(self.step_sizes, list | tuple):  # of the Python API; flags and files hold text
+            object.__setattr__(self, "step_sizes", ",".join(map(str, self.step_sizes)))
+        check_types(self, ConfigError)
+
         check("model", bool(self.model), "a folder, a .gguf file, a hub id or the name of a shipped config")
         check("dtype", self.dtype in ("auto", "float32", "bfloat16"), "auto, float32 or bfloat16")
         check("load_format", self.load_format in ("auto", "dummy"), "auto or dummy")
@@ -534,13 +590,10 @@ class EngineConfig:
         ):
             value = getattr(self, field)
             check(field, value is None or value >= 1, "a positive number")
-        if isinstance(self.step_sizes, list | tuple):  # of the Python API; flags and files hold text
-            object.__setattr__(self, "step_sizes", ",".join(map(str, self.step_sizes)))
-        known = self.step_sizes is None or isinstance(self.step_sizes, str)
-        sizes = self.step_sizes.split(",") if known and self.step_sizes is not None else []
+        sizes = [] if self.step_sizes is None else self.step_sizes.split(",")
         check(
             "step_sizes",
-            known and all(one.isdecimal() and int(one) for one in sizes),
+            all(one.isdecimal() and int(one) for one in sizes),
             "numbers of tokens, as '256,512' or (256, 512)",
         )
         tokens = self.max_num_batched_tokens
@@ -584,3 +637,36 @@ class EngineConfig:
             self.kernels in ("auto", "reference", "mosaic", "triton"),
             "auto, reference, mosaic or triton",
         )
+
+
+# Settings of vLLM that JaxFlow has under another name or not at all, and what takes the place of each.
+OTHER_SETTINGS = {
+    "cpu_offload_gb": "`LLM(model, offload=...)` runs a model that does not fit the device",
+    "disable_log_requests": "--request_log turns the log of requests on",
+    "distributed_executor_backend": "coordinator joins several processes to one engine",
+    "enable_chunked_prefill": "prefill is always chunked",
+    "enable_lora": "LoRA adapters are not served: merge the adapter into the checkpoint",
+    "lora_modules": "LoRA adapters are not served: merge the adapter into the checkpoint",
+    "enforce_eager": "every step is compiled",
+    "max_lora_rank": "LoRA adapters are not served: merge the adapter into the checkpoint",
+    "num_scheduler_steps": "the next step is always scheduled while a step runs",
+    "revision": "download the revision, and give its folder as the model",
+    "speculative_config": "speculative decoding is not supported",
+    "swap_space": "kv_offloading_size keeps pages of the KV cache in host memory",
+    "tokenizer_mode": "there is one kind of tokenizer",
+    "trust_remote_code": "a checkpoint runs no code here, so no trust is needed",
+}
+
+
+def engine_config(model: str, settings: Mapping[str, Any]) -> EngineConfig:
+    """Return the settings of an engine from a model and settings by name.
+
+    Raises:
+      ConfigError: a setting that does not exist, or as `EngineConfig`.
+    """
+    known = [field.name for field in dataclasses.fields(EngineConfig)]
+    for name, value in settings.items():
+        if name not in known:
+            near = ", ".join(difflib.get_close_matches(name, known)) or "the fields of EngineConfig"
+            raise ConfigError(name, value, OTHER_SETTINGS.get(name, f"no such setting; there is {near}"))
+    return EngineConfig(model=model, **settings)

@@ -7,12 +7,12 @@ import itertools
 import os
 import queue
 import threading
-from collections.abc import AsyncIterator, Generator, Mapping, Sequence
+from collections.abc import AsyncIterator, Generator, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from tqdm import tqdm
 
-from jaxflow.config import EngineConfig
+from jaxflow.config import EngineConfig, engine_config
 from jaxflow.engine.executor import Executor
 from jaxflow.engine.staged_executor import StagedExecutor
 from jaxflow.engine.start import Engine, open_model, prepare_process, resolve, start_engine
@@ -22,8 +22,8 @@ from jaxflow.flexgen.policy import Policy
 from jaxflow.flexgen.runtime import Runtime
 from jaxflow.flexgen.start import prepare, start
 from jaxflow.model.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from jaxflow.prompt import Prompt, as_list, make_request, open_tokenizer
-from jaxflow.request import Event, Finished, InvalidRequest, QueueFull, Request, SamplingParams
+from jaxflow.prompt import Prompt, as_list, make_request, open_tokenizer, without_name
+from jaxflow.request import Amount, Event, Finished, InvalidRequest, QueueFull, Request, SamplingParams
 from jaxflow.request_output import CompletionOutput, OutputBuilder, RequestFailed, RequestOutput, collect
 from jaxflow.text.chat import encode_chat
 from jaxflow.text.tokenizer import Tokenizer
@@ -67,7 +67,7 @@ class LLM:
         executor: Executor | StagedExecutor | None = None,
         **settings: Any,
     ):
-        config = EngineConfig(model=model, **settings) if config is None else config
+        config = engine_config(model, settings) if config is None else config
         self.runtime: Runtime | None = None
         if offload is None:
             prepare_process(config)
@@ -135,6 +135,8 @@ class LLM:
         Raises:
           InvalidRequest: for a request that cannot be served; it names the field.
         """
+        if not isinstance(sampling, SamplingParams | None):
+            raise InvalidRequest("sampling_params", sampling, "a SamplingParams, or None")
         request = make_request(
             request_id or f"request-{next(self._ids)}",
             prompt,
@@ -151,29 +153,33 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: Prompt | Iterable[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Return the outputs of prompts, texts or lists of token ids, in their order.
+
+        sampling_params: of all prompts, or one of each.
 
         Raises:
           InvalidRequest: before anything runs, if one of them cannot be served.
           RequestFailed: after a fault of the engine.
         """
         many = as_list(prompts)
-        each = list(params) if isinstance(params, Sequence) else [params] * len(many)
+        given = sampling_params
+        several = isinstance(given, Sequence) and not isinstance(given, str)
+        each = list(given) if several else [given] * len(many)  # type: ignore[arg-type]
         if len(each) != len(many):
             accepted = f"one, or one for each of the {len(many)} prompts"
-            raise InvalidRequest("params", f"{len(each)} of them", accepted)
-        requests = [self.request(prompt, p) for prompt, p in zip(many, each, strict=True)]
+            raise InvalidRequest("sampling_params", Amount(f"{len(each)} of them"), accepted)
+        requests = [self.request(prompt, p) for prompt, p in zip(many, each, strict=True)]  # type: ignore[arg-type]
         return self._run(requests, [p if isinstance(p, str) else None for p in many], use_tqdm)
 
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
-        params: SamplingParams | None = None,
+        sampling_params: SamplingParams | None = None,
         *,
         use_tqdm: bool = True,
         **how: Any,
@@ -188,9 +194,13 @@ class LLM:
         """
         if self.tokenizer is None:
             accepted = "token ids, because this model has no tokenizer"
-            raise InvalidRequest("messages", "a conversation", accepted)
+            raise InvalidRequest("messages", Amount("a conversation"), accepted)
+        if isinstance(messages, str | Mapping):
+            accepted = 'a list of messages, as [{"role": "user", "content": "Hello"}]'
+            raise InvalidRequest("messages", messages, accepted)
         many = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
-        requests = [self.request(encode_chat(self.tokenizer, m, **how), params) for m in many]  # type: ignore[arg-type]
+        prompts = [encode_chat(self.tokenizer, m, **how) for m in many]  # type: ignore[arg-type]
+        requests = [self.request(prompt, sampling_params) for prompt in prompts]
         return self._run(requests, [None] * len(requests), use_tqdm)
 
     def _run(
@@ -211,14 +221,19 @@ class LLM:
     # ---- streaming
 
     async def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Yield the growing output of a prompt, a new object after each step. Closing it ends the request.
 
         Raises:
           InvalidRequest, QueueFull, Draining, RequestFailed
         """
-        request = self.request(prompt, params, request_id=request_id)
+        prompt = without_name(prompt)
+        request = self.request(prompt, sampling_params, request_id=request_id)
         if self.runtime is not None:
             raise InvalidRequest(
                 "prompt", prompt, "generate or chat, because an offloaded model has no stream"

@@ -4,9 +4,9 @@ import dataclasses
 import logging
 import numbers
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxflow.config import ConfigError, EngineConfig
 from jaxflow.request import MAX_BAD_WORD_TOKENS, InvalidRequest, Request, SamplingParams
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Prompt = str | Sequence[int]
+# A text or token ids, or one of both under vLLM's names: {"prompt": text} or {"prompt_token_ids": ids}.
+Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
 def open_tokenizer(config: EngineConfig, checkpoint: "Checkpoint") -> Tokenizer | None:
@@ -59,6 +60,7 @@ def token_ids(
     Raises:
       InvalidRequest: for no token, a token outside the vocabulary, and a text without a tokenizer.
     """
+    prompt = without_name(prompt)
     if isinstance(prompt, str):
         if tokenizer is None:
             raise InvalidRequest("prompt", prompt, "token ids, because this model has no tokenizer")
@@ -132,8 +134,31 @@ def bad_words_token_ids(words: Sequence[str], tokenizer: Tokenizer | None) -> tu
     return tuple(runs)
 
 
-def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Return one prompt or several as a list of prompts."""
-    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], numbers.Integral)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+def without_name(prompt: Prompt) -> str | Sequence[int]:
+    """Return the text or the token ids of a prompt.
+
+    Raises:
+      InvalidRequest: a mapping with another key, and a value that is no text and no list.
+    """
+    if isinstance(prompt, Mapping):
+        accepted = '{"prompt": text} or {"prompt_token_ids": ids}'
+        if len(prompt) != 1 or not {"prompt", "prompt_token_ids"} & set(prompt):
+            raise InvalidRequest("prompt", dict(prompt), accepted)
+        (prompt,) = prompt.values()
+    if isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
+        raise InvalidRequest("prompt", prompt, "a text or a list of token ids")
+    return prompt  # type: ignore[return-value]
+
+
+def as_list(prompts: Prompt | Iterable[Prompt]) -> list[str | Sequence[int]]:
+    """Return one prompt or several as a list of texts and token ids.
+
+    Raises:
+      InvalidRequest: see `without_name`.
+    """
+    if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
+        return [without_name(prompts)]  # type: ignore[arg-type]
+    many = list(prompts)
+    if many and isinstance(many[0], numbers.Integral):
+        return [many]  # type: ignore[list-item]
+    return [without_name(prompt) for prompt in many]  # type: ignore[arg-type]

@@ -3,11 +3,14 @@
 import dataclasses
 import enum
 import math
+import numbers
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
+
+from jaxflow.config import check_types
 
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300
@@ -23,18 +26,37 @@ _SHORT = reprlib.Repr()  # of a value that may have millions of parts
 _SHORT.maxstring = _SHORT.maxother = 80
 
 
+class Amount(str):
+    """A description of a value that an error shows in the place of the value, as "3 messages"."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
 class InvalidRequest(ValueError):
     """A request that cannot be served. `field` is the path of the wrong field in the request."""
 
     def __init__(self, field: str, value: object, accepted: str):
         self.field, self.value, self.accepted = field, value, accepted
-        shown = repr(value[:80]) if isinstance(value, str) else _SHORT.repr(value)
+        text = isinstance(value, str) and not isinstance(value, Amount)
+        shown = repr(value[:80]) if text else _SHORT.repr(value)  # type: ignore[index]
         super().__init__(
             f"{field}={shown if len(shown) <= 80 else shown[:77] + '...'} is not accepted: {accepted}"
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.field, self.value, self.accepted)
+
+
+class MalformedRequest(InvalidRequest):
+    """A request of a wrong form. `problem` is the whole message, cut to 400 characters."""
+
+    def __init__(self, field: str, problem: str):
+        super().__init__(field, None, problem)
+        self.args = (problem[:400],)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.field, self.accepted)
 
 
 class ContextLengthExceeded(InvalidRequest):
@@ -82,6 +104,21 @@ class FinishReason(enum.StrEnum):
     ABORT = "abort"
 
 
+def _entries(field: str, value: Any, kind: type, accepted: str) -> tuple:
+    """Return the entries of a setting that is a list; none for None.
+
+    Raises:
+      InvalidRequest: the value is no list, or an entry is not of `kind`.
+    """
+    if value is None:
+        return ()
+    listed = type(value) in (tuple, list) or (isinstance(value, Iterable) and not isinstance(value, str))
+    entries = tuple(value) if listed else ()
+    if not listed or not all(isinstance(entry, kind) for entry in entries):
+        raise InvalidRequest(field, value, accepted)
+    return entries
+
+
 def _finite(field: str, value: float, low: float, high: float, accepted: str) -> None:
     if not (math.isfinite(value) and low <= value <= high):
         raise InvalidRequest(field, value, accepted)
@@ -91,8 +128,10 @@ def _finite(field: str, value: float, low: float, high: float, accepted: str) ->
 class SamplingParams:
     """The sampling settings of a request, with the names and meanings of vLLM.
 
+    `stop`, `stop_token_ids`, `logit_bias` and `bad_words` may be None, for no entry.
+
     Raises:
-      InvalidRequest: for a value out of range or not a number; it names the field.
+      InvalidRequest: for a value out of range or of another type; it names the field.
     """
 
     n: int = 1
@@ -118,17 +157,22 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        check_types(self, InvalidRequest)
+        for field in ("stop", "bad_words"):
+            value = getattr(self, field)
+            value = (value,) if isinstance(value, str) else value
+            object.__setattr__(self, field, _entries(field, value, str, "a text, or a list of texts"))
+        for field in ("stop_token_ids", "allowed_token_ids"):
+            if (value := getattr(self, field)) is not None or field == "stop_token_ids":
+                value = _entries(field, value, numbers.Integral, "a list of token ids")
+                object.__setattr__(self, field, value)
+        stop, words = self.stop, self.bad_words
+        if self.logit_bias is not None and not isinstance(self.logit_bias, dict | Mapping):
+            raise InvalidRequest("logit_bias", self.logit_bias, "a mapping from token ids to numbers")
         object.__setattr__(self, "logit_bias", dict(self.logit_bias or {}))
-        words = (self.bad_words,) if isinstance(self.bad_words, str) else tuple(self.bad_words)
-        object.__setattr__(self, "bad_words", words)
-        if self.allowed_token_ids is not None:
-            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
-            if not 1 <= len(self.allowed_token_ids) <= MAX_ALLOWED_TOKENS:
-                accepted = f"1 to {MAX_ALLOWED_TOKENS} ids, or null"
-                raise InvalidRequest("allowed_token_ids", self.allowed_token_ids, accepted)
+        allowed = self.allowed_token_ids
+        if allowed is not None and not 1 <= len(allowed) <= MAX_ALLOWED_TOKENS:
+            raise InvalidRequest("allowed_token_ids", allowed, f"1 to {MAX_ALLOWED_TOKENS} ids, or null")
         if len(words) > MAX_BAD_WORDS or not all(
             isinstance(word, str) and word.strip() and len(word) <= MAX_STOP_CHARS for word in words
         ):
@@ -164,9 +208,11 @@ class SamplingParams:
         _finite("frequency_penalty", self.frequency_penalty, -2.0, 2.0, "a number from -2 to 2")
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise InvalidRequest(
-                "logit_bias", f"{len(self.logit_bias)} entries", f"at most {MAX_LOGIT_BIAS} entries"
+                "logit_bias", Amount(f"{len(self.logit_bias)} entries"), f"at most {MAX_LOGIT_BIAS} entries"
             )
         for token, bias in self.logit_bias.items():
+            if not isinstance(token, numbers.Integral) or not isinstance(bias, numbers.Real):
+                raise InvalidRequest("logit_bias", {token: bias}, "a mapping from token ids to numbers")
             _finite(f"logit_bias[{token}]", bias, -100.0, 100.0, "a number from -100 to 100")
 
     def end_token_ids(self, eos_token_ids: Iterable[int]) -> frozenset[int]:
@@ -235,7 +281,11 @@ def with_limit(request: Request, max_prompt: int, max_output: int) -> Request:
         raise InvalidRequest("prompt", [], "at least one token")
     if prompt > max_prompt:
         raise ContextLengthExceeded(
-            "prompt", f"{prompt} tokens", f"at most {max_prompt} tokens", prompt, sampling.max_tokens or 1
+            "prompt",
+            Amount(f"{prompt} tokens"),
+            f"at most {max_prompt} tokens",
+            prompt,
+            sampling.max_tokens or 1,
         )
     for field in ("max_tokens", "min_tokens"):
         tokens = getattr(sampling, field)

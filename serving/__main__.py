@@ -1,6 +1,6 @@
 """Serve a model over HTTP, with OpenAI's API, and over gRPC.
 
-  python -m serving --model FOLDER_OR_FILE_OR_HUB_ID --port 50051 --http_port 8000
+  python -m serving FOLDER_OR_FILE_OR_HUB_ID --http_port 8000 --port 50051
 
 The command prints "ready on HOST:PORT and http://HOST:PORT" when the model is loaded and warm: the addresses
 of gRPC and of HTTP. SIGTERM or an interrupt starts draining: the server refuses new requests, finishes the
@@ -172,6 +172,11 @@ def run(
         http = http_flags.http_from_flags()
         if http is None and not GRPC.value:
             raise ListenError("--nohttp and --nogrpc leave no port to serve")
+        if http is not None and GRPC.value and http.port == config.port != 0:
+            raise ListenError(
+                f"--port={config.port} is the port of gRPC and --http_port={http.port} that of HTTP: "
+                "give two ports, or --nogrpc for HTTP only"
+            )
         load_model = prepare(engine, template)
         status = other_role(engine)
     except (ConfigError, ListenError, OSError) as error:
@@ -240,7 +245,7 @@ def read_tokens(path: str | None, flag: str = "auth_token_file") -> tuple[str, .
 def read_api_keys(keys: list[str]) -> list[str]:
     """Return the tokens of --api_key. Raises: ConfigError."""
     if not all(key.strip() and key.isascii() for key in keys):
-        raise ConfigError("api_key", "a key", "a token in ASCII, not empty")
+        raise ConfigError("api_key", "...", "a token in ASCII, not empty")
     return [key.strip() for key in keys]
 
 
@@ -448,9 +453,7 @@ def log(text: str) -> None:
 
 if __name__ == "__main__":
     jaxflow.cli.engine_flags.define_engine_flags()
-    flags.adopt_module_key_flags(jaxflow.cli.engine_flags)
-    flags.adopt_module_key_flags(http_flags)
-    flags.adopt_module_key_flags(operations_flags)
-    if problem := jaxflow.cli.engine_flags.refused_flag(sys.argv):
-        sys.exit(f"error: {problem}")
+    for module in (jaxflow.cli.engine_flags, http_flags, operations_flags):
+        flags.adopt_module_key_flags(module)
+    sys.argv = jaxflow.cli.engine_flags.engine_arguments(sys.argv)
     run_command(main)

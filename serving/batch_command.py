@@ -11,6 +11,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from jaxflow.cli.output_files import check_output
+from jaxflow.config import ConfigError
 from serving.batch.file_batch import FileBatch, open_batch, report_of
 from serving.batch.input_file import InvalidInput
 from serving.batch.journal import AnsweredLine, JournalError
@@ -59,6 +60,8 @@ def answer_file(options: Options, load: Callable[[], BatchEngine]) -> int:
     """
     batch = None
     try:
+        if not options.input_file.is_file():
+            raise ConfigError("input_file", str(options.input_file), "a file that exists")
         check_output("output_file", str(options.output_file))
         for name in ("input_file", "output_file"):
             check_format(name, getattr(options, name))

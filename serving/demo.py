@@ -27,6 +27,7 @@ MODEL = flags.DEFINE_string(
 MAX_TOKENS = flags.DEFINE_integer(
     "max_tokens", 200, "Most tokens of the answer.", lower_bound=1, upper_bound=2**32 - 1
 )
+SAMPLING = {"temperature": 0.2, "top_p": 0.9}  # as the model's authors recommend; the package lacks the file
 KEEP = flags.DEFINE_bool("keep", False, "Keep the server running after the answer, until Ctrl-C.")
 
 
@@ -76,15 +77,19 @@ def main(argv: list[str]) -> int:
     except KeyboardInterrupt:
         return 130
     try:
-        limit = MAX_TOKENS.value
+        limit, sampling = MAX_TOKENS.value, SAMPLING if MODEL.value is None else {}
         print_command(
-            "python", "-m", "serving.client", "--target", target, "--max_tokens", str(limit), question
+            *("python", "-m", "serving.client", "--target", target, "--max_tokens", str(limit)),
+            *(f"--{name}={value}" for name, value in sampling.items()),
+            question,
         )
 
         async def ask() -> None:
             async with client.Client(target) as connection:
                 prompt = await client.suited_prompt(connection, question)
-                await client.print_answer(client.send(connection, prompt, max_tokens=limit), stats=True)
+                await client.print_answer(
+                    client.send(connection, prompt, max_tokens=limit, **sampling), stats=True
+                )
 
         status = 0
         try:

@@ -1,6 +1,7 @@
 """Command-line flags for the fields of `EngineConfig`."""
 
 import dataclasses
+import sys
 from collections.abc import Sequence
 from typing import Any, get_args, get_type_hints
 
@@ -8,7 +9,7 @@ from absl import flags
 
 from jaxflow.cli.flag_names import canonical
 from jaxflow.cli.float_flags import check_floats
-from jaxflow.config import EngineConfig
+from jaxflow.config import OTHER_SETTINGS, EngineConfig
 
 # Flags of earlier versions, and the replacement of each.
 REMOVED = {
@@ -39,7 +40,7 @@ def define_engine_flags(model: str | None = None) -> None:
         flags.register_validator(
             "model",
             bool,
-            "give a model, as --model PATH_OR_HUB_ID; a path without --model in front of it is not read",
+            "give a model, as --model PATH_OR_HUB_ID",
             flag_values=flags.FLAGS,
         )
 
@@ -67,10 +68,27 @@ def parse(argv: Sequence[str]) -> None:
     check_floats(flags.FLAGS)
 
 
+def engine_arguments(argv: Sequence[str]) -> list[str]:
+    """Return the command line of a server, where a first argument that is no flag is the model.
+
+    The process ends with status 2 after a flag that was removed, or that only vLLM has.
+    """
+    if problem := refused_flag(argv):
+        print(f"error: {problem}", file=sys.stderr)
+        sys.exit(2)
+    if len(argv) > 1 and not argv[1].startswith("-"):
+        return [argv[0], "--model", *argv[1:]]
+    return list(argv)
+
+
 def refused_flag(argv: Sequence[str]) -> str | None:
-    """Return an error about the first flag in `argv` that was removed, or None."""
+    """Return an error about the first flag in `argv` that was removed, or that only vLLM has; or None."""
     for argument in argv[1:]:
         name = argument.lstrip("-").partition("=")[0].replace("-", "_")
-        if argument.startswith("-") and name in REMOVED and name not in flags.FLAGS:
+        if not argument.startswith("-") or name in flags.FLAGS:
+            continue
+        if name in REMOVED:
             return f"flag --{name} was removed: {REMOVED[name]}"
+        if name in OTHER_SETTINGS:
+            return f"flag --{name} is not supported: {OTHER_SETTINGS[name]}"
     return None

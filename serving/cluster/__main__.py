@@ -161,6 +161,5 @@ if __name__ == "__main__":
     jaxflow.cli.engine_flags.define_engine_flags()
     for module in (jaxflow.cli.engine_flags, server, http_flags, operations_flags, ray_flags):
         flags.adopt_module_key_flags(module)
-    if problem := jaxflow.cli.engine_flags.refused_flag(sys.argv):
-        sys.exit(f"error: {problem}")
+    sys.argv = jaxflow.cli.engine_flags.engine_arguments(sys.argv)
     run_command(main)

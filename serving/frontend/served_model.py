@@ -17,7 +17,15 @@ import enum
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxflow.request import ContextLengthExceeded, Event, InvalidRequest, Request, SamplingParams
+from jaxflow.request import (
+    Amount,
+    ContextLengthExceeded,
+    Event,
+    InvalidRequest,
+    MalformedRequest,
+    Request,
+    SamplingParams,
+)
 from jaxflow.text.chat import encode_chat
 from jaxflow.text.template_sandbox import ChatTemplateError
 from jaxflow.text.tokenizer import Tokenizer, TooManyTokens
@@ -346,7 +354,7 @@ class ServedModel:
         try:
             self.tokenizer(field).check_chars(size, max_tokens)
         except TooManyTokens as error:
-            raise ContextLengthExceeded(field, f"{size} characters", str(error), None) from None
+            raise ContextLengthExceeded(field, Amount(f"{size} characters"), str(error), None) from None
 
     def _encoded(self, prompt: Prompt, add_special_tokens: bool | None, max_tokens: int) -> list[int]:
         match prompt:
@@ -355,7 +363,7 @@ class ServedModel:
                     special = add_special_tokens is not False
                     return self.tokenizer("prompt").encode(prompt, special, max_tokens=max_tokens)
                 except TooManyTokens as error:
-                    shown = f"{len(prompt)} characters"
+                    shown = Amount(f"{len(prompt)} characters")
                     raise ContextLengthExceeded("prompt", shown, str(error), None) from None
                 except TokenizerError as error:
                     raise InvalidRequest("prompt", prompt, str(error)) from error
@@ -373,10 +381,10 @@ class ServedModel:
             options = {"add_special_tokens": add_special_tokens, "max_tokens": max_tokens, **chat.options}
             return encode_chat(tokenizer, chat.messages, **options)
         except TooManyTokens as error:
-            shown = f"{_size(chat)} characters"
+            shown = Amount(f"{_size(chat)} characters")
             raise ContextLengthExceeded("messages", shown, str(error), None) from None
         except ChatTemplateError as error:
-            raise InvalidRequest(error.field, f"{len(chat.messages)} messages", str(error)) from error
+            raise MalformedRequest(error.field, str(error)) from error
 
     # ---- streams
 
@@ -477,7 +485,7 @@ def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
 
 def _check_count(tokens: int, most: int, field: str = "prompt") -> None:
     if tokens > most:
-        raise ContextLengthExceeded(field, f"{tokens} tokens", f"at most {most} tokens", tokens)
+        raise ContextLengthExceeded(field, Amount(f"{tokens} tokens"), f"at most {most} tokens", tokens)
 
 
 def _size(prompt: str | Chat) -> int:

@@ -10,6 +10,7 @@ from jaxflow.request import (
     MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
     MAX_STOP,
+    Amount,
     Finished,
     FinishReason,
     InvalidRequest,
@@ -112,7 +113,7 @@ def chat(message: pb.Chat) -> Chat:
 
 def _check_most(field: str, entries: int, most: int) -> None:
     if entries > most:
-        raise InvalidRequest(field, f"{entries} entries", f"at most {most} entries")
+        raise InvalidRequest(field, Amount(f"{entries} entries"), f"at most {most} entries")
 
 
 def path(field: str, kind: str | None) -> str:

@@ -36,7 +36,23 @@ NOT_SERVED = {
     "/rerank": "the served model has no reranking head",
     "/v1/rerank": "the served model has no reranking head",
     "/v2/rerank": "the served model has no reranking head",
+    "/classify": "the served model has no classification head",
     "/v1/responses": "this server has no responses API: use /v1/chat/completions",
+    "/v1/messages": "this server has OpenAI's API only: use /v1/chat/completions",
+    "/v1/load_lora_adapter": "LoRA adapters are not served: merge the adapter into the checkpoint",
+    "/v1/unload_lora_adapter": "LoRA adapters are not served: merge the adapter into the checkpoint",
+    "/v1/audio/transcriptions": "the served model reads text only",
+    "/v1/audio/translations": "the served model reads text only",
+    "/v1/images/generations": "the served model writes text only",
+    # Of llama.cpp, SGLang, TGI and Ollama.
+    "/completion": "this server has OpenAI's API: use /v1/completions",
+    "/completions": "this server has OpenAI's API: use /v1/completions",
+    "/chat/completions": "this server has OpenAI's API: use /v1/chat/completions",
+    "/generate": "this server has OpenAI's API: use /v1/completions",
+    "/generate_stream": "this server has OpenAI's API: use /v1/completions with stream",
+    "/infill": "this server has no infill API: use /v1/completions with the model's prompt for it",
+    "/api/generate": "this server has OpenAI's API: use /v1/completions",
+    "/api/chat": "this server has OpenAI's API: use /v1/chat/completions",
 }
 
 

@@ -14,7 +14,7 @@ import msgspec
 from starlette.exceptions import HTTPException
 
 import jaxflow
-from jaxflow.request import InvalidRequest, Request
+from jaxflow.request import Amount, InvalidRequest, Request
 from jaxflow.text.chat import MAX_MESSAGES
 from serving.frontend.call import CALL, new_id
 from serving.frontend.refusal import Code, Refusal, deadline_passed
@@ -325,7 +325,7 @@ def prompts(request: CompletionRequest) -> list[Prompt]:
         return [given]  # type: ignore[list-item]
     if len(kinds) != 1 or len(given) > MAX_PROMPTS:
         accepted = f"a text, token ids, or 1 to {MAX_PROMPTS} texts or lists of token ids"
-        raise InvalidRequest("prompt", f"{len(given)} entries", accepted)
+        raise InvalidRequest("prompt", Amount(f"{len(given)} entries"), accepted)
     return given  # type: ignore[return-value]
 
 
@@ -343,7 +343,7 @@ def _chat(request: ChatRequest | TokenizeRequest) -> Chat:
 
 def _messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     if len(messages) > MAX_MESSAGES:
-        raise InvalidRequest("messages", f"{len(messages)} messages", f"1 to {MAX_MESSAGES} messages")
+        raise InvalidRequest("messages", Amount(f"{len(messages)} messages"), f"1 to {MAX_MESSAGES} messages")
     result = []
     for i, message in enumerate(messages):
         for name in ("audio", "function_call"):

@@ -91,8 +91,11 @@ def http_error(error: BaseException, max_model_len: int | None = None, in_chat: 
         case HttpError():
             return error
         case HTTPException():
+            detail, allowed = error.detail, (error.headers or {}).get("Allow")
+            if allowed is not None:
+                detail = f"this method is not accepted here: {allowed}"
             return HttpError(
-                error.status_code, error.detail, code=_CODES.get(error.status_code), headers=error.headers
+                error.status_code, detail, code=_CODES.get(error.status_code), headers=error.headers
             )
         case ContextLengthExceeded():
             message = too_long(error, max_model_len, in_chat)

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from jaxflow.request import InvalidRequest
+from jaxflow.request import InvalidRequest, MalformedRequest
 from serving.http.schema import (
     MAX_BRACKETS,
     MAX_COMMAS,
@@ -26,14 +26,6 @@ _UNKNOWN = "Object contains unknown field "
 _MISSING = "Object missing required field "
 
 
-class InvalidBody(InvalidRequest):
-    """A body that is not a request. `field` is the path of the wrong field, or `body`."""
-
-    def __init__(self, field: str, problem: str):
-        super().__init__(field, None, problem)
-        self.args = (f"{field[:80]}: {problem[:300]}",)
-
-
 def read_body(path: str, body: bytes) -> Body:
     """Return the request of a body.
 
@@ -46,9 +38,9 @@ def read_body(path: str, body: bytes) -> Body:
     except msgspec.ValidationError as error:
         raise _invalid(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidBody("body", f"not a JSON object in UTF-8: {error}") from None
+        raise _malformed("body", f"not a JSON object in UTF-8: {error}") from None
     except RecursionError:
-        raise InvalidBody("body", "the JSON is nested too deeply") from None
+        raise _malformed("body", "the JSON is nested too deeply") from None
     for name, value, reason in refused_fields(request):
         raise InvalidRequest(name, value, reason)
     return request
@@ -57,22 +49,27 @@ def read_body(path: str, body: bytes) -> Body:
 def _check_parts(body: bytes) -> None:
     """Check the number of a body's values, so that the event loop reads them in a short time.
 
-    Raises: InvalidBody.
+    Raises: MalformedRequest.
     """
     quotes = body.count(b'"') - body.count(b'\\"')  # an escaped quote is a part of a string
     brackets = body.count(b"{") + body.count(b"[")
     for found, most in ((body.count(b","), MAX_COMMAS), (quotes, MAX_QUOTES), (brackets, MAX_BRACKETS)):
         if found > most:
             accepted = f"at most {MAX_COMMAS} commas, {MAX_QUOTES} quotes of strings, {MAX_BRACKETS} brackets"
-            raise InvalidBody("body", f"too many values; accepted: {accepted}")
+            raise _malformed("body", f"too many values; accepted: {accepted}")
 
 
-def _invalid(message: str) -> InvalidBody:
+def _malformed(field: str, problem: str) -> MalformedRequest:
+    """Return the error of a field, or of `body`."""
+    return MalformedRequest(field, f"{field[:80]}: {problem[:300]}")
+
+
+def _invalid(message: str) -> MalformedRequest:
     """Return the error of a validation message of msgspec, such as "Expected `int` - at `$.n`"."""
     problem, _, where = message.partition(" - at ")
     path = where.rpartition("`$")[2].rstrip("`").lstrip(".")
     for start, reason in ((_UNKNOWN, "unknown field"), (_MISSING, "this field is required")):
         if problem.startswith(start):
             field = problem.removeprefix(start).strip("`")
-            return InvalidBody(f"{path}.{field}" if path else field, reason)
-    return InvalidBody(path or "body", problem)
+            return _malformed(f"{path}.{field}" if path else field, reason)
+    return _malformed(path or "body", problem)

@@ -93,6 +93,8 @@ class Generation(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_onl
     length_penalty: Any = None
     logits_processors: Any = None
     kv_transfer_params: Any = None
+    lora_path: Any = None
+    lora_request: Any = None
     prompt_embeds: Any = None
     mm_processor_kwargs: Any = None
 
@@ -195,21 +197,42 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "echo": (False,),
 }
-_NOT_YET = frozenset(
-    (
-        *("tools", "tool_choice", "functions", "function_call", "response_format", "structured_outputs"),
-        *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
-        *("documents", "reasoning_effort", "thinking_token_budget", "repetition_detection", "suffix"),
-    )
-)
-_NEVER = frozenset(
-    (
-        *("use_beam_search", "best_of", "length_penalty", "logits_processors", "kv_transfer_params"),
-        *("prompt_embeds", "mm_processor_kwargs", "chat_template", "modalities", "audio", "prediction"),
-        "web_search_options",
-    )
-)
-NOT_SERVED_FIELDS = _NOT_YET | _NEVER
+_FREE = "the answer is free text: ask for the form in the prompt, and check the answer"
+_TEXT_ONLY = "this server reads and writes text only"
+_NO_BEAMS = "there is no beam search: ask for n answers with logprobs, and choose one"
+_NO_LORA = "LoRA adapters are not served: merge the adapter into the checkpoint"
+# The fields that are known and not served, and what to do instead.
+NOT_SERVED_FIELDS = {
+    "tools": "not yet supported",
+    "tool_choice": "not yet supported",
+    "functions": "not yet supported",
+    "function_call": "not yet supported",
+    "response_format": f'only {{"type": "text"}}: {_FREE}',
+    "structured_outputs": _FREE,
+    "guided_json": _FREE,
+    "guided_regex": _FREE,
+    "guided_choice": _FREE,
+    "guided_grammar": _FREE,
+    "documents": "write the documents into a message",
+    "reasoning_effort": "chat_template_kwargs sets the variables that the chat template of the model reads",
+    "thinking_token_budget": "max_tokens limits all tokens of the answer",
+    "repetition_detection": "repetition_penalty and frequency_penalty lower repetitions",
+    "suffix": "write the prompt of the model for filling in the middle",
+    "use_beam_search": _NO_BEAMS,
+    "best_of": _NO_BEAMS,
+    "length_penalty": _NO_BEAMS,
+    "logits_processors": "logit_bias, bad_words and allowed_token_ids change which tokens are drawn",
+    "kv_transfer_params": "python -m serving.cluster computes prompts on replicas of their own",
+    "lora_path": _NO_LORA,
+    "lora_request": _NO_LORA,
+    "prompt_embeds": "send a text or token ids",
+    "chat_template": "--chat_template of the server sets the template",
+    "mm_processor_kwargs": _TEXT_ONLY,
+    "modalities": _TEXT_ONLY,
+    "audio": _TEXT_ONLY,
+    "prediction": "there is no speculative decoding",
+    "web_search_options": "this server searches nothing",
+}
 _CHECKED_FIELDS = {
     kind: tuple(
         name
@@ -232,6 +255,5 @@ def refused_fields(body: Body) -> list[tuple[str, Any, str]]:
     for name, value in zip(names, values, strict=True):
         if value is None or any(value == harmless for harmless in _HARMLESS.get(name, ())):
             continue
-        reason = "not yet supported" if name in _NOT_YET else "not supported by this server"
-        result.append((name, value, reason))
+        result.append((name, value, NOT_SERVED_FIELDS.get(name, "not supported in a chat")))
     return result

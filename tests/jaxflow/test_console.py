@@ -25,6 +25,7 @@ def console(*arguments: str, program: str | None = None) -> subprocess.Completed
         ("batch", ("--input_file", "--journal")),
         ("bench", ("throughput", "kernels")),
         ("search", ("measure", "plan")),
+        ("compile", ("--out", "--model")),
     ],
 )
 def test_help_of_a_command(command, shown):

@@ -17,6 +17,7 @@ from jaxflow.engine import start
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.checkpoints.source import CheckpointError
 from jaxflow.pipeline.plan import PlanError
+from jaxflow.prompt import as_list
 from jaxflow.request import InvalidRequest
 from jaxflow.text.vocabulary import TokenizerError
 
@@ -40,6 +41,12 @@ def llm():
         yield llm
         stats = llm.driver.stats()
         assert (stats.steps, stats.prompt_tokens) == (0, 0), "a refused request ran"
+
+
+NUMBERS = {
+    field.name for field in dataclasses.fields(SamplingParams) if field.type in ("int", int, "float", float)
+}
+LISTS = ("stop", "stop_token_ids", "logit_bias", "bad_words", "allowed_token_ids")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,6 +127,21 @@ CASES = (
     Case("a bad word of spaces", "bad_words", {"bad_words": ["dog", "  "]}),
     Case("a bad word that is none", "bad_words", {"bad_words": [5]}),
     Case("a bad word of many tokens", "bad_words", {"bad_words": ["xyz" * 20]}, says="1 to 12 tokens"),
+    *(Case(f"a text as {field}", field, {field: "x"}) for field in sorted(NUMBERS)),
+    *(
+        Case(f"{field} 1.5", field, {field: 1.5})
+        for field in ("n", "max_tokens", "seed", "top_k", "logprobs")
+    ),
+    *(Case(f"{field} True", field, {field: True}) for field in ("n", "temperature", "prompt_logprobs")),
+    *(Case(f"5 as {field}", field, {field: 5}) for field in LISTS),
+    *(Case(f"a text in {field}", field, {field: ["x"]}) for field in LISTS if field.endswith("ids")),
+    Case("a text as a bias", "logit_bias", {"logit_bias": {5: "x"}}),
+    Case("a bias of a text", "logit_bias", {"logit_bias": {"x": 1.0}}),
+    Case("ignore_eos yes", "ignore_eos", {"ignore_eos": "yes"}, says="True or False"),
+    Case("bytes", "prompt", prompt=b"Once"),
+    Case("a number", "prompt", prompt=5),
+    Case("a mapping without a prompt", "prompt", prompt={"text": "Once"}, says="prompt_token_ids"),
+    Case("a prompt with an image", "prompt", prompt={"prompt": "Once", "multi_modal_data": {}}),
     Case("301 biases", "logit_bias", {"logit_bias": dict.fromkeys(range(301), 1.0)}, says="at most 300"),
 )
 
@@ -147,8 +169,24 @@ def test_a_request_that_cannot_be_served(llm, case):
 def test_one_bad_prompt_among_good_ones_is_refused_before_any_runs(llm):
     with pytest.raises(InvalidRequest, match="prompt"):
         llm.generate([[5], [6], [VOCAB]], use_tqdm=False)
-    with pytest.raises(InvalidRequest, match="params"):
+    with pytest.raises(InvalidRequest, match="sampling_params"):
         llm.generate([[5], [6]], [SamplingParams()], use_tqdm=False)
+    for wrong in ({"max_tokens": 3}, "greedy"):
+        with pytest.raises(InvalidRequest, match="sampling_params"):
+            llm.generate([5], wrong, use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    "prompts", [{"prompt": "Once"}, {"prompt_token_ids": [5, 6]}, (x for x in ("Once",))]
+)
+def test_prompts_have_the_forms_of_vllm(prompts):
+    (prompt,) = as_list(prompts)
+    assert prompt in ("Once", [5, 6])
+
+
+def test_lists_of_sampling_may_be_none():
+    none = dict.fromkeys(LISTS)
+    assert SamplingParams(**none) == SamplingParams()
 
 
 def test_the_limits_themselves_are_taken(llm):
@@ -164,7 +202,17 @@ def test_the_limits_themselves_are_taken(llm):
 
 
 HOST = {"kv_offloading_size": 0.01}
+# `LLM` itself has the arguments model and kernels.
+TYPED = {field.name for field in dataclasses.fields(EngineConfig)} - {"model", "kernels"}
 SETTINGS = (
+    *((name, {name: ["x"]}) for name in sorted(TYPED)),
+    ("model", {"model": 5}),
+    *((name, {name: "4"}) for name in ("max_num_seqs", "gpu_memory_utilization", "tensor_parallel_size")),
+    ("max_num_seqs", {"max_num_seqs": 4.5}),
+    ("block_size", {"block_size": None}),
+    ("enable_prefix_caching", {"enable_prefix_caching": 1}),
+    ("trust_remote_code", {"trust_remote_code": True}),
+    ("max_num_seq", {"max_num_seq": 4}),
     ("model", {"model": ""}),
     ("kv_disk_path", {"kv_disk_path": "/tmp", "kv_disk_size": 1.0}),
     ("kv_disk_size", {**HOST, "kv_disk_path": "/tmp"}),
@@ -218,12 +266,6 @@ def test_a_setting_that_cannot_work(field, settings):
         LLM(**(SMALL | {"model": STORIES} | settings))
     assert caught.value.field == field
     assert str(caught.value).startswith(f"{field}=")
-
-
-def test_an_unknown_setting():
-    with pytest.raises(TypeError, match="gpu_memory"):
-        LLM(STORIES, gpu_memory=0.5)
-    assert "gpu_memory" not in {field.name for field in dataclasses.fields(EngineConfig)}
 
 
 def test_a_plan_that_is_not_there_or_no_plan(tmp_path):

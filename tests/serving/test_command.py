@@ -176,6 +176,12 @@ def test_a_port_in_use_is_one_line_and_an_exit_code(taken_by):
     assert f"127.0.0.1:{port}: Address already in use" in done.stderr and done.stderr.count("\n") == 1
 
 
+def test_one_port_for_both_protocols_names_both_flags():
+    done = run("serving", MODEL, "--port=8000", "--admin_port=0", "--http_port=8000")
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "--port=8000" in done.stderr and "--http_port=8000" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

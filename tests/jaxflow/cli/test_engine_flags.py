@@ -167,3 +167,22 @@ def test_a_removed_flag_names_its_replacement():
         name = argument.lstrip("-").partition("=")[0]
         with pytest.raises(flags.Error, match=f"flag --{name} was removed: .*(sweep|max_num_batched_tokens)"):
             engine_flags.parse(["program", argument])
+
+
+@pytest.mark.parametrize("argument", ["--enforce-eager", "--trust_remote_code", "--swap-space=4"])
+def test_a_flag_of_vllm_names_what_takes_its_place(argument, capsys):
+    with pytest.raises(SystemExit) as ended:
+        engine_flags.engine_arguments(["program", argument])
+    assert ended.value.code == 2
+    assert "is not supported: " in capsys.readouterr().err
+
+
+def test_a_first_argument_is_the_model():
+    assert engine_flags.engine_arguments(["program", "m", "--seed=1"]) == [
+        "program",
+        "--model",
+        "m",
+        "--seed=1",
+    ]
+    for same in (["program", "--seed=1", "m"], ["program"], ["program", "--model", "m"]):
+        assert engine_flags.engine_arguments(same) == same

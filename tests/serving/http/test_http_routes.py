@@ -41,7 +41,10 @@ PROTECTED = (
     "/nowhere",
 )
 OPEN = ("/health", "/health/live", "/health/ready", "/health/startup")
-NOT_SERVED = ("/v1/embeddings", "/pooling", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank")
+NOT_SERVED = (
+    *("/v1/embeddings", "/pooling", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"),
+    *("/completion", "/generate", "/api/chat", "/v1/messages", "/v1/load_lora_adapter", "/infill"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +159,8 @@ def test_versions_models_and_routes(shared):
     assert shared.get("/ping").status_code == 200
     missing = shared.get("/v1/other")
     assert missing.status_code == 404 and missing.json()["error"]["code"] == "not_found"
-    assert shared.get(CHAT).status_code == 405
+    wrong = shared.get(CHAT)
+    assert wrong.status_code == 405 and "POST" in wrong.json()["error"]["message"]
     assert "openai" not in shared.get("/metrics").text and "jaxflow_ready" in shared.get("/metrics").text
 
 
