@@ -19,13 +19,19 @@ from jaxflow.parallel.collectives import gather_rows, scatter_rows
 
 
 def gathers(c: Context) -> bool:
-    """Return whether ranks gather their tokens. False: they exchange pairs, or there is one rank.
-
-    Ranks of several devices always gather.
-    """
+    """Return whether ranks gather their tokens. False: they exchange pairs, or there is one rank."""
     if c.rank_axis is None:
         return False
-    return c.axis is not None or lax.axis_size(c.rank_axis) <= c.config.experts_per_token
+    of_rank = 1 if c.axis is None else lax.axis_size(c.axis)
+    return ranks_gather(lax.axis_size(c.rank_axis), of_rank, c.config.experts_per_token)
+
+
+def ranks_gather(ranks: int, devices_of_rank: int, chosen: int) -> bool:
+    """Return whether so many ranks gather their tokens. Ranks of several devices always gather.
+
+    chosen: the experts of a token.
+    """
+    return devices_of_rank > 1 or ranks <= chosen
 
 
 def gather_tokens(

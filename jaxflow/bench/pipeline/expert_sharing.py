@@ -2,8 +2,10 @@
 
 The devices hold whole experts in two forms. In the first, tensor-parallel attention gives all devices all
 tokens. A device computes the pairs of its own experts, and an all-reduce adds the outputs. In the second,
-each device has tokens of its own, as with data-parallel attention. The row of each (token, expert) pair goes
-to the device of the expert and back, by two all-to-alls a layer.
+each device has tokens of its own, as with data-parallel attention. Up to as many devices as a token has
+experts gather the rows of all tokens, and scatter the sums (`jaxflow.model.gathered_tokens`). With more, the
+row of each (token, expert) pair goes to the device of the expert and back, by two all-to-alls a layer
+(`jaxflow.model.exchanged_experts`).
 """
 
 import dataclasses
@@ -13,13 +15,17 @@ from collections.abc import Mapping
 from jaxflow.bench.engine.expert_balance import Mixture, Routes
 from jaxflow.bench.engine.expert_balance import simulate as simulate_balance
 from jaxflow.config import ModelConfig
+from jaxflow.model.composition import Count
 from jaxflow.model.cost import Rates
+from jaxflow.model.gathered_tokens import ranks_gather
 from jaxflow.model.graph import BFLOAT16, Graph, Op, Widths, Work, model_graph
 from pallas_kernels.cards import Card
 
 HOST_DEVICES = 8
 DISPATCH, COMBINE = "expert_dispatch_all_to_all", "expert_combine_all_to_all"
-EXCHANGES = (DISPATCH, COMBINE)
+GATHER, SCATTER = "expert_dispatch_gather", "expert_combine_scatter"
+EXCHANGES = (DISPATCH, COMBINE, GATHER, SCATTER)
+WORD = 4  # bytes of an expert's number, of its weight and of a count of rows
 GROUPED = ("expert_up_gate", "expert_down")
 ATTENTION = ("chunk_attention", "decode_attention")
 SPARE = 0.25  # slots for copies, over the number of experts
@@ -32,7 +38,7 @@ class Sharing:
 
     Attributes:
       devices: of the experts; 1 if a device holds all experts, or columns of all.
-      exchanged: whether each device has tokens of its own, and sends rows.
+      exchanged: whether each device has tokens of its own, and sends rows for other devices.
       slots: of one device, with an expert or a copy in each; None for E / devices.
       balance: the mean number of pairs of a device over the largest. A step
         waits for the device with the most.
@@ -76,28 +82,51 @@ def _shared_layer(config: ModelConfig, layer: tuple[Op, ...], tp: int, sharing: 
         if not sharing.exchanged:
             ops.append(shared)
         elif op.name == GROUPED[0]:
-            sent = _exchange(config, DISPATCH, op.inputs, ("sent_rows",), sharing, sharing.sent_bytes)
-            ops += [sent, dataclasses.replace(shared, inputs=("sent_rows",))]
+            ops += [
+                _network(config, sharing, op.inputs, ("sent_rows",), there=True),
+                dataclasses.replace(shared, inputs=("sent_rows",)),
+            ]
         else:
-            back = _exchange(config, COMBINE, ("expert_out",), op.outputs, sharing, sharing.returned_bytes)
-            ops += [dataclasses.replace(shared, outputs=("expert_out",)), back]
+            ops += [
+                dataclasses.replace(shared, outputs=("expert_out",)),
+                _network(config, sharing, ("expert_out",), op.outputs, there=False),
+            ]
     return tuple(ops)
 
 
-def _exchange(
-    config: ModelConfig, name: str, reads: tuple[str, ...], makes: tuple[str, ...], sharing: Sharing,
-    width: float,
-) -> Op:  # fmt: skip
-    """Return an all-to-all. The device with the most pairs has more rows than the mean by the balance."""
-    row = config.hidden_size * width / sharing.balance
-    away = config.experts_per_token * (sharing.devices - 1) / sharing.devices
-    return Op(name, "network", reads, makes, (("tokens", Work(network_bytes=away * row)),))
+def _network(
+    config: ModelConfig, sharing: Sharing, reads: tuple[str, ...], makes: tuple[str, ...], *, there: bool
+) -> Op:
+    """Return the op that brings rows to the devices of the experts, or back.
+
+    A gather sends a row of each token to each other device, with the token's experts and their weights. An
+    all-to-all sends a row of each pair, after the counts of rows for each slot. The device with the most
+    pairs has more of these rows than the mean by the balance.
+    """
+    others, chosen = sharing.devices - 1, config.experts_per_token
+    row = config.hidden_size * (sharing.sent_bytes if there else sharing.returned_bytes)
+    if ranks_gather(sharing.devices, 1, chosen):
+        name, before = (GATHER if there else SCATTER), 0.0
+        of_token = others * (row + (2 * chosen * WORD if there else 0))
+    else:
+        name, before = (DISPATCH, others * WORD * _all_slots(config, sharing)) if there else (COMBINE, 0.0)
+        of_token = chosen * others / sharing.devices * row / sharing.balance
+    sent: tuple[tuple[Count, Work], ...] = (
+        ("step", Work(network_bytes=before)),
+        ("tokens", Work(network_bytes=of_token)),
+    )
+    return Op(name, "network", reads, makes, sent)
+
+
+def _all_slots(config: ModelConfig, sharing: Sharing) -> int:
+    return config.num_experts if sharing.slots is None else sharing.slots * sharing.devices
 
 
 def exchange_bytes_per_s(chosen: int, sharing: Sharing, inside: float, outside: float) -> float:
-    """Return the rate of an all-to-all: bytes for other devices over the time of the slower of two networks.
+    """Return the rate of an exchange: bytes for other devices over the time of the slower of two networks.
 
-    Rows inside the host and rows between hosts travel at the same time. Tokens choose experts evenly.
+    Rows inside the host and rows between hosts travel at the same time. Tokens choose experts evenly. A
+    gather sends each device the same rows, so it has the rate of pairs.
 
     chosen: experts of a token. inside, outside: bytes/s of one device to devices
       of its host, and to other hosts.
@@ -105,7 +134,9 @@ def exchange_bytes_per_s(chosen: int, sharing: Sharing, inside: float, outside: 
     devices, host = sharing.devices, min(sharing.devices, HOST_DEVICES)
     hosts = devices / host
     near, far = chosen * (host - 1) / devices, chosen * (devices - host) / devices
-    if sharing.once_a_host:  # a device of the other host passes the row on
+    if sharing.once_a_host and not ranks_gather(
+        devices, 1, chosen
+    ):  # a device of the other host passes the row on
         near, far = chosen * (host - 1) / host, (hosts - 1) * (1 - (1 - 1 / hosts) ** chosen)
     return chosen * (devices - 1) / devices / max(near / inside, far / outside)
 

@@ -2,18 +2,24 @@
 
 import dataclasses
 import json
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import paths
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import PartitionSpec
 
 from jaxflow.bench.pipeline.expert_sharing import (
     COMBINE,
     DISPATCH,
     EXCHANGES,
+    GATHER,
     GROUPED,
+    SCATTER,
     RateShares,
     Sharing,
     balances_of,
@@ -27,10 +33,17 @@ from jaxflow.bench.pipeline.fleets import FleetSetting, run_layout
 from jaxflow.bench.pipeline.splits import DeviceSplit
 from jaxflow.bench.pipeline.stage_time import COUNTS, StageTimer
 from jaxflow.config import Layer, ModelConfig
+from jaxflow.model import ops, weights
+from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.composition import Composition
 from jaxflow.model.cost import DEVICES
+from jaxflow.model.exchanged_experts import list_sent, pieces_of
 from jaxflow.model.graph import BFLOAT16, model_graph
+from jaxflow.model.op_registry import Context, Site
+from jaxflow.model.routing import Routing
+from jaxflow.parallel.mesh import TP, make_mesh
 from pallas_kernels.cards import card_of
+from pallas_kernels.kernel_set import REFERENCE
 
 RATES = DEVICES["H200"].rates
 FULL = RateShares()
@@ -107,9 +120,61 @@ def test_devices_hold_all_experts_once_and_a_token_meets_its_own(devices, chosen
         (_, own), (_, same) = shared.demand
         assert own.weight_bytes * devices == pytest.approx(weights.weight_bytes) and same == rows
     sent = [op for op in graph.ops() if op.name in EXCHANGES]
-    assert [op.name for op in sent] == [DISPATCH, COMBINE] * 3  # three mixture layers
-    (_, each) = sent[0].demand[0]
-    assert each.network_bytes == pytest.approx(chosen * (devices - 1) / devices * 1024 * 2)
+    form = [GATHER, SCATTER] if devices <= chosen else [DISPATCH, COMBINE]
+    assert [op.name for op in sent] == form * 3  # three mixture layers
+
+
+def gathered_bytes(jaxpr: Any, devices: int) -> float:
+    """Return the bytes that a device sends in the collectives of a traced function, but for ragged ones."""
+    sent = 0.0
+    for equation in jaxpr.eqns:
+        size = sum(one.aval.size * one.aval.dtype.itemsize for one in equation.invars if hasattr(one, "aval"))
+        if equation.primitive.name == "all_gather":
+            sent += (devices - 1) * size
+        elif equation.primitive.name == "reduce_scatter":
+            sent += (devices - 1) / devices * size
+        elif equation.primitive.name != "cond":  # a ragged all-to-all, by platform
+            inner = [getattr(one, "jaxpr", one) for one in equation.params.values()]
+            sent += sum(gathered_bytes(one, devices) for one in inner if hasattr(one, "eqns"))
+    return sent
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_a_layer_sends_the_bytes_that_the_engine_sends(devices):
+    """Two devices gather, since a token has three experts. Four exchange pairs, which are even here."""
+    config, tokens = open_checkpoint(str(paths.MODELS / "tiny-gpt_oss")).model_config, 16
+    number, chosen, width = config.num_experts, config.experts_per_token, config.hidden_size
+    split = {
+        name: leaf
+        for name, leaf in weights.leaves(config, devices, expert_parallel=True)["layers"][0].items()
+        if name in weights.EXPERT_LEAVES
+    }
+    context, rows = Context(config, REFERENCE, expert_axis=TP), PartitionSpec(TP)
+
+    def layer(w, h, experts, shares):
+        groups = None if devices <= chosen else list_sent(experts, number, None)
+        routing = Routing(experts, shares, groups)
+        site = Site(context, w)
+        return ops.expert_down(site, ops.expert_up_gate(site, h, routing), routing)
+
+    specs = {name: leaf.spec for name, leaf in split.items()}
+    run = jax.shard_map(
+        layer, mesh=make_mesh(devices), in_specs=(specs, rows, rows, rows), out_specs=rows, check_vma=False
+    )
+    total = devices * tokens
+    traced = jax.make_jaxpr(run)(
+        {name: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16) for name, leaf in split.items()},
+        jax.ShapeDtypeStruct((total, width), jnp.bfloat16),
+        jax.ShapeDtypeStruct((total, chosen), jnp.int32),
+        jax.ShapeDtypeStruct((total, chosen), jnp.float32),
+    )
+    sent = gathered_bytes(traced.jaxpr, devices)
+    if devices > chosen:
+        counts = np.full((devices, number), tokens * chosen // number)
+        for pieces in pieces_of(jnp.asarray(counts), 1, 0):
+            sent += np.asarray(pieces.sizes)[1:].sum() * width * 2
+    graph, step = shared_graph(config, 1, BFLOAT16, Sharing(devices, True)), Composition(tokens, 1)
+    assert sent == sum(op.work(step).network_bytes for op in graph.layers[0] if op.name in EXCHANGES) > 0
 
 
 @given(devices=SIZES, bytes_=st.floats(1.0, 2.0))
@@ -154,7 +219,8 @@ def test_overlap_hides_no_more_than_the_exchanges(step, devices, outside):
     sharing = Sharing(devices, True)
     shown = seconds(sharing, step, outside=outside)
     hidden = seconds(sharing, step, outside=outside, overlapped=True)
-    free = seconds(dataclasses.replace(sharing, sent_bytes=0.0, returned_bytes=0.0), step) - 6 * 3.3e-5
+    instant = dataclasses.replace(RATES, network_bytes_per_s=1e30)
+    free = seconds(sharing, step, outside=1e30, rates=instant) - 6 * 3.3e-5
     assert free * (1 - 1e-12) <= hidden <= shown
     assert shown / 2 * (1 - 1e-12) <= hidden
 
