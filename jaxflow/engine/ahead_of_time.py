@@ -6,7 +6,8 @@ engine loads the machine code in milliseconds. JAX then makes the `jax.stages.Co
 its own cache, with the checks of shapes and shardings, the donated arguments and the memory analysis.
 
 Without a GPU no kernel is timed, so XLA's own GEMMs take the first choice of cuBLAS. An engine that compiles
-a program itself gives XLA the same options (`untimed`), and makes the same program.
+such a program itself gives XLA the same options (`untimed`), and makes the same program. A program whose
+GEMMs are worth the timing is left to the engine (`is_timed`).
 """
 
 import importlib.metadata
@@ -14,7 +15,7 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -59,19 +60,31 @@ class NotLoaded(BaseException):
     """Machine code that does not load. JAX takes an `Exception` here for a miss, and would compile."""
 
 
-def untimed(
-    quantization: str | None, capability: str, tp: int = 1, plans: Iterable[Plan] = ()
-) -> dict[str, Any]:
+def untimed(quantization: str | None, capability: str) -> dict[str, Any]:
     """Return the XLA options of programs that need no timing of GEMMs; {} where
     the timing is worth its seconds.
 
     On GPUs with Mosaic kernels these kernels do most products, and cuBLAS the others, as fast as after a
-    timing. On four H200s an overlapped plan of Llama-3-70B in fp8 took about 1.2 times as long when another
-    process compiled it without timing. Sequential steps took as long as with timing. So a start with
-    overlapped plans over several GPUs times the GEMMs of all its programs.
+    timing.
     """
-    overlap = tp > 1 and any(plan.sums == "copies" or not is_sequential(plan) for plan in plans)
-    return UNTIMED if has_bounded(capability) and quantization in UNTIMED_WEIGHTS and not overlap else {}
+    return UNTIMED if has_bounded(capability) and quantization in UNTIMED_WEIGHTS else {}
+
+
+def is_timed(plan: Plan, tp: int) -> bool:
+    """Return True for a plan whose steps XLA times the GEMMs of: an overlapped plan over several GPUs.
+
+    On four H200s such a plan of Llama-3-70B in fp8 took about 1.2 times as long when another process compiled
+    it without timing. Sequential steps took as long as with timing.
+    """
+    return tp > 1 and (plan.sums == "copies" or not is_sequential(plan))
+
+
+def needs_no_gpu(options: Mapping[str, Any]) -> bool:
+    """Return True if a process without a GPU makes the program that the engine would make.
+
+    options: XLA's, of the program.
+    """
+    return options.items() >= UNTIMED.items()
 
 
 def target_of(mesh: Mesh) -> Target | None:

@@ -29,7 +29,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxflow.engine import program_memory as temporary
-from jaxflow.engine.ahead_of_time import UNTIMED
+from jaxflow.engine.ahead_of_time import needs_no_gpu
 from jaxflow.engine.deferred import DELAY_S, DeferredProgram, Turns, compile_in_background, wait_for
 from jaxflow.engine.expert_balancer import MovedLayer
 from jaxflow.engine.expert_slots import expert_arrays, placed_experts, source_slots
@@ -171,7 +171,7 @@ class Executor:
         """Arguments not in the class's description:
 
         name: of the pipeline stage, in the names of lowered programs.
-        options: XLA's, of all programs. options_of: those of steps, besides.
+        options: XLA's, of all programs but steps. options_of: those of a step.
         defers: compile the programs that plain requests do not need after the start, see `DeferredProgram`.
         is_layered: returns True if a layout's step is a program a layer, see `LayeredStep`.
         times: takes the times of `warm_up`.
@@ -192,7 +192,7 @@ class Executor:
         self.slots, self.page_size, self.groups = any_layout.slots, any_layout.page_size, any_layout.groups
         self.pages_per_sequence = -(-max_model_len // self.page_size)
         self._forward_of, self._is_layered = forward_of, is_layered
-        self._options, self._options_of = dict(options), lambda layout: {**options, **options_of(layout)}
+        self._options, self._options_of = dict(options), options_of
         self.page_groups = page_groups(programs.context.config, kv_dtype, programs.mesh.shape[TP])
         windows = programs.context.windows or programs.context.config.windows
         self.own_groups = [windows.index(group.window) for group in self.page_groups]
@@ -514,7 +514,7 @@ class Executor:
         with _lowering, collector_paused():
             lowered = job.lower()
             freeze_later_objects()
-        timed = on_gpu() and not job.options.items() >= UNTIMED.items()
+        timed = on_gpu() and not needs_no_gpu(job.options)
         times = timed and temporary.has_products(lowered)
         with _timing.take() if times else contextlib.nullcontext():
             return self._compile(lowered, job.options)

@@ -16,7 +16,7 @@ import jax
 import msgspec
 from jax.sharding import Mesh
 
-from jaxflow.engine.ahead_of_time import Target, compile_for, machine_code, target_mesh
+from jaxflow.engine.ahead_of_time import Target, compile_for, machine_code, needs_no_gpu, target_mesh
 from jaxflow.engine.executor import Executor, collector_paused
 from jaxflow.engine.kernel_choice import choose_kernels
 from jaxflow.engine.lowered_cache import LoweredPrograms, callable_again, read_signed, write_signed
@@ -123,7 +123,7 @@ def answer(executor: Executor, lines: Iterable[bytes], replies: IO[bytes]) -> No
             job = jobs[wanted.name]
             with collector_paused():
                 lowered = job.lower()
-            if isinstance(lowered, Portable):
+            if isinstance(lowered, Portable) and needs_no_gpu(job.options):
                 lowered.compile(job.options)
             reason = ""
         except Exception as error:  # the engine makes the program itself, and meets a fault of lowering again

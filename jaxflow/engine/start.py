@@ -18,7 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 from tqdm import tqdm
 
 from jaxflow.config import KV_DTYPES, ConfigError, EngineConfig, ModelConfig, Window
-from jaxflow.engine.ahead_of_time import target_of, untimed
+from jaxflow.engine.ahead_of_time import is_timed, target_of, untimed
 from jaxflow.engine.default_seqs import TOKENS_OF_SEQ, default_max_num_seqs
 from jaxflow.engine.driver import Driver
 from jaxflow.engine.executor import Executor, rehearse
@@ -577,7 +577,7 @@ def _make_stages(
         buckets = {tokens: tuple(several) for tokens, several in plans.items()}
         values = to_values(loaded[0])
         launched = None if graphs is None else dict(graphs)
-        target = target_of(meshes[0]) if _untimed(config, plans) else None
+        target = target_of(meshes[0]) if on_gpu() and _untimed(config) else None
         assert made[0].lowered is not None
         made[0].lowered = dataclasses.replace(made[0].lowered, target=target)
         lowering.describe(
@@ -679,8 +679,10 @@ def make_stage(
         return layout.plan not in (graphs or {}) and uses_pdl(layout, kernels, mesh.size, layer_bytes)
 
     def options_of(layout: StepLayout) -> dict[str, Any]:
-        launched = "streams" if early(layout) else (graphs or {}).get(layout.plan)
-        return xla_options(plan_of(layout), tp, launched) if on_gpu() else {}
+        if not on_gpu():
+            return CPU_OPTIONS
+        launched, plan = "streams" if early(layout) else (graphs or {}).get(layout.plan), plan_of(layout)
+        return ({} if is_timed(plan, tp) else _untimed(config)) | xla_options(plan, tp, launched)
 
     specs = jax.tree.map(lambda array: array.sharding.spec, weights)
     layouts = make_layouts(config, model, named.values(), decodes_alone=on_gpu(), one=one)
@@ -703,7 +705,7 @@ def make_stage(
             plan_of(layout), layers, tp, quantized=quantization == "fp8", pdl=early(layout)
         ),
         options_of=options_of,
-        options=_untimed(config, plans) if on_gpu() else CPU_OPTIONS,
+        options=_untimed(config) if on_gpu() else CPU_OPTIONS,
         lowered=lowered,
         kv_dtype=jnp.dtype(config.kv_cache_dtype),
         max_model_len=config.max_model_len,
@@ -714,12 +716,9 @@ def make_stage(
     )
 
 
-def _untimed(config: EngineConfig, plans: Mapping[int, Sequence[Plan]]) -> dict[str, Any]:
-    """Return `untimed` of this process's device; {} on a CPU."""
-    if not on_gpu():
-        return {}
-    all_plans = [plan for several in plans.values() for plan in several]
-    return untimed(config.quantization, this_device().capability, config.tensor_parallel_size, all_plans)
+def _untimed(config: EngineConfig) -> dict[str, Any]:
+    """Return `untimed` of this process's GPU."""
+    return untimed(config.quantization, this_device().capability)
 
 
 def has_program_a_layer(plan: Plan, layers: ModelConfig) -> bool:

@@ -4,6 +4,7 @@ itself, and no harm where one fails.
 
 import contextlib
 import dataclasses
+import io
 import logging
 import os
 import subprocess
@@ -27,11 +28,12 @@ from jax._src.lib.mlir import ir
 
 from jaxflow.config import EngineConfig, Layer, ModelConfig, Rope
 from jaxflow.engine import lowered_cache, lowering_processes, start
-from jaxflow.engine.ahead_of_time import target_of
-from jaxflow.engine.executor import Executor
+from jaxflow.engine.ahead_of_time import UNTIMED, needs_no_gpu, target_of
+from jaxflow.engine.executor import Executor, Job
 from jaxflow.engine.known_starts import KnownStarts
 from jaxflow.engine.lowered_cache import LoweredPrograms
 from jaxflow.engine.lowering_processes import Description, LoweringProcesses, Wanted, number_of_processes
+from jaxflow.engine.lowering_worker import Portable, answer
 from jaxflow.engine.start import choose_plans, make_loop, make_ranked_loop, resolve, start_engine
 from jaxflow.engine.start_times import StartTimes
 from jaxflow.engine.weight_shapes import from_values, to_values
@@ -39,6 +41,7 @@ from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.stage import stages_of
 from jaxflow.model.weights import shapes, shardings
 from jaxflow.parallel.mesh import make_mesh
+from jaxflow.pipeline.handwritten import sequential_plan, two_nano_batch_plan
 from jaxflow.request import Request
 from pallas_kernels.this_device import DeviceKind, this_device
 
@@ -143,6 +146,43 @@ def test_an_engine_reads_what_a_process_lowered(settings, tmp_path, cache, monke
         lowering = start._lowering(config, model, choose_plans(config, model))
         assert lowering is not None and lowering.started != known
         lowering.close()
+
+
+def test_a_process_leaves_programs_with_timed_products_to_the_engine():
+    unwritten: Any = Portable(mock.Mock(), "", mock.Mock(), (), RuntimeError("compiled"))
+    jobs = [
+        Job(name, {}, name, lambda: unwritten, options)
+        for name, options in (("untimed", {**UNTIMED, "xla_gpu_x": 1}), ("timed", {"xla_gpu_x": 1}))
+    ]
+    lines = [msgspec.json.encode(Wanted(job.name, ())) for job in jobs]
+    replies = io.BytesIO()
+    answer(mock.Mock(jobs=lambda: jobs), lines, replies)
+    assert replies.getvalue() == b'"RuntimeError: compiled"\n""\n'
+
+
+def test_sequential_steps_beside_overlapped_ones_need_no_timing():
+    """On two GPUs, so that processes compile what an engine begins with."""
+    mesh = h200.h200_mesh((2,))
+    with (
+        mock.patch.object(jax, "default_backend", lambda: "gpu"),
+        mock.patch.object(jax, "devices", lambda *_: list(mesh.devices.flat)),
+    ):
+        config = EngineConfig(
+            "m", dtype="bfloat16", kv_cache_dtype="bfloat16", max_model_len=4096, max_num_seqs=8,
+            plan="sequential", max_num_batched_tokens=64, step_sizes="32,64", tensor_parallel_size=2,
+        )  # fmt: skip
+        plans = {tokens: (sequential_plan(LLAMA, tokens, 2),) for tokens in (32, 64)}
+        plans[64] += (two_nano_batch_plan(LLAMA, 64, 32, tp=2),)
+        weights = h200.abstract(mesh, shapes(LLAMA, 2, jnp.bfloat16), shardings(LLAMA, mesh))
+        (stage,) = stages_of((LLAMA.num_layers,))
+        kernels = start.choose_kernels(config, LLAMA)
+        executor = start.make_stage(
+            config, LLAMA, plans, stage, mesh, weights, kernels, True, False, None, 0, StartTimes()
+        )
+        found = {job.key: needs_no_gpu(job.options) for job in executor.jobs() if not job.small}
+    overlapped = {layout.key for layout in executor.layouts[64] if layout.plan != "sequential"}
+    assert len(overlapped) == 1
+    assert {key for key, untimed in found.items() if not untimed} == overlapped
 
 
 @pytest.mark.parametrize("script", ["raise SystemExit(3)", ECHO + "print('\"no\"', flush=True)"])
