@@ -11,11 +11,11 @@ GEMMs are worth the timing is left to the engine (`is_timed`).
 """
 
 import importlib.metadata
+import itertools
 import logging
-import math
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 UNTIMED = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
 UNTIMED_WEIGHTS = (None, "fp8", "fp8_per_block")  # XLA reads other formats of weights in its Triton kernels
 _PACKAGES = ("jaxlib", "jax-cuda12-pjrt", "jax-cuda13-pjrt")
+_COUNT = 4  # bytes before machine code: the number of devices
 _offered = threading.local()  # machine code in place of the next compilation of a thread
 _find = compilation_cache.get_executable_and_time
 
@@ -99,23 +100,29 @@ def target_of(mesh: Mesh) -> Target | None:
         return None
 
 
-def target_mesh(target: Target, mesh: Mesh) -> Mesh:
-    """Return a mesh of described devices, of the same shape as a mesh of one process.
+def target_meshes(target: Target, meshes: Sequence[Mesh]) -> tuple[Mesh, ...]:
+    """Return meshes of described devices, of the same shapes as the meshes of one process's devices.
+
+    The devices of the meshes are the first ones of the process, one mesh after another.
 
     Raises: an exception of JAX or XLA in an environment that cannot compile for the target.
     """
     if target.versions != _versions():
         raise ValueError(f"the compiler's versions are {_versions()}, and the engine's {target.versions}")
+    stops = list(itertools.accumulate(mesh.size for mesh in meshes))
     topology = topologies.get_topology_desc(
-        platform="cuda", target_config=target.device, topology=f"1x1x{math.prod(mesh.devices.shape)}"
+        platform="cuda", target_config=target.device, topology=f"1x1x{stops[-1]}"
     )
-    return Mesh(np.array(topology.devices).reshape(mesh.devices.shape), mesh.axis_names)
+    return tuple(
+        Mesh(np.array(topology.devices[stop - mesh.size : stop]).reshape(mesh.devices.shape), mesh.axis_names)
+        for mesh, stop in zip(meshes, stops, strict=True)
+    )
 
 
 def compile_for(
     mesh: Mesh, fn: jax.stages.Wrapped, args: tuple, options: dict[str, Any]
 ) -> jax.stages.Compiled:
-    """Return a jitted function, compiled for a mesh of `target_mesh`. Its Mosaic kernels compile at once.
+    """Return a jitted function, compiled for a mesh of `target_meshes`. Its Mosaic kernels compile at once.
 
     args: arrays or shapes with `NamedSharding`s of a mesh of the same shape.
     """
@@ -129,16 +136,17 @@ def compile_for(
     return lowered.compile(compiler_options=options)
 
 
-def machine_code(compiled: jax.stages.Compiled) -> bytes:
-    """Return what `load` takes, in any process with equal devices."""
-    return compiled.runtime_executable().serialize()  # pyright: ignore[reportOptionalMemberAccess]
+def machine_code(compiled: jax.stages.Compiled, devices: int) -> bytes:
+    """Return what `load` takes, in any process with equal devices. devices: how many run the program."""
+    code = compiled.runtime_executable().serialize()  # pyright: ignore[reportOptionalMemberAccess]
+    return devices.to_bytes(_COUNT) + code
 
 
 def load(lowered: jax.stages.Lowered, code: bytes, options: dict[str, Any]) -> jax.stages.Compiled:
     """Return the program with machine code of `machine_code`.
 
     Raises:
-      NotLoaded: XLA refuses the code.
+      NotLoaded: XLA refuses the code, or the code is for another number of devices.
       AssertionError, ValueError: the code is another program's.
     """
     _offered.code = code
@@ -155,10 +163,18 @@ def _find_offered(
     code = getattr(_offered, "code", None)
     if code is None:
         return _find(cache_key, compile_options, backend, executable_devices, *more, **named)
+    devices = {device.id for device in executable_devices}
+    made_for = int.from_bytes(code[:_COUNT])
+    if made_for != len(devices):  # XLA would end the process, or run the program on one device
+        raise NotLoaded(f"it is for {made_for} devices, and the program for {len(devices)}")
     try:
-        return backend.deserialize_executable(code, executable_devices, compile_options), 0
+        loaded = backend.deserialize_executable(code[_COUNT:], executable_devices, compile_options)
+        there = {device.id for device in loaded.local_devices()}
     except Exception as error:
         raise NotLoaded(f"{type(error).__name__}: {error}") from error
+    if there != devices:
+        raise NotLoaded(f"it runs on the devices {sorted(there)}, not on {sorted(devices)}")
+    return loaded, 0
 
 
 compilation_cache.get_executable_and_time = (

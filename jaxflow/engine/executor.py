@@ -144,6 +144,7 @@ class Executor:
     Attributes:
       slots, groups, num_pages: of one rank.
       ranks: the number of data-parallel ranks.
+      name: of the pipeline stage, in the names of its programs; "" without stages.
       recorder: takes the calls that other processes replay; None in an engine of one process.
       lowering: processes that lower and compile programs into the folder of
         `lowered`; None: this process does.
@@ -170,14 +171,13 @@ class Executor:
     ):
         """Arguments not in the class's description:
 
-        name: of the pipeline stage, in the names of lowered programs.
         options: XLA's, of all programs but steps. options_of: those of a step.
         defers: compile the programs that plain requests do not need after the start, see `DeferredProgram`.
         is_layered: returns True if a layout's step is a program a layer, see `LayeredStep`.
         times: takes the times of `warm_up`.
         """
         self._times = times or StartTimes()
-        self.programs, self.weights, self._name = programs, weights, name
+        self.programs, self.weights, self.name = programs, weights, name
         # The expert of each slot in each mixture layer, [L, S]; None for experts without copies.
         self.placed = placed_experts(weights)
         self.layouts: dict[int, tuple[StepLayout, ...]] = {}  # the layouts of each bucket, one a plan
@@ -423,7 +423,9 @@ class Executor:
         if self.lowering is None or not self.lowering.started:
             return {}
         return {
-            self.lowering.ask(Wanted(job.name, num_pages if job.name.startswith("step") else ()), urgent): job
+            self.lowering.ask(
+                Wanted(job.name + self.name, num_pages if job.name.startswith("step") else ()), urgent
+            ): job
             for job in jobs
             if not job.small
         }
@@ -855,14 +857,14 @@ class Executor:
         def lower(
             name: str, fn: jax.stages.Wrapped, donated: tuple[int, ...], *args: Any
         ) -> Any:  # a CPU's programs have no machine code of other processes
-            return self._lower(f"{name} of {layout}{self._name}", fn, donated, *args)
+            return self._lower(f"{name} of {layout}{self.name}", fn, donated, *args)
 
         return lower_layers(self.programs, layout, lower, *self._step_arguments(layout, self.num_pages))
 
     def _lower_step(self, layout: StepLayout, num_pages: tuple[int, ...]) -> jax.stages.Lowered | Kept:
         fn = self.programs.step(layout, self._forward_of(layout))
         args = self._step_arguments(layout, num_pages)
-        return self._lower(f"step {layout}{self._name}", fn, STEP_DONATES, *args)
+        return self._lower(f"step {layout}{self.name}", fn, STEP_DONATES, *args)
 
     def _step_arguments(self, layout: StepLayout, num_pages: tuple[int, ...]) -> tuple:
         """Return the arguments of `Programs.step`, all but the weights as shapes."""

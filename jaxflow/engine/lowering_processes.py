@@ -50,13 +50,14 @@ LIMIT_S = 120.0  # The limit of one program. A loaded machine takes ten times as
 
 
 class Description(msgspec.Struct, frozen=True):
-    """All that the programs of an executor depend on, besides the device and the code.
+    """All that the programs of an executor, or of the stages of one, depend on, besides
+    the device and the code.
 
     Attributes:
       config: resolved.
       plans: of each bucket.
       one, graphs, memory: see `jaxflow.engine.start.make_stage`.
-      weights: see `jaxflow.engine.weight_shapes`.
+      weights: of each stage, see `jaxflow.engine.weight_shapes`.
       folder: of the lowered programs.
       target: to compile for; None to lower only.
     """
@@ -67,7 +68,7 @@ class Description(msgspec.Struct, frozen=True):
     one: bool
     graphs: dict[str, str] | None
     memory: int
-    weights: Any
+    weights: tuple[Any, ...]
     folder: str
     target: Target | None = None
 
@@ -76,7 +77,7 @@ class Wanted(msgspec.Struct, frozen=True):
     """A program to lower.
 
     Attributes:
-      name: of the `Job`.
+      name: of the `Job`, then of the executor.
       num_pages: pages of each layer group; () for a program that does not depend on them.
     """
 
@@ -88,7 +89,7 @@ def number_of_processes(steps: int, asked: int | None, cores: int | None = None)
     """Return how many processes lower the programs of a start; 0 if the engine does.
 
     Args:
-      steps: sizes of steps, times their plans.
+      steps: sizes of steps, times their plans and the pipeline stages.
       asked: the setting `lowering_processes`.
       cores: None for those of this process.
     """

@@ -1,14 +1,14 @@
 """A process that lowers and compiles programs for a starting engine, see `jaxflow.engine.lowering_processes`.
 
-The process has no GPU. It makes the engine's executor from shapes in place of arrays, on a mesh of CPU
-devices, and takes the description of the engine's device wherever a program depends on the device. It
-compiles for a mesh of devices that are described, too (`jaxflow.engine.ahead_of_time`).
+The process has no GPU. It makes the engine's executor, or the executor of each pipeline stage, from shapes in
+place of arrays, on a mesh of CPU devices. It takes the description of the engine's device wherever a program
+depends on the device. It compiles for a mesh of described devices, too (`jaxflow.engine.ahead_of_time`).
 """
 
 import dataclasses
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -16,7 +16,7 @@ import jax
 import msgspec
 from jax.sharding import Mesh
 
-from jaxflow.engine.ahead_of_time import Target, compile_for, machine_code, needs_no_gpu, target_mesh
+from jaxflow.engine.ahead_of_time import Target, compile_for, machine_code, needs_no_gpu, target_meshes
 from jaxflow.engine.executor import Executor, collector_paused
 from jaxflow.engine.kernel_choice import choose_kernels
 from jaxflow.engine.lowered_cache import LoweredPrograms, callable_again, read_signed, write_signed
@@ -25,7 +25,7 @@ from jaxflow.engine.start import make_stage
 from jaxflow.engine.start_times import StartTimes
 from jaxflow.engine.weight_shapes import from_values
 from jaxflow.model.stage import stages_of
-from jaxflow.parallel.mesh import make_mesh, make_rank_mesh, on_gpu
+from jaxflow.parallel.mesh import make_rank_mesh, on_gpu, stage_meshes
 from pallas_kernels.kernel_set import has_bounded
 from pallas_kernels.this_device import DeviceKind, lower_for
 
@@ -46,7 +46,8 @@ class Portable:
             raise self.mesh
         path = self.programs.code_path(self.digest, options)
         if read_signed(path) is None:
-            write_signed(path, machine_code(compile_for(self.mesh, self.fn, self.args, options)))
+            compiled = compile_for(self.mesh, self.fn, self.args, options)
+            write_signed(path, machine_code(compiled, self.mesh.size))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,50 +78,54 @@ def describe_device(device: DeviceKind) -> None:
         import pallas_kernels.attention.decode.api  # noqa: F401  # the first import of Mosaic GPU takes a second
 
 
-def make_executor(given: Description) -> Executor:
-    """Return the executor whose programs the engine compiles, for lowering only."""
+def make_executors(given: Description) -> list[Executor]:
+    """Return the executor of each stage whose programs the engine compiles, for lowering only."""
     tp, ranks = given.config.tensor_parallel_size, given.config.data_parallel_size
-    jax.config.update("jax_num_cpu_devices", tp * ranks)
-    mesh = make_mesh(tp) if ranks == 1 else make_rank_mesh(ranks, tp)
-    (stage,) = stages_of((given.model.num_layers,))
-    executor = make_stage(
-        given.config,
-        given.model,
-        given.plans,
-        stage,
-        mesh,
-        from_values(given.weights, mesh),
-        choose_kernels(given.config, given.model),
-        True,
-        given.one,
-        given.graphs,
-        given.memory,
-        StartTimes(),
-        Path(given.folder),
-    )
+    jax.config.update("jax_num_cpu_devices", tp * ranks * len(given.weights))
+    meshes = stage_meshes(tp, len(given.weights)) if ranks == 1 else (make_rank_mesh(ranks, tp),)
+    stages = stages_of([len(weights["dict"]["layers"]["list"]) for weights in given.weights])
+    made = [
+        make_stage(
+            given.config,
+            given.model,
+            given.plans,
+            stage,
+            mesh,
+            from_values(weights, mesh),
+            choose_kernels(given.config, given.model),
+            True,
+            given.one,
+            given.graphs,
+            given.memory,
+            StartTimes(),
+            Path(given.folder),
+        )
+        for stage, mesh, weights in zip(stages, meshes, given.weights, strict=True)
+    ]
     if on_gpu():
-        assert executor.lowered is not None
-        programs = dataclasses.replace(executor.lowered, target=given.target)
-        executor.lowered = _Writer(programs, _described(given.target, mesh))  # pyright: ignore[reportAttributeAccessIssue]
-    return executor
+        for executor, mesh in zip(made, _described(given.target, meshes), strict=True):
+            assert executor.lowered is not None
+            programs = dataclasses.replace(executor.lowered, target=given.target)
+            executor.lowered = _Writer(programs, mesh)  # pyright: ignore[reportAttributeAccessIssue]
+    return made
 
 
-def _described(target: Target | None, mesh: Mesh) -> Mesh | Exception | None:
-    """Return a mesh of described devices. An environment without the compiler lowers only, and says why."""
+def _described(target: Target | None, meshes: Sequence[Mesh]) -> Sequence[Mesh | Exception | None]:
+    """Return meshes of described devices. An environment without the compiler lowers only, and says why."""
     try:
-        return None if target is None else target_mesh(target, mesh)
+        return [None] * len(meshes) if target is None else target_meshes(target, meshes)
     except Exception as error:
-        return error
+        return [error] * len(meshes)
 
 
-def answer(executor: Executor, lines: Iterable[bytes], replies: IO[bytes]) -> None:
-    """Lower the program of each line, compile it if there is a target, and reply to the line."""
-    jobs = {job.name: job for job in executor.jobs()}
+def answer(executors: Sequence[Executor], lines: Iterable[bytes], replies: IO[bytes]) -> None:
+    """Lower the program of each line, compile it if that needs no GPU, and reply to the line."""
+    jobs = {job.name + executor.name: (executor, job) for executor in executors for job in executor.jobs()}
     for line in lines:
         wanted = msgspec.json.decode(line, type=Wanted)
-        executor.num_pages = wanted.num_pages
         try:
-            job = jobs[wanted.name]
+            executor, job = jobs[wanted.name]
+            executor.num_pages = wanted.num_pages
             with collector_paused():
                 lowered = job.lower()
             if isinstance(lowered, Portable) and needs_no_gpu(job.options):
@@ -138,7 +143,7 @@ def main() -> None:
     os.dup2(2, 1)  # so that nothing else is written to the engine
     lines = sys.stdin.buffer
     describe_device(msgspec.json.decode(lines.readline(), type=DeviceKind))
-    answer(make_executor(msgspec.json.decode(lines.readline(), type=Description)), lines, replies)
+    answer(make_executors(msgspec.json.decode(lines.readline(), type=Description)), lines, replies)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import math
 import os
 import random
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -344,18 +344,14 @@ def start_engine(
             warm_up = functools.partial(
                 _warm_up, config, checkpoint.model_config, team=team, progress=progress
             )
-            if config.pipeline_parallel_size > 1:
-                executor = make_staged_executor(config, checkpoint, plans, **how)
-                warm_up_s = warm_up(executor)
-            elif kernels is not None or team is not None:
-                executor = make_executor(config, checkpoint, plans, **how)
-                warm_up_s = warm_up(executor)
-            else:
+            lowering = None
+            if kernels is None and team is None:
                 lowering = _lowering(config, checkpoint.model_config, plans)
-                if lowering is not None:
-                    undo.callback(lowering.close)
-                executor = make_executor(config, checkpoint, plans, lowering=lowering, **how)
-                warm_up_s = warm_up(executor)
+            if lowering is not None:
+                undo.callback(lowering.close)
+            make = make_executor if config.pipeline_parallel_size == 1 else make_staged_executor
+            executor = make(config, checkpoint, plans, lowering=lowering, **how)
+            warm_up_s = warm_up(executor)
         if team is not None:
             if config.kv_offloading_size and team.leader is not None and on_gpu():
                 reserve(executor.page_shapes(), pinned_bytes(config, executor.page_shapes(), disk))
@@ -420,7 +416,8 @@ def _lowering(
     devices without Mosaic kernels, whose programs take a fraction of a second each. config: resolved.
     """
     asked, device = config.lowering_processes, this_device()
-    count = number_of_processes(sum(len(several) for several in plans.values()), asked)
+    steps = config.pipeline_parallel_size * sum(len(several) for several in plans.values())
+    count = number_of_processes(steps, asked)
     if not count or (asked is None and not has_bounded(device.capability)):
         return None
     undo, folder = contextlib.ExitStack(), lowered_folder()
@@ -435,12 +432,14 @@ def _lowering(
 
 def _end_lowering(executor: Executor | StagedExecutor) -> None:
     """End the processes of `_lowering`, if there are any, once they have prepared all programs."""
-    if not isinstance(executor, Executor) or executor.lowering is None:
+    stages = executor.stages if isinstance(executor, StagedExecutor) else (executor,)
+    lowering = stages[0].lowering
+    if lowering is None:
         return
-    lowering, executor.lowering = executor.lowering, None
     if not (executor.substitutes and executor.unready()):
         lowering.remember(executor.num_pages)
-    executor.lowered = executor.lowered if lowered_folder() else None
+    for stage in stages:
+        stage.lowering, stage.lowered = None, stage.lowered if lowered_folder() else None
     lowering.close()
 
 
@@ -465,7 +464,7 @@ def make_executor(
       graphs: the launch mode of plans by name (`jaxflow.pipeline.streams.GRAPHS`), instead of the default.
       team: the processes that make the executor together; None for one process.
       times: takes the times of the phases.
-      lowering: processes that lower the programs of the executor, one device or several in this process;
+      lowering: processes that lower the programs of the executor, all of whose devices are in this process;
         None: this process lowers them.
 
     Raises:
@@ -477,10 +476,15 @@ def make_executor(
     (executor,) = _make_stages(config, checkpoint, plans, kernels, graphs, team, progress, times, lowering)
     with times.phase("memory"):
         executor.allocate(_num_pages(config, checkpoint.model_config, [executor], team))
-    if lowering is not None and not lowering.started and not lowering.knows(executor.num_pages):
-        lowering.start()
+    _start_unless_known(lowering, executor.num_pages)
     _add_page_copies(config, executor)
     return executor
+
+
+def _start_unless_known(lowering: LoweringProcesses | None, num_pages: tuple[int, ...]) -> None:
+    """Start the processes now if the folder lacks programs for this number of pages."""
+    if lowering is not None and not lowering.started and not lowering.knows(num_pages):
+        lowering.start()
 
 
 def make_staged_executor(
@@ -492,13 +496,15 @@ def make_staged_executor(
     team: Team | None = None,
     progress: bool = True,
     times: StartTimes | None = None,
+    lowering: LoweringProcesses | None = None,
 ) -> StagedExecutor:
     """Return an executor of several pipeline stages, before warm-up. Arguments: see `make_executor`."""
     times = times or StartTimes()
-    stages = _make_stages(config, checkpoint, plans, kernels, None, team, progress, times, None)
+    stages = _make_stages(config, checkpoint, plans, kernels, None, team, progress, times, lowering)
     executor = StagedExecutor(stages, None if team is None else team.exchange(), times)
     with times.phase("memory"):
         executor.allocate(_num_pages(config, checkpoint.model_config, executor.stages, team))
+    _start_unless_known(lowering, executor.num_pages)
     for stage in executor.stages:
         _add_page_copies(config, stage)
     return executor
@@ -535,10 +541,7 @@ def _make_stages(
     times: StartTimes,
     lowering: LoweringProcesses | None,
 ) -> list[Executor]:
-    """Return the executor of each pipeline stage, with its weights. Arguments: see `make_executor`.
-
-    lowering: for one stage.
-    """
+    """Return the executor of each pipeline stage, with its weights. Arguments: see `make_executor`."""
     model, tp = checkpoint.model_config, config.tensor_parallel_size
     config = dataclasses.replace(config, quantization=checkpoint.quantization_of(config.quantization))
     if config.kv_offloading_size:
@@ -575,15 +578,16 @@ def _make_stages(
     ]
     if lowering is not None:
         buckets = {tokens: tuple(several) for tokens, several in plans.items()}
-        values = to_values(loaded[0])
+        values = tuple(map(to_values, loaded))
         launched = None if graphs is None else dict(graphs)
         target = target_of(meshes[0]) if on_gpu() and _untimed(config) else None
-        assert made[0].lowered is not None
-        made[0].lowered = dataclasses.replace(made[0].lowered, target=target)
+        for executor in made:
+            assert executor.lowered is not None
+            executor.lowered = dataclasses.replace(executor.lowered, target=target)
+            executor.lowering = lowering
         lowering.describe(
             Description(config, model, buckets, one, launched, memory, values, str(folder), target)
         )
-        made[0].lowering = lowering
     return made
 
 
@@ -940,16 +944,52 @@ def _own_num_pages(config: EngineConfig, model: ModelConfig, stages: Sequence[Ex
                 f"at most {most} pages, which fit the memory",
             )
         return (config.num_kv_pages,) * len(model.windows)
+    if not on_gpu():
+        return _least_pages(model, stages, [_pages_on_cpu(config, stage, len(stages)) for stage in stages])
+    free = [memory_budget(stage.programs.mesh, config) - stage.state_bytes() for stage in stages]
+    found = _guessed_pages(config, model, stages, free)
+    if found is not None:
+        return found
+    return _measured_pages(config, model, stages, free, None)
+
+
+def _least_pages(
+    model: ModelConfig, stages: Sequence[Executor], fitting: Iterable[tuple[int, ...]]
+) -> tuple[int, ...]:
+    """Return the pages of each of the model's layer groups that fit every stage.
+
+    fitting: the pages of the groups of each stage.
+    """
     by_window: dict[Window, int] = {}
-    for executor in stages:
-        fitting = _pages_of_stage(config, executor, len(stages))
-        for group, pages in zip(executor.page_groups, fitting, strict=True):
+    for executor, of_stage in zip(stages, fitting, strict=True):
+        for group, pages in zip(executor.page_groups, of_stage, strict=True):
             by_window[group.window] = min(pages, by_window.get(group.window, pages))
     return tuple(by_window.get(window, NO_LIMIT) for window in model.windows)
 
 
+def _measured_pages(
+    config: EngineConfig,
+    model: ModelConfig,
+    stages: Sequence[Executor],
+    free: Sequence[int],
+    num_pages: tuple[int, ...] | None,
+) -> tuple[int, ...]:
+    """Return the pages that leave every stage the memory that its programs need.
+
+    Args:
+      free: bytes of each stage for the pages and the temporary arrays.
+      num_pages: see `Executor.temporary_needs`.
+    """
+    needs = [stage.temporary_bytes(num_pages) for stage in stages]
+    fitting = [
+        _fitting_pages(config, stage, bytes_free - need)
+        for stage, bytes_free, need in zip(stages, free, needs, strict=True)
+    ]
+    return _least_pages(model, stages, fitting)
+
+
 def _most_pages(config: EngineConfig, executor: Executor, stages: int) -> int:
-    """Return the pages of each layer group that the free memory holds. stages: see `_pages_of_stage`."""
+    """Return the pages of each layer group that the free memory holds. stages: see `_pages_on_cpu`."""
     mesh = executor.programs.mesh
     size = sum(page_bytes(executor.page_groups, config.block_size, mesh.shape[TP]))
     return (
@@ -957,41 +997,45 @@ def _most_pages(config: EngineConfig, executor: Executor, stages: int) -> int:
     ) // size
 
 
-def _pages_of_stage(config: EngineConfig, executor: Executor, stages: int) -> tuple[int, ...]:
-    """Return the pages of a stage's layer groups that fit. stages: the stages that share a CPU's memory."""
+def _pages_on_cpu(config: EngineConfig, executor: Executor, stages: int) -> tuple[int, ...]:
+    """Return the pages of a stage's layer groups that fit on a CPU. stages: the stages that share the memory.
+
+    The other half of the memory holds the temporary arrays. The start writes each page once, and a number
+    that varied with the free memory would miss caches.
+    """
     mesh = executor.programs.mesh
     assert config.max_num_seqs and config.max_num_batched_tokens and config.max_model_len
-    free = memory_budget(mesh, config) // (1 if on_gpu() else stages) - executor.state_bytes()
-    if on_gpu():
-        return _guessed_pages(config, executor, free) or _fitting_pages(
-            config, executor, free - executor.temporary_bytes()
-        )
-    # On a CPU the other half of the memory holds the temporary arrays.
-    # The start writes each page once, and a number that varied with the free memory would miss caches.
+    free = memory_budget(mesh, config) // stages - executor.state_bytes()
     tokens = max(POOL_TOKENS, config.max_num_seqs * TOKENS_OF_SEQ, config.max_model_len)
     pages = -(-tokens // config.block_size)
     most = pages * sum(page_bytes(executor.page_groups, config.block_size, mesh.shape[TP]))
     return _fitting_pages(config, executor, min(free, most))
 
 
-def _guessed_pages(config: EngineConfig, executor: Executor, free: int) -> tuple[int, ...] | None:
+def _guessed_pages(
+    config: EngineConfig, model: ModelConfig, stages: Sequence[Executor], free: Sequence[int]
+) -> tuple[int, ...] | None:
     """Return a number of pages that leaves enough memory for temporary arrays, or None without a good guess.
 
     The number is known before the first program is compiled, so processes prepare the first programs side by
-    side with the one that is measured. free: bytes for the pages and the temporary arrays.
+    side with the ones that are measured. free: see `_measured_pages`.
     """
-    model = executor.programs.context.config
-    if executor.lowering is None or executor.own_groups != list(range(executor.groups)):
+    if any(stage.lowering is None for stage in stages):
         return None
-    first = first_layouts(config, model, executor.layouts)
+    first = first_layouts(config, model, stages[0].layouts)
     if first is None:
         return None
+    need = _guessed_temporary_bytes(config, model)
     try:
-        guess = _fitting_pages(config, executor, free - _guessed_temporary_bytes(config, model))
+        fitting = [
+            _fitting_pages(config, stage, each - need) for stage, each in zip(stages, free, strict=True)
+        ]
     except ConfigError:  # the memory is small: a measurement may say that it suffices
         return None
-    executor.prepare_first(first, guess)
-    found = _fitting_pages(config, executor, free - executor.temporary_bytes(guess))
+    guess = _least_pages(model, stages, fitting)
+    for stage in stages:
+        stage.prepare_first(first, guess)
+    found = _measured_pages(config, model, stages, free, guess)
     good = all(GOOD_GUESS * most <= pages <= most for pages, most in zip(guess, found, strict=True))
     return guess if good else found
 

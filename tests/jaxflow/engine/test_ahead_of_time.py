@@ -2,19 +2,24 @@
 
 import dataclasses
 import logging
+from unittest import mock
 
 import h200
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src import compilation_cache
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxflow.engine.ahead_of_time import (
+    NotLoaded,
     Target,
     compile_for,
     is_timed,
+    load,
     machine_code,
-    target_mesh,
+    target_meshes,
     target_of,
     untimed,
 )
@@ -39,7 +44,14 @@ def other(x, y):
 
 
 def code_of(fn, arguments=2) -> bytes:
-    return machine_code(jax.jit(fn, donate_argnums=(0,)).lower(*(SHAPE,) * arguments).compile())
+    return fresh_code(jax.jit(fn, donate_argnums=(0,)).lower(*(SHAPE,) * arguments), 1)
+
+
+def fresh_code(lowered: jax.stages.Lowered, devices: int) -> bytes:
+    """Return the machine code of a program that XLA compiles now. On a CPU, code of a cache lacks parts."""
+    missing = mock.patch.object(compilation_cache, "get_executable_and_time", return_value=(None, None))
+    with h200.unkept(), missing:
+        return machine_code(lowered.compile(), devices)
 
 
 def kept(folder, target=TARGET) -> Kept:
@@ -122,7 +134,7 @@ def test_on_an_h200_products_are_those_of_cublas_and_donated_arguments_stay_in_p
     there = h200.h200_mesh()
     target = target_of(there)
     assert target is not None
-    mesh = target_mesh(target, there)
+    (mesh,) = target_meshes(target, [there])
     assert mesh.devices.flat[0].device_kind == there.devices.flat[0].device_kind
 
     def step(x, w):
@@ -134,7 +146,7 @@ def test_on_an_h200_products_are_those_of_cublas_and_donated_arguments_stay_in_p
     text, memory = compiled.as_text(), compiled.memory_analysis()
     assert text is not None and "__cublas" in text and "triton" not in text
     assert memory is not None and memory.alias_size_in_bytes == 512 * 512 * 2
-    assert b"\x7fELF" in machine_code(compiled)
+    assert b"\x7fELF" in machine_code(compiled, 1)
 
 
 @pytest.mark.parametrize(
@@ -160,9 +172,53 @@ def test_overlapped_plans_over_several_gpus_time_their_products(tp):
         assert is_timed(plan, tp) == (tp > 1)
 
 
+def summed(*ids: int) -> tuple[jax.stages.Lowered, NamedSharding]:
+    """Return a program with a sum over devices and a donated argument, and the placement of its arguments."""
+    mesh = Mesh(np.array([jax.devices()[at] for at in ids]), ("tp",))
+    parts = NamedSharding(mesh, PartitionSpec("tp"))
+
+    def run(x, y):
+        total = jax.shard_map(
+            lambda a, b: jax.lax.psum(a * b, "tp"), mesh=mesh, in_specs=parts.spec, out_specs=PartitionSpec()
+        )(x, y)
+        return x + 1, total
+
+    shape = jax.ShapeDtypeStruct((12,), jnp.float32, sharding=parts)
+    return jax.jit(run, donate_argnums=(0,)).lower(shape, shape), parts
+
+
+@pytest.mark.parametrize("ids", [(0, 1), (2, 3), (3, 2)])
+def test_machine_code_of_several_devices_runs_on_those_of_the_program(ids):
+    """As the code of a pipeline stage does: all kinds of devices have one description."""
+    lowered, parts = summed(*ids)
+    compiled = load(lowered, fresh_code(summed(0, 1)[0], 2), {})
+    x, y = (jax.device_put(np.arange(12, dtype=np.float32), parts) for _ in range(2))
+    more, total = compiled(x, y)
+    assert x.is_deleted() and more.sharding.is_equivalent_to(parts, 1)
+    assert [part.device.id for part in more.addressable_shards] == list(ids)
+    np.testing.assert_array_equal(more, np.arange(12) + 1)
+    np.testing.assert_array_equal(total, np.square(np.arange(12)).reshape(2, 6).sum(0))
+
+
+@pytest.mark.parametrize(("code_on", "on"), [((0,), (0, 1)), ((0, 1), (0,)), ((0, 1), (0, 1, 2))])
+def test_machine_code_for_another_number_of_devices_is_not_loaded(code_on, on):
+    """XLA loads the code of one device for two, and ends the process for the code of two on one."""
+    code, (lowered, _) = fresh_code(summed(*code_on)[0], len(code_on)), summed(*on)
+    with pytest.raises(NotLoaded, match="devices"):
+        load(lowered, code, {})
+
+
+def test_each_stage_is_compiled_for_its_own_devices():
+    there = h200.h200_mesh((4,))
+    target = target_of(there)
+    assert target is not None
+    parts = [Mesh(there.devices[i : i + 2], ("tp",)) for i in (0, 2)]
+    assert [[d.id for d in mesh.devices.flat] for mesh in target_meshes(target, parts)] == [[0, 1], [2, 3]]
+
+
 def test_a_compiler_of_other_versions_is_refused():
     with pytest.raises(ValueError, match="versions"):
-        target_mesh(TARGET, make_mesh(1))
+        target_meshes(TARGET, [make_mesh(1)])
 
 
 def test_devices_that_xla_does_not_describe_have_no_target():

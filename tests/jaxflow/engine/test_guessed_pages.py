@@ -30,6 +30,10 @@ def executor():
     return toy.executor("tiny-llama", budget=8, seqs=3, pages=12)[1]
 
 
+def guessed(executor, free: int) -> tuple[int, ...] | None:
+    return start._guessed_pages(CONFIG, executor.programs.context.config, [executor], [free])
+
+
 def pages_of(executor, free: int, need: int, first=()) -> tuple[tuple[int, ...] | None, list]:
     """Return the guess of an engine with processes, and what these were asked.
 
@@ -41,7 +45,7 @@ def pages_of(executor, free: int, need: int, first=()) -> tuple[tuple[int, ...] 
         patch.setattr(executor, "lowering", "processes")
         patch.setattr(executor, "prepare_first", lambda layouts, pages: asked.append(pages))
         patch.setattr(executor, "temporary_bytes", lambda pages: need)
-        return start._guessed_pages(CONFIG, executor, free), asked
+        return guessed(executor, free), asked
 
 
 @settings(max_examples=40, deadline=None)
@@ -67,7 +71,7 @@ def test_processes_get_the_pages_of_a_good_guess_before_the_measurement(executor
 def test_without_a_guess_the_memory_is_measured_as_before(executor):
     assert pages_of(executor, 4000 << 20, 0, None) == (None, [])  # all layouts are compiled at once
     assert pages_of(executor, 1, 0) == (None, [])  # not even one sequence fits beside the guess
-    assert start._guessed_pages(dataclasses.replace(CONFIG), executor, 4000 << 20) is None  # no processes
+    assert guessed(executor, 4000 << 20) is None  # no processes
 
 
 @pytest.mark.parametrize("more_pages", [0, 3], ids=["good", "bad"])
@@ -87,20 +91,21 @@ def test_an_engine_draws_the_same_tokens_after_any_guess(more_pages, monkeypatch
     asked = []
     prepare_first = Executor.prepare_first
 
-    def pages_of_stage(config, executor, stages):
-        guess = start._guessed_temporary_bytes(config, executor.programs.context.config)
+    def own_num_pages(config, model, stages):
+        (executor,) = stages
+        guess = start._guessed_temporary_bytes(config, model)
         page = sum(page_bytes(executor.page_groups, config.block_size, 1))
         need = guess + more_pages * page
         monkeypatch.setattr(
             executor, "temporary_bytes", lambda pages: executor.temporary_needs(16, pages) and need
         )
-        return start._guessed_pages(config, executor, guess + 12 * page)
+        return start._guessed_pages(config, model, stages, [guess + 12 * page])
 
     def record(executor, first, num_pages):
         asked.append(num_pages)
         prepare_first(executor, first, num_pages)
 
-    monkeypatch.setattr(start, "_pages_of_stage", pages_of_stage)
+    monkeypatch.setattr(start, "_own_num_pages", own_num_pages)
     monkeypatch.setattr(Executor, "prepare_first", record)
     with LLM.from_config(settings, progress=False) as llm:
         assert isinstance(llm.executor, Executor)

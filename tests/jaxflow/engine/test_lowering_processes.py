@@ -5,6 +5,7 @@ itself, and no harm where one fails.
 import contextlib
 import dataclasses
 import io
+import itertools
 import logging
 import os
 import subprocess
@@ -40,7 +41,7 @@ from jaxflow.engine.weight_shapes import from_values, to_values
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.stage import stages_of
 from jaxflow.model.weights import shapes, shardings
-from jaxflow.parallel.mesh import make_mesh
+from jaxflow.parallel.mesh import make_mesh, stage_meshes
 from jaxflow.pipeline.handwritten import sequential_plan, two_nano_batch_plan
 from jaxflow.request import Request
 from pallas_kernels.this_device import DeviceKind, this_device
@@ -54,6 +55,7 @@ RANKS = dataclasses.replace(
     SETTINGS, model=str(paths.MODELS / "tiny-mixtral"), data_parallel_size=2, enable_expert_parallel=True,
     enable_eplb=True, num_redundant_experts=2,
 )  # fmt: skip
+STAGES = dataclasses.replace(SETTINGS, pipeline_parallel_size=2)
 ECHO = "import sys\nnext(sys.stdin), next(sys.stdin)\nfor line in sys.stdin:\n    "
 LLAMA = ModelConfig("llama", 32000, 1024, 8, 2, 128, 2816, (Layer(rope=Rope(1e4)),) * 2, 8192)
 MIXTURE = ModelConfig(
@@ -68,6 +70,7 @@ ON_H200S: dict[str, tuple[ModelConfig, dict[str, Any]]] = {
     "mixture tp": (MIXTURE, {"tensor_parallel_size": 2}),
     "mixture ep": (MIXTURE, {"tensor_parallel_size": 2} | EXPERTS),
     "mixture dp": (MIXTURE, {"data_parallel_size": 2} | EXPERTS),
+    "stages tp": (LLAMA, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
 }
 
 
@@ -93,7 +96,7 @@ def processes(folder: Path, script: str, count: int = 1, leaves: int = 0):
     )
     made.start()
     weights = {"dict": dict.fromkeys(map(str, range(leaves)))}
-    made.describe(Description(config, LLAMA, {}, False, None, 0, weights, str(folder)))
+    made.describe(Description(config, LLAMA, {}, False, None, 0, (weights,), str(folder)))
     try:
         yield made
     finally:
@@ -105,15 +108,19 @@ def drawn(config: EngineConfig) -> list[int]:
     checkpoint = open_checkpoint(config.model)
     engine = start_engine(config, checkpoint, progress=False)
     engine.driver.close()
-    assert isinstance(engine.executor, Executor)
-    make = make_loop if config.data_parallel_size == 1 else make_ranked_loop
-    loop = make(engine.config, checkpoint.model_config, engine.executor)
+    if config.data_parallel_size == 1:
+        loop = make_loop(engine.config, checkpoint.model_config, engine.executor)
+    else:
+        assert isinstance(engine.executor, Executor)
+        loop = make_ranked_loop(engine.config, checkpoint.model_config, engine.executor)
     tokens = toy.run(loop, [Request("a", list(range(3, 24)), toy.GREEDY)])["a"].tokens
     loop.close()
     return tokens
 
 
-@pytest.mark.parametrize("settings", [SETTINGS, RANKS], ids=["one device", "ranks with moving experts"])
+@pytest.mark.parametrize(
+    "settings", [SETTINGS, RANKS, STAGES], ids=["one device", "ranks with moving experts", "stages"]
+)
 def test_an_engine_reads_what_a_process_lowered(settings, tmp_path, cache, monkeypatch, caplog):
     cache(str(tmp_path))
     cache_folder = tmp_path / "lowered"
@@ -156,7 +163,9 @@ def test_a_process_leaves_programs_with_timed_products_to_the_engine():
     ]
     lines = [msgspec.json.encode(Wanted(job.name, ())) for job in jobs]
     replies = io.BytesIO()
-    answer(mock.Mock(jobs=lambda: jobs), lines, replies)
+    executor = mock.Mock(jobs=lambda: jobs)
+    executor.name = ""
+    answer([executor], lines, replies)
     assert replies.getvalue() == b'"RuntimeError: compiled"\n""\n'
 
 
@@ -217,7 +226,8 @@ def compare_on_h200s(case: str, folder: Path) -> None:
     """
     model, settings = ON_H200S[case]
     tp, ranks = settings.get("tensor_parallel_size", 1), settings.get("data_parallel_size", 1)
-    mesh = h200.h200_mesh((tp,)) if ranks == 1 else h200.h200_mesh((ranks, tp), ("dp", "tp"))
+    number = settings.get("pipeline_parallel_size", 1)
+    mesh = h200.h200_mesh((tp * number,)) if ranks == 1 else h200.h200_mesh((ranks, tp), ("dp", "tp"))
     with (
         mock.patch.object(jax, "default_backend", lambda: "gpu"),
         mock.patch.object(jax, "devices", lambda *_: list(mesh.devices.flat)),
@@ -228,44 +238,44 @@ def compare_on_h200s(case: str, folder: Path) -> None:
         )  # fmt: skip
         plans, memory, pages = choose_plans(config, model), 150_000_000_000, (4096,)
         options = start.weight_options(config)
-        weights = h200.abstract(
-            mesh, shapes(model, tp, jnp.bfloat16, **options), shardings(model, mesh, **options)
-        )
-        (stage,) = stages_of((model.num_layers,))
+        stages = stages_of([model.num_layers // number] * number)
+        meshes = stage_meshes(tp, number) if ranks == 1 else (mesh,)
+        weights = [
+            h200.abstract(
+                mesh,
+                stage.weights(shapes(model, tp, jnp.bfloat16, **options)),
+                stage.weights(shardings(model, mesh, **options)),
+            )
+            for stage, mesh in zip(stages, meshes, strict=True)
+        ]
         kernels = start.choose_kernels(config, model)
         assert kernels.can_be_bounded  # Mosaic kernels
         made = [
-            start.make_stage(
-                config,
-                model,
-                plans,
-                stage,
-                mesh,
-                weights,
-                kernels,
-                True,
-                True,
-                None,
-                memory,
-                StartTimes(),
-                own,
-            )
+            [
+                start.make_stage(
+                    config, model, plans, *of_stage, kernels, True, True, None, memory, StartTimes(), own
+                )
+                for of_stage in zip(stages, meshes, weights, strict=True)
+            ]
             for own in (folder / "engine", folder / "process")
         ]
-        for executor in made:
+        for executor in itertools.chain(*made):
             assert executor.lowered is not None
             executor.lowered = dataclasses.replace(executor.lowered, platforms=("cuda",))  # as on a GPU
+            executor.num_pages = pages
         lowering = LoweringProcesses(1, this_device(), KnownStarts.of(folder / "process", "settings"))
         lowering.start()
-        values, target = to_values(weights), target_of(mesh)
+        values, target = tuple(map(to_values, weights)), target_of(meshes[0])
         assert target is not None
         lowering.describe(
             Description(config, model, plans, True, None, memory, values, str(folder / "process"), target)
         )
-        jobs = [[job for job in executor.jobs() if not job.small] for executor in made]
-        futures = [lowering.ask(Wanted(job.name, pages)) for job in jobs[1]]
-        made[0].num_pages = made[1].num_pages = pages
-        for job in jobs[0]:
+        jobs = [
+            [(executor, job) for executor in executors for job in executor.jobs() if not job.small]
+            for executors in made
+        ]
+        futures = [lowering.ask(Wanted(job.name + executor.name, pages)) for executor, job in jobs[1]]
+        for _, job in jobs[0]:
             job.lower()
         wait(futures)
         assert not lowering.failed
@@ -290,9 +300,9 @@ def compare_on_h200s(case: str, folder: Path) -> None:
             ):
                 assert getattr(own, field) == getattr(other, field), field
         with mock.patch.object(lowered_cache.export, "export", side_effect=AssertionError("lowered again")):
-            assert made[1].lowered is not None
-            made[1].lowered = dataclasses.replace(made[1].lowered, target=target)
-            for job in jobs[1]:
+            for executor, job in jobs[1]:
+                assert executor.lowered is not None
+                executor.lowered = dataclasses.replace(executor.lowered, target=target)
                 lowered = job.lower()
                 code = lowered_cache.read_signed(lowered.programs.code_path(lowered.digest, job.options))
                 assert code is not None and b"\x7fELF" in code
@@ -362,7 +372,7 @@ def test_processes_end_with_their_owner(tmp_path):
         )
         made.start()
         if describes:
-            made.describe(Description(EngineConfig("m"), LLAMA, {}, False, None, 0, {}, str(tmp_path)))
+            made.describe(Description(EngineConfig("m"), LLAMA, {}, False, None, 0, ({},), str(tmp_path)))
             wait([made.ask(Wanted("step", ()))])
         made.close()
         for process, _ in made._processes:
@@ -394,7 +404,9 @@ def test_a_process_knows_weights_settings_and_plans(model, quantization):
         shardings(checkpoint.model_config, mesh, **options),
     )
     plans = choose_plans(config, checkpoint.model_config)
-    given = Description(config, checkpoint.model_config, plans, True, {"x": "y"}, 7, to_values(weights), "f")
+    given = Description(
+        config, checkpoint.model_config, plans, True, {"x": "y"}, 7, (to_values(weights),), "f"
+    )
     found = msgspec.json.decode(msgspec.json.encode(given), type=Description)
     for field in (
         "config",
@@ -406,7 +418,7 @@ def test_a_process_knows_weights_settings_and_plans(model, quantization):
         "folder",
     ):  # the key of programs has reprs
         assert repr(getattr(found, field)) == repr(getattr(given, field))
-    again = from_values(found.weights, mesh)
+    again = from_values(found.weights[0], mesh)
     assert jax.tree.structure(again) == jax.tree.structure(weights)
     assert all(map(same, jax.tree.leaves(again), jax.tree.leaves(weights)))
 
