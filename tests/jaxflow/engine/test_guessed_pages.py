@@ -49,7 +49,7 @@ def pages_of(executor, free: int, need: int, first=()) -> tuple[tuple[int, ...] 
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.integers(20, 3000), st.floats(0.0, 3.0))
+@given(st.integers(300, 3000), st.floats(0.0, 3.0))
 def test_a_guess_loses_at_most_a_hundredth_of_the_pages_that_fit(executor, megabytes, share):
     free = megabytes << 20
     guess = start._guessed_temporary_bytes(CONFIG, executor.programs.context.config)

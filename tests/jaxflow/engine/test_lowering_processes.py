@@ -30,7 +30,7 @@ from jax._src.lib.mlir import ir
 from jaxflow.config import EngineConfig, Layer, ModelConfig, Rope
 from jaxflow.engine import lowered_cache, lowering_processes, start
 from jaxflow.engine.ahead_of_time import UNTIMED, needs_no_gpu, target_of
-from jaxflow.engine.executor import Executor, Job
+from jaxflow.engine.executor import Job
 from jaxflow.engine.known_starts import KnownStarts
 from jaxflow.engine.lowered_cache import LoweredPrograms
 from jaxflow.engine.lowering_processes import Description, LoweringProcesses, Wanted, number_of_processes
@@ -108,11 +108,8 @@ def drawn(config: EngineConfig) -> list[int]:
     checkpoint = open_checkpoint(config.model)
     engine = start_engine(config, checkpoint, progress=False)
     engine.driver.close()
-    if config.data_parallel_size == 1:
-        loop = make_loop(engine.config, checkpoint.model_config, engine.executor)
-    else:
-        assert isinstance(engine.executor, Executor)
-        loop = make_ranked_loop(engine.config, checkpoint.model_config, engine.executor)
+    make: Any = make_loop if config.data_parallel_size == 1 else make_ranked_loop
+    loop = make(engine.config, checkpoint.model_config, engine.executor)
     tokens = toy.run(loop, [Request("a", list(range(3, 24)), toy.GREEDY)])["a"].tokens
     loop.close()
     return tokens
@@ -180,8 +177,8 @@ def test_sequential_steps_beside_overlapped_ones_need_no_timing():
             "m", dtype="bfloat16", kv_cache_dtype="bfloat16", max_model_len=4096, max_num_seqs=8,
             plan="sequential", max_num_batched_tokens=64, step_sizes="32,64", tensor_parallel_size=2,
         )  # fmt: skip
-        plans = {tokens: (sequential_plan(LLAMA, tokens, 2),) for tokens in (32, 64)}
-        plans[64] += (two_nano_batch_plan(LLAMA, 64, 32, tp=2),)
+        two = two_nano_batch_plan(LLAMA, 64, 32, tp=2)
+        plans = {32: (sequential_plan(LLAMA, 32, 2),), 64: (sequential_plan(LLAMA, 64, 2), two)}
         weights = h200.abstract(mesh, shapes(LLAMA, 2, jnp.bfloat16), shardings(LLAMA, mesh))
         (stage,) = stages_of((LLAMA.num_layers,))
         kernels = start.choose_kernels(config, LLAMA)
