@@ -1039,7 +1039,10 @@ def _guessed_pages(
         stage.prepare_first(first, guess)
     found = _measured_pages(config, model, stages, free, guess)
     good = all(GOOD_GUESS * most <= pages <= most for pages, most in zip(guess, found, strict=True))
-    return guess if good else found
+    if good:
+        return guess
+    log.info("pages: %s fit, and %s were guessed: the first steps are prepared again", found, guess)
+    return found
 
 
 def _guessed_temporary_bytes(config: EngineConfig, model: ModelConfig) -> int:
