@@ -92,13 +92,13 @@ BLOCK_ROWS = 64  # rows of a BlockFp8 weight with one scale for each 128 columns
 
 
 class BlockFp8(NamedTuple):
-    """Weights of experts in e4m3 with a scale for each block: the true value is
+    """A weight in e4m3, or those of E experts, with a scale for each block: the true value is
     `values * scale` of its block.
 
     The format, and the order of the scales of gates and ups, is
-    `pallas_kernels.gemm.grouped.block_fp8_format`.
+    `pallas_kernels.gemm.block_fp8_format`.
 
-    values: float8_e4m3fn [E, N, K]. scale: float32 [E, N / 64, K / 128].
+    values: float8_e4m3fn [N, K] or [E, N, K]. scale: float32 [N / 64, K / 128] or [E, N / 64, K / 128].
     """
 
     values: Array

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxflow.parallel.mesh import TP, sharded
-from pallas_kernels.gemm.grouped.block_fp8_format import quantize_block_fp8
+from pallas_kernels.gemm.block_fp8_format import quantize_block_fp8
 from pallas_kernels.gemm.grouped.int4_format import join_factors, quantize_experts
 from pallas_kernels.gemm.grouped.mxfp4_format import quantize_mxfp4
 from pallas_kernels.gemm.int4.reference import nearest_levels, nearest_to_zero_point, pack, quantize_int4

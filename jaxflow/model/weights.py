@@ -697,7 +697,7 @@ def _stored_experts(config: ModelConfig, layer: Mapping[str, Leaf], prefix: str)
 def _block_experts(config: ModelConfig, layer: Mapping[str, Leaf], prefix: str) -> dict[str, Leaf]:
     """Return the leaves of experts in e4m3 with the scales of a checkpoint's blocks of 128 x 128.
 
-    A scale of a checkpoint is two scales of 64 rows each (`pallas_kernels.gemm.grouped.block_fp8_format`).
+    A scale of a checkpoint is two scales of 64 rows each (`pallas_kernels.gemm.block_fp8_format`).
     """
     if "expert_up_gate" not in layer:
         return {}

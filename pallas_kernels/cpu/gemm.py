@@ -12,7 +12,7 @@ from jax import lax
 from jaxtyping import Array, Float, Shaped
 
 from pallas_kernels.gemm import reference
-from pallas_kernels.quantized import Int4, Quantized
+from pallas_kernels.quantized import BlockFp8, Int4, Quantized
 
 _LANES = 64  # the columns of a term of e4m3 weights are a multiple of this number
 _FEW_LANES = 16  # the same for bfloat16: one vector of 512 bits in float32
@@ -23,7 +23,7 @@ _OVER_FLOAT16 = 256.0  # 2^(15 - 7), of the biases of the exponents of float16 a
 
 def gemm(
     x: Float[Array, "M K"] | Quantized,
-    w: Float[Array, "N K"] | Quantized | Int4,
+    w: Float[Array, "N K"] | Quantized | Int4 | BlockFp8,
     bias: Float[Array, " N"] | None = None,
     **settings: Any,
 ) -> Float[Array, "M N2"] | Quantized:

@@ -16,8 +16,9 @@ from pallas_kernels.cards import Card, card_of, default_card
 from pallas_kernels.gemm import reference
 from pallas_kernels.gemm.flat.tiles import FlatTile
 from pallas_kernels.gemm.tuned_table import Choice, Shape, Table
-from pallas_kernels.quantized import Int4, Quantized
+from pallas_kernels.quantized import BlockFp8, Int4, Quantized
 
+E4M3, E4M3_BLOCKS = "float8_e4m3fn", "float8_e4m3fn_blocks"  # `Shape.weights` of `Quantized` and `BlockFp8`
 _WITH_PDL = ("flat", "fp8_flat")  # kernels with programmatic dependent launch
 _ROWS = tuple(2**i for i in range(14))  # numbers of rows in a description of the choices
 
@@ -40,13 +41,12 @@ class Product:
 
 
 def shape_of(w, gate_block: int | None = None, scales: str = "") -> Shape:
-    """Return the shape of a weight [N, K]: plain, `Quantized` or `Int4`. scales: the form of its input's
-    scales (`scales_of`).
+    """Return the shape of a weight [N, K]: plain, `Quantized`, `BlockFp8` or `Int4`. scales: the form of its
+    input's scales (`scales_of`).
     """
     n, k = w.shape
-    weights = (
-        "int4" if isinstance(w, Int4) else jnp.dtype((w.values if isinstance(w, Quantized) else w).dtype).name
-    )
+    named = E4M3_BLOCKS if isinstance(w, BlockFp8) else "int4" if isinstance(w, Int4) else None
+    weights = named or jnp.dtype((w.values if isinstance(w, Quantized) else w).dtype).name
     return Shape(n, k, weights, gate_block or 0, scales)
 
 
@@ -79,7 +79,7 @@ def product(
 
 def activations_of(shape: Shape) -> str:
     """Return the dtype of the activations that a bfloat16 model multiplies with a weight."""
-    return "float8_e4m3fn" if shape.weights == "float8_e4m3fn" else "bfloat16"
+    return "float8_e4m3fn" if shape.weights in (E4M3, E4M3_BLOCKS) else "bfloat16"
 
 
 def product_of(shape: Shape, rows: int, out_dtype: str | None = None) -> Product:
@@ -101,10 +101,11 @@ def eligible_kernels(p: Product, card: Card | None = None) -> tuple[str, ...]:
     n, k, gates = p.shape.n, p.shape.k, p.shape.gate_block
     small, kind = p.rows <= 64 and gates in (0, 64), (p.activations, p.shape.weights)
     found: list[str] = []
-    if kind == ("float8_e4m3fn", "float8_e4m3fn"):
+    if kind in ((E4M3, E4M3), (E4M3, E4M3_BLOCKS)):
         columns = n // 2 if gates else n
-        quantizes = p.out_dtype == "float8_e4m3fn" and columns % 128 == 0 and not p.residual
-        if (quantizes or p.out_dtype == "bfloat16") and n % 128 == k % 128 == 0 and gates in (0, 16, 32, 64):
+        quantizes = p.out_dtype == E4M3 and columns % 128 == 0 and not p.residual
+        widths = (0, 64) if p.shape.weights == E4M3_BLOCKS else (0, 16, 32, 64)
+        if (quantizes or p.out_dtype == "bfloat16") and n % 128 == k % 128 == 0 and gates in widths:
             found += ["fp8_flat"] * small + ["fp8"]
     elif p.activations == "bfloat16" and p.out_dtype in ("bfloat16", "float32"):
         if small and n % (128 if gates else 8) == 0:
@@ -175,7 +176,7 @@ class HopperGemm:
     def __call__(
         self,
         x: jax.Array | Quantized,
-        w: jax.Array | Quantized | Int4,
+        w: jax.Array | Quantized | Int4 | BlockFp8,
         bias: jax.Array | None = None,
         *,
         residual: jax.Array | None = None,

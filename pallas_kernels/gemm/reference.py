@@ -6,9 +6,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Shaped
 
+from pallas_kernels.gemm.block_fp8_format import dequantize_block_fp8
 from pallas_kernels.gemm.int4.reference import dequantize_int4
 from pallas_kernels.pointwise.quantize.reference import dequantize, quantize_blocks
-from pallas_kernels.quantized import Int4, Quantized
+from pallas_kernels.quantized import BlockFp8, Int4, Quantized
 
 CLAMPED_SWIGLU = "clamped_swiglu"  # needs gates and ups
 _LIMIT, _ALPHA = 7.0, 1.702
@@ -22,7 +23,7 @@ def multiply(x: Shaped[Array, "M K"], w: Shaped[Array, "N K"], operands, dtype) 
 
 def gemm(
     x: Float[Array, "M K"] | Quantized,
-    w: Float[Array, "N K"] | Quantized | Int4,
+    w: Float[Array, "N K"] | Quantized | Int4 | BlockFp8,
     bias: Float[Array, " N"] | None = None,
     *,
     residual: Float[Array, "M N2"] | None = None,
@@ -57,6 +58,7 @@ def gemm(
     if isinstance(x, Quantized) and isinstance(w, Quantized) and max(x.scale.ndim, w.scale.ndim) < 2:
         operands = x.values.dtype  # XLA multiplies two e4m3 arrays directly, and the sums are scaled
     w = dequantize_int4(w, operands) if isinstance(w, Int4) else w
+    w = dequantize_block_fp8(w, gate_block, operands) if isinstance(w, BlockFp8) else w
     (x, of_rows), (w, of_columns) = _factors(x), _factors(w)
     # Without scales the product is rounded before the epilogue, which halves the bytes that XLA writes.
     y = multiply(x, w, operands, out if plain else jnp.float32)

@@ -28,9 +28,9 @@ class Shape:
     """The weight of a product: [n, k] of dtype `weights`, with alternating blocks of `gate_block` gates and
     ups (0: none).
 
-    weights: bfloat16, float8_e4m3fn or int4. scales: form of the quantized input's scales. "rows" (one a
-    row, or one for all) multiply finished sums. "blocks" (one for every 128 columns of a row) multiply
-    partial sums, for which other kernels are fastest.
+    weights: bfloat16, float8_e4m3fn, float8_e4m3fn_blocks or int4. scales: form of the quantized input's
+    scales. "rows" (one a row, or one for all) multiply finished sums. "blocks" (one for every 128 columns of
+    a row) multiply partial sums, for which other kernels are fastest.
     """
 
     n: int

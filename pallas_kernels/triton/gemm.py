@@ -6,7 +6,7 @@ import jax
 
 from pallas_kernels.gemm import reference
 from pallas_kernels.gemm.api import Product, kernels_by_rows
-from pallas_kernels.quantized import Int4, Quantized
+from pallas_kernels.quantized import BlockFp8, Int4, Quantized
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +31,7 @@ class TritonGemm:
     def __call__(self, x, w, bias=None, **settings) -> jax.Array | Quantized:
         if (
             isinstance(x, Quantized)
-            or isinstance(w, Quantized | Int4)
+            or isinstance(w, Quantized | Int4 | BlockFp8)
             or self.choose(x.shape[0], x.dtype.name, w.dtype.name) == "xla"
         ):
             return reference.gemm(x, w, bias, **settings)

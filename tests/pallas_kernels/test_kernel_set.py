@@ -15,7 +15,7 @@ from jaxflow.model.cost import DEVICES
 from pallas_kernels import kernel_set
 from pallas_kernels.gemm import api as gemm
 from pallas_kernels.gemm import reference
-from pallas_kernels.gemm.api import HopperGemm, Product, eligible_kernels, product_of
+from pallas_kernels.gemm.api import E4M3_BLOCKS, HopperGemm, Product, eligible_kernels, product_of
 from pallas_kernels.gemm.tuned_table import Choice, Rule, Shape, Table
 from pallas_kernels.kernel_set import KERNELS, Fallback, KernelSet, kernel_set_for
 from pallas_kernels.quantized import Int4, Quantized
@@ -416,6 +416,8 @@ PRODUCTS = [
     (Product(16, Shape(4096, 14336, E4M3), E4M3), ("fp8_flat", "fp8", "xla")),
     (Product(1024, Shape(28672, 4096, E4M3, 64), E4M3, E4M3), ("fp8", "xla")),
     (Product(1024, Shape(4096, 14336, E4M3), "bfloat16"), ("xla",)),  # weights alone
+    (Product(16, Shape(4096, 14336, E4M3_BLOCKS), E4M3), ("fp8_flat", "fp8", "xla")),
+    (Product(16, Shape(4096, 14336, E4M3_BLOCKS, 32), E4M3), ("xla",)),
 ]
 
 

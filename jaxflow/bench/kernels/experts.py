@@ -25,9 +25,9 @@ from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.graph import MXFP4
 from jaxflow.model.op_registry import Context, Site
 from jaxflow.model.weight_spec import QUANTIZED_EXPERTS
+from pallas_kernels.gemm.block_fp8_format import quantize_block_fp8
 from pallas_kernels.gemm.dense.api import dense_gemm
 from pallas_kernels.gemm.grouped import api, groups, padded, reference, swapped
-from pallas_kernels.gemm.grouped.block_fp8_format import quantize_block_fp8
 from pallas_kernels.gemm.grouped.int4_format import quantize_experts
 from pallas_kernels.gemm.grouped.mxfp4_format import quantize_mxfp4
 from pallas_kernels.gemm.grouped.routings import draw_routing

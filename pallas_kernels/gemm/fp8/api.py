@@ -6,7 +6,8 @@ tile's rows each. Specific to fp8:
 
 * A token's scale and a channel's scale multiply finished sums. An activation with a scale for every 128
   columns cannot wait that long: the sums of 128 columns leave the tensor core, and their scaled values are
-  added in float32 registers (two-level accumulation, DeepSeek-V3 §3.3.2).
+  added in float32 registers (two-level accumulation, DeepSeek-V3 §3.3.2). So does a weight with a scale for
+  every 64 rows and 128 columns, as published checkpoints have it.
 * The epilogue can quantize the result: gates and ups of 128 columns of a row lie in the registers of four
   threads, which find the largest value and write values and one scale.
 * fp8 consumes operands twice as fast as bfloat16, so the bandwidth of the L2 limits the time. Clusters of
@@ -26,12 +27,12 @@ from pallas_kernels.gemm.fp8.kernel import HALF, multiply, scratch
 from pallas_kernels.gemm.fp8.tile_schedule import Fp8Tile, Work, fp8_plan
 from pallas_kernels.hopper.layouts import LANE, pad_rows
 from pallas_kernels.hopper.limits import sms_of
-from pallas_kernels.quantized import BLOCK, Quantized
+from pallas_kernels.quantized import BLOCK, BLOCK_ROWS, BlockFp8, Quantized
 
 
 def fp8_gemm(
     x: Quantized,
-    w: Quantized,
+    w: Quantized | BlockFp8,
     bias: jax.Array | None = None,
     *,
     residual: jax.Array | None = None,
@@ -50,7 +51,8 @@ def fp8_gemm(
     Args:
       x: [M, K] e4m3; scale [] (static), [M] (one a token) or [M, K / 128] (one for 128 columns). K is a
         multiple of 128.
-      w: [N, K] e4m3; scale [N] (one a channel). N is a multiple of 128.
+      w: [N, K] e4m3; scale [N] (one a channel). Or `BlockFp8`, scale [N / 64, K / 128], which x with scales
+        [M, K / 128] follows, and with gates a gate_block of 64. N is a multiple of 128.
       bias: [N] bfloat16.
       residual: [M, N'] bfloat16, added last.
       activation: None, "silu", "gelu_tanh" or "relu".
@@ -84,7 +86,7 @@ def fp8_gemm(
         "x": x.values,
         "tokens": _full_rows(x.scale, tall),
         "w": w.values,
-        "channels": w.scale,
+        **scales_of_weight(w),
     }
     operands |= {name: v for name, v in (("bias", bias), ("residual", residual)) if v is not None}
     names = (*operands, "out", *(["scales"] if quantize else []), *(["parts"] if work.cut else []))
@@ -118,8 +120,13 @@ def supports(n: int, k: int, gate_block: int | None = None) -> bool:
     return n > 0 and k > 0 and n % 128 == 0 and k % 128 == 0 and (gate_block in (None, 16, 32, 64))
 
 
+def scales_of_weight(w: Quantized | BlockFp8) -> dict[str, jax.Array]:
+    """Return the scales of the channels or of the blocks of a weight, by the kernels' name."""
+    return {"blocks" if isinstance(w, BlockFp8) else "channels": w.scale}
+
+
 def check_operands(
-    x: Quantized, w: Quantized, bias, residual, activation, gate_block, quantize, out_dtype
+    x: Quantized, w: Quantized | BlockFp8, bias, residual, activation, gate_block, quantize, out_dtype
 ) -> None:
     """Check the limits that both fp8 kernels share. Raises: ValueError."""
     (m, k), (n, depth) = x.values.shape, w.values.shape
@@ -133,7 +140,12 @@ def check_operands(
             f"[{m}, {k}] @ [{n}, {depth}].T, gate_block={gate_block}: accepted are N and K multiples of 128, "
             "and gate_block None, 16, 32 or 64"
         )
-    if x.scale.shape not in ((), (m,), (m, k // BLOCK)) or w.scale.shape != (n,):
+    if isinstance(w, BlockFp8):
+        wanted = (m, k // BLOCK), (n // BLOCK_ROWS, k // BLOCK)
+        if (x.scale.shape, w.scale.shape) != wanted or gate_block not in (None, BLOCK_ROWS):
+            given = f"scales {x.scale.shape}, {w.scale.shape}, gate_block={gate_block}"
+            raise ValueError(f"{given}: accepted are {wanted}, and gate_block None or {BLOCK_ROWS}")
+    elif x.scale.shape not in ((), (m,), (m, k // BLOCK)) or w.scale.shape != (n,):
         raise ValueError(
             f"scales {x.scale.shape}, {w.scale.shape}: accepted are [], [{m}] or [{m}, {k // BLOCK}], and "
             f"[{n}]"

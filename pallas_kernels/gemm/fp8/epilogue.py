@@ -62,10 +62,11 @@ def finished_columns(sums: Callable, start, column, ref: dict, s: dict, wg) -> C
 
     def finished(at: int, width: int):
         y = sums(at, width)
-        channels = load(s["channel_s"].at[pl.ds(start + at, width)], BY_COLUMN)
-        if len(ref["tokens"].shape) == 1 and tokens is None:
-            channels = channels * ref["tokens"][0]
-        y = y * lax.broadcast_in_dim(channels, y.shape, [1])
+        if "channel_s" in s:
+            channels = load(s["channel_s"].at[pl.ds(start + at, width)], BY_COLUMN)
+            if len(ref["tokens"].shape) == 1 and tokens is None:
+                channels = channels * ref["tokens"][0]
+            y = y * lax.broadcast_in_dim(channels, y.shape, [1])
         if tokens is not None:
             y = y * lax.broadcast_in_dim(tokens, y.shape, [0])
         if "bias" in ref:  # columns past the last channel are not stored, so any bias will do

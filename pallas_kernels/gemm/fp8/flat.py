@@ -2,8 +2,8 @@
 
 The skeleton is `flat_gemm`'s: rows of the weight are wgmma's M and tokens its N, one warpgroup copies ahead
 through a ring that fills shared memory, and a cluster of CTAs splits a tile along K if tiles are few.
-Specific to fp8 are the scales (of a token, of a channel, of a token's 128 columns) and the quantized
-result: one warpgroup holds all 128 columns of a token's scale.
+Specific to fp8 are the scales (of a token, of a channel, of a token's 128 columns, of a weight's block) and
+the quantized result: one warpgroup holds all 128 columns of a token's scale.
 """
 
 import dataclasses
@@ -15,13 +15,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gemm.fp8.api import check_operands
+from pallas_kernels.gemm.fp8.api import check_operands, scales_of_weight
 from pallas_kernels.gemm.fp8.epilogue import BY_COLUMN, BY_ROW, E4M3, Epilogue, activate, load, scale_of
 from pallas_kernels.gemm.fp8.kernel import DEPTH
 from pallas_kernels.hopper.layouts import LANE, pad_rows, pad_rows_above_8, store_transposed, swizzled
 from pallas_kernels.hopper.limits import SMEM_BYTES, sms_of
 from pallas_kernels.hopper.pdl import launch_next, wait_for_last
-from pallas_kernels.quantized import BLOCK, Quantized
+from pallas_kernels.quantized import BLOCK, BLOCK_ROWS, BlockFp8, Quantized
 
 ROWS = 64  # maximum number of tokens
 _ONE_BY_ONE = plgpu.Layout._WGMMA_ACC_32BIT  # the accumulator's layout with single values instead of pairs
@@ -57,7 +57,8 @@ def fp8_flat_tile(
     # Larger parts would leave no room for the ring.
     pairs = 2 * pl.cdiv(n, rows) <= sms and k >= 2 * depth and rows * m <= 64 * 64
     cluster = chosen.get("cluster") or (2 if pairs else 1)
-    turns = chosen.get("turns") or (2 if blocked else 1)
+    # Three warpgroups have 168 registers a thread, too few for the sums of 256 rows and their epilogue.
+    turns = chosen.get("turns") or (2 if blocked and rows <= 128 else 1)
     extra = 4 * 1024 + m * rows * 4 + (cluster - 1 + turns - 1) * rows * m * 4
     return Fp8FlatTile(
         rows, depth, min((SMEM_BYTES - extra) // ((rows + m) * depth), 16) // turns * turns, cluster, turns
@@ -66,7 +67,7 @@ def fp8_flat_tile(
 
 def fp8_flat_gemm(
     x: Quantized,
-    w: Quantized,
+    w: Quantized | BlockFp8,
     bias: jax.Array | None = None,
     *,
     residual: jax.Array | None = None,
@@ -98,7 +99,7 @@ def fp8_flat_gemm(
     out_type = [jax.ShapeDtypeStruct((x.values.shape[0], columns), out_dtype)]
     if quantize:
         out_type.append(jax.ShapeDtypeStruct((rows, columns // BLOCK), jnp.float32))
-    operands = {"x": x.values, "tokens": x.scale, "w": w.values, "channels": w.scale}
+    operands = {"x": x.values, "tokens": x.scale, "w": w.values, **scales_of_weight(w)}
     operands |= {"bias": bias} if bias is not None else {}
     operands |= {"residual": pad_rows_above_8(residual)} if residual is not None else {}
     names = (*operands, "out", *(["scales"] if quantize else []))
@@ -263,6 +264,56 @@ def _multiply(*refs, names, tile, e, pdl, interpret, **s):
             0, count, step, (zero, *(scales((first + begin) * per + j) for j in range(per)))
         )[0]
 
+    def sums_of_blocks(item, at):
+        """Return the tile's sums [rows, tokens], with those of each 64 rows and 128 of K times both scales.
+
+        Each 64 rows have a product of their own, because two products of all rows do not fit the registers.
+        at: the first row of the weight.
+        """
+        assert tile.depth == DEPTH
+        ahead = tile.rows * m <= 256 * 32  # the sums of more rows leave no registers for the next scales
+        blocks, parts = ref["blocks"], range(tile.rows // BLOCK_ROWS)
+        first_block = lax.div(at, jnp.int32(BLOCK_ROWS))
+
+        def scales(i):
+            """Return the tokens' scales of a step, and those of the tile's blocks. Past the last are any."""
+            block = jnp.minimum(i, ref["tokens"].shape[1] - 1)
+            of_tokens = load(ref["tokens"].at[:, block], _ONE_BY_ONE.reduce(0))
+            rows = [jnp.minimum(first_block + j, blocks.shape[0] - 1) for j in parts]
+            return of_tokens, *(blocks[row, block] for row in rows)
+
+        begin = lax.rem(
+            turn + tile.turns - lax.rem(item * steps, jnp.int32(tile.turns)), jnp.int32(tile.turns)
+        )
+
+        def step(n, state):
+            sums = list(state[-len(parts) :])
+            of_tokens, *of_blocks = state[: -len(parts)] or (None,)
+            i = begin + n * tile.turns
+            slot = lax.rem(item * steps + i, stages)
+            following = scales(first + i + tile.turns) if ahead else ()
+            if not ahead:
+                of_tokens, *of_blocks = scales(first + i)
+            plgpu.barrier_wait(full.at[slot])
+            for j in parts:
+
+                def product(acc, j=j):
+                    own = pl.ds(j * BLOCK_ROWS, BLOCK_ROWS)
+                    plgpu.wgmma(acc, w_s.at[slot, own], x_s.at[slot].transpose((1, 0)))
+                    return acc[...]
+
+                part = pl.run_scoped(product, plgpu.ACC((BLOCK_ROWS, m), jnp.float32))
+                scale = along_rows(of_tokens * of_blocks[j], BLOCK_ROWS)
+                sums[j] += part * plgpu.layout_cast(scale, plgpu.Layout.WGMMA)
+            plgpu.barrier_arrive(empty.at[slot])
+            return *following, *sums
+
+        zero = plgpu.layout_cast(jnp.zeros((BLOCK_ROWS, m), jnp.float32), plgpu.Layout.WGMMA)
+        count = lax.div(steps - begin + tile.turns - 1, jnp.int32(tile.turns))
+        start = (*(scales(first + begin) if ahead else ()), *[zero] * len(parts))
+        sums = lax.fori_loop(0, count, step, start)[-len(parts) :]
+        return jnp.concatenate(sums) if len(sums) > 1 else sums[0]
+
     def finish(y, at, to):
         """Scale and store the sums of the weight's rows from `at` on, which are the result's columns from
         `to` on.
@@ -271,7 +322,8 @@ def _multiply(*refs, names, tile, e, pdl, interpret, **s):
             y = y * lax.broadcast_in_dim(load(ref["tokens"], BY_COLUMN), y.shape, [1])
         elif not blocked:
             y = y * ref["tokens"][0]
-        y = y * lax.broadcast_in_dim(load(ref["channels"].at[pl.ds(at, tile.rows)], BY_ROW), y.shape, [0])
+        if "channels" in ref:
+            y = y * lax.broadcast_in_dim(load(ref["channels"].at[pl.ds(at, tile.rows)], BY_ROW), y.shape, [0])
         if "bias" in ref:
             bias = load(ref["bias"].at[pl.ds(at, tile.rows)], BY_ROW).astype(jnp.float32)
             y = y + lax.broadcast_in_dim(bias, y.shape, [0])
@@ -308,7 +360,10 @@ def _multiply(*refs, names, tile, e, pdl, interpret, **s):
             def _():
                 plgpu.copy_gmem_to_smem(ref["residual"].at[tokens, pl.ds(to, width)], s["r_s"], s["r_full"])
 
-        y = scaled_sums_of(item) if blocked else sums_of(item)
+        if "blocks" in ref:
+            y = sums_of_blocks(item, at)
+        else:
+            y = scaled_sums_of(item) if blocked else sums_of(item)
         if tile.turns == 1:
             finish_tile(item, y, at, to)
             return

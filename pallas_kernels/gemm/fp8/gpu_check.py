@@ -1,8 +1,10 @@
 """Check the fp8 products against float32 on a GPU, and time them next to XLA's products with the same
 scaling.
 
-    python -m pallas_kernels.gemm.fp8.gpu_check [--seconds 0.6] [--only check,shapes,flat,layer] [--share 0/6]
-        [--json FILE]
+    python -m pallas_kernels.gemm.fp8.gpu_check [--seconds 0.6] [--only NAMES] [--share 0/6] [--json FILE]
+
+The names are `check`, `shapes`, `flat` and `layer`. `check_blocks` and `blocks` check and time weights with a
+scale for each 64 rows and 128 columns, next to weights with a scale for each row and to bfloat16.
 
 Prints one line per case. Errors are ‖kernel − exact‖ / ‖exact‖ for the same e4m3 operands, summed in float32.
 """
@@ -17,6 +19,7 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels.gemm import reference
+from pallas_kernels.gemm.block_fp8_format import dequantize_block_fp8, quantize_block_fp8
 from pallas_kernels.gemm.fp8.api import fp8_gemm
 from pallas_kernels.gemm.fp8.flat import fp8_flat_gemm
 from pallas_kernels.gemm.model_shapes import SHAPES
@@ -32,7 +35,7 @@ from pallas_kernels.pointwise.quantize.reference import (
     quantize_rows,
     to_e4m3,
 )
-from pallas_kernels.quantized import Quantized
+from pallas_kernels.quantized import BlockFp8, Quantized
 
 E4M3, BF16, F32 = jnp.float8_e4m3fn, jnp.bfloat16, jnp.float32
 GATE = {"activation": "silu", "gate_block": 64}
@@ -75,13 +78,23 @@ def xla(
     return quantize_rows(y) if quantize else y.astype(BF16)
 
 
-def check(rows, rng, m, n, k, scales="row", bias=False, residual=False, **kw):
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def random_blocks(key, n: int, k: int, gate_block: int | None) -> BlockFp8:
+    """Return a weight whose blocks differ in size by up to a hundred times."""
+    w = quantize_block_fp8(jax.random.normal(key, (n, k), F32) * k**-0.25, gate_block)
+    return w._replace(scale=w.scale * jax.random.uniform(key, w.scale.shape, minval=0.1, maxval=10.0))
+
+
+def check(rows, rng, m, n, k, scales="row", bias=False, residual=False, blocks=False, **kw):
+    """Compare one product. blocks: the weight and x have the scales of blocks."""
     keys = jax.random.split(jax.random.key(rng.integers(2**31)), 4)
     x, w, columns = (
         random(keys[0], m, k, scales),
         random(keys[1], n, k, "row"),
         n // 2 if "gate_block" in kw else n,
     )
+    if blocks:
+        x, w = random(keys[0], m, k, "block"), random_blocks(keys[1], n, k, kw.get("gate_block"))
     bias = jax.random.normal(keys[2], (n,), BF16) if bias else None
     residual = jax.random.normal(keys[3], (m, columns), BF16) if residual else None
     kernel = fp8_flat_gemm if m <= 64 else fp8_gemm
@@ -95,7 +108,9 @@ def check(rows, rng, m, n, k, scales="row", bias=False, residual=False, **kw):
             **{key: v for key, v in kw.items() if key in ("activation", "gate_block")},
         )
         want = jax.jit(lambda x, w, bias, residual: reference_gemm(x, w, bias, residual=residual))(
-            x, w, bias, residual
+            *((x, w) if not blocks else (dequantize(x), dequantize_block_fp8(w, kw.get("gate_block")))),
+            bias,
+            residual,
         )
     again = [jax.tree.leaves(run(x, w, bias, residual)) for _ in range(4)]
     same = all(
@@ -106,7 +121,7 @@ def check(rows, rng, m, n, k, scales="row", bias=False, residual=False, **kw):
     ok = same and err < (1.02 * best if best else 4e-3)
     record(
         rows,
-        what="check",
+        what="check blocks" if blocks else "check",
         ok=ok,
         error=err,
         best=best,
@@ -156,6 +171,65 @@ def checks(rows, share):
     ]
     for case in cases[share[0] :: share[1]]:
         case()
+
+
+# Products of Qwen3-8B and DeepSeek-V3, and those of Qwen3-30B-A3B's attention: (N, K, gates).
+BLOCKS = {
+    "up_gate 8B": (24576, 4096, True),
+    "down 8B": (4096, 12288, False),
+    "qkv 30B": (5120, 2048, False),
+    "out_proj 30B": (2048, 4096, False),
+    "shared_up_gate V3": (4096, 7168, True),
+}
+
+
+def checks_of_blocks(rows, share):
+    rng = np.random.default_rng(time.time_ns())
+    one, mlp = functools.partial(check, rows, rng, blocks=True), {**GATE, "quantize": True}
+    cases = [
+        functools.partial(one, m, n, k, **(mlp if gated else {}))
+        for n, k, gated in BLOCKS.values()
+        for m in (1, 8, 32, 64, 256, 2048)
+    ]
+    cases += [
+        functools.partial(one, 1536, 4096, 12288, residual=True),  # split tiles after full tiles
+        functools.partial(one, 1024, 4096, 14336, sms=100),
+        functools.partial(one, 77, 1280, 896, **GATE, bias=True),
+        functools.partial(one, 40, 640, 768, bias=True, residual=True, sms=20),
+        functools.partial(one, 136, 640, 512, bias=True, activation="relu", quantize=True),
+        functools.partial(one, 64, 3072, 512, **GATE),
+    ]
+    for case in cases[share[0] :: share[1]]:
+        case()
+
+
+def times_of_blocks(rows, share, seconds):
+    """Time products of x with scales of blocks, by the form of the weight, and those of bfloat16 by XLA."""
+    cases = [(m, op) for m in (8, 64, 256, 2048) for op in BLOCKS][share[0] :: share[1]]
+    for m, op in cases:
+        n, k, gated = BLOCKS[op]
+        settings: dict = {**GATE, "quantize": True} if gated else {}
+        weights = min(max(2, math.ceil(4 * L2_BYTES / (n * k))), 16)
+        keys = jax.random.split(jax.random.key(m), weights + 1)
+        kernel = fp8_flat_gemm if m <= 64 else fp8_gemm
+        xs = [random(keys[-1], m, k, "block")] * 2
+        of_blocks = [random_blocks(key, n, k, 64 if gated else None) for key in keys[:-1]]
+        of_rows = [random(key, n, k, "row") for key in keys[:-1]]
+        wide = [dequantize(w).astype(BF16) for w in of_rows]
+        calls = max(weights, 8)
+        plain = functools.partial(reference.gemm, **{**settings, "quantize": False})
+        runs = {
+            "blocks": functools.partial(chained(functools.partial(kernel, **settings), calls), xs, of_blocks),
+            "rows": functools.partial(chained(functools.partial(kernel, **settings), calls), xs, of_rows),
+            "bfloat16": functools.partial(chained(plain, calls), [dequantize(xs[0]).astype(BF16)] * 2, wide),
+        }
+        times = interleaved(runs, calls=calls, seconds=seconds)
+        for name, t in times.items():
+            tbs = n * k * (2 if name == "bfloat16" else 1) / t.us / 1e6
+            own = {"tflops": 2.0 * m * n * k / t.us / 1e6, "tbs": tbs, "mhz": t.mhz, "watts": t.watts}
+            record(rows, what=name, m=m, op=op, us=t.us, **own, spread=t.spread)
+        ratios = {f"over_{name}": times[name].us / times["blocks"].us for name in ("rows", "bfloat16")}
+        record(rows, what="blocks ratio", m=m, op=op, **ratios)
 
 
 def chained(fn, calls):
@@ -300,5 +374,7 @@ if __name__ == "__main__":
             "shapes": times_of_shapes,
             "flat": functools.partial(times_of_shapes, rows_of_x=(64, 16), kernel=fp8_flat_gemm),
             "layer": layer,
+            "check_blocks": lambda rows, share, _: checks_of_blocks(rows, share),
+            "blocks": times_of_blocks,
         },
     )

@@ -15,6 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.gemm.fp8.epilogue import BY_ROW, E4M3, WIDTH, finished_columns, load, store
 from pallas_kernels.gemm.fp8.tile_schedule import FIELDS, Fp8Tile
 from pallas_kernels.hopper.layouts import swizzled
+from pallas_kernels.quantized import BLOCK_ROWS
 
 DEPTH = 128  # K of a step: one swizzled row of e4m3, and one block of an activation's scales
 HALF = 64  # rows of one compute warpgroup
@@ -32,12 +33,13 @@ def scratch(tile: Fp8Tile, operands: dict, out_dtype) -> dict:
         "x_s": plgpu.SMEM((stages, 128, DEPTH), E4M3, transforms=swizzled(E4M3, DEPTH)),
         "w_s": plgpu.SMEM((stages, tile.columns, DEPTH), E4M3, transforms=swizzled(E4M3, DEPTH)),
         "o_s": plgpu.SMEM((2, tile.slots, HALF, WIDTH), out_dtype, transforms=swizzled(out_dtype, WIDTH)),
-        "channel_s": plgpu.SMEM((tile.columns,), jnp.float32),
         "full": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         "empty": empty(num_arrivals=2, num_barriers=stages),
-        "scales_full": plgpu.Barrier(num_arrivals=1 + per_token),
-        "scales_empty": plgpu.Barrier(num_arrivals=2),
     }
+    if "channels" in operands:
+        arrays["channel_s"] = plgpu.SMEM((tile.columns,), jnp.float32)
+        arrays["scales_full"] = plgpu.Barrier(num_arrivals=1 + per_token)
+        arrays["scales_empty"] = plgpu.Barrier(num_arrivals=2)
     if per_token:
         arrays["token_s"] = plgpu.SMEM((128,), jnp.float32)
     if "residual" in operands:
@@ -99,6 +101,9 @@ def multiply(*refs, names, tile, epilogue, parts, interpreted, **s):
 
             step = lax.fori_loop(0, count, copy, step)
 
+            if "channel_s" not in s:
+                return step, done
+
             @pl.when(done > 0)
             def _():
                 plgpu.barrier_wait(s["scales_empty"])
@@ -115,9 +120,11 @@ def multiply(*refs, names, tile, epilogue, parts, interpreted, **s):
         def _(step):
             plgpu.barrier_wait(empty.at[lax.rem(step, stages)])
 
-        @pl.when(done > 0)
-        def _():
-            plgpu.barrier_wait(s["scales_empty"])
+        if "channel_s" in s:
+
+            @pl.when(done > 0)
+            def _():
+                plgpu.barrier_wait(s["scales_empty"])
 
     @pl.when(wg < 2)
     def _compute():
@@ -147,10 +154,32 @@ def multiply(*refs, names, tile, epilogue, parts, interpreted, **s):
 
             return [pl.run_scoped(product, plgpu.ACC((HALF, tile.columns), jnp.float32))]
 
-        def moved_sums_of(step, first, count, row):
+        def moved_sums_of(step, first, count, row, column):
             """Return the tile's sums in pieces [64, moved], each step's added to float32 registers, times
-            the rows' scales for 128 of K.
+            the rows' scales for 128 of K, and those of the weight's blocks.
             """
+            blocks = ref.get("blocks")
+            own_blocks = range(tile.columns // BLOCK_ROWS if blocks is not None else 0)
+
+            def block_scales(i):
+                """Return a scale for every 64 columns of the tile. Columns past the last have any."""
+                if blocks is None:
+                    return ()
+                of_rows, of_depth = blocks.shape
+                of_columns = lax.div(column, jnp.int32(BLOCK_ROWS))
+                at = [jnp.minimum(of_columns + j, of_rows - 1) for j in own_blocks]
+                return tuple(blocks[j, jnp.minimum(i, of_depth - 1)] for j in at)
+
+            def scaled(part, scale, of_blocks):
+                """Return a piece of sums times the scales of its rows and blocks."""
+                if not of_blocks:
+                    return part * lax.broadcast_in_dim(scale, part.shape, [0]) if blocked else part
+                pieces = [
+                    part[:, j * BLOCK_ROWS : (j + 1) * BLOCK_ROWS]
+                    * lax.broadcast_in_dim(scale * own, (HALF, BLOCK_ROWS), [0])
+                    for j, own in enumerate(of_blocks)
+                ]
+                return jnp.concatenate(pieces, axis=1) if len(pieces) > 1 else pieces[0]
 
             def scales(i):
                 i = jnp.minimum(i, ref["tokens"].shape[1] - 1)
@@ -158,14 +187,16 @@ def multiply(*refs, names, tile, epilogue, parts, interpreted, **s):
 
             # A product runs, in separate registers, during the additions of the previous product. With parts
             # after full tiles ptxas spilled registers at each step, which doubled the time; waiting costs 8
-            # %. The interpreter cannot start an accumulator with a value.
-            ordered = parts > 1 and items > 1 and not interpreted
+            # %. So it did with a weight in blocks. The interpreter cannot start an accumulator with a value.
+            ordered = ((parts > 1 and items > 1) or blocks is not None) and not interpreted
             nothing = first >> 31  # 0, but unknown to the compiler
 
             def multiply(i, state):
-                step, scale, *sums = state
+                step, scale, *rest = state
+                of_blocks, sums = rest[: len(own_blocks)], rest[len(own_blocks) :]
                 slot = lax.rem(step, stages)
                 following = scales(first + i + 1) if blocked else scale
+                blocks_after = block_scales(first + i + 1)
                 plgpu.barrier_wait(full.at[slot])
                 for piece in range(len(sums)):
 
@@ -181,22 +212,24 @@ def multiply(*refs, names, tile, epilogue, parts, interpreted, **s):
                         # The start value depends on the previous sums, so that the product starts after their
                         # addition and reuses their registers.
                         bits = lax.bitcast_convert_type(sums[piece - 1], jnp.int32) & nothing
-                        begun: Any = plgpu.ACC.init(lax.bitcast_convert_type(bits, jnp.float32))
-                        part = pl.run_state(product_after)(begun)
+                        started: Any = plgpu.ACC.init(lax.bitcast_convert_type(bits, jnp.float32))
+                        part = pl.run_state(product_after)(started)
                     else:
                         part = pl.run_scoped(product, plgpu.ACC((HALF, tile.moved), jnp.float32))
                     if piece == len(sums) - 1:
                         plgpu.barrier_arrive(empty.at[slot])
-                    sums[piece] += part * lax.broadcast_in_dim(scale, part.shape, [0]) if blocked else part
-                return step + 1, following, *sums
+                    per = tile.moved // BLOCK_ROWS
+                    sums[piece] += scaled(part, scale, of_blocks[piece * per : (piece + 1) * per])
+                return step + 1, following, *blocks_after, *sums
 
             zero = plgpu.layout_cast(jnp.zeros((HALF, tile.moved), jnp.float32), plgpu.Layout.WGMMA)
-            start = (step, scales(first) if blocked else jnp.int32(0), *[zero] * (tile.columns // tile.moved))
-            return list(lax.fori_loop(0, count, multiply, start)[2:])
+            begun = step, scales(first) if blocked else jnp.int32(0), *block_scales(first)
+            start = (*begun, *[zero] * (tile.columns // tile.moved))
+            return list(lax.fori_loop(0, count, multiply, start)[len(begun) :])
 
         def visit(step, row, column, first, count, part, cut):
             row, column = (row * tile.cluster + pair) * 128 + wg * HALF, column * tile.columns
-            sums = moved_sums_of(step, first, count, row) if tile.moved else sums_of(step, count)
+            sums = moved_sums_of(step, first, count, row, column) if tile.moved else sums_of(step, count)
             piece = sums[0].shape[1]
 
             def whole(at, width):
@@ -206,7 +239,8 @@ def multiply(*refs, names, tile, epilogue, parts, interpreted, **s):
                 finished = finished_columns(sums_at, start, column, ref, s, wg)
                 store(finished, epilogue, ref, s, wg, row, column + start, columns)
 
-            plgpu.barrier_wait(s["scales_full"])
+            if "channel_s" in s:
+                plgpu.barrier_wait(s["scales_full"])
             if parts == 1:
                 finish(whole, 0, tile.columns)
             else:
@@ -234,7 +268,8 @@ def multiply(*refs, names, tile, epilogue, parts, interpreted, **s):
                     plgpu.semaphore_wait(there, parts, decrement=False, memory_scope="gpu")
                     finish(added, part * share, share)
 
-            plgpu.barrier_arrive(s["scales_empty"])
+            if "channel_s" in s:
+                plgpu.barrier_arrive(s["scales_empty"])
             return step + count
 
         for_items(visit, jnp.int32(0))

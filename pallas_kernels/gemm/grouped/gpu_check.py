@@ -24,11 +24,11 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels.gemm import reference as gemm_reference
+from pallas_kernels.gemm.block_fp8_format import dequantize_block_fp8, quantize_block_fp8
 from pallas_kernels.gemm.dense.api import dense_gemm
 from pallas_kernels.gemm.grouped import api, padded, swapped
 from pallas_kernels.gemm.grouped import groups as expert_groups
 from pallas_kernels.gemm.grouped import reference as grouped_reference
-from pallas_kernels.gemm.grouped.block_fp8_format import dequantize_block_fp8, quantize_block_fp8
 from pallas_kernels.gemm.grouped.int4_format import dequantize_experts, quantize_experts
 from pallas_kernels.gemm.grouped.mxfp4_format import dequantize_mxfp4, quantize_mxfp4
 from pallas_kernels.gemm.grouped.routings import draw_routing

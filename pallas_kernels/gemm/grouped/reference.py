@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from pallas_kernels.gemm.grouped.block_fp8_format import row_scales
+from pallas_kernels.gemm.block_fp8_format import row_scales
 from pallas_kernels.gemm.grouped.groups import Groups
 from pallas_kernels.gemm.grouped.int4_format import dequantize_experts
 from pallas_kernels.gemm.grouped.mxfp4_format import dequantize_mxfp4

@@ -29,7 +29,7 @@ from jaxflow.model.routing import Routing
 from jaxflow.model.weight_spec import QUANTIZED_EXPERTS, assemble_shard
 from jaxflow.model.weights import dummy_weights, leaves, shapes
 from jaxflow.parallel.mesh import TP, make_mesh, over_shards
-from pallas_kernels.gemm.grouped.block_fp8_format import dequantize_block_fp8, quantize_block_fp8
+from pallas_kernels.gemm.block_fp8_format import dequantize_block_fp8, quantize_block_fp8
 from pallas_kernels.gemm.grouped.routings import draw_routing
 from pallas_kernels.gemm.reference import gate_mul
 from pallas_kernels.kernel_set import REFERENCE

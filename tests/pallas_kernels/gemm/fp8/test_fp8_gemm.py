@@ -17,12 +17,13 @@ from jax.experimental import compute_on
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gemm import reference
+from pallas_kernels.gemm.block_fp8_format import dequantize_block_fp8
 from pallas_kernels.gemm.fp8.api import fp8_gemm
 from pallas_kernels.gemm.fp8.epilogue import E4M3
 from pallas_kernels.gemm.fp8.flat import fp8_flat_gemm
 from pallas_kernels.gemm.fp8.tile_schedule import Fp8Tile, filled, fp8_plan, work
 from pallas_kernels.pointwise.quantize.reference import dequantize
-from pallas_kernels.quantized import BLOCK, Quantized
+from pallas_kernels.quantized import BLOCK, BlockFp8, Quantized
 
 INTERPRET = plgpu.InterpretGPUParams()
 
@@ -72,6 +73,44 @@ def test_fp8_gemm_equals_its_reference(kernel, m, n, k, scales, extra):
     extra = {name: arrays.get(name, value) for name, value in extra.items()}
     got = kernel(x, w, interpret=INTERPRET, **extra)
     assert off(got, exact(x, w, **extra)) < 3e-3  # bfloat16's rounding
+
+
+def in_blocks(seed: int, n: int, k: int) -> BlockFp8:
+    """Return a random weight whose blocks differ in size by up to 2 ** 7."""
+    rng = np.random.default_rng(seed)
+    scale = 2.0 ** rng.integers(-4, 4, (n // 64, k // BLOCK)) / 1000
+    return BlockFp8(quantized(seed, n, k, 0).values, jnp.asarray(scale, jnp.float32))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "m", "n", "k", "extra"),
+    [
+        (DENSE, 77, 384, 256, {"residual": True}),  # the last tile has fewer columns
+        (DENSE, 64, 512, 256, {"activation": "silu", "gate_block": 64, "bias": True}),
+        (FLAT, 13, 256, 640, {"bias": True, "residual": True}),
+        (FLAT, 8, 512, 256, {"activation": "silu", "gate_block": 64}),
+    ],
+)
+def test_a_weight_in_blocks_is_scaled_before_the_sums_are_added(kernel, m, n, k, extra):
+    x, w, rng = quantized(m, m, k, 2), in_blocks(n, n, k), np.random.default_rng(k)
+    arrays = {
+        "bias": jnp.asarray(rng.normal(size=n), jnp.bfloat16),
+        "residual": jnp.asarray(rng.normal(size=(m, n)), jnp.bfloat16),
+    }
+    extra = {name: arrays.get(name, value) for name, value in extra.items()}
+    weight = dequantize_block_fp8(w, extra.get("gate_block"))
+    want = exact(dequantize(x), weight, **extra)
+    assert off(kernel(x, w, interpret=INTERPRET, **extra), want) < 3e-3  # bfloat16's rounding
+    assert off(reference.gemm(x, w, **extra), want) < 6e-3  # operands in bfloat16
+
+
+@pytest.mark.parametrize(("kernel", "m"), [(DENSE, 64), (FLAT, 16)])
+def test_between_two_products_in_blocks_the_activation_has_scales_of_128_columns(kernel, m):
+    x, w = quantized(m, m, 128, 2), in_blocks(0, 512, 128)
+    got = kernel(x, w, activation="silu", gate_block=64, quantize=True, interpret=INTERPRET)
+    want = exact(dequantize(x), dequantize_block_fp8(w, 64), activation="silu", gate_block=64)
+    assert got.scale.shape == (m, 2) and off(dequantize(got), want) < 0.04
+    np.testing.assert_allclose(np.asarray(got.scale), np.abs(want.reshape(m, 2, -1)).max(-1) / 448, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("kernel", "m"), [(DENSE, 72), (FLAT, 16)])
@@ -190,6 +229,15 @@ def test_fp8_gemm_names_unsupported_arguments(kernel, wrong):
         kernel(x, w, **wrong)
 
 
+@pytest.mark.parametrize("wrong", [{"gate_block": 32}, {"scales": 1}, {"n": 192}])
+@pytest.mark.parametrize("kernel", [DENSE, FLAT])
+def test_a_weight_in_blocks_names_unsupported_arguments(kernel, wrong):
+    wrong = dict(wrong)
+    x, w = quantized(0, 8, 256, wrong.pop("scales", 2)), in_blocks(0, wrong.pop("n", 256), 256)
+    with pytest.raises(ValueError, match=r"gate_block|scales"):
+        kernel(x, w, **wrong)
+
+
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
@@ -227,6 +275,11 @@ def shapes(m, n, k, scales=1) -> tuple[Any, Any]:
     return of(m, scales), of(n, 1)
 
 
+def shapes_in_blocks(m, n, k) -> tuple[Any, Any]:
+    scale = jax.ShapeDtypeStruct((n // 64, k // BLOCK), jnp.float32)
+    return shapes(m, n, k, 2)[0], BlockFp8(jax.ShapeDtypeStruct((n, k), E4M3), scale)  # pyright: ignore[reportArgumentType]
+
+
 GATE = {"activation": "silu", "gate_block": 64}
 
 
@@ -247,11 +300,26 @@ OTHER_FORMS = [
 ]
 
 
+BLOCK_FORMS = [
+    (functools.partial(fp8_gemm, **GATE, quantize=True), (2048, 24576, 4096)),
+    (fp8_gemm, (1536, 4096, 12288)),
+    (functools.partial(fp8_flat_gemm, **GATE, quantize=True), (64, 24576, 4096)),
+]
+
+
 @pytest.mark.parametrize(
     "forms",
     [pytest.param(COMMON_FORMS, id="common"), pytest.param(OTHER_FORMS, id="others", marks=pytest.mark.slow)],
 )
 def test_for_the_h200_it_uses_its_units_and_does_not_spill(forms, tmp_path, monkeypatch):
+    check_forms(forms, shapes, tmp_path, monkeypatch)
+
+
+def test_for_the_h200_a_weight_in_blocks_does_not_spill(tmp_path, monkeypatch):
+    check_forms(BLOCK_FORMS, shapes_in_blocks, tmp_path, monkeypatch)
+
+
+def check_forms(forms, shapes, tmp_path, monkeypatch):
     """One program holds all forms; the last form is flat."""
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
 

@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gemm.grouped import api, reference
-from pallas_kernels.gemm.grouped.block_fp8_format import (
+from pallas_kernels.gemm.block_fp8_format import (
     dequantize_block_fp8,
     quantize_block_fp8,
     row_scales,
 )
+from pallas_kernels.gemm.grouped import api, reference
 from pallas_kernels.gemm.grouped.block_products import padded, pieces
 from pallas_kernels.gemm.grouped.routings import draw_routing
 from pallas_kernels.gemm.grouped.swapped import grouped_gemm, list_groups

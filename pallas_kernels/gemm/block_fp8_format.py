@@ -1,10 +1,12 @@
-"""Experts' weights in e4m3 with a scale for each block of 64 rows and 128 columns, and back.
+"""Weights in e4m3 with a scale for each block of 64 rows and 128 columns, and back.
 
 Published checkpoints have a scale for 128 rows and 128 columns (DeepSeek-V3, arXiv:2412.19437, §3.3), which
 is two equal scales here. Half of the rows, because a tile of the kernel has 64 gates and their 64 ups: scale
 row 2 i is of the gates 64 i to 64 i + 63, and scale row 2 i + 1 of their ups, in whatever blocks gates and
 ups alternate.
 """
+
+import math
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -15,27 +17,28 @@ from pallas_kernels.quantized import BLOCK, BLOCK_ROWS, BlockFp8
 _SMALLEST = 1e-12  # a block of zeros needs a nonzero scale
 
 
-def quantize_block_fp8(x: Float[Array, "E N K"], gate_block: int | None = None) -> BlockFp8:
+def quantize_block_fp8(x: Float[Array, "*E N K"], gate_block: int | None = None) -> BlockFp8:
     """Return x in e4m3, where the largest number of each block becomes 448.
 
-    gate_block: gates and ups alternate in blocks of so many rows, or None.
+    x: one matrix, or those of E experts. gate_block: gates and ups alternate in blocks of so many rows, or
+    None.
 
     Raises: ValueError for partial blocks.
     """
-    experts, n, k = x.shape
+    *experts, n, k = x.shape
     check_blocks(n, k, gate_block)
-    blocks = x.astype(jnp.float32).reshape(_split(experts, n, k, gate_block))
+    blocks = x.astype(jnp.float32).reshape(_split(math.prod(experts), n, k, gate_block))
     scale = jnp.maximum(jnp.abs(blocks).max((2, 4, 6)), _SMALLEST) / E4M3_MAX
     values = to_e4m3(blocks, _spread(scale)).reshape(x.shape)
-    return BlockFp8(values, scale.reshape(experts, n // BLOCK_ROWS, k // BLOCK))
+    return BlockFp8(values, scale.reshape(*experts, n // BLOCK_ROWS, k // BLOCK))
 
 
 def dequantize_block_fp8(
     w: BlockFp8, gate_block: int | None = None, dtype=jnp.float32
-) -> Float[Array, "E N K"]:
+) -> Float[Array, "*E N K"]:
     """Return values · scale, computed in float32 and rounded to `dtype` once."""
-    experts, n, k = w.shape
-    split = _split(experts, n, k, gate_block)
+    *experts, n, k = w.shape
+    split = _split(math.prod(experts), n, k, gate_block)
     scale = w.scale.reshape(*split[:2], split[3], split[5])
     values = w.values.astype(jnp.float32).reshape(split) * _spread(scale)
     return values.reshape(w.shape).astype(dtype)
