@@ -16,13 +16,16 @@ from pallas_kernels.gemm.reference import CLAMPED_SWIGLU
 from pallas_kernels.quantized import BlockFp8, ExpertInt4, Mxfp4, Quantized
 
 
-def list_groups(experts: jax.Array, num_experts: int, held: HeldExperts | None = None) -> Groups:
+def list_groups(
+    experts: jax.Array, num_experts: int, held: HeldExperts | None = None, used: jax.Array | None = None
+) -> Groups:
     """Return the groups of a routing [T, e], for the kernel that suits the mean rows of an expert.
 
-    num_experts: of the model. held: the experts that get rows; None: all.
+    num_experts: of the model. held: the experts that get rows; None: all. used: the number of tokens that
+    get rows, from the first one; None: all.
     """
     kernel = swapped if experts.size <= TALLEST * num_experts else padded
-    return kernel.list_groups(experts, num_experts, held=held)
+    return kernel.list_groups(experts, num_experts, held=held, used=used)
 
 
 def grouped_gemm(

@@ -60,6 +60,7 @@ def list_groups(
     rows: int = 1,
     align: int = 1,
     held: HeldExperts | None = None,
+    used: Int[Array, ""] | None = None,
 ) -> Groups:
     """Sort pairs by expert into tiles of at most `rows` rows.
 
@@ -70,15 +71,19 @@ def list_groups(
     Args:
       experts: the chosen experts of each token, all different. rows: a multiple of `align`. align: the rows
         at whose multiples experts start. held: the experts that get rows; None: all.
+      used: the number of tokens that get rows, from the first one; None: all.
     """
-    experts = experts.astype(jnp.int32)
+    experts, partial = experts.astype(jnp.int32), held is not None or used is not None
+    if used is not None:
+        is_used = jnp.arange(experts.shape[0], dtype=jnp.int32) < used
+        experts = jnp.where(is_used[:, None], experts, num_experts)
     if held is not None:
         own, num_experts = experts - held.first, held.count
         experts = jnp.where(
             (own >= 0) & (own < num_experts), own, num_experts
         )  # the others belong to no expert
     if experts.shape[0] == 1:
-        return _list_one_token(experts[0], num_experts, rows, align, partial=held is not None)
+        return _list_one_token(experts[0], num_experts, rows, align, partial=partial)
     flat = experts.reshape(-1)
     length, tiles = most_rows_and_tiles(experts.shape[0], experts.shape[1], num_experts, rows, align)
     counts, earlier = _count(flat, num_experts)
@@ -90,7 +95,7 @@ def list_groups(
     before = expert[None, :] < expert[:, None]
     first_row, first_tile = jnp.sum(jnp.where(before, jnp.stack([sizes, of_expert])[:, None, :], 0), axis=2)
     places = (jnp.take(first_row, flat, mode="clip") + earlier).astype(jnp.int32)
-    if held is not None:
+    if partial:
         places = _beyond(length, places, flat < num_experts)
     holds = (first_tile[None, :] <= tile[:, None]) & (tile[:, None] < (first_tile + of_expert)[None, :])
     start = first_row[None, :] + (tile[:, None] - first_tile[None, :]) * rows
@@ -108,7 +113,7 @@ def list_groups(
         sizes=sizes,
         rows=rows,
         align=align,
-        partial=held is not None,
+        partial=partial,
     )
 
 

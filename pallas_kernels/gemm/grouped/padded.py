@@ -29,9 +29,11 @@ ROWS = 128  # rows of a tile; an expert's rows are padded to a multiple
 _STRIP = 16  # neighboring tiles of rows before the next columns
 
 
-def list_groups(experts: jax.Array, num_experts: int, held: HeldExperts | None = None) -> Groups:
+def list_groups(
+    experts: jax.Array, num_experts: int, held: HeldExperts | None = None, used: jax.Array | None = None
+) -> Groups:
     """Return the groups of a routing in tiles of this kernel's rows."""
-    return expert_groups.list_groups(experts, num_experts, ROWS, ROWS, held)
+    return expert_groups.list_groups(experts, num_experts, ROWS, ROWS, held, used)
 
 
 def grouped_gemm(

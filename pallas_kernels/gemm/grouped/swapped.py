@@ -42,11 +42,15 @@ from pallas_kernels.quantized import BlockFp8, ExpertInt4, Mxfp4, Quantized
 
 
 def list_groups(
-    experts: jax.Array, num_experts: int, rows: int | None = None, held: HeldExperts | None = None
+    experts: jax.Array,
+    num_experts: int,
+    rows: int | None = None,
+    held: HeldExperts | None = None,
+    used: jax.Array | None = None,
 ) -> Groups:
     """Return the groups of a routing in tiles of `rows` rows; None: by the mean rows of an expert."""
     rows = rows or tile_rows(experts.shape[0], experts.shape[1], num_experts)
-    return expert_groups.list_groups(experts, num_experts, rows, ALIGN, held)
+    return expert_groups.list_groups(experts, num_experts, rows, ALIGN, held, used)
 
 
 def grouped_gemm(

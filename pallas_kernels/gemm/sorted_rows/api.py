@@ -5,6 +5,9 @@ XLA needs five kernels for the groups of few tokens, and one or two for the gath
 in e4m3 another kernel quantizes the rows first. Here a CTA has a token. The CTA counts the pairs of all
 experts itself, so that no CTA waits for another. Then it quantizes the token's row, and writes the row to the
 token's places. Other CTAs have 128 tiles each.
+
+Padding after the last token gets no rows, because its experts' weights would be read for nothing. A step of
+one token has a size of 8, and would read up to twice the experts.
 """
 
 import dataclasses
@@ -47,6 +50,7 @@ def sort_rows(
     quantize: bool = False,
     blocks: bool = False,
     held: HeldExperts | None = None,
+    used: jax.Array | None = None,
     sms: int | None = None,
     interpret=None,
 ) -> tuple[Groups, jax.Array | Quantized]:
@@ -63,6 +67,7 @@ def sort_rows(
       blocks: return the rows in e4m3 with a scale [M, D / 128] for each 128 columns; not with `quantize`. XLA
         quantizes them, after the sort where the kernel sorts.
       held: the experts that get rows; None: all.
+      used: int32, the number of tokens that get rows, from the first one; None: all.
       sms: the number of CTAs as a number of SMs, 1 to 132; default: all.
     Raises:
       ValueError: for a shape, dtype or sms outside the limits.
@@ -79,10 +84,12 @@ def sort_rows(
             quantize=quantize,
             blocks=blocks,
             held=held,
+            used=used,
             sms=sms,
             interpret=interpret,
         )
-    form = _Form(tokens, chosen, num_experts, tile_rows(tokens, chosen, num_experts))
+    rows_of_tile = tile_rows(tokens, chosen, num_experts)
+    form = _Form(tokens, chosen, num_experts, rows_of_tile, padded=used is not None)
     ctas = min(form.items, full * _PER_SM)
     moved = [((form.length, columns), jnp.float8_e4m3fn if quantize else x.dtype)]
     moved += [((form.length,), jnp.float32)] if quantize else []
@@ -100,7 +107,7 @@ def sort_rows(
         ),
         kernel_name="sort_rows",
         interpret=interpret,
-    )(experts.astype(jnp.int32), x)
+    )(*([] if used is None else [used.astype(jnp.int32).reshape(1)]), experts.astype(jnp.int32), x)
     groups = Groups(
         places=places,
         pairs=pairs,
@@ -111,6 +118,7 @@ def sort_rows(
         sizes=sizes[:num_experts],
         rows=form.rows,
         align=ALIGN,
+        partial=form.padded,
     )
     if quantize:
         return groups, Quantized(*rows)
@@ -125,13 +133,14 @@ def sort_by_xla(
     quantize: bool = False,
     blocks: bool = False,
     held: HeldExperts | None = None,
+    used: jax.Array | None = None,
     sms: int | None = None,
     interpret=None,
 ) -> tuple[Groups, jax.Array | Quantized]:
     """Return what `sort_rows` returns, with groups and a gather by XLA.
     Unused rows are other tokens' rows.
     """
-    groups = grouped.list_groups(experts, num_experts, held)
+    groups = grouped.list_groups(experts, num_experts, held, used)
     rows = quantize_blocks(x) if blocks else x
     if quantize:
         rows = quantize_api.quantize_rows(x, sms=sms, interpret=interpret)
@@ -142,13 +151,14 @@ def sort_by_xla(
 class _Form:
     """The sizes that the kernel is compiled for.
 
-    rows: the rows of a tile.
+    rows: the rows of a tile. padded: some of the tokens may be padding.
     """
 
     tokens: int
     chosen: int
     experts: int
     rows: int
+    padded: bool
 
     @property
     def wide(self) -> int:
@@ -178,17 +188,18 @@ class _Form:
         return [(self.tokens, self.chosen), (self.length,), tiles, tiles, tiles, (1,), (self.wide,)]
 
 
-def _sort(
-    experts_ref, x_ref, places_ref, pairs_ref, of_tiles_ref, starts_ref, ends_ref, count_ref, sizes_ref,
-    rows_ref, *scale_refs, form: _Form, ctas: int, sizes_s,
-):  # fmt: skip
+def _sort(*refs, form: _Form, ctas: int, sizes_s):
     """Process this CTA's items, every `ctas`-th item."""
+    used = refs[0][0] if form.padded else None
+    experts_ref, x_ref, places_ref, pairs_ref, *listed_refs, rows_ref = refs[form.padded : form.padded + 10]
+    of_tiles_ref, starts_ref, ends_ref, count_ref, sizes_ref = listed_refs
+    scale_refs = refs[form.padded + 10 :]
 
     @pl.loop(lax.axis_index("cta"), form.items, step=ctas)
     def _(item):
         @pl.when(item < form.tile_items)
         def _():
-            sizes = _sizes(_count(form, experts_ref, jnp.int32(0))[0])
+            sizes = _sizes(_count(form, experts_ref, jnp.int32(0), used)[0])
             plgpu.commit_smem()  # the last item of this CTA has read its sizes
             sizes_s[...] = sizes
             plgpu.commit_smem()
@@ -201,12 +212,10 @@ def _sort(
                 sizes_ref[...] = sizes
                 count_ref[0] = count
 
-        @pl.when(item >= form.tile_items)
-        def _():
-            token = item - form.tile_items
+        def sort_token(token):
             row = plgpu.load(x_ref.at[token], layout=quantize_api.layout_of(x_ref.shape[1]))
             scale = None
-            counts, earlier = _count(form, experts_ref, token)
+            counts, earlier = _count(form, experts_ref, token, used)
             expert, sizes = _numbers(form.wide), _sizes(counts)
             if scale_refs:
                 row, scale = quantize_api.scaled(row.astype(jnp.float32))
@@ -220,6 +229,18 @@ def _sort(
                 for ref in scale_refs:
                     ref[place] = scale
 
+        def skip_token(token):
+            for choice in range(form.chosen):
+                places_ref[token, choice] = jnp.int32(form.length)
+
+        @pl.when(item >= form.tile_items)
+        def _():
+            token = item - form.tile_items
+            if used is None:
+                return sort_token(token)
+            pl.when(token < used)(lambda: sort_token(token))
+            pl.when(token >= used)(lambda: skip_token(token))
+
 
 def _numbers(width: int, first=0):
     """Return `width` integers from `first`, as many in each thread."""
@@ -227,13 +248,21 @@ def _numbers(width: int, first=0):
     return plgpu.broadcasted_iota(jnp.int32, (width,), 0, layout=layout) + first
 
 
-def _count(form: _Form, experts_ref, token):
-    """Return the pairs of each expert, and those of tokens before `token`."""
+def _count(form: _Form, experts_ref, token, used):
+    """Return the pairs of each expert, and those of tokens before `token`.
+
+    used: the number of tokens that are counted; None: all.
+    """
     expert = _numbers(form.wide)
+
+    def expert_of(at, choice):
+        """Return the expert of a pair, or a number that no thread has."""
+        own = experts_ref[at, choice]
+        return own if used is None else jnp.where(at < used, own, -1)
 
     def add(first, state, number: int = _AT_ONCE):
         counts, earlier = state
-        of_tokens = [[experts_ref[first + i, choice] for choice in range(form.chosen)] for i in range(number)]
+        of_tokens = [[expert_of(first + i, choice) for choice in range(form.chosen)] for i in range(number)]
         for i, chosen in enumerate(of_tokens):
             hits = sum(jnp.where(expert == one, 1, 0) for one in chosen)
             counts += hits

@@ -17,6 +17,7 @@ def sort_rows(
     quantize: bool = False,
     blocks: bool = False,
     held: HeldExperts | None = None,
+    used: Int[Array, ""] | None = None,
     sms: int | None = None,
 ) -> tuple[Groups, Float[Array, "M D"] | Quantized]:
     """Return the groups of a routing, and the row of x for each row of the groups.
@@ -28,10 +29,11 @@ def sort_rows(
       quantize: return the rows in e4m3 with a scale [M] for each row.
       blocks: return the rows in e4m3 with a scale [M, D / 128] for each 128 columns; not with `quantize`.
       held: the experts that get rows; None: all.
+      used: the number of tokens that get rows, from the first one; None: all. The rest is padding.
       sms: number of SMs that a kernel may occupy; the result does not depend on it.
     """
     del sms
-    groups = list_groups(experts, num_experts, held=held)
+    groups = list_groups(experts, num_experts, held=held, used=used)
     return groups, gather(quantize_rows(x) if quantize else quantize_blocks(x) if blocks else x, groups)
 
 

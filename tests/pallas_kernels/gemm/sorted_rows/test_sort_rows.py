@@ -52,6 +52,26 @@ def test_the_kernel_gives_the_groups_and_the_bits_of_the_reference(tokens, exper
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.parametrize(("tokens", "columns", "used"), [(8, 128, 1), (8, 128, 0), (11, 64, 5), (1, 128, 0)])
+def test_padding_gets_no_rows_and_changes_none(tokens, columns, used):
+    """XLA sorts rows of 64 columns. The other tokens' rows are those of a step without padding."""
+    x, picked = given(tokens, 6, 2, columns)
+    groups, rows = interpreted(x, picked, 6, used=jnp.int32(used))
+    assert groups.partial and (np.asarray(groups.places)[used:] >= len(groups.pairs)).all()
+    assert int(groups.sizes.sum()) == 8 * len(np.unique(np.asarray(picked)[:used]))
+    if not used:
+        assert int(groups.count[0]) == 0
+        return
+    alone = interpreted(x[:used], picked[:used], 6)
+    tiles = int(groups.count[0])
+    assert tiles == int(alone[0].count[0])
+    for name in ("experts", "starts", "ends"):
+        listed = (np.asarray(getattr(one, name))[:tiles] for one in (groups, alone[0]))
+        np.testing.assert_array_equal(*listed)
+    np.testing.assert_array_equal(groups.places[:used], alone[0].places)
+    np.testing.assert_array_equal(rows[groups.places[:used]], by_pair(alone)[0])
+
+
 def test_a_tokens_row_does_not_depend_on_the_batch():
     x, picked = given(13, 6, 2)
     together = by_pair(interpreted(x, picked, 6, quantize=True))
@@ -94,11 +114,16 @@ def test_unsupported_arguments_are_named():
         api.sort_rows(x, picked, 6, sms=0)
 
 
-@pytest.mark.parametrize("quantize", [False, True])
-def test_for_the_h200_it_is_one_kernel_that_spills_nothing(quantize, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("quantize", "padded"), [(False, False), (True, False), (True, True)])
+def test_for_the_h200_it_is_one_kernel_that_spills_nothing(quantize, padded, tmp_path, monkeypatch):
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
     shapes = jax.ShapeDtypeStruct((64, 2048), jnp.bfloat16), jax.ShapeDtypeStruct((64, 8), jnp.int32)
-    one = functools.partial(api.sort_rows, num_experts=128, quantize=quantize)
+    if padded:
+        shapes = *shapes, jax.ShapeDtypeStruct((), jnp.int32)
+
+    def one(x, experts, used=None):
+        return api.sort_rows(x, experts, 128, quantize=quantize, used=used)
+
     compiled = compile_for_h200(one, *abstract(h200_mesh(), shapes))
     assert [thunk.kind for thunk in compiled.thunks] == ["kCustomCall"]
     logs = "".join(path.read_text(errors="replace") for path in tmp_path.glob("sort_rows*.ptxas"))
