@@ -45,8 +45,9 @@ def shape_of(w, gate_block: int | None = None, scales: str = "") -> Shape:
     input's scales (`scales_of`).
     """
     n, k = w.shape
-    named = E4M3_BLOCKS if isinstance(w, BlockFp8) else "int4" if isinstance(w, Int4) else None
-    weights = named or jnp.dtype((w.values if isinstance(w, Quantized) else w).dtype).name
+    if isinstance(w, BlockFp8 | Int4):
+        return Shape(n, k, E4M3_BLOCKS if isinstance(w, BlockFp8) else "int4", gate_block or 0, scales)
+    weights = jnp.dtype((w.values if isinstance(w, Quantized) else w).dtype).name
     return Shape(n, k, weights, gate_block or 0, scales)
 
 

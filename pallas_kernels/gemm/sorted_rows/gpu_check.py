@@ -131,15 +131,15 @@ def padding(rows, seconds):
     # All rows of padding are equal, and so they choose the same experts.
     xs = [(x, picked.at[2:].set(picked[1])) for x, picked in xs]
 
-    def one(x, weights, used):
-        groups, sorted_rows = api.sort_rows(*x, experts, quantize=True, used=used)
-        a = grouped.grouped_gemm(sorted_rows, weights[0], groups, activation="silu", gate_block=32)
-        return grouped.grouped_gemm(quantize_api.quantize_rows(a), weights[1], groups)[groups.places[0]]
+    def way(used):
+        def one(x, weights):
+            groups, own = api.sort_rows(x[0], x[1], experts, quantize=True, used=used)
+            a = grouped.grouped_gemm(own, weights[0], groups, activation="silu", gate_block=32)
+            return grouped.grouped_gemm(quantize_api.quantize_rows(a), weights[1], groups)[groups.places[0]]
 
-    ways = {
-        name: functools.partial(looped(jax.jit(functools.partial(one, used=used)), 8), xs, [weights] * CALLS)
-        for name, used in (("without rows", jnp.int32(1)), ("with experts", None))
-    }
+        return functools.partial(looped(jax.jit(one), 8), xs, [weights] * CALLS)
+
+    ways = {"without rows": way(jnp.int32(1)), "with experts": way(None)}
     for name, t in interleaved(ways, calls=8 * CALLS, seconds=seconds).items():
         record(rows, what=f"padding {name}", model="qwen3-30b-a3b", t=8, **dataclasses.asdict(t))
 
