@@ -1,13 +1,25 @@
 """The answer of a chat request: whole, and as the chunks of a stream."""
 
-import msgspec
-from msgspec import UNSET
+import secrets
+import string
+from collections.abc import Sequence
 
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from jaxflow.text.tool_calls import ToolCall, ToolCallReader, split
 from serving.http.answer_head import Head
 from serving.http.collected import Collected, Collection
 from serving.http.job import AnswerPiece, Begun, Job
 from serving.http.logprobs import chat_logprobs, prompt_logprobs
-from serving.http.responses import AnswerMessage, ChatChoice, ChatCompletion, Usage
+from serving.http.responses import (
+    AnswerMessage,
+    AnswerToolCall,
+    CalledFunction,
+    ChatChoice,
+    ChatCompletion,
+    Usage,
+)
 
 _encode = msgspec.json.encode
 
@@ -17,6 +29,9 @@ class ChatFormat:
 
     def __init__(self, head: Head, job: Job):
         self._head, self._job = head, job
+        self._readers: list[ToolCallReader] = []  # of each choice of a stream with tools
+        if head.tool_form is not None:
+            self._readers = [ToolCallReader(head.tool_form, head.most_calls) for _ in range(job.n)]
         self._start = (
             b'{"id":%b,"object":"chat.completion.chunk","created":%d,"model":%b,"system_fingerprint":%b,"choices":['
             % (_encode(head.id), head.created, _encode(head.model), _encode(head.fingerprint))
@@ -42,10 +57,15 @@ class ChatFormat:
 
     def _choice(self, index: int, choice: Collected) -> ChatChoice:
         head = self._head
+        message, calls = AnswerMessage(choice.text), []
+        if head.tool_form is not None:
+            content, calls = split(choice.text, head.tool_form, head.most_calls)
+        if calls:
+            message = AnswerMessage(content or None, tool_calls=[_answered(call) for call in calls])
         return ChatChoice(
             index=index,
-            message=AnswerMessage(choice.text),
-            finish_reason=choice.finish_reason,
+            message=message,
+            finish_reason=_reason(choice.finish_reason, len(calls)),
             logprobs=chat_logprobs(choice.entries, head.names, head.top) if head.with_logprobs else None,
             stop_reason=choice.stop_reason,
             token_ids=choice.token_ids if head.with_token_ids else UNSET,
@@ -69,29 +89,64 @@ class ChatFormat:
             for index in range(self._head.n)
         ]
 
-    def part(self, piece: AnswerPiece) -> bytes:
-        """Return the choice of a chunk with text."""
+    def part(self, piece: AnswerPiece) -> list[bytes]:
+        """Return the choices of the chunks with a text and with the calls that are whole after it."""
         head = self._head
         logprobs = b"null"
         if head.with_logprobs:
             logprobs = _encode(chat_logprobs(piece.entries, head.names, head.top))
         ids = b',"token_ids":%b' % _encode(piece.token_ids) if head.with_token_ids else b""
-        return b'{"index":%d,"delta":{"content":%b},"logprobs":%b,"finish_reason":null%b}]' % (
-            piece.index,
-            _encode(piece.text),
-            logprobs,
-            ids,
-        )
+        text, calls, before = piece.text, [], 0
+        if self._readers:
+            before = self._readers[piece.index].num_calls
+            text, calls = self._readers[piece.index].push(text)
+        lines = []
+        if text or not self._readers or head.with_logprobs or head.with_token_ids:
+            line = b'{"index":%d,"delta":{"content":%b},"logprobs":%b,"finish_reason":null%b}]'
+            lines = [line % (piece.index, _encode(text), logprobs, ids)]
+        return lines + _calls(piece.index, calls, before)
 
-    def last(self, piece: AnswerPiece) -> bytes:
-        """Return the choice of the chunk that ends a choice."""
-        return b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":%b,"stop_reason":%b}]' % (
-            piece.index,
-            _encode(piece.finish_reason),
-            _encode(piece.stop_reason),
-        )
+    def last(self, piece: AnswerPiece) -> list[bytes]:
+        """Return the choices of the chunks that end a choice.
+
+        They have the text and the calls that were held back, and the finish reason.
+        """
+        index, lines, num_calls = piece.index, [], 0
+        if self._readers:
+            before = self._readers[index].num_calls
+            text, calls = self._readers[index].finish()
+            if text:
+                line = b'{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}]'
+                lines.append(line % (index, _encode(text)))
+            lines += _calls(index, calls, before)
+            num_calls = self._readers[index].num_calls
+        assert piece.finish_reason is not None
+        reason, stop = _encode(_reason(piece.finish_reason, num_calls)), _encode(piece.stop_reason)
+        line = b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":%b,"stop_reason":%b}]'
+        return [*lines, line % (index, reason, stop)]
 
     @property
     def start(self) -> bytes:
         """Return the start of every chunk, up to its choice."""
         return self._start
+
+
+def _calls(index: int, calls: Sequence[ToolCall], before: int) -> list[bytes]:
+    """Return the choices of the chunks of calls, one each.
+
+    before: the number of calls in earlier chunks of the choice.
+    """
+    line = b'{"index":%d,"delta":{"tool_calls":[%b]},"logprobs":null,"finish_reason":null}]'
+    answered = [_answered(call, before + i) for i, call in enumerate(calls)]
+    return [line % (index, _encode(call)) for call in answered]
+
+
+def _answered(call: ToolCall, index: int | UnsetType = UNSET) -> AnswerToolCall:
+    """Return a call with an id of 9 letters and digits, which the templates of Mistral demand."""
+    name = "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+    return AnswerToolCall(name, CalledFunction(call.name, call.arguments), index=index)
+
+
+def _reason(reason: str, calls: int) -> str:
+    """Return the finish reason of an answer with so many calls."""
+    return "tool_calls" if calls and reason == "stop" else reason

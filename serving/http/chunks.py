@@ -25,12 +25,12 @@ class ChunkFormat(Protocol):
         """Return the choices of the first chunks of a prompt, with the end of the list and further fields."""
         ...
 
-    def part(self, piece: AnswerPiece) -> bytes:
-        """Return the choice of a chunk with text, with the end of the list."""
+    def part(self, piece: AnswerPiece) -> list[bytes]:
+        """Return the choices of the chunks with a text, with the end of the list."""
         ...
 
-    def last(self, piece: AnswerPiece) -> bytes:
-        """Return the choice of the chunk that ends a choice, with the end of the list."""
+    def last(self, piece: AnswerPiece) -> list[bytes]:
+        """Return the choices of the chunks that end a choice, with the end of the list."""
         ...
 
 
@@ -55,9 +55,9 @@ class Chunks:
                 lines += form.first(piece)
                 continue
             if piece.text or piece.entries or (piece.token_ids and head.with_token_ids):
-                lines.append(form.part(piece))
+                lines += form.part(piece)
             if piece.finish_reason is not None:
-                lines.append(form.last(piece))
+                lines += form.last(piece)
         return b"".join([self._open + line + end for line in lines])
 
     def end(self, usage: Usage) -> bytes:

@@ -96,7 +96,7 @@ class CompletionFormat:
             for i in range(head.n)
         ]
 
-    def part(self, piece: AnswerPiece) -> bytes:
+    def part(self, piece: AnswerPiece) -> list[bytes]:
         """Return the choice of a chunk with text."""
         head = self._head
         logprobs = b"null"
@@ -104,20 +104,15 @@ class CompletionFormat:
             offset = len(self._echo(piece.index // head.n))
             logprobs = _encode(completion_logprobs(piece.entries, head.names, offset))
         ids = b',"token_ids":%b' % _encode(piece.token_ids) if head.with_token_ids else b""
-        return b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":null%b}]' % (
-            piece.index,
-            _encode(piece.text),
-            logprobs,
-            ids,
-        )
+        text = _encode(piece.text)
+        line = b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":null%b}]'
+        return [line % (piece.index, text, logprobs, ids)]
 
-    def last(self, piece: AnswerPiece) -> bytes:
+    def last(self, piece: AnswerPiece) -> list[bytes]:
         """Return the choice of the chunk that ends a choice."""
-        return b'{"index":%d,"text":"","logprobs":null,"finish_reason":%b,"stop_reason":%b}]' % (
-            piece.index,
-            _encode(piece.finish_reason),
-            _encode(piece.stop_reason),
-        )
+        reason, stop = _encode(piece.finish_reason), _encode(piece.stop_reason)
+        line = b'{"index":%d,"text":"","logprobs":null,"finish_reason":%b,"stop_reason":%b}]'
+        return [line % (piece.index, reason, stop)]
 
     @property
     def start(self) -> bytes:

@@ -14,8 +14,9 @@ import msgspec
 from starlette.exceptions import HTTPException
 
 import jaxflow
-from jaxflow.request import Amount, InvalidRequest, Request
+from jaxflow.request import Amount, InvalidRequest, Request, SamplingParams
 from jaxflow.text.chat import MAX_MESSAGES
+from jaxflow.text.tool_calls import Form, UnknownForm, form_of
 from serving.frontend.call import CALL, new_id
 from serving.frontend.refusal import Code, Refusal, deadline_passed
 from serving.frontend.served_model import Chat, Prompt, ServedModel
@@ -46,6 +47,7 @@ from serving.http.schema import (
     DetokenizeRequest,
     Message,
     TokenizeRequest,
+    Tool,
 )
 
 
@@ -170,6 +172,9 @@ class Endpoints:
         served.check_model(request.model or "")
         sampling = sampling_params(request, served.sampling_defaults)
         chat = isinstance(request, ChatRequest)
+        form = self._tool_form(request) if isinstance(request, ChatRequest) and tools_of(request) else None
+        if form is not None and form.special and request.skip_special_tokens is None:
+            sampling = dataclasses.replace(sampling, skip_special_tokens=False)
         asked = [_chat(request)] if chat else prompts(request)
         if len(asked) * sampling.n > MAX_CHOICES:
             raise InvalidRequest("n", sampling.n, f"at most {MAX_CHOICES} choices of all prompts together")
@@ -201,12 +206,23 @@ class Endpoints:
             echo = await asyncio.to_thread(lambda: list(map(self._text, asked, requests)))
         drop = not chat and request.max_tokens == 0
         job = Job(requests, llm.tokenizer, llm.model_config.eos_token_ids, echo, drop)
-        head = self._head(request, sampling.n)
+        head = self._head(request, sampling, form)
         return Prepared(
             job, head, (ChatFormat if chat else CompletionFormat)(head, job), bool(request.stream)
         )
 
-    def _head(self, request: ChatRequest | CompletionRequest, n: int) -> Head:
+    def _tool_form(self, request: ChatRequest) -> Form:
+        """Return the form of the tool calls of the served model. Raises: Refusal, InvalidRequest."""
+        template = self.served.tokenizer("tools").chat_template or ""
+        try:
+            return form_of(template)
+        except UnknownForm as error:
+            shown = Amount(f"{len(request.tools or ())} tools")
+            raise InvalidRequest("tools", shown, str(error)) from error
+
+    def _head(
+        self, request: ChatRequest | CompletionRequest, sampling: SamplingParams, form: Form | None
+    ) -> Head:
         served = self.served
         chat = isinstance(request, ChatRequest)
         options = request.stream_options
@@ -216,14 +232,16 @@ class Endpoints:
             model=request.model or served.names[0],
             fingerprint=self.fingerprint,
             names=TokenNames(served.llm.tokenizer, bool(request.return_tokens_as_token_ids)),
-            n=n,
+            n=sampling.n,
             top=(request.top_logprobs or 0) if chat else 0,
             with_logprobs=bool(request.logprobs) if chat else request.logprobs is not None,
             with_token_ids=bool(request.return_token_ids),
             with_prompt_logprobs=request.prompt_logprobs is not None,
             usage_at_end=options is not None and bool(options.include_usage),
             usage_in_chunks=options is not None and bool(options.continuous_usage_stats),
-            skip_special_tokens=request.skip_special_tokens is not False,
+            skip_special_tokens=sampling.skip_special_tokens,
+            tool_form=form,
+            most_calls=1 if chat and request.parallel_tool_calls is False else None,
         )
 
     @property
@@ -338,7 +356,15 @@ def _chat(request: ChatRequest | TokenizeRequest) -> Chat:
         options["continue_final_message"] = request.continue_final_message
     if request.parse_control_tokens is not None:
         options["parse_control_tokens"] = request.parse_control_tokens
+    if tools := tools_of(request):
+        options["tools"] = msgspec.to_builtins(tools)
     return Chat(_messages(request.messages or ()), options)
+
+
+def tools_of(request: ChatRequest | TokenizeRequest) -> Sequence[Tool]:
+    """Return the tools that the model of a request sees."""
+    hidden = isinstance(request, ChatRequest) and request.tool_choice == "none"
+    return () if hidden or request.tools is None else request.tools
 
 
 def _messages(messages: Sequence[Message]) -> list[dict[str, Any]]:

@@ -81,12 +81,29 @@ class PromptLogprob(msgspec.Struct, frozen=True):
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
-class AnswerMessage(msgspec.Struct, frozen=True):
-    """The message of an answer."""
+class CalledFunction(msgspec.Struct, frozen=True):
+    """The function of a tool call. `arguments`: a JSON object as text."""
 
-    content: str
+    name: str
+    arguments: str
+
+
+class AnswerToolCall(msgspec.Struct, frozen=True):
+    """A tool call in an answer. `index`: among the calls, in a stream."""
+
+    id: str
+    function: CalledFunction
+    type: str = "function"
+    index: int | UnsetType = UNSET
+
+
+class AnswerMessage(msgspec.Struct, frozen=True):
+    """The message of an answer. `content` is null in an answer of calls only."""
+
+    content: str | None
     role: str = "assistant"
     refusal: None = None
+    tool_calls: list[AnswerToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, frozen=True):

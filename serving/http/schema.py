@@ -4,11 +4,12 @@ An unknown field is an error. Some fields are accepted and change nothing. Other
 served: a value that asks for something is refused by name.
 """
 
-import operator
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
+
+from jaxflow.text.chat import MAX_TOOLS
 
 MAX_PROMPTS = 2048  # prompts of a completions request
 MAX_CHOICES = 4096  # choices of a request: prompts times n
@@ -115,9 +116,30 @@ class Message(msgspec.Struct, forbid_unknown_fields=True, frozen=True, omit_defa
     function_call: Any = None
 
 
+class Function(msgspec.Struct, forbid_unknown_fields=True, frozen=True, omit_defaults=True):
+    """A function that the model may call. `parameters`: JSON schema of its arguments.
+
+    `strict` has no effect: the arguments of a call are not checked.
+    """
+
+    name: Annotated[str, Meta(pattern="^[A-Za-z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """A tool of a chat request."""
+
+    type: Literal["function"]
+    function: Function
+
+
 class ChatRequest(Generation, frozen=True, kw_only=True):
     """The body of `POST /v1/chat/completions`.
 
+    `tools`: functions that the model may call. `tool_choice`: auto, or none to show no tools to the model.
+    `parallel_tool_calls`: false for at most one call in an answer.
     `parse_control_tokens`: a control token in a message (`<|im_end|>`) becomes
       this token; else it is plain text.
     """
@@ -131,10 +153,10 @@ class ChatRequest(Generation, frozen=True, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     parse_control_tokens: bool | None = None
     echo: bool | None = None
-    parallel_tool_calls: Any = None
-    # Known, but not served.
-    tools: Any = None
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    # Known, but not served.
     functions: Any = None
     function_call: Any = None
     documents: Any = None
@@ -168,8 +190,8 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, frozen=True, k
     chat_template_kwargs: dict[str, Any] | None = None
     parse_control_tokens: bool | None = None
     return_token_strs: bool | None = None
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
     # Known, but not served.
-    tools: Any = None
     chat_template: Any = None
 
 
@@ -188,7 +210,6 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "best_of": (1,),
     "length_penalty": (1, 1.0),
-    "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
@@ -203,10 +224,8 @@ _NO_BEAMS = "there is no beam search: ask for n answers with logprobs, and choos
 _NO_LORA = "LoRA adapters are not served: merge the adapter into the checkpoint"
 # The fields that are known and not served, and what to do instead.
 NOT_SERVED_FIELDS = {
-    "tools": "not yet supported",
-    "tool_choice": "not yet supported",
-    "functions": "not yet supported",
-    "function_call": "not yet supported",
+    "functions": "tools has taken its place",
+    "function_call": "tool_choice has taken its place",
     "response_format": f'only {{"type": "text"}}: {_FREE}',
     "structured_outputs": _FREE,
     "guided_json": _FREE,
@@ -233,27 +252,32 @@ NOT_SERVED_FIELDS = {
     "prediction": "there is no speculative decoding",
     "web_search_options": "this server searches nothing",
 }
+# Fields of a chat that accept some values only.
+_IN_CHAT = {
+    "echo": "false or null in a chat",
+    "tool_choice": "auto, none or null: the answer is free text, so a call cannot be forced",
+}
 _CHECKED_FIELDS = {
     kind: tuple(
         name
         for name in kind.__struct_fields__
-        if name in NOT_SERVED_FIELDS or (name == "echo" and kind is ChatRequest)
+        if name in (*NOT_SERVED_FIELDS, "tool_choice") or (name == "echo" and kind is ChatRequest)
     )
     for kind in (ChatRequest, CompletionRequest, TokenizeRequest)
 }
-_checked_values = {kind: operator.attrgetter(*names) for kind, names in _CHECKED_FIELDS.items()}
 
 
 def refused_fields(body: Body) -> list[tuple[str, Any, str]]:
     """Return the fields of a body that are not served: name, value, reason."""
     if isinstance(body, DetokenizeRequest):
         return []
-    names, values = _CHECKED_FIELDS[type(body)], _checked_values[type(body)](body)
+    names = _CHECKED_FIELDS[type(body)]
+    values = [getattr(body, name) for name in names]
     if values.count(None) == len(values):
         return []
     result = []
     for name, value in zip(names, values, strict=True):
         if value is None or any(value == harmless for harmless in _HARMLESS.get(name, ())):
             continue
-        result.append((name, value, NOT_SERVED_FIELDS.get(name, "not supported in a chat")))
+        result.append((name, value, NOT_SERVED_FIELDS.get(name, _IN_CHAT.get(name, ""))))
     return result

@@ -270,7 +270,7 @@ def test_the_document_describes_every_route(shared):
     names = set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(spec)))
     assert names <= set(spec["components"]["schemas"])
     chat = spec["components"]["schemas"]["ChatRequest"]
-    assert chat["required"] == ["messages"] and "tools" not in chat["properties"]
+    assert chat["required"] == ["messages"] and "response_format" not in chat["properties"]
     assert chat["additionalProperties"] is False
     for path, methods in spec["paths"].items():
         for method in methods:
