@@ -84,3 +84,10 @@ def longest_hit(
         if enough:
             best = m
     return best
+
+
+def page_names(prompt: Sequence[int], salt: bytes, block_size: int) -> list[bytes]:
+    """Return the content names of a prompt's full pages."""
+    names = [root(salt)]
+    extend(names, np.asarray(prompt, np.int32), len(prompt) // block_size, block_size)
+    return names[1:]

@@ -21,6 +21,7 @@ from jaxflow.engine.driver import EngineDead, Mailbox
 from jaxflow.engine.live_request import refused
 from jaxflow.engine.loop import Stats
 from jaxflow.engine.step_log import StepLog
+from jaxflow.kv.prefix import page_names
 from jaxflow.request import (
     Delta,
     Draining,
@@ -42,7 +43,6 @@ from serving.cluster.link import Launch, StartFailed
 from serving.cluster.member import Member as AnyMember
 from serving.cluster.member import Phase
 from serving.cluster.messages import EndLoan, Fetched, Lent, Loan, Order, ReplicaModel, Report
-from serving.cluster.page_names import page_names
 from serving.cluster.resume import rest_of
 from serving.cluster.router import NoReplica, Route, Router
 from serving.cluster.totals import total

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from jaxflow.kv.prefix import page_names
 from jaxflow.kv.tiers.host_store import Key, key_of
 from jaxflow.request import Request, SamplingParams
 from jaxflow.scheduler.config import prefix_salt
 from serving.cluster.loans import Loans
 from serving.cluster.messages import Loan
-from serving.cluster.page_names import page_names
 from serving.cluster.page_transport import PageTransport, TransferFailed
 
 if TYPE_CHECKING:

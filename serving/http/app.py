@@ -14,15 +14,14 @@ import jaxflow
 from serving.frontend.access import BearerTokens
 from serving.frontend.call import CALL, new_id
 from serving.http.authentication import Authenticated
-from serving.http.disconnect import Disconnected
 from serving.http.endpoints import Endpoints
 from serving.http.errors import HttpError
-from serving.http.exchange import EXTENSION
+from serving.http.exchange import EXTENSION, Disconnected
 from serving.http.generation import JsonRoute, send_json
 from serving.http.limits import Limits
 from serving.http.openapi import docs_routes
-from serving.http.read_body import KINDS
 from serving.http.responses import Version
+from serving.http.schema import KINDS
 from serving.operations import Operations
 from serving.operations import routes as operation_routes
 from serving.operations.http_routes import ObservedCalls

@@ -8,9 +8,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from jaxflow.text.tool_calls import ToolCall, ToolCallReader, split
-from serving.http.answer_head import Head
-from serving.http.collected import Collected, Collection
-from serving.http.job import AnswerPiece, Begun, Job
+from serving.http.job import AnswerPiece, Begun, Collected, Collection, Head, Job
 from serving.http.logprobs import chat_logprobs, prompt_logprobs
 from serving.http.responses import (
     AnswerMessage,

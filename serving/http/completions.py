@@ -3,9 +3,7 @@
 import msgspec
 from msgspec import UNSET
 
-from serving.http.answer_head import Head
-from serving.http.collected import Collected, Collection
-from serving.http.job import AnswerPiece, Begun, Job
+from serving.http.job import AnswerPiece, Begun, Collected, Collection, Head, Job
 from serving.http.logprobs import completion_logprobs, echoed_logprobs, joined, prompt_logprobs
 from serving.http.responses import Completion, CompletionChoice, CompletionLogprobs, PromptLogprobs, Usage
 

@@ -20,14 +20,11 @@ from jaxflow.text.tool_calls import Form, UnknownForm, form_of
 from serving.frontend.call import CALL, new_id
 from serving.frontend.refusal import Code, Refusal, deadline_passed
 from serving.frontend.served_model import Chat, Prompt, ServedModel
-from serving.http.answer_head import Head
 from serving.http.chat import ChatFormat
-from serving.http.collected import Collection
 from serving.http.completions import CompletionFormat
 from serving.http.errors import HttpError, http_error
-from serving.http.job import Answering, Job, rename, run
+from serving.http.job import Answering, Collection, Head, Job, rename, run
 from serving.http.logprobs import TokenNames
-from serving.http.read_body import read_body
 from serving.http.responses import (
     Answer,
     DetokenizeAnswer,
@@ -48,6 +45,7 @@ from serving.http.schema import (
     Message,
     TokenizeRequest,
     Tool,
+    read_body,
 )
 
 

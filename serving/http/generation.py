@@ -9,17 +9,14 @@ from starlette.types import Receive, Scope, Send
 
 from jaxflow.request import InvalidRequest
 from serving.frontend.call import CALL
-from serving.http.chunks import Chunks, error_event
-from serving.http.disconnect import CancelOnDisconnect, Disconnected
 from serving.http.endpoints import Deadline, Endpoints, Prepared
 from serving.http.errors import HttpError
-from serving.http.event_stream import EventStream
-from serving.http.exchange import Exchange
+from serving.http.event_stream import Chunks, EventStream, error_event
+from serving.http.exchange import CancelOnDisconnect, Disconnected, Exchange
 from serving.http.job import Answering, Begun, Direct, Pieces, run
 from serving.http.limits import Limits
-from serving.http.read_body import read_body
 from serving.http.responses import Usage
-from serving.http.schema import ChatRequest, CompletionRequest
+from serving.http.schema import ChatRequest, CompletionRequest, read_body
 
 ERROR_EVENT_S = 5.0  # time for the last event of a stream, if the caller reads slowly
 TIMEOUT_HEADER = b"x-request-timeout-ms"

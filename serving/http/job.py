@@ -1,4 +1,7 @@
-"""A request of chat or completions on its way: its prompts' engine requests, and the pieces of its answer."""
+"""A request of chat or completions on its way: its prompts' engine requests, and the parts of its answer.
+
+The answer begins with a `Head`. Its pieces are written as they come, or joined in a `Collection`.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -7,11 +10,38 @@ import msgspec
 
 from jaxflow.request import FinishReason, InvalidRequest, Logprob, Request, Started
 from jaxflow.text.tokenizer import Tokenizer
+from jaxflow.text.tool_calls import Form
 from serving.frontend.refusal import aborted
 from serving.frontend.served_model import ServedModel
 from serving.frontend.transcript import Output, TextDelta
+from serving.http.logprobs import TokenNames
 from serving.http.responses import Usage, make_usage
 from serving.http.token_texts import TextToken, TokenTexts
+
+
+class Head(msgspec.Struct, frozen=True):
+    """Fields of an answer that are known before its first token.
+
+    `top`: candidates of a token that a chat answer lists. `with_logprobs`, `with_token_ids`: the caller asked
+    for them. `usage_at_end`, `usage_in_chunks`: where a stream carries its usage. `tool_form`: of the tool
+    calls in the text, if the request has tools. `most_calls`: of a choice; None for any number.
+    """
+
+    id: str
+    created: int
+    model: str
+    fingerprint: str
+    names: TokenNames
+    n: int
+    top: int = 0
+    with_logprobs: bool = False
+    with_token_ids: bool = False
+    with_prompt_logprobs: bool = False
+    usage_at_end: bool = False
+    usage_in_chunks: bool = False
+    skip_special_tokens: bool = True
+    tool_form: Form | None = None
+    most_calls: int | None = None
 
 
 class Begun(msgspec.Struct, frozen=True):
@@ -126,6 +156,46 @@ class Answering:
         if stop is None and event.stop_token_id not in self._eos:
             stop = event.stop_token_id
         return AnswerPiece(index, output.text, (), entries, event.reason.value, stop)
+
+
+class Collected:
+    """The pieces of a whole choice."""
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+        self.token_ids: list[int] = []
+        self.entries: list[TextToken] = []
+        self.finish_reason = ""
+        self.stop_reason: str | int | None = None
+
+    @property
+    def text(self) -> str:
+        """Return the text so far."""
+        return "".join(self._texts)
+
+
+class Collection:
+    """The choices of an answer, by index, and the first pieces of the prompts.
+
+    `take` is the sink of `job.run`.
+    """
+
+    def __init__(self, choices: int):
+        self.choices = [Collected() for _ in range(choices)]
+        self.begun: dict[int, Begun] = {}
+
+    async def take(self, pieces: Pieces) -> None:
+        """Add pieces."""
+        for piece in pieces:
+            if isinstance(piece, Begun):
+                self.begun[piece.prompt] = piece
+                continue
+            choice = self.choices[piece.index]
+            choice._texts.append(piece.text)
+            choice.token_ids += piece.token_ids
+            choice.entries += piece.entries
+            if piece.finish_reason is not None:
+                choice.finish_reason, choice.stop_reason = piece.finish_reason, piece.stop_reason
 
 
 async def run(

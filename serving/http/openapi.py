@@ -15,7 +15,6 @@ from starlette.routing import BaseRoute, Route
 import jaxflow
 from serving.batch.store import Batch, StoredFile
 from serving.http.errors import ErrorBody
-from serving.http.read_body import KINDS
 from serving.http.responses import (
     ChatCompletion,
     Completion,
@@ -26,7 +25,7 @@ from serving.http.responses import (
     TokenizerInfo,
     Version,
 )
-from serving.http.schema import NOT_SERVED_FIELDS
+from serving.http.schema import KINDS, NOT_SERVED_FIELDS
 
 PAGE = (Path(__file__).parent / "docs.html").read_bytes()
 PAGE_HEADERS = {

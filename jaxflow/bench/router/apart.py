@@ -27,13 +27,13 @@ from jaxflow.bench.workload.lengths import Item, poisson_arrivals, prompts
 from jaxflow.config import ConfigError
 from jaxflow.kv.device_cache import page_bytes, page_groups
 from jaxflow.kv.pages import PagePool
+from jaxflow.kv.prefix import page_names
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.cost import DEVICES
 from jaxflow.request import Request, SamplingParams
 from jaxflow.scheduler.config import prefix_salt
 from jaxflow.scheduler.state import Sequence as Row
 from serving.cluster.apart import ApartRule, Load, Prompt, saves_time
-from serving.cluster.page_names import page_names
 from serving.cluster.router import Router
 
 

@@ -12,7 +12,7 @@ from jaxflow.request import InvalidRequest, MalformedRequest, SamplingParams
 from serving.frontend.config import ServerConfig
 from serving.frontend.served_model import Chat, ServedModel
 from serving.grpc import convert
-from serving.http.read_body import read_body
+from serving.http.schema import read_body
 
 CHAT = "/v1/chat/completions"
 MANY = 600_000

@@ -26,7 +26,7 @@ from http_harness import (
 import jaxflow
 from serving.http.batch_mount import BatchConfig, batch_routes, open_batches
 from serving.http.openapi import document
-from serving.http.read_body import KINDS
+from serving.http.schema import KINDS
 
 TOKENS = ("s3cret", "other")
 PROTECTED = (
