@@ -275,7 +275,11 @@ def summary(
 
 def define_flags() -> None:
     options.define_bed()
-    flags.DEFINE_string("workload", "1024/512", "prompt/output tokens, or lognormal:prompt/output.")
+    flags.DEFINE_string(
+        "workload",
+        "1024/512",
+        "Prompt and output tokens of a request, as 1024/512, or their means, as lognormal:1024/512.",
+    )
     flags.DEFINE_string("found", None, "Plan file of the found plan; --plans has the others.")
     flags.DEFINE_float("survey_seconds", 6.0, "Seconds of each plan in three short windows.", lower_bound=0.0)
     flags.DEFINE_integer("steps", 200, "Steps of a long window.", lower_bound=1)

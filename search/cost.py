@@ -27,7 +27,7 @@ WIDTH = 107
 
 def define_flags() -> None:
     flags.DEFINE_string("model", "llama-3.1-8b", "A shipped config's name, a folder or a hub id.")
-    flags.DEFINE_enum("device", "H200", sorted(DEVICES), "The GPU.")
+    flags.DEFINE_enum("device", "H200", sorted(DEVICES), "The GPU whose rates count.")
     flags.DEFINE_integer("gpus", 1, "GPUs that share the model (tensor parallel).", lower_bound=1)
     flags.DEFINE_enum("dtype", "bfloat16", sorted(BYTES), "The dtype of weights and products.")
     flags.DEFINE_enum("kv_cache_dtype", "bfloat16", sorted(BYTES), "The dtype of the KV cache.")

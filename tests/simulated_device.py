@@ -182,7 +182,7 @@ class World:
         request = Request(
             f"r{len(self.sequences)}", prompt, SamplingParams(**sampling), priority=priority, cache_salt=salt
         )
-        new = self.scheduler.add(request, self.now)
+        new = self.scheduler.add(request)
         self.sequences += new
         self.outputs.update({seq: [] for seq in new})
         return new

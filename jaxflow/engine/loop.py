@@ -156,7 +156,7 @@ class Loop:
 
     def add(self, request: Request, now: float) -> None:
         """Queue a request. Raises: InvalidRequest, QueueFull."""
-        sequences = self.scheduler.add(request, now)
+        sequences = self.scheduler.add(request)
         try:
             self._live[request.request_id] = LiveRequest(request, sequences, self._eos, now)
         except Exception:  # the request's text decoders are made here

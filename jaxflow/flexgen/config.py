@@ -125,8 +125,8 @@ def define_flags() -> None:
     flags.DEFINE_float(
         "value_top_k_percent",
         None,
-        "Percentage of the V rows that a decode reads, those with the largest softmax weights; overrides the "
-        "policy.",
+        "Percentage of the cached value vectors that a decode reads: those with the largest softmax weights. "
+        "Overrides the policy.",
     )
     flags.DEFINE_float("gpu_memory_limit", None, "Limit of the device memory in GB.")
     flags.DEFINE_float("host_memory_limit", None, "Limit of the host memory in GB.")

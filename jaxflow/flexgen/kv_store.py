@@ -68,7 +68,7 @@ class KvStore:
     # ---- to the device
 
     def load(self, key: Key, token: int, lengths: np.ndarray) -> tuple:
-        """Return the splits off the device of a batch's KV at a layer, with the copies to the device started.
+        """Start to copy the KV of a batch at a layer to the device, and return the splits that lay elsewhere.
 
         With sparse values only the keys are loaded.
 
@@ -366,7 +366,7 @@ class ValueSpans:
 
 
 def value_spans(g: Geometry, split: Split) -> list[ValueSpans]:
-    """Return the places of the `views` of the values in a split's file."""
+    """Return where the values lie in the file of a split, for each array of values and each device."""
     total, record_bytes = prompt_bytes(g, split), tree_bytes(g.kv_rows(split.rows))
     prompt, records = total // 2, total + record_bytes // 2  # keys take the first half
     spans = []

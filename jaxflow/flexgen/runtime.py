@@ -62,7 +62,7 @@ class LiveRequests:
         for arrival, request in enumerate(requests):
             assert request.limit is not None
             seed = seeds.getrandbits(64) if request.sampling.seed is None else request.sampling.seed
-            made = sequences_of(request, seed=seed, limit=request.limit, arrival=arrival, now=now, salt=None)
+            made = sequences_of(request, seed=seed, limit=request.limit, arrival=arrival, salt=None)
             self._live[request.request_id] = LiveRequest(request, made, eos, now)
             self.sequences += made
 

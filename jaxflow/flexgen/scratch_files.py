@@ -179,7 +179,9 @@ class DiskFile:
         buffers = [memoryview(piece.reshape(-1).view(np.uint8)) for piece in pieces if piece.nbytes]
         total = sum(len(buffer) for buffer in buffers)
         if offset < 0 or offset + total > self.size:
-            raise ValueError(f"{self.path}: [{offset}, {offset + total}) of {self.size} bytes")
+            raise ValueError(
+                f"{self.path}: bytes {offset} to {offset + total} are not within its {self.size} bytes"
+            )
         at, left = HEADER_BYTES + offset, buffers
         summed: concurrent.futures.Future[int] | None = None
         while left:

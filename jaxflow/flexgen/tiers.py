@@ -106,7 +106,10 @@ class Traffic:
 
 
 class Tiers:
-    """The resources of one run. `folder`: None without tensors on disk."""
+    """What moves the tensors of one run between device, host and disk: threads, buffers, counters.
+
+    folder: of the tensors on disk; None without any.
+    """
 
     def __init__(self, mesh: Mesh, folder: DiskFolder | None):
         self.mesh, self.folder = mesh, folder

@@ -2,8 +2,9 @@
 
 JAX's heartbeats see a process that died or stopped. They do not see one that lives and is stuck (jax#38503).
 So followers report how many calls they received, replayed and finished, and process 0 ends everything when a
-step takes longer than `step_timeout_s`. Whoever ends, ends all: each process writes one line that names the
-culprit, and exits with `LOST`, because a thread inside a collective operation cannot be interrupted.
+step takes longer than `step_timeout_s`. When one process ends, all others end, too. Each of them writes one
+line that names the lost process, and exits with `LOST`: a thread inside a collective operation cannot be
+interrupted.
 """
 
 import contextlib

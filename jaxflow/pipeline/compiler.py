@@ -69,7 +69,7 @@ def compile_plan(
         c: Context, weights: Weights, kv: list[KV], batch: Batch, routed: Routed | None = None
     ) -> tuple[Array, Array, list[KV]]:
         if batch.num_tokens != plan.tokens:
-            raise PlanError(plan.name, f"a batch of {batch.num_tokens} tokens in a plan for {plan.tokens}")
+            raise PlanError(plan.name, f"takes steps of {plan.tokens} tokens, not of {batch.num_tokens}")
         c = dataclasses.replace(c, kernels=c.kernels.with_pdl()) if pdl else c
         trace = _StepTrace(
             dataclasses.replace(c, copies=plan.sums == "copies"), weights, list(kv), batch, reads

@@ -171,7 +171,7 @@ class Scheduler:
         """
         return accept(self.config, request)
 
-    def add(self, request: Request, now: float) -> list[Sequence]:
+    def add(self, request: Request) -> list[Sequence]:
         """Queue a request, and return its n sequences.
 
         Raises:
@@ -185,7 +185,7 @@ class Scheduler:
         arrival, self._num_requests = self._num_requests, self._num_requests + 1
         seed = self._random.getrandbits(64) if request.sampling.seed is None else request.sampling.seed
         salt = prefix_salt(self.config, request, arrival)
-        sequences = sequences_of(request, seed=seed, limit=request.limit, arrival=arrival, now=now, salt=salt)
+        sequences = sequences_of(request, seed=seed, limit=request.limit, arrival=arrival, salt=salt)
         self._num_waiting += 1
         self._waiting.add(sequences[0])
         if self.tiers is not None:

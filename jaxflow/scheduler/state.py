@@ -47,7 +47,7 @@ class Sequence:
         went to the host; None without one.
       finished: True when no further token is wanted.
       is_batch: the sequence belongs to a batch request, not to an online one.
-      t_arrival, t_first_schedule: seconds on the caller's clock.
+      t_first_schedule: seconds on the caller's clock.
     """
 
     __slots__ = (
@@ -71,7 +71,6 @@ class Sequence:
         "siblings",
         "slot",
         "swapped",
-        "t_arrival",
         "t_first_schedule",
     )
 
@@ -83,7 +82,6 @@ class Sequence:
         seed: int,
         limit: int,
         arrival: int,
-        now: float,
         salt: bytes | None,
     ):
         """`salt`: sequences of the same salt share prefixes; a sequence without a salt shares none."""
@@ -102,7 +100,6 @@ class Sequence:
         self.cached_tokens = self.preemptions = 0
         self.swapped: tuple[int, bytes] | None = None
         self.finished = False
-        self.t_arrival = now
         self.t_first_schedule: float | None = None
 
     @property
@@ -170,12 +167,12 @@ class Sequence:
 
 
 def sequences_of(
-    request: Request, *, seed: int, limit: int, arrival: int, now: float, salt: bytes | None
+    request: Request, *, seed: int, limit: int, arrival: int, salt: bytes | None
 ) -> list[Sequence]:
     """Return the n sequences of a request. The first one holds the others as `siblings`."""
     seeds = [(seed + i * SEED_STEP) % 2**64 for i in range(request.sampling.n)]
     sequences = [
-        Sequence(request, i, seed=seed, limit=limit, arrival=arrival, now=now, salt=salt)
+        Sequence(request, i, seed=seed, limit=limit, arrival=arrival, salt=salt)
         for i, seed in enumerate(seeds)
     ]
     sequences[0].siblings = tuple(sequences[1:])

@@ -124,7 +124,7 @@ def define_flags() -> None:
         None,
         "With --modelled: a profile of `search measure --ops network`; its times replace the modelled ones.",
     )
-    flags.DEFINE_enum("device", "H200", sorted(DEVICES), "The GPU, with --modelled.")
+    flags.DEFINE_enum("device", "H200", sorted(DEVICES), "The GPU whose rates count, with --modelled.")
     flags.DEFINE_integer(
         "gpus", 1, "GPUs that share the model (tensor parallel), with --modelled.", lower_bound=1
     )
@@ -142,8 +142,8 @@ def define_flags() -> None:
         [str(size) for size in SIZES],
         f"Tokens of a step, at most {MOST_TOKENS}; of several, plans are searched for the {SEARCHED} best.",
     )
-    flags.DEFINE_list("prompt_tokens", ["1024"], "Mean prompt of each workload.")
-    flags.DEFINE_list("output_tokens", ["512"], "Mean output of each workload.")
+    flags.DEFINE_list("prompt_tokens", ["1024"], "Mean prompt tokens, a number for each workload.")
+    flags.DEFINE_list("output_tokens", ["512"], "Mean output tokens, a number for each workload.")
     flags.DEFINE_float(
         "gpu_memory_utilization",
         UTILIZATION,

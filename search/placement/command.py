@@ -42,7 +42,7 @@ HOST_ATTENTION = {"auto": None, "on": True, "off": False}
 
 def define_flags() -> None:
     define_workload_flags()
-    flags.DEFINE_string("output", None, "File for the policy.")
+    flags.DEFINE_string("output", None, "File for the policy that was found (JSON).")
     flags.DEFINE_string(
         "front",
         None,
@@ -56,11 +56,11 @@ def define_workload_flags() -> None:
     flags.DEFINE_string(
         "machine",
         "h200",
-        "Its constants: a file that `python -m search machine` wrote, or a shipped one's name.",
+        "Machine whose rates and links count: a file of `python -m search machine`, or a shipped name.",
     )
     flags.DEFINE_float("gpu_mem", 16.0, "GB of the device that the run may use.", lower_bound=0.0)
-    flags.DEFINE_float("cpu_mem", 100.0, "GB of the host.", lower_bound=0.0)
-    flags.DEFINE_float("disk", 0.0, "GB of disk.", lower_bound=0.0)
+    flags.DEFINE_float("cpu_mem", 100.0, "GB of host memory that the run may use.", lower_bound=0.0)
+    flags.DEFINE_float("disk", 0.0, "GB of disk space that the run may use.", lower_bound=0.0)
     flags.DEFINE_integer("prompt_tokens", 512, "Prompt tokens of each sequence, padded.", lower_bound=1)
     flags.DEFINE_integer("output_tokens", 32, "Output tokens of each sequence.", lower_bound=1)
     flags.DEFINE_enum(
@@ -70,8 +70,15 @@ def define_workload_flags() -> None:
         "What weights and activations of 16 bits are; auto: bfloat16.",
     )
     flags.DEFINE_integer("block_size", 64, "Tokens in a page of KV.", lower_bound=1)
-    flags.DEFINE_enum("weight_bits", "16", ["16", "4"], "4: groups of 64 with a scale and a minimum.")
-    flags.DEFINE_enum("kv_bits", "16", ["16", "4"], "As for weights; 4 excludes attention on the host.")
+    flags.DEFINE_enum(
+        "weight_bits",
+        "16",
+        ["16", "4"],
+        "Bits of a weight. 4: groups of 64 weights have a scale and a minimum.",
+    )
+    flags.DEFINE_enum(
+        "kv_bits", "16", ["16", "4"], "Bits of a number of the KV cache. 4 excludes attention on the host."
+    )
     flags.DEFINE_enum(
         "host_attention",
         "auto",
@@ -81,7 +88,8 @@ def define_workload_flags() -> None:
     flags.DEFINE_float(
         "value_top_k_percent",
         100.0,
-        "Percentage of the V rows that a decode reads, those with the largest softmax weights (§5).",
+        "Percentage of the cached value vectors that a decode reads: those with the largest softmax weights "
+        "(FlexGen §5).",
     )
     flags.DEFINE_enum(
         "schedule",
@@ -98,10 +106,14 @@ def define_workload_flags() -> None:
     flags.DEFINE_float("max_latency_s", math.inf, "The longest allowed time of a block, in seconds.")
     flags.DEFINE_integer("percent_step", None, "Shares are multiples of so many percent; unset: any share.")
     flags.DEFINE_list(
-        "gpu_batch_sizes", [str(size) for size in GPU_BATCH_SIZES], "Tried: sequences of a batch."
+        "gpu_batch_sizes",
+        [str(size) for size in GPU_BATCH_SIZES],
+        "Numbers of sequences of a batch that the search tries.",
     )
     flags.DEFINE_list(
-        "num_gpu_batches", [str(number) for number in NUM_GPU_BATCHES], "Tried: batches of a block."
+        "num_gpu_batches",
+        [str(number) for number in NUM_GPU_BATCHES],
+        "Numbers of batches of a block that the search tries.",
     )
 
 

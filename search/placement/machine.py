@@ -187,17 +187,19 @@ _TRAIN = 4
 
 
 def define_flags() -> None:
-    flags.DEFINE_string("name", "here", "The machine's name.")
+    flags.DEFINE_string("name", "here", "Name of the machine in the file of --output.")
     flags.DEFINE_string("disk_dir", ".", "A folder on the disk for tensors.")
     flags.DEFINE_integer("largest_mb", 256, "The largest transfer, in MB.", lower_bound=1)
     flags.DEFINE_enum(
         "dtype",
         "auto",
         ["auto", "bfloat16", "float32"],
-        "Of what is multiplied and attended to; auto: as models run here.",
+        "dtype of the measured products and of attention; auto: that of models on this machine.",
     )
     flags.DEFINE_integer("repeats", 5, "Runs of each size; the best one counts.", lower_bound=1)
-    flags.DEFINE_string("output", None, "File for the constants.")
+    flags.DEFINE_string(
+        "output", None, "File for the constants of the machine, which --machine of other commands reads."
+    )
     flags.DEFINE_string("points", None, "File for the measured points; without --output nothing is fitted.")
     flags.DEFINE_string(
         "measured", None, "A file of --points from another machine; fits it and measures nothing."

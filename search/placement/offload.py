@@ -68,8 +68,8 @@ def define_flags() -> None:
     flags.DEFINE_list(
         "value_top_k_percents",
         None,
-        "Percentages of the V rows; runs every policy once for each. Default: the policy's, or "
-        "--value_top_k_percent.",
+        "Percentages of the cached value vectors that a decode reads. Every policy runs once for each. "
+        "Default: the policy's, or --value_top_k_percent.",
     )
     flags.DEFINE_list("only", None, "Names of the rivals to run; default: all that fit.")
     flags.DEFINE_integer("blocks", 1, "Timed blocks of each policy.", lower_bound=1)

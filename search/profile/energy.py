@@ -180,7 +180,8 @@ def fit(measured: PowerRuns) -> Power:
     unknown = [dtype for dtype in dtypes if dtype not in measured.flops_per_cycle]
     if unknown or not dtypes:
         raise ProfileError(
-            f"runs of dtypes {dtypes}: flops_per_cycle is given for {sorted(measured.flops_per_cycle)}"
+            f"runs of dtypes {dtypes}: runs of dtypes with flops_per_cycle are accepted, which are "
+            f"{sorted(measured.flops_per_cycle)}"
         )
     rates = (
         jnp.array(
@@ -254,8 +255,8 @@ def lowered(power: Power, runs: Iterable[PowerRun]) -> Power:
     for run in runs:
         if run.watts <= power.idle_w or (run.flops_per_s and run.dtype not in power.flop):
             raise ProfileError(
-                f"run {run.name!r}: {run.watts:.0f} W, {run.dtype}; idle {power.idle_w} W, known "
-                f"{sorted(power.flop)}"
+                f"run {run.name!r} of {run.watts:.0f} W and dtype {run.dtype}: a run of more than the idle "
+                f"{power.idle_w} W and of a dtype in {sorted(power.flop)} is accepted"
             )
         needs.append((run.dtype, *watts_of(run, power), run.watts - power.idle_w))
     byte = _least((left - flop if flop < moved else left) / moved for _, flop, moved, left in needs if moved)
@@ -281,11 +282,11 @@ def _lower(curve: JoulesCurve, factor: float) -> JoulesCurve:
 
 
 def define_flags() -> None:
-    flags.DEFINE_string("runs", None, "The sustained runs' file.", required=True)
+    flags.DEFINE_string("runs", None, "File of the sustained runs and their watts (JSON).", required=True)
     flags.DEFINE_list(
         "profile", [], "Profiles of the same device whose entries lower the fit where they needed less."
     )
-    flags.DEFINE_string("out", None, "Where the fit is written.")
+    flags.DEFINE_string("out", None, "File for the joules that the fit found (JSON).")
 
 
 def entries(measured: PowerRuns, profiles: list[str]) -> list[PowerRun]:

@@ -229,7 +229,7 @@ def simulate(
         while coming and items[coming[-1]].arrival_s <= now:
             i = coming.pop()
             sampling = SamplingParams(temperature=0.0, max_tokens=items[i].output_tokens, ignore_eos=True)
-            scheduler.add(Request(str(i), np.zeros(items[i].prompt_tokens, np.int32).tolist(), sampling), now)
+            scheduler.add(Request(str(i), np.zeros(items[i].prompt_tokens, np.int32).tolist(), sampling))
         work = scheduler.schedule(now)
         if work is None:
             now = items[coming[-1]].arrival_s

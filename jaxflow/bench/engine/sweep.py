@@ -52,7 +52,11 @@ Keep = Callable[[Mapping[str, Any]], None]
 
 def define_flags() -> None:
     flags.DEFINE_enum(
-        "sweep", None, ["rate", "batch_size", "length", *SIMULATED], "What varies.", required=True
+        "sweep",
+        None,
+        ["rate", "batch_size", "length", *SIMULATED],
+        "What varies from run to run. The kinds after length are simulated, without a model.",
+        required=True,
     )
     flags.DEFINE_list(
         "values",
@@ -72,10 +76,13 @@ def define_flags() -> None:
     flags.DEFINE_string("output_png", None, "Chart file of the sweep (.png, .svg, .pdf).")
     flags.DEFINE_list("chunk_sizes", ["128", "256", "512"], "For pd_ratio: chunk sizes in tokens.")
     flags.DEFINE_integer(
-        "slots", 18, "For pd_ratio, tiles, policies: number B of concurrent requests.", lower_bound=2
+        "slots", 18, "For pd_ratio, tiles, policies: requests that run at the same time.", lower_bound=2
     )
     flags.DEFINE_integer(
-        "length", 1024, "For pd_ratio, policies: prompt plus output tokens P + D of a request.", lower_bound=2
+        "length",
+        1024,
+        "For pd_ratio, policies: prompt and output tokens of a request together.",
+        lower_bound=2,
     )
     flags.DEFINE_integer(
         "tile_rows", 128, "For pd_ratio, tiles, policies: rows of a GEMM tile.", lower_bound=1

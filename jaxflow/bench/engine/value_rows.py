@@ -56,7 +56,9 @@ def define_flags() -> None:
         "words", None, "Number of last words to score, from the first; default: all.", lower_bound=1
     )
     flags.DEFINE_list(
-        "value_top_k_percents", ["100", "50", "25", "10", "5", "1"], "Percentages of the V rows to read."
+        "value_top_k_percents",
+        ["100", "50", "25", "10", "5", "1"],
+        "Percentages of the cached value vectors that attention reads, one measurement each.",
     )
 
 

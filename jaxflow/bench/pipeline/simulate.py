@@ -177,7 +177,7 @@ def simulate(
                 temperature=0.0, max_tokens=items[i].output_tokens, ignore_eos=True, seed=0
             )
             request = Request(str(i), zeros[: items[i].prompt_tokens], sampling)
-            scheduler.add(scheduler.accept(request), now)
+            scheduler.add(scheduler.accept(request))
         work = scheduler.schedule(now)
         order += 1
         if work is None:

@@ -157,7 +157,7 @@ def simulate_apart(
     def add(r: int, i: int, prompt: np.ndarray, output: int, now: float) -> None:
         sampling = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True, seed=0)
         one = replicas[r]
-        [one.rows[str(i)]] = one.scheduler.add(Request(str(i), prompt.tolist(), sampling), now)
+        [one.rows[str(i)]] = one.scheduler.add(Request(str(i), prompt.tolist(), sampling))
         if one.running is None:
             start(r, now)
 

@@ -61,7 +61,7 @@ def define_flags() -> None:
     """Define the flags of `bench router`."""
     flags.DEFINE_string("model", "llama-3.1-8b", "Model: a shipped config's name, or a folder.")
     flags.DEFINE_enum("device", "H200", sorted(DEVICES), "Device of the cost model, one for each replica.")
-    flags.DEFINE_integer("replicas", 8, "Replicas.", lower_bound=2)
+    flags.DEFINE_integer("replicas", 8, "Number of replicas behind the router.", lower_bound=2)
     flags.DEFINE_integer("max_num_seqs", 256, "Running sequences of a replica.", lower_bound=1)
     flags.DEFINE_integer("max_num_batched_tokens", 2048, "Most tokens of a step.", lower_bound=1)
     flags.DEFINE_integer("num_requests", 8000, "Requests of all replicas.", lower_bound=8)

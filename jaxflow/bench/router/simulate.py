@@ -224,7 +224,7 @@ def simulate(
             r = choice.replica(number, prompts[number], mean_output)
             one = replicas[r]
             sampling = SamplingParams(temperature=0.0, max_tokens=item.output_tokens, ignore_eos=True, seed=0)
-            [one.rows[name]] = one.scheduler.add(Request(name, prompts[number].tolist(), sampling), now)
+            [one.rows[name]] = one.scheduler.add(Request(name, prompts[number].tolist(), sampling))
             one.received += 1
             if one.running is None:
                 start(r, now)

@@ -44,17 +44,27 @@ def define_flags() -> None:
     flags.DEFINE_integer(
         "slots",
         18,
-        "B: sequences that run together. Two and three times longer ones: 10/18 and 6/18 of B.",
+        "Sequences that run together. Of sequences two and three times as long, 10/18 and 6/18 as many run.",
         2,
     )
-    flags.DEFINE_integer("requests", 3, "Requests of a run, as a multiple of B.", lower_bound=1)
+    flags.DEFINE_integer("requests", 3, "Requests of a run, as a multiple of --slots.", lower_bound=1)
     flags.DEFINE_integer(
         "prefill_tokens", 2048, "Tokens of the baseline's prefill-only steps.", lower_bound=8
     )
-    flags.DEFINE_list("batches", ["1", "2", "4", "8", "18", "32", "64", "128", "256"], "Batch sizes.")
-    flags.DEFINE_list("chunk_sizes", ["256", "512"], "Tokens of a step with a chunk. Table 4 uses the first.")
-    flags.DEFINE_list("ablation", ["64", "128", "256", "320", "512"], "Chunk sizes of figure13.")
-    flags.DEFINE_list("ratios", ["4", "7", "14", "28", "56"], "P : D ratios of figure9.")
+    flags.DEFINE_list(
+        "batches",
+        ["1", "2", "4", "8", "18", "32", "64", "128", "256"],
+        "Batch sizes of the figures over the batch size.",
+    )
+    flags.DEFINE_list(
+        "chunk_sizes",
+        ["256", "512"],
+        "Chunk sizes: tokens of a step that holds a prefill chunk. Table 4 uses the first.",
+    )
+    flags.DEFINE_list(
+        "ablation", ["64", "128", "256", "320", "512"], "Chunk sizes in tokens that figure13 compares."
+    )
+    flags.DEFINE_list("ratios", ["4", "7", "14", "28", "56"], "Ratios of prompt to output tokens in figure9.")
     flags.DEFINE_float("seconds", 0.3, "Seconds of measurement of a step, in three windows.", 0.0)
     flags.DEFINE_integer("repeats", 3, "Measurements of a run, for the median.", lower_bound=1)
     flags.DEFINE_string("output_json", None, "Write the report to this file.")

@@ -171,8 +171,8 @@ def read_mooncake(path: str | Path, limits: LengthLimits = UNLIMITED) -> list[It
             ) from None
         if len(items[-1].blocks) * BLOCK_TOKENS < items[-1].prompt_tokens:
             raise WorkloadError(
-                f"{path}, line {number}: {len(items[-1].blocks)} hash_ids for "
-                f"{items[-1].prompt_tokens} prompt tokens"
+                f"{path}, line {number}: {len(items[-1].blocks)} hash_ids are too few for "
+                f"{items[-1].prompt_tokens} prompt tokens; each stands for {BLOCK_TOKENS}"
             )
     return [item for item in items if limits.admit(item)]
 

@@ -38,7 +38,7 @@ class ProcessPart:
 
 
 class PartCalls(Protocol):
-    """The way from process 0 to the disks of its followers, in the order of all calls.
+    """Calls of process 0 that write and read the followers' parts of a page, in the order of all calls.
 
     A page has a number as its name (`jaxflow.engine.recorded_calls.CallRecorder`).
     """

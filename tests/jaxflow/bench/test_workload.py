@@ -146,7 +146,7 @@ def test_sample_draws_without_replacement_while_it_can():
         (
             "a.jsonl",
             '{"timestamp":0,"input_length":513,"output_length":1,"hash_ids":[1]}\n',
-            "1 hash_ids for 513",
+            "1 hash_ids are too few for 513",
         ),
         ("a.txt", "", "not a trace"),
     ],

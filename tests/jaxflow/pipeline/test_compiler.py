@@ -175,7 +175,7 @@ def test_behind_returns_its_argument_unchanged(dtype):
 def test_a_batch_of_another_size_is_refused():
     model = bench("tiny-llama")
     w, kv, _ = drawn.plain(model)
-    with pytest.raises(PlanError, match="a batch of 16 tokens in a plan for 24"):
+    with pytest.raises(PlanError, match="steps of 24 tokens, not of 16"):
         model.jitted(compile_plan(sequential_plan(model.config, 24), model.config))(
             w, kv, drawn.step(model.config, TOKENS, (), 4, ())
         )

@@ -89,7 +89,7 @@ def simulate(
         rng = offline if priority else online
         sampling = SamplingParams(max_tokens=int(rng.integers(1, 2 * OUTPUT)), ignore_eos=True, seed=1)
         prompt = np.ones(int(rng.integers(1, 2 * PROMPT)), np.int32)
-        scheduler.add(Request(f"r{count}", prompt, sampling, priority), now)  # type: ignore[arg-type]
+        scheduler.add(Request(f"r{count}", prompt, sampling, priority))  # type: ignore[arg-type]
         return f"r{count}"
 
     def under_way() -> bool:

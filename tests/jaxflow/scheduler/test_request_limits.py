@@ -10,7 +10,7 @@ from jaxflow.request import InvalidRequest, QueueFull, Request, SamplingParams
 def refused(field: str, request: Request, **changes) -> str:
     world = World(config(**changes))
     with pytest.raises(InvalidRequest) as error:
-        world.scheduler.add(request, 0.0)
+        world.scheduler.add(request)
     with pytest.raises(InvalidRequest):
         world.scheduler.accept(request)
     assert error.value.field == field

@@ -9,7 +9,7 @@ from jaxflow.scheduler.state import Sequence, SlotTable
 
 
 def sequence(prompt: list[int]) -> Sequence:
-    return Sequence(Request("a", prompt), 0, seed=0, limit=200, arrival=0, now=0.0, salt=b"")
+    return Sequence(Request("a", prompt), 0, seed=0, limit=200, arrival=0, salt=b"")
 
 
 @given(
