@@ -9,7 +9,7 @@ from jaxtyping import Array
 
 _MOST_OVER = 80.0  # e^80 times a weight of 1 is finite
 LOWEST = -1e30  # finite stand-in for -inf, because inf - inf is NaN
-_KEYS_PER_BLOCK = 256  # keys in one step of the online softmax
+KEYS_PER_BLOCK = 256  # keys in one step of the online softmax
 _SLICED = 8  # so few pages are read by slices: XLA's gather on a CPU computes an address for every number
 
 
@@ -58,9 +58,12 @@ def block_at(i: Array, skipped: Array, sink_blocks: int) -> Array:
     return i if sink_blocks == 0 else jnp.where(i - skipped < sink_blocks, i - skipped, i)
 
 
-def key_blocks(page_table, pages, page_size):
-    """Return (pages in a block, the page table padded to full blocks with valid page numbers)."""
-    per_block = max(1, min(_KEYS_PER_BLOCK // page_size, page_table.shape[-1]))
+def key_blocks(page_table, pages, page_size, keys: int = KEYS_PER_BLOCK):
+    """Return (pages in a block, the page table padded to full blocks with valid page numbers).
+
+    keys: of a block, at least those of one page.
+    """
+    per_block = max(1, min(keys // page_size, page_table.shape[-1]))
     short = -page_table.shape[-1] % per_block
     table = jnp.pad(page_table, [(0, 0)] * (page_table.ndim - 1) + [(0, short)])
     return per_block, jnp.clip(table, 0, pages - 1)

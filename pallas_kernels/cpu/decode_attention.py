@@ -21,8 +21,11 @@ def decode_attention(
     """Return the attention of one new token a sequence over its pages.
 
     The reference implementation is `pallas_kernels.attention.decode.reference.decode_attention`,
-    which describes the arguments.
+    which describes the arguments. A step of the loop over the keys of one sequence reads one page, which
+    XLA multiplies where it lies. More pages it first copies into one array.
     """
+    if lengths.shape[0] == 1:
+        settings["keys_per_block"] = k_pages.shape[2]
     return reference.decode_attention(
         q, k_pages, v_pages, page_table, lengths, **settings, einsum=einsum_by_query
     )

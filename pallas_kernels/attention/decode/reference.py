@@ -7,6 +7,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
 from pallas_kernels.attention.reference import (
+    KEYS_PER_BLOCK,
     LOWEST,
     add_sink_logits,
     block_at,
@@ -38,6 +39,7 @@ def decode_attention(
     work: object = None,
     into: Float[Array, "T N H"] | None = None,
     einsum: Callable[..., Array] = jnp.einsum,
+    keys_per_block: int = KEYS_PER_BLOCK,
 ) -> Float[Array, "T N H"]:
     """Return the attention of one new token a sequence over its pages.
 
@@ -57,12 +59,13 @@ def decode_attention(
         change the result.
       einsum: multiplies the queries by the keys, and the weights by the values. The axis `g`
         counts the queries of a KV head.
+      keys_per_block: keys of a step of the online softmax, at least those of one page.
     """
     del unified_max, sms, work
     (t, n, h), b, (p, held, s, _) = q.shape, lengths.shape[0], k_pages.shape
     groups = page_table.ndim == 3
     kv = held * (page_table.shape[0] if groups else 1)
-    per_block, table = key_blocks(page_table, p, s)
+    per_block, table = key_blocks(page_table, p, s, keys_per_block)
     block = per_block * s
     grouped = q[:b].reshape(b, kv, n // kv, h).astype(jnp.float32) * scale
     since = first_keys(lengths[:, None], window, spans)  # [B, K or 1]
