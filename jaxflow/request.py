@@ -44,6 +44,10 @@ class InvalidRequest(ValueError):
             f"{field}={shown if len(shown) <= 80 else shown[:77] + '...'} is not accepted: {accepted}"
         )
 
+    def at(self, field: str) -> "InvalidRequest":
+        """Return the error for another path of the field."""
+        return InvalidRequest(field, self.value, self.accepted)
+
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.field, self.value, self.accepted)
 
@@ -54,6 +58,10 @@ class MalformedRequest(InvalidRequest):
     def __init__(self, field: str, problem: str):
         super().__init__(field, None, problem)
         self.args = (problem[:400],)
+
+    def at(self, field: str) -> InvalidRequest:
+        """Return the error for another path of the field."""
+        return MalformedRequest(field, self.accepted)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.field, self.accepted)

@@ -26,7 +26,7 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
             await self._generate(request, context)
         except InvalidRequest as error:
             kind = request.WhichOneof("prompt")
-            raise InvalidRequest(convert.path(error.field, kind), error.value, error.accepted) from None
+            raise error.at(convert.path(error.field, kind)) from None
 
     async def _generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
         served = self._served
@@ -71,7 +71,7 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
             ids = await self._served.encode(text, special, timeout_s=seconds_left(context))
             return pb.TokenizeResponse(ids=ids)
         except InvalidRequest as error:
-            raise InvalidRequest(convert.path(error.field, kind), error.value, error.accepted) from None
+            raise error.at(convert.path(error.field, kind)) from None
 
     async def Detokenize(
         self, request: pb.DetokenizeRequest, context: grpc.aio.ServicerContext

@@ -120,6 +120,7 @@ def test_bad_requests_get_their_status_and_field():
                     got != (case.code, case.field)
                     or case.says not in error.details()
                     or not 0 < len(error.details()) <= 1000
+                    or error.details().count("is not accepted") > 1  # an error within an error
                 ):
                     wrong.append((case.name, got, error.details()[:200]))
             assert not wrong
