@@ -93,7 +93,7 @@ def http_error(error: BaseException, max_model_len: int | None = None, in_chat: 
         case HTTPException():
             detail, allowed = error.detail, (error.headers or {}).get("Allow")
             if allowed is not None:
-                detail = f"this method is not accepted here: {allowed}"
+                detail = f"this method is not accepted here; accepted: {allowed}"
             return HttpError(
                 error.status_code, detail, code=_CODES.get(error.status_code), headers=error.headers
             )
