@@ -939,7 +939,7 @@ class RankPages:
 
     def page_shapes(self) -> list[jax.ShapeDtypeStruct]:
         """Return the shape of a page of each layer group, see `Executor.page_shapes`."""
-        return [one.page_shape() for one in self._executor.rank_copies.of_rank[self._rank].programs]
+        return self._executor.rank_copies.page_shapes(self._rank)
 
     def gather_pages(self, group: int, pages: Sequence[int]) -> list[jax.Array]:
         """Enqueue a read of the rank's pages, see `Executor.gather_pages`."""

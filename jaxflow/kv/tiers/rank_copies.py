@@ -1,17 +1,20 @@
 """Copies of the pages of data-parallel ranks, whose caches lie in the same arrays, one after another.
 
-The tiers see one rank: its pages have its own numbers, and lie on its devices. So a rank has the copies of an
-engine of its own, over the rank's part of each array. A part shares the memory of its array.
+The tiers see one rank: its pages have its own numbers, and lie on its devices. Each device has the copies of
+an engine of its own, over the device's part of each array. A part shares the memory of its array, and costs
+no time of the host. An array over the devices of a rank would cost 15 to 45 us, and a gather before each step
+reads some hundred arrays. So only the pages are put together over the devices of a rank.
 """
 
+import dataclasses
 from collections.abc import Callable, Collection, Sequence
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxflow.kv.device_cache import PageGroup, cache_spec
 from jaxflow.kv.tiers.page_copies import SIZES, PageCopies
-from jaxflow.parallel.mesh import TP, ranks_of
+from jaxflow.parallel.mesh import TP, axis_of, ranks_of
 
 
 class RankCopies:
@@ -22,7 +25,7 @@ class RankCopies:
       sizes: see `PageCopies`.
 
     Attributes:
-      of_rank: the copies of each rank.
+      of_rank: for each rank the copies of each of its devices, over the device's heads.
     """
 
     def __init__(
@@ -33,55 +36,88 @@ class RankCopies:
         mesh: Mesh,
         sizes: Sequence[int] = SIZES,
     ):
-        self._mesh = mesh
-        self._meshes = [Mesh(mesh.devices[rank], (TP,)) for rank in range(ranks_of(mesh))]
-        self.of_rank = [PageCopies(groups, num_pages, block_size, own, sizes) for own in self._meshes]
+        self._mesh, self._tp = mesh, mesh.shape[TP]
+        rank_meshes = [Mesh(mesh.devices[rank], (TP,)) for rank in range(ranks_of(mesh))]
+        self._pages = [NamedSharding(own, PartitionSpec(axis_of(own))) for own in rank_meshes]
+        held = [
+            dataclasses.replace(group, kv_heads=tuple(heads // self._tp for heads in group.kv_heads))
+            for group in groups
+        ]
+        self.of_rank = [
+            [
+                PageCopies(held, num_pages, block_size, Mesh([device], (TP,)), sizes)
+                for device in own.devices.flat
+            ]
+            for own in rank_meshes
+        ]
 
     def warm_up(self, kv: list) -> list:
         """Compile all programs and run each once. Return the cache, which is donated and unchanged."""
-        for rank, copies in enumerate(self.of_rank):
-            kv = self._replaced(kv, rank, range(len(kv)), copies.warm_up)
+        for rank, devices in enumerate(self.of_rank):
+            kv = self._replaced(kv, rank, range(len(kv)), lambda at, part, own=devices: own[at].warm_up(part))
         return kv
+
+    def page_shapes(self, rank: int) -> list[jax.ShapeDtypeStruct]:
+        """Return the shape of a page of each group, as `gather` returns it."""
+        return [
+            jax.ShapeDtypeStruct(
+                (self._tp, programs.words), programs.page_shape().dtype, sharding=self._pages[rank]
+            )
+            for programs in self.of_rank[rank][0].programs
+        ]
 
     def gather(self, kv: list, rank: int, group: int, ids: Sequence[int]) -> list[jax.Array]:
         """Return pages of a rank, see `PageCopies.gather`. ids: among the rank's pages."""
-        return self.of_rank[rank].gather(self._part(kv, rank, self._layers(group)), group, ids)
+        layers = self._layers(group)
+        parts = [
+            copies.gather(self._part(kv, rank, at, layers), group, ids)
+            for at, copies in enumerate(self.of_rank[rank])
+        ]
+        if self._tp == 1:
+            return parts[0]
+        return [self._page(rank, shards) for shards in zip(*parts, strict=True)]
 
     def scatter(
         self, kv: list, rank: int, group: int, ids: Sequence[int], pages: Sequence[jax.Array]
     ) -> list:
         """Return the cache with pages of a rank, see `PageCopies.scatter`. The group's layers are donated."""
-        copies = self.of_rank[rank]
-        return self._replaced(
-            kv, rank, self._layers(group), lambda part: copies.scatter(part, group, ids, pages)
-        )
+
+        def write(at: int, part: list) -> list:
+            own = [page.addressable_data(at) for page in pages]
+            return self.of_rank[rank][at].scatter(part, group, ids, own)
+
+        return self._replaced(kv, rank, self._layers(group), write)
 
     def _layers(self, group: int) -> Sequence[int]:
-        return self.of_rank[0].programs[group].group.layers
+        return self.of_rank[0][0].programs[group].group.layers
 
-    def _part(self, kv: list, rank: int, layers: Collection[int]) -> list:
-        """Return a rank's part of the cache in some layers, and None in the others."""
-        sharding = NamedSharding(self._meshes[rank], cache_spec(self._meshes[rank]))
-        tp = sharding.mesh.size
+    def _page(self, rank: int, shards: Sequence[jax.Array]) -> jax.Array:
+        """Return a page, uint32 [tp, W], of its shards on the devices of a rank."""
+        shape = (self._tp, *shards[0].shape[1:])
+        return jax.make_array_from_single_device_arrays(shape, self._pages[rank], list(shards))
 
-        def part(array: jax.Array) -> jax.Array:
-            shards = [array.addressable_data(rank * tp + i) for i in range(tp)]
-            if tp == 1:  # a gather before each step reads some hundred arrays
-                return shards[0]
-            shape = (array.shape[0] // len(self._meshes), *array.shape[1:])
-            return jax.make_array_from_single_device_arrays(shape, sharding, shards)
+    def _part(self, kv: list, rank: int, at: int, layers: Collection[int]) -> list:
+        """Return the part of a rank's device `at` of the cache in some layers, and None in the others."""
+        index = rank * self._tp + at
+        arrays, tree = jax.tree.flatten([layer if i in layers else None for i, layer in enumerate(kv)])
+        return jax.tree.unflatten(tree, [array.addressable_data(index) for array in arrays])
 
-        return [jax.tree.map(part, layer) if i in layers else None for i, layer in enumerate(kv)]
+    def _replaced(
+        self, kv: list, rank: int, layers: Collection[int], write: Callable[[int, list], list]
+    ) -> list:
+        """Return the cache after `write`, which donates the part of a device in some layers and returns it.
 
-    def _replaced(self, kv: list, rank: int, layers: Collection[int], write: Callable[[list], list]) -> list:
-        """Return the cache after `write`, which donates a rank's part in some layers and returns it anew."""
+        write: (device of the rank, part) -> part.
+        """
         arrays, tree = jax.tree.flatten([kv[i] for i in layers])
         # A donated part would make its array unreadable.
         shards = [[array.addressable_data(i) for i in range(self._mesh.size)] for array in arrays]
-        written = write(self._part(kv, rank, layers))
-        tp, sharding = self._meshes[rank].size, NamedSharding(self._mesh, cache_spec(self._mesh))
-        for own, part in zip(shards, jax.tree.leaves([written[i] for i in layers]), strict=True):
-            own[rank * tp : (rank + 1) * tp] = [part.addressable_data(i) for i in range(tp)]
+        sharding = NamedSharding(self._mesh, cache_spec(self._mesh))
+        parts = [self._part(kv, rank, at, layers) for at in range(self._tp)]
+        for at, part in enumerate(parts):
+            written = write(at, part)
+            for own, shard in zip(shards, jax.tree.leaves([written[i] for i in layers]), strict=True):
+                own[rank * self._tp + at] = shard
         made = [
             jax.make_array_from_single_device_arrays(array.shape, sharding, own)
             for array, own in zip(arrays, shards, strict=True)
