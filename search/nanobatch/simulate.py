@@ -1,14 +1,14 @@
 """An event simulation of a plan on a device: every nano-op of every layer, in the executor's order.
 
-A nano-op starts once its inputs exist, the earlier nano-ops of its stream and its waits have ended, and its
-SMs are free. Waiting nano-ops start first come, first served. A nano-op takes the profile's time for its
-tokens and SMs, at the clock that the card settles at under this plan: the step's joules are then at the
-power cap.
+A nano-op starts once its inputs exist, the earlier nano-ops of its stream and its waits have ended, and an SM
+is free. Waiting nano-ops start first come, first served. A nano-op takes the profile's time for its tokens
+and SMs, at the clock that the card settles at under this plan: the step's joules are then at the power cap.
 """
 
 import collections
 import dataclasses
 import heapq
+from collections.abc import Callable
 
 from jaxflow.model.cost import Device
 from jaxflow.model.energy import Power, bound
@@ -91,22 +91,27 @@ def simulate(
     sms = [run.nano.sms or (network if run.op.kind == "network" else total) for run in runs]
     steps = {(run.nano.start, run.nano.stop): load.part(run.nano.start, run.nano.stop) for run in runs}
     before, side_streams = _before(runs), any(nano.stream for nano in plan.nano_ops)
+    whole = [run.op.kind == "network" for run in runs]
+    disturbing = [run.op.kind != "other" and count > 0 for run, count in zip(runs, sms, strict=True)]
+    slowed = [side_streams and run.op.kind in ("dense", "attention") for run in runs]
+
+    def slowdown(run: int, other: int) -> float:
+        return shares.slowdown_beside((runs[run].op.name, sms[run]), (runs[other].op.name, sms[other]))
 
     def entries(shares: ShareTimes) -> tuple[SimulatedRun, ...]:
         times: dict[tuple, float] = {}
         for run, count in zip(runs, sms, strict=True):
             key = run.nano.id, run.op.window
             if key not in times:
-                took = shares.seconds(run.op, steps[run.nano.start, run.nano.stop], count, side_streams)
+                took = shares.seconds(run.op, steps[run.nano.start, run.nano.stop], count)
                 costs = (
                     side_streams and took and (run.op.kind in ("dense", "attention") or run.nano.op == APPEND)
                 )
                 times[key] = took + shares.nano_s if costs else took
         lasts = [times[run.nano.id, run.op.window] for run in runs]
-        starts = _starts(before, lasts, sms, total)
+        spans = _spans(before, lasts, sms, total, whole, slowed, disturbing, slowdown)
         return tuple(
-            SimulatedRun(run, at, at + last, count)
-            for run, at, last, count in zip(runs, starts, lasts, sms, strict=True)
+            SimulatedRun(run, *span, count) for run, span, count in zip(runs, spans, sms, strict=True)
         )
 
     amounts = collections.Counter((run.op, (run.nano.start, run.nano.stop)) for run in runs)
@@ -126,43 +131,85 @@ def simulate(
     return Timeline(found, len(graph.layers), energy_s, clock_hz, work)
 
 
-def _starts(before: list[set[int]], lasts: list[float], sms: list[int], total: int) -> list[float]:
-    """When each run starts; those that are ready and fit start in order of issue."""
+@dataclasses.dataclass
+class _Blocks:
+    """Blocks of a run that began together. left_s: their time at full speed that is left."""
+
+    run: int
+    number: int
+    left_s: float
+
+
+def _spans(
+    before: list[set[int]],
+    lasts: list[float],
+    sms: list[int],
+    total: int,
+    whole: list[bool],
+    slowed: list[bool],
+    disturbing: list[bool],
+    slowdown: Callable[[int, int], float],
+) -> list[tuple[float, float]]:
+    """Return the start and the end of each run. Runs that are ready start in the order of issue.
+
+    A run has a block for each of its SMs. Its blocks start on the SMs that are free, and the others follow as
+    SMs become free, as a GPU places the blocks of a kernel. Each block takes the time of the run, since the
+    kernels are persistent: a block has its own part of the work.
+
+    whole: the runs whose blocks wait for each other, so that they begin together. No other run begins with a
+      part of its blocks beside such a run: a sum by NCCL and a product together take as long as in sequence.
+    slowed: the runs that take `slowdown(run, other)` times as long while another disturbing run is under way.
+    """
     after: list[list[int]] = [[] for _ in before]
     for index, others in enumerate(before):
         for other in others:
             after[other].append(index)
-    open_, starts = [len(others) for others in before], [0.0] * len(before)
+    open_, left, pieces = [len(others) for others in before], list(sms), [0] * len(before)
+    starts, stops = [-1.0] * len(before), [0.0] * len(before)
     ready = [index for index, count in enumerate(open_) if not count]
     heapq.heapify(ready)
-    ending: list[tuple[float, int]] = []
+    running: list[_Blocks] = []
     now, free, done = 0.0, total, 0
     while done < len(before):
-        too_large = []
+        waiting = []
         while ready:
             index = heapq.heappop(ready)
-            if not lasts[index]:  # nothing to do: it takes no SM
-                starts[index] = now
-                heapq.heappush(ending, (now, index))
-            elif sms[index] <= free:
-                starts[index], free = now, free - sms[index]
-                heapq.heappush(ending, (now + lasts[index], index))
-            else:
-                too_large.append(index)
-        for index in too_large:
+            blocks = min(left[index], free) if lasts[index] else 0  # without work it takes no SM
+            if blocks < left[index] and (whole[index] or any(whole[piece.run] for piece in running)):
+                blocks = 0
+            if blocks or not left[index] or not lasts[index]:
+                starts[index] = now if starts[index] < 0 else starts[index]
+                running.append(_Blocks(index, blocks, lasts[index]))
+                left[index], free, pieces[index] = left[index] - blocks, free - blocks, pieces[index] + 1
+            if lasts[index] and left[index]:
+                waiting.append(index)
+        for index in waiting:
             heapq.heappush(ready, index)
-        now, index = heapq.heappop(ending)
-        ended = [index]
-        while ending and ending[0][0] <= now * (1 + 1e-12):
-            ended.append(heapq.heappop(ending)[1])
-        for index in ended:
+        present = {piece.run for piece in running if disturbing[piece.run] and piece.left_s}
+        slow = [
+            max((slowdown(piece.run, other) for other in present - {piece.run}), default=1.0)
+            if slowed[piece.run]
+            else 1.0
+            for piece in running
+        ]
+        took = min(piece.left_s * each for piece, each in zip(running, slow, strict=True))
+        now += took
+        for piece, each in zip(running, slow, strict=True):
+            piece.left_s -= took / each
+        ended = [piece for piece in running if piece.left_s <= 1e-12 * now]
+        running = [piece for piece in running if piece.left_s > 1e-12 * now]
+        for piece in ended:
+            index, free = piece.run, free + piece.number
+            pieces[index] -= 1
+            if pieces[index] or (lasts[index] and left[index]):
+                continue
             done += 1
-            free += sms[index] if lasts[index] else 0
+            stops[index] = now
             for follower in after[index]:
                 open_[follower] -= 1
                 if not open_[follower]:
                     heapq.heappush(ready, follower)
-    return starts
+    return list(zip(starts, stops, strict=True))
 
 
 def _before(runs: tuple[LayerOp, ...]) -> list[set[int]]:

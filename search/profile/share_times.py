@@ -16,7 +16,7 @@ from jaxflow.model.composition import Composition
 from jaxflow.model.cost import find_device
 from jaxflow.model.graph import Graph, Op
 from pallas_kernels.gemm.fp8.tile_schedule import filled
-from search.profile.clock import ClockCard, ClockScaling, shipped_card, slowdown
+from search.profile.clock import ClockCard, ClockScaling, of_pair, shipped_card, slowdown
 from search.profile.modelled import SMS
 from search.profile.op_times import ATTENTION, Profile, seconds
 
@@ -79,6 +79,29 @@ class ShareTimes:
         if not self.profile.pairs:
             return self.card.overlap_slowdown if self.card else 1.0
         return self.root.overlap_slowdown if self.root else slowdown(self.profile, self.clocks)
+
+    @functools.cached_property
+    def pair_slowdowns(self) -> dict[tuple[str, str, int], float]:
+        """Return the slowdown of each measured pair: of a product, attention, and the SMs of the product."""
+        if self.root:
+            return self.root.pair_slowdowns
+        pairs = {
+            (pair.first, pair.second, pair.first_sms): of_pair(self.profile, self.clocks, pair)
+            for pair in self.profile.pairs
+            if pair.second in ATTENTION
+        }
+        return {key: max(1.0, lost) for key, lost in pairs.items() if lost is not None}
+
+    def slowdown_beside(self, one: tuple[str, int], other: tuple[str, int]) -> float:
+        """Return how many times as long an op takes beside another: the measured pair's slowdown, or the
+        median over the pairs.
+
+        one, other: an op's name and its SMs.
+        """
+        for (product, sms), (attention, _) in ((one, other), (other, one)):
+            if (product, attention, sms) in self.pair_slowdowns:
+                return self.pair_slowdowns[product, attention, sms]
+        return self.overlap_slowdown
 
     @property
     def copies(self) -> bool:

@@ -66,17 +66,25 @@ def _tp_report(model: str, fp8: bool, tp: int, suffix: str = "", **rest) -> Plan
     return PlansReport(**{"file": file, "model": model, "fp8": fp8, "tp": tp, "plans": plans} | rest)
 
 
-MEASURED_8B = "h200-llama-3.1-8b.json"
+# The first two reports ran older kernels of attention, those of the first profile. The later profile has the
+# kernels of the other reports.
+MEASURED_8B, LATER_8B = "h200-llama-3.1-8b.json", "h200-llama-3.1-8b-joules.json"
+MEASURED_8B_FP8 = "../../benchmarks/settings/h200-llama-3.1-8b-fp8-profile.json"
 LEAN = "llama-3.1-8b/bf16-lean/1024-512-92-40.json"
 ONE_GPU = {
     "8b": PlansReport(
         "h200/llama-3.1-8b/plans-bf16.json", plans=("llama-3.1-8b/bf16/*.json",), profile=MEASURED_8B
     ),
-    "8b-fp8": PlansReport("h200/llama-3.1-8b/plans-fp8.json", fp8=True, plans=("llama-3.1-8b/fp8/*.json",)),
+    "8b-fp8": PlansReport(
+        "h200/llama-3.1-8b/plans-fp8.json",
+        fp8=True,
+        plans=("llama-3.1-8b/fp8/*.json",),
+        profile=MEASURED_8B_FP8,
+    ),
     "8b-lean": PlansReport(
         "h200/llama-3.1-8b/plans-bf16-lean.json",
         plans=("llama-3.1-8b/bf16/*.json", "llama-3.1-8b/bf16-lean/*.json"),
-        profile=MEASURED_8B,
+        profile=LATER_8B,
     ),
     "8b-variants": PlansReport(
         "h200/llama-3.1-8b/plans-bf16-variants.json",
@@ -85,23 +93,29 @@ ONE_GPU = {
             "llama-3.1-8b/bf16-lean/*.json",
             "llama-3.1-8b/bf16-variants/*.json",
         ),
-        profile=MEASURED_8B,
+        profile=LATER_8B,
     ),
     "8b-traces": PlansReport(
         "h200/llama-3.1-8b/plans-bf16-traces.json",
         plans=("llama-3.1-8b/bf16/*.json", LEAN),
-        profile=MEASURED_8B,
+        profile=LATER_8B,
     ),
     "8b-fourth": PlansReport(
         "h200/llama-3.1-8b/plans-bf16-cuts.json",
         plans=(LEAN, "llama-3.1-8b/bf16-variants/*.json"),
-        profile=MEASURED_8B,
+        profile=LATER_8B,
     ),
     "8b-lean-fp8": PlansReport(
-        "h200/llama-3.1-8b/plans-fp8-lean.json", fp8=True, plans=("llama-3.1-8b/fp8-lean/*.json",)
+        "h200/llama-3.1-8b/plans-fp8-lean.json",
+        fp8=True,
+        plans=("llama-3.1-8b/fp8-lean/*.json",),
+        profile=MEASURED_8B_FP8,
     ),
     "8b-lean-fp8-lmsys": PlansReport(
-        "h200/llama-3.1-8b/plans-fp8-lean-lmsys.json", fp8=True, plans=("llama-3.1-8b/fp8-lean/*.json",)
+        "h200/llama-3.1-8b/plans-fp8-lean-lmsys.json",
+        fp8=True,
+        plans=("llama-3.1-8b/fp8-lean/*.json",),
+        profile=MEASURED_8B_FP8,
     ),
 }
 EIGHT_LAYERS = "h200/llama-3-70b/plans-tp2-fp8-8-layers.json"
