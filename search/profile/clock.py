@@ -6,11 +6,10 @@ counts cycles takes longer there: products, and streams limited by the intake of
 effect and the split of the SMs explain all interference between products and attention.
 
 A profile can be scaled to another clock (`ClockScaling`). What concurrent ops lose beyond SMs and clock is
-one number of a profile, the median over its pairs (NanoFlow §4.1.1). The loss of a pair is its time until
-both ops have ended, over the time of the slower op in isolation on its SMs at the pair's clock. In old
-profiles, whose pairs did not end together (`Pair.seconds`), this time follows from the performances, and
-attention's context from its share. Single pairs scatter, since a phase ends in a join and isolated times are
-interpolated; hence the median.
+the slowdown of their pair, or the median over the profile's pairs (NanoFlow §4.1.1). The slowdown of a pair
+is its time until both ops have ended, over the time of the slower op in isolation on its SMs at the pair's
+clock. In old profiles, whose pairs did not end together (`Pair.seconds`), this time follows from the
+performances, and attention's context from its share.
 """
 
 import dataclasses

@@ -1,8 +1,10 @@
-"""Op times on a part of the device's SMs, from a profile's isolated times and the slowdown of its pairs.
+"""Op times on a part of the device's SMs, from a profile's isolated times and the slowdowns of its pairs.
 
 NanoFlow's stage II has a table of the performance that concurrent ops keep (§4.1.1, Table 3). Here a
-concurrent op takes its isolated time on its SMs, times one slowdown: the median over the pairs
-(`search.profile.clock.slowdown`).
+concurrent op takes its isolated time on its SMs, times a slowdown. The simulation of a plan takes the
+slowdown of the measured pair where there is one (`ShareTimes.slowdown_beside`). A solver does not know yet
+what runs beside an op, and takes the median over the pairs (`search.profile.clock.slowdown`), as the
+simulation does for other pairs.
 """
 
 import bisect

@@ -206,11 +206,15 @@ def graph_8b_fp8() -> Graph:
 
 
 def share_times_8b() -> ShareTimes:
-    return _share_times(ONE_GPU["8b"], False, False, False)
+    return share_times_of(ONE_GPU["8b"])
+
+
+def share_times_of(report: PlansReport) -> ShareTimes:
+    return _share_times(report, False, False, False)
 
 
 def share_times_70b(profile: str) -> ShareTimes:
-    return _share_times(TWO_GPUS["70b-fp8"].with_profile(profile), False, False, False)
+    return share_times_of(TWO_GPUS["70b-fp8"].with_profile(profile))
 
 
 @functools.cache

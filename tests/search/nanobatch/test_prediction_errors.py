@@ -4,6 +4,7 @@ import dataclasses
 import statistics
 
 import measured_reports as measured
+import numpy as np
 import paths
 import pytest
 from measured_reports import (
@@ -18,9 +19,13 @@ from measured_reports import (
     sequential_of,
 )
 
+from jaxflow.model.checkpoints.checkpoint import open_checkpoint
+from jaxflow.pipeline.choice import between
 from jaxflow.pipeline.handwritten import sequential_plan
+from jaxflow.pipeline.plan import SHIPPED, load
+from search.nanobatch.correct import points, read_report
 from search.nanobatch.layer_tasks import StepShape
-from search.nanobatch.predict import outside_s
+from search.nanobatch.predict import outside_s, predict
 from search.nanobatch.simulate import simulate
 from search.profile.clock import ClockScaling, Governor, governor_of, of_kernels
 from search.profile.op_times import EXCHANGE, load_profile, seconds
@@ -75,6 +80,44 @@ def test_no_gain_is_predicted_above_its_margin_and_the_pick_is_near_the_best(nam
             assert step is sequential or sequential.seconds / step.seconds < (1 + step.margin) * gain
         assert lost(picked(steps), steps) < BOUNDS[name][3]
         assert name not in measured.ONE_GPU or picked(steps) is sequential
+
+
+SEARCHED_8B = "plans/h200/llama-3.1-8b/bf16-lean/1024-512-92-40.json"
+
+
+@pytest.mark.parametrize("path", sorted(SHIPPED.glob("*.json")), ids=lambda path: path.stem)
+def test_the_predictions_that_a_shipped_plan_has_are_within_7_percent(path):
+    """Compare them with every measured step of the plan over all layers, and with the sequential steps."""
+    plan, errors = load(path), []
+    if plan.predictions is None:
+        return
+    folder = measured.BENCHMARKS / "h200" / plan.target.model
+    for file in folder.glob("plans-*.json"):
+        report = read_report(str(file))
+        layers = open_checkpoint(plan.target.model, load_format="dummy").model_config.num_layers
+        if plan.target.fits(*report.kind) and report.num_layers in (None, layers):
+            for point in points(plan, report, str(file), by_name=True):
+                at = point.decode_tokens, point.mean_context_tokens
+                axes = plan.predictions.decode_tokens, plan.predictions.mean_context_tokens
+                for table, seconds in (
+                    (plan.predictions.sequential_s, point.sequential_s),
+                    (plan.predictions.step_s, point.sequential_s / point.gain),
+                ):
+                    errors.append(abs(between(*axes, table, *at) / seconds - 1))
+    assert errors and max(errors) < 0.07, errors
+
+
+def test_the_shipped_8b_plan_has_the_predictions_of_the_present_model():
+    """The file holds the predictions of this test, and `search correct` makes the shipped plan of it."""
+    plan, times = load(measured.BENCHMARKS / SEARCHED_8B), measured.share_times_of(REPORTS["8b-lean"])
+    shape = StepShape.steady_state(plan.tokens, 1024, 512)
+    made = predict(plan, times.graph, times, shape, device=H200, power=POWER)
+    assert made.decode_tokens == plan.predictions.decode_tokens and made.margin == plan.predictions.margin
+    for now, stored in (
+        (made.step_s, plan.predictions.step_s),
+        (made.sequential_s, plan.predictions.sequential_s),
+    ):
+        np.testing.assert_allclose(now, stored, rtol=1e-9)
 
 
 def test_bounds_cover_every_report():
