@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxflow.config import ConfigError, EngineConfig
 from jaxflow.engine.executor import Executor
 from jaxflow.engine.staged_executor import StagedExecutor
@@ -21,7 +23,10 @@ COMPARED = "plans with predictions and a sequential plan for comparison"
 @dataclasses.dataclass(frozen=True)
 class Step:
     """The times of one step on one clock: start and end of its enqueueing, and the arrival of its sampled
-    tokens."""
+    tokens.
+
+    bucket, decode_tokens, prefill_tokens: of all data-parallel ranks.
+    """
 
     bucket: int
     decode_tokens: int
@@ -44,10 +49,11 @@ def step_log(executor: Executor | StagedExecutor) -> Iterator[list[Step]]:
     run = executor.run
 
     def logged(layout, buffer, *args, **kwargs):
-        fields = layout.views(buffer)
-        decodes, tokens = int(fields["num_decodes"]), int((fields["token_rows"] >= 0).sum())
+        ranks = [layout.views(part) for part in np.split(buffer, executor.ranks)]
+        decodes = sum(int(fields["num_decodes"]) for fields in ranks)
+        tokens = sum(int((fields["token_rows"] >= 0).sum()) for fields in ranks)
         known = {
-            "bucket": layout.tokens,
+            "bucket": layout.tokens * executor.ranks,
             "decode_tokens": decodes,
             "prefill_tokens": tokens - decodes,
             "began_s": time.perf_counter(),

@@ -19,7 +19,7 @@ from jaxflow.config import ModelConfig
 from jaxflow.model.composition import Composition
 from jaxflow.model.cost import DEVICES, dense_parameters, find_device, optimal_throughput
 from jaxflow.model.energy import PeakRate, bound, known_rate, shipped_power
-from jaxflow.model.graph import BFLOAT16, EXPERT_WIDTHS, Widths, model_graph
+from jaxflow.model.graph import BFLOAT16, EXPERT_WIDTHS, Widths, Work, model_graph
 
 _BYTES = {
     "float8_e4m3fn": 1.0,
@@ -120,20 +120,38 @@ def of_step(
     power = shipped_power(device.name) if device else None
     if device is None or power is None or dtype not in power.flop:
         return {"fraction_of_bound": None, "binding": None}
-    graph = model_graph(
-        model,
-        tp,
-        Widths(
-            weights=_BYTES.get(narrow or dtype, 2.0),
-            kv=_BYTES.get(engine["kv_cache_dtype"], 2.0),
-            expert_weights=EXPERT_WIDTHS.get(narrow or "", BFLOAT16).expert_weights,
-        ),
+    widths = Widths(
+        weights=_BYTES.get(narrow or dtype, 2.0),
+        kv=_BYTES.get(engine["kv_cache_dtype"], 2.0),
+        expert_weights=EXPERT_WIDTHS.get(narrow or "", BFLOAT16).expert_weights,
     )
-    limit = bound(graph.work(step), device, power, dtype)
+    work = device_work(model, tp, engine.get("data_parallel_size", 1), widths, step)
+    limit = bound(work, device, power, dtype)
     # Every pipeline stage runs a step of its own at the same time.
     in_flight = engine.get("pipeline_parallel_size", 1)
     fraction = limit.longest_s * tokens_per_s / step.tokens / in_flight
     return {"fraction_of_bound": fraction, "binding": limit.binding}
+
+
+def device_work(model: ModelConfig, tp: int, ranks: int, widths: Widths, step: Composition) -> Work:
+    """Return the mean work of a device in a step of all data-parallel ranks.
+
+    A rank computes its own tokens, and reads all weights but the experts. The experts of a layer serve the
+    tokens of all ranks, and each device computes an equal part of them. The rows that ranks send for experts
+    are not counted.
+    """
+    graph = model_graph(model, tp, widths)
+    if ranks == 1:
+        return graph.work(step)
+    one = Composition(
+        step.decode_tokens / ranks,
+        step.decode_keys,
+        tuple((n / ranks, start + (n - n / ranks) / 2) for n, start in step.chunks),  # of the same mean keys
+        step.count("samples") / ranks,
+    )
+    own = sum((op.work(one) for op in graph.ops() if not op.experts), Work())
+    shared = sum((op.work(step) for op in model_graph(model, 1, widths).ops() if op.experts), Work())
+    return own + shared * (1 / (tp * ranks))
 
 
 def of_run(

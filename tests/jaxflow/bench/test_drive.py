@@ -76,6 +76,9 @@ def test_driving_no_requests_returns_at_once():
     assert drive(Echo(), [])[0] == []
 
 
+BUFFER = np.zeros(4, np.int32)
+
+
 class FakeTokens:
     def __init__(self, ready_s):
         self.ready_s = ready_s
@@ -97,6 +100,8 @@ class FakePending:
 
 
 class FakeExecutor:
+    ranks = 1
+
     def run(self, layout, buffer, appends, *, full):
         return FakePending(FakeTokens(time.perf_counter() + 0.01))
 
@@ -104,12 +109,12 @@ class FakeExecutor:
 def test_step_log_records_every_step_and_restores_the_executor():
     executor = FakeExecutor()
     with steps.step_log(executor) as log:
-        pending = executor.run(FakeLayout(), None, None, full=False)
+        pending = executor.run(FakeLayout(), BUFFER, None, full=False)
         assert isinstance(pending, FakePending)
-        executor.run(FakeLayout(), None, None, full=True)
+        executor.run(FakeLayout(), BUFFER, None, full=True)
     assert [(s.bucket, s.decode_tokens, s.prefill_tokens) for s in log] == [(8, 2, 3)] * 2
     assert all(step.done_s >= step.enqueued_s + 0.009 and step.enqueued_s >= step.began_s for step in log)
-    executor.run(FakeLayout(), None, None, full=False)
+    executor.run(FakeLayout(), BUFFER, None, full=False)
     assert len(log) == 2 and "run" not in vars(executor)
 
 

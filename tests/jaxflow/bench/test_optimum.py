@@ -12,7 +12,7 @@ from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.composition import Composition
 from jaxflow.model.cost import DEVICES
 from jaxflow.model.energy import bound, shipped_power
-from jaxflow.model.graph import EXPERT_WIDTHS, model_graph
+from jaxflow.model.graph import BFLOAT16, EXPERT_WIDTHS, model_graph
 
 LLAMA = ModelConfig("llama", 128256, 4096, 32, 8, 128, 14336, (Layer(rope=Rope(500000.0)),) * 32, 8192)
 POWER = shipped_power("H200")
@@ -64,3 +64,28 @@ def test_the_bound_counts_the_bytes_of_experts_in_a_format_of_their_own(quantiza
     assert POWER is not None
     least = bound(model_graph(model, 1, widths).work(step), DEVICES["H200"], POWER)
     assert found["fraction_of_bound"] == pytest.approx(least.longest_s * 1e4 / 64)
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_data_parallel_ranks_share_the_work_of_the_experts(ranks):
+    """Ranks together do the operations of one device, read the experts once, and the other weights each."""
+    model = open_checkpoint("qwen3-30b-a3b", load_format="dummy").model_config
+    step = Composition(decode_tokens=512, decode_keys=1280, chunks=((1024.0, 100.0),))
+    graph = model_graph(model)
+    one, found = graph.work(step), optimum.device_work(model, 1, ranks, BFLOAT16, step)
+    experts = sum(op.work(step).weight_bytes for op in graph.ops() if op.experts)
+    assert ranks * found.flops == pytest.approx(one.flops)
+    others = one.weight_bytes - experts
+    assert ranks * found.weight_bytes == pytest.approx(
+        experts + ranks * others, rel=1e-3
+    )  # a token has one embedding
+    settings = EngineConfig(
+        "m",
+        dtype="bfloat16",
+        kv_cache_dtype="bfloat16",
+        data_parallel_size=ranks,
+        enable_expert_parallel=True,
+    )
+    reached = optimum.of_step(model, dataclasses.asdict(settings), "NVIDIA H200", step, 1e4)
+    assert POWER is not None
+    assert reached["fraction_of_bound"] == bound(found, DEVICES["H200"], POWER).longest_s * 1e4 / step.tokens

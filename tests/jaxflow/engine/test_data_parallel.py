@@ -14,6 +14,7 @@ import toy
 from test_goldens import ONE_SIZE, check, requests
 
 from jaxflow import LLM, SamplingParams
+from jaxflow.bench.engine.steps import step_log
 from jaxflow.config import ConfigError, EngineConfig, ParallelConfig
 from jaxflow.engine import ranked_loop
 from jaxflow.engine.driver import Driver
@@ -75,6 +76,14 @@ def drawn_requests(count: int = 12) -> list[Request]:
         )
         for i, kind in zip(range(count), itertools.cycle(kinds))
     ]
+
+
+def test_the_step_log_counts_the_tokens_of_all_ranks():
+    engine = toy.ranked_loop(MODEL, 2)
+    with step_log(engine.executor) as log:
+        toy.run(engine, drawn_requests(7))
+    found = [(step.bucket, step.decode_tokens, step.prefill_tokens) for step in log]
+    assert found == [(step.bucket, step.decode_tokens, step.prefill_tokens) for step in engine.log.steps]
 
 
 def same(found: dict[str, toy.Result], wanted: dict[str, toy.Result]) -> None:
