@@ -14,16 +14,24 @@ LEAST = 1e-30  # lower bound of a divisor: a row with only -inf scores gets the 
 _MOST_OVER = 100.0  # an attention sink counts as at most so many powers of two above a row's maximum
 
 
-def check_pages(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, kinds: tuple, groups: int = 1) -> None:
+def check_pages(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    kinds: tuple,
+    groups: int = 1,
+    widths: tuple = (64, 128, 256),
+) -> None:
     """Check queries [_, N, H] and pages [P, K, 64, H] (8-bit values: [P, K, H, 64]) against the kernels'
     limits.
 
     kinds: accepted dtypes of the pages. groups: groups of heads with their own pages, which then hold K /
-    groups heads. Raises: ValueError.
+    groups heads. widths: accepted head widths. Raises: ValueError.
     """
     (_, n, h), (p, kv, s, width) = q.shape, k_pages.shape
-    if h not in (64, 128, 256) or width != h:
-        raise ValueError(f"head width {h} (pages: {width}): accepted are 64, 128 or 256, the same in both")
+    if h not in widths or width != h:
+        accepted = ", ".join(map(str, widths))
+        raise ValueError(f"head width {h} (pages: {width}): accepted are {accepted}, the same in both")
     dtypes = [x.dtype for x in (q, k_pages, v_pages)]
     if q.dtype != jnp.bfloat16 or k_pages.dtype != v_pages.dtype or k_pages.dtype not in kinds:
         names = " or both ".join(jnp.dtype(kind).name for kind in kinds)

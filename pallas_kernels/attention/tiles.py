@@ -7,6 +7,10 @@ import dataclasses
 
 from pallas_kernels.hopper.limits import SMEM_BYTES, SMS
 
+WIDTHS = (64, 128, 256, 512)  # head widths
+# The widest heads, and their most query heads for each KV head in decode attention. The sums of 16 query
+# heads of 512 columns, and the product to add, would spill registers.
+WIDEST, WIDEST_GROUP = 512, 8
 FEW_SMS = 64  # up to this number of SMs, the throughput of an SM limits the kernel, not the memory
 
 
@@ -72,6 +76,8 @@ def decode_tile(
         blocks = (SMEM_BYTES - 2 * 1024 - workers * extra) // (workers * block)
         return DecodeTile(workers=workers, blocks=min(12, blocks), pages=pages)
 
+    if head_width == WIDEST:  # a page has 64 KiB, so that few pages fit
+        return fill(1, 1)
     if e4m3 and head_width <= 128 and cols <= 16:
         return fill(4 if cols == 8 else 3, 1)
     if not e4m3 and sms <= FEW_SMS and cols <= 16 and fill(3, 1).blocks >= 4:
@@ -83,7 +89,8 @@ def decode_tile(
 
 @dataclasses.dataclass(frozen=True)
 class ChunkTile:
-    """A tile of chunk attention: two compute warpgroups with 64 query rows each.
+    """A tile of chunk attention: two compute warpgroups with 64 query rows each, or with half of the columns
+    of 64 rows each.
 
     keys: keys in a step, 64 or 128. stages: steps of K and V in flight. queries: query tiles in shared
     memory; with 2 the next tile's queries are copied during the current tile.
@@ -92,15 +99,13 @@ class ChunkTile:
     keys: int
     stages: int
     queries: int = 2
-
-    @property
-    def rows(self) -> int:
-        """Return the query rows of a tile."""
-        return 128
+    rows: int = 128
 
 
 def chunk_tile(head_width: int, itemsize: int = 2) -> ChunkTile:
     """Return the tile for a head width: as many keys a step as registers and shared memory hold."""
+    if head_width == WIDEST:  # see `pallas_kernels.attention.chunk.wide`
+        return ChunkTile(keys=64, stages=1, queries=1, rows=64)
     if head_width == 256:
         return ChunkTile(keys=64, stages=2, queries=1)
     return ChunkTile(keys=128, stages=4 if head_width == 64 else 2 if itemsize == 2 else 3)

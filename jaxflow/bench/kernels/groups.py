@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from jaxflow.bench.kernels import attention, experts, gemm, latent, pointwise, sparse, step
+from jaxflow.bench.kernels import attention, experts, gemm, latent, pointwise, sparse, step, wide
 from jaxflow.bench.kernels.case import KernelGroup
 
 _FIRST = (
@@ -28,6 +28,7 @@ GROUPS = _by_importance(
         *attention.GROUPS,
         *sparse.GROUPS,
         *latent.GROUPS,
+        *wide.GROUPS,
         *gemm.GROUPS,
         *experts.GROUPS,
         *pointwise.GROUPS,

@@ -25,8 +25,10 @@ from pallas_kernels.attention.chunk.rows import (
     WIDTH,
     RowConstants,
     attend_rows,
+    fill_gaps,
     store_rows,
 )
+from pallas_kernels.attention.chunk.wide import WideForm, wide_chunk_attention
 from pallas_kernels.attention.chunk.work_list import ChunkWork, block_of, chunk_work
 from pallas_kernels.attention.paged import (
     LONGEST,
@@ -38,7 +40,7 @@ from pallas_kernels.attention.paged import (
     check_unified_max,
     flat,
 )
-from pallas_kernels.attention.tiles import ChunkTile, chunk_tile, int8_chunk_tile
+from pallas_kernels.attention.tiles import WIDEST, WIDTHS, ChunkTile, chunk_tile, int8_chunk_tile
 from pallas_kernels.hopper.layouts import LANE, LOG2E, pad_rows, swizzled
 from pallas_kernels.hopper.limits import sms_of
 
@@ -69,7 +71,8 @@ def chunk_attention(
     The reference implementation is `pallas_kernels.attention.chunk.reference.chunk_attention`.
 
     Args:
-      q: [T, N, H] bfloat16, H 64, 128 or 256.
+      q: [T, N, H] bfloat16, H 64, 128, 256 or 512. With H = 512 the cache is bfloat16, without spans and sink
+        logits, and rows always have the running maximum (`wide`).
       k_pages, v_pages: [P, K, 64, H] bfloat16, or float8_e4m3fn or int8 (H 64 or 128) [P, K, 64, H] and [P,
         K, H, 64]. The pages already hold the chunks' keys and values.
       page_table: [R, MP] int32; entries of pages without visible keys and past a sequence's last page are
@@ -98,7 +101,7 @@ def chunk_attention(
     (t, n, h), held, e4m3 = q.shape, k_pages.shape[1], k_pages.dtype == jnp.float8_e4m3fn
     groups = page_table.shape[0] if page_table.ndim == 3 else 1
     kv, int8 = held * groups, k_pages.dtype == jnp.int8
-    check_pages(q, k_pages, v_pages, (jnp.bfloat16, jnp.float8_e4m3fn, jnp.int8), groups)
+    check_pages(q, k_pages, v_pages, (jnp.bfloat16, jnp.float8_e4m3fn, jnp.int8), groups, WIDTHS)
     check_scales(k_pages, k_scale, v_scale, groups)
     check_unified_max(unified_max)
     if int8 and h > 128:
@@ -115,6 +118,14 @@ def chunk_attention(
     sms = sms_of(sms)
     tile = tile or (int8_chunk_tile(h) if int8 else chunk_tile(h, k_pages.dtype.itemsize))
     work = chunk_work(chunks, t, tile, window, spans, sinks) if work is None else work
+    if h == WIDEST:
+        if k_pages.dtype != jnp.bfloat16 or spans is not None or sink_logits is not None:
+            raise ValueError(
+                f"head width {h} with a cache of {k_pages.dtype}, spans or sink logits: accepted is bfloat16 "
+                "without them"
+            )
+        form = WideForm(n, kv, sms, scale, window, soft_cap, interpret is not None)
+        return wide_chunk_attention(q, k_pages, v_pages, page_table, work, form, interpret)
     rows = RowConstants(
         group=n // kv,
         tile=tile,
@@ -297,7 +308,7 @@ def _attend(
         # Clear before the gaps, whose barrier ensures that no warp marks what another has yet to clear.
         if not rows.e4m3:
             _clear_marks(scratch["again"], wg, jnp.minimum(rounds, MARKS))
-        _fill_gaps(gaps_ref, count_ref[1], scratch["o_s"].at[wg, 0], o_ref, cta * 2 + wg, sms * 2)
+        fill_gaps(gaps_ref, count_ref[1], scratch["o_s"].at[wg, 0], o_ref, cta * 2 + wg, sms * 2)
         carry = for_items(functools.partial(visit, running=rows.e4m3), (jnp.int32(0), jnp.int32(0)))
         if not rows.e4m3:
             plgpu.barrier_arrive(scratch["decided"])
@@ -400,21 +411,3 @@ def _clear_marks(again, wg, rounds):
     @pl.loop(0, rounds)
     def _(i):
         again[wg, i] = jnp.int32(0)
-
-
-def _fill_gaps(gaps_ref, gaps, zeros, o_ref, worker, workers):
-    """Set rows outside all chunks to zero, one copy a row, divided among the workers."""
-    zeros[...] = plgpu.layout_cast(jnp.zeros(zeros.shape, zeros.dtype), plgpu.Layout.WGMMA)
-    plgpu.commit_smem()
-
-    @pl.loop(0, gaps)
-    def _(gap):
-        first, rows = gaps_ref[gap, 0], gaps_ref[gap, 1]
-
-        @pl.loop(worker, rows, step=workers)
-        def _(row):
-            for at in range(0, o_ref.shape[1], HALF):
-                part = min(HALF, o_ref.shape[1] - at)
-                plgpu.copy_smem_to_gmem(zeros.at[pl.ds(0, part)], o_ref.at[first + row, pl.ds(at, part)])
-
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -340,17 +340,17 @@ def _mark_rows(total, bound, place, again, interpret):
 
 
 def store_rows(out, o_s, o_ref, head, first, begin, end):
-    """Write rows begin .. end of out [64, H] to o_ref from row first + begin on, through two slots of 64
-    columns.
+    """Write rows begin .. end of out [64, H] to o_ref from row first + begin on, through the slots of o_s,
+    [slots, 64, 64].
     """
     whole = (begin <= 0) & (end >= HALF)
-    columns = out.shape[1] // WIDTH
+    columns, slots = out.shape[1] // WIDTH, o_s.shape[0]
     for i in range(columns):
-        slot, column = o_s.at[i % 2], head * columns + i
+        slot, column = o_s.at[i % slots], head * columns + i
 
         @pl.when(whole)
         def _():
-            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+            plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
 
         @pl.when(jnp.logical_not(whole))
         def _():
@@ -368,6 +368,24 @@ def store_rows(out, o_s, o_ref, head, first, begin, end):
             @pl.loop(jnp.maximum(begin, 0), jnp.clip(end, jnp.maximum(begin, 0), HALF))
             def _(row):
                 plgpu.copy_smem_to_gmem(slot.at[pl.ds(row, 1)], o_ref.at[pl.ds(first + row, 1), column])
+
+
+def fill_gaps(gaps_ref, gaps, zeros, o_ref, worker, workers):
+    """Set rows outside all chunks to zero, one copy a row, divided among the workers."""
+    zeros[...] = plgpu.layout_cast(jnp.zeros(zeros.shape, zeros.dtype), plgpu.Layout.WGMMA)
+    plgpu.commit_smem()
+
+    @pl.loop(0, gaps)
+    def _(gap):
+        first, rows = gaps_ref[gap, 0], gaps_ref[gap, 1]
+
+        @pl.loop(worker, rows, step=workers)
+        def _(row):
+            for at in range(0, o_ref.shape[1], HALF):
+                part = min(HALF, o_ref.shape[1] - at)
+                plgpu.copy_smem_to_gmem(zeros.at[pl.ds(0, part)], o_ref.at[first + row, pl.ds(at, part)])
+
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def _blank_block(v, first, keys, wg, blanked, r: RowConstants):

@@ -32,7 +32,14 @@ from pallas_kernels.attention.paged import (
     check_unified_max,
     flat,
 )
-from pallas_kernels.attention.tiles import DecodeTile, decode_tile, wgmma_columns
+from pallas_kernels.attention.tiles import (
+    WIDEST,
+    WIDEST_GROUP,
+    WIDTHS,
+    DecodeTile,
+    decode_tile,
+    wgmma_columns,
+)
 from pallas_kernels.hopper.layouts import LANE, LOG2E, pad_rows
 from pallas_kernels.hopper.limits import sms_of
 
@@ -65,7 +72,8 @@ def decode_attention(
     The reference implementation is `pallas_kernels.attention.decode.reference.decode_attention`.
 
     Args:
-      q: [T, N, H] bfloat16, H 64, 128 or 256; N / K from 1 to 16. The first B rows belong to the sequences.
+      q: [T, N, H] bfloat16, H 64, 128, 256 or 512; N / K from 1 to 16. With H = 512 N / K is at most 8, and
+        the cache is bfloat16. The first B rows belong to the sequences.
         B is an upper bound: a row of length 0 costs only the store of its zeros.
       k_pages, v_pages: [P, K, 64, H] bfloat16, or [P, K, 64, H] and [P, K, H, 64] float8_e4m3fn or int8.
       page_table: [B, MP] int32; entries of pages without visible keys and past a row's length are never
@@ -97,7 +105,12 @@ def decode_attention(
     """
     (t, n, h), b, groups = q.shape, lengths.shape[0], page_table.shape[0] if page_table.ndim == 3 else 1
     kv = k_pages.shape[1] * groups
-    check_pages(q, k_pages, v_pages, (jnp.bfloat16, jnp.float8_e4m3fn, jnp.int8), groups)
+    check_pages(q, k_pages, v_pages, (jnp.bfloat16, jnp.float8_e4m3fn, jnp.int8), groups, WIDTHS)
+    if h == WIDEST and (k_pages.dtype != jnp.bfloat16 or n // kv > WIDEST_GROUP):
+        raise ValueError(
+            f"head width {h} with a cache of {k_pages.dtype} and {n // kv} query heads for each KV head: "
+            f"accepted are bfloat16 and up to {WIDEST_GROUP}"
+        )
     check_spans(spans, sinks, window, b, kv)
     check_sink_logits(sink_logits, n, k_pages)
     if b > t or (into is not None and (into.shape != q.shape or into.dtype != q.dtype)):

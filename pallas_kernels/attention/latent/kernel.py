@@ -20,25 +20,28 @@ import types
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm
 
 from pallas_kernels.attention.chunk.registers import rescaled
 from pallas_kernels.attention.latent.work_list import HEADS, walk
 from pallas_kernels.attention.paged import LEAST, LOWEST, PAGE, blank
+from pallas_kernels.attention.two_halves import (
+    REGISTERS,
+    ROW,
+    WGMMA,
+    add_products,
+    by_row,
+    column_blocks,
+    full_rows,
+    hidden_zero,
+    no_sums,
+    soften,
+)
 from pallas_kernels.hopper.layouts import LOG2E, swizzled
 
 ROTARY = 64  # columns of a rotary key
 SLOTS = 2  # pages in shared memory
-# Registers of a thread of each warpgroup. The four warpgroups have 512 together.
-REGISTERS = {"scores": 128, "values": 176, "copies": 32}
-COLUMNS = 128  # columns of a wgmma's output, because ptxas compiles 256 only for fewer than 512 threads
-_SLACK = 8.0  # A row's maximum moves only for a score above it by 2^8, so most pages rescale no output.
 _NEVER = 1e30  # the maximum of rows without a head, whose weights become 0
-_WGMMA = plgpu.Layout.WGMMA
-_ROW = _WGMMA.reduce(1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,11 +67,6 @@ class Form:
     def half(self) -> int:
         """Return the columns of one warpgroup's values."""
         return self.rank // 2
-
-    @property
-    def blocks(self) -> list[tuple[int, int]]:
-        """Return (first column, columns) of the products of one warpgroup's values."""
-        return [(column, min(COLUMNS, self.half - column)) for column in range(0, self.half, COLUMNS)]
 
 
 def scratch(form: Form) -> dict:
@@ -157,60 +155,24 @@ def _copy_pages(r, form: Form, worker, tile):
         plgpu.barrier_wait(r.page_empty.at[lax.rem(index, jnp.int32(SLOTS))])
 
 
-def _by_row(x, shape):
-    return lax.broadcast_in_dim(x, shape, [0])
-
-
 def _start_of_rows(form: Form):
     """Return (maximum [64], sums of weights by column modulo 8 [64, 8]) before the first page."""
-    head = plgpu.broadcasted_iota(jnp.int32, (HEADS,), 0, layout=_ROW)
-    full = lambda x: plgpu.layout_cast(jnp.full((HEADS,), x, jnp.float32), _ROW)
-    top = full(LOWEST) if form.rows == HEADS else jnp.where(head < form.rows, full(LOWEST), full(_NEVER))
-    return top, plgpu.layout_cast(jnp.zeros((HEADS, 8), jnp.float32), _WGMMA)
+    head = plgpu.broadcasted_iota(jnp.int32, (HEADS,), 0, layout=ROW)
+    top = full_rows(LOWEST)
+    return top if form.rows == HEADS else jnp.where(head < form.rows, top, full_rows(_NEVER)), no_sums()
 
 
 def _weights(scores, keys, top, total, form: Form):
-    """Return (maximum, sums, factor of the earlier outputs, weights [64, keys])
-    after a page, in powers of two.
-
-    keys: the written keys of the page.
-    """
-    key = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=_WGMMA)
-    scores = jnp.where(key < keys, scores * (form.scale * LOG2E), -jnp.inf)
-    highest = scores.max(axis=1)
-    new_top = jnp.where(highest > top + _SLACK, highest, top)
-    keep = jnp.exp2(top - new_top)
-    weights = jnp.exp2(scores - _by_row(new_top, scores.shape))
-    total = total * _by_row(keep, total.shape)
-    for column in range(0, PAGE, 8):
-        total = total + weights[:, column : column + 8]
-    return new_top, total, keep, weights
-
-
-def _hidden_zero(interpret: bool):
-    """Return 0 that the compiler does not know.
-
-    The compiler would otherwise keep the queries' 32 addresses in registers across
-    the loop over pages, and spill.
-    """
-    if interpret:
-        return jnp.int32(0)
-    scalar = plgpu.Layout.WG_SPLAT(())
-
-    @plgpu.inline_mgpu(return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=scalar))
-    def zero(_):
-        i32 = ir.IntegerType.get_signless(32)
-        found = llvm.inline_asm(i32, [], "mov.b32 $0, 0;", "=r", has_side_effects=True)
-        return mgpu.FragmentedArray.splat(found, (), is_signed=True)
-
-    return zero()  # pyright: ignore[reportCallIssue]
+    """Return `soften` of a page's products, of which `keys` keys are written."""
+    key = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=WGMMA)
+    return soften(jnp.where(key < keys, scores * (form.scale * LOG2E), -jnp.inf), top, total)
 
 
 def _score_pages(r, form: Form, worker, tile):
     """Compute the weights of the worker's pages, and the level of each part of a row."""
 
     def scores_of(slot):
-        nothing = _hidden_zero(form.interpret)
+        nothing = hidden_zero(form.interpret)
 
         def product(acc):
             for half in range(2):
@@ -268,34 +230,17 @@ def _begun(page):
     return jnp.where(page == 0, jnp.int32(1), jnp.int32(0))
 
 
-def _add_products(out, weights, values, form: Form):
-    """Return out + weights @ values, by blocks of columns, in place in out's registers.
-
-    The interpreter has no such accumulator.
-    """
-    parts = [values.at[:, pl.ds(column, width)] for column, width in form.blocks]
-    if form.interpret:
-        wide = weights[...].astype(jnp.float32)
-        return [x + jnp.dot(wide, part[...].astype(jnp.float32)) for x, part in zip(out, parts, strict=True)]
-
-    def multiply(accs):
-        for acc, part in zip(accs, parts, strict=True):
-            plgpu.wgmma(acc, weights, part)
-
-    return pl.run_state(multiply)([plgpu.ACC.init(x) for x in out])
-
-
 def _sum_values(r, form: Form, worker, tile, half):
     """Sum the weighted values of half of the columns, and write them: to `o`
     for a whole row, else to `parts`.
     """
     place, shape = r.q_s.at[half], (HEADS, form.half)
     if form.rows < HEADS:  # the rows without a head stay 0: outputs of 0 follow from weights of 0
-        place[...] = plgpu.layout_cast(jnp.zeros(shape, jnp.bfloat16), _WGMMA)
+        place[...] = plgpu.layout_cast(jnp.zeros(shape, jnp.bfloat16), WGMMA)
 
         @pl.when(half == 0)
         def _():
-            r.q_rope_s[...] = plgpu.layout_cast(jnp.zeros((HEADS, ROTARY), jnp.bfloat16), _WGMMA)
+            r.q_rope_s[...] = plgpu.layout_cast(jnp.zeros((HEADS, ROTARY), jnp.bfloat16), WGMMA)
 
         plgpu.commit_smem()
     plgpu.barrier_arrive(r.q_empty)
@@ -306,7 +251,7 @@ def _sum_values(r, form: Form, worker, tile, half):
         values, keys = r.latent_s.at[slot, half], last - i * PAGE
         plgpu.barrier_wait(r.page_full.at[slot])
         plgpu.barrier_wait(r.weights_full)
-        keep, total = (plgpu.load(r.factors_s.at[n], layout=_ROW, optimized=False) for n in range(2))
+        keep, total = (plgpu.load(r.factors_s.at[n], layout=ROW, optimized=False) for n in range(2))
         out = [rescaled(x, keep, form.interpret) for x in out]
 
         @pl.when(keys < PAGE)
@@ -314,21 +259,22 @@ def _sum_values(r, form: Form, worker, tile, half):
             blank(values, keys)
             plgpu.commit_smem()
 
-        out = _add_products(out, r.weights_s, values, form)
+        out = add_products(out, r.weights_s, values, form.interpret)
         plgpu.barrier_arrive(r.page_empty.at[slot])
         plgpu.barrier_arrive(r.weights_empty)
         return out, total, index + 1
 
     def visit(index, row, page, here, pages, length, _):
         zeros = [
-            plgpu.layout_cast(jnp.zeros((HEADS, width), jnp.float32), _WGMMA) for _, width in form.blocks
+            plgpu.layout_cast(jnp.zeros((HEADS, width), jnp.float32), WGMMA)
+            for _, width in column_blocks(form.half)
         ]
-        total = plgpu.layout_cast(jnp.zeros((HEADS,), jnp.float32), _ROW)
+        total = full_rows(0.0)
         one = functools.partial(step, last=length - page * PAGE)
         out, total, index = lax.fori_loop(0, here, one, (zeros, total, index))
         total = jnp.maximum(total, LEAST)
-        for (column, width), x in zip(form.blocks, out, strict=True):
-            place.at[:, pl.ds(column, width)][...] = (x / _by_row(total, x.shape)).astype(jnp.bfloat16)
+        for (column, width), x in zip(column_blocks(form.half), out, strict=True):
+            place.at[:, pl.ds(column, width)][...] = (x / by_row(total, x.shape)).astype(jnp.bfloat16)
         plgpu.commit_smem()
         columns = pl.ds(half * form.half, form.half)
 

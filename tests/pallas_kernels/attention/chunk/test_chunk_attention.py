@@ -82,6 +82,8 @@ def test_every_token_is_in_one_tile_that_reads_the_keys_it_sees(gaps, window):
         (IN_SECOND_PAGES, 24, 1, 1, 64, {"window": 16}),
         ([(0, 8, 0, 90)], 8, 1, 1, 64, {"scale": -0.1}),
         ([(0, 8, 0, 90)], 8, 1, 1, 64, {"scale": 0.0, "unified_max": jnp.asarray([1.0, 20.0])}),
+        ([(5, 70, 0, 70), (80, 9, 1, 0)], 96, 2, 1, 512, {}),
+        ([(0, 9, 0, 150)], 24, 1, 1, 512, {"window": 70, "soft_cap": 20.0, "scale": -0.1}),
     ],
 )
 def test_chunk_attention_equals_its_reference(chunks, tokens, heads, kv_heads, width, extra):
@@ -255,6 +257,10 @@ def test_rows_whose_scores_are_all_minus_infinity_become_0(dtype, unified_max):
             {"dtype": jnp.int8, "q": (8, 8, 256), "pages": (9, 2, 64, 256), **INT8_SCALES},
             "head width 256 of a cache of int8: accepted are 64 or 128",
         ),
+        (
+            {"dtype": jnp.int8, "q": (8, 8, 512), "pages": (9, 2, 64, 512), **INT8_SCALES},
+            "head width 512 of a cache of int8",
+        ),
         ({"unified_max": jnp.ones(3)}, r"unified_max \[3\]: accepted is \[2\]"),
         ({"unified_max": jnp.ones(1)}, r"unified_max \[1\]: accepted is \[2\]"),
         ({"chunks": (1, 3)}, r"chunks \[1, 3\]: .* \[C, 4\]"),
@@ -328,6 +334,17 @@ def test_for_the_h200_it_uses_its_units(heads, kv_heads, width, dtype, extra, tm
         )
 
     compiled_with(fn, shapes(2048, heads, kv_heads, width, pages=2**18, dtype=dtype), tmp_path, monkeypatch)
+
+
+def test_heads_of_512_columns_spill_nothing_on_the_h200(tmp_path, monkeypatch):
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
+    inputs = shapes(2048, 16, 2, 512, pages=2**17)
+    compiled = compile_for_h200(functools.partial(chunk_attention, scale=1.0), *abstract(h200_mesh(), inputs))
+    assert compiled.machine_code
+    assert not any(compiled.copies(x.shape) for x in inputs[:3])
+    logs = [path.read_text(errors="replace") for path in tmp_path.glob("wide_chunk*.ptxas")]
+    spilled = [re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log) for log in logs]
+    assert [set(found) for found in spilled] == [{("0", "0")}]
 
 
 @pytest.mark.slow

@@ -170,6 +170,7 @@ def into(rows, heads, width):
             {"window": 7, "scale": -0.1, "unified_max": jnp.asarray([0.0, 8.0])},
         ),
         ([200, 5, 120], 4, 2, 64, DecodeTile(2, 4), E4M3, {"window": 70, "scale": 0.0}),
+        ([70, 0, 130], 8, 2, 512, DecodeTile(1, 3, pages=1), jnp.bfloat16, {"sms": 2}),  # Gemma 4's widest
     ],
 )
 def test_decode_attention_equals_its_reference(lengths, heads, kv_heads, width, tile, dtype, extra):
@@ -242,7 +243,7 @@ def test_rows_outside_the_unified_max_value_equal_the_reference(unified_max, dty
 
 @pytest.mark.parametrize("sms", [28, 132])
 @pytest.mark.parametrize("itemsize", [1, 2])
-@pytest.mark.parametrize("width", [64, 128, 256])
+@pytest.mark.parametrize("width", [64, 128, 256, 512])
 @pytest.mark.parametrize("group", [1, 5, 8, 16])
 def test_a_tile_has_pages_enough_for_a_round(itemsize, width, group, sms):
     tile = decode_tile(width, group, itemsize, sms)
@@ -261,6 +262,7 @@ def test_a_tile_has_pages_enough_for_a_round(itemsize, width, group, sms):
     [
         ({"q": (2, 8, 96)}, "head width 96"),
         ({"q": (2, 34, 64)}, "34 query heads over 2"),
+        ({"q": (2, 18, 512), "pages": (9, 2, 64, 512)}, "bfloat16 and up to 8"),
         ({"q": (2, 7, 64)}, "7 query heads over 2"),
         ({"pages": (9, 2, 16, 64)}, "pages"),
         ({"dtype": jnp.float32}, "bfloat16"),
@@ -339,6 +341,7 @@ FORMS = [
         {"window": 4096, "soft_cap": 50.0},
     ),  # two workers, as heads of 128 have with half of this output
     (32, 8, 128, E4M3, {}),  # Llama 8B's: four workers, so the fewest registers
+    (16, 2, 512, jnp.bfloat16, {}),  # Gemma 4's widest
     (64, 8, 128, E4M3, {"unified_max": jnp.ones(2)}),  # three workers
     (32, 8, 128, INT8, {"unified_max": jnp.ones(2)}),
     (
