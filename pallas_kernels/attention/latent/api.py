@@ -22,6 +22,7 @@ from pallas_kernels.attention.latent.work_list import (
     head_tiles,
     latent_work,
     latent_workers,
+    tokens_together,
 )
 from pallas_kernels.attention.paged import PAGE, flat
 from pallas_kernels.hopper.layouts import LANE
@@ -49,8 +50,8 @@ def list_chunk_work(chunks: jax.Array, tokens: int, *, heads: int, sms: int | No
 
     heads: query heads of one device. sms: as for `chunk_attention`.
     """
-    lengths, table_rows = chunk_rows(chunks, tokens)
-    return latent_work(lengths, latent_workers(heads, sms), table_rows)
+    lengths, of_rows = chunk_rows(chunks, tokens, tokens_together(heads))
+    return latent_work(lengths, latent_workers(heads, sms), of_rows)
 
 
 def decode_attention(
@@ -91,7 +92,7 @@ def decode_attention(
     if page_table.ndim != 2 or page_table.shape[0] != b:
         raise ValueError(f"page_table {list(page_table.shape)} for {b} lengths: accepted is [{b}, MP]")
     work = list_decode_work(lengths, heads=q.shape[1], sms=sms) if work is None else work
-    call = _Call("decode", scale, sms, interpret)
+    call = _Call("decode", scale, 1, sms, interpret)
     return _attend_rows(q, rope_pages, latent_pages, page_table, work, into, call)
 
 
@@ -109,9 +110,9 @@ def chunk_attention(
 ) -> jax.Array:
     """Return the causal attention of prefill chunks over their sequences' pages of latent vectors.
 
-    The reference implementation is `pallas_kernels.attention.latent.reference.chunk_attention`. Every token
-    is a row of the kernel, as a decode is, and sees the keys up to its own. 64 heads of a token fill the rows
-    of a wgmma.
+    The reference implementation is `pallas_kernels.attention.latent.reference.chunk_attention`. A token
+    sees the keys up to its own. 64 heads fill the rows of a wgmma: of one token, or of consecutive tokens
+    with fewer heads each.
 
     Args:
       q, rope_pages, latent_pages, scale, sms: as for `decode_attention`.
@@ -131,16 +132,19 @@ def chunk_attention(
             "[C, 4]"
         )
     work = list_chunk_work(chunks, q.shape[0], heads=q.shape[1], sms=sms) if work is None else work
-    call = _Call("chunk", scale, sms, interpret)
-    return _attend_rows(q, rope_pages, latent_pages, page_table, work, None, call)
+    together = tokens_together(q.shape[1])
+    call = _Call("chunk", scale, together, sms, interpret)
+    into = None if together == 1 else jnp.zeros((*q.shape[:2], latent_pages.shape[3]), q.dtype)
+    return _attend_rows(q, rope_pages, latent_pages, page_table, work, into, call)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """The settings of a call. op: `decode` or `chunk`, for the kernel's name."""
+    """The settings of a call. op: `decode` or `chunk`, for the kernel's name. together: tokens of a row."""
 
     op: str
     scale: float
+    together: int
     sms: int | None
     interpret: Any
 
@@ -161,7 +165,7 @@ def _attend_rows(
         raise ValueError(
             f"work.pieces has {work.pieces.shape[0]} workers: accepted are {workers} for sms={call.sms}"
         )
-    form = Form(heads=n, rank=rank, tiles=tiles, scale=call.scale, interpret=interpret is not None)
+    form = Form(n, rank, tiles, call.together, call.scale, interpret=interpret is not None)
     inputs = (
         q.reshape(t * n, -1),
         flat(rope_pages),
@@ -172,7 +176,7 @@ def _attend_rows(
     )
     result = jax.ShapeDtypeStruct((t * n, rank), q.dtype)
     parts = (
-        jax.ShapeDtypeStruct((workers * 2 * n, rank), q.dtype),
+        jax.ShapeDtypeStruct((workers * 2 * form.part, rank), q.dtype),
         jax.ShapeDtypeStruct((workers, 2, tiles * HEADS), jnp.float32),
     )
     kernel = plgpu.kernel(
@@ -187,7 +191,9 @@ def _attend_rows(
         kernel_name=f"latent_{call.op}_attention_{workers * tiles}",
         interpret=interpret,
     )
-    add_up = functools.partial(combine, work=work, heads=n, fill=into is None, interpret=interpret)
+    add_up = functools.partial(
+        combine, work=work, heads=n, together=call.together, fill=into is None, interpret=interpret
+    )
     if into is None:
         out, *cut = kernel(*inputs)
         return pl.run_state(add_up(*cut))(out).reshape(t, n, rank)

@@ -20,26 +20,41 @@ _TOGETHER = 4  # parts in flight
 _THREADS = 128
 
 
-def combine(parts: jax.Array, levels: jax.Array, *, work: LatentWork, heads: int, fill: bool, interpret):
+def combine(
+    parts: jax.Array,
+    levels: jax.Array,
+    *,
+    work: LatentWork,
+    heads: int,
+    together: int,
+    fill: bool,
+    interpret,
+):
     """Return a function that writes the split rows into a reference of the output [T * N, R].
 
     Args:
-      parts: [workers * 2 * N, R] bfloat16, the normalized output of each part (`kernel`).
+      parts: [workers * 2 * N * together, R] bfloat16, the normalized output of each part (`kernel`).
       levels: [workers, 2, tiles * 64] float32, log2 of a part's sum of weights.
-      fill: write 0 to rows without keys.
+      together: most tokens of a row.
+      fill: write 0 to rows without keys. Row i is then token i.
     """
 
     def into(o):
         rank, (tokens, rows) = o.shape[1], (o.shape[0] // heads, work.parts.shape[0])
-        owner = jnp.pad(work.parts, ((0, tokens - rows), (0, 0))) if fill else work.parts
+        owner = jnp.concatenate([work.parts, work.rows[:, 3:]], axis=1)
+        if fill:
+            token = jnp.arange(tokens, dtype=jnp.int32)[:, None]
+            parts_of = jnp.pad(work.parts, ((0, tokens - rows), (0, 0)))
+            owner = jnp.concatenate([parts_of, token, jnp.ones_like(token)], axis=1)
+        part = heads * together
         group = next(
-            (n for n in range(1, heads) if heads % n == 0 and owner.shape[0] * heads // n <= _CTAS), heads
+            (n for n in range(1, part) if part % n == 0 and owner.shape[0] * part // n <= _CTAS), part
         )
-        body = functools.partial(_combine, heads=heads, group=group, rank=rank, fill=fill)
+        body = functools.partial(_combine, heads=heads, part=part, group=group, rank=rank, fill=fill)
         plgpu.kernel(
             body,
             out_type=(),
-            grid=(owner.shape[0], heads // group),
+            grid=(owner.shape[0], part // group),
             grid_names=("row", "group"),
             compiler_params=LANE,
             kernel_name="latent_combine",
@@ -49,9 +64,9 @@ def combine(parts: jax.Array, levels: jax.Array, *, work: LatentWork, heads: int
     return into
 
 
-def _combine(parts, levels, owner, o, *, heads: int, group: int, rank: int, fill: bool):
+def _combine(parts, levels, owner, o, *, heads: int, part: int, group: int, rank: int, fill: bool):
     row = lax.axis_index("row")
-    first, count = owner[row, 0], owner[row, 1]
+    first, count, token, tokens = (owner[row, i] for i in range(4))
     layout = plgpu.Layout.WG_STRIDED((rank,), vec_size=rank // _THREADS)
     empty = plgpu.layout_cast(jnp.zeros((rank,), jnp.float32), layout)
 
@@ -59,15 +74,15 @@ def _combine(parts, levels, owner, o, *, heads: int, group: int, rank: int, fill
     def _():
         @pl.loop(0, group)
         def _(i):
-            head = lax.axis_index("group") * group + i
+            place = lax.axis_index("group") * group + i
 
-            def read(part):
-                begun = jnp.where(part == 0, jnp.int32(1), jnp.int32(0))
-                worker = first + part
+            def read(number):
+                begun = jnp.where(number == 0, jnp.int32(1), jnp.int32(0))
+                worker = first + number
                 values = plgpu.load(
-                    parts.at[(worker * 2 + begun) * heads + head], layout=layout, optimized=False
+                    parts.at[(worker * 2 + begun) * part + place], layout=layout, optimized=False
                 )
-                return levels[worker, begun, head], values
+                return levels[worker, begun, place], values
 
             def step(j, state):
                 # Past the last part the last part is read again, without weight.
@@ -84,7 +99,10 @@ def _combine(parts, levels, owner, o, *, heads: int, group: int, rank: int, fill
 
             start = jnp.float32(LOWEST), jnp.float32(0), empty
             _top, total, out = lax.fori_loop(0, pl.cdiv(count, jnp.int32(_TOGETHER)), step, start)
-            o.at[row * heads + head][...] = (out / total).astype(o.dtype)
+
+            @pl.when(place < tokens * heads)
+            def _():
+                o.at[token * heads + place][...] = (out / total).astype(o.dtype)
 
     if fill:
 

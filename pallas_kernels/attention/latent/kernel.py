@@ -48,20 +48,26 @@ _NEVER = 1e30  # the maximum of rows without a head, whose weights become 0
 class Form:
     """The parameters that the kernel's code depends on.
 
-    heads: heads of all tiles. rank: columns of a latent vector. tiles: tiles of heads. interpret: the
-    kernel runs in the interpreter.
+    heads: heads of all tiles. rank: columns of a latent vector. tiles: tiles of heads. together: most tokens
+    of a row. interpret: the kernel runs in the interpreter.
     """
 
     heads: int
     rank: int
     tiles: int
+    together: int
     scale: float
     interpret: bool
 
     @property
     def rows(self) -> int:
-        """Return the heads of a tile."""
-        return min(self.heads, HEADS)
+        """Return the rows of a tile: its heads, for each token."""
+        return min(self.heads, HEADS) * self.together
+
+    @property
+    def part(self) -> int:
+        """Return the rows of a part."""
+        return self.heads * self.together
 
     @property
     def half(self) -> int:
@@ -95,7 +101,7 @@ def attend(*refs, form: Form, **shared):
     """Run the kernel.
 
     refs: queries [T * N, R + Hr], rotary keys [P * S, Hr], latent vectors [P * S, R], page table, the work
-    list's rows and pieces; then o [T * N, R], parts [workers * 2 * N, R] and levels [workers, 2, tiles * 64].
+    list's rows and pieces; then o [T * N, R], parts [workers * 2 * part, R], levels [workers, 2, tiles * 64].
     """
     names = ("q", "rope", "latent", "table", "rows", "pieces", "o", "parts", "levels")
     r = types.SimpleNamespace(**dict(zip(names, refs, strict=True)), **shared)
@@ -121,7 +127,8 @@ def attend(*refs, form: Form, **shared):
 def _copy_pages(r, form: Form, worker, tile):
     """Copy the worker's queries and pages, in the order of their use."""
 
-    def visit(index, row, page, here, pages, length, table_row):
+    def visit(index, page, here, pages, length, tokens):
+        table_row, first_token, _ = tokens
 
         def copy(i, index):
             slot, first = lax.rem(index, jnp.int32(SLOTS)), r.table[table_row, page + i] * PAGE
@@ -139,7 +146,7 @@ def _copy_pages(r, form: Form, worker, tile):
 
         index = copy(0, index)  # The place of the queries becomes free later than the place of a page.
         plgpu.barrier_wait(r.q_empty)
-        heads, own = pl.ds(row * form.heads + tile * HEADS, form.rows), pl.ds(0, form.rows)
+        heads, own = pl.ds(first_token * form.heads + tile * HEADS, form.rows), pl.ds(0, form.rows)
         for half in range(2):
             columns = pl.ds(half * form.half, form.half)
             plgpu.copy_gmem_to_smem(r.q.at[heads, columns], r.q_s.at[half, own], r.q_full)
@@ -162,9 +169,15 @@ def _start_of_rows(form: Form):
     return top if form.rows == HEADS else jnp.where(head < form.rows, top, full_rows(_NEVER)), no_sums()
 
 
-def _weights(scores, keys, top, total, form: Form):
-    """Return `soften` of a page's products, of which `keys` keys are written."""
+def _weights(scores, keys, count, top, total, form: Form):
+    """Return `soften` of a page's products.
+
+    keys: the keys of the page that the last of `count` tokens sees.
+    """
     key = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=WGMMA)
+    if form.together > 1:  # each token sees one key less than the next one
+        token = plgpu.broadcasted_iota(jnp.int32, (HEADS,), 0, layout=ROW) // form.heads
+        keys = by_row(jnp.minimum(token - count + 1, 0) + keys, scores.shape)
     return soften(jnp.where(key < keys, scores * (form.scale * LOG2E), -jnp.inf), top, total)
 
 
@@ -182,16 +195,15 @@ def _score_pages(r, form: Form, worker, tile):
 
         return pl.run_scoped(product, plgpu.ACC((HEADS, PAGE), jnp.float32))
 
-    def visit(index, row, page, here, pages, length, _):
+    def visit(index, page, here, pages, length, tokens):
         plgpu.barrier_wait(r.q_full)
 
         def step(i, state):
             top, total, index = state
             slot = lax.rem(index, jnp.int32(SLOTS))
             plgpu.barrier_wait(r.page_full.at[slot])
-            top, total, keep, weights = _weights(
-                scores_of(slot), length - (page + i) * PAGE, top, total, form
-            )
+            keys = length - (page + i) * PAGE
+            top, total, keep, weights = _weights(scores_of(slot), keys, tokens[2], top, total, form)
             weights = weights.astype(jnp.bfloat16)
 
             @pl.when(index > 0)
@@ -264,7 +276,7 @@ def _sum_values(r, form: Form, worker, tile, half):
         plgpu.barrier_arrive(r.weights_empty)
         return out, total, index + 1
 
-    def visit(index, row, page, here, pages, length, _):
+    def visit(index, page, here, pages, length, tokens):
         zeros = [
             plgpu.layout_cast(jnp.zeros((HEADS, width), jnp.float32), WGMMA)
             for _, width in column_blocks(form.half)
@@ -278,14 +290,24 @@ def _sum_values(r, form: Form, worker, tile, half):
         plgpu.commit_smem()
         columns = pl.ds(half * form.half, form.half)
 
-        def store(to, first):
+        _, first_token, count = tokens
+
+        def store(to, row, first=0, rows=form.rows):
             plgpu.copy_smem_to_gmem(
-                place.at[pl.ds(0, form.rows)],
-                to.at[pl.ds(first * form.heads + tile * HEADS, form.rows), columns],
+                place.at[pl.ds(first, rows)], to.at[pl.ds(row + tile * HEADS, rows), columns]
             )
 
-        pl.when(here == pages)(lambda: store(r.o, row))
-        pl.when(here < pages)(lambda: store(r.parts, worker * 2 + _begun(page)))
+        @pl.when(here == pages)
+        def _():
+            if form.together == 1:
+                store(r.o, first_token * form.heads)
+            for token in range(form.together if form.together > 1 else 0):
+
+                @pl.when(token < count)
+                def _(token=token):
+                    store(r.o, (first_token + token) * form.heads, token * form.heads, form.heads)
+
+        pl.when(here < pages)(lambda: store(r.parts, (worker * 2 + _begun(page)) * form.part))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(r.q_empty)
         return index

@@ -21,11 +21,21 @@ RANK, ROTARY, TOKENS = 128, 64, 9
 SCALE = (RANK + ROTARY) ** -0.5
 
 
-def test_a_token_sees_the_keys_up_to_its_own():
-    chunks = jnp.asarray([(1, 3, 2, 70), (0, 0, 5, 9), (6, 2, 1, 0)])
-    seen, rows = jax.jit(chunk_rows, static_argnums=1)(chunks, TOKENS)
-    assert seen.tolist() == [0, 71, 72, 73, 0, 0, 1, 2, 0]
-    assert rows[jnp.asarray(seen) > 0].tolist() == [2, 2, 2, 1, 1]
+@pytest.mark.parametrize("together", [1, 2, 4])
+def test_every_token_of_a_chunk_is_in_one_row(together):
+    """The last token of a row sees the row's keys."""
+    chunks = [(1, 3, 2, 70), (0, 0, 5, 9), (6, 2, 1, 0)]
+    lengths, tokens = jax.jit(chunk_rows, static_argnums=(1, 2))(jnp.asarray(chunks), TOKENS, together)
+    found = {}
+    for length, *row in zip(lengths, tokens.table_rows, tokens.firsts, tokens.counts, strict=True):
+        table_row, first, count = map(int, row)
+        assert count <= together and (length > 0) == (count > 0)
+        for token in range(first, first + count):
+            assert token not in found
+            found[token] = (table_row, int(length) - (first + count - 1 - token))
+    assert found == {
+        first + i: (row, position + i + 1) for first, n, row, position in chunks for i in range(n)
+    }
 
 
 @functools.cache
@@ -42,6 +52,7 @@ def both(sms: int):
         ([(1, 3, 1, 62), (5, 0, 0, 3), (6, 2, 0, 0)], 8, 2),
         ([(0, 9, 0, 120), (0, 0, 1, 0), (0, 0, 1, 0)], 8, 2),  # rows that are cut between workers
         ([(2, 2, 0, 63), (4, 1, 1, 130), (0, 0, 1, 0)], 128, 5),  # two tiles of heads
+        ([(0, 6, 0, 189), (7, 2, 1, 0), (0, 0, 1, 0)], 24, 3),  # two tokens in a tile, and rows of none
     ],
 )
 def test_chunk_attention_equals_its_reference(chunks, heads, sms):
@@ -75,11 +86,11 @@ def test_for_the_h200_it_spills_nothing_and_copies_no_pages(tmp_path, monkeypatc
     array = jax.ShapeDtypeStruct
     pages = [array((2**18, 1, PAGE, width), jnp.bfloat16) for width in (64, 512)]
     counts = [array(shape, jnp.int32) for shape in ((128, 2048), (8, 4))]
-    inputs = array((2048, 128, 576), jnp.bfloat16), *pages, *counts
-    attend = lambda given: chunk_attention(*given, scale=1.0)
-    compiled = compile_for_h200(attend, *abstract(h200_mesh(), (inputs,)))
+    qs = [array((2048, heads, 576), jnp.bfloat16) for heads in (128, 16)]
+    attend = lambda qs, *rest: [chunk_attention(q, *rest, scale=1.0) for q in qs]
+    compiled = compile_for_h200(attend, *abstract(h200_mesh(), (qs, *pages, *counts)))
     assert compiled.machine_code
-    assert not any(compiled.copies(x.shape) for x in inputs[:3])
+    assert not any(compiled.copies(x.shape) for x in (*qs, *pages))
     logs = [path.read_text(errors="replace") for path in tmp_path.glob("latent_chunk*.ptxas")]
     spilled = [re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log) for log in logs]
-    assert [set(found) for found in spilled] == [{("0", "0")}]
+    assert [set(found) for found in spilled] == [{("0", "0")}] * 2

@@ -35,14 +35,14 @@ def test_the_pieces_are_the_batchs_pages_cut_evenly(lengths, workers):
     counts = work.pieces[:, 2]
     assert counts.max() - counts.min() <= 1
     walked, holders = [], {}
-    for worker, (row, page, left, length, following, _) in enumerate(work.pieces.tolist()):
+    for worker, (row, page, left, length, following, *_) in enumerate(work.pieces.tolist()):
         while left:
             here = min(-(-length // PAGE) - page, left)
             walked += [(row, page + i) for i in range(here)]
             holders.setdefault(row, []).append(worker)
             row, page, left = following, 0, left - here
-            length, following, own = work.rows[min(row, len(lengths) - 1)].tolist()
-            assert own == min(row, len(lengths) - 1)
+            length, following, *tokens = work.rows[min(row, len(lengths) - 1)].tolist()
+            assert tokens == [min(row, len(lengths) - 1)] * 2 + [1]
     assert walked == line
     for row in range(len(lengths)):
         first, count = work.parts[row].tolist()
