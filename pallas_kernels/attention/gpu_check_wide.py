@@ -73,14 +73,17 @@ def xla_chunk(q, k, v, table, position: int) -> jax.Array:
     return jnp.einsum("kgts,ksh->tkgh", weights, v).reshape(q.shape)
 
 
-def _inputs(tokens: int, ends: list[int]) -> tuple[list[jax.Array], list[tuple[jax.Array, ...]], jax.Array]:
-    """Return (queries of each call, two caches, the page table) of sequences with `ends` tokens."""
+def _inputs(tokens: int, ends: list[int]) -> tuple[list[tuple[jax.Array, ...]], jax.Array]:
+    """Return (queries, keys and values of each call, the page table) of sequences with `ends` tokens.
+
+    The calls read two caches in turn.
+    """
     table, pages = page_tables(np.random.default_rng(3), ends)
     key = jax.random.key
     caches = [tuple(random_pages(key(2 * i + j), pages, KV_HEADS, WIDTH) for j in range(2)) for i in range(2)]
     shape = tokens, HEADS, WIDTH
-    qs = [jax.random.normal(key(i), shape, jnp.bfloat16) for i in range(CALLS)]
-    return qs, caches, jnp.asarray(table[:, : max(ends) // PAGE])
+    calls = [(jax.random.normal(key(i), shape, jnp.bfloat16), *caches[i % 2]) for i in range(CALLS)]
+    return calls, jnp.asarray(table[:, : max(ends) // PAGE])
 
 
 def decode_programs(case: str) -> dict[str, Callable]:
@@ -89,13 +92,13 @@ def decode_programs(case: str) -> dict[str, Callable]:
     lengths = jnp.full(batch, keys, jnp.int32)
     arguments = _inputs(batch, [keys] * batch)
 
-    def ours(qs, caches, table, lengths):
-        shape = {"kv_heads": KV_HEADS, "group": HEADS // KV_HEADS, "head_dim": WIDTH, "itemsize": 2}
-        how = {"scale": SCALE, "work": list_decode_work(lengths, **shape)}
-        return [decode_attention(q, *caches[i % 2], table, lengths, **how) for i, q in enumerate(qs)]
+    def ours(calls, table, lengths):
+        group = HEADS // KV_HEADS
+        work = list_decode_work(lengths, kv_heads=KV_HEADS, group=group, head_dim=WIDTH, itemsize=2)
+        return [decode_attention(q, k, v, table, lengths, scale=SCALE, work=work) for q, k, v in calls]
 
-    def by_xla(qs, caches, table, lengths):
-        return [xla_decode(q, *caches[i % 2], table) for i, q in enumerate(qs)]
+    def by_xla(calls, table, lengths):
+        return [xla_decode(q, k, v, table) for q, k, v in calls]
 
     ways = {"mosaic": ours, "xla": by_xla}
     return {name: functools.partial(jax.jit(f), *arguments, lengths) for name, f in ways.items()}
@@ -107,12 +110,12 @@ def chunk_programs(case: str) -> dict[str, Callable]:
     chunks = jnp.asarray([[0, tokens, 0, position]], jnp.int32)
     arguments = _inputs(tokens, [tokens + position])
 
-    def ours(qs, caches, table, chunks):
-        how = {"scale": SCALE, "work": list_chunk_work(chunks, tokens, head_dim=WIDTH, itemsize=2)}
-        return [chunk_attention(q, *caches[i % 2], table, chunks, **how) for i, q in enumerate(qs)]
+    def ours(calls, table, chunks):
+        work = list_chunk_work(chunks, tokens, head_dim=WIDTH, itemsize=2)
+        return [chunk_attention(q, k, v, table, chunks, scale=SCALE, work=work) for q, k, v in calls]
 
-    def by_xla(qs, caches, table, chunks):
-        return [xla_chunk(q, *caches[i % 2], table, position) for i, q in enumerate(qs)]
+    def by_xla(calls, table, chunks):
+        return [xla_chunk(q, k, v, table, position) for q, k, v in calls]
 
     ways = {"mosaic": ours, "xla": by_xla}
     return {name: functools.partial(jax.jit(f), *arguments, chunks) for name, f in ways.items()}
