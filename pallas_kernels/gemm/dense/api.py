@@ -22,6 +22,7 @@ from pallas_kernels.gemm.tile_schedule import GemmPlan, gemm_plan
 from pallas_kernels.hopper.layouts import LANE, pad_rows
 from pallas_kernels.hopper.limits import sms_of
 
+GATE_BLOCKS = (16, 32, 64)  # gates and ups that alternate, which the epilogue takes
 _ACTIVATIONS = (None, "silu", "gelu_tanh", "relu")
 
 
@@ -29,7 +30,7 @@ def supports(m: int, n: int, k: int, gate_block: int | None = None) -> bool:
     """Return whether `dense_gemm` supports [m, k] x [n, k]: K and N in full 128-byte rows of shared memory,
     any m.
     """
-    gates = gate_block is None or (gate_block in (16, 32, 64) and n % (2 * gate_block) == 0)
+    gates = gate_block is None or (gate_block in GATE_BLOCKS and n % (2 * gate_block) == 0)
     return min(m, n, k) > 0 and n % 64 == 0 and k % 64 == 0 and gates
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import jax
 
+from pallas_kernels.gemm.dense.api import GATE_BLOCKS
 from pallas_kernels.gemm.grouped import padded, reference, swapped
 from pallas_kernels.gemm.grouped.groups import Groups, HeldExperts
 from pallas_kernels.gemm.grouped.tiles import TALLEST
@@ -51,10 +52,10 @@ def grouped_gemm(
         XLA where `supports_mxfp4` or `supports_int4` of `pallas_kernels.gemm.grouped.tiles` is False. Or
         `BlockFp8`.
       groups: from `list_groups`, which chose the kernel.
-      bias: [E, N], or None. XLA computes the epilogue with a bias or with clamped_swiglu, after the product.
+      bias: [E, N], or None. XLA computes the epilogue with a bias, with clamped_swiglu, or with blocks of
+        gates other than 16, 32 or 64, after the product.
       activation: silu, gelu_tanh, relu, clamped_swiglu or None.
-      gate_block: alternating blocks of `gate_block` gates and ups, or None. XLA computes blocks other than
-        16, 32 or 64.
+      gate_block: alternating blocks of `gate_block` gates and ups, or None.
       sms: CTAs of the persistent grid, which is the number of SMs that the kernel may occupy, 1 to 132;
         None: all.
     Returns:
@@ -65,7 +66,7 @@ def grouped_gemm(
     product: Callable[..., jax.Array] = swapped.grouped_gemm
     if groups.align == padded.ROWS and not isinstance(w, Quantized | Mxfp4 | ExpertInt4 | BlockFp8):
         product = padded.grouped_gemm
-    if bias is None and activation != CLAMPED_SWIGLU:
+    if bias is None and activation != CLAMPED_SWIGLU and gate_block in (None, *GATE_BLOCKS):
         return product(
             x, w, groups, activation=activation, gate_block=gate_block, sms=sms, interpret=interpret
         )
