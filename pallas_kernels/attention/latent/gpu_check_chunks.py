@@ -35,10 +35,10 @@ from pallas_kernels.measure.timing import interleaved
 CALLS = 4  # of a timed program
 # Query heads, and the chunks of a step: (new tokens, tokens before them).
 CASES = {
-    "128 heads, 2048 new": (128, ((2048, 0),)),
-    "128 heads, 2048 new after 8192": (128, ((2048, 8192),)),
-    "16 heads, 2048 new after 2048": (16, ((2048, 2048),)),
-    "16 heads, 8 x 256 new after 1024": (16, ((256, 1024),) * 8),
+    "128 heads 2048 new": (128, ((2048, 0),)),
+    "128 heads 2048 new after 8192": (128, ((2048, 8192),)),
+    "16 heads 2048 new after 2048": (16, ((2048, 2048),)),
+    "16 heads 8 x 256 new after 1024": (16, ((256, 1024),) * 8),
 }
 CHECKS = (  # heads, tokens, and chunks: first token, tokens, position of the first
     (128, 130, ((0, 1, 0), (3, 64, 63), (70, 60, 900))),
