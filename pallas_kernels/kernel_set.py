@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from pallas_kernels.attention.chunk import reference as chunk_reference
 from pallas_kernels.attention.decode import reference as decode_reference
 from pallas_kernels.attention.latent import reference as latent_reference
+from pallas_kernels.attention.tiles import WIDEST, WIDEST_GROUP, WIDTHS
 from pallas_kernels.cpu import decode_attention as cpu_decode
 from pallas_kernels.cpu import draw as cpu_draw
 from pallas_kernels.cpu import gemm as cpu_gemm
@@ -37,7 +38,8 @@ from pallas_kernels.triton.gemm import TritonGemm
 KERNELS = ("auto", "reference", "mosaic", "triton")  # values of the setting `kernels`
 HOPPER, MOSAIC = "9.0", "mosaic-hopper"  # compute capability and name of the set of Mosaic kernels
 PAGED = ("rope_append", "decode_attention", "chunk_attention")  # ops on the pages of the KV cache
-LATENT = {"decode_attention": "latent_decode_attention"}  # the same ops on pages of latent vectors
+# The same ops on pages of latent vectors.
+LATENT = {op: f"latent_{op}" for op in ("decode_attention", "chunk_attention")}
 MIXTURE = ("top_k", "grouped_gemm")  # ops of a mixture of experts
 OPS = ("gemm", "add_norm", *PAGED, "token_limits", "draw", "quantize_rows", *MIXTURE)
 _XLA = ("reference", "cpu")  # backends that are operations of XLA
@@ -358,6 +360,7 @@ def _mosaic(m: Model, device: str) -> KernelSet:
         },
     }
     queries, int8 = m.queries_per_kv_head, m.kv_dtype == "int8"
+    widest, eight = m.head_dim == WIDEST, jnp.dtype(m.kv_dtype).itemsize == 1
     room = rope_append.takes(m.kv_heads, queries, m.head_dim, m.kv_dtype != m.dtype)
     divisor = 128 // math.gcd(128, m.head_dim)  # a shard has full groups of heads
     paged = [
@@ -367,11 +370,31 @@ def _mosaic(m: Model, device: str) -> KernelSet:
             not m.attention_sinks or m.kv_dtype == "bfloat16",
             "a cache of bfloat16",
         ),
-        (PAGED, "head_dim", m.head_dim in (64, 128, 256), "64, 128 or 256"),
+        (("rope_append",), "head_dim", m.head_dim in (64, 128, 256), "64, 128 or 256"),
+        (PAGED[1:], "head_dim", m.head_dim in WIDTHS, "64, 128, 256 or 512"),
+        (PAGED[1:], "head_dim", not widest or not eight, "64, 128 or 256 with a cache of 8 bits"),
+        (
+            ("decode_attention",),
+            "queries_per_kv_head",
+            not widest or queries <= WIDEST_GROUP,
+            f"up to {WIDEST_GROUP} with heads of {WIDEST}",
+        ),
+        (
+            ("chunk_attention",),
+            "attention_spans",
+            not widest or not m.attention_spans,
+            f"heads of less than {WIDEST}",
+        ),
+        (
+            ("chunk_attention",),
+            "attention_sinks",
+            not widest or not m.attention_sinks,
+            f"heads of less than {WIDEST}",
+        ),
         (PAGED, "queries_per_kv_head", queries <= 16, "up to 16"),
         (PAGED, "page_size", m.page_size == 64, "64"),
         (PAGED, "kv_dtype", m.kv_dtype in ("bfloat16", "float8_e4m3fn", "int8"), "bfloat16, fp8 or int8"),
-        (("chunk_attention",), "head_dim", not int8 or m.head_dim <= 128, "64 or 128 with a cache of int8"),
+        (("chunk_attention",), "head_dim", not int8 or m.head_dim != 256, "64 or 128 with a cache of int8"),
         (("rope_append",), "kv_heads", room, f"fewer of {m.head_dim} with {queries} query heads each"),
         (
             ("rope_append",),
@@ -387,23 +410,27 @@ def _mosaic(m: Model, device: str) -> KernelSet:
         ),
     ]
     if m.latent_attention:
-        decode = ("decode_attention",)
+        attend = PAGED[1:]
         kernels["decode_attention"] = {
             "latent_decode_attention": latent_attention.decode_attention,
             "list_latent_work": latent_attention.list_decode_work,
         }
+        kernels["chunk_attention"] = {
+            "latent_chunk_attention": latent_attention.chunk_attention,
+            "list_latent_chunk_work": latent_attention.list_chunk_work,
+        }
         paged = [
-            (("rope_append", "chunk_attention"), "latent_attention", False, "keys and values by head"),
-            (decode, "latent_rank", m.latent_rank in latent_attention.RANKS, "128, 256, 384 or 512"),
-            (decode, "latent_rope_dim", m.latent_rope_dim == latent_attention.ROTARY, "64"),
+            (("rope_append",), "latent_attention", False, "keys and values by head"),
+            (attend, "latent_rank", m.latent_rank in latent_attention.RANKS, "128, 256, 384 or 512"),
+            (attend, "latent_rope_dim", m.latent_rope_dim == latent_attention.ROTARY, "64"),
             (
-                decode,
+                attend,
                 "queries_per_kv_head",
                 latent_attention.takes_heads(queries),
                 "multiples of 8 up to 64 a device, and multiples of 64",
             ),
-            (decode, "page_size", m.page_size == 64, "64"),
-            (decode, "kv_dtype", m.kv_dtype == "bfloat16", "bfloat16"),
+            (attend, "page_size", m.page_size == 64, "64"),
+            (attend, "kv_dtype", m.kv_dtype == "bfloat16", "bfloat16"),
         ]
     limits = [
         *paged,

@@ -132,11 +132,13 @@ def test_attention_with_sinks_runs_on_mosaic_over_a_bfloat16_cache():
     assert places(kernels("gpu", "8.0")) == REFERENCES
 
 
-def test_latent_vectors_are_decoded_on_mosaic():
+def test_attention_over_latent_vectors_runs_on_mosaic():
     found = of("llama-3.1-8b", "gpu", "9.0", **LATENT)
     assert kernel_set._backend(found.latent_decode_attention) == "mosaic"
-    assert "decode_attention" in found.kernel_ops and "chunk_attention" not in found.kernel_ops
-    assert found.list_latent_work is not kernel_set.REFERENCE.list_latent_work
+    assert kernel_set._backend(found.latent_chunk_attention) == "mosaic"
+    assert {"decode_attention", "chunk_attention"} < set(found.kernel_ops)
+    for name in ("list_latent_work", "list_latent_chunk_work"):
+        assert getattr(found, name) is not getattr(kernel_set.REFERENCE, name)
     assert of("llama-3.1-8b", "cpu", "", **LATENT) is kernel_set.CPU
 
 
@@ -201,7 +203,24 @@ def test_no_family_falls_back_for_a_reason_of_the_pages(model):
     ("capability", "change", "fallbacks"),
     [
         ("9.0", {"page_size": 16}, [Fallback(op, "page_size", 16, "64") for op in PAGED]),
-        ("9.0", {"head_dim": 96}, [Fallback(op, "head_dim", 96, "64, 128 or 256") for op in PAGED]),
+        (
+            "9.0",
+            {"head_dim": 96},
+            [
+                Fallback("rope_append", "head_dim", 96, "64, 128 or 256"),
+                *(Fallback(op, "head_dim", 96, "64, 128, 256 or 512") for op in PAGED[1:]),
+            ],
+        ),
+        ("9.0", {"head_dim": 512}, [Fallback("rope_append", "head_dim", 512, "64, 128 or 256")]),
+        (
+            "9.0",
+            {"head_dim": 512, "kv_dtype": E4M3, "queries_per_kv_head": 16, "kv_heads": 2},
+            [
+                Fallback("rope_append", "head_dim", 512, "64, 128 or 256"),
+                *(Fallback(op, "head_dim", 512, "64, 128 or 256 with a cache of 8 bits") for op in PAGED[1:]),
+                Fallback("decode_attention", "queries_per_kv_head", 16, "up to 8 with heads of 512"),
+            ],
+        ),
         (
             "9.0",
             {"queries_per_kv_head": 17, "kv_heads": 4},
@@ -246,26 +265,25 @@ def test_no_family_falls_back_for_a_reason_of_the_pages(model):
         (
             "9.0",
             LATENT,
-            [
-                Fallback(op, "latent_attention", True, "keys and values by head")
-                for op in ("rope_append", "chunk_attention")
-            ],
+            [Fallback("rope_append", "latent_attention", True, "keys and values by head")],
         ),
         (
             "9.0",
             LATENT | {"latent_rank": 100, "latent_rope_dim": 32, "queries_per_kv_head": 12},
             [
-                Fallback(op, "latent_attention", True, "keys and values by head")
-                for op in ("rope_append", "chunk_attention")
-            ]
-            + [
-                Fallback("decode_attention", "latent_rank", 100, "128, 256, 384 or 512"),
-                Fallback("decode_attention", "latent_rope_dim", 32, "64"),
-                Fallback(
-                    "decode_attention",
-                    "queries_per_kv_head",
-                    12,
-                    "multiples of 8 up to 64 a device, and multiples of 64",
+                Fallback("rope_append", "latent_attention", True, "keys and values by head"),
+                *(
+                    Fallback(op, field, value, accepted)
+                    for field, value, accepted in (
+                        ("latent_rank", 100, "128, 256, 384 or 512"),
+                        ("latent_rope_dim", 32, "64"),
+                        (
+                            "queries_per_kv_head",
+                            12,
+                            "multiples of 8 up to 64 a device, and multiples of 64",
+                        ),
+                    )
+                    for op in PAGED[1:]
                 ),
             ],
         ),

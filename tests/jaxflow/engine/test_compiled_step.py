@@ -131,11 +131,12 @@ def test_nothing_copies_the_cache_or_a_weight():
 
 @pytest.mark.slow
 def test_latent_pages_are_written_in_place():
-    """Decodes run the latent kernel. Its layers share a work list, and nothing copies the pages for it."""
+    """Decodes and chunks run the latent kernel. Its layers share work lists, and nothing copies the pages."""
     step, executor = compiled("deepseek-v3", 256, tp=8)
     check(step, executor, temporary=0.2)
-    calls = re.findall(r"custom-call\(.*(latent_decode_attention|latent_combine)_?", step.hlo)
-    assert sorted(calls) == ["latent_combine"] * LAYERS + ["latent_decode_attention"] * LAYERS
+    calls = re.findall(r"custom-call\(.*(latent_(?:decode|chunk)_attention|latent_combine)_?", step.hlo)
+    kernels = [f"latent_{op}_attention" for op in ("chunk", "decode")] + ["latent_combine"] * 2
+    assert sorted(calls) == sorted(kernels * LAYERS)
 
 
 @pytest.mark.slow
