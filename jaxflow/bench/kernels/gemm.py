@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxflow.bench.kernels.case import Implementation, KernelCase, KernelGroup
 from pallas_kernels.gemm import model_shapes
 from pallas_kernels.gemm import reference as gemm_reference
+from pallas_kernels.gemm.block_fp8_format import quantize_block_fp8
 from pallas_kernels.gemm.dense.api import dense_gemm
 from pallas_kernels.gemm.flat.api import flat_gemm
 from pallas_kernels.gemm.flat.fma import ROWS, fma_gemm
@@ -100,6 +101,33 @@ def _fp8(
     if "down" in name:  # XLA's equivalent of the kernel, which also rescales its sums after every 128 columns
         found["xla, scales of 128"] = _program(gemm_reference.gemm, ours, ws, rounds, flop, least)
     return found
+
+
+def _fp8_blocks(m: int, shape: tuple[int, int], name: str) -> dict[str, Implementation]:
+    """Prepare the product of an e4m3 weight with a scale for each 64 rows and 128 columns.
+
+    The rivals are our kernel with a scale for each row of the weight, and XLA's product in bfloat16.
+    `up_gate` also gates, and quantizes in e4m3.
+    """
+    k, n = shape
+    weights, rounds = _operands(m, k, n, 1)
+    gates = GATE if "up_gate" in name else {}
+    in_blocks = jax.jit(quantize_block_fp8, static_argnums=1)
+    plain = [_normal(i, m, k) for i in range(weights)]
+    xs = list(map(jax.jit(quantize_reference.quantize_blocks), plain))
+    wide = [_normal(i, n, k) * k**-0.5 for i in range(weights)]
+    kernel, e4m3 = fp8_flat_gemm if m <= 64 else fp8_gemm, {**gates, **({"quantize": True} if gates else {})}
+    flop = 2.0 * m * k * n
+
+    def one(gemm, given, ws, **settings):
+        return _program(gemm, given, ws, rounds, flop, Least(1.0 * k * n, flop, "float8_e4m3fn"), **settings)
+
+    of_rows = list(map(jax.jit(quantize_reference.quantize_rows), wide))
+    return {
+        "blocks": one(kernel, xs, [in_blocks(w, gates.get("gate_block")) for w in wide], **e4m3),
+        "rows": one(kernel, xs, of_rows, **e4m3),
+        "xla, bfloat16": one(_xla_gated if gates else gemm_reference.gemm, plain, wide),
+    }
 
 
 def _products(rows, make: Callable, **targets) -> tuple[KernelCase, ...]:
@@ -225,6 +253,7 @@ GROUPS = (
     ),
     KernelGroup("fp8_gemm", "TFLOP/s", _products(DENSE_ROWS, _fp8), geomean=1.0),
     KernelGroup("fp8_flat_gemm", "TFLOP/s", _products((64, 1), _fp8), geomean=1.0),
+    KernelGroup("fp8_gemm_blocks", "TFLOP/s", _only(_products((2048, 256, 64, 8), _fp8_blocks), "8B")),
     KernelGroup("int4_gemm", "TB/s", _products((16, 1), _int4), geomean=2.5),
     KernelGroup(
         "flat_gemm", "TB/s", tuple(map(_large, _products((64, 16, 1), _flat, ratio=0.97))), geomean=1.1
