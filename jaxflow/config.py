@@ -400,12 +400,12 @@ class EngineConfig:
     )
     quantization: str | None = _setting(
         None,
-        "Quantization at load: fp8 (e4m3 weights and activations), fp8_per_block (experts in e4m3 with a "
-        "scale for each 128 x 128 block), int4 (weights in groups of 64, experts too; AWQ, GPTQ and "
+        "Quantization at load: fp8 (e4m3 weights and activations), fp8_per_block (e4m3 with a scale for "
+        "each 128 x 128 block), int4 (weights in groups of 64, experts too; AWQ, GPTQ and "
         "pack-quantized checkpoints keep their numbers), int4_zero_point (int4 with zero points, the format "
         "of these checkpoints) or mxfp4 (the experts of gpt-oss stay in the checkpoint's 4 bits). Default: "
-        "the format of the checkpoint, but experts in MXFP4, and all but the experts of an fp8 checkpoint in "
-        "blocks, become 16 bits.",
+        "the format of the checkpoint, but experts in MXFP4, and partial blocks of an fp8 checkpoint, become "
+        "16 bits.",
     )
     kv_cache_dtype: str = _setting(
         "auto",

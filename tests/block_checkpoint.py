@@ -45,7 +45,8 @@ def write(folder: Path, model: str, *, blocks: bool, **changes: Any) -> Path:
     blocks: matrices of layers, all but the routers, are in blocks. Otherwise they
       are the same numbers in float32.
     """
-    keys = json.loads((paths.MODELS / model / "config.json").read_text()) | WIDTHS | changes
+    plain = json.loads((paths.MODELS / model / "config.json").read_text())
+    keys = plain | {key: width for key, width in WIDTHS.items() if key in plain} | changes
     rng, stored = np.random.default_rng(7), {}
     for name, shape in tensors(model_config_from_hf(dict(keys))).items():
         spread = shape[-1] ** -0.5 if len(shape) > 1 else 0.1

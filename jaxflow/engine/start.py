@@ -105,7 +105,7 @@ from jaxflow.scheduler.running import make_page_tables
 from jaxflow.scheduler.scheduler import Scheduler, StepPolicy
 from pallas_kernels.gemm.api import Product, product_of, shape_of
 from pallas_kernels.kernel_set import KernelSet, has_bounded
-from pallas_kernels.quantized import Quantized
+from pallas_kernels.quantized import BlockFp8, Quantized
 from pallas_kernels.this_device import this_device
 
 log = logging.getLogger(__name__)
@@ -749,7 +749,11 @@ def dense_products(model: ModelConfig, weights: dict[str, Any]) -> dict[str, Pro
     named["logits"] = head_table(weights)
     gates = {"up_gate": model.gate_block if model.gated_mlp else 0}
     scales = {
-        op: ("blocks" if op == "down" else "rows") if isinstance(w, Quantized) else ""
+        op: "blocks"
+        if isinstance(w, BlockFp8) or (isinstance(w, Quantized) and op == "down")
+        else "rows"
+        if isinstance(w, Quantized)
+        else ""
         for op, w in named.items()
     }
     shapes = {
@@ -757,7 +761,7 @@ def dense_products(model: ModelConfig, weights: dict[str, Any]) -> dict[str, Pro
     }
     results = {
         "logits": "float32",
-        "up_gate": "float8_e4m3fn" if isinstance(named["down"], Quantized) else "bfloat16",
+        "up_gate": "float8_e4m3fn" if isinstance(named["down"], Quantized | BlockFp8) else "bfloat16",
     }
     return {op: product_of(shape, 1, results.get(op, "bfloat16")) for op, shape in shapes.items()}
 

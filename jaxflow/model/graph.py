@@ -121,8 +121,9 @@ class Widths:
 
 BFLOAT16 = Widths()
 MXFP4 = Widths(expert_weights=1 / 2 + 1 / MXFP4_GROUP)  # a scale is a byte
-FP8_BLOCKS = Widths(expert_weights=1 + 4 / (BLOCK_ROWS * BLOCK))  # a scale has 4 bytes
-# The quantizations that affect experts alone.
+# A scale has 4 bytes. Matrices of partial blocks, which have 16 bits, are few.
+FP8_BLOCKS = Widths(weights=1 + 4 / (BLOCK_ROWS * BLOCK), expert_weights=1 + 4 / (BLOCK_ROWS * BLOCK))
+# The quantizations that give experts a format of their own.
 EXPERT_WIDTHS = {"mxfp4": MXFP4, "fp8_per_block": FP8_BLOCKS}
 FP8 = Widths(weights=1.0, kv=1.0)
 

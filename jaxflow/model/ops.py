@@ -4,6 +4,7 @@ An op takes a `Site` and its inputs, and returns its outputs, both in the graph'
 residual stream, so that one kernel does both. `x` is the residual stream [t, D], `h` a normed input [t, D],
 `y` a block's addition to x [t, D]. The input of a GEMM with an e4m3 weight (`Quantized`) is e4m3, too. `h`
 and the heads have one scale per token. `a` has one scale per 128 columns, since no kernel sees a full row.
+All inputs of a weight in blocks (`BlockFp8`) have one scale per 128 columns.
 
     embed(token_ids, positions) -> x             attn_norm(x, y) -> x, h
     qkv(h) -> qkv                                rope_append(qkv, kv) -> q, kv
@@ -119,7 +120,8 @@ def _vocabulary_offset(c: Context, table: Array) -> Int[Array, ""] | int:
 @op("attn_norm")
 def attn_norm(c: Context, w: Weights, x: Float[Array, "t D"], y: Sum | None = None) -> tuple[Array, Any]:
     """Return (x + y, its norm). y: the sum that the previous layer adds; None in the first layer."""
-    return _add_norm(c, w, "attn_norm", x, y, quantize=_quantized(w, "qkv"))
+    x, h = _add_norm(c, w, "attn_norm", x, y, quantize=_quantized(w, "qkv"))
+    return x, _in_blocks(c, w, "qkv", h)
 
 
 @op("post_attn_norm")
@@ -137,7 +139,7 @@ def mlp_norm(c: Context, w: Weights, x: Float[Array, "t D"], y: Sum) -> tuple[Ar
     """
     w = w | {"mlp_norm": norm_weight(w, "mlp_norm")}
     x, h = _add_norm(c, w, "mlp_norm", x, y, quantize=_quantized(w, "up_gate"))
-    return _times_layer_scalar(w, x), h
+    return _times_layer_scalar(w, x), _in_blocks(c, w, "up_gate", h)
 
 
 @op("post_mlp_norm")
@@ -229,6 +231,7 @@ def out_proj(c: Context, w: Weights, o: Float[Array, "t N H"] | UnmergedHeads) -
         heads = quantize_rows(heads, sms=c.sms)
     if c.config.latent is not None:
         heads = latent_ops.values(c, w, heads)
+    heads = _in_blocks(c, w, "out_proj", heads)
     return _gemm(c, w, "out_proj", heads, _first_shard_only(c, w.get("out_proj_bias")))
 
 
@@ -239,7 +242,8 @@ def up_gate(c: Context, w: Weights, h: Float[Array, "t D"] | Quantized) -> Float
         "activation": c.config.activation,
         "gate_block": c.config.gate_block if c.config.gated_mlp else None,
     }
-    return _gemm(c, w, "up_gate", h, w.get("up_gate_bias"), **epilogue, quantize=_quantized(w, "down"))
+    quantize = isinstance(w.get("down"), Quantized | BlockFp8)
+    return _gemm(c, w, "up_gate", h, w.get("up_gate_bias"), **epilogue, quantize=quantize)
 
 
 @op("down")
@@ -249,8 +253,13 @@ def down(c: Context, w: Weights, a: Float[Array, "t F"] | Quantized) -> Float[Ar
 
 
 def _quantized(w: Weights, name: str) -> bool:
-    """Return whether the GEMM of this weight takes an e4m3 input."""
+    """Return whether the GEMM of this weight takes an e4m3 input with a scale for each token."""
     return isinstance(w.get(name), Quantized)
+
+
+def _in_blocks(c: Context, w: Weights, name: str, x: Any) -> Any:
+    """Return x in e4m3 with a scale for each 128 columns if the weight has scales of blocks."""
+    return c.kernels.quantize_blocks(x) if isinstance(w.get(name), BlockFp8) else x
 
 
 def _gemm(
@@ -683,18 +692,20 @@ def expert_down(
 
 
 @op("shared_up_gate")
-def shared_up_gate(c: Context, w: Weights, h: Float[Array, "t D"]) -> Float[Array, "t F"]:
+def shared_up_gate(c: Context, w: Weights, h: Float[Array, "t D"]) -> Float[Array, "t F"] | Quantized:
     """Return act(gate(h)) · up(h) of the experts that every token goes to."""
     gates = {
         "activation": c.config.activation,
         "gate_block": gate_block(c.config.shared_expert_intermediate_size),
     }
-    return _gemm(c, w, "shared_up_gate", _columns(w, "shared_norm", h), None, **gates)
+    gates["quantize"] = isinstance(w.get("shared_down"), BlockFp8)
+    h = _in_blocks(c, w, "shared_up_gate", _columns(w, "shared_norm", h))
+    return _gemm(c, w, "shared_up_gate", h, None, **gates)
 
 
 @op("shared_down")
 def shared_down(
-    c: Context, w: Weights, a: Float[Array, "t F"], routed: Float[Array, "t D"]
+    c: Context, w: Weights, a: Float[Array, "t F"] | Quantized, routed: Float[Array, "t D"]
 ) -> Float[Array, "t D"]:
     """Return the sum of the shared experts' output and of the routed experts' output;
     partial under tensor parallelism.

@@ -126,8 +126,8 @@ class Leaf:
         if self.quantization == "fp8":
             return Quantized(struct(self.shape, jnp.float8_e4m3fn), struct(self.shape[:-1], jnp.float32))
         if self.quantization == FP8_PER_BLOCK:
-            experts, n, k = self.shape
-            scale = struct((experts, n // BLOCK_ROWS, k // BLOCK), jnp.float32)
+            *experts, n, k = self.shape
+            scale = struct((*experts, n // BLOCK_ROWS, k // BLOCK), jnp.float32)
             return BlockFp8(struct(self.shape, jnp.float8_e4m3fn), scale)
         if self.quantization in INT4:
             *experts, n, k = self.shape

@@ -16,9 +16,10 @@ Latent attention has other matrices in the place of `qkv` (`jaxflow.model.latent
 
 Under quantization the matrices named in `QUANTIZED` are `Quantized` e4m3 with a scale per row (fp8), or
 `Int4` in groups of 64 columns (int4). The experts are then `Quantized` or `ExpertInt4`. mxfp4 affects only
-the experts of gpt-oss, which are `Mxfp4` in groups of 32 columns, as in its checkpoints. fp8_per_block
-affects only experts, which are `BlockFp8`. int4_zero_point is int4 with zero points. The embeddings, the
-head, norms, routers and shared experts are not quantized.
+the experts of gpt-oss, which are `Mxfp4` in groups of 32 columns, as in its checkpoints. int4_zero_point is
+int4 with zero points. fp8_per_block makes `BlockFp8` of experts, and of the matrices of `DENSE_BLOCKS` that
+are whole blocks on each device. The embeddings, the head, norms and routers are not quantized, and shared
+experts only by fp8_per_block.
 An e4m3 cache has its scales here: "k_scale" and "v_scale" [K], float32, in each layer. An e4m3 MLP may be
 padded with zeros (`mlp_width`), and so may the experts of gpt-oss (`expert_width`).
 """
@@ -43,6 +44,7 @@ from jaxflow.model.weight_spec import (
     AFFECTED,
     FP8_PER_BLOCK,
     INT4_ZERO_POINT,
+    TENSOR_PARALLEL_AXIS,
     Init,
     Leaf,
     Piece,
@@ -55,6 +57,8 @@ Weights = dict[str, Any]
 VOCAB_TILE = 64  # each shard's number of vocabulary rows is a multiple of 64
 # The leaves whose first axis counts the experts: under expert parallelism each device holds some of them.
 EXPERT_LEAVES = ("expert_up_gate", "expert_up_gate_bias", "expert_down", "expert_down_bias")
+# The matrices besides experts that fp8_per_block affects where they are whole blocks.
+DENSE_BLOCKS = ("qkv", "out_proj", "up_gate", "down", "shared_up_gate", "shared_down")
 EXPERT_TILE = 64  # columns of an expert that grouped kernels take together
 # Columns with one scale.
 GROUPS = {"int4": GROUP, INT4_ZERO_POINT: GROUP, "mxfp4": MXFP4_GROUP, FP8_PER_BLOCK: BLOCK}
@@ -80,7 +84,7 @@ def leaves(
     Raises:
       ConfigError: `tensor_parallel_size` does not divide the heads, the MLP or the whole experts, or splits a
       group of a 4-bit matrix or a block of e4m3. Expert parallelism without experts. mxfp4 for another model
-      than gpt-oss. fp8_per_block for a model without experts, or with experts of partial blocks.
+      than gpt-oss. fp8_per_block for a model whose experts, or dense MLPs, have partial blocks.
     """
     _check_cuts(config, tp, expert_parallel, ranks)
     if quantization == "mxfp4" and "all_up_gate" not in layer_names(config):
@@ -88,7 +92,7 @@ def leaves(
         raise ConfigError("quantization", quantization, accepted)
     if quantization == FP8_PER_BLOCK and not has_whole_blocks(config):
         accepted = (
-            f"fp8, int4 or unset: {config.architecture} has no experts of whole blocks of {BLOCK} x {BLOCK}"
+            f"fp8, int4 or unset: {config.architecture} has no MLPs of whole blocks of {BLOCK} x {BLOCK}"
         )
         raise ConfigError("quantization", quantization, accepted)
     names = model_names(config)
@@ -118,6 +122,7 @@ def leaves(
                 layer[key] = dataclasses.replace(layer[key], quantization=quantization, scale=scales.get(key))
         if quantization == FP8_PER_BLOCK:
             layer |= _block_experts(config, layer, prefix)
+            layer |= _block_matrices(config, config.layers[i], layer, prefix, tp)
         if quantization in GROUPS:
             _check_groups(layer, tp, quantization)
         if quantization == INT4_ZERO_POINT:
@@ -278,12 +283,13 @@ def _check_groups(layer: Mapping[str, Leaf], tp: int, quantization: str) -> None
 
 
 def has_whole_blocks(config: ModelConfig) -> bool:
-    """Return whether a model has experts whose matrices are whole blocks of 128 x
-    128, each in tensors of its own.
+    """Return whether the matrices of a model's experts are whole blocks of 128 x 128, each in tensors of its
+    own; or those of its MLPs, without experts.
     """
-    sizes = (config.hidden_size, config.expert_intermediate_size)
     experts = any(layer.experts for layer in config.layers)
-    return experts and not _experts_in_one_tensor(config) and all(size % BLOCK == 0 for size in sizes)
+    width = config.expert_intermediate_size if experts else config.intermediate_size
+    whole = config.hidden_size % BLOCK == 0 and width % BLOCK == 0
+    return whole and not (experts and _experts_in_one_tensor(config))
 
 
 def _experts_in_one_tensor(config: ModelConfig) -> bool:
@@ -734,3 +740,91 @@ def _block_experts(config: ModelConfig, layer: Mapping[str, Leaf], prefix: str) 
         "expert_up_gate": complete("expert_up_gate", up_gate, gates),
         "expert_down": complete("expert_down", down, None),
     }
+
+
+def _block_matrices(
+    config: ModelConfig, layer: Layer, tree: Mapping[str, Leaf], prefix: str, tp: int
+) -> dict[str, Leaf]:
+    """Return the matrices of `DENSE_BLOCKS` in e4m3 with the scales of a checkpoint's blocks of 128 x 128.
+
+    Matrices with partial blocks on a device are left out. So are gates in narrower blocks than 64 rows, which
+    no kernel takes, and heads that share a block.
+    """
+    names, config = _names_in(config, layer, prefix), config.for_layer(layer)
+    widths = {"up_gate": config.intermediate_size, "shared_up_gate": config.shared_expert_intermediate_size}
+    made = {}
+    for key in DENSE_BLOCKS:
+        leaf = tree.get(key)
+        if leaf is None or leaf.filled not in (None, leaf.shape) or not _is_in_blocks(leaf, tp):
+            continue
+        side = "shared_" if key.startswith("shared_") else ""
+        if key == "qkv":
+            scale = _qkv_blocks(config, layer.rope, names, tp)
+        elif key in widths:
+            gated, width = config.gated_mlp, widths[key]
+            own = {role: names.get(side + role, "") for role in ("gate", "up")}
+            scale = None if gated and gate_block(width) != BLOCK_ROWS else _up_gate_blocks(own, leaf, gated)
+        else:
+            scale = _blocks_in_order(leaf, names["out" if key == "out_proj" else f"{side}down"])
+        if scale is not None:
+            gates = BLOCK_ROWS if key in widths and config.gated_mlp else None
+            made[key] = dataclasses.replace(leaf, quantization=FP8_PER_BLOCK, scale=scale, gate_block=gates)
+    return made
+
+
+def _is_in_blocks(leaf: Leaf, tp: int) -> bool:
+    """Return whether each device's share of a matrix is whole blocks."""
+    cut = TENSOR_PARALLEL_AXIS[leaf.key]
+    return all(size % (BLOCK * (tp if axis == cut else 1)) == 0 for axis, size in enumerate(leaf.shape))
+
+
+def _scale_piece(name: str, rows: int, columns: int, block: tuple[int, ...], view: Callable) -> Piece:
+    """Return the scales of a matrix's blocks. block: the axes of the rows, for `view`."""
+    stored = (rows // BLOCK, columns // BLOCK)
+    return Piece(f"{name}.weight_scale_inv", stored, (*block, stored[1]), view)
+
+
+def _scale_leaf(leaf: Leaf, pieces: tuple[Piece, ...]) -> Leaf:
+    rows, columns = leaf.shape
+    return Leaf("", (rows // BLOCK_ROWS, columns // BLOCK), pieces, "one")
+
+
+def _blocks_in_order(leaf: Leaf, name: str) -> Leaf:
+    """Return the scales of a matrix whose rows have the order of the checkpoint."""
+    rows, columns = leaf.shape
+    split = (rows // BLOCK, BLOCK // BLOCK_ROWS, columns // BLOCK)
+    piece = _scale_piece(name, rows, columns, (split[0], 1), lambda out: out.reshape(split))
+    return _scale_leaf(leaf, (piece,))
+
+
+def _up_gate_blocks(names: Mapping[str, str], leaf: Leaf, gated: bool) -> Leaf:
+    """Return the scales of gates and ups in alternating blocks of 64 rows, or of ups."""
+    if not gated:
+        return _blocks_in_order(leaf, names["up"])
+    rows, columns = leaf.shape
+    split = (rows // 2 // BLOCK, BLOCK // BLOCK_ROWS, 2, columns // BLOCK)
+    pieces = tuple(
+        _scale_piece(
+            names[role], rows // 2, columns, (split[0], 1), lambda out, at=at: out.reshape(split)[:, :, at]
+        )
+        for at, role in enumerate(("gate", "up"))
+    )
+    return _scale_leaf(leaf, pieces)
+
+
+def _qkv_blocks(config: ModelConfig, rope: Rope | None, names: Mapping[str, str], tp: int) -> Leaf | None:
+    """Return the scales of `_qkv`; None where a head is no whole block, or where its rows move to another."""
+    k, h, copies = config.num_kv_heads, config.head_dim, kv_head_copies(config, tp)
+    if h % BLOCK or (h > BLOCK and rotary_order(rope, h) is not None):
+        return None
+    group, own, d = config.num_heads // (k * copies), h // BLOCK, config.hidden_size
+    split = (k, copies, group + 2, own, BLOCK // BLOCK_ROWS, d // BLOCK)
+    rows = {"q": config.num_heads * h, "k": k * h, "v": k * h}
+    places: dict[str, Any] = {"q": slice(group), "k": group, "v": group + 1}
+    axes = {"q": (k, copies, group, own, 1), "k": (k, 1, own, 1), "v": (k, 1, own, 1)}
+
+    def view(role: str) -> Callable[[np.ndarray], np.ndarray]:
+        return lambda out: out.reshape(split)[:, :, places[role]]
+
+    pieces = tuple(_scale_piece(names[role], rows[role], d, axes[role], view(role)) for role in rows)
+    return Leaf("", (k * copies * (group + 2) * h // BLOCK_ROWS, d // BLOCK), pieces, "one")

@@ -120,10 +120,11 @@ def of_step(
     power = shipped_power(device.name) if device else None
     if device is None or power is None or dtype not in power.flop:
         return {"fraction_of_bound": None, "binding": None}
+    own = EXPERT_WIDTHS.get(narrow or "")
     widths = Widths(
-        weights=_BYTES.get(narrow or dtype, 2.0),
+        weights=own.weights if own else _BYTES.get(narrow or dtype, 2.0),
         kv=_BYTES.get(engine["kv_cache_dtype"], 2.0),
-        expert_weights=EXPERT_WIDTHS.get(narrow or "", BFLOAT16).expert_weights,
+        expert_weights=(own or BFLOAT16).expert_weights,
     )
     work = device_work(model, tp, engine.get("data_parallel_size", 1), widths, step)
     limit = bound(work, device, power, dtype)

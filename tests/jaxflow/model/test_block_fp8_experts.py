@@ -1,4 +1,4 @@
-"""Experts of e4m3 checkpoints that stay in their blocks: the published
+"""Matrices of e4m3 checkpoints that stay in their blocks: the published
 numbers on any devices, or a refusal.
 """
 
@@ -61,6 +61,11 @@ def gates_of(config):
     return {"expert_up_gate": gate_block(config.expert_intermediate_size), "expert_down": None}
 
 
+def gate_of(config, key):
+    """Return the rows of a block of gates of a matrix, or None. Dense gates in blocks have 64 rows."""
+    return gates_of(config).get(key, 64 if key.endswith("up_gate") else None)
+
+
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(("devices", "whole"), [(1, False), (2, False), (4, True)])
 def test_published_experts_are_kept_on_any_devices(model, devices, whole, folders):
@@ -71,12 +76,12 @@ def test_published_experts_are_kept_on_any_devices(model, devices, whole, folder
     wide = open_checkpoint(wide_in).load("float32", mesh, expert_parallel=whole)
     mixtures = 0
     for before, after in zip(wide["layers"], kept["layers"], strict=True):
-        for key, gates in gates_of(opened.model_config).items():
-            if key not in after:
-                continue
-            mixtures += 1
-            leaf = after[key]
-            assert isinstance(leaf, BlockFp8) and leaf.scale.dtype == jnp.float32
+        mixtures += "expert_down" in after
+        in_blocks = [key for key, leaf in after.items() if isinstance(leaf, BlockFp8)]
+        assert {*QUANTIZED_EXPERTS} & after.keys() <= {*in_blocks}
+        for key in in_blocks:
+            gates, leaf = gate_of(opened.model_config, key), after[key]
+            assert leaf.scale.dtype == jnp.float32
             assert all(part.addressable_shards[0].data.size * devices == part.size for part in leaf)
             same(back(leaf, gates), before[key])
             numbers = np.asarray(before[key])  # The loop compares the numbers of each device.
@@ -84,12 +89,65 @@ def test_published_experts_are_kept_on_any_devices(model, devices, whole, folder
             for values, scale in zip(*shards, strict=True):
                 own = jax.device_get(BlockFp8(values.data, scale.data))
                 same(back(own, gates), numbers[values.index])
-        rest = [key for key in before if key not in QUANTIZED_EXPERTS]
+        rest = [key for key in before if key not in in_blocks]
         same({key: after[key] for key in rest}, {key: before[key] for key in rest})
     assert mixtures
     options = {"quantization": "fp8_per_block", "expert_parallel": whole}
     form = functools.partial(jax.tree.map, lambda a: (a.shape, a.dtype))
     assert form(kept) == form(shapes(opened.model_config, devices, "float32", **options))
+
+
+WHOLE = {"head_dim": 128, "intermediate_size": 512}  # dense matrices of whole blocks on two devices
+DENSE = [
+    ("tiny-qwen3_moe", {"qkv", "out_proj"}),
+    ("tiny-glm4_moe", {"qkv", "out_proj", "up_gate", "down", "shared_up_gate", "shared_down"}),
+    ("tiny-qwen3", {"qkv", "out_proj", "up_gate", "down"}),
+]
+
+
+@pytest.mark.parametrize(("model", "wanted"), DENSE)
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_published_dense_matrices_are_kept_where_they_are_whole_blocks(model, wanted, devices, tmp_path):
+    """Four devices repeat each key/value head."""
+    kept_in, wide_in = (
+        write(tmp_path / str(blocks), model, blocks=blocks, **WHOLE) for blocks in (True, False)
+    )
+    opened, mesh, whole = open_checkpoint(str(kept_in)), make_mesh(devices), devices == 4
+    options = {"expert_parallel": whole and bool(opened.model_config.num_experts)}
+    kept = opened.load("float32", mesh, **options)["layers"]
+    wide = open_checkpoint(str(wide_in)).load("float32", mesh, **options)["layers"]
+    found = set()
+    for before, after in zip(wide, kept, strict=True):
+        for key, leaf in after.items():
+            if isinstance(leaf, BlockFp8) and key not in QUANTIZED_EXPERTS:
+                found.add(key)
+                same(back(leaf, gate_of(opened.model_config, key)), before[key])
+    assert found == wanted
+
+
+def test_products_of_dense_matrices_in_blocks_are_near_those_of_32_bits(tmp_path):
+    kept_in, wide_in = (
+        write(tmp_path / str(blocks), "tiny-glm4_moe", blocks=blocks, **WHOLE) for blocks in (True, False)
+    )
+    opened = open_checkpoint(str(kept_in))
+    config, rng = opened.model_config, np.random.default_rng(3)
+    x = jnp.asarray(rng.normal(size=(5, config.hidden_size)), jnp.float32)
+    heads = jnp.asarray(rng.normal(size=(5, config.num_heads, config.head_dim)), jnp.float32)
+
+    def run(w):
+        site = Site(Context(config, REFERENCE), w)
+        normed, h = ops.attn_norm(site, x, x)
+        mlp = ops.down(site, ops.up_gate(site, ops.mlp_norm(site, x, x)[1])) if "up_gate" in w else None
+        shared = ops.shared_down(site, ops.shared_up_gate(site, x), x) if "shared_down" in w else None
+        return [
+            y for y in (normed, ops.qkv(site, h), ops.out_proj(site, heads), mlp, shared) if y is not None
+        ]
+
+    every = (open_checkpoint(str(folder)).load("float32")["layers"] for folder in (kept_in, wide_in))
+    for kept, wide in zip(*every, strict=True):
+        for one, other in zip(jax.jit(run)(kept), jax.jit(run)(wide), strict=True):
+            assert one.dtype == other.dtype
+            assert np.linalg.norm(one - other) < 0.05 * np.linalg.norm(other)
 
 
 def test_the_scales_of_a_device_are_cut_from_those_of_all(folders):
@@ -190,14 +248,16 @@ def test_a_scale_that_is_no_factor_is_refused(scale, folders, tmp_path):
 
 def test_dummy_experts_are_the_quantized_form_of_those_in_16_bits_on_any_devices(folders):
     config = open_checkpoint(folders("tiny-deepseek_v3")[0]).model_config
+    config = dataclasses.replace(config, intermediate_size=512)  # whole blocks on two devices
     made = functools.partial(dummy_weights, config, jnp.bfloat16, seed=3)
     plain, kept = made(), made(quantization="fp8_per_block")
     same(dummy_weights(config, jnp.bfloat16, make_mesh(2), 3, quantization="fp8_per_block"), kept)
     quantized = jax.jit(quantize_block_fp8, static_argnums=1)
     for before, after in zip(plain["layers"], kept["layers"], strict=True):
-        for key, gates in gates_of(config).items():
-            if key in before:
-                same(after[key], quantized(before.pop(key), gates))
+        assert {*QUANTIZED_EXPERTS} & after.keys() <= {k for k in after if isinstance(after[k], BlockFp8)}
+        for key in after:
+            if isinstance(after[key], BlockFp8):
+                same(after[key], quantized(before.pop(key), gate_of(config, key)))
         same({key: after[key] for key in before}, before)
     dummy = open_checkpoint(f"{folders('tiny-deepseek_v3')[0]}", load_format="dummy")
     assert dummy.quantization == "fp8_per_block"
@@ -213,7 +273,7 @@ def test_cuts_of_blocks_and_other_models_are_refused(folders):
     dense = open_checkpoint(str(paths.MODELS / "tiny-llama")).model_config
     all_in_one = open_checkpoint(str(paths.MODELS / "tiny-gpt_oss")).model_config
     for one in (narrow, dense, all_in_one):
-        with pytest.raises(ConfigError, match="no experts of whole blocks of 128 x 128") as caught:
+        with pytest.raises(ConfigError, match="no MLPs of whole blocks of 128 x 128") as caught:
             leaves(one, quantization="fp8_per_block")
         assert (caught.value.field, caught.value.value) == ("quantization", "fp8_per_block")
 
@@ -234,8 +294,8 @@ def test_experts_take_half_of_the_bytes_and_the_cost_model_knows():
         )
         for how in (None, "fp8_per_block")
     }
-    experts = 48 * 128 * 3 * 2048 * 768
-    assert held[None] - held["fp8_per_block"] == experts * (2 - FP8_BLOCKS.experts)
+    experts, attention = 48 * 128 * 3 * 2048 * 768, 48 * (5120 * 2048 + 2048 * 4096)
+    assert held[None] - held["fp8_per_block"] == (experts + attention) * (2 - FP8_BLOCKS.experts)
     device = find_device("NVIDIA H200")
     assert device is not None
     wide_s, kept_s = (
