@@ -588,7 +588,7 @@ def router(
         assert batch is not None, "copies of experts need the step's tokens"
         experts = choose_copies(w, chosen, batch.token_ids[start:stop], batch.positions[start:stop])
         logical = chosen
-    is_token = batch.is_token[start:stop] if c.exchanges_tokens and batch is not None else None
+    is_token = batch.is_token[start:stop] if batch is not None else None
     if c.exchanges_tokens and not gathers(c):
         groups = list_sent(experts, _num_held(c, w), is_token)
     else:
@@ -663,7 +663,11 @@ def expert_up_gate(c: Context, w: Weights, h: Float[Array, "t D"], routing: Rout
                 c, h, experts, routing.weights, routing.is_token, _num_held(c, w)
             )
         stored = {"quantize": isinstance(weight, Quantized), "blocks": isinstance(weight, BlockFp8)}
-        groups, rows = c.kernels.sort_rows(h, experts, _num_held(c, w), **stored, held=_held(c, w), **_sms(c))
+        # Padding follows the tokens, and gets no rows. Among gathered tokens it has no experts.
+        own = routing.is_token if weights is None else None
+        used = None if own is None else jnp.sum(own, dtype=jnp.int32)
+        placed = {"held": _held(c, w), "used": used}
+        groups, rows = c.kernels.sort_rows(h, experts, _num_held(c, w), **stored, **placed, **_sms(c))
     a = c.kernels.grouped_gemm(rows, weight, groups, **gates, **_sms(c))
     return ExpertRows(a, groups, back, weights)
 

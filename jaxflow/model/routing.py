@@ -23,7 +23,7 @@ class Routing:
 
     groups: the pairs sorted by expert where data-parallel ranks exchange them; else None.
     logical: where experts have copies, the chosen experts; `experts` then holds the slots of the copies.
-    is_token: of data-parallel ranks, False for padding; else None.
+    is_token: False for padding; None without padding.
     """
 
     experts: Int[Array, "t e"]
