@@ -253,7 +253,12 @@ GROUPS = (
     ),
     KernelGroup("fp8_gemm", "TFLOP/s", _products(DENSE_ROWS, _fp8), geomean=1.0),
     KernelGroup("fp8_flat_gemm", "TFLOP/s", _products((64, 1), _fp8), geomean=1.0),
-    KernelGroup("fp8_gemm_blocks", "TFLOP/s", _only(_products((2048, 256, 64, 8), _fp8_blocks), "8B")),
+    KernelGroup(
+        "fp8_gemm_blocks",
+        "TFLOP/s",
+        _only(_products((2048, 256, 64, 8), _fp8_blocks), "8B"),
+        on_request=True,
+    ),
     KernelGroup("int4_gemm", "TB/s", _products((16, 1), _int4), geomean=2.5),
     KernelGroup(
         "flat_gemm", "TB/s", tuple(map(_large, _products((64, 16, 1), _flat, ratio=0.97))), geomean=1.1

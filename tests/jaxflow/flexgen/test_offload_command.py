@@ -234,7 +234,7 @@ def test_the_python_api(file, tmp_path):
         for tokens in (2, 6):
             with pytest.raises(
                 InvalidRequest,
-                match="prompt='41 tokens' is not accepted: at most 40 tokens",
+                match="prompt=41 tokens is not accepted: at most 40 tokens",
             ):
                 llm.generate([[5] * 41], SamplingParams(max_tokens=tokens), use_tqdm=False)
     with pytest.raises(ValueError, match=r"offload=3.*python -m search placement"):

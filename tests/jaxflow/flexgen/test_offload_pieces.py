@@ -87,7 +87,7 @@ class TestDisk:
         file.read(12, back)
         assert all((a == b).all() for a, b in zip(pieces, back, strict=True))
         assert file.path.stat().st_mode & 0o777 == 0o600
-        with pytest.raises(ValueError, match="of 400 bytes"):
+        with pytest.raises(ValueError, match="400 bytes"):
             file.write(300, pieces)
         folder.close()
         folder.close()

@@ -111,7 +111,7 @@ def test_pages_of_another_salt_or_model_are_not_found():
     assert other.cached_tokens == 0
     names = {
         fingerprint: Scheduler(config(fingerprint=fingerprint))
-        .add(Request("r", prefix, SamplingParams()), 0.0)[0]
+        .add(Request("r", prefix, SamplingParams()))[0]
         .names(5, 4)
         for fingerprint in (b"", b"model a", b"model b")
     }
