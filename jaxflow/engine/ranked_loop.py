@@ -70,7 +70,7 @@ class RankedLoop:
 
     def add(self, request: Request, now: float) -> None:
         """Queue a request on a rank. Raises: InvalidRequest, QueueFull."""
-        names = page_names(self.scheduling, request)
+        names = reusable_page_names(self.scheduling, request)
 
         def cost(rank: Loop) -> int:
             return rank.scheduler.num_tokens - rank.scheduler.num_cached_tokens(names)
@@ -244,14 +244,13 @@ class RankedLoop:
         )
 
 
-def page_names(config: SchedulerConfig, request: Request) -> list[bytes]:
+def reusable_page_names(config: SchedulerConfig, request: Request) -> list[bytes]:
     """Return the names of the prompt's pages that a prefix cache may have; [] without prefix caching."""
     salt = prefix_salt(config, request, 0) if config.enable_prefix_caching else None
     if salt is None or request.sampling.prompt_logprobs is not None:
         return []
-    tokens, chain = np.asarray(request.prompt_token_ids, np.int32), [prefix.root(salt)]
-    prefix.extend(chain, tokens, (len(tokens) - 1) // config.block_size, config.block_size)
-    return chain[1:]
+    # The last token is computed at any rate, since its logits are needed.
+    return prefix.page_names(request.prompt_token_ids[:-1], salt, config.block_size)
 
 
 def _without_work(layout: StepLayout) -> Inputs:

@@ -244,7 +244,7 @@ class TestTheRankOfARequest:
 
     def test_is_any_without_prefix_caching(self):
         engine = toy.ranked_loop(MODEL, 2, enable_prefix_caching=False)
-        assert ranked_loop.page_names(engine.scheduling, greedy("r", np.arange(3, 53))) == []
+        assert ranked_loop.reusable_page_names(engine.scheduling, greedy("r", np.arange(3, 53))) == []
 
 
 def test_counts_are_those_of_all_ranks():
