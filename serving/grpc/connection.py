@@ -250,7 +250,10 @@ def _deadline(timeout_s: float | None) -> float | None:
 
 def _failure(error: grpc.aio.AioRpcError) -> RequestFailed:
     field, retry_after_s = None, None
-    status = rpc_status.from_call(error)  # type: ignore[arg-type]  # has the three methods it calls
+    try:
+        status = rpc_status.from_call(error)  # type: ignore[arg-type]  # has the three methods it calls
+    except ValueError:  # the caller's deadline ended the call while the status of the server arrived
+        status = None
     for detail in status.details if status is not None else ():
         bad, retry = error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
         if detail.Unpack(bad) and bad.field_violations:

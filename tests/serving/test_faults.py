@@ -10,10 +10,10 @@ import types
 import grpc
 import pytest
 from fake_llm import FAULT_TOKEN, PAGES, FakeLLM
-from google.rpc import error_details_pb2
+from google.rpc import error_details_pb2, status_pb2
 from harness import client_of, detail, failure, read, serving, stubs_of, token_request, until
 
-from serving.client import RequestFailed
+from serving.client import Answer, RequestFailed
 from serving.frontend.config import ServerConfig
 from serving.frontend.refusal import Code, Refusal
 from serving.frontend.served_model import ServedModel
@@ -133,6 +133,29 @@ def test_a_deadline_ends_the_request_waiting_or_running(running):
             await until(lambda: all_free(llm))
             llm.driver.gate.set()
             await others_are_served(server)
+
+    asyncio.run(scenario())
+
+
+def test_a_deadline_that_passes_as_the_status_arrives():
+    """gRPC then gives the metadata of the server's status beside the code and the details of its own."""
+    code = grpc.StatusCode.DEADLINE_EXCEEDED
+    status = status_pb2.Status(code=code.value[0], message="the deadline has passed")
+    metadata = grpc.aio.Metadata(("grpc-status-details-bin", status.SerializeToString()))
+    error = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), metadata, "Stream removed")
+
+    class Call:
+        async def __aiter__(self):
+            raise error
+            yield
+
+        def cancel(self):
+            pass
+
+    async def scenario():
+        with pytest.raises(RequestFailed) as failed:
+            await Answer(Call(), 1).read_all()
+        assert failed.value.code == code and not failed.value.from_server
 
     asyncio.run(scenario())
 
