@@ -748,22 +748,25 @@ def dense_products(model: ModelConfig, weights: dict[str, Any]) -> dict[str, Pro
     named = {op: weights["layers"][0].get(op) for op in ("qkv", "out_proj", "up_gate", "down")}
     named["logits"] = head_table(weights)
     gates = {"up_gate": model.gate_block if model.gated_mlp else 0}
-    scales = {
-        op: "blocks"
-        if isinstance(w, BlockFp8) or (isinstance(w, Quantized) and op == "down")
-        else "rows"
-        if isinstance(w, Quantized)
-        else ""
-        for op, w in named.items()
-    }
     shapes = {
-        op: shape_of(_one_shard(w), gates.get(op, 0), scales[op]) for op, w in named.items() if w is not None
+        op: shape_of(_one_shard(w), gates.get(op, 0), _input_scales(op, w))
+        for op, w in named.items()
+        if w is not None
     }
     results = {
         "logits": "float32",
         "up_gate": "float8_e4m3fn" if isinstance(named["down"], Quantized | BlockFp8) else "bfloat16",
     }
     return {op: product_of(shape, 1, results.get(op, "bfloat16")) for op, shape in shapes.items()}
+
+
+def _input_scales(op: str, weight: Any) -> str:
+    """Return the form of the scales of a dense op's input, as `shape_of` takes it."""
+    if isinstance(weight, BlockFp8):
+        return "blocks"
+    if isinstance(weight, Quantized):
+        return "blocks" if op == "down" else "rows"
+    return ""
 
 
 def _one_shard(weight: Any) -> Any:

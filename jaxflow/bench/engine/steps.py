@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from jaxflow.config import ConfigError, EngineConfig
 from jaxflow.engine.executor import Executor
 from jaxflow.engine.staged_executor import StagedExecutor
@@ -49,7 +47,7 @@ def step_log(executor: Executor | StagedExecutor) -> Iterator[list[Step]]:
     run = executor.run
 
     def logged(layout, buffer, *args, **kwargs):
-        ranks = [layout.views(part) for part in np.split(buffer, executor.ranks)]
+        ranks = [layout.views(part) for part in buffer.reshape(executor.ranks, -1)]
         decodes = sum(int(fields["num_decodes"]) for fields in ranks)
         tokens = sum(int((fields["token_rows"] >= 0).sum()) for fields in ranks)
         known = {
