@@ -43,6 +43,7 @@ from jaxflow.engine.step_plans import (
     largest_step,
     make_layouts,
     one_alone,
+    read_while_launched,
     stage_layers,
     stage_plan,
     uses_pdl,
@@ -677,12 +678,9 @@ def make_stage(
         )  # the step of a single decode is in no bucket
         return found if stage.is_model else stage_plan(found, layers, tp)
 
-    layer_bytes = min(
-        sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(layer)) for layer in weights["layers"]
-    )
-
     def early(layout: StepLayout) -> bool:
-        return layout.plan not in (graphs or {}) and uses_pdl(layout, kernels, mesh.size, layer_bytes)
+        read = read_while_launched(weights["layers"], model, layout.tokens)
+        return layout.plan not in (graphs or {}) and uses_pdl(layout, kernels, mesh.size, read)
 
     def options_of(layout: StepLayout) -> dict[str, Any]:
         if not on_gpu():

@@ -5,13 +5,16 @@ import logging
 from collections.abc import Iterable
 from pathlib import Path
 
+import jax
 import msgspec
 
 from jaxflow.config import ConfigError, EngineConfig, ModelConfig
 from jaxflow.engine.layout import StepLayout
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint, shipped_configs
 from jaxflow.model.cost import DEVICES, Device, find_device
+from jaxflow.model.op_registry import Weights
 from jaxflow.model.stage_split import split_layers
+from jaxflow.model.weights import EXPERT_LEAVES
 from jaxflow.parallel.mesh import on_gpu
 from jaxflow.pipeline.choice import Gain, is_sequential, portfolio
 from jaxflow.pipeline.compiler import compile_plan
@@ -24,6 +27,7 @@ from pallas_kernels.kernel_set import KernelSet
 from pallas_kernels.this_device import this_device
 
 log = logging.getLogger(__name__)
+DENSE_LAUNCHES, MIXTURE_LAUNCHES = 8, 14  # kernels of a layer of a decode step
 SHAPES = (
     "num_layers",
     "hidden_size",
@@ -285,11 +289,11 @@ def choose_plans(config: EngineConfig, model: ModelConfig) -> dict[int, tuple[Pl
     return found
 
 
-def uses_pdl(layout: StepLayout, kernels: KernelSet, tp: int, layer_bytes: int) -> bool:
+def uses_pdl(layout: StepLayout, kernels: KernelSet, tp: int, layer_bytes: float) -> bool:
     """Return True if a step uses programmatic dependent launch instead of a CUDA graph.
 
     Steps of a few decodes on one device do: their GEMMs read weights, and the reads begin while the kernel
-    before ends. layer_bytes: bytes of the smallest layer's weights.
+    before ends. layer_bytes: `read_while_launched`.
     """
     card = this_card()
     return (
@@ -299,6 +303,28 @@ def uses_pdl(layout: StepLayout, kernels: KernelSet, tp: int, layer_bytes: int) 
         and layer_bytes >= card.pdl_min_layer_bytes
         and kernels.supports_pdl
     )
+
+
+def read_while_launched(layers: Iterable[Weights], config: ModelConfig, tokens: int) -> float:
+    """Return the bytes of weights that a step reads while the host launches the kernels of a dense layer.
+
+    The layer with the fewest bytes counts. A mixture's step reads only the experts that its tokens choose.
+    Its layer also has `MIXTURE_LAUNCHES` kernels in place of `DENSE_LAUNCHES`.
+
+    Args:
+      layers: the weights of each layer, as arrays or as their shapes.
+      tokens: of the step; they choose experts evenly.
+    """
+
+    def read(layer: Weights) -> float:
+        size = {name: sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(w)) for name, w in layer.items()}
+        experts = sum(size.get(name, 0) for name in EXPERT_LEAVES)
+        if not experts:
+            return sum(size.values())
+        touched = 1 - (1 - config.experts_per_token / config.num_experts) ** tokens
+        return (sum(size.values()) - experts * (1 - touched)) * DENSE_LAUNCHES / MIXTURE_LAUNCHES
+
+    return min(read(layer) for layer in layers)
 
 
 def one_alone(products: Iterable[Product], kernels: KernelSet) -> bool:

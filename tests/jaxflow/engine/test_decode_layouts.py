@@ -2,12 +2,14 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 import toy
 
 from jaxflow.engine import start as build
 from jaxflow.engine.layout import StepLayout
-from jaxflow.engine.step_plans import make_layouts, one_alone, uses_pdl
+from jaxflow.engine.step_plans import make_layouts, one_alone, read_while_launched, uses_pdl
+from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.pipeline.handwritten import sequential_plan, two_nano_batch_plan
 from jaxflow.request import Request
 from pallas_kernels.gemm.api import HopperGemm, product_of
@@ -76,6 +78,18 @@ def test_few_decodes_alone_begin_their_kernels_early_where_kernels_can():
         uses_pdl(layout, hopper, 1, 10**9)
         for layout in (dataclasses.replace(alone, decodes=False), dataclasses.replace(alone, tokens=128))
     )
+
+
+def test_a_step_of_a_mixture_reads_the_experts_that_its_tokens_choose():
+    mixture = open_checkpoint("qwen3-30b-a3b", load_format="dummy").model_config
+
+    def read(tokens):
+        layer = {"qkv": np.zeros((5, 2), np.int8), "expert_down": np.zeros((128, 70), np.int8)}
+        return read_while_launched([layer, {"qkv": np.zeros((9999, 99), np.int8)}], mixture, tokens)
+
+    assert read(1) == pytest.approx((10 + 8 * 70) * 8 / 14)
+    assert read(10**4) == pytest.approx((10 + 128 * 70) * 8 / 14)
+    assert read(1) < read(2) < read(64)
 
 
 def test_steps_of_decodes_alone_run_them(loop, goldens):
