@@ -43,7 +43,9 @@ from pallas_kernels.this_device import DeviceKind
 log = logging.getLogger(__name__)
 ROOT = Path(__file__).parents[2]  # the folder of the packages, so that a process imports the same files
 COMMAND = (sys.executable, "-m", "jaxflow.engine.lowering_worker")
-MOST_PROCESSES = 8  # A ninth gains less than a second of a start with 50 programs.
+PROGRAMS_A_PROCESS = 8  # One process more gains less than a second of a start with 50 programs.
+MOST_PROCESSES = 32
+FEW_PROCESSES = 8  # where PROGRAMS_A_PROCESS gives fewer
 # Programs of one step size: with chunks, of decodes alone, the samplers, and the prompt log-probabilities.
 STEP_PROGRAMS = 4
 LIMIT_S = 120.0  # The limit of one program. A loaded machine takes ten times as long as an idle one.
@@ -97,7 +99,9 @@ def number_of_processes(steps: int, asked: int | None, cores: int | None = None)
         return asked
     if cores is None:  # only Linux knows the cores of a process
         cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    fit = min(MOST_PROCESSES, cores // 2, STEP_PROGRAMS * steps)
+    programs = STEP_PROGRAMS * steps
+    useful = min(max(programs // PROGRAMS_A_PROCESS, FEW_PROCESSES), programs, MOST_PROCESSES)
+    fit = min(useful, cores // 2)
     return fit if fit > 1 else 0
 
 

@@ -378,8 +378,8 @@ def test_processes_end_with_their_owner(tmp_path):
 
 @pytest.mark.parametrize(
     ("steps", "asked", "cores", "found"),
-    [(19, None, 16, 8), (19, None, 64, 8), (19, None, 6, 3), (19, None, 3, 0), (3, None, 16, 8),
-     (19, 0, 16, 0), (1, 5, 1, 5), (1, None, 64, 4)],
+    [(19, None, 16, 8), (19, None, 64, 9), (19, None, 6, 3), (19, None, 3, 0), (3, None, 16, 8),
+     (19, 0, 16, 0), (1, 5, 1, 5), (1, None, 64, 4), (40, None, 64, 20), (90, None, 128, 32)],
 )  # fmt: skip
 def test_the_number_of_processes(steps, asked, cores, found):
     assert number_of_processes(steps, asked, cores) == found
