@@ -15,6 +15,7 @@
   link            transfer rates between device and host, and the slowdown of a step by copies
   offload         block sizes of a model that does not fit the device; JSON and a chart
   kernels         each kernel and its rivals, on one GPU
+  collectives     collectives of a mixture layer alone, over several devices
   decode_step     a decode step with each method of launching its kernels, and the time of each kernel
   plans           several plans of a step, in the steady state of workloads
   trace           utilization of each resource over one layer, from a profiler trace; JSON and a chart
@@ -59,6 +60,7 @@ COMMANDS = {
     "link": "kv.link",
     "offload": "engine.offload",
     "kernels": "kernels.compare",
+    "collectives": "kernels.collectives",
     "decode_step": "kernels.decode_step",
     "plans": "plans.compare",
     "trace": "plans.trace",

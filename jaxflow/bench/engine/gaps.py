@@ -16,7 +16,8 @@ from typing import Any
 
 import jax
 
-from jaxflow.bench.report.trace_events import Kernel, read_kernels
+from jaxflow.bench.report import device_time
+from jaxflow.bench.report.trace_events import Kernel, read_devices
 
 BOUNDS_US = (2.0, 5.0, 10.0, 20.0, 50.0, 200.0)  # lower bounds of the gap-length groups
 STEP_US = 20.0  # a gap this long lies between steps: gaps between kernels of one step are 2 to 6 us
@@ -27,13 +28,17 @@ _POLL_S = 0.02
 
 @dataclasses.dataclass
 class Watched:
-    """The kernels that a profiler recorded. They are available after the `with` block has ended."""
+    """The kernels of each device that a profiler recorded. They are available after the `with` block."""
 
-    kernels: list[Kernel] = dataclasses.field(default_factory=list)
+    devices: list[list[Kernel]] = dataclasses.field(default_factory=list)
 
     def summary(self) -> dict[str, Any] | None:
-        """Return `shares` of the kernels, or None for a trace without kernels."""
-        return shares(self.kernels) if self.kernels else None
+        """Return `shares` of the first device, and the busy time and collectives of each device.
+
+        None for a trace without kernels.
+        """
+        kernels = next((each for each in self.devices if each), None)
+        return None if kernels is None else shares(kernels) | {"devices": device_time.summary(self.devices)}
 
 
 @contextlib.contextmanager
@@ -63,7 +68,7 @@ def watch(seconds: float, begin: Callable[[], bool]) -> Iterator[Watched]:
             over.set()
             thread.join()
         for path in Path(folder).rglob("*.xplane.pb"):
-            watched.kernels = read_kernels(path)
+            watched.devices = read_devices(path)
 
 
 def shares(kernels: Sequence[Kernel]) -> dict[str, Any]:

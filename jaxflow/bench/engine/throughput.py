@@ -292,6 +292,7 @@ def run() -> dict[str, Any]:
             result |= compared(llm, once) if f.compare_sequential else once()
             result["compare_sequential"] = f.compare_sequential
             if f.profiled_seconds:
+                machine.keep(f.output_json, result)  # a run under a profiler may not end
                 result["profile"] = profiled(llm, items, f.profiled_seconds, f.workload_seed)
     result |= {  # the key names of vllm bench throughput
         "elapsed_time": result["duration"],
@@ -338,6 +339,15 @@ def show(result: Mapping[str, Any], title: str = "Throughput Benchmark Result") 
     if profile:
         print(report.line("No kernel runs, profiled:", f"{profile['idle_share']:.2%}"))
         print(report.line("No kernel runs, between steps:", f"{profile['idle_share_between_steps']:.2%}"))
+        for row in profile["devices"]:
+            print(report.line(f"Device {row['device']} is busy, profiled:", f"{row['busy_share']:.2%}"))
+            if row["collective_s"]:
+                print(
+                    report.line(
+                        "Its collectives, of the time:", f"{row['collective_s'] / row['seconds']:.2%}"
+                    )
+                )
+                print(report.line("Its collectives, hidden:", f"{row['hidden_share']:.2%}"))
         if profile["failed"]:
             print(report.line("Failed under the profiler:", f"{profile['failed']} ({profile['error']})"))
     for plan, number in result["engine_stats"]["steps_by_plan"].items():

@@ -54,21 +54,34 @@ def read_kernels(path: str | Path) -> list[Kernel]:
 
     Without a GPU, return the ops of the first CPU device.
     """
+    return read_devices(path)[0]
+
+
+def read_devices(path: str | Path) -> list[list[Kernel]]:
+    """Return the kernels of each GPU in a profiler's `.xplane.pb`, ordered by start.
+
+    Without a GPU, return the ops of the first CPU device.
+    """
     planes = list(ProfileData.from_file(str(path)).planes)
-    gpus = sorted(
-        (plane for plane in planes if plane.name.startswith("/device:GPU:")), key=lambda plane: plane.name
-    )
+    gpus = [plane for plane in planes if plane.name.startswith("/device:GPU:")]
+    if gpus:
+        return [_kernels(plane) for plane in sorted(gpus, key=lambda plane: int(plane.name.split(":")[-1]))]
+    host = [plane for plane in planes if plane.name == "/host:CPU"]
+    return [[kernel for plane in host for kernel in _kernels(plane, is_gpu=False)]]
+
+
+def _kernels(plane: Any, is_gpu: bool = True) -> list[Kernel]:
+    """Return the kernels of a device, ordered by start."""
     found = []
-    for plane in gpus[:1] or [plane for plane in planes if plane.name == "/host:CPU"]:
-        for line in plane.lines:
-            if gpus and not line.name.startswith("Stream"):
-                continue  # lines that a viewer derives from the streams
-            for event in line.events:
-                if event.name.startswith("end: "):
-                    continue
-                stats = dict(event.stats)
-                if gpus or ("hlo_op" in stats and not stats.get("device_ordinal")):
-                    found.append(_kernel(event, line.name, stats))
+    for line in plane.lines:
+        if is_gpu and not line.name.startswith("Stream"):
+            continue  # lines that a viewer derives from the streams
+        for event in line.events:
+            if event.name.startswith("end: "):
+                continue
+            stats = dict(event.stats)
+            if is_gpu or ("hlo_op" in stats and not stats.get("device_ordinal")):
+                found.append(_kernel(event, line.name, stats))
     return sorted(found, key=lambda kernel: kernel.start_s)
 
 
