@@ -27,6 +27,7 @@
   decode_fleet    decode steps of a mixture over many devices, by layout, simulated
   sarathi         SARATHI's tables and figures, on the engine or by the cost model; JSON and a chart
   expert_balance  balance of experts over devices, with and without copies of experts, simulated
+  skewed_experts  tokens/s and balance of an engine whose router prefers some experts
   router          throughput, balance and prefix hits of several replicas behind the router, simulated
   prefill_apart   first tokens and gaps where some replicas compute prompts for the others, simulated
   sweep           rates, batch sizes or lengths of an engine; SARATHI's scheduler curves; JSON and a chart
@@ -72,6 +73,7 @@ COMMANDS = {
     "decode_fleet": "pipeline.decode_fleet",
     "sarathi": "sarathi.command",
     "expert_balance": "engine.expert_balance",
+    "skewed_experts": "engine.skewed_experts",
     "router": "router.command",
     "prefill_apart": "router.apart",
     "sweep": "engine.sweep",
