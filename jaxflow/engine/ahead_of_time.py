@@ -26,6 +26,7 @@ from jax._src.lib import xla_client
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 
+from jaxflow.engine import compiled_cache
 from jaxflow.engine.kernel_threads import kernels_of, start_kernels
 from jaxflow.pipeline.choice import is_sequential
 from jaxflow.pipeline.plan import Plan
@@ -39,7 +40,6 @@ UNTIMED_WEIGHTS = (None, "fp8", "fp8_per_block")  # XLA reads other formats of w
 _PACKAGES = ("jaxlib", "jax-cuda12-pjrt", "jax-cuda13-pjrt")
 _COUNT = 4  # bytes before machine code: the number of devices
 _offered = threading.local()  # machine code in place of the next compilation of a thread
-_find = compilation_cache.get_executable_and_time
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -162,7 +162,7 @@ def _find_offered(
     """Return the program that this thread is offered, or the one of JAX's cache."""
     code = getattr(_offered, "code", None)
     if code is None:
-        return _find(cache_key, compile_options, backend, executable_devices, *more, **named)
+        return compiled_cache.find(cache_key, compile_options, backend, executable_devices, *more, **named)
     devices = {device.id for device in executable_devices}
     made_for = int.from_bytes(code[:_COUNT])
     if made_for != len(devices):  # XLA would end the process, or run the program on one device

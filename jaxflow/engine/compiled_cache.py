@@ -1,0 +1,62 @@
+"""JAX's folder of compiled programs, with whole entries only.
+
+JAX writes an entry in place. A process that ends meanwhile leaves a part of the entry. JAX never replaces
+an entry, so each later start would warn and compile the program again. A process that reads an entry while
+another one writes it would read a part, too.
+"""
+
+import contextlib
+import logging
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax._src import compilation_cache
+from jax._src.lru_cache import LRUCache
+
+log = logging.getLogger(__name__)
+_find, _put = compilation_cache.get_executable_and_time, LRUCache.put
+
+
+def find(key: str, *args: Any, **named: Any) -> tuple[Any, int | None]:
+    """Return a program of the folder and the seconds of its compilation; (None, None) if there is none.
+
+    A damaged entry is deleted, so that JAX writes it again. Arguments: of JAX's `get_executable_and_time`.
+    """
+    try:
+        return _find(key, *args, **named)
+    except jax.errors.JaxRuntimeError:  # the entry is whole, and the device refuses the program
+        raise
+    except Exception as error:
+        log.warning("a damaged program is compiled again: %s: %s", type(error).__name__, error)
+        with contextlib.suppress(OSError):
+            _path(str(jax.config.jax_compilation_cache_dir), key).unlink()
+        return None, None
+
+
+def put(cache: LRUCache, key: str, value: bytes) -> None:
+    """Write an entry completely or not at all. Raises: OSError. See `LRUCache.put`."""
+    if cache.eviction_enabled or not cache._is_local:
+        return _put(cache, key, value)
+    path = _path(cache.path, key)
+    if path.exists():
+        return None
+    descriptor, partial = tempfile.mkstemp(dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(value)
+        os.replace(partial, path)
+    except OSError:
+        os.unlink(partial)
+        raise
+    return None
+
+
+def _path(folder: str | os.PathLike, key: str) -> Path:
+    return Path(folder, f"{key}-cache")
+
+
+# JAX has no public place for another way to write.
+LRUCache.put = put  # pyright: ignore[reportAttributeAccessIssue]
