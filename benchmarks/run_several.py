@@ -3,16 +3,24 @@
     python -m benchmarks.run_several --devices 2 --only stages-8b,replica-8b,tensor-8b
 
 Each measurement is one command:
-  check-8b          log-probabilities of an engine with stages beside those of the reference engine
-  stages-MODEL      throughput of as many stages as devices, at 1024/512
-  tensor-MODEL      throughput of tensor parallelism, at 1024/512
-  replica-8b        throughput of one device with its share of the requests; N devices make N times it
-  policies-8b       bubbles of stages under SARATHI's policies, beside the predicted ones
-  MIXTURE-tensor    throughput of qwen3 or mixtral with cut experts
-  MIXTURE-whole     the same with whole experts
-  MIXTURE-ranks     the same with whole experts and data-parallel attention
-  offload-opt       OPT-30B with weights on the host, over stages; FlexGen's Table 3
-  followers         host time that process 0 spends for a second process
+  check-8b             log-probabilities of an engine with stages beside those of the reference engine
+  stages-MODEL         throughput of as many stages as devices, at 1024/512
+  grid-MODEL           the same of half as many stages of two devices each, on four devices
+  tensor-MODEL         throughput of tensor parallelism, at 1024/512
+  replica-MODEL        throughput of one device with its share of the requests; N devices make N times it
+  busy-8b              busy share of each stage at 1024/512, under SARATHI and Orca-best
+  stages-8b-profiled   busy share of each device in a profile at 1024/512
+  policies-8b          bubbles of stages at SARATHI's lengths, under SARATHI and Orca-best
+  MIXTURE-tensor       throughput of qwen3 or mixtral with cut experts
+  MIXTURE-whole        the same with whole experts
+  MIXTURE-ranks        the same with whole experts and data-parallel attention
+  MIXTURE-WAY-profiled collectives of the device's time, and the hidden part of them, of each of the three
+  MIXTURE-WAY-staying  throughput and balance with skewed routes, for whole and ranks
+  MIXTURE-WAY-moving   the same with `--enable_eplb`
+  collectives          the collectives of a mixture layer alone
+  offload-opt          OPT-30B with weights on the host, over stages; FlexGen's Table 3
+  offload-opt-one      the same on one device
+  followers            host time that process 0 spends for a second process
 A report is benchmarks/h200/MODEL/WHAT-DEVICES.json.
 """
 
@@ -28,6 +36,12 @@ DUMMY = ("--load_format", "dummy")
 LENGTHS = ("--input_len", "1024", "--output_len", "512")
 FP8 = ("--quantization", "fp8", "--kv_cache_dtype", "fp8")
 MIXTURES = {"qwen3": "qwen3-30b-a3b", "mixtral": "mixtral-8x7b"}
+COPIES = {"qwen3": 16, "mixtral": 1}  # further experts of a device
+PIPELINE = (
+    *("-m", "jaxflow.bench", "pipeline", *DUMMY),
+    *("--tensor_parallel_size", "1", "--policies", "sarathi,orca-best"),
+)
+HOST_GB = {1: 110, 2: 150, 4: 190}  # host memory of all stages together
 
 
 def commands(devices: int) -> dict[str, list[str]]:
@@ -40,15 +54,30 @@ def commands(devices: int) -> dict[str, list[str]]:
         "stages-8b": _throughput("llama-3.1-8b", f"stages-pp{n}", 300 * devices, 640, *stages),
         "tensor-8b": _throughput("llama-3.1-8b", f"stages-tp{n}", 300 * devices, 640, *tensor),
         "replica-8b": _throughput("llama-3.1-8b", "stages-one", 300, 640),
-        "stages-70b": _throughput("llama-3-70b", f"stages-fp8-pp{n}", 300 * devices, 1200, *stages, *FP8),
-        "tensor-70b": _throughput("llama-3-70b", f"stages-fp8-tp{n}", 300 * devices, 1200, *tensor, *FP8),
+        "stages-8b-profiled": _profiled("llama-3.1-8b", f"stages-pp{n}", 200 * devices, 640, *stages),
+        "stages-70b": _throughput("llama-3-70b", f"stages-fp8-pp{n}", 150 * devices, 1200, *stages, *FP8),
+        "tensor-70b": _throughput("llama-3-70b", f"stages-fp8-tp{n}", 150 * devices, 1200, *tensor, *FP8),
+        "replica-70b": _throughput("llama-3-70b", "stages-fp8-one", 150, 1200, *FP8),
         "policies-8b": _to(
             "llama-3.1-8b",
             f"stages-policies-pp{n}",
-            ["-m", "jaxflow.bench", "pipeline", *DUMMY, *stages, "--num_requests", "200", "--slots", "32"],
-            "--model",
-            "llama-3.1-8b",
+            [*PIPELINE, *stages, "--num_requests", "160", "--slots", "32"],
+            *("--model", "llama-3.1-8b", "--repeats", "3"),
         ),
+        "busy-8b": _to(
+            "llama-3.1-8b",
+            f"stages-busy-pp{n}",
+            [*PIPELINE, *stages, "--num_requests", str(300 * devices), "--slots", "320"],
+            *("--model", "llama-3.1-8b", "--repeats", "1", "--chunk_tokens", "1024"),
+            *("--request_tokens", "1536,1536", "--pd_ratio", "2", "--step_sizes", "64,320,512,1024"),
+        ),
+        "collectives": _to(
+            "kernels",
+            f"collectives-of-{n}",
+            ["-m", "jaxflow.bench", "collectives", "--data_parallel_size", n],
+        ),
+        "offload-opt": _offload(devices),
+        "offload-opt-one": _offload(1),
         "followers": _to(
             "llama-3.1-8b",
             "followers-tp2",
@@ -70,17 +99,54 @@ def commands(devices: int) -> dict[str, list[str]]:
             "llama-3.1-8b",
         ),
     }
+    if devices == 4:
+        grid = ("--pipeline_parallel_size", "2", "--tensor_parallel_size", "2")
+        found |= {
+            "grid-8b": _throughput("llama-3.1-8b", "stages-pp2-tp2", 1200, 640, *grid),
+            "grid-70b": _throughput("llama-3-70b", "stages-fp8-pp2-tp2", 600, 1200, *grid, *FP8),
+        }
     for name, model in MIXTURES.items():
         whole = "--enable_expert_parallel"
-        ranks = ("--data_parallel_size", n, whole)
-        found |= {
-            f"{name}-tensor": _throughput(model, f"experts-tp{n}", 400 * devices, 400 * devices, *tensor),
-            f"{name}-whole": _throughput(
-                model, f"experts-ep{n}", 400 * devices, 400 * devices, *tensor, whole
-            ),
-            f"{name}-ranks": _throughput(model, f"experts-dp{n}", 400 * devices, 400, *ranks),
+        ways = {
+            "tensor": (f"experts-tp{n}", 400 * devices, tensor),
+            "whole": (f"experts-ep{n}", 400 * devices, (*tensor, whole)),
+            "ranks": (f"experts-dp{n}", 400, ("--data_parallel_size", n, whole)),
         }
+        for way, (report, slots, flags) in ways.items():
+            found[f"{name}-{way}"] = _throughput(model, report, 400 * devices, slots, *flags)
+            found[f"{name}-{way}-profiled"] = _profiled(model, report, 200 * devices, slots, *flags)
+            if way != "tensor":
+                copies = str(max(2, COPIES[name] * devices))
+                moving = ("--enable_eplb", "--num_redundant_experts", copies)
+                found[f"{name}-{way}-staying"] = _skewed(model, f"{report}-staying", devices, slots, *flags)
+                found[f"{name}-{way}-moving"] = _skewed(
+                    model, f"{report}-moving", devices, slots, *flags, *moving
+                )
     return found
+
+
+def _profiled(model: str, report: str, requests: int, slots: int, *flags: str) -> list[str]:
+    """Return `bench throughput` at 512/128, once more under a profiler. slots: as for `_throughput`."""
+    sizes = ("--num_requests", str(requests), "--max_num_seqs", str(slots), "--max_model_len", "1024")
+    lengths = ("--input_len", "512", "--output_len", "128", "--profiled_seconds", "0.5")
+    line = ["-m", "jaxflow.bench", "throughput", *DUMMY, *lengths, *sizes, *flags]
+    return _to(model, f"{report}-profiled", line, "--model", model)
+
+
+def _skewed(model: str, report: str, devices: int, slots: int, *flags: str) -> list[str]:
+    """Return `bench skewed_experts` at 512/128. slots: as for `_throughput`."""
+    sizes = ("--num_requests", str(200 * devices), "--max_num_seqs", str(slots), "--max_model_len", "1024")
+    steps = ("--step_sizes", "256,512,1024,2048")
+    line = ["-m", "jaxflow.bench", "skewed_experts", *DUMMY, *sizes, *steps, *flags]
+    return _to(model, report, line, "--model", model)
+
+
+def _offload(devices: int) -> list[str]:
+    """Return the run of a policy in 16 GB of each device and at most 110 GB of host memory for it."""
+    policy = f"benchmarks/settings/opt-30b-of-{devices}.json"
+    limits = ("--machine", "h200", "--gpu_mem", "16", "--cpu_mem", str(HOST_GB[devices]))
+    line = ["-m", "search", "offload", "--model", "opt-30b", *limits, "--policies", policy]
+    return _to("opt-30b", f"offload-of-{devices}", line)
 
 
 def _throughput(model: str, report: str, requests: int, slots: int, *flags: str) -> list[str]:

@@ -303,7 +303,7 @@ def _measured(bench: OffloadBench, name: str, runtime: Runtime, predicted: Any) 
         for block in range(flags.FLAGS.blocks)
         for i in range(policy.block_size)
     ]
-    with sample() as readings:
+    with sample(runtime.geometry.tp * policy.pipeline_parallel_size) as readings:
         for _ in runtime.generate([Request(f"{i}", prompt, sampling) for i, prompt in enumerate(ids)]):
             pass
     result = report(runtime, bench.link)

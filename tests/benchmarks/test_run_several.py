@@ -5,11 +5,22 @@ import importlib.util
 import pytest
 
 from benchmarks import check_engine, run_several
-from jaxflow.bench.engine import followers, throughput
+from jaxflow.bench.engine import followers, skewed_experts, throughput
+from jaxflow.bench.kernels import collectives
 from jaxflow.bench.pipeline import study
 from jaxflow.cli.engine_flags import engine_config_from_flags, parse
+from jaxflow.flexgen.policy import load_policy
+from search.placement import offload
 
-BENCH = {"throughput": throughput, "followers": followers, "pipeline": study}
+BENCH = {
+    "throughput": throughput,
+    "followers": followers,
+    "pipeline": study,
+    "collectives": collectives,
+    "skewed_experts": skewed_experts,
+    "offload": offload,
+}
+WITHOUT_ENGINE = ("pipeline", "collectives", "offload")  # commands with settings of their own
 COMMANDS = [(devices, name) for devices in (2, 4) for name in run_several.commands(devices)]
 
 
@@ -22,8 +33,11 @@ def test_a_command_has_flags_that_exist(no_flags, devices, name):
     else:
         BENCH[words[0]].define_flags()
         parse(words)
-        if words[0] != "pipeline":  # The command makes its own engine settings.
+        if words[0] not in WITHOUT_ENGINE:
             engine_config_from_flags()
+        if words[0] == "offload":
+            stages = load_policy(words[words.index("--policies") + 1], model="opt-30b").pipeline_parallel_size
+            assert stages in (1, devices)
     assert importlib.util.find_spec(module)
 
 
