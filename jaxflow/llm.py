@@ -7,6 +7,7 @@ import itertools
 import os
 import queue
 import threading
+import weakref
 from collections.abc import AsyncIterator, Generator, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -79,6 +80,9 @@ class LLM:
                     config, checkpoint, kernels=kernels, executor=executor, team=team, progress=progress
                 )
             self._backend: Backend = _Serving(engine, team)
+            # The engine's thread holds the weights, so it ends with a model that nobody closed. A process
+            # that exits needs no such end.
+            weakref.finalize(self, engine.driver.end).atexit = False
             self.engine_config, self.driver, self.executor = engine.config, engine.driver, engine.executor
         else:
             placed = offload_config(offload, config.model)
@@ -167,19 +171,13 @@ class LLM:
           RequestFailed: after a fault of the engine.
         """
         many = as_list(prompts)
-        given = sampling_params
-        several = isinstance(given, Sequence) and not isinstance(given, str)
-        each = list(given) if several else [given] * len(many)  # type: ignore[arg-type]
-        if len(each) != len(many):
-            accepted = f"one, or one for each of the {len(many)} prompts"
-            raise InvalidRequest("sampling_params", Amount(f"{len(each)} of them"), accepted)
-        requests = [self.request(prompt, p) for prompt, p in zip(many, each, strict=True)]  # type: ignore[arg-type]
+        requests = self._requests(many, sampling_params)
         return self._run(requests, [p if isinstance(p, str) else None for p in many], use_tqdm)
 
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
-        sampling_params: SamplingParams | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
         **how: Any,
@@ -187,6 +185,7 @@ class LLM:
         """Return the answers to one conversation or several.
 
         Args:
+          sampling_params: of all conversations, or one of each.
           how: `tools`, `template_kwargs` and the other settings of `jaxflow.text.chat.encode_chat`.
 
         Raises:
@@ -200,8 +199,18 @@ class LLM:
             raise InvalidRequest("messages", messages, accepted)
         many = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
         prompts = [encode_chat(self.tokenizer, m, **how) for m in many]  # type: ignore[arg-type]
-        requests = [self.request(prompt, sampling_params) for prompt in prompts]
-        return self._run(requests, [None] * len(requests), use_tqdm)
+        return self._run(self._requests(prompts, sampling_params), [None] * len(prompts), use_tqdm)
+
+    def _requests(
+        self, prompts: Sequence[Prompt], given: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[Request]:
+        """Return a request of each prompt. given: the parameters of all prompts, or one of each."""
+        several = isinstance(given, Sequence) and not isinstance(given, str)
+        each = list(given) if several else [given] * len(prompts)  # type: ignore[arg-type]
+        if len(each) != len(prompts):
+            accepted = f"one, or one for each of the {len(prompts)} prompts"
+            raise InvalidRequest("sampling_params", Amount(f"{len(each)} of them"), accepted)
+        return [self.request(prompt, p) for prompt, p in zip(prompts, each, strict=True)]  # type: ignore[arg-type]
 
     def _run(
         self, requests: Sequence[Request], texts: Sequence[str | None], use_tqdm: bool

@@ -158,11 +158,15 @@ class Driver:
             self._wake.notify()
         return aborted
 
-    def close(self) -> None:
-        """Abort what runs, and stop the thread."""
+    def end(self) -> None:
+        """Tell the thread to abort what runs and to end. A garbage collector may call it: it never waits."""
         with self._wake:
             self._draining = self._closed = True
             self._wake.notify_all()
+
+    def close(self) -> None:
+        """Abort what runs, and stop the thread."""
+        self.end()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join()
 

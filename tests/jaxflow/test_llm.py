@@ -2,11 +2,14 @@
 
 import asyncio
 import concurrent.futures
+import gc
 import itertools
 import json
+import queue
 import shutil
 import threading
 import time
+import types
 
 import numpy as np
 import paths
@@ -17,7 +20,7 @@ import jaxflow.llm
 from jaxflow import LLM, SamplingParams
 from jaxflow.engine.driver import EngineDead
 from jaxflow.llm import RequestFailed
-from jaxflow.request import Draining, InvalidRequest
+from jaxflow.request import Draining, Finished, InvalidRequest
 from jaxflow.text.chat import ChatTemplateError
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
@@ -275,6 +278,14 @@ class TestChat:
             llm.chat(self.MESSAGES[:1], GREEDY, use_tqdm=False)[0].outputs,
         ]
 
+    def test_parameters_of_each_conversation(self, llm):
+        both, lengths = [self.MESSAGES, self.MESSAGES[:1]], (3, 5)
+        params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in lengths]
+        found = llm.chat(both, params, use_tqdm=False)
+        assert tuple(len(out.outputs[0].token_ids) for out in found) == lengths
+        with pytest.raises(InvalidRequest, match="sampling_params"):
+            llm.chat(both, params[:1], use_tqdm=False)
+
     def test_what_is_no_conversation(self, llm):
         with pytest.raises(ChatTemplateError):
             llm.chat([{"role": "user"}], GREEDY, use_tqdm=False)
@@ -375,6 +386,28 @@ class TestItsEnd:
     def ending(self, folder):
         with compiled_with(OFTEN), LLM(str(folder), **SMALL) as llm:
             yield llm
+
+    def test_a_model_that_nobody_closed_ends_with_its_last_reference(self, folder):
+        """Its stream was left halfway, and one of its requests still ran."""
+        before = set(threading.enumerate())
+        with compiled_with(OFTEN):
+            llm = LLM(str(folder), **SMALL)
+        [engine] = [t for t in set(threading.enumerate()) - before if t.name == "jaxflow-engine"]
+        params = SamplingParams(max_tokens=400, ignore_eos=True)
+
+        async def leave():
+            async for _ in llm.stream("Once", params):
+                break
+
+        asyncio.run(leave())
+        ended = queue.SimpleQueue()
+        llm.driver.submit(llm.request("Once", params), types.SimpleNamespace(post=ended.put))
+        del llm
+        gc.collect()
+        engine.join(60)
+        assert not engine.is_alive()
+        events = [event for _ in range(ended.qsize()) for event in ended.get()]
+        assert [event.reason.value for event in events if isinstance(event, Finished)] == ["abort"]
 
     def test_close_aborts_and_refuses(self, ending):
         params = SamplingParams(max_tokens=400, ignore_eos=True)
