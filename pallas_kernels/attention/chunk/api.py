@@ -18,6 +18,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention.chunk import int8 as chunk_int8
+from pallas_kernels.attention.chunk.items import (
+    clear_marks,
+    item_at,
+    visit_items,
+    visit_marked,
+    wait_for_all,
+)
 from pallas_kernels.attention.chunk.rows import (
     HALF,
     MARKS,
@@ -236,12 +243,7 @@ def _attend(
     items = count_ref[0] * n
     rounds = lax.div(items + sms - 1, jnp.int32(sms))
 
-    def item_of(i):
-        """Return the item of round i, back and forth over the sorted list.
-
-        The last round may have no item.
-        """
-        return i * sms + jnp.where(lax.rem(i, jnp.int32(2)) == 0, cta, sms - 1 - cta)
+    item_of = functools.partial(item_at, cta=cta, sms=sms)
 
     def tile_of(i):
         """Return (item, head, fields of its tile) of round i, or any tile if the round has no item."""
@@ -252,33 +254,8 @@ def _attend(
             head = tiles_ref[index, 10] * rows.group + head
         return which, head, *(tiles_ref[index, j] for j in range(10 if rows.spans else 7))
 
-    def for_items(visit, carry):
-        """Return the carry after visit(carry, round, head, *tile) for this CTA's items."""
-
-        def round_(i, state):
-            (which, *facts), carry = state
-            following = tile_of(i + 1)  # read ahead, to hide the latency
-            return following, lax.cond(
-                which < items, lambda carry: visit(carry, i, *facts), lambda carry: carry, carry
-            )
-
-        return lax.fori_loop(0, rounds, round_, (tile_of(jnp.int32(0)), carry))[1]
-
-    def for_marked(visit, carry):
-        """Return the carry after the same visits for marked rounds only.
-
-        Rounds can share a mark, so some run again needlessly. The last round can have a mark but no item.
-        """
-        again = scratch["again"]
-
-        def round_(i, carry):
-            at = lax.rem(i, jnp.int32(MARKS))
-            marked = (again[0, at] + again[1, at] > 0) & (item_of(i) < items)
-            return lax.cond(
-                marked, lambda carry: visit(carry, i, *tile_of(i)[1:]), lambda carry: carry, carry
-            )
-
-        return lax.fori_loop(0, rounds, round_, carry)
+    for_items = functools.partial(visit_items, rounds, items, item_of, tile_of)
+    for_marked = functools.partial(visit_marked, rounds, items, item_of, tile_of, scratch["again"])
 
     @pl.when(wg == 2)
     def _copy():
@@ -290,8 +267,8 @@ def _attend(
         if not rows.e4m3:
             plgpu.barrier_wait(scratch["decided"])
             done, steps = for_marked(visit, (done, steps))
-        _wait_for_all(done, rows.tile.queries, scratch["q_empty"])
-        _wait_for_all(steps, rows.tile.stages, scratch["k_empty"], scratch["v_empty"])
+        wait_for_all(done, rows.tile.queries, scratch["q_empty"])
+        wait_for_all(steps, rows.tile.stages, scratch["k_empty"], scratch["v_empty"])
 
     @pl.when(wg < 2)
     def _compute():
@@ -307,7 +284,7 @@ def _attend(
 
         # Clear before the gaps, whose barrier ensures that no warp marks what another has yet to clear.
         if not rows.e4m3:
-            _clear_marks(scratch["again"], wg, jnp.minimum(rounds, MARKS))
+            clear_marks(scratch["again"], wg, jnp.minimum(rounds, MARKS))
         fill_gaps(gaps_ref, count_ref[1], scratch["o_s"].at[wg, 0], o_ref, cta * 2 + wg, sms * 2)
         carry = for_items(functools.partial(visit, running=rows.e4m3), (jnp.int32(0), jnp.int32(0)))
         if not rows.e4m3:
@@ -396,18 +373,3 @@ def _copy_item(
     bring(k_ref, k_s, scratch["k_full"], scratch["k_empty"], PAGE, step, ids)
     step, *_unused = lax.fori_loop(block, block_end, copy, (step, ids, pages_of(block + 1)))
     return done + 1, step
-
-
-def _wait_for_all(count, places, *empty):
-    """Wait for every arrival, because the interpreter reports a barrier that no thread waited for."""
-
-    @pl.loop(jnp.maximum(count - places, 0), count)
-    def _(i):
-        for barrier in empty:
-            plgpu.barrier_wait(barrier.at[lax.rem(i, jnp.int32(places))])
-
-
-def _clear_marks(again, wg, rounds):
-    @pl.loop(0, rounds)
-    def _(i):
-        again[wg, i] = jnp.int32(0)

@@ -28,6 +28,7 @@ from pallas_kernels.attention.chunk.registers import as_operand, mark, rescaled
 from pallas_kernels.attention.chunk.work_list import block_of
 from pallas_kernels.attention.paged import LEAST, LOWEST, PAGE, blank, blank_8, capped, sink_term
 from pallas_kernels.attention.tiles import ChunkTile
+from pallas_kernels.attention.two_halves import hidden_zero
 from pallas_kernels.hopper.layouts import LOG2E
 
 HALF = 64  # query rows of one warpgroup
@@ -46,7 +47,8 @@ class RowConstants:
     e4m3: the cache is e4m3. int8: the cache is int8, and the rows see bfloat16. unified_max: the maximum is
     φ instead of the first block's. spans: each tile has the span of its KV head instead of the window.
     sinks: the first keys that every row sees besides its span. sink_logits: each query head has an attention
-    sink.
+    sink. levels: also return log2 of each row's sum of weights.
+    rotary: queries and keys have more columns, in memory of their own.
     """
 
     group: int
@@ -61,10 +63,13 @@ class RowConstants:
     spans: bool = False
     sinks: int = 0
     sink_logits: bool = False
+    levels: bool = False
+    rotary: bool = False
 
 
 def attend_rows(r: RowConstants, m: dict, scales, wg, round_, head, at, place, carry, running):
-    """Return (outputs [64, H] float32, carry) of one item's 64 rows.
+    """Return (outputs [64, H] float32, carry) of one item's 64 rows; with `levels` the outputs are followed
+    by log2 of each row's sum of exp2(scores), [64] float32.
 
     m: the kernel's shared memory and barriers. at: position of the item's first row, first block of keys,
     end of the blocks; with spans also the tile's next three fields. place: this warpgroup's first row in q,
@@ -77,7 +82,7 @@ def attend_rows(r: RowConstants, m: dict, scales, wg, round_, head, at, place, c
     k_scale_ref, v_scale_ref, unified_ref, *more_refs = scales  # the spans, then the logits of sinks
     kv_head = lax.div(head, jnp.int32(r.group))
     base = position + wg * HALF  # position of this warpgroup's first row
-    h = m["q_s"].shape[-1]
+    h = m["v_s"].shape[2 if r.e4m3 or r.int8 else -1]  # columns of a value
 
     plgpu.barrier_wait(m["q_full"].at[queries])
     unit: Any = None
@@ -89,7 +94,12 @@ def attend_rows(r: RowConstants, m: dict, scales, wg, round_, head, at, place, c
 
     def score(acc, slot):
         k = m["k_s"].at[slot].transpose((1, 0))
-        plgpu.wgmma(acc, m["q8_s"].at[wg] if r.e4m3 else m["q_s"].at[queries, wg], k)
+        if not r.rotary:
+            plgpu.wgmma(acc, m["q8_s"].at[wg] if r.e4m3 else m["q_s"].at[queries, wg], k)
+            return
+        place = queries + hidden_zero(r.interpret)
+        plgpu.wgmma(acc, m["q_s"].at[place, wg], k)
+        plgpu.wgmma(acc, m["q_rope_s"].at[place, wg], m["k_rope_s"].at[slot].transpose((1, 0)))
 
     def soften(scores, i, state, masked, update):
         seen, first_key = None, block_of(i, skipped, r.sinks, keys) * keys
@@ -188,8 +198,10 @@ def attend_rows(r: RowConstants, m: dict, scales, wg, round_, head, at, place, c
         )
     if r.sink_logits:
         total = total + sink_term(more_refs[-1][head], top)
+    level = top + jnp.log2(jnp.maximum(total, LEAST)) if r.levels else None
     total = (v_scale_ref[kv_head] if r.e4m3 else 1.0) / jnp.maximum(total, LEAST)
-    return out * lax.broadcast_in_dim(total, out.shape, [0]), (done + 1, step + 1)
+    out, carry = out * lax.broadcast_in_dim(total, out.shape, [0]), (done + 1, step + 1)
+    return (out, level, carry) if r.levels else (out, carry)
 
 
 def _start(top):

@@ -38,12 +38,15 @@ def chunk_work(
     window: int | None = None,
     spans: jax.Array | None = None,
     sinks: int = 0,
+    keys: jax.Array | None = None,
 ) -> ChunkWork:
     """Split chunks [C, 4] int32 (first token in q, tokens, row of the page table, position) into tiles, on
     the device.
 
     tokens: the length of q, an upper bound of all chunks together. spans, sinks: as for `chunk_attention`,
-    instead of a window. Compute the list once a step for all layers.
+    instead of a window. keys: [C] int32, the number of first keys of each chunk that its tiles may read, a
+    multiple of the tile's keys; tiles without any are left out; None: all keys. Then positions may be
+    negative, and windows and spans are not accepted. Compute the list once a step for all layers.
     """
     first, length, row, position = (chunks[:, i].astype(jnp.int32) for i in range(4))
     c = chunks.shape[0]
@@ -64,6 +67,8 @@ def chunk_work(
     begin, end = jnp.maximum(-skip, 0), jnp.clip(length[chunk] - skip, 0, tile.rows)
     at = position[chunk] + skip
     block_end = (at + end + tile.keys - 1) // tile.keys
+    if keys is not None:
+        block_end = jnp.clip(block_end, 0, keys[chunk].astype(jnp.int32) // tile.keys)
     columns = [first[chunk] + skip, begin, end, row[chunk], at]
     if spans is None:
         block = jnp.zeros_like(at) if window is None else jnp.maximum(at + begin - window + 1, 0) // tile.keys
@@ -78,6 +83,8 @@ def chunk_work(
     ahead = (cost[None, :] > cost[:, None]) | (
         (cost[None, :] == cost[:, None]) & (slot[None, :] < slot[:, None])
     )
+    if keys is not None:
+        count = jnp.sum((cost > 0).astype(jnp.int32))
     gaps, gap_count = _gaps(first, length, tokens)
     return ChunkWork(tiles=_ranked(table, ahead), count=jnp.stack([count, gap_count]), gaps=gaps)
 

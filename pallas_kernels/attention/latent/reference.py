@@ -5,6 +5,8 @@ its value. So attention has N query heads of R + Hr columns, one key/value head,
 page of the cache is [1, S, Hr] of rotary keys and [1, S, R] of latent vectors.
 """
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
@@ -60,7 +62,7 @@ def decode_attention(
         return online_softmax(jnp.einsum("bna,bsa->bns", grouped, keys), valid[:, None], vectors, state)
 
     longest = jnp.max(lengths, initial=0)
-    out = _finish(lax.fori_loop(0, -(-longest // block), step, _start((b, n), latent_pages)), q.dtype)
+    out = _finish(lax.fori_loop(0, -(-longest // block), step, _start((b, n), latent_pages.shape[3])), q.dtype)
     if into is None:
         return jnp.pad(out, ((0, t - b), (0, 0), (0, 0)))
     # Not by `.at[:b].set`: two such scatters under shard_map crash XLA's CPU compiler (jaxlib 0.11.2).
@@ -96,23 +98,78 @@ def chunk_attention(
     Returns:
       The outputs at the chunks' tokens, and 0 at all others.
     """
-    (t, n, _), rank = q.shape, latent_pages.shape[3]
-    pages, (per_block, table) = (rope_pages, latent_pages), _blocks(latent_pages, page_table)
+    pages, rank = (rope_pages, latent_pages), latent_pages.shape[3]
+
+    def block(rows, ids, valid, state):
+        keys, vectors = _read(pages, ids)
+        return online_softmax(jnp.einsum("nta,sa->nts", rows, keys), valid, vectors, state)
+
+    return _by_tiles(q, latent_pages, page_table, chunks, scale, rank, block)
+
+
+def up_chunk_attention(
+    q: Float[Array, "T N H"],
+    rope_pages: Shaped[Array, "P 1 S Hr"],
+    latent_pages: Shaped[Array, "P 1 S R"],
+    key_up: Float[Array, "N Hp R"],
+    value_up: Float[Array, "N Hv R"],
+    page_table: Int[Array, "R MP"],
+    chunks: Int[Array, "C 4"],
+    *,
+    scale: float,
+    sms: int | None = None,
+) -> Float[Array, "T N Hv"]:
+    """Return the causal attention of prefill chunks with keys and values by head, made from latent vectors.
+
+    Args:
+      q: the queries of all heads, Hp columns and then Hr rotary ones.
+      key_up, value_up: make a head's own part of the keys, and its values.
+      chunks: as for `chunk_attention`. sms: for the kernel; unused.
+    Returns:
+      The outputs at the chunks' tokens, and 0 at all others.
+    """
+    pages, ups = (rope_pages, latent_pages), [x.astype(jnp.float32) for x in (key_up, value_up)]
+    plain = key_up.shape[1]
+
+    def block(rows, ids, valid, state):
+        keys, vectors = _read(pages, ids)
+        own, values = (jnp.einsum("sr,nhr->nsh", vectors, up) for up in ups)
+        scores = jnp.einsum("nth,nsh->nts", rows[..., :plain], own)
+        scores += jnp.einsum("nth,sh->nts", rows[..., plain:], keys[:, vectors.shape[1] :])
+        return online_softmax(scores, valid, values, state)
+
+    return _by_tiles(q, latent_pages, page_table, chunks, scale, value_up.shape[1], block)
+
+
+def _by_tiles(
+    q: Array,
+    latent_pages: Array,
+    page_table: Array,
+    chunks: Array,
+    scale: float,
+    columns: int,
+    add_block: Callable[..., tuple[Array, Array, Array]],
+) -> Array:
+    """Return the outputs [T, N, columns] of all chunks, computed by tiles of tokens and blocks of keys.
+
+    add_block(rows [N, tile, H], page ids, valid [tile, keys], state) returns the state after a block.
+    """
+    t, n, _ = q.shape
+    per_block, table = _blocks(latent_pages, page_table)
     tile = min(ROWS_PER_TILE, t)
     block, padded = per_block * latent_pages.shape[2], jnp.pad(q, ((0, tile), (0, 0), (0, 0)))
 
     def attend(tile_q, pages_of_row, position):
-        """Return [tile, N, R]. tile_q: [tile, N, R + Hr]. position: of its first token."""
-        rows = tile_q.swapaxes(0, 1).astype(jnp.float32) * scale  # [N, tile, R + Hr]
+        """Return [tile, N, columns]. tile_q: [tile, N, H]. position: of its first token."""
+        rows = tile_q.swapaxes(0, 1).astype(jnp.float32) * scale  # [N, tile, H]
         ends = position + 1 + jnp.arange(tile)
 
         def step(i, state):
-            keys, vectors = _read(pages, lax.dynamic_slice_in_dim(pages_of_row, i * per_block, per_block))
-            valid = i * block + jnp.arange(block) < ends[:, None]
-            return online_softmax(jnp.einsum("nta,sa->nts", rows, keys), valid, vectors, state)
+            ids = lax.dynamic_slice_in_dim(pages_of_row, i * per_block, per_block)
+            return add_block(rows, ids, i * block + jnp.arange(block) < ends[:, None], state)
 
         last = jnp.minimum((position + tile - 1) // block + 1, table.shape[1] // per_block)
-        state = lax.fori_loop(0, last, step, _start((n, tile), latent_pages))
+        state = lax.fori_loop(0, last, step, _start((n, tile), columns))
         return _finish(state, q.dtype).swapaxes(0, 1)
 
     def one_chunk(c, out):
@@ -129,7 +186,8 @@ def chunk_attention(
 
         return lax.fori_loop(0, -(-tokens // tile), one_tile, out)
 
-    return lax.fori_loop(0, chunks.shape[0], one_chunk, jnp.zeros_like(padded[..., :rank]))[:t]
+    start = jnp.zeros((*padded.shape[:2], columns), q.dtype)
+    return lax.fori_loop(0, chunks.shape[0], one_chunk, start)[:t]
 
 
 def _blocks(latent_pages: Array, page_table: Array) -> tuple[int, Array]:
@@ -144,9 +202,9 @@ def _read(pages: tuple[Array, Array], ids: Array) -> tuple[Array, Array]:
     return jnp.concatenate([vectors, turned], axis=-1), vectors
 
 
-def _start(lead: tuple[int, ...], latent_pages: Array) -> tuple[Array, Array, Array]:
+def _start(lead: tuple[int, ...], columns: int) -> tuple[Array, Array, Array]:
     """Return the first state of the online softmax."""
-    return jnp.full(lead, LOWEST), jnp.zeros(lead), jnp.zeros((*lead, latent_pages.shape[3]))
+    return jnp.full(lead, LOWEST), jnp.zeros(lead), jnp.zeros((*lead, columns))
 
 
 def _finish(state: tuple[Array, Array, Array], dtype) -> Array:
