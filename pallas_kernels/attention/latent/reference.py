@@ -62,7 +62,9 @@ def decode_attention(
         return online_softmax(jnp.einsum("bna,bsa->bns", grouped, keys), valid[:, None], vectors, state)
 
     longest = jnp.max(lengths, initial=0)
-    out = _finish(lax.fori_loop(0, -(-longest // block), step, _start((b, n), latent_pages.shape[3])), q.dtype)
+    out = _finish(
+        lax.fori_loop(0, -(-longest // block), step, _start((b, n), latent_pages.shape[3])), q.dtype
+    )
     if into is None:
         return jnp.pad(out, ((0, t - b), (0, 0), (0, 0)))
     # Not by `.at[:b].set`: two such scatters under shard_map crash XLA's CPU compiler (jaxlib 0.11.2).

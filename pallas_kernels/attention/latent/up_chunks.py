@@ -75,7 +75,9 @@ def up_chunk_attention(
     return lax.fori_loop(0, windows.count, add_window, start)[0]
 
 
-def add_parts(out: jax.Array, top: jax.Array, new: jax.Array, level: jax.Array) -> tuple[jax.Array, jax.Array]:
+def add_parts(
+    out: jax.Array, top: jax.Array, new: jax.Array, level: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Return the output and the level of two parts of the keys of each row.
 
     out, new: [T, N, H], each divided by its sum of weights. top, level: [T, N] float32, log2 of these sums.
