@@ -31,7 +31,7 @@ def up_chunk_attention(
     scale: float,
     sms: int | None = None,
     pairs: int | None = None,
-    keys_in_step: int = 128,
+    keys_in_step: int = 64,
     interpret=None,
 ) -> jax.Array:
     """Return the causal attention of prefill chunks over their sequences' pages of latent vectors.

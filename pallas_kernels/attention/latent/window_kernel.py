@@ -60,8 +60,8 @@ def attend_window(
     Args:
       q: [T, N, 192] bfloat16, N a multiple of 8; the last 64 columns are rotary.
       keys, values: [S, N * 128] bfloat16. rotary: [S, 64] bfloat16.
-      work: for tiles of the form `tile`, one of `TILES`. Field 3 of a tile is the page of the window that holds the first key of its
-        chunk.
+      work: for tiles of the form `tile`, one of `TILES`. Field 3 of a tile is the page of the window that
+        holds the first key of its chunk.
     Returns:
       (outputs [T, N, 128] bfloat16, levels [M, N, 128] float32). An output is divided by its row's sum of
       weights. The level is log2 of the sum of exp2(scores), for each row of a tile. Rows of no tile are not
@@ -69,9 +69,8 @@ def attend_window(
     """
     t, n, width = q.shape
     if width != PLAIN + ROTARY or n % TOGETHER:
-        raise ValueError(
-            f"queries {list(q.shape)}: accepted are {PLAIN + ROTARY} columns and multiples of {TOGETHER} heads"
-        )
+        accepted = f"{PLAIN + ROTARY} columns, and multiples of {TOGETHER} heads"
+        raise ValueError(f"queries {list(q.shape)}: accepted are {accepted}")
     sms = sms_of(sms)
     rows = RowConstants(
         group=1,

@@ -21,7 +21,7 @@ SCALE = (PLAIN + ROTARY) ** -0.5
 
 
 def inputs(chunks):
-    """Return (pages, page table, the matrices of keys and of values) for chunks; unwritten places hold NaN."""
+    """Return (pages, page table, the matrices of keys and of values). Unwritten positions hold NaN."""
     ends = [max((n + at for _, n, row, at in chunks if row == own and n), default=0) for own in range(3)]
     both_pages, _, table = paged(0, ends, 1, RANK + ROTARY)
     rng = np.random.default_rng(5)
@@ -60,3 +60,40 @@ def test_up_chunk_attention_equals_its_reference(chunks, pairs, keys):
     assert error(got, np.asarray(want)) < 8e-3
     inside = {first + i for first, n, _, _ in chunks for i in range(n)}
     assert not got[[token for token in range(TOKENS) if token not in inside]].any()
+
+
+def test_for_the_h200_it_spills_nothing_and_its_memory_is_that_of_a_window(tmp_path, monkeypatch):
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
+    array, n = jax.ShapeDtypeStruct, 16
+    pages = [array((2**18, 1, PAGE, width), jnp.bfloat16) for width in (64, 512)]
+    ups = [array((n, PLAIN, 512), jnp.bfloat16)] * 2
+    counts = [array(shape, jnp.int32) for shape in ((128, 2048), (8, 4))]
+    given = array((2048, n, 192), jnp.bfloat16), *pages, *ups, *counts
+    attend = functools.partial(up_chunk_attention, scale=1.0)
+    compiled = compile_for_h200(attend, *abstract(h200_mesh(), given))
+    assert compiled.machine_code
+    whole = 2048 * PAGE * n * 2 * PLAIN * 2  # keys and values of all pages of a sequence, by head
+    assert compiled.memory.temp_size_in_bytes < whole / 8
+    logs = [path.read_text(errors="replace") for path in tmp_path.glob("latent_window*.ptxas")]
+    spilled = [re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log) for log in logs]
+    assert [set(found) for found in spilled] == [{("0", "0")}]
+
+
+def unsupported(change):
+    q, pages, ups, table = (8, 8, 192), (3, 1, PAGE, 128), (8, 128, 128), (2, 2)
+    shapes = {"q": q, "rope": (*pages[:3], 64), "latent": pages, "key_up": ups, "value_up": ups} | change
+    arrays = [jnp.zeros(shape, jnp.bfloat16) for shape in shapes.values()]
+    return *arrays, jnp.zeros(table, jnp.int32), jnp.zeros((2, 4), jnp.int32)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"q": (8, 8, 128)}, "192 columns"),
+        ({"latent": (3, 1, 32, 128)}, "pages"),
+        ({"key_up": (8, 64, 128)}, "key_up"),
+    ],
+)
+def test_up_chunk_attention_names_unsupported_arguments(change, said):
+    with pytest.raises(ValueError, match=said):
+        up_chunk_attention(*unsupported(change), scale=1.0)
