@@ -97,6 +97,7 @@ class KernelSet:
     latent_append: Callable = latent_reference.append
     latent_decode_attention: Callable = latent_reference.decode_attention
     latent_chunk_attention: Callable = latent_reference.chunk_attention
+    latent_up_chunk_attention: Callable | None = None  # None: all chunks run in the absorbed form
     list_decode_work: Callable = decode_reference.list_decode_work
     list_latent_work: Callable = latent_reference.list_decode_work
     list_latent_chunk_work: Callable = latent_reference.list_chunk_work

@@ -353,7 +353,7 @@ def chunk_attention(
 ) -> Float[Array, "t N H"]:
     """Return attention of the prefill tokens of [start, stop), and 0 at the decode tokens."""
     if c.config.latent is not None:
-        return latent_ops.attend_chunks(c, layer, batch, start, stop, q, kv, work)
+        return latent_ops.attend_chunks(c, layer, w, batch, start, stop, q, kv, work)
     if batch.chunks.shape[0] == 0:  # a program for steps of decodes only
         return jnp.zeros_like(q)
     chunks = batch.chunks_in(start, stop)
@@ -393,7 +393,7 @@ def decode_attention(
     chunks: the output of `chunk_attention` for the same tokens. The result then holds both outputs.
     """
     if c.config.latent is not None:
-        return latent_ops.attend_decodes(c, layer, batch, start, stop, q, kv, chunks, work)
+        return latent_ops.attend_decodes(c, layer, w, batch, start, stop, q, kv, chunks, work)
     rows, lengths = batch.decode_rows(start, stop)
     if rows.start == rows.stop:
         return q[:0] if chunks is None else chunks
