@@ -278,7 +278,7 @@ def _attend(
         def visit(carry, i, head, first, begin, end, _, position, block, block_end, *spanned, running):
             place = (first + wg * HALF, begin - wg * HALF, end - wg * HALF)
             at = (position, block, block_end, *spanned)
-            out, carry = attend_rows(rows, scratch, scales, wg, i, head, at, place, carry, running)
+            out, _, carry = attend_rows(rows, scratch, scales, wg, i, head, at, place, carry, running)
             store_rows(out, scratch["o_s"].at[wg], o_ref, head, *place)
             return carry
 

@@ -68,8 +68,9 @@ class RowConstants:
 
 
 def attend_rows(r: RowConstants, m: dict, scales, wg, round_, head, at, place, carry, running):
-    """Return (outputs [64, H] float32, carry) of one item's 64 rows; with `levels` the outputs are followed
-    by log2 of each row's sum of exp2(scores), [64] float32.
+    """Return (outputs [64, H] float32, levels, carry) of one item's 64 rows.
+
+    The levels are log2 of each row's sum of exp2(scores), [64] float32, or None without `r.levels`.
 
     m: the kernel's shared memory and barriers. at: position of the item's first row, first block of keys,
     end of the blocks; with spans also the tile's next three fields. place: this warpgroup's first row in q,
@@ -201,7 +202,7 @@ def attend_rows(r: RowConstants, m: dict, scales, wg, round_, head, at, place, c
     level = top + jnp.log2(jnp.maximum(total, LEAST)) if r.levels else None
     total = (v_scale_ref[kv_head] if r.e4m3 else 1.0) / jnp.maximum(total, LEAST)
     out, carry = out * lax.broadcast_in_dim(total, out.shape, [0]), (done + 1, step + 1)
-    return (out, level, carry) if r.levels else (out, carry)
+    return out, level, carry
 
 
 def _start(top):

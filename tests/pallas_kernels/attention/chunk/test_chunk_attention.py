@@ -206,6 +206,7 @@ def scores_of(kind, k, table):
 def test_rows_outside_the_unified_max_value_fall_back(kind, marks, int8, sms, monkeypatch):
     # With one mark for all rounds, more work is repeated.
     monkeypatch.setattr("pallas_kernels.attention.chunk.api.MARKS", marks)
+    monkeypatch.setattr("pallas_kernels.attention.chunk.items.MARKS", marks)
     monkeypatch.setattr("pallas_kernels.attention.chunk.rows.MARKS", marks)
     k, v, table = paged(2, [150, 20], 1, 64)
     q = queries(2, 48, sms - 1, 64) * 0.1 + 1
