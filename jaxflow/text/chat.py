@@ -232,7 +232,7 @@ class _Reader:
     def message(self, path: str, message: Any) -> dict[str, Any]:
         """Return a message as the template gets it. Raises: ChatTemplateError, which names the wrong part."""
         if not isinstance(message, (dict, Mapping)):  # a check of an abstract class alone costs much more
-            raise ChatTemplateError(f"{path} is a {type(message).__name__}, not an object", path)
+            raise ChatTemplateError(f"{path} is {_kind(message)}, not an object", path)
         role = self._text(f"{path}.role", message.get("role"))
         if not _ROLE.fullmatch(role):
             raise ChatTemplateError(
@@ -264,12 +264,12 @@ class _Reader:
         if isinstance(value, list | tuple):
             return [self.json(path, item, depth + 1) for item in value]
         if not isinstance(value, _JSON):
-            raise ChatTemplateError(f"{path} has a {type(value).__name__}, not a JSON value", path)
+            raise ChatTemplateError(f"{path} has {_kind(value)}, not a JSON value", path)
         return value
 
     def _text(self, path: str, value: Any) -> str:
         if not isinstance(value, str):
-            raise ChatTemplateError(f"{path} is a {type(value).__name__}, not a text", path)
+            raise ChatTemplateError(f"{path} is {_kind(value)}, not a text", path)
         try:
             check_text(value)
         except TokenizerError as error:
@@ -292,7 +292,9 @@ class _Reader:
     def _part(self, path: str, part: Any) -> str:
         if isinstance(part, str):
             return self._text(path, part)
-        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if not isinstance(part, Mapping):
+            raise ChatTemplateError(f"{path} is {_kind(part)}, not a text part", path)
+        kind = part.get("type")
         if kind not in ("text", "input_text", "output_text", "refusal"):
             raise ChatTemplateError(
                 f"{path}.type={kind!r:.80} is not accepted: text, because this model reads text only",
@@ -320,11 +322,17 @@ class _Reader:
             except (ValueError, RecursionError) as error:
                 raise ChatTemplateError(f"{at} is not JSON: {error}"[:300], at) from error
         if not isinstance(arguments, Mapping | None):
-            raise ChatTemplateError(f"{at} is a {type(arguments).__name__}, not an object", at)
+            raise ChatTemplateError(f"{at} is {_kind(arguments)}, not an object", at)
         made = {"type": "function", "function": {"name": name, "arguments": self.json(at, arguments or {})}}
         if call.get("id") is not None:
             made["id"] = self._text(f"{path}.id", call["id"])
         return made
+
+
+def _kind(value: Any) -> str:
+    """Return the type of a value in words. An absent value is null."""
+    name = type(value).__name__
+    return "null" if value is None else f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
 
 def _no_constant(name: str) -> float:

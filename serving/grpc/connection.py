@@ -1,15 +1,19 @@
 """The gRPC client: a connection to a JaxFlow server, and the streamed answer of a request."""
 
+import contextlib
 import os
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import grpc
+from google.protobuf.message import Message
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
+from jaxflow.request import InvalidRequest
 from serving.grpc import generate_pb2 as pb
 from serving.grpc import generate_pb2_grpc
 
@@ -117,6 +121,40 @@ class Answer:
                 self.texts[message.finished.index] += message.finished.text
 
 
+def _is_chat(prompt: Any) -> bool:
+    """Return True for a list of messages."""
+    return isinstance(prompt, Sequence) and bool(prompt) and all(isinstance(m, Mapping) for m in prompt)
+
+
+def _token_ids(prompt: Any) -> pb.TokenIds:
+    """Return token ids as the proto has them. Raises: InvalidRequest."""
+    if not isinstance(prompt, bytes | Mapping):
+        with contextlib.suppress(TypeError, ValueError):
+            return pb.TokenIds(ids=list(prompt))
+    raise InvalidRequest("prompt", prompt, "a text, messages, or a list of token ids")
+
+
+def _proto[M: Message](kind: type[M], fields: Mapping[str, Any], path: str = "") -> M:
+    """Return a message of the proto with these fields. None leaves a field unset.
+
+    path: of the message in the request, for an error.
+
+    Raises:
+      InvalidRequest: a field that does not exist, or a value that the field does not take.
+    """
+    made = kind()
+    for name, value in fields.items():
+        if value is None:
+            continue
+        try:
+            made.MergeFrom(kind(**{name: value}))
+        except UnicodeEncodeError:
+            raise
+        except (TypeError, ValueError) as error:
+            raise InvalidRequest(f"{path}{name}", value, f"a value of the proto ({error})") from error
+    return made
+
+
 class Client:
     """A connection to one server.
 
@@ -178,11 +216,11 @@ class Client:
           sampling: fields of the proto's SamplingParams. None leaves a field unset. `stop` may be one string.
 
         Raises:
-          ValueError: a sampling field does not exist.
+          InvalidRequest: a field that does not exist, or a value that the proto does not take.
         """
         if isinstance(sampling.get("stop"), str):  # the proto would read each character as a stop string
             sampling["stop"] = [sampling["stop"]]
-        settings = pb.SamplingParams(**{name: value for name, value in sampling.items() if value is not None})
+        settings = _proto(pb.SamplingParams, sampling)
         request = pb.GenerateRequest(
             request_id=request_id,
             model=model,
@@ -193,11 +231,11 @@ class Client:
         )
         if isinstance(prompt, str):
             request.text = prompt
-        elif prompt and isinstance(prompt[0], Mapping):
-            messages = [pb.ChatMessage(**message) for message in prompt]  # type: ignore[arg-type]
+        elif _is_chat(prompt):
+            messages = [_proto(pb.ChatMessage, m, f"messages[{i}].") for i, m in enumerate(prompt)]  # type: ignore[arg-type]
             request.chat.CopyFrom(pb.Chat(messages=messages, continue_final_message=continue_final_message))
         else:
-            request.token_ids.CopyFrom(pb.TokenIds(ids=prompt))  # type: ignore[arg-type]
+            request.token_ids.CopyFrom(_token_ids(prompt))  # type: ignore[arg-type]
         return Answer(
             self._generate.Generate(request, timeout=_deadline(timeout_s), metadata=self._metadata),
             settings.n or 1,

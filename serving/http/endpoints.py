@@ -71,6 +71,7 @@ class Deadline:
 
 
 NO_DEADLINE = Deadline()
+_CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
 class Prepared(msgspec.Struct, frozen=True):
@@ -102,7 +103,7 @@ class Endpoints:
         """
         request = read_body(path, body)
         if not isinstance(request, ChatRequest | CompletionRequest):
-            raise InvalidRequest("url", path, "/v1/chat/completions or /v1/completions")
+            raise InvalidRequest("url", path, f"{_CHAT} or {_COMPLETIONS}")
         if request.stream:
             raise InvalidRequest("stream", True, "false or null")
         sampling_params(request, {})
@@ -133,8 +134,10 @@ class Endpoints:
         """
         if not isinstance(error, HttpError | HTTPException) and (call := CALL.get()) is not None:
             call.fail(error)
-        max_model_len = self.served.llm.max_model_len if self.served.loaded else None
-        return http_error(error, max_model_len, path == "/v1/chat/completions")
+        # Other routes, as /tokenize, take more tokens than the context.
+        in_context = self.served.loaded and path in (_CHAT, _COMPLETIONS)
+        max_model_len = self.served.llm.max_model_len if in_context else None
+        return http_error(error, max_model_len, path == _CHAT)
 
     # ---- answers
 

@@ -84,7 +84,8 @@ def http_error(error: BaseException, max_model_len: int | None = None, in_chat: 
     under an id, which the answer has.
 
     Args:
-      max_model_len: the context in tokens, for the message of a request that is too long.
+      max_model_len: the context in tokens, for the message of a request that is too long. None: the limit of
+        the request is not that of the context.
       in_chat: the request has messages instead of a prompt.
     """
     match error:
@@ -97,7 +98,7 @@ def http_error(error: BaseException, max_model_len: int | None = None, in_chat: 
             return HttpError(
                 error.status_code, detail, code=_CODES.get(error.status_code), headers=error.headers
             )
-        case ContextLengthExceeded():
+        case ContextLengthExceeded() if max_model_len is not None:
             message = too_long(error, max_model_len, in_chat)
             return HttpError(400, message, code="context_length_exceeded", param=error.field)
     refusal = refusal_of(error)
@@ -109,12 +110,12 @@ def http_error(error: BaseException, max_model_len: int | None = None, in_chat: 
     return HttpError(500, message, code="internal_error")
 
 
-def too_long(error: ContextLengthExceeded, max_model_len: int | None, in_chat: bool) -> str:
+def too_long(error: ContextLengthExceeded, max_model_len: int, in_chat: bool) -> str:
     """Return the message of a request that is too long, in the words that clients of OpenAI look for."""
-    place = "messages" if in_chat else "prompt"
+    place, has = ("messages", "have") if in_chat else ("prompt", "has")
     limit = f"This model's maximum context length is {max_model_len} tokens. However, "
     if error.prompt_tokens is None:
-        return f"{limit}your {place} have more: {error}. Please reduce the length of the {place}."
+        return f"{limit}your {place} {has} more: {error}. Please reduce the length of the {place}."
     prompt, output = error.prompt_tokens, error.output_tokens
     return (
         f"{limit}you requested {prompt + output} tokens ({prompt} in the {place}, {output} in the "

@@ -6,6 +6,8 @@ import operator
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 from jaxflow.request import InvalidRequest, SamplingParams
 from serving.http.schema import ChatRequest, CompletionRequest
 
@@ -28,11 +30,13 @@ def sampling_params(
       InvalidRequest: a value out of range, or values that contradict each other. The error names the field.
     """
     values = zip(_SAME, _same_values(request), strict=True)
-    given = {name: value for name, value in values if value is not None}
+    found = {name: value for name, value in values if value is not None}
     if request.stream_options is not None and not request.stream:
-        raise InvalidRequest("stream_options", "options", "null unless stream is true")
+        options = msgspec.to_builtins(request.stream_options)
+        given = {name: value for name, value in options.items() if value is not None}
+        raise InvalidRequest("stream_options", given, "null unless stream is true")
     limits = chat_limits(request) if isinstance(request, ChatRequest) else completion_limits(request)
-    settings = {**defaults, **given, **limits}
+    settings = {**defaults, **found, **limits}
     try:
         return _of_settings(*settings.items())
     except TypeError:  # a list among the settings

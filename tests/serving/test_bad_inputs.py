@@ -5,11 +5,14 @@ import dataclasses
 import math
 
 import grpc
+import numpy as np
 import pytest
 from fake_llm import TEMPLATE, FakeLLM
 from harness import client_of, failure, serving, stubs_of, token_request, violated_field
 
+from jaxflow.request import InvalidRequest
 from serving.grpc import generate_pb2 as pb
+from serving.grpc.connection import Client
 
 INVALID, NOT_FOUND = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND
 PRECONDITION, EXHAUSTED = grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -127,6 +130,42 @@ def test_bad_requests_get_their_status_and_field():
             assert llm.driver.submitted == []
             async with client_of(server) as client:  # and it still serves
                 assert (await client.generate([5, 6], max_tokens=2).read_all()).token_ids == [[5, 6]]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "settings", "field"),
+    [
+        (5, {}, "prompt"),
+        (None, {}, "prompt"),
+        ([5, -1], {}, "prompt"),
+        ([5, "a"], {}, "prompt"),
+        ([5, {"role": "user"}], {}, "prompt"),
+        (b"text", {}, "prompt"),
+        ({"prompt": "text"}, {}, "prompt"),
+        ([{"role": "user", "text": "hi"}], {}, "messages[0].text"),
+        ("text", {"max_tokens": -1}, "max_tokens"),
+        ("text", {"seed": 2**64}, "seed"),
+        ("text", {"stop": [5]}, "stop"),
+        ("text", {"beams": 2}, "beams"),
+    ],
+)
+def test_the_client_refuses_what_the_proto_has_not_and_names_the_field(prompt, settings, field):
+    async def ask():
+        async with Client("127.0.0.1:1") as client:
+            client.generate(prompt, **settings)
+
+    with pytest.raises(InvalidRequest) as refusal:
+        asyncio.run(ask())
+    assert refusal.value.field == field
+
+
+def test_the_client_takes_arrays_and_tuples_of_token_ids():
+    async def scenario():
+        async with serving(FakeLLM()) as (server, _), client_of(server) as client:
+            for prompt in (np.array([5, 6]), (5, 6), range(5, 7)):
+                assert (await client.generate(prompt, max_tokens=2).read_all()).token_ids == [[5, 6]]
 
     asyncio.run(scenario())
 

@@ -288,15 +288,16 @@ def test_templates_take_a_bounded_number_of_steps(monkeypatch, template, says):
     [
         ([], "messages: 0 messages; accepted: 1 to 10000"),
         (HELLO * 10_001, "messages: 10001 messages"),
-        ([{"role": "user"}], r"messages\[0\].content is a NoneType, not a text"),
-        ([*HELLO, {"role": 3, "content": ""}], r"messages\[1\].role is a int"),
+        ([{"role": "user"}], r"messages\[0\].content is null, not a text"),
+        ([*HELLO, {"role": 3, "content": ""}], r"messages\[1\].role is an int"),
         (["Hello"], r"messages\[0\] is a str, not an object"),
         (
             [{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image_url"}]}],
             r"messages\[0\].content\[1\].type='image_url' is not accepted: text",
         ),
-        ([{"role": "user", "content": [{"type": "text"}]}], r"messages\[0\].content\[0\].text is a NoneType"),
-        ([{"role": "user", "content": None}], r"messages\[0\].content is a NoneType"),
+        ([{"role": "user", "content": [{"type": "text"}]}], r"messages\[0\].content\[0\].text is null"),
+        ([{"role": "user", "content": [None]}], r"messages\[0\].content\[0\] is null, not a text part"),
+        ([{"role": "user", "content": None}], r"messages\[0\].content is null"),
         ([{"role": "a<b", "content": ""}], r"messages\[0\].role is 'a<b'"),
         ([{"role": "user", "content": "", "tool_calls": [{}]}], r"messages\[0\].tool_calls is not accepted"),
         ([{"role": "assistant", "tool_calls": [{}]}], r"messages\[0\].tool_calls\[0\] is not accepted"),
@@ -308,7 +309,7 @@ def test_templates_take_a_bounded_number_of_steps(monkeypatch, template, says):
             [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}],
             r"function.arguments is a list, not an object",
         ),
-        ([{"role": "tool", "content": "x", "tool_call_id": 3}], r"messages\[0\].tool_call_id is a int"),
+        ([{"role": "tool", "content": "x", "tool_call_id": 3}], r"messages\[0\].tool_call_id is an int"),
         ([{"role": "", "content": "x"}], r"messages\[0\].role is empty"),
         (
             [{"role": "user", "content": "a\ud83d"}],
@@ -374,7 +375,7 @@ def test_templates_get_tools_and_their_own_variables():
     [
         *(({name: 1}, "a name that no other setting has") for name in ("messages", "tools", "range", "a-b")),
         ({"bos_token": "x"}, "a name that no other setting has"),
-        ({"x": object()}, "chat_template_kwargs has a object, not a JSON value"),
+        ({"x": object()}, "chat_template_kwargs has an object, not a JSON value"),
         ({"x": "y" * 4_000_001}, "over 4000000 characters"),
         ({f"x{i}": 1 for i in range(65)}, "65 entries"),
         ({"x": [1] * 200_001}, "too many values"),

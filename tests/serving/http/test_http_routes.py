@@ -226,6 +226,26 @@ def test_a_request_beyond_the_context_has_the_words_that_clients_look_for(shared
     assert "maximum context length is 4096 tokens. However," in error["message"]
 
 
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
+def test_the_limit_of_a_tokenization_is_not_that_of_the_context(shared, path):
+    """A prompt of 5,000 tokens is accepted here, and the error of a longer one names the number that is."""
+    field = {"/tokenize": "prompt", "/detokenize": "tokens"}[path]
+    most = 100_000
+    given = {"prompt": "a " * 3 * most, "tokens": [5] * (most + 1)}[field]
+    assert shared.post(path, {field: given[:5000]}).status_code == 200
+    answer = shared.post(path, {field: given})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["code"]) == (400, field, None)
+    assert str(most) in error["message"] and "context" not in error["message"]
+
+
+def test_options_of_a_stream_need_a_stream(shared):
+    error = shared.post(COMPLETIONS, {"prompt": [5], "stream_options": {"include_usage": True}}).json()[
+        "error"
+    ]
+    assert error["param"] == "stream_options" and "'include_usage': True" in error["message"]
+
+
 def test_a_prompt_can_be_cut_to_what_fits(shared):
     body = {"prompt": [5] * 4090 + [6, 7], "max_tokens": 50, "truncate_prompt_tokens": -1}
     usage = shared.post(COMPLETIONS, body).json()["usage"]
