@@ -367,6 +367,9 @@ def text(report: Mapping[str, Any]) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     define_flags()
+    if {"--help", "-h"} & set(arguments):
+        print(f"{__doc__}\n{flags.FLAGS.get_help()}")
+        return 0
     try:
         parse(arguments)
     except flags.Error as error:

@@ -21,8 +21,11 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-import ray  # pyright: ignore[reportMissingImports]
-from ray import serve  # pyright: ignore[reportMissingImports]
+try:
+    import ray  # pyright: ignore[reportMissingImports]
+    from ray import serve  # pyright: ignore[reportMissingImports]
+except ImportError:
+    sys.exit('error: this command needs pip install "ray[serve]>=2.60,<3"')
 
 from pallas_kernels.measure.provenance import provenance
 

@@ -6,11 +6,13 @@ A report is a JSON file `benchmarks/<device>/<model>/<what>.json`. A command of 
 `rivals.json` holds the rates of other engines. `incomplete.json` lists the old reports with unknown keys.
 """
 
+import argparse
 import json
 import math
 import re
 import statistics
-from collections.abc import Iterable, Iterator, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -864,6 +866,13 @@ def rewritten(readme: str, folder: Path = HERE) -> str:
     return BLOCK.sub(lambda _: f"\n{headline_table(folder)}\n", readme)
 
 
-if __name__ == "__main__":
+def main(arguments: Sequence[str]) -> None:
+    """Write both tables. The command takes no arguments but --help."""
+    form = argparse.RawDescriptionHelpFormatter
+    argparse.ArgumentParser(description=__doc__, formatter_class=form).parse_args(arguments)
     INDEX.write_text(index(), "utf-8")
     README.write_text(rewritten(README.read_text("utf-8")), "utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -93,6 +93,16 @@ def test_the_index_is_what_the_script_writes():
     assert (FOLDER / "RESULTS.md").read_text("utf-8") == RESULTS["index"]()
 
 
+@pytest.mark.parametrize(("argument", "status"), [("--help", 0), ("results.json", 2)])
+def test_a_call_for_help_or_with_a_file_writes_nothing(argument, status):
+    files = [FOLDER / "RESULTS.md", paths.ROOT / "README.md"]
+    written = [file.stat().st_mtime_ns for file in files]
+    with pytest.raises(SystemExit) as ended:
+        RESULTS["main"]([argument])
+    assert ended.value.code == status
+    assert [file.stat().st_mtime_ns for file in files] == written
+
+
 def test_the_readme_has_the_table_that_the_script_writes():
     readme = (paths.ROOT / "README.md").read_text("utf-8")
     assert RESULTS["rewritten"](readme) == readme

@@ -242,7 +242,8 @@ async def _run() -> dict[str, Any]:
         if vocab_size is None:
             if f.backend == "openai" and not f.text_prompts:
                 accepted = (
-                    "a configuration on this machine, for the size of the vocabulary; or --text_prompts"
+                    "a configuration on this machine, named by --model, for the size of the vocabulary; "
+                    "or --text_prompts"
                 )
                 raise ConfigError("model", f.model or served.name, accepted)
             vocab_size = len(LETTERS)
