@@ -13,6 +13,7 @@ changes a draw only where that token is the drawn one.
 can be drawn. `KernelSet.draw` reads whole rows.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -26,13 +27,12 @@ from jaxflow.model.slot_params import SlotParams, adjust, count_drawn, rows_of
 from pallas_kernels.cards import this_card
 from pallas_kernels.pointwise.draw import noise
 from pallas_kernels.pointwise.draw.reference import draw as draw_reference
-from pallas_kernels.pointwise.sample.reference import largest_limit, token_limits
+from pallas_kernels.pointwise.sample.reference import COLDEST, largest_limit, token_limits
 
 BLOCK = 16  # columns of a block in the search for limits
 ROWS = 128  # the least number of rows that `full_by_rows` takes at a time
 ROW_BYTES = 11  # temporary bytes per logit: a copy, adjusted logits, searched logits
 BLOCKS = 256  # blocks kept: at least the usual top-k
-COLDEST = 1e-7  # the least temperature in a weight: below it a difference of logits may overflow
 
 OfValues = Callable[[jax.Array], jax.Array]  # [R, n] -> [R, n]
 
@@ -70,6 +70,7 @@ def full(
     *,
     search: Callable = token_limits,
     draw: Callable = draw_reference,
+    draw_filtered: Callable | None = None,
 ) -> tuple[jax.Array, jax.Array, LogprobsOut]:
     """Return one token per row under all settings.
 
@@ -85,15 +86,19 @@ def full(
       params: settings of Q slots.
       counts: [Q, V'] uint16 (donate it).
       search: `KernelSet.token_limits`. draw: `KernelSet.draw`.
+      draw_filtered: `KernelSet.draw_filtered`; None: draw from the few largest blocks of logits.
 
     Returns: tokens [R] int32, counts with the tokens added, and raw log-probabilities.
     """
     slots = jnp.where(slots < 0, counts.shape[0], slots)
     row = rows_of(params, slots)
     x = adjust(logits, row, counts, slots, position)
-    few = _largest_blocks(x)
-    limit = _limits(x, few, temperature, row, search)
-    tokens = _drawn(x, few, limit, temperature, _row_keys(seed, position), draw)
+    keys = _row_keys(seed, position)
+    if draw_filtered is not None:
+        tokens = draw_filtered(x, temperature, keys, row.min_p, row.top_k, row.top_p)
+    else:
+        few = _largest_blocks(x)
+        tokens = _drawn(x, few, _limits(x, few, temperature, row, search), temperature, keys, draw)
     return tokens, count_drawn(counts, slots, tokens), token_logprobs(logits, tokens)
 
 
@@ -108,14 +113,16 @@ def full_by_rows(
     *,
     search: Callable = token_limits,
     draw: Callable = draw_reference,
+    draw_filtered: Callable | None = None,
     most: int = ROWS,
 ) -> tuple[jax.Array, jax.Array, LogprobsOut]:
     """Run `full` on at most `most` rows at a time, which bounds its temporary arrays."""
+    run = functools.partial(full, search=search, draw=draw, draw_filtered=draw_filtered)
     rows = logits.shape[0]
     blocks = -(-rows // most)
     size = -(-rows // blocks)
     if blocks == 1:
-        return full(logits, temperature, seed, position, slots, params, counts, search=search, draw=draw)
+        return run(logits, temperature, seed, position, slots, params, counts)
 
     def block(counts: jax.Array, number: jax.Array) -> tuple[jax.Array, tuple[jax.Array, LogprobsOut]]:
         start = jnp.minimum(number * size, rows - size)
@@ -124,7 +131,7 @@ def full_by_rows(
         )
         # The last block repeats rows of the block before it, to have the same size.
         mine = jnp.where(start + jnp.arange(size) < number * size, -1, mine)
-        tokens, counts, found = full(x, heat, key, at, mine, params, counts, search=search, draw=draw)
+        tokens, counts, found = run(x, heat, key, at, mine, params, counts)
         return counts, (tokens, found)
 
     def joined(made: jax.Array) -> jax.Array:

@@ -23,6 +23,7 @@ from pallas_kernels.pointwise.norm.api import add_norm
 from pallas_kernels.pointwise.rope_append import reference as rope_reference
 from pallas_kernels.pointwise.rope_append.api import rope_append
 from pallas_kernels.pointwise.sample.api import token_limits
+from pallas_kernels.pointwise.sample.by_histogram import draw_filtered
 
 ELEMENTS = 1 << 30  # bfloat16, 2 GiB
 TOKENS, LAYERS = 2048, 32
@@ -151,23 +152,25 @@ MOVING = tuple(
 
 
 ROWS, VOCABULARY = 1024, 128256
+FILTERED_ROWS = ((1, 128256), (64, 128256), (256, 128256), (640, 128256), (640, 151936))
 LOGITS = 4.0 * ROWS * VOCABULARY  # bytes
 PLAIN_SECONDS, FULL_SECONDS = 0.6e-3, 2e-3  # upper limits of the sampling times, in seconds
 
 
-def _rows():
+def _rows(count: int = ROWS, vocabulary: int = VOCABULARY):
     """Return logits with a softmax that is neither flat nor peaked, and a quarter of the rows greedy."""
-    logits = 2.0 * jax.random.normal(jax.random.key(0), (ROWS, VOCABULARY), jnp.float32)
-    temperature = jnp.where(jnp.arange(ROWS) % 4 == 0, 0.0, 0.8)
-    seed = jnp.asarray(np.random.default_rng(0).integers(0, 2**32, (ROWS, 2)), jnp.uint32)
-    return logits, temperature, seed, jnp.arange(ROWS, dtype=jnp.int32)
+    logits = 2.0 * jax.random.normal(jax.random.key(0), (count, vocabulary), jnp.float32)
+    temperature = jnp.where(jnp.arange(count) % 4 == 3, 0.0, 0.8)
+    seed = jnp.asarray(np.random.default_rng(0).integers(0, 2**32, (count, 2)), jnp.uint32)
+    return logits, temperature, seed, jnp.arange(count, dtype=jnp.int32)
 
 
 def _with_reading(name: str, run: Callable, logits: jax.Array) -> dict[str, Implementation]:
     read = looped(lambda x, _: x.max(-1), 8)
+    amount = 4.0 * logits.size
     return {
-        name: Implementation(run, 1, LOGITS),
-        "one reading": Implementation(lambda: read([logits], [None]), 8, LOGITS),
+        name: Implementation(run, 1, amount),
+        "one reading": Implementation(lambda: read([logits], [None]), 8, amount),
     }
 
 
@@ -177,21 +180,24 @@ def _plain():
     return _with_reading("plain", lambda: program(*rows), rows[0])
 
 
-def _full(top_k: int, top_p: float, penalty: float):
-    rows = _rows()
-    params, counts = slot_params.empty_slots(ROWS, VOCABULARY)
+def _full(top_k: int, top_p: float, penalty: float, count: int = ROWS, vocabulary: int = VOCABULARY):
+    rows = _rows(count, vocabulary)
+    params, counts = slot_params.empty_slots(count, vocabulary)
     settings = {
         "top_k": jnp.int32(top_k),
         "top_p": jnp.float32(top_p),
         "repetition_penalty": jnp.float32(penalty),
     }
     params = dataclasses.replace(
-        params, **{name: jnp.full((ROWS,), value) for name, value in settings.items()}
+        params, **{name: jnp.full((count,), value) for name, value in settings.items()}
     )
     kept = [counts]
+    memory = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 0)
+    most = sampling.rows_at_once(memory, vocabulary)
 
-    def implementation(sampler: Callable) -> Callable:
-        program = jax.jit(functools.partial(sampler, search=token_limits, draw=draw), donate_argnums=(6,))
+    def implementation(**how) -> Callable:
+        sampler = functools.partial(sampling.full_by_rows, search=token_limits, draw=draw, most=most, **how)
+        program = jax.jit(sampler, donate_argnums=(6,))
 
         def run():
             tokens, kept[0], logprobs = program(*rows, rows[3], params, kept[0])
@@ -199,10 +205,9 @@ def _full(top_k: int, top_p: float, penalty: float):
 
         return run
 
-    memory = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 0)
-    engines = functools.partial(sampling.full_by_rows, most=sampling.rows_at_once(memory, VOCABULARY))
-    return _with_reading("full", implementation(engines), rows[0]) | {
-        "rows together": Implementation(implementation(sampling.full), 1, LOGITS)
+    amount = 4.0 * count * vocabulary
+    return _with_reading("full", implementation(draw_filtered=draw_filtered), rows[0]) | {
+        "few blocks": Implementation(implementation(), 1, amount)
     }
 
 
@@ -221,5 +226,18 @@ GROUPS = (
             KernelCase("1024 rows top-p 0.9 of a flat softmax", functools.partial(_full, 0, 0.9, 1.0)),
             KernelCase("1024 rows top-k 5000 top-p 0.9", functools.partial(_full, 5000, 0.9, 1.0)),
         ),
+    ),
+    KernelGroup(
+        "sampling_filters",
+        "TB/s",
+        tuple(
+            KernelCase(
+                f"{rows} rows of {vocabulary} {name}",
+                functools.partial(_full, top_k, 0.9, 1.0, rows, vocabulary),
+            )
+            for rows, vocabulary in FILTERED_ROWS
+            for name, top_k in (("top-k 50 top-p 0.9", 50), ("top-p 0.9 of a flat softmax", 0))
+        ),
+        on_request=True,
     ),
 )

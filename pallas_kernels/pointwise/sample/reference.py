@@ -7,12 +7,53 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from pallas_kernels.pointwise.draw import reference
+
+COLDEST = 1e-7  # the least temperature in a weight: below it a difference of logits may overflow
 DIGIT = 4  # bits of the limit that one pass over the logits finds
 _LOWEST = 0x007FFFFF  # the key of -inf
 
 OfValues = Callable[[jax.Array], jax.Array]  # [R, n] -> [R, n]
+
+
+def draw_filtered(
+    x: Float[Array, "R V"],
+    temperature: Float[Array, " R"],
+    keys: UInt32[Array, "R 3"],
+    min_p: Float[Array, " R"],
+    top_k: Int[Array, " R"],
+    top_p: Float[Array, " R"],
+    *,
+    limits: Callable | None = None,
+    draw: Callable = reference.draw,
+) -> Int[Array, " R"]:
+    """Return the token of the largest x + temperature · noise in each row, among those that min-p, top-k and
+    top-p keep.
+
+    Args:
+      x: finite or -inf. A row of -inf gives 0.
+      temperature: 0 draws the largest x.
+      keys: random words of each row.
+      min_p: the least share of the largest probability, from 0 to 1; 0 for none.
+      top_k: 0, or V or more, for no limit. Ties with the last token stay.
+      top_p: in (0, 1]; 1 for no limit. Top-p applies to the mass that the other two keep.
+      limits, draw: the implementations of `token_limits` and of the draw. `limits` gets no total.
+    """
+    peak = x.max(-1)
+    peak = jnp.where(jnp.isfinite(peak), peak, 0.0)
+    heat = jnp.where(temperature > 0, jnp.maximum(temperature, COLDEST), 1.0)
+    cuts_count = (top_k > 0) & (top_k < x.shape[1])
+    k = jnp.where(cuts_count, top_k, x.shape[1]).astype(jnp.float32)  # a float32 counts a vocabulary exactly
+    floor = peak + heat * jnp.log(min_p)  # the logit with min_p times the largest mass
+    wanted = (temperature > 0) & (cuts_count | (top_p < 1.0))
+    if limits is None:
+        total = jnp.exp((x - peak[:, None]) / heat[:, None]).sum(-1)
+        limit = token_limits(x, peak, heat, total, floor, k, top_p, wanted)
+    else:
+        limit = limits(x, peak, heat, floor, k, top_p, wanted)
+    return draw(x, temperature, keys, jnp.where(temperature > 0, limit, -jnp.inf))
 
 
 def token_limits(
