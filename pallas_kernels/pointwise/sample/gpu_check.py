@@ -28,6 +28,7 @@ ROWS = (1, 64, 256, 640)
 FILTERS = ((0, 0.9), (5000, 1.0), (5000, 0.9), (50, 0.9), (0, 0.5), (0, 0.99), (1000, 0.999))
 ROUNDING = 2e-5  # of the sum of a row's weights
 ROUNDS = 8  # calls in a program
+LIMITS = jax.jit(by_histogram.token_limits)
 
 
 def logits(kind: str, rng: np.random.Generator, rows: int, columns: int) -> np.ndarray:
@@ -71,11 +72,10 @@ def bounds(x: np.ndarray, heat: float, top_k: int, top_p: float, min_p: float) -
 
 def check_limits(rows, rng, kind, columns, heat):
     x = logits(kind, rng, 16, columns)
-    run = jax.jit(by_histogram.token_limits)
     for (top_k, top_p), min_p in itertools.product(FILTERS, (0.0, 1e-3)):
         args = arguments(x, heat, top_k, top_p, min_p)
-        poison_memory(jax.eval_shape(run, *args))
-        got, again, alone = run(*args), run(*args), run(*(a[3:4] for a in args))
+        poison_memory(jax.eval_shape(LIMITS, *args))
+        got, again, alone = LIMITS(*args), LIMITS(*args), LIMITS(*(a[3:4] for a in args))
         ends = [bounds(row, heat, top_k, top_p, min_p) for row in x]
         got = np.asarray(got)
         off = sum(not least - 1e-5 <= g <= most + 1e-5 for g, (most, least) in zip(got, ends, strict=True))
