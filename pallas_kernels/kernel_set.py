@@ -41,7 +41,7 @@ PAGED = ("rope_append", "decode_attention", "chunk_attention")  # ops on the pag
 # The same ops on pages of latent vectors.
 LATENT = {op: f"latent_{op}" for op in ("decode_attention", "chunk_attention")}
 MIXTURE = ("top_k", "grouped_gemm")  # ops of a mixture of experts
-OPS = ("gemm", "add_norm", *PAGED, "token_limits", "draw", "quantize_rows", *MIXTURE)
+OPS = ("gemm", "add_norm", *PAGED, "draw_filtered", "draw", "quantize_rows", *MIXTURE)
 _XLA = ("reference", "cpu")  # backends that are operations of XLA
 _KIB = {
     "7.0": 96,
@@ -87,7 +87,7 @@ class KernelSet:
     rope_append: Callable = rope_reference.rope_append
     decode_attention: Callable = decode_reference.decode_attention
     chunk_attention: Callable = chunk_reference.chunk_attention
-    token_limits: Callable = sample_reference.token_limits
+    draw_filtered: Callable = sample_reference.draw_filtered
     draw: Callable = draw_reference.draw
     quantize_rows: Callable = quantize_reference.quantize_rows
     quantize_blocks: Callable = quantize_reference.quantize_blocks  # XLA computes it on all devices
@@ -336,7 +336,7 @@ def _mosaic(m: Model, device: str) -> KernelSet:
     from pallas_kernels.pointwise.norm import api as rms_norm
     from pallas_kernels.pointwise.quantize import api as quantize_rows
     from pallas_kernels.pointwise.rope_append import api as rope_append
-    from pallas_kernels.pointwise.sample import api as token_limits
+    from pallas_kernels.pointwise.sample import api as sample
     from pallas_kernels.pointwise.top_k import api as top_k
 
     ptxas_version.cache_version()
@@ -350,7 +350,7 @@ def _mosaic(m: Model, device: str) -> KernelSet:
         "chunk_attention": {
             name: getattr(chunk_attention, name) for name in ("chunk_attention", "list_chunk_work")
         },
-        "token_limits": {"token_limits": token_limits.token_limits},
+        "draw_filtered": {"draw_filtered": sample.draw_filtered},
         "draw": {"draw": draw.draw},
         "quantize_rows": {"quantize_rows": quantize_rows.quantize_rows},
         "top_k": {"top_k": top_k.top_k},

@@ -184,7 +184,6 @@ class Programs:
             logits = self._logits(head, hidden)
             with op_scope("sample"):
                 slots = jnp.where(rows.samples == FULL, rows.slots, counts.shape[0])
-                search = self.context.kernels.token_limits
                 tokens, counts, found = sampling.full_by_rows(
                     logits,
                     rows.temperature,
@@ -193,8 +192,7 @@ class Programs:
                     slots,
                     params,
                     counts,
-                    search=search,
-                    draw=self.context.kernels.draw,
+                    draw_filtered=self.context.kernels.draw_filtered,
                     most=self.rows_at_once,
                 )
                 tokens = _none_of_nan(tokens, logits)

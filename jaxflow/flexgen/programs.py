@@ -105,8 +105,7 @@ class OffloadPrograms:
                 slots,
                 params,
                 counts,
-                search=kernels.token_limits,
-                draw=kernels.draw,
+                draw_filtered=kernels.draw_filtered,
             )
 
     def _logits(self, ends: Weights, hidden: Array) -> Array:

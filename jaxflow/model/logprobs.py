@@ -1,14 +1,15 @@
 """Log-probabilities from raw logits: of the chosen token, its rank, and of the 20 likeliest tokens.
 
-No function sorts a vocabulary. The 20 best logits lie in the 20 blocks with the largest maxima.
+No function sorts a vocabulary.
 """
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from pallas_kernels.pointwise.sample.top import finite, top
 
 TOP = 20  # likeliest tokens that are reported per row
 VOCABULARY_BLOCK = 4096  # columns of logits that exist at once in `prompt_logprobs`
@@ -23,30 +24,6 @@ class LogprobsOut:
     rank: jax.Array  # [R] int32, 1 + the number of tokens with a larger logit
     top_ids: jax.Array  # [R, 20] int32, likeliest first, equal ones by id
     top_logprobs: jax.Array  # [R, 20] float32; -inf where the vocabulary has fewer tokens
-
-
-def top(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """Return the k largest values of each row of x [R, n], with their columns.
-
-    The largest come first. Equal values are in order of columns.
-
-    Returns: values [R, k] and columns [R, k] int32.
-    """
-    rows, n = x.shape
-    block = math.gcd(n, 1 << math.isqrt(max(1, n // k)).bit_length() - 1)
-    if block == 1:
-        values, columns = lax.top_k(x, k)
-        return values, columns.astype(jnp.int32)
-    blocks = x.reshape(rows, n // block, block)
-    best = jnp.sort(top(blocks.max(-1), k)[1], axis=1)  # keeps equal values in order of columns
-    candidates = jnp.take_along_axis(blocks, best[:, :, None], axis=1).reshape(rows, k * block)
-    values, at = top(candidates, k)
-    return values, jnp.take_along_axis(best, at // block, axis=1) * block + at % block
-
-
-def finite(peak: jax.Array) -> jax.Array:
-    """Return a row's maximum to subtract: 0 in place of -inf, which avoids -inf - -inf."""
-    return jnp.where(jnp.isfinite(peak), peak, 0.0)
 
 
 def token_logprobs(logits: jax.Array, tokens: jax.Array) -> LogprobsOut:

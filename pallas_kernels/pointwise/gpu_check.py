@@ -28,8 +28,6 @@ from pallas_kernels.pointwise.quantize import reference as quantize_reference
 from pallas_kernels.pointwise.quantize.api import quantize_rows
 from pallas_kernels.pointwise.rope_append import reference as rope_reference
 from pallas_kernels.pointwise.rope_append.api import rope_append
-from pallas_kernels.pointwise.sample import reference as sample_reference
-from pallas_kernels.pointwise.sample.api import token_limits
 from pallas_kernels.pointwise.top_k import reference as top_k_reference
 from pallas_kernels.pointwise.top_k.api import top_k
 from pallas_kernels.quantized import Quantized
@@ -186,26 +184,6 @@ def check_rope(rows, rng, tokens, kv, group, h, dtype, normed=False, sms=None, t
     )
 
 
-def check_limits(rows, rng, count, columns, sigma):
-    x = rng.normal(size=(count, columns)).astype(np.float32) * sigma
-    x[1], x[2, 5:] = np.round(x[1]), -np.inf
-    row = np.arange(count)
-    k, p = np.where(row % 2, columns, 1000), np.where(row % 3, 0.9, 1.0)
-    total = np.exp((x - x.max(-1, keepdims=True)) / 0.8).sum(-1)
-    args = (x, x.max(-1), np.full(count, 0.8), total, np.full(count, -np.inf), k, p)
-    args = (*(np.asarray(a, np.float32) for a in args), np.ones(count, bool))
-    poison_memory(jax.eval_shape(token_limits, *args))
-    got, want = (
-        np.nan_to_num(np.asarray(jax.jit(search)(*args)), nan=-np.inf)
-        for search in (token_limits, sample_reference.token_limits)
-    )
-    kept = [(x >= limit[:, None]).sum(-1) for limit in (got, want)]
-    off = int(
-        np.abs(kept[0] - kept[1]).max()
-    )  # a sum that meets its target within rounding may keep one token more or less
-    record(rows, what="check token_limits", ok=off <= 2, off=off, r=count, v=columns, sigma=sigma)
-
-
 def draw_inputs(rng, count, columns, limited):
     """Return logits, temperatures, keys and perhaps limits. Every fourth row is greedy."""
     x = normal(rng, count, columns, dtype=jnp.float32) * 2
@@ -334,9 +312,6 @@ def checks(rows, share=(0, 1)):
     ):  # models with position embeddings instead of RoPE
         cases.append(functools.partial(check_rope, rows, rng, 300, 32, 1, 64, dtype, turned=False))
     cases += [
-        functools.partial(check_limits, rows, rng, *case) for case in ((64, 128256, 2.0), (8, 32000, 0.1))
-    ]
-    cases += [
         functools.partial(check_draw, rows, rng, *case)
         for case in ((1024, 128256, False), (1024, 128256, True), (1, 128256, False), (33, 49152, True))
     ]
@@ -442,22 +417,6 @@ def time_copy(rows, seconds, tokens, width=6144):
     timed(rows, seconds, {"copy": lambda: program(xs)}, LAYERS, 4 * tokens * width, t=tokens)
 
 
-def time_limits(rows, seconds, count=1024, columns=128256):
-    x = normal(np.random.default_rng(0), count, columns, dtype=jnp.float32) * 2
-    one, total = jnp.ones((count,)), jnp.exp(x - x.max(-1, keepdims=True)).sum(-1)
-    for name, k, p, wanted in (
-        ("top-p of all", columns, 0.9, count),
-        ("top-k of all", 5000, 1.0, count),
-        ("top-p of 4", columns, 0.9, 4),
-    ):
-        args = (x, x.max(-1), one, total, one * -jnp.inf, one * k, one * p, jnp.arange(count) < wanted)
-        ways = {
-            f"token_limits{how}": functools.partial(jax.jit(f), *args)
-            for how, f in (("", token_limits), (" xla", sample_reference.token_limits))
-        }
-        timed(rows, seconds, ways, 1, x.size * 4, case=name)
-
-
 def time_draw(rows, seconds, count, columns=128256):
     for limited in (False, True):
         args = draw_inputs(np.random.default_rng(0), count, columns, limited)
@@ -476,7 +435,6 @@ def times(rows, seconds):
         time_quantize(rows, seconds, tokens)
         for dtype in (jnp.bfloat16, jnp.float8_e4m3fn):
             time_rope(rows, seconds, tokens, tokens // 3 if tokens > 256 else tokens, dtype)
-    time_limits(rows, seconds)
     for count in (1024, 64, 1):
         time_draw(rows, seconds, count)
 

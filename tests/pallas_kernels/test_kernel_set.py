@@ -46,7 +46,7 @@ LATENT = {
     "kv_heads": 1,
     "head_dim": 192,
 }
-OPS = (*PAGED, "add_norm", "token_limits", "draw", "quantize_rows", *MIXTURE)
+OPS = (*PAGED, "add_norm", "draw_filtered", "draw", "quantize_rows", *MIXTURE)
 MOSAIC = dict.fromkeys(OPS, "mosaic")
 REFERENCES = dict.fromkeys(OPS, "reference")
 TRITON = REFERENCES | {"decode_attention": "triton"}

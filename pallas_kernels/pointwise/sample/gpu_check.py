@@ -1,4 +1,4 @@
-"""Check the kernel that draws under filters on a GPU, and time its search beside the search by pivots.
+"""Check the kernel that draws under filters on a GPU, and time its search beside XLA's.
 
   python -m pallas_kernels.pointwise.sample.gpu_check [--seconds 0.5] [--only check,time] [--share 0/2]
       [--json FILE]
@@ -19,8 +19,8 @@ from pallas_kernels.measure import script
 from pallas_kernels.measure.inputs import poison_memory
 from pallas_kernels.measure.script import record
 from pallas_kernels.measure.timing import interleaved, looped
-from pallas_kernels.pointwise.sample import api as by_pivots
-from pallas_kernels.pointwise.sample import by_histogram, reference
+from pallas_kernels.pointwise.sample import limits, reference
+from pallas_kernels.pointwise.sample.api import draw_filtered, token_limits
 
 VOCABULARIES = (128_256, 151_936)
 ROWS = (1, 64, 256, 640)
@@ -28,7 +28,7 @@ ROWS = (1, 64, 256, 640)
 FILTERS = ((0, 0.9), (5000, 1.0), (5000, 0.9), (50, 0.9), (0, 0.5), (0, 0.99), (1000, 0.999))
 ROUNDING = 2e-5  # of the sum of a row's weights
 ROUNDS = 8  # calls in a program
-LIMITS = jax.jit(by_histogram.token_limits)
+LIMITS = jax.jit(token_limits)
 
 
 def logits(kind: str, rng: np.random.Generator, rows: int, columns: int) -> np.ndarray:
@@ -96,9 +96,7 @@ def check_draws(rows, rng, columns):
         np.where(row % 5 == 0, 0, 1 + 20 * row).astype(np.int32),
         np.where(row % 7 == 0, 1.0, 0.9).astype(np.float32),
     )
-    got, want = (
-        np.asarray(jax.jit(f)(x, *settings)) for f in (by_histogram.draw_filtered, reference.draw_filtered)
-    )
+    got, want = (np.asarray(jax.jit(f)(x, *settings)) for f in (draw_filtered, reference.draw_filtered))
     off = int((got != want).sum())
     record(rows, what="check draws", ok=off <= 1, off=off, v=columns)
 
@@ -115,24 +113,19 @@ def checks(rows, share):
 
 @functools.cache
 def programs():
-    """Return the forms of the search, by name. The search by pivots gets a likely total, to save a pass."""
-    total = 35.0  # of a flat row
+    """Return the forms of the search, by name."""
 
-    def pivots(x, peak, heat, floor, k, p, wanted):
-        return by_pivots.token_limits(x, peak, heat, jnp.full_like(peak, total), floor, k, p, wanted)
+    def xla(x, peak, heat, floor, k, p, wanted):
+        total = jnp.exp((x - peak[:, None]) / heat[:, None]).sum(-1)
+        return limits.token_limits(x, peak, heat, total, floor, k, p, wanted)
 
-    forms = {
-        "histogram": by_histogram.token_limits,
-        "pivots": pivots,
-        "reading": lambda x, *_: x.max(-1),
-    }
+    forms = {"kernel": token_limits, "XLA": xla, "reading": lambda x, *_: x.max(-1)}
     return {name: looped(lambda args, _, form=form: form(*args), ROUNDS) for name, form in forms.items()}
 
 
 def time_limits(rows, seconds, count, columns, top_k, top_p, kind="flat"):
     args = arguments(logits(kind, np.random.default_rng(0), 8, columns), 0.8, top_k, top_p, 0.0)
     args = tuple(jnp.tile(a, (-(-count // 8),) + (1,) * (a.ndim - 1))[:count] for a in args)
-
     ways = {name: functools.partial(run, [args], [None]) for name, run in programs().items()}
     for name, t in interleaved(ways, calls=ROUNDS, seconds=seconds).items():
         case = {"r": count, "v": columns, "k": top_k, "p": top_p, "kind": kind}

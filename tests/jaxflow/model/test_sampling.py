@@ -21,6 +21,7 @@ from jaxflow.model.slot_params import (
     set_slot,
     slot_values,
 )
+from pallas_kernels.pointwise.sample import reference
 
 VOCAB, PADDED, ROWS, SLOTS = 50, 64, 4, 6
 PLAIN = jax.jit(sampling.plain)
@@ -32,7 +33,7 @@ def of_few_blocks(*args):
     """Limit the blocks of the full sampler to 16 of the 64 logits, so that
     some limits lie below the blocks.
     """
-    with mock.patch.multiple(sampling, BLOCK=8, BLOCKS=2):
+    with mock.patch.multiple(reference, BLOCK=8, BLOCKS=2):
         return sampling.full(*args)
 
 

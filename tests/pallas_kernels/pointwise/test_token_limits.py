@@ -1,4 +1,4 @@
-"""The limits of top-k and top-p: the reference against a sort, the kernel against the reference."""
+"""The limits of top-k and top-p: XLA's search against a sort, the kernel against XLA's search."""
 
 import re
 
@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.pointwise.sample import reference
+from pallas_kernels.pointwise.sample import api, limits
 from pallas_kernels.pointwise.sample.api import token_limits
-from pallas_kernels.pointwise.sample.reference import largest_limit
+from pallas_kernels.pointwise.sample.limits import largest_limit
 
 INTERPRET = plgpu.InterpretGPUParams()
-TWIN = jax.jit(reference.token_limits)
+TWIN = jax.jit(limits.token_limits)
 
 
 @jax.jit
@@ -55,11 +55,18 @@ def rows_to_search(seed, columns):
     return x, peak, heat, total, floor, k, p
 
 
-@pytest.mark.parametrize("columns", [512, 2308])
-def test_the_kernel_keeps_the_tokens_of_its_reference(columns):
+def kernel(x, peak, heat, total, floor, k, p, wanted):
+    args = map(jnp.asarray, (x, peak, heat, floor, k, p, wanted))
+    return np.asarray(token_limits(*args, interpret=INTERPRET))
+
+
+@pytest.mark.parametrize(("columns", "room"), [(512, 64), (4612, 64), (2308, 1)])
+def test_the_kernel_keeps_the_tokens_of_its_reference(columns, room, monkeypatch):
+    """Also with full groups of units and units beside them, and with room for few copies."""
+    monkeypatch.setattr(api, "_ROOM", room)
     x, *rest = rows_to_search(columns, columns)
     wanted = np.ones(8, bool)
-    got = np.asarray(token_limits(*map(jnp.asarray, (x, *rest, wanted)), interpret=INTERPRET))
+    got = kernel(x, *rest, wanted)
     want = np.nan_to_num(np.asarray(TWIN(x, *rest, wanted)), nan=-np.inf)
     ours, theirs = x >= got[:, None], x >= want[:, None]
     finite = np.isfinite(x)
@@ -69,7 +76,7 @@ def test_the_kernel_keeps_the_tokens_of_its_reference(columns):
 def test_rows_that_nobody_wants_are_left_alone():
     x, *rest = rows_to_search(0, 512)
     wanted = np.arange(8) == 4
-    got = np.asarray(token_limits(*map(jnp.asarray, (x, *rest, wanted)), sms=1, interpret=INTERPRET))
+    got = kernel(x, *rest, wanted)
     all_of_them = np.asarray(TWIN(x, *rest, np.ones(8, bool)))
     assert got[4] == all_of_them[4]
     assert (got[~wanted] == rest[3][~wanted]).all()
@@ -79,9 +86,7 @@ def test_rows_that_nobody_wants_are_left_alone():
 def test_token_limits_names_unsupported_arguments():
     row = jnp.zeros(2)
     with pytest.raises(ValueError, match=r"float32\[2, 514\]: accepted is float32 \[R, V\]"):
-        token_limits(jnp.zeros((2, 514)), row, row, row, row, row, row, row == 0)
-    with pytest.raises(ValueError, match="sms=0: accepted are 1 to 132"):
-        token_limits(jnp.zeros((2, 512)), row, row, row, row, row, row, row == 0, sms=0)
+        token_limits(jnp.zeros((2, 514)), row, row, row, row, row, row == 0)
 
 
 def test_for_the_h200_it_spills_nothing(tmp_path, monkeypatch):
@@ -92,7 +97,7 @@ def test_for_the_h200_it_spills_nothing(tmp_path, monkeypatch):
         jax.ShapeDtypeStruct((2**15,), jnp.bool_),
     )  # beyond 2^31 numbers
     compiled = compile_for_h200(
-        token_limits, *abstract(h200_mesh(), (logits, row, row, row, row, row, row, wanted))
+        token_limits, *abstract(h200_mesh(), (logits, row, row, row, row, row, wanted))
     )
     assert compiled.machine_code
     logs, ptx = (
@@ -100,4 +105,4 @@ def test_for_the_h200_it_spills_nothing(tmp_path, monkeypatch):
         for end in (".ptxas", ".ptx")
     )
     assert set(re.findall(r"(\d+) bytes spill", logs)) == {"0"}
-    assert "ld.global.v4" in ptx
+    assert "ld.global.v4" in ptx and ".shared.add.u32" in ptx
