@@ -1,11 +1,13 @@
-"""The limits of top-k and top-p in rows of logits, for Hopper: two passes over a row, a row a CTA.
+"""A draw under min-p, top-k and top-p, for Hopper, without a sort of the vocabulary.
 
-The first pass counts the logits in bins of equal width below the row's peak. The counts bound the number and
-the weight of the logits above each bin. So they tell in which few bins the limits lie. The second pass copies
-the logits of these bins to shared memory, and adds the weights of the logits above them. A bisection over the
-bits of the limit then finds each limit among the copies.
+A kernel finds the limit of each row in two passes. A CTA has one row. The first pass counts the logits in
+bins of equal width below the row's largest logit. These counts bound the number and the weight of the logits
+above each bin. So they name the few bins that can contain the limits. The second pass copies the logits of
+these bins to shared memory, and sums the weights of the logits above them. A bisection over the bits of the
+limit then finds each limit among the copies.
 
-A row whose limits lie below all bins, or whose copies do not fit, is searched in more passes.
+Some limits lie below all bins, and some rows have more copies than there is room for. `pivots.limit` searches
+these rows in more passes. The kernel `draw` then draws from the logits that are not below the limit.
 """
 
 import functools
@@ -24,8 +26,8 @@ from pallas_kernels.pointwise.sample import pivots, reference
 from pallas_kernels.pointwise.sample.top import finite
 
 BINS = 2048
-_HEATS = 32.0  # the bins reach this far below the peak, in temperatures
-_LOGITS = 32.0  # and at least this far with top-k, in logits
+_HEATS = 32.0  # the depth of the bins below the largest logit, in temperatures
+_LOGITS = 32.0  # the least depth of the bins with top-k, in logits
 _UNIT = 128 * 4  # logits that a CTA reads at a time
 _TILES = 4  # units whose reads overlap
 _ROOM = 64  # copies of a thread
