@@ -11,10 +11,7 @@ import pytest
 from h200 import abstract, compile_for_h200, h200_mesh
 
 from jaxflow.model import sampling, slot_params
-from pallas_kernels.pointwise.draw import api as draw
-from pallas_kernels.pointwise.draw import reference as draw_reference
-from pallas_kernels.pointwise.sample import api as token_limits
-from pallas_kernels.pointwise.sample import reference
+from pallas_kernels.pointwise.sample import api, reference
 
 ROWS, SLOTS, VOCAB = 128, 256, 128256
 # Who compiles every fusion once more, to see whether its tiles can be compiled, takes a quarter of the time:
@@ -39,17 +36,14 @@ def test_plain_makes_no_array_of_the_logits_size_and_reads_the_logits_once():
     assert len(re.findall(r"^.* fusion\(.*%logits[.\d]*[,)].*$", entry, re.M)) == 1
 
 
-@pytest.mark.parametrize(
-    ("search", "drawing", "arrays"),
-    [(token_limits.token_limits, draw.draw, 1), (reference.token_limits, draw_reference.draw, 2)],
-)
-def test_full_makes_few_and_counts_in_place(search, drawing, arrays):
+@pytest.mark.parametrize(("draw_filtered", "arrays"), [(api.draw_filtered, 1), (reference.draw_filtered, 2)])
+def test_full_makes_few_and_counts_in_place(draw_filtered, arrays):
     """The program holds the adjusted logits, the rows of the counts, and the weights of the reference search.
 
     It makes no copy of all counts.
     """
     params, counts = jax.eval_shape(lambda: slot_params.empty_slots(SLOTS, VOCAB))
-    full = functools.partial(sampling.full, search=search, draw=drawing)
+    full = functools.partial(sampling.full, draw_filtered=draw_filtered)
     found = compile_for_h200(
         full, *arguments(params=params, counts=counts), donate_argnums=(6,), options=ONCE
     )
@@ -61,7 +55,7 @@ def test_full_makes_few_and_counts_in_place(search, drawing, arrays):
 def test_of_many_rows_it_makes_as_few_as_of_a_block():
     rows = 4 * sampling.ROWS
     params, counts = jax.eval_shape(lambda: slot_params.empty_slots(rows, VOCAB))
-    full = functools.partial(sampling.full_by_rows, search=token_limits.token_limits, draw=draw.draw)
+    full = functools.partial(sampling.full_by_rows, draw_filtered=api.draw_filtered)
     found = compile_for_h200(
         full, *arguments(rows, params=params, counts=counts), donate_argnums=(6,), options=ONCE
     )
