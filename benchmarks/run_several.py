@@ -67,9 +67,9 @@ def commands(devices: int) -> dict[str, list[str]]:
         "busy-8b": _to(
             "llama-3.1-8b",
             f"stages-busy-pp{n}",
-            [*PIPELINE, *stages, "--num_requests", str(300 * devices), "--slots", "320"],
+            [*PIPELINE, *stages, "--num_requests", str(320 * devices), "--slots", "160"],
             *("--model", "llama-3.1-8b", "--repeats", "1", "--chunk_tokens", "1024"),
-            *("--request_tokens", "1536,1536", "--pd_ratio", "2", "--step_sizes", "64,320,512,1024"),
+            *("--request_tokens", "1536,1536", "--pd_ratio", "2", "--step_sizes", "64,160,512,1024"),
         ),
         "collectives": _to(
             "kernels",

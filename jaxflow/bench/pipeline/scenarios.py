@@ -46,7 +46,9 @@ class Study:
       length_order: the lengths by falling probability: from the shortest, or in a random order.
       layer_s: seconds of a layer beyond its ops' roofline.
       host_s: seconds of the host between two steps of a micro-batch.
-      compute_share, memory_share: shares of the datasheet's FLOP/s and of its memory rate that ops reach.
+      measured: True for the rates that were measured on the device, where they are known; False for those of
+        its datasheet.
+      compute_share, memory_share: shares of these FLOP/s and of this memory rate that ops reach.
       tile_rows: rows of a GEMM's tile; None for GEMMs without tiles.
       sends_all: True if each device of a stage sends all activations, False if it sends its share.
       micro_batches: in flight in the pipeline; None for one a stage.
@@ -70,6 +72,7 @@ class Study:
     layer_s: float = 400e-6
     link: StageLink = dataclasses.field(default_factory=StageLink)
     host_s: float = 15e-3
+    measured: bool = False
     compute_share: float = 1.0
     memory_share: float = 1.0
     tile_rows: int | None = None
@@ -111,7 +114,8 @@ class Study:
     @property
     def rates(self) -> Rates:
         """Return the rates that the ops reach."""
-        rates = DEVICES[self.device].datasheet
+        device = DEVICES[self.device]
+        rates = device.rates if self.measured else device.datasheet
         return dataclasses.replace(
             rates,
             flops_per_s={name: self.compute_share * each for name, each in rates.flops_per_s.items()},

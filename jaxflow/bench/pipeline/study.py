@@ -22,7 +22,7 @@ other models and devices instead (`jaxflow.bench.pipeline.fleets`).
 
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +50,17 @@ from jaxflow.engine.start import prepare_process
 from jaxflow.model.cost import DEVICES
 
 
-def measure(study: Study, processes: int = 2, ratios_only: bool = False) -> dict[str, Any]:
+def measure(
+    study: Study, processes: int = 2, ratios_only: bool = False, also: Sequence[str] = ()
+) -> dict[str, Any]:
     """Return the report of all scenarios.
 
-    processes: scenarios that run at the same time. ratios_only: simulate only scenarios that the ratios need.
+    Args:
+      processes: scenarios that run at the same time.
+      ratios_only: simulate only scenarios that the ratios need, and those of `also`.
     """
-    names = [name for name in scenarios(study) if not ratios_only or name in COMPARED]
+    needed = (*COMPARED, *also)
+    names = [name for name in scenarios(study) if not ratios_only or name in needed]
     start_s = time.perf_counter()
     found = dict(zip(names, run_all([(study, name) for name in names], processes), strict=True))
     runs = {name: run for name, (run, _) in found.items()}
@@ -152,7 +157,7 @@ def define_flags() -> None:
         "Without --simulate: as for the engine, see bench throughput.",
     )
     flags.DEFINE_integer("repeats", 3, "Without --simulate: runs of each policy.", lower_bound=1)
-    flags.DEFINE_list("policies", list(engine.POLICIES), "Without --simulate: the policies to run.")
+    flags.DEFINE_list("policies", list(engine.POLICIES), "The policies to run; see --ratios_only.")
     flags.DEFINE_string(
         "step_sizes", None, "Without --simulate: token counts of the compiled steps. Default: as the engine."
     )
@@ -170,7 +175,14 @@ def define_flags() -> None:
     flags.DEFINE_integer(
         "fleet_steps", fleet.steps, "With --devices: steps of each micro-batch.", lower_bound=1
     )
-    flags.DEFINE_bool("ratios_only", False, "Simulate only the scenarios that the paper's ratios need.")
+    flags.DEFINE_bool(
+        "ratios_only",
+        False,
+        "Simulate only the scenarios that the paper's ratios need, and those of --policies if it is given.",
+    )
+    flags.DEFINE_bool(
+        "measured_rates", False, "Ops reach the measured rates of the device, not those of its datasheet."
+    )
     flags.DEFINE_bool("assumptions", False, "Simulate the study under each open assumption, and compare.")
     flags.DEFINE_integer("seed", default.seed, "Seed of the lengths.")
     flags.DEFINE_integer("processes", 2, "Scenarios that are simulated at the same time.", lower_bound=1)
@@ -235,6 +247,7 @@ def run() -> dict[str, Any]:
         pd_ratio=f.pd_ratio,
         layer_s=1e-6 * f.layer_us,
         host_s=1e-6 * f.host_us,
+        measured=f.measured_rates,
         link=StageLink(1e9 * f.link_gb_s, 1e-6 * f.link_us),
         seed=f.seed,
     )
@@ -245,7 +258,8 @@ def run() -> dict[str, Any]:
         report = machine.describe() | assumptions.measure(study, f.processes)
         print(assumptions.text(report))
     elif f.simulate:
-        report = machine.describe() | measure(study, f.processes, f.ratios_only)
+        also = f.policies if f["policies"].present else ()
+        report = machine.describe() | measure(study, f.processes, f.ratios_only, also)
         print(text(report))
     else:
         config = EngineConfig(

@@ -230,8 +230,9 @@ def test_a_small_study_has_the_shape_of_the_paper():
     assert report["ratios"]["bubble_orca_best_over_sarathi"] > 2
     assert all(name in text(report) for name in found)
     assert set(report["simulation_cpu_s"]) == set(found)
-    fewer = measure(study, processes=1, ratios_only=True)
-    assert fewer["ratios"] == report["ratios"] and len(fewer["scenarios"]) == 4
+    fewer = measure(study, processes=1, ratios_only=True, also=("sarathi",))
+    assert "sarathi" in fewer["scenarios"] and "orca-worst" not in fewer["scenarios"]
+    assert fewer["ratios"] == report["ratios"] and len(fewer["scenarios"]) == 5
 
 
 @pytest.mark.parametrize(
@@ -249,3 +250,8 @@ def test_a_small_study_has_the_shape_of_the_paper():
 def test_an_impossible_study_is_refused_by_name(change):
     with pytest.raises(ConfigError, match=next(iter(change))):
         dataclasses.replace(Study(), **change)
+
+
+def test_measured_rates_are_those_of_the_device():
+    assert Study(device="H200", measured=True).rates.flops_per_s == DEVICES["H200"].rates.flops_per_s
+    assert Study(device="H200").rates.flops_per_s == DEVICES["H200"].datasheet.flops_per_s
