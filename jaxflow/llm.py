@@ -92,6 +92,8 @@ class LLM:
             self.tokenizer = open_tokenizer(config, checkpoint)
             self.runtime = start(placed, config, checkpoint, progress=progress)
             self._backend = _Offloaded(self.runtime)
+            # A model that nobody closed must not leave its files on the disk, also where the process exits.
+            weakref.finalize(self, self.runtime.close)
             self.engine_config = resolve(config, checkpoint.model_config)
         self._describe(checkpoint)
 

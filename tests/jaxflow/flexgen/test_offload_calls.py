@@ -1,8 +1,11 @@
 """Calls of one offloaded model: stopped early, nested, and from several threads."""
 
+import gc
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import paths
@@ -146,6 +149,20 @@ class Faulty:
 
     def push(self, _):
         raise RuntimeError("no such string")
+
+
+def test_an_offloaded_llm_that_nobody_closed_removes_its_files(tmp_path):
+    def open_files() -> list[str]:
+        links = (link for link in Path("/proc/self/fd").iterdir() if link.is_symlink())
+        return [file for link in links if str(tmp_path) in (file := os.readlink(link))]
+
+    settings = OffloadConfig(policy("stories260K", kv=DISK, host_attention=True), disk_path=str(tmp_path))
+    llm = LLM(str(paths.MODELS / "stories260K"), offload=settings, block_size=16, progress=False)
+    within(lambda: llm.generate([[1, 5, 6]], SamplingParams(max_tokens=2), use_tqdm=False))
+    assert list(tmp_path.iterdir()) and open_files()
+    del llm
+    gc.collect()
+    assert not list(tmp_path.iterdir()) and not open_files()
 
 
 def test_concurrent_calls_of_an_offloaded_llm_run_in_turn(tmp_path, monkeypatch):
