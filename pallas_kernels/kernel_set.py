@@ -18,11 +18,13 @@ from pallas_kernels.attention.chunk import reference as chunk_reference
 from pallas_kernels.attention.decode import reference as decode_reference
 from pallas_kernels.attention.latent import reference as latent_reference
 from pallas_kernels.attention.tiles import WIDEST, WIDEST_GROUP, WIDTHS
+from pallas_kernels.cards import card_of
 from pallas_kernels.cpu import decode_attention as cpu_decode
 from pallas_kernels.cpu import draw as cpu_draw
 from pallas_kernels.cpu import gemm as cpu_gemm
 from pallas_kernels.gemm import reference as gemm_reference
 from pallas_kernels.gemm.api import HopperGemm, Product
+from pallas_kernels.gemm.expert_mlp import reference as expert_mlp_reference
 from pallas_kernels.gemm.grouped import groups as expert_groups
 from pallas_kernels.gemm.grouped import reference as grouped_reference
 from pallas_kernels.gemm.sorted_rows import reference as sorted_rows_reference
@@ -77,6 +79,8 @@ class KernelSet:
 
     fallbacks: at least one reason for every op that has a kernel in this set but runs the reference
     implementation.
+    expert_mlp_max_tokens: the largest step whose experts' products run as `expert_mlp`.
+    norm_of_rows_max_tokens: the largest step whose norms add the rows of experts.
     by_head_dim: where the layers of a model have several head widths, the sets of all widths. Attention, the
     append to the cache and the quantization of heads are taken from them.
     """
@@ -94,6 +98,9 @@ class KernelSet:
     top_k: Callable = top_k_reference.top_k
     sort_rows: Callable = sorted_rows_reference.sort_rows
     grouped_gemm: Callable = grouped_reference.grouped_gemm
+    expert_mlp: Callable = expert_mlp_reference.expert_mlp
+    expert_mlp_max_tokens: int = 0
+    norm_of_rows_max_tokens: int = 0
     latent_append: Callable = latent_reference.append
     latent_decode_attention: Callable = latent_reference.decode_attention
     latent_chunk_attention: Callable = latent_reference.chunk_attention
@@ -329,6 +336,7 @@ def _mosaic(m: Model, device: str) -> KernelSet:
     from pallas_kernels.attention.chunk import api as chunk_attention
     from pallas_kernels.attention.decode import api as decode_attention
     from pallas_kernels.attention.latent import api as latent_attention
+    from pallas_kernels.gemm.expert_mlp import api as expert_mlp
     from pallas_kernels.gemm.grouped import api as grouped_gemm
     from pallas_kernels.gemm.sorted_rows import api as sorted_rows
     from pallas_kernels.hopper import ptxas_version
@@ -358,6 +366,7 @@ def _mosaic(m: Model, device: str) -> KernelSet:
             "grouped_gemm": grouped_gemm.grouped_gemm,
             "list_groups": grouped_gemm.list_groups,
             "sort_rows": sorted_rows.sort_rows,
+            "expert_mlp": expert_mlp.expert_mlp,
         },
     }
     queries, int8 = m.queries_per_kv_head, m.kv_dtype == "int8"
@@ -449,7 +458,10 @@ def _mosaic(m: Model, device: str) -> KernelSet:
         ),
         (("add_norm",), "hidden_size", m.hidden_size % 128 == 0, "multiples of 128"),
     ]
-    return _assembled(MOSAIC, kernels, _unmet(m, limits))
+    found, card = _assembled(MOSAIC, kernels, _unmet(m, limits)), card_of(device)
+    if _backend(found.add_norm) == "mosaic":
+        found = dataclasses.replace(found, norm_of_rows_max_tokens=card.norm_of_rows_max_tokens)
+    return dataclasses.replace(found, expert_mlp_max_tokens=card.expert_mlp_max_tokens)
 
 
 def _triton(m: Model, capability: str) -> KernelSet:

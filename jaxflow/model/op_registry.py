@@ -33,6 +33,7 @@ class Context:
       stage's `config` may lack windows that the page table has.
     sms: the SMs that a GEMM, attention, norm or quantization kernel may occupy; None for all.
     copies: whether the copy engines carry the sums over two or four devices.
+    whole: whether all ops have the step's tokens in one range, so that an op may leave work to its reader.
     """
 
     config: ModelConfig
@@ -40,6 +41,7 @@ class Context:
     axis: str | None = None
     sms: int | None = None
     copies: bool = False
+    whole: bool = False
     windows: tuple[Window, ...] | None = None
     expert_axis: str | tuple[str, str] | None = None
 

@@ -53,7 +53,9 @@ from jaxflow.model.rope import inverse_frequencies
 from jaxflow.model.routing import ExpertRows, Routing, weighted_sum
 from jaxflow.model.sigmoid_router import choose_experts
 from jaxflow.parallel.collectives import Sum, UnaddedSum, added, exchange, gather_rows, scatter_rows
+from pallas_kernels.gemm.expert_mlp import limits as expert_mlp_limits
 from pallas_kernels.gemm.grouped.groups import Groups, HeldExperts
+from pallas_kernels.pointwise.norm.weighted_rows import WeightedRows
 from pallas_kernels.quantized import BlockFp8, Quantized
 
 
@@ -538,7 +540,7 @@ def _sum_shards(c: Context, y: Array) -> Array:
 def _reduce(c: Context, y: Sum) -> Sum:
     """Return the sum over tensor-parallel shards, or over both pairs of a sum that `…_swap` made."""
     if not c.copies:
-        return _sum_shards(c, added(y))
+        return y if c.axis is None else _sum_shards(c, added(y))
     return exchange(added(y), _axis(c), distance=2 if isinstance(y, UnaddedSum) else 1)
 
 
@@ -668,14 +670,27 @@ def expert_up_gate(c: Context, w: Weights, h: Float[Array, "t D"], routing: Rout
         used = None if own is None else jnp.sum(own, dtype=jnp.int32)
         placed = {"held": _held(c, w), "used": used}
         groups, rows = c.kernels.sort_rows(h, experts, _num_held(c, w), **stored, **placed, **_sms(c))
+    if back is None and _in_one_kernel(c, w, groups):
+        return ExpertRows(rows, groups, back, weights, pending=True)
     a = c.kernels.grouped_gemm(rows, weight, groups, **gates, **_sms(c))
     return ExpertRows(a, groups, back, weights)
 
 
+def _in_one_kernel(c: Context, w: Weights, groups: Groups) -> bool:
+    """Return whether one kernel computes both products of the experts, in `expert_down`."""
+    few = groups.places.shape[0] <= c.kernels.expert_mlp_max_tokens
+    alone = c.whole and c.sms is None and groups.arrived is not None and few
+    plain = "expert_up_gate_bias" not in w and "expert_down_bias" not in w
+    block = gate_block(c.config.expert_intermediate_size)
+    return (
+        alone
+        and plain
+        and expert_mlp_limits.supports(groups.rows, w["expert_up_gate"], w["expert_down"], block)
+    )
+
+
 @op("expert_down")
-def expert_down(
-    c: Context, w: Weights, a: ExpertRows | Float[Array, "t e F"], routing: Routing
-) -> Float[Array, "t D"]:
+def expert_down(c: Context, w: Weights, a: ExpertRows | Float[Array, "t e F"], routing: Routing) -> Sum:
     """Return the weighted sum of the experts' outputs; a partial sum over tensor-parallel devices.
 
     a: in the tokens' order if the rows of `expert_up_gate` were of other tokens.
@@ -683,6 +698,17 @@ def expert_down(
     if not isinstance(a, ExpertRows):
         groups = _groups(c, w, routing.experts)
         a = ExpertRows(a.reshape(-1, a.shape[-1])[groups.pairs], groups)
+    if a.pending:
+        y = c.kernels.expert_mlp(
+            a.rows,
+            w["expert_up_gate"],
+            w["expert_down"],
+            a.groups,
+            activation=c.config.activation,
+            gate_block=gate_block(c.config.expert_intermediate_size),
+        )
+        return _weighted(c, y, a.groups, routing.weights)
+    assert not isinstance(a.rows, Quantized)  # the first product's result
     shares = c.expert_axis is None  # each device has a share of every expert, and all have the bias
     down_bias = w.get("expert_down_bias")
     bias = _expert_bias(_first_shard_only(c, down_bias) if shares else down_bias)
@@ -692,7 +718,16 @@ def expert_down(
         return send_back(c, y, a.back, routing)
     if a.weights is not None:
         return scatter_sums(c, weighted_sum(y, a.groups, a.weights))
-    return weighted_sum(y, a.groups, routing.weights)
+    return _weighted(c, y, a.groups, routing.weights)
+
+
+def _weighted(c: Context, y: Float[Array, "M D"], groups: Groups, weights: Float[Array, "t e"]) -> Sum:
+    """Return the weighted sum of each token's rows, or its terms where the next layer's norm adds them."""
+    alone = c.whole and c.axis is None and c.expert_axis is None
+    plain = not c.config.post_norms and not c.config.shared_expert_intermediate_size
+    if alone and plain and weights.shape[0] <= c.kernels.norm_of_rows_max_tokens:
+        return WeightedRows(y, groups.places, weights, groups.partial)
+    return weighted_sum(y, groups, weights)
 
 
 @op("shared_up_gate")

@@ -9,11 +9,12 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxflow.parallel.ragged import RaggedPieces
 from pallas_kernels.gemm.grouped.groups import Groups
+from pallas_kernels.pointwise.norm.weighted_rows import WeightedRows
+from pallas_kernels.quantized import Quantized
 
 
 @jax.tree_util.register_dataclass
@@ -45,12 +46,14 @@ class ExpertRows:
 
     back: where data-parallel ranks sent the pairs to this one, the pieces that bring rows back.
     weights: where data-parallel ranks gathered their tokens, the experts' weights of all ranks' tokens.
+    pending: the rows are the inputs of the first product, [M, D], and `expert_down` computes both products.
     """
 
-    rows: Float[Array, "M F"]
+    rows: Float[Array, "M F"] | Quantized
     groups: Groups
     back: RaggedPieces | None = None
     weights: Float[Array, "n*t e"] | None = None
+    pending: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
 def by_token(value: Any) -> Any:
@@ -59,21 +62,13 @@ def by_token(value: Any) -> Any:
     Other values stay as they are.
     """
     if isinstance(value, ExpertRows):
+        assert not value.pending and not isinstance(value.rows, Quantized)  # a plan of one token range
         return value.rows[value.groups.places]
     return dataclasses.replace(value, groups=None) if isinstance(value, Routing) else value
 
 
 def weighted_sum(y: Float[Array, "M D"], groups: Groups, weights: Float[Array, "t e"]) -> Float[Array, "t D"]:
     """Return the sum of each token's rows of y with its weights, in float32,
-    from the first choice to the last.
-
-    One gather reads all rows, and XLA makes one kernel of the gather and the sum. A pair of partial
-    groups without a row adds nothing.
+    from the first choice to the last. A pair of partial groups without a row adds nothing.
     """
-    rows = y.at[groups.places].get(mode="clip").astype(jnp.float32) * weights[:, :, None]
-    if groups.partial:
-        rows = jnp.where((groups.places < y.shape[0])[:, :, None], rows, 0.0)
-    total = rows[:, 0]
-    for choice in range(1, weights.shape[1]):  # XLA's own sum on a CPU has an order that depends on t
-        total = total + rows[:, choice]
-    return total.astype(y.dtype)
+    return WeightedRows(y, groups.places, weights, groups.partial).total()

@@ -17,6 +17,8 @@ import jax
 from jax import lax
 from jaxtyping import Array, Float
 
+from pallas_kernels.pointwise.norm.weighted_rows import WeightedRows
+
 
 class UnaddedSum(NamedTuple):
     """A sum over two devices, or two pairs of devices, in two parts that nobody has added.
@@ -28,7 +30,8 @@ class UnaddedSum(NamedTuple):
     received: Float[Array, "t D"]
 
 
-Sum = Float[Array, "t D"] | UnaddedSum  # a sum over devices; its reader adds the parts
+# A sum over devices, or of a token's rows of experts. Its reader adds the parts.
+Sum = Float[Array, "t D"] | UnaddedSum | WeightedRows
 
 
 def exchange(y: Float[Array, "t D"], axis: str, distance: int = 1) -> UnaddedSum:
@@ -39,6 +42,8 @@ def exchange(y: Float[Array, "t D"], axis: str, distance: int = 1) -> UnaddedSum
 
 def added(y: Sum) -> Float[Array, "t D"]:
     """Return a sum as one array."""
+    if isinstance(y, WeightedRows):
+        return y.total()
     return y.local + y.received if isinstance(y, UnaddedSum) else y
 
 

@@ -64,6 +64,7 @@ def compile_plan(
     entries, final = program(plan, graph), final_values(graph)
     reads = Reads(entries, final)
     groups = group_entries(entries, reads, quantized)
+    whole = len({(nano.start, nano.stop) for nano in plan.nano_ops}) == 1
 
     def forward(
         c: Context, weights: Weights, kv: list[KV], batch: Batch, routed: Routed | None = None
@@ -71,9 +72,8 @@ def compile_plan(
         if batch.num_tokens != plan.tokens:
             raise PlanError(plan.name, f"takes steps of {plan.tokens} tokens, not of {batch.num_tokens}")
         c = dataclasses.replace(c, kernels=c.kernels.with_pdl()) if pdl else c
-        trace = _StepTrace(
-            dataclasses.replace(c, copies=plan.sums == "copies"), weights, list(kv), batch, reads
-        )
+        c = dataclasses.replace(c, copies=plan.sums == "copies", whole=whole)
+        trace = _StepTrace(c, weights, list(kv), batch, reads)
         for group in groups:
             trace.issue(group)
         trace.flush()

@@ -31,6 +31,8 @@ class Card:
         followed by the gate.
       pdl_max_decodes, pdl_min_layer_bytes: limits of decode steps that run with programmatic dependent
         launch.
+      expert_mlp_max_tokens: the largest step with one kernel for both products of experts in e4m3; 0: none.
+      norm_of_rows_max_tokens: the largest step whose norms add the rows of a mixture's experts; 0: none.
       decode_only_max_decodes: the largest decode step that has a program without chunks.
       disk_patience: seconds that a sequence waits for disk pages, over the seconds to compute their tokens.
       sampler_memory_share: share of the memory that one block of the full sampler may use.
@@ -48,6 +50,8 @@ class Card:
     gate_kernel_rows: tuple[int, int]
     pdl_max_decodes: int
     pdl_min_layer_bytes: int
+    expert_mlp_max_tokens: int
+    norm_of_rows_max_tokens: int
     decode_only_max_decodes: int
     disk_patience: float
     sampler_memory_share: float

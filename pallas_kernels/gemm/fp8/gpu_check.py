@@ -3,8 +3,9 @@ scaling.
 
     python -m pallas_kernels.gemm.fp8.gpu_check [--seconds 0.6] [--only NAMES] [--share 0/6] [--json FILE]
 
-The names are `check`, `shapes`, `flat` and `layer`. `check_blocks` and `blocks` check and time weights with a
-scale for each 64 rows and 128 columns, next to weights with a scale for each row and to bfloat16.
+The names are `check`, `shapes`, `flat`, `layer` and `tiles`, which times other tiles of few rows.
+`check_blocks` and `blocks` check and time weights with a scale for each 64 rows and 128 columns, next to
+weights with a scale for each row and to bfloat16.
 
 Prints one line per case. Errors are ‖kernel − exact‖ / ‖exact‖ for the same e4m3 operands, summed in float32.
 """
@@ -12,6 +13,7 @@ Prints one line per case. Errors are ‖kernel − exact‖ / ‖exact‖ for th
 import functools
 import math
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +23,11 @@ from jax import lax
 from pallas_kernels.gemm import reference
 from pallas_kernels.gemm.block_fp8_format import dequantize_block_fp8, quantize_block_fp8
 from pallas_kernels.gemm.fp8.api import fp8_gemm
-from pallas_kernels.gemm.fp8.flat import fp8_flat_gemm
+from pallas_kernels.gemm.fp8.epilogue import Epilogue
+from pallas_kernels.gemm.fp8.flat import Fp8FlatTile, fp8_flat_gemm, fp8_flat_tile
 from pallas_kernels.gemm.model_shapes import SHAPES
 from pallas_kernels.gemm.reference import activate, gate_mul
+from pallas_kernels.hopper.limits import SMS
 from pallas_kernels.measure import script
 from pallas_kernels.measure.inputs import error, poison_memory
 from pallas_kernels.measure.script import L2_BYTES, record
@@ -366,6 +370,40 @@ def layer(rows, share, seconds):
         record(rows, what="layer ratio", m=m, ratio=times["xla"].us / times["fp8"].us)
 
 
+def times_of_tiles(rows, share, seconds):
+    """Time few rows times the projections of Qwen3-30B-A3B's attention, with other tiles, too."""
+    del share
+    for n, k in ((2048, 4096), (5120, 2048)):
+        ws = [random(jax.random.key(i), n, k, "row") for i in range(16)]  # more than the L2 holds
+        for m in (64, 8):
+            x = random(jax.random.key(99), m, k, "row")
+            tiles: dict[str, Fp8FlatTile | None] = {"chosen": None}
+            chosen: dict[str, Any]
+            for chosen in (
+                {"cluster": cluster, "depth": depth, "rows": high}
+                for high, cluster in ((64, 2), (64, 4), (128, 2), (128, 4), (64, 8))
+                for depth in (128, 256)
+                if n // high * cluster <= 160 and high * m * (cluster - 1) <= 3 * 64 * 64
+            ):
+                tiles[str(chosen)] = fp8_flat_tile(
+                    m, n, k, SMS, Epilogue(None, None, False, slots=1), **chosen
+                )
+
+            def calls(tile, x, ws):
+                one = jax.jit(functools.partial(fp8_flat_gemm, tile=tile))
+                return [one(x, w) for w in ws]
+
+            ways = {
+                name: functools.partial(jax.jit(functools.partial(calls, tile)), x, ws)
+                for name, tile in tiles.items()
+            }
+            want = ways["chosen"]()[-1]
+            off = {name: error(way()[-1], want) for name, way in ways.items()}
+            for name, t in interleaved(ways, calls=len(ws), seconds=seconds).items():
+                case = {"m": m, "n": n, "k": k, "tile": name, "error": off[name]}
+                record(rows, what="tile", ok=off[name] < 4e-3, us=t.us, spread=t.spread, **case)
+
+
 if __name__ == "__main__":
     script.main(
         __doc__,
@@ -374,6 +412,7 @@ if __name__ == "__main__":
             "shapes": times_of_shapes,
             "flat": functools.partial(times_of_shapes, rows_of_x=(64, 16), kernel=fp8_flat_gemm),
             "layer": layer,
+            "tiles": times_of_tiles,
             "check_blocks": lambda rows, share, _: checks_of_blocks(rows, share),
             "blocks": times_of_blocks,
         },

@@ -29,6 +29,7 @@ class Groups:
       rows: the largest number of rows in a tile.
       align: the rows at whose multiples experts start.
       partial: whether there can be pairs without a row.
+      arrived: [tiles] int32 zeros, of which a kernel makes counters; None where no kernel sorted.
     """
 
     places: Int[Array, "T e"]
@@ -41,6 +42,7 @@ class Groups:
     rows: int = dataclasses.field(metadata={"static": True})
     align: int = dataclasses.field(metadata={"static": True})
     partial: bool = dataclasses.field(default=False, metadata={"static": True})
+    arrived: Int[Array, " tiles"] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

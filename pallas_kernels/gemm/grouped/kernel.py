@@ -111,6 +111,14 @@ class GroupedForm:
         ]
 
 
+def strip_item(which, tiles, columns: int):
+    """Return (tile of rows, column of tiles) of an item, in strips of neighboring tiles of rows."""
+    strip = _STRIP * columns
+    first = lax.div(which, jnp.int32(strip)) * _STRIP
+    height, rest = jnp.minimum(tiles - first, _STRIP), lax.rem(which, jnp.int32(strip))
+    return first + lax.rem(rest, height), lax.div(rest, height)
+
+
 def scratch(form: GroupedForm, dtype) -> dict:
     """Return the kernel's shared memory and barriers, for rows of x of a dtype."""
     tile, moved = form.tile, swizzled(dtype)
@@ -168,11 +176,8 @@ def multiply(
 
     def item(i):
         """Return (expert, first row, row after the last, column of tiles) of this worker's item i."""
-        which, strip = jnp.clip(worker + i * workers, 0, items - 1), _STRIP * columns
-        first = lax.div(which, jnp.int32(strip)) * _STRIP
-        height, rest = jnp.minimum(tiles - first, _STRIP), lax.rem(which, jnp.int32(strip))
-        at = first + lax.rem(rest, height)
-        return experts_ref[at], starts_ref[at], ends_ref[at], lax.div(rest, height)
+        at, column = strip_item(jnp.clip(worker + i * workers, 0, items - 1), tiles, columns)
+        return experts_ref[at], starts_ref[at], ends_ref[at], column
 
     def for_items(visit):
         """Call visit(i, *item) for each item. The next item is read during the current one."""
@@ -316,15 +321,15 @@ def _multiplier(form, steps, wg, x_s, w_s, o_s, o_ref, scales, full, empty, fact
                 empty,
                 interpret=form.interpret,
             )
-            _store(form, _epilogue(form, sums_of, [], start, None), o_s.at[wg], o_ref, start, end, to)
+            _store(form, epilogue(form, sums_of, [], start, None), o_s.at[wg], o_ref, start, end, to)
             return
         if of_tiles is not None:
             plgpu.barrier_wait(of_tiles.full.at[turn])
         early = None
         if scales and tile.box == tile.rows:  # loaded while the operands arrive, because registers are free
             early = (
-                _channel_scales(form, scales[1], expert * form.n + row),
-                _token_scales(form, scales, start),
+                channel_scales(form, scales[1], expert * form.n + row),
+                token_scales(form, scales, start),
             )
 
         def product(acc):
@@ -352,7 +357,7 @@ def _multiplier(form, steps, wg, x_s, w_s, o_s, o_ref, scales, full, empty, fact
             def sums_of(half, token, count):
                 return y[64 * half : 64 * half + 64, token : token + count]
 
-            finished = _epilogue(form, sums_of, scales, start, expert * form.n + row, early)
+            finished = epilogue(form, sums_of, scales, start, expert * form.n + row, early)
             _store(form, finished, o_s.at[wg], o_ref, start, end, to)
 
         pl.run_scoped(product, plgpu.ACC((PART, tile.rows), jnp.float32))
@@ -405,7 +410,7 @@ def _in_bfloat16(form, w_s, factors, wg, number, pair):
     return dequantize_experts(ExpertInt4(packed[None], blocks.reshape(1, 1, PART, 2)))[0]
 
 
-def _epilogue(form, sums_of, scales, start, row, early=None):
+def epilogue(form, sums_of, scales, start, row, early=None):
     """Return finished(token, count): the pieces [64, count] of the result of some tokens.
 
     sums_of(half, token, count): the sums of 64 rows of the weight. start: the first row of x. row: the first
@@ -414,14 +419,14 @@ def _epilogue(form, sums_of, scales, start, row, early=None):
     these are costly to find.
     """
     gated = form.gate_block is not None
-    of_channels = _channel_scales(form, scales[1], row) if scales and gated and not early else None
+    of_channels = channel_scales(form, scales[1], row) if scales and gated and not early else None
 
     def finished(token: int, count: int):
         halves = [sums_of(half, token, count) for half in (0, 1)]
         if scales:
             channels, by_token = early or (
-                of_channels or _channel_scales(form, scales[1], row),
-                _token_scales(form, scales, start + token, count),
+                of_channels or channel_scales(form, scales[1], row),
+                token_scales(form, scales, start + token, count),
             )
             halves = [
                 half
@@ -438,12 +443,12 @@ def _epilogue(form, sums_of, scales, start, row, early=None):
     return finished
 
 
-def _token_scales(form, scales, start, count: int | None = None):
+def token_scales(form, scales, start, count: int | None = None):
     """Return the scales of `count` rows of x from row `start`; None: of all rows of the tile."""
     return load(scales[0].at[pl.ds(start, count or form.tile.rows)], BY_COLUMN)
 
 
-def _channel_scales(form, channels, row):
+def channel_scales(form, channels, row):
     """Return the scales of both halves of `PART` rows of the weight, of which `row` is the first."""
 
     def rows_from(at):

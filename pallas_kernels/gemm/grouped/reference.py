@@ -53,7 +53,7 @@ def grouped_gemm(
         y = lax.ragged_dot_general(
             values, weights, groups.sizes, numbers, preferred_element_type=jnp.dtype("float32")
         )
-        y = y * x.scale[:, None] * _of_rows(w.scale, groups, y.shape[0])
+        y = y * x.scale[:, None] * by_row(w.scale, groups, y.shape[0])
         return finish_rows(y, groups, **epilogue).astype(jnp.bfloat16)
     assert not isinstance(x, Quantized) and not isinstance(w, Quantized)  # an activation follows its weight
     if isinstance(w, Mxfp4):
@@ -85,7 +85,7 @@ def _multiply_blocks(
         of_tokens, of_channels = (
             lax.dynamic_index_in_dim(one, block, one.ndim - 1, keepdims=False) for one in (x.scale, of_rows)
         )
-        return y + part * of_tokens[:, None] * _of_rows(of_channels, groups, y.shape[0])
+        return y + part * of_tokens[:, None] * by_row(of_channels, groups, y.shape[0])
 
     zero = jnp.zeros((x.shape[0], w.shape[1]), jnp.float32)
     return lax.fori_loop(0, x.scale.shape[1], add, zero)
@@ -100,13 +100,13 @@ def finish_rows(
     gate_block: int | None,
 ) -> Float[Array, "M N2"]:
     """Return the epilogue of `grouped_gemm` on a product y, in y's dtype."""
-    rows = None if bias is None else _of_rows(bias, groups, y.shape[0])
+    rows = None if bias is None else by_row(bias, groups, y.shape[0])
     found = finish(y, rows, dtype=y.dtype, activation=activation, gate_block=gate_block)
     assert isinstance(found, jax.Array)  # `finish` was not asked to quantize
     return found
 
 
-def _of_rows(values: Float[Array, "E N"], groups: Groups, count: int) -> Float[Array, "M N"]:
+def by_row(values: Float[Array, "E N"], groups: Groups, count: int) -> Float[Array, "M N"]:
     """Return the values of each row's expert, for `count` rows."""
     row, ends = jnp.arange(count, dtype=jnp.int32), jnp.cumsum(groups.sizes)
     expert = jnp.sum((ends[None, :] <= row[:, None]).astype(jnp.int32), axis=1)

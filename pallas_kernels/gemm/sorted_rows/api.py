@@ -93,7 +93,7 @@ def sort_rows(
     ctas = min(form.items, full * _PER_SM)
     moved = [((form.length, columns), jnp.float8_e4m3fn if quantize else x.dtype)]
     moved += [((form.length,), jnp.float32)] if quantize else []
-    places, pairs, of_tiles, starts, ends, count, sizes, *rows = plgpu.kernel(
+    places, pairs, of_tiles, starts, ends, count, sizes, arrived, *rows = plgpu.kernel(
         functools.partial(_sort, form=form, ctas=ctas),
         out_type=[
             *(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in form.listed),
@@ -119,6 +119,7 @@ def sort_rows(
         rows=form.rows,
         align=ALIGN,
         partial=form.padded,
+        arrived=arrived,
     )
     if quantize:
         return groups, Quantized(*rows)
@@ -183,17 +184,17 @@ class _Form:
 
     @property
     def listed(self) -> list[tuple[int, ...]]:
-        """Return the shapes of places, pairs, experts, starts, ends, count and sizes."""
+        """Return the shapes of places, pairs, experts, starts, ends, count, sizes and arrived."""
         tiles = (self.tile_items * _LANES,)
-        return [(self.tokens, self.chosen), (self.length,), tiles, tiles, tiles, (1,), (self.wide,)]
+        return [(self.tokens, self.chosen), (self.length,), tiles, tiles, tiles, (1,), (self.wide,), tiles]
 
 
 def _sort(*refs, form: _Form, ctas: int, sizes_s):
     """Process this CTA's items, every `ctas`-th item."""
     used = refs[0][0] if form.padded else None
-    experts_ref, x_ref, places_ref, pairs_ref, *listed_refs, rows_ref = refs[form.padded : form.padded + 10]
-    of_tiles_ref, starts_ref, ends_ref, count_ref, sizes_ref = listed_refs
-    scale_refs = refs[form.padded + 10 :]
+    experts_ref, x_ref, places_ref, pairs_ref, *listed_refs, rows_ref = refs[form.padded : form.padded + 11]
+    of_tiles_ref, starts_ref, ends_ref, count_ref, sizes_ref, arrived_ref = listed_refs
+    scale_refs = refs[form.padded + 11 :]
 
     @pl.loop(lax.axis_index("cta"), form.items, step=ctas)
     def _(item):
@@ -206,6 +207,7 @@ def _sort(*refs, form: _Form, ctas: int, sizes_s):
             *found, count = _tiles(form, item * _LANES, sizes_s)
             for ref, values in zip((of_tiles_ref, starts_ref, ends_ref), found, strict=True):
                 ref[pl.ds(item * _LANES, _LANES)] = values
+            arrived_ref[pl.ds(item * _LANES, _LANES)] = _numbers(_LANES) * 0
 
             @pl.when(item == 0)
             def _():

@@ -16,6 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.limits import sms_of
 from pallas_kernels.hopper.pdl import launch_next, wait_for_last
+from pallas_kernels.pointwise.norm.weighted_rows import WeightedRows
 from pallas_kernels.quantized import Quantized
 
 _PER_SM = 12  # CTAs for each SM; the registers of a row limit how many run at once
@@ -25,7 +26,7 @@ _SMALLEST = 1e-12  # a row of zeros needs a nonzero scale
 
 def add_norm(
     x: jax.Array,
-    y: jax.Array | None,
+    y: jax.Array | WeightedRows | None,
     weight: jax.Array,
     bias: jax.Array | None = None,
     *,
@@ -40,7 +41,8 @@ def add_norm(
     """Return (x + y, its norm), as `pallas_kernels.pointwise.norm.reference.add_norm` does.
 
     Args:
-      x, y: [T, D] bfloat16, D a multiple of 128; y None: nothing to add.
+      x, y: [T, D] bfloat16, D a multiple of 128; y None: nothing to add. Or y is a weighted sum of rows in
+        bfloat16, without `other`. The kernel then reads these rows.
       other: like y, and added to y first, with rounding.
       weight, bias: [D] bfloat16 or float32. With a bias the norm is LayerNorm, without RMSNorm, which
         scales by offset + weight.
@@ -54,8 +56,11 @@ def add_norm(
       ValueError: for a shape, dtype or sms outside the limits.
     """
     t, d = x.shape
-    rows = [v for v in (x, y, other) if v is not None]
-    if (
+    terms = y if isinstance(y, WeightedRows) else None
+    rows = [v for v in (x, None if isinstance(y, WeightedRows) else y, other) if v is not None]
+    if terms is not None:
+        _check_terms(x, terms, other)
+    elif (
         d % 128
         or x.dtype != jnp.bfloat16
         or any((v.shape, v.dtype) != (x.shape, x.dtype) for v in rows)
@@ -77,6 +82,7 @@ def add_norm(
         functools.partial(
             _rows,
             adds=len(rows) - 1,
+            terms=0 if terms is None else terms.weights.shape[1],
             centres=bias is not None,
             quantizes=quantize,
             eps=eps,
@@ -92,19 +98,42 @@ def add_norm(
         ),
         kernel_name="add_norm",
         interpret=interpret,
-    )(*rows, *(v for v in (weight, bias) if v is not None))
+    )(
+        *rows,
+        *([] if terms is None else [terms.rows, terms.places, terms.weights]),
+        *(v for v in (weight, bias) if v is not None),
+    )
     if y is None:
         total, normed = x, [total, *normed]
     return total, Quantized(*normed) if quantize else normed[0]
 
 
-def _rows(*refs, adds, centres, quantizes, eps, offset, ctas, pdl):
+def _check_terms(x: jax.Array, terms: WeightedRows, other: jax.Array | None) -> None:
+    """Refuse a weighted sum that the kernel does not take. Raises: ValueError."""
+    shapes = terms.rows.shape[1], terms.places.shape, terms.weights.shape[0]
+    kinds = [v.dtype for v in (x, terms.rows, terms.weights, terms.places)]
+    wanted = [jnp.bfloat16, jnp.bfloat16, jnp.float32, jnp.int32]
+    if (
+        other is not None
+        or x.shape[1] % 128
+        or kinds != wanted
+        or shapes != (x.shape[1], terms.weights.shape, x.shape[0])
+    ):
+        given = [f"{v.dtype}{list(v.shape)}" for v in (x, terms.rows, terms.weights, terms.places)]
+        raise ValueError(
+            f"x, rows, weights and places are {given}: accepted are bfloat16 [T, D] and [M, D], D a multiple "
+            "of 128, float32 [T, e] and int32 [T, e], without other"
+        )
+
+
+def _rows(*refs, adds, terms, centres, quantizes, eps, offset, ctas, pdl):
     """Process this CTA's rows, every `ctas`-th row."""
     launch_next(pdl)
     refs = iter(refs)
     x_ref, *added = (next(refs) for _ in range(1 + adds))
+    of_terms = [next(refs) for _ in range(3)] if terms else []
     weight_ref, bias_ref = next(refs), next(refs) if centres else None
-    sum_ref, h_ref = next(refs) if adds else None, next(refs)
+    sum_ref, h_ref = next(refs) if adds or terms else None, next(refs)
     scale_ref = next(refs) if quantizes else None
     t, d = x_ref.shape
     vector = next(v for v in (8, 4, 2, 1) if d % (128 * v) == 0)  # elements of one load, up to 16 bytes
@@ -119,11 +148,25 @@ def _rows(*refs, adds, centres, quantizes, eps, offset, ctas, pdl):
     known = factors() if pdl else None
     wait_for_last(pdl)
 
+    def weighted(row):
+        """Return the sum of a row's terms, rounded as the sum of an op of its own."""
+        terms_ref, places_ref, shares_ref = of_terms
+        number = terms_ref.shape[0]
+        given = [(places_ref[row, term], shares_ref[row, term]) for term in range(terms)]
+        # A term that adds nothing takes row 0, because a row that no token has may be NaN.
+        places = [jnp.where(at < number, at, 0) for at, _ in given]
+        shares = [jnp.where(at < number, share, 0.0) for at, share in given]
+        parts = [plgpu.load(terms_ref.at[at], layout=layout) for at in places]
+        total = parts[0].astype(jnp.float32) * shares[0]
+        for share, part in zip(shares[1:], parts[1:], strict=True):
+            total = total + part.astype(jnp.float32) * share
+        return total.astype(terms_ref.dtype).astype(jnp.float32)
+
     def norm(row):
         x = read(x_ref.at[row])
         weight, bias = known or factors()  # loaded before the wait for the statistics
         if sum_ref is not None:
-            y, *others = (read(ref.at[row]) for ref in added)
+            y, *others = [weighted(row)] if terms else [read(ref.at[row]) for ref in added]
             for other in others:
                 y = (y + other).astype(sum_ref.dtype).astype(jnp.float32)
             total = (x + y).astype(sum_ref.dtype)

@@ -4,13 +4,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from pallas_kernels.pointwise.norm.weighted_rows import WeightedRows
 from pallas_kernels.pointwise.quantize.reference import quantize_rows
 from pallas_kernels.quantized import Quantized
 
 
 def add_norm(
     x: Float[Array, "T D"],
-    y: Float[Array, "T D"] | None,
+    y: Float[Array, "T D"] | WeightedRows | None,
     weight: Float[Array, " D"],
     bias: Float[Array, " D"] | None = None,
     *,
@@ -30,6 +31,7 @@ def add_norm(
       sms: number of SMs that a kernel may occupy; the result does not depend on it.
     """
     del sms
+    y = y.total() if isinstance(y, WeightedRows) else y
     y = y if other is None or y is None else y + other
     x = x if y is None else x + y
     x32 = x.astype(jnp.float32)

@@ -8,6 +8,7 @@ reports the seed and the number of examples that draw the same plan again. A lon
         python -m pytest -n0 tests/jaxflow/pipeline/test_compiler.py
 """
 
+import dataclasses
 import os
 
 import drawn
@@ -24,6 +25,13 @@ from jaxflow.pipeline import compiler, streams
 from jaxflow.pipeline.compiler import compile_plan
 from jaxflow.pipeline.handwritten import four_qkv_plan, phased_plan, sequential_plan, two_nano_batch_plan
 from jaxflow.pipeline.plan import PlanError, borders
+from pallas_kernels.gemm.grouped import groups as grouped
+from pallas_kernels.gemm.grouped import reference as grouped_reference
+from pallas_kernels.gemm.sorted_rows import reference as sorted_rows
+from pallas_kernels.kernel_set import REFERENCE
+from pallas_kernels.pointwise.norm import reference as norm_reference
+from pallas_kernels.pointwise.norm.weighted_rows import WeightedRows
+from pallas_kernels.pointwise.quantize.reference import quantize_rows
 
 TOKENS, SPLIT = 16, 6
 EXAMPLES = int(os.environ.get("LAW_EXAMPLES", "20"))  # drawn plans of each family, evaluated op by op
@@ -123,6 +131,45 @@ def test_the_sequential_plan_is_the_plain_forward_bit_for_bit():
     w, kv, plain = drawn.plain(model)
     got = model.jitted(compile_plan(sequential_plan(model.config, TOKENS), model.config))(w, kv, step)
     jax.tree.map(np.testing.assert_array_equal, got, plain(w, kv, step))
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_ops_leave_work_to_their_readers_only_where_no_plan_cuts_the_tokens(cut):
+    """The products of experts run in one kernel, and the norm adds the experts' rows."""
+    config = drawn.config_of("tiny-qwen3_moe")
+    config = dataclasses.replace(config, hidden_size=128, expert_intermediate_size=128)
+    model, seen = drawn.Bench(config, 1, **FP8), []
+
+    def sort_rows(*args, **settings):
+        padded = grouped.list_groups(args[1], args[2], 8, 8, used=settings["used"])
+        rows = sorted_rows.gather(quantize_rows(args[0]), padded)
+        return dataclasses.replace(padded, arrived=jnp.zeros_like(padded.experts)), rows
+
+    def expert_mlp(
+        x, up, down, groups, **gates
+    ):  # rounded as two ops, so that both plans compute one function
+        seen.append("expert_mlp")
+        a = grouped_reference.grouped_gemm(x, up, groups, **gates)
+        return grouped_reference.grouped_gemm(quantize_rows(a), down, groups)
+
+    def add_norm(x, y, *args, **settings):
+        seen.extend(["rows"] * isinstance(y, WeightedRows))
+        return norm_reference.add_norm(x, y, *args, **settings)
+
+    few = {"expert_mlp_max_tokens": TOKENS, "norm_of_rows_max_tokens": TOKENS}
+    own = dataclasses.replace(REFERENCE, sort_rows=sort_rows, expert_mlp=expert_mlp, add_norm=add_norm, **few)
+    plan = two_nano_batch_plan(config, TOKENS, SPLIT) if cut else sequential_plan(config, TOKENS)
+    made = compile_plan(plan, config, quantized=True)
+
+    def forward(c, *given):
+        return made(dataclasses.replace(c, kernels=own), *given)
+
+    step = drawn.step(config, TOKENS, (SPLIT,), 4, (7, 3))
+    w, kv, plain = drawn.plain(model)
+    real = step.lengths > 0
+    got, want = (np.asarray(each(w, kv, step)[0])[real] for each in (model.jitted(forward), plain))
+    assert set(seen) == (set() if cut else {"expert_mlp", "rows"})
+    drawn.alike(got, want)
 
 
 def test_a_wait_for_a_pending_sum_is_for_the_same_layer(monkeypatch):

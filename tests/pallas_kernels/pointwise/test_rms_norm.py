@@ -14,6 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.pointwise.norm import reference as norm_reference
 from pallas_kernels.pointwise.norm.api import add_norm
+from pallas_kernels.pointwise.norm.weighted_rows import WeightedRows
 from pallas_kernels.pointwise.quantize import reference as quantize_reference
 from pallas_kernels.quantized import Quantized
 
@@ -63,6 +64,21 @@ def test_add_norm_equals_its_reference(rows, width, adds, centres, quantizes, of
         np.linalg.norm(true_values(want)), 1e-6
     )
     assert error < (5e-3 if quantizes else 1e-3)
+
+
+@pytest.mark.parametrize("quantizes", [False, True])
+def test_a_sum_of_weighted_rows_equals_its_reference(quantizes):
+    rng, (tokens, chosen, width) = np.random.default_rng(0), (5, 3, 256)
+    rows = numbers(0, 20, width).at[19].set(jnp.nan)  # no token has the last row
+    places = jnp.asarray(rng.permutation(19)[: tokens * chosen].reshape(tokens, chosen), jnp.int32)
+    places = places.at[1, 2].set(20).at[4].set(21)  # terms that add nothing
+    shares = jnp.asarray(rng.uniform(size=(tokens, chosen)), jnp.float32)
+    given = numbers(1, tokens, width), WeightedRows(rows, places, shares, partial=True), numbers(2, width)
+    got_sum, got = add_norm(*given, eps=1e-5, quantize=quantizes, interpret=INTERPRET)
+    want_sum, want = norm_reference.add_norm(*given, eps=1e-5, quantize=quantizes)
+    np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (got_sum, want_sum)), rtol=2**-7)
+    np.testing.assert_array_equal(got_sum[4], given[0][4])
+    assert np.linalg.norm(true_values(got) - true_values(want)) < 0.01 * np.linalg.norm(true_values(want))
 
 
 @pytest.mark.parametrize(("x", "y"), [((4, 100), (4, 100)), ((4, 256), (5, 256))])

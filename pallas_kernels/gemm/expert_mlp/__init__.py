@@ -1,0 +1,1 @@
+"""Both products of a mixture's experts in one kernel for Hopper."""

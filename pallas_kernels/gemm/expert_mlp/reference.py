@@ -1,0 +1,41 @@
+"""The reference implementation of both products of a mixture's experts."""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from pallas_kernels.gemm.grouped.groups import Groups
+from pallas_kernels.gemm.grouped.reference import by_row, finish_rows
+from pallas_kernels.pointwise.quantize.reference import dequantize, quantize_rows
+from pallas_kernels.quantized import BLOCK_ROWS, Quantized
+
+
+def expert_mlp(
+    x: Quantized,
+    w_up: Quantized,
+    w_down: Quantized,
+    groups: Groups,
+    *,
+    activation: str | None = None,
+    gate_block: int | None = None,
+) -> Float[Array, "M D"]:
+    """Return down(act(gate(x)) · up(x)) of each row's expert in bfloat16, summed in float32.
+
+    Between the products the rows are in e4m3, with a scale for each 64 columns.
+
+    Args:
+      x, w_up, w_down: e4m3 with scales [M], [E, 2 F] and [E, D]. The others: as for `grouped_gemm`.
+    """
+    numbers = lax.RaggedDotDimensionNumbers(
+        (((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
+    )
+    values, weights = (one.values.astype(jnp.float32) for one in (x, w_up))
+    y = lax.ragged_dot_general(values, weights, groups.sizes, numbers, precision="highest")
+    y = y * x.scale[:, None] * by_row(w_up.scale, groups, y.shape[0])
+    a = finish_rows(y, groups, bias=None, activation=activation, gate_block=gate_block)
+    blocks = quantize_rows(a.reshape(a.shape[0], -1, BLOCK_ROWS))
+    a = dequantize(blocks).reshape(a.shape)
+    y = lax.ragged_dot_general(
+        a, w_down.values.astype(jnp.float32), groups.sizes, numbers, precision="highest"
+    )
+    return (y * by_row(w_down.scale, groups, y.shape[0])).astype(jnp.bfloat16)
