@@ -360,6 +360,15 @@ KV_DTYPES = {
 }
 
 
+# The values that `enforce_eager` accepts: field, test, words.
+EAGER: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("plan", lambda plan: plan in ("auto", "sequential"), "auto or sequential"),
+    ("step_sizes", lambda sizes: sizes is None, "unset"),
+    ("lowering_processes", lambda count: not count, "0 or unset"),
+    ("batch_tpot_ms", lambda limit: limit is None, "unset"),
+    ("data_parallel_size", lambda size: size == 1, "1"),
+)
+
 # The values that data-parallel ranks accept: field, test, words.
 RANKED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("enable_expert_parallel", bool, "True"),
@@ -507,6 +516,12 @@ class EngineConfig:
         "Kernels: reference (XLA), mosaic (Hopper), triton (other NVIDIA GPUs, with the extra triton), or "
         "auto (by device). A kernel set without attention for the model is refused.",
     )
+    enforce_eager: bool = _setting(
+        False,
+        "Serve the first token sooner, with slower steps: equal layers share one compiled program, there are "
+        "three sizes of steps, and on a GPU nothing is compiled in the background. Refused with a plan other "
+        "than sequential, --step_sizes, --lowering_processes, --batch_tpot_ms and data-parallel ranks.",
+    )
     compilation_cache_dir: str | None = _setting(
         None,
         "Folder of compiled and lowered programs. Default: ~/.cache/jaxflow/compiled. Empty: no cache.",
@@ -582,6 +597,8 @@ class EngineConfig:
         check("data_parallel_size", self.data_parallel_size >= 1, "a positive number of ranks")
         for field, ok, accepted in RANKED if self.data_parallel_size > 1 else ():
             check(field, ok(getattr(self, field)), f"{accepted} with data_parallel_size over 1")
+        for field, ok, accepted in EAGER if self.enforce_eager else ():
+            check(field, ok(getattr(self, field)), f"{accepted} with enforce_eager")
         for field in (
             "max_model_len",
             "max_num_batched_tokens",
@@ -647,7 +664,6 @@ OTHER_SETTINGS = {
     "enable_chunked_prefill": "prefill is always chunked",
     "enable_lora": "LoRA adapters are not served: merge the adapter into the checkpoint",
     "lora_modules": "LoRA adapters are not served: merge the adapter into the checkpoint",
-    "enforce_eager": "every step is compiled",
     "max_lora_rank": "LoRA adapters are not served: merge the adapter into the checkpoint",
     "num_scheduler_steps": "the next step is always scheduled while a step runs",
     "revision": "download the revision, and give its folder as the model",

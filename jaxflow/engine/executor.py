@@ -34,6 +34,7 @@ from jaxflow.engine.deferred import DELAY_S, DeferredProgram, Turns, compile_in_
 from jaxflow.engine.expert_balancer import MovedLayer
 from jaxflow.engine.expert_slots import expert_arrays, placed_experts, source_slots
 from jaxflow.engine.heap import freeze_later_objects
+from jaxflow.engine.kernel_threads import kernels_of, start_kernels
 from jaxflow.engine.layered_step import LayeredStep, LoweredStep, lower_layers
 from jaxflow.engine.layout import StepLayout, empty_buffer
 from jaxflow.engine.lowered_cache import Kept, LoweredPrograms, compile_program
@@ -167,6 +168,7 @@ class Executor:
         name: str = "",
         defers: bool = False,
         is_layered: Callable[[StepLayout], bool] = lambda layout: False,
+        kernels_first: bool = False,
         times: StartTimes | None = None,
     ):
         """Arguments not in the class's description:
@@ -174,8 +176,10 @@ class Executor:
         options: XLA's, of all programs but steps. options_of: those of a step.
         defers: compile the programs that plain requests do not need after the start, see `DeferredProgram`.
         is_layered: returns True if a layout's step is a program a layer, see `LayeredStep`.
+        kernels_first: compile the Mosaic kernels of a program side by side, before XLA compiles the program.
         times: takes the times of `warm_up`.
         """
+        self._kernels_first = kernels_first
         self._times = times or StartTimes()
         self.programs, self.weights, self.name = programs, weights, name
         # The expert of each slot in each mixture layer, [L, S]; None for experts without copies.
@@ -279,6 +283,19 @@ class Executor:
         for name, job in jobs.items():
             job.table[job.key] = programs[name]
         return {name: temporary.Need.of(program) for name, program in programs.items()}
+
+    def compile_for(self, num_pages: tuple[int, ...]) -> int:
+        """Compile all programs for a number of pages. Return the device memory of their
+        temporary arrays and results. `compile` uses the programs if the number is right.
+        """
+        self.num_pages = num_pages
+        self.compile()
+        self._measured = {(num_pages, key): step for key, step in self._steps.items()}
+        (largest,) = self.layouts[max(self.layouts)]
+        programs = [table[key] for table, key in self._programs_of(largest)]
+        return temporary.together(
+            one.need() if isinstance(one, LayeredStep) else temporary.Need.of(one) for one in programs
+        )
 
     def state_bytes(self) -> int:
         """Return the device memory of the page tables, the sampling settings and the token counts."""
@@ -506,7 +523,7 @@ class Executor:
         """
         every = [*itertools.chain(*self.layouts.values()), *self.decode_layouts.values()]
         prompt = min((tokens for tokens in self.layouts if tokens >= SHORT_PROMPT), default=max(self.layouts))
-        first = {min(self.layouts), prompt}
+        first = {min(self.layouts), prompt, *self.decode_layouts}
         return [layout for layout in every if layout.tokens in first or not self._is_layered(layout)]
 
     def _lower_and_compile(self, job: Job, prepared: concurrent.futures.Future | None = None) -> Any:
@@ -842,7 +859,10 @@ class Executor:
 
     def _compile(self, lowered: Any, options: dict[str, Any] | None = None) -> Any:
         if isinstance(lowered, LoweredStep):
-            return lowered.compile(lambda one: compile_program(one, options))
+            return lowered.compile(lambda one: self._compile(one, options))
+        if self._kernels_first:
+            kernels = kernels_of(lowered.compiler_ir("stablehlo"))
+            start_kernels(self.programs.mesh, kernels, options or {})
         return compile_program(lowered, options)
 
     def _lower(
@@ -890,11 +910,15 @@ class Executor:
             return self._lower(
                 kind, self.programs.sample_plain(), (), self._head, self.hidden(rows), row, last
             )
-        slots = jax.eval_shape(lambda: empty_slots(self.slots, self._vocabulary()))
-        slots = jax.tree.map(lambda a: self._of_ranks(a.shape, a.dtype), slots)
+        slots = self._slots()
         return self._lower(
             kind, self.programs.sample_full(), FULL_DONATES, self._head, self.hidden(rows), row, last, *slots
         )
+
+    def _slots(self) -> tuple[Any, Any]:
+        """Return the shapes of (params, counts), in a stage that samples."""
+        slots = jax.eval_shape(self._empty_slots)
+        return jax.tree.map(lambda a: self._of_ranks(a.shape, a.dtype), slots)
 
     def _lower_prompt(self, tokens: int):
         targets = self._of_ranks((tokens,), jnp.int32)
@@ -904,7 +928,7 @@ class Executor:
 
     def _lower_append_pages(self) -> jax.stages.Lowered | Kept:
         appends = self._of_ranks((APPENDS, 4), jnp.int32)
-        table = self._like(self.page_table, self._by_rank.spec)
+        _, table, _ = self._state(self.num_pages)
         return self._lower("append_pages", self.programs.append_pages(), (0,), table, appends)
 
     def _lower_move_experts(self) -> jax.stages.Lowered | Kept:
@@ -915,7 +939,7 @@ class Executor:
         return self._lower("move_experts", move_slots(self.programs.mesh, specs), (), own, source)
 
     def _lower_set_slot(self) -> jax.stages.Lowered | Kept:
-        state = (self._like(self.params, self._by_rank.spec), self._like(self.counts, self._by_rank.spec))
+        state = self._slots()
         slot = self._abstract((), jnp.int32)
         return self._lower(
             "set_slot", self.programs.set_slot(), (0, 1), *state, slot, self._like(slot_values())
@@ -923,7 +947,7 @@ class Executor:
 
     def _lower_count_tokens(self) -> jax.stages.Lowered | Kept:
         ids, outputs = self._abstract((COUNTED,), jnp.int32), self._abstract((COUNTED,), jnp.bool_)
-        args = self._like(self.counts, self._by_rank.spec), self._abstract((), jnp.int32), ids, outputs
+        args = self._slots()[1], self._abstract((), jnp.int32), ids, outputs
         return self._lower("count_tokens", self.programs.count_tokens(), (0,), *args)
 
     def _like(self, tree: Any, spec: PartitionSpec = REPLICATED) -> Any:

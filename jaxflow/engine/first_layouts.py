@@ -41,10 +41,10 @@ def first_layouts(
     """Return the layouts to compile before serving, the largest first; None for all.
 
     On a CPU, requests alone decide what is compiled first. A deadline of steps
-    (`batch_tpot_ms`) needs all layouts.
+    (`batch_tpot_ms`) needs all layouts, and `enforce_eager` has few.
     config: resolved. layouts: of each step size, one a plan; the first one of a size serves.
     """
-    if not on_gpu() or config.batch_tpot_ms is not None:
+    if not on_gpu() or config.batch_tpot_ms is not None or config.enforce_eager:
         return None
     sizes = sorted(layouts)
     dtype = "float8_e4m3fn" if config.quantization == "fp8" else "bfloat16"

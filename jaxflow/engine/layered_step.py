@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 
 from jaxflow.config import Layer
 from jaxflow.engine.layout import StepLayout
+from jaxflow.engine.program_memory import Need
 from jaxflow.engine.programs import REPLICATED, Programs
 from jaxflow.kv.device_cache import cache_spec
 from jaxflow.model import ops
@@ -50,6 +51,14 @@ class LayeredStep:
             routed += experts
         hidden, x, counts = self.end(outer, x, y, batch, counts, routed)
         return hidden, x, rows, kv, page_table, *counts
+
+    def need(self) -> Need:
+        """Return the memory of a step. The results of two layers exist at once, beside the beginning's."""
+        begin, end = Need.of(self.begin), Need.of(self.end)
+        layers = [Need.of(layer) for layer in {id(layer): layer for layer in self.layers}.values()]
+        between = begin.results + 2 * max(layer.results for layer in layers)
+        largest = max(one.temporary for one in (begin, *layers, end))
+        return Need(between + largest, end.results)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -330,9 +330,11 @@ class Loop:
         chosen = layouts[
             0 if one else pick(self._gains[work.bucket], len(work.decode_slots), work.mean_context_tokens)
         ]
-        single = len(work.decode_slots) == 1 and work.bucket == min(self.executor.layouts)
-        few = self.executor.decode_layouts
-        alone = None if work.chunks else (few.get(1) if single else None) or few.get(work.bucket)
+        if work.chunks:
+            return chosen
+        fitting = range(len(work.decode_slots), work.bucket + 1)
+        few = (size for size in self.executor.decode_layouts if size in fitting)
+        alone = self.executor.decode_layouts.get(min(few, default=0))
         return alone if alone is not None and alone.plan == chosen.plan else chosen
 
     def _take_slot(self, seq: Sequence) -> None:

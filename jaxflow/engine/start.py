@@ -105,7 +105,7 @@ from jaxflow.scheduler.config import SchedulerConfig
 from jaxflow.scheduler.running import make_page_tables
 from jaxflow.scheduler.scheduler import Scheduler, StepPolicy
 from pallas_kernels.gemm.api import Product, product_of, shape_of
-from pallas_kernels.kernel_set import KernelSet, has_bounded
+from pallas_kernels.kernel_set import HOPPER, KernelSet, has_bounded
 from pallas_kernels.quantized import BlockFp8, Quantized
 from pallas_kernels.this_device import this_device
 
@@ -141,6 +141,7 @@ PROGRAM_FIELDS = (
     "kv_offloading_size",
     "plan",
     "kernels",
+    "enforce_eager",
 )
 
 
@@ -418,6 +419,8 @@ def _lowering(
     None where the engine lowers its programs. Without the setting `lowering_processes`, the engine does so on
     devices without Mosaic kernels, whose programs take a fraction of a second each. config: resolved.
     """
+    if config.enforce_eager:  # a process takes longer to start than the programs take to be lowered
+        return None
     asked, device = config.lowering_processes, this_device()
     steps = config.pipeline_parallel_size * sum(len(several) for several in plans.values())
     count = number_of_processes(steps, asked)
@@ -685,11 +688,14 @@ def make_stage(
     def options_of(layout: StepLayout) -> dict[str, Any]:
         if not on_gpu():
             return CPU_OPTIONS
-        launched, plan = "streams" if early(layout) else (graphs or {}).get(layout.plan), plan_of(layout)
+        alone = early(layout) or config.enforce_eager
+        launched, plan = "streams" if alone else (graphs or {}).get(layout.plan), plan_of(layout)
         return ({} if is_timed(plan, tp) else _untimed(config)) | xla_options(plan, tp, launched)
 
     specs = jax.tree.map(lambda array: array.sharding.spec, weights)
-    layouts = make_layouts(config, model, named.values(), decodes_alone=on_gpu(), one=one)
+    layouts = make_layouts(
+        config, model, named.values(), decodes_alone=on_gpu() or config.enforce_eager, one=one
+    )
     lowered = None
     if is_own:
         pdl = [layout.key for layout in layouts if early(layout)]
@@ -714,15 +720,20 @@ def make_stage(
         kv_dtype=jnp.dtype(config.kv_cache_dtype),
         max_model_len=config.max_model_len,
         defers=not on_gpu(),  # a GPU times kernels while it compiles, in memory that steps need
-        is_layered=lambda layout: ranks_of(mesh) == 1 and has_program_a_layer(plan_of(layout), layers),
+        is_layered=lambda layout: (
+            ranks_of(mesh) == 1 and (config.enforce_eager or has_program_a_layer(plan_of(layout), layers))
+        ),
+        kernels_first=config.enforce_eager,
         times=times,
         name="" if stage.is_model else f" of layers {stage.first} to {stage.stop}",
     )
 
 
 def _untimed(config: EngineConfig) -> dict[str, Any]:
-    """Return `untimed` of this process's GPU."""
-    return untimed(config.quantization, this_device().capability)
+    """Return `untimed` of this process's GPU. With `enforce_eager`, GPUs without
+    Mosaic kernels compile without timing, too.
+    """
+    return untimed(config.quantization, HOPPER if config.enforce_eager else this_device().capability)
 
 
 def has_program_a_layer(plan: Plan, layers: ModelConfig) -> bool:
@@ -954,6 +965,8 @@ def _own_num_pages(config: EngineConfig, model: ModelConfig, stages: Sequence[Ex
     if not on_gpu():
         return _least_pages(model, stages, [_pages_on_cpu(config, stage, len(stages)) for stage in stages])
     free = [memory_budget(stage.programs.mesh, config) - stage.state_bytes() for stage in stages]
+    if config.enforce_eager:
+        return _eager_pages(config, model, stages, free)
     found = _guessed_pages(config, model, stages, free)
     if found is not None:
         return found
@@ -1017,6 +1030,28 @@ def _pages_on_cpu(config: EngineConfig, executor: Executor, stages: int) -> tupl
     pages = -(-tokens // config.block_size)
     most = pages * sum(page_bytes(executor.page_groups, config.block_size, mesh.shape[TP]))
     return _fitting_pages(config, executor, min(free, most))
+
+
+def _eager_pages(
+    config: EngineConfig, model: ModelConfig, stages: Sequence[Executor], free: Sequence[int]
+) -> tuple[int, ...]:
+    """Return the pages that leave every stage the memory that its programs need.
+
+    All programs are compiled for a guess, one beside the other. They are compiled again
+    if the guess is bad. free: see `_measured_pages`.
+    """
+
+    def fitting(needs: Iterable[int]) -> tuple[int, ...]:
+        found = (
+            _fitting_pages(config, stage, each - need)
+            for stage, each, need in zip(stages, free, needs, strict=True)
+        )
+        return _least_pages(model, stages, found)
+
+    guess = fitting([_guessed_temporary_bytes(config, model)] * len(stages))
+    found = fitting([stage.compile_for(guess) for stage in stages])
+    good = all(GOOD_GUESS * most <= pages <= most for pages, most in zip(guess, found, strict=True))
+    return guess if good else found
 
 
 def _guessed_pages(

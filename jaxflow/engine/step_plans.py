@@ -65,11 +65,15 @@ def token_buckets(budget: int, *, sparse: bool, seqs: int = 0) -> tuple[int, ...
 def step_sizes(config: EngineConfig) -> tuple[int, ...]:
     """Return the configured step sizes and the budget, or `token_buckets`. config: resolved.
 
+    With `enforce_eager` there is the budget only, and `make_layouts` adds two sizes for decodes.
+
     Raises:
       ConfigError: for a size over the budget.
     """
     budget = config.max_num_batched_tokens
     assert budget is not None
+    if config.enforce_eager:
+        return (budget,)
     if config.step_sizes is None:
         return token_buckets(budget, sparse=not on_gpu(), seqs=config.max_num_seqs or 0)
     sizes = {int(size) for size in config.step_sizes.split(",")}
@@ -176,7 +180,7 @@ def default_plan(config: EngineConfig, model: ModelConfig) -> str:
     No shipped plan was measured with attention spans or data-parallel ranks.
     config: resolved except for the plan.
     """
-    if model.span_classes or config.data_parallel_size > 1:
+    if model.span_classes or config.data_parallel_size > 1 or config.enforce_eager:
         return "sequential"
     budget = config.max_num_batched_tokens or 0
     return "searched" if any(plan.tokens <= budget for plan in _sure_plans(config, model)) else "sequential"
@@ -240,7 +244,7 @@ def largest_step(config: EngineConfig, model: ModelConfig) -> int | None:
     plans, seqs = named_plans(config, model), config.max_num_seqs or 0
     if config.plan in ("auto", "sequential"):
         plans = tuple(plan for plan in _made_for(SHIPPED, config, model) if is_sequential(plan))
-    if config.plan == "auto" and not model.span_classes:
+    if config.plan == "auto" and not (model.span_classes or config.enforce_eager):
         plans += _sure_plans(config, model)
     return max(
         (plan.tokens for plan in plans if plan.tokens >= seqs or not is_sequential(plan)), default=None
@@ -335,6 +339,17 @@ def one_alone(products: Iterable[Product], kernels: KernelSet) -> bool:
     )
 
 
+def eager_decodes(seqs: int, budget: int) -> tuple[int, ...]:
+    """Return the sizes of the steps of decodes alone with `enforce_eager`, ascending: a small one, and one
+    that holds all sequences.
+
+    On a GPU a step of 64 decodes reads the weights about as fast as a step of one.
+    budget: most tokens of a step.
+    """
+    every = min(seqs + -seqs % 64, budget)
+    return tuple(sorted({min(64 if on_gpu() else 1, every), every}))
+
+
 def make_layouts(
     config: EngineConfig, model: ModelConfig, plans: Iterable[Plan], *, decodes_alone: bool, one: bool = False
 ) -> list[StepLayout]:
@@ -362,6 +377,12 @@ def make_layouts(
     sequential = sorted(
         (layout for layout in layouts if layout.plan == "sequential"), key=lambda layout: layout.tokens
     )
+    if config.enforce_eager:
+        (largest,) = layouts
+        sizes = eager_decodes(seqs, largest.tokens)
+        return layouts + [
+            dataclasses.replace(largest, tokens=size, rows=min(size, seqs), decodes=True) for size in sizes
+        ]
     smaller = [0, *(layout.tokens for layout in sequential)]
     few = [
         layout
