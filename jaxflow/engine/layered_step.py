@@ -6,7 +6,7 @@ takes the time of one layer. Each layer costs a call from the host, which runs w
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -34,10 +34,12 @@ class LayeredStep:
     """The compiled programs of a step. A call has the arguments and the results of `Programs.step`.
 
     layers: the program of each layer; equal layers have the same one.
+    window_of: the index of each layer's work lists.
     """
 
     begin: Callable
     layers: Sequence[Callable]
+    window_of: Sequence[int]
     end: Callable
 
     def __call__(
@@ -45,9 +47,9 @@ class LayeredStep:
     ) -> tuple:
         """Enqueue the programs. kv and page_table are donated."""
         outer, kv, routed = outside_layers(weights), list(kv), []
-        page_table, batch, rows, x, y = self.begin(outer, page_table, source, buffer)
+        page_table, batch, work, rows, x, y = self.begin(outer, page_table, source, buffer)
         for i, (layer, w) in enumerate(zip(self.layers, weights["layers"], strict=True)):
-            x, y, kv[i], experts = layer(w, kv[i], x, y, batch)
+            x, y, kv[i], experts = layer(w, kv[i], x, y, batch, work[self.window_of[i]])
             routed += experts
         hidden, x, counts = self.end(outer, x, y, batch, counts, routed)
         return hidden, x, rows, kv, page_table, *counts
@@ -66,18 +68,20 @@ class LoweredStep:
     """The lowered programs of a step.
 
     layers: each distinct layer. kind_of: the index in `layers` of each layer of the model.
+    window_of: see `LayeredStep`.
     """
 
     begin: Lowered
     layers: tuple[Lowered, ...]
     kind_of: tuple[int, ...]
+    window_of: tuple[int, ...]
     end: Lowered
 
     def compile(self, compile_one: Callable[[Lowered], Callable]) -> LayeredStep:
         """Return the step, with each program compiled by `compile_one`."""
         layers = [compile_one(layer) for layer in self.layers]
         every = tuple(layers[kind] for kind in self.kind_of)
-        return LayeredStep(compile_one(self.begin), every, compile_one(self.end))
+        return LayeredStep(compile_one(self.begin), every, self.window_of, compile_one(self.end))
 
 
 def lower_layers(
@@ -99,13 +103,18 @@ def lower_layers(
         their shapes, dtypes and shardings.
     """
     outer = outside_layers(weights)
-    begun = lower("begin", _begin(programs, layout), BEGIN_DONATES, outer, page_table, source, buffer)
+    windows = [layer.window for layer in programs.context.config.layers]
+    distinct = list(dict.fromkeys(windows))
+    listed = {
+        windows.index(window): jax.tree.map(_of_shard, kv[windows.index(window)]) for window in distinct
+    }
+    begun = lower("begin", _begin(programs, layout, listed), BEGIN_DONATES, outer, page_table, source, buffer)
     replicated = jax.sharding.NamedSharding(programs.mesh, REPLICATED)
 
     def everywhere(tree: Any) -> Any:
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=replicated), tree)
 
-    _, batch, _, x, y = everywhere(begun.out_info)
+    _, batch, work, _, x, y = everywhere(begun.out_info)
     kinds: dict[Any, int] = {}
     layers = []
     kind_of = []
@@ -115,13 +124,13 @@ def lower_layers(
         leaves, tree = jax.tree.flatten((w, cache))
         kind = layer, tree, tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves)
         if kind not in kinds:
-            kinds[kind] = len(layers)
+            kinds[kind], own = len(layers), work[distinct.index(layer.window)]
             fn = _layer(programs, layer, programs.weight_specs["layers"][index])
-            layers.append(lower(f"layer {layer}", fn, LAYER_DONATES, w, cache, x, y, batch))
+            layers.append(lower(f"layer {layer}", fn, LAYER_DONATES, w, cache, x, y, batch, own))
         kind_of.append(kinds[kind])
         routed += everywhere(layers[kinds[kind]].out_info[3])
     ended = lower("end", _end(programs), (), outer, x, y, batch, counts, routed)
-    return LoweredStep(begun, tuple(layers), tuple(kind_of), ended)
+    return LoweredStep(begun, tuple(layers), tuple(kind_of), tuple(map(distinct.index, windows)), ended)
 
 
 def outside_layers(weights: dict) -> dict:
@@ -129,31 +138,49 @@ def outside_layers(weights: dict) -> dict:
     return {name: value for name, value in weights.items() if name != "layers"}
 
 
-def _begin(programs: Programs, layout: StepLayout) -> Wrapped:
-    """(outer, page_table, source, buffer) -> (page_table, batch, rows, x, y). y, which layers add, is 0."""
+def _of_shard(a: Any) -> jax.ShapeDtypeStruct:
+    """Return the shape of an array's part on one device."""
+    return jax.ShapeDtypeStruct(a.sharding.shard_shape(a.shape), a.dtype)
+
+
+def _begin(programs: Programs, layout: StepLayout, listed: Mapping[int, KV]) -> Wrapped:
+    """(outer, page_table, source, buffer) -> (page_table, batch, work, rows, x, y).
+
+    work: the work lists of the attention kernels, for each distinct window. y, which layers add, is 0.
+    listed: the first layer of each window, with the shapes of its cache on one device.
+    """
+
+    c = programs.context
 
     def run(outer, page_table, source, buffer):
         page_table, batch, rows = programs.inputs(layout, page_table, source, buffer)
         x = batch.hidden
         if x is None:
-            x = ops.embed(Site(programs.context, outer), batch.token_ids, batch.positions)
-        return page_table, dataclasses.replace(batch, hidden=None), rows, x, jnp.zeros_like(x)
+            x = ops.embed(Site(c, outer), batch.token_ids, batch.positions)
+        work = [
+            {
+                name: ops.attention_work(c, c.config.layers[layer], batch, 0, batch.num_tokens, name, cache)
+                for name in ("chunk_attention", "decode_attention")
+            }
+            for layer, cache in listed.items()
+        ]
+        return page_table, dataclasses.replace(batch, hidden=None), work, rows, x, jnp.zeros_like(x)
 
     specs = outside_layers(programs.weight_specs), REPLICATED, REPLICATED, REPLICATED
-    return jax.jit(over_shards(run, programs.mesh, specs, (REPLICATED,) * 5), donate_argnums=BEGIN_DONATES)
+    return jax.jit(over_shards(run, programs.mesh, specs, (REPLICATED,) * 6), donate_argnums=BEGIN_DONATES)
 
 
 def _layer(programs: Programs, layer: Layer, weight_specs: Any) -> Wrapped:
-    """(w, kv, x, y, batch) -> (x, y, kv, [the experts of a mixture])."""
+    """(w, kv, x, y, batch, work) -> (x, y, kv, [the experts of a mixture])."""
 
-    def run(w, kv, x, y, batch):
+    def run(w, kv, x, y, batch, work):
         site = Site(programs.context, w, layer, batch, 0, batch.num_tokens)
         routed: Routed = []
-        x, y, kv = forward_layer(site, x, y, kv, routed)
+        x, y, kv = forward_layer(site, x, y, kv, routed, work)
         return x, added(y), kv, routed
 
     cache = (cache_spec(programs.mesh),) * 2
-    specs = weight_specs, cache, REPLICATED, REPLICATED, REPLICATED
+    specs = weight_specs, cache, *(REPLICATED,) * 4
     out = REPLICATED, REPLICATED, cache, REPLICATED
     return jax.jit(over_shards(run, programs.mesh, specs, out), donate_argnums=LAYER_DONATES)
 

@@ -37,6 +37,9 @@ from jaxflow.engine.start_times import count_loaded
 from jaxflow.model.batch import Batch
 from jaxflow.model.logprobs import LogprobsOut
 from jaxflow.model.slot_params import SlotParams
+from pallas_kernels.attention.chunk.work_list import ChunkWork
+from pallas_kernels.attention.decode.work_list import DecodeWork
+from pallas_kernels.attention.latent.work_list import LatentWork
 from pallas_kernels.quantized import FORMATS
 from pallas_kernels.this_device import described_device, this_device
 
@@ -61,7 +64,15 @@ _MAX_BYTES = 2 << 30  # the limit of the folder; an 8B model's programs take abo
 _WITHOUT_CACHE = threading.Lock()
 _MAX_AGE_S = 30 * 24 * 3600.0  # since the last use
 
-for _type in (Rows, Batch, LogprobsOut, SlotParams):  # their fields are all arrays
+for _type in (
+    Rows,
+    Batch,
+    LogprobsOut,
+    SlotParams,
+    ChunkWork,
+    DecodeWork,
+    LatentWork,
+):  # their fields are all arrays
     export.register_pytree_node_serialization(
         _type,
         serialized_name=f"{_type.__module__}.{_type.__qualname__}",

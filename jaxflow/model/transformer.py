@@ -1,6 +1,11 @@
 """The plain forward: every op over all tokens of the step, in order. Every plan must compute this
 function."""
 
+import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
 from jaxtyping import Array, Float, Int
 
 from jaxflow.model import ops
@@ -36,20 +41,26 @@ def forward(
 
 
 def forward_layer(
-    site: Site, x: Float[Array, "T D"], y: Sum | None, kv: KV, routed: Routed | None = None
+    site: Site,
+    x: Float[Array, "T D"],
+    y: Sum | None,
+    kv: KV,
+    routed: Routed | None = None,
+    work: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[Float[Array, "T D"], Sum, KV]:
     """Run one layer over all tokens of the step.
 
     x and y: the residual stream, and what the layer before adds to it; y is None in the first layer.
     routed: takes the experts of the layer if the layer is a mixture.
+    work: the work lists of the attention kernels that have one, by the names of their ops.
 
     Returns:
       x and y for the next layer, and the layer's cache with this step's keys and values.
     """
     x, h = ops.attn_norm(site, x, y)
     q, kv = ops.rope_append(site, ops.qkv(site, h), kv)
-    o = ops.chunk_attention(site, q, kv)
-    o = ops.decode_attention(site, q, kv, o)
+    o = ops.chunk_attention(dataclasses.replace(site, work=work.get("chunk_attention")), q, kv)
+    o = ops.decode_attention(dataclasses.replace(site, work=work.get("decode_attention")), q, kv, o)
     return *after_attention(site, x, o, routed), kv
 
 
