@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.attention.paged import PAGE
+from pallas_kernels.attention.decode.work_list import PAGE
 from pallas_kernels.hopper.limits import sms_of
 
 HEADS = 64  # heads of a tile, which are the rows of a wgmma
