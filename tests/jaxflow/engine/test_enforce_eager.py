@@ -1,0 +1,173 @@
+"""An engine with `enforce_eager` compiles few programs, and draws the tokens of the default mode."""
+
+import dataclasses
+
+import h200
+import jax.numpy as jnp
+import paths
+import pytest
+import toy
+
+from jaxflow.config import ConfigError, EngineConfig
+from jaxflow.engine import start
+from jaxflow.engine.deferred import wait_until_compiled
+from jaxflow.engine.kernel_choice import choose_kernels
+from jaxflow.engine.start_times import StartTimes
+from jaxflow.engine.step_plans import choose_plans, eager_decodes
+from jaxflow.llm import LLM
+from jaxflow.model.checkpoints.checkpoint import open_checkpoint
+from jaxflow.model.stage import stages_of
+from jaxflow.model.weights import shapes, shardings
+from jaxflow.request import Request, SamplingParams
+from pallas_kernels import this_device
+
+SMALL = {"block_size": 16, "max_num_batched_tokens": 16, "max_num_seqs": 6, "num_kv_pages": 40}
+PROMPT = [5, 9, 2, 7] * 8  # two pages, in several steps
+SAMPLINGS = (
+    SamplingParams(temperature=0.0, max_tokens=6),
+    SamplingParams(temperature=0.8, seed=3, max_tokens=6),
+    SamplingParams(temperature=0.9, top_k=20, seed=4, max_tokens=6),
+)
+
+
+def settings_of(model: str, **changes) -> EngineConfig:
+    return EngineConfig(str(paths.MODELS / model), dtype="float32", **SMALL | changes)
+
+
+def executor_of(config: EngineConfig):
+    checkpoint = open_checkpoint(config.model)
+    config = start.resolve(config, checkpoint.model_config)
+    plans = choose_plans(config, checkpoint.model_config)
+    return (
+        config,
+        checkpoint.model_config,
+        start.make_executor(config, checkpoint, plans, progress=False),
+    )
+
+
+def answers(config: EngineConfig) -> list[list[int]]:
+    """Return the tokens of prompts alone, together, and after a prompt with the same prefix."""
+    with LLM.from_config(config, progress=False) as llm:
+        every = [llm.generate([PROMPT, PROMPT[:3], [8]], sampling) for sampling in SAMPLINGS]
+        every.append(llm.generate([[*PROMPT, 4]], SAMPLINGS[0]))
+        assert llm.executor.compilations == 0
+        wait_until_compiled()
+        return [out.outputs[0].token_ids for outs in every for out in outs]
+
+
+@pytest.mark.parametrize(
+    ("model", "parallel"),
+    [
+        ("tiny-gemma2", {}),  # layers with and without a window
+        ("tiny-mixtral", {"tensor_parallel_size": 2}),
+        ("tiny-opt", {"pipeline_parallel_size": 2}),
+    ],
+)
+def test_the_tokens_are_those_of_the_default_mode(model, parallel):
+    """Law."""
+    config = settings_of(model, step_sizes="4", **parallel)
+    eager = dataclasses.replace(config, step_sizes=None, enforce_eager=True)
+    assert answers(eager) == answers(config)
+
+
+@pytest.fixture(scope="module")
+def eager():
+    """Return the resolved settings, the model's config, and a compiled executor."""
+    config, model, made = executor_of(settings_of("stories260K", enforce_eager=True))
+    made.compile()
+    return config, model, made
+
+
+def test_a_start_compiles_three_steps_of_three_programs(eager):
+    _, _, made = eager
+    assert set(made._steps) == {(16, "sequential", False), (1, "sequential", True), (16, "sequential", True)}
+    assert all(len(set(map(id, step.layers))) == 1 for step in made._steps.values())
+    assert not made.substitutes
+
+
+@pytest.mark.parametrize(("decodes", "tokens"), [(1, 1), (2, 16), (6, 16)])
+def test_a_step_of_decodes_runs_the_smallest_layout_that_holds_it(eager, monkeypatch, decodes, tokens):
+    config, model, made = eager
+    loop, ran, run = start.make_loop(config, model, made), [], made.run
+    monkeypatch.setattr(
+        made, "run", lambda layout, *given, **how: ran.append(layout) or run(layout, *given, **how)
+    )
+    toy.run(loop, [Request(f"{i}", [3 + i], SAMPLINGS[0]) for i in range(decodes)])
+    assert {layout.tokens for layout in ran if layout.decodes} == {tokens}
+    assert {layout.tokens for layout in ran if not layout.decodes} == {16}
+
+
+def test_the_sizes_for_decodes_hold_all_sequences(monkeypatch):
+    assert eager_decodes(6, 16) == (1, 16) and eager_decodes(70, 256) == (1, 128)
+    monkeypatch.setattr("jaxflow.engine.step_plans.on_gpu", lambda: True)
+    assert eager_decodes(640, 2048) == (64, 640) and eager_decodes(33, 2048) == (64,)
+
+
+@pytest.mark.parametrize("guess", [1 << 20, 0], ids=["good", "too small"])
+def test_pages_leave_the_memory_that_the_programs_need(guess, monkeypatch):
+    """After a guess that was too small, `compile` compiles the steps again."""
+    config, model, made = executor_of(settings_of("stories260K", enforce_eager=True))
+    monkeypatch.setattr(start, "_guessed_temporary_bytes", lambda *_: guess)
+    made.defers = False  # as on a GPU
+    needs, compile_for, free = [], made.compile_for, 1 << 25
+    monkeypatch.setattr(made, "compile_for", lambda pages: needs.append(compile_for(pages)) or needs[-1])
+    found = start._eager_pages(config, model, [made], [free])
+    compiled = dict(made._steps)
+    made.allocate(found)
+    made.compile()
+    assert found <= start._fitting_pages(config, made, free - needs[0])
+    assert all((compiled[key] is step) == (guess > 0) for key, step in made._steps.items())
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("plan", "searched"),
+        ("plan", "plans/some.json"),
+        ("step_sizes", "8,16"),
+        ("lowering_processes", 2),
+        ("batch_tpot_ms", 20.0),
+    ],
+)
+def test_what_does_not_combine_is_refused_by_name(field, value):
+    with pytest.raises(ConfigError, match=f"(?s){field}.*enforce_eager"):
+        EngineConfig("m", enforce_eager=True, **{field: value})
+    with pytest.raises(ConfigError, match="enforce_eager"):
+        EngineConfig("m", enforce_eager=True, data_parallel_size=2, enable_expert_parallel=True)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_layer_for_an_h200_copies_no_cache_and_makes_no_work_list(tp, monkeypatch):
+    device = this_device.DeviceKind("gpu", "NVIDIA H200", "9.0", 132)
+    monkeypatch.setattr(this_device, "_described", [device])
+    checkpoint = open_checkpoint("llama-3.1-8b", load_format="dummy")
+    pages = 512
+    config = EngineConfig(
+        "llama-3.1-8b", load_format="dummy", tensor_parallel_size=tp, max_num_batched_tokens=256,
+        max_num_seqs=64, max_model_len=2048, num_kv_pages=pages, enforce_eager=True,
+    )  # fmt: skip
+    model = checkpoint.model_config
+    config = start.resolve(config, model)
+    mesh, options = h200.h200_mesh((tp,)), start.weight_options(config)
+    weights = h200.abstract(
+        mesh, shapes(model, tp, jnp.bfloat16, **options), shardings(model, mesh, **options)
+    )
+    (stage,) = stages_of((model.num_layers,))
+    plans, kernels = choose_plans(config, model), choose_kernels(config, model)
+    made = start.make_stage(
+        config, model, plans, stage, mesh, weights, kernels, False, False, None, 0, StartTimes()
+    )
+    made.num_pages = (pages,)
+    asked = {}
+
+    def lower(name, fn, donated, *args):
+        asked[name.partition(" ")[0]] = fn, *args
+        return fn.lower(*args)
+
+    monkeypatch.setattr(made, "_lower", lower)
+    layout = made.decode_layouts[64]
+    assert len(made._lower_any_step(layout).layers) == 1
+    compiled = h200.compile_for_h200(*asked["layer"], options=made._options_of(layout))
+    assert compiled.machine_code and not compiled.graph_thunks
+    assert compiled.copies((pages, 8 // tp, 64, 128)) == 0
+    assert sum(thunk.kind == "kKernel" for thunk in compiled.thunks) <= 12, compiled.thunks
