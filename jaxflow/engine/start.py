@@ -1048,7 +1048,10 @@ def _eager_pages(
         )
         return _least_pages(model, stages, found)
 
-    guess = fitting([_guessed_temporary_bytes(config, model)] * len(stages))
+    try:
+        guess = fitting([_guessed_temporary_bytes(config, model)] * len(stages))
+    except ConfigError:  # the memory is small: a measurement may say that it suffices
+        guess = (stages[0].pages_per_sequence + 1,) * stages[0].groups
     found = fitting([stage.compile_for(guess) for stage in stages])
     good = all(GOOD_GUESS * most <= pages <= most for pages, most in zip(guess, found, strict=True))
     return guess if good else found

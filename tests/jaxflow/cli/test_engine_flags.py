@@ -122,6 +122,7 @@ def test_every_field_has_a_flag(parse):
         "attention_spans",
         "enable_eplb",
         "num_redundant_experts",
+        "enforce_eager",
     }  # exclude other values of these settings
     assert parse(*(f"--{name}={value}" for name, value in shown.items() if value is not None)) == given
     assert parse("--model=m", "--pipeline_parallel_size=2") == EngineConfig("m", pipeline_parallel_size=2)
@@ -129,6 +130,7 @@ def test_every_field_has_a_flag(parse):
     assert parse("--model=m", *(f"--{name}={value}" for name, value in ranks.items())) == EngineConfig(
         "m", **ranks
     )
+    assert parse("--model=m", "--enforce_eager") == EngineConfig("m", enforce_eager=True)
     eplb = {"enable_expert_parallel": True, "enable_eplb": True, "num_redundant_experts": 4}
     assert parse("--model=m", *(f"--{name}={value}" for name, value in eplb.items())) == EngineConfig(
         "m", **eplb

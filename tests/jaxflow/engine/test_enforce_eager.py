@@ -1,6 +1,7 @@
 """An engine with `enforce_eager` compiles few programs, and draws the tokens of the default mode."""
 
 import dataclasses
+from typing import Any
 
 import h200
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jaxflow.config import ConfigError, EngineConfig
 from jaxflow.engine import start
 from jaxflow.engine.deferred import wait_until_compiled
 from jaxflow.engine.kernel_choice import choose_kernels
+from jaxflow.engine.layered_step import LoweredStep
 from jaxflow.engine.start_times import StartTimes
 from jaxflow.engine.step_plans import choose_plans, eager_decodes
 from jaxflow.llm import LLM
@@ -21,7 +23,12 @@ from jaxflow.model.weights import shapes, shardings
 from jaxflow.request import Request, SamplingParams
 from pallas_kernels import this_device
 
-SMALL = {"block_size": 16, "max_num_batched_tokens": 16, "max_num_seqs": 6, "num_kv_pages": 40}
+SMALL: dict[str, Any] = {
+    "block_size": 16,
+    "max_num_batched_tokens": 16,
+    "max_num_seqs": 6,
+    "num_kv_pages": 40,
+}
 PROMPT = [5, 9, 2, 7] * 8  # two pages, in several steps
 SAMPLINGS = (
     SamplingParams(temperature=0.0, max_tokens=6),
@@ -30,7 +37,7 @@ SAMPLINGS = (
 )
 
 
-def settings_of(model: str, **changes) -> EngineConfig:
+def settings_of(model: str, **changes: Any) -> EngineConfig:
     return EngineConfig(str(paths.MODELS / model), dtype="float32", **SMALL | changes)
 
 
@@ -103,20 +110,20 @@ def test_the_sizes_for_decodes_hold_all_sequences(monkeypatch):
     assert eager_decodes(640, 2048) == (64, 640) and eager_decodes(33, 2048) == (64,)
 
 
-@pytest.mark.parametrize("guess", [1 << 22, 0], ids=["good", "too small"])
+@pytest.mark.parametrize("guess", [1 << 23, 0, 1 << 24], ids=["good", "too small", "too large"])
 def test_pages_leave_the_memory_that_the_programs_need(guess, monkeypatch):
     """After a guess that was too small, `compile` compiles the steps again."""
     config, model, made = executor_of(settings_of("stories260K", enforce_eager=True))
     monkeypatch.setattr(start, "_guessed_temporary_bytes", lambda *_: guess)
     made.defers = False  # as on a GPU
-    compile_for, free, need = made.compile_for, 1 << 25, 1 << 22
+    compile_for, free, need = made.compile_for, (1 << 23) + (1 << 21), 1 << 23
     monkeypatch.setattr(made, "compile_for", lambda pages: max(need, compile_for(pages)))
     found = start._eager_pages(config, model, [made], [free])
     compiled = dict(made._steps)
     made.allocate(found)
     made.compile()
     assert found <= start._fitting_pages(config, made, free - need)
-    assert all((compiled[key] is step) == (guess > 0) for key, step in made._steps.items())
+    assert all((compiled[key] is step) == (guess == need) for key, step in made._steps.items())
 
 
 @pytest.mark.parametrize(
@@ -166,7 +173,8 @@ def test_a_layer_for_an_h200_copies_no_cache_and_makes_no_work_list(tp, monkeypa
 
     monkeypatch.setattr(made, "_lower", lower)
     layout = made.decode_layouts[64]
-    assert len(made._lower_any_step(layout).layers) == 1
+    lowered = made._lower_any_step(layout)
+    assert isinstance(lowered, LoweredStep) and len(lowered.layers) == 1
     compiled = h200.compile_for_h200(*asked["layer"], options=made._options_of(layout))
     assert compiled.machine_code and not compiled.graph_thunks
     assert compiled.copies((pages, 8 // tp, 64, 128)) == 0
