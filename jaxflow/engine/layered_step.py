@@ -3,6 +3,8 @@
 XLA compiles every layer of a program anew. On a CPU the step of a model with 30 equal layers takes 12 s to
 compile and 2 s to read from the cache of compiled programs. Here equal layers share one program, so a step
 takes the time of one layer. Each layer costs a call from the host, which runs while the layer before runs.
+A GPU runs such steps with `enforce_eager`. The beginning also makes the work lists of the attention kernels,
+which all layers of a window share.
 """
 
 import dataclasses

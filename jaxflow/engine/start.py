@@ -737,7 +737,8 @@ def _untimed(config: EngineConfig) -> dict[str, Any]:
 
 
 def has_program_a_layer(plan: Plan, layers: ModelConfig) -> bool:
-    """Return True if a step is compiled as one program a layer: on a CPU, for a model of many layers.
+    """Return True if a step is compiled as one program a layer by default: on a CPU, for a model of many
+    layers.
 
     A GPU replays the launches of a whole step, and other plans overlap operations of different layers.
     """
