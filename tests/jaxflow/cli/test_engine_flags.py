@@ -171,7 +171,7 @@ def test_a_removed_flag_names_its_replacement():
             engine_flags.parse(["program", argument])
 
 
-@pytest.mark.parametrize("argument", ["--enforce-eager", "--trust_remote_code", "--swap-space=4"])
+@pytest.mark.parametrize("argument", ["--enable-lora", "--trust_remote_code", "--swap-space=4"])
 def test_a_flag_of_vllm_names_what_takes_its_place(argument, capsys):
     with pytest.raises(SystemExit) as ended:
         engine_flags.engine_arguments(["program", argument])

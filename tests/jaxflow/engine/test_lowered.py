@@ -388,7 +388,7 @@ def test_a_setting_of_the_key_changes_it(field):
     )
     others = {"dtype": "float32", "quantization": "fp8", "kv_cache_dtype": "fp8", "step_sizes": "8",
               "plan": "sequential", "kernels": "reference", "gpu_memory_utilization": 0.5,
-          "enable_expert_parallel": True, "enable_eplb": True}  # fmt: skip
+          "enable_expert_parallel": True, "enable_eplb": True, "enforce_eager": True}  # fmt: skip
     changed = dataclasses.replace(settings, **{field: others.get(field, 17)})
     assert start.program_settings(changed) != start.program_settings(settings)
 
