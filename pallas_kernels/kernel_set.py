@@ -149,6 +149,19 @@ class KernelSet:
         """
         return _with_pdl(self)
 
+    def with_few_kernels(self, quantized: bool) -> "KernelSet":
+        """Return the set with operations of XLA in place of the Mosaic kernels that such operations nearly
+        match: norms, draws, and GEMMs of weights that are not quantized.
+
+        The kernels take more time to trace and to lower. Other sets stay unchanged.
+        """
+        if self.name != MOSAIC:
+            return self
+        plain = {name: getattr(REFERENCE, name) for name in ("add_norm", "draw")}
+        plain |= {} if quantized else {"gemm": REFERENCE.gemm}
+        by_head_dim = tuple((width, own.with_few_kernels(quantized)) for width, own in self.by_head_dim)
+        return dataclasses.replace(self, **plain, by_head_dim=by_head_dim)
+
     def describe(self, products: Mapping[str, Product] | None = None) -> str:
         """Return the backend of each op: one line for all ops except the GEMMs, and one line for each GEMM.
 

@@ -168,7 +168,7 @@ class Executor:
         name: str = "",
         defers: bool = False,
         is_layered: Callable[[StepLayout], bool] = lambda layout: False,
-        kernels_first: bool = False,
+        eager: bool = False,
         times: StartTimes | None = None,
     ):
         """Arguments not in the class's description:
@@ -176,10 +176,11 @@ class Executor:
         options: XLA's, of all programs but steps. options_of: those of a step.
         defers: compile the programs that plain requests do not need after the start, see `DeferredProgram`.
         is_layered: returns True if a layout's step is a program a layer, see `LayeredStep`.
-        kernels_first: compile the Mosaic kernels of a program side by side, before XLA compiles the program.
+        eager: compile the Mosaic kernels of a program side by side before XLA compiles the program, and the
+          full sampler first, because it takes longest.
         times: takes the times of `warm_up`.
         """
-        self._kernels_first = kernels_first
+        self._eager = eager
         self._times = times or StartTimes()
         self.programs, self.weights, self.name = programs, weights, name
         # The expert of each slot in each mixture layer, [L, S]; None for experts without copies.
@@ -381,6 +382,8 @@ class Executor:
         ]
         later = [job for job in every if self._is_deferred(job.table, job.key)]
         jobs = [job for job in every if not self._is_deferred(job.table, job.key)]
+        if self._eager:
+            jobs.sort(key=lambda job: job.table is not self._samplers)
         with concurrent.futures.ThreadPoolExecutor(max(1, min(8, os.cpu_count() or 1))) as pool:
             # Lowering is Python and runs one program at a time; XLA compiles at the same time, on threads.
             futures: dict[concurrent.futures.Future, tuple[Job, Any]] = {}
@@ -449,12 +452,9 @@ class Executor:
 
     def jobs(self) -> list[Job]:
         """Return the programs of the executor, those of the largest steps first."""
-        rows = sorted(
-            {
-                layout.rows
-                for layout in (*itertools.chain(*self.layouts.values()), *self.decode_layouts.values())
-            }
-        )
+        every = (*itertools.chain(*self.layouts.values()), *self.decode_layouts.values())
+        rows = sorted({layout.rows for layout in every})
+        full = {layout.rows for layout in every if layout.full}
         jobs: list[Job] = []
         for bucket, layouts in sorted(self.layouts.items(), reverse=True):
             alone = [self.decode_layouts[bucket]] if bucket in self.decode_layouts else []
@@ -470,6 +470,7 @@ class Executor:
             self._sampler_job(r, kind)
             for r in rows
             for kind in (("plain", "full") if self.programs.samples else ())
+            if kind == "plain" or r in full
         ]
         small = {"append_pages": self._lower_append_pages}
         if self.placed is not None:
@@ -860,7 +861,7 @@ class Executor:
     def _compile(self, lowered: Any, options: dict[str, Any] | None = None) -> Any:
         if isinstance(lowered, LoweredStep):
             return lowered.compile(lambda one: self._compile(one, options))
-        if self._kernels_first:
+        if self._eager:
             kernels = kernels_of(lowered.compiler_ir("stablehlo"))
             start_kernels(self.programs.mesh, kernels, options or {})
         return compile_program(lowered, options)
@@ -996,5 +997,5 @@ def rehearse(executor: Any, layout: StepLayout) -> None:
     prompt = layout.tokens in executor.layouts and executor.is_ready(layout, full=False, prompt=True)
     targets = np.zeros(executor.ranks * layout.tokens, np.int32) if prompt else None
     executor.run(layout, buffer, nothing, full=False, targets=targets)
-    full = executor.is_ready(layout, full=True, prompt=False)
+    full = layout.full and executor.is_ready(layout, full=True, prompt=False)
     np.asarray(executor.run(layout, buffer, nothing, full=full).tokens)

@@ -46,7 +46,7 @@ def choose_kernels(config: EngineConfig, model: ModelConfig) -> KernelSet:
     }
     for line in fallback_lines(fallback for fallback in kernels.fallbacks if runs.get(fallback.op, True)):
         log.warning(line)
-    return kernels
+    return kernels.with_few_kernels(config.quantization is not None) if config.enforce_eager else kernels
 
 
 def _kernels_of_all_layers(config: EngineConfig, model: ModelConfig) -> KernelSet:

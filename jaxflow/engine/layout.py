@@ -30,6 +30,7 @@ class StepLayout:
       plan: the plan's name, unique in its bucket.
       gain: the predicted gain that decides between the bucket's plans; None if there is no decision.
       decodes: True for steps of decodes only. Their program has no chunks and no chunk kernels.
+      full: False for steps that never run the full sampler.
     """
 
     tokens: int
@@ -41,6 +42,7 @@ class StepLayout:
     plan: str = "sequential"  # a name that is unique among the bucket's
     gain: Gain | None = None
     decodes: bool = False
+    full: bool = True
 
     @property
     def key(self) -> tuple[int, str, bool]:

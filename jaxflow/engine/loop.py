@@ -317,13 +317,13 @@ class Loop:
 
         full: see `Executor.run`.
         """
-        own, executor = self._own_layout(work), self.executor
+        own, executor = self._own_layout(work, full), self.executor
         if not executor.substitutes:
             return own
         larger = larger_layouts(executor, work.bucket, alone=not work.chunks)
         return first_ready(executor, itertools.chain((own,), larger), full, self.wants_prompt(work))
 
-    def _own_layout(self, work: StepWork) -> StepLayout:
+    def _own_layout(self, work: StepWork, full: bool) -> StepLayout:
         """Return the layout of the bucket's best plan for the step, without chunks if the step has none."""
         layouts = self.executor.layouts[work.bucket]
         one = len(layouts) == 1
@@ -333,8 +333,12 @@ class Loop:
         if work.chunks:
             return chosen
         fitting = range(len(work.decode_slots), work.bucket + 1)
-        few = (size for size in self.executor.decode_layouts if size in fitting)
-        alone = self.executor.decode_layouts.get(min(few, default=0))
+        few = self.executor.decode_layouts
+        alone = min(
+            (layout for size, layout in few.items() if size in fitting and (layout.full or not full)),
+            key=lambda layout: layout.tokens,
+            default=None,
+        )
         return alone if alone is not None and alone.plan == chosen.plan else chosen
 
     def _take_slot(self, seq: Sequence) -> None:

@@ -723,7 +723,7 @@ def make_stage(
         is_layered=lambda layout: (
             ranks_of(mesh) == 1 and (config.enforce_eager or has_program_a_layer(plan_of(layout), layers))
         ),
-        kernels_first=config.enforce_eager,
+        eager=config.enforce_eager,
         times=times,
         name="" if stage.is_model else f" of layers {stage.first} to {stage.stop}",
     )

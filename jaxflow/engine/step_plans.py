@@ -381,7 +381,10 @@ def make_layouts(
         (largest,) = layouts
         sizes = eager_decodes(seqs, largest.tokens)
         return layouts + [
-            dataclasses.replace(largest, tokens=size, rows=min(size, seqs), decodes=True) for size in sizes
+            dataclasses.replace(
+                largest, tokens=size, rows=min(size, seqs), decodes=True, full=size == max(sizes)
+            )
+            for size in sizes
         ]
     smaller = [0, *(layout.tokens for layout in sequential)]
     few = [
