@@ -90,6 +90,8 @@ def test_a_start_compiles_three_steps_of_three_programs(eager):
     assert set(made._steps) == {(16, "sequential", False), (1, "sequential", True), (16, "sequential", True)}
     assert all(len(set(map(id, step.layers))) == 1 for step in made._steps.values())
     assert not made.substitutes
+    of_one_row = [kind for rows, kind in made._samplers if rows == 1]
+    assert of_one_row == ["plain"]  # a decode with filters runs the larger step
 
 
 @pytest.mark.parametrize(("decodes", "tokens"), [(1, 1), (2, 16), (6, 16)])
