@@ -291,6 +291,7 @@ class Executor:
         """
         self.num_pages = num_pages
         self.compile()
+        self._warm = False  # there is no cache yet
         self._measured = {(num_pages, key): step for key, step in self._steps.items()}
         (largest,) = self.layouts[max(self.layouts)]
         programs = [table[key] for table, key in self._programs_of(largest)]
