@@ -39,6 +39,7 @@ from jaxflow.bench.plans.steady import SteadyStep, StepWorkload, page_appends, p
 from jaxflow.bench.workload import flags as options
 from jaxflow.bench.workload.lengths import Item, lognormal
 from jaxflow.cli.engine_flags import parse
+from jaxflow.cli.flag_errors import flag_error
 from jaxflow.config import ConfigError
 from jaxflow.engine.layout import StepLayout
 from jaxflow.model.composition import Composition
@@ -373,7 +374,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         parse(arguments)
     except flags.Error as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {flag_error(error)}", file=sys.stderr)
         return 2
     command = ["python", "-m", "benchmarks.plan_windows", *arguments[1:]]
     with sample(flags.FLAGS.tensor_parallel_size, every_s=0.1) as readings:

@@ -22,6 +22,7 @@ def run_command(main: Callable[[list[str]], int], infinite: Collection[str] = ()
     """
     from absl import app, flags  # commands with argparse do not need absl
 
+    from jaxflow.cli.flag_errors import flag_error
     from jaxflow.cli.flag_names import canonical
     from jaxflow.cli.float_flags import check_floats
 
@@ -34,7 +35,7 @@ def run_command(main: Callable[[list[str]], int], infinite: Collection[str] = ()
             check_floats(flags.FLAGS, infinite)
             return rest
         except flags.Error as error:
-            print(f"error: {str(error).strip()}\n--help lists the flags", file=sys.stderr)
+            print(f"error: {flag_error(error)}\n--help lists the flags", file=sys.stderr)
             sys.exit(2)
 
     app.run(functools.partial(exit_status, main), argv=canonical(sys.argv), flags_parser=parsed)

@@ -9,6 +9,7 @@ from types import ModuleType
 from absl import flags
 
 from jaxflow.cli.engine_flags import parse
+from jaxflow.cli.flag_errors import flag_error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +54,6 @@ class Subcommands:
             }
             names = [f"--{old} is now --{new}" for old, new in self.renamed.items() if old in given]
             help_command = f"`python -m {self.program} {argv[1]} --help` lists the flags"
-            print(f"error: {error}", *names, help_command, sep="\n", file=sys.stderr)
+            print(f"error: {flag_error(error)}", *names, help_command, sep="\n", file=sys.stderr)
             return 2
         return command

@@ -20,6 +20,7 @@ from absl import flags
 
 from jaxflow.cli.engine_flags import define_engine_flags, engine_config_from_flags, parse
 from jaxflow.cli.exit_status import exit_status
+from jaxflow.cli.flag_errors import flag_error
 from jaxflow.cli.output_files import check_outputs
 from jaxflow.config import ConfigError, EngineConfig
 from jaxflow.flexgen.config import (
@@ -171,7 +172,9 @@ def main(argv: list[str]) -> int:
     try:
         parse(argv)
     except flags.Error as error:
-        print(f"error: {error}\n`python -m jaxflow.flexgen --help` lists the flags", file=sys.stderr)
+        print(
+            f"error: {flag_error(error)}\n`python -m jaxflow.flexgen --help` lists the flags", file=sys.stderr
+        )
         return 2
     choose_platform()
     try:

@@ -178,7 +178,11 @@ def run() -> dict[str, Any]:
     config = engine_config_from_flags()
     prepare_process(config)
     if (f.memory_gib is None) == (not on_gpu()):
-        accepted = "unset on a GPU, where gpu_memory_utilization is the limit" if on_gpu() else "GiB on a CPU"
+        accepted = (
+            "unset on a GPU, where gpu_memory_utilization is the limit"
+            if on_gpu()
+            else "GiB, because a CPU has no limit"
+        )
         raise ConfigError("memory_gib", f.memory_gib, accepted)
     checkpoint = with_positions(open_checkpoint(config.model, load_format=config.load_format), LONGEST)
     model = checkpoint.model_config

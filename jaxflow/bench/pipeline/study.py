@@ -225,7 +225,7 @@ def run() -> dict[str, Any]:
     if f.devices and not f.simulate:
         raise ConfigError("devices", ",".join(f.devices), "unset without --simulate")
     if not f.simulate and not f["model"].present:
-        raise ConfigError("model", f.model, "a given model, or --simulate")
+        raise ConfigError("model", f.model, "one that --model names, or --simulate")
     try:
         low, high = (int(word) for word in f.request_tokens)
     except ValueError:
