@@ -2,17 +2,18 @@
 period.
 """
 
-import collections
 import itertools
 import math
 from collections.abc import Sequence
 
+from search.nanobatch.bounds import bound_s, pieces, prices
 from search.nanobatch.cyclic import SearchError
-from search.nanobatch.layer_tasks import Chain, Task, chains, has_side_streams, make_task, repeated_layer
+from search.nanobatch.layer_tasks import Task, has_side_streams
 from search.nanobatch.options import chain_s, task_options
 from search.nanobatch.problem import SearchDeadline, SearchProblem
 
 TILE = 128  # rows of a product's tile: cuts are its multiples
+_PLACES = 32  # parts of a step between which it may be cut
 _GAIN = 0.02  # share of an op's time that an unsplit task must save
 
 
@@ -25,23 +26,40 @@ def cut_sets(setting: SearchProblem) -> list[tuple[int, ...]]:
         raise SearchError(
             f"nano_batches={setting.nano_batches} leaves no plan that splits the step: 2 or more"
         )
-    tokens, rows = (
-        setting.load.tokens,
-        setting.shares.profile.tensor_parallel_size if setting.graph.scattered else 1,
-    )
+    tokens, rows = setting.load.tokens, _rows(setting)
     if tokens % rows:
         raise SearchError(f"tokens={tokens} cannot be scattered: only multiples of the {rows} devices")
-    step = setting.step or (TILE if tokens >= 4 * TILE else -(-max(1, tokens // 8) // rows) * rows)
-    places = [place for place in setting.places or range(step, tokens, step) if not place % rows]
+    places = cut_places(setting)
     least = 1 if setting.split else 0
     sets = [
         cuts for count in range(least, setting.nano_batches) for cuts in itertools.combinations(places, count)
     ]
     if not sets:
-        where = f"{', '.join(map(str, setting.places))}" if setting.places else f"a multiple of {step}"
+        where = (
+            f"{', '.join(map(str, setting.places))}" if setting.places else f"a multiple of {_step(setting)}"
+        )
         among = f" that divides among {rows} devices" if rows > 1 else ""
         raise SearchError(f"tokens={tokens} has no cut at {where}{among}: fewer nano-batches, or more tokens")
     return sets
+
+
+def cut_places(setting: SearchProblem) -> list[int]:
+    """Return the token counts at which the step may be cut."""
+    tokens, rows = setting.load.tokens, _rows(setting)
+    step = _step(setting)
+    return [place for place in setting.places or range(step, tokens, step) if not place % rows]
+
+
+def _rows(setting: SearchProblem) -> int:
+    """Return the number of devices that rows are scattered over."""
+    return setting.shares.profile.tensor_parallel_size if setting.graph.scattered else 1
+
+
+def _step(setting: SearchProblem) -> int:
+    """Return the distance of cuts: tiles, more of them in a large step, and an eighth of a small step."""
+    tokens, rows = setting.load.tokens, _rows(setting)
+    few = -(-max(1, tokens // 8) // rows) * rows
+    return setting.step or (TILE * max(1, tokens // (_PLACES * TILE)) if tokens >= 4 * TILE else few)
 
 
 def make_tasks(setting: SearchProblem, cuts: Sequence[int]) -> tuple[list[Task], list[tuple[int, ...]]]:
@@ -51,16 +69,10 @@ def make_tasks(setting: SearchProblem, cuts: Sequence[int]) -> tuple[list[Task],
     Each range of tokens is in one running task of a chain. A chain may skip cuts. A longer task is left out
     where it saves next to none of the time of its parts.
     """
-    load, rates = setting.load, None if setting.device is None else setting.device.rates
-    dtype, full = setting.shares.profile.dtype, setting.shares.profile.total_sms
-    if rates is not None and dtype not in rates.flops_per_s:
-        rates = None
-    edges, moe = (0, *cuts, load.tokens), any(op.experts for op in setting.graph.layers[-1])
+    load, full, edges = setting.load, setting.capacity, (0, *cuts, setting.load.tokens)
     side_streams = has_side_streams(setting.overlap, setting.graph.scattered)
     tasks, covers = [], []
-    for chain in chains(
-        repeated_layer(setting.graph), setting.quantized and side_streams
-    ):  # with one stream, values of two arrays stay on the main stream
+    for chain in setting.chains:
         first, own = len(tasks), []
         alone = {}
         for count in range(1, len(edges)):
@@ -74,19 +86,7 @@ def make_tasks(setting: SearchProblem, cuts: Sequence[int]) -> tuple[list[Task],
                 )  # all chains cut scattered rows alike
                 if alone[a, b] < parts * (1 - _GAIN) and not uncut:
                     own.append((a, b))
-                    tasks.append(
-                        make_task(
-                            chain,
-                            start,
-                            stop,
-                            load,
-                            rates,
-                            dtype,
-                            setting.overlap,
-                            moe,
-                            setting.graph.scattered,
-                        )
-                    )
+                    tasks.append(setting.task(chain, start, stop))
                 else:
                     alone[a, b] = parts
         if len(own) > len(edges) - 1:
@@ -103,7 +103,7 @@ def most_promising(
     """Return the sets of cuts by estimated period; sets after the time limit
     come last, without an estimate.
     """
-    around, _ = setting.in_time((), sequential_s)
+    around, _ = setting.in_time(setting.whole, sequential_s)
     return sorted(
         filter(None, cut_sets(setting)),
         key=lambda cuts: (math.inf if limit.passed else estimate_s(around, cuts), cuts),
@@ -111,21 +111,9 @@ def most_promising(
 
 
 def least_s(setting: SearchProblem, cuts: Sequence[int]) -> float:
-    """Return a lower bound of the period: the busiest resource's isolated op times, or the joules."""
-    tasks, covers = make_tasks(setting, cuts)
-    optional = {at for group in covers for at in group}
-    busy: dict[str, float] = collections.defaultdict(float)
-    chosen: dict[Chain, list[Task]] = collections.defaultdict(list)
-    for at, task in enumerate(tasks):
-        if at in optional:
-            chosen[task.chain].append(task)
-        else:
-            busy[task.resource] += _alone_s(setting, task.chain, task.start, task.stop)
-    for own in chosen.values():
-        resources = {task.resource for task in own}
-        if len(resources) == 1:
-            busy[resources.pop()] += _shortest_s(setting, own)
-    return max(*busy.values(), setting.energy_s([(0, setting.load.tokens)]))
+    """Return a lower bound of the period with some of these cuts for each op: by prices, or the joules."""
+    found = pieces(setting, cuts)
+    return max(bound_s(found, prices(found, setting.capacity)), setting.energy_s(setting.whole))
 
 
 def estimate_s(setting: SearchProblem, cuts: Sequence[int]) -> float:
@@ -166,19 +154,3 @@ def estimate_s(setting: SearchProblem, cuts: Sequence[int]) -> float:
             )
         guesses.append(guess)
     return min(guesses, default=0.0)
-
-
-def _shortest_s(setting: SearchProblem, tasks: Sequence[Task]) -> float:
-    """Return the least time of a chain on all tokens over its possible splits into these tasks.
-
-    The unsplit chain is absent where it takes longer.
-    """
-    until = {0: 0.0}
-    for task in sorted(tasks, key=lambda task: task.start):
-        took = until[task.start] + _alone_s(setting, task.chain, task.start, task.stop)
-        until[task.stop] = min(took, until.get(task.stop, math.inf))
-    return until[setting.load.tokens]
-
-
-def _alone_s(setting: SearchProblem, chain: Chain, start: int, stop: int) -> float:
-    return chain_s(setting.shares, chain, setting.load.part(start, stop), setting.shares.profile.total_sms)

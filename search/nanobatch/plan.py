@@ -50,7 +50,7 @@ from jaxflow.model.graph import Widths, model_graph
 from jaxflow.model.stage_split import split_layers
 from jaxflow.pipeline.choice import is_sequential
 from jaxflow.pipeline.handwritten import copied as with_copies
-from jaxflow.pipeline.plan import Target, save
+from jaxflow.pipeline.plan import Plan, Target, save
 from jaxflow.pipeline.program import check, check_sums
 from pallas_kernels.kernel_set import has_bounded
 from search.cost import BYTES, check_gpus, check_lengths
@@ -71,7 +71,7 @@ from search.nanobatch.plan_report import (
 )
 from search.nanobatch.predict import SEARCHED, SIZES, StepSize, line, most_promising, predict
 from search.nanobatch.problem import SearchProblem
-from search.nanobatch.stages import FoundPlan, search
+from search.nanobatch.stages import search
 from search.profile.clock import shipped_card
 from search.profile.modelled import copied, modelled_profile
 from search.profile.op_times import EXCHANGE, Profile, load_profile, with_collectives
@@ -177,6 +177,13 @@ def define_flags() -> None:
     )
     flags.DEFINE_integer(
         "nano_batches", 2, "The most nano-batches; 1 is the sequential plan.", lower_bound=1, upper_bound=4
+    )
+    flags.DEFINE_integer(
+        "nano_ops",
+        4,
+        "The most nano-operations of one op, where each op is cut by itself; 1: all ops are cut alike.",
+        lower_bound=1,
+        upper_bound=4,
     )
     flags.DEFINE_integer("time_limit_s", 600, "Time limit in seconds of the full search.", lower_bound=1)
     flags.DEFINE_string(
@@ -334,8 +341,9 @@ def _solve_form(
     known, found, solved = best_known(model, setting, f.orders, stop_s), None, None
     if SOLVER in f.orders:
         left_s, say = max(1.0, stop_s - time.monotonic()), lambda line: bar.write(line, file=sys.stderr)
-        found = _told(search(setting, time_limit_s=left_s, name=title, target=target, say=say), shares)
-        solved = simulated(found.plan, setting)
+        found = search(setting, time_limit_s=left_s, name=title, target=target, say=say)
+        plans = [_told(plan, shares) for plan in (found.plan, *found.others)]
+        solved = min((simulated(plan, setting) for plan in plans), key=lambda one: one.step_s)
     tried = [one for one in (known, solved) if one is not None]
     if not tried:
         raise SearchError(
@@ -358,17 +366,19 @@ def _setting(shares: ShareTimes, load: StepShape) -> SearchProblem:
         shares.graph, shares, load, device, shipped_power(device.name) if device else None,
         overlap=MODES[f.overlap], nano_batches=f.nano_batches, split=f.split,
         quantized=profile.dtype == "float8_e4m3fn",
-        places=tuple(sorted(set(_numbers("cuts")))) if f.cuts else (),
+        places=tuple(sorted(set(_numbers("cuts")))) if f.cuts else (), nano_ops=f.nano_ops,
     )  # fmt: skip
 
 
-def _told(found: FoundPlan, shares: ShareTimes) -> FoundPlan:
+def _told(plan: Plan, shares: ShareTimes) -> Plan:
     """Return the plan with the method of its collectives, and with both that and its cuts in its name."""
-    plan, cuts = found.plan, cuts_of(found.plan)
-    if cuts:
+    cuts, spans = cuts_of(plan), {(nano.start, nano.stop) for nano in plan.nano_ops}
+    if spans <= {*itertools.pairwise((0, *cuts, plan.tokens)), (0, plan.tokens)} and cuts:
         sizes = " + ".join(str(stop - start) for start, stop in itertools.pairwise((0, *cuts, plan.tokens)))
         plan = msgspec.structs.replace(plan, name=f"{plan.name}, {sizes}")
-    return dataclasses.replace(found, plan=with_copies(plan) if shares.copies else plan)
+    elif cuts:
+        plan = msgspec.structs.replace(plan, name=f"{plan.name}, op by op at {', '.join(map(str, cuts))}")
+    return with_copies(plan) if shares.copies else plan
 
 
 def _shares(name: str, model: ModelConfig, budgets: list[int]) -> tuple[ShareTimes, list[ShareTimes]]:

@@ -295,7 +295,7 @@ def test_no_stage_is_begun_when_the_time_is_over(monkeypatch):
 
 
 def test_cuts_that_there_is_no_time_for_cost_none(monkeypatch):
-    """A guess or a bound takes 1 s. Guesses get a fifth of 40 s, and bounds stop soon after the limit."""
+    """A guess or a bound takes 1 s. Guesses get a fifth of 40 s, and bounds the rest."""
     now, asked = [0.0], []
 
     def slow(what):
@@ -320,9 +320,11 @@ def test_cuts_that_there_is_no_time_for_cost_none(monkeypatch):
     monkeypatch.setattr(nanobatch, "_solve", nothing)
     found = search(setting, time_limit_s=40, clock=lambda: now[0])
     assert found.cut_sets == 15 + 105 and found.cuts == ()
-    assert asked.count("estimate_s") == 9 and 0 < found.tried < len(asked) - 9 and now[0] <= 44
-    # The bound of untried cuts is the energy bound, which is unknown here.
-    assert found.bound_s == 0.0
+    assert asked.count("estimate_s") == 9 and found.tried == len(asked) - 9 > 0 and now[0] <= 42
+    assert 0 < found.bound_s < found.period_s
+    now[0] = 0.0
+    monkeypatch.setattr(nanobatch, "_LATE", -1.0)  # no time is left for the bound, and no joules are known
+    assert search(setting, time_limit_s=40, clock=lambda: now[0]).bound_s == 0.0
 
 
 def test_a_bound_cuts_a_chain_where_that_is_shorter():
@@ -335,10 +337,11 @@ def test_a_bound_cuts_a_chain_where_that_is_shorter():
     kept = [one for one in profile.op_times if one.op != "down"]
     down = [OpTime("down", tokens, 0, TOTAL, seconds) for tokens, seconds in steps.items()]
     shares = type(setting.shares)(msgspec.structs.replace(profile, op_times=(*kept, *down)), setting.graph)
-    setting = dataclasses.replace(setting, shares=shares, step=4)
+    setting = dataclasses.replace(setting, shares=shares, step=4, most_shares=0)
     for places in ((4, 8), (4, 12)):
-        _, one = nanobatch.stage_one(setting, places, 30.0)
-        assert cuts.least_s(setting, places) <= one.period_s * (1 + 1e-6)
+        tasks, one = nanobatch.stage_one(setting, places, 3.0)
+        _, two = nanobatch.stage_two(setting, tasks, None, 3.0)
+        assert one.period_s * 0.99 <= cuts.least_s(setting, places) <= two.period_s * (1 + 1e-6)
 
 
 def test_bounds_of_one_way_take_no_time_from_the_next(monkeypatch):
