@@ -108,6 +108,7 @@ class KernelSet:
     list_decode_work: Callable = decode_reference.list_decode_work
     list_latent_work: Callable = latent_reference.list_decode_work
     list_latent_chunk_work: Callable = latent_reference.list_chunk_work
+    list_latent_up_chunk_work: Callable = latent_reference.list_up_chunk_work
     list_chunk_work: Callable = chunk_reference.list_chunk_work
     list_groups: Callable = expert_groups.list_groups
     fallbacks: tuple[Fallback, ...] = ()

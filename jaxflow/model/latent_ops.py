@@ -25,10 +25,10 @@ from jaxflow.config import Latent, Layer
 from jaxflow.model.batch import Batch
 from jaxflow.model.op_registry import KV, Context, Weights
 from jaxflow.model.rope import inverse_frequencies
+from pallas_kernels.attention.latent.windows import MOST_WINDOWS, pairs_of_window, windows_of
 from pallas_kernels.pointwise.norm.reference import rms_norm
 from pallas_kernels.pointwise.rope_append.reference import rope
 
-_FIXED_KEYS = 256  # made in vain, since the last window is seldom full
 _EPS = 1e-6  # epsilon of both norms: the published models have this value, whatever `rms_norm_eps` is
 
 
@@ -112,14 +112,15 @@ def _made(latent: Latent) -> int:
 def prefers_heads(latent: Latent, chunks: Int[Array, "C 4"], tokens: int) -> Bool[Array, ""]:
     """Return whether keys and values by head cost a step's chunks less FLOP than the absorbed form.
 
-    chunks: as in `Batch`, positions of at most 2^24. tokens: of the program. Keys and values are made for
-    windows of about so many tokens.
+    chunks: as in `Batch`, positions of at most 2^24. tokens: of the program, which the absorbed form makes
+    queries and outputs for. Keys and values are made for whole windows. A step with more windows than a work
+    list has keeps the absorbed form.
     """
     new, before = (chunks[:, i].astype(jnp.float32) for i in (1, 3))
     pairs = jnp.sum(new * before + new * (new + 1) / 2)
-    keys = jnp.sum(jnp.where(new > 0, new + before, 0.0))
-    windows = jnp.ceil(keys / tokens)
-    return pairs * _saved(latent) > ((windows - 1) * tokens + _FIXED_KEYS) * _made(latent)
+    windows, keys = windows_of(chunks, pairs_of_window(tokens, chunks.shape[0]))
+    fewer = pairs * _saved(latent) > (windows * keys - tokens).astype(jnp.float32) * _made(latent)
+    return fewer & (windows <= MOST_WINDOWS)
 
 
 def attend_chunks(
@@ -142,15 +143,22 @@ def attend_chunks(
     table, chunks = batch.page_table[c.group(layer)], batch.chunks_in(start, stop)
     settings = {"scale": c.config.scale, "sms": c.sms}
 
-    def absorbed(q: Array, *pages: Array) -> Array:
-        return c.kernels.latent_chunk_attention(q, *pages, table, chunks, work=work, **settings)
+    listed, listed_by_head = work or (None, None)
 
-    by_head = c.kernels.latent_up_chunk_attention
-    if by_head is None or not may_attend_by_head(c, batch, stop - start):
+    def absorbed(q: Array, *pages: Array) -> Array:
+        return c.kernels.latent_chunk_attention(q, *pages, table, chunks, work=listed, **settings)
+
+    attend_by_head = c.kernels.latent_up_chunk_attention
+    if attend_by_head is None or not may_attend_by_head(c, batch, stop - start):
         return absorbed(q, *kv)
+
+    def by_head(q: Array, *pages: Array) -> Array:
+        ups = w["key_up"], w["value_up"]
+        return attend_by_head(q, *pages, *ups, table, chunks, work=listed_by_head, **settings)
+
     return lax.cond(
         prefers_heads(_latent(c), chunks, stop - start),
-        lambda q, *pages: by_head(q, *pages, w["key_up"], w["value_up"], table, chunks, **settings),
+        by_head,
         lambda q, *pages: _restored(w, absorbed(_absorbed(c, w, q), *pages)),
         q,
         *kv,
@@ -202,13 +210,15 @@ def decode_work(c: Context, batch: Batch, start: int, stop: int) -> Any:
 
 
 def chunk_work(c: Context, batch: Batch, start: int, stop: int) -> Any:
-    """Return the work list of the prefill tokens of [start, stop), which all layers share, or None without
-    chunks.
+    """Return the work lists of both forms for the prefill tokens of [start, stop), which all layers share, or
+    None without chunks.
     """
     if batch.chunks.shape[0] == 0:
         return None
-    chunks = batch.chunks_in(start, stop)
-    return c.kernels.list_latent_chunk_work(chunks, stop - start, heads=_heads(c), sms=c.sms)
+    chunks, tokens, by_head = batch.chunks_in(start, stop), stop - start, None
+    if may_attend_by_head(c, batch, tokens):
+        by_head = c.kernels.list_latent_up_chunk_work(chunks, tokens)
+    return c.kernels.list_latent_chunk_work(chunks, tokens, heads=_heads(c), sms=c.sms), by_head
 
 
 def values(c: Context, w: Weights, o: Float[Array, "t N*B"]) -> Float[Array, "t N*Hv"]:

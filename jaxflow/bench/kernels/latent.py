@@ -5,6 +5,7 @@ import functools
 from jaxflow.bench.kernels.case import Implementation, KernelCase, KernelGroup
 from pallas_kernels.attention.latent import gpu_check as latent
 from pallas_kernels.attention.latent import gpu_check_chunks as latent_chunks
+from pallas_kernels.attention.latent import gpu_check_up as prefill
 
 # Of the bound that binds: 55 % of the datasheet's FLOP with 128 heads, 70 % of the stream with 16.
 _FLOPS_PER_S, _BYTES_PER_S = 0.55 * latent.FLOPS_PER_S, 0.7 * latent.STREAM_BYTES_PER_S
@@ -42,6 +43,18 @@ def _chunks(case: str) -> dict[str, Implementation]:
     return {name: Implementation(program, calls, amount) for name, program in programs.items()}
 
 
+def _prefill(case: str) -> dict[str, Implementation]:
+    """Prepare both forms and XLA's. The work of a call is the FLOP with keys and values by head."""
+    amount = prefill.flop(case)["mosaic"]
+    return {name: Implementation(run, prefill.CALLS, amount) for name, run in prefill.programs(case).items()}
+
+
+def _prefill_group(heads: int) -> KernelGroup:
+    cases = [case for case, (of_case, _) in prefill.CASES.items() if of_case == heads]
+    made = tuple(KernelCase(case, functools.partial(_prefill, case)) for case in cases)
+    return KernelGroup(f"latent_prefill_{heads}", "TFLOP/s", made, on_request=True)
+
+
 GROUPS = (
     _group("latent_decode_128", 128, "TFLOP/s", _FLOPS_PER_S),
     _group("latent_decode_16", 16, "TB/s", _BYTES_PER_S),
@@ -51,4 +64,6 @@ GROUPS = (
         tuple(KernelCase(case, functools.partial(_chunks, case)) for case in latent_chunks.CASES),
         on_request=True,
     ),
+    _prefill_group(128),
+    _prefill_group(16),
 )

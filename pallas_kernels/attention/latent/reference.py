@@ -109,6 +109,10 @@ def chunk_attention(
     return _by_tiles(q, latent_pages, page_table, chunks, scale, rank, block)
 
 
+def list_up_chunk_work(chunks: Int[Array, "C 4"], tokens: int) -> None:
+    """Return None: the reference implementation has no work list. The kernel has one."""
+
+
 def up_chunk_attention(
     q: Float[Array, "T N H"],
     rope_pages: Shaped[Array, "P 1 S Hr"],
@@ -120,13 +124,14 @@ def up_chunk_attention(
     *,
     scale: float,
     sms: int | None = None,
+    work: object = None,
 ) -> Float[Array, "T N Hv"]:
     """Return the causal attention of prefill chunks with keys and values by head, made from latent vectors.
 
     Args:
       q: the queries of all heads, Hp columns and then Hr rotary ones.
       key_up, value_up: make a head's own part of the keys, and its values.
-      chunks: as for `chunk_attention`. sms: for the kernel; unused.
+      chunks: as for `chunk_attention`. sms, work: for the kernel; unused.
     Returns:
       The outputs at the chunks' tokens, and 0 at all others.
     """

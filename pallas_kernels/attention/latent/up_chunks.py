@@ -8,15 +8,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.attention.latent.window_kernel import PLAIN, ROTARY, TILES, attend_window
-from pallas_kernels.attention.latent.windows import (
-    levels_of_tokens,
-    pages_of_window,
-    pairs_of_window,
-    windows_of,
-    work_of_window,
-)
+from pallas_kernels.attention.latent.window_kernel import PLAIN, ROTARY, attend_window
+from pallas_kernels.attention.latent.windows import WindowWork, pairs_of_window, window_work
 from pallas_kernels.attention.paged import LOWEST, PAGE
+
+
+def list_up_chunk_work(chunks: jax.Array, tokens: int) -> WindowWork:
+    """Return the work list of `up_chunk_attention` for chunks among `tokens` rows of q, for all layers.
+
+    The chunks need at most `windows.MOST_WINDOWS` windows of `pairs_of_window`.
+    """
+    return window_work(chunks, tokens, pairs_of_window(tokens, chunks.shape[0]))
 
 
 def up_chunk_attention(
@@ -30,8 +32,8 @@ def up_chunk_attention(
     *,
     scale: float,
     sms: int | None = None,
+    work: WindowWork | None = None,
     pairs: int | None = None,
-    keys_in_step: int = 64,
     interpret=None,
 ) -> jax.Array:
     """Return the causal attention of prefill chunks over their sequences' pages of latent vectors.
@@ -46,33 +48,37 @@ def up_chunk_attention(
       chunks: [C, 4] int32, as for `pallas_kernels.attention.latent.api.chunk_attention`.
       scale: scores are q·k · scale; scale may be 0 or negative.
       sms: CTAs of the attention kernel; None: all SMs.
-      pairs: page pairs of a window; None: see `pairs_of_window`.
-      keys_in_step: keys of a step of the kernel, 64 or 128.
+      work: `list_up_chunk_work(...)` for the same chunks and T, if layers share one list.
+      pairs: page pairs of a window, without a list; None: see `pairs_of_window`.
     Returns:
       [T, N, 128] bfloat16; 0 at tokens outside all chunks.
     Raises:
       ValueError: for a shape or dtype outside the limits.
     """
     _check(q, rope_pages, latent_pages, key_up, value_up)
-    (t, n, _), rank, tile = q.shape, latent_pages.shape[3], TILES[keys_in_step]
-    windows = windows_of(chunks, pairs or pairs_of_window(t, chunks.shape[0]))
+    (t, n, _), rank = q.shape, latent_pages.shape[3]
+    if work is None:
+        pairs = pairs or pairs_of_window(t, chunks.shape[0])
+        most = -(-chunks.shape[0] * (page_table.shape[1] + 1) // (2 * pairs))
+        work = window_work(chunks, t, pairs, most)
     weights = [x.reshape(n * PLAIN, rank) for x in (key_up, value_up)]
 
     def add_window(i, state):
         out, top = state
-        pages = jnp.clip(pages_of_window(windows, i, chunks, page_table), 0, latent_pages.shape[0] - 1)
-        latent, rotary = latent_pages[pages].reshape(-1, rank), rope_pages[pages].reshape(-1, ROTARY)
+        own: WindowWork = jax.tree.map(lambda x: x[i] if x.ndim else x, work)
+        ids = page_table[own.rows, jnp.clip(own.places, 0, page_table.shape[1] - 1)]
+        ids = jnp.clip(ids, 0, latent_pages.shape[0] - 1)
+        latent, rotary = latent_pages[ids].reshape(-1, rank), rope_pages[ids].reshape(-1, ROTARY)
         # XLA would join two products of one array, and copy both parts out of the result.
         same = latent, lax.optimization_barrier(latent)
         keys, values = (jnp.einsum("sr,mr->sm", x, w) for x, w in zip(same, weights, strict=True))
-        work = work_of_window(windows, i, chunks, t, tile)
-        how = {"scale": scale, "tile": tile, "sms": sms, "interpret": interpret}
-        new, levels = attend_window(q, keys, values, rotary, work, **how)
-        level = levels_of_tokens(work, levels, t)
+        how = {"scale": scale, "sms": sms, "interpret": interpret}
+        new, levels = attend_window(q, keys, values, rotary, own.chunks, **how)
+        level = jnp.where(own.tiles[:, None] < 0, 2 * LOWEST, levels[own.tiles, :, own.inside])
         return add_parts(out, top, new, level)
 
     start = jnp.zeros((t, n, PLAIN), q.dtype), jnp.full((t, n), LOWEST, jnp.float32)
-    return lax.fori_loop(0, windows.count, add_window, start)[0]
+    return lax.fori_loop(0, work.count, add_window, start)[0]
 
 
 def add_parts(

@@ -33,12 +33,11 @@ from pallas_kernels.attention.chunk.rows import (
     store_rows,
 )
 from pallas_kernels.attention.chunk.work_list import ChunkWork
+from pallas_kernels.attention.latent.windows import TILE
 from pallas_kernels.attention.paged import PAGE
-from pallas_kernels.attention.tiles import ChunkTile
 from pallas_kernels.hopper.layouts import LANE, pad_rows, swizzled
 from pallas_kernels.hopper.limits import sms_of
 
-TILES = {128: ChunkTile(keys=128, stages=2, queries=1), 64: ChunkTile(keys=64, stages=3, queries=1)}
 PLAIN, ROTARY = 128, 64  # columns of a head's own part of a key, and of the part that heads share
 TOGETHER = 8  # heads whose tiles run at the same time
 
@@ -51,7 +50,6 @@ def attend_window(
     work: ChunkWork,
     *,
     scale: float,
-    tile: ChunkTile,
     sms: int | None = None,
     interpret=None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -60,7 +58,7 @@ def attend_window(
     Args:
       q: [T, N, 192] bfloat16, N a multiple of 8; the last 64 columns are rotary.
       keys, values: [S, N * 128] bfloat16. rotary: [S, 64] bfloat16.
-      work: for tiles of the form `tile`, one of `TILES`. Field 3 of a tile is the page of the window that
+      work: the list of one window of `windows.WindowWork`. Field 3 of a tile is the page of the window that
         holds the first key of its chunk.
     Returns:
       (outputs [T, N, 128] bfloat16, levels [M, N, 128] float32). An output is divided by its row's sum of
@@ -74,7 +72,7 @@ def attend_window(
     sms = sms_of(sms)
     rows = RowConstants(
         group=1,
-        tile=tile,
+        tile=TILE,
         scale=scale,
         window=None,
         soft_cap=None,
@@ -91,13 +89,13 @@ def attend_window(
         functools.partial(_attend, sms=sms, heads=n, rows=rows),
         out_type=(
             jax.ShapeDtypeStruct((t, n * PLAIN // WIDTH, WIDTH), q.dtype),
-            jax.ShapeDtypeStruct((tiles, n, tile.rows), jnp.float32),
+            jax.ShapeDtypeStruct((tiles, n, TILE.rows), jnp.float32),
         ),
         grid=(sms,),
         grid_names=("cta",),
         num_threads=3,
         thread_name="wg",
-        scratch_types=_scratch(tile, rounds),
+        scratch_types=_scratch(rounds),
         compiler_params=dataclasses.replace(LANE, reduction_scratch_bytes=0),
         kernel_name=f"latent_window_attention_{sms}",
         interpret=interpret,
@@ -107,23 +105,23 @@ def attend_window(
     return out.reshape(t, n, PLAIN), levels
 
 
-def _scratch(tile: ChunkTile, rounds: int) -> dict:
+def _scratch(rounds: int) -> dict:
     """Return the kernel's shared memory and barriers."""
     tiled = swizzled(jnp.bfloat16)
     return {
-        "q_s": plgpu.SMEM((tile.queries, 2, HALF, PLAIN), jnp.bfloat16, transforms=tiled),
-        "q_rope_s": plgpu.SMEM((tile.queries, 2, HALF, ROTARY), jnp.bfloat16, transforms=tiled),
-        "k_s": plgpu.SMEM((tile.stages, tile.keys, PLAIN), jnp.bfloat16, transforms=tiled),
-        "k_rope_s": plgpu.SMEM((tile.stages, tile.keys, ROTARY), jnp.bfloat16, transforms=tiled),
-        "v_s": plgpu.SMEM((tile.stages, tile.keys, PLAIN), jnp.bfloat16, transforms=tiled),
+        "q_s": plgpu.SMEM((TILE.queries, 2, HALF, PLAIN), jnp.bfloat16, transforms=tiled),
+        "q_rope_s": plgpu.SMEM((TILE.queries, 2, HALF, ROTARY), jnp.bfloat16, transforms=tiled),
+        "k_s": plgpu.SMEM((TILE.stages, TILE.keys, PLAIN), jnp.bfloat16, transforms=tiled),
+        "k_rope_s": plgpu.SMEM((TILE.stages, TILE.keys, ROTARY), jnp.bfloat16, transforms=tiled),
+        "v_s": plgpu.SMEM((TILE.stages, TILE.keys, PLAIN), jnp.bfloat16, transforms=tiled),
         "o_s": plgpu.SMEM((2, 1, HALF, WIDTH), jnp.bfloat16),  # plain rows, to store a chunk's end row by row
         "again": plgpu.SMEM((2, min(rounds, MARKS)), jnp.int32),
-        "q_full": plgpu.Barrier(num_arrivals=4, num_barriers=tile.queries),
-        "q_empty": plgpu.Barrier(num_arrivals=2, num_barriers=tile.queries),
-        "k_full": plgpu.Barrier(num_arrivals=2, num_barriers=tile.stages),
-        "v_full": plgpu.Barrier(num_barriers=tile.stages),
-        "k_empty": plgpu.Barrier(num_arrivals=2, num_barriers=tile.stages),
-        "v_empty": plgpu.Barrier(num_arrivals=2, num_barriers=tile.stages),
+        "q_full": plgpu.Barrier(num_arrivals=4, num_barriers=TILE.queries),
+        "q_empty": plgpu.Barrier(num_arrivals=2, num_barriers=TILE.queries),
+        "k_full": plgpu.Barrier(num_arrivals=2, num_barriers=TILE.stages),
+        "v_full": plgpu.Barrier(num_barriers=TILE.stages),
+        "k_empty": plgpu.Barrier(num_arrivals=2, num_barriers=TILE.stages),
+        "v_empty": plgpu.Barrier(num_arrivals=2, num_barriers=TILE.stages),
         "blanked": plgpu.Barrier(num_arrivals=2),
         "decided": plgpu.Barrier(num_arrivals=2),
     }
@@ -133,7 +131,7 @@ def _attend(
     q_ref, k_ref, v_ref, rotary_ref, tiles_ref, count_ref, bound_ref, o_ref, levels_ref, *, sms, heads, rows,
     **scratch,
 ):  # fmt: skip
-    cta, wg, tile = lax.axis_index("cta"), lax.axis_index("wg"), rows.tile
+    cta, wg = lax.axis_index("cta"), lax.axis_index("wg")
     count, again = count_ref[0], scratch["again"]
     items = count * heads
     rounds = lax.div(items + sms - 1, jnp.int32(sms))
@@ -153,12 +151,12 @@ def _attend(
     @pl.when(wg == 2)
     def _copy():
         plgpu.set_max_registers(40, action="decrease")  # 40 + 2 · 232 = 3 · 168, what the CTA was given
-        visit = functools.partial(_copy_item, q_ref, k_ref, v_ref, rotary_ref, scratch, tile)
+        visit = functools.partial(_copy_item, q_ref, k_ref, v_ref, rotary_ref, scratch)
         done, steps = for_items(visit, (jnp.int32(0), jnp.int32(0)))
         plgpu.barrier_wait(scratch["decided"])
         done, steps = for_marked(visit, (done, steps))
-        wait_for_all(done, tile.queries, scratch["q_empty"])
-        wait_for_all(steps, tile.stages, scratch["k_empty"], scratch["v_empty"])
+        wait_for_all(done, TILE.queries, scratch["q_empty"])
+        wait_for_all(steps, TILE.stages, scratch["k_empty"], scratch["v_empty"])
 
     @pl.when(wg < 2)
     def _compute():
@@ -182,7 +180,7 @@ def _attend(
 
 
 def _copy_item(
-    q_ref, k_ref, v_ref, rotary_ref, scratch, tile, carry, _, head, index, first, begin, end, page, position,
+    q_ref, k_ref, v_ref, rotary_ref, scratch, carry, _, head, index, first, begin, end, page, position,
     block, block_end,
 ):  # fmt: skip
     """Copy queries, then blocks of keys and values, each as soon as its slot is free."""
@@ -194,14 +192,14 @@ def _copy_item(
             plgpu.copy_gmem_to_smem(q_ref.at[at, head, columns], scratch[name].at[0, half], full)
 
     def slot_of(step, empty):
-        slot = lax.rem(step, jnp.int32(tile.stages))
-        pl.when(step >= tile.stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
+        slot = lax.rem(step, jnp.int32(TILE.stages))
+        pl.when(step >= TILE.stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
         return slot
 
     own = pl.ds(pl.multiple_of(head * PLAIN, PLAIN), PLAIN)
 
     def rows_of(block):
-        return pl.ds(pl.multiple_of(page * PAGE + block * tile.keys, PAGE), tile.keys)
+        return pl.ds(pl.multiple_of(page * PAGE + block * TILE.keys, PAGE), TILE.keys)
 
     def bring_keys(block, step):
         slot = slot_of(step, scratch["k_empty"])

@@ -21,7 +21,7 @@ def both_forms(monkeypatch):
     """Let chunks of the tiny model run with keys and values by head, and record such calls."""
     kernels = dataclasses.replace(kernel_set.CPU, latent_up_chunk_attention=counted)
     monkeypatch.setattr(kernel_set, "CPU", kernels)
-    monkeypatch.setattr(latent_ops, "_FIXED_KEYS", 0)
+    monkeypatch.setattr(latent_ops, "prefers_heads", lambda _, chunks, tokens: chunks[:, 1].max() > 20)
     calls.clear()
 
 
@@ -58,10 +58,12 @@ def test_goldens_with_chunks_in_both_forms(tp, goldens):
         ([(16, 0), (0, 0)], False),
         ([(256, 0)] * 8, True),
         ([(64, 4096)] * 32, False),
+        ([(1024, 60_000)], True),
+        ([(1024, 500_000)], False),  # more windows than a work list has
     ],
 )
 def test_the_form_is_that_of_fewer_products(chunks, by_head, monkeypatch):
-    """For the widths of DeepSeek-V3, and windows of 2,048 tokens."""
+    """For the widths of DeepSeek-V3, and a program of 2,048 tokens."""
     monkeypatch.undo()
     latent = latent_ops.Latent(1536, 512, 128, 64, 128, True)
     given = np.asarray([(0, new, 0, before) for new, before in chunks], np.int32)

@@ -30,29 +30,29 @@ def inputs(chunks):
 
 
 @functools.cache
-def both(pairs: int, keys: int):
+def both(pairs: int):
     """Return the kernel in the interpreter and its reference, compiled once for the tests."""
     interpret = plgpu.InterpretGPUParams()
-    how = {"sms": 2, "pairs": pairs, "keys_in_step": keys, "interpret": interpret}
+    how = {"sms": 2, "pairs": pairs, "interpret": interpret}
     kernel = functools.partial(up_chunk_attention, scale=SCALE, **how)
     return jax.jit(kernel), jax.jit(functools.partial(reference.up_chunk_attention, scale=SCALE))
 
 
 @pytest.mark.parametrize(
-    ("chunks", "pairs", "keys"),
+    ("chunks", "pairs"),
     [
         # Several chunks in a window, a border of a page, a chunk of nothing, tokens of no chunk.
-        ([(3, 130, 1, 62), (0, 0, 2, 0), (140, 7, 0, 3)], 3, 128),
+        ([(3, 130, 1, 62), (0, 0, 2, 0), (140, 7, 0, 3)], 3),
         # Windows that begin inside a chunk and inside its tiles, and hold the end of one chunk and the
         # context of the next one.
-        ([(0, 129, 0, 250), (129, 5, 1, 0), (150, 50, 2, 127)], 2, 128),
-        ([(7, 190, 0, 64), (0, 0, 1, 0), (0, 0, 1, 0)], 1, 64),
+        ([(0, 129, 0, 250), (129, 5, 1, 0), (150, 50, 2, 127)], 2),
+        ([(7, 190, 0, 64), (0, 0, 1, 0), (0, 0, 1, 0)], 1),
     ],
 )
-def test_up_chunk_attention_equals_its_reference(chunks, pairs, keys):
+def test_up_chunk_attention_equals_its_reference(chunks, pairs):
     pages, table, ups = inputs(chunks)
     q = queries(0, TOKENS, HEADS, PLAIN + ROTARY)
-    kernel, plain = both(pairs, keys)
+    kernel, plain = both(pairs)
     got = np.asarray(kernel(q, *pages, *ups, table, jnp.asarray(chunks)), np.float32)
     known = [jnp.asarray(np.nan_to_num(np.asarray(x, np.float32))) for x in pages]
     wide = [x.astype(jnp.float32) for x in ups]
