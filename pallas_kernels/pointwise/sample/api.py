@@ -33,7 +33,7 @@ _TILES = 4  # units whose reads overlap
 _ROOM = 64  # copies of a thread
 _SLACK = 3e-5  # larger than the rounding of a row's sum of weights
 _LOG2E = 1.4426950408889634
-_NONE = -(2**31)
+_DYNAMIC = -(2**31)  # of a getelementptr: this index is an operand
 
 _FOUR = plgpu.Layout.WG_STRIDED((_UNIT,), 4)
 _ONE = plgpu.Layout.WG_STRIDED((128,), 1)
@@ -375,7 +375,7 @@ def _meet(interpret):
 def _element(ref, index, dtype):
     """Return a pointer to an element of a reference in shared memory, counted from its start."""
     base = mgpu.utils.memref_ptr(ref)
-    return llvm.getelementptr(base.type, base, [index], [_NONE], dtype, llvm.GEPNoWrapFlags.none)
+    return llvm.getelementptr(base.type, base, [index], [_DYNAMIC], dtype, llvm.GEPNoWrapFlags.none)
 
 
 def _count_bins(counts, bins, interpret):
