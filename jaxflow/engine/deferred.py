@@ -4,6 +4,7 @@ import concurrent.futures
 import contextlib
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -47,6 +48,17 @@ class DeferredProgram:
     def __call__(self, *args: Any) -> Any:
         """Run the program."""
         return (self._program or self.ready())(*args)
+
+
+def while_it_lives(method: Callable[[], object]) -> Callable[[], object]:
+    """Return a job that calls an object's method, or does nothing once the object is gone."""
+    weak = weakref.WeakMethod(method)
+
+    def job() -> None:
+        if (found := weak()) is not None:
+            found()
+
+    return job
 
 
 def compile_in_background(jobs: Sequence[Callable[[], object]], delay_s: float = 0.0) -> threading.Thread:

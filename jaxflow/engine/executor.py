@@ -30,7 +30,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxflow.engine import program_memory as temporary
 from jaxflow.engine.ahead_of_time import needs_no_gpu
-from jaxflow.engine.deferred import DELAY_S, DeferredProgram, Turns, compile_in_background, wait_for
+from jaxflow.engine.deferred import (
+    DELAY_S,
+    DeferredProgram,
+    Turns,
+    compile_in_background,
+    wait_for,
+    while_it_lives,
+)
 from jaxflow.engine.expert_balancer import MovedLayer
 from jaxflow.engine.expert_slots import expert_arrays, placed_experts, source_slots
 from jaxflow.engine.heap import freeze_later_objects
@@ -541,11 +548,11 @@ class Executor:
             return self._compile(lowered, job.options)
 
     def compile_deferred(self) -> None:
-        """Compile the deferred programs on a thread, a little later."""
+        """Compile the deferred programs on a thread, a little later, as long as the engine exists."""
         tables: tuple[dict, ...] = (self._steps, self._samplers, self._prompt)
-        found = [one.ready for table in tables for one in table.values() if isinstance(one, DeferredProgram)]
-        if found:
-            compile_in_background(found, DELAY_S)
+        programs = (one for table in tables for one in table.values() if isinstance(one, DeferredProgram))
+        if jobs := [while_it_lives(program.ready) for program in programs]:
+            compile_in_background(jobs, DELAY_S)
 
     # ---- layouts that become ready while the engine serves
 

@@ -1,6 +1,7 @@
 """Programs that are compiled after the start: once each, by the thread or by the first caller."""
 
 import dataclasses
+import gc
 import threading
 import time
 
@@ -16,6 +17,7 @@ from jaxflow.engine.deferred import (
     is_compiling,
     is_deferred,
     wait_until_compiled,
+    while_it_lives,
 )
 from jaxflow.engine.start import choose_plans, make_executor, make_loop, resolve
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
@@ -46,6 +48,17 @@ def test_callers_and_the_thread_compile_a_program_once():
         thread.join(10)
     assert sorted(results) == [1, 2, 3, 4]
     assert made == [True, True] and not is_deferred()
+
+
+def test_a_program_that_nobody_holds_is_not_compiled():
+    made = []
+    kept, dropped = (DeferredProgram(lambda name=name: made.append(name) or len) for name in "ab")
+    jobs = [while_it_lives(program.ready) for program in (dropped, kept)]
+    del dropped
+    gc.collect()
+    compile_in_background(jobs).join(10)
+    assert made == ["a"]
+    assert kept("xyz") == 3
 
 
 def test_a_delay_ends_when_somebody_waits():
