@@ -32,8 +32,9 @@ from pallas_kernels.gemm.grouped.groups import Groups
 from pallas_kernels.gemm.grouped.kernel import GroupedForm, channel_scales, epilogue, strip_item, token_scales
 from pallas_kernels.gemm.grouped.tiles import ALIGN, PART, GroupedTile, check_operands
 from pallas_kernels.hopper.layouts import LANE, store_transposed, swizzled
-from pallas_kernels.hopper.limits import SMEM_BYTES, sms_of
+from pallas_kernels.hopper.limits import SMEM_BYTES, SMS, sms_of
 from pallas_kernels.quantized import BLOCK, BLOCK_ROWS, Quantized
+from pallas_kernels.this_device import this_device
 
 DEPTH = 256  # columns of a stage
 _ONE_BY_ONE = plgpu.Layout._WGMMA_ACC_32BIT  # the accumulator's layout with single values instead of pairs
@@ -70,7 +71,7 @@ def expert_mlp(
     Raises:
       ValueError: for a shape, dtype, activation or sms outside the limits.
     """
-    (m, k), (experts, n, _), columns, sms = x.shape, w_up.shape, w_down.shape[1], sms_of(sms)
+    (m, k), (experts, n, _), columns, sms = x.shape, w_up.shape, w_down.shape[1], _resident(sms)
     check_operands(x, w_up, activation)
     if (
         not supports(groups.rows, w_up, w_down, gate_block)
@@ -117,6 +118,11 @@ def expert_mlp(
     a = kernel(dataclasses.replace(form, down=None), inner, "up_gate")(*listed, *first)
     (y,) = kernel(dataclasses.replace(form, up=None), [result], "down")(*listed, *a, *second)
     return y
+
+
+def _resident(sms: int | None) -> int:
+    """Return the number of CTAs: as many as may be resident, and no more than the device has SMs."""
+    return min(sms_of(sms), this_device().sms or SMS)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,12 +11,13 @@ import pytest
 from h200 import abstract, compile_for_h200, h200_mesh
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gemm.expert_mlp import reference
+from pallas_kernels.gemm.expert_mlp import api, reference
 from pallas_kernels.gemm.expert_mlp.api import expert_mlp
 from pallas_kernels.gemm.expert_mlp.limits import supports
 from pallas_kernels.gemm.grouped.routings import draw_routing
 from pallas_kernels.gemm.grouped.swapped import list_groups
 from pallas_kernels.pointwise.quantize.reference import quantize_rows
+from pallas_kernels.this_device import DeviceKind
 
 listed = jax.jit(list_groups, static_argnums=(1, 2))
 interpreted = functools.partial(expert_mlp, sms=2, interpret=plgpu.InterpretGPUParams())
@@ -67,3 +68,10 @@ def test_no_registers_are_spilled_on_an_h200(tokens, tmp_path, monkeypatch):
         assert [thunk.kind for thunk in compiled.thunks] == ["kCustomCall"] * (1 + split)
     logs = "".join(path.read_text(errors="replace") for path in tmp_path.glob("expert_*.ptxas"))
     assert set(re.findall(r"(\d+) bytes spill stores", logs)) == {"0"}
+
+
+@pytest.mark.parametrize(("sms", "wanted", "has"), [(None, 114, 114), (100, 100, 114), (None, 132, None)])
+def test_no_more_workers_wait_for_each_other_than_a_device_has_sms(sms, wanted, has, monkeypatch):
+    here = DeviceKind("gpu", "NVIDIA H100 PCIe", "9.0", has)
+    monkeypatch.setattr(api, "this_device", lambda: here)
+    assert api._resident(sms) == wanted
