@@ -33,7 +33,8 @@ def expert_mlp(
     y = lax.ragged_dot_general(values, weights, groups.sizes, numbers, precision="highest")
     y = y * x.scale[:, None] * by_row(w_up.scale, groups, y.shape[0])
     a = finish_rows(y, groups, bias=None, activation=activation, gate_block=gate_block)
-    blocks = quantize_rows(a.reshape(a.shape[0], -1, BLOCK_ROWS))
+    # Without the barrier XLA leaves both conversions out on a GPU, and nothing is rounded.
+    blocks = lax.optimization_barrier(quantize_rows(a.reshape(a.shape[0], -1, BLOCK_ROWS)))
     a = dequantize(blocks).reshape(a.shape)
     y = lax.ragged_dot_general(
         a, w_down.values.astype(jnp.float32), groups.sizes, numbers, precision="highest"

@@ -70,6 +70,20 @@ def test_no_registers_are_spilled_on_an_h200(tokens, tmp_path, monkeypatch):
     assert set(re.findall(r"(\d+) bytes spill stores", logs)) == {"0"}
 
 
+def test_xla_rounds_the_rows_of_the_reference_on_an_h200():
+    picked = jax.ShapeDtypeStruct((8, 2), jnp.int32)
+    groups = jax.eval_shape(functools.partial(list_groups, num_experts=4), picked)
+    shapes = ((len(groups.pairs), 128), (4, 256, 128), (4, 128, 128))
+    operands = jax.eval_shape(
+        lambda *parts: tuple(map(quantize_rows, parts)),
+        *(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes),
+    )
+    form = functools.partial(reference.expert_mlp, activation="silu", gate_block=64)
+    hlo = compile_for_h200(form, *abstract(h200_mesh(), (*operands, groups))).hlo
+    rounded = f"f8e4m3fn[{len(groups.pairs)},2,64]"
+    assert rounded in hlo
+
+
 @pytest.mark.parametrize(("sms", "wanted", "has"), [(None, 114, 114), (100, 100, 114), (None, 132, None)])
 def test_no_more_workers_wait_for_each_other_than_a_device_has_sms(sms, wanted, has, monkeypatch):
     here = DeviceKind("gpu", "NVIDIA H100 PCIe", "9.0", has)
