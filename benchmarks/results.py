@@ -27,6 +27,7 @@ BLOCK = re.compile(r"(?<=<!-- results -->\n).*?(?=<!-- /results -->)", re.S)
 KEYS = ("command", "commit", "versions", "driver", "device", "clock_mhz", "watts", "date")
 NULL_ON_CPU = ("driver", "clock_mhz", "watts")
 NOT_REPORTS = ("plans", "settings", "notes")
+WAYS = {"stages": "pipeline", "ranks": "data"}  # ways besides tensor parallelism, and the flag of each
 SAME_SLOTS = 1.5
 TRANSPORT_FIGURES = (("per_s", 0), ("per_cpu_s", 0), ("server_cores", 2))
 TRANSPORT_LOADS = ("streamed_chunks", "bare_uvicorn_chunks", "plain_requests", "bare_uvicorn_requests")
@@ -80,10 +81,21 @@ def precision(engine: Mapping[str, Any]) -> str:
     return (engine.get("quantization") or engine["dtype"]) + cache
 
 
+def devices_of(report: Report) -> int:
+    """Return the number of devices of an engine."""
+    engine = report["engine_config"]
+    return math.prod(engine.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline", "data"))
+
+
 def machine(report: Report) -> str:
-    """Return the device, with the number of devices above one."""
-    devices = report["engine_config"]["tensor_parallel_size"]
-    return f"{devices} × {report['device']}" if devices > 1 else report["device"]
+    """Return the device, with the number of devices above one and how they share the work."""
+    engine, devices = report["engine_config"], devices_of(report)
+    if devices == 1:
+        return report["device"]
+    counts = {name: engine.get(f"{kind}_parallel_size", 1) for name, kind in WAYS.items()}
+    how = [f"{number} {name}" for name, number in counts.items() if number > 1]
+    how += ["whole experts"] if engine.get("enable_expert_parallel") and counts["ranks"] == 1 else []
+    return f"{devices} × {report['device']}" + (f" ({', '.join(how)})" if how else "")
 
 
 def model_of(report: Report) -> str:
@@ -147,7 +159,7 @@ def rivals_of(rivals: Iterable[Mapping[str, Any]], report: Report) -> list[str]:
         rival
         for rival in rivals
         if rival["device"] == report["device"]
-        and rival.get("devices", 1) == report["engine_config"]["tensor_parallel_size"]
+        and rival.get("devices", 1) == devices_of(report)
         and rival["model"] == report["model"]
         and rival["precision"] == precision(report["engine_config"])
         and rival["workload"] == lengths(report["workload"])
@@ -170,8 +182,7 @@ def share_of_optimum(report: Report) -> float:
     rate = known_rate(device, dtype) if device else None
     if rate is None:
         return report["fraction_of_optimal"]
-    parallel = (engine.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline", "data"))
-    optimum = optimal_throughput(math.prod(parallel) * rate.flops_per_s, report["optimal_parameters"])
+    optimum = optimal_throughput(devices_of(report) * rate.flops_per_s, report["optimal_parameters"])
     return report["total_token_throughput"] / optimum
 
 
@@ -834,8 +845,7 @@ def headline_table(folder: Path = HERE) -> str:
         named = [
             runs
             for (device, name, tokens, *_), runs in groups.items()
-            if (name, tokens) == (f"{model}, {numbers}", work)
-            and runs[0][1]["engine_config"]["tensor_parallel_size"] == devices
+            if (name, tokens) == (f"{model}, {numbers}", work) and devices_of(runs[0][1]) == devices
         ]
         if not named:
             continue

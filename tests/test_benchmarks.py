@@ -144,6 +144,22 @@ def test_an_overlapped_plan_has_a_row_of_its_own(write):
     }
 
 
+def test_each_way_to_share_work_has_a_row_of_its_own(write):
+    ways = {
+        "tp": ({"tensor_parallel_size": 2}, "2 × NVIDIA H200"),
+        "ep": (
+            {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+            "2 × NVIDIA H200 (whole experts)",
+        ),
+        "pp": ({"pipeline_parallel_size": 2}, "2 × NVIDIA H200 (2 stages)"),
+        "dp": ({"data_parallel_size": 2, "enable_expert_parallel": True}, "2 × NVIDIA H200 (2 ranks)"),
+        "grid": ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, "4 × NVIDIA H200 (2 stages)"),
+    }
+    engine = REPORT["engine_config"]
+    folder = write(**{name: REPORT | {"engine_config": engine | own} for name, (own, _) in ways.items()})
+    assert {row[0] for row in rows(folder, "Throughput")} == {head for _, head in ways.values()}
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -151,6 +167,7 @@ def test_an_overlapped_plan_has_a_row_of_its_own(write):
         {"model": "llama-2-7b"},
         {"engine_config": REPORT["engine_config"] | {"kv_cache_dtype": "float8_e4m3fn"}},
         {"engine_config": REPORT["engine_config"] | {"tensor_parallel_size": 2}},
+        {"engine_config": REPORT["engine_config"] | {"pipeline_parallel_size": 2}},
         {"workload": REPORT["workload"] | {"kind": "lognormal"}},
     ],
 )
