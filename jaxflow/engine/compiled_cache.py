@@ -8,7 +8,7 @@ another one writes it would read a part, too.
 import contextlib
 import logging
 import os
-import tempfile
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -37,21 +37,27 @@ def find(key: str, *args: Any, **named: Any) -> tuple[Any, int | None]:
 
 
 def put(cache: LRUCache, key: str, value: bytes) -> None:
-    """Write an entry completely or not at all. Raises: OSError. See `LRUCache.put`."""
+    """Write an entry by `write_whole`. See `LRUCache.put`."""
     if cache.eviction_enabled or not cache._is_local:
         return _put(cache, key, value)
     path = _path(cache.path, key)
     if path.exists():
         return None
-    descriptor, partial = tempfile.mkstemp(dir=path.parent)
+    return write_whole(path, value)
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file completely or not at all. Other users may read it if the process's umask lets them.
+
+    Raises: OSError.
+    """
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(value)
+        partial.write_bytes(content)
         os.replace(partial, path)
     except OSError:
-        os.unlink(partial)
+        partial.unlink(missing_ok=True)
         raise
-    return None
 
 
 def _path(folder: str | os.PathLike, key: str) -> Path:

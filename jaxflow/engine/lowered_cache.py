@@ -17,7 +17,6 @@ import importlib.metadata
 import logging
 import os
 import re
-import tempfile
 import threading
 import time
 import zlib
@@ -32,6 +31,7 @@ from jax.sharding import NamedSharding, Sharding
 
 from jaxflow.engine import ahead_of_time
 from jaxflow.engine.ahead_of_time import NotLoaded, Target
+from jaxflow.engine.compiled_cache import write_whole
 from jaxflow.engine.programs import Rows
 from jaxflow.engine.start_times import count_loaded
 from jaxflow.model.batch import Batch
@@ -359,14 +359,7 @@ def write_signed(path: Path, content: bytes) -> None:
     """Write a program completely or not at all. Log a warning where the folder cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, partial = tempfile.mkstemp(dir=path.parent)
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(_signature(path, content) + content)
-            os.replace(partial, path)
-        except OSError:
-            os.unlink(partial)
-            raise
+        write_whole(path, _signature(path, content) + content)
         _evict(path.parent)
     except OSError as error:
         log.warning("a program is not kept: %s", error)

@@ -66,3 +66,14 @@ def test_a_write_that_ends_early_leaves_nothing(tmp_path, monkeypatch):
     cache.put("key", b"program")
     cache.put("key", b"other")
     assert cache.get("key") == b"program"
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_the_umask_decides_who_reads_an_entry(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        LRUCache(str(tmp_path), max_size=-1).put("key", b"program")
+    finally:
+        os.umask(before)
+    (entry,) = tmp_path.iterdir()
+    assert entry.stat().st_mode & 0o777 == 0o666 & ~umask
