@@ -34,6 +34,7 @@ def test_help_of_every_command_lists_its_flags(no_flags, capsys, command):
             "pipeline",
             "decode_fleet",
             "expert_balance",
+            "collectives",
         )
     )
 
