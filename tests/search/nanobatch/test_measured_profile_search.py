@@ -67,4 +67,7 @@ def test_with_all_overlap_allowed_the_solver_hides_sums_without_side_streams(mon
     assert problem.overlap == RESOURCES and (found.tried, found.cut_sets) == (2, 2)
     assert {nano.stream for nano in found.plan.nano_ops} == {0}
     assert 0 <= found.gap < 0.1  # to a bound over all cuts and orders, which the order of the ops keeps away
+    tasks, _ = stages.stage_one(problem, (1024,), limit_s)
+    _, two = stages.stage_two(problem, tasks, None, limit_s)
+    assert two.bound_s > 0.99 * two.period_s  # the gap of this structure
     assert found.sequential_s / found.period_s > 1.02
