@@ -19,6 +19,7 @@ from pallas_kernels.attention.decode import reference as decode_reference
 from pallas_kernels.attention.latent import reference as latent_reference
 from pallas_kernels.attention.tiles import WIDEST, WIDEST_GROUP, WIDTHS
 from pallas_kernels.cards import card_of
+from pallas_kernels.cpu import chunk_attention as cpu_chunk
 from pallas_kernels.cpu import decode_attention as cpu_decode
 from pallas_kernels.cpu import draw as cpu_draw
 from pallas_kernels.cpu import gemm as cpu_gemm
@@ -204,7 +205,13 @@ def _backend(kernel: Callable) -> str:
 
 
 REFERENCE = KernelSet("reference")
-CPU = KernelSet("cpu", gemm=cpu_gemm.gemm, decode_attention=cpu_decode.decode_attention, draw=cpu_draw.draw)
+CPU = KernelSet(
+    "cpu",
+    gemm=cpu_gemm.gemm,
+    decode_attention=cpu_decode.decode_attention,
+    chunk_attention=cpu_chunk.chunk_attention,
+    draw=cpu_draw.draw,
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,12 +16,16 @@ _SLICED = 8  # so few pages are read by slices: XLA's gather on a CPU computes a
 def online_softmax(scores, valid, v, state, einsum: Callable[..., Array] = jnp.einsum):
     """Return the state (maximum, sum, output) after one block of the online softmax.
 
-    scores, valid: [..., G, keys]. v: [..., keys, H]. einsum: multiplies the weights by v.
+    scores, valid: [..., G, keys]. valid: None if all keys are. v: [..., keys, H]. einsum: multiplies the
+    weights by v.
     """
     top, total, out = state
-    scores = jnp.where(valid, scores, LOWEST)
+    if valid is not None:
+        scores = jnp.where(valid, scores, LOWEST)
     new_top = jnp.maximum(top, scores.max(-1))
-    weight = jnp.where(valid, jnp.exp(scores - new_top[..., None]), 0.0)
+    weight = jnp.exp(scores - new_top[..., None])
+    if valid is not None:
+        weight = jnp.where(valid, weight, 0.0)
     keep = jnp.exp(top - new_top)
     out = out * keep[..., None] + einsum("...gs,...sh->...gh", weight, v)
     return new_top, total * keep + weight.sum(-1), out

@@ -5,6 +5,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
 from pallas_kernels.attention.reference import (
+    KEYS_PER_BLOCK,
     LOWEST,
     add_sink_logits,
     block_at,
@@ -36,6 +37,9 @@ def chunk_attention(
     sink_logits: Float[Array, " N"] | None = None,
     sms: int | None = None,
     work: object = None,
+    rows_per_tile: int = ROWS_PER_TILE,
+    keys_per_block: int = KEYS_PER_BLOCK,
+    skip_masks: bool = False,
 ) -> Float[Array, "T N H"]:
     """Return the causal attention of prefill chunks over their sequences' pages (SARATHI §4.2).
 
@@ -44,6 +48,9 @@ def chunk_attention(
         pages already hold the chunk's keys and values. Chunks of 0 tokens are skipped.
       page_table: [R, MP], or [G, R, MP] for G groups of heads, whose pages hold K / G heads.
       spans: [K] or [T, K], instead of a window: the number of last keys that each KV head of a query sees.
+      rows_per_tile: query tokens of a chunk that one step computes.
+      skip_masks: branch to a form without a mask where every row of a tile sees all keys of a block. A CPU
+        runs most steps faster so. On a GPU each branch waits for the host.
       other arguments: as for `decode_attention`.
     Returns:
       The outputs at the chunks' tokens, and 0 at all others.
@@ -52,8 +59,8 @@ def chunk_attention(
     (t, n, h), (p, held, s, _) = q.shape, k_pages.shape
     groups = page_table.ndim == 3
     kv = held * (page_table.shape[0] if groups else 1)
-    g, tile = n // kv, min(ROWS_PER_TILE, t)
-    per_block, table = key_blocks(page_table, p, s)
+    g, tile = n // kv, min(rows_per_tile, t)
+    per_block, table = key_blocks(page_table, p, s, keys_per_block)
     block = per_block * s
     padded = jnp.pad(q, ((0, tile), (0, 0), (0, 0)))
     if spans is not None:
@@ -78,11 +85,17 @@ def chunk_attention(
             scores = cap_scores(
                 jnp.einsum("kqh,ksh->kqs", grouped, read_groups(k_pages, k_scale, ids, groups)), soft_cap
             )
-            key = at * block + jnp.arange(block)
-            valid = (key < row_end[:, None]) & ((key >= row_since[:, :, None]) | (key < sinks))
-            return online_softmax(
-                scores, valid, read_groups(v_pages, v_scale, ids, groups, values=True), state
-            )
+            v = read_groups(v_pages, v_scale, ids, groups, values=True)
+
+            def masked():
+                key = at * block + jnp.arange(block)
+                valid = (key < row_end[:, None]) & ((key >= row_since[:, :, None]) | (key < sinks))
+                return online_softmax(scores, valid, v, state)
+
+            if not skip_masks:
+                return masked()
+            whole = ((at + 1) * block <= position + 1) & (at * block >= since.max())
+            return lax.cond(whole, lambda: online_softmax(scores, None, v, state), masked)
 
         lead = (kv, g * tile)
         state = (jnp.full(lead, LOWEST), jnp.zeros(lead), jnp.zeros((*lead, h)))
