@@ -189,9 +189,8 @@ class Executor:
         """
         self._eager = eager
         self._times = times or StartTimes()
-        self.programs, self.weights, self.name = programs, weights, name
-        # The expert of each slot in each mixture layer, [L, S]; None for experts without copies.
-        self.placed = placed_experts(weights)
+        self.programs, self.name = programs, name
+        self.take_weights(weights)
         self.layouts: dict[int, tuple[StepLayout, ...]] = {}  # the layouts of each bucket, one a plan
         # By tokens: the layouts of steps of decodes alone that have a program of their own.
         self.decode_layouts: dict[int, StepLayout] = {}
@@ -209,8 +208,6 @@ class Executor:
         windows = programs.context.windows or programs.context.config.windows
         self.own_groups = [windows.index(group.window) for group in self.page_groups]
         self.lowered = lowered  # programs of earlier starts; None: every program is traced and lowered
-        self._head = head(weights) if programs.samples else {}
-        self._prompt_head = prompt_head(weights)
         self.replicated = NamedSharding(programs.mesh, REPLICATED)
         self.ranks = ranks_of(programs.mesh)
         self._by_rank = NamedSharding(programs.mesh, by_rank(programs.mesh))
@@ -242,6 +239,16 @@ class Executor:
         return is_here(self.programs.mesh)
 
     # ---- before serving
+
+    def take_weights(self, weights: dict) -> None:
+        """Set the weights: arrays, or the shapes of arrays to come. Compiled programs
+        run on arrays of the same shapes.
+        """
+        self.weights = weights
+        # The expert of each slot in each mixture layer, [L, S]; None for experts without copies.
+        self.placed = placed_experts(weights)
+        self._head = head(weights) if self.programs.samples else {}
+        self._prompt_head = prompt_head(weights)
 
     def prepare_first(self, first: Collection[StepLayout], num_pages: tuple[int, ...]) -> None:
         """Let other processes prepare the programs of some layouts, for a number of pages that is a guess.
@@ -292,14 +299,29 @@ class Executor:
             job.table[job.key] = programs[name]
         return {name: temporary.Need.of(program) for name, program in programs.items()}
 
-    def compile_for(self, num_pages: tuple[int, ...]) -> int:
-        """Compile all programs for a number of pages. Return the device memory of their
-        temporary arrays and results. `compile` uses the programs if the number is right.
+    def compile_early(
+        self,
+        num_pages: tuple[int, ...],
+        on_progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> None:
+        """Compile all programs for a number of pages, before there is a cache. `compile` uses
+        the programs if the number is right. on_progress: see `warm_up`.
         """
         self.num_pages = num_pages
-        self.compile()
-        self._warm = False  # there is no cache yet
+        self.compile(on_progress)
+        self._warm = False
         self._measured = {(num_pages, key): step for key, step in self._steps.items()}
+
+    @property
+    def early_pages(self) -> tuple[int, ...] | None:
+        """Return the number of pages of `compile_early`; None before its call."""
+        return next((pages for pages, _ in self._measured), None)
+
+    def compile_for(self, num_pages: tuple[int, ...]) -> int:
+        """Compile all programs for a number of pages, see `compile_early`. Return the device memory of their
+        temporary arrays and results.
+        """
+        self.compile_early(num_pages)
         (largest,) = self.layouts[max(self.layouts)]
         programs = [table[key] for table, key in self._programs_of(largest)]
         return temporary.together(

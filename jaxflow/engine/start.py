@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from jaxflow.config import KV_DTYPES, ConfigError, EngineConfig, ModelConfig, Window
 from jaxflow.engine.ahead_of_time import is_timed, target_of, untimed
+from jaxflow.engine.beside_loading import device_bytes_of, have_same_shapes, load_and_prepare
 from jaxflow.engine.default_seqs import TOKENS_OF_SEQ, default_max_num_seqs
 from jaxflow.engine.driver import Driver
 from jaxflow.engine.executor import Executor, rehearse
@@ -558,30 +559,52 @@ def _make_stages(
     is_own = kernels is None
     check_slots(config, model)
     kernels = kernels or choose_kernels(config, model)  # a refusal comes before the weights are read
-    with times.phase("weights"):
-        loaded = [
-            _load(config, checkpoint, mesh, stage, progress)
-            if is_here(mesh)
-            else _absent(config, model, mesh, stage)
-            for stage, mesh in zip(stages, meshes, strict=True)
-        ]
-        jax.block_until_ready(loaded)
-    products = dense_products(model, loaded[-1])
-    tell_kernels(kernels, products, progress)
-    # All stages have the same layouts. Ranks with one decode each are rare.
-    one = ranks == 1 and one_alone(products.values(), kernels)
+    folder = None if lowering is None else lowering.known.path.parent
     own = [device for mesh in meshes if is_here(mesh) for device in mesh.local_devices]
     memory = min((device.memory_stats() or {}).get("bytes_limit", 0) for device in own)
+
+    def load() -> list[Weights]:
+        with times.phase("weights"):
+            loaded = [
+                _load(config, checkpoint, mesh, stage, progress)
+                if is_here(mesh)
+                else _absent(config, model, mesh, stage)
+                for stage, mesh in zip(stages, meshes, strict=True)
+            ]
+            return jax.block_until_ready(loaded)
+
+    def is_one_alone(weights: Sequence[Weights]) -> bool:  # ranks with one decode each are rare
+        return ranks == 1 and one_alone(dense_products(model, weights[-1]).values(), kernels)
+
+    def make(weights: Sequence[Weights], one: bool, memory: int) -> list[Executor]:
+        return [
+            make_stage(
+                config, model, plans, stage, mesh, each, kernels, is_own, one, graphs, memory, times, folder
+            )
+            for stage, mesh, each in zip(stages, meshes, weights, strict=True)
+        ]
+
+    made = None
+    if _compiles_early(config, team):
+        expected = [_absent(config, model, mesh, stage) for stage, mesh in zip(stages, meshes, strict=True)]
+        free = [memory_budget(mesh, config) for mesh in meshes]
+
+        def prepare(check: Callable[..., None]) -> list[Executor]:
+            made = make(expected, is_one_alone(expected), memory)
+            _compile_early(config, model, made, free, check)
+            return made
+
+        loaded, made = load_and_prepare(load, prepare, functools.partial(have_same_shapes, expected), times)
+        for executor, weights in zip(made or (), loaded, strict=made is not None):
+            executor.take_weights(weights)
+    else:
+        loaded = load()
+    tell_kernels(kernels, dense_products(model, loaded[-1]), progress)
+    one = is_one_alone(loaded)
     if team is not None:  # programs depend on both, and all processes need the same ones
         memory, alone = team.least("programs", [memory, int(one)])
         one = bool(alone)
-    folder = None if lowering is None else lowering.known.path.parent
-    made = [
-        make_stage(
-            config, model, plans, stage, mesh, weights, kernels, is_own, one, graphs, memory, times, folder
-        )
-        for stage, mesh, weights in zip(stages, meshes, loaded, strict=True)
-    ]
+    made = make(loaded, one, memory) if made is None else made
     if lowering is not None:
         buckets = {tokens: tuple(several) for tokens, several in plans.items()}
         values = tuple(map(to_values, loaded))
@@ -595,6 +618,45 @@ def _make_stages(
             Description(config, model, buckets, one, launched, memory, values, str(folder), target)
         )
     return made
+
+
+def _compiles_early(config: EngineConfig, team: Team | None) -> bool:
+    """Return True if the programs are compiled while the weights are loaded.
+
+    A compilation that times products would meet the work of the loading. Copies of
+    experts have shapes that the loading decides. config: resolved.
+    """
+    if not config.enforce_eager or config.enable_eplb or team is not None:
+        return False
+    return bool(_untimed(config)) if on_gpu() else config.num_kv_pages is not None
+
+
+def _compile_early(
+    config: EngineConfig,
+    model: ModelConfig,
+    stages: Sequence[Executor],
+    free: Sequence[int],
+    check: Callable[..., None],
+) -> None:
+    """Compile the programs of stages that have the shapes of their weights, for a number of pages.
+
+    `_eager_pages` checks the number once the weights are loaded.
+
+    Args:
+      free: bytes of each stage before the weights are loaded, see `memory_budget`.
+      check: called after each program.
+    """
+    if config.num_kv_pages is not None:
+        pages = (config.num_kv_pages,) * len(model.windows)
+    else:
+        left = [
+            each - device_bytes_of(stage.weights) - stage.state_bytes()
+            for stage, each in zip(stages, free, strict=True)
+        ]
+        pages = _eager_guess(config, model, stages, left)
+    for stage in stages:
+        check()
+        stage.compile_early(pages, check)
 
 
 def _load(config: EngineConfig, checkpoint: Checkpoint, mesh: Mesh, stage: Stage, progress: bool) -> Weights:
@@ -1002,11 +1064,7 @@ def _measured_pages(
       num_pages: see `Executor.temporary_needs`.
     """
     needs = [stage.temporary_bytes(num_pages) for stage in stages]
-    fitting = [
-        _fitting_pages(config, stage, bytes_free - need)
-        for stage, bytes_free, need in zip(stages, free, needs, strict=True)
-    ]
-    return _least_pages(model, stages, fitting)
+    return _pages_beside(config, model, stages, free, needs)
 
 
 def _most_pages(config: EngineConfig, executor: Executor, stages: int) -> int:
@@ -1041,21 +1099,42 @@ def _eager_pages(
     All programs are compiled for a guess, one beside the other. They are compiled again
     if the guess is bad. free: see `_measured_pages`.
     """
-
-    def fitting(needs: Iterable[int]) -> tuple[int, ...]:
-        found = (
-            _fitting_pages(config, stage, each - need)
-            for stage, each, need in zip(stages, free, needs, strict=True)
-        )
-        return _least_pages(model, stages, found)
-
-    try:
-        guess = fitting([_guessed_temporary_bytes(config, model)] * len(stages))
-    except ConfigError:  # the memory is small: a measurement may say that it suffices
-        guess = (stages[0].pages_per_sequence + 1,) * stages[0].groups
-    found = fitting([stage.compile_for(guess) for stage in stages])
+    guess = stages[0].early_pages or _eager_guess(config, model, stages, free)
+    needs = [stage.compile_for(guess) for stage in stages]
+    found = _pages_beside(config, model, stages, free, needs)
     good = all(GOOD_GUESS * most <= pages <= most for pages, most in zip(guess, found, strict=True))
     return guess if good else found
+
+
+def _eager_guess(
+    config: EngineConfig, model: ModelConfig, stages: Sequence[Executor], free: Sequence[int]
+) -> tuple[int, ...]:
+    """Return the pages that `_eager_pages` compiles all programs for. free: see `_measured_pages`."""
+    needs = [_guessed_temporary_bytes(config, model)] * len(stages)
+    try:
+        return _pages_beside(config, model, stages, free, needs)
+    except ConfigError:  # the memory is small: a measurement may say that it suffices
+        return (stages[0].pages_per_sequence + 1,) * stages[0].groups
+
+
+def _pages_beside(
+    config: EngineConfig,
+    model: ModelConfig,
+    stages: Sequence[Executor],
+    free: Sequence[int],
+    needs: Sequence[int],
+) -> tuple[int, ...]:
+    """Return the pages of each layer group that fit every stage.
+
+    Args:
+      free: see `_measured_pages`.
+      needs: bytes of each stage's temporary arrays.
+    """
+    fitting = (
+        _fitting_pages(config, stage, each - need)
+        for stage, each, need in zip(stages, free, needs, strict=True)
+    )
+    return _least_pages(model, stages, fitting)
 
 
 def _guessed_pages(
@@ -1071,14 +1150,11 @@ def _guessed_pages(
     first = first_layouts(config, model, stages[0].layouts)
     if first is None:
         return None
-    need = _guessed_temporary_bytes(config, model)
+    needs = [_guessed_temporary_bytes(config, model)] * len(stages)
     try:
-        fitting = [
-            _fitting_pages(config, stage, each - need) for stage, each in zip(stages, free, strict=True)
-        ]
+        guess = _pages_beside(config, model, stages, free, needs)
     except ConfigError:  # the memory is small: a measurement may say that it suffices
         return None
-    guess = _least_pages(model, stages, fitting)
     for stage in stages:
         stage.prepare_first(first, guess)
     found = _measured_pages(config, model, stages, free, guess)

@@ -1,6 +1,7 @@
 """The time line of an engine's start, in seconds by phase."""
 
 import contextlib
+import itertools
 import os
 import threading
 import time
@@ -56,7 +57,7 @@ class StartTimes:
     def __init__(self) -> None:
         self._begin_s, self._before = time.perf_counter(), dict(_compiled)
         self._lock = threading.Lock()
-        self._phases: dict[str, float] = {}
+        self._spans: dict[str, list[tuple[float, float]]] = {}  # begin and end of each block of a phase
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -66,22 +67,34 @@ class StartTimes:
             yield
         finally:
             with self._lock:
-                passed_s = time.perf_counter() - begin_s
-                self._phases[f"{name}_s"] = self._phases.get(f"{name}_s", 0.0) + passed_s
+                self._spans.setdefault(name, []).append((begin_s, time.perf_counter()))
+
+    def _overlap_s(self) -> float:
+        """Return the seconds in which programs were lowered or compiled while weights were loaded."""
+        made = self._spans.get("lowering", []) + self._spans.get("compilation", [])
+        pairs = itertools.product(self._spans.get("weights", []), made)
+        return sum(max(0.0, min(one[1], two[1]) - max(one[0], two[0])) for one, two in pairs)
 
     def summary(self) -> dict[str, float]:
-        """Return the seconds of each phase, and five further keys. The phase that ended first comes first.
+        """Return the seconds of each phase, and further keys. The phase that ended first comes first.
 
         `import_s` is the time from the begin of the process to the begin of the start. A system without /proc
         has no `import_s`. `total_s` is the time from the begin of the start until now. `programs` counts the
         programs that XLA compiled or read from its cache. `xla_threads_s` adds up the times of these
         programs, including autotuning. `loaded` counts those of the programs that another process compiled.
+        `overlap_s` is the time in which programs were lowered or compiled while weights were loaded. The key
+        is missing without such a time.
         """
         start_s = time.perf_counter() - self._begin_s
         age_s = process_seconds()
         before = {} if age_s is None else {"import_s": age_s - start_s}
         compiled = {name: value - self._before[name] for name, value in _compiled.items()}
-        return before | self._phases | {"total_s": start_s} | compiled
+        phases = {
+            f"{name}_s": sum(end - begin for begin, end in spans) for name, spans in self._spans.items()
+        }
+        overlap_s = self._overlap_s()
+        both = {"overlap_s": overlap_s} if overlap_s else {}
+        return before | phases | both | {"total_s": start_s} | compiled
 
 
 def describe(summary: Mapping[str, float]) -> str:

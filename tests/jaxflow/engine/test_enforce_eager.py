@@ -1,9 +1,12 @@
 """An engine with `enforce_eager` compiles few programs, and draws the tokens of the default mode."""
 
 import dataclasses
+import gc
+import threading
 from typing import Any
 
 import h200
+import jax
 import jax.numpy as jnp
 import paths
 import pytest
@@ -12,12 +15,13 @@ import toy
 from jaxflow.config import ConfigError, EngineConfig
 from jaxflow.engine import start
 from jaxflow.engine.deferred import wait_until_compiled
+from jaxflow.engine.executor import Executor
 from jaxflow.engine.kernel_choice import choose_kernels
 from jaxflow.engine.layered_step import LoweredStep
 from jaxflow.engine.start_times import StartTimes
 from jaxflow.engine.step_plans import choose_plans, eager_decodes
 from jaxflow.llm import LLM
-from jaxflow.model.checkpoints.checkpoint import open_checkpoint
+from jaxflow.model.checkpoints.checkpoint import CheckpointError, open_checkpoint
 from jaxflow.model.stage import stages_of
 from jaxflow.model.weights import shapes, shardings
 from jaxflow.request import Request, SamplingParams
@@ -115,7 +119,7 @@ def test_the_sizes_for_decodes_hold_all_sequences(monkeypatch):
 @pytest.mark.parametrize("guess", [1 << 23, 0, 1 << 24], ids=["good", "too small", "too large"])
 def test_pages_leave_the_memory_that_the_programs_need(guess, monkeypatch):
     """After a guess that was too small, `compile` compiles the steps again."""
-    config, model, made = executor_of(settings_of("stories260K", enforce_eager=True))
+    config, model, made = executor_of(settings_of("stories260K", enforce_eager=True, num_kv_pages=None))
     monkeypatch.setattr(start, "_guessed_temporary_bytes", lambda *_: guess)
     made.defers = False  # as on a GPU
     compile_for, free, need = made.compile_for, (1 << 23) + (1 << 21), 1 << 23
@@ -126,6 +130,49 @@ def test_pages_leave_the_memory_that_the_programs_need(guess, monkeypatch):
     made.compile()
     assert found <= start._fitting_pages(config, made, free - need)
     assert all((compiled[key] is step) == (guess == need) for key, step in made._steps.items())
+
+
+def test_the_programs_compiled_while_loading_serve():
+    """A start with a known number of pages compiles no step after the loading."""
+    _, _, made = executor_of(settings_of("stories260K", enforce_eager=True))
+    early = {key: step for (_, key), step in made._measured.items()}
+    assert early and made.early_pages == (SMALL["num_kv_pages"],)
+    made.compile()
+    assert early == made._steps
+
+
+def test_weights_of_other_shapes_get_other_programs(monkeypatch):
+    """A checkpoint may decide shapes that its settings do not tell."""
+    config = settings_of("stories260K", enforce_eager=True)
+    wanted, absent = answers(config), start._absent
+
+    def other(*given):
+        return jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, jnp.bfloat16, sharding=a.sharding), absent(*given)
+        )
+
+    monkeypatch.setattr(start, "_absent", other)
+    assert answers(config) == wanted
+
+
+@pytest.mark.parametrize("failing", [("weights",), ("programs",), ("weights", "programs")])
+def test_a_failing_start_raises_its_error_and_leaves_no_thread(failing, monkeypatch):
+    """An error of the weights comes before an error of the programs."""
+    if "weights" in failing:
+        monkeypatch.setattr(start, "_load", failure(CheckpointError("weights")))
+    if "programs" in failing:
+        monkeypatch.setattr(Executor, "_lower", failure(ValueError("programs")))
+    with pytest.raises((CheckpointError, ValueError), match=failing[0]):
+        executor_of(settings_of("stories260K", enforce_eager=True))
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("prepare")]
+    assert gc.isenabled()
+
+
+def failure(error: Exception):
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    return fail
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,13 @@ def test_phases_of_threads_add(clock):
     assert times.summary()["lowering_s"] == 6.0
 
 
+@pytest.mark.parametrize(("lowering", "overlap"), [((0, 1), None), ((1, 4), 3), ((3, 9), 3), ((0, 9), 5)])
+def test_overlap_is_the_time_of_weights_and_programs_at_once(lowering, overlap):
+    times = StartTimes()
+    times._spans = {"weights": [(1, 6)], "lowering": [lowering], "memory": [(0, 9)]}
+    assert times.summary().get("overlap_s") == overlap
+
+
 def test_the_age_of_the_process_grows_with_the_clock():
     first = process_seconds()
     assert first is not None
