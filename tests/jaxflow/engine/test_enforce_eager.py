@@ -142,7 +142,7 @@ def test_the_programs_compiled_while_loading_serve():
 
 
 def test_weights_of_other_shapes_get_other_programs(monkeypatch):
-    """A checkpoint may decide shapes that its settings do not tell."""
+    """The settings do not tell every shape, for example of a checkpoint with some matrices in 8 bits."""
     config = settings_of("stories260K", enforce_eager=True)
     wanted, absent = answers(config), start._absent
 
