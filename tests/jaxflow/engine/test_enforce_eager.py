@@ -141,6 +141,19 @@ def test_the_programs_compiled_while_loading_serve():
     assert early == made._steps
 
 
+def test_the_pages_guessed_before_the_loading_are_those_after_it():
+    config, model, made = executor_of(settings_of("stories260K", enforce_eager=True, num_kv_pages=None))
+    made.defers = False  # as on a GPU
+    free = 1 << 28
+    start._compile_early(config, model, [made], [free], lambda *_: None)
+    of_weights = sum(-(-array.nbytes // 256) * 256 for array in jax.tree.leaves(made.weights))
+    left = free - of_weights - made.state_bytes()
+    assert made.early_pages == start._eager_guess(config, model, [made], [left])
+    steps = dict(made._steps)
+    start._eager_pages(config, model, [made], [left])
+    assert steps == made._steps
+
+
 def test_weights_of_other_shapes_get_other_programs(monkeypatch):
     """The settings do not tell every shape, for example of a checkpoint with some matrices in 8 bits."""
     config = settings_of("stories260K", enforce_eager=True)
