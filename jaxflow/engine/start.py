@@ -735,6 +735,7 @@ def make_stage(
     tp, layers = config.tensor_parallel_size, stage.config(model)
     assert config.max_num_seqs is not None and config.max_model_len is not None
     quantization = config.quantization
+    hidden_bytes = jnp.dtype(config.dtype).itemsize * model.hidden_size
     named = {(tokens, plan.name): plan for tokens, several in plans.items() for plan in several}
 
     def plan_of(layout: StepLayout) -> Plan:
@@ -752,7 +753,8 @@ def make_stage(
             return CPU_OPTIONS
         alone = early(layout) or config.enforce_eager
         launched, plan = "streams" if alone else (graphs or {}).get(layout.plan), plan_of(layout)
-        return ({} if is_timed(plan, tp) else _untimed(config)) | xla_options(plan, tp, launched)
+        flags = xla_options(plan, tp, launched, hidden_bytes=hidden_bytes)
+        return ({} if is_timed(plan, tp) else _untimed(config)) | flags
 
     specs = jax.tree.map(lambda array: array.sharding.spec, weights)
     layouts = make_layouts(

@@ -89,17 +89,23 @@ def compile_plan(
     return forward
 
 
-def xla_options(plan: Plan, tp: int = 1, graphs: str | None = None) -> dict[str, Any]:
+def xla_options(
+    plan: Plan, tp: int = 1, graphs: str | None = None, *, hidden_bytes: int = 0
+) -> dict[str, Any]:
     """Return the XLA flags for compiling a step of this plan on GPUs.
 
     graphs: a name in `streams.GRAPHS`; None for the best measured one. The sequential step was measured with
-    XLA's default. Streams do not overlap in the default.
+    XLA's default. Streams do not overlap in the default. hidden_bytes: bytes of a token's hidden values.
     """
     several = len({(nano.start, nano.stop) for nano in plan.nano_ops}) > 1
     side = any(nano.stream for nano in plan.nano_ops)
     graphs = graphs or ("concurrent" if side else "whole" if several else "xla")
     copies = streams.COPIES if plan.sums == "copies" else {}
-    return streams.xla_options(graphs, side_streams=side, collectives=several and tp > 1) | copies
+    sum_bytes = plan.tokens * hidden_bytes if tp > 1 else 0
+    found = streams.xla_options(
+        graphs, side_streams=side, collectives=several and tp > 1, sum_bytes=sum_bytes
+    )
+    return found | copies
 
 
 @dataclasses.dataclass(eq=False)

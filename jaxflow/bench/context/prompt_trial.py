@@ -80,6 +80,8 @@ class Bench:
         config = dataclasses.replace(self.config, max_num_batched_tokens=tokens, max_num_seqs=1)
         plan = sequential_plan(model, tokens, tp)
         forward = compile_plan(plan, model, tp, quantized=config.quantization == "fp8")
+        hidden_bytes = jnp.dtype(config.dtype).itemsize * model.hidden_size
+        flags = xla_options(plan, tp, hidden_bytes=hidden_bytes) | _UNTUNED if on_gpu() else {}
         return Executor(
             Programs(
                 make_context(config, model, self.kernels, self.mesh),
@@ -91,7 +93,7 @@ class Bench:
             lambda _: forward,
             kv_dtype=jnp.dtype(config.kv_cache_dtype),
             max_model_len=length,
-            options_of=lambda layout: xla_options(plan, tp) | _UNTUNED if on_gpu() else {},
+            options_of=lambda layout: flags,
             defers=True,  # a trial needs the step and the plain sampler
         )
 

@@ -292,6 +292,13 @@ def test_xla_flags_follow_from_the_plan():
     assert xla_options(two, 2).keys() - xla_options(TWO).keys() == {
         "xla_gpu_experimental_use_collective_kernels"
     }
+    sequential = sequential_plan(LLAMA, 16, 2)
+    assert (
+        xla_options(sequential, 2, hidden_bytes=8192) == xla_options(sequential, 1, hidden_bytes=8193) == {}
+    )
+    assert xla_options(sequential, 2, hidden_bytes=8193) == {
+        "xla_gpu_experimental_use_collective_kernels": ""
+    }
     assert xla_options(phased)["xla_gpu_command_buffer_scheduling_mode"] == "CONCURRENT"
     assert xla_options(phased, graphs="streams")["xla_gpu_enable_command_buffer"] == ""
     assert not xla_options(phased_plan(LLAMA, 16, 6, 2), 2)["xla_gpu_enable_latency_hiding_scheduler"]
