@@ -177,7 +177,10 @@ def main() -> int:
     given = parse()
     with machine.watch(given.tensor_parallel_size * given.pipeline_parallel_size) as readings:
         result = check(given)
-    head = {"command_name": "check_engine", **provenance(shlex.join(["python", *sys.argv]))}
+    head = {
+        "command_name": "check_engine",
+        **provenance(shlex.join(["python", "-m", "benchmarks.check_engine", *sys.argv[1:]])),
+    }
     result = machine.with_power(head | result, readings)
     print(json.dumps(result, indent=1))
     if given.output_json:

@@ -172,7 +172,10 @@ def main() -> int:
     prepare_process(EngineConfig(model=given.model, kv_offloading_size=given.kv_offloading_size))
     model = open_checkpoint(given.model, load_format="dummy").model_config
     model = dataclasses.replace(model, layers=model.layers[: given.layers])
-    head = {"command_name": "check_kv_tiers", **provenance(shlex.join(["python", *sys.argv]))}
+    head = {
+        "command_name": "check_kv_tiers",
+        **provenance(shlex.join(["python", "-m", "benchmarks.check_kv_tiers", *sys.argv[1:]])),
+    }
     with machine.watch() as readings:
         pages = [check_pages(model, dtype, given.block_size) for dtype in DTYPES]
         engine = check_engine(

@@ -71,7 +71,7 @@ def _row(number: int, kernels: Sequence[Kernel], whole_s: float) -> dict[str, An
     collective_s, hidden_s = seconds_of(sending), overlap_of(sending, computing)
     by_name: dict[str, list[float]] = collections.defaultdict(list)
     for kernel in collectives:
-        by_name[f"{re.sub(r'[.][0-9]+$', '', kernel.instruction)}: {kernel.name}"].append(kernel.seconds)
+        by_name[f"{re.sub(r'([.][0-9]+)+$', '', kernel.instruction)}: {kernel.name}"].append(kernel.seconds)
     return {
         "device": number,
         "seconds": whole_s,
