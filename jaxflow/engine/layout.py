@@ -72,7 +72,7 @@ class StepLayout:
             "samples": (
                 (self.rows,),
                 "i",
-            ),  # the row's sampler, `programs.PLAIN` or FULL; 0 without a sample
+            ),  # the row's sampler, `programs.PLAIN`, FULL or LOGPROBS; 0 without a sample
             "chunks": ((self.chunks, 4), "i"),
             "page_appends": ((self.page_appends, 4), "i"),  # group (G: not there), slot, index, page
             "temperature": ((self.rows,), "f"),
@@ -119,7 +119,7 @@ class SlotSampling:
 
     temperature: np.ndarray
     seeds: np.ndarray  # [Q, 2] uint32, high word first
-    sampler: np.ndarray  # int32, PLAIN or FULL
+    sampler: np.ndarray  # int32, PLAIN, FULL or LOGPROBS
 
     @classmethod
     def empty(cls, slots: int) -> "SlotSampling":

@@ -30,7 +30,7 @@ from jaxflow.engine.live_request import (
     needs_full_sampler,
     slot_settings,
 )
-from jaxflow.engine.programs import FULL, NAN_LOGITS, PLAIN
+from jaxflow.engine.programs import FULL, LOGPROBS, NAN_LOGITS, PLAIN
 from jaxflow.engine.staged_executor import StagedExecutor
 from jaxflow.engine.step_log import StepLog, StepRecord
 from jaxflow.kv.tiers.offload import KvOffload
@@ -300,7 +300,7 @@ class Loop:
         """
         for seq in work.admitted:
             self._take_slot(seq)
-        return bool((self._slots.sampler[work.slots] == FULL).any())
+        return bool((self._slots.sampler[work.slots] >= FULL).any())
 
     def prepare(self, work: StepWork, layout: StepLayout) -> Inputs:
         """Return the inputs of a step whose sequences have slots."""
@@ -345,8 +345,9 @@ class Loop:
         """Store the sampling settings of a newly admitted sequence for its slot."""
         sampling = seq.request.sampling
         full = needs_full_sampler(sampling)
+        sampler = LOGPROBS if sampling.logprobs is not None else FULL if full else PLAIN
         self._plain.close(seq.slot)
-        self._slots.set(seq.slot, sampling.temperature, seq.seed, FULL if full else PLAIN)
+        self._slots.set(seq.slot, sampling.temperature, seq.seed, sampler)
         if full:
             self.executor.set_slot(self._first_slot + seq.slot, *slot_settings(seq, self._eos))
 

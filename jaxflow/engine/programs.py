@@ -25,7 +25,7 @@ from jaxflow.model.transformer import Routed
 from jaxflow.parallel.mesh import DP, axis_of, by_rank, over_ranks, over_shards
 
 REPLICATED = PartitionSpec()
-PLAIN, FULL = 1, 2  # the sampler that a row of a step needs
+PLAIN, FULL, LOGPROBS = 1, 2, 3  # the sampler that a row of a step needs; LOGPROBS: FULL, with logprobs
 NAN_LOGITS = -1  # in place of a token: the row's logits are NaN
 STEP_DONATES, FULL_DONATES = (
     (1, 2),
@@ -40,7 +40,7 @@ class Rows:
 
     slots: Int[Array, " R"]
     lengths: Int[Array, " R"]  # the position of the token to be drawn
-    samples: Int[Array, " R"]  # PLAIN or FULL where the drawn token is kept, else 0
+    samples: Int[Array, " R"]  # PLAIN, FULL or LOGPROBS where the drawn token is kept, else 0
     temperature: Float[Array, " R"]
     seeds: UInt[Array, "R 2"]
 
@@ -183,7 +183,7 @@ class Programs:
         def run(head, hidden, rows, last_tokens, params, counts):
             logits = self._logits(head, hidden)
             with op_scope("sample"):
-                slots = jnp.where(rows.samples == FULL, rows.slots, counts.shape[0])
+                slots = jnp.where(rows.samples >= FULL, rows.slots, counts.shape[0])
                 tokens, counts, found = sampling.full_by_rows(
                     logits,
                     rows.temperature,
@@ -192,6 +192,7 @@ class Programs:
                     slots,
                     params,
                     counts,
+                    rows.samples == LOGPROBS,
                     draw_filtered=self.context.kernels.draw_filtered,
                     most=self.rows_at_once,
                 )

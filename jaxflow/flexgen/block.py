@@ -131,6 +131,12 @@ class Block:
         """Return the rows with a sequence, bool [b]."""
         return self.lengths[batch] > 0
 
+    def asked(self, batch: int) -> np.ndarray:
+        """Return the rows that ask for log-probabilities, bool [b]."""
+        return np.array(
+            [seq is not None and seq.request.sampling.logprobs is not None for seq in self.sequences[batch]]
+        )
+
     def needs_full(self, batch: int) -> bool:
         """Return True if a row of the batch needs the full sampler."""
         return any(
@@ -204,6 +210,7 @@ class BatchInputs:
     slots: Any = None
     params: Any = None
     counts: Any = None
+    asked: Any = None  # [b] bool, rows that ask for log-probabilities
 
 
 class BlockInputs:
@@ -257,7 +264,7 @@ class BlockInputs:
             tokens = compiled.sample(*arguments)
         else:
             tokens, rows.counts, found = compiled.sample_full(
-                *arguments, rows.slots, rows.params, rows.counts
+                *arguments, rows.slots, rows.params, rows.counts, rows.asked
             )
         self._tokens[one.batch] = tokens
         if one.token == self._g.policy.output_tokens - 1:
@@ -282,6 +289,7 @@ class BlockInputs:
             made.slots, made.params, made.counts = jax.tree.map(
                 put, slots_of(self._g, block, batch, self._vocabulary, self._eos)
             )
+            made.asked = put(block.asked(batch))
         return made
 
     def _put(self, x: np.ndarray) -> jax.Array:

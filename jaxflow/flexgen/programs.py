@@ -90,6 +90,7 @@ class OffloadPrograms:
         slots: Array,
         params: SlotParams,
         counts: Array,
+        asked: Array,
     ) -> tuple[Array, Array, Any]:
         """Draw with all settings: tokens, counts (donated) and log-probabilities.
 
@@ -105,6 +106,7 @@ class OffloadPrograms:
                 slots,
                 params,
                 counts,
+                asked,
                 draw_filtered=kernels.draw_filtered,
             )
 
@@ -553,6 +555,7 @@ def _begin(
             *rows,
             vector(b),
             *slots,
+            vector(b, dtype=jnp.bool_),
             donate=(7,),
         ),
     }

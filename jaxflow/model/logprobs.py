@@ -46,6 +46,16 @@ def token_logprobs(logits: jax.Array, tokens: jax.Array) -> LogprobsOut:
     )
 
 
+def asked_logprobs(logits: jax.Array, tokens: jax.Array, asked: jax.Array) -> LogprobsOut:
+    """Return `token_logprobs` if a row asks for them, otherwise zeros without a read of the logits.
+
+    asked: [R] bool. A row that asks gets the same numbers with and without the others.
+    """
+    shapes = jax.eval_shape(token_logprobs, logits, tokens)
+    nothing = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
+    return lax.cond(asked.any(), token_logprobs, lambda *_: nothing, logits, tokens)
+
+
 def _top_padded(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return `top(x, TOP)`, padded with -inf if x has fewer than TOP columns."""
     short = max(0, TOP - x.shape[1])

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxflow.model.logprobs import LogprobsOut, token_logprobs
+from jaxflow.model.logprobs import LogprobsOut, asked_logprobs
 from jaxflow.model.slot_params import SlotParams, adjust, count_drawn, rows_of
 from pallas_kernels.cards import this_card
 from pallas_kernels.pointwise.draw import noise
@@ -58,6 +58,7 @@ def full(
     slots: jax.Array,
     params: SlotParams,
     counts: jax.Array,
+    asked: jax.Array,
     *,
     draw_filtered: Callable = filtered_reference,
 ) -> tuple[jax.Array, jax.Array, LogprobsOut]:
@@ -74,16 +75,18 @@ def full(
         draws as in `plain` and counts nothing: padding, rows without settings, rows with an unused token.
       params: settings of Q slots.
       counts: [Q, V'] uint16 (donate it).
+      asked: [R] bool, rows that ask for log-probabilities.
       draw_filtered: `KernelSet.draw_filtered`.
 
-    Returns: tokens [R] int32, counts with the tokens added, and raw log-probabilities.
+    Returns: tokens [R] int32, counts with the tokens added, and raw log-probabilities, which are zeros
+    if no row asks for them.
     """
     slots = jnp.where(slots < 0, counts.shape[0], slots)
     row = rows_of(params, slots)
     x = adjust(logits, row, counts, slots, position)
     keys = _row_keys(seed, position)
     tokens = draw_filtered(x, temperature, keys, row.min_p, row.top_k, row.top_p)
-    return tokens, count_drawn(counts, slots, tokens), token_logprobs(logits, tokens)
+    return tokens, count_drawn(counts, slots, tokens), asked_logprobs(logits, tokens, asked)
 
 
 def full_by_rows(
@@ -94,6 +97,7 @@ def full_by_rows(
     slots: jax.Array,
     params: SlotParams,
     counts: jax.Array,
+    asked: jax.Array,
     *,
     draw_filtered: Callable = filtered_reference,
     most: int = ROWS,
@@ -104,16 +108,17 @@ def full_by_rows(
     blocks = -(-rows // most)
     size = -(-rows // blocks)
     if blocks == 1:
-        return run(logits, temperature, seed, position, slots, params, counts)
+        return run(logits, temperature, seed, position, slots, params, counts, asked)
 
     def block(counts: jax.Array, number: jax.Array) -> tuple[jax.Array, tuple[jax.Array, LogprobsOut]]:
         start = jnp.minimum(number * size, rows - size)
-        x, heat, key, at, mine = (
-            lax.dynamic_slice_in_dim(a, start, size) for a in (logits, temperature, seed, position, slots)
+        x, heat, key, at, mine, asks = (
+            lax.dynamic_slice_in_dim(a, start, size)
+            for a in (logits, temperature, seed, position, slots, asked)
         )
         # The last block repeats rows of the block before it, to have the same size.
         mine = jnp.where(start + jnp.arange(size) < number * size, -1, mine)
-        tokens, counts, found = run(x, heat, key, at, mine, params, counts)
+        tokens, counts, found = run(x, heat, key, at, mine, params, counts, asks)
         return counts, (tokens, found)
 
     def joined(made: jax.Array) -> jax.Array:

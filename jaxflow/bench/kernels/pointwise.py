@@ -191,7 +191,7 @@ def _full(top_k: int, top_p: float, penalty: float, count: int = ROWS, vocabular
     params = dataclasses.replace(
         params, **{name: jnp.full((count,), value) for name, value in settings.items()}
     )
-    kept = [counts]
+    kept, asked = [counts], jnp.zeros((count,), bool)
     memory = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 0)
     most = sampling.rows_at_once(memory, vocabulary)
 
@@ -200,7 +200,7 @@ def _full(top_k: int, top_p: float, penalty: float, count: int = ROWS, vocabular
         program = jax.jit(sampler, donate_argnums=(6,))
 
         def run():
-            tokens, kept[0], logprobs = program(*rows, rows[3], params, kept[0])
+            tokens, kept[0], logprobs = program(*rows, rows[3], params, kept[0], asked)
             return tokens, logprobs
 
         return run

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jaxflow.engine.executor import Executor
 from jaxflow.engine.layout import SlotSampling, pack
 from jaxflow.engine.program_memory import together
-from jaxflow.engine.programs import FULL, PLAIN
+from jaxflow.engine.programs import FULL, LOGPROBS, PLAIN
 from jaxflow.model.slot_params import COUNT, IN_PROMPT, slot_values
 from jaxflow.scheduler.state import StepWork
 
@@ -114,9 +114,10 @@ def test_a_slot_remembers_the_tokens_that_penalties_look_back_on(executor, promp
     assert np.asarray(executor.params.top_k)[1] == prompt
 
 
-def test_the_full_sampler_counts_what_it_draws_for_those_who_ask(executor):
+@pytest.mark.parametrize("asks", [FULL, LOGPROBS])
+def test_the_full_sampler_counts_what_it_draws_for_those_who_ask(executor, asks):
     (layout,), table = executor.layouts[8], SlotSampling.empty(3)
-    for slot, sampler in enumerate((FULL, PLAIN, FULL)):
+    for slot, sampler in enumerate((asks, PLAIN, FULL)):
         table.set(slot, 0.0, slot, sampler)
         executor.set_slot(slot, slot_values(), np.zeros(0, np.int32), 0)
     pending = executor.run(layout, *pack(layout, decodes([0, 1], [0, 0]), table), full=True)
@@ -124,6 +125,7 @@ def test_the_full_sampler_counts_what_it_draws_for_those_who_ask(executor):
     assert counts[0].sum() == counts[0, tokens[0]] == 1
     assert counts[1:].sum() == 0
     assert pending.logprobs.chosen.shape == (layout.rows,)
+    assert np.asarray(pending.logprobs.rank).any() == (asks == LOGPROBS)
 
 
 def test_memory_it_asks_for(executor):

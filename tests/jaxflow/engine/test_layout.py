@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxflow.engine.layout import SlotSampling, StepLayout, apply_page_appends, pack, unpack
-from jaxflow.engine.programs import FULL, PLAIN
+from jaxflow.engine.programs import FULL, LOGPROBS, PLAIN
 from jaxflow.scheduler.state import Chunk, StepWork
 
 SLOTS, PAGES_A_ROW = 6, 8
@@ -70,7 +70,7 @@ def steps(draw):
             slot,
             float(rng.random()),
             int(rng.integers(0, 2**64, dtype=np.uint64)),
-            draw(st.sampled_from([PLAIN, FULL])),
+            draw(st.sampled_from([PLAIN, FULL, LOGPROBS])),
         )
     work = StepWork(
         decodes=np.full(num_decodes, None, object),

@@ -50,9 +50,8 @@ def full(logits, temperature, seeds, positions, settings):
     params = jax.tree.map(
         lambda a, *v: jnp.stack([jnp.asarray(x, a.dtype) for x in v]).reshape(a.shape), params, *values
     )
-    return np.asarray(
-        FULL(logits, temperature, seeds, positions, np.arange(rows, dtype=np.int32), params, counts)[0]
-    )
+    slots, asked = np.arange(rows, dtype=np.int32), np.zeros(rows, bool)
+    return np.asarray(FULL(logits, temperature, seeds, positions, slots, params, counts, asked)[0])
 
 
 def test_noise_is_gumbel_distributed():

@@ -11,7 +11,7 @@ from hurry import OFTEN
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxflow.model import sampling, slot_params
+from jaxflow.model import logprobs, sampling, slot_params
 from jaxflow.model.slot_params import (
     BIASED,
     NO_TOKEN,
@@ -24,6 +24,7 @@ from jaxflow.model.slot_params import (
 from pallas_kernels.pointwise.sample import reference
 
 VOCAB, PADDED, ROWS, SLOTS = 50, 64, 4, 6
+ALL = np.ones(ROWS, bool)  # rows that ask for log-probabilities
 PLAIN = jax.jit(sampling.plain)
 FULL = jax.jit(sampling.full, compiler_options=OFTEN)
 
@@ -135,7 +136,7 @@ def test_full_is_what_vllm_means(full, rows, slots):
         seeds_of(r["seed"] for r in rows),
     )
     position = np.array([r["position"] for r in rows], np.int32)
-    tokens, after, out = full(logits, temperature, seed, position, slots, params, counts)
+    tokens, after, out = full(logits, temperature, seed, position, slots, params, counts, ALL)
     noise = np.asarray(sampling.gumbel(seed, position, np.arange(VOCAB)), np.float64)
     for i, r in enumerate(rows):
         token = int(tokens[i])
@@ -229,6 +230,7 @@ def test_rows_a_block_at_a_time_are_rows_together(rows, most):
         slots,
         params,
         counts,
+        np.ones(rows, bool),
     )
     together, apart = (
         FULL(*asked),
@@ -236,6 +238,25 @@ def test_rows_a_block_at_a_time_are_rows_together(rows, most):
     )
     for one, other in zip(jax.tree.leaves(together), jax.tree.leaves(apart), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("most", [ROWS, 3])
+def test_one_row_that_asks_gets_the_log_probabilities_that_it_gets_among_others(most):
+    """Without a row that asks, the tokens and counts are the same, and no log-probability is computed."""
+    params, counts = empty_slots(SLOTS, PADDED)
+    row = np.arange(ROWS, dtype=np.int32)
+    given = random_logits(ROWS), np.ones(ROWS, np.float32), seeds_of(range(ROWS)), row, row, params, counts
+    run = jax.jit(functools.partial(sampling.full_by_rows, most=most), compiler_options=OFTEN)
+    (tokens, after, found), one, none = (run(*given, asked) for asked in (ALL, row == 1, row < 0))
+    alone = logprobs.token_logprobs(given[0][1:2], tokens[1:2])
+    kept = map(jax.tree.leaves, (found, one[2], alone, none[2]))
+    for every, own, single, nothing in zip(*kept, strict=True):
+        np.testing.assert_array_equal(own[1], every[1])
+        np.testing.assert_allclose(own[1], single[0], rtol=1e-6)
+        assert not np.asarray(nothing).any()
+    for other in (one, none):
+        np.testing.assert_array_equal(other[0], tokens)
+        np.testing.assert_array_equal(other[1], after)
 
 
 def test_greedy_is_argmax_and_ties_go_to_the_first():
@@ -263,7 +284,7 @@ def test_rows_of_minus_infinity_are_harmless():
     )
     temperature, seed, position = np.ones(4, np.float32), seeds_of(range(4)), np.arange(4, dtype=np.int32)
     slots = np.array([2, 1, SLOTS, -1], np.int32)
-    tokens, after, out = FULL(logits, temperature, seed, position, slots, params, counts)
+    tokens, after, out = FULL(logits, temperature, seed, position, slots, params, counts, ALL)
     assert (
         np.asarray(tokens).tolist()
         == [0, 3, 0, 0]
@@ -293,8 +314,8 @@ def test_a_draw_depends_on_seed_and_position_only():
                 positions[at] = position
                 seen.add(int(PLAIN(batch, temperature, seeds, positions)[at]))
                 params, counts = empty_slots(rows, 1024)
-                slots = np.full(rows, rows, np.int32)
-                seen.add(int(full(batch, temperature, seeds, positions, slots, params, counts)[0][at]))
+                asked = np.full(rows, rows, np.int32), params, counts, np.zeros(rows, bool)
+                seen.add(int(full(batch, temperature, seeds, positions, *asked)[0][at]))
         assert len(seen) == 1
 
 
@@ -333,7 +354,7 @@ def test_frequencies(kwargs, full):
         params, counts = empty_slots(n, PADDED)
         values = slot_values(**kwargs)
         params = jax.tree.map(lambda a, v: jnp.broadcast_to(jnp.asarray(v), a.shape), params, values)
-        tokens = full(*args, np.arange(n, dtype=np.int32), params, counts)[0]
+        tokens = full(*args, np.arange(n, dtype=np.int32), params, counts, np.zeros(n, bool))[0]
     else:
         tokens = PLAIN(*args)
     seen = np.bincount(np.asarray(tokens), minlength=VOCAB)
@@ -361,6 +382,7 @@ def test_ties_at_a_limit_are_kept():
             slots,
             params,
             counts,
+            ALL,
         )[0]
         seen[0].add(int(tokens[0]))
         seen[1].add(int(tokens[1]))

@@ -25,7 +25,8 @@ def arguments(rows=ROWS, **slots):
 
     position = shape(rows, dtype=jnp.int32)
     plain = (shape(rows, VOCAB), shape(rows), shape(rows, 2, dtype=jnp.uint32), position)
-    return abstract(h200_mesh(), (*plain, position, *slots.values()) if slots else plain)
+    asked = shape(rows, dtype=jnp.bool_)
+    return abstract(h200_mesh(), (*plain, position, *slots.values(), asked) if slots else plain)
 
 
 def test_plain_makes_no_array_of_the_logits_size_and_reads_the_logits_once():
@@ -34,6 +35,16 @@ def test_plain_makes_no_array_of_the_logits_size_and_reads_the_logits_once():
     assert found.memory.temp_size_in_bytes < 0.01 * ROWS * VOCAB * 4
     entry = found.hlo[found.hlo.index("\nENTRY") :]
     assert len(re.findall(r"^.* fusion\(.*%logits[.\d]*[,)].*$", entry, re.M)) == 1
+
+
+def test_log_probabilities_are_computed_in_a_branch_of_a_cuda_graph():
+    """A branch outside a graph would wait on the host for the device."""
+    params, counts = jax.eval_shape(lambda: slot_params.empty_slots(8, VOCAB))
+    full = functools.partial(sampling.full, draw_filtered=api.draw_filtered)
+    found = compile_for_h200(full, *arguments(8, params=params, counts=counts), options=ONCE)
+    (branch,) = (thunk for thunk in found.graph_thunks if thunk.kind == "kConditional")
+    assert branch.depth > 0
+    assert {thunk.depth > 0 for thunk in found.thunks if thunk.name.startswith("sort")} == {True}
 
 
 @pytest.mark.parametrize(("draw_filtered", "arrays"), [(api.draw_filtered, 1), (reference.draw_filtered, 2)])
