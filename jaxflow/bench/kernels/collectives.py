@@ -8,6 +8,7 @@
     scatter     the sums of all ranks' tokens over the devices, to each token's rank
     exchange    a row of each (token, expert) pair to the expert's device and back, experts drawn evenly
     all-reduce  the sum of all ranks' tokens over the devices, as in tensor parallelism
+    nccl-sum    the same by NCCL. XLA has a kernel of its own for an all-reduce of up to 4 MB
 
 The bound is the bytes that a device sends or gets, whichever are more, at the datasheet's rate in one
 direction. The calls of a loop on the device wait for each other, by a kernel that writes one element of the
@@ -35,6 +36,7 @@ from jaxflow.model.exchanged_experts import list_sent, pieces_of
 from jaxflow.parallel.collectives import gather_rows, scatter_rows
 from jaxflow.parallel.mesh import DP, make_rank_mesh
 from jaxflow.parallel.ragged import send
+from jaxflow.pipeline.streams import NCCL_SUMS
 from pallas_kernels.gemm.grouped.routings import draw_routing
 from pallas_kernels.measure.timing import interleaved
 
@@ -72,7 +74,7 @@ class Sizes:
             return others * (self.row_bytes + 2 * WORD_BYTES * self.config.experts_per_token)
         if way == "scatter":
             return others * self.row_bytes
-        if way == "all-reduce":
+        if way in ("all-reduce", "nccl-sum"):
             return 2 * others * self.row_bytes
         held = self.config.num_experts // self.devices
         owner = self.experts.reshape(self.devices, -1) // held
@@ -113,14 +115,22 @@ WAYS: dict[str, Callable[..., Way]] = {
     "gather": _gather,
     "scatter": _scatter,
     "all-reduce": _all_reduce,
+    "nccl-sum": _all_reduce,
     "exchange": _exchange,
 }
+OPTIONS = {"nccl-sum": NCCL_SUMS}  # XLA's flags of a way
 
 
-def program(sizes: Sizes, prepare: Callable[..., Way], rounds: int, mesh: Mesh) -> Callable[[], Any]:
+def program(
+    sizes: Sizes,
+    prepare: Callable[..., Way],
+    rounds: int,
+    mesh: Mesh,
+    options: dict[str, Any] | None = None,
+) -> Callable[[], Any]:
     """Return a function that enqueues a program of `rounds` calls and returns its arrays.
 
-    A call reads an element of the output of the call before.
+    A call reads an element of the output of the call before. options: XLA's flags.
     """
 
     def run(*inputs: jax.Array) -> Any:
@@ -135,7 +145,10 @@ def program(sizes: Sizes, prepare: Callable[..., Way], rounds: int, mesh: Mesh) 
         return lax.fori_loop(0, rounds, body, (rows, empty))[1]
 
     spec = PartitionSpec(DP)
-    mapped = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+    mapped = jax.jit(
+        jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False),
+        compiler_options=options,
+    )
     n, t = sizes.devices, sizes.tokens
     config, chosen = sizes.config, sizes.config.experts_per_token
     place = functools.partial(jax.device_put, device=NamedSharding(mesh, spec))
@@ -159,7 +172,7 @@ def measure_one(sizes: Sizes, way: str, seconds: float, mesh: Mesh, bytes_per_s:
     rounds = int(np.clip(_PROGRAM_S / max(_FASTEST_S, bound_s or 0.0), 4, 200))
     row = {"tokens": sizes.tokens, "way": way, "bytes": moved, "calls": rounds}
     try:
-        run = program(sizes, WAYS[way], rounds, mesh)
+        run = program(sizes, WAYS[way], rounds, mesh, OPTIONS.get(way))
         jax.block_until_ready(run())
         with machine.watch(sizes.devices) as readings:
             timing = interleaved({way: run}, calls=rounds, seconds=seconds, rounds=3)[way]
