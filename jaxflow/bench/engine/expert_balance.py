@@ -19,6 +19,7 @@ import numpy as np
 from absl import flags
 
 from jaxflow.bench.report import machine
+from jaxflow.config import ConfigError
 from jaxflow.model.expert_placement import place_experts
 
 FLAGS = flags.FLAGS
@@ -162,7 +163,7 @@ def _row(routes: Routes, name: str, layout: ExpertLayout, skipped: int) -> dict[
 
 def define_flags() -> None:
     """Define the command's flags."""
-    flags.DEFINE_list("devices", ["2", "4", "8"], "Numbers of devices.")
+    flags.DEFINE_list("devices", ["2", "4", "8"], "Numbers of devices, divisors of 128 or 8.")
     flags.DEFINE_list("tokens", ["512", "2048", "4096"], "Tokens of a step.")
     flags.DEFINE_list(
         "drift_steps", ["10000", "100000"], "Steps after which popularity is correlated by 1/e."
@@ -174,20 +175,25 @@ def define_flags() -> None:
     flags.DEFINE_integer("steps", 1000, "Steps measured.", lower_bound=1)
     flags.DEFINE_integer("window_size", 50, "Steps whose tokens a placement reads.", lower_bound=1)
     flags.DEFINE_integer("step_interval", 50, "Steps between two placements.", lower_bound=1)
-    flags.DEFINE_integer("seed", 0, "Seed of the routes.")
+    flags.DEFINE_integer("seed", 0, "Seed of the routes.", lower_bound=0)
     flags.DEFINE_string("output_json", None, "Write the report to this file.")
 
 
 def run() -> dict[str, Any]:
-    """Run the command and return its report."""
+    """Run the command and return its report. Raises: ConfigError."""
+    numbers, drifts, sizes = (_numbers(flag) for flag in ("devices", "drift_steps", "tokens"))
+    for number in numbers:
+        if all(mixture.experts % number for mixture in MIXTURES):
+            experts = " or ".join(str(mixture.experts) for mixture in MIXTURES)
+            raise ConfigError("devices", number, f"a divisor of {experts} experts")
     settings: dict[str, Any] = {
         name: FLAGS[name].value for name in ("steps", "window_size", "step_interval", "seed")
     }
     rows = []
     for mixture in MIXTURES:
-        devices = [int(number) for number in FLAGS.devices if mixture.experts % int(number) == 0]
-        for drift in map(float, FLAGS.drift_steps):
-            for tokens in map(int, FLAGS.tokens):
+        devices = [number for number in numbers if mixture.experts % number == 0]
+        for drift in drifts:
+            for tokens in sizes:
                 found = simulate(Routes(mixture, tokens, FLAGS.zipf, drift), devices, FLAGS.spare, **settings)
                 rows += found
                 for row in found:
@@ -199,3 +205,15 @@ def run() -> dict[str, Any]:
                     )
     head = {"command_name": "expert_balance", **machine.describe()}
     return {**head, "zipf": FLAGS.zipf, "spare": FLAGS.spare, **settings, "rows": rows}
+
+
+def _numbers(flag: str) -> list[int]:
+    """Return the numbers of a flag. Raises: ConfigError unless there are some, all positive."""
+    words: list[str] = FLAGS[flag].value or []
+    try:
+        found = [int(word) for word in words]
+    except ValueError:
+        found = []
+    if not found or min(found) < 1:
+        raise ConfigError(flag, ",".join(words), "positive whole numbers, as 2,4")
+    return found

@@ -253,7 +253,9 @@ def run() -> dict[str, Any]:
     try:
         tokens = [int(word) for word in f.tokens]
     except ValueError:
-        raise ConfigError("tokens", ",".join(f.tokens), "numbers of tokens, as 1,64") from None
+        tokens = []
+    if not tokens or min(tokens) < 1:
+        raise ConfigError("tokens", ",".join(f.tokens), "positive numbers of tokens, as 1,64")
     head = {"command_name": "collectives", **machine.describe()}
     found = measure(
         f.models,

@@ -5,7 +5,10 @@ import json
 
 import numpy as np
 import paths
+import pytest
 
+from jaxflow.bench.__main__ import main
+from jaxflow.bench.engine import expert_balance
 from jaxflow.bench.engine.expert_balance import ExpertLayout, Mixture, Routes, simulate
 
 
@@ -49,3 +52,12 @@ def test_the_committed_balance_is_at_least_95_percent():
     ]
     assert [row["devices"] for row in rows] == [2, 4, 8]
     assert all(row["slots"] == 160 and row["mean_over_max_load"] >= 0.95 for row in rows)
+
+
+@pytest.mark.parametrize(
+    "words", ["--devices=0", "--devices=7", "--devices=", "--tokens=-1", "--tokens=x", "--drift_steps=0"]
+)
+def test_a_number_that_cannot_work_is_refused(no_flags, monkeypatch, capsys, words):
+    monkeypatch.setattr(expert_balance, "simulate", lambda *_, **__: pytest.fail("a simulation ran"))
+    assert main(["bench", "expert_balance", words]) == 1
+    assert words.removeprefix("--").partition("=")[0] in capsys.readouterr().err
