@@ -104,6 +104,8 @@ def check_engine(config: EngineConfig) -> None:
         return
     if config.coordinator is not None:
         raise ConfigError("coordinator", config.coordinator, "no flag here: a replica is one process")
+    if ray_flags.REPLICAS.value < 1:
+        raise ConfigError("replicas", ray_flags.REPLICAS.value, "1 or more")
     ray_flags.check_ray("engine", "ray")
 
 
