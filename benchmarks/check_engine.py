@@ -29,7 +29,7 @@ import numpy as np
 
 from jaxflow.bench.report import machine
 from jaxflow.bench.report.requests import write_json
-from jaxflow.config import EngineConfig
+from jaxflow.config import ConfigError, EngineConfig
 from jaxflow.engine.executor import Executor
 from jaxflow.engine.loop import Loop
 from jaxflow.engine.staged_executor import StagedExecutor
@@ -41,7 +41,8 @@ from jaxflow.engine.start import (
     prepare_process,
     resolve,
 )
-from jaxflow.model.checkpoints.checkpoint import open_checkpoint
+from jaxflow.model.checkpoints.checkpoint import CheckpointError, open_checkpoint
+from jaxflow.pipeline.plan import PlanError
 from jaxflow.request import Delta, Logprob, Request, SamplingParams, Started
 from pallas_kernels.kernel_set import REFERENCE, KernelSet
 from pallas_kernels.measure.provenance import provenance
@@ -173,10 +174,17 @@ def check(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Run the check, write its report, and return the exit status: 0 for engines that agree."""
+    """Run the check, write its report, and return the exit status.
+
+    0: the engines agree. 1: they do not. 2: the command line is wrong.
+    """
     given = parse()
-    with machine.watch(given.tensor_parallel_size * given.pipeline_parallel_size) as readings:
-        result = check(given)
+    try:
+        with machine.watch(given.tensor_parallel_size * given.pipeline_parallel_size) as readings:
+            result = check(given)
+    except (ConfigError, CheckpointError, PlanError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     head = {
         "command_name": "check_engine",
         **provenance(shlex.join(["python", "-m", "benchmarks.check_engine", *sys.argv[1:]])),
