@@ -5,7 +5,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -69,12 +69,6 @@ class StartTimes:
             with self._lock:
                 self._spans.setdefault(name, []).append((begin_s, time.perf_counter()))
 
-    def _overlap_s(self) -> float:
-        """Return the seconds in which programs were lowered or compiled while weights were loaded."""
-        made = self._spans.get("lowering", []) + self._spans.get("compilation", [])
-        pairs = itertools.product(self._spans.get("weights", []), made)
-        return sum(max(0.0, min(one[1], two[1]) - max(one[0], two[0])) for one, two in pairs)
-
     def summary(self) -> dict[str, float]:
         """Return the seconds of each phase, and further keys. The phase that ended first comes first.
 
@@ -89,12 +83,19 @@ class StartTimes:
         age_s = process_seconds()
         before = {} if age_s is None else {"import_s": age_s - start_s}
         compiled = {name: value - self._before[name] for name, value in _compiled.items()}
-        phases = {
-            f"{name}_s": sum(end - begin for begin, end in spans) for name, spans in self._spans.items()
-        }
-        overlap_s = self._overlap_s()
+        with self._lock:  # programs are compiled in the background
+            spans = {name: tuple(each) for name, each in self._spans.items()}
+        phases = {f"{name}_s": sum(end - begin for begin, end in each) for name, each in spans.items()}
+        overlap_s = _overlap_s(spans)
         both = {"overlap_s": overlap_s} if overlap_s else {}
         return before | phases | both | {"total_s": start_s} | compiled
+
+
+def _overlap_s(spans: Mapping[str, Sequence[tuple[float, float]]]) -> float:
+    """Return the seconds in which programs were lowered or compiled while weights were loaded."""
+    made = (*spans.get("lowering", ()), *spans.get("compilation", ()))
+    pairs = itertools.product(spans.get("weights", ()), made)
+    return sum(max(0.0, min(one[1], two[1]) - max(one[0], two[0])) for one, two in pairs)
 
 
 def describe(summary: Mapping[str, float]) -> str:

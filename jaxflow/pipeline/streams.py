@@ -37,8 +37,8 @@ COPIES = {"xla_gpu_collective_permute_mode": "COLLECTIVES_PEER_MEMORY"}
 
 # XLA's own kernel of an all-reduce keeps at least 4 MB for each all-reduce of a program, as long as the
 # program lives. This memory lies outside the part of the device that the engine plans with. A model of 80
-# layers needs 0.64 GB a program for small sums and 2.6 GB for sums of 4 MB. NCCL makes larger sums, in up to
-# 4 us more on two H200s.
+# layers needs 0.64 GB a program for small sums and 2.6 GB for sums of 4 MB. NCCL makes sums of more than
+# these bytes. `bench collectives` times both.
 MOST_SUM_BYTES = 128 * 1024
 NCCL_SUMS = {"xla_gpu_experimental_use_collective_kernels": ""}
 

@@ -48,7 +48,7 @@ def chunk_attention(
         pages already hold the chunk's keys and values. Chunks of 0 tokens are skipped.
       page_table: [R, MP], or [G, R, MP] for G groups of heads, whose pages hold K / G heads.
       spans: [K] or [T, K], instead of a window: the number of last keys that each KV head of a query sees.
-      rows_per_tile: query tokens of a chunk that one step computes.
+      rows_per_tile, keys_per_block: query tokens of a chunk and keys that one step computes.
       skip_masks: branch to a form without a mask where every row of a tile sees all keys of a block. A CPU
         runs most steps faster so. On a GPU each branch waits for the host.
       other arguments: as for `decode_attention`.
