@@ -15,6 +15,7 @@ Each measurement is one command:
   MIXTURE-whole        the same with whole experts
   MIXTURE-ranks        the same with whole experts and data-parallel attention
   MIXTURE-WAY-profiled collectives of the device's time, and the hidden part of them, of each of the three
+  qwen3-ranks-nano-batches  tokens/s of two nano-batches and of the sequential step, and hidden collectives
   MIXTURE-WAY-staying  throughput and balance with skewed routes, for whole and ranks
   MIXTURE-WAY-moving   the same with `--enable_eplb`
   collectives          the collectives of a mixture layer alone
@@ -36,6 +37,7 @@ DUMMY = ("--load_format", "dummy")
 LENGTHS = ("--input_len", "1024", "--output_len", "512")
 FP8 = ("--quantization", "fp8", "--kv_cache_dtype", "fp8")
 MIXTURES = {"qwen3": "qwen3-30b-a3b", "mixtral": "mixtral-8x7b"}
+RANK_STEPS = ("--step_sizes", "256,512,1024,2048")  # tokens of a rank's steps
 COPIES = {"qwen3": 16, "mixtral": 1}  # further experts of a device
 PIPELINE = (
     *("-m", "jaxflow.bench", "pipeline", *DUMMY),
@@ -105,6 +107,11 @@ def commands(devices: int) -> dict[str, list[str]]:
             "grid-8b": _throughput("llama-3.1-8b", "stages-pp2-tp2", 1200, 640, *grid),
             "grid-70b": _throughput("llama-3-70b", "stages-fp8-pp2-tp2", 600, 1200, *grid, *FP8),
         }
+    plans = ("--plan", f"benchmarks/plans/h200/qwen3-30b-a3b/dp{n}", "--compare_sequential", *RANK_STEPS)
+    ranks = ("--data_parallel_size", n, "--enable_expert_parallel")
+    found["qwen3-ranks-nano-batches"] = _profiled(
+        MIXTURES["qwen3"], f"experts-dp{n}-nano-batches", 200 * devices, 400, *ranks, *plans
+    )
     for name, model in MIXTURES.items():
         whole = "--enable_expert_parallel"
         ways = {
@@ -136,8 +143,7 @@ def _profiled(model: str, report: str, requests: int, slots: int, *flags: str) -
 def _skewed(model: str, report: str, devices: int, slots: int, *flags: str) -> list[str]:
     """Return `bench skewed_experts` at 512/128. slots: as for `_throughput`."""
     sizes = ("--num_requests", str(200 * devices), "--max_num_seqs", str(slots), "--max_model_len", "1024")
-    steps = ("--step_sizes", "256,512,1024,2048")
-    line = ["-m", "jaxflow.bench", "skewed_experts", *DUMMY, *sizes, *steps, *flags]
+    line = ["-m", "jaxflow.bench", "skewed_experts", *DUMMY, *sizes, *RANK_STEPS, *flags]
     return _to(model, report, line, "--model", model)
 
 

@@ -376,7 +376,6 @@ RANKED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("coordinator", lambda address: address is None, "unset"),
     ("attention_spans", lambda file: file is None, "unset"),
     ("batch_tpot_ms", lambda limit: limit is None, "unset"),
-    ("plan", lambda plan: plan in ("auto", "sequential"), "auto or sequential"),
 )
 
 

@@ -115,10 +115,18 @@ def loop(
 
 
 def ranked_loop(
-    model: str, ranks: int, *, tp: int = 1, budget: int = 16, pages: int = 96, kv: str = "auto", **changes
+    model: str,
+    ranks: int,
+    *,
+    tp: int = 1,
+    budget: int = 16,
+    pages: int = 96,
+    plan: str = "sequential",
+    kv: str = "auto",
+    **changes,
 ) -> RankedLoop:
     """Return a fresh loop of data-parallel ranks of tp devices. `changes`: of its `SchedulerConfig`."""
-    config, made = executor(model, tp=tp, budget=budget, pages=pages, kv=kv, ep=True, ranks=ranks)
+    config, made = executor(model, tp=tp, budget=budget, pages=pages, plan=plan, kv=kv, ep=True, ranks=ranks)
     return make_ranked_loop(config, made.programs.context.config, made, **changes)
 
 

@@ -732,16 +732,17 @@ def make_stage(
       memory: bytes of a device; 0 if unknown.
       folder: of the lowered programs; None for the one in XLA's cache.
     """
-    tp, layers = config.tensor_parallel_size, stage.config(model)
+    tp, ranks, layers = config.tensor_parallel_size, config.data_parallel_size, stage.config(model)
     assert config.max_num_seqs is not None and config.max_model_len is not None
     quantization = config.quantization
     hidden_bytes = jnp.dtype(config.dtype).itemsize * model.hidden_size
     named = {(tokens, plan.name): plan for tokens, several in plans.items() for plan in several}
 
     def plan_of(layout: StepLayout) -> Plan:
+        # The step of a single decode is in no bucket.
         found = named.get((layout.tokens, layout.plan)) or sequential_plan(
-            model, layout.tokens, tp
-        )  # the step of a single decode is in no bucket
+            model, layout.tokens, tp, ranks=ranks
+        )
         return found if stage.is_model else stage_plan(found, layers, tp)
 
     def early(layout: StepLayout) -> bool:
@@ -776,7 +777,7 @@ def make_stage(
         weights,
         layouts,
         lambda layout: compile_plan(
-            plan_of(layout), layers, tp, quantized=quantization == "fp8", pdl=early(layout)
+            plan_of(layout), layers, tp, ranks=ranks, quantized=quantization == "fp8", pdl=early(layout)
         ),
         options_of=options_of,
         options=_untimed(config) if on_gpu() else CPU_OPTIONS,

@@ -144,7 +144,8 @@ def _check(plan: Plan, config: EngineConfig, model: ModelConfig) -> None:
         accepted = f"numbers above 0 with the sum {model.num_layers}, the model's layers, are accepted"
         raise PlanError(plan.name, f"stages={list(plan.stages)}: {accepted}")
     try:
-        compile_plan(plan, model, config.tensor_parallel_size, quantized=config.quantization == "fp8")
+        tp, ranks = config.tensor_parallel_size, config.data_parallel_size
+        compile_plan(plan, model, tp, ranks=ranks, quantized=config.quantization == "fp8")
     except PlanError as error:
         if error.entry == plan.name:
             raise
@@ -279,7 +280,10 @@ def choose_plans(config: EngineConfig, model: ModelConfig) -> dict[int, tuple[Pl
             budget,
             f"at least {too_large[0].tokens}, which plan {too_large[0].name!r} is for",
         )
-    found = portfolio(given, step_sizes(config), lambda tokens: sequential_plan(model, tokens, tp))
+    ranks = config.data_parallel_size
+    found = portfolio(
+        given, step_sizes(config), lambda tokens: sequential_plan(model, tokens, tp, ranks=ranks)
+    )
     for tokens, several in found.items():
         for plan in (plan for plan in several if not is_sequential(plan)):
             when = "always" if plan.predictions is None else "where it is sure to gain"

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxflow.model.op_registry import Context, op_scope
+from jaxflow.model.op_registry import Context
 from jaxflow.model.routing import Routing, weighted_sum
 from jaxflow.parallel.ragged import RaggedPieces, send
 from pallas_kernels.gemm.grouped.groups import Groups, HeldExperts, list_groups
@@ -51,27 +51,23 @@ def send_to_experts(c: Context, h: Float[Array, "t D"], routing: Routing) -> Rec
     """
     assert c.rank_axis is not None and routing.groups is not None
     sent, (tokens, chosen) = routing.groups, routing.experts.shape
-    with op_scope("expert_dispatch_all_to_all"):
-        counts = lax.all_gather(sent.sizes, c.rank_axis)  # [n, E]: the rows of each device for each expert
-        groups = _list_received(c, counts, tokens, chosen)
-        there, back = pieces_of(counts, groups.align, lax.axis_index(c.rank_axis))
-        rows = send(h[sent.pairs // chosen], there, c.rank_axis, length=groups.pairs.shape[0])
+    counts = lax.all_gather(sent.sizes, c.rank_axis)  # [n, E]: the rows of each device for each expert
+    groups = _list_received(c, counts, tokens, chosen)
+    there, back = pieces_of(counts, groups.align, lax.axis_index(c.rank_axis))
+    rows = send(h[sent.pairs // chosen], there, c.rank_axis, length=groups.pairs.shape[0])
     return ReceivedRows(rows, groups, back)
 
 
-def send_back(
-    c: Context, y: Float[Array, "M D"], back: RaggedPieces, routing: Routing
-) -> Float[Array, "t D"]:
+def send_back(c: Context, outputs: ReceivedRows, routing: Routing) -> Float[Array, "t D"]:
     """Send the experts' outputs back, and return the weighted sum of those of each of this device's tokens.
 
     The sum is complete, not a partial sum.
 
-    y: the outputs of the rows of `ReceivedRows`, in their order. routing: of `send_to_experts`.
+    outputs: those of the rows that `send_to_experts` returned. routing: of `send_to_experts`.
     """
     assert c.rank_axis is not None and routing.groups is not None
-    with op_scope("expert_combine_all_to_all"):
-        rows = send(y, back, c.rank_axis, length=routing.groups.pairs.shape[0])
-        return weighted_sum(rows, routing.groups, routing.weights)
+    rows = send(outputs.rows, outputs.back, c.rank_axis, length=routing.groups.pairs.shape[0])
+    return weighted_sum(rows, routing.groups, routing.weights)
 
 
 def _list_received(c: Context, counts: Int[Array, "n E"], tokens: int, chosen: int) -> Groups:

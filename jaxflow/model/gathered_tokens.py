@@ -10,12 +10,29 @@ reduce-scatter are NCCL's, which fill the links between GPUs. XLA's exchange on 
 threads, which reached 2 % of the links of eight B200s (openxla/xla#33386).
 """
 
+import dataclasses
+
+import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from jaxflow.model.op_registry import Context, op_scope
+from jaxflow.model.op_registry import Context
+from jaxflow.model.routing import Routing
 from jaxflow.parallel.collectives import gather_rows, scatter_rows
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class GatheredTokens:
+    """The tokens of all n ranks, those of the first rank first, with their experts and the experts' weights.
+
+    Padding has an expert that no device holds.
+    """
+
+    h: Float[Array, "n*t D"]
+    experts: Int[Array, "n*t e"]
+    weights: Float[Array, "n*t e"]
 
 
 def gathers(c: Context) -> bool:
@@ -34,30 +51,19 @@ def ranks_gather(ranks: int, devices_of_rank: int, chosen: int) -> bool:
     return devices_of_rank > 1 or ranks <= chosen
 
 
-def gather_tokens(
-    c: Context,
-    h: Float[Array, "t D"],
-    experts: Int[Array, "t e"],
-    weights: Float[Array, "t e"],
-    is_token: Bool[Array, " t"] | None,
-    number: int,
-) -> tuple[Float[Array, "n*t D"], Int[Array, "n*t e"], Float[Array, "n*t e"]]:
-    """Return the tokens of all ranks, their experts and the experts' weights.
+def gather_tokens(c: Context, h: Float[Array, "t D"], routing: Routing, number: int) -> GatheredTokens:
+    """Return the tokens of all ranks.
 
-    Padding gets expert `number`, which no device holds.
-
-    Args:
-      is_token: False for padding; None without padding.
-      number: of all experts, or of slots where experts have copies.
+    number: of all experts, or of slots where experts have copies. Padding gets this number as its expert.
     """
     assert c.rank_axis is not None
-    if is_token is not None:
-        experts = jnp.where(is_token[:, None], experts, number)
-    with op_scope("expert_dispatch_gather"):
-        words = lax.bitcast_convert_type(weights, jnp.int32)  # one gather for both
-        h, pairs = gather_rows((h, jnp.concatenate([experts, words], axis=1)), c.rank_axis)
+    experts = routing.experts
+    if routing.is_token is not None:
+        experts = jnp.where(routing.is_token[:, None], experts, number)
+    words = lax.bitcast_convert_type(routing.weights, jnp.int32)  # one gather for both
+    h, pairs = gather_rows((h, jnp.concatenate([experts, words], axis=1)), c.rank_axis)
     experts, words = jnp.split(pairs, 2, axis=1)
-    return h, experts, lax.bitcast_convert_type(words, weights.dtype)
+    return GatheredTokens(h, experts, lax.bitcast_convert_type(words, routing.weights.dtype))
 
 
 def scatter_sums(c: Context, sums: Float[Array, "n*t D"]) -> Float[Array, "t D"]:
@@ -66,5 +72,4 @@ def scatter_sums(c: Context, sums: Float[Array, "n*t D"]) -> Float[Array, "t D"]
     sums: this device's part of the outputs of all ranks' tokens.
     """
     assert c.rank_axis is not None
-    with op_scope("expert_combine_scatter"):
-        return scatter_rows(sums, c.rank_axis)
+    return scatter_rows(sums, c.rank_axis)

@@ -6,6 +6,10 @@ residual stream, `y` the sum that a block adds to x, `h` a normed input, `kv` th
 the `x` and `y` of the previous layer, and the `kv` of its previous step; the first layer has no `y`. A layer
 leaves `Graph.leaves(i)`.
 
+Data-parallel ranks have tokens of their own and share the experts. `expert_dispatch` brings the rows of their
+tokens to the devices of the experts, and `expert_combine` brings the outputs back. Between both ops the rows
+of some tokens are not the rows of a subset of these tokens.
+
 Under tensor parallelism a block's sum over devices has two forms. `…_reduce` gives every device all rows of
 the sum. In the scattered form (Korthikanti et al. 2023), `…_scatter` gives each device the sum of its local
 rows, T / tp rows. The residual stream and the norms stay on local rows. The next block's `…_gather` gives all
@@ -22,6 +26,7 @@ from typing import Literal
 
 from jaxflow.config import Latent, ModelConfig
 from jaxflow.model.composition import Composition, Count
+from jaxflow.model.gathered_tokens import ranks_gather
 from pallas_kernels.quantized import BLOCK, BLOCK_ROWS, MXFP4_GROUP
 
 Kind = Literal["dense", "attention", "network", "other"]  # NanoFlow §2.2
@@ -176,10 +181,12 @@ def model_graph(
     *,
     scattered: bool = False,
     swapped: bool = False,
+    ranks: int = 1,
 ) -> Graph:
     """Return the ops of a model, for one of `tp` tensor-parallel devices.
 
     scattered, swapped: the form of the sums over devices; all-reduces if both are False.
+    ranks: data-parallel ranks of `tp` devices each, which share the experts.
 
     Raises: ValueError for the scattered form on one device, and the swapped form on other numbers than four.
     """
@@ -188,7 +195,7 @@ def model_graph(
     if swapped and (tp != 4 or scattered):
         raise ValueError(f"swapped=True: tp of 4 and scattered=False are accepted; tp is {tp}")
     layers = tuple(
-        layer_ops(config, index, tp, widths, scattered, swapped) for index in range(config.num_layers)
+        layer_ops(config, index, tp, widths, scattered, swapped, ranks) for index in range(config.num_layers)
     )
     return Graph(_first_ops(config, tp, widths), layers, _last_ops(config, tp, widths), scattered)
 
@@ -200,15 +207,16 @@ def layer_ops(
     widths: Widths = BFLOAT16,
     scattered: bool = False,
     swapped: bool = False,
+    ranks: int = 1,
 ) -> tuple[Op, ...]:
-    """Return the ops of layer `index`, in order."""
+    """Return the ops of layer `index`, in order. Arguments: see `model_graph`."""
     experts = config.layers[index].experts
     reads, moved = (("x",), 3) if index == 0 else (("x", "y"), 4)
     ops = _block_head(config, "attn", reads, "1", moved, tp, widths, scattered)
     ops += _attention_ops(config, index, tp, widths)
     tail, y = _block_tail(config, "attn", "y1", tp, widths, scattered, swapped)
     ops += [*tail, *_block_head(config, "mlp", ("x1", y), "2", 4, tp, widths, scattered, wide=experts)]
-    ops += _expert_ops(config, tp, widths) if experts else _mlp_ops(config, tp, widths)
+    ops += _expert_ops(config, tp, widths, ranks) if experts else _mlp_ops(config, tp, widths)
     sums = 2 if experts and config.branch_norms else 1
     tail, _ = _block_tail(config, "mlp", "y2", tp, widths, scattered, swapped, sums)
     return (*ops, *tail)
@@ -323,7 +331,7 @@ def _mlp_ops(config: ModelConfig, tp: int, widths: Widths) -> list[Op]:
     ]
 
 
-def _expert_ops(config: ModelConfig, tp: int, widths: Widths) -> list[Op]:
+def _expert_ops(config: ModelConfig, tp: int, widths: Widths, ranks: int) -> list[Op]:
     d, f, a = config.hidden_size, config.expert_intermediate_size // tp, widths.activations
     shared = config.shared_expert_intermediate_size // tp
     routed, wide = "y2_routed" if shared else "y2", dataclasses.replace(widths, weights=widths.wide_weights)
@@ -341,16 +349,36 @@ def _expert_ops(config: ModelConfig, tp: int, widths: Widths) -> list[Op]:
             experts=experts,
         )
 
+    dispatch, combine = _exchange_ops(config, tp, widths, ranks, routed) if ranks > 1 else ([], [])
     ops = [
         _dense("router", ("h2",), ("routing",), d, number, wide),
-        grouped("expert_up_gate", ("h2", "routing"), ("expert_rows",), d * 2 * f),
-        grouped("expert_down", ("expert_rows", "routing"), (routed,), f * d),
+        *dispatch,
+        grouped("expert_up_gate", ("h2_sent" if dispatch else "h2", "routing"), ("expert_rows",), d * 2 * f),
+        grouped("expert_down", ("expert_rows", "routing"), ("y2_sent" if combine else routed,), f * d),
+        *combine,
     ]
     if shared:  # the sum of the routed experts is read and added to
         written = (3 if config.branch_norms else 2) * d
         down = _dense("shared_down", ("a_shared", routed), ("y2",), shared, d, wide, written=written)
         ops += [_dense("shared_up_gate", ("h2",), ("a_shared",), d, 2 * shared, wide, written=shared), down]
     return ops
+
+
+def _exchange_ops(
+    config: ModelConfig, tp: int, widths: Widths, ranks: int, routed: str
+) -> tuple[list[Op], list[Op]]:
+    """Return the ops that bring the rows of a rank's tokens to the experts, and the outputs back.
+
+    A gather sends a row of each token to each other rank. An exchange sends a row of each of its experts.
+    """
+    others, chosen = ranks - 1, config.experts_per_token
+    rows = others if ranks_gather(ranks, tp, chosen) else chosen * others / ranks
+    moved = rows * config.hidden_size * widths.activations
+    work: tuple[tuple[Count, Work], ...] = (("tokens", Work(activation_bytes=moved, network_bytes=moved)),)
+    return (
+        [Op("expert_dispatch", "network", ("h2", "routing"), ("h2_sent",), work)],
+        [Op("expert_combine", "network", ("y2_sent", "routing"), (routed,), work)],
+    )
 
 
 def _block_tail(

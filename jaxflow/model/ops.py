@@ -35,9 +35,9 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxflow.config import Layer, Span, gate_block
 from jaxflow.model import latent_ops
 from jaxflow.model.batch import Batch
-from jaxflow.model.exchanged_experts import list_sent, send_back, send_to_experts
+from jaxflow.model.exchanged_experts import ReceivedRows, list_sent, send_back, send_to_experts
 from jaxflow.model.expert_copies import EXPERT_OF_SLOT, choose_copies, has_copies
-from jaxflow.model.gathered_tokens import gather_tokens, gathers, scatter_sums
+from jaxflow.model.gathered_tokens import GatheredTokens, gather_tokens, gathers, scatter_sums
 from jaxflow.model.head_groups import (
     call_once_traced,
     group_spans,
@@ -594,7 +594,7 @@ def router(
     if c.exchanges_tokens and not gathers(c):
         groups = list_sent(experts, _num_held(c, w), is_token)
     else:
-        groups = None  # `expert_up_gate` sorts
+        groups = None  # `expert_up_gate` sorts the pairs
     return Routing(experts, weights, groups, logical, is_token)
 
 
@@ -643,33 +643,54 @@ def _held(c: Context, w: Weights) -> HeldExperts | None:
     return HeldExperts(lax.axis_index(c.expert_axis) * count, count)
 
 
+@op("expert_dispatch")
+def expert_dispatch(
+    c: Context, w: Weights, h: Float[Array, "t D"], routing: Routing
+) -> GatheredTokens | ReceivedRows:
+    """Return the rows that this device's experts may need of all data-parallel ranks' tokens."""
+    h = _columns(w, "routed_norm", h)
+    if gathers(c):
+        return gather_tokens(c, h, routing, _num_held(c, w))
+    return send_to_experts(c, h, routing)
+
+
+@op("expert_combine")
+def expert_combine(
+    c: Context, y: Float[Array, "n*t D"] | ReceivedRows, routing: Routing
+) -> Float[Array, "t D"]:
+    """Return the weighted sum of the experts' outputs of each of this rank's tokens.
+
+    The sum is partial over a rank's devices. y: the result of `expert_down`.
+    """
+    return send_back(c, y, routing) if isinstance(y, ReceivedRows) else scatter_sums(c, y)
+
+
 @op("expert_up_gate")
-def expert_up_gate(c: Context, w: Weights, h: Float[Array, "t D"], routing: Routing) -> ExpertRows:
+def expert_up_gate(
+    c: Context, w: Weights, h: Float[Array, "t D"] | GatheredTokens | ReceivedRows, routing: Routing
+) -> ExpertRows:
     """Return act(gate) · up of each token at each of its experts, in one GEMM over pairs sorted by expert.
 
-    Data-parallel ranks gather or exchange their tokens here: the result has the pairs of this device's
-    experts.
+    h: under data-parallel ranks the result of `expert_dispatch`. The result then has the pairs of this
+    device's experts.
     """
     gates = {"activation": c.config.activation, "gate_block": gate_block(c.config.expert_intermediate_size)}
     gates |= _expert_bias(w.get("expert_up_gate_bias"))
-    h = _columns(w, "routed_norm", h)
     weight, back, weights = w["expert_up_gate"], None, None
-    if c.exchanges_tokens and not gathers(c):
-        received = send_to_experts(c, h, routing)
-        groups, back = received.groups, received.back
-        rows = _as_stored(c, weight, received.rows)
+    if isinstance(h, ReceivedRows):
+        groups, back = h.groups, h.back
+        rows = _as_stored(c, weight, h.rows)
     else:
-        experts = routing.experts
-        if gathers(c):
-            h, experts, weights = gather_tokens(
-                c, h, experts, routing.weights, routing.is_token, _num_held(c, w)
-            )
         stored = {"quantize": isinstance(weight, Quantized), "blocks": isinstance(weight, BlockFp8)}
-        # Padding follows the tokens, and gets no rows. Among gathered tokens it has no experts.
-        own = routing.is_token if weights is None else None
-        used = None if own is None else jnp.sum(own, dtype=jnp.int32)
+        if isinstance(h, GatheredTokens):
+            tokens, experts, weights, used = h.h, h.experts, h.weights, None
+        else:
+            tokens, experts = _columns(w, "routed_norm", h), routing.experts
+            # Padding follows the tokens, and gets no rows. Among gathered tokens it has no experts.
+            own = routing.is_token
+            used = None if own is None else jnp.sum(own, dtype=jnp.int32)
         placed = {"held": _held(c, w), "used": used}
-        groups, rows = c.kernels.sort_rows(h, experts, _num_held(c, w), **stored, **placed, **_sms(c))
+        groups, rows = c.kernels.sort_rows(tokens, experts, _num_held(c, w), **stored, **placed, **_sms(c))
     if back is None and _in_one_kernel(c, w, groups):
         return ExpertRows(rows, groups, back, weights, pending=True)
     a = c.kernels.grouped_gemm(rows, weight, groups, **gates, **_sms(c))
@@ -690,8 +711,13 @@ def _in_one_kernel(c: Context, w: Weights, groups: Groups) -> bool:
 
 
 @op("expert_down")
-def expert_down(c: Context, w: Weights, a: ExpertRows | Float[Array, "t e F"], routing: Routing) -> Sum:
+def expert_down(
+    c: Context, w: Weights, a: ExpertRows | Float[Array, "t e F"], routing: Routing
+) -> Sum | ReceivedRows:
     """Return the weighted sum of the experts' outputs; a partial sum over tensor-parallel devices.
+
+    Under data-parallel ranks the result is for `expert_combine`: this device's part of the sum of each
+    gathered token, or the outputs of the received rows.
 
     a: in the tokens' order if the rows of `expert_up_gate` were of other tokens.
     """
@@ -707,17 +733,17 @@ def expert_down(c: Context, w: Weights, a: ExpertRows | Float[Array, "t e F"], r
             activation=c.config.activation,
             gate_block=gate_block(c.config.expert_intermediate_size),
         )
-        return _weighted(c, y, a.groups, routing.weights)
-    assert not isinstance(a.rows, Quantized)  # the first product's result
-    shares = c.expert_axis is None  # each device has a share of every expert, and all have the bias
-    down_bias = w.get("expert_down_bias")
-    bias = _expert_bias(_first_shard_only(c, down_bias) if shares else down_bias)
-    rows = _as_stored(c, w["expert_down"], a.rows)
-    y = c.kernels.grouped_gemm(rows, w["expert_down"], a.groups, **bias, **_sms(c))
+    else:
+        assert not isinstance(a.rows, Quantized)  # the first product's result
+        shares = c.expert_axis is None  # each device has a share of every expert, and all have the bias
+        down_bias = w.get("expert_down_bias")
+        bias = _expert_bias(_first_shard_only(c, down_bias) if shares else down_bias)
+        rows = _as_stored(c, w["expert_down"], a.rows)
+        y = c.kernels.grouped_gemm(rows, w["expert_down"], a.groups, **bias, **_sms(c))
     if a.back is not None:
-        return send_back(c, y, a.back, routing)
+        return ReceivedRows(y, a.groups, a.back)
     if a.weights is not None:
-        return scatter_sums(c, weighted_sum(y, a.groups, a.weights))
+        return weighted_sum(y, a.groups, a.weights)
     return _weighted(c, y, a.groups, routing.weights)
 
 

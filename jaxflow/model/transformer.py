@@ -86,7 +86,11 @@ def after_attention(
         routing = ops.router(site, h)
         if routed is not None:
             routed.append(routing.chosen)
-        y = ops.expert_down(site, ops.expert_up_gate(site, h, routing), routing)
+        ranked = site.c.rank_axis is not None
+        sent = ops.expert_dispatch(site, h, routing) if ranked else h
+        y = ops.expert_down(site, ops.expert_up_gate(site, sent, routing), routing)
+        if ranked:
+            y = ops.expert_combine(site, y, routing)
         if site.c.config.shared_expert_intermediate_size:
             y = ops.shared_down(site, ops.shared_up_gate(site, h), y)
     else:

@@ -46,18 +46,25 @@ Forward = Callable[..., tuple[Float[Array, "R D"], Float[Array, "T D"], list[KV]
 
 
 def compile_plan(
-    plan: Plan, config: ModelConfig, tp: int = 1, *, quantized: bool = False, pdl: bool = False
+    plan: Plan,
+    config: ModelConfig,
+    tp: int = 1,
+    *,
+    ranks: int = 1,
+    quantized: bool = False,
+    pdl: bool = False,
 ) -> Forward:
     """Return a plan's function, with the signature and the result of `jaxflow.model.transformer.forward`.
 
     Its batches have `plan.tokens` tokens, and no prefill chunk in them crosses one of `borders(plan)`.
+    ranks: data-parallel ranks of `tp` devices each.
     quantized: the inputs of GEMMs are e4m3 with scales, two arrays each.
     pdl: kernels use programmatic dependent launch, for steps that launch kernels one by one.
 
     Raises:
       PlanError: for a plan that does not fit this model on `tp` devices.
     """
-    graph = graph_of(plan, config, tp)
+    graph = graph_of(plan, config, tp, ranks=ranks)
     check(plan, graph)
     check_sums(plan, graph, tp)
     check_sms(plan)
@@ -98,13 +105,12 @@ def xla_options(
     XLA's default. Streams do not overlap in the default. hidden_bytes: bytes of a token's hidden values.
     """
     several = len({(nano.start, nano.stop) for nano in plan.nano_ops}) > 1
+    sends = tp > 1 or any(nano.op == "expert_dispatch" for nano in plan.nano_ops)
     side = any(nano.stream for nano in plan.nano_ops)
     graphs = graphs or ("concurrent" if side else "whole" if several else "xla")
     copies = streams.COPIES if plan.sums == "copies" else {}
     sum_bytes = plan.tokens * hidden_bytes if tp > 1 else 0
-    found = streams.xla_options(
-        graphs, side_streams=side, collectives=several and tp > 1, sum_bytes=sum_bytes
-    )
+    found = streams.xla_options(graphs, side_streams=side, collectives=several and sends, sum_bytes=sum_bytes)
     return found | copies
 
 

@@ -8,12 +8,14 @@ from jaxflow.pipeline.plan import NanoOp, Plan, PlanError
 from jaxflow.pipeline.program import ATTENTION
 
 
-def sequential_plan(config: ModelConfig, tokens: int, tp: int = 1, scattered: bool = False) -> Plan:
+def sequential_plan(
+    config: ModelConfig, tokens: int, tp: int = 1, scattered: bool = False, *, ranks: int = 1
+) -> Plan:
     """Return the plain forward as a plan: every op over all tokens, in the graph's order.
 
-    The scattered form has a name of its own.
+    The scattered form has a name of its own. ranks: data-parallel ranks of `tp` devices each.
     """
-    ops = _op_names(model_graph(config, tp, scattered=scattered))
+    ops = _op_names(model_graph(config, tp, scattered=scattered, ranks=ranks))
     return Plan(
         "sequential, sums scattered" if scattered else "sequential",
         tokens,
@@ -22,7 +24,7 @@ def sequential_plan(config: ModelConfig, tokens: int, tp: int = 1, scattered: bo
 
 
 def two_nano_batch_plan(
-    config: ModelConfig, tokens: int, split: int, tp: int = 1, scattered: bool = False
+    config: ModelConfig, tokens: int, split: int, tp: int = 1, scattered: bool = False, *, ranks: int = 1
 ) -> Plan:
     """Return a plan where tokens [0, split) and [split, tokens) take turns on the main stream.
 
@@ -30,12 +32,18 @@ def two_nano_batch_plan(
     devices is sent while the other half computes (NanoFlow §4.1). The reader of a sum therefore belongs to
     the next turn. In the scattered form the gather after a sum is issued before the last GEMM of the other
     half's turn, so that the gather overlaps with a GEMM too.
+
+    Data-parallel ranks send the rows of one half, or its experts' outputs, while the other half computes. A
+    half runs everything from `expert_combine` to `expert_dispatch` in one turn and its experts in another.
     """
-    ranges, graph = _halves(tokens, split), model_graph(config, tp, scattered=scattered)
+    ranges, graph = _halves(tokens, split), model_graph(config, tp, scattered=scattered, ranks=ranks)
     names, network = _op_names(graph), _network(graph)
     form = "scatter" if scattered else "reduce"
-    last = len(names) if not network else 1 + names.index(f"mlp_{form}")
-    middle = names.index(f"attn_{form}") + 1 if network else names.index("mlp_norm")
+    if "expert_dispatch" in names:
+        last, middle = (1 + names.index(name) for name in ("expert_combine", "expert_dispatch"))
+    else:
+        last = len(names) if not network else 1 + names.index(f"mlp_{form}")
+        middle = names.index(f"attn_{form}") + 1 if network else names.index("mlp_norm")
     attention = [(op, -1) for op in names[last:]] + [(op, 0) for op in names[:middle]]
     mlp = [(op, 0) for op in names[middle:last]]
     turns = [(i, turn) for turn in (attention, mlp) for i in (0, 1)]

@@ -7,6 +7,7 @@ on the main stream, where the compiler orders them after the readers that were i
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 from jaxflow.config import ModelConfig
 from jaxflow.model.graph import BFLOAT16, Graph, Op, Widths, model_graph
@@ -14,6 +15,7 @@ from jaxflow.pipeline.plan import NanoOp, Plan, PlanError
 from pallas_kernels.hopper.limits import SMS
 
 ATTENTION = ("decode_attention", "chunk_attention")
+SENT_ROWS = ("router", "expert_dispatch", "expert_up_gate", "expert_down", "expert_combine")
 MAIN = 0  # the main stream
 LAST_STREAM = 31  # a GPU has 32 queues at most; XLA's compiler aborts on a number beyond int32
 Value = tuple[int, str]  # a value by (layer, name in the graph); layer -1 is the embeddings
@@ -69,8 +71,10 @@ class LayerOp:
         return self.op.kind == "network"
 
 
-def graph_of(plan: Plan, config: ModelConfig, tp: int = 1, widths: Widths = BFLOAT16) -> Graph:
-    """Return the model's graph, with its sums over devices in the plan's form.
+def graph_of(
+    plan: Plan, config: ModelConfig, tp: int = 1, widths: Widths = BFLOAT16, *, ranks: int = 1
+) -> Graph:
+    """Return the model's graph, with its sums over devices in the plan's form. ranks: data-parallel ranks.
 
     Raises: PlanError for a plan of two forms.
     """
@@ -79,7 +83,8 @@ def graph_of(plan: Plan, config: ModelConfig, tp: int = 1, widths: Widths = BFLO
     )
     if scattered and swapped:
         raise PlanError(plan.name, "has sums over devices both scattered and swapped: one form is accepted")
-    return model_graph(config, tp, widths, scattered=tp > 1 and scattered, swapped=tp == 4 and swapped)
+    forms = {"scattered": tp > 1 and scattered, "swapped": tp == 4 and swapped}
+    return model_graph(config, tp, widths, **forms, ranks=ranks)
 
 
 def program(plan: Plan, graph: Graph) -> tuple[LayerOp, ...]:
@@ -137,6 +142,7 @@ def check(plan: Plan, graph: Graph) -> None:
     _check_cover(plan, graph)
     if graph.scattered:
         _check_local_rows(plan, graph)
+    _check_sent_rows(plan, graph)
     made: dict[Value, list[TokenRange]] = {(-1, "x"): [TokenRange(0, plan.tokens)]}
     appended: dict[int, list[TokenRange]] = {}
     for entry in program(plan, graph):
@@ -230,17 +236,31 @@ def _check_local_rows(plan: Plan, graph: Graph) -> None:
     A device's local rows of some tokens are not its local rows of a subset of these tokens.
     """
     known = {op.name: op for ops in graph.layers for op in ops}
+    local = [name for name, op in known.items() if op.local_rows or op.kind == "network"]
+    _check_same_cuts(plan, local, "scattered rows")
+
+
+def _check_sent_rows(plan: Plan, graph: Graph) -> None:
+    """Refuse different token ranges of the ops from the router to `expert_combine` of data-parallel ranks.
+
+    The rows that ranks send for some tokens are not the rows of a subset of these tokens.
+    """
+    known = {op.name for ops in graph.layers for op in ops}
+    if "expert_dispatch" in known:
+        _check_same_cuts(plan, SENT_ROWS, "rows for other ranks")
+
+
+def _check_same_cuts(plan: Plan, names: Sequence[str], what: str) -> None:
+    """Refuse ops whose token ranges differ. Raises: PlanError."""
     ranges: dict[str, list[tuple[int, int]]] = {}
     for nano in plan.nano_ops:
-        if known[nano.op].local_rows or known[nano.op].kind == "network":
+        if nano.op in names:
             ranges.setdefault(nano.op, []).append((nano.start, nano.stop))
     first, *others = ranges
     wanted = sorted(ranges[first])
     for name in others:
         if (cuts := sorted(ranges[name])) != wanted:
-            raise PlanError(
-                name, f"is cut at {cuts}, but {first} at {wanted}: scattered rows need the same cuts"
-            )
+            raise PlanError(name, f"is cut at {cuts}, but {first} at {wanted}: {what} need the same cuts")
 
 
 def _missing(wanted: TokenRange, ranges: list[TokenRange]) -> TokenRange | None:

@@ -14,7 +14,7 @@ from typing import Literal
 from jaxflow.pipeline.plan import PlanError
 from jaxflow.pipeline.program import MAIN, LayerOp, Reads, TokenRange, Value
 
-_PAIRS = ("routing", "expert_rows")  # values that are several arrays
+_PAIRS = ("routing", "expert_rows", "h2_sent", "y2_sent")  # values that may be several arrays
 _QUANTIZED_PAIRS = (*_PAIRS, "h1", "h2", "h1_local", "h2_local", "a")
 
 

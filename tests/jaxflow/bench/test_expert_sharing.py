@@ -155,7 +155,8 @@ def test_a_layer_sends_the_bytes_that_the_engine_sends(devices):
         groups = None if devices <= chosen else list_sent(experts, number, None)
         routing = Routing(experts, shares, groups)
         site = Site(context, w)
-        return ops.expert_down(site, ops.expert_up_gate(site, h, routing), routing)
+        rows = ops.expert_up_gate(site, ops.expert_dispatch(site, h, routing), routing)
+        return ops.expert_combine(site, ops.expert_down(site, rows, routing), routing)
 
     specs = {name: leaf.spec for name, leaf in split.items()}
     run = jax.shard_map(

@@ -21,8 +21,9 @@ from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.op_registry import Context
 from jaxflow.model.weights import shapes, shardings
 from jaxflow.parallel.mesh import DP, TP, axis_of, expert_axis_of
-from jaxflow.pipeline.compiler import compile_plan
-from jaxflow.pipeline.handwritten import sequential_plan
+from jaxflow.pipeline.compiler import compile_plan, xla_options
+from jaxflow.pipeline.handwritten import sequential_plan, two_nano_batch_plan
+from jaxflow.pipeline.plan import borders
 from pallas_kernels.gemm.api import HopperGemm
 from pallas_kernels.gemm.tuned_table import load
 from pallas_kernels.kernel_set import REFERENCE, KernelSet, kernel_set_for
@@ -46,11 +47,13 @@ def compiled(
     hosts=1,
     spans: str | None = None,
     ranks: int = 1,
+    split: int | None = None,
 ) -> tuple[h200.Compiled, Executor]:
     """Return a step of the model's first layers. kernels: None selects the H200's kernels with its tuned
     table. kv: the dtype of the cache. decodes: a step without prefill. hosts:
     that the devices are spread over.
-    spans: a file of attention spans. ranks: data-parallel ranks.
+    spans: a file of attention spans. ranks: data-parallel ranks. split: tokens of
+    the first of two nano-batches; None for the sequential step.
     """
     checkpoint = open_checkpoint(model, load_format="dummy")
     config = with_spans(EngineConfig(model, attention_spans=spans), checkpoint.model_config, checkpoint.name)
@@ -69,17 +72,22 @@ def compiled(
     options |= {"expert_parallel": ranks > 1, "ranks": ranks}
     specs = shardings(config, mesh, **options)
     weights = h200.abstract(mesh, shapes(config, tp, jnp.bfloat16, **options), specs)
-    layout = StepLayout(tokens, min(tokens, 256), 256, 64, (), len(config.windows))
+    plan = (
+        sequential_plan(config, tokens, tp, ranks=ranks)
+        if split is None
+        else two_nano_batch_plan(config, tokens, split, tp, ranks=ranks)
+    )
+    layout = StepLayout(tokens, min(tokens, 256), 256, 64, borders(plan), len(config.windows))
     context = Context(config, kernels, axis_of(mesh), expert_axis=expert_axis_of(mesh) if ranks > 1 else None)
     programs = Programs(context, mesh, specs)
-    plan = sequential_plan(config, tokens, tp)
-    forward = compile_plan(plan, config, tp, quantized=quantization == "fp8")
+    forward = compile_plan(plan, config, tp, ranks=ranks, quantized=quantization == "fp8")
     made = Executor(
         programs, weights, [layout], lambda _: forward, kv_dtype=jnp.dtype(kv), max_model_len=8192
     )
     step = programs.step(dataclasses.replace(layout, decodes=decodes), forward)
     arguments = made._step_arguments(layout, (PAGES,) * len(config.windows))
-    return h200.compile_for_h200(step, *arguments, options={} if kernels is REFERENCE else ONCE), made
+    options = {} if kernels is REFERENCE else ONCE
+    return h200.compile_for_h200(step, *arguments, options=options | xla_options(plan, tp)), made
 
 
 def check(step: h200.Compiled, executor: Executor, temporary: float = 0.1) -> None:
@@ -147,6 +155,23 @@ def test_data_parallel_ranks_gather_their_tokens():
     kinds = [thunk.kind for thunk in step.thunks]
     assert kinds.count("kAllGather") == kinds.count("kReduceScatter") == LAYERS
     assert not any("AllToAll" in kind or "AllReduce" in kind for kind in kinds)
+
+
+@pytest.mark.slow
+def test_rows_for_other_ranks_travel_beside_the_other_nano_batch():
+    """Each gather or scatter but the last one has a kernel of the step beside it."""
+    step, _ = compiled("qwen3-30b-a3b", 2048, ranks=2, split=1024)
+    entry = step.hlo[step.hlo.index("\nENTRY") :].splitlines()
+    opened: dict[str, int] = {}
+    kernels = []
+    for at, line in enumerate(entry):
+        if found := re.search(r"%([\w.-]*(?:all-gather|reduce-scatter)[\w.-]*) = .* [\w-]+-start\(", line):
+            opened[found[1]] = at
+        elif (found := re.search(r" [\w-]+-done\(.*?%([\w.-]+)", line)) and found[1] in opened:
+            beside = entry[opened.pop(found[1]) + 1 : at]
+            kernels.append(sum(" custom-call(" in one for one in beside))
+    assert not opened and len(kernels) == 4 * LAYERS
+    assert all(kernels[:-1]), kernels
 
 
 @pytest.mark.slow

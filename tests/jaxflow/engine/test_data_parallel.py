@@ -20,10 +20,13 @@ from jaxflow.engine import ranked_loop
 from jaxflow.engine.driver import Driver
 from jaxflow.engine.executor import Executor
 from jaxflow.engine.loop import Loop
+from jaxflow.engine.start import choose_plans, resolve
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.checkpoints.fingerprint import kv_fingerprint
 from jaxflow.model.weights import EXPERT_LEAVES
 from jaxflow.parallel.mesh import place
+from jaxflow.pipeline.handwritten import two_nano_batch_plan
+from jaxflow.pipeline.plan import PlanError, save
 from jaxflow.request import Event, Finished, FinishReason, Request
 
 MIXTURES = ["tiny-qwen3_moe", "tiny-mixtral", "tiny-gpt_oss", "tiny-glm4_moe", "tiny-deepseek_v3"]
@@ -55,6 +58,18 @@ def test_goldens_of_ranks_of_two_devices(model, goldens):
         i * layer["expert_down"].shape[0] // 4 for i in range(4)
     ]
     assert layer["out_proj"].addressable_shards[0].data.shape[1] * 2 == layer["out_proj"].shape[1]
+
+
+@pytest.mark.parametrize(("ranks", "tp"), [(2, 1), (4, 1), (2, 2)])
+@pytest.mark.parametrize("model", MIXTURES)
+def test_goldens_of_two_nano_batches(model, ranks, tp, goldens, tmp_path):
+    """Each nano-batch gathers or exchanges its tokens while the other one computes."""
+    golden, path = goldens(model), tmp_path / "two.json"
+    config = open_checkpoint(str(paths.MODELS / model)).model_config
+    save(two_nano_batch_plan(config, 16, 6, tp, ranks=ranks), path)
+    engine = toy.ranked_loop(model, ranks, tp=tp, plan=str(path))
+    check(golden, toy.run(engine, requests(golden)))
+    assert {step.plan for step in engine.log.steps} == {"two nano-batches, 6 + 10"}
 
 
 def drawn_requests(count: int = 12) -> list[Request]:
@@ -326,7 +341,6 @@ def test_a_served_model_compiles_nothing_and_answers_as_one_device():
         ({"coordinator": "auto"}, "coordinator"),
         ({"attention_spans": "spans.json"}, "attention_spans"),
         ({"batch_tpot_ms": 50.0}, "batch_tpot_ms"),
-        ({"plan": "searched"}, "plan"),
         ({"data_parallel_size": 0}, "data_parallel_size"),
     ],
 )
@@ -335,6 +349,19 @@ def test_what_ranks_lack_is_refused(settings, field):
     with pytest.raises(ConfigError, match=f"{field}=.*with data.parallel|positive") as caught:
         EngineConfig("m", **given)
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize(("made_for", "ranks"), [(1, 2), (2, 1)])
+def test_a_plan_for_another_number_of_ranks_is_refused(made_for, ranks, tmp_path):
+    """Ranks send rows, and one rank sends none."""
+    checkpoint = open_checkpoint(str(paths.MODELS / MODEL))
+    config, path = checkpoint.model_config, tmp_path / "plan.json"
+    save(two_nano_batch_plan(config, 16, 6, ranks=made_for), path)
+    given = EngineConfig(
+        checkpoint.name, plan=str(path), data_parallel_size=ranks, enable_expert_parallel=ranks > 1
+    )
+    with pytest.raises(PlanError, match="expert_dispatch"):
+        choose_plans(resolve(given, config), config)
 
 
 @pytest.mark.parametrize(

@@ -48,8 +48,9 @@ def spread(devices: int, align: int, gather: bool):
         c = Context(CONFIG, kernels, expert_axis=TP)
         groups = None if gather else list_sent(experts, c.config.num_experts, is_token)
         routing = Routing(experts, shares, groups, is_token=is_token)
-        rows = ops.expert_up_gate(Site(c, w), h, routing)
-        return ops.expert_down(Site(c, w), rows, routing)
+        sent = ops.expert_dispatch(Site(c, w), h, routing)
+        rows = ops.expert_up_gate(Site(c, w), sent, routing)
+        return ops.expert_combine(Site(c, w), ops.expert_down(Site(c, w), rows, routing), routing)
 
     return jax.jit(
         jax.shard_map(

@@ -43,6 +43,19 @@ def test_dense_ops_are_those_of_nanoflows_table_2(name, gflop, gigabytes):
     assert network == 0
 
 
+@given(st.integers(2, 16), st.sampled_from([MIXTURE, SHARED]))
+def test_ranks_compute_what_one_rank_computes_and_send_rows(ranks, config):
+    """Each rank sends a row of each token to each other rank, or a row of each expert of the token."""
+    step = Composition(decode_tokens=3, decode_keys=30)
+    alone, shared = (model_graph(config, ranks=n).work(step) for n in (1, ranks))
+    rows = min(ranks - 1, config.experts_per_token * (ranks - 1) / ranks)
+    sent = len(config.layers) * 2 * step.tokens * rows * config.hidden_size * 2
+    assert (shared.flops, shared.weight_bytes) == (alone.flops, alone.weight_bytes)
+    assert alone.network_bytes == 0 and shared.network_bytes == pytest.approx(sent)
+    needed = dependences(model_graph(config, ranks=ranks).layers[1])
+    assert "expert_dispatch" in needed["expert_up_gate"] and "expert_down" in needed["expert_combine"]
+
+
 def test_up_gate_is_that_of_table_2_but_for_the_fused_activation():
     flops, memory, _ = total(LLAMA_2_70B, "up_gate", TABLE_2)
     assert flops == pytest.approx(153931.6, abs=0.05)

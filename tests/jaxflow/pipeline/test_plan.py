@@ -26,7 +26,7 @@ from jaxflow.pipeline.plan import (
     save,
     to_json,
 )
-from jaxflow.pipeline.program import check, program
+from jaxflow.pipeline.program import SENT_ROWS, check, program
 
 CONFIGS = {name: drawn.config_of(name) for name in ("tiny-llama", "tiny-gemma2", "tiny-mixtral", "tiny-opt")}
 LLAMA = CONFIGS["tiny-llama"]
@@ -67,6 +67,18 @@ def test_handwritten_plans_are_accepted(name, tp):
             len([n for n in plan.nano_ops if n.op == op.name]) for ops in graph.layers for op in ops
         )
         assert from_json(to_json(plan)) == plan
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ops_on_rows_for_other_ranks_need_the_same_cuts(ranks):
+    config = CONFIGS["tiny-mixtral"]
+    plan, graph = two_nano_batch_plan(config, 24, 7, ranks=ranks), model_graph(config, ranks=ranks)
+    check(plan, graph)
+    check(sequential_plan(config, 24, ranks=ranks), graph)
+    for op in SENT_ROWS[1:]:
+        moved = edited(edited(plan, f"{op}.0", stop=8), f"{op}.1", start=8)
+        with pytest.raises(PlanError, match="rows for other ranks need the same cuts"):
+            check(moved, graph)
 
 
 @settings(max_examples=40)
