@@ -26,6 +26,7 @@ from jaxflow.model.batch import Batch
 from jaxflow.model.op_registry import KV, Context, Weights
 from jaxflow.model.rope import inverse_frequencies
 from pallas_kernels.attention.latent.windows import MOST_WINDOWS, pairs_of_window, windows_of
+from pallas_kernels.cards import this_card
 from pallas_kernels.pointwise.norm.reference import rms_norm
 from pallas_kernels.pointwise.rope_append.reference import rope
 
@@ -109,17 +110,20 @@ def _made(latent: Latent) -> int:
     return 2 * latent.rank * (latent.plain_dim + latent.value_dim)
 
 
-def prefers_heads(latent: Latent, chunks: Int[Array, "C 4"], tokens: int) -> Bool[Array, ""]:
+def prefers_heads(latent: Latent, chunks: Int[Array, "C 4"], tokens: int, heads: int) -> Bool[Array, ""]:
     """Return whether keys and values by head cost a step's chunks less FLOP than the absorbed form.
 
     chunks: as in `Batch`, positions of at most 2^24. tokens: of the program, which the absorbed form makes
-    queries and outputs for. Keys and values are made for whole windows. A step with more windows than a work
-    list has keeps the absorbed form.
+    queries and outputs for. heads: of a device. Keys and values are made for whole windows. A window also
+    has a fixed cost, which does not depend on the heads. A step with more windows than a work list has keeps
+    the absorbed form.
     """
     new, before = (chunks[:, i].astype(jnp.float32) for i in (1, 3))
     pairs = jnp.sum(new * before + new * (new + 1) / 2)
     windows, keys = windows_of(chunks, pairs_of_window(tokens, chunks.shape[0]))
-    fewer = pairs * _saved(latent) > (windows * keys - tokens).astype(jnp.float32) * _made(latent)
+    made = (windows * keys - tokens).astype(jnp.float32) * _made(latent)
+    fixed = windows.astype(jnp.float32) * (this_card().latent_window_flop / heads)
+    fewer = pairs * _saved(latent) > made + fixed
     return fewer & (windows <= MOST_WINDOWS)
 
 
@@ -157,7 +161,7 @@ def attend_chunks(
         return attend_by_head(q, *pages, *ups, table, chunks, work=listed_by_head, **settings)
 
     return lax.cond(
-        prefers_heads(_latent(c), chunks, stop - start),
+        prefers_heads(_latent(c), chunks, stop - start, q.shape[1]),
         by_head,
         lambda q, *pages: _restored(w, absorbed(_absorbed(c, w, q), *pages)),
         q,

@@ -34,6 +34,7 @@ class Card:
       expert_mlp_max_tokens: the largest step with one kernel for both products of experts in e4m3; 0: none.
       norm_of_rows_max_tokens: the largest step whose norms add the rows of a mixture's experts; 0: none.
       decode_only_max_decodes: the largest decode step that has a program without chunks.
+      latent_window_flop: FLOP that take as long as the fixed part of a window of latent prefill by head.
       disk_patience: seconds that a sequence waits for disk pages, over the seconds to compute their tokens.
       sampler_memory_share: share of the memory that one block of the full sampler may use.
       plan_margin, plan_margin_copies, plan_margin_swaps, plan_margin_swaps_fp8: relative error of a
@@ -53,6 +54,7 @@ class Card:
     expert_mlp_max_tokens: int
     norm_of_rows_max_tokens: int
     decode_only_max_decodes: int
+    latent_window_flop: float
     disk_patience: float
     sampler_memory_share: float
     plan_margin: float

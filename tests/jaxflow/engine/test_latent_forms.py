@@ -21,7 +21,7 @@ def both_forms(monkeypatch):
     """Let chunks of the tiny model run with keys and values by head, and record such calls."""
     kernels = dataclasses.replace(kernel_set.CPU, latent_up_chunk_attention=counted)
     monkeypatch.setattr(kernel_set, "CPU", kernels)
-    monkeypatch.setattr(latent_ops, "prefers_heads", lambda _, chunks, tokens: chunks[:, 1].max() > 20)
+    monkeypatch.setattr(latent_ops, "prefers_heads", lambda _, chunks, *sizes: chunks[:, 1].max() > 20)
     calls.clear()
 
 
@@ -51,9 +51,12 @@ def test_goldens_with_chunks_in_both_forms(tp, goldens):
 @pytest.mark.parametrize(
     ("chunks", "by_head"),
     [
+        # The first four are faster by head on an H200 (benchmarks/h200/kernels/latent-prefill.json).
         ([(2048, 0)], True),
         ([(2048, 8192)], True),
         ([(512, 0)], True),
+        ([(8192, 0)], True),
+        ([(300, 0)], False),  # fewer products, but not by as much as the fixed cost of a window
         ([(100, 8192)], False),
         ([(16, 0), (0, 0)], False),
         ([(256, 0)] * 8, True),
@@ -63,8 +66,16 @@ def test_goldens_with_chunks_in_both_forms(tp, goldens):
     ],
 )
 def test_the_form_is_that_of_fewer_products(chunks, by_head, monkeypatch):
-    """For the widths of DeepSeek-V3, and a program of 2,048 tokens."""
+    """For the widths of DeepSeek-V3, 128 heads, and programs of at least 2,048 tokens."""
     monkeypatch.undo()
     latent = latent_ops.Latent(1536, 512, 128, 64, 128, True)
     given = np.asarray([(0, new, 0, before) for new, before in chunks], np.int32)
-    assert bool(latent_ops.prefers_heads(latent, given, 2048)) == by_head
+    tokens = max(2048, int(given[:, 1].sum()))
+    assert bool(latent_ops.prefers_heads(latent, given, tokens, 128)) == by_head
+
+
+def test_the_fixed_cost_of_a_window_counts_more_with_few_heads(monkeypatch):
+    monkeypatch.undo()
+    latent = latent_ops.Latent(1536, 512, 128, 64, 128, True)
+    given = np.asarray([(0, 512, 0, 0)], np.int32)
+    assert [bool(latent_ops.prefers_heads(latent, given, 512, heads)) for heads in (16, 128)] == [False, True]
