@@ -24,7 +24,9 @@ def predict_step_time(config: EngineConfig, model: ModelConfig, executor: Execut
         return StepTime(buckets, rising(measured), 0.0, 0.0)
     dtype = "float8_e4m3fn" if config.quantization == "fp8" else "bfloat16"
     widths = EXPERT_WIDTHS.get(config.quantization or "", BFLOAT16)
-    return roofline_step_time(model, config.tensor_parallel_size, device.rates, buckets, dtype, widths)
+    by_head = executor.programs.context.kernels.latent_up_chunk_attention is not None
+    tp = config.tensor_parallel_size
+    return roofline_step_time(model, tp, device.rates, buckets, dtype, widths, by_head)
 
 
 def roofline_step_time(
@@ -34,9 +36,13 @@ def roofline_step_time(
     buckets: list[int],
     dtype: str = "bfloat16",
     widths: Widths = BFLOAT16,
+    by_head: bool = False,
 ) -> StepTime:
-    """Return the step times of the cost model. `dtype`: of the GEMMs, see `jaxflow.model.cost.op_times`."""
-    timer = step_timer(model_graph(model, tp, widths), rates, dtype)
+    """Return the step times of the cost model. `dtype`: of the GEMMs, see `jaxflow.model.cost.op_times`.
+
+    by_head: whether long chunks of latent attention run with keys and values by head.
+    """
+    timer = step_timer(model_graph(model, tp, widths, by_head=by_head), rates, dtype)
 
     def seconds(step: Composition) -> float:
         return timer(step).sequential_s
@@ -45,8 +51,10 @@ def roofline_step_time(
     rows = FEW_KEYS
     idle = seconds(Composition(decode_tokens=rows))
     key_s = (seconds(Composition(decode_tokens=rows, decode_keys=FEW_KEYS)) - idle) / (rows * FEW_KEYS)
-    chunk = Composition(chunks=((rows, 0),), samples=rows)
-    pair_s = (seconds(chunk) - idle) / chunk.count("chunk_pairs")
+    # A short chunk of latent attention is bound by the bytes of its queries, and by making its keys.
+    long = rows if model.latent is None else max(buckets)
+    chunk = Composition(chunks=((long, 0),), samples=long)
+    pair_s = (seconds(chunk) - seconds(Composition(decode_tokens=long))) / chunk.count("chunk_pairs")
     return StepTime(buckets, rising(empty), max(0.0, key_s), max(0.0, pair_s))
 
 

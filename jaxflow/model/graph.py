@@ -182,11 +182,14 @@ def model_graph(
     scattered: bool = False,
     swapped: bool = False,
     ranks: int = 1,
+    by_head: bool = False,
 ) -> Graph:
     """Return the ops of a model, for one of `tp` tensor-parallel devices.
 
     scattered, swapped: the form of the sums over devices; all-reduces if both are False.
     ranks: data-parallel ranks of `tp` devices each, which share the experts.
+    by_head: whether the chunks of latent attention run with keys and values by head; other models have no
+    such form.
 
     Raises: ValueError for the scattered form on one device, and the swapped form on other numbers than four.
     """
@@ -195,7 +198,8 @@ def model_graph(
     if swapped and (tp != 4 or scattered):
         raise ValueError(f"swapped=True: tp of 4 and scattered=False are accepted; tp is {tp}")
     layers = tuple(
-        layer_ops(config, index, tp, widths, scattered, swapped, ranks) for index in range(config.num_layers)
+        layer_ops(config, index, tp, widths, scattered, swapped, ranks=ranks, by_head=by_head)
+        for index in range(config.num_layers)
     )
     return Graph(_first_ops(config, tp, widths), layers, _last_ops(config, tp, widths), scattered)
 
@@ -207,13 +211,15 @@ def layer_ops(
     widths: Widths = BFLOAT16,
     scattered: bool = False,
     swapped: bool = False,
+    *,
     ranks: int = 1,
+    by_head: bool = False,
 ) -> tuple[Op, ...]:
     """Return the ops of layer `index`, in order. Arguments: see `model_graph`."""
     experts = config.layers[index].experts
     reads, moved = (("x",), 3) if index == 0 else (("x", "y"), 4)
     ops = _block_head(config, "attn", reads, "1", moved, tp, widths, scattered)
-    ops += _attention_ops(config, index, tp, widths)
+    ops += _attention_ops(config, index, tp, widths, by_head)
     tail, y = _block_tail(config, "attn", "y1", tp, widths, scattered, swapped)
     ops += [*tail, *_block_head(config, "mlp", ("x1", y), "2", 4, tp, widths, scattered, wide=experts)]
     ops += _expert_ops(config, tp, widths, ranks) if experts else _mlp_ops(config, tp, widths)
@@ -242,10 +248,11 @@ def _block_head(
     return [norm, _collective(f"{block}_gather", (local,), (f"h{number}",), "tokens", d * sent, tp, adds=0)]
 
 
-def _attention_ops(config: ModelConfig, index: int, tp: int, widths: Widths) -> list[Op]:
+def _attention_ops(config: ModelConfig, index: int, tp: int, widths: Widths, by_head: bool) -> list[Op]:
     """Return the attention block's ops, from the normed input to the projection."""
     if config.latent is not None:
-        return _latent_ops(config, config.latent, tp, widths)
+        ops = _latent_ops(config, config.latent, tp, widths)
+        return _chunks_by_head(config, config.latent, tp, widths, ops) if by_head else ops
     config = config.for_layer(config.layers[index])
     d, h, a = config.hidden_size, config.head_dim, widths.activations
     heads, kv_heads = (
@@ -318,6 +325,38 @@ def _latent_ops(config: ModelConfig, latent: Latent, tp: int, widths: Widths) ->
             )),
         )),
     ]  # fmt: skip
+
+
+def _chunks_by_head(config: ModelConfig, latent: Latent, tp: int, widths: Widths, ops: list[Op]) -> list[Op]:
+    """Return the ops of latent attention whose chunks run with keys and values by head.
+
+    A step makes the keys and the values of all tokens that its chunks read. Only decodes have absorbed
+    queries and outputs, which decode attention makes. It also reads the matrices for both.
+    """
+    d, a, heads = config.hidden_size, widths.activations, config.num_heads // tp
+    stored, made = latent.rank + latent.rope_dim, heads * (latent.plain_dim + latent.value_dim)
+    query, out = heads * config.head_dim, heads * latent.value_dim
+    cached, ups = stored * widths.kv, Work(weight_bytes=made * latent.rank * widths.wide_weights)
+    absorbed = next(op for op in ops if op.name == "decode_attention")
+    demands: dict[str, tuple[tuple[Count, Work], ...]] = {
+        "rope_append": (("tokens", Work(kv_bytes=cached, activation_bytes=(2 * query + stored) * a)),),
+        "chunk_attention": (
+            ("chunk_pairs", Work(2 * (query + out))),
+            # The products write the keys and values, and attention reads them.
+            ("chunk_keys", Work(2 * made * latent.rank, kv_bytes=cached, activation_bytes=2 * made * a)),
+            ("chunk_tokens", Work(activation_bytes=(query + out) * a)),
+        ),
+        "decode_attention": (
+            *absorbed.demand,
+            ("step", ups),
+            ("decode_tokens", Work(2 * made * latent.rank, activation_bytes=(query + out) * a)),
+        ),
+        "out_proj": (
+            ("step", Work(weight_bytes=out * d * widths.wide_weights)),
+            ("tokens", Work(2 * out * d, activation_bytes=(out + d) * a)),
+        ),
+    }
+    return [dataclasses.replace(op, demand=demands.get(op.name, op.demand)) for op in ops]
 
 
 def _mlp_ops(config: ModelConfig, tp: int, widths: Widths) -> list[Op]:

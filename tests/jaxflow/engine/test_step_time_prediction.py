@@ -11,6 +11,7 @@ import toy
 
 from jaxflow.engine.start import make_loop
 from jaxflow.engine.step_time_prediction import predict_step_time, roofline_step_time
+from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.composition import Composition
 from jaxflow.model.cost import DEVICES, step_timer
 from jaxflow.model.graph import model_graph
@@ -48,6 +49,21 @@ def test_the_prediction_is_that_of_the_cost_model(step):
     expected = step_timer(model_graph(model), rates)(step).sequential_s
     keys, pairs = int(step.count("decode_keys")), int(step.count("chunk_pairs"))
     assert time.seconds(int(step.tokens), keys, pairs) == pytest.approx(expected, rel=0.1)
+
+
+@pytest.mark.parametrize("step", [Composition(chunks=((tokens, 0),)) for tokens in (1024, 2048)])
+def test_the_prediction_of_latent_chunks_is_that_of_the_cost_model_in_both_forms(step):
+    model = open_checkpoint("deepseek-v3", load_format="dummy").model_config
+    model = dataclasses.replace(model, layers=model.layers[:3])
+    rates, pairs = DEVICES["H200"].rates, int(step.count("chunk_pairs"))
+    step = dataclasses.replace(step, samples=step.tokens)  # a prediction draws a token in each row
+    predicted = []
+    for by_head in (False, True):
+        expected = step_timer(model_graph(model, by_head=by_head), rates)(step).sequential_s
+        time = roofline_step_time(model, 1, rates, BUCKETS, by_head=by_head)
+        predicted.append(time.seconds(int(step.tokens), 0, pairs))
+        assert predicted[-1] == pytest.approx(expected, rel=0.1)
+    assert predicted[1] < predicted[0]
 
 
 @pytest.mark.parametrize("limit_ms", [1e-6, 1e6])

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,7 +24,7 @@ from jaxflow.model.architectures.hf_config import model_config_from_hf
 from jaxflow.model.checkpoints.calibrate import forward_text
 from jaxflow.model.checkpoints.checkpoint import CheckpointError, open_checkpoint
 from jaxflow.model.composition import Composition
-from jaxflow.model.graph import model_graph
+from jaxflow.model.graph import Op, Work, layer_ops, model_graph
 from jaxflow.model.weight_spec import assemble
 from jaxflow.model.weights import leaves, tensors
 from pallas_kernels.kernel_set import REFERENCE
@@ -101,6 +101,30 @@ def test_a_token_has_one_latent_vector_on_each_device() -> None:
         work = ops["decode_attention"].work(one)
         assert work.kv_bytes == 1000 * 576 * 2
         assert work.flops == 1000 * 128 // tp * 2 * (576 + 512)
+
+
+@pytest.mark.parametrize("tp", [1, 8])
+@pytest.mark.parametrize(
+    ("chunk", "absorbed_gflop", "by_head_gflop"),
+    [((512, 0), 54, 28), ((2048, 0), 653, 241), ((2048, 8192), 5326, 1890)],
+)
+def test_chunks_by_head_make_the_keys_and_values_of_their_context(
+    tp: int, chunk: tuple[int, int], absorbed_gflop: float, by_head_gflop: float
+) -> None:
+    """The forms differ in the work of chunks, the products of queries and outputs included."""
+    config = open_checkpoint("deepseek-v3", load_format="dummy").model_config
+    absorbed, by_head = (layer_ops(config, 0, tp, by_head=form) for form in (False, True))
+
+    def work(ops: Sequence[Op], step: Composition) -> Work:
+        return sum((op.work(step) for op in ops), Work())
+
+    step = Composition(chunks=(chunk,))
+    saved = work(absorbed, step).flops - work(by_head, step).flops
+    assert saved * tp == pytest.approx((absorbed_gflop - by_head_gflop) * 1e9, rel=0.02)
+    decodes = [work(ops, Composition(decode_tokens=64, decode_keys=1000)) for ops in (absorbed, by_head)]
+    assert decodes[0].flops == decodes[1].flops
+    assert decodes[0].weight_bytes == decodes[1].weight_bytes
+    assert decodes[0].kv_bytes == decodes[1].kv_bytes
 
 
 REFUSED = {
