@@ -113,11 +113,9 @@ def named_plans(config: EngineConfig, model: ModelConfig) -> tuple[Plan, ...]:
                 plan.name, "a name of its own: this plan cuts its steps, or has streams or sums of its own"
             )
     if not found:
-        device, tp = this_device().name, config.tensor_parallel_size
-        kind = (
-            f"{config.model} on {tp} x {device}, {products_dtype(config)} over a {config.kv_cache_dtype} "
-            f"cache"
-        )
+        device, tp, ranks = this_device().name, config.tensor_parallel_size, config.data_parallel_size
+        devices = f"{tp} x {device}" if ranks == 1 else f"{ranks} ranks of {tp} x {device}"
+        kind = f"{config.model} on {devices}, {products_dtype(config)} over a {config.kv_cache_dtype} cache"
         where = "is shipped" if config.plan == "searched" else "is in that folder"
         raise ConfigError(
             "plan",
@@ -143,8 +141,12 @@ def _check(plan: Plan, config: EngineConfig, model: ModelConfig) -> None:
     if plan.stages and (min(plan.stages) < 1 or sum(plan.stages) != model.num_layers):
         accepted = f"numbers above 0 with the sum {model.num_layers}, the model's layers, are accepted"
         raise PlanError(plan.name, f"stages={list(plan.stages)}: {accepted}")
+    tp, ranks = config.tensor_parallel_size, config.data_parallel_size
+    is_ranked = any(nano.op == "expert_dispatch" for nano in plan.nano_ops)
+    if is_ranked != (ranks > 1):
+        accepted = "a plan with expert_dispatch" if ranks > 1 else "a plan without expert_dispatch"
+        raise PlanError(plan.name, f"data_parallel_size={ranks}: {accepted} is accepted")
     try:
-        tp, ranks = config.tensor_parallel_size, config.data_parallel_size
         compile_plan(plan, model, tp, ranks=ranks, quantized=config.quantization == "fp8")
     except PlanError as error:
         if error.entry == plan.name:

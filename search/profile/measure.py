@@ -146,7 +146,7 @@ def run() -> None:
     """Run the command."""
     f = flags.FLAGS
     if not f.out:
-        raise ConfigError("out", f.out, "a file for the profile")
+        raise ConfigError("out", f.out, "--out FILE, a file for the profile")
     check_outputs("out")
     config = open_checkpoint(f.model, load_format="dummy").model_config
     tokens, keys = _numbers("tokens", f.tokens), contexts(f.model, config.max_position)
