@@ -5,6 +5,7 @@
   correct      replaces a plan's predicted gains with gains measured on a GPU
   cost         prints a step's compute, memory, network and energy, what binds it, and the optimal throughput
   energy       fits the joules of a FLOP and of a byte to measured runs
+  joules       prints the joules per token of each op of a step, beside those of the whole step
   machine      measures the links, memories and rates that a placement search needs
   measure      measures how long each op takes on this GPU, in isolation and in pairs: a profile for plan
   offload      runs a placement and its rivals, and compares each with its prediction
@@ -36,6 +37,7 @@ COMMANDS = {
     "correct": "nanobatch.correct",
     "cost": "cost",
     "energy": "profile.energy",
+    "joules": "profile.joules",
     "machine": "placement.machine",
     "measure": "profile.measure",
     "offload": "placement.offload",

@@ -6,6 +6,8 @@ get the values of default.json, which were measured on an H200. The file's parts
 - constants: name -> {value, source}; the fields of `Card`.
 - hardware: the datasheet, and the measured rates where known (`jaxflow.model.cost`).
 - power: joules of work by clock (`jaxflow.model.energy`).
+- fixed_joules: joules of a FLOP and of a byte at the power cap, without a clock
+  (`search.profile.step_joules`).
 - clock: the rates and costs of kernels at a power cap (`search.profile.clock`).
 """
 
@@ -43,7 +45,7 @@ class Card:
       dense_gemm_cost_us, fp8_gemm_cost_us: microseconds of the steps, tiles and parts of a GEMM. Steps are
         keyed by "columns x cluster".
       fp8_gemm_fill: microseconds to add parts, and the factor of steps that wait, of split fp8 tiles.
-      hardware, power, clock: the file's other parts, or None.
+      hardware, power, fixed_joules, clock: the file's other parts, or None.
       sources: where each constant comes from.
     """
 
@@ -67,6 +69,7 @@ class Card:
     fp8_gemm_fill: Mapping[str, float]
     hardware: Mapping[str, Any] | None = None
     power: Mapping[str, Any] | None = None
+    fixed_joules: Mapping[str, Any] | None = None
     clock: Mapping[str, Any] | None = None
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
@@ -86,7 +89,7 @@ def read_card(path: Path, base: Card | None = None) -> Card:
     fields["sources"] = dict(base.sources if base else {}) | {
         name: each["source"] for name, each in constants.items()
     }
-    parts = {name: data.get(name) for name in ("hardware", "power", "clock")}
+    parts = {name: data.get(name) for name in ("hardware", "power", "fixed_joules", "clock")}
     try:
         known = {"device": data["device"], **fields, **parts}
         return Card(**known) if base is None else dataclasses.replace(base, **known)

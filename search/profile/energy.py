@@ -125,7 +125,7 @@ def _run(
     dtypes.
     """
     watts = found.watts if found.joules is None else found.joules / took_s
-    dtypes = {_flops_dtype(ops[case.op], profile) for case in cases}
+    dtypes = {flops_dtype(ops[case.op], profile) for case in cases}
     if watts is None or found.clock_mhz is None or len(dtypes) > 1:
         return []
     work = sum((ops[case.op].work(case.composition) for case in cases), Work())
@@ -141,7 +141,7 @@ def _run(
     ]
 
 
-def _flops_dtype(op: Op, profile: Profile) -> str:
+def flops_dtype(op: Op, profile: Profile) -> str:
     """Return the dtype of an op's FLOPs. Attention multiplies an e4m3 cache in 8 bits."""
     eight = op.kind == "attention" and profile.kv_cache_dtype == "float8_e4m3fn"
     return profile.kv_cache_dtype if eight else product_dtype(op, profile.dtype)

@@ -5,6 +5,7 @@ several sets of inputs and weights in turn, so neither the host nor the L2 cache
 place from call to call.
 """
 
+import copy
 import dataclasses
 import functools
 import itertools
@@ -23,7 +24,7 @@ from jaxflow.kv.device_cache import page_groups
 from jaxflow.model import ops
 from jaxflow.model.batch import Batch, cache_slots
 from jaxflow.model.composition import Composition
-from jaxflow.model.graph import Op, Widths, Work, layer_ops
+from jaxflow.model.graph import Op, Widths, Work, layer_ops, model_graph, padded_vocabulary
 from jaxflow.model.op_registry import Context, Site
 from jaxflow.model.routing import Routing
 from jaxflow.model.weights import expert_width, shapes
@@ -198,6 +199,13 @@ class LayerBench:
                 (("tokens", Work(activation_bytes=2 * sent, network_bytes=sent)),),
             )
 
+    def head(self) -> "LayerBench":
+        """Return a bench whose one op is `logits`, on one device. Its tokens are the rows that sample."""
+        found, columns = copy.copy(self), padded_vocabulary(self.config, 1)
+        found.ops = {op.name: op for op in model_graph(self.config, 1).after if op.name == "logits"}
+        found.weights = {"lm_head": jax.ShapeDtypeStruct((columns, self.config.hidden_size), self.dtype)}
+        return found
+
     def context(self, sms: int | None = None) -> Context:
         return Context(self.config, self.kernels, sms=sms)
 
@@ -210,7 +218,8 @@ class LayerBench:
             case "attn_norm" | "mlp_norm":
                 return stream, stream
             case (
-                "post_attn_norm"
+                "logits"
+                | "post_attn_norm"
                 | "post_mlp_norm"
                 | "attn_reduce"
                 | "mlp_reduce"
