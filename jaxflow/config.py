@@ -136,6 +136,8 @@ class Layer:
     num_kv_heads: int | None = None  # None: the model's. Layers of one window have the same head shape.
     head_dim: int | None = None  # None: the model's
     keys_are_values: bool = False  # one projection makes the keys and the values
+    shares_kv: bool = False  # makes no keys and values, and reads another layer's (`ModelConfig.cache_of`)
+    intermediate_size: int | None = None  # of the dense MLP; None: the model's
 
     @property
     def group_heads(self) -> dict[int, tuple[int, ...]]:
@@ -233,6 +235,7 @@ class ModelConfig:
     router_scales: bool = False  # factors of the router's input, by column, and of its weights, by expert
     branch_norms: bool = False  # norms of their own for the shared and the routed experts of a layer
     layer_scalars: bool = False  # a factor of the residual stream after each layer
+    layer_input_size: int = 0  # the width of each layer's own embedding of a token; 0 for none
     router_bias: bool = False
     expert_bias: bool = False
     bos_token_id: int | None = None
@@ -251,11 +254,33 @@ class ModelConfig:
         return {(own.num_kv_heads, own.head_dim) for own in layers}
 
     def for_layer(self, layer: Layer) -> "ModelConfig":
-        """Return the config with the KV heads and the head width of a layer."""
-        if layer.num_kv_heads is None and layer.head_dim is None:
-            return self
-        heads, width = layer.num_kv_heads or self.num_kv_heads, layer.head_dim or self.head_dim
-        return dataclasses.replace(self, num_kv_heads=heads, head_dim=width)
+        """Return the config with the KV heads, the head width and the MLP width of a layer."""
+        own = {
+            name: value
+            for name in ("num_kv_heads", "head_dim", "intermediate_size")
+            if (value := getattr(layer, name)) is not None
+        }
+        return dataclasses.replace(self, **own) if own else self
+
+    @property
+    def widest_mlp(self) -> int:
+        """Return the largest width of a dense MLP."""
+        return max(self.for_layer(layer).intermediate_size for layer in set(self.layers))
+
+    @property
+    def cached_layers(self) -> tuple[int, ...]:
+        """Return the indices of the layers with keys and values of their own in the cache."""
+        return tuple(index for index, layer in enumerate(self.layers) if not layer.shares_kv)
+
+    def cache_of(self, index: int) -> int:
+        """Return the index of the layer whose keys and values layer `index` reads.
+
+        A layer that shares keys and values reads those of the last layer of its window that has its own.
+        """
+        layer = self.layers[index]
+        if not layer.shares_kv:
+            return index
+        return max(i for i in self.cached_layers if i < index and self.layers[i].window == layer.window)
 
     @property
     def scale(self) -> float:
@@ -309,6 +334,22 @@ def check_has_heads(model: ModelConfig, what: str) -> None:
     if len(model.head_shapes) > 1:
         accepted = f"a model whose layers have equal heads: {what} needs one head width in all layers"
         raise ConfigError("model", model.architecture, accepted)
+    check_has_own_inputs(model, "model", model.architecture, what)
+
+
+def check_has_own_inputs(model: ModelConfig, field: str, value: object, what: str) -> None:
+    """Refuse a model whose layers read more than the layer before, for what needs such layers.
+
+    Layers may share keys and values, or read embeddings of their own.
+
+    Raises: ConfigError with this field and value.
+    """
+    if any(layer.shares_kv for layer in model.layers):
+        accepted = f"a model whose layers have keys and values of their own: {what} needs them"
+        raise ConfigError(field, value, accepted)
+    if model.layer_input_size:
+        accepted = f"a model without embeddings of each layer: {what} passes only hidden values to a layer"
+        raise ConfigError(field, value, accepted)
 
 
 def gate_block(intermediate_size: int) -> int:

@@ -136,7 +136,7 @@ def request_bytes(config: ModelConfig, prompt: float, output: float, widths: Wid
     """Return the KV bytes of one request, averaged over its output: p + d / 2 tokens, on all devices
     together.
     """
-    cached = sum(config.for_layer(layer).kv_width for layer in config.layers) * widths.kv
+    cached = sum(config.for_layer(config.layers[i]).kv_width for i in config.cached_layers) * widths.kv
     return cached * (prompt + output / 2)
 
 

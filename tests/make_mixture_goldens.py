@@ -145,6 +145,19 @@ MODELS["tiny-gemma4_dense"] = (
         "moe_intermediate_size": None,
     },
 )
+MODELS["tiny-gemma4_e2b"] = (
+    20400005,
+    {
+        **MODELS["tiny-gemma4_dense"][1],
+        "num_hidden_layers": 5,
+        "layer_types": [*["sliding_attention"] * 2, "full_attention", "sliding_attention", "full_attention"],
+        "num_key_value_heads": 1,
+        "hidden_size_per_layer_input": 16,
+        "vocab_size_per_layer_input": 512,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+    },
+)
 FORMAT = {
     "prompt_ids": "input token ids; nothing is added to them (no BOS)",
     "prompt_logprobs": "log-softmax of prompt_ids[i+1] given prompt_ids[:i+1], i = 0..len-2",
@@ -224,6 +237,8 @@ def random_model(folder: Path, seed: int) -> Any:
             tensor.copy_(0.2 * drawn)
         elif name.endswith("bias"):
             tensor.copy_(0.3 * drawn)
+        elif "embed_tokens_per_layer" in name:
+            tensor.copy_(drawn / config.hidden_size_per_layer_input**0.5)
         elif "embed_tokens" in name:
             tensor.copy_(drawn / TIED if config.tie_word_embeddings else drawn)
         elif name.endswith("lm_head.weight"):

@@ -40,6 +40,13 @@ SLOW_CASES = {
     r"\w*\[(.*-)?tiny-gemma4_text\]": (
         "tiny-gemma2 has two page groups, too, and a batch with others has chunks of many sizes"
     ),
+    r"test_goldens\.py::TestGoldens::test_(chunked_prefill|pre_empted_half_way|warm_prefix|prompt_logprobs)"
+    r"\w*\[(.*-)?tiny-gemma4_e2b\]": (
+        "tiny-gemma2 has two page groups, too, and a batch with others has chunks of many sizes"
+    ),
+    r"test_compiler\.py::test_drawn_plans\[tiny-gemma4_e2b": (
+        "drawn plans of this model are compiled, and other families run op by op"
+    ),
     r"test_goldens\.py::TestGoldens::test_\w+\[(.*-)?tiny-gemma4_dense\]": (
         "test_gemma4 compares its logits, and the engine runs tiny-gemma4_text"
     ),

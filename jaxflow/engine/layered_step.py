@@ -24,7 +24,7 @@ from jaxflow.kv.device_cache import cache_spec
 from jaxflow.model import ops
 from jaxflow.model.batch import Batch
 from jaxflow.model.op_registry import KV, Site, op_scope
-from jaxflow.model.transformer import Routed, forward_layer, sampled_hidden
+from jaxflow.model.transformer import Routed, forward_layer, layer_inputs, sampled_hidden
 from jaxflow.parallel.collectives import added
 from jaxflow.parallel.mesh import over_shards
 
@@ -37,11 +37,13 @@ class LayeredStep:
 
     layers: the program of each layer; equal layers have the same one.
     window_of: the index of each layer's work lists.
+    cache_of: the index of each layer's cache.
     """
 
     begin: Callable
     layers: Sequence[Callable]
     window_of: Sequence[int]
+    cache_of: Sequence[int]
     end: Callable
 
     def __call__(
@@ -49,9 +51,10 @@ class LayeredStep:
     ) -> tuple:
         """Enqueue the programs. kv and page_table are donated."""
         outer, kv, routed = outside_layers(weights), list(kv), []
-        page_table, batch, work, rows, x, y = self.begin(outer, page_table, source, buffer)
+        page_table, batch, work, rows, x, y, inputs = self.begin(outer, page_table, source, buffer)
         for i, (layer, w) in enumerate(zip(self.layers, weights["layers"], strict=True)):
-            x, y, kv[i], experts = layer(w, kv[i], x, y, batch, work[self.window_of[i]])
+            cache, own = self.cache_of[i], inputs[i] if inputs else None
+            x, y, kv[cache], experts = layer(w, kv[cache], x, y, batch, work[self.window_of[i]], own)
             routed += experts
         hidden, x, counts = self.end(outer, x, y, batch, counts, routed)
         return hidden, x, rows, kv, page_table, *counts
@@ -70,20 +73,22 @@ class LoweredStep:
     """The lowered programs of a step.
 
     layers: each distinct layer. kind_of: the index in `layers` of each layer of the model.
-    window_of: see `LayeredStep`.
+    window_of, cache_of: see `LayeredStep`.
     """
 
     begin: Lowered
     layers: tuple[Lowered, ...]
     kind_of: tuple[int, ...]
     window_of: tuple[int, ...]
+    cache_of: tuple[int, ...]
     end: Lowered
 
     def compile(self, compile_one: Callable[[Lowered], Callable]) -> LayeredStep:
         """Return the step, with each program compiled by `compile_one`."""
         layers = [compile_one(layer) for layer in self.layers]
         every = tuple(layers[kind] for kind in self.kind_of)
-        return LayeredStep(compile_one(self.begin), every, self.window_of, compile_one(self.end))
+        begin, end = compile_one(self.begin), compile_one(self.end)
+        return LayeredStep(begin, every, self.window_of, self.cache_of, end)
 
 
 def lower_layers(
@@ -116,23 +121,27 @@ def lower_layers(
     def everywhere(tree: Any) -> Any:
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=replicated), tree)
 
-    _, batch, work, _, x, y = everywhere(begun.out_info)
+    _, batch, work, _, x, y, inputs = everywhere(begun.out_info)
+    config = programs.context.config
+    caches = tuple(map(config.cache_of, range(config.num_layers)))
     kinds: dict[Any, int] = {}
     layers = []
     kind_of = []
     routed = []
-    for index, layer in enumerate(programs.context.config.layers):
-        w, cache = weights["layers"][index], kv[index]
+    for index, layer in enumerate(config.layers):
+        w, cache = weights["layers"][index], kv[caches[index]]
         leaves, tree = jax.tree.flatten((w, cache))
         kind = layer, tree, tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves)
         if kind not in kinds:
             kinds[kind], own = len(layers), work[distinct.index(layer.window)]
             fn = _layer(programs, layer, programs.weight_specs["layers"][index])
-            layers.append(lower(f"layer {layer}", fn, LAYER_DONATES, w, cache, x, y, batch, own))
+            read = inputs[index] if inputs else None
+            layers.append(lower(f"layer {layer}", fn, LAYER_DONATES, w, cache, x, y, batch, own, read))
         kind_of.append(kinds[kind])
         routed += everywhere(layers[kinds[kind]].out_info[3])
     ended = lower("end", _end(programs), (), outer, x, y, batch, counts, routed)
-    return LoweredStep(begun, tuple(layers), tuple(kind_of), tuple(map(distinct.index, windows)), ended)
+    lists = tuple(map(distinct.index, windows))
+    return LoweredStep(begun, tuple(layers), tuple(kind_of), lists, caches, ended)
 
 
 def outside_layers(weights: dict) -> dict:
@@ -146,9 +155,10 @@ def _of_shard(a: Any) -> jax.ShapeDtypeStruct:
 
 
 def _begin(programs: Programs, layout: StepLayout, listed: Mapping[int, KV]) -> Wrapped:
-    """(outer, page_table, source, buffer) -> (page_table, batch, work, rows, x, y).
+    """(outer, page_table, source, buffer) -> (page_table, batch, work, rows, x, y, inputs).
 
     work: the work lists of the attention kernels, for each distinct window. y, which layers add, is 0.
+    inputs: the embeddings of each layer, if the model has them.
     listed: the first layer of each window, with the shapes of its cache on one device.
     """
 
@@ -166,23 +176,24 @@ def _begin(programs: Programs, layout: StepLayout, listed: Mapping[int, KV]) -> 
             }
             for layer, cache in listed.items()
         ]
-        return page_table, dataclasses.replace(batch, hidden=None), work, rows, x, jnp.zeros_like(x)
+        inputs, y = layer_inputs(Site(c, outer), batch, x), jnp.zeros_like(x)
+        return page_table, dataclasses.replace(batch, hidden=None), work, rows, x, y, inputs
 
     specs = outside_layers(programs.weight_specs), REPLICATED, REPLICATED, REPLICATED
-    return jax.jit(over_shards(run, programs.mesh, specs, (REPLICATED,) * 6), donate_argnums=BEGIN_DONATES)
+    return jax.jit(over_shards(run, programs.mesh, specs, (REPLICATED,) * 7), donate_argnums=BEGIN_DONATES)
 
 
 def _layer(programs: Programs, layer: Layer, weight_specs: Any) -> Wrapped:
-    """(w, kv, x, y, batch, work) -> (x, y, kv, [the experts of a mixture])."""
+    """(w, kv, x, y, batch, work, layer_input) -> (x, y, kv, [the experts of a mixture])."""
 
-    def run(w, kv, x, y, batch, work):
+    def run(w, kv, x, y, batch, work, layer_input):
         site = Site(programs.context, w, layer, batch, 0, batch.num_tokens)
         routed: Routed = []
-        x, y, kv = forward_layer(site, x, y, kv, routed, work)
+        x, y, kv = forward_layer(site, x, y, kv, routed, work, layer_input)
         return x, added(y), kv, routed
 
     cache = (cache_spec(programs.mesh),) * 2
-    specs = weight_specs, cache, *(REPLICATED,) * 4
+    specs = weight_specs, cache, *(REPLICATED,) * 5
     out = REPLICATED, REPLICATED, cache, REPLICATED
     return jax.jit(over_shards(run, programs.mesh, specs, out), donate_argnums=LAYER_DONATES)
 

@@ -269,11 +269,13 @@ def _machine_bytes() -> int:
 
 
 def _step_token_bytes(model: ModelConfig, dtype: str) -> int:
-    """Return the least bytes that a token of a step needs: residual, Q, K, V
-    and the MLP's inner activations.
+    """Return the least bytes that a token of a step needs.
+
+    These are residual, Q, K, V, the MLP's inner activations and the embeddings of each layer.
     """
     heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-    return jnp.dtype(dtype).itemsize * (2 * model.hidden_size + heads + 2 * model.intermediate_size)
+    inputs = model.num_layers * model.layer_input_size
+    return jnp.dtype(dtype).itemsize * (2 * model.hidden_size + heads + 2 * model.widest_mlp + inputs)
 
 
 def memory_budget(mesh: Mesh, config: EngineConfig) -> int:
@@ -1178,7 +1180,8 @@ def _guessed_temporary_bytes(config: EngineConfig, model: ModelConfig) -> int:
     tokens, rows = config.max_num_batched_tokens, config.max_num_seqs
     tp, size, width = config.tensor_parallel_size, jnp.dtype(config.dtype).itemsize, model.hidden_size
     heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-    dense = 2 * width + (heads + 2 * model.intermediate_size) / tp
+    inputs = model.num_layers * model.layer_input_size
+    dense = 2 * width + (heads + 2 * model.widest_mlp) / tp + inputs
     # Ranks gather their tokens before the experts.
     pairs = config.data_parallel_size * model.experts_per_token
     experts = pairs * (width + 2 * model.expert_intermediate_size / tp)

@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import msgspec
 
-from jaxflow.config import ConfigError, EngineConfig, ModelConfig
+from jaxflow.config import ConfigError, EngineConfig, ModelConfig, check_has_own_inputs
 from jaxflow.engine.layout import StepLayout
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint, shipped_configs
 from jaxflow.model.cost import DEVICES, Device, find_device
@@ -214,6 +214,8 @@ def stage_layers(config: EngineConfig, model: ModelConfig) -> tuple[int, ...]:
     """
     if config.pipeline_parallel_size == 1:
         return (model.num_layers,)
+    stages = config.pipeline_parallel_size
+    check_has_own_inputs(model, "pipeline_parallel_size", stages, "a pipeline stage")
     named = {plan.stages for plan in named_plans(config, model)}
     if len(named) > 1:
         raise ConfigError("plan", config.plan, f"plans with the same stages: these have {sorted(named)}")

@@ -3,6 +3,7 @@
 A page group is a set of layers with one page table: one entry of axis G of `page_table[G, B, ·]`. A group has
 its own KV heads, head width, dtype and window, and so its own page size and number of pages. Window layers
 form a group for each window, which needs no more pages than its windows can see. Most models have one group.
+A layer that shares the keys and values of an earlier layer has no arrays. Such layers are the last ones.
 With attention spans (`jaxflow.model.attention_spans`) a group holds some heads of some layers, and the cache
 of a layer is one array for each of the layer's groups.
 
@@ -106,6 +107,8 @@ def page_groups(config: ModelConfig, dtype: Any, tp: int) -> tuple[PageGroup, ..
 def _heads_in(config: ModelConfig, layer: int, group: int, tp: int) -> int:
     """Return the number of a layer's KV heads in a page group."""
     own = config.layers[layer]
+    if own.shares_kv:
+        return 0
     if config.span_classes:
         return own.head_groups.count(group)
     return kv_heads(config.for_layer(own), tp) if own.window == config.windows[group] else 0

@@ -4,7 +4,8 @@ The plan compiler reads a layer's data dependences here, and the cost model and 
 bytes. Ops are named as in `jaxflow.model.ops`. Values are single-assignment within a layer: `x` is the
 residual stream, `y` the sum that a block adds to x, `h` a normed input, `kv` the layer's cache. A layer reads
 the `x` and `y` of the previous layer, and the `kv` of its previous step; the first layer has no `y`. A layer
-leaves `Graph.leaves(i)`.
+leaves `Graph.leaves(i)`. Where layers have embeddings of their own, a layer reads its own as `layer_input`.
+A layer that shares keys and values reads the `kv` of the layer `Graph.caches[i]` and writes none.
 
 Data-parallel ranks have tokens of their own and share the experts. `expert_dispatch` brings the rows of their
 tokens to the devices of the experts, and `expert_combine` brings the outputs back. Between both ops the rows
@@ -140,6 +141,7 @@ class Graph:
     before: tuple[Op, ...]  # embed
     layers: tuple[tuple[Op, ...], ...]
     after: tuple[Op, ...]  # final_norm, logits, sample
+    caches: tuple[int, ...]  # the layer whose keys and values each layer reads
     scattered: bool = False
 
     def ops(self) -> Iterator[Op]:
@@ -152,7 +154,8 @@ class Graph:
     def leaves(self, layer: int) -> tuple[str, str]:
         """Return the values of a layer that its successor reads as `x` and `y`."""
         ops = self.layers[layer]
-        return next(op.outputs[0] for op in ops if op.name == "mlp_norm"), ops[-1].outputs[0]
+        adding = [op for op in ops if op.name in ("mlp_norm", "layer_gate")]
+        return adding[-1].outputs[0], ops[-1].outputs[0]
 
     def work(self, step: Composition) -> Work:
         """Return the work of the full step on one device."""
@@ -201,7 +204,8 @@ def model_graph(
         layer_ops(config, index, tp, widths, scattered, swapped, ranks=ranks, by_head=by_head)
         for index in range(config.num_layers)
     )
-    return Graph(_first_ops(config, tp, widths), layers, _last_ops(config, tp, widths), scattered)
+    first, last = _first_ops(config, tp, widths), _last_ops(config, tp, widths)
+    return Graph(first, layers, last, tuple(map(config.cache_of, range(config.num_layers))), scattered)
 
 
 def layer_ops(
@@ -222,9 +226,12 @@ def layer_ops(
     ops += _attention_ops(config, index, tp, widths, by_head)
     tail, y = _block_tail(config, "attn", "y1", tp, widths, scattered, swapped)
     ops += [*tail, *_block_head(config, "mlp", ("x1", y), "2", 4, tp, widths, scattered, wide=experts)]
-    ops += _expert_ops(config, tp, widths, ranks) if experts else _mlp_ops(config, tp, widths)
+    own = config.for_layer(config.layers[index])
+    ops += _expert_ops(config, tp, widths, ranks) if experts else _mlp_ops(own, tp, widths)
     sums = 2 if experts and config.branch_norms else 1
-    tail, _ = _block_tail(config, "mlp", "y2", tp, widths, scattered, swapped, sums)
+    tail, y = _block_tail(config, "mlp", "y2", tp, widths, scattered, swapped, sums)
+    if config.layer_input_size:
+        tail += _layer_input_ops(config, y, tp if scattered else 1, widths, scattered)
     return (*ops, *tail)
 
 
@@ -261,14 +268,20 @@ def _attention_ops(config: ModelConfig, index: int, tp: int, widths: Widths, by_
     )  # devices beyond the number of KV heads hold copies
     window = config.layers[index].window
     cached = 2 * kv_heads * h * widths.kv  # bytes of a token's key and value
+    made = 0 if config.layers[index].shares_kv else kv_heads  # heads that get a key and a value
+    turn = Work(
+        6 * (heads + made) * h,
+        kv_bytes=cached if made else 0.0,
+        activation_bytes=(2 * heads + 2 * made) * h * a,
+    )
+    heads_op = (
+        Op("rope_append", "other", ("qkv", "kv"), ("q", "kv"), (("tokens", turn),))
+        if made
+        else Op("rope", "other", ("qkv",), ("q",), (("tokens", turn),))
+    )
     return [
-        _dense("qkv", ("h1",), ("qkv",), d, (heads + 2 * kv_heads) * h, widths),
-        Op("rope_append", "other", ("qkv", "kv"), ("q", "kv"), (
-            ("tokens", Work(
-                6 * (heads + kv_heads) * h, kv_bytes=cached,
-                activation_bytes=(2 * heads + 2 * kv_heads) * h * a,
-            )),
-        )),
+        _dense("qkv", ("h1",), ("qkv",), d, (heads + 2 * made) * h, widths),
+        heads_op,
         Op("chunk_attention", "attention", ("q", "kv"), ("o_chunk",), (
             ("chunk_pairs", Work(4 * heads * h)),
             ("chunk_keys", Work(kv_bytes=cached)),
@@ -370,6 +383,30 @@ def _mlp_ops(config: ModelConfig, tp: int, widths: Widths) -> list[Op]:
     ]
 
 
+def _layer_input_ops(config: ModelConfig, y: str, share: int, widths: Widths, local_rows: bool) -> list[Op]:
+    """Return the ops that add a layer's input to the residual stream.
+
+    Every device has the whole weights. share: the devices that the step's tokens are spread over.
+    """
+    d, p, a = config.hidden_size, config.layer_input_size, widths.activations
+    step = ("step", Work(weight_bytes=d * p * widths.wide_weights))
+
+    def product(moved: float) -> tuple[tuple[Count, Work], ...]:
+        return step, ("tokens", Work(2 * d * p / share, activation_bytes=moved * a / share))
+
+    gate = Op(
+        "layer_gate", "dense", ("x2", y, "layer_input"), ("x3", "gated"), product(3 * d + 2 * p),
+        local_rows=local_rows,
+    )  # fmt: skip
+    proj = Op("layer_proj", "dense", ("gated",), ("y3",), product(p + d), local_rows=local_rows)
+    moved = 2 * d * a / share
+    return [
+        gate,
+        proj,
+        _pointwise("post_layer_norm", ("y3",), ("y3_norm",), 4 * d / share, moved, local_rows=local_rows),
+    ]
+
+
 def _expert_ops(config: ModelConfig, tp: int, widths: Widths, ranks: int) -> list[Op]:
     d, f, a = config.hidden_size, config.expert_intermediate_size // tp, widths.activations
     shared = config.shared_expert_intermediate_size // tp
@@ -465,7 +502,25 @@ def _first_ops(config: ModelConfig, tp: int, widths: Widths) -> tuple[Op, ...]:
     work = Work(weight_bytes=d * tables / tp * widths.wide_weights, activation_bytes=d * a)
     if tp > 1:  # the op sums the vocabulary-parallel lookup over devices
         work += _ring(2 * d * a, tp, adds=d)
-    return (Op("embed", "other", ("token_ids",), ("x",), (("tokens", work),)),)
+    embed = Op("embed", "other", ("token_ids",), ("x",), (("tokens", work),))
+    return (embed, _layer_embed(config, tp, widths)) if config.layer_input_size else (embed,)
+
+
+def _layer_embed(config: ModelConfig, tp: int, widths: Widths) -> Op:
+    """Return the op that makes the input of each layer: a row of a table and a product with the embedding.
+
+    The rows of the table are spread over the devices. Every device has the whole weight of the product.
+    """
+    d, columns, a = config.hidden_size, config.num_layers * config.layer_input_size, widths.activations
+    row = Work(
+        2 * d * columns + 8 * columns,
+        weight_bytes=columns / tp * widths.wide_weights,
+        activation_bytes=(d + 3 * columns) * a,
+    )
+    if tp > 1:
+        row += _ring(2 * columns * a, tp, adds=columns)
+    step = Work(weight_bytes=d * columns * widths.wide_weights)
+    return Op("layer_embed", "dense", ("token_ids", "x"), ("layer_input",), (("step", step), ("tokens", row)))
 
 
 def _last_ops(config: ModelConfig, tp: int, widths: Widths) -> tuple[Op, ...]:

@@ -6,15 +6,18 @@ residual stream, so that one kernel does both. `x` is the residual stream [t, D]
 and the heads have one scale per token. `a` has one scale per 128 columns, since no kernel sees a full row.
 All inputs of a weight in blocks (`BlockFp8`) have one scale per 128 columns.
 
-    embed(token_ids, positions) -> x             attn_norm(x, y) -> x, h
-    qkv(h) -> qkv                                rope_append(qkv, kv) -> q, kv
+    embed(token_ids, positions) -> x             layer_embed(token_ids, x) -> layer_input of each layer
+    attn_norm(x, y) -> x, h                      qkv(h) -> qkv
+    rope_append(qkv, kv) -> q, kv                rope(qkv) -> q
     chunk_attention(q, kv) -> o                  decode_attention(q, kv, o) -> o
     out_proj(o) -> y                             attn_reduce(y) -> y, post_attn_norm(y) -> y
     mlp_norm(x, y) -> x, h                       up_gate(h) -> a, down(a) -> y
     router(h) -> routing                         expert_up_gate(h, routing) -> expert_rows
     expert_down(expert_rows, routing) -> y
     shared_up_gate(h) -> a                       shared_down(a, y) -> y
-    mlp_reduce(y) -> y, post_mlp_norm(y) -> y    final_norm(x, y) -> x, hidden; logits(hidden)
+    mlp_reduce(y) -> y, post_mlp_norm(y) -> y    layer_gate(x, y, layer_input) -> x, gated
+    layer_proj(gated) -> y                       post_layer_norm(y) -> y
+    final_norm(x, y) -> x, hidden                logits(hidden)
 
 In the scattered form of tensor parallelism, y, x and the norms' outputs are each device's local rows:
 
@@ -52,10 +55,20 @@ from jaxflow.model.op_registry import KV, OPS, Context, OpFunction, Weights, op
 from jaxflow.model.rope import inverse_frequencies
 from jaxflow.model.routing import ExpertRows, Routing, weighted_sum
 from jaxflow.model.sigmoid_router import choose_experts
-from jaxflow.parallel.collectives import Sum, UnaddedSum, added, exchange, gather_rows, scatter_rows
+from jaxflow.parallel.collectives import (
+    Sum,
+    UnaddedSum,
+    added,
+    exchange,
+    gather_rows,
+    local_rows,
+    scatter_rows,
+)
 from pallas_kernels.gemm.expert_mlp import limits as expert_mlp_limits
 from pallas_kernels.gemm.grouped.groups import Groups, HeldExperts
+from pallas_kernels.pointwise.norm.reference import rms_norm
 from pallas_kernels.pointwise.norm.weighted_rows import WeightedRows
+from pallas_kernels.pointwise.rope_append.reference import rope as rotated
 from pallas_kernels.quantized import BlockFp8, Quantized
 
 
@@ -73,16 +86,37 @@ def embed(
 ) -> Float[Array, "t D"]:
     """Return scaled rows of the vocabulary-parallel table, plus learned positions where the model has
     them."""
-    table = w["embed"]
-    local = token_ids - _vocabulary_offset(c, table)
-    here = (local >= 0) & (local < table.shape[0])
-    x = jnp.where(here[:, None], jnp.take(table, local, axis=0, mode="clip"), 0)
-    x = _sum_shards(c, x)
+    x = _rows(c, w["embed"], token_ids)
     if c.config.embedding_scale != 1.0:
         x = x * jnp.asarray(c.config.embedding_scale, x.dtype)
     if c.config.learned_position_offset is not None:
         x = x + jnp.take(w["positions"], positions + c.config.learned_position_offset, axis=0, mode="clip")
     return x
+
+
+def _rows(c: Context, table: Float[Array, "V D"], token_ids: Int[Array, " t"]) -> Float[Array, "t D"]:
+    """Return rows of a vocabulary-parallel table."""
+    local = token_ids - _vocabulary_offset(c, table)
+    here = (local >= 0) & (local < table.shape[0])
+    return _sum_shards(c, jnp.where(here[:, None], jnp.take(table, local, axis=0, mode="clip"), 0))
+
+
+@op("layer_embed")
+def layer_embed(
+    c: Context, w: Weights, token_ids: Int[Array, " t"], x: Float[Array, "t D"]
+) -> tuple[Float[Array, "t p"], ...]:
+    """Return the input of each layer: its own embedding of the tokens, plus a normed product of x.
+
+    x: the scaled embeddings of the model.
+    """
+    p, layers = c.config.layer_input_size, c.config.num_layers
+    split = (x.shape[0], layers, p)
+    product = c.kernels.gemm(x, w["layer_embed_proj"]) * jnp.asarray(c.config.hidden_size**-0.5, x.dtype)
+    settings = {"eps": c.config.norm_eps, "offset": c.config.norm_weight_offset}
+    normed = rms_norm(product.reshape(split), w["layer_embed_norm"], **settings)
+    own = _rows(c, w["layer_embed"], token_ids) * jnp.asarray(p**0.5, x.dtype)
+    both = (normed + own.reshape(split)) * jnp.asarray(2**-0.5, x.dtype)
+    return tuple(both[:, layer] for layer in range(layers))
 
 
 @op("final_norm")
@@ -136,12 +170,13 @@ def post_attn_norm(c: Context, w: Weights, y: Sum) -> Float[Array, "t D"]:
 def mlp_norm(c: Context, w: Weights, x: Float[Array, "t D"], y: Sum) -> tuple[Array, Any]:
     """Return (x + y, its norm).
 
-    With a factor of the stream after the layer, the first result has it already, as `post_mlp_norm`'s has. A
-    layer whose branches have norms of their own has no weight here (`ModelConfig.branch_norms`).
+    With a factor of the stream after the layer, the first result has it already, as `post_mlp_norm`'s has.
+    `layer_gate` applies the factor in a model whose layers have embeddings of their own. A layer whose
+    branches have norms of their own has no weight here (`ModelConfig.branch_norms`).
     """
     w = w | {"mlp_norm": norm_weight(w, "mlp_norm")}
     x, h = _add_norm(c, w, "mlp_norm", x, y, quantize=_quantized(w, "up_gate"))
-    return _times_layer_scalar(w, x), _in_blocks(c, w, "up_gate", h)
+    return _at_last_add(c, w, x), _in_blocks(c, w, "up_gate", h)
 
 
 @op("post_mlp_norm")
@@ -156,12 +191,46 @@ def post_mlp_norm(c: Context, w: Weights, y: Sum) -> Float[Array, "t D"]:
         shared, routed = jnp.split(total, 2, axis=-1)
         shared = _add_norm(c, w, "post_shared_norm", shared, None)[1]
         total = shared + _add_norm(c, w, "post_routed_norm", routed, None)[1]
-    return _times_layer_scalar(w, _add_norm(c, w, "post_mlp_norm", total, None)[1])
+    return _at_last_add(c, w, _add_norm(c, w, "post_mlp_norm", total, None)[1])
+
+
+@op("layer_gate")
+def layer_gate(
+    c: Context, w: Weights, x: Float[Array, "t D"], y: Sum, layer_input: Float[Array, "T p"]
+) -> tuple[Float[Array, "t D"], Float[Array, "t p"]]:
+    """Return x + y with the factor of the stream after the layer, and act(gate(x + y)) · layer_input.
+
+    layer_input: all rows. x and y may be the device's local rows.
+    """
+    x = x + added(y)
+    gated = c.kernels.gemm(
+        x, w["layer_gate"], None, activation=c.config.activation, gate_block=None, **_sms(c)
+    )
+    if c.axis is not None and layer_input.shape[0] != x.shape[0]:
+        layer_input = local_rows(layer_input, c.axis)
+    return _times_layer_scalar(w, x), gated * layer_input
+
+
+@op("layer_proj")
+def layer_proj(c: Context, w: Weights, gated: Float[Array, "t p"]) -> Float[Array, "t D"]:
+    """Project a layer's gated input to the model's width. Every device has the whole weight."""
+    return c.kernels.gemm(gated, w["layer_proj"], None, **_sms(c))
+
+
+@op("post_layer_norm")
+def post_layer_norm(c: Context, w: Weights, y: Float[Array, "t D"]) -> Float[Array, "t D"]:
+    """Return the norm of a layer's projected input, with the factor of the stream after the layer."""
+    return _times_layer_scalar(w, _add_norm(c, w, "post_layer_norm", y, None)[1])
 
 
 def norm_weight(w: Weights, name: str) -> Float[Array, " D"]:
     """Return the weight of a layer's norm before a block; ones where each branch of the block has a norm."""
     return w[name] if name in w else jnp.ones_like(w["attn_norm"])
+
+
+def _at_last_add(c: Context, w: Weights, x: Array) -> Array:
+    """Return a term of the stream after the MLP, with the layer's factor if the layer adds nothing more."""
+    return x if c.config.layer_input_size else _times_layer_scalar(w, x)
 
 
 def _times_layer_scalar(w: Weights, x: Array) -> Array:
@@ -238,11 +307,17 @@ def out_proj(c: Context, w: Weights, o: Float[Array, "t N H"] | UnmergedHeads) -
 
 
 @op("up_gate")
-def up_gate(c: Context, w: Weights, h: Float[Array, "t D"] | Quantized) -> Float[Array, "t F"] | Quantized:
-    """Return act(gate(h)) · up(h), or act(up(h)) where the MLP has no gate."""
+def up_gate(
+    c: Context, layer: Layer | None, w: Weights, h: Float[Array, "t D"] | Quantized
+) -> Float[Array, "t F"] | Quantized:
+    """Return act(gate(h)) · up(h), or act(up(h)) where the MLP has no gate.
+
+    layer: None for an MLP of the model's width.
+    """
+    config = c.config if layer is None else c.config.for_layer(layer)
     epilogue = {
-        "activation": c.config.activation,
-        "gate_block": c.config.gate_block if c.config.gated_mlp else None,
+        "activation": config.activation,
+        "gate_block": config.gate_block if config.gated_mlp else None,
     }
     quantize = isinstance(w.get("down"), Quantized | BlockFp8)
     return _gemm(c, w, "up_gate", h, w.get("up_gate_bias"), **epilogue, quantize=quantize)
@@ -330,6 +405,20 @@ def rope_append(
     ]
     queries, k_parts, v_parts = zip(*parts, strict=True)
     return join_heads(layer, queries), (k_parts, v_parts)
+
+
+@op("rope")
+def rope(
+    c: Context, layer: Layer, w: Weights, batch: Batch, start: int, stop: int, fused: Float[Array, "t A"]
+) -> Float[Array, "t N H"]:
+    """Split the queries of a layer that shares keys and values, and norm and rotate them."""
+    h = c.config.for_layer(layer).head_dim
+    q = fused.reshape(fused.shape[0], -1, h)
+    if "q_norm" in w:
+        q = rms_norm(q, w["q_norm"], eps=c.config.norm_eps, offset=c.config.norm_weight_offset)
+    if layer.rope is None:
+        return q
+    return rotated(q, batch.positions[start:stop], jnp.asarray(inverse_frequencies(layer.rope, h)))
 
 
 def _with_normed_values(fused: Float[Array, "t A"], kv: KV, head_dim: int, eps: float) -> Float[Array, "t A"]:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxflow.config import ConfigError, ModelConfig
+from jaxflow.config import ConfigError, ModelConfig, check_has_own_inputs
 from jaxflow.model.composition import Composition
 from jaxflow.model.cost import Rates, op_times
 from jaxflow.model.graph import Op, model_graph
@@ -23,8 +23,11 @@ def split_layers(
     tokens: rows of the step to balance.
 
     Raises:
-      ConfigError: for more stages than layers.
+      ConfigError: for more stages than layers, and for a model whose layers read more than hidden values of
+        the layer before.
     """
+    if stages > 1:
+        check_has_own_inputs(config, "pipeline_parallel_size", stages, "a pipeline stage")
     if not 1 <= stages <= config.num_layers:
         raise ConfigError("pipeline_parallel_size", stages, f"1 to {config.num_layers}, the model's layers")
     graph = model_graph(config, tp)

@@ -32,9 +32,11 @@ def forward(
     """
     ends = Site(c, weights)
     x = ops.embed(ends, batch.token_ids, batch.positions) if batch.hidden is None else batch.hidden
-    y, kv = None, list(kv)
+    y, kv, inputs = None, list(kv), layer_inputs(ends, batch, x)
     for i, (layer, w) in enumerate(zip(c.config.layers, weights["layers"], strict=True)):
-        x, y, kv[i] = forward_layer(Site(c, w, layer, batch, 0, batch.num_tokens), x, y, kv[i], routed)
+        site, cache = Site(c, w, layer, batch, 0, batch.num_tokens), c.config.cache_of(i)
+        own = inputs[i] if inputs else None
+        x, y, kv[cache] = forward_layer(site, x, y, kv[cache], routed, layer_input=own)
     with op_scope("final_norm"):
         x = x if y is None else x + added(y)
     return sampled_hidden(ends, x, batch), x, kv
@@ -47,21 +49,35 @@ def forward_layer(
     kv: KV,
     routed: Routed | None = None,
     work: Mapping[str, Any] = MappingProxyType({}),
+    layer_input: Float[Array, "T p"] | None = None,
 ) -> tuple[Float[Array, "T D"], Sum, KV]:
     """Run one layer over all tokens of the step.
 
     x and y: the residual stream, and what the layer before adds to it; y is None in the first layer.
+    kv: the cache that the layer reads (`ModelConfig.cache_of`).
     routed: takes the experts of the layer if the layer is a mixture.
     work: the work lists of the attention kernels that have one, by the names of their ops.
+    layer_input: the layer's own embeddings, of `layer_inputs`, in a model that has them.
 
     Returns:
-      x and y for the next layer, and the layer's cache with this step's keys and values.
+      x and y for the next layer, and the cache with this step's keys and values.
     """
+    assert site.layer is not None
     x, h = ops.attn_norm(site, x, y)
-    q, kv = ops.rope_append(site, ops.qkv(site, h), kv)
+    fused = ops.qkv(site, h)
+    q, kv = (ops.rope(site, fused), kv) if site.layer.shares_kv else ops.rope_append(site, fused, kv)
     o = ops.chunk_attention(dataclasses.replace(site, work=work.get("chunk_attention")), q, kv)
     o = ops.decode_attention(dataclasses.replace(site, work=work.get("decode_attention")), q, kv, o)
-    return *after_attention(site, x, o, routed), kv
+    x, added_last = after_attention(site, x, o, routed)
+    if layer_input is not None:
+        x, gated = ops.layer_gate(site, x, added_last, layer_input)
+        added_last = ops.post_layer_norm(site, ops.layer_proj(site, gated))
+    return x, added_last, kv
+
+
+def layer_inputs(ends: Site, batch: Batch, x: Float[Array, "T D"]) -> tuple[Float[Array, "T p"], ...]:
+    """Return the embeddings of each layer; empty in a model without them. x: the embeddings of the model."""
+    return ops.layer_embed(ends, batch.token_ids, x) if ends.c.config.layer_input_size else ()
 
 
 def sampled_hidden(ends: Site, x: Float[Array, "T D"], batch: Batch) -> Float[Array, "R D"]:

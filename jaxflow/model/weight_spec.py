@@ -44,6 +44,7 @@ AFFECTED = {
 }
 TENSOR_PARALLEL_AXIS = {
     "embed": 0,
+    "layer_embed": 0,
     "lm_head": 0,
     "qkv": 0,
     "qkv_bias": 0,

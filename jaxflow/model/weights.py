@@ -4,13 +4,16 @@ them.
     {"embed": [V', D], "positions": [max_position + 2, D] (OPT), "final_norm": [D], "final_norm_bias": [D],
      "lm_head": [V', D] (absent if tied), "layers": one dict a layer, its keys in `_layer`}
 
+A model with an embedding of each layer, of p columns, also has "layer_embed" [V', L p], "layer_embed_proj"
+[L p, D] and "layer_embed_norm" [p].
+
 Every matrix is [out, in], as in Hugging Face checkpoints: y = x @ w.T. V' is the vocabulary padded with rows
 of zeros. Matrices that one GEMM can compute together are fused. Their rows are ordered so that a contiguous
 range is a tensor-parallel shard. Experts are an array [E, out, in], of which each device has a part of every
 expert, or under expert parallelism some experts whole. `qkv` holds, for each key/value head, its query heads,
-its key head and its value head. `up_gate` alternates blocks of gate rows and up rows
-(`ModelConfig.gate_block`). With fewer key/value heads than shards, each head is repeated, so that every shard
-has one.
+its key head and its value head, or only the query heads in a layer that shares keys and values. `up_gate`
+alternates blocks of gate rows and up rows (`ModelConfig.gate_block`). With fewer key/value heads than shards,
+each head is repeated, so that every shard has one.
 
 Latent attention has other matrices in the place of `qkv` (`jaxflow.model.latent_weights`).
 
@@ -107,15 +110,19 @@ def leaves(
             "matrix",
         )
     tree |= _norm("final_norm", names["final_norm"], d, config)
+    if config.layer_input_size:
+        tree |= _layer_embed(config, names, padded)
     if not config.tie_word_embeddings:
         tree["lm_head"] = _padded("lm_head", names["lm_head"], (v, d), padded)
-    width = mlp_width(config.intermediate_size, tp, quantization)
+    widths = [
+        mlp_width(config.for_layer(layer).intermediate_size, tp, quantization) for layer in config.layers
+    ]
     tree["layers"] = [
-        _layer(config, layer, names["layer"].format(i), tp, width, expert_parallel, ranks)
+        _layer(config, layer, names["layer"].format(i), tp, widths[i], expert_parallel, ranks)
         for i, layer in enumerate(config.layers)
     ]
     for i, layer in enumerate(tree["layers"]):
-        prefix = names["layer"].format(i)
+        prefix, width = names["layer"].format(i), widths[i]
         if quantization is not None:
             scales = _scales(config, config.layers[i], prefix, tp, width) if quantization == "fp8" else {}
             for key in layer.keys() & {*AFFECTED[quantization]}:
@@ -133,9 +140,10 @@ def leaves(
                 layer[key] = dataclasses.replace(own, scale=dataclasses.replace(factors[key], **placed))
         if quantization == "mxfp4":
             layer |= _stored_experts(config, layer, prefix)
-        if kv_scales:
+        if kv_scales:  # of the layer whose cache this layer reads
+            own = names["layer"].format(config.cache_of(i))
             layer |= {
-                key: _kv_scale(key, f"{prefix}self_attn.{key}", config.for_layer(config.layers[i]), tp)
+                key: _kv_scale(key, f"{own}self_attn.{key}", config.for_layer(config.layers[i]), tp)
                 for key in ("k_scale", "v_scale")
             }
     return tree
@@ -251,7 +259,7 @@ def _check_cuts(config: ModelConfig, tp: int, expert_parallel: bool, ranks: int)
         if tp > 1:
             accepted += f" of tensor_parallel_size={tp} devices"
         raise ConfigError("data_parallel_size", ranks, accepted)
-    widths = {config.intermediate_size} if not all(layer.experts for layer in config.layers) else set()
+    widths = {config.for_layer(layer).intermediate_size for layer in config.layers if not layer.experts}
     widths |= {config.expert_intermediate_size} if experts and not expert_parallel else set()
     widths |= {config.shared_expert_intermediate_size} - {0}
     for width in widths:
@@ -343,11 +351,29 @@ def _norm(key: str, name: str, width: int, config: ModelConfig) -> dict[str, Lea
     return norm
 
 
+def _layer_embed(config: ModelConfig, names: Mapping[str, str], rows: int) -> dict[str, Leaf]:
+    """Return the leaves that make the input of each layer. rows: V'."""
+    p, columns = config.layer_input_size, config.num_layers * config.layer_input_size
+    proj, table = names["layer_embed_proj"], names["layer_embed"]
+    return {
+        "layer_embed": _padded("layer_embed", table, (config.vocab_size, columns), rows),
+        "layer_embed_proj": _whole("layer_embed_proj", proj, (columns, config.hidden_size), "matrix"),
+        **_norm("layer_embed_norm", names["layer_embed_norm"], p, config),
+    }
+
+
 def _qkv(
-    config: ModelConfig, rope: Rope | None, names: Mapping[str, str], tp: int, suffix: str, *tail: int
+    config: ModelConfig, layer: Layer, names: Mapping[str, str], tp: int, suffix: str, *tail: int
 ) -> Leaf:
-    """Return rows grouped by key/value head. `tail` is (D,) for the weight, () for the bias."""
+    """Return rows grouped by key/value head. `tail` is (D,) for the weight, () for the bias.
+
+    A layer that shares keys and values has the rows of its queries only.
+    """
     k, h, copies = config.num_kv_heads, config.head_dim, kv_head_copies(config, tp)
+    key, init, rope = "qkv" if tail else "qkv_bias", "matrix" if tail else "zero", layer.rope
+    if layer.shares_kv:
+        shape, order = (config.num_heads * h, *tail), _order_of_heads(rope, config.num_heads, h)
+        return Leaf(key, shape, (Piece(names["q"] + suffix, shape, shape, lambda out: out, order),), init)
     group = config.num_heads // (k * copies)  # query heads per stored key head
 
     def heads(out: np.ndarray) -> np.ndarray:
@@ -372,7 +398,7 @@ def _qkv(
     )
     shape = (k * copies * (group + 2) * h, *tail)
     rows = _copied_rows(config, copies) if copies > 1 else None
-    return Leaf("qkv" if tail else "qkv_bias", shape, pieces, "matrix" if tail else "zero", rows)
+    return Leaf(key, shape, pieces, init, rows)
 
 
 def _order_of_heads(rope: Rope | None, heads: int, head_dim: int) -> np.ndarray | None:
@@ -464,6 +490,10 @@ def _layer(
         tree |= _experts(config, names, tp)
     if config.post_norms:
         tree |= _norm("post_mlp_norm", names["post_mlp_norm"], d, config)
+    if p := config.layer_input_size:
+        tree["layer_gate"] = _whole("layer_gate", names["layer_gate"] + ".weight", (p, d), "matrix")
+        tree["layer_proj"] = _whole("layer_proj", names["layer_proj"] + ".weight", (d, p), "matrix")
+        tree |= _norm("post_layer_norm", names["post_layer_norm"], d, config)
     if config.layer_scalars:
         tree["layer_scalar"] = _whole("layer_scalar", names["layer_scalar"], (1,), "one")
     return tree
@@ -472,11 +502,12 @@ def _layer(
 def _heads(config: ModelConfig, layer: Layer, names: Mapping[str, str], tp: int) -> dict[str, Leaf]:
     """Return the leaves that make queries, keys and values."""
     tree, d = {}, config.hidden_size
-    tree["qkv"] = _qkv(config, layer.rope, names, tp, ".weight", d)
+    tree["qkv"] = _qkv(config, layer, names, tp, ".weight", d)
     if config.qkv_bias:
-        tree["qkv_bias"] = _qkv(config, layer.rope, names, tp, ".bias")
+        tree["qkv_bias"] = _qkv(config, layer, names, tp, ".bias")
     if config.qk_norm:
-        tree |= {key: _head_norm(key, names[key], config, layer.rope) for key in ("q_norm", "k_norm")}
+        keys = ("q_norm",) if layer.shares_kv else ("q_norm", "k_norm")
+        tree |= {key: _head_norm(key, names[key], config, layer.rope) for key in keys}
     return tree
 
 
@@ -502,7 +533,7 @@ def _scales(config: ModelConfig, layer: Layer, prefix: str, tp: int, stored: int
     names, config = _names_in(config, layer, prefix), config.for_layer(layer)
     d, suffix = config.hidden_size, ".weight_scale"
     return {
-        "qkv": _qkv(config, layer.rope, names, tp, suffix),
+        "qkv": _qkv(config, layer, names, tp, suffix),
         "out_proj": _whole("out_proj_scale", names["out"] + suffix, (d,), "one"),
         "up_gate": _up_gate(names, config.intermediate_size, config.gated_mlp, suffix, stored=stored),
         "down": _whole("down_scale", names["down"] + suffix, (d,), "one"),
@@ -523,7 +554,7 @@ def _group_factors(config: ModelConfig, layer: Layer, prefix: str, tp: int) -> d
 
     tree = {"out_proj": narrowing("out_proj", names["out"], width)}
     if config.latent is None:
-        tree["qkv"] = _qkv(config, layer.rope, names, tp, suffix, groups)
+        tree["qkv"] = _qkv(config, layer, names, tp, suffix, groups)
     if not layer.experts:
         width, gated = config.intermediate_size, config.gated_mlp
         up_gate, down = _up_gate(names, width, gated, suffix, groups), names["down"]
@@ -759,7 +790,7 @@ def _block_matrices(
             continue
         side = "shared_" if key.startswith("shared_") else ""
         if key == "qkv":
-            scale = _qkv_blocks(config, layer.rope, names, tp)
+            scale = _qkv_blocks(config, layer, leaf, names, tp)
         elif key in widths:
             gated, width = config.gated_mlp, widths[key]
             own = {role: names.get(side + role, "") for role in ("gate", "up")}
@@ -812,11 +843,15 @@ def _up_gate_blocks(names: Mapping[str, str], leaf: Leaf, gated: bool) -> Leaf:
     return _scale_leaf(leaf, pieces)
 
 
-def _qkv_blocks(config: ModelConfig, rope: Rope | None, names: Mapping[str, str], tp: int) -> Leaf | None:
+def _qkv_blocks(
+    config: ModelConfig, layer: Layer, leaf: Leaf, names: Mapping[str, str], tp: int
+) -> Leaf | None:
     """Return the scales of `_qkv`; None where a head is no whole block, or where its rows move to another."""
     k, h, copies = config.num_kv_heads, config.head_dim, kv_head_copies(config, tp)
-    if h % BLOCK or (h > BLOCK and rotary_order(rope, h) is not None):
+    if h % BLOCK or (h > BLOCK and rotary_order(layer.rope, h) is not None):
         return None
+    if layer.shares_kv:
+        return _blocks_in_order(leaf, names["q"])
     group, own, d = config.num_heads // (k * copies), h // BLOCK, config.hidden_size
     split = (k, copies, group + 2, own, BLOCK // BLOCK_ROWS, d // BLOCK)
     rows = {"q": config.num_heads * h, "k": k * h, "v": k * h}

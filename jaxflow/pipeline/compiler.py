@@ -23,7 +23,7 @@ from jaxflow.model.batch import Batch
 from jaxflow.model.expert_tokens import mixture_layers
 from jaxflow.model.op_registry import KV, Context, Site, Weights, op_scope
 from jaxflow.model.routing import by_token
-from jaxflow.model.transformer import Routed
+from jaxflow.model.transformer import Routed, layer_inputs
 from jaxflow.parallel.collectives import added, gather_rows, local_rows
 from jaxflow.pipeline import streams
 from jaxflow.pipeline.plan import Plan, PlanError
@@ -218,11 +218,14 @@ class _StepTrace:
         x = batch.hidden
         if x is None:
             x = ops.embed(Site(c, weights), batch.token_ids, batch.positions)
-        self.values.put((-1, "x"), TokenRange(0, batch.num_tokens), x)
+        everything = TokenRange(0, batch.num_tokens)
+        self.values.put((-1, "x"), everything, x)
+        for layer, rows in enumerate(layer_inputs(Site(c, weights), batch, x)):
+            self.values.put((layer, "layer_input"), everything, rows)
         self.made: dict[str, list[_Slice]] = {}  # nano-op id -> the outputs of its last entry
         self.readers: dict[
             int, list[_Slice]
-        ] = {}  # layer -> outputs read from its cache since the last append
+        ] = {}  # layer with a cache -> outputs read from its cache since the last append
         self.last: dict[Any, LayerOp] = {}  # stream, or "network" -> the last entry there
         self.pending: list[LayerOp] = []  # collectives that were issued and are not traced yet
         self.works: dict[tuple, Any] = {}  # attention op, window, tokens and SMs -> the kernel's work list
@@ -234,7 +237,6 @@ class _StepTrace:
         self.awaited: list[
             Array
         ] = []  # the arrays that the next op follows by the plan only, with side streams
-        everything = TokenRange(0, batch.num_tokens)
         self.zero = _Slice((-2, "zero"), everything, streams.zero_behind(jax.tree.leaves(batch)))
 
     def issue(self, group: IssueGroup) -> None:
@@ -324,7 +326,7 @@ class _StepTrace:
             )
             with op_scope(entry.nano.op, entry.nano.id):
                 fused = self.values.read(entry.reads[0], part.tokens)
-            q, self.kv[entry.layer] = self.call(part, [fused])
+            q, self.kv[entry.cache] = self.call(part, [fused])
             self.values.put((entry.layer, "q"), part.tokens, q)
         self.record(entry)
 
@@ -356,7 +358,7 @@ class _StepTrace:
         w = self.weights["layers"][first.layer]
         needed = [
             self.values.read((first.layer, "q"), first.tokens),
-            self.kv[first.layer],
+            self.kv[first.cache],
             [w[name] for name in ("unified_max", "k_scale", "v_scale") if name in w],
             [self.work(entry) for entry in attention],
         ]
@@ -417,7 +419,7 @@ class _StepTrace:
         key = (nano.op, layer.window, nano.start, nano.stop, nano.sms)
         if key not in self.works:
             c = dataclasses.replace(self.c, sms=nano.sms)
-            kv = self.kv[entry.layer]
+            kv = self.kv[entry.cache]
             with op_scope(nano.op):
                 listed = ops.attention_work(c, layer, self.batch, nano.start, nano.stop, nano.op, kv)
             # The list is made in full before anything reads a part of it, `zero_behind` included.
@@ -439,7 +441,7 @@ class _StepTrace:
             nano.id,
         )
         if "kv" in entry.op.inputs:
-            inputs.insert(entry.op.inputs.index("kv"), self.kv[entry.layer])
+            inputs.insert(entry.op.inputs.index("kv"), self.kv[entry.cache])
         outputs = ops.find_op(nano.op).jitted(_after(site, nano.op, self.awaited), *inputs)
         return outputs if len(entry.op.outputs) > 1 else (outputs,)
 
@@ -447,7 +449,7 @@ class _StepTrace:
         """Make an entry, by its inputs, follow the entries that the plan issued before it."""
         first = [made for wait in entry.nano.waits for made in self.made.get(wait, [])]
         if entry.appends:
-            first += self.readers.pop(entry.layer, [])
+            first += self.readers.pop(entry.cache, [])
         first = [alive for made in first for alive in self.frontier(made)]
         lanes = [entry.nano.stream, "network"] if entry.is_collective else [entry.nano.stream]
         for before in (self.last[lane] for lane in lanes if lane in self.last):
@@ -502,7 +504,7 @@ class _StepTrace:
         self.made[entry.nano.id] = outputs
         self.last["network" if entry.is_collective else entry.nano.stream] = entry
         if entry.attends:
-            self.readers.setdefault(entry.layer, []).extend(outputs)
+            self.readers.setdefault(entry.cache, []).extend(outputs)
 
 
 def _after(site: Site, name: str, awaited: list[Array]) -> Site:
@@ -514,6 +516,10 @@ def _after(site: Site, name: str, awaited: list[Array]) -> Site:
         assert site.batch is not None
         slots = streams.behind(awaited, site.batch.slots)
         return dataclasses.replace(site, batch=dataclasses.replace(site.batch, slots=slots))
+    if name == "rope":
+        assert site.batch is not None
+        positions = streams.behind(awaited, site.batch.positions)
+        return dataclasses.replace(site, batch=dataclasses.replace(site.batch, positions=positions))
     if name in ("attn_norm", "mlp_norm"):
         weight = streams.behind(awaited, ops.norm_weight(site.w, name))
         return dataclasses.replace(site, w={**site.w, name: weight})

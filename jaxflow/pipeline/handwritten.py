@@ -184,12 +184,12 @@ def phased_plan(
         """
         other, behind = 1 - half, half - 1
         join = (f"decode_attention.{other}", f"chunk_attention.{other}", *(f"{op}.{half}" for op in head))
-        append = nano("rope_append", half, waits=join)
+        append = [nano(op, half, waits=join) for op in _turning(names)]
         attention = [nano(op, half, stream=1, sms=attention_sms) for op in reversed(ATTENTION)]
         following = [(op, behind) for op in tail] + [(op, behind + 1) for op in head]
         side = {"stream": 2, "sms": gemm_sms}
         return [
-            append,
+            *append,
             *attention,
             *(nano(op, other, ahead=ahead, **({} if op in main else side)) for op, ahead in following),
         ]
@@ -230,7 +230,7 @@ def four_qkv_plan(
             found += [NanoOp(f"{op}.{half}", op, *halves[half], ahead=-1) for op in head]
             found += [NanoOp(f"{op}.{half}", op, *halves[half]) for op in before]
         found.append(NanoOp(f"qkv.{i}", "qkv", *cut, **(second if i > 0 else {})))
-        found.append(NanoOp(f"rope_append.{i}", "rope_append", *cut))
+        found += [NanoOp(f"{op}.{i}", op, *cut) for op in _turning(names)]
         found.append(NanoOp(f"decode_attention.{i}", "decode_attention", *cut, stream=1, sms=attention_sms))
     for half, cut in enumerate(halves):
         side = second if half == 0 else {}
@@ -253,6 +253,11 @@ def _op_names(graph: Graph) -> tuple[str, ...]:
                 names.insert(at, op.name)
                 at += 1
     return tuple(names)
+
+
+def _turning(names: tuple[str, ...]) -> list[str]:
+    """Return the ops that rotate heads: in a layer with keys and values of its own, and in one without."""
+    return [op for op in ("rope_append", "rope") if op in names]
 
 
 def _network(graph: Graph) -> set[str]:

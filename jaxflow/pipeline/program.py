@@ -38,12 +38,16 @@ class TokenRange:
 
 @dataclasses.dataclass(frozen=True)
 class LayerOp:
-    """A nano-op of one layer: an entry of the program. reads: the values of its inputs, except the cache."""
+    """A nano-op of one layer: an entry of the program.
+
+    reads: the values of its inputs, except the cache. cache: the layer whose cache it reads or writes.
+    """
 
     nano: NanoOp
     layer: int
     op: Op
     reads: tuple[Value, ...]
+    cache: int
 
     @property
     def tokens(self) -> TokenRange:
@@ -94,7 +98,13 @@ def program(plan: Plan, graph: Graph) -> tuple[LayerOp, ...]:
         return ()
     rounds = range(-max(n.ahead for n in plan.nano_ops), len(layers) - min(n.ahead for n in plan.nano_ops))
     return tuple(
-        LayerOp(nano, layer, op, tuple(_value(graph, layer, name) for name in op.inputs if name != "kv"))
+        LayerOp(
+            nano,
+            layer,
+            op,
+            tuple(_value(graph, layer, name) for name in op.inputs if name != "kv"),
+            graph.caches[layer],
+        )
         for i in rounds
         for nano in plan.nano_ops
         if 0 <= (layer := i + nano.ahead) < len(layers) and (op := layers[layer].get(nano.op)) is not None
@@ -143,7 +153,9 @@ def check(plan: Plan, graph: Graph) -> None:
     if graph.scattered:
         _check_local_rows(plan, graph)
     _check_sent_rows(plan, graph)
-    made: dict[Value, list[TokenRange]] = {(-1, "x"): [TokenRange(0, plan.tokens)]}
+    everything = [TokenRange(0, plan.tokens)]
+    made: dict[Value, list[TokenRange]] = {(-1, "x"): everything}
+    made |= {(layer, "layer_input"): everything for layer in range(len(graph.layers))}
     appended: dict[int, list[TokenRange]] = {}
     for entry in program(plan, graph):
         for layer, name in entry.reads:
@@ -152,10 +164,9 @@ def check(plan: Plan, graph: Graph) -> None:
                     entry.nano.id, f"reads {name} of tokens {missing} of layer {layer} before it is made"
                 )
         needed = TokenRange(0, entry.nano.stop)
-        if entry.attends and (missing := _missing(needed, appended.get(entry.layer, []))):
-            raise PlanError(
-                entry.nano.id, f"reads keys before rope_append of tokens {missing} of the same layer"
-            )
+        if entry.attends and (missing := _missing(needed, appended.get(entry.cache, []))):
+            where = "the same layer" if entry.cache == entry.layer else f"layer {entry.cache}"
+            raise PlanError(entry.nano.id, f"reads keys before rope_append of tokens {missing} of {where}")
         for name in entry.makes:
             made.setdefault((entry.layer, name), []).append(entry.tokens)
         if entry.appends:

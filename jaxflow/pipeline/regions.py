@@ -2,10 +2,10 @@
 
 `streams.region` says why a region returns one array. Consecutive nano-ops of a stream are split where only
 one array outlives the nano-ops since the last split. Both attentions of the same tokens make one array: the
-second attention writes into the first one's output. A norm that adds the residual stream makes two arrays,
-the sum and its norm. Such a norm runs between regions on the main stream, where it waits no longer than a
-region would. A region starts when all of its inputs exist, so another side stream's output is read by the
-first nano-ops of a group, or by none.
+second attention writes into the first one's output. An op that adds to the residual stream makes two
+arrays: the sum, and its norm or gated product. Such an op runs between regions on the main stream, where
+it waits no longer than a region would. A region starts when all of its inputs exist, so another side
+stream's output is read by the first nano-ops of a group, or by none.
 """
 
 import dataclasses
@@ -90,7 +90,7 @@ def group_entries(
 
 
 def _adds_residual(entry: LayerOp) -> bool:
-    """Return whether an entry is a norm with two outputs: the new residual stream and its norm."""
+    """Return whether an entry has two outputs: the new residual stream, and what it makes of the stream."""
     return len(entry.makes) == 2
 
 

@@ -91,7 +91,7 @@ def three_buffers(model: ModelConfig, tokens: int, dtype: str, tp: int = 1) -> i
     """Return the bytes of FlashDecoding++Next's three activation buffers
     (§5): [T, D], [T, D], [T, F / tp].
     """
-    return tokens * (2 * model.hidden_size + model.intermediate_size // tp) * jnp.dtype(dtype).itemsize
+    return tokens * (2 * model.hidden_size + model.widest_mlp // tp) * jnp.dtype(dtype).itemsize
 
 
 def room(

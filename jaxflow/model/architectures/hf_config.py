@@ -270,13 +270,14 @@ def _deepseek(keys: Keys, config: Mapping[str, Any], family: _Family) -> ModelCo
 
 
 def _gemma4(keys: Keys, family: _Family) -> ModelConfig:
-    """Return the config of a Gemma 4 text model without embeddings of each layer."""
+    """Return the config of a Gemma 4 text model."""
     hidden_size, width = keys.integer("hidden_size"), keys.integer("intermediate_size")
-    fields = gemma4_fields(keys, _num_layers(keys), hidden_size)
+    vocab_size = keys.integer("vocab_size")
+    fields = gemma4_fields(keys, _num_layers(keys), hidden_size, width, vocab_size)
     bias = keys.flag("attention_bias", False)
     return ModelConfig(
         architecture="gemma4_text",
-        vocab_size=keys.integer("vocab_size"),
+        vocab_size=vocab_size,
         hidden_size=hidden_size,
         num_heads=keys.integer("num_attention_heads"),
         num_kv_heads=keys.integer("num_key_value_heads"),

@@ -1,5 +1,9 @@
-"""The keys of a Gemma 4 text model's config: two shapes of heads, two ropes, and experts beside the MLP."""
+"""The keys of a Gemma 4 text model's config: two shapes of heads, two ropes, and experts beside the MLP.
 
+The small models E2B and E4B also have embeddings of each layer, and layers that share keys and values.
+"""
+
+import dataclasses
 import math
 from typing import Any
 
@@ -9,8 +13,9 @@ from jaxflow.model.architectures.hf_keys import Keys
 _TYPES = ("sliding_attention", "full_attention")
 
 
-_OF_IMAGES = (
+_OF_OTHER_INPUTS = (
     "vision_config",
+    "audio_config",
     "boi_token_id",
     "eoi_token_id",
     "image_token_id",
@@ -24,10 +29,10 @@ _OF_IMAGES = (
 
 
 def gemma4_text_config(keys: Keys) -> dict[str, Any]:
-    """Return the `text_config` of a model that also takes images, whose other parts are ignored.
+    """Return the `text_config` of a model that also takes images and audio, whose other parts are ignored.
 
     Raises:
-      ConfigError: a setting that is not known, or no text model. `gemma4_fields` refuses audio.
+      ConfigError: a setting that is not known, or no text model.
     """
     architectures = keys.take("architectures")
     if architectures not in (None, ["Gemma4ForConditionalGeneration"]):
@@ -36,25 +41,30 @@ def gemma4_text_config(keys: Keys) -> dict[str, Any]:
     text = keys.mapping("text_config")
     if text is None or text.get("model_type") != "gemma4_text":
         raise ConfigError("text_config", text, "an object of model_type gemma4_text")
-    for name in _OF_IMAGES:
+    for name in _OF_OTHER_INPUTS:
         keys.take(name)
     outer = {name: keys.take(name) for name in ("tie_word_embeddings", "bos_token_id", "eos_token_id")}
     text |= {name: value for name, value in outer.items() if value is not None}
-    audio = keys.take("audio_config")
     keys.finish()
-    return text | {"audio_config": audio, "architectures": None}
+    return text | {"architectures": None}
 
 
-def gemma4_fields(keys: Keys, num_layers: int, hidden_size: int) -> dict[str, Any]:
+def gemma4_fields(
+    keys: Keys, num_layers: int, hidden_size: int, mlp_width: int, vocab_size: int
+) -> dict[str, Any]:
     """Return the fields of `ModelConfig` that other families lack or read from other keys.
 
     Raises:
-      ConfigError: embeddings of each layer, layers that share keys and values, or settings that contradict
-        each other. The error names the field.
+      ConfigError: images, or settings that contradict each other. The error names the field.
     """
     _refuse(keys)
+    width = keys.take("hidden_size_per_layer_input", 256)
+    width = Keys({"hidden_size_per_layer_input": width}).integer("hidden_size_per_layer_input", least=0)
+    rows = keys.integer("vocab_size_per_layer_input", 262_144)
+    if width and rows != vocab_size:
+        raise ConfigError("vocab_size_per_layer_input", rows, f"the same as vocab_size={vocab_size}")
     experts = keys.flag("enable_moe_block", False)
-    layers = _layers(keys, num_layers, experts)
+    layers = _with_shared_kv(keys, _layers(keys, num_layers, experts), mlp_width)
     fields: dict[str, Any] = {
         "layers": layers,
         "post_norms": True,
@@ -64,6 +74,7 @@ def gemma4_fields(keys: Keys, num_layers: int, hidden_size: int) -> dict[str, An
         "qk_norm": True,
         "value_norm": True,
         "layer_scalars": True,
+        "layer_input_size": width,
     }
     sizes = {name: keys.take(name) for name in ("num_experts", "top_k_experts", "moe_intermediate_size")}
     return fields | _mixture(Keys(sizes)) if experts else fields
@@ -85,17 +96,6 @@ def _mixture(keys: Keys) -> dict[str, Any]:
 
 def _refuse(keys: Keys) -> None:
     """Refuse what is not supported by its key. Raises: ConfigError."""
-    width = keys.integer("hidden_size_per_layer_input", 256, least=0)
-    if width:
-        accepted = "0: embeddings of each layer, as in E2B and E4B, are not supported"
-        raise ConfigError("hidden_size_per_layer_input", width, accepted)
-    shared = keys.integer("num_kv_shared_layers", 0, least=0)
-    if shared:
-        raise ConfigError(
-            "num_kv_shared_layers", shared, "0: layers that share keys and values are not supported"
-        )
-    keys.take("vocab_size_per_layer_input")  # of the embeddings of each layer
-    keys.flag("use_double_wide_mlp", False)  # of the layers that share keys and values
     both = keys.take("use_bidirectional_attention")
     if both not in (None, "vision"):  # `vision` concerns the tokens of images only
         raise ConfigError("use_bidirectional_attention", both, "vision or null: text attends to the past")
@@ -127,6 +127,22 @@ def _layers(keys: Keys, num_layers: int, experts: bool) -> tuple[Layer, ...]:
     )
     kinds = {_TYPES[0]: Layer(window=window, rope=sliding_rope, experts=experts), _TYPES[1]: full}
     return tuple(kinds[kind] for kind in types)
+
+
+def _with_shared_kv(keys: Keys, layers: tuple[Layer, ...], mlp_width: int) -> tuple[Layer, ...]:
+    """Return the layers, of which the last `num_kv_shared_layers` share keys and values of earlier layers.
+
+    With `use_double_wide_mlp`, the MLPs of these layers are twice as wide.
+    """
+    shared, wide = keys.integer("num_kv_shared_layers", 0, least=0), keys.flag("use_double_wide_mlp", False)
+    first = max(0, len(layers) - shared)
+    own, others = layers[:first], layers[first:]
+    if not {layer.window for layer in others} <= {layer.window for layer in own}:
+        accepted = "a number that leaves a layer of each type with keys and values of its own"
+        raise ConfigError("num_kv_shared_layers", shared, accepted)
+    width = 2 * mlp_width if wide else None
+    changed = (dataclasses.replace(layer, shares_kv=True, intermediate_size=width) for layer in others)
+    return (*own, *changed)
 
 
 def _ropes(keys: Keys) -> tuple[Rope, Rope]:

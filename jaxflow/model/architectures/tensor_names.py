@@ -10,14 +10,21 @@ def model_names(config: ModelConfig) -> Mapping[str, str]:
     """Return the names of the tensors outside the layers. `layer` is the prefix of layer number {}."""
     if config.architecture == "opt":
         return _OPT_MODEL
+    names = {**_MODEL, **_LAYER_INPUTS} if config.layer_input_size else _MODEL
     if config.architecture == "gemma4":
-        return {role: name.replace("model.", "model.language_model.") for role, name in _MODEL.items()}
-    return _MODEL
+        return {role: name.replace("model.", "model.language_model.") for role, name in names.items()}
+    return names
 
 
 def unread_prefixes(config: ModelConfig) -> tuple[str, ...]:
-    """Return the prefixes of tensors that a checkpoint has for other inputs than text."""
-    return ("model.vision_tower.", "model.embed_vision.") if config.architecture == "gemma4" else ()
+    """Return the prefixes of tensors that a checkpoint may have and that no text needs.
+
+    These are the tensors of other inputs, and the keys and values of layers that share those of another.
+    """
+    layer = model_names(config)["layer"]
+    shared = (i for i, each in enumerate(config.layers) if each.shares_kv)
+    unused = tuple(f"{layer.format(i)}self_attn.{role}_" for i in shared for role in ("k", "v"))
+    return unused + (_OTHER_INPUTS if config.architecture == "gemma4" else ())
 
 
 def layer_names(config: ModelConfig) -> Mapping[str, str]:
@@ -63,6 +70,9 @@ def layer_names(config: ModelConfig) -> Mapping[str, str]:
             "shared_gate": names["gate"],
             "shared_up": names["up"],
             "shared_down": names["down"],
+            "layer_gate": "per_layer_input_gate",
+            "layer_proj": "per_layer_projection",
+            "post_layer_norm": "post_per_layer_input_norm",
         }
     return names
 
@@ -74,6 +84,21 @@ _MODEL = MappingProxyType(
         "lm_head": "lm_head.weight",
         "layer": "model.layers.{}.",
     }
+)
+
+_LAYER_INPUTS = MappingProxyType(
+    {
+        "layer_embed": "model.embed_tokens_per_layer.weight",
+        "layer_embed_proj": "model.per_layer_model_projection.weight",
+        "layer_embed_norm": "model.per_layer_projection_norm",
+    }
+)
+
+_OTHER_INPUTS = (
+    "model.vision_tower.",
+    "model.embed_vision.",
+    "model.audio_tower.",
+    "model.embed_audio.",
 )
 
 _LAYER = MappingProxyType(

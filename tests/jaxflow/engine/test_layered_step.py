@@ -55,6 +55,7 @@ def make(monkeypatch):
     [
         ("stories260K", 1, 1, 1),  # five equal layers
         ("tiny-gemma2", 1, 1, 2),  # one of two layers has a window
+        ("tiny-gemma4_e2b", 1, 1, 4),  # two windows, with and without keys and values of their own
         ("tiny-mixtral", 2, 1, 1),  # weights and cache over two devices
         ("tiny-opt", 1, 2, 1),  # the second stage reads the residual stream of the first
     ],

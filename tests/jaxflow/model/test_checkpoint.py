@@ -58,7 +58,7 @@ def with_images(folder: Path, more: dict[str, np.ndarray]) -> Path:
         "model_type": "gemma4",
         "text_config": text,
         "vision_config": {"model_type": "gemma4_vision"},
-        "audio_config": None,
+        "audio_config": {"model_type": "gemma4_audio"},
         "image_token_id": 511,
         "eos_token_id": [2, 3],
     }
@@ -70,15 +70,32 @@ def with_images(folder: Path, more: dict[str, np.ndarray]) -> Path:
 
 
 def test_the_text_model_of_a_model_with_images_is_read(tmp_path: Path) -> None:
-    more = {name: np.zeros(3, np.float32) for name in ("model.vision_tower.x", "model.embed_vision.y.weight")}
+    unread = ("vision_tower.x", "embed_vision.y.weight", "audio_tower.x", "embed_audio.y.weight")
+    more = {f"model.{name}": np.zeros(3, np.float32) for name in unread}
     opened = open_checkpoint(str(with_images(tmp_path / "model", more)))
     text = open_checkpoint(str(paths.MODELS / "tiny-gemma4_text"))
     changes = {"architecture": "gemma4", "eos_token_ids": (2, 3)}
     assert opened.model_config == dataclasses.replace(text.model_config, **changes)
     same(opened.load("float32"), text.load("float32"))
-    other = with_images(tmp_path / "other", {"model.audio_tower.x": np.zeros(3, np.float32)})
+    other = with_images(tmp_path / "other", {"model.video_tower.x": np.zeros(3, np.float32)})
     with pytest.raises(CheckpointError, match="unexpected tensors"):
         open_checkpoint(str(other)).load("float32")
+
+
+def test_keys_and_values_that_a_layer_does_not_use_are_not_read(tmp_path: Path) -> None:
+    """Published files have them in the layers that share those of another."""
+    path = paths.MODELS / "tiny-gemma4_e2b"
+    (tmp_path / "config.json").write_bytes((path / "config.json").read_bytes())
+    unused = {
+        f"model.layers.3.self_attn.{name}.weight": np.zeros(3, np.float32)
+        for name in ("k_proj", "v_proj", "k_norm")
+    }
+    save_file(read_all(path) | unused, tmp_path / "model.safetensors")
+    same(open_checkpoint(str(tmp_path)).load("float32"), open_checkpoint(str(path)).load("float32"))
+    used = {"model.layers.1.self_attn.k_norm_2.weight": np.zeros(3, np.float32)}
+    save_file(read_all(path) | used, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="unexpected tensors"):
+        open_checkpoint(str(tmp_path)).load("float32")
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])

@@ -62,6 +62,8 @@ PUBLISHED = {
     "gemma-3-1b": 1.0,
     "gemma-4-26b-a4b": 25.2,
     "gemma-4-31b": 30.7,
+    "gemma-4-e2b": 4.63,  # of the text model; 5.1 with images and audio
+    "gemma-4-e4b": 7.46,  # of the text model; 8 with images and audio
     "opt-125m": 0.125,
     "opt-1.3b": 1.316,
     "opt-6.7b": 6.66,
@@ -243,6 +245,17 @@ def test_gemma4_has_heads_and_ropes_by_layer_type() -> None:
     assert not any(layer.experts for layer in dense.layers) and dense.shared_expert_intermediate_size == 0
 
 
+def test_gemma4_layers_that_share_keys_and_values_come_last_and_may_be_wider() -> None:
+    config = model_config_from_hf(config_of("tiny-gemma4_e2b"))
+    assert [layer.shares_kv for layer in config.layers] == [False] * 3 + [True] * 2
+    assert [config.for_layer(layer).intermediate_size for layer in config.layers] == [128] * 3 + [256] * 2
+    assert (config.layer_input_size, config.widest_mlp, config.cached_layers) == (16, 256, (0, 1, 2))
+    plain = model_config_from_hf(changed("tiny-gemma4_e2b", use_double_wide_mlp=False))
+    assert plain.widest_mlp == 128
+    none = model_config_from_hf(changed("tiny-gemma4_e2b", hidden_size_per_layer_input=0))
+    assert none.layer_input_size == 0
+
+
 def test_gemma4_defaults() -> None:
     """The defaults of absent keys are those of the published models' ropes and of one full layer in six."""
     keys = ("layer_types", "rope_parameters", "global_head_dim", "sliding_window")
@@ -359,7 +372,11 @@ REFUSED = [
     ("tiny-gemma4_text", {"model_type": "gemma4", "architectures": None}, "text_config"),
     ("tiny-gemma4_text", {"vision_config": {}}, "vision_config"),
     ("tiny-gemma4_text", {"audio_config": {}}, "audio_config"),
-    ("tiny-gemma4_text", {"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input"),
+    ("tiny-gemma4_text", {"hidden_size_per_layer_input": 256}, "vocab_size_per_layer_input"),
+    ("tiny-gemma4_e2b", {"vocab_size_per_layer_input": 511}, "vocab_size_per_layer_input"),
+    ("tiny-gemma4_e2b", {"num_kv_shared_layers": 3}, "num_kv_shared_layers"),
+    ("tiny-gemma4_e2b", {"num_kv_shared_layers": 6}, "num_kv_shared_layers"),
+    ("tiny-gemma4_e2b", {"use_double_wide_mlp": 2}, "use_double_wide_mlp"),
     ("tiny-gemma4_text", {"hidden_size_per_layer_input": None}, "hidden_size_per_layer_input"),
     ("tiny-gemma4_text", {"num_kv_shared_layers": 1}, "num_kv_shared_layers"),
     ("tiny-gemma4_text", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),

@@ -60,6 +60,7 @@ FAMILIES = pytest.mark.parametrize(
         ("tiny-opt", 1, "", False, {"kv": "int8"}),
         ("tiny-glm4_moe", 1, "", True, {}),
         ("tiny-deepseek_v3", 2, "", True, {}),
+        ("tiny-gemma4_e2b", 1, "", True, {}),
     ],
 )
 
@@ -102,6 +103,8 @@ def test_drawn_plans_compiled(name, tp, form, streams, numbers, data):
         (phased_plan, "tiny-llama", 1, FP8),
         (two_nano_batch_plan, "tiny-mixtral", 2, {}),
         (four_qkv_plan, "tiny-llama", 2, {}),
+        (phased_plan, "tiny-gemma4_e2b", 2, FP8),
+        (four_qkv_plan, "tiny-gemma4_e2b", 1, {}),
     ],
 )
 @settings(LAW, max_examples=3)

@@ -25,8 +25,9 @@ LLAMA = drawn.config_of("tiny-llama")
         (two_nano_batch_plan, "tiny-gemma2", 2, {}),
         (two_nano_batch_plan, "tiny-mixtral", 2, {}),
         (phased_plan, "tiny-llama", 4, {"quantization": "fp8", "kv": "float8_e4m3fn"}),
+        (two_nano_batch_plan, "tiny-gemma4_e2b", 2, {}),
     ],
-    ids=["post-norms", "experts", "fp8, phases"],
+    ids=["post-norms", "experts", "fp8, phases", "embeddings of each layer"],
 )
 def test_scattered_plans_compute_the_plain_forward(make, name, tp, numbers):
     """The cut falls among decodes and into a chunk; the plain forward sums by all-reduces."""
