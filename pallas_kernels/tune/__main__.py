@@ -11,6 +11,8 @@
         also tiles that the kernels would not choose
     python -m pallas_kernels.tune --time_limit_s 300
         stop after 300 s; the same command continues
+    python -m pallas_kernels.tune --objective energy --rows 2048
+        keep the kernel with the fewest joules; tokens: the fastest at the power cap
     python -m pallas_kernels.tune --share 0/4 --output a.json
         every fourth shape, for a process on each of four GPUs
     python -m pallas_kernels.tune --share 0/8 --lock gpu0 --output a.json
@@ -22,6 +24,9 @@ For each [K, N] the command times every eligible kernel, and XLA's product, at 1
 more. Data is random, weights rotate past the L2, and the kernels run in turns. The fastest kernel of each
 number of rows is kept, and equal neighbors are merged: the inflection points remain (FlashDecoding++Next
 §4).
+
+With --objective tokens or energy each kernel runs in windows of at least 2 s, in which the card settles at
+its power cap. Joules are the sensor's mean watts times the time.
 
 All programs of a shape are compiled before the first is timed, because XLA times its candidates on the GPU.
 Mosaic compiles one kernel at a time in a process, so several processes can share a GPU with --lock. A
@@ -61,12 +66,24 @@ from pallas_kernels.measure.peaks import ImpossibleTime, Least, refuse_impossibl
 from pallas_kernels.measure.script import check_file, parse_share
 from pallas_kernels.measure.timing import interleaved, looped
 from pallas_kernels.quantized import BLOCK, Quantized
-from pallas_kernels.tune.rules import label, merge, merged, missing, read, rival, rule_of, write
+from pallas_kernels.tune.rules import (
+    OBJECTIVES,
+    label,
+    merge,
+    merged,
+    missing,
+    read,
+    rival,
+    rule_of,
+    write,
+)
 from pallas_kernels.tune.shapes import format_shape, parse_shape, shapes_of
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 ROTATED = 240 << 20  # bytes of weights in a program: four times the L2
 BYTES = {"bfloat16": 2, "float8_e4m3fn": 1, "int4": 0.5}  # bytes of a number
+WINDOWS = 3  # of a kernel, in turns
+SETTLED_S = 2.0  # seconds of a window in which the card settles at its power cap
 FLAT_TILES = {
     "flat": (128, 16),
     "int4": (512, 4.5),
@@ -90,6 +107,10 @@ def tiles(name: str, p: Product, others: bool) -> list[tuple[tuple[str, int], ..
     ]
     made = (filled(p.rows, r, warpgroups, depth, cluster, bits) for r, warpgroups, cluster in shapes)
     return [(), *(tuple(sorted(dataclasses.asdict(tile).items())) for tile in made)]
+
+
+class NoJoules(ValueError):
+    """A device without a power sensor, for an objective that needs joules."""
 
 
 class NoProgram(ValueError):
@@ -174,6 +195,7 @@ def measure(
     pool,
     progress: Callable[[str], None],
     lock: str | None = None,
+    objective: str = "time",
 ) -> dict[str, Any]:
     """Return the JSON of a shape's rule, with its measurements."""
     products, ws = [product_of(shape, m) for m in rows], make_weights(shape)
@@ -194,7 +216,9 @@ def measure(
     jax.block_until_ready([inputs, ws])
     ours = compile_all(rivals=False)
     with exclusive(lock):
-        return _measured(shape, products, ours | compile_all(rivals=True), inputs, seconds, progress)
+        return _measured(
+            shape, products, ours | compile_all(rivals=True), inputs, seconds, progress, objective
+        )
 
 
 def _measured(
@@ -204,6 +228,7 @@ def _measured(
     inputs: Mapping[int, Inputs],
     seconds: float,
     progress: Callable[[str], None],
+    objective: str,
 ) -> dict[str, Any]:
     """Return the rule from timings. made: the program of every (product, choice), or its error text."""
     measured = []
@@ -211,7 +236,8 @@ def _measured(
         progress(f"{shape.k} x {shape.n} M {p.rows}")
         programs = {choice: program for (of, choice), program in made.items() if of == p}
         ways = {label(choice): program for choice, program in programs.items() if callable(program)}
-        timings = interleaved(ways, calls=inputs[p.rows].rounds * len(inputs[p.rows].ws), seconds=seconds)
+        calls = inputs[p.rows].rounds * len(inputs[p.rows].ws)
+        timings = interleaved(ways, calls=calls, seconds=seconds, rounds=WINDOWS)
         us = {name: timing.us for name, timing in timings.items()}
         for name, took in us.items():
             refuse_impossible(
@@ -222,8 +248,13 @@ def _measured(
             raise NoProgram(
                 f"{format_shape(shape)}, {p.rows} rows: no program compiles ({next(iter(failed.values()))})"
             )
+        joules = {name: timing.joules for name, timing in timings.items() if timing.joules is not None}
+        if objective == "energy" and joules.keys() != us.keys():
+            raise NoJoules("--objective energy: accepted is a GPU whose driver has a power sensor")
+        settled = {} if objective == "time" else {"objective": objective, "joules": joules}
         measured.append(
             {"rows": p.rows, "us": us, "xla": rival(os.environ.get("XLA_FLAGS", ""))}
+            | settled
             | ({"failed": failed} if failed else {})
         )
     return rule_of(dataclasses.asdict(shape), measured)
@@ -247,7 +278,18 @@ def main() -> None:
     parser.add_argument(
         "--tiles", action="store_true", help="also try tiles that the kernels would not choose"
     )
-    parser.add_argument("--seconds", type=float, default=0.1, help="seconds of measured work for each time")
+    parser.add_argument(
+        "--objective",
+        default="time",
+        choices=OBJECTIVES,
+        help="what the best kernel has least of: time, time at the power cap (tokens), joules (energy)",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        help=f"seconds of measured work for each time; default: 0.1, and {WINDOWS * SETTLED_S:g} for tokens "
+        "and energy",
+    )
     parser.add_argument(
         "--time_limit_s", type=float, help="skip shapes that would end more than this after the start"
     )
@@ -282,8 +324,11 @@ def main() -> None:
         check_file("--output", path)
         if args.lock:
             check_file("--lock", args.lock)
-        if not args.seconds > 0:
-            raise ValueError(f"--seconds {args.seconds:g}: accepted are numbers above 0")
+        least_s = 0.0 if args.objective == "time" else WINDOWS * SETTLED_S
+        args.seconds = (least_s or 0.1) if args.seconds is None else args.seconds
+        if not args.seconds > 0 or args.seconds < least_s:
+            accepted = f"from {least_s:g}, for --objective {args.objective}" if least_s else "above 0"
+            raise ValueError(f"--seconds {args.seconds:g}: accepted are numbers {accepted}")
         share, args.rows = parse_share(args.share), sorted(set(args.rows))
         if not args.rows or args.rows[0] < 1:
             raise ValueError(
@@ -300,7 +345,7 @@ def main() -> None:
     except (ValueError, OSError) as error:
         parser.exit(2, f"error: {error}\n")
     shapes = shapes[share[0] :: share[1]]
-    shapes = shapes if args.again else missing(shapes, args.rows, old)
+    shapes = shapes if args.again else missing(shapes, args.rows, old, args.objective)
     start, took, left_out = time.monotonic(), 0.0, []
     command = shlex.join(["python", "-m", "pallas_kernels.tune", *sys.argv[1:]])
     with (
@@ -328,8 +373,9 @@ def main() -> None:
                     pool=pool,
                     progress=progress,
                     lock=args.lock,
+                    objective=args.objective,
                 )
-            except (ImpossibleTime, NoProgram) as error:
+            except (ImpossibleTime, NoProgram, NoJoules) as error:
                 parser.exit(1, f"error: {error}\n")
             bar.write(f"{shape}: " + ", ".join(f"{c['kernel']} to {c['rows']}" for c in rule["choices"]))
             new = {

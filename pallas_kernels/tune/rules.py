@@ -19,6 +19,16 @@ TIE = 0.01
 CUBLAS, ANY = ("cublas", "cublas or triton")
 
 
+# What the best kernel has least of. time: time in short windows. tokens: time in windows in which the card
+# settles at its power cap, so the best kernel has the most tokens/s there. energy: joules in such windows.
+OBJECTIVES = ("time", "tokens", "energy")
+
+
+def costs(one: Mapping[str, Any]) -> Mapping[str, float]:
+    """Return what decides between the kernels of a measured number of rows: joules or microseconds."""
+    return one["joules"] if one.get("objective") == "energy" else one["us"]
+
+
 def rival(xla_flags: str) -> str:
     """Return the kind of XLA's products under XLA_FLAGS: cuBLAS only, or the faster of cuBLAS and Triton.
 
@@ -34,11 +44,12 @@ def rival(xla_flags: str) -> str:
 def rule_of(shape: Mapping[str, Any], measured: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the JSON of a shape's rule.
 
-    measured: by ascending rows, the times of each kernel, and the kind of XLA's product (`rival`).
+    measured: by ascending rows, the times of each kernel, and the kind of XLA's product (`rival`). With an
+    `objective` other than time also the objective, and the joules of each kernel.
     """
     best: list[Choice] = []
     for one in measured:
-        best.append(labelled(fastest(one["us"], label(best[-1]) if best else None), one["rows"]))
+        best.append(labelled(best_of(costs(one), label(best[-1]) if best else None), one["rows"]))
     rules = [
         {"rows": c.rows, "kernel": c.kernel} | ({"tile": dict(c.tile)} if c.tile else {})
         for c in table.choices(best)
@@ -46,18 +57,18 @@ def rule_of(shape: Mapping[str, Any], measured: Sequence[Mapping[str, Any]]) -> 
     return {"shape": shape, "choices": rules, "measured": measured}
 
 
-def fastest(us: Mapping[str, float], before: str | None) -> str:
-    """Return the fastest kernel.
+def best_of(cost: Mapping[str, float], before: str | None) -> str:
+    """Return the kernel with the least cost, in microseconds or joules.
 
     The kernel of the previous number of rows stays if it is as good within TIE, so that noise makes no
     inflection points. Otherwise XLA's wins if it is as good, because our kernels take seconds to compile
     for each number of rows.
     """
-    name = min(us, key=lambda kernel: us[kernel])
+    name = min(cost, key=lambda kernel: cost[kernel])
     as_good = [
         kernel
         for kernel in (before, "xla")
-        if kernel is not None and us.get(kernel, float("inf")) <= us[name] * (1 + TIE)
+        if kernel is not None and cost.get(kernel, float("inf")) <= cost[name] * (1 + TIE)
     ]
     return as_good[0] if as_good else name
 
@@ -75,10 +86,15 @@ def labelled(text: str, rows: int) -> Choice:
     )
 
 
-def missing(shapes: Iterable[Shape], rows: Iterable[int], old: Mapping[str, Any] | None) -> list[Shape]:
-    """Return the shapes without a rule that was measured at all these numbers of rows."""
+def missing(
+    shapes: Iterable[Shape], rows: Iterable[int], old: Mapping[str, Any] | None, objective: str = "time"
+) -> list[Shape]:
+    """Return the shapes without a rule that was measured at all these numbers of rows for the objective."""
     known = [
-        (rule["shape"], {one["rows"] for one in rule.get("measured", ())})
+        (
+            rule["shape"],
+            {one["rows"] for one in rule.get("measured", ()) if one.get("objective", "time") == objective},
+        )
         for rule in (old or {}).get("rules", [])
     ]
     return [
@@ -141,6 +157,12 @@ def _check_measured(shape: Mapping[str, Any], one: Mapping[str, Any]) -> None:
         raise ValueError(
             f"rows={rows!r}, us={us!r} of {shape}: accepted are a number of rows, and the microseconds of "
             "each kernel"
+        )
+    objective, joules = one.get("objective", "time"), one.get("joules", {})
+    if objective not in OBJECTIVES or (objective == "energy" and joules.keys() != us.keys()):
+        raise ValueError(
+            f"objective={objective!r}, joules={joules!r} of {shape} at {rows} rows: accepted are "
+            f"{', '.join(OBJECTIVES)}, for energy with the joules of each kernel"
         )
     if one.get("xla", ANY) not in (CUBLAS, ANY):
         raise ValueError(

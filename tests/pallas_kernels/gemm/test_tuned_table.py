@@ -15,6 +15,7 @@ from pallas_kernels.gemm import tuned_table as table
 from pallas_kernels.gemm.api import HopperGemm, Product, eligible_kernels, kernel, product_of
 from pallas_kernels.gemm.model_shapes import known_shapes
 from pallas_kernels.gemm.tuned_table import Choice, Rule, Shape, Table
+from pallas_kernels.measure.timing import Timing
 from pallas_kernels.tune import __main__ as tune
 from pallas_kernels.tune import rules as tune_rules
 from pallas_kernels.tune import shapes as tune_shapes
@@ -116,7 +117,7 @@ def test_merged_choices_choose_what_was_best_where_it_was_measured(best):
     st.sampled_from([None, *"abc", "xla"]),
 )
 def test_noise_changes_no_kernel_and_ours_must_gain_something(us, before):
-    name = tune_rules.fastest(us, before)
+    name = tune_rules.best_of(us, before)
     assert us[name] <= min(us.values()) * (1 + tune_rules.TIE)
     assert name in (before, "xla") or us[name] == min(us.values())
     assert name == before or name == "xla" or us[name] * (1 + tune_rules.TIE) < us.get("xla", float("inf"))
@@ -147,6 +148,53 @@ def test_new_times_replace_old_times_of_the_same_rows():
         {"rows": 2048, "kernel": "xla"},
     ]
     assert tune_rules.merged(None, file(b=[(4, "slow")])) == file(b=[(4, "slow")])
+
+
+@given(st.permutations(["flat", "dense", "xla"]), st.permutations(["flat", "dense", "xla"]))
+def test_each_objective_chooses_by_its_own_cost(by_time, by_joules):
+    """The first of each order has the least. A merge keeps it, and other objectives lack the shape."""
+    us = {name: 10.0 * (i + 1) for i, name in enumerate(by_time)}
+    joules = {name: 1e-3 * (i + 1) for i, name in enumerate(by_joules)}
+    for objective in tune_rules.OBJECTIVES:
+        row = {"rows": 8, "us": us} | (
+            {} if objective == "time" else {"objective": objective, "joules": joules}
+        )
+        rule = tune_rules.rule_of(dataclasses.asdict(A), [row])
+        best = by_joules if objective == "energy" else by_time
+        assert rule["choices"] == [{"rows": 8, "kernel": best[0]}]
+        old = tune_rules.merged(None, {"rules": [rule]})
+        assert old["rules"] == [rule]
+        for other in tune_rules.OBJECTIVES:
+            assert tune_rules.missing([A], [8], old, other) == ([] if other == objective else [A])
+
+
+@pytest.mark.parametrize("objective", tune_rules.OBJECTIVES)
+def test_an_objective_at_the_cap_has_windows_of_two_seconds_and_needs_joules(monkeypatch, objective):
+    asked = []
+
+    def timed(ways, *, calls, seconds, rounds):
+        asked.append(seconds / rounds)
+        return {
+            way: Timing(1e3 + i, 0.0, 1500.0, 700.0, watts and watts * 1e-3 - i * 1e-2, 1.0)
+            for i, way in enumerate(ways)
+        }
+
+    class Pool:
+        def map(self, _, jobs):
+            return [lambda: None for _ in jobs]
+
+    watts = 700.0
+    monkeypatch.setattr(tune, "make_weights", lambda shape: [None] * 8)
+    monkeypatch.setattr(tune, "make_inputs", lambda p, ws: tune.Inputs([], ws, 10))
+    monkeypatch.setattr(tune, "interleaved", timed)
+    settings = {"seconds": 6.0, "others": False, "pool": Pool(), "progress": lambda _: None}
+    (row,) = tune.measure(A, [2048], **settings, objective=objective)["measured"]
+    assert asked == [2.0] and ("joules" in row) == (objective != "time")
+    assert row.get("objective", "time") == objective
+    watts = None
+    if objective == "energy":
+        with pytest.raises(tune.NoJoules):
+            tune.measure(A, [2048], **settings, objective=objective)
 
 
 def test_tuning_leaves_out_what_does_not_fit_its_time_and_goes_on_from_there(monkeypatch, tmp_path, capsys):
@@ -189,6 +237,10 @@ def test_tuning_leaves_out_what_does_not_fit_its_time_and_goes_on_from_there(mon
         ),
         (["--seconds", "0"], "--seconds 0: accepted are numbers above 0"),
         (["--seconds", "nan"], "--seconds nan: accepted are numbers above 0"),
+        (
+            ["--objective", "energy", "--seconds", "1"],
+            "--seconds 1: accepted are numbers from 6, for --objective energy",
+        ),
     ],
 )
 def test_wrong_arguments_are_refused_before_measuring(monkeypatch, tmp_path, capsys, arguments, said):
