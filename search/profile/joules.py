@@ -86,20 +86,24 @@ def run() -> None:
     workload = StepWorkload(f.prompt_tokens, f.output_tokens)
     roomy = {"most_rows": 2 * f.tokens, "kv_tokens": sys.maxsize, "page_size": PAGE_SIZE}
     step = average_step(workload, f.tokens, **roomy)
-    left: list[OpCase] = []
+    layer = None
     if f.measure:
-        profile, left = measured_ops(config, step)
+        prepare_process(_engine(f.dtype, f.kv_cache_dtype))
+        layer, empty = this_device(f.model, config, f.dtype, f.kv_cache_dtype)
+        profile = resumed(f.profile, empty)
     else:
         profile = load_profile(f.profile, model=f.model)
     if profile.tensor_parallel_size != 1:
         tp = profile.tensor_parallel_size
         raise ProfileError(f"{f.profile}: tensor_parallel_size={tp}: accepted is a profile of one device")
+    # Files are read before anything is measured, so that a wrong file costs no time.
     seen = {Path(path).stem: _same(path, profile) for path in f.seen}
-    whole = None
-    if f.plans:
-        whole = reported_step(f.plans, workload, f.tokens, profile)
-    elif f.measure and f.step:
-        whole = measured_step(workload, profile)
+    whole = reported_step(f.plans, workload, f.tokens, profile) if f.plans else None
+    left: list[OpCase] = []
+    if layer is not None:
+        profile, left = measured_ops(layer, profile, model_graph(config), step)
+        if f.step and whole is None:
+            whole = measured_step(workload, profile)
     print_and_write(config, profile, step, seen, whole, left)
 
 
@@ -116,20 +120,22 @@ def _same(path: str, profile: Profile) -> Profile:
 # ---- measurements
 
 
-def measured_ops(config: ModelConfig, step: Composition) -> tuple[Profile, list[OpCase]]:
-    """Return the profile of --profile with the step's ops, and the ops that did not fit the time limit."""
+def measured_ops(
+    layer: LayerBench, profile: Profile, graph: Graph, step: Composition
+) -> tuple[Profile, list[OpCase]]:
+    """Return the profile with the step's ops, and the ops that did not fit the time limit.
+
+    Raises: ConfigError for unknown --ops and impossible --sms.
+    """
     f = flags.FLAGS
-    prepare_process(_engine(f.dtype, f.kv_cache_dtype))
-    layer, empty = this_device(f.model, config, f.dtype, f.kv_cache_dtype)
-    profile, budget, left = resumed(f.profile, empty), TimeBudget(f.time_limit_s), []
-    wanted = step_ops(model_graph(config), step, (*layer.ops, "logits"))
+    wanted = step_ops(graph, step, (*layer.ops, "logits"))
     if unknown := [name for name in f.ops if name not in {one.op.name for one in wanted}]:
         raise ConfigError("ops", ",".join(unknown), ", ".join(one.op.name for one in wanted))
     chosen = [one for one in wanted if not f.ops or one.op.name in f.ops]
-    benches: tuple[tuple[LayerBench, bool], ...] = ((layer, False), (layer.head(), True))
-    for bench, head in benches:
+    budget, left = TimeBudget(f.time_limit_s), []
+    for bench, head in ((layer, False), (layer.head(), True)):
         cases = [one.case for one in chosen if (one.op.name == "logits") == head]
-        cases += [] if head else _variants(layer, cases, empty.total_sms)
+        cases += [] if head else _variants(layer, cases, profile.total_sms)
         profile, late = measure(profile, bench, cases, f.profile, budget, seconds_each=f.seconds)
         left += [case for case in late if isinstance(case, OpCase)]
     return profile, left

@@ -199,6 +199,7 @@ def test_ops_and_the_step_are_measured_once_and_continued(tmp_path, capsys, monk
         (["--profile", "{none}", "--ops", "qkv"], "ops='qkv'"),
         ([*LINE[2:], "--profile", "{new}", "--ops", "qvk"], "ops='qvk'"),
         ([*LINE[2:], "--profile", "{new}", "--sms", "64"], "sms='64'"),
+        ([*LINE[2:], "--profile", "{new}", "--seen", str(PROFILE)], "device='NVIDIA H200'"),
         (["--profile", str(PROFILE), "--model", "llama-2-7b"], "model='llama-3.1-8b'"),
         (["--profile", str(PROFILE), "--plans", str(PROFILE)], "KeyError('plans')"),
         (["--profile", str(PROFILE), "--plans", str(PLANS), "--tokens", "1024"], "step of 1024 tokens"),
