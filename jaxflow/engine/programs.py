@@ -80,7 +80,7 @@ class Programs:
             )
             return hidden, x, rows, kv, page_table, *self.counted(counts, routed, batch)
 
-        kv_specs = [(cache_spec(self.mesh),) * 2 for _ in self.context.config.layers]
+        kv_specs = [(cache_spec(self.mesh),) * 2 for _ in self.context.config.cached_layers]
         own = by_rank(self.mesh)
         counts = (own,) * len(self.expert_counts)
         specs = (self.weight_specs, kv_specs, own, own, own, *counts)

@@ -22,7 +22,15 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from jaxflow.config import SPAN_UNITS, ConfigError, EngineConfig, ModelConfig, Span, Window
+from jaxflow.config import (
+    SPAN_UNITS,
+    ConfigError,
+    EngineConfig,
+    ModelConfig,
+    Span,
+    Window,
+    check_has_own_inputs,
+)
 
 VERSION = 1
 MOST_CLASSES = 4
@@ -101,7 +109,8 @@ def with_spans(config: EngineConfig, model: ModelConfig, name: str) -> ModelConf
     name: of the model.
 
     Raises:
-      ConfigError: a bad file, a file of another model, or a model whose attention has windows already.
+      ConfigError: a bad file, a file of another model, or a model that needs full attention in all layers:
+        with windows, shared keys and values, or embeddings of each layer.
     """
     if config.attention_spans is None:
         return model
@@ -114,6 +123,7 @@ def with_spans(config: EngineConfig, model: ModelConfig, name: str) -> ModelConf
         raise ConfigError(
             _FIELD, config.attention_spans, f"unset: the model has windows of {windows[0]} tokens"
         )
+    check_has_own_inputs(model, _FIELD, config.attention_spans, "a file of spans")
     if model.max_position > LONGEST:
         raise ConfigError(_FIELD, config.attention_spans, f"unset for a context over {LONGEST} tokens")
     return apply_spans(found, model)

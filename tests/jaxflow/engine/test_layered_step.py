@@ -73,9 +73,10 @@ def test_goldens(make, goldens, model, tp, pp, distinct):
     assert len(set(map(id, step.layers))) == distinct
 
 
-def test_a_step_of_one_program_gives_the_same_numbers(make):
+@pytest.mark.parametrize(("model", "tp"), [("stories260K", 1), ("tiny-gemma4_e2b", 2)])
+def test_a_step_of_one_program_gives_the_same_numbers(make, model, tp):
     """Both forms run a chunk of 9 tokens on the same cache. Sums may round apart by the compiler's order."""
-    _, executor = make("stories260K")
+    _, executor = make(model, tp)
     (layout,) = executor.layouts[16]
     buffer = np.zeros(layout.size, np.int32)
     fields = layout.views(buffer)
@@ -84,7 +85,8 @@ def test_a_step_of_one_program_gives_the_same_numbers(make):
     fields["row_slots"][1:] = executor.slots
     fields["lengths"][0], fields["sample_tokens"][0], fields["chunks"][0] = 9, 8, (0, 9, 0, 0)
     fields["page_appends"][:, 0] = executor.groups
-    fields["page_appends"][0] = 0, 0, 0, 7
+    for group in range(executor.groups):
+        fields["page_appends"][group] = group, 0, 0, 7
     whole = executor._compile(executor._lower_step(layout, executor.num_pages))
     outputs = []
     for program in (executor._steps[layout.key], whole):

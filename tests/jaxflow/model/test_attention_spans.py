@@ -91,7 +91,7 @@ def test_a_file_of_something_else_is_refused(tmp_path, content):
     path = tmp_path / "spans.json"
     path.write_bytes(content)
     for name in (path, tmp_path / "missing.json"):
-        with pytest.raises(ConfigError, match="attention_spans="):
+        with pytest.raises(ConfigError, match=r"attention_spans="):
             open_model(EngineConfig(str(paths.MODELS / MODEL), attention_spans=str(name)))
 
 
@@ -101,6 +101,17 @@ def test_a_model_with_windows_is_refused(opened):
     rows = {name: [[8 * (name == "alpha")] * heads] * layers for name in ("alpha", "beta")}
     with pytest.raises(ConfigError, match=r"attention_spans=.*windows"):
         opened("tiny-gemma2", model="tiny-gemma2", layers=layers, kv_heads=heads, **rows)
+
+
+def test_layers_that_read_other_layers_are_refused(tmp_path):
+    path, model = tmp_path / "spans.json", open_checkpoint(str(paths.MODELS / MODEL)).model_config
+    path.write_text(json.dumps(GOOD))
+    first, last = model.layers
+    config = EngineConfig(str(paths.MODELS / MODEL), attention_spans=str(path))
+    shared = (first, dataclasses.replace(last, shares_kv=True))
+    for changes in ({"layers": shared}, {"layer_input_size": 8}):
+        with pytest.raises(ConfigError, match=r"attention_spans=.* a file of spans"):
+            with_spans(config, dataclasses.replace(model, **changes), MODEL)
 
 
 @pytest.mark.parametrize("field", ["tensor_parallel_size", "pipeline_parallel_size"])
