@@ -14,12 +14,15 @@ def add_flags(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
     """Add the flags of `run_all` to a parser."""
     parser.add_argument("--only", default=",".join(names), help=f"some of {', '.join(names)}")
     parser.add_argument("--seconds", type=float, default=600.0, help="of one measurement at most")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each throughput")
     parser.add_argument("--commit", help="of sources outside a checkout")
     parser.add_argument("--show", action="store_true", help="print the commands and run nothing")
 
 
 def run_all(given: argparse.Namespace, commands: Mapping[str, Sequence[str]]) -> int:
     """Run the commands of `--only`. Return the exit status: 1 if one failed or ran out of time.
+
+    A command that runs out of time keeps the runs of `bench throughput` that ended before.
 
     Args:
       given: the flags of `add_flags`.
@@ -33,7 +36,7 @@ def run_all(given: argparse.Namespace, commands: Mapping[str, Sequence[str]]) ->
         os.environ[COMMIT_VARIABLE] = given.commit
     failed = []
     for name in wanted:
-        line = [sys.executable, *commands[name]]
+        line = [sys.executable, *repeated(commands[name], given.repeats)]
         print(*line, flush=True)
         if not given.show:
             Path(line[line.index("--output_json") + 1]).parent.mkdir(parents=True, exist_ok=True)
@@ -42,6 +45,12 @@ def run_all(given: argparse.Namespace, commands: Mapping[str, Sequence[str]]) ->
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0
+
+
+def repeated(line: Sequence[str], repeats: int) -> list[str]:
+    """Return the command, with so many runs if it is `bench throughput`."""
+    more = ["--repeats", str(repeats)] if "throughput" in line and repeats != 1 else []
+    return [*line, *more]
 
 
 def _ran(line: Sequence[str], seconds: float) -> bool:

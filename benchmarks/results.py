@@ -151,6 +151,11 @@ def throughput_groups(reports: Mapping[str, Report]) -> dict[tuple, list[tuple[s
     }
 
 
+def rates_of(reports: Iterable[tuple[str, Report]]) -> list[float]:
+    """Return the tokens/s of each run. A report may hold several runs."""
+    return [run["total_token_throughput"] for _, report in reports for run in report.get("runs", [report])]
+
+
 def rivals_of(rivals: Iterable[Mapping[str, Any]], report: Report) -> list[str]:
     """Return the rates of others at the same work: other engines, the best
     first, then the sequential plan.
@@ -190,7 +195,7 @@ def throughput_rows(folder: Path, reports: Mapping[str, Report]) -> Iterator[Row
     """Yield the rates of requests that arrive at once."""
     rivals = json.loads((folder / "rivals.json").read_text("utf-8"))["results"]
     for (*work, rows, plan, _), runs in throughput_groups(reports).items():
-        rates = [report["total_token_throughput"] for _, report in runs]
+        rates = rates_of(runs)
         slots = sorted({report["engine_config"]["max_num_seqs"] for _, report in runs})
         power = [report["power"] for _, report in runs if report["power"]]
         yield (
@@ -849,10 +854,11 @@ def headline_table(folder: Path = HERE) -> str:
         ]
         if not named:
             continue
-        rates = {id(runs): median(report["total_token_throughput"] for _, report in runs) for runs in named}
-        best = max(named, key=lambda runs: (len(runs), rates[id(runs)]))
+        rates = {id(runs): median(rates_of(runs)) for runs in named}
+        best = max(named, key=lambda runs: (len(rates_of(runs)), rates[id(runs)]))
         source = f"benchmarks/{best[0][0]}" if len(best) == 1 else "benchmarks/RESULTS.md#throughput"
-        count = f"{len(best)} run" + "s" * (len(best) > 1)
+        number = len(rates_of(best))
+        count = f"{number} run" + "s" * (number > 1)
         rows.append(
             (
                 machine(best[0][1]),

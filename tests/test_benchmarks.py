@@ -135,6 +135,14 @@ def test_runs_of_the_same_work_share_a_row_with_their_median(write):
     assert "[c](h200/m/c.json)" in cells[11]
 
 
+def test_each_run_of_a_report_counts(write):
+    runs = [{"total_token_throughput": rate} for rate in (9_000.0, 20_000.0, 21_000.0)]
+    several = REPORT | {"total_token_throughput": 20_000.0, "runs": runs}
+    folder = write(several=several, one=REPORT | {"total_token_throughput": 8_000.0})
+    (cells,) = rows(folder, "Throughput")
+    assert cells[5:8] == ["9,000", "4", "8,000–21,000"]
+
+
 def test_an_overlapped_plan_has_a_row_of_its_own(write):
     engine = REPORT["engine_config"] | {"plan": "plan.json"}
     folder = write(a=REPORT, b=REPORT | {"engine_config": engine, "power": None})

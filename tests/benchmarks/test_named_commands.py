@@ -41,6 +41,17 @@ def test_commands_are_shown_without_running(commands, tmp_path, capfd):
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(("words", "wanted"), [([], " --repeats 3"), (["--repeats", "1"], "")])
+def test_only_throughput_is_repeated(words, wanted, capfd):
+    lines = {
+        "rates": ["-m", "jaxflow.bench", "throughput", "--output_json", "a.json"],
+        "other": ["-m", "jaxflow.bench", "collectives", "--output_json", "b.json"],
+    }
+    assert run_all(given(list(lines), [*words, "--show"]), lines) == 0
+    rates, other = capfd.readouterr().out.splitlines()
+    assert rates.endswith("throughput --output_json a.json" + wanted) and other.endswith("b.json")
+
+
 def test_an_unknown_name_is_refused(commands, capfd):
     assert run_all(given(list(commands), ["--only", "good,nothing"]), commands) == 2
     assert "nothing" in capfd.readouterr().err

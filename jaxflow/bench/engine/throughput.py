@@ -10,12 +10,15 @@
 The time includes ramp-up and tail. Sampling is greedy, end tokens are ignored, prompts are random token ids,
 and prefix caching is off by default. A second figure is the steady state without ramp-up and tail: from the
 end of the first request to the first token of the last. --compare_sequential runs the same requests twice,
-first with the sequential plan, if the engine has another plan. --profiled_seconds runs them once more under a
+first with the sequential plan, if the engine has another plan. --repeats runs all of this several times, with
+other token ids each time, and reports the median run. --profiled_seconds runs the requests once more under a
 profiler, which measures the device's idle time.
 """
 
 import dataclasses
+import functools
 import itertools
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -63,6 +66,13 @@ def define_flags() -> None:
         "Run the requests twice in the same engine, first with the sequential plan, to measure the gain "
         "of --plan.",
     )
+    flags.DEFINE_integer(
+        "repeats",
+        1,
+        "Number of runs of the requests, each with other token ids. The report is that of the median run by "
+        "tokens/s, and `runs` has the figures of each.",
+        lower_bound=1,
+    )
     flags.DEFINE_float(
         "profiled_seconds",
         0.0,
@@ -94,10 +104,41 @@ def measure(
     )
 
 
-def _measure(llm: LLM, items: Sequence[Item], slo: Mapping[str, float] | None) -> dict[str, Any]:
-    """Run `measure` with the command's flags."""
-    f = flags.FLAGS
-    return measure(llm, items, seed=f.workload_seed, slo=slo, device=f.optimal_device, progress=True)
+def _measure(llm: LLM, items: Sequence[Item], slo: Mapping[str, float] | None, seed: int) -> dict[str, Any]:
+    """Run `measure` with the command's flags. seed: of the token ids."""
+    return measure(llm, items, seed=seed, slo=slo, device=flags.FLAGS.optimal_device, progress=True)
+
+
+def median_of(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the report of the median run by tokens/s, with the figures of each run under `runs`.
+
+    Of two runs in the middle the slower one counts. With runs of the sequential plan, `sequential` is the
+    median of these runs, and `against_sequential` the ratio of both medians.
+    """
+    found = dict(_median_run(reports))
+    if len(reports) > 1:
+        found["runs"] = [_figures_of(one) for one in reports]
+    if all("sequential" in one for one in reports):
+        alone = _median_run([one["sequential"] for one in reports])
+        found["sequential"] = alone
+        found["against_sequential"] = found["total_token_throughput"] / alone["total_token_throughput"]
+    return found
+
+
+def _median_run(reports: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    rates = [one["total_token_throughput"] for one in reports]
+    return reports[rates.index(statistics.median_low(rates))]
+
+
+def _figures_of(report: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the figures of one of several runs."""
+    names = ("total_token_throughput", "output_throughput", "duration", "failed", "joules_per_token")
+    power = report["power"] or {}
+    figures = {name: report[name] for name in names}
+    figures |= {name: power.get(name) for name in ("watts_by_card", "mean_sm_clock_mhz")}
+    if "sequential" in report:
+        figures["sequential"] = _figures_of(report["sequential"])
+    return figures
 
 
 def compared(llm: LLM, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -262,8 +303,8 @@ def run() -> dict[str, Any]:
         config, max_waiting=max(config.max_waiting, f.num_requests or max(options.PROTOCOL.values()))
     )
     talking = f.rounds > 1 or (f.trace and f.trace.endswith(".jsonl"))
-    for name in ("compare_sequential", "profiled_seconds"):
-        if talking and f[name].value:
+    for name, only in (("compare_sequential", False), ("profiled_seconds", 0.0), ("repeats", 1)):
+        if talking and f[name].value != only:
             raise ConfigError(
                 name,
                 f[name].value,
@@ -285,14 +326,13 @@ def run() -> dict[str, Any]:
             described |= more
             result |= measure_conversations(llm, talks, slo=slo, device=f.optimal_device, progress=True)
         else:
-
-            def once() -> dict[str, Any]:
-                return _measure(llm, items, slo)
-
-            result |= compared(llm, once) if f.compare_sequential else once()
-            result["compare_sequential"] = f.compare_sequential
+            begun, reports = result | {"compare_sequential": f.compare_sequential}, []
+            for repeat in range(f.repeats):
+                once = functools.partial(_measure, llm, items, slo, f.workload_seed + repeat)
+                reports.append(compared(llm, once) if f.compare_sequential else once())
+                result = begun | median_of(reports)
+                machine.keep(f.output_json, result)  # a time limit may end a later run, and so may a profiler
             if f.profiled_seconds:
-                machine.keep(f.output_json, result)  # a run under a profiler may not end
                 result["profile"] = profiled(llm, items, f.profiled_seconds, f.workload_seed)
     result |= {  # the key names of vllm bench throughput
         "elapsed_time": result["duration"],
@@ -352,6 +392,10 @@ def show(result: Mapping[str, Any], title: str = "Throughput Benchmark Result") 
             print(report.line("Failed under the profiler:", f"{profile['failed']} ({profile['error']})"))
     for plan, number in result["engine_stats"]["steps_by_plan"].items():
         print(report.line(f"Steps by {plan!r}:", number))
+    if "runs" in result:
+        rates = [run["total_token_throughput"] for run in result["runs"]]
+        print(report.line("Runs, median reported:", len(rates)))
+        print(report.line("Least and most tokens/s of a run:", f"{min(rates):.2f} to {max(rates):.2f}"))
     if "against_sequential" in result:
         print(report.line("Against the sequential plan (x):", result["against_sequential"]))
     elif result.get("compare_sequential"):

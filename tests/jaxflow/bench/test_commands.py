@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import statistics
 import subprocess
 import sys
 import threading
@@ -15,6 +16,8 @@ import numpy as np
 import paths
 import pytest
 from absl import flags
+from hypothesis import given
+from hypothesis import strategies as st
 from small_engine import ENGINE, MODEL
 
 from jaxflow.bench.__main__ import main, without_weights
@@ -212,6 +215,57 @@ def test_throughput_command(bench, tmp_path, capsys):
         "Throughput: ",
     ):
         assert line in out
+
+
+def test_repeats_report_the_median_run(bench, tmp_path, capsys):
+    path = tmp_path / "out.json"
+    settings = ["--num_requests", "3", "--input_len", "5", "--output_len", "4", "--repeats", "3"]
+    assert bench("throughput", "--model", MODEL, *settings, "--output_json", str(path)) == 0
+    found = json.loads(path.read_text())
+    rates = [run["total_token_throughput"] for run in found["runs"]]
+    assert len(rates) == 3 and found["total_token_throughput"] == sorted(rates)[1]
+    assert found["tokens_per_second"] == found["total_token_throughput"]
+    assert found["completed"] == 3 and all(run["failed"] == 0 for run in found["runs"])
+    assert found["total_input_tokens"] / found["duration"] < found["total_token_throughput"]
+    assert "Runs, median reported:" in capsys.readouterr().out
+
+
+def a_run(rate: float, sequential: float | None) -> dict[str, Any]:
+    names = ("output_throughput", "duration", "failed", "joules_per_token", "power")
+    run = {"total_token_throughput": rate} | dict.fromkeys(names)
+    return run if sequential is None else run | {"sequential": a_run(sequential, None)}
+
+
+@given(st.lists(st.tuples(st.floats(1, 9), st.floats(1, 9)), min_size=1, max_size=7), st.booleans())
+def test_the_median_of_runs_is_one_of_them(rates, compared):
+    runs = [a_run(rate, alone if compared else None) for rate, alone in rates]
+    found = throughput.median_of(runs)
+    mine, alone = (statistics.median_low(each) for each in zip(*rates, strict=True))
+    assert found["total_token_throughput"] == mine
+    assert ("runs" in found) == (len(rates) > 1)
+    assert [one["total_token_throughput"] for one in found.get("runs", runs)] == [rate for rate, _ in rates]
+    assert ("sequential" in found) == compared
+    if compared:
+        assert found["sequential"]["total_token_throughput"] == alone
+        assert found["against_sequential"] == mine / alone
+
+
+def test_runs_that_ended_outlive_a_later_one(llm, monkeypatch, bench, tmp_path):
+    """A time limit may end the third run. The report then holds the two before."""
+    path, ended = tmp_path / "out.json", []
+
+    def stopping(*args, **kwargs):
+        if len(ended) == 3:  # the request alone after the start, and two runs
+            raise KeyboardInterrupt
+        ended.append(drive(*args, **kwargs))
+        return ended[-1]
+
+    monkeypatch.setattr(throughput, "drive", stopping)
+    settings = ["--num_requests", "2", "--input_len", "5", "--output_len", "4", "--repeats", "3"]
+    with contextlib.suppress(KeyboardInterrupt):
+        bench("throughput", "--model", MODEL, *settings, "--output_json", str(path))
+    found = json.loads(path.read_text())
+    assert len(found["runs"]) == 2 and found["completed"] == 2
 
 
 def test_requests_that_fail_under_the_profiler_are_reported(llm, monkeypatch):
@@ -441,13 +495,13 @@ def test_a_wrong_command_line_is_one_error_line(bench, capsys, arguments, status
 
 def test_lengths_and_numbers_follow_the_rivals_protocol(bench):
     main(["bench", "throughput", "--help"])  # defines the flags
-    for given, number, prompt in [
+    for words, number, prompt in [
         ([], 1200, 1024),
         (["--input_len", "1000", "--output_len", "1000"], 1000, 1000),
         (["--lengths", "lognormal", "--input_len", "246", "--output_len", "322"], 2000, 246),
     ]:
         flags.FLAGS.unparse_flags()
-        flags.FLAGS(["bench", "--model", "x", *given])
+        flags.FLAGS(["bench", "--model", "x", *words])
         items, described = options.items_from_flags(131072)
         assert len(items) == described["requests"] == number
         assert described["mean_prompt_tokens"] == pytest.approx(prompt, abs=1)
