@@ -139,20 +139,29 @@ def step_of(
 
 
 def streams(
-    executor: Executor, layout: StepLayout, weights: Any, lengths: Lengths, token_ids: np.ndarray
-) -> tuple[jax.Array, dict[tuple[int, int], int]]:
-    """Return the residual stream after the last layer of all steps' rows [n, D], and each position's row."""
+    executor: Executor,
+    layout: StepLayout,
+    weights: Any,
+    lengths: Lengths,
+    token_ids: np.ndarray,
+    program: Callable | None = None,
+) -> tuple[Any, dict[tuple[int, int], int]]:
+    """Return the residual stream after the last layer of all steps' rows [n, D], and each position's row.
+
+    program: a step of the layout, whose stream may be a pytree of arrays with a row for each token. None: the
+    executor's step.
+    """
     steps, found = list(steps_of(lengths, layout.tokens)), []
     if not steps:
         raise ValueError(f"tokens={layout.tokens}: at most {int(lengths.prompts.sum())}, of all prompts")
-    program, executor.weights = executor.program(layout), weights
+    program, executor.weights = program or executor.program(layout), weights
     everywhere = NamedSharding(executor.programs.mesh, PartitionSpec())
     for step in steps:
         buffer = jax.device_put(step_of(executor, layout, step, token_ids).buffer, everywhere)
         _, x, _ = executor.run_program(program, buffer)
         found.append(x)
         jax.block_until_ready(found[-3:-2])
-    return jnp.concatenate(found), places_of(steps)
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts), *found), places_of(steps)
 
 
 def place_pages(executor: Executor, layout: StepLayout, lengths: Lengths, token_ids: np.ndarray) -> None:
@@ -181,6 +190,11 @@ def scaled(array: jax.Array, scale: np.ndarray | float) -> jax.Array:
     by = np.asarray(scale, np.float32).reshape(-1, 1)
     grow = jax.jit(lambda a: (a * by).astype(a.dtype), out_shardings=array.sharding)
     return grow(array)
+
+
+def embed_scale(load_format: str, num_layers: int) -> float:
+    """Return the scale of the embeddings: of dummy weights that of the sum of all layers' outputs, else 1."""
+    return (2 * num_layers) ** 0.5 if load_format == "dummy" else 1.0
 
 
 def loud_rows(rows: int, loud: int) -> np.ndarray:
@@ -390,7 +404,7 @@ def measured(executor: Executor, given: argparse.Namespace, plans: Sequence[Plan
     """Run every way and return the report's body."""
     began = time.monotonic()
     model = executor.programs.context.config
-    scale = given.embed_scale or ((2 * model.num_layers) ** 0.5 if given.load_format == "dummy" else 1.0)
+    scale = given.embed_scale or embed_scale(given.load_format, model.num_layers)
     drawn: Any = executor.weights
     weights = drawn | {"embed": scaled(drawn["embed"], scale)}
     shape = len(lengths.totals), int(lengths.totals.max())

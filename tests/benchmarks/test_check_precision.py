@@ -1,0 +1,96 @@
+"""Low precisions beside one wide precision: laws of the comparison, with tiny mixtures."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import array_shapes
+from paths import MODELS
+
+from benchmarks import check_precision
+from benchmarks.check_plan import Lengths
+from benchmarks.check_precision import Precision, changed_experts, precisions_of
+
+SMALL = "--tokens 32 --other_tokens 16 --sequences 6 --prompt 20 --output 8 --longest 60 --block_size 16"
+
+
+def checked(model: str, **flags: str) -> dict:
+    """Return the report of a tiny model, with the checkpoint's weights."""
+    words = [word for name, value in flags.items() for word in (f"--{name}", value)]
+    folder = str(MODELS / f"tiny-{model}")
+    given = check_precision.parse(["--model", folder, "--load_format", "auto", *SMALL.split(), *words])
+    return check_precision.check(given)
+
+
+def mean_kl(report: dict) -> dict[str, float]:
+    ways = report["heads"][report["head"]]["ways"]
+    return {name: way["kl"]["mean"] for name, way in ways.items()}
+
+
+@given(st.data(), array_shapes(min_dims=3, max_dims=3, max_side=4))
+def test_choices_are_sets_and_a_replaced_expert_is_counted_once(data, shape):
+    n, layers, chosen = shape
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    one = rng.permuted(np.tile(np.arange(8), (n, layers, 1)), axis=-1)[..., :chosen]
+    same = changed_experts(one, rng.permuted(one, axis=-1))
+    assert (same["sets_changed"], same["experts_replaced"]) == (0, 0)
+    other = one.copy()
+    other[0, 0, 0] = 8
+    found = changed_experts(one, other)
+    assert found["sets_changed"] == pytest.approx(1 / (n * layers))
+    assert found["experts_replaced"] == pytest.approx(1 / one.size)
+    assert np.mean(found["sets_changed_by_layer"]) == pytest.approx(found["sets_changed"])
+
+
+def test_the_wide_precision_is_not_compared_with_itself():
+    found = precisions_of("none,fp8", "auto,int8")
+    assert found == [Precision(None, "int8"), Precision("fp8"), Precision("fp8", "int8")]
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(1, 16))
+def test_every_sequence_has_pages_of_its_own(totals, block_size):
+    lengths = Lengths(np.array(totals), np.array(totals))
+    width = -(-max(totals) // block_size)
+    table = check_precision.page_table(lengths, block_size, (2, len(totals), width))
+    used = [
+        page for row, total in zip(table[0], totals, strict=True) for page in row[: -(-total // block_size)]
+    ]
+    assert sorted(used) == list(range(1, len(used) + 1)) and (table[0] == table[1]).all()
+
+
+def test_in_float32_only_the_format_changes_tokens_and_experts():
+    """Steps of two sizes agree, int8 keys and values cost less than e4m3 ones, and both precisions together
+    cost more than one."""
+    report = checked("qwen3_moe", against="float32", quantization="none,fp8", kv_cache_dtype="int8,fp8")
+    kl, experts = mean_kl(report), report["experts"]
+    assert kl["noise"] < 1e-6 and experts["noise"]["sets_changed"] == 0
+    assert kl["noise"] < kl["wide, int8 KV"] < kl["wide, fp8 KV"] < kl["fp8, fp8 KV"]
+    assert experts["wide, int8 KV"]["sets_changed"] <= experts["fp8, fp8 KV"]["sets_changed"]
+
+
+def test_mxfp4_of_a_checkpoint_in_mxfp4_costs_nothing_and_8_bit_keys_are_refused():
+    report = checked("gpt_oss", quantization="none,mxfp4", kv_cache_dtype="auto,fp8", rounded="mxfp4")
+    kl = mean_kl(report)
+    assert max(kl.values()) < 1e-3 and kl["mxfp4 rounded"] == pytest.approx(0, abs=1e-6)
+    assert set(report["refused"]) == {"wide, fp8 KV", "mxfp4, fp8 KV"}
+
+
+@pytest.mark.parametrize("model", ["mixtral", "glm4_moe"])
+def test_rounded_weights_cost_part_of_what_fp8_costs(model):
+    """Weights of e4m3 in the wide engine leave out the error of the activations."""
+    kl = mean_kl(checked(model, quantization="fp8", kv_cache_dtype="auto", rounded="fp8"))
+    assert kl["noise"] < kl["fp8 rounded"] < kl["fp8"] and kl["noise"] < kl["fp8 beyond rounding"]
+
+
+def test_dummy_weights_are_the_same_numbers_before_their_quantization():
+    words = ["--model", str(MODELS / "tiny-qwen3_moe"), *SMALL.split()]
+    flags = check_precision.parse(words)
+    lengths = Lengths(np.array([20]), np.array([28]))
+    wide = check_precision.executor_of(flags, Precision(), lengths)
+    low = check_precision.executor_of(flags, Precision("fp8"), lengths)
+    made = check_precision.widened(low.weights, low, "fp8", "bfloat16")
+    for one, other in zip(jax.tree.leaves(wide.weights), jax.tree.leaves(made), strict=True):
+        limit = 0.04 * float(jnp.abs(one).max())
+        assert float(jnp.abs(one.astype(jnp.float32) - other.astype(jnp.float32)).max()) <= limit
