@@ -19,7 +19,7 @@ from jaxflow.parallel.mesh import make_mesh
 from jaxflow.text.tokenizer import load_tokenizer
 
 
-@pytest.mark.parametrize("name", ["tiny-qwen2", "tiny-glm4_moe", "tiny-opt", "tiny-gemma3_text"])
+@pytest.mark.parametrize("name", ["tiny-qwen2", "tiny-glm4_moe", "tiny-opt", "tiny-gemma4_e2b"])
 def test_a_converted_checkpoint_loads_the_same_on_every_mesh(name: str, tmp_path: Path) -> None:
     original = open_checkpoint(str(paths.MODELS / name))
     convert(str(paths.MODELS / name), tmp_path / "converted", "float32")
