@@ -27,6 +27,7 @@ from jaxflow.engine.staged_executor import StagedExecutor
 from jaxflow.engine.start_times import num_loaded_later
 from jaxflow.engine.step_plans import cost_device
 from jaxflow.engine.step_time_prediction import roofline_step_time
+from jaxflow.parallel.links import fault_text
 from jaxflow.parallel.mesh import on_gpu
 
 log = logging.getLogger(__name__)
@@ -99,9 +100,19 @@ def prepare_in_background(
             if not alone and "RESOURCE_EXHAUSTED" in str(error):
                 crowded.append(layout)
             else:
-                log.exception(
-                    "the layout of %d tokens is not compiled: larger ones run its steps", layout.tokens
+                # A layout whose first launch alone failed is ready.
+                unready = layout in executor.unready()
+                log.warning(
+                    "start: the layout of %d tokens%s, plan %s, %s: %s",
+                    layout.tokens,
+                    " of decodes" if layout.decodes else "",
+                    layout.plan,
+                    "is not compiled, and larger ones run its steps"
+                    if unready
+                    else "failed its first launch",
+                    fault_text(error),
                 )
+                log.debug("the traceback of this fault", exc_info=True)
 
     def prepare_some() -> None:
         while main_runs() and (layout := _next(waiting)) is not None:

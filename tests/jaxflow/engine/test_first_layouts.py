@@ -7,7 +7,9 @@ whatever is ready.
 import dataclasses
 import functools
 import itertools
+import logging
 import random
+import re
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -201,7 +203,7 @@ def test_no_other_first_sizes_have_a_smaller_slowdown(times, count):
     assert slowdown(first) <= min(map(slowdown, others))
 
 
-def test_an_engine_prepares_its_layouts_while_it_serves(monkeypatch):
+def test_an_engine_prepares_its_layouts_while_it_serves(monkeypatch, caplog):
     """One layout does not fit next to others at first, and is compiled alone in the end.
 
     Another one fails.
@@ -216,7 +218,7 @@ def test_an_engine_prepares_its_layouts_while_it_serves(monkeypatch):
         if tried == [2]:
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
         if layout.tokens == 4:
-            raise ValueError("a bug of the compiler")
+            raise ValueError("a bug of the compiler\nand its second line")
         compiled(executor, layout)
 
     monkeypatch.setattr(Executor, "compile_layout", failing)
@@ -230,6 +232,9 @@ def test_an_engine_prepares_its_layouts_while_it_serves(monkeypatch):
         assert tried == [2, 4, 8, 2]
         assert isinstance(llm.executor, Executor) and llm.executor.substitutes
         assert [layout.tokens for layout in llm.executor.unready()] == [4]
+        (warning,) = (record for record in caplog.records if record.levelno >= logging.WARNING)
+        assert warning.exc_info is None and "\n" not in warning.getMessage()
+        assert {"4", "ValueError"} <= set(re.findall(r"\w+", warning.getMessage()))
         serving.join()
         found = throughput.time_start(llm)
         assert llm.driver.alive and llm.driver.stats().compilations_after_warmup == 0
