@@ -569,8 +569,8 @@ class EngineConfig:
     lowering_processes: int | None = _setting(
         None,
         "Processes that lower and compile programs at a start whose programs are not in the cache, each "
-        "with 1 GiB of host memory. 0: the engine does. Default: on Hopper, half of the CPU cores, at most 8 "
-        "or a process for 8 programs; elsewhere 0.",
+        "with 1 GiB of host memory, or 2 GiB for 80 layers. 0: the engine does. Default: on Hopper, half of "
+        "the CPU cores, at most 8, or more with many programs or more than 32 layers; elsewhere 0.",
     )
     coordinator: str | None = _setting(
         None,

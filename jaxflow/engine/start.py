@@ -426,7 +426,7 @@ def _lowering(
         return None
     asked, device = config.lowering_processes, this_device()
     steps = config.pipeline_parallel_size * sum(len(several) for several in plans.values())
-    count = number_of_processes(steps, asked)
+    count = number_of_processes(steps, asked, layers=max(stage_layers(config, model)))
     if not count or (asked is None and not has_bounded(device.capability)):
         return None
     undo, folder = contextlib.ExitStack(), lowered_folder()

@@ -24,6 +24,8 @@ import msgspec
 import paths
 import pytest
 import toy
+from hypothesis import given
+from hypothesis import strategies as st
 from jax._src.interpreters import mlir
 from jax._src.lib.mlir import ir
 
@@ -47,6 +49,7 @@ from jaxflow.request import Request
 from pallas_kernels.this_device import DeviceKind, this_device
 
 DEVICE = DeviceKind("cpu", "cpu")
+AMPLE = 1 << 40  # bytes of host memory
 SETTINGS = EngineConfig(
     str(paths.MODELS / "tiny-llama"), block_size=16, max_num_batched_tokens=16, max_num_seqs=4,
     num_kv_pages=32, plan="sequential", step_sizes="16",
@@ -377,12 +380,32 @@ def test_processes_end_with_their_owner(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("steps", "asked", "cores", "found"),
-    [(19, None, 16, 8), (19, None, 64, 9), (19, None, 6, 3), (19, None, 3, 0), (3, None, 16, 8),
-     (19, 0, 16, 0), (1, 5, 1, 5), (1, None, 64, 4), (40, None, 64, 20), (90, None, 128, 32)],
+    ("steps", "asked", "layers", "cores", "found"),
+    [(19, None, 32, 16, 8), (19, None, 32, 64, 9), (19, None, 32, 6, 3), (19, None, 32, 3, 0),
+     (3, None, 16, 16, 8), (19, 0, 80, 16, 0), (1, 5, 80, 1, 5), (1, None, 32, 64, 4),
+     (40, None, 32, 64, 20), (90, None, 32, 128, 32), (7, None, 32, 64, 8), (7, None, 80, 64, 14)],
 )  # fmt: skip
-def test_the_number_of_processes(steps, asked, cores, found):
-    assert number_of_processes(steps, asked, cores) == found
+def test_the_number_of_processes(steps, asked, layers, cores, found):
+    assert number_of_processes(steps, asked, layers=layers, cores=cores, free_bytes=AMPLE) == found
+
+
+@given(
+    st.integers(1, 60), st.integers(0, 200), st.integers(1, 256), st.integers(0, 100 << 30),
+    st.integers(0, 50), st.integers(0, 200 << 30),
+)  # fmt: skip
+def test_a_start_has_no_more_processes_than_programs_cores_and_memory(
+    steps, layers, cores, free, more, more_bytes
+):
+    def number(steps: int, layers: int, cores: int, free: int) -> int:
+        return number_of_processes(steps, None, layers=layers, cores=cores, free_bytes=free)
+
+    found = number(steps, layers, cores, free)
+    assert found != 1 and found <= min(lowering_processes.STEP_PROGRAMS * steps, cores)
+    assert found * lowering_processes.process_bytes(layers) <= free
+    assert number(steps + more, layers, cores, free) >= found
+    assert number(steps, layers, cores + more, free) >= found
+    assert number(steps, layers, cores, free + more_bytes) >= found
+    assert number(steps, layers + more, cores, AMPLE) >= number(steps, layers, cores, AMPLE)
 
 
 @pytest.mark.parametrize(
