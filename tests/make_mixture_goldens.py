@@ -1,4 +1,4 @@
-"""Make tiny checkpoints of two layers with random weights, and their goldens with `transformers`.
+"""Make tiny checkpoints of few layers with random weights, and their goldens with `transformers`.
 
     uv run --group goldens python tests/make_mixture_goldens.py tiny-glm4_moe
 
