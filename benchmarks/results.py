@@ -521,6 +521,26 @@ def perplexity_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
             yield report["model"], numbers, f"{one['perplexity']:.2f}", change, links([path])
 
 
+def precision_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
+    """Yield the cost of each format of weights and cache beside the wide precision."""
+    for path, report in reports.items():
+        if report.get("command_name") != "check_precision":
+            continue
+        for name, way in report["heads"][report["head"]]["ways"].items():
+            changed, above = report["experts"][name]["sets_changed"], way["same_above_floor"]
+            yield (
+                f"{report['model']}, {report['num_layers']} layers",
+                report["against"],
+                name,
+                f"{100 * way['same']:.1f}",
+                "–" if above is None else f"{100 * above:.1f}",
+                f"{way['kl']['mean']:.1e}",
+                f"{way['kl']['p99']:.1e}",
+                "–" if changed is None else f"{100 * changed:.1f}",
+                links([path]),
+            )
+
+
 def span_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
     """Yield the perplexity with each file of attention spans."""
     for path, report in reports.items():
@@ -790,6 +810,25 @@ SECTIONS = (
         "WikiText-2. The last figure is the mean change of a token's log-probability.",
         ("model", "numbers", "perplexity", "mean change", "report"),
         perplexity_rows,
+    ),
+    (
+        "Formats beside a wide precision",
+        "Random weights, quantized, beside the wide precision with the same weights, on the same tokens. "
+        "Equal tokens are those of all positions, and those of positions whose margin exceeds the noise of "
+        "another step size, in %. The last figure is the share of choices whose set of experts changed, in "
+        "%. The figures rank formats, and do not tell the loss of a trained model.",
+        (
+            "model",
+            "beside",
+            "numbers",
+            "equal tokens",
+            "above the noise",
+            "KL mean",
+            "KL p99",
+            "sets of experts changed",
+            "report",
+        ),
+        precision_rows,
     ),
     (
         "Attention spans",
