@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src import distributed
 from jax._src.lru_cache import LRUCache
 from jax.experimental.compilation_cache import compilation_cache
 
@@ -51,6 +52,25 @@ def test_a_damaged_entry_is_written_again_without_a_warning(folder, length):
     for path, whole in entries.items():
         assert len(path.read_bytes()) > max(length, len(whole) // 2)
     assert compile_again() == expected
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_each_process_keeps_its_programs(folder, monkeypatch, process):
+    monkeypatch.setattr(distributed.global_state, "process_id", process)
+    expected = float(compile_again())
+    kept = {path: path.stat().st_ino for path in folder.glob("*-cache")}
+    assert kept and float(compile_again()) == expected
+    assert {path: path.stat().st_ino for path in folder.glob("*-cache")} == kept
+
+
+def test_a_program_that_cannot_be_kept_runs(folder, monkeypatch, caplog):
+    def fail(*paths):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(distributed.global_state, "process_id", 1)
+    monkeypatch.setattr(os, "replace", fail)
+    assert float(compile_again()) == float(compile_again())
+    assert "no space left" in caplog.text and not list(folder.iterdir())
 
 
 def test_a_write_that_ends_early_leaves_nothing(tmp_path, monkeypatch):
