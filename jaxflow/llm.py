@@ -46,7 +46,7 @@ class LLM:
         `jaxflow.flexgen.config.OffloadConfig`. `generate` and `chat` then run FlexGen's offline runtime,
         block after block. There is no stream, and the calls of several threads wait for each other.
       config: an `EngineConfig`, instead of `settings`.
-      kernels: the kernels, instead of those that the settings choose.
+      kernels: the setting of this name, or the kernels instead of those that the settings choose.
       executor: the executor of an engine that has ended, with its weights and programs, see `start_engine`.
       settings: other fields of `jaxflow.config.EngineConfig`. With `coordinator`, `num_processes` and
         `process_id`, several processes run one engine: the call returns in process 0 only, and in the others
@@ -64,10 +64,12 @@ class LLM:
         progress: bool = True,
         offload: OffloadConfig | Policy | str | os.PathLike | None = None,
         config: EngineConfig | None = None,
-        kernels: KernelSet | None = None,
+        kernels: KernelSet | str | None = None,
         executor: Executor | StagedExecutor | None = None,
         **settings: Any,
     ):
+        if isinstance(kernels, str):
+            settings, kernels = settings | {"kernels": kernels}, None
         config = engine_config(model, settings) if config is None else config
         self.runtime: Runtime | None = None
         if offload is None:

@@ -22,6 +22,7 @@ from jaxflow.engine.driver import EngineDead
 from jaxflow.llm import RequestFailed
 from jaxflow.request import Draining, Finished, InvalidRequest
 from jaxflow.text.chat import ChatTemplateError
+from pallas_kernels.kernel_set import REFERENCE
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 TEMPLATE = (
@@ -377,6 +378,16 @@ class TestStream:
             await first.aclose()
 
         asyncio.run(twice())
+
+
+@pytest.mark.parametrize("kernels", ["reference", REFERENCE])
+def test_kernels_are_a_setting_or_a_set(folder, kernels, monkeypatch):
+    def started(config, checkpoint, *, kernels, **_):
+        raise Draining(f"{config.kernels} {kernels and kernels.name}")
+
+    monkeypatch.setattr(jaxflow.llm, "start_engine", started)
+    with pytest.raises(Draining, match="reference None" if isinstance(kernels, str) else "auto reference"):
+        LLM(str(folder), kernels=kernels, **SMALL)
 
 
 class TestItsEnd:

@@ -229,6 +229,7 @@ SETTINGS = (
     ("kv_cache_dtype", {"kv_cache_dtype": "int4"}),
     ("dtype", {"dtype": "float16"}),
     ("load_format", {"load_format": "pickle"}),
+    ("kernels", {"kernels": "cutlass"}),
     ("block_size", {"block_size": 0}),
     ("tensor_parallel_size", {"tensor_parallel_size": 0}),
     ("tensor_parallel_size", {"tensor_parallel_size": 1000}),
