@@ -44,8 +44,8 @@ SLOW_CASES = {
     r"\w*\[(.*-)?tiny-gemma4_e2b\]": (
         "tiny-gemma2 has two page groups, too, and a batch with others has chunks of many sizes"
     ),
-    r"test_compiler\.py::test_drawn_plans\[tiny-gemma4_e2b": (
-        "drawn plans of this model are compiled, and other families run op by op"
+    r"test_compiler\.py::test_drawn_plans(_compiled)?\[tiny-gemma4_e2b": (
+        "test_a_plan_runs_every_composition compiles a plan of this model, and other families run"
     ),
     r"test_goldens\.py::TestGoldens::test_\w+\[(.*-)?tiny-gemma4_dense\]": (
         "test_gemma4 compares its logits, and the engine runs tiny-gemma4_text"
@@ -395,9 +395,6 @@ SLOW_CASES = {
     ),
     r"test_check_precision\.py::test_rounded_weights_cost_part_of_what_fp8_costs\[mixtral": (
         "the other mixture has the same formats"
-    ),
-    r"test_compiler\.py::test_drawn_plans_compiled\[tiny-gemma4_e2b": (
-        "test_a_plan_runs_every_composition compiles a plan of this model"
     ),
     r"test_eplb\.py::test_(goldens_while_experts_move\[[12]|all_tokens_to_one_device|a_server)": (
         "the goldens of four devices run while experts move"
