@@ -10,13 +10,14 @@
 The time includes ramp-up and tail. Sampling is greedy, end tokens are ignored, prompts are random token ids,
 and prefix caching is off by default. A second figure is the steady state without ramp-up and tail: from the
 end of the first request to the first token of the last. --compare_sequential runs the same requests twice,
-first with the sequential plan, if the engine has another plan. --repeats runs all of this several times, with
-other token ids each time, and reports the median run. --profiled_seconds runs the requests once more under a
-profiler, which measures the device's idle time.
+first with the sequential plan, if the engine has another plan. --repeats runs all of this several times and
+reports the median run. Every run has its own token ids, so that no run finds the prompts of another in the
+prefix cache. --profiled_seconds runs the requests once more under a profiler, which measures the device's
+idle time.
 """
 
+import collections
 import dataclasses
-import functools
 import itertools
 import statistics
 import time
@@ -70,7 +71,7 @@ def define_flags() -> None:
         "repeats",
         1,
         "Number of runs of the requests, each with other token ids. The report is that of the median run by "
-        "tokens/s, and `runs` has the figures of each.",
+        "tokens/s, `runs` has the figures of each, and `repeats` is the number of runs that ended.",
         lower_bound=1,
     )
     flags.DEFINE_float(
@@ -113,9 +114,12 @@ def median_of(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the report of the median run by tokens/s, with the figures of each run under `runs`.
 
     Of two runs in the middle the slower one counts. With runs of the sequential plan, `sequential` is the
-    median of these runs, and `against_sequential` the ratio of both medians.
+    median of these runs, and `against_sequential` the ratio of both medians. `repeats` is the number of runs.
+    `failed` and `errors` count the requests of all runs, so that a failure outside the median run is seen.
     """
-    found = dict(_median_run(reports))
+    errors = sum((collections.Counter(one["errors"]) for one in reports), collections.Counter())
+    failed = sum(one["failed"] for one in reports)
+    found = {**_median_run(reports), "repeats": len(reports), "failed": failed, "errors": dict(errors)}
     if len(reports) > 1:
         found["runs"] = [_figures_of(one) for one in reports]
     if all("sequential" in one for one in reports):
@@ -327,20 +331,18 @@ def run() -> dict[str, Any]:
             result |= measure_conversations(llm, talks, slo=slo, device=f.optimal_device, progress=True)
         else:
             begun, reports = result | {"compare_sequential": f.compare_sequential}, []
-            for repeat in range(f.repeats):
-                once = functools.partial(_measure, llm, items, slo, f.workload_seed + repeat)
+            seeds = itertools.count(f.workload_seed)  # a seed of each run, also of the sequential plan
+
+            def once() -> dict[str, Any]:
+                return _measure(llm, items, slo, next(seeds))
+
+            for _ in range(f.repeats):
                 reports.append(compared(llm, once) if f.compare_sequential else once())
-                result = begun | median_of(reports)
+                result = with_vllm_names(begun | median_of(reports))
                 machine.keep(f.output_json, result)  # a time limit may end a later run, and so may a profiler
             if f.profiled_seconds:
-                result["profile"] = profiled(llm, items, f.profiled_seconds, f.workload_seed)
-    result |= {  # the key names of vllm bench throughput
-        "elapsed_time": result["duration"],
-        "num_requests": result["completed"],
-        "total_num_tokens": result["total_input_tokens"] + result["total_output_tokens"],
-        "requests_per_second": result["request_throughput"],
-        "tokens_per_second": result["total_token_throughput"],
-    }
+                result["profile"] = profiled(llm, items, f.profiled_seconds, next(seeds))
+    result = with_vllm_names(result)
     show(result)
     print(
         f"Throughput: {result['request_throughput']:.2f} requests/s, {result['total_token_throughput']:.2f} "
@@ -348,6 +350,17 @@ def run() -> dict[str, Any]:
         f"{result['output_throughput']:.2f} output tokens/s"
     )
     return result
+
+
+def with_vllm_names(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the report with the keys of `vllm bench throughput` at its end."""
+    return {**result} | {
+        "elapsed_time": result["duration"],
+        "num_requests": result["completed"],
+        "total_num_tokens": result["total_input_tokens"] + result["total_output_tokens"],
+        "requests_per_second": result["request_throughput"],
+        "tokens_per_second": result["total_token_throughput"],
+    }
 
 
 def _idle(steps: Mapping[str, Any]) -> str:

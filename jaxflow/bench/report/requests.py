@@ -10,6 +10,7 @@ import collections
 import dataclasses
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -255,6 +256,16 @@ def line(label: str, value: Any) -> str:
 
 
 def write_json(path: str | Path, result: Mapping[str, Any]) -> None:
-    """Write a report, creating its folder if needed."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
+    """Write a report, creating its folder if needed.
+
+    An interruption leaves the earlier report whole. A path that is not a regular file, such as a pipe, and a
+    file in a folder without write permission are written in place.
+    """
+    target, text = Path(path).resolve(), json.dumps(result, indent=1, allow_nan=False) + "\n"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if (target.exists() and not target.is_file()) or not os.access(target.parent, os.W_OK):
+        target.write_text(text)
+        return
+    part = target.with_name(f"{target.name}.part")
+    part.write_text(text)
+    part.replace(target)

@@ -232,7 +232,7 @@ def test_repeats_report_the_median_run(bench, tmp_path, capsys):
 
 def a_run(rate: float, sequential: float | None) -> dict[str, Any]:
     names = ("output_throughput", "duration", "failed", "joules_per_token", "power")
-    run = {"total_token_throughput": rate} | dict.fromkeys(names)
+    run = {"total_token_throughput": rate} | dict.fromkeys(names) | {"failed": 0, "errors": {}}
     return run if sequential is None else run | {"sequential": a_run(sequential, None)}
 
 
@@ -250,6 +250,37 @@ def test_the_median_of_runs_is_one_of_them(rates, compared):
         assert found["against_sequential"] == mine / alone
 
 
+@given(st.lists(st.tuples(st.floats(1, 9), st.integers(0, 3)), min_size=1, max_size=5))
+def test_failed_requests_of_every_run_count(each):
+    runs = [a_run(rate, None) | {"failed": n, "errors": {"lost": n} if n else {}} for rate, n in each]
+    found = throughput.median_of(runs)
+    lost = sum(n for _, n in each)
+    assert found["failed"] == lost and found["errors"] == ({"lost": lost} if lost else {})
+    assert found["repeats"] == len(each)
+
+
+def test_no_run_has_the_prompts_of_another(monkeypatch, bench):
+    """Else the prefix cache spares the later run some work, also the plan's run after the sequential one."""
+    prompts = []
+
+    def seen(driver, requests, *args, **kwargs):
+        prompts.extend(bytes(np.asarray(request.prompt_token_ids, np.int32)) for request in requests)
+        return drive(driver, requests, *args, **kwargs)
+
+    monkeypatch.setattr(throughput, "drive", seen)
+    monkeypatch.setattr(steps, "plans_of", lambda executor: {"sequential", "another"})
+    settings = ["--num_requests", "2", "--input_len", "9", "--output_len", "3", "--repeats", "2"]
+    assert bench("throughput", "--model", MODEL, *settings, "--compare_sequential") == 0
+    assert len(prompts) == len(set(prompts)) == 1 + 2 * 2 * 2  # the first request alone, then each run
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "many"])
+def test_wrong_repeats_are_refused_before_a_model_loads(value, bench, capsys, monkeypatch):
+    monkeypatch.setattr(LLM, "from_config", lambda config: pytest.fail("loaded"))
+    assert bench("throughput", "--model", MODEL, "--repeats", value) == 2
+    assert "--repeats" in capsys.readouterr().err
+
+
 def test_runs_that_ended_outlive_a_later_one(llm, monkeypatch, bench, tmp_path):
     """A time limit may end the third run. The report then holds the two before."""
     path, ended = tmp_path / "out.json", []
@@ -265,7 +296,8 @@ def test_runs_that_ended_outlive_a_later_one(llm, monkeypatch, bench, tmp_path):
     with contextlib.suppress(KeyboardInterrupt):
         bench("throughput", "--model", MODEL, *settings, "--output_json", str(path))
     found = json.loads(path.read_text())
-    assert len(found["runs"]) == 2 and found["completed"] == 2
+    assert len(found["runs"]) == found["repeats"] == 2 and found["completed"] == 2
+    assert found["tokens_per_second"] == found["total_token_throughput"]
 
 
 def test_requests_that_fail_under_the_profiler_are_reported(llm, monkeypatch):

@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -162,3 +163,24 @@ def test_write_json_makes_its_folder(tmp_path):
     path = tmp_path / "new" / "r.json"
     report.write_json(path, {"a": 1.5})
     assert json.loads(path.read_text()) == {"a": 1.5}
+
+
+def test_an_interrupted_write_leaves_the_earlier_report(tmp_path, monkeypatch):
+    path, write = tmp_path / "report.json", Path.write_text
+    report.write_json(path, {"a": 1})
+
+    def half(file, text, *args, **kwargs):
+        write(file, text[: len(text) // 2])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", half)
+    with pytest.raises(KeyboardInterrupt):
+        report.write_json(path, {"a": 2})
+    assert json.loads(path.read_text()) == {"a": 1}
+    monkeypatch.undo()
+    link = tmp_path / "link.json"
+    link.symlink_to(path)
+    report.write_json(link, {"a": 3})
+    assert link.is_symlink() and json.loads(path.read_text()) == {"a": 3}
+    report.write_json("/dev/null", {"a": 4})
+    assert not Path("/dev/null").is_file()
