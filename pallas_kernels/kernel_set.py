@@ -230,6 +230,7 @@ class Model:
     latent_attention: bool = False  # the cache holds latent vectors instead of keys and values
     latent_rank: int = 0  # columns of a latent vector
     latent_rope_dim: int = 0  # columns of its rotary key
+    latent_value_dim: int = 0  # columns of a head's value
 
 
 def kernel_set_for(
@@ -250,6 +251,7 @@ def kernel_set_for(
     latent_attention: bool = False,
     latent_rank: int = 0,
     latent_rope_dim: int = 0,
+    latent_value_dim: int = 0,
 ) -> KernelSet:
     """Return the fastest kernels for a device and these shapes. Ops without a kernel run the reference
     implementation.
@@ -278,6 +280,7 @@ def kernel_set_for(
         latent_attention,
         latent_rank,
         latent_rope_dim,
+        latent_value_dim,
     )
     hopper, cuda = platform == "gpu" and has_bounded(capability), platform == "gpu" and capability != ""
     here = f"{platform} {capability}".strip()
@@ -357,6 +360,7 @@ def _mosaic(m: Model, device: str) -> KernelSet:
     from pallas_kernels.attention.chunk import api as chunk_attention
     from pallas_kernels.attention.decode import api as decode_attention
     from pallas_kernels.attention.latent import api as latent_attention
+    from pallas_kernels.attention.latent import up_chunks
     from pallas_kernels.gemm.expert_mlp import api as expert_mlp
     from pallas_kernels.gemm.grouped import api as grouped_gemm
     from pallas_kernels.gemm.sorted_rows import api as sorted_rows
@@ -450,6 +454,10 @@ def _mosaic(m: Model, device: str) -> KernelSet:
             "latent_chunk_attention": latent_attention.chunk_attention,
             "list_latent_chunk_work": latent_attention.list_chunk_work,
         }
+        plain_dim = m.head_dim - m.latent_rope_dim
+        if up_chunks.takes(m.latent_rank, plain_dim, m.latent_value_dim, m.latent_rope_dim, queries):
+            kernels["chunk_attention"]["latent_up_chunk_attention"] = up_chunks.up_chunk_attention
+            kernels["chunk_attention"]["list_latent_up_chunk_work"] = up_chunks.list_up_chunk_work
         paged = [
             (("rope_append",), "latent_attention", False, "keys and values by head"),
             (attend, "latent_rank", m.latent_rank in latent_attention.RANKS, "128, 256, 384 or 512"),

@@ -86,6 +86,7 @@ def asked_of_kernels(config: EngineConfig, model: ModelConfig) -> dict[str, Any]
         "latent_attention": latent is not None,
         "latent_rank": 0 if latent is None else latent.rank,
         "latent_rope_dim": 0 if latent is None else latent.rope_dim,
+        "latent_value_dim": 0 if latent is None else latent.value_dim,
     }
 
 

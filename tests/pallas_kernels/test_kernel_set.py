@@ -42,6 +42,7 @@ LATENT = {
     "latent_attention": True,
     "latent_rank": 512,
     "latent_rope_dim": 64,
+    "latent_value_dim": 128,
     "queries_per_kv_head": 16,
     "kv_heads": 1,
     "head_dim": 192,
@@ -139,6 +140,9 @@ def test_attention_over_latent_vectors_runs_on_mosaic():
     assert {"decode_attention", "chunk_attention"} < set(found.kernel_ops)
     for name in ("list_latent_work", "list_latent_chunk_work"):
         assert getattr(found, name) is not getattr(kernel_set.REFERENCE, name)
+    assert kernel_set._backend(found.latent_up_chunk_attention) == "mosaic"
+    other = of("llama-3.1-8b", "gpu", "9.0", **LATENT | {"latent_value_dim": 192})
+    assert other.latent_up_chunk_attention is None
     assert of("llama-3.1-8b", "cpu", "", **LATENT) is kernel_set.CPU
 
 

@@ -64,6 +64,7 @@ def compiled(
         if config.latent is not None:
             heads |= {"queries_per_kv_head": config.num_heads // tp, "latent_attention": True}
             heads |= {"latent_rank": config.latent.rank, "latent_rope_dim": config.latent.rope_dim}
+            heads |= {"latent_value_dim": config.latent.value_dim}
         kernels = kernel_set_for(
             "gpu", "9.0", **heads, page_size=64, dtype="bfloat16", kv_dtype=kv, device="NVIDIA H200"
         )
@@ -139,11 +140,14 @@ def test_nothing_copies_the_cache_or_a_weight():
 
 @pytest.mark.slow
 def test_latent_pages_are_written_in_place():
-    """Decodes and chunks run the latent kernel. Its layers share work lists, and nothing copies the pages."""
+    """Decodes and chunks run the latent kernel, and long chunks the one with keys and values by head. The
+    layers share work lists, and nothing copies the pages.
+    """
     step, executor = compiled("deepseek-v3", 256, tp=8)
     check(step, executor, temporary=0.2)
-    calls = re.findall(r"custom-call\(.*(latent_(?:decode|chunk)_attention|latent_combine)_?", step.hlo)
-    kernels = [f"latent_{op}_attention" for op in ("chunk", "decode")] + ["latent_combine"] * 2
+    named = r"custom-call\(.*(latent_(?:decode|chunk|window)_attention|latent_combine)_?"
+    calls = re.findall(named, step.hlo)
+    kernels = [f"latent_{op}_attention" for op in ("chunk", "decode", "window")] + ["latent_combine"] * 2
     assert sorted(calls) == sorted(kernels * LAYERS)
 
 
