@@ -47,6 +47,24 @@ SLOW_CASES = {
     r"test_compiler\.py::test_drawn_plans(_compiled)?\[tiny-gemma4_e2b": (
         "test_a_plan_runs_every_composition compiles a plan of this model, and other families run"
     ),
+    r"test_compiler\.py::test_a_plan_runs_every_composition\[four_qkv_plan-tiny-gemma4_e2b": (
+        "a plan of phases of this model runs, and four nano-operations of KQV of tiny-llama"
+    ),
+    r"test_goldens\.py::TestGoldens::test_tensor_parallel\[tiny-gemma4_e2b": (
+        "test_layered_step runs this golden on four devices"
+    ),
+    r"test_layered_step\.py::test_a_step_of_one_program_gives_the_same_numbers\[tiny-gemma4_e2b": (
+        "its golden runs layered steps, and stories260K compares both forms"
+    ),
+    r"test_scattered\.py::test_scattered_plans_compute_the_plain_forward\[post-norms": (
+        "the model with embeddings of each layer has post-norms, too"
+    ),
+    r"test_two_stage_search\.py::test_found_plans_are_the_plain_forward\[fp8\]": (
+        "scattered plans and plans with sums alone run in fp8"
+    ),
+    r"test_data_parallel\.py::test_goldens_of_ranks_of_two_devices\[tiny-qwen3_moe": (
+        "four other mixtures run"
+    ),
     r"test_goldens\.py::TestGoldens::test_\w+\[(.*-)?tiny-gemma4_dense\]": (
         "test_gemma4 compares its logits, and the engine runs tiny-gemma4_text"
     ),
