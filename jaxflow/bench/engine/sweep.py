@@ -24,7 +24,7 @@ policies: request-level, Orca's best and worst case, prefill-first, hybrid, deco
 
 import asyncio
 import dataclasses
-import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -103,15 +103,21 @@ def rates(
     compare_sequential: bool = False,
     **kwargs: Any,
 ) -> dict[str, Any]:
-    """Run the same requests at each rate and return the sweep.
+    """Run requests of the same lengths at each rate and return the sweep.
+
+    Each run has token ids of its own, so that no run finds the prompts of another in the prefix cache.
 
     keep: receives the unfinished sweep after each rate. compare_sequential: also run with only the sequential
     plan, if the engine has another plan. kwargs: of `throughput.measure`.
     """
     found: dict[str, Any] = {"kind": "rate", "compare_sequential": compare_sequential, "points": []}
+    seeds = itertools.count(seed)
     for rate in values:
         arriving = workload.poisson_arrivals(items, rate, seed)
-        once = functools.partial(throughput.measure, llm, arriving, arrive=True, seed=seed, slo=slo, **kwargs)
+
+        def once(arriving: Sequence[Item] = arriving) -> dict[str, Any]:
+            return throughput.measure(llm, arriving, arrive=True, seed=next(seeds), slo=slo, **kwargs)
+
         point = throughput.compared(llm, once) if compare_sequential else once()
         found["points"].append({"request_rate": rate, "arrivals_s": arriving[-1].arrival_s, **point})
         found["highest_rate"] = highest_rate(found["points"])
@@ -154,14 +160,17 @@ async def server_rates(
     seed: int = 0,
     **kwargs: Any,
 ) -> dict[str, Any]:
-    """Run the same requests at each rate on a running server. kwargs: of `serve.measure`."""
+    """Run requests of the same lengths at each rate on a running server. kwargs: of `serve.measure`.
+
+    Each rate has token ids of its own, so that no rate finds the prompts of another in the prefix cache.
+    """
     points = []
-    for rate in values:
+    for i, rate in enumerate(values):
         arriving = workload.poisson_arrivals(items, rate, seed)
         points.append(
             {
                 "request_rate": rate,
-                **await serve.measure(GrpcBackend(client), arriving, vocab_size, seed=seed, **kwargs),
+                **await serve.measure(GrpcBackend(client), arriving, vocab_size, seed=seed + i, **kwargs),
             }
         )
     return {"kind": "rate", "points": points}
@@ -173,15 +182,29 @@ def batch_sizes(
     input_len: int,
     output_len: int,
     *,
+    iterations: int,
+    warm_up: int = 0,
+    seed: int = 0,
     keep: Keep = lambda sweep: None,
     **kwargs: Any,
 ) -> dict[str, Any]:
-    """Run batches of each size. keep: as in `rates`. kwargs: of `latency.measure`."""
+    """Run batches of each size, with token ids of their own. keep: as in `rates`. Other arguments: of
+    `latency.measure`.
+    """
     found: dict[str, Any] = {"kind": "batch_size", "points": []}
+    seeds = itertools.count(seed, warm_up + iterations)  # a batch has the seed after that of the batch before
     for size in values:
-        found["points"].append(
-            {"batch_size": size, **latency.measure(llm, size, input_len, output_len, **kwargs)}
+        point = latency.measure(
+            llm,
+            size,
+            input_len,
+            output_len,
+            iterations=iterations,
+            warm_up=warm_up,
+            seed=next(seeds),
+            **kwargs,
         )
+        found["points"].append({"batch_size": size, **point})
         keep(found)
     return found
 
@@ -191,16 +214,17 @@ def lengths(
     values: Sequence[tuple[int, int]],
     number: int | None = None,
     *,
+    seed: int = 0,
     keep: Keep = lambda sweep: None,
     **kwargs: Any,
 ) -> dict[str, Any]:
-    """Run requests of each (prompt, output) length, all at once.
+    """Run requests of each (prompt, output) length, all at once, with token ids of their own.
 
     number: requests per length; None means the protocol's number. keep: as in `rates`. kwargs: of
     `throughput.measure`.
     """
     found: dict[str, Any] = {"kind": "length", "points": []}
-    for prompt, output in values:
+    for i, (prompt, output) in enumerate(values):
         items = workload.constant(
             number or options.protocol_requests("constant", prompt, output), prompt, output
         )
@@ -209,7 +233,7 @@ def lengths(
             "output_len": output,
             "workload": options.describe(items, "constant"),
         }
-        found["points"].append(described | throughput.measure(llm, items, **kwargs))
+        found["points"].append(described | throughput.measure(llm, items, seed=seed + i, **kwargs))
         keep(found)
     return found
 

@@ -9,7 +9,7 @@
 
 The time includes ramp-up and tail. Sampling is greedy, end tokens are ignored, prompts are random token ids,
 and prefix caching is off by default. A second figure is the steady state without ramp-up and tail: from the
-end of the first request to the first token of the last. --compare_sequential runs the same requests twice,
+end of the first request to the first token of the last. --compare_sequential runs the same lengths twice,
 first with the sequential plan, if the engine has another plan. --repeats runs all of this several times and
 reports the median run. Every run has its own token ids, so that no run finds the prompts of another in the
 prefix cache. --profiled_seconds runs the requests once more under a profiler, which measures the device's

@@ -2,12 +2,14 @@
 
 import json
 
+import numpy as np
 import pytest
 from small_engine import MODEL
 
-from jaxflow.bench.engine import steps, sweep
+from jaxflow.bench.engine import latency, steps, sweep, throughput
 from jaxflow.bench.report import plot
 from jaxflow.bench.workload import lengths as workload
+from jaxflow.bench.workload.drive import drive
 
 
 def test_sweeps_and_their_charts(llm, tmp_path):
@@ -35,6 +37,30 @@ def test_sweeps_and_their_charts(llm, tmp_path):
     assert found[0]["highest_rate"]["least_arrivals_s"] == min(
         point["arrivals_s"] for point in found[0]["points"]
     )
+
+
+def test_no_run_of_a_sweep_has_a_block_of_prompts_of_another(llm, monkeypatch):
+    """Else the prefix cache spares the later run some work."""
+    runs: list[set[bytes]] = []
+
+    def seen(driver, requests, *args, **kwargs):
+        heads = [np.asarray(request.prompt_token_ids[:8], np.int32).tobytes() for request in requests]
+        assert len(set(heads)) == len(heads)
+        runs.append(set(heads))
+        return drive(driver, requests, *args, **kwargs)
+
+    monkeypatch.setattr(throughput, "drive", seen)
+    monkeypatch.setattr(latency, "drive", seen)
+    monkeypatch.setattr(steps, "plans_of", lambda executor: {"sequential", "another"})
+    sweeps = [
+        lambda: sweep.rates(llm, workload.constant(3, 8, 2), [90.0, 99.0], compare_sequential=True),
+        lambda: sweep.batch_sizes(llm, [1, 2], 8, 2, iterations=2, warm_up=1),
+        lambda: sweep.lengths(llm, [(8, 2), (9, 2)], 3),
+    ]
+    for run, number in zip(sweeps, (4, 6, 2), strict=True):
+        runs.clear()
+        run()
+        assert len(runs) == number and sum(map(len, runs)) == len(set.union(*runs))
 
 
 def test_lengths_have_the_protocols_requests(monkeypatch):
