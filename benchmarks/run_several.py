@@ -15,7 +15,8 @@ Each measurement is one command:
   MIXTURE-whole        the same with whole experts
   MIXTURE-ranks        the same with whole experts and data-parallel attention
   MIXTURE-WAY-profiled collectives of the device's time, and the hidden part of them, of each of the three
-  qwen3-ranks-nano-batches  tokens/s of two nano-batches and of the sequential step, and hidden collectives
+  qwen3-ranks-nano-batches  qwen3-ranks-profiled with plans of two nano-batches
+  qwen3-ranks-sequential    the same requests and step sizes with the sequential plan
   MIXTURE-WAY-staying  throughput and balance with skewed routes, for whole and ranks
   MIXTURE-WAY-moving   the same with `--enable_eplb`
   collectives          the collectives of a mixture layer alone
@@ -107,11 +108,12 @@ def commands(devices: int) -> dict[str, list[str]]:
             "grid-8b": _throughput("llama-3.1-8b", "stages-pp2-tp2", 1200, 640, *grid),
             "grid-70b": _throughput("llama-3-70b", "stages-fp8-pp2-tp2", 600, 1200, *grid, *FP8),
         }
-    plans = ("--plan", f"benchmarks/plans/h200/qwen3-30b-a3b/dp{n}", "--compare_sequential", *RANK_STEPS)
-    ranks = ("--data_parallel_size", n, "--enable_expert_parallel")
-    found["qwen3-ranks-nano-batches"] = _profiled(
-        MIXTURES["qwen3"], f"experts-dp{n}-nano-batches", 200 * devices, 400, *ranks, *plans
-    )
+    ranks = ("--data_parallel_size", n, "--enable_expert_parallel", *RANK_STEPS)
+    plans = {"nano-batches": f"benchmarks/plans/h200/qwen3-30b-a3b/dp{n}", "sequential": "sequential"}
+    for name, plan in plans.items():
+        found[f"qwen3-ranks-{name}"] = _profiled(
+            MIXTURES["qwen3"], f"experts-dp{n}-{name}", 200 * devices, 400, *ranks, "--plan", plan
+        )
     for name, model in MIXTURES.items():
         whole = "--enable_expert_parallel"
         ways = {

@@ -1,6 +1,7 @@
 """The measurements on several GPUs: every command has flags that exist, and a report of its own."""
 
 import importlib.util
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,7 @@ from jaxflow.bench.kernels import collectives
 from jaxflow.bench.pipeline import study
 from jaxflow.cli.engine_flags import engine_config_from_flags, parse
 from jaxflow.flexgen.policy import load_policy
+from jaxflow.pipeline.plan import load
 from search.placement import offload
 
 BENCH = {
@@ -34,11 +36,21 @@ def test_a_command_has_flags_that_exist(no_flags, devices, name):
         BENCH[words[0]].define_flags()
         parse(words)
         if words[0] not in WITHOUT_ENGINE:
-            engine_config_from_flags()
+            config = engine_config_from_flags()
+            if Path(config.plan).is_dir() and "--compare_sequential" in words:
+                assert all(load(path).predictions for path in Path(config.plan).glob("*.json"))
         if words[0] == "offload":
             stages = load_policy(words[words.index("--policies") + 1], model="opt-30b").pipeline_parallel_size
             assert stages in (1, devices)
     assert importlib.util.find_spec(module)
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_nano_batches_of_ranks_differ_from_their_rival_by_the_plan_alone(devices):
+    made = run_several.commands(devices)
+    plans, sequential = made["qwen3-ranks-nano-batches"], made["qwen3-ranks-sequential"]
+    differs = [at for at, pair in enumerate(zip(plans, sequential, strict=True)) if len(set(pair)) == 2]
+    assert [plans[at - 1] for at in differs] == ["--plan", "--output_json"]
 
 
 @pytest.mark.parametrize("devices", [2, 4])

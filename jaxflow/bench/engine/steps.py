@@ -12,6 +12,8 @@ from typing import Any
 from jaxflow.config import ConfigError, EngineConfig
 from jaxflow.engine.executor import Executor
 from jaxflow.engine.staged_executor import StagedExecutor
+from jaxflow.engine.start import open_model, prepare_process, resolve
+from jaxflow.engine.step_plans import named_plans
 from jaxflow.pipeline.choice import is_sequential
 from jaxflow.pipeline.plan import load
 
@@ -100,13 +102,24 @@ def sequential_alone(executor: Executor | StagedExecutor) -> Iterator[None]:
 
 
 def check_plan(config: EngineConfig) -> None:
-    """Check a plan file for the condition of `sequential_alone`, before a model is loaded.
+    """Check a plan file, or a folder of plans, for the condition of `sequential_alone`, before a model is
+    loaded.
 
-    Raises: ConfigError, PlanError.
+    A folder is not checked if the engine has several processes, which must meet before one uses a device.
+
+    Raises: CheckpointError, ConfigError, PlanError.
     """
-    plan = load(config.plan) if Path(config.plan).is_file() else None
-    if plan is not None and plan.predictions is None and not is_sequential(plan):
-        raise ConfigError("plan", plan.name, COMPARED)
+    path, plans = Path(config.plan), ()
+    if path.is_file():
+        plans = (load(path),)
+    elif path.is_dir() and config.coordinator is None:
+        prepare_process(config)  # before the first use of the devices, which decide the plans
+        checkpoint = open_model(config)
+        config = dataclasses.replace(config, quantization=checkpoint.quantization_of(config.quantization))
+        plans = named_plans(resolve(config, checkpoint.model_config), checkpoint.model_config)
+    for plan in plans:
+        if plan.predictions is None and not is_sequential(plan):
+            raise ConfigError("plan", plan.name, COMPARED)
 
 
 def plans_of(executor: Executor | StagedExecutor) -> set[str]:

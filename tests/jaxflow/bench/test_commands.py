@@ -12,6 +12,7 @@ import threading
 import types
 from typing import Any
 
+import msgspec
 import numpy as np
 import paths
 import pytest
@@ -27,8 +28,10 @@ from jaxflow.bench.workload import flags as options
 from jaxflow.bench.workload import lengths as workload
 from jaxflow.bench.workload.drive import drive
 from jaxflow.bench.workload.grpc_backend import GrpcBackend
-from jaxflow.config import ConfigError
+from jaxflow.config import ConfigError, EngineConfig, ParallelConfig
 from jaxflow.llm import LLM
+from jaxflow.pipeline.handwritten import two_nano_batch_plan
+from jaxflow.pipeline.plan import Plan, Predictions, Target, save
 from serving.client import Client
 from serving.frontend.config import ServerConfig
 from serving.frontend.served_model import ServedModel
@@ -355,15 +358,37 @@ def test_throughput_compares_searched_plans_with_the_sequential_plan(
 
 
 @pytest.mark.parametrize("command", [["throughput"], ["sweep", "--sweep", "rate", "--values", "1"]])
-def test_a_plan_without_predictions_is_not_compared(command, bench, capsys, monkeypatch):
+@pytest.mark.parametrize("form", ["file", "folder"])
+def test_a_plan_without_predictions_is_not_compared(command, form, bench, llm, capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(LLM, "from_config", lambda config: pytest.fail("loaded"))
-    plan = [
-        "--plan",
-        "benchmarks/plans/h200/llama-3.1-8b/bf16-variants/parts92-40.json",
-        "--compare_sequential",
-    ]
-    assert bench(*command, "--model", MODEL, *plan, "--input_len", "5", "--output_len", "3") != 0
-    assert "is not supported: plans with predictions" in capsys.readouterr().err
+    plan = made_for_this_device(llm)
+    save(plan, tmp_path / "plan.json")
+    asked = ["--plan", str(tmp_path / "plan.json" if form == "file" else tmp_path), "--compare_sequential"]
+    assert bench(*command, "--model", MODEL, *asked, "--input_len", "5", "--output_len", "3") != 0
+    assert f"plan={plan.name!r} is not supported: plans with predictions" in capsys.readouterr().err
+
+
+def made_for_this_device(llm, predictions: Predictions | None = None) -> Plan:
+    target = Target(MODEL, "cpu", ParallelConfig(), "float32", "float32", 8, 24, 40)
+    plan = two_nano_batch_plan(llm.model_config, 32, 16)
+    return msgspec.structs.replace(plan, target=target, predictions=predictions)
+
+
+def test_a_folder_is_refused_for_the_plans_that_fit_the_engine(llm, tmp_path):
+    """Plans for other devices are not loaded, nor need plans with predictions be refused."""
+    config = EngineConfig(MODEL, plan=str(tmp_path), compilation_cache_dir="")
+    predicted = made_for_this_device(llm, Predictions((8,), (40,), ((1.0,),), ((2.0,),)))
+    other = made_for_this_device(llm)
+    assert other.target is not None
+    save(predicted, tmp_path / "predicted.json")
+    save(
+        msgspec.structs.replace(other, target=msgspec.structs.replace(other.target, device="H200")),
+        tmp_path / "other.json",
+    )
+    steps.check_plan(config)
+    save(other, tmp_path / "other.json")
+    with pytest.raises(ConfigError, match="plans with predictions"):
+        steps.check_plan(config)
 
 
 def test_throughput_runs_once_if_no_plan_gains(bench, capsys):
