@@ -35,7 +35,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxflow.bench.plans.steady import SteadyStep, page_appends
+from jaxflow.bench.plans.steady import SteadyStep
 from jaxflow.config import EngineConfig
 from jaxflow.engine.executor import Executor
 from jaxflow.engine.layout import StepLayout
@@ -164,16 +164,23 @@ def streams(
     return jax.tree.map(lambda *parts: jnp.concatenate(parts), *found), places_of(steps)
 
 
-def place_pages(executor: Executor, layout: StepLayout, lengths: Lengths, token_ids: np.ndarray) -> None:
-    """Give every sequence pages for all its tokens."""
-    sequences, config = len(lengths.totals), executor.programs.context.config
-    last = (lengths.totals - 1).astype(np.int32)
-    slots, nothing = np.arange(sequences, dtype=np.int32), np.empty((0, 4), np.int32)
-    nobody = np.full(sequences, None, object)
-    every = StepWork(nobody, slots, last, (), (), sequences, layout.tokens, nothing)
-    appends = page_appends(every, executor.num_pages, config.windows, executor.page_size)
-    first = next(steps_of(lengths, layout.tokens))
-    step_of(executor, layout, first, token_ids).place(appends)
+def give_pages(executor: Executor, lengths: Lengths) -> None:
+    """Give each sequence pages of its own for all its tokens, also for tokens that a window will hide."""
+    table = page_table(lengths, executor.page_size, executor.page_table.shape)
+    pages = (int(table.max()) + 1,) * executor.groups
+    if executor.num_pages != pages:
+        executor.allocate(pages)
+    executor.page_table = jax.device_put(table, executor.page_table.sharding)
+
+
+def page_table(lengths: Lengths, block_size: int, shape: tuple[int, ...]) -> np.ndarray:
+    """Return a page table [groups, slots, pages] in which each sequence has pages of its own from 1 on."""
+    table, used = np.zeros(shape, np.int32), 1
+    for slot, total in enumerate(lengths.totals):
+        pages = -(-int(total) // block_size)
+        table[:, slot, :pages] = np.arange(used, used + pages)
+        used += pages
+    return table
 
 
 def without_attention(weights: Any, layer: int) -> Any:
@@ -391,6 +398,7 @@ def executor_of(given: argparse.Namespace, plans: Sequence[Plan], lengths: Lengt
         for size in sizes
     }
     executor = make_executor(config, checkpoint, ways, progress=False)
+    give_pages(executor, lengths)
     executor.warm_up()
     return executor
 
@@ -411,7 +419,6 @@ def measured(executor: Executor, given: argparse.Namespace, plans: Sequence[Plan
     token_ids = np.random.default_rng(1).integers(0, model.vocab_size, shape).astype(np.int32)
     tokens = plans[0].tokens
     sequential = layout_of(executor, tokens, "sequential")
-    place_pages(executor, sequential, lengths, token_ids)
     noise = f"sequential, {given.other_tokens} tokens"
     control = f"sequential without the attention of layer {model.num_layers // 2}"
     ways = {

@@ -44,6 +44,7 @@ from benchmarks.check_plan import (
     drawn_lengths,
     embed_scale,
     floor_of,
+    give_pages,
     heads,
     layout_of,
     rows_in,
@@ -138,21 +139,8 @@ def executor_of(given: argparse.Namespace, precision: Precision, lengths: Length
     plans = {size: (sequential_plan(model, size),) for size in (given.other_tokens, given.tokens)}
     checkpoint = dataclasses.replace(checkpoint, model_config=model)
     executor = make_executor(resolve(settings, model), checkpoint, plans, progress=False)
-    # A window forgets pages, but the check places all pages of all sequences before the first step.
-    executor.allocate((pages,) * executor.groups)
-    table = page_table(lengths, given.block_size, executor.page_table.shape)
-    executor.page_table = jax.device_put(table, executor.page_table.sharding)
+    give_pages(executor, lengths)
     return executor
-
-
-def page_table(lengths: Lengths, block_size: int, shape: tuple[int, ...]) -> np.ndarray:
-    """Return a page table [groups, slots, pages] in which each sequence has pages of its own from 1 on."""
-    table, used = np.zeros(shape, np.int32), 1
-    for slot, total in enumerate(lengths.totals):
-        pages = -(-int(total) // block_size)
-        table[:, slot, :pages] = np.arange(used, used + pages)
-        used += pages
-    return table
 
 
 def routed_step(executor: Executor, layout: StepLayout, *, quantized: bool) -> Callable:

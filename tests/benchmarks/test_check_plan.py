@@ -6,9 +6,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from paths import MODELS
 
 from benchmarks import check_plan
 from benchmarks.check_plan import Lengths
+from jaxflow.model.checkpoints.checkpoint import open_checkpoint
+from jaxflow.pipeline.handwritten import sequential_plan
+from jaxflow.pipeline.plan import load, save
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 12)), min_size=1, max_size=12).map(
     lambda pairs: Lengths(np.array([p for p, _ in pairs]), np.array([p + o for p, o in pairs]))
@@ -89,3 +93,36 @@ def test_loud_rows_are_as_many_as_asked_and_evenly_spaced():
     scale = check_plan.loud_rows(1000, 16)
     assert (scale == 1).sum() == 16 and (scale < 0.1).sum() == 984
     assert set(np.diff(np.flatnonzero(scale == 1))) <= {62, 63}
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(1, 16))
+def test_every_sequence_has_pages_of_its_own(totals, block_size):
+    lengths = Lengths(np.array(totals), np.array(totals))
+    width = -(-max(totals) // block_size)
+    table = check_plan.page_table(lengths, block_size, (2, len(totals), width))
+    used = [
+        page for row, total in zip(table[0], totals, strict=True) for page in row[: -(-total // block_size)]
+    ]
+    assert sorted(used) == list(range(1, len(used) + 1)) and (table[0] == table[1]).all()
+
+
+def test_a_window_hides_no_key_that_an_early_position_needs(tmp_path):
+    """Steps of two sizes compute equal streams, though every sequence is longer than the window."""
+    folder = MODELS / "tiny-gemma2"
+    plan = tmp_path / "plan.json"
+    save(sequential_plan(open_checkpoint(str(folder)).model_config, 32), plan)
+    small = "--sequences 6 --prompt 20 --output 8 --longest 60 --block_size 16 --other_tokens 16"
+    words = ["--model", str(folder), "--load_format", "auto", "--dtype", "float32", *small.split()]
+    flags = check_plan.parse([*words, "--plans", str(plan)])
+    lengths = Lengths(np.array([40, 3, 50, 44, 9, 47]), np.array([48, 11, 58, 52, 17, 55]))
+    executor = check_plan.executor_of(flags, [load(plan)], lengths)
+    ids = np.random.default_rng(0).integers(0, 100, (6, 58)).astype(np.int32)
+    found = []
+    for size in (16, 32):
+        layout = check_plan.layout_of(executor, size, "sequential")
+        found.append(check_plan.streams(executor, layout, executor.weights, lengths, ids))
+    (one, places), (two, others) = found
+    both = sorted(places.keys() & others.keys())
+    assert len(both) > 100
+    rows = [np.asarray(x)[[where[place] for place in both]] for x, where in ((one, places), (two, others))]
+    np.testing.assert_allclose(*rows, rtol=1e-4, atol=1e-4)

@@ -49,17 +49,6 @@ def test_the_wide_precision_is_not_compared_with_itself():
     assert found == [Precision(None, "int8"), Precision("fp8"), Precision("fp8", "int8")]
 
 
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(1, 16))
-def test_every_sequence_has_pages_of_its_own(totals, block_size):
-    lengths = Lengths(np.array(totals), np.array(totals))
-    width = -(-max(totals) // block_size)
-    table = check_precision.page_table(lengths, block_size, (2, len(totals), width))
-    used = [
-        page for row, total in zip(table[0], totals, strict=True) for page in row[: -(-total // block_size)]
-    ]
-    assert sorted(used) == list(range(1, len(used) + 1)) and (table[0] == table[1]).all()
-
-
 def test_in_float32_only_the_format_changes_tokens_and_experts():
     """Steps of two sizes agree, int8 keys and values cost less than e4m3 ones, and both precisions together
     cost more than one."""
