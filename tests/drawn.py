@@ -31,16 +31,12 @@ ROWS, PAGE, PAGES_A_ROW = 10, 4, 8
 
 
 def config_of(name: str) -> ModelConfig:
-    """Return the config of a small checkpoint.
-
-    tiny-gemma4_e2b keeps a layer of each kind. Its attention gets the usual scale. Without a scale the scores
-    of random queries and keys are large, and rounding errors grow with them.
-    """
+    """Return the config of a small checkpoint. tiny-gemma4_e2b keeps a layer of each kind."""
     config = model_config_from_hf(json.loads((paths.MODELS / name / "config.json").read_text()))
     if name != "tiny-gemma4_e2b":
         return config
     _, sliding, full, _, shared = config.layers
-    return dataclasses.replace(config, layers=(sliding, full, shared), attention_scale=None)
+    return dataclasses.replace(config, layers=(sliding, full, shared))
 
 
 def ready(nano: NanoOp, issued: list[NanoOp], ops_by_name: dict, makers: dict[str, set[str]]) -> bool:

@@ -83,6 +83,7 @@ class Leaf:
 
     Attributes:
       init: the values of dummy weights.
+      norm: what a norm of dummy weights scales by.
       rows: the index of each row in the leaf of one device; None: the same rows.
       quantization: `fp8` makes a `Quantized` of the leaf, `int4` an `Int4` or for experts an `ExpertInt4`,
         `int4_zero_point` the same with zero points, `mxfp4` an `Mxfp4`, `fp8_per_block` a `BlockFp8`.
@@ -107,6 +108,7 @@ class Leaf:
     stored: "tuple[Leaf, Leaf] | None" = None
     over_ranks: str | tuple[str, str] | None = None
     gate_block: int | None = None
+    norm: float = 1.0
 
     @property
     def spec(self) -> PartitionSpec:
@@ -305,20 +307,21 @@ def _quantize_placed(
     return jax.jit(_quantize(quantization, rank, gate_block), out_shardings=placed)
 
 
-def draw(seeds: jax.Array, leaf: Leaf, norm: float, dtype: Any) -> Any:
+def draw(seeds: jax.Array, leaf: Leaf, norm_offset: float, dtype: Any) -> Any:
     """Return the leaf of dummy weights in a model of `dtype`.
 
-    seeds: uint32 [2]. norm: the value of norm scales.
+    seeds: uint32 [2]. norm_offset: what the model adds to the weights of its norms.
     """
-    array = _drawn(seeds, leaf, norm).astype(leaf.dtype(dtype))
+    array = _drawn(seeds, leaf, norm_offset).astype(leaf.dtype(dtype))
     if leaf.quantization is None:
         return array
     return _quantize(leaf.quantization, len(leaf.shape), leaf.gate_block)(array)
 
 
-def _drawn(seeds: jax.Array, leaf: Leaf, norm: float) -> jax.Array:
+def _drawn(seeds: jax.Array, leaf: Leaf, norm_offset: float) -> jax.Array:
     if leaf.init != "matrix":
-        return jnp.full(leaf.shape, {"norm": norm, "zero": 0.0, "one": 1.0}[leaf.init])
+        value = {"norm": leaf.norm - norm_offset, "zero": 0.0, "one": 1.0}[leaf.init]
+        return jnp.full(leaf.shape, value)
     filled = leaf.filled or leaf.shape
     rows = (
         jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, 0)

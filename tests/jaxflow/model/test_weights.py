@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxflow.config import ConfigError, ModelConfig, gate_block
 from jaxflow.model.architectures.hf_config import model_config_from_hf
+from jaxflow.model.checkpoints.checkpoint import open_checkpoint, shipped_configs
 from jaxflow.model.weight_spec import TENSOR_PARALLEL_AXIS, assemble, assemble_shard, shard_maker
 from jaxflow.model.weights import Weights, dummy_weights, leaves, mlp_width, shapes, shardings, tensors
 from jaxflow.parallel.mesh import make_mesh
@@ -297,6 +298,32 @@ def test_dummy_weights_keep_activations_sane() -> None:
     opt = dummy_weights(config_of("tiny-opt"), jnp.float32)
     assert (opt["layers"][0]["attn_norm"] == 1).all() and not opt["layers"][0]["attn_norm_bias"].any()
     assert not opt["layers"][0]["qkv_bias"].any()
+
+
+def test_dummy_norms_give_scores_the_usual_size() -> None:
+    """A normed query and a normed key have H numbers of size 1. Their product has the size sqrt(H)."""
+    configs = [open_checkpoint(name, load_format="dummy").model_config for name in shipped_configs()]
+    normed = [config for config in configs if config.qk_norm]
+    assert {config.attention_scale for config in normed} >= {None, 1.0}
+    for config in normed:
+        config = dataclasses.replace(config, layers=tuple(dict.fromkeys(config.layers)))
+        for layer, tree in zip(config.layers, leaves(config)["layers"], strict=True):
+            own = config.for_layer(layer)
+            keys = 1.0 if layer.shares_kv else tree["k_norm"].norm
+            assert own.scale * own.head_dim**0.5 * tree["q_norm"].norm * keys == pytest.approx(1.0)
+
+
+def test_only_attention_without_a_scale_changes_dummy_norms() -> None:
+    config = config_of("tiny-gemma4_dense")
+    ours, usual = (
+        dummy_weights(dataclasses.replace(config, attention_scale=scale), jnp.float32)
+        for scale in (1.0, None)
+    )
+    for layer, mine, other in zip(config.layers, ours["layers"], usual["layers"], strict=True):
+        assert (other["q_norm"] == 1.0).all()
+        np.testing.assert_allclose(mine["q_norm"], config.for_layer(layer).head_dim ** -0.5)
+        for key in mine.keys() - {"q_norm"}:
+            np.testing.assert_array_equal(mine[key], other[key])
 
 
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-qwen3_moe"])
