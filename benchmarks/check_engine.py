@@ -1,7 +1,7 @@
 """Check the engine with this device's kernels against the engine with reference implementations.
 
     python benchmarks/check_engine.py [--model llama-3.1-8b] [--layers 4] [--fp8] [--tensor_parallel_size 4]
-        [--pipeline_parallel_size 2] [--plan plan.json] [--output_json FILE]
+        [--pipeline_parallel_size 2] [--plan plan.json] [--longest 2900] [--prompts 30] [--output_json FILE]
 
 The first engine runs on one device or on several, and the reference engine on one device. The first engine
 draws greedy answers, with decode attention, chunks of every size, and batches that change from step to step.
@@ -90,6 +90,8 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tensor_parallel_size", type=int, default=1)
     parser.add_argument("--pipeline_parallel_size", type=int, default=1)
     parser.add_argument("--plan", default="sequential")
+    parser.add_argument("--longest", type=int, default=2900, help="tokens of the longest prompt")
+    parser.add_argument("--prompts", type=int, default=30, help="prompts of random lengths up to 900 tokens")
     parser.add_argument("--output_json")
     return parser.parse_args(words)
 
@@ -133,7 +135,9 @@ def check(given: argparse.Namespace) -> dict[str, Any]:
         return make_loop(local, model, executor)
 
     rng = np.random.default_rng()
-    lengths = [1, 2, 63, 64, 65, 127, 500, 1300, 2900, *rng.integers(1, 900, 30).tolist()]
+    fixed = {1, 2, 63, 64, 65, 127, 500, 1300, given.longest}
+    drawn_lengths = rng.integers(1, min(900, given.longest + 1), given.prompts).tolist()
+    lengths = [*sorted(n for n in fixed if n <= given.longest), *drawn_lengths]
     prompts = [rng.integers(0, model.vocab_size, n).tolist() for n in lengths]
     fast = engine(None)
     greedy = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
