@@ -50,6 +50,7 @@ def steps_apart(got, want):
     [
         (jnp.bfloat16, 5, 4, 2, 64, Rope(5e5, "llama3", 8.0, 1.0, 4.0, 8192), False, {"sms": 2}),
         (jnp.bfloat16, 3, 3, 2, 64, Rope(1e4, "linear", 4.0), True, {}),
+        (jnp.bfloat16, 3, 8, 1, 256, Rope(1e4), True, {"sms": 2}),  # the heads of Gemma 4 E2B
         (jnp.bfloat16, 2, 1, 1, 128, None, False, {"sms": 1}),  # one row of queries, shared by all four warps
         (jnp.float8_e4m3fn, 5, 2, 2, 64, Rope(1e4), True, {"sms": 2}),
         (jnp.int8, 3, 2, 4, 64, Rope(1e4), False, {"sms": 1}),

@@ -84,6 +84,9 @@ def test_every_token_is_in_one_tile_that_reads_the_keys_it_sees(gaps, window):
         ([(0, 8, 0, 90)], 8, 1, 1, 64, {"scale": 0.0, "unified_max": jnp.asarray([1.0, 20.0])}),
         ([(5, 70, 0, 70), (80, 9, 1, 0)], 96, 2, 1, 512, {}),
         ([(0, 9, 0, 150)], 24, 1, 1, 512, {"window": 70, "soft_cap": 20.0, "scale": -0.1}),
+        # The heads of Gemma 4 E2B, whose scores have no scale. Here they reach 100 and -100.
+        ([(0, 40, 0, 500)], 40, 2, 1, 256, {"window": 512, "scale": 1.0}),
+        ([(3, 70, 0, 70)], 80, 2, 1, 512, {"scale": 1.0}),
     ],
 )
 def test_chunk_attention_equals_its_reference(chunks, tokens, heads, kv_heads, width, extra):

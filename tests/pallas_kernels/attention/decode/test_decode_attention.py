@@ -171,6 +171,9 @@ def into(rows, heads, width):
         ),
         ([200, 5, 120], 4, 2, 64, DecodeTile(2, 4), E4M3, {"window": 70, "scale": 0.0}),
         ([70, 0, 130], 8, 2, 512, DecodeTile(1, 3, pages=1), jnp.bfloat16, {"sms": 2}),  # Gemma 4's widest
+        # The heads of Gemma 4 E2B, whose scores have no scale. Here they reach 100 and -100.
+        ([130, 700], 8, 1, 256, decode_tile(256, 8), jnp.bfloat16, {"window": 512, "scale": 1.0}),
+        ([70, 200], 8, 1, 512, decode_tile(512, 8), jnp.bfloat16, {"scale": 1.0}),
     ],
 )
 def test_decode_attention_equals_its_reference(lengths, heads, kv_heads, width, tile, dtype, extra):
