@@ -107,7 +107,7 @@ def test_every_sequence_has_pages_of_its_own(totals, block_size):
 
 
 def test_a_window_hides_no_key_that_an_early_position_needs(tmp_path):
-    """Steps of two sizes compute equal streams, though every sequence is longer than the window."""
+    """Steps of two sizes compute equal streams, though most sequences are longer than the window."""
     folder = MODELS / "tiny-gemma2"
     plan = tmp_path / "plan.json"
     save(sequential_plan(open_checkpoint(str(folder)).model_config, 32), plan)

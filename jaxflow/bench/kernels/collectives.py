@@ -198,6 +198,8 @@ def measure(
 ) -> dict[str, Any]:
     """Return the rows of each model. keep: receives the report so far after each row.
 
+    `rows_missing` counts the rows that are not measured yet. It is above 0 where a time limit ended the run.
+
     Raises:
       ConfigError: there are fewer devices, or a model has no experts that they share evenly.
     """
@@ -212,14 +214,14 @@ def measure(
     empty = program(first, _nothing, 200, mesh)
     loop_us = interleaved({"": empty}, calls=200, seconds=seconds, rounds=3)[""].us
     rows: list[dict[str, Any]] = []
+    cases = [(number, name, way) for number in tokens for name in configs for way in WAYS]
     result = {"devices": devices, "link_bytes_per_s": rate, "loop_us": loop_us, "rows": rows}
-    for number in tokens:
-        for name, config in configs.items():
-            for way in WAYS:
-                row = measure_one(Sizes(config, devices, number), way, seconds, mesh, rate)
-                rows.append({"model": name} | row)
-                print(_line(rows[-1]), file=sys.stderr, flush=True)
-                keep(result)
+    for number, name, way in cases:
+        row = measure_one(Sizes(configs[name], devices, number), way, seconds, mesh, rate)
+        rows.append({"model": name} | row)
+        print(_line(rows[-1]), file=sys.stderr, flush=True)
+        result["rows_missing"] = len(cases) - len(rows)
+        keep(result)
     return result
 
 

@@ -1,5 +1,6 @@
 """`bench collectives` over virtual devices: its bytes, its calls, and its report."""
 
+import contextlib
 import json
 
 import jax
@@ -43,9 +44,24 @@ def test_a_report_has_a_row_for_each_way_and_a_failure_leaves_the_others(no_flag
     monkeypatch.setitem(WAYS, "gather", failing)
     few = ["--models", "mixtral-8x7b", "--tokens", "1", "--seconds", "0.01"]
     assert main(["bench", "collectives", *few, "--output_json", str(path)]) == 0
-    rows = {row["way"]: row for row in json.loads(path.read_text())["rows"]}
+    found = json.loads(path.read_text())
+    rows = {row["way"]: row for row in found["rows"]}
+    assert found["rows_missing"] == 0
     assert list(rows) == list(WAYS) and rows.pop("gather")["error"] == "too large"
     assert all(row["us"] > 0 and row["bytes"] > 0 for row in rows.values())
+
+
+def test_a_run_that_a_time_limit_ends_says_how_many_rows_are_missing(no_flags, tmp_path, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    path = tmp_path / "out.json"
+    monkeypatch.setitem(WAYS, list(WAYS)[2], interrupted)
+    few = ["--models", "mixtral-8x7b", "--tokens", "1,2", "--seconds", "0.01"]
+    with contextlib.suppress(KeyboardInterrupt):
+        main(["bench", "collectives", *few, "--output_json", str(path)])
+    found = json.loads(path.read_text())
+    assert len(found["rows"]) == 2 and found["rows_missing"] == 2 * len(WAYS) - 2
 
 
 def test_a_wrong_number_of_tokens_is_refused(no_flags, capsys):
