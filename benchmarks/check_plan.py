@@ -335,18 +335,11 @@ def passes(report: Mapping[str, Any]) -> bool:
 # ---- the command
 
 
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of a check that compares ways on equal tokens."""
     parser.add_argument("--model", default="llama-3-70b")
     parser.add_argument("--load_format", default="dummy", help="dummy, or auto: the checkpoint's weights")
     parser.add_argument("--layers", type=int, help="the first ones alone; default: all")
-    parser.add_argument("--fp8", action="store_true", help="weights and cache in e4m3")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--tensor_parallel_size", type=int, default=1)
-    parser.add_argument("--plans", required=True, help="plan files of one step size, comma-separated")
-    parser.add_argument("--other_tokens", type=int, required=True, help="step size of the noise floor's way")
     parser.add_argument("--sequences", type=int, default=640)
     parser.add_argument("--prompt", type=int, default=128, help="mean prompt tokens of most sequences")
     parser.add_argument("--output", type=int, default=64, help="tokens behind each prompt")
@@ -358,9 +351,21 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--loud", default="1024,64,16,4,2", help="loud rows of the head, falling, tried in turn"
     )
     parser.add_argument("--block_size", type=int, default=64)
-    parser.add_argument("--gpu_memory_utilization", type=float, default=0.92)
     parser.add_argument("--compilation_cache_dir")
     parser.add_argument("--output_json")
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_flags(parser)
+    parser.add_argument("--fp8", action="store_true", help="weights and cache in e4m3")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--tensor_parallel_size", type=int, default=1)
+    parser.add_argument("--plans", required=True, help="plan files of one step size, comma-separated")
+    parser.add_argument("--other_tokens", type=int, required=True, help="step size of the noise floor's way")
+    parser.add_argument("--gpu_memory_utilization", type=float, default=0.92)
     return parser.parse_args(arguments)
 
 
