@@ -38,6 +38,7 @@ import numpy as np
 from benchmarks.check_plan import (
     ABOVE,
     Lengths,
+    add_flags,
     all_positions,
     comparer,
     described,
@@ -307,24 +308,14 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="qwen3-30b-a3b")
-    parser.add_argument("--load_format", default="dummy", help="dummy, or auto: the checkpoint's weights")
-    parser.add_argument("--layers", type=int, help="the first ones alone; default: all")
+    add_flags(parser)
+    parser.set_defaults(model="qwen3-30b-a3b", sequences=64, prompt=96, output=32)
     parser.add_argument("--against", default="bfloat16", help="the wide precision: bfloat16 or float32")
     parser.add_argument("--quantization", default="none,fp8", help="formats of weights, comma-separated")
     parser.add_argument("--kv_cache_dtype", default="auto,fp8", help="formats of the cache, comma-separated")
     parser.add_argument("--rounded", default="", help="formats of weights to make wide again")
     parser.add_argument("--tokens", type=int, default=512, help="tokens of a step")
     parser.add_argument("--other_tokens", type=int, default=256, help="tokens of a step for the noise floor")
-    parser.add_argument("--sequences", type=int, default=64)
-    parser.add_argument("--prompt", type=int, default=96, help="mean prompt tokens of most sequences")
-    parser.add_argument("--output", type=int, default=32, help="tokens behind each prompt")
-    parser.add_argument("--longest", type=int, default=1500, help="tokens of the longest sequence")
-    parser.add_argument("--embed_scale", type=float, help="default: as in benchmarks.check_plan")
-    parser.add_argument("--loud", default="1024,64,16,4,2", help="loud rows of the head, tried in turn")
-    parser.add_argument("--block_size", type=int, default=64)
-    parser.add_argument("--compilation_cache_dir")
-    parser.add_argument("--output_json")
     return parser.parse_args(words)
 
 
