@@ -303,25 +303,30 @@ class Executor:
         self,
         num_pages: tuple[int, ...],
         on_progress: Callable[[int, int], None] = lambda done, total: None,
+        first: Collection[StepLayout] | None = None,
     ) -> None:
-        """Compile all programs for a number of pages, before there is a cache. `compile` uses
-        the programs if the number is right. on_progress: see `warm_up`.
+        """Compile the programs for a number of pages, before there is a cache. A later `compile` uses
+        the programs if the number is right. on_progress: see `warm_up`. first: see `compile`.
         """
         self.num_pages = num_pages
-        self.compile(on_progress)
+        self.compile(on_progress, first)
         self._warm = False
-        self._measured = {(num_pages, key): step for key, step in self._steps.items()}
+        self._measured = {
+            (num_pages, key): step
+            for key, step in self._steps.items()
+            if not isinstance(step, DeferredProgram)
+        }
 
     @property
     def early_pages(self) -> tuple[int, ...] | None:
         """Return the number of pages of `compile_early`; None before its call."""
         return next((pages for pages, _ in self._measured), None)
 
-    def compile_for(self, num_pages: tuple[int, ...]) -> int:
-        """Compile all programs for a number of pages, see `compile_early`. Return the device memory of their
-        temporary arrays and results.
+    def compile_for(self, num_pages: tuple[int, ...], first: Collection[StepLayout] | None = None) -> int:
+        """Compile the programs for a number of pages, see `compile_early`. Return the device memory of the
+        temporary arrays and results of the largest layout.
         """
-        self.compile_early(num_pages)
+        self.compile_early(num_pages, first=first)
         (largest,) = self.layouts[max(self.layouts)]
         programs = [table[key] for table, key in self._programs_of(largest)]
         return temporary.together(

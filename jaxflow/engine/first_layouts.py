@@ -42,12 +42,15 @@ def first_layouts(
     """Return the layouts to compile before serving, the largest first; None for all.
 
     On a CPU, requests alone decide what is compiled first. A deadline of steps
-    (`batch_tpot_ms`) needs all layouts, and `enforce_eager` has few.
+    (`batch_tpot_ms`) needs all layouts. With `enforce_eager` there is one step size,
+    and its steps run decodes until the smaller layouts of decodes are ready.
     config: resolved. layouts: of each step size, one a plan; the first one of a size serves.
     """
-    if not on_gpu() or config.batch_tpot_ms is not None or config.enforce_eager:
+    if not on_gpu() or config.batch_tpot_ms is not None:
         return None
     sizes = sorted(layouts)
+    if config.enforce_eager:
+        return [layouts[sizes[-1]][0]]
     dtype = "float8_e4m3fn" if config.quantization == "fp8" else "bfloat16"
     predicted = roofline_step_time(model, config.tensor_parallel_size, cost_device().rates, sizes, dtype)
     return [layouts[size][0] for size in first_sizes({size: predicted.seconds(size, 0, 0) for size in sizes})]

@@ -640,7 +640,7 @@ def _compile_early(
     free: Sequence[int],
     check: Callable[..., None],
 ) -> None:
-    """Compile the programs of stages that have the shapes of their weights, for a number of pages.
+    """Compile the first programs of stages that have the shapes of their weights, for a number of pages.
 
     `_eager_pages` checks the number once the weights are loaded.
 
@@ -658,7 +658,7 @@ def _compile_early(
         pages = _eager_guess(config, model, stages, left)
     for stage in stages:
         check()
-        stage.compile_early(pages, check)
+        stage.compile_early(pages, check, _first_of(config, model, stage, None))
 
 
 def _load(config: EngineConfig, checkpoint: Checkpoint, mesh: Mesh, stage: Stage, progress: bool) -> Weights:
@@ -1014,11 +1014,13 @@ def _num_pages(
     """Return the pages of each layer group: as configured, or all that fit in
     the free memory of each stage.
     """
-    pages = _own_num_pages(config, model, stages)
+    pages = _own_num_pages(config, model, stages, team)
     return pages if team is None else team.least("pages", pages)
 
 
-def _own_num_pages(config: EngineConfig, model: ModelConfig, stages: Sequence[Executor]) -> tuple[int, ...]:
+def _own_num_pages(
+    config: EngineConfig, model: ModelConfig, stages: Sequence[Executor], team: Team | None
+) -> tuple[int, ...]:
     """Return the pages that fit in the memory of this process's devices and host. See `_num_pages`."""
     stages = [stage for stage in stages if stage.is_here]
     if config.num_kv_pages is not None:
@@ -1034,7 +1036,7 @@ def _own_num_pages(config: EngineConfig, model: ModelConfig, stages: Sequence[Ex
         return _least_pages(model, stages, [_pages_on_cpu(config, stage, len(stages)) for stage in stages])
     free = [memory_budget(stage.programs.mesh, config) - stage.state_bytes() for stage in stages]
     if config.enforce_eager:
-        return _eager_pages(config, model, stages, free)
+        return _eager_pages(config, model, stages, free, team)
     found = _guessed_pages(config, model, stages, free)
     if found is not None:
         return found
@@ -1097,18 +1099,29 @@ def _pages_on_cpu(config: EngineConfig, executor: Executor, stages: int) -> tupl
 
 
 def _eager_pages(
-    config: EngineConfig, model: ModelConfig, stages: Sequence[Executor], free: Sequence[int]
+    config: EngineConfig,
+    model: ModelConfig,
+    stages: Sequence[Executor],
+    free: Sequence[int],
+    team: Team | None = None,
 ) -> tuple[int, ...]:
     """Return the pages that leave every stage the memory that its programs need.
 
-    All programs are compiled for a guess, one beside the other. They are compiled again
+    The programs are compiled for a guess, one beside the other. They are compiled again
     if the guess is bad. free: see `_measured_pages`.
     """
     guess = stages[0].early_pages or _eager_guess(config, model, stages, free)
-    needs = [stage.compile_for(guess) for stage in stages]
+    needs = [stage.compile_for(guess, _first_of(config, model, stage, team)) for stage in stages]
     found = _pages_beside(config, model, stages, free, needs)
     good = all(GOOD_GUESS * most <= pages <= most for pages, most in zip(guess, found, strict=True))
     return guess if good else found
+
+
+def _first_of(
+    config: EngineConfig, model: ModelConfig, stage: Executor, team: Team | None
+) -> list[StepLayout] | None:
+    """Return the layouts of a stage to compile before serving. None for all: a team compiles all of them."""
+    return None if team is not None else first_layouts(config, model, stage.layouts)
 
 
 def _eager_guess(

@@ -13,7 +13,7 @@ import pytest
 import toy
 
 from jaxflow.config import ConfigError, EngineConfig
-from jaxflow.engine import start
+from jaxflow.engine import first_layouts, start
 from jaxflow.engine.deferred import wait_until_compiled
 from jaxflow.engine.executor import Executor
 from jaxflow.engine.kernel_choice import choose_kernels
@@ -81,6 +81,36 @@ def test_the_tokens_are_those_of_the_default_mode(model, parallel):
     assert answers(eager) == answers(config)
 
 
+@pytest.mark.parametrize("model", ["tiny-gemma2", "tiny-opt"])
+def test_layouts_of_decodes_become_ready_while_a_gpu_serves(model, monkeypatch):
+    """Law. The tokens are those of an engine that has compiled all of its steps."""
+    stages = {"pipeline_parallel_size": 2} if model == "tiny-opt" else {}
+    config = settings_of(model, enforce_eager=True, **stages)
+    expected = answers(config)
+    monkeypatch.setattr(first_layouts, "on_gpu", lambda: True)
+    made, compile_layout = [], Executor.compile_layout
+    served = threading.Event()
+
+    def late(executor, layout):
+        served.wait(60)
+        made.append(layout.tokens)
+        compile_layout(executor, layout)
+
+    monkeypatch.setattr(Executor, "compile_layout", late)
+    with LLM.from_config(config, progress=False) as llm:
+        assert llm.executor.substitutes
+        assert {layout.tokens for layout in llm.executor.unready()} == {1, 16}
+        assert all(layout.decodes for layout in llm.executor.unready())
+        early = [llm.generate([PROMPT, PROMPT[:3], [8]], sampling) for sampling in SAMPLINGS]
+        assert not made
+        served.set()
+        wait_until_compiled()
+        assert not llm.executor.unready() and set(made) == {1, 16}
+        later = [llm.generate([PROMPT, PROMPT[:3], [8]], sampling) for sampling in SAMPLINGS]
+    found = [[out.outputs[0].token_ids for outs in every for out in outs] for every in (early, later)]
+    assert found == [expected[:-1]] * 2
+
+
 @pytest.fixture(scope="module")
 def eager():
     """Return the resolved settings, the model's config, and a compiled executor."""
@@ -123,7 +153,7 @@ def test_pages_leave_the_memory_that_the_programs_need(guess, monkeypatch):
     monkeypatch.setattr(start, "_guessed_temporary_bytes", lambda *_: guess)
     made.defers = False  # as on a GPU
     compile_for, free, need = made.compile_for, (1 << 23) + (1 << 21), 1 << 23
-    monkeypatch.setattr(made, "compile_for", lambda pages: max(need, compile_for(pages)))
+    monkeypatch.setattr(made, "compile_for", lambda *given: max(need, compile_for(*given)))
     found = start._eager_pages(config, model, [made], [free])
     compiled = dict(made._steps)
     made.allocate(found)
