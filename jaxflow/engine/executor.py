@@ -570,7 +570,8 @@ class Executor:
             lowered = job.lower()
             freeze_later_objects()
         timed = on_gpu() and not needs_no_gpu(job.options)
-        times = timed and temporary.has_products(lowered)
+        programs = lowered.programs if isinstance(lowered, LoweredStep) else (lowered,)
+        times = timed and any(map(temporary.has_products, programs))
         with _timing.take() if times else contextlib.nullcontext():
             return self._compile(lowered, job.options)
 

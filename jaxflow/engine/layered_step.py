@@ -83,6 +83,11 @@ class LoweredStep:
     cache_of: tuple[int, ...]
     end: Lowered
 
+    @property
+    def programs(self) -> tuple[Lowered, ...]:
+        """The distinct programs of a step."""
+        return self.begin, *self.layers, self.end
+
     def compile(self, compile_one: Callable[[Lowered], Callable]) -> LayeredStep:
         """Return the step, with each program compiled by `compile_one`."""
         layers = [compile_one(layer) for layer in self.layers]

@@ -1,5 +1,6 @@
 """An engine with `enforce_eager` compiles few programs, and draws the tokens of the default mode."""
 
+import contextlib
 import dataclasses
 import gc
 import threading
@@ -13,11 +14,11 @@ import pytest
 import toy
 
 from jaxflow.config import ConfigError, EngineConfig
-from jaxflow.engine import first_layouts, start
+from jaxflow.engine import executor, first_layouts, start
 from jaxflow.engine.deferred import wait_until_compiled
 from jaxflow.engine.executor import Executor
 from jaxflow.engine.kernel_choice import choose_kernels
-from jaxflow.engine.layered_step import LoweredStep
+from jaxflow.engine.layered_step import LayeredStep, LoweredStep
 from jaxflow.engine.start_times import StartTimes
 from jaxflow.engine.step_plans import choose_plans, eager_decodes
 from jaxflow.llm import LLM
@@ -126,6 +127,17 @@ def test_a_start_compiles_three_steps_of_three_programs(eager):
     assert not made.substitutes
     of_one_row = [kind for rows, kind in made._samplers if rows == 1]
     assert of_one_row == ["plain"]  # a decode with filters runs the larger step
+
+
+def test_a_deferred_step_may_time_its_products(eager, monkeypatch):
+    """A GPU times products with weights in 4 bits, one program after another."""
+    made = eager[2]
+    monkeypatch.setattr(executor, "on_gpu", lambda: True)
+    monkeypatch.setattr(executor, "needs_no_gpu", lambda options: False)
+    turns = []
+    monkeypatch.setattr(executor._timing, "take", lambda: contextlib.nullcontext(turns.append(1)))
+    job = next(job for job in made.jobs() if job.table is made._steps)
+    assert isinstance(made._lower_and_compile(job), LayeredStep) and turns == [1]
 
 
 @pytest.mark.parametrize(("decodes", "tokens"), [(1, 1), (2, 16), (6, 16)])
