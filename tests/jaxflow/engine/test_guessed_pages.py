@@ -91,7 +91,7 @@ def test_an_engine_draws_the_same_tokens_after_any_guess(more_pages, monkeypatch
     asked = []
     prepare_first = Executor.prepare_first
 
-    def own_num_pages(config, model, stages):
+    def own_num_pages(config, model, stages, team):
         (executor,) = stages
         guess = start._guessed_temporary_bytes(config, model)
         page = sum(page_bytes(executor.page_groups, config.block_size, 1))
