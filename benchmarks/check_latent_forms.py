@@ -27,11 +27,11 @@ import numpy as np
 from benchmarks.check_engine import LIMITS, set_of
 from jaxflow.bench.report import machine
 from jaxflow.bench.report.requests import write_json
-from jaxflow.config import EngineConfig
+from jaxflow.config import ConfigError, EngineConfig
 from jaxflow.engine.kernel_choice import choose_kernels
 from jaxflow.engine.loop import Loop
 from jaxflow.engine.start import choose_plans, make_executor, make_loop, prepare_process, resolve
-from jaxflow.model.checkpoints.checkpoint import open_checkpoint
+from jaxflow.model.checkpoints.checkpoint import CheckpointError, open_checkpoint
 from jaxflow.request import Delta, Logprob, Request, SamplingParams, Started
 from pallas_kernels.kernel_set import KernelSet
 from pallas_kernels.measure.provenance import provenance
@@ -42,17 +42,13 @@ ANSWER = 24  # tokens
 
 
 def forms_of(kernels: KernelSet) -> dict[str, KernelSet]:
-    """Return a device's kernels with both forms of chunks, and with the absorbed form alone."""
-    from pallas_kernels.attention.latent import up_chunks
+    """Return a device's kernels, which may run chunks by head, and the same with the absorbed form alone.
 
-    by_head = {
-        "latent_up_chunk_attention": up_chunks.up_chunk_attention,
-        "list_latent_up_chunk_work": up_chunks.list_up_chunk_work,
-    }
-    return {
-        "by_head": dataclasses.replace(kernels, **by_head),
-        "absorbed": dataclasses.replace(kernels, latent_up_chunk_attention=None),
-    }
+    Raises: ConfigError if the device's kernels have no form by head for the model.
+    """
+    if kernels.latent_up_chunk_attention is None:
+        raise ConfigError("kernels", kernels.name, "kernels that run chunks of latent attention by head")
+    return {"by_head": kernels, "absorbed": dataclasses.replace(kernels, latent_up_chunk_attention=None)}
 
 
 def run(engine: Loop, requests: Sequence[Request]) -> tuple[dict[str, list[int]], dict[str, list[Any]]]:
@@ -181,10 +177,17 @@ def check(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Run the check, write its report, and return the exit status: 0 for forms that agree."""
+    """Run the check, write its report, and return the exit status.
+
+    0: the forms agree. 1: they do not. 2: the model or the device has not both forms.
+    """
     given = parse()
-    with machine.watch(1) as readings:
-        result = check(given)
+    try:
+        with machine.watch(1) as readings:
+            result = check(given)
+    except (ConfigError, CheckpointError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     head = {
         "command_name": "check_latent_forms",
         **provenance(shlex.join(["python", "-m", "benchmarks.check_latent_forms", *sys.argv[1:]])),

@@ -2,6 +2,7 @@
 
 import pytest
 
+from benchmarks import check_latent_forms
 from benchmarks.check_latent_forms import ANSWER, agree, compare
 from jaxflow.request import Logprob
 
@@ -26,3 +27,10 @@ def scores(shift: float = 0.0, rank: int = 1, best: float = -1.0) -> dict[str, l
 def test_forms_agree_up_to_rounding(by_head, absorbed, compilations, good):
     found = compare(by_head, absorbed) | {"compilations_after_warmup": {"by_head": compilations}}
     assert agree(found) == good
+
+
+def test_a_device_without_both_forms_is_refused_before_an_engine_starts(monkeypatch, capsys):
+    monkeypatch.setattr(check_latent_forms, "make_executor", lambda *_, **__: pytest.fail("started"))
+    monkeypatch.setattr("sys.argv", ["check_latent_forms"])
+    assert check_latent_forms.main() == 2
+    assert "kernels" in capsys.readouterr().err
