@@ -327,7 +327,13 @@ class Executor:
         temporary arrays and results of the largest layout.
         """
         self.compile_early(num_pages, first=first)
-        (largest,) = self.layouts[max(self.layouts)]
+        return self.need_of_largest()
+
+    def need_of_largest(self) -> int:
+        """Return the device memory of the temporary arrays and results of the largest layout, which is
+        compiled.
+        """
+        largest = self.layouts[max(self.layouts)][0]
         programs = [table[key] for table, key in self._programs_of(largest)]
         return temporary.together(
             one.need() if isinstance(one, LayeredStep) else temporary.Need.of(one) for one in programs

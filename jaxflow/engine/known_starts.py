@@ -30,8 +30,8 @@ class KnownStarts:
         return cls(folder / f"{hashlib.sha256(made_of).hexdigest()}.starts")
 
     def sizes(self) -> list[list[int]]:
-        """Return the memory of a device and the pages of each layer group, of
-        each start; [] for a damaged file.
+        """Return the memory of a device and the pages of each layer group, of each start. The latest start
+        comes last. The result of a damaged file is [].
         """
         try:
             return msgspec.json.decode(self.path.read_bytes(), type=list[list[int]])
@@ -39,11 +39,12 @@ class KnownStarts:
             return []
 
     def add(self, sizes: list[int]) -> None:
-        """Add a start. A folder that cannot be written keeps none."""
+        """Add a start as the latest one. A folder that cannot be written keeps none."""
         found = self.sizes()
         with contextlib.suppress(OSError):
-            if sizes not in found:
+            if found[-1:] != [sizes]:
                 partial = self.path.with_name(f"{self.path.name}.{os.getpid()}")
-                partial.write_bytes(msgspec.json.encode([*found, sizes]))
+                earlier = [each for each in found if each != sizes]
+                partial.write_bytes(msgspec.json.encode([*earlier, sizes]))
                 partial.replace(self.path)
             os.utime(self.path)  # a file that is used for a month stays

@@ -93,12 +93,14 @@ class LoweredPrograms:
       made_of: everything that the programs depend on, except the arguments' shapes and the code.
       platforms: see `jax.export`; None for this process's platform.
       target: of machine code in the folder; None to use no such code.
+      only_reads: raise `NotKeptError` for a program that the folder lacks, in place of making the program.
     """
 
     folder: Path
     made_of: str
     platforms: tuple[str, ...] | None = None
     target: Target | None = None
+    only_reads: bool = False
 
     def lower(
         self, name: str, fn: jax.stages.Wrapped, donated: Sequence[int], *args: Any
@@ -125,6 +127,8 @@ class LoweredPrograms:
         path = self.folder / self.digest(name, args)
         packed = read_signed(path)
         exported = None if packed is None else unpack(packed)
+        if exported is None and self.only_reads:
+            raise NotKeptError(f"the folder has no program {name!r} of these settings and arguments")
         if exported is None:
             try:
                 made = export.export(fn, platforms=self.platforms, disabled_checks=_ANY_CALL)(*args)
@@ -196,6 +200,10 @@ class Kept:
         return found
 
 
+class NotKeptError(Exception):
+    """A program is not in a folder that is only read."""
+
+
 def open_lowered_programs(made_of: tuple, folder: Path | None = None) -> LoweredPrograms | None:
     """Return the lowered programs of this device in a folder; None without a folder.
 
@@ -251,11 +259,16 @@ def compile_program(
     """Return the compiled program.
 
     One of XLA's cache that does not fit is compiled again, without the cache.
+
+    Raises:
+      NotKeptError: see `LoweredPrograms`.
     """
     if isinstance(lowered, Kept):
         found = lowered.load(options)
         if found is not None:
             return found
+        if lowered.programs.only_reads:
+            raise NotKeptError("the folder has no machine code of a program")
         lowered = lowered.lowered
     try:
         return lowered.compile(compiler_options=options or None)

@@ -184,6 +184,16 @@ class LoweringProcesses:
         """
         return self._sizes(num_pages) in self.known.sizes()
 
+    def latest_pages(self, memory: int) -> tuple[int, ...] | None:
+        """Return the pages of each layer group of the latest start whose programs are all in the folder.
+
+        The result is None without such a start on a device with this memory.
+
+        memory: see `Description`.
+        """
+        found = [pages for size, *pages in filter(None, self.known.sizes()) if size == memory]
+        return tuple(found[-1]) if found else None
+
     def remember(self, num_pages: tuple[int, ...]) -> None:
         """Note that all programs of a start with these pages are in the folder."""
         self.known.add(self._sizes(num_pages))

@@ -9,6 +9,7 @@ import os
 import random
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,7 @@ from jaxflow.model.sampling import rows_at_once
 from jaxflow.model.stage import Stage, stages_of
 from jaxflow.model.weight_spec import Leaf
 from jaxflow.model.weights import Weights, leaves, shapes, shardings
+from jaxflow.parallel.links import fault_text
 from jaxflow.parallel.mesh import (
     DP,
     TP,
@@ -578,23 +580,34 @@ def _make_stages(
     def is_one_alone(weights: Sequence[Weights]) -> bool:  # ranks with one decode each are rare
         return ranks == 1 and one_alone(dense_products(model, weights[-1]).values(), kernels)
 
+    target = target_of(meshes[0]) if lowering is not None and on_gpu() and _untimed(config) else None
+
     def make(weights: Sequence[Weights], one: bool, memory: int) -> list[Executor]:
-        return [
+        made = [
             make_stage(
                 config, model, plans, stage, mesh, each, kernels, is_own, one, graphs, memory, times, folder
             )
             for stage, mesh, each in zip(stages, meshes, weights, strict=True)
         ]
+        for executor in made if lowering is not None else ():
+            assert executor.lowered is not None
+            executor.lowered = dataclasses.replace(executor.lowered, target=target)
+            executor.lowering = lowering
+        return made
 
     made = None
-    if _compiles_early(config, team):
+    known = None if lowering is None else lowering.latest_pages(memory)
+    reads = known is not None and _reads_early(config, plans)
+    if reads or _compiles_early(config, team):
         expected = [_absent(config, model, mesh, stage) for stage, mesh in zip(stages, meshes, strict=True)]
         free = [memory_budget(mesh, config) for mesh in meshes]
 
-        def prepare(check: Callable[..., None]) -> list[Executor]:
+        def prepare(check: Callable[..., None]) -> list[Executor] | None:
             made = make(expected, is_one_alone(expected), memory)
-            _compile_early(config, model, made, free, check)
-            return made
+            if known is None:
+                _compile_early(config, model, made, free, check)
+                return made
+            return made if _read_early(config, model, made, known, check) else None
 
         loaded, made = load_and_prepare(load, prepare, functools.partial(have_same_shapes, expected), times)
         for executor, weights in zip(made or (), loaded, strict=made is not None):
@@ -611,11 +624,6 @@ def _make_stages(
         buckets = {tokens: tuple(several) for tokens, several in plans.items()}
         values = tuple(map(to_values, loaded))
         launched = None if graphs is None else dict(graphs)
-        target = target_of(meshes[0]) if on_gpu() and _untimed(config) else None
-        for executor in made:
-            assert executor.lowered is not None
-            executor.lowered = dataclasses.replace(executor.lowered, target=target)
-            executor.lowering = lowering
         lowering.describe(
             Description(config, model, buckets, one, launched, memory, values, str(folder), target)
         )
@@ -659,6 +667,48 @@ def _compile_early(
     for stage in stages:
         check()
         stage.compile_early(pages, check, _first_of(config, model, stage, None))
+
+
+def _reads_early(config: EngineConfig, plans: Mapping[int, Sequence[Plan]]) -> bool:
+    """Return True if a start whose programs are known may read the programs while the weights are loaded.
+
+    The folder has no machine code of programs that XLA times. Copies of experts have
+    shapes that the loading decides. config: resolved.
+    """
+    tp = config.tensor_parallel_size
+    timed = on_gpu() and (not _untimed(config) or any(is_timed(first, tp) for first, *_ in plans.values()))
+    return not timed and not config.enable_eplb
+
+
+def _read_early(
+    config: EngineConfig,
+    model: ModelConfig,
+    stages: Sequence[Executor],
+    pages: tuple[int, ...],
+    check: Callable[..., None],
+) -> bool:
+    """Read the first programs of stages that have the shapes of their weights. Return False if one is missing
+    or damaged. The start then makes all of them once the weights are loaded.
+
+    Args:
+      pages: of each layer group, in the latest start with equal settings.
+      check: called after each program.
+    """
+    kept = [stage.lowered for stage in stages]
+    try:
+        for stage in stages:
+            assert stage.lowered is not None
+            check()
+            stage.lowered = dataclasses.replace(stage.lowered, only_reads=True)
+            stage.compile_early(pages, check, _first_of(config, model, stage, None))
+    except CancelledError:
+        raise
+    except Exception as error:  # the start meets a fault of a program again
+        log.info("start: no programs are read while the weights are loaded: %s", fault_text(error))
+        return False
+    for stage, lowered in zip(stages, kept, strict=True):
+        stage.lowered = lowered
+    return True
 
 
 def _load(config: EngineConfig, checkpoint: Checkpoint, mesh: Mesh, stage: Stage, progress: bool) -> Weights:
@@ -1037,6 +1087,10 @@ def _own_num_pages(
     free = [memory_budget(stage.programs.mesh, config) - stage.state_bytes() for stage in stages]
     if config.enforce_eager:
         return _eager_pages(config, model, stages, free, team)
+    if (early := stages[0].early_pages) is not None:
+        needs = [stage.need_of_largest() for stage in stages]
+        if _is_good(early, _pages_beside(config, model, stages, free, needs)):
+            return early
     found = _guessed_pages(config, model, stages, free)
     if found is not None:
         return found
@@ -1113,8 +1167,15 @@ def _eager_pages(
     guess = stages[0].early_pages or _eager_guess(config, model, stages, free)
     needs = [stage.compile_for(guess, _first_of(config, model, stage, team)) for stage in stages]
     found = _pages_beside(config, model, stages, free, needs)
-    good = all(GOOD_GUESS * most <= pages <= most for pages, most in zip(guess, found, strict=True))
-    return guess if good else found
+    return guess if _is_good(guess, found) else found
+
+
+def _is_good(guess: tuple[int, ...], most: tuple[int, ...]) -> bool:
+    """Return True if guessed pages fit, and are nearly all that fit.
+
+    most: the pages of each layer group that fit.
+    """
+    return all(GOOD_GUESS * fit <= pages <= fit for pages, fit in zip(guess, most, strict=True))
 
 
 def _first_of(
@@ -1176,8 +1237,7 @@ def _guessed_pages(
     for stage in stages:
         stage.prepare_first(first, guess)
     found = _measured_pages(config, model, stages, free, guess)
-    good = all(GOOD_GUESS * most <= pages <= most for pages, most in zip(guess, found, strict=True))
-    if good:
+    if _is_good(guess, found):
         return guess
     log.info("pages: %s fit, and %s were guessed: the first steps are prepared again", found, guess)
     return found
