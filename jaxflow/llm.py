@@ -16,7 +16,7 @@ from tqdm import tqdm
 from jaxflow.config import EngineConfig, engine_config
 from jaxflow.engine.executor import Executor
 from jaxflow.engine.staged_executor import StagedExecutor
-from jaxflow.engine.start import Engine, open_model, prepare_process, resolve, start_engine
+from jaxflow.engine.start import CheckPlans, Engine, open_model, prepare_process, resolve, start_engine
 from jaxflow.engine.team import Team, join_team
 from jaxflow.flexgen.config import OffloadConfig, check_engine, offload_config
 from jaxflow.flexgen.policy import Policy
@@ -48,6 +48,7 @@ class LLM:
       config: an `EngineConfig`, instead of `settings`.
       kernels: the setting of this name, or the kernels instead of those that the settings choose.
       executor: the executor of an engine that has ended, with its weights and programs, see `start_engine`.
+      check_plans: refuses plans before the weights are loaded, see `start_engine`.
       settings: other fields of `jaxflow.config.EngineConfig`. With `coordinator`, `num_processes` and
         `process_id`, several processes run one engine: the call returns in process 0 only, and in the others
         it raises SystemExit once process 0 closes the model. With `offload`, of
@@ -66,6 +67,7 @@ class LLM:
         config: EngineConfig | None = None,
         kernels: KernelSet | str | None = None,
         executor: Executor | StagedExecutor | None = None,
+        check_plans: CheckPlans | None = None,
         **settings: Any,
     ):
         if isinstance(kernels, str):
@@ -79,7 +81,13 @@ class LLM:
                 checkpoint = open_model(config)
                 self.tokenizer: Tokenizer | None = open_tokenizer(config, checkpoint)
                 engine = start_engine(
-                    config, checkpoint, kernels=kernels, executor=executor, team=team, progress=progress
+                    config,
+                    checkpoint,
+                    kernels=kernels,
+                    executor=executor,
+                    team=team,
+                    progress=progress,
+                    check_plans=check_plans,
                 )
             self._backend: Backend = _Serving(engine, team)
             # The engine's thread holds the weights, so it ends with a model that nobody closed. A process
@@ -114,9 +122,17 @@ class LLM:
         progress: bool = True,
         kernels: KernelSet | None = None,
         executor: Executor | StagedExecutor | None = None,
+        check_plans: CheckPlans | None = None,
     ) -> "LLM":
         """Return the model of an `EngineConfig`."""
-        return cls(config.model, config=config, progress=progress, kernels=kernels, executor=executor)
+        return cls(
+            config.model,
+            config=config,
+            progress=progress,
+            kernels=kernels,
+            executor=executor,
+            check_plans=check_plans,
+        )
 
     def close(self) -> None:
         """Abort what runs, and end the engine."""

@@ -121,6 +121,7 @@ NO_LIMIT = 1 << 62  # pages of a layer group without a layer in this process
 # XLA uses vectors of 256 bits by default. With 512 bits, the products of one row with bfloat16 or e4m3
 # weights take about a fifth less CPU time. A CPU without such vectors runs two instructions for one.
 CPU_OPTIONS = {"xla_cpu_prefer_vector_width": 512}
+CheckPlans = Callable[[Mapping[int, Sequence[Plan]]], None]
 POOL_TOKENS = 32768  # tokens of KV in a CPU's default pool, at least
 # The settings that a step's programs depend on, the key of the cache of lowered programs. The others say
 # where files are, or concern the weights' values and the host only.
@@ -313,6 +314,7 @@ def start_engine(
     executor: Executor | StagedExecutor | None = None,
     team: Team | None = None,
     progress: bool = True,
+    check_plans: CheckPlans | None = None,
 ) -> Engine:
     """Load a model, compile its programs and start the engine.
 
@@ -322,6 +324,8 @@ def start_engine(
         its end, and raises SystemExit.
       executor: the executor of an engine that has ended, with the same settings except for the KV tiers. It
         must have page copies if there is a host tier.
+      check_plans: takes the plans of each step size before anything is loaded. It raises ConfigError for
+        plans that the caller refuses.
 
     Raises:
       ConfigError, CheckpointError, PlanError, ProcessesError
@@ -339,6 +343,8 @@ def start_engine(
             "" if given.max_num_seqs else " by default",
         )
         plans = choose_plans(config, checkpoint.model_config)
+    if check_plans is not None:
+        check_plans(plans)
     if team is not None:
         team.compare(given, config, checkpoint, plans)
     fingerprint = kv_fingerprint(config, checkpoint)

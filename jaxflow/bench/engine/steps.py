@@ -2,20 +2,18 @@
 
 import contextlib
 import dataclasses
+import itertools
 import queue
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxflow.config import ConfigError, EngineConfig
+from jaxflow.config import ConfigError
 from jaxflow.engine.executor import Executor
 from jaxflow.engine.staged_executor import StagedExecutor
-from jaxflow.engine.start import open_model, prepare_process, resolve
-from jaxflow.engine.step_plans import named_plans
 from jaxflow.pipeline.choice import is_sequential
-from jaxflow.pipeline.plan import load
+from jaxflow.pipeline.plan import Plan
 
 COMPARED = "plans with predictions and a sequential plan for comparison"
 
@@ -101,23 +99,12 @@ def sequential_alone(executor: Executor | StagedExecutor) -> Iterator[None]:
         executor.layouts = every
 
 
-def check_plan(config: EngineConfig) -> None:
-    """Check a plan file, or a folder of plans, for the condition of `sequential_alone`, before a model is
-    loaded.
+def check_plans(plans: Mapping[int, Sequence[Plan]]) -> None:
+    """Check the plans of each step size for the condition of `sequential_alone`, before a model is loaded.
 
-    A folder is not checked if the engine has several processes, which must meet before one uses a device.
-
-    Raises: CheckpointError, ConfigError, PlanError.
+    Raises: ConfigError.
     """
-    path, plans = Path(config.plan), ()
-    if path.is_file():
-        plans = (load(path),)
-    elif path.is_dir() and config.coordinator is None:
-        prepare_process(config)  # before the first use of the devices, which decide the plans
-        checkpoint = open_model(config)
-        config = dataclasses.replace(config, quantization=checkpoint.quantization_of(config.quantization))
-        plans = named_plans(resolve(config, checkpoint.model_config), checkpoint.model_config)
-    for plan in plans:
+    for plan in itertools.chain(*plans.values()):
         if plan.predictions is None and not is_sequential(plan):
             raise ConfigError("plan", plan.name, COMPARED)
 

@@ -269,12 +269,10 @@ def _measured(kind: str) -> dict[str, Any]:
     slo = report.parse_goodput(f.goodput)
     config = engine_config_from_flags()
     if kind == "rate":
-        if f.compare_sequential:
-            steps.check_plan(config)
         options.check_workload(options.longest(config))
-    with LLM.from_config(
-        dataclasses.replace(config, max_waiting=max(config.max_waiting, f.num_requests or 2000))
-    ) as llm:
+    config = dataclasses.replace(config, max_waiting=max(config.max_waiting, f.num_requests or 2000))
+    check = steps.check_plans if kind == "rate" and f.compare_sequential else None
+    with LLM.from_config(config, check_plans=check) as llm:
         wait_until_compiled()
         freeze_heap()
         head = {"command_name": "sweep", **throughput.head(llm)}

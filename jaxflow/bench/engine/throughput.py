@@ -314,10 +314,9 @@ def run() -> dict[str, Any]:
                 f[name].value,
                 "requests without conversations: no --rounds, no trace with shared blocks",
             )
-    if f.compare_sequential:
-        steps.check_plan(config)
     options.check_workload(options.longest(config))
-    with LLM.from_config(config) as llm:
+    check = steps.check_plans if f.compare_sequential else None
+    with LLM.from_config(config, check_plans=check) as llm:
         start = time_start(llm)
         freeze_heap()
         items, described = options.items_from_flags(llm.max_model_len)

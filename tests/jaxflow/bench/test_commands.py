@@ -29,7 +29,9 @@ from jaxflow.bench.workload import lengths as workload
 from jaxflow.bench.workload.drive import drive
 from jaxflow.bench.workload.grpc_backend import GrpcBackend
 from jaxflow.config import ConfigError, EngineConfig, ParallelConfig
+from jaxflow.engine import start
 from jaxflow.llm import LLM
+from jaxflow.model.checkpoints.checkpoint import Checkpoint
 from jaxflow.pipeline.handwritten import two_nano_batch_plan
 from jaxflow.pipeline.plan import Plan, Predictions, Target, save
 from serving.client import Client
@@ -359,13 +361,34 @@ def test_throughput_compares_searched_plans_with_the_sequential_plan(
 
 @pytest.mark.parametrize("command", [["throughput"], ["sweep", "--sweep", "rate", "--values", "1"]])
 @pytest.mark.parametrize("form", ["file", "folder"])
-def test_a_plan_without_predictions_is_not_compared(command, form, bench, llm, capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(LLM, "from_config", lambda config: pytest.fail("loaded"))
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_plan_without_predictions_is_refused_before_weights(
+    processes, command, form, no_flags, llm, capsys, monkeypatch, tmp_path
+):
+    told = []
+
+    @contextlib.contextmanager
+    def telling_faults():
+        try:
+            yield
+        except ConfigError as error:
+            told.append(error)
+            raise
+
+    team = types.SimpleNamespace(
+        resolve=lambda config, resolved: resolved(),
+        compare=lambda *_: pytest.fail("compared"),
+        telling_faults=telling_faults,
+    )
+    monkeypatch.setattr("jaxflow.llm.join_team", lambda config: team if processes == 2 else None)
+    monkeypatch.setattr(Checkpoint, "load", lambda *_, **__: pytest.fail("loaded"))
     plan = made_for_this_device(llm)
     save(plan, tmp_path / "plan.json")
     asked = ["--plan", str(tmp_path / "plan.json" if form == "file" else tmp_path), "--compare_sequential"]
-    assert bench(*command, "--model", MODEL, *asked, "--input_len", "5", "--output_len", "3") != 0
+    lengths = ["--input_len", "5", "--output_len", "3"]
+    assert main(["bench", *command, "--model", MODEL, *asked, *lengths]) != 0
     assert f"plan={plan.name!r} is not supported: plans with predictions" in capsys.readouterr().err
+    assert len(told) == processes - 1
 
 
 def made_for_this_device(llm, predictions: Predictions | None = None) -> Plan:
@@ -376,7 +399,6 @@ def made_for_this_device(llm, predictions: Predictions | None = None) -> Plan:
 
 def test_a_folder_is_refused_for_the_plans_that_fit_the_engine(llm, tmp_path):
     """Plans for other devices are not loaded, nor need plans with predictions be refused."""
-    config = EngineConfig(MODEL, plan=str(tmp_path), compilation_cache_dir="")
     predicted = made_for_this_device(llm, Predictions((8,), (40,), ((1.0,),), ((2.0,),)))
     other = made_for_this_device(llm)
     assert other.target is not None
@@ -385,10 +407,11 @@ def test_a_folder_is_refused_for_the_plans_that_fit_the_engine(llm, tmp_path):
         msgspec.structs.replace(other, target=msgspec.structs.replace(other.target, device="H200")),
         tmp_path / "other.json",
     )
-    steps.check_plan(config)
-    save(other, tmp_path / "other.json")
+    config = start.resolve(EngineConfig(MODEL, plan=str(tmp_path)), llm.model_config)
+    steps.check_plans(start.choose_plans(config, llm.model_config))
+    save(other, tmp_path / "predicted.json")
     with pytest.raises(ConfigError, match="plans with predictions"):
-        steps.check_plan(config)
+        steps.check_plans(start.choose_plans(config, llm.model_config))
 
 
 def test_throughput_runs_once_if_no_plan_gains(bench, capsys):
