@@ -3,19 +3,22 @@
 A nano-op starts once its inputs exist, the earlier nano-ops of its stream and its waits have ended, and an SM
 is free. Waiting nano-ops start first come, first served. A nano-op takes the profile's time for its tokens
 and SMs, at the clock that the card settles at under this plan: the step's joules are then at the power cap.
+Additions of received parts and copies of rows take time beside the nano-ops (`side_kernels`).
 """
 
 import collections
 import dataclasses
 import heapq
+import math
 from collections.abc import Callable
 
 from jaxflow.model.cost import Device
 from jaxflow.model.energy import Power, bound
-from jaxflow.model.graph import Graph, Work
+from jaxflow.model.graph import Graph, Op, Work
 from jaxflow.pipeline.plan import Plan
 from jaxflow.pipeline.program import ATTENTION, LayerOp, TokenRange, program
 from search.nanobatch.layer_tasks import APPEND, StepShape
+from search.nanobatch.side_kernels import ADDITION, exchange_work, side_kernels, with_additions
 from search.profile.clock import Governor, governor_of
 from search.profile.op_times import NETWORK_SMS
 from search.profile.share_times import ShareTimes
@@ -25,7 +28,7 @@ _GUESSES = 3  # iterations of the clock; the error after three is below 0.5 %
 
 @dataclasses.dataclass(frozen=True)
 class SimulatedRun:
-    """One run of a nano-op; seconds from the step's start."""
+    """One run of a nano-op, or of an addition before it; seconds from the step's start."""
 
     run: LayerOp
     start_s: float
@@ -85,7 +88,7 @@ def simulate(
 
     Raises: ProfileError for an op or an SM count without a measured time.
     """
-    runs = program(plan, graph)
+    runs = with_additions(program(plan, graph), plan)
     total = shares.profile.total_sms
     network = 0 if plan.sums == "copies" else min(NETWORK_SMS, total)
     sms = [run.nano.sms or (network if run.op.kind == "network" else total) for run in runs]
@@ -98,24 +101,35 @@ def simulate(
     def slowdown(run: int, other: int) -> float:
         return shares.slowdown_beside((runs[run].op.name, sms[run]), (runs[other].op.name, sms[other]))
 
+    sides = side_kernels(runs, plan, load)
+    bytes_per_s = math.inf if device is None else device.rates.memory_bytes_per_s
+    kernel_s = shares.card.kernel_s if shares.card and device is not None else 0.0
+    kinds = [
+        (run.nano.id, run.op.name, run.op.window, side.seconds(bytes_per_s, kernel_s))
+        for run, side in zip(runs, sides, strict=True)
+    ]
+
     def entries(shares: ShareTimes) -> tuple[SimulatedRun, ...]:
         times: dict[tuple, float] = {}
-        for run, count in zip(runs, sms, strict=True):
-            key = run.nano.id, run.op.window
+        for run, count, key in zip(runs, sms, kinds, strict=True):
             if key not in times:
-                took = shares.seconds(run.op, steps[run.nano.start, run.nano.stop], count)
+                took = key[-1]
+                if run.op.name != ADDITION:
+                    took += shares.seconds(run.op, steps[run.nano.start, run.nano.stop], count)
                 costs = (
                     side_streams and took and (run.op.kind in ("dense", "attention") or run.nano.op == APPEND)
                 )
                 times[key] = took + shares.nano_s if costs else took
-        lasts = [times[run.nano.id, run.op.window] for run in runs]
+        lasts = [times[key] for key in kinds]
         spans = _spans(before, lasts, sms, total, whole, slowed, disturbing, slowdown)
         return tuple(
             SimulatedRun(run, *span, count) for run, span, count in zip(runs, spans, sms, strict=True)
         )
 
     amounts = collections.Counter((run.op, (run.nano.start, run.nano.stop)) for run in runs)
-    work = sum((op.work(steps[part]) * number for (op, part), number in amounts.items()), Work())
+    work_of = exchange_work if plan.sums == "copies" else Op.work
+    work = sum((work_of(op, steps[part]) * number for (op, part), number in amounts.items()), Work())
+    work += Work(activation_bytes=sum(side.moved for side in sides))
     dtype, clock_hz = shares.profile.dtype, None
     if governor is None and device is not None and shares.clocked:
         governor = governor_of(device.name, dtype)

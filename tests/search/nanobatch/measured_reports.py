@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import statistics
 
 import msgspec
 import paths
@@ -39,6 +40,7 @@ class PlansReport:
 
     plans: patterns of plan files under benchmarks/plans/h200. num_layers: the layers measured; None: all of
     the model. profile: a measured profile under search/profiles; None: the modelled profile.
+    parts: the modelled profile has attention on a part of the SMs, too.
     """
 
     file: str
@@ -48,6 +50,7 @@ class PlansReport:
     plans: tuple[str, ...] = ()
     num_layers: int | None = None
     profile: str | None = None
+    parts: bool = False
 
     @property
     def dtype(self) -> str:
@@ -129,7 +132,9 @@ TWO_GPUS = {
     "qwen2-72b-fp8": _tp_report("qwen2-72b", True, 2),
     "mixtral-8x7b": _tp_report("mixtral-8x7b", False, 2),
     "70b-8-layers-fp8": _tp_report("llama-3-70b", True, 2, "?", file=EIGHT_LAYERS, num_layers=8),
-    "70b-16-layers-fp8": _tp_report("llama-3-70b", True, 2, "?", file=SIXTEEN_LAYERS, num_layers=16),
+    "70b-16-layers-fp8": _tp_report(
+        "llama-3-70b", True, 2, "?", file=SIXTEEN_LAYERS, num_layers=16, parts=True
+    ),
 }
 FOUR_GPUS = {
     "70b-tp4": _tp_report("llama-3-70b", False, 4),
@@ -140,7 +145,28 @@ CUT_AT_1280 = {
     model: _tp_report(model, True, 2, "?", file=f"h200/{model}/plans-tp2-fp8-cut-1280.json")
     for model in ("deepseek-67b", "qwen2-72b")
 }
-REPORTS = ONE_GPU | TWO_GPUS | FOUR_GPUS
+WINDOWS = {
+    "70b-fp8-windows": _tp_report(
+        "llama-3-70b", True, 2, file="h200/llama-3-70b/windows-tp2-fp8.json", parts=True
+    ),
+    "70b-fp8-sharegpt": _tp_report(
+        "llama-3-70b", True, 2, file="h200/llama-3-70b/sharegpt-tp2-fp8.json", parts=True
+    ),
+    "70b-tp4-fp8-windows": _tp_report(
+        "llama-3-70b", True, 4, file="h200/llama-3-70b/windows-tp4-fp8.json", parts=True
+    ),
+    "70b-tp4-fp8-sharegpt": _tp_report(
+        "llama-3-70b", True, 4, file="h200/llama-3-70b/sharegpt-tp4-fp8.json", parts=True
+    ),
+    "70b-tp4-op-by-op": PlansReport(
+        "h200/llama-3-70b/windows-tp4-bf16-op-by-op.json",
+        model="llama-3-70b",
+        tp=4,
+        plans=("llama-3-70b/tp4-bf16/*.json", "llama-3-70b/searched/tp4-bfloat16*.json"),
+        parts=True,
+    ),
+}
+REPORTS = ONE_GPU | TWO_GPUS | FOUR_GPUS | WINDOWS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +190,19 @@ class PredictedStep:
 
 
 def read_rows(file: str) -> list[dict]:
-    return json.loads((BENCHMARKS / file).read_text("utf-8"))["plans"]
+    """Return the steps of a report. Of `benchmarks.plan_windows`, long windows replace short ones."""
+    report = json.loads((BENCHMARKS / file).read_text("utf-8"))
+    if "plans" in report:
+        return report["plans"]
+    long = {one["plan"]: one for one in report["contenders"]}
+    found = []
+    for row in report["survey"]:
+        window = long.get(row["plan"])
+        if window is not None:
+            clock, watts = (statistics.median(window[key]) for key in ("clock_mhz", "watts"))
+            row |= {"step_ms": window["step_ms"], "watts": watts, "sm_clock_mhz": clock}
+        found.append(row)
+    return found
 
 
 @functools.cache
@@ -174,7 +212,7 @@ def _profile(report: PlansReport) -> Profile:
     if report.tp == 1:
         sms = (SMS, *FEW_SMS, *(SMS - few for few in FEW_SMS))
     else:
-        sms = (48, 84, SMS) if report.num_layers == 16 else (PRODUCT_SMS, SMS)
+        sms = (48, 84, SMS) if report.parts else (PRODUCT_SMS, SMS)
     made = modelled_profile(
         report.model,
         model_of(report),
@@ -183,10 +221,11 @@ def _profile(report: PlansReport) -> Profile:
         widths=FP8 if report.fp8 else BFLOAT16,
         dtype=report.dtype,
         kv_dtype=report.dtype,
+        tokens=range(128, 1 + max(2048, *(row["tokens"] for row in read_rows(report.file))), 128),
         keys=KEYS,
         sms=sms,
     )
-    if report.tp == 1 or report.num_layers == 16:
+    if report.tp == 1 or report.parts:
         return made
     on_parts = tuple(one for one in made.op_times if one.sms == SMS or one.op not in ATTENTION)
     return msgspec.structs.replace(made, op_times=on_parts)
@@ -210,7 +249,7 @@ def share_times_8b() -> ShareTimes:
 
 
 def share_times_of(report: PlansReport) -> ShareTimes:
-    return _share_times(report, False, False, False)
+    return forms_of(report, False, False, False)
 
 
 def share_times_70b(profile: str) -> ShareTimes:
@@ -218,7 +257,8 @@ def share_times_70b(profile: str) -> ShareTimes:
 
 
 @functools.cache
-def _share_times(report: PlansReport, copies: bool, scattered: bool, swapped: bool) -> ShareTimes:
+def forms_of(report: PlansReport, copies: bool, scattered: bool, swapped: bool) -> ShareTimes:
+    """Return the op times of a report, for plans with this form of the sums over devices."""
     config, graph = model_of(report), graph_of(report, scattered=scattered, swapped=swapped)
     profile, shapes = _profile(report), product_shapes(config, report.tp)
     return ShareTimes(copied(profile, graph, CARD) if copies else profile, graph, shapes)
@@ -245,7 +285,7 @@ def predicted_steps(report: PlansReport) -> list[PredictedStep]:
         assert plan.name == name
         ops = {nano.op for nano in plan.nano_ops}
         scattered, swapped = (any(op.endswith(end) for op in ops) for end in ("_scatter", "_swap"))
-        times = _share_times(report, plan.sums == "copies", scattered, swapped)
+        times = forms_of(report, plan.sums == "copies", scattered, swapped)
         prompt, output = map(int, row["workload"].split("/"))
         chunk_keys = StepShape.steady_state(row["tokens"], prompt, output).chunk_keys
         shape = StepShape(row["tokens"], row["decode_tokens"], row["mean_context_tokens"] or 0.0, chunk_keys)

@@ -24,20 +24,20 @@ def nano_ops_of(plan: Plan) -> Plan:
 
 
 @pytest.mark.usefixtures("no_flags")
-@pytest.mark.parametrize(("prompt", "output", "gain"), [(1024, 512, 1.057), (512, 0, 1.053)])
-def test_the_command_finds_products_in_two_nano_batches(prompt, output, gain, tmp_path, capsys):
+@pytest.mark.parametrize(("prompt", "output"), [(1024, 512), (512, 0)])
+def test_the_command_finds_two_nano_batches(prompt, output, tmp_path, capsys):
+    """Of the three orders, the one that was measured fastest at both workloads."""
     out = tmp_path / "plan.json"
     profile = ["--profile", str(measured.PROFILES / FILE), "--model", "llama-3-70b", "--tokens", "2048"]
     lengths = ["--prompt_tokens", str(prompt), "--output_tokens", str(output)]
     orders = ["--sums", "copies", "--orders", "sequential,two,products", "--cuts", "1024"]
     assert main(["search", "plan", *profile, *lengths, *orders, "--out", str(out)]) == 0
-    assert f"{gain:.3f}x" in capsys.readouterr().out
-    found = load(out)
-    same = load(measured.BENCHMARKS / "plans/h200/llama-3-70b/tp2-fp8/products-copied.json")
+    found, said = load(out), capsys.readouterr().out
+    same = load(measured.BENCHMARKS / "plans/h200/llama-3-70b/tp2-fp8/two-copied.json")
     assert nano_ops_of(found) == nano_ops_of(same)
     table = Gain.of(found.predictions)
     made_for = found.target.decode_tokens, found.target.mean_context_tokens
-    assert table.at(*made_for) == pytest.approx(gain, abs=5e-4) and table.sure(*made_for) > 1
+    assert f"{table.at(*made_for):.3f}x" in said and table.sure(*made_for) > 1
 
 
 @pytest.mark.usefixtures("no_flags")

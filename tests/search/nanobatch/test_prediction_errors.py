@@ -44,19 +44,25 @@ BOUNDS = {
     "8b-fourth": (15, 0.025, 0.055, 0.04, 0.12),
     "8b-lean-fp8": (18, 0.065, 0.16, 0.01, 0.12),
     "8b-lean-fp8-lmsys": (3, 0.04, 0.05, 0.01, 0.12),
-    "70b": (8, 0.03, 0.05, 0.045, 0.11),
-    "70b-fp8": (8, 0.02, 0.03, 0.01, 0.11),
-    "llama-2-70b-fp8": (6, 0.04, 0.06, 0.01, 0.11),
-    "deepseek-67b-fp8": (8, 0.03, 0.04, 0.01, 0.11),
-    "qwen2-72b": (6, 0.045, 0.09, 0.045, 0.11),
-    "qwen2-72b-fp8": (8, 0.02, 0.03, 0.01, 0.11),
+    "70b": (8, 0.03, 0.065, 0.045, 0.11),
+    "70b-fp8": (8, 0.025, 0.055, 0.01, 0.11),
+    "llama-2-70b-fp8": (6, 0.045, 0.07, 0.01, 0.11),
+    "deepseek-67b-fp8": (8, 0.025, 0.04, 0.01, 0.11),
+    "qwen2-72b": (6, 0.045, 0.1, 0.045, 0.11),
+    "qwen2-72b-fp8": (8, 0.02, 0.04, 0.01, 0.11),
     # The model knows neither the time of a mixture's routing nor this report's tiles, of 128 rows.
     "mixtral-8x7b": (8, 0.14, 0.19, 0.03, 0.25),
-    "70b-8-layers-fp8": (18, 0.04, 0.08, 0.01, 0.11),
-    "70b-16-layers-fp8": (12, 0.02, 0.03, 0.01, 0.11),
-    "70b-tp4": (9, 0.02, 0.045, 0.01, 0.11),
-    "70b-tp4-fp8": (9, 0.045, 0.075, 0.01, 0.11),
+    "70b-8-layers-fp8": (18, 0.035, 0.075, 0.01, 0.11),
+    "70b-16-layers-fp8": (12, 0.025, 0.04, 0.01, 0.115),
+    "70b-tp4": (9, 0.01, 0.02, 0.01, 0.11),
+    "70b-tp4-fp8": (9, 0.02, 0.04, 0.01, 0.11),
     "70b-tp4-fp8-kernels": (10, 0.03, 0.05, 0.01, 0.11),
+    "70b-fp8-windows": (8, 0.02, 0.05, 0.01, 0.11),
+    "70b-fp8-sharegpt": (2, 0.01, 0.01, 0.01, 0.11),
+    # One plan, NanoFlow's pipeline with four pieces of `qkv`, is 12 % longer than predicted.
+    "70b-tp4-fp8-windows": (9, 0.03, 0.13, 0.01, 0.18),
+    "70b-tp4-fp8-sharegpt": (3, 0.035, 0.07, 0.01, 0.115),
+    "70b-tp4-op-by-op": (4, 0.015, 0.03, 0.01, 0.11),
 }
 # The workload that the card's factor of joules was fitted to; the other workloads are held out.
 FITTED = "1024/512"
@@ -70,6 +76,15 @@ def test_steps_are_predicted_within_bounds(name):
     assert len(steps) == count and statistics.mean(errors) < mean and max(errors) < largest, errors
     for step in steps:
         assert step.timeline.clock_hz == pytest.approx(1e6 * step.row["sm_clock_mhz"], rel=clock)
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_no_step_is_predicted_above_the_power_cap(name):
+    """A step takes at least its joules over the watts of the cap, whatever it overlaps."""
+    governor = governor_of("H200", REPORTS[name].dtype)
+    for found in (step.timeline for step in measured.predicted_steps(REPORTS[name])):
+        assert governor.watts(found.work, found.clock_hz, found.busy_s) < 1.01 * POWER.cap_w
+        assert found.step_s >= found.energy_s
 
 
 @pytest.mark.parametrize("name", BOUNDS)
@@ -192,7 +207,7 @@ def test_slowdowns_of_pairs_predict_better_than_their_median(monkeypatch):
     of_pairs = errors(measured.predicted_steps)
     monkeypatch.setattr(ShareTimes, "slowdown_beside", lambda self, one, other: self.overlap_slowdown)
     of_median = errors(measured.predicted_steps.__wrapped__)  # without the cache
-    assert statistics.mean(of_pairs) < 0.032 < 0.035 < statistics.mean(of_median)
+    assert statistics.mean(of_pairs) < statistics.mean(of_median) - 0.003
     assert sum(error > 0.07 for error in of_pairs) < sum(error > 0.07 for error in of_median)
 
 
@@ -201,7 +216,7 @@ def test_the_measured_70b_profile_predicts_better_than_the_modelled_one(name):
     modelled = measured.predicted_steps(REPORTS[name])
     timed = measured.predicted_steps(REPORTS[name].with_profile(MEASURED_70B))
     error, rival = (statistics.mean(abs(step.error) for step in steps) for steps in (timed, modelled))
-    assert error < min(0.018, rival)
+    assert error < min(0.025, rival)
 
 
 @pytest.mark.parametrize("name", ["70b-fp8", "llama-2-70b-fp8", "70b-16-layers-fp8", "70b-8-layers-fp8"])
@@ -234,7 +249,7 @@ def test_the_measured_70b_profile_predicts_that_memory_overlap_gains_nothing():
     for (was, timed), (_, modelled) in zip(
         gains(report.with_profile(MEASURED_70B)), gains(report), strict=True
     ):
-        assert timed < 1.0 < modelled and abs(timed - was) < 0.015
+        assert timed < 1.0 < modelled and abs(timed - was) < 0.02
     small = load_profile(paths.ROOT / "benchmarks" / "settings/h200-llama-3.1-8b-fp8-profile.json")
     assert measured.share_times_70b(MEASURED_70B).clocks.sm_bytes_per_cycle == pytest.approx(33, abs=0.5)
     assert ClockScaling(measured.graph_8b_fp8(), small).sm_bytes_per_cycle == pytest.approx(50, abs=0.5)
