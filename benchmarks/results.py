@@ -129,7 +129,8 @@ def points(reports: Mapping[str, Report], kind: str) -> Iterator[tuple[str, Repo
 
 
 def throughput_groups(reports: Mapping[str, Report]) -> dict[tuple, list[tuple[str, Report]]]:
-    """Return the runs of the same work by device, model, lengths, tokens of a step, kind of plan, and slots.
+    """Return the runs of the same work by device, model, lengths, tokens of a step, kind of plan, number of
+    requests, and slots.
 
     Runs with up to SAME_SLOTS times the fewest slots share a group, under the fewest slots.
     """
@@ -138,8 +139,11 @@ def throughput_groups(reports: Mapping[str, Report]) -> dict[tuple, list[tuple[s
     for path, report in runs:
         engine = report["engine_config"]
         plan = "sequential" if engine["plan"] == "sequential" else "overlapped"
+        if engine.get("kv_offloading_size"):
+            plan += ", KV copied to the host"
         work = (machine(report), model_of(report), lengths(report["workload"]))
-        key = (*work, engine["max_num_batched_tokens"], plan)
+        # Ramp-up and tail are in the clock, and weigh more in a run of fewer requests.
+        key = (*work, engine["max_num_batched_tokens"], plan, report["workload"].get("requests", 0))
         slots = engine["max_num_seqs"]
         fewest = max((one[-1] for one in groups if one[:-1] == key), default=slots)
         groups.setdefault((*key, fewest if slots <= SAME_SLOTS * fewest else slots), []).append(
@@ -194,7 +198,7 @@ def share_of_optimum(report: Report) -> float:
 def throughput_rows(folder: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
     """Yield the rates of requests that arrive at once."""
     rivals = json.loads((folder / "rivals.json").read_text("utf-8"))["results"]
-    for (*work, rows, plan, _), runs in throughput_groups(reports).items():
+    for (*work, rows, plan, _, _), runs in throughput_groups(reports).items():
         rates = rates_of(runs)
         slots = sorted({report["engine_config"]["max_num_seqs"] for _, report in runs})
         power = [report["power"] for _, report in runs if report["power"]]

@@ -152,6 +152,13 @@ def test_an_overlapped_plan_has_a_row_of_its_own(write):
     }
 
 
+def test_other_numbers_of_requests_and_copies_to_the_host_have_rows_of_their_own(write):
+    fewer = REPORT | {"workload": REPORT["workload"] | {"requests": 600}}
+    copied = fewer | {"engine_config": REPORT["engine_config"] | {"kv_offloading_size": 48.0}}
+    steps = [row[3] for row in rows(write(a=REPORT, b=fewer, c=copied), "Throughput")]
+    assert steps == ["sequential, 2048", "sequential, 2048", "sequential, KV copied to the host, 2048"]
+
+
 def test_each_way_to_share_work_has_a_row_of_its_own(write):
     ways = {
         "tp": ({"tensor_parallel_size": 2}, "2 × NVIDIA H200"),
