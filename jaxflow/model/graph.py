@@ -9,7 +9,8 @@ A layer that shares keys and values reads the `kv` of the layer `Graph.caches[i]
 
 Data-parallel ranks have tokens of their own and share the experts. `expert_dispatch` brings the rows of their
 tokens to the devices of the experts, and `expert_combine` brings the outputs back. Between both ops the rows
-of some tokens are not the rows of a subset of these tokens.
+of some tokens are not the rows of a subset of these tokens. Both ops and the products of experts have the
+work of the device with the most pairs of a token and an expert (`SharedExperts`).
 
 Under tensor parallelism a block's sum over devices has two forms. `…_reduce` gives every device all rows of
 the sum. In the scattered form (Korthikanti et al. 2023), `…_scatter` gives each device the sum of its local
@@ -31,6 +32,7 @@ from jaxflow.model.gathered_tokens import ranks_gather
 from pallas_kernels.quantized import BLOCK, BLOCK_ROWS, MXFP4_GROUP
 
 Kind = Literal["dense", "attention", "network", "other"]  # NanoFlow §2.2
+WORD = 4  # bytes of an expert's number, of its weight and of a count of rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,6 +137,24 @@ FP8 = Widths(weights=1.0, kv=1.0)
 
 
 @dataclasses.dataclass(frozen=True)
+class SharedExperts:
+    """How unevenly devices share the experts of a layer, and what they send.
+
+    slots: of all devices, with an expert or a copy in each; None for a slot for each expert. balance: the
+    mean number of pairs of a device over the largest. sent_bytes, returned_bytes: of an element that goes to
+    the expert's device, and back; None for those of other activations.
+    """
+
+    slots: int | None = None
+    balance: float = 1.0
+    sent_bytes: float | None = None
+    returned_bytes: float | None = None
+
+
+EVEN = SharedExperts()
+
+
+@dataclasses.dataclass(frozen=True)
 class Graph:
     """The ops of a step, in an order that satisfies their dependences."""
 
@@ -185,12 +205,14 @@ def model_graph(
     scattered: bool = False,
     swapped: bool = False,
     ranks: int = 1,
+    shared: SharedExperts = EVEN,
     by_head: bool = False,
 ) -> Graph:
     """Return the ops of a model, for one of `tp` tensor-parallel devices.
 
     scattered, swapped: the form of the sums over devices; all-reduces if both are False.
     ranks: data-parallel ranks of `tp` devices each, which share the experts.
+    shared: how all devices share them.
     by_head: whether the chunks of latent attention run with keys and values by head; other models have no
     such form.
 
@@ -201,7 +223,7 @@ def model_graph(
     if swapped and (tp != 4 or scattered):
         raise ValueError(f"swapped=True: tp of 4 and scattered=False are accepted; tp is {tp}")
     layers = tuple(
-        layer_ops(config, index, tp, widths, scattered, swapped, ranks=ranks, by_head=by_head)
+        layer_ops(config, index, tp, widths, scattered, swapped, ranks=ranks, shared=shared, by_head=by_head)
         for index in range(config.num_layers)
     )
     first, last = _first_ops(config, tp, widths), _last_ops(config, tp, widths)
@@ -217,6 +239,7 @@ def layer_ops(
     swapped: bool = False,
     *,
     ranks: int = 1,
+    shared: SharedExperts = EVEN,
     by_head: bool = False,
 ) -> tuple[Op, ...]:
     """Return the ops of layer `index`, in order. Arguments: see `model_graph`."""
@@ -227,7 +250,7 @@ def layer_ops(
     tail, y = _block_tail(config, "attn", "y1", tp, widths, scattered, swapped)
     ops += [*tail, *_block_head(config, "mlp", ("x1", y), "2", 4, tp, widths, scattered, wide=experts)]
     own = config.for_layer(config.layers[index])
-    ops += _expert_ops(config, tp, widths, ranks) if experts else _mlp_ops(own, tp, widths)
+    ops += _expert_ops(config, tp, widths, ranks, shared) if experts else _mlp_ops(own, tp, widths)
     sums = 2 if experts and config.branch_norms else 1
     tail, y = _block_tail(config, "mlp", "y2", tp, widths, scattered, swapped, sums)
     if config.layer_input_size:
@@ -407,25 +430,22 @@ def _layer_input_ops(config: ModelConfig, y: str, share: int, widths: Widths, lo
     ]
 
 
-def _expert_ops(config: ModelConfig, tp: int, widths: Widths, ranks: int) -> list[Op]:
+def _expert_ops(config: ModelConfig, tp: int, widths: Widths, ranks: int, shared: SharedExperts) -> list[Op]:
     d, f, a = config.hidden_size, config.expert_intermediate_size // tp, widths.activations
-    shared = config.shared_expert_intermediate_size // tp
-    routed, wide = "y2_routed" if shared else "y2", dataclasses.replace(widths, weights=widths.wide_weights)
+    always = config.shared_expert_intermediate_size // tp  # columns of the expert that all tokens meet
+    routed, wide = "y2_routed" if always else "y2", dataclasses.replace(widths, weights=widths.wide_weights)
     experts = (number, chosen) = config.num_experts, config.experts_per_token
+    slots = number if shared.slots is None else shared.slots
     moved = Work(activation_bytes=(d + chosen * f) * a)
 
     def grouped(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], elements: int) -> Op:
-        weights = Work(weight_bytes=number * elements * widths.experts)
-        return Op(
-            name,
-            "dense",
-            inputs,
-            outputs,
-            (("step", weights), ("tokens", moved + Work(2 * chosen * elements))),
-            experts=experts,
-        )
+        weights = Work(weight_bytes=slots / ranks * elements * widths.experts)
+        rows = (moved + Work(2 * chosen * elements)) * (1 / shared.balance)
+        return Op(name, "dense", inputs, outputs, (("step", weights), ("tokens", rows)), experts=experts)
 
-    dispatch, combine = _exchange_ops(config, tp, widths, ranks, routed) if ranks > 1 else ([], [])
+    dispatch, combine = (
+        _exchange_ops(config, tp, widths, ranks, shared, slots, routed) if ranks > 1 else ([], [])
+    )
     ops = [
         _dense("router", ("h2",), ("routing",), d, number, wide),
         *dispatch,
@@ -433,27 +453,45 @@ def _expert_ops(config: ModelConfig, tp: int, widths: Widths, ranks: int) -> lis
         grouped("expert_down", ("expert_rows", "routing"), ("y2_sent" if combine else routed,), f * d),
         *combine,
     ]
-    if shared:  # the sum of the routed experts is read and added to
+    if always:  # the sum of the routed experts is read and added to
         written = (3 if config.branch_norms else 2) * d
-        down = _dense("shared_down", ("a_shared", routed), ("y2",), shared, d, wide, written=written)
-        ops += [_dense("shared_up_gate", ("h2",), ("a_shared",), d, 2 * shared, wide, written=shared), down]
+        down = _dense("shared_down", ("a_shared", routed), ("y2",), always, d, wide, written=written)
+        ops += [_dense("shared_up_gate", ("h2",), ("a_shared",), d, 2 * always, wide, written=always), down]
     return ops
 
 
 def _exchange_ops(
-    config: ModelConfig, tp: int, widths: Widths, ranks: int, routed: str
+    config: ModelConfig, tp: int, widths: Widths, ranks: int, shared: SharedExperts, slots: int, routed: str
 ) -> tuple[list[Op], list[Op]]:
     """Return the ops that bring the rows of a rank's tokens to the experts, and the outputs back.
 
-    A gather sends a row of each token to each other rank. An exchange sends a row of each of its experts.
+    A gather sends a row of each token to each other rank, with the token's experts and their weights. An
+    exchange sends a row of each pair, after the counts of rows for each slot. The device with the most pairs
+    has more of these rows than the mean by the balance. Reads and writes of memory take less time than the
+    network, and are not counted.
     """
     others, chosen = ranks - 1, config.experts_per_token
-    rows = others if ranks_gather(ranks, tp, chosen) else chosen * others / ranks
-    moved = rows * config.hidden_size * widths.activations
-    work: tuple[tuple[Count, Work], ...] = (("tokens", Work(activation_bytes=moved, network_bytes=moved)),)
+    sent, returned = (
+        config.hidden_size * (widths.activations if each is None else each)
+        for each in (shared.sent_bytes, shared.returned_bytes)
+    )
+    if ranks_gather(ranks, tp, chosen):
+        counted, there, back = 0.0, others * (sent + 2 * chosen * WORD), others * returned
+    else:
+        rows = chosen * others / ranks
+        counted = others * WORD * slots
+        there, back = rows * sent / shared.balance, rows * returned / shared.balance
+
+    def op(name: str, read: str, made: str, of_step: float, of_token: float) -> Op:
+        work: tuple[tuple[Count, Work], ...] = (
+            ("step", Work(network_bytes=of_step)),
+            ("tokens", Work(network_bytes=of_token)),
+        )
+        return Op(name, "network", (read, "routing"), (made,), work)
+
     return (
-        [Op("expert_dispatch", "network", ("h2", "routing"), ("h2_sent",), work)],
-        [Op("expert_combine", "network", ("y2_sent", "routing"), (routed,), work)],
+        [op("expert_dispatch", "h2", "h2_sent", counted, there)],
+        [op("expert_combine", "y2_sent", routed, 0.0, back)],
     )
 
 

@@ -87,8 +87,8 @@ def graph_of(
     )
     if scattered and swapped:
         raise PlanError(plan.name, "has sums over devices both scattered and swapped: one form is accepted")
-    forms = {"scattered": tp > 1 and scattered, "swapped": tp == 4 and swapped}
-    return model_graph(config, tp, widths, **forms, ranks=ranks)
+    scattered, swapped = tp > 1 and scattered, tp == 4 and swapped
+    return model_graph(config, tp, widths, scattered=scattered, swapped=swapped, ranks=ranks)
 
 
 def program(plan: Plan, graph: Graph) -> tuple[LayerOp, ...]:

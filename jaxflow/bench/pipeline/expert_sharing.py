@@ -1,4 +1,4 @@
-"""The ops of one device of several that share the experts of a mixture, and the rates of these ops.
+"""The forms in which devices share the experts of a mixture, and the rates of the ops.
 
 The devices hold whole experts in two forms. In the first, tensor-parallel attention gives all devices all
 tokens. A device computes the pairs of its own experts, and an all-reduce adds the outputs. In the second,
@@ -15,17 +15,13 @@ from collections.abc import Mapping
 from jaxflow.bench.engine.expert_balance import Mixture, Routes
 from jaxflow.bench.engine.expert_balance import simulate as simulate_balance
 from jaxflow.config import ModelConfig
-from jaxflow.model.composition import Count
 from jaxflow.model.cost import Rates
 from jaxflow.model.gathered_tokens import ranks_gather
-from jaxflow.model.graph import BFLOAT16, Graph, Op, Widths, Work, model_graph
+from jaxflow.model.graph import BFLOAT16, Graph, SharedExperts, Widths, model_graph
 from pallas_kernels.cards import Card
 
 HOST_DEVICES = 8
-DISPATCH, COMBINE = "expert_dispatch_all_to_all", "expert_combine_all_to_all"
-GATHER, SCATTER = "expert_dispatch_gather", "expert_combine_scatter"
-EXCHANGES = (DISPATCH, COMBINE, GATHER, SCATTER)
-WORD = 4  # bytes of an expert's number, of its weight and of a count of rows
+EXCHANGES = ("expert_dispatch", "expert_combine")
 GROUPED = ("expert_up_gate", "expert_down")
 ATTENTION = ("chunk_attention", "decode_attention")
 SPARE = 0.25  # slots for copies, over the number of experts
@@ -62,64 +58,11 @@ class Sharing:
 
 def shared_graph(config: ModelConfig, tp: int, widths: Widths, sharing: Sharing) -> Graph:
     """Return the ops of the device with the most pairs. tp: devices that share attention and dense layers."""
-    graph = model_graph(config, tp, widths)
     if sharing.devices == 1:
-        return graph
-    layers = tuple(_shared_layer(config, layer, tp, sharing) for layer in graph.layers)
-    return dataclasses.replace(graph, layers=layers)
-
-
-def _shared_layer(config: ModelConfig, layer: tuple[Op, ...], tp: int, sharing: Sharing) -> tuple[Op, ...]:
-    slots = config.num_experts / sharing.devices if sharing.slots is None else sharing.slots
-    factors = {"step": slots * tp / config.num_experts, "tokens": 1 / sharing.balance}
-    ops = []
-    for op in layer:
-        if op.name not in GROUPED:
-            ops.append(op)
-            continue
-        demand = tuple((what, work * factors[what]) for what, work in op.demand)
-        shared = dataclasses.replace(op, demand=demand)
-        if not sharing.exchanged:
-            ops.append(shared)
-        elif op.name == GROUPED[0]:
-            ops += [
-                _network(config, sharing, op.inputs, ("sent_rows",), there=True),
-                dataclasses.replace(shared, inputs=("sent_rows",)),
-            ]
-        else:
-            ops += [
-                dataclasses.replace(shared, outputs=("expert_out",)),
-                _network(config, sharing, ("expert_out",), op.outputs, there=False),
-            ]
-    return tuple(ops)
-
-
-def _network(
-    config: ModelConfig, sharing: Sharing, reads: tuple[str, ...], makes: tuple[str, ...], *, there: bool
-) -> Op:
-    """Return the op that brings rows to the devices of the experts, or back.
-
-    A gather sends a row of each token to each other device, with the token's experts and their weights. An
-    all-to-all sends a row of each pair, after the counts of rows for each slot. The device with the most
-    pairs has more of these rows than the mean by the balance.
-    """
-    others, chosen = sharing.devices - 1, config.experts_per_token
-    row = config.hidden_size * (sharing.sent_bytes if there else sharing.returned_bytes)
-    if ranks_gather(sharing.devices, 1, chosen):
-        name, before = (GATHER if there else SCATTER), 0.0
-        of_token = others * (row + (2 * chosen * WORD if there else 0))
-    else:
-        name, before = (DISPATCH, others * WORD * _all_slots(config, sharing)) if there else (COMBINE, 0.0)
-        of_token = chosen * others / sharing.devices * row / sharing.balance
-    sent: tuple[tuple[Count, Work], ...] = (
-        ("step", Work(network_bytes=before)),
-        ("tokens", Work(network_bytes=of_token)),
-    )
-    return Op(name, "network", reads, makes, sent)
-
-
-def _all_slots(config: ModelConfig, sharing: Sharing) -> int:
-    return config.num_experts if sharing.slots is None else sharing.slots * sharing.devices
+        return model_graph(config, tp, widths)
+    slots = None if sharing.slots is None else sharing.slots * sharing.devices
+    shared = SharedExperts(slots, sharing.balance, sharing.sent_bytes, sharing.returned_bytes)
+    return model_graph(config, tp, widths, ranks=sharing.choosers, shared=shared)
 
 
 def exchange_bytes_per_s(chosen: int, sharing: Sharing, inside: float, outside: float) -> float:

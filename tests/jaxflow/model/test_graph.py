@@ -45,12 +45,17 @@ def test_dense_ops_are_those_of_nanoflows_table_2(name, gflop, gigabytes):
 
 @given(st.integers(2, 16), st.sampled_from([MIXTURE, SHARED]))
 def test_ranks_compute_what_one_rank_computes_and_send_rows(ranks, config):
-    """Each rank sends a row of each token to each other rank, or a row of each expert of the token."""
-    step = Composition(decode_tokens=3, decode_keys=30)
+    """Each rank sends a row of each token to each other rank with its experts and their weights, or a row of
+    each expert of the token after the counts for each expert. It reads its share of the experts.
+    """
+    step, others, chosen = Composition(decode_tokens=3, decode_keys=30), ranks - 1, config.experts_per_token
     alone, shared = (model_graph(config, ranks=n).work(step) for n in (1, ranks))
-    rows = min(ranks - 1, config.experts_per_token * (ranks - 1) / ranks)
-    sent = len(config.layers) * 2 * step.tokens * rows * config.hidden_size * 2
-    assert (shared.flops, shared.weight_bytes) == (alone.flops, alone.weight_bytes)
+    rows = min(others, chosen * others / ranks)
+    numbers = step.tokens * others * 2 * chosen if ranks <= chosen else others * config.num_experts
+    sent = len(config.layers) * (2 * step.tokens * rows * config.hidden_size * 2 + numbers * 4)
+    experts = sum(op.work(step).weight_bytes for op in model_graph(config).ops() if op.experts)
+    assert shared.flops == alone.flops
+    assert shared.weight_bytes == pytest.approx(alone.weight_bytes - experts * others / ranks)
     assert alone.network_bytes == 0 and shared.network_bytes == pytest.approx(sent)
     needed = dependences(model_graph(config, ranks=ranks).layers[1])
     assert "expert_dispatch" in needed["expert_up_gate"] and "expert_down" in needed["expert_combine"]
