@@ -158,6 +158,8 @@ WINDOWS = {
     "70b-tp4-fp8-sharegpt": _tp_report(
         "llama-3-70b", True, 4, file="h200/llama-3-70b/sharegpt-tp4-fp8.json", parts=True
     ),
+    "70b-tp4-windows": _tp_report("llama-3-70b", False, 4, file="h200/llama-3-70b/windows-tp4-bf16.json"),
+    "70b-tp4-sharegpt": _tp_report("llama-3-70b", False, 4, file="h200/llama-3-70b/sharegpt-tp4-bf16.json"),
     "70b-tp4-op-by-op": PlansReport(
         "h200/llama-3-70b/windows-tp4-bf16-op-by-op.json",
         model="llama-3-70b",
