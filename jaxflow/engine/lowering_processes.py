@@ -51,7 +51,8 @@ FEW_PROCESSES = 8  # where PROGRAMS_A_PROCESS gives fewer
 # 34 s on a host of two H200s. For 14 such steps, 8 processes take two turns, and 14 processes take one.
 SHALLOW_LAYERS, DEEP_LAYERS = 32, 80
 DEEP_PROGRAMS = 2  # programs of one step size that have all layers: with chunks, and of decodes alone
-PROCESS_BYTES, LAYER_BYTES = 600 << 20, 18 << 20
+PROCESS_BYTES, NANO_OP_BYTES = 900 << 20, 1600 << 10  # of a process, and of each nano-op of each layer
+DENSE_OPS = 11  # nano-ops of a dense layer in a sequential step over several devices
 # Programs of one step size: with chunks, of decodes alone, the samplers, and the prompt log-probabilities.
 STEP_PROGRAMS = 4
 LIMIT_S = 120.0  # The limit of one program. A loaded machine takes ten times as long as an idle one.
@@ -98,6 +99,7 @@ def number_of_processes(
     asked: int | None,
     *,
     layers: int = 0,
+    nano_ops: int = DENSE_OPS,
     cores: int | None = None,
     free_bytes: int | None = None,
 ) -> int:
@@ -107,6 +109,7 @@ def number_of_processes(
       steps: sizes of steps, times their plans and the pipeline stages.
       asked: the setting `lowering_processes`.
       layers: the most layers of one program.
+      nano_ops: the most nano-ops of a layer.
       cores: None for those of this process.
       free_bytes: of host memory, of which the processes take half at most; None for those of this machine.
     """
@@ -119,7 +122,7 @@ def number_of_processes(
     programs = STEP_PROGRAMS * steps
     few = min(programs, FEW_PROCESSES)
     useful = min(max(programs // PROGRAMS_A_PROCESS, few, _deep_programs(steps, layers)), MOST_PROCESSES)
-    fit = min(useful, cores // 2, free_bytes // (2 * process_bytes(layers)))
+    fit = min(useful, cores // 2, free_bytes // (2 * process_bytes(layers, nano_ops)))
     return fit if fit > 1 else 0
 
 
@@ -132,13 +135,15 @@ def _deep_programs(steps: int, layers: int) -> int:
     return DEEP_PROGRAMS * steps * depth // (DEEP_LAYERS - SHALLOW_LAYERS)
 
 
-def process_bytes(layers: int) -> int:
-    """Return the host memory that a process takes for a step of so many layers.
+def process_bytes(layers: int, nano_ops: int = DENSE_OPS) -> int:
+    """Return the host memory that a process takes for a step of so many layers of so many nano-ops.
 
     A process that compiled one step of Llama-3-70B in fp8 for two H200s had at most 866 MiB at 20 layers,
-    and 1,912 MiB at 80 layers.
+    and 1,912 MiB at 80 layers. With two nano-batches, a step of 48 layers of Qwen3-30B-A3B on two ranks has
+    24 nano-ops a layer. A process that compiled such a step had about 2,200 MiB. A process that compiled the
+    step of 2,048 tokens of Llama-3.1-8B for one H200 had 910 MiB, and 1,284 MiB after 13 more programs.
     """
-    return PROCESS_BYTES + layers * LAYER_BYTES
+    return PROCESS_BYTES + layers * nano_ops * NANO_OP_BYTES
 
 
 class LoweringProcesses:

@@ -434,7 +434,9 @@ def _lowering(
         return None
     asked, device = config.lowering_processes, this_device()
     steps = config.pipeline_parallel_size * sum(len(several) for several in plans.values())
-    count = number_of_processes(steps, asked, layers=max(stage_layers(config, model)))
+    layers = max(stage_layers(config, model))
+    nano_ops = max(len(plan.nano_ops) for several in plans.values() for plan in several)
+    count = number_of_processes(steps, asked, layers=layers, nano_ops=nano_ops)
     if not count or (asked is None and not has_bounded(device.capability)):
         return None
     undo, folder = contextlib.ExitStack(), lowered_folder()

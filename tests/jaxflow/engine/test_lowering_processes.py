@@ -389,19 +389,30 @@ def test_the_number_of_processes(steps, asked, layers, cores, found):
     assert number_of_processes(steps, asked, layers=layers, cores=cores, free_bytes=AMPLE) == found
 
 
+@pytest.mark.parametrize(
+    ("layers", "nano_ops", "measured"),
+    [(20, 11, 866 << 20), (80, 11, 1912 << 20), (48, 24, 2_300_000_000), (32, 9, 1284 << 20)],
+)
+def test_a_process_takes_no_more_memory_than_is_counted(layers, nano_ops, measured):
+    assert measured <= lowering_processes.process_bytes(layers, nano_ops) <= 1.5 * measured
+
+
 @given(
-    st.integers(1, 60), st.integers(0, 200), st.integers(1, 256), st.integers(0, 100 << 30),
-    st.integers(0, 50), st.integers(0, 200 << 30),
+    st.integers(1, 60), st.integers(0, 200), st.integers(1, 60), st.integers(1, 256),
+    st.integers(0, 100 << 30), st.integers(0, 50), st.integers(0, 200 << 30),
 )  # fmt: skip
 def test_a_start_has_no_more_processes_than_programs_cores_and_memory(
-    steps, layers, cores, free, more, more_bytes
+    steps, layers, nano_ops, cores, free, more, more_bytes
 ):
-    def number(steps: int, layers: int, cores: int, free: int) -> int:
-        return number_of_processes(steps, None, layers=layers, cores=cores, free_bytes=free)
+    def number(steps: int, layers: int, cores: int, free: int, nano_ops: int = nano_ops) -> int:
+        return number_of_processes(
+            steps, None, layers=layers, nano_ops=nano_ops, cores=cores, free_bytes=free
+        )
 
     found = number(steps, layers, cores, free)
     assert found != 1 and found <= min(lowering_processes.STEP_PROGRAMS * steps, cores)
-    assert found * lowering_processes.process_bytes(layers) <= free
+    assert found * lowering_processes.process_bytes(layers, nano_ops) <= free
+    assert number(steps, layers, cores, free, nano_ops + more) <= found
     assert number(steps + more, layers, cores, free) >= found
     assert number(steps, layers, cores + more, free) >= found
     assert number(steps, layers, cores, free + more_bytes) >= found
