@@ -25,6 +25,7 @@ from absl import app, flags
 import jaxflow.cli.engine_flags
 from jaxflow.cli.exit_status import run_command
 from jaxflow.config import ConfigError, EngineConfig
+from jaxflow.engine.heap import collector_paused, freeze_heap
 from jaxflow.parallel.launch import launch_of
 from jaxflow.text.chat import read_chat_template
 from serving.batch.batches import Batches
@@ -213,7 +214,8 @@ def supervise_or_follow(engine: EngineConfig) -> int | None:
 
 def follow(engine: EngineConfig) -> int:
     """Follow process 0 of the engine until its end, without a port. Return the exit status."""
-    from jaxflow.llm import LLM
+    with collector_paused():
+        from jaxflow.llm import LLM
 
     try:
         LLM.from_config(engine)
@@ -255,8 +257,8 @@ def load(config: EngineConfig, chat_template: str | None = None) -> "LLM":
     Raises:
       ConfigError: a chat template for a model without a tokenizer, and settings that cannot work.
     """
-    from jaxflow.engine.heap import freeze_heap
-    from jaxflow.llm import LLM  # imports JAX, which takes seconds: the ports are bound first
+    with collector_paused():
+        from jaxflow.llm import LLM  # imports JAX, which takes seconds: the ports are bound first
 
     llm = LLM.from_config(config)
     if chat_template is not None:

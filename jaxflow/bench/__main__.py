@@ -46,6 +46,7 @@ from absl import flags
 
 from jaxflow.cli.exit_status import exit_status
 from jaxflow.cli.subcommands import Subcommands
+from jaxflow.engine.heap import collector_paused
 
 COMMANDS = {
     "throughput": "engine.throughput",
@@ -85,7 +86,8 @@ RENAMED = {"beside_sequential": "compare_sequential", "smallest": "min_bucket"} 
 
 def main(argv: list[str]) -> int:
     """Run one command and return its exit status: 2 for a wrong command line, 1 for a failed run."""
-    command = Subcommands("jaxflow.bench", __doc__, COMMANDS, RENAMED, _flag_help).select(argv)
+    with collector_paused():  # imports the command
+        command = Subcommands("jaxflow.bench", __doc__, COMMANDS, RENAMED, _flag_help).select(argv)
     return command if isinstance(command, int) else _run(command)
 
 

@@ -14,7 +14,6 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
-import gc
 import itertools
 import os
 import threading
@@ -40,7 +39,7 @@ from jaxflow.engine.deferred import (
 )
 from jaxflow.engine.expert_balancer import MovedLayer
 from jaxflow.engine.expert_slots import expert_arrays, placed_experts, source_slots
-from jaxflow.engine.heap import freeze_later_objects
+from jaxflow.engine.heap import collector_paused, freeze_later_objects
 from jaxflow.engine.kernel_threads import kernels_of, start_kernels
 from jaxflow.engine.layered_step import LayeredStep, LoweredStep, lower_layers
 from jaxflow.engine.layout import StepLayout, empty_buffer
@@ -67,20 +66,6 @@ COUNTED = 4096  # tokens that one `count_tokens` call takes
 # turns. One times its products at a time while steps may run: the memory beside the cache has
 # room for the products of one program.
 _lowering, _timing = threading.Lock(), Turns()
-
-
-@contextlib.contextmanager
-def collector_paused() -> Iterator[None]:
-    """Pause garbage collection: lowering makes millions of lasting objects, whose
-    traversal takes an eighth of its time.
-    """
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,12 +3,30 @@
 Compiled programs are most of these objects. They live as long as the process.
 """
 
+import contextlib
 import gc
+from collections.abc import Iterator
 
 # Python's defaults collect everything after 70,000 new objects. The requests of 1,200 streams are
 # more, and such a collection stops the event loop for 50 to 80 ms. Nearly all objects of a
 # request end without the collector.
 COLLECTOR_THRESHOLDS = (20_000, 10, 10)
+
+
+@contextlib.contextmanager
+def collector_paused() -> Iterator[None]:
+    """Pause garbage collection while lasting objects are made.
+
+    Lowering makes millions of them, whose traversal takes an eighth of its time. The imports of an engine
+    make many, too: traversal takes a tenth of their time.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def freeze_heap() -> None:

@@ -17,7 +17,8 @@ import msgspec
 from jax.sharding import Mesh
 
 from jaxflow.engine.ahead_of_time import Target, compile_for, machine_code, needs_no_gpu, target_meshes
-from jaxflow.engine.executor import Executor, collector_paused
+from jaxflow.engine.executor import Executor
+from jaxflow.engine.heap import collector_paused
 from jaxflow.engine.kernel_choice import choose_kernels
 from jaxflow.engine.lowered_cache import LoweredPrograms, callable_again, read_signed, write_signed
 from jaxflow.engine.lowering_processes import Description, Wanted

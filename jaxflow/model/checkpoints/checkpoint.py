@@ -32,7 +32,6 @@ from jaxflow.model.architectures.hf_packed_int4 import PackedInt4
 from jaxflow.model.architectures.hf_quantization import Stored, stored_format
 from jaxflow.model.architectures.tensor_names import model_names, unread_prefixes
 from jaxflow.model.checkpoints import orbax_file
-from jaxflow.model.checkpoints.gguf_file import GgufFile, write_metadata_only
 from jaxflow.model.checkpoints.mxfp4 import Mxfp4Tensors
 from jaxflow.model.checkpoints.packed_int4 import PackedInt4Tensors
 from jaxflow.model.checkpoints.safetensors_file import BlockFp8Tensors, Fp8Tensors, SafetensorsFolder
@@ -382,6 +381,8 @@ def download(repo: str, *, weights: bool) -> Path:
 
 def _open_file(path: Path, dummy: bool) -> Checkpoint:
     if path.suffix == ".gguf":
+        from jaxflow.model.checkpoints.gguf_file import GgufFile  # imports gguf, which few starts need
+
         file = GgufFile(path)
         return _checkpoint(path.stem, file.config, path, file.generation_config, file)
     if path.suffix == ".json" and dummy:
@@ -490,6 +491,8 @@ def convert(source: str, target: str | Path, dtype: str = "bfloat16") -> None:
     def add_tokenizer(folder: Path) -> None:
         path = opened.tokenizer_path
         if path is not None and path.is_file():
+            from jaxflow.model.checkpoints.gguf_file import write_metadata_only
+
             write_metadata_only(path, folder / _GGUF_TOKENIZER)
         elif path is not None:
             for name in _TOKENIZER_FILES:
