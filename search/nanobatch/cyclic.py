@@ -47,7 +47,7 @@ class CyclicProblem:
     runs on two layers at once. outside: (i, j): j does not start while i runs. covers: groups with exactly
     one running task; a task in no group always runs, and constraints of tasks that do not run do not hold.
     capacity: the largest sum of SMs of concurrent tasks; None: unlimited. least_s: a lower bound of the
-    period. most_s: an upper limit.
+    period. most_s: an upper limit. layers: the most layers between two tasks; None for what `STAGES` allows.
     """
 
     options: tuple[tuple[Option, ...], ...]
@@ -58,6 +58,7 @@ class CyclicProblem:
     capacity: int | None = None
     least_s: float = 0.0
     most_s: float | None = None
+    layers: int | None = None
 
     def longest_s(self) -> float:
         """Return the time of all tasks in sequence: no optimum is longer."""
@@ -210,6 +211,8 @@ class CyclicMilp:
             for rates, options in zip(self.rates, problem.options, strict=True)
         ]  # each task's part of a period
         self._shift()
+        if problem.layers is not None and problem.layers < 2 * STAGES:
+            self._keep_near(problem.layers)
         self._order()
         self._exclude()
         if problem.capacity is not None:
@@ -291,6 +294,13 @@ class CyclicMilp:
         if always is not None:
             self.model.add_constr(self.phase[always] == 0)
             self.model.add_constr(self.stage[always] == 0)
+
+    def _keep_near(self, layers: int) -> None:
+        """Keep all tasks within so many layers."""
+        first = self.model.add_var("first", lb=-STAGES, ub=STAGES)
+        for stage in self.stage:
+            self.model.add_constr(stage >= first)
+            self.model.add_constr(stage <= first + layers)
 
     def _order(self) -> None:
         slack = 2 * STAGES + 3

@@ -97,16 +97,22 @@ def stage_one(
     First every op is cut at all of them. Then ops may leave cuts out.
     """
     tasks, covers = make_tasks(setting, cuts)
-    least, edges = setting.energy_s(setting.whole), set(setting.edges(cuts))
+    least, edges, layers = (
+        setting.energy_s(setting.whole),
+        set(setting.edges(cuts)),
+        len(setting.graph.layers),
+    )
     parts = [task for task in tasks if (task.start, task.stop) in edges]
     started = time.monotonic()
-    found = solve(make_problem(parts, _alone(setting, parts), least_s=least), time_limit_s / 2)
+    problem = make_problem(parts, _alone(setting, parts), least_s=least, layers=layers)
+    found = solve(problem, time_limit_s / 2)
     if not covers:
         return parts, found
-    limits = {"covers": tuple(covers), "least_s": least, "most_s": found.period_s * (1 - _ENOUGH)}
+    limits = {"covers": tuple(covers), "most_s": found.period_s * (1 - _ENOUGH)}
     try:
         left_s = time_limit_s - (time.monotonic() - started)
-        other = solve(make_problem(tasks, _alone(setting, tasks), **limits), left_s)
+        problem = make_problem(tasks, _alone(setting, tasks), **limits, least_s=least, layers=layers)
+        other = solve(problem, left_s)
     except SearchError:
         return parts, found
     return [task for task, option in zip(tasks, other.chosen, strict=True) if option is not None], other
@@ -146,7 +152,8 @@ def stage_two(
         for task, step, own in zip(tasks, steps, filling, strict=True)
     ]
     least = setting.energy_s(setting.work_of(tasks))
-    problem = make_problem(tasks, options, capacity=full, least_s=least, most_s=most_s)
+    limits = {"least_s": least, "most_s": most_s, "layers": len(setting.graph.layers)}
+    problem = make_problem(tasks, options, capacity=full, **limits)
     return problem, solve(problem, time_limit_s)
 
 

@@ -231,6 +231,15 @@ def test_a_layer_alone_cannot_overlap_with_itself():
     assert solve(chain(1.0, 2.0, 3.0)).period_s == pytest.approx(6.0)
 
 
+@pytest.mark.parametrize(("layers", "period_s"), [(None, 1.0), (2, 1.0), (1, 1.5), (0, 3.0)])
+def test_tasks_are_no_further_apart_than_the_layers_of_the_model(layers, period_s):
+    """Four tasks in a row. The last one starts 3 s after the first one, in the last of these layers."""
+    follows = ((0, 1, 0), (1, 2, 0), (2, 3, 0))
+    found = solve(CyclicProblem(((Option(0, 1.0),),) * 4, follows, least_s=1.0, layers=layers))
+    assert found.period_s == pytest.approx(period_s)
+    assert layers is None or max(found.stages) - min(found.stages) <= layers
+
+
 def test_two_nano_batches_hide_what_is_bound_by_another_resource():
     """Two nano-batches of compute 3 and memory 2: the period is the compute of both."""
     options = ((Option(0, 3.0),), (Option(0, 2.0),)) * 2
