@@ -61,6 +61,11 @@ def read_reports(folder: Path) -> dict[str, Report]:
     }
 
 
+def of_command(reports: Mapping[str, Report], name: str) -> Iterator[tuple[str, Report]]:
+    """Yield the reports of a command, with their paths."""
+    return ((path, report) for path, report in reports.items() if report.get("command_name") == name)
+
+
 def unknown_keys(report: Report) -> list[str]:
     """Return the required keys that are missing or null. Some may be null on a CPU."""
     required = [key for key in KEYS if report.get("device") != "cpu" or key not in NULL_ON_CPU]
@@ -243,8 +248,8 @@ def rate_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
 
 def decode_step_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
     """Yield the times of decode steps through the engine's compiled programs."""
-    for path, report in reports.items():
-        if report.get("command_name") == "decode_step" and "precision" in report:
+    for path, report in of_command(reports, "decode_step"):
+        if "precision" in report:
             for step in report.get("steps", []) if isinstance(report.get("steps"), list) else []:
                 launch = step["launches"]["graph"]
                 figures = (f"{launch['us'] / 1e3:.2f}", f"{launch['watts']:.0f} at {launch['mhz']:.0f}")
@@ -254,9 +259,7 @@ def decode_step_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
 
 def plan_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
     """Yield the best overlapped plan and the best sequential step of each workload with prefill."""
-    for path, report in reports.items():
-        if report.get("command_name") != "plans":
-            continue
+    for path, report in of_command(reports, "plans"):
         filled = [row for row in report["plans"] if row["prefill_tokens"]]
         for workload in dict.fromkeys(row["workload"] for row in filled):
             here = sorted(
@@ -274,8 +277,8 @@ def plan_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
 def kernel_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
     """Yield the geometric mean of each kernel group's speedup over its first rival."""
     found: dict[tuple[str, str], list[tuple[str, float]]] = {}
-    for path, report in reports.items():
-        for row in report["rows"] if report.get("command_name") == "kernels" else ():
+    for path, report in of_command(reports, "kernels"):
+        for row in report["rows"]:
             for rival, ratio in list(row.get("ratios", {}).items())[:1]:
                 found.setdefault((row["group"], rival), []).append((path, ratio))
     for (group, rival), cases in sorted(found.items()):
@@ -286,9 +289,7 @@ def kernel_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
 
 def offload_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
     """Yield each measured policy of a model that does not fit the device."""
-    for path, report in reports.items():
-        if report.get("command_name") != "search offload":
-            continue
+    for path, report in of_command(reports, "search offload"):
         memory = f"{report['memory_gb']['device']:g}, {report['memory_gb']['host']:g}"
         for row in (row for row in report["rows"] if "failed" not in row):
             policy, paper = row["policy"], row["paper_tokens_per_s"]
@@ -307,10 +308,8 @@ def offload_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
 
 def tier_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
     """Yield the reuse of KV pages by conversations, for each lowest tier of the KV cache."""
-    for path, report in reports.items():
-        for name, engine in (
-            report["lowest_tiers"].items() if report.get("command_name") == "hierarchy" else ()
-        ):
+    for path, report in of_command(reports, "hierarchy"):
+        for name, engine in report["lowest_tiers"].items():
             found = engine["conversations"]
             yield (
                 report["device"],
@@ -339,10 +338,8 @@ def start_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
 
 def first_answer_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
     """Yield the seconds of `python3 run.py`, from its start."""
-    for path, report in reports.items():
-        for cache, name in (
-            (("empty", "cold"), ("filled", "warm")) if report.get("command_name") == "first_answer" else ()
-        ):
+    for path, report in of_command(reports, "first_answer"):
+        for cache, name in (("empty", "cold"), ("filled", "warm")):
             one, cores = report[name], f"{report['device']}, {report['cpu_cores']} cores"
             figures = (f"{one['first_text_s']:.1f}", f"{one['whole_s']:.1f}", f"{len(one['runs'])}")
             load = f"{max(report['load_average']):.1f}"
@@ -351,44 +348,42 @@ def first_answer_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
 
 def host_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
     """Yield the CPU time of a step's host work."""
-    for path, report in reports.items():
-        for one in report["host"] if report.get("command_name") == "host" else ():
+    for path, report in of_command(reports, "host"):
+        for one in report["host"]:
             figures = (f"{one['mean_rows']:.0f}", f"{one['median_ms']:.2f}", f"{one['p99_ms']:.2f}")
             yield report["cpu"], f"{one['running']}", *figures, links([path])
 
 
 def follower_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
     """Yield the host time of process 0 for the other processes of an engine, by step."""
-    for path, report in reports.items():
-        if report.get("command_name") == "followers":
-            yield (
-                report.get("cpu", report["device"]),
-                report["model"],
-                f"{report['processes']}",
-                f"{report['step_ms']:.0f}",
-                f"{report['record_us']:.0f}",
-                f"{report['sender_cpu_us']:.0f}",
-                f"{report['overhead']:.3%}",
-                f"{len(report['overheads'])}",
-                links([path]),
-            )
+    for path, report in of_command(reports, "followers"):
+        yield (
+            report.get("cpu", report["device"]),
+            report["model"],
+            f"{report['processes']}",
+            f"{report['step_ms']:.0f}",
+            f"{report['record_us']:.0f}",
+            f"{report['sender_cpu_us']:.0f}",
+            f"{report['overhead']:.3%}",
+            f"{len(report['overheads'])}",
+            links([path]),
+        )
 
 
 def transport_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
     """Yield the rates of the HTTP server without a device."""
-    for path, report in reports.items():
-        if report.get("command_name") == "transport":
-            for name in (load for load in TRANSPORT_LOADS if load in report):
-                one = report[name]
-                figures = (f"{one[key]:.{digits}f}" for key, digits in TRANSPORT_FIGURES)
-                load = f"{max(report['load_average']):.1f}"
-                yield report["cpu"], name.replace("_", " "), *figures, load, links([path])
+    for path, report in of_command(reports, "transport"):
+        for name in (load for load in TRANSPORT_LOADS if load in report):
+            one = report[name]
+            figures = (f"{one[key]:.{digits}f}" for key, digits in TRANSPORT_FIGURES)
+            load = f"{max(report['load_average']):.1f}"
+            yield report["cpu"], name.replace("_", " "), *figures, load, links([path])
 
 
 def first_token_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
     """Yield the delays that the HTTP server adds to a first token while streams run."""
-    for path, report in reports.items():
-        if report.get("command_name") == "transport" and "first_tokens" in report:
+    for path, report in of_command(reports, "transport"):
+        if "first_tokens" in report:
             for name, what in FIRST_TOKEN_DELAYS.items():
                 one, work = report["first_tokens"][name], report["workload"]
                 streams = f"{work['busy_streams']} of {1000 * work['busy_step_s']:.0f} ms a step"
@@ -397,40 +392,36 @@ def first_token_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
 
 def batch_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
     """Yield the throughput of a batch file and that of `LLM.generate`."""
-    for path, report in reports.items():
-        if report.get("command_name") == "batch":
-            rates, one = report["total_token_throughput"], report["workload"]
-            yield (
-                machine(report),
-                model_of(report),
-                lengths(one),
-                f"{one['requests']}",
-                f"{rates['generate']:,.0f}",
-                f"{rates['batch']:,.0f}",
-                f"{report['ratio']:.3f}",
-                f"{len(report['seconds']['batch'])}",
-                f"{report['resume_s']:.2f}",
-                links([path]),
-            )
+    for path, report in of_command(reports, "batch"):
+        rates, one = report["total_token_throughput"], report["workload"]
+        yield (
+            machine(report),
+            model_of(report),
+            lengths(one),
+            f"{one['requests']}",
+            f"{rates['generate']:,.0f}",
+            f"{rates['batch']:,.0f}",
+            f"{report['ratio']:.3f}",
+            f"{len(report['seconds']['batch'])}",
+            f"{report['resume_s']:.2f}",
+            links([path]),
+        )
 
 
 def ray_batch_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
     """Yield the lines a second of a batch over simulated engines on Ray."""
-    for path, report in reports.items():
-        if report.get("command_name") == "ray_batch":
-            work = report["workload"]
-            for one in sorted(report["runs"], key=lambda one: one["replicas"]):
-                over_one = report["speedup"] if one["replicas"] > 1 else 1.0
-                engine = f"{work['sequences']} sequences, {1000 * work['step_s']:.0f} ms a step"
-                figures = (f"{work['lines']}", f"{one['lines_per_s']:.1f}", f"{over_one:.2f}")
-                yield f"{one['replicas']}", engine, *figures, f"{len(one['seconds'])}", links([path])
+    for path, report in of_command(reports, "ray_batch"):
+        work = report["workload"]
+        for one in sorted(report["runs"], key=lambda one: one["replicas"]):
+            over_one = report["speedup"] if one["replicas"] > 1 else 1.0
+            engine = f"{work['sequences']} sequences, {1000 * work['step_s']:.0f} ms a step"
+            figures = (f"{work['lines']}", f"{one['lines_per_s']:.1f}", f"{over_one:.2f}")
+            yield f"{one['replicas']}", engine, *figures, f"{len(one['seconds'])}", links([path])
 
 
 def router_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
     """Yield each rule of simulated replicas, and one engine with all memory."""
-    for path, report in reports.items():
-        if report.get("command_name") != "router":
-            continue
+    for path, report in of_command(reports, "router"):
         model = f"{report['model']}, {report['cluster']['replicas']} × {report['cost_model_of']}"
         scaling = list(report["scaling"].values())[-1]["over_one_replica"]
         for name, one in report["balance"].items():
@@ -448,9 +439,7 @@ def router_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
 
 def apart_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
     """Yield each number of simulated prefill replicas."""
-    for path, report in reports.items():
-        if report.get("command_name") != "prefill_apart":
-            continue
+    for path, report in of_command(reports, "prefill_apart"):
         model = f"{report['model']}, {report['cluster']['replicas']} × {report['cost_model_of']}"
         for one in report["runs"]:
             yield (
@@ -466,8 +455,8 @@ def apart_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
 
 def fault_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
     """Yield each fault of a replica."""
-    for path, report in reports.items():
-        for name, one in report["faults"].items() if report.get("command_name") == "replica_faults" else ():
+    for path, report in of_command(reports, "replica_faults"):
+        for name, one in report["faults"].items():
             seconds = (one[key] for key in ("seen_s", "served_s", "again_s"))
             load = max(run["load_average"] for run in one["runs"])
             yield (
@@ -485,19 +474,18 @@ def fault_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
 
 def message_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
     """Yield each way of tokens from a Ray actor to the router."""
-    for path, report in reports.items():
-        if report.get("command_name") == "ray_messages":
-            for name in ("message_a_step", "serve_stream_a_request"):
-                one = report[name]
-                figures = (f"{one['tokens_per_s']:,.0f}", f"{one['cpu_ms_per_1000_tokens']:.1f}")
-                load = f"{max(report['load_average']):.1f}"
-                yield name.replace("_", " "), f"{report['streams']}", *figures, load, links([path])
+    for path, report in of_command(reports, "ray_messages"):
+        for name in ("message_a_step", "serve_stream_a_request"):
+            one = report[name]
+            figures = (f"{one['tokens_per_s']:,.0f}", f"{one['cpu_ms_per_1000_tokens']:.1f}")
+            load = f"{max(report['load_average']):.1f}"
+            yield name.replace("_", " "), f"{report['streams']}", *figures, load, links([path])
 
 
 def sarathi_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
     """Yield the throughput with chunks of each size over separate prefill and decode steps, by P : D."""
-    for path, report in reports.items():
-        if not (report.get("command_name") == "sarathi" and report["engine"]):
+    for path, report in of_command(reports, "sarathi"):
+        if not report["engine"]:
             continue
         figure = report["figures"].get("figure9", {"rows": (), "cost_model": ()})
         for one, predicted in zip(figure["rows"], figure["cost_model"], strict=True):
@@ -517,8 +505,8 @@ def sarathi_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
 
 def perplexity_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
     """Yield the perplexity of each number format."""
-    for path, report in reports.items():
-        for one in report.get("precisions", ()) if report.get("command_name") == "perplexity" else ():
+    for path, report in of_command(reports, "perplexity"):
+        for one in report.get("precisions", ()):
             unquantized = one["precision"] == "unquantized"
             numbers = report["engine_config"]["dtype"] if unquantized else one["precision"]
             change = "–" if unquantized else f"{one['mean_change']:.3f}"
@@ -527,9 +515,7 @@ def perplexity_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
 
 def precision_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
     """Yield the cost of each format of weights and cache beside the wide precision."""
-    for path, report in reports.items():
-        if report.get("command_name") != "check_precision":
-            continue
+    for path, report in of_command(reports, "check_precision"):
         for name, way in report["heads"][report["head"]]["ways"].items():
             changed, above = report["experts"][name]["sets_changed"], way["same_above_floor"]
             yield (
@@ -547,8 +533,8 @@ def precision_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
 
 def span_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
     """Yield the perplexity with each file of attention spans."""
-    for path, report in reports.items():
-        for one in report.get("spans", ()) if report.get("command_name") == "perplexity" else ():
+    for path, report in of_command(reports, "perplexity"):
+        for one in report.get("spans", ()):
             name = "full attention" if one["spans"] is None else Path(one["spans"]).stem
             shares = (f"{one[key]:.1f}" for key in ("keys_percent", "held_percent"))
             change = "–" if one["spans"] is None else f"{one['mean_change']:.3f}"
@@ -557,8 +543,8 @@ def span_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
 
 def turn_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
     """Yield each side's figures in a comparison of commands in turns."""
-    for path, report in reports.items():
-        for figure, sides in report["figures"].items() if report.get("command_name") == "in_turns" else ():
+    for path, report in of_command(reports, "in_turns"):
+        for figure, sides in report["figures"].items():
             for side, found in sides.items():
                 runs = [run["report"] for run in report["runs"] if run["side"] == side and run["report"]]
                 power = [run["power"] for run in runs if run.get("power")]
