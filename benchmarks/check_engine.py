@@ -54,13 +54,16 @@ LIMITS = {False: (0.02, 0.5, 0.9), True: (0.12, 1.0, 0.75)}
 STEP_SIZES = (8, 64, 256, 512)  # tokens of the steps of both engines
 
 
-def run(engine: Loop, requests: list[Request]) -> tuple[dict[str, list[int]], dict[str, list[Logprob]]]:
+def run(
+    engine: Loop, requests: Sequence[Request]
+) -> tuple[dict[str, list[int]], dict[str, list[list[Logprob]]]]:
     """Run all requests at once.
 
-    Return the drawn tokens and the prompt's log-probabilities of each request.
+    Return the drawn tokens of each request, and the log-probabilities at each place of its prompt: that of
+    the prompt's token first.
     """
     tokens: dict[str, list[int]] = {r.request_id: [] for r in requests}
-    prompts: dict[str, list[Logprob]] = {}
+    prompts: dict[str, list[list[Logprob]]] = {}
     for request in requests:
         engine.add(request, 0.0)
     while engine.has_work:
@@ -68,9 +71,7 @@ def run(engine: Loop, requests: list[Request]) -> tuple[dict[str, list[int]], di
             if isinstance(event, Delta):
                 tokens[event.request_id] += event.token_ids
             elif isinstance(event, Started) and event.prompt_logprobs:
-                prompts[event.request_id] = [
-                    next(iter(entry.values())) for entry in event.prompt_logprobs if entry
-                ]
+                prompts[event.request_id] = [list(entry.values()) for entry in event.prompt_logprobs if entry]
     return tokens, prompts
 
 
@@ -148,13 +149,13 @@ def check(given: argparse.Namespace) -> dict[str, Any]:
     compilations = fast.executor.compilations
     _, reference = run(engine(REFERENCE), scored)
     pairs = [
-        (a.logprob, b.logprob)
+        (a[0].logprob, b[0].logprob)
         for r in scored
         for a, b in zip(ours[r.request_id], reference[r.request_id], strict=True)
     ]
     differences = np.abs(np.subtract(*np.array(pairs).T))
     # The reference engine must rank the drawn tokens first, except where two tokens differ by rounding only.
-    best = [entry.rank == 1 for i in range(len(prompts)) for entry in reference[f"{i}"][-48:]]
+    best = [entry[0].rank == 1 for i in range(len(prompts)) for entry in reference[f"{i}"][-48:]]
     result = {
         "model": given.model,
         "layers": given.layers,

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.check_engine import LIMITS, set_of
+from benchmarks.check_engine import LIMITS, run, set_of
 from jaxflow.bench.report import machine
 from jaxflow.bench.report.requests import write_json
 from jaxflow.config import ConfigError, EngineConfig
@@ -32,7 +32,7 @@ from jaxflow.engine.kernel_choice import choose_kernels
 from jaxflow.engine.loop import Loop
 from jaxflow.engine.start import choose_plans, make_executor, make_loop, prepare_process, resolve
 from jaxflow.model.checkpoints.checkpoint import CheckpointError, open_checkpoint
-from jaxflow.request import Delta, Logprob, Request, SamplingParams, Started
+from jaxflow.request import Logprob, Request, SamplingParams
 from pallas_kernels.kernel_set import KernelSet
 from pallas_kernels.measure.provenance import provenance
 
@@ -49,21 +49,6 @@ def forms_of(kernels: KernelSet) -> dict[str, KernelSet]:
     if kernels.latent_up_chunk_attention is None:
         raise ConfigError("kernels", kernels.name, "kernels that run chunks of latent attention by head")
     return {"by_head": kernels, "absorbed": dataclasses.replace(kernels, latent_up_chunk_attention=None)}
-
-
-def run(engine: Loop, requests: Sequence[Request]) -> tuple[dict[str, list[int]], dict[str, list[Any]]]:
-    """Return the drawn tokens and the prompt's log-probabilities of each request, all added at once."""
-    tokens: dict[str, list[int]] = {r.request_id: [] for r in requests}
-    prompts: dict[str, list[Any]] = {}
-    for request in requests:
-        engine.add(request, 0.0)
-    while engine.has_work:
-        for event in engine.step():
-            if isinstance(event, Delta):
-                tokens[event.request_id] += event.token_ids
-            elif isinstance(event, Started) and event.prompt_logprobs:
-                prompts[event.request_id] = [list(entry.values()) for entry in event.prompt_logprobs if entry]
-    return tokens, prompts
 
 
 def seconds(engine: Loop, requests: Sequence[Request]) -> float:
