@@ -14,6 +14,7 @@ Each measurement is one command:
   MIXTURE-tensor       throughput of qwen3 or mixtral with cut experts
   MIXTURE-whole        the same with whole experts
   MIXTURE-ranks        the same with whole experts and data-parallel attention
+  MIXTURE-ranks-processes  the same with a process for each rank
   MIXTURE-WAY-profiled collectives of the device's time, and the hidden part of them, of each of the three
   qwen3-ranks-nano-batches  qwen3-ranks-profiled with plans of two nano-batches
   qwen3-ranks-sequential    the same requests and step sizes with the sequential plan
@@ -39,6 +40,8 @@ LENGTHS = ("--input_len", "1024", "--output_len", "512")
 FP8 = ("--quantization", "fp8", "--kv_cache_dtype", "fp8")
 MIXTURES = {"qwen3": "qwen3-30b-a3b", "mixtral": "mixtral-8x7b"}
 RANK_STEPS = ("--step_sizes", "256,512,1024,2048")  # tokens of a rank's steps
+FEW_STEPS = ("--step_sizes", "512")  # a world of processes compiles all its steps before it serves
+HOST_PROCESSES = ("-m", "benchmarks.host_processes", "--processes")
 COPIES = {"qwen3": 16, "mixtral": 1}  # further experts of a device
 PIPELINE = (
     *("-m", "jaxflow.bench", "pipeline", *DUMMY),
@@ -124,6 +127,9 @@ def commands(devices: int) -> dict[str, list[str]]:
         for way, (report, slots, flags) in ways.items():
             found[f"{name}-{way}"] = _throughput(model, report, 400 * devices, slots, *flags)
             found[f"{name}-{way}-profiled"] = _profiled(model, report, 200 * devices, slots, *flags)
+            if way == "ranks":
+                line = _throughput(model, f"{report}-processes", 400 * devices, slots, *flags, *FEW_STEPS)
+                found[f"{name}-{way}-processes"] = [*HOST_PROCESSES, n, *line]
             if way != "tensor":
                 copies = str(max(2, COPIES[name] * devices))
                 moving = ("--enable_eplb", "--num_redundant_experts", copies)

@@ -414,7 +414,6 @@ EAGER: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 RANKED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("enable_expert_parallel", bool, "True"),
     ("pipeline_parallel_size", lambda size: size == 1, "1"),
-    ("coordinator", lambda address: address is None, "unset"),
     ("attention_spans", lambda file: file is None, "unset"),
     ("batch_tpot_ms", lambda limit: limit is None, "unset"),
 )
@@ -637,6 +636,12 @@ class EngineConfig:
         check("data_parallel_size", self.data_parallel_size >= 1, "a positive number of ranks")
         for field, ok, accepted in RANKED if self.data_parallel_size > 1 else ():
             check(field, ok(getattr(self, field)), f"{accepted} with data_parallel_size over 1")
+        ranked_team = self.data_parallel_size > 1 and self.coordinator is not None
+        check(
+            "kv_offloading_size",
+            not (ranked_team and self.kv_offloading_size),
+            "0 with data_parallel_size over 1 and several processes",
+        )
         for field, ok, accepted in EAGER if self.enforce_eager else ():
             check(field, ok(getattr(self, field)), f"{accepted} with enforce_eager")
         for field in (

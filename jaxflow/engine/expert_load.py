@@ -57,13 +57,17 @@ class ExpertCounter:
         counts = self._counts
         if not counts:
             return None
-        of_stages = [np.asarray(each) for each in counts]
-        now = np.concatenate(
-            [each.reshape(self._ranks, -1, each.shape[1]).sum(0, np.uint32) for each in of_stages]
-        )
+        now = np.concatenate([self._of_all_ranks(each) for each in counts])
         with self._lock:
             if self._seen is None or self._total is None:
                 self._seen, self._total = np.zeros_like(now), np.zeros(now.shape, np.int64)
             self._total = self._total + (now - self._seen)  # the difference of uint32 wraps, too
             self._seen = now
             return ExpertTokens(self._layers, self._total)
+
+    def _of_all_ranks(self, counts: "jax.Array") -> np.ndarray:
+        """Return the counts of a stage over all ranks, uint32 [layers, E]."""
+        if not counts.is_fully_addressable:  # each rank has the counts of all, see `Programs.counted`
+            return np.asarray(counts.addressable_data(0))
+        each = np.asarray(counts)
+        return each.reshape(self._ranks, -1, each.shape[1]).sum(0, np.uint32)

@@ -22,7 +22,7 @@ from jaxflow.model.batch import Batch
 from jaxflow.model.expert_tokens import add_tokens, mixture_layers
 from jaxflow.model.op_registry import Context, Site, op_scope
 from jaxflow.model.transformer import Routed
-from jaxflow.parallel.mesh import DP, axis_of, by_rank, over_ranks, over_shards
+from jaxflow.parallel.mesh import DP, axis_of, by_rank, over_ranks, over_shards, ranks_have_processes
 
 REPLICATED = PartitionSpec()
 PLAIN, FULL, LOGPROBS = 1, 2, 3  # the sampler that a row of a step needs; LOGPROBS: FULL, with logprobs
@@ -53,7 +53,8 @@ class Programs:
     stream of the stage before. samples: False for a stage that another one follows.
 
     With data-parallel ranks every argument and result but the weights has the arrays of all ranks, one after
-    another on axis 0, and each rank's device computes with its own.
+    another on axis 0, and each rank's device computes with its own. If the ranks are of several processes,
+    every device has the results that the host reads, of all ranks.
     """
 
     context: Context
@@ -88,10 +89,11 @@ class Programs:
         over_tp = over_shards(run, self.mesh, specs, out)
         return jax.jit(over_ranks(over_tp, self.mesh, specs, out), donate_argnums=STEP_DONATES)
 
-    def _of_ranks(self, run: Callable, *everywhere: int, arguments: int) -> Callable:
+    def _of_ranks(self, run: Callable, *everywhere: int, arguments: int, results: Any = None) -> Callable:
         """Return a function of each rank's own arguments, as a function of the arguments of all ranks.
 
         everywhere: the positions of the arguments that all ranks share, such as weights.
+        results: the partition of each result. Default: each rank has its own.
         """
         if DP not in self.mesh.shape:
             return run
@@ -106,9 +108,21 @@ class Programs:
 
         def call(*given: Any) -> Any:
             assert len(given) == arguments
-            return over_ranks(run, self.mesh, tuple(map(spec, range(arguments), given)), own)(*given)
+            specs = tuple(map(spec, range(arguments), given))
+            return over_ranks(run, self.mesh, specs, own if results is None else results)(*given)
 
         return call
+
+    @property
+    def _host_spec(self) -> PartitionSpec:
+        """Return the partition of a result of `_for_host`."""
+        return REPLICATED if ranks_have_processes(self.mesh) else by_rank(self.mesh)
+
+    def _for_host(self, results: Any) -> Any:
+        """Return a rank's results, or those of all ranks if the ranks are of several processes."""
+        if not ranks_have_processes(self.mesh):
+            return results
+        return jax.tree.map(lambda array: lax.all_gather(array, DP, tiled=True), results)
 
     def _own_slot(self, slot: Array, slots: int) -> Array:
         """Return a slot among all ranks' as the rank's own slot; `slots`,
@@ -128,11 +142,16 @@ class Programs:
         return (jax.ShapeDtypeStruct((layers, experts), jnp.uint32),) if layers else ()
 
     def counted(self, counts: tuple[Array, ...], routed: Routed | None, batch: Batch) -> tuple[Array, ...]:
-        """Return the counts of `expert_counts` after a step."""
+        """Return the counts of `expert_counts` after a step: of each rank, or if the ranks are of several
+        processes, of all ranks in each.
+        """
         if routed is None:
             return ()
         with op_scope("expert_tokens"):
-            return (add_tokens(counts[0], routed, batch.is_token),)
+            found = add_tokens(counts[0], routed, batch.is_token)
+            if ranks_have_processes(self.mesh):
+                found = counts[0] + lax.psum(found - counts[0], DP)  # uint32 wraps back
+            return (found,)
 
     def inputs(
         self, layout: StepLayout, page_table: Array, source: Array, buffer: Array
@@ -171,9 +190,10 @@ class Programs:
                     logits, rows.temperature, rows.seeds, rows.lengths, draw=self.context.kernels.draw
                 )
                 tokens = _none_of_nan(tokens, logits)
-            return tokens, _keep(last_tokens, rows, tokens)
+            return self._for_host(tokens), _keep(last_tokens, rows, tokens)
 
-        return jax.jit(self._of_ranks(run, 0, arguments=4))
+        results = (self._host_spec, by_rank(self.mesh))
+        return jax.jit(self._of_ranks(run, 0, arguments=4, results=results))
 
     def sample_full(self) -> Wrapped:
         """(head, hidden, rows, last_tokens, params, counts) -> (tokens, logprobs, last_tokens, params.recent,
@@ -198,9 +218,11 @@ class Programs:
                 )
                 tokens = _none_of_nan(tokens, logits)
                 recent = slot_params.add_recent(params.recent, slots, tokens)
-            return tokens, found, _keep(last_tokens, rows, tokens), recent, counts
+            last_tokens = _keep(last_tokens, rows, tokens)
+            return *self._for_host((tokens, found)), last_tokens, recent, counts
 
-        return jax.jit(self._of_ranks(run, 0, arguments=6), donate_argnums=FULL_DONATES)
+        results = (self._host_spec,) * 2 + (by_rank(self.mesh),) * 3
+        return jax.jit(self._of_ranks(run, 0, arguments=6, results=results), donate_argnums=FULL_DONATES)
 
     def prompt_logprobs(self) -> Wrapped:
         """(weights of `prompt_head`, x [T, D], targets [T]) -> `LogprobsOut` of each token's successor, T
@@ -210,7 +232,7 @@ class Programs:
 
         def run(weights, x, targets):
             _, hidden = ops.final_norm(Site(self.context, weights), x, None)
-            return logprobs.prompt_logprobs(
+            found = logprobs.prompt_logprobs(
                 hidden,
                 ops.head_table(weights),
                 targets,
@@ -218,6 +240,7 @@ class Programs:
                 soft_cap=config.logits_soft_cap,
                 axis=axis_of(self.mesh),
             )
+            return self._for_host(found)
 
         def sharded_run(weights, x, targets):
             specs = {name: self.weight_specs[name] for name in weights}
@@ -225,7 +248,7 @@ class Programs:
                 weights, x, targets
             )
 
-        return jax.jit(self._of_ranks(sharded_run, 0, arguments=3))
+        return jax.jit(self._of_ranks(sharded_run, 0, arguments=3, results=self._host_spec))
 
     def set_slot(self) -> Wrapped:
         """(params, counts, slot, values) -> (params, counts), both donated: a running sequence takes a slot.

@@ -23,12 +23,12 @@ from jaxflow.model.slot_params import SlotParams, slot_values
 
 
 class Run(msgspec.Struct, frozen=True, array_like=True, tag=0):
-    """A call of `Executor.run`. Arrays are int32."""
+    """A call of `Executor.run`. Arrays are int32, of all ranks."""
 
     layout: int
     full: bool
     buffer: bytes
-    appends: bytes  # [n, 4]
+    appends: bytes  # [n, 4], of several ranks [ranks, n, 4]
     targets: bytes | None
 
 
@@ -268,9 +268,10 @@ def replay(
         ids = np.frombuffer(found.token_ids, np.int32)
         executor.set_slot(found.slot, jax.tree.unflatten(tree, values), ids, found.num_prompt)
         return None
-    layout = layouts[found.layout]
-    buffer, appends = _ints(found.buffer, layout.size), _ints(found.appends).reshape(-1, 4)
-    targets = None if found.targets is None else _ints(found.targets, layout.tokens)
+    layout, ranks = layouts[found.layout], executor.ranks
+    buffer = _ints(found.buffer, ranks * layout.size)
+    appends = _ints(found.appends).reshape(*([ranks] if ranks > 1 else []), -1, 4)
+    targets = None if found.targets is None else _ints(found.targets, ranks * layout.tokens)
     return executor.run(layout, buffer, appends, full=found.full, targets=targets)
 
 

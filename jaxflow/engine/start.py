@@ -95,6 +95,7 @@ from jaxflow.parallel.mesh import (
     is_here,
     make_rank_mesh,
     on_gpu,
+    ranks_have_processes,
     ranks_of,
     sharded,
     stage_meshes,
@@ -824,7 +825,8 @@ def make_stage(
     lowered = None
     if is_own:
         pdl = [layout.key for layout in layouts if early(layout)]
-        lowered = open_lowered_programs((program_settings(config), model, plans, graphs, memory, pdl), folder)
+        made_of = program_settings(config), model, plans, graphs, memory, pdl, ranks_have_processes(mesh)
+        lowered = open_lowered_programs(made_of, folder)
     return Executor(
         Programs(
             make_context(config, layers, kernels, mesh, None if stage.is_model else model.windows),

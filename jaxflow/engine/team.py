@@ -223,10 +223,11 @@ def check_mesh(config: EngineConfig, owners: Sequence[int]) -> None:
     Raises:
       ConfigError
     """
-    tp, pp = config.tensor_parallel_size, config.pipeline_parallel_size
-    if tp * pp != len(owners):
+    tp, pp, ranks = config.tensor_parallel_size, config.pipeline_parallel_size, config.data_parallel_size
+    if tp * pp * ranks != len(owners):
+        of = f"data_parallel_size={ranks}" if ranks > 1 else f"pipeline_parallel_size={pp}"
         accepted = (
-            f"{len(owners) / pp:g} with pipeline_parallel_size={pp}: the {len(set(owners))} processes have "
+            f"{len(owners) / (pp * ranks):g} with {of}: the {len(set(owners))} processes have "
             f"{len(owners)} devices, and each device takes part"
         )
         raise ConfigError("tensor_parallel_size", tp, accepted)

@@ -89,6 +89,11 @@ def by_rank(mesh: Mesh) -> PartitionSpec:
     return PartitionSpec(DP) if DP in mesh.shape else PartitionSpec()
 
 
+def ranks_have_processes(mesh: Mesh) -> bool:
+    """Return True if the data-parallel ranks of a mesh have devices of several processes."""
+    return DP in mesh.shape and len({device.process_index for device in mesh.devices.flat}) > 1
+
+
 def is_here(mesh: Mesh) -> bool:
     """Return True if this process has a device of the mesh."""
     return any(device.process_index == jax.process_index() for device in mesh.devices.flat)

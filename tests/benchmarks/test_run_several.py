@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import check_engine, run_several
+from benchmarks import check_engine, host_processes, run_several
 from jaxflow.bench.engine import followers, skewed_experts, throughput
 from jaxflow.bench.kernels import collectives
 from jaxflow.bench.pipeline import study
@@ -29,6 +29,10 @@ COMMANDS = [(devices, name) for devices in (2, 4) for name in run_several.comman
 @pytest.mark.parametrize(("devices", "name"), COMMANDS)
 def test_a_command_has_flags_that_exist(no_flags, devices, name):
     _, module, *words = run_several.commands(devices)[name]
+    assert importlib.util.find_spec(module)
+    if module == host_processes.__name__:
+        assert words[:2] == ["--processes", str(devices)]
+        _, module, *words = words[2:]
     if module == check_engine.__name__:
         given = check_engine.parse(words)
         assert given.pipeline_parallel_size == devices

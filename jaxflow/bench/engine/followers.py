@@ -51,9 +51,11 @@ def arguments(rank: int, coordinator: str) -> dict[str, Any]:
 
 
 def see_one_device(environment: dict[str, str], rank: int) -> None:
-    """Let a process see one GPU of those that this process sees, or one device of the CPU."""
-    visible = environment.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
-    environment["CUDA_VISIBLE_DEVICES"] = visible[rank] if rank < len(visible) else ""
+    """Let JAX use one GPU of those that this process sees, or one device of the CPU.
+
+    The process still sees the other GPUs, so that its report has the watts of all cards.
+    """
+    environment["JAX_CUDA_VISIBLE_DEVICES"] = str(rank)
     environment["JAX_NUM_CPU_DEVICES"] = "1"
 
 

@@ -7,6 +7,8 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import hurry
+import jax
 import numpy as np
 import paths
 import pytest
@@ -16,10 +18,11 @@ from test_goldens import ONE_SIZE, check, requests
 from jaxflow import LLM, SamplingParams
 from jaxflow.bench.engine.steps import step_log
 from jaxflow.config import ConfigError, EngineConfig, ParallelConfig
-from jaxflow.engine import ranked_loop
+from jaxflow.engine import programs, ranked_loop, start
 from jaxflow.engine.driver import Driver
 from jaxflow.engine.executor import Executor
 from jaxflow.engine.loop import Loop
+from jaxflow.engine.ranked_loop import _on_host
 from jaxflow.engine.start import choose_plans, resolve
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.checkpoints.fingerprint import kv_fingerprint
@@ -338,7 +341,6 @@ def test_a_served_model_compiles_nothing_and_answers_as_one_device():
     [
         ({"enable_expert_parallel": False}, "enable_expert_parallel"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
-        ({"coordinator": "auto"}, "coordinator"),
         ({"attention_spans": "spans.json"}, "attention_spans"),
         ({"batch_tpot_ms": 50.0}, "batch_tpot_ms"),
         ({"data_parallel_size": 0}, "data_parallel_size"),
@@ -349,6 +351,37 @@ def test_what_ranks_lack_is_refused(settings, field):
     with pytest.raises(ConfigError, match=f"{field}=.*with data.parallel|positive") as caught:
         EngineConfig("m", **given)
     assert caught.value.field == field
+
+
+def test_ranks_of_several_processes_refuse_host_memory_for_pages():
+    with pytest.raises(ConfigError, match="several processes") as caught:
+        EngineConfig(
+            "m",
+            data_parallel_size=2,
+            enable_expert_parallel=True,
+            coordinator="auto",
+            kv_offloading_size=1.0,
+        )
+    assert caught.value.field == "kv_offloading_size"
+
+
+def test_every_device_has_what_the_host_of_several_processes_reads(monkeypatch):
+    """Process 0 reads the tokens and the expert counts of all ranks from a device of its own."""
+    monkeypatch.setattr(toy, "_executor", toy._executor.__wrapped__)  # counts of earlier tests are not wanted
+    monkeypatch.setattr(hurry, "shares", False)
+    alone = toy.ranked_loop(MODEL, 2)
+    wanted = toy.run(alone, drawn_requests())
+    for module in (programs, start):
+        monkeypatch.setattr(module, "ranks_have_processes", lambda mesh: True)
+    engine, read = toy.ranked_loop(MODEL, 2), []
+    monkeypatch.setattr(ranked_loop, "_on_host", lambda pending: read.append(pending) or _on_host(pending))
+    same(toy.run(engine, drawn_requests()), wanted)
+    results = jax.tree.leaves([(one.tokens, one.logprobs, one.prompt) for one in read])
+    assert read and all(array.is_fully_replicated for array in results)
+    (each,), expected = engine.executor.expert_counts, alone.expert_counter.read()
+    assert expected is not None
+    for counts in np.split(np.asarray(each), 2):
+        np.testing.assert_array_equal(counts, expected.tokens)
 
 
 @pytest.mark.parametrize(("made_for", "ranks"), [(1, 2), (2, 1)])

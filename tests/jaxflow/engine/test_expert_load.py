@@ -98,8 +98,8 @@ def test_totals_survive_the_wrap_of_the_counts(steps):
     assert counter.read() is None
     for more in steps:
         device, total = device + np.array([more, 1], np.uint32), total + more
-        counter.put((device,))  # type: ignore[arg-type]
-        counter.put((device,))  # type: ignore[arg-type]
+        counter.put((jnp.asarray(device),))
+        counter.put((jnp.asarray(device),))
         found = counter.read()
         assert found is not None
     assert found.tokens.tolist() == [[total, len(steps)]]

@@ -27,7 +27,8 @@ INTS = st.integers(-(2**31), 2**31 - 1)
 class Fake:
     """An executor that keeps its calls."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: int = 1) -> None:
+        self.ranks = ranks
         self.layouts = LAYOUTS
         self.decode_layouts = {4: StepLayout(4, 4, 4, 16, decodes=True)}
         self.calls: list[Any] = []
@@ -39,18 +40,21 @@ class Fake:
         self.calls.append(args)
 
 
-def recorded() -> tuple[Any, list[bytes], Any]:
-    fake, sent = Fake(), []
+def recorded(ranks: int = 1) -> tuple[Any, list[bytes], Any]:
+    fake, sent = Fake(ranks), []
     return fake, sent, CallRecorder(fake, types.SimpleNamespace(send=sent.append))  # type: ignore[arg-type]
 
 
 @given(st.data())
 def test_steps(data):
-    fake, sent, recorder = recorded()
+    ranks = data.draw(st.integers(1, 3))
+    fake, sent, recorder = recorded(ranks)
     layout = data.draw(st.sampled_from(every_layout(fake)))
-    buffer = data.draw(drawn.arrays(np.int32, layout.size, elements=INTS))
-    appends = data.draw(drawn.arrays(np.int32, st.tuples(st.integers(0, 3), st.just(4)), elements=INTS))
-    targets = data.draw(st.none() | drawn.arrays(np.int32, layout.tokens, elements=INTS))
+    buffer = data.draw(drawn.arrays(np.int32, ranks * layout.size, elements=INTS))
+    of_ranks = [] if ranks == 1 else [st.just(ranks)]
+    shapes = st.tuples(*of_ranks, st.integers(0, 3), st.just(4))
+    appends = data.draw(drawn.arrays(np.int32, shapes, elements=INTS))
+    targets = data.draw(st.none() | drawn.arrays(np.int32, ranks * layout.tokens, elements=INTS))
     full = data.draw(st.booleans())
     recorder.run(layout, buffer, appends, full, targets)
     replay(fake, every_layout(fake), {}, sent[0])

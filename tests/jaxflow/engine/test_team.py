@@ -13,19 +13,24 @@ from jaxflow.pipeline.handwritten import sequential_plan
 
 
 @pytest.mark.parametrize(
-    ("tp", "pp", "owners", "ok"),
+    ("tp", "pp", "dp", "owners", "ok"),
     [
-        (4, 1, [0, 0, 1, 1], True),
-        (2, 2, [0, 0, 1, 1], True),
-        (1, 4, [0, 0, 1, 1], True),
-        (2, 1, [0, 0, 1, 1], False),  # process 1 would have nothing
-        (8, 1, [0, 0, 1, 1], False),
-        (2, 2, [0, 1, 2, 3], False),  # a stage over two processes
-        (4, 1, [0, 1, 2, 3], True),
+        (4, 1, 1, [0, 0, 1, 1], True),
+        (2, 2, 1, [0, 0, 1, 1], True),
+        (1, 4, 1, [0, 0, 1, 1], True),
+        (2, 1, 1, [0, 0, 1, 1], False),  # process 1 would have nothing
+        (8, 1, 1, [0, 0, 1, 1], False),
+        (2, 2, 1, [0, 1, 2, 3], False),  # a stage over two processes
+        (4, 1, 1, [0, 1, 2, 3], True),
+        (2, 1, 2, [0, 0, 1, 1], True),
+        (1, 1, 4, [0, 1, 2, 3], True),
+        (4, 1, 2, [0, 1, 2, 3], False),
+        (1, 1, 2, [0, 0, 1, 1], False),
     ],
 )
-def test_meshes(tp, pp, owners, ok):
-    config = EngineConfig("a-model", tensor_parallel_size=tp, pipeline_parallel_size=pp)
+def test_meshes(tp, pp, dp, owners, ok):
+    sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, "data_parallel_size": dp}
+    config = EngineConfig("a-model", **sizes, enable_expert_parallel=dp > 1)
     if ok:
         check_mesh(config, owners)
     else:

@@ -190,6 +190,35 @@ class TestSameTokens:
         check(golden, out)
 
     @pytest.mark.slow
+    @pytest.mark.parametrize(
+        ("model", "devices", "tp"),
+        [("tiny-mixtral", 1, 1), ("tiny-gpt_oss", 2, 1), ("tiny-deepseek_v3", 2, 2)],
+        ids=["a rank a process", "two ranks a process", "a rank of two devices a process"],
+    )
+    def test_goldens_of_data_parallel_ranks(self, model, devices, tp, goldens):
+        golden = goldens(model)
+        ranks = {"tensor_parallel_size": tp, "data_parallel_size": 2 * devices // tp}
+        ours = given(golden, model, devices=devices, enable_expert_parallel=True, **ranks)
+        with running(ours, ours) as processes:
+            (status, out, error), (other, _, _) = ends(processes)
+        assert (status, other) == (0, 0), error
+        check(golden, out)
+
+    @pytest.mark.slow
+    def test_draws_and_log_probabilities_of_data_parallel_ranks(self, goldens):
+        golden = goldens("tiny-mixtral")
+        sampling = {"temperature": 0.8, "seed": 3, "n": 2, "top_k": 20, "repetition_penalty": 1.2}
+        sampling |= {"max_tokens": 12, "logprobs": 2, "prompt_logprobs": 1}
+        ranks = {"tensor_parallel_size": 1, "data_parallel_size": 2, "enable_expert_parallel": True}
+        ours = given(golden, "tiny-mixtral", sampling=sampling, **ranks)
+        alone = ours | {"coordinator": None, "num_processes": None, "process_id": None, "devices": 2}
+        with running(ours, ours) as processes, running(alone) as one:
+            (status, out, error), (other, _, _) = ends(processes)
+            ((single, expected, _),) = ends(one)
+        assert (status, other, single) == (0, 0, 0), error
+        assert json.loads(out.splitlines()[-1]) == json.loads(expected.splitlines()[-1])
+
+    @pytest.mark.slow
     @pytest.mark.parametrize("stages", [1, 2])
     def test_goldens_of_a_converted_checkpoint(self, stages, goldens, tmp_path):
         golden = goldens("tiny-llama")
