@@ -243,6 +243,11 @@ class Executor:
         self._first = tuple(first)
         self._ask([job for job in self.jobs() if self._is_first(job.table, job.key)], num_pages)
 
+    def prepare_later(self, num_pages: tuple[int, ...]) -> None:
+        """Let processes without a program of `prepare_first` prepare the others. num_pages: as there."""
+        later = [job for job in self.jobs() if not self._is_first(job.table, job.key)]
+        self._ask(later[::-1], num_pages, urgent=False)
+
     def temporary_bytes(self, num_pages: tuple[int, ...] | None = None) -> int:
         """Return the device memory of the largest bucket's programs, without weights and cache.
 

@@ -270,6 +270,14 @@ class LoweringProcesses:
                     self.failed[wanted.name] = self._lost
             return future
 
+    def withdraw(self, num_pages: tuple[int, ...]) -> None:
+        """End the futures of all programs for a number of pages that no process has begun."""
+        with self._lock:
+            for wanted in self._asked.keys() - self._taken:
+                if wanted.num_pages == num_pages:
+                    self._taken.add(wanted)
+                    self._asked[wanted].set_result(None)
+
     def close(self) -> None:
         """End the processes: at once without work, and after its present program otherwise.
 

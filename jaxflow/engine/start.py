@@ -1232,7 +1232,8 @@ def _guessed_pages(
     """Return a number of pages that leaves enough memory for temporary arrays, or None without a good guess.
 
     The number is known before the first program is compiled, so processes prepare the first programs side by
-    side with the ones that are measured. free: see `_measured_pages`.
+    side with the ones that are measured. The other processes prepare the other programs meanwhile.
+    free: see `_measured_pages`.
     """
     if any(stage.lowering is None for stage in stages):
         return None
@@ -1246,10 +1247,15 @@ def _guessed_pages(
         return None
     for stage in stages:
         stage.prepare_first(first, guess)
+    for stage in stages:
+        stage.prepare_later(guess)
     found = _measured_pages(config, model, stages, free, guess)
     if _is_good(guess, found):
         return guess
     log.info("pages: %s fit, and %s were guessed: the first steps are prepared again", found, guess)
+    for stage in stages:
+        if stage.lowering is not None:
+            stage.lowering.withdraw(guess)
     return found
 
 

@@ -3,6 +3,7 @@ nearly all that fit, and never more.
 """
 
 import dataclasses
+import types
 
 import hurry
 import paths
@@ -39,13 +40,16 @@ def pages_of(executor, free: int, need: int, first=()) -> tuple[tuple[int, ...] 
 
     need: the bytes that are measured.
     """
-    asked = []
+    asked, later, withdrawn = [], [], []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(start, "first_layouts", lambda *_: first)
-        patch.setattr(executor, "lowering", "processes")
+        patch.setattr(executor, "lowering", types.SimpleNamespace(withdraw=withdrawn.append))
         patch.setattr(executor, "prepare_first", lambda layouts, pages: asked.append(pages))
+        patch.setattr(executor, "prepare_later", lambda pages: later.append(pages))
         patch.setattr(executor, "temporary_bytes", lambda pages: need)
-        return guessed(executor, free), asked
+        found = guessed(executor, free)
+    assert later == asked and withdrawn == [pages for pages in asked if pages != found]
+    return found, asked
 
 
 @settings(max_examples=40, deadline=None)

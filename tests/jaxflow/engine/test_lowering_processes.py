@@ -10,6 +10,7 @@ import logging
 import os
 import subprocess
 import sys
+import time
 from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
@@ -331,6 +332,24 @@ def test_programs_go_to_all_processes_and_each_once(tmp_path):
         assert made.ask(Wanted("step 7", (8,))) is not futures[7]
         wait(futures)
         assert len(made.failed) == 60 and 1 < len(set(made.failed.values())) <= 3
+
+
+def test_programs_of_withdrawn_pages_are_not_begun(tmp_path):
+    """The process waits for a file, so that it has begun one program."""
+    go = tmp_path / "go"
+    waiting = f"import os, time\n    while not os.path.exists({str(go)!r}): time.sleep(0.01)\n    "
+    with processes(tmp_path, ECHO + waiting + "print('\"made\"', flush=True)") as made:
+        begun = made.ask(Wanted("step 0", (7,)))
+        while not made._taken:
+            time.sleep(0.01)
+        guessed = [made.ask(Wanted(f"step {i}", (7,)), urgent=False) for i in range(1, 4)]
+        others = [made.ask(Wanted(f"step {i}", pages), urgent=False) for i, pages in ((1, (8,)), (2, ()))]
+        made.withdraw((7,))
+        assert all(one.done() for one in guessed) and not any(one.done() for one in [begun, *others])
+        assert made.ask(Wanted("step 1", (7,))).done()
+        go.touch()
+        wait([begun, *others], 60)
+    assert set(made.failed) == {"step 0", "step 1", "step 2"}  # the process answers with a reason
 
 
 @pytest.mark.parametrize(
