@@ -69,9 +69,11 @@ def test_mxfp4_of_a_checkpoint_in_mxfp4_costs_nothing_and_8_bit_keys_are_refused
 @pytest.mark.parametrize("model", ["mixtral", "glm4_moe"])
 def test_rounded_weights_cost_part_of_what_fp8_costs(model):
     """Weights of e4m3 in the wide engine leave out the error of the activations."""
-    kl = mean_kl(checked(model, quantization="fp8", kv_cache_dtype="auto,fp8", rounded="fp8"))
+    report = checked(model, quantization="fp8,mxfp4", kv_cache_dtype="auto,fp8", rounded="fp8")
+    kl = mean_kl(report)
     assert kl["noise"] < kl["fp8 rounded"] < kl["fp8"] < kl["fp8, fp8 KV"]
     assert kl["noise"] < kl["fp8 beyond rounding"]
+    assert set(report["refused"]) == {"mxfp4", "mxfp4, fp8 KV"}
 
 
 def test_dummy_weights_are_the_same_numbers_before_their_quantization():
