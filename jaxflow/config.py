@@ -623,8 +623,8 @@ class EngineConfig:
         check("pipeline_parallel_size", self.pipeline_parallel_size >= 1, "a positive number of stages")
         eplb = self.enable_eplb
         check("enable_eplb", not eplb or self.enable_expert_parallel, "False without enable_expert_parallel")
-        one = self.pipeline_parallel_size == 1 and self.coordinator is None
-        check("enable_eplb", not eplb or one, "False with several pipeline stages or several processes")
+        one = self.pipeline_parallel_size == 1
+        check("enable_eplb", not eplb or one, "False with several pipeline stages")
         check("num_redundant_experts", self.num_redundant_experts >= 0, "0 or more copies")
         check("num_redundant_experts", eplb or not self.num_redundant_experts, "0 without enable_eplb")
         check("eplb_step_interval", self.eplb_step_interval >= 1, "a positive number of steps")

@@ -127,6 +127,14 @@ class Recorder(Protocol):
         """Take a call of `scatter_pages`."""
         ...
 
+    def move_experts(self, layer: int, placed: np.ndarray) -> None:
+        """Take a call of `move_experts`."""
+        ...
+
+    def switch_experts(self, layer: int) -> None:
+        """Take a call of `switch_experts`, for the latest move of a layer."""
+        ...
+
 
 class Executor:
     """The steps of one model on one mesh. Not thread-safe: only the engine's thread uses it.
@@ -738,6 +746,8 @@ class Executor:
         placed: the expert of each new slot, [S].
         """
         assert self.placed is not None
+        if self.recorder is not None:
+            self.recorder.move_experts(layer, placed)
         source = source_slots(self.placed[self.expert_layers.index(layer)], placed)
         own = expert_arrays(self.weights["layers"][layer])
         arrays, before, after = self._small["move_experts"](own, self._put(source))
@@ -746,6 +756,8 @@ class Executor:
     def switch_experts(self, moved: MovedLayer) -> None:
         """Let the next step read the moved experts and their map."""
         assert self.placed is not None
+        if self.recorder is not None:
+            self.recorder.switch_experts(moved.layer)
         made = copy_map(moved.placed, self.programs.context.config.num_experts)
         layers = list(self.weights["layers"])
         layers[moved.layer] = layers[moved.layer] | moved.arrays | jax.tree.map(self._put, made)

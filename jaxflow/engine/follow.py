@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from jaxflow.engine.executor import Executor, Pending
+from jaxflow.engine.expert_balancer import MovedLayer
 from jaxflow.engine.recorded_calls import every_layout, replay
 from jaxflow.engine.staged_executor import StagedExecutor
 from jaxflow.kv.tiers.disk_parts import FollowerDisk
@@ -35,10 +36,11 @@ def follow(executor: Executor | StagedExecutor, leader: Leader, disk: DiskTier |
     waiting.start()
     layouts = every_layout(executor)
     pages: dict[int, Any] = {}
+    moved: dict[int, MovedLayer] = {}
     parts = None if disk is None else FollowerDisk(disk, pages, leader.answer)
     try:
         for call in leader.calls():
-            steps.put(replay(executor, layouts, pages, call, parts))
+            steps.put(replay(executor, layouts, pages, call, parts, moved))
     except Exception as error:
         _fail(leader, error)
 

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from jaxflow.engine.executor import Executor, Pending
+from jaxflow.engine.expert_balancer import MovedLayer
 from jaxflow.engine.layout import StepLayout
 from jaxflow.engine.staged_executor import StagedExecutor
 from jaxflow.kv.tiers.disk_parts import FollowerDisk
@@ -105,9 +106,24 @@ class CloseParts(msgspec.Struct, frozen=True, array_like=True, tag=10):
     names: list[int]
 
 
+class MoveExperts(msgspec.Struct, frozen=True, array_like=True, tag=11):
+    """A call of `Executor.move_experts`."""
+
+    layer: int
+    placed: list[int]
+
+
+class SwitchExperts(msgspec.Struct, frozen=True, array_like=True, tag=12):
+    """A call of `Executor.switch_experts`, with the latest moved experts of the layer."""
+
+    layer: int
+
+
 DiskCall = WritePart | ReadPart | LosePart | TouchParts | CloseParts
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Run | SetSlot | Gather | Scatter | Copy | Free | DiskCall).decode
+_decode = msgspec.msgpack.Decoder(
+    Run | SetSlot | Gather | Scatter | Copy | Free | MoveExperts | SwitchExperts | DiskCall
+).decode
 
 
 class CallChannel(Protocol):
@@ -172,6 +188,14 @@ class CallRecorder:
         self.channel.send(_encode(Copy(names, memory_kind, self._name(copies))))
         return copies
 
+    def move_experts(self, layer: int, placed: np.ndarray) -> None:
+        """Send a call of `Executor.move_experts`."""
+        self.channel.send(_encode(MoveExperts(layer, placed.tolist())))
+
+    def switch_experts(self, layer: int) -> None:
+        """Send a call of `Executor.switch_experts`."""
+        self.channel.send(_encode(SwitchExperts(layer)))
+
     # ---- the disks of all processes, see `jaxflow.kv.tiers.disk_parts.ProcessPartCalls`
 
     def write_part(self, key: bytes, page: Any) -> None:
@@ -233,12 +257,14 @@ def replay(
     pages: dict[int, Any],
     call: bytes,
     disk: FollowerDisk | None = None,
+    moved: dict[int, MovedLayer] | None = None,
 ) -> Pending | None:
     """Make a recorded call. Return the results of a step, None of another call.
 
     Args:
       pages: by name, the pages outside the cache; the call may change them.
       disk: of this process's parts of the pages; None without a disk tier.
+      moved: by layer, the experts that no step reads yet; the call may change them. None: experts stay.
 
     Raises:
       ValueError, LookupError, msgspec.MsgspecError: the call is damaged, or another program's.
@@ -253,6 +279,9 @@ def replay(
         return None
     if isinstance(found, Scatter):
         executor.scatter_pages(found.group, found.pages, [pages[name] for name in found.names])
+        return None
+    if isinstance(found, MoveExperts | SwitchExperts):
+        _replay_move(executor, moved, found)
         return None
     if isinstance(found, DiskCall):
         _replay_on_disk(disk, found)
@@ -273,6 +302,19 @@ def replay(
     appends = _ints(found.appends).reshape(*([ranks] if ranks > 1 else []), -1, 4)
     targets = None if found.targets is None else _ints(found.targets, ranks * layout.tokens)
     return executor.run(layout, buffer, appends, full=found.full, targets=targets)
+
+
+def _replay_move(
+    executor: Executor | StagedExecutor,
+    moved: dict[int, MovedLayer] | None,
+    call: MoveExperts | SwitchExperts,
+) -> None:
+    if moved is None or not isinstance(executor, Executor):
+        raise ValueError("a call that moves experts, and the experts of this process stay")
+    if isinstance(call, MoveExperts):
+        moved[call.layer] = executor.move_experts(call.layer, np.array(call.placed))
+    else:
+        executor.switch_experts(moved.pop(call.layer))  # process 0 has compared the digests
 
 
 def _replay_on_disk(disk: FollowerDisk | None, call: DiskCall) -> None:

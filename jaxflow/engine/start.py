@@ -94,8 +94,8 @@ from jaxflow.parallel.mesh import (
     expert_axis_of,
     is_here,
     make_rank_mesh,
+    of_several_processes,
     on_gpu,
-    ranks_have_processes,
     ranks_of,
     sharded,
     stage_meshes,
@@ -825,7 +825,7 @@ def make_stage(
     lowered = None
     if is_own:
         pdl = [layout.key for layout in layouts if early(layout)]
-        made_of = program_settings(config), model, plans, graphs, memory, pdl, ranks_have_processes(mesh)
+        made_of = program_settings(config), model, plans, graphs, memory, pdl, of_several_processes(mesh)
         lowered = open_lowered_programs(made_of, folder)
     return Executor(
         Programs(

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.stages import Wrapped
 from jaxtyping import Array, Int, UInt
 
-from jaxflow.parallel.mesh import expert_axis_of, over_ranks, over_shards, sharded
+from jaxflow.parallel.mesh import expert_axis_of, of_several_processes, over_ranks, over_shards, sharded
 
 REPLICATED = PartitionSpec()
 
@@ -24,20 +24,25 @@ def move_slots(mesh: Mesh, specs: Any) -> Wrapped:
     slots, digests of the new slots).
 
     New slot s holds a copy of old slot source[s]. The first axis of each array counts slots, which are spread
-    over the devices of the mesh. Device i has the i-th part of the old and of the new slots.
+    over the devices of the mesh. Device i has the i-th part of the old and of the new slots. Of several
+    processes, every device has all digests, so that each process can compare them.
 
     specs: the `PartitionSpec` of each array.
     """
-    axis = expert_axis_of(mesh)
+    axis, several = expert_axis_of(mesh), of_several_processes(mesh)
 
     def run(old: Any, source: Int[Array, " S"]) -> tuple[Any, Array, Array]:
         if axis is None:
             new = jax.tree.map(lambda array: array[source], old)
         else:
             new = _moved(old, source, axis)
-        return new, digests(old), digests(new)
+        before, after = digests(old), digests(new)
+        if several and axis is not None:
+            before, after = (lax.all_gather(own, axis, tiled=True) for own in (before, after))
+        return new, before, after
 
-    taken, out = (specs, REPLICATED), (specs, PartitionSpec(axis), PartitionSpec(axis))
+    digest = REPLICATED if several else PartitionSpec(axis)
+    taken, out = (specs, REPLICATED), (specs, digest, digest)
     placed = jax.tree.map(functools.partial(sharded, mesh), out)
     over_tp = over_shards(run, mesh, taken, out)
     return jax.jit(over_ranks(over_tp, mesh, taken, out), out_shardings=placed)

@@ -89,9 +89,14 @@ def by_rank(mesh: Mesh) -> PartitionSpec:
     return PartitionSpec(DP) if DP in mesh.shape else PartitionSpec()
 
 
+def of_several_processes(mesh: Mesh) -> bool:
+    """Return True if the devices of a mesh are of several processes."""
+    return len({device.process_index for device in mesh.devices.flat}) > 1
+
+
 def ranks_have_processes(mesh: Mesh) -> bool:
     """Return True if the data-parallel ranks of a mesh have devices of several processes."""
-    return DP in mesh.shape and len({device.process_index for device in mesh.devices.flat}) > 1
+    return DP in mesh.shape and of_several_processes(mesh)
 
 
 def is_here(mesh: Mesh) -> bool:

@@ -371,8 +371,8 @@ def test_every_device_has_what_the_host_of_several_processes_reads(monkeypatch):
     monkeypatch.setattr(hurry, "shares", False)
     alone = toy.ranked_loop(MODEL, 2)
     wanted = toy.run(alone, drawn_requests())
-    for module in (programs, start):
-        monkeypatch.setattr(module, "ranks_have_processes", lambda mesh: True)
+    monkeypatch.setattr(programs, "ranks_have_processes", lambda mesh: True)
+    monkeypatch.setattr(start, "of_several_processes", lambda mesh: True)
     engine, read = toy.ranked_loop(MODEL, 2), []
     monkeypatch.setattr(ranked_loop, "_on_host", lambda pending: read.append(pending) or _on_host(pending))
     same(toy.run(engine, drawn_requests()), wanted)

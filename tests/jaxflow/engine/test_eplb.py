@@ -1,6 +1,8 @@
 """Experts with copies give the tokens of experts without copies, also while they move between devices."""
 
 import collections
+import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +25,7 @@ from jaxflow.engine.expert_balancer import DamagedExpert, MovedLayer
 from jaxflow.engine.expert_slots import expert_arrays, source_slots
 from jaxflow.engine.loop import Loop
 from jaxflow.engine.ranked_loop import RankedLoop
+from jaxflow.engine.recorded_calls import CallRecorder, every_layout, replay
 from jaxflow.engine.start import choose_plans, make_executor, make_loop, make_ranked_loop, resolve
 from jaxflow.llm import LLM
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
@@ -79,6 +82,30 @@ def test_goldens_of_ranks_while_experts_move(ranks, devices, more, goldens):
     assert running.balancer.placements > 1 and running.balancer.moved_slots
     assert running.executor.placed is not None and running.executor.placed.shape[1] == 8 + more
     running.close()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_another_process_moves_the_same_experts(ranks, goldens):
+    ours, theirs = (engine("tiny-qwen3_moe", 2 // ranks, 2, ranks=ranks) for _ in range(2))
+    executors, moved = [one.executor for one in (ours, theirs)], {}
+    layouts = every_layout(theirs.executor)
+    follow = functools.partial(replay, theirs.executor, layouts, {}, moved=moved)
+    ours.executor.recorder = CallRecorder(ours.executor, types.SimpleNamespace(send=follow))
+    toy.run(ours, requests(goldens("tiny-qwen3_moe")))
+    assert ours.balancer is not None and ours.balancer.moved_slots
+    np.testing.assert_array_equal(*[one.placed for one in executors])
+    states = [(one.weights, one.expert_counts, one.last_tokens) for one in executors]
+    for left, right in zip(*map(jax.tree.leaves, states), strict=True):
+        np.testing.assert_array_equal(left, right)
+    ours.close()
+
+
+def test_a_move_of_experts_that_stay_is_refused():
+    running, sent = engine("tiny-qwen3_moe", 1, 0), []
+    recorder = CallRecorder(running.executor, types.SimpleNamespace(send=sent.append))
+    recorder.move_experts(0, np.arange(8))
+    with pytest.raises(ValueError, match="stay"):
+        replay(running.executor, every_layout(running.executor), {}, sent[0])
 
 
 @pytest.mark.parametrize(("devices", "ranks"), [(4, 1), (1, 4), (2, 2)])

@@ -86,6 +86,8 @@ def main(given: dict[str, Any]) -> None:
         assert given.get("process_id") in (None, 0), "a follower returned from LLM(...)"
         for _ in range(repeat):
             found = llm.generate(prompts, params, use_tqdm=False)
+        if "enable_eplb" in given:
+            print("moved slots:", llm.driver._loop.balancer.moved_slots)
         if "kv_offloading_size" in given:
             print(json.dumps(llm.driver.stats().kv_tiers))
     tokens = [[list(choice.token_ids) for choice in output.outputs] for output in found]

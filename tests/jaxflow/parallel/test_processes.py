@@ -205,6 +205,20 @@ class TestSameTokens:
         check(golden, out)
 
     @pytest.mark.slow
+    @pytest.mark.parametrize("ranks", [1, 2])
+    def test_goldens_while_experts_move_between_processes(self, ranks, goldens):
+        golden = goldens("tiny-mixtral")
+        moving = {"enable_eplb": True, "num_redundant_experts": 4, "eplb_step_interval": 2}
+        sizes = {"tensor_parallel_size": 4 // ranks, "data_parallel_size": ranks, "repeat": 2}
+        ours = given(golden, "tiny-mixtral", devices=2, enable_expert_parallel=True, **moving, **sizes)
+        with running(ours, ours) as processes:
+            (status, out, error), (other, _, _) = ends(processes)
+        assert (status, other) == (0, 0), error
+        check(golden, out)
+        moved = [line for line in out.splitlines() if line.startswith("moved slots: ")]
+        assert moved and int(moved[-1].partition(": ")[2]) > 0
+
+    @pytest.mark.slow
     def test_draws_and_log_probabilities_of_data_parallel_ranks(self, goldens):
         golden = goldens("tiny-mixtral")
         sampling = {"temperature": 0.8, "seed": 3, "n": 2, "top_k": 20, "repetition_penalty": 1.2}
