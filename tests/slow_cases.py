@@ -167,6 +167,9 @@ SLOW_CASES = {
         "the other precision of the rows runs each size"
     ),
     r"test_pipeline_stages\.py::TestSameTokens::test_in_a_batch_with_others\[2": "four stages run",
+    r"test_pipeline_stages\.py::TestSameTokens::test_on_an_overlapped_plan": (
+        "stages get the layers of such a plan, and test_portfolio serves steps on overlapped plans"
+    ),
     r"test_pipeline_stages\.py::TestSameTokens::test_goldens\[tiny-(gemma2|opt)": (
         "test_staged_tiers runs tiny-gemma2 on two stages; learned positions are added with the embedding"
     ),
@@ -190,7 +193,7 @@ SLOW_CASES = {
         "one device and two pipeline stages run"
     ),
     r"test_loop\.py::TestSameSeedSameTokens::test_on_an_overlapped_plan": (
-        "two pipeline stages run the same requests on an overlapped plan"
+        "test_portfolio serves steps on overlapped plans, with other requests"
     ),
     r"test_8_bits\.py::"
     r"test_near_the_wide_model\[(stories260K-numbers[02]-0\.(06|15)|tiny-(llama|opt|qwen3))": (

@@ -36,6 +36,14 @@ def alone():
     return found
 
 
+def on_an_overlapped_plan(folder):
+    """Return an engine of two stages, of one and of four layers, and its plan."""
+    model = open_checkpoint(str(paths.MODELS / MODEL)).model_config
+    plan = msgspec.structs.replace(two_nano_batch_plan(model, 16, 6), stages=(1, 4))
+    plans.save(plan, folder / "plan.json")
+    return toy.staged_loop(MODEL, 2, plan=str(folder / "plan.json")), plan
+
+
 def in_flight(engine):
     return [step.work for step in engine._in_flight if step is not None]
 
@@ -80,11 +88,7 @@ class TestSameTokens:
         assert answers(toy.run(engine, drawn_requests(9, seed=2)), drawn_requests(9, seed=2)) == alone
 
     def test_on_an_overlapped_plan(self, alone, tmp_path):
-        model = open_checkpoint(str(paths.MODELS / MODEL)).model_config
-        plan = msgspec.structs.replace(two_nano_batch_plan(model, 16, 6), stages=(1, 4))
-        plans.save(plan, tmp_path / "plan.json")
-        engine = toy.staged_loop(MODEL, 2, plan=str(tmp_path / "plan.json"))
-        assert [len(stage.weights["layers"]) for stage in engine.executor.stages] == [1, 4]
+        engine, plan = on_an_overlapped_plan(tmp_path)
         assert answers(toy.run(engine, drawn_requests(9, seed=2)), drawn_requests(9, seed=2)) == alone
         assert engine.stats(0).steps_by_plan[plan.name] > 0
 
@@ -99,6 +103,11 @@ class TestSameTokens:
         again = toy.run(engine, drawn_requests(9, seed=2))
         assert answers(again, drawn_requests(9, seed=2)) == alone
         assert any(result.started.cached_prompt_tokens for result in again.values())
+
+
+def test_stages_have_the_layers_that_their_plan_gives_them(tmp_path):
+    engine, _ = on_an_overlapped_plan(tmp_path)
+    assert [len(stage.weights["layers"]) for stage in engine.executor.stages] == [1, 4]
 
 
 class TestMicroBatches:
