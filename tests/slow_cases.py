@@ -56,6 +56,9 @@ SLOW_CASES = {
     r"test_goldens\.py::TestGoldens::test_(one_request\w+|in_a_batch\w+)\[tiny-gemma4_e2b": (
         "test_layered_step runs this golden, and tiny-gemma4_text runs here"
     ),
+    r"test_goldens\.py::TestGoldens::test_(one_request\w+|in_a_batch\w+)\[tiny-gemma4_text": (
+        "test_tensor_parallel runs this golden, and test_gemma4 compares the logits of one device"
+    ),
     r"test_goldens\.py::TestGoldens::test_one_request\w+\[tiny-glm4_moe": (
         "test_data_parallel runs this golden, and test_check_precision this model on one device"
     ),
@@ -73,7 +76,10 @@ SLOW_CASES = {
         "scattered plans and plans with sums alone run in fp8"
     ),
     r"test_data_parallel\.py::test_goldens_of_ranks_of_two_devices\[tiny-(qwen3_moe|gpt_oss)": (
-        "three other mixtures run, and test_expert_parallel spreads the biases of gpt-oss"
+        "other mixtures run, and test_expert_parallel spreads the biases of gpt-oss"
+    ),
+    r"test_data_parallel\.py::test_goldens_of_ranks_of_two_devices\[tiny-deepseek": (
+        "two nano-batches of such ranks run this golden"
     ),
     r"test_goldens\.py::TestGoldens::test_\w+\[(.*-)?tiny-gemma4_dense\]": (
         "test_gemma4 compares its logits, and the engine runs tiny-gemma4_text"
@@ -103,8 +109,8 @@ SLOW_CASES = {
     r"test_guessed_pages\.py::test_an_engine\w+\[bad": (
         "an engine of a good guess runs, and other bytes are tried"
     ),
-    r"test_enforce_eager\.py::test_the_tokens_are_those_of_the_default_mode\[tiny-opt": (
-        "stages run in the next test, and test_pipeline_stages compares stages with one device"
+    r"test_enforce_eager\.py::test_the_tokens_are_those_of_the_default_mode\[tiny-(gemma2|opt)": (
+        "tiny-mixtral runs; windows and stages run in the next test, in layered steps and in pipeline stages"
     ),
     r"test_enforce_eager\.py::test_a_layer_for_an_h200\w+\[1": "a layer of two devices is compiled",
     r"test_first_layouts\.py::test_\w+\[stages": (
