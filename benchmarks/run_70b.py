@@ -5,9 +5,9 @@
 check-PRECISION compares the tokens of overlapped plans with those of the sequential step, with all 80 layers
 (`check_plan`). windows-PRECISION measures plans in long windows at 1024/512, and sharegpt-PRECISION at
 lengths like ShareGPT's (`plan_windows`). The survey of both has the plans of the ablation.
-end-to-end-PRECISION runs `bench throughput` with the found plan and with the sequential plan.
-offload-PRECISION is the same run with KV pages that are copied to host memory. A report is
-benchmarks/h200/llama-3-70b/WHAT-tpN-PRECISION.json.
+end-to-end-PRECISION runs `bench throughput` with the shipped plan and with the sequential one. Two devices in
+bf16 run the found plan, because the shipped one is sequential there. offload-PRECISION is the same run with
+KV pages that are copied to host memory. A report is benchmarks/h200/llama-3-70b/WHAT-tpN-PRECISION.json.
 """
 
 import argparse
@@ -19,6 +19,7 @@ from pathlib import Path
 from benchmarks.named_commands import add_flags, run_all
 
 FOLDER = Path("benchmarks/h200/llama-3-70b")
+SHIPPED = Path("jaxflow/pipeline/plans")
 PLANS = Path("benchmarks/plans/h200/llama-3-70b")
 WHAT = ("check", "windows", "sharegpt", "end-to-end", "offload")
 PRECISIONS = ("fp8", "bf16")
@@ -37,6 +38,7 @@ class Setting:
       pages: pages of the KV cache.
       sequences: requests of `bench throughput`, and its `max_num_seqs`.
       decode_sizes: step sizes without prefill in `bench throughput`.
+      shipped: the plan of `bench throughput` if the engine ships one that is not sequential.
     """
 
     found: str
@@ -47,6 +49,7 @@ class Setting:
     pages: int
     sequences: int
     decode_sizes: str = "128,256,384,512"
+    shipped: Path | None = None
 
 
 SETTINGS = {
@@ -65,6 +68,7 @@ SETTINGS = {
         17_000,
         600,
         "128,256,384,512,640",
+        SHIPPED / "h200-llama-3-70b-tp2-float8_e4m3fn.json",
     ),
     (2, "bf16"): Setting(
         "searched/tp2-bfloat16.json",
@@ -91,6 +95,7 @@ SETTINGS = {
         40_000,
         1200,
         "256,512,768,1024,1280",
+        SHIPPED / "h200-llama-3-70b-tp4-float8_e4m3fn.json",
     ),
     (4, "bf16"): Setting(
         "searched/tp4-bfloat16.json",
@@ -107,6 +112,7 @@ SETTINGS = {
         17_500,
         600,
         "128,256,384,512,640",
+        SHIPPED / "h200-llama-3-70b-tp4-bfloat16.json",
     ),
 }
 
@@ -138,7 +144,8 @@ def command(what: str, precision: str, devices: int) -> list[str]:
         return ["-m", "benchmarks.plan_windows", *engine, *plans, *sizes, *workload, *out]
     lengths = ["--input_len", "1024", "--output_len", "512", "--num_requests", str(s.sequences)]
     seqs = ["--max_num_seqs", str(s.sequences), "--max_model_len", "4096"]
-    plan = ["--plan", files([s.found]), "--step_sizes", s.decode_sizes, "--compare_sequential"]
+    named = files([s.found]) if s.shipped is None else str(s.shipped)
+    plan = ["--plan", named, "--step_sizes", s.decode_sizes, "--compare_sequential"]
     copied = ["--kv_offloading_size", "48", "--enable_prefix_caching"]
     tier = copied if what == "offload" else ["--noenable_prefix_caching"]
     return ["-m", "jaxflow.bench", "throughput", *engine, *lengths, *seqs, *tier, *plan, *out]

@@ -31,6 +31,11 @@ def test_the_found_plan_has_the_largest_step(precision, devices):
     assert all(int(size) < plan.tokens for size in setting.decode_sizes.split(","))
     assert plan.target.parallel.tp == devices
     assert (plan.target.kv_cache_dtype == "float8_e4m3fn") == (precision == "fp8")
+    if setting.shipped is not None:
+        shipped = load(paths.ROOT / setting.shipped)
+        assert shipped.tokens == plan.tokens and shipped.predictions is not None
+        for field in ("model", "parallel", "dtype", "kv_cache_dtype"):
+            assert getattr(shipped.target, field) == getattr(plan.target, field)
 
 
 @pytest.mark.parametrize(("what", "precision", "devices"), COMMANDS)
