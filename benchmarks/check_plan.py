@@ -36,7 +36,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxflow.bench.plans.steady import SteadyStep
-from jaxflow.config import EngineConfig
+from jaxflow.config import ConfigError, EngineConfig
 from jaxflow.engine.executor import Executor
 from jaxflow.engine.layout import StepLayout
 from jaxflow.engine.start import make_executor, prepare_process, resolve
@@ -138,6 +138,14 @@ def step_of(
 # ---- the ways
 
 
+def check_sizes(lengths: Lengths, sizes: Sequence[int]) -> None:
+    """Refuse step sizes without a full step. Raises: ConfigError."""
+    for tokens in sizes:
+        if next(iter(steps_of(lengths, tokens)), None) is None:
+            accepted = f"fewer tokens, because all prompts together have {int(lengths.prompts.sum())}"
+            raise ConfigError("tokens", tokens, f"{accepted}; --sequences and --prompt make more")
+
+
 def streams(
     executor: Executor,
     layout: StepLayout,
@@ -152,8 +160,6 @@ def streams(
     executor's step.
     """
     steps, found = list(steps_of(lengths, layout.tokens)), []
-    if not steps:
-        raise ValueError(f"tokens={layout.tokens}: at most {int(lengths.prompts.sum())}, of all prompts")
     program, executor.weights = program or executor.program(layout), weights
     everywhere = NamedSharding(executor.programs.mesh, PartitionSpec())
     for step in steps:
@@ -515,6 +521,11 @@ def main(arguments: Sequence[str]) -> int:
         sizes = sorted({plan.tokens for plan in plans})
         raise SystemExit(f"--plans: plans of one step size are accepted, these have {sizes}")
     lengths = drawn_lengths(given.sequences, given.prompt, given.output, given.longest)
+    try:
+        check_sizes(lengths, [plans[0].tokens, given.other_tokens])
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     with sample(given.tensor_parallel_size, every_s=0.1) as readings:
         executor = executor_of(given, plans, lengths)
         body = measured(executor, given, plans, lengths)

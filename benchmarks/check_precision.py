@@ -40,6 +40,7 @@ from benchmarks.check_plan import (
     Lengths,
     add_flags,
     all_positions,
+    check_sizes,
     comparer,
     described,
     drawn_lengths,
@@ -251,6 +252,7 @@ def check(given: argparse.Namespace) -> dict[str, Any]:
     """Return the comparison of all precisions. Raises: ConfigError, CheckpointError."""
     began = time.monotonic()
     lengths = drawn_lengths(given.sequences, given.prompt, given.output, given.longest)
+    check_sizes(lengths, [given.tokens, given.other_tokens])
     wide = executor_of(given, Precision(), lengths)
     model = wide.programs.context.config
     drawn: Any = wide.weights

@@ -10,8 +10,9 @@ from hypothesis.extra.numpy import array_shapes
 from paths import MODELS
 
 from benchmarks import check_precision
-from benchmarks.check_plan import Lengths
+from benchmarks.check_plan import Lengths, check_sizes, drawn_lengths, steps_of
 from benchmarks.check_precision import Precision, changed_experts, precisions_of
+from jaxflow.config import ConfigError
 
 SMALL = "--tokens 32 --other_tokens 16 --sequences 6 --prompt 20 --output 8 --longest 60 --block_size 16"
 
@@ -86,3 +87,32 @@ def test_dummy_weights_are_the_same_numbers_before_their_quantization():
     for one, other in zip(jax.tree.leaves(wide.weights), jax.tree.leaves(made), strict=True):
         limit = 0.04 * float(jnp.abs(one).max())
         assert float(jnp.abs(one.astype(jnp.float32) - other.astype(jnp.float32)).max()) <= limit
+
+
+@pytest.mark.parametrize("field", ["tokens", "other_tokens"])
+def test_a_step_that_the_prompts_cannot_fill_is_refused_before_a_weight_is_read(field, monkeypatch, capsys):
+    monkeypatch.setattr(check_precision, "executor_of", lambda *_: pytest.fail("a weight was read"))
+    words = [
+        "--sequences",
+        "2",
+        "--prompt",
+        "20",
+        "--tokens",
+        "16",
+        "--other_tokens",
+        "8",
+        f"--{field}",
+        "4096",
+    ]
+    assert check_precision.main(words) == 2
+    assert "tokens=4096" in capsys.readouterr().err
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 400))
+def test_the_step_sizes_that_pass_are_those_with_a_full_step(seed, tokens):
+    lengths = drawn_lengths(3, 40, 8, 90, seed)
+    if list(steps_of(lengths, tokens)):
+        check_sizes(lengths, [tokens])
+    else:
+        with pytest.raises(ConfigError):
+            check_sizes(lengths, [tokens])
