@@ -758,7 +758,7 @@ class Executor:
         assert self.placed is not None
         if self.recorder is not None:
             self.recorder.switch_experts(moved.layer)
-        made = copy_map(moved.placed, self.programs.context.config.num_experts)
+        made = copy_map(moved.placed, self.programs.context.config.num_experts, self.programs.mesh.size)
         layers = list(self.weights["layers"])
         layers[moved.layer] = layers[moved.layer] | moved.arrays | jax.tree.map(self._put, made)
         self.weights = self.weights | {"layers": layers}

@@ -45,7 +45,7 @@ def with_slots(weights: Weights, mesh: Mesh, experts: int, more: int) -> Weights
     (placed,) = place_experts(np.ones((1, experts)), devices, (experts + more) // devices)
     everywhere = NamedSharding(mesh, PartitionSpec())
     source, move = place(placed, everywhere), None
-    made = jax.tree.map(lambda array: place(array, everywhere), copy_map(placed, experts))
+    made = jax.tree.map(lambda array: place(array, everywhere), copy_map(placed, experts, devices))
     layers = list(weights.pop("layers"))
     for index, layer in enumerate(layers):
         own = expert_arrays(layer)

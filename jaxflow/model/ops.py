@@ -677,7 +677,9 @@ def router(
     experts, logical = chosen, None
     if has_copies(w):
         assert batch is not None, "copies of experts need the step's tokens"
-        experts = choose_copies(w, chosen, batch.token_ids[start:stop], batch.positions[start:stop])
+        ranks = 1 if c.rank_axis is None else lax.axis_size(c.rank_axis)
+        rows = ranks * chosen.size / c.config.num_experts
+        experts = choose_copies(w, chosen, batch.token_ids[start:stop], batch.positions[start:stop], rows)
         logical = chosen
     is_token = batch.is_token[start:stop] if batch is not None else None
     if c.exchanges_tokens and not gathers(c):

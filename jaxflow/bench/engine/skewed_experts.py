@@ -6,7 +6,8 @@
 The weights are dummies. The router of each layer has a bias for each expert: Zipf's law over a random order
 of the experts, whatever the token. Without `--enable_eplb` the experts stay. The same requests run several
 times, after runs in which experts find their places. The balance of a run is the mean number of (token,
-expert) pairs of a device over the largest, as counted on the devices, and the mean over the layers.
+expert) pairs of a device over the largest, as counted on the devices, and the mean over the layers. Copies of
+an expert count as if they shared its pairs evenly, also in small steps, which use one slot of each expert.
 """
 
 import dataclasses

@@ -16,6 +16,7 @@ import toy
 from hurry import compile_on_use
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis.extra import numpy as drawn
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from test_goldens import ONE_SIZE, check, requests
@@ -28,6 +29,7 @@ from jaxflow.engine.ranked_loop import RankedLoop
 from jaxflow.engine.recorded_calls import CallRecorder, every_layout, replay
 from jaxflow.engine.start import choose_plans, make_executor, make_loop, make_ranked_loop, resolve
 from jaxflow.llm import LLM
+from jaxflow.model import expert_copies
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.expert_copies import choose_copies, copy_map
 from jaxflow.model.expert_placement import place_experts
@@ -35,6 +37,12 @@ from jaxflow.parallel import expert_moves
 from jaxflow.parallel.expert_moves import digests, move_slots
 from jaxflow.parallel.mesh import TP, expert_axis_of, make_mesh, make_rank_mesh, place, sharded
 from jaxflow.request import Event, FinishReason, SamplingParams
+
+
+@pytest.fixture(autouse=True)
+def copies_in_small_steps(monkeypatch):
+    """Let the few tokens of a test's steps go to copies."""
+    monkeypatch.setattr(expert_copies, "COPY_ROWS", 0)
 
 
 def engine(model: str, devices: int, more: int | None, *, ranks: int = 1) -> Loop | RankedLoop:
@@ -70,6 +78,14 @@ def test_goldens_while_experts_move(devices, more, goldens):
     check(golden, toy.run(running, requests(golden)))
     assert running.balancer is not None and running.balancer.placements > 1
     assert devices == 1 or running.balancer.moved_slots
+    running.close()
+
+
+def test_goldens_of_small_steps(goldens, monkeypatch):
+    monkeypatch.setattr(expert_copies, "COPY_ROWS", 128)
+    golden, running = goldens("tiny-qwen3_moe"), engine("tiny-qwen3_moe", 1, 8, ranks=4)
+    check(golden, toy.run(running, requests(golden)))
+    assert running.balancer is not None and running.balancer.moved_slots
     running.close()
 
 
@@ -298,16 +314,31 @@ def test_a_digest_notices_any_flipped_bit(slot, word, bit):
 def test_copies_share_the_tokens_and_a_token_keeps_its_copy():
     loads = np.array([[9.0, 1, 1, 1]])
     (placed,) = place_experts(loads, 3, 3)
-    w: dict[str, Any] = jax.tree.map(jnp.asarray, copy_map(placed, 4))
+    w: dict[str, Any] = jax.tree.map(jnp.asarray, copy_map(placed, 4, 3))
     rng = np.random.default_rng(0)
     tokens, positions = rng.integers(0, 999, 3000), rng.integers(0, 50, 3000)
     experts = np.stack([np.zeros(3000, int), rng.integers(1, 4, 3000)], axis=1)
-    slots = np.asarray(choose_copies(w, experts, jnp.asarray(tokens), jnp.asarray(positions)))
+    slots = np.asarray(choose_copies(w, experts, jnp.asarray(tokens), jnp.asarray(positions), 750.0))
     np.testing.assert_array_equal(placed[slots], experts)
     counts = collections.Counter(slots[:, 0].tolist())
     assert len(counts) == (placed == 0).sum() == 3 and min(counts.values()) > 900
-    part = choose_copies(w, experts[7:9], jnp.asarray(tokens[7:9]), jnp.asarray(positions[7:9]))
+    part = choose_copies(w, experts[7:9], jnp.asarray(tokens[7:9]), jnp.asarray(positions[7:9]), 750.0)
     np.testing.assert_array_equal(np.asarray(part), slots[7:9])
+
+
+@given(st.data(), st.integers(1, 8), st.integers(1, 6))
+def test_a_small_step_reads_each_expert_once_and_devices_read_evenly(data, devices, slots):
+    """Of two devices whose slots have different experts, one reads one expert more at most."""
+    experts = data.draw(st.integers(1, devices * slots))
+    loads = data.draw(drawn.arrays(float, (1, experts), elements=st.floats(0, 100)))
+    (placed,) = place_experts(loads, devices, slots)
+    w = jax.tree.map(jnp.asarray, copy_map(placed, experts, devices))
+    chosen = np.arange(experts)[:, None]
+    found = np.asarray(choose_copies(w, chosen, jnp.arange(experts), jnp.arange(experts), -1.0))[:, 0]
+    np.testing.assert_array_equal(placed[found], np.arange(experts))
+    reads = np.bincount(found // slots, minlength=devices)
+    singles = [int((np.bincount(placed)[part] == 1).sum()) for part in placed.reshape(devices, slots)]
+    assert reads.max() <= max(-(-experts // devices) + 1, *singles)
 
 
 def test_an_expert_that_stays_is_copied_from_its_own_slot():
