@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxflow.bench.engine.policies import Hybrid, OrcaBest, OrcaWorst, PrefillFirst, RequestLevel
 from jaxflow.bench.pipeline.simulate import PipelineRun, ReplicaLayout, simulate
-from jaxflow.bench.pipeline.stage_time import StageLink, StageTimer
+from jaxflow.bench.pipeline.stage_time import StageLink, StageTimer, cap_joules
 from jaxflow.bench.workload.lengths import Item
 from jaxflow.config import ConfigError
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
@@ -46,8 +46,8 @@ class Study:
       length_order: the lengths by falling probability: from the shortest, or in a random order.
       layer_s: seconds of a layer beyond its ops' roofline.
       host_s: seconds of the host between two steps of a micro-batch.
-      measured: True for the rates that were measured on the device, where they are known; False for those of
-        its datasheet.
+      measured: True for the rates that were measured on the device, where they are known, and for the power
+        cap; False for the rates of its datasheet.
       compute_share, memory_share: shares of these FLOP/s and of this memory rate that ops reach.
       tile_rows: rows of a GEMM's tile; None for GEMMs without tiles.
       sends_all: True if each device of a stage sends all activations, False if it sends its share.
@@ -177,7 +177,13 @@ def run_scenario(study: Study, name: str) -> tuple[PipelineRun, float]:
     layout, make_policy = scenarios(study)[name]
     layers = (config.num_layers,) if layout.replicas > 1 else stage_layers(study)
     timer = StageTimer(
-        config, layers, study.tp, study.rates, layer_s=study.layer_s, tile_rows=study.tile_rows
+        config,
+        layers,
+        study.tp,
+        study.rates,
+        layer_s=study.layer_s,
+        tile_rows=study.tile_rows,
+        joules=cap_joules(study.device) if study.measured else None,
     )
     run = simulate(
         study.items(),

@@ -8,8 +8,10 @@ import numpy as np
 
 from jaxflow.config import ConfigError, ModelConfig
 from jaxflow.model.cost import FP8_PRODUCTS, Rates
+from jaxflow.model.energy import shipped_power
 from jaxflow.model.graph import BFLOAT16, Graph, Op, Widths, model_graph
 from jaxflow.scheduler.state import StepWork
+from pallas_kernels.cards import card_of
 
 COUNTS = (
     "step",
@@ -38,6 +40,28 @@ class StageLink:
     holds_stage: bool = False
 
 
+@dataclasses.dataclass(frozen=True)
+class CapJoules:
+    """The joules above idle of a FLOP, by dtype, and of a byte of device memory, at the power cap.
+
+    This is the fixed account of docs/cost-model.md, which describes the engine's steps.
+
+    watts: of one device at its cap, above idle.
+    """
+
+    flop: Mapping[str, float]
+    byte: float
+    watts: float
+
+
+def cap_joules(device: str) -> CapJoules | None:
+    """Return the fixed account in the card of a device of `jaxflow.model.cost.DEVICES`, or None."""
+    fixed, power = card_of(device).fixed_joules, shipped_power(device)
+    if fixed is None or power is None:
+        return None
+    return CapJoules(fixed["flop"], fixed["byte"], power.cap_w - fixed["idle_w"])
+
+
 def counts_of(work: StepWork) -> np.ndarray:
     """Return the counts of a scheduled step in the order of `COUNTS`, float64 [8]."""
     decodes = len(work.decode_positions)
@@ -57,7 +81,7 @@ class StageTimer:
 
     Each op takes the longest of its compute, memory and network time (NanoFlow §3.2). An op
     takes `kernel_s` or `collective_s` in addition, and a layer `layer_s`: launches and
-    latencies, which the roofline of an op lacks.
+    latencies, which the roofline of an op lacks. A step takes at least its joules over the watts of the cap.
 
     Args:
       layers: number of layers of each stage, first stage first. The first stage also embeds; the
@@ -73,6 +97,7 @@ class StageTimer:
         nano-batches of half the tokens, which both read the weights and take the fixed times. It takes the
         longer of the two sums, or the time of one batch where this is less. The sums do not count the first
         of these ops, beside which no other op runs.
+      joules: of the device; None for devices without a power cap.
 
     Raises:
       ConfigError: for layers that do not sum to the model's, for a model with
@@ -96,6 +121,7 @@ class StageTimer:
         op_rates: Mapping[str, Rates] | None = None,
         choosers: int = 1,
         hidden: Sequence[str] = (),
+        joules: CapJoules | None = None,
     ):
         if sum(layers) != config.num_layers or min(layers) < 1:
             raise ConfigError("layers", list(layers), f"positive numbers that sum to {config.num_layers}")
@@ -133,6 +159,16 @@ class StageTimer:
         self._experts = np.array([op.experts is not None for op in distinct])
         self._expert_s = np.where(self._experts, weights[:, 0], 0.0)
         self._experts_of = (config.num_experts, config.experts_per_token)
+        self._cap_s = np.zeros((len(distinct), len(COUNTS)))
+        self._cap_expert_s = np.zeros(len(distinct))
+        if joules is not None:
+            flop_j = np.array([[joules.flop[one]] for one in dtypes])
+            byte_s = joules.byte / joules.watts
+            self._cap_s = (
+                self._matrix(distinct, "flops") * flop_j / joules.watts
+                + self._matrix(distinct, "memory_bytes") * byte_s
+            )
+            self._cap_expert_s = self._expert_s * memory[:, 0] * byte_s
         network = np.array([[each.network_bytes_per_s] for each in own])
         self._network = self._matrix(distinct, "network_bytes") / network
 
@@ -149,13 +185,25 @@ class StageTimer:
 
     def __call__(self, counts: np.ndarray) -> np.ndarray:
         """Return the seconds of each stage, float64 [stages]. counts: as `counts_of` returns them."""
-        whole = self._repeats @ self._op_s(counts) + self._layers_s
+        whole = np.maximum(self._repeats @ self._op_s(counts) + self._layers_s, self._least_s(counts))
         if not self._hidden.any():
             return whole
         half = np.where(np.arange(len(COUNTS)) == COUNTS.index("step"), counts, counts / 2)
         each = self._op_s(half)
         shown = self._repeats @ np.where(self._hidden, 0.0, each) + self._layers_s
-        return np.minimum(whole, 2 * np.maximum(shown, self._repeats @ np.where(self._hidden, each, 0.0)))
+        hidden = self._repeats @ np.where(self._hidden, each, 0.0)
+        return np.minimum(whole, 2 * np.maximum(np.maximum(shown, hidden), self._least_s(half)))
+
+    def _least_s(self, counts: np.ndarray) -> np.ndarray:
+        """Return the seconds that each stage's joules take at the power cap, float64 [stages]."""
+        return self._repeats @ (self._cap_s @ counts - self._cap_expert_s * self._unread(counts))
+
+    def _unread(self, counts: np.ndarray) -> float:
+        """Return the share of the experts of a layer that a step leaves out, times the number of steps."""
+        if not self._experts.any():
+            return 0.0
+        number, chosen = self._experts_of
+        return float(counts[0] * (1 - chosen / number) ** (self._choosers * counts[1]))
 
     def by_op(self, counts: np.ndarray) -> dict[str, float]:
         """Return the seconds of the ops of each name in one batch, over all stages, fixed times included."""
@@ -174,9 +222,7 @@ class StageTimer:
                 self._dense, compute * np.ceil(rows / self._tile_rows) * self._tile_rows / rows, compute
             )
         memory = self._memory @ counts
-        if self._experts.any():
-            number, chosen = self._experts_of
-            memory -= self._expert_s * counts[0] * (1 - chosen / number) ** (self._choosers * counts[1])
+        memory -= self._expert_s * self._unread(counts)
         return np.maximum(np.maximum(compute, memory), self._network @ counts) + self._each_s
 
 

@@ -181,7 +181,9 @@ def define_flags() -> None:
         "Simulate only the scenarios that the paper's ratios need, and those of --policies if it is given.",
     )
     flags.DEFINE_bool(
-        "measured_rates", False, "Ops reach the measured rates of the device, not those of its datasheet."
+        "measured_rates",
+        False,
+        "Ops reach the measured rates of the device, not those of its datasheet. Steps keep the power cap.",
     )
     flags.DEFINE_bool("assumptions", False, "Simulate the study under each open assumption, and compare.")
     flags.DEFINE_integer("seed", default.seed, "Seed of the lengths.")

@@ -1,6 +1,7 @@
 """The pipeline study: stage times against the cost model, and pipelines against runs of one device."""
 
 import dataclasses
+import math
 
 import numpy as np
 import pytest
@@ -18,13 +19,14 @@ from jaxflow.bench.pipeline.scenarios import (
     stage_layers,
 )
 from jaxflow.bench.pipeline.simulate import ReplicaLayout, simulate
-from jaxflow.bench.pipeline.stage_time import COUNTS, StageLink, StageTimer, counts_of
+from jaxflow.bench.pipeline.stage_time import COUNTS, CapJoules, StageLink, StageTimer, counts_of
 from jaxflow.bench.pipeline.study import measure, text
 from jaxflow.bench.workload.lengths import Item, constant
 from jaxflow.config import ConfigError, Layer, ModelConfig, Rope
+from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.composition import Composition
 from jaxflow.model.cost import DEVICES, step_timer
-from jaxflow.model.graph import model_graph
+from jaxflow.model.graph import Work, model_graph
 from jaxflow.model.stage_split import OUTPUT_TOKENS, PROMPT_TOKENS, split_layers
 from jaxflow.scheduler.scheduler import DecodeMaximal
 from jaxflow.scheduler.state import Chunk, StepWork
@@ -79,6 +81,35 @@ def test_a_layers_fixed_time_counts_once_a_layer():
     counts = np.array([Composition(8, 100).count(what) for what in COUNTS])
     plain, slower = (StageTimer(CONFIG, (3, 4), 1, RATES, layer_s=each)(counts) for each in (0.0, 1e-3))
     assert slower - plain == pytest.approx([3e-3, 4e-3])
+
+
+@given(
+    cut=st.integers(1, 6), decodes=st.integers(1, 300), keys=st.integers(1, 3000), watts=st.floats(1.0, 1e6)
+)
+def test_a_stage_takes_its_roofline_or_its_joules(cut, decodes, keys, watts):
+    step = Composition(decodes, keys, ((64, 0),), decodes + 1)
+    counts, layers = np.array([step.count(what) for what in COUNTS]), (cut, 7 - cut)
+    joules = CapJoules({"bfloat16": 9e-13}, 1e-10, watts)
+    limited = StageTimer(CONFIG, layers, 1, RATES, joules=joules)(counts)
+    work = sum((op.work(step) for op in model_graph(CONFIG, 1).ops()), Work())
+    least_s = (9e-13 * work.flops + 1e-10 * work.memory_bytes) / watts
+    plain = StageTimer(CONFIG, layers, 1, RATES)(counts)
+    assert (limited >= plain).all() and limited.sum() >= least_s * (1 - 1e-9)
+    assert limited.sum() <= (plain.sum() + least_s) * (1 + 1e-9)
+    cold = StageTimer(CONFIG, layers, 1, RATES, joules=CapJoules(joules.flop, joules.byte, math.inf))(counts)
+    np.testing.assert_array_equal(cold, plain)
+
+
+def test_joules_count_the_experts_that_a_step_reads():
+    config = open_checkpoint("qwen3-30b-a3b", load_format="dummy").model_config
+    joules = CapJoules({"bfloat16": 0.0}, 1.0, 1.0)
+    timer = StageTimer(config, (config.num_layers,), 1, DEVICES["H200"].rates, joules=joules)
+    for tokens in (1, 64, 100_000):
+        step = Composition(tokens, 1)
+        counts = np.array([step.count(what) for what in COUNTS])
+        read = sum(op.work(step).memory_bytes for op in model_graph(config, 1).ops())
+        (found,) = timer(counts)
+        assert found == pytest.approx(read)
 
 
 @pytest.mark.parametrize("stages", range(1, 8))
