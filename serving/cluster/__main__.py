@@ -7,6 +7,7 @@ The command opens the ports of `python -m serving`, with the same flags, and sen
 replica. It is ready when the first replica is. Needs pip install "jaxflow[cluster]".
 """
 
+import dataclasses
 import functools
 import os
 import sys
@@ -20,6 +21,7 @@ import jaxflow.cli.engine_flags
 import serving.__main__ as server
 from jaxflow.cli.exit_status import run_command
 from jaxflow.config import ConfigError, EngineConfig
+from jaxflow.parallel.launch import AUTO
 from serving import ray_flags
 from serving.cluster.apart import ApartRule
 from serving.cluster.driver import ClusterDriver
@@ -84,6 +86,8 @@ def main(argv: list[str]) -> int:
         if wanted.prefill_replicas and processes > 1:
             accepted = "1 with prefill replicas: no process has all of a KV page"
             raise ConfigError("processes_per_replica", processes, accepted)
+        if processes > 1:  # refuses what an engine of several processes lacks
+            dataclasses.replace(wanted.config, coordinator=AUTO)
         transfers = None
         if (wanted.prefill_replicas or CLUSTER_FILE.value is not None) and processes == 1:
             transfers = TransferConfig(TRANSFER_CHECKSUMS.value, TRANSFER_TIMEOUT_S.value)

@@ -39,7 +39,14 @@ from jaxflow.bench.pipeline.expert_sharing import (
 )
 from jaxflow.bench.pipeline.simulate import PipelineRun, ReplicaLayout, simulate
 from jaxflow.bench.pipeline.splits import SIZES_TP, DeviceSplit, all_splits
-from jaxflow.bench.pipeline.stage_time import COUNTS, StageLink, StageTimer, gemm_dtype
+from jaxflow.bench.pipeline.stage_time import (
+    COUNTS,
+    CapJoules,
+    StageLink,
+    StageTimer,
+    cap_joules,
+    gemm_dtype,
+)
 from jaxflow.bench.workload.lengths import Item
 from jaxflow.config import ConfigError, ModelConfig
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
@@ -214,6 +221,7 @@ def stage_timer(
     outside_bytes_per_s: float,
     *,
     overlapped: bool,
+    joules: CapJoules | None = None,
 ) -> StageTimer:
     """Return the timer of the steps of a layout, with the fixed times of the device's card.
 
@@ -222,6 +230,7 @@ def stage_timer(
       graph: of one device. layers: of each stage.
       outside_bytes_per_s: of a device to other hosts, in an all-to-all.
       overlapped: all-to-alls run beside other ops.
+      joules: see `StageTimer`.
     """
     config, (widths, dtype) = model_of(model), WIDTHS[model.partition(":")[2]]
     rates, fixed = DEVICES[device].rates, card_of(device).clock or {}
@@ -238,6 +247,7 @@ def stage_timer(
         op_rates=op_rates(config, sharing, rates, shares, outside_bytes_per_s),
         choosers=sharing.choosers,
         hidden=EXCHANGES if overlapped else (),
+        joules=joules,
     )
 
 
@@ -273,6 +283,7 @@ def run_layout(fleet: FleetSetting, model: str, split: DeviceSplit) -> dict[str,
         shares_of(card),
         outside,
         overlapped=split.overlapped,
+        joules=cap_joules(fleet.device),
     )
     inside = StageLink(device.rates.network_bytes_per_s, fleet.scale_out.latency_s)
     run = simulate(

@@ -249,6 +249,9 @@ def test_settings_that_cannot_work_end_the_command():
     several = ("--tensor_parallel_size=4", "--processes_per_replica=3")
     assert "a divisor of 4" in refused(f"--model={MODEL}", *several, *ports).stderr
     assert "processes_per_replica" in refused(f"--model={MODEL}", "--coordinator=auto", *ports).stderr
+    ranks = ("--data_parallel_size=2", "--enable_expert_parallel", "--processes_per_replica=2")
+    tiers = refused(f"--model={MODEL}", *ranks, "--kv_offloading_size=1", "--enable_prefix_caching", *ports)
+    assert "kv_offloading_size" in tiers.stderr
     none = refused(f"--model={MODEL}", "--replicas=0", *ports)
     assert "replicas" in none.stderr and "1 or more" in none.stderr
 
