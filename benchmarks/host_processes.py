@@ -38,7 +38,7 @@ def run(line: Sequence[str], processes: int) -> int:
     try:
         for rank, command in enumerate(commands(line, processes, coordinator)):
             environment = os.environ.copy()
-            see_one_device(environment, rank)
+            see_one_device(environment, rank, processes)
             started.append(subprocess.Popen(command, env=environment))
         status = started[0].wait()
         return status or max(process.wait(END_S) for process in started)

@@ -8,6 +8,9 @@ from typing import Any
 
 import pynvml
 
+# The GPUs of all processes of an engine on this host, named as in CUDA_VISIBLE_DEVICES.
+ENGINE_GPUS = "JAXFLOW_ENGINE_GPUS"
+
 
 def visible() -> list[str]:
     """Return the numbers or UUIDs in CUDA_VISIBLE_DEVICES, in JAX's order, or [] if the variable is not
@@ -30,6 +33,15 @@ def visible_handles(count: int | None = None) -> list[Any]:
     """
     names = visible() or [str(i) for i in range(pynvml.nvmlDeviceGetCount() if count is None else count)]
     return [handle(name) for name in names[:count]]
+
+
+def engine_handles(count: int | None = None) -> list[Any]:
+    """Return NVML's handles of the engine's first `count` GPUs: those of `ENGINE_GPUS`, or the visible ones.
+
+    NVML must be open. Raises: pynvml.NVMLError.
+    """
+    names = [name for name in os.environ.get(ENGINE_GPUS, "").split(",") if name]
+    return [handle(name) for name in names[:count]] if names else visible_handles(count)
 
 
 def first_visible() -> Any:

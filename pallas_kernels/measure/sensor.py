@@ -13,7 +13,7 @@ from typing import Any
 
 import pynvml
 
-from pallas_kernels.nvml import visible_handles
+from pallas_kernels.nvml import engine_handles
 
 
 @dataclasses.dataclass
@@ -69,7 +69,7 @@ class Readings:
 
 @contextlib.contextmanager
 def sample(cards: int | None = 1, every_s: float = 0.02, counter_reads: int = 0) -> Iterator[Readings]:
-    """Sample the first `cards` visible cards, or all for None, in a thread while the block runs.
+    """Sample the first `cards` cards of the engine, or all for None, in a thread while the block runs.
 
     every_s: seconds between samples of power, clock and temperature. counter_reads: reads of the energy
     counter between two of these samples; 0: never. The counter advances in steps of tens of milliseconds.
@@ -81,7 +81,7 @@ def sample(cards: int | None = 1, every_s: float = 0.02, counter_reads: int = 0)
         yield readings
         return
     try:
-        handles = visible_handles(cards)
+        handles = engine_handles(cards)
     except pynvml.NVMLError:
         pynvml.nvmlShutdown()
         yield readings

@@ -12,9 +12,15 @@ TELL = (
     "import os, sys, time\n"
     "values = dict(one.lstrip('-').split('=') for one in sys.argv[1:])\n"
     "rank = int(values['process_id'])\n"
-    "assert os.environ['JAX_CUDA_VISIBLE_DEVICES'] == str(rank)\n"
+    "assert os.environ['CUDA_VISIBLE_DEVICES'] == str(3 + rank)\n"
+    "assert os.environ['JAXFLOW_ENGINE_GPUS'] == '3,4'\n"
     "assert values['num_processes'] == '2' and values['coordinator'].startswith('127.0.0.1:')\n"
 )
+
+
+@pytest.fixture(autouse=True)
+def three_gpus(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4,5")
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from jaxflow.engine.heap import freeze_heap
 from jaxflow.engine.recorded_calls import CallRecorder
 from jaxflow.llm import LLM
 from jaxflow.parallel.links import Followers
+from pallas_kernels.nvml import ENGINE_GPUS
 
 PROCESSES = 2
 
@@ -50,12 +51,14 @@ def arguments(rank: int, coordinator: str) -> dict[str, Any]:
     return {"coordinator": coordinator, "num_processes": PROCESSES, "process_id": rank}
 
 
-def see_one_device(environment: dict[str, str], rank: int) -> None:
-    """Let JAX use one GPU of those that this process sees, or one device of the CPU.
+def see_one_device(environment: dict[str, str], rank: int, processes: int = PROCESSES) -> None:
+    """Let one of several processes see one GPU of those that this process sees, or one device of the CPU.
 
-    The process still sees the other GPUs, so that its report has the watts of all cards.
+    Its reports have the watts of the GPUs of all processes.
     """
-    environment["JAX_CUDA_VISIBLE_DEVICES"] = str(rank)
+    visible = environment.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(processes)))).split(",")
+    environment[ENGINE_GPUS] = ",".join(visible[:processes])
+    environment["CUDA_VISIBLE_DEVICES"] = visible[rank] if rank < len(visible) else ""
     environment["JAX_NUM_CPU_DEVICES"] = "1"
 
 

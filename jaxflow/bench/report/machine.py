@@ -88,7 +88,7 @@ def _mean(values: list[float]) -> float | None:
 
 
 def watch(cards: int = 1) -> contextlib.AbstractContextManager[Readings]:
-    """Sample the first `cards` visible cards, the cards that the run uses, while the block runs."""
+    """Sample the first `cards` cards of the engine, the cards that the run uses, while the block runs."""
     return sample(cards, every_s=SAMPLE_EVERY_S, counter_reads=4)
 
 

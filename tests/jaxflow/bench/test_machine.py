@@ -55,6 +55,15 @@ def test_watts_and_clock_are_sampled_while_a_run_lasts(card, monkeypatch):
     assert len(readings.cards[0].watts) == taken
 
 
+def test_a_process_samples_the_cards_of_all_processes_of_its_engine(card, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")
+    monkeypatch.setenv("JAXFLOW_ENGINE_GPUS", "3,4,5")
+    with machine.watch(2) as readings:
+        while min(len(one.temperature_c) for one in readings.cards) < 2:
+            time.sleep(0.001)
+    assert readings.watts_by_card == [600.0, 400.0] and card == [3, 4, "shutdown"]
+
+
 def test_a_card_may_be_named_by_its_uuid(card, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1234")
     with machine.watch(1):
