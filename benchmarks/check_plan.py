@@ -180,7 +180,7 @@ def give_pages(executor: Executor, lengths: Lengths) -> None:
 
 
 def page_table(lengths: Lengths, block_size: int, shape: tuple[int, ...]) -> np.ndarray:
-    """Return a page table [groups, slots, pages] in which each sequence has pages of its own from 1 on."""
+    """Return a page table [groups, slots, pages]. Each sequence has its own pages, numbered from 1."""
     table, used = np.zeros(shape, np.int32), 1
     for slot, total in enumerate(lengths.totals):
         pages = -(-int(total) // block_size)

@@ -1,4 +1,4 @@
-"""Run a command of JaxFlow as several processes of this host that share one engine, one GPU each.
+"""Run a command of JaxFlow as several processes of this host. They share one engine, and each has one GPU.
 
     python -m benchmarks.host_processes --processes 2 -m jaxflow.bench throughput --model qwen3-30b-a3b
         --load_format dummy --data_parallel_size 2 --enable_expert_parallel
@@ -8,12 +8,11 @@ Each process runs Python with the arguments after --processes N, and gets --coor
 """
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
 
-from jaxflow.bench.engine.followers import see_one_device
+from jaxflow.bench.engine.followers import local_address, see_one_device
 
 END_S = 60.0  # for the other processes, once process 0 has ended
 
@@ -31,9 +30,7 @@ def commands(line: Sequence[str], processes: int, coordinator: str) -> list[list
 
 def run(line: Sequence[str], processes: int) -> int:
     """Run the processes until process 0 ends. Return its exit status, or that of another one that failed."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
+    coordinator = local_address()
     started: list[subprocess.Popen] = []
     try:
         for rank, command in enumerate(commands(line, processes, coordinator)):

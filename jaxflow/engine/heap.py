@@ -17,8 +17,8 @@ COLLECTOR_THRESHOLDS = (20_000, 10, 10)
 def collector_paused() -> Iterator[None]:
     """Pause garbage collection while lasting objects are made.
 
-    Lowering makes millions of them, whose traversal takes an eighth of its time. The imports of an engine
-    make many, too: traversal takes a tenth of their time.
+    Lowering makes millions of them, and their traversal takes an eighth of its time. The imports of an engine
+    spend a tenth of their time on traversal.
     """
     was_on = gc.isenabled()
     gc.disable()

@@ -168,7 +168,7 @@ def callable_again(exported: export.Exported, donated: Sequence[int]) -> jax.sta
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """A lowered program whose machine code may be in the folder."""
+    """A lowered program. The folder may have its machine code."""
 
     lowered: jax.stages.Lowered
     programs: LoweredPrograms

@@ -238,7 +238,7 @@ class LoweringProcesses:
             self._begin(self._description)
 
     def describe(self, description: Description) -> None:
-        """Tell the processes what the programs are, now or at `start`."""
+        """Describe the programs to the processes, now or at `start`."""
         self._description = description
         if self.started:
             self._begin(description)

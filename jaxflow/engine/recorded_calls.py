@@ -214,7 +214,7 @@ class CallRecorder:
         self._remember(name, page)
 
     def lose_part(self, key: bytes, name: int) -> None:
-        """Let every follower forget what it read, and remove its part from the disk."""
+        """Let every follower forget a page that it read, and remove its part from the disk."""
         self.channel.send(_encode(LosePart(key, name)))
 
     def touch_parts(self, keys: Sequence[bytes]) -> None:

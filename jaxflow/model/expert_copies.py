@@ -26,7 +26,7 @@ def has_copies(w: dict[str, Any]) -> bool:
 
 
 def copy_map(placed: Int[np.ndarray, " S"], experts: int, devices: int) -> dict[str, np.ndarray]:
-    """Return the map's arrays, int32, whose shapes depend on S and E only.
+    """Return the map's int32 arrays. Their shapes depend on S and E only.
 
     placed: the expert of each slot; device i has the i-th S / devices slots.
     """

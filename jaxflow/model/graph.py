@@ -138,11 +138,11 @@ FP8 = Widths(weights=1.0, kv=1.0)
 
 @dataclasses.dataclass(frozen=True)
 class SharedExperts:
-    """How unevenly devices share the experts of a layer, and what they send.
+    """The balance of devices that share the experts of a layer, and the bytes that they send.
 
-    slots: of all devices, with an expert or a copy in each; None for a slot for each expert. balance: the
-    mean number of pairs of a device over the largest. sent_bytes, returned_bytes: of an element that goes to
-    the expert's device, and back; None for those of other activations.
+    slots: of all devices. Each has an expert or a copy. None: one for each expert. balance: the mean number
+    of pairs of a device over the largest. sent_bytes, returned_bytes: of an element on its way to the
+    expert's device and back. None: the bytes of other activations.
     """
 
     slots: int | None = None

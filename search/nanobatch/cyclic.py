@@ -80,7 +80,7 @@ class CyclicSchedule:
 
     @property
     def gap(self) -> float:
-        """Return the share by which a shorter period remains possible."""
+        """Return the share of the period that a better one may save."""
         return max(0.0, 1 - self.bound_s / self.period_s) if self.period_s else 0.0
 
 

@@ -1,9 +1,9 @@
-"""The kernels of a step that are no nano-ops: additions of received parts, and copies of rows.
+"""The kernels of a step beside its nano-ops: additions of received parts, and copies of rows.
 
-An exchange of a sum over devices leaves two arrays, and the reader adds them. A norm reads one array more.
-The second exchange of four devices sends an array that a kernel of its own adds before. An op whose tokens
-are not exactly one piece of its input reads a copy: of a part of a piece, or of several pieces put together.
-All of this moves bytes of device memory on the op's stream. A sequential step with NCCL's sums has none.
+An exchange of a sum over devices leaves two arrays, and the reader adds them. A norm reads one more array.
+Before the second exchange of four devices, a kernel of its own adds the two arrays. An op reads a copy if its
+tokens are not exactly one piece of its input: a copy of a part of a piece, or of several pieces put together.
+These kernels move bytes of device memory on the op's stream. A sequential step with NCCL's sums has none.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ _HEADS = "o_decode"  # the compiler keeps the heads of both attentions in the ar
 
 @dataclasses.dataclass(frozen=True)
 class SideKernels:
-    """The number of kernels beside an op, and the bytes of device memory that they move."""
+    """The number of kernels beside an op, and their bytes of device memory."""
 
     kernels: int = 0
     moved: float = 0.0
@@ -82,9 +82,9 @@ def side_kernels(runs: Sequence[LayerOp], plan: Plan, load: StepShape) -> list[S
 
 
 def exchange_work(op: Op, step: Composition) -> Work:
-    """Return the work of an op in a plan whose sums are exchanges.
+    """Return the work of an op in a plan with exchanges.
 
-    A copy engine reads what a device sends, and one writes what a device receives. Side kernels add.
+    A copy engine reads the sent bytes, and another one writes the received bytes. Side kernels add.
     """
     work = op.work(step)
     if op.kind != "network":

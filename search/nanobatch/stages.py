@@ -65,7 +65,7 @@ class FoundPlan:
 
     @property
     def gap(self) -> float:
-        """Return the share by which a shorter period remains possible."""
+        """Return the share of the period that a better one may save."""
         return max(0.0, 1 - self.bound_s / self.period_s)
 
 

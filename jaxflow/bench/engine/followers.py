@@ -51,6 +51,13 @@ def arguments(rank: int, coordinator: str) -> dict[str, Any]:
     return {"coordinator": coordinator, "num_processes": PROCESSES, "process_id": rank}
 
 
+def local_address() -> str:
+    """Return the address of a free port of this host, for a coordinator."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
 def see_one_device(environment: dict[str, str], rank: int, processes: int = PROCESSES) -> None:
     """Let one of several processes see one GPU of those that this process sees, or one device of the CPU.
 
@@ -71,10 +78,7 @@ def run() -> dict[str, Any]:
         raise AssertionError("a follower returned")
     if config.tensor_parallel_size * config.pipeline_parallel_size != PROCESSES:
         raise ConfigError("tensor_parallel_size", config.tensor_parallel_size, "2: one device a process")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
-    other = os.environ.copy()
+    coordinator, other = local_address(), os.environ.copy()
     see_one_device(other, 1)
     given = [f"--{name}={value}" for name, value in arguments(1, coordinator).items()]
     command = [sys.executable, "-m", "jaxflow.bench", "followers", *_without_report(sys.argv[1:]), *given]

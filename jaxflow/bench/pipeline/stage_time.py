@@ -159,8 +159,7 @@ class StageTimer:
         self._experts = np.array([op.experts is not None for op in distinct])
         self._expert_s = np.where(self._experts, weights[:, 0], 0.0)
         self._experts_of = (config.num_experts, config.experts_per_token)
-        self._cap_s = np.zeros((len(distinct), len(COUNTS)))
-        self._cap_expert_s = np.zeros(len(distinct))
+        self._keeps_cap = joules is not None
         if joules is not None:
             flop_j = np.array([[joules.flop[one]] for one in dtypes])
             byte_s = joules.byte / joules.watts
@@ -184,7 +183,7 @@ class StageTimer:
         return np.array(rows)
 
     def __call__(self, counts: np.ndarray) -> np.ndarray:
-        """Return the seconds of each stage, float64 [stages]. counts: as `counts_of` returns them."""
+        """Return the seconds of each stage, float64 [stages]. counts: of `counts_of`."""
         whole = np.maximum(self._repeats @ self._op_s(counts) + self._layers_s, self._least_s(counts))
         if not self._hidden.any():
             return whole
@@ -196,6 +195,8 @@ class StageTimer:
 
     def _least_s(self, counts: np.ndarray) -> np.ndarray:
         """Return the seconds that each stage's joules take at the power cap, float64 [stages]."""
+        if not self._keeps_cap:
+            return np.zeros(len(self._repeats))
         return self._repeats @ (self._cap_s @ counts - self._cap_expert_s * self._unread(counts))
 
     def _unread(self, counts: np.ndarray) -> float:
@@ -227,7 +228,7 @@ class StageTimer:
 
 
 def gemm_dtype(op: Op, dtype: str, widths: Widths) -> str:
-    """Return the dtype in which an op multiplies."""
+    """Return the dtype of an op's GEMM."""
     if op.name in FP8_PRODUCTS or (op.experts and widths.experts == 1.0):
         return dtype
     return "bfloat16" if dtype == "float8_e4m3fn" else dtype

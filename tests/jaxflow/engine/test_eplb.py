@@ -328,7 +328,7 @@ def test_copies_share_the_tokens_and_a_token_keeps_its_copy():
 
 @given(st.data(), st.integers(1, 8), st.integers(1, 6))
 def test_a_small_step_reads_each_expert_once_and_devices_read_evenly(data, devices, slots):
-    """Of two devices whose slots have different experts, one reads one expert more at most."""
+    """Each expert is read from one slot. Devices read even numbers, as far as single copies allow."""
     experts = data.draw(st.integers(1, devices * slots))
     loads = data.draw(drawn.arrays(float, (1, experts), elements=st.floats(0, 100)))
     (placed,) = place_experts(loads, devices, slots)

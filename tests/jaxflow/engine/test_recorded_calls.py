@@ -81,7 +81,7 @@ def test_slots(top_k, top_p, ids):
 
 
 class FakePages(Fake):
-    """An executor whose cache is a dict of pages."""
+    """An executor with a dict of pages as its cache."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class FakePages(Fake):
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9), st.integers(0, 9)), max_size=12))
 def test_pages_outside_the_cache(moves):
-    """What process 0 gathers, copies, scatters and drops in any order, a follower holds and drops, too."""
+    """A follower has the pages of process 0 after gathers, copies, scatters and drops in any order."""
     ours, theirs, sent = FakePages(), FakePages(), []
     recorder = CallRecorder(ours, types.SimpleNamespace(send=sent.append))  # type: ignore[arg-type]
     ours.cache = {(group, page): 10.0 * group + page for group in range(2) for page in range(10)}

@@ -48,7 +48,7 @@ def sides(plan: Plan, tp: int) -> list[SideKernels]:
     "report", [ONE_GPU["8b"], ONE_GPU["8b-fp8"], TWO_GPUS["70b-fp8"], TP4], ids=lambda r: r.file
 )
 def test_a_sequential_step_has_no_side_kernels(report):
-    """So its prediction is that of its ops alone."""
+    """The prediction of the step has its ops alone."""
     report = short(report)
     plan = sequential_plan(measured.model_of(report), 2048, report.tp)
     runs = program(plan, measured.graph_of(report))
