@@ -80,7 +80,8 @@ class KernelSet:
 
     fallbacks: at least one reason for every op that has a kernel in this set but runs the reference
     implementation.
-    expert_mlp_max_tokens: the largest step whose experts' products run as `expert_mlp`.
+    expert_mlp_max_tokens, expert_mlp_bf16_max_tokens: the largest steps whose experts' products run as
+    `expert_mlp`, for experts in e4m3 and in bfloat16.
     norm_of_rows_max_tokens: the largest step whose norms add the rows of experts.
     by_head_dim: where the layers of a model have several head widths, the sets of all widths. Attention, the
     append to the cache and the quantization of heads are taken from them.
@@ -101,6 +102,7 @@ class KernelSet:
     grouped_gemm: Callable = grouped_reference.grouped_gemm
     expert_mlp: Callable = expert_mlp_reference.expert_mlp
     expert_mlp_max_tokens: int = 0
+    expert_mlp_bf16_max_tokens: int = 0
     norm_of_rows_max_tokens: int = 0
     latent_append: Callable = latent_reference.append
     latent_decode_attention: Callable = latent_reference.decode_attention
@@ -490,7 +492,8 @@ def _mosaic(m: Model, device: str) -> KernelSet:
     found, card = _assembled(MOSAIC, kernels, _unmet(m, limits)), card_of(device)
     if _backend(found.add_norm) == "mosaic":
         found = dataclasses.replace(found, norm_of_rows_max_tokens=card.norm_of_rows_max_tokens)
-    return dataclasses.replace(found, expert_mlp_max_tokens=card.expert_mlp_max_tokens)
+    names = ("expert_mlp_max_tokens", "expert_mlp_bf16_max_tokens")
+    return dataclasses.replace(found, **{name: getattr(card, name) for name in names})
 
 
 def _triton(m: Model, capability: str) -> KernelSet:

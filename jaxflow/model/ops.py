@@ -790,7 +790,9 @@ def expert_up_gate(
 
 def _in_one_kernel(c: Context, w: Weights, groups: Groups) -> bool:
     """Return whether one kernel computes both products of the experts, in `expert_down`."""
-    few = groups.places.shape[0] <= c.kernels.expert_mlp_max_tokens
+    quantized = isinstance(w["expert_up_gate"], Quantized)
+    most = c.kernels.expert_mlp_max_tokens if quantized else c.kernels.expert_mlp_bf16_max_tokens
+    few = groups.places.shape[0] <= most
     alone = c.whole and c.sms is None and groups.arrived is not None and few
     plain = "expert_up_gate_bias" not in w and "expert_down_bias" not in w
     block = gate_block(c.config.expert_intermediate_size)

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import jax.numpy as jnp
+
 from pallas_kernels.gemm.grouped.tiles import ALIGN
 from pallas_kernels.quantized import BLOCK, Quantized
 
@@ -12,10 +14,12 @@ GATE_BLOCKS = (16, 32, 64)  # gates and ups that alternate
 def supports(rows: int, w_up: Any, w_down: Any, gate_block: int | None) -> bool:
     """Return whether the kernel takes these weights with tiles of so many rows.
 
-    w_up: [E, 2 F, K]. w_down: [E, D, F]. Only e4m3 with scales of rows is taken.
+    w_up: [E, 2 F, K]. w_down: [E, D, F]. Both are in bfloat16, or both in e4m3 with scales of rows.
     """
-    if not isinstance(w_up, Quantized) or not isinstance(w_down, Quantized):
+    quantized = isinstance(w_up, Quantized) and isinstance(w_down, Quantized)
+    plain = all(getattr(w, "dtype", None) == jnp.bfloat16 for w in (w_up, w_down))
+    if not quantized and not plain:
         return False
-    (_, n, k), (_, columns, width) = w_up.values.shape, w_down.values.shape
+    (_, n, k), (_, columns, width) = w_up.shape, w_down.shape
     even = n == 2 * width and width % BLOCK == 0 and k % BLOCK == 0 and columns % 64 == 0
     return even and gate_block in GATE_BLOCKS and 0 < rows <= TALLEST and rows % ALIGN == 0

@@ -321,7 +321,7 @@ def _multiplier(form, steps, wg, x_s, w_s, o_s, o_ref, scales, full, empty, fact
                 empty,
                 interpret=form.interpret,
             )
-            _store(form, epilogue(form, sums_of, [], start, None), o_s.at[wg], o_ref, start, end, to)
+            store(form, epilogue(form, sums_of, [], start, None), o_s.at[wg], o_ref, start, end, to)
             return
         if of_tiles is not None:
             plgpu.barrier_wait(of_tiles.full.at[turn])
@@ -358,7 +358,7 @@ def _multiplier(form, steps, wg, x_s, w_s, o_s, o_ref, scales, full, empty, fact
                 return y[64 * half : 64 * half + 64, token : token + count]
 
             finished = epilogue(form, sums_of, scales, start, expert * form.n + row, early)
-            _store(form, finished, o_s.at[wg], o_ref, start, end, to)
+            store(form, finished, o_s.at[wg], o_ref, start, end, to)
 
         pl.run_scoped(product, plgpu.ACC((PART, tile.rows), jnp.float32))
 
@@ -471,7 +471,7 @@ def channel_scales(form, channels, row):
     return chosen(0), chosen(1)
 
 
-def _store(form, finished, o_s, o_ref, start, end, column):
+def store(form, finished, o_s, o_ref, start, end, column):
     """Store the tokens up to `end`. column: the first column of the pieces in the result."""
     box, turn = form.tile.box, 0
     for token in range(0, form.tile.rows, box):

@@ -49,6 +49,45 @@ def test_it_equals_two_products_with_a_quantization(picked, k, f, d, rows, gate_
     assert np.linalg.norm(got - want) < 0.01 * np.linalg.norm(want)
 
 
+@pytest.mark.parametrize(
+    ("picked", "d", "rows", "gate_block"),
+    [
+        # One token of a step of two, and columns past the last expert.
+        (draw_routing(np.random.default_rng(0), 1, 4, 2), 192, 8, 32),
+        # Several tiles of one expert.
+        (draw_routing(np.random.default_rng(1), 21, 3, 2, 1.2), 128, 16, 64),
+    ],
+    ids=["one token", "zipf"],
+)
+def test_it_equals_two_products_in_bfloat16(picked, d, rows, gate_block):
+    rng, k, f = np.random.default_rng(2), 256, 128
+    drawn = lambda *shape: jnp.asarray(rng.normal(size=shape) * shape[-1] ** -0.5, jnp.bfloat16)
+    x, up, down = drawn(picked.shape[0], k) * 16, drawn(4, 2 * f, k), drawn(4, d, f)
+    groups = listed(jnp.asarray(picked), 4, rows)
+    given = x[groups.pairs // picked.shape[1]], up, down, groups
+    gates = {"activation": "silu", "gate_block": gate_block}
+    got, want = (
+        np.asarray(jax.jit(functools.partial(form, **gates))(*given), np.float32)[np.asarray(groups.places)]
+        for form in (interpreted, reference.expert_mlp)
+    )
+    assert np.linalg.norm(got - want) < 0.01 * np.linalg.norm(want)
+
+
+def test_no_registers_are_spilled_in_bfloat16_on_an_h200(tmp_path, monkeypatch):
+    """Qwen3-30B-A3B's products of one token."""
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
+    groups = jax.eval_shape(functools.partial(list_groups, num_experts=128), jax.ShapeDtypeStruct((8, 8), jnp.int32))
+    shapes = ((len(groups.pairs), 2048), (128, 1536, 2048), (128, 2048, 768))
+    x, up, down = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
+    assert supports(groups.rows, up, down, 32)
+    groups = dataclasses.replace(groups, arrived=groups.experts)
+    form = functools.partial(expert_mlp, activation="silu", gate_block=32)
+    compiled = compile_for_h200(form, *abstract(h200_mesh(), (x, up, down, groups)))
+    assert [thunk.kind for thunk in compiled.thunks] == ["kCustomCall"]
+    (log,) = tmp_path.glob("expert_*.ptxas")
+    assert set(re.findall(r"(\d+) bytes spill stores", log.read_text(errors="replace"))) == {"0"}
+
+
 @pytest.mark.parametrize("tokens", [1, 64, 256])
 def test_no_registers_are_spilled_on_an_h200(tokens, tmp_path, monkeypatch):
     """Qwen3-30B-A3B's products, with tiles of 8 to 32 rows."""
