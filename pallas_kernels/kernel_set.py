@@ -101,6 +101,7 @@ class KernelSet:
     sort_rows: Callable = sorted_rows_reference.sort_rows
     grouped_gemm: Callable = grouped_reference.grouped_gemm
     expert_mlp: Callable = expert_mlp_reference.expert_mlp
+    few_expert_mlp: Callable = expert_mlp_reference.few_expert_mlp
     expert_mlp_max_tokens: int = 0
     expert_mlp_bf16_max_tokens: int = 0
     norm_of_rows_max_tokens: int = 0
@@ -364,6 +365,7 @@ def _mosaic(m: Model, device: str) -> KernelSet:
     from pallas_kernels.attention.latent import api as latent_attention
     from pallas_kernels.attention.latent import up_chunks
     from pallas_kernels.gemm.expert_mlp import api as expert_mlp
+    from pallas_kernels.gemm.expert_mlp import few_tokens
     from pallas_kernels.gemm.grouped import api as grouped_gemm
     from pallas_kernels.gemm.sorted_rows import api as sorted_rows
     from pallas_kernels.hopper import ptxas_version
@@ -394,6 +396,7 @@ def _mosaic(m: Model, device: str) -> KernelSet:
             "list_groups": grouped_gemm.list_groups,
             "sort_rows": sorted_rows.sort_rows,
             "expert_mlp": expert_mlp.expert_mlp,
+            "few_expert_mlp": few_tokens.few_expert_mlp,
         },
     }
     queries, int8 = m.queries_per_kv_head, m.kv_dtype == "int8"

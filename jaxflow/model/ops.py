@@ -53,7 +53,7 @@ from jaxflow.model.head_groups import (
 )
 from jaxflow.model.op_registry import KV, OPS, Context, OpFunction, Weights, op
 from jaxflow.model.rope import inverse_frequencies
-from jaxflow.model.routing import ExpertRows, Routing, weighted_sum
+from jaxflow.model.routing import ExpertRows, Routing, UnsortedTokens, weighted_sum
 from jaxflow.model.sigmoid_router import choose_experts
 from jaxflow.parallel.collectives import (
     Sum,
@@ -759,11 +759,11 @@ def expert_combine(
 @op("expert_up_gate")
 def expert_up_gate(
     c: Context, w: Weights, h: Float[Array, "t D"] | GatheredTokens | ReceivedRows, routing: Routing
-) -> ExpertRows:
+) -> ExpertRows | UnsortedTokens:
     """Return act(gate) · up of each token at each of its experts, in one GEMM over pairs sorted by expert.
 
     h: under data-parallel ranks the result of `expert_dispatch`. The result then has the pairs of this
-    device's experts.
+    device's experts. Where one kernel computes both products, the result has its inputs.
     """
     gates = {"activation": c.config.activation, "gate_block": gate_block(c.config.expert_intermediate_size)}
     gates |= _expert_bias(w.get("expert_up_gate_bias"))
@@ -771,41 +771,68 @@ def expert_up_gate(
     if isinstance(h, ReceivedRows):
         groups, back = h.groups, h.back
         rows = _as_stored(c, weight, h.rows)
+    elif isinstance(h, GatheredTokens):
+        weights = h.weights
+        groups, rows = _sorted(c, w, h.h, h.experts, None)
     else:
-        stored = {"quantize": isinstance(weight, Quantized), "blocks": isinstance(weight, BlockFp8)}
-        if isinstance(h, GatheredTokens):
-            tokens, experts, weights, used = h.h, h.experts, h.weights, None
-        else:
-            tokens, experts = _columns(w, "routed_norm", h), routing.experts
-            # Padding follows the tokens, and gets no rows. Among gathered tokens it has no experts.
-            own = routing.is_token
-            used = None if own is None else jnp.sum(own, dtype=jnp.int32)
-        placed = {"held": _held(c, w), "used": used}
-        groups, rows = c.kernels.sort_rows(tokens, experts, _num_held(c, w), **stored, **placed, **_sms(c))
+        tokens, used = _columns(w, "routed_norm", h), _used(routing)
+        if _without_sort(c, w, tokens):
+            return UnsortedTokens(tokens, used)
+        groups, rows = _sorted(c, w, tokens, routing.experts, used)
     if back is None and _in_one_kernel(c, w, groups):
         return ExpertRows(rows, groups, back, weights, pending=True)
     a = c.kernels.grouped_gemm(rows, weight, groups, **gates, **_sms(c))
     return ExpertRows(a, groups, back, weights)
 
 
+def _used(routing: Routing) -> Int[Array, ""] | None:
+    """Return the number of tokens before the padding, which gets no rows; None without padding.
+
+    Among tokens that data-parallel ranks gathered, padding has no experts.
+    """
+    return None if routing.is_token is None else jnp.sum(routing.is_token, dtype=jnp.int32)
+
+
+def _sorted(
+    c: Context,
+    w: Weights,
+    tokens: Float[Array, "t D"],
+    experts: Int[Array, "t e"],
+    used: Int[Array, ""] | None,
+) -> tuple[Groups, Float[Array, "M D"] | Quantized]:
+    """Return the groups of this device's experts, and their rows in the form of the weight."""
+    weight = w["expert_up_gate"]
+    stored = {"quantize": isinstance(weight, Quantized), "blocks": isinstance(weight, BlockFp8)}
+    placed = {"held": _held(c, w), "used": used}
+    return c.kernels.sort_rows(tokens, experts, _num_held(c, w), **stored, **placed, **_sms(c))
+
+
+def _without_sort(c: Context, w: Weights, tokens: Float[Array, "t D"]) -> bool:
+    """Return whether `expert_down` computes both products in one kernel, from the tokens themselves."""
+    few = tokens.shape[0] <= c.kernels.expert_mlp_bf16_max_tokens
+    block, weights = gate_block(c.config.expert_intermediate_size), (w["expert_up_gate"], w["expert_down"])
+    takes = expert_mlp_limits.supports_few(tokens.shape[0], *weights, block)
+    return few and takes and _whole_without_bias(c, w) and c.expert_axis is None
+
+
+def _whole_without_bias(c: Context, w: Weights) -> bool:
+    """Return whether no plan cuts the tokens or bounds the SMs, and the experts have no biases."""
+    return c.whole and c.sms is None and "expert_up_gate_bias" not in w and "expert_down_bias" not in w
+
+
 def _in_one_kernel(c: Context, w: Weights, groups: Groups) -> bool:
     """Return whether one kernel computes both products of the experts, in `expert_down`."""
     quantized = isinstance(w["expert_up_gate"], Quantized)
     most = c.kernels.expert_mlp_max_tokens if quantized else c.kernels.expert_mlp_bf16_max_tokens
-    few = groups.places.shape[0] <= most
-    alone = c.whole and c.sms is None and groups.arrived is not None and few
-    plain = "expert_up_gate_bias" not in w and "expert_down_bias" not in w
-    block = gate_block(c.config.expert_intermediate_size)
-    return (
-        alone
-        and plain
-        and expert_mlp_limits.supports(groups.rows, w["expert_up_gate"], w["expert_down"], block)
-    )
+    few = groups.places.shape[0] <= most and groups.arrived is not None
+    block, weights = gate_block(c.config.expert_intermediate_size), (w["expert_up_gate"], w["expert_down"])
+    takes = expert_mlp_limits.supports(groups.rows, *weights, block)
+    return few and takes and _whole_without_bias(c, w)
 
 
 @op("expert_down")
 def expert_down(
-    c: Context, w: Weights, a: ExpertRows | Float[Array, "t e F"], routing: Routing
+    c: Context, w: Weights, a: ExpertRows | UnsortedTokens | Float[Array, "t e F"], routing: Routing
 ) -> Sum | ReceivedRows:
     """Return the weighted sum of the experts' outputs; a partial sum over tensor-parallel devices.
 
@@ -814,6 +841,11 @@ def expert_down(
 
     a: in the tokens' order if the rows of `expert_up_gate` were of other tokens.
     """
+    gates = {"activation": c.config.activation, "gate_block": gate_block(c.config.expert_intermediate_size)}
+    if isinstance(a, UnsortedTokens):
+        weights = w["expert_up_gate"], w["expert_down"]
+        y, places = c.kernels.few_expert_mlp(a.rows, routing.experts, *weights, used=a.used, **gates)
+        return _weighted(c, WeightedRows(y, places, routing.weights, a.used is not None))
     if not isinstance(a, ExpertRows):
         groups = _groups(c, w, routing.experts)
         a = ExpertRows(a.reshape(-1, a.shape[-1])[groups.pairs], groups)
@@ -823,8 +855,7 @@ def expert_down(
             w["expert_up_gate"],
             w["expert_down"],
             a.groups,
-            activation=c.config.activation,
-            gate_block=gate_block(c.config.expert_intermediate_size),
+            **gates,
         )
     else:
         assert not isinstance(a.rows, Quantized)  # the first product's result
@@ -837,16 +868,16 @@ def expert_down(
         return ReceivedRows(y, a.groups, a.back)
     if a.weights is not None:
         return weighted_sum(y, a.groups, a.weights)
-    return _weighted(c, y, a.groups, routing.weights)
+    return _weighted(c, WeightedRows(y, a.groups.places, routing.weights, a.groups.partial))
 
 
-def _weighted(c: Context, y: Float[Array, "M D"], groups: Groups, weights: Float[Array, "t e"]) -> Sum:
+def _weighted(c: Context, terms: WeightedRows) -> Sum:
     """Return the weighted sum of each token's rows, or its terms where the next layer's norm adds them."""
     alone = c.whole and c.axis is None and c.expert_axis is None
     plain = not c.config.post_norms and not c.config.shared_expert_intermediate_size
-    if alone and plain and weights.shape[0] <= c.kernels.norm_of_rows_max_tokens:
-        return WeightedRows(y, groups.places, weights, groups.partial)
-    return weighted_sum(y, groups, weights)
+    if alone and plain and terms.weights.shape[0] <= c.kernels.norm_of_rows_max_tokens:
+        return terms
+    return terms.total()
 
 
 @op("shared_up_gate")

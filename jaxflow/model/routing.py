@@ -56,6 +56,18 @@ class ExpertRows:
     pending: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class UnsortedTokens:
+    """The rows of all tokens, where `expert_down` computes both products of their experts.
+
+    used: the number of tokens before the padding; None without padding.
+    """
+
+    rows: Float[Array, "t D"]
+    used: Int[Array, ""] | None
+
+
 def by_token(value: Any) -> Any:
     """Return a value whose arrays have one row a token, in the tokens' order.
 

@@ -33,8 +33,8 @@ class Card:
         followed by the gate.
       pdl_max_decodes, pdl_min_layer_bytes: limits of decode steps that run with programmatic dependent
         launch.
-      expert_mlp_max_tokens, expert_mlp_bf16_max_tokens: the largest steps with one kernel for both products of
-        experts in e4m3 and in bfloat16; 0: none.
+      expert_mlp_max_tokens, expert_mlp_bf16_max_tokens: the largest steps with one kernel for both products
+        of experts in e4m3 and in bfloat16; 0: none.
       norm_of_rows_max_tokens: the largest step whose norms add the rows of a mixture's experts; 0: none.
       decode_only_max_decodes: the largest decode step that has a program without chunks.
       latent_window_flop: FLOP that take as long as the fixed part of a window of latent prefill by head.

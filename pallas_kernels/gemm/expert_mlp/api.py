@@ -8,25 +8,17 @@ A tile of the second product waits for all columns of its rows: each worker coun
 first product. All workers must be resident, so the grid has at most as many CTAs as the device has SMs.
 """
 
-import dataclasses
-import functools
+from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gemm.expert_mlp.form import MlpForm, mlp_tile, scratch
-from pallas_kernels.gemm.expert_mlp.kernel import multiply
+from pallas_kernels.gemm.expert_mlp.form import DEPTH_BYTES, MlpForm, mlp_tile
+from pallas_kernels.gemm.expert_mlp.launch import launch, resident
 from pallas_kernels.gemm.expert_mlp.limits import GATE_BLOCKS, TALLEST, supports
 from pallas_kernels.gemm.grouped.groups import Groups
 from pallas_kernels.gemm.grouped.kernel import GroupedForm
 from pallas_kernels.gemm.grouped.tiles import check_operands
-from pallas_kernels.hopper.layouts import LANE
-from pallas_kernels.hopper.limits import SMS, sms_of
-from pallas_kernels.quantized import BLOCK, BLOCK_ROWS, Quantized
-from pallas_kernels.this_device import this_device
-
-DEPTH_BYTES = 256  # of a row in a stage
+from pallas_kernels.quantized import BLOCK, Quantized
 
 
 def expert_mlp(
@@ -61,7 +53,7 @@ def expert_mlp(
     Raises:
       ValueError: for a shape, dtype, activation or sms outside the limits.
     """
-    (m, k), (experts, n, _), columns, sms = x.shape, w_up.shape, w_down.shape[1], _resident(sms)
+    (m, k), (experts, n, _), columns, sms = x.shape, w_up.shape, w_down.shape[1], resident(sms)
     check_operands(x, w_up, activation)
     if (
         not supports(groups.rows, w_up, w_down, gate_block)
@@ -70,9 +62,9 @@ def expert_mlp(
     ):
         given = f"x {list(x.shape)}, weights {list(w_up.shape)} and {list(w_down.shape)}, {gate_block=}"
         raise ValueError(
-            f"{given}, tiles of {groups.rows} rows: accepted are [M, K], [E, 2 F, K] and [E, D, F] in bfloat16 "
-            f"or e4m3, K and F multiples of {BLOCK}, D of 64, gate blocks {GATE_BLOCKS}, tiles of up to "
-            f"{TALLEST} rows"
+            f"{given}, tiles of {groups.rows} rows: accepted are [M, K], [E, 2 F, K] and [E, D, F] in "
+            f"bfloat16 or e4m3, K and F multiples of {BLOCK}, D of 64, gate blocks {GATE_BLOCKS}, "
+            f"tiles of up to {TALLEST} rows"
         )
     quantized = isinstance(x, Quantized)
     tile = mlp_tile(groups.rows, depth or DEPTH_BYTES // (1 if quantized else 2), quantized)
@@ -82,42 +74,7 @@ def expert_mlp(
         quantized=quantized,
         interpret=interpret is not None,
     )
-    inner = [jax.ShapeDtypeStruct((form.inner_rows * m, n // 2), form.dtype)]
-    if quantized:
-        inner.append(jax.ShapeDtypeStruct((n // 2 // BLOCK_ROWS, m), jnp.float32))
-    result = jax.ShapeDtypeStruct((m, columns), jnp.bfloat16)
-    listed = groups.experts, groups.starts, groups.ends, groups.count
-    first, second = [*_arrays(x), *_arrays(w_up)], _arrays(w_down)
-
-    def kernel(part: MlpForm, out_type: list, name: str):
-        return plgpu.kernel(
-            functools.partial(multiply, form=part),
-            out_type=out_type,
-            grid=(sms,),
-            grid_names=("worker",),
-            num_threads=2,
-            thread_name="wg",
-            scratch_types=scratch(part),
-            compiler_params=LANE,
-            kernel_name=f"expert_{name}_{'fp8_' if quantized else ''}{sms}_{tile.rows}",
-            interpret=interpret,
-        )
-
-    if not split and interpret is None:
-        assert groups.arrived is not None  # `sort_rows` of the kernels made the groups
-        return kernel(form, [result, *inner], "mlp")(*listed, groups.arrived, *first, *second)[0]
-    a = kernel(dataclasses.replace(form, down=None), inner, "up_gate")(*listed, *first)
-    (y,) = kernel(dataclasses.replace(form, up=None), [result], "down")(*listed, *a, *second)
+    listed = [groups.experts, groups.starts, groups.ends, groups.count]
+    how: dict[str, Any] = {"sms": sms, "split": split, "interpret": interpret}
+    (y,) = launch(form, m, listed, groups.arrived, x, w_up, w_down, **how)
     return y
-
-
-def _arrays(one: jax.Array | Quantized) -> list[jax.Array]:
-    """Return the matrix of an operand, with the rows of all experts, and its scales in e4m3."""
-    if isinstance(one, Quantized):
-        return [one.values.reshape(-1, one.shape[-1]), one.scale.reshape(-1)]
-    return [one.reshape(-1, one.shape[-1])]
-
-
-def _resident(sms: int | None) -> int:
-    """Return the number of CTAs: as many as may be resident, and no more than the device has SMs."""
-    return min(sms_of(sms), this_device().sms or SMS)

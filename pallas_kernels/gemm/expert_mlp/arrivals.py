@@ -33,7 +33,7 @@ def arrive(arrived, place):
 
 
 def wait_for(arrived, place, number: int):
-    """Wait until arrived[place] is `number`. Later copies see what was written before."""
+    """Wait until arrived[place] is at least `number`. Later copies see what was written before."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
     def wait(_, counter):
@@ -51,3 +51,32 @@ def wait_for(arrived, place, number: int):
         llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, code, "l,r,~{memory}", has_side_effects=True)
 
     wait(arrived.at[pl.ds(place, 1)])  # pyright: ignore[reportCallIssue]
+
+
+def leave(arrived, place, number: int):
+    """Count one of `number` readers of arrived[place] after its wait. The last one makes it 0 again.
+
+    number: the additions and the readers together.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def wrap(_, counter):
+        i32 = ir.IntegerType.get_signless(32)
+        thread = arith.remui(mgpu.utils.thread_idx(), mgpu.c(128, i32))
+        code = """{
+            .reg .pred p;
+            barrier.cta.sync $2, 128;
+            setp.eq.u32 p, $1, 0;
+            @p red.relaxed.gpu.global.inc.u32 [$0], $3;
+            }"""
+        operands = [
+            mgpu.utils.memref_ptr(counter),
+            thread,
+            mgpu.utils.warpgroup_barrier_idx(sync=False),
+            mgpu.c(number - 1, i32),
+        ]
+        llvm.inline_asm(
+            ir.Type.parse("!llvm.void"), operands, code, "l,r,r,r,~{memory}", has_side_effects=True
+        )
+
+    wrap(arrived.at[pl.ds(place, 1)])  # pyright: ignore[reportCallIssue]

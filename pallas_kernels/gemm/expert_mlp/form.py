@@ -6,6 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.gemm.expert_mlp.touched import FewTokens
 from pallas_kernels.gemm.fp8.epilogue import E4M3
 from pallas_kernels.gemm.grouped.kernel import GroupedForm
 from pallas_kernels.gemm.grouped.tiles import ALIGN, PART, GroupedTile
@@ -13,19 +14,23 @@ from pallas_kernels.hopper.layouts import swizzled
 from pallas_kernels.hopper.limits import SMEM_BYTES
 from pallas_kernels.quantized import BLOCK_ROWS
 
+DEPTH_BYTES = 256  # of a row in a stage
+
 
 @dataclasses.dataclass(frozen=True)
 class MlpForm:
     """The forms of both products, or of one of them.
 
     quantized: the operands are in e4m3 with scales; otherwise in bfloat16. interpret: the kernel runs in the
-    interpreter.
+    interpreter. few: x has the rows of a few tokens, and each of their experts multiplies all of them; None:
+    x is sorted by expert.
     """
 
     up: GroupedForm | None
     down: GroupedForm | None
     quantized: bool
     interpret: bool
+    few: FewTokens | None = None
 
     @property
     def tile(self) -> GroupedTile:

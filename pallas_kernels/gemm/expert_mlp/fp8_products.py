@@ -94,7 +94,9 @@ def down(work: Work, before, at, expert, start, end, column) -> None:
             columns = pl.ds(line * BLOCK, BLOCK)
 
             def product(acc, columns=columns):
-                plgpu.wgmma(acc, work.w_s.at[slot, :, columns], work.x_s.at[slot, :, columns].transpose((1, 0)))
+                plgpu.wgmma(
+                    acc, work.w_s.at[slot, :, columns], work.x_s.at[slot, :, columns].transpose((1, 0))
+                )
                 return acc[...]
 
             part = pl.run_scoped(product, plgpu.ACC((PART, 2 * tile.rows), jnp.float32))

@@ -4,6 +4,9 @@ Each worker takes every n-th tile of the first product, and then of the second o
 from one product to the next, so weights of the second product arrive before their rows exist.
 """
 
+import dataclasses
+import functools
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
@@ -13,11 +16,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gemm.expert_mlp import bf16_products, fp8_products
-from pallas_kernels.gemm.expert_mlp.arrivals import wait_for
+from pallas_kernels.gemm.expert_mlp.arrivals import leave, wait_for
 from pallas_kernels.gemm.expert_mlp.form import MlpForm
+from pallas_kernels.gemm.expert_mlp.touched import FewTokens, Touched, touched
 from pallas_kernels.gemm.expert_mlp.work import Work
 from pallas_kernels.gemm.grouped.kernel import GroupedForm, strip_item
-from pallas_kernels.gemm.grouped.tiles import PART
+from pallas_kernels.gemm.grouped.tiles import ALIGN, PART
 
 
 def multiply(*refs, form: MlpForm, w_s, x_s, full, empty, **pieces):
@@ -26,7 +30,8 @@ def multiply(*refs, form: MlpForm, w_s, x_s, full, empty, **pieces):
     up: Any = form.up  # None in a kernel of the other product
     down: Any = form.down
     wg, worker, workers = lax.axis_index("wg"), lax.axis_index("worker"), lax.axis_size("worker")
-    tile, tiles = form.tile, of["count"][0]
+    tile, groups = form.tile, _groups(of, form)
+    tiles = groups.count
     stages = jnp.int32(tile.stages)
     number = {name: pl.cdiv(one.n, PART) if one else 0 for name, one in (("up", up), ("down", down))}
     steps = {
@@ -50,7 +55,7 @@ def multiply(*refs, form: MlpForm, w_s, x_s, full, empty, **pieces):
         def item(i):
             which = worker + (first + i) * workers - (0 if name == "up" else ups)
             at, column = strip_item(jnp.clip(which, 0, tiles * number[name] - 1), tiles, number[name])
-            return at, of["experts"][at], of["starts"][at], of["ends"][at], column
+            return at, *groups.tile(at), column
 
         def one(i, own):
             following = item(i + 1)
@@ -78,12 +83,14 @@ def multiply(*refs, form: MlpForm, w_s, x_s, full, empty, **pieces):
                 plgpu.copy_gmem_to_smem(ref.at[rows, at], w_s.at[slot, pl.ds(to, size)], full.at[slot])
 
         def copy_up(before, at, expert, start, end, column):
+            rows = jnp.int32(0) if form.few else start  # Pallas refuses a static slice past the end
+
             @pl.loop(0, steps["up"])
             def _(step):
                 slot = slot_of(before + step)
                 copy_weight(up, of["w_up"], expert * up.n + column * PART, slot, step)
                 plgpu.copy_gmem_to_smem(
-                    of["x"].at[pl.ds(start, tile.rows), pl.ds(step * tile.depth, tile.depth)],
+                    of["x"].at[pl.ds(rows, tile.rows), pl.ds(step * tile.depth, tile.depth)],
                     x_s.at[slot, pl.ds(0, tile.rows)],
                     full.at[slot],
                 )
@@ -105,6 +112,8 @@ def multiply(*refs, form: MlpForm, w_s, x_s, full, empty, **pieces):
 
             if form.waits:
                 wait_for(of["arrived"], at, number["up"])
+                if form.few:
+                    leave(of["arrived"], at, number["up"] + number["down"])
             pl.loop(0, ahead)(copy_rows)
 
             @pl.loop(ahead, steps["down"])
@@ -127,6 +136,9 @@ def multiply(*refs, form: MlpForm, w_s, x_s, full, empty, **pieces):
         products: ModuleType = fp8_products if form.quantized else bf16_products
         work = Work(form, of, steps, w_s, x_s, full, empty, pieces)
         products.begin(work)
+        if isinstance(groups, _Few) and down is not None:
+            write = functools.partial(groups.write_places, of["places"])
+            pl.when(worker == workers - 1)(write)
         if up is not None:
             for_items("up", lambda *item: products.up(work, *item))
         if down is not None:
@@ -134,15 +146,68 @@ def multiply(*refs, form: MlpForm, w_s, x_s, full, empty, **pieces):
         plgpu.wait_smem_to_gmem(0)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Listed:
+    """The tiles that a sort listed."""
+
+    of: Mapping[str, Any]
+
+    @property
+    def count(self):
+        """Return the number of tiles."""
+        return self.of["count"][0]
+
+    def tile(self, at):
+        """Return (expert, first row, row after the last) of a tile."""
+        return self.of["experts"][at], self.of["starts"][at], self.of["ends"][at]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Few:
+    """A tile for each expert that a few tokens choose, with a row for each token."""
+
+    form: FewTokens
+    experts: Any
+    used: Any
+    touched: Touched
+    count: Any
+
+    def tile(self, at):
+        """Return (expert, first row, row after the last) of a tile."""
+        return self.touched.expert(at), at * ALIGN, at * ALIGN + ALIGN
+
+    def write_places(self, places) -> None:
+        """Write the row of each pair. Pairs of padding have a row past the last one."""
+
+        @pl.loop(0, self.form.tokens)
+        def _(token):
+            for choice in range(self.form.chosen):
+                place = self.touched.before(self.experts[token, choice]) * ALIGN + token
+                places[token, choice] = jnp.where(token < self.used, place, self.form.most * ALIGN)
+
+
+def _groups(of: Mapping[str, Any], form: MlpForm) -> _Listed | _Few:
+    """Return the tiles of rows."""
+    if form.few is None:
+        return _Listed(of)
+    used = of["used"][0] if form.few.padded else jnp.int32(form.few.tokens)
+    found = touched(form.few, of["experts"], used)
+    return _Few(form.few, of["experts"], used, found, found.count())
+
+
 def _named(refs, form: MlpForm) -> dict[str, Any]:
     """Return the references by name."""
-    listed = ["experts", "starts", "ends", "count"] + ["arrived"] * form.waits
+    listed = ["experts", "starts", "ends", "count"]
+    if form.few is not None:
+        listed = ["experts"] + ["used"] * form.few.padded
+    listed += ["arrived"] * form.waits
     up, down = ["x", "x_scale", "w_up", "up_scale"], ["w_down", "down_scale"]
     inner = ["a", "a_scale"]
     if form.waits:
-        names = [*up, *down, "y", *inner]
+        names = [*up, *down, *inner, "y"]
     else:
         names = [*up, *inner] if form.up is not None else [*inner, *down, "y"]
     if not form.quantized:
         names = [name for name in names if not name.endswith("_scale")]
+    names += ["places"] * (form.few is not None and form.down is not None)
     return dict(zip([*listed, *names], refs, strict=True))

@@ -4,9 +4,10 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from pallas_kernels.gemm.grouped.groups import Groups
+from pallas_kernels.gemm.expert_mlp.limits import MOST_TOKENS
+from pallas_kernels.gemm.grouped.groups import Groups, list_groups
 from pallas_kernels.gemm.grouped.reference import by_row, finish_rows, grouped_gemm
 from pallas_kernels.pointwise.quantize.reference import dequantize, quantize_rows
 from pallas_kernels.quantized import BLOCK_ROWS, Quantized
@@ -48,3 +49,38 @@ def expert_mlp(
         a, w_down.values.astype(jnp.float32), groups.sizes, numbers, precision="highest"
     )
     return (y * by_row(w_down.scale, groups, y.shape[0])).astype(jnp.bfloat16)
+
+
+def few_expert_mlp(
+    x: Float[Array, "T K"],
+    experts: Int[Array, "T e"],
+    w_up: Float[Array, "E N K"],
+    w_down: Float[Array, "E D F"],
+    *,
+    used: Int[Array, ""] | None = None,
+    activation: str | None = None,
+    gate_block: int | None = None,
+) -> tuple[Float[Array, "M D"], Int[Array, "T e"]]:
+    """Return the row of each token at each of its experts, and the place of each pair's row.
+
+    The experts that tokens choose have 8 rows each, in the order of the experts, and row t is token t's. Rows
+    without a pair are undefined. Pairs of padding have the place M.
+
+    Args:
+      used: the number of tokens before padding; None: all. The others: as for `expert_mlp`.
+    """
+    tokens, chosen = experts.shape
+    groups = list_groups(experts, w_up.shape[0], MOST_TOKENS, 1, used=used)
+    rows = expert_mlp(
+        x[groups.pairs // chosen], w_up, w_down, groups, activation=activation, gate_block=gate_block
+    )
+    expert = jnp.arange(w_up.shape[0], dtype=jnp.int32)
+    before = jnp.sum(
+        (expert[None, :] < experts.reshape(-1, 1)) & (groups.sizes > 0)[None, :], axis=1, dtype=jnp.int32
+    )
+    most = MOST_TOKENS * min(experts.size, w_up.shape[0])
+    places = before.reshape(experts.shape) * MOST_TOKENS + jnp.arange(tokens, dtype=jnp.int32)[:, None]
+    if used is not None:
+        places = jnp.where(jnp.arange(tokens)[:, None] < used, places, most)
+    found = jnp.zeros((most, rows.shape[1]), rows.dtype)
+    return found.at[places].set(rows.at[groups.places].get(mode="clip"), mode="drop"), places

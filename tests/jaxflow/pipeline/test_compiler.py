@@ -20,11 +20,13 @@ import pytest
 from hypothesis import HealthCheck, Phase, assume, given, note, seed, settings
 from hypothesis import strategies as st
 
+from jaxflow.model import ops
 from jaxflow.model.graph import model_graph
 from jaxflow.pipeline import compiler, streams
 from jaxflow.pipeline.compiler import compile_plan
 from jaxflow.pipeline.handwritten import four_qkv_plan, phased_plan, sequential_plan, two_nano_batch_plan
 from jaxflow.pipeline.plan import PlanError, borders
+from pallas_kernels.gemm.expert_mlp import reference as expert_mlp_reference
 from pallas_kernels.gemm.grouped import groups as grouped
 from pallas_kernels.gemm.grouped import reference as grouped_reference
 from pallas_kernels.gemm.sorted_rows import reference as sorted_rows
@@ -182,6 +184,33 @@ def test_ops_leave_work_to_their_readers_only_where_no_plan_cuts_the_tokens(cut)
     real = step.lengths > 0
     got, want = (np.asarray(each(w, kv, step)[0])[real] for each in (model.jitted(forward), plain))
     assert set(seen) == (set() if cut else {"expert_mlp", "rows"})
+    drawn.alike(got, want)
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_experts_take_unsorted_tokens_only_where_no_plan_cuts_them(cut, monkeypatch):
+    monkeypatch.setattr(ops.expert_mlp_limits, "supports_few", lambda *_: True)  # the weights are in float32
+    config = drawn.config_of("tiny-qwen3_moe")
+    model, seen = drawn.Bench(config), []
+
+    def few_expert_mlp(x, experts, up, down, *, used, **gates):
+        seen.append("unsorted")
+        groups = grouped.list_groups(experts, config.num_experts, 8, 8, used=used)
+        rows = x[groups.pairs // experts.shape[1]]
+        return expert_mlp_reference.expert_mlp(rows, up, down, groups, **gates), groups.places
+
+    own = dataclasses.replace(REFERENCE, few_expert_mlp=few_expert_mlp, expert_mlp_bf16_max_tokens=TOKENS)
+    plan = two_nano_batch_plan(config, TOKENS, SPLIT) if cut else sequential_plan(config, TOKENS)
+    made = compile_plan(plan, config)
+
+    def forward(c, *given):
+        return made(dataclasses.replace(c, kernels=own), *given)
+
+    step = drawn.step(config, TOKENS, (SPLIT,), 4, (7, 3))
+    w, kv, plain = drawn.plain(model)
+    real = step.lengths > 0
+    got, want = (np.asarray(each(w, kv, step)[0])[real] for each in (model.jitted(forward), plain))
+    assert bool(seen) != cut
     drawn.alike(got, want)
 
 

@@ -11,7 +11,7 @@ import pytest
 from h200 import abstract, compile_for_h200, h200_mesh
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gemm.expert_mlp import api, reference
+from pallas_kernels.gemm.expert_mlp import launch, reference
 from pallas_kernels.gemm.expert_mlp.api import expert_mlp
 from pallas_kernels.gemm.expert_mlp.limits import supports
 from pallas_kernels.gemm.grouped.routings import draw_routing
@@ -76,7 +76,9 @@ def test_it_equals_two_products_in_bfloat16(picked, d, rows, gate_block):
 def test_no_registers_are_spilled_in_bfloat16_on_an_h200(tmp_path, monkeypatch):
     """Qwen3-30B-A3B's products of one token."""
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
-    groups = jax.eval_shape(functools.partial(list_groups, num_experts=128), jax.ShapeDtypeStruct((8, 8), jnp.int32))
+    groups = jax.eval_shape(
+        functools.partial(list_groups, num_experts=128), jax.ShapeDtypeStruct((8, 8), jnp.int32)
+    )
     shapes = ((len(groups.pairs), 2048), (128, 1536, 2048), (128, 2048, 768))
     x, up, down = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
     assert supports(groups.rows, up, down, 32)
@@ -126,5 +128,5 @@ def test_xla_rounds_the_rows_of_the_reference_on_an_h200():
 @pytest.mark.parametrize(("sms", "wanted", "has"), [(None, 114, 114), (100, 100, 114), (None, 132, None)])
 def test_no_more_workers_wait_for_each_other_than_a_device_has_sms(sms, wanted, has, monkeypatch):
     here = DeviceKind("gpu", "NVIDIA H100 PCIe", "9.0", has)
-    monkeypatch.setattr(api, "this_device", lambda: here)
-    assert api._resident(sms) == wanted
+    monkeypatch.setattr(launch, "this_device", lambda: here)
+    assert launch.resident(sms) == wanted
