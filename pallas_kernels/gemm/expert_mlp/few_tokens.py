@@ -32,7 +32,7 @@ def few_expert_mlp(
     depth: int | None = None,
     interpret=None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return down(act(gate(x)) · up(x)) of each token at each of its experts, and where these rows are.
+    """Return down(act(gate(x)) · up(x)) of each token at each of its experts, and the places of these rows.
 
     The reference implementation is `pallas_kernels.gemm.expert_mlp.reference.few_expert_mlp`.
 
@@ -40,7 +40,7 @@ def few_expert_mlp(
       x: [T, K] bfloat16, 1 to 8 tokens. experts: [T, e] int32, all different in a row.
       w_up: [E, 2 F, K] bfloat16, in alternating blocks of `gate_block` gates and ups. w_down: [E, D, F].
       used: int32, the number of tokens that are used, from the first one; None: all. The rest is padding,
-        whose experts are not read.
+        and its experts are not read.
       activation, sms, split, depth: as for `expert_mlp`.
     Returns:
       Rows [M, D] bfloat16, summed in float32, M = 8 min(T e, E), and the row of each pair [T, e] int32.

@@ -51,10 +51,10 @@ class Touched:
         return found
 
     def expert(self, at) -> jax.Array:
-        """Return the expert that has `at` experts of the set before it."""
+        """Return expert number `at` of the set, from 0."""
         found, bits, rest = jnp.int32(0), self.words[0], at
         for i, word in enumerate(self.words[:-1]):
-            past = rest >= _ones(word)  # it is in a later integer, as it was in all integers before
+            past = rest >= _ones(word)  # a later integer has the expert
             here = past & (found == i * _BITS)
             rest = jnp.where(here, rest - _ones(word), rest)
             bits = jnp.where(here, self.words[i + 1], bits)
@@ -88,7 +88,7 @@ def touched(form: FewTokens, experts_ref, used) -> Touched:
 
 
 def _low(count) -> jax.Array:
-    """Return an integer whose `count` lowest bits are 1, 0 to 31 bits."""
+    """Return an integer with 1 in its `count` lowest bits, 0 to 31 of them."""
     return lax.shift_left(jnp.int32(1), count) - 1
 
 

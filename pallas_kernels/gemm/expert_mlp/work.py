@@ -1,4 +1,4 @@
-"""What the multiplying warpgroup of the kernel for both products works on."""
+"""The arrays and the ring of the multiplying warpgroup, in the kernel for both products."""
 
 import dataclasses
 from collections.abc import Mapping
