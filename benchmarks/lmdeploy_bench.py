@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import importlib.metadata
 import json
+import logging
 import os
 import shlex
 import sys
@@ -136,6 +137,7 @@ def start(model: ModelConfig, given: argparse.Namespace) -> Any:
         def keys(self) -> Iterator[str]:
             return iter(table)
 
+    logging.getLogger("lmdeploy").setLevel(logging.WARNING)  # else two lines a request
     torch.manual_seed(0)
     model_loader.create_checkpoint = lambda *_, **__: Random()
     turbomind.Tokenizer = lambda *_, **__: None  # requests have token ids
