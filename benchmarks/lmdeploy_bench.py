@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -101,10 +102,14 @@ def tensors(model: ModelConfig, precision: str) -> dict[str, tuple[tuple[int, ..
     return found
 
 
+def _module(name: str) -> Any:
+    """Return a module of LMDeploy or PyTorch, which are no dependencies of JaxFlow."""
+    return import_module(name)
+
+
 def _made(shape: tuple[int, ...], kind: str) -> Any:
     """Return a tensor of a kind of `tensors` on the GPU."""
-    import torch  # pyright: ignore[reportMissingImports]
-
+    torch = _module("torch")
     if kind == "norm":
         return torch.ones(shape, dtype=torch.bfloat16, device="cuda")
     if kind == "scale":
@@ -115,14 +120,12 @@ def _made(shape: tuple[int, ...], kind: str) -> Any:
 
 def start(model: ModelConfig, given: argparse.Namespace) -> Any:
     """Return a TurboMind engine with random weights."""
-    import torch  # pyright: ignore[reportMissingImports]
-    from lmdeploy.messages import TurbomindEngineConfig  # pyright: ignore[reportMissingImports]
-    from lmdeploy.turbomind import TurboMind, model_loader, turbomind  # pyright: ignore[reportMissingImports]
-    from lmdeploy.turbomind.checkpoint import Checkpoint  # pyright: ignore[reportMissingImports]
-
+    torch, messages = _module("torch"), _module("lmdeploy.messages")
+    loader, turbomind = _module("lmdeploy.turbomind.model_loader"), _module("lmdeploy.turbomind.turbomind")
+    checkpoint = _module("lmdeploy.turbomind.checkpoint")
     table = tensors(model, given.precision)
 
-    class Random(Checkpoint):
+    class Random(checkpoint.Checkpoint):
         """A checkpoint without a file."""
 
         def get(self, key: str, index: Any = None) -> Any:
@@ -139,14 +142,14 @@ def start(model: ModelConfig, given: argparse.Namespace) -> Any:
 
     logging.getLogger("lmdeploy").setLevel(logging.WARNING)  # else two lines a request
     torch.manual_seed(0)
-    model_loader.create_checkpoint = lambda *_, **__: Random()
+    loader.create_checkpoint = lambda *_, **__: Random()
     turbomind.Tokenizer = lambda *_, **__: None  # requests have token ids
     torch.zeros(1, device="cuda")
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(hugging_face_config(model, given.precision)))
-        return TurboMind.from_pretrained(
+        return turbomind.TurboMind.from_pretrained(
             folder,
-            engine_config=TurbomindEngineConfig(
+            engine_config=messages.TurbomindEngineConfig(
                 dtype="bfloat16",
                 session_len=SESSION_TOKENS,
                 max_batch_size=given.max_num_seqs,
@@ -163,10 +166,10 @@ async def _answers(
     instances: Sequence[Any], items: Sequence[Item], prompts: Sequence[list[int]]
 ) -> list[int]:
     """Hand all requests over at once, each to an instance of its own. Return the tokens of each answer."""
-    from lmdeploy.messages import GenerationConfig  # pyright: ignore[reportMissingImports]
+    messages = _module("lmdeploy.messages")
 
     async def one(number: int, instance: Any, item: Item, prompt: list[int]) -> int:
-        config = GenerationConfig(max_new_tokens=item.output_tokens, ignore_eos=True, top_k=1)
+        config = messages.GenerationConfig(max_new_tokens=item.output_tokens, ignore_eos=True, top_k=1)
         stream = instance.async_stream_infer(number, input_ids=prompt, gen_config=config, stream_output=False)
         return sum([len(part.token_ids) async for part in stream])
 

@@ -69,11 +69,9 @@ def lmdeploy(monkeypatch):
         ),
         "lmdeploy": types.SimpleNamespace(),
         "lmdeploy.messages": types.SimpleNamespace(TurbomindEngineConfig=dict, GenerationConfig=dict),
-        "lmdeploy.turbomind": types.SimpleNamespace(
-            TurboMind=Engine,
-            model_loader=Engine.loader,
-            turbomind=types.SimpleNamespace(Tokenizer=None),
-        ),
+        "lmdeploy.turbomind": types.SimpleNamespace(),
+        "lmdeploy.turbomind.model_loader": Engine.loader,
+        "lmdeploy.turbomind.turbomind": types.SimpleNamespace(TurboMind=Engine, Tokenizer=None),
         "lmdeploy.turbomind.checkpoint": types.SimpleNamespace(Checkpoint=object),
     }
     for name, module in modules.items():
