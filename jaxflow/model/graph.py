@@ -156,13 +156,17 @@ EVEN = SharedExperts()
 
 @dataclasses.dataclass(frozen=True)
 class Graph:
-    """The ops of a step, in an order that satisfies their dependences."""
+    """The ops of a step, in an order that satisfies their dependences.
+
+    gathers: whether data-parallel ranks gather their tokens in a mixture layer.
+    """
 
     before: tuple[Op, ...]  # embed
     layers: tuple[tuple[Op, ...], ...]
     after: tuple[Op, ...]  # final_norm, logits, sample
     caches: tuple[int, ...]  # the layer whose keys and values each layer reads
     scattered: bool = False
+    gathers: bool = False
 
     def ops(self) -> Iterator[Op]:
         """Yield every op of the step, in order."""
@@ -227,7 +231,9 @@ def model_graph(
         for index in range(config.num_layers)
     )
     first, last = _first_ops(config, tp, widths), _last_ops(config, tp, widths)
-    return Graph(first, layers, last, tuple(map(config.cache_of, range(config.num_layers))), scattered)
+    caches = tuple(map(config.cache_of, range(config.num_layers)))
+    gathers = ranks > 1 and ranks_gather(ranks, tp, config.experts_per_token)
+    return Graph(first, layers, last, caches, scattered, gathers)
 
 
 def layer_ops(

@@ -28,6 +28,7 @@ from jaxflow.parallel.collectives import added, gather_rows, local_rows
 from jaxflow.pipeline import streams
 from jaxflow.pipeline.plan import Plan, PlanError
 from jaxflow.pipeline.program import (
+    GATHERED_SUMS,
     MAIN,
     LayerOp,
     Reads,
@@ -120,7 +121,7 @@ class _Slice:
 
     stream: the stream that made the slice. merged: it holds the heads of both attentions.
     passed: the barriers that it went through, one bit each. behind: the barriers that it, or an input of it,
-    went through. followers: the slices that were made from this slice.
+    went through. followers: the slices that were made from this slice. sent: a collective made the slice.
     """
 
     value: Value
@@ -130,6 +131,7 @@ class _Slice:
     merged: bool = False
     passed: int = 0
     behind: int = 0
+    sent: bool = False
     followers: list["_Slice"] = dataclasses.field(default_factory=list)
 
 
@@ -190,6 +192,9 @@ class _Values:
             last = min(tokens.stop, made.tokens.stop) - made.tokens.start
             if last - first == made.tokens.stop - made.tokens.start:
                 return made.array
+            if value[1] == GATHERED_SUMS:  # a token has a row of each rank, and ranges follow each other
+                ranks = made.array.shape[0] // (made.tokens.stop - made.tokens.start)
+                first, last = ranks * first, ranks * last
             return jax.tree.map(lambda a: a[first:last], by_token(made.array))
 
         parts = [rows(made) for made in found]
@@ -486,16 +491,23 @@ class _StepTrace:
         return sent or self.reads.later(self.at, made.value, made.tokens)
 
     def frontier(self, made: _Slice) -> list[_Slice]:
-        """Return the slice or, if nothing will read it any more, the live slices that were made from it."""
+        """Return the slice or, if nothing will read it any more, the live slices that were made from it.
+
+        Results of collectives are returned only where there are no others. An op that follows a result waits
+        for the collective, and one live slice keeps the order.
+        """
         if self.is_alive(made):
             return [made]
-        return [alive for follower in made.followers for alive in self.frontier(follower)]
+        found = [alive for follower in made.followers for alive in self.frontier(follower)]
+        return [alive for alive in found if not alive.sent] or found
 
     def record(self, entry: LayerOp) -> None:
         """Record the outputs of an entry for the order of later entries."""
         outputs = [
             made for name in entry.makes for made in self.values.find((entry.layer, name), entry.tokens)
         ]
+        for made in outputs:
+            made.sent = entry.is_collective
         for made in (made for value in entry.reads for made in self.values.find(value, entry.tokens)):
             for follower in outputs:
                 if follower is not made:

@@ -53,6 +53,32 @@ def two_nano_batch_plan(
     return Plan(f"two nano-batches, {split} + {tokens - split}", tokens, tuple(nano_ops))
 
 
+def whole_experts_plan(config: ModelConfig, tokens: int, split: int, tp: int = 1, *, ranks: int) -> Plan:
+    """Return a plan for data-parallel ranks with the experts over all tokens and all other ops in two halves.
+
+    The halves are tokens [0, split) and [split, tokens). A device reads the weights of its experts once. The
+    gather of the first half is sent while the second half attends, and the sums of the second half while the
+    first half attends in the next layer. Nothing overlaps with the other gather and the other sums.
+
+    The ranks must gather their tokens (`jaxflow.model.gathered_tokens`). `out_proj` waits for what is sent
+    beside attention: XLA starts a collective late, so it would otherwise run beside the router.
+    """
+    ranges, names = _halves(tokens, split), _op_names(model_graph(config, tp, ranks=ranks))
+    experts, combine = (names.index(name) for name in ("expert_up_gate", "expert_combine"))
+    sent = ("expert_combine.1",), ("expert_dispatch.0",)
+    turn = [(op, -1) for op in names[combine + 1 :]] + [(op, 0) for op in names[:experts]]
+    nano_ops = [
+        *(
+            NanoOp(f"{op}.{i}", op, *ranges[i], ahead=ahead, waits=sent[i] if op == "out_proj" else ())
+            for i in (0, 1)
+            for op, ahead in turn
+        ),
+        *(NanoOp(op, op, 0, tokens) for op in names[experts:combine]),
+        *(NanoOp(f"expert_combine.{i}", "expert_combine", *ranges[i]) for i in (0, 1)),
+    ]
+    return Plan(f"whole experts, {split} + {tokens - split}", tokens, tuple(nano_ops))
+
+
 def _gathering_early(
     turns: list[tuple[int, list[tuple[str, int]]]],
 ) -> list[tuple[int, list[tuple[str, int]]]]:

@@ -15,7 +15,9 @@ from jaxflow.pipeline.plan import NanoOp, Plan, PlanError
 from pallas_kernels.hopper.limits import SMS
 
 ATTENTION = ("decode_attention", "chunk_attention")
-SENT_ROWS = ("router", "expert_dispatch", "expert_up_gate", "expert_down", "expert_combine")
+SENT_ROWS = ("router", "expert_dispatch", "expert_combine")  # ops on the tokens that a rank sends
+RECEIVED_ROWS = ("expert_up_gate", "expert_down")  # ops on the rows that a device received
+GATHERED_SUMS = "y2_sent"  # the value of `expert_down`, with the rows of all ranks that gather their tokens
 MAIN = 0  # the main stream
 LAST_STREAM = 31  # a GPU has 32 queues at most; XLA's compiler aborts on a number beyond int32
 Value = tuple[int, str]  # a value by (layer, name in the graph); layer -1 is the embeddings
@@ -252,13 +254,24 @@ def _check_local_rows(plan: Plan, graph: Graph) -> None:
 
 
 def _check_sent_rows(plan: Plan, graph: Graph) -> None:
-    """Refuse different token ranges of the ops from the router to `expert_combine` of data-parallel ranks.
+    """Refuse token ranges that the experts of data-parallel ranks cannot have.
 
-    The rows that ranks send for some tokens are not the rows of a subset of these tokens.
+    The rows that ranks send for some tokens are not the rows of a subset of these tokens. Rows of several
+    gathers lie one after the other, so one range of the experts may take them together.
     """
     known = {op.name for ops in graph.layers for op in ops}
-    if "expert_dispatch" in known:
-        _check_same_cuts(plan, SENT_ROWS, "rows for other ranks")
+    if "expert_dispatch" not in known:
+        return
+    if not graph.gathers:
+        return _check_same_cuts(plan, (*SENT_ROWS, *RECEIVED_ROWS), "rows for other ranks")
+    _check_same_cuts(plan, SENT_ROWS, "rows for other ranks")
+    _check_same_cuts(plan, RECEIVED_ROWS, "rows of other ranks")
+    sent = {nano.start for nano in plan.nano_ops if nano.op == "expert_dispatch"}
+    for nano in plan.nano_ops:
+        if nano.op in RECEIVED_ROWS and nano.start not in sent:
+            raise PlanError(
+                nano.id, f"begins at {nano.start}, inside a range of expert_dispatch, which it cannot cut"
+            )
 
 
 def _check_same_cuts(plan: Plan, names: Sequence[str], what: str) -> None:

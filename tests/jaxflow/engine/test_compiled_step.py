@@ -22,7 +22,7 @@ from jaxflow.model.op_registry import Context
 from jaxflow.model.weights import shapes, shardings
 from jaxflow.parallel.mesh import DP, TP, axis_of, expert_axis_of
 from jaxflow.pipeline.compiler import compile_plan, xla_options
-from jaxflow.pipeline.handwritten import sequential_plan, two_nano_batch_plan
+from jaxflow.pipeline.handwritten import sequential_plan, two_nano_batch_plan, whole_experts_plan
 from jaxflow.pipeline.plan import borders
 from pallas_kernels.gemm.api import HopperGemm
 from pallas_kernels.gemm.tuned_table import load
@@ -48,12 +48,13 @@ def compiled(
     spans: str | None = None,
     ranks: int = 1,
     split: int | None = None,
+    whole_experts: bool = False,
 ) -> tuple[h200.Compiled, Executor]:
     """Return a step of the model's first layers. kernels: None selects the H200's kernels with its tuned
     table. kv: the dtype of the cache. decodes: a step without prefill. hosts:
     that the devices are spread over.
     spans: a file of attention spans. ranks: data-parallel ranks. split: tokens of
-    the first of two nano-batches; None for the sequential step.
+    the first of two nano-batches; None for the sequential step. whole_experts: not in nano-batches.
     """
     checkpoint = open_checkpoint(model, load_format="dummy")
     config = with_spans(EngineConfig(model, attention_spans=spans), checkpoint.model_config, checkpoint.name)
@@ -73,10 +74,11 @@ def compiled(
     options |= {"expert_parallel": ranks > 1, "ranks": ranks}
     specs = shardings(config, mesh, **options)
     weights = h200.abstract(mesh, shapes(config, tp, jnp.bfloat16, **options), specs)
+    in_two = whole_experts_plan if whole_experts else two_nano_batch_plan
     plan = (
         sequential_plan(config, tokens, tp, ranks=ranks)
         if split is None
-        else two_nano_batch_plan(config, tokens, split, tp, ranks=ranks)
+        else in_two(config, tokens, split, tp, ranks=ranks)
     )
     layout = StepLayout(tokens, min(tokens, 256), 256, 64, borders(plan), len(config.windows))
     context = Context(config, kernels, axis_of(mesh), expert_axis=expert_axis_of(mesh) if ranks > 1 else None)
@@ -165,17 +167,45 @@ def test_data_parallel_ranks_gather_their_tokens():
 def test_rows_for_other_ranks_travel_beside_the_other_nano_batch():
     """Each gather or scatter but the last one has a kernel of the step beside it."""
     step, _ = compiled("qwen3-30b-a3b", 2048, ranks=2, split=1024)
+    kernels = [beside for _, beside in sent(step)]
+    assert len(kernels) == 4 * LAYERS
+    assert all(kernels[:-1]), kernels
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [256, 2048])
+def test_rows_of_whole_experts_travel_beside_attention(tokens):
+    """The gather of one half overlaps with attention of the other half, and so do the sums of the other half
+    with attention of the next layer.
+    """
+    step, executor = compiled("qwen3-30b-a3b", tokens, ranks=2, split=tokens // 2, whole_experts=True)
+    check(step, executor, temporary=0.4)
+    found = sent(step)
+    for collective, half in (("expert_dispatch.0", 1), ("expert_combine.1", 0)):
+        windows = [beside for name, beside in found if name == collective]
+        windows = windows[: LAYERS - (half == 0)]  # no layer follows the last one
+        assert len(windows) >= LAYERS - 1
+        assert all(any(f"_attention.{half}" in kernel for kernel in one) for one in windows), windows
+
+
+def sent(step: h200.Compiled) -> list[tuple[str, list[str]]]:
+    """Return the nano-op of each asynchronous gather or scatter, with those of the kernels beside it."""
     entry = step.hlo[step.hlo.index("\nENTRY") :].splitlines()
     opened: dict[str, int] = {}
-    kernels = []
+    found = []
+
+    def nano_op(line: str) -> str:
+        return re.search(r'op_name="jit\(run\)/shard_map/\w+/([\w.]+)/', line)[1]  # pyright: ignore
+
     for at, line in enumerate(entry):
-        if found := re.search(r"%([\w.-]*(?:all-gather|reduce-scatter)[\w.-]*) = .* [\w-]+-start\(", line):
-            opened[found[1]] = at
-        elif (found := re.search(r" [\w-]+-done\(.*?%([\w.-]+)", line)) and found[1] in opened:
-            beside = entry[opened.pop(found[1]) + 1 : at]
-            kernels.append(sum(" custom-call(" in one for one in beside))
-    assert not opened and len(kernels) == 4 * LAYERS
-    assert all(kernels[:-1]), kernels
+        if one := re.search(r"%([\w.-]*(?:all-gather|reduce-scatter)[\w.-]*) = .* [\w-]+-start\(", line):
+            opened[one[1]] = at
+        elif (one := re.search(r" [\w-]+-done\(.*?%([\w.-]+)", line)) and one[1] in opened:
+            start = opened.pop(one[1])
+            beside = [nano_op(kernel) for kernel in entry[start + 1 : at] if " custom-call(" in kernel]
+            found.append((nano_op(entry[start]), beside))
+    assert not opened
+    return found
 
 
 @pytest.mark.slow

@@ -28,8 +28,9 @@ from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.checkpoints.fingerprint import kv_fingerprint
 from jaxflow.model.weights import EXPERT_LEAVES
 from jaxflow.parallel.mesh import place
-from jaxflow.pipeline.handwritten import two_nano_batch_plan
-from jaxflow.pipeline.plan import PlanError, save
+from jaxflow.pipeline.handwritten import sequential_plan, two_nano_batch_plan, whole_experts_plan
+from jaxflow.pipeline.plan import NanoOp, Plan, PlanError, save
+from jaxflow.pipeline.program import RECEIVED_ROWS
 from jaxflow.request import Event, Finished, FinishReason, Request
 
 MIXTURES = ["tiny-qwen3_moe", "tiny-mixtral", "tiny-gpt_oss", "tiny-glm4_moe", "tiny-deepseek_v3"]
@@ -73,6 +74,34 @@ def test_goldens_of_two_nano_batches(model, ranks, tp, goldens, tmp_path):
     engine = toy.ranked_loop(model, ranks, tp=tp, plan=str(path))
     check(golden, toy.run(engine, requests(golden)))
     assert {step.plan for step in engine.log.steps} == {"two nano-batches, 6 + 10"}
+
+
+@pytest.mark.parametrize(
+    ("model", "tp"), [*((model, 1) for model in MIXTURES), ("tiny-mixtral", 2), ("tiny-deepseek_v3", 2)]
+)
+def test_goldens_of_whole_experts(model, tp, goldens, tmp_path):
+    """The experts take the rows of two gathers at once, and their outputs are scattered in two parts."""
+    golden, path = goldens(model), tmp_path / "whole.json"
+    config = open_checkpoint(str(paths.MODELS / model)).model_config
+    save(whole_experts_plan(config, 16, 6, tp, ranks=2), path)
+    engine = toy.ranked_loop(model, 2, tp=tp, plan=str(path))
+    check(golden, toy.run(engine, requests(golden)))
+    assert {step.plan for step in engine.log.steps} == {"whole experts, 6 + 10"}
+
+
+def test_experts_take_the_rows_of_some_gathers(goldens, tmp_path):
+    """Three gathers, of which the experts take the first two together."""
+    golden, path = goldens(MODEL), tmp_path / "three.json"
+    config = open_checkpoint(str(paths.MODELS / MODEL)).model_config
+    sent, received = ((0, 3), (3, 9), (9, 16)), ((0, 9), (9, 16))
+    nano_ops = tuple(
+        NanoOp(f"{nano.op}.{start}", nano.op, start, stop)
+        for nano in sequential_plan(config, 16, ranks=2).nano_ops
+        for start, stop in (received if nano.op in RECEIVED_ROWS else sent)
+    )
+    save(Plan("three gathers", 16, nano_ops), path)
+    engine = toy.ranked_loop(MODEL, 2, plan=str(path))
+    check(golden, toy.run(engine, requests(golden)))
 
 
 def drawn_requests(count: int = 12) -> list[Request]:

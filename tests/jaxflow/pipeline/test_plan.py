@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 from jaxflow.config import ParallelConfig
 from jaxflow.model.graph import model_graph
 from jaxflow.pipeline.compiler import compile_plan, xla_options
-from jaxflow.pipeline.handwritten import four_qkv_plan, phased_plan, sequential_plan, two_nano_batch_plan
+from jaxflow.pipeline.handwritten import (
+    four_qkv_plan,
+    phased_plan,
+    sequential_plan,
+    two_nano_batch_plan,
+    whole_experts_plan,
+)
 from jaxflow.pipeline.plan import (
     SCHEMA_VERSION,
     NanoOp,
@@ -26,7 +32,7 @@ from jaxflow.pipeline.plan import (
     save,
     to_json,
 )
-from jaxflow.pipeline.program import SENT_ROWS, check, program
+from jaxflow.pipeline.program import RECEIVED_ROWS, SENT_ROWS, check, program
 
 CONFIGS = {name: drawn.config_of(name) for name in ("tiny-llama", "tiny-gemma2", "tiny-mixtral", "tiny-opt")}
 LLAMA = CONFIGS["tiny-llama"]
@@ -75,10 +81,23 @@ def test_ops_on_rows_for_other_ranks_need_the_same_cuts(ranks):
     plan, graph = two_nano_batch_plan(config, 24, 7, ranks=ranks), model_graph(config, ranks=ranks)
     check(plan, graph)
     check(sequential_plan(config, 24, ranks=ranks), graph)
-    for op in SENT_ROWS[1:]:
+    for op in (*SENT_ROWS[1:], *RECEIVED_ROWS):
         moved = edited(edited(plan, f"{op}.0", stop=8), f"{op}.1", start=8)
-        with pytest.raises(PlanError, match="rows for other ranks need the same cuts"):
+        with pytest.raises(PlanError, match=r"rows (for|of) other ranks need the same cuts"):
             check(moved, graph)
+
+
+def test_experts_take_whole_gathers_and_no_parts_of_exchanges():
+    config = CONFIGS["tiny-mixtral"]  # a token has two experts, so four ranks exchange rows
+    for ranks, tp in ((2, 1), (2, 2), (4, 2)):
+        check(whole_experts_plan(config, 24, 7, tp, ranks=ranks), model_graph(config, tp, ranks=ranks))
+    with pytest.raises(PlanError, match="rows for other ranks need the same cuts"):
+        check(whole_experts_plan(config, 24, 7, ranks=4), model_graph(config, ranks=4))
+    moved = two_nano_batch_plan(config, 24, 7, ranks=2)
+    for op in RECEIVED_ROWS:
+        moved = edited(edited(moved, f"{op}.0", stop=8), f"{op}.1", start=8)
+    with pytest.raises(PlanError, match="begins at 8, inside a range of expert_dispatch"):
+        check(moved, model_graph(config, ranks=2))
 
 
 @settings(max_examples=40)
