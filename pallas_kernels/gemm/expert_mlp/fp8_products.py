@@ -52,7 +52,7 @@ def up(work: Work, before, at, expert, start, end, column) -> None:
         inverse = lax.broadcast_in_dim(1.0 / scale, value.shape, [1])
         value = plgpu.layout_cast(value * plgpu.layout_cast(inverse, _ONE_BY_ONE), plgpu.Layout.WGMMA)
         to = q_s.at[number_of % 2]
-        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+        plgpu.wait_smem_to_gmem(min(number_of, 1), wait_read_only=True)
         store_transposed(value.astype(E4M3), to, form.interpret)
         plgpu.commit_smem()
 

@@ -477,7 +477,8 @@ def store(form, finished, o_s, o_ref, start, end, column):
     for token in range(0, form.tile.rows, box):
         for number, value in enumerate(finished(token, box)):
             to = o_s.at[turn % 2]
-            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+            # The piece before the first one is in the same slot if the tile has an odd number of pieces.
+            plgpu.wait_smem_to_gmem(min(turn, 1), wait_read_only=True)
             to.transpose((1, 0))[...] = value.astype(o_s.dtype)
             plgpu.commit_smem()
 
