@@ -659,7 +659,7 @@ def _compile_early(
 ) -> None:
     """Compile the first programs of stages that have the shapes of their weights, for a number of pages.
 
-    `_eager_pages` checks the number once the weights are loaded.
+    `_compiled_pages` checks the number once the weights are loaded.
 
     Args:
       free: bytes of each stage before the weights are loaded, see `memory_budget`.
@@ -672,7 +672,7 @@ def _compile_early(
             each - device_bytes_of(stage.weights) - stage.state_bytes()
             for stage, each in zip(stages, free, strict=True)
         ]
-        pages = _eager_guess(config, model, stages, left)
+        pages = _first_guess(config, model, stages, left)
     for stage in stages:
         check()
         stage.compile_early(pages, check, _first_of(config, model, stage, None))
@@ -1095,8 +1095,8 @@ def _own_num_pages(
     if not on_gpu():
         return _least_pages(model, stages, [_pages_on_cpu(config, stage, len(stages)) for stage in stages])
     free = [memory_budget(stage.programs.mesh, config) - stage.state_bytes() for stage in stages]
-    if config.enforce_eager:
-        return _eager_pages(config, model, stages, free, team)
+    if config.enforce_eager or team is not None:
+        return _compiled_pages(config, model, stages, free, team)
     if (early := stages[0].early_pages) is not None:
         needs = [stage.need_of_largest() for stage in stages]
         if _is_good(early, _pages_beside(config, model, stages, free, needs)):
@@ -1162,7 +1162,7 @@ def _pages_on_cpu(config: EngineConfig, executor: Executor, stages: int) -> tupl
     return _fitting_pages(config, executor, min(free, most))
 
 
-def _eager_pages(
+def _compiled_pages(
     config: EngineConfig,
     model: ModelConfig,
     stages: Sequence[Executor],
@@ -1172,9 +1172,12 @@ def _eager_pages(
     """Return the pages that leave every stage the memory that its programs need.
 
     The programs are compiled for a guess, one beside the other. They are compiled again
-    if the guess is bad. free: see `_measured_pages`.
+    if the guess is bad. The processes of a team compile for the smallest of their
+    guesses. free: see `_measured_pages`.
     """
-    guess = stages[0].early_pages or _eager_guess(config, model, stages, free)
+    guess = stages[0].early_pages or _first_guess(config, model, stages, free)
+    if team is not None:
+        guess = team.least("guessed pages", guess)
     needs = [stage.compile_for(guess, _first_of(config, model, stage, team)) for stage in stages]
     found = _pages_beside(config, model, stages, free, needs)
     return guess if _is_good(guess, found) else found
@@ -1195,10 +1198,10 @@ def _first_of(
     return None if team is not None else first_layouts(config, model, stage.layouts)
 
 
-def _eager_guess(
+def _first_guess(
     config: EngineConfig, model: ModelConfig, stages: Sequence[Executor], free: Sequence[int]
 ) -> tuple[int, ...]:
-    """Return the pages that `_eager_pages` compiles all programs for. free: see `_measured_pages`."""
+    """Return the pages that `_compiled_pages` compiles all programs for. free: see `_measured_pages`."""
     needs = [_guessed_temporary_bytes(config, model)] * len(stages)
     try:
         return _pages_beside(config, model, stages, free, needs)

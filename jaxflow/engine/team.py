@@ -34,7 +34,7 @@ from jaxflow.pipeline.plan import Plan
 
 log = logging.getLogger(__name__)
 REFUSED = 1  # exit status after a setting or a checkpoint that is not supported: starting again does not help
-COMPILE_TIMEOUT_S = 3600.0  # the end of a process is noticed before
+START_TIMEOUT_S = 3600.0  # the end of a process is noticed before
 # The settings that may differ between the processes.
 OWN_FIELDS = ("coordinator", "process_id", "compilation_cache_dir", "lowering_processes")
 _PACKAGES = ("jax", "jaxlib", "numpy")
@@ -83,8 +83,11 @@ class Team:
         check_mesh(config, [device.process_index for device in jax.devices()])
 
     def least(self, name: str, numbers: Sequence[int]) -> tuple[int, ...]:
-        """Return the smallest of each number over all processes."""
-        return self.processes.least(name, numbers)
+        """Return the smallest of each number over all processes.
+
+        One process may load weights or compile for minutes longer than another.
+        """
+        return self.processes.least(name, numbers, START_TIMEOUT_S)
 
     def wait_until_compiled(self) -> None:
         """Wait until every process has compiled its programs.
@@ -92,7 +95,7 @@ class Team:
         The first collective operation waits for all processes, on a CPU for 30 s at most, and one host may
         have to compile what the others find in their caches.
         """
-        self.processes.wait_for_all("compiled", COMPILE_TIMEOUT_S)
+        self.processes.wait_for_all("compiled", START_TIMEOUT_S)
 
     def exchange(self) -> ProcessHandOver:
         """Return the hand-overs between the pipeline stages of the processes."""

@@ -58,10 +58,10 @@ class Processes:
             return value
         return self.read(name)
 
-    def least(self, name: str, numbers: Sequence[int]) -> tuple[int, ...]:
-        """Return the smallest of each number over all processes."""
+    def least(self, name: str, numbers: Sequence[int], timeout_s: float) -> tuple[int, ...]:
+        """Return the smallest of each number over all processes. Raises: ProcessesError after the timeout."""
         self.publish(f"{name}/{self.rank}", json.dumps(list(numbers)))
-        every = [json.loads(self.read(f"{name}/{rank}")) for rank in range(self.count)]
+        every = [json.loads(self.read(f"{name}/{rank}", timeout_s)) for rank in range(self.count)]
         return tuple(min(column) for column in zip(*every, strict=True))
 
     def wait_for_all(self, name: str, timeout_s: float) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import gc
 import threading
+import types
 from typing import Any
 
 import h200
@@ -28,6 +29,7 @@ from jaxflow.model.weights import shapes, shardings
 from jaxflow.request import Request, SamplingParams
 from pallas_kernels import this_device
 
+Team: Any = types.SimpleNamespace  # a stand-in for the processes of an engine
 SMALL: dict[str, Any] = {
     "block_size": 16,
     "max_num_batched_tokens": 16,
@@ -166,12 +168,35 @@ def test_pages_leave_the_memory_that_the_programs_need(guess, monkeypatch):
     made.defers = False  # as on a GPU
     compile_for, free, need = made.compile_for, (1 << 23) + (1 << 21), 1 << 23
     monkeypatch.setattr(made, "compile_for", lambda *given: max(need, compile_for(*given)))
-    found = start._eager_pages(config, model, [made], [free])
+    found = start._compiled_pages(config, model, [made], [free])
     compiled = dict(made._steps)
     made.allocate(found)
     made.compile()
     assert found <= start._fitting_pages(config, made, free - need)
     assert all((compiled[key] is step) == (guess == need) for key, step in made._steps.items())
+
+
+def test_processes_compile_each_step_once_for_the_smallest_of_their_guesses(monkeypatch):
+    config, model, made = executor_of(settings_of("stories260K", num_kv_pages=None))
+    monkeypatch.setattr(start, "on_gpu", lambda: True)
+    monkeypatch.setattr(start, "memory_budget", lambda *_: free)
+    made.defers = False  # as on a GPU
+    compile_for, free, need, asked = made.compile_for, 1 << 25, 1 << 23, []
+    monkeypatch.setattr(start, "_guessed_temporary_bytes", lambda *_: need)
+    monkeypatch.setattr(made, "compile_for", lambda *given: max(need, compile_for(*given)))
+
+    def least(name, own):
+        asked.append(name)
+        return tuple(pages - 1 for pages in own) if name == "guessed pages" else own
+
+    found = start._num_pages(config, model, [made], Team(least=least))
+    compiled = dict(made._steps)
+    made.allocate(found)
+    made.compile()
+    assert asked == ["guessed pages", "pages"] and len(compiled) == len(made.layouts)
+    assert compiled == made._steps
+    guess = start._first_guess(config, model, [made], [free - made.state_bytes()])
+    assert found == tuple(pages - 1 for pages in guess)
 
 
 def test_the_programs_compiled_while_loading_serve():
@@ -190,9 +215,9 @@ def test_the_pages_guessed_before_the_loading_are_those_after_it():
     start._compile_early(config, model, [made], [free], lambda *_: None)
     of_weights = sum(-(-array.nbytes // 256) * 256 for array in jax.tree.leaves(made.weights))
     left = free - of_weights - made.state_bytes()
-    assert made.early_pages == start._eager_guess(config, model, [made], [left])
+    assert made.early_pages == start._first_guess(config, model, [made], [left])
     steps = dict(made._steps)
-    start._eager_pages(config, model, [made], [left])
+    start._compiled_pages(config, model, [made], [left])
     assert steps == made._steps
 
 
