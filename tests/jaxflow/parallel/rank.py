@@ -43,6 +43,9 @@ def inject(fault: str) -> None:
     if fault == "memory at load":
         Checkpoint.load = exhausted
         return
+    if fault == "killed at load":
+        Checkpoint.load = lambda *_, **__: os.kill(os.getpid(), 9)
+        return
     run, calls = Executor.run, []
 
     def failing(executor: Executor, *args: Any, **named: Any) -> Any:

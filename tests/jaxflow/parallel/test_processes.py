@@ -334,6 +334,8 @@ class TestOneEndEndsAll:
             ("stopped", 0, r"process 0 is silent for [\d.]+ s: .*"),
             ("memory", 1, r"process 1 failed: JaxRuntimeError: RESOURCE_EXHAUSTED: .*"),
             ("memory", 0, r"process 0 failed: JaxRuntimeError: RESOURCE_EXHAUSTED: .*"),
+            ("killed at load", 1, r"process 1 ended: .*"),
+            ("killed at load", 0, r"process 0 ended: .*"),
             ("memory at load", 1, r"process 1 failed: JaxRuntimeError: RESOURCE_EXHAUSTED: .*"),
             ("stuck", 1, rf"process 1 is stuck at call {FAULT_CALL - 3} of \d+: a step takes .*"),
         ],
