@@ -62,6 +62,7 @@ from pallas_kernels.gemm.api import Product, eligible_kernels, kernel, product_o
 from pallas_kernels.gemm.flat.tiles import filled
 from pallas_kernels.gemm.int4.reference import quantize_int4
 from pallas_kernels.gemm.tuned_table import Choice, Shape
+from pallas_kernels.hopper.limits import SMS
 from pallas_kernels.measure.peaks import ImpossibleTime, Least, refuse_impossible
 from pallas_kernels.measure.script import check_file, parse_share
 from pallas_kernels.measure.timing import interleaved, looped
@@ -102,8 +103,8 @@ def tiles(name: str, p: Product, others: bool) -> list[tuple[tuple[str, int], ..
         (r, warpgroups, cluster)
         for r in rows
         for warpgroups in (1, 2)
-        for cluster in (1, 2)
-        if r * warpgroups <= 128
+        for cluster in (1, 2, 4)
+        if r * warpgroups <= 128 and (cluster < 4 or cluster * -(-p.shape.n // (r * warpgroups)) <= SMS)
     ]
     made = (filled(p.rows, r, warpgroups, depth, cluster, bits) for r, warpgroups, cluster in shapes)
     return [(), *(tuple(sorted(dataclasses.asdict(tile).items())) for tile in made)]

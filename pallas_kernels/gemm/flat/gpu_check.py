@@ -1,10 +1,12 @@
 """Check flat GEMM against a float32 product on a GPU, and time it next to XLA's (cuBLAS).
 
-    python -m pallas_kernels.gemm.flat.gpu_check [--only check,flat] [--share 0/3] [--json FILE]
+    python -m pallas_kernels.gemm.flat.gpu_check [--only check,flat,clusters] [--share 0/3] [--json FILE]
 
 Errors are ‖kernel − exact‖ / ‖exact‖ on fresh random operands. Weights rotate over four times the L2 cache,
 in a loop on the device. The loop's buffers keep their addresses, so a CUDA graph is recorded once instead of
 once per program.
+
+`clusters` checks and times 8 rows on weights of few columns, whose tiles 1 to 8 CTAs split along K.
 """
 
 import functools
@@ -18,6 +20,8 @@ from jax import lax
 
 from pallas_kernels.gemm import model_shapes, reference
 from pallas_kernels.gemm.flat.api import flat_gemm
+from pallas_kernels.gemm.flat.tiles import filled
+from pallas_kernels.hopper.limits import SMS
 from pallas_kernels.measure import script
 from pallas_kernels.measure.inputs import poison_memory
 from pallas_kernels.measure.script import L2_BYTES, record
@@ -165,8 +169,31 @@ def times_of_flat(rows, share, seconds):
     record(rows, what="flat / xla, geometric mean", ratio=geomean(ratios), least=min(ratios))
 
 
+FEW_COLUMNS = {"qkv": (5120, 2048), "out_proj": (2048, 4096), "router": (128, 2048)}  # Qwen3-30B-A3B's [N, K]
+
+
+def clusters(rows, share, seconds):
+    rng = np.random.default_rng(time.time_ns())
+    for op, (n, k) in list(FEW_COLUMNS.items())[share[0] :: share[1]]:
+        run = functools.partial(
+            timed, rows, m=8, n=n, k=k, bytes_read=2.0 * n * k, seconds=seconds, op=op, make=bf16_weight
+        )
+        run(kernel=xla_gemm, what="xla")
+        run(kernel=flat_gemm, what="flat")
+        for cluster in (1, 2, 4, 8):
+            if cluster * -(-n // 64) <= SMS:
+                tile = filled(8, 64, 1, 128, cluster, 16)
+                split = functools.update_wrapper(functools.partial(flat_gemm, tile=tile), flat_gemm)
+                check(rows, rng, split, 8, n, k)
+                run(kernel=split, what="flat", cluster=cluster)
+
+
 if __name__ == "__main__":
     script.main(
         __doc__,
-        {"check": lambda rows, share, _: checks(rows, share), "flat": times_of_flat},
+        {
+            "check": lambda rows, share, _: checks(rows, share),
+            "flat": times_of_flat,
+            "clusters": clusters,
+        },
     )
