@@ -93,13 +93,15 @@ def devices_of(report: Report) -> int:
 
 
 def machine(report: Report) -> str:
-    """Return the device, with the number of devices above one and how they share the work."""
+    """Return the device, with the number of devices above one, how they share the work, and the processes."""
     engine, devices = report["engine_config"], devices_of(report)
     if devices == 1:
         return report["device"]
     counts = {name: engine.get(f"{kind}_parallel_size", 1) for name, kind in WAYS.items()}
     how = [f"{number} {name}" for name, number in counts.items() if number > 1]
     how += ["whole experts"] if engine.get("enable_expert_parallel") and counts["ranks"] == 1 else []
+    processes = engine.get("num_processes") or 1
+    how += [f"{processes} processes"] if processes > 1 else []
     return f"{devices} × {report['device']}" + (f" ({', '.join(how)})" if how else "")
 
 
@@ -133,17 +135,22 @@ def points(reports: Mapping[str, Report], kind: str) -> Iterator[tuple[str, Repo
             yield from ((path, head | point) for point in report["points"])
 
 
-def throughput_groups(reports: Mapping[str, Report]) -> dict[tuple, list[tuple[str, Report]]]:
-    """Return the runs of the same work by device, model, lengths, tokens of a step, kind of plan, number of
-    requests, and slots.
+def throughput_groups(
+    reports: Mapping[str, Report], by_plan: bool = True
+) -> dict[tuple, list[tuple[str, Report]]]:
+    """Return the runs of the same work by device, model, lengths, tokens of a step, plan, number of requests,
+    and slots.
 
-    Runs with up to SAME_SLOTS times the fewest slots share a group, under the fewest slots.
+    Runs with up to SAME_SLOTS times the fewest slots share a group, under the fewest slots. by_plan: False
+    puts the runs of all overlapped plans into one group.
     """
     groups: dict[tuple, list[tuple[str, Report]]] = {}
     runs = sorted(points(reports, "throughput"), key=lambda run: run[1]["engine_config"]["max_num_seqs"])
     for path, report in runs:
         engine = report["engine_config"]
         plan = "sequential" if engine["plan"] == "sequential" else "overlapped"
+        if by_plan and plan == "overlapped":
+            plan += f" by {Path(engine['plan']).stem}"
         if engine.get("kv_offloading_size"):
             plan += ", KV copied to the host"
         work = (machine(report), model_of(report), lengths(report["workload"]))
@@ -873,7 +880,7 @@ def headline_table(folder: Path = HERE) -> str:
     """Return the README's table: the best kind of step of each headline workload, by its median."""
     reports = read_reports(folder)
     rivals = json.loads((folder / "rivals.json").read_text("utf-8"))["results"]
-    groups = throughput_groups(reports)
+    groups = throughput_groups(reports, by_plan=False)
     rows = []
     for devices, model, numbers, work in HEADLINES:
         named = [

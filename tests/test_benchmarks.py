@@ -143,12 +143,14 @@ def test_each_run_of_a_report_counts(write):
     assert cells[5:8] == ["9,000", "4", "8,000–21,000"]
 
 
-def test_an_overlapped_plan_has_a_row_of_its_own(write):
-    engine = REPORT["engine_config"] | {"plan": "plan.json"}
-    folder = write(a=REPORT, b=REPORT | {"engine_config": engine, "power": None})
+def test_each_plan_has_a_row_of_its_own(write):
+    engines = [REPORT["engine_config"] | {"plan": plan} for plan in ("plans/half.json", "plans/third")]
+    a, b = ({"engine_config": engine, "power": None} for engine in engines)
+    folder = write(a=REPORT, b=REPORT | a, c=REPORT | b)
     assert {row[3]: row[9] for row in rows(folder, "Throughput")} == {
         "sequential, 2048": "689 at 1503",
-        "overlapped, 2048": "–",
+        "overlapped by half, 2048": "–",
+        "overlapped by third, 2048": "–",
     }
 
 
@@ -168,6 +170,10 @@ def test_each_way_to_share_work_has_a_row_of_its_own(write):
         ),
         "pp": ({"pipeline_parallel_size": 2}, "2 × NVIDIA H200 (2 stages)"),
         "dp": ({"data_parallel_size": 2, "enable_expert_parallel": True}, "2 × NVIDIA H200 (2 ranks)"),
+        "processes": (
+            {"data_parallel_size": 2, "enable_expert_parallel": True, "num_processes": 2},
+            "2 × NVIDIA H200 (2 ranks, 2 processes)",
+        ),
         "grid": ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, "4 × NVIDIA H200 (2 stages)"),
     }
     engine = REPORT["engine_config"]
