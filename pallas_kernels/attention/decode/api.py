@@ -19,7 +19,9 @@ from pallas_kernels.attention.decode.join import join_afterwards
 from pallas_kernels.attention.decode.kernel import attend
 from pallas_kernels.attention.decode.variant import Form, scratch
 from pallas_kernels.attention.decode.work_list import (
+    EQUAL_PIECES,
     DecodeWork,
+    PairCuts,
     decode_work,
     padded_workers,
     stacked_work,
@@ -40,6 +42,7 @@ from pallas_kernels.attention.tiles import (
     decode_tile,
     wgmma_columns,
 )
+from pallas_kernels.cards import this_card
 from pallas_kernels.hopper.layouts import LANE, LOG2E, pad_rows
 from pallas_kernels.hopper.limits import sms_of
 
@@ -62,6 +65,7 @@ def decode_attention(
     sink_logits: jax.Array | None = None,
     sms: int | None = None,
     tile: DecodeTile | None = None,
+    cuts: PairCuts | None = None,
     work: DecodeWork | None = None,
     into: jax.Array | None = None,
     pdl: bool = False,
@@ -94,6 +98,8 @@ def decode_attention(
         weights; for a bfloat16 cache.
       sms: CTAs of the persistent grid, which is the number of SMs that the kernel may occupy, 1 to 132;
         None: all.
+      cuts: when a piece of the work list has pages of one (row, head) pair only; None: the card's figures.
+        With cuts and no more pairs than workers, consecutive workers are on different SMs.
       work: `list_decode_work(...)` for the same lengths, heads, window and sms, if layers share one list.
       into: [T, N, H] bfloat16, the result of rows without keys instead of 0, updated in place if it has no
         later reader.
@@ -129,14 +135,15 @@ def decode_attention(
         k_pages.dtype == jnp.int8,
     )
     tile = tile or decode_tile(h, group, k_pages.dtype.itemsize, sms, int8)
+    workers, cuts = sms * tile.workers, cuts_of(cuts)
     form = Form(
         group=group, kv=kv, h=h, cols=wgmma_columns(group, e4m3), e4m3=e4m3, int8=int8, tile=tile,
         scale=scale, window=window, soft_cap=soft_cap, unified_max=unified_max is not None, fill=into is None,
         pdl=pdl, interpret=interpret is not None, spans=spans is not None, sinks=sinks,
         page_heads=k_pages.shape[1], sink_logits=sink_logits is not None,
+        spread=cuts != EQUAL_PIECES and b * kv <= workers,
     )  # fmt: skip
-    workers = sms * tile.workers
-    work = decode_work(lengths, kv, workers, window, spans, sinks) if work is None else work
+    work = decode_work(lengths, kv, workers, window, spans, sinks, cuts) if work is None else work
     if work.pieces.shape[0] not in (workers, padded_workers(workers)):
         raise ValueError(
             f"work.pieces has {work.pieces.shape[0]} workers: accepted are {workers} for sms={sms} and {tile}"
@@ -208,6 +215,7 @@ def list_decode_work(
     sms: int | None = None,
     spans: jax.Array | None = None,
     sinks: int = 0,
+    cuts: PairCuts | None = None,
 ) -> DecodeWork:
     """Return the work list of `decode_attention` for lengths [B], for all layers with the same window, or
     the same spans and sinks.
@@ -215,12 +223,21 @@ def list_decode_work(
     itemsize: bytes of a number in the cache.
     spans: as for `decode_attention`, or [J, B, K], several choices of spans. The result is then a stack: list
       j is index j of each of its arrays.
+    cuts: when a piece has pages of one (row, head) pair only; None: the card's figures.
     """
-    sms = sms_of(sms)
+    sms, cuts = sms_of(sms), cuts_of(cuts)
     workers = sms * decode_tile(head_dim, group, itemsize, sms).workers
     if spans is not None and spans.ndim == 3:
-        return stacked_work(lengths, kv_heads, workers, spans, sinks)
-    return decode_work(lengths, kv_heads, workers, window, spans, sinks)
+        return stacked_work(lengths, kv_heads, workers, spans, sinks, cuts)
+    return decode_work(lengths, kv_heads, workers, window, spans, sinks, cuts)
+
+
+def cuts_of(cuts: PairCuts | None) -> PairCuts:
+    """Return `cuts`, or the figures of this device's card for None."""
+    if cuts is not None:
+        return cuts
+    card = this_card()
+    return PairCuts(card.decode_attention_least_pages, card.decode_attention_whole_pages)
 
 
 def _numbers(k_pages, groups, k_scale, v_scale, unified_max) -> list[jax.Array]:

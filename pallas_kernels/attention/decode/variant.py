@@ -23,7 +23,7 @@ class Form:
     become 0. pdl: launch with programmatic dependent launch. spans: each entry of the work list is one
     (row, head) pair with its own span. sinks: the first keys that every pair sees. page_heads: KV heads in
     a page; with fewer than kv, each group of heads has its own page table. sink_logits: each
-    query head has an attention sink.
+    query head has an attention sink. spread: consecutive workers are on different SMs.
     """
 
     group: int
@@ -44,6 +44,7 @@ class Form:
     sinks: int = 0
     page_heads: int = 0
     sink_logits: bool = False
+    spread: bool = False
 
     @property
     def pitch(self) -> int:

@@ -4,6 +4,8 @@ The line holds the rows in order, the KV heads of a row in order, and the visibl
 `decode_work` splits the line into one equal piece for each worker. One row of 131,072 keys with 200 short
 rows then fills the chip as well as equal rows do (FlashDecoding's split KV, by pages instead of by rows). A
 worker leaves at most two (row, head) pairs unfinished: at the start and at the end of its piece.
+
+`PairCuts` lets a batch with few pairs have pieces that end with a pair. Fewer parts are then added up.
 """
 
 import dataclasses
@@ -14,6 +16,25 @@ from jax import lax
 
 PAGE = 64  # tokens in a page
 ALIGN = 32  # numbers of int32 in the 128 bytes at which XLA aligns arrays
+
+
+@dataclasses.dataclass(frozen=True)
+class PairCuts:
+    """When each piece holds pages of one (row, head) pair only, in a batch with no more pieces than workers.
+
+    Attributes:
+      least: the pages of a piece, at most, if pieces of that size are no more than the workers; 0: never.
+        Equal pieces would then have fewer pages, and more parts to add up.
+      whole: the most pages of a pair that is one piece. All pairs are whole then, and no parts are added up.
+        This needs a worker for each pair, and on average at least half as many pages a worker as the largest
+        pair has; 0: never.
+    """
+
+    least: int = 0
+    whole: int = 0
+
+
+EQUAL_PIECES = PairCuts()
 
 
 @jax.tree_util.register_dataclass
@@ -54,11 +75,13 @@ def decode_work(
     window: int | None = None,
     spans: jax.Array | None = None,
     sinks: int = 0,
+    cuts: PairCuts = EQUAL_PIECES,
 ) -> DecodeWork:
     """Split the batch's pages into equal pieces, on the device, from lengths [B] int32 (0: no work for the
     row).
 
-    spans, sinks: as for `decode_attention`, instead of a window. The function runs a few small XLA ops.
+    spans, sinks: as for `decode_attention`, instead of a window. cuts: when pieces end with a pair instead.
+    The function runs a few small XLA ops.
     Compute the list once a step and pass it to every layer's `decode_attention`.
     """
     lengths = lengths.astype(jnp.int32)
@@ -82,6 +105,9 @@ def decode_work(
     # which rows with shared pages can reach.
     begins = total // workers * worker + total % workers * worker // workers
     begins = jnp.where(total >= workers, begins, jnp.minimum(worker, total))
+    if cuts != EQUAL_PIECES:
+        fit, of_pairs = _begins_in_pairs(pages.reshape(-1, heads), ends, kv_heads, worker, cuts)
+        begins = jnp.where(fit, of_pairs, begins)
     begin, count = begins[:-1], begins[1:] - begins[:-1]
 
     def locate(place):
@@ -116,6 +142,28 @@ def decode_work(
     )
 
 
+def _begins_in_pairs(pages, ends, kv_heads: int, worker, cuts: PairCuts):
+    """Return whether `cuts` allows pieces of one pair each, and where these pieces begin, [workers + 1].
+
+    pages: [B, E]; ends: [B * E], their inclusive sums. worker: 0 to workers. Pieces of a pair
+    differ by at most one page. Workers without a piece begin at the end of the line.
+    """
+    workers, most, total = worker.shape[0] - 1, jnp.max(pages), ends[-1] * kv_heads
+    whole = (most <= cuts.whole) & ((most * workers + 1) // 2 <= total)
+    few = jnp.bool_(False)
+    if cuts.least:
+        few = jnp.sum(-(-pages // cuts.least)) * kv_heads <= workers
+    parts = -(-pages // jnp.where(few, cuts.least, jnp.maximum(most, 1)))
+    part_ends = _ends(parts)
+    pages, parts, count = pages.reshape(-1), parts.reshape(-1), part_ends[-1] * kv_heads
+    row = jnp.sum((part_ends[None, :] * kv_heads <= worker[:, None]).astype(jnp.int32), axis=1)
+    row = jnp.minimum(row, pages.shape[0] - 1)
+    inside, of_pair = worker - (part_ends[row] - parts[row]) * kv_heads, jnp.maximum(parts[row], 1)
+    begins = (ends[row] - pages[row]) * kv_heads + inside // of_pair * pages[row]
+    begins = begins + inside % of_pair * pages[row] // of_pair
+    return (few | whole) & (count <= workers), jnp.where(worker < count, begins, total)
+
+
 def padded_workers(workers: int) -> int:
     """Return the workers of a list in a stack of lists: a multiple of 32, so that each list begins
     at a multiple of 128 bytes. XLA then hands a list of the stack to the kernel without a copy.
@@ -125,14 +173,19 @@ def padded_workers(workers: int) -> int:
 
 
 def stacked_work(
-    lengths: jax.Array, kv_heads: int, workers: int, spans: jax.Array, sinks: int = 0
+    lengths: jax.Array,
+    kv_heads: int,
+    workers: int,
+    spans: jax.Array,
+    sinks: int = 0,
+    cuts: PairCuts = EQUAL_PIECES,
 ) -> DecodeWork:
     """Return the lists of several choices of spans, [J, B, K], in one stack:
     each array has a leading axis [J].
 
     The same few XLA ops make all lists. Layers with other spans then cost no ops of their own.
     """
-    listed = jax.vmap(lambda own: decode_work(lengths, kv_heads, workers, None, own, sinks))(spans)
+    listed = jax.vmap(lambda own: decode_work(lengths, kv_heads, workers, None, own, sinks, cuts))(spans)
     more = padded_workers(workers) - workers
 
     def pad(x: jax.Array, n: int = 1) -> jax.Array:

@@ -16,7 +16,7 @@ from paged_cases import PAGE, error, paged, queries
 
 from pallas_kernels.attention.decode import reference
 from pallas_kernels.attention.decode.api import decode_attention, list_decode_work
-from pallas_kernels.attention.decode.work_list import decode_work
+from pallas_kernels.attention.decode.work_list import PairCuts, decode_work
 from pallas_kernels.attention.tiles import DecodeTile, decode_tile
 from pallas_kernels.hopper.limits import SMEM_BYTES
 from pallas_kernels.measure.inputs import quantized
@@ -25,15 +25,19 @@ E4M3, INT8 = jnp.float8_e4m3fn, jnp.int8
 INTERPRET = plgpu.InterpretGPUParams()
 
 
-@settings(max_examples=20)
+@settings(max_examples=40)
 @given(
     lengths=st.lists(st.one_of(st.just(0), st.integers(1, 900), st.just(20_000)), min_size=9, max_size=9),
-    shape=st.sampled_from([(1, 1, None), (8, 4, 300), (2, 56, 1), (8, 264, None)]),
+    shape=st.sampled_from(
+        [(1, 1, None), (8, 4, 300), (2, 56, 1), (8, 264, None), (2, 264, 900), (1, 12, 300)]
+    ),
+    cuts=st.sampled_from([PairCuts(), PairCuts(3, 16), PairCuts(least=2), PairCuts(whole=999)]),
 )
-def test_the_pieces_are_the_batchs_pages_cut_evenly(lengths, shape):
+def test_the_pieces_are_the_batchs_pages_cut_evenly_or_by_pair(lengths, shape, cuts):
     kv_heads, workers, window = shape
-    cut = jax.jit(decode_work, static_argnums=(1, 2, 3))
-    work = jax.tree.map(np.asarray, cut(jnp.asarray(lengths, jnp.int32), kv_heads, workers, window))
+    cut = jax.jit(decode_work, static_argnums=(1, 2, 3), static_argnames="cuts")
+    work = cut(jnp.asarray(lengths, jnp.int32), kv_heads, workers, window, cuts=cuts)
+    work = jax.tree.map(np.asarray, work)
     line = []  # every (row, head, page) that must be read, in the kernel's order
     for row, length in enumerate(lengths):
         first = 0 if window is None else max(0, length - window) // PAGE
@@ -43,7 +47,16 @@ def test_the_pieces_are_the_batchs_pages_cut_evenly(lengths, shape):
 
     assert not work.arrived.any()
     counts = work.pieces[:, 3]
-    assert counts.max() - counts.min() <= 1
+    of_rows = work.rows[:, 1]
+    few = cuts.least > 0 and kv_heads * (-(-of_rows // cuts.least)).sum() <= workers
+    whole = of_rows.max() <= min(cuts.whole, 2 * len(line) / workers)
+    whole = whole and kv_heads * (of_rows > 0).sum() <= workers
+    if few or whole:
+        assert (work.pieces[:, 2] + counts <= of_rows[work.pieces[:, 0]]).all()  # pages of one pair
+        assert counts.max() <= (cuts.least if few else cuts.whole)
+        assert few or not work.chains.any()
+    else:
+        assert counts.max() - counts.min() <= 1
     walked, parts = [], {}
     for worker in range(workers):
         row, head, page, left = work.pieces[worker].tolist()
@@ -79,7 +92,8 @@ def run(q, cache, table, lengths, **settings):
     k, v, scales = cache
     arrays = scales | {name: settings.pop(name) for name in ("into", "unified_max") if name in settings}
     settings = {"scale": q.shape[-1] ** -0.5, **settings}
-    how = {"sms": 3} | {name: settings.pop(name) for name in ("tile", "sms", "work") if name in settings}
+    how = {"sms": 3}
+    how |= {name: settings.pop(name) for name in ("tile", "sms", "work", "cuts") if name in settings}
     kernel = jax.jit(functools.partial(decode_attention, interpret=INTERPRET, **how, **settings))
     got = kernel(q, k, v, table, lengths, **arrays)
     arrays |= {"into": arrays["into"].astype(jnp.float32)} if "into" in arrays else {}
@@ -174,6 +188,9 @@ def into(rows, heads, width):
         # The heads of Gemma 4 E2B, whose scores have no scale. Here they reach 100 and -100.
         ([130, 700], 8, 1, 256, decode_tile(256, 8), jnp.bfloat16, {"window": 512, "scale": 1.0}),
         ([70, 200], 8, 1, 512, decode_tile(512, 8), jnp.bfloat16, {"scale": 1.0}),
+        # Pieces of one pair each: of two pages, then whole pairs.
+        ([300, 0, 70], 6, 2, 64, DecodeTile(2, 4), jnp.bfloat16, {"sms": 5, "cuts": PairCuts(2)}),
+        ([300, 0, 200], 8, 2, 64, DecodeTile(3, 4, pages=1), E4M3, {"sms": 2, "cuts": PairCuts(0, 8)}),
     ],
 )
 def test_decode_attention_equals_its_reference(lengths, heads, kv_heads, width, tile, dtype, extra):
@@ -401,6 +418,15 @@ def test_for_the_h200_it_uses_its_units_and_spills_nothing(tmp_path, monkeypatch
     assert [spills(log) for log in logs] == [{OF_32_COLUMNS if most else ("0", "0")} for most in wide]
     assert all("wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx for ptx in texts)
     assert sorted("e4m3.e4m3" in ptx for ptx in texts) == sorted(form[3] == E4M3 for form in FORMS)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, E4M3])
+def test_pieces_of_one_pair_spill_nothing_on_the_h200(tmp_path, monkeypatch, dtype):
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
+    inputs = shapes(8, 32, 4, 128, dtype=dtype)
+    step = functools.partial(decode_attention, scale=1.0, cuts=PairCuts(3, 32))
+    assert compile_for_h200(step, *abstract(h200_mesh(), inputs)).machine_code
+    assert [spills(log) for log in dumped(tmp_path, ".ptxas")] == [{("0", "0")}]
 
 
 def test_it_fits_a_stream_region(tmp_path, monkeypatch):
