@@ -38,6 +38,7 @@ class Card:
       norm_of_rows_max_tokens: the largest step whose norms add the rows of a mixture's experts; 0: none.
       decode_attention_least_pages, decode_attention_whole_pages: `least` and `whole` of
         `pallas_kernels.attention.decode.work_list.PairCuts`; 0: never.
+      decode_attention_one_fence: whether decode attention counts parts with fewer fences.
       decode_only_max_decodes: the largest decode step that has a program without chunks.
       latent_window_flop: FLOP that take as long as the fixed part of a window of latent prefill by head.
       disk_patience: seconds that a sequence waits for disk pages, over the seconds to compute their tokens.
@@ -61,6 +62,7 @@ class Card:
     norm_of_rows_max_tokens: int
     decode_attention_least_pages: int
     decode_attention_whole_pages: int
+    decode_attention_one_fence: bool
     decode_only_max_decodes: int
     latent_window_flop: float
     disk_patience: float

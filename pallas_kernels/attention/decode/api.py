@@ -66,6 +66,7 @@ def decode_attention(
     sms: int | None = None,
     tile: DecodeTile | None = None,
     cuts: PairCuts | None = None,
+    one_fence: bool | None = None,
     work: DecodeWork | None = None,
     into: jax.Array | None = None,
     pdl: bool = False,
@@ -100,6 +101,7 @@ def decode_attention(
         None: all.
       cuts: when a piece of the work list has pages of one (row, head) pair only; None: the card's figures.
         With cuts and no more pairs than workers, consecutive workers are on different SMs.
+      one_fence: count parts with fewer fences (`join.is_last`); None: the card's choice.
       work: `list_decode_work(...)` for the same lengths, heads, window and sms, if layers share one list.
       into: [T, N, H] bfloat16, the result of rows without keys instead of 0, updated in place if it has no
         later reader.
@@ -142,6 +144,7 @@ def decode_attention(
         pdl=pdl, interpret=interpret is not None, spans=spans is not None, sinks=sinks,
         page_heads=k_pages.shape[1], sink_logits=sink_logits is not None,
         spread=cuts != EQUAL_PIECES and b * kv <= workers,
+        one_fence=this_card().decode_attention_one_fence if one_fence is None else one_fence,
     )  # fmt: skip
     work = decode_work(lengths, kv, workers, window, spans, sinks, cuts) if work is None else work
     if work.pieces.shape[0] not in (workers, padded_workers(workers)):

@@ -64,7 +64,7 @@ def cached(rng, k, v, dtype):
 
 
 def check_decode(rows, rng, lengths, n, kv, h, dtype=jnp.bfloat16, unified_max=None, **kw):
-    sms = kw.pop("sms", 132)
+    sms, own = kw.pop("sms", 132), {name: kw.pop(name) for name in ("cuts", "one_fence") if name in kw}
     table, pages = page_tables(rng, lengths)
     k, v = (
         poison(random_pages(jax.random.key(rng.integers(2**31)), pages, kv, h), table, lengths)
@@ -76,7 +76,7 @@ def check_decode(rows, rng, lengths, n, kv, h, dtype=jnp.bfloat16, unified_max=N
     into = jnp.asarray(rng.normal(size=q.shape), jnp.bfloat16) if more else None
     nobody = np.append(np.asarray(lengths) == 0, np.ones(more, bool))
     table, lengths = jnp.asarray(table), jnp.asarray(lengths, jnp.int32)
-    how = {"sms": sms, "unified_max": None if unified_max is None else jnp.asarray(unified_max)}
+    how = {"sms": sms, "unified_max": None if unified_max is None else jnp.asarray(unified_max), **own}
     run = jax.jit(functools.partial(decode_attention, scale=h**-0.5, **how, **kw))
     poison_memory(q)
     got = run(q, k, v, table, lengths, into=into, **scales)
@@ -93,6 +93,7 @@ def check_decode(rows, rng, lengths, n, kv, h, dtype=jnp.bfloat16, unified_max=N
         "sms": sms,
         "unified_max": unified_max,
         "into": more > 0,
+        **{name: str(value) for name, value in own.items()},
         **kw,
     }
     record(

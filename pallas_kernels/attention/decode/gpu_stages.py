@@ -92,7 +92,7 @@ def no_weights(scores, seen, bounds, begun, put, across, top, total, out, **_):
     return top, total, out
 
 
-def never_last(arrived, place, others):
+def never_last(arrived, place, others, one_fence):
     """Skip the count of finished parts: the parts are written, but no worker adds them up."""
     return jnp.bool_(False)
 
@@ -110,7 +110,7 @@ JOINS: Stage = decode_join, "is_last", never_last
 GROUPS: Stage = decode_join, "_groups", one_group
 LOOKS: tuple[Stage, ...] = (  # before a part is written
     (decode_kernel, "peek", lambda arrived, ender, requested: jnp.int32(0)),
-    (decode_kernel, "is_there", lambda seen, arrived, ender: seen < 0),
+    (decode_kernel, "is_there", lambda seen, arrived, ender, one_fence: seen < 0),
 )
 LEFT_OUT: dict[str, tuple[Stage, ...]] = {
     "nothing multiplied": (MULTIPLIES,),

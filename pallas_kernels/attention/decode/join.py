@@ -25,11 +25,14 @@ from pallas_kernels.hopper.layouts import LANE
 _LEVEL = plgpu.Layout.WGMMA.reduce(0)
 
 
-def is_last(arrived, place, others):
+def is_last(arrived, place, others, one_fence: bool):
     """Increment arrived[place] after this warpgroup's writes. Return True for the last arrival, after
     `others`.
 
     The last warpgroup sees the writes of all others.
+
+    one_fence: leave out the fences of all threads before and after the count. The barrier orders their writes
+    before the count of thread 0, which releases them to the GPU and acquires those of other warpgroups.
     """
     scalar = plgpu.Layout.WG_SPLAT(())
 
@@ -45,10 +48,11 @@ def is_last(arrived, place, others):
             others.registers.item(),
             mgpu.utils.warpgroup_barrier_idx(sync=False),
         ]
-        code = """{
+        fence = "" if one_fence else "fence.acq_rel.gpu;"
+        code = f"""{{
             .reg .pred p, q;
             .reg .b32 before;
-            fence.acq_rel.gpu;
+            {fence}
             barrier.cta.sync $4, 128;
             setp.eq.u32 p, $2, 0;
             mov.b32 before, -1;
@@ -56,9 +60,9 @@ def is_last(arrived, place, others):
             setp.eq.and.s32 p, before, $3, p;
             @p st.u32 [$1], 0;
             barrier.cta.red.or.pred q, $4, 128, p;
-            fence.acq_rel.gpu;
+            {fence}
             selp.b32 $0, 1, 0, q;
-            }"""
+            }}"""
         last = llvm.inline_asm(i32, operands, code, "=r,l,r,r,r,~{memory}", has_side_effects=True)
         return mgpu.FragmentedArray.splat(last, (), is_signed=True)
 
@@ -92,10 +96,12 @@ def peek(arrived, ender, requested):
     return read(arrived.at[pl.ds(ender, 1)], requested.astype(jnp.int32))  # pyright: ignore[reportCallIssue]
 
 
-def is_there(seen, arrived, ender):
+def is_there(seen, arrived, ender, one_fence: bool):
     """Return True for the whole warpgroup if thread 0 saw, by `peek`, the one other part of the pair.
 
     Reset the counter then.
+
+    one_fence: only thread 0 has a fence, before the barrier, and only if it saw the part.
     """
     scalar = plgpu.Layout.WG_SPLAT(())
 
@@ -104,14 +110,16 @@ def is_there(seen, arrived, ender):
     )
     def agree(_, counter, seen):
         i32 = ir.IntegerType.get_signless(32)
-        code = """{
+        before, after = ("@p fence.acq_rel.gpu;", "") if one_fence else ("", "fence.acq_rel.gpu;")
+        code = f"""{{
             .reg .pred p, q;
             setp.eq.s32 p, $2, 1;
             @p st.u32 [$1], 0;
+            {before}
             barrier.cta.red.or.pred q, $3, 128, p;
-            fence.acq_rel.gpu;
+            {after}
             selp.b32 $0, 1, 0, q;
-            }"""
+            }}"""
         operands = [
             mgpu.utils.memref_ptr(counter),
             seen.registers.item(),
@@ -123,7 +131,7 @@ def is_there(seen, arrived, ender):
     return agree(arrived.at[pl.ds(ender, 1)], seen) != 0  # pyright: ignore[reportCallIssue]
 
 
-def join(parts, levels, arrived, worker, ender, chain, finish):
+def join(parts, levels, arrived, worker, ender, chain, finish, one_fence: bool = False):
     """Count the written part of a pair that `ender` ends after `chain` others, and add up parts for which
     it is the last.
 
@@ -137,7 +145,7 @@ def join(parts, levels, arrived, worker, ender, chain, finish):
     def step(state):
         """Process the parts of the group. If this worker is last, process the groups of the pair."""
         start, stride, count, place, _ = state
-        last, whole = is_last(arrived, place, count - 1), place == ender
+        last, whole = is_last(arrived, place, count - 1, one_fence), place == ender
 
         @pl.when(last)
         def _():

@@ -224,7 +224,8 @@ def _compute_pages(refs, form: Form, w, worker):
             refs.level.at[worker, begun][...] = level
             if not form.interpret:
                 ender = jnp.where(page + here == pages, worker, refs.enders[worker])
-                join(refs.part, refs.level, refs.arrived, worker, ender, refs.chains[ender], finish)
+                chain = refs.chains[ender]
+                join(refs.part, refs.level, refs.arrived, worker, ender, chain, finish, form.one_fence)
 
         @pl.when(here < pages)
         def _():
@@ -232,7 +233,7 @@ def _compute_pages(refs, form: Form, w, worker):
             if not looks:
                 write(level)
                 return
-            there = is_there(seen, refs.arrived, other)
+            there = is_there(seen, refs.arrived, other, form.one_fence)
             pl.when(there)(lambda: finish(add_rest(level, out, refs.part, refs.level, other)))
             pl.when(~there)(lambda: write(level))
 
@@ -244,7 +245,11 @@ def _compute_pages(refs, form: Form, w, worker):
         entries = kv // form.entry_heads  # of a row
         rows = refs.rows.shape[0] // entries
 
-        @pl.loop(worker, refs.o.shape[0] // (group * kv), step=refs.part.shape[0])
+        workers = refs.part.shape[0]
+        # The first workers of a short list have pages, and the last ones have none.
+        first = workers - 1 - worker if form.spread else worker
+
+        @pl.loop(first, refs.o.shape[0] // (group * kv), step=workers)
         def _(row):
             @pl.when((row >= rows) | (refs.rows[jnp.minimum(row, rows - 1) * entries, 1] == 0))
             def _():

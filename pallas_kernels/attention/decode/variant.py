@@ -23,7 +23,8 @@ class Form:
     become 0. pdl: launch with programmatic dependent launch. spans: each entry of the work list is one
     (row, head) pair with its own span. sinks: the first keys that every pair sees. page_heads: KV heads in
     a page; with fewer than kv, each group of heads has its own page table. sink_logits: each
-    query head has an attention sink. spread: consecutive workers are on different SMs.
+    query head has an attention sink. spread: consecutive workers are on different SMs. one_fence: as for
+    `join.is_last`.
     """
 
     group: int
@@ -45,6 +46,7 @@ class Form:
     page_heads: int = 0
     sink_logits: bool = False
     spread: bool = False
+    one_fence: bool = False
 
     @property
     def pitch(self) -> int:

@@ -424,9 +424,10 @@ def test_for_the_h200_it_uses_its_units_and_spills_nothing(tmp_path, monkeypatch
 def test_pieces_of_one_pair_spill_nothing_on_the_h200(tmp_path, monkeypatch, dtype):
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
     inputs = shapes(8, 32, 4, 128, dtype=dtype)
-    step = functools.partial(decode_attention, scale=1.0, cuts=PairCuts(3, 32))
+    step = functools.partial(decode_attention, scale=1.0, cuts=PairCuts(3, 32), one_fence=True)
     assert compile_for_h200(step, *abstract(h200_mesh(), inputs)).machine_code
     assert [spills(log) for log in dumped(tmp_path, ".ptxas")] == [{("0", "0")}]
+    assert [ptx.count("fence.acq_rel.gpu") for ptx in dumped(tmp_path, ".ptx")] == [1]
 
 
 def test_it_fits_a_stream_region(tmp_path, monkeypatch):

@@ -22,7 +22,7 @@ def joined(order, first, shape, monkeypatch):
     """Return the nesting of a pair's sums, as tuples of workers, for an order of arrival."""
     ender, counts, slots, finished = first + len(order) - 1, [0] * (2 * WORKERS), {}, []
 
-    def is_last(arrived, place, others):
+    def is_last(arrived, place, others, one_fence):
         counts[int(place)] += 1
         if counts[int(place)] <= int(others):
             return jnp.bool_(False)
