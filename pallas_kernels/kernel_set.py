@@ -367,7 +367,6 @@ def _mosaic(m: Model, device: str) -> KernelSet:
     from pallas_kernels.gemm.expert_mlp import api as expert_mlp
     from pallas_kernels.gemm.expert_mlp import few_tokens
     from pallas_kernels.gemm.grouped import api as grouped_gemm
-    from pallas_kernels.gemm.sorted_rows import api as sorted_rows
     from pallas_kernels.hopper import ptxas_version
     from pallas_kernels.pointwise.draw import api as draw
     from pallas_kernels.pointwise.norm import api as rms_norm
@@ -377,6 +376,7 @@ def _mosaic(m: Model, device: str) -> KernelSet:
     from pallas_kernels.pointwise.top_k import api as top_k
 
     ptxas_version.cache_version()
+    card = card_of(device)
     kernels = {
         "gemm": {"gemm": HopperGemm(load(device))},
         "add_norm": {"add_norm": rms_norm.add_norm},
@@ -394,7 +394,7 @@ def _mosaic(m: Model, device: str) -> KernelSet:
         "grouped_gemm": {
             "grouped_gemm": grouped_gemm.grouped_gemm,
             "list_groups": grouped_gemm.list_groups,
-            "sort_rows": sorted_rows.sort_rows,
+            "sort_rows": _sort_rows(card.sort_rows_max_tokens, card.sort_held_rows_max_tokens),
             "expert_mlp": expert_mlp.expert_mlp,
             "few_expert_mlp": few_tokens.few_expert_mlp,
         },
@@ -492,11 +492,19 @@ def _mosaic(m: Model, device: str) -> KernelSet:
         ),
         (("add_norm",), "hidden_size", m.hidden_size % 128 == 0, "multiples of 128"),
     ]
-    found, card = _assembled(MOSAIC, kernels, _unmet(m, limits)), card_of(device)
+    found = _assembled(MOSAIC, kernels, _unmet(m, limits))
     if _backend(found.add_norm) == "mosaic":
         found = dataclasses.replace(found, norm_of_rows_max_tokens=card.norm_of_rows_max_tokens)
     names = ("expert_mlp_max_tokens", "expert_mlp_bf16_max_tokens")
     return dataclasses.replace(found, **{name: getattr(card, name) for name in names})
+
+
+@functools.cache
+def _sort_rows(max_tokens: int, held_max_tokens: int) -> Callable:
+    """Return one function for the same limits, because JAX caches a tracing by the op's function."""
+    from pallas_kernels.gemm.sorted_rows import api
+
+    return functools.partial(api.sort_rows, max_tokens=max_tokens, held_max_tokens=held_max_tokens)
 
 
 def _triton(m: Model, capability: str) -> KernelSet:

@@ -39,6 +39,8 @@ class Card:
       decode_attention_least_pages, decode_attention_whole_pages: `least` and `whole` of
         `pallas_kernels.attention.decode.work_list.PairCuts`; 0: never.
       decode_attention_one_fence: whether decode attention counts parts with fewer fences.
+      sort_rows_max_tokens, sort_held_rows_max_tokens: the largest steps whose rows kernels sort by expert,
+        on a device with all experts, and on one that holds some of them; 0: none.
       decode_only_max_decodes: the largest decode step that has a program without chunks.
       latent_window_flop: FLOP that take as long as the fixed part of a window of latent prefill by head.
       disk_patience: seconds that a sequence waits for disk pages, over the seconds to compute their tokens.
@@ -63,6 +65,8 @@ class Card:
     decode_attention_least_pages: int
     decode_attention_whole_pages: int
     decode_attention_one_fence: bool
+    sort_rows_max_tokens: int
+    sort_held_rows_max_tokens: int
     decode_only_max_decodes: int
     latent_window_flop: float
     disk_patience: float

@@ -6,6 +6,10 @@ All integers are equal, and so are all bits of the rows. Skewed routings leave e
 token, or give them several tiles. `check` compares, and `time` times the sort. `padding` times the sort and
 both products of Qwen3-30B-A3B's experts in e4m3 for one token in a step of 8 rows. Once the other rows have
 experts of their own, and once they have none.
+
+`check_larger` compares the sort of up to 2,048 tokens, and of the experts that one of several devices holds.
+A program runs all routings of its size: even and skewed ones, one with the same experts for all tokens, and
+steps whose last tokens are padding. `larger` times the sort of both, for Qwen3-30B-A3B.
 """
 
 import dataclasses
@@ -17,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.gemm.grouped import api as grouped
+from pallas_kernels.gemm.grouped.groups import HeldExperts
 from pallas_kernels.gemm.grouped.routings import draw_routing
 from pallas_kernels.gemm.sorted_rows import api
 from pallas_kernels.measure import script
@@ -96,6 +101,88 @@ def checks(rows):
     case(128, 256, 8, 7168, True, zipf=1.2, kept=65)
 
 
+LARGER = (  # tokens, experts, experts per token, columns, quantize, devices
+    (64, 128, 8, 2048, False, 2),
+    (512, 128, 8, 2048, False, 2),
+    (2048, 128, 8, 2048, False, 1),
+    (2048, 128, 8, 2048, True, 1),
+    (128, 128, 8, 2048, True, 2),
+    (512, 128, 8, 2048, True, 2),
+    (256, 128, 8, 2048, False, 1),
+    (512, 128, 8, 2048, True, 1),
+    (2048, 128, 8, 2048, True, 8),
+    (129, 128, 8, 2048, False, 1),
+    (2048, 256, 8, 7168, True, 1),
+    (1000, 130, 4, 384, False, 5),
+)
+
+
+def larger(sort, experts, quantize, devices):
+    """Return (x, experts of the tokens, used or the device) -> groups and rows. One device has padding."""
+    count = experts // devices
+
+    def run(x, picked, number):
+        placed = {"used": number} if devices == 1 else {"held": HeldExperts(number * count, count)}
+        return sort(x, picked, experts, quantize=quantize, **placed)
+
+    return jax.jit(run)
+
+
+SORTS = {
+    "mosaic": functools.partial(api.sort_rows, max_tokens=api.MOST_COUNTED, held_max_tokens=api.MOST_COUNTED),
+    "xla": api.sort_by_xla,
+}
+
+
+def check_larger(rows):
+    """Compare sorts of each size. Padding of several devices' tokens has an expert that no device holds."""
+    rng = np.random.default_rng(time.time_ns())
+    for tokens, experts, chosen, columns, quantize, devices in LARGER:
+        run, wanted = (larger(sort, experts, quantize, devices) for sort in SORTS.values())
+        for route in ("even", "zipf 1.2", "zipf 3", "equal", "padded"):
+            zipf = float(route.split()[1]) if "zipf" in route else 0.0
+            x, picked = drawn(rng, tokens, experts, chosen, columns, zipf)
+            picked = jnp.tile(picked[:1], (tokens, 1)) if route == "equal" else picked
+            kept = int(rng.integers(tokens)) if route == "padded" else tokens
+            if devices > 1:
+                picked = picked.at[kept:].set(experts)
+            numbers = (kept,) if devices == 1 else (0, devices - 1)
+            for number in numbers:
+                given = x, picked, jnp.int32(number)
+                if route == "even":
+                    poison_memory(jax.eval_shape(run, *given))
+                got, again, want = (used(*one(*given)) for one in (run, run, wanted))
+                ok, same = (all(map(np.array_equal, got, other)) for other in (want, again))
+                case = {"t": tokens, "experts": experts, "d": columns, "quantize": quantize}
+                case |= {"devices": devices, "number": number, "route": route}
+                record(rows, what="check larger", ok=ok and same, same_bits=same, **case)
+
+
+def larger_timings(rows, seconds):
+    experts, chosen, columns = MODELS["qwen3-30b-a3b"]
+    rng = np.random.default_rng(0)
+    for quantize in (False, True):
+        for devices in (1, 2):
+            for tokens in (64, 256, 512, 2048):
+                number = jnp.int32(tokens if devices == 1 else 1)
+                xs = [(*drawn(rng, tokens, experts, chosen, columns), number) for _ in range(CALLS)]
+
+                def one(run, x, _):
+                    return run(*x)
+
+                ways = {
+                    name: functools.partial(
+                        looped(functools.partial(one, larger(sort, experts, quantize, devices)), ROUNDS),
+                        xs,
+                        [None] * CALLS,
+                    )
+                    for name, sort in SORTS.items()
+                }
+                for name, t in interleaved(ways, calls=CALLS * ROUNDS, seconds=seconds).items():
+                    own = {"model": "qwen3-30b-a3b", "t": tokens, "quantize": quantize, "devices": devices}
+                    record(rows, what=f"{name} larger", **own, **dataclasses.asdict(t))
+
+
 def timings(rows, seconds):
     rng = np.random.default_rng(0)
     for model, (experts, chosen, columns) in MODELS.items():
@@ -150,6 +237,8 @@ if __name__ == "__main__":
         {
             "check": lambda rows, *_: checks(rows),
             "time": lambda rows, _, seconds: timings(rows, seconds),
+            "check_larger": lambda rows, *_: check_larger(rows),
+            "larger": lambda rows, _, seconds: larger_timings(rows, seconds),
             "padding": lambda rows, _, seconds: padding(rows, seconds),
         },
     )

@@ -90,7 +90,7 @@ def test_rows_have_the_scales_of_blocks_whether_the_kernel_or_xla_sorts(columns)
             np.testing.assert_array_equal(one, np.repeat(of_tokens[:, None], 2, 1))
 
 
-def test_xla_sorts_other_sizes_and_the_experts_of_a_device():
+def test_xla_sorts_other_sizes_and_where_the_limits_say_so():
     assert api.supports(api.MOST_TOKENS, 8, 128, 2048) and not api.supports(api.MOST_TOKENS + 1, 8, 128, 2048)
     assert not api.supports(8, 2, 6, 64) and not api.supports(200, 2, 2, 128)
     x, picked = given(5, 6, 2, 64)
@@ -98,6 +98,9 @@ def test_xla_sorts_other_sizes_and_the_experts_of_a_device():
     assert isinstance(rows, jax.Array)
     np.testing.assert_array_equal(rows[groups.places], jnp.repeat(x[:, None], 2, 1))
     x, picked = given(5, 6, 2)
+    for held in (None, HeldExperts(jnp.int32(2), 2)):
+        groups, _ = api.sort_rows(x, picked, 6, held=held, max_tokens=4, held_max_tokens=4)
+        assert groups.arrived is None  # no kernel sorted
     groups, rows = api.sort_rows(x, picked, 6, held=HeldExperts(jnp.int32(2), 2))
     assert groups.partial and isinstance(rows, jax.Array)
     own = np.asarray((picked >= 2) & (picked < 4))
