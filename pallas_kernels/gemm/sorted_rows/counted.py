@@ -51,7 +51,7 @@ def sort_counted(
 
     The arguments are those of `pallas_kernels.gemm.sorted_rows.api.sort_rows`.
     """
-    form = form_of(*experts.shape, num_experts, held, used)
+    form = form_of(experts.shape[0], experts.shape[1], num_experts, held, used)
     block = _power_of_two(form.tokens, _BLOCKS, AT_ONCE)
     together = min(_power_of_two(form.tokens, sms * _PER_SM, 1), block)
     blocks = pl.cdiv(form.tokens, block)

@@ -48,7 +48,7 @@ def sort_few(
 
     The arguments are those of `pallas_kernels.gemm.sorted_rows.api.sort_rows`.
     """
-    form = form_of(*experts.shape, num_experts, held, used)
+    form = form_of(experts.shape[0], experts.shape[1], num_experts, held, used)
     ctas = min(form.tile_items + form.tokens, sms * _PER_SM)
     made = plgpu.kernel(
         functools.partial(_sort, form=form, ctas=ctas),
