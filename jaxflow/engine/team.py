@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -28,8 +29,8 @@ from jaxflow.model.checkpoints.checkpoint import Checkpoint
 from jaxflow.model.checkpoints.fingerprint import fingerprint
 from jaxflow.parallel.hand_over import ProcessHandOver
 from jaxflow.parallel.launch import LOST, launch_of
-from jaxflow.parallel.links import Followers, Leader, fault_text
-from jaxflow.parallel.processes import Processes, ProcessesError, join, leave
+from jaxflow.parallel.links import FAREWELL_S, Followers, Leader, fault_text
+from jaxflow.parallel.processes import Processes, ProcessesError, end_with, join, leave
 from jaxflow.pipeline.plan import Plan
 
 log = logging.getLogger(__name__)
@@ -144,7 +145,11 @@ class Team:
             self.followers.stop()
             leave()
         else:
+            time.sleep(
+                FAREWELL_S
+            )  # a process that is lost is the cause, and its link ends all with that reason
             self.followers.dismiss(f"process 0 failed: {fault_text(fault)}", LOST)
+            end_with(LOST)
 
     @contextlib.contextmanager
     def telling_faults(self) -> Iterator[None]:
@@ -162,6 +167,7 @@ class Team:
                 str(error) if isinstance(error, ProcessesError) else f"process 0 failed: {fault_text(error)}"
             )
             self.followers.dismiss(text, status)
+            end_with(status)
             raise
 
 

@@ -4,9 +4,11 @@ Process 0 decides, and the others follow. A process's number is `jax.process_ind
 the key-value store of `jax.distributed`, whose server lives in process 0.
 """
 
+import atexit
 import contextlib
 import json
 import os
+import sys
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -15,7 +17,7 @@ from jax._src import distributed  # the key-value store has no public name
 from jaxflow.parallel.launch import Launch
 from jaxflow.parallel.rendezvous import meet
 
-HEARTBEAT_TIMEOUT_S = 5  # JAX's default of 100 s leaves the others waiting for a dead process
+HEARTBEAT_TIMEOUT_S = 10  # JAX's default of 100 s leaves the others waiting for a dead process
 _JOIN_S = 60  # for processes that have all met
 _KEY_TIMEOUT_S = 120.0
 _SHOWN = 5  # differences that an error lists
@@ -134,3 +136,18 @@ def leave() -> None:
     """Leave `jax.distributed` after the last step, once all processes do."""
     with contextlib.suppress(Exception):  # the work is done, and another process may be gone already
         jax.distributed.shutdown()
+
+
+def end_with(status: int) -> None:
+    """Let this process end with an exit status once its program ends, without leaving `jax.distributed`.
+
+    The other processes are gone then. JAX would wait for them at the exit until it aborts this process.
+    """
+
+    def end() -> None:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(status)
+
+    atexit.register(end)
