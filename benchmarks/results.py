@@ -612,7 +612,7 @@ def file_rows(folder: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
 SECTIONS = (
     (
         "Throughput",
-        "All requests arrive at once. Tokens count prompts. A step is the plan's kind and the tokens of a "
+        "All requests arrive at once. Tokens count prompts. A step is the plan and the tokens of a "
         "step. "
         "The optimum is NanoFlow's equation 5, at the rate of GEMMs that the power cap allows. Watts are the "
         "mean of a run, at the mean SM clock in MHz.",
