@@ -1,19 +1,22 @@
 """Check and time decode attention with pieces of one pair each, and with fewer fences, on a GPU.
 
-    python -m pallas_kernels.attention.decode.gpu_check_cuts [--only check,time] [--share 0/2] [--json FILE]
+    python -m pallas_kernels.attention.decode.gpu_check_cuts [--only check,time_4,time_8] [--json FILE]
 
 The checks hold the kernel against its float32 reference. The times compare these forms with the kernel that
-has equal pieces and all fences. `times` prints a line with all forms of a case: the median of five windows in
-microseconds, the spread of the windows in percent, and the time beside that of the kernel as it is.
+has equal pieces and all fences, with 4 or 8 KV heads. A line has all forms of a case: the median of five
+windows in microseconds, half the spread of the windows in percent, and the time over that of the kernel as it
+is. A time has about two small kernels of the loop besides the call, the same in all forms.
 """
 
 import dataclasses
 import functools
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from pallas_kernels.attention.decode.api import decode_attention, list_decode_work
 from pallas_kernels.attention.decode.gpu_check import check_decode
@@ -21,7 +24,7 @@ from pallas_kernels.attention.decode.work_list import EQUAL_PIECES, PairCuts
 from pallas_kernels.measure import script
 from pallas_kernels.measure.inputs import PAGE, random_pages
 from pallas_kernels.measure.script import L2_BYTES
-from pallas_kernels.measure.timing import interleaved, looped
+from pallas_kernels.measure.timing import interleaved
 
 N, H = 32, 128  # query heads, head width
 DTYPES = (jnp.float8_e4m3fn, jnp.bfloat16)
@@ -33,7 +36,7 @@ WAYS = {
     "fences": (EQUAL_PIECES, True),
     "both": (CUTS, True),
 }
-OF_FEW = {f"both, least {least}": (PairCuts(least, 32), True) for least in (2, 4, 6)}  # of one request
+LEASTS = {f"both, least {least}": (PairCuts(least, 32), True) for least in (2, 6)}
 
 
 def checks(rows, share, _) -> None:
@@ -58,63 +61,83 @@ def checks(rows, share, _) -> None:
         case()
 
 
-def _inputs(requests: int, length: int, kv: int, dtype):
-    """Return the pages, a page table for each call, and the lengths.
+def _ways(kv: int, requests: int):
+    """Return the forms of a case by name, as (cuts, one_fence)."""
+    if kv == 8 or requests not in (1, 64):
+        return {name: WAYS[name] for name in ("as it is", "both")}
+    return WAYS | LEASTS if requests == 1 else WAYS
 
-    Calls read different pages, so that the pages of a call are not in the L2 when it begins.
+
+def _inputs(requests: int, length: int, kv: int, dtype, calls: int):
+    """Return the pages, a page table for each call, the lengths, and the number of turns.
+
+    Turn i adds i * calls * requests * width to the tables. A call then reads pages that are not in the L2.
     """
     width = -(-length // PAGE)
     call_bytes = 2 * requests * width * kv * PAGE * H * jnp.dtype(dtype).itemsize
-    calls = int(np.clip(3 * L2_BYTES // call_bytes, 4, 64))
-    sets = calls if call_bytes < L2_BYTES else 2
-    pages = sets * requests * width
-    order = np.random.default_rng(pages).permutation(pages).reshape(sets, requests, width).astype(np.int32)
+    turns = max(1, -(-3 * L2_BYTES // (calls * call_bytes)))
+    held = calls * requests * width
+    order = np.random.default_rng(held).permutation(held).reshape(calls, requests, width).astype(np.int32)
     cast = jax.jit(lambda x: x.astype(dtype))
-    k, v = (cast(random_pages(jax.random.key(i), pages, kv, H)) for i in range(2))
+    k, v = (cast(random_pages(jax.random.key(i), turns * held, kv, H)) for i in range(2))
     if dtype != jnp.bfloat16:
-        v = v.reshape(pages, kv, H, PAGE)  # values have contiguous keys; random numbers need no transpose
-    tables = [jnp.asarray(order[i % sets]) for i in range(calls)]
-    return k, v, tables, jnp.full(requests, length, jnp.int32)
+        v = v.reshape(-1, kv, H, PAGE)  # values have contiguous keys; random numbers need no transpose
+    return k, v, [jnp.asarray(table) for table in order], jnp.full(requests, length, jnp.int32), turns
 
 
-def times(rows, share, seconds) -> None:
-    """Time each case in all forms, in turn."""
-    cases = [(kv, dtype, batch) for kv in (4, 8) for dtype in DTYPES for batch in BATCHES]
-    for kv, dtype, (requests, length) in cases[share[0] * len(cases) // share[1] :][: len(cases) // share[1]]:
-        k, v, tables, lengths = _inputs(requests, length, kv, dtype)
-        qs = [
-            jax.random.normal(jax.random.key(i), (requests, N, H), jnp.bfloat16) for i in range(len(tables))
-        ]
-        bound_s = max(8e-6, requests * length * kv * H * 2 * jnp.dtype(dtype).itemsize / 4.5e12)
-        rounds = max(1, round(4e-3 / len(tables) / bound_s))
-        scales = {} if dtype == jnp.bfloat16 else dict.fromkeys(("k_scale", "v_scale"), jnp.ones(kv))
-        lowered, lists, inputs = {}, {}, {}
-        for name, (cuts, one_fence) in (WAYS | (OF_FEW if requests == 1 else {})).items():
-            shape = {"kv_heads": kv, "group": N // kv, "head_dim": H, "itemsize": jnp.dtype(dtype).itemsize}
-            lists[name] = jax.jit(functools.partial(list_decode_work, cuts=cuts, **shape))(lengths)
-            layer = jax.jit(  # one lowering serves all calls
+def _program(layer, rounds: int, turns: int):
+    """Return a program that calls the layer for each table `rounds` times, in a loop on the device.
+
+    Small kernels of the loop move the page tables to other pages.
+    """
+
+    def run(qs, tables, k, v, lengths, work, scales):
+        def body(i, _):
+            moved = [table + i % turns * sum(t.size for t in tables) for table in tables]
+            # Without the barrier, XLA takes calls with equal tables out of the loop.
+            pairs = zip(lax.optimization_barrier((qs, i))[0], moved, strict=True)
+            return [layer(q, k, v, table, lengths, work=work, **scales) for q, table in pairs]
+
+        return lax.fori_loop(0, rounds, body, [jnp.zeros_like(q) for q in qs])
+
+    return jax.jit(run)
+
+
+def times(rows, share, seconds, kv: int) -> None:
+    """Time each case in all forms, in turn. share: of the dtypes."""
+    for dtype, (requests, length) in itertools.product(DTYPES[share[0] :: share[1]], BATCHES):
+        calls = 4 if requests == 1 else 2  # each is compiled
+        k, v, tables, lengths, turns = _inputs(requests, length, kv, dtype, calls)
+        qs = [jax.random.normal(jax.random.key(i), (requests, N, H), jnp.bfloat16) for i in range(calls)]
+        itemsize = jnp.dtype(dtype).itemsize
+        bound_s = max(8e-6, requests * length * kv * H * 2 * itemsize / 4.5e12)
+        rounds = max(1, round(4e-3 / calls / bound_s))
+        scales = {} if itemsize == 2 else dict.fromkeys(("k_scale", "v_scale"), jnp.ones(kv))
+        lowered, inputs, most_pages = {}, {}, {}
+        for name, (cuts, one_fence) in _ways(kv, requests).items():
+            listing = functools.partial(
+                list_decode_work, kv_heads=kv, group=N // kv, head_dim=H, itemsize=itemsize, cuts=cuts
+            )
+            work = jax.jit(listing)(lengths)
+            most_pages[name] = int(work.pieces[:, 3].max())
+            attend = jax.jit(  # one lowering serves all calls
                 functools.partial(decode_attention, scale=H**-0.5, cuts=cuts, one_fence=one_fence)
             )
-
-            def one(q, w, layer=layer):
-                *arrays, work, scales = w
-                return layer(q, *arrays, work=work, **scales)
-
-            inputs[name] = qs, [(k, v, table, lengths, lists[name], scales) for table in tables]
-            lowered[name] = looped(one, rounds).lower(*inputs[name])
+            inputs[name] = qs, tables, k, v, lengths, work, scales
+            lowered[name] = _program(attend, rounds, turns).lower(*inputs[name])
         with ThreadPoolExecutor() as pool:
             compiled = dict(zip(lowered, pool.map(lambda x: x.compile(), lowered.values()), strict=True))
         runs = {name: functools.partial(program, *inputs[name]) for name, program in compiled.items()}
-        timings = interleaved(runs, calls=rounds * len(tables), seconds=seconds, rounds=5)
+        timings = interleaved(runs, calls=rounds * calls, seconds=seconds, rounds=5)
         before = timings["as it is"].us
         about = {"kv": kv, "cache": jnp.dtype(dtype).name, "requests": requests, "keys": length}
         for name, t in timings.items():
-            ends = np.asarray(lists[name].pieces)[:, 3]
-            rows.append({"what": "time", **about, "form": name, "most_pages": int(ends.max())})
+            rows.append({"what": "time", **about, "form": name, "most_pages": most_pages[name]})
             rows[-1] |= {"of_before": t.us / before, **dataclasses.asdict(t)}
         cells = [f"{n} {t.us:.1f} ±{50 * t.spread:.1f}% {t.us / before:.3f}" for n, t in timings.items()]
         print("TABLE", *about.values(), "|", " | ".join(cells), flush=True)
 
 
 if __name__ == "__main__":
-    script.main(__doc__, {"check": checks, "time": times})
+    timed = {f"time_{kv}": functools.partial(times, kv=kv) for kv in (4, 8)}
+    script.main(__doc__, {"check": checks, **timed})
