@@ -78,16 +78,19 @@ def first_sizes(seconds: Mapping[int, float], count: int = FIRST_SIZES) -> list[
 
 def prepare_in_background(
     executor: Executor | StagedExecutor,
-    between_steps: Callable[[Callable[[Any], None]], Future[None]],
+    on_compiled: Callable[[StepLayout], None],
     on_end: Callable[[], None] = lambda: None,
+    on_fault: Callable[[StepLayout, str], None] = lambda layout, fault: None,
 ) -> None:
-    """Compile the layouts that are not ready, several at a time, and make each one ready.
+    """Compile the layouts that are not ready, several at a time, and hand over each one.
 
     Small layouts come first, because an engine without load runs them. A layout whose compilation does not
     fit into the memory next to others is compiled alone at the end. `wait_until_compiled` waits for all.
 
-    between_steps: runs a function between two steps, on the thread that runs the steps: `Driver.call`.
+    on_compiled: takes a layout that is compiled, on the thread that compiled it. `between_steps` makes the
+        layout ready. CancelledError or EngineDead ends the preparation.
     on_end: called when no layout is left, or when the engine has ended.
+    on_fault: takes a layout that stays unready, and the text of the fault.
     """
     waiting = collections.deque(executor.unready())
     crowded: collections.deque[StepLayout] = collections.deque()
@@ -95,7 +98,7 @@ def prepare_in_background(
     def prepare(layout: StepLayout, alone: bool = False) -> None:
         try:
             executor.compile_layout(layout)
-            between_steps(lambda _: make_ready(executor, layout)).result()
+            on_compiled(layout)
         except (EngineDead, CancelledError):
             waiting.clear()
             crowded.clear()
@@ -116,6 +119,7 @@ def prepare_in_background(
                     fault_text(error),
                 )
                 log.debug("the traceback of this fault", exc_info=True)
+                on_fault(layout, fault_text(error))
 
     def prepare_some() -> None:
         while main_runs() and (layout := _next(waiting)) is not None:
@@ -147,6 +151,16 @@ def prepare_in_background(
         compile_in_background([prepare_all])
     else:
         on_end()
+
+
+def between_steps(
+    executor: Executor | StagedExecutor, call: Callable[[Callable[[Any], None]], Future[None]]
+) -> Callable[[StepLayout], None]:
+    """Return a function that makes a compiled layout ready, and returns once the layout is.
+
+    call: runs a function between two steps, on the thread that runs the steps: `Driver.call`.
+    """
+    return lambda layout: call(lambda _: make_ready(executor, layout)).result()
 
 
 def make_ready(executor: Executor | StagedExecutor, layout: StepLayout) -> None:

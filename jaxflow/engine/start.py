@@ -25,7 +25,7 @@ from jaxflow.engine.default_seqs import TOKENS_OF_SEQ, default_max_num_seqs
 from jaxflow.engine.driver import Driver
 from jaxflow.engine.executor import Executor, rehearse
 from jaxflow.engine.expert_slots import check_slots, with_slots
-from jaxflow.engine.first_layouts import first_layouts, prepare_in_background
+from jaxflow.engine.first_layouts import between_steps, first_layouts, prepare_in_background
 from jaxflow.engine.kernel_choice import choose_kernels, tell_kernels
 from jaxflow.engine.known_starts import KnownStarts
 from jaxflow.engine.latent_limits import check_latent
@@ -394,14 +394,41 @@ def start_engine(
             team.watch(driver)
         driver.start()
         if executor.substitutes:
-            prepare_in_background(executor, driver.call, functools.partial(_end_lowering, executor))
+            prepare_in_background(
+                executor, _on_compiled(executor, driver, team), _on_prepared(executor, team)
+            )
         else:
-            _end_lowering(executor)
+            _on_prepared(executor, team)()
             executor.compile_deferred()
         undo.pop_all()
     found = times.summary()
     log.info(describe(found))
     return Engine(config, driver, executor, warm_up_s, found)
+
+
+def _on_compiled(
+    executor: Executor | StagedExecutor, driver: Driver, team: Team | None
+) -> Callable[[StepLayout], None]:
+    """Return a function that makes a compiled layout ready, once all processes have compiled it."""
+    make_ready = between_steps(executor, driver.call)
+
+    def on_compiled(layout: StepLayout) -> None:
+        if team is not None:
+            team.wait_for_layout(layout)
+        make_ready(layout)
+
+    return on_compiled
+
+
+def _on_prepared(executor: Executor | StagedExecutor, team: Team | None) -> Callable[[], None]:
+    """Return a function to call once no process compiles any more."""
+
+    def on_prepared() -> None:
+        _end_lowering(executor)
+        if team is not None:
+            team.watch_closely()
+
+    return on_prepared
 
 
 def _warm_up(
@@ -414,13 +441,12 @@ def _warm_up(
 ) -> float:
     """Compile the programs that an executor serves with at first, with a progress bar. Return the seconds.
 
-    config: resolved. The processes of a team compile all programs, so that all
-        choose the same layout for a step.
+    config: resolved. The processes of a team compile the same programs.
     """
+    first = first_layouts(config, model, executor.layouts)
+    wait = (lambda: None) if team is None else team.wait_until_compiled
     with tqdm(total=None, desc="Compiling", disable=not progress, unit="program", delay=1.0) as bar:
-        if team is not None:
-            return executor.warm_up(_advance(bar), team.wait_until_compiled)
-        return executor.warm_up(_advance(bar), first=first_layouts(config, model, executor.layouts))
+        return executor.warm_up(_advance(bar), wait, first)
 
 
 def _lowering(
@@ -675,7 +701,7 @@ def _compile_early(
         pages = _first_guess(config, model, stages, left)
     for stage in stages:
         check()
-        stage.compile_early(pages, check, _first_of(config, model, stage, None))
+        stage.compile_early(pages, check, first_layouts(config, model, stage.layouts))
 
 
 def _reads_early(config: EngineConfig, plans: Mapping[int, Sequence[Plan]]) -> bool:
@@ -709,7 +735,7 @@ def _read_early(
             assert stage.lowered is not None
             check()
             stage.lowered = dataclasses.replace(stage.lowered, only_reads=True)
-            stage.compile_early(pages, check, _first_of(config, model, stage, None))
+            stage.compile_early(pages, check, first_layouts(config, model, stage.layouts))
     except CancelledError:
         raise
     except Exception as error:  # the start meets a fault of a program again
@@ -1178,7 +1204,7 @@ def _compiled_pages(
     guess = stages[0].early_pages or _first_guess(config, model, stages, free)
     if team is not None:
         guess = team.least("guessed pages", guess)
-    needs = [stage.compile_for(guess, _first_of(config, model, stage, team)) for stage in stages]
+    needs = [stage.compile_for(guess, first_layouts(config, model, stage.layouts)) for stage in stages]
     found = _pages_beside(config, model, stages, free, needs)
     return guess if _is_good(guess, found) else found
 
@@ -1189,13 +1215,6 @@ def _is_good(guess: tuple[int, ...], most: tuple[int, ...]) -> bool:
     most: the pages of each layer group that fit.
     """
     return all(GOOD_GUESS * fit <= pages <= fit for pages, fit in zip(guess, most, strict=True))
-
-
-def _first_of(
-    config: EngineConfig, model: ModelConfig, stage: Executor, team: Team | None
-) -> list[StepLayout] | None:
-    """Return the layouts of a stage to compile before serving. None for all: a team compiles all of them."""
-    return None if team is not None else first_layouts(config, model, stage.layouts)
 
 
 def _first_guess(

@@ -11,15 +11,19 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError
 from pathlib import Path
 
 import jax
 import msgspec
 
 from jaxflow.config import ConfigError, EngineConfig
+from jaxflow.engine.deferred import main_runs
 from jaxflow.engine.driver import Driver
 from jaxflow.engine.executor import Executor
+from jaxflow.engine.first_layouts import prepare_in_background
 from jaxflow.engine.follow import follow
+from jaxflow.engine.layout import StepLayout
 from jaxflow.engine.recorded_calls import CallRecorder
 from jaxflow.engine.staged_executor import StagedExecutor
 from jaxflow.kv.tiers.disk_parts import ProcessPart, SharedDiskTier
@@ -117,12 +121,36 @@ class Team:
         disk: make the disk tier of a follower; None without one.
         """
         if self.leader is not None:
-            executor.compile_deferred()
+            if executor.substitutes:
+                self._prepare_for_first(executor)
+            else:
+                executor.compile_deferred()
             follow(executor, self.leader, disk())
             leave()
             raise SystemExit(0)
         assert self.followers is not None
         self.recorder = executor.recorder = CallRecorder(executor, self.followers)
+
+    def _prepare_for_first(self, executor: Executor | StagedExecutor) -> None:
+        """Compile the layouts that are not ready, in the background, and tell process 0 of each one."""
+
+        def tell(layout: StepLayout, fault: str = "") -> None:
+            try:
+                self.processes.publish(f"{_name(layout)}/{self.processes.rank}", fault)
+            except jax.errors.JaxRuntimeError as error:  # process 0 has left
+                raise CancelledError(fault_text(error)) from error
+
+        prepare_in_background(executor, tell, on_fault=tell)
+
+    def wait_for_layout(self, layout: StepLayout) -> None:
+        """Wait until the other processes have compiled a layout.
+
+        Raises: RuntimeError, if one could not. CancelledError once this process ends.
+        """
+        faults = self.processes.wait_for_others(_name(layout), main_runs)
+        for rank, fault in enumerate(faults, start=1):
+            if fault:
+                raise RuntimeError(f"process {rank}: {fault}")
 
     def share_disk(self, own: DiskTier) -> SharedDiskTier:
         """Return the disk tier of all processes, from the one of process 0."""
@@ -134,7 +162,12 @@ class Team:
     def watch(self, driver: Driver) -> None:
         """End all processes once the engine of process 0 fails, or makes no progress for too long."""
         assert self.followers is not None
-        self.followers.watch_closely(driver.seconds_without_progress, lambda: driver.fault)
+        self.followers.watch_engine(driver.seconds_without_progress, lambda: driver.fault)
+
+    def watch_closely(self) -> None:
+        """End all processes once one is silent for seconds, because none of them compiles any more."""
+        assert self.followers is not None
+        self.followers.watch_closely()
 
     def close(self, fault: BaseException | None) -> None:
         """End all followers after the last call: in order, or with the fault
@@ -169,6 +202,11 @@ class Team:
             self.followers.dismiss(text, status)
             end_with(status)
             raise
+
+
+def _name(layout: StepLayout) -> str:
+    """Return the name of a layout in the key-value store."""
+    return f"layout {'-'.join(map(str, layout.key))}"
 
 
 def join_team(config: EngineConfig, environ: Mapping[str, str] = os.environ) -> Team | None:

@@ -32,6 +32,7 @@ SILENCE_S = 4.0  # of a serving engine, well below JAX's own 10 s, whose message
 FAREWELL_S = 1.0
 _SMALL_BYTES = 64 << 10  # most bytes of a follower's frame
 _PROGRESS = struct.Struct("!QQQ")
+_LIMIT = struct.Struct("!d")  # seconds of silence, in a beat of process 0
 _CALL, _BEAT, _STOP, _END = b"C", b"B", b"S", b"E"  # from process 0
 _PROGRESS_KIND, _FAULT, _LEAVE, _READY_TO_END, _ANSWER = b"P", b"F", b"L", b"R", b"A"  # from a follower
 
@@ -112,16 +113,20 @@ class Followers:
                         self._lost = ProcessesError(f"process {follower.rank} ended ({error})")
                         return
 
-    def watch_closely(
+    def watch_engine(
         self, seconds_without_progress: Callable[[], float], fault: Callable[[], BaseException | None]
     ) -> None:
-        """Begin to serve: a silent process is lost after seconds, and a step may not take too long.
+        """Begin to serve: a step may not take too long, and the end of the engine is that of all processes.
 
         Args:
           seconds_without_progress: since a step of this process was enqueued or read; 0 without work.
           fault: the fault that ended the engine of this process; None while it lives.
         """
-        self._without_progress_s, self._fault, self._silence_s = seconds_without_progress, fault, SILENCE_S
+        self._without_progress_s, self._fault = seconds_without_progress, fault
+
+    def watch_closely(self) -> None:
+        """Let a silent process be lost after `SILENCE_S`, in all processes, once none of them compiles."""
+        self._silence_s = SILENCE_S
 
     def stop(self) -> None:
         """Let every follower end in order, after the last call."""
@@ -191,7 +196,7 @@ class Followers:
                 if follower.lock.acquire(blocking=False):  # a link that sends a call needs no beat
                     try:
                         with contextlib.suppress(OSError):
-                            follower.link.sendall(frame(_BEAT))
+                            follower.link.sendall(frame(_BEAT, _LIMIT.pack(self._silence_s)))
                     finally:
                         follower.lock.release()
             if (fault := self._fault()) is not None:
@@ -240,7 +245,6 @@ class Leader:
 
     def calls(self) -> Iterator[bytes]:
         """Yield the calls of process 0, until it stops."""
-        self._silence_s = SILENCE_S
         while (call := self._calls.get()) is not None:
             yield call
             self.replayed += 1
@@ -279,9 +283,11 @@ class Leader:
                     return
                 elif kind == _END:
                     self._end(payload[1:].decode(), payload[0])
-                elif kind != _BEAT:
+                elif kind == _BEAT:
+                    (self._silence_s,) = _LIMIT.unpack(payload)
+                else:
                     raise FrameError(f"a frame of the unknown kind {kind!r}")
-        except OSError as error:
+        except (OSError, struct.error) as error:
             self._ending.acquire()
             say_and_exit(f"process 0 ended: {error}")
 

@@ -5,11 +5,12 @@ the key-value store of `jax.distributed`, whose server lives in process 0.
 """
 
 import atexit
+import concurrent.futures
 import contextlib
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 from jax._src import distributed  # the key-value store has no public name
@@ -52,6 +53,26 @@ class Processes:
         except jax.errors.JaxRuntimeError as error:
             reason = str(error).partition("\n")[0][:200]
             raise ProcessesError(f"process {self.rank} waited for {name!r} in vain: {reason}") from error
+
+    def wait_for_others(self, name: str, goes_on: Callable[[], bool]) -> list[str]:
+        """Return the values that the other processes publish as NAME/RANK, in their order.
+
+        goes_on: asked every second; False ends the wait.
+
+        Raises: CancelledError once `goes_on` is False, or once the store is gone.
+        """
+        found = []
+        for rank in (rank for rank in range(self.count) if rank != self.rank):
+            while goes_on():
+                try:
+                    found.append(self._store.blocking_key_value_get(f"jaxflow/{name}/{rank}", 1000))
+                    break
+                except jax.errors.JaxRuntimeError as error:
+                    if "DEADLINE_EXCEEDED" not in str(error):
+                        raise concurrent.futures.CancelledError(str(error)) from error
+            else:
+                raise concurrent.futures.CancelledError("the process ends")
+        return found
 
     def of_first(self, name: str, value: str) -> str:
         """Return the value of process 0 in every process."""

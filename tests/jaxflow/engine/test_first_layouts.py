@@ -30,7 +30,7 @@ from jaxflow.engine import first_layouts, heap, start
 from jaxflow.engine.deferred import DeferredProgram, wait_until_compiled
 from jaxflow.engine.driver import Driver
 from jaxflow.engine.executor import Executor
-from jaxflow.engine.first_layouts import first_sizes, make_ready, prepare_in_background
+from jaxflow.engine.first_layouts import between_steps, first_sizes, make_ready, prepare_in_background
 from jaxflow.engine.loop import larger_layouts
 from jaxflow.engine.staged_executor import StagedExecutor
 from jaxflow.engine.start import (
@@ -253,7 +253,7 @@ def test_the_preparation_ends_with_the_engine():
         tried.set()
         return driver.call(work)
 
-    prepare_in_background(made, call)
+    prepare_in_background(made, between_steps(made, call))
     wait_until_compiled()
     assert tried.is_set() and made.unready()
 

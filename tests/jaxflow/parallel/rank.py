@@ -46,6 +46,16 @@ def inject(fault: str) -> None:
     if fault == "killed at load":
         Checkpoint.load = lambda *_, **__: os.kill(os.getpid(), 9)
         return
+    if fault == "layout":  # one layout cannot be compiled later
+        compiled = Executor.compile_layout
+
+        def failing_layout(executor: Executor, layout: Any) -> None:
+            if layout.tokens == min(executor.layouts):
+                raise ValueError("a bug of the compiler")
+            compiled(executor, layout)
+
+        Executor.compile_layout = failing_layout
+        return
     run, calls = Executor.run, []
 
     def failing(executor: Executor, *args: Any, **named: Any) -> Any:
@@ -68,13 +78,18 @@ def main(given: dict[str, Any]) -> None:
 
     requests: prompts. sampling: the settings of the requests. repeat: the number of rounds.
 
+    layouts_later: begin to serve with the largest layout, as on a GPU, and print how many layouts are not
+    ready in the end.
+
     With a host tier, pages are always loaded and read from the disk, and the tiers' counters are printed.
     """
     prompts, sampling = given.pop("requests"), given.pop("sampling", {})
     repeat, fault = given.pop("repeat", 1), given.pop("fault", None)
+    later = given.pop("layouts_later", False)
     if fault is not None:
         inject(fault)
-    from jaxflow.engine import start
+    from jaxflow.engine import first_layouts, start
+    from jaxflow.engine.deferred import wait_until_compiled
     from jaxflow.kv.tiers import policy
     from jaxflow.llm import LLM
     from jaxflow.request import SamplingParams
@@ -84,17 +99,28 @@ def main(given: dict[str, Any]) -> None:
     start.start_host_tier = functools.partial(start.start_host_tier, costs=always)
     card = dataclasses.replace(default_card(), disk_patience=1e9)
     policy.this_card = lambda: card
+    if later:
+        first_layouts.on_gpu, first_layouts.first_sizes = (lambda: True), (lambda seconds: [max(seconds)])
     params = SamplingParams(**{"temperature": 0.0, "ignore_eos": True, **sampling})
     with LLM(progress=False, **given) as llm:
         assert given.get("process_id") in (None, 0), "a follower returned from LLM(...)"
         for _ in range(repeat):
             found = llm.generate(prompts, params, use_tqdm=False)
+        if later:
+            wait_until_compiled()
+            print("not ready:", len(llm.executor.unready()))
+            again = llm.generate(prompts, params, use_tqdm=False)
+            assert drawn(again) == drawn(found)
         if "enable_eplb" in given:
             print("moved slots:", llm.driver._loop.balancer.moved_slots)
         if "kv_offloading_size" in given:
             print(json.dumps(llm.driver.stats().kv_tiers))
-    tokens = [[list(choice.token_ids) for choice in output.outputs] for output in found]
-    print(json.dumps(tokens), flush=True)
+    print(json.dumps(drawn(found)), flush=True)
+
+
+def drawn(outputs: list[Any]) -> list[list[list[int]]]:
+    """Return the tokens of each choice of each output."""
+    return [[list(choice.token_ids) for choice in output.outputs] for output in outputs]
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from jaxflow.parallel.launch import Launch
-from jaxflow.parallel.links import Followers, Leader
+from jaxflow.parallel.links import SILENCE_S, START_SILENCE_S, Followers, Leader
 from jaxflow.parallel.processes import ProcessesError
 
 COUNT = 3
@@ -71,6 +71,17 @@ def test_a_follower_that_is_asked_to_stop_tells_process_0(team):
         time.sleep(0.02)
     followers.stop()
     assert left == [2]
+
+
+def test_followers_have_the_limit_of_silence_of_process_0(team):
+    followers, leaders, _ = team
+    assert {leader._silence_s for leader in leaders} == {START_SILENCE_S}
+    followers.watch_closely()
+    until = time.monotonic() + 20
+    while {leader._silence_s for leader in leaders} != {SILENCE_S} and time.monotonic() < until:
+        time.sleep(0.02)
+    followers.stop()
+    assert {leader._silence_s for leader in leaders} == {SILENCE_S}
 
 
 def test_a_process_0_that_left_is_an_error():

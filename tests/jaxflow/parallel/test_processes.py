@@ -312,6 +312,30 @@ class TestSameTokens:
         assert damaged.stem in line and line.endswith("process 1")
 
     @pytest.mark.slow
+    @pytest.mark.parametrize(
+        ("at", "parallel"),
+        [
+            (None, {}),
+            (None, {"tensor_parallel_size": 1, "pipeline_parallel_size": 2}),
+            (0, {}),
+            (1, {}),
+        ],
+        ids=["every layout", "every layout of stages", "not in process 0", "not in process 1"],
+    )
+    def test_goldens_while_layouts_become_ready(self, at, parallel, goldens):
+        """A layout is ready once every process has compiled it. Its compilation may fail in one of them."""
+        golden, sizes = goldens("tiny-llama"), {"step_sizes": "4,16", "max_num_batched_tokens": 48}
+        ours = given(golden, "tiny-llama", layouts_later=True, **sizes, **parallel)
+        settings = [ours, ours]
+        if at is not None:
+            settings[at] = ours | {"fault": "layout"}
+        with running(*settings) as processes:
+            (status, out, error), (other, _, _) = ends(processes)
+        assert (status, other) == (0, 0), error
+        check(golden, out)
+        left = int(out.splitlines()[-2].removeprefix("not ready: "))
+        assert left == 0 if at is None else left >= 1
+
     def test_a_late_process_is_waited_for(self, goldens):
         golden = goldens("tiny-llama")
         ours = given(golden, "tiny-llama")
