@@ -84,8 +84,9 @@ def prepare_in_background(
 ) -> None:
     """Compile the layouts that are not ready, several at a time, and hand over each one.
 
-    Small layouts come first, because an engine without load runs them. A layout whose compilation does not
-    fit into the memory next to others is compiled alone at the end. `wait_until_compiled` waits for all.
+    Small layouts come first, because an engine without load runs small steps. If the compilation of a layout
+    does not fit into the memory next to others, it is repeated by itself at the end. `wait_until_compiled`
+    waits for all layouts.
 
     on_compiled: takes a layout that is compiled, on the thread that compiled it. `between_steps` makes the
         layout ready. CancelledError or EngineDead ends the preparation.
