@@ -106,6 +106,12 @@ SLOW_CASES = {
     r"test_lowering_processes\.py::test_a_process_without_a_gpu": (
         "an engine reads what a process lowered, and test_lowered compares kept programs of two devices"
     ),
+    r"test_data_parallel\.py::test_goldens_of_whole_experts\[tiny-(glm4_moe|deepseek_v3-1|mixtral-1)": (
+        "gpt-oss and Qwen3 run with one device a rank, Mixtral and DeepSeek-V3 with two"
+    ),
+    r"test_decode_attention\.py::test_pieces_of_one_pair_spill_nothing_on_the_h200\[bfloat16": (
+        "the form with more registers, e4m3, is compiled"
+    ),
     r"test_guessed_pages\.py::test_an_engine\w+\[bad": (
         "an engine of a good guess runs, and other bytes are tried"
     ),

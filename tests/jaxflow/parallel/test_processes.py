@@ -336,6 +336,7 @@ class TestSameTokens:
         left = int(out.splitlines()[-2].removeprefix("not ready: "))
         assert left == 0 if at is None else left >= 1
 
+    @pytest.mark.slow
     def test_a_late_process_is_waited_for(self, goldens):
         golden = goldens("tiny-llama")
         ours = given(golden, "tiny-llama")
