@@ -127,6 +127,17 @@ class Followers:
     def watch_closely(self) -> None:
         """Let a silent process be lost after `SILENCE_S`, in all processes, once none of them compiles."""
         self._silence_s = SILENCE_S
+        self._beat()
+
+    def _beat(self) -> None:
+        """Send a beat with the limit of silence to each follower. A link that sends a call needs no beat."""
+        for follower in self._links:
+            if follower.lock.acquire(blocking=False):
+                try:
+                    with contextlib.suppress(OSError):
+                        follower.link.sendall(frame(_BEAT, _LIMIT.pack(self._silence_s)))
+                finally:
+                    follower.lock.release()
 
     def stop(self) -> None:
         """Let every follower end in order, after the last call."""
@@ -192,13 +203,7 @@ class Followers:
 
     def _watch(self) -> None:
         while not self._stopping.wait(BEAT_S):
-            for follower in self._links:
-                if follower.lock.acquire(blocking=False):  # a link that sends a call needs no beat
-                    try:
-                        with contextlib.suppress(OSError):
-                            follower.link.sendall(frame(_BEAT, _LIMIT.pack(self._silence_s)))
-                    finally:
-                        follower.lock.release()
+            self._beat()
             if (fault := self._fault()) is not None:
                 time.sleep(FAREWELL_S)  # the callers of the requests get their errors
                 self.end_all(f"process 0 failed: {fault_text(fault)}")
