@@ -107,7 +107,7 @@ def prepare_in_background(
             if not alone and "RESOURCE_EXHAUSTED" in str(error):
                 crowded.append(layout)
             else:
-                # A layout whose first launch alone failed is ready.
+                # A layout is ready if only its first launch failed.
                 unready = layout in executor.unready()
                 log.warning(
                     "start: the layout of %d tokens%s, plan %s, %s: %s",

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 BEAT_S = 0.5
 START_SILENCE_S = 60.0  # while programs compile: lowering holds the interpreter for seconds
-SILENCE_S = 4.0  # of a serving engine, well below JAX's own 10 s, whose message names no reason
+SILENCE_S = 4.0  # while an engine serves; JAX's limit is 10 s, and its message names no reason
 FAREWELL_S = 1.0
 _SMALL_BYTES = 64 << 10  # most bytes of a follower's frame
 _PROGRESS = struct.Struct("!QQQ")

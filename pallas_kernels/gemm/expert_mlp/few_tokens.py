@@ -67,7 +67,7 @@ def few_expert_mlp(
         few=few,
     )
     listed = [experts.astype(jnp.int32)] + ([] if used is None else [used.astype(jnp.int32).reshape(1)])
-    # The kernel counts in this array and leaves zeros, so all layers of a step share it.
+    # The kernel counts in this array and leaves zeros, so all layers of a step share the array.
     arrived = jnp.zeros(few.most, jnp.int32)
     how: dict[str, Any] = {"sms": sms, "split": split, "interpret": interpret}
     y, places = launch(form, few.most * ALIGN, listed, arrived, x, w_up, w_down, **how)

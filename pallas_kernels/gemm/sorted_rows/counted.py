@@ -26,7 +26,7 @@ from pallas_kernels.gemm.sorted_rows.form import (
     numbers,
     own_expert,
     read_limits,
-    rows_of,
+    results_of,
     sizes_of,
     tiles_from,
 )
@@ -68,10 +68,7 @@ def sort_counted(
     ctas = min(form.tile_items + pl.cdiv(form.tokens, together), sms * _PER_SM)
     made = plgpu.kernel(
         functools.partial(_place, form=form, block=block, together=together, ctas=ctas),
-        out_type=[
-            *(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in form.listed),
-            *rows_of(form, x, quantize),
-        ],
+        out_type=results_of(form, x, quantize),
         grid=(ctas,),
         grid_names=("cta",),
         scratch_types={

@@ -24,7 +24,7 @@ from pallas_kernels.gemm.sorted_rows.form import (
     numbers,
     own_expert,
     read_limits,
-    rows_of,
+    results_of,
     sizes_of,
     tiles_from,
 )
@@ -52,10 +52,7 @@ def sort_few(
     ctas = min(form.tile_items + form.tokens, sms * _PER_SM)
     made = plgpu.kernel(
         functools.partial(_sort, form=form, ctas=ctas),
-        out_type=[
-            *(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in form.listed),
-            *rows_of(form, x, quantize),
-        ],
+        out_type=results_of(form, x, quantize),
         grid=(ctas,),
         grid_names=("cta",),
         scratch_types={"sizes_s": plgpu.SMEM((form.wide,), jnp.int32)},

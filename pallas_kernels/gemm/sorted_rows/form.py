@@ -92,15 +92,16 @@ def own_expert(form: Form, expert, first):
     return jnp.where((own >= 0) & (own < form.experts), own, -1)
 
 
-def rows_of(form: Form, x: jax.Array, quantize: bool) -> list[jax.ShapeDtypeStruct]:
-    """Return the shapes of the sorted rows, and with `quantize` of their scales."""
+def results_of(form: Form, x: jax.Array, quantize: bool) -> list[jax.ShapeDtypeStruct]:
+    """Return the results of a sort: those of `Form.listed`, the sorted rows, and with `quantize` their
+    scales.
+    """
+    listed = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in form.listed]
     rows = (form.length, x.shape[1])
     if not quantize:
-        return [jax.ShapeDtypeStruct(rows, x.dtype)]
-    return [
-        jax.ShapeDtypeStruct(rows, jnp.float8_e4m3fn),
-        jax.ShapeDtypeStruct((form.length,), jnp.float32),
-    ]
+        return [*listed, jax.ShapeDtypeStruct(rows, x.dtype)]
+    scales = jax.ShapeDtypeStruct((form.length,), jnp.float32)
+    return [*listed, jax.ShapeDtypeStruct(rows, jnp.float8_e4m3fn), scales]
 
 
 def groups_of(form: Form, listed) -> Groups:
