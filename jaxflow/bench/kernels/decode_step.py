@@ -52,6 +52,7 @@ from jaxflow.pipeline.compiler import compile_plan, xla_options
 from jaxflow.pipeline.handwritten import sequential_plan
 from pallas_kernels.measure.timing import interleaved
 
+FORMATS = PRECISIONS | {"mxfp4": {"quantization": "mxfp4"}}
 # (a name in jaxflow.pipeline.streams.GRAPHS, programmatic dependent launch, a kernel for chunks)
 LAUNCHES = {
     "graph": ("xla", False, False),
@@ -158,7 +159,10 @@ def kernels_of(run: Callable[[], jax.Array], steps: int = 6) -> dict[str, Any]:
 def define_flags() -> None:
     flags.DEFINE_string("model", MODEL, "Model shapes; weights are dummy weights.")
     flags.DEFINE_enum(
-        "precision", "bf16", sorted(PRECISIONS), "Precision of weights; fp8 also sets an fp8 KV cache."
+        "precision",
+        "bf16",
+        sorted(FORMATS),
+        "Precision of weights; fp8 also sets an fp8 KV cache. mxfp4 is for gpt-oss.",
     )
     flags.DEFINE_list("requests", [str(n) for n in REQUESTS], "Numbers of decoding requests to measure.")
     flags.DEFINE_list(
@@ -196,7 +200,7 @@ def _executor(model: str, precision: str, sizes: list[int], context: int) -> Exe
         "num_kv_pages": most * per + 1,
     }
     config = resolve(
-        EngineConfig(model, max_model_len=64 * per, **settings, **PRECISIONS[precision]),
+        EngineConfig(model, max_model_len=64 * per, **settings, **FORMATS[precision]),
         checkpoint.model_config,
     )
     plans = {tokens: (sequential_plan(checkpoint.model_config, tokens),) for tokens in sizes}
