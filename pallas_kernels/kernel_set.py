@@ -28,6 +28,7 @@ from pallas_kernels.gemm.api import HopperGemm, Product
 from pallas_kernels.gemm.expert_mlp import reference as expert_mlp_reference
 from pallas_kernels.gemm.grouped import groups as expert_groups
 from pallas_kernels.gemm.grouped import reference as grouped_reference
+from pallas_kernels.gemm.router import reference as router_reference
 from pallas_kernels.gemm.sorted_rows import reference as sorted_rows_reference
 from pallas_kernels.gemm.tuned_table import load
 from pallas_kernels.pointwise.draw import reference as draw_reference
@@ -83,6 +84,7 @@ class KernelSet:
     expert_mlp_max_tokens, expert_mlp_bf16_max_tokens: the largest steps whose experts' products run as
     `expert_mlp`, for experts in e4m3 and in bfloat16.
     norm_of_rows_max_tokens: the largest step whose norms add the rows of experts.
+    route_max_tokens: the largest step whose routers run as `route`.
     by_head_dim: where the layers of a model have several head widths, the sets of all widths. Attention, the
     append to the cache and the quantization of heads are taken from them.
     """
@@ -98,6 +100,8 @@ class KernelSet:
     quantize_rows: Callable = quantize_reference.quantize_rows
     quantize_blocks: Callable = quantize_reference.quantize_blocks  # XLA computes it on all devices
     top_k: Callable = top_k_reference.top_k
+    route: Callable = router_reference.route
+    route_max_tokens: int = 0
     sort_rows: Callable = sorted_rows_reference.sort_rows
     grouped_gemm: Callable = grouped_reference.grouped_gemm
     expert_mlp: Callable = expert_mlp_reference.expert_mlp
@@ -188,7 +192,7 @@ def _with_pdl(kernels: KernelSet) -> KernelSet:
     """Return one set for each set, because JAX caches a tracing by the op's function."""
     names = [
         name
-        for name in ("add_norm", "rope_append", "decode_attention", "quantize_rows")
+        for name in ("add_norm", "rope_append", "decode_attention", "quantize_rows", "route")
         if _backend(getattr(kernels, name)) == "mosaic"
     ]
     ops: dict[str, Callable] = {name: functools.partial(getattr(kernels, name), pdl=True) for name in names}
@@ -367,6 +371,7 @@ def _mosaic(m: Model, device: str) -> KernelSet:
     from pallas_kernels.gemm.expert_mlp import api as expert_mlp
     from pallas_kernels.gemm.expert_mlp import few_tokens
     from pallas_kernels.gemm.grouped import api as grouped_gemm
+    from pallas_kernels.gemm.router import api as router
     from pallas_kernels.hopper import ptxas_version
     from pallas_kernels.pointwise.draw import api as draw
     from pallas_kernels.pointwise.norm import api as rms_norm
@@ -390,7 +395,7 @@ def _mosaic(m: Model, device: str) -> KernelSet:
         "draw_filtered": {"draw_filtered": sample.draw_filtered},
         "draw": {"draw": draw.draw},
         "quantize_rows": {"quantize_rows": quantize_rows.quantize_rows},
-        "top_k": {"top_k": top_k.top_k},
+        "top_k": {"top_k": top_k.top_k, "route": router.route},
         "grouped_gemm": {
             "grouped_gemm": grouped_gemm.grouped_gemm,
             "list_groups": grouped_gemm.list_groups,
@@ -495,7 +500,7 @@ def _mosaic(m: Model, device: str) -> KernelSet:
     found = _assembled(MOSAIC, kernels, _unmet(m, limits))
     if _backend(found.add_norm) == "mosaic":
         found = dataclasses.replace(found, norm_of_rows_max_tokens=card.norm_of_rows_max_tokens)
-    names = ("expert_mlp_max_tokens", "expert_mlp_bf16_max_tokens")
+    names = ("expert_mlp_max_tokens", "expert_mlp_bf16_max_tokens", "route_max_tokens")
     return dataclasses.replace(found, **{name: getattr(card, name) for name in names})
 
 

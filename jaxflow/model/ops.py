@@ -66,6 +66,7 @@ from jaxflow.parallel.collectives import (
 )
 from pallas_kernels.gemm.expert_mlp import limits as expert_mlp_limits
 from pallas_kernels.gemm.grouped.groups import Groups, HeldExperts
+from pallas_kernels.gemm.router import limits as router_limits
 from pallas_kernels.pointwise.norm.reference import rms_norm
 from pallas_kernels.pointwise.norm.weighted_rows import WeightedRows
 from pallas_kernels.pointwise.rope_append.reference import rope as rotated
@@ -697,6 +698,11 @@ def _num_held(c: Context, w: Weights) -> int:
 def _choose(c: Context, w: Weights, h: Float[Array, "t D"]) -> tuple[Int[Array, "t e"], Float[Array, "t e"]]:
     """Return the experts of each token, and their weights."""
     h = _columns(w, "router_columns", h)
+    if _in_one_router(c, w, h):
+        rule = {"normalized": c.config.norm_topk_prob, "chosen": c.config.experts_per_token}
+        rule |= {"scale": c.config.router.scale} if c.config.router is not None else {}
+        weights, experts = c.kernels.route(h, w["router"], w.get("router_bias"), w.get("score_bias"), **rule)
+        return experts, weights
     scores = c.kernels.gemm(h, w["router"], w.get("router_bias"), out_dtype=jnp.float32)
     if c.config.router_scales:
         scores = scores * c.config.hidden_size**-0.5
@@ -710,6 +716,13 @@ def _choose(c: Context, w: Weights, h: Float[Array, "t D"]) -> tuple[Int[Array, 
     if "expert_factors" in w:
         weights = weights * w["expert_factors"][experts]
     return experts, weights
+
+
+def _in_one_router(c: Context, w: Weights, h: Float[Array, "t D"]) -> bool:
+    """Return whether one kernel computes the product and the choice of experts."""
+    few = c.whole and c.sms is None and h.shape[0] <= c.kernels.route_max_tokens
+    plain = not c.config.router_scales and (c.config.router is None or c.config.router.groups == 1)
+    return few and plain and router_limits.supports(h.shape[0], w["router"], c.config.experts_per_token)
 
 
 def _columns(w: Weights, name: str, h: Float[Array, "t D"]) -> Float[Array, "t D"]:

@@ -78,7 +78,7 @@ def _rows(scores_ref, values_ref, columns_ref, *, chosen, softmax, ctas):
 
     @pl.loop(lax.axis_index("cta"), t, step=ctas)
     def _(row):
-        keys = _ordered(plgpu.load(scores_ref.at[row], layout=layout))
+        keys = ordered(plgpu.load(scores_ref.at[row], layout=layout))
         values = []
         for choice in range(chosen):
             best = jnp.max(keys)
@@ -94,14 +94,14 @@ def _rows(scores_ref, values_ref, columns_ref, *, chosen, softmax, ctas):
             values_ref[row, choice] = value
 
 
-def _ordered(scores: jax.Array) -> jax.Array:
+def ordered(scores: jax.Array) -> jax.Array:
     """Return int32 in the order of the scores. NaN comes after `_TAKEN`, before all numbers."""
     bits = lax.bitcast_convert_type(scores, jnp.int32)
     return jnp.where(scores == scores, _flipped(bits), _TAKEN + 1)
 
 
 def _score(key: jax.Array) -> jax.Array:
-    """Return the score of a key of `_ordered`."""
+    """Return the score of a key of `ordered`."""
     return lax.bitcast_convert_type(_flipped(key), jnp.float32)
 
 

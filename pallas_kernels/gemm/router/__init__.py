@@ -1,0 +1,1 @@
+"""The choice of a mixture's experts: the product with the router's weight, and the largest scores."""

@@ -1,0 +1,73 @@
+"""The router: the kernel in the interpreter against its reference, and the H200 code."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from h200 import abstract, compile_for_h200, h200_mesh
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.gemm.router import api, reference
+
+interpreted = functools.partial(api.route, interpret=plgpu.InterpretGPUParams())
+
+
+def drawn(tokens, experts, columns):
+    """Return x and w of small integers, whose logits are exact and often equal, and two biases."""
+    rng = np.random.default_rng(tokens)
+    x, w = (rng.integers(-1, 2, (rows, columns)) / 4 for rows in (tokens, experts))
+    bias, score_bias = (rng.integers(-2, 3, experts) / 8 for _ in range(2))
+    return *(jnp.asarray(each, jnp.bfloat16) for each in (x, w)), *map(jnp.float32, (bias, score_bias))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "chosen", "sigmoid", "how"),
+    [
+        (9, 128, 8, False, {}),
+        (2, 32, 4, False, {"normalized": False}),
+        (3, 160, 6, True, {"scale": 2.5}),
+        (2, 24, 5, True, {"normalized": False}),
+    ],
+)
+def test_the_kernel_equals_its_reference(tokens, experts, chosen, sigmoid, how):
+    x, w, bias, score_bias = drawn(tokens, experts, 512)
+    given = (x, w, bias, score_bias) if sigmoid else (x, w, None if how else bias)
+    got, want = (
+        jax.jit(functools.partial(one, chosen=chosen, **how))(*given)
+        for one in (interpreted, reference.route)
+    )
+    np.testing.assert_array_equal(got[1], want[1])
+    np.testing.assert_allclose(got[0], want[0], rtol=2e-6)
+
+
+def test_a_token_of_nan_goes_to_experts_that_there_are():
+    x, w, *_ = drawn(2, 32, 512)
+    weights, experts = interpreted(x.at[0, 3].set(jnp.nan), w, chosen=3)
+    assert len({*experts[0].tolist()} & {*range(32)}) == 3
+    assert np.isnan(np.asarray(weights[0])).all() and not np.isnan(np.asarray(weights[1])).any()
+
+
+def test_the_kernel_names_unsupported_arguments():
+    x, w = jnp.zeros((4, 512), jnp.bfloat16), jnp.zeros((32, 512), jnp.bfloat16)
+    for given, chosen in (((x, w), 33), ((x, w[:, :448]), 2), ((jnp.float32(x), w), 2), ((x, w[:20]), 2)):
+        with pytest.raises(ValueError, match="accepted are bfloat16"):
+            api.route(*given, chosen=chosen)
+
+
+@pytest.mark.parametrize(("tokens", "experts", "columns", "chosen"), [(64, 128, 2048, 8), (1, 32, 2880, 4)])
+def test_for_the_h200_it_is_one_kernel_that_spills_nothing(
+    tmp_path, monkeypatch, tokens, experts, columns, chosen
+):
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
+    shapes = [jax.ShapeDtypeStruct((rows, columns), jnp.bfloat16) for rows in (tokens, experts)]
+    compiled = compile_for_h200(functools.partial(api.route, chosen=chosen), *abstract(h200_mesh(), shapes))
+    assert [thunk.kind for thunk in compiled.thunks] == ["kCustomCall"]
+    logs, ptx = (
+        "".join(p.read_text(errors="replace") for p in tmp_path.glob(f"route*{end}"))
+        for end in (".ptxas", ".ptx")
+    )
+    assert set(re.findall(r"(\d+) bytes spill", logs)) == {"0"}
+    assert "barrier.cluster.wait.acquire" in ptx
