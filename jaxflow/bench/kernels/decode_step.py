@@ -52,7 +52,7 @@ from jaxflow.pipeline.compiler import compile_plan, xla_options
 from jaxflow.pipeline.handwritten import sequential_plan
 from pallas_kernels.measure.timing import interleaved
 
-FORMATS = PRECISIONS | {"mxfp4": {"quantization": "mxfp4"}}
+FORMATS: dict[str, dict[str, Any]] = PRECISIONS | {"mxfp4": {"quantization": "mxfp4"}}
 # (a name in jaxflow.pipeline.streams.GRAPHS, programmatic dependent launch, a kernel for chunks)
 LAUNCHES = {
     "graph": ("xla", False, False),
