@@ -513,6 +513,25 @@ SLOW_CASES = {
     r"test_lowering_processes\.py::test_an_engine_reads_what_a_process_lowered\[one device": (
         "ranks with moving experts run, whose programs include those of one device"
     ),
+    r"test_lowering_processes\.py::test_an_engine_reads_what_a_process_lowered\[stages": (
+        "ranks with moving experts run, and test_warm_starts reads the programs of stages"
+    ),
+    r"test_warm_starts\.py::test_the_programs_are_read_before_there_are_weights\[one device": (
+        "two stages run"
+    ),
+    r"test_enforce_eager\.py::test_layouts_of_decodes_become_ready_while_a_gpu_serves\[tiny-opt": (
+        "tiny-gemma2 runs, which has two groups of pages"
+    ),
+    r"test_eplb\.py::test_another_process_moves_the_same_experts\[1": "ranks of two devices run",
+    r"test_token_limits\.py::test_the_kernel_keeps_the_tokens_of_its_reference\[512-64": (
+        "a larger vocabulary runs for 64 rows"
+    ),
+    r"test_data_parallel\.py::test_goldens_of_two_nano_batches\[tiny-mixtral-2-1": (
+        "tiny-qwen3_moe runs on four ranks, tiny-deepseek_v3 on two ranks of two devices"
+    ),
+    r"test_data_parallel\.py::test_goldens_of_whole_experts\[tiny-qwen3_moe-1": (
+        "tiny-gpt_oss and tiny-mixtral run"
+    ),
     r"test_eplb\.py::test_goldens_of_ranks_while_experts_move\[(2-1|4|2-2-0)": (
         "two ranks of two devices run with copies"
     ),
