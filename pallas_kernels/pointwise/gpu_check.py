@@ -5,8 +5,8 @@ a copy.
 
 Prints one line per case. Errors are ‖kernel − reference‖ / ‖reference‖ with a float32 reference, on fresh
 random inputs. Slots are scattered, and some are outside the cache. Rates count the bytes that must move.
-Times are of one layer in a program of many layers, with rotating buffers. `check_rows` and `rows` check and
-time the norm that adds the rows of a mixture's experts.
+Times are of one layer in a program of many layers, with rotating buffers. The norm that adds the rows of a
+mixture's experts has a script of its own, `pallas_kernels.pointwise.norm.gpu_check_rows`.
 """
 
 import dataclasses
@@ -25,7 +25,6 @@ from pallas_kernels.pointwise.draw import reference as draw_reference
 from pallas_kernels.pointwise.draw.api import draw
 from pallas_kernels.pointwise.norm import reference as norm_reference
 from pallas_kernels.pointwise.norm.api import add_norm
-from pallas_kernels.pointwise.norm.weighted_rows import WeightedRows
 from pallas_kernels.pointwise.quantize import reference as quantize_reference
 from pallas_kernels.pointwise.quantize.api import quantize_rows
 from pallas_kernels.pointwise.rope_append import reference as rope_reference
@@ -91,42 +90,6 @@ def check_norm(rows, rng, tokens, width, adds, centres, quantizes, sms=None):
         quantizes=quantizes,
         sms=sms,
     )
-
-
-def weighted_rows(rng, tokens, width, chosen, adds_nothing=0) -> WeightedRows:
-    """Return terms in a random order. The last ones may add nothing. Rows that no token has are NaN."""
-    count = tokens * chosen
-    places = jnp.asarray(rng.permutation(count).reshape(tokens, chosen), jnp.int32)
-    rows = normal(rng, count + 8, width).at[count:].set(jnp.nan)
-    if adds_nothing:
-        places = places.at[-adds_nothing:].set(count + 8)
-    shares = jnp.asarray(rng.uniform(size=places.shape), jnp.float32)
-    return WeightedRows(rows, places, shares, partial=adds_nothing > 0)
-
-
-def check_norm_of_rows(rows, rng, tokens, width, chosen, adds_nothing):
-    given = (
-        normal(rng, tokens, width),
-        weighted_rows(rng, tokens, width, chosen, adds_nothing),
-        normal(rng, width),
-    )
-    for quantizes in (False, True):
-        how = {"eps": 1e-5, "quantize": quantizes}
-        run = jax.jit(functools.partial(add_norm, **how))
-        poison_memory(jax.eval_shape(run, *given))
-        total, h = run(*given)
-        summed, want = jax.jit(functools.partial(norm_reference.add_norm, **how))(*given)
-        found = error(*(quantize_reference.dequantize(x) if quantizes else x for x in (h, want)))
-        off = error(total, summed)
-        about = {
-            "t": tokens,
-            "d": width,
-            "chosen": chosen,
-            "adds_nothing": adds_nothing,
-            "quantizes": quantizes,
-        }
-        ok = off < 1e-3 and found < 1e-2
-        record(rows, what="check add_norm of rows", ok=ok, error=found, error_of_sum=off, **about)
 
 
 def check_quantize(rows, rng, tokens, width):
@@ -294,17 +257,6 @@ def check_far_pages(rows, rng, dtype, tokens=100, kv=8, group=4, h=128):
         elements=size,
         cache=jnp.dtype(dtype).name,
     )
-
-
-def checks_of_rows(rows):
-    rng = np.random.default_rng(time.time_ns())
-    for tokens, width, chosen, adds_nothing in (
-        (1, 2048, 8, 0),
-        (8, 2048, 8, 7),
-        (64, 4096, 2, 3),
-        (256, 2048, 8, 0),
-    ):
-        check_norm_of_rows(rows, rng, tokens, width, chosen, adds_nothing)
 
 
 def checks(rows, share=(0, 1)):
@@ -476,30 +428,6 @@ def time_draw(rows, seconds, count, columns=128256):
         timed(rows, seconds, ways, 1, args[0].size * 4, r=count, limited=limited)
 
 
-def time_norm_of_rows(rows, seconds, tokens, width=2048, chosen=8):
-    """Time norms of Qwen3-30B-A3B that add the rows of experts, beside a sum by XLA before the norm."""
-    rng = np.random.default_rng(tokens)
-    terms = [weighted_rows(rng, tokens, width, chosen) for _ in range(LAYERS)]
-    x, weight = normal(rng, tokens, width), normal(rng, width)
-
-    def chain(summed):
-        def layers(x, terms, weight):
-            for one in terms:
-                x, h = add_norm(x, summed(one), weight, eps=1e-5)
-            return x, h
-
-        return jax.jit(layers)
-
-    forms = {"add_norm of rows": lambda one: one, "sum by xla": lambda one: one.total()}
-    ways = {name: functools.partial(chain(summed), x, terms, weight) for name, summed in forms.items()}
-    timed(rows, seconds, ways, LAYERS, tokens * width * 2 * (chosen + 3), t=tokens)
-
-
-def times_of_rows(rows, seconds):
-    for tokens in (1, 8, 64, 256):
-        time_norm_of_rows(rows, seconds, tokens)
-
-
 def times(rows, seconds):
     time_copy(rows, seconds, 2048)
     for tokens in (2048, 256, 8):
@@ -518,7 +446,5 @@ if __name__ == "__main__":
         {
             "check": lambda rows, share, _: checks(rows, share),
             "time": lambda rows, _, seconds: times(rows, seconds),
-            "check_rows": lambda rows, *_: checks_of_rows(rows),
-            "rows": lambda rows, _, seconds: times_of_rows(rows, seconds),
         },
     )
