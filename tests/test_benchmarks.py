@@ -130,7 +130,8 @@ def test_runs_of_the_same_work_share_a_row_with_their_median(write):
     ]
     assert cells[9:11] == [
         "689 at 1503",
-        "vLLM 0.24.0 25,378 (tuned, 512 sequences), vLLM 0.24.0 23,230 (defaults)",
+        "LMDeploy 0.18.0 25,509 (512 sequences), vLLM 0.24.0 25,378 (tuned, 512 sequences), "
+        "vLLM 0.24.0 23,230 (defaults)",
     ]
     assert "[c](h200/m/c.json)" in cells[11]
 
