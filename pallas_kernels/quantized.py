@@ -65,6 +65,24 @@ class Mxfp4(NamedTuple):
         return (*self.packed.shape[:-1], 2 * self.packed.shape[-1])
 
 
+MXFP4_BLOCK = (16, 64)  # rows and columns of a block of an Mxfp4Blocks weight
+MXFP4_WORDS = 136  # 32-bit words of a block: 128 with numbers, and 8 with scales
+
+
+class Mxfp4Blocks(NamedTuple):
+    """The numbers of an `Mxfp4` in blocks of 16 rows and 64 columns, as a warp's tensor cores take them.
+
+    The format is `pallas_kernels.gemm.grouped.mxfp4_blocks`. words: int32 [E, N / 16, K / 64, 136].
+    """
+
+    words: Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        *experts, rows, columns, _ = self.words.shape
+        return (*experts, rows * MXFP4_BLOCK[0], columns * MXFP4_BLOCK[1])
+
+
 class ExpertInt4(NamedTuple):
     """Weights of experts in 4 bits: the true value is `nibble * scale + zero`, or
     `(nibble - zero) * scale` with factors of int16.
@@ -109,4 +127,4 @@ class BlockFp8(NamedTuple):
         return self.values.shape
 
 
-FORMATS = (Quantized, Int4, Mxfp4, ExpertInt4, BlockFp8)
+FORMATS = (Quantized, Int4, Mxfp4, Mxfp4Blocks, ExpertInt4, BlockFp8)

@@ -80,6 +80,8 @@ def run_ptx(text: str, given_registers: dict[str, np.ndarray]) -> dict[str, np.n
         "shr.u32": lambda a, n: a >> n,
         "and.b32": lambda a, b: a & b,
         "or.b32": lambda a, b: a | b,
+        "mad.lo.u32": lambda a, b, c: a * b + c,
+        "shf.l.wrap.b32": lambda low, high, n: high << n | low >> np.uint64(32) - n,
         "lop3.b32": looked_up,
         "mov.b32": lambda a: a,
         "mul.rn.bf16x2": of_pairs(operator.mul, rounds=True),

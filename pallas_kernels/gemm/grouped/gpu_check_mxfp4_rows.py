@@ -1,0 +1,143 @@
+"""Check and time products of few rows with gpt-oss-20b's experts in MXFP4, in blocks and as published.
+
+    python -m pallas_kernels.gemm.grouped.gpu_check_mxfp4_rows [--only check,time_1,time_64] [--json FILE]
+
+The checks hold the kernel of few rows against the one that takes any number of rows, and two runs against
+each other. The times compare tiles of the kernel. A line has all tiles of a case: the median of five windows
+in microseconds, half the spread of the windows in percent, and the share of 4.5 TB/s at which the experts are
+read. b, c, g and s are the tile's blocks, chunks, warpgroups and stages.
+"""
+
+import dataclasses
+import functools
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels.gemm.grouped import swapped
+from pallas_kernels.gemm.grouped.gpu_check import routing
+from pallas_kernels.gemm.grouped.mxfp4_blocks import to_blocks
+from pallas_kernels.gemm.grouped.mxfp4_rows import RowsTile, multiply_rows, rows_tile
+from pallas_kernels.measure import script
+from pallas_kernels.measure.timing import interleaved
+from pallas_kernels.quantized import Mxfp4
+
+EXPERTS, CHOSEN, K = 32, 4, 2880
+WIDTHS = {"expert_up_gate": 5760, "expert_down": 2880}
+# Blocks, chunks and warpgroups.
+TILES = {
+    8: ((1, 3, 3), (1, 3, 4), (1, 3, 5), (1, 5, 3), (2, 3, 3), (2, 3, 2), (1, 2, 4)),
+    16: ((2, 3, 3), (2, 1, 3), (1, 3, 3), (1, 3, 4), (1, 3, 5), (2, 2, 2), (2, 3, 2), (1, 1, 5)),
+}
+
+
+def tiles(rows: int) -> dict[str, RowsTile]:
+    made = {}
+    for blocks, chunks, warpgroups in TILES[rows]:
+        tile = rows_tile(rows, K, blocks, chunks, warpgroups)
+        made[f"b{blocks} c{chunks} g{warpgroups} s{tile.stages}"] = tile
+    return made
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def random_weight(experts: int, n: int, k: int) -> Mxfp4:
+    """Return random numbers, with scales from 2 ** -10 to 2 ** -4."""
+    keys = jax.random.split(jax.random.key(n))
+    packed = jax.random.bits(keys[0], (experts, n, k // 2), jnp.uint8)
+    return Mxfp4(packed, jax.random.randint(keys[1], (experts, n, k // 32), 117, 124).astype(jnp.uint8))
+
+
+def operands(rng, tokens: int, experts: int, chosen: int, k: int, rows: int, zipf: float = 0.0):
+    picked = routing(rng, tokens, experts, chosen, zipf)
+    groups = jax.jit(swapped.list_groups, static_argnums=(1, 2))(picked, experts, rows)
+    x = jax.random.normal(jax.random.key(tokens), (tokens, k), jnp.bfloat16)
+    return x[groups.pairs // chosen], groups
+
+
+def checks(rows, *_) -> None:
+    rng = np.random.default_rng(0)
+    cases = [
+        (tokens, height, EXPERTS, CHOSEN, n, K, tile, None)
+        for n in WIDTHS.values()
+        for tokens, height in ((1, 8), (8, 8), (64, 16), (200, 16))
+        for tile in list(tiles(height).values())[:: 3 if n == 5760 else 1]
+    ]
+    cases += [
+        (33, 16, 5, 2, 320, 448, RowsTile(16, 2, 2, 3, 2), 7),
+        (9, 8, 5, 1, 64, 64, RowsTile(8, 1, 1, 2, 3), None),
+        (40, 16, 4, 2, 192, 4096, rows_tile(16, 4096, 1, 2, 2), 20),
+    ]
+    prepared = []
+    for tokens, height, experts, chosen, n, k, tile, sms in cases:
+        x, groups = operands(rng, tokens, experts, chosen, k, height, 1.2 if tokens == 200 else 0.0)
+        w = random_weight(experts, n, k)
+        programs = [
+            jax.jit(functools.partial(multiply_rows, tile=tile, sms=sms)).lower(x, to_blocks_of(w), groups),
+            jax.jit(swapped.grouped_gemm).lower(x, w, groups),
+        ]
+        prepared.append((programs, x, w, groups))
+    with ThreadPoolExecutor() as pool:
+        compiled = list(pool.map(lambda case: [program.compile() for program in case[0]], prepared))
+    for case, (few, usual), (_, x, w, groups) in zip(cases, compiled, prepared, strict=True):
+        blocks = to_blocks_of(w)
+        wanted = usual(x, w, groups)[groups.places].astype(jnp.float32)
+        found, again = (few(x, blocks, groups)[groups.places].astype(jnp.float32) for _ in range(2))
+        error = float(jnp.linalg.norm(found - wanted) / jnp.linalg.norm(wanted))
+        same = bool((found == again).all())
+        script.record(rows, what="check", ok=error < 3e-3 and same, error=error, same_bits=same, case=case)
+
+
+to_blocks_of = jax.jit(to_blocks)
+
+
+def _repeat(product, rounds: int, x, w, turned):
+    """Return the products with each of the groups, after `rounds` rounds on the device."""
+
+    def body(i, _):
+        held = lax.optimization_barrier((x, i))[0]  # else XLA takes the products out of the loop
+        return [product(held, w, groups) for groups in turned]
+
+    return lax.fori_loop(0, rounds, body, [jnp.zeros((x.shape[0], w.shape[1]), x.dtype)] * len(turned))
+
+
+def times(rows, share, seconds, tokens: int, height: int) -> None:
+    rng = np.random.default_rng(1)
+    calls = 4 if tokens <= 8 else 1  # each is compiled
+    for op, n in list(WIDTHS.items())[share[0] :: share[1]]:
+        x, groups = operands(rng, tokens, EXPERTS, CHOSEN, K, height)
+        w = random_weight(EXPERTS, n, K)
+        blocks = to_blocks_of(w)
+        touched = len(np.unique(np.asarray(groups.experts)[: int(groups.count[0])]))
+        bound_us = touched * n * K * 17 / 32 / 4.5e6
+        rounds = max(1, round(4e3 / calls / max(5.0, bound_us)))
+        # The calls read other experts, so that few experts do not stay in the L2.
+        turned = [
+            dataclasses.replace(groups, experts=(groups.experts + 8 * i) % EXPERTS) for i in range(calls)
+        ]
+        ways = {"any rows": (jax.jit(swapped.grouped_gemm), w)}
+        for name, tile in tiles(height).items():
+            ways[name] = jax.jit(functools.partial(multiply_rows, tile=tile)), blocks
+        lowered = {
+            name: jax.jit(_repeat, static_argnums=(0, 1)).lower(product, rounds, x, held, turned)
+            for name, (product, held) in ways.items()
+        }
+        with ThreadPoolExecutor() as pool:
+            compiled = dict(zip(lowered, pool.map(lambda one: one.compile(), lowered.values()), strict=True))
+        runs = {name: functools.partial(one, x, ways[name][1], turned) for name, one in compiled.items()}
+        timed = interleaved(runs, calls=rounds * calls, seconds=seconds, rounds=5)
+        for name, t in timed.items():
+            about = {"op": op, "tokens": tokens, "touched": touched, "tile": name}
+            rows.append({"what": "time", **about, "of_stream": bound_us / t.us, **dataclasses.asdict(t)})
+        cells = [f"{key} {t.us:.1f} ±{50 * t.spread:.1f}% {bound_us / t.us:.2f}" for key, t in timed.items()]
+        print("TABLE", op, tokens, touched, "|", " | ".join(cells), flush=True)
+
+
+if __name__ == "__main__":
+    timed = {
+        f"time_{tokens}": functools.partial(times, tokens=tokens, height=height)
+        for tokens, height in ((1, 8), (64, 16), (8, 8))
+    }
+    script.main(__doc__, {"check": checks, **timed})
