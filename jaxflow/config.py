@@ -452,8 +452,8 @@ class EngineConfig:
         "each 128 x 128 block), int4 (weights in groups of 64, experts too; AWQ, GPTQ and "
         "pack-quantized checkpoints keep their numbers), int4_zero_point (int4 with zero points, the format "
         "of these checkpoints) or mxfp4 (the experts of gpt-oss stay in the checkpoint's 4 bits). Default: "
-        "the format of the checkpoint, but experts in MXFP4, and partial blocks of an fp8 checkpoint, become "
-        "16 bits.",
+        "the format of the checkpoint. Partial blocks of an fp8 checkpoint become 16 bits, and so do experts "
+        "in MXFP4 on other devices than Hopper GPUs.",
     )
     kv_cache_dtype: str = _setting(
         "auto",

@@ -51,6 +51,7 @@ from jaxflow.engine.step_plans import (
     uses_pdl,
 )
 from jaxflow.engine.step_time_prediction import predict_step_time
+from jaxflow.engine.stored_format import with_stored_format
 from jaxflow.engine.team import Team
 from jaxflow.engine.weight_shapes import to_values
 from jaxflow.kv.device_cache import fit_pages, page_bytes, page_groups
@@ -332,7 +333,7 @@ def start_engine(
       ConfigError, CheckpointError, PlanError, ProcessesError
     """
     given, times = config, StartTimes()
-    config = dataclasses.replace(config, quantization=checkpoint.quantization_of(config.quantization))
+    config = with_stored_format(config, checkpoint)
     resolved = functools.partial(resolve, config, checkpoint.model_config)
     with times.phase("devices"):  # the first use of JAX's devices is here
         config = resolved() if team is None else team.resolve(config, resolved)
@@ -589,7 +590,7 @@ def _make_stages(
 ) -> list[Executor]:
     """Return the executor of each pipeline stage, with its weights. Arguments: see `make_executor`."""
     model, tp = checkpoint.model_config, config.tensor_parallel_size
-    config = dataclasses.replace(config, quantization=checkpoint.quantization_of(config.quantization))
+    config = with_stored_format(config, checkpoint)
     if config.kv_offloading_size:
         check_host(config, model)
     stages = stages_of(stage_layers(config, model))

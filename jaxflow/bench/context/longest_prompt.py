@@ -48,6 +48,7 @@ from jaxflow.cli.engine_flags import engine_config_from_flags
 from jaxflow.config import MAX_STEP_TOKENS, ConfigError, EngineConfig
 from jaxflow.engine.program_memory import SPARE, Need
 from jaxflow.engine.start import prepare_process, resolve
+from jaxflow.engine.stored_format import with_stored_format
 from jaxflow.kv.device_cache import page_bytes, page_groups
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.parallel.mesh import on_gpu
@@ -188,8 +189,7 @@ def run() -> dict[str, Any]:
     model = checkpoint.model_config
     config = resolve(
         dataclasses.replace(
-            config,
-            quantization=checkpoint.quantization_of(config.quantization),
+            with_stored_format(config, checkpoint),
             plan="sequential",
             max_num_seqs=1,
             max_num_batched_tokens=max(chunks),

@@ -33,6 +33,7 @@ from jaxflow.engine.program_memory import IN_FLIGHT, Need, together
 from jaxflow.engine.programs import Programs
 from jaxflow.engine.start import make_context, prepare_process, resolve, weight_options
 from jaxflow.engine.step_plans import make_layouts
+from jaxflow.engine.stored_format import with_stored_format
 from jaxflow.kv.device_cache import page_bytes, page_groups
 from jaxflow.llm import LLM
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
@@ -213,9 +214,7 @@ def run() -> dict[str, Any]:
         prepare_process(config)
     checkpoint = open_checkpoint(config.model, load_format=config.load_format)
     model = checkpoint.model_config
-    config = resolve(
-        dataclasses.replace(config, quantization=checkpoint.quantization_of(config.quantization)), model
-    )
+    config = resolve(with_stored_format(config, checkpoint), model)
     largest = config.max_num_batched_tokens
     assert largest is not None
     buckets = sorted({*map(int, f.buckets), largest})

@@ -23,6 +23,7 @@ from jaxflow.config import ConfigError, EngineConfig, ModelConfig
 from jaxflow.engine.executor import Executor
 from jaxflow.engine.start import check_one_rank, make_executor, prepare_process, resolve
 from jaxflow.engine.step_plans import named_plans
+from jaxflow.engine.stored_format import with_stored_format
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.composition import Composition
 from jaxflow.pipeline.choice import is_sequential
@@ -121,7 +122,7 @@ def make_bed(
     checkpoint = open_checkpoint(config.model, load_format=config.load_format)
     model, tp = checkpoint.model_config, config.tensor_parallel_size
     check_lengths(workloads, flag, config, model)
-    config = dataclasses.replace(config, quantization=checkpoint.quantization_of(config.quantization))
+    config = with_stored_format(config, checkpoint)
     given = given_plans(plans, resolve(dataclasses.replace(config, max_num_seqs=1), model), model)
     full = {*tokens, *(plan.tokens for plan in given)}
     if not full and any(workload.decodes is None for workload in workloads):

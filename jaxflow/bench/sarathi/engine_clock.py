@@ -24,6 +24,7 @@ from jaxflow.engine.executor import Executor
 from jaxflow.engine.layout import StepLayout
 from jaxflow.engine.start import make_executor, make_loop, prepare_process, resolve
 from jaxflow.engine.step_plans import choose_plans
+from jaxflow.engine.stored_format import with_stored_format
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.composition import Composition
 from jaxflow.parallel.mesh import on_gpu
@@ -194,7 +195,7 @@ def start_clock(
     checkpoint = open_checkpoint(config.model, load_format=config.load_format)
     model = checkpoint.model_config
     config = sized(config, model, list(steps), list(runs))
-    config = dataclasses.replace(config, quantization=checkpoint.quantization_of(config.quantization))
+    config = with_stored_format(config, checkpoint)
     config = resolve(config, model)
     executor = make_executor(config, checkpoint, choose_plans(config, model), progress=sys.stderr.isatty())
     executor.warm_up()

@@ -98,6 +98,7 @@ class Checkpoint:
     # fp8: the checkpoint stores its matrices in e4m3. fp8_per_block: its experts, with scales of blocks.
     # int4_zero_point: its matrices in 4 bits.
     quantization: str | None = None
+    has_mxfp4: bool = False  # all its experts are in MXFP4; they become 16 bits unless a setting keeps them
 
     def quantization_of(self, setting: str | None) -> str | None:
         """Return the format of the loaded weights. setting: `EngineConfig.quantization`.
@@ -417,7 +418,10 @@ def _open_folder(folder: Path, name: str, dummy: bool) -> Checkpoint:
             opened, source=PackedInt4Tensors(SafetensorsFolder(folder, whole=True), stored)
         )
     source = SafetensorsFolder(folder, e4m3=stored in ("fp8", "fp8 blocks"), unsigned=stored == "mxfp4")
-    made = {"fp8": Fp8Tensors, "fp8 blocks": BlockFp8Tensors, "mxfp4": Mxfp4Tensors}
+    if stored == "mxfp4":
+        packed = Mxfp4Tensors(source)
+        return dataclasses.replace(opened, source=packed, has_mxfp4=packed.has_all_experts)
+    made = {"fp8": Fp8Tensors, "fp8 blocks": BlockFp8Tensors}
     return dataclasses.replace(opened, source=source if stored is None else made[stored](source))
 
 
@@ -435,7 +439,7 @@ def _from_config(path: Path, name: str) -> tuple[Checkpoint, Stored | None]:
         kept = FP8_PER_BLOCK
     if isinstance(stored, PackedInt4):
         kept = INT4_ZERO_POINT
-    return dataclasses.replace(opened, quantization=kept), stored
+    return dataclasses.replace(opened, quantization=kept, has_mxfp4=stored == "mxfp4"), stored
 
 
 def _tokenizer(folder: Path) -> Path | None:

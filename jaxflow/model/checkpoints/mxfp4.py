@@ -56,6 +56,13 @@ class Mxfp4Tensors:
                 raise CheckpointError(f"{self.path}: tensor {name!r} is there in MXFP4 and in 16 bits")
             self.shapes[name] = (shape[0], shape[2] * GROUP, shape[1])
 
+    @property
+    def has_all_experts(self) -> bool:
+        """Return whether the matrices of all experts are in MXFP4."""
+        return all(
+            name in self._packed for name in self.shapes if ".experts." in name and not name.endswith("_bias")
+        )
+
     def read(self, name: str) -> np.ndarray:
         """Return one tensor. A matrix of MXFP4 is exact in bfloat16, as a view of its rows of outputs."""
         experts = self.shapes[name][0] if name in self._packed else 0
