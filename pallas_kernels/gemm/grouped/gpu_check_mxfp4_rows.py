@@ -5,11 +5,13 @@
 The checks hold the kernel of few rows against the one that takes any number of rows, and two runs against
 each other. The times compare tiles of the kernel. A line has all tiles of a case: the median of five windows
 in microseconds, half the spread of the windows in percent, and the share of 4.5 TB/s at which the experts are
-read. b, c, g and s are the tile's blocks, chunks, warpgroups and stages.
+read. b, c, g and s are the tile's blocks, chunks, warpgroups and stages. w and d are the warpgroups and the
+depth of the kernel of any rows with the same weight.
 """
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -21,6 +23,7 @@ from pallas_kernels.gemm.grouped import swapped
 from pallas_kernels.gemm.grouped.gpu_check import routing
 from pallas_kernels.gemm.grouped.mxfp4_blocks import to_blocks
 from pallas_kernels.gemm.grouped.mxfp4_rows import RowsTile, multiply_rows, rows_tile
+from pallas_kernels.gemm.grouped.tiles import blocks_tile
 from pallas_kernels.measure import script
 from pallas_kernels.measure.timing import interleaved
 from pallas_kernels.quantized import Mxfp4
@@ -32,6 +35,19 @@ TILES = {
     8: ((1, 3, 3), (1, 3, 4), (1, 3, 5), (1, 5, 3), (2, 3, 3), (2, 3, 2), (1, 2, 4)),
     16: ((2, 3, 3), (2, 1, 3), (1, 3, 3), (1, 3, 4), (1, 3, 5), (2, 2, 2), (2, 3, 2), (1, 1, 5)),
 }
+
+
+def products(rows: int) -> dict[str, Callable]:
+    """Return the ways to multiply tiles of so many rows with a weight in blocks, by name."""
+    if rows <= 16:
+        return {name: functools.partial(multiply_rows, tile=tile) for name, tile in tiles(rows).items()}
+    made = {}
+    for warpgroups, depth in ((2, 128), (2, 256), (3, 128))[: 3 if rows <= 48 else 2]:
+        tile = blocks_tile(rows, warpgroups, depth)
+        if tile.stages > 1:
+            product = functools.partial(swapped.grouped_gemm, tile=tile)
+            made[f"w{warpgroups} d{depth} s{tile.stages}"] = product
+    return made
 
 
 def tiles(rows: int) -> dict[str, RowsTile]:
@@ -58,36 +74,48 @@ def operands(rng, tokens: int, experts: int, chosen: int, k: int, rows: int, zip
 
 
 def checks(rows, *_) -> None:
-    rng = np.random.default_rng(0)
+    rng, gpt_oss = np.random.default_rng(0), (EXPERTS, CHOSEN)
+    every = {height: list(tiles(height).values()) for height in TILES}
     cases = [
-        (tokens, height, EXPERTS, CHOSEN, n, K, tile, None)
-        for n in WIDTHS.values()
-        for tokens, height in ((1, 8), (8, 8), (64, 16), (200, 16))
-        for tile in list(tiles(height).values())[:: 3 if n == 5760 else 1]
-    ]
-    cases += [
-        (33, 16, 5, 2, 320, 448, RowsTile(16, 2, 2, 3, 2), 7),
-        (9, 8, 5, 1, 64, 64, RowsTile(8, 1, 1, 2, 3), None),
-        (40, 16, 4, 2, 192, 4096, rows_tile(16, 4096, 1, 2, 2), 20),
+        (1, *gpt_oss, 2880, K, None, every[8]),
+        (64, *gpt_oss, 2880, K, None, every[16]),
+        (1, *gpt_oss, 5760, K, None, every[8][:1]),
+        (8, *gpt_oss, 5760, K, 100, every[8][1:2]),
+        (64, *gpt_oss, 5760, K, None, every[16][:1]),
+        (200, *gpt_oss, 2880, K, None, every[16][2:3]),
+        (33, 5, 2, 320, 448, 7, [RowsTile(16, 2, 2, 3, 2)]),
+        (9, 5, 1, 64, 64, None, [RowsTile(8, 1, 1, 2, 3)]),
+        (40, 4, 2, 192, 4096, 20, [rows_tile(16, 4096, 1, 2, 2)]),
+        (1, *gpt_oss, 5760, K, None, [blocks_tile(8)]),
+        (64, *gpt_oss, 5760, K, None, [blocks_tile(32), blocks_tile(32, 3)]),
+        (256, *gpt_oss, 2880, K, 100, [blocks_tile(48), blocks_tile(48, 2, 256)]),
+        (1024, *gpt_oss, 5760, K, None, [blocks_tile(144)]),
+        (33, 5, 2, 320, 192, 7, [blocks_tile(16)]),
     ]
     prepared = []
-    for tokens, height, experts, chosen, n, k, tile, sms in cases:
+    for tokens, experts, chosen, n, k, sms, chosen_tiles in cases:
+        height = chosen_tiles[0].rows
         x, groups = operands(rng, tokens, experts, chosen, k, height, 1.2 if tokens == 200 else 0.0)
         w = random_weight(experts, n, k)
-        programs = [
-            jax.jit(functools.partial(multiply_rows, tile=tile, sms=sms)).lower(x, to_blocks_of(w), groups),
-            jax.jit(swapped.grouped_gemm).lower(x, w, groups),
-        ]
+        programs = [jax.jit(swapped.grouped_gemm).lower(x, w, groups)]
+        for tile in chosen_tiles:
+            way = multiply_rows if isinstance(tile, RowsTile) else swapped.grouped_gemm
+            product = functools.partial(way, tile=tile, sms=sms)
+            programs.append(jax.jit(product).lower(x, to_blocks_of(w), groups))
         prepared.append((programs, x, w, groups))
     with ThreadPoolExecutor() as pool:
-        compiled = list(pool.map(lambda case: [program.compile() for program in case[0]], prepared))
-    for case, (few, usual), (_, x, w, groups) in zip(cases, compiled, prepared, strict=True):
-        blocks = to_blocks_of(w)
-        wanted = usual(x, w, groups)[groups.places].astype(jnp.float32)
-        found, again = (few(x, blocks, groups)[groups.places].astype(jnp.float32) for _ in range(2))
-        error = float(jnp.linalg.norm(found - wanted) / jnp.linalg.norm(wanted))
-        same = bool((found == again).all())
-        script.record(rows, what="check", ok=error < 3e-3 and same, error=error, same_bits=same, case=case)
+        every_program = [program for programs, *_ in prepared for program in programs]
+        compiled = iter(list(pool.map(lambda program: program.compile(), every_program)))
+    for case, (_, x, w, groups) in zip(cases, prepared, strict=True):
+        *about, chosen_tiles = case
+        wanted = next(compiled)(x, w, groups)[groups.places].astype(jnp.float32)
+        for tile in chosen_tiles:
+            few, given = next(compiled), (x, to_blocks_of(w), groups)
+            found, again = (few(*given)[groups.places].astype(jnp.float32) for _ in range(2))
+            error = float(jnp.linalg.norm(found - wanted) / jnp.linalg.norm(wanted))
+            same = bool((found == again).all())
+            ok = error < 3e-3 and same
+            script.record(rows, what="check", ok=ok, error=error, same_bits=same, case=about, tile=tile)
 
 
 to_blocks_of = jax.jit(to_blocks)
@@ -118,8 +146,8 @@ def times(rows, share, seconds, tokens: int, height: int) -> None:
             dataclasses.replace(groups, experts=(groups.experts + 8 * i) % EXPERTS) for i in range(calls)
         ]
         ways = {"any rows": (jax.jit(swapped.grouped_gemm), w)}
-        for name, tile in tiles(height).items():
-            ways[name] = jax.jit(functools.partial(multiply_rows, tile=tile)), blocks
+        for name, product in products(height).items():
+            ways[name] = jax.jit(product), blocks
         lowered = {
             name: jax.jit(_repeat, static_argnums=(0, 1)).lower(product, rounds, x, held, turned)
             for name, (product, held) in ways.items()
@@ -138,6 +166,6 @@ def times(rows, share, seconds, tokens: int, height: int) -> None:
 if __name__ == "__main__":
     timed = {
         f"time_{tokens}": functools.partial(times, tokens=tokens, height=height)
-        for tokens, height in ((1, 8), (64, 16), (8, 8))
+        for tokens, height in ((1, 8), (64, 16), (8, 8), (128, 32), (256, 48), (1024, 144))
     }
     script.main(__doc__, {"check": checks, **timed})

@@ -15,7 +15,8 @@ A weight in MXFP4 goes from shared memory through registers (`mxfp4_operand`). T
 one piece of memory, since a row's scales may be too few for a copy of their own. So each tile has one copy of
 the scales of all its columns, into one of two buffers.
 
-A weight in int4 goes through registers, too (`int4_operand`). Its factors are copied with each stage.
+A weight in int4 goes through registers, too (`int4_operand`). Its factors are copied with each stage. So does
+a weight of MXFP4 in blocks, which have their scales (`mxfp4_mma`).
 """
 
 import dataclasses
@@ -28,14 +29,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gemm.dense.epilogue import activate
 from pallas_kernels.gemm.fp8.epilogue import BY_COLUMN, BY_ROW, load
-from pallas_kernels.gemm.grouped import block_products, int4_operand, mxfp4_operand
+from pallas_kernels.gemm.grouped import block_products, int4_operand, mxfp4_mma, mxfp4_operand
 from pallas_kernels.gemm.grouped.block_products import BlockScales
 from pallas_kernels.gemm.grouped.int4_format import dequantize_experts
+from pallas_kernels.gemm.grouped.mxfp4_blocks import ROWS as BLOCK_ROWS
+from pallas_kernels.gemm.grouped.mxfp4_blocks import dequantize_blocks
 from pallas_kernels.gemm.grouped.mxfp4_format import dequantize_mxfp4
 from pallas_kernels.gemm.grouped.mxfp4_operand import COLUMNS, SHIFT, WIDTH
 from pallas_kernels.gemm.grouped.tiles import ALIGN, PART, GroupedTile
 from pallas_kernels.hopper.layouts import swizzled
-from pallas_kernels.quantized import ExpertInt4, Mxfp4
+from pallas_kernels.quantized import MXFP4_WORDS, ExpertInt4, Mxfp4, Mxfp4Blocks
 
 _STRIP = 16  # neighboring tiles of rows before the next columns
 
@@ -46,7 +49,7 @@ class GroupedForm:
 
     n: rows of an expert's weight. gate_block: gates and ups alternate in blocks of so many rows, or None.
     k: columns of a weight in MXFP4, or None. group: columns of a weight in int4 with one scale, or None.
-    zero_points: the factors of a weight in int4 are in int16.
+    in_blocks: a weight of MXFP4 is in blocks. zero_points: the factors of a weight in int4 are in int16.
     blocks: the operands are e4m3 with a scale for each block of 128 columns.
     interpret: the kernel runs in the interpreter.
     """
@@ -57,6 +60,7 @@ class GroupedForm:
     gate_block: int | None
     k: int | None = None
     group: int | None = None
+    in_blocks: bool = False
     zero_points: bool = False
     blocks: bool = False
     interpret: bool = False
@@ -64,7 +68,7 @@ class GroupedForm:
     @property
     def packed(self) -> bool:
         """Return whether a byte of the weight has two columns."""
-        return self.k is not None or self.group is not None
+        return self.k is not None or self.group is not None or self.in_blocks
 
     @property
     def groups(self) -> int:
@@ -73,13 +77,14 @@ class GroupedForm:
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Return the registers of a thread that copies, and of one that multiplies,
-        with two multiplying warpgroups.
+        """Return the registers of a thread that copies, and of one that multiplies.
 
-        40 + 2 · 232 = 24 + 2 · 240 = 3 · 168, the registers of the launch. The copies
-        with scales have more addresses.
+        With two multiplying warpgroups, 40 + 2 · 232 = 24 + 2 · 240 = 3 · 168, the registers of the
+        launch. The copies with scales have more addresses.
         """
-        return (40, 232) if self.group or self.blocks else (24, 240)
+        copies, warpgroups = 40 if self.group or self.blocks else 24, self.tile.warpgroups
+        launched = 65536 // (128 * (warpgroups + 1)) // 8 * 8 * (warpgroups + 1)
+        return copies, min(240, (launched - copies) // warpgroups // 8 * 8)
 
     @property
     def block(self) -> int:
@@ -138,6 +143,12 @@ def scratch(form: GroupedForm, dtype) -> dict:
 def _packed_scratch(form: GroupedForm) -> dict:
     """Return the shared memory and the barriers of a weight in MXFP4 or int4."""
     tile = form.tile
+    wide = (tile.warpgroups, PART, COLUMNS)  # the interpreter has no operands in registers
+    own = {"wide_s": plgpu.SMEM(wide, jnp.bfloat16, transforms=swizzled(jnp.bfloat16))}
+    if form.in_blocks:
+        stage = (tile.columns // BLOCK_ROWS, tile.depth // COLUMNS, MXFP4_WORDS)
+        words = {"w_s": plgpu.SMEM((tile.stages, *stage), jnp.int32)}
+        return words | (own if form.interpret else {})
     made: dict[str, Any] = {
         "w_s": plgpu.SMEM(
             (tile.stages, tile.columns, tile.depth // 2), jnp.uint8, transforms=swizzled(jnp.uint8, WIDTH)
@@ -152,10 +163,7 @@ def _packed_scratch(form: GroupedForm) -> dict:
     else:
         factors = (tile.stages, tile.columns // form.block, form.groups, 2 * form.block)
         made["f_s"] = plgpu.SMEM(factors, jnp.int16 if form.zero_points else jnp.bfloat16)
-    if form.interpret:  # the interpreter has no operands in registers
-        wide = (tile.warpgroups, PART, COLUMNS)
-        made["wide_s"] = plgpu.SMEM(wide, jnp.bfloat16, transforms=swizzled(jnp.bfloat16))
-    return made
+    return made | (own if form.interpret else {})
 
 
 def multiply(
@@ -244,7 +252,8 @@ def _copier(form, steps, x_ref, w_ref, x_s, w_s, full, empty, of_tiles, of_stage
 
         def existing(row):
             """Return a row, or for rows past the last expert others. Their columns are not stored."""
-            return jnp.minimum(base + row, w_ref.shape[0] - form.block)
+            rows = w_ref.shape[0] * (BLOCK_ROWS if form.in_blocks else 1)
+            return jnp.minimum(base + row, rows - form.block)
 
         if of_tiles is not None:
             turn = lax.rem(i, jnp.int32(2))
@@ -269,6 +278,9 @@ def _copier(form, steps, x_ref, w_ref, x_s, w_s, full, empty, of_tiles, of_stage
                 plgpu.barrier_wait(empty.at[slot])
 
             for row, to in form.copies():
+                if form.in_blocks:
+                    _copy_blocks(form, w_ref, existing(row), step, w_s.at[slot], to, full.at[slot])
+                    continue
                 rows, columns = pl.ds(existing(row), form.block), pl.ds(step * deep, deep)
                 plgpu.copy_gmem_to_smem(
                     w_ref.at[rows, columns], w_s.at[slot, pl.ds(to, form.block)], full.at[slot]
@@ -294,6 +306,16 @@ def _copier(form, steps, x_ref, w_ref, x_s, w_s, full, empty, of_tiles, of_stage
         lax.fori_loop(0, steps, copy, None)
 
     return visit
+
+
+def _copy_blocks(form, w_ref, row, step, w_s, to, full):
+    """Copy a stage's columns of some rows of a weight of MXFP4 in blocks. to: the first row in the stage."""
+    count, chunks = form.block // BLOCK_ROWS, form.tile.depth // COLUMNS
+    plgpu.copy_gmem_to_smem(
+        w_ref.at[pl.ds(lax.div(row, jnp.int32(BLOCK_ROWS)), count), pl.ds(step * chunks, chunks)],
+        w_s.at[pl.ds(to // BLOCK_ROWS, count)],
+        full,
+    )
 
 
 def _multiplier(form, steps, wg, x_s, w_s, o_s, o_ref, scales, full, empty, factors, wide_s):
@@ -337,11 +359,11 @@ def _multiplier(form, steps, wg, x_s, w_s, o_s, o_ref, scales, full, empty, fact
                 at = i * steps + step
                 slot = lax.rem(at, stages)
                 plgpu.barrier_wait(full.at[slot])
-                if factors is None:
+                if factors is None and not form.in_blocks:
                     plgpu.wgmma(acc, w_s.at[slot, pl.ds(wg * PART, PART)], x_s.at[slot].transpose((1, 0)))
                     plgpu.wgmma_wait(1)
                 else:
-                    own = factors.buffers.at[turn if form.k else slot]
+                    own = factors and factors.buffers.at[turn if form.k else slot]
                     _add_packed(form, acc, w_s.at[slot], x_s.at[slot], own, wide_s, wg, step)
 
                 @pl.when(step > 0)
@@ -385,6 +407,11 @@ def _add_packed(form, acc, w_s, x_s, factors, wide_s, wg, step):
             plgpu.wgmma_wait(0)
             continue
         for half in (0, 64):
+            if form.in_blocks:
+                blocks = w_s.at[pl.ds((wg * PART + half) // BLOCK_ROWS, 64 // BLOCK_ROWS)]
+                plgpu.wgmma(acc.at[pl.ds(half, 64)], mxfp4_mma.operand(blocks, number), tokens)
+                plgpu.wgmma_wait(1)
+                continue
             packed, first = w_s.at[pl.ds(wg * PART + half, 64)], number * COLUMNS
             if form.k:
                 own = factors.at[pl.ds(wg * (PART // 8) + half // 8, 8)]
@@ -401,6 +428,9 @@ def _in_bfloat16(form, w_s, factors, wg, number, pair):
     """Return `COLUMNS` columns of this warpgroup's rows as the operands' registers
     hold them, in the interpreter.
     """
+    if form.in_blocks:
+        own = w_s[pl.ds(wg * (PART // BLOCK_ROWS), PART // BLOCK_ROWS), number]
+        return (dequantize_blocks(Mxfp4Blocks(own[:, None]), jnp.float32) * 2.0**-SHIFT).astype(jnp.bfloat16)
     packed = w_s[pl.ds(wg * PART, PART), pl.ds(number * COLUMNS // 2, COLUMNS // 2)]
     if form.k:
         of_rows = factors[pl.ds(wg * (PART // 8), PART // 8)].reshape(PART, form.k // 32)
@@ -434,7 +464,7 @@ def epilogue(form, sums_of, scales, start, row, early=None):
                 * lax.broadcast_in_dim(by_token, half.shape, [1])
                 for half, by_row in zip(halves, channels, strict=True)
             ]
-        if form.k:
+        if form.k or form.in_blocks:
             halves = [half * 2.0**SHIFT for half in halves]
         if gated:
             return [activate(halves[0], form.activation) * halves[1]]

@@ -1,4 +1,5 @@
-"""Products of few rows with a weight of MXFP4 in blocks, by `mma` from registers.
+"""A weight of MXFP4 in blocks from shared memory to bfloat16 in registers: products of few rows by `mma`, and
+wgmma's first operand.
 
 A warp multiplies 16 rows of the weight. `mma` is an ordinary instruction. So, unlike with wgmma, a warp makes
 the next numbers of the weight while the tensor cores multiply.
@@ -19,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from pallas_kernels.gemm.grouped.mxfp4_blocks import NUMBERS
+from pallas_kernels.gemm.grouped.mxfp4_blocks import COLUMNS, NUMBERS
 from pallas_kernels.gemm.grouped.mxfp4_operand import SHIFT
 from pallas_kernels.hopper.layouts import swizzled
 from pallas_kernels.hopper.wgmma_registers import at, const, i32, place, read_words
@@ -54,18 +55,56 @@ def multiply_add(total: jax.Array, weight: jax.Array, tokens) -> jax.Array:
     return run(lambda _, *given: _stage(*given))(total, weight, tokens)
 
 
-def _load(blocks: ir.Value, shape: tuple[int, int]) -> mgpu.FragmentedArray:
-    height, chunks, _ = ir.MemRefType(blocks.type).shape
+def operand(blocks, chunk: int) -> jax.Array:
+    """Return 64 columns of 64 rows of the weight, [64, 64] bfloat16 in WGMMA's layout, times 2 ** -SHIFT.
+
+    blocks: int32 [4, depth / 64, 136] in shared memory. chunk: which 64 of the columns.
+    """
+    make = plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(),),
+        return_type=plgpu.ShapeDtypeStruct((64, COLUMNS), jnp.bfloat16, layout=plgpu.Layout.WGMMA),
+    )
+    return make(lambda _, blocks: _unpack(blocks, chunk))(blocks)
+
+
+def _unpack(blocks: ir.Value, chunk: int) -> mgpu.FragmentedArray:
+    _, chunks, _ = ir.MemRefType(blocks.type).shape
+    words, scales = _read(blocks, *_places(chunks), chunk * _BLOCK_BYTES)
+    registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape((64, COLUMNS)), dtype=object)
+    two = ir.VectorType.get((2,), ir.BF16Type.get())
+    for step, part in enumerate(_weight(words, scales)):
+        for i, value in enumerate(part):
+            late, half = divmod(i, 2)
+            registers[0, 2 * step + late, 0, 0, half, 0, 0, 0, 0] = mgpu.utils.bitcast(value, two)
+    return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+
+
+def _places(chunks: int) -> tuple[ir.Value, ir.Value]:
+    """Return the offsets of the thread's words and scales in a stage of so many chunks."""
     warp, row, quad = place()
     own = arith.muli(warp, const(chunks * _BLOCK_BYTES))
-    of_words = arith.addi(own, arith.addi(arith.muli(row, const(64)), arith.muli(quad, const(16))))
-    of_scales = arith.addi(own, arith.muli(row, const(4)))
-    words, scales = [], []
+    words = arith.addi(own, arith.addi(arith.muli(row, const(64)), arith.muli(quad, const(16))))
+    return words, arith.addi(own, arith.muli(row, const(4)))
+
+
+def _read(
+    blocks: ir.Value, of_words: ir.Value, of_scales: ir.Value, plus: int
+) -> tuple[list[ir.Value], ir.Value]:
+    """Return the thread's words and scales of the block `plus` bytes after the first one."""
+    words = read_words(blocks, of_words, 4, plus=plus)
+    (scales,) = read_words(blocks, of_scales, 1, plus=plus + 4 * NUMBERS)
+    return words, scales
+
+
+def _load(blocks: ir.Value, shape: tuple[int, int]) -> mgpu.FragmentedArray:
+    height, chunks, _ = ir.MemRefType(blocks.type).shape
+    places, words, scales = _places(chunks), [], []
     for block in range(0, height, 4):
         for chunk in range(chunks):
             plus = (block * chunks + chunk) * _BLOCK_BYTES
-            words += read_words(blocks, of_words, 4, plus=plus)
-            scales += read_words(blocks, of_scales, 1, plus=plus + 4 * NUMBERS)
+            own = _read(blocks, *places, plus)
+            words += own[0]
+            scales.append(own[1])
     both = words + scales
     both += both[:1] * (shape[1] // 2 - len(both))
     registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape(shape), dtype=object)

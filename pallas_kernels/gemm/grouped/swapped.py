@@ -21,12 +21,15 @@ from pallas_kernels.gemm.grouped import reference
 from pallas_kernels.gemm.grouped.groups import Groups, HeldExperts
 from pallas_kernels.gemm.grouped.int4_format import dequantize_experts
 from pallas_kernels.gemm.grouped.kernel import GroupedForm, multiply, scratch
+from pallas_kernels.gemm.grouped.mxfp4_blocks import dequantize_blocks
 from pallas_kernels.gemm.grouped.mxfp4_format import dequantize_mxfp4
 from pallas_kernels.gemm.grouped.tiles import (
     ALIGN,
     TALLEST,
+    ExpertWeight,
     GroupedTile,
     block_tile,
+    blocks_tile,
     check_operands,
     grouped_tile,
     int4_tile,
@@ -34,11 +37,12 @@ from pallas_kernels.gemm.grouped.tiles import (
     supports_blocks,
     supports_int4,
     supports_mxfp4,
+    supports_mxfp4_blocks,
     tile_rows,
 )
 from pallas_kernels.hopper.layouts import LANE
 from pallas_kernels.hopper.limits import sms_of
-from pallas_kernels.quantized import BlockFp8, ExpertInt4, Mxfp4, Quantized
+from pallas_kernels.quantized import BlockFp8, ExpertInt4, Mxfp4, Mxfp4Blocks, Quantized
 
 
 def list_groups(
@@ -55,7 +59,7 @@ def list_groups(
 
 def grouped_gemm(
     x: jax.Array | Quantized,
-    w: jax.Array | Quantized | Mxfp4 | ExpertInt4 | BlockFp8,
+    w: ExpertWeight,
     groups: Groups,
     *,
     activation: str | None = None,
@@ -73,7 +77,7 @@ def grouped_gemm(
     Raises:
       ValueError: for a shape, dtype, activation or sms outside the limits.
     """
-    (m, k), (experts, n, depth), sms = x.shape, w.shape, sms_of(sms)
+    (m, k), (_, n, depth), sms = x.shape, w.shape, sms_of(sms)
     if k != depth or groups.pairs.shape != (m,) or groups.rows % ALIGN or not 0 < groups.rows <= TALLEST:
         given = (
             f"x {list(x.shape)}, w {list(w.shape)}, {groups.pairs.shape[0]} rows in tiles of {groups.rows}"
@@ -84,12 +88,14 @@ def grouped_gemm(
     check_operands(x, w, activation)
     if isinstance(w, Mxfp4) and not supports_mxfp4(n, k, gate_block, groups.rows):
         w = dequantize_mxfp4(w)
+    if isinstance(w, Mxfp4Blocks) and not supports_mxfp4_blocks(n, k, gate_block):
+        w = dequantize_blocks(w)
     if isinstance(w, ExpertInt4) and not supports_int4(n, k, gate_block):
         w = dequantize_experts(w)
     if isinstance(w, BlockFp8) and not supports_blocks(n, k, gate_block):
         return reference.grouped_gemm(x, w, groups, activation=activation, gate_block=gate_block)
     supports = fp8.supports if isinstance(w, Quantized) else functools.partial(dense.supports, m)
-    if not isinstance(w, Mxfp4 | ExpertInt4 | BlockFp8) and not supports(n, k, gate_block):
+    if not isinstance(w, Mxfp4 | Mxfp4Blocks | ExpertInt4 | BlockFp8) and not supports(n, k, gate_block):
         return reference.grouped_gemm(x, w, groups, activation=activation, gate_block=gate_block)
     tile = tile or _tile(w, groups.rows)
     x_values, w_values, scales, kind = _arrays(x, w)
@@ -100,6 +106,7 @@ def grouped_gemm(
         gate_block,
         k=k if isinstance(w, Mxfp4) else None,
         group=w.group if isinstance(w, ExpertInt4) else None,
+        in_blocks=isinstance(w, Mxfp4Blocks),
         zero_points=isinstance(w, ExpertInt4) and w.factors.dtype == jnp.int16,
         blocks=isinstance(w, BlockFp8),
         interpret=interpret is not None,
@@ -119,23 +126,23 @@ def grouped_gemm(
         interpret=interpret,
     )
     listed = groups.experts, groups.starts, groups.ends, groups.count
-    return kernel(*listed, x_values, w_values.reshape(experts * n, -1), *scales)
+    return kernel(*listed, x_values, w_values.reshape(-1, *w_values.shape[2:]), *scales)
 
 
-def _tile(w: jax.Array | Quantized | Mxfp4 | ExpertInt4 | BlockFp8, rows: int) -> GroupedTile:
+def _tile(w: ExpertWeight, rows: int) -> GroupedTile:
     """Return the tile of so many rows for a weight."""
     if isinstance(w, BlockFp8):
         return block_tile(rows)
     if isinstance(w, Mxfp4):
         return mxfp4_tile(rows, w.shape[-1])
+    if isinstance(w, Mxfp4Blocks):
+        return blocks_tile(rows)
     if isinstance(w, ExpertInt4):
         return int4_tile(rows, w.group)
     return grouped_tile(rows, (w.values if isinstance(w, Quantized) else w).dtype.itemsize)
 
 
-def _arrays(
-    x: jax.Array | Quantized, w: jax.Array | Quantized | Mxfp4 | ExpertInt4 | BlockFp8
-) -> tuple[jax.Array, jax.Array, list[jax.Array], str]:
+def _arrays(x: jax.Array | Quantized, w: ExpertWeight) -> tuple[jax.Array, jax.Array, list[jax.Array], str]:
     """Return the rows, the weight, the scales as the kernel reads them, and a part of the kernel's name."""
     if isinstance(w, BlockFp8):
         assert isinstance(x, Quantized)  # `check_operands`
@@ -146,6 +153,8 @@ def _arrays(
     if isinstance(w, Mxfp4):
         # A copy has a multiple of 16 bytes, as 8 rows always have.
         return x, w.packed, [w.scale.reshape(-1, w.shape[-1] // 64, 16)], "mxfp4_"
+    if isinstance(w, Mxfp4Blocks):
+        return x, w.words, [], "mxfp4_blocks_"
     if isinstance(w, ExpertInt4):
         *_, n, two = w.factors.shape
         return x, w.packed, [w.factors.reshape(-1, n * two)], "int4_"

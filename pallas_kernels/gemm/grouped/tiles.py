@@ -16,9 +16,11 @@ from pallas_kernels.quantized import (
     BlockFp8,
     ExpertInt4,
     Mxfp4,
+    Mxfp4Blocks,
     Quantized,
 )
 
+ExpertWeight = jax.Array | Quantized | Mxfp4 | Mxfp4Blocks | ExpertInt4 | BlockFp8
 PART = 128  # rows of the weight of one warpgroup: with gates 64 gates and 64 ups
 ACTIVATIONS = (None, "silu", "gelu_tanh", "relu")  # epilogues of the kernels
 TALLEST = 144  # rows of the largest tile: 144 float32 sums a thread
@@ -52,9 +54,7 @@ class GroupedTile:
         return math.gcd(self.rows, 32)
 
 
-def check_operands(
-    x: jax.Array | Quantized, w: jax.Array | Quantized | Mxfp4 | ExpertInt4 | BlockFp8, activation: str | None
-) -> None:
+def check_operands(x: jax.Array | Quantized, w: ExpertWeight, activation: str | None) -> None:
     """Refuse operands that no kernel takes. Raises: ValueError."""
     if activation not in ACTIVATIONS:
         raise ValueError(f"{activation=}: accepted are {ACTIVATIONS}")
@@ -66,6 +66,11 @@ def check_operands(
         if any(part.dtype != jnp.uint8 for part in w) or getattr(x, "dtype", None) != jnp.bfloat16:
             given = [str(getattr(one, "dtype", "Quantized")) for one in (x, *w)]
             raise ValueError(f"dtypes {given}: accepted are bfloat16, and bytes and scales in uint8")
+        return
+    if isinstance(w, Mxfp4Blocks):
+        if w.words.dtype != jnp.int32 or getattr(x, "dtype", None) != jnp.bfloat16:
+            given = [str(getattr(one, "dtype", "Quantized")) for one in (x, w.words)]
+            raise ValueError(f"dtypes {given}: accepted are bfloat16 and words in int32")
         return
     if isinstance(w, ExpertInt4):
         _check_int4(x, w)
@@ -168,6 +173,22 @@ def supports_mxfp4(n: int, k: int, gate_block: int | None, rows: int = TALLEST) 
     lines = (gate_block or 64) * k % (128 * MXFP4_GROUP) == 0
     full = min(n, k) > 0 and n % 64 == 0 and k % 64 == 0 and k <= 64 * 256
     return full and gates and lines and mxfp4_tile(rows, k).stages >= 2
+
+
+def blocks_tile(rows: int, warpgroups: int = 2, depth: int = 128) -> GroupedTile:
+    """Return the tile of this many rows for a weight of MXFP4 in blocks, with the stages that shared memory
+    holds.
+    """
+    one = GroupedTile(rows, warpgroups, depth, 1)
+    outside = 2 * warpgroups * one.box * 64 * 2 + 2048
+    stage = one.columns * depth // 2 * 17 // 16 + rows * depth * 2
+    return dataclasses.replace(one, stages=min(12, (SMEM_BYTES - outside) // stage))
+
+
+def supports_mxfp4_blocks(n: int, k: int, gate_block: int | None) -> bool:
+    """Return whether the kernel takes a weight [n, k] of MXFP4 in blocks."""
+    gates = gate_block is None or (gate_block in (32, 64) and n % (2 * gate_block) == 0)
+    return min(n, k) > 0 and n % 64 == 0 and k % 64 == 0 and gates
 
 
 def int4_tile(rows: int, group: int = GROUP, warpgroups: int = 2) -> GroupedTile:

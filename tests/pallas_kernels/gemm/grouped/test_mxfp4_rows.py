@@ -22,7 +22,7 @@ from pallas_kernels.gemm.grouped.mxfp4_format import dequantize_mxfp4
 from pallas_kernels.gemm.grouped.mxfp4_operand import SHIFT
 from pallas_kernels.gemm.grouped.mxfp4_rows import RowsTile, multiply_rows, rows_tile
 from pallas_kernels.gemm.grouped.routings import draw_routing
-from pallas_kernels.gemm.grouped.swapped import list_groups
+from pallas_kernels.gemm.grouped.swapped import grouped_gemm, list_groups
 from pallas_kernels.hopper.limits import SMEM_BYTES
 from pallas_kernels.quantized import Mxfp4, Mxfp4Blocks
 
@@ -69,6 +69,24 @@ def test_each_row_is_multiplied_with_its_experts_weight(tokens, n, k, tile):
     assert np.linalg.norm(found - wanted) / np.linalg.norm(wanted) < 4e-3
 
 
+@pytest.mark.parametrize(
+    ("n", "k", "rows", "epilogue"),
+    [(192, 192, 24, {}), (256, 64, 16, {"activation": "silu", "gate_block": 32})],
+    ids=["plain", "gates"],
+)
+def test_the_kernel_of_any_rows_takes_blocks(n, k, rows, epilogue):
+    """The last stage of K is half beyond the weight, and so is the last tile of an expert."""
+    rng = np.random.default_rng(rows)
+    w, picked = random_weight(rng, 3, n, k), draw_routing(rng, 40, 3, 2, 1.2)
+    groups = jax.jit(list_groups, static_argnums=(1, 2))(jnp.asarray(picked), 3, rows)
+    x = jnp.asarray(rng.normal(size=(40, k)) / 2**6, jnp.bfloat16)[groups.pairs // 2]
+    run = functools.partial(grouped_gemm, sms=2, interpret=plgpu.InterpretGPUParams(), **epilogue)
+    found = jax.jit(run)(x, in_blocks(w), groups)
+    wanted = jax.jit(functools.partial(reference.grouped_gemm, **epilogue))(x.astype(jnp.float32), w, groups)
+    found, wanted = (np.asarray(y[groups.places], np.float32) for y in (found, wanted))
+    assert np.linalg.norm(found - wanted) / np.linalg.norm(wanted) < 4e-3
+
+
 @pytest.mark.parametrize(("rows", "k"), [(8, 2880), (16, 2880), (8, 64)])
 def test_a_tile_fits_shared_memory(rows, k):
     tile = rows_tile(rows, k)
@@ -97,6 +115,26 @@ def test_the_ptx_makes_the_numbers_of_a_word():
                 np.testing.assert_array_equal(number, wanted[:, :, pair, :, odd])
 
 
+@pytest.mark.parametrize("chunk", [0, 1])
+def test_each_thread_has_its_part_of_the_operand(chunk, monkeypatch):
+    """A thread has two neighboring columns of each 8 in rows lane / 4 and lane / 4 + 8 of its warp's rows."""
+    w = random_weight(np.random.default_rng(chunk), 64, 128)
+    words = np.asarray(in_blocks(w).words).view(np.uint32).astype(np.uint64)
+    run_as_thread_code(monkeypatch, mxfp4_mma, read_words=read_words)
+    registers = mxfp4_mma._unpack(value(words.reshape(-1), shape=(4, 2, 136)), chunk)
+    wanted = np.asarray(dequantize_mxfp4(w, jnp.float32), np.float64) * 2.0**-SHIFT
+    for eight, half, odd in np.ndindex(8, 2, 2):
+        bits = registers[0, eight, 0, 0, half, 0, 0, 0, 0] >> np.uint64(16 * odd) & np.uint64(0xFFFF)
+        row, column = 16 * WARP + 8 * half + LANE // 4, 64 * chunk + 8 * eight + 2 * (LANE % 4) + odd
+        np.testing.assert_array_equal(bfloat16(bits), wanted[row.astype(int), column.astype(int)])
+
+
+def read_words(ref, offset, count, plus):
+    at = offset + np.uint64(plus)
+    assert (at % (4 * count) == 0).all()
+    return [ref.data[(at // 4).astype(int) + i] for i in range(count)]
+
+
 def test_a_warpgroup_multiplies_its_rows(monkeypatch):
     """The code of a thread runs with integers in place of MLIR values, for the 128 threads of a warpgroup."""
     rng = np.random.default_rng(3)
@@ -111,11 +149,6 @@ def test_a_warpgroup_multiplies_its_rows(monkeypatch):
     tiles[((token // 8 * chunks + column // 64) * 8 + token % 8) * 64 + piece * 8 + column % 8] = np.asarray(
         x
     ).view(np.uint16)
-
-    def read_words(ref, offset, count, plus):
-        at = offset + np.uint64(plus)
-        assert (at % (4 * count) == 0).all()
-        return [ref.data[(at // 4).astype(int) + i] for i in range(count)]
 
     run_as_thread_code(
         monkeypatch,
@@ -184,18 +217,23 @@ def _multiply_matrices(a, b, c):
     return [c[i] + product[warp, row + 8 * (i // 2), quad + i % 2] for i in range(4)]
 
 
-def test_on_an_h200_no_register_is_spilled(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("rows", "instruction"), [(16, "mma.sync.aligned.m16n8k16"), (144, "wgmma.mma_async")]
+)
+def test_on_an_h200_no_register_is_spilled(rows, instruction, tmp_path, monkeypatch):
     """gpt-oss-20b's experts for 64 tokens."""
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
     picked = jax.ShapeDtypeStruct((64, 4), jnp.int32)
-    groups = jax.eval_shape(functools.partial(list_groups, num_experts=32, rows=16), picked)
+    groups = jax.eval_shape(functools.partial(list_groups, num_experts=32, rows=rows), picked)
     x = jax.ShapeDtypeStruct((len(groups.pairs), 2880), jnp.bfloat16)
     w = Mxfp4Blocks(jax.ShapeDtypeStruct((32, 180, 45, 136), jnp.int32))
-    compiled = compile_for_h200(multiply_rows, *abstract(h200_mesh(), (x, w, groups)))
+    compiled = compile_for_h200(
+        multiply_rows if rows == 16 else grouped_gemm, *abstract(h200_mesh(), (x, w, groups))
+    )
     assert [thunk.kind for thunk in compiled.thunks] == ["kCustomCall"] and compiled.machine_code
     logs, ptx = (
         "".join(path.read_text(errors="replace") for path in tmp_path.glob(f"grouped_gemm_mxfp4*{end}"))
         for end in (".ptxas", ".ptx")
     )
     assert set(re.findall(r"(\d+) bytes spill stores", logs)) == {"0"}
-    assert "mma.sync.aligned.m16n8k16" in ptx and not misaligned(ptx)
+    assert "serialized" not in logs and instruction in ptx and not misaligned(ptx)
