@@ -84,7 +84,8 @@ class KernelSet:
     expert_mlp_max_tokens, expert_mlp_bf16_max_tokens: the largest steps whose experts' products run as
     `expert_mlp`, for experts in e4m3 and in bfloat16.
     norm_of_rows_max_tokens: the largest step whose norms add the rows of experts.
-    route_max_tokens: the largest step whose routers run as `route`.
+    route_max_tokens, route_and_sort_max_tokens: the largest steps whose routers run as `route`, and as
+    `route_and_sort`.
     by_head_dim: where the layers of a model have several head widths, the sets of all widths. Attention, the
     append to the cache and the quantization of heads are taken from them.
     """
@@ -101,7 +102,9 @@ class KernelSet:
     quantize_blocks: Callable = quantize_reference.quantize_blocks  # XLA computes it on all devices
     top_k: Callable = top_k_reference.top_k
     route: Callable = router_reference.route
+    route_and_sort: Callable = router_reference.route_and_sort
     route_max_tokens: int = 0
+    route_and_sort_max_tokens: int = 0
     sort_rows: Callable = sorted_rows_reference.sort_rows
     grouped_gemm: Callable = grouped_reference.grouped_gemm
     expert_mlp: Callable = expert_mlp_reference.expert_mlp
@@ -192,7 +195,14 @@ def _with_pdl(kernels: KernelSet) -> KernelSet:
     """Return one set for each set, because JAX caches a tracing by the op's function."""
     names = [
         name
-        for name in ("add_norm", "rope_append", "decode_attention", "quantize_rows", "route")
+        for name in (
+            "add_norm",
+            "rope_append",
+            "decode_attention",
+            "quantize_rows",
+            "route",
+            "route_and_sort",
+        )
         if _backend(getattr(kernels, name)) == "mosaic"
     ]
     ops: dict[str, Callable] = {name: functools.partial(getattr(kernels, name), pdl=True) for name in names}
@@ -395,7 +405,7 @@ def _mosaic(m: Model, device: str) -> KernelSet:
         "draw_filtered": {"draw_filtered": sample.draw_filtered},
         "draw": {"draw": draw.draw},
         "quantize_rows": {"quantize_rows": quantize_rows.quantize_rows},
-        "top_k": {"top_k": top_k.top_k, "route": router.route},
+        "top_k": {"top_k": top_k.top_k, "route": router.route, "route_and_sort": router.route_and_sort},
         "grouped_gemm": {
             "grouped_gemm": grouped_gemm.grouped_gemm,
             "list_groups": grouped_gemm.list_groups,
@@ -500,7 +510,12 @@ def _mosaic(m: Model, device: str) -> KernelSet:
     found = _assembled(MOSAIC, kernels, _unmet(m, limits))
     if _backend(found.add_norm) == "mosaic":
         found = dataclasses.replace(found, norm_of_rows_max_tokens=card.norm_of_rows_max_tokens)
-    names = ("expert_mlp_max_tokens", "expert_mlp_bf16_max_tokens", "route_max_tokens")
+    names = (
+        "expert_mlp_max_tokens",
+        "expert_mlp_bf16_max_tokens",
+        "route_max_tokens",
+        "route_and_sort_max_tokens",
+    )
     return dataclasses.replace(found, **{name: getattr(card, name) for name in names})
 
 

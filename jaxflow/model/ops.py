@@ -36,7 +36,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxflow.config import Layer, Span, gate_block
-from jaxflow.model import latent_ops
+from jaxflow.model import latent_ops, one_router
 from jaxflow.model.batch import Batch
 from jaxflow.model.exchanged_experts import ReceivedRows, list_sent, send_back, send_to_experts
 from jaxflow.model.expert_copies import EXPERT_OF_SLOT, choose_copies, has_copies
@@ -66,7 +66,6 @@ from jaxflow.parallel.collectives import (
 )
 from pallas_kernels.gemm.expert_mlp import limits as expert_mlp_limits
 from pallas_kernels.gemm.grouped.groups import Groups, HeldExperts
-from pallas_kernels.gemm.router import limits as router_limits
 from pallas_kernels.pointwise.norm.reference import rms_norm
 from pallas_kernels.pointwise.norm.weighted_rows import WeightedRows
 from pallas_kernels.pointwise.rope_append.reference import rope as rotated
@@ -674,6 +673,9 @@ def router(
     (`jaxflow.model.expert_copies`). Of data-parallel ranks that exchange pairs, the result has the groups of
     `jaxflow.model.exchanged_experts`.
     """
+    is_token = batch.is_token[start:stop] if batch is not None else None
+    if one_router.sorts(c, w, h) and not _without_sort(c, w, h):
+        return one_router.route_and_sort(c, w, h, is_token)
     chosen, weights = _choose(c, w, h)
     experts, logical = chosen, None
     if has_copies(w):
@@ -682,7 +684,6 @@ def router(
         rows = ranks * chosen.size / c.config.num_experts
         experts = choose_copies(w, chosen, batch.token_ids[start:stop], batch.positions[start:stop], rows)
         logical = chosen
-    is_token = batch.is_token[start:stop] if batch is not None else None
     if c.exchanges_tokens and not gathers(c):
         groups = list_sent(experts, _num_held(c, w), is_token)
     else:
@@ -698,11 +699,8 @@ def _num_held(c: Context, w: Weights) -> int:
 def _choose(c: Context, w: Weights, h: Float[Array, "t D"]) -> tuple[Int[Array, "t e"], Float[Array, "t e"]]:
     """Return the experts of each token, and their weights."""
     h = _columns(w, "router_columns", h)
-    if _in_one_router(c, w, h):
-        rule = {"normalized": c.config.norm_topk_prob, "chosen": c.config.experts_per_token}
-        rule |= {"scale": c.config.router.scale} if c.config.router is not None else {}
-        weights, experts = c.kernels.route(h, w["router"], w.get("router_bias"), w.get("score_bias"), **rule)
-        return experts, weights
+    if one_router.is_one(c, w, h):
+        return one_router.route(c, w, h)
     scores = c.kernels.gemm(h, w["router"], w.get("router_bias"), out_dtype=jnp.float32)
     if c.config.router_scales:
         scores = scores * c.config.hidden_size**-0.5
@@ -716,13 +714,6 @@ def _choose(c: Context, w: Weights, h: Float[Array, "t D"]) -> tuple[Int[Array, 
     if "expert_factors" in w:
         weights = weights * w["expert_factors"][experts]
     return experts, weights
-
-
-def _in_one_router(c: Context, w: Weights, h: Float[Array, "t D"]) -> bool:
-    """Return whether one kernel computes the product and the choice of experts."""
-    few = c.whole and c.sms is None and h.shape[0] <= c.kernels.route_max_tokens
-    plain = not c.config.router_scales and (c.config.router is None or c.config.router.groups == 1)
-    return few and plain and router_limits.supports(h.shape[0], w["router"], c.config.experts_per_token)
 
 
 def _columns(w: Weights, name: str, h: Float[Array, "t D"]) -> Float[Array, "t D"]:
@@ -791,7 +782,7 @@ def expert_up_gate(
         tokens, used = _columns(w, "routed_norm", h), _used(routing)
         if _without_sort(c, w, tokens):
             return UnsortedTokens(tokens, used)
-        groups, rows = _sorted(c, w, tokens, routing.experts, used)
+        groups, rows = routing.sorted_rows or _sorted(c, w, tokens, routing.experts, used)
     if back is None and _in_one_kernel(c, w, groups):
         return ExpertRows(rows, groups, back, weights, pending=True)
     a = c.kernels.grouped_gemm(rows, weight, groups, **gates, **_sms(c))

@@ -25,6 +25,8 @@ class Routing:
     groups: the pairs sorted by expert where data-parallel ranks exchange them; else None.
     logical: where experts have copies, the chosen experts; `experts` then holds the slots of the copies.
     is_token: False for padding; None without padding.
+    sorted_rows: the groups of this device's experts, and their rows in the form of the weight, where the
+      router's kernel sorted them.
     """
 
     experts: Int[Array, "t e"]
@@ -32,6 +34,7 @@ class Routing:
     groups: Groups | None = None
     logical: Int[Array, "t e"] | None = None
     is_token: Bool[Array, " t"] | None = None
+    sorted_rows: tuple[Groups, Float[Array, "M D"] | Quantized] | None = None
 
     @property
     def chosen(self) -> Int[Array, "t e"]:
@@ -76,7 +79,8 @@ def by_token(value: Any) -> Any:
     if isinstance(value, ExpertRows):
         assert not value.pending and not isinstance(value.rows, Quantized)  # a plan of one token range
         return value.rows[value.groups.places]
-    return dataclasses.replace(value, groups=None) if isinstance(value, Routing) else value
+    plain = {"groups": None, "sorted_rows": None}
+    return dataclasses.replace(value, **plain) if isinstance(value, Routing) else value
 
 
 def weighted_sum(y: Float[Array, "M D"], groups: Groups, weights: Float[Array, "t e"]) -> Float[Array, "t D"]:

@@ -36,7 +36,8 @@ class Card:
       expert_mlp_max_tokens, expert_mlp_bf16_max_tokens: the largest steps with one kernel for both products
         of experts in e4m3 and in bfloat16; 0: none.
       norm_of_rows_max_tokens: the largest step whose norms add the rows of a mixture's experts; 0: none.
-      route_max_tokens: the largest step whose routers are one kernel; 0: none.
+      route_max_tokens: the largest step whose routers are one kernel; 0: none. route_and_sort_max_tokens: the
+        largest of them whose kernels also sort the rows, up to 8.
       decode_attention_least_pages, decode_attention_whole_pages: `least` and `whole` of
         `pallas_kernels.attention.decode.work_list.PairCuts`; 0: never.
       decode_attention_one_fence: whether decode attention counts parts with fewer fences.
@@ -64,6 +65,7 @@ class Card:
     expert_mlp_bf16_max_tokens: int
     norm_of_rows_max_tokens: int
     route_max_tokens: int
+    route_and_sort_max_tokens: int
     decode_attention_least_pages: int
     decode_attention_whole_pages: int
     decode_attention_one_fence: bool

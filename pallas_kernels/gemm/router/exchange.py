@@ -1,15 +1,18 @@
-"""What threads of a router's cluster write to places that the data choose."""
+"""The exchange of a router's CTAs through distributed shared memory."""
 
 import jax
-import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, llvm
+
+from pallas_kernels.hopper.threads import row_layout
+
+_SCALAR = plgpu.Layout.WG_SPLAT(())
 
 
 def send_sums(sums: jax.Array, to, part, parts: int) -> None:
-    """Store each token's sums in the shared memory of the token's CTA, and wait for all CTAs of the cluster.
+    """Store each token's sums in the shared memory of the token's CTA.
 
     sums: [rows, tokens] in WGMMA's layout, of this CTA's columns. to: [parts, tokens of a CTA, at least
     rows], the sums by sender. Without a cluster `to` gets all tokens.
@@ -19,64 +22,81 @@ def send_sums(sums: jax.Array, to, part, parts: int) -> None:
         return
     own, wide = to.shape[1:]
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(), plgpu.Layout.WG_SPLAT(())))
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(), _SCALAR))
     def send(_, sums, ref, part):
-        i32 = ir.IntegerType.get_signless(32)
-        number = lambda x: mgpu.c(x, i32)
-        base = llvm.ptrtoint(i32, mgpu.utils.memref_ptr(ref))
-        mine = arith.muli(part.registers.item(), number(own * wide))
+        base, mine = _address(ref), arith.muli(part.registers.item(), _number(own * wide))
 
         def put(value, at):
-            row, token = (arith.index_cast(i32, x) for x in at)
-            cta, place = arith.divui(token, number(own)), arith.remui(token, number(own))
-            offset = arith.addi(mine, arith.addi(arith.muli(place, number(wide)), row))
-            address = arith.addi(base, arith.muli(offset, number(4)))
-            there = "mapa.shared::cluster.u32 $0, $1, $2;"
-            there = llvm.inline_asm(i32, [address, cta], there, "=r,r,r")
-            _run("st.shared::cluster.f32 [$0], $1;", "r,f", there, value)
+            row, token = (arith.index_cast(_i32(), x) for x in at)
+            cta, place = arith.divui(token, _number(own)), arith.remui(token, _number(own))
+            offset = arith.addi(mine, arith.addi(arith.muli(place, _number(wide)), row))
+            _store(arith.addi(base, arith.muli(offset, _number(4))), cta, value, "f32", "f")
 
         sums.foreach(put)
-        _run("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;", "")
 
     send(sums, to, part)  # pyright: ignore[reportCallIssue]
 
 
-def put_ranked(
-    scores: jax.Array, rank: jax.Array, column: jax.Array, chosen: int, best, at, layout, interpret: bool
-) -> None:
-    """Store the scores and the columns of the ranks below `chosen` at their ranks.
+def send_to_all(values: jax.Array, to, place, parts: int) -> None:
+    """Store a row of int32 at to[place] in the shared memory of all CTAs of the cluster.
 
-    scores, rank, column: values in `layout`. best, at: float32 and int32 in shared memory, at least `chosen`
-    elements each.
+    values: in `row_layout`. to: [tokens, width].
     """
-    if interpret:
-        for choice in range(chosen):
-            best[choice] = jnp.sum(jnp.where(rank == choice, scores, 0.0))
-            at[choice] = jnp.sum(jnp.where(rank == choice, column, 0))
+    if parts == 1:
+        to[place, :] = values
         return
+    width = values.shape[0]
 
-    @plgpu.inline_mgpu(arg_types=(layout, layout, layout, plgpu.RefType(), plgpu.RefType()))
-    def put(_, scores, rank, column, best, at):
-        i32 = ir.IntegerType.get_signless(32)
-        places = [llvm.ptrtoint(i32, mgpu.utils.memref_ptr(ref)) for ref in (best, at)]
-        code = """{
-            .reg .pred p;
-            setp.lt.u32 p, $0, $1;
-            @p st.shared.f32 [$2], $3;
-            @p st.shared.b32 [$4], $5;
-            }"""
-        for registers in zip(*(each.registers.flat for each in (rank, scores, column)), strict=True):
-            for i in range(ir.VectorType(registers[0].type).shape[0]):
-                own, score, number = (vector.extract(register, [], [i]) for register in registers)
-                offset = arith.muli(own, mgpu.c(4, i32))
-                to_score, to_number = (arith.addi(place, offset) for place in places)
-                limit = mgpu.c(chosen, i32)
-                _run(code, "r,r,r,f,r,r", own, limit, to_score, score, to_number, number)
+    @plgpu.inline_mgpu(arg_types=(row_layout(width), plgpu.RefType(), _SCALAR))
+    def send(_, values, ref, place):
+        base = arith.addi(_address(ref), arith.muli(place.registers.item(), _number(4 * width)))
 
-    put(scores, rank, column, best, at)  # pyright: ignore[reportCallIssue]
+        def put(value, at):
+            address = arith.addi(base, arith.muli(arith.index_cast(_i32(), at[0]), _number(4)))
+            for cta in range(parts):
+                _store(address, _number(cta), value, "b32", "r")
+
+        values.foreach(put)
+
+    send(values, to, place)  # pyright: ignore[reportCallIssue]
+
+
+def meet(parts: int) -> None:
+    """Wait for all CTAs of the cluster; their stores before are visible after."""
+    arrive(parts)
+    wait(parts)
+
+
+def arrive(parts: int) -> None:
+    """Say to the cluster that this CTA's stores before are done."""
+    if parts == 1:
+        return plgpu.commit_smem()
+    plgpu.inline_mgpu()(lambda _: _run("barrier.cluster.arrive.release.aligned;", "~{memory}"))()
+
+
+def wait(parts: int) -> None:
+    """Wait until all CTAs of the cluster have called `arrive`."""
+    if parts > 1:
+        plgpu.inline_mgpu()(lambda _: _run("barrier.cluster.wait.acquire.aligned;", "~{memory}"))()
+
+
+def _store(address, cta, value, kind: str, letter: str) -> None:
+    """Store a value of 32 bits at an address of shared memory in another CTA of the cluster."""
+    there = llvm.inline_asm(_i32(), [address, cta], "mapa.shared::cluster.u32 $0, $1, $2;", "=r,r,r")
+    _run(f"st.shared::cluster.{kind} [$0], $1;", f"r,{letter},~{{memory}}", there, value)
 
 
 def _run(code: str, constraints: str, *operands) -> None:
-    """Run PTX that reads and writes memory."""
-    constraints = ",".join(part for part in (constraints, "~{memory}") if part)
     llvm.inline_asm(ir.Type.parse("!llvm.void"), list(operands), code, constraints, has_side_effects=True)
+
+
+def _address(ref) -> ir.Value:
+    return llvm.ptrtoint(_i32(), mgpu.utils.memref_ptr(ref))
+
+
+def _number(value: int) -> ir.Value:
+    return mgpu.c(value, _i32())
+
+
+def _i32() -> ir.Type:
+    return ir.IntegerType.get_signless(32)

@@ -1,6 +1,8 @@
 """The kernel of a router: a part of the product in each CTA of a cluster, then a token's choice in each."""
 
 import dataclasses
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,16 +10,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gemm.router.exchange import put_ranked, send_sums
+from pallas_kernels.gemm.router.exchange import arrive, meet, send_sums, send_to_all, wait
 from pallas_kernels.gemm.router.limits import DEPTH, PARTS, TOKENS
 from pallas_kernels.gemm.router.reference import SMALLEST
+from pallas_kernels.gemm.router.sort import begins, count, list_tiles, write_rows
+from pallas_kernels.gemm.sorted_rows.form import Form, numbers
 from pallas_kernels.hopper.pdl import launch_next, wait_for_last
+from pallas_kernels.hopper.threads import LANES, row_layout, scatter
+from pallas_kernels.pointwise.quantize import api as quantize_api
 from pallas_kernels.pointwise.top_k.api import ordered
 
-LANES = 128  # threads of a CTA
-PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True)
 _AT_ONCE = 32  # scores that are read before the first of them is compared
-_NONE = -(2**31)  # below the keys of all experts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,16 +63,24 @@ class RouterForm:
     @property
     def layout(self):
         """Return the layout of a row of all experts."""
-        return plgpu.Layout.WG_STRIDED((self.wide,), self.wide // LANES)
+        return row_layout(self.wide)
 
 
 def run(
-    x_ref, w_ref, *refs, form: RouterForm, tokens: int, has_bias: bool, pdl: bool,
-    w_s, x_s, full, sums_s, keys_s, best_s, at_s,
+    *refs, form: RouterForm, tokens: int, has_bias: bool, sort: Form | None, pdl: bool,
+    w_s, x_s, full, sums_s, keys_s, best_s,
+    flags_s: Any = None, places_s: Any = None, warps_s: Any = None,
 ):  # fmt: skip
-    """Multiply this CTA's columns for the cluster's tokens, and choose the experts of its own tokens."""
-    *added, weights_ref, numbers_ref = refs
-    bias_ref, score_bias_ref = added[0] if has_bias else None, added[-1] if form.sigmoid else None
+    """Multiply this CTA's columns for the cluster's tokens, and choose the experts of its own tokens.
+
+    sort: the sort of all tokens, where one cluster has all of them; None: no sort.
+    """
+    refs = iter(refs)
+    used_ref = next(refs) if sort is not None and sort.padded else None
+    x_ref, w_ref = next(refs), next(refs)
+    bias_ref, score_bias_ref = next(refs) if has_bias else None, next(refs) if form.sigmoid else None
+    weights_ref, numbers_ref, *sorted_refs = refs
+    interpret = form.parts == 1
     launch_next(pdl)
     group = lax.axis_index("group")
     part = lax.axis_index("part") if form.parts > 1 else jnp.int32(0)
@@ -86,6 +97,12 @@ def run(
     copy(w_ref, pl.ds(jnp.int32(0), form.rows), w_s)
     wait_for_last(pdl)
     copy(x_ref, rows, x_s)
+    own = [group * form.tokens + part * form.own + i for i in range(form.own)]
+    kept = jnp.int32(tokens) if used_ref is None else jnp.minimum(used_ref[0], tokens)
+    # The rows arrive while the CTAs multiply.
+    ready = [
+        _row(x_ref, jnp.minimum(token, tokens - 1), len(sorted_refs) > 9) for token in own if sort is not None
+    ]
 
     def product(acc):
         @pl.loop(0, last - first)
@@ -98,60 +115,95 @@ def run(
 
     sums = pl.run_scoped(product, plgpu.ACC((form.rows, form.tokens), jnp.float32))
     send_sums(sums, sums_s, part, form.parts)
-    for i in range(form.own):
-        token = group * form.tokens + part * form.own + i
+    meet(form.parts)
+    found = []
+    for i, token in enumerate(own):
+        logits = plgpu.load(sums_s.at[0, i], layout=form.layout)
+        for other in range(1, form.parts):  # a fixed order: equal runs have equal bits
+            logits = logits + plgpu.load(sums_s.at[other, i], layout=form.layout)
+        if bias_ref is not None:
+            logits = logits + plgpu.load(bias_ref, layout=form.layout)
+        scores, rank = _rank(form, logits, score_bias_ref, keys_s)
+        found.append((scores, rank))
+        if sort is not None:
+            flags = jnp.where((rank < form.chosen) & (token < kept), 1, 0)
+            send_to_all(flags, flags_s, token, form.parts)
+    if sort is not None:
+        arrive(form.parts)
+    weights = [_weights(form, scores, rank, best_s, interpret) for scores, rank in found]
+    if sort is not None:
+        wait(form.parts)
+        places_ref, pairs_ref, *tile_refs = sorted_refs[:8]
+        to = [pairs_ref, *sorted_refs[8:]]
+        for token, (_, rank), (row, scale) in zip(own, found, ready, strict=True):
+            counts, earlier = count(sort, flags_s, token)
+            begun = begins(sort, counts, warps_s, interpret)
+            places = begun[1] + earlier
+            chosen = jnp.where(rank < form.chosen, 1, 0)
+            scatter(places_s, rank, places, chosen, interpret)
+            plgpu.commit_smem()
+            pl.when(token < kept)(functools.partial(write_rows, sort, token, places_s, row, scale, to))
+            pl.when(token == form.tokens - 1)(
+                functools.partial(list_tiles, sort, begun, tile_refs, interpret)
+            )
+
+            @pl.when(token < tokens)
+            def _(token=token, rank=rank, places=places, chosen=chosen):
+                places = jnp.where(token < kept, places, sort.length)
+                scatter(places_ref.at[token], rank, places, chosen, interpret)
+
+    # Stores to memory follow the waits, which would wait for them.
+    for token, (_, rank), weight in zip(own, found, weights, strict=True):
 
         @pl.when(token < tokens)
-        def _(i=i, token=token):
-            logits = plgpu.load(sums_s.at[0, i], layout=form.layout)
-            for other in range(1, form.parts):  # a fixed order: equal runs have equal bits
-                logits = logits + plgpu.load(sums_s.at[other, i], layout=form.layout)
-            if bias_ref is not None:
-                logits = logits + plgpu.load(bias_ref, layout=form.layout)
-            _choose(form, logits, score_bias_ref, keys_s, best_s, at_s)
-            weights = _weights(form, logits, best_s)
-            for choice, weight in enumerate(weights):
-                weights_ref[token, choice] = weight
-                numbers_ref[token, choice] = at_s[choice]
+        def _(token=token, rank=rank, weight=weight):
+            chosen = jnp.where(rank < form.chosen, 1, 0)
+            scatter(weights_ref.at[token], rank, weight, chosen, interpret)
+            scatter(numbers_ref.at[token], rank, numbers(form.wide), chosen, interpret)
 
 
-def _choose(form: RouterForm, logits: jax.Array, score_bias_ref, keys_s, best_s, at_s) -> None:
-    """Write the chosen experts and their scores, in the order of the choice, to shared memory."""
-    column = plgpu.broadcasted_iota(jnp.int32, (form.wide,), 0, layout=form.layout)
+def _row(x_ref, token, quantizes: bool):
+    """Return a row of x in float32 over its scale, and the scale; or the row and None."""
+    row = plgpu.load(x_ref.at[token], layout=quantize_api.layout_of(x_ref.shape[1]))
+    return quantize_api.scaled(row.astype(jnp.float32)) if quantizes else (row, None)
+
+
+def _rank(form: RouterForm, logits: jax.Array, score_bias_ref, keys_s) -> tuple[jax.Array, jax.Array]:
+    """Return the scores of a token's experts, and how many experts come before each expert."""
+    column = numbers(form.wide)
     scores = _sigmoid(logits) if form.sigmoid else logits
     ranked = scores if score_bias_ref is None else scores + plgpu.load(score_bias_ref, layout=form.layout)
     keys = ordered(ranked)
     keys_s[...] = keys
     plgpu.commit_smem()
+    below = keys - 1  # an equal key of an earlier expert is larger than this
 
     def compare(first, rank, number: int):
         for i, key in [(first + i, keys_s[first + i]) for i in range(number)]:
-            before = (key > keys) | ((key == keys) & (column > i))
-            rank = rank + jnp.where(before, 1, 0)
+            rank = rank + jnp.where(key > jnp.where(column > i, below, keys), 1, 0)
         return rank
 
     whole, rest = divmod(form.experts, _AT_ONCE)
     rank = lax.fori_loop(0, whole, lambda block, rank: compare(block * _AT_ONCE, rank, _AT_ONCE), column * 0)
     rank = compare(jnp.int32(whole * _AT_ONCE), rank, rest) if rest else rank
-    rank = jnp.where(column < form.experts, rank, LANES)
-    put_ranked(scores, rank, column, form.chosen, best_s, at_s, form.layout, form.parts == 1)
+    return scores, jnp.where(column < form.experts, rank, form.wide)
+
+
+def _weights(form: RouterForm, scores, rank, best_s, interpret: bool) -> jax.Array:
+    """Return the weight of each expert, if it is chosen."""
+    scatter(best_s, rank, scores, jnp.where(rank < form.chosen, 1, 0), interpret)
     plgpu.commit_smem()
-
-
-def _weights(form: RouterForm, logits: jax.Array, best_s) -> list[jax.Array]:
-    """Return the weights of the chosen experts."""
     best = [best_s[choice] for choice in range(form.chosen)]
     if form.sigmoid:
-        parts, total = best, sum(best[1:], best[0]) + SMALLEST
+        own, parts, extra = scores, best, SMALLEST
     else:
-        parts = [jnp.exp(score - best[0]) for score in best]
-        if form.normalized:
-            total = sum(parts[1:], parts[0])
-        else:
-            column = plgpu.broadcasted_iota(jnp.int32, (form.wide,), 0, layout=form.layout)
-            total = jnp.sum(jnp.where(column < form.experts, jnp.exp(logits - best[0]), 0.0))
-    factor = form.scale / total if form.normalized or not form.sigmoid else form.scale
-    return [part * factor for part in parts]
+        own, parts, extra = jnp.exp(scores - best[0]), [jnp.exp(score - best[0]) for score in best], 0.0
+    if form.normalized:
+        return own * (form.scale / (sum(parts[1:], parts[0]) + extra))
+    if form.sigmoid:
+        return own * form.scale
+    here = numbers(form.wide) < form.experts
+    return own * (form.scale / jnp.sum(jnp.where(here, own, 0.0)))
 
 
 def _sigmoid(x: jax.Array) -> jax.Array:

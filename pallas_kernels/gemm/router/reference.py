@@ -4,7 +4,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.gemm.grouped.groups import Groups
 from pallas_kernels.gemm.reference import gemm
+from pallas_kernels.gemm.sorted_rows.reference import sort_rows
 from pallas_kernels.pointwise.top_k.reference import top_k
 from pallas_kernels.quantized import Quantized
 
@@ -44,3 +46,21 @@ def route(
     if normalized:
         weights = weights / (weights.sum(-1, keepdims=True) + SMALLEST)
     return weights * scale, experts
+
+
+def route_and_sort(
+    x: Float[Array, "T D"],
+    w: Float[Array, "E D"],
+    bias: Float[Array, " E"] | None = None,
+    score_bias: Float[Array, " E"] | None = None,
+    *,
+    quantize: bool = False,
+    used: Int[Array, ""] | None = None,
+    **rule,
+) -> tuple[Float[Array, "T e"], Int[Array, "T e"], Groups, Float[Array, "M D"] | Quantized]:
+    """Return the results of `route`, and the groups and rows of `sort_rows` for these experts.
+
+    rule: the other arguments of `route`.
+    """
+    weights, experts = route(x, w, bias, score_bias, **rule)
+    return weights, experts, *sort_rows(x, experts, w.shape[0], quantize=quantize, used=used)

@@ -1,6 +1,7 @@
 """The router as one kernel chooses as product and choice do, where a model's rule lets it."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import paths
 import pytest
 
 from jaxflow.config import SigmoidRouter
-from jaxflow.model import ops
+from jaxflow.model import one_router, ops
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.op_registry import Context, Site
 from jaxflow.model.weights import dummy_weights
@@ -30,7 +31,7 @@ TOKENS = 5
     ],
 )
 def test_one_router_is_product_and_choice(name, change, one, monkeypatch):
-    monkeypatch.setattr(ops.router_limits, "supports", lambda *_: True)  # the weights are in float32
+    monkeypatch.setattr(one_router.limits, "supports", lambda *_: True)  # the weights are in float32
     config = open_checkpoint(str(paths.MODELS / name), load_format="dummy").model_config
     config, seen = dataclasses.replace(config, **change), []
 
@@ -52,9 +53,34 @@ def test_one_router_is_product_and_choice(name, change, one, monkeypatch):
     ("whole", "sms", "tokens"), [(False, None, TOKENS), (True, 64, TOKENS), (True, None, TOKENS - 1)]
 )
 def test_a_plan_that_cuts_tokens_or_bounds_sms_has_two_kernels(whole, sms, tokens, monkeypatch):
-    monkeypatch.setattr(ops.router_limits, "supports", lambda *_: True)
+    monkeypatch.setattr(one_router.limits, "supports", lambda *_: True)
     config = open_checkpoint(str(paths.MODELS / "tiny-qwen3_moe"), load_format="dummy").model_config
     w = dummy_weights(config, jnp.float32)["layers"][0]
     kernels = dataclasses.replace(REFERENCE, route=None, route_max_tokens=tokens)
     site = Site(Context(config, kernels, whole=whole, sms=sms), w)
     jax.eval_shape(lambda h: ops.router(site, h), jnp.zeros((TOKENS, config.hidden_size)))
+
+
+@pytest.mark.parametrize("name", ["tiny-qwen3_moe", "tiny-gpt_oss"])
+def test_rows_that_the_router_sorted_give_the_same_layer(name, monkeypatch):
+    for limit in ("supports", "supports_sort"):
+        monkeypatch.setattr(one_router.limits, limit, lambda *_: True)
+    config, seen = open_checkpoint(str(paths.MODELS / name), load_format="dummy").model_config, []
+
+    def route_and_sort(*given, **how):
+        seen.append("sorted")
+        return reference.route_and_sort(*given, **how)
+
+    def layer(c, h):
+        site = Site(c, w)
+        routing = ops.router(site, h)
+        return ops.expert_down(site, ops.expert_up_gate(site, h, routing), routing)
+
+    w = dummy_weights(config, jnp.float32)["layers"][0]
+    h = jnp.asarray(np.random.default_rng(0).normal(size=(TOKENS, config.hidden_size)), jnp.float32)
+    limits = {"route_max_tokens": TOKENS, "route_and_sort_max_tokens": TOKENS}
+    kernels = dataclasses.replace(REFERENCE, route_and_sort=route_and_sort, sort_rows=None, **limits)
+    got = jax.jit(functools.partial(layer, Context(config, kernels, whole=True)))(h)
+    want = jax.jit(functools.partial(layer, Context(config, REFERENCE, whole=True)))(h)
+    assert seen
+    np.testing.assert_array_equal(got, want)

@@ -11,8 +11,13 @@ from h200 import abstract, compile_for_h200, h200_mesh
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gemm.router import api, reference
+from pallas_kernels.gemm.sorted_rows.api import sort_by_xla
+from pallas_kernels.gemm.sorted_rows.gpu_check import used
+from pallas_kernels.pointwise.quantize.reference import quantize_rows
 
-interpreted = functools.partial(api.route, interpret=plgpu.InterpretGPUParams())
+interpreted, sorted_by_kernel = (
+    functools.partial(one, interpret=plgpu.InterpretGPUParams()) for one in (api.route, api.route_and_sort)
+)
 
 
 def drawn(tokens, experts, columns):
@@ -43,6 +48,28 @@ def test_the_kernel_equals_its_reference(tokens, experts, chosen, sigmoid, how):
     np.testing.assert_allclose(got[0], want[0], rtol=2e-6)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "experts", "chosen", "quantize", "kept"),
+    [(8, 128, 8, True, None), (3, 24, 3, False, None), (4, 136, 2, True, 3)],
+)
+def test_it_sorts_as_the_sort_of_its_choice(tokens, experts, chosen, quantize, kept):
+    x, w, *_ = drawn(tokens, experts, 512)
+    padding = {} if kept is None else {"used": jnp.int32(kept)}
+    weights, picked, *got = sorted_by_kernel(x, w, chosen=chosen, quantize=quantize, **padding)
+    want = reference.route(x, w, chosen=chosen)
+    np.testing.assert_array_equal(picked, want[1])
+    np.testing.assert_allclose(weights, want[0], rtol=2e-6)
+    groups, _ = sort_by_xla(x, picked, experts, **padding)
+    own = quantize_rows(x) if quantize else x
+    rows = jax.tree.map(lambda part: jnp.asarray(part)[groups.pairs // chosen], own)
+    for one, other in zip(used(*got), used(groups, rows), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert jax.tree.structure(got[0]) != jax.tree.structure(groups)  # counters of tiles
+    assert not got[0].arrived.any() and got[0].rows == groups.rows and got[0].partial == groups.partial
+    if kept is not None:
+        assert (np.asarray(got[0].places)[kept:] == len(groups.pairs)).all()
+
+
 def test_a_token_of_nan_goes_to_experts_that_there_are():
     x, w, *_ = drawn(2, 32, 512)
     weights, experts = interpreted(x.at[0, 3].set(jnp.nan), w, chosen=3)
@@ -57,17 +84,26 @@ def test_the_kernel_names_unsupported_arguments():
             api.route(*given, chosen=chosen)
 
 
-@pytest.mark.parametrize(("tokens", "experts", "columns", "chosen"), [(64, 128, 2048, 8), (1, 32, 2880, 4)])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "columns", "chosen", "how"),
+    [
+        (64, 128, 2048, 8, {}),
+        (1, 32, 2880, 4, {}),
+        (8, 128, 2048, 8, {"quantize": True}),
+        (1, 256, 2048, 8, {"quantize": False}),
+    ],
+)
 def test_for_the_h200_it_is_one_kernel_that_spills_nothing(
-    tmp_path, monkeypatch, tokens, experts, columns, chosen
+    tmp_path, monkeypatch, tokens, experts, columns, chosen, how
 ):
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
     shapes = [jax.ShapeDtypeStruct((rows, columns), jnp.bfloat16) for rows in (tokens, experts)]
-    compiled = compile_for_h200(functools.partial(api.route, chosen=chosen), *abstract(h200_mesh(), shapes))
-    assert [thunk.kind for thunk in compiled.thunks] == ["kCustomCall"]
+    one = functools.partial(api.route_and_sort if how else api.route, chosen=chosen, **how)
+    compiled = compile_for_h200(one, *abstract(h200_mesh(), shapes))
+    assert [thunk.kind for thunk in compiled.thunks].count("kCustomCall") == 1
     logs, ptx = (
         "".join(p.read_text(errors="replace") for p in tmp_path.glob(f"route*{end}"))
         for end in (".ptxas", ".ptx")
     )
     assert set(re.findall(r"(\d+) bytes spill", logs)) == {"0"}
-    assert "barrier.cluster.wait.acquire" in ptx
+    assert ptx.count("barrier.cluster.wait.acquire") == (2 if how else 1)
