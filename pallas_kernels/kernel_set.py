@@ -383,6 +383,7 @@ def _mosaic(m: Model, device: str) -> KernelSet:
     from pallas_kernels.gemm.grouped import api as grouped_gemm
     from pallas_kernels.gemm.router import api as router
     from pallas_kernels.hopper import ptxas_version
+    from pallas_kernels.hopper.row_parts import takes_row
     from pallas_kernels.pointwise.draw import api as draw
     from pallas_kernels.pointwise.norm import api as rms_norm
     from pallas_kernels.pointwise.quantize import api as quantize_rows
@@ -409,7 +410,9 @@ def _mosaic(m: Model, device: str) -> KernelSet:
         "grouped_gemm": {
             "grouped_gemm": grouped_gemm.grouped_gemm,
             "list_groups": grouped_gemm.list_groups,
-            "sort_rows": _sort_rows(card.sort_rows_max_tokens, card.sort_held_rows_max_tokens),
+            "sort_rows": _sort_rows(
+                card.sort_rows_max_tokens, card.sort_held_rows_max_tokens, card.rows_by_64
+            ),
             "expert_mlp": expert_mlp.expert_mlp,
             "few_expert_mlp": few_tokens.few_expert_mlp,
         },
@@ -505,7 +508,12 @@ def _mosaic(m: Model, device: str) -> KernelSet:
             m.kv_heads * queries * m.head_dim <= quantize_rows.WIDEST,
             f"of {m.head_dim} with {queries} query heads each, up to {quantize_rows.WIDEST} columns a device",
         ),
-        (("add_norm",), "hidden_size", m.hidden_size % 128 == 0, "multiples of 128"),
+        (
+            ("add_norm",),
+            "hidden_size",
+            m.hidden_size % 128 == 0 or (card.rows_by_64 and takes_row(m.hidden_size)),
+            "multiples of 128",
+        ),
     ]
     found = _assembled(MOSAIC, kernels, _unmet(m, limits))
     if _backend(found.add_norm) == "mosaic":
@@ -520,11 +528,12 @@ def _mosaic(m: Model, device: str) -> KernelSet:
 
 
 @functools.cache
-def _sort_rows(max_tokens: int, held_max_tokens: int) -> Callable:
+def _sort_rows(max_tokens: int, held_max_tokens: int, by_64: bool) -> Callable:
     """Return one function for the same limits, because JAX caches a tracing by the op's function."""
     from pallas_kernels.gemm.sorted_rows import api
 
-    return functools.partial(api.sort_rows, max_tokens=max_tokens, held_max_tokens=held_max_tokens)
+    limits = {"max_tokens": max_tokens, "held_max_tokens": held_max_tokens, "by_64": by_64}
+    return functools.partial(api.sort_rows, **limits)
 
 
 def _triton(m: Model, capability: str) -> KernelSet:

@@ -5,7 +5,8 @@ a copy.
 
 Prints one line per case. Errors are ‖kernel − reference‖ / ‖reference‖ with a float32 reference, on fresh
 random inputs. Slots are scattered, and some are outside the cache. Rates count the bytes that must move.
-Times are of one layer in a program of many layers, with rotating buffers. The norm that adds the rows of a
+Times are of one layer in a program of many layers, with rotating buffers. `check_by_64` checks norms of rows
+of an odd multiple of 64 columns. The norm that adds the rows of a
 mixture's experts has a script of its own, `pallas_kernels.pointwise.norm.gpu_check_rows`.
 """
 
@@ -259,6 +260,19 @@ def check_far_pages(rows, rng, dtype, tokens=100, kv=8, group=4, h=128):
     )
 
 
+def checks_by_64(rows):
+    """Check norms of rows whose width is an odd multiple of 64."""
+    rng = np.random.default_rng(time.time_ns())
+    for case in (
+        (1, 2880, 1, False, False),
+        (64, 2880, 1, False, False),
+        (2048, 2880, 0, False, True),
+        (300, 2880, 2, True, True),
+        (77, 192, 1, True, False),
+    ):
+        check_norm(rows, rng, *case)
+
+
 def checks(rows, share=(0, 1)):
     """Run all cases, or every n-th case from case i for share (i, n)."""
     rng = np.random.default_rng(time.time_ns())
@@ -445,6 +459,7 @@ if __name__ == "__main__":
         __doc__,
         {
             "check": lambda rows, share, _: checks(rows, share),
+            "check_by_64": lambda rows, *_: checks_by_64(rows),
             "time": lambda rows, _, seconds: times(rows, seconds),
         },
     )

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.cost import DEVICES
 from pallas_kernels import kernel_set
+from pallas_kernels.cards import default_card
 from pallas_kernels.gemm import api as gemm
 from pallas_kernels.gemm import reference
 from pallas_kernels.gemm.api import E4M3_BLOCKS, HopperGemm, Product, eligible_kernels, product_of
@@ -185,6 +186,14 @@ def test_other_devices_run_the_references(monkeypatch):
 )
 def test_only_the_unsupported_op_falls_back(change, place):
     assert places(of("llama-3.1-8b", "gpu", "9.0", **change)) == MOSAIC | place
+
+
+def test_a_figure_of_the_card_lets_kernels_take_rows_of_an_odd_multiple_of_64_columns(monkeypatch):
+    card = dataclasses.replace(default_card(), rows_by_64=True)
+    monkeypatch.setattr(kernel_set, "card_of", lambda _: card)
+    made = of("llama-3.1-8b", "gpu", "9.0", hidden_size=2880)
+    assert places(made) == MOSAIC and made.sort_rows.keywords["by_64"]  # type: ignore[attr-defined]
+    assert places(of("llama-3.1-8b", "gpu", "9.0", hidden_size=64))["add_norm"] == "reference"
 
 
 @pytest.mark.parametrize("model", FAMILIES.values(), ids=FAMILIES)

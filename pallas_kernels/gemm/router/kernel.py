@@ -14,7 +14,7 @@ from pallas_kernels.gemm.router.exchange import arrive, meet, send_sums, send_to
 from pallas_kernels.gemm.router.limits import DEPTH, PARTS, TOKENS
 from pallas_kernels.gemm.router.reference import SMALLEST
 from pallas_kernels.gemm.router.sort import begins, count, list_tiles, write_rows
-from pallas_kernels.gemm.sorted_rows.form import Form, numbers
+from pallas_kernels.gemm.sorted_rows.form import Form, numbers, read_row
 from pallas_kernels.hopper.pdl import launch_next, wait_for_last
 from pallas_kernels.hopper.threads import LANES, row_layout, scatter
 from pallas_kernels.pointwise.quantize import api as quantize_api
@@ -163,9 +163,9 @@ def run(
 
 
 def _row(x_ref, token, quantizes: bool):
-    """Return a row of x in float32 over its scale, and the scale; or the row and None."""
-    row = plgpu.load(x_ref.at[token], layout=quantize_api.layout_of(x_ref.shape[1]))
-    return quantize_api.scaled(row.astype(jnp.float32)) if quantizes else (row, None)
+    """Return the parts of a row of x in float32 over its scale, and the scale; or the parts and None."""
+    row = read_row(x_ref.at[token])
+    return quantize_api.scaled([part.astype(jnp.float32) for part in row]) if quantizes else (row, None)
 
 
 def _rank(form: RouterForm, logits: jax.Array, score_bias_ref, keys_s) -> tuple[jax.Array, jax.Array]:

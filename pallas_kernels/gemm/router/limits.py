@@ -27,5 +27,4 @@ def supports(tokens: int, w: Any, chosen: int) -> bool:
 
 def supports_sort(tokens: int, w: Any, chosen: int) -> bool:
     """Return whether the kernel also sorts the rows of x [tokens, D] by expert."""
-    even = w.shape[1] % 128 == 0 and w.shape[1] <= WIDEST
-    return supports(tokens, w, chosen) and tokens <= TOKENS and even
+    return supports(tokens, w, chosen) and tokens <= TOKENS and w.shape[1] <= WIDEST

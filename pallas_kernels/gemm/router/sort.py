@@ -6,7 +6,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gemm.sorted_rows.form import Form, numbers, sizes_of
+from pallas_kernels.gemm.sorted_rows.form import Form, numbers, sizes_of, write_parts
 from pallas_kernels.hopper.threads import row_layout, scatter, sums_before
 
 _TILES = 16  # bits of a packed number that hold rows; those above hold tiles
@@ -52,16 +52,16 @@ def list_tiles(form: Form, begun, refs, interpret: bool) -> None:
     count_ref[0] = total
 
 
-def write_rows(form: Form, token, places_s, row: jax.Array, scale, refs) -> None:
+def write_rows(form: Form, token, places_s, row: list[jax.Array], scale, refs) -> None:
     """Write a token's row to its places.
 
-    places_s: the places in the order of the choice. scale: of the row, or None. refs: pairs, rows and perhaps
-    scales.
+    places_s: the places in the order of the choice. row: its parts. scale: of the row, or None. refs: pairs,
+    rows and perhaps scales.
     """
     pairs_ref, rows_ref, *scale_refs = refs
     for choice in range(form.chosen):
         place = places_s[choice]
         pairs_ref[place] = token * form.chosen + choice
-        rows_ref.at[place][...] = row.astype(rows_ref.dtype)
+        write_parts(rows_ref.at[place], row)
         for ref in scale_refs:
             ref[place] = scale

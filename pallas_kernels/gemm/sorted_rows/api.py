@@ -20,6 +20,7 @@ from pallas_kernels.gemm.sorted_rows.counted import sort_counted
 from pallas_kernels.gemm.sorted_rows.few import sort_few
 from pallas_kernels.gemm.sorted_rows.form import LANES
 from pallas_kernels.hopper.limits import sms_of
+from pallas_kernels.hopper.row_parts import takes_row
 from pallas_kernels.pointwise.quantize import api as quantize_api
 from pallas_kernels.pointwise.quantize.reference import quantize_blocks
 from pallas_kernels.quantized import Quantized
@@ -29,14 +30,17 @@ MOST_COUNTED = 2048  # tokens that two kernels sort
 MOST_EXPERTS = 512  # 4 counts in a thread's registers
 
 
-def supports(tokens: int, chosen: int, num_experts: int, columns: int, most: int = MOST_TOKENS) -> bool:
+def supports(
+    tokens: int, chosen: int, num_experts: int, columns: int, most: int = MOST_TOKENS, by_64: bool = False
+) -> bool:
     """Return whether the kernels sort rows of so many columns. A tile has at most `TALLEST` rows.
 
-    most: the largest number of tokens.
+    most: the largest number of tokens. by_64: whether the columns may be an odd multiple of 64.
     """
+    whole = columns % LANES == 0 or (by_64 and takes_row(columns))
     few = 0 < tokens <= most and 0 < chosen <= num_experts <= MOST_EXPERTS
     low = tokens * chosen <= TALLEST * num_experts
-    return few and low and columns % LANES == 0 and 0 < columns <= quantize_api.WIDEST
+    return few and low and whole and 0 < columns <= quantize_api.WIDEST
 
 
 def sort_rows(
@@ -51,6 +55,7 @@ def sort_rows(
     sms: int | None = None,
     max_tokens: int = MOST_TOKENS,
     held_max_tokens: int = 0,
+    by_64: bool = False,
     interpret=None,
 ) -> tuple[Groups, jax.Array | Quantized]:
     """Return the groups of a routing, and the row of x for each row of the groups.
@@ -60,7 +65,7 @@ def sort_rows(
     is False, and of more tokens than a kernel may sort. Unused rows, pairs and tiles are undefined.
 
     Args:
-      x: [T, D] bfloat16, D a multiple of 128 up to 16,384 with `quantize`.
+      x: [T, D] bfloat16, D a multiple of 128 up to 16,384 with `quantize`; or of 64 with `by_64`.
       experts: [T, e] int32, the chosen experts of each token, all different. num_experts: of the model.
       quantize: return the rows in e4m3 with a scale [M] for each row.
       blocks: return the rows in e4m3 with a scale [M, D / 128] for each 128 columns; not with `quantize`. XLA
@@ -70,6 +75,7 @@ def sort_rows(
       sms: the number of CTAs as a number of SMs, 1 to 132; default: all.
       max_tokens, held_max_tokens: the largest steps that kernels sort, without and with `held`. Up to
         `MOST_COUNTED`, and with `blocks` up to `MOST_TOKENS`.
+      by_64: whether kernels sort rows of an odd multiple of 64 columns from 192 on, without `blocks`.
     Raises:
       ValueError: for a shape, dtype or sms outside the limits.
     """
@@ -78,7 +84,7 @@ def sort_rows(
         given = f"x {x.dtype}{list(x.shape)}, experts {list(experts.shape)}"
         raise ValueError(f"{given}: accepted are bfloat16 [T, D] and the experts of T tokens")
     most = min(max_tokens if held is None else held_max_tokens, MOST_TOKENS if blocks else MOST_COUNTED)
-    if not supports(tokens, chosen, num_experts, columns, most):
+    if not supports(tokens, chosen, num_experts, columns, most, by_64 and not blocks):
         return sort_by_xla(
             x,
             experts,

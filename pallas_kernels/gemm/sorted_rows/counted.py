@@ -26,9 +26,11 @@ from pallas_kernels.gemm.sorted_rows.form import (
     numbers,
     own_expert,
     read_limits,
+    read_row,
     results_of,
     sizes_of,
     tiles_from,
+    write_parts,
 )
 from pallas_kernels.pointwise.quantize import api as quantize_api
 
@@ -132,10 +134,10 @@ def _place(*refs, form: Form, block: int, together: int, ctas: int, sizes_s, pla
                 count_ref[0] = count
 
         def write_row(at):
-            row = plgpu.load(x_ref.at[at], layout=quantize_api.layout_of(x_ref.shape[1]))
+            row = read_row(x_ref.at[at])
             scale = None
             if scale_refs:
-                row, scale = quantize_api.scaled(row.astype(jnp.float32))
+                row, scale = quantize_api.scaled([part.astype(jnp.float32) for part in row])
             for choice in range(form.chosen):
                 own = _own(form, experts_ref, at, choice, stop, first)
                 place = jnp.where(own < 0, form.length, places_s[jnp.maximum(own, 0)])
@@ -143,7 +145,7 @@ def _place(*refs, form: Form, block: int, together: int, ctas: int, sizes_s, pla
 
                 def write(place=place, choice=choice):
                     pairs_ref[place] = at * form.chosen + choice
-                    rows_ref.at[place][...] = row.astype(rows_ref.dtype)
+                    write_parts(rows_ref.at[place], row)
                     for ref in scale_refs:
                         ref[place] = scale
 

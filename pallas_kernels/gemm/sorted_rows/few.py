@@ -24,9 +24,11 @@ from pallas_kernels.gemm.sorted_rows.form import (
     numbers,
     own_expert,
     read_limits,
+    read_row,
     results_of,
     sizes_of,
     tiles_from,
+    write_parts,
 )
 from pallas_kernels.pointwise.quantize import api as quantize_api
 
@@ -89,19 +91,19 @@ def _sort(*refs, form: Form, ctas: int, sizes_s):
                 count_ref[0] = count
 
         def sort_token(token):
-            row = plgpu.load(x_ref.at[token], layout=quantize_api.layout_of(x_ref.shape[1]))
+            row = read_row(x_ref.at[token])
             scale = None
             counts, earlier = _count(form, experts_ref, token, used, first)
             expert, sizes = numbers(form.wide), sizes_of(counts)
             if scale_refs:
-                row, scale = quantize_api.scaled(row.astype(jnp.float32))
+                row, scale = quantize_api.scaled([part.astype(jnp.float32) for part in row])
 
             def write(own, choice):
                 before = jnp.where(expert < own, sizes, jnp.where(expert == own, earlier, 0))
                 place = jnp.sum(before)
                 places_ref[token, choice] = place
                 pairs_ref[place] = token * form.chosen + choice
-                rows_ref.at[place][...] = row.astype(rows_ref.dtype)
+                write_parts(rows_ref.at[place], row)
                 for ref in scale_refs:
                     ref[place] = scale
 

@@ -10,6 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gemm.grouped.groups import Groups, HeldExperts, most_rows_and_tiles
 from pallas_kernels.gemm.grouped.tiles import ALIGN, tile_rows
+from pallas_kernels.hopper.row_parts import row_parts
 
 LANES = 128  # threads of a CTA
 PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True)
@@ -120,6 +121,17 @@ def groups_of(form: Form, listed) -> Groups:
         partial=form.padded or form.held,
         arrived=arrived,
     )
+
+
+def read_row(ref):
+    """Return the parts of a row [D] in a warpgroup's registers (`pallas_kernels.hopper.row_parts`)."""
+    return [plgpu.load(ref.at[part.columns], layout=part.layout) for part in row_parts(ref.shape[0])]
+
+
+def write_parts(ref, parts) -> None:
+    """Write the parts of a row [D] in the dtype of ref."""
+    for part, values in zip(row_parts(ref.shape[0]), parts, strict=True):
+        ref.at[part.columns][...] = values.astype(ref.dtype)
 
 
 def numbers(width: int, first=0):

@@ -3,7 +3,8 @@
     python -m pallas_kernels.gemm.sorted_rows.gpu_check [--seconds 0.6] [--only NAMES] [--json FILE]
 
 All integers are equal, and so are all bits of the rows. Skewed routings leave experts without a
-token, or give them several tiles. `check` compares, and `time` times the sort. `padding` times the sort and
+token, or give them several tiles. `check` compares, and `time` times the sort. `check_by_64` compares rows of
+an odd multiple of 64 columns. `padding` times the sort and
 both products of Qwen3-30B-A3B's experts in e4m3 for one token in a step of 8 rows. Once the other rows have
 experts of their own, and once they have none.
 
@@ -65,7 +66,7 @@ def check(rows, rng, tokens, experts, chosen, columns, quantize, zipf=0.0, sms=N
                 *xs[:2], experts, quantize=quantize, sms=sms, used=None if kept is None else xs[2]
             )
         )
-        for sort in (api.sort_rows, api.sort_by_xla)
+        for sort in (functools.partial(api.sort_rows, by_64=True), api.sort_by_xla)
     )
     if kept is not None:
         given = (*given, jnp.int32(kept))
@@ -99,6 +100,16 @@ def checks(rows):
         case(8, 128, 8, 2048, True, kept=kept)
     case(64, 128, 8, 2048, False, kept=33)
     case(128, 256, 8, 7168, True, zipf=1.2, kept=65)
+
+
+def checks_by_64(rows):
+    """Compare sorts of rows whose width is an odd multiple of 64."""
+    case = functools.partial(check, rows, np.random.default_rng(time.time_ns()))
+    experts, chosen, columns = MODELS["gpt-oss-20b"]
+    for tokens, kept in ((1, None), (8, 1), (8, 8), (64, 64), (64, 33), (128, None), (300, 290)):
+        case(tokens, experts, chosen, columns, False, kept=kept)
+    case(64, experts, chosen, columns, True, zipf=1.2)
+    case(33, 6, 2, 192, True)
 
 
 LARGER = (  # tokens, experts, experts per token, columns, quantize, devices
@@ -236,6 +247,7 @@ if __name__ == "__main__":
         __doc__,
         {
             "check": lambda rows, *_: checks(rows),
+            "check_by_64": lambda rows, *_: checks_by_64(rows),
             "time": lambda rows, _, seconds: timings(rows, seconds),
             "check_larger": lambda rows, *_: check_larger(rows),
             "larger": lambda rows, _, seconds: larger_timings(rows, seconds),

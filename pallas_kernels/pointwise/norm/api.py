@@ -3,7 +3,8 @@ to e4m3.
 
 A row belongs to one warpgroup. It stays in registers between the sum, its statistics and the normed values,
 so that x and y are read once and the sum and the norm are written once. A CTA is one warpgroup, and an SM
-runs many: some wait for memory while others compute.
+runs many: some wait for memory while others compute. A row whose width is not a multiple of 128 has two parts
+(`pallas_kernels.hopper.row_parts`).
 """
 
 import functools
@@ -16,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.limits import sms_of
 from pallas_kernels.hopper.pdl import launch_next, wait_for_last
+from pallas_kernels.hopper.row_parts import row_parts, takes_row
 from pallas_kernels.pointwise.norm.weighted_rows import WeightedRows
 from pallas_kernels.quantized import Quantized
 
@@ -41,8 +43,8 @@ def add_norm(
     """Return (x + y, its norm), as `pallas_kernels.pointwise.norm.reference.add_norm` does.
 
     Args:
-      x, y: [T, D] bfloat16, D a multiple of 128; y None: nothing to add. Or y is a weighted sum of rows in
-        bfloat16, without `other`. The kernel then reads these rows.
+      x, y: [T, D] bfloat16, D a multiple of 128, or of 64 from 192 on; y None: nothing to add. Or y
+        is a weighted sum of rows in bfloat16, without `other`. The kernel then reads these rows.
       other: like y, and added to y first, with rounding.
       weight, bias: [D] bfloat16 or float32. With a bias the norm is LayerNorm, without RMSNorm, which
         scales by offset + weight.
@@ -61,15 +63,15 @@ def add_norm(
     if terms is not None:
         _check_terms(x, terms, other)
     elif (
-        d % 128
+        not takes_row(d)
         or x.dtype != jnp.bfloat16
         or any((v.shape, v.dtype) != (x.shape, x.dtype) for v in rows)
         or (y is None and len(rows) > 1)
     ):
         given = [f"{v.dtype}{list(v.shape)}" for v in rows]
         raise ValueError(
-            f"x, y and other are {given}: accepted are equal arrays, bfloat16 [T, D], D a multiple of 128; "
-            "other only with y"
+            f"x, y and other are {given}: accepted are equal arrays, bfloat16 [T, D], D a multiple of 128, "
+            "or of 64 from 192 on; other only with y"
         )
     row = jax.ShapeDtypeStruct((t, d), x.dtype)
     normed = (
@@ -115,14 +117,14 @@ def _check_terms(x: jax.Array, terms: WeightedRows, other: jax.Array | None) -> 
     wanted = [jnp.bfloat16, jnp.bfloat16, jnp.float32, jnp.int32]
     if (
         other is not None
-        or x.shape[1] % 128
+        or not takes_row(x.shape[1])
         or kinds != wanted
         or shapes != (x.shape[1], terms.weights.shape, x.shape[0])
     ):
         given = [f"{v.dtype}{list(v.shape)}" for v in (x, terms.rows, terms.weights, terms.places)]
         raise ValueError(
             f"x, rows, weights and places are {given}: accepted are bfloat16 [T, D] and [M, D], D a multiple "
-            "of 128, float32 [T, e] and int32 [T, e], without other"
+            "of 128, or of 64 from 192 on, float32 [T, e] and int32 [T, e], without other"
         )
 
 
@@ -136,14 +138,27 @@ def _rows(*refs, adds, terms, centres, quantizes, eps, offset, ctas, pdl):
     sum_ref, h_ref = next(refs) if adds or terms else None, next(refs)
     scale_ref = next(refs) if quantizes else None
     t, d = x_ref.shape
-    vector = next(v for v in (8, 4, 2, 1) if d % (128 * v) == 0)  # elements of one load, up to 16 bytes
-    layout = plgpu.Layout.WG_STRIDED((d,), vector)
+    parts = row_parts(d)
 
     def read(ref):
-        return plgpu.load(ref, layout=layout).astype(jnp.float32)
+        """Return the parts of a row in float32."""
+        return [plgpu.load(ref.at[p.columns], layout=p.layout).astype(jnp.float32) for p in parts]
+
+    def write(ref, row):
+        for part, values in zip(parts, row, strict=True):
+            ref.at[part.columns][...] = values
+
+    def total_of(row):
+        """Return the sum of a row's columns, each once."""
+        first, *others = row
+        total = jnp.sum(first)
+        for part, values in zip(parts[1:], others, strict=True):
+            column = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=part.layout)
+            total = total + jnp.sum(jnp.where(column >= part.again, values, 0.0))
+        return total
 
     def factors():
-        return read(weight_ref), read(bias_ref) if bias_ref is not None else None
+        return read(weight_ref), read(bias_ref) if bias_ref is not None else []
 
     known = factors() if pdl else None
     wait_for_last(pdl)
@@ -156,11 +171,15 @@ def _rows(*refs, adds, terms, centres, quantizes, eps, offset, ctas, pdl):
         # A term that adds nothing takes row 0, because a row that no token has may be NaN.
         places = [jnp.where(at < number, at, 0) for at, _ in given]
         shares = [jnp.where(at < number, share, 0.0) for at, share in given]
-        parts = [plgpu.load(terms_ref.at[at], layout=layout) for at in places]
-        total = parts[0].astype(jnp.float32) * shares[0]
-        for share, part in zip(shares[1:], parts[1:], strict=True):
-            total = total + part.astype(jnp.float32) * share
-        return total.astype(terms_ref.dtype).astype(jnp.float32)
+        rows = [[plgpu.load(terms_ref.at[at, p.columns], layout=p.layout) for p in parts] for at in places]
+
+        def added(values):
+            total = values[0].astype(jnp.float32) * shares[0]
+            for share, value in zip(shares[1:], values[1:], strict=True):
+                total = total + value.astype(jnp.float32) * share
+            return total.astype(terms_ref.dtype).astype(jnp.float32)
+
+        return [added(values) for values in zip(*rows, strict=True)]
 
     def norm(row):
         x = read(x_ref.at[row])
@@ -168,23 +187,25 @@ def _rows(*refs, adds, terms, centres, quantizes, eps, offset, ctas, pdl):
         if sum_ref is not None:
             y, *others = [weighted(row)] if terms else [read(ref.at[row]) for ref in added]
             for other in others:
-                y = (y + other).astype(sum_ref.dtype).astype(jnp.float32)
-            total = (x + y).astype(sum_ref.dtype)
-            sum_ref.at[row][...] = total
-            x = total.astype(jnp.float32)
-        if bias is not None:
-            x = x - jnp.sum(x) * (1.0 / d)
-        h = (
-            x
-            * lax.rsqrt(jnp.sum(x * x) * (1.0 / d) + eps)
-            * (weight if bias is not None or not offset else weight + offset)
-        )
-        if bias is not None:
-            h = h + bias
+                y = [(a + b).astype(sum_ref.dtype).astype(jnp.float32) for a, b in zip(y, other, strict=True)]
+            total = [(a + b).astype(sum_ref.dtype) for a, b in zip(x, y, strict=True)]
+            write(sum_ref.at[row], total)
+            x = [one.astype(jnp.float32) for one in total]
+        if centres:
+            mean = total_of(x) * (1.0 / d)
+            x = [one - mean for one in x]
+        inverse = lax.rsqrt(total_of([one * one for one in x]) * (1.0 / d) + eps)
+        h = [
+            one * inverse * (factor if centres or not offset else factor + offset)
+            for one, factor in zip(x, weight, strict=True)
+        ]
+        if centres:
+            h = [one + shift for one, shift in zip(h, bias, strict=True)]
         if scale_ref is not None:
-            scale = jnp.maximum(jnp.max(jnp.abs(h)), _SMALLEST) * (1.0 / _E4M3_MAX)
+            top = functools.reduce(jnp.maximum, [jnp.max(jnp.abs(one)) for one in h])
+            scale = jnp.maximum(top, _SMALLEST) * (1.0 / _E4M3_MAX)
             scale_ref[row] = scale
-            h = h * (1.0 / scale)
-        h_ref.at[row][...] = h.astype(h_ref.dtype)
+            h = [one * (1.0 / scale) for one in h]
+        write(h_ref.at[row], [one.astype(h_ref.dtype) for one in h])
 
     pl.loop(lax.axis_index("cta"), t, step=ctas)(norm)

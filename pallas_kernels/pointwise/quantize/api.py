@@ -14,6 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.limits import sms_of
 from pallas_kernels.hopper.pdl import launch_next, wait_for_last
+from pallas_kernels.hopper.row_parts import row_parts, takes_row
 from pallas_kernels.quantized import Quantized
 
 _PER_SM = 12  # CTAs for each SM; the registers of a row limit how many run at once
@@ -36,7 +37,7 @@ def quantize_rows(
     `pallas_kernels.pointwise.quantize.reference.quantize_rows` does.
 
     Args:
-      x: [M, C] bfloat16, C a multiple of 128, at most 16,384.
+      x: [M, C] bfloat16, C a multiple of 128, or of 64 from 192 on, at most 16,384.
       top, top_rows: an array like x, and an int32; both or none. x's row 0 is row `start` of a longer
         array, and the first `top_rows` rows of this longer array come from top instead of x.
       sms: the number of CTAs as a number of SMs, 1 to 132; default: all.
@@ -47,9 +48,10 @@ def quantize_rows(
       ValueError: for a shape, dtype or sms outside the limits.
     """
     m, c = x.shape
-    if x.dtype != jnp.bfloat16 or c % 128 or not 0 < c <= WIDEST:
+    if x.dtype != jnp.bfloat16 or not takes_row(c) or c > WIDEST:
         raise ValueError(
-            f"x {x.dtype}{list(x.shape)}: accepted is bfloat16 [M, C], C a multiple of 128 up to {WIDEST}"
+            f"x {x.dtype}{list(x.shape)}: accepted is bfloat16 [M, C], C a multiple of 128 up to {WIDEST}, "
+            "or of 64 from 192 on"
         )
     if (top is None) != (top_rows is None) or (
         top is not None and (top.shape, top.dtype) != (x.shape, x.dtype)
@@ -80,11 +82,13 @@ def _rows(x_ref, *refs, start, ctas, pdl):
     wait_for_last(pdl)
     *tops, values_ref, scale_ref = refs
     m, c = x_ref.shape
+    parts = row_parts(c)
 
     def quantize(row, ref):
-        x = plgpu.load(ref.at[row], layout=layout_of(c)).astype(jnp.float32)
-        values, scale_ref[row] = scaled(x)
-        values_ref.at[row][...] = values.astype(values_ref.dtype)
+        loaded = [plgpu.load(ref.at[row, part.columns], layout=part.layout) for part in parts]
+        found, scale_ref[row] = scaled([x.astype(jnp.float32) for x in loaded])
+        for part, values in zip(parts, found, strict=True):
+            values_ref.at[row, part.columns][...] = values.astype(values_ref.dtype)
 
     @pl.loop(lax.axis_index("cta"), m, step=ctas)
     def _(row):
@@ -95,13 +99,11 @@ def _rows(x_ref, *refs, start, ctas, pdl):
         pl.when(row >= top_rows)(lambda: quantize(row, x_ref))
 
 
-def layout_of(columns: int):
-    """Return the layout of a row of `columns` numbers of 16 bits in a warpgroup's registers."""
-    vector = next(v for v in (8, 4, 2, 1) if columns % (128 * v) == 0)  # elements of one load, up to 16 bytes
-    return plgpu.Layout.WG_STRIDED((columns,), vector)
+def scaled(parts: list[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
+    """Return a row of float32 in a warpgroup's registers divided by its scale, for e4m3, and the scale.
 
-
-def scaled(row: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return a row of float32 in a warpgroup's registers divided by its scale, for e4m3, and the scale."""
-    scale = jnp.maximum(jnp.max(jnp.abs(row)), _SMALLEST) * (1.0 / _E4M3_MAX)
-    return row * (1.0 / scale), scale
+    parts: all columns of the row (`pallas_kernels.hopper.row_parts`).
+    """
+    top = functools.reduce(jnp.maximum, [jnp.max(jnp.abs(part)) for part in parts])
+    scale = jnp.maximum(top, _SMALLEST) * (1.0 / _E4M3_MAX)
+    return [part * (1.0 / scale) for part in parts], scale

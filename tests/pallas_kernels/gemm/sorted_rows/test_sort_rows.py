@@ -37,8 +37,8 @@ def by_pair(sorted_rows) -> list[np.ndarray]:
 @pytest.mark.parametrize("quantize", [False, True])
 def test_the_kernel_gives_the_groups_and_the_bits_of_the_reference(tokens, experts, chosen, zipf, quantize):
     """Test one token, experts that do not fill the threads, and experts with several tiles, on few CTAs."""
-    x, picked = given(tokens, experts, chosen, 256 if tokens == 9 else 128, zipf)
-    got = interpreted(x, picked, experts, quantize=quantize, sms=1)
+    x, picked = given(tokens, experts, chosen, 320 if tokens == 9 else 128, zipf)
+    got = interpreted(x, picked, experts, quantize=quantize, sms=1, by_64=tokens == 9)
     groups = api.sort_by_xla(x, picked, experts)[0]
     want = quantize_rows(x) if quantize else x
     rows = jax.tree.map(lambda part: jnp.asarray(part)[groups.pairs // chosen], want)
