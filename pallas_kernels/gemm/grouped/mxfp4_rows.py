@@ -168,9 +168,13 @@ def _multiply(
     def _():
         plgpu.set_max_registers(_COPY_REGISTERS, action="decrease")
 
-        def copy(i, changes):
+        def copy(i, carried):
+            changes, expert, start = carried
             of_tile, column, begins, _ = item(i)
-            row = experts_ref[of_tile] * (n // ROWS) + column * 4 * tile.blocks
+            expert, start = lax.cond(
+                begins, lambda: (experts_ref[of_tile], starts_ref[of_tile]), lambda: (expert, start)
+            )
+            row = expert * (n // ROWS) + column * 4 * tile.blocks
 
             def copy_weight(turn, _):
                 step = i * turns + turn
@@ -205,15 +209,15 @@ def _multiply(
                     def _(turn, g=g):
                         part, width = turn * wgs + g, COLUMNS * tile.chunks
                         plgpu.copy_gmem_to_smem(
-                            x_ref.at[pl.ds(starts_ref[of_tile], tile.rows), pl.ds(part * width, width)],
+                            x_ref.at[pl.ds(start, tile.rows), pl.ds(part * width, width)],
                             x_s.at[part],
                             x_full.at[g],
                         )
 
             lax.fori_loop(early, turns, copy_weight, None)
-            return changes + begins.astype(jnp.int32)
+            return changes + begins.astype(jnp.int32), expert, start
 
-        changes = lax.fori_loop(0, mine, copy, jnp.int32(0))
+        changes = lax.fori_loop(0, mine, copy, (jnp.int32(0),) * 3)[0]
 
         for g in range(wgs):  # the interpreter reports an arrival without a wait
 
@@ -230,8 +234,9 @@ def _multiply(
         plgpu.set_max_registers(tile.registers(), action="increase")
         shape = (64 * tile.blocks, tile.rows)
 
-        def one(i, _):
+        def one(i, carried):
             of_tile, column, begins, ends = item(i)
+            start, stop = lax.cond(begins, lambda: (starts_ref[of_tile], ends_ref[of_tile]), lambda: carried)
 
             @pl.when(begins)
             def _():
@@ -253,7 +258,6 @@ def _multiply(
                 plgpu.barrier_arrive(x_empty.at[wg])
 
             def finish(y):
-                start, stop = starts_ref[of_tile], ends_ref[of_tile]
                 to = column * 64 * tile.blocks
 
                 def finished(token, count):
@@ -265,7 +269,7 @@ def _multiply(
 
             if wgs == 1:
                 finish(y)
-                return
+                return start, stop
             finisher = lax.rem(i, jnp.int32(wgs))
 
             @pl.when(wg != finisher)
@@ -287,7 +291,9 @@ def _multiply(
                     plgpu.barrier_arrive(sums_empty.at[which])
                 finish(total)
 
-        lax.fori_loop(0, mine, one, None)
+            return start, stop
+
+        lax.fori_loop(0, mine, one, (jnp.int32(0),) * 2)
         if wgs > 1:
 
             @pl.when((mine > 1) | ((mine == 1) & (wg > 0)))
