@@ -13,6 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxflow.parallel.mesh import TP, sharded
 from pallas_kernels.gemm.block_fp8_format import quantize_block_fp8
 from pallas_kernels.gemm.grouped.int4_format import join_factors, quantize_experts
+from pallas_kernels.gemm.grouped.mxfp4_blocks import to_blocks
 from pallas_kernels.gemm.grouped.mxfp4_format import quantize_mxfp4
 from pallas_kernels.gemm.int4.reference import nearest_levels, nearest_to_zero_point, pack, quantize_int4
 from pallas_kernels.pointwise.quantize.reference import quantize_rows
@@ -25,6 +26,7 @@ from pallas_kernels.quantized import (
     ExpertInt4,
     Int4,
     Mxfp4,
+    Mxfp4Blocks,
     Quantized,
 )
 
@@ -34,6 +36,7 @@ QUANTIZED_EXPERTS = ("expert_up_gate", "expert_down")  # the matrices of experts
 _ALL = (*QUANTIZED, *QUANTIZED_EXPERTS)
 FP8_PER_BLOCK = "fp8_per_block"
 INT4_ZERO_POINT = "int4_zero_point"  # int4 with zero points, as in checkpoints of AWQ and GPTQ
+MXFP4_IN_BLOCKS = "mxfp4 in blocks"  # the format of an `mxfp4` leaf in the order of tensor cores
 INT4 = ("int4", INT4_ZERO_POINT)
 AFFECTED = {
     "fp8": _ALL,
@@ -92,6 +95,7 @@ class Leaf:
       scale: the scales of the rows or the blocks in an e4m3 checkpoint. Or the scales and the zero points of
         a checkpoint in 4 bits, by the names of the weights.
       whole_experts: the first axis counts experts, and each device holds some of them whole.
+      in_blocks: `mxfp4` makes an `Mxfp4Blocks` instead.
       stored: the bytes and the scales of an `Mxfp4`, by the names of a checkpoint in MXFP4.
       over_ranks: the axes of these devices, of data-parallel ranks; None for one rank.
     """
@@ -105,6 +109,7 @@ class Leaf:
     filled: tuple[int, ...] | None = None
     scale: "Leaf | None" = None
     whole_experts: bool = False
+    in_blocks: bool = False
     stored: "tuple[Leaf, Leaf] | None" = None
     over_ranks: str | tuple[str, str] | None = None
     gate_block: int | None = None
@@ -121,7 +126,12 @@ class Leaf:
     @property
     def specs(self) -> Any:
         """Return the `PartitionSpec` of each array that stands in the leaf's place."""
-        return _specs(self.spec, self.quantization, len(self.shape))
+        return _specs(self.spec, self.format, len(self.shape))
+
+    @property
+    def format(self) -> str | None:
+        """Return the name of the format of the arrays: `quantization`, or `MXFP4_IN_BLOCKS`."""
+        return MXFP4_IN_BLOCKS if self.in_blocks else self.quantization
 
     def struct(self, dtype: Any) -> Any:
         """Return the shape and dtype of each array that stands in the leaf's place."""
@@ -141,7 +151,8 @@ class Leaf:
             return Int4(packed, struct((n, groups), jnp.bfloat16), struct((n, groups), zero))
         if self.quantization == "mxfp4":
             *rows, k = self.shape
-            return Mxfp4(*(struct((*rows, k // per), jnp.uint8) for per in (2, MXFP4_GROUP)))
+            packed = Mxfp4(*(struct((*rows, k // per), jnp.uint8) for per in (2, MXFP4_GROUP)))
+            return jax.eval_shape(to_blocks, packed) if self.in_blocks else packed
         return struct(self.shape, self.dtype(dtype))
 
     def dtype(self, model: Any) -> Any:
@@ -158,6 +169,8 @@ def _specs(spec: Any, quantization: str | None, rank: int) -> Any:
         return Quantized(spec, PartitionSpec(*spec[: rank - 1]))  # pyright: ignore[reportArgumentType]
     if quantization == "mxfp4":
         return Mxfp4(spec, spec)
+    if quantization == MXFP4_IN_BLOCKS:
+        return Mxfp4Blocks(spec)
     if quantization == FP8_PER_BLOCK:
         return BlockFp8(spec, spec)
     if quantization in INT4 and rank == 3:
@@ -174,7 +187,9 @@ def _quantize(quantization: str, rank: int, gate_block: int | None) -> Callable[
         nearest = nearest_levels if quantization == "int4" else nearest_to_zero_point
         return functools.partial(quantize_int4 if rank == 2 else quantize_experts, nearest=nearest)
     blocks = functools.partial(quantize_block_fp8, gate_block=gate_block)
-    return {"fp8": quantize_rows, "mxfp4": quantize_mxfp4, FP8_PER_BLOCK: blocks}[quantization]
+    in_blocks = lambda array: to_blocks(quantize_mxfp4(array))
+    mxfp4 = {"mxfp4": quantize_mxfp4, MXFP4_IN_BLOCKS: in_blocks}
+    return ({"fp8": quantize_rows, FP8_PER_BLOCK: blocks} | mxfp4)[quantization]
 
 
 def assemble(leaf: Leaf, read: Callable[[str], np.ndarray], dtype: Any) -> np.ndarray:
@@ -265,10 +280,10 @@ def shard_maker(
 
 def quantize_leaf(
     leaf: Leaf, array: jax.Array, mesh: Mesh | None
-) -> Quantized | Int4 | Mxfp4 | ExpertInt4 | BlockFp8:
+) -> Quantized | Int4 | Mxfp4 | Mxfp4Blocks | ExpertInt4 | BlockFp8:
     """Return a leaf's unquantized array in quantized form, computed on the devices that hold it."""
-    assert leaf.quantization is not None
-    return _quantize_placed(leaf.spec, leaf.quantization, len(leaf.shape), leaf.gate_block, mesh)(array)
+    assert leaf.format is not None
+    return _quantize_placed(leaf.spec, leaf.format, len(leaf.shape), leaf.gate_block, mesh)(array)
 
 
 def pack_leaf(
@@ -281,6 +296,17 @@ def pack_leaf(
     """
     assert leaf.quantization == INT4_ZERO_POINT
     return _pack_placed(leaf.spec, len(leaf.shape), mesh)(codes, scale, zero_point)
+
+
+def blocks_of_leaf(leaf: Leaf, experts: Mxfp4, mesh: Mesh | None) -> Mxfp4 | Mxfp4Blocks:
+    """Return experts as the leaf has them, on the devices that hold them."""
+    return _blocks_placed(leaf.spec, mesh)(experts) if leaf.in_blocks else experts
+
+
+@functools.cache
+def _blocks_placed(spec: PartitionSpec, mesh: Mesh | None) -> Callable[[Mxfp4], Mxfp4Blocks]:
+    placed = None if mesh is None else Mxfp4Blocks(sharded(mesh, spec))  # pyright: ignore[reportArgumentType]
+    return jax.jit(to_blocks, out_shardings=placed)
 
 
 @functools.cache
@@ -313,9 +339,9 @@ def draw(seeds: jax.Array, leaf: Leaf, norm_offset: float, dtype: Any) -> Any:
     seeds: uint32 [2]. norm_offset: what the model adds to the weights of its norms.
     """
     array = _drawn(seeds, leaf, norm_offset).astype(leaf.dtype(dtype))
-    if leaf.quantization is None:
+    if leaf.format is None:
         return array
-    return _quantize(leaf.quantization, len(leaf.shape), leaf.gate_block)(array)
+    return _quantize(leaf.format, len(leaf.shape), leaf.gate_block)(array)
 
 
 def _drawn(seeds: jax.Array, leaf: Leaf, norm_offset: float) -> jax.Array:

@@ -19,10 +19,10 @@ Latent attention has other matrices in the place of `qkv` (`jaxflow.model.latent
 
 Under quantization the matrices named in `QUANTIZED` are `Quantized` e4m3 with a scale per row (fp8), or
 `Int4` in groups of 64 columns (int4). The experts are then `Quantized` or `ExpertInt4`. mxfp4 affects only
-the experts of gpt-oss, which are `Mxfp4` in groups of 32 columns, as in its checkpoints. int4_zero_point is
-int4 with zero points. fp8_per_block makes `BlockFp8` of experts, and of the matrices of `DENSE_BLOCKS` that
-are whole blocks on each device. The embeddings, the head, norms and routers are not quantized, and shared
-experts only by fp8_per_block.
+the experts of gpt-oss, which are `Mxfp4` in groups of 32 columns, as in its checkpoints, or `Mxfp4Blocks`.
+int4_zero_point is int4 with zero points. fp8_per_block makes `BlockFp8` of experts, and of the matrices of
+`DENSE_BLOCKS` that are whole blocks on each device. The embeddings, the head, norms and routers are not
+quantized, and shared experts only by fp8_per_block.
 An e4m3 cache has its scales here: "k_scale" and "v_scale" [K], float32, in each layer. An e4m3 MLP may be
 padded with zeros (`mlp_width`), and so may the experts of gpt-oss (`expert_width`).
 """
@@ -54,6 +54,7 @@ from jaxflow.model.weight_spec import (
     draw,
 )
 from jaxflow.parallel.mesh import DP, TP, sharded
+from pallas_kernels.cards import this_card
 from pallas_kernels.quantized import BLOCK, BLOCK_ROWS, GROUP, MXFP4_GROUP
 
 Weights = dict[str, Any]
@@ -139,7 +140,7 @@ def leaves(
                 placed = {"whole_experts": own.whole_experts, "over_ranks": own.over_ranks}
                 layer[key] = dataclasses.replace(own, scale=dataclasses.replace(factors[key], **placed))
         if quantization == "mxfp4":
-            layer |= _stored_experts(config, layer, prefix)
+            layer |= _stored_experts(config, layer, prefix, tp)
         if kv_scales:  # of the layer whose cache this layer reads
             own = names["layer"].format(config.cache_of(i))
             layer |= {
@@ -703,7 +704,7 @@ def _all_experts(config: ModelConfig, names: Mapping[str, str], tp: int) -> dict
     return tree
 
 
-def _stored_experts(config: ModelConfig, layer: Mapping[str, Leaf], prefix: str) -> dict[str, Leaf]:
+def _stored_experts(config: ModelConfig, layer: Mapping[str, Leaf], prefix: str, tp: int) -> dict[str, Leaf]:
     """Return the leaves of experts in MXFP4 with what a checkpoint stores of them.
 
     A tensor of a checkpoint has a row for each output, [E, out, in / 32, 16] bytes or [E, out, in / 32]
@@ -738,7 +739,10 @@ def _stored_experts(config: ModelConfig, layer: Mapping[str, Leaf], prefix: str)
             )
 
         parts = part("_blocks", 2, MXFP4_GROUP // 2), part("_scales", MXFP4_GROUP)
-        return dataclasses.replace(leaf, stored=parts)
+        cut = 0 if leaf.whole_experts else TENSOR_PARALLEL_AXIS[key]
+        of_device = [size // (tp if axis == cut else 1) for axis, size in enumerate(leaf.shape)]
+        whole = all(size % EXPERT_TILE == 0 for size in of_device[1:])
+        return dataclasses.replace(leaf, stored=parts, in_blocks=whole and this_card().mxfp4_in_blocks)
 
     return {
         "expert_up_gate": complete("expert_up_gate", up_gate, names["all_up_gate"]),

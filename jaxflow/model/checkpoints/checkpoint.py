@@ -48,6 +48,7 @@ from jaxflow.model.weight_spec import (
     INT4_ZERO_POINT,
     Leaf,
     assemble,
+    blocks_of_leaf,
     pack_leaf,
     quantize_leaf,
     shard_maker,
@@ -251,7 +252,8 @@ def _load(
         if leaf.stored is not None:
             assert isinstance(source, Mxfp4Tensors)  # `_check_packed`
             read = source.stored
-            return Mxfp4(*(put(part, read, np.uint8, part.spec, read) for part in leaf.stored))
+            experts = Mxfp4(*(put(part, read, np.uint8, part.spec, read) for part in leaf.stored))
+            return blocks_of_leaf(leaf, experts, mesh)
         array = put(leaf, source.read, leaf.dtype(dtype), leaf.spec)
         return array if leaf.quantization is None else quantize_leaf(leaf, array, mesh)
 

@@ -12,9 +12,9 @@ import jax
 from pallas_kernels.gemm.dense.api import GATE_BLOCKS
 from pallas_kernels.gemm.grouped import padded, reference, swapped
 from pallas_kernels.gemm.grouped.groups import Groups, HeldExperts
-from pallas_kernels.gemm.grouped.tiles import TALLEST
+from pallas_kernels.gemm.grouped.tiles import TALLEST, ExpertWeight
 from pallas_kernels.gemm.reference import CLAMPED_SWIGLU
-from pallas_kernels.quantized import BlockFp8, ExpertInt4, Mxfp4, Quantized
+from pallas_kernels.quantized import FORMATS, BlockFp8, Quantized
 
 
 def list_groups(
@@ -31,7 +31,7 @@ def list_groups(
 
 def grouped_gemm(
     x: jax.Array | Quantized,
-    w: jax.Array | Quantized | Mxfp4 | ExpertInt4 | BlockFp8,
+    w: ExpertWeight,
     groups: Groups,
     *,
     bias: jax.Array | None = None,
@@ -48,9 +48,9 @@ def grouped_gemm(
       x: [M, K] bfloat16, rows in the order of `groups`; or e4m3 with scales [M],
           or [M, K / 128] with `BlockFp8`.
       w: [E, N, K] bfloat16; or e4m3 with scales [E, N]. XLA computes the product if N or K is not a multiple
-        of 64, or of 128 in e4m3. Or `Mxfp4` or `ExpertInt4`: the numbers go to bfloat16 in registers, or by
-        XLA where `supports_mxfp4` or `supports_int4` of `pallas_kernels.gemm.grouped.tiles` is False. Or
-        `BlockFp8`.
+        of 64, or of 128 in e4m3. Or `Mxfp4`, `Mxfp4Blocks` or `ExpertInt4`: the numbers go to bfloat16 in
+        registers, or by XLA where `supports_mxfp4`, `supports_mxfp4_blocks` or `supports_int4` of
+        `pallas_kernels.gemm.grouped.tiles` is False. Or `BlockFp8`.
       groups: from `list_groups`, which chose the kernel.
       bias: [E, N], or None. XLA computes the epilogue with a bias, with clamped_swiglu, or with blocks of
         gates other than 16, 32 or 64, after the product.
@@ -64,7 +64,7 @@ def grouped_gemm(
       ValueError: for a shape, dtype, activation or sms outside the limits.
     """
     product: Callable[..., jax.Array] = swapped.grouped_gemm
-    if groups.align == padded.ROWS and not isinstance(w, Quantized | Mxfp4 | ExpertInt4 | BlockFp8):
+    if groups.align == padded.ROWS and not isinstance(w, FORMATS):
         product = padded.grouped_gemm
     if bias is None and activation != CLAMPED_SWIGLU and gate_block in (None, *GATE_BLOCKS):
         return product(

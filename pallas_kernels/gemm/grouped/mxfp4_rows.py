@@ -31,6 +31,7 @@ from pallas_kernels.hopper.limits import SMEM_BYTES, sms_of
 from pallas_kernels.hopper.wgmma_registers import at, const
 from pallas_kernels.quantized import MXFP4_WORDS, Mxfp4Blocks
 
+FEW = 16  # the largest tile in rows that the kernel is for
 _COPY_REGISTERS = 40  # of a thread of the copying warpgroup
 
 

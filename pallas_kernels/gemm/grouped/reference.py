@@ -12,14 +12,15 @@ from jaxtyping import Array, Float
 from pallas_kernels.gemm.block_fp8_format import row_scales
 from pallas_kernels.gemm.grouped.groups import Groups
 from pallas_kernels.gemm.grouped.int4_format import dequantize_experts
+from pallas_kernels.gemm.grouped.mxfp4_blocks import dequantize_blocks
 from pallas_kernels.gemm.grouped.mxfp4_format import dequantize_mxfp4
 from pallas_kernels.gemm.reference import finish
-from pallas_kernels.quantized import BLOCK, BlockFp8, ExpertInt4, Mxfp4, Quantized
+from pallas_kernels.quantized import BLOCK, BlockFp8, ExpertInt4, Mxfp4, Mxfp4Blocks, Quantized
 
 
 def grouped_gemm(
     x: Float[Array, "M K"] | Quantized,
-    w: Float[Array, "E N K"] | Quantized | Mxfp4 | ExpertInt4 | BlockFp8,
+    w: Float[Array, "E N K"] | Quantized | Mxfp4 | Mxfp4Blocks | ExpertInt4 | BlockFp8,
     groups: Groups,
     *,
     bias: Float[Array, "E N"] | None = None,
@@ -58,6 +59,8 @@ def grouped_gemm(
     assert not isinstance(x, Quantized) and not isinstance(w, Quantized)  # an activation follows its weight
     if isinstance(w, Mxfp4):
         w = dequantize_mxfp4(w, x.dtype)
+    if isinstance(w, Mxfp4Blocks):
+        w = dequantize_blocks(w, x.dtype)
     if isinstance(w, ExpertInt4):
         w = dequantize_experts(w, x.dtype)
     return finish_rows(lax.ragged_dot_general(x, w, groups.sizes, numbers), groups, **epilogue)

@@ -17,12 +17,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.gemm.dense import api as dense
 from pallas_kernels.gemm.fp8 import api as fp8
 from pallas_kernels.gemm.grouped import groups as expert_groups
-from pallas_kernels.gemm.grouped import reference
+from pallas_kernels.gemm.grouped import mxfp4_rows, reference
 from pallas_kernels.gemm.grouped.groups import Groups, HeldExperts
 from pallas_kernels.gemm.grouped.int4_format import dequantize_experts
 from pallas_kernels.gemm.grouped.kernel import GroupedForm, multiply, scratch
 from pallas_kernels.gemm.grouped.mxfp4_blocks import dequantize_blocks
 from pallas_kernels.gemm.grouped.mxfp4_format import dequantize_mxfp4
+from pallas_kernels.gemm.grouped.mxfp4_rows import rows_tile, supports_rows
 from pallas_kernels.gemm.grouped.tiles import (
     ALIGN,
     TALLEST,
@@ -86,6 +87,11 @@ def grouped_gemm(
             f"{given}: accepted are equal K and M, and tiles of a multiple of {ALIGN} up to {TALLEST} rows"
         )
     check_operands(x, w, activation)
+    if isinstance(w, Mxfp4Blocks) and tile is None and activation is gate_block is None:
+        few = rows_tile(groups.rows, k)
+        if groups.rows <= mxfp4_rows.FEW and supports_rows(n, k, few):
+            assert not isinstance(x, Quantized)  # `check_operands`
+            return mxfp4_rows.multiply_rows(x, w, groups, sms=sms, tile=few, interpret=interpret)
     if isinstance(w, Mxfp4) and not supports_mxfp4(n, k, gate_block, groups.rows):
         w = dequantize_mxfp4(w)
     if isinstance(w, Mxfp4Blocks) and not supports_mxfp4_blocks(n, k, gate_block):

@@ -17,6 +17,7 @@ from same_weights import same
 
 from jaxflow.config import ConfigError
 from jaxflow.engine.step_time_prediction import roofline_step_time
+from jaxflow.model import weights
 from jaxflow.model.checkpoints import mxfp4
 from jaxflow.model.checkpoints.checkpoint import CheckpointError, convert, open_checkpoint
 from jaxflow.model.cost import find_device
@@ -24,8 +25,10 @@ from jaxflow.model.graph import BFLOAT16, MXFP4
 from jaxflow.model.weight_spec import QUANTIZED_EXPERTS, assemble, shard_maker
 from jaxflow.model.weights import leaves, shapes, tensors
 from jaxflow.parallel.mesh import make_mesh
+from pallas_kernels.cards import default_card
+from pallas_kernels.gemm.grouped.mxfp4_blocks import from_blocks
 from pallas_kernels.gemm.grouped.mxfp4_format import dequantize_mxfp4, quantize_mxfp4
-from pallas_kernels.quantized import Mxfp4
+from pallas_kernels.quantized import Mxfp4, Mxfp4Blocks
 
 FOLDER = paths.MODELS / "tiny-gpt_oss"
 CONFIG = open_checkpoint(str(FOLDER)).model_config
@@ -96,6 +99,25 @@ def test_kept_experts_are_the_experts_in_16_bits(devices, whole):
     told = shapes(CONFIG, devices, "float32", quantization="mxfp4", expert_parallel=whole)
     form = functools.partial(jax.tree.map, lambda a: (a.shape, a.dtype))
     assert form(kept) == form(told)
+
+
+@pytest.mark.parametrize(("devices", "whole"), [(1, False), (2, True)])
+def test_a_card_with_blocks_has_the_same_experts(devices, whole, monkeypatch):
+    kept = load("mxfp4", devices, whole)
+    card = dataclasses.replace(default_card(), mxfp4_in_blocks=True)
+    monkeypatch.setattr(weights, "this_card", lambda: card)
+    found = load.__wrapped__("mxfp4", devices, whole)
+    told = shapes(CONFIG, devices, "float32", quantization="mxfp4", expert_parallel=whole)
+    form = functools.partial(jax.tree.map, lambda a: (a.shape, a.dtype))
+    assert form(found) == form(told)
+    for before, after in zip(kept["layers"], found["layers"], strict=True):
+        for key in QUANTIZED_EXPERTS:
+            assert isinstance(after[key], Mxfp4Blocks)
+            assert after[key].words.sharding.is_equivalent_to(before[key].packed.sharding, 3)
+            same(jax.jit(from_blocks)(after[key]), before[key])
+    # Columns of a device that are no whole blocks stay as they are.
+    cut = leaves(CONFIG, 2, quantization="mxfp4")["layers"][0]
+    assert [cut[key].in_blocks for key in QUANTIZED_EXPERTS] == [True, False]
 
 
 def test_padded_experts_are_filled_with_zeros():
