@@ -13,8 +13,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.gemm.router.exchange import arrive, meet, send_sums, send_to_all, wait
 from pallas_kernels.gemm.router.limits import DEPTH, PARTS, TOKENS
 from pallas_kernels.gemm.router.reference import SMALLEST
-from pallas_kernels.gemm.router.sort import begins, count, list_tiles, write_rows
 from pallas_kernels.gemm.sorted_rows.form import Form, numbers, read_row
+from pallas_kernels.gemm.sorted_rows.places import begins, list_tiles, write_token
 from pallas_kernels.hopper.pdl import launch_next, wait_for_last
 from pallas_kernels.hopper.threads import LANES, row_layout, scatter
 from pallas_kernels.pointwise.quantize import api as quantize_api
@@ -134,23 +134,16 @@ def run(
     if sort is not None:
         wait(form.parts)
         places_ref, pairs_ref, *tile_refs = sorted_refs[:8]
-        to = [pairs_ref, *sorted_refs[8:]]
+        to = [places_ref, pairs_ref, *sorted_refs[8:]]
         for token, (_, rank), (row, scale) in zip(own, found, ready, strict=True):
-            counts, earlier = count(sort, flags_s, token)
+            counts, earlier = _count(sort, flags_s, token)
             begun = begins(sort, counts, warps_s, interpret)
-            places = begun[1] + earlier
-            chosen = jnp.where(rank < form.chosen, 1, 0)
-            scatter(places_s, rank, places, chosen, interpret)
-            plgpu.commit_smem()
-            pl.when(token < kept)(functools.partial(write_rows, sort, token, places_s, row, scale, to))
+            here = jnp.where((rank < form.chosen) & (token < kept), 1, 0)
+            given = begun[1] + earlier, here, row, scale, places_s, to, interpret
+            pl.when(token < tokens)(functools.partial(write_token, sort, token, rank, *given))
             pl.when(token == form.tokens - 1)(
                 functools.partial(list_tiles, sort, begun, tile_refs, interpret)
             )
-
-            @pl.when(token < tokens)
-            def _(token=token, rank=rank, places=places, chosen=chosen):
-                places = jnp.where(token < kept, places, sort.length)
-                scatter(places_ref.at[token], rank, places, chosen, interpret)
 
     # Stores to memory follow the waits, which would wait for them.
     for token, (_, rank), weight in zip(own, found, weights, strict=True):
@@ -166,6 +159,19 @@ def _row(x_ref, token, quantizes: bool):
     """Return the parts of a row of x in float32 over its scale, and the scale; or the parts and None."""
     row = read_row(x_ref.at[token])
     return quantize_api.scaled([part.astype(jnp.float32) for part in row]) if quantizes else (row, None)
+
+
+def _count(form: Form, flags_s, token) -> tuple[jax.Array, jax.Array]:
+    """Return the pairs of each expert, and those of tokens before `token`.
+
+    flags_s: [tokens, experts], 1 where a token has chosen an expert and gets rows.
+    """
+    counts = earlier = numbers(form.wide) * 0
+    for other in range(flags_s.shape[0]):
+        hits = plgpu.load(flags_s.at[other], layout=row_layout(form.wide))
+        counts = counts + hits
+        earlier = earlier + hits * jnp.where(other < token, 1, 0)
+    return counts, earlier
 
 
 def _rank(form: RouterForm, logits: jax.Array, score_bias_ref, keys_s) -> tuple[jax.Array, jax.Array]:

@@ -16,6 +16,7 @@ from pallas_kernels.gemm.grouped import api as grouped
 from pallas_kernels.gemm.grouped.groups import Groups, HeldExperts
 from pallas_kernels.gemm.grouped.tiles import TALLEST
 from pallas_kernels.gemm.sorted_rows import reference
+from pallas_kernels.gemm.sorted_rows.adds import sort_by_adds
 from pallas_kernels.gemm.sorted_rows.counted import sort_counted
 from pallas_kernels.gemm.sorted_rows.few import sort_few
 from pallas_kernels.gemm.sorted_rows.form import LANES
@@ -56,6 +57,7 @@ def sort_rows(
     max_tokens: int = MOST_TOKENS,
     held_max_tokens: int = 0,
     by_64: bool = False,
+    adds_max_tokens: int = 0,
     interpret=None,
 ) -> tuple[Groups, jax.Array | Quantized]:
     """Return the groups of a routing, and the row of x for each row of the groups.
@@ -76,6 +78,7 @@ def sort_rows(
       max_tokens, held_max_tokens: the largest steps that kernels sort, without and with `held`. Up to
         `MOST_COUNTED`, and with `blocks` up to `MOST_TOKENS`.
       by_64: whether kernels sort rows of an odd multiple of 64 columns from 192 on, without `blocks`.
+      adds_max_tokens: the largest steps that count by additions, up to `MOST_TOKENS`.
     Raises:
       ValueError: for a shape, dtype or sms outside the limits.
     """
@@ -96,7 +99,8 @@ def sort_rows(
             sms=sms,
             interpret=interpret,
         )
-    sort = sort_few if tokens <= MOST_TOKENS else sort_counted
+    few = sort_by_adds if tokens <= adds_max_tokens else sort_few
+    sort = few if tokens <= MOST_TOKENS else sort_counted
     groups, rows = sort(
         x, experts, num_experts, quantize=quantize, held=held, used=used, sms=full, interpret=interpret
     )

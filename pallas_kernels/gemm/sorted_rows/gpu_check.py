@@ -10,12 +10,14 @@ experts of their own, and once they have none.
 
 `check_larger` compares the sort of up to 2,048 tokens, and of the experts that one of several devices holds.
 A program runs all routings of its size: even and skewed ones, one with the same experts for all tokens, and
-steps whose last tokens are padding. `larger` times the sort of both, for Qwen3-30B-A3B.
+steps whose last tokens are padding. `larger` times the sort of both, for Qwen3-30B-A3B. `check_adds` and
+`adds` check and time the kernel that counts by additions.
 """
 
 import dataclasses
 import functools
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -194,6 +196,77 @@ def larger_timings(rows, seconds):
                     record(rows, what=f"{name} larger", **own, **dataclasses.asdict(t))
 
 
+ADDS = (  # tokens, experts, experts per token, columns, quantize, devices
+    (1, 128, 8, 2048, True, 1),
+    (8, 128, 8, 2048, True, 1),
+    (64, 128, 8, 2048, True, 1),
+    (128, 128, 8, 2048, False, 1),
+    (64, 8, 2, 4096, False, 1),
+    (77, 256, 8, 7168, True, 1),
+    (13, 500, 3, 16384, True, 1),
+    (64, 128, 8, 2048, True, 2),
+)
+BY_ADDS = functools.partial(api.sort_rows, adds_max_tokens=api.MOST_TOKENS, held_max_tokens=api.MOST_TOKENS)
+
+
+def check_adds(rows):
+    """Compare sorts of each size. The last tokens are padding, or have the experts of no device."""
+    rng = np.random.default_rng(time.time_ns())
+
+    def compiled(case):
+        tokens, experts, chosen, columns, quantize, devices = case
+        shapes = [jax.ShapeDtypeStruct((tokens, columns), jnp.bfloat16)]
+        shapes += [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((tokens, chosen), ())]
+        ways = [larger(sort, experts, quantize, devices) for sort in (BY_ADDS, api.sort_by_xla)]
+        return [way.lower(*shapes).compile() for way in ways], jax.eval_shape(ways[0], *shapes)
+
+    with ThreadPoolExecutor(8) as pool:
+        programs = list(pool.map(compiled, ADDS))
+    for (tokens, experts, chosen, columns, quantize, devices), (ways, shapes) in zip(
+        ADDS, programs, strict=True
+    ):
+        for zipf in (0.0, 1.2, 3.0):
+            kept = int(rng.integers(tokens + 1))
+            for number in (kept, tokens) if devices == 1 else (0, 1):
+                x, picked = drawn(rng, tokens, experts, chosen, columns, zipf)
+                given = x, picked if devices == 1 else picked.at[kept:].set(experts), jnp.int32(number)
+                poison_memory(shapes)
+                got, again, want = (one(*given) for one in (ways[0], *ways))
+                ok, same = (all(map(np.array_equal, used(*got), used(*other))) for other in (want, again))
+                ok &= not np.asarray(got[0].arrived).any()
+                case = {"t": tokens, "experts": experts, "d": columns, "quantize": quantize, "zipf": zipf}
+                case |= {"devices": devices, "number": number}
+                record(rows, what="check adds", ok=ok and same, same_bits=same, **case)
+
+
+def time_adds(rows, seconds):
+    """Time both kernels of few tokens, for Qwen3-30B-A3B in e4m3."""
+    experts, chosen, columns = MODELS["qwen3-30b-a3b"]
+    rng, counts = np.random.default_rng(0), (1, 8, 32, 64, 128)
+    given = {
+        tokens: [drawn(rng, tokens, experts, chosen, columns) for _ in range(CALLS)] for tokens in counts
+    }
+    kinds = {"adds": api.MOST_TOKENS, "compares": 0}
+
+    def compiled(case):
+        tokens, name = case
+
+        def one(x, _):
+            return api.sort_rows(x[0], x[1], experts, quantize=True, adds_max_tokens=kinds[name])
+
+        return looped(jax.jit(one), ROUNDS).lower(given[tokens], [None] * CALLS).compile()
+
+    cases = [(tokens, name) for tokens in counts for name in kinds]
+    with ThreadPoolExecutor(8) as pool:
+        programs = dict(zip(cases, pool.map(compiled, cases), strict=True))
+    for tokens in counts:
+        ways = {
+            name: functools.partial(programs[tokens, name], given[tokens], [None] * CALLS) for name in kinds
+        }
+        for name, t in interleaved(ways, calls=CALLS * ROUNDS, seconds=seconds).items():
+            record(rows, what=f"sort_rows by {name}", t=tokens, **dataclasses.asdict(t))
+
+
 def timings(rows, seconds):
     rng = np.random.default_rng(0)
     for model, (experts, chosen, columns) in MODELS.items():
@@ -252,5 +325,7 @@ if __name__ == "__main__":
             "check_larger": lambda rows, *_: check_larger(rows),
             "larger": lambda rows, _, seconds: larger_timings(rows, seconds),
             "padding": lambda rows, _, seconds: padding(rows, seconds),
+            "check_adds": lambda rows, *_: check_adds(rows),
+            "adds": lambda rows, _, seconds: time_adds(rows, seconds),
         },
     )

@@ -52,6 +52,26 @@ def test_the_kernel_gives_the_groups_and_the_bits_of_the_reference(tokens, exper
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "experts", "chosen", "zipf", "kept", "held"),
+    [(1, 128, 8, 0, None, None), (9, 130, 4, 1.2, 7, None), (35, 6, 2, 1.2, None, 2), (8, 24, 3, 0, 0, None)],
+)
+def test_the_kernel_that_adds_sorts_as_xla(tokens, experts, chosen, zipf, kept, held):
+    x, picked = given(tokens, experts, chosen, zipf=zipf)
+    how = {} if kept is None else {"used": jnp.int32(kept)}
+    how |= {} if held is None else {"held": HeldExperts(jnp.int32(held), 3), "held_max_tokens": 128}
+    quantize = tokens != 9
+    got = interpreted(x, picked, experts, quantize=quantize, adds_max_tokens=128, sms=3, **how)
+    groups, _ = api.sort_by_xla(x, picked, experts, used=how.get("used"), held=how.get("held"))
+    want = quantize_rows(x) if quantize else x
+    rows = jax.tree.map(lambda part: jnp.asarray(part)[groups.pairs // chosen], want)
+    for one, other in zip(used(*got), used(groups, rows), strict=True):
+        np.testing.assert_array_equal(one, other)
+    missing = np.asarray(groups.places) >= len(groups.pairs)
+    np.testing.assert_array_equal(np.asarray(got[0].places) >= len(groups.pairs), missing)
+    assert not np.asarray(got[0].arrived).any()
+
+
 @pytest.mark.parametrize(("tokens", "columns", "used"), [(8, 128, 1), (8, 128, 0), (11, 64, 5), (1, 128, 0)])
 def test_padding_gets_no_rows_and_changes_none(tokens, columns, used):
     """XLA sorts rows of 64 columns. The other tokens' rows are those of a step without padding."""
