@@ -79,7 +79,8 @@ def rows_tile(rows: int, k: int, blocks: int = 2, chunks: int = 3, warpgroups: i
 def supports_rows(n: int, k: int, tile: RowsTile) -> bool:
     """Return whether the kernel takes a weight [n, k] with this tile.
 
-    Each warpgroup must have columns of its own: a product of 64 columns by two warpgroups was wrong on an H200.
+    Each warpgroup must have columns of its own. A product of 64 columns by two warpgroups was wrong
+    on an H200.
     """
     shared = k > COLUMNS * tile.chunks * (tile.warpgroups - 1)
     return min(n, k) > 0 and n % 64 == 0 and k % COLUMNS == 0 and tile.stages >= 2 and shared
