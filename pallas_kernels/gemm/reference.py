@@ -12,7 +12,7 @@ from pallas_kernels.pointwise.quantize.reference import dequantize, quantize_blo
 from pallas_kernels.quantized import BlockFp8, Int4, Quantized
 
 CLAMPED_SWIGLU = "clamped_swiglu"  # needs gates and ups
-_LIMIT, _ALPHA = 7.0, 1.702
+SWIGLU_LIMIT, SWIGLU_ALPHA = 7.0, 1.702
 
 
 def multiply(x: Shaped[Array, "M K"], w: Shaped[Array, "N K"], operands, dtype) -> Float[Array, "M N"]:
@@ -114,8 +114,8 @@ def gate_mul(y: Float[Array, "M F2"], block: int, activation: str | None) -> Flo
     pair = y.reshape(y.shape[0], -1, 2, block)
     gate, up = pair[:, :, 0], pair[:, :, 1]
     if activation == CLAMPED_SWIGLU:
-        gate, up = jnp.minimum(gate, _LIMIT), jnp.clip(up, -_LIMIT, _LIMIT)
-        return (gate * lax.logistic(_ALPHA * gate) * (up + 1.0)).reshape(y.shape[0], -1)
+        gate, up = jnp.minimum(gate, SWIGLU_LIMIT), jnp.clip(up, -SWIGLU_LIMIT, SWIGLU_LIMIT)
+        return (gate * lax.logistic(SWIGLU_ALPHA * gate) * (up + 1.0)).reshape(y.shape[0], -1)
     return (activate(gate, activation) * up).reshape(y.shape[0], -1)
 
 

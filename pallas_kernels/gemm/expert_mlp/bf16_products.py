@@ -4,7 +4,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gemm.expert_mlp.arrivals import arrive
 from pallas_kernels.gemm.expert_mlp.work import Work
-from pallas_kernels.gemm.grouped.kernel import GroupedForm, epilogue, store
+from pallas_kernels.gemm.grouped.epilogue import epilogue
+from pallas_kernels.gemm.grouped.kernel import GroupedForm, store
 from pallas_kernels.gemm.grouped.tiles import PART
 
 

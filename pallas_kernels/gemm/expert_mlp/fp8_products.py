@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.gemm.expert_mlp.arrivals import arrive
 from pallas_kernels.gemm.expert_mlp.work import Work
 from pallas_kernels.gemm.fp8.epilogue import BY_COLUMN, E4M3, load, scale_of
-from pallas_kernels.gemm.grouped.kernel import channel_scales, epilogue, token_scales
+from pallas_kernels.gemm.grouped.epilogue import channel_values, epilogue, token_scales
 from pallas_kernels.gemm.grouped.tiles import ALIGN, PART
 from pallas_kernels.hopper.layouts import store_transposed
 from pallas_kernels.quantized import BLOCK, BLOCK_ROWS
@@ -41,7 +41,7 @@ def up(work: Work, before, at, expert, start, end, column) -> None:
     one: Any = form.up
     q_s, zero_s = work.pieces["q_s"], work.pieces["zero_s"]
     row, scales = expert * one.n + column * PART, (of["x_scale"], of["up_scale"])
-    early = channel_scales(one, of["up_scale"], row), token_scales(one, scales, start)
+    early = channel_values(one, of["up_scale"], row), token_scales(one, scales, start)
     y = work.sums(before, "up")
     sums_of = lambda half, token, count: y[64 * half : 64 * half + 64, token : token + count]
     (finished,) = epilogue(one, sums_of, scales, start, row, early)(0, tile.rows)
@@ -74,7 +74,7 @@ def down(work: Work, before, at, expert, start, end, column) -> None:
     tile, of, stages = work.form.tile, work.of, jnp.int32(work.form.tile.stages)
     one: Any = work.form.down
     o_s = work.pieces["o_s"]
-    channels = channel_scales(one, of["down_scale"], expert * one.n + column * PART)
+    channels = channel_values(one, of["down_scale"], expert * one.n + column * PART)
     blocks, tokens = of["a_scale"].shape[0], range(0, tile.rows, ALIGN)
 
     def add(step, sums):

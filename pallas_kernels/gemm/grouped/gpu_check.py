@@ -10,7 +10,8 @@ ones leave experts without a token.
 `check_mxfp4` compares the products of gpt-oss-20b's experts in MXFP4, and `mxfp4` times them next to bfloat16
 ones. `check_int4` and `int4` do the same for int4, with Qwen3-30B-A3B's and Mixtral's experts. `check_blocks`
 and `blocks` do the same for e4m3 with scales of blocks, beside e4m3 with scales of rows, with Qwen3-30B-A3B's
-and DeepSeek-V3's experts. The other names are `check` and `time`.
+and DeepSeek-V3's experts. `check_bias` compares products with a bias and clamped gates. The other names are
+`check` and `time`.
 """
 
 import dataclasses
@@ -30,16 +31,18 @@ from pallas_kernels.gemm.grouped import api, padded, swapped
 from pallas_kernels.gemm.grouped import groups as expert_groups
 from pallas_kernels.gemm.grouped import reference as grouped_reference
 from pallas_kernels.gemm.grouped.int4_format import dequantize_experts, quantize_experts
+from pallas_kernels.gemm.grouped.mxfp4_blocks import dequantize_blocks, to_blocks
 from pallas_kernels.gemm.grouped.mxfp4_format import dequantize_mxfp4, quantize_mxfp4
 from pallas_kernels.gemm.grouped.routings import draw_routing
 from pallas_kernels.gemm.grouped.tiles import int4_tile, mxfp4_tile
 from pallas_kernels.gemm.int4.reference import nearest_levels, nearest_to_zero_point
+from pallas_kernels.gemm.reference import CLAMPED_SWIGLU
 from pallas_kernels.measure import script
 from pallas_kernels.measure.inputs import poison_memory
 from pallas_kernels.measure.script import record
 from pallas_kernels.measure.timing import interleaved
 from pallas_kernels.pointwise.quantize.reference import dequantize, quantize_blocks, quantize_rows
-from pallas_kernels.quantized import EXPERT_INT4_GROUPS, BlockFp8, ExpertInt4, Mxfp4, Quantized
+from pallas_kernels.quantized import EXPERT_INT4_GROUPS, BlockFp8, ExpertInt4, Mxfp4, Mxfp4Blocks, Quantized
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 MODELS = {  # experts, experts per token, {op: (N, K, block width of the gate)}
@@ -64,27 +67,34 @@ def routing(rng, tokens: int, experts: int, chosen: int, zipf: float = 0.0) -> j
     return jnp.asarray(draw_routing(rng, tokens, experts, chosen, zipf))
 
 
-def gates_of(block: int | None) -> dict:
-    return {} if block is None else {"activation": "silu", "gate_block": block}
+def gates_of(block: int | None, clamped: bool = False) -> dict:
+    activation = CLAMPED_SWIGLU if clamped else "silu"
+    return {} if block is None else {"activation": activation, "gate_block": block}
 
 
 def check(
-    rows, rng, kernel, tokens, experts, chosen, n, k, block=None, sms=None, zipf=0.0, stored="bfloat16"
-):
+    rows, rng, kernel, tokens, experts, chosen, n, k, block=None, sms=None, zipf=0.0, stored="bfloat16",
+    biased=False,
+):  # fmt: skip
     """Compare one product.
 
+    biased: the product has a bias, and clamps its gates and ups.
     stored: the format of the weight: bfloat16, e4m3 or e4m3-blocks as are then the rows, mxfp4, int4-64
         or int4-zero-64, which has zero points.
     """
-    keys = jax.random.split(jax.random.key(rng.integers(2**31)), 2)
-    x, w = normal(keys[0], (tokens, k)), normal(keys[1], (experts, n, k), k**-0.5)
+    keys = jax.random.split(jax.random.key(rng.integers(2**31)), 3)
+    x, w = normal(keys[0], (tokens, k), 4.0 if biased else 1.0), normal(keys[1], (experts, n, k), k**-0.5)
+    bias, clamped = normal(keys[2], (experts, n), 3.0) if biased else None, biased and block is not None
+    epilogue = gates_of(block, clamped) | ({"bias": bias} if biased else {})
     if stored == "e4m3":
         x, w = jax.jit(quantize_rows)(x), jax.jit(quantize_rows)(w)
     elif stored == "e4m3-blocks":
         x, w = jax.jit(quantize_blocks)(x), jax.jit(quantize_block_fp8, static_argnums=1)(w, block)
         w = w._replace(scale=w.scale * jax.random.uniform(keys[1], w.scale.shape, minval=0.1, maxval=10.0))
-    elif stored == "mxfp4":
-        w = with_scales(keys[1], jax.jit(quantize_mxfp4)(w))
+    elif stored.startswith("mxfp4"):
+        w = jax.jit(quantize_mxfp4)(w)
+        w = w if biased else with_scales(keys[1], w)  # clamps need sums of known size
+        w = jax.jit(to_blocks)(w) if "blocks" in stored else w
     elif stored.startswith("int4"):
         nearest = nearest_to_zero_point if "zero" in stored else nearest_levels
         w = jax.jit(quantize_experts, static_argnums=(1, 2))(w, int(stored.rpartition("-")[2]), nearest)
@@ -95,7 +105,7 @@ def check(
     def run(x, w, picked):
         groups = groups_of(picked)
         given = jax.tree.map(lambda one: one[groups.pairs // chosen], x)
-        y = module.grouped_gemm(given, w, groups, **gates_of(block), sms=sms)
+        y = module.grouped_gemm(given, w, groups, **epilogue, sms=sms)
         return y[groups.places]
 
     poison_memory(jax.eval_shape(run, x, w, picked))
@@ -108,7 +118,13 @@ def check(
                 at = [np.resize(index[first : first + ROWS], ROWS) for index in (token, choice)]
                 count = min(ROWS, len(token) - first)
                 found = squares(
-                    rows_of(got, *at), rows_of(x, at[0]), rows_of(w, expert, block=block), count, block
+                    rows_of(got, *at),
+                    rows_of(x, at[0]),
+                    rows_of(w, expert, block=block),
+                    None if bias is None else bias[expert],
+                    count,
+                    block,
+                    clamped,
                 )
                 off, total = off + float(found[0]), total + float(found[1])
     err, same = (off / total) ** 0.5, bool((got == again).all())
@@ -124,6 +140,7 @@ def check(
         "sms": sms,
         "zipf": zipf,
         "stored": stored,
+        "biased": biased,
     }
     record(rows, what="check grouped_gemm", ok=err < 4e-3 and same, error=err, same_bits=same, **about)
 
@@ -142,13 +159,13 @@ def rows_of(given, *at, block=None):
     return in_float32(taken)
 
 
-@functools.partial(jax.jit, static_argnums=4)
-def squares(got, rows, weight, count, block):
+@functools.partial(jax.jit, static_argnums=(5, 6))
+def squares(got, rows, weight, bias, count, block, clamped):
     """Return ‖got − exact‖² and ‖exact‖² over the first `count` rows.
 
     XLA compiles this product once for each shape of a weight, whatever the numbers of tokens.
     """
-    want = gemm_reference.gemm(rows, weight, **gates_of(block))
+    want = gemm_reference.gemm(rows, weight, bias, **gates_of(block, clamped))
     assert isinstance(want, jax.Array)  # nothing was asked to be quantized
     used = jnp.arange(ROWS)[:, None] < count
     return [jnp.sum(jnp.where(used, part, 0.0) ** 2) for part in (got - want, want)]
@@ -158,6 +175,8 @@ def in_float32(given):
     """Return the float32 numbers of rows or of a weight in any format."""
     if isinstance(given, Mxfp4):
         return dequantize_mxfp4(given, F32)
+    if isinstance(given, Mxfp4Blocks):
+        return dequantize_blocks(given, F32)
     if isinstance(given, ExpertInt4):
         return dequantize_experts(given).astype(F32)  # the kernel multiplies numbers in bfloat16
     return dequantize(given) if isinstance(given, Quantized) else given.astype(F32)
@@ -191,6 +210,22 @@ def checks(rows):
         case(64, 8, 2, 28672, 4096, block, stored="e4m3")
     case(2048, experts, chosen, *ops["expert_up_gate"], zipf=1.2)
     case(64, 8, 2, 28672, 4096, 64, zipf=1.2)
+
+
+def bias_checks(rows):
+    """Check gpt-oss-20b's products with biases and clamps. Gates and ups alternate in blocks of 8 rows."""
+    case = functools.partial(check, rows, np.random.default_rng(time.time_ns()), "swapped", biased=True)
+    experts, chosen, ops = GPT_OSS
+    up_gate, down = ops["expert_up_gate"], ops["expert_down"]
+    for stored in ("mxfp4", "mxfp4-blocks"):
+        for tokens in (1, 64, 2048):  # tiles of 8 to 144 rows
+            case(tokens, experts, chosen, *up_gate, 8, stored=stored, zipf=1.2 if tokens == 64 else 0.0)
+        case(64, experts, chosen, *down, stored=stored)
+    case(33, 5, 2, 384, 192, 64, sms=3, stored="mxfp4-blocks")
+    for tokens in (8, 200):
+        case(tokens, 5, 2, 640, 448, 8, stored="bfloat16")
+        case(tokens, 5, 2, 640, 448, stored="bfloat16")
+    case(64, 8, 2, 768, 1024, 8, stored="int4-64")
 
 
 def mxfp4_checks(rows):
@@ -394,6 +429,7 @@ if __name__ == "__main__":
         __doc__,
         {
             "check": lambda rows, *_: checks(rows),
+            "check_bias": lambda rows, *_: bias_checks(rows),
             "check_mxfp4": lambda rows, *_: mxfp4_checks(rows),
             "check_int4": lambda rows, *_: int4_checks(rows),
             "check_blocks": lambda rows, *_: block_checks(rows),

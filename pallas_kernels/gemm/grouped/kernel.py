@@ -27,10 +27,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gemm.dense.epilogue import activate
-from pallas_kernels.gemm.fp8.epilogue import BY_COLUMN, BY_ROW, load
-from pallas_kernels.gemm.grouped import block_products, int4_operand, mxfp4_mma, mxfp4_operand
+from pallas_kernels.gemm.grouped import block_products, gate_pairs, int4_operand, mxfp4_mma, mxfp4_operand
 from pallas_kernels.gemm.grouped.block_products import BlockScales
+from pallas_kernels.gemm.grouped.epilogue import channel_values, epilogue, token_scales
+from pallas_kernels.gemm.grouped.gate_pairs import GATE_PAIRS
 from pallas_kernels.gemm.grouped.int4_format import dequantize_experts
 from pallas_kernels.gemm.grouped.mxfp4_blocks import ROWS as BLOCK_ROWS
 from pallas_kernels.gemm.grouped.mxfp4_blocks import dequantize_blocks
@@ -51,7 +51,7 @@ class GroupedForm:
     k: columns of a weight in MXFP4, or None. group: columns of a weight in int4 with one scale, or None.
     in_blocks: a weight of MXFP4 is in blocks. zero_points: the factors of a weight in int4 are in int16.
     blocks: the operands are e4m3 with a scale for each block of 128 columns.
-    interpret: the kernel runs in the interpreter.
+    bias: the sums get the bias of their expert. interpret: the kernel runs in the interpreter.
     """
 
     tile: GroupedTile
@@ -63,6 +63,7 @@ class GroupedForm:
     in_blocks: bool = False
     zero_points: bool = False
     blocks: bool = False
+    bias: bool = False
     interpret: bool = False
 
     @property
@@ -89,7 +90,19 @@ class GroupedForm:
     @property
     def block(self) -> int:
         """Return the rows of the weight in one copy."""
+        if self.paired:
+            return 64 if self.reads_pairs else gate_pairs.ROWS
         return self.gate_block or 64
+
+    @property
+    def paired(self) -> bool:
+        """Return whether gates and ups are neighbors in registers (`gate_pairs`)."""
+        return self.gate_block == GATE_PAIRS
+
+    @property
+    def reads_pairs(self) -> bool:
+        """Return whether the operands, and not the copies, bring the rows into the order of `gate_pairs`."""
+        return self.paired and (self.k is not None or self.in_blocks)
 
     @property
     def width(self) -> int:
@@ -104,9 +117,16 @@ class GroupedForm:
     def copies(self) -> list[tuple[int, int]]:
         """Return (row of the weight, row in shared memory) of each copy of a tile.
 
-        With gates a warpgroup has its 64 gates first and then their ups, in whatever blocks they alternate.
+        With gates a warpgroup has its 64 gates first and then their ups, in whatever blocks they alternate,
+        or has the order of `gate_pairs`.
         """
-        if self.gate_block is None:
+        if self.paired and not self.reads_pairs:
+            return [
+                (part + gate_pairs.ROWS * block, part + gate_pairs.place_of(block))
+                for part in range(0, self.tile.columns, PART)
+                for block in range(PART // gate_pairs.ROWS)
+            ]
+        if self.gate_block is None or self.paired:
             return [(row, row) for row in range(0, self.tile.columns, self.block)]
         return [
             (part + 2 * row + up * self.block, part + row + up * 64)
@@ -170,8 +190,11 @@ def multiply(
     experts_ref, starts_ref, ends_ref, count_ref, x_ref, w_ref, *refs, form: GroupedForm, w_s, x_s, o_s, full,
     empty, f_s: Any = None, f_full: Any = None, f_empty: Any = None, wide_s: Any = None, t_s: Any = None,
 ):  # fmt: skip
-    """Run the kernel. refs: the scales of x and w if these are e4m3, or of w in 4 bits, and the result."""
+    """Run the kernel. refs: the scales of x and w if these are e4m3, or of w in 4 bits, the bias, and the
+    result.
+    """
     *scales, o_ref = refs
+    bias = scales.pop() if form.bias else None
     of_blocks = BlockScales(scales[0], scales[1], t_s) if form.blocks else None
     of_tiles = _TileScales(scales.pop(), f_s, f_full, f_empty) if form.k else None
     of_stages = _StageFactors(scales.pop(), f_s) if form.group else None
@@ -220,7 +243,8 @@ def multiply(
         if tile.warpgroups > 1:
             plgpu.set_max_registers(form.registers[1], action="increase")
         factors = of_tiles or of_stages or of_blocks
-        for_items(_multiplier(form, steps, wg, x_s, w_s, o_s, o_ref, scales, full, empty, factors, wide_s))
+        added = (scales, bias)
+        for_items(_multiplier(form, steps, wg, x_s, w_s, o_s, o_ref, added, full, empty, factors, wide_s))
         plgpu.wait_smem_to_gmem(0)
 
 
@@ -318,14 +342,15 @@ def _copy_blocks(form, w_ref, row, step, w_s, to, full):
     )
 
 
-def _multiplier(form, steps, wg, x_s, w_s, o_s, o_ref, scales, full, empty, factors, wide_s):
+def _multiplier(form, steps, wg, x_s, w_s, o_s, o_ref, added, full, empty, factors, wide_s):
     """Return the product of an item: this warpgroup's columns, summed and stored.
 
+    added: the scales of x and w in e4m3, and the bias of all experts or None.
     factors: of a weight in 4 bits, or the scales of blocks. wide_s: shared memory for a 4-bit weight
     in bfloat16, in the interpreter.
     """
     tile, stages = form.tile, jnp.int32(form.tile.stages)
-    of_tiles = factors if form.k else None
+    of_tiles, (scales, bias) = factors if form.k else None, added
 
     def visit(i, expert, start, end, column):
         row, turn = (column * tile.warpgroups + wg) * PART, lax.rem(i, jnp.int32(2))
@@ -347,10 +372,12 @@ def _multiplier(form, steps, wg, x_s, w_s, o_s, o_ref, scales, full, empty, fact
             return
         if of_tiles is not None:
             plgpu.barrier_wait(of_tiles.full.at[turn])
-        early = None
+        early, shifts = None, None
+        if bias is not None and tile.box == tile.rows:
+            shifts = channel_values(form, bias, expert * form.n + row)
         if scales and tile.box == tile.rows:  # loaded while the operands arrive, because registers are free
             early = (
-                channel_scales(form, scales[1], expert * form.n + row),
+                channel_values(form, scales[1], expert * form.n + row),
                 token_scales(form, scales, start),
             )
 
@@ -379,7 +406,9 @@ def _multiplier(form, steps, wg, x_s, w_s, o_s, o_ref, scales, full, empty, fact
             def sums_of(half, token, count):
                 return y[64 * half : 64 * half + 64, token : token + count]
 
-            finished = epilogue(form, sums_of, scales, start, expert * form.n + row, early)
+            at_row = expert * form.n + row
+            own = shifts or (None if bias is None else channel_values(form, bias, at_row))
+            finished = epilogue(form, sums_of, scales, start, at_row, early, own)
             store(form, finished, o_s.at[wg], o_ref, start, end, to)
 
         pl.run_scoped(product, plgpu.ACC((PART, tile.rows), jnp.float32))
@@ -407,15 +436,18 @@ def _add_packed(form, acc, w_s, x_s, factors, wide_s, wg, step):
             plgpu.wgmma_wait(0)
             continue
         for half in (0, 64):
+            # The operand's 64 rows, or 128 rows of which it has every other 16.
+            begin, count, of_pairs = (0, PART, half // 64) if form.reads_pairs else (half, 64, None)
             if form.in_blocks:
-                blocks = w_s.at[pl.ds((wg * PART + half) // BLOCK_ROWS, 64 // BLOCK_ROWS)]
-                plgpu.wgmma(acc.at[pl.ds(half, 64)], mxfp4_mma.operand(blocks, number), tokens)
+                blocks = w_s.at[pl.ds((wg * PART + begin) // BLOCK_ROWS, count // BLOCK_ROWS)]
+                part = mxfp4_mma.operand(blocks, number, of_pairs)
+                plgpu.wgmma(acc.at[pl.ds(half, 64)], part, tokens)
                 plgpu.wgmma_wait(1)
                 continue
-            packed, first = w_s.at[pl.ds(wg * PART + half, 64)], number * COLUMNS
+            packed, first = w_s.at[pl.ds(wg * PART + begin, count)], number * COLUMNS
             if form.k:
-                own = factors.at[pl.ds(wg * (PART // 8) + half // 8, 8)]
-                part = mxfp4_operand.operand(packed, own, first, pair)
+                own = factors.at[pl.ds(wg * (PART // 8) + begin // 8, count // 8)]
+                part = mxfp4_operand.operand(packed, own, first, pair, of_pairs)
             else:
                 blocks = pl.ds(wg * (PART // form.block) + half // form.block, 64 // form.block)
                 own, group = factors.at[blocks], first // form.group
@@ -428,77 +460,18 @@ def _in_bfloat16(form, w_s, factors, wg, number, pair):
     """Return `COLUMNS` columns of this warpgroup's rows as the operands' registers
     hold them, in the interpreter.
     """
+    ordered = gate_pairs.in_halves if form.reads_pairs else lambda rows: rows
     if form.in_blocks:
         own = w_s[pl.ds(wg * (PART // BLOCK_ROWS), PART // BLOCK_ROWS), number]
-        return (dequantize_blocks(Mxfp4Blocks(own[:, None]), jnp.float32) * 2.0**-SHIFT).astype(jnp.bfloat16)
+        numbers = dequantize_blocks(Mxfp4Blocks(own[:, None]), jnp.float32)
+        return ordered(numbers * 2.0**-SHIFT).astype(jnp.bfloat16)
     packed = w_s[pl.ds(wg * PART, PART), pl.ds(number * COLUMNS // 2, COLUMNS // 2)]
     if form.k:
         of_rows = factors[pl.ds(wg * (PART // 8), PART // 8)].reshape(PART, form.k // 32)
         own = Mxfp4(packed, lax.dynamic_slice(of_rows, (0, 2 * pair), (PART, 2)))
-        return (dequantize_mxfp4(own, jnp.float32) * 2.0**-SHIFT).astype(jnp.bfloat16)
+        return ordered(dequantize_mxfp4(own, jnp.float32) * 2.0**-SHIFT).astype(jnp.bfloat16)
     blocks = factors[pl.ds(wg * (PART // form.block), PART // form.block), number * COLUMNS // form.group]
     return dequantize_experts(ExpertInt4(packed[None], blocks.reshape(1, 1, PART, 2)))[0]
-
-
-def epilogue(form, sums_of, scales, start, row, early=None):
-    """Return finished(token, count): the pieces [64, count] of the result of some tokens.
-
-    sums_of(half, token, count): the sums of 64 rows of the weight. start: the first row of x. row: the first
-    row of the weight among the rows of all experts. early: the scales of the channels and of all tokens of a
-    low tile, or None. Registers then hold the scales of few tokens at a time, and those of the channels where
-    these are costly to find.
-    """
-    gated = form.gate_block is not None
-    of_channels = channel_scales(form, scales[1], row) if scales and gated and not early else None
-
-    def finished(token: int, count: int):
-        halves = [sums_of(half, token, count) for half in (0, 1)]
-        if scales:
-            channels, by_token = early or (
-                of_channels or channel_scales(form, scales[1], row),
-                token_scales(form, scales, start + token, count),
-            )
-            halves = [
-                half
-                * lax.broadcast_in_dim(by_row, half.shape, [0])
-                * lax.broadcast_in_dim(by_token, half.shape, [1])
-                for half, by_row in zip(halves, channels, strict=True)
-            ]
-        if form.k or form.in_blocks:
-            halves = [half * 2.0**SHIFT for half in halves]
-        if gated:
-            return [activate(halves[0], form.activation) * halves[1]]
-        return [activate(half, form.activation) for half in halves]
-
-    return finished
-
-
-def token_scales(form, scales, start, count: int | None = None):
-    """Return the scales of `count` rows of x from row `start`; None: of all rows of the tile."""
-    return load(scales[0].at[pl.ds(start, count or form.tile.rows)], BY_COLUMN)
-
-
-def channel_scales(form, channels, row):
-    """Return the scales of both halves of `PART` rows of the weight, of which `row` is the first."""
-
-    def rows_from(at):
-        """Return the scales of 64 rows. Rows past the last expert do not exist, and are not stored."""
-        return load(channels.at[pl.ds(jnp.minimum(row + at, channels.shape[0] - 64), 64)], BY_ROW)
-
-    if form.gate_block is None:
-        return rows_from(0), rows_from(64)
-    # Row r of the gates lies in block r // b, behind as many blocks of ups.
-    b, count = form.block, 64 // form.block
-    parts = [rows_from(j * b) for j in range(count + 1)]
-    block = lax.div(plgpu.broadcasted_iota(jnp.int32, (64,), 0, layout=BY_ROW), jnp.int32(b))
-
-    def chosen(ups: int):
-        found = parts[ups]
-        for j in range(1, count):
-            found = jnp.where(block == j, parts[ups + j], found)
-        return found
-
-    return chosen(0), chosen(1)
 
 
 def store(form, finished, o_s, o_ref, start, end, column):

@@ -55,21 +55,23 @@ def multiply_add(total: jax.Array, weight: jax.Array, tokens) -> jax.Array:
     return run(lambda _, *given: _stage(*given))(total, weight, tokens)
 
 
-def operand(blocks, chunk: int) -> jax.Array:
+def operand(blocks, chunk: int, of_pairs: int | None = None) -> jax.Array:
     """Return 64 columns of 64 rows of the weight, [64, 64] bfloat16 in WGMMA's layout, times 2 ** -SHIFT.
 
-    blocks: int32 [4, depth / 64, 136] in shared memory. chunk: which 64 of the columns.
+    blocks: int32 [4, depth / 64, 136] in shared memory. chunk: which 64 of the columns. of_pairs: of 8
+    blocks, the operand has every other one from block 0 or block 1 on; None: all 4.
     """
     make = plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(),),
         return_type=plgpu.ShapeDtypeStruct((64, COLUMNS), jnp.bfloat16, layout=plgpu.Layout.WGMMA),
     )
-    return make(lambda _, blocks: _unpack(blocks, chunk))(blocks)
+    return make(lambda _, blocks: _unpack(blocks, chunk, of_pairs))(blocks)
 
 
-def _unpack(blocks: ir.Value, chunk: int) -> mgpu.FragmentedArray:
+def _unpack(blocks: ir.Value, chunk: int, of_pairs: int | None = None) -> mgpu.FragmentedArray:
     _, chunks, _ = ir.MemRefType(blocks.type).shape
-    words, scales = _read(blocks, *_places(chunks), chunk * _BLOCK_BYTES)
+    apart, first = (1, 0) if of_pairs is None else (2, of_pairs)
+    words, scales = _read(blocks, *_places(apart * chunks), (first * chunks + chunk) * _BLOCK_BYTES)
     registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape((64, COLUMNS)), dtype=object)
     two = ir.VectorType.get((2,), ir.BF16Type.get())
     for step, part in enumerate(_weight(words, scales)):

@@ -27,22 +27,26 @@ WIDTH = 32
 _EXPONENT = 126 - SHIFT  # added to a scale's bits, for the exponent's bits of the factor
 
 
-def operand(packed, scales, first: int, pair: jax.Array) -> jax.Array:
+def operand(packed, scales, first: int, pair: jax.Array, of_pairs: int | None = None) -> jax.Array:
     """Return 64 columns of 64 rows of the weight, [64, 64] bfloat16 in WGMMA's layout, times 2 ** -SHIFT.
 
     Args:
       packed: uint8 [64, depth / 2] in shared memory. first: the first of the columns in it.
       scales: uint8 [8, K / 64, 16] in shared memory: the scales of all columns of the rows, row after row.
       pair: int32, the number of the columns' two scales in a row.
+      of_pairs: of 128 packed rows, the operand has every other 16 from block 0 or block 1 on; None: all 64.
     """
     make = plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(swizzled(jnp.uint8, WIDTH)), plgpu.RefType(), plgpu.Layout.WG_SPLAT(())),
         return_type=plgpu.ShapeDtypeStruct((64, COLUMNS), jnp.bfloat16, layout=plgpu.Layout.WGMMA),
     )
-    return make(lambda _, packed, scales, pair: _unpack(packed, scales, pair, first))(packed, scales, pair)
+    unpack = lambda _, packed, scales, pair: _unpack(packed, scales, pair, first, of_pairs)
+    return make(unpack)(packed, scales, pair)
 
 
-def _unpack(packed: ir.Value, scales: ir.Value, pair: mgpu.FragmentedArray, first: int):
+def _unpack(
+    packed: ir.Value, scales: ir.Value, pair: mgpu.FragmentedArray, first: int, of_pairs: int | None = None
+):
     warp, row, quad = place()
     strides, _ = ir.MemRefType(packed.type).get_strides_and_offset()
     slab = first // COLUMNS * strides[1]
@@ -51,6 +55,8 @@ def _unpack(packed: ir.Value, scales: ir.Value, pair: mgpu.FragmentedArray, firs
     registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape((64, COLUMNS)), dtype=object)
     two = ir.VectorType.get((2,), ir.BF16Type.get())
     block = arith.muli(warp, const(2))  # of 8 rows
+    if of_pairs is not None:
+        block = arith.addi(arith.muli(warp, const(4)), const(2 * of_pairs))
     start = arith.addi(arith.muli(block, const(strides[0])), arith.muli(row, const(WIDTH)))
     pieces = []
     for piece in range(2):  # the swizzle places 16 bytes at their number xor row / 4

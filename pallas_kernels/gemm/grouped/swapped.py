@@ -9,12 +9,12 @@ weight may also be MXFP4 or int4.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gemm.dense import api as dense
 from pallas_kernels.gemm.fp8 import api as fp8
 from pallas_kernels.gemm.grouped import groups as expert_groups
 from pallas_kernels.gemm.grouped import mxfp4_rows, reference
@@ -35,12 +35,14 @@ from pallas_kernels.gemm.grouped.tiles import (
     grouped_tile,
     int4_tile,
     mxfp4_tile,
+    supports_bfloat16,
     supports_blocks,
     supports_int4,
     supports_mxfp4,
     supports_mxfp4_blocks,
     tile_rows,
 )
+from pallas_kernels.gemm.reference import CLAMPED_SWIGLU
 from pallas_kernels.hopper.layouts import LANE
 from pallas_kernels.hopper.limits import sms_of
 from pallas_kernels.quantized import BlockFp8, ExpertInt4, Mxfp4, Mxfp4Blocks, Quantized
@@ -63,16 +65,17 @@ def grouped_gemm(
     w: ExpertWeight,
     groups: Groups,
     *,
+    bias: jax.Array | None = None,
     activation: str | None = None,
     gate_block: int | None = None,
     sms: int | None = None,
     tile: GroupedTile | None = None,
     interpret=None,
 ) -> jax.Array:
-    """Return `pallas_kernels.gemm.grouped.api.grouped_gemm` by this kernel,
-    without a bias and clamped_swiglu.
+    """Return `pallas_kernels.gemm.grouped.api.grouped_gemm` by this kernel.
 
     Args:
+      bias, activation: a bias and clamped_swiglu only where `adds_bias` is True.
       groups: from `list_groups`, in tiles of at most `TALLEST` rows.
       tile: a tile of `groups.rows` rows; None: `grouped_tile`'s.
     Raises:
@@ -86,8 +89,10 @@ def grouped_gemm(
         raise ValueError(
             f"{given}: accepted are equal K and M, and tiles of a multiple of {ALIGN} up to {TALLEST} rows"
         )
-    check_operands(x, w, activation)
-    if isinstance(w, Mxfp4Blocks) and tile is None and activation is gate_block is None:
+    clamped = activation == CLAMPED_SWIGLU and gate_block is not None
+    check_operands(x, w, None if clamped else activation)
+    epilogue: dict[str, Any] = {"bias": bias, "activation": activation, "gate_block": gate_block}
+    if isinstance(w, Mxfp4Blocks) and tile is None and activation is gate_block is bias is None:
         few = rows_tile(groups.rows, k)
         if groups.rows <= mxfp4_rows.FEW and supports_rows(n, k, few):
             assert not isinstance(x, Quantized)  # `check_operands`
@@ -99,10 +104,10 @@ def grouped_gemm(
     if isinstance(w, ExpertInt4) and not supports_int4(n, k, gate_block):
         w = dequantize_experts(w)
     if isinstance(w, BlockFp8) and not supports_blocks(n, k, gate_block):
-        return reference.grouped_gemm(x, w, groups, activation=activation, gate_block=gate_block)
-    supports = fp8.supports if isinstance(w, Quantized) else functools.partial(dense.supports, m)
+        return reference.grouped_gemm(x, w, groups, **epilogue)
+    supports = fp8.supports if isinstance(w, Quantized) else functools.partial(supports_bfloat16, m)
     if not isinstance(w, Mxfp4 | Mxfp4Blocks | ExpertInt4 | BlockFp8) and not supports(n, k, gate_block):
-        return reference.grouped_gemm(x, w, groups, activation=activation, gate_block=gate_block)
+        return reference.grouped_gemm(x, w, groups, **epilogue)
     tile = tile or _tile(w, groups.rows)
     x_values, w_values, scales, kind = _arrays(x, w)
     form = GroupedForm(
@@ -115,6 +120,7 @@ def grouped_gemm(
         in_blocks=isinstance(w, Mxfp4Blocks),
         zero_points=isinstance(w, ExpertInt4) and w.factors.dtype == jnp.int16,
         blocks=isinstance(w, BlockFp8),
+        bias=bias is not None,
         interpret=interpret is not None,
     )
     if form.tile.rows != groups.rows:
@@ -132,7 +138,8 @@ def grouped_gemm(
         interpret=interpret,
     )
     listed = groups.experts, groups.starts, groups.ends, groups.count
-    return kernel(*listed, x_values, w_values.reshape(-1, *w_values.shape[2:]), *scales)
+    added = [] if bias is None else [bias.reshape(-1)]
+    return kernel(*listed, x_values, w_values.reshape(-1, *w_values.shape[2:]), *scales, *added)
 
 
 def _tile(w: ExpertWeight, rows: int) -> GroupedTile:

@@ -6,6 +6,7 @@ import math
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.gemm.grouped.gate_pairs import GATE_PAIRS
 from pallas_kernels.hopper.limits import SMEM_BYTES
 from pallas_kernels.quantized import (
     BLOCK,
@@ -169,10 +170,39 @@ def supports_mxfp4(n: int, k: int, gate_block: int | None, rows: int = TALLEST) 
 
     A copy of a block's scales fills lines of 128 bytes, and has at most 256 elements along each axis.
     """
-    gates = gate_block is None or (gate_block in (16, 32, 64) and n % (2 * gate_block) == 0)
-    lines = (gate_block or 64) * k % (128 * MXFP4_GROUP) == 0
+    gates = _has_gates(n, gate_block, (16, 32, 64))
+    lines = (64 if gate_block in (None, GATE_PAIRS) else gate_block) * k % (128 * MXFP4_GROUP) == 0
     full = min(n, k) > 0 and n % 64 == 0 and k % 64 == 0 and k <= 64 * 256
     return full and gates and lines and mxfp4_tile(rows, k).stages >= 2
+
+
+def _has_gates(n: int, gate_block: int | None, sizes: tuple[int, ...]) -> bool:
+    """Return whether gates and ups alternate in blocks of one of these sizes or of `GATE_PAIRS`, or None."""
+    if gate_block == GATE_PAIRS:
+        return n % PART == 0
+    return gate_block is None or (gate_block in sizes and n % (2 * gate_block) == 0)
+
+
+def supports_bfloat16(m: int, n: int, k: int, gate_block: int | None) -> bool:
+    """Return whether the kernel takes rows [m, k] and a weight [n, k] in bfloat16."""
+    return min(m, n, k) > 0 and n % 64 == 0 and k % 64 == 0 and _has_gates(n, gate_block, (16, 32, 64))
+
+
+def adds_bias(w: ExpertWeight, gate_block: int | None) -> bool:
+    """Return whether the kernel adds a bias to a product with this weight, and clamps its gates and ups.
+
+    A warpgroup's rows of the bias are contiguous, and all exist where gates alternate with ups.
+    """
+    n, k = w.shape[1:]
+    if isinstance(w, Quantized | BlockFp8) or (gate_block is not None and n % PART):
+        return False
+    if isinstance(w, Mxfp4):
+        return supports_mxfp4(n, k, gate_block)
+    if isinstance(w, Mxfp4Blocks):
+        return supports_mxfp4_blocks(n, k, gate_block)
+    if isinstance(w, ExpertInt4):
+        return supports_int4(n, k, gate_block)
+    return supports_bfloat16(1, n, k, gate_block)
 
 
 def blocks_tile(rows: int, warpgroups: int = 2, depth: int = 128) -> GroupedTile:
@@ -187,8 +217,7 @@ def blocks_tile(rows: int, warpgroups: int = 2, depth: int = 128) -> GroupedTile
 
 def supports_mxfp4_blocks(n: int, k: int, gate_block: int | None) -> bool:
     """Return whether the kernel takes a weight [n, k] of MXFP4 in blocks."""
-    gates = gate_block is None or (gate_block in (32, 64) and n % (2 * gate_block) == 0)
-    return min(n, k) > 0 and n % 64 == 0 and k % 64 == 0 and gates
+    return min(n, k) > 0 and n % 64 == 0 and k % 64 == 0 and _has_gates(n, gate_block, (32, 64))
 
 
 def int4_tile(rows: int, group: int = GROUP, warpgroups: int = 2) -> GroupedTile:
@@ -204,8 +233,7 @@ def int4_tile(rows: int, group: int = GROUP, warpgroups: int = 2) -> GroupedTile
 
 def supports_int4(n: int, k: int, gate_block: int | None) -> bool:
     """Return whether the kernel takes a weight [n, k] in int4."""
-    gates = gate_block is None or (gate_block in (16, 32, 64) and n % (2 * gate_block) == 0)
-    return min(n, k) > 0 and n % 64 == 0 and k % GROUP == 0 and gates
+    return min(n, k) > 0 and n % 64 == 0 and k % GROUP == 0 and _has_gates(n, gate_block, (16, 32, 64))
 
 
 def block_tile(rows: int) -> GroupedTile:

@@ -106,6 +106,7 @@ def test_biases_and_clamps_are_those_of_each_rows_expert():
         (expert_groups.list_groups(chosen, 3), grouped_reference.grouped_gemm),
         (api.list_groups(chosen, 3), kernels),
         (list_groups(chosen, 3), kernels),
+        (api.list_groups(chosen, 3), functools.partial(kernels, own_epilogue=True)),
     ]
     wide = [np.asarray(a, np.float64) for a in (x, w, bias)]
     for groups, way in ways:

@@ -92,15 +92,18 @@ def test_a_shape_without_a_kernel_is_multiplied_in_bfloat16():
     )
 
 
-def test_biases_and_clamps_follow_the_product():
+@pytest.mark.parametrize("own", [False, True])
+def test_biases_and_clamps_follow_the_product(own):
     """gpt-oss's experts, whose gates alternate with ups in blocks of 8 rows."""
     x, w = given_operands(9, 3, 128, 64)
     bias = jnp.asarray(np.random.default_rng(4).normal(size=(3, 128)), jnp.bfloat16)
     epilogue = {"bias": bias, "activation": "clamped_swiglu", "gate_block": 8}
     groups = api.list_groups(jnp.asarray(draw_routing(np.random.default_rng(5), 9, 3, 2)), 3)
     rows = x[groups.pairs // 2]
-    found = api.grouped_gemm(rows, w, groups, sms=2, interpret=plgpu.InterpretGPUParams(), **epilogue)
-    assert error_of(found, rows, w, groups, **epilogue) < 1e-2  # the product is rounded before
+    product = functools.partial(api.grouped_gemm, sms=2, own_epilogue=own, **epilogue)
+    found = product(rows, w, groups, interpret=plgpu.InterpretGPUParams())
+    # XLA's epilogue follows a rounding of the product.
+    assert error_of(found, rows, w, groups, **epilogue) < (4e-3 if own else 1e-2)
 
 
 @pytest.mark.parametrize(
@@ -167,25 +170,25 @@ def test_the_ptx_makes_the_numbers_of_the_bytes():
                 np.testing.assert_array_equal(number, exact)
 
 
-@pytest.mark.parametrize("first", [0, 64])
-def test_each_thread_has_its_part_of_the_operand(first, monkeypatch):
+@pytest.mark.parametrize(("first", "of_pairs"), [(0, None), (64, None), (64, 0), (0, 1)])
+def test_each_thread_has_its_part_of_the_operand(first, of_pairs, monkeypatch):
     """The code of a thread runs with integers in place of MLIR values, for the 128
     threads of a warpgroup at once.
 
     TMA's order: tiles of 8 rows of 32 bytes, and 16 bytes lie at their address xor bit 7 of
     it. wgmma's order: a thread has two neighboring columns of each 8 in rows lane / 4 and lane
-    / 4 + 8 of its warp's 16 rows.
+    / 4 + 8 of its warp's 16 rows. Of pairs, the warps have every other 16 rows of 128.
     """
-    rng, k, pair = np.random.default_rng(first), 448, 5
-    bytes_of_rows = rng.integers(0, 256, (64, 64), np.uint8)  # a stage of 128 columns
-    scales = rng.integers(100, 140, (64, k // 32), np.uint8)
-    row, byte = np.indices((64, 64))
+    rng, k, pair, height = np.random.default_rng(first), 448, 5, 64 if of_pairs is None else 128
+    bytes_of_rows = rng.integers(0, 256, (height, 64), np.uint8)  # a stage of 128 columns
+    scales = rng.integers(100, 140, (height, k // 32), np.uint8)
+    row, byte = np.indices((height, 64))
     at = (row // 8 * 2 + byte // 32) * 256 + row % 8 * 32 + byte % 32
-    image = np.zeros(64 * 64, np.uint64)
+    image = np.zeros(height * 64, np.uint64)
     image[at ^ (at >> 7 & 1) << 4] = bytes_of_rows
 
     packed_ref = value(image, get_strides_and_offset=lambda: ((512, 256, 32, 1), 0))
-    scales_ref = value(scales.reshape(-1).astype(np.uint64), shape=(8, k // 64, 16))
+    scales_ref = value(scales.reshape(-1).astype(np.uint64), shape=(height // 8, k // 64, 16))
 
     def read(ref, offset, count):
         return sum(ref.data[offset.astype(int) + i] << np.uint64(8 * i) for i in range(count))
@@ -202,7 +205,7 @@ def test_each_thread_has_its_part_of_the_operand(first, monkeypatch):
     }
     run_as_thread_code(monkeypatch, mxfp4_operand, **own_names)
     number = types.SimpleNamespace(registers=np.array(np.uint64(pair)))
-    registers = mxfp4_operand._unpack(packed_ref, scales_ref, number, first)
+    registers = mxfp4_operand._unpack(packed_ref, scales_ref, number, first, of_pairs)
 
     own = Mxfp4(
         jnp.asarray(bytes_of_rows[:, first // 2 : first // 2 + 32]),
@@ -211,22 +214,30 @@ def test_each_thread_has_its_part_of_the_operand(first, monkeypatch):
     wanted = np.asarray(dequantize_mxfp4(own, jnp.float32), np.float64) * 2.0**-SHIFT
     for eight, half, odd in np.ndindex(8, 2, 2):
         bits = registers[0, eight, 0, 0, half, 0, 0, 0, 0] >> np.uint64(16 * odd) & np.uint64(0xFFFF)
-        rows, columns = 16 * warp + 8 * half + lane // 4, 8 * eight + 2 * (lane % 4) + odd
+        block = warp if of_pairs is None else 2 * warp + of_pairs
+        rows, columns = 16 * block + 8 * half + lane // 4, 8 * eight + 2 * (lane % 4) + odd
         np.testing.assert_array_equal(bfloat16(bits), wanted[rows.astype(int), columns.astype(int)])
 
 
-def _operands(tokens, n, k):
+def _operands(tokens, n, k, biased):
     picked = jax.ShapeDtypeStruct((tokens, 4), jnp.int32)
     groups = jax.eval_shape(functools.partial(api.list_groups, num_experts=32), picked)
     w = Mxfp4(*(jax.ShapeDtypeStruct((32, n, k // per), jnp.uint8) for per in (2, 32)))
-    return abstract(h200_mesh(), (jax.ShapeDtypeStruct((len(groups.pairs), k), jnp.bfloat16), w, groups))
+    bias = [jax.ShapeDtypeStruct((32, n), jnp.bfloat16)] if biased else []
+    rows = jax.ShapeDtypeStruct((len(groups.pairs), k), jnp.bfloat16)
+    return abstract(h200_mesh(), (rows, w, groups, *bias))
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 1024, 2048])
 def test_on_an_h200_bytes_go_to_tensor_cores_through_registers(tokens, tmp_path, monkeypatch):
-    """gpt-oss-20b's products, with tiles of 8 to 144 rows."""
+    """gpt-oss-20b's products, with tiles of 8 to 144 rows. Two have its biases and its gates."""
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
-    compiled = compile_for_h200(api.grouped_gemm, *_operands(tokens, 5760, 2880))
+
+    def product(x, w, groups, bias=None):
+        epilogue = {} if bias is None else {"bias": bias, "activation": "clamped_swiglu", "gate_block": 8}
+        return api.grouped_gemm(x, w, groups, **epilogue, own_epilogue=True)
+
+    compiled = compile_for_h200(product, *_operands(tokens, 5760, 2880, biased=tokens in (64, 2048)))
     assert [thunk.kind for thunk in compiled.thunks] == ["kCustomCall"] and compiled.machine_code
     assert compiled.memory.temp_size_in_bytes < 2**20
     logs, ptx = (

@@ -71,8 +71,12 @@ def test_each_row_is_multiplied_with_its_experts_weight(tokens, n, k, tile):
 
 @pytest.mark.parametrize(
     ("n", "k", "rows", "epilogue"),
-    [(192, 192, 24, {}), (256, 64, 16, {"activation": "silu", "gate_block": 32})],
-    ids=["plain", "gates"],
+    [
+        (192, 192, 24, {}),
+        (256, 64, 16, {"activation": "silu", "gate_block": 32}),
+        (128, 64, 8, {"activation": "clamped_swiglu", "gate_block": 8}),
+    ],
+    ids=["plain", "gates", "pairs"],
 )
 def test_the_kernel_of_any_rows_takes_blocks(n, k, rows, epilogue):
     """The last stage of K is half beyond the weight, and so is the last tile of an expert."""
