@@ -75,6 +75,11 @@ def token_scales(form, scales, start, count: int | None = None):
     return load(scales[0].at[pl.ds(start, count or form.tile.rows)], BY_COLUMN)
 
 
+def biases(form, ref, row):
+    """Return the bias, in float32, of both halves of 128 rows of the weight, of which `row` is the first."""
+    return gate_pairs.biases(ref, row, form.interpret) if form.paired else channel_values(form, ref, row)
+
+
 def channel_values(form, channels, row):
     """Return the scales or the bias, in float32, of both halves of `PART` rows of the weight, of which `row`
     is the first.
@@ -88,7 +93,7 @@ def channel_values(form, channels, row):
     if form.gate_block is None:
         return rows_from(0), rows_from(64)
     # Row r of the gates lies in block r // b, behind as many blocks of ups.
-    b, count = form.gate_block, 64 // form.gate_block
+    b, count = form.block, 64 // form.block
     parts = [rows_from(j * b) for j in range(count + 1)]
     block = lax.div(plgpu.broadcasted_iota(jnp.int32, (64,), 0, layout=BY_ROW), jnp.int32(b))
 

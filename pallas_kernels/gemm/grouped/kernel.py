@@ -29,7 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gemm.grouped import block_products, gate_pairs, int4_operand, mxfp4_mma, mxfp4_operand
 from pallas_kernels.gemm.grouped.block_products import BlockScales
-from pallas_kernels.gemm.grouped.epilogue import channel_values, epilogue, token_scales
+from pallas_kernels.gemm.grouped.epilogue import biases, channel_values, epilogue, token_scales
 from pallas_kernels.gemm.grouped.gate_pairs import GATE_PAIRS
 from pallas_kernels.gemm.grouped.int4_format import dequantize_experts
 from pallas_kernels.gemm.grouped.mxfp4_blocks import ROWS as BLOCK_ROWS
@@ -374,7 +374,7 @@ def _multiplier(form, steps, wg, x_s, w_s, o_s, o_ref, added, full, empty, facto
             plgpu.barrier_wait(of_tiles.full.at[turn])
         early, shifts = None, None
         if bias is not None and tile.box == tile.rows:
-            shifts = channel_values(form, bias, expert * form.n + row)
+            shifts = biases(form, bias, expert * form.n + row)
         if scales and tile.box == tile.rows:  # loaded while the operands arrive, because registers are free
             early = (
                 channel_values(form, scales[1], expert * form.n + row),
@@ -407,7 +407,7 @@ def _multiplier(form, steps, wg, x_s, w_s, o_s, o_ref, added, full, empty, facto
                 return y[64 * half : 64 * half + 64, token : token + count]
 
             at_row = expert * form.n + row
-            own = shifts or (None if bias is None else channel_values(form, bias, at_row))
+            own = shifts or (None if bias is None else biases(form, bias, at_row))
             finished = epilogue(form, sums_of, scales, start, at_row, early, own)
             store(form, finished, o_s.at[wg], o_ref, start, end, to)
 

@@ -29,10 +29,11 @@ from pallas_kernels.quantized import MXFP4_WORDS
 _BLOCK_BYTES = 4 * MXFP4_WORDS
 
 
-def load(blocks) -> jax.Array:
+def load(blocks, pairs: bool = False) -> jax.Array:
     """Return a stage of the weight in registers: a value for `multiply_add`, of no use besides.
 
-    blocks: int32 [4 · b, depth / 64, 136] in shared memory.
+    blocks: int32 [4 · b, depth / 64, 136] in shared memory. pairs: the first 64 rows of the product have
+    every other one of 8 blocks, and the last 64 rows have the others.
     """
     count = blocks.shape[0] // 4 * blocks.shape[1]
     shape = (64, 8 * (count + -(-count // 4)))  # 4 words of each block, then a word of each
@@ -40,7 +41,7 @@ def load(blocks) -> jax.Array:
         arg_types=(plgpu.RefType(),),
         return_type=plgpu.ShapeDtypeStruct(shape, jnp.int32, layout=plgpu.Layout.WGMMA),
     )
-    return run(lambda _, blocks: _load(blocks, shape))(blocks)
+    return run(lambda _, blocks: _load(blocks, shape, pairs))(blocks)
 
 
 def multiply_add(total: jax.Array, weight: jax.Array, tokens) -> jax.Array:
@@ -98,10 +99,10 @@ def _read(
     return words, scales
 
 
-def _load(blocks: ir.Value, shape: tuple[int, int]) -> mgpu.FragmentedArray:
+def _load(blocks: ir.Value, shape: tuple[int, int], pairs: bool = False) -> mgpu.FragmentedArray:
     height, chunks, _ = ir.MemRefType(blocks.type).shape
-    places, words, scales = _places(chunks), [], []
-    for block in range(0, height, 4):
+    places, words, scales = _places(2 * chunks if pairs else chunks), [], []
+    for block in (0, 1) if pairs else range(0, height, 4):
         for chunk in range(chunks):
             plus = (block * chunks + chunk) * _BLOCK_BYTES
             own = _read(blocks, *places, plus)

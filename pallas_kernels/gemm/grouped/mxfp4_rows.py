@@ -20,7 +20,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from pallas_kernels.gemm.grouped import mxfp4_mma
+from pallas_kernels.gemm.grouped import gate_pairs, mxfp4_mma
+from pallas_kernels.gemm.grouped.epilogue import biases, finish_halves
 from pallas_kernels.gemm.grouped.groups import Groups
 from pallas_kernels.gemm.grouped.kernel import GroupedForm, store
 from pallas_kernels.gemm.grouped.mxfp4_blocks import COLUMNS, ROWS, dequantize_blocks
@@ -76,12 +77,14 @@ def rows_tile(rows: int, k: int, blocks: int = 2, chunks: int = 3, warpgroups: i
     return dataclasses.replace(one, stages=min(32 // warpgroups, (SMEM_BYTES - outside) // stage))
 
 
-def supports_rows(n: int, k: int, tile: RowsTile) -> bool:
+def supports_rows(n: int, k: int, tile: RowsTile, gate_block: int | None = None) -> bool:
     """Return whether the kernel takes a weight [n, k] with this tile.
 
-    Each warpgroup must have columns of its own. A product of 64 columns by two warpgroups was wrong
-    on an H200.
+    Each warpgroup must have columns of its own: a product of 64 columns by two warpgroups was wrong on an
+    H200.
     """
+    if gate_block is not None and (gate_block not in (8, 64) or n % 128 or tile.blocks != 2):
+        return False
     shared = k > COLUMNS * tile.chunks * (tile.warpgroups - 1)
     return min(n, k) > 0 and n % 64 == 0 and k % COLUMNS == 0 and tile.stages >= 2 and shared
 
@@ -91,26 +94,44 @@ def multiply_rows(
     w: Mxfp4Blocks,
     groups: Groups,
     *,
+    bias: jax.Array | None = None,
+    activation: str | None = None,
+    gate_block: int | None = None,
     sms: int | None = None,
     tile: RowsTile | None = None,
     interpret=None,
 ) -> jax.Array:
-    """Return `pallas_kernels.gemm.grouped.api.grouped_gemm` of few rows by this kernel, without an epilogue.
+    """Return `pallas_kernels.gemm.grouped.api.grouped_gemm` of few rows by this kernel.
 
     Args:
       x: [M, K] bfloat16, rows in the order of `groups`. groups: in tiles of the tile's rows.
+      gate_block: 8, 64 or None.
     Raises:
       ValueError: for a shape or sms outside the limits.
     """
     (m, k), (experts, n, depth), sms = x.shape, w.shape, sms_of(sms)
     tile = tile or rows_tile(groups.rows, k)
-    if k != depth or groups.rows != tile.rows or tile.rows % ALIGN or not supports_rows(n, k, tile):
+    if (
+        k != depth
+        or groups.rows != tile.rows
+        or tile.rows % ALIGN
+        or not supports_rows(n, k, tile, gate_block)
+    ):
         given = f"x {list(x.shape)}, w {list(w.shape)}, tiles of {groups.rows} rows, {tile}"
-        accepted = "equal K and rows, N and K of whole 64, and two stages or more"
+        accepted = "equal K and rows, N and K of whole 64, two stages or more, and blocks of 8 or 64 gates"
         raise ValueError(f"{given}: accepted are {accepted}")
+    form = GroupedForm(
+        GroupedTile(tile.rows, tile.warpgroups, COLUMNS, 1),
+        n,
+        activation,
+        gate_block,
+        in_blocks=True,
+        bias=bias is not None,
+        interpret=interpret is not None,
+    )
     kernel = plgpu.kernel(
-        functools.partial(_multiply, tile=tile, n=n, interpret=interpret is not None),
-        out_type=jax.ShapeDtypeStruct((m, n), jnp.bfloat16),
+        functools.partial(_multiply, tile=tile, form=form),
+        out_type=jax.ShapeDtypeStruct((m, form.columns), jnp.bfloat16),
         grid=(sms,),
         grid_names=("worker",),
         num_threads=tile.warpgroups + 1,
@@ -121,7 +142,8 @@ def multiply_rows(
         interpret=interpret,
     )
     words = w.words.reshape(experts * n // ROWS, k // COLUMNS, MXFP4_WORDS)
-    return kernel(groups.experts, groups.starts, groups.ends, groups.count, x, words)
+    added = [] if bias is None else [bias.reshape(-1)]
+    return kernel(groups.experts, groups.starts, groups.ends, groups.count, x, words, *added)
 
 
 def _scratch(tile: RowsTile, k: int) -> dict[str, Any]:
@@ -148,11 +170,13 @@ def _scratch(tile: RowsTile, k: int) -> dict[str, Any]:
 
 
 def _multiply(
-    experts_ref, starts_ref, ends_ref, count_ref, x_ref, w_ref, o_ref, *, tile: RowsTile, n: int, interpret,
+    experts_ref, starts_ref, ends_ref, count_ref, x_ref, w_ref, *refs, tile: RowsTile, form: GroupedForm,
     w_s, x_s, o_s, full, empty, x_full, x_empty, sums_s: Any = None, sums_full: Any = None,
     sums_empty: Any = None,
 ):  # fmt: skip
-    """Run the kernel."""
+    """Run the kernel. refs: the bias of all experts if there is one, and the result."""
+    *bias_refs, o_ref = refs
+    n, interpret, pieces = form.n, form.interpret, range(0, 64 * tile.blocks, 64)
     wg, wgs = lax.axis_index("wg"), tile.warpgroups
     worker, workers = lax.axis_index("worker"), lax.axis_size("worker")
     turns, columns = tile.turns(x_ref.shape[1]), pl.cdiv(n, 64 * tile.blocks)
@@ -238,7 +262,10 @@ def _multiply(
 
         def one(i, carried):
             of_tile, column, begins, ends = item(i)
-            start, stop = lax.cond(begins, lambda: (starts_ref[of_tile], ends_ref[of_tile]), lambda: carried)
+            listed = starts_ref, ends_ref, experts_ref
+            start, stop, expert = lax.cond(
+                begins, lambda: tuple(ref[of_tile] for ref in listed), lambda: carried
+            )
 
             @pl.when(begins)
             def _():
@@ -247,9 +274,11 @@ def _multiply(
             def add(turn, total):
                 slot = wg * tile.stages + lax.rem(i * turns + turn, stages)
                 plgpu.barrier_wait(full.at[slot])
-                weight = w_s[slot] if interpret else mxfp4_mma.load(w_s.at[slot])
+                weight = w_s[slot] if interpret else mxfp4_mma.load(w_s.at[slot], form.paired)
                 plgpu.barrier_arrive(empty.at[slot])
-                product = _add_numbers if interpret else mxfp4_mma.multiply_add
+                product = (
+                    functools.partial(_add_numbers, form.paired) if interpret else mxfp4_mma.multiply_add
+                )
                 return product(total, weight, x_s.at[turn * wgs + wg])
 
             zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
@@ -259,19 +288,23 @@ def _multiply(
             def _():
                 plgpu.barrier_arrive(x_empty.at[wg])
 
-            def finish(y):
-                to = column * 64 * tile.blocks
+            def own_biases():
+                """Return the bias of each 64 of the item's rows, or None."""
+                at_row = expert * n + column * 64 * tile.blocks
+                return biases(form, bias_refs[0], at_row)[: tile.blocks] if bias_refs else None
+
+            def finish(y, shifts):
+                to = column * (64 if form.gate_block else 64 * tile.blocks)
 
                 def finished(token, count):
-                    pieces = range(0, 64 * tile.blocks, 64)
-                    return [y[row : row + 64, token : token + count] * 2.0**SHIFT for row in pieces]
+                    sums = [y[row : row + 64, token : token + count] * 2.0**SHIFT for row in pieces]
+                    return finish_halves(form, sums, shifts)
 
-                form = GroupedForm(GroupedTile(tile.rows, wgs, 64, 1), n, None, None)
                 store(form, finished, o_s.at[wg], o_ref, start, stop, to)
 
             if wgs == 1:
-                finish(y)
-                return start, stop
+                finish(y, own_biases())
+                return start, stop, expert
             finisher = lax.rem(i, jnp.int32(wgs))
 
             @pl.when(wg != finisher)
@@ -285,17 +318,18 @@ def _multiply(
 
             @pl.when(wg == finisher)
             def _():
+                shifts = own_biases()  # loaded during the wait
                 plgpu.barrier_wait(sums_full.at[wg])
                 total = y
                 for other in range(1, wgs):
                     which = lax.rem(wg + other, jnp.int32(wgs))
                     total = _add_kept(total, sums_s.at[which], interpret)
                     plgpu.barrier_arrive(sums_empty.at[which])
-                finish(total)
+                finish(total, shifts)
 
-            return start, stop
+            return start, stop, expert
 
-        lax.fori_loop(0, mine, one, (jnp.int32(0),) * 2)
+        lax.fori_loop(0, mine, one, (jnp.int32(0),) * 3)
         if wgs > 1:
 
             @pl.when((mine > 1) | ((mine == 1) & (wg > 0)))
@@ -305,9 +339,10 @@ def _multiply(
         plgpu.wait_smem_to_gmem(0)
 
 
-def _add_numbers(total, blocks, tokens):
+def _add_numbers(pairs: bool, total, blocks, tokens):
     """Return the sum of `mxfp4_mma.multiply_add`, in the interpreter."""
     numbers = dequantize_blocks(Mxfp4Blocks(blocks), jnp.float32) * 2.0**-SHIFT
+    numbers = gate_pairs.in_halves(numbers) if pairs else numbers
     return total + jnp.einsum("nk,mk->nm", numbers, tokens[...].astype(jnp.float32))
 
 

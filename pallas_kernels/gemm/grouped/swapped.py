@@ -92,11 +92,12 @@ def grouped_gemm(
     clamped = activation == CLAMPED_SWIGLU and gate_block is not None
     check_operands(x, w, None if clamped else activation)
     epilogue: dict[str, Any] = {"bias": bias, "activation": activation, "gate_block": gate_block}
-    if isinstance(w, Mxfp4Blocks) and tile is None and activation is gate_block is bias is None:
+    if isinstance(w, Mxfp4Blocks) and tile is None:
         few = rows_tile(groups.rows, k)
-        if groups.rows <= mxfp4_rows.FEW and supports_rows(n, k, few):
+        if groups.rows <= mxfp4_rows.FEW and supports_rows(n, k, few, gate_block):
             assert not isinstance(x, Quantized)  # `check_operands`
-            return mxfp4_rows.multiply_rows(x, w, groups, sms=sms, tile=few, interpret=interpret)
+            how = {"sms": sms, "tile": few, "interpret": interpret}
+            return mxfp4_rows.multiply_rows(x, w, groups, **epilogue, **how)
     if isinstance(w, Mxfp4) and not supports_mxfp4(n, k, gate_block, groups.rows):
         w = dequantize_mxfp4(w)
     if isinstance(w, Mxfp4Blocks) and not supports_mxfp4_blocks(n, k, gate_block):

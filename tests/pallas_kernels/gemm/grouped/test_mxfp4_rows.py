@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ptx import misaligned
 from thread_code import LANE, WARP, bfloat16, run_as_thread_code, run_ptx, value
 
-from pallas_kernels.gemm.grouped import mxfp4_mma, reference
+from pallas_kernels.gemm.grouped import gate_pairs, mxfp4_mma, reference
 from pallas_kernels.gemm.grouped.mxfp4_blocks import dequantize_blocks, from_blocks, to_blocks
 from pallas_kernels.gemm.grouped.mxfp4_format import dequantize_mxfp4
 from pallas_kernels.gemm.grouped.mxfp4_operand import SHIFT
@@ -49,22 +49,26 @@ def test_other_shapes_have_no_blocks():
 
 
 @pytest.mark.parametrize(
-    ("tokens", "n", "k", "tile"),
+    ("tokens", "n", "k", "tile", "epilogue"),
     [
         # Three workers share the items of an expert, and the last stage of K is beyond the weight.
-        (9, 192, 192, RowsTile(8, 1, 2, 2, 2)),
+        (9, 192, 192, RowsTile(8, 1, 2, 2, 2), {}),
         # Half of the last item of each expert is beyond the weight. An expert has two tiles.
-        (40, 192, 128, RowsTile(16, 2, 1, 1, 2)),
+        (40, 192, 128, RowsTile(16, 2, 1, 1, 2), {}),
+        (9, 256, 192, RowsTile(8, 2, 1, 2, 2), {"activation": "clamped_swiglu", "gate_block": 8}),
     ],
+    ids=["shared items", "two tiles", "pairs"],
 )
-def test_each_row_is_multiplied_with_its_experts_weight(tokens, n, k, tile):
+def test_each_row_is_multiplied_with_its_experts_weight(tokens, n, k, tile, epilogue):
     rng = np.random.default_rng(tokens)
     w, picked = random_weight(rng, 3, n, k), draw_routing(rng, tokens, 3, 2, 1.2)
     groups = jax.jit(list_groups, static_argnums=(1, 2))(jnp.asarray(picked), 3, tile.rows)
     x = jnp.asarray(rng.normal(size=(tokens, k)), jnp.bfloat16)[groups.pairs // 2]
-    run = functools.partial(multiply_rows, sms=4, tile=tile, interpret=plgpu.InterpretGPUParams())
+    if epilogue:
+        epilogue["bias"] = jnp.asarray(rng.normal(size=(3, n)) * 4, jnp.bfloat16)
+    run = functools.partial(multiply_rows, sms=4, tile=tile, interpret=plgpu.InterpretGPUParams(), **epilogue)
     found = jax.jit(run)(x, in_blocks(w), groups)
-    wanted = jax.jit(reference.grouped_gemm)(x.astype(jnp.float32), w, groups)
+    wanted = jax.jit(functools.partial(reference.grouped_gemm, **epilogue))(x.astype(jnp.float32), w, groups)
     found, wanted = (np.asarray(y[groups.places], np.float32) for y in (found, wanted))
     assert np.linalg.norm(found - wanted) / np.linalg.norm(wanted) < 4e-3
 
@@ -133,13 +137,39 @@ def test_each_thread_has_its_part_of_the_operand(chunk, monkeypatch):
         np.testing.assert_array_equal(bfloat16(bits), wanted[row.astype(int), column.astype(int)])
 
 
+@pytest.mark.parametrize("kind", [jnp.bfloat16, jnp.float32])
+def test_each_thread_reads_the_bias_of_its_gates_and_ups(kind, monkeypatch):
+    """Row r of 128 is a gate where bit 3 of r is 0. Its result is 8 · (r / 16) + r mod 8."""
+    bits, first = 8 * jnp.dtype(kind).itemsize, 32
+    monkeypatch.setattr(gate_pairs, "i32", None, raising=False)
+    run_as_thread_code(
+        monkeypatch,
+        gate_pairs,
+        at=lambda ref, offset, plus: (ref, offset + np.uint64(plus)),
+        llvm=types.SimpleNamespace(load=lambda _, address, alignment: address[1] // np.uint64(alignment)),
+    )
+    names = {
+        "utils": types.SimpleNamespace(bitwidth=lambda _: bits),
+        "WGMMA_ROW_LAYOUT": mgpu.WGMMA_ROW_LAYOUT,
+    }
+    vars(gate_pairs.mgpu).update(names)
+    row = types.SimpleNamespace(registers=np.array(np.uint64(first)))
+    for which in (0, 1):
+        read = gate_pairs._read(value(None, element_type=None), row, which)
+        for half in (0, 1):
+            result = 16 * WARP + 8 * half + LANE // 4
+            wanted = first + result // 8 * 16 + 8 * which + result % 8
+            np.testing.assert_array_equal(read[0, 0, half, 0, 0], wanted)
+
+
 def read_words(ref, offset, count, plus):
     at = offset + np.uint64(plus)
     assert (at % (4 * count) == 0).all()
     return [ref.data[(at // 4).astype(int) + i] for i in range(count)]
 
 
-def test_a_warpgroup_multiplies_its_rows(monkeypatch):
+@pytest.mark.parametrize("pairs", [False, True])
+def test_a_warpgroup_multiplies_its_rows(pairs, monkeypatch):
     """The code of a thread runs with integers in place of MLIR values, for the 128 threads of a warpgroup."""
     rng = np.random.default_rng(3)
     height, chunks, m = 2, 3, 16
@@ -174,7 +204,7 @@ def test_a_warpgroup_multiplies_its_rows(monkeypatch):
     monkeypatch.setattr(mxfp4_mma.mgpu.utils, "inline_ptx", inline_ptx)
     monkeypatch.setattr(mxfp4_mma.ir, "F32Type", types.SimpleNamespace(get=lambda: None), raising=False)
     blocks = value(words.reshape(-1), shape=(4 * height, chunks, 136))
-    kept = mxfp4_mma._load(blocks, (64, 8 * (height * chunks + 2)))
+    kept = mxfp4_mma._load(blocks, (64, 8 * (height * chunks + 2)), pairs)
     strides = ((8 * 64 * chunks, 8 * 64, 64, 1), 0)
     tokens = value(tiles, shape=(m // 8, chunks, 8, 64), get_strides_and_offset=lambda: strides)
     zeros = np.empty(mgpu.WGMMA_LAYOUT.registers_shape((64 * height, m)), dtype=object)
@@ -185,7 +215,8 @@ def test_a_warpgroup_multiplies_its_rows(monkeypatch):
 
     exact = np.asarray(dequantize_blocks(in_blocks(w), jnp.float32), np.float64) @ np.asarray(x, np.float64).T
     for block, octet, half, odd in np.ndindex(height, m // 8, 2, 2):
-        rows = (64 * block + 16 * WARP + 8 * half + LANE // 4).astype(int)
+        group = 2 * WARP + block if pairs else 4 * block + WARP
+        rows = (16 * group + 8 * half + LANE // 4).astype(int)
         columns = (8 * octet + 2 * (LANE % 4) + odd).astype(int)
         sums = found[block, octet, 0, 0, half, 0, 0, 0, 0][odd]
         np.testing.assert_allclose(sums * 2.0**SHIFT, exact[rows, columns], rtol=1e-12)
@@ -225,15 +256,18 @@ def _multiply_matrices(a, b, c):
     ("rows", "instruction"), [(16, "mma.sync.aligned.m16n8k16"), (144, "wgmma.mma_async")]
 )
 def test_on_an_h200_no_register_is_spilled(rows, instruction, tmp_path, monkeypatch):
-    """gpt-oss-20b's experts for 64 tokens."""
+    """gpt-oss-20b's experts for 64 tokens, with biases and gates."""
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
     picked = jax.ShapeDtypeStruct((64, 4), jnp.int32)
     groups = jax.eval_shape(functools.partial(list_groups, num_experts=32, rows=rows), picked)
     x = jax.ShapeDtypeStruct((len(groups.pairs), 2880), jnp.bfloat16)
-    w = Mxfp4Blocks(jax.ShapeDtypeStruct((32, 180, 45, 136), jnp.int32))
-    compiled = compile_for_h200(
-        multiply_rows if rows == 16 else grouped_gemm, *abstract(h200_mesh(), (x, w, groups))
-    )
+    w = Mxfp4Blocks(jax.ShapeDtypeStruct((32, 360, 45, 136), jnp.int32))
+    bias = jax.ShapeDtypeStruct((32, 5760), jnp.bfloat16)
+
+    def product(x, w, groups, bias):
+        return grouped_gemm(x, w, groups, bias=bias, activation="clamped_swiglu", gate_block=8)
+
+    compiled = compile_for_h200(product, *abstract(h200_mesh(), (x, w, groups, bias)))
     assert [thunk.kind for thunk in compiled.thunks] == ["kCustomCall"] and compiled.machine_code
     logs, ptx = (
         "".join(path.read_text(errors="replace") for path in tmp_path.glob(f"grouped_gemm_mxfp4*{end}"))
