@@ -43,6 +43,7 @@ class Card:
       decode_attention_least_pages, decode_attention_whole_pages: `least` and `whole` of
         `pallas_kernels.attention.decode.work_list.PairCuts`; 0: never.
       decode_attention_one_fence: whether decode attention counts parts with fewer fences.
+      decode_attention_raw_sinks: whether decode attention reads the logits of sinks as a model has them.
       mxfp4_in_blocks: whether experts in MXFP4 are stored in the order of tensor cores.
       sort_rows_max_tokens, sort_held_rows_max_tokens: the largest steps whose rows kernels sort by expert,
         on a device with all experts, and on one that holds some of them; 0: none.
@@ -75,6 +76,7 @@ class Card:
     decode_attention_least_pages: int
     decode_attention_whole_pages: int
     decode_attention_one_fence: bool
+    decode_attention_raw_sinks: bool
     mxfp4_in_blocks: bool
     sort_rows_max_tokens: int
     sort_held_rows_max_tokens: int

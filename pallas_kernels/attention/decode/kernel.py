@@ -205,7 +205,7 @@ def _compute_pages(refs, form: Form, w, worker):
         seen = None if not looks else peek(refs.arrived, other, (here < pages) & (page == 0) & (other >= 0))
         total = jnp.maximum(across(total, "add"), LEAST)
         if form.sink_logits:
-            total = softmax.with_sinks(total, top, refs.sink_logits.at[head], page == 0)
+            total = softmax.with_sinks(total, top, refs.sink_logits.at[head], page == 0, form.raw_sinks)
         if form.e4m3:
             out = pairs.joined(out, form.interpret) * v_scale
         out = out / lax.broadcast_in_dim(total, out.shape, [1])

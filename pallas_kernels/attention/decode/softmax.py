@@ -65,13 +65,14 @@ def start(h, cols):
     return tuple(plgpu.layout_cast(jnp.zeros((rows, cols), jnp.float32), _WGMMA) for rows in (PAGE, h))
 
 
-def with_sinks(total, top, logits_ref, first):
+def with_sinks(total, top, logits_ref, first, raw):
     """Return the sums of weights [cols] with the terms of the heads' attention sinks.
 
-    logits_ref: [cols] in powers of two. first: whether this is the pair's first
+    logits_ref: [cols] in powers of two, or raw. first: whether this is the pair's first
       part, which alone has the term.
     """
-    term = sink_term(plgpu.load(logits_ref, layout=_HEADS, optimized=False), top)
+    logits = plgpu.load(logits_ref, layout=_HEADS, optimized=False)
+    term = sink_term(logits.astype(jnp.float32) * LOG2E if raw else logits, top)
     return total + jnp.where(first, term, jnp.zeros_like(term))
 
 

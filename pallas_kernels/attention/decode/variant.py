@@ -24,7 +24,7 @@ class Form:
     (row, head) pair with its own span. sinks: the first keys that every pair sees. page_heads: KV heads in
     a page; with fewer than kv, each group of heads has its own page table. sink_logits: each
     query head has an attention sink. spread: consecutive workers are on different SMs. one_fence: as for
-    `join.is_last`.
+    `join.is_last`. raw_sinks: the kernel reads the sinks' logits as the model has them.
     """
 
     group: int
@@ -47,6 +47,7 @@ class Form:
     sink_logits: bool = False
     spread: bool = False
     one_fence: bool = False
+    raw_sinks: bool = False
 
     @property
     def pitch(self) -> int:

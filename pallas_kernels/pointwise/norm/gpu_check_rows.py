@@ -31,6 +31,8 @@ CASES = (  # tokens, columns, experts of a token, tokens at the end that add not
     (64, 4096, 2, 3),
     (33, 896, 4, 5),
     (256, 2048, 8, 0),
+    (1, 2880, 4, 0),
+    (64, 2880, 4, 3),
 )
 TIMED, COLUMNS, CHOSEN, LAYERS = (1, 8, 64, 128), 2048, 8, 32
 
