@@ -76,9 +76,7 @@ def places(kernels: KernelSet) -> dict[str, str]:
 def test_hopper_runs_every_family_on_mosaic(model):
     for kv_dtype in ("bfloat16", "float8_e4m3fn"):
         kernels = of(model, "gpu", "9.0", kv_dtype=kv_dtype)
-        expected = MOSAIC | (
-            dict.fromkeys(("add_norm", "quantize_rows"), "reference") if model == "smollm2-135m" else {}
-        )  # rows of 576
+        expected = MOSAIC | ({"quantize_rows": "reference"} if model == "smollm2-135m" else {})  # rows of 576
         assert places(kernels) == expected
         assert isinstance(kernels.gemm, HopperGemm)
 
@@ -125,11 +123,11 @@ def test_the_kernels_take_what_the_family_gives_them(model):
 
 
 def test_attention_with_sinks_runs_on_mosaic_over_a_bfloat16_cache():
-    kernels, wide = functools.partial(of, "gpt-oss-20b"), {"add_norm": "reference"}  # rows of 2,880
-    assert places(kernels("gpu", "9.0")) == MOSAIC | wide
+    kernels = functools.partial(of, "gpt-oss-20b")
+    assert places(kernels("gpu", "9.0")) == MOSAIC
     for kv_dtype in (E4M3, "int8"):
         found = kernels("gpu", "9.0", kv_dtype=kv_dtype)
-        assert places(found) == MOSAIC | wide | dict.fromkeys(PAGED[1:], "reference")
+        assert places(found) == MOSAIC | dict.fromkeys(PAGED[1:], "reference")
         assert Fallback("decode_attention", "attention_sinks", True, "a cache of bfloat16") in found.fallbacks
     assert places(kernels("gpu", "8.0")) == REFERENCES
 

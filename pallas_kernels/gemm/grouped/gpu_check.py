@@ -52,7 +52,7 @@ MODELS = {  # experts, experts per token, {op: (N, K, block width of the gate)}
 ROWS = 256  # rows of one product of the comparison
 # DeepSeek-V3 with a fourth of its experts.
 DEEPSEEK = (64, 8, {"expert_up_gate": (4096, 7168, 64), "expert_down": (7168, 2048, None)})
-GPT_OSS = (32, 4, {"expert_up_gate": (5760, 2880), "expert_down": (2880, 2880)})  # XLA computes its gates
+GPT_OSS = (32, 4, {"expert_up_gate": (5760, 2880), "expert_down": (2880, 2880)})  # without gates
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
