@@ -205,14 +205,23 @@ def measure(engine: Any, items: Sequence[Item], vocab_size: int, seed: int) -> d
 
 
 def items_of(given: argparse.Namespace) -> list[Item]:
-    """Return the requests. Lognormal lengths have the limits of `bench throughput`."""
+    """Return the requests that `bench throughput` draws with the same lengths, limits and seed.
+
+    Raises: WorkloadError for a trace that cannot be read or has no such request, and for impossible means.
+    """
+    number, prompt, output, most = given.num_requests, given.input_len, given.output_len, given.max_model_len
+    if given.trace:
+        every = lengths.read_trace(given.trace, lengths.TRACE_FILTERS[given.trace_filter])
+        return lengths.sample(lengths.fitting(every, most), number, given.seed)
     if given.lengths == "lognormal":
-        return lengths.lognormal(given.num_requests, given.input_len, given.output_len, seed=given.seed)
-    return lengths.constant(given.num_requests, given.input_len, given.output_len)
+        return lengths.lognormal(
+            number, prompt, output, limits=lengths.nanoflow_limits(most), seed=given.seed
+        )
+    return lengths.constant(number, prompt, output)
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Start the engine, run the requests and write the report. Return the exit status."""
+def flag_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command's flags. Flags of lengths have the names of `bench throughput`."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -222,6 +231,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--lengths", choices=("constant", "lognormal"), default="constant")
     parser.add_argument("--input_len", type=int, default=1024, help="prompt tokens, or their mean")
     parser.add_argument("--output_len", type=int, default=512, help="output tokens, or their mean")
+    parser.add_argument("--trace", help="file with the lengths of requests, .csv or Mooncake's .jsonl")
+    parser.add_argument("--trace_filter", choices=tuple(lengths.TRACE_FILTERS), default="auto")
+    parser.add_argument(
+        "--max_model_len", type=int, default=4096, help="most tokens of a drawn request, prompt and output"
+    )
     parser.add_argument("--num_requests", type=int, default=600)
     parser.add_argument("--max_num_seqs", type=int, default=512)
     parser.add_argument(
@@ -229,16 +243,23 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--seed", type=int, default=0, help="of lengths and token ids")
     parser.add_argument("--output_json", type=Path, required=True)
+    return parser
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Start the engine, run the requests and write the report. Return the exit status."""
+    parser = flag_parser()
     given = parser.parse_args(arguments)
     model = open_checkpoint(given.model, load_format="dummy").model_config
     if model.architecture != "llama":
         parser.error(f"--model {given.model}: accepted is a Llama model")
+    items = items_of(given)
     begin = time.perf_counter()
     engine = start(model, given)
     for requests, prompt, output in WARM_UP:
         measure(engine, lengths.constant(requests, prompt, output), model.vocab_size, seed=requests)
     started = time.perf_counter() - begin
-    found = measure(engine, items_of(given), model.vocab_size, given.seed)
+    found = measure(engine, items, model.vocab_size, given.seed)
     head = {
         "command_name": "lmdeploy_bench",
         "command": shlex.join(["python", "-m", "benchmarks.lmdeploy_bench", *arguments]),

@@ -40,15 +40,17 @@ FIRST_TOKEN_DELAYS = {
 Report = Mapping[str, Any]
 Row = tuple[str, ...]
 
-# The README's rows: devices, model, numbers, prompt and output tokens.
+# The README's rows: number of devices, device, model, numbers, prompt and output tokens.
+H200, H100 = "NVIDIA H200", "NVIDIA H100 80GB HBM3"
 HEADLINES = (
-    (1, "llama-3.1-8b", "bfloat16", "1024 / 512"),
-    (1, "llama-3.1-8b", "fp8, fp8 KV", "1024 / 512"),
-    (1, "llama-3.1-8b", "bfloat16", "512 / 512"),
-    (1, "llama-3.1-8b", "bfloat16", "1024 / 1"),
-    (1, "llama-3.1-8b", "fp8, fp8 KV", "218 / 316 (sharegpt)"),
-    (2, "llama-3-70b", "fp8, fp8 KV", "1024 / 512"),
-    (4, "llama-3-70b", "fp8, fp8 KV", "1024 / 512"),
+    (1, H200, "llama-3.1-8b", "bfloat16", "1024 / 512"),
+    (1, H200, "llama-3.1-8b", "fp8, fp8 KV", "1024 / 512"),
+    (1, H100, "llama-3.1-8b", "fp8, fp8 KV", "1024 / 512"),
+    (1, H200, "llama-3.1-8b", "bfloat16", "512 / 512"),
+    (1, H200, "llama-3.1-8b", "bfloat16", "1024 / 1"),
+    (1, H200, "llama-3.1-8b", "fp8, fp8 KV", "218 / 316 (sharegpt)"),
+    (2, H200, "llama-3-70b", "fp8, fp8 KV", "1024 / 512"),
+    (4, H200, "llama-3-70b", "fp8, fp8 KV", "1024 / 512"),
 )
 
 
@@ -135,22 +137,18 @@ def points(reports: Mapping[str, Report], kind: str) -> Iterator[tuple[str, Repo
             yield from ((path, head | point) for point in report["points"])
 
 
-def throughput_groups(
-    reports: Mapping[str, Report], by_plan: bool = True
-) -> dict[tuple, list[tuple[str, Report]]]:
+def throughput_groups(reports: Mapping[str, Report]) -> dict[tuple, list[tuple[str, Report]]]:
     """Return the runs of the same work by device, model, lengths, tokens of a step, plan, number of requests,
     and slots.
 
-    Runs with up to SAME_SLOTS times the fewest slots share a group, under the fewest slots. by_plan: False
-    puts the runs of all overlapped plans into one group.
+    Runs with up to SAME_SLOTS times the fewest slots share a group, under the fewest slots.
     """
     groups: dict[tuple, list[tuple[str, Report]]] = {}
     runs = sorted(points(reports, "throughput"), key=lambda run: run[1]["engine_config"]["max_num_seqs"])
     for path, report in runs:
         engine = report["engine_config"]
-        plan = "sequential" if engine["plan"] == "sequential" else "overlapped"
-        if by_plan and plan == "overlapped":
-            plan += f" by {Path(engine['plan']).stem}"
+        plan = engine["plan"]
+        plan = plan if plan == "sequential" else f"overlapped by {Path(plan).stem}"
         if engine.get("kv_offloading_size"):
             plan += ", KV copied to the host"
         work = (machine(report), model_of(report), lengths(report["workload"]))
@@ -876,36 +874,74 @@ def index(folder: Path = HERE) -> str:
     return text
 
 
+def of_headline(report: Report, headline: tuple[int, str, str, str, str]) -> bool:
+    """Return True for a throughput run of a headline's work with the sequential plan or a shipped plan."""
+    devices, device, model, numbers, work = headline
+    plan = report["engine_config"]["plan"]
+    return (
+        (devices_of(report), report["device"], model_of(report), lengths(report["workload"]))
+        == (devices, device, f"{model}, {numbers}", work)
+        # The folder `searched` has the shipped plans, and `searched` chooses of them.
+        and (plan in ("sequential", "searched") or Path(plan).parent.name == "searched")
+    )
+
+
+def pairs_in_turns(
+    reports: Mapping[str, Report], headline: tuple[int, str, str, str, str]
+) -> Iterator[tuple[int, float, float, str, str]]:
+    """Yield each comparison in turns of a headline's work with another engine: the runs of a side, the rival's
+    and JaxFlow's median tokens/s, the rival's name and the path.
+    """
+    for path, report in of_command(reports, "in_turns"):
+        found = report["figures"].get("total_token_throughput", {})
+        # A side's runs are alike: one run tells the side's engine.
+        sides = {run["side"]: run["report"] for run in report["runs"] if run["report"]}
+        own = [name for name, run in sides.items() if run.get("command_name") == "throughput"]
+        others = [name for name in sides if name not in own and sides[name].get("device") is None]
+        for ours in (name for name in own if name in found and of_headline(sides[name], headline)):
+            for theirs in (name for name in others if name in found):
+                runs = min(len(found[name]["values"]) for name in (ours, theirs))
+                version = sides[theirs]["versions"].get(theirs.lower(), "")
+                rates = found[theirs]["median"], found[ours]["median"]
+                yield runs, *rates, f"{theirs} {version}".strip(), path
+
+
+def headline_row(
+    reports: Mapping[str, Report],
+    rivals: Iterable[Mapping[str, Any]],
+    headline: tuple[int, str, str, str, str],
+) -> Row | None:
+    """Return the README's row of a headline, or None without a report.
+
+    A comparison in turns with another engine comes first, that with the most runs. Else the row has the kind
+    of step with the most runs, its median, and the best recorded rival without a ratio.
+    """
+    devices, device, model, numbers, work = headline
+    name = device if devices == 1 else f"{devices} × {device}"
+    head = (name, f"{model}, {numbers}", work)
+    pair = max(pairs_in_turns(reports, headline), default=None)
+    if pair:
+        number, theirs, ours, rival, path = pair
+        count = f"[{number} of each](benchmarks/{path})"
+        return *head, f"{ours:,.0f}", count, f"{rival} {theirs:,.0f}", f"{ours / theirs:.3f}"
+    named = [runs for runs in throughput_groups(reports).values() if of_headline(runs[0][1], headline)]
+    if not named:
+        return None
+    best = max(named, key=lambda runs: (len(rates_of(runs)), median(rates_of(runs))))
+    source = f"benchmarks/{best[0][0]}" if len(best) == 1 else "benchmarks/RESULTS.md#throughput"
+    rival = next((one for one in rivals_of(rivals, best[0][1]) if not one.startswith("sequential")), "–")
+    linked = f"[{rival}](benchmarks/rivals.json)" if rival != "–" else rival
+    rates = rates_of(best)
+    return *head, f"{median(rates):,.0f}", f"[{len(rates)}]({source})", linked, "–"
+
+
 def headline_table(folder: Path = HERE) -> str:
-    """Return the README's table: the best kind of step of each headline workload, by its median."""
+    """Return the README's table."""
     reports = read_reports(folder)
     rivals = json.loads((folder / "rivals.json").read_text("utf-8"))["results"]
-    groups = throughput_groups(reports, by_plan=False)
-    rows = []
-    for devices, model, numbers, work in HEADLINES:
-        named = [
-            runs
-            for (device, name, tokens, *_), runs in groups.items()
-            if (name, tokens) == (f"{model}, {numbers}", work) and devices_of(runs[0][1]) == devices
-        ]
-        if not named:
-            continue
-        rates = {id(runs): median(rates_of(runs)) for runs in named}
-        best = max(named, key=lambda runs: (len(rates_of(runs)), rates[id(runs)]))
-        source = f"benchmarks/{best[0][0]}" if len(best) == 1 else "benchmarks/RESULTS.md#throughput"
-        number = len(rates_of(best))
-        count = f"{number} run" + "s" * (number > 1)
-        rows.append(
-            (
-                machine(best[0][1]),
-                f"{model}, {numbers}",
-                work,
-                f"{rates[id(best)]:,.0f}",
-                f"[{count}]({source})",
-                rivals_of(rivals, best[0][1])[0],
-            )
-        )
-    return table(("device", "model", "tokens in / out", "median tokens/s", "reports", "rival"), rows)
+    rows = (headline_row(reports, rivals, headline) for headline in HEADLINES)
+    head = ("device", "model", "tokens in / out", "median tokens/s", "runs", "rival", "ratio in turns")
+    return table(head, filter(None, rows))
 
 
 def rewritten(readme: str, folder: Path = HERE) -> str:

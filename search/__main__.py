@@ -52,7 +52,10 @@ EXTRA = ("mip", "highspy", "optax")  # the packages of the extra `search`
 
 
 def main(argv: list[str]) -> int:
-    """Run one command and return its exit status: 2 for a wrong command line, 1 for a failed command."""
+    """Run one command and return its exit status: 2 for a wrong command line, 1 for a failed command.
+
+    A flag's value that the command refuses makes a wrong command line, too.
+    """
     command = Subcommands("search", __doc__, COMMANDS, RENAMED, _flag_help).select(argv)
     if isinstance(command, int):
         return command
@@ -61,9 +64,12 @@ def main(argv: list[str]) -> int:
         command.run()
     except BrokenPipeError:
         raise
+    except flags.Error as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     except USER_ERRORS as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, ConfigError) and error.field in flags.FLAGS else 1
     except ModuleNotFoundError as error:
         if error.name not in EXTRA:
             raise

@@ -26,6 +26,8 @@ import jaxflow.cli.engine_flags
 from jaxflow.cli.exit_status import run_command
 from jaxflow.config import ConfigError, EngineConfig
 from jaxflow.engine.heap import collector_paused, freeze_heap
+from jaxflow.model.checkpoints.model_names import check_name
+from jaxflow.model.checkpoints.source import CheckpointError
 from jaxflow.parallel.launch import launch_of
 from jaxflow.text.chat import read_chat_template
 from serving.batch.batches import Batches
@@ -133,7 +135,17 @@ MAX_RESTARTS = flags.DEFINE_integer(
 
 def main(argv: list[str]) -> int:
     """Run the command and return its exit status."""
-    return run(argv, lambda engine, template: lambda: load(engine, template), other_role=supervise_or_follow)
+    return run(argv, prepare, other_role=supervise_or_follow)
+
+
+def prepare(engine: EngineConfig, template: str | None) -> Callable[[], "LLM"]:
+    """Return the function that loads the model.
+
+    template: a chat template instead of the checkpoint's, if not None.
+    Raises: CheckpointError for a name that cannot be a model's, before a port is open.
+    """
+    check_name(engine.model, dummy=engine.load_format == "dummy")
+    return lambda: load(engine, template)
 
 
 def run(
@@ -180,7 +192,7 @@ def run(
             )
         load_model = prepare(engine, template)
         status = other_role(engine)
-    except (ConfigError, ListenError, OSError) as error:
+    except (CheckpointError, ConfigError, ListenError, OSError) as error:
         return report_error(error)
     if status is not None:
         return status

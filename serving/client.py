@@ -26,6 +26,7 @@ from serving.grpc.connection import DEFAULT_TARGET, Answer, Client, Prompt, Requ
 __all__ = ["DEFAULT_TARGET", "Answer", "Client", "Prompt", "RequestFailed"]
 
 _TOKEN_VARIABLE = "JAXFLOW_AUTH_TOKEN"
+_ADDRESS = "--target HOST:PORT is the address of the server's gRPC port"
 _NOT_UTF8 = RequestFailed(
     grpc.StatusCode.INVALID_ARGUMENT, "the prompt is not UTF-8: text is accepted", from_server=False
 )
@@ -300,4 +301,4 @@ def report_failure(error: RequestFailed, target: str) -> int:
 
 if __name__ == "__main__":
     define_flags()
-    run_command(main, infinite=("timeout_s",))
+    run_command(main, infinite=("timeout_s",), others=dict.fromkeys(("host", "port"), _ADDRESS))

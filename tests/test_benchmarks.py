@@ -1,6 +1,7 @@
 """The reports under benchmarks/: their keys, their index, and the README's table."""
 
 import json
+import re
 import runpy
 
 import paths
@@ -109,8 +110,72 @@ def test_the_readme_has_the_table_that_the_script_writes():
     assert 2 < RESULTS["headline_table"]().count("\n") <= 2 + 8
 
 
-def test_the_headline_is_the_median_of_nine_runs():
-    assert "| 27,182 | [9 runs](benchmarks/RESULTS.md#throughput) |" in RESULTS["headline_table"]()
+def headlines(folder):
+    """Return the README's rows as lists of cells."""
+    return [line.strip("| \n").split(" | ") for line in RESULTS["headline_table"](folder).splitlines()[2:]]
+
+
+def linked(cell):
+    """Return the text and the target of a link."""
+    return re.fullmatch(r"\[(.+)\]\((.+)\)", cell).groups()
+
+
+def in_turns(rates, turns=3, **change):
+    """Return a comparison in turns of LMDeploy and JaxFlow, each with its median tokens/s."""
+    rival = {"command_name": "lmdeploy_bench", "versions": {"lmdeploy": "9.8"}}
+    reports = {"LMDeploy": rival, "JaxFlow": REPORT | change}
+    found = {
+        name: {"values": [rate] * turns, "median": rate, "range": [rate] * 2, "ratio": rate / rates[0]}
+        for name, rate in zip(reports, rates, strict=True)
+    }
+    return {
+        "command_name": "in_turns",
+        "device": REPORT["device"],
+        "what": "",
+        "figures": {"total_token_throughput": found},
+        "runs": [{"side": name, "report": report} for name, report in reports.items()] * turns,
+    }
+
+
+def test_a_headline_is_what_its_linked_files_show():
+    for device, _, _, rate, count, rival, ratio in headlines(FOLDER):
+        number, path = linked(count)
+        report = REPORTS.get(path.removeprefix("benchmarks/"))
+        if " of each" in number:
+            assert report is not None and report["device"] == device
+            median = {
+                name: one["median"] for name, one in report["figures"]["total_token_throughput"].items()
+            }
+            assert rate == f"{median['JaxFlow']:,.0f}" and rival.endswith(f" {median['LMDeploy']:,.0f}")
+            assert ratio == f"{median['JaxFlow'] / median['LMDeploy']:.3f}"
+        else:
+            assert ratio == "–" and (rival == "–" or linked(rival)[1] == "benchmarks/rivals.json")
+            plans = [one["engine_config"]["plan"] for one in (report,) if report is not None]
+            assert all(plan in ("sequential", "searched") or "/searched/" in plan for plan in plans)
+
+
+def test_a_comparison_in_turns_comes_before_runs_of_other_times(write):
+    folder = write(a=REPORT, b=in_turns((10_000.0, 12_000.0)), c=in_turns((9_000.0, 9_900.0), turns=1))
+    (row,) = headlines(folder)
+    assert row[3:] == ["12,000", "[3 of each](benchmarks/h200/m/b.json)", "LMDeploy 9.8 10,000", "1.200"]
+
+
+def test_a_comparison_of_other_work_or_without_a_rival_is_no_headline(write):
+    other = in_turns((1.0, 2.0), device="NVIDIA H100")
+    own = in_turns((1.0, 2.0))
+    for run in own["runs"]:
+        run["report"] = REPORT
+    (row,) = headlines(write(a=REPORT, b=other, c=own))
+    assert (
+        row[3] == "12,346" and row[6] == "–" and linked(row[5])[0] == "LMDeploy 0.18.0 25,509 (512 sequences)"
+    )
+
+
+@pytest.mark.parametrize(("plan", "shown"), [("x/searched/a.json", "50,000"), ("x/tried/a.json", "12,346")])
+def test_a_plan_that_is_not_shipped_makes_no_headline(write, plan, shown):
+    engine = {"engine_config": REPORT["engine_config"] | {"plan": plan}, "total_token_throughput": 50_000.0}
+    (row,) = headlines(write(a=REPORT, b=REPORT | engine))
+    assert row[3:5] == [shown, f"[1](benchmarks/h200/m/{'b' if shown == '50,000' else 'a'}.json)"]
 
 
 def test_the_plans_of_checked_engines_exist():

@@ -10,6 +10,7 @@ import pytest
 PAGES = sorted(
     [*(paths.ROOT / "docs").glob("*.md"), *(paths.ROOT / name for name in ("README.md", "CONTRIBUTING.md"))]
 )
+NOTES = sorted((paths.ROOT / "benchmarks" / "notes").glob("*.md"))
 ROOTS = ("jaxflow", "pallas_kernels", "search", "serving", "tests", "benchmarks", "docs", "notebooks")
 
 
@@ -27,7 +28,7 @@ def test_the_rooms_of_the_picture_exist():
     assert {room.name for floor in (*script["FLOORS"], script["ANNEX"]) for room in floor.rooms} <= found
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [*PAGES, *NOTES], ids=lambda page: page.stem)
 def test_links_and_paths_exist(page):
     text = page.read_text("utf-8")
     links = re.findall(r"\]\((?!https?:)([^)#]+)", text)

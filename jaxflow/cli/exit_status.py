@@ -5,7 +5,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 
 INTERRUPTED = 128 + signal.SIGINT
 OUTPUT_CLOSED = 128 + signal.SIGPIPE
@@ -13,12 +14,17 @@ OUTPUT_CLOSED = 128 + signal.SIGPIPE
 _RESEND_AFTER_S = 0.02
 
 
-def run_command(main: Callable[[list[str]], int], infinite: Collection[str] = ()) -> None:
+def run_command(
+    main: Callable[[list[str]], int],
+    infinite: Collection[str] = (),
+    others: Mapping[str, str] = MappingProxyType({}),
+) -> None:
     """Parse absl's flags in any spelling of `flag_names`, call `main` with the remaining
     arguments, and end the process.
 
     --help exits with status 0, where absl itself would exit with 1. A wrong flag exits with status 2. The
-    flags in `infinite` take infinity.
+    flags in `infinite` take infinity. `others` names, by flags that other commands have, what this command
+    takes in their place.
     """
     from absl import app, flags  # commands with argparse do not need absl
 
@@ -35,7 +41,9 @@ def run_command(main: Callable[[list[str]], int], infinite: Collection[str] = ()
             check_floats(flags.FLAGS, infinite)
             return rest
         except flags.Error as error:
-            print(f"error: {flag_error(error)}\n--help lists the flags", file=sys.stderr)
+            name = error.flagname if isinstance(error, flags.UnrecognizedFlagError) else ""
+            hint = f"{others[name]}\n" if name in others else ""
+            print(f"error: {flag_error(error)}\n{hint}--help lists the flags", file=sys.stderr)
             sys.exit(2)
 
     app.run(functools.partial(exit_status, main), argv=canonical(sys.argv), flags_parser=parsed)

@@ -196,26 +196,28 @@ def define_flags() -> None:
 def run() -> None:
     """Run the command."""
     f = flags.FLAGS
-    if SOLVER in f.orders:
-        check_solver()
-    prompts, outputs = _numbers("prompt_tokens", 1), _numbers("output_tokens")
+    prompts, outputs, budgets = _numbers("prompt_tokens", 1), _numbers("output_tokens"), _sizes()
     if len(prompts) != len(outputs):
         raise ConfigError("output_tokens", outputs, f"as many as prompt_tokens: {len(prompts)}")
+    if (unknown := sorted(set(f.orders) - {SOLVER, *ORDERS})) or not f.orders:
+        raise ConfigError("orders", ",".join(unknown), f"one or more of {', '.join((SOLVER, *ORDERS))}")
+    if f.cuts and not 0 < min(_numbers("cuts")) <= max(_numbers("cuts")) < min(budgets):
+        raise ConfigError("cuts", ",".join(f.cuts), f"1 to {min(budgets) - 1}: within every step")
     if f.collectives is not None and not f.modelled:
         raise ConfigError(
             "collectives", f.collectives, "accepted only with --modelled: a profile has its own collectives"
         )
     if f.modelled == (f.profile is not None):
-        raise ConfigError("profile", f.profile, "a profile's path, or --modelled")
+        raise flags.Error(
+            "give one of --profile FILE and --modelled; `python -m search measure` writes a profile"
+        )
+    if SOLVER in f.orders:
+        check_solver()
     model = open_checkpoint(f.model, load_format="dummy").model_config
     check_has_heads(model, "the search of a plan")
-    budgets, workloads = _sizes(), list(zip(prompts, outputs, strict=True))
+    workloads = list(zip(prompts, outputs, strict=True))
     for workload in workloads:
         check_lengths(f.model, model, *workload)
-    if (unknown := sorted(set(f.orders) - {SOLVER, *ORDERS})) or not f.orders:
-        raise ConfigError("orders", ",".join(unknown), f"one or more of {', '.join((SOLVER, *ORDERS))}")
-    if f.cuts and not 0 < min(_numbers("cuts")) <= max(_numbers("cuts")) < min(budgets):
-        raise ConfigError("cuts", ",".join(f.cuts), f"1 to {min(budgets) - 1}: within every step")
     rival, forms = _shares(f.model, model, budgets)
     if all(form.graph.scattered for form in forms):
         check_scattered(

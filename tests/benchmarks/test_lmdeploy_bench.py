@@ -5,11 +5,18 @@ import sys
 import types
 from typing import ClassVar
 
+import paths
 import pytest
+from absl import flags
 
 from benchmarks import lmdeploy_bench
 from benchmarks.in_turns import figures
+from jaxflow.bench.engine import throughput
+from jaxflow.bench.workload.flags import items_from_flags
+from jaxflow.cli.engine_flags import engine_config_from_flags
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
+
+SETTINGS = sorted((paths.ROOT / "benchmarks/settings").glob("lmdeploy-*.json"))
 
 
 class Engine:
@@ -117,6 +124,20 @@ def test_lognormal_lengths_are_those_of_bench_throughput(lmdeploy, tmp_path):
     run(tmp_path, "--lengths", "lognormal", "--num_requests", "20")
     want = lmdeploy_bench.lengths.lognormal(20, 16, 4, seed=0)
     assert lmdeploy.made[0].sent[-20:] == [item.prompt_tokens for item in want]
+
+
+@pytest.mark.parametrize("path", SETTINGS, ids=lambda path: path.stem)
+def test_both_sides_of_a_comparison_have_equal_requests(no_flags, monkeypatch, path):
+    monkeypatch.chdir(paths.ROOT)
+    theirs, ours = (side["command"] for side in json.loads(path.read_text())["sides"])
+    given = lmdeploy_bench.flag_parser().parse_args([*theirs[2:], "--output_json", "r.json"])
+    throughput.define_flags()
+    flags.FLAGS(ours[2:])
+    drawn, described = items_from_flags(engine_config_from_flags().max_model_len)
+    assert lmdeploy_bench.items_of(given) == drawn
+    assert given.seed == flags.FLAGS.workload_seed and not described["left_out"]
+    most = max(item.prompt_tokens + item.output_tokens for item in drawn)
+    assert most <= min(given.max_model_len, lmdeploy_bench.SESSION_TOKENS)
 
 
 def test_answers_of_another_length_end_the_command(lmdeploy, tmp_path, monkeypatch):

@@ -149,5 +149,5 @@ def test_bad_settings_are_refused_by_name(tmp_path, capsys, monkeypatch, field, 
     np.save("wild.npy", np.full((3, 32), 10**6))
     given = {"model": str(paths.MODELS / MODEL), "tokens": "tokens.npy", "output_folder": "out"} | changes
     given = [f"--{name}={value}" for name, value in given.items() if value is not None]
-    assert main(["search", "spans", *given]) == 1
+    assert main(["search", "spans", *given]) == 2
     assert re.search(rf"error: {field}=", capsys.readouterr().err)

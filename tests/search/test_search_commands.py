@@ -84,31 +84,33 @@ def test_placement_prints_a_policy_and_writes_it(capsys, tmp_path):
         (["fly"], 2, "cost"),
         (["cost", "--model", "no-such"], 1, "no-such"),
         (["cost", "--tokens", "0"], 2, "tokens"),
-        (["cost", "--device", "A100-80GB", "--dtype", "float8_e4m3fn"], 1, "bfloat16"),
+        (["cost", "--device", "A100-80GB", "--dtype", "float8_e4m3fn"], 2, "bfloat16"),
         (["cost", "stray"], 2, "stray"),
-        (["cost", "--gpus", "3"], 1, "a divisor of llama-3.1-8b's 32 heads"),
+        (["cost", "--gpus", "3"], 2, "a divisor of llama-3.1-8b's 32 heads"),
         (
             ["cost", "--model", "qwen2.5-7b", "--gpus", "7"],
-            1,
+            2,
             "a divisor or a multiple of qwen2.5-7b's 4 key/value heads",
         ),
-        (["cost", "--model", "llama-2-70b", "--prompt_tokens", "4000"], 1, "at most 4096"),
+        (["cost", "--model", "llama-2-70b", "--prompt_tokens", "4000"], 2, "at most 4096"),
         (
             ["plan", "--modelled", "--tokens", "1000000000", "--time_limit_s", "60"],
-            1,
+            2,
             "tokens='1000000000' is not supported: whole numbers from 1 to 16384",
         ),
+        (["plan"], 2, "--modelled"),
+        (["plan", "--tokens", "few"], 2, "tokens='few'"),  # before the profile that lacks
         (["placement", "--gpu_mem", "16", "--cpu_mem", "10"], 1, "it would with gpu_mem="),
         (["placement", "--gpu_mem", "nan"], 2, "--gpu_mem=nan"),
         (["placement", "--machine", "abacus"], 1, "h200"),
-        (["placement", "--prompt_tokens", "4000"], 1, "at most 2048"),
+        (["placement", "--prompt_tokens", "4000"], 2, "at most 2048"),
         (["placement", "--kv_bits", "4", "--host_attention", "on"], 1, "host_attention=on with kv_bits=4"),
         (["placement", "--gpu_batch_sizes", "few"], 1, "gpu_batch_sizes=few"),
-        (["placement", "--output", "no/such/folder.json"], 1, "a folder that exists"),
-        (["placement", "--front", "/"], 1, "front='/' is not supported: a file"),
-        (["placement", "--front", "x.png"], 1, "front='x.png' is not supported: a file for JSON"),
-        (["offload", "--output_json", "no/such/runs.json"], 1, "output_json='no/such/runs.json'"),
-        (["offload", "--runs_json", "/"], 1, "runs_json='/'"),
+        (["placement", "--output", "no/such/folder.json"], 2, "a folder that exists"),
+        (["placement", "--front", "/"], 2, "front='/' is not supported: a file"),
+        (["placement", "--front", "x.png"], 2, "front='x.png' is not supported: a file for JSON"),
+        (["offload", "--output_json", "no/such/runs.json"], 2, "output_json='no/such/runs.json'"),
+        (["offload", "--runs_json", "/"], 2, "runs_json='/'"),
         (["offload", "--output", "policy.json"], 2, "'output'"),
         (["offload", "--front", "front.json"], 2, "'front'"),
         (
@@ -116,15 +118,15 @@ def test_placement_prints_a_policy_and_writes_it(capsys, tmp_path):
             1,
             "no policy of all on disk fits gpu_mem=16, cpu_mem=100, disk=0 (GB)",
         ),
-        (["offload", "--only", "no serach"], 1, "only='no serach'"),
+        (["offload", "--only", "no serach"], 2, "only='no serach'"),
         (
             ["offload", "--policies", "p.json", "--only", "no search"],
-            1,
+            2,
             "only='no search' is not supported: unset with policies",
         ),
-        (["machine", "--disk_dir", "no/such"], 1, "disk_dir"),
-        (["machine", "--output", "/"], 1, "output='/'"),
-        (["machine", "--points", "no/such/points.json"], 1, "points="),
+        (["machine", "--disk_dir", "no/such"], 2, "disk_dir"),
+        (["machine", "--output", "/"], 2, "output='/'"),
+        (["machine", "--points", "no/such/points.json"], 2, "points="),
         (["machine", "--runs", "absent.json"], 1, "absent.json"),
         (["machine", "--measured", "gone.json"], 1, "gone.json"),
     ],
@@ -225,17 +227,18 @@ def test_energy_fits_runs_and_profiles_and_writes_what_engines_read(tmp_path, ca
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "code", "said"),
     [
-        (["--runs", "none.json"], "none.json"),
+        (["--runs", "none.json"], 1, "none.json"),
         (
             ["--runs", str(paths.ROOT / "search" / "profiles" / "h200-llama-3.1-8b.json")],
+            1,
             "h200-llama-3.1-8b.json: Object contains unknown field",
         ),
-        (["--runs", RUNS, "--profile", RUNS], "settings/h200-energy-runs.json"),
-        (["--runs", RUNS, "--out", "no/such/folder.json"], "out="),
+        (["--runs", RUNS, "--profile", RUNS], 1, "settings/h200-energy-runs.json"),
+        (["--runs", RUNS, "--out", "no/such/folder.json"], 2, "out="),
     ],
 )
-def test_energy_of_no_runs(given, said, capsys):
-    assert main(["search", "energy", *given]) == 1
+def test_energy_of_no_runs(given, code, said, capsys):
+    assert main(["search", "energy", *given]) == code
     assert said in capsys.readouterr().err

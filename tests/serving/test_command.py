@@ -195,7 +195,7 @@ def test_one_port_for_both_protocols_names_both_flags():
 )
 def test_a_setting_that_cannot_work_is_one_line_and_an_exit_code(arguments, says):
     done = run("serving", "--port=0", "--admin_port=0", "--http_port=0", *arguments)
-    assert done.returncode == 1
+    assert (done.returncode, done.stdout) == (1, "")
     assert re.fullmatch(r"error: [^\n]*\n", done.stderr) and says in done.stderr
 
 
@@ -220,6 +220,7 @@ def test_help_reads_well(module, says):
     [
         ("serving.client", "--seed=99999999999999999999", "[-9223372036854775808, 9223372036854775807]"),
         ("serving.client", "--timeout_s=nan", "a number of seconds"),
+        ("serving.client", "--port=1", "--target"),
         ("serving", "--drain_timeout_s=nan --model=x", "a finite number"),
         ("serving", "--modle=x", "model"),
     ],

@@ -9,7 +9,7 @@ from absl import flags
 
 from jaxflow.bench.workload import lengths as workload
 from jaxflow.bench.workload.conversations import Conversation, of_items, synthetic
-from jaxflow.bench.workload.lengths import NANOFLOW, UNLIMITED, Item, WorkloadError
+from jaxflow.bench.workload.lengths import Item, WorkloadError
 from jaxflow.cli.engine_flags import define_engine_flags
 from jaxflow.config import EngineConfig
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
@@ -56,7 +56,7 @@ def define_workload(input_len: int = 1024, output_len: int = 512) -> None:
     flags.DEFINE_enum(
         "trace_filter",
         "auto",
-        ["auto", "nanoflow", "none"],
+        list(workload.TRACE_FILTERS),
         (
             "Filter of a trace's long requests. nanoflow drops those over 3072 in, 1024 out, or 4096 in "
             "total. auto: nanoflow for .csv, none for .jsonl."
@@ -190,19 +190,15 @@ def items_from_flags(max_tokens: float, *, ordered: bool = False) -> tuple[list[
     if kind == "trace":
         if not Path(f.trace).is_file():
             raise WorkloadError(f"--trace {f.trace}: accepted is an existing file")
-        every = workload.read_trace(
-            f.trace, {"auto": None, "nanoflow": NANOFLOW, "none": UNLIMITED}[f.trace_filter]
-        )
+        every = workload.read_trace(f.trace, workload.TRACE_FILTERS[f.trace_filter])
         every = (
             workload.shrink(every, f.trace_shrink) if "trace_shrink" in f and f.trace_shrink > 1 else every
         )
-        fitting = [item for item in every if item.prompt_tokens + item.output_tokens <= max_tokens]
+        fitting = workload.fitting(every, max_tokens)
         left_out = len(every) - len(fitting)
         items = fitting[:number] if ordered else workload.sample(fitting, number, seed)
     elif kind == "lognormal":
-        limits = workload.LengthLimits(
-            NANOFLOW.prompt_tokens, NANOFLOW.output_tokens, min(max_tokens, NANOFLOW.total_tokens)
-        )
+        limits = workload.nanoflow_limits(max_tokens)
         items = workload.lognormal(
             number, prompt, output, prompt_cv=f.input_cv, output_cv=f.output_cv, limits=limits, seed=seed
         )

@@ -56,6 +56,17 @@ class LengthLimits:
 NANOFLOW = LengthLimits(3072, 1024, 4096)  # NanoFlow's limits for its traces
 _NO_RATE = "rate={}: accepted is a positive number of requests per second"
 UNLIMITED = LengthLimits(math.inf, math.inf, math.inf)
+TRACE_FILTERS = {"auto": None, "nanoflow": NANOFLOW, "none": UNLIMITED}  # auto: those of the file's kind
+
+
+def nanoflow_limits(max_tokens: float) -> LengthLimits:
+    """Return NanoFlow's limits, with at most `max_tokens` of prompt plus output."""
+    return dataclasses.replace(NANOFLOW, total_tokens=min(max_tokens, NANOFLOW.total_tokens))
+
+
+def fitting(items: Sequence[Item], max_tokens: float) -> list[Item]:
+    """Return the items of at most `max_tokens` of prompt plus output."""
+    return [item for item in items if item.prompt_tokens + item.output_tokens <= max_tokens]
 
 
 def constant(number: int, prompt_tokens: int, output_tokens: int) -> list[Item]:

@@ -12,7 +12,6 @@ import concurrent.futures
 import dataclasses
 import functools
 import logging
-import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -32,6 +31,7 @@ from jaxflow.model.architectures.hf_packed_int4 import PackedInt4
 from jaxflow.model.architectures.hf_quantization import Stored, stored_format
 from jaxflow.model.architectures.tensor_names import model_names, unread_prefixes
 from jaxflow.model.checkpoints import orbax_file
+from jaxflow.model.checkpoints.model_names import CONFIGS, check_name, shipped_configs
 from jaxflow.model.checkpoints.mxfp4 import Mxfp4Tensors
 from jaxflow.model.checkpoints.packed_int4 import PackedInt4Tensors
 from jaxflow.model.checkpoints.safetensors_file import BlockFp8Tensors, Fp8Tensors, SafetensorsFolder
@@ -62,8 +62,6 @@ __all__ = ["Checkpoint", "CheckpointError", "convert", "open_checkpoint", "shipp
 # Threads that read weights. Host memory holds an array and a tensor for each of them.
 READERS = 2
 log = logging.getLogger(__name__)
-CONFIGS = Path(__file__).parents[1] / "architectures" / "configs"
-_HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 _TOKENIZER_FILES = (
     *(
         "tokenizer.json",
@@ -320,11 +318,6 @@ def _check_packed(source: Any, tree: Weights) -> None:
             raise ConfigError("quantization", "mxfp4", accepted)
 
 
-def shipped_configs() -> list[str]:
-    """Return the names of the configs that the package contains."""
-    return sorted(path.stem for path in CONFIGS.glob("*.json"))
-
-
 def open_checkpoint(model: str, *, load_format: str = "auto") -> Checkpoint:
     """Open a checkpoint and read its config.
 
@@ -341,22 +334,15 @@ def open_checkpoint(model: str, *, load_format: str = "auto") -> Checkpoint:
     if load_format not in ("auto", "dummy"):
         raise ConfigError("load_format", load_format, "auto or dummy")
     dummy, path = load_format == "dummy", Path(model).expanduser()
+    check_name(model, dummy=dummy)
     if path.is_file():
         opened = _open_file(path, dummy)
     elif path.is_dir():
         opened = _open_folder(path, path.resolve().name, dummy)
     elif model in shipped_configs():
-        if not dummy:
-            raise CheckpointError(
-                f"{model}: a shipped config has no weights; load_format=dummy makes random weights"
-            )
         opened, _ = _from_config(CONFIGS / f"{model}.json", model)
-    elif _HUB_ID.fullmatch(model):
-        opened = _open_folder(download(model, weights=not dummy), model, dummy)
     else:
-        raise CheckpointError(
-            f"{model}: not a folder, a file, a hub id (owner/name), or one of {', '.join(shipped_configs())}"
-        )
+        opened = _open_folder(download(model, weights=not dummy), model, dummy)
     return dataclasses.replace(opened, source=None) if dummy else opened
 
 

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from jaxflow.config import ConfigError, Latent, Rope, SigmoidRouter
 from jaxflow.model.architectures.hf_config import model_config_from_hf
-from jaxflow.model.checkpoints.checkpoint import CONFIGS, open_checkpoint, shipped_configs
+from jaxflow.model.checkpoints.checkpoint import open_checkpoint, shipped_configs
+from jaxflow.model.checkpoints.model_names import CONFIGS
 from jaxflow.model.weights import tensors
 
 

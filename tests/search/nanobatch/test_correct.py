@@ -185,7 +185,7 @@ def test_a_report_without_the_plan_and_a_plan_without_predictions_are_refused(tm
         "--out",
         str(tmp_path / "out.json"),
     ]
-    assert main(["search", "correct", *line]) == 1
+    assert main(["search", "correct", *line]) == 2
     assert "a report of plan '92+40 1024/512' for 2048 tokens" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="a plan with predictions"):
         corrected(msgspec.structs.replace(PLAN, predictions=None), [MeasuredGain(1, 1.0, 1.0, 0.0)])
@@ -227,7 +227,7 @@ def test_a_report_that_does_not_say_what_its_plans_do_is_taken_by_name_only_if_t
 ):
     out = tmp_path / "out.json"
     line = ["--plan", str(CUT_AT_1536), "--report", str(DEEPSEEK), "--out", str(out)]
-    assert main(["search", "correct", *line]) == 1
+    assert main(["search", "correct", *line]) == 2
     said = capsys.readouterr().err
     assert f"report='{DEEPSEEK}'" in said and "--by_name" in said and not out.exists()
     assert (
@@ -250,7 +250,7 @@ def test_what_was_measured_of_another_plan_of_the_same_name_is_refused(words, tm
     plan, other, out = load(CUT_AT_1280), load(CUT_AT_1536), tmp_path / "out.json"
     assert plan.name == other.name and plan.tokens == other.tokens
     line = ["--plan", str(CUT_AT_1536), "--report", str(told(tmp_path)), "--out", str(out), *words]
-    assert main(["search", "correct", *line]) == 1
+    assert main(["search", "correct", *line]) == 2
     said = capsys.readouterr().err
     assert plan.name in said and digest(plan) in said and digest(other) in said and not out.exists()
 
@@ -298,7 +298,7 @@ def test_of_several_reports_any_may_have_the_composition_with_most_decodes(order
 def test_a_file_that_is_no_report_is_refused_by_its_name_and_field(text, words, tmp_path, capsys):
     if text is not None:
         (tmp_path / "report.json").write_text(text)
-    assert run(tmp_path, report=tmp_path / "report.json") == 1
+    assert run(tmp_path, report=tmp_path / "report.json") == 2
     said = capsys.readouterr().err
     assert f"report='{tmp_path / 'report.json'}'" in said and words in said
 
@@ -361,7 +361,7 @@ def test_layers_are_counted_where_the_model_is():
     ],
 )
 def test_another_models_report_of_a_plan_of_this_name_is_refused(report, words, tmp_path, capsys):
-    assert run(tmp_path, report=BENCHMARKS / "h200" / report) == 1
+    assert run(tmp_path, report=BENCHMARKS / "h200" / report) == 2
     assert words in capsys.readouterr().err
     assert not (tmp_path / "out.json").exists()
 
@@ -370,7 +370,7 @@ def test_another_models_report_of_a_plan_of_this_name_is_refused(report, words, 
     ("model", "code", "words"),
     [
         ("nosuch", 1, "nosuch: not a folder"),
-        ("llama-3.1-70b", 1, "model='llama-3.1-70b'"),
+        ("llama-3.1-70b", 2, "model='llama-3.1-70b'"),
         ("llama-3-70b", 0, ""),
     ],
 )
@@ -381,5 +381,5 @@ def test_a_plan_with_predictions_stays_of_its_model(model, code, words, tmp_path
 
 def test_a_file_that_cannot_be_written_is_refused_before_the_reports_are_read(tmp_path, capsys):
     (tmp_path / "out.json").mkdir()
-    assert run(tmp_path) == 1
+    assert run(tmp_path) == 2
     assert "out=" in capsys.readouterr().err

@@ -256,6 +256,6 @@ def test_a_plan_of_a_model_that_does_not_fit_is_not_searched(tmp_path, capsys):
         "--out",
         str(out),
     ]
-    assert main(["search", "plan", *line]) == 1
+    assert main(["search", "plan", *line]) == 2
     said = capsys.readouterr()
     assert "141.1 GB" in said.err and "141.0 GB" in said.err and not said.out and not out.exists()

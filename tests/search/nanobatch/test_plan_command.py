@@ -55,7 +55,7 @@ def test_a_plan_names_its_pipeline_stages(tmp_path, capsys):
 
 
 def test_more_stages_than_layers_are_refused(capsys):
-    assert main(["search", "plan", "--modelled", "--pipeline_parallel_size", "33"]) == 1
+    assert main(["search", "plan", "--modelled", "--pipeline_parallel_size", "33"]) == 2
     assert "pipeline_parallel_size=33 is not supported: 1 to 32" in capsys.readouterr().err
 
 
@@ -199,7 +199,7 @@ def test_where_plans_could_not_be_written_is_refused_before_the_search(
         "--out",
         str(tmp_path / out),
     ]
-    assert main(["search", "plan", "--modelled", *line]) == 1
+    assert main(["search", "plan", "--modelled", *line]) == 2
     said = capsys.readouterr().err
     assert f"out='{tmp_path / out}'" in said and words in said
 
@@ -229,7 +229,7 @@ def test_a_flag_that_differs_from_the_profile_is_refused(flag, value, there, tmp
                 str(tmp_path / "p.json"),
             ]
         )
-        == 1
+        == 2
     )
     said = capsys.readouterr().err
     assert f"{flag}=" in said and value in said and f"{there}, which --profile" in said
@@ -301,44 +301,50 @@ def test_sums_of_a_small_device_hold_no_more_than_it_has():
 
 
 @pytest.mark.parametrize(
-    ("line", "words"),
+    ("line", "code", "words"),
     [
-        (["--modelled", "--sms", "40,132"], "1 to 131"),
-        (["--modelled", "--device", "H100", "--sms", "0,40"], "1 to 131 of a device's 132 SMs"),
+        (["--modelled", "--sms", "40,132"], 2, "1 to 131"),
+        (["--modelled", "--device", "H100", "--sms", "0,40"], 2, "1 to 131 of a device's 132 SMs"),
         (
             ["--modelled", "--device", "B200", "--sms", "40"],
+            2,
             "sms='40' is not supported: nothing: kernels always take the whole device",
         ),
-        (["--modelled", "--tokens", "few"], "whole numbers"),
-        (["--modelled", "--prompt_tokens", "1,2"], "output_tokens"),
+        (["--modelled", "--tokens", "few"], 2, "whole numbers"),
+        (["--modelled", "--prompt_tokens", "1,2"], 2, "output_tokens"),
         (
             ["--modelled", "--prompt_tokens", "0", "--output_tokens", "0"],
+            2,
             "prompt_tokens='0' is not supported: whole numbers of 1 or more",
         ),
-        (["--modelled", "--prompt_tokens", "1000000"], "at most 131072, which llama-3.1-8b was made for"),
+        (["--modelled", "--prompt_tokens", "1000000"], 2, "at most 131072, which llama-3.1-8b was made for"),
         (
             ["--modelled", "--prompt_tokens", "1024,131000", "--output_tokens", "512,512"],
+            2,
             "prompt_tokens=131000",
         ),
-        (["--modelled", "--gpus", "3"], "gpus=3 is not supported: a divisor of llama-3.1-8b's 32 heads"),
+        (["--modelled", "--gpus", "3"], 2, "gpus=3 is not supported: a divisor of llama-3.1-8b's 32 heads"),
         (
             ["--modelled", "--output_tokens", "-1"],
+            2,
             "output_tokens='-1' is not supported: whole numbers of 0 or more",
         ),
-        (["--modelled", "--orders", ""], "orders='' is not supported: one or more of solver, sequential"),
-        (["--modelled", "--orders", "two,three"], "orders='three'"),
-        ([], "--modelled"),
-        (["--profile", "absent.json"], "absent.json"),
-        (["--modelled", "--device", "A100-80GB", "--dtype", "float8_e4m3fn"], "bfloat16"),
-        (["--modelled", "--nano_batches", "1", "--split"], "nano_batches"),
+        (["--modelled", "--orders", ""], 2, "orders='' is not supported: one or more of solver, sequential"),
+        (["--modelled", "--orders", "two,three"], 2, "orders='three'"),
+        ([], 2, "--modelled"),
+        (["--modelled", "--profile", PROFILE], 2, "--modelled"),
+        (["--profile", "absent.json"], 1, "absent.json"),
+        (["--modelled", "--device", "A100-80GB", "--dtype", "float8_e4m3fn"], 2, "bfloat16"),
+        (["--modelled", "--nano_batches", "1", "--split"], 1, "nano_batches"),
         (
             ["--profile", PROFILE, "--sms", "33"],
+            2,
             "sms=33 is not supported: SMs that ops of the profile were timed on (24, 32, 40, ",
         ),
     ],
 )
-def test_what_is_refused_says_what_would_do(line, words, tmp_path, capsys):
-    assert main(["search", "plan", *line, "--out", str(tmp_path / "p.json")]) == 1
+def test_what_is_refused_says_what_would_do(line, code, words, tmp_path, capsys):
+    assert main(["search", "plan", *line, "--out", str(tmp_path / "p.json")]) == code
     assert words in capsys.readouterr().err
 
 

@@ -162,5 +162,5 @@ def test_steps_that_could_not_be_cut_where_it_is_asked_are_left_out(tmp_path, ca
 
 @pytest.mark.parametrize("words", [["--cuts", "2048"], ["--cuts", "640", "--tokens", "512,2048"]])
 def test_cuts_that_no_size_or_not_all_that_were_told_can_have_are_refused(words, tmp_path, capsys):
-    assert main([*SEQUENTIAL, *words, "--out", str(tmp_path / "p.json")]) == 1
+    assert main([*SEQUENTIAL, *words, "--out", str(tmp_path / "p.json")]) == 2
     assert "within every step" in capsys.readouterr().err

@@ -90,7 +90,7 @@ def test_a_profile_that_was_cut_short_is_continued(measured, tmp_path):
         ([], 0, "not known along tokens, keys, SMs, where no point lies between others"),
         ([], 0, "p.json: not written, nothing was measured of"),
         ([], 0, "14 of chunk_attention"),  # seven sizes at 256 and 512 keys
-        (["--keys", "32,4096"], 1, "keys=4096 is not supported: at most 512"),
+        (["--keys", "32,4096"], 2, "keys=4096 is not supported: at most 512"),
     ],
 )
 def test_contexts_that_nobody_asked_for_are_cut_to_the_model(line, code, words, tmp_path, no_flags, capsys):

@@ -193,25 +193,25 @@ def test_ops_and_the_step_are_measured_once_and_continued(tmp_path, capsys, monk
 
 
 @pytest.mark.parametrize(
-    ("line", "words"),
+    ("line", "code", "words"),
     [
-        (["--model", NAME], "profile=None"),
-        (["--profile", "{none}", "--ops", "qkv"], "ops='qkv'"),
-        ([*LINE[2:], "--profile", "{new}", "--ops", "qvk"], "ops='qvk'"),
-        ([*LINE[2:], "--profile", "{new}", "--sms", "64"], "sms='64'"),
-        ([*LINE[2:], "--profile", "{new}", "--seen", str(PROFILE)], "device='NVIDIA H200'"),
-        (["--profile", str(PROFILE), "--model", "llama-2-7b"], "model='llama-3.1-8b'"),
-        (["--profile", str(PROFILE), "--plans", str(PROFILE)], "KeyError('plans')"),
-        (["--profile", str(PROFILE), "--plans", str(PLANS), "--tokens", "1024"], "step of 1024 tokens"),
-        (["--profile", str(PROFILE), "--seen", "{fp8}"], "dtype='float8_e4m3fn'"),
-        (["--profile", "{fp8}", "--plans", str(PLANS)], "a report of NVIDIA H200"),
-        (["--profile", str(PROFILE), "--prompt_tokens", "200000"], "prompt_tokens=200000"),
+        (["--model", NAME], 2, "profile=None"),
+        (["--profile", "{none}", "--ops", "qkv"], 2, "ops='qkv'"),
+        ([*LINE[2:], "--profile", "{new}", "--ops", "qvk"], 2, "ops='qvk'"),
+        ([*LINE[2:], "--profile", "{new}", "--sms", "64"], 2, "sms='64'"),
+        ([*LINE[2:], "--profile", "{new}", "--seen", str(PROFILE)], 1, "device='NVIDIA H200'"),
+        (["--profile", str(PROFILE), "--model", "llama-2-7b"], 1, "model='llama-3.1-8b'"),
+        (["--profile", str(PROFILE), "--plans", str(PROFILE)], 1, "KeyError('plans')"),
+        (["--profile", str(PROFILE), "--plans", str(PLANS), "--tokens", "1024"], 1, "step of 1024 tokens"),
+        (["--profile", str(PROFILE), "--seen", "{fp8}"], 1, "dtype='float8_e4m3fn'"),
+        (["--profile", "{fp8}", "--plans", str(PLANS)], 1, "a report of NVIDIA H200"),
+        (["--profile", str(PROFILE), "--prompt_tokens", "200000"], 2, "prompt_tokens=200000"),
     ],
 )  # fmt: skip
-def test_what_is_refused_says_what_is_accepted(line, words, tmp_path, no_flags, capsys):
+def test_what_is_refused_says_what_is_accepted(line, code, words, tmp_path, no_flags, capsys):
     fp8 = paths.ROOT / "benchmarks/settings/h200-llama-3.1-8b-fp8-profile.json"
     names = {"none": tmp_path / "none.json", "new": tmp_path / "new.json", "fp8": fp8}
-    assert main(["search", "joules", *(word.format(**names) for word in line)]) == 1
+    assert main(["search", "joules", *(word.format(**names) for word in line)]) == code
     error = capsys.readouterr().err
     assert words in error and not Path(tmp_path / "new.json").exists()
 
