@@ -170,6 +170,12 @@ def rates_of(reports: Iterable[tuple[str, Report]]) -> list[float]:
     return [run["total_token_throughput"] for _, report in reports for run in report.get("runs", [report])]
 
 
+def millijoules(values: Iterable[float | None]) -> str:
+    """Return the median of joules in mJ, or a dash without a known value."""
+    known = [value for value in values if value is not None]
+    return f"{1e3 * median(known):.1f}" if known else "–"
+
+
 def rivals_of(rivals: Iterable[Mapping[str, Any]], report: Report) -> list[str]:
     """Return the rates of others at the same work: other engines, the best
     first, then the sequential plan.
@@ -224,6 +230,9 @@ def throughput_rows(folder: Path, reports: Mapping[str, Report]) -> Iterator[Row
             f"{median(one['mean_sm_clock_mhz'] for one in power):.0f}"
             if power
             else "–",
+            millijoules(
+                run.get("joules_per_token") for _, report in runs for run in report.get("runs", [report])
+            ),
             ", ".join(rivals_of(rivals, runs[0][1])),
             links(path for path, _ in runs),
         )
@@ -257,7 +266,11 @@ def decode_step_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
         if "precision" in report:
             for step in report.get("steps", []) if isinstance(report.get("steps"), list) else []:
                 launch = step["launches"]["graph"]
-                figures = (f"{launch['us'] / 1e3:.2f}", f"{launch['watts']:.0f} at {launch['mhz']:.0f}")
+                figures = (
+                    f"{launch['us'] / 1e3:.2f}",
+                    f"{launch['watts']:.0f} at {launch['mhz']:.0f}",
+                    millijoules([launch["watts"] * launch["us"] / 1e6 / step["requests"]]),
+                )
                 model = f"{report['model']}, {report['precision']}"
                 yield report["device"], model, f"{step['requests']}", *figures, links([path])
 
@@ -276,7 +289,9 @@ def plan_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
             if sequential and overlapped:
                 ratio = overlapped["tokens_per_s"] / sequential["tokens_per_s"]
                 cells = (f"{one['plan']}: {one['tokens_per_s']:,.0f}" for one in (sequential, overlapped))
-                yield machine(report), model_of(report), workload, *cells, f"{ratio:.3f}", links([path])
+                joules = (millijoules([one.get("joules_per_token")]) for one in (sequential, overlapped))
+                figures = *cells, f"{ratio:.3f}", " → ".join(joules)
+                yield machine(report), model_of(report), workload, *figures, links([path])
 
 
 def kernel_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
@@ -613,10 +628,10 @@ SECTIONS = (
         "All requests arrive at once. Tokens count prompts. A step is the plan and the tokens of a "
         "step. "
         "The optimum is NanoFlow's equation 5, at the rate of GEMMs that the power cap allows. Watts are the "
-        "mean of a run, at the mean SM clock in MHz.",
+        "mean of a run, at the mean SM clock in MHz. The energy is that of all cards.",
         (
             *("device", "model", "tokens in / out", "step", "slots", "median tokens/s", "runs", "range"),
-            *("of optimum", "watts at MHz", "rivals", "reports"),
+            *("of optimum", "watts at MHz", "mJ a token", "rivals", "reports"),
         ),
         throughput_rows,
     ),
@@ -633,16 +648,16 @@ SECTIONS = (
     (
         "Decode steps",
         "A step of decodes with 1,100 tokens of context, as one CUDA graph.",
-        ("device", "model", "requests", "ms", "watts at MHz", "report"),
+        ("device", "model", "requests", "ms", "watts at MHz", "mJ a token", "report"),
         decode_step_rows,
     ),
     (
         "Plans",
         "Each cell names a plan and its tokens/s. The ratio divides the overlapped rate by the sequential "
-        "rate.",
+        "rate. The energy is that of one card, of the sequential step and of the overlapped plan.",
         (
             *("device", "model", "workload", "best sequential step", "best overlapped plan"),
-            *("ratio", "report"),
+            *("ratio", "mJ a token, one card", "report"),
         ),
         plan_rows,
     ),
@@ -889,8 +904,9 @@ def of_headline(report: Report, headline: tuple[int, str, str, str, str]) -> boo
 def pairs_in_turns(
     reports: Mapping[str, Report], headline: tuple[int, str, str, str, str]
 ) -> Iterator[tuple[int, float, float, str, str]]:
-    """Yield each comparison in turns of a headline's work with another engine: the runs of a side, the rival's
-    and JaxFlow's median tokens/s, the rival's name and the path.
+    """Yield each comparison in turns of a headline's work with another engine.
+
+    A comparison is the runs of a side, the rival's and JaxFlow's median tokens/s, the rival's name, the path.
     """
     for path, report in of_command(reports, "in_turns"):
         found = report["figures"].get("total_token_throughput", {})
