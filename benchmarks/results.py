@@ -176,10 +176,8 @@ def millijoules(values: Iterable[float | None]) -> str:
     return f"{1e3 * median(known):.1f}" if known else "–"
 
 
-def rivals_of(rivals: Iterable[Mapping[str, Any]], report: Report) -> list[str]:
-    """Return the rates of others at the same work: other engines, the best
-    first, then the sequential plan.
-    """
+def same_work(rivals: Iterable[Mapping[str, Any]], report: Report) -> list[Mapping[str, Any]]:
+    """Return the recorded rates of other engines at the work of a report, the best first."""
     same = [
         rival
         for rival in rivals
@@ -189,8 +187,19 @@ def rivals_of(rivals: Iterable[Mapping[str, Any]], report: Report) -> list[str]:
         and rival["precision"] == precision(report["engine_config"])
         and rival["workload"] == lengths(report["workload"])
     ]
-    same.sort(key=lambda rival: -rival["total_token_throughput"])
-    found = [f"{one['engine']} {one['total_token_throughput']:,.0f} ({one['settings']})" for one in same]
+    return sorted(same, key=lambda rival: -rival["total_token_throughput"])
+
+
+def rate_of(rival: Mapping[str, Any]) -> str:
+    """Return the name, the tokens/s and the settings of a recorded rival."""
+    return f"{rival['engine']} {rival['total_token_throughput']:,.0f} ({rival['settings']})"
+
+
+def rivals_of(rivals: Iterable[Mapping[str, Any]], report: Report) -> list[str]:
+    """Return the rates of others at the same work: other engines, the best
+    first, then the sequential plan.
+    """
+    found = [rate_of(one) for one in same_work(rivals, report)]
     if "sequential" in report:
         found.append(f"sequential plan {report['sequential']['total_token_throughput']:,.0f}")
     return found or ["–"]
@@ -929,8 +938,8 @@ def headline_row(
 ) -> Row | None:
     """Return the README's row of a headline, or None without a report.
 
-    A comparison in turns with another engine comes first, that with the most runs. Else the row has the kind
-    of step with the most runs, its median, and the best recorded rival without a ratio.
+    A comparison in turns with another engine comes first, that with the most runs. Else the row has the step
+    with the most runs, its median, and the best recorded rival without a ratio.
     """
     devices, device, model, numbers, work = headline
     name = device if devices == 1 else f"{devices} × {device}"
@@ -945,10 +954,12 @@ def headline_row(
         return None
     best = max(named, key=lambda runs: (len(rates_of(runs)), median(rates_of(runs))))
     source = f"benchmarks/{best[0][0]}" if len(best) == 1 else "benchmarks/RESULTS.md#throughput"
-    rival = next((one for one in rivals_of(rivals, best[0][1]) if not one.startswith("sequential")), "–")
-    linked = f"[{rival}](benchmarks/rivals.json)" if rival != "–" else rival
+    recorded = same_work(rivals, best[0][1])[:1]
+    # A rival without a report of its own stands in the list alone.
+    linked = [f"[{rate_of(one)}](benchmarks/{one.get('report', 'rivals.json')})" for one in recorded]
+    (rival,) = linked or ["–"]
     rates = rates_of(best)
-    return *head, f"{median(rates):,.0f}", f"[{len(rates)}]({source})", linked, "–"
+    return *head, f"{median(rates):,.0f}", f"[{len(rates)}]({source})", rival, "–"
 
 
 def headline_table(folder: Path = HERE) -> str:

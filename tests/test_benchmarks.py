@@ -149,9 +149,21 @@ def test_a_headline_is_what_its_linked_files_show():
             assert rate == f"{median['JaxFlow']:,.0f}" and rival.endswith(f" {median['LMDeploy']:,.0f}")
             assert ratio == f"{median['JaxFlow'] / median['LMDeploy']:.3f}"
         else:
-            assert ratio == "–" and (rival == "–" or linked(rival)[1] == "benchmarks/rivals.json")
+            assert ratio == "–" and (rival == "–" or (paths.ROOT / linked(rival)[1]).exists())
             plans = [one["engine_config"]["plan"] for one in (report,) if report is not None]
             assert all(plan in ("sequential", "searched") or "/searched/" in plan for plan in plans)
+
+
+def test_a_recorded_rival_has_the_rate_of_its_report():
+    recorded = json.loads((FOLDER / "rivals.json").read_text("utf-8"))["results"]
+    for rival in (one for one in recorded if "report" in one):
+        report = json.loads((FOLDER / rival["report"]).read_text("utf-8"))
+        name = rival["engine"].split()[0]
+        if "figures" in report:
+            rate = report["figures"]["total_token_throughput"][name]["median"]
+        else:
+            (rate,) = (one["total_tokens_per_s"] for one in report["runs"] if one["workload"] == "1024/512")
+        assert round(rate) == rival["total_token_throughput"]
 
 
 def test_a_comparison_in_turns_comes_before_runs_of_other_times(write):
