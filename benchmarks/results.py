@@ -170,10 +170,14 @@ def rates_of(reports: Iterable[tuple[str, Report]]) -> list[float]:
     return [run["total_token_throughput"] for _, report in reports for run in report.get("runs", [report])]
 
 
-def rivals_of(rivals: Iterable[Mapping[str, Any]], report: Report) -> list[str]:
-    """Return the rates of others at the same work: other engines, the best
-    first, then the sequential plan.
-    """
+def millijoules(values: Iterable[float | None]) -> str:
+    """Return the median of joules in mJ, or a dash without a known value."""
+    known = [value for value in values if value is not None]
+    return f"{1e3 * median(known):.1f}" if known else "–"
+
+
+def same_work(rivals: Iterable[Mapping[str, Any]], report: Report) -> list[Mapping[str, Any]]:
+    """Return the recorded rates of other engines at the work of a report, the best first."""
     same = [
         rival
         for rival in rivals
@@ -183,8 +187,19 @@ def rivals_of(rivals: Iterable[Mapping[str, Any]], report: Report) -> list[str]:
         and rival["precision"] == precision(report["engine_config"])
         and rival["workload"] == lengths(report["workload"])
     ]
-    same.sort(key=lambda rival: -rival["total_token_throughput"])
-    found = [f"{one['engine']} {one['total_token_throughput']:,.0f} ({one['settings']})" for one in same]
+    return sorted(same, key=lambda rival: -rival["total_token_throughput"])
+
+
+def rate_of(rival: Mapping[str, Any]) -> str:
+    """Return the name, the tokens/s and the settings of a recorded rival."""
+    return f"{rival['engine']} {rival['total_token_throughput']:,.0f} ({rival['settings']})"
+
+
+def rivals_of(rivals: Iterable[Mapping[str, Any]], report: Report) -> list[str]:
+    """Return the rates of others at the same work: other engines, the best
+    first, then the sequential plan.
+    """
+    found = [rate_of(one) for one in same_work(rivals, report)]
     if "sequential" in report:
         found.append(f"sequential plan {report['sequential']['total_token_throughput']:,.0f}")
     return found or ["–"]
@@ -224,6 +239,9 @@ def throughput_rows(folder: Path, reports: Mapping[str, Report]) -> Iterator[Row
             f"{median(one['mean_sm_clock_mhz'] for one in power):.0f}"
             if power
             else "–",
+            millijoules(
+                run.get("joules_per_token") for _, report in runs for run in report.get("runs", [report])
+            ),
             ", ".join(rivals_of(rivals, runs[0][1])),
             links(path for path, _ in runs),
         )
@@ -257,7 +275,11 @@ def decode_step_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
         if "precision" in report:
             for step in report.get("steps", []) if isinstance(report.get("steps"), list) else []:
                 launch = step["launches"]["graph"]
-                figures = (f"{launch['us'] / 1e3:.2f}", f"{launch['watts']:.0f} at {launch['mhz']:.0f}")
+                figures = (
+                    f"{launch['us'] / 1e3:.2f}",
+                    f"{launch['watts']:.0f} at {launch['mhz']:.0f}",
+                    millijoules([launch["watts"] * launch["us"] / 1e6 / step["requests"]]),
+                )
                 model = f"{report['model']}, {report['precision']}"
                 yield report["device"], model, f"{step['requests']}", *figures, links([path])
 
@@ -276,7 +298,9 @@ def plan_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
             if sequential and overlapped:
                 ratio = overlapped["tokens_per_s"] / sequential["tokens_per_s"]
                 cells = (f"{one['plan']}: {one['tokens_per_s']:,.0f}" for one in (sequential, overlapped))
-                yield machine(report), model_of(report), workload, *cells, f"{ratio:.3f}", links([path])
+                joules = (millijoules([one.get("joules_per_token")]) for one in (sequential, overlapped))
+                figures = *cells, f"{ratio:.3f}", " → ".join(joules)
+                yield machine(report), model_of(report), workload, *figures, links([path])
 
 
 def kernel_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
@@ -613,10 +637,10 @@ SECTIONS = (
         "All requests arrive at once. Tokens count prompts. A step is the plan and the tokens of a "
         "step. "
         "The optimum is NanoFlow's equation 5, at the rate of GEMMs that the power cap allows. Watts are the "
-        "mean of a run, at the mean SM clock in MHz.",
+        "mean of a run, at the mean SM clock in MHz. The energy is that of all cards.",
         (
             *("device", "model", "tokens in / out", "step", "slots", "median tokens/s", "runs", "range"),
-            *("of optimum", "watts at MHz", "rivals", "reports"),
+            *("of optimum", "watts at MHz", "mJ a token", "rivals", "reports"),
         ),
         throughput_rows,
     ),
@@ -633,16 +657,16 @@ SECTIONS = (
     (
         "Decode steps",
         "A step of decodes with 1,100 tokens of context, as one CUDA graph.",
-        ("device", "model", "requests", "ms", "watts at MHz", "report"),
+        ("device", "model", "requests", "ms", "watts at MHz", "mJ a token", "report"),
         decode_step_rows,
     ),
     (
         "Plans",
         "Each cell names a plan and its tokens/s. The ratio divides the overlapped rate by the sequential "
-        "rate.",
+        "rate. The energy is that of one card, of the sequential step and of the overlapped plan.",
         (
             *("device", "model", "workload", "best sequential step", "best overlapped plan"),
-            *("ratio", "report"),
+            *("ratio", "mJ a token, one card", "report"),
         ),
         plan_rows,
     ),
@@ -889,8 +913,9 @@ def of_headline(report: Report, headline: tuple[int, str, str, str, str]) -> boo
 def pairs_in_turns(
     reports: Mapping[str, Report], headline: tuple[int, str, str, str, str]
 ) -> Iterator[tuple[int, float, float, str, str]]:
-    """Yield each comparison in turns of a headline's work with another engine: the runs of a side, the rival's
-    and JaxFlow's median tokens/s, the rival's name and the path.
+    """Yield each comparison in turns of a headline's work with another engine.
+
+    A comparison is the runs of a side, the rival's and JaxFlow's median tokens/s, the rival's name, the path.
     """
     for path, report in of_command(reports, "in_turns"):
         found = report["figures"].get("total_token_throughput", {})
@@ -913,8 +938,8 @@ def headline_row(
 ) -> Row | None:
     """Return the README's row of a headline, or None without a report.
 
-    A comparison in turns with another engine comes first, that with the most runs. Else the row has the kind
-    of step with the most runs, its median, and the best recorded rival without a ratio.
+    A comparison in turns with another engine comes first, that with the most runs. Else the row has the step
+    with the most runs, its median, and the best recorded rival without a ratio.
     """
     devices, device, model, numbers, work = headline
     name = device if devices == 1 else f"{devices} × {device}"
@@ -929,10 +954,12 @@ def headline_row(
         return None
     best = max(named, key=lambda runs: (len(rates_of(runs)), median(rates_of(runs))))
     source = f"benchmarks/{best[0][0]}" if len(best) == 1 else "benchmarks/RESULTS.md#throughput"
-    rival = next((one for one in rivals_of(rivals, best[0][1]) if not one.startswith("sequential")), "–")
-    linked = f"[{rival}](benchmarks/rivals.json)" if rival != "–" else rival
+    recorded = same_work(rivals, best[0][1])[:1]
+    # A rival without a report of its own stands in the list alone.
+    linked = [f"[{rate_of(one)}](benchmarks/{one.get('report', 'rivals.json')})" for one in recorded]
+    (rival,) = linked or ["–"]
     rates = rates_of(best)
-    return *head, f"{median(rates):,.0f}", f"[{len(rates)}]({source})", linked, "–"
+    return *head, f"{median(rates):,.0f}", f"[{len(rates)}]({source})", rival, "–"
 
 
 def headline_table(folder: Path = HERE) -> str:

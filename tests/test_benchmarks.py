@@ -149,9 +149,21 @@ def test_a_headline_is_what_its_linked_files_show():
             assert rate == f"{median['JaxFlow']:,.0f}" and rival.endswith(f" {median['LMDeploy']:,.0f}")
             assert ratio == f"{median['JaxFlow'] / median['LMDeploy']:.3f}"
         else:
-            assert ratio == "–" and (rival == "–" or linked(rival)[1] == "benchmarks/rivals.json")
+            assert ratio == "–" and (rival == "–" or (paths.ROOT / linked(rival)[1]).exists())
             plans = [one["engine_config"]["plan"] for one in (report,) if report is not None]
             assert all(plan in ("sequential", "searched") or "/searched/" in plan for plan in plans)
+
+
+def test_a_recorded_rival_has_the_rate_of_its_report():
+    recorded = json.loads((FOLDER / "rivals.json").read_text("utf-8"))["results"]
+    for rival in (one for one in recorded if "report" in one):
+        report = json.loads((FOLDER / rival["report"]).read_text("utf-8"))
+        name = rival["engine"].split()[0]
+        if "figures" in report:
+            rate = report["figures"]["total_token_throughput"][name]["median"]
+        else:
+            (rate,) = (one["total_tokens_per_s"] for one in report["runs"] if one["workload"] == "1024/512")
+        assert round(rate) == rival["total_token_throughput"]
 
 
 def test_a_comparison_in_turns_comes_before_runs_of_other_times(write):
@@ -193,12 +205,12 @@ def test_runs_of_the_same_work_share_a_row_with_their_median(write):
         *("NVIDIA H200", "llama-3.1-8b, bfloat16", "1024 / 512", "sequential, 2048", "512"),
         *("20,000", "3", "9,000–30,000", f"{20_000 / optimal_throughput(peak.flops_per_s, 8e9):.0%}"),
     ]
-    assert cells[9:11] == [
-        "689 at 1503",
+    assert cells[9:12] == [
+        *("689 at 1503", "–"),
         "LMDeploy 0.18.0 25,509 (512 sequences), vLLM 0.24.0 25,378 (tuned, 512 sequences), "
         "vLLM 0.24.0 23,230 (defaults)",
     ]
-    assert "[c](h200/m/c.json)" in cells[11]
+    assert "[c](h200/m/c.json)" in cells[12]
 
 
 def test_each_run_of_a_report_counts(write):
@@ -207,6 +219,39 @@ def test_each_run_of_a_report_counts(write):
     folder = write(several=several, one=REPORT | {"total_token_throughput": 8_000.0})
     (cells,) = rows(folder, "Throughput")
     assert cells[5:8] == ["9,000", "4", "8,000–21,000"]
+
+
+def test_energy_is_the_median_of_the_runs_that_have_it(write):
+    runs = [{"total_token_throughput": 1.0, "joules_per_token": joules} for joules in (0.03, 0.01, 0.02)]
+    folder = write(a=REPORT, b=REPORT | {"joules_per_token": 0.02}, c=REPORT | {"runs": runs})
+    assert [row[10] for row in rows(folder, "Throughput")] == ["20.0"]
+
+
+def test_energy_times_the_rate_is_the_power_of_all_cards():
+    for _, report in RESULTS["points"](REPORTS, "throughput"):
+        if report.get("joules_per_token"):
+            watts = report["joules_per_token"] * report["total_token_throughput"]
+            assert watts == pytest.approx(report["power"]["mean_watts"], rel=0.1)
+
+
+def test_energy_of_steps_is_that_of_their_tokens(write):
+    launch = {"us": 4000.0, "watts": 400.0, "mhz": 1980.0}
+    step = {"requests": 64, "launches": {"graph": launch}}
+    decode = {"command_name": "decode_step", "model": "m", "device": "NVIDIA H200", "precision": "bf16"}
+    plans = [
+        {
+            "workload": "512/0",
+            "plan": name,
+            "sequential": name == "a",
+            "prefill_tokens": 9,
+            "tokens_per_s": 5.0,
+        }
+        | own
+        for name, own in (("a", {"joules_per_token": 0.04}), ("b", {}))
+    ]
+    folder = write(a=REPORT | {"command_name": "plans", "plans": plans}, b=decode | {"steps": [step]})
+    assert rows(folder, "Decode steps")[0][5] == "25.0"  # 400 W for 4 ms, over 64 tokens
+    assert rows(folder, "Plans")[0][6] == "40.0 → –"
 
 
 def test_each_plan_has_a_row_of_its_own(write):
@@ -259,7 +304,7 @@ def test_each_way_to_share_work_has_a_row_of_its_own(write):
     ],
 )
 def test_a_rival_stands_only_next_to_the_same_work(write, change):
-    assert rows(write(a=REPORT | change), "Throughput")[0][10] == "–"
+    assert rows(write(a=REPORT | change), "Throughput")[0][11] == "–"
 
 
 def test_the_points_of_a_sweep_have_a_row_each(write):

@@ -37,6 +37,20 @@ def test_links_and_paths_exist(page):
     assert [name for name in named if not (paths.ROOT / name).exists()] == []
 
 
+def anchors(page):
+    """Return the anchors of a page's headings, as GitHub makes them of the headings' words."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text("utf-8"), re.MULTILINE)
+    words = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings]
+    return {re.sub(r"[^\w -]", "", heading).replace(" ", "-") for heading in words}
+
+
+@pytest.mark.parametrize("page", [*PAGES, *NOTES], ids=lambda page: page.stem)
+def test_headings_that_links_name_exist(page):
+    links = re.findall(r"\]\(([^)#:]*\.md)?#([^)]+)\)", page.read_text("utf-8"))
+    named = [(page.parent / name if name else page, anchor) for name, anchor in links]
+    assert [(str(target), anchor) for target, anchor in named if anchor not in anchors(target)] == []
+
+
 def test_pages_stay_short():
     lines = {page.name: len(page.read_text("utf-8").splitlines()) for page in PAGES}
     assert lines["README.md"] <= 130

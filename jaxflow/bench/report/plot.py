@@ -1,7 +1,7 @@
 """Charts of sweeps, and of the perplexity with attention spans."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,17 @@ def _label(axes: Axes, x: str, y: str, *, legend: bool = True) -> None:
         axes.legend(frameon=False)
 
 
+def _energy(axes: Axes, places: Sequence[float | str], points: Sequence[Mapping[str, Any]]) -> None:
+    """Draw the energy of a token on a second axis, if every point has it."""
+    joules = [point.get("joules_per_token") for point in points]
+    known = [1e3 * one for one in joules if one is not None]
+    if known and len(known) == len(joules):
+        right = axes.twinx()
+        right.plot(places, known, "s:", color="tab:red")
+        right.set_ylabel("energy per token (mJ)", color="tab:red")
+        right.set_ylim(bottom=0)
+
+
 def _rate(sweep: Mapping[str, Any], axes: list[Axes]) -> None:
     sweep = {**sweep, "points": sorted(sweep["points"], key=lambda point: point["request_rate"])}
     rates, points = _column(sweep, "request_rate"), sweep["points"]
@@ -91,6 +102,7 @@ def _rate(sweep: Mapping[str, Any], axes: list[Axes]) -> None:
         axes[1].plot(rates, optimal, "--", color="gray", label="optimal (NanoFlow Eq. 5)")
     axes[1].set_ylim(bottom=0)
     _label(axes[1], "offered requests per second", "tokens per second")
+    _energy(axes[1], rates, points)
 
 
 def _batch_size(sweep: Mapping[str, Any], axes: list[Axes]) -> None:
@@ -100,6 +112,7 @@ def _batch_size(sweep: Mapping[str, Any], axes: list[Axes]) -> None:
     _label(axes[0], "requests in the batch", "latency (ms)")
     axes[1].plot(sizes, _column(sweep, "total_token_throughput"), marker="o")
     _label(axes[1], "requests in the batch", "tokens per second", legend=False)
+    _energy(axes[1], sizes, sweep["points"])
     for one in axes:
         one.set_xscale("log", base=2)
         one.xaxis.set_major_formatter(ScalarFormatter())
@@ -114,6 +127,7 @@ def _length(sweep: Mapping[str, Any], axes: list[Axes]) -> None:
     if all(steady):
         axes[0].plot(labels, steady, "o", color="tab:orange", label="steady state")
     _label(axes[0], "prompt / output tokens", "tokens per second")
+    _energy(axes[0], labels, sweep["points"])
 
 
 def _pd_ratio(sweep: Mapping[str, Any], axes: list[Axes]) -> None:

@@ -11,6 +11,8 @@ from jaxflow.bench.report import plot
 from jaxflow.bench.workload import lengths as workload
 from jaxflow.bench.workload.drive import drive
 
+LATENCIES = ("mean", "median", "p99")
+
 
 def test_sweeps_and_their_charts(llm, tmp_path):
     kept: list[tuple[str, int]] = []
@@ -37,6 +39,28 @@ def test_sweeps_and_their_charts(llm, tmp_path):
     assert found[0]["highest_rate"]["least_arrivals_s"] == min(
         point["arrivals_s"] for point in found[0]["points"]
     )
+
+
+@pytest.mark.parametrize("kind", ["rate", "batch_size", "length"])
+@pytest.mark.parametrize("joules", [(0.02, 0.03), (0.02, None)])
+def test_a_chart_has_the_energy_that_every_point_has(kind, joules):
+    names = ("request_rate", "batch_size", "input_len", "output_len", "total_token_throughput")
+    times = ("mean_tpot_ms", "mean_ttft_ms", *(f"{one}_normalized_latency_ms" for one in LATENCIES))
+    head = dict.fromkeys((*names, *times), 8.0)
+    points = [
+        head | {"request_rate": at, "batch_size": at, "input_len": at, "joules_per_token": one}
+        for at, one in zip((4.0, 2.0), joules, strict=True)
+    ]
+    figure = plot.draw({"kind": kind, "points": points})
+    drawn = [
+        dict(zip(line.get_xdata(), line.get_ydata(), strict=True))
+        for axes in figure.axes
+        if "energy" in axes.get_ylabel()
+        for line in axes.lines
+    ]
+    labels = [f"{point['input_len']}/{point['output_len']}" for point in points]
+    places = labels if kind == "length" else (4.0, 2.0)
+    assert drawn == ([] if None in joules else [dict(zip(places, (20.0, 30.0), strict=True))])
 
 
 def test_no_run_of_a_sweep_has_a_block_of_prompts_of_another(llm, monkeypatch):
