@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from jaxflow.text.tool_calls import ToolCall, ToolCallReader, split
+from jaxflow.text.harmony import HarmonyReader, Said
+from jaxflow.text.tool_calls import ToolCall, ToolCallReader
 from serving.http.job import AnswerPiece, Begun, Collected, Collection, Head, Job
 from serving.http.logprobs import chat_logprobs, prompt_logprobs
 from serving.http.responses import (
@@ -27,9 +28,9 @@ class ChatFormat:
 
     def __init__(self, head: Head, job: Job):
         self._head, self._job = head, job
-        self._readers: list[ToolCallReader] = []  # of each choice of a stream with tools
-        if head.tool_form is not None:
-            self._readers = [ToolCallReader(head.tool_form, head.most_calls) for _ in range(job.n)]
+        # Of each choice of a stream whose text has calls or harmony messages.
+        made = [_Reader(head) for _ in range(job.n)] if head.harmony or head.tool_form is not None else []
+        self._readers: list[_Reader] = made
         self._start = (
             b'{"id":%b,"object":"chat.completion.chunk","created":%d,"model":%b,"system_fingerprint":%b,"choices":['
             % (_encode(head.id), head.created, _encode(head.model), _encode(head.fingerprint))
@@ -56,10 +57,13 @@ class ChatFormat:
     def _choice(self, index: int, choice: Collected) -> ChatChoice:
         head = self._head
         message, calls = AnswerMessage(choice.text), []
-        if head.tool_form is not None:
-            content, calls = split(choice.text, head.tool_form, head.most_calls)
-        if calls:
-            message = AnswerMessage(content or None, tool_calls=[_answered(call) for call in calls])
+        if self._readers:
+            content, reasoning, calls = _Reader(head).whole(choice.text)
+            message = AnswerMessage(
+                content or None if calls or reasoning else content,
+                tool_calls=[_answered(call) for call in calls] if calls else UNSET,
+                reasoning_content=reasoning or UNSET,
+            )
         return ChatChoice(
             index=index,
             message=message,
@@ -94,15 +98,15 @@ class ChatFormat:
         if head.with_logprobs:
             logprobs = _encode(chat_logprobs(piece.entries, head.names, head.top))
         ids = b',"token_ids":%b' % _encode(piece.token_ids) if head.with_token_ids else b""
-        text, calls, before = piece.text, [], 0
+        said, before = Said(piece.text, "", []), 0
         if self._readers:
             before = self._readers[piece.index].num_calls
-            text, calls = self._readers[piece.index].push(text)
+            said = self._readers[piece.index].push(piece.text)
         lines = []
-        if text or not self._readers or head.with_logprobs or head.with_token_ids:
-            line = b'{"index":%d,"delta":{"content":%b},"logprobs":%b,"finish_reason":null%b}]'
-            lines = [line % (piece.index, _encode(text), logprobs, ids)]
-        return lines + _calls(piece.index, calls, before)
+        if said.content or said.reasoning or not self._readers or head.with_logprobs or head.with_token_ids:
+            line = b'{"index":%d,"delta":{%b},"logprobs":%b,"finish_reason":null%b}]'
+            lines = [line % (piece.index, _delta(said), logprobs, ids)]
+        return lines + _calls(piece.index, said.calls, before)
 
     def last(self, piece: AnswerPiece) -> list[bytes]:
         """Return the choices of the chunks that end a choice.
@@ -112,11 +116,11 @@ class ChatFormat:
         index, lines, num_calls = piece.index, [], 0
         if self._readers:
             before = self._readers[index].num_calls
-            text, calls = self._readers[index].finish()
-            if text:
-                line = b'{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}]'
-                lines.append(line % (index, _encode(text)))
-            lines += _calls(index, calls, before)
+            said = self._readers[index].finish()
+            if said.content or said.reasoning:
+                line = b'{"index":%d,"delta":{%b},"logprobs":null,"finish_reason":null}]'
+                lines.append(line % (index, _delta(said)))
+            lines += _calls(index, said.calls, before)
             num_calls = self._readers[index].num_calls
         assert piece.finish_reason is not None
         reason, stop = _encode(_reason(piece.finish_reason, num_calls)), _encode(piece.stop_reason)
@@ -127,6 +131,47 @@ class ChatFormat:
     def start(self) -> bytes:
         """Return the start of every chunk, up to its choice."""
         return self._start
+
+
+class _Reader:
+    """The reader of one choice: of harmony messages, or of content and calls."""
+
+    def __init__(self, head: Head):
+        form = head.tool_form
+        self._calls = None if form is None else ToolCallReader(form, head.most_calls)
+        self._harmony = HarmonyReader(head.harmony_tools, head.most_calls)
+
+    @property
+    def num_calls(self) -> int:
+        """Return the number of calls so far."""
+        return (self._calls or self._harmony).num_calls
+
+    def push(self, text: str) -> Said:
+        """Return what is certain after this text."""
+        if self._calls is None:
+            return self._harmony.push(text)
+        content, calls = self._calls.push(text)
+        return Said(content, "", calls)
+
+    def finish(self) -> Said:
+        """Return the rest at the end of the answer."""
+        if self._calls is None:
+            return self._harmony.finish()
+        content, calls = self._calls.finish()
+        return Said(content, "", calls)
+
+    def whole(self, text: str) -> Said:
+        """Return what a whole answer says."""
+        said, rest = self.push(text), self.finish()
+        return Said(said.content + rest.content, said.reasoning + rest.reasoning, said.calls + rest.calls)
+
+
+def _delta(said: Said) -> bytes:
+    """Return the fields of a delta of reasoning, content or both."""
+    if not said.reasoning:
+        return b'"content":%b' % _encode(said.content)
+    fields = b'"reasoning_content":%b' % _encode(said.reasoning)
+    return fields + (b',"content":%b' % _encode(said.content) if said.content else b"")
 
 
 def _calls(index: int, calls: Sequence[ToolCall], before: int) -> list[bytes]:

@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 import jaxflow
 from jaxflow.request import Amount, InvalidRequest, Request, SamplingParams
 from jaxflow.text.chat import MAX_MESSAGES
+from jaxflow.text.harmony import is_harmony
 from jaxflow.text.tool_calls import Form, UnknownForm, form_of
 from serving.frontend.call import CALL, new_id
 from serving.frontend.refusal import Code, Refusal, deadline_passed
@@ -173,8 +174,13 @@ class Endpoints:
         served.check_model(request.model or "")
         sampling = sampling_params(request, served.sampling_defaults)
         chat = isinstance(request, ChatRequest)
-        form = self._tool_form(request) if isinstance(request, ChatRequest) and tools_of(request) else None
-        if form is not None and form.special and request.skip_special_tokens is None:
+        tools = isinstance(request, ChatRequest) and bool(tools_of(request))
+        # A caller who chooses about special tokens gets the plain text.
+        harmony = chat and request.skip_special_tokens is None and self._is_harmony()
+        form = None
+        if isinstance(request, ChatRequest) and tools:
+            form = self._tool_form(request, harmony)
+        if harmony or (form is not None and form.special and request.skip_special_tokens is None):
             sampling = dataclasses.replace(sampling, skip_special_tokens=False)
         asked = [_chat(request)] if chat else prompts(request)
         if len(asked) * sampling.n > MAX_CHOICES:
@@ -206,15 +212,26 @@ class Endpoints:
         if not chat and request.echo:
             echo = await asyncio.to_thread(lambda: list(map(self._text, asked, requests)))
         drop = not chat and request.max_tokens == 0
-        job = Job(requests, llm.tokenizer, llm.model_config.eos_token_ids, echo, drop)
+        job = Job(requests, llm.tokenizer, llm.model_config.eos_token_ids, echo, drop, harmony)
         head = self._head(request, sampling, form)
+        if harmony:
+            head = msgspec.structs.replace(head, harmony=True, harmony_tools=tools)
         return Prepared(
             job, head, (ChatFormat if chat else CompletionFormat)(head, job), bool(request.stream)
         )
 
-    def _tool_form(self, request: ChatRequest) -> Form:
-        """Return the form of the tool calls of the served model. Raises: Refusal, InvalidRequest."""
+    def _is_harmony(self) -> bool:
+        tokenizer = self.served.llm.tokenizer
+        return tokenizer is not None and is_harmony(tokenizer.chat_template or "")
+
+    def _tool_form(self, request: ChatRequest, harmony: bool) -> Form | None:
+        """Return the form of the tool calls of the served model, or None for harmony messages.
+
+        Raises: Refusal, InvalidRequest.
+        """
         template = self.served.tokenizer("tools").chat_template or ""
+        if harmony and "tools" in template:
+            return None
         try:
             return form_of(template)
         except UnknownForm as error:

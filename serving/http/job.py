@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 import msgspec
 
 from jaxflow.request import FinishReason, InvalidRequest, Logprob, Request, Started
+from jaxflow.text.harmony import ReasoningTokens
 from jaxflow.text.tokenizer import Tokenizer
 from jaxflow.text.tool_calls import Form
 from serving.frontend.refusal import aborted
@@ -25,6 +26,7 @@ class Head(msgspec.Struct, frozen=True):
     `top`: candidates of a token that a chat answer lists. `with_logprobs`, `with_token_ids`: the caller asked
     for them. `usage_at_end`, `usage_in_chunks`: where a stream carries its usage. `tool_form`: of the tool
     calls in the text, if the request has tools. `most_calls`: of a choice; None for any number.
+    `harmony`: the text has harmony messages; `harmony_tools`: some may be calls.
     """
 
     id: str
@@ -42,6 +44,8 @@ class Head(msgspec.Struct, frozen=True):
     skip_special_tokens: bool = True
     tool_form: Form | None = None
     most_calls: int | None = None
+    harmony: bool = False
+    harmony_tools: bool = False
 
 
 class Begun(msgspec.Struct, frozen=True):
@@ -82,6 +86,7 @@ class Job(msgspec.Struct, frozen=True):
 
     `echo_texts`: the text of each prompt, if the answer repeats it.
     `drop_output`: the answer has no new token.
+    `harmony`: the answer has harmony messages, whose reasoning is counted.
     """
 
     requests: Sequence[Request]
@@ -89,6 +94,7 @@ class Job(msgspec.Struct, frozen=True):
     eos_token_ids: Sequence[int]
     echo_texts: Sequence[str] | None = None
     drop_output: bool = False
+    harmony: bool = False
 
     @property
     def n(self) -> int:
@@ -115,11 +121,15 @@ class Answering:
         self._prompt_tokens = sum(len(request.prompt_token_ids) for request in job.requests)
         self._cached = [0] * len(job.requests)
         self._completion_tokens = 0
+        self._reasoning: list[ReasoningTokens] = []  # of each choice of a harmony answer
+        if job.harmony and job.tokenizer is not None:
+            self._reasoning = [ReasoningTokens(job.tokenizer) for _ in range(len(job.requests) * job.n)]
 
     @property
     def usage(self) -> Usage:
         """Return the tokens so far."""
-        return make_usage(self._prompt_tokens, sum(self._cached), self._completion_tokens)
+        reasoning = sum(counter.count for counter in self._reasoning)
+        return make_usage(self._prompt_tokens, sum(self._cached), self._completion_tokens, reasoning)
 
     def pieces(self, prompt: int, outputs: Iterable[Output]) -> Pieces:
         """Return the pieces of one prompt's outputs.
@@ -138,6 +148,8 @@ class Answering:
             if self.job.drop_output:
                 return AnswerPiece(index, "")
             self._completion_tokens += len(output.token_ids)
+            if self._reasoning:
+                self._reasoning[index].push(output.token_ids)
             if self._texts is None:
                 return AnswerPiece(index, output.text, output.token_ids)
             entries = self._texts[index].push(output.token_ids, output.logprobs, output.text)

@@ -15,7 +15,7 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
 
 
 class CompletionTokensDetails(msgspec.Struct, frozen=True):
-    """Tokens of the reasoning. It is 0, because reasoning is not told from other text."""
+    """Tokens of the reasoning. It is 0 where reasoning is not told from other text."""
 
     reasoning_tokens: int = 0
 
@@ -30,10 +30,14 @@ class Usage(msgspec.Struct, frozen=True):
     completion_tokens_details: CompletionTokensDetails
 
 
-def make_usage(prompt: int, cached: int, completion: int) -> Usage:
+def make_usage(prompt: int, cached: int, completion: int, reasoning: int = 0) -> Usage:
     """Return the usage of these numbers of tokens."""
     return Usage(
-        prompt, completion, prompt + completion, PromptTokensDetails(cached), CompletionTokensDetails()
+        prompt,
+        completion,
+        prompt + completion,
+        PromptTokensDetails(cached),
+        CompletionTokensDetails(reasoning),
     )
 
 
@@ -98,12 +102,13 @@ class AnswerToolCall(msgspec.Struct, frozen=True):
 
 
 class AnswerMessage(msgspec.Struct, frozen=True):
-    """The message of an answer. `content` is null in an answer of calls only."""
+    """The message of an answer. `content` is null in an answer of calls or reasoning only."""
 
     content: str | None
     role: str = "assistant"
     refusal: None = None
     tool_calls: list[AnswerToolCall] | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, frozen=True):

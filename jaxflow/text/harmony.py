@@ -1,0 +1,151 @@
+"""Answers in the harmony format of gpt-oss: channels and calls, and a reader of growing text.
+
+An answer is a row of messages: a header with a channel and perhaps a recipient, `<|message|>`, a text, and a
+mark of its end. The text of the answer keeps these special tokens.
+"""
+
+import json
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from jaxflow.text.tokenizer import Tokenizer
+from jaxflow.text.tool_calls import ToolCall
+
+_MARK = re.compile(r"<\|(start|channel|constrain|message|end|call|return)\|>")
+_PARTIAL = re.compile(r"<(?:\|[a-z]{0,9}\|?)?\Z")
+# The prompt ends within a header, so an answer may begin with the recipient of its first message.
+_RECIPIENT = re.compile(r"\s{0,9}to=[^\s<]{0,256}\s{0,9}(?=<\|(?:channel|constrain|message)\|>)")
+_LEAD = re.compile(r"\s{0,9}(?:t|to|to=[^\s<]{0,256}\s{0,9}(?:<[|a-z]{0,11})?)?\Z")
+
+
+class Said(NamedTuple):
+    """What is certain after a text."""
+
+    content: str
+    reasoning: str
+    calls: list[ToolCall]
+
+
+def is_harmony(template: str) -> bool:
+    """Return True if a chat template writes harmony messages."""
+    return all(mark in template for mark in ("<|start|>", "<|channel|>", "<|message|>"))
+
+
+class ReasoningTokens:
+    """The number of tokens within the reasoning of one growing answer, without the marks around it."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._text = tokenizer.token_text
+        self._reader = HarmonyReader(tools=False)
+        self.count = 0
+
+    def push(self, token_ids: Iterable[int]) -> None:
+        """Add tokens."""
+        for token in token_ids:
+            before = self._reader.in_reasoning
+            self._reader.push(self._text(token))
+            self.count += before and self._reader.in_reasoning
+
+
+class HarmonyReader:
+    """The content, the reasoning and the calls of one growing answer.
+
+    The parts of a text do not change what is read. The channel `analysis` is reasoning, a message to a
+    function is a call, and other text is content. Headers are left out.
+
+    Args:
+      tools: the request has tools. Otherwise messages to functions are read by their channels.
+      most: calls to return at most. Further calls are left out.
+    """
+
+    def __init__(self, tools: bool, most: int | None = None):
+        self._tools, self._most = tools, most
+        self._held = ""
+        self._fresh = True
+        self._kind = "content"  # or header, reasoning, call: what the text is
+        self._parts: list[str] = []  # of a header or a call
+        self._name = ""  # of the called function
+        self.num_calls = 0
+
+    @property
+    def in_reasoning(self) -> bool:
+        """Return True within a message of reasoning."""
+        return self._kind == "reasoning"
+
+    def push(self, text: str) -> Said:
+        """Return what is certain after this text."""
+        said = Said("", "", [])
+        self._held += text
+        if self._fresh:
+            if _RECIPIENT.match(self._held):
+                self._kind = "header"
+            elif _LEAD.match(self._held):
+                return said
+            self._fresh = False
+        return self._read(final=False)
+
+    def finish(self) -> Said:
+        """Return the rest at the end of the answer."""
+        return self._read(final=True)
+
+    def _read(self, final: bool) -> Said:
+        out: dict[str, list[str]] = {"content": [], "reasoning": []}
+        calls: list[ToolCall] = []
+        at = 0
+        for mark in _MARK.finditer(self._held):
+            self._add(self._held[at : mark.start()], out)
+            self._turn(mark, out, calls)
+            at = mark.end()
+        partial = None if final else _PARTIAL.search(self._held, at)
+        end = partial.start() if partial else len(self._held)
+        self._add(self._held[at:end], out)
+        self._held = self._held[end:]
+        if final:
+            self._close(out, calls)
+        return Said("".join(out["content"]), "".join(out["reasoning"]), calls)
+
+    def _add(self, text: str, out: dict[str, list[str]]) -> None:
+        if text:
+            out.get(self._kind, self._parts).append(text)
+
+    def _turn(self, mark: re.Match[str], out: dict[str, list[str]], calls: list[ToolCall]) -> None:
+        """Change the state at a special token."""
+        name, in_header = mark[1], self._kind == "header"
+        if name == "message" and in_header:
+            self._open()
+        elif name in ("channel", "constrain") and in_header:
+            self._parts.append(mark[0])
+        elif name in ("message", "constrain"):
+            self._add(mark[0], out)
+        else:
+            self._close(out, calls)
+            if name in ("start", "channel"):
+                self._kind, self._parts = "header", [mark[0]]
+
+    def _open(self) -> None:
+        """Begin the text of a message after its header."""
+        header = "".join(self._parts)
+        self._parts = []
+        channel = re.search(r"<\|channel\|>\s*(\w+)", header)
+        function = re.search(r"\bto=functions\.([\w.-]+)", header)
+        self._kind = "reasoning" if channel and channel[1] == "analysis" else "content"
+        if function and self._tools:
+            self._kind, self._name = "call", function[1]
+
+    def _close(self, out: dict[str, list[str]], calls: list[ToolCall]) -> None:
+        """End a message. Arguments that are no JSON object are content."""
+        kind, body = self._kind, "".join(self._parts)
+        self._kind, self._parts = "content", []
+        if kind != "call":
+            return
+        try:
+            arguments = json.loads(body) if body.strip() else {}
+            if not isinstance(arguments, dict):
+                raise ValueError("no object")
+        except (ValueError, RecursionError):
+            self._add(body, out)
+            return
+        if self._most is None or self.num_calls < self._most:
+            calls.append(ToolCall(self._name, json.dumps(arguments, ensure_ascii=False)))
+            self.num_calls += 1
