@@ -513,6 +513,52 @@ SLOW_CASES = {
     r"test_lowering_processes\.py::test_an_engine_reads_what_a_process_lowered\[one device": (
         "ranks with moving experts run, whose programs include those of one device"
     ),
+    r"test_goldens\.py::TestGoldens::test_one_request_at_a_time\[stories260K": (
+        "tiny-llama3rope and tiny-mistral run, and test_smollm2 has a larger Llama"
+    ),
+    r"test_compiled_plans\.py::test_the_schedule_follows_the_plan\[two nano-batches on two": (
+        "a plan of phases runs"
+    ),
+    r"test_data_parallel\.py::test_goldens_of_whole_experts\[tiny-mixtral-2": (
+        "tiny-gpt_oss and tiny-deepseek_v3 run"
+    ),
+    r"test_data_parallel\.py::test_goldens_of_ranks_of_two_devices\[tiny-glm4_moe": ("tiny-mixtral runs"),
+    r"test_chunk_attention\.py::test_chunk_attention_equals_its_reference\[chunks7-24": (
+        "heads of 512 columns run with more rows"
+    ),
+    r"test_larger_sorts\.py::test_for_the_h200_they_are_one_or_two_kernels_that_spill_nothing\[2048-256": (
+        "2,048 tokens of narrower rows run"
+    ),
+    r"test_token_limits\.py::test_the_kernel_keeps_the_tokens_of_its_reference\[2308-1": (
+        "a larger vocabulary runs for 64 rows"
+    ),
+    r"test_route\.py::test_the_kernel_equals_its_reference\[2-32": ("9 tokens run, which have two clusters"),
+    r"test_latent_up_chunks\.py::test_up_chunk_attention_equals_its_reference\[chunks0": (
+        "a batch with other chunks runs"
+    ),
+    r"test_sort_rows\.py::test_the_kernel_gives_the_groups_and_the_bits_of_the_reference\[False-35": (
+        "the cases with quantized rows run"
+    ),
+    r"test_flag_names\.py::test_every_command_takes_dashes\[jaxflow-arguments3": (
+        "another command of jaxflow runs"
+    ),
+    r"test_expert_mlp\.py::test_no_registers_are_spilled_on_an_h200\[1\]": ("256 tokens run"),
+    r"test_warm_starts\.py::test_a_wrong_number_of_pages_changes_no_token\[known[12]": (
+        "one wrong number runs"
+    ),
+    r"test_kv_offload\.py::test_the_same_tokens_through_eviction_and_pre_emption\[llama-roomy": (
+        "the full host pool runs"
+    ),
+    r"test_rank_tiers\.py::test_the_tokens_of_one_device_through_host_disk_and_pre_emption\[roomy": (
+        "the full host pool runs"
+    ),
+    r"test_decode_attention\.py::test_decode_attention_equals_its_reference\[lengths1[45]-": (
+        "test_sink_logits has heads of 64 columns"
+    ),
+    r"test_latent_chunks\.py::test_chunk_attention_equals_its_reference\[chunks3": ("16 and 128 heads run"),
+    r"test_check_precision\.py::test_rounded_weights_cost_part_of_what_fp8_costs\[glm4_moe": (
+        "test_dummy_weights and test_8_bits have the parts"
+    ),
     r"test_route\.py::test_it_sorts_as_the_sort_of_its_choice\[(4-136|3-24)": (
         "8 tokens with all experts of Qwen3-30B-A3B run, and test_one_router compares layers"
     ),

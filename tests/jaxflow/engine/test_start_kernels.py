@@ -101,9 +101,9 @@ def test_layers_of_another_head_width_have_kernels_of_their_own(gpu, caplog):
 
 def test_only_ops_that_the_model_runs_are_warned_of(gpu, caplog):
     gpu("9.0")
-    small = dataclasses.replace(EIGHT_B, head_dim=64, num_heads=9, num_kv_heads=3, hidden_size=576)
+    small = dataclasses.replace(EIGHT_B, head_dim=64, num_heads=9, num_kv_heads=3, hidden_size=608)
     choose(small)
-    assert len(caplog.messages) == 1 and "add_norm" in caplog.text and "hidden_size=576" in caplog.text
+    assert len(caplog.messages) == 1 and "add_norm" in caplog.text and "hidden_size=608" in caplog.text
     caplog.clear()
     choose(small, quantization="fp8")
     assert [line.split(":")[1] for line in caplog.messages] == [" quantize_rows", " add_norm"]
