@@ -520,7 +520,7 @@ SLOW_CASES = {
         "a plan of phases runs"
     ),
     r"test_data_parallel\.py::test_goldens_of_whole_experts\[tiny-mixtral-2": (
-        "tiny-gpt_oss and tiny-deepseek_v3 run"
+        "tiny-deepseek_v3 runs on two ranks"
     ),
     r"test_data_parallel\.py::test_goldens_of_ranks_of_two_devices\[tiny-glm4_moe": ("tiny-mixtral runs"),
     r"test_chunk_attention\.py::test_chunk_attention_equals_its_reference\[chunks7-24": (
@@ -559,6 +559,15 @@ SLOW_CASES = {
     r"test_check_precision\.py::test_rounded_weights_cost_part_of_what_fp8_costs\[glm4_moe": (
         "test_dummy_weights and test_8_bits have the parts"
     ),
+    r"test_data_parallel\.py::test_goldens_of_whole_experts\[tiny-gpt_oss-1": (
+        "tiny-deepseek_v3 runs, and test_one_router compares layers of gpt-oss"
+    ),
+    r"test_goldens\.py::TestGoldens::test_tensor_parallel\[tiny-gemma4_text": (
+        "tiny-gemma2 runs, and test_one_request_at_a_time runs Gemma 4"
+    ),
+    r"test_check_engine\.py::test_the_check_runs_for_layers_that_share_keys": (
+        "test_goldens compares the tokens of Gemma 4, and check_plan's tests compare logits"
+    ),
     r"test_route\.py::test_it_sorts_as_the_sort_of_its_choice\[(4-136|3-24)": (
         "8 tokens with all experts of Qwen3-30B-A3B run, and test_one_router compares layers"
     ),
@@ -580,7 +589,7 @@ SLOW_CASES = {
         "tiny-qwen3_moe runs on four ranks, tiny-deepseek_v3 on two ranks of two devices"
     ),
     r"test_data_parallel\.py::test_goldens_of_whole_experts\[tiny-qwen3_moe-1": (
-        "tiny-gpt_oss and tiny-mixtral run"
+        "tiny-deepseek_v3 runs on two ranks"
     ),
     r"test_eplb\.py::test_goldens_of_ranks_while_experts_move\[(2-1|4|2-2-0)": (
         "two ranks of two devices run with copies"
