@@ -82,7 +82,7 @@ def route_and_sort(
     The reference implementation is `pallas_kernels.gemm.router.reference.route_and_sort`.
 
     Args:
-      x: [T, D] bfloat16, D a multiple of 128. w: [E, D] bfloat16. The other arguments are those of `route`.
+      x: [T, D] bfloat16, D a multiple of 64. w: [E, D] bfloat16. The other arguments are those of `route`.
       quantize, used: as for `pallas_kernels.gemm.sorted_rows.api.sort_rows`.
     Returns:
       Weights [T, chosen] float32, experts [T, chosen] int32, the groups, and the row of x for each row of the
@@ -93,7 +93,7 @@ def route_and_sort(
     if not supports_sort(x.shape[0], w, chosen):
         raise ValueError(
             f"x {list(x.shape)}, w {list(w.shape)}: accepted are up to {TOKENS} tokens, "
-            "and a multiple of 128 columns"
+            "and a multiple of 64 columns"
         )
     form = form_of(x.shape[0], chosen, w.shape[0], None, used)
     results = results_of(form, x, quantize)

@@ -1,8 +1,8 @@
 """The sort of a step's rows by expert for Hopper: the groups of a routing, and their rows.
 
 XLA needs five kernels for the groups of few tokens, and one or two for the gather of the rows. With experts
-in e4m3 another kernel quantizes the rows first. One kernel sorts up to 128 tokens (`few`), and two kernels
-sort up to 2,048 (`counted`).
+in e4m3 another kernel quantizes the rows first. One kernel sorts up to 128 tokens, by additions (`adds`) or
+by comparisons (`few`). Two kernels sort up to 2,048 (`counted`).
 
 Padding after the last token gets no rows, because its experts' weights would be read for nothing. A step of
 one token has a size of 8, and would read up to twice the experts. Nor do the pairs of experts that other
