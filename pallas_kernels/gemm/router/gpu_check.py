@@ -109,6 +109,9 @@ SORTS = (  # model, tokens, tokens before the padding, quantize
     ("qwen3-30b-a3b", 5, 3, False),
     ("qwen3-235b-a22b", 8, 7, True),
     ("softmax over all", 8, 8, True),
+    ("gpt-oss-20b", 8, None, False),
+    ("gpt-oss-20b", 8, 5, False),
+    ("gpt-oss-20b", 1, None, False),
 )
 
 
@@ -118,17 +121,21 @@ def sort_checks(rows):
     def compiled(case):
         model, tokens, kept, quantize = case
         experts, columns, chosen, settings = MODELS[model]
-        how = {"chosen": chosen, **settings}
+        how = {"chosen": chosen, **{key: value for key, value in settings.items() if key != "bias"}}
 
-        def run(x, w, number):
-            return route_and_sort(x, w, **how, quantize=quantize, used=None if kept is None else number)
+        def of(bias):
+            return bias if "bias" in settings else None
 
-        def wanted(x, w, number):
-            weights, picked = reference.route(x, w, **how)
+        def run(x, w, bias, number):
+            sort = {"quantize": quantize, "used": None if kept is None else number}
+            return route_and_sort(x, w, of(bias), **how, **sort)
+
+        def wanted(x, w, bias, number):
+            weights, picked = reference.route(x, w, of(bias), **how)
             sort = {"quantize": quantize, "used": None if kept is None else number}
             return weights, picked, *sort_by_xla(x, picked, experts, **sort)
 
-        given = (*drawn(seed, tokens, experts, columns, True)[:2], jnp.int32(kept or 0))
+        given = (*drawn(seed, tokens, experts, columns, True)[:3], jnp.int32(kept or 0))
         return (
             given,
             [jax.jit(one).lower(*given).compile() for one in (run, wanted)],
