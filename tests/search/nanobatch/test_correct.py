@@ -95,7 +95,7 @@ def test_the_shipped_plan_is_the_searched_one_as_it_was_measured(tmp_path, capsy
     # The sequential step is chosen. It lies within 3 % of the best over all starts.
     assert not gain.ever and max(pooled.values()) <= 1.03
     assert {at for at, gained in pooled.items() if gained > 1} == {"644 x 1280", "797 x 1024", "553 x 1500"}
-    assert shipped.predictions.margin == pytest.approx(0.088, abs=0.001)
+    assert shipped.predictions.margin == pytest.approx(0.086, abs=0.001)
 
 
 def test_a_plan_by_hand_gets_what_was_measured_and_is_offered_to_what_it_was_measured_on(tmp_path, capsys):

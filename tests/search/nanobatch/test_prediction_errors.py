@@ -23,7 +23,7 @@ from measured_reports import (
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.pipeline.choice import between
 from jaxflow.pipeline.handwritten import sequential_plan
-from jaxflow.pipeline.plan import SHIPPED, load
+from jaxflow.pipeline.plan import SHIPPED, digest, load
 from search.nanobatch.correct import points, read_report
 from search.nanobatch.layer_tasks import StepShape
 from search.nanobatch.predict import outside_s, predict
@@ -124,6 +124,27 @@ def test_the_predictions_that_a_shipped_plan_has_are_within_7_percent(path):
                 ):
                     errors.append(abs(between(*axes, table, *at) / seconds - 1))
     assert errors and max(errors) < 0.07, errors
+
+
+@pytest.mark.parametrize("name", measured.WINDOWS)
+def test_stored_predictions_are_within_7_percent_of_windows_of_200_steps(name):
+    """Compare those of shipped and searched plans, by digest, and those of the sequential steps."""
+    report, errors = REPORTS[name], []
+    folder = measured.BENCHMARKS / "plans/h200" / report.model / "searched"
+    for path in (*SHIPPED.glob(f"h200-{report.model}-*.json"), *folder.glob("*.json")):
+        plan = load(path)
+        ran = plan.target.parallel.tp, plan.target.dtype
+        if plan.predictions is None or ran != (report.tp, report.dtype):
+            continue
+        tables = {digest(plan): plan.predictions.step_s}
+        sequential = sequential_plan(measured.model_of(report), plan.tokens, report.tp)
+        tables[digest(sequential)] = plan.predictions.sequential_s
+        axes = plan.predictions.decode_tokens, plan.predictions.mean_context_tokens
+        for row in measured.read_rows(report.file):
+            if row["digest"] in tables:
+                at = row["decode_tokens"], row["mean_context_tokens"]
+                errors.append(1e3 * between(*axes, tables[row["digest"]], *at) / row["step_ms"] - 1)
+    assert errors and max(map(abs, errors)) < 0.07, errors
 
 
 def test_the_shipped_8b_plan_has_the_predictions_of_the_present_model():
