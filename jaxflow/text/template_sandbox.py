@@ -266,6 +266,7 @@ _TEXT_METHODS: dict[str, Callable[..., int]] = {
     ),
     "splitlines": lambda text, *_: len(text) * (1 + ENTRY // 2),
 }
+_SCOPES = ("_loop_vars", "_block_vars")  # Jinja adds these arguments to calls within loops and blocks
 _LIST_METHODS = ("count", "index", "copy")
 _DICT_METHODS = ("items", "keys", "values", "get", "copy")
 
@@ -338,7 +339,8 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         ):
             if not self.is_safe_callable(obj):
                 raise jinja2.exceptions.SecurityError(f"{obj.__name__} is not safely callable")
-            return _call_method(obj, args, kwargs)
+            named = {name: value for name, value in kwargs.items() if name not in _SCOPES}
+            return _call_method(obj, args, named)
         return super().call(context, obj, *args, **kwargs)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:

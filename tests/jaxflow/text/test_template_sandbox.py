@@ -114,6 +114,9 @@ def test_hostile_templates_need_little_memory_and_processor_time():
 
 
 @pytest.mark.parametrize(
+    "around", ["%s", "{%% for once in [1] %%}%s{%% endfor %%}", "{%% block b %%}%s{%% endblock %%}"]
+)
+@pytest.mark.parametrize(
     ("template", "text"),
     [
         ("{{ '%5d|%-3s' % (7, 'a') }}", "    7|a  "),
@@ -130,8 +133,8 @@ def test_hostile_templates_need_little_memory_and_processor_time():
         ("{{ ', '.join(['a', 'b']) }}{{ 'x' in 'xy' }}{{ 5 // 2 }}{{ 5 % 2 }}{{ -5 }}", "a, bTrue21-5"),
     ],
 )
-def test_what_real_templates_use_is_served(template, text):
-    assert render_chat(template, HELLO) == text
+def test_what_real_templates_use_is_served(template, text, around):
+    assert render_chat(around % template, HELLO) == text
 
 
 def test_a_long_conversation_is_served():
