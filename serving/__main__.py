@@ -35,6 +35,7 @@ from serving.frontend.config import ListenError, ServerConfig
 from serving.frontend.served_model import ServedModel
 from serving.grpc.server import Server
 from serving.http import http_flags
+from serving.http.answer_reader import PARSERS
 from serving.http.batch_mount import open_batches
 from serving.http.config import HttpConfig
 from serving.http.endpoints import Endpoints
@@ -86,6 +87,13 @@ SERVED_MODEL_NAME = flags.DEFINE_list(
 )
 CHAT_TEMPLATE = flags.DEFINE_string(
     "chat_template", None, "File of a Jinja chat template, instead of the checkpoint's."
+)
+REASONING_PARSER = flags.DEFINE_enum(
+    "reasoning_parser",
+    "auto",
+    ["auto", *PARSERS],
+    "Form of the reasoning in answers over HTTP. auto: the form that the chat template shows. none: all text "
+    "is content. deepseek_r1: an answer begins within the reasoning, unless the prompt ends it.",
 )
 ADMIN_TOKEN_FILE = flags.DEFINE_string(
     "admin_token_file",
@@ -174,6 +182,7 @@ def run(
             auth_tokens=(*read_tokens(AUTH_TOKEN_FILE.value), *read_api_keys(API_KEY.value)),
             admin_tokens=read_tokens(ADMIN_TOKEN_FILE.value, "admin_token_file"),
             served_model_names=tuple(SERVED_MODEL_NAME.value),
+            reasoning_parser=REASONING_PARSER.value,
             allow_priority=ALLOW_PRIORITY.value,
             isolate_tokens=ISOLATE_TOKENS.value,
             max_requests_per_token=MAX_REQUESTS_PER_TOKEN.value,

@@ -13,6 +13,7 @@ from typing import Any
 
 from jaxflow.config import ConfigError
 from jaxflow.text.control_tokens import without_marks
+from jaxflow.text.harmony import is_harmony
 from jaxflow.text.template_sandbox import (
     MAX_RENDERED_CHARS,
     MAX_TEMPLATE_CHARS,
@@ -29,6 +30,7 @@ MAX_VALUES = 200_000  # JSON values of a conversation with its tools
 MAX_DEPTH = 32  # of nested JSON values
 MAX_TOOLS = 128
 MAX_TEMPLATE_KWARGS = 64
+REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")  # of a message; templates read one of them
 
 # Roles that a template may join to a control token, as <|user|>. Any other role must not be part of one.
 KNOWN_ROLES = frozenset(
@@ -73,7 +75,8 @@ def render_chat(
       template: a tokenizer with a chat template, or the Jinja source.
       messages: `{"role": ..., "content": ...}` as in OpenAI's chat requests, oldest first. `content` is a
         text, a list of text parts, which are joined by line ends, or None. A message may have `name`,
-        `tool_call_id`, `tool_calls` and `reasoning_content`.
+        `tool_call_id`, `tool_calls` and one of `REASONING_NAMES`. The template
+        gets the reasoning by the name that it reads.
       tools: descriptions of functions for the template.
       template_kwargs: further variables for the template, JSON values.
       add_generation_prompt: end the prompt with the start of an assistant message.
@@ -202,6 +205,8 @@ def _checked(
     made = [reader.message(f"messages[{i}]", message) for i, message in enumerate(messages)]
     if "developer" not in source:  # OpenAI's newer name of the system role
         made = [{**m, "role": "system"} if m["role"] == "developer" else m for m in made]
+    read = [name for name in REASONING_NAMES if re.search(rf"\b{name}\b", source)]
+    made = [_with_reasoning(message, read, is_harmony(source)) for message in made]
     for name in template_kwargs or {}:
         if not (isinstance(name, str) and name.isidentifier()) or name in _RESERVED or name in names:
             raise ChatTemplateError(
@@ -220,6 +225,20 @@ def _checked(
         "tools": None if not tools else reader.json("tools", tools),
     }
     return variables, reader.chars
+
+
+def _with_reasoning(message: dict[str, Any], names: Sequence[str], harmony: bool) -> dict[str, Any]:
+    """Return a message with its reasoning under the names that the template reads, too.
+
+    A harmony template refuses a message of calls with both content and reasoning, so the two are joined.
+    """
+    reasoning = message.get("reasoning_content")
+    if reasoning is None:
+        return message
+    if harmony and message.get("tool_calls") and message["content"]:
+        reasoning = "\n\n".join(filter(None, (reasoning, message["content"])))
+        message = {**message, "content": ""}
+    return {**message, **dict.fromkeys(names, reasoning)}
 
 
 class _Reader:
@@ -244,11 +263,14 @@ class _Reader:
         calls = message.get("tool_calls") or None
         if calls is not None:
             made["tool_calls"] = self._calls(f"{path}.tool_calls", role, calls)
-        may_lack = role == "assistant" and (calls or message.get("reasoning_content") is not None)
+        given = [name for name in REASONING_NAMES if message.get(name) is not None]
+        may_lack = role == "assistant" and (calls or given)
         made["content"] = self._content(f"{path}.content", message.get("content"), bool(may_lack))
-        for key in ("name", "tool_call_id", "reasoning_content"):
+        for key in ("name", "tool_call_id"):
             if message.get(key) is not None:
                 made[key] = self._text(f"{path}.{key}", message[key])
+        for name in sorted(given, key=lambda name: not message[name])[:1]:  # the first that has a text
+            made["reasoning_content"] = self._text(f"{path}.{name}", message[name])
         return made
 
     def json(self, path: str, value: Any, depth: int = 0) -> Any:

@@ -6,10 +6,8 @@ mark of its end. The text of the answer keeps these special tokens.
 
 import json
 import re
-from collections.abc import Iterable
-from typing import NamedTuple
 
-from jaxflow.text.tokenizer import Tokenizer
+from jaxflow.text.reasoning import Said
 from jaxflow.text.tool_calls import ToolCall
 
 _MARK = re.compile(r"<\|(start|channel|constrain|message|end|call|return)\|>")
@@ -19,33 +17,9 @@ _RECIPIENT = re.compile(r"\s{0,9}to=[^\s<]{0,256}\s{0,9}(?=<\|(?:channel|constra
 _LEAD = re.compile(r"\s{0,9}(?:t|to|to=[^\s<]{0,256}\s{0,9}(?:<[|a-z]{0,11})?)?\Z")
 
 
-class Said(NamedTuple):
-    """What is certain after a text."""
-
-    content: str
-    reasoning: str
-    calls: list[ToolCall]
-
-
 def is_harmony(template: str) -> bool:
     """Return True if a chat template writes harmony messages."""
     return all(mark in template for mark in ("<|start|>", "<|channel|>", "<|message|>"))
-
-
-class ReasoningTokens:
-    """The number of tokens within the reasoning of one growing answer, without the marks around it."""
-
-    def __init__(self, tokenizer: Tokenizer):
-        self._text = tokenizer.token_text
-        self._reader = HarmonyReader(tools=False)
-        self.count = 0
-
-    def push(self, token_ids: Iterable[int]) -> None:
-        """Add tokens."""
-        for token in token_ids:
-            before = self._reader.in_reasoning
-            self._reader.push(self._text(token))
-            self.count += before and self._reader.in_reasoning
 
 
 class HarmonyReader:

@@ -113,6 +113,11 @@ class Tokenizer:
                 raise TooManyTokens(f"at most {max_tokens} tokens")
 
     @functools.cached_property
+    def special_texts(self) -> frozenset[str]:
+        """Return the texts of the special tokens."""
+        return frozenset(map(self.token_text, self.special_ids))
+
+    @functools.cached_property
     def control_tokens(self) -> ControlTokens:
         """The encoding of text in which a user's control tokens stay plain text."""
         return ControlTokens(self._backend)

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from jaxflow.text.harmony import HarmonyReader, Said
-from jaxflow.text.tool_calls import ToolCall, ToolCallReader
+from jaxflow.text.reasoning import Said
+from jaxflow.text.tool_calls import ToolCall
+from serving.http.answer_reader import AnswerReader
 from serving.http.job import AnswerPiece, Begun, Collected, Collection, Head, Job
 from serving.http.logprobs import chat_logprobs, prompt_logprobs
 from serving.http.responses import (
@@ -28,9 +29,9 @@ class ChatFormat:
 
     def __init__(self, head: Head, job: Job):
         self._head, self._job = head, job
-        # Of each choice of a stream whose text has calls or harmony messages.
-        made = [_Reader(head) for _ in range(job.n)] if head.harmony or head.tool_form is not None else []
-        self._readers: list[_Reader] = made
+        self._readers: list[AnswerReader] = []  # of each choice of a stream
+        if job.reading is not None:
+            self._readers = [AnswerReader(job.reading) for _ in range(job.n)]
         self._start = (
             b'{"id":%b,"object":"chat.completion.chunk","created":%d,"model":%b,"system_fingerprint":%b,"choices":['
             % (_encode(head.id), head.created, _encode(head.model), _encode(head.fingerprint))
@@ -57,11 +58,12 @@ class ChatFormat:
     def _choice(self, index: int, choice: Collected) -> ChatChoice:
         head = self._head
         message, calls = AnswerMessage(choice.text), []
-        if self._readers:
-            content, reasoning, calls = _Reader(head).whole(choice.text)
+        if self._job.reading is not None:
+            content, reasoning, calls = AnswerReader(self._job.reading).whole(choice.text)
             message = AnswerMessage(
                 content or None if calls or reasoning else content,
                 tool_calls=[_answered(call) for call in calls] if calls else UNSET,
+                reasoning=reasoning or UNSET,
                 reasoning_content=reasoning or UNSET,
             )
         return ChatChoice(
@@ -133,44 +135,12 @@ class ChatFormat:
         return self._start
 
 
-class _Reader:
-    """The reader of one choice: of harmony messages, or of content and calls."""
-
-    def __init__(self, head: Head):
-        form = head.tool_form
-        self._calls = None if form is None else ToolCallReader(form, head.most_calls)
-        self._harmony = HarmonyReader(head.harmony_tools, head.most_calls)
-
-    @property
-    def num_calls(self) -> int:
-        """Return the number of calls so far."""
-        return (self._calls or self._harmony).num_calls
-
-    def push(self, text: str) -> Said:
-        """Return what is certain after this text."""
-        if self._calls is None:
-            return self._harmony.push(text)
-        content, calls = self._calls.push(text)
-        return Said(content, "", calls)
-
-    def finish(self) -> Said:
-        """Return the rest at the end of the answer."""
-        if self._calls is None:
-            return self._harmony.finish()
-        content, calls = self._calls.finish()
-        return Said(content, "", calls)
-
-    def whole(self, text: str) -> Said:
-        """Return what a whole answer says."""
-        said, rest = self.push(text), self.finish()
-        return Said(said.content + rest.content, said.reasoning + rest.reasoning, said.calls + rest.calls)
-
-
 def _delta(said: Said) -> bytes:
     """Return the fields of a delta of reasoning, content or both."""
     if not said.reasoning:
         return b'"content":%b' % _encode(said.content)
-    fields = b'"reasoning_content":%b' % _encode(said.reasoning)
+    reasoning = _encode(said.reasoning)
+    fields = b'"reasoning":%b,"reasoning_content":%b' % (reasoning, reasoning)
     return fields + (b',"content":%b' % _encode(said.content) if said.content else b"")
 
 

@@ -15,12 +15,13 @@ from starlette.exceptions import HTTPException
 
 import jaxflow
 from jaxflow.request import Amount, InvalidRequest, Request, SamplingParams
-from jaxflow.text.chat import MAX_MESSAGES
-from jaxflow.text.harmony import is_harmony
+from jaxflow.text.chat import MAX_MESSAGES, REASONING_NAMES
+from jaxflow.text.reasoning import CLOSE, OPEN, Begin, begin_of
 from jaxflow.text.tool_calls import Form, UnknownForm, form_of
 from serving.frontend.call import CALL, new_id
 from serving.frontend.refusal import Code, Refusal, deadline_passed
 from serving.frontend.served_model import Chat, Prompt, ServedModel
+from serving.http.answer_reader import Parser, Reading, parser_of
 from serving.http.chat import ChatFormat
 from serving.http.completions import CompletionFormat
 from serving.http.errors import HttpError, http_error
@@ -72,6 +73,7 @@ class Deadline:
 
 
 NO_DEADLINE = Deadline()
+_END_TOKENS = 32  # the end of a prompt that may hold the marks of reasoning
 _CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
@@ -174,13 +176,8 @@ class Endpoints:
         served.check_model(request.model or "")
         sampling = sampling_params(request, served.sampling_defaults)
         chat = isinstance(request, ChatRequest)
-        tools = isinstance(request, ChatRequest) and bool(tools_of(request))
-        # A caller who chooses about special tokens gets the plain text.
-        harmony = chat and request.skip_special_tokens is None and self._is_harmony()
-        form = None
-        if isinstance(request, ChatRequest) and tools:
-            form = self._tool_form(request, harmony)
-        if harmony or (form is not None and form.special and request.skip_special_tokens is None):
+        reading, special = self._reading(request) if isinstance(request, ChatRequest) else (None, False)
+        if special:
             sampling = dataclasses.replace(sampling, skip_special_tokens=False)
         asked = [_chat(request)] if chat else prompts(request)
         if len(asked) * sampling.n > MAX_CHOICES:
@@ -212,35 +209,57 @@ class Endpoints:
         if not chat and request.echo:
             echo = await asyncio.to_thread(lambda: list(map(self._text, asked, requests)))
         drop = not chat and request.max_tokens == 0
-        job = Job(requests, llm.tokenizer, llm.model_config.eos_token_ids, echo, drop, harmony)
-        head = self._head(request, sampling, form)
-        if harmony:
-            head = msgspec.structs.replace(head, harmony=True, harmony_tools=tools)
+        if isinstance(request, ChatRequest) and reading is not None and reading.parser is Parser.THINK:
+            begin = self._begin(request, requests[0].prompt_token_ids, reading.begin)
+            reading = msgspec.structs.replace(reading, begin=begin)
+        job = Job(requests, llm.tokenizer, llm.model_config.eos_token_ids, echo, drop, reading)
+        head = self._head(request, sampling)
         return Prepared(
             job, head, (ChatFormat if chat else CompletionFormat)(head, job), bool(request.stream)
         )
 
-    def _is_harmony(self) -> bool:
-        tokenizer = self.served.llm.tokenizer
-        return tokenizer is not None and is_harmony(tokenizer.chat_template or "")
+    def _reading(self, request: ChatRequest) -> tuple[Reading | None, bool]:
+        """Return how the answer is read, and whether its marks are special tokens, which the text must keep.
 
-    def _tool_form(self, request: ChatRequest, harmony: bool) -> Form | None:
-        """Return the form of the tool calls of the served model, or None for harmony messages.
+        A caller who chooses about special tokens gets text that is not read for special marks.
 
         Raises: Refusal, InvalidRequest.
         """
+        served, tokenizer = self.served, self.served.llm.tokenizer
+        if tokenizer is None:
+            return None, False
+        free, template = request.skip_special_tokens is None, tokenizer.chat_template or ""
+        parser, begin = parser_of(served.config.reasoning_parser, template)
+        special = parser is Parser.HARMONY or (
+            parser is Parser.THINK and not tokenizer.special_texts.isdisjoint((OPEN, CLOSE))
+        )
+        if request.separate_reasoning is False or (special and not free):
+            parser, special = Parser.NONE, False
+        form, tools = None, bool(tools_of(request))
+        if tools and not (parser is Parser.HARMONY and "tools" in template):
+            form = self._tool_form(request)
+            special = special or (form.special and free)
+        if parser is Parser.NONE and form is None:
+            return None, False
+        most = 1 if request.parallel_tool_calls is False else None
+        shown = request.include_reasoning is not False
+        return Reading(parser, begin, shown, tools, form, most), special
+
+    def _begin(self, request: ChatRequest, prompt: Sequence[int], otherwise: Begin) -> Begin:
+        """Return where the answer to a prompt begins."""
+        end = self.served.tokenizer("messages").decode(prompt[-_END_TOKENS:], skip_special_tokens=False)
+        return begin_of(end, _continued(request), otherwise)
+
+    def _tool_form(self, request: ChatRequest) -> Form:
+        """Return the form of the tool calls of the served model. Raises: Refusal, InvalidRequest."""
         template = self.served.tokenizer("tools").chat_template or ""
-        if harmony and "tools" in template:
-            return None
         try:
             return form_of(template)
         except UnknownForm as error:
             shown = Amount(f"{len(request.tools or ())} tools")
             raise InvalidRequest("tools", shown, str(error)) from error
 
-    def _head(
-        self, request: ChatRequest | CompletionRequest, sampling: SamplingParams, form: Form | None
-    ) -> Head:
+    def _head(self, request: ChatRequest | CompletionRequest, sampling: SamplingParams) -> Head:
         served = self.served
         chat = isinstance(request, ChatRequest)
         options = request.stream_options
@@ -258,8 +277,6 @@ class Endpoints:
             usage_at_end=options is not None and bool(options.include_usage),
             usage_in_chunks=options is not None and bool(options.continuous_usage_stats),
             skip_special_tokens=sampling.skip_special_tokens,
-            tool_form=form,
-            most_calls=1 if chat and request.parallel_tool_calls is False else None,
         )
 
     @property
@@ -367,7 +384,7 @@ def prompts(request: CompletionRequest) -> list[Prompt]:
 
 def _chat(request: ChatRequest | TokenizeRequest) -> Chat:
     """Return the conversation of a request. Raises: InvalidRequest."""
-    options: dict[str, Any] = {"template_kwargs": request.chat_template_kwargs or {}}
+    options: dict[str, Any] = {"template_kwargs": _template_kwargs(request)}
     if request.add_generation_prompt is not None:
         options["add_generation_prompt"] = request.add_generation_prompt
     if request.continue_final_message is not None:
@@ -377,6 +394,24 @@ def _chat(request: ChatRequest | TokenizeRequest) -> Chat:
     if tools := tools_of(request):
         options["tools"] = msgspec.to_builtins(tools)
     return Chat(_messages(request.messages or ()), options)
+
+
+def _template_kwargs(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
+    """Return the further variables of the chat template. Those of `chat_template_kwargs` count first."""
+    effort = request.reasoning_effort if isinstance(request, ChatRequest) else None
+    chosen = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+    return {**chosen, **(request.chat_template_kwargs or {})}
+
+
+def _continued(request: ChatRequest) -> str:
+    """Return the text of the message that the answer continues, or ""."""
+    if not request.continue_final_message:
+        return ""
+    content = request.messages[-1].content
+    if not isinstance(content, list):
+        return content or ""
+    texts = [part if isinstance(part, str) else part.get("text") for part in content]
+    return "\n".join(text for text in texts if isinstance(text, str))
 
 
 def tools_of(request: ChatRequest | TokenizeRequest) -> Sequence[Tool]:
@@ -394,10 +429,8 @@ def _messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
             if getattr(message, name) is not None:
                 raise InvalidRequest(f"messages[{i}].{name}", getattr(message, name), "null")
         made = {name: value for name in _MESSAGE_FIELDS if (value := getattr(message, name)) is not None}
-        if reasoning := message.reasoning_content or message.reasoning:
-            made["reasoning_content"] = reasoning
         result.append(made)
     return result
 
 
-_MESSAGE_FIELDS = ("role", "content", "name", "tool_call_id", "tool_calls")
+_MESSAGE_FIELDS = ("role", "content", "name", "tool_call_id", "tool_calls", *REASONING_NAMES)

@@ -9,12 +9,11 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 import msgspec
 
 from jaxflow.request import FinishReason, InvalidRequest, Logprob, Request, Started
-from jaxflow.text.harmony import ReasoningTokens
 from jaxflow.text.tokenizer import Tokenizer
-from jaxflow.text.tool_calls import Form
 from serving.frontend.refusal import aborted
 from serving.frontend.served_model import ServedModel
 from serving.frontend.transcript import Output, TextDelta
+from serving.http.answer_reader import Reading
 from serving.http.logprobs import TokenNames
 from serving.http.responses import Usage, make_usage
 from serving.http.token_texts import TextToken, TokenTexts
@@ -24,9 +23,7 @@ class Head(msgspec.Struct, frozen=True):
     """Fields of an answer that are known before its first token.
 
     `top`: candidates of a token that a chat answer lists. `with_logprobs`, `with_token_ids`: the caller asked
-    for them. `usage_at_end`, `usage_in_chunks`: where a stream carries its usage. `tool_form`: of the tool
-    calls in the text, if the request has tools. `most_calls`: of a choice; None for any number.
-    `harmony`: the text has harmony messages; `harmony_tools`: some may be calls.
+    for them. `usage_at_end`, `usage_in_chunks`: where a stream carries its usage.
     """
 
     id: str
@@ -42,10 +39,6 @@ class Head(msgspec.Struct, frozen=True):
     usage_at_end: bool = False
     usage_in_chunks: bool = False
     skip_special_tokens: bool = True
-    tool_form: Form | None = None
-    most_calls: int | None = None
-    harmony: bool = False
-    harmony_tools: bool = False
 
 
 class Begun(msgspec.Struct, frozen=True):
@@ -86,7 +79,7 @@ class Job(msgspec.Struct, frozen=True):
 
     `echo_texts`: the text of each prompt, if the answer repeats it.
     `drop_output`: the answer has no new token.
-    `harmony`: the answer has harmony messages, whose reasoning is counted.
+    `reading`: of the text of the answer; None if all text is content.
     """
 
     requests: Sequence[Request]
@@ -94,7 +87,7 @@ class Job(msgspec.Struct, frozen=True):
     eos_token_ids: Sequence[int]
     echo_texts: Sequence[str] | None = None
     drop_output: bool = False
-    harmony: bool = False
+    reading: Reading | None = None
 
     @property
     def n(self) -> int:
@@ -121,9 +114,11 @@ class Answering:
         self._prompt_tokens = sum(len(request.prompt_token_ids) for request in job.requests)
         self._cached = [0] * len(job.requests)
         self._completion_tokens = 0
-        self._reasoning: list[ReasoningTokens] = []  # of each choice of a harmony answer
-        if job.harmony and job.tokenizer is not None:
-            self._reasoning = [ReasoningTokens(job.tokenizer) for _ in range(len(job.requests) * job.n)]
+        reading, tokenizer = job.reading, job.tokenizer
+        made = (
+            [] if reading is None or tokenizer is None else [reading.counter(tokenizer) for _ in range(job.n)]
+        )
+        self._reasoning = [counter for counter in made if counter is not None]  # of each choice of a chat
 
     @property
     def usage(self) -> Usage:

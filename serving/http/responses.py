@@ -102,12 +102,16 @@ class AnswerToolCall(msgspec.Struct, frozen=True):
 
 
 class AnswerMessage(msgspec.Struct, frozen=True):
-    """The message of an answer. `content` is null in an answer of calls or reasoning only."""
+    """The message of an answer. `content` is null in an answer of calls or reasoning only.
+
+    The reasoning has two names: vLLM's is `reasoning`, that of DeepSeek and SGLang is `reasoning_content`.
+    """
 
     content: str | None
     role: str = "assistant"
     refusal: None = None
     tool_calls: list[AnswerToolCall] | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
 
 

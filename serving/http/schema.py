@@ -24,6 +24,7 @@ MAX_BRACKETS = 1 << 17
 Count = Annotated[int, Meta(ge=0, lt=2**31)]
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 Priority = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 ShortText = Annotated[str, Meta(max_length=4096)]
 
 
@@ -103,7 +104,10 @@ class Generation(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_onl
 
 
 class Message(msgspec.Struct, forbid_unknown_fields=True, frozen=True, omit_defaults=True):
-    """A message of a conversation. `content` is a text, a list of text parts, or null."""
+    """A message of a conversation. `content` is a text, a list of text parts, or null.
+
+    `reasoning_content`, `reasoning` and `thinking` name the same. The first that has a text counts.
+    """
 
     role: str
     content: Any = None
@@ -112,6 +116,7 @@ class Message(msgspec.Struct, forbid_unknown_fields=True, frozen=True, omit_defa
     tool_calls: Any = None
     reasoning_content: str | None = None
     reasoning: str | None = None
+    thinking: str | None = None
     refusal: Any = None
     annotations: Any = None
     audio: Any = None
@@ -144,6 +149,9 @@ class ChatRequest(Generation, frozen=True, kw_only=True):
     `parallel_tool_calls`: false for at most one call in an answer.
     `parse_control_tokens`: a control token in a message (`<|im_end|>`) becomes
       this token; else it is plain text.
+    `reasoning_effort`: a variable of the chat template; none also sets its `enable_thinking` to false, and
+      the others set it to true.
+    `include_reasoning`: false leaves the reasoning out. `separate_reasoning`: false leaves it in the content.
     """
 
     messages: list[Message]
@@ -153,6 +161,9 @@ class ChatRequest(Generation, frozen=True, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    include_reasoning: bool | None = None
+    separate_reasoning: bool | None = None
     parse_control_tokens: bool | None = None
     echo: bool | None = None
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
@@ -166,7 +177,6 @@ class ChatRequest(Generation, frozen=True, kw_only=True):
     modalities: Any = None
     audio: Any = None
     prediction: Any = None
-    reasoning_effort: Any = None
     web_search_options: Any = None
 
 
@@ -235,7 +245,6 @@ NOT_SERVED_FIELDS = {
     "guided_choice": _FREE,
     "guided_grammar": _FREE,
     "documents": "write the documents into a message",
-    "reasoning_effort": "chat_template_kwargs sets the variables that the chat template of the model reads",
     "thinking_token_budget": "max_tokens limits all tokens of the answer",
     "repetition_detection": "repetition_penalty and frequency_penalty lower repetitions",
     "suffix": "write the prompt of the model for filling in the middle",

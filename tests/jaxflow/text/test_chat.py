@@ -9,7 +9,7 @@ from tokenizers import processors
 
 from jaxflow.config import ConfigError
 from jaxflow.text import template_sandbox
-from jaxflow.text.chat import encode_chat, read_chat_template, render_chat
+from jaxflow.text.chat import REASONING_NAMES, encode_chat, read_chat_template, render_chat
 from jaxflow.text.template_sandbox import ChatTemplateError
 from jaxflow.text.tokenizer import load_tokenizer
 
@@ -355,6 +355,31 @@ CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '
 )
 def test_templates_get_the_messages_of_openai(message, shown):
     assert render_chat(SHOWN, [message]) == shown
+
+
+@pytest.mark.parametrize("given", REASONING_NAMES)
+@pytest.mark.parametrize("read", REASONING_NAMES)
+def test_templates_get_the_reasoning_by_the_name_that_they_read(given, read):
+    empty = dict.fromkeys(REASONING_NAMES, "")
+    message = {"role": "assistant", "content": None, **empty, given: "y"}
+    assert render_chat(f"{{{{ messages[0].{read} }}}}", [message]) == "y"
+    with pytest.raises(ChatTemplateError, match=given):
+        render_chat("x", [{"role": "assistant", "content": "x", given: 1}])
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        ({"content": "x", "reasoning": "y", "tool_calls": [CALL]}, "|y\n\nx"),
+        ({"content": None, "reasoning": "y", "tool_calls": [CALL]}, "|y"),
+        ({"content": "x", "reasoning": "", "tool_calls": [CALL]}, "|x"),
+        ({"content": "x", "tool_calls": [CALL]}, "x|"),
+        ({"content": "x", "reasoning": "y"}, "x|y"),
+    ],
+)
+def test_a_harmony_call_has_either_content_or_reasoning(message, shown):
+    template = "{# <|start|><|channel|><|message|> #}{{ messages[0].content }}|{{ messages[0].thinking }}"
+    assert render_chat(template, [{"role": "assistant", **message}]) == shown
 
 
 def test_a_template_that_knows_developers_gets_them():

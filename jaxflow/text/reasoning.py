@@ -1,0 +1,150 @@
+"""Reasoning in the text of an answer: a reader of `<think> … </think>`, and the count of its tokens.
+
+Qwen3, DeepSeek-R1 and GLM-4.5 write their reasoning between the two marks, before the content. Some chat
+templates write the first mark at the end of the prompt. The answer then begins within the reasoning.
+"""
+
+import enum
+import re
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol
+
+from jaxflow.text.tokenizer import Tokenizer
+from jaxflow.text.tool_calls import ToolCall
+
+OPEN, CLOSE = "<think>", "</think>"
+# An answer may begin with a few white spaces and the first mark.
+_OPENED = re.compile(r"\s{0,9}<think>")
+_MAY_OPEN = re.compile(r"\s{0,9}(?:<(?:t(?:h(?:i(?:nk?)?)?)?)?)?")
+_CLOSING = ("\n" + CLOSE, CLOSE)
+
+
+class Said(NamedTuple):
+    """What is certain after a text."""
+
+    content: str
+    reasoning: str
+    calls: list[ToolCall]
+
+
+class Begin(enum.Enum):
+    """Where an answer begins."""
+
+    ANSWER = enum.auto()  # before a first mark, if the model writes one
+    REASONING = enum.auto()
+    CONTENT = enum.auto()
+
+
+def thinks(template: str) -> bool:
+    """Return True if a chat template has one of the marks."""
+    return OPEN in template or CLOSE in template
+
+
+def begin_of(prompt_end: str, continued: str, otherwise: Begin) -> Begin:
+    """Return where an answer begins.
+
+    Args:
+      prompt_end: the last characters of the prompt.
+      continued: the text of the message that the answer continues, or "".
+      otherwise: the result for a prompt without a mark at its end.
+    """
+    if continued.strip():
+        reader = ThinkReader(otherwise)
+        reader.push(continued)
+        return Begin.REASONING if reader.in_reasoning else Begin.CONTENT
+    prompt_end = prompt_end.rstrip()
+    if prompt_end.endswith(CLOSE):
+        return Begin.CONTENT
+    return Begin.REASONING if prompt_end.endswith(OPEN) else otherwise
+
+
+class ThinkReader:
+    """The reasoning and the content of one growing answer.
+
+    The parts of a text do not change what is read. Marks after the first `</think>`, and a `<think>` after
+    other text, are text. Left out are the marks, white space before the first one, one line end after
+    `<think>`, one before `</think>` and two after it: templates write them around the marks. The reader
+    holds back at most 16 characters.
+    """
+
+    def __init__(self, begin: Begin):
+        self._fresh = begin is not Begin.CONTENT  # the first mark may follow
+        self.in_reasoning = begin is Begin.REASONING
+        self._line_ends = int(self.in_reasoning)  # at most so many are left out next
+        self._held = ""
+
+    def push(self, text: str) -> Said:
+        """Return what is certain after this text."""
+        return self._read(text, final=False)
+
+    def finish(self) -> Said:
+        """Return the rest at the end of the answer."""
+        return self._read("", final=True)
+
+    def _read(self, text: str, final: bool) -> Said:
+        self._held += text
+        if self._fresh:
+            if opened := _OPENED.match(self._held):
+                self.in_reasoning, self._line_ends = True, 1
+                self._held = self._held[opened.end() :]
+            elif not final and _MAY_OPEN.fullmatch(self._held):
+                return Said("", "", [])
+            self._fresh = False
+        reasoning = ""
+        if self.in_reasoning:
+            self._leave_line_ends()
+            reasoning, closed, after = self._held.partition(CLOSE)
+            if not closed:
+                certain = len(reasoning) - (0 if final else self._uncertain())
+                self._held = reasoning[certain:]
+                return Said("", reasoning[:certain], [])
+            reasoning = reasoning.removesuffix("\n")
+            self._held, self.in_reasoning, self._line_ends = after, False, 2
+        self._leave_line_ends()
+        content, self._held = self._held, ""
+        return Said(content, reasoning, [])
+
+    def _leave_line_ends(self) -> None:
+        while self._line_ends and self._held.startswith("\n"):
+            self._held, self._line_ends = self._held[1:], self._line_ends - 1
+        if self._held:
+            self._line_ends = 0
+
+    def _uncertain(self) -> int:
+        """Return the length of the end of the held text that may belong to the second mark."""
+        return next(
+            (n for n in range(len(CLOSE), 0, -1) if any(self._held.endswith(mark[:n]) for mark in _CLOSING)),
+            0,
+        )
+
+
+class Reader(Protocol):
+    """A reader that tells reasoning from other text."""
+
+    @property
+    def in_reasoning(self) -> bool:
+        """Return True within reasoning."""
+        ...
+
+    def push(self, text: str) -> Said:
+        """Return what is certain after this text."""
+        ...
+
+
+class ReasoningTokens:
+    """The number of tokens within the reasoning of one growing answer, without the marks around it.
+
+    `reader`: a new one, of the answer's form.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, reader: Reader):
+        self._text = tokenizer.token_text
+        self._reader = reader
+        self.count = 0
+
+    def push(self, token_ids: Iterable[int]) -> None:
+        """Add tokens."""
+        for token in token_ids:
+            before = self._reader.in_reasoning
+            self._reader.push(self._text(token))
+            self.count += before and self._reader.in_reasoning
