@@ -1,6 +1,7 @@
 """A plan's predictions: simulated times at compositions around the plan's target."""
 
 import dataclasses
+import itertools
 
 import drawn
 import pytest
@@ -36,8 +37,9 @@ def test_predictions_are_the_simulation_of_each_composition():
     for which, table in ((plan, found.step_s), (sequential_plan(config, 2048), found.sequential_s)):
         timeline = simulate(which, setting.graph, setting.shares, setting.load, **settings)
         assert table[made_for[0]][made_for[1]] == pytest.approx(timeline.step_s + outside, rel=1e-3)
-    for table in (found.step_s, found.sequential_s):
-        assert all(list(row) == sorted(row) for row in table), "a longer context is a longer step"
+    # Without decodes, chunks are cut at whole rows, which moves the keys of a step by less than 1e-4.
+    for row in (*found.step_s, *found.sequential_s):
+        assert all(b > a * (1 - 1e-4) for a, b in itertools.pairwise(row)), "a longer context takes longer"
     gain = Gain.of(found)
     assert gain.at(0, 500) < gain.at(1.5 * setting.load.decode_tokens, 2 * setting.load.decode_keys)
     assert gain.margin == default_card().plan_margin
