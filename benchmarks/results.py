@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxflow.engine.start_times import RATE
 from jaxflow.model.cost import find_device, optimal_throughput
 from jaxflow.model.energy import known_rate
 
@@ -355,14 +356,16 @@ def tier_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
 
 def start_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
     """Yield the seconds from the begin of the process to the first token,
-    and until all programs are ready.
+    and until all programs are ready. The rate is that of reading the files of a checkpoint.
     """
     for path, report in reports.items():
         if Path(path).stem.startswith("start-"):
             cache = "empty" if path.endswith("cold.json") else "filled"
             start = report["start"]
             seconds = start["until_first_token_s"], start["until_first_token_s"] + start["background_s"]
-            yield machine(report), model_of(report), cache, *(f"{s:.1f}" for s in seconds), links([path])
+            read = f"{start[RATE]:.1f}" if RATE in start else "random weights"
+            times = (f"{s:.1f}" for s in seconds)
+            yield machine(report), model_of(report), cache, read, *times, links([path])
 
 
 def first_answer_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
@@ -764,7 +767,7 @@ SECTIONS = (
     (
         "Start",
         "Seconds from the begin of the process. A filled cache holds the programs of an earlier start.",
-        ("device", "model", "compilation cache", "first token", "all programs", "report"),
+        ("device", "model", "compilation cache", "files, GB/s", "first token", "all programs", "report"),
         start_rows,
     ),
     (

@@ -611,7 +611,10 @@ def _make_stages(
                 else _absent(config, model, mesh, stage)
                 for stage, mesh in zip(stages, meshes, strict=True)
             ]
-            return jax.block_until_ready(loaded)
+            jax.block_until_ready(loaded)
+        if team is None:  # else a process reads a part of the files
+            times.count_read(checkpoint.stored_bytes())
+        return loaded
 
     def is_one_alone(weights: Sequence[Weights]) -> bool:  # ranks with one decode each are rare
         return ranks == 1 and one_alone(dense_products(model, weights[-1]).values(), kernels)

@@ -13,6 +13,7 @@ import jax
 from jaxflow.engine.deferred import is_deferred
 
 COMPILED = "/jax/core/compile/backend_compile_duration"  # JAX's event after a compilation
+RATE = "weights_gb_per_s"  # 10^9 bytes a second, a key of `StartTimes.summary`
 # Of this process, without the deferred programs.
 _compiled = {"programs": 0, "xla_threads_s": 0.0, "loaded": 0}
 _loaded_later = 0
@@ -58,6 +59,11 @@ class StartTimes:
         self._begin_s, self._before = time.perf_counter(), dict(_compiled)
         self._lock = threading.Lock()
         self._spans: dict[str, list[tuple[float, float]]] = {}  # begin and end of each block of a phase
+        self._read_bytes = 0
+
+    def count_read(self, size: int) -> None:
+        """Add the bytes of files that the phase `weights` has read."""
+        self._read_bytes += size
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -77,7 +83,8 @@ class StartTimes:
         programs that XLA compiled or read from its cache. `xla_threads_s` adds up the times of these
         programs, including autotuning. `loaded` counts those of the programs that another process compiled.
         `overlap_s` is the time in which programs were lowered or compiled while weights were loaded. The key
-        is missing without such a time.
+        is missing without such a time. `weights_gb` are the 10^9 bytes of the files with weights, and
+        `weights_gb_per_s` their rate in the phase `weights`. Both are missing without such files.
         """
         start_s = time.perf_counter() - self._begin_s
         age_s = process_seconds()
@@ -88,7 +95,14 @@ class StartTimes:
         phases = {f"{name}_s": sum(end - begin for begin, end in each) for name, each in spans.items()}
         overlap_s = _overlap_s(spans)
         both = {"overlap_s": overlap_s} if overlap_s else {}
-        return before | phases | both | {"total_s": start_s} | compiled
+        return before | phases | both | {"total_s": start_s} | compiled | self._reading(phases)
+
+    def _reading(self, phases: Mapping[str, float]) -> dict[str, float]:
+        """Return the figures of the files with weights. phases: the seconds of each phase."""
+        if not self._read_bytes:
+            return {}
+        size = self._read_bytes / 1e9
+        return {"weights_gb": size, RATE: size / phases["weights_s"]}
 
 
 def _overlap_s(spans: Mapping[str, Sequence[tuple[float, float]]]) -> float:
@@ -103,11 +117,14 @@ def describe(summary: Mapping[str, float]) -> str:
     phases = ", ".join(
         f"{name.removesuffix('_s').replace('_', ' ')} {value:.1f} s"
         for name, value in summary.items()
-        if name.endswith("_s")
+        if name.endswith("_s") and name != RATE
     )
     programs = f"{summary['programs']:.0f} programs"
     loaded = f", {summary['loaded']:.0f} of them compiled by processes" if summary.get("loaded") else ""
-    return f"start: {phases}; {programs}{loaded}"
+    read = (
+        f"; {summary['weights_gb']:.1f} GB of weights at {summary[RATE]:.1f} GB/s" if RATE in summary else ""
+    )
+    return f"start: {phases}; {programs}{loaded}{read}"
 
 
 def process_seconds() -> float | None:

@@ -192,12 +192,20 @@ def _quantize(quantization: str, rank: int, gate_block: int | None) -> Callable[
     return ({"fp8": quantize_rows, FP8_PER_BLOCK: blocks} | mxfp4)[quantization]
 
 
-def assemble(leaf: Leaf, read: Callable[[str], np.ndarray], dtype: Any) -> np.ndarray:
+def assemble(
+    leaf: Leaf,
+    read: Callable[[str], np.ndarray],
+    dtype: Any,
+    memory: Callable[[tuple[int, ...], Any], np.ndarray] = np.empty,
+) -> np.ndarray:
     """Return the array of one leaf in host memory, from the tensors that `read` returns by name.
 
-    Each tensor is dropped before the next one is read.
+    Each tensor is dropped before the next one is read. memory: returns an array of a shape and
+    dtype, with any numbers.
     """
-    out = np.zeros(leaf.shape, dtype)
+    out = memory(leaf.shape, dtype)
+    if sum(piece.view(out).size for piece in leaf.pieces) < out.size:  # no number belongs to two pieces
+        out[...] = 0
     for piece in leaf.pieces:
         piece.view(out)[...] = _block(piece, read)
     return out

@@ -8,10 +8,10 @@
 """
 
 import argparse
-import concurrent.futures
 import dataclasses
 import functools
 import logging
+import math
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -34,7 +34,19 @@ from jaxflow.model.checkpoints import orbax_file
 from jaxflow.model.checkpoints.model_names import CONFIGS, check_name, shipped_configs
 from jaxflow.model.checkpoints.mxfp4 import Mxfp4Tensors
 from jaxflow.model.checkpoints.packed_int4 import PackedInt4Tensors
-from jaxflow.model.checkpoints.safetensors_file import BlockFp8Tensors, Fp8Tensors, SafetensorsFolder
+from jaxflow.model.checkpoints.reading import (
+    ReusedMemory,
+    new_memory,
+    read_ahead,
+    read_side_by_side,
+    readers,
+)
+from jaxflow.model.checkpoints.safetensors_file import (
+    BlockFp8Tensors,
+    Fp8Tensors,
+    SafetensorsFolder,
+    weight_files,
+)
 from jaxflow.model.checkpoints.source import (
     CheckpointError,
     TensorSource,
@@ -59,8 +71,6 @@ from pallas_kernels.quantized import BlockFp8, Mxfp4, Quantized
 
 __all__ = ["Checkpoint", "CheckpointError", "convert", "open_checkpoint", "shipped_configs"]
 
-# Threads that read weights. Host memory holds an array and a tensor for each of them.
-READERS = 2
 log = logging.getLogger(__name__)
 _TOKENIZER_FILES = (
     *(
@@ -106,6 +116,17 @@ class Checkpoint:
         """
         kept = setting is None or (setting == "int4" and self.quantization == INT4_ZERO_POINT)
         return self.quantization if kept else setting
+
+    def stored_bytes(self) -> int:
+        """Return the bytes of the files with the weights; 0 for dummy weights."""
+        if self.source is None:
+            return 0
+        path = self.source.path
+        if isinstance(self.source, orbax_file.OrbaxFolder):
+            files = [file for file in path.rglob("*") if file.is_file()]
+        else:
+            files = [path] if path.is_file() else [path / name for name in weight_files(path)[0]]
+        return sum(file.stat().st_size for file in files)
 
     def load(
         self,
@@ -205,6 +226,7 @@ def _load(
     progress: Callable[[int], object],
 ) -> Weights:
     read_experts = source.read_experts if isinstance(source, Mxfp4Tensors) else None
+    memory = new_memory if _on_cpu(mesh) else ReusedMemory()  # a CPU device may keep an array itself
 
     def put(
         leaf: Leaf,
@@ -215,7 +237,8 @@ def _load(
     ) -> jax.Array:
         sharding = None if mesh is None else sharded(mesh, spec)
         if sharding is None or sharding.is_fully_addressable:
-            return jax.device_put(assemble(leaf, read, as_dtype), sharding)
+            array = assemble(leaf, lambda name: read_ahead(read(name)), as_dtype, memory)
+            return jax.block_until_ready(jax.device_put(array, sharding))
         shard = shard_maker(leaf, read, as_dtype, read_experts)  # other processes make the other shards
         return jax.make_array_from_callback(leaf.shape, sharding, shard)  # pyright: ignore[reportArgumentType]
 
@@ -261,15 +284,22 @@ def _load(
     every, structure = jax.tree.flatten(tree)
     made = []
     # Several processes run the programs that quantize in the same order.
-    readers = READERS if mesh is None or not mesh.is_multi_process else 1
-    pool = concurrent.futures.ThreadPoolExecutor(readers, thread_name_prefix="read")
-    try:
-        for array in pool.map(place, every):
-            made.append(array)
-            progress(1)
-    finally:
-        pool.shutdown(cancel_futures=True)  # after a fault the arrays that are left are not read
+    threads = readers() if mesh is None or not mesh.is_multi_process else 1
+    for array in read_side_by_side(place, every, lambda leaf: _host_bytes(leaf, dtype), threads):
+        made.append(array)
+        progress(1)
     return jax.tree.unflatten(structure, made)
+
+
+def _on_cpu(mesh: Mesh | None) -> bool:
+    """Return True if the devices are CPUs. mesh: None for the default device."""
+    device = mesh.devices.flat[0] if mesh is not None else next(iter(jnp.zeros(()).devices()))
+    return device.platform == "cpu"
+
+
+def _host_bytes(leaf: Leaf, dtype: Any) -> int:
+    """Return the bytes of a leaf before it is quantized. dtype: of the weights."""
+    return math.prod(leaf.shape) * jnp.dtype(leaf.dtype(dtype)).itemsize
 
 
 def _kv_scale(source: TensorSource, heads: int, name: str) -> np.ndarray:

@@ -47,7 +47,7 @@ class SafetensorsFolder:
     def __init__(self, folder: Path, *, e4m3: bool = False, unsigned: bool = False, whole: bool = False):
         self.path = folder
         dtypes = _DTYPES | (_E4M3 if e4m3 else {}) | (_BYTES if unsigned else {}) | (_WHOLE if whole else {})
-        names, index = _files(folder)
+        names, index = weight_files(folder)
         views: dict[str, np.ndarray] = {}
         for file_name in names:
             for name, view in _views(folder / file_name, dtypes).items():
@@ -219,7 +219,7 @@ def _views(path: Path, dtypes: Mapping[str, Any]) -> dict[str, np.ndarray]:
     return views
 
 
-def _files(folder: Path) -> tuple[list[str], dict[str, str]]:
+def weight_files(folder: Path) -> tuple[list[str], dict[str, str]]:
     """Return the safetensors files of a folder, and the index (tensor ->
     file), empty without an index file.
     """

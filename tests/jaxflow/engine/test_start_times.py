@@ -71,6 +71,19 @@ def test_overlap_is_the_time_of_weights_and_programs_at_once(lowering, overlap):
     assert times.summary().get("overlap_s") == overlap
 
 
+def test_the_rate_of_reading_weights_is_that_of_their_phase(clock):
+    times = StartTimes()
+    with times.phase("weights"):
+        clock.append(2.0)
+    assert start_times.RATE not in times.summary()
+    times.count_read(3 * 10**9)
+    times.count_read(5 * 10**9)
+    clock.append(7.0)
+    found = times.summary()
+    assert (found["weights_gb"], found[start_times.RATE]) == (8.0, 4.0)
+    assert "8.0 GB of weights at 4.0 GB/s" in describe(found)
+
+
 def test_the_age_of_the_process_grows_with_the_clock():
     first = process_seconds()
     assert first is not None

@@ -244,6 +244,19 @@ def test_repeated_rows_name_the_rows_they_repeat(
     assert (leaf.rows is None) == (tp <= kv_heads)
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_numbers_left_in_memory_do_not_reach_an_array(name: str) -> None:
+    config = config_of(name)
+    source = random_tensors(config)
+
+    def filled_with(number: float) -> Weights:
+        memory = lambda shape, dtype: np.full(shape, number, dtype)
+        make = lambda leaf: assemble(leaf, source.__getitem__, np.float32, memory)
+        return jax.tree.map(make, leaves(config, 4))
+
+    jax.tree.map(np.testing.assert_array_equal, filled_with(0), filled_with(7))
+
+
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_shapes_and_shardings_tell_what_there_is(name: str, tp: int) -> None:
