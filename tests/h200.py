@@ -1,4 +1,4 @@
-"""Compile JAX programs for an H200 on a machine without a GPU, and read XLA's schedule.
+"""Compile JAX programs for an H200 or an H100 on a machine without a GPU, and read XLA's schedule.
 
 The group `aot` is needed: JAX's CUDA plugin, ptxas and libdevice. No driver and no CUDA library is needed.
 The results are facts of the compiler: issued kernels, their order and streams, copies and memory. GEMMs are
@@ -24,21 +24,48 @@ from hurry import AS_XLA_HAS
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from pallas_kernels.cards import card_of
+
 REPLICATED = PartitionSpec()
 TARGET = paths.DATA / "xla" / "h200.txtpb"
 
 
-def h200_mesh(shape: Sequence[int] = (1,), names: Sequence[str] = ("tp",), hosts: int = 1) -> Mesh:
+H200, H100 = "NVIDIA H200", "NVIDIA H100 80GB HBM3"  # JAX's kinds of devices
+
+
+def h200_mesh(
+    shape: Sequence[int] = (1,), names: Sequence[str] = ("tp",), hosts: int = 1, device: str = H200
+) -> Mesh:
     """Return descriptions of H200s, for the compiler only.
 
-    hosts: each has a process with an equal share of them.
+    hosts: each has a process with an equal share of them. device: H100 for descriptions of H100s.
     """
+    text = TARGET.read_text("utf-8")
     topology = topologies.get_topology_desc(
         platform="cuda",
-        target_config=TARGET.read_text("utf-8"),
+        target_config=text if device == H200 else h100_target(text),
         topology=f"1x{hosts}x{math.prod(shape) // hosts}",
     )
     return Mesh(np.array(topology.devices).reshape(shape), names)
+
+
+def h100_target(h200: str) -> str:
+    """Return the description of an H100 from that of an H200: another name, and the memory of its card.
+
+    The cores, caches and machine code of both are the same.
+    """
+    hardware = card_of(H100).hardware
+    assert hardware is not None
+    figures = {
+        "memory_bandwidth": int(hardware["datasheet"]["memory_bytes_per_s"]),
+        "device_memory_size": int(hardware["memory_bytes"]),
+        "core_count": hardware["sms"],
+    }
+    for name, value in figures.items():
+        h200 = re.sub(rf"^(  {name}: )\d+$", rf"\g<1>{value}", h200, count=1, flags=re.M)
+    memory = f"{figures['device_memory_size']}B RAM, {figures['core_count']} cores"
+    h200 = re.sub(r"\d+B RAM, \d+ cores", memory, h200)
+    return h200.replace("NVIDIA H200 141GB HBM3e", H100)
 
 
 def abstract(mesh: Mesh, shapes: Any, specs: Any = REPLICATED) -> Any:

@@ -3,8 +3,10 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from h200 import abstract, compile_for_h200, h200_mesh, read_thunks
+from h200 import H100, TARGET, abstract, compile_for_h200, h100_target, h200_mesh, read_thunks
 from jax.sharding import PartitionSpec
+
+from pallas_kernels.cards import card_of
 
 CACHE = (16, 8, 64, 128)
 
@@ -41,6 +43,25 @@ def test_it_compiles_for_gpus_that_are_not_there():
         for thunk in compiled.thunks
     ), compiled.thunks
     assert compiled.memory.argument_size_in_bytes == 2 * (256 * 1024 + 1024 * 4096)  # heads of one shard
+
+
+def test_an_h100_has_the_memory_of_its_card():
+    h200_text = TARGET.read_text("utf-8")
+    lines = zip(h200_text.splitlines(), h100_target(h200_text).splitlines(), strict=True)
+    changed = {
+        line.split(":")[0].strip(): line.split(":", 1)[1].strip() for h200, line in lines if h200 != line
+    }
+    assert changed.keys() == {
+        "memory_bandwidth",
+        "device_memory_size",
+        "model_str",
+        "name",
+        "device_description_str",
+    }
+    (device,) = h200_mesh(device=H100).devices.flat
+    card = card_of(device.device_kind)
+    assert (card.device, device.core_count) == ("H100", card.hardware["sms"])
+    assert int(changed["device_memory_size"]) == card.hardware["memory_bytes"]
 
 
 def test_a_donated_cache_is_updated_in_place(append_args):

@@ -24,6 +24,8 @@ from jaxflow.parallel.mesh import DP, TP, axis_of, expert_axis_of
 from jaxflow.pipeline.compiler import compile_plan, xla_options
 from jaxflow.pipeline.handwritten import sequential_plan, two_nano_batch_plan, whole_experts_plan
 from jaxflow.pipeline.plan import borders
+from pallas_kernels import this_device
+from pallas_kernels.cards import this_card
 from pallas_kernels.gemm.api import HopperGemm
 from pallas_kernels.gemm.tuned_table import load
 from pallas_kernels.kernel_set import REFERENCE, KernelSet, kernel_set_for
@@ -49,8 +51,9 @@ def compiled(
     ranks: int = 1,
     split: int | None = None,
     whole_experts: bool = False,
+    device: str = h200.H200,
 ) -> tuple[h200.Compiled, Executor]:
-    """Return a step of the model's first layers. kernels: None selects the H200's kernels with its tuned
+    """Return a step of the model's first layers. kernels: None selects the device's kernels with its tuned
     table. kv: the dtype of the cache. decodes: a step without prefill. hosts:
     that the devices are spread over.
     spans: a file of attention spans. ranks: data-parallel ranks. split: tokens of
@@ -67,9 +70,13 @@ def compiled(
             heads |= {"latent_rank": config.latent.rank, "latent_rope_dim": config.latent.rope_dim}
             heads |= {"latent_value_dim": config.latent.value_dim}
         kernels = kernel_set_for(
-            "gpu", "9.0", **heads, page_size=64, dtype="bfloat16", kv_dtype=kv, device="NVIDIA H200"
+            "gpu", "9.0", **heads, page_size=64, dtype="bfloat16", kv_dtype=kv, device=device
         )
-    mesh = h200.h200_mesh((tp,), hosts=hosts) if ranks == 1 else h200.h200_mesh((ranks, tp), (DP, TP))
+    mesh = (
+        h200.h200_mesh((tp,), hosts=hosts, device=device)
+        if ranks == 1
+        else h200.h200_mesh((ranks, tp), (DP, TP))
+    )
     options = {"quantization": quantization, "kv_scales": kv == "float8_e4m3fn"}
     options |= {"expert_parallel": ranks > 1, "ranks": ranks}
     specs = shardings(config, mesh, **options)
@@ -281,6 +288,31 @@ def test_of_8_bits_neither():
     check(step, executor)
     fp8 = "fp8_flat_gemm"
     assert last_layer(step) == ["decode_attention", "quantize_rows", fp8, "add_norm", fp8, fp8]
+
+
+@pytest.fixture
+def on_an_h100(monkeypatch):
+    """Let this process lower programs for an H100."""
+    this_card.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(this_device, "_described", [this_device.DeviceKind("gpu", h200.H100, "9.0", 132)])
+        yield
+    this_card.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("model", "quantization"),
+    [("llama-3.1-8b", None), pytest.param("gpt-oss-20b", "mxfp4", marks=pytest.mark.slow)],
+)
+def test_a_decode_step_of_an_h100_neither(model, quantization, on_an_h100, monkeypatch):
+    """The H100 has no tuned table, and its card stores experts in MXFP4 in blocks."""
+    monkeypatch.setitem(globals(), "LAYERS", 1)
+    assert this_card().device == "H100" and not load(h200.H100).rules
+    step, executor = compiled(model, 64, quantization=quantization, decodes=True, device=h200.H100)
+    check(step, executor)
+    assert {"decode_attention", "rope_append"} <= set(
+        re.findall(r"(decode_attention|rope_append)_", step.hlo)
+    )
 
 
 @pytest.mark.slow

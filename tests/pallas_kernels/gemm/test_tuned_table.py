@@ -417,6 +417,15 @@ def test_damaged_times_are_named(tmp_path, change):
         tune_rules.read(path)
 
 
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_a_shipped_choice_costs_no_more_than_a_tie_where_it_was_measured(path):
+    for rule, found in zip(tune_rules.read(path)["rules"], table.load(path.stem).rules, strict=True):
+        for one in rule.get("measured", ()):
+            costs = tune_rules.costs(one)
+            label = tune_rules.label(found.choose(one["rows"]))
+            assert costs[label] <= (1 + tune_rules.TIE) * min(costs.values()), (found.shape, one["rows"])
+
+
 def test_shipped_tables_name_kernels_that_take_their_products():
     for path in SHIPPED:
         shipped = table.parse(json.loads(path.read_text("utf-8")))
