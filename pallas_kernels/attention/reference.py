@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
 _MOST_OVER = 80.0  # e^80 times a weight of 1 is finite
@@ -17,7 +18,7 @@ def online_softmax(scores, valid, v, state, einsum: Callable[..., Array] = jnp.e
     """Return the state (maximum, sum, output) after one block of the online softmax.
 
     scores, valid: [..., G, keys]. valid: None if all keys are. v: [..., keys, H]. einsum: multiplies the
-    weights by v.
+    weights, rounded to v's dtype, by v.
     """
     top, total, out = state
     if valid is not None:
@@ -27,7 +28,9 @@ def online_softmax(scores, valid, v, state, einsum: Callable[..., Array] = jnp.e
     if valid is not None:
         weight = jnp.where(valid, weight, 0.0)
     keep = jnp.exp(top - new_top)
-    out = out * keep[..., None] + einsum("...gs,...sh->...gh", weight, v)
+    out = out * keep[..., None] + einsum(
+        "...gs,...sh->...gh", weight.astype(v.dtype), v, preferred_element_type=jnp.float32
+    )
     return new_top, total * keep + weight.sum(-1), out
 
 
@@ -73,19 +76,21 @@ def key_blocks(page_table, pages, page_size, keys: int = KEYS_PER_BLOCK):
     return per_block, jnp.clip(table, 0, pages - 1)
 
 
-def read_pages(pages: Array, scale: Array | None, ids: Array, values: bool = False) -> Array:
-    """Return float32 [..., K, n * S, H] of the pages `ids` [..., n] of a cache, times their scales.
+def read_pages(
+    pages: Array, scale: Array | None, ids: Array, values: bool = False, dtype: DTypeLike = jnp.float32
+) -> Array:
+    """Return [..., K, n * S, H] of the pages `ids` [..., n] of a cache, times their scales, in `dtype`.
 
     scale: None, float32 [K] (one a head) or [P, K, S] (one a token and head). values: read values, which are
     [P, K, H, S] for 8 bits; all other pages are [P, K, S, H].
     """
     if math.prod(ids.shape[:-1]) == 1 and ids.shape[-1] <= _SLICED:
-        parts = [_read_page(pages, scale, page, values) for page in ids.reshape(-1)]
+        parts = [_read_page(pages, scale, page, values, dtype) for page in ids.reshape(-1)]
         return jnp.concatenate(parts, axis=1).reshape(*ids.shape[:-1], pages.shape[1], -1, parts[0].shape[-1])
     (p, kv), rest = pages.shape[:2], pages.shape[2:]
     # One gather of (page, head) pairs gives the heads first. A gather of pages needs a transposed copy.
     pairs = ids[..., None, :] * kv + jnp.arange(kv, dtype=ids.dtype)[:, None]
-    x = pages.reshape(p * kv, *rest)[pairs].astype(jnp.float32)
+    x = pages.reshape(p * kv, *rest)[pairs].astype(dtype)
     if values and pages.dtype.itemsize == 1:
         x = jnp.swapaxes(x, -1, -2)
     if scale is not None:
@@ -96,23 +101,30 @@ def read_pages(pages: Array, scale: Array | None, ids: Array, values: bool = Fal
     return x.reshape(*x.shape[:-3], -1, x.shape[-1])
 
 
-def read_groups(pages: Array, scale: Array | None, ids: Array, groups: bool, values: bool = False) -> Array:
+def read_groups(
+    pages: Array,
+    scale: Array | None,
+    ids: Array,
+    groups: bool,
+    values: bool = False,
+    dtype: DTypeLike = jnp.float32,
+) -> Array:
     """Return `read_pages` for ids [..., n], or with `groups` for ids [G, ..., n] of G groups of heads.
 
     Each group has its own pages of K / G heads. The result has all heads: [..., K, n * S, H]. scale: [K] or
     [P, K / G, S].
     """
     if not groups:
-        return read_pages(pages, scale, ids, values)
-    x = read_pages(pages, None if scale is None or scale.ndim == 1 else scale, ids, values)
+        return read_pages(pages, scale, ids, values, dtype)
+    x = read_pages(pages, None if scale is None or scale.ndim == 1 else scale, ids, values, dtype)
     x = jnp.moveaxis(x, 0, -4)
     x = x.reshape(*x.shape[:-4], -1, *x.shape[-2:])
     return x if scale is None or scale.ndim > 1 else x * scale[:, None, None]
 
 
-def _read_page(pages: Array, scale: Array | None, page: Array, values: bool) -> Array:
-    """Return float32 [K, S, H], one page of `read_pages`."""
-    x = lax.dynamic_index_in_dim(pages, page, keepdims=False).astype(jnp.float32)
+def _read_page(pages: Array, scale: Array | None, page: Array, values: bool, dtype: DTypeLike) -> Array:
+    """Return [K, S, H], one page of `read_pages`."""
+    x = lax.dynamic_index_in_dim(pages, page, keepdims=False).astype(dtype)
     if values and pages.dtype.itemsize == 1:
         x = jnp.swapaxes(x, -1, -2)
     if scale is None:

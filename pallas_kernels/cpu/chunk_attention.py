@@ -1,4 +1,4 @@
-"""Chunk attention with tiles whose products XLA runs fast on a CPU."""
+"""Chunk attention with products that XLA runs fast on a CPU."""
 
 from typing import Any
 
@@ -6,10 +6,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
 from pallas_kernels.attention.chunk import reference
-from pallas_kernels.attention.reference import KEYS_PER_BLOCK
-
-WIDE = 256, 512  # query tokens of a tile and keys of a block for long chunks
-FROM = 512  # the position from which long chunks run wide; before it half of a block is masked
 
 
 def chunk_attention(
@@ -23,16 +19,17 @@ def chunk_attention(
     """Return the causal attention of prefill chunks over their sequences' pages.
 
     The reference implementation is `pallas_kernels.attention.chunk.reference.chunk_attention`, which
-    describes the arguments. A wide tile needs fewer and larger products for a long chunk. A short chunk would
-    fill little of it. So each chunk runs in one of two passes, and a pass skips the chunks of the other.
+    describes the arguments. If queries and cache are bfloat16, so are the weights of the softmax, as on a
+    GPU. The products then take half of the time that float32 takes.
     """
-
-    def attend(some: Array, rows: int = reference.ROWS_PER_TILE, keys: int = KEYS_PER_BLOCK) -> Array:
-        own = chunks.at[:, 1].set(jnp.where(some, chunks[:, 1], 0))
-        sizes = {"rows_per_tile": rows, "keys_per_block": keys, "skip_masks": True}
-        return reference.chunk_attention(q, k_pages, v_pages, page_table, own, **settings | sizes)
-
-    long = (chunks[:, 1] > reference.ROWS_PER_TILE) & (chunks[:, 3] >= FROM)
-    if q.shape[0] <= reference.ROWS_PER_TILE:
-        return attend(~long)
-    return attend(long, *WIDE) + attend(~long)  # each is 0 at the tokens of the other
+    narrow = {x.dtype for x in (q, k_pages, v_pages)} == {jnp.dtype(jnp.bfloat16)}
+    return reference.chunk_attention(
+        q,
+        k_pages,
+        v_pages,
+        page_table,
+        chunks,
+        **settings,
+        skip_masks=True,
+        operands=jnp.bfloat16 if narrow else jnp.float32,
+    )

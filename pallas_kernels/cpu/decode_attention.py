@@ -31,14 +31,15 @@ def decode_attention(
     )
 
 
-def einsum_by_query(form: str, x: Array, y: Array) -> Array:
-    """Return `jnp.einsum(form, x, y)`, one row of the axis `g` after the other.
+def einsum_by_query(form: str, x: Array, y: Array, **settings: Any) -> Array:
+    """Return `jnp.einsum(form, x, y, **settings)`, one row of the axis `g` after the other.
 
     g is the last axis but one of x and of the result. XLA's product of a few rows and a block
     of keys arranges the block anew, which takes longer than the product itself. A product of
     one row reads the block as it is.
     """
     if x.shape[-2] > _MOST_QUERIES:
-        return jnp.einsum(form, x, y)
+        return jnp.einsum(form, x, y, **settings)
     of_one = form.replace("g", "")
-    return jnp.stack([jnp.einsum(of_one, x[..., row, :], y) for row in range(x.shape[-2])], axis=-2)
+    rows = [jnp.einsum(of_one, x[..., row, :], y, **settings) for row in range(x.shape[-2])]
+    return jnp.stack(rows, axis=-2)

@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
 from pallas_kernels.attention.reference import (
@@ -40,6 +41,7 @@ def chunk_attention(
     rows_per_tile: int = ROWS_PER_TILE,
     keys_per_block: int = KEYS_PER_BLOCK,
     skip_masks: bool = False,
+    operands: DTypeLike = jnp.float32,
 ) -> Float[Array, "T N H"]:
     """Return the causal attention of prefill chunks over their sequences' pages (SARATHI §4.2).
 
@@ -51,6 +53,7 @@ def chunk_attention(
       rows_per_tile, keys_per_block: query tokens of a chunk and keys that one step computes.
       skip_masks: branch to a form without a mask where every row of a tile sees all keys of a block. A CPU
         runs most steps faster so. On a GPU each branch waits for the host.
+      operands: dtype of the factors of both products, whose sums are in float32.
       other arguments: as for `decode_attention`.
     Returns:
       The outputs at the chunks' tokens, and 0 at all others.
@@ -69,10 +72,8 @@ def chunk_attention(
 
     def attend(tile_q, tile_spans, pages_of_row, position):
         """Return [tile, N, H]. tile_q: [tile, N, H]. position: of its first token."""
-        grouped = (
-            tile_q.reshape(tile, kv, g, h).transpose(1, 2, 0, 3).reshape(kv, g * tile, h).astype(jnp.float32)
-            * scale
-        )
+        grouped = tile_q.reshape(tile, kv, g, h).transpose(1, 2, 0, 3).reshape(kv, g * tile, h)
+        grouped = (grouped.astype(jnp.float32) * scale).astype(operands)
         ends = position + 1 + jnp.arange(tile)  # the keys of each query, its own included
         since = first_keys(ends[:, None], window, tile_spans)  # [tile, K or 1]
         row_end, row_since = jnp.tile(ends, g), jnp.tile(since.T, g)
@@ -82,10 +83,10 @@ def chunk_attention(
             at = block_at(i, skipped, sink_blocks)
             ids = lax.dynamic_slice_in_dim(pages_of_row, at * per_block, per_block, axis=-1)
 
-            scores = cap_scores(
-                jnp.einsum("kqh,ksh->kqs", grouped, read_groups(k_pages, k_scale, ids, groups)), soft_cap
-            )
-            v = read_groups(v_pages, v_scale, ids, groups, values=True)
+            k = read_groups(k_pages, k_scale, ids, groups, dtype=operands)
+            scores = jnp.einsum("kqh,ksh->kqs", grouped, k, preferred_element_type=jnp.float32)
+            scores = cap_scores(scores, soft_cap)
+            v = read_groups(v_pages, v_scale, ids, groups, values=True, dtype=operands)
 
             def masked():
                 key = at * block + jnp.arange(block)

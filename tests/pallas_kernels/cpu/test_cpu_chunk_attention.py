@@ -4,10 +4,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.attention.chunk import reference
 from pallas_kernels.cpu.chunk_attention import chunk_attention
 
 PAGES, S, H, KV, G = 70, 16, 16, 2, 3
-# The first runs in the wide tiles, the others do not: position 0, few tokens, no tokens.
+# More tokens than a tile, at a later position and at 0; few tokens; no tokens.
 CHUNKS = np.array([[3, 150, 2, 700], [153, 140, 0, 0], [293, 20, 1, 900], [0, 0, 0, 0]], np.int32)
 TOKENS = 320
 
@@ -58,3 +59,12 @@ def test_it_equals_attention_over_all_keys_at_once(settings):
     got = chunk_attention(q, k, v, table, jnp.asarray(CHUNKS), scale=0.3, **settings)
     want = all_at_once(*given, **settings)
     np.testing.assert_allclose(np.asarray(got), want, rtol=2e-5, atol=2e-5)
+
+
+def test_in_bfloat16_it_is_as_close_as_the_weights_of_the_softmax_are():
+    q, k, v, table = map(jnp.asarray, drawn())
+    q, k, v = (x.astype(jnp.bfloat16) for x in (q, k, v))
+    got = chunk_attention(q, k, v, table, jnp.asarray(CHUNKS), scale=0.25)
+    want = reference.chunk_attention(q, k, v, table, jnp.asarray(CHUNKS), scale=0.25)
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.float32(got), np.float32(want), rtol=2**-7, atol=2**-7)
