@@ -23,6 +23,7 @@ from pallas_kernels.cpu import chunk_attention as cpu_chunk
 from pallas_kernels.cpu import decode_attention as cpu_decode
 from pallas_kernels.cpu import draw as cpu_draw
 from pallas_kernels.cpu import gemm as cpu_gemm
+from pallas_kernels.cpu import rope_append as cpu_rope
 from pallas_kernels.gemm import reference as gemm_reference
 from pallas_kernels.gemm.api import HopperGemm, Product
 from pallas_kernels.gemm.expert_mlp import reference as expert_mlp_reference
@@ -225,6 +226,7 @@ REFERENCE = KernelSet("reference")
 CPU = KernelSet(
     "cpu",
     gemm=cpu_gemm.gemm,
+    rope_append=cpu_rope.rope_append,
     decode_attention=cpu_decode.decode_attention,
     chunk_attention=cpu_chunk.chunk_attention,
     draw=cpu_draw.draw,

@@ -2,6 +2,8 @@
 pages.
 """
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
@@ -18,8 +20,21 @@ def rope(
     x: Float[Array, "T N H"], positions: Int[Array, " T"], inv_freq: Float[Array, " H2"]
 ) -> Float[Array, "T N H"]:
     """Return x with its halves (x[..., :H/2], x[..., H/2:]) rotated by position · inv_freq radians."""
+    return rotate(x, *cos_and_sin(positions, inv_freq))
+
+
+def cos_and_sin(
+    positions: Int[Array, " T"], inv_freq: Float[Array, " H2"]
+) -> tuple[Float[Array, "T 1 H2"], Float[Array, "T 1 H2"]]:
+    """Return the cosine and the sine of position · inv_freq, in float32."""
     angle = positions.astype(jnp.float32)[:, None, None] * inv_freq
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def rotate(
+    x: Float[Array, "T N H"], cos: Float[Array, "T 1 H2"], sin: Float[Array, "T 1 H2"]
+) -> Float[Array, "T N H"]:
+    """Return x with its halves rotated by the angles of these cosines and sines."""
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
@@ -74,6 +89,7 @@ def rope_append(
     k_scale: Float[Array, " K"] | None = None,
     v_scale: Float[Array, " K"] | None = None,
     sms: int | None = None,
+    cos_and_sin: Callable[..., tuple[Array, Array]] = cos_and_sin,
 ) -> tuple[Float[Array, "T N H"], Pages, Pages]:
     """Split the heads, norm (optional) and rotate queries and keys, and write keys and values to their
     pages.
@@ -89,6 +105,7 @@ def rope_append(
       k_scale, v_scale: for an e4m3 cache, whose numbers times the head's scale are the keys and values;
         both or none.
       sms: number of SMs that a kernel may occupy; the result does not depend on it.
+      cos_and_sin: computes the factors of the rotation.
     Returns:
       The queries, and both page arrays, which alias donated inputs.
     Raises:
@@ -107,7 +124,8 @@ def rope_append(
         q = rms_norm(q, q_norm, eps=eps, offset=norm_offset)
         k = rms_norm(k, k_norm, eps=eps, offset=norm_offset)
     if inv_freq is not None:
-        q, k = rope(q, positions, inv_freq), rope(k, positions, inv_freq)
+        cos, sin = cos_and_sin(positions, inv_freq)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
     return q, _put(k_pages, k, slots, k_scale, append), _put(v_pages, v, slots, v_scale, append_transposed)
 
 
