@@ -4,6 +4,8 @@ python -m jaxflow.bench latency --model llama-3.1-8b --load_format dummy --batch
     --output_len 128
 """
 
+import os
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,19 +53,22 @@ def measure(
 ) -> dict[str, Any]:
     """Run batches one after another and return the report without its head.
 
-    Latencies are in seconds, under vLLM's key names.
+    Latencies are in seconds, under vLLM's key names. `cpu_seconds` are those of all threads of this process
+    in each batch, and `load_average` is the machine's over the minute before the end.
     """
     items = workload.constant(batch_size, input_len, output_len)
     records: list[Record] = []
     latencies: list[float] = []
+    cpu_seconds: list[float] = []
     steps = 0
     with machine.watch(llm.engine_config.parallel.devices) as readings:
         for i in tqdm(range(warm_up + iterations), disable=not progress, unit="batch"):
             prompts = workload.prompts(items, llm.model_config.vocab_size, seed + i)
-            before = llm.driver.stats().steps
+            before, cpu_start = llm.driver.stats().steps, time.process_time()
             done, duration_s = drive(llm.driver, greedy_requests(items, prompts))
             if i >= warm_up:
                 records += done
+                cpu_seconds.append(time.process_time() - cpu_start)
                 latencies.append(duration_s)
                 steps += llm.driver.stats().steps - before
     power = machine.power_summary(readings)
@@ -72,6 +77,7 @@ def measure(
         report.figures(records, sum(latencies))
         | {"power": power, "joules_per_token": machine.joules_per_token(power, sum(latencies), tokens)}
         | _statistics(latencies)
+        | {"cpu_seconds": cpu_seconds, "load_average": os.getloadavg()[0]}
     )
     return result | with_optimum(result, llm, steps, device)
 
