@@ -115,8 +115,8 @@ SLOW_CASES = {
     r"test_guessed_pages\.py::test_an_engine\w+\[bad": (
         "an engine of a good guess runs, and other bytes are tried"
     ),
-    r"test_enforce_eager\.py::test_the_tokens_are_those_of_the_default_mode\[tiny-(gemma2|opt)": (
-        "tiny-mixtral runs; windows and stages run in the next test, in layered steps and in pipeline stages"
+    r"test_enforce_eager\.py::test_the_tokens_are_those_of_the_default_mode\[tiny-(mixtral|opt)": (
+        "tiny-gemma2 runs, whose programs the next test needs, too; other tests run shards and stages"
     ),
     r"test_enforce_eager\.py::test_a_layer_for_an_h200\w+\[1": "a layer of two devices is compiled",
     r"test_first_layouts\.py::test_\w+\[stages": (
@@ -516,8 +516,8 @@ SLOW_CASES = {
     r"test_goldens\.py::TestGoldens::test_one_request_at_a_time\[stories260K": (
         "tiny-llama3rope and tiny-mistral run, and test_smollm2 has a larger Llama"
     ),
-    r"test_compiled_plans\.py::test_the_schedule_follows_the_plan\[two nano-batches on two": (
-        "a plan of phases runs"
+    r"test_compiled_plans\.py::test_the_schedule_follows_the_plan\[phases\]": (
+        "two nano-batches on two devices run"
     ),
     r"test_data_parallel\.py::test_goldens_of_whole_experts\[tiny-mixtral-2": (
         "tiny-deepseek_v3 runs on two ranks"
@@ -607,6 +607,64 @@ SLOW_CASES = {
     r"test_perplexity\.py::": (
         "each 8-bit and 4-bit format is compared with its reference, and test_8_bits compares tokens"
     ),
+    r"test_data_parallel\.py::test_goldens_of_two_nano_batches\[tiny-deepseek_v3-2-2": (
+        "its experts run whole on two ranks of two devices, whose other operations are two nano-batches"
+    ),
+    r"test_eplb\.py::test_goldens_while_experts_move\[4": "two ranks of two devices run with copies",
+    r"test_eplb\.py::test_the_digests_notice_a_damaged_copy_on_any_device\[(one array|another)": (
+        "a copy that did not arrive and a flipped bit are noticed"
+    ),
+    r"test_8_bits\.py::test_near_the_wide_model\[stories260K": "tiny-mixtral runs in fp8",
+    r"test_goldens\.py::TestGoldens::test_tensor_parallel\[tiny-opt": (
+        "tiny-gemma2 runs, and test_offload_shards runs shards of OPT"
+    ),
+    r"test_lowered\.py::test_the_programs_of_all_kinds\w+\[tiny-opt": (
+        "an engine without quantization draws from kept programs"
+    ),
+    r"test_ranked_load\.py::test_all_end_in_the_steps_of_the_busiest_rank\[an idle rank-24": (
+        "an idle rank runs with 400 tokens"
+    ),
+    r"test_decode_attention\.py::test_decode_attention_equals_its_reference\[lengths12-": (
+        "512 columns run, and chunks of 256 columns"
+    ),
+    r"test_latent_chunks\.py::test_chunk_attention_equals_its_reference\[chunks0-": "other chunks run",
+    r"test_sort_rows\.py::test_the_kernel_gives_the_groups_and_the_bits_of_the_reference\[True-1-": (
+        "9 tokens run, and one token in the kernel that adds"
+    ),
+    r"test_sort_rows\.py::test_the_kernel_that_adds_sorts_as_xla\[8-24": "other numbers of tokens run",
+    r"test_larger_sorts\.py::test_for_the_h200_they_are_one_or_two_kernels_that_spill_nothing\[(512|128)-": (
+        "64 and 2,048 tokens run"
+    ),
+    r"test_larger_sorts\.py::test_any_routing_has_the_places_of_the_reference\[sort_counted-False": (
+        "the sort of held experts runs, and a block of many tokens"
+    ),
+    r"test_few_tokens\.py::test_it_equals_two_products_of_the_pairs\[1-4": "8 tokens run",
+    r"test_int4_gemm\.py::test_for_the_h200_it_uses_its_units_and_spills_nothing\[64-": "8 and 32 rows run",
+    r"test_fp8_gemm\.py::test_fp8_gemm_equals_its_reference\[kernel[23]-": "other shapes run",
+    r"test_expert_int4\.py::test_each_row_is_multiplied_with_its_experts_weight\[one": (
+        "rows of many experts run"
+    ),
+    r"test_swapped\.py::test_each_row_is_multiplied_with_its_experts_weight\[one": (
+        "rows of many experts run"
+    ),
+    r"test_swapped\.py::test_few_registers_are_spilled_on_an_h200\[1-": "the largest tile runs",
+    r"test_kernel_set\.py::test_the_kernels_take_what_the_family_gives_them\[opt": "gemma3 runs",
+    r"test_rope_append\.py::test_rope_append_equals_its_reference\[(int8-3|float8_e4m3fn-[25]|bfloat16-5)-": (
+        "other tokens run in each dtype"
+    ),
+    r"test_cpu_gemm\.py::test_products_equal_the_reference\[\w+-1-96-192-floats": ("7 and 64 columns run"),
+    r"test_offload_io\.py::test_the_account_equals_the_allocated_bytes\[1-100": "few rows of values run",
+    r"test_offload_io\.py::test_the_cost_model_counts_the_traffic\[kv3-": "other shares run",
+    r"test_int4_experts\.py::test_experts_are_the_quantized_form_\w+\[2-False": "the other case runs",
+    r"test_converted\.py::test_a_converted_checkpoint_loads_the_same_on_every_mesh\[tiny-qwen2": (
+        "other families run"
+    ),
+    r"test_sampling\.py::test_one_row_that_asks_gets_\w+\[3": "4 rows run",
+    r"test_kernels\.py::test_a_case_of_each_group_can_be_traced\[(decode|chunk)_attention_512": (
+        "the groups of 128 columns run"
+    ),
+    r"test_kernels\.py::test_a_case_of_each_group_can_be_traced\[latent_prefill_16": "128 heads run",
+    r"test_batch_replicas\.py::test_any_faults_lose_and_double_no_answer\[1": "other seeds run",
 }
 
 
