@@ -45,6 +45,7 @@ class Card:
       decode_attention_one_fence: whether decode attention counts parts with fewer fences.
       decode_attention_raw_sinks: whether decode attention reads the logits of sinks as a model has them.
       mxfp4_in_blocks: whether experts in MXFP4 are stored in the order of tensor cores.
+      mxfp4_rows_tiles: rows of a tile -> `blocks`, `chunks`, `warpgroups` and `by_warps` of a `RowsTile`.
       sort_rows_max_tokens, sort_held_rows_max_tokens: the largest steps whose rows kernels sort by expert,
         on a device with all experts, and on one that holds some of them; 0: none.
       sort_rows_by_adds_max_tokens: the largest of these steps whose kernel counts by additions, up to 128.
@@ -78,6 +79,7 @@ class Card:
     decode_attention_one_fence: bool
     decode_attention_raw_sinks: bool
     mxfp4_in_blocks: bool
+    mxfp4_rows_tiles: Mapping[str, Mapping[str, Any]]
     sort_rows_max_tokens: int
     sort_held_rows_max_tokens: int
     sort_rows_by_adds_max_tokens: int

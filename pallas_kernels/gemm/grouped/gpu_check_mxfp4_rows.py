@@ -1,25 +1,29 @@
 """Check and time products of few rows with gpt-oss-20b's experts in MXFP4, in blocks and as published.
 
-    python -m pallas_kernels.gemm.grouped.gpu_check_mxfp4_rows [--only check,time_1,time_64] [--json FILE]
+    python -m pallas_kernels.gemm.grouped.gpu_check_mxfp4_rows [--only check,time_1,time_64,parts_64]
 
 The checks hold the kernel of few rows against the one that takes any number of rows, and two runs against
 each other. The times compare tiles of the kernel. A line has all tiles of a case: the median of five windows
 in microseconds, half the spread of the windows in percent, and the share of 4.5 TB/s at which the experts are
-read. b, c, g and s are the tile's blocks, chunks, warpgroups and stages. w and d are the warpgroups and the
-depth of the kernel of any rows with the same weight.
+read. b, c, g and s are the tile's blocks, chunks, warpgroups and stages. An asterisk marks tiles whose rings
+have copying warps. w and d are the warpgroups and the depth of the kernel of any rows with the same weight.
+`check_warps` checks only these. `parts_64` times the kernel without its copies of the weight, and without its
+products.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gemm.grouped import swapped
+from pallas_kernels.gemm.grouped import mxfp4_rows, swapped
 from pallas_kernels.gemm.grouped.gpu_check import routing
 from pallas_kernels.gemm.grouped.mxfp4_blocks import to_blocks
 from pallas_kernels.gemm.grouped.mxfp4_rows import RowsTile, multiply_rows, rows_tile
@@ -30,10 +34,25 @@ from pallas_kernels.quantized import Mxfp4
 
 EXPERTS, CHOSEN, K = 32, 4, 2880
 WIDTHS = {"expert_up_gate": 5760, "expert_down": 2880}
-# Blocks, chunks and warpgroups.
+# Blocks, chunks, warpgroups, and whether each ring has a copying warp.
 TILES = {
-    8: ((1, 3, 3), (1, 3, 4), (1, 3, 5), (1, 5, 3), (2, 3, 3), (2, 3, 2), (1, 2, 4)),
-    16: ((2, 3, 3), (2, 1, 3), (1, 3, 3), (1, 3, 4), (1, 3, 5), (2, 2, 2), (2, 3, 2), (1, 1, 5)),
+    8: (
+        (2, 3, 3, False),
+        (1, 5, 3, False),
+        (2, 3, 3, True),
+        (1, 3, 3, True),
+        (1, 5, 3, True),
+        (2, 5, 3, True),
+        (1, 3, 4, True),
+    ),
+    16: (
+        (2, 3, 3, False),
+        (2, 3, 3, True),
+        (1, 3, 3, True),
+        (1, 5, 3, True),
+        (2, 3, 2, True),
+        (1, 3, 4, True),
+    ),
 }
 
 
@@ -52,9 +71,9 @@ def products(rows: int) -> dict[str, Callable]:
 
 def tiles(rows: int) -> dict[str, RowsTile]:
     made = {}
-    for blocks, chunks, warpgroups in TILES[rows]:
-        tile = rows_tile(rows, K, blocks, chunks, warpgroups)
-        made[f"b{blocks} c{chunks} g{warpgroups} s{tile.stages}"] = tile
+    for blocks, chunks, warpgroups, by_warps in TILES[rows]:
+        tile = rows_tile(rows, K, blocks, chunks, warpgroups, by_warps)
+        made[f"b{blocks} c{chunks} g{warpgroups} s{tile.stages}" + "*" * by_warps] = tile
     return made
 
 
@@ -73,18 +92,19 @@ def operands(rng, tokens: int, experts: int, chosen: int, k: int, rows: int, zip
     return x[groups.pairs // chosen], groups
 
 
-def checks(rows, *_) -> None:
+def checks(rows, *_, by_warps: bool = False) -> None:
     rng, gpt_oss = np.random.default_rng(0), (EXPERTS, CHOSEN)
     every = {height: list(tiles(height).values()) for height in TILES}
     cases = [
         (1, *gpt_oss, 2880, K, None, every[8]),
         (64, *gpt_oss, 2880, K, None, every[16]),
         (1, *gpt_oss, 5760, K, None, every[8][:1]),
-        (8, *gpt_oss, 5760, K, 100, every[8][1:2]),
-        (64, *gpt_oss, 5760, K, None, every[16][:1]),
+        (8, *gpt_oss, 5760, K, 100, every[8][1:3]),
+        (64, *gpt_oss, 5760, K, None, every[16][:2]),
         (200, *gpt_oss, 2880, K, None, every[16][2:3]),
         (33, 5, 2, 320, 448, 7, [RowsTile(16, 2, 2, 3, 2)]),
-        (9, 5, 1, 64, 128, None, [RowsTile(8, 1, 1, 2, 3)]),
+        (33, 5, 2, 320, 448, 7, [RowsTile(16, 2, 2, 3, 2, by_warps=True)]),
+        (9, 5, 1, 64, 128, None, [RowsTile(8, 1, 1, 2, 3), RowsTile(8, 1, 1, 2, 3, by_warps=True)]),
         (40, 4, 2, 192, 4096, 20, [rows_tile(16, 4096, 1, 2, 2)]),
         (1, *gpt_oss, 5760, K, None, [blocks_tile(8)]),
         (64, *gpt_oss, 5760, K, None, [blocks_tile(32), blocks_tile(32, 3)]),
@@ -92,6 +112,9 @@ def checks(rows, *_) -> None:
         (1024, *gpt_oss, 5760, K, None, [blocks_tile(144)]),
         (33, 5, 2, 320, 192, 7, [blocks_tile(16)]),
     ]
+    if by_warps:
+        of_case = lambda case: [tile for tile in case[-1] if isinstance(tile, RowsTile) and tile.by_warps]
+        cases = [(*case[:-1], of_case(case)) for case in cases if of_case(case)]
     prepared = []
     for tokens, experts, chosen, n, k, sms, chosen_tiles in cases:
         height = chosen_tiles[0].rows
@@ -131,7 +154,31 @@ def _repeat(product, rounds: int, x, w, turned):
     return lax.fori_loop(0, rounds, body, [jnp.zeros((x.shape[0], w.shape[1]), x.dtype)] * len(turned))
 
 
-def times(rows, share, seconds, tokens: int, height: int) -> None:
+def parts_of(rows: int) -> dict[str, Callable]:
+    """Return the first two ways of `products`, whole, and without one of their parts, with wrong results."""
+
+    def without(name: str, stand_in: Callable, tile: RowsTile):
+        def run(*given):
+            with mock.patch.object(mxfp4_rows, name, stand_in):
+                return multiply_rows(*given, tile=tile)
+
+        return run
+
+    def arrive(_, __, full, ___, ____, tile: RowsTile) -> None:
+        for _ in range(1 if tile.by_warps else tile.blocks):
+            plgpu.barrier_arrive(full)
+
+    made = {}
+    for name, tile in list(tiles(rows).items())[:2]:
+        made |= {
+            name: functools.partial(multiply_rows, tile=tile),
+            f"{name} no copies": without("copy_stage", arrive, tile),
+            f"{name} no products": without("multiply_stage", lambda total, *_: total, tile),
+        }
+    return made
+
+
+def times(rows, share, seconds, tokens: int, height: int, made=None) -> None:
     rng = np.random.default_rng(1)
     calls = 4 if tokens <= 8 else 1  # each is compiled
     for op, n in list(WIDTHS.items())[share[0] :: share[1]]:
@@ -145,8 +192,8 @@ def times(rows, share, seconds, tokens: int, height: int) -> None:
         turned = [
             dataclasses.replace(groups, experts=(groups.experts + 8 * i) % EXPERTS) for i in range(calls)
         ]
-        ways = {"any rows": (jax.jit(swapped.grouped_gemm), w)}
-        for name, product in products(height).items():
+        ways = {} if made else {"any rows": (jax.jit(swapped.grouped_gemm), w)}
+        for name, product in (made or products)(height).items():
             ways[name] = jax.jit(product), blocks
         lowered = {
             name: jax.jit(_repeat, static_argnums=(0, 1)).lower(product, rounds, x, held, turned)
@@ -168,4 +215,6 @@ if __name__ == "__main__":
         f"time_{tokens}": functools.partial(times, tokens=tokens, height=height)
         for tokens, height in ((1, 8), (64, 16), (8, 8), (128, 32), (256, 48), (1024, 144))
     }
-    script.main(__doc__, {"check": checks, **timed})
+    timed["parts_64"] = functools.partial(times, tokens=64, height=16, made=parts_of)
+    of_warps = functools.partial(checks, by_warps=True)
+    script.main(__doc__, {"check": checks, "check_warps": of_warps, **timed})

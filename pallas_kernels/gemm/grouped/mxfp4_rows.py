@@ -20,6 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
+from pallas_kernels.cards import this_card
 from pallas_kernels.gemm.grouped import gate_pairs, mxfp4_mma
 from pallas_kernels.gemm.grouped.epilogue import biases, finish_halves
 from pallas_kernels.gemm.grouped.groups import Groups
@@ -33,7 +34,7 @@ from pallas_kernels.hopper.wgmma_registers import at, const
 from pallas_kernels.quantized import MXFP4_WORDS, Mxfp4Blocks
 
 FEW = 16  # the largest tile in rows that the kernel is for
-_COPY_REGISTERS = 40  # of a thread of the copying warpgroup
+_COPY_REGISTERS = 40  # of a thread of the copying warpgroup, at least
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +42,8 @@ class RowsTile:
     """A tile of few rows.
 
     rows: rows of x. blocks: rows of the weight in an item, in blocks of 64. chunks: columns of a stage, in
-    chunks of 64. warpgroups: multiplying warpgroups. stages: stages of a warpgroup's ring.
+    chunks of 64. warpgroups: multiplying warpgroups. stages: stages of a warpgroup's ring. by_warps: each
+    ring has a copying warp, up to 4 rings, and a stage is one copy.
     """
 
     rows: int
@@ -49,6 +51,7 @@ class RowsTile:
     chunks: int
     warpgroups: int
     stages: int
+    by_warps: bool = False
 
     @property
     def box(self) -> int:
@@ -61,20 +64,33 @@ class RowsTile:
 
     def registers(self) -> int:
         """Return the registers of a thread that multiplies."""
-        threads = 128 * (self.warpgroups + 1)
-        launched = 65536 // threads // 8 * 8
-        spare = launched * (self.warpgroups + 1) - _COPY_REGISTERS
-        return min(240, spare // self.warpgroups // 8 * 8)
+        return min(240, (self._launched() - _COPY_REGISTERS) // self.warpgroups // 8 * 8)
+
+    def copy_registers(self) -> int:
+        """Return the registers of a thread that copies."""
+        left = self._launched() - self.warpgroups * self.registers()
+        return min(104, left) if self.by_warps else _COPY_REGISTERS
+
+    def _launched(self) -> int:
+        """Return the registers of a thread of each warpgroup, together."""
+        return 65536 // (128 * (self.warpgroups + 1)) // 8 * 8 * (self.warpgroups + 1)
 
 
-def rows_tile(rows: int, k: int, blocks: int = 2, chunks: int = 3, warpgroups: int = 3) -> RowsTile:
+def rows_tile(
+    rows: int, k: int, blocks: int = 2, chunks: int = 3, warpgroups: int = 3, by_warps: bool = False
+) -> RowsTile:
     """Return a tile with the stages that shared memory holds."""
-    one = RowsTile(rows, blocks, chunks, warpgroups, 1)
+    one = RowsTile(rows, blocks, chunks, warpgroups, 1, by_warps)
     outside = rows * 2 * COLUMNS * chunks * warpgroups * one.turns(k)  # all columns of the rows
     outside += warpgroups * (64 * blocks * rows * 4 + 2 * rows * 64 * 2) + 2048  # sums and results
     stage = warpgroups * 4 * blocks * chunks * 4 * MXFP4_WORDS
     # A group of barriers has up to 32.
     return dataclasses.replace(one, stages=min(32 // warpgroups, (SMEM_BYTES - outside) // stage))
+
+
+def chosen_tile(rows: int, k: int) -> RowsTile:
+    """Return the tile of a card for so many rows."""
+    return rows_tile(rows, k, **this_card().mxfp4_rows_tiles[str(rows)])
 
 
 def supports_rows(n: int, k: int, tile: RowsTile, gate_block: int | None = None) -> bool:
@@ -86,6 +102,8 @@ def supports_rows(n: int, k: int, tile: RowsTile, gate_block: int | None = None)
     if gate_block is not None and (gate_block not in (8, 64) or n % 128 or tile.blocks != 2):
         return False
     shared = k > COLUMNS * tile.chunks * (tile.warpgroups - 1)
+    if tile.by_warps and tile.warpgroups > 4:
+        return False
     return min(n, k) > 0 and n % 64 == 0 and k % COLUMNS == 0 and tile.stages >= 2 and shared
 
 
@@ -110,7 +128,7 @@ def multiply_rows(
       ValueError: for a shape or sms outside the limits.
     """
     (m, k), (experts, n, depth), sms = x.shape, w.shape, sms_of(sms)
-    tile = tile or rows_tile(groups.rows, k)
+    tile = tile or chosen_tile(groups.rows, k)
     if (
         k != depth
         or groups.rows != tile.rows
@@ -155,7 +173,9 @@ def _scratch(tile: RowsTile, k: int) -> dict[str, Any]:
         "w_s": plgpu.SMEM((wgs * tile.stages, *stage), jnp.int32),
         "x_s": plgpu.SMEM((wgs * turns, tile.rows, COLUMNS * tile.chunks), jnp.bfloat16, transforms=moved),
         "o_s": plgpu.SMEM((wgs, 2, tile.rows, 64), jnp.bfloat16, transforms=moved),
-        "full": plgpu.Barrier(num_arrivals=tile.blocks, num_barriers=wgs * tile.stages),
+        "full": plgpu.Barrier(
+            num_arrivals=1 if tile.by_warps else tile.blocks, num_barriers=wgs * tile.stages
+        ),
         "empty": plgpu.Barrier(num_arrivals=1, num_barriers=wgs * tile.stages),
         "x_full": plgpu.Barrier(num_arrivals=turns, num_barriers=wgs),
         "x_empty": plgpu.Barrier(num_arrivals=1, num_barriers=wgs),
@@ -190,9 +210,8 @@ def _multiply(
         of_tile, column = lax.div(which, jnp.int32(columns)), lax.rem(which, jnp.int32(columns))
         return of_tile, column, (i == 0) | (column == 0), (i == mine - 1) | (column == columns - 1)
 
-    @pl.when(wg == wgs)
-    def _():
-        plgpu.set_max_registers(_COPY_REGISTERS, action="decrease")
+    def fill(rings):
+        """Copy the stages of these rings in the order of their use."""
 
         def copy(i, carried):
             changes, expert, start = carried
@@ -204,7 +223,7 @@ def _multiply(
 
             def copy_weight(turn, _):
                 step = i * turns + turn
-                for g in range(wgs):
+                for g in rings:
                     slot = g * tile.stages + lax.rem(step, stages)
 
                     @pl.when(step >= stages)
@@ -212,12 +231,7 @@ def _multiply(
                         plgpu.barrier_wait(empty.at[slot])
 
                     chunks = pl.ds((turn * wgs + g) * tile.chunks, tile.chunks)
-                    for block in range(0, 4 * tile.blocks, 4):
-                        # For rows past the last expert others. Their columns are not stored.
-                        existing = jnp.minimum(row + block, w_ref.shape[0] - 4)
-                        plgpu.copy_gmem_to_smem(
-                            w_ref.at[pl.ds(existing, 4), chunks], w_s.at[slot, pl.ds(block, 4)], full.at[slot]
-                        )
+                    copy_stage(w_ref, w_s.at[slot], full.at[slot], row, chunks, tile)
 
             # These stages need no sum of this tile to become free.
             early = min(turns, tile.stages)
@@ -225,7 +239,7 @@ def _multiply(
 
             @pl.when(begins)
             def _():
-                for g in range(wgs):
+                for g in rings:
 
                     @pl.when(changes > 0)
                     def _(g=g):
@@ -245,7 +259,7 @@ def _multiply(
 
         changes = lax.fori_loop(0, mine, copy, (jnp.int32(0),) * 3)[0]
 
-        for g in range(wgs):  # the interpreter reports an arrival without a wait
+        for g in rings:  # the interpreter reports an arrival without a wait
 
             @pl.loop(jnp.maximum(mine * turns - stages, 0), mine * turns)
             def _(step, g=g):
@@ -254,6 +268,17 @@ def _multiply(
             @pl.when(changes > 0)
             def _(g=g):
                 plgpu.barrier_wait(x_empty.at[g])
+
+    @pl.when(wg == wgs)
+    def _():
+        plgpu.set_max_registers(tile.copy_registers(), action="decrease")
+        if not tile.by_warps:
+            return fill(range(wgs))
+
+        @pl.core_map(plgpu.WarpMesh(axis_name="warp"))
+        def _():
+            warp = lax.axis_index("warp")
+            pl.when(warp < wgs)(lambda: fill([warp]))
 
     @pl.when(wg < wgs)
     def _():
@@ -276,10 +301,7 @@ def _multiply(
                 plgpu.barrier_wait(full.at[slot])
                 weight = w_s[slot] if interpret else mxfp4_mma.load(w_s.at[slot], form.paired)
                 plgpu.barrier_arrive(empty.at[slot])
-                product = (
-                    functools.partial(_add_numbers, form.paired) if interpret else mxfp4_mma.multiply_add
-                )
-                return product(total, weight, x_s.at[turn * wgs + wg])
+                return multiply_stage(total, weight, x_s.at[turn * wgs + wg], form)
 
             zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
             y = lax.fori_loop(0, turns, add, zeros)
@@ -337,6 +359,24 @@ def _multiply(
                 plgpu.barrier_wait(sums_empty.at[wg])
 
         plgpu.wait_smem_to_gmem(0)
+
+
+def copy_stage(w_ref, stage, full, row, chunks, tile: RowsTile) -> None:
+    """Copy a stage of the weight. row: its first block of 16 rows."""
+    if tile.by_warps:  # TMA makes zeros of rows past the last expert
+        plgpu.copy_gmem_to_smem(w_ref.at[pl.ds(row, 4 * tile.blocks), chunks], stage, full)
+        return
+    for block in range(0, 4 * tile.blocks, 4):
+        # For rows past the last expert others. Their columns are not stored.
+        existing = jnp.minimum(row + block, w_ref.shape[0] - 4)
+        plgpu.copy_gmem_to_smem(w_ref.at[pl.ds(existing, 4), chunks], stage.at[pl.ds(block, 4)], full)
+
+
+def multiply_stage(total, weight, tokens, form: GroupedForm):
+    """Return total plus a stage's product. weight: as `mxfp4_mma.load` returns it."""
+    if not form.interpret:
+        return mxfp4_mma.multiply_add(total, weight, tokens)
+    return _add_numbers(form.paired, total, weight, tokens)
 
 
 def _add_numbers(pairs: bool, total, blocks, tokens):

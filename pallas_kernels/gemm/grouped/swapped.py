@@ -23,7 +23,7 @@ from pallas_kernels.gemm.grouped.int4_format import dequantize_experts
 from pallas_kernels.gemm.grouped.kernel import GroupedForm, multiply, scratch
 from pallas_kernels.gemm.grouped.mxfp4_blocks import dequantize_blocks
 from pallas_kernels.gemm.grouped.mxfp4_format import dequantize_mxfp4
-from pallas_kernels.gemm.grouped.mxfp4_rows import rows_tile, supports_rows
+from pallas_kernels.gemm.grouped.mxfp4_rows import chosen_tile, supports_rows
 from pallas_kernels.gemm.grouped.tiles import (
     ALIGN,
     TALLEST,
@@ -93,8 +93,8 @@ def grouped_gemm(
     check_operands(x, w, None if clamped else activation)
     epilogue: dict[str, Any] = {"bias": bias, "activation": activation, "gate_block": gate_block}
     if isinstance(w, Mxfp4Blocks) and tile is None:
-        few = rows_tile(groups.rows, k)
-        if groups.rows <= mxfp4_rows.FEW and supports_rows(n, k, few, gate_block):
+        few = chosen_tile(groups.rows, k) if groups.rows <= mxfp4_rows.FEW else None
+        if few and supports_rows(n, k, few, gate_block):
             assert not isinstance(x, Quantized)  # `check_operands`
             how = {"sms": sms, "tile": few, "interpret": interpret}
             return mxfp4_rows.multiply_rows(x, w, groups, **epilogue, **how)

@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ptx import misaligned
 from thread_code import LANE, WARP, bfloat16, run_as_thread_code, run_ptx, value
 
-from pallas_kernels.gemm.grouped import gate_pairs, mxfp4_mma, reference
+from pallas_kernels.gemm.grouped import gate_pairs, mxfp4_mma, reference, swapped
 from pallas_kernels.gemm.grouped.mxfp4_blocks import dequantize_blocks, from_blocks, to_blocks
 from pallas_kernels.gemm.grouped.mxfp4_format import dequantize_mxfp4
 from pallas_kernels.gemm.grouped.mxfp4_operand import SHIFT
@@ -56,8 +56,10 @@ def test_other_shapes_have_no_blocks():
         # Half of the last item of each expert is beyond the weight. An expert has two tiles.
         (40, 192, 128, RowsTile(16, 2, 1, 1, 2), {}),
         (9, 256, 192, RowsTile(8, 2, 1, 2, 2), {"activation": "clamped_swiglu", "gate_block": 8}),
+        # The last item of the last expert is beyond the weight.
+        (9, 192, 192, RowsTile(8, 2, 1, 2, 2, by_warps=True), {}),
     ],
-    ids=["shared items", "two tiles", "pairs"],
+    ids=["shared items", "two tiles", "pairs", "copying warps"],
 )
 def test_each_row_is_multiplied_with_its_experts_weight(tokens, n, k, tile, epilogue):
     rng = np.random.default_rng(tokens)
@@ -253,10 +255,16 @@ def _multiply_matrices(a, b, c):
 
 
 @pytest.mark.parametrize(
-    ("rows", "instruction"), [(16, "mma.sync.aligned.m16n8k16"), (144, "wgmma.mma_async")]
+    ("rows", "by_warps", "instruction"),
+    [
+        (16, False, "mma.sync.aligned.m16n8k16"),
+        (16, True, "mma.sync.aligned.m16n8k16"),
+        (144, False, "wgmma.mma_async"),
+    ],
 )
-def test_on_an_h200_no_register_is_spilled(rows, instruction, tmp_path, monkeypatch):
+def test_on_an_h200_no_register_is_spilled(rows, by_warps, instruction, tmp_path, monkeypatch):
     """gpt-oss-20b's experts for 64 tokens, with biases and gates."""
+    monkeypatch.setattr(swapped, "chosen_tile", functools.partial(rows_tile, by_warps=by_warps))
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
     picked = jax.ShapeDtypeStruct((64, 4), jnp.int32)
     groups = jax.eval_shape(functools.partial(list_groups, num_experts=32, rows=rows), picked)
