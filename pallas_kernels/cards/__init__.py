@@ -40,8 +40,8 @@ class Card:
       expert_epilogues: whether kernels of experts' products add biases, and clamp gates and ups.
       route_max_tokens: the largest step whose routers are one kernel; 0: none. route_and_sort_max_tokens: the
         largest of them whose kernels also sort the rows, up to 8.
-      decode_attention_least_pages, decode_attention_whole_pages: `least` and `whole` of
-        `pallas_kernels.attention.decode.work_list.PairCuts`; 0: never.
+      decode_attention_least_pages, decode_attention_whole_pages, decode_attention_short_pages: `least`,
+        `whole` and `short` of `pallas_kernels.attention.decode.work_list.PairCuts`; 0: never.
       decode_attention_one_fence: whether decode attention counts parts with fewer fences.
       decode_attention_raw_sinks: whether decode attention reads the logits of sinks as a model has them.
       mxfp4_in_blocks: whether experts in MXFP4 are stored in the order of tensor cores.
@@ -76,6 +76,7 @@ class Card:
     route_and_sort_max_tokens: int
     decode_attention_least_pages: int
     decode_attention_whole_pages: int
+    decode_attention_short_pages: int
     decode_attention_one_fence: bool
     decode_attention_raw_sinks: bool
     mxfp4_in_blocks: bool

@@ -249,7 +249,11 @@ def cuts_of(cuts: PairCuts | None) -> PairCuts:
     if cuts is not None:
         return cuts
     card = this_card()
-    return PairCuts(card.decode_attention_least_pages, card.decode_attention_whole_pages)
+    return PairCuts(
+        card.decode_attention_least_pages,
+        card.decode_attention_whole_pages,
+        card.decode_attention_short_pages,
+    )
 
 
 def _numbers(k_pages, groups, k_scale, v_scale, unified_max) -> list[jax.Array]:

@@ -64,7 +64,10 @@ def cached(rng, k, v, dtype):
 
 
 def check_decode(rows, rng, lengths, n, kv, h, dtype=jnp.bfloat16, unified_max=None, **kw):
-    sms, own = kw.pop("sms", 132), {name: kw.pop(name) for name in ("cuts", "one_fence") if name in kw}
+    sms, own = (
+        kw.pop("sms", 132),
+        {name: kw.pop(name) for name in ("cuts", "one_fence", "tile") if name in kw},
+    )
     table, pages = page_tables(rng, lengths)
     k, v = (
         poison(random_pages(jax.random.key(rng.integers(2**31)), pages, kv, h), table, lengths)

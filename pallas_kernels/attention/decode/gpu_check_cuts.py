@@ -5,7 +5,9 @@
 The checks hold the kernel against its float32 reference. The times compare these forms with the kernel that
 has equal pieces and all fences, with 4 or 8 KV heads. A line has all forms of a case: the median of five
 windows in microseconds, half the spread of the windows in percent, and the time over that of the kernel as it
-is. A time has about two small kernels of the loop besides the call, the same in all forms.
+is. `check_narrow` and `narrow` are for 64 requests of gpt-oss-20b: heads of 64 columns, with and without a
+window, in tiles of w workers, b blocks and p pages. An asterisk marks pieces of several whole pairs. A time
+has about two small kernels of the loop besides the call, the same in all forms.
 """
 
 import dataclasses
@@ -20,7 +22,8 @@ from jax import lax
 
 from pallas_kernels.attention.decode.api import decode_attention, list_decode_work
 from pallas_kernels.attention.decode.gpu_check import check_decode
-from pallas_kernels.attention.decode.work_list import EQUAL_PIECES, PairCuts
+from pallas_kernels.attention.decode.work_list import EQUAL_PIECES, PairCuts, decode_work
+from pallas_kernels.attention.tiles import DecodeTile, decode_tile
 from pallas_kernels.measure import script
 from pallas_kernels.measure.inputs import PAGE, random_pages
 from pallas_kernels.measure.script import L2_BYTES
@@ -36,6 +39,14 @@ WAYS = {
     "fences": (EQUAL_PIECES, True),
     "both": (CUTS, True),
 }
+# Of heads of 64 columns in bfloat16; the first is `decode_tile`'s.
+TILES = (
+    decode_tile(64, 8),
+    DecodeTile(3, 8, 2),
+    DecodeTile(3, 8, 1),
+    DecodeTile(4, 6, 1),
+    DecodeTile(4, 6, 2),
+)
 LEASTS = {f"both, least {least}": (PairCuts(least, 32), True) for least in (2, 6)}
 
 
@@ -68,20 +79,20 @@ def _ways(kv: int, requests: int):
     return WAYS | LEASTS if requests == 1 else WAYS
 
 
-def _inputs(requests: int, length: int, kv: int, dtype, calls: int):
+def _inputs(requests: int, length: int, kv: int, dtype, calls: int, h: int = H):
     """Return the pages, a page table for each call, the lengths, and the number of turns.
 
     Turn i adds i * calls * requests * width to the tables. A call then reads pages that are not in the L2.
     """
     width = -(-length // PAGE)
-    call_bytes = 2 * requests * width * kv * PAGE * H * jnp.dtype(dtype).itemsize
+    call_bytes = 2 * requests * width * kv * PAGE * h * jnp.dtype(dtype).itemsize
     turns = max(1, -(-3 * L2_BYTES // (calls * call_bytes)))
     held = calls * requests * width
     order = np.random.default_rng(held).permutation(held).reshape(calls, requests, width).astype(np.int32)
     cast = jax.jit(lambda x: x.astype(dtype))
-    k, v = (cast(random_pages(jax.random.key(i), turns * held, kv, H)) for i in range(2))
+    k, v = (cast(random_pages(jax.random.key(i), turns * held, kv, h)) for i in range(2))
     if dtype != jnp.bfloat16:
-        v = v.reshape(-1, kv, H, PAGE)  # values have contiguous keys; random numbers need no transpose
+        v = v.reshape(-1, kv, h, PAGE)  # values have contiguous keys; random numbers need no transpose
     return k, v, [jnp.asarray(table) for table in order], jnp.full(requests, length, jnp.int32), turns
 
 
@@ -138,6 +149,47 @@ def times(rows, share, seconds, kv: int) -> None:
         print("TABLE", *about.values(), "|", " | ".join(cells), flush=True)
 
 
+def check_narrow(rows, share, _) -> None:
+    rng = np.random.default_rng(12)
+    for tile in TILES[share[0] :: share[1]]:
+        for window, lengths in ((None, [1100] * 64), (128, [1100] * 64), (128, [900, 0, 20, 1500, 64] * 9)):
+            own = {"tile": tile, "cuts": PairCuts(3, 32, 4), "one_fence": True}
+            check_decode(rows, rng, lengths, 64, 8, 64, window=window, **own)
+
+
+def narrow(rows, share, seconds) -> None:
+    """Time the tiles in a layer with a window and in one without. share: of the layers."""
+    n, kv, h, requests, length = 64, 8, 64, 64, 1100
+    k, v, tables, lengths, turns = _inputs(requests, length, kv, jnp.bfloat16, 1, h)
+    q = jax.random.normal(jax.random.key(0), (requests, n, h), jnp.bfloat16)
+    sinks = jax.random.normal(jax.random.key(1), (n,), jnp.bfloat16)
+    for window in (None, 128)[share[0] :: share[1]]:
+        pages = -(-length // PAGE) - (0 if window is None else (length - window) // PAGE)
+        bound_us = requests * kv * pages * PAGE * h * 4 / 4.5e6
+        rounds = max(1, round(4e3 / max(8.0, bound_us)))
+        lowered, inputs = {}, {}
+        for tile, short in itertools.product(TILES, (0, 4)[: 1 if window is None else 2]):
+            cuts = PairCuts(3, 32, short)
+            work = jax.jit(decode_work, static_argnums=(1, 2, 3), static_argnames="cuts")(
+                lengths, kv, 132 * tile.workers, window, cuts=cuts
+            )
+            attend = functools.partial(
+                decode_attention, scale=h**-0.5, window=window, tile=tile, cuts=cuts, sink_logits=sinks
+            )
+            name = f"w{tile.workers} b{tile.blocks} p{tile.pages}" + "*" * (short > 0)
+            inputs[name] = [q], tables, k, v, lengths, work, {}
+            lowered[name] = _program(jax.jit(attend), rounds, turns).lower(*inputs[name])
+        with ThreadPoolExecutor() as pool:
+            compiled = dict(zip(lowered, pool.map(lambda x: x.compile(), lowered.values()), strict=True))
+        runs = {name: functools.partial(program, *inputs[name]) for name, program in compiled.items()}
+        timings = interleaved(runs, calls=rounds, seconds=seconds, rounds=5)
+        for name, t in timings.items():
+            about = {"what": "narrow", "window": window, "tile": name, "of_stream": bound_us / t.us}
+            rows.append(about | dataclasses.asdict(t))
+        cells = [f"{a} {t.us:.1f} ±{50 * t.spread:.1f}% {bound_us / t.us:.2f}" for a, t in timings.items()]
+        print("TABLE narrow", window, f"bound {bound_us:.1f} |", " | ".join(cells), flush=True)
+
+
 if __name__ == "__main__":
     timed = {f"time_{kv}": functools.partial(times, kv=kv) for kv in (4, 8)}
-    script.main(__doc__, {"check": checks, **timed})
+    script.main(__doc__, {"check": checks, **timed, "check_narrow": check_narrow, "narrow": narrow})

@@ -28,10 +28,14 @@ class PairCuts:
       whole: the most pages of a pair that is one piece. All pairs are whole then, and no parts are added up.
         This needs a worker for each pair, and on average at least half as many pages a worker as the largest
         pair has; 0: never.
+      short: the most pages of a pair if all pieces begin and end with pairs, several in a piece. No parts are
+        added up then. This needs on average as many pages a worker as the largest pair has, and no piece with
+        more than one page more than equal pieces; 0: never.
     """
 
     least: int = 0
     whole: int = 0
+    short: int = 0
 
 
 EQUAL_PIECES = PairCuts()
@@ -108,7 +112,6 @@ def decode_work(
     if cuts != EQUAL_PIECES:
         fit, of_pairs = _begins_in_pairs(pages.reshape(-1, heads), ends, kv_heads, worker, cuts)
         begins = jnp.where(fit, of_pairs, begins)
-    begin, count = begins[:-1], begins[1:] - begins[:-1]
 
     def locate(place):
         """Return (row, KV head, page, pages of the row) of a position in the line of pages."""
@@ -123,6 +126,15 @@ def decode_work(
         """The worker that holds a place: the last one that begins at or before it."""
         return jnp.sum((begins[None, :-1] <= place[:, None]).astype(jnp.int32), axis=1) - 1
 
+    if cuts.short:
+        _, _, page, row_pages = locate(begins)
+        near = begins - page + jnp.where(2 * page >= row_pages, row_pages, 0)
+        near = jnp.where(worker < workers, jnp.minimum(near, total), total)
+        most = jnp.max(pages)
+        fit = (most <= cuts.short) & (most * workers <= total)
+        fit &= jnp.max(near[1:] - near[:-1]) <= total // workers + 2
+        begins = jnp.where(fit, near, begins)
+    begin, count = begins[:-1], begins[1:] - begins[:-1]
     row, head, page, row_pages = locate(begin)
     ends_pair = (page > 0) & (count > 0) & (page + count >= row_pages)
     chains = jnp.where(ends_pair, worker[:-1] - holder(begin - page), 0)

@@ -25,13 +25,23 @@ E4M3, INT8 = jnp.float8_e4m3fn, jnp.int8
 INTERPRET = plgpu.InterpretGPUParams()
 
 
+def test_short_pairs_stay_whole():
+    """64 requests of gpt-oss-20b in a layer with a window: one or two pairs of three pages a worker."""
+    cut = jax.jit(decode_work, static_argnums=(1, 2, 3), static_argnames="cuts")
+    even, short = (cut(jnp.full(64, 1100), 8, 264, 128, cuts=PairCuts(short=most)) for most in (2, 3))
+    assert even.chains.any() and not short.chains.any()
+    assert even.pieces[:, 3].max() == short.pieces[:, 3].max() == 6
+
+
 @settings(max_examples=40)
 @given(
     lengths=st.lists(st.one_of(st.just(0), st.integers(1, 900), st.just(20_000)), min_size=9, max_size=9),
     shape=st.sampled_from(
         [(1, 1, None), (8, 4, 300), (2, 56, 1), (8, 264, None), (2, 264, 900), (1, 12, 300)]
     ),
-    cuts=st.sampled_from([PairCuts(), PairCuts(3, 16), PairCuts(least=2), PairCuts(whole=999)]),
+    cuts=st.sampled_from(
+        [PairCuts(), PairCuts(3, 16), PairCuts(least=2), PairCuts(whole=999), PairCuts(short=9)]
+    ),
 )
 def test_the_pieces_are_the_batchs_pages_cut_evenly_or_by_pair(lengths, shape, cuts):
     kv_heads, workers, window = shape
@@ -55,8 +65,9 @@ def test_the_pieces_are_the_batchs_pages_cut_evenly_or_by_pair(lengths, shape, c
         assert (work.pieces[:, 2] + counts <= of_rows[work.pieces[:, 0]]).all()  # pages of one pair
         assert counts.max() <= (cuts.least if few else cuts.whole)
         assert few or not work.chains.any()
-    else:
-        assert counts.max() - counts.min() <= 1
+    elif counts.max() - counts.min() > 1:  # several whole pairs
+        assert of_rows.max() <= cuts.short and not work.chains.any()
+        assert of_rows.max() * workers <= len(line) and counts.max() <= len(line) // workers + 2
     walked, parts = [], {}
     for worker in range(workers):
         row, head, page, left = work.pieces[worker].tolist()
@@ -191,6 +202,7 @@ def into(rows, heads, width):
         # Pieces of one pair each: of two pages, then whole pairs.
         ([300, 0, 70], 6, 2, 64, DecodeTile(2, 4), jnp.bfloat16, {"sms": 5, "cuts": PairCuts(2)}),
         ([300, 0, 200], 8, 2, 64, DecodeTile(3, 4, pages=1), E4M3, {"sms": 2, "cuts": PairCuts(0, 8)}),
+        ([300, 0, 200], 8, 2, 64, DecodeTile(2, 4), jnp.bfloat16, {"sms": 1, "cuts": PairCuts(short=5)}),
     ],
 )
 def test_decode_attention_equals_its_reference(lengths, heads, kv_heads, width, tile, dtype, extra):
