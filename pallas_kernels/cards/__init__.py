@@ -45,7 +45,8 @@ class Card:
       decode_attention_one_fence: whether decode attention counts parts with fewer fences.
       decode_attention_raw_sinks: whether decode attention reads the logits of sinks as a model has them.
       mxfp4_in_blocks: whether experts in MXFP4 are stored in the order of tensor cores.
-      mxfp4_rows_tiles: rows of a tile -> `blocks`, `chunks`, `warpgroups` and `by_warps` of a `RowsTile`.
+      mxfp4_rows_tiles: rows of a tile, or "rows, NxK" -> the arguments of
+        `pallas_kernels.gemm.grouped.mxfp4_rows.rows_tile`.
       sort_rows_max_tokens, sort_held_rows_max_tokens: the largest steps whose rows kernels sort by expert,
         on a device with all experts, and on one that holds some of them; 0: none.
       sort_rows_by_adds_max_tokens: the largest of these steps whose kernel counts by additions, up to 128.
