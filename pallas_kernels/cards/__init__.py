@@ -31,6 +31,8 @@ class Card:
       device: name as in the file, or "" for the default.
       gate_kernel_rows: (first, last) number of rows for which the dense kernel is faster than XLA's product
         followed by the gate.
+      flat_bias_max_rows: the most rows of a product with a bias that flat GEMM computes although XLA's
+        product alone is faster, because XLA adds the bias in a kernel of its own; 0: none.
       pdl_max_decodes, pdl_min_layer_bytes: limits of decode steps that run with programmatic dependent
         launch.
       expert_mlp_max_tokens, expert_mlp_bf16_max_tokens: the largest steps with one kernel for both products
@@ -66,6 +68,7 @@ class Card:
 
     device: str
     gate_kernel_rows: tuple[int, int]
+    flat_bias_max_rows: int
     pdl_max_decodes: int
     pdl_min_layer_bytes: int
     expert_mlp_max_tokens: int

@@ -195,6 +195,9 @@ class HopperGemm:
         settings |= {"out_dtype": jnp.dtype(out_dtype)} if out_dtype is not None else {}
         settings |= {"sms": sms} if sms is not None else {}
         choice = self.choose(p)
+        card = card_of(self.table.device)
+        if bias is not None and choice.kernel == "xla" and p.rows <= card.flat_bias_max_rows:
+            choice = Choice(p.rows, "flat") if "flat" in eligible_kernels(p, card) else choice
         settings |= {"pdl": True} if self.pdl and choice.kernel in _WITH_PDL else {}
         return kernel(choice)(x, w, bias, **settings)
 

@@ -1,12 +1,13 @@
 """Check flat GEMM against a float32 product on a GPU, and time it next to XLA's (cuBLAS).
 
-    python -m pallas_kernels.gemm.flat.gpu_check [--only check,flat,clusters] [--share 0/3] [--json FILE]
+    python -m pallas_kernels.gemm.flat.gpu_check [--only check,flat,clusters,biased] [--share 0/3]
 
 Errors are ‖kernel − exact‖ / ‖exact‖ on fresh random operands. Weights rotate over four times the L2 cache,
 in a loop on the device. The loop's buffers keep their addresses, so a CUDA graph is recorded once instead of
 once per program.
 
-`clusters` checks and times 8 rows on weights of few columns, whose tiles 1 to 8 CTAs split along K.
+`clusters` checks and times 8 rows on weights of few columns, whose tiles 1 to 8 CTAs split along K. `biased`
+times 8 and 64 rows on gpt-oss-20b's qkv and out_proj with their biases, which XLA adds in a second kernel.
 """
 
 import functools
@@ -25,7 +26,8 @@ from pallas_kernels.hopper.limits import SMS
 from pallas_kernels.measure import script
 from pallas_kernels.measure.inputs import poison_memory
 from pallas_kernels.measure.script import L2_BYTES, record
-from pallas_kernels.measure.timing import sustained
+from pallas_kernels.measure.timing import interleaved, sustained
+from pallas_kernels.measure.timing import looped as in_loop
 
 HEADS = {"8B": {"lm_head": (128256, 4096)}, "70B/tp4": {"lm_head": (32064, 8192)}}
 SHAPES = {
@@ -169,6 +171,10 @@ def times_of_flat(rows, share, seconds):
     record(rows, what="flat / xla, geometric mean", ratio=geomean(ratios), least=min(ratios))
 
 
+# Rows, warpgroups, depth and cluster of flat GEMM's tiles.
+TILES = (
+    (64, 1, 128, 1), (64, 1, 128, 2), (64, 2, 128, 2), (64, 2, 128, 4), (128, 1, 128, 2), (128, 1, 64, 4),
+)  # fmt: skip
 FEW_COLUMNS = {"qkv": (5120, 2048), "out_proj": (2048, 4096), "router": (128, 2048)}  # Qwen3-30B-A3B's [N, K]
 
 
@@ -188,6 +194,44 @@ def clusters(rows, share, seconds):
                 run(kernel=split, what="flat", cluster=cluster)
 
 
+def biased(rows, share, seconds):
+    """Time flat GEMM's own tile, marked 0, and others beside XLA's product and sum, in turn."""
+    for n, k in ((5120, 2880), (2880, 4096))[share[0] :: share[1]]:
+        calls = -(-4 * L2_BYTES // (2 * n * k))
+        ws = [bf16_weight(jax.random.key(i), n, k) for i in range(calls)]
+        bias = normal(jax.random.key(99), n)
+        for m in (8, 64):
+            xs = [normal(jax.random.key(i), m, k) for i in range(calls)]
+            made = [filled(m, *shape, 16) for shape in TILES]
+            made = [tile for tile in made if tile.stages > 1 and tile.cluster * -(-n // tile.columns) <= SMS]
+            ways = {"xla": functools.partial(reference.gemm, bias=bias)} | {
+                f"flat {tile and (tile.rows, tile.warpgroups, tile.depth, tile.cluster, tile.stages)}": (
+                    functools.partial(flat_gemm, bias=bias, tile=tile)
+                )
+                for tile in (None, *made)
+            }
+            bound_us = 2 * n * k / 4.5e6
+            rounds = max(1, round(4e3 / calls / bound_us))
+            programs = {
+                name: in_loop(jax.jit(functools.partial(_called, way)), rounds).lower(xs, ws)
+                for name, way in ways.items()
+            }
+            compiled = {name: program.compile() for name, program in programs.items()}
+            runs = {name: functools.partial(program, xs, ws) for name, program in compiled.items()}
+            wanted, *found = (np.asarray(run()[0], np.float32) for run in runs.values())
+            for name, y in zip(list(ways)[1:], found, strict=True):
+                err = float(np.linalg.norm(y - wanted) / np.linalg.norm(wanted))
+                record(rows, what="check biased", ok=err < 5e-3, error=err, shape=(m, n, k), tile=name)
+            times = interleaved(runs, calls=calls * rounds, seconds=seconds, rounds=5)
+            rows += [{"what": "biased", "shape": (m, n, k), "tile": a, "us": t.us} for a, t in times.items()]
+            cells = [f"{name} {t.us:.2f} {bound_us / t.us:.2f}" for name, t in times.items()]
+            print("TABLE biased", m, n, k, f"bound {bound_us:.2f} |", " | ".join(cells), flush=True)
+
+
+def _called(way, x, w):
+    return way(x, w)
+
+
 if __name__ == "__main__":
     script.main(
         __doc__,
@@ -195,5 +239,6 @@ if __name__ == "__main__":
             "check": lambda rows, share, _: checks(rows, share),
             "flat": times_of_flat,
             "clusters": clusters,
+            "biased": biased,
         },
     )

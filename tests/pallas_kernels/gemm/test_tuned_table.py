@@ -4,6 +4,7 @@ import dataclasses
 import json
 import logging
 
+import jax.numpy as jnp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,6 +12,8 @@ from hypothesis import strategies as st
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.weights import leaves
 from jaxflow.parallel.mesh import TP
+from pallas_kernels.cards import default_card
+from pallas_kernels.gemm import api
 from pallas_kernels.gemm import tuned_table as table
 from pallas_kernels.gemm.api import HopperGemm, Product, eligible_kernels, kernel, product_of
 from pallas_kernels.gemm.model_shapes import known_shapes
@@ -93,6 +96,18 @@ def test_a_rule_of_inputs_with_a_scale_a_row_is_none_for_scales_of_blocks():
     assert HopperGemm(measured).choose(product_of(qkv, 512)).kernel == "xla"
     head = Product(8, Shape(128256, 4096), "bfloat16", "float32")
     assert HopperGemm(Table("a GPU", (Rule(head.shape, (Choice(8, "xla"),)),))).choose(head).kernel == "flat"
+
+
+@pytest.mark.parametrize(
+    ("rows", "bias", "chosen"), [(64, True, "flat"), (64, False, "xla"), (65, True, "xla")]
+)
+def test_a_card_gives_flat_gemm_products_with_a_bias(rows, bias, chosen, monkeypatch):
+    card = dataclasses.replace(default_card(), flat_bias_max_rows=64)
+    monkeypatch.setattr(api, "card_of", lambda _: card)
+    monkeypatch.setattr(api, "kernel", lambda choice: lambda *_, **__: choice.kernel)
+    x, w, b = (jnp.zeros(shape, jnp.bfloat16) for shape in ((rows, 128), (256, 128), (256,)))
+    gemm = HopperGemm(Table("a GPU", (Rule(Shape(256, 128), (Choice(2048, "xla"),)),)))
+    assert gemm(x, w, b if bias else None) == chosen
 
 
 @given(
