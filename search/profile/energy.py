@@ -2,7 +2,7 @@ r"""Fit the joules of a FLOP and of a byte to runs measured on a card: the const
 
   python -m search energy --runs benchmarks/settings/h200-energy-runs.json
   python -m search energy --runs benchmarks/settings/h200-energy-runs.json \
-      --profile search/profiles/h200-llama-3.1-8b.json --out h200.json
+      --profile benchmarks/settings/h200-llama-3.1-8b-first-profile.json --out h200.json
 
 A file of runs holds sustained rates of work, with the watts and the clock that each run settled at, and the
 card's power cap, idle watts, clocks and FLOPs a cycle. A run's power above idle is the sum of its rates

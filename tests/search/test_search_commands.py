@@ -211,7 +211,8 @@ RUNS = str(paths.ROOT / "benchmarks" / "settings/h200-energy-runs.json")
 
 
 def test_energy_fits_runs_and_profiles_and_writes_what_engines_read(tmp_path, capsys):
-    out, profile = tmp_path / "h200.json", str(paths.ROOT / "search" / "profiles" / "h200-llama-3.1-8b.json")
+    out, settings = tmp_path / "h200.json", paths.ROOT / "benchmarks" / "settings"
+    profile = str(settings / "h200-llama-3.1-8b-first-profile.json")
     assert main(["search", "energy", "--runs", RUNS, "--profile", profile, "--out", str(out)]) == 0
     text, shipped = capsys.readouterr().out, shipped_power("H200")
     made = msgspec.json.decode(out.read_bytes(), type=Power)

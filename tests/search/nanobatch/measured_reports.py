@@ -71,7 +71,8 @@ def _tp_report(model: str, fp8: bool, tp: int, suffix: str = "", **rest) -> Plan
 
 # The first two reports ran older kernels of attention, those of the first profile. The later profile has the
 # kernels of the other reports.
-MEASURED_8B, LATER_8B = "h200-llama-3.1-8b.json", "h200-llama-3.1-8b-joules.json"
+MEASURED_8B = "../../benchmarks/settings/h200-llama-3.1-8b-first-profile.json"
+LATER_8B = "h200-llama-3.1-8b.json"
 MEASURED_8B_FP8 = "../../benchmarks/settings/h200-llama-3.1-8b-fp8-profile.json"
 LEAN = "llama-3.1-8b/bf16-lean/1024-512-92-40.json"
 ONE_GPU = {

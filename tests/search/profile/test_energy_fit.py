@@ -26,7 +26,7 @@ from search.profile.op_times import OpTime, Pair, Profile, load_profile
 MEASURED = paths.ROOT / "benchmarks" / "settings/h200-energy-runs.json"
 SETTINGS = paths.ROOT / "benchmarks" / "settings"
 PROFILES = (
-    paths.ROOT / "search" / "profiles" / "h200-llama-3.1-8b.json",
+    SETTINGS / "h200-llama-3.1-8b-first-profile.json",
     *(SETTINGS / f"h200-llama-3.1-8b-fp8-profile{kind}.json" for kind in ("", "-cold")),
     paths.ROOT / "search" / "profiles" / "h200-llama-3-70b-tp2-fp8.json",
 )

@@ -47,4 +47,4 @@ def test_a_shipped_profile_states_its_error_on_shares_and_between_contexts():
     found = interpolation_errors(
         load_profile(paths.ROOT / "search" / "profiles" / "h200-llama-3.1-8b.json"), LLAMA
     )
-    assert found == pytest.approx({"tokens": 0.066, "keys": 0.042, "sms": 0.069}, abs=6e-4)
+    assert found == pytest.approx({"tokens": 0.069, "keys": 0.038, "sms": 0.059}, abs=6e-4)

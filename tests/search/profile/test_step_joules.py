@@ -37,7 +37,7 @@ assert POWER is not None
 STEP = average_step(StepWorkload(1024, 512), 2048, most_rows=4096, kv_tokens=10**9, page_size=64)
 NAMES = tuple(dict.fromkeys(op.name for op in GRAPH.ops()))
 OPS = step_ops(GRAPH, STEP, NAMES)
-PROFILE = paths.ROOT / "search/profiles/h200-llama-3.1-8b-joules.json"
+PROFILE = paths.ROOT / "search/profiles/h200-llama-3.1-8b.json"
 PLANS = paths.ROOT / "benchmarks/h200/llama-3.1-8b/plans-bf16-sequential.json"
 
 
