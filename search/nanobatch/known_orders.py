@@ -22,6 +22,7 @@ from jaxflow.pipeline.handwritten import (
 from jaxflow.pipeline.plan import Plan
 from search.nanobatch.cuts import cut_sets
 from search.nanobatch.layer_tasks import repeated_layer
+from search.nanobatch.objective import token_cost
 from search.nanobatch.problem import SearchProblem
 from search.nanobatch.simulate import Timeline, simulate
 from search.profile.op_times import ProfileError
@@ -36,10 +37,11 @@ ORDERS = (
 
 @dataclasses.dataclass(frozen=True)
 class SimulatedPlan:
-    """A plan with its simulation."""
+    """A plan with its simulation, and the cost of a token by the problem's objective."""
 
     plan: Plan
     timeline: Timeline
+    cost: float
 
     @property
     def step_s(self) -> float:
@@ -49,9 +51,8 @@ class SimulatedPlan:
 def simulated(plan: Plan, setting: SearchProblem) -> SimulatedPlan:
     """Return a plan with its simulation. Raises: ProfileError for an SM count without a measured time."""
     shares = setting.shares
-    return SimulatedPlan(
-        plan, simulate(plan, setting.graph, shares, setting.load, device=setting.device, power=setting.power)
-    )
+    timeline = simulate(plan, setting.graph, shares, setting.load, device=setting.device, power=setting.power)
+    return SimulatedPlan(plan, timeline, token_cost(plan, timeline, setting))
 
 
 def sequential(model: ModelConfig, setting: SearchProblem) -> SimulatedPlan:
@@ -68,7 +69,7 @@ def cuts_of(plan: Plan) -> tuple[int, ...]:
 def best_known(
     model: ModelConfig, setting: SearchProblem, orders: Collection[str], stop_s: float = float("inf")
 ) -> SimulatedPlan | None:
-    """Return the fastest of these orders, or None where none is allowed.
+    """Return the order of the least cost, or None where none is allowed.
 
     stop_s: the time of the monotonic clock after which no further order begins.
     """
@@ -78,7 +79,7 @@ def best_known(
             break
         with contextlib.suppress(ProfileError):  # an order on unmeasured SM counts is no candidate
             found = simulated(plan, setting)
-            best = found if best is None or found.step_s < best.step_s else best
+            best = found if best is None or found.cost < best.cost else best
     return best
 
 

@@ -9,7 +9,9 @@ Op times come from a profile measured on the machine, or with --modelled from th
 --collectives, its collectives are the measured ones). A step decodes at most the requests that an engine
 with this --gpu_memory_utilization has pages for (`search.nanobatch.memory_fit`). The rows that it then lacks
 are padding and produce no tokens. Of several --tokens, plans are searched for the two whose sequential steps
-are fastest, in tokens per second. The best plan of all is kept.
+are fastest, in tokens per second. The best plan of all is kept: with --objective energy the one with the
+fewest joules a token, with tokens the one with the most tokens a second at the power cap. Both need a
+profile with joules, or the watts of a modelled one.
 
 Under tensor parallelism the search tries each form of the collectives: all-reduces; reduce-scatters and
 all-gathers with the norms between them; peer copies between two devices, or in two exchanges of four. Next
@@ -53,12 +55,14 @@ from jaxflow.pipeline.handwritten import copied as with_copies
 from jaxflow.pipeline.plan import Plan, Target, save
 from jaxflow.pipeline.program import check, check_sums
 from pallas_kernels.kernel_set import has_bounded
+from pallas_kernels.tune.rules import OBJECTIVES
 from search.cost import BYTES, check_gpus, check_lengths
 from search.nanobatch.cuts import TILE
 from search.nanobatch.cyclic import SearchError, check_solver
 from search.nanobatch.known_orders import ORDERS, best_known, cuts_of, sequential, simulated
 from search.nanobatch.layer_tasks import RESOURCES, StepShape
 from search.nanobatch.memory_fit import UTILIZATION, most_decodes
+from search.nanobatch.objective import TIME, check_objective
 from search.nanobatch.plan_report import (
     FOLDER,
     PlanResult,
@@ -185,6 +189,12 @@ def define_flags() -> None:
         lower_bound=1,
         upper_bound=4,
     )
+    flags.DEFINE_enum(
+        "objective",
+        TIME,
+        OBJECTIVES,
+        "What the best plan has least of: time, time at the power cap (tokens), joules a token (energy).",
+    )
     flags.DEFINE_integer("time_limit_s", 600, "Time limit in seconds of the full search.", lower_bound=1)
     flags.DEFINE_string(
         "out",
@@ -223,6 +233,7 @@ def run() -> None:
         check_scattered(
             rival.profile.tensor_parallel_size, tokens=budgets, cuts=_numbers("cuts") if f.cuts else []
         )
+    check_objective(f.objective, rival)
     if len(rival.offered_sms()) == 1:
         print(full_device_note(rival.profile))
     used = f.gpu_memory_utilization
@@ -237,7 +248,8 @@ def run() -> None:
     files = [out / f"{prompt}-{output}.json" for prompt, output in workloads] if len(workloads) > 1 else [out]
     check_files(out, files)
     names, unsure = set(), {}
-    turns = TimeShares(_SEARCHED * f.time_limit_s, min(SEARCHED, len(budgets)) * len(workloads))
+    most = SEARCHED if f.objective == TIME else SEARCHED + 1  # another size may need the fewest joules
+    turns = TimeShares(_SEARCHED * f.time_limit_s, min(most, len(budgets)) * len(workloads))
     with tqdm(total=turns.left, unit="step", disable=not sys.stderr.isatty()) as bar:
         for (prompt, output), path in zip(workloads, files, strict=True):
             loads = {
@@ -254,7 +266,7 @@ def run() -> None:
                     )
                 )
                 bar.update()
-            best = _named(max(results, key=lambda result: result.tokens_per_s), f"{prompt}/{output}", names)
+            best = _named(min(results, key=lambda result: result.cost), f"{prompt}/{output}", names)
             save(best.plan, path)
             unsure |= {path: f"{prompt}/{output}"} if best.unsure else {}
             bar.write(report(best, path), file=sys.stdout)
@@ -292,7 +304,7 @@ def solve_one(
     time_limit_s: float,
     bar: tqdm,
 ) -> PlanResult:
-    """Return the plan for a workload's step, in the fastest form of the collectives that allows its cuts.
+    """Return the plan for a workload's step, in the best form of the collectives that allows its cuts.
 
     rival: the op times of the engine's sequential step.
     """
@@ -308,14 +320,19 @@ def solve_one(
     results = [
         _solve_form(name, model, shares, load, workload, time_limit_s / len(forms), bar) for shares in forms
     ]
-    best = max(results, key=lambda result: result.tokens_per_s)
+    best = min(results, key=lambda result: result.cost)
     plan, setting = best.plan, best.setting
     if not is_sequential(plan):
         said = predict(
             plan, setting.graph, setting.shares, load, device=setting.device, power=setting.power, rival=rival
         )
         plan = msgspec.structs.replace(plan, predictions=said)
-    return dataclasses.replace(best, plan=plan, sequential_s=min(result.sequential_s for result in results))
+    return dataclasses.replace(
+        best,
+        plan=plan,
+        sequential_s=min(result.sequential_s for result in results),
+        sequential_cost=min(result.sequential_cost for result in results),
+    )
 
 
 def _solve_form(
@@ -345,20 +362,22 @@ def _solve_form(
         left_s, say = max(1.0, stop_s - time.monotonic()), lambda line: bar.write(line, file=sys.stderr)
         found = search(setting, time_limit_s=left_s, name=title, target=target, say=say)
         plans = [_told(plan, shares) for plan in (found.plan, *found.others)]
-        solved = min((simulated(plan, setting) for plan in plans), key=lambda one: one.step_s)
+        solved = min((simulated(plan, setting) for plan in plans), key=lambda one: one.cost)
     tried = [one for one in (known, solved) if one is not None]
     if not tried:
         raise SearchError(
             f"orders={','.join(f.orders)}: none of them may be cut and overlap as asked; --orders "
             f"{SOLVER} is without bounds"
         )
-    best = min(tried, key=lambda one: one.step_s)
+    alone = sequential(model, setting)
+    if f.objective != TIME and SOLVER in f.orders and not f.split:
+        tried.append(alone)  # the solver compares times only
+    best = min(tried, key=lambda one: one.cost)
     check(best.plan, shares.graph)
     check_sums(best.plan, shares.graph, profile.tensor_parallel_size)
     plan = msgspec.structs.replace(best.plan, target=target, stages=stages)
-    return PlanResult(
-        setting, plan, best.timeline, sequential(model, setting).timeline.period_s, found, solved, known
-    )
+    costs = best.cost, alone.cost
+    return PlanResult(setting, plan, best.timeline, alone.timeline.period_s, *costs, found, solved, known)
 
 
 def _setting(shares: ShareTimes, load: StepShape) -> SearchProblem:
@@ -369,6 +388,7 @@ def _setting(shares: ShareTimes, load: StepShape) -> SearchProblem:
         overlap=MODES[f.overlap], nano_batches=f.nano_batches, split=f.split,
         quantized=profile.dtype == "float8_e4m3fn",
         places=tuple(sorted(set(_numbers("cuts")))) if f.cuts else (), nano_ops=f.nano_ops,
+        objective=f.objective,
     )  # fmt: skip
 
 

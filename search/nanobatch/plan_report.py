@@ -13,7 +13,7 @@ from jaxflow.pipeline.plan import Plan
 from pallas_kernels.kernel_set import HOPPER, has_bounded
 from search.nanobatch.known_orders import SimulatedPlan, cuts_of
 from search.nanobatch.memory_fit import UTILIZATION
-from search.nanobatch.predict import tokens_per_s
+from search.nanobatch.objective import ENERGY, TIME
 from search.nanobatch.problem import SearchProblem
 from search.nanobatch.simulate import Timeline
 from search.nanobatch.stages import FoundPlan
@@ -34,6 +34,8 @@ class PlanResult:
     plan: Plan
     timeline: Timeline
     sequential_s: float  # simulated, of a layer; the least over the forms of the collectives
+    cost: float  # of a token, by the problem's objective
+    sequential_cost: float  # of a token in the sequential step, the least over the forms
     found: FoundPlan | None
     solved: SimulatedPlan | None
     known: SimulatedPlan | None
@@ -42,11 +44,6 @@ class PlanResult:
     def was_known(self) -> bool:
         """Return whether the plan's order was known before the solver began."""
         return self.known is not None and self.timeline is self.known.timeline
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Return the tokens per second of full steps, without padding."""
-        return tokens_per_s(self.setting, self.timeline.step_s)
 
     @property
     def unsure(self) -> bool:
@@ -178,8 +175,21 @@ def report(result: PlanResult, path: Path) -> str:
                 f"  relative to the sequential plan: {result.sequential_s / timeline.period_s:.3f}x a "
                 f"layer{rival}; {_of_a_step(result)}"
             ),
+            *_of_a_token(result),
         )
     )
+
+
+def _of_a_token(result: PlanResult) -> list[str]:
+    """Return the line of an objective other than time: the plan's value and the sequential plan's."""
+    objective, costs = result.setting.objective, (result.cost, result.sequential_cost)
+    if objective == TIME:
+        return []
+    if objective == ENERGY:
+        plan, alone = (f"{1e3 * cost:.2f}" for cost in costs)
+        return [f"  predicted mJ a token: {plan}, of the sequential plan {alone}"]
+    plan, alone = (f"{1 / cost:,.0f}" for cost in costs)
+    return [f"  predicted tokens/s at the power cap: {plan}, of the sequential plan {alone}"]
 
 
 def _of_orders(result: PlanResult) -> str:

@@ -13,14 +13,14 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from jaxflow.config import ModelConfig
-from jaxflow.model.composition import Composition
-from jaxflow.model.cost import Device, op_times
+from jaxflow.model.cost import Device
 from jaxflow.model.energy import Power
 from jaxflow.model.graph import Graph
 from jaxflow.pipeline.plan import NanoOp, Plan, Predictions
 from pallas_kernels.cards import Card, card_of, default_card
 from search.nanobatch.known_orders import sequential
 from search.nanobatch.layer_tasks import StepShape
+from search.nanobatch.outside import outside_s
 from search.nanobatch.problem import SearchProblem
 from search.nanobatch.simulate import simulate
 from search.profile.clock import shipped_card
@@ -101,23 +101,6 @@ def margin(plan: Plan, graph: Graph, gpus: int, dtype: str, card: Card | None = 
     return card.plan_margin_swaps_fp8 if dtype == "float8_e4m3fn" else card.plan_margin_swaps
 
 
-def outside_s(graph: Graph, step: Composition, device: Device | None, dtype: str) -> float:
-    """Return the seconds of the ops outside the layers, in sequence, and of the step itself.
-
-    The result is 0 where the device's rates are unknown. On several devices two of these ops end with a
-    collective, which does not overlap them.
-    """
-    if device is None or dtype not in device.rates.flops_per_s or "bfloat16" not in device.rates.flops_per_s:
-        return 0.0
-    card = shipped_card(device.name)
-    ops_s = 0.0
-    for op in (*graph.before, *graph.after):
-        times = op_times(op, step, device.rates, dtype)
-        ops_s += max(times.compute_s, times.memory_s) + times.network_s
-        ops_s += card.collective_s if card and times.network_s else 0.0
-    return ops_s + (card.step_s if card else 0.0)
-
-
 SIZES = (
     512,
     1024,
@@ -129,16 +112,17 @@ SEARCHED = 2  # sizes with a plan search: each one gets half of a workload's tim
 
 @dataclasses.dataclass(frozen=True)
 class StepSize:
-    """A number of tokens a step, with the throughput of its sequential step."""
+    """A number of tokens a step, with the throughput and the cost of a token of its sequential step."""
 
     tokens: int
     padding: int
     tokens_per_s: float
+    cost: float
 
     @classmethod
     def of(cls, model: ModelConfig, setting: SearchProblem) -> "StepSize":
-        load = setting.load
-        return cls(load.tokens, load.padding, tokens_per_s(setting, sequential(model, setting).step_s))
+        load, found = setting.load, sequential(model, setting)
+        return cls(load.tokens, load.padding, tokens_per_s(setting, found.step_s), found.cost)
 
 
 def tokens_per_s(setting: SearchProblem, layers_s: float) -> float:
@@ -151,8 +135,9 @@ def tokens_per_s(setting: SearchProblem, layers_s: float) -> float:
 
 
 def most_promising(sizes: Iterable[StepSize]) -> list[StepSize]:
-    """Return the sizes to search, by the throughput of the sequential step."""
-    return sorted(sizes, key=lambda size: (-size.tokens_per_s, size.tokens))[:SEARCHED]
+    """Return the sizes to search: those of the fastest sequential steps, and that of the least cost."""
+    fastest = sorted(sizes, key=lambda size: (-size.tokens_per_s, size.tokens))
+    return list(dict.fromkeys((*fastest[:SEARCHED], min(fastest, key=lambda size: size.cost))))
 
 
 def line(sizes: Sequence[StepSize], searched: Sequence[StepSize], best: int) -> str:

@@ -69,6 +69,7 @@ class SearchProblem:
     step: int | None = None  # cuts are its multiples; None: `TILE`, or an eighth of a small step
     places: tuple[int, ...] = ()  # the only cuts allowed, if given
     nano_ops: int = 1  # the most nano-ops of an op where ops are cut one by one; 1: all ops are cut alike
+    objective: str = "time"  # the cost of a token, by which plans are compared (`search.nanobatch.objective`)
 
     @property
     def governor(self) -> Governor | None:

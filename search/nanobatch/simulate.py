@@ -79,12 +79,12 @@ class Timeline:
 
 def simulate(
     plan: Plan, graph: Graph, shares: ShareTimes, load: StepShape, *, device: Device | None = None,
-    power: Power | None = None, governor: Governor | None = None,
+    power: Power | None = None, governor: Governor | None = None, clock_hz: float | None = None,
 ) -> Timeline:  # fmt: skip
     """Simulate the plan on a step of this shape, through all layers of the graph.
 
     The shape may differ from the plan's target. governor: the model of the power governor; None:
-    `governor_of` the device.
+    `governor_of` the device. clock_hz: the clock of the step; None: the one that the governor settles at.
 
     Raises: ProfileError for an op or an SM count without a measured time.
     """
@@ -130,10 +130,10 @@ def simulate(
     work_of = exchange_work if plan.sums == "copies" else Op.work
     work = sum((work_of(op, steps[part]) * number for (op, part), number in amounts.items()), Work())
     work += Work(activation_bytes=sum(side.moved for side in sides))
-    dtype, clock_hz = shares.profile.dtype, None
+    dtype = shares.profile.dtype
     if governor is None and device is not None and shares.clocked:
         governor = governor_of(device.name, dtype)
-    if governor is not None:
+    if governor is not None and clock_hz is None:
         clock_hz = 0.75 * governor.highest_hz
         for _ in range(_GUESSES):
             took = max(entry.stop_s for entry in entries(shares.at(clock_hz)))

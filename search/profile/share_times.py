@@ -21,6 +21,7 @@ from pallas_kernels.gemm.fp8.tile_schedule import filled
 from search.profile.clock import ClockCard, ClockScaling, of_pair, shipped_card, slowdown
 from search.profile.modelled import SMS
 from search.profile.op_times import ATTENTION, Profile, seconds
+from search.profile.op_watts import OpWatts
 
 INTAKE = 3.0  # an SM's largest intake, over its share of the memory's bandwidth
 TILE_ROWS, TILE_COLUMNS = 128, 256  # of the persistent products
@@ -118,6 +119,11 @@ class ShareTimes:
         return self.card.nano_s if self.card else 0.0
 
     @functools.cached_property
+    def op_watts(self) -> OpWatts:
+        """Return the watts of the profile's ops, each at its own clock."""
+        return OpWatts.of((self.root or self).profile)
+
+    @functools.cached_property
     def clocks(self) -> ClockScaling:
         return ClockScaling(self.graph, self.profile, self.card)
 
@@ -141,16 +147,21 @@ class ShareTimes:
         )
         return lost * took / windows.total()
 
+    @staticmethod
+    def case(name: str, step: Composition, window: int | None) -> tuple[float, float]:
+        """Return the tokens of an op in a step, and attention's mean keys, else 0."""
+        if name not in ATTENTION:
+            return step.tokens, 0.0
+        count, total = (
+            ("decode_tokens", "decode_keys")
+            if name == "decode_attention"
+            else ("chunk_tokens", "chunk_pairs")
+        )
+        tokens = step.count(count)
+        return tokens, step.count(total, window) / tokens if tokens else 0.0
+
     def _seconds(self, name: str, kind: str, step: Composition, window: int | None, sms: int) -> float:
-        tokens, keys = step.tokens, 0.0
-        if name in ATTENTION:
-            count, total = (
-                ("decode_tokens", "decode_keys")
-                if name == "decode_attention"
-                else ("chunk_tokens", "chunk_pairs")
-            )
-            tokens = step.count(count)
-            keys = step.count(total, window) / tokens if tokens else 0.0
+        tokens, keys = self.case(name, step, window)
         if not tokens:
             return 0.0
         full = self.profile.total_sms

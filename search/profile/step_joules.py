@@ -24,6 +24,7 @@ from search.profile.clock import ClockCard, ClockScaling
 from search.profile.energy import flops_dtype
 from search.profile.op_bench import OpCase
 from search.profile.op_times import OpTime, Profile, ProfileError, seconds
+from search.profile.op_watts import joules_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +117,7 @@ def at_case(profile: Profile, case: OpCase, sms: int | None = None) -> OpTime | 
     known = [
         one
         for one in profile.op_times
-        if (one.op, one.sms) == (case.op, sms) and one.clock_mhz is not None and _joules(one) is not None
+        if (one.op, one.sms) == (case.op, sms) and one.clock_mhz is not None and joules_of(one) is not None
     ]
     if not known:
         return None
@@ -128,7 +129,7 @@ def at_case(profile: Profile, case: OpCase, sms: int | None = None) -> OpTime | 
     def inside(values: Sequence[int], value: int) -> int:
         return min(max(value, min(values)), max(values))
 
-    joules = {one: _joules(one) or 0.0 for one in known}
+    joules = {one: joules_of(one) or 0.0 for one in known}
     took = between({one: one.seconds for one in known}, case.tokens, case.keys)
     spent = between(joules, case.tokens, case.keys)
     # Beyond the last point time and joules grow, and the clock does not.
@@ -138,11 +139,6 @@ def at_case(profile: Profile, case: OpCase, sms: int | None = None) -> OpTime | 
     )
     clock = between({one: one.clock_mhz or 0.0 for one in known}, tokens, keys)
     return OpTime(case.op, case.tokens, case.keys, sms, took, spent / took, clock, spent)
-
-
-def _joules(one: OpTime) -> float | None:
-    """Return the joules of an entry, by the energy counter or else by the sensor."""
-    return one.seconds * one.watts if one.joules is None and one.watts is not None else one.joules
 
 
 def measurements(profiles: Mapping[str, Profile], case: OpCase) -> list[tuple[OpTime, str]]:
