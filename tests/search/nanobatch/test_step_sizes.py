@@ -102,12 +102,14 @@ def test_what_is_kept_was_the_best_and_all_are_predicted(lengths):
 
 def test_the_best_are_searched_first():
     sizes = [
-        StepSize(512, 0, 20.0),
-        StepSize(1024, 0, 30.0),
-        StepSize(1536, 100, 25.0),
-        StepSize(2048, 600, 30.0),
+        StepSize(512, 0, 20.0, 1 / 20),
+        StepSize(1024, 0, 30.0, 1 / 30),
+        StepSize(1536, 100, 25.0, 1 / 25),
+        StepSize(2048, 600, 30.0, 1 / 30),
     ]
     assert [size.tokens for size in most_promising(sizes)] == [1024, 2048] and SEARCHED == 2
+    frugal = [*sizes, StepSize(256, 0, 15.0, 1 / 40)]
+    assert [size.tokens for size in most_promising(frugal)] == [1024, 2048, 256]
     assert line(sizes[1:3], sizes[1:2], 1024).endswith(
         "1024 30 (0 padding), 1536 25 (100 padding); plans for 1024; best 1024"
     )
