@@ -1,22 +1,28 @@
 """Reasoning in the text of an answer: a reader of `<think> … </think>`, and the count of its tokens.
 
-Qwen3, DeepSeek-R1 and GLM-4.5 write their reasoning between the two marks, before the content. Some chat
+Qwen3, DeepSeek-R1, GLM-4.5 and Gemma 4 write their reasoning between two marks, before the content. Some chat
 templates write the first mark at the end of the prompt. The answer then begins within the reasoning.
 """
 
 import enum
-import re
 from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
 from jaxflow.text.tokenizer import Tokenizer
 from jaxflow.text.tool_calls import ToolCall
 
-OPEN, CLOSE = "<think>", "</think>"
-# An answer may begin with a few white spaces and the first mark.
-_OPENED = re.compile(r"\s{0,9}<think>")
-_MAY_OPEN = re.compile(r"\s{0,9}(?:<(?:t(?:h(?:i(?:nk?)?)?)?)?)?")
-_CLOSING = ("\n" + CLOSE, CLOSE)
+MAX_BLANKS = 9  # white spaces before the first mark
+
+
+class Marks(NamedTuple):
+    """The texts around the reasoning of an answer."""
+
+    opening: str
+    closing: str
+
+
+THINK = Marks("<think>", "</think>")
+CHANNEL = Marks("<|channel>thought", "<channel|>")  # of Gemma 4
 
 
 class Said(NamedTuple):
@@ -35,12 +41,12 @@ class Begin(enum.Enum):
     CONTENT = enum.auto()
 
 
-def thinks(template: str) -> bool:
-    """Return True if a chat template has one of the marks."""
-    return OPEN in template or CLOSE in template
+def marks_of(template: str) -> Marks | None:
+    """Return the marks of which a chat template has one, or None."""
+    return next((marks for marks in (CHANNEL, THINK) if any(mark in template for mark in marks)), None)
 
 
-def begin_of(prompt_end: str, continued: str, otherwise: Begin) -> Begin:
+def begin_of(prompt_end: str, continued: str, otherwise: Begin, marks: Marks = THINK) -> Begin:
     """Return where an answer begins.
 
     Args:
@@ -49,25 +55,26 @@ def begin_of(prompt_end: str, continued: str, otherwise: Begin) -> Begin:
       otherwise: the result for a prompt without a mark at its end.
     """
     if continued.strip():
-        reader = ThinkReader(otherwise)
+        reader = ThinkReader(otherwise, marks)
         reader.push(continued)
         return Begin.REASONING if reader.in_reasoning else Begin.CONTENT
     prompt_end = prompt_end.rstrip()
-    if prompt_end.endswith(CLOSE):
+    if prompt_end.endswith(marks.closing):
         return Begin.CONTENT
-    return Begin.REASONING if prompt_end.endswith(OPEN) else otherwise
+    return Begin.REASONING if prompt_end.endswith(marks.opening) else otherwise
 
 
 class ThinkReader:
     """The reasoning and the content of one growing answer.
 
-    The parts of a text do not change what is read. Marks after the first `</think>`, and a `<think>` after
-    other text, are text. Left out are the marks, white space before the first one, one line end after
-    `<think>`, one before `</think>` and two after it: templates write them around the marks. The reader
-    holds back at most 16 characters.
+    The parts of a text do not change what is read. Marks after the first closing one, and an opening one
+    after other text, are text. Left out are the two marks, white space before the first one, one line end
+    after it, one before the closing mark and two after it: templates write them around the marks. The
+    reader holds back at most `MAX_BLANKS` characters and a mark.
     """
 
-    def __init__(self, begin: Begin):
+    def __init__(self, begin: Begin, marks: Marks = THINK):
+        self._marks = marks
         self._fresh = begin is not Begin.CONTENT  # the first mark may follow
         self.in_reasoning = begin is Begin.REASONING
         self._line_ends = int(self.in_reasoning)  # at most so many are left out next
@@ -84,16 +91,18 @@ class ThinkReader:
     def _read(self, text: str, final: bool) -> Said:
         self._held += text
         if self._fresh:
-            if opened := _OPENED.match(self._held):
+            opening, text = self._marks.opening, self._held.lstrip()
+            few = len(self._held) - len(text) <= MAX_BLANKS
+            if few and text.startswith(opening):
                 self.in_reasoning, self._line_ends = True, 1
-                self._held = self._held[opened.end() :]
-            elif not final and _MAY_OPEN.fullmatch(self._held):
+                self._held = text.removeprefix(opening)
+            elif few and opening.startswith(text) and not final:
                 return Said("", "", [])
             self._fresh = False
         reasoning = ""
         if self.in_reasoning:
             self._leave_line_ends()
-            reasoning, closed, after = self._held.partition(CLOSE)
+            reasoning, closed, after = self._held.partition(self._marks.closing)
             if not closed:
                 certain = len(reasoning) - (0 if final else self._uncertain())
                 self._held = reasoning[certain:]
@@ -112,10 +121,9 @@ class ThinkReader:
 
     def _uncertain(self) -> int:
         """Return the length of the end of the held text that may belong to the second mark."""
-        return next(
-            (n for n in range(len(CLOSE), 0, -1) if any(self._held.endswith(mark[:n]) for mark in _CLOSING)),
-            0,
-        )
+        closing, held = self._marks.closing, self._held
+        ends = (n for n in range(len(closing), 0, -1) if held.endswith((closing[:n], ("\n" + closing)[:n])))
+        return next(ends, 0)
 
 
 class Reader(Protocol):

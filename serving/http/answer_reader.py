@@ -1,57 +1,33 @@
 """How the text of a chat's answer is read: which parts are reasoning, calls and content."""
 
-import enum
-
 import msgspec
 
 from jaxflow.text.harmony import HarmonyReader, is_harmony
-from jaxflow.text.reasoning import Begin, ReasoningTokens, Said, ThinkReader, thinks
+from jaxflow.text.reasoning import (
+    CHANNEL,
+    THINK,
+    Begin,
+    Marks,
+    ReasoningTokens,
+    Said,
+    ThinkReader,
+    marks_of,
+)
 from jaxflow.text.tokenizer import Tokenizer
 from jaxflow.text.tool_calls import Form, ToolCallReader
-
-
-class Parser(enum.Enum):
-    """A form of reasoning in an answer."""
-
-    NONE = enum.auto()
-    THINK = enum.auto()
-    HARMONY = enum.auto()
-
-
-# The values of --reasoning_parser beside auto, by vLLM's names: the form, and where the answer to a prompt
-# without a mark begins.
-PARSERS = {
-    "none": (Parser.NONE, Begin.CONTENT),
-    "qwen3": (Parser.THINK, Begin.ANSWER),
-    "glm45": (Parser.THINK, Begin.ANSWER),
-    "deepseek_v3": (Parser.THINK, Begin.ANSWER),
-    "deepseek_r1": (Parser.THINK, Begin.REASONING),
-    "openai_gptoss": (Parser.HARMONY, Begin.ANSWER),
-}
-
-
-def parser_of(name: str, template: str) -> tuple[Parser, Begin]:
-    """Return the form of reasoning, and where the answer to a prompt without a mark begins.
-
-    Args:
-      name: a key of `PARSERS`, or auto for the form that the chat template shows.
-    """
-    if name != "auto":
-        return PARSERS[name]
-    if is_harmony(template):
-        return Parser.HARMONY, Begin.ANSWER
-    return (Parser.THINK if thinks(template) else Parser.NONE), Begin.ANSWER
 
 
 class Reading(msgspec.Struct, frozen=True):
     """What is read in a text.
 
-    `begin`: where an answer with `<think>` begins. `shown`: the answer has the reasoning. `tools`: harmony
-    messages may be calls. `form`: of the calls in other text, if the request has tools. `most_calls`: of a
-    choice; None for any number.
+    `harmony`: the text has harmony messages; `tools`: some may be calls. `marks`: around the reasoning of
+    other text, if it has any. `begin`: where the answer begins. `shown`: the answer has the reasoning.
+    `form`: of the calls in other text, if the request has tools. `most_calls`: of a choice; None for any
+    number.
     """
 
-    parser: Parser
+    harmony: bool = False
+    marks: Marks | None = None
     begin: Begin = Begin.ANSWER
     shown: bool = True
     tools: bool = False
@@ -60,12 +36,34 @@ class Reading(msgspec.Struct, frozen=True):
 
     def counter(self, tokenizer: Tokenizer) -> ReasoningTokens | None:
         """Return a counter of the reasoning of one choice, or None for an answer without reasoning."""
-        match self.parser:
-            case Parser.THINK:
-                return ReasoningTokens(tokenizer, ThinkReader(self.begin))
-            case Parser.HARMONY:
-                return ReasoningTokens(tokenizer, HarmonyReader(tools=False))
+        if self.harmony:
+            return ReasoningTokens(tokenizer, HarmonyReader(tools=False))
+        if self.marks is not None:
+            return ReasoningTokens(tokenizer, ThinkReader(self.begin, self.marks))
         return None
+
+
+# The values of --reasoning_parser beside auto, by vLLM's names.
+PARSERS = {
+    "none": Reading(),
+    "qwen3": Reading(marks=THINK),
+    "glm45": Reading(marks=THINK),
+    "deepseek_v3": Reading(marks=THINK),
+    "deepseek_r1": Reading(marks=THINK, begin=Begin.REASONING),
+    "gemma4": Reading(marks=CHANNEL),
+    "openai_gptoss": Reading(harmony=True),
+}
+
+
+def reading_of(name: str, template: str) -> Reading:
+    """Return how reasoning is read. `begin` is that of an answer to a prompt without a mark.
+
+    Args:
+      name: a key of `PARSERS`, or auto for the form that the chat template shows.
+    """
+    if name != "auto":
+        return PARSERS[name]
+    return Reading(harmony=True) if is_harmony(template) else Reading(marks=marks_of(template))
 
 
 class AnswerReader:
@@ -74,8 +72,8 @@ class AnswerReader:
     def __init__(self, reading: Reading):
         form, most = reading.form, reading.most_calls
         self._shown = reading.shown
-        self._harmony = HarmonyReader(reading.tools, most) if reading.parser is Parser.HARMONY else None
-        self._think = ThinkReader(reading.begin) if reading.parser is Parser.THINK else None
+        self._harmony = HarmonyReader(reading.tools, most) if reading.harmony else None
+        self._think = None if reading.marks is None else ThinkReader(reading.begin, reading.marks)
         self._calls = None if form is None else ToolCallReader(form, most)
 
     @property

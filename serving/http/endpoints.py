@@ -16,12 +16,12 @@ from starlette.exceptions import HTTPException
 import jaxflow
 from jaxflow.request import Amount, InvalidRequest, Request, SamplingParams
 from jaxflow.text.chat import MAX_MESSAGES, REASONING_NAMES
-from jaxflow.text.reasoning import CLOSE, OPEN, Begin, begin_of
+from jaxflow.text.reasoning import begin_of
 from jaxflow.text.tool_calls import Form, UnknownForm, form_of
 from serving.frontend.call import CALL, new_id
 from serving.frontend.refusal import Code, Refusal, deadline_passed
 from serving.frontend.served_model import Chat, Prompt, ServedModel
-from serving.http.answer_reader import Parser, Reading, parser_of
+from serving.http.answer_reader import Reading, reading_of
 from serving.http.chat import ChatFormat
 from serving.http.completions import CompletionFormat
 from serving.http.errors import HttpError, http_error
@@ -209,9 +209,8 @@ class Endpoints:
         if not chat and request.echo:
             echo = await asyncio.to_thread(lambda: list(map(self._text, asked, requests)))
         drop = not chat and request.max_tokens == 0
-        if isinstance(request, ChatRequest) and reading is not None and reading.parser is Parser.THINK:
-            begin = self._begin(request, requests[0].prompt_token_ids, reading.begin)
-            reading = msgspec.structs.replace(reading, begin=begin)
+        if isinstance(request, ChatRequest) and reading is not None:
+            reading = self._begun(reading, request, requests[0].prompt_token_ids)
         job = Job(requests, llm.tokenizer, llm.model_config.eos_token_ids, echo, drop, reading)
         head = self._head(request, sampling)
         return Prepared(
@@ -229,26 +228,27 @@ class Endpoints:
         if tokenizer is None:
             return None, False
         free, template = request.skip_special_tokens is None, tokenizer.chat_template or ""
-        parser, begin = parser_of(served.config.reasoning_parser, template)
-        special = parser is Parser.HARMONY or (
-            parser is Parser.THINK and not tokenizer.special_texts.isdisjoint((OPEN, CLOSE))
-        )
+        reading = reading_of(served.config.reasoning_parser, template)
+        special = reading.harmony or not tokenizer.special_texts.isdisjoint(reading.marks or ())
         if request.separate_reasoning is False or (special and not free):
-            parser, special = Parser.NONE, False
+            reading, special = Reading(), False
         form, tools = None, bool(tools_of(request))
-        if tools and not (parser is Parser.HARMONY and "tools" in template):
+        if tools and not (reading.harmony and "tools" in template):
             form = self._tool_form(request)
             special = special or (form.special and free)
-        if parser is Parser.NONE and form is None:
+        if not (reading.harmony or reading.marks or form):
             return None, False
         most = 1 if request.parallel_tool_calls is False else None
         shown = request.include_reasoning is not False
-        return Reading(parser, begin, shown, tools, form, most), special
+        return msgspec.structs.replace(reading, shown=shown, tools=tools, form=form, most_calls=most), special
 
-    def _begin(self, request: ChatRequest, prompt: Sequence[int], otherwise: Begin) -> Begin:
-        """Return where the answer to a prompt begins."""
+    def _begun(self, reading: Reading, request: ChatRequest, prompt: Sequence[int]) -> Reading:
+        """Return a reading that begins where the answer to a prompt begins."""
+        if reading.marks is None:
+            return reading
         end = self.served.tokenizer("messages").decode(prompt[-_END_TOKENS:], skip_special_tokens=False)
-        return begin_of(end, _continued(request), otherwise)
+        begin = begin_of(end, _continued(request), reading.begin, reading.marks)
+        return msgspec.structs.replace(reading, begin=begin)
 
     def _tool_form(self, request: ChatRequest) -> Form:
         """Return the form of the tool calls of the served model. Raises: Refusal, InvalidRequest."""

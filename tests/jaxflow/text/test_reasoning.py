@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxflow.text.reasoning import Begin, ThinkReader, begin_of, thinks
+from jaxflow.text.reasoning import CHANNEL, MAX_BLANKS, THINK, Begin, ThinkReader, begin_of, marks_of
 
 WORDS = st.text(alphabet="ab<>/ \né", max_size=12)
 BEGINS = st.sampled_from(Begin)
@@ -15,24 +15,41 @@ PIECES = st.lists(
 ).map("".join)
 
 
-def read(text, begin=Begin.ANSWER, cuts=()):
-    reader = ThinkReader(begin)
+MARKS = st.sampled_from((THINK, CHANNEL))
+
+
+def marked(text, marks):
+    return text.replace(THINK.opening, marks.opening).replace(THINK.closing, marks.closing)
+
+
+def read(text, begin=Begin.ANSWER, cuts=(), marks=THINK):
+    reader = ThinkReader(begin, marks)
     bounds = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     said = [reader.push(text[a:b]) for a, b in itertools.pairwise(bounds)] + [reader.finish()]
     assert not any(part.calls for part in said)
     return "".join(part.reasoning for part in said), "".join(part.content for part in said)
 
 
-@given(PIECES, BEGINS, st.lists(st.integers(0, 80), max_size=8))
-def test_the_parts_of_a_text_do_not_matter(text, begin, cuts):
-    assert read(text, begin, cuts) == read(text, begin, range(len(text))) == read(text, begin)
+@given(PIECES, BEGINS, st.lists(st.integers(0, 80), max_size=8), MARKS)
+def test_the_parts_of_a_text_do_not_matter(text, begin, cuts, marks):
+    text = marked(text, marks)
+    whole = read(text, begin, (), marks)
+    assert read(text, begin, cuts, marks) == read(text, begin, range(len(text)), marks) == whole
+
+
+@given(PIECES, BEGINS)
+def test_other_marks_are_read_alike(text, begin):
+    text = text.replace("<th", "")
+    reasoning, content = read(text, begin)
+    told = read(marked(text, CHANNEL), begin, (), CHANNEL)
+    assert told == (marked(reasoning, CHANNEL), marked(content, CHANNEL))
 
 
 @given(PIECES, BEGINS)
 def test_only_marks_and_line_ends_beside_them_are_lost(text, begin):
     reasoning, content = read(text, begin)
     left = text
-    if begin is not Begin.CONTENT and left.lstrip().startswith("<think>") and left.find("<") <= 9:
+    if begin is not Begin.CONTENT and left.lstrip().startswith("<think>") and left.find("<") <= MAX_BLANKS:
         begin, left = Begin.REASONING, left.lstrip().removeprefix("<think>")
     if begin is Begin.REASONING:
         thought, closed, left = left.partition("</think>")
@@ -63,7 +80,7 @@ def test_little_is_held_back(text, begin):
     said = [reader.push(character) for character in text]
     told = sum(len(part.reasoning + part.content) for part in said)
     rest = reader.finish()
-    assert len(rest.reasoning + rest.content) <= 16
+    assert len(rest.reasoning + rest.content) <= MAX_BLANKS + len(THINK.opening)
     assert told + len(rest.reasoning + rest.content) == sum(map(len, read(text, begin)))
 
 
@@ -88,4 +105,5 @@ def test_a_prompt_tells_where_the_answer_begins(end, continued, begin):
 
 
 def test_a_template_of_reasoning_has_a_mark():
-    assert thinks("{{ c.split('</think>') }}") and not thinks("{% if enable_thinking %}")
+    assert marks_of("{{ c.split('</think>') }}") == THINK and marks_of("{% if enable_thinking %}") is None
+    assert marks_of("{{ c.split('<channel|>') }}") == CHANNEL

@@ -125,3 +125,13 @@ def test_the_flag_names_the_form(parser, reasoning, content):
         llm.tokenizer.chat_template = "{{ messages[-1].content }}"
         message = opened.post(CHAT, body("I think.</think>Yes.", {})).json()["choices"][0]["message"]
         assert (message.get("reasoning"), message["content"]) == (reasoning, content)
+
+
+@pytest.mark.parametrize("more", [{}, {"skip_special_tokens": False}, {"skip_special_tokens": True}])
+def test_special_marks_are_read_unless_the_caller_chooses_about_special_tokens(more):
+    answer = "<|channel>thought\nI think.\n<channel|>Yes."
+    with running_server(FakeLLM(chat_template="{{ messages[-1].content }}{# <channel|> #}")) as opened:
+        opened.llm.tokenizer.special_texts = frozenset(("<|channel>", "<channel|>"))
+        message = opened.post(CHAT, body(answer, more)).json()["choices"][0]["message"]
+        expected = (None, f" {answer}") if more else ("I think.", "Yes.")
+        assert (message.get("reasoning"), message["content"]) == expected
