@@ -497,8 +497,8 @@ class EngineConfig:
     )
     max_num_batched_tokens: int | None = _setting(
         None,
-        "Most tokens of a step, on each data-parallel rank. Default: 2048 on a GPU, or the step of the "
-        "shipped plan where another size is faster; 256 on CPU.",
+        "Most tokens of a step, on each data-parallel rank. Default: 2048 on a GPU, up to 4096 for "
+        "mixtures of many experts, or the step of the shipped plan where another size is faster; 256 on CPU.",
     )
     step_sizes: str | None = _setting(
         None,

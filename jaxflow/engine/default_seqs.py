@@ -1,4 +1,4 @@
-"""The default of `max_num_seqs`: the sequences that a full step serves and that the memory holds."""
+"""The defaults of `max_num_batched_tokens` and `max_num_seqs` on a GPU."""
 
 from jaxflow.model.composition import Composition
 
@@ -6,6 +6,24 @@ PROMPT_TOKENS, OUTPUT_TOKENS = 1024, 512  # of the request whose steady state de
 TOKENS_OF_SEQ = 512  # tokens of KV that a sequence of a chat holds on average
 FEWEST_USEFUL = 64  # so many decodes read all weights once, as one decode does
 TILE_ROWS = 128  # rows of a tile of a GEMM
+STEP_TOKENS, MOST_STEP_TOKENS = 2048, 4096
+EXPERT_ROWS = 256  # rows at which the product of a weight takes longer than its read, in fp8 on Hopper GPUs
+
+
+def default_step_tokens(experts: int, chosen: int, ranks: int) -> int:
+    """Return the most tokens of a step by default, on each data-parallel rank: 2,048 to 4,096.
+
+    A mixture's step gives each expert a share of its rows. A step of 2,048 tokens gives an expert of
+    Qwen3-30B-A3B 128 rows, and most of the time of its product is the read of its weights. So the step grows
+    until an expert has 256 rows. Larger steps would delay the next token of running requests further.
+
+    Args:
+      experts: experts of a mixture layer; 0 for a dense model.
+      chosen: experts of a token.
+      ranks: data-parallel ranks, whose rows the experts share.
+    """
+    wanted = EXPERT_ROWS * experts // (chosen * ranks) if experts else 0
+    return min(max(STEP_TOKENS, wanted), MOST_STEP_TOKENS)
 
 
 def default_max_num_seqs(step_tokens: int, kv_bytes: float, seq_bytes: float) -> int:

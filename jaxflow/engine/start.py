@@ -21,7 +21,7 @@ from tqdm import tqdm
 from jaxflow.config import KV_DTYPES, ConfigError, EngineConfig, ModelConfig, Window
 from jaxflow.engine.ahead_of_time import is_timed, target_of, untimed
 from jaxflow.engine.beside_loading import device_bytes_of, have_same_shapes, load_and_prepare
-from jaxflow.engine.default_seqs import TOKENS_OF_SEQ, default_max_num_seqs
+from jaxflow.engine.default_seqs import TOKENS_OF_SEQ, default_max_num_seqs, default_step_tokens
 from jaxflow.engine.driver import Driver
 from jaxflow.engine.executor import Executor, rehearse
 from jaxflow.engine.expert_slots import check_slots, with_slots
@@ -198,7 +198,9 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
             "accuracy in 8 bits",
         )
     check_latent(config, model)
-    budget = config.max_num_batched_tokens or largest_step(config, model) or (2048 if gpu else 256)
+    mixture = (model.num_experts, model.experts_per_token, config.data_parallel_size)
+    by_default = default_step_tokens(*mixture) if gpu else 256
+    budget = config.max_num_batched_tokens or largest_step(config, model) or by_default
     seqs = config.max_num_seqs or default_max_num_seqs(budget, *_kv_bytes(config, model, budget))
     config = dataclasses.replace(config, max_num_seqs=seqs)
     if budget < seqs:

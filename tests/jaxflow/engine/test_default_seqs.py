@@ -10,7 +10,16 @@ from hypothesis import strategies as st
 
 from jaxflow.config import EngineConfig
 from jaxflow.engine import start, step_plans
-from jaxflow.engine.default_seqs import OUTPUT_TOKENS, PROMPT_TOKENS, TILE_ROWS, default_max_num_seqs
+from jaxflow.engine.default_seqs import (
+    EXPERT_ROWS,
+    MOST_STEP_TOKENS,
+    OUTPUT_TOKENS,
+    PROMPT_TOKENS,
+    STEP_TOKENS,
+    TILE_ROWS,
+    default_max_num_seqs,
+    default_step_tokens,
+)
 from jaxflow.engine.step_plans import token_buckets
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.composition import Composition
@@ -46,6 +55,19 @@ def test_a_larger_step_never_means_fewer_sequences(one, other, held, each):
 def test_many_sequences_fill_whole_tiles(step, held, each):
     seqs = default_max_num_seqs(step, held, each)
     assert seqs % TILE_ROWS == 0 or (seqs < TILE_ROWS and seqs & (seqs - 1) == 0)
+
+
+@given(st.integers(1, 512), st.integers(1, 16), st.integers(1, 64))
+def test_a_step_gives_each_expert_its_rows_within_bounds(experts, chosen, ranks):
+    tokens = default_step_tokens(experts, chosen, ranks)
+    assert STEP_TOKENS <= tokens <= MOST_STEP_TOKENS
+    rows = tokens * ranks * chosen / experts
+    assert tokens == STEP_TOKENS or rows <= EXPERT_ROWS
+    assert tokens == MOST_STEP_TOKENS or rows > EXPERT_ROWS - chosen * ranks
+
+
+def test_a_dense_model_has_the_smallest_default_step():
+    assert default_step_tokens(0, 0, 1) == STEP_TOKENS
 
 
 @pytest.mark.parametrize("step", [1024, 2048, 4096])
@@ -97,14 +119,14 @@ class TestOnAnH200:
         [
             ("llama-3.1-8b", {}, 640),
             ("llama-3.1-8b", FP8, 640),
-            ("qwen3-30b-a3b", {}, 640),
+            ("qwen3-30b-a3b", {}, 1280),
             ("llama-3-70b", FP8 | {"tensor_parallel_size": 2}, 640),
             ("llama-3-70b", FP8 | {"tensor_parallel_size": 4}, 1280),
             ("llama-3-70b", {"tensor_parallel_size": 2}, 256),
         ],
         ids=lambda value: value if isinstance(value, str) else None,
     )
-    def test_the_measured_best_is_the_default(self, name, settings, seqs):
+    def test_the_default_follows_the_step_and_the_memory(self, name, settings, seqs):
         assert self.resolved(name, **settings).max_num_seqs == seqs
 
     def test_a_given_number_wins(self):
