@@ -11,12 +11,14 @@ The noise floor comes from two runs of the sequential step over the same tokens 
 margin of a position is the distance between its two largest logits. The floor is the 99.9 % quantile of the
 change of the margin. A plan must choose the sequential step's token wherever the margin exceeds the floor.
 
-Random weights give small margins and much noise, so two scales are applied. `--embed_scale` makes the
-embeddings as large as the sum of the outputs of all layers, as in a trained model. The rows of the head are
-scaled to a twentieth, except a few loud rows, so that the best token has a larger margin. The result is that
-of the largest number of loud rows with which half of the positions are above the floor.
+Random weights give small margins and much noise. So each number of dummy weights is in `--copies` columns,
+which average their rounding errors (`benchmarks.check_weights`). The numbers of copies are tried in turn. If
+too few positions are above the floor, the rows of the head are scaled to a twentieth, except a few loud rows.
+The result is that of the largest number of loud rows with which half of the positions are above the floor.
 
-A control shows that the check can fail: the sequential step without the attention of the middle layer.
+Controls show that the check can fail: sequential steps whose middle layer is broken. No plan passes unless
+every control fails so clearly that the same error in half of the rows would fail, too. Decodes and prefill
+must each agree. The mean KL of a plan must also be near that of the noise.
 """
 
 import argparse
@@ -35,8 +37,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from benchmarks.check_weights import (
+    Break,
+    broken,
+    heads,
+    large_embed_scale,
+    most_copies,
+    repeated,
+    repeated_embeddings,
+)
 from jaxflow.bench.plans.steady import SteadyStep
-from jaxflow.config import ConfigError, EngineConfig
+from jaxflow.config import ConfigError, EngineConfig, ModelConfig
 from jaxflow.engine.executor import Executor
 from jaxflow.engine.layout import StepLayout
 from jaxflow.engine.start import make_executor, prepare_process, resolve
@@ -53,7 +64,8 @@ from pallas_kernels.measure.sensor import sample
 FLOOR = 0.999  # the noise floor is this quantile of the noise
 AGREE = 0.999  # required share of equal tokens at the positions above the floor
 ABOVE = 0.5  # required share of the positions above the floor
-QUIET = 0.05  # scale of the head's rows that are not loud
+BROKEN = 1 - 2 * (1 - AGREE)  # largest share of equal tokens of a control
+MOST_KL = 1.5  # largest mean KL of a plan, as a multiple of the noise's
 BLOCK = 512  # positions whose logits exist at once
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p99.9": 0.999, "max": 1.0}
 
@@ -153,11 +165,12 @@ def streams(
     lengths: Lengths,
     token_ids: np.ndarray,
     program: Callable | None = None,
+    after_step: Break | None = None,
 ) -> tuple[Any, dict[tuple[int, int], int]]:
     """Return the residual stream after the last layer of all steps' rows [n, D], and each position's row.
 
     program: a step of the layout, whose stream may be a pytree of arrays with a row for each token. None: the
-    executor's step.
+    executor's step. after_step: may break the cache after each step.
     """
     steps, found = list(steps_of(lengths, layout.tokens)), []
     program, executor.weights = program or executor.program(layout), weights
@@ -166,6 +179,8 @@ def streams(
         buffer = jax.device_put(step_of(executor, layout, step, token_ids).buffer, everywhere)
         _, x, _ = executor.run_program(program, buffer)
         found.append(x)
+        if after_step is not None:
+            after_step(executor)
         jax.block_until_ready(found[-3:-2])
     return jax.tree.map(lambda *parts: jnp.concatenate(parts), *found), places_of(steps)
 
@@ -187,34 +202,6 @@ def page_table(lengths: Lengths, block_size: int, shape: tuple[int, ...]) -> np.
         table[:, slot, :pages] = np.arange(used, used + pages)
         used += pages
     return table
-
-
-def without_attention(weights: Any, layer: int) -> Any:
-    """Return the weights with a layer without attention: the weights of the
-    norm before the attention are 0.
-    """
-    layers = list(weights["layers"])
-    layers[layer] = layers[layer] | {"attn_norm": jnp.zeros_like(layers[layer]["attn_norm"])}
-    return weights | {"layers": layers}
-
-
-def scaled(array: jax.Array, scale: np.ndarray | float) -> jax.Array:
-    """Return the array with its rows scaled, where it lies."""
-    by = np.asarray(scale, np.float32).reshape(-1, 1)
-    grow = jax.jit(lambda a: (a * by).astype(a.dtype), out_shardings=array.sharding)
-    return grow(array)
-
-
-def embed_scale(load_format: str, num_layers: int) -> float:
-    """Return the scale of the embeddings: of dummy weights that of the sum of all layers' outputs, else 1."""
-    return (2 * num_layers) ** 0.5 if load_format == "dummy" else 1.0
-
-
-def loud_rows(rows: int, loud: int) -> np.ndarray:
-    """Return the scale of each of a head's `rows`: 1 for `loud` of them, evenly spaced, else `QUIET`."""
-    scale = np.full(rows, QUIET, np.float32)
-    scale[np.arange(loud) * rows // loud] = 1.0
-    return scale
 
 
 # ---- comparing
@@ -263,16 +250,6 @@ def comparer(executor: Executor) -> Callable[[dict, jax.Array, jax.Array], dict[
         return compare(sharded(head, one)[:, :vocabulary], sharded(head, other)[:, :vocabulary])
 
     return jax.jit(run)
-
-
-def heads(weights: Any, loud: Sequence[int]) -> Iterator[tuple[str, dict]]:
-    """Yield the head as drawn, then with fewer and fewer loud rows, each with its name."""
-    table = weights.get("lm_head", weights["embed"])
-    norms = {name: weights[name] for name in ("final_norm", "final_norm_bias") if name in weights}
-    yield "as drawn", norms | {"lm_head": table, "embed": table}
-    for number in loud:
-        own = scaled(table, loud_rows(table.shape[0], number))
-        yield f"{number} loud rows", norms | {"lm_head": own, "embed": own}
 
 
 def all_positions(
@@ -330,12 +307,19 @@ def described(values: Mapping[str, np.ndarray], floor: float, decodes: np.ndarra
     }
 
 
-def passes(report: Mapping[str, Any]) -> bool:
-    """Return whether `ABOVE` of the positions exceed the floor, and `AGREE`
-    of them have the expected token.
+def least_agreement(way: Mapping[str, Any]) -> float:
+    """Return the smallest share of equal tokens above the floor: of all positions, decodes or prefill."""
+    parts = [part["same_above_floor"] for part in (way, way["decodes"], way["prefill"])]
+    return min((share for share in parts if share is not None), default=0.0)
+
+
+def passes(way: Mapping[str, Any], noise: Mapping[str, Any]) -> bool:
+    """Return whether a plan is sound: `ABOVE` of the positions exceed the floor, `AGREE` of them have the
+    expected token, and the mean KL is at most `MOST_KL` times the noise's.
     """
-    enough = (report["share_above_floor"] or 0.0) >= ABOVE
-    return enough and (report["same_above_floor"] or 0.0) >= AGREE
+    enough = (way["share_above_floor"] or 0.0) >= ABOVE
+    near = way["kl"]["mean"] <= MOST_KL * noise["kl"]["mean"]
+    return enough and near and least_agreement(way) >= AGREE
 
 
 # ---- the command
@@ -350,9 +334,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", type=int, default=128, help="mean prompt tokens of most sequences")
     parser.add_argument("--output", type=int, default=64, help="tokens behind each prompt")
     parser.add_argument("--longest", type=int, default=1500, help="tokens of the longest sequence")
-    parser.add_argument(
-        "--embed_scale", type=float, help="default: (2 · layers)^0.5 of dummy weights, else 1"
-    )
+    parser.add_argument("--embed_scale", type=float, help="default: 1 of a checkpoint, more of dummy weights")
     parser.add_argument(
         "--loud", default="1024,64,16,4,2", help="loud rows of the head, falling, tried in turn"
     )
@@ -368,6 +350,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add_flags(parser)
     parser.add_argument("--fp8", action="store_true", help="weights and cache in e4m3")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument(
+        "--copies", default="32,64", help="columns of each number of dummy weights, rising, tried in turn"
+    )
     parser.add_argument("--tensor_parallel_size", type=int, default=1)
     parser.add_argument("--plans", required=True, help="plan files of one step size, comma-separated")
     parser.add_argument("--other_tokens", type=int, required=True, help="step size of the noise floor's way")
@@ -419,39 +404,72 @@ def layout_of(executor: Executor, tokens: int, plan: str) -> StepLayout:
     return next(layout for layout in executor.layouts[tokens] if layout.plan == plan)
 
 
+def copies_of(given: argparse.Namespace, model: ModelConfig) -> list[int]:
+    """Return the numbers of copies to try, which the model can have. A checkpoint has one."""
+    wanted = [int(number) for number in given.copies.split(",")] if given.load_format == "dummy" else [1]
+    return sorted({most_copies(model, number) for number in wanted})
+
+
 def measured(executor: Executor, given: argparse.Namespace, plans: Sequence[Plan], lengths: Lengths) -> dict:
-    """Run every way and return the report's body."""
+    """Run every way with each number of copies until all plans pass, and return the report's body.
+
+    tried: what passed with each number of copies. The rest of the report is of the last number.
+    """
+    model = executor.programs.context.config
+    scale = given.embed_scale or large_embed_scale(given.load_format, model)
+    drawn: Any = executor.weights
+    head = {"lm_head": ops.head_table(drawn)}
+    weights, before, report, tried = drawn, 1, {}, {}
+    for copies in copies_of(given, model):
+        if copies != before:
+            weights = repeated(executor, weights, copies, before)
+        embed = repeated_embeddings(drawn["embed"], copies, scale)
+        report = run_all(executor, given, plans, lengths, weights | {"embed": embed}, head)
+        print(f"{copies} copies of each number\n{table(report)}", flush=True)
+        tried[str(copies)] = {key: report[key] for key in ("head", "passes", "controls_fail", "took_s")}
+        before = copies
+        if all(report["passes"].values()):
+            break
+    return report | {"embed_scale": scale, "copies": before, "tried": tried}
+
+
+def run_all(
+    executor: Executor,
+    given: argparse.Namespace,
+    plans: Sequence[Plan],
+    lengths: Lengths,
+    weights: Any,
+    table_as_drawn: Mapping[str, Any],
+) -> dict:
+    """Run every way with some weights and compare it. table_as_drawn: of the head, as `lm_head`."""
     began = time.monotonic()
     model = executor.programs.context.config
-    scale = given.embed_scale or embed_scale(given.load_format, model.num_layers)
-    drawn: Any = executor.weights
-    weights = drawn | {"embed": scaled(drawn["embed"], scale)}
     shape = len(lengths.totals), int(lengths.totals.max())
     token_ids = np.random.default_rng(1).integers(0, model.vocab_size, shape).astype(np.int32)
     tokens = plans[0].tokens
     sequential = layout_of(executor, tokens, "sequential")
-    noise = f"sequential, {given.other_tokens} tokens"
-    control = f"sequential without the attention of layer {model.num_layers // 2}"
+    noise, again = f"sequential, {given.other_tokens} tokens", f"{plans[0].name}, again"
+    controls = broken(weights, model.num_layers // 2, given.tensor_parallel_size)
     ways = {
-        noise: (layout_of(executor, given.other_tokens, "sequential"), weights),
-        **{plan.name: (layout_of(executor, tokens, plan.name), weights) for plan in plans},
-        f"{plans[0].name}, again": (layout_of(executor, tokens, plans[0].name), weights),
-        control: (sequential, without_attention(weights, model.num_layers // 2)),
+        noise: (layout_of(executor, given.other_tokens, "sequential"), weights, None),
+        **{plan.name: (layout_of(executor, tokens, plan.name), weights, None) for plan in plans},
+        again: (layout_of(executor, tokens, plans[0].name), weights, None),
+        **{name: (sequential, *control) for name, control in controls.items()},
     }
     reference, places = streams(executor, sequential, weights, lengths, token_ids)
     made, seconds = {}, {}
-    for name, (layout, own) in ways.items():
+    for name, (layout, own, break_cache) in ways.items():
         at = time.monotonic()
-        made[name] = jax.block_until_ready(streams(executor, layout, own, lengths, token_ids))
+        found = streams(executor, layout, own, lengths, token_ids, after_step=break_cache)
+        made[name] = jax.block_until_ready(found)
         seconds[name] = time.monotonic() - at
-    twice = bool((made[plans[0].name][0] == made[f"{plans[0].name}, again"][0]).all())
-    del made[f"{plans[0].name}, again"]
+    twice = bool((made[plans[0].name][0] == made.pop(again)[0]).all())
     common = [place for place in places if all(place in theirs for _, theirs in made.values())]
     decodes = np.array([position >= lengths.prompts[i] for i, position in common])
     rows = {name: rows_in(places, theirs, common) for name, (_, theirs) in made.items()}
     compared, reports = comparer(executor), {}
     loud = [int(number) for number in given.loud.split(",") if number]
-    for head_name, head in heads(weights, loud):
+    for head_name, head in heads(weights | table_as_drawn, loud):
         values = {
             name: all_positions(compared, head, reference, x, rows[name]) for name, (x, _) in made.items()
         }
@@ -464,6 +482,8 @@ def measured(executor: Executor, given: argparse.Namespace, plans: Sequence[Plan
         if reports[head_name]["ways"][noise]["share_above_floor"] >= ABOVE:
             break
     counted = list(reports)[-1]
+    found = reports[counted]["ways"]
+    fail = {name: least_agreement(found[name]) <= BROKEN for name in controls}
     return {
         "model": Path(given.model).name,
         "num_layers": model.num_layers,
@@ -473,15 +493,16 @@ def measured(executor: Executor, given: argparse.Namespace, plans: Sequence[Plan
         "tokens": tokens,
         "plans": {plan.name: digest(plan) for plan in plans},
         "noise": noise,
-        "control": control,
-        "embed_scale": scale,
         "positions": len(common),
         "steps": len(list(steps_of(lengths, tokens))),
         "same_bits_twice": twice,
         "seconds": seconds,
         "took_s": time.monotonic() - began,
         "head": counted,
-        "passes": {plan.name: passes(reports[counted]["ways"][plan.name]) for plan in plans},
+        "controls_fail": fail,
+        "passes": {
+            plan.name: passes(found[plan.name], found[noise]) and all(fail.values()) for plan in plans
+        },
         "heads": reports,
     }
 
@@ -503,13 +524,15 @@ def table(report: Mapping[str, Any]) -> str:
             f"head {head}: floor {found['noise_floor']:.4f}, median margin {found['margin']['p50']:.4f}"
         )
         for name, way in found["ways"].items():
-            above = way["same_above_floor"]
+            above, decodes = way["same_above_floor"], way["decodes"]["same_above_floor"]
             lines.append(
                 f"  {name[:60]:<62}same {way['same']:.5f}  above {way['share_above_floor']:.4f}"
                 f"  same above {'-' if above is None else format(above, '.6f')}"
+                f"  of decodes {'-' if decodes is None else format(decodes, '.6f')}"
                 f"  KL {way['kl']['mean']:.2e}  mean {way['mean_difference']['mean']:.4f}"
                 f"  p99.9 of margin {way['margin_change']['p99.9']:.4f}"
             )
+    lines.append(f"controls fail: {report['controls_fail']}")
     lines.append(f"bitwise twice: {report['same_bits_twice']}; passes: {report['passes']}")
     return "\n".join(lines)
 
@@ -532,7 +555,6 @@ def main(arguments: Sequence[str]) -> int:
     head = provenance(shlex.join(["python", "-m", "benchmarks.check_plan", *arguments]))
     power = {"watts": readings.watts_by_card, "clock_mhz": readings.clock_mhz_by_card}
     report: dict[str, Any] = head | power | {"num_devices": jax.device_count()} | body
-    print(table(report))
     if given.output_json:
         Path(given.output_json).parent.mkdir(parents=True, exist_ok=True)
         Path(given.output_json).write_text(json.dumps(report, indent=1) + "\n", "utf-8")

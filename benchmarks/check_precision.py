@@ -5,7 +5,7 @@
 
 All precisions have the same weights, quantized, and read the same random tokens (teacher forcing) in full
 steps of decodes and prefill. Each attends to the keys and values that it wrote. The comparison of the logits,
-the noise floor and the scales of dummy weights are those of `benchmarks.check_plan`. The noise is the wide
+the noise floor and the scale of the embeddings are those of `benchmarks.check_plan`. The noise is the wide
 precision in steps of another size.
 
 In a mixture a small error may choose another expert. `sets_changed` is the share of choices, one for each
@@ -44,17 +44,15 @@ from benchmarks.check_plan import (
     comparer,
     described,
     drawn_lengths,
-    embed_scale,
     floor_of,
     give_pages,
-    heads,
     layout_of,
     rows_in,
-    scaled,
     spread,
     steps_of,
     streams,
 )
+from benchmarks.check_weights import embed_scale, heads, scaled
 from jaxflow.bench.report import machine
 from jaxflow.bench.report.requests import write_json
 from jaxflow.config import ConfigError, EngineConfig

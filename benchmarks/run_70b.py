@@ -130,7 +130,7 @@ def command(what: str, precision: str, devices: int) -> list[str]:
     out = ["--output_json", str(FOLDER / report)]
     if what == "check":
         own = ["--plans", files(s.checked), "--other_tokens", str(s.other_tokens)]
-        few = [] if narrow else ["--sequences", "400"]
+        few = [] if narrow and devices > 2 else ["--sequences", "400"]
         module = ["-m", "benchmarks.check_plan"]
         return [*module, *common, *(["--fp8"] if narrow else []), *own, *few, *out]
     kv = ["--quantization", "fp8", "--kv_cache_dtype", "fp8"] if narrow else []

@@ -76,23 +76,31 @@ def test_agreement_counts_only_margins_above_the_floor():
     assert check_plan.agreement(values, 0.3, chosen)["same_above_floor"] is None
 
 
+def way(share: float, same: float | None, decodes: float | None = 1.0, kl: float = 1.0) -> dict:
+    """Return the parts of a report that decide."""
+    kinds = {"decodes": {"same_above_floor": decodes}, "prefill": {"same_above_floor": 1.0}}
+    return {"share_above_floor": share, "same_above_floor": same, "kl": {"mean": kl}, **kinds}
+
+
 @pytest.mark.parametrize(
-    ("share", "same", "expected"),
-    [(0.5, 0.999, True), (0.49, 1.0, False), (0.8, 0.998, False), (0.0, None, False)],
+    ("found", "expected"),
+    [
+        (way(0.5, 0.999), True),
+        (way(0.49, 1.0), False),
+        (way(0.8, 0.998), False),
+        (way(0.8, 1.0, decodes=0.998), False),
+        (way(0.8, 1.0, decodes=None), True),
+        (way(0.0, None), False),
+        (way(0.8, 1.0, kl=1.6), False),
+    ],
 )
-def test_a_plan_passes_by_agreement_of_enough_positions(share, same, expected):
-    assert check_plan.passes({"share_above_floor": share, "same_above_floor": same}) is expected
+def test_a_plan_passes_by_agreement_of_enough_positions_of_each_kind_and_by_its_kl(found, expected):
+    assert check_plan.passes(found, way(0.8, 1.0)) is expected
 
 
 def test_the_floor_is_the_noise_that_one_position_in_a_thousand_exceeds():
     change = np.arange(10_001) / 10_000
     assert check_plan.floor_of({"margin_change": change}) == pytest.approx(0.999)
-
-
-def test_loud_rows_are_as_many_as_asked_and_evenly_spaced():
-    scale = check_plan.loud_rows(1000, 16)
-    assert (scale == 1).sum() == 16 and (scale < 0.1).sum() == 984
-    assert set(np.diff(np.flatnonzero(scale == 1))) <= {62, 63}
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(1, 16))
@@ -126,3 +134,22 @@ def test_a_window_hides_no_key_that_an_early_position_needs(tmp_path):
     assert len(both) > 100
     rows = [np.asarray(x)[[where[place] for place in both]] for x, where in ((one, places), (two, others))]
     np.testing.assert_allclose(*rows, rtol=1e-4, atol=1e-4)
+
+
+def test_no_plan_passes_a_check_that_a_broken_layer_passes(tmp_path, monkeypatch):
+    """On a CPU both step sizes give equal bits, so every position is above the floor."""
+    folder, plan = MODELS / "tiny-llama", tmp_path / "plan.json"
+    save(sequential_plan(open_checkpoint(str(folder)).model_config, 32), plan)
+    small = "--sequences 6 --prompt 20 --output 8 --longest 60 --block_size 16 --other_tokens 16 --copies 4,8"
+    words = ["--model", str(folder), "--dtype", "float32", *small.split(), "--plans", str(plan)]
+    flags = check_plan.parse(words)
+    lengths = Lengths(np.array([40, 3, 50, 44, 9, 47]), np.array([48, 11, 58, 52, 17, 55]))
+    executor = check_plan.executor_of(flags, [load(plan)], lengths)
+    monkeypatch.setattr(check_plan, "broken", lambda weights, layer, devices: {"nothing": (weights, None)})
+    report = check_plan.measured(executor, flags, [load(plan)], lengths)
+    assert list(report["tried"]) == ["4", "8"] and report["copies"] == 8
+    assert report["controls_fail"] == {"nothing": False} and not any(report["passes"].values())
+    monkeypatch.undo()
+    report = check_plan.run_all(executor, flags, [load(plan)], lengths, executor.weights, {})
+    assert len(report["controls_fail"]) == 5 and all(report["controls_fail"].values())
+    assert all(report["passes"].values()) and report["same_bits_twice"]
