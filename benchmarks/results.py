@@ -28,6 +28,7 @@ BLOCK = re.compile(r"(?<=<!-- results -->\n).*?(?=<!-- /results -->)", re.S)
 KEYS = ("command", "commit", "versions", "driver", "device", "clock_mhz", "watts", "date")
 NULL_ON_CPU = ("driver", "clock_mhz", "watts")
 NOT_REPORTS = ("plans", "settings", "notes")
+SHIPPED = Path("jaxflow/pipeline/plans")
 WAYS = {"stages": "pipeline", "ranks": "data"}  # ways besides tensor parallelism, and the flag of each
 SAME_SLOTS = 1.5
 TRANSPORT_FIGURES = (("per_s", 0), ("per_cpu_s", 0), ("server_cores", 2))
@@ -905,11 +906,12 @@ def of_headline(report: Report, headline: tuple[int, str, str, str, str]) -> boo
     """Return True for a throughput run of a headline's work with the sequential plan or a shipped plan."""
     devices, device, model, numbers, work = headline
     plan = report["engine_config"]["plan"]
+    folder = Path(plan).parent
     return (
         (devices_of(report), report["device"], model_of(report), lengths(report["workload"]))
         == (devices, device, f"{model}, {numbers}", work)
-        # The folder `searched` has the shipped plans, and `searched` chooses of them.
-        and (plan in ("sequential", "searched") or Path(plan).parent.name == "searched")
+        # `searched` chooses one of the shipped plans. They were in folders of this name.
+        and (plan in ("sequential", "searched") or folder == SHIPPED or folder.name == "searched")
     )
 
 
