@@ -415,7 +415,6 @@ def _mosaic(m: Model, device: str) -> KernelSet:
             "sort_rows": _sort_rows(
                 card.sort_rows_max_tokens,
                 card.sort_held_rows_max_tokens,
-                card.sort_rows_by_adds_max_tokens,
                 card.rows_by_64,
             ),
             "expert_mlp": expert_mlp.expert_mlp,
@@ -541,12 +540,12 @@ def _grouped_gemm(own_epilogue: bool) -> Callable:
 
 
 @functools.cache
-def _sort_rows(max_tokens: int, held_max_tokens: int, adds_max_tokens: int, by_64: bool) -> Callable:
+def _sort_rows(max_tokens: int, held_max_tokens: int, by_64: bool) -> Callable:
     """Return one function for the same limits, because JAX caches a tracing by the op's function."""
     from pallas_kernels.gemm.sorted_rows import api
 
     limits = {"max_tokens": max_tokens, "held_max_tokens": held_max_tokens, "by_64": by_64}
-    return functools.partial(api.sort_rows, **limits, adds_max_tokens=adds_max_tokens)
+    return functools.partial(api.sort_rows, **limits)
 
 
 def _triton(m: Model, capability: str) -> KernelSet:

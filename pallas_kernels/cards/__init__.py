@@ -51,7 +51,6 @@ class Card:
         `pallas_kernels.gemm.grouped.mxfp4_rows.rows_tile`.
       sort_rows_max_tokens, sort_held_rows_max_tokens: the largest steps whose rows kernels sort by expert,
         on a device with all experts, and on one that holds some of them; 0: none.
-      sort_rows_by_adds_max_tokens: the largest of these steps whose kernel counts by additions, up to 128.
       decode_only_max_decodes: the largest decode step that has a program without chunks.
       latent_window_flop: FLOP that take as long as the fixed part of a window of latent prefill by head.
       disk_patience: seconds that a sequence waits for disk pages, over the seconds to compute their tokens.
@@ -87,7 +86,6 @@ class Card:
     mxfp4_rows_tiles: Mapping[str, Mapping[str, Any]]
     sort_rows_max_tokens: int
     sort_held_rows_max_tokens: int
-    sort_rows_by_adds_max_tokens: int
     decode_only_max_decodes: int
     latent_window_flop: float
     disk_patience: float

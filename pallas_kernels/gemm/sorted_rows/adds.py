@@ -1,9 +1,8 @@
 """The sort of up to 128 tokens in one kernel, which counts by additions in shared memory.
 
-A CTA has a token, and counts the pairs of all experts itself, as in `few`. There each thread compares its
-experts with all pairs. Here each thread has a few pairs, and adds 1 to the counts of their experts. The sums
-are integers, so their order does not matter. A thread then has an expert, and finds its rows by one prefix
-sum. One more CTA lists the tiles.
+A CTA has a token, and counts the pairs of all experts itself. Each thread has a few pairs, and adds 1 to the
+counts of their experts. The sums are integers, so their order does not matter. A thread then has an expert,
+and finds its rows by one prefix sum. One more CTA lists the tiles.
 """
 
 import functools

@@ -1,8 +1,8 @@
 """The sort of a step's rows by expert for Hopper: the groups of a routing, and their rows.
 
 XLA needs five kernels for the groups of few tokens, and one or two for the gather of the rows. With experts
-in e4m3 another kernel quantizes the rows first. One kernel sorts up to 128 tokens, by additions (`adds`) or
-by comparisons (`few`). Two kernels sort up to 2,048 (`counted`).
+in e4m3 another kernel quantizes the rows first. One kernel sorts up to 128 tokens (`adds`). Two kernels sort
+up to 2,048 (`counted`).
 
 Padding after the last token gets no rows, because its experts' weights would be read for nothing. A step of
 one token has a size of 8, and would read up to twice the experts. Nor do the pairs of experts that other
@@ -18,7 +18,6 @@ from pallas_kernels.gemm.grouped.tiles import TALLEST
 from pallas_kernels.gemm.sorted_rows import reference
 from pallas_kernels.gemm.sorted_rows.adds import sort_by_adds
 from pallas_kernels.gemm.sorted_rows.counted import sort_counted
-from pallas_kernels.gemm.sorted_rows.few import sort_few
 from pallas_kernels.gemm.sorted_rows.form import LANES
 from pallas_kernels.hopper.limits import sms_of
 from pallas_kernels.hopper.row_parts import takes_row
@@ -57,7 +56,6 @@ def sort_rows(
     max_tokens: int = MOST_TOKENS,
     held_max_tokens: int = 0,
     by_64: bool = False,
-    adds_max_tokens: int = 0,
     interpret=None,
 ) -> tuple[Groups, jax.Array | Quantized]:
     """Return the groups of a routing, and the row of x for each row of the groups.
@@ -78,7 +76,6 @@ def sort_rows(
       max_tokens, held_max_tokens: the largest steps that kernels sort, without and with `held`. Up to
         `MOST_COUNTED`, and with `blocks` up to `MOST_TOKENS`.
       by_64: whether kernels sort rows of an odd multiple of 64 columns from 192 on, without `blocks`.
-      adds_max_tokens: the largest steps that count by additions, up to `MOST_TOKENS`.
     Raises:
       ValueError: for a shape, dtype or sms outside the limits.
     """
@@ -99,8 +96,7 @@ def sort_rows(
             sms=sms,
             interpret=interpret,
         )
-    few = sort_by_adds if tokens <= adds_max_tokens else sort_few
-    sort = few if tokens <= MOST_TOKENS else sort_counted
+    sort = sort_by_adds if tokens <= MOST_TOKENS else sort_counted
     groups, rows = sort(
         x, experts, num_experts, quantize=quantize, held=held, used=used, sms=full, interpret=interpret
     )

@@ -10,8 +10,8 @@ experts of their own, and once they have none.
 
 `check_larger` compares the sort of up to 2,048 tokens, and of the experts that one of several devices holds.
 A program runs all routings of its size: even and skewed ones, one with the same experts for all tokens, and
-steps whose last tokens are padding. `larger` times the sort of both, for Qwen3-30B-A3B. `check_adds` and
-`adds` check and time the kernel that counts by additions.
+steps whose last tokens are padding. `larger` times the sort of both, for Qwen3-30B-A3B. `check_adds`
+checks the kernel of up to 128 tokens in more sizes.
 """
 
 import dataclasses
@@ -206,7 +206,7 @@ ADDS = (  # tokens, experts, experts per token, columns, quantize, devices
     (13, 500, 3, 16384, True, 1),
     (64, 128, 8, 2048, True, 2),
 )
-BY_ADDS = functools.partial(api.sort_rows, adds_max_tokens=api.MOST_TOKENS, held_max_tokens=api.MOST_TOKENS)
+BY_ADDS = functools.partial(api.sort_rows, held_max_tokens=api.MOST_TOKENS)
 
 
 def check_adds(rows):
@@ -237,34 +237,6 @@ def check_adds(rows):
                 case = {"t": tokens, "experts": experts, "d": columns, "quantize": quantize, "zipf": zipf}
                 case |= {"devices": devices, "number": number}
                 record(rows, what="check adds", ok=ok and same, same_bits=same, **case)
-
-
-def time_adds(rows, seconds):
-    """Time both kernels of few tokens, for Qwen3-30B-A3B in e4m3."""
-    experts, chosen, columns = MODELS["qwen3-30b-a3b"]
-    rng, counts = np.random.default_rng(0), (1, 8, 32, 64, 128)
-    given = {
-        tokens: [drawn(rng, tokens, experts, chosen, columns) for _ in range(CALLS)] for tokens in counts
-    }
-    kinds = {"adds": api.MOST_TOKENS, "compares": 0}
-
-    def compiled(case):
-        tokens, name = case
-
-        def one(x, _):
-            return api.sort_rows(x[0], x[1], experts, quantize=True, adds_max_tokens=kinds[name])
-
-        return looped(jax.jit(one), ROUNDS).lower(given[tokens], [None] * CALLS).compile()
-
-    cases = [(tokens, name) for tokens in counts for name in kinds]
-    with ThreadPoolExecutor(8) as pool:
-        programs = dict(zip(cases, pool.map(compiled, cases), strict=True))
-    for tokens in counts:
-        ways = {
-            name: functools.partial(programs[tokens, name], given[tokens], [None] * CALLS) for name in kinds
-        }
-        for name, t in interleaved(ways, calls=CALLS * ROUNDS, seconds=seconds).items():
-            record(rows, what=f"sort_rows by {name}", t=tokens, **dataclasses.asdict(t))
 
 
 def timings(rows, seconds):
@@ -326,6 +298,5 @@ if __name__ == "__main__":
             "larger": lambda rows, _, seconds: larger_timings(rows, seconds),
             "padding": lambda rows, _, seconds: padding(rows, seconds),
             "check_adds": lambda rows, *_: check_adds(rows),
-            "adds": lambda rows, _, seconds: time_adds(rows, seconds),
         },
     )

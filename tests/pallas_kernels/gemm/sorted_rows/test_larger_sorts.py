@@ -16,8 +16,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.gemm.grouped.groups import Groups, HeldExperts
 from pallas_kernels.gemm.grouped.routings import draw_routing
 from pallas_kernels.gemm.sorted_rows import api, counted
+from pallas_kernels.gemm.sorted_rows.adds import sort_by_adds
 from pallas_kernels.gemm.sorted_rows.counted import sort_counted
-from pallas_kernels.gemm.sorted_rows.few import sort_few
 from pallas_kernels.gemm.sorted_rows.gpu_check import used as defined
 from pallas_kernels.quantized import Quantized
 
@@ -63,7 +63,7 @@ routes = st.one_of(
 )
 
 
-@pytest.mark.parametrize(("sort", "held"), [(sort_few, True), (sort_counted, True), (sort_counted, False)])
+@pytest.mark.parametrize(("sort", "held"), [(sort_by_adds, True), (sort_counted, True), (sort_counted, False)])
 @settings(max_examples=12, deadline=None)
 @given(picked=routes, used=st.integers(0, TOKENS), first=st.integers(0, EXPERTS - HELD))
 def test_any_routing_has_the_places_of_the_reference(sort, held, picked, used, first):
@@ -74,14 +74,14 @@ def test_any_routing_has_the_places_of_the_reference(sort, held, picked, used, f
     check(sort, rows_of(TOKENS), picked, used, first, held=held)
 
 
-@pytest.mark.parametrize("sort", [sort_few, sort_counted])
+@pytest.mark.parametrize("sort", [sort_by_adds, sort_counted])
 def test_a_device_without_a_pair_has_no_tile(sort):
     groups = check(sort, rows_of(TOKENS), [[0, 1]] * TOKENS, TOKENS, 3, held=True)
     assert int(groups.count[0]) == 0 == int(groups.sizes.sum())
     assert (np.asarray(groups.places) >= len(groups.pairs)).all()
 
 
-@pytest.mark.parametrize("sort", [sort_few, sort_counted])
+@pytest.mark.parametrize("sort", [sort_by_adds, sort_counted])
 def test_quantized_rows_have_the_bits_of_the_reference(sort):
     rng = np.random.default_rng(0)
     picked = np.argsort(rng.random((TOKENS, EXPERTS)), axis=1)[:, :CHOSEN]

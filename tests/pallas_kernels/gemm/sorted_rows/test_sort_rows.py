@@ -61,7 +61,7 @@ def test_the_kernel_that_adds_sorts_as_xla(tokens, experts, chosen, zipf, kept, 
     how = {} if kept is None else {"used": jnp.int32(kept)}
     how |= {} if held is None else {"held": HeldExperts(jnp.int32(held), 3), "held_max_tokens": 128}
     quantize = tokens != 9
-    got = interpreted(x, picked, experts, quantize=quantize, adds_max_tokens=128, sms=3, **how)
+    got = interpreted(x, picked, experts, quantize=quantize, sms=3, **how)
     groups, _ = api.sort_by_xla(x, picked, experts, used=how.get("used"), held=how.get("held"))
     want = quantize_rows(x) if quantize else x
     rows = jax.tree.map(lambda part: jnp.asarray(part)[groups.pairs // chosen], want)
