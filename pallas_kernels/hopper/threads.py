@@ -5,6 +5,7 @@ The arrays are rows of a multiple of 128 elements in a warpgroup, as many consec
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
@@ -17,6 +18,33 @@ _DYNAMIC = -(2**31)  # an index of getelementptr that is an operand
 def row_layout(width: int):
     """Return the layout of a row of `width` elements, a multiple of 128."""
     return plgpu.Layout.WG_STRIDED((width,), width // LANES)
+
+
+def read_row(ref, width: int, interpret: bool) -> jax.Array:
+    """Return an array [E] in memory as a row of `width` elements. Those past the last element repeat it."""
+    if interpret:
+        return ref[...][jnp.minimum(jnp.arange(width), ref.shape[0] - 1)]
+    layout, last, per = row_layout(width), ref.shape[0] - 1, width // LANES
+    make = plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(),),
+        return_type=plgpu.ShapeDtypeStruct((width,), ref.dtype, layout=layout),
+    )
+
+    def read(_, ref):
+        i32, element = ir.IntegerType.get_signless(32), ir.MemRefType(ref.type).element_type
+        base = mgpu.utils.memref_ptr(ref)
+        thread = arith.remui(mgpu.utils.thread_idx(), mgpu.c(LANES, i32))
+        first, loaded = arith.muli(thread, mgpu.c(per, i32)), []
+        for i in range(per):
+            place = arith.minui(arith.addi(first, mgpu.c(i, i32)), mgpu.c(last, i32))
+            at = llvm.getelementptr(base.type, base, [place], [_DYNAMIC], element, llvm.GEPNoWrapFlags.none)
+            loaded.append(llvm.load(element, at))
+        kind = layout.to_mgpu()
+        registers = np.empty(kind.registers_shape((width,)), dtype=object)
+        registers.flat[0] = vector.from_elements(ir.VectorType.get((per,), element), loaded)
+        return mgpu.FragmentedArray(_registers=registers, _layout=kind, _is_signed=None)
+
+    return make(read)(ref)
 
 
 def scatter(ref, at: jax.Array, value: jax.Array, keep: jax.Array, interpret: bool) -> None:

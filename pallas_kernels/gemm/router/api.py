@@ -121,12 +121,10 @@ def _run(x, w, bias, score_bias, chosen, rule, sorts, used, pdl, interpret) -> l
         *limits_of(None, used),
         pad_rows_above_8(x),
         w,
-        *(
-            jnp.pad(each.astype(jnp.float32), (0, form.wide - experts))
-            for each in (bias, score_bias)
-            if each is not None
-        ),
+        *([] if bias is None else [bias]),
     ]
+    if score_bias is not None:
+        given.append(jnp.pad(score_bias.astype(jnp.float32), (0, form.wide - experts)))
     chosen_shape = (tokens, chosen)
     scratch = {
         "w_s": plgpu.SMEM((form.steps, form.rows, DEPTH), w.dtype, transforms=swizzled(w.dtype)),

@@ -15,6 +15,7 @@ from pallas_kernels.gemm.router.limits import DEPTH, PARTS, TOKENS
 from pallas_kernels.gemm.router.reference import SMALLEST
 from pallas_kernels.gemm.sorted_rows.form import Form, numbers, read_row
 from pallas_kernels.gemm.sorted_rows.places import begins, list_tiles, write_token
+from pallas_kernels.hopper import threads
 from pallas_kernels.hopper.pdl import launch_next, wait_for_last
 from pallas_kernels.hopper.threads import LANES, row_layout, scatter
 from pallas_kernels.pointwise.quantize import api as quantize_api
@@ -122,7 +123,7 @@ def run(
         for other in range(1, form.parts):  # a fixed order: equal runs have equal bits
             logits = logits + plgpu.load(sums_s.at[other, i], layout=form.layout)
         if bias_ref is not None:
-            logits = logits + plgpu.load(bias_ref, layout=form.layout)
+            logits = logits + threads.read_row(bias_ref, form.wide, interpret).astype(jnp.float32)
         scores, rank = _rank(form, logits, score_bias_ref, keys_s)
         found.append((scores, rank))
         if sort is not None:
