@@ -4,9 +4,8 @@
     python -m pallas_kernels.attention.gpu_check_sinks --toy --only check
 
 Prints one line per case: the error ‖kernel − reference‖ / ‖reference‖ on fresh random ragged inputs, and the
-time of a call with and without sinks, in the same run. `check_raw` is for kernels that read the logits as
-they are. With --toy the kernels run on small inputs on the
-CPU, in the Mosaic interpreter.
+time of a call with and without sinks, in the same run. With --toy the kernels run on small inputs on
+the CPU, in the Mosaic interpreter.
 """
 
 import dataclasses
@@ -110,14 +109,6 @@ def checks(toy: bool) -> script.Part:
     return part
 
 
-def raw_checks(rows, *_) -> None:
-    """Check decode attention that reads the logits as they are, at gpt-oss's heads."""
-    rng = np.random.default_rng(time.time_ns())
-    for lengths in (rng.integers(0, 2000, 64), np.array([1100]), np.array([60_000])):
-        for window in WINDOWS:
-            check(rows, rng, "decode", lengths, HEADS, window, raw_sinks=True)
-
-
 def times(rows, _, seconds) -> None:
     """Time both kernels at gpt-oss's heads, with and without sinks."""
     rng = np.random.default_rng(3)
@@ -142,6 +133,4 @@ def times(rows, _, seconds) -> None:
 
 
 if __name__ == "__main__":
-    script.main(
-        __doc__, {"check": checks(False), "check_raw": raw_checks, "time": times}, toy={"check": checks(True)}
-    )
+    script.main(__doc__, {"check": checks(False), "time": times}, toy={"check": checks(True)})

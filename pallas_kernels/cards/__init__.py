@@ -45,7 +45,6 @@ class Card:
       decode_attention_least_pages, decode_attention_whole_pages, decode_attention_short_pages: `least`,
         `whole` and `short` of `pallas_kernels.attention.decode.work_list.PairCuts`; 0: never.
       decode_attention_one_fence: whether decode attention counts parts with fewer fences.
-      decode_attention_raw_sinks: whether decode attention reads the logits of sinks as a model has them.
       mxfp4_in_blocks: whether experts in MXFP4 are stored in the order of tensor cores.
       mxfp4_rows_tiles: rows of a tile, or "rows, NxK" -> the arguments of
         `pallas_kernels.gemm.grouped.mxfp4_rows.rows_tile`.
@@ -81,7 +80,6 @@ class Card:
     decode_attention_whole_pages: int
     decode_attention_short_pages: int
     decode_attention_one_fence: bool
-    decode_attention_raw_sinks: bool
     mxfp4_in_blocks: bool
     mxfp4_rows_tiles: Mapping[str, Mapping[str, Any]]
     sort_rows_max_tokens: int

@@ -67,7 +67,6 @@ def decode_attention(
     tile: DecodeTile | None = None,
     cuts: PairCuts | None = None,
     one_fence: bool | None = None,
-    raw_sinks: bool | None = None,
     work: DecodeWork | None = None,
     into: jax.Array | None = None,
     pdl: bool = False,
@@ -103,8 +102,6 @@ def decode_attention(
       cuts: when a piece of the work list has pages of one (row, head) pair only; None: the card's figures.
         With cuts and no more pairs than workers, consecutive workers are on different SMs.
       one_fence: count parts with fewer fences (`join.is_last`); None: the card's choice.
-      raw_sinks: read `sink_logits` as they are, if a KV head has as many query heads as wgmma has columns, so
-        that XLA computes nothing before; None: the card's choice.
       work: `list_decode_work(...)` for the same lengths, heads, window and sms, if layers share one list.
       into: [T, N, H] bfloat16, the result of rows without keys instead of 0, updated in place if it has no
         later reader.
@@ -141,7 +138,7 @@ def decode_attention(
     )
     tile = tile or decode_tile(h, group, k_pages.dtype.itemsize, sms, int8)
     workers, cuts = sms * tile.workers, cuts_of(cuts)
-    cols, raw = wgmma_columns(group, e4m3), this_card().decode_attention_raw_sinks
+    cols = wgmma_columns(group, e4m3)
     form = Form(
         group=group, kv=kv, h=h, cols=cols, e4m3=e4m3, int8=int8, tile=tile,
         scale=scale, window=window, soft_cap=soft_cap, unified_max=unified_max is not None, fill=into is None,
@@ -149,7 +146,7 @@ def decode_attention(
         page_heads=k_pages.shape[1], sink_logits=sink_logits is not None,
         spread=cuts != EQUAL_PIECES and b * kv <= workers,
         one_fence=this_card().decode_attention_one_fence if one_fence is None else one_fence,
-        raw_sinks=cols == group and (raw if raw_sinks is None else raw_sinks),
+        raw_sinks=cols == group,
     )  # fmt: skip
     work = decode_work(lengths, kv, workers, window, spans, sinks, cuts) if work is None else work
     if work.pieces.shape[0] not in (workers, padded_workers(workers)):
@@ -207,8 +204,9 @@ def decode_attention(
 
 
 def _by_column(sink_logits, form: Form) -> jax.Array:
-    """Return the logits in powers of two, float32 [K, cols], with 0 in columns without a query head; or the
-    logits as they are.
+    """Return the logits in powers of two, float32 [K, cols], with 0 in columns without a query head.
+
+    The kernel scales the logits itself if each column has a query head, so that XLA computes nothing before.
     """
     if form.raw_sinks:
         return sink_logits.reshape(form.kv, form.group)
