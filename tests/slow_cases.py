@@ -568,6 +568,33 @@ SLOW_CASES = {
     r"test_check_engine\.py::test_the_check_runs_for_layers_that_share_keys": (
         "test_goldens compares the tokens of Gemma 4, and check_plan's tests compare logits"
     ),
+    r"test_pipeline_stages\.py::TestSameTokens::test_in_a_batch_with_others\[4": (
+        "batches run in the goldens of two stages of two devices and with a warm prefix"
+    ),
+    r"test_latent_up_chunks\.py::test_for_the_h200_it_spills": (
+        "the latent chunk kernel, which has the same tiles, is compiled for the H200"
+    ),
+    r"test_scattered\.py::test_scattered_plans_compute_the_plain_forward\[fp8, phases": (
+        "a scattered plan with embeddings of each layer runs"
+    ),
+    r"test_kv_offload\.py::test_the_same_tokens_through_eviction_and_pre_emption\[windows-tp2": (
+        "tiny-llama runs, and test_rank_tiers and test_disk_engine have windows"
+    ),
+    r"test_chunk_attention\.py::test_chunk_attention_equals_its_reference\[chunks8-40": (
+        "heads of 512 columns run, and test_sink_logits has ragged chunks"
+    ),
+    r"test_staged_tiers\.py::test_the_tokens_of_one_device_through_host_disk_and_pre_emption\[windows": (
+        "test_rank_tiers runs the same tiers on ranks"
+    ),
+    r"test_compiler\.py::test_a_plan_runs_every_composition\[four_qkv_plan": (
+        "drawn plans run every composition"
+    ),
+    r"test_data_parallel\.py::test_goldens\[tiny-deepseek_v3-4": (
+        "its whole experts run on two ranks, and other families on four"
+    ),
+    r"test_goldens\.py::TestGoldens::test_tensor_parallel\[tiny-gemma2": (
+        "more shards than heads of tiny-llama run, and test_8_bits and test_span_engine cut windows"
+    ),
     r"test_route\.py::test_it_sorts_as_the_sort_of_its_choice\[(4-136|3-24)": (
         "8 tokens with all experts of Qwen3-30B-A3B run, and test_one_router compares layers"
     ),

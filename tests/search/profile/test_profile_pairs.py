@@ -17,7 +17,7 @@ def profile(name: str) -> Profile:
 
 @pytest.mark.parametrize(
     ("name", "slowdown"),
-    [("llama-3.1-8b", 1.13), ("llama-3.1-8b-joules", 1.22), ("llama-3-70b-tp2-fp8", 1.09)],
+    [("llama-3.1-8b", 1.22), ("llama-3-70b-tp2-fp8", 1.09)],
 )
 def test_slowdown_of_each_committed_profile(name, slowdown):
     found = profile(name)
@@ -27,7 +27,7 @@ def test_slowdown_of_each_committed_profile(name, slowdown):
     assert times.overlap_slowdown == pytest.approx(slowdown, abs=0.005)
 
 
-@pytest.mark.parametrize(("name", "most"), [("llama-3.1-8b-joules", 1.3), ("llama-3-70b-tp2-fp8", 1.3)])
+@pytest.mark.parametrize(("name", "most"), [("llama-3.1-8b", 1.3), ("llama-3-70b-tp2-fp8", 1.3)])
 def test_products_and_decode_attention_keep_more_together_than_one_after_the_other(name, most):
     """The sum R + P of NanoFlow's Table 3 for each split of the SMs."""
     sums: dict[tuple[int, int], list[float]] = {}
