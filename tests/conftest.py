@@ -37,7 +37,7 @@ os.environ.update(
     JAX_COMPILATION_CACHE_DIR=str(paths.ROOT / ".cache" / "compiled-tests"),
     # shared by the workers, and by tests that build the same engine again
     JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0.05",
-    # operations without their call stacks, which take an eighth of the time to lower and compile; they keep
+    # operations without their call stacks, which take time to lower and compile; they keep
     # their names and scopes
     JAX_TRACEBACK_IN_LOCATIONS_LIMIT="0",
     HF_HUB_OFFLINE="1",
