@@ -29,7 +29,7 @@ from jaxflow.model.weights import leaves
 from jaxflow.parallel.mesh import choose_platform
 
 SHARD_BYTES = 5_000_000_000
-BLOCK = 8 << 20  # random numbers, which all matrices repeat from different offsets
+BLOCK = 8 << 20  # random numbers. Each matrix repeats them from its own offset
 STEP = 1_000_003  # numbers between the offsets of two matrices
 SCALE = 0.02  # the standard deviation of a matrix
 ITEM = 2  # bytes of a number

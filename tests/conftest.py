@@ -37,16 +37,15 @@ os.environ.update(
     JAX_COMPILATION_CACHE_DIR=str(paths.ROOT / ".cache" / "compiled-tests"),
     # shared by the workers, and by tests that build the same engine again
     JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0.05",
-    # operations without their call stacks, which take time to lower and compile; they keep
-    # their names and scopes
+    # Operations without call stacks compile faster. They keep their names and scopes.
     JAX_TRACEBACK_IN_LOCATIONS_LIMIT="0",
     HF_HUB_OFFLINE="1",
     TF_CPP_MIN_LOG_LEVEL="2",
     XLA_FLAGS=f"{os.environ.get('XLA_FLAGS', '')} {hurry.FLAGS}",
 )
 
-# Keep and reuse the memory of freed arrays: glibc would return those above 128 KiB to the kernel, which takes
-# half of the kernel's time. glibc reads this when a worker starts.
+# Keep and reuse the memory of freed arrays. By default glibc gives arrays above 128 KiB back to the kernel.
+# That takes half of the kernel's time. glibc reads the setting when a worker starts.
 HEAP = (
     "glibc.malloc.mmap_threshold=33554432:glibc.malloc.trim_threshold=134217728:glibc.malloc.top_pad=4194304"
 )

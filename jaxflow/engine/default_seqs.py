@@ -7,7 +7,7 @@ TOKENS_OF_SEQ = 512  # tokens of KV that a sequence of a chat holds on average
 FEWEST_USEFUL = 64  # so many decodes read all weights once, as one decode does
 TILE_ROWS = 128  # rows of a tile of a GEMM
 STEP_TOKENS, MOST_STEP_TOKENS = 2048, 4096
-EXPERT_ROWS = 256  # rows at which the product of a weight takes longer than its read, in fp8 on Hopper GPUs
+EXPERT_ROWS = 256  # fp8 products of so many rows take longer than the read of their weight
 
 
 def default_step_tokens(experts: int, chosen: int, ranks: int) -> int:

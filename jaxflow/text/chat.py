@@ -30,7 +30,7 @@ MAX_VALUES = 200_000  # JSON values of a conversation with its tools
 MAX_DEPTH = 32  # of nested JSON values
 MAX_TOOLS = 128
 MAX_TEMPLATE_KWARGS = 64
-REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")  # of a message; templates read one of them
+REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")  # names of a message's reasoning
 
 # Roles that a template may join to a control token, as <|user|>. Any other role must not be part of one.
 KNOWN_ROLES = frozenset(

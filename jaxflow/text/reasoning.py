@@ -36,7 +36,7 @@ class Said(NamedTuple):
 class Begin(enum.Enum):
     """Where an answer begins."""
 
-    ANSWER = enum.auto()  # before a first mark, if the model writes one
+    ANSWER = enum.auto()  # before the first mark
     REASONING = enum.auto()
     CONTENT = enum.auto()
 

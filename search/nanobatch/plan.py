@@ -248,7 +248,7 @@ def run() -> None:
     files = [out / f"{prompt}-{output}.json" for prompt, output in workloads] if len(workloads) > 1 else [out]
     check_files(out, files)
     names, unsure = set(), {}
-    most = SEARCHED if f.objective == TIME else SEARCHED + 1  # another size may need the fewest joules
+    most = SEARCHED if f.objective == TIME else SEARCHED + 1  # sizes with fewer joules may be slower
     turns = TimeShares(_SEARCHED * f.time_limit_s, min(most, len(budgets)) * len(workloads))
     with tqdm(total=turns.left, unit="step", disable=not sys.stderr.isatty()) as bar:
         for (prompt, output), path in zip(workloads, files, strict=True):

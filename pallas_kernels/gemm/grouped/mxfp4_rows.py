@@ -208,7 +208,7 @@ def _multiply(
     wg, wgs = lax.axis_index("wg"), tile.warpgroups
     worker, workers = lax.axis_index("worker"), lax.axis_size("worker")
     halves = tile.halves and not form.gate_block
-    blocks = 1 if halves else tile.blocks  # of a unit of work: an item, or half of one
+    blocks = 1 if halves else tile.blocks  # of a unit of work, an item or a half item
     turns, columns, stages = tile.turns(x_ref.shape[1]), pl.cdiv(n, 64 * blocks), jnp.int32(tile.stages)
     units = count_ref[0] * columns
     first, end = (lax.div(units * (worker + i), jnp.int32(workers)) for i in (0, 1))
