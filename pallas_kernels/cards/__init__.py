@@ -46,8 +46,7 @@ class Card:
         `whole` and `short` of `pallas_kernels.attention.decode.work_list.PairCuts`; 0: never.
       decode_attention_one_fence: whether decode attention counts parts with fewer fences.
       mxfp4_in_blocks: whether experts in MXFP4 are stored in the order of tensor cores.
-      mxfp4_rows_tiles: rows of a tile, or "rows, NxK" -> the arguments of
-        `pallas_kernels.gemm.grouped.mxfp4_rows.rows_tile`.
+      mxfp4_rows_tiles: rows of a tile -> `blocks`, `chunks`, `warpgroups` and `by_warps` of a `RowsTile`.
       sort_rows_max_tokens, sort_held_rows_max_tokens: the largest steps whose rows kernels sort by expert,
         on a device with all experts, and on one that holds some of them; 0: none.
       decode_only_max_decodes: the largest decode step that has a program without chunks.

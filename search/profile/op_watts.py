@@ -1,9 +1,10 @@
 """The watts of a profile's ops: what the card drew while an op ran in isolation."""
 
-import bisect
 import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
+
+import numpy as np
 
 from search.profile.op_times import OpTime, Profile
 
@@ -48,8 +49,6 @@ class OpWatts:
 
 
 def _between(points: Points, x: float) -> float:
-    at = bisect.bisect_left(points, x, key=lambda point: point[0])
-    if at in (0, len(points)):
-        return points[min(at, len(points) - 1)][1]
-    (x0, y0), (x1, y1) = points[at - 1], points[at]
-    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+    """Return the value at x: linear between the points, constant beyond the points."""
+    at, values = zip(*points, strict=True)
+    return float(np.interp(x, at, values))

@@ -474,12 +474,9 @@ def _in_bfloat16(form, w_s, factors, wg, number, pair):
     return dequantize_experts(ExpertInt4(packed[None], blocks.reshape(1, 1, PART, 2)))[0]
 
 
-def store(form, finished, o_s, o_ref, start, end, column, columns=None):
-    """Store the tokens up to `end`.
-
-    column: the first column of the pieces in the result. columns: the end of the columns to store; None: all.
-    """
-    box, turn, columns = form.tile.box, 0, form.columns if columns is None else columns
+def store(form, finished, o_s, o_ref, start, end, column):
+    """Store the tokens up to `end`. column: the first column of the pieces in the result."""
+    box, turn = form.tile.box, 0
     for token in range(0, form.tile.rows, box):
         for number, value in enumerate(finished(token, box)):
             to = o_s.at[turn % 2]
@@ -493,7 +490,7 @@ def store(form, finished, o_s, o_ref, start, end, column, columns=None):
                 for inside in range(0, 64, form.width):
                     left = column + number * 64 + inside
 
-                    @pl.when(left < columns)
+                    @pl.when(left < form.columns)
                     def _(left=left, inside=inside):
                         plgpu.copy_smem_to_gmem(
                             to.at[pl.ds(i * ALIGN, ALIGN), pl.ds(inside, form.width)],

@@ -43,8 +43,7 @@ class RowsTile:
 
     rows: rows of x. blocks: rows of the weight in an item, in blocks of 64. chunks: columns of a stage, in
     chunks of 64. warpgroups: multiplying warpgroups. stages: stages of a warpgroup's ring. by_warps: each
-    ring has a copying warp, up to 4 rings, and a stage is one copy. halves: with by_warps, the last item of a
-    worker or of a tile of rows may have one of two blocks, so that workers have more equal work.
+    ring has a copying warp, up to 4 rings, and a stage is one copy.
     """
 
     rows: int
@@ -53,7 +52,6 @@ class RowsTile:
     warpgroups: int
     stages: int
     by_warps: bool = False
-    halves: bool = False
 
     @property
     def box(self) -> int:
@@ -70,7 +68,8 @@ class RowsTile:
 
     def copy_registers(self) -> int:
         """Return the registers of a thread that copies."""
-        return min(104, self._launched() - self.warpgroups * self.registers())
+        left = self._launched() - self.warpgroups * self.registers()
+        return min(104, left) if self.by_warps else _COPY_REGISTERS
 
     def _launched(self) -> int:
         """Return the registers of a thread of each warpgroup, together."""
@@ -78,16 +77,10 @@ class RowsTile:
 
 
 def rows_tile(
-    rows: int,
-    k: int,
-    blocks: int = 2,
-    chunks: int = 3,
-    warpgroups: int = 3,
-    by_warps: bool = False,
-    halves: bool = False,
+    rows: int, k: int, blocks: int = 2, chunks: int = 3, warpgroups: int = 3, by_warps: bool = False
 ) -> RowsTile:
     """Return a tile with the stages that shared memory holds."""
-    one = RowsTile(rows, blocks, chunks, warpgroups, 1, by_warps, halves)
+    one = RowsTile(rows, blocks, chunks, warpgroups, 1, by_warps)
     outside = rows * 2 * COLUMNS * chunks * warpgroups * one.turns(k)  # all columns of the rows
     outside += warpgroups * (64 * blocks * rows * 4 + 2 * rows * 64 * 2) + 2048  # sums and results
     stage = warpgroups * 4 * blocks * chunks * 4 * MXFP4_WORDS
@@ -95,10 +88,9 @@ def rows_tile(
     return dataclasses.replace(one, stages=min(32 // warpgroups, (SMEM_BYTES - outside) // stage))
 
 
-def chosen_tile(rows: int, n: int, k: int) -> RowsTile:
-    """Return the tile of a card for so many rows and a weight [n, k]."""
-    tiles = this_card().mxfp4_rows_tiles
-    return rows_tile(rows, k, **tiles.get(f"{rows}, {n}x{k}", tiles[str(rows)]))
+def chosen_tile(rows: int, k: int) -> RowsTile:
+    """Return the tile of a card for so many rows."""
+    return rows_tile(rows, k, **this_card().mxfp4_rows_tiles[str(rows)])
 
 
 def supports_rows(n: int, k: int, tile: RowsTile, gate_block: int | None = None) -> bool:
@@ -110,7 +102,7 @@ def supports_rows(n: int, k: int, tile: RowsTile, gate_block: int | None = None)
     if gate_block is not None and (gate_block not in (8, 64) or n % 128 or tile.blocks != 2):
         return False
     shared = k > COLUMNS * tile.chunks * (tile.warpgroups - 1)
-    if (tile.by_warps and tile.warpgroups > 4) or (tile.halves and not (tile.by_warps and tile.blocks == 2)):
+    if tile.by_warps and tile.warpgroups > 4:
         return False
     return min(n, k) > 0 and n % 64 == 0 and k % COLUMNS == 0 and tile.stages >= 2 and shared
 
@@ -136,7 +128,7 @@ def multiply_rows(
       ValueError: for a shape or sms outside the limits.
     """
     (m, k), (experts, n, depth), sms = x.shape, w.shape, sms_of(sms)
-    tile = tile or chosen_tile(groups.rows, n, k)
+    tile = tile or chosen_tile(groups.rows, k)
     if (
         k != depth
         or groups.rows != tile.rows
@@ -207,46 +199,27 @@ def _multiply(
     n, interpret, pieces = form.n, form.interpret, range(0, 64 * tile.blocks, 64)
     wg, wgs = lax.axis_index("wg"), tile.warpgroups
     worker, workers = lax.axis_index("worker"), lax.axis_size("worker")
-    halves = tile.halves and not form.gate_block
-    blocks = 1 if halves else tile.blocks  # of a unit of work, an item or a half item
-    turns, columns, stages = tile.turns(x_ref.shape[1]), pl.cdiv(n, 64 * blocks), jnp.int32(tile.stages)
-    units = count_ref[0] * columns
-    first, end = (lax.div(units * (worker + i), jnp.int32(workers)) for i in (0, 1))
+    turns, columns = tile.turns(x_ref.shape[1]), pl.cdiv(n, 64 * tile.blocks)
+    items = count_ref[0] * columns
+    first, end = (lax.div(items * (worker + i), jnp.int32(workers)) for i in (0, 1))
+    mine, stages = end - first, jnp.int32(tile.stages)
 
-    def over_items(visit, carried):
-        """Return (items, carried) after visit(i, item, carried) for each item.
-
-        item: (tile of rows, column of units, whether the tile begins here, whether it ends here, units).
-        """
-
-        def item(i, unit):
-            of_tile, column = lax.div(unit, jnp.int32(columns)), lax.rem(unit, jnp.int32(columns))
-            count = jnp.minimum(jnp.minimum(columns - column, end - unit), 2) if halves else 1
-            ends = (unit == end - count) | (column == columns - count)
-            return of_tile, column, (i == 0) | (column == 0), ends, count
-
-        if not halves:
-            mine = end - first
-            return mine, lax.fori_loop(0, mine, lambda i, held: visit(i, item(i, first + i), held), carried)
-
-        def step(state):
-            i, unit, held = state
-            now = item(i, unit)
-            return i + 1, unit + now[-1], visit(i, now, held)
-
-        mine, _, held = lax.while_loop(lambda state: state[1] < end, step, (jnp.int32(0), first, carried))
-        return mine, held
+    def item(i):
+        """Return (tile of rows, column of items, whether the tile begins here, whether it ends here)."""
+        which = first + i
+        of_tile, column = lax.div(which, jnp.int32(columns)), lax.rem(which, jnp.int32(columns))
+        return of_tile, column, (i == 0) | (column == 0), (i == mine - 1) | (column == columns - 1)
 
     def fill(rings):
         """Copy the stages of these rings in the order of their use."""
 
-        def copy(i, item, carried):
+        def copy(i, carried):
             changes, expert, start = carried
-            of_tile, column, begins, _, count = item
+            of_tile, column, begins, _ = item(i)
             expert, start = lax.cond(
                 begins, lambda: (experts_ref[of_tile], starts_ref[of_tile]), lambda: (expert, start)
             )
-            row = expert * (n // ROWS) + column * 4 * blocks
+            row = expert * (n // ROWS) + column * 4 * tile.blocks
 
             def copy_weight(turn, _):
                 step = i * turns + turn
@@ -258,7 +231,7 @@ def _multiply(
                         plgpu.barrier_wait(empty.at[slot])
 
                     chunks = pl.ds((turn * wgs + g) * tile.chunks, tile.chunks)
-                    copy_stage(w_ref, w_s.at[slot], full.at[slot], row, chunks, tile, count)
+                    copy_stage(w_ref, w_s.at[slot], full.at[slot], row, chunks, tile)
 
             # These stages need no sum of this tile to become free.
             early = min(turns, tile.stages)
@@ -284,8 +257,7 @@ def _multiply(
             lax.fori_loop(early, turns, copy_weight, None)
             return changes + begins.astype(jnp.int32), expert, start
 
-        mine, carried = over_items(copy, (jnp.int32(0),) * 3)
-        changes = carried[0]
+        changes = lax.fori_loop(0, mine, copy, (jnp.int32(0),) * 3)[0]
 
         for g in rings:  # the interpreter reports an arrival without a wait
 
@@ -313,8 +285,8 @@ def _multiply(
         plgpu.set_max_registers(tile.registers(), action="increase")
         shape = (64 * tile.blocks, tile.rows)
 
-        def one(i, item, carried):
-            of_tile, column, begins, ends, count = item
+        def one(i, carried):
+            of_tile, column, begins, ends = item(i)
             listed = starts_ref, ends_ref, experts_ref
             start, stop, expert = lax.cond(
                 begins, lambda: tuple(ref[of_tile] for ref in listed), lambda: carried
@@ -340,17 +312,17 @@ def _multiply(
 
             def own_biases():
                 """Return the bias of each 64 of the item's rows, or None."""
-                at_row = expert * n + column * 64 * blocks
+                at_row = expert * n + column * 64 * tile.blocks
                 return biases(form, bias_refs[0], at_row)[: tile.blocks] if bias_refs else None
 
             def finish(y, shifts):
-                to = column * (64 if form.gate_block else 64 * blocks)
+                to = column * (64 if form.gate_block else 64 * tile.blocks)
 
-                def finished(token, tokens):
-                    sums = [y[row : row + 64, token : token + tokens] * 2.0**SHIFT for row in pieces]
+                def finished(token, count):
+                    sums = [y[row : row + 64, token : token + count] * 2.0**SHIFT for row in pieces]
                     return finish_halves(form, sums, shifts)
 
-                store(form, finished, o_s.at[wg], o_ref, start, stop, to, to + 64 * count if halves else None)
+                store(form, finished, o_s.at[wg], o_ref, start, stop, to)
 
             if wgs == 1:
                 finish(y, own_biases())
@@ -379,7 +351,7 @@ def _multiply(
 
             return start, stop, expert
 
-        mine = over_items(one, (jnp.int32(0),) * 3)[0]
+        lax.fori_loop(0, mine, one, (jnp.int32(0),) * 3)
         if wgs > 1:
 
             @pl.when((mine > 1) | ((mine == 1) & (wg > 0)))
@@ -389,17 +361,8 @@ def _multiply(
         plgpu.wait_smem_to_gmem(0)
 
 
-def copy_stage(w_ref, stage, full, row, chunks, tile: RowsTile, count) -> None:
-    """Copy a stage of the weight. row: its first block of 16 rows. count: its 64 rows, of halves."""
-    if tile.halves and not isinstance(count, int):
-        for blocks in (1, 2):
-
-            @pl.when(count == blocks)
-            def _(blocks=blocks):
-                rows = pl.ds(row, 4 * blocks)
-                plgpu.copy_gmem_to_smem(w_ref.at[rows, chunks], stage.at[pl.ds(0, 4 * blocks)], full)
-
-        return
+def copy_stage(w_ref, stage, full, row, chunks, tile: RowsTile) -> None:
+    """Copy a stage of the weight. row: its first block of 16 rows."""
     if tile.by_warps:  # TMA makes zeros of rows past the last expert
         plgpu.copy_gmem_to_smem(w_ref.at[pl.ds(row, 4 * tile.blocks), chunks], stage, full)
         return

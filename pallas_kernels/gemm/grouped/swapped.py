@@ -93,7 +93,7 @@ def grouped_gemm(
     check_operands(x, w, None if clamped else activation)
     epilogue: dict[str, Any] = {"bias": bias, "activation": activation, "gate_block": gate_block}
     if isinstance(w, Mxfp4Blocks) and tile is None:
-        few = chosen_tile(groups.rows, n, k) if groups.rows <= mxfp4_rows.FEW else None
+        few = chosen_tile(groups.rows, k) if groups.rows <= mxfp4_rows.FEW else None
         if few and supports_rows(n, k, few, gate_block):
             assert not isinstance(x, Quantized)  # `check_operands`
             how = {"sms": sms, "tile": few, "interpret": interpret}
