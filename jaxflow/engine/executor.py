@@ -915,6 +915,14 @@ class Executor:
     ) -> jax.stages.Lowered | Kept:
         return fn.lower(*args) if self.lowered is None else self.lowered.lower(name, fn, donated, *args)
 
+    def _lower_small(
+        self, name: str, fn: jax.stages.Wrapped, donated: tuple[int, ...], *args: Any
+    ) -> jax.stages.Lowered | Kept:
+        """Lower a `small` program. No process compiles it, so the folder never has its machine code."""
+        if self.lowered is None:
+            return fn.lower(*args)
+        return dataclasses.replace(self.lowered, target=None).lower(name, fn, donated, *args)
+
     def _lower_any_step(self, layout: StepLayout) -> jax.stages.Lowered | Kept | LoweredStep:
         if not self._is_layered(layout):
             return self._lower_step(layout, self.num_pages)
@@ -974,26 +982,26 @@ class Executor:
     def _lower_append_pages(self) -> jax.stages.Lowered | Kept:
         appends = self._of_ranks((APPENDS, 4), jnp.int32)
         _, table, _ = self._state(self.num_pages)
-        return self._lower("append_pages", self.programs.append_pages(), (0,), table, appends)
+        return self._lower_small("append_pages", self.programs.append_pages(), (0,), table, appends)
 
     def _lower_move_experts(self) -> jax.stages.Lowered | Kept:
         assert self.placed is not None
         own = expert_arrays(self.weights["layers"][self.expert_layers[0]])
         specs = expert_arrays(self.programs.weight_specs["layers"][self.expert_layers[0]])
         source = self._abstract(self.placed.shape[1:], jnp.int32)
-        return self._lower("move_experts", move_slots(self.programs.mesh, specs), (), own, source)
+        return self._lower_small("move_experts", move_slots(self.programs.mesh, specs), (), own, source)
 
     def _lower_set_slot(self) -> jax.stages.Lowered | Kept:
         state = self._slots()
         slot = self._abstract((), jnp.int32)
-        return self._lower(
+        return self._lower_small(
             "set_slot", self.programs.set_slot(), (0, 1), *state, slot, self._like(slot_values())
         )
 
     def _lower_count_tokens(self) -> jax.stages.Lowered | Kept:
         ids, outputs = self._abstract((COUNTED,), jnp.int32), self._abstract((COUNTED,), jnp.bool_)
         args = self._slots()[1], self._abstract((), jnp.int32), ids, outputs
-        return self._lower("count_tokens", self.programs.count_tokens(), (0,), *args)
+        return self._lower_small("count_tokens", self.programs.count_tokens(), (0,), *args)
 
     def _like(self, tree: Any, spec: PartitionSpec = REPLICATED) -> Any:
         """Return the shapes of a tree's arrays, each on every device, or with another partition."""

@@ -237,3 +237,14 @@ def test_a_folder_that_is_only_read_makes_no_program(tmp_path):
     with pytest.raises(NotKeptError):
         compile_program(kept)
     assert compile_program(programs.lower("twice", twice, (), x))(x).tolist() == [0, 2, 4, 6]
+
+
+def test_small_programs_need_no_machine_code_in_the_folder(executor, tmp_path, monkeypatch):
+    """The engine compiles them itself, so a start that only reads the folder of a GPU finds none."""
+    programs = LoweredPrograms(tmp_path, "settings", target=Target("device", (), ""))
+    small = [job for job in executor.jobs() if job.small]
+    for only_reads in (False, True):
+        monkeypatch.setattr(executor, "lowered", dataclasses.replace(programs, only_reads=only_reads))
+        for job in small:
+            compile_program(job.lower(), job.options)
+    assert {job.name for job in small} >= {"append_pages", "set_slot", "count_tokens"}
