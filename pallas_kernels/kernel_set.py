@@ -325,7 +325,7 @@ def kernel_set_for(
             raise ValueError(
                 f"kernels='triton': accepted are NVIDIA GPUs, with the extra `triton`, this is {here}"
             )
-        return _triton(model, capability)
+        return _triton(model, capability, device)
     raise ValueError(f"kernels={kernels!r}: accepted are {', '.join(KERNELS)}")
 
 
@@ -548,9 +548,9 @@ def _sort_rows(max_tokens: int, held_max_tokens: int, by_64: bool) -> Callable:
     return functools.partial(api.sort_rows, **limits)
 
 
-def _triton(m: Model, capability: str) -> KernelSet:
+def _triton(m: Model, capability: str, device: str) -> KernelSet:
     """Return the Triton kernels that support the model."""
-    from pallas_kernels.triton import decode_attention
+    from pallas_kernels.triton import decode_attention, grouped_gemm
 
     power_of_two, decode = m.head_dim >= 16 and m.head_dim & (m.head_dim - 1) == 0, ("decode_attention",)
     kib, head_bytes = (
@@ -578,4 +578,7 @@ def _triton(m: Model, capability: str) -> KernelSet:
         "gemm": {"gemm": TritonGemm()},
         "decode_attention": {"decode_attention": decode_attention.decode_attention},
     }
+    if card_of(device).triton_grouped_gemm:
+        names = ("grouped_gemm", "list_groups", "sort_rows")
+        kernels["grouped_gemm"] = {name: getattr(grouped_gemm, name) for name in names}
     return _assembled("triton", kernels, _unmet(m, limits))

@@ -1,1 +1,3 @@
-"""Decode attention and GEMM through jax-triton, for GPUs before Hopper. They need the extra `triton`."""
+"""Decode attention, GEMM and grouped GEMM through jax-triton, for GPUs before Hopper. They need the extra
+`triton`.
+"""

@@ -165,6 +165,14 @@ def test_ampere_decodes_every_family_on_triton(model):
     assert isinstance(kernels.gemm, TritonGemm)
 
 
+def test_a_card_chooses_the_experts_products_before_hopper(monkeypatch):
+    card = dataclasses.replace(default_card(), triton_grouped_gemm=True)
+    monkeypatch.setattr(kernel_set, "card_of", lambda _: card)
+    kernels = of("qwen3-30b-a3b", "gpu", "8.0")
+    assert places(kernels) == TRITON | {"grouped_gemm": "triton"}
+    assert kernel_set._backend(kernels.sort_rows) == kernel_set._backend(kernels.list_groups) == "triton"
+
+
 def test_other_devices_run_the_references(monkeypatch):
     assert of("llama-3.1-8b", "cpu", "") is kernel_set.CPU
     monkeypatch.setattr(kernel_set, "has_triton", lambda: False)

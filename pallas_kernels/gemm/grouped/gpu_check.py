@@ -74,10 +74,11 @@ def gates_of(block: int | None, clamped: bool = False) -> dict:
 
 def check(
     rows, rng, kernel, tokens, experts, chosen, n, k, block=None, sms=None, zipf=0.0, stored="bfloat16",
-    biased=False,
+    biased=False, module=None,
 ):  # fmt: skip
     """Compare one product.
 
+    module: the `list_groups` and the `grouped_gemm` of another kernel than those of `KERNELS`.
     biased: the product has a bias, and clamps its gates and ups.
     stored: the format of the weight: bfloat16, e4m3 or e4m3-blocks as are then the rows, mxfp4, int4-64
         or int4-zero-64, which has zero points.
@@ -98,7 +99,7 @@ def check(
     elif stored.startswith("int4"):
         nearest = nearest_to_zero_point if "zero" in stored else nearest_levels
         w = jax.jit(quantize_experts, static_argnums=(1, 2))(w, int(stored.rpartition("-")[2]), nearest)
-    picked, module = routing(rng, tokens, experts, chosen, zipf), KERNELS[kernel]
+    picked, module = routing(rng, tokens, experts, chosen, zipf), module or KERNELS[kernel]
     groups_of = jax.jit(functools.partial(module.list_groups, num_experts=experts))
 
     @jax.jit

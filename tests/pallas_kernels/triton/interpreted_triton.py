@@ -16,6 +16,11 @@ from paged_cases import error, exact, paged, queries
 
 from pallas_kernels.attention.decode import reference as decode_reference
 from pallas_kernels.gemm import reference as gemm_reference
+from pallas_kernels.gemm.grouped import reference as grouped_reference
+from pallas_kernels.gemm.grouped.groups import HeldExperts
+from pallas_kernels.gemm.grouped.routings import draw_routing
+from pallas_kernels.pointwise.quantize.reference import quantize_rows
+from pallas_kernels.triton import grouped_gemm
 from pallas_kernels.triton.decode_attention import decode_attention
 from pallas_kernels.triton.flat_gemm import Tile, flat_gemm
 
@@ -106,3 +111,66 @@ def test_the_triton_epilogue_equals_the_reference():
         error(flat_gemm(x, w, bias, sms=2, **behind), np.asarray(gemm_reference.gemm(x, w, bias, **behind)))
         < 1e-6
     )
+
+
+UNEVEN = draw_routing(np.random.default_rng(0), 37, 5, 2, zipf=1.5)
+GATES = {"activation": "silu", "gate_block": 24}
+
+
+@pytest.mark.parametrize(
+    ("routing", "rows", "k", "dtype", "epilogue"),
+    [
+        (UNEVEN, 16, 100, jnp.float32, GATES),
+        (UNEVEN, 32, 64, jnp.float16, {}),
+        (UNEVEN, 64, 128, jnp.float32, {"activation": "gelu_tanh", "gate_block": 48}),
+        (UNEVEN, 16, 128, jnp.float32, {"activation": "silu"}),
+        (np.where(UNEVEN < 3, UNEVEN, 4), 16, 100, jnp.float32, {}),  # expert 3 has no row
+        (np.full((40, 1), 3), 16, 100, jnp.float32, GATES),  # one expert has all rows
+        (np.full((130, 1), 4), 128, 70, jnp.float32, {}),
+    ],
+)
+def test_triton_grouped_gemm_equals_its_reference(routing, rows, k, dtype, epilogue):
+    """The weights of experts without rows are NaN, and so are the rows after the last group."""
+    rng, routing = np.random.default_rng(rows), jnp.asarray(routing, jnp.int32)
+    x, w = (jnp.asarray(rng.normal(size=shape), dtype) for shape in ((routing.shape[0], k), (5, 96, k)))
+    groups = grouped_gemm.list_groups(routing, 5, rows=rows)
+    used, sorted_rows = routing.size, x[groups.pairs // routing.shape[1]].at[routing.size :].set(jnp.nan)
+    poisoned = w.at[np.setdiff1d(np.arange(5), routing)].set(jnp.nan)
+    got = np.asarray(grouped_gemm.grouped_gemm(sorted_rows, poisoned, groups, **epilogue))
+    want = np.asarray(grouped_reference.grouped_gemm(sorted_rows, w, groups, **epilogue))
+    assert got.dtype == dtype
+    assert error(got[:used], want[:used]) < (2e-3 if dtype == jnp.float16 else 1e-6)
+    assert np.isnan(got[used:]).all()  # not written
+
+
+def test_triton_grouped_gemm_multiplies_e4m3_exactly():
+    rng, routing = np.random.default_rng(3), jnp.asarray(UNEVEN)
+    x, w = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((37, 112), (5, 96, 112)))
+    x, w = quantize_rows(x), quantize_rows(w * 10.0 ** rng.integers(-3, 4, (5, 96, 1)))
+    groups, rows = grouped_gemm.sort_rows(
+        x.values.astype(jnp.float32) * x.scale[:, None], routing, 5, quantize=True
+    )
+    got = grouped_gemm.grouped_gemm(rows, w, groups, **GATES)
+    want = grouped_reference.grouped_gemm(rows, w, groups, **GATES)
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_allclose(*(np.asarray(y[: UNEVEN.size], np.float32) for y in (got, want)), rtol=2**-7)
+
+
+def test_triton_grouped_gemm_leaves_the_experts_of_other_devices_out():
+    """Device 1 holds experts 3 and 4. Padding and the pairs of the other experts have no rows."""
+    rng, routing = np.random.default_rng(1), jnp.asarray(UNEVEN)
+    x, w = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((37, 64), (2, 48, 64)))
+    held, tokens = HeldExperts(jnp.int32(3), 2), 20
+    groups, rows = grouped_gemm.sort_rows(x, routing, 5, held=held, used=jnp.int32(tokens))
+    got = np.asarray(grouped_gemm.grouped_gemm(rows, w, groups))
+    written = 0
+    for (token, choice), expert in np.ndenumerate(UNEVEN):
+        place = int(groups.places[token, choice])
+        if token < tokens and expert >= 3:
+            assert error(got[place], np.asarray(w[expert - 3] @ x[token])) < 1e-5
+            written += 1
+        else:
+            assert place >= len(got)
+    assert written and np.isnan(got).any(axis=1).sum() == len(got) - written
+    nothing, rows = grouped_gemm.sort_rows(x, routing, 5, held=held, used=jnp.int32(0))
+    assert np.isnan(np.asarray(grouped_gemm.grouped_gemm(rows, w, nothing))).all()

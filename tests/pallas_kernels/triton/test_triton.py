@@ -14,6 +14,7 @@ from jax_triton import triton_lib
 
 from pallas_kernels import kernel_set
 from pallas_kernels.kernel_set import kernel_set_for
+from pallas_kernels.triton import grouped_gemm
 from pallas_kernels.triton.decode_attention import decode_attention, shared_bytes
 from pallas_kernels.triton.flat_gemm import flat_gemm
 
@@ -60,6 +61,23 @@ def test_triton_decode_attention_names_unsupported_arguments(change, complaint):
         )
 
 
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"k": 32}, "equal K and M"),
+        ({"rows": 8}, "tiles of 8 rows"),
+        ({"dtype": jnp.float16}, "dtypes bfloat16 and float16"),
+        ({"gate_block": 24}, "a multiple of 48"),
+    ],
+)
+def test_triton_grouped_gemm_names_unsupported_arguments(change, complaint):
+    groups = grouped_gemm.list_groups(jnp.zeros((3, 1), jnp.int32), 2, rows=change.pop("rows", 16))
+    x = jnp.zeros((groups.pairs.shape[0], 64), jnp.bfloat16)
+    w = jnp.zeros((2, 64, change.pop("k", 64)), change.pop("dtype", jnp.bfloat16))
+    with pytest.raises(ValueError, match=complaint):
+        grouped_gemm.grouped_gemm(x, w, groups, **change)
+
+
 @pytest.mark.parametrize("capability", [80, 90])
 def test_they_compile_for_real_shapes(capability, monkeypatch):
     """Triton needs static sizes to prove the alignment of rows. Otherwise it loads two bytes at a time."""
@@ -81,8 +99,18 @@ def test_they_compile_for_real_shapes(capability, monkeypatch):
     compiled = compile_for_h200(multiply, *abstract(h200_mesh(), (shape(16, 4096), shape(6144, 4096))))
     assert compiled.machine_code
     assert [thunk.kind for thunk in compiled.thunks].count("kCustomCall") == 1
+
+    def experts(x, w, chosen):
+        groups, rows = grouped_gemm.sort_rows(x, chosen, 128)
+        gates = {"activation": "silu", "gate_block": 32}
+        return grouped_gemm.grouped_gemm(rows, w, groups, capability=capability, **gates)
+
+    mixture = shape(64, 2048), shape(128, 1536, 2048), shape(64, 8, dtype=jnp.int32)
+    compiled = compile_for_h200(experts, *abstract(h200_mesh(), mixture))
+    assert compiled.machine_code
+    assert compiled.memory.temp_size_in_bytes < 2**23  # XLA's product has temporaries of gigabytes
     streaming = [code.llir for code in codes if "join" not in code.name]
-    assert len(streaming) == 2
+    assert len(streaming) == 3
     assert all("cp.async.cg.shared.global" in llir and "ld.global.b16" not in llir for llir in streaming)
 
 
