@@ -35,7 +35,7 @@ from serving.frontend.config import ListenError, ServerConfig
 from serving.frontend.served_model import ServedModel
 from serving.grpc.server import Server
 from serving.http import http_flags
-from serving.http.answer_reader import PARSERS
+from serving.http.answer_reader import PARSERS, TOOL_CALL_PARSERS
 from serving.http.batch_mount import open_batches
 from serving.http.config import HttpConfig
 from serving.http.endpoints import Endpoints
@@ -94,6 +94,12 @@ REASONING_PARSER = flags.DEFINE_enum(
     ["auto", *PARSERS],
     "Form of the reasoning in answers over HTTP. auto: the form that the chat template shows. none: all text "
     "is content. deepseek_r1: an answer begins within the reasoning, unless the prompt ends it.",
+)
+TOOL_CALL_PARSER = flags.DEFINE_enum(
+    "tool_call_parser",
+    "auto",
+    TOOL_CALL_PARSERS,
+    "Form of the tool calls in answers over HTTP. auto: the form that the chat template shows.",
 )
 ADMIN_TOKEN_FILE = flags.DEFINE_string(
     "admin_token_file",
@@ -183,6 +189,7 @@ def run(
             admin_tokens=read_tokens(ADMIN_TOKEN_FILE.value, "admin_token_file"),
             served_model_names=tuple(SERVED_MODEL_NAME.value),
             reasoning_parser=REASONING_PARSER.value,
+            tool_call_parser=TOOL_CALL_PARSER.value,
             allow_priority=ALLOW_PRIORITY.value,
             isolate_tokens=ISOLATE_TOKENS.value,
             max_requests_per_token=MAX_REQUESTS_PER_TOKEN.value,

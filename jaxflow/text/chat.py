@@ -4,6 +4,7 @@ Messages have the form of OpenAI's chat requests. They are not trusted: their fo
 is bounded. `template_sandbox` runs the template. By default a control token in a user's text is plain text.
 """
 
+import functools
 import itertools
 import json
 import re
@@ -201,7 +202,8 @@ def _checked(
         raise ChatTemplateError("the model has no chat template: send a text, not messages")
     if not 1 <= len(messages) <= MAX_MESSAGES:
         raise ChatTemplateError(f"messages: {len(messages)} messages; accepted: 1 to {MAX_MESSAGES}")
-    reader = _Reader()
+    called = any(message.get("tool_calls") for message in messages if isinstance(message, (dict, Mapping)))
+    reader = _Reader(called and _joins_arguments(source, tuple(sorted(names.items()))))
     made = [reader.message(f"messages[{i}]", message) for i, message in enumerate(messages)]
     if "developer" not in source:  # OpenAI's newer name of the system role
         made = [{**m, "role": "system"} if m["role"] == "developer" else m for m in made]
@@ -241,10 +243,46 @@ def _with_reasoning(message: dict[str, Any], names: Sequence[str], harmony: bool
     return {**message, **dict.fromkeys(names, reasoning)}
 
 
-class _Reader:
-    """A reader of the JSON values of one conversation, with limits of their number and size."""
+# A conversation with a call, whose arguments are `_ARGUMENTS` or the JSON of this.
+_ARGUMENTS = {"argument": "value"}
+_CALL_ID = "abcdefgh1"
 
-    def __init__(self) -> None:
+
+@functools.lru_cache(maxsize=32)
+def _joins_arguments(source: str, names: tuple[tuple[str, str], ...]) -> bool:
+    """Return True if a template writes the arguments of calls as a text, so that they must be one.
+
+    The templates of DeepSeek join them to other texts. Other templates need them as an object. A short
+    conversation shows the difference: an object cannot be joined, or becomes no JSON.
+    """
+
+    def written(arguments: dict[str, str] | str) -> str | None:
+        call = {"id": _CALL_ID, "type": "function", "function": {"name": "f", "arguments": arguments}}
+        messages = [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": "b", "name": "f", "tool_call_id": _CALL_ID},
+        ]
+        variables = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
+        try:
+            return render(source, {**dict(names), **variables}, 100)
+        except ChatTemplateError:
+            return None
+
+    as_object = written(_ARGUMENTS)
+    if as_object is not None and str(_ARGUMENTS) not in as_object:
+        return False
+    return json.dumps(_ARGUMENTS) in (written(json.dumps(_ARGUMENTS)) or "")
+
+
+class _Reader:
+    """A reader of the JSON values of one conversation, with limits of their number and size.
+
+    `text_arguments`: the arguments of calls become the text of a JSON object, otherwise an object.
+    """
+
+    def __init__(self, text_arguments: bool = False) -> None:
+        self._text_arguments = text_arguments
         self.chars = 0
         self._values = 0
 
@@ -336,8 +374,9 @@ class _Reader:
         if not isinstance(function, Mapping) or call.get("type", "function") != "function":
             raise ChatTemplateError(f"{path} is not accepted: a call of type function", path)
         name = self._text(f"{path}.function.name", function.get("name"))
-        arguments, at = function.get("arguments"), f"{path}.function.arguments"
-        if isinstance(arguments, str):  # templates read the arguments as an object
+        given, at = function.get("arguments"), f"{path}.function.arguments"
+        arguments = given
+        if isinstance(arguments, str):
             self._text(at, arguments)
             try:
                 arguments = json.loads(arguments or "{}", parse_constant=_no_constant)
@@ -345,7 +384,10 @@ class _Reader:
                 raise ChatTemplateError(f"{at} is not JSON: {error}"[:300], at) from error
         if not isinstance(arguments, Mapping | None):
             raise ChatTemplateError(f"{at} is {_kind(arguments)}, not an object", at)
-        made = {"type": "function", "function": {"name": name, "arguments": self.json(at, arguments or {})}}
+        written: Any = self.json(at, arguments or {})
+        if self._text_arguments:
+            written = given if isinstance(given, str) and given else json.dumps(written, ensure_ascii=False)
+        made = {"type": "function", "function": {"name": name, "arguments": written}}
         if call.get("id") is not None:
             made["id"] = self._text(f"{path}.id", call["id"])
         return made

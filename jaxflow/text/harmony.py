@@ -8,7 +8,7 @@ import json
 import re
 
 from jaxflow.text.reasoning import Said
-from jaxflow.text.tool_calls import ToolCall
+from jaxflow.text.tool_calls import CallPart, ToolCall
 
 _MARK = re.compile(r"<\|(start|channel|constrain|message|end|call|return)\|>")
 _PARTIAL = re.compile(r"<(?:\|[a-z]{0,9}\|?)?\Z")
@@ -65,7 +65,7 @@ class HarmonyReader:
 
     def _read(self, final: bool) -> Said:
         out: dict[str, list[str]] = {"content": [], "reasoning": []}
-        calls: list[ToolCall] = []
+        calls: list[CallPart] = []
         at = 0
         for mark in _MARK.finditer(self._held):
             self._add(self._held[at : mark.start()], out)
@@ -83,7 +83,7 @@ class HarmonyReader:
         if text:
             out.get(self._kind, self._parts).append(text)
 
-    def _turn(self, mark: re.Match[str], out: dict[str, list[str]], calls: list[ToolCall]) -> None:
+    def _turn(self, mark: re.Match[str], out: dict[str, list[str]], calls: list[CallPart]) -> None:
         """Change the state at a special token."""
         name, in_header = mark[1], self._kind == "header"
         if name == "message" and in_header:
@@ -107,7 +107,7 @@ class HarmonyReader:
         if function and self._tools:
             self._kind, self._name = "call", function[1]
 
-    def _close(self, out: dict[str, list[str]], calls: list[ToolCall]) -> None:
+    def _close(self, out: dict[str, list[str]], calls: list[CallPart]) -> None:
         """End a message. Arguments that are no JSON object are content."""
         kind, body = self._kind, "".join(self._parts)
         self._kind, self._parts = "content", []

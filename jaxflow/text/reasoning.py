@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
 from jaxflow.text.tokenizer import Tokenizer
-from jaxflow.text.tool_calls import ToolCall
+from jaxflow.text.tool_calls import CallPart
 
 MAX_BLANKS = 9  # white spaces before the first mark
 
@@ -30,7 +30,7 @@ class Said(NamedTuple):
 
     content: str
     reasoning: str
-    calls: list[ToolCall]
+    calls: list[CallPart]
 
 
 class Begin(enum.Enum):

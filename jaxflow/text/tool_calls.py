@@ -1,25 +1,54 @@
-"""Tool calls in the text of an answer: the forms that chat templates teach, and a reader of growing text.
+"""Tool calls in the text of an answer: a reader of growing text, which splits it into content and calls.
 
-A model writes a call as text. A form says where a call begins and ends, and `ToolCallReader` splits the text
-of an answer into content and calls. Text that may be the start of a call is held back until it is certain.
+A model writes a call as text. `jaxflow.text.tool_call_forms` has the forms of the models. Text that may be
+the start of a call is held back until it is certain.
 """
 
 import dataclasses
+import itertools
 import json
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
+
+from jaxflow.text.argument_values import STRING, ArgumentTypes, json_text
+from jaxflow.text.scan import BLANKS, MAX_BLANKS, Scan, Steps
+
+MAX_CALL_CHARS = 1 << 20  # of a text that is read as a call
 
 
 class ToolCall(NamedTuple):
-    """A call of a function. `arguments`: a JSON object as text."""
+    """A call of a function, or its start. `arguments`: a JSON object as text, or "" in a start."""
 
     name: str
     arguments: str
 
 
-class UnknownForm(ValueError):
-    """A chat template without tools, or one whose form of a tool call is not known."""
+class MoreArguments(NamedTuple):
+    """The next part of the arguments of the latest call.
+
+    `broken`: the call ends, and is no call. Its whole text is content.
+    """
+
+    text: str
+    broken: bool = False
+
+
+CallPart = ToolCall | MoreArguments
+
+
+def whole_calls(parts: Iterable[CallPart]) -> list[ToolCall]:
+    """Return the calls that the parts of an answer are, without broken ones."""
+    names: list[str] = []
+    arguments: list[list[str]] = []
+    for part in parts:
+        if isinstance(part, ToolCall):
+            names.append(part.name)
+            arguments.append([part.arguments])
+        elif part.broken:
+            del names[-1], arguments[-1]
+        else:
+            arguments[-1].append(part.text)
+    return [ToolCall(name, "".join(texts)) for name, texts in zip(names, arguments, strict=True)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,168 +56,178 @@ class Form:
     """A form of tool calls in a text.
 
     Attributes:
-      start: the text before a call.
-      end: the text after a call; "" where calls extend to the end of the answer.
-      read: returns the calls of the text between start and end. Raises: ValueError.
+      starts: a call begins with one of these texts.
+      read: reads one call, or several, from the text after a start, and writes them. Raises: ValueError,
+        RecursionError.
+      marks: the texts that a tokenizer may have as special tokens.
       leads: calls can only begin an answer.
-      special: `start` is a special token, which an answer's text usually leaves out.
     """
 
-    start: str
-    end: str
-    read: Callable[[str], list[ToolCall]]
+    starts: tuple[str, ...]
+    read: Callable[[Scan, "CallWriter"], Steps[None]]
+    marks: frozenset[str] = frozenset()
     leads: bool = False
-    special: bool = False
 
 
-def form_of(template: str) -> Form:
-    """Return the form of the tool calls that a chat template shows to the model.
+class CallWriter:
+    """The calls that a form reads at one place, as the parts of a stream.
 
-    Raises:
-      UnknownForm: naming the known forms.
+    Args:
+      start: the start that was found.
+      parts: gets the parts.
+      most: calls to write at most, or None.
+      parameters: the JSON schema of the arguments of each tool.
     """
-    if not re.search(r"\btools\b", template):
-        raise UnknownForm("none, because the chat template of the model has no tools")
-    shown = template.replace("\\", "")  # quotes within a string of the template have a backslash
-    for mark, other_form, form in _FORMS:
-        if mark in shown and not (other_form and re.search(other_form, shown)):
-            return form
-    raise UnknownForm(
-        "none, because the chat template shows no known form of a call: JSON within <tool_call> (Hermes, "
-        'Qwen), JSON after [TOOL_CALLS] (Mistral), or an answer {"name": …, "parameters": …} (Llama)'
-    )
 
+    def __init__(self, start: str, parts: list[CallPart], most: int | None, parameters: Mapping[str, Any]):
+        self.start = start
+        self.ended = 0
+        self._parts, self._most, self._parameters = parts, most, parameters
+        self._open = self._has_arguments = False
+        self._types = ArgumentTypes(None)
 
-def _call(value: Any, key: str = "arguments") -> ToolCall:
-    """Return the call of a JSON value. Raises: ValueError."""
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        raise ValueError("no object with a name")
-    arguments = value.get(key, value.get("arguments", {}))
-    if isinstance(arguments, str):
-        arguments = json.loads(arguments)
-    if not isinstance(arguments, dict):
-        raise ValueError(f"{key} is no object")
-    return ToolCall(value["name"], json.dumps(arguments, ensure_ascii=False))
+    def whole(self, call: ToolCall) -> None:
+        """Write a call."""
+        self._write(call)
+        self.ended += 1
 
+    def begin(self, name: str) -> None:
+        """Begin a call."""
+        self._write(ToolCall(name, ""))
+        self._open, self._has_arguments = True, False
+        self._types = ArgumentTypes(self._parameters.get(name))
 
-def _hermes(text: str) -> list[ToolCall]:
-    return [_call(json.loads(text))]
+    def more(self, text: str) -> None:
+        """Write JSON of the arguments."""
+        if text:
+            self._write(MoreArguments(text))
 
+    def more_text(self, text: str) -> None:
+        """Write a part of a string within the arguments."""
+        self.more(json.dumps(text, ensure_ascii=False)[1:-1])
 
-def _mistral(text: str) -> list[ToolCall]:
-    """Return the calls of `[{"name": ..., "arguments": {...}}, ...]`, or of `name[ARGS]{...}`."""
-    if text.lstrip().startswith("["):
-        return [_call(value) for value in json.loads(text)]
-    calls = []
-    for part in text.split("[TOOL_CALLS]"):
-        name, _, arguments = part.partition("[ARGS]")
-        calls.append(_call({"name": name.strip(), "arguments": json.loads(arguments)}))
-    return calls
+    def value(self, name: str, scan: Scan, *marks: str) -> Steps[str]:
+        """Write an argument with the bare text up to one of the marks as its value. Return the mark."""
+        self.more(f"{', ' if self._has_arguments else '{'}{json.dumps(name, ensure_ascii=False)}: ")
+        self._has_arguments = True
+        types = self._types.of(name)
+        if types == STRING:
+            self.more('"')
+            _, mark = yield from scan.until(*marks, take=self.more_text)
+            self.more('"')
+        else:
+            text, mark = yield from scan.until(*marks)
+            self.more(json_text(text, types))
+        return mark
 
+    def end(self) -> None:
+        """End a call. Its arguments are those of `value`, or were written by `more`."""
+        self._open = False
+        self.ended += 1
 
-def _llama(text: str) -> list[ToolCall]:
-    """Return the calls of one object or several, with semicolons between them."""
-    calls, text = [], "{" + text.rstrip()
-    while text:
-        value, end = json.JSONDecoder().raw_decode(text)
-        calls.append(_call(value, "parameters"))
-        text = text[end:].lstrip(" \n;")
-    return calls
+    def end_values(self) -> None:
+        """End a call after its last `value`."""
+        self.more("}" if self._has_arguments else "{}")
+        self.end()
 
+    def break_off(self) -> None:
+        """End a call that has begun, if there is one, as no call."""
+        if self._open:
+            self._write(MoreArguments("", broken=True))
 
-# A text in a template, a pattern of a form that has this text too, and the form.
-_FORMS = (
-    ("[TOOL_CALLS]", None, Form("[TOOL_CALLS]", "", _mistral, special=True)),
-    ("<tool_call>", "<arg_key>|<function=", Form("<tool_call>", "</tool_call>", _hermes)),
-    ('"parameters": dictionary of', None, Form("{", "", _llama, leads=True)),
-)
+    def _write(self, part: CallPart) -> None:
+        if self._most is None or self.ended < self._most:
+            self._parts.append(part)
 
 
 class ToolCallReader:
     """The content and the calls of one growing answer. The parts of a text do not change what is read.
 
-    White space before a call, at the start of the answer or after another call, is left out.
+    White space before a call, at the start of the answer or after another call, is left out. The text of a
+    call that is malformed, that is cut, or that has over `MAX_CALL_CHARS` is content.
 
     Args:
       most: calls to return at most. Further calls are left out.
+      parameters: the JSON schema of the arguments of each tool, by the tool's name.
     """
 
-    def __init__(self, form: Form, most: int | None = None):
-        self._form, self._most = form, most
-        self._held = ""  # within a call, the text after its start; else text that may be its start
-        self._inside = False
-        self._at_edge = True  # no content since the start of the answer, or since a call
-        self._begun = False  # there was content, or a call
+    def __init__(self, form: Form, most: int | None = None, parameters: Mapping[str, Any] | None = None):
+        self._form, self._most, self._parameters = form, most, parameters or {}
+        self._scan = Scan()
+        self._content: list[str] = []
+        self._parts: list[CallPart] = []
         self.num_calls = 0
+        self._steps = self._read()
 
-    def push(self, text: str) -> tuple[str, list[ToolCall]]:
-        """Return the content and the calls that are certain after this text."""
-        self._held += text
-        content: list[str] = []
-        calls: list[ToolCall] = []
-        form = self._form
+    def push(self, text: str) -> tuple[str, list[CallPart]]:
+        """Return the content and the parts of calls that are certain after this text."""
+        self._scan.push(text)
+        return self._advance()
+
+    def finish(self) -> tuple[str, list[CallPart]]:
+        """Return the rest of the content and of the calls at the end of the answer."""
+        self._scan.finish()
+        return self._advance()
+
+    def _advance(self) -> tuple[str, list[CallPart]]:
+        next(self._steps, None)
+        content, parts = "".join(self._content), _joined(self._parts)
+        self._content.clear()
+        self._parts.clear()
+        return content, parts
+
+    def _read(self) -> Steps[None]:
+        scan, form, add = self._scan, self._form, self._content.append
+        starts, at_edge = form.starts, True
         while True:
-            mark = form.end if self._inside else form.start
-            before, found, after = self._held.partition(mark) if mark else (self._held, "", "")
-            if self._inside:
-                if not found:
-                    break
-                self._held = after
-                self._close(before, form.end, content, calls)
-            elif found and (not form.leads or not (self._begun or before.strip())):
-                self._add("" if self._at_edge and not before.strip() else before, content)
-                self._inside, self._held = True, after
-            else:
-                certain = len(self._held) - self._uncertain()
-                self._add(self._held[:certain], content)
-                self._held = self._held[certain:]
-                break
-        return "".join(content), calls
+            blanks = start = ""
+            if at_edge:  # no content since the start of the answer, or since a call
+                blanks = yield from scan.run(BLANKS, MAX_BLANKS)
+                start = yield from scan.maybe(*starts)
+            if not start:
+                if not (scan.ended and self.num_calls):
+                    add(blanks)
+                starts = () if form.leads else starts
+                blanks, (_, start) = "", (yield from scan.until(*starts, take=add, may_end=True))
+                if not start:
+                    return
+            at_edge = yield from self._call(blanks + start, start)
 
-    def finish(self) -> tuple[str, list[ToolCall]]:
-        """Return the rest of the content and the calls at the end of the answer."""
-        content: list[str] = []
-        calls: list[ToolCall] = []
-        held, self._held = self._held, ""
-        if self._inside:
-            self._close(held, "", content, calls)
-        elif held.strip() or not self.num_calls:
-            self._add(held, content)
-        return "".join(content), calls
+    def _call(self, before: str, start: str) -> Steps[bool]:
+        """Read calls after a start. Return False if the text is content.
 
-    def _add(self, text: str, content: list[str]) -> None:
-        if text:
-            content.append(text)
-            self._at_edge, self._begun = False, True
-
-    def _close(self, body: str, end: str, content: list[str], calls: list[ToolCall]) -> None:
-        """Add the calls of a text after a start. A text that holds no call is content."""
-        self._inside = False
-        try:
-            found = self._form.read(body)
-        except (ValueError, RecursionError):
-            self._add(self._form.start + body + end, content)
-            return
-        calls += found if self._most is None else found[: max(0, self._most - self.num_calls)]
-        self.num_calls += len(found)
-        self._at_edge = self._begun = True
-
-    def _uncertain(self) -> int:
-        """Return the length of the end of the held text that is no content yet.
-
-        This is the possible start of a call, and the white space before it.
+        before: the start with the white space before it.
         """
-        start = self._form.start
-        possible = next((n for n in range(len(start) - 1, 0, -1) if self._held.endswith(start[:n])), 0)
-        if self._form.leads and self._begun:
-            return 0
-        rest = self._held[: len(self._held) - possible]
-        return len(self._held) if self._at_edge and not rest.strip() else possible
+        left = None if self._most is None else self._most - self.num_calls
+        writer = CallWriter(start, self._parts, left, self._parameters)
+        self._scan.record(before, MAX_CALL_CHARS)
+        try:
+            yield from self._form.read(self._scan, writer)
+        except (ValueError, RecursionError):
+            writer.break_off()
+            self._content.append(self._scan.recorded())
+            return False
+        self._scan.recorded()
+        self.num_calls += writer.ended
+        return True
 
 
-def split(text: str, form: Form, most: int | None = None) -> tuple[str, list[ToolCall]]:
+def _joined(parts: list[CallPart]) -> list[CallPart]:
+    """Return parts of calls with the arguments that follow one another joined."""
+    joined: list[CallPart] = []
+    for continues, group in itertools.groupby(
+        parts, lambda part: isinstance(part, MoreArguments) and not part.broken
+    ):
+        same = list(group)
+        joined += [MoreArguments("".join(part[0] for part in same))] if continues else same
+    return joined
+
+
+def split(
+    text: str, form: Form, most: int | None = None, parameters: Mapping[str, Any] | None = None
+) -> tuple[str, list[ToolCall]]:
     """Return the content and the calls of a whole answer."""
-    reader = ToolCallReader(form, most)
-    content, calls = reader.push(text)
+    reader = ToolCallReader(form, most, parameters)
+    content, parts = reader.push(text)
     rest, more = reader.finish()
-    return content + rest, [*calls, *more]
+    return content + rest, whole_calls([*parts, *more])

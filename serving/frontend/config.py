@@ -28,6 +28,7 @@ class ServerConfig:
     admin_tokens: tuple[str, ...] = ()  # tokens of the admin service; empty: the auth_tokens
     served_model_names: tuple[str, ...] = ()  # accepted as `model`; empty: the model's own name
     reasoning_parser: str = "auto"  # auto, or a key of `answer_reader.PARSERS`
+    tool_call_parser: str = "auto"  # one of `answer_reader.TOOL_CALL_PARSERS`
     drain_timeout_s: float = 30.0
     max_pending_tokens: int = 1024  # most unread tokens of a sequence
     idle_timeout_s: float = 300.0  # a connection without a call ends

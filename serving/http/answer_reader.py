@@ -1,5 +1,8 @@
 """How the text of a chat's answer is read: which parts are reasoning, calls and content."""
 
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
 import msgspec
 
 from jaxflow.text.harmony import HarmonyReader, is_harmony
@@ -14,7 +17,8 @@ from jaxflow.text.reasoning import (
     marks_of,
 )
 from jaxflow.text.tokenizer import Tokenizer
-from jaxflow.text.tool_calls import Form, ToolCallReader
+from jaxflow.text.tool_call_forms import FORMS
+from jaxflow.text.tool_calls import Form, ToolCall, ToolCallReader, whole_calls
 
 
 class Reading(msgspec.Struct, frozen=True):
@@ -22,8 +26,8 @@ class Reading(msgspec.Struct, frozen=True):
 
     `harmony`: the text has harmony messages; `tools`: some may be calls. `marks`: around the reasoning of
     other text, if it has any. `begin`: where the answer begins. `shown`: the answer has the reasoning.
-    `form`: of the calls in other text, if the request has tools. `most_calls`: of a choice; None for any
-    number.
+    `form`: of the calls in other text, if the request has tools. `parameters`: the JSON schema of each tool's
+    arguments. `most_calls`: of a choice; None for any number.
     """
 
     harmony: bool = False
@@ -32,6 +36,7 @@ class Reading(msgspec.Struct, frozen=True):
     shown: bool = True
     tools: bool = False
     form: Form | None = None
+    parameters: Mapping[str, Any] | None = None
     most_calls: int | None = None
 
     def counter(self, tokenizer: Tokenizer) -> ReasoningTokens | None:
@@ -43,6 +48,7 @@ class Reading(msgspec.Struct, frozen=True):
         return None
 
 
+HARMONY_CALLS = "openai"
 # The values of --reasoning_parser beside auto, by vLLM's names.
 PARSERS = {
     "none": Reading(),
@@ -53,6 +59,10 @@ PARSERS = {
     "gemma4": Reading(marks=CHANNEL),
     "openai_gptoss": Reading(harmony=True),
 }
+
+
+# The values of --tool_call_parser, by vLLM's names. auto: the form that the chat template shows.
+TOOL_CALL_PARSERS = ("auto", *FORMS, HARMONY_CALLS)
 
 
 def reading_of(name: str, template: str) -> Reading:
@@ -66,6 +76,14 @@ def reading_of(name: str, template: str) -> Reading:
     return Reading(harmony=True) if is_harmony(template) else Reading(marks=marks_of(template))
 
 
+class Answer(NamedTuple):
+    """A whole answer."""
+
+    content: str
+    reasoning: str
+    calls: list[ToolCall]
+
+
 class AnswerReader:
     """The reader of one choice."""
 
@@ -74,7 +92,7 @@ class AnswerReader:
         self._shown = reading.shown
         self._harmony = HarmonyReader(reading.tools, most) if reading.harmony else None
         self._think = None if reading.marks is None else ThinkReader(reading.begin, reading.marks)
-        self._calls = None if form is None else ToolCallReader(form, most)
+        self._calls = None if form is None else ToolCallReader(form, most, reading.parameters)
 
     @property
     def num_calls(self) -> int:
@@ -101,10 +119,11 @@ class AnswerReader:
             said = Said(content + rest, said.reasoning, calls + more)
         return self._visible(said)
 
-    def whole(self, text: str) -> Said:
+    def whole(self, text: str) -> Answer:
         """Return what a whole answer says."""
         said, rest = self.push(text), self.finish()
-        return Said(said.content + rest.content, said.reasoning + rest.reasoning, said.calls + rest.calls)
+        calls = whole_calls([*said.calls, *rest.calls])
+        return Answer(said.content + rest.content, said.reasoning + rest.reasoning, calls)
 
     def _visible(self, said: Said) -> Said:
         return said if self._shown else said._replace(reasoning="")

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from jaxflow.text.reasoning import Said
-from jaxflow.text.tool_calls import ToolCall
+from jaxflow.text.tool_calls import CallPart, ToolCall
 from serving.http.answer_reader import AnswerReader
 from serving.http.job import AnswerPiece, Begun, Collected, Collection, Head, Job
 from serving.http.logprobs import chat_logprobs, prompt_logprobs
@@ -22,6 +22,7 @@ from serving.http.responses import (
 )
 
 _encode = msgspec.json.encode
+_CALL_LINE = b'{"index":%d,"delta":{"tool_calls":[%b]},"logprobs":null,"finish_reason":null}]'
 
 
 class ChatFormat:
@@ -32,6 +33,7 @@ class ChatFormat:
         self._readers: list[AnswerReader] = []  # of each choice of a stream
         if job.reading is not None:
             self._readers = [AnswerReader(job.reading) for _ in range(job.n)]
+        self._begun = [0] * job.n  # calls of each choice of a stream
         self._start = (
             b'{"id":%b,"object":"chat.completion.chunk","created":%d,"model":%b,"system_fingerprint":%b,"choices":['
             % (_encode(head.id), head.created, _encode(head.model), _encode(head.fingerprint))
@@ -94,21 +96,20 @@ class ChatFormat:
         ]
 
     def part(self, piece: AnswerPiece) -> list[bytes]:
-        """Return the choices of the chunks with a text and with the calls that are whole after it."""
+        """Return the choices of the chunks with a text, and with the parts of calls after it."""
         head = self._head
         logprobs = b"null"
         if head.with_logprobs:
             logprobs = _encode(chat_logprobs(piece.entries, head.names, head.top))
         ids = b',"token_ids":%b' % _encode(piece.token_ids) if head.with_token_ids else b""
-        said, before = Said(piece.text, "", []), 0
+        said = Said(piece.text, "", [])
         if self._readers:
-            before = self._readers[piece.index].num_calls
             said = self._readers[piece.index].push(piece.text)
         lines = []
         if said.content or said.reasoning or not self._readers or head.with_logprobs or head.with_token_ids:
             line = b'{"index":%d,"delta":{%b},"logprobs":%b,"finish_reason":null%b}]'
             lines = [line % (piece.index, _delta(said), logprobs, ids)]
-        return lines + _calls(piece.index, said.calls, before)
+        return lines + self._calls(piece.index, said.calls)
 
     def last(self, piece: AnswerPiece) -> list[bytes]:
         """Return the choices of the chunks that end a choice.
@@ -117,17 +118,36 @@ class ChatFormat:
         """
         index, lines, num_calls = piece.index, [], 0
         if self._readers:
-            before = self._readers[index].num_calls
             said = self._readers[index].finish()
             if said.content or said.reasoning:
                 line = b'{"index":%d,"delta":{%b},"logprobs":null,"finish_reason":null}]'
                 lines.append(line % (index, _delta(said)))
-            lines += _calls(index, said.calls, before)
+            lines += self._calls(index, said.calls)
             num_calls = self._readers[index].num_calls
         assert piece.finish_reason is not None
         reason, stop = _encode(_reason(piece.finish_reason, num_calls)), _encode(piece.stop_reason)
         line = b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":%b,"stop_reason":%b}]'
         return [*lines, line % (index, reason, stop)]
+
+    def _calls(self, index: int, parts: Sequence[CallPart]) -> list[bytes]:
+        """Return the choices of the chunks of calls, one for each part of a call.
+
+        A call that breaks off has nothing more to send: its arguments stay incomplete JSON.
+        """
+        lines = []
+        for part in parts:
+            if isinstance(part, ToolCall):
+                call = _encode(_answered(part, self._begun[index]))
+                self._begun[index] += 1
+            elif part.broken:
+                continue
+            else:
+                call = b'{"index":%d,"function":{"arguments":%b}}' % (
+                    self._begun[index] - 1,
+                    _encode(part.text),
+                )
+            lines.append(_CALL_LINE % (index, call))
+        return lines
 
     @property
     def start(self) -> bytes:
@@ -142,16 +162,6 @@ def _delta(said: Said) -> bytes:
     reasoning = _encode(said.reasoning)
     fields = b'"reasoning":%b,"reasoning_content":%b' % (reasoning, reasoning)
     return fields + (b',"content":%b' % _encode(said.content) if said.content else b"")
-
-
-def _calls(index: int, calls: Sequence[ToolCall], before: int) -> list[bytes]:
-    """Return the choices of the chunks of calls, one each.
-
-    before: the number of calls in earlier chunks of the choice.
-    """
-    line = b'{"index":%d,"delta":{"tool_calls":[%b]},"logprobs":null,"finish_reason":null}]'
-    answered = [_answered(call, before + i) for i, call in enumerate(calls)]
-    return [line % (index, _encode(call)) for call in answered]
 
 
 def _answered(call: ToolCall, index: int | UnsetType = UNSET) -> AnswerToolCall:

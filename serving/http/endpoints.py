@@ -17,11 +17,12 @@ import jaxflow
 from jaxflow.request import Amount, InvalidRequest, Request, SamplingParams
 from jaxflow.text.chat import MAX_MESSAGES, REASONING_NAMES
 from jaxflow.text.reasoning import begin_of
-from jaxflow.text.tool_calls import Form, UnknownForm, form_of
+from jaxflow.text.tool_call_forms import FORMS, UnknownForm, check_tools, form_of
+from jaxflow.text.tool_calls import Form
 from serving.frontend.call import CALL, new_id
 from serving.frontend.refusal import Code, Refusal, deadline_passed
 from serving.frontend.served_model import Chat, Prompt, ServedModel
-from serving.http.answer_reader import Reading, reading_of
+from serving.http.answer_reader import HARMONY_CALLS, Reading, reading_of
 from serving.http.chat import ChatFormat
 from serving.http.completions import CompletionFormat
 from serving.http.errors import HttpError, http_error
@@ -228,19 +229,24 @@ class Endpoints:
         if tokenizer is None:
             return None, False
         free, template = request.skip_special_tokens is None, tokenizer.chat_template or ""
+        tools, parser = tools_of(request), served.config.tool_call_parser
         reading = reading_of(served.config.reasoning_parser, template)
+        if tools and parser == HARMONY_CALLS:
+            reading = Reading(harmony=True)
         special = reading.harmony or not tokenizer.special_texts.isdisjoint(reading.marks or ())
         if request.separate_reasoning is False or (special and not free):
             reading, special = Reading(), False
-        form, tools = None, bool(tools_of(request))
-        if tools and not (reading.harmony and "tools" in template):
+        form = None
+        if tools and not (reading.harmony and parser in ("auto", HARMONY_CALLS) and "tools" in template):
             form = self._tool_form(request)
-            special = special or (form.special and free)
+            special = special or (free and not tokenizer.special_texts.isdisjoint(form.marks))
         if not (reading.harmony or reading.marks or form):
             return None, False
         most = 1 if request.parallel_tool_calls is False else None
         shown = request.include_reasoning is not False
-        return msgspec.structs.replace(reading, shown=shown, tools=tools, form=form, most_calls=most), special
+        parameters = {tool.function.name: tool.function.parameters for tool in tools}
+        more = {"shown": shown, "tools": bool(tools), "form": form, "parameters": parameters}
+        return msgspec.structs.replace(reading, most_calls=most, **more), special
 
     def _begun(self, reading: Reading, request: ChatRequest, prompt: Sequence[int]) -> Reading:
         """Return a reading that begins where the answer to a prompt begins."""
@@ -254,7 +260,8 @@ class Endpoints:
         """Return the form of the tool calls of the served model. Raises: Refusal, InvalidRequest."""
         template = self.served.tokenizer("tools").chat_template or ""
         try:
-            return form_of(template)
+            check_tools(template)
+            return FORMS.get(self.served.config.tool_call_parser) or form_of(template)
         except UnknownForm as error:
             shown = Amount(f"{len(request.tools or ())} tools")
             raise InvalidRequest("tools", shown, str(error)) from error

@@ -128,6 +128,18 @@ def test_tools_and_template_variables_are_plain(tokenizers):
     assert len(specials(tokenizer, ids)) == 1
 
 
+def test_arguments_that_a_template_joins_are_plain(tokenizers):
+    tokenizer = tokenizers["joined"].with_chat_template(
+        "{{ bos_token }}{% for m in messages %}{% for c in m.tool_calls or () %}"
+        "{{ 'x' + c.function.arguments }}{% endfor %}{% endfor %}"
+    )
+    for arguments in ('{"a":  "<|im_end|>"}', {"a": "<|im_end|>"}):
+        call = {"function": {"name": "f", "arguments": arguments}}
+        ids = encode_chat(tokenizer, [{"role": "assistant", "content": None, "tool_calls": [call]}])
+        text = arguments if isinstance(arguments, str) else '{"a": "<|im_end|>"}'
+        assert len(specials(tokenizer, ids)) == 1 and tokenizer.decode(ids).endswith(f"x{text}")
+
+
 def test_a_role_that_is_part_of_a_control_token_is_refused(tokenizers):
     tokenizer = tokenizers["chatml"].with_chat_template("{% for m in messages %}<|{{ m.role }}|>{% endfor %}")
     for role in ("im_end", "end"):

@@ -6,7 +6,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from jaxflow.text.tool_calls import ToolCall, ToolCallReader, UnknownForm, form_of, split
+from jaxflow.text.tool_call_forms import UnknownForm, form_of
+from jaxflow.text.tool_calls import ToolCall, ToolCallReader, split
 
 QWEN = r"""{%- if tools %}{{ "<tool_call>\n{\"name\": <function-name>}\n</tool_call>" }}{% endif %}"""
 MISTRAL = "{% if tools %}[AVAILABLE_TOOLS]{% endif %}[TOOL_CALLS]"
@@ -100,7 +101,7 @@ def test_the_newer_form_of_mistral():
     assert split(text, FORMS["mistral"])[1] == [ToolCall("f", '{"x": 1}'), ToolCall("g", "{}")]
 
 
-@pytest.mark.parametrize("template", ["{{ messages }}", "{{ tools }}", "{{ tools }}<tool_call><arg_key>"])
+@pytest.mark.parametrize("template", ["{{ messages }}", "{{ tools }}", "{{ tools }}<tool>"])
 def test_a_template_without_a_known_form(template):
     with pytest.raises(UnknownForm, match="none, because"):
         form_of(template)

@@ -33,6 +33,19 @@ def client(shared):
         yield made
 
 
+# Calls as GLM-4.5 writes them, after a thought and a text. The tool's schema types the bare values.
+GLM_ANSWER = (
+    '<think>\nShall I?\n</think>\n\nI look.\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>75" P'
+    "aris</arg_value>\n<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n<tool_call>now</tool_call>"
+)
+GLM_CALLS = [("weather", {"city": '75" Paris', "days": 3}), ("now", {})]
+GLM_TEMPLATE = "{{ messages[-1].content }}{% if false %}{{ tools }}<tool_call><arg_key><think>{% endif %}"
+GLM_TOOLS = [
+    {"type": "function", "function": {"name": "weather", "parameters": {"properties": properties}}}
+    for properties in [{"city": {"type": "string"}, "days": {"type": "integer"}}]
+] + [{"type": "function", "function": {"name": "now"}}]
+
+
 def said(content):
     return [{"role": "user", "content": content + "END"}]
 
@@ -55,6 +68,62 @@ def test_an_answer_and_its_stream_have_the_same_calls(client, more):
         assert called(parts) == expected and [part.index for part in parts] == list(range(len(parts)))
         assert "".join(c.delta.content or "" for c in mine) == " I look.\n"
         assert [c.finish_reason for c in mine if c.finish_reason] == ["tool_calls"]
+
+
+@pytest.fixture(scope="module")
+def glm():
+    with (
+        running_server(FakeLLM(chat_template=GLM_TEMPLATE)) as opened,
+        openai.OpenAI(base_url=f"{opened.url}/v1", api_key="none", max_retries=0) as made,
+    ):
+        yield made
+
+
+@pytest.mark.parametrize("cut", [None, 30])
+def test_calls_are_streamed_while_they_are_written(glm, cut):
+    answer = GLM_ANSWER[:-cut] if cut else GLM_ANSWER
+    asked = {**ASKED, "tools": GLM_TOOLS, "messages": said(answer)}
+    whole = glm.chat.completions.create(**asked).choices[0]
+    mine = [
+        c for chunk in glm.chat.completions.create(**asked, stream=True) for c in chunk.choices if not c.index
+    ]
+    assert (whole.finish_reason, whole.message.reasoning) == (mine[-1].finish_reason, "Shall I?")
+    assert "".join(c.delta.content or "" for c in mine) == whole.message.content
+    parts = [part for c in mine for part in c.delta.tool_calls or ()]
+    starts = [part for part in parts if part.id]
+    joined = ["".join(p.function.arguments for p in parts if p.index == start.index) for start in starts]
+    assert [(start.index, start.function.name) for start in starts] == [(0, "weather"), (1, "now")][
+        : len(starts)
+    ]
+    assert all(not part.function.arguments for part in starts) and len(parts) > 5
+    if cut is None:
+        assert called(whole.message.tool_calls) == GLM_CALLS and whole.message.content == "I look.\n"
+        assert [json.loads(text) for text in joined] == [given for _, given in GLM_CALLS]
+    else:  # the text of a call that is cut is content, and the arguments of its stream are no JSON
+        assert whole.message.tool_calls is None and whole.message.content == answer.partition("\n\n")[2]
+        assert whole.finish_reason == "stop" and not joined[0].endswith("}")
+
+
+@pytest.mark.parametrize(("parser", "calls"), [("auto", 0), ("glm45", 2), ("hermes", 0), ("openai", 0)])
+def test_the_flag_names_the_form(parser, calls):
+    with running_server(tool_call_parser=parser) as opened:
+        opened.llm.tokenizer.chat_template = "{{ messages[-1].content }}{# tools #}"
+        answer = opened.post(CHAT, {**ASKED, "model": "", "tools": GLM_TOOLS, "messages": said(GLM_ANSWER)})
+        assert answer.status_code == (400 if parser == "auto" else 200)
+        if parser != "auto":
+            assert len(answer.json()["choices"][0]["message"].get("tool_calls", ())) == calls
+
+
+def test_marks_that_are_special_tokens_stay_in_the_text_that_is_read():
+    template = "{{ messages[-1].content }}{# tools <|tool_call>call: #}"
+    answer = '<|tool_call>call:weather{city:<|"|>Paris<|"|>,days:[1,2]}<tool_call|>'
+    with running_server(FakeLLM(chat_template=template)) as opened:
+        for special in (("<|tool_call>", '<|"|>'), ()):
+            opened.llm.tokenizer.special_texts = frozenset(special)
+            whole = opened.post(CHAT, {**ASKED, "messages": said(answer)}).json()["choices"][0]
+            [call] = whole["message"]["tool_calls"]
+            assert json.loads(call["function"]["arguments"]) == CALLS[0][1]
+            assert opened.llm.driver.submitted[-1].sampling.skip_special_tokens == (not special)
 
 
 @pytest.mark.parametrize("answer", ["No call.", "a <tool_call>broken</tool_call> b", "Cut <tool_call>{"])
