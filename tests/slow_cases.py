@@ -602,9 +602,6 @@ SLOW_CASES = {
     r"test_lowering_processes\.py::test_an_engine_reads_what_a_process_lowered\[stages": (
         "ranks with moving experts run, and test_warm_starts reads the programs of stages"
     ),
-    r"test_warm_starts\.py::test_the_programs_are_read_before_there_are_weights\[one device": (
-        "two stages run"
-    ),
     r"test_enforce_eager\.py::test_layouts_of_decodes_become_ready_while_a_gpu_serves\[tiny-opt": (
         "tiny-gemma2 runs, which has two groups of pages"
     ),
@@ -692,6 +689,100 @@ SLOW_CASES = {
     ),
     r"test_kernels\.py::test_a_case_of_each_group_can_be_traced\[latent_prefill_16": "128 heads run",
     r"test_batch_replicas\.py::test_any_faults_lose_and_double_no_answer\[1": "other seeds run",
+    r"test_data_parallel\.py::test_experts_take_the_rows_of_some_gathers": (
+        "two nano-batches gather apart, and whole experts take the rows of all gathers"
+    ),
+    r"test_eplb\.py::test_goldens_of_small_steps": (
+        "a small step's choice is tested by itself, and ranks run while experts move"
+    ),
+    r"test_offloaded_tokens\.py::test_drawn_policies": (
+        "every order runs on all tiers, and drawn policies on four devices in test_offload_shards"
+    ),
+    r"test_lowered\.py::test_the_programs_of_all_kinds\w+\[tiny-mixtral-fp8": (
+        "experts in mxfp4 run, and weights in 4 bits with an 8-bit cache"
+    ),
+    r"test_fp8_gemm\.py::test_for_the_h200_a_weight_in_blocks": (
+        "the kernels without blocks are compiled, and grouped ones with blocks in test_block_fp8"
+    ),
+    r"test_chunk_attention\.py::test_heads_of_512_columns_spill": (
+        "heads of 128 columns in e4m3 are compiled, and run with 512 in the interpreter"
+    ),
+    r"test_latent_decode\.py::test_decode_attention_equals_its_reference\[lengths[03]-": (
+        "16 and 128 heads run, and other rows are cut or empty"
+    ),
+    r"test_mxfp4_rows\.py::test_the_kernel_of_any_rows_takes_blocks\[(plain|gates)": (
+        "pairs of gates run, and other tiles read the same blocks"
+    ),
+    r"test_8_bits\.py::test_on_two_devices\[tiny-llama": (
+        "an int8 cache runs on two devices, and test_fp8 compares weights on every mesh"
+    ),
+    r"test_peer_copy_profile\.py::test_of_other_numbers_of_devices\[4": (
+        "two devices run, and test_known_orders swaps on four"
+    ),
+    r"test_measured_profile_search\.py::test_the_command_finds_two_nano_batches\[1024-512": (
+        "another workload runs"
+    ),
+    r"test_kernels\.py::test_a_case_of_each_group_can_be_traced"
+    r"\[(sparse_attention|decode_attention_triton)": (
+        "the groups of dense attention run, and test_spans and test_triton run the kernels"
+    ),
+    r"test_draw_filtered\.py::test_the_kernel_draws_the_tokens_of_its_reference\[4612": (
+        "a row alone is drawn as the reference draws it"
+    ),
+    r"test_swapped\.py::test_few_registers_are_spilled_on_an_h200\[2048-True-36": (
+        "test_expert_mlp compiles two such products in e4m3"
+    ),
+    r"test_block_fp8\.py::test_on_an_h200_no_register_is_spilled\[qwen 2048": "other tiles are compiled",
+    r"test_guessed_pages\.py::test_an_engine\w+\[good": (
+        "the guesses are tested by themselves, and test_warm_starts serves after a wrong number of pages"
+    ),
+    r"test_warm_starts\.py::test_the_programs_are_read_before_there_are_weights\[stages": "one device runs",
+    r"test_collective_bench\.py::test_a_profile_of_two_devices_is_continued": (
+        "pairs of products and sums are measured, and test_step_joules continues a profile"
+    ),
+    r"test_noise_of_draws\.py::test_noise_in_the_logits_changes_few_draws\[filters1-64": (
+        "draws without filters run, and test_sampling has the filters"
+    ),
+    r"test_sink_logits\.py::test_decode_attention_equals_its_reference\[None-lengths1-100": (
+        "the kernel scales the sinks of whole groups in another test, and chunks meet sinks"
+    ),
+    r"test_goldens\.py::TestGoldens::test_one_request_at_a_time\[tiny-mistral": (
+        "its window is that of tiny-gemma2; it differs from tiny-llama in nothing else"
+    ),
+    r"test_goldens\.py::TestGoldens::test_chunked_prefill\[1-tiny-gemma2": "chunks of 7 and 16 tokens run",
+    r"test_spans\.py::test_heads_share_pages_and_a_table": (
+        "heads with tables of their own run, and dense heads share a table"
+    ),
+    r"test_fp8_gemm\.py::test_a_weight_in_blocks_is_scaled\w+\[kernel2": "kernel 1 runs",
+    r"test_decode_attention\.py::test_decode_attention_equals_its_reference\[lengths16-": (
+        "pieces of one pair are listed by another test"
+    ),
+    r"test_decode_attention\.py::test_pieces_of_one_pair_spill": (
+        "test_compiled_step compiles decode attention"
+    ),
+    r"test_converted\.py::test_a_converted_checkpoint_loads_the_same_on_every_mesh\[tiny-glm4": (
+        "other families run"
+    ),
+    r"test_packed_int4\.py::test_the_logits_are_those_of_the_numbers_in_32_bits\[awq-1": (
+        "GPTQ runs, and the numbers of AWQ are compared"
+    ),
+    r"test_top_k\.py::test_the_kernel_equals_its_reference\[32-4": "other sizes run",
+    r"test_two_stage_search\.py::test_the_simulation_agrees_with_the_solver\[network-2-True": (
+        "the case all-1 runs"
+    ),
+    r"test_latent_chunks\.py::test_chunk_attention_equals_its_reference\[chunks1-": "128 heads run",
+    r"test_found_plans\.py::test_it_is_at_least_as_fast\w+\[(llama-3-70b-tp4-fp8|deepseek)": (
+        "other devices and models run"
+    ),
+    r"test_issue_order\.py::test_found_plans_keep_apart\w+\[2-4": "another case runs",
+    r"test_offload_scopes\.py::test_every_scope\w+\[tiny-llama-2": "tiny-gemma2 and tiny-mixtral run",
+    r"test_timing\.py::test_the_tunes_loop_makes_every_product_in_every_round\[dense": (
+        "flat products run in the loop"
+    ),
+    r"test_triton\.py::test_supported_heads_fit_the_shared_memory\[7": "two other cases run",
+    r"test_grouped_gemm\.py::test_the_kernel_is_each_row_times": (
+        "rows of biases and clamps run on the same kernel"
+    ),
 }
 
 
