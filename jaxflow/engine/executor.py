@@ -646,6 +646,10 @@ class Executor:
         assert not isinstance(program, LayeredStep | DeferredProgram)
         return program
 
+    def forward_of(self, layout: StepLayout) -> tuple[Callable, dict[str, Any]]:
+        """Return the function that the step of a layout traces, and XLA's options of the step."""
+        return self._forward_of(layout), self._options_of(layout)
+
     # ---- serving
 
     def run(

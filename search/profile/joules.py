@@ -10,12 +10,17 @@ come from a profile's entries, between its points, and those of the whole step f
 With --measure every op runs alone for --seconds at the power cap, then the whole step runs on an executor.
 The energy counter gives the joules. --profile is written after every op, and the same command continues it;
 with --nostep the whole step is left to a later call. --sms also runs each op on a part of the SMs, which are
-other variants of its kernels.
+other variants of its kernels. --parts also runs parts of the step, of which each leaves out ops of the part
+before it (`search.profile.step_parts`).
 
 Columns: clock and watts of the op alone; its joules alone; its joules at the step's clock ("now"); the least
 measured joules, of --profile and --seen, at the step's clock; the least by the curves of the energy bound at
 that clock; the difference between now and the lesser of both, largest first. The last lines compare the sum
 of the ops with the whole step, and the whole step with the accounts of a step's joules.
+
+Columns of --parts: clock, sensor's watts and counter's watts of the part; its time and joules; the time and
+joules of its ops alone, at the part's clock and at their own clocks; the time until the host has enqueued a
+run. A "less" is the part's joules less those of the part before it.
 """
 
 import dataclasses
@@ -48,7 +53,18 @@ from search.profile.measure import DTYPES, TimeBudget, measure, resumed, this_de
 from search.profile.op_bench import PAGE_SIZE, LayerBench, OpCase
 from search.profile.op_times import Profile, ProfileError, load_profile
 from search.profile.step_joules import Account, Accounting, MeasuredStep, OpJoules, StepOp, nearest, step_ops
-from search.profile.sustain import sustain
+from search.profile.step_parts import (
+    Part,
+    PartJoules,
+    PartRun,
+    described,
+    joules_of_run,
+    measure_part,
+    pages_of,
+    part_joules,
+    parts,
+    parts_table,
+)
 
 WIDTH = 118
 
@@ -63,6 +79,7 @@ def define_flags() -> None:
     flags.DEFINE_integer("output_tokens", 512, "Mean output length.", lower_bound=1)
     flags.DEFINE_bool("measure", False, "Measure on this device what the profile lacks.")
     flags.DEFINE_bool("step", True, "With --measure: also run the whole step.")
+    flags.DEFINE_bool("parts", False, "With --measure: also run parts of the whole step.")
     flags.DEFINE_list("ops", [], "With --measure: the ops to run; default: all.")
     flags.DEFINE_list("sms", [], "With --measure: SM counts for further runs of products and attention.")
     flags.DEFINE_enum("dtype", "bfloat16", DTYPES, "With --measure: of weights and products.")
@@ -81,6 +98,8 @@ def run() -> None:
     for flag, words in (("ops", f.ops), ("sms", f.sms)):
         if words and not f.measure:
             raise ConfigError(flag, ",".join(words), "nothing without --measure")
+    if f.parts and not (f.measure and f.step and not f.plans):
+        raise ConfigError("parts", True, "--measure and --step, without --plans")
     config = open_checkpoint(f.model, load_format="dummy").model_config
     check_lengths(f.model, config, f.prompt_tokens, f.output_tokens)
     workload = StepWorkload(f.prompt_tokens, f.output_tokens)
@@ -100,11 +119,12 @@ def run() -> None:
     seen = {Path(path).stem: _same(path, profile) for path in f.seen}
     whole = reported_step(f.plans, workload, f.tokens, profile) if f.plans else None
     left: list[OpCase] = []
+    runs: list[PartRun] = []
     if layer is not None:
         profile, left = measured_ops(layer, profile, model_graph(config), step)
         if f.step and whole is None:
-            whole = measured_step(workload, profile)
-    print_and_write(config, profile, step, seen, whole, left)
+            whole, runs = measured_step(workload, profile, layer, step)
+    print_and_write(config, profile, step, seen, whole, left, runs)
 
 
 def _same(path: str, profile: Profile) -> Profile:
@@ -166,21 +186,34 @@ def _engine(dtype: str, kv_dtype: str) -> EngineConfig:
     )
 
 
-def measured_step(workload: StepWorkload, profile: Profile) -> MeasuredStep:
-    """Run the sequential step of --tokens on an executor, and return its time and joules.
+def measured_step(
+    workload: StepWorkload, profile: Profile, layer: LayerBench, wanted: Composition
+) -> tuple[MeasuredStep, list[PartRun]]:
+    """Run the sequential step of --tokens on an executor, and return its time and joules, and its parts.
 
-    The step has fewer decodes where the KV cache is too small for all. Raises: ProfileError without watts.
+    The step has fewer decodes than `wanted` where the KV cache is too small for all. With --parts the cache
+    has the pages of `wanted`, and leaves the rest of the memory to the parts.
+
+    Raises: ProfileError without watts.
     """
     f = flags.FLAGS
     config = _engine(profile.dtype, profile.kv_cache_dtype)
+    if f.parts:
+        config = dataclasses.replace(config, num_kv_pages=pages_of(workload, wanted))
     bed = make_bed(config, [], [f.tokens], [workload], [USUAL], "prompt_tokens")
     ((steady, step),) = bed.ready(workload).values()
-    found = sustain(steady.enqueue, max(f.seconds, 2.0))
-    watts = found.watts
-    joules = found.joules if found.joules is not None else None if watts is None else watts * found.seconds
-    if joules is None:
+    whole_step = Part("step", (), steady.enqueue)
+    wanted_parts = parts(steady, layer, model_graph(bed.model)) if f.parts else [whole_step]
+    runs = []
+    for part in wanted_parts:
+        runs.append(measure_part(part, max(f.seconds, 2.0)))
+        if f.parts:
+            print(described(runs[-1]), flush=True)
+    found = runs[0].found
+    if (joules := joules_of_run(found)) is None:
         raise ProfileError(f"device {jax.devices()[0].device_kind}: accepted is a GPU whose driver has watts")
-    return MeasuredStep(step.tokens, found.seconds, joules, watts, found.clock_mhz)
+    whole = MeasuredStep(step.tokens, found.seconds, joules, found.watts, found.clock_mhz)
+    return whole, runs if f.parts else []
 
 
 def reported_step(path: str, workload: StepWorkload, tokens: int, profile: Profile) -> MeasuredStep:
@@ -232,8 +265,9 @@ def print_and_write(
     seen: dict[str, Profile],
     whole: MeasuredStep | None,
     left: Sequence[OpCase],
+    runs: Sequence[PartRun] = (),
 ) -> None:
-    """Print the table of a step, and write it to --output_json."""
+    """Print the tables of a step and its parts, and write them to --output_json."""
     f = flags.FLAGS
     widths = Widths(weights=BYTES.get(profile.dtype, 2.0), kv=BYTES.get(profile.kv_cache_dtype, 2.0))
     graph: Graph = model_graph(config, 1, widths)
@@ -256,11 +290,14 @@ def print_and_write(
     accounts = accounting.accounts(clock)
     print(*table(profile, step, rows, whole, missing, missing_j), sep="\n")
     print(*compared(accounts, step.tokens, dynamic_j, whole), sep="\n")
+    found = [part_joules(run, accounting) for run in runs]
+    if found and whole:
+        print(*parts_table(found, whole.tokens), sep="\n")
     if left:
         late = ", ".join(case.op for case in left)
         print(f"Left out for --time_limit_s={f.time_limit_s:g}: {late}. The same command continues.")
     if f.output_json:
-        write_json(f.output_json, report(profile, step, rows, whole, accounts, missing))
+        write_json(f.output_json, report(profile, step, rows, whole, accounts, missing, found))
         print(f"{f.output_json}: written")
 
 
@@ -342,6 +379,7 @@ def report(
     whole: MeasuredStep | None,
     accounts: Sequence[Account],
     missing: Sequence[str],
+    of_parts: Sequence[PartJoules] = (),
 ) -> dict[str, Any]:
     """Return the report: joules of all layers of one step."""
     f = flags.FLAGS
@@ -362,4 +400,5 @@ def report(
         "not_in_the_sum": list(missing),
         "whole_step": dataclasses.asdict(whole) if whole else None,
         "accounts": [dataclasses.asdict(account) for account in accounts],
+        "parts": [dataclasses.asdict(part) for part in of_parts],
     }

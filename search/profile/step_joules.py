@@ -11,7 +11,7 @@ for a byte, both as sustained runs at the power cap needed them. The curves are 
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -188,7 +188,7 @@ class Accounting:
             if alone is None:
                 continue
             known = [
-                (self._at_clock(one, each, clock_mhz), source)
+                (self._at_clock(one, each, clock_mhz)[1], source)
                 for each, source in measurements(profiles, one.case)
             ]
             least, source = min(known, key=lambda each: each[0])
@@ -198,7 +198,7 @@ class Accounting:
                     alone.clock_mhz or 0.0,
                     alone.watts or 0.0,
                     one.layers * (alone.joules or 0.0),
-                    one.layers * self._at_clock(one, alone, clock_mhz),
+                    one.layers * self._at_clock(one, alone, clock_mhz)[1],
                     one.layers * least,
                     source,
                     self.curves_j(one, clock_mhz or alone.clock_mhz),
@@ -206,11 +206,23 @@ class Accounting:
             )
         return sorted(found, key=lambda row: -row.difference)
 
-    def _at_clock(self, one: StepOp, alone: OpTime, clock_mhz: float | None) -> float:
-        """Return the joules of a measurement of an op, in one layer, at another clock."""
+    def of_ops(self, names: Collection[str], clock_mhz: float | None) -> tuple[float, float]:
+        """Return the seconds and the joules of the ops with these names, in all layers, as measured alone.
+
+        clock_mhz: of the sum; None: each op's own. An op without a measurement counts as 0.
+        """
+        found = [
+            (one.layers, self._at_clock(one, alone, clock_mhz))
+            for one in self.ops
+            if one.op.name in names and (alone := self.alone.get(one.op.name)) is not None
+        ]
+        return sum(n * took for n, (took, _) in found), sum(n * joules for n, (_, joules) in found)
+
+    def _at_clock(self, one: StepOp, alone: OpTime, clock_mhz: float | None) -> tuple[float, float]:
+        """Return the seconds and joules of a measurement of an op, in one layer, at another clock."""
         joules = alone.joules or 0.0
         if clock_mhz is None or self.power is None or alone.clock_mhz is None:
-            return joules
+            return alone.seconds, joules
         layers = (*self.graph.layers, self.graph.after)  # the output head scales as the products of layers
         here = msgspec.structs.replace(self.profile, op_times=(alone,))
         scaling = ClockScaling(dataclasses.replace(self.graph, layers=layers), here, self.card)
@@ -220,7 +232,7 @@ class Accounting:
             float(self.power.dynamic_j(one.work, dtype, 1e6 * mhz / self.power.highest_clock_hz))
             for mhz in (alone.clock_mhz, clock_mhz)
         )
-        return self.power.idle_w * took + (joules - self.power.idle_w * alone.seconds) * then / before
+        return took, self.power.idle_w * took + (joules - self.power.idle_w * alone.seconds) * then / before
 
     def curves_j(self, one: StepOp, clock_mhz: float | None) -> float | None:
         """Return the least joules of an op by the bound's curves at a clock, with idle power for the least

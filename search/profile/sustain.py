@@ -21,6 +21,7 @@ class Sustained:
     seconds: the median over the windows. watts, clock_mhz: mean power and median SM clock over all windows,
     or None without a driver. joules: energy of one run by the energy counter, idle power included, or None if
     the counter showed fewer than two steps. energy_step_s: median seconds between steps of the counter.
+    temperature_c: the last of the GPU.
     """
 
     seconds: float
@@ -28,6 +29,7 @@ class Sustained:
     clock_mhz: float | None
     joules: float | None = None
     energy_step_s: float | None = None
+    temperature_c: float | None = None
 
 
 def sustain(run: Callable[[], Any], seconds: float) -> Sustained:
@@ -47,6 +49,7 @@ def sustain(run: Callable[[], Any], seconds: float) -> Sustained:
         float(statistics.median(card.clock_mhz)) if card.clock_mhz else None,
         None if watts is None else watts * statistics.fmean(found),
         step_s,
+        card.temperature_c[-1] if card.temperature_c else None,
     )
 
 

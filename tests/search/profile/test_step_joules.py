@@ -1,6 +1,7 @@
 """The table of joules of a step: its arithmetic, the command on a simulated card, and its programs."""
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 
@@ -20,8 +21,8 @@ from jaxflow.model.graph import model_graph
 from pallas_kernels.cards import card_of
 from pallas_kernels.kernel_set import kernel_set_for
 from search.__main__ import main
-from search.profile import joules as command
 from search.profile import measure as measuring
+from search.profile import step_parts
 from search.profile.clock import shipped_card
 from search.profile.op_bench import LayerBench
 from search.profile.op_times import OpTime, Profile, load_profile
@@ -173,14 +174,15 @@ LINE += ["--prompt_tokens", "24", "--output_tokens", "16"]
 def test_ops_and_the_step_are_measured_once_and_continued(tmp_path, capsys, monkeypatch):
     card, file, out = FakeCard(monkeypatch), str(tmp_path / "ops.json"), tmp_path / "report.json"
     run = Sustained(2e-3, 650.0, 1400.0, 1.2)
-    monkeypatch.setattr(command, "sustain", lambda enqueue, seconds: (enqueue(), run)[1])
+    monkeypatch.setattr(step_parts, "sustain", lambda enqueue, seconds: (enqueue(), run)[1])
     with own_flags():
         assert main([*LINE, "--profile", file, "--nostep", "--ops", "qkv,logits"]) == 0
     assert card.sustained == [2.0, 2.0]
     assert {one.op for one in load_profile(file).op_times} == {"qkv", "logits"}
     with own_flags():
-        assert main([*LINE, "--profile", file, "--output_json", str(out)]) == 0
+        assert main([*LINE, "--profile", file, "--parts", "--output_json", str(out)]) == 0
     found = json.loads(out.read_text())
+    assert "attention alone" in capsys.readouterr().out
     assert len(card.sustained) == len(found["ops"]) == 10  # all but embed, final_norm and sample
     whole = found["whole_step"]
     assert (whole["joules"], found["watts"], found["clock_mhz"]) == (1.2, 650.0, 1400.0)
@@ -190,6 +192,12 @@ def test_ops_and_the_step_are_measured_once_and_continued(tmp_path, capsys, monk
     for one in step_ops(model_graph(config), step, ["qkv", "down"]):
         row = next(row for row in found["ops"] if row["op"] == one.op.name)
         assert row["alone"] == pytest.approx(config.num_layers * 1.8 / layer.alone(one.case).calls)
+    nested = [set(part["ops"]) for part in found["parts"] if part["nested"]]
+    assert nested[0] == {op.name for op in model_graph(config).ops()}
+    assert all(later < earlier for earlier, later in itertools.pairwise(nested))
+    for part in found["parts"]:  # beside each part stand its ops alone
+        alone = sum(row["alone"] for row in found["ops"] if row["op"] in part["ops"])
+        assert part["alone_joules"] == pytest.approx(alone) and part["seconds"] == 2e-3
 
 
 @pytest.mark.parametrize(
@@ -197,6 +205,7 @@ def test_ops_and_the_step_are_measured_once_and_continued(tmp_path, capsys, monk
     [
         (["--model", NAME], 2, "profile=None"),
         (["--profile", "{none}", "--ops", "qkv"], 2, "ops='qkv'"),
+        (["--profile", "{none}", "--parts"], 2, "parts=True"),
         ([*LINE[2:], "--profile", "{new}", "--ops", "qvk"], 2, "ops='qvk'"),
         ([*LINE[2:], "--profile", "{new}", "--sms", "64"], 2, "sms='64'"),
         ([*LINE[2:], "--profile", "{new}", "--seen", str(PROFILE)], 1, "device='NVIDIA H200'"),
