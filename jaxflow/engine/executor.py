@@ -41,7 +41,7 @@ from jaxflow.engine.expert_balancer import MovedLayer
 from jaxflow.engine.expert_slots import expert_arrays, placed_experts, source_slots
 from jaxflow.engine.heap import collector_paused, freeze_later_objects
 from jaxflow.engine.kernel_threads import kernels_of, start_kernels
-from jaxflow.engine.layered_step import LayeredStep, LoweredStep, lower_layers
+from jaxflow.engine.layered_step import Begun, LayeredStep, LoweredStep, lower_layers
 from jaxflow.engine.layout import StepLayout, empty_buffer
 from jaxflow.engine.lowered_cache import Kept, LoweredPrograms, compile_program
 from jaxflow.engine.lowering_processes import LoweringProcesses, Wanted
@@ -91,14 +91,22 @@ class Job:
       lower: lowers the program for the present number of pages.
       options: XLA's.
       small: the program is lowered in less time than another process takes to answer.
+      layered: `lower` may have an argument, a function that takes each program of the step once lowered,
+        and returns the program or a `Begun` one.
     """
 
     name: str
     table: dict
     key: Any
-    lower: Callable[[], Any]
+    lower: Callable[..., Any]
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     small: bool = False
+    layered: bool = False
+
+
+def _is_timed(options: Mapping[str, Any]) -> bool:
+    """Return True if XLA times products of programs with these options."""
+    return on_gpu() and not needs_no_gpu(options)
 
 
 class Recorder(Protocol):
@@ -435,7 +443,10 @@ class Executor:
                 if self._first is not None:
                     asked = self._ask(later[::-1], self.num_pages, urgent=False)
                 for job in in_turn:
-                    lowered = job.lower()
+                    if job.layered and not _is_timed(job.options):
+                        lowered = job.lower(functools.partial(self._begin, pool, job.options))
+                    else:
+                        lowered = job.lower()
                     futures[pool.submit(self._compile, lowered, job.options)] = job, lowered
                     on_progress(sum(future.done() for future in futures), len(jobs))
             with self._times.phase("compilation"):  # XLA still compiles after the last lowering
@@ -452,6 +463,7 @@ class Executor:
         # for as many as compile at once.
         with self._times.phase("compilation"):
             for job, lowered in crowded:
+                lowered = job.lower() if job.layered else lowered  # a `Begun` program has failed
                 job.table[job.key] = self._compile(lowered, job.options)
         if self.copies is not None:
             self.kv = self.copies.warm_up(self.kv)
@@ -519,8 +531,9 @@ class Executor:
         return jobs + [Job(name, self._small, name, lower, small=True) for name, lower in small.items()]
 
     def _step_job(self, layout: StepLayout) -> Job:
-        lower = functools.partial(self._lower_any_step, layout)
-        return Job(f"step {layout.key}", self._steps, layout.key, lower, self._options_of(layout))
+        lower, layered = functools.partial(self._lower_any_step, layout), self._is_layered(layout)
+        options = self._options_of(layout)
+        return Job(f"step {layout.key}", self._steps, layout.key, lower, options, layered=layered)
 
     def _sampler_job(self, rows: int, kind: str) -> Job:
         lower = functools.partial(self._lower_sampler, rows, kind)
@@ -573,7 +586,7 @@ class Executor:
         with _lowering, collector_paused():
             lowered = job.lower()
             freeze_later_objects()
-        timed = on_gpu() and not needs_no_gpu(job.options)
+        timed = _is_timed(job.options)
         programs = lowered.programs if isinstance(lowered, LoweredStep) else (lowered,)
         times = timed and any(map(temporary.has_products, programs))
         with _timing.take() if times else contextlib.nullcontext():
@@ -927,14 +940,23 @@ class Executor:
             return fn.lower(*args)
         return dataclasses.replace(self.lowered, target=None).lower(name, fn, donated, *args)
 
-    def _lower_any_step(self, layout: StepLayout) -> jax.stages.Lowered | Kept | LoweredStep:
+    def _begin(
+        self, pool: concurrent.futures.Executor, options: dict[str, Any], lowered: jax.stages.Lowered
+    ) -> Begun:
+        """Begin the compilation of a step's program while Python lowers the next one."""
+        return Begun(lowered, pool.submit(self._compile, lowered, options))
+
+    def _lower_any_step(
+        self, layout: StepLayout, begin: Callable[[Any], Any] = lambda lowered: lowered
+    ) -> jax.stages.Lowered | Kept | LoweredStep:
+        """Return the lowered step of a layout. begin: see `Job.layered`."""
         if not self._is_layered(layout):
             return self._lower_step(layout, self.num_pages)
 
         def lower(
             name: str, fn: jax.stages.Wrapped, donated: tuple[int, ...], *args: Any
         ) -> Any:  # a CPU's programs have no machine code of other processes
-            return self._lower(f"{name} of {layout}{self.name}", fn, donated, *args)
+            return begin(self._lower(f"{name} of {layout}{self.name}", fn, donated, *args))
 
         return lower_layers(self.programs, layout, lower, *self._step_arguments(layout, self.num_pages))
 

@@ -9,6 +9,7 @@ which all layers of a window share.
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -69,37 +70,54 @@ class LayeredStep:
 
 
 @dataclasses.dataclass(frozen=True)
+class Begun:
+    """A lowered program whose compilation has begun on a thread."""
+
+    lowered: Lowered
+    compiled: Future
+
+    @property
+    def out_info(self) -> Any:
+        """The shapes of the results, see `jax.stages.Lowered`."""
+        return self.lowered.out_info
+
+
+@dataclasses.dataclass(frozen=True)
 class LoweredStep:
-    """The lowered programs of a step.
+    """The lowered programs of a step. The compilation of a `Begun` one has begun.
 
     layers: each distinct layer. kind_of: the index in `layers` of each layer of the model.
     window_of, cache_of: see `LayeredStep`.
     """
 
-    begin: Lowered
-    layers: tuple[Lowered, ...]
+    begin: Lowered | Begun
+    layers: tuple[Lowered | Begun, ...]
     kind_of: tuple[int, ...]
     window_of: tuple[int, ...]
     cache_of: tuple[int, ...]
-    end: Lowered
+    end: Lowered | Begun
 
     @property
-    def programs(self) -> tuple[Lowered, ...]:
+    def programs(self) -> tuple[Lowered | Begun, ...]:
         """The distinct programs of a step."""
         return self.begin, *self.layers, self.end
 
     def compile(self, compile_one: Callable[[Lowered], Callable]) -> LayeredStep:
-        """Return the step, with each program compiled by `compile_one`."""
-        layers = [compile_one(layer) for layer in self.layers]
+        """Return the step, with each program compiled by `compile_one`, unless that has begun."""
+
+        def compiled(one: Lowered | Begun) -> Callable:
+            return one.compiled.result() if isinstance(one, Begun) else compile_one(one)
+
+        layers = [compiled(layer) for layer in self.layers]
         every = tuple(layers[kind] for kind in self.kind_of)
-        begin, end = compile_one(self.begin), compile_one(self.end)
+        begin, end = compiled(self.begin), compiled(self.end)
         return LayeredStep(begin, every, self.window_of, self.cache_of, end)
 
 
 def lower_layers(
     programs: Programs,
     layout: StepLayout,
-    lower: Callable[..., Lowered],
+    lower: Callable[..., Lowered | Begun],
     weights: dict,
     kv: Any,
     page_table: Any,

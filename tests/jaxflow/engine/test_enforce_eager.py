@@ -142,6 +142,34 @@ def test_a_deferred_step_may_time_its_products(eager, monkeypatch):
     assert isinstance(made._lower_and_compile(job), LayeredStep) and turns == [1]
 
 
+@pytest.mark.parametrize("faults", [0, 1])
+def test_a_step_is_compiled_while_it_is_lowered(faults, monkeypatch):
+    """The step is compiled again if a program of it found no memory beside the others."""
+    _, _, made = executor_of(settings_of("stories260K", enforce_eager=True))
+    compiles, lowers, begun, beginnings = made._compile, made._lower, threading.Event(), []
+
+    def lower(name, *given):
+        if name.startswith("layer") and not faults:
+            assert begun.wait(60)
+        lowered = lowers(name, *given)
+        if name.startswith("begin"):
+            beginnings.append(lowered)
+        return lowered
+
+    def compile_one(lowered, options=None):
+        if any(lowered is one for one in beginnings) and not begun.is_set():
+            begun.set()
+            if faults:
+                raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no memory")
+        return compiles(lowered, options)
+
+    monkeypatch.setattr(made, "_lower", lower)
+    monkeypatch.setattr(made, "_compile", compile_one)
+    (largest,) = made.layouts[max(made.layouts)]
+    made.compile_early((41,), first=[largest])
+    assert isinstance(made._steps[largest.key], LayeredStep) and len(beginnings) == 1 + faults
+
+
 @pytest.mark.parametrize(("decodes", "tokens"), [(1, 1), (2, 16), (6, 16)])
 def test_a_step_of_decodes_runs_the_smallest_layout_that_holds_it(eager, monkeypatch, decodes, tokens):
     config, model, made = eager
