@@ -14,9 +14,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
+from pallas_kernels.gemm.grouped.tiles import GATE_PAIRS
 from pallas_kernels.hopper.wgmma_registers import at, const, place
 
-GATE_PAIRS = 8  # rows of a block of gates
 ROWS = 2 * GATE_PAIRS  # of a block of gates and the block of their ups
 
 

@@ -30,13 +30,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.gemm.grouped import block_products, gate_pairs, int4_operand, mxfp4_mma, mxfp4_operand
 from pallas_kernels.gemm.grouped.block_products import BlockScales
 from pallas_kernels.gemm.grouped.epilogue import biases, channel_values, epilogue, token_scales
-from pallas_kernels.gemm.grouped.gate_pairs import GATE_PAIRS
 from pallas_kernels.gemm.grouped.int4_format import dequantize_experts
 from pallas_kernels.gemm.grouped.mxfp4_blocks import ROWS as BLOCK_ROWS
 from pallas_kernels.gemm.grouped.mxfp4_blocks import dequantize_blocks
 from pallas_kernels.gemm.grouped.mxfp4_format import dequantize_mxfp4
 from pallas_kernels.gemm.grouped.mxfp4_operand import COLUMNS, SHIFT, WIDTH
-from pallas_kernels.gemm.grouped.tiles import ALIGN, PART, GroupedTile
+from pallas_kernels.gemm.grouped.tiles import ALIGN, GATE_PAIRS, PART, GroupedTile
 from pallas_kernels.hopper.layouts import swizzled
 from pallas_kernels.quantized import MXFP4_WORDS, ExpertInt4, Mxfp4, Mxfp4Blocks
 

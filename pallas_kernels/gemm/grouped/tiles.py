@@ -6,7 +6,6 @@ import math
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.gemm.grouped.gate_pairs import GATE_PAIRS
 from pallas_kernels.hopper.limits import SMEM_BYTES
 from pallas_kernels.quantized import (
     BLOCK,
@@ -25,6 +24,7 @@ ExpertWeight = jax.Array | Quantized | Mxfp4 | Mxfp4Blocks | ExpertInt4 | BlockF
 PART = 128  # rows of the weight of one warpgroup: with gates 64 gates and 64 ups
 ACTIVATIONS = (None, "silu", "gelu_tanh", "relu")  # epilogues of the kernels
 TALLEST = 144  # rows of the largest tile: 144 float32 sums a thread
+GATE_PAIRS = 8  # rows of a block of gates, before a block of their ups
 ALIGN = 8  # rows of the smallest box of the result
 _HEIGHTS = (8, 16, 32, 48, 64, 80, 96, 112, 128, TALLEST)
 _FEW = 32  # up to so many rows one warpgroup multiplies, and a tile of the weight is 128 rows
