@@ -1,11 +1,12 @@
-"""The preparation of programs on a thread, while the weights are loaded.
+"""The preparation of programs on a thread, while the weights are loaded, and of memory before that.
 
 A program depends on the shapes of the weights, and these are known before the weights exist. The loading
 stays on the caller's thread, so that an interrupt ends it at once.
 """
 
+import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from typing import Any
 
@@ -15,6 +16,21 @@ import numpy as np
 from jaxflow.engine.start_times import StartTimes
 
 _ALIGNMENT = 256  # XLA's allocator rounds the bytes of an array up to a multiple of it
+
+
+def open_pools(devices: Iterable[Any]) -> None:
+    """Begin to allocate the memory of GPUs, which their first arrays would wait for, on a thread a GPU.
+
+    The allocation runs without the interpreter. A fault is left to the first array of the weights.
+    """
+
+    def touch(device: Any) -> None:
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            jax.block_until_ready(jax.device_put(np.zeros(1, np.float32), device))
+
+    for device in devices:
+        if device.platform == "gpu":
+            threading.Thread(target=touch, args=(device,), name=f"pool-{device.id}").start()
 
 
 def load_and_prepare[L, P](

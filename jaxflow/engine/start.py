@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from jaxflow.config import KV_DTYPES, ConfigError, EngineConfig, ModelConfig, Window
 from jaxflow.engine.ahead_of_time import is_timed, target_of, untimed
-from jaxflow.engine.beside_loading import device_bytes_of, have_same_shapes, load_and_prepare
+from jaxflow.engine.beside_loading import device_bytes_of, have_same_shapes, load_and_prepare, open_pools
 from jaxflow.engine.default_seqs import TOKENS_OF_SEQ, default_max_num_seqs, default_step_tokens
 from jaxflow.engine.driver import Driver
 from jaxflow.engine.executor import Executor, rehearse
@@ -600,10 +600,13 @@ def _make_stages(
     meshes = stage_meshes(tp, len(stages)) if ranks == 1 else (make_rank_mesh(ranks, tp),)
     is_own = kernels is None
     check_slots(config, model)
+    here = [mesh for mesh in meshes if is_here(mesh)]
+    own = [device for mesh in here for device in mesh.local_devices]
+    memory = min((device.memory_stats() or {}).get("bytes_limit", 0) for device in own)
+    free = [memory_budget(mesh, config) for mesh in here]
+    open_pools(own)  # from here until there are weights, a question for a device's memory would wait
     kernels = kernels or choose_kernels(config, model)  # a refusal comes before the weights are read
     folder = None if lowering is None else lowering.known.path.parent
-    own = [device for mesh in meshes if is_here(mesh) for device in mesh.local_devices]
-    memory = min((device.memory_stats() or {}).get("bytes_limit", 0) for device in own)
 
     def load() -> list[Weights]:
         with times.phase("weights"):
@@ -641,7 +644,6 @@ def _make_stages(
     reads = known is not None and _reads_early(config, plans)
     if reads or _compiles_early(config, team):
         expected = [_absent(config, model, mesh, stage) for stage, mesh in zip(stages, meshes, strict=True)]
-        free = [memory_budget(mesh, config) for mesh in meshes]
 
         def prepare(check: Callable[..., None]) -> list[Executor] | None:
             made = make(expected, is_one_alone(expected), memory)
