@@ -295,7 +295,11 @@ def surveyed(
     seconds: float,
 ) -> list[dict[str, Any]]:
     """Return a row for each plan, of three short windows in turns."""
-    timings = interleaved({name: steady.enqueue for name, (steady, _) in steps.items()}, seconds=seconds)
+    timings = interleaved(
+        {name: steady.enqueue for name, (steady, _) in steps.items()},
+        seconds=seconds,
+        cards=bed.config.tensor_parallel_size,
+    )
     measured = [(bed.variants[name], name, steps[name][1], timings[name]) for name in steps]
     like = workload if isinstance(workload, StepWorkload) else workload.like
     rows = compare.rows(bed.config, bed.model, like, measured)

@@ -178,6 +178,12 @@ def millijoules(values: Iterable[float | None]) -> str:
     return f"{1e3 * median(known):.1f}" if known else "–"
 
 
+def card_joules(row: Mapping[str, Any]) -> float | None:
+    """Return the joules a token of one card. Rows without `cards` have one card's joules."""
+    joules = row.get("joules_per_token")
+    return None if joules is None else joules / row.get("cards", 1)
+
+
 def same_work(rivals: Iterable[Mapping[str, Any]], report: Report) -> list[Mapping[str, Any]]:
     """Return the recorded rates of other engines at the work of a report, the best first."""
     same = [
@@ -300,7 +306,7 @@ def plan_rows(_: Path, reports: Mapping[str, Report]) -> Iterator[Row]:
             if sequential and overlapped:
                 ratio = overlapped["tokens_per_s"] / sequential["tokens_per_s"]
                 cells = (f"{one['plan']}: {one['tokens_per_s']:,.0f}" for one in (sequential, overlapped))
-                joules = (millijoules([one.get("joules_per_token")]) for one in (sequential, overlapped))
+                joules = (millijoules([card_joules(one)]) for one in (sequential, overlapped))
                 figures = *cells, f"{ratio:.3f}", " → ".join(joules)
                 yield machine(report), model_of(report), workload, *figures, links([path])
 

@@ -25,8 +25,8 @@ class Timing:
     """The time of one call.
 
     `us`: median microseconds over the windows. `spread`: relative spread of the windows. `mhz`: median SM
-    clock. `watts`: mean power of the card. `joules`: energy of a call. Clock, watts and joules are None for
-    windows too short to read. `seconds`: total measured time.
+    clock. `watts`: mean power of a card. `joules`: energy of a call on all sampled cards. Clock, watts and
+    joules are None for windows too short to read. `seconds`: total measured time.
     """
 
     us: float
@@ -95,6 +95,7 @@ def interleaved(
     calls: Mapping[str, int] | int = 1,
     seconds: float = 0.6,
     rounds: int = 3,
+    cards: int = 1,
 ) -> dict[str, Timing]:
     """Time several implementations in turn, so that temperature, clocks and neighbors are the same for all.
 
@@ -102,7 +103,8 @@ def interleaved(
       ways: functions that enqueue a program and return its arrays. A program should last at least a
       millisecond, so that the host does not limit the measured time. calls: number of timed calls in one
       program, for each implementation or for all. seconds: total measured time of each implementation, in
-      `rounds` windows. One more window at the start only warms up.
+      `rounds` windows. One more window at the start only warms up. cards: number of cards that run the
+      programs; power and clock are read from each.
     """
     many = dict.fromkeys(ways, calls) if isinstance(calls, int) else calls
     times, windows, clocks, powers = (
@@ -116,7 +118,7 @@ def interleaved(
     order = list(ways.items())
     for i in range(rounds + 1):
         for name, run in order if i % 2 else reversed(order):
-            with sample() as readings:
+            with sample(cards) as readings:
                 start = time.perf_counter()
                 repeat(run, times[name])
                 took = time.perf_counter() - start
@@ -126,18 +128,19 @@ def interleaved(
                     clocks[name] += card.clock_mhz
                     powers[name] += card.watts
     return {
-        name: _timing(windows[name], clocks[name], powers[name], times[name] * many[name]) for name in ways
+        name: _timing(windows[name], clocks[name], powers[name], times[name] * many[name], cards)
+        for name in ways
     }
 
 
-def _timing(windows: list[float], clocks: list[float], powers: list[float], calls: int) -> Timing:
+def _timing(windows: list[float], clocks: list[float], powers: list[float], calls: int, cards: int) -> Timing:
     middle, watts = float(np.median(windows)), float(np.mean(powers)) if powers else None
     return Timing(
         us=middle * 1e6,
         spread=(max(windows) - min(windows)) / middle,
         mhz=float(np.median(clocks)) if clocks else None,
         watts=watts,
-        joules=None if watts is None else watts * middle,
+        joules=None if watts is None else watts * cards * middle,
         seconds=sum(windows) * calls,
     )
 

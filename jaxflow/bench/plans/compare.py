@@ -69,7 +69,11 @@ def define_flags() -> None:
 def measure(bed: Bed, workload: StepWorkload, seconds: float) -> list[dict[str, Any]]:
     """Return one row per plan."""
     ready = bed.ready(workload)
-    timings = interleaved({name: steady.enqueue for name, (steady, _) in ready.items()}, seconds=seconds)
+    timings = interleaved(
+        {name: steady.enqueue for name, (steady, _) in ready.items()},
+        seconds=seconds,
+        cards=bed.config.tensor_parallel_size,
+    )
     return rows(
         bed.config,
         bed.model,
@@ -156,6 +160,7 @@ def rows(
             "tokens_per_s": rate,
             "watts": timing.watts,
             "sm_clock_mhz": timing.mhz,
+            "cards": tp,
             "joules_per_token": None if timing.joules is None else timing.joules / step.tokens,
             "against_sequential_of_its_size": rate / max(same),
             "against_best_sequential": rate / max(alone),

@@ -185,7 +185,11 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Return every plan's layer, timed and traced. Raises: TraceError for a trace without the plan's ops."""
     ready = bed.ready(workload)
-    timings = interleaved({name: steady.enqueue for name, (steady, _) in ready.items()}, seconds=seconds)
+    timings = interleaved(
+        {name: steady.enqueue for name, (steady, _) in ready.items()},
+        seconds=seconds,
+        cards=bed.config.tensor_parallel_size,
+    )
     found = []
     for number, (name, (steady, step)) in enumerate(ready.items()):
         own = folder / str(number)

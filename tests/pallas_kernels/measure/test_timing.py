@@ -1,6 +1,9 @@
 """Timing: loops that XLA keeps, refusal of impossible times, and merged tables of several processes."""
 
+import contextlib
+import functools
 import json
+import time
 
 import h200
 import jax
@@ -9,6 +12,7 @@ import pytest
 
 from pallas_kernels.gemm.api import Product, kernel
 from pallas_kernels.gemm.tuned_table import SCHEMA, Choice, Shape
+from pallas_kernels.measure import sensor, timing
 from pallas_kernels.measure.peaks import ImpossibleTime, Least, refuse_impossible
 from pallas_kernels.measure.script import parse_share
 from pallas_kernels.measure.timing import Timing, looped
@@ -110,3 +114,16 @@ def test_shares_are_all_shapes_once_and_their_tables_become_one(tmp_path, monkey
     for wrong in ("4/4", "1", "a/b"):
         with pytest.raises(ValueError, match="--share"):
             parse_share(wrong)
+
+
+def test_joules_are_those_of_all_cards(monkeypatch):
+    @contextlib.contextmanager
+    def sample(cards):
+        yield sensor.Readings([sensor.CardReadings([100.0 * (i + 1)], [1500.0]) for i in range(cards)])
+
+    monkeypatch.setattr(timing, "sample", sample)
+    run = functools.partial(time.sleep, 0.001)
+    for cards, watts in ((1, 100.0), (2, 150.0), (4, 250.0)):
+        found = timing.interleaved({"": run}, seconds=0.01, rounds=1, cards=cards)[""]
+        assert found.watts == watts
+        assert found.joules == pytest.approx(cards * watts * found.us / 1e6)
