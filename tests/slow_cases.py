@@ -510,8 +510,8 @@ SLOW_CASES = {
         "test_plan_command searches in profiles, and test_portfolio serves the golden with plans"
     ),
     r"test_batch_budget\.py::test_a_batch_uses_idle_capacity_\w+\[2": "the higher rate and limit run",
-    r"test_lowering_processes\.py::test_an_engine_reads_what_a_process_lowered\[one device": (
-        "ranks with moving experts run, whose programs include those of one device"
+    r"test_lowering_processes\.py::test_an_engine_reads_what_a_process_lowered\[ranks": (
+        "one device runs, and test_eplb compares an engine's moves with those of another process"
     ),
     r"test_goldens\.py::TestGoldens::test_one_request_at_a_time\[stories260K": (
         "tiny-llama3rope and tiny-mistral run, and test_smollm2 has a larger Llama"
@@ -600,7 +600,7 @@ SLOW_CASES = {
     ),
     r"test_route\.py::test_the_kernel_equals_its_reference\[(3-160|2-24)": "other numbers of experts run",
     r"test_lowering_processes\.py::test_an_engine_reads_what_a_process_lowered\[stages": (
-        "ranks with moving experts run, and test_warm_starts reads the programs of stages"
+        "one device runs, and test_staged_tiers starts stages"
     ),
     r"test_enforce_eager\.py::test_layouts_of_decodes_become_ready_while_a_gpu_serves\[tiny-opt": (
         "tiny-gemma2 runs, which has two groups of pages"
@@ -782,6 +782,43 @@ SLOW_CASES = {
     r"test_triton\.py::test_supported_heads_fit_the_shared_memory\[7": "two other cases run",
     r"test_grouped_gemm\.py::test_the_kernel_is_each_row_times": (
         "rows of biases and clamps run on the same kernel"
+    ),
+    r"test_lowered\.py::test_an_engine_of_kept_programs_draws": (
+        "engines read what a process lowered, and warm starts read kept programs"
+    ),
+    r"test_compile\.py::test_a_later_start_compiles_nothing": (
+        "warm starts read every program of a folder in test_warm_starts"
+    ),
+    r"test_kv_offload\.py::test_\w+\[windows-tp2": (
+        "tiny-llama runs, and test_disk_engine has windows on two devices"
+    ),
+    r"test_disk_engine\.py::test_a_later_round_finds_its_pages_after_a_restart\[llama": (
+        "windows on two devices run"
+    ),
+    r"test_known_orders\.py::test_what_is_found_is_not_behind": (
+        "every known order is a plan, and test_measured_profile_search picks the best of them"
+    ),
+    r"test_chunk_attention\.py::test_rows_whose_scores_are_all_minus_infinity_become_0\[int8": (
+        "rows outside the unified max value fall back, and decode attention has such rows"
+    ),
+    r"test_sampling\.py::test_frequencies\[kwargs1-of_few_blocks": (
+        "the full sampler runs, and its blocks are compared with rows at once"
+    ),
+    r"test_demo\.py::test_demo_serves_asks_and_ends": (
+        "test_command serves and asks as processes, and the demo ends with an error"
+    ),
+    r"test_skewed_experts\.py::test_a_report_of_ranks_whose_experts_move": (
+        "experts move in test_eplb, and the other tests have the report's parts"
+    ),
+    r"test_layered_step\.py::test_a_deep_model_starts": "test_enforce_eager counts the programs of a start",
+    r"test_attention_spans\.py::test_all_layers_make_their_work_lists": (
+        "test_spans compares a stack of lists with each list"
+    ),
+    r"test_int4_weights\.py::test_a_forward_is_that_of_the_weights_read_back": (
+        "test_int4_experts and test_packed_int4 compare logits"
+    ),
+    r"test_commands\.py::test_requests_that_fail_under_the_profiler": (
+        "the throughput command runs, and failed requests are counted by themselves"
     ),
 }
 

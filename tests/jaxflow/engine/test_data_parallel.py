@@ -397,9 +397,9 @@ def test_ranks_of_several_processes_refuse_host_memory_for_pages():
 def test_every_device_has_what_the_host_of_several_processes_reads(monkeypatch):
     """Process 0 reads the tokens and the expert counts of all ranks from a device of its own."""
     monkeypatch.setattr(toy, "_executor", toy._executor.__wrapped__)  # counts of earlier tests are not wanted
-    monkeypatch.setattr(hurry, "shares", False)
     alone = toy.ranked_loop(MODEL, 2)
     wanted = toy.run(alone, drawn_requests())
+    monkeypatch.setattr(hurry, "shares", False)
     monkeypatch.setattr(programs, "ranks_have_processes", lambda mesh: True)
     monkeypatch.setattr(start, "of_several_processes", lambda mesh: True)
     engine, read = toy.ranked_loop(MODEL, 2), []

@@ -79,7 +79,7 @@ def answers(config: EngineConfig) -> list[list[int]]:
 )
 def test_the_tokens_are_those_of_the_default_mode(model, parallel):
     """Law."""
-    config = settings_of(model, step_sizes="4", **parallel)
+    config = settings_of(model, step_sizes="16", **parallel)
     eager = dataclasses.replace(config, step_sizes=None, enforce_eager=True)
     assert answers(eager) == answers(config)
 
@@ -205,7 +205,7 @@ def test_pages_leave_the_memory_that_the_programs_need(guess, monkeypatch):
 
 
 def test_processes_compile_each_step_once_for_the_smallest_of_their_guesses(monkeypatch):
-    config, model, made = executor_of(settings_of("stories260K", num_kv_pages=None))
+    config, model, made = executor_of(settings_of("stories260K", num_kv_pages=None, step_sizes="4,16"))
     monkeypatch.setattr(start, "on_gpu", lambda: True)
     monkeypatch.setattr(start, "memory_budget", lambda *_: free)
     made.defers = False  # as on a GPU

@@ -23,6 +23,9 @@ from jaxflow.pipeline import plan as plans
 from jaxflow.pipeline.handwritten import two_nano_batch_plan
 from jaxflow.request import FinishReason, Request, SamplingParams
 
+# Most tests share the programs of a first, a middle and a last stage.
+STAGES = 3
+OTHERS = [pytest.param(stages, marks=pytest.mark.slow) for stages in (2, 4)]
 SOME = dataclasses.replace(toy.GREEDY, max_tokens=16)
 MODEL = "stories260K"  # five layers: no equal split, and tied embeddings on both end stages
 
@@ -78,13 +81,13 @@ class TestSameTokens:
 
     @pytest.mark.parametrize("cached", [True, False], ids=["pages-kept", "pages-lost"])
     def test_in_a_storm_of_pre_emptions(self, alone, cached):
-        engine = toy.staged_loop(MODEL, 4, enable_prefix_caching=cached)
+        engine = toy.staged_loop(MODEL, STAGES, enable_prefix_caching=cached)
         results = toy.run(engine, drawn_requests(9, seed=2), preempt_at=range(2, 200, 5))
         assert answers(results, drawn_requests(9, seed=2)) == alone
         assert engine.scheduler.num_preemptions >= 6
 
     def test_with_few_pages(self, alone):
-        engine = toy.staged_loop(MODEL, 4, num_pages=(16,))
+        engine = toy.staged_loop(MODEL, STAGES, num_pages=(16,))
         assert answers(toy.run(engine, drawn_requests(9, seed=2)), drawn_requests(9, seed=2)) == alone
 
     def test_on_an_overlapped_plan(self, alone, tmp_path):
@@ -94,11 +97,11 @@ class TestSameTokens:
 
     @pytest.mark.parametrize("chunk", [1, 7])
     def test_at_any_chunking(self, alone, chunk):
-        engine = toy.staged_loop(MODEL, 2, policy=Hybrid(chunk))
+        engine = toy.staged_loop(MODEL, STAGES, policy=Hybrid(chunk))
         assert answers(toy.run(engine, drawn_requests(9, seed=2)), drawn_requests(9, seed=2)) == alone
 
     def test_with_a_warm_prefix_cache(self, alone):
-        engine = toy.staged_loop(MODEL, 2)
+        engine = toy.staged_loop(MODEL, STAGES)
         toy.run(engine, drawn_requests(9, seed=2))
         again = toy.run(engine, drawn_requests(9, seed=2))
         assert answers(again, drawn_requests(9, seed=2)) == alone
@@ -111,7 +114,7 @@ def test_stages_have_the_layers_that_their_plan_gives_them(tmp_path):
 
 
 class TestMicroBatches:
-    @pytest.mark.parametrize("stages", [2, 4])
+    @pytest.mark.parametrize("stages", [STAGES, *OTHERS])
     def test_as_many_as_stages_are_in_flight_and_none_shares_a_decode(self, stages):
         engine = toy.staged_loop(MODEL, stages)
         many = [Request(f"r{i}", [1, 5 + i], SOME) for i in range(8)]
@@ -127,7 +130,7 @@ class TestMicroBatches:
                 most = max(most, len(steps))
         assert most == stages
 
-    @pytest.mark.parametrize("stages", [1, 2, 4])
+    @pytest.mark.parametrize("stages", [1, STAGES, *OTHERS])
     def test_one_step_more_than_stages_is_enqueued_when_the_host_waits(self, stages, monkeypatch):
         """So the device has the next step before the host has the tokens of the oldest step."""
         engine = toy.staged_loop(MODEL, stages) if stages > 1 else toy.loop(MODEL)
@@ -148,7 +151,7 @@ class TestMicroBatches:
 
     def test_a_long_prompt_is_computed_beside_decodes(self):
         """The chunks of a prompt and the decodes of others are in flight at the same time."""
-        engine = toy.staged_loop(MODEL, 2)
+        engine = toy.staged_loop(MODEL, STAGES)
         for i in range(4):
             engine.add(Request(f"r{i}", [1, 5 + i], dataclasses.replace(toy.GREEDY, max_tokens=60)), 0.0)
         for _ in range(4):
@@ -158,11 +161,11 @@ class TestMicroBatches:
         while engine.has_work:
             engine.step()
             steps = in_flight(engine)
-            both += len(steps) == 2 and all(work.chunks and len(work.decode_slots) for work in steps)
+            both += len(steps) == STAGES and all(work.chunks and len(work.decode_slots) for work in steps)
         assert both >= 5
 
     def test_a_single_request_runs_one_step_at_a_time(self):
-        engine = toy.staged_loop(MODEL, 4)
+        engine = toy.staged_loop(MODEL, STAGES)
         engine.add(Request("a", [1], toy.GREEDY), 0.0)
         while engine.has_work:
             engine.step()
@@ -171,7 +174,7 @@ class TestMicroBatches:
 
 class TestEnds:
     def test_abort_frees_the_pages_at_once(self):
-        engine = toy.staged_loop(MODEL, 4)
+        engine = toy.staged_loop(MODEL, STAGES)
         for i in range(6):
             engine.add(Request(f"r{i}", np.arange(3, 40 + i), toy.GREEDY), 0.0)
         for _ in range(9):
@@ -186,12 +189,12 @@ class TestEnds:
     def test_stop_tokens(self):
         story = toy.run(toy.loop(MODEL), [Request("a", [1], toy.GREEDY)])["a"].tokens
         stop = dataclasses.replace(toy.GREEDY, stop_token_ids=[story[10]])
-        result = toy.run(toy.staged_loop(MODEL, 2), [Request("a", [1], stop)])["a"]
+        result = toy.run(toy.staged_loop(MODEL, STAGES), [Request("a", [1], stop)])["a"]
         assert result.tokens == story[: story.index(story[10]) + 1]
         assert result.finished[0].reason is FinishReason.STOP
 
     def test_nothing_compiles_after_warm_up(self):
-        engine = toy.staged_loop(MODEL, 2)
+        engine = toy.staged_loop(MODEL, STAGES)
         engine.executor.warm_up()
         before = engine.executor.compilations
         toy.run(engine, drawn_requests(20, seed=8), preempt_at=range(10, 60, 7))

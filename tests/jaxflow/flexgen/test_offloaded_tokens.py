@@ -49,10 +49,11 @@ def test_llama_in_4_bits_equals_the_engine_with_the_same_weights(tmp_path):
         assert run(made, requests(prompts)) == [plain[f"r{i}"].tokens for i in range(len(prompts))]
 
 
-def test_4_bit_kv_gives_the_same_tokens_on_every_tier_and_sharded(tmp_path):
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_4_bit_kv_gives_the_same_tokens_on_every_tier_and_sharded(devices, tmp_path):
     prompts, wide = goldens("tiny-llama")
     found = []
-    for kv, tp in ((DEVICE, 1), (MIXED, 2)):
+    for kv, tp in ((DEVICE, 1), (MIXED, devices)):
         with runtime("tiny-llama", tmp_path, tp=tp, kv_bits=4, kv=kv, num_gpu_batches=1) as made:
             found.append(run(made, requests(prompts)))
     assert found[0] == found[1] != wide

@@ -114,7 +114,7 @@ def converse(world: DiskWorld, talks: list[list[int]], rounds: int, damage: floa
     world.run()
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(
     machines(),
     st.integers(1, 5),

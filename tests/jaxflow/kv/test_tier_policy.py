@@ -52,13 +52,13 @@ def play(world, arrivals, rounds):
     world.run()
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(worlds(), st.lists(st.lists(requests, max_size=3), max_size=12))
 def test_tokens_equal_an_isolated_run(world, arrivals):
     play(world, arrivals, rounds=0.3)
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(worlds(tight=True), st.lists(st.lists(requests, min_size=1, max_size=3), min_size=6, max_size=12))
 def test_tokens_equal_an_isolated_run_when_pages_run_out(world, arrivals):
     changed = [

@@ -43,7 +43,7 @@ def check(out, want):
     np.testing.assert_allclose(out.top_logprobs, want[3], atol=2e-5)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     vocab=st.integers(20, 250),
     padding=st.integers(0, 70),

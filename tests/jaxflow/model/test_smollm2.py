@@ -24,8 +24,8 @@ def llm(smollm2_gguf):
         made = LLM(
             str(smollm2_gguf),
             max_model_len=1152,
-            max_num_batched_tokens=64,
-            step_sizes="8",
+            max_num_batched_tokens=32,
+            step_sizes="32",
             max_num_seqs=8,
             progress=False,
         )

@@ -27,6 +27,7 @@ MODEL = ModelConfig("llama", 32000, 1024, 8, 2, 128, 2816, LAYERS, 8192)
 TWO_LAYERS = dataclasses.replace(
     MODEL, layers=LAYERS[:2]
 )  # for plans that are a layer ahead nowhere, or that show it in two
+ONE_LAYER = dataclasses.replace(MODEL, layers=LAYERS[:1])
 LLAMA = open_checkpoint("llama-3-70b", load_format="dummy").model_config
 LLAMA = dataclasses.replace(LLAMA, layers=LLAMA.layers[:2])
 
@@ -64,7 +65,7 @@ TWO_DEVICES = paths.ROOT / "benchmarks/plans/h200/llama-3-70b/measured/tp2-bfloa
 WAITING = load(paths.DATA / "plans" / "llama-3.1-8b-2048-waits.json")
 SEARCHED = paths.DATA / "plans" / "llama-3.1-8b-2048.json"
 PLANS = {
-    "phases": Case(phased_plan(MODEL, TOKENS, 72), MODEL),  # halves as unequal as decodes and chunks are
+    "phases": Case(phased_plan(MODEL, TOKENS, 72), TWO_LAYERS),  # halves as unequal as decodes and chunks are
     "searched": Case(load(SEARCHED), MODEL),
     "two nano-batches on two devices": Case(
         two_nano_batch_plan(MODEL, TOKENS, SPLIT, tp=2), TWO_LAYERS, 2, alone=1, spanned=8
@@ -117,8 +118,8 @@ def edited(plan, name, **changes):
 
 def test_the_checker_refuses_a_schedule_of_another_plan():
     """The phases' own schedule, held against plans that say otherwise."""
-    plan, hlo = PLANS["phases"].plan, on_streams("phases").hlo
-    graph = graph_of(plan, MODEL)
+    case, hlo = PLANS["phases"], on_streams("phases").hlo
+    plan, graph = case.plan, graph_of(case.plan, case.model)
     assert {window.stream for window in read(hlo, plan)} == {0, 1, 2}
     for other, message in (
         (edited(plan, "up_gate.1", stream=0), "up_gate on stream"),
@@ -163,9 +164,9 @@ def test_gemms_are_issued_after_attention_starts(monkeypatch):
 
 def test_a_sequential_step_is_one_cuda_graph():
     plan = sequential_plan(MODEL, TOKENS)
-    found = compiled(plan, TWO_LAYERS, SIMPLE, **streams.GRAPHS["whole"])
+    found = compiled(plan, ONE_LAYER, SIMPLE, **streams.GRAPHS["whole"])
     assert [thunk.kind for thunk in found.graph_thunks if not thunk.depth] == ["kCommandBuffer"]
-    check_schedule(found.hlo, plan, graph_of(plan, TWO_LAYERS), ROWS)
+    check_schedule(found.hlo, plan, graph_of(plan, ONE_LAYER), ROWS)
 
 
 @pytest.fixture(scope="module")

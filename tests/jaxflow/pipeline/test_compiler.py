@@ -91,7 +91,7 @@ def test_drawn_plans(name, tp, form, streams, numbers, data):
 
 
 @seed(SEED)
-@settings(LAW, max_examples=3)
+@settings(LAW, max_examples=2)
 @given(data=st.data())
 def test_some_drawn_plans(data):
     check_drawn_plan(data, bench("tiny-llama"), "", True)

@@ -68,16 +68,14 @@ def in_sequence(problem: CyclicProblem, _: float) -> CyclicSchedule:
     "solves", [in_sequence, pytest.param(solve, marks=pytest.mark.slow)], ids=["in sequence", "by the solver"]
 )
 def test_each_op_is_cut_where_it_is_shortest(solves, monkeypatch):
-    """The plan is the plain forward, also with fewer decodes than it was made for."""
+    """The plan is the plain forward, with fewer decodes than it was made for."""
     monkeypatch.setattr(stages, "solve", solves)
     alike, found = (search(stepped(nano_ops=most, places=(4, 8)), time_limit_s=20.0) for most in (1, 3))
     check(found.plan, stepped().graph)
     starts = {op: {nano.start for nano in found.plan.nano_ops if nano.op == op} for op in ("qkv", "up_gate")}
     assert starts == {"qkv": {0, 4}, "up_gate": {0, 8}}
     assert found.bound_s <= found.period_s < 0.95 * alike.period_s
-    works = ((8, (8,)), (3, (9, 4)), (0, (16,)))
-    steps = (drawn.step(TINY, 16, borders(found.plan), *work) for work in works)
-    drawn.Bench(TINY, 2).check_op_by_op(found.plan, *steps)
+    drawn.Bench(TINY, 2).check_op_by_op(found.plan, drawn.step(TINY, 16, borders(found.plan), 3, (9, 4)))
 
 
 def test_structures_are_those_one_boundary_away():

@@ -33,7 +33,7 @@ def test_short_pairs_stay_whole():
     assert even.pieces[:, 3].max() == short.pieces[:, 3].max() == 6
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     lengths=st.lists(st.one_of(st.just(0), st.integers(1, 900), st.just(20_000)), min_size=9, max_size=9),
     shape=st.sampled_from(
@@ -318,8 +318,9 @@ def test_decode_attention_names_unsupported_arguments(change, said):
     pages = jnp.zeros(change.get("pages", (9, 2, 64, 64)), INT8 if "int8" in change else dtype)
     table = jnp.zeros(change.get("table", (2, 4)), jnp.int32)
     extra = {name: x for name, x in change.items() if name in ("k_scale", "unified_max", "into", "sms")}
+    attend = functools.partial(decode_attention, scale=1.0, **extra)
     with pytest.raises(ValueError, match=said):
-        decode_attention(q, pages, pages, table, jnp.ones(2, jnp.int32), scale=1.0, **extra)
+        jax.eval_shape(attend, q, pages, pages, table, jnp.ones(2, jnp.int32))
 
 
 @pytest.mark.parametrize(("batch", "workers"), [(256, 528), (512, 264), (3, 528)])

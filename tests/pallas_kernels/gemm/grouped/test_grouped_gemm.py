@@ -62,7 +62,8 @@ def test_a_device_multiplies_the_rows_of_its_own_experts(kernel):
     chosen = jnp.asarray(np.random.default_rng(5).permuted(np.tile(np.arange(4), (20, 1)), axis=1)[:, :2])
     products = {}
     for first in (2, 4):
-        groups = kernel.list_groups(chosen, 6, held=HeldExperts(jnp.int32(first), 2))
+        lists = functools.partial(kernel.list_groups, held=HeldExperts(jnp.int32(first), 2))
+        groups = jax.jit(lists, static_argnums=1)(chosen, 6)
         rows = x[groups.pairs // 2]
         products[first] = weighted_sum(
             kernel.grouped_gemm(
@@ -102,15 +103,21 @@ def test_biases_and_clamps_are_those_of_each_rows_expert():
     w, bias = w * 9, jnp.asarray(np.random.default_rng(4).normal(size=(3, 128)), jnp.bfloat16)
     gates = {"bias": bias, "activation": "clamped_swiglu", "gate_block": 8}
     kernels = functools.partial(api.grouped_gemm, sms=2, interpret=plgpu.InterpretGPUParams())
+    of_any, of_few, of_128 = (
+        jax.jit(lists, static_argnums=1)(chosen, 3)
+        for lists in (expert_groups.list_groups, api.list_groups, list_groups)
+    )
     ways = [
-        (expert_groups.list_groups(chosen, 3), grouped_reference.grouped_gemm),
-        (api.list_groups(chosen, 3), kernels),
-        (list_groups(chosen, 3), kernels),
-        (api.list_groups(chosen, 3), functools.partial(kernels, own_epilogue=True)),
+        (of_any, grouped_reference.grouped_gemm),
+        (of_few, kernels),
+        (of_128, kernels),
+        (of_few, functools.partial(kernels, own_epilogue=True)),
     ]
     wide = [np.asarray(a, np.float64) for a in (x, w, bias)]
     for groups, way in ways:
-        found = np.asarray(way(x[groups.pairs // 2], w, groups, **gates), np.float64)
+        found = np.asarray(
+            jax.jit(functools.partial(way, **gates))(x[groups.pairs // 2], w, groups), np.float64
+        )
         for (token, choice), row in np.ndenumerate(np.asarray(groups.places)):
             expert = int(chosen[token, choice])
             pair = (wide[0][token] @ wide[1][expert].T + wide[2][expert]).reshape(-1, 2, 8)

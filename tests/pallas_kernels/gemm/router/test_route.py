@@ -55,13 +55,15 @@ def test_the_kernel_equals_its_reference(tokens, experts, chosen, sigmoid, how):
 def test_it_sorts_as_the_sort_of_its_choice(tokens, experts, chosen, quantize, kept):
     x, w, *_ = drawn(tokens, experts, 512)
     padding = {} if kept is None else {"used": jnp.int32(kept)}
-    weights, picked, *got = sorted_by_kernel(x, w, chosen=chosen, quantize=quantize, **padding)
-    want = reference.route(x, w, chosen=chosen)
+    run = functools.partial(sorted_by_kernel, chosen=chosen, quantize=quantize)
+    weights, picked, *got = jax.jit(run)(x, w, **padding)
+    want = jax.jit(functools.partial(reference.route, chosen=chosen))(x, w)
     np.testing.assert_array_equal(picked, want[1])
     np.testing.assert_allclose(weights, want[0], rtol=2e-6)
-    groups, _ = sort_by_xla(x, picked, experts, **padding)
-    own = quantize_rows(x) if quantize else x
-    rows = jax.tree.map(lambda part: jnp.asarray(part)[groups.pairs // chosen], own)
+    groups, _ = jax.jit(sort_by_xla, static_argnums=2)(x, picked, experts, **padding)
+    # NumPy takes parts of arrays: JAX would compile a program for each shape.
+    groups, got, own = jax.tree.map(np.asarray, (groups, got, jax.jit(quantize_rows)(x) if quantize else x))
+    rows = jax.tree.map(lambda part: part[groups.pairs // chosen], own)
     for one, other in zip(used(*got), used(groups, rows), strict=True):
         np.testing.assert_array_equal(one, other)
     assert jax.tree.structure(got[0]) != jax.tree.structure(groups)  # counters of tiles
@@ -72,7 +74,7 @@ def test_it_sorts_as_the_sort_of_its_choice(tokens, experts, chosen, quantize, k
 
 def test_a_token_of_nan_goes_to_experts_that_there_are():
     x, w, *_ = drawn(2, 32, 512)
-    weights, experts = interpreted(x.at[0, 3].set(jnp.nan), w, chosen=3)
+    weights, experts = jax.jit(functools.partial(interpreted, chosen=3))(x.at[0, 3].set(jnp.nan), w)
     assert len({*experts[0].tolist()} & {*range(32)}) == 3
     assert np.isnan(np.asarray(weights[0])).all() and not np.isnan(np.asarray(weights[1])).any()
 

@@ -43,7 +43,9 @@ def check(sort, x, picked, used, first, *, held: bool, quantize: bool = False) -
     groups, parts = sorted_by(sort, *args, held=held, quantize=quantize)
     rows = Quantized(*parts) if quantize else parts[0]
     wanted = sorted_by(None, *args, held=held, quantize=quantize)
-    for one, other in zip(defined(groups, rows), defined(*wanted), strict=True):
+    for one, other in zip(
+        *(defined(*jax.tree.map(np.asarray, each)) for each in ((groups, rows), wanted)), strict=True
+    ):
         np.testing.assert_array_equal(one, other)
     np.testing.assert_array_equal(groups.places >= len(groups.pairs), wanted[0].places >= len(groups.pairs))
     for name in ("rows", "align", "partial"):
@@ -107,8 +109,10 @@ def test_a_block_of_many_tokens_has_the_places_of_the_reference(sms, monkeypatch
         sms=sms,
         interpret=plgpu.InterpretGPUParams(),
     )
-    wanted = api.sort_by_xla(x, picked, EXPERTS, held=held)
-    for one, other in zip(defined(groups, rows[0]), defined(*wanted), strict=True):
+    wanted = jax.jit(lambda x, picked: api.sort_by_xla(x, picked, EXPERTS, held=held))(x, picked)
+    for one, other in zip(
+        *(defined(*jax.tree.map(np.asarray, each)) for each in ((groups, rows[0]), wanted)), strict=True
+    ):
         np.testing.assert_array_equal(one, other)
 
 

@@ -25,10 +25,24 @@ def given(tokens: int, experts: int, chosen: int, columns: int = 128, zipf: floa
     return x, jnp.asarray(draw_routing(rng, tokens, experts, chosen, zipf))
 
 
+by_xla = jax.jit(api.sort_by_xla, static_argnums=2)
+
+
+# NumPy takes parts of arrays: JAX would compile a program for each shape.
+def used_of(sorted_rows) -> list[np.ndarray]:
+    return used(*jax.tree.map(np.asarray, sorted_rows))
+
+
+def rows_of(x, groups, chosen: int, quantize: bool):
+    """Return the row of each place of the groups, as the reference quantizes it."""
+    every = jax.tree.map(np.asarray, jax.jit(quantize_rows)(x) if quantize else x)
+    return jax.tree.map(lambda part: part[np.asarray(groups.pairs) // chosen], every)
+
+
 def by_pair(sorted_rows) -> list[np.ndarray]:
     """Return each pair's row, or its numbers and its scale, in the tokens' order."""
-    groups, rows = sorted_rows
-    return [np.asarray(part[groups.places], np.float32) for part in jax.tree.leaves(rows)]
+    groups, rows = jax.tree.map(np.asarray, sorted_rows)
+    return [part[groups.places].astype(np.float32) for part in jax.tree.leaves(rows)]
 
 
 @pytest.mark.parametrize(
@@ -39,10 +53,8 @@ def test_the_kernel_gives_the_groups_and_the_bits_of_the_reference(tokens, exper
     """Test one token, experts that do not fill the threads, and experts with several tiles, on few CTAs."""
     x, picked = given(tokens, experts, chosen, 320 if tokens == 9 else 128, zipf)
     got = interpreted(x, picked, experts, quantize=quantize, sms=1, by_64=tokens == 9)
-    groups = api.sort_by_xla(x, picked, experts)[0]
-    want = quantize_rows(x) if quantize else x
-    rows = jax.tree.map(lambda part: jnp.asarray(part)[groups.pairs // chosen], want)
-    for one, other in zip(used(*got), used(groups, rows), strict=True):
+    groups = by_xla(x, picked, experts)[0]
+    for one, other in zip(used_of(got), used_of((groups, rows_of(x, groups, chosen, quantize))), strict=True):
         np.testing.assert_array_equal(one, other)
     assert (got[0].rows, got[0].align, got[0].partial) == (groups.rows, groups.align, False)
     assert got[0].pairs.shape == groups.pairs.shape
@@ -62,10 +74,9 @@ def test_the_kernel_that_adds_sorts_as_xla(tokens, experts, chosen, zipf, kept, 
     how |= {} if held is None else {"held": HeldExperts(jnp.int32(held), 3), "held_max_tokens": 128}
     quantize = tokens != 9
     got = interpreted(x, picked, experts, quantize=quantize, sms=3, **how)
-    groups, _ = api.sort_by_xla(x, picked, experts, used=how.get("used"), held=how.get("held"))
-    want = quantize_rows(x) if quantize else x
-    rows = jax.tree.map(lambda part: jnp.asarray(part)[groups.pairs // chosen], want)
-    for one, other in zip(used(*got), used(groups, rows), strict=True):
+    sort = jax.jit(functools.partial(api.sort_by_xla, held=how.get("held")), static_argnums=2)
+    groups, _ = sort(x, picked, experts, used=how.get("used"))
+    for one, other in zip(used_of(got), used_of((groups, rows_of(x, groups, chosen, quantize))), strict=True):
         np.testing.assert_array_equal(one, other)
     missing = np.asarray(groups.places) >= len(groups.pairs)
     np.testing.assert_array_equal(np.asarray(got[0].places) >= len(groups.pairs), missing)
