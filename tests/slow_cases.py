@@ -75,12 +75,6 @@ SLOW_CASES = {
     r"test_two_stage_search\.py::test_found_plans_are_the_plain_forward\[fp8\]": (
         "scattered plans and plans with sums alone run in fp8"
     ),
-    r"test_data_parallel\.py::test_goldens_of_ranks_of_two_devices\[tiny-(qwen3_moe|gpt_oss)": (
-        "other mixtures run, and test_expert_parallel spreads the biases of gpt-oss"
-    ),
-    r"test_data_parallel\.py::test_goldens_of_ranks_of_two_devices\[tiny-deepseek": (
-        "two nano-batches of such ranks run this golden"
-    ),
     r"test_goldens\.py::TestGoldens::test_\w+\[(.*-)?tiny-gemma4_dense\]": (
         "test_gemma4 compares its logits, and the engine runs tiny-gemma4_text"
     ),
@@ -282,24 +276,13 @@ SLOW_CASES = {
         "plans of tiny-llama are drawn; no stream, learned positions and int8 are simpler cases"
     ),
     r"test_compiler\.py::test_drawn_plans\[(tiny-gemma2-2|tiny-llama-2|tiny-llama-4)": (
-        "a drawn plan on four devices runs compiled, and test_scattered compiles plans on two and four"
+        "test_op_cuts runs a plan on two devices op by op, and test_scattered compiles plans on two and four"
     ),
     r"test_compiler\.py::test_drawn_plans(_compiled)?\[tiny-(glm4_moe|deepseek_v3)": (
         "tiny-mixtral has the same kinds of values"
     ),
-    r"test_compiler\.py::test_drawn_plans_compiled\[tiny-(llama-1|mixtral-1|opt-1)-": (
-        "plans of these families are drawn and run op by op; other plans of the first two run compiled"
-    ),
-    r"test_compiler\.py::test_drawn_plans_compiled\[tiny-gemma2-2": (
-        "a drawn plan on four devices runs compiled, and test_scattered compiles a plan of tiny-gemma2 on two"
-    ),
-    r"test_compiler\.py::test_drawn_plans_compiled\[tiny-llama-2-(copied|scattered)": (
-        "a plan with copies on four devices runs compiled, and test_scattered runs two scattered plans "
-        "compiled"
-    ),
     r"test_exchange\.py::test_plans_with_peer_copies_compute_the_plain_forward\[(post-norms|fp8|four)": (
-        "drawn plans with copies on four devices, fp8 with scattered sums, and four KQV operations run "
-        "compiled"
+        "drawn plans run op by op, and a plan of experts runs with copies"
     ),
     r"test_compiler\.py::test_a_plan_runs_every_composition\[(phased_plan|two_nano)": (
         "four KQV operations on two devices run; test_scattered runs phases in fp8, experts run with peer "
@@ -453,9 +436,6 @@ SLOW_CASES = {
     r"test_lowered\.py::test_a_kept_plan_is_compiled_as_the_plan": (
         "an engine of kept programs draws the same tokens as another engine"
     ),
-    r"test_expert_load\.py::test_all_forms_of_a_step_count_alike\[(?!nano)": (
-        "nano-batches run, and test_data_parallel adds the counts of four ranks"
-    ),
     r"test_notebooks\.py::test_notebook_runs_and_draws": (
         "test_regimes, test_expert_load, test_offload_command, test_choose_spans and test_sweep run their "
         "calls"
@@ -522,7 +502,6 @@ SLOW_CASES = {
     r"test_data_parallel\.py::test_goldens_of_whole_experts\[tiny-mixtral-2": (
         "tiny-deepseek_v3 runs on two ranks"
     ),
-    r"test_data_parallel\.py::test_goldens_of_ranks_of_two_devices\[tiny-glm4_moe": ("tiny-mixtral runs"),
     r"test_chunk_attention\.py::test_chunk_attention_equals_its_reference\[chunks7-24": (
         "heads of 512 columns run with more rows"
     ),
@@ -819,6 +798,25 @@ SLOW_CASES = {
     ),
     r"test_commands\.py::test_requests_that_fail_under_the_profiler": (
         "the throughput command runs, and failed requests are counted by themselves"
+    ),
+    r"test_data_parallel\.py::TestTheTokensOfOneDevice::test_for_every_kind_of_request_on_ranks_of_two": (
+        "ranks of one device have every kind, and goldens run on ranks of two devices"
+    ),
+    r"test_offloaded_tokens\.py::test_windows_caps_and_post_norms": (
+        "test_sparse_values attends to the windows of tiny-gemma2 on every tier"
+    ),
+    r"test_flat_gemm\.py::test_for_the_h200_it_uses_its_units": (
+        "test_pdl compiles the kernel, and test_fp8_gemm reads the registers of the wider one"
+    ),
+    r"test_peer_copy_profile\.py::test_the_command": "test_known_orders runs the command with copied sums",
+    r"test_data_parallel\.py::test_goldens_of_ranks_of_two_devices": (
+        "whole experts run on such ranks, and experts move between them in test_eplb"
+    ),
+    r"test_expert_load\.py::test_all_forms_of_a_step_count_alike": (
+        "a step's counts are those of a loop, and test_data_parallel adds the counts of ranks"
+    ),
+    r"test_compiler\.py::test_drawn_plans_compiled": (
+        "plans are drawn and run op by op, and test_exchange and test_scattered compile plans"
     ),
 }
 

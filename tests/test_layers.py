@@ -2,6 +2,7 @@
 
 import ast
 import collections
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -59,7 +60,9 @@ def test_no_module_writes_the_cache_of_an_executor():
         return foreign and node.attr == "kv" and not isinstance(node.ctx, ast.Load)
 
     texts = {source: (paths.ROOT / source).read_text("utf-8") for source in layers.sources(paths.ROOT)}
-    assert [name for name, text in texts.items() if any(map(writes, ast.walk(ast.parse(text))))] == []
+    named = {source: text for source, text in texts.items() if re.search(r"\.\s*kv\b", text)}
+    found = [name for name, text in named.items() if any(map(writes, ast.walk(ast.parse(text))))]
+    assert named and found == []
 
 
 def test_build_stays_short():
