@@ -184,7 +184,7 @@ def test_any_concurrent_requests(llm):
             return error.code()
         return grpc.StatusCode.OK
 
-    @settings(max_examples=6)
+    @settings(max_examples=4)
     @given(st.lists(requests, min_size=12, max_size=12))
     def check(drawn):
         async def scenario():

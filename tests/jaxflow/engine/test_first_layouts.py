@@ -222,14 +222,14 @@ def test_an_engine_prepares_its_layouts_while_it_serves(monkeypatch, caplog):
         compiled(executor, layout)
 
     monkeypatch.setattr(Executor, "compile_layout", failing)
-    config = dataclasses.replace(SETTINGS, max_num_batched_tokens=16, max_num_seqs=4, step_sizes="2,4,8")
+    config = dataclasses.replace(SETTINGS, max_num_batched_tokens=16, max_num_seqs=4, step_sizes="2,4")
     with LLM.from_config(config, progress=False) as llm:
         items = lengths.constant(4, 8, 24)
         prompts = lengths.prompts(items, llm.model_config.vocab_size, 0)
         serving = threading.Thread(target=drive, args=(llm.driver, greedy_requests(items, prompts)))
         serving.start()
         wait_until_compiled()
-        assert tried == [2, 4, 8, 2]
+        assert tried == [2, 4, 2]
         assert isinstance(llm.executor, Executor) and llm.executor.substitutes
         assert [layout.tokens for layout in llm.executor.unready()] == [4]
         (warning,) = (record for record in caplog.records if record.levelno >= logging.WARNING)

@@ -65,7 +65,7 @@ TWO_DEVICES = paths.ROOT / "benchmarks/plans/h200/llama-3-70b/measured/tp2-bfloa
 WAITING = load(paths.DATA / "plans" / "llama-3.1-8b-2048-waits.json")
 SEARCHED = paths.DATA / "plans" / "llama-3.1-8b-2048.json"
 PLANS = {
-    "phases": Case(phased_plan(MODEL, TOKENS, 72), TWO_LAYERS),  # halves as unequal as decodes and chunks are
+    "phases": Case(phased_plan(MODEL, TOKENS, 72), MODEL),  # halves as unequal as decodes and chunks are
     "searched": Case(load(SEARCHED), MODEL),
     "two nano-batches on two devices": Case(
         two_nano_batch_plan(MODEL, TOKENS, SPLIT, tp=2), TWO_LAYERS, 2, alone=1, spanned=8
@@ -118,8 +118,8 @@ def edited(plan, name, **changes):
 
 def test_the_checker_refuses_a_schedule_of_another_plan():
     """The phases' own schedule, held against plans that say otherwise."""
-    case, hlo = PLANS["phases"], on_streams("phases").hlo
-    plan, graph = case.plan, graph_of(case.plan, case.model)
+    case, hlo = PLANS["phases on two devices"], on_streams("phases on two devices").hlo
+    plan, graph = case.plan, graph_of(case.plan, case.model, 2)
     assert {window.stream for window in read(hlo, plan)} == {0, 1, 2}
     for other, message in (
         (edited(plan, "up_gate.1", stream=0), "up_gate on stream"),
@@ -133,13 +133,13 @@ def test_the_checker_refuses_a_sum_without_overlap(monkeypatch):
 
     def awaited(hlo, plan):
         return [
-            dataclasses.replace(w, last=w.first + 1) if "reduce" in w.nano_ops[0] else w
+            dataclasses.replace(w, last=0) if "reduce" in w.nano_ops[0] else w  # before all others begin
             for w in read(hlo, plan)
         ]
 
     monkeypatch.setattr(schedule, "read", awaited)
-    case, hlo = PLANS["two nano-batches on two devices"], on_streams("two nano-batches on two devices").hlo
-    with pytest.raises(AssertionError, match=r"attn_reduce\.0 of layer 0 runs beside none of"):
+    case, hlo = PLANS["phases on two devices"], on_streams("phases on two devices").hlo
+    with pytest.raises(AssertionError, match=r"_reduce\.\d of layer 0 runs beside none of"):
         check_schedule(hlo, case.plan, graph_of(case.plan, case.model, 2), ROWS)
 
 

@@ -68,7 +68,7 @@ routes = st.one_of(
 @pytest.mark.parametrize(
     ("sort", "held"), [(sort_by_adds, True), (sort_counted, True), (sort_counted, False)]
 )
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(picked=routes, used=st.integers(0, TOKENS), first=st.integers(0, EXPERTS - HELD))
 def test_any_routing_has_the_places_of_the_reference(sort, held, picked, used, first):
     """Number `EXPERTS` is the expert of gathered padding, where a device holds some of the experts."""
