@@ -158,7 +158,7 @@ def _deepseek(scan: Scan, out: CallWriter) -> Steps[None]:
     """Read a call of DeepSeek-V3.1, or one of V3 and R1, which have a type and a fence.
 
     The former is `name<｜tool▁sep｜>{…}`, and the latter is `function<｜tool▁sep｜>name`, a line of three
-    backquotes and `json`, `{…}`, and a line of three backquotes.
+    backquotes and `json`, `{…}`, and a line of three backquotes. The answer may end after `}`.
     """
     if out.start == _CALLS:
         yield from scan.blanks()
@@ -171,6 +171,8 @@ def _deepseek(scan: Scan, out: CallWriter) -> Steps[None]:
         name = yield from _name(scan)
         yield from scan.expect("```json")
         yield from scan.blanks()
+        if not (yield from scan.comes("{", "```")):
+            raise Unexpected("no object")
         ends = tuple(before + _CALL_END for before in ("\n```", "```", "\n```\n", "```\n"))
     out.begin(name)
     parts: list[str] = []
@@ -179,12 +181,12 @@ def _deepseek(scan: Scan, out: CallWriter) -> Steps[None]:
         parts.append(text)
         out.more(text)
 
-    yield from scan.until(*ends, take=take)
+    _, mark = yield from scan.until(*ends, take=take, may_end=True)
     text = "".join(parts)
-    if not text.strip():
+    if mark and not text.strip():
         out.more("{}")
-    elif not isinstance(strict_json(text), dict):
-        raise ValueError("the arguments are no object")
+    else:
+        strict_json(text)
     out.end()
     yield from scan.maybe(_CALLS_END, after_blanks=True)
 

@@ -101,6 +101,12 @@ def read(form, text, bounds=(), most=None):
     parts = [part for _, found in said for part in found]
     found = whole_calls(parts)
     assert reader.num_calls >= len(found)
+    sent = ""  # of the latest call
+    for part in parts:
+        sent = "" if isinstance(part, ToolCall) else sent + part.text
+        if isinstance(part, MoreArguments) and part.broken:
+            with pytest.raises(json.JSONDecodeError):
+                json.loads(sent)
     return "".join(content for content, _ in said), found, parts
 
 
@@ -241,6 +247,7 @@ def test_the_schema_types_a_bare_value(form, schema, text, value):
         ("qwen3_coder", "<tool_call>\n<function=f>\n</tool_call>", {}),
         ("glm45", "<tool_call>f</tool_call>", {}),
         ("deepseek_v3", "<｜tool▁call▁begin｜>f<｜tool▁sep｜><｜tool▁call▁end｜>", {}),
+        ("deepseek_v3", "<｜tool▁calls▁begin｜>\n<｜tool▁call▁begin｜>f<｜tool▁sep｜> {} ", {}),
         (
             "gemma4",
             '<|tool_call>call:f{a : nil, b:[ ], <|"|>c<|"|>:word }',
