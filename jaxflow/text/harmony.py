@@ -4,11 +4,11 @@ An answer is a row of messages: a header with a channel and perhaps a recipient,
 mark of its end. The text of the answer keeps these special tokens.
 """
 
-import json
 import re
 
+from jaxflow.text.argument_values import strict_json
 from jaxflow.text.reasoning import Said
-from jaxflow.text.tool_calls import CallPart, ToolCall
+from jaxflow.text.tool_calls import CallPart, MoreArguments, ToolCall
 
 _MARK = re.compile(r"<\|(start|channel|constrain|message|end|call|return)\|>")
 _PARTIAL = re.compile(r"<(?:\|[a-z]{0,9}\|?)?\Z")
@@ -26,7 +26,7 @@ class HarmonyReader:
     """The content, the reasoning and the calls of one growing answer.
 
     The parts of a text do not change what is read. The channel `analysis` is reasoning, a message to a
-    function is a call, and other text is content. Headers are left out.
+    function is a call, and other text is content. Headers are left out. A call is streamed from its `{` on.
 
     Args:
       tools: the request has tools. Otherwise messages to functions are read by their channels.
@@ -40,6 +40,8 @@ class HarmonyReader:
         self._kind = "content"  # or header, reasoning, call: what the text is
         self._parts: list[str] = []  # of a header or a call
         self._name = ""  # of the called function
+        self._sent: bool | None = None  # its call is streamed; None until this is known
+        self._calls: list[CallPart] = []
         self.num_calls = 0
 
     @property
@@ -65,25 +67,38 @@ class HarmonyReader:
 
     def _read(self, final: bool) -> Said:
         out: dict[str, list[str]] = {"content": [], "reasoning": []}
-        calls: list[CallPart] = []
+        self._calls = []
         at = 0
         for mark in _MARK.finditer(self._held):
             self._add(self._held[at : mark.start()], out)
-            self._turn(mark, out, calls)
+            self._turn(mark, out)
             at = mark.end()
         partial = None if final else _PARTIAL.search(self._held, at)
         end = partial.start() if partial else len(self._held)
         self._add(self._held[at:end], out)
         self._held = self._held[end:]
         if final:
-            self._close(out, calls)
-        return Said("".join(out["content"]), "".join(out["reasoning"]), calls)
+            self._close(out)
+        return Said("".join(out["content"]), "".join(out["reasoning"]), self._calls)
 
     def _add(self, text: str, out: dict[str, list[str]]) -> None:
         if text:
             out.get(self._kind, self._parts).append(text)
+        if self._kind != "call" or self._full:
+            return
+        if self._sent is None and (text := text.lstrip()):
+            self._sent = text[0] == "{"
+            if self._sent:
+                self._calls.append(ToolCall(self._name, ""))
+        if self._sent and text:
+            self._calls.append(MoreArguments(text))
 
-    def _turn(self, mark: re.Match[str], out: dict[str, list[str]], calls: list[CallPart]) -> None:
+    @property
+    def _full(self) -> bool:
+        """Return True if no more calls are returned."""
+        return self._most is not None and self.num_calls >= self._most
+
+    def _turn(self, mark: re.Match[str], out: dict[str, list[str]]) -> None:
         """Change the state at a special token."""
         name, in_header = mark[1], self._kind == "header"
         if name == "message" and in_header:
@@ -93,7 +108,7 @@ class HarmonyReader:
         elif name in ("message", "constrain"):
             self._add(mark[0], out)
         else:
-            self._close(out, calls)
+            self._close(out)
             if name in ("start", "channel"):
                 self._kind, self._parts = "header", [mark[0]]
 
@@ -105,21 +120,23 @@ class HarmonyReader:
         function = re.search(r"\bto=functions\.([\w.-]+)", header)
         self._kind = "reasoning" if channel and channel[1] == "analysis" else "content"
         if function and self._tools:
-            self._kind, self._name = "call", function[1]
+            self._kind, self._name, self._sent = "call", function[1], None
 
-    def _close(self, out: dict[str, list[str]], calls: list[CallPart]) -> None:
+    def _close(self, out: dict[str, list[str]]) -> None:
         """End a message. Arguments that are no JSON object are content."""
         kind, body = self._kind, "".join(self._parts)
         self._kind, self._parts = "content", []
         if kind != "call":
             return
         try:
-            arguments = json.loads(body) if body.strip() else {}
-            if not isinstance(arguments, dict):
+            if body.strip() and not isinstance(strict_json(body), dict):
                 raise ValueError("no object")
         except (ValueError, RecursionError):
+            if self._sent:
+                self._calls.append(MoreArguments("", broken=True))
             self._add(body, out)
             return
-        if self._most is None or self.num_calls < self._most:
-            calls.append(ToolCall(self._name, json.dumps(arguments, ensure_ascii=False)))
+        if not self._full:
+            if not self._sent:
+                self._calls.append(ToolCall(self._name, "{}"))
             self.num_calls += 1

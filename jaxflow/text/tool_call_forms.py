@@ -1,12 +1,13 @@
 """The forms of tool calls that chat templates teach, by the names that vLLM gives to their parsers.
 
 A form that carries JSON is checked where its call ends. GLM-4.5 and Qwen3-Coder write bare values, which the
-schema of the tool types. Gemma 4 writes a JSON of its own. Calls of the last three, and of DeepSeek, are
-streamed while the model writes them.
+schema of the tool types. Gemma 4 writes a JSON of its own. Calls are streamed while the model writes them,
+except those of Mistral and Llama.
 """
 
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 from jaxflow.text.argument_values import ANY, json_text, strict_json
@@ -16,6 +17,11 @@ from jaxflow.text.tool_calls import CallWriter, Form, ToolCall
 MAX_NAME = 64  # of a function, as in requests
 MAX_DEPTH = 32  # of nested values of Gemma 4
 
+# The text of a call of Hermes before the key `arguments`, and between this key and the value.
+_ARGUMENTS = '"arguments"'
+_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*')
+_COLON = re.compile(r"[\s:]*")
+_CHARACTER = re.compile(r".*", re.DOTALL)
 _NAME = re.compile(r"[A-Za-z0-9_.-]*")
 _KEY = re.compile(r"[^:,{}\[\]<]*")
 _BARE = re.compile(r"[^,{}\[\]<]*")
@@ -63,9 +69,62 @@ def _call(value: Any, key: str = "arguments") -> ToolCall:
 
 
 def _hermes(scan: Scan, out: CallWriter) -> Steps[None]:
-    """Read `{"name": ..., "arguments": {...}}</tool_call>`. The mark may lack at the end of the answer."""
-    text, _ = yield from scan.until("</tool_call>", may_end=True)
-    out.whole(_call(strict_json(text)))
+    """Read `{"name": ..., "arguments": {...}}</tool_call>`. The mark may lack at the end of the answer.
+
+    A call is streamed if its name comes first, and its arguments are an object.
+    """
+    end = "</tool_call>"
+    before, mark = yield from scan.until(_ARGUMENTS, end, may_end=True)
+    parts, head = [before], None
+    if mark == _ARGUMENTS:
+        parts += [mark, (yield from scan.run(_COLON))]
+        head = _HEAD.fullmatch(before) if (yield from scan.comes("{")) else None
+    if head:
+
+        def take(text: str) -> None:
+            parts.append(text)
+            out.more(text)
+
+        out.begin(json.loads(head[1]))
+        yield from _object(scan, take, end)
+        parts.append("}")
+    if mark != end:
+        parts.append((yield from scan.until(end, may_end=True))[0])
+    call = _call(strict_json("".join(parts)))
+    if head:
+        out.more("}")  # arguments of a call that breaks off stay incomplete JSON
+        out.end()
+    else:
+        out.whole(call)
+
+
+def _object(scan: Scan, take: Callable[[str], None], end: str) -> Steps[None]:
+    """Read an object of JSON, and give its parts to `take`, but not its last brace.
+
+    Raises:
+      Unexpected: `end` comes first.
+    """
+    depth = 0
+    while True:
+        _, mark = yield from scan.until('"', "{", "}", end, take=take)
+        if mark == end:
+            raise Unexpected("the object does not end")
+        depth += {"{": 1, "}": -1}.get(mark, 0)
+        if not depth:
+            return
+        take(mark)
+        if mark == '"':
+            yield from _string(scan, take, end)
+
+
+def _string(scan: Scan, take: Callable[[str], None], end: str) -> Steps[None]:
+    """Read a string of JSON after its first quote. See `_object`."""
+    mark = ""
+    while mark != '"':
+        _, mark = yield from scan.until('"', "\\", end, take=take)
+        if mark == end:
+            raise Unexpected("the string does not end")
+        take(mark if mark == '"' else mark + (yield from scan.run(_CHARACTER, 1)))
 
 
 def _mistral(scan: Scan, out: CallWriter) -> Steps[None]:

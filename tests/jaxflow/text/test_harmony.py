@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxflow.text.harmony import HarmonyReader, is_harmony
-from jaxflow.text.tool_calls import ToolCall
+from jaxflow.text.tool_calls import ToolCall, whole_calls
 
 WORDS = st.text(alphabet="ab<|> \n{}é", max_size=12)
 MESSAGE = st.one_of(
@@ -35,7 +35,7 @@ def read(text, cuts=(), **more):
     return (
         "".join(part.content for part in said),
         "".join(part.reasoning for part in said),
-        [call for part in said for call in part.calls],
+        whole_calls(call for part in said for call in part.calls),
     )
 
 

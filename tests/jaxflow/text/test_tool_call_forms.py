@@ -39,6 +39,10 @@ GEMMA_VALUE = (
     "{% elif v is sequence %}[{% for x in v %}{{ written(x) }}{{ '' if loop.last else ',' }}{% endfor %}]"
     "{% else %}{{ v | tojson }}{% endif %}{% endmacro %}"
 )
+HERMES = (
+    '{{ \'\n<tool_call>\n{"name": "\' + f.name + \'", "arguments": \' }}{{ f.arguments | tojson }}'
+    "{{ '}\n</tool_call>' }}"
+)
 GEMMA = "{{ '<|tool_call>call:' + f.name }}{{ written(f.arguments) }}{{ '<tool_call|>' }}"
 TEMPLATES = {
     form: macro + ANSWER.replace("CALL", call).replace("END", end)
@@ -48,6 +52,7 @@ TEMPLATES = {
         ("deepseek_v3", "", DEEPSEEK.replace("CALL", V3), "<｜tool▁calls▁end｜>"),
         ("deepseek_v31", "", DEEPSEEK.replace("CALL", V31), "<｜tool▁calls▁end｜>"),
         ("gemma4", GEMMA_VALUE, GEMMA, ""),
+        ("hermes", "", HERMES, ""),
     )
 }
 PARAMETERS = {
@@ -166,6 +171,7 @@ def soup(form):
         "<tool_",
         "<｜",
     ]
+    pieces += ['{"name": "look", "arguments": {', '"a": "', "\\", '"', '"}', "}}"]
     return st.lists(st.sampled_from(pieces), max_size=14).map("".join)
 
 

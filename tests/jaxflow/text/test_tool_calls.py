@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 
 from jaxflow.text.tool_call_forms import UnknownForm, form_of
-from jaxflow.text.tool_calls import ToolCall, ToolCallReader, split
+from jaxflow.text.tool_calls import ToolCall, ToolCallReader, split, whole_calls
 
 QWEN = r"""{%- if tools %}{{ "<tool_call>\n{\"name\": <function-name>}\n</tool_call>" }}{% endif %}"""
 MISTRAL = "{% if tools %}[AVAILABLE_TOOLS]{% endif %}[TOOL_CALLS]"
@@ -73,7 +73,10 @@ parts = st.lists(
 def test_the_parts_of_an_answer_change_nothing(form, pieces, most):
     reader = ToolCallReader(FORMS[form], most)
     read = [*map(reader.push, pieces), reader.finish()]
-    together = "".join(content for content, _ in read), [call for _, found in read for call in found]
+    together = (
+        "".join(content for content, _ in read),
+        whole_calls(part for _, found in read for part in found),
+    )
     assert together == split("".join(pieces), FORMS[form], most)
 
 

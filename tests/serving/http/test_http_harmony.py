@@ -50,7 +50,9 @@ def test_an_answer_and_its_stream_say_the_same(client, answer, content, reasonin
         assert "".join(c.delta.content or "" for c in mine) == (message.content or "")
         streamed = "".join(getattr(c.delta, "reasoning_content", "") for c in mine)
         assert streamed == (reasoning or "") and mine[-1].finish_reason == choice.finish_reason
-        assert [t.function.name for c in mine for t in c.delta.tool_calls or ()] == [n for n, _ in calls]
+        parts = [t.function for c in mine for t in c.delta.tool_calls or ()]
+        assert [part.name for part in parts if part.name] == [name for name, _ in calls]
+        assert "".join(part.arguments for part in parts) == "".join(json.dumps(given) for _, given in calls)
     counted = whole.usage.completion_tokens_details.reasoning_tokens
     assert bool(counted) == bool(reasoning) and counted < whole.usage.completion_tokens
     assert chunks[-1].usage.completion_tokens_details.reasoning_tokens == counted
