@@ -175,6 +175,8 @@ def grouped_checks(rows):
     case(77, 5, 1, 336, 200, 24, zipf=3.0)
     for tokens, product in ((8, up_gate), (2048, down)):
         case(tokens, *product, stored="e4m3")
+    for tokens, product, stored in ((8, up_gate, "int4-64"), (1024, down, "int4-zero-128")):
+        case(tokens, *product, stored=stored)
 
 
 def time_grouped(rows, op, tokens, ways, seconds):

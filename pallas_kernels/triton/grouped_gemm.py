@@ -14,6 +14,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import jax_triton as jt
+import numpy as np
 import triton
 import triton.language as tl
 from jax import lax
@@ -22,11 +23,13 @@ from pallas_kernels.gemm.grouped import groups as expert_groups
 from pallas_kernels.gemm.grouped import reference
 from pallas_kernels.gemm.grouped.groups import Groups, HeldExperts
 from pallas_kernels.gemm.grouped.tiles import ExpertWeight, expected_tiles
+from pallas_kernels.gemm.int4.reference import columns_by_nibble
 from pallas_kernels.gemm.sorted_rows.reference import gather
 from pallas_kernels.pointwise.quantize.reference import quantize_blocks, quantize_rows
-from pallas_kernels.quantized import Quantized
+from pallas_kernels.quantized import GROUP, ExpertInt4, Quantized
 
 DTYPES = ("bfloat16", "float16", "float32")
+_BITS = {"bfloat16": 0x4300, "float16": 0x6400}  # of the numbers whose last bits count by ones: 128 and 1024
 _E4M3_BIAS = 2.0**16  # two numbers of e4m3 whose bits became those of float16 are each 2**8 too small
 
 
@@ -189,6 +192,51 @@ def _multiply_e4m3(
         _store(acc, out, rows, end, column, N, ROWS, COLUMNS, GATES, SILU)
 
 
+@triton.jit
+def _numbers(nibbles, like, BITS: tl.constexpr):
+    """Return 0 to 15 in like's dtype, plus the number with these bits if BITS are given."""
+    if BITS > 0:
+        return (nibbles.to(tl.int16) | BITS).to(like.dtype, bitcast=True)
+    return nibbles.to(like.dtype)
+
+
+@triton.jit
+def _multiply_int4(
+    x, x_sums, w, factors, experts, starts, ends, count, out,
+    N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
+    GATES: tl.constexpr, SILU: tl.constexpr, GROUPS: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr,
+    ZERO_POINTS: tl.constexpr,
+):  # fmt: skip
+    """The sums of a step are of whole numbers, and a step has one scale and one zero for each row of w."""
+    column, tile = tl.program_id(0), tl.program_id(1)
+    if tile < tl.load(count):
+        end = tl.load(ends + tile)
+        rows = tl.load(starts + tile) + tl.arange(0, ROWS)
+        of_weight, exists = _weight_rows(column, N, COLUMNS, GATES)
+        expert = tl.load(experts + tile).to(tl.int64)
+        half = tl.arange(0, STEP // 2)
+        packed = w + (expert * N + of_weight)[:, None] * (K // 2) + half[None, :]
+        given = x + rows[None, :].to(tl.int64) * K + half[:, None]
+        acc = tl.zeros([COLUMNS, ROWS], tl.float32)
+        for step in range(0, K // STEP):
+            nibbles = tl.load(packed + step * (STEP // 2), mask=exists[:, None], other=0)
+            low = tl.load(given + step * STEP, mask=rows[None, :] < end, other=0.0)
+            high = tl.load(given + step * STEP + STEP // 2, mask=rows[None, :] < end, other=0.0)
+            total = tl.load(x_sums + rows.to(tl.int64) * (K // STEP) + step, mask=rows < end, other=0.0)
+            at = ((expert * GROUPS + step * GROUPS // (K // STEP)) * N + of_weight) * 2
+            scale = tl.load(factors + at, mask=exists, other=0)
+            zero = tl.load(factors + at + 1, mask=exists, other=0).to(tl.float32)
+            if ZERO_POINTS:
+                scale = scale.to(tl.bfloat16, bitcast=True).to(tl.float32)
+                zero = -zero * scale
+            else:
+                scale = scale.to(tl.float32)
+            part = tl.dot(_numbers(nibbles & 15, low, BITS), low, input_precision="ieee")
+            part = tl.dot(_numbers(nibbles >> 4, high, BITS), high, part, input_precision="ieee")
+            acc += part * scale[:, None] + (zero - scale * OFFSET)[:, None] * total[None, :]
+        _store(acc, out, rows, end, column, N, ROWS, COLUMNS, GATES, SILU)
+
+
 def grouped_gemm(
     x: jax.Array | Quantized,
     w: ExpertWeight,
@@ -207,8 +255,8 @@ def grouped_gemm(
 
     Args:
       x: [M, K] bfloat16, float16 or float32, rows in the order of `groups`; or e4m3 with scales [M].
-      w: [E, N, K] of x's dtype, or e4m3 with scales [E, N]. Any N and K. XLA computes the products of all
-        other weights.
+      w: [E, N, K] of x's dtype, e4m3 with scales [E, N], or `ExpertInt4`, whose numbers are not rounded. Any
+        N and K. XLA computes the products of all other weights.
       groups: from `list_groups`.
       bias: [E, N], or None. XLA computes the epilogue with a bias, or with another activation than silu.
       sms: unused; the kernel occupies all SMs.
@@ -221,7 +269,7 @@ def grouped_gemm(
       ValueError: for a shape or dtype outside the limits.
     """
     del sms
-    plain = isinstance(x, jax.Array) and isinstance(w, jax.Array)
+    plain = isinstance(x, jax.Array) and isinstance(w, jax.Array | ExpertInt4)
     scaled = isinstance(x, Quantized) and isinstance(w, Quantized) and x.scale.ndim == 1
     if not plain and not scaled:
         return reference.grouped_gemm(x, w, groups, bias=bias, activation=activation, gate_block=gate_block)
@@ -240,19 +288,19 @@ def _product(x, w, groups: Groups, activation, gate_block, tile: Tile | None, ca
         raise ValueError(
             f"{given}: accepted are equal K and M, and tiles of {', '.join(map(str, TILES))} rows"
         )
-    if isinstance(x, jax.Array) and (x.dtype != w.dtype or x.dtype.name not in DTYPES):
-        raise ValueError(f"dtypes {x.dtype} and {w.dtype}: accepted are {', '.join(DTYPES)}, equal for both")
+    dtypes = [one.dtype for one in (x, w) if isinstance(one, jax.Array)]
+    if dtypes and (dtypes[0] != dtypes[-1] or dtypes[0].name not in DTYPES):
+        raise ValueError(
+            f"dtypes {dtypes[0]} and {dtypes[-1]}: accepted are {', '.join(DTYPES)}, equal for both"
+        )
     if gate_block and n % (2 * gate_block):
         raise ValueError(
             f"w {list(w.shape)}: accepted is N of a multiple of {2 * gate_block} with these gates"
         )
     tile = tile or TILES[groups.rows]
+    kernel, given, dtype, own = _operands(x, w)
+    own = {"STEP": max(16, 2 * tile.step // given[0].dtype.itemsize)} | own
     listed = groups.experts, groups.starts, groups.ends, groups.count
-    if isinstance(x, Quantized):
-        kernel, given = _multiply_e4m3, (_bytes(x.values), x.scale, _bytes(w.values), w.scale)
-        itemsize, dtype, more = 1, jnp.dtype("bfloat16"), {"FACTOR": _E4M3_BIAS}
-    else:
-        kernel, given, itemsize, dtype, more = _multiply, (x, w), x.dtype.itemsize, x.dtype, {}
     return jt.triton_call(
         *given, *listed,
         kernel=kernel,
@@ -262,9 +310,28 @@ def _product(x, w, groups: Groups, activation, gate_block, tile: Tile | None, ca
         compute_capability=capability,
         num_warps=tile.warps,
         num_stages=tile.stages,
-        N=n, K=k, ROWS=groups.rows, COLUMNS=tile.columns, STEP=max(16, 2 * tile.step // itemsize),
-        GATES=gate_block or 0, SILU=activation == "silu", **more,
+        N=n, K=k, ROWS=groups.rows, COLUMNS=tile.columns, GATES=gate_block or 0, SILU=activation == "silu",
+        **own,
     )  # fmt: skip
+
+
+def _operands(x, w):
+    """Return the kernel of a product, its operands, the dtype of the result and the kernel's own settings."""
+    if isinstance(w, ExpertInt4):
+        (m, k), bits = x.shape, _BITS.get(x.dtype.name, 0)
+        sums = jnp.sum(x.reshape(m, k // GROUP, GROUP), axis=2, dtype=jnp.float32)
+        own = {
+            "STEP": GROUP,
+            "GROUPS": w.factors.shape[1],
+            "BITS": bits,
+            "OFFSET": float(np.array(bits, np.uint16).view(x.dtype)) if bits else 0.0,
+            "ZERO_POINTS": w.factors.dtype == jnp.int16,
+        }
+        return _multiply_int4, (columns_by_nibble(x), sums, w.packed, w.factors), x.dtype, own
+    if isinstance(w, Quantized):
+        given = _bytes(x.values), x.scale, _bytes(w.values), w.scale
+        return _multiply_e4m3, given, jnp.dtype("bfloat16"), {"FACTOR": _E4M3_BIAS}
+    return _multiply, (x, w), x.dtype, {}
 
 
 def _bytes(values: jax.Array) -> jax.Array:

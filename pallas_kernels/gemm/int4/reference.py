@@ -73,6 +73,13 @@ def unpack(packed: Int[Array, "*M bytes"]) -> Int[Array, "*M group"]:
     return _in_order(pairs.reshape(*packed.shape[:-1], 2 * packed.shape[-1]), packed=False)
 
 
+def columns_by_nibble(x: Float[Array, "*M K"]) -> Float[Array, "*M K"]:
+    """Return each 64 columns of x in the order of `Int4`'s bytes: those of low nibbles before the others."""
+    *outer, k = x.shape
+    pairs = _in_order(x.reshape(*outer, k // GROUP, GROUP), packed=True)
+    return pairs.reshape(*outer, k // GROUP, GROUP // 2, 2).swapaxes(-1, -2).reshape(x.shape)
+
+
 def dequantize_int4(w: Int4, dtype=jnp.bfloat16) -> Float[Array, "*M K"]:
     """Return the true values, computed in float32 and rounded to `dtype` once."""
     groups = w.scale.shape[-1]

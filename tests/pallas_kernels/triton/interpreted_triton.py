@@ -18,7 +18,9 @@ from pallas_kernels.attention.decode import reference as decode_reference
 from pallas_kernels.gemm import reference as gemm_reference
 from pallas_kernels.gemm.grouped import reference as grouped_reference
 from pallas_kernels.gemm.grouped.groups import HeldExperts
+from pallas_kernels.gemm.grouped.int4_format import quantize_experts
 from pallas_kernels.gemm.grouped.routings import draw_routing
+from pallas_kernels.gemm.int4.reference import nearest_levels, nearest_to_zero_point
 from pallas_kernels.pointwise.quantize.reference import quantize_rows
 from pallas_kernels.triton import grouped_gemm
 from pallas_kernels.triton.decode_attention import decode_attention
@@ -154,6 +156,26 @@ def test_triton_grouped_gemm_multiplies_e4m3_exactly():
     want = grouped_reference.grouped_gemm(rows, w, groups, **GATES)
     assert got.dtype == jnp.bfloat16
     np.testing.assert_allclose(*(np.asarray(y[: UNEVEN.size], np.float32) for y in (got, want)), rtol=2**-7)
+
+
+@pytest.mark.parametrize(
+    ("group", "nearest", "dtype"),
+    [
+        (64, nearest_levels, jnp.float32),
+        (128, nearest_to_zero_point, jnp.float32),
+        (64, nearest_levels, jnp.float16),
+    ],
+)
+def test_triton_grouped_gemm_multiplies_int4(group, nearest, dtype):
+    rng, routing = np.random.default_rng(group), jnp.asarray(UNEVEN)
+    x, w = (jnp.asarray(rng.normal(size=shape), dtype) for shape in ((37, 256), (5, 96, 256)))
+    w = quantize_experts(w + jnp.asarray(rng.normal(size=(5, 96, 1)), dtype), group, nearest)
+    groups, rows = grouped_gemm.sort_rows(x, routing, 5)
+    got = grouped_gemm.grouped_gemm(rows, w, groups, **GATES)
+    want = grouped_reference.grouped_gemm(rows.astype(jnp.float32), w, groups, **GATES)
+    assert got.dtype == dtype
+    got, want = (np.asarray(y[: UNEVEN.size], np.float32) for y in (got, want))
+    assert error(got, want) < (1e-3 if dtype == jnp.float16 else 1e-5)
 
 
 def test_triton_grouped_gemm_leaves_the_experts_of_other_devices_out():

@@ -14,6 +14,7 @@ from jax_triton import triton_lib
 
 from pallas_kernels import kernel_set
 from pallas_kernels.kernel_set import kernel_set_for
+from pallas_kernels.quantized import ExpertInt4, Quantized
 from pallas_kernels.triton import grouped_gemm
 from pallas_kernels.triton.decode_attention import decode_attention, shared_bytes
 from pallas_kernels.triton.flat_gemm import flat_gemm
@@ -152,3 +153,34 @@ def test_supported_heads_fit_the_shared_memory(capability, dtype, width, monkeyp
     assert 0 < attends <= shared_bytes(width, jnp.dtype(dtype).itemsize) <= most
     codes.clear()
     assert 0 < lower(flat_gemm, shape(16, 4096), shape(28672, 4096)) <= most
+
+
+@pytest.mark.parametrize("stored", ["bfloat16", "e4m3", "int4"])
+def test_tiles_of_experts_fit_the_least_shared_memory(stored, monkeypatch):
+    codes, compile_ttir = [], triton_lib.compile_ttir_inplace
+    monkeypatch.setattr(
+        triton_lib, "compile_ttir_inplace", lambda *args: codes.append(compile_ttir(*args)) or codes[-1]
+    )
+
+    def array(kind, *dims):
+        return jax.ShapeDtypeStruct(dims, kind)
+
+    def experts(x, w, chosen, rows):
+        groups = grouped_gemm.list_groups(chosen, 8, rows=rows)
+        x = jax.tree.map(lambda part: part[groups.pairs // 2], x)
+        gates = {"activation": "silu", "gate_block": 32}
+        return grouped_gemm.grouped_gemm(x, w, groups, capability=80, **gates)
+
+    def operands(n, k):
+        if stored == "e4m3":
+            x = Quantized(array(jnp.float8_e4m3fn, 300, k), array("float32", 300))
+            return x, Quantized(array(jnp.float8_e4m3fn, 8, n, k), array("float32", 8, n))
+        if stored == "int4":
+            w = ExpertInt4(array("uint8", 8, n, k // 2), array("bfloat16", 8, k // 64, n, 2))
+            return array("bfloat16", 300, k), w
+        return array(stored, 300, k), array(stored, 8, n, k)
+
+    for rows in grouped_gemm.TILES:
+        traced = jax.jit(experts, static_argnums=3).trace(*operands(1536, 1920), array("int32", 300, 2), rows)
+        traced.lower(lowering_platforms=("cuda",))
+        assert 0 < codes.pop().shared_mem_bytes <= 61440
