@@ -342,7 +342,7 @@ def table(
         rate = f"{whole.tokens / whole.seconds:.0f} tokens/s, {whole.tokens:.0f} tokens a step"
         lines += [
             f"{'whole step':18}{clock:>7}{watts:>7}{'':9}{cells(scaled)}   {rate}",
-            f"{'step minus sum':41}{cells(scaled - total[1])}   launches, idle time, and the ops below",
+            f"{'step minus sum':41}{cells(scaled - total[1])}   idle time, the ops below, scaling of clocks",
         ]
     if missing:
         least = f", by the bound{cells(missing_j)}" if missing_j else ""
