@@ -141,7 +141,7 @@ def test_serve_ask_and_end(tmp_path, monkeypatch, capsys):
             "serving.client",
             target,
             "--auth_token=s3cret",
-            "--max_tokens=400",
+            "--max_tokens=200",
             "--ignore_eos",
             "Once",
         ]
@@ -151,7 +151,7 @@ def test_serve_ask_and_end(tmp_path, monkeypatch, capsys):
             assert running.stdout.read(1)
             server.send_signal(signal.SIGTERM)
             text, errors = running.communicate(timeout=60)
-        assert running.returncode == 0 and "[400 tokens" in errors and len(text) > 400
+        assert running.returncode == 0 and "[200 tokens" in errors and len(text) > 200
         output, errors = server.communicate(timeout=60)
         assert server.returncode == 0 and "drained, 0 aborted" in output and "Traceback" not in errors
         told = re.findall("^.*kernels:.*$", output + errors, re.MULTILINE)

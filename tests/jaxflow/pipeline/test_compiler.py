@@ -1,7 +1,7 @@
 """Tests of law 1: every plan computes the plain forward, for drawn plans and steps, on several devices.
 
 Most drawn plans are evaluated op by op, since compiling the step of one plan takes seconds. The usual suite
-draws 6 plans of one family; with --slow it draws 20 of each family (`tests/slow_cases.py`). A failure
+draws 2 plans of one family; with --slow it draws 20 of each family (`tests/slow_cases.py`). A failure
 reports the seed and the number of examples that draw the same plan again. A longer run draws more:
 
     LAW_SEED=740000 LAW_EXAMPLES=200 LAW_COMPILED=8 \
