@@ -54,7 +54,7 @@ SLOW_CASES = {
         "test_scattered runs this model on two devices, and tiny-gemma4_text runs here"
     ),
     r"test_goldens\.py::TestGoldens::test_(one_request\w+|in_a_batch\w+)\[tiny-gemma4_e2b": (
-        "test_layered_step runs this golden, and tiny-gemma4_text runs here"
+        "test_gemma4 compares its logits, and test_scattered runs its plans"
     ),
     r"test_goldens\.py::TestGoldens::test_(one_request\w+|in_a_batch\w+)\[tiny-gemma4_text": (
         "test_tensor_parallel runs this golden, and test_gemma4 compares the logits of one device"
@@ -85,15 +85,6 @@ SLOW_CASES = {
     r"test_goldens\.py::test_more_shards_than_key_value_heads\[tiny-qwen3_moe": (
         "tiny-llama has more shards than heads, and tiny-mixtral's experts are sharded"
     ),
-    r"test_layered_step\.py::test_goldens\[tiny-gemma2": (
-        "tiny-gemma4_e2b has layers with and without windows, too"
-    ),
-    r"test_layered_step\.py::test_goldens\[tiny-mixtral": (
-        "test_enforce_eager runs layered steps of tiny-mixtral on two devices"
-    ),
-    r"test_layered_step\.py::test_goldens\[stories260K": (
-        "the engine of stories260K in test_goldens has layered steps"
-    ),
     r"test_build\.py::TestPlans::test_an_overlapped_plan_serves_the_golden": (
         "a portfolio serves the golden with an overlapped plan"
     ),
@@ -115,9 +106,6 @@ SLOW_CASES = {
     r"test_enforce_eager\.py::test_a_layer_for_an_h200\w+\[1": "a layer of two devices is compiled",
     r"test_first_layouts\.py::test_\w+\[stages": (
         "one executor runs the same loop, and each stage has its code"
-    ),
-    r"test_layered_step\.py::test_goldens\[tiny-opt": (
-        "the second of two stages of stories260K has layered steps in test_pipeline_stages"
     ),
     r"test_gpt_oss\.py::test_no_part_can_be_left_out_of_the_golden\[(softmax|router|yarn's (frequ|bord))": (
         "the logits of the golden are compared, and parts that are invisible in other models run"
@@ -153,9 +141,6 @@ SLOW_CASES = {
     ),
     r"test_goldens\.py::TestGoldens::test_tensor_parallel\[tiny-(llama|mixtral|gpt_oss)\]": (
         "tiny-llama and the experts of gpt-oss run on four devices, and tiny-mixtral on two devices a stage"
-    ),
-    r"test_expert_parallel\.py::test_goldens(_of|\[(?!tiny-gpt_oss-4\]))": (
-        "gpt-oss has biases; the layer of one device is compared for each kind of routing"
     ),
     r"test_exchanged_experts\.py::test_the_experts_of_devices_are_\w+\[.*-2\]": "four devices run",
     r"test_grouped_gemm\.py::test_a_device_multiplies_the_rows_of_its_own_experts\[.*swapped": (
@@ -819,6 +804,44 @@ SLOW_CASES = {
     ),
     r"test_8_bits\.py::test_from_cached_pages": (
         "pages are shared in the goldens with a warm prefix cache, whatever their dtype"
+    ),
+    r"test_int4_experts\.py::test_the_logits_are_those_of_the_numbers\[float32": (
+        "the numbers of experts are compared, and test_packed_int4 compares logits"
+    ),
+    r"test_offloaded_tokens\.py::test_opt_on_all_tiers_in_every_order\[attends on the host": (
+        "every order runs on two devices in test_offload_shards"
+    ),
+    r"test_chunk_attention\.py::test_chunk_attention_equals_its_reference\[chunks6-": (
+        "decode attention runs heads of 512 columns, and chunks in e4m3 and int8 run"
+    ),
+    r"test_expert_mlp\.py::test_(no_registers_are_spilled_in_bfloat16|it_equals_two_products_in_bfloat16)": (
+        "test_few_tokens compiles and runs experts in bfloat16"
+    ),
+    r"test_latent_decode\.py::test_decode_attention_equals_its_reference\[lengths4-": "other scales run",
+    r"test_mxfp4_rows\.py::test_each_row_is_multiplied_with_its_experts_weight\[two tiles": "other tiles run",
+    r"test_route\.py::test_the_kernel_equals_its_reference\[9-128": (
+        "the kernel that sorts is compared, too, and test_one_router compares layers with biases"
+    ),
+    r"test_sort_rows\.py::test_the_kernel_that_adds_sorts_as_xla\[1-128": (
+        "a device that holds some of the experts runs"
+    ),
+    r"test_plans_bench\.py::test_the_command": (
+        "its parts are tested by themselves, and other commands measure plans"
+    ),
+    r"test_kernels\.py::test_a_case_of_each_group_can_be_traced\[rope_append": (
+        "the other groups are traced, and test_rope_append runs the kernel"
+    ),
+    r"test_fp8_gemm\.py::test_values_and_scales_pass_\w+\[fp8_gemm": (
+        "dense and grouped kernels fit a stream region"
+    ),
+    r"test_two_stage_search\.py::test_an_op_may_leave_out_a_cut": (
+        "test_op_cuts cuts each op where it is shortest"
+    ),
+    r"test_layered_step\.py::test_goldens": (
+        "test_enforce_eager compares layered steps with those of one program, and test_goldens runs them"
+    ),
+    r"test_expert_parallel\.py::test_goldens": (
+        "experts are spread over devices in test_eplb, and layers are compared in test_exchanged_experts"
     ),
 }
 
