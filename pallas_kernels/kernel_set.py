@@ -410,13 +410,9 @@ def _mosaic(m: Model, device: str) -> KernelSet:
         "quantize_rows": {"quantize_rows": quantize_rows.quantize_rows},
         "top_k": {"top_k": top_k.top_k, "route": router.route, "route_and_sort": router.route_and_sort},
         "grouped_gemm": {
-            "grouped_gemm": _grouped_gemm(card.expert_epilogues),
+            "grouped_gemm": grouped_gemm.grouped_gemm,
             "list_groups": grouped_gemm.list_groups,
-            "sort_rows": _sort_rows(
-                card.sort_rows_max_tokens,
-                card.sort_held_rows_max_tokens,
-                card.rows_by_64,
-            ),
+            "sort_rows": _sort_rows(card.sort_rows_max_tokens, card.sort_held_rows_max_tokens),
             "expert_mlp": expert_mlp.expert_mlp,
             "few_expert_mlp": few_tokens.few_expert_mlp,
         },
@@ -515,8 +511,8 @@ def _mosaic(m: Model, device: str) -> KernelSet:
         (
             ("add_norm",),
             "hidden_size",
-            m.hidden_size % 128 == 0 or (card.rows_by_64 and takes_row(m.hidden_size)),
-            "multiples of 128",
+            takes_row(m.hidden_size),
+            "multiples of 64 from 128 on",
         ),
     ]
     found = _assembled(MOSAIC, kernels, _unmet(m, limits))
@@ -532,20 +528,11 @@ def _mosaic(m: Model, device: str) -> KernelSet:
 
 
 @functools.cache
-def _grouped_gemm(own_epilogue: bool) -> Callable:
-    """Return one function for the same figure, because JAX caches a tracing by the op's function."""
-    from pallas_kernels.gemm.grouped import api
-
-    return functools.partial(api.grouped_gemm, own_epilogue=True) if own_epilogue else api.grouped_gemm
-
-
-@functools.cache
-def _sort_rows(max_tokens: int, held_max_tokens: int, by_64: bool) -> Callable:
+def _sort_rows(max_tokens: int, held_max_tokens: int) -> Callable:
     """Return one function for the same limits, because JAX caches a tracing by the op's function."""
     from pallas_kernels.gemm.sorted_rows import api
 
-    limits = {"max_tokens": max_tokens, "held_max_tokens": held_max_tokens, "by_64": by_64}
-    return functools.partial(api.sort_rows, **limits)
+    return functools.partial(api.sort_rows, max_tokens=max_tokens, held_max_tokens=held_max_tokens)
 
 
 def _triton(m: Model, capability: str, device: str) -> KernelSet:

@@ -38,8 +38,6 @@ class Card:
       expert_mlp_max_tokens, expert_mlp_bf16_max_tokens: the largest steps with one kernel for both products
         of experts in e4m3 and in bfloat16; 0: none.
       norm_of_rows_max_tokens: the largest step whose norms add the rows of a mixture's experts; 0: none.
-      rows_by_64: whether norms and sorts in kernels take rows of an odd multiple of 64 columns.
-      expert_epilogues: whether kernels of experts' products add biases, and clamp gates and ups.
       route_max_tokens: the largest step whose routers are one kernel; 0: none. route_and_sort_max_tokens: the
         largest of them whose kernels also sort the rows, up to 8.
       decode_attention_least_pages, decode_attention_whole_pages, decode_attention_short_pages: `least`,
@@ -72,8 +70,6 @@ class Card:
     expert_mlp_max_tokens: int
     expert_mlp_bf16_max_tokens: int
     norm_of_rows_max_tokens: int
-    rows_by_64: bool
-    expert_epilogues: bool
     triton_grouped_gemm: bool
     route_max_tokens: int
     route_and_sort_max_tokens: int

@@ -194,11 +194,9 @@ def test_only_the_unsupported_op_falls_back(change, place):
     assert places(of("llama-3.1-8b", "gpu", "9.0", **change)) == MOSAIC | place
 
 
-def test_a_figure_of_the_card_lets_kernels_take_rows_of_an_odd_multiple_of_64_columns(monkeypatch):
-    card = dataclasses.replace(default_card(), rows_by_64=True)
-    monkeypatch.setattr(kernel_set, "card_of", lambda _: card)
+def test_kernels_take_rows_of_an_odd_multiple_of_64_columns():
     made = of("llama-3.1-8b", "gpu", "9.0", hidden_size=2880)
-    assert places(made) == MOSAIC and made.sort_rows.keywords["by_64"]  # type: ignore[attr-defined]
+    assert places(made) == MOSAIC
     assert places(of("llama-3.1-8b", "gpu", "9.0", hidden_size=64))["add_norm"] == "reference"
 
 

@@ -38,7 +38,6 @@ def grouped_gemm(
     activation: str | None = None,
     gate_block: int | None = None,
     sms: int | None = None,
-    own_epilogue: bool = False,
     interpret=None,
 ) -> jax.Array:
     """Return act(x @ w[expert of the row].T + bias[expert of the row]), summed in float32.
@@ -53,14 +52,13 @@ def grouped_gemm(
         registers, or by XLA where `supports_mxfp4`, `supports_mxfp4_blocks` or `supports_int4` of
         `pallas_kernels.gemm.grouped.tiles` is False. Or `BlockFp8`.
       groups: from `list_groups`, which chose the kernel.
-      bias: [E, N], or None. XLA computes the epilogue with a bias, with clamped_swiglu, or with blocks of
-        gates other than 16, 32 or 64, after the product, unless `own_epilogue` says otherwise.
+      bias: [E, N], or None. With a bias, with clamped_swiglu, or with blocks of gates other than 16, 32 or
+        64, `swapped` computes the epilogue where `pallas_kernels.gemm.grouped.tiles.adds_bias` is True, and
+        XLA after the product elsewhere.
       activation: silu, gelu_tanh, relu, clamped_swiglu or None.
       gate_block: alternating blocks of `gate_block` gates and ups, or None.
       sms: CTAs of the persistent grid, which is the number of SMs that the kernel may occupy, 1 to 132;
         None: all.
-      own_epilogue: `swapped` adds a bias, clamps gates and ups, and takes blocks of 8 gates, where
-        `pallas_kernels.gemm.grouped.tiles.adds_bias` is True.
     Returns:
       [M, N] bfloat16, N / 2 with gates; rows after the last tile are not written.
     Raises:
@@ -73,7 +71,7 @@ def grouped_gemm(
         return product(
             x, w, groups, activation=activation, gate_block=gate_block, sms=sms, interpret=interpret
         )
-    if own_epilogue and product is swapped.grouped_gemm and adds_bias(w, gate_block):
+    if product is swapped.grouped_gemm and adds_bias(w, gate_block):
         epilogue = {"bias": bias, "activation": activation, "gate_block": gate_block}
         return product(x, w, groups, **epilogue, sms=sms, interpret=interpret)
     if isinstance(w, BlockFp8):  # the order of its scales depends on the gates, which the product must know

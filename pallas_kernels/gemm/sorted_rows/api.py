@@ -31,13 +31,13 @@ MOST_EXPERTS = 512  # 4 counts in a thread's registers
 
 
 def supports(
-    tokens: int, chosen: int, num_experts: int, columns: int, most: int = MOST_TOKENS, by_64: bool = False
+    tokens: int, chosen: int, num_experts: int, columns: int, most: int = MOST_TOKENS, blocks: bool = False
 ) -> bool:
     """Return whether the kernels sort rows of so many columns. A tile has at most `TALLEST` rows.
 
-    most: the largest number of tokens. by_64: whether the columns may be an odd multiple of 64.
+    most: the largest number of tokens. blocks: whether each 128 columns of a row get a scale.
     """
-    whole = columns % LANES == 0 or (by_64 and takes_row(columns))
+    whole = columns % LANES == 0 if blocks else takes_row(columns)
     few = 0 < tokens <= most and 0 < chosen <= num_experts <= MOST_EXPERTS
     low = tokens * chosen <= TALLEST * num_experts
     return few and low and whole and 0 < columns <= quantize_api.WIDEST
@@ -55,7 +55,6 @@ def sort_rows(
     sms: int | None = None,
     max_tokens: int = MOST_TOKENS,
     held_max_tokens: int = 0,
-    by_64: bool = False,
     interpret=None,
 ) -> tuple[Groups, jax.Array | Quantized]:
     """Return the groups of a routing, and the row of x for each row of the groups.
@@ -65,7 +64,7 @@ def sort_rows(
     is False, and of more tokens than a kernel may sort. Unused rows, pairs and tiles are undefined.
 
     Args:
-      x: [T, D] bfloat16, D a multiple of 128 up to 16,384 with `quantize`; or of 64 with `by_64`.
+      x: [T, D] bfloat16, D a multiple of 64, up to 16,384 with `quantize`.
       experts: [T, e] int32, the chosen experts of each token, all different. num_experts: of the model.
       quantize: return the rows in e4m3 with a scale [M] for each row.
       blocks: return the rows in e4m3 with a scale [M, D / 128] for each 128 columns; not with `quantize`. XLA
@@ -75,7 +74,6 @@ def sort_rows(
       sms: the number of CTAs as a number of SMs, 1 to 132; default: all.
       max_tokens, held_max_tokens: the largest steps that kernels sort, without and with `held`. Up to
         `MOST_COUNTED`, and with `blocks` up to `MOST_TOKENS`.
-      by_64: whether kernels sort rows of an odd multiple of 64 columns from 192 on, without `blocks`.
     Raises:
       ValueError: for a shape, dtype or sms outside the limits.
     """
@@ -84,7 +82,7 @@ def sort_rows(
         given = f"x {x.dtype}{list(x.shape)}, experts {list(experts.shape)}"
         raise ValueError(f"{given}: accepted are bfloat16 [T, D] and the experts of T tokens")
     most = min(max_tokens if held is None else held_max_tokens, MOST_TOKENS if blocks else MOST_COUNTED)
-    if not supports(tokens, chosen, num_experts, columns, most, by_64 and not blocks):
+    if not supports(tokens, chosen, num_experts, columns, most, blocks):
         return sort_by_xla(
             x,
             experts,

@@ -68,7 +68,7 @@ def check(rows, rng, tokens, experts, chosen, columns, quantize, zipf=0.0, sms=N
                 *xs[:2], experts, quantize=quantize, sms=sms, used=None if kept is None else xs[2]
             )
         )
-        for sort in (functools.partial(api.sort_rows, by_64=True), api.sort_by_xla)
+        for sort in (api.sort_rows, api.sort_by_xla)
     )
     if kept is not None:
         given = (*given, jnp.int32(kept))

@@ -111,7 +111,6 @@ def test_biases_and_clamps_are_those_of_each_rows_expert():
         (of_any, grouped_reference.grouped_gemm),
         (of_few, kernels),
         (of_128, kernels),
-        (of_few, functools.partial(kernels, own_epilogue=True)),
     ]
     wide = [np.asarray(a, np.float64) for a in (x, w, bias)]
     for groups, way in ways:

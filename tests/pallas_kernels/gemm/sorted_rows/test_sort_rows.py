@@ -52,7 +52,7 @@ def by_pair(sorted_rows) -> list[np.ndarray]:
 def test_the_kernel_gives_the_groups_and_the_bits_of_the_reference(tokens, experts, chosen, zipf, quantize):
     """Test one token, experts that do not fill the threads, and experts with several tiles, on few CTAs."""
     x, picked = given(tokens, experts, chosen, 320 if tokens == 9 else 128, zipf)
-    got = interpreted(x, picked, experts, quantize=quantize, sms=1, by_64=tokens == 9)
+    got = interpreted(x, picked, experts, quantize=quantize, sms=1)
     groups = by_xla(x, picked, experts)[0]
     for one, other in zip(used_of(got), used_of((groups, rows_of(x, groups, chosen, quantize))), strict=True):
         np.testing.assert_array_equal(one, other)
@@ -114,7 +114,7 @@ def test_a_tokens_row_does_not_depend_on_the_batch():
 @pytest.mark.parametrize("columns", [256, 192])
 def test_rows_have_the_scales_of_blocks_whether_the_kernel_or_xla_sorts(columns):
     x, picked = given(9, 6, 2, columns)
-    assert api.supports(9, 2, 6, columns) == (columns == 256)
+    assert api.supports(9, 2, 6, columns, blocks=True) == (columns == 256)
     values = jax.tree.map(lambda part: np.asarray(part, np.float32), quantize_blocks(x))
     for sort in (interpreted, reference.sort_rows):
         for one, of_tokens in zip(by_pair(sort(x, picked, 6, blocks=True)), values, strict=True):
