@@ -300,6 +300,8 @@ def _product(x, w, groups: Groups, activation, gate_block, tile: Tile | None, ca
     tile = tile or TILES[groups.rows]
     kernel, given, dtype, own = _operands(x, w)
     own = {"STEP": max(16, 2 * tile.step // given[0].dtype.itemsize)} | own
+    # int4 has steps of one group also in float32, so fewer of them fit the shared memory
+    stages = 2 if kernel is _multiply_int4 and dtype == jnp.float32 else tile.stages
     listed = groups.experts, groups.starts, groups.ends, groups.count
     return jt.triton_call(
         *given, *listed,
@@ -309,7 +311,7 @@ def _product(x, w, groups: Groups, activation, gate_block, tile: Tile | None, ca
         grid=(-(-n // tile.columns), groups.experts.shape[0]),
         compute_capability=capability,
         num_warps=tile.warps,
-        num_stages=tile.stages,
+        num_stages=stages,
         N=n, K=k, ROWS=groups.rows, COLUMNS=tile.columns, GATES=gate_block or 0, SILU=activation == "silu",
         **own,
     )  # fmt: skip

@@ -155,7 +155,7 @@ def test_supported_heads_fit_the_shared_memory(capability, dtype, width, monkeyp
     assert 0 < lower(flat_gemm, shape(16, 4096), shape(28672, 4096)) <= most
 
 
-@pytest.mark.parametrize("stored", ["bfloat16", "e4m3", "int4"])
+@pytest.mark.parametrize("stored", ["bfloat16", "e4m3", "int4", "int4 float32"])
 def test_tiles_of_experts_fit_the_least_shared_memory(stored, monkeypatch):
     codes, compile_ttir = [], triton_lib.compile_ttir_inplace
     monkeypatch.setattr(
@@ -175,9 +175,9 @@ def test_tiles_of_experts_fit_the_least_shared_memory(stored, monkeypatch):
         if stored == "e4m3":
             x = Quantized(array(jnp.float8_e4m3fn, 300, k), array("float32", 300))
             return x, Quantized(array(jnp.float8_e4m3fn, 8, n, k), array("float32", 8, n))
-        if stored == "int4":
+        if "int4" in stored:
             w = ExpertInt4(array("uint8", 8, n, k // 2), array("bfloat16", 8, k // 64, n, 2))
-            return array("bfloat16", 300, k), w
+            return array("float32" if "float32" in stored else "bfloat16", 300, k), w
         return array(stored, 300, k), array(stored, 8, n, k)
 
     for rows in grouped_gemm.TILES:
