@@ -325,7 +325,7 @@ def kernel_set_for(
             raise ValueError(
                 f"kernels='triton': accepted are NVIDIA GPUs, with the extra `triton`, this is {here}"
             )
-        return _triton(model, capability, device)
+        return _triton(model, capability)
     raise ValueError(f"kernels={kernels!r}: accepted are {', '.join(KERNELS)}")
 
 
@@ -535,7 +535,7 @@ def _sort_rows(max_tokens: int, held_max_tokens: int) -> Callable:
     return functools.partial(api.sort_rows, max_tokens=max_tokens, held_max_tokens=held_max_tokens)
 
 
-def _triton(m: Model, capability: str, device: str) -> KernelSet:
+def _triton(m: Model, capability: str) -> KernelSet:
     """Return the Triton kernels that support the model."""
     from pallas_kernels.triton import decode_attention, grouped_gemm
 
@@ -564,8 +564,10 @@ def _triton(m: Model, capability: str, device: str) -> KernelSet:
     kernels = {
         "gemm": {"gemm": TritonGemm()},
         "decode_attention": {"decode_attention": decode_attention.decode_attention},
+        "grouped_gemm": {
+            "grouped_gemm": grouped_gemm.grouped_gemm,
+            "list_groups": grouped_gemm.list_groups,
+            "sort_rows": grouped_gemm.sort_rows,
+        },
     }
-    if card_of(device).triton_grouped_gemm:
-        names = ("grouped_gemm", "list_groups", "sort_rows")
-        kernels["grouped_gemm"] = {name: getattr(grouped_gemm, name) for name in names}
     return _assembled("triton", kernels, _unmet(m, limits))

@@ -43,7 +43,6 @@ class Card:
       decode_attention_least_pages, decode_attention_whole_pages, decode_attention_short_pages: `least`,
         `whole` and `short` of `pallas_kernels.attention.decode.work_list.PairCuts`; 0: never.
       decode_attention_one_fence: whether decode attention counts parts with fewer fences.
-      triton_grouped_gemm: whether GPUs before Hopper multiply experts in Triton.
       mxfp4_in_blocks: whether experts in MXFP4 are stored in the order of tensor cores.
       mxfp4_rows_tiles: rows of a tile -> `blocks`, `chunks`, `warpgroups` and `by_warps` of a `RowsTile`.
       sort_rows_max_tokens, sort_held_rows_max_tokens: the largest steps whose rows kernels sort by expert,
@@ -70,7 +69,6 @@ class Card:
     expert_mlp_max_tokens: int
     expert_mlp_bf16_max_tokens: int
     norm_of_rows_max_tokens: int
-    triton_grouped_gemm: bool
     route_max_tokens: int
     route_and_sort_max_tokens: int
     decode_attention_least_pages: int

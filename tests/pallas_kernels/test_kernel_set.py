@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.cost import DEVICES
 from pallas_kernels import kernel_set
-from pallas_kernels.cards import default_card
 from pallas_kernels.gemm import api as gemm
 from pallas_kernels.gemm import reference
 from pallas_kernels.gemm.api import E4M3_BLOCKS, HopperGemm, Product, eligible_kernels, product_of
@@ -51,7 +50,8 @@ LATENT = {
 OPS = (*PAGED, "add_norm", "draw_filtered", "draw", "quantize_rows", *MIXTURE)
 MOSAIC = dict.fromkeys(OPS, "mosaic")
 REFERENCES = dict.fromkeys(OPS, "reference")
-TRITON = REFERENCES | {"decode_attention": "triton"}
+EXPERTS = {"grouped_gemm": "triton"}
+TRITON = REFERENCES | EXPERTS | {"decode_attention": "triton"}
 
 
 def of(model: str, platform: str, capability: str, **changes) -> KernelSet:
@@ -129,7 +129,7 @@ def test_attention_with_sinks_runs_on_mosaic_over_a_bfloat16_cache():
         found = kernels("gpu", "9.0", kv_dtype=kv_dtype)
         assert places(found) == MOSAIC | dict.fromkeys(PAGED[1:], "reference")
         assert Fallback("decode_attention", "attention_sinks", True, "a cache of bfloat16") in found.fallbacks
-    assert places(kernels("gpu", "8.0")) == REFERENCES
+    assert places(kernels("gpu", "8.0")) == REFERENCES | EXPERTS
 
 
 def test_attention_over_latent_vectors_runs_on_mosaic():
@@ -162,15 +162,8 @@ def test_attention_spans_run_on_mosaic_but_for_the_append_in_8_bit_integers(kv_d
 def test_ampere_decodes_every_family_on_triton(model):
     kernels = of(model, "gpu", "8.0")
     assert places(kernels) == TRITON
-    assert isinstance(kernels.gemm, TritonGemm)
-
-
-def test_a_card_chooses_the_experts_products_before_hopper(monkeypatch):
-    card = dataclasses.replace(default_card(), triton_grouped_gemm=True)
-    monkeypatch.setattr(kernel_set, "card_of", lambda _: card)
-    kernels = of("qwen3-30b-a3b", "gpu", "8.0")
-    assert places(kernels) == TRITON | {"grouped_gemm": "triton"}
     assert kernel_set._backend(kernels.sort_rows) == kernel_set._backend(kernels.list_groups) == "triton"
+    assert isinstance(kernels.gemm, TritonGemm)
 
 
 def test_other_devices_run_the_references(monkeypatch):
@@ -373,7 +366,7 @@ def test_a_set_holds_the_reason_of_a_fallback(capability, change, fallbacks):
 def test_every_op_has_a_kernel_or_a_fallback_reason(capability, change):
     kernels = of("llama-3.1-8b", "gpu", capability, **change)
     why = {fallback.op for fallback in kernels.fallbacks}
-    has = {"gemm", *OPS} if capability == "9.0" else {"gemm", "decode_attention"}
+    has = {"gemm", *OPS} if capability == "9.0" else {"gemm", "decode_attention", "grouped_gemm"}
     assert set(kernels.kernel_ops) | why == has and not set(kernels.kernel_ops) & why
     assert set(kernels.kernel_ops) - {"gemm"} == {
         op for op, place in places(kernels).items() if place != "reference"
