@@ -11,22 +11,17 @@ config. `fp8` means e4m3 weights with a scale of each 128 x 128 block. LMDeploy 
 
 import argparse
 import asyncio
-import importlib.metadata
 import json
 import logging
 import os
-import shlex
 import sys
 import tempfile
-import time
-from collections.abc import Iterator, Sequence
-from importlib import import_module
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxflow.bench.report.machine import joules_per_token, power_summary, watch
-from jaxflow.bench.report.requests import write_json
-from jaxflow.bench.workload import lengths
+from benchmarks import offline_rival
+from benchmarks.offline_rival import Ask, module
 from jaxflow.bench.workload.lengths import Item
 from jaxflow.config import ModelConfig
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
@@ -35,7 +30,6 @@ BLOCK = 128  # rows and columns of a weight that share a scale
 PREFILL_TOKENS = 8192  # of a step; LMDeploy's default
 SESSION_TOKENS = 16384  # TurboMind limits the context tokens of one prefill step to the length of a session
 WEIGHT_SIZE = 0.02  # standard deviation of the weights, or the scale of a block of standard normal ones
-WARM_UP = ((64, 256, 32), (40, 1024, 8))  # requests, prompt tokens, output tokens
 
 
 def hugging_face_config(model: ModelConfig, precision: str) -> dict[str, Any]:
@@ -102,14 +96,9 @@ def tensors(model: ModelConfig, precision: str) -> dict[str, tuple[tuple[int, ..
     return found
 
 
-def _module(name: str) -> Any:
-    """Return a module of LMDeploy or PyTorch, which are no dependencies of JaxFlow."""
-    return import_module(name)
-
-
 def _made(shape: tuple[int, ...], kind: str) -> Any:
     """Return a tensor of a kind of `tensors` on the GPU."""
-    torch = _module("torch")
+    torch = module("torch")
     if kind == "norm":
         return torch.ones(shape, dtype=torch.bfloat16, device="cuda")
     if kind == "scale":
@@ -120,9 +109,9 @@ def _made(shape: tuple[int, ...], kind: str) -> Any:
 
 def start(model: ModelConfig, given: argparse.Namespace) -> Any:
     """Return a TurboMind engine with random weights."""
-    torch, messages = _module("torch"), _module("lmdeploy.messages")
-    loader, turbomind = _module("lmdeploy.turbomind.model_loader"), _module("lmdeploy.turbomind.turbomind")
-    checkpoint = _module("lmdeploy.turbomind.checkpoint")
+    torch, messages = module("torch"), module("lmdeploy.messages")
+    loader, turbomind = module("lmdeploy.turbomind.model_loader"), module("lmdeploy.turbomind.turbomind")
+    checkpoint = module("lmdeploy.turbomind.checkpoint")
     table = tensors(model, given.precision)
 
     class Random(checkpoint.Checkpoint):
@@ -166,7 +155,7 @@ async def _answers(
     instances: Sequence[Any], items: Sequence[Item], prompts: Sequence[list[int]]
 ) -> list[int]:
     """Hand all requests over at once, each to an instance of its own. Return the tokens of each answer."""
-    messages = _module("lmdeploy.messages")
+    messages = module("lmdeploy.messages")
 
     async def one(number: int, instance: Any, item: Item, prompt: list[int]) -> int:
         config = messages.GenerationConfig(max_new_tokens=item.output_tokens, ignore_eos=True, top_k=1)
@@ -177,72 +166,28 @@ async def _answers(
     return await asyncio.gather(*(one(*each) for each in every))
 
 
-def measure(engine: Any, items: Sequence[Item], vocab_size: int, seed: int) -> dict[str, Any]:
-    """Run the items at once and return the figures of `bench throughput`.
+def asker(engine: Any) -> Ask:
+    """Return what asks the engine."""
 
-    Raises: RuntimeError if an answer has another length.
-    """
-    prompts = [prompt.tolist() for prompt in lengths.prompts(items, vocab_size, seed)]
-    instances = [engine.create_instance() for _ in items]
-    with watch() as readings:
-        begin = time.perf_counter()
-        got = asyncio.run(_answers(instances, items, prompts))
-        seconds = time.perf_counter() - begin
-    wrong = sum(tokens != item.output_tokens for tokens, item in zip(got, items, strict=True))
-    if wrong:
-        raise RuntimeError(f"{wrong} of {len(items)} answers have another number of tokens")
-    power, output = power_summary(readings), sum(got)
-    total = output + sum(item.prompt_tokens for item in items)
-    return {
-        "duration": seconds,
-        "completed": len(items),
-        "failed": 0,
-        "total_token_throughput": total / seconds,
-        "output_throughput": output / seconds,
-        "joules_per_token": joules_per_token(power, seconds, total),
-        "power": power,
-    }
+    def ask(items: Sequence[Item], prompts: Sequence[list[int]]) -> Callable[[], Sequence[int]]:
+        instances = [engine.create_instance() for _ in items]
+        return lambda: asyncio.run(_answers(instances, items, prompts))
 
-
-def items_of(given: argparse.Namespace) -> list[Item]:
-    """Return the requests that `bench throughput` draws with the same lengths, limits and seed.
-
-    Raises: WorkloadError for a trace that cannot be read or has no such request, and for impossible means.
-    """
-    number, prompt, output, most = given.num_requests, given.input_len, given.output_len, given.max_model_len
-    if given.trace:
-        every = lengths.read_trace(given.trace, lengths.TRACE_FILTERS[given.trace_filter])
-        return lengths.sample(lengths.fitting(every, most), number, given.seed)
-    if given.lengths == "lognormal":
-        return lengths.lognormal(
-            number, prompt, output, limits=lengths.nanoflow_limits(most), seed=given.seed
-        )
-    return lengths.constant(number, prompt, output)
+    return ask
 
 
 def flag_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command's flags. Flags of lengths have the names of `bench throughput`."""
+    """Return the parser of the command's flags."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="llama-3.1-8b", help="name of a shipped config of a Llama model")
     parser.add_argument("--precision", choices=("bf16", "fp8"), default="bf16", help="of the weights")
     parser.add_argument("--kv_cache_dtype", choices=("auto", "int8"), default="auto")
-    parser.add_argument("--lengths", choices=("constant", "lognormal"), default="constant")
-    parser.add_argument("--input_len", type=int, default=1024, help="prompt tokens, or their mean")
-    parser.add_argument("--output_len", type=int, default=512, help="output tokens, or their mean")
-    parser.add_argument("--trace", help="file with the lengths of requests, .csv or Mooncake's .jsonl")
-    parser.add_argument("--trace_filter", choices=tuple(lengths.TRACE_FILTERS), default="auto")
-    parser.add_argument(
-        "--max_model_len", type=int, default=4096, help="most tokens of a drawn request, prompt and output"
-    )
-    parser.add_argument("--num_requests", type=int, default=600)
-    parser.add_argument("--max_num_seqs", type=int, default=512)
     parser.add_argument(
         "--memory_share", type=float, default=0.88, help="share of the free memory for the KV cache"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of lengths and token ids")
-    parser.add_argument("--output_json", type=Path, required=True)
+    offline_rival.add_workload_flags(parser)
     return parser
 
 
@@ -253,21 +198,14 @@ def main(arguments: Sequence[str]) -> int:
     model = open_checkpoint(given.model, load_format="dummy").model_config
     if model.architecture != "llama":
         parser.error(f"--model {given.model}: accepted is a Llama model")
-    items = items_of(given)
-    begin = time.perf_counter()
-    engine = start(model, given)
-    for requests, prompt, output in WARM_UP:
-        measure(engine, lengths.constant(requests, prompt, output), model.vocab_size, seed=requests)
-    started = time.perf_counter() - begin
-    found = measure(engine, items, model.vocab_size, given.seed)
-    head = {
-        "command_name": "lmdeploy_bench",
-        "command": shlex.join(["python", "-m", "benchmarks.lmdeploy_bench", *arguments]),
-        "versions": {name: importlib.metadata.version(name) for name in ("lmdeploy", "torch")},
-        "start_s": started,
-    }
-    write_json(given.output_json, head | found)
-    print(f"{found['total_token_throughput']:.0f} tokens/s, prompts included", flush=True)
+    offline_rival.run(
+        "lmdeploy_bench",
+        ("lmdeploy", "torch"),
+        arguments,
+        given,
+        model.vocab_size,
+        lambda: asker(start(model, given)),
+    )
     return 0
 
 

@@ -120,10 +120,10 @@ def linked(cell):
     return re.fullmatch(r"\[(.+)\]\((.+)\)", cell).groups()
 
 
-def in_turns(rates, turns=3, **change):
-    """Return a comparison in turns of LMDeploy and JaxFlow, each with its median tokens/s."""
-    rival = {"command_name": "lmdeploy_bench", "versions": {"lmdeploy": "9.8"}}
-    reports = {"LMDeploy": rival, "JaxFlow": REPORT | change}
+def in_turns(rates, turns=3, rival="LMDeploy", **change):
+    """Return a comparison in turns of a rival and JaxFlow, each with its median tokens/s."""
+    theirs = {"command_name": f"{rival.lower()}_bench", "versions": {rival.lower(): "9.8", "torch": "1"}}
+    reports = {rival: theirs, "JaxFlow": REPORT | change}
     found = {
         name: {"values": [rate] * turns, "median": rate, "range": [rate] * 2, "ratio": rate / rates[0]}
         for name, rate in zip(reports, rates, strict=True)
@@ -146,8 +146,9 @@ def test_a_headline_is_what_its_linked_files_show():
             median = {
                 name: one["median"] for name, one in report["figures"]["total_token_throughput"].items()
             }
-            assert rate == f"{median['JaxFlow']:,.0f}" and rival.endswith(f" {median['LMDeploy']:,.0f}")
-            assert ratio == f"{median['JaxFlow'] / median['LMDeploy']:.3f}"
+            theirs = median[rival.split()[0]]
+            assert rate == f"{median['JaxFlow']:,.0f}" and rival.endswith(f" {theirs:,.0f}")
+            assert ratio == f"{median['JaxFlow'] / theirs:.3f}"
         else:
             assert ratio == "–" and (rival == "–" or (paths.ROOT / linked(rival)[1]).exists())
             plans = [one["engine_config"]["plan"] for one in (report,) if report is not None]
@@ -174,6 +175,34 @@ def test_a_comparison_in_turns_comes_before_runs_of_other_times(write):
     folder = write(a=REPORT, b=in_turns((10_000.0, 12_000.0)), c=in_turns((9_000.0, 9_900.0), turns=1))
     (row,) = headlines(folder)
     assert row[3:] == ["12,000", "[3 of each](benchmarks/h200/m/b.json)", "LMDeploy 9.8 10,000", "1.200"]
+
+
+@pytest.mark.parametrize(
+    ("model", "engine", "numbers"),
+    [
+        ("qwen3-30b-a3b", {"quantization": "fp8", "kv_cache_dtype": "fp8"}, "fp8, fp8 KV"),
+        ("gpt-oss-20b", {"quantization": "mxfp4"}, "mxfp4"),
+    ],
+)
+def test_vllm_in_turns_comes_before_its_recorded_rate(write, model, engine, numbers):
+    own = REPORT | {"model": model, "engine_config": REPORT["engine_config"] | engine}
+    turns = in_turns((10_000.0, 12_000.0), rival="vLLM", **own)
+    (alone,) = headlines(write(a=own))
+    assert linked(alone[5])[1] == "benchmarks/rivals.json" and alone[6] == "–"
+    folder = write(a=own, b=turns)
+    (row,) = headlines(folder)
+    assert row[1:] == [
+        f"{model}, {numbers}",
+        "1024 / 512",
+        "12,000",
+        "[3 of each](benchmarks/h200/m/b.json)",
+        "vLLM 9.8 10,000",
+        "1.200",
+    ]
+    assert [line[2] for line in rows(folder, "Commands in turns")] == [
+        "vLLM: total_token_throughput",
+        "JaxFlow: total_token_throughput",
+    ]
 
 
 def test_a_comparison_of_other_work_or_without_a_rival_is_no_headline(write):

@@ -9,7 +9,7 @@ import paths
 import pytest
 from absl import flags
 
-from benchmarks import lmdeploy_bench
+from benchmarks import lmdeploy_bench, offline_rival
 from benchmarks.in_turns import figures
 from jaxflow.bench.engine import throughput
 from jaxflow.bench.workload.flags import items_from_flags
@@ -84,7 +84,7 @@ def lmdeploy(monkeypatch):
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(Engine, "made", [])
-    monkeypatch.setattr(lmdeploy_bench.importlib.metadata, "version", lambda name: "1")
+    monkeypatch.setattr(offline_rival.importlib.metadata, "version", lambda name: "1")
     return Engine
 
 
@@ -122,7 +122,7 @@ def test_the_checkpoint_has_the_parameters_of_the_model(lmdeploy, tmp_path, prec
 
 def test_lognormal_lengths_are_those_of_bench_throughput(lmdeploy, tmp_path):
     run(tmp_path, "--lengths", "lognormal", "--num_requests", "20")
-    want = lmdeploy_bench.lengths.lognormal(20, 16, 4, seed=0)
+    want = offline_rival.lengths.lognormal(20, 16, 4, seed=0)
     assert lmdeploy.made[0].sent[-20:] == [item.prompt_tokens for item in want]
 
 
@@ -134,7 +134,7 @@ def test_both_sides_of_a_comparison_have_equal_requests(no_flags, monkeypatch, p
     throughput.define_flags()
     flags.FLAGS(ours[2:])
     drawn, described = items_from_flags(engine_config_from_flags().max_model_len)
-    assert lmdeploy_bench.items_of(given) == drawn
+    assert offline_rival.items_of(given) == drawn
     assert given.seed == flags.FLAGS.workload_seed and not described["left_out"]
     most = max(item.prompt_tokens + item.output_tokens for item in drawn)
     assert most <= min(given.max_model_len, lmdeploy_bench.SESSION_TOKENS)

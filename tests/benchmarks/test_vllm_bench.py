@@ -1,0 +1,120 @@
+"""The runner of vLLM, with a small stand-in for vLLM."""
+
+import json
+import sys
+import types
+from pathlib import Path
+
+import paths
+import pytest
+from absl import flags
+
+from benchmarks import offline_rival, vllm_bench
+from benchmarks.in_turns import figures
+from jaxflow.bench.engine import throughput
+from jaxflow.bench.workload import lengths
+from jaxflow.bench.workload.flags import items_from_flags
+from jaxflow.cli.engine_flags import engine_config_from_flags
+
+SETTINGS = sorted((paths.ROOT / "benchmarks/settings").glob("vllm-*.json"))
+
+
+@pytest.fixture
+def vllm(monkeypatch):
+    """Put a stand-in in the place of vLLM, and return its engines. An answer has `lost` tokens too few."""
+    made = types.SimpleNamespace(engines=[], lost=0)
+
+    class LLM:
+        def __init__(self, model, **given):
+            self.given, self.sent = given, []
+            self.config = json.loads(Path(model, "config.json").read_text())
+            made.engines.append(self)
+
+        def generate(self, prompts, params, use_tqdm):
+            assert not use_tqdm and all(one["ignore_eos"] and one["temperature"] == 0 for one in params)
+            self.sent.append([prompt["prompt_token_ids"] for prompt in prompts])
+            counts = [one["max_tokens"] - made.lost for one in params]
+            answers = [types.SimpleNamespace(token_ids=[1] * count) for count in counts]
+            return [types.SimpleNamespace(outputs=[answer]) for answer in answers]
+
+    monkeypatch.setitem(sys.modules, "vllm", types.SimpleNamespace(LLM=LLM, SamplingParams=dict))
+    monkeypatch.setattr(offline_rival.importlib.metadata, "version", lambda name: "1")
+    for name in vllm_bench.ENVIRONMENT:
+        monkeypatch.setenv(name, "1")
+    return made
+
+
+def run(tmp_path, *more):
+    sizes = ("--input_len", "16", "--output_len", "4", "--num_requests", "6", "--max_num_seqs", "8")
+    return vllm_bench.main([*sizes, *more, "--output_json", f"{tmp_path}/r.json"])
+
+
+@pytest.mark.parametrize(
+    ("model", "precision", "quantization", "own"),
+    [
+        ("qwen3-30b-a3b", "bf16", None, False),
+        ("qwen3-30b-a3b", "fp8", "fp8", False),
+        ("gpt-oss-20b", "mxfp4", None, True),
+        ("gpt-oss-20b", "bf16", None, False),
+    ],
+)
+def test_the_report_has_the_figures_that_are_compared(vllm, tmp_path, model, precision, quantization, own):
+    assert run(tmp_path, "--model", model, "--precision", precision, "--kv_cache_dtype", "fp8") == 0
+    [engine] = vllm.engines
+    wanted = {"max_num_seqs": 8, "max_num_batched_tokens": 8192, "kv_cache_dtype": "fp8"}
+    assert engine.given.items() >= (wanted | {"quantization": quantization, "load_format": "dummy"}).items()
+    assert engine.given["enable_prefix_caching"] is False
+    assert ("quantization_config" in engine.config) == own
+    drawn = lengths.prompts(lengths.constant(6, 16, 4), engine.config["vocab_size"], 0)
+    assert engine.sent[-1] == [prompt.tolist() for prompt in drawn]
+    assert len(engine.sent) == 1 + len(offline_rival.WARM_UP)
+    found = json.loads((tmp_path / "r.json").read_text())
+    assert found["total_token_throughput"] * found["duration"] == pytest.approx(6 * (16 + 4))
+    assert found["versions"] == {"vllm": "1", "torch": "1"} and "device" not in found
+    for name in ("total_token_throughput", "joules_per_token"):
+        values = figures([{"side": "vLLM", "report": found}], name).get("vLLM", {}).get("values", [])
+        assert values == [found[name]] * (found[name] is not None)
+
+
+@pytest.mark.parametrize("path", SETTINGS, ids=lambda path: path.stem)
+def test_both_sides_of_a_comparison_have_equal_requests_and_limits(no_flags, monkeypatch, path):
+    monkeypatch.chdir(paths.ROOT)
+    theirs, ours = (side["command"] for side in json.loads(path.read_text())["sides"])
+    given = vllm_bench.flag_parser().parse_args([*theirs[2:], "--output_json", "r.json"])
+    throughput.define_flags()
+    flags.FLAGS(ours[2:])
+    engine = engine_config_from_flags()
+    drawn, described = items_from_flags(engine.max_model_len)
+    assert offline_rival.items_of(given) == drawn and given.seed == flags.FLAGS.workload_seed
+    assert not described["left_out"]
+    assert (given.model, given.max_model_len) == (engine.model, engine.max_model_len)
+    assert given.gpu_memory_utilization == engine.gpu_memory_utilization
+    assert (given.kv_cache_dtype, given.precision == "fp8") == (
+        "auto" if engine.kv_cache_dtype == "auto" else "fp8",
+        engine.quantization == "fp8",
+    )
+
+
+def test_answers_of_another_length_end_the_command(vllm, tmp_path):
+    vllm.lost = 1
+    with pytest.raises(RuntimeError, match="another number of tokens"):
+        run(tmp_path, "--model", "qwen3-30b-a3b")
+    assert not (tmp_path / "r.json").exists()
+
+
+def test_a_precision_that_the_config_lacks_is_refused(vllm, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        run(tmp_path, "--model", "qwen3-30b-a3b", "--precision", "mxfp4")
+    assert "mxfp4" in capsys.readouterr().err and not vllm.engines
+
+
+def test_the_environment_of_the_caller_comes_first(vllm, tmp_path, monkeypatch):
+    first, *others = vllm_bench.ENVIRONMENT
+    monkeypatch.setenv(first, "own")
+    for name in others:
+        monkeypatch.delenv(name)
+    run(tmp_path, "--model", "qwen3-30b-a3b")
+    assert vllm_bench.os.environ[first] == "own"
+    assert {name: vllm_bench.os.environ[name] for name in others} == {
+        name: vllm_bench.ENVIRONMENT[name] for name in others
+    }
