@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,8 @@ from jaxflow.model.checkpoints.model_names import CONFIGS, shipped_configs
 
 # The engine needs no network. A greedy choice needs no sampler of FlashInfer, which may be missing.
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+
+FOLDER = Path(".cache/vllm")  # the name of a model's folder is a part of the key of vLLM's compiled programs
 
 
 def hugging_face_config(model: str, precision: str) -> dict[str, Any]:
@@ -42,10 +43,10 @@ def hugging_face_config(model: str, precision: str) -> dict[str, Any]:
     return found | {"quantization_config": own}
 
 
-def settings(folder: str, given: argparse.Namespace) -> dict[str, Any]:
+def settings(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments of `vllm.LLM`."""
     return {
-        "model": folder,
+        "model": str(folder.resolve()),
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "dtype": "bfloat16",
@@ -60,7 +61,7 @@ def settings(folder: str, given: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def start(folder: str, given: argparse.Namespace) -> Ask:
+def start(folder: Path, given: argparse.Namespace) -> Ask:
     """Start the engine and return what asks it. folder: has the model's config.json."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -109,16 +110,17 @@ def main(arguments: Sequence[str]) -> int:
         config = hugging_face_config(given.model, given.precision)
     except ValueError as error:
         parser.error(str(error))
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(config))
-        offline_rival.run(
-            "vllm_bench",
-            ("vllm", "torch"),
-            arguments,
-            given,
-            config["vocab_size"],
-            lambda: start(folder, given),
-        )
+    folder = FOLDER / f"{given.model}-{given.precision}"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    offline_rival.run(
+        "vllm_bench",
+        ("vllm", "torch"),
+        arguments,
+        given,
+        config["vocab_size"],
+        lambda: start(folder, given),
+    )
     return 0
 
 

@@ -20,13 +20,13 @@ SETTINGS = sorted((paths.ROOT / "benchmarks/settings").glob("vllm-*.json"))
 
 
 @pytest.fixture
-def vllm(monkeypatch):
+def vllm(monkeypatch, tmp_path):
     """Put a stand-in in the place of vLLM, and return its engines. An answer has `lost` tokens too few."""
     made = types.SimpleNamespace(engines=[], lost=0)
 
     class LLM:
         def __init__(self, model, **given):
-            self.given, self.sent = given, []
+            self.model, self.given, self.sent = model, given, []
             self.config = json.loads(Path(model, "config.json").read_text())
             made.engines.append(self)
 
@@ -39,6 +39,7 @@ def vllm(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "vllm", types.SimpleNamespace(LLM=LLM, SamplingParams=dict))
     monkeypatch.setattr(offline_rival.importlib.metadata, "version", lambda name: "1")
+    monkeypatch.setattr(vllm_bench, "FOLDER", tmp_path / "models")
     for name in vllm_bench.ENVIRONMENT:
         monkeypatch.setenv(name, "1")
     return made
@@ -93,6 +94,14 @@ def test_both_sides_of_a_comparison_have_equal_requests_and_limits(no_flags, mon
         "auto" if engine.kv_cache_dtype == "auto" else "fp8",
         engine.quantization == "fp8",
     )
+
+
+def test_the_next_run_has_the_same_folder_and_another_precision_another_one(vllm, tmp_path):
+    """The folder's name decides whether vLLM finds its compiled programs."""
+    for precision in ("bf16", "bf16", "fp8"):
+        run(tmp_path, "--model", "qwen3-30b-a3b", "--precision", precision)
+    first, second, other = (engine.model for engine in vllm.engines)
+    assert first == second != other
 
 
 def test_answers_of_another_length_end_the_command(vllm, tmp_path):
