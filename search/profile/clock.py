@@ -66,6 +66,8 @@ class ClockCard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     exchange_s: float | None = None  # seconds of a peer copy between two devices, without its bytes
     exchange_bytes_per_s: float | None = None  # rate of each of the two devices
     memory_bytes: float | None = None  # bytes that the driver can allocate; datasheets round down
+    # share of a byte's joules that does not fall with the clock, in sequential steps; None: the power's
+    sequential_byte_fixed: float | None = None
 
 
 @functools.cache

@@ -1,8 +1,9 @@
 """The joules of a step by op, and the accounts of what a step needs.
 
 An op that runs alone settles at a clock of its own. In a step all ops run at the step's clock. So an op's
-joules above idle are scaled from its own clock to that of the step, with the joules' curves of the energy
-bound, and its idle joules with its time at that clock.
+joules above idle are scaled from its own clock to that of the step, and its idle joules with its time at that
+clock. FLOPs scale with their curve of the energy bound. Bytes scale as in measured sequential steps, where
+their joules fall less with the clock than the bound's do (`ClockCard.sequential_byte_fixed`).
 
 Two accounts predict the joules above idle. The fixed one has one constant for a FLOP of each dtype and one
 for a byte, both as sustained runs at the power cap needed them. The curves are those of the energy bound
@@ -151,6 +152,14 @@ def measurements(profiles: Mapping[str, Profile], case: OpCase) -> list[tuple[Op
     ]
 
 
+def sequential(power: Power, card: ClockCard | None) -> Power:
+    """Return the curves by which joules of sequential steps change with the clock."""
+    if card is None or card.sequential_byte_fixed is None:
+        return power
+    byte = msgspec.structs.replace(power.byte, fixed=card.sequential_byte_fixed)
+    return msgspec.structs.replace(power, byte=byte)
+
+
 class Accounting:
     """The joules of a step's ops, and the accounts of its work, on one device.
 
@@ -170,6 +179,7 @@ class Accounting:
     ):
         self.profile, self.step, self.ops, self.device, self.power = profile, step, ops, device, power
         self.fixed, self.graph, self.card = fixed, graph, card
+        self.scale = power if power is None else sequential(power, card)
         self.alone = {one.op.name: found for one in ops if (found := at_case(profile, one.case)) is not None}
         if not self.alone:
             raise ProfileError(
@@ -221,7 +231,7 @@ class Accounting:
     def _at_clock(self, one: StepOp, alone: OpTime, clock_mhz: float | None) -> tuple[float, float]:
         """Return the seconds and joules of a measurement of an op, in one layer, at another clock."""
         joules = alone.joules or 0.0
-        if clock_mhz is None or self.power is None or alone.clock_mhz is None:
+        if clock_mhz is None or self.power is None or self.scale is None or alone.clock_mhz is None:
             return alone.seconds, joules
         layers = (*self.graph.layers, self.graph.after)  # the output head scales as the products of layers
         here = msgspec.structs.replace(self.profile, op_times=(alone,))
@@ -229,7 +239,7 @@ class Accounting:
         took = scaling.at(here, 1e6 * clock_mhz).op_times[0].seconds
         dtype = flops_dtype(one.op, self.profile)
         before, then = (
-            float(self.power.dynamic_j(one.work, dtype, 1e6 * mhz / self.power.highest_clock_hz))
+            float(self.scale.dynamic_j(one.work, dtype, 1e6 * mhz / self.power.highest_clock_hz))
             for mhz in (alone.clock_mhz, clock_mhz)
         )
         return took, self.power.idle_w * took + (joules - self.power.idle_w * alone.seconds) * then / before

@@ -17,7 +17,7 @@ from jaxflow.bench.plans.steady import StepWorkload, average_step
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.cost import DEVICES
 from jaxflow.model.energy import bound, shipped_power
-from jaxflow.model.graph import model_graph
+from jaxflow.model.graph import BFLOAT16, FP8, model_graph
 from pallas_kernels.cards import card_of
 from pallas_kernels.kernel_set import kernel_set_for
 from search.__main__ import main
@@ -26,7 +26,7 @@ from search.profile import step_parts
 from search.profile.clock import shipped_card
 from search.profile.op_bench import LayerBench
 from search.profile.op_times import OpTime, Profile, load_profile
-from search.profile.step_joules import Account, Accounting, at_case, nearest, step_ops
+from search.profile.step_joules import Account, Accounting, at_case, nearest, sequential, step_ops
 from search.profile.sustain import Sustained
 
 KERNELS = ("kCustomCall", "kKernel", "kMosaicGpu", "kCustomKernel", "kGemm", "kCublasLtMatmul")
@@ -39,7 +39,8 @@ STEP = average_step(StepWorkload(1024, 512), 2048, most_rows=4096, kv_tokens=10*
 NAMES = tuple(dict.fromkeys(op.name for op in GRAPH.ops()))
 OPS = step_ops(GRAPH, STEP, NAMES)
 PROFILE = paths.ROOT / "search/profiles/h200-llama-3.1-8b.json"
-PLANS = paths.ROOT / "benchmarks/h200/llama-3.1-8b/plans-bf16-sequential.json"
+REPORTS = paths.ROOT / "benchmarks/h200/llama-3.1-8b"
+PLANS = REPORTS / "plans-bf16-sequential.json"
 
 
 def of_curves(clock_mhz: float, factor: float = 1.0, sms: int = 132) -> Profile:
@@ -73,17 +74,63 @@ def test_the_ops_of_a_step_hold_all_of_its_work():
 
 
 @given(st.floats(700, 1980), st.floats(700, 1980), st.floats(1, 2))
-def test_joules_move_with_the_clock_as_the_curves_do(own, clock, factor):
+def test_joules_move_with_the_clock_as_in_sequential_steps(own, clock, factor):
     """The joules above idle scale with the curves; at an op's own clock nothing changes."""
     table, same = accounting(of_curves(own, factor)), accounting(of_curves(own, factor))
     for row in same.rows({}, own):
         assert row.now == pytest.approx(row.alone) and row.source == "this"
     for row in table.rows({}, clock):
         op = next(one for one in OPS if one.op.name == row.op)
-        share = 1e6 * clock / POWER.highest_clock_hz
-        above = factor * float(POWER.dynamic_j(op.work, "bfloat16", share))
+        shares = [1e6 * mhz / POWER.highest_clock_hz for mhz in (own, clock)]
+        before, then = (float(sequential(POWER, CARD).dynamic_j(op.work, "bfloat16", at)) for at in shares)
+        above = factor * float(POWER.dynamic_j(op.work, "bfloat16", shares[0])) * then / before
         assert row.now > above and row.now - above < POWER.idle_w * 0.1
         assert row.bound is not None and row.difference == pytest.approx(row.now - min(row.now, row.bound))
+
+
+def test_a_card_without_a_share_of_its_own_scales_bytes_as_the_bound_does():
+    assert CARD is not None and sequential(POWER, None) is POWER
+    assert sequential(POWER, msgspec.structs.replace(CARD, sequential_byte_fixed=None)) is POWER
+
+
+def of_report(report: dict) -> Accounting:
+    """Return the accounting of the ops of a committed report of `search joules`."""
+    step = average_step(
+        StepWorkload(1024, 512), report["step"]["tokens"], most_rows=4096, kv_tokens=10**9, page_size=64
+    )
+    graph = model_graph(LLAMA, 1, FP8 if report["dtype"] == "float8_e4m3fn" else BFLOAT16)
+    ops, times = step_ops(graph, step, NAMES), []
+    for row in report["ops"]:
+        one = next(one for one in ops if one.op.name == row["op"])
+        joules, case = row["alone"] / one.layers, one.case
+        took, watts, clock = joules / row["watts"], row["watts"], row["clock_mhz"]
+        times.append(OpTime(case.op, case.tokens, case.keys, 132, took, watts, clock, joules))
+    dtypes = report["dtype"], report["kv_cache_dtype"]
+    profile = Profile("NVIDIA H200", {}, "llama-3.1-8b", 1, *dtypes, 132, "read", tuple(times))
+    return Accounting(graph, profile, step, ops, DEVICES["H200"], POWER, CARD)
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp8"])
+def test_the_ops_at_the_steps_clock_add_up_to_the_measured_step(name):
+    """Between two readings: the whole step, and the step less all idle time that its kernels leave."""
+    report = json.loads((REPORTS / f"joules-{name}.json").read_text("utf-8"))
+    whole, names = report["whole_step"], {row["op"] for row in report["ops"]}
+    took, joules = of_report(report).of_ops(names, whole["clock_mhz"])
+    assert whole["joules"] - POWER.cap_w * (whole["seconds"] - took) < joules * 1.01
+    assert joules < whole["joules"]
+
+
+def test_attention_needs_the_joules_that_the_parts_of_a_step_show():
+    """The layers with attention less those without it, whose FLOPs are scaled to the same clock."""
+    report = json.loads((REPORTS / "joules-bf16-parts.json").read_text("utf-8"))
+    parts = {part["name"]: part for part in report["parts"]}
+    layers, others = parts["layers"], parts["layers, no attention"]
+    shares = [1e6 * part["clock_mhz"] / POWER.highest_clock_hz for part in (others, layers)]
+    before, then = (POWER.flop["bfloat16"].at(share) for share in shares)
+    idle_j = POWER.idle_w * others["seconds"]
+    others_j = (others["joules"] - idle_j) * then / before + idle_j * shares[0] / shares[1]
+    _, joules = of_report(report).of_ops(("decode_attention", "chunk_attention"), layers["clock_mhz"])
+    assert joules == pytest.approx(layers["joules"] - others_j, rel=0.03)
 
 
 def test_the_least_is_of_all_measurements_and_the_largest_difference_is_first():
