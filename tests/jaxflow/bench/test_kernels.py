@@ -191,7 +191,7 @@ def test_kernels_needs_a_gpu(monkeypatch):
 
 
 @contextlib.contextmanager
-def sample():
+def sample(_):
     yield Readings([CardReadings(clock_mhz=[1500, 1600, 1700], watts=[300.0, 500.0])])
 
 
