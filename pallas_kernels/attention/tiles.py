@@ -84,6 +84,8 @@ def decode_tile(
         return fill(3, 1)
     if cols == 32:
         return fill(2 if head_width == 64 else 1, 1)  # two workers would spill registers
+    if head_width == 64 and cols == 8:
+        return fill(4, 2)  # benchmarks/h200/kernels/decode-attention-tiles-gpt-oss.json
     return fill(2, 2) if fill(2, 2).blocks >= 4 else fill(1, 2)
 
 
