@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shlex
+import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
+
+from pallas_kernels.measure.provenance import provenance
 
 L2_BYTES = 60 << 20  # of an H200
 INTERPRETER_THREADS = 8  # more than the five warpgroups of the largest CTA and the program that starts them
@@ -102,11 +105,17 @@ def main(about: str | None, parts: Mapping[str, Part], toy: Mapping[str, Part] |
         parts[part](rows, share, args.seconds)
         print(f"-- {part}: {time.perf_counter() - start:.0f} s", flush=True)
         if args.json:
+            run = provenance(command) | {"clock_mhz": _median(rows, "mhz"), "watts": _median(rows, "watts")}
             with open(args.json, "w") as f:
-                run = {"command": command, "device": jax.devices()[0].device_kind, "jax": jax.__version__}
                 json.dump(
                     run | {"rows": rows}, f, indent=1, default=lambda dtype: jax.numpy.dtype(dtype).name
                 )
     bad = [row for row in rows if not row.get("ok", True)]
     print(f"{len(bad)} checks failed" if bad else "all checks passed")
     raise SystemExit(bool(bad))
+
+
+def _median(rows: Rows, key: str) -> float | None:
+    """Return the median of a figure over the rows that have it, or None without such a row."""
+    found = [row[key] for row in rows if row.get(key) is not None]
+    return statistics.median(found) if found else None

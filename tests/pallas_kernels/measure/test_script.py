@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.measure import script
+from pallas_kernels.measure.provenance import KEYS
 
 
 @pytest.mark.parametrize(
@@ -23,7 +24,9 @@ def test_a_failed_row_fails_the_script_for_any_type_of_ok(monkeypatch, tmp_path,
     with pytest.raises(SystemExit) as caught:
         script.main(None, {"check": check})
     assert caught.value.code == status and ("all checks passed" in capsys.readouterr().out) == (status == 0)
-    (row,) = json.loads((tmp_path / "x.json").read_text())["rows"]
+    report = json.loads((tmp_path / "x.json").read_text())
+    assert set(report) == {*KEYS, "rows"} and report["clock_mhz"] is None
+    (row,) = report["rows"]
     assert row.get("ok") == (None if ok is None else bool(ok))
 
 
