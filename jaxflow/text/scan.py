@@ -27,7 +27,7 @@ class Scan:
         self._text, self._at = "", 0
         self._final = False
         self._record: list[str] | None = None
-        self._left = 0
+        self._most = self._left = 0
 
     def push(self, text: str) -> None:
         """Add text."""
@@ -42,9 +42,13 @@ class Scan:
         """Return True if the whole text was read."""
         return self._final and self._at == len(self._text)
 
-    def record(self, before: str, most: int) -> None:
-        """Record what is read from now on, after a text. More than so many characters are `Unexpected`."""
-        self._record, self._left = [before], most
+    def record(self, before: str, most: int | None = None) -> None:
+        """Record what is read from now on, after a text.
+
+        `most`: more characters are `Unexpected`; None for the limit of the latest record.
+        """
+        self._most = self._most if most is None else most
+        self._record, self._left = [before], self._most
 
     def recorded(self) -> str:
         """Return the record, and end it."""

@@ -1,14 +1,12 @@
 """The forms of tool calls that chat templates teach, by the names that vLLM gives to their parsers.
 
 A form that carries JSON is checked where its call ends. GLM-4.5 and Qwen3-Coder write bare values, which the
-schema of the tool types. Gemma 4 writes a JSON of its own. Calls are streamed while the model writes them,
-except those of Mistral and Llama.
+schema of the tool types. Gemma 4 writes a JSON of its own.
 """
 
 import json
 import re
 from collections.abc import Callable
-from typing import Any
 
 from jaxflow.text.argument_values import ANY, json_text, strict_json
 from jaxflow.text.scan import Scan, Steps, Unexpected
@@ -17,11 +15,13 @@ from jaxflow.text.tool_calls import CallWriter, Form, ToolCall
 MAX_NAME = 64  # of a function, as in requests
 MAX_DEPTH = 32  # of nested values of Gemma 4
 
-# The text of a call of Hermes before the key `arguments`, and between this key and the value.
-_ARGUMENTS = '"arguments"'
-_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*')
-_COLON = re.compile(r"[\s:]*")
-_CHARACTER = re.compile(r".*", re.DOTALL)
+# The ends of the keys that an object of a call has.
+_NAME_KEY = 'name"'
+_ARGUMENTS_KEYS = ('arguments"', 'parameters"')
+_KEYS = (_NAME_KEY, *_ARGUMENTS_KEYS, 'type"', 'id"')
+_DEPTHS = {"{": 1, "[": 1, "}": -1, "]": -1}
+_ESCAPED = re.compile(r".*", re.DOTALL)
+_LITERAL = re.compile(r"[^\s,{}\[\]\"<]*")
 _NAME = re.compile(r"[A-Za-z0-9_.-]*")
 _KEY = re.compile(r"[^:,{}\[\]<]*")
 _BARE = re.compile(r"[^,{}\[\]<]*")
@@ -56,102 +56,174 @@ def check_tools(template: str) -> None:
         )
 
 
-def _call(value: Any, key: str = "arguments") -> ToolCall:
-    """Return the call of a JSON value. Raises: ValueError."""
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        raise ValueError("no object with a name")
-    arguments = value.get(key, value.get("arguments", {}))
-    if isinstance(arguments, str):
-        arguments = strict_json(arguments)
-    if not isinstance(arguments, dict):
-        raise ValueError(f"{key} is no object")
-    return ToolCall(value["name"], json.dumps(arguments, ensure_ascii=False))
-
-
 def _hermes(scan: Scan, out: CallWriter) -> Steps[None]:
-    """Read `{"name": ..., "arguments": {...}}</tool_call>`. The mark may lack at the end of the answer.
-
-    A call is streamed if its name comes first, and its arguments are an object.
-    """
-    end = "</tool_call>"
-    before, mark = yield from scan.until(_ARGUMENTS, end, may_end=True)
-    parts, head = [before], None
-    if mark == _ARGUMENTS:
-        parts += [mark, (yield from scan.run(_COLON))]
-        head = _HEAD.fullmatch(before) if (yield from scan.comes("{")) else None
-    if head:
-
-        def take(text: str) -> None:
-            parts.append(text)
-            out.more(text)
-
-        out.begin(json.loads(head[1]))
-        yield from _object(scan, take, end)
-        parts.append("}")
-    if mark != end:
-        parts.append((yield from scan.until(end, may_end=True))[0])
-    call = _call(strict_json("".join(parts)))
-    if head:
-        out.more("}")  # arguments of a call that breaks off stay incomplete JSON
-        out.end()
-    else:
-        out.whole(call)
-
-
-def _object(scan: Scan, take: Callable[[str], None], end: str) -> Steps[None]:
-    """Read an object of JSON, and give its parts to `take`, but not its last brace.
-
-    Raises:
-      Unexpected: `end` comes first.
-    """
-    depth = 0
-    while True:
-        _, mark = yield from scan.until('"', "{", "}", end, take=take)
-        if mark == end:
-            raise Unexpected("the object does not end")
-        depth += {"{": 1, "}": -1}.get(mark, 0)
-        if not depth:
-            return
-        take(mark)
-        if mark == '"':
-            yield from _string(scan, take, end)
-
-
-def _string(scan: Scan, take: Callable[[str], None], end: str) -> Steps[None]:
-    """Read a string of JSON after its first quote. See `_object`."""
-    mark = ""
-    while mark != '"':
-        _, mark = yield from scan.until('"', "\\", end, take=take)
-        if mark == end:
-            raise Unexpected("the string does not end")
-        take(mark if mark == '"' else mark + (yield from scan.run(_CHARACTER, 1)))
+    """Read `{"name": ..., "arguments": {...}}</tool_call>`. The mark may lack at the end of the answer."""
+    yield from scan.blanks()
+    yield from scan.expect("{")
+    yield from _members(scan, out, ("</tool_call>",))
 
 
 def _mistral(scan: Scan, out: CallWriter) -> Steps[None]:
-    """Read `[{"name": ..., "arguments": {...}}, ...]`, or `name[ARGS]{...}` with `[TOOL_CALLS]` between."""
-    text, _ = yield from scan.until(may_end=True)
-    if text.lstrip().startswith("["):
-        calls = [_call(value) for value in strict_json(text)]
-    else:
-        parts = [part.partition("[ARGS]") for part in text.split("[TOOL_CALLS]")]
-        calls = [_call({"name": name.strip(), "arguments": strict_json(text)}) for name, _, text in parts]
-    for call in calls:
-        out.whole(call)
+    """Read `[{"name": ..., "arguments": {...}}, ...]`, or `name[ARGS]{...}`.
+
+    `[CALL_ID]` and an id may follow the name. A tokenizer may leave out these marks.
+    """
+    yield from scan.blanks()
+    if not (yield from scan.maybe("[")):
+        name = yield from _name(scan)
+        if (yield from scan.maybe("[CALL_ID]")):
+            yield from _name(scan)
+        yield from scan.maybe("[ARGS]")
+        yield from scan.blanks()
+        yield from _streamed(scan, out, name, ())
+        out.more("}")
+        out.end()
+        return
+    mark = ","
+    while mark == ",":
+        yield from scan.blanks()
+        yield from scan.expect("{")
+        yield from _members(scan, out)
+        scan.record("")
+        yield from scan.blanks()
+        mark = yield from scan.expect(",", "]")
 
 
 def _llama(scan: Scan, out: CallWriter) -> Steps[None]:
-    """Read one object or several, with semicolons between them."""
-    text, _ = yield from scan.until(may_end=True)
-    calls, at = [], 0
-    text = "{" + text.rstrip()
-    decoder = json.JSONDecoder()
-    while at < len(text):
-        value, at = decoder.raw_decode(text, at)
-        calls.append(_call(value, "parameters"))
-        while at < len(text) and text[at] in " \n;":
-            at += 1
-    for call in calls:
-        out.whole(call)
+    """Read an object, or several with semicolons between them. Another key than a call has is no call."""
+    mark = out.start
+    while mark:
+        if mark != "{":
+            yield from scan.blanks()
+            yield from scan.expect("{")
+        yield from _members(scan, out, strict=True)
+        scan.record("")
+        mark = yield from scan.maybe(";", after_blanks=True)
+
+
+def _members(scan: Scan, out: CallWriter, ends: tuple[str, ...] = (), strict: bool = False) -> Steps[None]:
+    """Read a call that is an object of JSON, after its `{`.
+
+    Arguments after the name are streamed. Arguments before it, and those that are a text of JSON, are written
+    at the end of the call.
+
+    Args:
+      ends: marks after the object, if the form has any. Each ends a call at once.
+      strict: the object has arguments and the keys of a call only.
+
+    Raises:
+      Unexpected, ValueError, RecursionError: the object is no call.
+    """
+    name = arguments = ""
+    streamed, mark = False, ","
+    while mark == ",":
+        yield from scan.blanks()
+        yield from scan.expect('"')
+        key = yield from scan.maybe(*_KEYS)
+        if not key:
+            if strict:
+                raise Unexpected("another key than a call has")
+            yield from _string(scan, _drop, ends)
+        yield from scan.blanks()
+        yield from scan.expect(":")
+        yield from scan.blanks()
+        if key == _NAME_KEY and not name:
+            yield from scan.expect('"')
+            name = yield from _name(scan)
+            yield from scan.expect('"')
+        elif key not in _ARGUMENTS_KEYS or streamed or arguments:
+            strict_json((yield from _value(scan, ends)))
+        elif name and (yield from scan.comes("{")):
+            streamed = True
+            yield from _streamed(scan, out, name, ends)
+        else:
+            arguments = _object_text((yield from _value(scan, ends)))
+        yield from scan.blanks()
+        mark = yield from scan.expect(",", "}")
+    if not name or (strict and not (streamed or arguments)):
+        raise Unexpected("no name, or no arguments")
+    if ends:
+        yield from scan.blanks()
+        if not (yield from scan.maybe(*ends)) and not scan.ended:
+            raise Unexpected("another text after the object")
+    if streamed:
+        out.more("}")  # arguments of a call that breaks off stay incomplete JSON
+        out.end()
+    else:
+        out.whole(ToolCall(name, arguments or "{}"))
+
+
+def _streamed(scan: Scan, out: CallWriter, name: str, ends: tuple[str, ...]) -> Steps[None]:
+    """Begin a call, and read and write its arguments, an object, but do not write their last brace."""
+    yield from scan.expect("{")
+    out.begin(name)
+    parts: list[str] = []
+
+    def take(text: str) -> None:
+        parts.append(text)
+        out.more(text)
+
+    take("{")
+    parts.append((yield from _nested(scan, take, ends)))
+    strict_json("".join(parts))
+
+
+def _object_text(text: str) -> str:
+    """Return the text of an object from the JSON of an object, or of the text of one. Raises: ValueError."""
+    value = strict_json(text)
+    if isinstance(value, str):
+        text, value = value, strict_json(value)
+        text.encode()  # half of a surrogate pair is no text
+    if not isinstance(value, dict):
+        raise ValueError("the arguments are no object")
+    return text
+
+
+def _value(scan: Scan, ends: tuple[str, ...]) -> Steps[str]:
+    """Return the text of a value of JSON. Its caller checks the text."""
+    parts: list[str] = []
+    mark = yield from scan.maybe('"', "{", "[")
+    parts.append(mark)
+    if mark == '"':
+        yield from _string(scan, parts.append, ends)
+    elif mark:
+        parts.append((yield from _nested(scan, parts.append, ends)))
+    else:
+        parts.append((yield from scan.run(_LITERAL)))
+    return "".join(parts)
+
+
+def _nested(scan: Scan, take: Callable[[str], None], ends: tuple[str, ...]) -> Steps[str]:
+    """Read an object or an array of JSON after its first mark. Return its last mark, and `take` the rest.
+
+    Raises:
+      Unexpected: one of `ends` comes first.
+    """
+    depth = 1
+    while True:
+        _, mark = yield from scan.until('"', *_DEPTHS, *ends, take=take)
+        if mark in ends:
+            raise Unexpected("the value does not end")
+        depth += _DEPTHS.get(mark, 0)
+        if not depth:
+            return mark
+        take(mark)
+        if mark == '"':
+            yield from _string(scan, take, ends)
+
+
+def _string(scan: Scan, take: Callable[[str], None], ends: tuple[str, ...]) -> Steps[None]:
+    """Read a string of JSON after its first quote. See `_nested`."""
+    mark = ""
+    while mark != '"':
+        _, mark = yield from scan.until('"', "\\", *ends, take=take)
+        if mark in ends:
+            raise Unexpected("the string does not end")
+        take(mark if mark == '"' else mark + (yield from scan.run(_ESCAPED, 1)))
+
+
+def _drop(text: str) -> None:
+    """Take a text that is not needed."""
 
 
 def _name(scan: Scan) -> Steps[str]:
@@ -318,8 +390,8 @@ _GLM_TAGS = _TAGS | {"<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"}
 # The forms by the names of vLLM's parsers.
 FORMS = {
     "hermes": Form(("<tool_call>",), _hermes, _TAGS),
-    "mistral": Form(("[TOOL_CALLS]",), _mistral, frozenset(("[TOOL_CALLS]",))),
-    "llama3_json": Form(("{",), _llama, leads=True),
+    "mistral": Form(("[TOOL_CALLS]",), _mistral, frozenset(("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"))),
+    "llama3_json": Form(("{", "<|python_tag|>"), _llama, leads=frozenset(("{",))),
     "glm45": Form(("<tool_call>",), _glm, _GLM_TAGS),
     "qwen3_coder": Form(("<tool_call>", "<function="), _qwen3_coder, _TAGS),
     "deepseek_v3": _DEEPSEEK,

@@ -57,16 +57,16 @@ class Form:
 
     Attributes:
       starts: a call begins with one of these texts.
-      read: reads one call, or several, from the text after a start, and writes them. Raises: ValueError,
-        RecursionError.
+      read: reads one call, or several, from the text after a start, and writes them. It begins a new record
+        of the scan after a call that others may follow. Raises: ValueError, RecursionError.
       marks: the texts that a tokenizer may have as special tokens.
-      leads: calls can only begin an answer.
+      leads: starts that can only begin an answer.
     """
 
     starts: tuple[str, ...]
     read: Callable[[Scan, "CallWriter"], Steps[None]]
     marks: frozenset[str] = frozenset()
-    leads: bool = False
+    leads: frozenset[str] = frozenset()
 
 
 class CallWriter:
@@ -187,7 +187,7 @@ class ToolCallReader:
             if not start:
                 if not (scan.ended and self.num_calls):
                     add(blanks)
-                starts = () if form.leads else starts
+                starts = tuple(start for start in form.starts if start not in form.leads)
                 blanks, (_, start) = "", (yield from scan.until(*starts, take=add, may_end=True))
                 if not start:
                     return
@@ -207,8 +207,9 @@ class ToolCallReader:
             writer.break_off()
             self._content.append(self._scan.recorded())
             return False
+        finally:
+            self.num_calls += writer.ended
         self._scan.recorded()
-        self.num_calls += writer.ended
         return True
 
 

@@ -43,7 +43,12 @@ HERMES = (
     '{{ \'\n<tool_call>\n{"name": "\' + f.name + \'", "arguments": \' }}{{ f.arguments | tojson }}'
     "{{ '}\n</tool_call>' }}"
 )
+OBJECT = '{{ \'{"name": "\' + f.name + \'", "KEY": \' }}{{ f.arguments | tojson }}}'
+MISTRAL = "{{ '[TOOL_CALLS][' if loop.first else ', ' }}" + OBJECT.replace("KEY", "arguments")
+MISTRAL_NAMED = "{{ '[TOOL_CALLS]' + f.name + MARK }}{{ f.arguments | tojson }}"
+LLAMA = "{{ '' if loop.first else '; ' }}" + OBJECT.replace("KEY", "parameters")
 GEMMA = "{{ '<|tool_call>call:' + f.name }}{{ written(f.arguments) }}{{ '<tool_call|>' }}"
+# By the form, and what is special in the template.
 TEMPLATES = {
     form: macro + ANSWER.replace("CALL", call).replace("END", end)
     for form, macro, call, end in (
@@ -53,6 +58,11 @@ TEMPLATES = {
         ("deepseek_v31", "", DEEPSEEK.replace("CALL", V31), "<｜tool▁calls▁end｜>"),
         ("gemma4", GEMMA_VALUE, GEMMA, ""),
         ("hermes", "", HERMES, ""),
+        ("mistral", "", MISTRAL, "]"),
+        ("mistral args", "", MISTRAL_NAMED.replace("MARK", "'[ARGS]'"), ""),
+        ("mistral id", "", MISTRAL_NAMED.replace("MARK", "'[CALL_ID]a1b2c3d4e[ARGS]'"), ""),
+        ("mistral bare", "", MISTRAL_NAMED.replace("MARK", "''"), ""),
+        ("llama3_json", '{# "parameters": dictionary of #}', LLAMA, ""),
     )
 }
 PARAMETERS = {
@@ -87,6 +97,11 @@ contents = st.sampled_from(("", "I look.", "a < b <tool <func"))
 cuts = st.lists(st.integers(0, 200), max_size=8)
 
 
+def named(form):
+    """Return the form of a template."""
+    return FORMS[form.split()[0]]
+
+
 def written(form, content, made):
     """Return an answer of calls as the template of the form writes it."""
     message = {"role": "assistant", "content": content}
@@ -100,7 +115,7 @@ def written(form, content, made):
 
 def read(form, text, bounds=(), most=None):
     """Return the content, the whole calls and the parts of an answer that comes in parts."""
-    reader = ToolCallReader(FORMS[form], most, TOOLS)
+    reader = ToolCallReader(named(form), most, TOOLS)
     at = [0, *sorted(min(bound, len(text)) for bound in bounds), len(text)]
     said = [*(reader.push(text[a:b]) for a, b in itertools.pairwise(at)), reader.finish()]
     parts = [part for _, found in said for part in found]
@@ -117,6 +132,7 @@ def read(form, text, bounds=(), most=None):
 
 @given(forms, contents, calls, cuts)
 def test_what_a_template_writes_is_read_back(form, content, made, bounds):
+    content = "" if named(form).leads else content
     text = written(form, content, made)
     said, found, parts = read(form, text, bounds)
     assert [(call.name, json.loads(call.arguments)) for call in found] == made
@@ -128,6 +144,7 @@ def test_what_a_template_writes_is_read_back(form, content, made, bounds):
 
 @given(forms, contents, calls.filter(bool), st.integers(0, 400))
 def test_a_cut_answer_keeps_its_whole_calls_and_all_other_text(form, content, made, length):
+    content = "" if named(form).leads else content
     text = written(form, content, made)
     said, found, _ = read(form, text[:length])
     assert [(call.name, json.loads(call.arguments)) for call in found] == made[: len(found)]
@@ -140,8 +157,8 @@ def test_a_cut_answer_keeps_its_whole_calls_and_all_other_text(form, content, ma
 def soup(form):
     """Return texts of parts of the form's marks, in any order."""
     pieces = [
-        *FORMS[form].starts,
-        *FORMS[form].marks,
+        *named(form).starts,
+        *named(form).marks,
         "<function=f>",
         "<parameter=text>",
         "</parameter>",
@@ -171,6 +188,14 @@ def soup(form):
         "<tool_",
         "<｜",
     ]
+    pieces += [
+        '[{"name": "look", "arguments": {',
+        '{"name": "look", "parameters": {',
+        "}, {",
+        "}]",
+        ";",
+        "look{",
+    ]
     pieces += ['{"name": "look", "arguments": {', '"a": "', "\\", '"', '"}', "}}"]
     return st.lists(st.sampled_from(pieces), max_size=14).map("".join)
 
@@ -194,7 +219,7 @@ def test_the_parts_of_a_text_do_not_matter_and_nothing_is_lost(data, form, most,
 def test_arguments_are_streamed_while_they_are_written(form):
     value = "long " * 40
     text = written(form, "", [("look", {"text": value, "count": 1})])
-    reader, told, held = ToolCallReader(FORMS[form], None, TOOLS), 0, []
+    reader, told, held = ToolCallReader(named(form), None, TOOLS), 0, []
     for at, character in enumerate(text):
         _, parts = reader.push(character)
         told += sum(len(part.text) for part in parts if isinstance(part, MoreArguments))
@@ -273,8 +298,56 @@ def test_a_broken_call_is_content_and_the_next_one_is_read():
     assert MoreArguments("", broken=True) in parts
 
 
+@pytest.mark.parametrize(
+    ("form", "text", "certain"),
+    [
+        ("llama3_json", '{"answer": 42}', '{"an'),
+        ("llama3_json", '{"name": "Bob Smith"}', '{"name": "Bob S'),
+        ("llama3_json", '{"name": "Bob", "age": 5}', '{"name": "Bob", "ag'),
+        ("llama3_json", '{"name": "Bob"}', '{"name": "Bob"}'),
+        ("llama3_json", "{a}", "{a"),
+        ("llama3_json", 'I say {"name": "look", "parameters": {}}', "I"),
+        ("llama3_json", "<|python_tag|>print(1)", "<|python_tag|>p"),
+        ("mistral", "[1, 2]", "[1"),
+        ("mistral", "[TOOL_CALLS][]", "[TOOL_CALLS][]"),
+        ("mistral", "[TOOL_CALLS]look, then", "[TOOL_CALLS]look,"),
+        ("hermes", "<tool_call>look", "<tool_call>l"),
+    ],
+)
+def test_what_only_looks_like_a_call_is_content_as_soon_as_this_is_certain(form, text, certain):
+    reader = ToolCallReader(FORMS[form], None, TOOLS)
+    said = [reader.push(character) for character in text]
+    lengths = list(itertools.accumulate(len(content) for content, _ in said))
+    held = len(certain) - 1
+    assert lengths == [*[0] * held, *range(held + 1, len(text) + 1)]
+    assert reader.finish() == ("", []) and not any(parts for _, parts in said)
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "rest"),
+    [
+        ("llama3_json", ' <|python_tag|>{"type": "function", "name": "f", "parameters": {}}', ""),
+        ("llama3_json", 'Hm.<|python_tag|> {"id": 1, "name": "f", "arguments": "{}"} Done.', " Done."),
+        ("llama3_json", '{"parameters": {}, "name": "f"}; so', "; so"),
+        ("mistral", '[TOOL_CALLS] [{"id": [{}, "]"], "arguments": {}, "name": "f"}, {"name', ', {"name'),
+        ("mistral", "[TOOL_CALLS]f[ARGS]{} Done.", " Done."),
+        ("hermes", '<tool_call>{"why": "}", "name": "f", "parameters": {}}</tool_call> Done.', " Done."),
+    ],
+)
+def test_text_after_a_call_is_content(form, text, rest):
+    content, found, _ = read(form, text, range(len(text)))
+    assert (content.removeprefix("Hm."), found) == (rest, [ToolCall("f", "{}")])
+
+
+def test_half_of_a_surrogate_pair_stays_an_escape():
+    text = '<tool_call>{"name": "f", "arguments": {"a": "\\ud83d"}}</tool_call>'
+    assert split(text, FORMS["hermes"]) == ("", [ToolCall("f", '{"a": "\\ud83d"}')])
+    inner = '<tool_call>{"name": "f", "arguments": "{\\"a\\": \\"\\ud83d\\"}"}</tool_call>'
+    assert split(inner, FORMS["hermes"]) == (inner, [])
+
+
 @pytest.mark.parametrize("form", sorted(TEMPLATES))
 def test_a_template_shows_its_form(form):
-    assert form_of(TEMPLATES[form]) is FORMS[form]
+    assert form_of(TEMPLATES[form]) is named(form)
     with pytest.raises(UnknownForm):
         form_of(TEMPLATES[form].replace("tools", ""))
