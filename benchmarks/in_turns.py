@@ -3,11 +3,11 @@
     python -m benchmarks.in_turns SETTINGS.json --turns 3 --output_json REPORT.json
 
 SETTINGS.json holds `what`, a title, and `sides`. A side has a `name` and `command`, the arguments of `python`
-for a command that takes --output_json. A side may also have a `folder` with other sources, the `commit` of
-those sources, `env` and `server`, the arguments of `python` for a server that runs during the command. `part`
-is the path of the part of a side's report that holds the figures, as `points.0`. The first side is the base
-of the comparison. The report is written anew after every run, so that a stopped comparison keeps its finished
-runs.
+for a command that takes --output_json. A report that holds several runs gives a value for each of them. A
+side may also have a `folder` with other sources, the `commit` of those sources, `env` and `server`, the
+arguments of `python` for a server that runs during the command. `part` is the path of the part of a side's
+report that holds the figures, as `points.0`. The first side is the base of the comparison. The report is
+written anew after every run, so that a stopped comparison keeps its finished runs.
 """
 
 import argparse
@@ -115,11 +115,16 @@ def figures(runs: Sequence[Mapping[str, Any]], figure: str) -> dict[str, Any]:
     """
     values: dict[str, list[float]] = {}
     for run in runs:
-        value = run["report"]
+        found = values.setdefault(run["side"], [])
+        report = run["report"] or {}
+        if not run.get("part") and all(figure in one for one in report.get("runs", [{}])):
+            found.extend(one[figure] for one in report["runs"] if one[figure] is not None)
+            continue
+        value = report or None
         path = ".".join(filter(None, (run.get("part"), figure)))
         for key in path.split(".") if value is not None else ():
             value = value[int(key) if isinstance(value, list) else key]
-        values.setdefault(run["side"], []).extend([] if value is None else [value])
+        found.extend([] if value is None else [value])
     medians = {side: statistics.median(found) for side, found in values.items() if found}
     base = next(iter(medians.values()), None)
     return {

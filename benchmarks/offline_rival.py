@@ -13,6 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from jaxflow.bench.engine.throughput import median_of
 from jaxflow.bench.report.machine import joules_per_token, power_summary, watch
 from jaxflow.bench.report.requests import write_json
 from jaxflow.bench.workload import lengths
@@ -42,6 +43,9 @@ def add_workload_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num_requests", type=int, default=600)
     parser.add_argument("--max_num_seqs", type=int, default=512)
     parser.add_argument("--seed", type=int, default=0, help="of lengths and token ids")
+    parser.add_argument(
+        "--repeats", type=int, default=1, help="runs of the requests in one engine, each with other token ids"
+    )
     parser.add_argument("--output_json", type=Path, required=True)
 
 
@@ -80,6 +84,7 @@ def measure(ask: Ask, items: Sequence[Item], vocab_size: int, seed: int) -> dict
         "duration": seconds,
         "completed": len(items),
         "failed": 0,
+        "errors": {},
         "total_token_throughput": total / seconds,
         "output_throughput": output / seconds,
         "joules_per_token": joules_per_token(power, seconds, total),
@@ -95,7 +100,7 @@ def run(
     vocab_size: int,
     start: Callable[[], Ask],
 ) -> None:
-    """Start an engine, warm it up, run the requests and write the report.
+    """Start an engine, warm it up, run the requests and write the report, which is that of the median run.
 
     name: the runner's module. packages: those whose versions the report holds. given: the parsed `arguments`.
     """
@@ -105,7 +110,8 @@ def run(
     for requests, prompt, output in WARM_UP:
         measure(ask, lengths.constant(requests, prompt, output), vocab_size, seed=requests)
     started = time.perf_counter() - begin
-    found = measure(ask, items, vocab_size, given.seed)
+    reports = [measure(ask, items, vocab_size, given.seed + i) for i in range(given.repeats)]
+    found = median_of(reports)
     head = {
         "command_name": name,
         "command": shlex.join(["python", "-m", f"benchmarks.{name}", *arguments]),

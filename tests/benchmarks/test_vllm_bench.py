@@ -96,6 +96,24 @@ def test_both_sides_of_a_comparison_have_equal_requests_and_limits(no_flags, mon
     )
 
 
+def test_several_runs_have_other_tokens_and_all_count(vllm, tmp_path):
+    run(tmp_path, "--model", "qwen3-30b-a3b", "--repeats", "3")
+    [engine] = vllm.engines
+    sent = engine.sent[-3:]
+    assert len({tuple(map(tuple, one)) for one in sent}) == 3
+    found = json.loads((tmp_path / "r.json").read_text())
+    rates = [one["total_token_throughput"] for one in found["runs"]]
+    assert found["repeats"] == len(rates) == 3 and found["total_token_throughput"] == sorted(rates)[1]
+    compared = figures([{"side": "vLLM", "report": found}], "total_token_throughput")
+    assert compared["vLLM"]["values"] == rates
+
+
+def test_the_graphs_hold_all_sequences(vllm, tmp_path):
+    for sequences, graphs in ((8, 512), (640, 640)):
+        run(tmp_path, "--model", "qwen3-30b-a3b", "--max_num_seqs", str(sequences))
+        assert vllm.engines[-1].given["compilation_config"] == {"max_cudagraph_capture_size": graphs}
+
+
 def test_the_next_run_has_the_same_folder_and_another_precision_another_one(vllm, tmp_path):
     """The folder's name decides whether vLLM finds its compiled programs."""
     for precision in ("bf16", "bf16", "fp8"):
