@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -40,7 +41,8 @@ def run_all(given: argparse.Namespace, commands: Mapping[str, Sequence[str]]) ->
         print(*line, flush=True)
         if not given.show:
             Path(line[line.index("--output_json") + 1]).parent.mkdir(parents=True, exist_ok=True)
-            if not _ran(line, given.seconds):
+            if (fault := _fault(line, given.seconds)) is not None:
+                print(f"{name}: {fault}", file=sys.stderr)
                 failed.append(name)
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
@@ -53,9 +55,13 @@ def repeated(line: Sequence[str], repeats: int) -> list[str]:
     return [*line, *more]
 
 
-def _ran(line: Sequence[str], seconds: float) -> bool:
-    """Run a command for so many seconds at most; return whether it succeeded."""
+def _fault(line: Sequence[str], seconds: float) -> str | None:
+    """Run a command for so many seconds at most; return why it failed, or None for success."""
     try:
-        return subprocess.run(line, timeout=seconds).returncode == 0
+        status = subprocess.run(line, timeout=seconds).returncode
     except subprocess.TimeoutExpired:
-        return False
+        return f"ended after {seconds:g} s, the limit of --seconds"
+    if status >= 0:
+        return f"exit status {status}" if status else None
+    killed = "; a system without free memory sends it" if status == -signal.SIGKILL else ""
+    return f"ended by {signal.Signals(-status).name}{killed}"

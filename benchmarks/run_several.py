@@ -156,7 +156,7 @@ def _skewed(model: str, report: str, devices: int, slots: int, *flags: str) -> l
 
 
 def _offload(devices: int) -> list[str]:
-    """Return the run of a policy in 16 GB of each device and at most 110 GB of host memory for it."""
+    """Return the run of a policy in 16 GB of each device, with the host memory of `HOST_GB`."""
     policy = f"benchmarks/settings/opt-30b-of-{devices}.json"
     limits = ("--machine", "h200", "--gpu_mem", "16", "--cpu_mem", str(HOST_GB[devices]))
     line = ["-m", "search", "offload", "--model", "opt-30b", *limits, "--policies", policy]

@@ -6,12 +6,13 @@ counters and positions (a few kilobytes a batch), programs, and the scratch memo
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from jaxflow.config import ConfigError
 from jaxflow.flexgen.geometry import Geometry, PlacedWeights, array_bytes, device_bytes, tree_bytes
 from jaxflow.flexgen.kv_store import file_bytes, row_checksum_bytes
 from jaxflow.flexgen.policy import TIERS
+from jaxflow.flexgen.pool_limits import least_limit
 from jaxflow.flexgen.programs import attends_on_host, fetches_rows
 from jaxflow.flexgen.scratch_files import HEADER_BYTES
 from jaxflow.flexgen.weight_store import disk_pairs, staging_bytes
@@ -41,14 +42,20 @@ class Account:
     Attributes:
       lives: items from the start to the end of a run.
       passes: the largest size at once of items that come and go.
+      stages: bytes of the host for each stage of a pipeline.
     """
 
     lives: Mapping[str, Mapping[str, int]]
     passes: Mapping[str, Mapping[str, int]]
+    stages: Sequence[int] = ()
 
     def total(self, tier: str) -> int:
         """Return the bytes of a tier."""
         return sum(self.lives[tier].values()) + sum(self.passes[tier].values())
+
+    def pooled(self, tier: str) -> int:
+        """Return the bytes of a tier that has a pool for each stage, all as large as the fullest one."""
+        return len(self.stages) * max(self.stages) if tier == "host" and self.stages else self.total(tier)
 
     def describe(self) -> str:
         """Return a line of text for each tier."""
@@ -150,24 +157,20 @@ def together(found: Sequence[Account]) -> Account:
         {tier: added(kind, tier) if tier != "device" else getattr(device, kind)[tier] for tier in TIERS}
         for kind in ("lives", "passes")
     )
-    return Account(lives, passes)
+    return Account(lives, passes, tuple(one.total("host") for one in found))
 
 
-def check_fits(
-    found: Account,
-    limits: Mapping[str, int | None],
-    least: Callable[[str, int], int] = lambda tier, needed: needed,
-) -> None:
+def check_fits(found: Account, limits: Mapping[str, int | None], pools: int = 0) -> None:
     """Raise DoesNotFit for a tier that is too small, with the accepted limit.
 
-    `limits`: bytes by tier; None is unknown. `least`: returns the smallest limit with room for so many bytes.
+    `limits`: usable bytes by tier; None is unknown. `pools`: XLA's pinned pools; 0 without a GPU.
     """
     for tier in TIERS:
-        limit, needed = limits.get(tier), found.total(tier)
+        limit, needed = limits.get(tier), found.pooled(tier) if pools else found.total(tier)
         if limit is not None and needed > limit:
+            least = least_limit(tier, needed, pools) if pools else needed
             accepted = (
-                f"at least {_gb(least(tier, needed))} GB for this policy, or lower shares of the {tier}, or "
-                "smaller "
+                f"at least {_gb(least)} GB for this policy, or lower shares of the {tier}, or smaller "
                 f"batches\n{found.describe()}"
             )
             raise DoesNotFit(tier, needed, limit, accepted)

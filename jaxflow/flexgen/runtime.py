@@ -15,8 +15,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from tqdm import tqdm
 
+from jaxflow.cli.progress import Progress, progress_of
 from jaxflow.engine.live_request import HostLogprobs, LiveRequest
 from jaxflow.flexgen.accounting import Account
 from jaxflow.flexgen.block import Block, DrawnTokens, make_block
@@ -210,9 +210,7 @@ class Runtime:
         made = [make_block(g, sequences) for sequences in blocks]
         total = sum(block.batches for block in made) * g.config.num_layers * self.policy.output_tokens
         try:
-            with tqdm(
-                total=total, desc="Generating", unit="step", disable=not progress, smoothing=0.05
-            ) as bar:
+            with progress_of("Generating", total, "step", shown=progress) as bar:
                 for block in made:
                     yield from self._run(block, live, bar)
         except GeneratorExit:  # the caller stops: the block was ended in order
@@ -239,7 +237,7 @@ class Runtime:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _run(self, block: Block, live: LiveRequests, bar: tqdm) -> Iterator[list[Event]]:
+    def _run(self, block: Block, live: LiveRequests, bar: Progress) -> Iterator[list[Event]]:
         """Run one block. Tokens are read one step late, when they have been drawn."""
         sequences = [seq for batch in block.sequences for seq in batch if seq is not None]
         live.start_block(sequences)

@@ -5,6 +5,7 @@ import contextlib
 import itertools
 import logging
 import os
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,8 +13,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from tqdm import tqdm
 
+from jaxflow.cli.progress import progress_of
 from jaxflow.config import ConfigError, EngineConfig, check_has_heads
 from jaxflow.engine.kernel_choice import choose_kernels, tell_kernels
 from jaxflow.engine.start import prepare_process, resolve
@@ -26,7 +27,7 @@ from jaxflow.flexgen.host_attention import HostAttention
 from jaxflow.flexgen.kv_store import KvStore
 from jaxflow.flexgen.pinned_memory import PinnedPool, check_views
 from jaxflow.flexgen.policy import TIERS, PolicyError
-from jaxflow.flexgen.pool_limits import host_pool_gib, least_limit, usable_bytes
+from jaxflow.flexgen.pool_limits import host_pool_gib, pools_room, usable_bytes
 from jaxflow.flexgen.programs import (
     Compiled,
     OffloadPrograms,
@@ -39,26 +40,33 @@ from jaxflow.flexgen.scratch_files import DiskFolder, check_folder, free_bytes, 
 from jaxflow.flexgen.stages import StagedRunner, split_layers
 from jaxflow.flexgen.tiers import Tiers
 from jaxflow.flexgen.weight_store import WeightStore
-from jaxflow.kv.tiers.host_machine import bound, free_host_bytes, gpu_bus_ids, host_memory_bytes, near_cpus
+from jaxflow.kv.tiers.host_machine import bound, free_host_bytes, gpu_bus_ids, near_cpus
 from jaxflow.model.checkpoints.checkpoint import Checkpoint
 from jaxflow.model.op_registry import Context
 from jaxflow.parallel.mesh import axis_of, on_gpu, stage_meshes
 
 log = logging.getLogger(__name__)
 _POOL = PinnedPool()
+_POOL_GIB = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 
 
 class _Phases:
-    """Seconds of each phase of a start, logged at the end of the phase."""
+    """Seconds of each phase of a start. `shown`: printed at the end of the phase, and otherwise logged."""
 
-    def __init__(self) -> None:
+    def __init__(self, shown: bool) -> None:
         self.seconds: dict[str, float] = {}
-        self._since = time.perf_counter()
+        self._shown, self._since = shown, time.perf_counter()
 
     def ended(self, name: str) -> None:
         now = time.perf_counter()
         self.seconds[name], self._since = now - self._since, now
-        log.info("offload: %s took %.1f s", name, self.seconds[name])
+        self.tell(f"{name} took {self.seconds[name]:.1f} s")
+
+    def tell(self, text: str) -> None:
+        if self._shown:
+            print(f"offload: {text}", file=sys.stderr, flush=True)
+        else:
+            log.info("offload: %s", text)
 
 
 def start(
@@ -68,7 +76,7 @@ def start(
 
     Raises: ConfigError, PolicyError, CheckpointError, DiskError.
     """
-    phases = _Phases()
+    phases = _Phases(progress)
     geometries = make_geometries(offload, config, checkpoint)
     disk = check_folder(str(offload.disk_path)) if offload.on_disk else None
     if disk is not None:
@@ -76,7 +84,8 @@ def start(
     placed = [place(geometry) for geometry in geometries]
     mesh = geometries[0].mesh
     free_by_tier = _free_by_tier(mesh.devices.flat[0], disk)
-    _check_fits(_accounts(geometries, placed, [0] * len(placed)), offload, free_by_tier)
+    pools = 0 if free_by_tier["device"] is None else sum(one.mesh.size for one in geometries)
+    _check_fits(_accounts(geometries, placed, [0] * len(placed)), offload, free_by_tier, pools)
     resolved = resolve(config, checkpoint.model_config)
     kernels = choose_kernels(resolved, checkpoint.model_config)
     tell_kernels(kernels, {}, progress)  # without GEMM shapes, which are not known before the placement
@@ -84,17 +93,17 @@ def start(
         OffloadPrograms(geometry, Context(geometry.config, kernels, axis_of(geometry.mesh)))
         for geometry in geometries
     ]
-    with tqdm(desc="Compiling", disable=not progress, unit="program", delay=1.0) as bar:
+    with progress_of("Compiling", None, "program", shown=progress) as bar:
         compiled = [
             compile_programs(one, own, lambda _: bar.update())
             for one, own in zip(programs, placed, strict=True)
         ]
     phases.ended("compile")
     found = _accounts(geometries, placed, [one.working_bytes for one in compiled])
-    _check_fits(found, offload, free_by_tier)
-    log.info("offload: %s\n%s", _described(geometries[0]), found.describe())
+    _check_fits(found, offload, free_by_tier, pools)
+    phases.tell(f"{_described(geometries[0])}\n{found.describe()}\n{_host_room(free_by_tier, pools)}")
     cpus = near_cpus(gpu_bus_ids(sum(one.mesh.size for one in geometries))) if on_gpu() else None
-    limits = _limits(offload, free_by_tier)
+    limits = _limits(offload, free_by_tier, pools)
     tiers: list[Tiers] = []
 
     def undo() -> None:
@@ -108,7 +117,8 @@ def start(
                 tiers.append(Tiers(geometry.mesh, folder))
                 check_views(geometry.mesh)
             # KV is reserved after the weights.
-            room = limits["host"] is None or sum(map(_weight_bytes, placed)) <= limits["host"]
+            most = len(placed) * max(map(_weight_bytes, placed))
+            room = limits["host"] is None or most <= limits["host"]
             stores = [WeightStore(own, one) for own, one in zip(placed, tiers, strict=True)]
             _load(stores, geometries, checkpoint, resolved.seed, progress, wait_on_host=room)
             phases.ended("place")
@@ -204,7 +214,7 @@ def _free_by_tier(device: Any, disk: Path | None) -> dict[str, int | None]:
     stats = device.memory_stats()
     return {
         "device": int(stats["bytes_limit"]) if stats else None,
-        "host": free_host_bytes() + (_POOL.free_bytes if on_gpu() else 0),
+        "host": pools_room(free_host_bytes()) + _POOL.free_bytes if on_gpu() else free_host_bytes(),
         "disk": None if disk is None else free_bytes(disk),
     }
 
@@ -215,26 +225,26 @@ def _configured_bytes(offload: OffloadConfig, tier: str) -> int | None:
     return None if limit is None else int(limit * GIGA)
 
 
-def _limits(offload: OffloadConfig, free_by_tier: Mapping[str, int | None]) -> dict[str, int | None]:
+def _limits(
+    offload: OffloadConfig, free_by_tier: Mapping[str, int | None], pools: int
+) -> dict[str, int | None]:
     """Return the usable bytes of each tier: the smaller of limit and free memory, without gaps."""
     known = {
         tier: [size for size in (_configured_bytes(offload, tier), free_by_tier[tier]) if size is not None]
         for tier in TIERS
     }
     limits = {tier: min(sizes, default=None) for tier, sizes in known.items()}
-    if free_by_tier["device"] is None:  # no GPU: no pools
+    if not pools:
         return limits
-    return {tier: None if size is None else usable_bytes(tier, size) for tier, size in limits.items()}
+    return {tier: None if size is None else usable_bytes(tier, size, pools) for tier, size in limits.items()}
 
 
-def _check_fits(found: Account, offload: OffloadConfig, free_by_tier: Mapping[str, int | None]) -> None:
+def _check_fits(
+    found: Account, offload: OffloadConfig, free_by_tier: Mapping[str, int | None], pools: int
+) -> None:
     """Raise DoesNotFit for a tier that is too small, with the configured and the free bytes."""
     try:
-        check_fits(
-            found,
-            _limits(offload, free_by_tier),
-            least_limit if free_by_tier["device"] is not None else lambda _, needed: needed,
-        )
+        check_fits(found, _limits(offload, free_by_tier, pools), pools)
     except DoesNotFit as error:
         limit, free = _configured_bytes(offload, error.tier), free_by_tier[error.tier]
         if limit is None or free is None or limit <= free:
@@ -272,11 +282,10 @@ def _load(
     for store in stores:
         store.ends = put(ends, store.placed.ends)
     layers = [(store, structs) for store in stores for structs in store.placed.layers]
-    bar = tqdm(
-        groups, total=len(layers), desc="Placing layers", unit="layer", delay=1.0, disable=not progress
-    )
-    for arrays, (store, structs) in zip(bar, layers, strict=True):
-        store.add(put(arrays, structs), wait_on_host=wait_on_host)
+    with progress_of("Placing", len(layers), "layer", shown=progress) as bar:
+        for arrays, (store, structs) in zip(groups, layers, strict=True):
+            store.add(put(arrays, structs), wait_on_host=wait_on_host)
+            bar.update()
     for store in stores:
         if wait_on_host:
             store.settle()
@@ -324,6 +333,12 @@ def _described(g: Geometry) -> str:
     )
 
 
+def _host_room(free_by_tier: Mapping[str, int | None], pools: int) -> str:
+    """Return what a run that is killed for its memory leaves in a log."""
+    size = f"in {pools} pinned pools of at most {os.environ.get(_POOL_GIB, '64')} GiB, " if pools else ""
+    return f"host memory {size}{(free_by_tier['host'] or 0) / GIGA:.6g} GB free for it"
+
+
 def prepare(offload: OffloadConfig, config: EngineConfig) -> None:
     """Apply the settings for JAX's first use. On a GPU the limits go to XLA's allocators."""
     total = device_memory_bytes()
@@ -331,8 +346,10 @@ def prepare(offload: OffloadConfig, config: EngineConfig) -> None:
         os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = (
             f"{min(1.0, offload.gpu_memory_limit * GIGA / total):.4f}"
         )
-    limit = offload.host_memory_limit * GIGA if offload.host_memory_limit is not None else host_memory_bytes()
-    os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(host_pool_gib(limit)))
+    limits = [pools_room(free_host_bytes()), _configured_bytes(offload, "host")]
+    pools = offload.policy.pipeline_parallel_size * config.tensor_parallel_size
+    pool_gib = host_pool_gib(min(limit for limit in limits if limit is not None), pools)
+    os.environ.setdefault(_POOL_GIB, str(pool_gib))
     prepare_process(config)
 
 

@@ -106,9 +106,8 @@ def run() -> None:
         )
     names, percents = chosen(f.only), _percents(f.value_top_k_percents)
     engine = EngineConfig(model=f.model, load_format=f.load_format, dtype=f.dtype, block_size=f.block_size)
-    prepare(
-        OffloadConfig(_smallest(f.model), gpu_memory_limit=f.gpu_mem, host_memory_limit=f.cpu_mem), engine
-    )
+    placeholder = _smallest(f.model, _stages(f.policies))
+    prepare(OffloadConfig(placeholder, gpu_memory_limit=f.gpu_mem, host_memory_limit=f.cpu_mem), engine)
     checkpoint = open_checkpoint(f.model, load_format=f.load_format)
     machine = load_machine(f.machine)
     work = placement.workload_from_flags(
@@ -237,7 +236,7 @@ def _with_percent(name: str, percent: float) -> str:
 
 def _run_named(bench: OffloadBench, options: PlacementOptions, name: str) -> dict[str, Any]:
     """Run a rival's best policy that fits. Raises: PlacementError where no policy does, MissingSolver."""
-    room = TierRoom(bench.memory, dict.fromkeys(TIERS, 0.0))
+    room = TierRoom(bench.memory.of_stage(options.pipeline_parallel_size), dict.fromkeys(TIERS, 0.0))
     overlap, schedule = name != "no overlap", "row" if name == "row by row" else None
     refused: DoesNotFit | None = None
     for _ in range(_TRIES):
@@ -274,7 +273,7 @@ def _run(bench: OffloadBench, name: str, policy: Policy, **settings: Any) -> dic
     predicted = predict(
         bench.work, bench.machine, policy, overlap=settings.get("overlap", True), blocks=blocks
     )
-    with start(bench.config(policy, **settings), bench.engine, bench.checkpoint, progress=False) as runtime:
+    with start(bench.config(policy, **settings), bench.engine, bench.checkpoint) as runtime:
         return _measured(bench, name, runtime, predicted)
 
 
@@ -295,7 +294,7 @@ def _bytes(bench: OffloadBench, runtime: Runtime) -> dict[str, Any]:
 
 
 def _measured(bench: OffloadBench, name: str, runtime: Runtime, predicted: Any) -> dict[str, Any]:
-    """Return the report of blocks of random prompts with the policy's length."""
+    """Run blocks of random prompts with the policy's length, and return their report."""
     policy, vocabulary = runtime.policy, runtime.geometry.config.vocab_size
     sampling = SamplingParams(temperature=0.0, max_tokens=policy.output_tokens, ignore_eos=True, seed=0)
     ids = [
@@ -304,7 +303,8 @@ def _measured(bench: OffloadBench, name: str, runtime: Runtime, predicted: Any) 
         for i in range(policy.block_size)
     ]
     with sample(runtime.geometry.tp * policy.pipeline_parallel_size) as readings:
-        for _ in runtime.generate([Request(f"{i}", prompt, sampling) for i, prompt in enumerate(ids)]):
+        requests = [Request(f"{i}", prompt, sampling) for i, prompt in enumerate(ids)]
+        for _ in runtime.generate(requests, progress=True):
             pass
     result = report(runtime, bench.link)
     error = predicted.latency_s / result["latency_s"] - 1
@@ -322,7 +322,21 @@ def _measured(bench: OffloadBench, name: str, runtime: Runtime, predicted: Any) 
     return named | result | _bytes(bench, runtime)
 
 
-def _smallest(model: str) -> Policy:
+def _stages(files: list[str] | None) -> int:
+    """Return the pipeline stages of the policies of a process, whose pinned pools share the host's memory.
+
+    Raises: ConfigError.
+    """
+    if not files:
+        return flags.FLAGS.pipeline_parallel_size
+    found = {load_policy(file).pipeline_parallel_size for file in files}
+    if len(found) > 1:
+        accepted = f"policies of one pipeline_parallel_size, not of {', '.join(map(str, sorted(found)))}"
+        raise ConfigError("policies", ",".join(files), accepted)
+    return found.pop()
+
+
+def _smallest(model: str, stages: int) -> Policy:
     """Return a placeholder policy, for the preparation of the process before a search."""
     from jaxflow.flexgen.policy import Shares
 
@@ -336,6 +350,7 @@ def _smallest(model: str) -> Policy:
         weights=device,
         kv=device,
         activations=device,
+        pipeline_parallel_size=stages,
     )
 
 

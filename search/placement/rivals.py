@@ -209,13 +209,18 @@ class TierRoom:
         return dataclasses.replace(self.memory, **left)
 
     def learn(self, error: DoesNotFit, policy: Policy, modelled: float) -> None:
-        """Reduce the room after a refused policy. modelled: the cost model's bytes of the tier."""
-        free = self.memory.least(error.tier, error.limit_bytes)
+        """Reduce the room of a stage after a refused policy. modelled: the cost model's bytes of the tier.
+
+        The error's bytes of host and disk are those of all stages.
+        """
+        parts = 1 if error.tier == "device" else policy.pipeline_parallel_size
+        needed, limit = error.needed_bytes / parts, error.limit_bytes / parts
+        free = self.memory.least(error.tier, limit)
         self.memory = dataclasses.replace(
             self.memory, **{error.tier: min(getattr(self.memory, error.tier), free)}
         )
         # Tensors are not divisible at every share, so one percent of the tier stays free.
-        beyond = (error.needed_bytes - modelled + 0.01 * error.limit_bytes) / policy.gpu_batch_size
+        beyond = (needed - modelled + 0.01 * limit) / policy.gpu_batch_size
         self.beyond[error.tier] = max(self.beyond[error.tier], beyond)
 
 

@@ -87,6 +87,10 @@ class TierMemory:
             for tier, size in zip(POLICY_TIERS, self, strict=True)
         )
 
+    def of_stage(self, stages: int) -> "TierMemory":
+        """Return a stage's part of a machine's memory, in which each stage has a device of its own."""
+        return dataclasses.replace(self, host=self.host / stages, disk=self.disk / stages)
+
     def least(self, tier: str, needed: float) -> float:
         """Return the memory of a tier that holds `needed` bytes of tensors."""
         return least_limit(tier, math.ceil(needed)) if self.pools and 0 < needed < math.inf else needed

@@ -35,6 +35,12 @@ def test_a_fault_and_a_limit_do_not_stop_the_next_command(commands, tmp_path, ca
     assert not any((tmp_path / name).exists() for name in ("slow", "faulty", "other"))
 
 
+def test_a_command_that_the_system_ends_is_told(tmp_path, capfd):
+    commands = {"large": writes(tmp_path / "large", "import os; os.kill(os.getpid(), 9); ")}
+    assert run_all(given(list(commands), []), commands) == 1
+    assert "large: ended by SIGKILL" in capfd.readouterr().err
+
+
 def test_commands_are_shown_without_running(commands, tmp_path, capfd):
     assert run_all(given(list(commands), ["--show"]), commands) == 0
     assert len(capfd.readouterr().out.splitlines()) == len(commands)

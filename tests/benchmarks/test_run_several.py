@@ -10,7 +10,14 @@ from jaxflow.bench.engine import followers, skewed_experts, throughput
 from jaxflow.bench.kernels import collectives
 from jaxflow.bench.pipeline import study
 from jaxflow.cli.engine_flags import engine_config_from_flags, parse
+from jaxflow.config import EngineConfig
+from jaxflow.flexgen.accounting import account, check_fits, together
+from jaxflow.flexgen.config import OffloadConfig
+from jaxflow.flexgen.geometry import place
 from jaxflow.flexgen.policy import load_policy
+from jaxflow.flexgen.pool_limits import host_pool_gib, pools_room, usable_bytes
+from jaxflow.flexgen.start import make_geometries
+from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.pipeline.plan import load
 from search.placement import offload
 
@@ -47,6 +54,19 @@ def test_a_command_has_flags_that_exist(no_flags, devices, name):
             stages = load_policy(words[words.index("--policies") + 1], model="opt-30b").pipeline_parallel_size
             assert stages in (1, devices)
     assert importlib.util.find_spec(module)
+
+
+@pytest.mark.parametrize(("devices", "host_gib"), [(1, 128), (2, 256), (4, 512)])
+def test_an_offloaded_policy_fits_the_pinned_pools_of_its_host(devices, host_gib):
+    asked = load_policy(f"benchmarks/settings/opt-30b-of-{devices}.json", model="opt-30b")
+    engine = EngineConfig(model="opt-30b", load_format="dummy", dtype="bfloat16")
+    checkpoint = open_checkpoint("opt-30b", load_format="dummy")
+    found = together(
+        [account(g, place(g), 0) for g in make_geometries(OffloadConfig(asked), engine, checkpoint)]
+    )
+    limit = int(run_several.HOST_GB[devices] * 1e9)
+    check_fits(found, {"host": usable_bytes("host", limit, devices)}, devices)
+    assert devices * host_pool_gib(limit, devices) * 2**30 <= pools_room(host_gib * 2**30)
 
 
 @pytest.mark.parametrize("devices", [2, 4])

@@ -353,6 +353,15 @@ def test_search_runs_given_policies_without_a_solver(tmp_path, capsys, monkeypat
     assert "large" in capsys.readouterr().out
 
 
+def test_search_runs_policies_of_one_number_of_stages(tmp_path, capsys):
+    """The pinned pools of the process are made for it."""
+    files = [str(tmp_path / f"{stages}.json") for stages in (1, 2)]
+    for path, stages in zip(files, (1, 2), strict=True):
+        save_policy(policy(MODEL, pipeline_parallel_size=stages), path)
+    assert search(["search", "offload", "--model", FOLDER, "--policies", ",".join(files)]) == 2
+    assert "policies of one pipeline_parallel_size, not of 1, 2" in capsys.readouterr().err
+
+
 def test_search_leaves_more_room_after_a_policy_did_not_fit(monkeypatch, capsys):
     """Runs take 0.1 MB more than the cost model predicts, and the second policy leaves room for the
     difference.

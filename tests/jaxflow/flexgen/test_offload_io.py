@@ -14,7 +14,7 @@ from offloaded import DISK, HOST, MIXED, OUTPUT, PROMPT, changed, goldens, polic
 from zigzag import Sizes, largest_block, least_weight_loads, row_by_row, traffic, zigzag
 
 from jaxflow.config import ConfigError, EngineConfig
-from jaxflow.flexgen.accounting import DoesNotFit, account, check_fits
+from jaxflow.flexgen.accounting import DoesNotFit, account, check_fits, together
 from jaxflow.flexgen.block import block_order
 from jaxflow.flexgen.block_loop import RunningBlock
 from jaxflow.flexgen.config import OffloadConfig
@@ -23,7 +23,7 @@ from jaxflow.flexgen.pinned_memory import HostArray, PinnedPool
 from jaxflow.flexgen.policy import TIERS
 from jaxflow.flexgen.pool_limits import least_limit, usable_bytes
 from jaxflow.flexgen.scratch_files import PREFIX, DiskError
-from jaxflow.flexgen.start import make_geometries, start
+from jaxflow.flexgen.start import make_geometries, prepare, start
 from jaxflow.flexgen.weight_store import WeightStore
 from jaxflow.kv.tiers.host_machine import near_cpus
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
@@ -32,6 +32,7 @@ from search.placement.workload import workload
 
 MODEL = "stories260K"
 LAYERS, BATCHES = 5, 2
+POOL_GIB = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 
 
 def test_the_order_of_steps_equals_the_reference_schedule():
@@ -275,12 +276,40 @@ def test_the_advised_limit_fits(tmp_path):
         check_fits(found, {tier: int(advised * 1e9)})
 
 
-@given(st.integers(10**6, 10**12), st.sampled_from(TIERS))
-def test_the_advised_limit_of_a_gpu_machine_has_room_and_no_smaller_one_has(needed, tier):
-    """XLA's pools on a GPU lose a share to gaps, and the pool of pinned memory has whole GiB."""
-    least = least_limit(tier, needed)
-    assert usable_bytes(tier, least) >= needed > usable_bytes(tier, least - 1)
-    assert usable_bytes(tier, least) <= least
+@given(st.integers(10**6, 10**12), st.sampled_from(TIERS), st.integers(1, 8))
+def test_the_advised_limit_of_a_gpu_machine_has_room_and_no_smaller_one_has(needed, tier, pools):
+    """XLA's pools on GPUs lose a share to gaps, and a pool of pinned memory has whole GiB."""
+    least = least_limit(tier, needed, pools)
+    assert usable_bytes(tier, least, pools) >= needed > usable_bytes(tier, least - 1, pools)
+    assert usable_bytes(tier, least, pools) <= least
+
+
+@given(st.integers(1, 3), st.integers(1, 2), st.sampled_from([None, 5.0, 200.0]))
+def test_the_pinned_pools_of_all_devices_share_the_host(stages, tp, limit):
+    """A pool that grows to twice its need must not take the part of another one."""
+    asked = policy(MODEL, pipeline_parallel_size=stages)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jaxflow.flexgen.start.prepare_process", lambda _: None)
+        patch.setattr("jaxflow.flexgen.start.free_host_bytes", lambda: 100 * 2**30)
+        patch.delenv(POOL_GIB, raising=False)
+        engine = EngineConfig(model=MODEL, tensor_parallel_size=tp)
+        prepare(OffloadConfig(asked, host_memory_limit=limit), engine)
+        pools = stages * tp * int(os.environ.pop(POOL_GIB)) * 2**30
+    most = min(90 * 2**30, int((limit or 1e3) * 1e9))
+    assert most <= pools < most + stages * tp * 2**30
+
+
+def test_stages_of_unequal_layers_need_pools_of_the_fullest_one(tmp_path):
+    offload = settings(tmp_path, weights=HOST, kv=HOST, pipeline_parallel_size=2)
+    folder = open_checkpoint(str(offload_model()))
+    geometries = make_geometries(offload, EngineConfig(model=str(offload_model()), block_size=16), folder)
+    first, last = (account(g, place(g), 0) for g in geometries)
+    found = together([first, last])
+    assert found.total("host") == first.total("host") + last.total("host") < found.pooled("host")
+    check_fits(found, {"host": 2 * first.total("host")}, pools=2)
+    with pytest.raises(DoesNotFit):
+        check_fits(found, {"host": found.total("host")}, pools=2)
+    check_fits(found, {"host": found.total("host")})  # without a GPU there are no pools
 
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=6), st.randoms())

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxflow.flexgen.accounting import DoesNotFit
 from jaxflow.flexgen.policy import TIERS
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from search.placement import solver
@@ -51,6 +52,19 @@ def test_the_told_shortage_is_what_is_missing(name, tier):
         named(name, dataclasses.replace(ROOMY, **{tier: 1.001 * needed * GIGA}), options)
         with pytest.raises(PlacementError, match=f"GB of the {tier}"):
             named(name, dataclasses.replace(ROOMY, **{tier: 0.9 * needed * GIGA}), options)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_refused_pipeline_says_what_a_stage_lacks(tier):
+    """The account counts host and disk of all stages, and the cost model those of one."""
+    rooms = []
+    for stages in (1, 4):
+        options = dataclasses.replace(FEW, pipeline_parallel_size=stages)
+        policy, parts = named("all on the host", ROOMY, options), 1 if tier == "device" else stages
+        room = TierRoom(ROOMY, dict.fromkeys(TIERS, 0.0))
+        room.learn(DoesNotFit(tier, parts * 9 * 10**9, parts * 7 * 10**9, ""), policy, 6e9)
+        rooms.append((room.memory, room.beyond))
+    assert rooms[0] == rooms[1]
 
 
 def test_a_block_that_takes_too_long_is_refused_with_its_time():
