@@ -43,8 +43,8 @@ def form_of(template: str) -> Form:
         if all(mark in shown for mark in marks):
             return FORMS[name]
     raise UnknownForm(
-        "none, because the chat template shows no known form of a call. --tool_call_parser can name one of "
-        + ", ".join(FORMS)
+        "no tools, because the chat template of the model shows no known form of a call. Leave tools out, or "
+        "start the server with --tool_call_parser and one of " + ", ".join(FORMS)
     )
 
 
@@ -52,7 +52,8 @@ def check_tools(template: str) -> None:
     """Raise UnknownForm for a chat template that shows no tools to the model."""
     if not re.search(r"\btools\b", template):
         raise UnknownForm(
-            "none, because the chat template of the model has no tools. --chat_template can name another one"
+            "no tools, because the chat template of the model does not show tools to the model. Leave tools "
+            "out, or start the server with --chat_template and the file of a template that shows them"
         )
 
 

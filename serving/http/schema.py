@@ -107,6 +107,7 @@ class Message(msgspec.Struct, forbid_unknown_fields=True, frozen=True, omit_defa
     """A message of a conversation. `content` is a text, a list of text parts, or null.
 
     `reasoning_content`, `reasoning` and `thinking` name the same. The first that has a text counts.
+    `parsed`: accepted without an effect. The messages of the `openai` package's stream helper have it.
     """
 
     role: str
@@ -119,6 +120,7 @@ class Message(msgspec.Struct, forbid_unknown_fields=True, frozen=True, omit_defa
     thinking: str | None = None
     refusal: Any = None
     annotations: Any = None
+    parsed: Any = None
     audio: Any = None
     function_call: Any = None
 

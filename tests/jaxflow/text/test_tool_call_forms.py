@@ -48,7 +48,7 @@ MISTRAL = "{{ '[TOOL_CALLS][' if loop.first else ', ' }}" + OBJECT.replace("KEY"
 MISTRAL_NAMED = "{{ '[TOOL_CALLS]' + f.name + MARK }}{{ f.arguments | tojson }}"
 LLAMA = "{{ '' if loop.first else '; ' }}" + OBJECT.replace("KEY", "parameters")
 GEMMA = "{{ '<|tool_call>call:' + f.name }}{{ written(f.arguments) }}{{ '<tool_call|>' }}"
-# By the form, and what is special in the template.
+# A key is the name of a form, and perhaps a word for a variant.
 TEMPLATES = {
     form: macro + ANSWER.replace("CALL", call).replace("END", end)
     for form, macro, call, end in (

@@ -111,6 +111,34 @@ def test_calls_are_streamed_while_they_are_written(glm, cut):
         assert whole.finish_reason == "stop" and not joined[0].endswith("}")
 
 
+OBJECTS = [json.dumps({"name": name, "arguments": arguments}) for name, arguments in CALLS]
+
+
+@pytest.mark.parametrize(
+    ("parser", "answer"),
+    [("mistral", f"[TOOL_CALLS][{', '.join(OBJECTS)}]"), ("llama3_json", "; ".join(OBJECTS))],
+)
+def test_the_message_of_the_stream_helper_can_be_sent_back(parser, answer):
+    fake = FakeLLM(chat_template="{{ messages[-1].content }}{# tools #}")
+    with (
+        running_server(fake, tool_call_parser=parser) as opened,
+        openai.OpenAI(base_url=f"{opened.url}/v1", api_key="none", max_retries=0) as made,
+    ):
+        asked = {**ASKED, "messages": said(answer), "logprobs": True}
+        with made.chat.completions.stream(**asked) as stream:
+            kinds = [event.type for event in stream]
+        choices = stream.get_final_completion().choices
+        assert [called(choice.message.tool_calls) for choice in choices] == [list(CALLS)] * 2
+        assert kinds.count("tool_calls.function.arguments.delta") > 10
+        results = [
+            {"role": "tool", "tool_call_id": call.id, "content": "sun"}
+            for call in choices[0].message.tool_calls or ()
+        ]
+        sent = [*said("hi"), choices[0].message, *results, *said(answer)]
+        again = made.chat.completions.create(**{**asked, "messages": sent})
+        assert called(again.choices[1].message.tool_calls) == list(CALLS)
+
+
 @pytest.mark.parametrize(("parser", "calls"), [("auto", 0), ("glm45", 2), ("hermes", 0), ("openai", 0)])
 def test_the_flag_names_the_form(parser, calls):
     with running_server(tool_call_parser=parser) as opened:
@@ -172,4 +200,7 @@ def test_what_cannot_be_called_is_refused(shared, field, value):
 def test_a_template_without_tools_refuses_them():
     with running_server() as opened:
         answer = opened.post(CHAT, {"messages": said("hi"), "tools": TOOLS})
-        assert answer.status_code == 400 and answer.json()["error"]["param"] == "tools"
+        error = answer.json()["error"]
+        assert (
+            answer.status_code == 400 and error["param"] == "tools" and "--chat_template" in error["message"]
+        )
