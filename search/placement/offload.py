@@ -97,7 +97,7 @@ class OffloadBench:
 
 
 def run() -> None:
-    """Run the command. Raises: ConfigError, PolicyError, PlacementError where no policy fits."""
+    """Run the command. Raises: ConfigError, PolicyError, PlacementError where no policy fits or runs."""
     f = flags.FLAGS
     check_outputs("output_json", "runs_json")
     if f.policies and f.only:
@@ -131,6 +131,8 @@ def run() -> None:
         raise PlacementError(f"no policy of {', '.join(names)} fits {have} (GB)\n{reasons}")
     if reasons:
         print(reasons, flush=True)
+    if all("failed" in row for row in rows):
+        raise PlacementError("no policy ran\n" + "\n".join(f"{row['name']}: {row['failed']}" for row in rows))
 
 
 def _save(bench: OffloadBench, rows: list[dict[str, Any]]) -> None:

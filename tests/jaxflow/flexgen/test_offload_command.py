@@ -353,6 +353,17 @@ def test_search_runs_given_policies_without_a_solver(tmp_path, capsys, monkeypat
     assert "large" in capsys.readouterr().out
 
 
+def test_a_search_whose_given_policies_all_fail_fails(tmp_path, capsys, monkeypatch):
+    def start(*_, **__):
+        raise DoesNotFit("host", 3_000_000, 1_000_000, "at least 0.003 GB")
+
+    monkeypatch.setattr(offload, "start", start)
+    save_policy(policy(MODEL, prompt_tokens=8, output_tokens=2), tmp_path / "one.json")
+    arguments = ["--model", FOLDER, "--prompt_tokens", "8", "--output_tokens", "2", "--link_mb", "1"]
+    assert search(["search", "offload", *arguments, "--policies", str(tmp_path / "one.json")]) == 1
+    assert "one: host_memory_limit='0.001 GB' is not supported: at least 0.003" in capsys.readouterr().err
+
+
 def test_search_runs_policies_of_one_number_of_stages(tmp_path, capsys):
     """The pinned pools of the process are made for it."""
     files = [str(tmp_path / f"{stages}.json") for stages in (1, 2)]
