@@ -13,8 +13,11 @@ serves, until all programs are there.
 
 The wire is one line of JSON a message, over the pipes of the process:
 
-- to the process: `DeviceKind`, then `Description`, then any number of `Wanted`;
+- to the process: `DeviceKind`, then `Description`, then any number of `Wanted`, or another `Description`;
 - from the process: a line for each `Wanted`, `""` or the reason of a failure.
+
+The programs are described from the expected shapes of the weights before these are loaded, so that processes
+prepare programs meanwhile. Weights of other shapes are a second description.
 """
 
 import contextlib
@@ -58,7 +61,7 @@ STEP_PROGRAMS = 4
 LIMIT_S = 120.0  # The limit of one program. A loaded machine takes ten times as long as an idle one.
 
 
-class Description(msgspec.Struct, frozen=True):
+class Description(msgspec.Struct, frozen=True, tag=True):
     """All that the programs of an executor, or of the stages of one, depend on, besides
     the device and the code.
 
@@ -82,7 +85,7 @@ class Description(msgspec.Struct, frozen=True):
     target: Target | None = None
 
 
-class Wanted(msgspec.Struct, frozen=True):
+class Wanted(msgspec.Struct, frozen=True, tag=True):
     """A program to lower.
 
     Attributes:
@@ -175,6 +178,8 @@ class LoweringProcesses:
         self._taken: set[Wanted] = set()
         self._lock, self._alive, self._closed = threading.Lock(), 0, False
         self._description: Description | None = None
+        # The pages that programs are prepared for before the weights are loaded; None without such programs.
+        self.guess: tuple[int, ...] | None = None
         self._lost: str | None = None  # why the last process ended before `close`
         self.failed: dict[str, str] = {}  # the reason of each program that no process lowered
 
@@ -235,21 +240,28 @@ class LoweringProcesses:
         except OSError as error:
             log.warning("lowering: no further process can be started (%s)", error)
         if self._description is not None:
-            self._begin(self._description)
+            self._begin()
 
     def describe(self, description: Description) -> None:
-        """Describe the programs to the processes, now or at `start`."""
-        self._description = description
-        if self.started:
-            self._begin(description)
+        """Describe the programs to the processes, now or at `start`.
 
-    def _begin(self, description: Description) -> None:
-        line = msgspec.json.encode(description) + b"\n"
+        A description that differs from an earlier one ends the futures of its programs.
+        """
+        if description == self._description:
+            return
+        with self._lock:
+            begun = self.started and self._description is not None
+            self._description, self.guess = description, None
+            if begun:
+                self._give_up()
+                self._asked, self._taken = {}, set()
+        if self.started and not begun:
+            self._begin()
+
+    def _begin(self) -> None:
         self._alive = len(self._processes)
         for process, errors in self._processes:
-            threading.Thread(
-                target=self._serve, args=(process, errors, line), name="lowering", daemon=True
-            ).start()
+            threading.Thread(target=self._serve, args=(process, errors), name="lowering", daemon=True).start()
 
     def ask(self, wanted: Wanted, urgent: bool = True) -> Future:
         """Return a future that ends when the program is in the folder, or when
@@ -303,23 +315,26 @@ class LoweringProcesses:
             )
         self._on_close()
 
-    def _serve(self, process: subprocess.Popen, errors: IO[bytes], description: bytes) -> None:
+    def _serve(self, process: subprocess.Popen, errors: IO[bytes]) -> None:
         """Give programs to one process until `close`, or until the process is lost."""
-        wanted = None
+        task = told = None
         try:
-            _write_within_limit(process, description)
-            while (wanted := self._next()) is not None:
+            told = self._tell(process, told)
+            while (task := self._next()) is not None:
+                wanted, future = task
+                told = self._tell(process, told)
                 _write(process, msgspec.json.encode(wanted) + b"\n")
                 if reason := msgspec.json.decode(_read_line(process), type=str):
                     self.failed[wanted.name] = reason
-                self._asked[wanted].set_result(None)
+                future.set_result(None)
         except (OSError, msgspec.DecodeError, TimeoutError) as error:
             process.kill()
             reason = f"a process was lost ({_last_line(errors) or error})"
             with self._lock:
-                if wanted is not None:
+                if task is not None:
+                    wanted, future = task
                     self.failed[wanted.name] = reason
-                    self._asked[wanted].set_result(None)
+                    future.set_result(None)
                 if not self._closed:
                     self._alive -= 1
                     if not self._alive:
@@ -328,16 +343,23 @@ class LoweringProcesses:
         finally:
             _end(process)
 
-    def _next(self) -> Wanted | None:
-        """Return the next program for a process; None to end the process."""
+    def _tell(self, process: subprocess.Popen, told: Description | None) -> Description | None:
+        """Write the present description, unless the process has it. Return it. told: what the process has."""
+        description = self._description
+        if description is not told:
+            _write_within_limit(process, msgspec.json.encode(description) + b"\n")
+        return description
+
+    def _next(self) -> tuple[Wanted, Future] | None:
+        """Return the next program for a process and its future; None to end the process."""
         while True:
             _, _, wanted = self._tasks.get()
             with self._lock:
                 if wanted is None:
                     return None
-                if wanted not in self._taken:
+                if wanted in self._asked and wanted not in self._taken:
                     self._taken.add(wanted)
-                    return wanted
+                    return wanted, self._asked[wanted]
 
     def _give_up(self, reason: str = "") -> None:
         """End the futures of all programs that wait for a process. The caller holds the lock."""

@@ -8,7 +8,7 @@ depends on the device. It compiles for a mesh of described devices, too (`jaxflo
 import dataclasses
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -17,7 +17,7 @@ import msgspec
 from jax.sharding import Mesh
 
 from jaxflow.engine.ahead_of_time import Target, compile_for, machine_code, needs_no_gpu, target_meshes
-from jaxflow.engine.executor import Executor
+from jaxflow.engine.executor import Executor, Job
 from jaxflow.engine.heap import collector_paused
 from jaxflow.engine.kernel_choice import choose_kernels
 from jaxflow.engine.lowered_cache import LoweredPrograms, callable_again, read_signed, write_signed
@@ -82,7 +82,9 @@ def describe_device(device: DeviceKind) -> None:
 def make_executors(given: Description) -> list[Executor]:
     """Return the executor of each stage whose programs the engine compiles, for lowering only."""
     tp, ranks = given.config.tensor_parallel_size, given.config.data_parallel_size
-    jax.config.update("jax_num_cpu_devices", tp * ranks * len(given.weights))
+    devices = tp * ranks * len(given.weights)
+    if jax.config.jax_num_cpu_devices != devices:  # a second description has as many as the first
+        jax.config.update("jax_num_cpu_devices", devices)
     meshes = stage_meshes(tp, len(given.weights)) if ranks == 1 else (make_rank_mesh(ranks, tp),)
     stages = stages_of([len(weights["dict"]["layers"]["list"]) for weights in given.weights])
     made = [
@@ -119,11 +121,18 @@ def _described(target: Target | None, meshes: Sequence[Mesh]) -> Sequence[Mesh |
         return [error] * len(meshes)
 
 
-def answer(executors: Sequence[Executor], lines: Iterable[bytes], replies: IO[bytes]) -> None:
-    """Lower the program of each line, compile it if that needs no GPU, and reply to the line."""
-    jobs = {job.name + executor.name: (executor, job) for executor in executors for job in executor.jobs()}
+def answer(
+    make: Callable[[Description], Sequence[Executor]], lines: Iterable[bytes], replies: IO[bytes]
+) -> None:
+    """Make the executors of each `Description`. Lower the program of each `Wanted`, compile it if that needs
+    no GPU, and reply to the line.
+    """
+    jobs: dict[str, tuple[Executor, Job]] = {}
     for line in lines:
-        wanted = msgspec.json.decode(line, type=Wanted)
+        wanted = msgspec.json.decode(line, type=Description | Wanted)
+        if isinstance(wanted, Description):
+            jobs = {job.name + one.name: (one, job) for one in make(wanted) for job in one.jobs()}
+            continue
         try:
             executor, job = jobs[wanted.name]
             executor.num_pages = wanted.num_pages
@@ -144,7 +153,7 @@ def main() -> None:
     os.dup2(2, 1)  # so that nothing else is written to the engine
     lines = sys.stdin.buffer
     describe_device(msgspec.json.decode(lines.readline(), type=DeviceKind))
-    answer(make_executors(msgspec.json.decode(lines.readline(), type=Description)), lines, replies)
+    answer(make_executors, lines, replies)
 
 
 if __name__ == "__main__":

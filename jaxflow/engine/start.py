@@ -8,7 +8,7 @@ import math
 import os
 import random
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
@@ -639,7 +639,17 @@ def _make_stages(
             executor.lowering = lowering
         return made
 
-    made = None
+    def describe(weights: Sequence[Weights], one: bool, memory: int) -> None:
+        """Describe the programs to the processes that prepare them. A second equal call does nothing."""
+        assert lowering is not None
+        buckets = {tokens: tuple(several) for tokens, several in plans.items()}
+        values = tuple(map(to_values, weights))
+        launched = None if graphs is None else dict(graphs)
+        lowering.describe(
+            Description(config, model, buckets, one, launched, memory, values, str(folder), target)
+        )
+
+    made = expected = None
     known = None if lowering is None else lowering.latest_pages(memory)
     reads = known is not None and _reads_early(config, plans)
     if reads or _compiles_early(config, team):
@@ -655,6 +665,21 @@ def _make_stages(
         loaded, made = load_and_prepare(load, prepare, functools.partial(have_same_shapes, expected), times)
         for executor, weights in zip(made or (), loaded, strict=made is not None):
             executor.take_weights(weights)
+    elif lowering is not None and lowering.started:
+        expected = [_absent(config, model, mesh, stage) for stage, mesh in zip(stages, meshes, strict=True)]
+        absent = expected
+
+        def ask(check: Callable[..., None]) -> None:
+            try:
+                one = is_one_alone(absent)
+                describe(absent, one, memory)
+                _ask_early(config, model, make(absent, one, memory), free)
+            except Exception as error:  # the start meets the fault again
+                log.info(
+                    "start: no programs are prepared while the weights are loaded: %s", fault_text(error)
+                )
+
+        loaded, _ = load_and_prepare(load, ask, lambda _: True, times)
     else:
         loaded = load()
     tell_kernels(kernels, dense_products(model, loaded[-1]), progress)
@@ -664,12 +689,8 @@ def _make_stages(
         one = bool(alone)
     made = make(loaded, one, memory) if made is None else made
     if lowering is not None:
-        buckets = {tokens: tuple(several) for tokens, several in plans.items()}
-        values = tuple(map(to_values, loaded))
-        launched = None if graphs is None else dict(graphs)
-        lowering.describe(
-            Description(config, model, buckets, one, launched, memory, values, str(folder), target)
-        )
+        described = loaded if expected is None or not have_same_shapes(expected, loaded) else expected
+        describe(described, one, memory)
     return made
 
 
@@ -710,6 +731,42 @@ def _compile_early(
     for stage in stages:
         check()
         stage.compile_early(pages, check, first_layouts(config, model, stage.layouts))
+
+
+def _ask_early(
+    config: EngineConfig, model: ModelConfig, stages: Sequence[Executor], free: Sequence[int]
+) -> None:
+    """Let processes prepare programs while the weights are loaded, for the pages of `_early_guess`.
+
+    Args:
+      stages: with the shapes of their weights.
+      free: bytes of each stage before the weights are loaded, see `memory_budget`.
+    """
+    first = first_layouts(config, model, stages[0].layouts)
+    if first is None:
+        return
+    if config.num_kv_pages is not None:
+        guess = (config.num_kv_pages,) * len(model.windows)
+    elif on_gpu():
+        left = [
+            each - device_bytes_of(stage.weights) - stage.state_bytes()
+            for stage, each in zip(stages, free, strict=True)
+        ]
+        guess = _first_guess(config, model, stages, left)
+    else:
+        return
+    _prepare(stages, first, guess)
+    for stage in stages:
+        if stage.lowering is not None:
+            stage.lowering.guess = guess
+
+
+def _prepare(stages: Sequence[Executor], first: Collection[StepLayout], guess: tuple[int, ...]) -> None:
+    """Let processes prepare the first programs of all stages, and then the others, for guessed pages."""
+    for stage in stages:
+        stage.prepare_first(first, guess)
+    for stage in stages:
+        stage.prepare_later(guess)
 
 
 def _reads_early(config: EngineConfig, plans: Mapping[int, Sequence[Plan]]) -> bool:
@@ -1275,10 +1332,8 @@ def _guessed_pages(
         guess = _pages_beside(config, model, stages, free, needs)
     except ConfigError:  # the memory is small: a measurement may say that it suffices
         return None
-    for stage in stages:
-        stage.prepare_first(first, guess)
-    for stage in stages:
-        stage.prepare_later(guess)
+    guess = _early_guess(stages[0].lowering, guess)
+    _prepare(stages, first, guess)
     found = _measured_pages(config, model, stages, free, guess)
     if _is_good(guess, found):
         return guess
@@ -1287,6 +1342,20 @@ def _guessed_pages(
         if stage.lowering is not None:
             stage.lowering.withdraw(guess)
     return found
+
+
+def _early_guess(lowering: LoweringProcesses | None, guess: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the pages that processes prepare programs for since `_ask_early`, if these are close to `guess`.
+
+    The other programs are withdrawn.
+    """
+    early = None if lowering is None else lowering.guess
+    if lowering is None or early is None or early == guess:
+        return guess
+    if all(GOOD_GUESS * each <= pages <= each / GOOD_GUESS for pages, each in zip(early, guess, strict=True)):
+        return early
+    lowering.withdraw(early)
+    return guess
 
 
 def _guessed_temporary_bytes(config: EngineConfig, model: ModelConfig) -> int:

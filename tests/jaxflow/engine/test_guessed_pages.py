@@ -4,6 +4,7 @@ nearly all that fit, and never more.
 
 import dataclasses
 import types
+from typing import Any
 
 import hurry
 import paths
@@ -43,7 +44,7 @@ def pages_of(executor, free: int, need: int, first=()) -> tuple[tuple[int, ...] 
     asked, later, withdrawn = [], [], []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(start, "first_layouts", lambda *_: first)
-        patch.setattr(executor, "lowering", types.SimpleNamespace(withdraw=withdrawn.append))
+        patch.setattr(executor, "lowering", types.SimpleNamespace(withdraw=withdrawn.append, guess=None))
         patch.setattr(executor, "prepare_first", lambda layouts, pages: asked.append(pages))
         patch.setattr(executor, "prepare_later", lambda pages: later.append(pages))
         patch.setattr(executor, "temporary_bytes", lambda pages: need)
@@ -70,6 +71,16 @@ def test_processes_get_the_pages_of_a_good_guess_before_the_measurement(executor
     guess = start._guessed_temporary_bytes(CONFIG, executor.programs.context.config)
     found, asked = pages_of(executor, 4000 << 20, guess // 2)
     assert asked == [found]
+
+
+@pytest.mark.parametrize(
+    ("pages", "is_used"), [(1000, True), (995, True), (1004, True), (900, False), (1200, False)]
+)
+def test_pages_of_programs_that_are_prepared_already_are_used_if_they_are_close(pages, is_used):
+    withdrawn: list = []
+    lowering: Any = types.SimpleNamespace(guess=(pages, 50), withdraw=withdrawn.append)
+    assert start._early_guess(lowering, (1000, 50)) == ((pages if is_used else 1000), 50)
+    assert withdrawn == ([] if is_used else [(pages, 50)])
 
 
 def test_without_a_guess_the_memory_is_measured_as_before(executor):

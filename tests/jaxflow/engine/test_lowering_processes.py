@@ -10,6 +10,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import wait
 from pathlib import Path
@@ -66,6 +67,7 @@ MIXTURE = ModelConfig(
     "qwen3_moe", 32000, 1024, 8, 2, 128, 2816, (Layer(rope=Rope(1e4), experts=True),) * 2, 8192,
     num_experts=8, experts_per_token=2, expert_intermediate_size=512, qk_norm=True,
 )  # fmt: skip
+DESCRIPTION = Description(EngineConfig("m"), LLAMA, {}, False, None, 0, ({},), "folder")
 EXPERTS = {"enable_expert_parallel": True}
 ON_H200S: dict[str, tuple[ModelConfig, dict[str, Any]]] = {
     "one": (LLAMA, {}),
@@ -162,11 +164,11 @@ def test_a_process_leaves_programs_with_timed_products_to_the_engine():
         Job(name, {}, name, lambda: unwritten, options)
         for name, options in (("untimed", {**UNTIMED, "xla_gpu_x": 1}), ("timed", {"xla_gpu_x": 1}))
     ]
-    lines = [msgspec.json.encode(Wanted(job.name, ())) for job in jobs]
+    lines = map(msgspec.json.encode, (DESCRIPTION, *(Wanted(job.name, ()) for job in jobs)))
     replies = io.BytesIO()
     executor = mock.Mock(jobs=lambda: jobs)
     executor.name = ""
-    answer([executor], lines, replies)
+    answer(lambda _: [executor], lines, replies)
     assert replies.getvalue() == b'"RuntimeError: compiled"\n""\n'
 
 
@@ -334,6 +336,62 @@ def test_programs_go_to_all_processes_and_each_once(tmp_path):
         assert len(made.failed) == 60 and 1 < len(set(made.failed.values())) <= 3
 
 
+def test_a_second_description_ends_the_programs_of_the_first(tmp_path):
+    """The process replies with the memory of the description that it has at a program."""
+    script = """
+import json, sys
+next(sys.stdin)
+for line in map(json.loads, sys.stdin):
+    if "memory" in line:
+        memory = line["memory"]
+    else:
+        print(json.dumps(f"{memory}"), flush=True)
+"""
+    with processes(tmp_path, script) as made:
+        first = [made.ask(Wanted(f"step {i}", ())) for i in range(20)]
+        made.guess = (7,)
+        made.describe(msgspec.structs.replace(DESCRIPTION, memory=5))
+        assert sum(not future.done() for future in first) <= 1 and made.guess is None  # one is being made
+        second = [made.ask(Wanted(f"other {i}", ())) for i in range(3)]
+        made.describe(msgspec.structs.replace(DESCRIPTION, memory=5))  # an equal one changes nothing
+        assert not wait([*first, *second], 60).not_done
+    assert {made.failed[f"other {i}"] for i in range(3)} == {"5"}
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_programs_are_asked_for_while_the_weights_are_loaded(fits, cache, tmp_path, monkeypatch, caplog):
+    """Weights of other shapes than expected are described again. The tokens are those of an engine alone."""
+    cache(str(tmp_path))
+    load, absent, described = start._load, start._absent, []
+    asked = threading.Event()
+
+    def slow(*args):
+        assert asked.wait(60)
+        return load(*args)
+
+    def record(self, description):
+        described.append(description)
+        tell(self, description)
+        asked.set()
+
+    def other(config, model, mesh, stage):
+        found = absent(config, model, mesh, stage)
+        if fits:
+            return found
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float16, sharding=a.sharding), found)
+
+    tell = LoweringProcesses.describe
+    alone = drawn(dataclasses.replace(SETTINGS, compilation_cache_dir=""))
+    for path in (tmp_path / "lowered").iterdir():
+        path.unlink()
+    monkeypatch.setattr(start, "_load", slow)
+    monkeypatch.setattr(start, "_absent", other)
+    monkeypatch.setattr(LoweringProcesses, "describe", record)
+    with caplog.at_level(logging.WARNING):
+        assert drawn(dataclasses.replace(SETTINGS, lowering_processes=1)) == alone
+    assert not caplog.records and (described[0] == described[-1]) == fits
+
+
 def test_programs_of_withdrawn_pages_are_not_begun(tmp_path):
     """The process waits for a file, so that it has begun one program."""
     go = tmp_path / "go"
@@ -391,7 +449,7 @@ def test_processes_end_with_their_owner(tmp_path):
         )
         made.start()
         if describes:
-            made.describe(Description(EngineConfig("m"), LLAMA, {}, False, None, 0, ({},), str(tmp_path)))
+            made.describe(DESCRIPTION)
             wait([made.ask(Wanted("step", ()))])
         made.close()
         for process, _ in made._processes:
