@@ -284,11 +284,34 @@ def test_the_schema_types_a_bare_value(form, schema, text, value):
             '<|tool_call>call:f{a : nil, b:[ ], <|"|>c<|"|>:word }',
             {"a": None, "b": [], "c": "word"},
         ),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {}}\n', {}),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {}, "arguments": {"a": 1}}</tool_call>', {}),
     ],
 )
 def test_small_departures_from_a_form(form, text, found):
     content, [call] = split(text, FORMS[form])
     assert (content, call.name, json.loads(call.arguments)) == ("", "f", found)
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ("llama3_json", '{"name": "f", "parameters": {"a": x}}'),
+        ("llama3_json", '{"name": "f", "parameters": {"a": [}}}'),
+        ("llama3_json", '{"id": x, "name": "f", "parameters": {}}'),
+        ("mistral", '[TOOL_CALLS]f[ARGS]{"a": NaN}'),
+        ("mistral", '[TOOL_CALLS][{"id": x, "name": "f", "arguments": {}}]'),
+    ],
+)
+def test_what_is_no_json_is_content(form, text):
+    assert read(form, text, range(len(text)))[:2] == (text, [])
+
+
+@pytest.mark.parametrize("begun", ['{"a": [', '{"a": "', '"'])
+def test_a_mark_ends_a_call_of_hermes_at_once(begun):
+    cut = f'<tool_call>{{"name": "f", "arguments": {begun}</tool_call>'
+    text = f'{cut}<tool_call>{{"name": "f", "arguments": {{}}}}</tool_call>'
+    assert read("hermes", text, range(len(text)))[:2] == (cut, [ToolCall("f", "{}")])
 
 
 def test_a_broken_call_is_content_and_the_next_one_is_read():
