@@ -68,7 +68,7 @@ def commands(devices: int) -> dict[str, list[str]]:
             "llama-3.1-8b",
             f"stages-policies-pp{n}",
             [*PIPELINE, *stages, "--num_requests", "160", "--slots", "32"],
-            *("--model", "llama-3.1-8b", "--repeats", "3"),
+            *("--model", "llama-3.1-8b", "--repeats", "3", "--step_sizes", "32,256,1024,1536,2048,3072"),
         ),
         "busy-8b": _to(
             "llama-3.1-8b",

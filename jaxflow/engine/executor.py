@@ -104,6 +104,11 @@ class Job:
     layered: bool = False
 
 
+def _is_made(job: Job) -> bool:
+    """Return True for a program that is compiled, and not only deferred."""
+    return job.key in job.table and not isinstance(job.table[job.key], DeferredProgram)
+
+
 def _is_timed(options: Mapping[str, Any]) -> bool:
     """Return True if XLA times products of programs with these options."""
     return on_gpu() and not needs_no_gpu(options)
@@ -425,7 +430,7 @@ class Executor:
             job
             for job in self.jobs()
             if not any(job.table is table and job.key == key for table, key in done)
-            and (job.table is self._steps or job.key not in job.table)
+            and (job.table is self._steps or not _is_made(job))
         ]
         later = [job for job in every if self._is_deferred(job.table, job.key)]
         jobs = [job for job in every if not self._is_deferred(job.table, job.key)]

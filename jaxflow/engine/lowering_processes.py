@@ -48,6 +48,7 @@ log = logging.getLogger(__name__)
 ROOT = Path(__file__).parents[2]  # the folder of the packages, so that a process imports the same files
 COMMAND = (sys.executable, "-m", "jaxflow.engine.lowering_worker")
 PROGRAMS_A_PROCESS = 8  # One process more gains less than a second of a start with 50 programs.
+AWAITED_A_PROCESS = 2  # where nothing is served before all programs are compiled
 MOST_PROCESSES = 32
 FEW_PROCESSES = 8  # where PROGRAMS_A_PROCESS gives fewer
 # XLA's passes take longer for each layer. One process compiles a step of Llama-3-70B in fp8, of 80 layers, in
@@ -103,6 +104,7 @@ def number_of_processes(
     *,
     layers: int = 0,
     nano_ops: int = DENSE_OPS,
+    waits: bool = False,
     cores: int | None = None,
     free_bytes: int | None = None,
 ) -> int:
@@ -113,6 +115,7 @@ def number_of_processes(
       asked: the setting `lowering_processes`.
       layers: the most layers of one program.
       nano_ops: the most nano-ops of a layer.
+      waits: the start waits for all programs, and not only for those that an engine begins with.
       cores: None for those of this process.
       free_bytes: of host memory, of which the processes take half at most; None for those of this machine.
     """
@@ -124,7 +127,8 @@ def number_of_processes(
         free_bytes = free_host_bytes()
     programs = STEP_PROGRAMS * steps
     few = min(programs, FEW_PROCESSES)
-    useful = min(max(programs // PROGRAMS_A_PROCESS, few, _deep_programs(steps, layers)), MOST_PROCESSES)
+    share = AWAITED_A_PROCESS if waits else PROGRAMS_A_PROCESS
+    useful = min(max(programs // share, few, _deep_programs(steps, layers)), MOST_PROCESSES)
     fit = min(useful, cores // 2, free_bytes // (2 * process_bytes(layers, nano_ops)))
     return fit if fit > 1 else 0
 

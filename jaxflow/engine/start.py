@@ -448,17 +448,22 @@ def _warm_up(
     """
     first = first_layouts(config, model, executor.layouts)
     wait = (lambda: None) if team is None else team.wait_until_compiled
-    with tqdm(total=None, desc="Compiling", disable=not progress, unit="program", delay=1.0) as bar:
+    with _bar(progress) as bar:
         return executor.warm_up(_advance(bar), wait, first)
 
 
+def _bar(progress: bool) -> tqdm:
+    return tqdm(total=None, desc="Compiling", disable=not progress, unit="program", delay=1.0)
+
+
 def _lowering(
-    config: EngineConfig, model: ModelConfig, plans: Mapping[int, Sequence[Plan]]
+    config: EngineConfig, model: ModelConfig, plans: Mapping[int, Sequence[Plan]], waits: bool = False
 ) -> LoweringProcesses | None:
     """Return the processes that lower and compile the programs of a start. The caller closes them.
 
     None where the engine lowers its programs. Without the setting `lowering_processes`, the engine does so on
     devices without Mosaic kernels, whose programs take a fraction of a second each. config: resolved.
+    waits: see `number_of_processes`.
     """
     if config.enforce_eager:  # a process takes longer to start than the programs take to be lowered
         return None
@@ -466,7 +471,7 @@ def _lowering(
     steps = config.pipeline_parallel_size * sum(len(several) for several in plans.values())
     layers = max(stage_layers(config, model))
     nano_ops = max(len(plan.nano_ops) for several in plans.values() for plan in several)
-    count = number_of_processes(steps, asked, layers=layers, nano_ops=nano_ops)
+    count = number_of_processes(steps, asked, layers=layers, nano_ops=nano_ops, waits=waits)
     if not count or (asked is None and not has_bounded(device.capability)):
         return None
     undo, folder = contextlib.ExitStack(), lowered_folder()
@@ -556,6 +561,28 @@ def make_staged_executor(
     _start_unless_known(lowering, executor.num_pages)
     for stage in executor.stages:
         _add_page_copies(config, stage)
+    return executor
+
+
+def make_warm(
+    config: EngineConfig, checkpoint: Checkpoint, *, progress: bool, times: StartTimes
+) -> Executor | StagedExecutor:
+    """Return an executor that has compiled all its programs, for a command that makes its own loops.
+
+    Other processes prepare the programs, as in a start of an engine. All of them have ended their work.
+    Arguments: see `make_executor`.
+    """
+    model = checkpoint.model_config
+    plans = choose_plans(config, model)
+    make = make_executor if config.pipeline_parallel_size == 1 else make_staged_executor
+    with contextlib.ExitStack() as end:
+        lowering = _lowering(config, model, plans, waits=True)
+        if lowering is not None:
+            end.callback(lowering.close)
+        executor = make(config, checkpoint, plans, progress=progress, times=times, lowering=lowering)
+        with _bar(progress) as bar:
+            executor.warm_up(_advance(bar))
+        _end_lowering(executor)
     return executor
 
 

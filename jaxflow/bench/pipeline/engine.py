@@ -2,7 +2,8 @@
 
 import dataclasses
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,10 @@ from jaxflow.bench.workload.drive import greedy_requests, run_loop
 from jaxflow.bench.workload.lengths import Item, prompts
 from jaxflow.config import ConfigError, EngineConfig
 from jaxflow.engine.staged_executor import StagedExecutor
-from jaxflow.engine.start import choose_plans, make_loop, make_staged_executor, resolve
+from jaxflow.engine.start import make_loop, make_warm, resolve
+from jaxflow.engine.start_times import StartTimes
+from jaxflow.engine.start_times import describe as describe_start
+from jaxflow.engine.step_plans import step_sizes
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.request import Request
 from jaxflow.scheduler.scheduler import DecodeMaximal, StepPolicy
@@ -29,6 +33,8 @@ POLICIES: dict[str, Callable[[], StepPolicy]] = {
     "orca-worst": OrcaWorst,
     "request-level": RequestLevel,
 }
+
+CUTS_PROMPTS = {"sarathi"}
 
 
 def measure(
@@ -45,12 +51,13 @@ def measure(
     """Run the items under each policy on pipeline stages, in turns, and return the report.
 
     All items wait from the start. SARATHI's steps have `chunk` tokens. The steps of the other policies hold
-    the longest prompt and all decodes, because these policies do not cut prompts.
+    the longest prompt and all decodes, because these policies do not cut prompts. Without `step_sizes`, the
+    step sizes are those of `reached`.
 
     Args:
       slots: running sequences of a micro-batch.
       policies: the names to compare.
-      keep: receives the report of the runs so far after each run.
+      keep: receives the report of the start, and the report of the runs so far after each run.
       repeats: runs of each policy. The report has each policy's run of median duration.
 
     Raises:
@@ -65,7 +72,7 @@ def measure(
             "pipeline_parallel_size", stages, "at least 2 stages, which bubbles can lie between"
         )
     seqs = slots * stages
-    longest = max(item.prompt_tokens for item in items)
+    longest = max(item.prompt_tokens for item in items) if {*policies} - CUTS_PROMPTS else 0
     config = dataclasses.replace(
         config,
         max_num_seqs=seqs,
@@ -76,36 +83,69 @@ def measure(
     )
     checkpoint = open_checkpoint(config.model, load_format=config.load_format)
     model = checkpoint.model_config
-    config = resolve(config, model)
-    executor = make_staged_executor(config, checkpoint, choose_plans(config, model), progress=False)
-    warm_up_s = executor.warm_up()
+    times = StartTimes()
+    with times.phase("devices"):  # the first use of JAX's devices is here
+        config = resolve(config, model)
+    if config.step_sizes is None:
+        found = reached(step_sizes(config), items, policies, seqs=seqs, chunk=chunk)
+        config = dataclasses.replace(config, step_sizes=",".join(map(str, found)))
+    tell(f"steps of {config.step_sizes} tokens on {stages} stages")
+    executor = make_warm(config, checkpoint, progress=sys.stderr.isatty(), times=times)
+    assert isinstance(executor, StagedExecutor)
+    start = times.summary()
+    tell(describe_start(start))
     requests = greedy_requests(items, prompts(items, model.vocab_size, seed))
     runs: dict[str, list[Run]] = {name: [] for name in policies}
-    turns = [name for _ in range(repeats) for name in policies]
-    print(f"ready after {warm_up_s:.0f} s", file=sys.stderr, flush=True)
+    turns = [(repeat, name) for repeat in range(1, repeats + 1) for name in policies]
     tokens = sum(item.prompt_tokens + item.output_tokens for item in items)
     head = {
         "engine_config": dataclasses.asdict(config),
         "layers": [len(stage.weights["layers"]) for stage in executor.stages],
-        "warm_up_s": warm_up_s,
+        "start": start,
         "requests": len(items),
         "slots": slots,
         "chunk": chunk,
         "repeats": repeats,
     }
-    result: dict[str, Any] = {}
-    for name in turns:
+    result: dict[str, Any] = head | {"policies": {}, "ratios": {}, "seconds": {}}
+    keep(result)
+    for repeat, name in turns:
+        tell(f"{name}: run {repeat} of {repeats} begins")
         budget = chunk if name == "sarathi" else config.max_num_batched_tokens
         loop = make_loop(config, model, executor, policy=POLICIES[name](), token_budget=budget)
         with machine.watch(config.parallel.devices) as readings:
             seconds, trace = run_once(loop, executor, requests)
         runs[name].append((seconds, trace, machine.power_summary(readings)))
-        print(f"{name}: {runs[name][-1][0]:.1f} s", file=sys.stderr, flush=True)
+        tell(f"{name}: run {repeat} of {repeats} took {seconds:.1f} s")
         found = {name: describe(*median(several), tokens) for name, several in runs.items() if several}
         every = {name: [seconds for seconds, *_ in several] for name, several in runs.items()}
         result = head | {"policies": found, "ratios": ratios(found), "seconds": every}
+        result["compilations_after_warmup"] = executor.compilations
         keep(result)
     return result
+
+
+def reached(
+    sizes: Sequence[int], items: Sequence[Item], policies: Collection[str], *, seqs: int, chunk: int
+) -> tuple[int, ...]:
+    """Return the step sizes that steps of the policies run at, and the largest size.
+
+    A step has decodes only, or it is SARATHI's, or it has a whole prompt.
+
+    Args:
+      sizes: ascending. A step runs at the smallest one that holds its tokens.
+      seqs: most decodes of a step.
+      chunk: most tokens of SARATHI's steps.
+    """
+    few = max(seqs, chunk if CUTS_PROMPTS & {*policies} else 0)
+    prompts = [item.prompt_tokens for item in items] if {*policies} - CUTS_PROMPTS else []
+    whole = min(prompts, default=sizes[-1])
+    return tuple(size for size, less in zip(sizes, (0, *sizes), strict=False) if less < few or whole <= size)
+
+
+def tell(line: str) -> None:
+    """Print a line of progress with the time of the day, so that a log shows where a cut run stood."""
+    print(f"{time.strftime('%H:%M:%S')} {line}", file=sys.stderr, flush=True)
 
 
 def ratios(found: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:

@@ -14,7 +14,9 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
+from unittest import mock
 
+import hurry
 import jax
 import paths
 import pytest
@@ -140,6 +142,19 @@ def expected(request):
 
 def requests_late() -> list[Request]:
     return [dataclasses.replace(one, request_id=f"late-{one.request_id}") for one in requests(1)[:3]]
+
+
+def test_a_start_that_read_its_first_layouts_early_makes_all_programs(monkeypatch):
+    monkeypatch.setattr(hurry, "shares", False)  # the programs below are none
+    config = resolve(SETTINGS, CHECKPOINT.model_config)
+    plans = choose_plans(config, CHECKPOINT.model_config)
+    made = make_executor(config, CHECKPOINT, plans, progress=False)
+    made.defers = False
+    made._lower = made._lower_small = made._compile = lambda *_: mock.Mock()
+    made.compile_early(made.num_pages, first=[made.layouts[48][0]])
+    assert made.unready()
+    made.compile()
+    assert not made.unready()
 
 
 @pytest.mark.parametrize("seed", [0, 1])

@@ -481,15 +481,16 @@ def test_a_process_takes_no_more_memory_than_is_counted(layers, nano_ops, measur
 def test_a_start_has_no_more_processes_than_programs_cores_and_memory(
     steps, layers, nano_ops, cores, free, more, more_bytes
 ):
-    def number(steps: int, layers: int, cores: int, free: int, nano_ops: int = nano_ops) -> int:
+    def number(steps: int, layers: int, cores: int, free: int, nano_ops: int = nano_ops, **how) -> int:
         return number_of_processes(
-            steps, None, layers=layers, nano_ops=nano_ops, cores=cores, free_bytes=free
+            steps, None, layers=layers, nano_ops=nano_ops, cores=cores, free_bytes=free, **how
         )
 
     found = number(steps, layers, cores, free)
     assert found != 1 and found <= min(lowering_processes.STEP_PROGRAMS * steps, cores)
     assert found * lowering_processes.process_bytes(layers, nano_ops) <= free
     assert number(steps, layers, cores, free, nano_ops + more) <= found
+    assert found <= number(steps, layers, cores, free, waits=True) <= cores
     assert number(steps + more, layers, cores, free) >= found
     assert number(steps, layers, cores + more, free) >= found
     assert number(steps, layers, cores, free + more_bytes) >= found
