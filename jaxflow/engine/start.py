@@ -156,9 +156,9 @@ def prepare_process(config: EngineConfig) -> None:
     choose_platform()
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{config.gpu_memory_utilization:.3f}")
     if config.kv_offloading_size:
-        os.environ.setdefault(
-            "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(pinned_pool_gib(config.kv_offloading_size))
-        )
+        devices = config.tensor_parallel_size * config.pipeline_parallel_size * config.data_parallel_size
+        limit = pinned_pool_gib(config.kv_offloading_size, devices)
+        os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(limit))
     where = config.compilation_cache_dir
     where = str(Path.home() / ".cache" / "jaxflow" / "compiled") if where is None else where
     if where and not jax.config.jax_compilation_cache_dir:

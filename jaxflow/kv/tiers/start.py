@@ -48,9 +48,13 @@ _BATCH = 16  # pages in a call that reserves memory
 # ---- sizes
 
 
-def pinned_pool_gib(kv_offloading_size: float, staging_bytes: int = STAGING_BYTES) -> int:
-    """Return the limit, in GiB, that XLA's pool of pinned host memory needs; XLA's default is 64."""
-    return max(64, int(kv_offloading_size * PINNED_SLACK + 2 * staging_bytes / 2**30 + 4))
+def pinned_pool_gib(kv_offloading_size: float, devices: int = 1, staging_bytes: int = STAGING_BYTES) -> int:
+    """Return the limit, in GiB, that XLA's pool of pinned host memory needs; XLA's default is 64.
+
+    Each GPU has a pool of its own, which holds its part of the pages. devices: of the engine.
+    """
+    part = kv_offloading_size / devices
+    return max(64, int(part * PINNED_SLACK + 2 * staging_bytes / 2**30 + 4))
 
 
 def staging_bytes(sizes: tuple[int, ...], free_bytes: int | None = None) -> int:

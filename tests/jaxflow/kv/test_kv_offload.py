@@ -293,6 +293,7 @@ class TestStart:
         assert staging_bytes((1 << 20, 3 << 20), 1 << 20) == 12 << 20
         assert pinned_pool_gib(1) == 64
         assert pinned_pool_gib(100) >= 125
+        assert pinned_pool_gib(400, 4) == pinned_pool_gib(100)
 
 
 def test_a_fetch_pays_where_the_link_is_faster_than_the_computation():
