@@ -22,7 +22,7 @@ from jaxflow.engine.heap import collector_paused
 from jaxflow.engine.kernel_choice import choose_kernels
 from jaxflow.engine.lowered_cache import LoweredPrograms, callable_again, read_signed, write_signed
 from jaxflow.engine.lowering_processes import Description, Wanted
-from jaxflow.engine.start import make_stage
+from jaxflow.engine.start import make_stage, stage_names
 from jaxflow.engine.start_times import StartTimes
 from jaxflow.engine.weight_shapes import from_values
 from jaxflow.model.stage import stages_of
@@ -87,6 +87,7 @@ def make_executors(given: Description) -> list[Executor]:
         jax.config.update("jax_num_cpu_devices", devices)
     meshes = stage_meshes(tp, len(given.weights)) if ranks == 1 else (make_rank_mesh(ranks, tp),)
     stages = stages_of([len(weights["dict"]["layers"]["list"]) for weights in given.weights])
+    names = stage_names(given.model, stages, given.weights)
     made = [
         make_stage(
             given.config,
@@ -102,8 +103,9 @@ def make_executors(given: Description) -> list[Executor]:
             given.memory,
             StartTimes(),
             Path(given.folder),
+            name,
         )
-        for stage, mesh, weights in zip(stages, meshes, given.weights, strict=True)
+        for stage, mesh, weights, name in zip(stages, meshes, given.weights, names, strict=True)
     ]
     if on_gpu():
         for executor, mesh in zip(made, _described(given.target, meshes), strict=True):

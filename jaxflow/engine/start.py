@@ -654,11 +654,11 @@ def _make_stages(
     target = target_of(meshes[0]) if lowering is not None and on_gpu() and _untimed(config) else None
 
     def make(weights: Sequence[Weights], one: bool, memory: int) -> list[Executor]:
+        names = stage_names(model, stages, list(map(to_values, weights)))
+        rest = (kernels, is_own, one, graphs, memory, times, folder)
         made = [
-            make_stage(
-                config, model, plans, stage, mesh, each, kernels, is_own, one, graphs, memory, times, folder
-            )
-            for stage, mesh, each in zip(stages, meshes, weights, strict=True)
+            make_stage(config, model, plans, stage, mesh, each, *rest, name=name)
+            for stage, mesh, each, name in zip(stages, meshes, weights, names, strict=True)
         ]
         for executor in made if lowering is not None else ():
             assert executor.lowered is not None
@@ -887,6 +887,23 @@ def _absent(config: EngineConfig, model: ModelConfig, mesh: Mesh, stage: Stage) 
     )
 
 
+def stage_names(model: ModelConfig, stages: Sequence[Stage], weights: Sequence[Any]) -> list[str]:
+    """Return the name of each stage's programs. Stages whose programs differ in their devices only have one
+    name, and so each program of them is lowered and compiled once.
+
+    weights: the shapes of each stage, from `to_values`.
+    """
+    names: dict[str, str] = {}
+
+    def name(stage: Stage, values: Any) -> str:
+        made_of = repr((stage.embeds, stage.samples, stage.config(model).layers, values))
+        return names.setdefault(made_of, f" of layers {stage.first} to {stage.stop}")
+
+    if len(stages) == 1:
+        return [""]
+    return [name(stage, values) for stage, values in zip(stages, weights, strict=True)]
+
+
 def make_stage(
     config: EngineConfig,
     model: ModelConfig,
@@ -901,6 +918,7 @@ def make_stage(
     memory: int,
     times: StartTimes,
     folder: Path | None = None,
+    name: str = "",
 ) -> Executor:
     """Return the executor of one stage, without its KV cache.
 
@@ -910,6 +928,7 @@ def make_stage(
       graphs: see `make_executor`.
       memory: bytes of a device; 0 if unknown.
       folder: of the lowered programs; None for the one in XLA's cache.
+      name: of `stage_names`.
     """
     tp, ranks, layers = config.tensor_parallel_size, config.data_parallel_size, stage.config(model)
     assert config.max_num_seqs is not None and config.max_model_len is not None
@@ -970,7 +989,7 @@ def make_stage(
         ),
         eager=config.enforce_eager,
         times=times,
-        name="" if stage.is_model else f" of layers {stage.first} to {stage.stop}",
+        name=name,
     )
 
 

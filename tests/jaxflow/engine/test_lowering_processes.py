@@ -77,6 +77,7 @@ ON_H200S: dict[str, tuple[ModelConfig, dict[str, Any]]] = {
     "mixture ep": (MIXTURE, {"tensor_parallel_size": 2} | EXPERTS),
     "mixture dp": (MIXTURE, {"data_parallel_size": 2} | EXPERTS),
     "stages tp": (LLAMA, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
+    "equal stages": (dataclasses.replace(LLAMA, layers=LLAMA.layers[:1] * 4), {"pipeline_parallel_size": 4}),
 }
 
 
@@ -197,6 +198,25 @@ def test_sequential_steps_beside_overlapped_ones_need_no_timing():
     assert {key for key, untimed in found.items() if not untimed} == overlapped
 
 
+def test_stages_that_differ_in_their_devices_only_have_the_same_programs():
+    full, window = Layer(rope=Rope(1e4)), Layer(rope=Rope(1e4), window=64)
+    model = dataclasses.replace(LLAMA, layers=(full, full, full, window, full, full))
+    stages = stages_of([1] * 6)
+    mesh = h200.h200_mesh((1,))
+    weights = [
+        to_values(
+            h200.abstract(
+                mesh,
+                stage.weights(shapes(model, 1, jnp.bfloat16)),
+                stage.weights(shardings(model, mesh)),
+            )
+        )
+        for stage in stages
+    ]
+    first, second, third, fourth, fifth, last = start.stage_names(model, stages, weights)
+    assert second == third == fifth and len({first, second, fourth, last}) == 4
+
+
 @pytest.mark.parametrize("script", ["raise SystemExit(3)", ECHO + "print('\"no\"', flush=True)"])
 def test_an_engine_starts_without_its_processes(script, cache, monkeypatch, caplog):
     """Without a cache, too: the folder of the processes is temporary."""
@@ -253,12 +273,25 @@ def compare_on_h200s(case: str, folder: Path) -> None:
         ]
         kernels = start.choose_kernels(config, model)
         assert kernels.can_be_bounded  # Mosaic kernels
+        values = tuple(map(to_values, weights))
+        names = start.stage_names(model, stages, values)
         made = [
             [
                 start.make_stage(
-                    config, model, plans, *of_stage, kernels, True, True, None, memory, StartTimes(), own
+                    config,
+                    model,
+                    plans,
+                    *of_stage,
+                    kernels,
+                    True,
+                    True,
+                    None,
+                    memory,
+                    StartTimes(),
+                    own,
+                    name,
                 )
-                for of_stage in zip(stages, meshes, weights, strict=True)
+                for *of_stage, name in zip(stages, meshes, weights, names, strict=True)
             ]
             for own in (folder / "engine", folder / "process")
         ]
@@ -268,7 +301,7 @@ def compare_on_h200s(case: str, folder: Path) -> None:
             executor.num_pages = pages
         lowering = LoweringProcesses(1, this_device(), KnownStarts.of(folder / "process", "settings"))
         lowering.start()
-        values, target = tuple(map(to_values, weights)), target_of(meshes[0])
+        target = target_of(meshes[0])
         assert target is not None
         lowering.describe(
             Description(config, model, plans, True, None, memory, values, str(folder / "process"), target)
@@ -287,7 +320,9 @@ def compare_on_h200s(case: str, folder: Path) -> None:
             sorted(path.name for path in (folder / name).iterdir() if path.suffix != ".code")
             for name in ("engine", "process")
         ]
-        assert files[0] == files[1] and len(files[0]) == len(jobs[0]) > 1
+        different = {job.name + executor.name for executor, job in jobs[0]}
+        assert files[0] == files[1] and len(files[0]) == len(different) > 1
+        assert (len(different) < len(jobs[0])) == (case == "equal stages")
         for name in files[0]:
             own, other = (kept(folder / side / name) for side in ("engine", "process"))
             assert own is not None and other is not None
