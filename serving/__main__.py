@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import uvloop
-from absl import app, flags
+from absl import flags
 
 import jaxflow.cli.engine_flags
-from jaxflow.cli.exit_status import run_command
+from jaxflow.cli.exit_status import run_command, usage_error
 from jaxflow.config import ConfigError, EngineConfig
 from jaxflow.engine.heap import collector_paused, freeze_heap
 from jaxflow.model.checkpoints.model_names import check_name
@@ -174,7 +174,9 @@ def run(
     other_role: returns the exit status of a process that does something else than serving, or None.
     """
     if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
+        return usage_error(
+            f"unexpected arguments: {' '.join(argv[1:])}; the model is the first argument, or --model"
+        )
     try:
         engine = jaxflow.cli.engine_flags.engine_config_from_flags()
         config = ServerConfig(

@@ -63,6 +63,8 @@ def answer_file(options: Options, load: Callable[[], BatchEngine]) -> int:
         if not options.input_file.is_file():
             raise ConfigError("input_file", str(options.input_file), "a file that exists")
         check_output("output_file", str(options.output_file))
+        if options.output_file.exists() and not options.output_file.is_file():
+            raise ConfigError("output_file", str(options.output_file), "a regular file, or none yet")
         for name in ("input_file", "output_file"):
             check_format(name, getattr(options, name))
         with json_lines(options.input_file) as source:

@@ -17,9 +17,9 @@ import sys
 from typing import Any
 
 import grpc
-from absl import app, flags
+from absl import flags
 
-from jaxflow.cli.exit_status import run_command
+from jaxflow.cli.exit_status import run_command, usage_error
 from serving.grpc import generate_pb2 as pb
 from serving.grpc.connection import DEFAULT_TARGET, Answer, Client, Prompt, RequestFailed
 
@@ -113,7 +113,7 @@ def main(argv: list[str]) -> int:
     prompt = " ".join(argv[1:])
     chat = flags.FLAGS.chat
     if not prompt and not chat and sys.stdin.isatty():
-        raise app.UsageError('give a prompt, as in: python -m serving.client "Once upon a time", or --chat')
+        return usage_error('give a prompt, as in: python -m serving.client "Once upon a time", or --chat')
     try:
         prompt = prompt if prompt or chat else sys.stdin.read()
         with asyncio.Runner() as runner:
@@ -293,8 +293,9 @@ def report_failure(error: RequestFailed, target: str) -> int:
         )
         text = f"{error.message or error.code.name}{retry}"
     else:
-        start = "start one with: python -m serving --model ..."
-        text = f"no server answers at {target}; {start}  ({error.message})"
+        http = "://" in target or "HTTP/2" in error.message  # a URL, or a port of HTTP
+        hint = _ADDRESS if http else "start one with: python -m serving --model ..."
+        text = f"no server answers at {target}; {hint}  ({error.message})"
     print(f"error: {text}", file=sys.stderr)
     return 1
 

@@ -43,10 +43,15 @@ def run_command(
         except flags.Error as error:
             name = error.flagname if isinstance(error, flags.UnrecognizedFlagError) else ""
             hint = f"{others[name]}\n" if name in others else ""
-            print(f"error: {flag_error(error)}\n{hint}--help lists the flags", file=sys.stderr)
-            sys.exit(2)
+            sys.exit(usage_error(f"{flag_error(error)}\n{hint}".rstrip()))
 
     app.run(functools.partial(exit_status, main), argv=canonical(sys.argv), flags_parser=parsed)
+
+
+def usage_error(message: str) -> int:
+    """Print an error of a command line. Return its exit status, 2."""
+    print(f"error: {message}\n--help lists the flags", file=sys.stderr)
+    return 2
 
 
 def exit_status(main: Callable[[list[str]], int], argv: Sequence[str]) -> int:

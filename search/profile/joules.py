@@ -1,4 +1,4 @@
-"""Print the joules per token of each op of a step, the least that were seen for it, and the difference.
+r"""Print the joules per token of each op of a step, the least that were seen for it, and the difference.
 
   python -m search joules --profile search/profiles/h200-llama-3.1-8b.json \
       --plans benchmarks/h200/llama-3.1-8b/plans-bf16-sequential.json

@@ -153,6 +153,7 @@ def write_parquet(outputs: Iterable[bytes], path: Path) -> None:
     text = pyarrow.string()
     fields = {"id": text, "custom_id": text, "status_code": pyarrow.int32(), "request_id": text, "body": text}
     schema = pyarrow.schema(list(fields.items()))
+    path = path.resolve()  # a link stays a link
     part = path.with_name(f".{path.name}.part")
     try:
         with open(part, "wb") as file:

@@ -258,6 +258,7 @@ def error_lines(journal: Journal, source: InputFile, code: str, message: str) ->
 
 def write_lines(lines: Iterable[bytes], path: Path) -> int:
     """Write lines to a file that appears whole or not at all. Return their number. Raises: OSError."""
+    path = path.resolve()  # a link stays a link
     part = path.with_name(f".{path.name}.part")
     count = 0
     try:

@@ -78,8 +78,8 @@ class Server:
             (*_MAIN_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), main
         )
         reflection.enable_server_reflection((_ADMIN_SERVICE, reflection.SERVICE_NAME), admin)
-        self.port = _bind(main, config.host, config.port, credentials)
-        self.admin_port = _bind(admin, config.admin_host, config.admin_port, credentials)
+        self.port = _bind(main, config.host, config.port, credentials, "port")
+        self.admin_port = _bind(admin, config.admin_host, config.admin_port, credentials, "admin_port")
         for listener in (main, admin):
             await listener.start()
             self._listeners.append(listener)
@@ -124,8 +124,13 @@ def _options(config: ServerConfig) -> list[tuple[str, int]]:
     ]
 
 
-def _bind(listener: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None) -> int:
-    """Bind and return the port. Raises: ListenError with the system's reason, which gRPC does not report."""
+def _bind(
+    listener: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None, flag: str
+) -> int:
+    """Bind and return the port that `flag` gave.
+
+    Raises: ListenError with the system's reason, which gRPC does not report.
+    """
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
         family, kind, protocol, _, name = socket.getaddrinfo(
@@ -145,7 +150,7 @@ def _bind(listener: grpc.aio.Server, host: str, port: int, credentials: grpc.Ser
     except (RuntimeError, OverflowError) as error:
         reason = str(error)
     raise ListenError(
-        f"cannot listen on {address}: {reason}; accepted: another address, or 0 for a free port"
+        f"cannot listen on {address}: {reason}; accepted: another address, or --{flag} 0 for a free port"
     )
 
 

@@ -111,7 +111,7 @@ def _bind(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         shown = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         reason = getattr(error, "strerror", None) or error
-        accepted = "another address, or 0 for a free port"
+        accepted = "another address, or --http_port 0 for a free port"
         raise ListenError(f"cannot listen on {shown}: {reason}; accepted: {accepted}") from error
     return listener
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
+import grpc
 import httpx
 import paths
 import pytest
@@ -279,6 +280,17 @@ def test_a_closed_standard_output_is_no_error():
             assert (asked.returncode, errors) == (128 + signal.SIGPIPE, b"")
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [("http://127.0.0.1:8000", "errors resolving"), ("127.0.0.1:8000", "Failed parsing HTTP/2")],
+)
+def test_an_address_of_http_is_explained(target, reason, capsys):
+    failure = client.RequestFailed(grpc.StatusCode.UNAVAILABLE, reason, from_server=False)
+    assert client.report_failure(failure, target) == 1
+    said = capsys.readouterr().err
+    assert "--target HOST:PORT" in said and "start one" not in said
 
 
 def test_no_server():

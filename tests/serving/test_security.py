@@ -190,7 +190,8 @@ def test_a_port_in_use_is_found_at_the_start(which):
         async with serving() as (server, _):
             taken = getattr(server, which)
             with pytest.raises(
-                ListenError, match=rf"cannot listen on 127\.0\.0\.1:{taken}: Address already in use"
+                ListenError,
+                match=rf"cannot listen on 127\.0\.0\.1:{taken}: Address already in use.* --{which} 0 ",
             ):
                 await Server(ServedModel(ServerConfig(**{"port": 0, "admin_port": 0, which: taken}))).start()
 

@@ -26,6 +26,7 @@ import contextlib
 import itertools
 import math
 import ssl
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -226,6 +227,16 @@ async def _connect(stack: contextlib.AsyncExitStack) -> ServerBackend:
     return OpenAiBackend(http, chat=f.backend == "openai-chat", text=f.text_prompts, name=f.served_model_name)
 
 
+async def _ready(backend: ServerBackend, wait_s: float) -> None:
+    """Wait until the server is ready, and say so after 2 s. Raises: as `ServerBackend.wait_until_ready`."""
+    text = f"waiting for the server, at most {wait_s:g} s (--wait_s)"
+    notice = asyncio.get_running_loop().call_later(2.0, lambda: print(text, file=sys.stderr))
+    try:
+        await backend.wait_until_ready(wait_s)
+    finally:
+        notice.cancel()
+
+
 async def _run() -> dict[str, Any]:
     f = flags.FLAGS
     check_flags()
@@ -235,7 +246,7 @@ async def _run() -> dict[str, Any]:
         admin = (
             await stack.enter_async_context(Client(f.admin_target, **_access())) if f.admin_target else None
         )
-        await backend.wait_until_ready(f.wait_s)
+        await _ready(backend, f.wait_s)
         served = await backend.model()
         config = find_model_config(f.model or served.name)
         vocab_size = served.vocab_size or (config.vocab_size if config else None)

@@ -15,6 +15,7 @@ import pytest
 from fake_llm import FakeLLM
 
 from serving.batch.journal import AnsweredLine, _decode, read_frames
+from serving.batch.runner import write_lines
 from serving.batch_command import Options, answer_file
 from serving.batch_engine import LocalEngine
 
@@ -119,6 +120,21 @@ def test_an_output_that_cannot_be_written_is_refused_first(tmp_path, capsys):
     source = write(tmp_path / "in.jsonl", [line(0)])
     assert answer_file(Options(source, tmp_path / "none" / "out", "fake"), never) == 1
     assert "output_file" in capsys.readouterr().err
+
+
+def test_an_output_that_is_no_regular_file_is_refused(tmp_path, capsys):
+    source, pipe = write(tmp_path / "in.jsonl", [line(0)]), tmp_path / "pipe"
+    os.mkfifo(pipe)
+    assert answer_file(Options(source, pipe, "fake"), never) == 1
+    assert "regular file" in capsys.readouterr().err
+    assert pipe.is_fifo()
+
+
+def test_a_link_to_the_output_stays_a_link(tmp_path):
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "target")
+    assert write_lines([b"{}"], link) == 1
+    assert link.is_symlink() and (tmp_path / "target").read_bytes() == b"{}\n"
 
 
 @pytest.mark.parametrize(
