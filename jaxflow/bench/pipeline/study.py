@@ -159,7 +159,10 @@ def define_flags() -> None:
     flags.DEFINE_integer("repeats", 3, "Without --simulate: runs of each policy.", lower_bound=1)
     flags.DEFINE_list("policies", list(engine.POLICIES), "The policies to run; see --ratios_only.")
     flags.DEFINE_string(
-        "step_sizes", None, "Without --simulate: token counts of the compiled steps. Default: as the engine."
+        "step_sizes",
+        None,
+        "Without --simulate: token counts of the compiled steps. Default: the engine's sizes that the "
+        "policies use.",
     )
     flags.DEFINE_string(
         "compilation_cache_dir", None, "Without --simulate: keep compiled programs in this folder."
