@@ -175,7 +175,10 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--output_json", type=Path, required=True)
     given = parser.parse_args(arguments)
-    settings = json.loads(given.settings.read_text("utf-8"))
+    try:
+        settings = json.loads(given.settings.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        parser.error(f"{given.settings}: no settings in JSON ({error})")
     runs: list[dict[str, Any]] = []
     line = shlex.join(["python", "-m", "benchmarks.in_turns", *arguments])
     begin = time.monotonic()

@@ -81,6 +81,8 @@ def answer_file(options: Options, load: Callable[[], BatchEngine]) -> int:
         known = isinstance(error, JournalError | OSError | StartFailed)
         if not (known or type(error).__module__.startswith("jaxflow.")):
             raise
+        if isinstance(error, OSError) and not error.filename:  # a full disk names no file
+            error.filename = str(options.output_file)
         return _fail(str(error))
     finally:
         if batch is not None:

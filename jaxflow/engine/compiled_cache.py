@@ -34,7 +34,7 @@ def find(key: str, *args: Any, **named: Any) -> tuple[Any, int | None]:
     except jax.errors.JaxRuntimeError:  # the entry is whole, and the device refuses the program
         raise
     except Exception as error:
-        log.warning("a damaged program is compiled again: %s: %s", type(error).__name__, error)
+        log.warning("a program that cannot be read is compiled again: %s: %s", type(error).__name__, error)
         with contextlib.suppress(OSError):
             _path(str(jax.config.jax_compilation_cache_dir), key).unlink()
         return None, None

@@ -92,3 +92,12 @@ def test_no_run_begins_that_would_end_after_the_limit(tmp_path):
     slow = {"name": "a", "command": ["-c", "import time; time.sleep(1.0)\n" + WRITE.format("{}")]}
     status, found = run(tmp_path, slow, turns=5, arguments=["--limit_s", "1.5"], figures=[])
     assert status == 1 and len(found["runs"]) == 1 and set(KEYS) <= set(found)
+
+
+def test_missing_and_broken_settings_are_named(tmp_path, capsys):
+    broken = tmp_path / "broken.json"
+    broken.write_text("{")
+    for path in (tmp_path / "none.json", broken):
+        with pytest.raises(SystemExit):
+            in_turns.main([str(path), "--output_json", str(tmp_path / "out.json")])
+        assert path.name in capsys.readouterr().err

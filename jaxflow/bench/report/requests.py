@@ -260,6 +260,8 @@ def write_json(path: str | Path, result: Mapping[str, Any]) -> None:
 
     An interruption leaves the earlier report whole. A path that is not a regular file, such as a pipe, and a
     file in a folder without write permission are written in place.
+
+    Raises: OSError, which names the file.
     """
     target, text = Path(path).resolve(), json.dumps(result, indent=1, allow_nan=False) + "\n"
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -267,5 +269,10 @@ def write_json(path: str | Path, result: Mapping[str, Any]) -> None:
         target.write_text(text)
         return
     part = target.with_name(f"{target.name}.part")
-    part.write_text(text)
-    part.replace(target)
+    try:
+        part.write_text(text)
+        part.replace(target)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        error.filename = error.filename or str(path)  # a full disk names no file
+        raise

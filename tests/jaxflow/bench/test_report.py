@@ -1,7 +1,9 @@
 """Figures of a report from records with known results, under vLLM's keys and lines."""
 
+import errno
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -177,6 +179,15 @@ def test_an_interrupted_write_leaves_the_earlier_report(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         report.write_json(path, {"a": 2})
     assert json.loads(path.read_text()) == {"a": 1}
+
+    def full(file, text, *args, **kwargs):
+        write(file, text[:2])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match=re.escape(str(path))):
+        report.write_json(path, {"a": 2})
+    assert json.loads(path.read_text()) == {"a": 1} and not path.with_name(f"{path.name}.part").exists()
     monkeypatch.undo()
     link = tmp_path / "link.json"
     link.symlink_to(path)
