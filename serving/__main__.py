@@ -433,12 +433,15 @@ async def serve_until_stopped(
 def report_error(error: Exception) -> int:
     """Print `error` and return exit status 1.
 
-    An error that names a setting or a file is printed as one line. Any other error is a bug and is printed
-    with its traceback.
+    An error that names a setting or a file, and full memory, are printed as one line. Any other error is a
+    bug and is printed with its traceback.
     """
     expected = isinstance(error, ListenError | RequestLogError | TracingError | OSError)
     if expected or type(error).__module__.startswith(("jaxflow.", "serving.cluster.")):
         print(f"error: {error}", file=sys.stderr, flush=True)
+    elif "RESOURCE_EXHAUSTED" in str(error):  # XLA's error, of several lines on a GPU
+        hint = "accepted: a lower --gpu_memory_utilization or --max_num_batched_tokens, or a smaller model"
+        print(f"error: the memory is full: {str(error).splitlines()[0]}; {hint}", file=sys.stderr, flush=True)
     else:
         traceback.print_exception(error)
     return 1

@@ -8,7 +8,7 @@ from certificates import issue
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from harness import client_of, failure, serving, stubs_of, token_request
 
-from serving.__main__ import read_tokens, warnings
+from serving.__main__ import read_tokens, report_error, warnings
 from serving.client import Client, RequestFailed
 from serving.frontend.config import ListenError, ServerConfig
 from serving.frontend.served_model import ServedModel
@@ -196,6 +196,14 @@ def test_a_port_in_use_is_found_at_the_start(which):
                 await Server(ServedModel(ServerConfig(**{"port": 0, "admin_port": 0, which: taken}))).start()
 
     asyncio.run(scenario())
+
+
+def test_full_memory_is_one_line(capsys):
+    assert (
+        report_error(ValueError("RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes.\nAllocator: ...")) == 1
+    )
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "allocating 8 bytes" in said and "--gpu_memory_utilization" in said
 
 
 def test_an_address_of_another_machine_is_refused():
