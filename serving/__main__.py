@@ -174,9 +174,7 @@ def run(
     other_role: returns the exit status of a process that does something else than serving, or None.
     """
     if len(argv) > 1:
-        return usage_error(
-            f"unexpected arguments: {' '.join(argv[1:])}; the model is the first argument, or --model"
-        )
+        return usage_error(f"unexpected arguments: {' '.join(argv[1:])}; accepted: one model, and flags")
     try:
         engine = jaxflow.cli.engine_flags.engine_config_from_flags()
         config = ServerConfig(

@@ -69,16 +69,37 @@ def parse(argv: Sequence[str]) -> None:
 
 
 def engine_arguments(argv: Sequence[str]) -> list[str]:
-    """Return the command line of a server, where a first argument that is no flag is the model.
+    """Return the command line of a server, where the first word that is no flag and no flag's value is the
+    model.
 
     The process ends with status 2 after a flag that was removed, or that only vLLM has.
     """
     if problem := refused_flag(argv):
         print(f"error: {problem}", file=sys.stderr)
         sys.exit(2)
-    if len(argv) > 1 and not argv[1].startswith("-"):
-        return [argv[0], "--model", *argv[1:]]
-    return list(argv)
+    place = _first_word(argv)
+    if place is None:
+        return list(argv)
+    return [argv[0], "--model", argv[place], *argv[1:place], *argv[place + 1 :]]
+
+
+def _first_word(argv: Sequence[str]) -> int | None:
+    """Return the index of the first word that is no flag and no flag's value, or None without such a word.
+
+    None also stands for a command line with the flag --model.
+    """
+    place, found = 1, None
+    while place < len(argv):
+        word = argv[place]
+        name = word.lstrip("-").partition("=")[0].replace("-", "_")
+        if word == "--" or (word.startswith("-") and name == "model"):
+            return None
+        if not word.startswith("-"):
+            found = place if found is None else found
+        elif "=" not in word and name in flags.FLAGS and not flags.FLAGS[name].boolean:
+            place += 1
+        place += 1
+    return found
 
 
 def refused_flag(argv: Sequence[str]) -> str | None:

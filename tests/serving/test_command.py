@@ -191,6 +191,7 @@ def test_one_port_for_both_protocols_names_both_flags():
         (("--model", MODEL, "--auth_token_file=/nope"), "auth_token_file='/nope'"),
         (("--model", MODEL, "--chat_template=/nope"), "chat_template='/nope'"),
         (("--model", MODEL, "--nohttp", "--nogrpc"), "--nogrpc"),
+        (("--host", "localhost", MODEL, "--nohttp", "--nogrpc"), "--nogrpc"),
         (("--model", MODEL, "--batch_dir=/dev/null/batches"), "batch_dir='/dev/null/batches'"),
     ],
 )

@@ -179,12 +179,20 @@ def test_a_flag_of_vllm_names_what_takes_its_place(argument, capsys):
     assert "is not supported: " in capsys.readouterr().err
 
 
-def test_a_first_argument_is_the_model():
-    assert engine_flags.engine_arguments(["program", "m", "--seed=1"]) == [
-        "program",
-        "--model",
-        "m",
-        "--seed=1",
-    ]
-    for same in (["program", "--seed=1", "m"], ["program"], ["program", "--model", "m"]):
-        assert engine_flags.engine_arguments(same) == same
+@pytest.mark.parametrize(
+    "line", ["m --port 1 --on", "--port 1 m --on", "--port=1 m --on", "--port 1 --on m", "--on m --port 1"]
+)
+def test_the_first_word_that_is_no_value_is_the_model(line, monkeypatch):
+    values = flags.FlagValues()
+    flags.DEFINE_integer("port", 0, "", flag_values=values)
+    flags.DEFINE_bool("on", False, "", flag_values=values)
+    flags.DEFINE_string("model", None, "", flag_values=values)
+    monkeypatch.setattr(flags, "FLAGS", values)
+    rest = values(engine_flags.engine_arguments(["program", *line.split()]))
+    assert (rest, values.model, values.port, values.on) == (["program"], "m", 1, True)
+
+
+@pytest.mark.parametrize("line", ["", "--model m", "--model=m other", "--seed=1", "-- m"])
+def test_other_command_lines_stay_as_they_are(line):
+    same = ["program", *line.split()]
+    assert engine_flags.engine_arguments(same) == same
