@@ -12,13 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxflow.config import ConfigError, EngineConfig, ParallelConfig
+from jaxflow.engine import page_count
 from jaxflow.engine import start as build
 from jaxflow.engine import step_plans as engine_plans
 from jaxflow.engine.executor import Executor
+from jaxflow.engine.page_count import memory_budget
 from jaxflow.engine.start import (
     choose_plans,
     dense_products,
-    memory_budget,
     prepare_process,
     resolve,
     start_engine,
@@ -427,7 +428,7 @@ def test_memory_that_the_cache_of_files_holds_is_free(checkpoint, tmp_path, monk
 
 
 def test_pages_that_the_host_has_no_memory_for_are_refused(checkpoint, monkeypatch):
-    monkeypatch.setattr(build, "free_host_bytes", lambda: 2**10)
+    monkeypatch.setattr(page_count, "free_host_bytes", lambda: 2**10)
     with pytest.raises(
         ConfigError,
         match=r"max_model_len=.* GiB of KV pages and .* GiB of host memory are free for them",

@@ -15,7 +15,7 @@ import pytest
 import toy
 
 from jaxflow.config import ConfigError, EngineConfig
-from jaxflow.engine import executor, first_layouts, start
+from jaxflow.engine import executor, first_layouts, page_count, start
 from jaxflow.engine.deferred import wait_until_compiled
 from jaxflow.engine.executor import Executor
 from jaxflow.engine.kernel_choice import choose_kernels
@@ -192,38 +192,38 @@ def test_the_sizes_for_decodes_hold_all_sequences(monkeypatch):
 def test_pages_leave_the_memory_that_the_programs_need(guess, monkeypatch):
     """After a guess that was too small, `compile` compiles the steps again."""
     config, model, made = executor_of(settings_of("stories260K", enforce_eager=True, num_kv_pages=None))
-    monkeypatch.setattr(start, "_guessed_temporary_bytes", lambda *_: guess)
+    monkeypatch.setattr(page_count, "_guessed_temporary_bytes", lambda *_: guess)
     made.defers = False  # as on a GPU
     compile_for, free, need = made.compile_for, (1 << 23) + (1 << 21), 1 << 23
     monkeypatch.setattr(made, "compile_for", lambda *given: max(need, compile_for(*given)))
-    found = start._compiled_pages(config, model, [made], [free])
+    found = page_count._compiled_pages(config, model, [made], [free])
     compiled = dict(made._steps)
     made.allocate(found)
     made.compile()
-    assert found <= start._fitting_pages(config, made, free - need)
+    assert found <= page_count._fitting_pages(config, made, free - need)
     assert all((compiled[key] is step) == (guess == need) for key, step in made._steps.items())
 
 
 def test_processes_compile_each_step_once_for_the_smallest_of_their_guesses(monkeypatch):
     config, model, made = executor_of(settings_of("stories260K", num_kv_pages=None, step_sizes="4,16"))
-    monkeypatch.setattr(start, "on_gpu", lambda: True)
-    monkeypatch.setattr(start, "memory_budget", lambda *_: free)
+    monkeypatch.setattr(page_count, "on_gpu", lambda: True)
+    monkeypatch.setattr(page_count, "memory_budget", lambda *_: free)
     made.defers = False  # as on a GPU
     compile_for, free, need, asked = made.compile_for, 1 << 25, 1 << 23, []
-    monkeypatch.setattr(start, "_guessed_temporary_bytes", lambda *_: need)
+    monkeypatch.setattr(page_count, "_guessed_temporary_bytes", lambda *_: need)
     monkeypatch.setattr(made, "compile_for", lambda *given: max(need, compile_for(*given)))
 
     def least(name, own):
         asked.append(name)
         return tuple(pages - 1 for pages in own) if name == "guessed pages" else own
 
-    found = start._num_pages(config, model, [made], Team(least=least))
+    found = page_count.count_pages(config, model, [made], Team(least=least))
     compiled = dict(made._steps)
     made.allocate(found)
     made.compile()
     assert asked == ["guessed pages", "pages"] and len(compiled) == len(made.layouts)
     assert compiled == made._steps
-    guess = start._first_guess(config, model, [made], [free - made.state_bytes()])
+    guess = page_count.first_guess(config, model, [made], [free - made.state_bytes()])
     assert found == tuple(pages - 1 for pages in guess)
 
 
@@ -243,9 +243,9 @@ def test_the_pages_guessed_before_the_loading_are_those_after_it():
     start._compile_early(config, model, [made], [free], lambda *_: None)
     of_weights = sum(-(-array.nbytes // 256) * 256 for array in jax.tree.leaves(made.weights))
     left = free - of_weights - made.state_bytes()
-    assert made.early_pages == start._first_guess(config, model, [made], [left])
+    assert made.early_pages == page_count.first_guess(config, model, [made], [left])
     steps = dict(made._steps)
-    start._compiled_pages(config, model, [made], [left])
+    page_count._compiled_pages(config, model, [made], [left])
     assert steps == made._steps
 
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxflow.config import EngineConfig
-from jaxflow.engine import first_layouts, start
+from jaxflow.engine import first_layouts, page_count
 from jaxflow.engine.deferred import wait_until_compiled
 from jaxflow.engine.executor import Executor
 from jaxflow.kv.device_cache import page_bytes
@@ -33,7 +33,7 @@ def executor():
 
 
 def guessed(executor, free: int) -> tuple[int, ...] | None:
-    return start._guessed_pages(CONFIG, executor.programs.context.config, [executor], [free])
+    return page_count._guessed_pages(CONFIG, executor.programs.context.config, [executor], [free])
 
 
 def pages_of(executor, free: int, need: int, first=()) -> tuple[tuple[int, ...] | None, list]:
@@ -43,7 +43,7 @@ def pages_of(executor, free: int, need: int, first=()) -> tuple[tuple[int, ...] 
     """
     asked, later, withdrawn = [], [], []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(start, "first_layouts", lambda *_: first)
+        patch.setattr(page_count, "first_layouts", lambda *_: first)
         patch.setattr(executor, "lowering", types.SimpleNamespace(withdraw=withdrawn.append, guess=None))
         patch.setattr(executor, "prepare_first", lambda layouts, pages: asked.append(pages))
         patch.setattr(executor, "prepare_later", lambda pages: later.append(pages))
@@ -57,18 +57,18 @@ def pages_of(executor, free: int, need: int, first=()) -> tuple[tuple[int, ...] 
 @given(st.integers(300, 3000), st.floats(0.0, 3.0))
 def test_a_guess_loses_at_most_a_hundredth_of_the_pages_that_fit(executor, megabytes, share):
     free = megabytes << 20
-    guess = start._guessed_temporary_bytes(CONFIG, executor.programs.context.config)
+    guess = page_count._guessed_temporary_bytes(CONFIG, executor.programs.context.config)
     need = int(guess * share)
     found, asked = pages_of(executor, free, need)
-    fit = start._fitting_pages(CONFIG, executor, free - need)
+    fit = page_count._fitting_pages(CONFIG, executor, free - need)
     assert found is not None
-    assert all(start.GOOD_GUESS * most <= pages <= most for pages, most in zip(found, fit, strict=True))
+    assert all(page_count.GOOD_GUESS * most <= pages <= most for pages, most in zip(found, fit, strict=True))
     if found not in asked:
         assert found == fit  # the second round is exact
 
 
 def test_processes_get_the_pages_of_a_good_guess_before_the_measurement(executor):
-    guess = start._guessed_temporary_bytes(CONFIG, executor.programs.context.config)
+    guess = page_count._guessed_temporary_bytes(CONFIG, executor.programs.context.config)
     found, asked = pages_of(executor, 4000 << 20, guess // 2)
     assert asked == [found]
 
@@ -79,7 +79,7 @@ def test_processes_get_the_pages_of_a_good_guess_before_the_measurement(executor
 def test_pages_of_programs_that_are_prepared_already_are_used_if_they_are_close(pages, is_used):
     withdrawn: list = []
     lowering: Any = types.SimpleNamespace(guess=(pages, 50), withdraw=withdrawn.append)
-    assert start._early_guess(lowering, (1000, 50)) == ((pages if is_used else 1000), 50)
+    assert page_count._early_guess(lowering, (1000, 50)) == ((pages if is_used else 1000), 50)
     assert withdrawn == ([] if is_used else [(pages, 50)])
 
 
@@ -108,19 +108,19 @@ def test_an_engine_draws_the_same_tokens_after_any_guess(more_pages, monkeypatch
 
     def own_num_pages(config, model, stages, team):
         (executor,) = stages
-        guess = start._guessed_temporary_bytes(config, model)
+        guess = page_count._guessed_temporary_bytes(config, model)
         page = sum(page_bytes(executor.page_groups, config.block_size, 1))
         need = guess + more_pages * page
         monkeypatch.setattr(
             executor, "temporary_bytes", lambda pages: executor.temporary_needs(16, pages) and need
         )
-        return start._guessed_pages(config, model, stages, [guess + 12 * page])
+        return page_count._guessed_pages(config, model, stages, [guess + 12 * page])
 
     def record(executor, first, num_pages):
         asked.append(num_pages)
         prepare_first(executor, first, num_pages)
 
-    monkeypatch.setattr(start, "_own_num_pages", own_num_pages)
+    monkeypatch.setattr(page_count, "_own_num_pages", own_num_pages)
     monkeypatch.setattr(Executor, "prepare_first", record)
     with LLM.from_config(settings, progress=False) as llm:
         assert isinstance(llm.executor, Executor)

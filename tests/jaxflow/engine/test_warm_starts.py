@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxflow.config import EngineConfig
-from jaxflow.engine import start
+from jaxflow.engine import page_count, start
 from jaxflow.engine.ahead_of_time import Target
 from jaxflow.engine.executor import Executor
 from jaxflow.engine.lowered_cache import LoweredPrograms, NotKeptError, compile_program
@@ -208,19 +208,19 @@ def test_known_pages_fit_and_are_nearly_all_that_fit(executor, megabytes, share,
         max_num_batched_tokens=8,
     )  # fmt: skip
     model = executor.programs.context.config
-    need, free = int(share * start._guessed_temporary_bytes(config, model)), megabytes << 20
-    fit = start._fitting_pages(config, executor, free + (1 << 20) - need)
+    need, free = int(share * page_count._guessed_temporary_bytes(config, model)), megabytes << 20
+    fit = page_count._fitting_pages(config, executor, free + (1 << 20) - need)
     early = tuple(int(ratio * pages) for pages in fit)
     others = (5,)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(start, "on_gpu", lambda: True)
-        patch.setattr(start, "_fitting_pages", lambda *_: fit)
-        patch.setattr(start, "memory_budget", lambda *_: free)
-        patch.setattr(start, "_guessed_pages", lambda *_: others)
+        patch.setattr(page_count, "on_gpu", lambda: True)
+        patch.setattr(page_count, "_fitting_pages", lambda *_: fit)
+        patch.setattr(page_count, "memory_budget", lambda *_: free)
+        patch.setattr(page_count, "_guessed_pages", lambda *_: others)
         patch.setattr(Executor, "early_pages", early)
         patch.setattr(executor, "need_of_largest", lambda: need)
-        found = start._own_num_pages(config, model, [executor], None)
-    good = all(start.GOOD_GUESS * most <= pages <= most for pages, most in zip(early, fit, strict=True))
+        found = page_count._own_num_pages(config, model, [executor], None)
+    good = all(page_count.GOOD_GUESS * most <= pages <= most for pages, most in zip(early, fit, strict=True))
     assert found == (early if good else others)
 
 
