@@ -115,16 +115,7 @@ def figures(runs: Sequence[Mapping[str, Any]], figure: str) -> dict[str, Any]:
     """
     values: dict[str, list[float]] = {}
     for run in runs:
-        found = values.setdefault(run["side"], [])
-        report = run["report"] or {}
-        if not run.get("part") and all(figure in one for one in report.get("runs", [{}])):
-            found.extend(one[figure] for one in report["runs"] if one[figure] is not None)
-            continue
-        value = report or None
-        path = ".".join(filter(None, (run.get("part"), figure)))
-        for key in path.split(".") if value is not None else ():
-            value = value[int(key) if isinstance(value, list) else key]
-        found.extend([] if value is None else [value])
+        values.setdefault(run["side"], []).extend(_values(run, figure))
     medians = {side: statistics.median(found) for side, found in values.items() if found}
     base = next(iter(medians.values()), None)
     return {
@@ -137,6 +128,22 @@ def figures(runs: Sequence[Mapping[str, Any]], figure: str) -> dict[str, Any]:
         for side, found in values.items()
         if found
     }
+
+
+def _values(run: Mapping[str, Any], figure: str) -> list[float]:
+    """Return the values of a figure in a run's report: one, or one of each of the report's own runs.
+
+    figure: see `figures`.
+    """
+    value, path = run["report"], ".".join(filter(None, (run.get("part"), figure)))
+    if value is None:
+        return []
+    several = value.get("runs", [])
+    if several and all(path in one for one in several):
+        return [one[path] for one in several if one[path] is not None]
+    for key in path.split("."):
+        value = value[int(key) if isinstance(value, list) else key]
+    return [] if value is None else [value]
 
 
 def report(settings: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any, get_args, get_type_hints
 
 from absl import flags
 
-from jaxflow.cli.flag_names import canonical
+from jaxflow.cli.flag_names import arguments_of, canonical
 from jaxflow.cli.float_flags import check_floats
 from jaxflow.config import OTHER_SETTINGS, EngineConfig
 
@@ -70,36 +70,19 @@ def parse(argv: Sequence[str]) -> None:
 
 def engine_arguments(argv: Sequence[str]) -> list[str]:
     """Return the command line of a server, where the first word that is no flag and no flag's value is the
-    model.
+    model. Other such words come last.
 
     The process ends with status 2 after a flag that was removed, or that only vLLM has.
     """
     if problem := refused_flag(argv):
         print(f"error: {problem}", file=sys.stderr)
         sys.exit(2)
-    place = _first_word(argv)
-    if place is None:
-        return list(argv)
-    return [argv[0], "--model", argv[place], *argv[1:place], *argv[place + 1 :]]
-
-
-def _first_word(argv: Sequence[str]) -> int | None:
-    """Return the index of the first word that is no flag and no flag's value, or None without such a word.
-
-    None also stands for a command line with the flag --model.
-    """
-    place, found = 1, None
-    while place < len(argv):
-        word = argv[place]
-        name = word.lstrip("-").partition("=")[0].replace("-", "_")
-        if word == "--" or (word.startswith("-") and name == "model"):
-            return None
-        if not word.startswith("-"):
-            found = place if found is None else found
-        elif "=" not in word and name in flags.FLAGS and not flags.FLAGS[name].boolean:
-            place += 1
-        place += 1
-    return found
+    named, rest, words = set(), [], []
+    for name, several in arguments_of(argv, flags.FLAGS):
+        named.add(name)
+        (words if name is None and not several[0].startswith("-") else rest).extend(several)
+    model = ["--model", words.pop(0)] if words and "model" not in named else []
+    return [argv[0], *model, *rest, *words]
 
 
 def refused_flag(argv: Sequence[str]) -> str | None:

@@ -1,6 +1,6 @@
 """Spellings of flags: dashes for underscores, and the names that the commands of vLLM use."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from absl import flags
 
@@ -25,21 +25,28 @@ def canonical(argv: Sequence[str], values: flags.FlagValues | None = None) -> li
     becomes `--num_requests`. Values, unknown flags and all that follows `--` stay as they are.
     """
     known = flags.FLAGS if values is None else values
-    result: list[str] = list(argv[:1])
+    return [*argv[:1], *(word for _, words in arguments_of(argv, known) for word in words)]
+
+
+def arguments_of(argv: Sequence[str], known: flags.FlagValues) -> Iterator[tuple[str | None, list[str]]]:
+    """Yield each argument of a command line: the name of a known flag and its words, or None and other words.
+
+    See `canonical`. All that follows `--` is one argument.
+    """
     arguments = iter(argv[1:])
     for argument in arguments:
         if argument == "--":
-            result += [argument, *arguments]
-            break
+            yield None, [argument, *arguments]
+            return
         name, equals, value = argument.lstrip("-").partition("=")
         found = _name(name, known) if argument.startswith("-") and name else None
         if found is None:
-            result.append(argument)
+            yield None, [argument]
             continue
-        result.append(f"--{found}{equals}{value}")
+        words = [f"--{found}{equals}{value}"]
         if not equals and found in known and not known[found].boolean:
-            result += [word for word in [next(arguments, None)] if word is not None]
-    return result
+            words += [word for word in [next(arguments, None)] if word is not None]
+        yield found, words
 
 
 def _name(spelling: str, known: flags.FlagValues) -> str | None:

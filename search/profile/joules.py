@@ -7,20 +7,32 @@ r"""Print the joules per token of each op of a step, the least that were seen fo
 The step is the average one of requests of --prompt_tokens and --output_tokens. Without --measure the joules
 come from a profile's entries, between its points, and those of the whole step from a report of `bench plans`.
 
-With --measure every op runs alone for --seconds at the power cap, then the whole step runs on an executor.
-The energy counter gives the joules. --profile is written after every op, and the same command continues it;
-with --nostep the whole step is left to a later call. --sms also runs each op on a part of the SMs, which are
-other variants of its kernels. --parts also runs parts of the step, of which each leaves out ops of the part
+With --measure each op runs by itself for --seconds at the power cap. Then the whole step runs on an executor.
+The energy counter gives the joules. The command writes --profile after every op, and the same command
+continues it. --nostep leaves the whole step to a later call. --sms also runs each op on a part of the SMs,
+with other variants of its kernels. --parts also runs parts of the step. Each part leaves out ops of the part
 before it (`search.profile.step_parts`).
 
-Columns: clock and watts of the op alone; its joules alone; its joules at the step's clock ("now"); the least
-measured joules, of --profile and --seen, at the step's clock; the least by the curves of the energy bound at
-that clock; the difference between now and the lesser of both, largest first. The last lines compare the sum
-of the ops with the whole step, and the whole step with the accounts of a step's joules.
+The table has these columns:
 
-Columns of --parts: clock, sensor's watts and counter's watts of the part; its time and joules; the time and
-joules of its ops alone, at the part's clock and at their own clocks; the time until the host has enqueued a
-run. A "less" is the part's joules less those of the part before it.
+- clock and watts of the op by itself
+- its joules by itself
+- its joules at the step's clock ("now")
+- the least measured joules at the step's clock, of --profile and --seen
+- the least joules by the curves of the energy bound at the step's clock
+- the difference between "now" and the lesser of both, largest first
+
+The last lines compare the sum of the ops with the whole step, and the whole step with the accounts of a
+step's joules.
+
+The table of --parts has these columns:
+
+- clock, the sensor's watts and the counter's watts of the part
+- its time and joules
+- time and joules of its ops one by one, at the part's clock and at their own clocks
+- the time until the host has enqueued a run
+
+A "less" is the part's joules less those of the part before it.
 """
 
 import dataclasses

@@ -183,16 +183,29 @@ def test_a_flag_of_vllm_names_what_takes_its_place(argument, capsys):
     "line", ["m --port 1 --on", "--port 1 m --on", "--port=1 m --on", "--port 1 --on m", "--on m --port 1"]
 )
 def test_the_first_word_that_is_no_value_is_the_model(line, monkeypatch):
+    values = server_flags(monkeypatch)
+    rest = values(engine_flags.engine_arguments(["program", *line.split()]))
+    assert (rest, values.model, values.port, values.on) == (["program"], "m", 1, True)
+
+
+def server_flags(monkeypatch):
+    """Put a few flags in the place of absl's, and return them."""
     values = flags.FlagValues()
     flags.DEFINE_integer("port", 0, "", flag_values=values)
     flags.DEFINE_bool("on", False, "", flag_values=values)
     flags.DEFINE_string("model", None, "", flag_values=values)
     monkeypatch.setattr(flags, "FLAGS", values)
-    rest = values(engine_flags.engine_arguments(["program", *line.split()]))
-    assert (rest, values.model, values.port, values.on) == (["program"], "m", 1, True)
+    return values
 
 
 @pytest.mark.parametrize("line", ["", "--model m", "--model=m other", "--seed=1", "-- m"])
-def test_other_command_lines_stay_as_they_are(line):
+def test_other_command_lines_stay_as_they_are(line, monkeypatch):
+    server_flags(monkeypatch)
     same = ["program", *line.split()]
     assert engine_flags.engine_arguments(same) == same
+
+
+def test_a_word_beside_the_models_flag_is_left_over(monkeypatch):
+    values = server_flags(monkeypatch)
+    assert values(engine_flags.engine_arguments(["program", "m", "--model", "x", "--on"])) == ["program", "m"]
+    assert values.model == "x" and values.on

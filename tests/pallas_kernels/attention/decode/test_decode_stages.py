@@ -14,7 +14,7 @@ from pallas_kernels.measure import script
 
 @pytest.mark.slow
 def test_decode_attention_without_a_stage_compiles_for_an_h200(tmp_path, monkeypatch):
-    """Only the omitted stage is missing from each program. The whole kernel spills nothing."""
+    """Only the omitted stage is missing from each program. Only the kernel without products may spill."""
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
     shaped = jax.eval_shape(lambda: [each[0] for each in decode_stages.operands([200, 65, 1])])
     made, args = decode_stages.ways(), abstract(h200_mesh(), shaped)
@@ -28,7 +28,7 @@ def test_decode_attention_without_a_stage_compiles_for_an_h200(tmp_path, monkeyp
         )
         path.unlink()
         log.unlink()
-    assert not spilled["whole"]
+    assert {name for name, size in spilled.items() if size} <= {"nothing multiplied"}
     instructions = {
         "wgmma.mma_async": "products",
         "redux.sync": "vote",
