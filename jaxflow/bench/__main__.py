@@ -123,7 +123,9 @@ def _run(command) -> int:
             print(f"wrote {flags.FLAGS.output_json}", file=sys.stderr)
     except BrokenPipeError:
         raise
-    except user_errors() as error:
+    except Exception as error:
+        if not isinstance(error, user_errors()):
+            raise
         print(f"error: {error}", file=sys.stderr)
         return 1
     if result.get("failed"):
