@@ -5,9 +5,9 @@ reads.
         --max_num_seqs 1024 --max_num_batched_tokens 8192 --output_json REPORT.json
 
 All requests are handed over at once, with the lengths and token ids of `bench throughput`. The engine draws
-greedily, ignores end tokens and has no prefix cache. The weights are vLLM's dummy weights of a shipped
-config. `fp8` means that vLLM quantizes them at the start. `mxfp4` is the format of gpt-oss's config. vLLM
-0.24 to 0.26 must be installed.
+greedily, ignores end tokens and has no prefix cache. The weights of a shipped config are random, as
+`benchmarks.vllm_weights` says. `fp8` means that vLLM quantizes them at the start. `mxfp4` is the format of
+gpt-oss's config. vLLM 0.24 to 0.26 must be installed.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import offline_rival
+from benchmarks import offline_rival, vllm_weights
 from benchmarks.offline_rival import Ask, module
 from jaxflow.bench.workload.lengths import Item
 from jaxflow.model.checkpoints.model_names import CONFIGS, shipped_configs
@@ -70,6 +70,7 @@ def start(folder: Path, given: argparse.Namespace) -> Ask:
     """Start the engine and return what asks it. folder: has the model's config.json."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    vllm_weights.announce(FOLDER / "plugins")
     vllm = module("vllm")
     engine = vllm.LLM(**settings(folder, given))
 

@@ -40,6 +40,7 @@ def vllm(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "vllm", types.SimpleNamespace(LLM=LLM, SamplingParams=dict))
     monkeypatch.setattr(offline_rival.importlib.metadata, "version", lambda name: "1")
     monkeypatch.setattr(vllm_bench, "FOLDER", tmp_path / "models")
+    monkeypatch.setattr(sys, "path", list(sys.path))
     for name in vllm_bench.ENVIRONMENT:
         monkeypatch.setenv(name, "1")
     return made
