@@ -35,16 +35,13 @@ from jaxflow.bench.report import machine
 from jaxflow.bench.report.requests import write_json
 from jaxflow.config import ConfigError, EngineConfig
 from jaxflow.engine.executor import Executor
+from jaxflow.engine.executor_start import make_executor, make_staged_executor
 from jaxflow.engine.loop import Loop
+from jaxflow.engine.loop_start import make_loop
+from jaxflow.engine.settings import resolve
 from jaxflow.engine.staged_executor import StagedExecutor
-from jaxflow.engine.start import (
-    choose_plans,
-    make_executor,
-    make_loop,
-    make_staged_executor,
-    prepare_process,
-    resolve,
-)
+from jaxflow.engine.start import prepare_process
+from jaxflow.engine.step_plans import choose_plans
 from jaxflow.model.checkpoints.checkpoint import CheckpointError, open_checkpoint
 from jaxflow.pipeline.plan import PlanError
 from jaxflow.request import Delta, Logprob, Request, SamplingParams, Started

@@ -26,8 +26,12 @@ import numpy as np
 from jaxflow.bench.report import machine
 from jaxflow.bench.report.requests import write_json
 from jaxflow.config import EngineConfig, ModelConfig
+from jaxflow.engine.executor_start import make_executor
 from jaxflow.engine.loop import Loop
-from jaxflow.engine.start import choose_plans, make_executor, make_loop, prepare_process, resolve
+from jaxflow.engine.loop_start import make_loop
+from jaxflow.engine.settings import resolve
+from jaxflow.engine.start import prepare_process
+from jaxflow.engine.step_plans import choose_plans
 from jaxflow.kv.device_cache import make_cache, page_groups
 from jaxflow.kv.tiers.offload import Transfers
 from jaxflow.kv.tiers.page_copies import PageCopies

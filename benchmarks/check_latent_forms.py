@@ -28,9 +28,13 @@ from benchmarks.check_engine import run, set_of
 from jaxflow.bench.report import machine
 from jaxflow.bench.report.requests import write_json
 from jaxflow.config import ConfigError, EngineConfig
+from jaxflow.engine.executor_start import make_executor
 from jaxflow.engine.kernel_choice import choose_kernels
 from jaxflow.engine.loop import Loop
-from jaxflow.engine.start import choose_plans, make_executor, make_loop, prepare_process, resolve
+from jaxflow.engine.loop_start import make_loop
+from jaxflow.engine.settings import resolve
+from jaxflow.engine.start import prepare_process
+from jaxflow.engine.step_plans import choose_plans
 from jaxflow.model.checkpoints.checkpoint import CheckpointError, open_checkpoint
 from jaxflow.request import Logprob, Request, SamplingParams
 from pallas_kernels.kernel_set import KernelSet

@@ -49,8 +49,10 @@ from benchmarks.check_weights import (
 from jaxflow.bench.plans.steady import SteadyStep
 from jaxflow.config import ConfigError, EngineConfig, ModelConfig
 from jaxflow.engine.executor import Executor
+from jaxflow.engine.executor_start import make_executor
 from jaxflow.engine.layout import StepLayout
-from jaxflow.engine.start import make_executor, prepare_process, resolve
+from jaxflow.engine.settings import resolve
+from jaxflow.engine.start import prepare_process
 from jaxflow.model import ops
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.op_registry import Site

@@ -57,9 +57,11 @@ from jaxflow.bench.report import machine
 from jaxflow.bench.report.requests import write_json
 from jaxflow.config import ConfigError, EngineConfig
 from jaxflow.engine.executor import Executor
+from jaxflow.engine.executor_start import make_executor
 from jaxflow.engine.layout import StepLayout
 from jaxflow.engine.programs import STEP_DONATES
-from jaxflow.engine.start import make_executor, prepare_process, resolve
+from jaxflow.engine.settings import resolve
+from jaxflow.engine.start import prepare_process
 from jaxflow.model.checkpoints.checkpoint import CheckpointError, open_checkpoint
 from jaxflow.model.weight_spec import Leaf
 from jaxflow.model.weights import leaves

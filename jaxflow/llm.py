@@ -15,8 +15,9 @@ from tqdm import tqdm
 
 from jaxflow.config import EngineConfig, engine_config
 from jaxflow.engine.executor import Executor
+from jaxflow.engine.settings import resolve
 from jaxflow.engine.staged_executor import StagedExecutor
-from jaxflow.engine.start import CheckPlans, Engine, open_model, prepare_process, resolve, start_engine
+from jaxflow.engine.start import CheckPlans, Engine, open_model, prepare_process, start_engine
 from jaxflow.engine.team import Team, join_team
 from jaxflow.flexgen.config import OffloadConfig, check_engine, offload_config
 from jaxflow.flexgen.policy import Policy

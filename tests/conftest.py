@@ -214,10 +214,10 @@ def equal_layers_are_compiled_once():
 
     The steps of the checkpoints with two layers are one program.
     """
-    from jaxflow.engine import start
+    from jaxflow.engine import stage_programs
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(start, "FEWEST_LAYERED", 3)
+        patch.setattr(stage_programs, "FEWEST_LAYERED", 3)
         yield
 
 

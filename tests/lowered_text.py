@@ -34,8 +34,11 @@ from jax._src.interpreters import mlir
 from jax._src.lib.mlir import ir
 
 from jaxflow.config import EngineConfig
-from jaxflow.engine import start
+from jaxflow.engine import executor_start
 from jaxflow.engine.executor import Executor
+from jaxflow.engine.executor_start import make_executor
+from jaxflow.engine.settings import resolve
+from jaxflow.engine.step_plans import choose_plans
 from jaxflow.model import weights
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 
@@ -108,13 +111,13 @@ def abstract_executor(devices: int, quantization: str | None, cache: str) -> Exe
         mock.patch.object(jax, "devices", lambda: [card] * devices),
         mock.patch.object(jax.sharding.Mesh, "local_devices", property(lambda mesh: [card] * devices)),
         mock.patch.object(jax.ShapeDtypeStruct, "nbytes", nbytes, create=True),
-        mock.patch.object(start, "stage_meshes", lambda size, stages: (mesh,)),
+        mock.patch.object(executor_start, "stage_meshes", lambda size, stages: (mesh,)),
         mock.patch.object(type(checkpoint), "load", load),
         mock.patch.object(Executor, "allocate", allocate),
     ):
-        config = start.resolve(config, checkpoint.model_config)
-        plans = start.choose_plans(config, checkpoint.model_config)
-        return start.make_executor(config, checkpoint, plans, progress=False)
+        config = resolve(config, checkpoint.model_config)
+        plans = choose_plans(config, checkpoint.model_config)
+        return make_executor(config, checkpoint, plans, progress=False)
 
 
 def programs(executor: Executor) -> Iterator[tuple[str, Any, dict[str, Any]]]:

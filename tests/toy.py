@@ -11,17 +11,13 @@ from hurry import OFTEN, compile_on_use
 
 from jaxflow.config import EngineConfig
 from jaxflow.engine.executor import Executor
+from jaxflow.engine.executor_start import make_executor, make_staged_executor
 from jaxflow.engine.loop import Loop
+from jaxflow.engine.loop_start import make_loop, make_ranked_loop
 from jaxflow.engine.ranked_loop import RankedLoop
+from jaxflow.engine.settings import resolve
 from jaxflow.engine.staged_executor import StagedExecutor
-from jaxflow.engine.start import (
-    choose_plans,
-    make_executor,
-    make_loop,
-    make_ranked_loop,
-    make_staged_executor,
-    resolve,
-)
+from jaxflow.engine.step_plans import choose_plans
 from jaxflow.kv.tiers.page import page_size
 from jaxflow.kv.tiers.page_copies import PageCopies
 from jaxflow.kv.tiers.policy import FetchCosts

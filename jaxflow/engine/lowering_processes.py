@@ -69,7 +69,7 @@ class Description(msgspec.Struct, frozen=True, tag=True):
     Attributes:
       config: resolved.
       plans: of each bucket.
-      one, graphs, memory: see `jaxflow.engine.start.make_stage`.
+      one, graphs, memory: see `jaxflow.engine.stage_programs.make_stage`.
       weights: of each stage, see `jaxflow.engine.weight_shapes`.
       folder: of the lowered programs.
       target: to compile for; None to lower only.

@@ -22,7 +22,7 @@ from jaxflow.engine.heap import collector_paused
 from jaxflow.engine.kernel_choice import choose_kernels
 from jaxflow.engine.lowered_cache import LoweredPrograms, callable_again, read_signed, write_signed
 from jaxflow.engine.lowering_processes import Description, Wanted
-from jaxflow.engine.start import make_stage, stage_names
+from jaxflow.engine.stage_programs import make_stage, stage_names
 from jaxflow.engine.start_times import StartTimes
 from jaxflow.engine.weight_shapes import from_values
 from jaxflow.model.stage import stages_of

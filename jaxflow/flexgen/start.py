@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from jaxflow.cli.progress import progress_of
 from jaxflow.config import ConfigError, EngineConfig, check_has_heads
 from jaxflow.engine.kernel_choice import choose_kernels, tell_kernels
-from jaxflow.engine.start import prepare_process, resolve
+from jaxflow.engine.settings import resolve
+from jaxflow.engine.start import prepare_process
 from jaxflow.flexgen.accounting import LIMITS, Account, DoesNotFit, account, check_fits, together
 from jaxflow.flexgen.activation_store import ActivationStore
 from jaxflow.flexgen.block_loop import BlockRunner, BlockSetup

@@ -1,6 +1,6 @@
 """The number of requests that devices hold next to a model's weights: the limit of a step's decodes.
 
-The account follows the engine's (`jaxflow.engine.start`). Of the memory that the engine may use, the
+The account follows the engine's (`jaxflow.engine.page_count`). Of the memory that the engine may use, the
 weights, a spare, the state of the rows and a step's temporary space are subtracted; the rest is divided into
 pages. A decoding request holds the pages of its tokens, and the remainder of its last page.
 """

@@ -31,7 +31,7 @@ from absl import flags, logging
 
 from jaxflow.cli.output_files import check_outputs
 from jaxflow.config import ConfigError, EngineConfig
-from jaxflow.engine.start import resolve
+from jaxflow.engine.settings import resolve
 from jaxflow.flexgen.accounting import DoesNotFit
 from jaxflow.flexgen.config import OffloadConfig
 from jaxflow.flexgen.policy import TIERS, Policy, PolicyError, load_policy

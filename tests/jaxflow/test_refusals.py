@@ -13,7 +13,8 @@ from hurry import OFTEN, compiled_with
 
 from jaxflow import LLM, SamplingParams
 from jaxflow.config import ConfigError, EngineConfig
-from jaxflow.engine import start
+from jaxflow.engine import settings
+from jaxflow.engine.settings import resolve
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.checkpoints.source import CheckpointError
 from jaxflow.pipeline.plan import PlanError
@@ -308,9 +309,9 @@ def test_a_checkpoint_that_is_broken(tmp_path):
 def test_the_memory_bounds_the_tokens_of_a_step(monkeypatch):
     config = EngineConfig(model=STORIES, max_num_batched_tokens=2**16, max_num_seqs=4)
     model = open_checkpoint(STORIES).model_config
-    monkeypatch.setattr(start, "_machine_bytes", lambda: 10**8)
+    monkeypatch.setattr(settings, "_machine_bytes", lambda: 10**8)
     with pytest.raises(ConfigError, match="max_num_batched_tokens=65536") as caught:
-        start.resolve(config, model)
+        resolve(config, model)
     assert "at most" in caught.value.accepted
 
 

@@ -47,7 +47,8 @@ from jaxflow.bench.workload import flags as options
 from jaxflow.cli.engine_flags import engine_config_from_flags
 from jaxflow.config import MAX_STEP_TOKENS, ConfigError, EngineConfig
 from jaxflow.engine.program_memory import SPARE, Need
-from jaxflow.engine.start import prepare_process, resolve
+from jaxflow.engine.settings import resolve
+from jaxflow.engine.start import prepare_process
 from jaxflow.engine.stored_format import with_stored_format
 from jaxflow.kv.device_cache import page_bytes, page_groups
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint

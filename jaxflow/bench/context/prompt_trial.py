@@ -24,7 +24,9 @@ from jaxflow.engine.kernel_choice import choose_kernels
 from jaxflow.engine.layout import StepLayout
 from jaxflow.engine.program_memory import Need
 from jaxflow.engine.programs import Programs
-from jaxflow.engine.start import make_context, prepare_process, weight_options
+from jaxflow.engine.stage_programs import make_context
+from jaxflow.engine.stage_weights import weight_options
+from jaxflow.engine.start import prepare_process
 from jaxflow.engine.step_plans import make_layouts
 from jaxflow.model.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from jaxflow.model.composition import Composition

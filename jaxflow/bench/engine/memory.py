@@ -31,7 +31,10 @@ from jaxflow.engine.executor import Executor
 from jaxflow.engine.kernel_choice import asked_of_kernels, choose_kernels
 from jaxflow.engine.program_memory import IN_FLIGHT, Need, together
 from jaxflow.engine.programs import Programs
-from jaxflow.engine.start import make_context, prepare_process, resolve, weight_options
+from jaxflow.engine.settings import resolve
+from jaxflow.engine.stage_programs import make_context
+from jaxflow.engine.stage_weights import weight_options
+from jaxflow.engine.start import prepare_process
 from jaxflow.engine.step_plans import make_layouts
 from jaxflow.engine.stored_format import with_stored_format
 from jaxflow.kv.device_cache import page_bytes, page_groups

@@ -44,9 +44,10 @@ from jaxflow.bench.report import machine
 from jaxflow.bench.report.trace_events import read_kernels
 from jaxflow.config import EngineConfig
 from jaxflow.engine.executor import Executor
+from jaxflow.engine.executor_start import make_executor
 from jaxflow.engine.layout import SlotSampling, StepLayout
 from jaxflow.engine.programs import PLAIN, head
-from jaxflow.engine.start import make_executor, resolve
+from jaxflow.engine.settings import resolve
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.pipeline.compiler import compile_plan, xla_options
 from jaxflow.pipeline.handwritten import sequential_plan

@@ -12,9 +12,10 @@ import numpy as np
 from jaxflow.bench.kernels.case import Implementation, KernelCase, KernelGroup
 from jaxflow.config import EngineConfig
 from jaxflow.engine.executor import Executor
+from jaxflow.engine.executor_start import make_executor
 from jaxflow.engine.layout import SlotSampling, pack
 from jaxflow.engine.programs import PLAIN
-from jaxflow.engine.start import make_executor, resolve
+from jaxflow.engine.settings import resolve
 from jaxflow.model import ops
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.op_registry import Context, Site

@@ -27,7 +27,8 @@ from jaxflow.bench.report import requests as report
 from jaxflow.bench.workload.lengths import WorkloadError
 from jaxflow.cli.engine_flags import define_engine_flags, engine_config_from_flags
 from jaxflow.config import ConfigError, EngineConfig, ModelConfig
-from jaxflow.engine.start import prepare_process, resolve
+from jaxflow.engine.settings import resolve
+from jaxflow.engine.start import prepare_process
 from jaxflow.kv.tiers.disk_store import DiskStore
 from jaxflow.kv.tiers.page import from_bytes, to_bytes
 from jaxflow.kv.tiers.page_copies import WORD

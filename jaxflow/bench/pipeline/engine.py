@@ -15,8 +15,10 @@ from jaxflow.bench.report import machine
 from jaxflow.bench.workload.drive import greedy_requests, run_loop
 from jaxflow.bench.workload.lengths import Item, prompts
 from jaxflow.config import ConfigError, EngineConfig
+from jaxflow.engine.executor_start import make_warm
+from jaxflow.engine.loop_start import make_loop
+from jaxflow.engine.settings import resolve
 from jaxflow.engine.staged_executor import StagedExecutor
-from jaxflow.engine.start import make_loop, make_warm, resolve
 from jaxflow.engine.start_times import StartTimes
 from jaxflow.engine.start_times import describe as describe_start
 from jaxflow.engine.step_plans import step_sizes

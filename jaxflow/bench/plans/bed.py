@@ -21,7 +21,10 @@ from jaxflow.bench.plans.steady import (
 from jaxflow.cli.engine_flags import engine_config_from_flags
 from jaxflow.config import ConfigError, EngineConfig, ModelConfig
 from jaxflow.engine.executor import Executor
-from jaxflow.engine.start import check_one_rank, make_executor, prepare_process, resolve
+from jaxflow.engine.executor_start import make_executor
+from jaxflow.engine.loop_start import check_one_rank
+from jaxflow.engine.settings import resolve
+from jaxflow.engine.start import prepare_process
 from jaxflow.engine.step_plans import named_plans
 from jaxflow.engine.stored_format import with_stored_format
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint

@@ -21,8 +21,11 @@ from jaxflow.bench.workload.drive import greedy_requests, run_loop
 from jaxflow.bench.workload.lengths import prompts
 from jaxflow.config import ConfigError, EngineConfig, ModelConfig
 from jaxflow.engine.executor import Executor
+from jaxflow.engine.executor_start import make_executor
 from jaxflow.engine.layout import StepLayout
-from jaxflow.engine.start import make_executor, make_loop, prepare_process, resolve
+from jaxflow.engine.loop_start import make_loop
+from jaxflow.engine.settings import resolve
+from jaxflow.engine.start import prepare_process
 from jaxflow.engine.step_plans import choose_plans
 from jaxflow.engine.stored_format import with_stored_format
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint

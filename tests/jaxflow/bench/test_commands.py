@@ -29,7 +29,8 @@ from jaxflow.bench.workload import lengths as workload
 from jaxflow.bench.workload.drive import drive
 from jaxflow.bench.workload.grpc_backend import GrpcBackend
 from jaxflow.config import ConfigError, EngineConfig, ParallelConfig
-from jaxflow.engine import start
+from jaxflow.engine.settings import resolve
+from jaxflow.engine.step_plans import choose_plans
 from jaxflow.llm import LLM
 from jaxflow.model.checkpoints.checkpoint import Checkpoint
 from jaxflow.pipeline.handwritten import two_nano_batch_plan
@@ -407,11 +408,11 @@ def test_a_folder_is_refused_for_the_plans_that_fit_the_engine(llm, tmp_path):
         msgspec.structs.replace(other, target=msgspec.structs.replace(other.target, device="H200")),
         tmp_path / "other.json",
     )
-    config = start.resolve(EngineConfig(MODEL, plan=str(tmp_path)), llm.model_config)
-    steps.check_plans(start.choose_plans(config, llm.model_config))
+    config = resolve(EngineConfig(MODEL, plan=str(tmp_path)), llm.model_config)
+    steps.check_plans(choose_plans(config, llm.model_config))
     save(other, tmp_path / "predicted.json")
     with pytest.raises(ConfigError, match="plans with predictions"):
-        steps.check_plans(start.choose_plans(config, llm.model_config))
+        steps.check_plans(choose_plans(config, llm.model_config))
 
 
 def test_throughput_runs_once_if_no_plan_gains(bench, capsys):

@@ -13,18 +13,14 @@ from hypothesis import strategies as st
 
 from jaxflow.config import ConfigError, EngineConfig, ParallelConfig
 from jaxflow.engine import page_count
-from jaxflow.engine import start as build
+from jaxflow.engine import settings as defaults
 from jaxflow.engine import step_plans as engine_plans
+from jaxflow.engine.dense_products import dense_products
 from jaxflow.engine.executor import Executor
 from jaxflow.engine.page_count import memory_budget
-from jaxflow.engine.start import (
-    choose_plans,
-    dense_products,
-    prepare_process,
-    resolve,
-    start_engine,
-)
-from jaxflow.engine.step_plans import step_sizes, token_buckets
+from jaxflow.engine.settings import resolve
+from jaxflow.engine.start import prepare_process, start_engine
+from jaxflow.engine.step_plans import choose_plans, step_sizes, token_buckets
 from jaxflow.kv.tiers import host_machine
 from jaxflow.kv.tiers.start import check_host
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
@@ -94,12 +90,12 @@ class TestResolve:
 
     def test_a_cpu_runs_fewer_sequences_where_memory_or_the_step_is_short(self, checkpoint, monkeypatch):
         model = checkpoint.model_config
-        token = sum(build.page_bytes(build.page_groups(model, "float32", 1), 1, 1))
+        token = sum(defaults.page_bytes(defaults.page_groups(model, "float32", 1), 1, 1))
 
         def seqs(held, **settings):
-            weights = build._shard_bytes(resolve(EngineConfig(model=LLAMA), model), model)
-            bytes_free = int(held * build.TOKENS_OF_SEQ * token * 2 / 0.9) + weights + 4
-            monkeypatch.setattr(build, "free_host_bytes", lambda: max(bytes_free, 1 << 20))
+            weights = defaults._shard_bytes(resolve(EngineConfig(model=LLAMA), model), model)
+            bytes_free = int(held * defaults.TOKENS_OF_SEQ * token * 2 / 0.9) + weights + 4
+            monkeypatch.setattr(defaults, "free_host_bytes", lambda: max(bytes_free, 1 << 20))
             return resolve(EngineConfig(model=LLAMA, **settings), model).max_num_seqs
 
         assert [seqs(held) for held in (1000, 64, 63, 16)] == [64, 64, 32, 16]
@@ -297,7 +293,7 @@ class TestShipped:
 
     @pytest.fixture(autouse=True)
     def h200(self, monkeypatch):
-        monkeypatch.setattr(build, "on_gpu", lambda: True)
+        monkeypatch.setattr(defaults, "on_gpu", lambda: True)
         monkeypatch.setattr(engine_plans, "on_gpu", lambda: True)
         monkeypatch.setattr(jax, "devices", lambda *_: [types.SimpleNamespace(device_kind="NVIDIA H200")])
 

@@ -18,12 +18,13 @@ from test_goldens import ONE_SIZE, check, requests
 from jaxflow import LLM, SamplingParams
 from jaxflow.bench.engine.steps import step_log
 from jaxflow.config import ConfigError, EngineConfig, ParallelConfig
-from jaxflow.engine import programs, ranked_loop, start
+from jaxflow.engine import programs, ranked_loop, stage_programs
 from jaxflow.engine.driver import Driver
 from jaxflow.engine.executor import Executor
 from jaxflow.engine.loop import Loop
 from jaxflow.engine.ranked_loop import _on_host
-from jaxflow.engine.start import choose_plans, resolve
+from jaxflow.engine.settings import resolve
+from jaxflow.engine.step_plans import choose_plans
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.checkpoints.fingerprint import kv_fingerprint
 from jaxflow.model.weights import EXPERT_LEAVES
@@ -401,7 +402,7 @@ def test_every_device_has_what_the_host_of_several_processes_reads(monkeypatch):
     wanted = toy.run(alone, drawn_requests())
     monkeypatch.setattr(hurry, "shares", False)
     monkeypatch.setattr(programs, "ranks_have_processes", lambda mesh: True)
-    monkeypatch.setattr(start, "of_several_processes", lambda mesh: True)
+    monkeypatch.setattr(stage_programs, "of_several_processes", lambda mesh: True)
     engine, read = toy.ranked_loop(MODEL, 2), []
     monkeypatch.setattr(ranked_loop, "_on_host", lambda pending: read.append(pending) or _on_host(pending))
     same(toy.run(engine, drawn_requests()), wanted)

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import toy
 
-from jaxflow.engine import start as build
+from jaxflow.engine import stage_programs
 from jaxflow.engine.layout import StepLayout
+from jaxflow.engine.loop_start import make_loop
 from jaxflow.engine.step_plans import make_layouts, one_alone, read_while_launched, uses_pdl
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.pipeline.handwritten import sequential_plan, two_nano_batch_plan
@@ -23,11 +24,13 @@ MODEL = "tiny-llama"
 def loop():
     with pytest.MonkeyPatch.context() as patch:  # as on a GPU
         patch.setattr(
-            build, "make_layouts", lambda *args, **_: make_layouts(*args, decodes_alone=True, one=True)
+            stage_programs,
+            "make_layouts",
+            lambda *args, **_: make_layouts(*args, decodes_alone=True, one=True),
         )
         config, made = toy._executor.__wrapped__(MODEL, 1, 16, 6, 96, "sequential", None, "auto", False, 1)
         made.warm_up()
-    return build.make_loop(config, made.programs.context.config, made)
+    return make_loop(config, made.programs.context.config, made)
 
 
 def test_buckets_that_decodes_may_need_have_a_program_for_them_alone(loop):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxflow.config import EngineConfig
-from jaxflow.engine import start, step_plans
+from jaxflow.engine import settings, step_plans
 from jaxflow.engine.default_seqs import (
     EXPERT_ROWS,
     MOST_STEP_TOKENS,
@@ -20,6 +20,7 @@ from jaxflow.engine.default_seqs import (
     default_max_num_seqs,
     default_step_tokens,
 )
+from jaxflow.engine.settings import resolve
 from jaxflow.engine.step_plans import token_buckets
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.composition import Composition
@@ -105,14 +106,14 @@ class TestOnAnH200:
         card = types.SimpleNamespace(
             device_kind="NVIDIA H200", memory_stats=lambda: {"bytes_limit": self.bytes_limit}
         )
-        for module in (start, step_plans):
+        for module in (settings, step_plans):
             monkeypatch.setattr(module, "on_gpu", lambda: True)
         monkeypatch.setattr(jax, "devices", lambda *_: [card])
         monkeypatch.setattr(jax, "local_devices", lambda *_: [card])
 
     def resolved(self, name, **settings):
         model = open_checkpoint(name, load_format="dummy").model_config
-        return start.resolve(EngineConfig(model=name, **settings), model)
+        return resolve(EngineConfig(model=name, **settings), model)
 
     @pytest.mark.parametrize(
         ("name", "settings", "seqs"),

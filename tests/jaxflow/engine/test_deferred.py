@@ -19,7 +19,10 @@ from jaxflow.engine.deferred import (
     wait_until_compiled,
     while_it_lives,
 )
-from jaxflow.engine.start import choose_plans, make_executor, make_loop, resolve
+from jaxflow.engine.executor_start import make_executor
+from jaxflow.engine.loop_start import make_loop
+from jaxflow.engine.settings import resolve
+from jaxflow.engine.step_plans import choose_plans
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.request import Request
 

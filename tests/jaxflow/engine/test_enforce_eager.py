@@ -15,11 +15,16 @@ import pytest
 import toy
 
 from jaxflow.config import ConfigError, EngineConfig
-from jaxflow.engine import executor, first_layouts, page_count, start
+from jaxflow.engine import early_programs, executor, executor_start, first_layouts, page_count
 from jaxflow.engine.deferred import wait_until_compiled
 from jaxflow.engine.executor import Executor
+from jaxflow.engine.executor_start import make_executor
 from jaxflow.engine.kernel_choice import choose_kernels
 from jaxflow.engine.layered_step import LayeredStep, LoweredStep
+from jaxflow.engine.loop_start import make_loop
+from jaxflow.engine.settings import resolve
+from jaxflow.engine.stage_programs import make_stage
+from jaxflow.engine.stage_weights import weight_options
 from jaxflow.engine.start_times import StartTimes
 from jaxflow.engine.step_plans import choose_plans, eager_decodes
 from jaxflow.llm import LLM
@@ -50,12 +55,12 @@ def settings_of(model: str, **changes: Any) -> EngineConfig:
 
 def executor_of(config: EngineConfig):
     checkpoint = open_checkpoint(config.model)
-    config = start.resolve(config, checkpoint.model_config)
+    config = resolve(config, checkpoint.model_config)
     plans = choose_plans(config, checkpoint.model_config)
     return (
         config,
         checkpoint.model_config,
-        start.make_executor(config, checkpoint, plans, progress=False),
+        make_executor(config, checkpoint, plans, progress=False),
     )
 
 
@@ -173,7 +178,7 @@ def test_a_step_is_compiled_while_it_is_lowered(faults, monkeypatch):
 @pytest.mark.parametrize(("decodes", "tokens"), [(1, 1), (2, 16), (6, 16)])
 def test_a_step_of_decodes_runs_the_smallest_layout_that_holds_it(eager, monkeypatch, decodes, tokens):
     config, model, made = eager
-    loop, ran, run = start.make_loop(config, model, made), [], made.run
+    loop, ran, run = make_loop(config, model, made), [], made.run
     monkeypatch.setattr(
         made, "run", lambda layout, *given, **how: ran.append(layout) or run(layout, *given, **how)
     )
@@ -240,7 +245,7 @@ def test_the_pages_guessed_before_the_loading_are_those_after_it():
     config, model, made = executor_of(settings_of("stories260K", enforce_eager=True, num_kv_pages=None))
     made.defers = False  # as on a GPU
     free = 1 << 28
-    start._compile_early(config, model, [made], [free], lambda *_: None)
+    early_programs.compile_early(config, model, [made], [free], lambda *_: None)
     of_weights = sum(-(-array.nbytes // 256) * 256 for array in jax.tree.leaves(made.weights))
     left = free - of_weights - made.state_bytes()
     assert made.early_pages == page_count.first_guess(config, model, [made], [left])
@@ -252,14 +257,14 @@ def test_the_pages_guessed_before_the_loading_are_those_after_it():
 def test_weights_of_other_shapes_get_other_programs(monkeypatch):
     """The settings do not tell every shape, for example of a checkpoint with some matrices in 8 bits."""
     config = settings_of("stories260K", enforce_eager=True)
-    wanted, absent = answers(config), start._absent
+    wanted, absent = answers(config), executor_start.absent_stage
 
     def other(*given):
         return jax.tree.map(
             lambda a: jax.ShapeDtypeStruct(a.shape, jnp.bfloat16, sharding=a.sharding), absent(*given)
         )
 
-    monkeypatch.setattr(start, "_absent", other)
+    monkeypatch.setattr(executor_start, "absent_stage", other)
     assert answers(config) == wanted
 
 
@@ -267,7 +272,7 @@ def test_weights_of_other_shapes_get_other_programs(monkeypatch):
 def test_a_failing_start_raises_its_error_and_leaves_no_thread(failing, monkeypatch):
     """An error of the weights comes before an error of the programs."""
     if "weights" in failing:
-        monkeypatch.setattr(start, "_load", failure(CheckpointError("weights")))
+        monkeypatch.setattr(executor_start, "load_stage", failure(CheckpointError("weights")))
     if "programs" in failing:
         monkeypatch.setattr(Executor, "_lower", failure(ValueError("programs")))
     with pytest.raises((CheckpointError, ValueError), match=failing[0]):
@@ -311,14 +316,14 @@ def test_a_layer_for_an_h200_copies_no_cache_and_makes_no_work_list(tp, monkeypa
         max_num_seqs=64, max_model_len=2048, num_kv_pages=pages, enforce_eager=True,
     )  # fmt: skip
     model = checkpoint.model_config
-    config = start.resolve(config, model)
-    mesh, options = h200.h200_mesh((tp,)), start.weight_options(config)
+    config = resolve(config, model)
+    mesh, options = h200.h200_mesh((tp,)), weight_options(config)
     weights = h200.abstract(
         mesh, shapes(model, tp, jnp.bfloat16, **options), shardings(model, mesh, **options)
     )
     (stage,) = stages_of((model.num_layers,))
     plans, kernels = choose_plans(config, model), choose_kernels(config, model)
-    made = start.make_stage(
+    made = make_stage(
         config, model, plans, stage, mesh, weights, kernels, False, False, None, 0, StartTimes()
     )
     made.num_pages = (pages,)

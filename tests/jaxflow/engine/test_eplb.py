@@ -22,12 +22,15 @@ from jax.sharding import Mesh, PartitionSpec
 from test_goldens import ONE_SIZE, check, requests
 
 from jaxflow.config import ConfigError, EngineConfig
+from jaxflow.engine.executor_start import make_executor
 from jaxflow.engine.expert_balancer import DamagedExpert, MovedLayer
 from jaxflow.engine.expert_slots import expert_arrays, source_slots
 from jaxflow.engine.loop import Loop
+from jaxflow.engine.loop_start import make_loop, make_ranked_loop
 from jaxflow.engine.ranked_loop import RankedLoop
 from jaxflow.engine.recorded_calls import CallRecorder, every_layout, replay
-from jaxflow.engine.start import choose_plans, make_executor, make_loop, make_ranked_loop, resolve
+from jaxflow.engine.settings import resolve
+from jaxflow.engine.step_plans import choose_plans
 from jaxflow.llm import LLM
 from jaxflow.model import expert_copies
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint

@@ -28,21 +28,17 @@ from jaxflow.bench.engine import latency, throughput
 from jaxflow.bench.workload import lengths
 from jaxflow.bench.workload.drive import drive, greedy_requests
 from jaxflow.config import EngineConfig
-from jaxflow.engine import first_layouts, heap, start
+from jaxflow.engine import first_layouts, heap, stage_programs
 from jaxflow.engine.deferred import DeferredProgram, wait_until_compiled
 from jaxflow.engine.driver import Driver
 from jaxflow.engine.executor import Executor
+from jaxflow.engine.executor_start import make_executor, make_staged_executor
 from jaxflow.engine.first_layouts import between_steps, first_sizes, make_ready, prepare_in_background
 from jaxflow.engine.loop import larger_layouts
+from jaxflow.engine.loop_start import make_loop
+from jaxflow.engine.settings import resolve
 from jaxflow.engine.staged_executor import StagedExecutor
-from jaxflow.engine.start import (
-    choose_plans,
-    make_executor,
-    make_loop,
-    make_staged_executor,
-    resolve,
-)
-from jaxflow.engine.step_plans import make_layouts
+from jaxflow.engine.step_plans import choose_plans, make_layouts
 from jaxflow.llm import LLM
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.request import Request, SamplingParams
@@ -65,7 +61,9 @@ def prepared(stages: int) -> Made:
     plans = choose_plans(config, CHECKPOINT.model_config)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            start, "make_layouts", lambda *args, **how: make_layouts(*args, **how | {"decodes_alone": True})
+            stage_programs,
+            "make_layouts",
+            lambda *args, **how: make_layouts(*args, **how | {"decodes_alone": True}),
         )
         make = make_executor if stages == 1 else make_staged_executor
         made = make(config, CHECKPOINT, plans, progress=False)

@@ -10,8 +10,10 @@ from hurry import compile_on_use
 from test_loop import drawn_requests
 
 from jaxflow.engine.executor import Executor
+from jaxflow.engine.executor_start import make_executor
+from jaxflow.engine.loop_start import make_loop
 from jaxflow.engine.recorded_calls import CallRecorder, every_layout, replay
-from jaxflow.engine.start import choose_plans, make_executor, make_loop
+from jaxflow.engine.step_plans import choose_plans
 from jaxflow.kv.tiers.page import page_size
 from jaxflow.kv.tiers.page_copies import PageCopies
 from jaxflow.kv.tiers.start import start_host_tier

@@ -11,10 +11,14 @@ from hurry import compile_on_use
 from test_goldens import FEW, check, requests
 
 from jaxflow.config import EngineConfig
-from jaxflow.engine import lowered_cache, start
+from jaxflow.engine import lowered_cache, stage_programs
 from jaxflow.engine.deferred import DeferredProgram
+from jaxflow.engine.executor_start import make_executor, make_staged_executor
 from jaxflow.engine.layered_step import LayeredStep
+from jaxflow.engine.loop_start import make_loop
 from jaxflow.engine.lowered_cache import LoweredPrograms
+from jaxflow.engine.settings import resolve
+from jaxflow.engine.step_plans import choose_plans
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 
 SMALL = {
@@ -29,7 +33,7 @@ SMALL = {
 @pytest.fixture
 def make(monkeypatch):
     """Return a function that returns the resolved settings and a new executor of layered steps."""
-    monkeypatch.setattr(start, "FEWEST_LAYERED", 1)
+    monkeypatch.setattr(stage_programs, "FEWEST_LAYERED", 1)
 
     def made(model, tp=1, pp=1, **settings):
         settings = EngineConfig(
@@ -39,9 +43,9 @@ def make(monkeypatch):
             **SMALL | settings,
         )
         checkpoint = open_checkpoint(settings.model)
-        config = start.resolve(settings, checkpoint.model_config)
-        plans = start.choose_plans(config, checkpoint.model_config)
-        makes = start.make_executor if pp == 1 else start.make_staged_executor
+        config = resolve(settings, checkpoint.model_config)
+        plans = choose_plans(config, checkpoint.model_config)
+        makes = make_executor if pp == 1 else make_staged_executor
         executor = makes(config, checkpoint, plans, progress=False)
         for stage in [executor] if pp == 1 else executor.stages:
             compile_on_use(stage)
@@ -64,7 +68,7 @@ def test_goldens(make, goldens, model, tp, pp, distinct):
     """Law: the golden tokens and logits. Equal layers are compiled once."""
     config, executor = make(model, tp, pp)
     golden = goldens(model)
-    engine = start.make_loop(config, open_checkpoint(config.model).model_config, executor)
+    engine = make_loop(config, open_checkpoint(config.model).model_config, executor)
     check(golden, toy.run(engine, requests(golden, max_tokens=FEW)), FEW)
     first = executor if pp == 1 else executor.stages[0]
     (step,) = first._steps.values()
@@ -108,7 +112,7 @@ def test_a_deep_model_starts_with_the_steps_of_a_short_request(make, goldens):
     assert isinstance(executor._samplers[4, "full"], DeferredProgram)
     assert not isinstance(executor._samplers[4, "plain"], DeferredProgram)
     golden = goldens("tiny-llama")
-    engine = start.make_loop(config, open_checkpoint(config.model).model_config, executor)
+    engine = make_loop(config, open_checkpoint(config.model).model_config, executor)
     results = toy.run(engine, requests(golden, logprobs=None))
     for i, prompt in enumerate(golden["prompts"]):
         assert results[f"golden-{i}"].tokens == prompt["greedy_ids"]

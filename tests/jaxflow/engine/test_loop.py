@@ -12,7 +12,7 @@ import toy
 from jaxflow.bench.engine.policies import Hybrid
 from jaxflow.bench.engine.steps import step_log
 from jaxflow.engine.loop import NanLogits
-from jaxflow.engine.start import make_loop
+from jaxflow.engine.loop_start import make_loop
 from jaxflow.pipeline import plan as plans
 from jaxflow.pipeline.handwritten import two_nano_batch_plan
 from jaxflow.request import FinishReason, InvalidRequest, Request, SamplingParams

@@ -21,12 +21,15 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jaxflow.config import EngineConfig, Layer, ModelConfig, Rope
 from jaxflow.engine import lowered_cache as lowered
-from jaxflow.engine import start
 from jaxflow.engine.executor import Executor
+from jaxflow.engine.executor_start import make_executor
 from jaxflow.engine.layout import StepLayout
+from jaxflow.engine.loop_start import make_loop
 from jaxflow.engine.lowered_cache import LoweredPrograms
 from jaxflow.engine.programs import STEP_DONATES, Programs
-from jaxflow.engine.start import choose_plans, make_executor, make_loop, resolve
+from jaxflow.engine.settings import resolve
+from jaxflow.engine.stage_programs import PROGRAM_FIELDS, program_settings
+from jaxflow.engine.step_plans import choose_plans
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.op_registry import Context
 from jaxflow.model.weights import shapes, shardings
@@ -357,8 +360,8 @@ OTHER_SETTINGS = {
 def test_every_setting_is_in_the_key_or_changes_no_program():
     """The programs of two engines are equal that differ in every setting outside of the key."""
     names = {field.name for field in dataclasses.fields(EngineConfig)}
-    assert set(start.PROGRAM_FIELDS) | set(OTHER_SETTINGS) == names
-    assert not set(start.PROGRAM_FIELDS) & set(OTHER_SETTINGS)
+    assert set(PROGRAM_FIELDS) | set(OTHER_SETTINGS) == names
+    assert not set(PROGRAM_FIELDS) & set(OTHER_SETTINGS)
     settings = EngineConfig(
         str(paths.MODELS / "tiny-llama"), block_size=16, max_num_batched_tokens=16, max_num_seqs=4,
         num_kv_pages=32, step_sizes="16", plan="sequential",
@@ -378,7 +381,7 @@ def test_every_setting_is_in_the_key_or_changes_no_program():
     assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize("field", start.PROGRAM_FIELDS)
+@pytest.mark.parametrize("field", PROGRAM_FIELDS)
 def test_a_setting_of_the_key_changes_it(field):
     settings = EngineConfig(
         "m",
@@ -390,7 +393,7 @@ def test_a_setting_of_the_key_changes_it(field):
               "plan": "sequential", "kernels": "reference", "gpu_memory_utilization": 0.5,
           "enable_expert_parallel": True, "enable_eplb": True, "enforce_eager": True}  # fmt: skip
     changed = dataclasses.replace(settings, **{field: others.get(field, 17)})
-    assert start.program_settings(changed) != start.program_settings(settings)
+    assert program_settings(changed) != program_settings(settings)
 
 
 def test_only_commands_freeze_the_heap():

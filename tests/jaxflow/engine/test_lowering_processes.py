@@ -32,15 +32,22 @@ from jax._src.interpreters import mlir
 from jax._src.lib.mlir import ir
 
 from jaxflow.config import EngineConfig, Layer, ModelConfig, Rope
-from jaxflow.engine import lowered_cache, lowering_processes, start
+from jaxflow.engine import executor_start, lowered_cache, lowering_processes, lowering_start
 from jaxflow.engine.ahead_of_time import UNTIMED, needs_no_gpu, target_of
 from jaxflow.engine.executor import Job
+from jaxflow.engine.kernel_choice import choose_kernels
 from jaxflow.engine.known_starts import KnownStarts
+from jaxflow.engine.loop_start import make_loop, make_ranked_loop
 from jaxflow.engine.lowered_cache import LoweredPrograms
 from jaxflow.engine.lowering_processes import Description, LoweringProcesses, Wanted, number_of_processes
+from jaxflow.engine.lowering_start import make_lowering
 from jaxflow.engine.lowering_worker import Portable, answer
-from jaxflow.engine.start import choose_plans, make_loop, make_ranked_loop, resolve, start_engine
+from jaxflow.engine.settings import resolve
+from jaxflow.engine.stage_programs import make_stage, stage_names
+from jaxflow.engine.stage_weights import weight_options
+from jaxflow.engine.start import start_engine
 from jaxflow.engine.start_times import StartTimes
+from jaxflow.engine.step_plans import choose_plans
 from jaxflow.engine.weight_shapes import from_values, to_values
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.stage import stages_of
@@ -154,7 +161,7 @@ def test_an_engine_reads_what_a_process_lowered(settings, tmp_path, cache, monke
     model = open_checkpoint(settings.model).model_config
     for pages, known in ((32, True), (33, False)):
         config = resolve(dataclasses.replace(settings, lowering_processes=1, num_kv_pages=pages), model)
-        lowering = start._lowering(config, model, choose_plans(config, model))
+        lowering = make_lowering(config, model, choose_plans(config, model))
         assert lowering is not None and lowering.started != known
         lowering.close()
 
@@ -188,8 +195,8 @@ def test_sequential_steps_beside_overlapped_ones_need_no_timing():
         plans = {32: (sequential_plan(LLAMA, 32, 2),), 64: (sequential_plan(LLAMA, 64, 2), two)}
         weights = h200.abstract(mesh, shapes(LLAMA, 2, jnp.bfloat16), shardings(LLAMA, mesh))
         (stage,) = stages_of((LLAMA.num_layers,))
-        kernels = start.choose_kernels(config, LLAMA)
-        executor = start.make_stage(
+        kernels = choose_kernels(config, LLAMA)
+        executor = make_stage(
             config, LLAMA, plans, stage, mesh, weights, kernels, True, False, None, 0, StartTimes()
         )
         found = {job.key: needs_no_gpu(job.options) for job in executor.jobs() if not job.small}
@@ -213,7 +220,7 @@ def test_stages_that_differ_in_their_devices_only_have_the_same_programs():
         )
         for stage in stages
     ]
-    first, second, third, fourth, fifth, last = start.stage_names(model, stages, weights)
+    first, second, third, fourth, fifth, last = stage_names(model, stages, weights)
     assert second == third == fifth and len({first, second, fourth, last}) == 4
 
 
@@ -223,7 +230,9 @@ def test_an_engine_starts_without_its_processes(script, cache, monkeypatch, capl
     cache(None)
     command = (sys.executable, "-c", script)
     monkeypatch.setattr(
-        start, "LoweringProcesses", lambda *args, **more: LoweringProcesses(*args, command=command, **more)
+        lowering_start,
+        "LoweringProcesses",
+        lambda *args, **more: LoweringProcesses(*args, command=command, **more),
     )
     with caplog.at_level(logging.WARNING):
         drawn(dataclasses.replace(SETTINGS, lowering_processes=2, compilation_cache_dir=""))
@@ -260,7 +269,7 @@ def compare_on_h200s(case: str, folder: Path) -> None:
             plan="sequential", max_num_batched_tokens=64, step_sizes="64", **settings,
         )  # fmt: skip
         plans, memory, pages = choose_plans(config, model), 150_000_000_000, (4096,)
-        options = start.weight_options(config)
+        options = weight_options(config)
         stages = stages_of([model.num_layers // number] * number)
         meshes = stage_meshes(tp, number) if ranks == 1 else (mesh,)
         weights = [
@@ -271,13 +280,13 @@ def compare_on_h200s(case: str, folder: Path) -> None:
             )
             for stage, mesh in zip(stages, meshes, strict=True)
         ]
-        kernels = start.choose_kernels(config, model)
+        kernels = choose_kernels(config, model)
         assert kernels.can_be_bounded  # Mosaic kernels
         values = tuple(map(to_values, weights))
-        names = start.stage_names(model, stages, values)
+        names = stage_names(model, stages, values)
         made = [
             [
-                start.make_stage(
+                make_stage(
                     config,
                     model,
                     plans,
@@ -397,7 +406,7 @@ for line in map(json.loads, sys.stdin):
 def test_programs_are_asked_for_while_the_weights_are_loaded(fits, cache, tmp_path, monkeypatch, caplog):
     """Weights of other shapes than expected are described again. The tokens are those of an engine alone."""
     cache(str(tmp_path))
-    load, absent, described = start._load, start._absent, []
+    load, absent, described = executor_start.load_stage, executor_start.absent_stage, []
     asked = threading.Event()
 
     def slow(*args):
@@ -419,8 +428,8 @@ def test_programs_are_asked_for_while_the_weights_are_loaded(fits, cache, tmp_pa
     alone = drawn(dataclasses.replace(SETTINGS, compilation_cache_dir=""))
     for path in (tmp_path / "lowered").iterdir():
         path.unlink()
-    monkeypatch.setattr(start, "_load", slow)
-    monkeypatch.setattr(start, "_absent", other)
+    monkeypatch.setattr(executor_start, "load_stage", slow)
+    monkeypatch.setattr(executor_start, "absent_stage", other)
     monkeypatch.setattr(LoweringProcesses, "describe", record)
     with caplog.at_level(logging.WARNING):
         assert drawn(dataclasses.replace(SETTINGS, lowering_processes=1)) == alone
@@ -541,7 +550,7 @@ def test_a_process_knows_weights_settings_and_plans(model, quantization):
     checkpoint = open_checkpoint(str(paths.MODELS / model))
     settings = dataclasses.replace(SETTINGS, model=str(paths.MODELS / model), quantization=quantization)
     config, mesh = resolve(settings, checkpoint.model_config), make_mesh(1)
-    options = start.weight_options(config)
+    options = weight_options(config)
     weights = h200.abstract(
         mesh,
         shapes(checkpoint.model_config, 1, jnp.dtype(config.dtype), **options),

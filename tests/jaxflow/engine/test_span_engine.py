@@ -10,7 +10,11 @@ import toy
 from hurry import compile_on_use
 
 from jaxflow.config import ConfigError, EngineConfig, Span
-from jaxflow.engine.start import choose_plans, make_executor, make_loop, open_model, resolve
+from jaxflow.engine.executor_start import make_executor
+from jaxflow.engine.loop_start import make_loop
+from jaxflow.engine.settings import resolve
+from jaxflow.engine.start import open_model
+from jaxflow.engine.step_plans import choose_plans
 from jaxflow.kv.tiers.page_copies import PageCopies
 from jaxflow.kv.tiers.start import start_host_tier
 from jaxflow.kv.visible import most_pages

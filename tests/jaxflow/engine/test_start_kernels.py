@@ -10,8 +10,9 @@ import pytest
 
 from jaxflow.config import ConfigError, EngineConfig
 from jaxflow.engine import kernel_choice as start_kernels
+from jaxflow.engine.executor_start import make_executor
 from jaxflow.engine.kernel_choice import choose_kernels, tell_kernels
-from jaxflow.engine.start import make_executor, resolve
+from jaxflow.engine.settings import resolve
 from jaxflow.model.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from pallas_kernels.gemm.api import HopperGemm, product_of
 from pallas_kernels.gemm.tuned_table import Choice, Rule, Shape, Table

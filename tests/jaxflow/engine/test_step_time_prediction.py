@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import toy
 
-from jaxflow.engine.start import make_loop
+from jaxflow.engine.loop_start import make_loop
 from jaxflow.engine.step_time_prediction import predict_step_time, roofline_step_time
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.composition import Composition

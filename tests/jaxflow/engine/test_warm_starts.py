@@ -20,11 +20,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxflow.config import EngineConfig
-from jaxflow.engine import page_count, start
+from jaxflow.engine import executor_start, page_count
 from jaxflow.engine.ahead_of_time import Target
 from jaxflow.engine.executor import Executor
+from jaxflow.engine.loop_start import make_loop
 from jaxflow.engine.lowered_cache import LoweredPrograms, NotKeptError, compile_program
-from jaxflow.engine.start import make_loop, start_engine
+from jaxflow.engine.start import start_engine
 from jaxflow.model.checkpoints.checkpoint import CheckpointError, open_checkpoint
 from jaxflow.request import Request
 
@@ -82,11 +83,11 @@ def warm(cold, tmp_path, monkeypatch):
 
 @pytest.fixture
 def read_early(monkeypatch):
-    """Return a function that lets weights wait for `_read_early`, and returns the list of its results."""
+    """Return a function that lets weights wait for `read_early`, and returns the list of its results."""
 
     def wait(for_it: bool = True) -> list[bool]:
         results, ended = [], threading.Event()
-        read, load = start._read_early, start._load
+        read, load = executor_start.read_early, executor_start.load_stage
 
         def record(*given: Any) -> bool:
             try:
@@ -99,8 +100,8 @@ def read_early(monkeypatch):
             assert not for_it or ended.wait(60)
             return load(*given)
 
-        monkeypatch.setattr(start, "_read_early", record)
-        monkeypatch.setattr(start, "_load", late)
+        monkeypatch.setattr(executor_start, "read_early", record)
+        monkeypatch.setattr(executor_start, "load_stage", late)
         return results
 
     return wait
@@ -152,14 +153,14 @@ def test_a_wrong_number_of_pages_changes_no_token(known, reads, warm, read_early
 
 def test_weights_of_other_shapes_get_other_programs(warm, read_early, monkeypatch):
     (_, tokens), read = warm(), read_early()
-    absent = start._absent
+    absent = executor_start.absent_stage
 
     def other(*given: Any) -> Any:
         return jax.tree.map(
             lambda a: jax.ShapeDtypeStruct(a.shape, jnp.bfloat16, sharding=a.sharding), absent(*given)
         )
 
-    monkeypatch.setattr(start, "_absent", other)
+    monkeypatch.setattr(executor_start, "absent_stage", other)
     assert drawn(SETTINGS) == tokens and read == [False]
 
 
@@ -168,7 +169,7 @@ def test_a_start_that_ends_while_it_reads_leaves_no_thread(error, warm, monkeypa
     """None: the reading fails with an error of its own, and the start goes on."""
     _, tokens = warm()
     reading, keep = threading.Event(), LoweredPrograms.keep
-    load, numbers = start._load, itertools.count()
+    load, numbers = executor_start.load_stage, itertools.count()
 
     def fail(*given: Any) -> Any:
         reading.wait(60)
@@ -184,7 +185,7 @@ def test_a_start_that_ends_while_it_reads_leaves_no_thread(error, warm, monkeypa
 
     with monkeypatch.context() as patch:
         patch.setattr(LoweredPrograms, "keep", slow)
-        patch.setattr(start, "_load", fail)
+        patch.setattr(executor_start, "load_stage", fail)
         if error is None:
             assert drawn(SETTINGS) == tokens
         else:

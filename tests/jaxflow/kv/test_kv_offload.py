@@ -11,7 +11,9 @@ import toy
 
 from jaxflow.config import ConfigError, EngineConfig
 from jaxflow.engine.driver import Driver
-from jaxflow.engine.start import make_executor, prefill_seconds_per_token, resolve
+from jaxflow.engine.executor_start import make_executor
+from jaxflow.engine.settings import resolve
+from jaxflow.engine.start import prefill_seconds_per_token
 from jaxflow.kv.tiers import start
 from jaxflow.kv.tiers.host_store import PageState
 from jaxflow.kv.tiers.offload import Channel

@@ -10,7 +10,9 @@ import paths
 import pytest
 
 from jaxflow.config import ConfigError, EngineConfig
-from jaxflow.engine.start import choose_plans, make_executor, resolve
+from jaxflow.engine.executor_start import make_executor
+from jaxflow.engine.settings import resolve
+from jaxflow.engine.step_plans import choose_plans
 from jaxflow.model.checkpoints import calibrate
 from jaxflow.model.checkpoints.calibrate import main, softmax_range, text_windows
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint

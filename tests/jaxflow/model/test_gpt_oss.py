@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 from same_weights import same
 
 from jaxflow.config import ConfigError, EngineConfig, ModelConfig, gate_block
-from jaxflow.engine.start import resolve
+from jaxflow.engine.settings import resolve
 from jaxflow.model.architectures.hf_config import model_config_from_hf
 from jaxflow.model.checkpoints import mxfp4
 from jaxflow.model.checkpoints.checkpoint import CheckpointError, convert, open_checkpoint

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 from same_weights import same
 
 from jaxflow.config import ConfigError, EngineConfig, ModelConfig
-from jaxflow.engine.start import resolve
+from jaxflow.engine.settings import resolve
 from jaxflow.flexgen.start import make_geometries
 from jaxflow.kv.device_cache import page_bytes, page_groups
 from jaxflow.model.architectures.hf_config import model_config_from_hf

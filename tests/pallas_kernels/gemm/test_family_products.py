@@ -16,7 +16,7 @@ import pytest
 from jax.sharding import AbstractMesh, NamedSharding
 
 from jaxflow.config import ConfigError, ModelConfig
-from jaxflow.engine.start import dense_products
+from jaxflow.engine.dense_products import dense_products
 from jaxflow.model import ops, weights
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.op_registry import Context, Site
