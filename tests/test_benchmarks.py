@@ -2,19 +2,20 @@
 
 import json
 import re
-import runpy
 import statistics
 
 import paths
 import pytest
 
+from benchmarks.results import index, main, rewritten
+from benchmarks.tables.headline import headline_table
+from benchmarks.tables.reports import KEYS, NOT_REPORTS, points, read_reports, unknown_keys
 from jaxflow.model.cost import DEVICES, optimal_throughput
 from jaxflow.model.energy import known_rate
 from jaxflow.pipeline.plan import load
 
 FOLDER = paths.ROOT / "benchmarks"
-RESULTS = runpy.run_path(str(FOLDER / "results.py"))
-REPORTS = RESULTS["read_reports"](FOLDER)
+REPORTS = read_reports(FOLDER)
 INCOMPLETE = json.loads((FOLDER / "incomplete.json").read_text("utf-8"))
 MOST_INCOMPLETE = 121  # may only shrink: a new report knows every key
 
@@ -55,16 +56,16 @@ def write(tmp_path):
 
 def rows(folder, title):
     """Return the table of a section of the index as lists of cells, without its head."""
-    section = RESULTS["index"](folder).split(f"## {title}\n")[1].split("\n## ")[0]
+    section = index(folder).split(f"## {title}\n")[1].split("\n## ")[0]
     lines = [line for line in section.splitlines() if line.startswith("| ")]
     return [line.strip("| ").split(" | ") for line in lines[2:]]
 
 
 @pytest.mark.parametrize("path", REPORTS)
 def test_a_report_has_every_key(path):
-    missing = [key for key in RESULTS["KEYS"] if key not in REPORTS[path]]
+    missing = [key for key in KEYS if key not in REPORTS[path]]
     assert not missing
-    assert RESULTS["unknown_keys"](REPORTS[path]) == INCOMPLETE.get(path, [])
+    assert unknown_keys(REPORTS[path]) == INCOMPLETE.get(path, [])
 
 
 def test_the_list_of_incomplete_reports_only_shrinks():
@@ -75,7 +76,7 @@ def test_every_json_file_is_a_report_a_plan_a_setting_or_a_list():
     others = {
         path.relative_to(FOLDER).as_posix()
         for path in FOLDER.rglob("*.json")
-        if path.relative_to(FOLDER).parts[0] not in RESULTS["NOT_REPORTS"]
+        if path.relative_to(FOLDER).parts[0] not in NOT_REPORTS
     }
     assert others - set(REPORTS) == {"rivals.json", "incomplete.json"}
 
@@ -92,7 +93,7 @@ def test_a_command_without_a_commit_names_its_report_and_files_that_exist():
 
 
 def test_the_index_is_what_the_script_writes():
-    assert (FOLDER / "RESULTS.md").read_text("utf-8") == RESULTS["index"]()
+    assert (FOLDER / "RESULTS.md").read_text("utf-8") == index()
 
 
 @pytest.mark.parametrize(("argument", "status"), [("--help", 0), ("results.json", 2)])
@@ -100,20 +101,20 @@ def test_a_call_for_help_or_with_a_file_writes_nothing(argument, status):
     files = [FOLDER / "RESULTS.md", paths.ROOT / "README.md"]
     written = [file.stat().st_mtime_ns for file in files]
     with pytest.raises(SystemExit) as ended:
-        RESULTS["main"]([argument])
+        main([argument])
     assert ended.value.code == status
     assert [file.stat().st_mtime_ns for file in files] == written
 
 
 def test_the_readme_has_the_table_that_the_script_writes():
     readme = (paths.ROOT / "README.md").read_text("utf-8")
-    assert RESULTS["rewritten"](readme) == readme
-    assert 2 < RESULTS["headline_table"]().count("\n") <= 2 + 8
+    assert rewritten(readme) == readme
+    assert 2 < headline_table().count("\n") <= 2 + 8
 
 
 def headlines(folder):
     """Return the README's rows as lists of cells."""
-    return [line.strip("| \n").split(" | ") for line in RESULTS["headline_table"](folder).splitlines()[2:]]
+    return [line.strip("| \n").split(" | ") for line in headline_table(folder).splitlines()[2:]]
 
 
 def linked(cell):
@@ -269,7 +270,7 @@ def test_energy_is_the_median_of_the_runs_that_have_it(write):
 
 
 def test_energy_times_the_rate_is_the_power_of_all_cards():
-    for _, report in RESULTS["points"](REPORTS, "throughput"):
+    for _, report in points(REPORTS, "throughput"):
         if report.get("joules_per_token"):
             watts = report["joules_per_token"] * report["total_token_throughput"]
             assert watts == pytest.approx(report["power"]["mean_watts"], rel=0.1)
@@ -394,4 +395,4 @@ def test_a_failed_policy_has_no_row(write):
 
 def test_a_readme_without_a_place_for_the_table_is_refused():
     with pytest.raises(ValueError, match="<!-- results -->"):
-        RESULTS["rewritten"]("no place")
+        rewritten("no place")
