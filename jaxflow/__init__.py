@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxflow.llm import LLM
-    from jaxflow.request import SamplingParams
+    from jaxflow.request import SamplingParams, StructuredOutputsParams
 
 __version__ = "0.1.0"
 
-__all__ = ["LLM", "SamplingParams"]
+__all__ = ["LLM", "SamplingParams", "StructuredOutputsParams"]
 
 
 def __getattr__(name: str) -> Any:
@@ -20,8 +20,8 @@ def __getattr__(name: str) -> Any:
         from jaxflow.llm import LLM
 
         return LLM
-    if name == "SamplingParams":
-        from jaxflow.request import SamplingParams
+    if name in ("SamplingParams", "StructuredOutputsParams"):
+        from jaxflow import request
 
-        return SamplingParams
+        return getattr(request, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

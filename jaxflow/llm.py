@@ -27,6 +27,7 @@ from jaxflow.model.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from jaxflow.prompt import Prompt, as_list, make_request, open_tokenizer, without_name
 from jaxflow.request import Amount, Event, Finished, InvalidRequest, QueueFull, Request, SamplingParams
 from jaxflow.request_output import CompletionOutput, OutputBuilder, RequestFailed, RequestOutput, collect
+from jaxflow.structured.compiler import FormCompiler
 from jaxflow.text.chat import encode_chat
 from jaxflow.text.tokenizer import Tokenizer
 from pallas_kernels.kernel_set import KernelSet
@@ -114,6 +115,10 @@ class LLM:
         self.max_model_len, self.warm_up_s = self._backend.max_model_len, self._backend.warm_up_s
         self.start = self._backend.start
         self._ids = itertools.count()
+        self._forms: FormCompiler | None = None  # an offloaded model serves no structured outputs
+        if self.runtime is None:
+            vocab_size, ends = self.model_config.vocab_size, self.model_config.eos_token_ids
+            self._forms = FormCompiler(self.tokenizer, vocab_size, ends)
 
     @classmethod
     def from_config(
@@ -171,8 +176,12 @@ class LLM:
             priority=priority,
             cache_salt=cache_salt,
             add_special_tokens=add_special_tokens,
+            forms=self._forms,
         )
-        return self._backend.accept(request)
+        request = self._backend.accept(request)
+        if request.make_constraint is not None:
+            self.driver.prepare_masks()
+        return request
 
     # ---- offline
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from jaxflow.config import ConfigError, EngineConfig
 from jaxflow.request import MAX_BAD_WORD_TOKENS, InvalidRequest, Request, SamplingParams
 from jaxflow.request_output import detokenizer
+from jaxflow.structured.compiler import FormCompiler
 from jaxflow.text.tokenizer import Tokenizer, load_tokenizer
 from jaxflow.text.vocabulary import TokenizerError
 
@@ -92,8 +93,11 @@ def make_request(
     priority: int = 0,
     cache_salt: str = "",
     add_special_tokens: bool = True,
+    forms: FormCompiler | None = None,
 ) -> Request:
     """Return a request of a text or of token ids, for an engine to accept.
+
+    forms: of the model; None refuses structured outputs.
 
     Raises:
       InvalidRequest: naming the field.
@@ -104,6 +108,12 @@ def make_request(
     request = Request(
         name, ids, sampling, priority=priority, cache_salt=cache_salt, bad_words_token_ids=words
     )
+    if (wanted := sampling.structured_outputs) is not None:
+        if forms is None:
+            accepted = "null, because this engine serves no structured outputs"
+            raise InvalidRequest("structured_outputs", wanted.form, accepted)
+        made = forms.compile(wanted, sampling.stop_token_ids)
+        request = dataclasses.replace(request, make_constraint=made)
     if not sampling.stop:
         return request
     if tokenizer is None:

@@ -2,11 +2,12 @@
 
 import dataclasses
 import enum
+import json
 import math
 import numbers
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -20,6 +21,9 @@ MAX_BAD_WORDS = 64
 MAX_BAD_WORD_TOKENS = 12
 MAX_ALLOWED_TOKENS = 300
 MAX_N = 64
+MAX_FORM_CHARS = 1 << 18  # of a JSON schema, a regular expression or a grammar, and of all choices together
+MAX_FORM_DEPTH = 64  # nested values of a JSON schema
+MAX_CHOICES = 4096
 MIN_REPETITION_PENALTY = 0.01  # below it, one repeated token takes all probability
 
 _SHORT = reprlib.Repr()  # of a value that may have millions of parts
@@ -132,6 +136,105 @@ def _finite(field: str, value: float, low: float, high: float, accepted: str) ->
         raise InvalidRequest(field, value, accepted)
 
 
+class Reasoning(NamedTuple):
+    """The reasoning before an answer, which has no form.
+
+    `begun`: the prompt ends within the reasoning. Otherwise the answer may begin with the opening mark.
+    """
+
+    opening: str
+    closing: str
+    begun: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class StructuredOutputsParams:
+    """The form of an answer, with the names and meanings of vLLM. Exactly one form is given.
+
+    `json`: a JSON schema, as an object or a text. It is kept as a text. `json_object`: True for any JSON
+    object. `regex`: of the whole answer. `choice`: the answer is one of these texts. `grammar`: in Lark or
+    GBNF. `reasoning`: the form begins after this reasoning.
+
+    Raises:
+      InvalidRequest: no form, several forms, or a form beyond the limits; it names the field.
+    """
+
+    json: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    reasoning: Reasoning | None = None
+
+    def __post_init__(self) -> None:
+        check_types(self, lambda field, *found: InvalidRequest(f"structured_outputs.{field}", *found))
+        if self.json is not None:
+            object.__setattr__(self, "json", _schema_text(self.json))
+        if self.choice is not None:
+            accepted = f"1 to {MAX_CHOICES} different texts that are not empty"
+            choice = _entries("structured_outputs.choice", self.choice, str, accepted)
+            if not 1 <= len(set(choice)) == len(choice) <= MAX_CHOICES or not all(choice):
+                raise InvalidRequest("structured_outputs.choice", choice, accepted)
+            object.__setattr__(self, "choice", choice)
+        forms = [name for name in FORMS if getattr(self, name) not in (None, False)]
+        if len(forms) != 1:
+            found = Amount(" and ".join(forms) or "no form")
+            raise InvalidRequest("structured_outputs", found, f"exactly one of {', '.join(FORMS)}")
+        (form,) = forms
+        text = self.text
+        if not text or len(text) > MAX_FORM_CHARS:
+            shown = Amount(f"{len(text)} characters")
+            raise InvalidRequest(f"structured_outputs.{form}", shown, f"1 to {MAX_FORM_CHARS} characters")
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise InvalidRequest(f"structured_outputs.{form}", text, "a text in valid Unicode") from None
+
+    @property
+    def form(self) -> str:
+        """Return the name of the field that has the form."""
+        return next(name for name in FORMS if getattr(self, name) not in (None, False))
+
+    @property
+    def text(self) -> str:
+        """Return the form as a text: the schema, the expression, the grammar, or the joined choices."""
+        value = getattr(self, self.form)
+        if value is True:
+            return '{"type":"object"}'
+        return value if isinstance(value, str) else "".join(value)
+
+
+FORMS = ("json", "regex", "choice", "grammar", "json_object")  # of `StructuredOutputsParams`
+
+
+def _schema_text(schema: Any) -> str:
+    """Return a JSON schema as a text. Raises: InvalidRequest."""
+    accepted = f"a JSON schema: an object of at most {MAX_FORM_DEPTH} nested values"
+    given = schema
+    try:
+        if isinstance(schema, str):
+            if len(schema) > MAX_FORM_CHARS:
+                shown = Amount(f"{len(schema)} characters")
+                raise InvalidRequest("structured_outputs.json", shown, f"1 to {MAX_FORM_CHARS} characters")
+            schema = json.loads(schema)
+        text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
+    except InvalidRequest:
+        raise
+    except (ValueError, TypeError, RecursionError):
+        raise InvalidRequest("structured_outputs.json", given, accepted) from None
+    level: list[Any] = [schema]
+    for _ in range(MAX_FORM_DEPTH):
+        level = [
+            each
+            for value in level
+            if isinstance(value, dict | list)
+            for each in (value.values() if isinstance(value, dict) else value)
+        ]
+    if level or not isinstance(schema, dict):
+        raise InvalidRequest("structured_outputs.json", Amount(text[:80]), accepted)
+    return text
+
+
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
     """The sampling settings of a request, with the names and meanings of vLLM.
@@ -163,6 +266,7 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None  # the only tokens that may be drawn; None: all
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    structured_outputs: StructuredOutputsParams | None = None  # the form of the answer; None: any text
 
     def __post_init__(self) -> None:
         check_types(self, InvalidRequest)
@@ -210,6 +314,12 @@ class SamplingParams:
             value = getattr(self, field)
             if value is not None and not 0 <= value <= MAX_LOGPROBS:
                 raise InvalidRequest(field, value, f"0 to {MAX_LOGPROBS}")
+        form = self.structured_outputs
+        if not isinstance(form, StructuredOutputsParams | None):
+            raise InvalidRequest("structured_outputs", form, "a StructuredOutputsParams, or None")
+        if form is not None and (self.ignore_eos or allowed is not None):
+            field, accepted = ("ignore_eos", "false") if self.ignore_eos else ("allowed_token_ids", "null")
+            raise InvalidRequest(field, getattr(self, field), f"{accepted} with structured outputs")
         penalty, least = self.repetition_penalty, MIN_REPETITION_PENALTY
         _finite("repetition_penalty", penalty, least, 1 / least, f"a number from {least} to {1 / least:g}")
         _finite("presence_penalty", self.presence_penalty, -2.0, 2.0, "a number from -2 to 2")
@@ -258,6 +368,30 @@ class TextDecoder(Protocol):
         ...
 
 
+class Constraint(Protocol):
+    """The form of one growing sequence; `jaxflow.structured.constraint.TokenConstraint` is one."""
+
+    @property
+    def complete(self) -> bool:
+        """True once the form is complete and nothing may follow."""
+        ...
+
+    def push(self, token: int) -> None:
+        """Add a token. Raises: ValueError, if the form does not allow the token."""
+        ...
+
+    def fill(self, others: Sequence[tuple["Constraint", int]], masks: Any) -> None:
+        """Write the masks of the next tokens of several constraints, of this class all.
+
+        Bit t % 32 of word t // 32 of a row is set if token t may follow.
+
+        Args:
+          others: each constraint, with its row in `masks`.
+          masks: int32 [R, words], contiguous.
+        """
+        ...
+
+
 BATCH_PRIORITY = 1000  # a request of this priority or a later one is a batch request
 
 
@@ -272,6 +406,8 @@ class Request:
     cache_salt: str = ""  # only requests of the same salt share prefixes
     # Returns the decoder of a sequence. The decoder finds stop strings, so `sampling.stop` needs it.
     make_detokenizer: "Callable[[], TextDecoder] | None" = None
+    # Returns the constraint of a sequence, for `sampling.structured_outputs`.
+    make_constraint: "Callable[[], Constraint] | None" = None
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # the tokens of sampling.bad_words
     limit: int | None = None  # tokens a sequence, prompt and output; set when the engine accepts the request
     session: str = ""  # requests of one session go to one replica, while its load allows it

@@ -13,7 +13,7 @@ import pytest
 
 # The floors of docs/architecture.md, bottom up. A target depends on no target of a later line.
 FLOORS = (
-    ("pallas_kernels", "config", "request", "cli", "text", "request_output"),
+    ("pallas_kernels", "config", "request", "cli", "text", "request_output", "structured"),
     ("parallel",),
     ("kv",),
     ("architectures", "model", "checkpoints"),

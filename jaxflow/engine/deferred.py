@@ -34,6 +34,11 @@ class DeferredProgram:
         self._make, self._lock = make, threading.Lock()
         self._program: Callable | None = None
 
+    @property
+    def is_made(self) -> bool:
+        """True once the program is compiled."""
+        return self._program is not None
+
     def ready(self) -> Callable:
         """Return the compiled program."""
         with self._lock:

@@ -85,6 +85,12 @@ class Driver:
         """
         return self._loop.accept(request)
 
+    def prepare_masks(self) -> None:
+        """Compile what requests with a constraint need, before the first of them runs. Any thread may call
+        it. Another process of the engine compiles its part when it runs the first of them.
+        """
+        self._loop.executor.prepare_masks()
+
     def submit(self, request: Request, mailbox: Mailbox) -> None:
         """Queue a request. Its events go to `mailbox`, at last a `Finished` for each of its sequences.
 

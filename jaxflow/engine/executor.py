@@ -124,6 +124,7 @@ class Recorder(Protocol):
         appends: np.ndarray,
         full: bool,
         targets: np.ndarray | None,
+        masks: np.ndarray | None = None,
     ) -> None:
         """Take a call of `run`."""
         ...
@@ -222,6 +223,8 @@ class Executor:
         self._measured: dict[tuple[tuple[int, ...], tuple[int, str, bool]], Any] = {}
         self._samplers: dict[tuple[int, str], Callable] = {}
         self._prompt: dict[int, Callable] = {}
+        self._masked_samplers: dict[int, DeferredProgram] = {}  # by rows
+        self._masks_lock, self._masks_asked = threading.Lock(), False
         self._small: dict[str, Callable] = {}
         self.defers = defers
         self._first: tuple[StepLayout, ...] | None = None  # see `compile`
@@ -508,7 +511,7 @@ class Executor:
 
     def jobs(self) -> list[Job]:
         """Return the programs of the executor, those of the largest steps first."""
-        every = (*itertools.chain(*self.layouts.values()), *self.decode_layouts.values())
+        every = self._every_layout()
         rows = sorted({layout.rows for layout in every})
         full = {layout.rows for layout in every if layout.full}
         jobs: list[Job] = []
@@ -534,6 +537,9 @@ class Executor:
         if self.programs.samples:
             small |= {"set_slot": self._lower_set_slot, "count_tokens": self._lower_count_tokens}
         return jobs + [Job(name, self._small, name, lower, small=True) for name, lower in small.items()]
+
+    def _every_layout(self) -> list[StepLayout]:
+        return [*itertools.chain(*self.layouts.values()), *self.decode_layouts.values()]
 
     def _step_job(self, layout: StepLayout) -> Job:
         lower, layered = functools.partial(self._lower_any_step, layout), self._is_layered(layout)
@@ -579,7 +585,7 @@ class Executor:
 
         Those are the layouts of a decode, and of a prompt of `SHORT_PROMPT` tokens.
         """
-        every = [*itertools.chain(*self.layouts.values()), *self.decode_layouts.values()]
+        every = self._every_layout()
         prompt = min((tokens for tokens in self.layouts if tokens >= SHORT_PROMPT), default=max(self.layouts))
         first = {min(self.layouts), prompt, *self.decode_layouts}
         return [layout for layout in every if layout.tokens in first or not self._is_layered(layout)]
@@ -603,6 +609,34 @@ class Executor:
         programs = (one for table in tables for one in table.values() if isinstance(one, DeferredProgram))
         if jobs := [while_it_lives(program.ready) for program in programs]:
             compile_in_background(jobs, DELAY_S)
+
+    # ---- masked samplers, which the first request with a constraint compiles
+
+    @property
+    def mask_words(self) -> int:
+        """Return the words of a row's mask: a bit for each token of the vocabulary."""
+        return -(-self.programs.context.config.vocab_size // 32)
+
+    def prepare_masks(self) -> None:
+        """Compile the masked sampler of the most rows, and the others on a thread. Any thread may call it.
+
+        A later call returns at once.
+        """
+        rows = sorted({layout.rows for layout in self._every_layout() if layout.full})
+        self._masked(rows[-1]).ready()
+        with self._masks_lock:
+            others, self._masks_asked = [] if self._masks_asked else rows[:-1], True
+        if others:
+            compile_in_background([while_it_lives(self._masked(one).ready) for one in others])
+
+    def masks_ready(self, layout: StepLayout) -> bool:
+        """Return True if a step of the layout runs the masked sampler without a compilation."""
+        return self._masked(layout.rows).is_made
+
+    def _masked(self, rows: int) -> DeferredProgram:
+        job = self._sampler_job(rows, "masked")
+        made = DeferredProgram(functools.partial(self._lower_and_compile, job))
+        return self._masked_samplers.setdefault(rows, made)
 
     # ---- layouts that become ready while the engine serves
 
@@ -630,7 +664,7 @@ class Executor:
         """Return the layouts that have a deferred program, the smallest first, of
         equal ones those of decodes first.
         """
-        every = [*itertools.chain(*self.layouts.values()), *self.decode_layouts.values()]
+        every = self._every_layout()
         found = [layout for layout in every if not self.is_ready(layout, full=True, prompt=True)]
         return sorted(found, key=lambda layout: (layout.tokens, not layout.decodes))
 
@@ -678,6 +712,7 @@ class Executor:
         *,
         full: bool,
         targets: np.ndarray | None = None,
+        masks: np.ndarray | None = None,
     ) -> Pending:
         """Enqueue a step.
 
@@ -688,12 +723,14 @@ class Executor:
           full: True if a row needs the full sampler.
           targets: [T] int32, each token's successor in its prompt, for prompt
             log-probabilities; of all ranks.
+          masks: [R, mask_words] int32, the tokens that each row may draw, as bits; of all
+            ranks. The step then runs the masked sampler.
         """
         if self.recorder is not None:
-            self.recorder.run(layout, buffer, appends, full, targets)
+            self.recorder.run(layout, buffer, appends, full, targets, masks)
         enqueued_s = time.perf_counter()
         hidden, x, rows = self.advance(layout, buffer, appends, self.last_tokens)
-        return self.draw(layout, hidden, x, rows, enqueued_s, full=full, targets=targets)
+        return self.draw(layout, hidden, x, rows, enqueued_s, full=full, targets=targets, masks=masks)
 
     def advance(
         self, layout: StepLayout, buffer: np.ndarray, appends: np.ndarray, source: jax.Array
@@ -719,14 +756,17 @@ class Executor:
         *,
         full: bool,
         targets: np.ndarray | None,
+        masks: np.ndarray | None = None,
     ) -> Pending:
         """Enqueue the sampler of a step whose forward is enqueued. Arguments: see `run`."""
         found = None
-        if full:
-            sampler = self._samplers[layout.rows, "full"]
+        if full or masks is not None:
+            more = () if masks is None else (place(masks, self._by_rank),)
+            sampler = self._samplers[layout.rows, "full"] if masks is None else self._masked(layout.rows)
             tokens, found, self.last_tokens, recent, self.counts = sampler(
-                self._head, hidden, rows, self.last_tokens, self.params, self.counts
+                self._head, hidden, rows, self.last_tokens, self.params, self.counts, *more
             )
+            found = found if full else None
             self.params = dataclasses.replace(self.params, recent=recent)
         else:
             tokens, self.last_tokens = self._samplers[layout.rows, "plain"](
@@ -994,10 +1034,10 @@ class Executor:
             return self._lower(
                 kind, self.programs.sample_plain(), (), self._head, self.hidden(rows), row, last
             )
-        slots = self._slots()
-        return self._lower(
-            kind, self.programs.sample_full(), FULL_DONATES, self._head, self.hidden(rows), row, last, *slots
-        )
+        more = (vector(jnp.int32, self.mask_words),) if kind == "masked" else ()
+        sampler = self.programs.sample_full(masked=bool(more))
+        arguments = self._head, self.hidden(rows), row, last, *self._slots(), *more
+        return self._lower(kind, sampler, FULL_DONATES, *arguments)
 
     def _slots(self) -> tuple[Any, Any]:
         """Return the shapes of (params, counts), in a stage that samples."""

@@ -10,6 +10,7 @@ import numpy as np
 from jaxflow.model.logprobs import LogprobsOut
 from jaxflow.model.slot_params import BAD_WORD_TOKENS, SlotParams, slot_values
 from jaxflow.request import (
+    Constraint,
     Delta,
     Event,
     Finished,
@@ -102,8 +103,14 @@ class LiveRequest:
         self._end_token_ids = sampling.end_token_ids(eos)
         make = request.make_detokenizer
         self._texts: list[TextDecoder] = [make() for _ in sequences] if sampling.stop and make else []
+        constrain = request.make_constraint
+        self.constraints: list[Constraint] = [constrain() for _ in sequences] if constrain else []
         self.is_plain = not (
-            sampling.stop_token_ids or sampling.min_tokens or self._texts or sampling.logprobs is not None
+            sampling.stop_token_ids
+            or sampling.min_tokens
+            or self._texts
+            or self.constraints
+            or sampling.logprobs is not None
         )
         self._first_s: list[float | None] = [None] * len(self.sequences)
         self._prompt: list[dict[int, Logprob] | None] | None = None
@@ -152,7 +159,7 @@ class LiveRequest:
             self.first_token_s = now
         try:
             delta, reason, cause = self._draw(seq, token, found, row, now)
-        except Exception as fault:  # of the sequence's text decoder: the other sequences continue
+        except Exception as fault:  # of its text decoder or its constraint: the other sequences continue
             end(seq, FinishReason.ABORT)
             return [*events, self.finished(seq, FinishReason.ABORT, None, now, fault)]
         events.append(delta)
@@ -177,6 +184,8 @@ class LiveRequest:
         if self._logprobs is not None and found is not None:
             logprobs = (found.row(row, token, self._logprobs),)
         ends = token in self._end_token_ids and output > self._min_tokens
+        if self.constraints and not ends:
+            self.constraints[index].push(token)
         text = None
         if self._texts:
             text = "" if ends else self._texts[index].push((token,))
@@ -185,6 +194,8 @@ class LiveRequest:
             return delta, FinishReason.STOP, token
         if self._texts and (stop := self._texts[index].stopped_by) is not None:
             return delta, FinishReason.STOP, stop
+        if self.constraints and self.constraints[index].complete:
+            return delta, FinishReason.STOP, None
         if output >= self._max_output:
             return delta, FinishReason.LENGTH, None
         return delta, None, None

@@ -68,8 +68,8 @@ class Stats(msgspec.Struct, frozen=True):
     kv_tiers: dict[str, int]  # counters of the lower tiers, see `KvOffload.counters`; empty without tiers
 
 
-# The arguments of `Executor.run` after the layout: buffer, appends, full, targets.
-Inputs = tuple[np.ndarray, np.ndarray, np.ndarray | None]
+# The arguments of `Executor.run` after the layout: buffer, appends, targets, masks.
+Inputs = tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,14 +96,23 @@ def larger_layouts(executor: Executor | StagedExecutor, tokens: int, *, alone: b
 
 
 def first_ready(
-    executor: Executor | StagedExecutor, layouts: Iterable[StepLayout], full: bool, prompt: bool
+    executor: Executor | StagedExecutor,
+    layouts: Iterable[StepLayout],
+    full: bool,
+    prompt: bool,
+    masked: bool = False,
 ) -> StepLayout:
-    """Return the first layout that runs without a compilation. full, prompt: with these samplers.
+    """Return the first layout that runs without a compilation. full, prompt, masked: with these samplers.
 
-    Without substitutes the first layout runs, if need be after a compilation.
+    Without substitutes the first layout runs, if need be after a compilation of another
+    sampler than the masked one.
     """
     every = not executor.substitutes
-    return next(layout for layout in layouts if every or executor.is_ready(layout, full=full, prompt=prompt))
+    ready = (layout for layout in layouts if every or executor.is_ready(layout, full=full, prompt=prompt))
+    if not masked:
+        return next(ready)
+    found = [layout for layout in ready if layout.full]
+    return next((layout for layout in found if executor.masks_ready(layout)), found[0])
 
 
 class Loop:
@@ -284,12 +293,13 @@ class Loop:
         return events
 
     def _enqueue(self, work: StepWork) -> InFlight:
-        full = self.admit(work)
-        layout = self._choose(work, full)
-        buffer, appends, targets = self.prepare(work, layout)
+        full, masked = self.admit(work), self.is_constrained(work)
+        layout = self._choose(work, full or masked, masked)
+        buffer, appends, targets, masks = self.prepare(work, layout)
         self._counts["steps"] += 1
         self._steps_by_plan[layout.plan] += 1
-        pending = self.executor.run(layout, buffer, appends, full=full, targets=targets)
+        more = {} if masks is None else {"masks": masks}
+        pending = self.executor.run(layout, buffer, appends, full=full, targets=targets, **more)
         self.advances += 1
         return InFlight(work, pending, layout.plan, max(work.bucket, layout.tokens), time.monotonic())
 
@@ -306,22 +316,39 @@ class Loop:
         """Return the inputs of a step whose sequences have slots."""
         buffer, appends = pack(layout, work, self._slots)
         self._counts["prompt_tokens"] += sum(chunk.tokens for chunk in work.chunks)
-        return buffer, appends, self._targets(layout, work)
+        return buffer, appends, self._targets(layout, work), self._masks(layout, work)
+
+    def is_constrained(self, work: StepWork) -> bool:
+        """Return True if a sequence of the step has a constraint."""
+        return bool(self.scheduler.running.slots.constrained[work.slots].any())
+
+    def _masks(self, layout: StepLayout, work: StepWork) -> np.ndarray | None:
+        """Return the tokens that each row may draw, int32 [rows, words] of bits; None without constraints."""
+        constrained = self.scheduler.running.slots.constrained
+        rows = [(row, work.decodes.item(row)) for row in constrained[work.decode_slots].nonzero()[0].tolist()]
+        chunks = enumerate(work.chunks, start=len(work.decode_slots))
+        rows += [(row, chunk.seq) for row, chunk in chunks if chunk.samples and constrained[chunk.slot]]
+        if not rows:
+            return None
+        masks = np.full((layout.rows, self.executor.mask_words), -1, np.int32)
+        filled = [(self._live[seq.request.request_id].constraints[seq.index], row) for row, seq in rows]
+        filled[0][0].fill(filled, masks)
+        return masks
 
     def wants_prompt(self, work: StepWork) -> bool:
         """Return True if a request of the step wants prompt log-probabilities."""
         return any(self._wants_prompt(chunk.seq) for chunk in work.chunks)
 
-    def _choose(self, work: StepWork, full: bool) -> StepLayout:
+    def _choose(self, work: StepWork, full: bool, masked: bool) -> StepLayout:
         """Return the layout of the step: its own, or the next larger one that is ready.
 
-        full: see `Executor.run`.
+        full: a row needs the full or the masked sampler. masked: a row may need the masked one.
         """
         own, executor = self._own_layout(work, full), self.executor
-        if not executor.substitutes:
+        if not executor.substitutes and not masked:
             return own
         larger = larger_layouts(executor, work.bucket, alone=not work.chunks)
-        return first_ready(executor, itertools.chain((own,), larger), full, self.wants_prompt(work))
+        return first_ready(executor, itertools.chain((own,), larger), full, self.wants_prompt(work), masked)
 
     def _own_layout(self, work: StepWork, full: bool) -> StepLayout:
         """Return the layout of the bucket's best plan for the step, without chunks if the step has none."""

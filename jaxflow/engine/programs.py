@@ -195,12 +195,14 @@ class Programs:
         results = (self._host_spec, by_rank(self.mesh))
         return jax.jit(self._of_ranks(run, 0, arguments=4, results=results))
 
-    def sample_full(self) -> Wrapped:
+    def sample_full(self, *, masked: bool = False) -> Wrapped:
         """(head, hidden, rows, last_tokens, params, counts) -> (tokens, logprobs, last_tokens, params.recent,
         counts); counts donated.
+
+        masked: with one more argument, the tokens that each row may draw, [R, words] int32 of bits.
         """
 
-        def run(head, hidden, rows, last_tokens, params, counts):
+        def run(head, hidden, rows, last_tokens, params, counts, *masks):
             logits = self._logits(head, hidden)
             with op_scope("sample"):
                 slots = jnp.where(rows.samples >= FULL, rows.slots, counts.shape[0])
@@ -215,6 +217,7 @@ class Programs:
                     rows.samples == LOGPROBS,
                     draw_filtered=self.context.kernels.draw_filtered,
                     most=self.rows_at_once,
+                    masks=masks[0] if masked else None,
                 )
                 tokens = _none_of_nan(tokens, logits)
                 recent = slot_params.add_recent(params.recent, slots, tokens)
@@ -222,7 +225,8 @@ class Programs:
             return *self._for_host((tokens, found)), last_tokens, recent, counts
 
         results = (self._host_spec,) * 2 + (by_rank(self.mesh),) * 3
-        return jax.jit(self._of_ranks(run, 0, arguments=6, results=results), donate_argnums=FULL_DONATES)
+        of_ranks = self._of_ranks(run, 0, arguments=6 + masked, results=results)
+        return jax.jit(of_ranks, donate_argnums=FULL_DONATES)
 
     def prompt_logprobs(self) -> Wrapped:
         """(weights of `prompt_head`, x [T, D], targets [T]) -> `LogprobsOut` of each token's successor, T

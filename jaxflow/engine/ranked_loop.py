@@ -193,27 +193,33 @@ class RankedLoop:
     def _enqueue(self, works: tuple[StepWork | None, ...]) -> RankedStep:
         own = [(rank, work) for rank, work in zip(self.ranks, works, strict=True) if work is not None]
         needs_full = [rank.admit(work) for rank, work in own]
+        masked = any(rank.is_constrained(work) for rank, work in own)
         layout = self._choose(
-            [work for _, work in own], any(needs_full), any(rank.wants_prompt(work) for rank, work in own)
+            [work for _, work in own],
+            any(needs_full) or masked,
+            any(rank.wants_prompt(work) for rank, work in own),
+            masked,
         )
         inputs = [
             _without_work(layout) if work is None else rank.prepare(work, layout)
             for rank, work in zip(self.ranks, works, strict=True)
         ]
-        buffer, appends, targets = _together(layout, inputs)
-        pending = self.executor.run(layout, buffer, appends, full=any(needs_full), targets=targets)
+        buffer, appends, targets, masks = _together(layout, inputs)
+        more = {} if masks is None else {"masks": masks}
+        pending = self.executor.run(layout, buffer, appends, full=any(needs_full), targets=targets, **more)
         self._counts[layout.plan] += 1
         self.advances += 1
         return RankedStep(works, layout, pending, time.monotonic())
 
-    def _choose(self, works: list[StepWork], full: bool, prompt: bool) -> StepLayout:
+    def _choose(self, works: list[StepWork], full: bool, prompt: bool, masked: bool) -> StepLayout:
         """Return the smallest layout that is ready and holds the step of every rank,
         without chunks if no rank has one.
 
-        full, prompt: see `first_ready`.
+        full, prompt, masked: see `first_ready`.
         """
         bucket, alone = max(work.bucket for work in works), not any(work.chunks for work in works)
-        return first_ready(self.executor, larger_layouts(self.executor, bucket, alone=alone), full, prompt)
+        larger = larger_layouts(self.executor, bucket, alone=alone)
+        return first_ready(self.executor, larger, full, prompt, masked)
 
     def _read(self, step: RankedStep) -> None:
         """Wait for the tokens of a step, and let each rank take its own."""
@@ -254,12 +260,12 @@ def reusable_page_names(config: SchedulerConfig, request: Request) -> list[bytes
 
 
 def _without_work(layout: StepLayout) -> Inputs:
-    return empty_buffer(layout), np.zeros((0, 4), np.int32), None
+    return empty_buffer(layout), np.zeros((0, 4), np.int32), None, None
 
 
 def _together(layout: StepLayout, inputs: Sequence[Inputs]) -> Inputs:
     """Return the inputs of all ranks as those of one step, see `Executor.run`."""
-    buffers, appends, targets = zip(*inputs, strict=True)
+    buffers, appends, targets, masks = zip(*inputs, strict=True)
     most = max(map(len, appends))
     padded = np.full((len(inputs), most, 4), layout.groups, np.int32)  # no group: dropped
     for rank, own in zip(padded, appends, strict=True):
@@ -267,7 +273,10 @@ def _together(layout: StepLayout, inputs: Sequence[Inputs]) -> Inputs:
     asked = any(own is not None for own in targets)
     none = np.zeros(layout.tokens, np.int32)
     of_all = np.concatenate([none if own is None else own for own in targets]) if asked else None
-    return np.concatenate(buffers), padded, of_all
+    masked = next((own for own in masks if own is not None), None)
+    if masked is not None:
+        masked = np.concatenate([np.full_like(masked, -1) if own is None else own for own in masks])
+    return np.concatenate(buffers), padded, of_all, masked
 
 
 def _on_host(pending: Pending) -> Pending:

@@ -31,6 +31,7 @@ class Run(msgspec.Struct, frozen=True, array_like=True, tag=0):
     buffer: bytes
     appends: bytes  # [n, 4], of several ranks [ranks, n, 4]
     targets: bytes | None
+    masks: bytes | None = None
 
 
 class SetSlot(msgspec.Struct, frozen=True, array_like=True, tag=1):
@@ -160,11 +161,13 @@ class CallRecorder:
         appends: np.ndarray,
         full: bool,
         targets: np.ndarray | None,
+        masks: np.ndarray | None = None,
     ) -> None:
         """Send a call of `Executor.run`."""
         self._free()
-        place, found = self._places[layout.key], None if targets is None else targets.tobytes()
-        self.channel.send(_encode(Run(place, full, buffer.tobytes(), appends.tobytes(), found)))
+        place = self._places[layout.key]
+        found, bits = (None if array is None else array.tobytes() for array in (targets, masks))
+        self.channel.send(_encode(Run(place, full, buffer.tobytes(), appends.tobytes(), found, bits)))
 
     def set_slot(self, slot: int, values: SlotParams, token_ids: np.ndarray, num_prompt: int) -> None:
         """Send a call of `Executor.set_slot`."""
@@ -301,7 +304,11 @@ def replay(
     buffer = _ints(found.buffer, ranks * layout.size)
     appends = _ints(found.appends).reshape(*([ranks] if ranks > 1 else []), -1, 4)
     targets = None if found.targets is None else _ints(found.targets, ranks * layout.tokens)
-    return executor.run(layout, buffer, appends, full=found.full, targets=targets)
+    more = {}
+    if found.masks is not None:
+        rows = ranks * layout.rows
+        more["masks"] = _ints(found.masks, rows * executor.mask_words).reshape(rows, executor.mask_words)
+    return executor.run(layout, buffer, appends, full=found.full, targets=targets, **more)
 
 
 def _replay_move(

@@ -147,6 +147,20 @@ class StagedExecutor:
         for stage in self._here:
             stage.set_ready(layout)
 
+    @property
+    def mask_words(self) -> int:
+        """See `Executor.mask_words`."""
+        return self.stages[-1].mask_words
+
+    def prepare_masks(self) -> None:
+        """See `Executor.prepare_masks`. A process without the last stage draws no token."""
+        if self.stages[-1].is_here:
+            self.stages[-1].prepare_masks()
+
+    def masks_ready(self, layout: StepLayout) -> bool:
+        """See `Executor.masks_ready`."""
+        return self.stages[-1].masks_ready(layout)
+
     def run(
         self,
         layout: StepLayout,
@@ -155,10 +169,11 @@ class StagedExecutor:
         *,
         full: bool,
         targets: np.ndarray | None = None,
+        masks: np.ndarray | None = None,
     ) -> Pending:
         """Enqueue a step on all stages. Arguments: see `Executor.run`."""
         if self.recorder is not None:
-            self.recorder.run(layout, buffer, appends, full, targets)
+            self.recorder.run(layout, buffer, appends, full, targets, masks)
         enqueued_s = time.perf_counter()
         fields = layout.views(buffer)
         row_slots = fields["row_slots"]
@@ -178,7 +193,9 @@ class StagedExecutor:
         hidden, of_all, rows = own
         last = self.stages[-1]
         if last.is_here:
-            pending = last.draw(layout, hidden, of_all, rows, enqueued_s, full=full, targets=targets)
+            pending = last.draw(
+                layout, hidden, of_all, rows, enqueued_s, full=full, targets=targets, masks=masks
+            )
             counts = itertools.chain.from_iterable(stage.expert_counts for stage in self._here)
             pending = dataclasses.replace(pending, expert_counts=tuple(counts))
         else:

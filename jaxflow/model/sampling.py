@@ -59,6 +59,7 @@ def full(
     params: SlotParams,
     counts: jax.Array,
     asked: jax.Array,
+    masks: jax.Array | None = None,
     *,
     draw_filtered: Callable = filtered_reference,
 ) -> tuple[jax.Array, jax.Array, LogprobsOut]:
@@ -76,6 +77,7 @@ def full(
       params: settings of Q slots.
       counts: [Q, V'] uint16 (donate it).
       asked: [R] bool, rows that ask for log-probabilities.
+      masks: [R, words] int32, a bit for each token that may be drawn; None for all tokens.
       draw_filtered: `KernelSet.draw_filtered`.
 
     Returns: tokens [R] int32, counts with the tokens added, and raw log-probabilities, which are zeros
@@ -84,6 +86,8 @@ def full(
     slots = jnp.where(slots < 0, counts.shape[0], slots)
     row = rows_of(params, slots)
     x = adjust(logits, row, counts, slots, position)
+    if masks is not None:
+        x = jnp.where(may_follow(masks, x.shape[1]), x, -jnp.inf)
     keys = _row_keys(seed, position)
     tokens = draw_filtered(x, temperature, keys, row.min_p, row.top_k, row.top_p)
     return tokens, count_drawn(counts, slots, tokens), asked_logprobs(logits, tokens, asked)
@@ -101,6 +105,7 @@ def full_by_rows(
     *,
     draw_filtered: Callable = filtered_reference,
     most: int = ROWS,
+    masks: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, LogprobsOut]:
     """Run `full` on at most `most` rows at a time, which bounds its temporary arrays."""
     run = functools.partial(full, draw_filtered=draw_filtered)
@@ -108,7 +113,7 @@ def full_by_rows(
     blocks = -(-rows // most)
     size = -(-rows // blocks)
     if blocks == 1:
-        return run(logits, temperature, seed, position, slots, params, counts, asked)
+        return run(logits, temperature, seed, position, slots, params, counts, asked, masks)
 
     def block(counts: jax.Array, number: jax.Array) -> tuple[jax.Array, tuple[jax.Array, LogprobsOut]]:
         start = jnp.minimum(number * size, rows - size)
@@ -118,7 +123,8 @@ def full_by_rows(
         )
         # The last block repeats rows of the block before it, to have the same size.
         mine = jnp.where(start + jnp.arange(size) < number * size, -1, mine)
-        tokens, counts, found = run(x, heat, key, at, mine, params, counts, asks)
+        bits = None if masks is None else lax.dynamic_slice_in_dim(masks, start, size)
+        tokens, counts, found = run(x, heat, key, at, mine, params, counts, asks, bits)
         return counts, (tokens, found)
 
     def joined(made: jax.Array) -> jax.Array:
@@ -128,6 +134,16 @@ def full_by_rows(
     counts, made = lax.scan(block, counts, jnp.arange(blocks))
     tokens, found = jax.tree.map(joined, made)
     return tokens, counts, found
+
+
+def may_follow(masks: jax.Array, tokens: int) -> jax.Array:
+    """Return bool [R, tokens]: the bits of masks [R, words] int32, low bits first.
+
+    True beyond the last word, where the padding of the vocabulary has logits of -inf.
+    """
+    bits = (masks[:, :, None] >> jnp.arange(32)) & 1
+    bits = bits.reshape(masks.shape[0], -1)[:, :tokens]
+    return jnp.pad(bits, ((0, 0), (0, tokens - bits.shape[1])), constant_values=1) != 0
 
 
 def rows_at_once(memory_bytes: int, vocabulary: int) -> int:

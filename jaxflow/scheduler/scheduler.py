@@ -124,9 +124,10 @@ class Scheduler:
 
     @property
     def _num_in_flight(self) -> int:
-        """Decoding sequences that wait for their last token in the pipeline."""
+        """Decoding sequences that wait for their last token in the pipeline, or on its way to the host."""
         slots = self.running.slots
-        return int((slots.decoding & (slots.sampled_at > self._index - self.config.stages)).sum())
+        in_pipeline = slots.decoding & (slots.sampled_at > self._index - self.config.stages)
+        return int((in_pipeline | slots.awaited()).sum())
 
     @property
     def has_batch(self) -> bool:
@@ -309,12 +310,14 @@ class Scheduler:
     def _decoding(self) -> np.ndarray:
         """Return the slots that may decode in this step, int32 [n], ascending.
 
-        With several pipeline stages, the slots are those of one micro-batch, see
-        `jaxflow.scheduler.micro_batch`.
+        A constrained sequence waits for the value of its last token. With several pipeline stages, the slots
+        are those of one micro-batch, see `jaxflow.scheduler.micro_batch`.
         """
-        slots = self.running.slots.decoding.nonzero()[0].astype(np.int32)
+        table = self.running.slots
+        may = table.decoding & ~table.awaited() if table.constrained.any() else table.decoding
+        slots = may.nonzero()[0].astype(np.int32)
         if self.config.stages > 1:
-            slots = micro_batch(slots, self.running.slots, self._index, self.config)
+            slots = micro_batch(slots, table, self._index, self.config)
         return slots
 
     def batch_decodes(self) -> np.ndarray:

@@ -190,6 +190,7 @@ class SlotTable:
       ignores_eos: the sequence runs to its limit, whatever it samples.
       taken: a sequence has the slot.
       is_batch: the sequence belongs to a batch request.
+      constrained: the host must know each token before the next one can be drawn.
       decoding: the next input is the token that the device sampled last.
       sampled_at: int64, the call of `Scheduler.schedule` that scheduled the slot's last sample.
       recent: int32 [slots, block_size], the known tokens of the page being filled, token p at p mod its size.
@@ -206,11 +207,16 @@ class SlotTable:
         self.rank = np.zeros(slots, np.float32)
         self.taken = np.zeros(slots, bool)
         self.is_batch = np.zeros(slots, bool)
+        self.constrained = np.zeros(slots, bool)
         self.decoding = np.zeros(slots, bool)
         self.sampled_at = np.zeros(slots, np.int64)
         self.recent = np.zeros((slots, block_size), np.int32)
         self.free = list(range(slots - 1, -1, -1))
         self._block_size = block_size
+
+    def awaited(self) -> np.ndarray:
+        """Return bool [slots]: constrained decodes with a sampled token that the host does not know yet."""
+        return self.constrained & self.decoding & (self.num_known < self.num_total)
 
     @property
     def num_taken(self) -> int:
@@ -229,6 +235,7 @@ class SlotTable:
         self.rank[slot] = seq.rank
         self.taken[slot] = True
         self.is_batch[slot] = seq.is_batch
+        self.constrained[slot] = seq.request.make_constraint is not None
         seq.enter_slot(slot, self.counts[:, slot], self.recent[slot])
 
     def release(self, seq: Sequence) -> None:
@@ -243,6 +250,7 @@ class SlotTable:
             self.ignores_eos,
             self.taken,
             self.is_batch,
+            self.constrained,
             self.decoding,
         ):
             array[slot] = 0

@@ -3,6 +3,7 @@
 from jaxflow.config import ConfigError
 from jaxflow.prompt import Prompt, make_request
 from jaxflow.request import Request, SamplingParams
+from jaxflow.structured.compiler import FormCompiler
 from serving.cluster.driver import ClusterDriver
 
 
@@ -34,6 +35,8 @@ class ClusterModel:
             )
             self.generation_config, self.max_model_len = model.generation_config, model.max_model_len
             self.tokenizer = model.tokenizer
+            vocab_size, ends = self.model_config.vocab_size, self.model_config.eos_token_ids
+            self._forms = FormCompiler(self.tokenizer, vocab_size, ends)
             if chat_template is not None:
                 if self.tokenizer is None:
                     accepted = "no file, because the model has no tokenizer"
@@ -63,6 +66,7 @@ class ClusterModel:
             priority=priority,
             cache_salt=cache_salt,
             add_special_tokens=add_special_tokens,
+            forms=self._forms,
         )
         return self.driver.accept(request)
 

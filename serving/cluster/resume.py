@@ -14,8 +14,9 @@ from jaxflow.request import Request
 def rest_of(request: Request, token_ids: Sequence[int]) -> Request | None:
     """Return the request for the rest of an answer; None if the rest would be another one.
 
-    Some settings depend on the output alone: presence and frequency penalties, stop strings and bad words.
-    With one of them the tokens so far cannot become a prompt. Neither can those of several sequences.
+    Some settings depend on the output alone: presence and frequency penalties, stop strings, bad words and
+    structured outputs. With one of them the tokens so far cannot become a prompt. Neither can those of
+    several sequences.
 
     Args:
       request: with a seed and a limit.
@@ -27,7 +28,8 @@ def rest_of(request: Request, token_ids: Sequence[int]) -> Request | None:
         return request
     prompt = (*request.prompt_token_ids, *token_ids)
     looks_at_output = bool(sampling.presence_penalty or sampling.frequency_penalty)
-    if sampling.n > 1 or looks_at_output or sampling.stop or sampling.bad_words or limit <= len(prompt):
+    looks_at_output = looks_at_output or bool(sampling.stop or sampling.bad_words)
+    if sampling.n > 1 or looks_at_output or sampling.structured_outputs or limit <= len(prompt):
         return None
     return dataclasses.replace(
         request,

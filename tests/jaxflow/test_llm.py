@@ -17,7 +17,7 @@ import pytest
 from hurry import OFTEN, compiled_with
 
 import jaxflow.llm
-from jaxflow import LLM, SamplingParams
+from jaxflow import LLM, SamplingParams, StructuredOutputsParams
 from jaxflow.engine.driver import EngineDead
 from jaxflow.llm import RequestFailed
 from jaxflow.request import Draining, Finished, InvalidRequest
@@ -456,3 +456,19 @@ class TestItsEnd:
 
         with pytest.raises(EngineDead):
             asyncio.run(stream())
+
+
+def test_structured_outputs_and_free_ones_run_together_and_compile_nothing_while_they_run(llm):
+    wanted = StructuredOutputsParams(json={"type": "array", "items": {"enum": [1, 2]}, "maxItems": 3})
+    held = SamplingParams(n=2, seed=1, max_tokens=24, structured_outputs=wanted)
+    compiled = llm.driver.stats().compilations_after_warmup
+    given = ["Once upon a time", "There was a dog"]
+    answer, free = llm.generate(given, [held, GREEDY], use_tqdm=False)
+    for output in answer.outputs:
+        assert output.finish_reason == "stop" and set(json.loads(output.text)) <= {1, 2}
+    assert free.outputs[0].text == llm.generate(given[1:], GREEDY, use_tqdm=False)[0].outputs[0].text
+    assert llm.driver.stats().compilations_after_warmup == compiled
+    with pytest.raises(InvalidRequest, match="strange"):
+        llm.generate(
+            given, SamplingParams(structured_outputs=StructuredOutputsParams(json={"type": "strange"}))
+        )

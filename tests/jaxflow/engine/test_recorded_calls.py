@@ -28,7 +28,7 @@ class Fake:
     """An executor that keeps its calls."""
 
     def __init__(self, ranks: int = 1) -> None:
-        self.ranks = ranks
+        self.ranks, self.mask_words = ranks, 2
         self.layouts = LAYOUTS
         self.decode_layouts = {4: StepLayout(4, 4, 4, 16, decodes=True)}
         self.calls: list[Any] = []
@@ -55,10 +55,15 @@ def test_steps(data):
     shapes = st.tuples(*of_ranks, st.integers(0, 3), st.just(4))
     appends = data.draw(drawn.arrays(np.int32, shapes, elements=INTS))
     targets = data.draw(st.none() | drawn.arrays(np.int32, ranks * layout.tokens, elements=INTS))
+    masks = data.draw(st.none() | drawn.arrays(np.int32, (ranks * layout.rows, 2), elements=INTS))
     full = data.draw(st.booleans())
-    recorder.run(layout, buffer, appends, full, targets)
+    recorder.run(layout, buffer, appends, full, targets, masks)
     replay(fake, every_layout(fake), {}, sent[0])
-    ((found, *arrays, is_full, found_targets),) = fake.calls
+    ((found, *given),) = fake.calls
+    arrays, (is_full, found_targets, *found_masks) = given[:2], given[2:]
+    assert (masks is None) == (not found_masks)
+    for ours, theirs in zip([] if masks is None else [masks], found_masks, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
     assert (found, is_full) == (layout, full)
     for ours, theirs in zip([buffer, appends], arrays, strict=True):
         np.testing.assert_array_equal(ours, theirs)

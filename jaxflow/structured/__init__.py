@@ -1,0 +1,1 @@
+"""Structured outputs: answers of a given form, by the tokens that may follow."""
