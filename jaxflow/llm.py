@@ -178,10 +178,7 @@ class LLM:
             add_special_tokens=add_special_tokens,
             forms=self._forms,
         )
-        request = self._backend.accept(request)
-        if request.make_constraint is not None:
-            self.driver.prepare_masks()
-        return request
+        return self._backend.accept(request)
 
     # ---- offline
 
@@ -245,6 +242,8 @@ class LLM:
     def _run(
         self, requests: Sequence[Request], texts: Sequence[str | None], use_tqdm: bool
     ) -> list[RequestOutput]:
+        if any(request.make_constraint for request in requests):
+            self.driver.prepare_masks()
         builders = [self._builder(r, text) for r, text in zip(requests, texts, strict=True)]
         hidden = not use_tqdm or self.runtime is not None  # the runtime shows its steps
         bar = tqdm(total=len(requests), desc="generating", disable=hidden, unit="request", delay=1.0)
@@ -277,6 +276,8 @@ class LLM:
             raise InvalidRequest(
                 "prompt", prompt, "generate or chat, because an offloaded model has no stream"
             )
+        if request.make_constraint is not None:
+            await asyncio.to_thread(self.driver.prepare_masks)
         box = _AsyncQueue(asyncio.get_running_loop())
         builder = self._builder(request, prompt if isinstance(prompt, str) else None)
         self.driver.submit(request, box)

@@ -112,7 +112,7 @@ def make_request(
         if forms is None:
             accepted = "null, because this engine serves no structured outputs"
             raise InvalidRequest("structured_outputs", wanted.form, accepted)
-        made = forms.compile(wanted, sampling.stop_token_ids)
+        made = forms.compile(wanted, sampling.stop_token_ids, ids)
         request = dataclasses.replace(request, make_constraint=made)
     if not sampling.stop:
         return request

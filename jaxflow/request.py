@@ -137,14 +137,16 @@ def _finite(field: str, value: float, low: float, high: float, accepted: str) ->
 
 
 class Reasoning(NamedTuple):
-    """The reasoning before an answer, which has no form.
+    """The marks of the reasoning before an answer, which has no form.
 
-    `begun`: the prompt ends within the reasoning. Otherwise the answer may begin with the opening mark.
+    `begun`: an answer to a prompt without a mark at its end begins within the reasoning. Otherwise it may
+    begin with the opening mark. `continued`: the text of the message that the answer continues.
     """
 
     opening: str
     closing: str
     begun: bool
+    continued: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

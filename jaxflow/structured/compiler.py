@@ -10,12 +10,14 @@ import llguidance
 
 from jaxflow.request import InvalidRequest, StructuredOutputsParams
 from jaxflow.structured.constraint import TokenConstraint
+from jaxflow.text.reasoning import Begin, Marks, begin_of
 from jaxflow.text.tokenizer import Tokenizer
 
 # Between the tokens of JSON: a space, or a new line with an indent. Without a
 # bound a model may write white space only, until its answer is cut.
 WHITESPACE = r"[ ]?|\n[ ]{0,16}"
 CACHED_FORMS = 64
+END_TOKENS = 32  # the end of a prompt that may hold the marks of reasoning
 MAX_LEXER_STATES = 50_000  # 1 to 2 KB each
 LIMITS = llguidance.LLParserLimits(
     initial_lexer_fuel=1_000_000,  # about 20 ms
@@ -45,9 +47,14 @@ class FormCompiler:
         )
 
     def compile(
-        self, wanted: StructuredOutputsParams, stop_token_ids: Sequence[int] = ()
+        self,
+        wanted: StructuredOutputsParams,
+        stop_token_ids: Sequence[int] = (),
+        prompt_token_ids: Sequence[int] = (),
     ) -> Callable[[], TokenConstraint]:
         """Return the maker of the constraints of a request's sequences.
+
+        prompt_token_ids: their end tells if the answer begins within reasoning.
 
         Raises:
           InvalidRequest: a form that is wrong, that is too large, or that uses what is not supported.
@@ -58,7 +65,15 @@ class FormCompiler:
             accepted = f"null, because this model has no {lacks}"
             raise InvalidRequest("structured_outputs", wanted.form, accepted)
         matcher = self._matcher(wanted)
-        make = functools.partial(TokenConstraint, reasoning=wanted.reasoning, tokenizer=tokenizer)
+        reasoning = wanted.reasoning
+        if reasoning is not None:
+            end = tokenizer.decode(prompt_token_ids[-END_TOKENS:], skip_special_tokens=False)
+            otherwise = Begin.REASONING if reasoning.begun else Begin.ANSWER
+            marks = Marks(reasoning.opening, reasoning.closing)
+            begin = begin_of(end, reasoning.continued, otherwise, marks)
+            reasoning = reasoning._replace(begun=begin is Begin.REASONING)
+            reasoning = None if begin is Begin.CONTENT else reasoning
+        make = functools.partial(TokenConstraint, reasoning=reasoning, tokenizer=tokenizer)
         return lambda: make(matcher.deep_copy(), stop_token_ids)
 
     def _matcher(self, wanted: StructuredOutputsParams) -> llguidance.LLMatcher:

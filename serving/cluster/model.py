@@ -1,5 +1,7 @@
 """The model behind a router, with the interface that servers expect of an `LLM`."""
 
+import dataclasses
+
 from jaxflow.config import ConfigError
 from jaxflow.prompt import Prompt, make_request
 from jaxflow.request import Request, SamplingParams
@@ -68,7 +70,8 @@ class ClusterModel:
             add_special_tokens=add_special_tokens,
             forms=self._forms,
         )
-        return self.driver.accept(request)
+        # A replica makes the constraints of its own.
+        return self.driver.accept(dataclasses.replace(request, make_constraint=None))
 
     def close(self) -> None:
         """End the replicas."""

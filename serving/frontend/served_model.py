@@ -35,7 +35,7 @@ from serving.frontend.call import CALL, new_id
 from serving.frontend.caller_limits import CallerLimits
 from serving.frontend.config import ServerConfig
 from serving.frontend.event_queue import EventQueue, EventRouter
-from serving.frontend.prompt_work import PromptWork
+from serving.frontend.prompt_work import SMALL_BYTES, PromptWork
 from serving.frontend.refusal import Code, Refusal, aborted, deadline_passed, draining
 from serving.frontend.sampling_defaults import sampling_defaults
 from serving.frontend.transcript import Output, Transcript
@@ -85,6 +85,7 @@ class ServedModel:
         self._listeners: list[Callable[[State], Awaitable[None]]] = []
         self._drained: asyncio.Task[int] | None = None
         self._work = PromptWork()
+        self._masks: asyncio.Task[None] | None = None  # see `_prepare_masks`
         self._limits = CallerLimits(config.max_requests_per_token, config.max_tokens_per_token)
 
     # ---- the model's life
@@ -252,10 +253,13 @@ class ServedModel:
             return dataclasses.replace(made, session=f"{caller.name}:{session}")
 
         self._check_size(prompt, llm.max_model_len)
-        if not isinstance(prompt, str | Chat) and len(prompt) <= INLINE_TOKENS:
+        form = sampling.structured_outputs
+        if form is None and not isinstance(prompt, str | Chat) and len(prompt) <= INLINE_TOKENS:
             built = make()
         else:
-            built = await self._in_thread(prompt, make, timeout_s)
+            built = await self._in_thread(prompt, make, timeout_s, quick=form is None)
+        if built.make_constraint is not None:
+            await self._prepare_masks(timeout_s)
         if (call := CALL.get()) is not None:
             call.build(request_id, built)
         return built
@@ -326,16 +330,34 @@ class ServedModel:
         """Return the most tokens of one call of `encode` or `decode`."""
         return max(TOKENIZE_TOKENS, self.llm.max_model_len)
 
-    async def _in_thread[T](self, prompt: Prompt, work: Callable[[], T], timeout_s: float | None) -> T:
-        """Return the result of `work` on a prompt. Raises: Refusal, also after the deadline."""
+    async def _prepare_masks(self, timeout_s: float | None) -> None:
+        """Wait until the engine can draw tokens of a form. The first call compiles programs.
+
+        Raises: Refusal, after the deadline.
+        """
+        if self._masks is None:
+            self._masks = asyncio.create_task(asyncio.to_thread(self.llm.driver.prepare_masks))
+        try:
+            await asyncio.wait_for(asyncio.shield(self._masks), timeout_s)
+        except TimeoutError:
+            raise deadline_passed() from None
+
+    async def _in_thread[T](
+        self, prompt: Prompt, work: Callable[[], T], timeout_s: float | None, quick: bool = True
+    ) -> T:
+        """Return the result of `work` on a prompt. Raises: Refusal, also after the deadline.
+
+        quick: False for work that takes long also on a short prompt.
+        """
         if timeout_s is not None and timeout_s <= 0:
             raise deadline_passed()
+        size = _bytes(prompt) if quick else max(_bytes(prompt), SMALL_BYTES + 1)
         if timeout_s is None:
-            return await self._work.run(_bytes(prompt), work)
+            return await self._work.run(size, work)
         scope = asyncio.timeout(timeout_s)
         try:
             async with scope:
-                return await self._work.run(_bytes(prompt), work)
+                return await self._work.run(size, work)
         except TimeoutError:
             if scope.expired():
                 raise deadline_passed() from None

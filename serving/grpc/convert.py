@@ -8,6 +8,7 @@ from google.protobuf.message import Message
 from jaxflow.request import (
     MAX_ALLOWED_TOKENS,
     MAX_BAD_WORDS,
+    MAX_CHOICES,
     MAX_LOGIT_BIAS,
     MAX_STOP,
     Amount,
@@ -17,6 +18,7 @@ from jaxflow.request import (
     Logprob,
     SamplingParams,
     Started,
+    StructuredOutputsParams,
 )
 from jaxflow.text.chat import MAX_MESSAGES
 from jaxflow.text.tokenizer import Tokenizer
@@ -81,8 +83,25 @@ def sampling_params(message: pb.SamplingParams, defaults: Mapping) -> SamplingPa
             "bad_words": tuple(message.bad_words),
             "allowed_token_ids": tuple(message.allowed_token_ids) or None,
             "include_stop_str_in_output": message.include_stop_string,
+            "structured_outputs": structured_outputs(message),
         }
     )
+
+
+def structured_outputs(message: pb.SamplingParams) -> StructuredOutputsParams | None:
+    """Return the form of the answer, or None. Raises: InvalidRequest."""
+    if not message.HasField("structured_outputs"):
+        return None
+    wanted = message.structured_outputs
+    form = wanted.WhichOneof("form")
+    if form is None:
+        raise InvalidRequest(
+            "structured_outputs", None, "one of json, regex, choice, grammar and json_object"
+        )
+    if form == "choice":
+        _check_most("structured_outputs.choice", len(wanted.choice.texts), MAX_CHOICES)
+        return StructuredOutputsParams(choice=tuple(wanted.choice.texts))
+    return StructuredOutputsParams(**{form: getattr(wanted, form)})
 
 
 def prompt(message: pb.GenerateRequest) -> Prompt:
@@ -128,7 +147,7 @@ def path(field: str, kind: str | None) -> str:
         return _PROMPT_PATHS[kind] + bracket + rest
     if name == "include_stop_str_in_output":
         return "sampling.include_stop_string"
-    return f"sampling.{field}" if name in _SAMPLING_FIELDS else field
+    return f"sampling.{field}" if name.partition(".")[0] in _SAMPLING_FIELDS else field
 
 
 def message(request_id: str, output: Output, tokenizer: Tokenizer | None) -> pb.GenerateResponse:

@@ -8,10 +8,11 @@ import grpc
 import jaxflow
 from jaxflow.request import InvalidRequest, Started
 from serving.frontend.refusal import deadline_passed
-from serving.frontend.served_model import ServedModel
+from serving.frontend.served_model import Chat, ServedModel
 from serving.frontend.transcript import Output
 from serving.grpc import convert, generate_pb2_grpc
 from serving.grpc import generate_pb2 as pb
+from serving.http.answer_form import after_reasoning
 
 
 class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
@@ -30,9 +31,17 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
 
     async def _generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
         served = self._served
+        prompt = convert.prompt(request)
+        sampling = convert.sampling_params(request.sampling, served.sampling_defaults)
+        if sampling.structured_outputs is not None and isinstance(prompt, Chat):
+            continued = prompt.messages[-1:] if request.chat.continue_final_message else ()
+            text = "".join(each["content"] for each in continued)
+            sampling = after_reasoning(
+                sampling, served.config.reasoning_parser, served.tokenizer("chat"), text
+            )
         prepared = await served.build_request(
-            convert.prompt(request),
-            convert.sampling_params(request.sampling, served.sampling_defaults),
+            prompt,
+            sampling,
             model=request.model,
             request_id=request.request_id,
             priority=request.priority,

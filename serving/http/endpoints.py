@@ -22,6 +22,7 @@ from jaxflow.text.tool_calls import Form
 from serving.frontend.call import CALL, new_id
 from serving.frontend.refusal import Code, Refusal, deadline_passed
 from serving.frontend.served_model import Chat, Prompt, ServedModel
+from serving.http.answer_form import after_reasoning, form_of_answer
 from serving.http.answer_reader import HARMONY_CALLS, Reading, reading_of
 from serving.http.chat import ChatFormat
 from serving.http.completions import CompletionFormat
@@ -180,6 +181,12 @@ class Endpoints:
         reading, special = self._reading(request) if isinstance(request, ChatRequest) else (None, False)
         if special:
             sampling = dataclasses.replace(sampling, skip_special_tokens=False)
+        if (form := sampling.structured_outputs) is not None and isinstance(request, ChatRequest):
+            parser, tokenizer = served.config.reasoning_parser, served.tokenizer("messages")
+            try:
+                sampling = after_reasoning(sampling, parser, tokenizer, _continued(request))
+            except InvalidRequest as error:
+                raise error.at(form_of_answer(request)[1]) from None
         asked = [_chat(request)] if chat else prompts(request)
         if len(asked) * sampling.n > MAX_CHOICES:
             raise InvalidRequest("n", sampling.n, f"at most {MAX_CHOICES} choices of all prompts together")
@@ -204,6 +211,9 @@ class Endpoints:
                 names = {"prompt": field, "prompt_token_ids": field, "session": "prompt_cache_key"}
                 if chat and request.max_completion_tokens is not None:
                     names["max_tokens"] = "max_completion_tokens"
+                if form is not None:
+                    path = form_of_answer(request)[1]
+                    names |= {f"structured_outputs.{form.form}": path, "structured_outputs": path}
                 rename(error, names)
                 raise
         echo = None

@@ -9,11 +9,14 @@ from typing import Any
 import msgspec
 
 from jaxflow.request import InvalidRequest, SamplingParams
+from serving.http.answer_form import form_of_answer
 from serving.http.schema import ChatRequest, CompletionRequest
 
 # Fields of the bodies with the same name and meaning in `SamplingParams`. Null means the default.
 _SAME = tuple(
-    field.name for field in dataclasses.fields(SamplingParams) if field.name not in ("max_tokens", "logprobs")
+    field.name
+    for field in dataclasses.fields(SamplingParams)
+    if field.name not in ("max_tokens", "logprobs", "structured_outputs")
 )
 _same_values = operator.attrgetter(*_SAME)
 DEFAULT_MAX_TOKENS = 16  # completions requests; a chat request goes to the end of the context
@@ -37,6 +40,8 @@ def sampling_params(
         raise InvalidRequest("stream_options", given, "null unless stream is true")
     limits = chat_limits(request) if isinstance(request, ChatRequest) else completion_limits(request)
     settings = {**defaults, **found, **limits}
+    if (form := form_of_answer(request)[0]) is not None:
+        settings["structured_outputs"] = form
     try:
         return _of_settings(*settings.items())
     except TypeError:  # a list among the settings

@@ -40,6 +40,33 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     include_obfuscation: bool | None = None
 
 
+class JsonSchema(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    """A JSON schema of the answer. `strict`: true or false, the answer always has the schema."""
+
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any]
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """The form of the answer, by OpenAI's names. `schema`: of json_object, as llama.cpp has it."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+    schema: dict[str, Any] | None = None
+
+
+class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """The form of the answer, by vLLM's names. One field is set."""
+
+    json: dict[str, Any] | str | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
 class Generation(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
     """The fields that chat and completions requests share."""
 
@@ -83,13 +110,13 @@ class Generation(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_onl
     safety_identifier: Any = None
     verbosity: Any = None
     spaces_between_special_tokens: Any = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     # Known, but not served.
-    response_format: Any = None
-    structured_outputs: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
     repetition_detection: Any = None
     thinking_token_budget: Any = None
     use_beam_search: Any = None
@@ -220,7 +247,6 @@ Body = ChatRequest | CompletionRequest | TokenizeRequest | DetokenizeRequest
 
 # Values of the fields that are known and not served, beside null, that ask for nothing special.
 _HARMLESS: dict[str, tuple[Any, ...]] = {
-    "response_format": ({"type": "text"},),
     "use_beam_search": (False,),
     "best_of": (1,),
     "length_penalty": (1, 1.0),
@@ -232,7 +258,6 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "echo": (False,),
 }
-_FREE = "the answer is free text: ask for the form in the prompt, and check the answer"
 _TEXT_ONLY = "this server reads and writes text only"
 _NO_BEAMS = "there is no beam search: ask for n answers with logprobs, and choose one"
 _NO_LORA = "LoRA adapters are not served: merge the adapter into the checkpoint"
@@ -240,12 +265,6 @@ _NO_LORA = "LoRA adapters are not served: merge the adapter into the checkpoint"
 NOT_SERVED_FIELDS = {
     "functions": "tools has taken its place",
     "function_call": "tool_choice has taken its place",
-    "response_format": f'only {{"type": "text"}}: {_FREE}',
-    "structured_outputs": _FREE,
-    "guided_json": _FREE,
-    "guided_regex": _FREE,
-    "guided_choice": _FREE,
-    "guided_grammar": _FREE,
     "documents": "write the documents into a message",
     "thinking_token_budget": "max_tokens limits all tokens of the answer",
     "repetition_detection": "repetition_penalty and frequency_penalty lower repetitions",

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from jaxflow.config import ConfigError
-from jaxflow.request import InvalidRequest, SamplingParams
+from jaxflow.request import InvalidRequest, SamplingParams, StructuredOutputsParams
 from serving.frontend.sampling_defaults import sampling_defaults
 from serving.grpc import convert
 from serving.grpc import generate_pb2 as pb
@@ -44,7 +44,6 @@ def test_every_setting_arrives():
         n=3,
         stop=["a", "b"],
         stop_token_ids=[4, 5],
-        ignore_eos=True,
         repetition_penalty=1.5,
         presence_penalty=-0.5,
         frequency_penalty=0.75,
@@ -54,7 +53,7 @@ def test_every_setting_arrives():
         skip_special_tokens=False,
         include_stop_string=True,
         bad_words=["no", "never"],
-        allowed_token_ids=[7, 8],
+        structured_outputs=pb.StructuredOutputs(regex="a+"),
     )
     expected = SamplingParams(
         temperature=0.5,
@@ -67,7 +66,6 @@ def test_every_setting_arrives():
         n=3,
         stop=("a", "b"),
         stop_token_ids=(4, 5),
-        ignore_eos=True,
         repetition_penalty=1.5,
         presence_penalty=-0.5,
         frequency_penalty=0.75,
@@ -77,11 +75,14 @@ def test_every_setting_arrives():
         skip_special_tokens=False,
         include_stop_str_in_output=True,
         bad_words=("no", "never"),
-        allowed_token_ids=(7, 8),
+        structured_outputs=StructuredOutputsParams(regex="a+"),
     )
     assert convert.sampling_params(message, {"temperature": 9.0}) == expected
     changed = [name for name, value in vars(SamplingParams()).items() if getattr(expected, name) == value]
-    assert changed == [], "a field this test does not set cannot be seen to arrive"
+    # Two settings contradict a form.
+    assert changed == ["ignore_eos", "allowed_token_ids"], "a field that is not set cannot be seen to arrive"
+    alone = convert.sampling_params(pb.SamplingParams(ignore_eos=True, allowed_token_ids=[7, 8]), {})
+    assert (alone.ignore_eos, alone.allowed_token_ids) == (True, (7, 8))
 
 
 @pytest.mark.parametrize(
@@ -93,6 +94,7 @@ def test_every_setting_arrives():
         ("prompt_token_ids", "token_ids.ids"),
         ("prompt_logprobs", "sampling.prompt_logprobs"),
         ("messages[1].role", "chat.messages[1].role"),
+        ("structured_outputs.json", "sampling.structured_outputs.json"),
         ("include_stop_str_in_output", "sampling.include_stop_string"),
         ("request_id", "request_id"),
     ],
@@ -106,3 +108,27 @@ def test_invalid_sampling_is_refused(settings):
     with pytest.raises(InvalidRequest) as refused:
         convert.sampling_params(pb.SamplingParams(**settings), {})
     assert refused.value.field.startswith(next(iter(settings)))
+
+
+@pytest.mark.parametrize(
+    ("message", "form"),
+    [
+        (pb.StructuredOutputs(json='{"type":"null"}'), {"json": {"type": "null"}}),
+        (pb.StructuredOutputs(choice=pb.Choice(texts=["a", "b"])), {"choice": ["a", "b"]}),
+        (pb.StructuredOutputs(grammar="start: x"), {"grammar": "start: x"}),
+        (pb.StructuredOutputs(json_object=True), {"json_object": True}),
+        (pb.StructuredOutputs(), None),
+        (pb.StructuredOutputs(json_object=False), None),
+        (pb.StructuredOutputs(choice=pb.Choice()), None),
+        (pb.StructuredOutputs(choice=pb.Choice(texts=map(str, range(5000)))), None),
+        (pb.StructuredOutputs(json="["), None),
+    ],
+)
+def test_forms_of_answers(message, form):
+    message = pb.SamplingParams(structured_outputs=message)
+    if form is None:
+        with pytest.raises(InvalidRequest, match="structured_outputs"):
+            convert.sampling_params(message, {})
+        return
+    found = convert.sampling_params(message, {}).structured_outputs
+    assert found is not None and found.text == StructuredOutputsParams(**form).text

@@ -104,6 +104,20 @@ def test_many_callers_at_once_stream_the_golden_texts(llm):
     asyncio.run(scenario())
 
 
+def test_an_answer_has_its_form(llm):
+    async def scenario():
+        form = pb.StructuredOutputs(choice=pb.Choice(texts=["yes", "no"]))
+        async with serving(llm) as (server, _), client_of(server) as client:
+            for prompt in ([5, 6, 7], "Once upon a time"):
+                answer = await client.generate(prompt, structured_outputs=form, seed=1).read_all()
+                assert answer.text in ("yes", "no")
+            with pytest.raises(RequestFailed, match=r"sampling\.structured_outputs\.regex"):
+                await client.generate("a", structured_outputs=pb.StructuredOutputs(regex="(")).read_all()
+            await check_nothing_is_left(server)
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("include", [False, True])
 def test_a_stop_string_cuts_the_text_and_keeps_the_tokens(llm, include):
     """As in vLLM, `token_ids` end with the token that completes the stop string. Python and gRPC agree."""

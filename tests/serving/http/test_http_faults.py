@@ -253,9 +253,10 @@ BAD_JSON = {
         {"prompt": [5], "logit_bias": dict.fromkeys(range(6000), 1)}
     ).encode(),
     "18 too many prompts": json.dumps({"prompt": [[5]] * 3000}).encode(),
-    "22 a schema": b'{"prompt":[5],"structured_outputs":{"json":{"$ref":"#"}}}',
-    "23 a regex": b'{"prompt":[5],"structured_outputs":{"regex":"(a+)+$"}}',
-    "24 a grammar": b'{"prompt":[5],"structured_outputs":{"grammar":"x"}}',
+    "22 a schema": b'{"prompt":[5],"structured_outputs":{"json":"{"}}',
+    "22 a schema of 9,000 levels": b'{"prompt":[5],"guided_json":' + b'{"a":' * 9000 + b"1" + b"}" * 9001,
+    "23 a regex": b'{"prompt":[5],"structured_outputs":{"regex":""}}',
+    "24 choices": json.dumps({"prompt": [5], "guided_choice": list(map(str, range(5000)))}).encode(),
 }
 
 

@@ -120,7 +120,12 @@ def test_models(client):
             "messages[0].content[0].type",
         ),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, openai.BadRequestError, None, "tools"),
-        ({"response_format": {"type": "json_object"}}, openai.BadRequestError, None, "response_format"),
+        (
+            {"response_format": {"type": "grammar"}},
+            openai.BadRequestError,
+            None,
+            "response_format.type",
+        ),
     ],
     ids=str,
 )
