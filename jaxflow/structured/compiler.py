@@ -5,6 +5,7 @@ import functools
 import json
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import llguidance
 
@@ -16,6 +17,8 @@ from jaxflow.text.tokenizer import Tokenizer
 # Between the tokens of JSON: a space, or a new line with an indent. Without a
 # bound a model may write white space only, until its answer is cut.
 WHITESPACE = r"[ ]?|\n[ ]{0,16}"
+# Of the JSON of all schemas: an unknown keyword is refused, and oneOf is not taken for anyOf.
+JSON_RULES = {"whitespace_pattern": WHITESPACE, "lenient": False, "coerce_one_of": False}
 CACHED_FORMS = 64
 END_TOKENS = 32  # the end of a prompt that may hold the marks of reasoning
 MAX_LEXER_STATES = 50_000  # 1 to 2 KB each
@@ -164,7 +167,5 @@ def _grammar_of(wanted: StructuredOutputsParams) -> str:
             return llguidance.LLMatcher.grammar_from_lark(f"start: {texts}\n")
         case "grammar":
             return llguidance.grammar_from("grammar", wanted.text)
-    return llguidance.LLMatcher.grammar_from_json_schema(
-        wanted.text,
-        overrides={"whitespace_pattern": WHITESPACE, "lenient": False, "coerce_one_of": False},
-    )
+    rules: Any = JSON_RULES
+    return llguidance.LLMatcher.grammar_from_json_schema(wanted.text, overrides=rules)

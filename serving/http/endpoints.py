@@ -14,7 +14,7 @@ import msgspec
 from starlette.exceptions import HTTPException
 
 import jaxflow
-from jaxflow.request import Amount, InvalidRequest, Request, SamplingParams
+from jaxflow.request import Amount, InvalidRequest, Request, SamplingParams, StructuredOutputsParams
 from jaxflow.text.chat import MAX_MESSAGES, REASONING_NAMES
 from jaxflow.text.reasoning import begin_of
 from jaxflow.text.tool_call_forms import FORMS, UnknownForm, check_tools, form_of
@@ -27,6 +27,7 @@ from serving.http.answer_reader import HARMONY_CALLS, Reading, reading_of
 from serving.http.chat import ChatFormat
 from serving.http.completions import CompletionFormat
 from serving.http.errors import HttpError, http_error
+from serving.http.forced_calls import form_of_calls, is_forced
 from serving.http.job import Answering, Collection, Head, Job, rename, run
 from serving.http.logprobs import TokenNames
 from serving.http.responses import (
@@ -181,12 +182,15 @@ class Endpoints:
         reading, special = self._reading(request) if isinstance(request, ChatRequest) else (None, False)
         if special:
             sampling = dataclasses.replace(sampling, skip_special_tokens=False)
+        if isinstance(request, ChatRequest) and is_forced(request):
+            form = self._form_of_calls(request, reading, sampling.structured_outputs)
+            sampling = dataclasses.replace(sampling, structured_outputs=form)
         if (form := sampling.structured_outputs) is not None and isinstance(request, ChatRequest):
             parser, tokenizer = served.config.reasoning_parser, served.tokenizer("messages")
             try:
                 sampling = after_reasoning(sampling, parser, tokenizer, _continued(request))
             except InvalidRequest as error:
-                raise error.at(form_of_answer(request)[1]) from None
+                raise error.at(form_of_answer(request)[1] or "tool_choice") from None
         asked = [_chat(request)] if chat else prompts(request)
         if len(asked) * sampling.n > MAX_CHOICES:
             raise InvalidRequest("n", sampling.n, f"at most {MAX_CHOICES} choices of all prompts together")
@@ -212,7 +216,7 @@ class Endpoints:
                 if chat and request.max_completion_tokens is not None:
                     names["max_tokens"] = "max_completion_tokens"
                 if form is not None:
-                    path = form_of_answer(request)[1]
+                    path = form_of_answer(request)[1] or "tools"
                     names |= {f"structured_outputs.{form.form}": path, "structured_outputs": path}
                 rename(error, names)
                 raise
@@ -257,6 +261,19 @@ class Endpoints:
         parameters = {tool.function.name: tool.function.parameters for tool in tools}
         more = {"shown": shown, "tools": bool(tools), "form": form, "parameters": parameters}
         return msgspec.structs.replace(reading, most_calls=most, **more), special
+
+    def _form_of_calls(
+        self, request: ChatRequest, reading: Reading | None, other: StructuredOutputsParams | None
+    ) -> StructuredOutputsParams:
+        """Return the form of an answer that must call. other: the form of `form_of_answer`.
+
+        Raises: InvalidRequest.
+        """
+        if other is not None:
+            path = form_of_answer(request)[1]
+            raise InvalidRequest(path, Amount(other.form), "null with a forced call")
+        texts = self.served.tokenizer("tools").special_texts
+        return form_of_calls(request, None if reading is None else reading.form, texts)
 
     def _begun(self, reading: Reading, request: ChatRequest, prompt: Sequence[int]) -> Reading:
         """Return a reading that begins where the answer to a prompt begins."""

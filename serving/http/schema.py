@@ -155,7 +155,7 @@ class Message(msgspec.Struct, forbid_unknown_fields=True, frozen=True, omit_defa
 class Function(msgspec.Struct, forbid_unknown_fields=True, frozen=True, omit_defaults=True):
     """A function that the model may call. `parameters`: JSON schema of its arguments.
 
-    `strict` has no effect: the arguments of a call are not checked.
+    `strict` has no effect: the arguments of a call that is not forced are not checked.
     """
 
     name: Annotated[str, Meta(pattern="^[A-Za-z0-9_.-]{1,64}$")]
@@ -171,10 +171,24 @@ class Tool(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     function: Function
 
 
+class ToolName(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """The name of a function."""
+
+    name: str
+
+
+class NamedTool(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """The tool that the answer must call."""
+
+    type: Literal["function"]
+    function: ToolName
+
+
 class ChatRequest(Generation, frozen=True, kw_only=True):
     """The body of `POST /v1/chat/completions`.
 
-    `tools`: functions that the model may call. `tool_choice`: auto, or none to show no tools to the model.
+    `tools`: functions that the model may call. `tool_choice`: auto, none to show no tools to the model, or
+    required or a tool for an answer that must call.
     `parallel_tool_calls`: false for at most one call in an answer.
     `parse_control_tokens`: a control token in a message (`<|im_end|>`) becomes
       this token; else it is plain text.
@@ -196,7 +210,7 @@ class ChatRequest(Generation, frozen=True, kw_only=True):
     parse_control_tokens: bool | None = None
     echo: bool | None = None
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Any = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     # Known, but not served.
     functions: Any = None
@@ -250,7 +264,6 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "best_of": (1,),
     "length_penalty": (1, 1.0),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "documents": ([],),
@@ -287,13 +300,12 @@ NOT_SERVED_FIELDS = {
 # Fields of a chat that accept some values only.
 _IN_CHAT = {
     "echo": "false or null in a chat",
-    "tool_choice": "auto, none or null: the answer is free text, so a call cannot be forced",
 }
 _CHECKED_FIELDS = {
     kind: tuple(
         name
         for name in kind.__struct_fields__
-        if name in (*NOT_SERVED_FIELDS, "tool_choice") or (name == "echo" and kind is ChatRequest)
+        if name in NOT_SERVED_FIELDS or (name == "echo" and kind is ChatRequest)
     )
     for kind in (ChatRequest, CompletionRequest, TokenizeRequest)
 }

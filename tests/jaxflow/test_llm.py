@@ -461,6 +461,8 @@ class TestItsEnd:
 def test_structured_outputs_and_free_ones_run_together_and_compile_nothing_while_they_run(llm):
     wanted = StructuredOutputsParams(json={"type": "array", "items": {"enum": [1, 2]}, "maxItems": 3})
     held = SamplingParams(n=2, seed=1, max_tokens=24, structured_outputs=wanted)
+    with compiled_with(OFTEN):
+        llm.driver.prepare_masks()
     compiled = llm.driver.stats().compilations_after_warmup
     given = ["Once upon a time", "There was a dog"]
     answer, free = llm.generate(given, [held, GREEDY], use_tqdm=False)

@@ -174,7 +174,7 @@ def test_an_endpoint_that_the_model_has_no_head_for_says_so(shared, path):
     ("field", "value"),
     [
         ("tools", [{"type": "function", "function": {"name": "f"}}]),
-        ("tool_choice", "required"),
+        ("tool_choice", "must"),
         ("structured_outputs", {}),
         ("best_of", 2),
         ("logits_processors", ["x"]),

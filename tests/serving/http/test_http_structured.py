@@ -1,5 +1,6 @@
 """Structured outputs over HTTP, from the body to the answer of a small model."""
 
+import contextlib
 import json
 import re
 
@@ -35,6 +36,7 @@ def opened():
         llm = LLM(
             str(paths.MODELS / "stories260K"), block_size=16, num_kv_pages=96, progress=False, **settings
         )
+        llm.driver.prepare_masks()
     llm.tokenizer = llm.tokenizer.with_chat_template(TEMPLATE)
     server = RunningServer(llm)
     server.open()
@@ -126,6 +128,82 @@ def test_harmony_has_no_forms(opened):
     finally:
         llm.tokenizer = plain
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "guided_choice"
+
+
+PLACE = {
+    "$defs": {"city": {"enum": ["Rome", "Oslo"]}},
+    "properties": {"city": {"$ref": "#/$defs/city"}, "days": {"type": "integer", "minimum": 1, "maximum": 5}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+NOTHING = {"type": "object", "additionalProperties": False}
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "parameters": PLACE}},
+    {"type": "function", "function": {"name": "now", "parameters": NOTHING}},
+]
+HERMES = TEMPLATE + "{% if false %}{{ tools }}<tool_call>{% endif %}"
+LLAMA = TEMPLATE + '{% if false %}{{ tools }}"parameters": dictionary of{% endif %}'
+
+
+@contextlib.contextmanager
+def template(opened, source):
+    """Serve with another chat template."""
+    llm, plain = opened.llm, opened.llm.tokenizer
+    llm.tokenizer = plain.with_chat_template(source)
+    try:
+        yield
+    finally:
+        llm.tokenizer = plain
+
+
+@pytest.mark.parametrize("source", [HERMES, LLAMA], ids=["hermes", "llama"])
+def test_a_forced_call_is_a_call_of_a_tool(opened, source):
+    named = {"type": "function", "function": {"name": "weather"}}
+    with template(opened, source):
+        for choice in ("required", named):
+            body = {"tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": False, "max_tokens": 200}
+            for stream in (False, True):
+                answer = ask(opened, stream=stream, **body)
+                if stream:
+                    chunks = [chunk["choices"][0] for chunk in events(answer.text)]
+                    parts = [part for one in chunks for part in one["delta"].get("tool_calls", ())]
+                    found = "".join(part["function"]["arguments"] for part in parts)
+                    name, reason = parts[0]["function"]["name"], chunks[-1]["finish_reason"]
+                else:
+                    (found,) = answer.json()["choices"]
+                    reason, (call,) = found["finish_reason"], found["message"]["tool_calls"]
+                    name, found = call["function"]["name"], call["function"]["arguments"]
+                    assert not found.isspace() and not answer.json()["choices"][0]["message"]["content"]
+                assert reason == "tool_calls"
+                given = json.loads(found)
+                assert name == "weather" or (choice == "required" and (name, given) == ("now", {}))
+                if name == "weather":
+                    assert given["city"] in ("Rome", "Oslo") and 1 <= given["days"] <= 5
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"tools": None}, "tool_choice"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice.function.name"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"$ref": "#"}}}]},
+            "tools[0].function.parameters.$ref",
+        ),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}]}, "tools"),
+    ],
+)
+def test_a_call_that_cannot_be_forced_is_refused(opened, body, field):
+    with template(opened, HERMES):
+        answer = ask(opened, **{"tools": TOOLS, "tool_choice": "required", **body})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == field, answer.text
+
+
+def test_only_calls_of_json_can_be_forced(opened):
+    with template(opened, HERMES + "{# <arg_key> #}"):
+        answer = ask(opened, tools=TOOLS, tool_choice="required")
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "tool_choice"
 
 
 def test_free_text_is_no_form():
