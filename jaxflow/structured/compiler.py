@@ -89,6 +89,7 @@ class FormCompiler:
         try:
             grammar = _grammar_of(wanted)
             made = llguidance.LLMatcher(self._vocabulary, grammar, limits=LIMITS, log_level=0)
+            made.compute_bitmask()  # the first mask takes longest, and its copies know its states
             problem = made.get_error() if made.is_error() else ""
         except (ValueError, RecursionError) as error:
             problem = str(error)
