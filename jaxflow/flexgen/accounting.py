@@ -57,6 +57,11 @@ class Account:
         """Return the bytes of a tier that has a pool for each stage, all as large as the fullest one."""
         return len(self.stages) * max(self.stages) if tier == "host" and self.stages else self.total(tier)
 
+    def pinned(self) -> list[int]:
+        """Return the bytes of each stage in pinned memory of the host."""
+        checksums = self.lives["host"]["checksums of V"] // len(self.stages)
+        return [size - checksums for size in self.stages]
+
     def describe(self) -> str:
         """Return a line of text for each tier."""
         lines = []

@@ -31,6 +31,7 @@ from jaxflow.flexgen.kv_store import Key, KvStore
 from jaxflow.flexgen.pinned_memory import views
 from jaxflow.flexgen.programs import Compiled
 from jaxflow.flexgen.tiers import Tiers, Traffic
+from jaxflow.flexgen.waits import Waits
 from jaxflow.flexgen.weight_store import WeightStore
 
 _IN_FLIGHT = 2  # limit of the stores under way when the next store is issued
@@ -43,14 +44,15 @@ class Verbs:
     traffic counts its seconds.
     """
 
-    def __init__(self, overlap: bool, traffic: Traffic):
-        self._overlap, self._traffic = overlap, traffic
+    def __init__(self, overlap: bool, traffic: Traffic, waits: Waits):
+        self._overlap, self._traffic, self._waits = overlap, traffic, waits
         self._stores: collections.deque[concurrent.futures.Future] = collections.deque()
 
     def do(self, verb: str, issue: Callable[[], Any]) -> Any:
         """Return the result of `issue`: arrays under way, or complete arrays without overlap."""
         if self._overlap:
-            return issue()
+            with self._waits.of("programs") if verb == "compute" else contextlib.nullcontext():
+                return issue()
         started = time.perf_counter()
         made = jax.block_until_ready(issue())
         self._traffic.add(verb, seconds=time.perf_counter() - started)
@@ -299,7 +301,7 @@ class RunningBlock:
         self._handing = handing
         self._setup, self._block, self._g = setup, block, setup.geometry
         self._tiers, self._kv, self._activations = setup.tiers, setup.kv, setup.activations
-        self._verbs = Verbs(setup.overlap, setup.tiers.traffic)
+        self._verbs = Verbs(setup.overlap, setup.tiers.traffic, setup.tiers.waits)
         self._prefetcher = Prefetcher(setup, self._verbs, block)
         self._halves: collections.deque[HalfDecode] = collections.deque()
         self._last: Any = ()  # the arrays of the last step
@@ -313,12 +315,15 @@ class RunningBlock:
         step, following = steps[i], steps[i + 1] if i + 1 < len(steps) else None
         halved = setup.halved and step.token > 0
         lag = int(halved and order.end[i] - order.first[i] > 1)
+        waits = self._tiers.waits
+        waits.phase = "decode" if step.token > 0 else "prefill"
         if self._handing is not None and step.layer == 0:  # another stage may wait for these
             while self._halves:
                 yield from self._finish_half()
         if self._halves and (not lag or self._halves[0].step.batch == step.batch):
             yield from self._finish_half()
-        jax.block_until_ready(self._last)
+        with waits.of("computation"):
+            jax.block_until_ready(self._last)
         self._last = ()
         weights = self._prefetcher.weights(order, i)
         if setup.overlap:
@@ -335,7 +340,8 @@ class RunningBlock:
             self._prefetcher.read_later(
                 steps[i + 1], steps[i + 2], {half.step.batch for half in self._halves}
             )
-        self._verbs.bound_stores()
+        with waits.of("stores"):
+            self._verbs.bound_stores()
 
     def stop(self) -> Iterator[DrawnTokens]:
         """End all work under way, and discard unused loads.
@@ -473,9 +479,9 @@ class RunningBlock:
         """Return the input of a step on the device: embedded tokens, or the activations of the last layer."""
         if step.layer == 0 and self._handing is not None:
             if self._handing.stage > 0:
-                return self._handing.receive(step)
+                return self._receive(self._handing, step)
             if step.token > 0:
-                self._inputs.receive(step.batch, self._handing.receive(step))
+                self._inputs.receive(step.batch, self._receive(self._handing, step))
         if step.layer == 0:
             ids, positions = self._inputs.tokens(step)
             return self._verbs.do(
@@ -483,6 +489,10 @@ class RunningBlock:
                 lambda: self._setup.compiled.embed[step.token == 0](self._setup.weights.ends, ids, positions),
             )
         return self._prefetcher.activations(step.batch)
+
+    def _receive(self, handing: Handing, step: BlockStep) -> Any:
+        with self._tiers.waits.of("stage"):
+            return handing.receive(step)
 
     def _pass_on(self, step: BlockStep, x: tuple) -> Iterator[DrawnTokens]:
         """Store the output of a step, or draw tokens after the last layer."""
@@ -492,9 +502,11 @@ class RunningBlock:
             )
             return
         if self._handing is not None and not self._handing.last:
-            self._handing.send(step, x)
+            with self._tiers.waits.of("copies"):
+                self._handing.send(step, x)
             return
-        drawn = self._inputs.draw(self._setup.compiled, self._setup.weights.ends, step, x)
+        with self._tiers.waits.of("programs"):
+            drawn = self._inputs.draw(self._setup.compiled, self._setup.weights.ends, step, x)
         if self._handing is not None and step.token + 1 < self._g.policy.output_tokens:
             self._handing.send_tokens(drawn)
         yield drawn

@@ -268,7 +268,8 @@ class KvStore:
         """Wait for the last store."""
         future = self._stores.pop(key, None)
         if future is not None:
-            future.result()
+            with self._tiers.waits.of("stores"):
+                future.result()
 
     def _staged(self, split: Split, key: Key, token: int, lengths: np.ndarray) -> Any:
         return (self._ahead.pop(key, None) or self._start_reading(split, key, token, lengths)).result()

@@ -21,6 +21,8 @@ from jax.sharding import Mesh
 
 from jaxflow.flexgen.geometry import SHARDED, device_sharding, pinned_sharding, placed, spec_of
 
+_PIECE_ROWS = 64 << 10  # KiB a device and array of `grow_pools`
+
 
 @dataclasses.dataclass(frozen=True)
 class HostArray:
@@ -71,6 +73,24 @@ def check_views(mesh: Mesh) -> None:
                 f"{shard.device}: data written to pinned host memory through its pointer does not reach the "
                 "device"
             )
+
+
+def grow_pools(mesh: Mesh, size: int) -> None:
+    """Let the pinned pools of a mesh's devices take `size` bytes together from the system.
+
+    The system gives about 1.5 GiB a second, so that a pool which grows later stops a run for seconds. The
+    pools keep the memory when the arrays are gone. Pools that cannot grow further stay as they are.
+    """
+    struct = placed(mesh, jax.ShapeDtypeStruct((_PIECE_ROWS, mesh.size << 10), np.uint8), SHARDED)
+    zeros = jnp.zeros(struct.shape, struct.dtype, device=struct.sharding)
+    pinned, held = pinned_sharding(struct.sharding), []
+    try:  # less two pieces, because regions may end in gaps below a piece
+        for _ in range(size // zeros.nbytes - 2):
+            held.append(jax.device_put(zeros, pinned))
+        jax.block_until_ready(held)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
 
 
 class PinnedPool:

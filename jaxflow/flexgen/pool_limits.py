@@ -45,6 +45,11 @@ def host_pool_gib(limit: float, pools: int = 1) -> int:
     return max(1, math.ceil(limit / (pools * 2**30)))
 
 
+def grown_bytes(needed: int) -> int:
+    """Return the bytes that pinned pools take for arrays of `needed` bytes, gaps included."""
+    return math.ceil(needed / (1 - _HOST_GAPS))
+
+
 def pools_room(free: int) -> int:
     """Return the bytes of free host memory that pinned pools may take. A process that takes all is killed."""
     return int(free * _POOLS_SHARE)

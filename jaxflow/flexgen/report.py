@@ -18,6 +18,7 @@ from jaxflow.flexgen.geometry import pinned_sharding
 from jaxflow.flexgen.policy import TIERS
 from jaxflow.flexgen.runtime import BlockStats, Runtime
 from jaxflow.flexgen.tiers import VerbTraffic, added
+from jaxflow.flexgen.waits import added_waits
 
 _WIDTH = 72
 
@@ -106,6 +107,9 @@ def report(runtime: Runtime, link: LinkRates) -> dict[str, Any]:
         },
         "account_bytes": {tier: runtime.account.total(tier) for tier in TIERS},
         "compilations_after_warmup": runtime.compilations,
+        "host_taken_bytes": runtime.host_taken_bytes,
+        "waits": msgspec.to_builtins(added_waits(one.waits for one in blocks)),
+        "warm_up_waits": msgspec.to_builtins(runtime.warm_up_waits),
     }
 
 

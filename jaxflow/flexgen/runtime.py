@@ -28,6 +28,8 @@ from jaxflow.flexgen.policy import Policy
 from jaxflow.flexgen.programs import compilations
 from jaxflow.flexgen.stages import StagedRunner
 from jaxflow.flexgen.tiers import Tiers, VerbTraffic, added
+from jaxflow.flexgen.waits import StageWaits
+from jaxflow.kv.tiers.host_machine import free_host_bytes
 from jaxflow.request import Event, Finished, FinishReason, InvalidRequest, Request, SamplingParams, with_limit
 from jaxflow.scheduler.state import Sequence as Seq
 from jaxflow.scheduler.state import sequences_of
@@ -98,6 +100,7 @@ class BlockStats:
       sequences, tokens: number of sequences, and of their generated tokens.
       prefill_s, decode_s: seconds of the prompts, and of all other tokens.
       prefill_crossed: bytes to the device and from the device until the last prompt was done.
+      waits: of each stage.
     """
 
     sequences: int
@@ -106,6 +109,7 @@ class BlockStats:
     decode_s: float
     traffic: Mapping[str, VerbTraffic]
     prefill_crossed: tuple[int, int] = (0, 0)
+    waits: Sequence[StageWaits] = ()
 
     @property
     def latency_s(self) -> float:
@@ -137,7 +141,8 @@ class Runtime:
         self._random = random.Random(seed)
         self._fault: BaseException | None = None
         self._under_way = threading.Lock()  # held from the first events of `generate` to its end
-        self._compiled_at_start = 0
+        self._compiled_at_start = self._free_at_start = 0
+        self.warm_up_waits: Sequence[StageWaits] = ()  # of each stage
 
     def warm_up(self) -> None:
         """Generate two tokens of one batch, so that the first-use costs are not measured."""
@@ -148,8 +153,9 @@ class Runtime:
             [Request(f"warm-up-{i}", [0], sampling) for i in range(self.policy.gpu_batch_size)]
         ):
             pass
+        self.warm_up_waits = self.stats[-1].waits
         self.stats.clear()
-        self._compiled_at_start = compilations()
+        self._compiled_at_start, self._free_at_start = compilations(), free_host_bytes()
 
     @property
     def policy(self) -> Policy:
@@ -170,6 +176,11 @@ class Runtime:
     def compilations(self) -> int:
         """The number of backend compilations since the start. Any number except 0 is an error."""
         return compilations() - self._compiled_at_start
+
+    @property
+    def host_taken_bytes(self) -> int:
+        """The host memory that this machine has lost since the start. Pinned pools that grow show here."""
+        return max(0, self._free_at_start - free_host_bytes())
 
     def accept(self, request: Request) -> Request:
         """Return a request with its limit. Raises: InvalidRequest, for a request that no block can hold."""
@@ -242,6 +253,8 @@ class Runtime:
         sequences = [seq for batch in block.sequences for seq in batch if seq is not None]
         live.start_block(sequences)
         self._take_traffic()
+        for tiers in self._tiers:
+            tiers.waits.take()
         started, late = time.perf_counter(), deque[DrawnTokens]()
         width = 1 if self.offload.order == "row" else min(block.batches, self.geometry.places)
 
@@ -260,9 +273,8 @@ class Runtime:
         tokens = sum(seq.num_known - seq.num_prompt for seq in sequences)
         prefill_s = self._runner.prefill_s
         decode_s, crossed = elapsed_s - prefill_s, self._runner.prefill_crossed
-        self.stats.append(
-            BlockStats(len(sequences), tokens, prefill_s, decode_s, self._take_traffic(), crossed)
-        )
+        traffic, waits = self._take_traffic(), [tiers.waits.take() for tiers in self._tiers]
+        self.stats.append(BlockStats(len(sequences), tokens, prefill_s, decode_s, traffic, crossed, waits))
 
     def _take_traffic(self) -> dict[str, VerbTraffic]:
         """Return the traffic of all stages since the last call."""

@@ -26,9 +26,9 @@ from jaxflow.flexgen.config import GIGA, OffloadConfig
 from jaxflow.flexgen.geometry import Geometry, PlacedWeights, place
 from jaxflow.flexgen.host_attention import HostAttention
 from jaxflow.flexgen.kv_store import KvStore
-from jaxflow.flexgen.pinned_memory import PinnedPool, check_views
+from jaxflow.flexgen.pinned_memory import PinnedPool, check_views, grow_pools
 from jaxflow.flexgen.policy import TIERS, PolicyError
-from jaxflow.flexgen.pool_limits import host_pool_gib, pools_room, usable_bytes
+from jaxflow.flexgen.pool_limits import grown_bytes, host_pool_gib, pools_room, usable_bytes
 from jaxflow.flexgen.programs import (
     Compiled,
     OffloadPrograms,
@@ -117,6 +117,9 @@ def start(
                 folder = DiskFolder(disk) if disk is not None else None
                 tiers.append(Tiers(geometry.mesh, folder))
                 check_views(geometry.mesh)
+            if pools and _POOL.free_bytes < found.total("host"):
+                _grow_pools(geometries, found)
+                phases.ended("pin")
             # KV is reserved after the weights.
             most = len(placed) * max(map(_weight_bytes, placed))
             room = limits["host"] is None or most <= limits["host"]
@@ -257,6 +260,13 @@ def _check_fits(
 def _weight_bytes(placed: PlacedWeights) -> int:
     """Return the bytes of all layers on all tiers."""
     return sum(placed.bytes_of(layer, tier) for layer in range(len(placed.layers)) for tier in TIERS)  # type: ignore[arg-type]
+
+
+def _grow_pools(geometries: Sequence[Geometry], found: Account) -> None:
+    """Let the pinned pools of all stages grow at the same time to what the account says."""
+    with concurrent.futures.ThreadPoolExecutor(len(geometries), thread_name_prefix="pin") as threads:
+        meshes, sizes = [one.mesh for one in geometries], map(grown_bytes, found.pinned())
+        list(threads.map(grow_pools, meshes, sizes))
 
 
 def _load(

@@ -19,6 +19,7 @@ from jaxflow.flexgen.config import OffloadConfig
 from jaxflow.flexgen.kv_store import KvStore
 from jaxflow.flexgen.scratch_files import DiskError
 from jaxflow.flexgen.tiers import Traffic
+from jaxflow.flexgen.waits import Waits
 from jaxflow.llm import RequestFailed
 
 PATIENCE_S = 60.0
@@ -133,7 +134,7 @@ def test_cancelled_futures_are_not_waited_for():
     """A runtime's close cancels stores and calls of the host's attention that wait for another."""
     pool, gate = ThreadPoolExecutor(1), threading.Event()
     first, behind = pool.submit(gate.wait), pool.submit(list)
-    verbs = Verbs(True, Traffic())
+    verbs = Verbs(True, Traffic(), Waits())
     verbs.store("store_kv", lambda: [first, behind])
     pool.shutdown(wait=False, cancel_futures=True)
     gate.set()
