@@ -136,6 +136,8 @@ class Replica:
                 self._start(order.name, self._fetch(order))
             elif order.lends_after is not None:
                 self._submit(order, _Prefill(self._loop, functools.partial(self._prefilled, order)))
+            elif order.sampling.structured_outputs is not None:
+                self._start(order.name, self._submit_with_masks(order))
             else:
                 self._submit(order, self)
         for name in aborted:
@@ -158,6 +160,15 @@ class Replica:
             raise
         except Exception as error:  # only this request fails
             mailbox.post(refused(Request(order.name, order.prompt_token_ids, order.sampling), error))
+
+    async def _submit_with_masks(self, order: Order) -> None:
+        """Submit an order with a form, once the engine can draw tokens of a form."""
+        try:
+            await asyncio.to_thread(self._llm.driver.prepare_masks)
+        except Exception as error:  # only this request fails
+            self.post(refused(Request(order.name, order.prompt_token_ids, order.sampling), error))
+            return
+        self._submit(order, self)
 
     # ---- pages of other engines
 

@@ -23,6 +23,7 @@ from jaxflow.request import (
     Request,
     SamplingParams,
     Started,
+    StructuredOutputsParams,
     Timings,
     Usage,
     with_limit,
@@ -59,7 +60,14 @@ def test_the_rest_of_the_rest_is_the_rest(ids, min_tokens):
 
 @pytest.mark.parametrize(
     "sampling",
-    [{"n": 2}, {"stop": ["x"]}, {"bad_words": ["x"]}, {"presence_penalty": 1}, {"frequency_penalty": -1}],
+    [
+        {"n": 2},
+        {"stop": ["x"]},
+        {"bad_words": ["x"]},
+        {"presence_penalty": 1},
+        {"frequency_penalty": -1},
+        {"structured_outputs": StructuredOutputsParams(regex="x+")},
+    ],
 )
 def test_some_answers_have_no_rest(sampling):
     request = request_of(**sampling)

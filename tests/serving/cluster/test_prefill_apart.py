@@ -9,12 +9,14 @@ import threading
 import numpy as np
 import pytest
 from engines import BLOCK, NEVER_S, MemoryTransport, Network, apart, make_engine
+from hurry import OFTEN, compiled_with
 from replicas import Box, until
 
-from jaxflow.request import FinishReason, SamplingParams
+from jaxflow.request import FinishReason, InvalidRequest, SamplingParams, StructuredOutputsParams
 from serving.cluster.page_exchange import PageExchange, TransferConfig
 from serving.cluster.page_transport import TransferFailed
 
+WRONG = StructuredOutputsParams(regex="a(")
 salts = itertools.count()
 RNG = np.random.default_rng(0)
 PROMPTS = [RNG.integers(3, 500, length).tolist() for length in (BLOCK, 40, 64, 65, 90, 120)]
@@ -86,6 +88,24 @@ def test_another_engine_computes_the_full_pages(engines, together):
         check(model, links, again, together)
         assert model.driver.transfers.done == moved
         assert [box.starts[0].cached_prompt_tokens for box in again] == full
+
+
+def test_an_answer_has_its_form_at_another_engine(engines):
+    form = StructuredOutputsParams(regex="[a-z]{4,9}")
+    wanted = SamplingParams(max_tokens=12, seed=3, structured_outputs=form)
+
+    def ids(model, prompt, name):
+        box = Box()
+        model.driver.submit(model.request(prompt, wanted, request_id=name, cache_salt=name), box)
+        return box.wait().ids()
+
+    prompts = (PROMPTS[0], PROMPTS[3])  # no page moves, and pages move
+    with compiled_with(OFTEN):
+        alone = [ids(engines[0], prompt, f"form alone {i}") for i, prompt in enumerate(prompts)]
+        with apart(engines, NEVER_S) as (model, _):
+            assert [ids(model, prompt, f"form apart {i}") for i, prompt in enumerate(prompts)] == alone
+            with pytest.raises(InvalidRequest, match="unclosed"):
+                model.request([5], SamplingParams(structured_outputs=WRONG), request_id="wrong")
 
 
 class Fault:
