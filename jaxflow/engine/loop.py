@@ -320,11 +320,14 @@ class Loop:
 
     def is_constrained(self, work: StepWork) -> bool:
         """Return True if a sequence of the step has a constraint."""
-        return bool(self.scheduler.running.slots.constrained[work.slots].any())
+        constrained = self.scheduler.running.slots.constrained
+        return bool(constrained.any() and constrained[work.slots].any())
 
     def _masks(self, layout: StepLayout, work: StepWork) -> np.ndarray | None:
         """Return the tokens that each row may draw, int32 [rows, words] of bits; None without constraints."""
         constrained = self.scheduler.running.slots.constrained
+        if not constrained.any():
+            return None
         rows = [(row, work.decodes.item(row)) for row in constrained[work.decode_slots].nonzero()[0].tolist()]
         chunks = enumerate(work.chunks, start=len(work.decode_slots))
         rows += [(row, chunk.seq) for row, chunk in chunks if chunk.samples and constrained[chunk.slot]]

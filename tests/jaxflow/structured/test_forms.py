@@ -3,6 +3,7 @@
 import json
 import pickle
 
+import llguidance
 import numpy as np
 import paths
 import pytest
@@ -10,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxflow.request import InvalidRequest, Reasoning, SamplingParams, StructuredOutputsParams
+from jaxflow.structured import compiler
 from jaxflow.structured.compiler import CACHED_FORMS, FormCompiler
-from jaxflow.structured.constraint import FormBroken
+from jaxflow.structured.constraint import FormBroken, TokenConstraint
 from jaxflow.text.tokenizer import load_tokenizer
 
 VOCABULARY, EOS = 512, 2
@@ -142,6 +144,21 @@ def test_a_token_that_the_form_forbids_is_an_error():
     with pytest.raises(FormBroken):
         each.push(EOS - 1)
     assert not each.complete
+
+
+def test_a_form_of_too_much_work_is_refused_or_ends_its_answer(monkeypatch):
+    few = llguidance.LLParserLimits(max_lexer_states=3, verbose_errors=False)
+    wanted = StructuredOutputsParams(regex="(a|b|c){1,200}(x|y)*")
+    matcher = llguidance.LLMatcher(FORMS._vocabulary, compiler._grammar_of(wanted), limits=few, log_level=0)
+    monkeypatch.setattr(compiler, "LIMITS", few)
+    with pytest.raises(InvalidRequest, match="too many states"):
+        FormCompiler(TOKENIZER, VOCABULARY, [EOS]).compile(wanted)
+    late, other = TokenConstraint(matcher, (), None, TOKENIZER), constraint(choice=["x"])
+    of_late, of_other = allowed(late, other)
+    assert len(of_late) == VOCABULARY and of_other == allowed(other)
+    with pytest.raises(FormBroken, match="too many states"):
+        late.push(5)
+    assert not late.complete
 
 
 def test_the_form_begins_after_the_reasoning():
