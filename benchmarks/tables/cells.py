@@ -52,15 +52,10 @@ def model_of(report: Report) -> str:
     return f"{report['model']}, {precision(report['engine_config'])}"
 
 
-def median(values: Iterable[float]) -> float:
-    """Return the median as one of the values: the lower one of the two in the middle."""
-    return statistics.median_low(values)
-
-
 def millijoules(values: Iterable[float | None]) -> str:
     """Return the median of joules in mJ, or a dash without a known value."""
     known = [value for value in values if value is not None]
-    return f"{1e3 * median(known):.1f}" if known else "–"
+    return f"{1e3 * statistics.median(known):.1f}" if known else "–"
 
 
 def links(paths: Iterable[str]) -> str:

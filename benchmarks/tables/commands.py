@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from statistics import median
 
-from benchmarks.tables.cells import Report, Row, Section, links, machine, median, model_of
+from benchmarks.tables.cells import Report, Row, Section, links, machine, model_of
 from benchmarks.tables.reports import of_command
 from jaxflow.engine.start_times import RATE
 

@@ -3,9 +3,10 @@
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from benchmarks.tables.cells import Report, Row, devices_of, lengths, median, model_of, table
+from benchmarks.tables.cells import Report, Row, devices_of, lengths, model_of, table
 from benchmarks.tables.reports import (
     HERE,
     of_command,

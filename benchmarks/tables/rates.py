@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from benchmarks.tables.cells import (
@@ -13,7 +14,6 @@ from benchmarks.tables.cells import (
     lengths,
     links,
     machine,
-    median,
     millijoules,
     model_of,
 )
