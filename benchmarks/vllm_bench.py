@@ -7,7 +7,8 @@ reads.
 All requests are handed over at once, with the lengths and token ids of `bench throughput`. The engine draws
 greedily, ignores end tokens and has no prefix cache. The weights of a shipped config are random, as
 `benchmarks.vllm_weights` says. `fp8` means that vLLM quantizes them at the start. `mxfp4` is the format of
-gpt-oss's config. vLLM 0.24 to 0.26 must be installed.
+gpt-oss's config. vLLM 0.24 to 0.26 must be installed. The committed reports are of vLLM 0.26 without
+DeepGEMM, FlashInfer and FlashAttention 2.
 """
 
 import argparse
