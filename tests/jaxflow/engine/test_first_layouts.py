@@ -173,7 +173,7 @@ def test_layouts_that_become_ready_in_any_order_change_no_token(expected, seed):
 
     loop.step = run_and_prepare
     choose = loop._choose
-    loop._choose = lambda work, full: ran.append(choose(work, full)) or ran[-1]
+    loop._choose = lambda *given: ran.append(choose(*given)) or ran[-1]
     found = toy.run(loop, requests(0), at_step={5: requests_late()}, preempt_at={7, 11})
     assert tokens_of(found) == tokens_of(wanted) and logprobs_of(found) == logprobs_of(wanted)
     assert made.compilations == 0
@@ -190,7 +190,7 @@ def test_a_step_runs_the_smallest_layout_that_is_ready_for_its_samplers_and_none
                 table[key] = table[key].ready()
     loop = make_loop(config, CHECKPOINT.model_config, made)
     ran, choose = [], loop._choose
-    loop._choose = lambda work, full: ran.append(choose(work, full)) or ran[-1]
+    loop._choose = lambda *given: ran.append(choose(*given)) or ran[-1]
     plain, drawn, long = (requests(0)[i] for i in (1, 2, 3))
     found = []
     with pytest.MonkeyPatch.context() as patch:
