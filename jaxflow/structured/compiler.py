@@ -5,14 +5,15 @@ import functools
 import json
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
-
-import llguidance
+from typing import TYPE_CHECKING, Any
 
 from jaxflow.request import InvalidRequest, StructuredOutputsParams
 from jaxflow.structured.constraint import TokenConstraint
 from jaxflow.text.reasoning import Begin, Marks, begin_of
 from jaxflow.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # the import takes a tenth of a second, and only requests with a form need it
+    import llguidance
 
 # Between the tokens of JSON: a space, or a new line with an indent. Without a
 # bound a model may write white space only, until its answer is cut.
@@ -22,14 +23,6 @@ JSON_RULES = {"whitespace_pattern": WHITESPACE, "lenient": False, "coerce_one_of
 CACHED_FORMS = 64
 END_TOKENS = 32  # the end of a prompt that may hold the marks of reasoning
 MAX_LEXER_STATES = 50_000  # 1 to 2 KB each
-LIMITS = llguidance.LLParserLimits(
-    initial_lexer_fuel=1_000_000,  # about 20 ms
-    step_lexer_fuel=200_000,  # about 14 ms
-    step_max_items=50_000,
-    max_lexer_states=MAX_LEXER_STATES,
-    max_grammar_size=500_000,
-    verbose_errors=False,
-)
 
 
 class FormCompiler:
@@ -79,8 +72,10 @@ class FormCompiler:
         make = functools.partial(TokenConstraint, reasoning=reasoning, tokenizer=tokenizer)
         return lambda: make(matcher.deep_copy(), stop_token_ids)
 
-    def _matcher(self, wanted: StructuredOutputsParams) -> llguidance.LLMatcher:
+    def _matcher(self, wanted: StructuredOutputsParams) -> "llguidance.LLMatcher":
         """Return the matcher of a form, at its start. Nobody may advance it."""
+        import llguidance
+
         key = wanted.form, wanted.choice or wanted.text
         with self._lock:
             if key in self._matchers:
@@ -88,7 +83,7 @@ class FormCompiler:
                 return self._matchers[key]
         try:
             grammar = _grammar_of(wanted)
-            made = llguidance.LLMatcher(self._vocabulary, grammar, limits=LIMITS, log_level=0)
+            made = llguidance.LLMatcher(self._vocabulary, grammar, limits=_limits(), log_level=0)
             made.compute_bitmask()  # the first mask takes longest, and its copies know its states
             problem = made.get_error() if made.is_error() else ""
         except (ValueError, RecursionError) as error:
@@ -103,8 +98,10 @@ class FormCompiler:
         return made
 
     @functools.cached_property
-    def _vocabulary(self) -> llguidance.LLTokenizer:
+    def _vocabulary(self) -> "llguidance.LLTokenizer":
         """The tokens as the matchers see them. Making it takes a third of a second for 50,000 tokens."""
+        import llguidance
+
         assert self._tokenizer is not None
         vocabulary = llguidance.TokenizerWrapper(_Tokens(self._tokenizer, self._vocab_size, self._eos[0]))
         return llguidance.LLTokenizer(vocabulary, n_vocab=self._vocab_size, eos_token=list(self._eos))
@@ -158,8 +155,25 @@ class _Tokens:
         return b"".join(self.tokens[token] for token in ids)
 
 
+@functools.cache
+def _limits() -> "llguidance.LLParserLimits":
+    """Return the limits of the work of a form, and of each of its tokens."""
+    import llguidance
+
+    return llguidance.LLParserLimits(
+        initial_lexer_fuel=1_000_000,  # about 20 ms
+        step_lexer_fuel=200_000,  # about 14 ms
+        step_max_items=50_000,
+        max_lexer_states=MAX_LEXER_STATES,
+        max_grammar_size=500_000,
+        verbose_errors=False,
+    )
+
+
 def _grammar_of(wanted: StructuredOutputsParams) -> str:
     """Return a form as a grammar of `llguidance`. Raises: ValueError."""
+    import llguidance
+
     match wanted.form:
         case "regex":
             return llguidance.LLMatcher.grammar_from_regex(wanted.text)

@@ -2,12 +2,15 @@
 
 import functools
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
-import llguidance
 import numpy as np
 
 from jaxflow.request import Reasoning
 from jaxflow.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # see `jaxflow.structured.compiler`
+    import llguidance
 
 
 class FormBroken(ValueError):
@@ -28,7 +31,7 @@ class TokenConstraint:
 
     def __init__(
         self,
-        matcher: llguidance.LLMatcher,
+        matcher: "llguidance.LLMatcher",
         stops: Iterable[int],
         reasoning: Reasoning | None,
         tokenizer: Tokenizer,
@@ -83,6 +86,8 @@ class TokenConstraint:
 
 
 @functools.cache
-def _threads() -> llguidance.LLExecutor:
+def _threads() -> "llguidance.LLExecutor":
     """Return the threads that compute masks, without Python's lock."""
+    import llguidance
+
     return llguidance.LLExecutor()

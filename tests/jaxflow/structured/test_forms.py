@@ -150,7 +150,7 @@ def test_a_form_of_too_much_work_is_refused_or_ends_its_answer(monkeypatch):
     few = llguidance.LLParserLimits(max_lexer_states=3, verbose_errors=False)
     wanted = StructuredOutputsParams(regex="(a|b|c){1,200}(x|y)*")
     matcher = llguidance.LLMatcher(FORMS._vocabulary, compiler._grammar_of(wanted), limits=few, log_level=0)
-    monkeypatch.setattr(compiler, "LIMITS", few)
+    monkeypatch.setattr(compiler, "_limits", lambda: few)
     with pytest.raises(InvalidRequest, match="too many states"):
         FormCompiler(TOKENIZER, VOCABULARY, [EOS]).compile(wanted)
     late, other = TokenConstraint(matcher, (), None, TOKENIZER), constraint(choice=["x"])
