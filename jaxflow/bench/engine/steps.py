@@ -7,7 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxflow.config import ConfigError
 from jaxflow.engine.executor import Executor
@@ -32,6 +32,14 @@ class Step:
     began_s: float
     enqueued_s: float
     done_s: float
+
+
+class _Span(NamedTuple):
+    """A step's time on the device, and the two bounds of the idle time before the step."""
+
+    run_s: float
+    idle_s: float
+    idle_at_least_s: float
 
 
 @contextlib.contextmanager
@@ -117,7 +125,8 @@ def plans_of(executor: Executor | StagedExecutor) -> set[str]:
 
 def summary(log: list[Step]) -> dict[str, Any] | None:
     """Return the steps by bucket with their mean time, and the idle share between the first and the last
-    step.
+    step. A bucket's idle share is the idle time before its steps over the time of all steps, so that the
+    buckets' shares add up to the whole share.
 
     The idle time has two bounds. The upper bound is the time from a step's end to the end of the next
     enqueueing. The lower bound ends at the start of the next enqueueing. The bounds differ for steps with
@@ -127,28 +136,39 @@ def summary(log: list[Step]) -> dict[str, Any] | None:
     """
     if not log:
         return None
-    by_bucket: dict[int, list[float]] = {}
+    by_bucket: dict[int, list[_Span]] = {}
     start = before = log[0].enqueued_s
-    at_most_s, at_least_s, gaps = 0.0, 0.0, 0
     for step in log:
-        gap = max(0.0, step.enqueued_s - before)
-        at_most_s, gaps = at_most_s + gap, gaps + (gap > 0)
-        at_least_s += max(0.0, step.began_s - before)
-        by_bucket.setdefault(step.bucket, []).append(step.done_s - max(before, step.began_s))
+        at_most_s, at_least_s = (max(0.0, at - before) for at in (step.enqueued_s, step.began_s))
+        span = _Span(step.done_s - max(before, step.began_s), at_most_s, at_least_s)
+        by_bucket.setdefault(step.bucket, []).append(span)
         before = step.done_s
     total_s = log[-1].done_s - start
     tokens = sum(step.decode_tokens + step.prefill_tokens for step in log)
     return {
         "steps": len(log),
         "mean_step_ms": 1e3 * total_s / len(log),
-        "device_idle_share": at_most_s / total_s if total_s else 0.0,
-        "device_idle_share_at_least": at_least_s / total_s if total_s else 0.0,
-        "steps_after_idle": gaps,
+        **_idle(list(itertools.chain(*by_bucket.values())), total_s),
         "mean_tokens": tokens / len(log),
         "mean_decode_tokens": sum(step.decode_tokens for step in log) / len(log),
         "padding_share": 1 - tokens / sum(step.bucket for step in log),
         "by_bucket": {
-            str(bucket): {"steps": len(times), "mean_ms": 1e3 * sum(times) / len(times)}
-            for bucket, times in sorted(by_bucket.items())
+            str(bucket): {
+                "steps": len(spans),
+                "mean_ms": 1e3 * sum(span.run_s for span in spans) / len(spans),
+                **_idle(spans, total_s),
+            }
+            for bucket, spans in sorted(by_bucket.items())
         },
+    }
+
+
+def _idle(spans: Sequence[_Span], total_s: float) -> dict[str, Any]:
+    """Return the idle time before some steps. Shares are of `total_s`, the time of all steps."""
+    at_most_s = sum(span.idle_s for span in spans)
+    at_least_s = sum(span.idle_at_least_s for span in spans)
+    return {
+        "device_idle_share": at_most_s / total_s if total_s else 0.0,
+        "device_idle_share_at_least": at_least_s / total_s if total_s else 0.0,
+        "steps_after_idle": sum(span.idle_s > 0 for span in spans),
     }

@@ -387,6 +387,8 @@ def show(result: Mapping[str, Any], title: str = "Throughput Benchmark Result") 
         print(report.line("Device idle between steps:", _idle(found)))
         for bucket, one in found["by_bucket"].items():
             print(report.line(f"Steps of {bucket} rows (mean ms):", f"{one['steps']} ({one['mean_ms']:.2f})"))
+            if one["steps_after_idle"]:
+                print(report.line(f"Idle before {one['steps_after_idle']} of these steps:", _idle(one)))
     profile = result.get("profile")
     if profile:
         print(report.line("No kernel runs, profiled:", f"{profile['idle_share']:.2%}"))

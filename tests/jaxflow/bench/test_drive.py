@@ -5,6 +5,8 @@ import time
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jaxflow.bench.engine import steps
 from jaxflow.bench.engine.steps import Step
@@ -129,6 +131,31 @@ def test_idle_time_counts_from_a_steps_end_to_the_next_enqueueing():
     assert found["device_idle_share"] == pytest.approx(0.5 / 3)
     assert found["device_idle_share_at_least"] == pytest.approx(0.25 / 3)
     assert (found["steps"], found["steps_after_idle"]) == (3, 1)
-    assert found["by_bucket"] == {"4": {"steps": 1, "mean_ms": 750.0}, "8": {"steps": 2, "mean_ms": 1000.0}}
+    few, many = found["by_bucket"]["4"], found["by_bucket"]["8"]
+    assert (few["steps"], few["mean_ms"]) == (1, 750.0) and (many["steps"], many["mean_ms"]) == (2, 1000.0)
+    assert (few["steps_after_idle"], many["steps_after_idle"]) == (1, 0)
+    assert few["device_idle_share"] == found["device_idle_share"] and many["device_idle_share"] == 0
     assert found["padding_share"] == pytest.approx(1 - 19 / 20)
     assert steps.summary([]) is None
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from((8, 64, 512)), *[st.floats(0.0, 2.0) for _ in range(3)]),
+        min_size=1,
+        max_size=20,
+    )
+)
+def test_the_times_of_the_buckets_add_up_to_those_of_all_steps(drawn):
+    log, began, done = [], 0.0, 0.0
+    for bucket, wait, enqueueing, runs in drawn:
+        began += wait
+        enqueued = began + enqueueing
+        done = max(done, enqueued) + runs
+        log.append(Step(bucket, 1, 0, began, enqueued, done))
+        began = enqueued
+    found = steps.summary(log)
+    assert found is not None
+    every = found["by_bucket"].values()
+    for key in ("steps", "steps_after_idle", "device_idle_share", "device_idle_share_at_least"):
+        assert sum(one[key] for one in every) == pytest.approx(found[key])
