@@ -8,7 +8,7 @@ import argparse
 import importlib.metadata
 import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -99,10 +99,12 @@ def run(
     given: argparse.Namespace,
     vocab_size: int,
     start: Callable[[], Ask],
+    started_with: Callable[[], Mapping[str, Any]] = dict,
 ) -> None:
     """Start an engine, warm it up, run the requests and write the report, which is that of the median run.
 
     name: the runner's module. packages: those whose versions the report holds. given: the parsed `arguments`.
+    started_with: returns more figures of the start, once the engine runs.
     """
     items = items_of(given)
     begin = time.perf_counter()
@@ -117,6 +119,7 @@ def run(
         "command": shlex.join(["python", "-m", f"benchmarks.{name}", *arguments]),
         "versions": {package: importlib.metadata.version(package) for package in packages},
         "start_s": started,
+        **started_with(),
     }
     write_json(given.output_json, head | found)
     print(f"{found['total_token_throughput']:.0f} tokens/s, prompts included", flush=True)

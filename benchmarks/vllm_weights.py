@@ -10,6 +10,7 @@ are random.
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from benchmarks.offline_rival import module
@@ -20,12 +21,15 @@ GROUP_EXPONENT = 120
 BLOCK_SCALE = 0.02  # of 8-bit floats
 
 
-def announce(folder: Path) -> None:
-    """Write the plugin's entry point to a folder, and let this process and its children find it there."""
-    metadata = folder / f"{NAME.replace('-', '_')}-1.dist-info"
+def announce(folder: Path, plugin: ModuleType) -> None:
+    """Write the entry point of a plugin to a folder, and let this process and its children find it there.
+
+    plugin: a module with the plugin's `NAME` and its function `register`.
+    """
+    metadata = folder / f"{plugin.NAME.replace('-', '_')}-1.dist-info"
     metadata.mkdir(parents=True, exist_ok=True)
-    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {NAME}\nVersion: 1\n")
-    (metadata / "entry_points.txt").write_text(f"[{GROUP}]\n{NAME} = {__name__}:register\n")
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {plugin.NAME}\nVersion: 1\n")
+    (metadata / "entry_points.txt").write_text(f"[{GROUP}]\n{plugin.NAME} = {plugin.__name__}:register\n")
     if str(folder) not in sys.path:  # vLLM hands this list to its processes
         sys.path.append(str(folder))
 

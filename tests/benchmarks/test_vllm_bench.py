@@ -1,5 +1,6 @@
 """The runner of vLLM, with a small stand-in for vLLM."""
 
+import importlib.metadata
 import json
 import sys
 import types
@@ -9,7 +10,7 @@ import paths
 import pytest
 from absl import flags
 
-from benchmarks import offline_rival, vllm_bench
+from benchmarks import offline_rival, vllm_bench, vllm_loading, vllm_weights
 from benchmarks.in_turns import figures
 from jaxflow.bench.engine import throughput
 from jaxflow.bench.workload import lengths
@@ -22,13 +23,21 @@ SETTINGS = sorted((paths.ROOT / "benchmarks/settings").glob("vllm-*.json"))
 @pytest.fixture
 def vllm(monkeypatch, tmp_path):
     """Put a stand-in in the place of vLLM, and return its engines. An answer has `lost` tokens too few."""
-    made = types.SimpleNamespace(engines=[], lost=0)
+    made = types.SimpleNamespace(engines=[], lost=0, before=10.0)
+
+    class Loader:
+        def load_weights(self, model):
+            self.counter_before_loading_weights, self.counter_after_loading_weights = made.before, 12.5
+            return model
 
     class LLM:
         def __init__(self, model, **given):
             self.model, self.given, self.sent = model, given, []
             self.config = json.loads(Path(model, "config.json").read_text())
             made.engines.append(self)
+            if given["load_format"] == "auto":
+                vllm_loading.register()
+                assert Loader().load_weights(model) == model
 
         def generate(self, prompts, params, use_tqdm):
             assert not use_tqdm and all(one["ignore_eos"] and one["temperature"] == 0 for one in params)
@@ -38,6 +47,8 @@ def vllm(monkeypatch, tmp_path):
             return [types.SimpleNamespace(outputs=[answer]) for answer in answers]
 
     monkeypatch.setitem(sys.modules, "vllm", types.SimpleNamespace(LLM=LLM, SamplingParams=dict))
+    loaders = types.SimpleNamespace(DefaultModelLoader=Loader)
+    monkeypatch.setitem(sys.modules, "vllm.model_executor.model_loader.default_loader", loaders)
     monkeypatch.setattr(offline_rival.importlib.metadata, "version", lambda name: "1")
     monkeypatch.setattr(vllm_bench, "FOLDER", tmp_path / "models")
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -146,3 +157,56 @@ def test_the_environment_of_the_caller_comes_first(vllm, tmp_path, monkeypatch):
     assert {name: vllm_bench.os.environ[name] for name in others} == {
         name: vllm_bench.ENVIRONMENT[name] for name in others
     }
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A folder with a config and 5 MB of weights in two files."""
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"vocab_size": 100}))
+    for name, size in (("model-1", 2), ("model-2", 3)):
+        (folder / f"{name}.safetensors").write_bytes(bytes(size * 10**6))
+    return folder
+
+
+def test_a_checkpoint_is_read_and_its_rate_is_that_of_the_loading(vllm, tmp_path, checkpoint):
+    assert run(tmp_path, "--checkpoint", str(checkpoint)) == 0
+    [engine] = vllm.engines
+    assert (engine.model, engine.given["load_format"]) == (str(checkpoint), "auto")
+    points = importlib.metadata.entry_points(group=vllm_weights.GROUP)
+    assert vllm_loading.register in [one.load() for one in points]
+    found = json.loads((tmp_path / "r.json").read_text())
+    assert (found["weights_gb"], found["weights_s"]) == (0.005, 2.5)
+    assert found["weights_gb_per_s"] == pytest.approx(0.002) and found["start_s"] > 0
+
+
+def test_a_loader_without_times_leaves_the_start_alone(vllm, tmp_path, checkpoint):
+    vllm.before = 0.0
+    assert run(tmp_path, "--checkpoint", str(checkpoint)) == 0
+    found = json.loads((tmp_path / "r.json").read_text())
+    assert "weights_s" not in found and found["weights_gb"] == 0.005 and found["start_s"] > 0
+
+
+@pytest.mark.parametrize(
+    ("config", "precision", "words"),
+    [
+        (None, "bf16", "config.json"),
+        ({"vocab_size": 100, "quantization_config": {"quant_method": "gptq"}}, "fp8", "format"),
+        ({"vocab_size": 100}, "mxfp4", "mxfp4"),
+    ],
+)
+def test_a_checkpoint_of_another_format_is_refused(
+    vllm, tmp_path, capsys, checkpoint, config, precision, words
+):
+    (checkpoint / "config.json").unlink()
+    if config:
+        (checkpoint / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SystemExit):
+        run(tmp_path, "--checkpoint", str(checkpoint), "--precision", precision)
+    assert words in capsys.readouterr().err and not vllm.engines
+
+
+def test_random_weights_have_no_loading_time(vllm, tmp_path):
+    run(tmp_path, "--model", "qwen3-30b-a3b")
+    assert not any("weights" in key for key in json.loads((tmp_path / "r.json").read_text()))
