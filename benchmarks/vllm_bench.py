@@ -27,7 +27,7 @@ from typing import Any
 
 from benchmarks import offline_rival, vllm_loading, vllm_weights
 from benchmarks.offline_rival import Ask, module
-from benchmarks.vllm_weights import announce
+from benchmarks.vllm_plugin import announce
 from jaxflow.bench.workload.lengths import Item
 from jaxflow.model.checkpoints.model_names import CONFIGS, shipped_configs
 

@@ -1,37 +1,20 @@
 """Random weights for vLLM with the sizes of JaxFlow's dummy weights, as a plugin of vLLM.
 
 vLLM's own dummy weights lie within ±0.001, and those of norms too. Two parameters of as many elements have
-equal values, so all layers route a token alike. Weights that are packed in bytes are not written at all. Such
-numbers toggle fewer bits, so a card at its power cap runs faster with them than with a trained model. With
+equal values, so all layers route a token alike. Weights that are packed in bytes are not written at all. With
 this plugin matrices are normal with a variance of 1 / columns, norms are ones, biases are zeros, and bytes
 are random.
 """
 
-import sys
 from collections.abc import Mapping
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from benchmarks.offline_rival import module
 
-NAME, GROUP = "jaxflow-random-weights", "vllm.general_plugins"
+NAME = "jaxflow-random-weights"
 # The scale of a group of 4-bit floats, 2 ** (byte - 127). Their products with it have a size of about 0.02.
 GROUP_EXPONENT = 120
 BLOCK_SCALE = 0.02  # of 8-bit floats
-
-
-def announce(folder: Path, plugin: ModuleType) -> None:
-    """Write the entry point of a plugin to a folder, and let this process and its children find it there.
-
-    plugin: a module with the plugin's `NAME` and its function `register`.
-    """
-    metadata = folder / f"{plugin.NAME.replace('-', '_')}-1.dist-info"
-    metadata.mkdir(parents=True, exist_ok=True)
-    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {plugin.NAME}\nVersion: 1\n")
-    (metadata / "entry_points.txt").write_text(f"[{GROUP}]\n{plugin.NAME} = {plugin.__name__}:register\n")
-    if str(folder) not in sys.path:  # vLLM hands this list to its processes
-        sys.path.append(str(folder))
 
 
 def register() -> None:
@@ -66,8 +49,12 @@ def fill(name: str, tensor: Any) -> None:
         return
     data = tensor.data
     if not torch.is_floating_point(data):
-        if data.dtype == torch.uint8:
-            _ = data.fill_(GROUP_EXPONENT) if "scale" in name else data.random_(0, 256)
+        if data.dtype != torch.uint8:
+            return
+        if "scale" in name:
+            data.fill_(GROUP_EXPONENT)
+        else:
+            data.random_(0, 256)
     elif "scale" in name:
         data.fill_(BLOCK_SCALE)
     elif "bias" in name or data.ndim < 2:

@@ -31,11 +31,11 @@ from jaxflow.model.checkpoints.source import CheckpointError
 from jaxflow.parallel.launch import launch_of
 from jaxflow.text.chat import read_chat_template
 from serving.batch.batches import Batches
+from serving.frontend.answer_reader import PARSERS, TOOL_CALL_PARSERS
 from serving.frontend.config import ListenError, ServerConfig
 from serving.frontend.served_model import ServedModel
 from serving.grpc.server import Server
 from serving.http import http_flags
-from serving.http.answer_reader import PARSERS, TOOL_CALL_PARSERS
 from serving.http.batch_mount import open_batches
 from serving.http.config import HttpConfig
 from serving.http.endpoints import Endpoints

@@ -7,12 +7,12 @@ import grpc
 
 import jaxflow
 from jaxflow.request import InvalidRequest, Started
+from serving.frontend.form_after_reasoning import after_reasoning
 from serving.frontend.refusal import deadline_passed
 from serving.frontend.served_model import Chat, ServedModel
 from serving.frontend.transcript import Output
 from serving.grpc import convert, generate_pb2_grpc
 from serving.grpc import generate_pb2 as pb
-from serving.http.answer_form import after_reasoning
 
 
 class GenerateService(generate_pb2_grpc.GenerateServiceServicer):

@@ -1,12 +1,8 @@
 """The form that a request asks for: `response_format`, `structured_outputs` or the fields `guided_*`."""
 
-import dataclasses
 from typing import Any
 
-from jaxflow.request import Amount, InvalidRequest, Reasoning, SamplingParams, StructuredOutputsParams
-from jaxflow.text.reasoning import Begin
-from jaxflow.text.tokenizer import Tokenizer
-from serving.http.answer_reader import reading_of
+from jaxflow.request import Amount, InvalidRequest, StructuredOutputsParams
 from serving.http.schema import ChatRequest, CompletionRequest, ResponseFormat
 
 _GUIDED = ("json", "regex", "choice", "grammar")
@@ -40,30 +36,6 @@ def form_of_answer(request: ChatRequest | CompletionRequest) -> tuple[Structured
         except InvalidRequest as error:
             raise error.at(path) from None
     return None, ""
-
-
-def after_reasoning(
-    sampling: SamplingParams, parser: str, tokenizer: Tokenizer, continued: str
-) -> SamplingParams:
-    """Return the sampling parameters of a chat, whose form begins after the reasoning of the answer.
-
-    Args:
-      parser: see `reading_of`.
-      continued: the text of the message that the answer continues, or "".
-
-    Raises:
-      InvalidRequest: the model writes messages that have no form.
-    """
-    form = sampling.structured_outputs
-    assert form is not None
-    reading = reading_of(parser, tokenizer.chat_template or "")
-    if reading.harmony:
-        accepted = "null: the messages of harmony have no form"
-        raise InvalidRequest("structured_outputs", Amount(form.form), accepted)
-    if reading.marks is None:
-        return sampling
-    reasoning = Reasoning(*reading.marks, reading.begin is Begin.REASONING, continued)
-    return dataclasses.replace(sampling, structured_outputs=dataclasses.replace(form, reasoning=reasoning))
 
 
 def _of_format(wanted: ResponseFormat) -> dict[str, dict[str, Any]]:

@@ -9,7 +9,7 @@ from msgspec import UNSET, UnsetType
 
 from jaxflow.text.reasoning import Said
 from jaxflow.text.tool_calls import CallPart, ToolCall
-from serving.http.answer_reader import AnswerReader
+from serving.frontend.answer_reader import AnswerReader
 from serving.http.job import AnswerPiece, Begun, Collected, Collection, Head, Job
 from serving.http.logprobs import chat_logprobs, prompt_logprobs
 from serving.http.responses import (

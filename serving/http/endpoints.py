@@ -19,11 +19,12 @@ from jaxflow.text.chat import MAX_MESSAGES, REASONING_NAMES
 from jaxflow.text.reasoning import begin_of
 from jaxflow.text.tool_call_forms import FORMS, UnknownForm, check_tools, form_of
 from jaxflow.text.tool_calls import Form
+from serving.frontend.answer_reader import HARMONY_CALLS, Reading, reading_of
 from serving.frontend.call import CALL, new_id
+from serving.frontend.form_after_reasoning import after_reasoning
 from serving.frontend.refusal import Code, Refusal, deadline_passed
 from serving.frontend.served_model import Chat, Prompt, ServedModel
-from serving.http.answer_form import after_reasoning, form_of_answer
-from serving.http.answer_reader import HARMONY_CALLS, Reading, reading_of
+from serving.http.answer_form import form_of_answer
 from serving.http.chat import ChatFormat
 from serving.http.completions import CompletionFormat
 from serving.http.errors import HttpError, http_error

@@ -10,10 +10,10 @@ import msgspec
 
 from jaxflow.request import FinishReason, InvalidRequest, Logprob, Request, Started
 from jaxflow.text.tokenizer import Tokenizer
+from serving.frontend.answer_reader import Reading
 from serving.frontend.refusal import aborted
 from serving.frontend.served_model import ServedModel
 from serving.frontend.transcript import Output, TextDelta
-from serving.http.answer_reader import Reading
 from serving.http.logprobs import TokenNames
 from serving.http.responses import Usage, make_usage
 from serving.http.token_texts import TextToken, TokenTexts

@@ -10,7 +10,7 @@ import paths
 import pytest
 from absl import flags
 
-from benchmarks import offline_rival, vllm_bench, vllm_loading, vllm_weights
+from benchmarks import offline_rival, vllm_bench, vllm_loading, vllm_plugin
 from benchmarks.in_turns import figures
 from jaxflow.bench.engine import throughput
 from jaxflow.bench.workload import lengths
@@ -174,7 +174,7 @@ def test_a_checkpoint_is_read_and_its_rate_is_that_of_the_loading(vllm, tmp_path
     assert run(tmp_path, "--checkpoint", str(checkpoint)) == 0
     [engine] = vllm.engines
     assert (engine.model, engine.given["load_format"]) == (str(checkpoint), "auto")
-    points = importlib.metadata.entry_points(group=vllm_weights.GROUP)
+    points = importlib.metadata.entry_points(group=vllm_plugin.GROUP)
     assert vllm_loading.register in [one.load() for one in points]
     found = json.loads((tmp_path / "r.json").read_text())
     assert (found["weights_gb"], found["weights_s"]) == (0.005, 2.5)

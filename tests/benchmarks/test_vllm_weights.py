@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from benchmarks import vllm_weights
-from benchmarks.vllm_weights import BLOCK_SCALE, GROUP, GROUP_EXPONENT, fill
+from benchmarks.vllm_plugin import GROUP, announce
+from benchmarks.vllm_weights import BLOCK_SCALE, GROUP_EXPONENT, fill
 
 
 class Tensor:
@@ -112,7 +113,7 @@ def test_what_stays_as_it_is(name, tensor):
 def test_the_plugin_is_found_and_replaces_both_functions(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     for _ in range(2):
-        vllm_weights.announce(tmp_path, vllm_weights)
+        announce(tmp_path, vllm_weights)
     [point] = [one for one in importlib.metadata.entry_points(group=GROUP) if one.name == vllm_weights.NAME]
     loaders = [types.SimpleNamespace(), types.SimpleNamespace()]
     for name, loader in zip(("weight_utils", "dummy_loader"), loaders, strict=True):
