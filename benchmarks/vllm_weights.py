@@ -14,7 +14,7 @@ from benchmarks.offline_rival import module
 NAME = "jaxflow-random-weights"
 # The scale of a group of 4-bit floats, 2 ** (byte - 127). Their products with it have a size of about 0.02.
 GROUP_EXPONENT = 120
-BLOCK_SCALE = 0.02  # of 8-bit floats
+BLOCK_SCALE = 0.02  # scale of a block of 8-bit floats
 
 
 def register() -> None:

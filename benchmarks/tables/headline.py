@@ -54,7 +54,7 @@ def pairs_in_turns(
     """
     for path, report in of_command(reports, "in_turns"):
         found = report["figures"].get("total_token_throughput", {})
-        # A side's runs are alike: one run tells the side's engine.
+        # All runs of a side have the same engine.
         sides = {run["side"]: run["report"] for run in report["runs"] if run["report"]}
         own = [name for name, run in sides.items() if run.get("command_name") == "throughput"]
         others = [name for name in sides if name not in own and sides[name].get("device") is None]
@@ -90,7 +90,7 @@ def headline_row(
     best = max(named, key=lambda runs: (len(rates_of(runs)), median(rates_of(runs))))
     source = f"benchmarks/{best[0][0]}" if len(best) == 1 else "benchmarks/RESULTS.md#throughput"
     recorded = same_work(rivals, best[0][1])[:1]
-    # A rival without a report of its own stands in the list alone.
+    # A rival without a report is only in the list.
     linked = [f"[{rate_of(one)}](benchmarks/{one.get('report', 'rivals.json')})" for one in recorded]
     (rival,) = linked or ["–"]
     rates = rates_of(best)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # the import takes a tenth of a second, and only requests wit
 # Between the tokens of JSON: a space, or a new line with an indent. Without a
 # bound a model may write white space only, until its answer is cut.
 WHITESPACE = r"[ ]?|\n[ ]{0,16}"
-# Of the JSON of all schemas: an unknown keyword is refused, and oneOf is not taken for anyOf.
+# All schemas have these rules. An unknown keyword is refused, and oneOf is not read as anyOf.
 JSON_RULES = {"whitespace_pattern": WHITESPACE, "lenient": False, "coerce_one_of": False}
 CACHED_FORMS = 64
 END_TOKENS = 32  # the end of a prompt that may hold the marks of reasoning

@@ -79,7 +79,7 @@ class TokenConstraint:
     def _add_marks(self, mask: np.ndarray) -> None:
         """Add the tokens that may follow beside those of the form."""
         if self._matcher.is_error():
-            mask[:] = -1  # `push` of the next token tells the error
+            mask[:] = -1  # the next `push` raises the error
         more = self._stops if self._stops and self._matcher.is_accepting() else ()
         for token in (*more, *(() if self._opening is None else (self._opening,))):
             mask.view(np.uint32)[token // 32] |= np.uint32(1 << token % 32)

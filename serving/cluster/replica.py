@@ -191,7 +191,7 @@ class Replica:
         self._wake.set()
         try:
             self._submit(order, self)
-        except MemoryError:  # no caller waits for this task: the next report tells it
+        except MemoryError:  # the next report has the fault, because no caller waits
             self._fault = "the process finds no memory"
 
     def _prefilled(self, order: Order, cached_tokens: int, end: Finished) -> None:
