@@ -712,7 +712,7 @@ class Executor:
         *,
         full: bool,
         targets: np.ndarray | None = None,
-        masks: np.ndarray | None = None,
+        masks: Callable[[], np.ndarray] | None = None,
     ) -> Pending:
         """Enqueue a step.
 
@@ -723,14 +723,20 @@ class Executor:
           full: True if a row needs the full sampler.
           targets: [T] int32, each token's successor in its prompt, for prompt
             log-probabilities; of all ranks.
-          masks: [R, mask_words] int32, the tokens that each row may draw, as bits; of all
-            ranks. The step then runs the masked sampler.
+          masks: returns the tokens that each row may draw, as bits, [R, mask_words] int32; of
+            all ranks. The step then runs the masked sampler. The call comes once the forward is
+            enqueued, so the host finds the masks while the device runs. With a recorder it comes
+            first, because the other processes need the masks.
         """
+        found = None
         if self.recorder is not None:
-            self.recorder.run(layout, buffer, appends, full, targets, masks)
+            found = None if masks is None else masks()
+            self.recorder.run(layout, buffer, appends, full, targets, found)
         enqueued_s = time.perf_counter()
         hidden, x, rows = self.advance(layout, buffer, appends, self.last_tokens)
-        return self.draw(layout, hidden, x, rows, enqueued_s, full=full, targets=targets, masks=masks)
+        if masks is not None and found is None:
+            found = masks()
+        return self.draw(layout, hidden, x, rows, enqueued_s, full=full, targets=targets, masks=found)
 
     def advance(
         self, layout: StepLayout, buffer: np.ndarray, appends: np.ndarray, source: jax.Array

@@ -11,10 +11,11 @@ before.
 
 import collections
 import dataclasses
+import functools
 import itertools
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 import numpy as np
@@ -68,8 +69,8 @@ class Stats(msgspec.Struct, frozen=True):
     kv_tiers: dict[str, int]  # counters of the lower tiers, see `KvOffload.counters`; empty without tiers
 
 
-# The arguments of `Executor.run` after the layout: buffer, appends, targets, masks.
-Inputs = tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | None]
+# The arguments of `Executor.run` after the layout: buffer, appends, targets.
+Inputs = tuple[np.ndarray, np.ndarray, np.ndarray | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -278,9 +279,10 @@ class Loop:
             self.offload.send()
         full = len(self._in_flight) >= self.executor.num_stages
         before = self._in_flight.popleft() if full else None
-        self._in_flight.append(None if work is None else self._enqueue(work))
+        read = functools.cache(lambda: None if before is None else self.log.steps.append(self.read(before)))
+        self._in_flight.append(None if work is None else self._enqueue(work, read))
         if before is not None:
-            self.log.steps.append(self.read(before))
+            read()
             if self.balancer is not None:
                 self.balancer.after_step()
         elif self.offload is not None and self.offload.busy and not any(self._in_flight):
@@ -292,16 +294,32 @@ class Loop:
         events, self._events = self._events, []
         return events
 
-    def _enqueue(self, work: StepWork) -> InFlight:
+    def _enqueue(self, work: StepWork, read_before: Callable[[], object]) -> InFlight:
+        """Enqueue a step.
+
+        read_before: reads the step before. It is called while the device runs the forward of this step, if
+          the masks of this step need the tokens of that one.
+        """
         full, masked = self.admit(work), self.is_constrained(work)
         layout = self._choose(work, full or masked, masked)
-        buffer, appends, targets, masks = self.prepare(work, layout)
+        buffer, appends, targets = self.prepare(work, layout)
         self._counts["steps"] += 1
         self._steps_by_plan[layout.plan] += 1
-        more = {} if masks is None else {"masks": masks}
+        enqueued_s = None
+
+        def late_masks() -> np.ndarray:
+            nonlocal enqueued_s
+            enqueued_s = time.monotonic()
+            if self.executor.num_stages == 1:
+                read_before()
+            return self.masks(layout, rows)
+
+        rows = self.constrained_rows(work)
+        more = {"masks": late_masks} if rows else {}
         pending = self.executor.run(layout, buffer, appends, full=full, targets=targets, **more)
         self.advances += 1
-        return InFlight(work, pending, layout.plan, max(work.bucket, layout.tokens), time.monotonic())
+        enqueued_s = enqueued_s or time.monotonic()
+        return InFlight(work, pending, layout.plan, max(work.bucket, layout.tokens), enqueued_s)
 
     def admit(self, work: StepWork) -> bool:
         """Give the step's new sequences their slots.
@@ -316,26 +334,34 @@ class Loop:
         """Return the inputs of a step whose sequences have slots."""
         buffer, appends = pack(layout, work, self._slots)
         self._counts["prompt_tokens"] += sum(chunk.tokens for chunk in work.chunks)
-        return buffer, appends, self._targets(layout, work), self._masks(layout, work)
+        return buffer, appends, self._targets(layout, work)
 
     def is_constrained(self, work: StepWork) -> bool:
         """Return True if a sequence of the step has a constraint."""
         constrained = self.scheduler.running.slots.constrained
         return bool(constrained.any() and constrained[work.slots].any())
 
-    def _masks(self, layout: StepLayout, work: StepWork) -> np.ndarray | None:
-        """Return the tokens that each row may draw, int32 [rows, words] of bits; None without constraints."""
+    def constrained_rows(self, work: StepWork) -> list[tuple[int, Sequence]]:
+        """Return each row that draws a token of a constrained sequence, with the sequence."""
         constrained = self.scheduler.running.slots.constrained
         if not constrained.any():
-            return None
+            return []
         rows = [(row, work.decodes.item(row)) for row in constrained[work.decode_slots].nonzero()[0].tolist()]
         chunks = enumerate(work.chunks, start=len(work.decode_slots))
-        rows += [(row, chunk.seq) for row, chunk in chunks if chunk.samples and constrained[chunk.slot]]
-        if not rows:
-            return None
+        return rows + [(row, chunk.seq) for row, chunk in chunks if chunk.samples and constrained[chunk.slot]]
+
+    def masks(self, layout: StepLayout, rows: Iterable[tuple[int, Sequence]]) -> np.ndarray:
+        """Return the tokens that each row may draw, int32 [R, words] of bits.
+
+        rows: see `constrained_rows`. The host knows all tokens of their sequences. Those that have finished
+          may draw any token, which nobody reads.
+        """
         masks = np.full((layout.rows, self.executor.mask_words), -1, np.int32)
-        filled = [(self._live[seq.request.request_id].constraints[seq.index], row) for row, seq in rows]
-        filled[0][0].fill(filled, masks)
+        growing = [
+            (self._live[s.request.request_id].constraints[s.index], r) for r, s in rows if not s.finished
+        ]
+        if growing:
+            growing[0][0].fill(growing, masks)
         return masks
 
     def wants_prompt(self, work: StepWork) -> bool:

@@ -7,8 +7,9 @@ because the experts' all-to-alls are part of the step. A rank without work runs 
 
 import collections
 import dataclasses
+import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -177,12 +178,11 @@ class RankedLoop:
         works = tuple(rank.scheduler.schedule(now) for rank in self.ranks)
         for offload in offloads:
             offload.send()
-        before, self._before = (
-            self._before,
-            self._enqueue(works) if any(work is not None for work in works) else None,
-        )
+        before = self._before
+        read = functools.cache(lambda: None if before is None else self._read(before))
+        self._before = self._enqueue(works, read) if any(work is not None for work in works) else None
         if before is not None:
-            self._read(before)
+            read()
             if self.balancer is not None:
                 self.balancer.after_step()
         elif self._before is None:
@@ -190,7 +190,8 @@ class RankedLoop:
                 offload.wait()  # only page copies are in progress
         return [event for rank in self.ranks for event in rank.take_events()]
 
-    def _enqueue(self, works: tuple[StepWork | None, ...]) -> RankedStep:
+    def _enqueue(self, works: tuple[StepWork | None, ...], read_before: Callable[[], object]) -> RankedStep:
+        """Enqueue a step of all ranks. Arguments: see `Loop._enqueue`."""
         own = [(rank, work) for rank, work in zip(self.ranks, works, strict=True) if work is not None]
         needs_full = [rank.admit(work) for rank, work in own]
         masked = any(rank.is_constrained(work) for rank, work in own)
@@ -204,8 +205,18 @@ class RankedLoop:
             _without_work(layout) if work is None else rank.prepare(work, layout)
             for rank, work in zip(self.ranks, works, strict=True)
         ]
-        buffer, appends, targets, masks = _together(layout, inputs)
-        more = {} if masks is None else {"masks": masks}
+        buffer, appends, targets = _together(layout, inputs)
+        rows = [
+            [] if work is None else rank.constrained_rows(work)
+            for rank, work in zip(self.ranks, works, strict=True)
+        ]
+
+        def late_masks() -> np.ndarray:
+            read_before()
+            every = zip(self.ranks, rows, strict=True)
+            return np.concatenate([rank.masks(layout, of_rank) for rank, of_rank in every])
+
+        more = {"masks": late_masks} if any(rows) else {}
         pending = self.executor.run(layout, buffer, appends, full=any(needs_full), targets=targets, **more)
         self._counts[layout.plan] += 1
         self.advances += 1
@@ -260,12 +271,12 @@ def reusable_page_names(config: SchedulerConfig, request: Request) -> list[bytes
 
 
 def _without_work(layout: StepLayout) -> Inputs:
-    return empty_buffer(layout), np.zeros((0, 4), np.int32), None, None
+    return empty_buffer(layout), np.zeros((0, 4), np.int32), None
 
 
 def _together(layout: StepLayout, inputs: Sequence[Inputs]) -> Inputs:
     """Return the inputs of all ranks as those of one step, see `Executor.run`."""
-    buffers, appends, targets, masks = zip(*inputs, strict=True)
+    buffers, appends, targets = zip(*inputs, strict=True)
     most = max(map(len, appends))
     padded = np.full((len(inputs), most, 4), layout.groups, np.int32)  # no group: dropped
     for rank, own in zip(padded, appends, strict=True):
@@ -273,10 +284,7 @@ def _together(layout: StepLayout, inputs: Sequence[Inputs]) -> Inputs:
     asked = any(own is not None for own in targets)
     none = np.zeros(layout.tokens, np.int32)
     of_all = np.concatenate([none if own is None else own for own in targets]) if asked else None
-    masked = next((own for own in masks if own is not None), None)
-    if masked is not None:
-        masked = np.concatenate([np.full_like(masked, -1) if own is None else own for own in masks])
-    return np.concatenate(buffers), padded, of_all, masked
+    return np.concatenate(buffers), padded, of_all
 
 
 def _on_host(pending: Pending) -> Pending:

@@ -307,7 +307,8 @@ def replay(
     more = {}
     if found.masks is not None:
         rows = ranks * layout.rows
-        more["masks"] = _ints(found.masks, rows * executor.mask_words).reshape(rows, executor.mask_words)
+        masks = _ints(found.masks, rows * executor.mask_words).reshape(rows, executor.mask_words)
+        more["masks"] = lambda: masks
     return executor.run(layout, buffer, appends, full=found.full, targets=targets, **more)
 
 

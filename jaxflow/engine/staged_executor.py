@@ -169,11 +169,12 @@ class StagedExecutor:
         *,
         full: bool,
         targets: np.ndarray | None = None,
-        masks: np.ndarray | None = None,
+        masks: Callable[[], np.ndarray] | None = None,
     ) -> Pending:
-        """Enqueue a step on all stages. Arguments: see `Executor.run`."""
+        """Enqueue a step on all stages. Arguments: see `Executor.run`. The call of `masks` comes first."""
+        found = None if masks is None else masks()
         if self.recorder is not None:
-            self.recorder.run(layout, buffer, appends, full, targets, masks)
+            self.recorder.run(layout, buffer, appends, full, targets, found)
         enqueued_s = time.perf_counter()
         fields = layout.views(buffer)
         row_slots = fields["row_slots"]
@@ -194,7 +195,7 @@ class StagedExecutor:
         last = self.stages[-1]
         if last.is_here:
             pending = last.draw(
-                layout, hidden, of_all, rows, enqueued_s, full=full, targets=targets, masks=masks
+                layout, hidden, of_all, rows, enqueued_s, full=full, targets=targets, masks=found
             )
             counts = itertools.chain.from_iterable(stage.expert_counts for stage in self._here)
             pending = dataclasses.replace(pending, expert_counts=tuple(counts))

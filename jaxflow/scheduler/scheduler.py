@@ -310,15 +310,14 @@ class Scheduler:
     def _decoding(self) -> np.ndarray:
         """Return the slots that may decode in this step, int32 [n], ascending.
 
-        A constrained sequence waits for the value of its last token. With several pipeline stages, the slots
-        are those of one micro-batch, see `jaxflow.scheduler.micro_batch`.
+        With several pipeline stages, the slots are those of one micro-batch, see
+        `jaxflow.scheduler.micro_batch`. Then a constrained sequence waits for the value of its last token.
         """
         table = self.running.slots
+        if self.config.stages == 1:
+            return table.decoding.nonzero()[0].astype(np.int32)
         may = table.decoding & ~table.awaited() if table.constrained.any() else table.decoding
-        slots = may.nonzero()[0].astype(np.int32)
-        if self.config.stages > 1:
-            slots = micro_batch(slots, table, self._index, self.config)
-        return slots
+        return micro_batch(may.nonzero()[0].astype(np.int32), table, self._index, self.config)
 
     def batch_decodes(self) -> np.ndarray:
         """Return the slots of batch requests that may decode, int32 [n], oldest first."""

@@ -190,7 +190,7 @@ class SlotTable:
       ignores_eos: the sequence runs to its limit, whatever it samples.
       taken: a sequence has the slot.
       is_batch: the sequence belongs to a batch request.
-      constrained: the host must know each token before the next one can be drawn.
+      constrained: the host must know each token before the device draws the next one.
       decoding: the next input is the token that the device sampled last.
       sampled_at: int64, the call of `Scheduler.schedule` that scheduled the slot's last sample.
       recent: int32 [slots, block_size], the known tokens of the page being filled, token p at p mod its size.

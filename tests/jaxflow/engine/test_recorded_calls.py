@@ -63,7 +63,7 @@ def test_steps(data):
     arrays, (is_full, found_targets, *found_masks) = given[:2], given[2:]
     assert (masks is None) == (not found_masks)
     for ours, theirs in zip([] if masks is None else [masks], found_masks, strict=True):
-        np.testing.assert_array_equal(ours, theirs)
+        np.testing.assert_array_equal(ours, theirs())
     assert (found, is_full) == (layout, full)
     for ours, theirs in zip([buffer, appends], arrays, strict=True):
         np.testing.assert_array_equal(ours, theirs)

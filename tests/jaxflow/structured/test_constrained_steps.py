@@ -81,7 +81,7 @@ def test_the_same_tokens_in_a_batch(alone):
 
 def test_the_same_tokens_after_preemption_and_with_small_chunks(alone):
     engine = toy.loop(MODEL, budget=16)
-    results = toy.run(engine, mixed(), preempt_at=range(2, 300, 7))
+    results = toy.run(engine, mixed(), preempt_at=range(2, 300, 5))
     assert engine.scheduler.num_preemptions > 10
     assert tokens_of(results) == tokens_of(alone)
 
@@ -96,7 +96,23 @@ def test_a_form_that_allows_every_text_changes_no_token():
     texts = ("Once upon a time", "The dog")
     free = [request(text, text, max_tokens=40) for text in texts]
     same = [request(text, text, ANY, max_tokens=40) for text in texts]
-    assert tokens_of(toy.run(toy.loop(MODEL), same)) == tokens_of(toy.run(toy.loop(MODEL), free))
+    engines = toy.loop(MODEL), toy.loop(MODEL)
+    held, wanted = (toy.run(*each) for each in zip(engines, (same, free), strict=True))
+    assert tokens_of(held) == tokens_of(wanted)
+    steps = [len(engine.log.steps) for engine in engines]
+    assert steps[0] == steps[1]  # constrained answers run ahead as others do
+
+
+def test_the_forward_is_enqueued_before_the_step_before_is_read():
+    engine, calls = toy.loop(MODEL), []
+    advance, read = engine.executor.advance, engine.read
+    engine.executor.advance = lambda *args: calls.append("forward") or advance(*args)
+    engine.read = lambda step: calls.append("read") or read(step)
+    try:
+        toy.run(engine, [request("held", "A dog", {"regex": "[a-z]{9}"}, max_tokens=9)])
+    finally:
+        del engine.executor.advance
+    assert calls == ["forward", *["forward", "read"] * 8, "read"]
 
 
 def test_an_answer_that_reaches_its_length_is_cut():
@@ -144,11 +160,12 @@ def test_a_constraint_that_breaks_ends_its_request_alone(alone):
 
 
 @pytest.mark.slow
-def test_pipeline_stages_give_the_same_tokens():
+def test_pipeline_stages_and_ranks_give_the_same_tokens():
     requests = [
         request("digits", "One day", {"regex": "[0-9]{9}"}, temperature=1.0),
         request("free", "The sun", max_tokens=20),
     ]
     want = tokens_of(toy.run(toy.loop("tiny-mixtral"), requests))
     assert re.fullmatch("[0-9]{9}", TOKENIZER.decode(want["digits"][0]))
-    assert tokens_of(toy.run(toy.staged_loop("tiny-mixtral", 2), requests)) == want
+    for engine in (toy.staged_loop("tiny-mixtral", 2), toy.ranked_loop("tiny-mixtral", 2)):
+        assert tokens_of(toy.run(engine, requests)) == want
