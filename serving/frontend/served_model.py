@@ -333,9 +333,11 @@ class ServedModel:
     async def _prepare_masks(self, timeout_s: float | None) -> None:
         """Wait until the engine can draw tokens of a form. The first call compiles programs.
 
-        Raises: Refusal, after the deadline.
+        A call after one whose compilation failed compiles again.
+
+        Raises: Refusal, after the deadline. Other exceptions: of the compilation.
         """
-        if self._masks is None:
+        if self._masks is None or (self._masks.done() and self._masks.exception() is not None):
             self._masks = asyncio.create_task(asyncio.to_thread(self.llm.driver.prepare_masks))
         try:
             await asyncio.wait_for(asyncio.shield(self._masks), timeout_s)
