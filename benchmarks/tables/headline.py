@@ -24,7 +24,7 @@ HEADLINES = (
     (1, H200, "llama-3.1-8b", "bfloat16", "1024 / 512"),
     (1, H200, "llama-3.1-8b", "fp8, fp8 KV", "1024 / 512"),
     (1, H100, "llama-3.1-8b", "fp8, fp8 KV", "1024 / 512"),
-    (1, H200, "llama-3.1-8b", "bfloat16", "512 / 512"),
+    (1, H200, "llama-3.1-8b", "bfloat16", "380 / 233 (lognormal)"),
     (1, H200, "qwen3-30b-a3b", "fp8, fp8 KV", "1024 / 512"),
     (1, H200, "gpt-oss-20b", "mxfp4", "1024 / 512"),
     (2, H200, "llama-3-70b", "fp8, fp8 KV", "1024 / 512"),
