@@ -156,9 +156,9 @@ def samplers_run_often_and_are_shared():
     The full sampler searches the vocabulary, ten times as long in unoptimized code. The plain sampler
     must draw the very same tokens.
     """
-    from jaxflow.engine.executor import Executor  # not above: it imports JAX
+    from jaxflow.engine.program_lowering import ProgramLowering  # not above: it imports JAX
 
-    with calls_to(Executor, "_lower_sampler", hurry.shared_sampler):
+    with calls_to(ProgramLowering, "sampler", hurry.shared_sampler):
         yield
 
 

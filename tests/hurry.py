@@ -51,35 +51,35 @@ shares = True  # engines share programs, see `shared_sampler`
 _samplers: dict[tuple, CompiledOnce] = {}
 
 
-def shared_sampler(lower: Callable[..., Any], executor: Any, rows: int, kind: str) -> CompiledOnce:
-    """Return a sampler of an `Executor`, lowered and compiled once for all
+def shared_sampler(lower: Callable[..., Any], lowering: Any, rows: int, kind: str) -> CompiledOnce:
+    """Return a sampler of a `ProgramLowering`, lowered and compiled once for all
     engines that have the same sampler.
 
     The full sampler takes half a second to lower, and many engines of the tests need the same few samplers.
-    lower: `Executor._lower_sampler`.
+    lower: `ProgramLowering.sampler`.
     """
     if not shares:
-        return CompiledOnce(lower(executor, rows, kind), OFTEN)
+        return CompiledOnce(lower(lowering, rows, kind), OFTEN)
     import jax  # FLAGS must be set before
 
-    programs = executor.programs
+    programs = lowering.programs
     config = programs.context.config
     context = dataclasses.replace(programs.context, config=None, windows=None)
-    head, tree = jax.tree.flatten(executor._head)
+    head, tree = jax.tree.flatten(lowering.head)
     key = (
         rows,
         kind,
-        executor.slots,
+        lowering.slots,
         programs.mesh,
         programs.rows_at_once,
         context,
         (config.hidden_size, config.vocab_size, config.logits_soft_cap),
-        executor._dtype(),
+        lowering.dtype,
         tree,
         *((a.shape, a.dtype, a.sharding) for a in head),
     )
     if key not in _samplers:
-        _samplers[key] = CompiledOnce(lower(executor, rows, kind), OFTEN)
+        _samplers[key] = CompiledOnce(lower(lowering, rows, kind), OFTEN)
     return _samplers[key]
 
 

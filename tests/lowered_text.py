@@ -130,18 +130,18 @@ def programs(executor: Executor) -> Iterator[tuple[str, Any, dict[str, Any]]]:
         name = f"step of {layout.tokens}, {layout.plan}{', decodes only' if layout.decodes else ''}"
         yield (
             name,
-            lambda layout=layout: executor._lower_step(layout, executor.num_pages),
+            lambda layout=layout: executor.lower.whole_step(layout, executor.num_pages),
             executor._options_of(layout),
         )
     for rows in sorted({layout.rows for layout in steps}):
         for kind in ("plain", "full"):
             yield (
                 f"{kind} sampler of {rows}",
-                lambda rows=rows, kind=kind: executor._lower_sampler(rows, kind),
+                lambda rows=rows, kind=kind: executor.lower.sampler(rows, kind),
                 {},
             )
     for tokens in executor.layouts:
-        yield f"prompt of {tokens}", lambda tokens=tokens: executor._lower_prompt(tokens), {}
+        yield f"prompt of {tokens}", lambda tokens=tokens: executor.lower.prompt(tokens), {}
 
 
 def normalized(lowered: Any) -> str:

@@ -114,12 +114,12 @@ def read_early(
       pages: of each layer group, in the latest start with equal settings.
       check: called after each program.
     """
-    kept = [stage.lowered for stage in stages]
+    kept = [stage.lower.lowered for stage in stages]
     try:
         for stage in stages:
-            assert stage.lowered is not None
+            assert stage.lower.lowered is not None
             check()
-            stage.lowered = dataclasses.replace(stage.lowered, only_reads=True)
+            stage.lower.lowered = dataclasses.replace(stage.lower.lowered, only_reads=True)
             stage.compile_early(pages, check, first_layouts(config, model, stage.layouts))
     except CancelledError:
         raise
@@ -127,5 +127,5 @@ def read_early(
         log.info("start: no programs are read while the weights are loaded: %s", fault_text(error))
         return False
     for stage, lowered in zip(stages, kept, strict=True):
-        stage.lowered = lowered
+        stage.lower.lowered = lowered
     return True

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from jaxflow.engine import program_memory as temporary
 from jaxflow.engine.ahead_of_time import needs_no_gpu
@@ -41,27 +41,24 @@ from jaxflow.engine.expert_balancer import MovedLayer
 from jaxflow.engine.expert_slots import expert_arrays, placed_experts, source_slots
 from jaxflow.engine.heap import collector_paused, freeze_later_objects
 from jaxflow.engine.kernel_threads import kernels_of, start_kernels
-from jaxflow.engine.layered_step import Begun, LayeredStep, LoweredStep, lower_layers
+from jaxflow.engine.layered_step import Begun, LayeredStep, LoweredStep
 from jaxflow.engine.layout import StepLayout, empty_buffer
-from jaxflow.engine.lowered_cache import Kept, LoweredPrograms, compile_program
+from jaxflow.engine.lowered_cache import LoweredPrograms, compile_program
 from jaxflow.engine.lowering_processes import LoweringProcesses, Wanted
-from jaxflow.engine.programs import FULL_DONATES, REPLICATED, STEP_DONATES, Programs, Rows, head, prompt_head
+from jaxflow.engine.program_lowering import APPENDS, COUNTED, ProgramLowering
+from jaxflow.engine.programs import REPLICATED, Programs, Rows, head, prompt_head
 from jaxflow.engine.start_times import StartTimes, num_compiled
-from jaxflow.kv.device_cache import cache_shapes, cache_spec, make_cache, page_groups
+from jaxflow.kv.device_cache import make_cache
 from jaxflow.kv.tiers.page import Page
 from jaxflow.kv.tiers.page_copies import PageCopies
 from jaxflow.kv.tiers.rank_copies import RankCopies
 from jaxflow.model.expert_copies import copy_map
 from jaxflow.model.expert_tokens import mixture_layers
 from jaxflow.model.logprobs import LogprobsOut
-from jaxflow.model.ops import head_table
-from jaxflow.model.slot_params import NO_TOKEN, SlotParams, empty_slots, slot_values
-from jaxflow.parallel.expert_moves import move_slots
-from jaxflow.parallel.mesh import TP, by_rank, is_here, on_gpu, place, ranks_of
+from jaxflow.model.slot_params import NO_TOKEN, SlotParams, slot_values
+from jaxflow.parallel.mesh import by_rank, is_here, on_gpu, place
 
 SHORT_PROMPT = 64  # tokens
-APPENDS = 4096  # page-table entries that one `append_pages` call takes
-COUNTED = 4096  # tokens that one `count_tokens` call takes
 # Of deferred programs, one is lowered at a time: lowering is Python, so two would only take
 # turns. One times its products at a time while steps may run: the memory beside the cache has
 # room for the products of one program.
@@ -207,16 +204,22 @@ class Executor:
             else:
                 self.layouts[layout.tokens] = (*self.layouts.get(layout.tokens, ()), layout)
         (any_layout, *_), *_ = self.layouts.values()
+        self.lower = ProgramLowering(
+            programs,
+            weights,
+            any_layout,
+            forward_of,
+            is_layered,
+            kv_dtype=kv_dtype,
+            max_model_len=max_model_len,
+            lowered=lowered,
+            name=name,
+        )
         self.slots, self.page_size, self.groups = any_layout.slots, any_layout.page_size, any_layout.groups
-        self.pages_per_sequence = -(-max_model_len // self.page_size)
-        self._forward_of, self._is_layered = forward_of, is_layered
+        self.pages_per_sequence, self.mask_words = self.lower.pages_per_sequence, self.lower.mask_words
+        self.page_groups, self.own_groups = self.lower.page_groups, self.lower.own_groups
         self._options, self._options_of = dict(options), options_of
-        self.page_groups = page_groups(programs.context.config, kv_dtype, programs.mesh.shape[TP])
-        windows = programs.context.windows or programs.context.config.windows
-        self.own_groups = [windows.index(group.window) for group in self.page_groups]
-        self.lowered = lowered  # programs of earlier starts; None: every program is traced and lowered
-        self.replicated = NamedSharding(programs.mesh, REPLICATED)
-        self.ranks = ranks_of(programs.mesh)
+        self.replicated, self.ranks = NamedSharding(programs.mesh, REPLICATED), self.lower.ranks
         self._by_rank = NamedSharding(programs.mesh, by_rank(programs.mesh))
         self._steps: dict[tuple[int, str, bool], Any] = {}  # by layouts' keys
         # The steps of `temporary_needs` for a guess of the pages, by pages and layout's key.
@@ -293,7 +296,7 @@ class Executor:
         layout = self.layouts[tokens][0]
         pages = num_pages or (self.pages_per_sequence + 1,) * self.groups
         table: dict = {} if num_pages is None else self._measured
-        step = functools.partial(self._lower_step, layout, pages)
+        step = functools.partial(self.lower.whole_step, layout, pages)
         key = pages, layout.key
         jobs = {"step": Job(f"step {layout.key}", table, key, step, self._options_of(layout))}
         if self.programs.samples:
@@ -355,7 +358,7 @@ class Executor:
 
     def state_bytes(self) -> int:
         """Return the device memory of the page tables, the sampling settings and the token counts."""
-        sampling = jax.eval_shape(self._empty_slots)
+        sampling = jax.eval_shape(self.lower.empty_slots)
         table = self.groups * self.slots * self.pages_per_sequence * 4
         state = sampling, self.programs.expert_counts
         return table + sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(state)) + self._moved_bytes()
@@ -373,14 +376,14 @@ class Executor:
         """Allocate the KV cache and the per-slot state. `num_pages`: pages of each layer group."""
         mesh = self.programs.mesh
         self.num_pages = num_pages
-        self.kv = make_cache(self.page_groups, self._pages_of_ranks(num_pages), self.page_size, mesh)
-        ranks = self.ranks
+        self.kv = make_cache(self.page_groups, self.lower.pages_of_ranks(num_pages), self.page_size, mesh)
+        ranks, counts = self.ranks, self.programs.expert_counts
         make = jax.jit(
             lambda: (
                 jnp.zeros((ranks * self.groups, self.slots, self.pages_per_sequence), jnp.int32),
                 jnp.zeros((ranks * self.slots,), jnp.int32),
-                tuple(jnp.zeros((ranks * n, *rest), dtype) for (n, *rest), dtype in self._expert_counts()),
-                *self._empty_slots(ranks),
+                tuple(jnp.zeros((ranks * a.shape[0], *a.shape[1:]), a.dtype) for a in counts),
+                *self.lower.empty_slots(ranks),
             ),
             out_shardings=self._by_rank,
         )
@@ -531,27 +534,29 @@ class Executor:
             for kind in (("plain", "full") if self.programs.samples else ())
             if kind == "plain" or r in full
         ]
-        small = {"append_pages": self._lower_append_pages}
+        small: dict[str, Callable] = {"append_pages": lambda: self.lower.append_pages(self.num_pages)}
         if self.placed is not None:
-            small["move_experts"] = self._lower_move_experts
+            small["move_experts"] = self.lower.move_experts
         if self.programs.samples:
-            small |= {"set_slot": self._lower_set_slot, "count_tokens": self._lower_count_tokens}
+            small |= {"set_slot": self.lower.set_slot, "count_tokens": self.lower.count_tokens}
         return jobs + [Job(name, self._small, name, lower, small=True) for name, lower in small.items()]
 
     def _every_layout(self) -> list[StepLayout]:
         return [*itertools.chain(*self.layouts.values()), *self.decode_layouts.values()]
 
     def _step_job(self, layout: StepLayout) -> Job:
-        lower, layered = functools.partial(self._lower_any_step, layout), self._is_layered(layout)
-        options = self._options_of(layout)
+        def lower(*begin: Callable) -> Any:
+            return self.lower.step(layout, self.num_pages, *begin)
+
+        options, layered = self._options_of(layout), self.lower.is_layered(layout)
         return Job(f"step {layout.key}", self._steps, layout.key, lower, options, layered=layered)
 
     def _sampler_job(self, rows: int, kind: str) -> Job:
-        lower = functools.partial(self._lower_sampler, rows, kind)
+        lower = functools.partial(self.lower.sampler, rows, kind)
         return Job(f"{kind} {rows}", self._samplers, (rows, kind), lower, self._options)
 
     def _prompt_job(self, tokens: int) -> Job:
-        lower = functools.partial(self._lower_prompt, tokens)
+        lower = functools.partial(self.lower.prompt, tokens)
         return Job(f"prompt {tokens}", self._prompt, tokens, lower, self._options)
 
     def _is_deferred(self, table: dict, key: Any) -> bool:
@@ -588,7 +593,7 @@ class Executor:
         every = self._every_layout()
         prompt = min((tokens for tokens in self.layouts if tokens >= SHORT_PROMPT), default=max(self.layouts))
         first = {min(self.layouts), prompt, *self.decode_layouts}
-        return [layout for layout in every if layout.tokens in first or not self._is_layered(layout)]
+        return [layout for layout in every if layout.tokens in first or not self.lower.is_layered(layout)]
 
     def _lower_and_compile(self, job: Job, prepared: concurrent.futures.Future | None = None) -> Any:
         """Return a deferred program. prepared: ends when another process has prepared the program."""
@@ -611,11 +616,6 @@ class Executor:
             compile_in_background(jobs, DELAY_S)
 
     # ---- masked samplers, which the first request with a constraint compiles
-
-    @property
-    def mask_words(self) -> int:
-        """Return the words of a row's mask: a bit for each token of the vocabulary."""
-        return -(-self.programs.context.config.vocab_size // 32)
 
     def prepare_masks(self) -> None:
         """Compile the masked sampler of the most rows, and the others on a thread. Any thread may call it.
@@ -700,7 +700,7 @@ class Executor:
 
     def forward_of(self, layout: StepLayout) -> tuple[Callable, dict[str, Any]]:
         """Return the function that the step of a layout traces, and XLA's options of the step."""
-        return self._forward_of(layout), self._options_of(layout)
+        return self.lower.forward_of(layout), self._options_of(layout)
 
     # ---- serving
 
@@ -922,53 +922,10 @@ class Executor:
     def _put(self, x) -> jax.Array:
         return place(x, self.replicated)
 
-    def _vocabulary(self) -> int:
-        return head_table(self._head).shape[0]
-
-    def _empty_slots(self, ranks: int = 1) -> tuple[Any, Any]:
-        """Return the sampling settings and the token counts of ranks' empty slots; ()
-        in a stage that does not sample.
-        """
-        return empty_slots(ranks * self.slots, self._vocabulary()) if self.programs.samples else ((), ())
-
-    def _expert_counts(self) -> list[tuple[tuple[int, ...], Any]]:
-        """Return shape and dtype of one rank's `Programs.expert_counts`."""
-        return [(a.shape, a.dtype) for a in self.programs.expert_counts]
-
     @property
     def own_num_pages(self) -> tuple[int, ...]:
         """Return the pages of each of this stage's layer groups, once they are allocated."""
-        return tuple(self._own_pages(self.num_pages))
-
-    def _own_pages(self, num_pages: tuple[int, ...]) -> list[int]:
-        """Return the pages of this stage's layer groups, from those of the model's groups."""
-        return [num_pages[group] for group in self.own_groups]
-
-    def _pages_of_ranks(self, num_pages: tuple[int, ...]) -> list[int]:
-        """Return the pages of `_own_pages`, of all ranks together."""
-        return [self.ranks * pages for pages in self._own_pages(num_pages)]
-
-    def _of_ranks(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        """Return the arrays of all ranks on the devices. shape: of one rank's array."""
-        return self._abstract((self.ranks * shape[0], *shape[1:]), dtype, self._by_rank.spec)
-
-    def _abstract(self, shape, dtype, spec: PartitionSpec = REPLICATED) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.programs.mesh, spec))
-
-    def _state(self, num_pages: tuple[int, ...]) -> tuple:
-        """Return the shapes of (kv, page_table, last_tokens)."""
-        mesh = self.programs.mesh
-        cache = cache_shapes(self.page_groups, self._pages_of_ranks(num_pages), self.page_size)
-        cache = jax.tree.map(lambda a: self._abstract(a.shape, a.dtype, cache_spec(mesh)), cache)
-        table = self._of_ranks((self.groups, self.slots, self.pages_per_sequence), jnp.int32)
-        return cache, table, self._of_ranks((self.slots,), jnp.int32)
-
-    def hidden(self, rows: int) -> jax.ShapeDtypeStruct:
-        """Return the shape of the residual stream of some rows, on the devices."""
-        return self._of_ranks((rows, self.programs.context.config.hidden_size), self._dtype())
-
-    def _dtype(self):
-        return self.weights["layers"][0]["attn_norm"].dtype
+        return tuple(self.lower.own_pages(self.num_pages))
 
     def _compile(self, lowered: Any, options: dict[str, Any] | None = None) -> Any:
         if isinstance(lowered, LoweredStep):
@@ -978,111 +935,11 @@ class Executor:
             start_kernels(self.programs.mesh, kernels, options or {})
         return compile_program(lowered, options)
 
-    def _lower(
-        self, name: str, fn: jax.stages.Wrapped, donated: tuple[int, ...], *args: Any
-    ) -> jax.stages.Lowered | Kept:
-        return fn.lower(*args) if self.lowered is None else self.lowered.lower(name, fn, donated, *args)
-
-    def _lower_small(
-        self, name: str, fn: jax.stages.Wrapped, donated: tuple[int, ...], *args: Any
-    ) -> jax.stages.Lowered | Kept:
-        """Lower a `small` program. No process compiles it, so the folder never has its machine code."""
-        if self.lowered is None:
-            return fn.lower(*args)
-        return dataclasses.replace(self.lowered, target=None).lower(name, fn, donated, *args)
-
     def _begin(
         self, pool: concurrent.futures.Executor, options: dict[str, Any], lowered: jax.stages.Lowered
     ) -> Begun:
         """Begin the compilation of a step's program while Python lowers the next one."""
         return Begun(lowered, pool.submit(self._compile, lowered, options))
-
-    def _lower_any_step(
-        self, layout: StepLayout, begin: Callable[[Any], Any] = lambda lowered: lowered
-    ) -> jax.stages.Lowered | Kept | LoweredStep:
-        """Return the lowered step of a layout. begin: see `Job.layered`."""
-        if not self._is_layered(layout):
-            return self._lower_step(layout, self.num_pages)
-
-        def lower(
-            name: str, fn: jax.stages.Wrapped, donated: tuple[int, ...], *args: Any
-        ) -> Any:  # a CPU's programs have no machine code of other processes
-            return begin(self._lower(f"{name} of {layout}{self.name}", fn, donated, *args))
-
-        return lower_layers(self.programs, layout, lower, *self._step_arguments(layout, self.num_pages))
-
-    def _lower_step(self, layout: StepLayout, num_pages: tuple[int, ...]) -> jax.stages.Lowered | Kept:
-        fn = self.programs.step(layout, self._forward_of(layout))
-        args = self._step_arguments(layout, num_pages)
-        return self._lower(f"step {layout}{self.name}", fn, STEP_DONATES, *args)
-
-    def _step_arguments(self, layout: StepLayout, num_pages: tuple[int, ...]) -> tuple:
-        """Return the arguments of `Programs.step`, all but the weights as shapes."""
-        kv, table, last_tokens = self._state(num_pages)
-        source = last_tokens if self.programs.embeds else self.hidden(layout.tokens)
-        buffer = self._of_ranks((layout.size,), jnp.int32)
-        counts = [self._of_ranks(*count) for count in self._expert_counts()]
-        return self.weights, kv, table, source, buffer, *counts
-
-    def _lower_sampler(self, rows: int, kind: str):
-        def vector(dtype, *more) -> Any:
-            return self._of_ranks((rows, *more), dtype)
-
-        row = Rows(
-            vector(jnp.int32),
-            vector(jnp.int32),
-            vector(jnp.int32),
-            vector(jnp.float32),
-            vector(jnp.uint32, 2),
-        )
-        last = self._of_ranks((self.slots,), jnp.int32)
-        if kind == "plain":
-            return self._lower(
-                kind, self.programs.sample_plain(), (), self._head, self.hidden(rows), row, last
-            )
-        more = (vector(jnp.int32, self.mask_words),) if kind == "masked" else ()
-        sampler = self.programs.sample_full(masked=bool(more))
-        arguments = self._head, self.hidden(rows), row, last, *self._slots(), *more
-        return self._lower(kind, sampler, FULL_DONATES, *arguments)
-
-    def _slots(self) -> tuple[Any, Any]:
-        """Return the shapes of (params, counts), in a stage that samples."""
-        slots = jax.eval_shape(self._empty_slots)
-        return jax.tree.map(lambda a: self._of_ranks(a.shape, a.dtype), slots)
-
-    def _lower_prompt(self, tokens: int):
-        targets = self._of_ranks((tokens,), jnp.int32)
-        return self._lower(
-            "prompt", self.programs.prompt_logprobs(), (), self._prompt_head, self.hidden(tokens), targets
-        )
-
-    def _lower_append_pages(self) -> jax.stages.Lowered | Kept:
-        appends = self._of_ranks((APPENDS, 4), jnp.int32)
-        _, table, _ = self._state(self.num_pages)
-        return self._lower_small("append_pages", self.programs.append_pages(), (0,), table, appends)
-
-    def _lower_move_experts(self) -> jax.stages.Lowered | Kept:
-        assert self.placed is not None
-        own = expert_arrays(self.weights["layers"][self.expert_layers[0]])
-        specs = expert_arrays(self.programs.weight_specs["layers"][self.expert_layers[0]])
-        source = self._abstract(self.placed.shape[1:], jnp.int32)
-        return self._lower_small("move_experts", move_slots(self.programs.mesh, specs), (), own, source)
-
-    def _lower_set_slot(self) -> jax.stages.Lowered | Kept:
-        state = self._slots()
-        slot = self._abstract((), jnp.int32)
-        return self._lower_small(
-            "set_slot", self.programs.set_slot(), (0, 1), *state, slot, self._like(slot_values())
-        )
-
-    def _lower_count_tokens(self) -> jax.stages.Lowered | Kept:
-        ids, outputs = self._abstract((COUNTED,), jnp.int32), self._abstract((COUNTED,), jnp.bool_)
-        args = self._slots()[1], self._abstract((), jnp.int32), ids, outputs
-        return self._lower_small("count_tokens", self.programs.count_tokens(), (0,), *args)
-
-    def _like(self, tree: Any, spec: PartitionSpec = REPLICATED) -> Any:
-        """Return the shapes of a tree's arrays, each on every device, or with another partition."""
-        return jax.tree.map(lambda a: self._abstract(np.shape(a), jnp.result_type(a), spec), tree)
 
 
 class RankPages:

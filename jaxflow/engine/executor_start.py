@@ -219,8 +219,8 @@ def _make_stages(
             for stage, mesh, each, name in zip(stages, meshes, weights, names, strict=True)
         ]
         for executor in made if lowering is not None else ():
-            assert executor.lowered is not None
-            executor.lowered = dataclasses.replace(executor.lowered, target=target)
+            assert executor.lower.lowered is not None
+            executor.lower.lowered = dataclasses.replace(executor.lower.lowered, target=target)
             executor.lowering = lowering
         return made
 

@@ -61,5 +61,6 @@ def end_lowering(executor: Executor | StagedExecutor) -> None:
     if not (executor.substitutes and executor.unready()):
         lowering.remember(executor.num_pages)
     for stage in stages:
-        stage.lowering, stage.lowered = None, stage.lowered if lowered_folder() else None
+        stage.lowering = None
+        stage.lower.lowered = stage.lower.lowered if lowered_folder() else None
     lowering.close()

@@ -109,9 +109,9 @@ def make_executors(given: Description) -> list[Executor]:
     ]
     if on_gpu():
         for executor, mesh in zip(made, _described(given.target, meshes), strict=True):
-            assert executor.lowered is not None
-            programs = dataclasses.replace(executor.lowered, target=given.target)
-            executor.lowered = _Writer(programs, mesh)  # pyright: ignore[reportAttributeAccessIssue]
+            assert executor.lower.lowered is not None
+            programs = dataclasses.replace(executor.lower.lowered, target=given.target)
+            executor.lower.lowered = _Writer(programs, mesh)  # pyright: ignore[reportAttributeAccessIssue]
     return made
 
 

@@ -183,7 +183,7 @@ class StagedExecutor:
         own = None
         for before, stage in zip((None, *self.stages), self.stages, strict=False):
             if before is not None:
-                x = self._hand_over(x, before, stage, stage.hidden(layout.tokens))
+                x = self._hand_over(x, before, stage, stage.lower.hidden(layout.tokens))
             if stage.is_here:
                 assert x is not None
                 own = stage.advance(layout, buffer, appends, x)

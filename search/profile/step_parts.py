@@ -186,7 +186,7 @@ def parts(steady: SteadyStep, bench: LayerBench, graph: Graph) -> Iterator[Part]
     def state(source: Array) -> tuple[Any, ...]:
         return weights, executor.kv, executor.page_table, source, buffer
 
-    counts, rows = executor.expert_counts, executor.hidden(layout.rows)
+    counts, rows = executor.expert_counts, executor.lower.hidden(layout.rows)
     lowered = {
         "logits": logits(c).lower(head(weights), rows),
         "layers": layers(programs, layout, forward).lower(*state(stream), *counts),

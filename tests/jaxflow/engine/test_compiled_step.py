@@ -95,7 +95,7 @@ def compiled(
         programs, weights, [layout], lambda _: forward, kv_dtype=jnp.dtype(kv), max_model_len=8192
     )
     step = programs.step(dataclasses.replace(layout, decodes=decodes), forward)
-    arguments = made._step_arguments(layout, (PAGES,) * len(config.windows))
+    arguments = made.lower.step_arguments(layout, (PAGES,) * len(config.windows))
     options = {} if kernels is REFERENCE else ONCE
     return h200.compile_for_h200(step, *arguments, options=options | xla_options(plan, tp)), made
 
@@ -106,7 +106,7 @@ def check(step: h200.Compiled, executor: Executor, temporary: float = 0.1) -> No
     temporary: the most temporary memory, as a part of the cache.
     """
     assert step.machine_code
-    cache = jax.tree.leaves(executor._state((PAGES,) * executor.groups)[0])
+    cache = jax.tree.leaves(executor.lower.state((PAGES,) * executor.groups)[0])
     kv_bytes = 0
     for pages in cache:
         shape = pages.sharding.shard_shape(pages.shape)

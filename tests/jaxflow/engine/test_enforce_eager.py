@@ -22,6 +22,7 @@ from jaxflow.engine.executor_start import make_executor
 from jaxflow.engine.kernel_choice import choose_kernels
 from jaxflow.engine.layered_step import LayeredStep, LoweredStep
 from jaxflow.engine.loop_start import make_loop
+from jaxflow.engine.program_lowering import ProgramLowering
 from jaxflow.engine.settings import resolve
 from jaxflow.engine.stage_programs import make_stage
 from jaxflow.engine.stage_weights import weight_options
@@ -151,7 +152,7 @@ def test_a_deferred_step_may_time_its_products(eager, monkeypatch):
 def test_a_step_is_compiled_while_it_is_lowered(faults, monkeypatch):
     """The step is compiled again if a program of it found no memory beside the others."""
     _, _, made = executor_of(settings_of("stories260K", enforce_eager=True))
-    compiles, lowers, begun, beginnings = made._compile, made._lower, threading.Event(), []
+    compiles, lowers, begun, beginnings = made._compile, made.lower._lower, threading.Event(), []
 
     def lower(name, *given):
         if name.startswith("layer") and not faults:
@@ -168,7 +169,7 @@ def test_a_step_is_compiled_while_it_is_lowered(faults, monkeypatch):
                 raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no memory")
         return compiles(lowered, options)
 
-    monkeypatch.setattr(made, "_lower", lower)
+    monkeypatch.setattr(made.lower, "_lower", lower)
     monkeypatch.setattr(made, "_compile", compile_one)
     (largest,) = made.layouts[max(made.layouts)]
     made.compile_early((41,), first=[largest])
@@ -274,7 +275,7 @@ def test_a_failing_start_raises_its_error_and_leaves_no_thread(failing, monkeypa
     if "weights" in failing:
         monkeypatch.setattr(executor_start, "load_stage", failure(CheckpointError("weights")))
     if "programs" in failing:
-        monkeypatch.setattr(Executor, "_lower", failure(ValueError("programs")))
+        monkeypatch.setattr(ProgramLowering, "_lower", failure(ValueError("programs")))
     with pytest.raises((CheckpointError, ValueError), match=failing[0]):
         executor_of(settings_of("stories260K", enforce_eager=True))
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("prepare")]
@@ -333,9 +334,9 @@ def test_a_layer_for_an_h200_copies_no_cache_and_makes_no_work_list(tp, monkeypa
         asked[name.partition(" ")[0]] = fn, *args
         return fn.lower(*args)
 
-    monkeypatch.setattr(made, "_lower", lower)
+    monkeypatch.setattr(made.lower, "_lower", lower)
     layout = made.decode_layouts[64]
-    lowered = made._lower_any_step(layout)
+    lowered = made.lower.step(layout, made.num_pages)
     assert isinstance(lowered, LoweredStep) and len(lowered.layers) == 1
     compiled = h200.compile_for_h200(*asked["layer"], options=made._options_of(layout))
     assert compiled.machine_code and not compiled.graph_thunks

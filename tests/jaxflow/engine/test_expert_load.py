@@ -66,7 +66,7 @@ def test_all_forms_of_a_step_count_alike(form, goldens, tmp_path, monkeypatch):
         config, made = toy._executor.__wrapped__(
             MODEL, 1, ONE_SIZE, 8, 96, "sequential", None, "auto", False, 1
         )
-        monkeypatch.setattr(made, "_is_layered", lambda layout: True)
+        monkeypatch.setattr(made.lower, "is_layered", lambda layout: True)
         engine = toy.make_loop(config, CONFIG, made)
     np.testing.assert_array_equal(counts_of(engine, golden), wanted)
 

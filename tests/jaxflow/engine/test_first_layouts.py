@@ -148,7 +148,7 @@ def test_a_start_that_read_its_first_layouts_early_makes_all_programs(monkeypatc
     plans = choose_plans(config, CHECKPOINT.model_config)
     made = make_executor(config, CHECKPOINT, plans, progress=False)
     made.defers = False
-    made._lower = made._lower_small = made._compile = lambda *_: mock.Mock()
+    made.lower._lower = made.lower._lower_small = made._compile = lambda *_: mock.Mock()
     made.compile_early(made.num_pages, first=[made.layouts[48][0]])
     assert made.unready()
     made.compile()

@@ -91,7 +91,7 @@ def test_a_step_of_one_program_gives_the_same_numbers(make, model, tp):
     fields["page_appends"][:, 0] = executor.groups
     for group in range(executor.groups):
         fields["page_appends"][group] = group, 0, 0, 7
-    whole = executor._compile(executor._lower_step(layout, executor.num_pages))
+    whole = executor._compile(executor.lower.whole_step(layout, executor.num_pages))
     outputs = []
     for program in (executor._steps[layout.key], whole):
         hidden, x, rows = executor.run_program(program, jax.device_put(buffer, executor.replicated))
@@ -124,8 +124,8 @@ def test_its_programs_are_kept_from_start_to_start(make, tmp_path, monkeypatch):
     settings = LoweredPrograms(tmp_path, "settings")
     _, executor = make("stories260K")
     (layout,) = executor.layouts[16]
-    executor.lowered = settings
-    lowered = executor._lower_any_step(layout)
+    executor.lower.lowered = settings
+    lowered = executor.lower.step(layout, executor.num_pages)
     assert len(lowered.layers) == 1
     assert len(list(tmp_path.iterdir())) == 3  # the beginning, the layer and the end
 
@@ -133,7 +133,7 @@ def test_its_programs_are_kept_from_start_to_start(make, tmp_path, monkeypatch):
         raise AssertionError("a kept program was lowered again")
 
     monkeypatch.setattr(lowered_cache.export, "export", refuse)
-    again = executor._lower_any_step(layout)
+    again = executor.lower.step(layout, executor.num_pages)
     assert again.kind_of == lowered.kind_of
     for one, other in [
         (lowered.begin, again.begin),

@@ -186,14 +186,14 @@ def test_the_programs_of_all_kinds_of_weights_and_caches_can_be_kept(
         dataclasses.replace(settings, quantization=quantization, kv_cache_dtype=kv), checkpoint.model_config
     )
     made = make_executor(config, checkpoint, choose_plans(config, checkpoint.model_config), progress=False)
-    made.lowered = LoweredPrograms(tmp_path, "settings")
+    made.lower.lowered = LoweredPrograms(tmp_path, "settings")
     for again in (False, True):
         if again:
             monkeypatch.setattr(lowered.export, "export", refuse)
-        made._lower_step(made.layouts[16][0], made.num_pages)
-        made._lower_sampler(4, "plain")
-        made._lower_sampler(4, "full")
-        made._lower_prompt(16)
+        made.lower.whole_step(made.layouts[16][0], made.num_pages)
+        made.lower.sampler(4, "plain")
+        made.lower.sampler(4, "full")
+        made.lower.prompt(16)
     assert len(files(tmp_path)) == 4 and not caplog.records
 
 
@@ -219,7 +219,7 @@ def test_an_engine_of_kept_programs_draws_the_same_tokens(tmp_path, monkeypatch)
         made = make_executor(
             config, checkpoint, choose_plans(config, checkpoint.model_config), progress=False
         )
-        made.lowered = LoweredPrograms(tmp_path, "settings")
+        made.lower.lowered = LoweredPrograms(tmp_path, "settings")
         if again:
             monkeypatch.setattr(lowered.export, "export", refuse)
         made.warm_up()
@@ -251,7 +251,7 @@ def test_a_kept_plan_is_compiled_as_the_plan(tmp_path):
     step = programs.step(layout, forward)
     args = (
         weights,
-        *made._state((1024,)),
+        *made.lower.state((1024,)),
         h200.abstract(mesh, jax.ShapeDtypeStruct((layout.size,), jnp.int32)),
     )
     options = xla_options(plan, 2, "streams")
@@ -375,8 +375,8 @@ def test_every_setting_is_in_the_key_or_changes_no_program():
         made = make_executor(
             config, checkpoint, choose_plans(config, checkpoint.model_config), progress=False
         )
-        step = made._lower_step(made.layouts[16][0], made.num_pages)
-        sampler = made._lower_sampler(4, "full")
+        step = made.lower.whole_step(made.layouts[16][0], made.num_pages)
+        sampler = made.lower.sampler(4, "full")
         texts.append([getattr(one, "lowered", one).as_text() for one in (step, sampler)])
     assert texts[0] == texts[1]
 

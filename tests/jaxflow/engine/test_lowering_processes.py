@@ -305,8 +305,10 @@ def compare_on_h200s(case: str, folder: Path) -> None:
             for own in (folder / "engine", folder / "process")
         ]
         for executor in itertools.chain(*made):
-            assert executor.lowered is not None
-            executor.lowered = dataclasses.replace(executor.lowered, platforms=("cuda",))  # as on a GPU
+            assert executor.lower.lowered is not None
+            executor.lower.lowered = dataclasses.replace(
+                executor.lower.lowered, platforms=("cuda",)
+            )  # as on a GPU
             executor.num_pages = pages
         lowering = LoweringProcesses(1, this_device(), KnownStarts.of(folder / "process", "settings"))
         lowering.start()
@@ -348,8 +350,8 @@ def compare_on_h200s(case: str, folder: Path) -> None:
                 assert getattr(own, field) == getattr(other, field), field
         with mock.patch.object(lowered_cache.export, "export", side_effect=AssertionError("lowered again")):
             for executor, job in jobs[1]:
-                assert executor.lowered is not None
-                executor.lowered = dataclasses.replace(executor.lowered, target=target)
+                assert executor.lower.lowered is not None
+                executor.lower.lowered = dataclasses.replace(executor.lower.lowered, target=target)
                 lowered = job.lower()
                 code = lowered_cache.read_signed(lowered.programs.code_path(lowered.digest, job.options))
                 assert code is not None and b"\x7fELF" in code

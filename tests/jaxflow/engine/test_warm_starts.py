@@ -245,7 +245,7 @@ def test_small_programs_need_no_machine_code_in_the_folder(executor, tmp_path, m
     programs = LoweredPrograms(tmp_path, "settings", target=Target("device", (), ""))
     small = [job for job in executor.jobs() if job.small]
     for only_reads in (False, True):
-        monkeypatch.setattr(executor, "lowered", dataclasses.replace(programs, only_reads=only_reads))
+        monkeypatch.setattr(executor.lower, "lowered", dataclasses.replace(programs, only_reads=only_reads))
         for job in small:
             compile_program(job.lower(), job.options)
     assert {job.name for job in small} >= {"append_pages", "set_slot", "count_tokens"}
