@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
+from jaxflow.bench.engine import steps
 from jaxflow.bench.report import machine
 from jaxflow.bench.workload import flags as options
 from jaxflow.bench.workload import lengths as workload
@@ -115,7 +116,7 @@ def measure(
     shares = np.zeros(model.num_experts)
     seen: Any = 0
     for _ in range(warm_up + iterations):
-        with machine.watch(devices) as readings:
+        with machine.watch(devices) as readings, steps.step_log(executor) as log:
             records, duration_s = drive(driver, requests)
         counted = driver.expert_tokens()
         assert counted is not None
@@ -133,6 +134,7 @@ def measure(
             "placements": 0 if balancer is None else balancer.placements,
             "moved_slots": 0 if balancer is None else balancer.moved_slots,
             "power": machine.power_summary(readings),
+            "steps": steps.summary(log),
         }
         print(
             f"{run['tokens_per_s']:,.0f} tokens/s, balance {run['balance']:.3f}", file=sys.stderr, flush=True

@@ -53,6 +53,7 @@ def test_a_report_of_ranks_whose_experts_move(no_flags, tmp_path):
     assert 0.5 <= found["balance_in_order"] <= 1 and 0.5 <= found["balance"] <= 1
     assert sum(found["share_of_pairs_by_expert"]) == pytest.approx(1)
     assert found["runs"][-1]["placements"] > 0
+    assert all(run["steps"]["steps"] > 0 for run in found["runs"])
 
 
 @pytest.mark.parametrize(
