@@ -182,26 +182,27 @@ def compile_on_use(executor: Any) -> None:
 
     Most tests use half of the programs. `Executor.warm_up` compiles the other half.
     """
-    jobs = executor.jobs()
-    for name in ("_steps", "_samplers", "_prompt", "_small"):
-        table = getattr(executor, name)
+    compiler = executor.compiler
+    jobs = compiler.jobs()
+    for name in ("steps", "samplers", "prompt", "small"):
+        table = getattr(compiler, name)
         compiles = {
-            job.key: lambda job=job: executor._compile(job.lower(), job.options)
+            job.key: lambda job=job: compiler._compile(job.lower(executor.num_pages), job.options)
             for job in jobs
             if job.table is table
         }
-        setattr(executor, name, OnUse(compiles))
+        setattr(compiler, name, OnUse(compiles))
     executor._warm = True
 
 
 @contextlib.contextmanager
 def compiled_with(options: Mapping[str, Any]) -> Iterator[None]:
     """Compile the programs of engines with these options inside the block. Explicit options win."""
-    from jaxflow.engine.executor import Executor  # FLAGS must be set before JAX is imported
+    from jaxflow.engine.program_compiler import ProgramCompiler  # FLAGS must be set before JAX is imported
 
-    compiled = Executor._compile
+    compiled = ProgramCompiler._compile
     with mock.patch.object(
-        Executor,
+        ProgramCompiler,
         "_compile",
         lambda self, lowered, given=None: compiled(self, lowered, {**options, **(given or {})}),
     ):

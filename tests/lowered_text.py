@@ -131,7 +131,7 @@ def programs(executor: Executor) -> Iterator[tuple[str, Any, dict[str, Any]]]:
         yield (
             name,
             lambda layout=layout: executor.lower.whole_step(layout, executor.num_pages),
-            executor._options_of(layout),
+            executor.compiler.options_of(layout),
         )
     for rows in sorted({layout.rows for layout in steps}):
         for kind in ("plain", "full"):

@@ -14,6 +14,7 @@ from jaxflow.engine.executor import Executor
 from jaxflow.engine.executor_start import make_executor, make_staged_executor
 from jaxflow.engine.loop import Loop
 from jaxflow.engine.loop_start import make_loop, make_ranked_loop
+from jaxflow.engine.rank_pages import rank_pages
 from jaxflow.engine.ranked_loop import RankedLoop
 from jaxflow.engine.settings import resolve
 from jaxflow.engine.staged_executor import StagedExecutor
@@ -84,8 +85,8 @@ def _executor(
     # A model of five layers runs for thousands of steps. Other models have two layers, since their
     # compilation takes longer than their run.
     if (model, tp, plan, quantization, kv) == ("stories260K", 1, "sequential", None, "auto"):
-        compiled = made._compile
-        made._compile = lambda lowered, options=None: compiled(lowered, OFTEN | (options or {}))
+        compiled = made.compiler._compile
+        made.compiler._compile = lambda lowered, options=None: compiled(lowered, OFTEN | (options or {}))
         made.warm_up()
     else:
         compile_on_use(made)
@@ -221,7 +222,7 @@ def offloading_ranked_loop(
     """
     config, made = _ranks_with_copies(model, ranks, tp)
     model_config = open_checkpoint(config.model).model_config
-    shapes = [pages.page_shapes() for pages in made.rank_pages()]
+    shapes = [pages.page_shapes() for pages in rank_pages(made)]
     size = max(map(page_size, shapes[0]))
     config = dataclasses.replace(config, kv_offloading_size=ranks * host_pages * size / 2**30)
     disk = None

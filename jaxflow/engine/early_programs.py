@@ -56,7 +56,7 @@ def compile_early(
         pages = first_guess(config, model, stages, left)
     for stage in stages:
         check()
-        stage.compile_early(pages, check, first_layouts(config, model, stage.layouts))
+        stage.compiler.compile_early(pages, check, first_layouts(config, model, stage.layouts))
 
 
 def ask_early(
@@ -83,8 +83,8 @@ def ask_early(
         return
     ask_for_programs(stages, first, guess)
     for stage in stages:
-        if stage.lowering is not None:
-            stage.lowering.guess = guess
+        if stage.compiler.lowering is not None:
+            stage.compiler.lowering.guess = guess
 
 
 def reads_early(config: EngineConfig, plans: Mapping[int, Sequence[Plan]]) -> bool:
@@ -120,7 +120,7 @@ def read_early(
             assert stage.lower.lowered is not None
             check()
             stage.lower.lowered = dataclasses.replace(stage.lower.lowered, only_reads=True)
-            stage.compile_early(pages, check, first_layouts(config, model, stage.layouts))
+            stage.compiler.compile_early(pages, check, first_layouts(config, model, stage.layouts))
     except CancelledError:
         raise
     except Exception as error:  # the start meets a fault of a program again

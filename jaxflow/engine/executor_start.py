@@ -221,7 +221,7 @@ def _make_stages(
         for executor in made if lowering is not None else ():
             assert executor.lower.lowered is not None
             executor.lower.lowered = dataclasses.replace(executor.lower.lowered, target=target)
-            executor.lowering = lowering
+            executor.compiler.lowering = lowering
         return made
 
     def describe(weights: Sequence[Weights], one: bool, memory: int) -> None:

@@ -21,8 +21,9 @@ from typing import Any
 from jaxflow.config import EngineConfig, ModelConfig
 from jaxflow.engine.deferred import compile_in_background, main_runs
 from jaxflow.engine.driver import EngineDead
-from jaxflow.engine.executor import Executor, rehearse
+from jaxflow.engine.executor import Executor
 from jaxflow.engine.layout import StepLayout
+from jaxflow.engine.rehearsal import rehearse
 from jaxflow.engine.staged_executor import StagedExecutor
 from jaxflow.engine.start_times import num_loaded_later
 from jaxflow.engine.step_plans import cost_device

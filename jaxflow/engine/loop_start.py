@@ -8,6 +8,7 @@ from typing import Any
 from jaxflow.config import ConfigError, EngineConfig, ModelConfig
 from jaxflow.engine.executor import Executor
 from jaxflow.engine.loop import Loop
+from jaxflow.engine.rank_pages import rank_pages
 from jaxflow.engine.ranked_loop import RankedLoop
 from jaxflow.engine.staged_executor import StagedExecutor
 from jaxflow.engine.step_plans import cost_device
@@ -86,7 +87,7 @@ def make_ranked_loop(
     seeds = random.Random(scheduling.seed)  # requests without a seed get those of one rank
     offloads: list[KvOffload | None] = [
         tier.offload(make_page_tables(scheduling, record_named=True), pages)
-        for tier, pages in zip(tiers, executor.rank_pages(), strict=bool(tiers))
+        for tier, pages in zip(tiers, rank_pages(executor), strict=bool(tiers))
     ] or [None] * executor.ranks
     ranks = [
         Loop(

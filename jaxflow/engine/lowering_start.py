@@ -55,12 +55,12 @@ def start_unless_known(lowering: LoweringProcesses | None, num_pages: tuple[int,
 def end_lowering(executor: Executor | StagedExecutor) -> None:
     """End the processes of `make_lowering`, if there are any, once they have prepared all programs."""
     stages = executor.stages if isinstance(executor, StagedExecutor) else (executor,)
-    lowering = stages[0].lowering
+    lowering = stages[0].compiler.lowering
     if lowering is None:
         return
     if not (executor.substitutes and executor.unready()):
         lowering.remember(executor.num_pages)
     for stage in stages:
-        stage.lowering = None
+        stage.compiler.lowering = None
         stage.lower.lowered = stage.lower.lowered if lowered_folder() else None
     lowering.close()

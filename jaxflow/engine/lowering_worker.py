@@ -17,11 +17,12 @@ import msgspec
 from jax.sharding import Mesh
 
 from jaxflow.engine.ahead_of_time import Target, compile_for, machine_code, needs_no_gpu, target_meshes
-from jaxflow.engine.executor import Executor, Job
+from jaxflow.engine.executor import Executor
 from jaxflow.engine.heap import collector_paused
 from jaxflow.engine.kernel_choice import choose_kernels
 from jaxflow.engine.lowered_cache import LoweredPrograms, callable_again, read_signed, write_signed
 from jaxflow.engine.lowering_processes import Description, Wanted
+from jaxflow.engine.program_compiler import Job
 from jaxflow.engine.stage_programs import make_stage, stage_names
 from jaxflow.engine.start_times import StartTimes
 from jaxflow.engine.weight_shapes import from_values
@@ -129,17 +130,16 @@ def answer(
     """Make the executors of each `Description`. Lower the program of each `Wanted`, compile it if that needs
     no GPU, and reply to the line.
     """
-    jobs: dict[str, tuple[Executor, Job]] = {}
+    jobs: dict[str, Job] = {}
     for line in lines:
         wanted = msgspec.json.decode(line, type=Description | Wanted)
         if isinstance(wanted, Description):
-            jobs = {job.name + one.name: (one, job) for one in make(wanted) for job in one.jobs()}
+            jobs = {job.name + one.name: job for one in make(wanted) for job in one.compiler.jobs()}
             continue
         try:
-            executor, job = jobs[wanted.name]
-            executor.num_pages = wanted.num_pages
+            job = jobs[wanted.name]
             with collector_paused():
-                lowered = job.lower()
+                lowered = job.lower(wanted.num_pages)
             if isinstance(lowered, Portable) and needs_no_gpu(job.options):
                 lowered.compile(job.options)
             reason = ""

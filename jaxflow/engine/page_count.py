@@ -60,8 +60,8 @@ def _own_num_pages(
     free = [memory_budget(stage.programs.mesh, config) - stage.state_bytes() for stage in stages]
     if config.enforce_eager or team is not None:
         return _compiled_pages(config, model, stages, free, team)
-    if (early := stages[0].early_pages) is not None:
-        needs = [stage.need_of_largest() for stage in stages]
+    if (early := stages[0].compiler.early_pages) is not None:
+        needs = [stage.compiler.need_of_largest() for stage in stages]
         if _is_good(early, _pages_beside(config, model, stages, free, needs)):
             return early
     found = _guessed_pages(config, model, stages, free)
@@ -86,9 +86,9 @@ def ask_for_programs(
 ) -> None:
     """Let processes prepare the first programs of all stages, and then the others, for guessed pages."""
     for stage in stages:
-        stage.prepare_first(first, guess)
+        stage.compiler.prepare_first(first, guess)
     for stage in stages:
-        stage.prepare_later(guess)
+        stage.compiler.prepare_later(guess)
 
 
 def _least_pages(
@@ -116,9 +116,9 @@ def _measured_pages(
 
     Args:
       free: bytes of each stage for the pages and the temporary arrays.
-      num_pages: see `Executor.temporary_needs`.
+      num_pages: see `ProgramCompiler.temporary_needs`.
     """
-    needs = [stage.temporary_bytes(num_pages) for stage in stages]
+    needs = [stage.compiler.temporary_bytes(num_pages) for stage in stages]
     return _pages_beside(config, model, stages, free, needs)
 
 
@@ -159,10 +159,12 @@ def _compiled_pages(
     if the guess is bad. The processes of a team compile for the smallest of their
     guesses. free: see `_measured_pages`.
     """
-    guess = stages[0].early_pages or first_guess(config, model, stages, free)
+    guess = stages[0].compiler.early_pages or first_guess(config, model, stages, free)
     if team is not None:
         guess = team.least("guessed pages", guess)
-    needs = [stage.compile_for(guess, first_layouts(config, model, stage.layouts)) for stage in stages]
+    needs = [
+        stage.compiler.compile_for(guess, first_layouts(config, model, stage.layouts)) for stage in stages
+    ]
     found = _pages_beside(config, model, stages, free, needs)
     return guess if _is_good(guess, found) else found
 
@@ -215,7 +217,7 @@ def _guessed_pages(
     side with the ones that are measured. The other processes prepare the other programs meanwhile.
     free: see `_measured_pages`.
     """
-    if any(stage.lowering is None for stage in stages):
+    if any(stage.compiler.lowering is None for stage in stages):
         return None
     first = first_layouts(config, model, stages[0].layouts)
     if first is None:
@@ -225,15 +227,15 @@ def _guessed_pages(
         guess = _pages_beside(config, model, stages, free, needs)
     except ConfigError:  # the memory is small: a measurement may say that it suffices
         return None
-    guess = _early_guess(stages[0].lowering, guess)
+    guess = _early_guess(stages[0].compiler.lowering, guess)
     ask_for_programs(stages, first, guess)
     found = _measured_pages(config, model, stages, free, guess)
     if _is_good(guess, found):
         return guess
     log.info("pages: %s fit, and %s were guessed: the first steps are prepared again", found, guess)
     for stage in stages:
-        if stage.lowering is not None:
-            stage.lowering.withdraw(guess)
+        if stage.compiler.lowering is not None:
+            stage.compiler.lowering.withdraw(guess)
     return found
 
 

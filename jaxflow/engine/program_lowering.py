@@ -19,7 +19,7 @@ from jaxflow.engine.layout import StepLayout
 from jaxflow.engine.lowered_cache import Kept, LoweredPrograms
 from jaxflow.engine.programs import FULL_DONATES, REPLICATED, STEP_DONATES, Programs, Rows, head, prompt_head
 from jaxflow.kv.device_cache import cache_shapes, cache_spec, page_groups
-from jaxflow.model.expert_copies import EXPERT_OF_SLOT
+from jaxflow.model.expert_copies import EXPERT_OF_SLOT, has_copies
 from jaxflow.model.expert_tokens import mixture_layers
 from jaxflow.model.ops import head_table
 from jaxflow.model.slot_params import empty_slots, slot_values
@@ -82,6 +82,11 @@ class ProgramLowering:
         """Return the words of a row's mask: a bit for each token of the vocabulary."""
         return -(-self.programs.context.config.vocab_size // 32)
 
+    @property
+    def moves_experts(self) -> bool:
+        """Return True for a model with experts in slots."""
+        return any(map(has_copies, self.weight_shapes["layers"]))
+
     def hidden(self, rows: int) -> jax.ShapeDtypeStruct:
         """Return the shape of the residual stream of some rows, on the devices."""
         return self._of_ranks((rows, self.programs.context.config.hidden_size), self.dtype)
@@ -142,7 +147,7 @@ class ProgramLowering:
     ) -> jax.stages.Lowered | Kept | LoweredStep:
         """Return the lowered step of a layout, as one program or as several.
 
-        begin: see `Job.layered`.
+        begin: see `jaxflow.engine.program_compiler.Job`.
         """
         if not self.is_layered(layout):
             return self.whole_step(layout, num_pages)

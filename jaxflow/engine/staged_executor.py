@@ -18,8 +18,10 @@ from collections.abc import Callable, Collection, Sequence
 import jax
 import numpy as np
 
-from jaxflow.engine.executor import Executor, Pending, Recorder, rehearse, rehearsed
+from jaxflow.engine.executor import Executor, Pending
 from jaxflow.engine.layout import StepLayout
+from jaxflow.engine.recorder import Recorder
+from jaxflow.engine.rehearsal import rehearse, rehearsed
 from jaxflow.engine.start_times import StartTimes
 from jaxflow.kv.tiers.page import Parts
 from jaxflow.model.slot_params import SlotParams, slot_values
@@ -54,7 +56,6 @@ class StagedExecutor:
         self.recorder: Recorder | None = None  # see `Executor`
         first = self.stages[0]
         self.ranks = 1  # stages have no data parallelism
-        self.defers = self.stages[-1].defers
         self.layouts, self.decode_layouts = first.layouts, first.decode_layouts
         self.slots, self.page_size, self.groups = first.slots, first.page_size, first.groups
         # One entry for each of the last steps, oldest first: the slots that drew a token, bool [Q], and the
@@ -90,11 +91,6 @@ class StagedExecutor:
             else:
                 stage.num_pages = num_pages
         self._drawn.append((np.ones(self.slots, bool), self._tokens_to_first()))
-
-    def temporary_bytes(self) -> int:
-        """Return the device memory of a stage's largest programs, without weights and cache."""
-        with concurrent.futures.ThreadPoolExecutor(self.num_stages) as pool:
-            return max(pool.map(Executor.temporary_bytes, self._here))
 
     def warm_up(
         self,

@@ -13,12 +13,14 @@ import jax
 
 from jaxflow.config import EngineConfig, ModelConfig
 from jaxflow.engine.driver import Driver
-from jaxflow.engine.executor import Executor, rehearse
+from jaxflow.engine.executor import Executor
 from jaxflow.engine.executor_start import make_executor, make_staged_executor, warm_up
 from jaxflow.engine.first_layouts import between_steps, prepare_in_background
 from jaxflow.engine.layout import StepLayout
 from jaxflow.engine.loop_start import make_loop, make_ranked_loop
 from jaxflow.engine.lowering_start import end_lowering, make_lowering
+from jaxflow.engine.rank_pages import rank_pages
+from jaxflow.engine.rehearsal import rehearse
 from jaxflow.engine.settings import resolve
 from jaxflow.engine.staged_executor import StagedExecutor
 from jaxflow.engine.start_times import StartTimes, describe
@@ -158,7 +160,7 @@ def start_engine(
             assert isinstance(executor, Executor)
             tiers: Sequence[HostTier] = ()
             if config.kv_offloading_size:
-                shapes = [pages.page_shapes() for pages in executor.rank_pages()]
+                shapes = [pages.page_shapes() for pages in rank_pages(executor)]
                 tiers = start_rank_tiers(config, shapes, measure, disk)
             loop = make_ranked_loop(config, checkpoint.model_config, executor, tiers, fingerprint=fingerprint)
         else:

@@ -5,7 +5,8 @@ import itertools
 import jax
 
 from jaxflow.config import EngineConfig, ModelConfig
-from jaxflow.engine.executor import Executor, rehearse
+from jaxflow.engine.executor import Executor
+from jaxflow.engine.rehearsal import rehearse
 from jaxflow.kv.tiers.start import best_seconds
 from jaxflow.model.composition import Composition
 from jaxflow.model.cost import Rates, find_device, step_timer

@@ -34,6 +34,7 @@ from jaxflow.engine.programs import Programs
 from jaxflow.engine.settings import resolve
 from jaxflow.engine.stage_programs import make_context
 from jaxflow.engine.stage_weights import weight_options
+from jaxflow.engine.staged_executor import StagedExecutor
 from jaxflow.engine.start import prepare_process
 from jaxflow.engine.step_plans import make_layouts
 from jaxflow.engine.stored_format import with_stored_format
@@ -150,7 +151,7 @@ def analyse(
     found, state = [], 0
     for tokens in buckets:
         executor = abstract_executor(config, few, mesh, kernels, tokens)
-        needs, state = executor.temporary_needs(tokens), executor.state_bytes()
+        needs, state = executor.compiler.temporary_needs(tokens), executor.state_bytes()
         three = three_buffers(model, tokens, config.dtype, tp)
         found.append(
             {"tokens": tokens, "three_buffers": three, "together": together(needs.values())} | _plain(needs)
@@ -254,8 +255,10 @@ def run() -> dict[str, Any]:
             result["observed"] = {
                 name: stats.get(name) for name in ("bytes_limit", "bytes_in_use", "peak_bytes_in_use")
             }
+            made = llm.executor
+            stages = made.stages if isinstance(made, StagedExecutor) else (made,)
             result["observed"] |= {
-                "reserved": llm.executor.temporary_bytes(),
+                "reserved": max(stage.compiler.temporary_bytes() for stage in stages),
                 "num_kv_pages": llm.executor.num_pages,
             }
     return result

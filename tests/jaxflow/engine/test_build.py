@@ -16,8 +16,8 @@ from jaxflow.engine import page_count
 from jaxflow.engine import settings as defaults
 from jaxflow.engine import step_plans as engine_plans
 from jaxflow.engine.dense_products import dense_products
-from jaxflow.engine.executor import Executor
 from jaxflow.engine.page_count import memory_budget
+from jaxflow.engine.program_compiler import ProgramCompiler
 from jaxflow.engine.settings import resolve
 from jaxflow.engine.start import prepare_process, start_engine
 from jaxflow.engine.step_plans import choose_plans, step_sizes, token_buckets
@@ -443,16 +443,16 @@ def test_an_engine_with_nothing_said_about_pages(checkpoint, monkeypatch):
     """
     tried = []
 
-    def crowded(executor, lowered, options=None):
+    def crowded(compiler, lowered, options=None):
         tried.append(lowered)
         if len(tried) == 2:
             raise jax.errors.JaxRuntimeError(
                 "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1018.00MiB"
             )
-        return compiled(executor, lowered, options)
+        return compiled(compiler, lowered, options)
 
-    compiled = Executor._compile
-    monkeypatch.setattr(Executor, "_compile", crowded)
+    compiled = ProgramCompiler._compile
+    monkeypatch.setattr(ProgramCompiler, "_compile", crowded)
     config = EngineConfig(
         model=LLAMA,
         max_num_seqs=2,

@@ -133,10 +133,10 @@ def test_the_first_request_may_need_every_deferred_program():
     drawn = []
     for defers in (True, False):
         executor = make_executor(config, checkpoint, plans, progress=False)
-        executor.defers = defers
+        executor.compiler.defers = defers
         executor.warm_up()
-        assert isinstance(executor._prompt[16], DeferredProgram) == defers
-        assert isinstance(executor._samplers[4, "full"], DeferredProgram) == defers
+        assert isinstance(executor.compiler.prompt[16], DeferredProgram) == defers
+        assert isinstance(executor.compiler.samplers[4, "full"], DeferredProgram) == defers
         request = Request("a", list(range(3, 24)), sampling)
         drawn.append(toy.run(make_loop(config, checkpoint.model_config, executor), [request])["a"])
         assert executor.compilations == 0

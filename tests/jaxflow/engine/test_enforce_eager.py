@@ -15,7 +15,7 @@ import pytest
 import toy
 
 from jaxflow.config import ConfigError, EngineConfig
-from jaxflow.engine import early_programs, executor, executor_start, first_layouts, page_count
+from jaxflow.engine import early_programs, executor_start, first_layouts, page_count, program_compiler
 from jaxflow.engine.deferred import wait_until_compiled
 from jaxflow.engine.executor import Executor
 from jaxflow.engine.executor_start import make_executor
@@ -130,29 +130,33 @@ def eager():
 
 def test_a_start_compiles_three_steps_of_three_programs(eager):
     _, _, made = eager
-    assert set(made._steps) == {(16, "sequential", False), (1, "sequential", True), (16, "sequential", True)}
-    assert all(len(set(map(id, step.layers))) == 1 for step in made._steps.values())
+    assert set(made.compiler.steps) == {
+        (16, "sequential", False),
+        (1, "sequential", True),
+        (16, "sequential", True),
+    }
+    assert all(len(set(map(id, step.layers))) == 1 for step in made.compiler.steps.values())
     assert not made.substitutes
-    of_one_row = [kind for rows, kind in made._samplers if rows == 1]
+    of_one_row = [kind for rows, kind in made.compiler.samplers if rows == 1]
     assert of_one_row == ["plain"]  # a decode with filters runs the larger step
 
 
 def test_a_deferred_step_may_time_its_products(eager, monkeypatch):
     """A GPU times products with weights in 4 bits, one program after another."""
     made = eager[2]
-    monkeypatch.setattr(executor, "on_gpu", lambda: True)
-    monkeypatch.setattr(executor, "needs_no_gpu", lambda options: False)
+    monkeypatch.setattr(program_compiler, "on_gpu", lambda: True)
+    monkeypatch.setattr(program_compiler, "needs_no_gpu", lambda options: False)
     turns = []
-    monkeypatch.setattr(executor._timing, "take", lambda: contextlib.nullcontext(turns.append(1)))
-    job = next(job for job in made.jobs() if job.table is made._steps)
-    assert isinstance(made._lower_and_compile(job), LayeredStep) and turns == [1]
+    monkeypatch.setattr(program_compiler._timing, "take", lambda: contextlib.nullcontext(turns.append(1)))
+    job = next(job for job in made.compiler.jobs() if job.table is made.compiler.steps)
+    assert isinstance(made.compiler._lower_and_compile(job, made.num_pages), LayeredStep) and turns == [1]
 
 
 @pytest.mark.parametrize("faults", [0, 1])
 def test_a_step_is_compiled_while_it_is_lowered(faults, monkeypatch):
     """The step is compiled again if a program of it found no memory beside the others."""
     _, _, made = executor_of(settings_of("stories260K", enforce_eager=True))
-    compiles, lowers, begun, beginnings = made._compile, made.lower._lower, threading.Event(), []
+    compiles, lowers, begun, beginnings = made.compiler._compile, made.lower._lower, threading.Event(), []
 
     def lower(name, *given):
         if name.startswith("layer") and not faults:
@@ -170,10 +174,10 @@ def test_a_step_is_compiled_while_it_is_lowered(faults, monkeypatch):
         return compiles(lowered, options)
 
     monkeypatch.setattr(made.lower, "_lower", lower)
-    monkeypatch.setattr(made, "_compile", compile_one)
+    monkeypatch.setattr(made.compiler, "_compile", compile_one)
     (largest,) = made.layouts[max(made.layouts)]
-    made.compile_early((41,), first=[largest])
-    assert isinstance(made._steps[largest.key], LayeredStep) and len(beginnings) == 1 + faults
+    made.compiler.compile_early((41,), first=[largest])
+    assert isinstance(made.compiler.steps[largest.key], LayeredStep) and len(beginnings) == 1 + faults
 
 
 @pytest.mark.parametrize(("decodes", "tokens"), [(1, 1), (2, 16), (6, 16)])
@@ -199,36 +203,36 @@ def test_pages_leave_the_memory_that_the_programs_need(guess, monkeypatch):
     """After a guess that was too small, `compile` compiles the steps again."""
     config, model, made = executor_of(settings_of("stories260K", enforce_eager=True, num_kv_pages=None))
     monkeypatch.setattr(page_count, "_guessed_temporary_bytes", lambda *_: guess)
-    made.defers = False  # as on a GPU
-    compile_for, free, need = made.compile_for, (1 << 23) + (1 << 21), 1 << 23
-    monkeypatch.setattr(made, "compile_for", lambda *given: max(need, compile_for(*given)))
+    made.compiler.defers = False  # as on a GPU
+    compile_for, free, need = made.compiler.compile_for, (1 << 23) + (1 << 21), 1 << 23
+    monkeypatch.setattr(made.compiler, "compile_for", lambda *given: max(need, compile_for(*given)))
     found = page_count._compiled_pages(config, model, [made], [free])
-    compiled = dict(made._steps)
+    compiled = dict(made.compiler.steps)
     made.allocate(found)
     made.compile()
     assert found <= page_count._fitting_pages(config, made, free - need)
-    assert all((compiled[key] is step) == (guess == need) for key, step in made._steps.items())
+    assert all((compiled[key] is step) == (guess == need) for key, step in made.compiler.steps.items())
 
 
 def test_processes_compile_each_step_once_for_the_smallest_of_their_guesses(monkeypatch):
     config, model, made = executor_of(settings_of("stories260K", num_kv_pages=None, step_sizes="4,16"))
     monkeypatch.setattr(page_count, "on_gpu", lambda: True)
     monkeypatch.setattr(page_count, "memory_budget", lambda *_: free)
-    made.defers = False  # as on a GPU
-    compile_for, free, need, asked = made.compile_for, 1 << 25, 1 << 23, []
+    made.compiler.defers = False  # as on a GPU
+    compile_for, free, need, asked = made.compiler.compile_for, 1 << 25, 1 << 23, []
     monkeypatch.setattr(page_count, "_guessed_temporary_bytes", lambda *_: need)
-    monkeypatch.setattr(made, "compile_for", lambda *given: max(need, compile_for(*given)))
+    monkeypatch.setattr(made.compiler, "compile_for", lambda *given: max(need, compile_for(*given)))
 
     def least(name, own):
         asked.append(name)
         return tuple(pages - 1 for pages in own) if name == "guessed pages" else own
 
     found = page_count.count_pages(config, model, [made], Team(least=least))
-    compiled = dict(made._steps)
+    compiled = dict(made.compiler.steps)
     made.allocate(found)
     made.compile()
     assert asked == ["guessed pages", "pages"] and len(compiled) == len(made.layouts)
-    assert compiled == made._steps
+    assert compiled == made.compiler.steps
     guess = page_count.first_guess(config, model, [made], [free - made.state_bytes()])
     assert found == tuple(pages - 1 for pages in guess)
 
@@ -236,23 +240,23 @@ def test_processes_compile_each_step_once_for_the_smallest_of_their_guesses(monk
 def test_the_programs_compiled_while_loading_serve():
     """A start with a known number of pages compiles no step after the loading."""
     _, _, made = executor_of(settings_of("stories260K", enforce_eager=True))
-    early = {key: step for (_, key), step in made._measured.items()}
-    assert early and made.early_pages == (SMALL["num_kv_pages"],)
+    early = {key: step for (_, key), step in made.compiler._measured.items()}
+    assert early and made.compiler.early_pages == (SMALL["num_kv_pages"],)
     made.compile()
-    assert early == made._steps
+    assert early == made.compiler.steps
 
 
 def test_the_pages_guessed_before_the_loading_are_those_after_it():
     config, model, made = executor_of(settings_of("stories260K", enforce_eager=True, num_kv_pages=None))
-    made.defers = False  # as on a GPU
+    made.compiler.defers = False  # as on a GPU
     free = 1 << 28
     early_programs.compile_early(config, model, [made], [free], lambda *_: None)
     of_weights = sum(-(-array.nbytes // 256) * 256 for array in jax.tree.leaves(made.weights))
     left = free - of_weights - made.state_bytes()
-    assert made.early_pages == page_count.first_guess(config, model, [made], [left])
-    steps = dict(made._steps)
+    assert made.compiler.early_pages == page_count.first_guess(config, model, [made], [left])
+    steps = dict(made.compiler.steps)
     page_count._compiled_pages(config, model, [made], [left])
-    assert steps == made._steps
+    assert steps == made.compiler.steps
 
 
 def test_weights_of_other_shapes_get_other_programs(monkeypatch):
@@ -338,7 +342,7 @@ def test_a_layer_for_an_h200_copies_no_cache_and_makes_no_work_list(tp, monkeypa
     layout = made.decode_layouts[64]
     lowered = made.lower.step(layout, made.num_pages)
     assert isinstance(lowered, LoweredStep) and len(lowered.layers) == 1
-    compiled = h200.compile_for_h200(*asked["layer"], options=made._options_of(layout))
+    compiled = h200.compile_for_h200(*asked["layer"], options=made.compiler.options_of(layout))
     assert compiled.machine_code and not compiled.graph_thunks
     assert compiled.copies((pages, 8 // tp, 64, 128)) == 0
     assert sum(thunk.kind == "kKernel" for thunk in compiled.thunks) <= 12, compiled.thunks

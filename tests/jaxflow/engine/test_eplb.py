@@ -251,7 +251,7 @@ def test_a_damaged_copy_ends_the_engine_before_a_step_reads_it(goldens, monkeypa
     """Every request ends with the fault, and its tokens until then are those of the golden."""
     golden, running = goldens("tiny-qwen3_moe"), engine("tiny-qwen3_moe", 2, 4, ranks=2)
     damage(monkeypatch, flipped, device=3)
-    programs, made = running.executor.programs, running.executor._small
+    programs, made = running.executor.programs, running.executor.compiler.small
     specs = expert_arrays(programs.weight_specs["layers"][0])
     made["move_experts"] = move_slots(programs.mesh, specs)  # engines share the compiled programs of tests
     given_requests = requests(golden)

@@ -7,8 +7,8 @@ import toy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxflow.engine.executor import Executor
 from jaxflow.engine.layout import SlotSampling, pack
+from jaxflow.engine.program_compiler import ProgramCompiler
 from jaxflow.engine.program_memory import together
 from jaxflow.engine.programs import FULL, LOGPROBS, PLAIN
 from jaxflow.model.slot_params import COUNT, IN_PROMPT, slot_values
@@ -116,7 +116,7 @@ def test_memory_it_asks_for(executor):
     assert executor.state_bytes() == sum(a.nbytes for a in jax.tree.leaves(held))
     widest = max(executor.layouts)
     logits = executor.layouts[widest][0].rows * executor.counts.shape[1] * 4
-    needs = executor.temporary_needs(widest)
+    needs = executor.compiler.temporary_needs(widest)
     assert needs["plain"].temporary > logits
     assert needs["full"].results < executor.counts.nbytes, "counts are updated in place"
     # Programs run one after another: the sampler may use the memory of the step.
@@ -126,19 +126,19 @@ def test_memory_it_asks_for(executor):
 
 def test_a_step_that_was_measured_with_the_right_pages_is_not_compiled_again(executor, monkeypatch):
     compiled = []
-    compile_one = Executor._compile
+    compile_one = ProgramCompiler._compile
 
     def record(self, lowered, options=None):
         compiled.append(compile_one(self, lowered, options))
         return compiled[-1]
 
-    monkeypatch.setattr(Executor, "_compile", record)
+    monkeypatch.setattr(ProgramCompiler, "_compile", record)
     widest, before = max(executor.layouts), executor.num_pages
     (layout, *_) = executor.layouts[widest]
     for pages, kept in ((before, True), (tuple(n + 1 for n in before), False)):
         compiled.clear()
-        needs = executor.temporary_needs(widest, pages)
-        assert needs["plain"] == executor.temporary_needs(widest)["plain"]
+        needs = executor.compiler.temporary_needs(widest, pages)
+        assert needs["plain"] == executor.compiler.temporary_needs(widest)["plain"]
         measured = list(compiled)
         executor.compile()
         assert (executor.program(layout) in measured) == kept

@@ -89,7 +89,7 @@ def cold(stages: int) -> Made:
     for stage in stages_of(made):
         for table in tables_of(stage):
             for key, program in table.items():
-                if not stage._is_first(table, key):
+                if not stage.compiler._is_first(table, key):
                     table[key] = DeferredProgram(lambda program=program: program)
     return config, made
 
@@ -99,7 +99,7 @@ def stages_of(made: Executor | StagedExecutor) -> Sequence[Executor]:
 
 
 def tables_of(stage: Executor) -> list[dict[Any, Any]]:
-    return [stage._steps, stage._samplers, stage._prompt]
+    return [stage.compiler.steps, stage.compiler.samplers, stage.compiler.prompt]
 
 
 def requests(seed: int) -> list[Request]:
@@ -147,9 +147,9 @@ def test_a_start_that_read_its_first_layouts_early_makes_all_programs(monkeypatc
     config = resolve(SETTINGS, CHECKPOINT.model_config)
     plans = choose_plans(config, CHECKPOINT.model_config)
     made = make_executor(config, CHECKPOINT, plans, progress=False)
-    made.defers = False
-    made.lower._lower = made.lower._lower_small = made._compile = lambda *_: mock.Mock()
-    made.compile_early(made.num_pages, first=[made.layouts[48][0]])
+    made.compiler.defers = False
+    made.lower._lower = made.lower._lower_small = made.compiler._compile = lambda *_: mock.Mock()
+    made.compiler.compile_early(made.num_pages, first=[made.layouts[48][0]])
     assert made.unready()
     made.compile()
     assert not made.unready()

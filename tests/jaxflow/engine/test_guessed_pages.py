@@ -17,6 +17,7 @@ from jaxflow.config import EngineConfig
 from jaxflow.engine import first_layouts, page_count
 from jaxflow.engine.deferred import wait_until_compiled
 from jaxflow.engine.executor import Executor
+from jaxflow.engine.program_compiler import ProgramCompiler
 from jaxflow.kv.device_cache import page_bytes
 from jaxflow.llm import LLM
 from jaxflow.request import SamplingParams
@@ -44,10 +45,11 @@ def pages_of(executor, free: int, need: int, first=()) -> tuple[tuple[int, ...] 
     asked, later, withdrawn = [], [], []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(page_count, "first_layouts", lambda *_: first)
-        patch.setattr(executor, "lowering", types.SimpleNamespace(withdraw=withdrawn.append, guess=None))
-        patch.setattr(executor, "prepare_first", lambda layouts, pages: asked.append(pages))
-        patch.setattr(executor, "prepare_later", lambda pages: later.append(pages))
-        patch.setattr(executor, "temporary_bytes", lambda pages: need)
+        lowering = types.SimpleNamespace(withdraw=withdrawn.append, guess=None)
+        patch.setattr(executor.compiler, "lowering", lowering)
+        patch.setattr(executor.compiler, "prepare_first", lambda layouts, pages: asked.append(pages))
+        patch.setattr(executor.compiler, "prepare_later", lambda pages: later.append(pages))
+        patch.setattr(executor.compiler, "temporary_bytes", lambda pages: need)
         found = guessed(executor, free)
     assert later == asked and withdrawn == [pages for pages in asked if pages != found]
     return found, asked
@@ -104,7 +106,7 @@ def test_an_engine_draws_the_same_tokens_after_any_guess(more_pages, monkeypatch
         alone = [out.outputs[0].token_ids for out in llm.generate(prompts, sampling)]
     monkeypatch.setattr(first_layouts, "on_gpu", lambda: True)
     asked = []
-    prepare_first = Executor.prepare_first
+    prepare_first = ProgramCompiler.prepare_first
 
     def own_num_pages(config, model, stages, team):
         (executor,) = stages
@@ -112,7 +114,9 @@ def test_an_engine_draws_the_same_tokens_after_any_guess(more_pages, monkeypatch
         page = sum(page_bytes(executor.page_groups, config.block_size, 1))
         need = guess + more_pages * page
         monkeypatch.setattr(
-            executor, "temporary_bytes", lambda pages: executor.temporary_needs(16, pages) and need
+            executor.compiler,
+            "temporary_bytes",
+            lambda pages: executor.compiler.temporary_needs(16, pages) and need,
         )
         return page_count._guessed_pages(config, model, stages, [guess + 12 * page])
 
@@ -121,11 +125,11 @@ def test_an_engine_draws_the_same_tokens_after_any_guess(more_pages, monkeypatch
         prepare_first(executor, first, num_pages)
 
     monkeypatch.setattr(page_count, "_own_num_pages", own_num_pages)
-    monkeypatch.setattr(Executor, "prepare_first", record)
+    monkeypatch.setattr(ProgramCompiler, "prepare_first", record)
     with LLM.from_config(settings, progress=False) as llm:
         assert isinstance(llm.executor, Executor)
         assert ([llm.executor.num_pages] == asked) == (more_pages == 0)
         assert [out.outputs[0].token_ids for out in llm.generate(prompts, sampling)] == alone
         wait_until_compiled()
-        assert not llm.executor.unready() and llm.executor.lowering is None
+        assert not llm.executor.unready() and llm.executor.compiler.lowering is None
         assert [out.outputs[0].token_ids for out in llm.generate(prompts, sampling)] == alone

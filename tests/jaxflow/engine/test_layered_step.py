@@ -91,9 +91,9 @@ def test_a_step_of_one_program_gives_the_same_numbers(make, model, tp):
     fields["page_appends"][:, 0] = executor.groups
     for group in range(executor.groups):
         fields["page_appends"][group] = group, 0, 0, 7
-    whole = executor._compile(executor.lower.whole_step(layout, executor.num_pages))
+    whole = executor.compiler._compile(executor.lower.whole_step(layout, executor.num_pages))
     outputs = []
-    for program in (executor._steps[layout.key], whole):
+    for program in (executor.compiler.steps[layout.key], whole):
         hidden, x, rows = executor.run_program(program, jax.device_put(buffer, executor.replicated))
         cache = [np.asarray(a)[7] for a in jax.tree.leaves(executor.kv)]
         table = np.array(executor.page_table)  # a copy, because the next step donates the table
@@ -107,16 +107,18 @@ def test_a_deep_model_starts_with_the_steps_of_a_short_request(make, goldens):
     """The other steps are compiled by the requests that need one, and the tokens are the golden ones."""
     config, executor = make("tiny-llama", max_num_batched_tokens=96, step_sizes="4,64")
     executor.warm_up()
-    deferred = {tokens for (tokens, *_), step in executor._steps.items() if isinstance(step, DeferredProgram)}
+    deferred = {
+        tokens for (tokens, *_), step in executor.compiler.steps.items() if isinstance(step, DeferredProgram)
+    }
     assert deferred == {96}
-    assert isinstance(executor._samplers[4, "full"], DeferredProgram)
-    assert not isinstance(executor._samplers[4, "plain"], DeferredProgram)
+    assert isinstance(executor.compiler.samplers[4, "full"], DeferredProgram)
+    assert not isinstance(executor.compiler.samplers[4, "plain"], DeferredProgram)
     golden = goldens("tiny-llama")
     engine = make_loop(config, open_checkpoint(config.model).model_config, executor)
     results = toy.run(engine, requests(golden, logprobs=None))
     for i, prompt in enumerate(golden["prompts"]):
         assert results[f"golden-{i}"].tokens == prompt["greedy_ids"]
-    assert executor._steps[96, "sequential", False].ready() and executor.compilations == 0
+    assert executor.compiler.steps[96, "sequential", False].ready() and executor.compilations == 0
 
 
 def test_its_programs_are_kept_from_start_to_start(make, tmp_path, monkeypatch):

@@ -34,7 +34,6 @@ from jax._src.lib.mlir import ir
 from jaxflow.config import EngineConfig, Layer, ModelConfig, Rope
 from jaxflow.engine import executor_start, lowered_cache, lowering_processes, lowering_start
 from jaxflow.engine.ahead_of_time import UNTIMED, needs_no_gpu, target_of
-from jaxflow.engine.executor import Job
 from jaxflow.engine.kernel_choice import choose_kernels
 from jaxflow.engine.known_starts import KnownStarts
 from jaxflow.engine.loop_start import make_loop, make_ranked_loop
@@ -42,6 +41,7 @@ from jaxflow.engine.lowered_cache import LoweredPrograms
 from jaxflow.engine.lowering_processes import Description, LoweringProcesses, Wanted, number_of_processes
 from jaxflow.engine.lowering_start import make_lowering
 from jaxflow.engine.lowering_worker import Portable, answer
+from jaxflow.engine.program_compiler import Job
 from jaxflow.engine.settings import resolve
 from jaxflow.engine.stage_programs import make_stage, stage_names
 from jaxflow.engine.stage_weights import weight_options
@@ -169,12 +169,13 @@ def test_an_engine_reads_what_a_process_lowered(settings, tmp_path, cache, monke
 def test_a_process_leaves_programs_with_timed_products_to_the_engine():
     unwritten: Any = Portable(mock.Mock(), "", mock.Mock(), (), RuntimeError("compiled"))
     jobs = [
-        Job(name, {}, name, lambda: unwritten, options)
+        Job(name, {}, name, lambda num_pages: unwritten, options)
         for name, options in (("untimed", {**UNTIMED, "xla_gpu_x": 1}), ("timed", {"xla_gpu_x": 1}))
     ]
     lines = map(msgspec.json.encode, (DESCRIPTION, *(Wanted(job.name, ()) for job in jobs)))
     replies = io.BytesIO()
-    executor = mock.Mock(jobs=lambda: jobs)
+    executor = mock.Mock()
+    executor.compiler.jobs = lambda: jobs
     executor.name = ""
     answer(lambda _: [executor], lines, replies)
     assert replies.getvalue() == b'"RuntimeError: compiled"\n""\n'
@@ -199,7 +200,7 @@ def test_sequential_steps_beside_overlapped_ones_need_no_timing():
         executor = make_stage(
             config, LLAMA, plans, stage, mesh, weights, kernels, True, False, None, 0, StartTimes()
         )
-        found = {job.key: needs_no_gpu(job.options) for job in executor.jobs() if not job.small}
+        found = {job.key: needs_no_gpu(job.options) for job in executor.compiler.jobs() if not job.small}
     overlapped = {layout.key for layout in executor.layouts[64] if layout.plan != "sequential"}
     assert len(overlapped) == 1
     assert {key for key, untimed in found.items() if not untimed} == overlapped
@@ -306,10 +307,8 @@ def compare_on_h200s(case: str, folder: Path) -> None:
         ]
         for executor in itertools.chain(*made):
             assert executor.lower.lowered is not None
-            executor.lower.lowered = dataclasses.replace(
-                executor.lower.lowered, platforms=("cuda",)
-            )  # as on a GPU
-            executor.num_pages = pages
+            as_on_a_gpu = dataclasses.replace(executor.lower.lowered, platforms=("cuda",))
+            executor.lower.lowered = as_on_a_gpu
         lowering = LoweringProcesses(1, this_device(), KnownStarts.of(folder / "process", "settings"))
         lowering.start()
         target = target_of(meshes[0])
@@ -318,12 +317,12 @@ def compare_on_h200s(case: str, folder: Path) -> None:
             Description(config, model, plans, True, None, memory, values, str(folder / "process"), target)
         )
         jobs = [
-            [(executor, job) for executor in executors for job in executor.jobs() if not job.small]
+            [(executor, job) for executor in executors for job in executor.compiler.jobs() if not job.small]
             for executors in made
         ]
         futures = [lowering.ask(Wanted(job.name + executor.name, pages)) for executor, job in jobs[1]]
         for _, job in jobs[0]:
-            job.lower()
+            job.lower(pages)
         wait(futures)
         assert not lowering.failed
         lowering.close()
@@ -352,7 +351,7 @@ def compare_on_h200s(case: str, folder: Path) -> None:
             for executor, job in jobs[1]:
                 assert executor.lower.lowered is not None
                 executor.lower.lowered = dataclasses.replace(executor.lower.lowered, target=target)
-                lowered = job.lower()
+                lowered = job.lower(pages)
                 code = lowered_cache.read_signed(lowered.programs.code_path(lowered.digest, job.options))
                 assert code is not None and b"\x7fELF" in code
 

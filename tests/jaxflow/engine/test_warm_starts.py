@@ -22,9 +22,9 @@ from hypothesis import strategies as st
 from jaxflow.config import EngineConfig
 from jaxflow.engine import executor_start, page_count
 from jaxflow.engine.ahead_of_time import Target
-from jaxflow.engine.executor import Executor
 from jaxflow.engine.loop_start import make_loop
 from jaxflow.engine.lowered_cache import LoweredPrograms, NotKeptError, compile_program
+from jaxflow.engine.program_compiler import ProgramCompiler
 from jaxflow.engine.start import start_engine
 from jaxflow.model.checkpoints.checkpoint import CheckpointError, open_checkpoint
 from jaxflow.request import Request
@@ -218,8 +218,8 @@ def test_known_pages_fit_and_are_nearly_all_that_fit(executor, megabytes, share,
         patch.setattr(page_count, "_fitting_pages", lambda *_: fit)
         patch.setattr(page_count, "memory_budget", lambda *_: free)
         patch.setattr(page_count, "_guessed_pages", lambda *_: others)
-        patch.setattr(Executor, "early_pages", early)
-        patch.setattr(executor, "need_of_largest", lambda: need)
+        patch.setattr(ProgramCompiler, "early_pages", early)
+        patch.setattr(executor.compiler, "need_of_largest", lambda: need)
         found = page_count._own_num_pages(config, model, [executor], None)
     good = all(page_count.GOOD_GUESS * most <= pages <= most for pages, most in zip(early, fit, strict=True))
     assert found == (early if good else others)
@@ -243,9 +243,9 @@ def test_a_folder_that_is_only_read_makes_no_program(tmp_path):
 def test_small_programs_need_no_machine_code_in_the_folder(executor, tmp_path, monkeypatch):
     """The engine compiles them itself, so a start that only reads the folder of a GPU finds none."""
     programs = LoweredPrograms(tmp_path, "settings", target=Target("device", (), ""))
-    small = [job for job in executor.jobs() if job.small]
+    small = [job for job in executor.compiler.jobs() if job.small]
     for only_reads in (False, True):
         monkeypatch.setattr(executor.lower, "lowered", dataclasses.replace(programs, only_reads=only_reads))
         for job in small:
-            compile_program(job.lower(), job.options)
+            compile_program(job.lower(executor.num_pages), job.options)
     assert {job.name for job in small} >= {"append_pages", "set_slot", "count_tokens"}

@@ -10,6 +10,7 @@ import toy
 
 from jaxflow import LLM
 from jaxflow.config import ConfigError
+from jaxflow.engine.rank_pages import rank_pages
 from jaxflow.kv.tiers import disk_tier
 from jaxflow.kv.tiers.host_store import PageState
 from jaxflow.kv.tiers.offload import Channel
@@ -114,7 +115,7 @@ def test_the_tokens_of_one_device_through_host_disk_and_pre_emption(case, host_p
 def test_a_page_has_the_words_of_its_rank():
     """A scatter to one rank leaves the pages of the other, and a gather reads what the scatter wrote."""
     _, executor = toy._ranks_with_copies(MODEL, RANKS)
-    ranks, rng = executor.rank_pages(), np.random.default_rng(0)
+    ranks, rng = rank_pages(executor), np.random.default_rng(0)
     before = [np.asarray(rank.gather_pages(0, [3, 5])) for rank in ranks]
     for number, rank in enumerate(ranks):
         (shape,) = rank.page_shapes()
