@@ -10,9 +10,10 @@ from typing import Any
 
 import jax
 
-from jaxflow.engine.executor import Executor, Pending
+from jaxflow.engine.executor import Executor
 from jaxflow.engine.expert_balancer import MovedLayer
 from jaxflow.engine.recorded_calls import every_layout, replay
+from jaxflow.engine.stage_threads import AnyPending
 from jaxflow.engine.staged_executor import StagedExecutor
 from jaxflow.kv.tiers.disk_parts import FollowerDisk
 from jaxflow.kv.tiers.disk_tier import DiskTier
@@ -31,7 +32,7 @@ def follow(executor: Executor | StagedExecutor, leader: Leader, disk: DiskTier |
     second one ends this process at once.
     """
     _ask_on_signal(leader)
-    steps: queue.SimpleQueue[Pending | None] = queue.SimpleQueue()
+    steps: queue.SimpleQueue[AnyPending | None] = queue.SimpleQueue()
     waiting = threading.Thread(target=_wait, args=(steps, leader), name="finished", daemon=True)
     waiting.start()
     layouts = every_layout(executor)
@@ -45,7 +46,7 @@ def follow(executor: Executor | StagedExecutor, leader: Leader, disk: DiskTier |
         _fail(leader, error)
 
 
-def _wait(steps: queue.SimpleQueue[Pending | None], leader: Leader) -> None:
+def _wait(steps: queue.SimpleQueue[AnyPending | None], leader: Leader) -> None:
     """Wait for the steps in their order, so that process 0 knows how far this process's devices are."""
     try:
         while True:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 import msgspec
 import numpy as np
 
-from jaxflow.engine.executor import Executor, Pending
+from jaxflow.engine.executor import Executor
 from jaxflow.engine.expert_balancer import ExpertBalancer
 from jaxflow.engine.expert_load import ExpertCounter
 from jaxflow.engine.layout import SlotSampling, StepLayout, pack
@@ -32,6 +32,7 @@ from jaxflow.engine.live_request import (
     slot_settings,
 )
 from jaxflow.engine.programs import FULL, LOGPROBS, NAN_LOGITS, PLAIN
+from jaxflow.engine.stage_threads import AnyPending
 from jaxflow.engine.staged_executor import StagedExecutor
 from jaxflow.engine.step_log import StepLog, StepRecord
 from jaxflow.kv.tiers.offload import KvOffload
@@ -78,7 +79,7 @@ class InFlight:
     """An enqueued step; its tokens are not read yet."""
 
     work: StepWork
-    pending: Pending
+    pending: AnyPending
     plan: str
     tokens: int  # of the compiled step, padding included
     enqueued_s: float

@@ -14,9 +14,10 @@ import jax
 import msgspec
 import numpy as np
 
-from jaxflow.engine.executor import Executor, Pending
+from jaxflow.engine.executor import Executor
 from jaxflow.engine.expert_balancer import MovedLayer
 from jaxflow.engine.layout import StepLayout
+from jaxflow.engine.stage_threads import AnyPending
 from jaxflow.engine.staged_executor import StagedExecutor
 from jaxflow.kv.tiers.disk_parts import FollowerDisk
 from jaxflow.kv.tiers.page import Page, copy_to
@@ -261,7 +262,7 @@ def replay(
     call: bytes,
     disk: FollowerDisk | None = None,
     moved: dict[int, MovedLayer] | None = None,
-) -> Pending | None:
+) -> AnyPending | None:
     """Make a recorded call. Return the results of a step, None of another call.
 
     Args:

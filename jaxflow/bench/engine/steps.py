@@ -54,7 +54,7 @@ def step_log(executor: Executor | StagedExecutor) -> Iterator[list[Step]]:
     enqueued: queue.SimpleQueue[tuple[Any, dict[str, Any]] | None] = queue.SimpleQueue()
     run = executor.run
 
-    def logged(layout, buffer, *args, **kwargs):
+    def logged(layout, buffer, *args, **kwargs) -> Any:
         ranks = [layout.views(part) for part in buffer.reshape(executor.ranks, -1)]
         decodes = sum(int(fields["num_decodes"]) for fields in ranks)
         tokens = sum(int((fields["token_rows"] >= 0).sum()) for fields in ranks)
@@ -65,13 +65,13 @@ def step_log(executor: Executor | StagedExecutor) -> Iterator[list[Step]]:
             "began_s": time.perf_counter(),
         }
         pending = run(layout, buffer, *args, **kwargs)
-        enqueued.put((pending.tokens, known | {"enqueued_s": time.perf_counter()}))
+        enqueued.put((pending, known | {"enqueued_s": time.perf_counter()}))
         return pending
 
     def wait() -> None:
         while (entry := enqueued.get()) is not None:
-            tokens, known = entry
-            tokens.block_until_ready()
+            pending, known = entry
+            pending.tokens.block_until_ready()
             log.append(Step(**known, done_s=time.perf_counter()))
 
     thread = threading.Thread(target=wait, name="step-log", daemon=True)

@@ -71,7 +71,7 @@ def stage_traces(executor: StagedExecutor, scheduler: Scheduler) -> Iterator[lis
     enqueued: list[float] = []
     ended: list[list[float]] = [[] for _ in executor.stages]
     results: list[queue.SimpleQueue[jax.Array | None]] = [queue.SimpleQueue() for _ in executor.stages]
-    schedule, run = scheduler.schedule, executor.run
+    schedule, run, draw = scheduler.schedule, executor.run, executor.stages[-1].draw
 
     def scheduled(now: float) -> Any:
         work = schedule(now)
@@ -82,7 +82,10 @@ def stage_traces(executor: StagedExecutor, scheduler: Scheduler) -> Iterator[lis
 
     def ran(*args: Any, **kwargs: Any) -> Any:
         enqueued.append(time.perf_counter())
-        pending = run(*args, **kwargs)
+        return run(*args, **kwargs)
+
+    def drew(*args: Any, **kwargs: Any) -> Any:
+        pending = draw(*args, **kwargs)
         results[-1].put(pending.tokens)
         return pending
 
@@ -108,14 +111,14 @@ def stage_traces(executor: StagedExecutor, scheduler: Scheduler) -> Iterator[lis
     for thread in threads:
         thread.start()
     # Attributes of these instances shadow the methods.
-    scheduler.schedule, executor.run = scheduled, ran
+    scheduler.schedule, executor.run, executor.stages[-1].draw = scheduled, ran, drew
     for stage in range(len(results) - 1):
         executor.stages[stage].advance = advanced(stage)
     traces: list[StageTrace] = []
     try:
         yield traces
     finally:
-        del scheduler.schedule, executor.run
+        del scheduler.schedule, executor.run, executor.stages[-1].draw
         for stage in executor.stages[:-1]:
             del stage.advance
         for each in results:
