@@ -175,7 +175,7 @@ def streams(
     executor's step. after_step: may break the cache after each step.
     """
     steps, found = list(steps_of(lengths, layout.tokens)), []
-    program, executor.weights = program or executor.program(layout), weights
+    program, executor.weights = program or executor.compiler.program(layout), weights
     everywhere = NamedSharding(executor.programs.mesh, PartitionSpec())
     for step in steps:
         buffer = jax.device_put(step_of(executor, layout, step, token_ids).buffer, everywhere)

@@ -25,7 +25,6 @@ from jax.sharding import NamedSharding
 from jaxflow.engine.deferred import DELAY_S, DeferredProgram, compile_in_background, while_it_lives
 from jaxflow.engine.expert_balancer import MovedLayer
 from jaxflow.engine.expert_slots import expert_arrays, placed_experts, source_slots
-from jaxflow.engine.layered_step import LayeredStep
 from jaxflow.engine.layout import StepLayout
 from jaxflow.engine.lowered_cache import LoweredPrograms
 from jaxflow.engine.program_compiler import ProgramCompiler
@@ -227,7 +226,7 @@ class Executor:
         on_progress: Callable[[int, int], None] = lambda done, total: None,
         first: Collection[StepLayout] | None = None,
     ) -> None:
-        """Compile the programs for the present number of pages, those of page copies too.
+        """Compile the programs for the allocated pages, and the programs that copy pages.
 
         Arguments: see `ProgramCompiler.compile`.
         """
@@ -313,16 +312,6 @@ class Executor:
     def compilations(self) -> int:
         """The number of backend compilations since warm-up, which must be 0."""
         return num_compiled() - self._compiled_at_warm_up
-
-    def program(self, layout: StepLayout) -> jax.stages.Compiled:
-        """Return the compiled step of a layout, after warm-up. The step must be one program."""
-        program = self.compiler.steps[layout.key]
-        assert not isinstance(program, LayeredStep | DeferredProgram)
-        return program
-
-    def forward_of(self, layout: StepLayout) -> tuple[Callable, dict[str, Any]]:
-        """Return the function that the step of a layout traces, and XLA's options of the step."""
-        return self.lower.forward_of(layout), self.compiler.options_of(layout)
 
     # ---- serving
 

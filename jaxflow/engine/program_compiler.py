@@ -1,4 +1,4 @@
-"""The compilation of an executor's programs: at a start, by other processes, or while the engine serves."""
+"""The compiled programs of an executor. Each is compiled at a start, or later on a thread."""
 
 import concurrent.futures
 import contextlib
@@ -66,14 +66,15 @@ def _is_timed(options: Mapping[str, Any]) -> bool:
 
 
 class ProgramCompiler:
-    """The compiled programs of one executor, and those that are compiled later.
+    """The programs of one executor: compiles them, and holds the compiled ones.
 
     Attributes:
-      steps, samplers, prompt, small: the programs, by the keys of their jobs. One
-        that is compiled later is a `DeferredProgram`.
-      layouts: of each bucket, one a plan. decode_layouts: by tokens, of steps
-        of decodes alone that have a program of their own.
+      steps, samplers, prompt, small: the programs, by the keys of their jobs. A
+        `DeferredProgram` is compiled later.
+      layouts: of each bucket, one a plan. decode_layouts: by tokens. A layout of
+        decodes alone has a program of its own.
       first: the layouts of `compile`; None for all.
+      options_of: returns XLA's options of a layout's step.
       defers: see `Executor`.
       lowering: processes that lower and compile programs into the folder of
         `lower.lowered`; None: this process does.
@@ -120,7 +121,7 @@ class ProgramCompiler:
         self._ask([job for job in self.jobs() if self._is_first(job.table, job.key)], num_pages)
 
     def prepare_later(self, num_pages: tuple[int, ...]) -> None:
-        """Let processes without a program of `prepare_first` prepare the others. num_pages: as there."""
+        """Let processes without a program of `prepare_first` prepare the others. num_pages: a guess."""
         later = [job for job in self.jobs() if not self._is_first(job.table, job.key)]
         self._ask(later[::-1], num_pages, urgent=False)
 
@@ -407,6 +408,12 @@ class ProgramCompiler:
         keys += [(self.samplers, (layout.rows, kind)) for kind in ("plain", "full")]
         keys.append((self.prompt, layout.tokens))
         return [(table, key) for table, key in keys if key in table]
+
+    def program(self, layout: StepLayout) -> jax.stages.Compiled:
+        """Return the compiled step of a layout, after warm-up. The step must be one program."""
+        program = self.steps[layout.key]
+        assert not isinstance(program, LayeredStep | DeferredProgram)
+        return program
 
     def masked(self, rows: int) -> DeferredProgram:
         """Return the masked sampler, which its first caller compiles."""

@@ -1,7 +1,7 @@
-"""The lowering of an executor's programs, from the shapes of their arguments.
+"""The lowering of an executor's programs from the shapes of their arguments.
 
-A program depends on shapes alone. So weights may be replaced by others of the same shapes, and a program may
-be lowered before the weights are loaded.
+A program depends on no value of a weight. Weights of the same shapes may replace the weights, and a program
+may be lowered before the weights are loaded.
 """
 
 import dataclasses
@@ -34,6 +34,8 @@ class ProgramLowering:
     """Lowers the programs of one executor.
 
     Attributes:
+      forward_of: returns the function that the step of a layout traces.
+      is_layered: returns True if a layout's step is a program a layer.
       weight_shapes: the shapes, dtypes and shardings of the weights.
       slots, groups, page_size, pages_per_sequence: of one data-parallel rank.
       page_groups: the layer groups of the executor's stage. own_groups: their
@@ -57,7 +59,7 @@ class ProgramLowering:
         """Arguments not in the class's description:
 
         weights: arrays, or their shapes. layout: any layout of the executor.
-        forward_of, is_layered, name: see `Executor`.
+        name: see `Executor`.
         """
         self.programs, self._name = programs, name
         self.weight_shapes: dict = jax.tree.map(_shape_of, weights)

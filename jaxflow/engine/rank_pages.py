@@ -13,7 +13,7 @@ def rank_pages(executor: Executor) -> list["RankPages"]:
 
 
 class RankPages:
-    """The pages of a data-parallel rank, with the calls of an executor of this rank alone."""
+    """The pages of a data-parallel rank. The methods are those of an `Executor` of one rank."""
 
     def __init__(self, executor: Executor, rank: int):
         self._executor, self._rank = executor, rank

@@ -1,4 +1,4 @@
-"""What receives the calls of an executor that other processes replay."""
+"""The interface of a receiver of an executor's calls, for other processes to replay."""
 
 from collections.abc import Sequence
 from typing import Protocol

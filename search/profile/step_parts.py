@@ -177,7 +177,7 @@ def parts(steady: SteadyStep, bench: LayerBench, graph: Graph) -> Iterator[Part]
     """
     executor, layout = steady.executor, steady.layout
     programs, weights, c = executor.programs, executor.weights, executor.programs.context
-    forward, options = executor.forward_of(layout)
+    forward, options = executor.lower.forward_of(layout), executor.compiler.options_of(layout)
     buffer, stream = jnp.asarray(steady.buffer), draw(bench.inputs("logits", layout.tokens))[0]
     q, every = draw(bench.inputs("chunk_attention", layout.tokens))[0], dict.fromkeys(_names(graph))
     some = [PRODUCTS, *((name,) for name in PRODUCTS)]

@@ -102,7 +102,8 @@ class Bench:
     def need(self, tokens: int) -> Need:
         """Return the memory of the step of so many tokens, by XLA's account."""
         executor = self.executor(tokens, tokens)
-        return Need.of(executor.program(_compile(executor, -(-tokens // self.config.block_size) + 1)))
+        layout = _compile(executor, -(-tokens // self.config.block_size) + 1)
+        return Need.of(executor.compiler.program(layout))
 
 
 def _compile(executor: Executor, pages: int) -> StepLayout:
@@ -158,7 +159,7 @@ def attempt(bench: Bench, trial: Trial, limit: int | None = None) -> Outcome:
     need, stage, steady = None, "compiling", None
     try:
         layout = _compile(executor, pages)
-        need = Need.of(executor.program(layout))
+        need = Need.of(executor.compiler.program(layout))
         with _cap(limit):
             stage = "KV cache"
             with _kept_free(bench.mesh, need):

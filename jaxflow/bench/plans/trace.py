@@ -195,7 +195,7 @@ def measure(
         own = folder / str(number)
         with machine.watch(bed.config.tensor_parallel_size) as readings:
             kernels = traced(steady, timings[name].us / 1e6, traced_seconds, own)
-        text, timing = bed.executor.program(steady.layout).as_text(), timings[name]
+        text, timing = bed.executor.compiler.program(steady.layout).as_text(), timings[name]
         assert text is not None
         times = {
             "step_ms": timing.us / 1e3,

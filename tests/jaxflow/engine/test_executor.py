@@ -141,4 +141,4 @@ def test_a_step_that_was_measured_with_the_right_pages_is_not_compiled_again(exe
         assert needs["plain"] == executor.compiler.temporary_needs(widest)["plain"]
         measured = list(compiled)
         executor.compile()
-        assert (executor.program(layout) in measured) == kept
+        assert (executor.compiler.program(layout) in measured) == kept

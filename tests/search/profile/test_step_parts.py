@@ -48,7 +48,7 @@ def test_a_cache_of_the_pages_of_a_step_holds_the_step(prompt, output, tokens):
 
 def test_the_layers_are_the_step_without_its_embedding(inputs):
     executor, programs, layout, batch, _, buffer = inputs
-    forward, _ = executor.forward_of(layout)
+    forward = executor.lower.forward_of(layout)
     kv, table = copied(executor)
     sampled = executor.last_tokens[jnp.arange(TOKENS) % len(executor.last_tokens)]  # row i is in slot i
     ids = jnp.where(batch.token_ids < 0, sampled, batch.token_ids)
@@ -70,7 +70,7 @@ def test_without_attention_the_queries_are_the_heads(inputs):
         x, h = ops.mlp_norm(site, x, ops.out_proj(site, q))
         y = ops.down(site, ops.up_gate(site, h))
     kv_then, table_then = copied(executor)
-    forward, _ = executor.forward_of(layout)
+    forward = executor.lower.forward_of(layout)
     program = layers(programs, layout, forward, attends=False)
     _, found, _, pages, _ = program(executor.weights, kv_then, table_then, stream, buffer)
     np.testing.assert_allclose(found, x + y, rtol=1e-4, atol=1e-4)
