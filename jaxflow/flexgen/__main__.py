@@ -32,7 +32,7 @@ from jaxflow.flexgen.config import (
     random_prompts,
 )
 from jaxflow.flexgen.policy import Policy, PolicyError
-from jaxflow.flexgen.report import measure_link, report, text
+from jaxflow.flexgen.report import measure_links, report, text
 from jaxflow.flexgen.runtime import Runtime, accept
 from jaxflow.flexgen.scratch_files import DiskError
 from jaxflow.flexgen.start import prepare, start
@@ -139,7 +139,7 @@ def run() -> None:
     )
     with start(offload, config, checkpoint) as runtime:
         outputs = generate(runtime, prompts, sampling, tokenizer, checkpoint)
-        result = report(runtime, measure_link(runtime.device, f.link_mb))
+        result = report(runtime, measure_links(runtime.devices, f.link_mb))
     if f.output:
         rows = [
             {"prompt": out.prompt, "text": out.outputs[0].text, "token_ids": out.outputs[0].token_ids}

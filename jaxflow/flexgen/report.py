@@ -1,8 +1,8 @@
 """Report of an offloaded run as JSON and text: throughput as in FlexGen (§6), traffic, and use of the link.
 
-The link's busy share is relative to the measured rate of trains of transfers, over the run and over its
-decodes. The two differ with 4-bit KV, because the computation of prompts takes longer than the store of their
-KV.
+The link's busy share is relative to the rate of trains of transfers that was measured on all devices of the
+run at once, over the run and over its decodes. The two differ with 4-bit KV, because the computation of
+prompts takes longer than the store of their KV.
 """
 
 import dataclasses
@@ -25,26 +25,31 @@ _WIDTH = 72
 
 @dataclasses.dataclass(frozen=True)
 class LinkRates:
-    """Bytes per second to the device and from the device, each direction measured separately."""
+    """Bytes per second to a device and from a device, each direction measured separately."""
 
     down_bytes_per_s: float
     up_bytes_per_s: float
 
 
-def measure_link(device: jax.Device, megabytes: int = 256) -> LinkRates:  # type: ignore[valid-type]
-    """Measure the link by trains of transfers: the best of a few, after a warm-up train."""
+def measure_links(devices: Sequence[jax.Device], megabytes: int = 256) -> LinkRates:  # type: ignore[valid-type]
+    """Measure a device's rates while all devices transfer, by trains: the best of a few, after a warm-up.
+
+    Devices may share a way to the host's memory, so their rates together may be lower than alone.
+    """
     size = megabytes << 20
-    here = jax.sharding.SingleDeviceSharding(device)
-    host = jax.device_put(np.zeros(size, np.uint8), pinned_sharding(here))
+    here = [jax.sharding.SingleDeviceSharding(device) for device in devices]
+    away = [pinned_sharding(one) for one in here]
+    host = [jax.device_put(np.zeros(size, np.uint8), one) for one in away]
     there = jax.device_put(host, here)
-    return LinkRates(size / _best(host, here), size / _best(there, pinned_sharding(here)))
+    return LinkRates(size / _best(host, here), size / _best(there, away))
 
 
-def _best(array: jax.Array, target: jax.sharding.Sharding) -> float:
+def _best(arrays: Sequence[jax.Array], targets: Sequence[jax.sharding.Sharding]) -> float:
     found = []
     for _ in range(_REPEATS + 1):
         started = time.perf_counter()
-        jax.block_until_ready([jax.device_put(array, target) for _ in range(_TRAIN)])
+        pairs = list(zip(arrays, targets, strict=True)) * _TRAIN
+        jax.block_until_ready([jax.device_put(array, target) for array, target in pairs])
         found.append((time.perf_counter() - started) / _TRAIN)
     return min(found[1:])
 

@@ -168,9 +168,9 @@ class Runtime:
         return sum(self.start_s.values())
 
     @property
-    def device(self) -> Any:
-        """The first JAX device."""
-        return self.geometry.mesh.devices.flat[0]
+    def devices(self) -> list[Any]:
+        """The JAX devices of all stages."""
+        return [device for tiers in self._tiers for device in tiers.mesh.devices.flat]
 
     @property
     def compilations(self) -> int:

@@ -19,7 +19,8 @@ linear program. It supports any family through `jaxflow.model.graph`. Difference
   one fetch of a layer, and their terms add up before the longest term is taken.
 - A pipeline of m stages passes m micro-batches through its layers for each token (§4.4). A stage has the
   layers' m-th part, so the seconds are those of all layers for one micro-batch. The prompts wait until the
-  stages are filled. The hand-over between stages takes no time.
+  stages are filled. The hand-over between stages takes no time. The links of all
+  stages together have at most `Machine.all_links_per_s`.
 - With top-k sparse values a decode loads all keys and the chosen rows of V; the host's memory gives the rows.
 - Where the device is the host itself, compute and copies take turns, so these terms add up. So they do for 4
   bits in FlexGen's own runtime (`Machine.unpack_weights_per_s`).
@@ -141,8 +142,9 @@ def pass_terms(
 ) -> dict[str, Any]:
     """Return the seconds of one layer in a pass, by `TERMS`.
 
-    Prompts and decodes share the layer's weights.
+    Prompts and decodes share the layer's weights, and all stages the links of the machine.
     """
+    machine = machine.shared_by(choice.pipeline_parallel_size)
     found: dict[str, Any] = dict.fromkeys(TERMS, 0.0)
     for batches, terms in ((one.prompts, prefill_terms), (one.decodes, decode_terms)):
         if batches:

@@ -69,6 +69,8 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # `device_memory`, while others transfer.
     unpack_weights_per_s: float | None = None
     batch_layer_s: float = 0.0  # seconds that the device waits for the driver, for a batch at a layer
+    # Bytes a second in each direction of the links of all devices together. None: each has its own rate.
+    all_links_per_s: float | None = None
     schema_version: int = SCHEMA_VERSION
 
     def __post_init__(self) -> None:
@@ -76,11 +78,21 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise MachineError(f"batch_layer_s={self.batch_layer_s}: seconds, 0 or more")
         if not (self.unpack_weights_per_s is None or self.unpack_weights_per_s > 0):
             raise MachineError(f"unpack_weights_per_s={self.unpack_weights_per_s}: a positive rate")
+        if not (self.all_links_per_s is None or self.all_links_per_s > 0):
+            raise MachineError(f"all_links_per_s={self.all_links_per_s}: a positive rate")
 
     @property
     def has_pools(self) -> bool:
         """Return True for a GPU under this project's runtime, which loses memory to gaps (`pool_limits`)."""
         return not self.one_processor and self.unpack_weights_per_s is None
+
+    def shared_by(self, devices: int) -> "Machine":
+        """Return the machine with the links of each of so many devices that transfer at the same time."""
+        if self.all_links_per_s is None:
+            return self
+        most, links = self.all_links_per_s / devices, (self.host_to_device, self.device_to_host)
+        down, up = (TimeCurve(link.fixed_s, min(link.units_per_s, most)) for link in links)
+        return msgspec.structs.replace(self, host_to_device=down, device_to_host=up)
 
 
 CURVES = tuple(field.name for field in msgspec.structs.fields(Machine) if field.type is TimeCurve)

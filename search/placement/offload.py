@@ -35,7 +35,7 @@ from jaxflow.engine.settings import resolve
 from jaxflow.flexgen.accounting import DoesNotFit
 from jaxflow.flexgen.config import OffloadConfig
 from jaxflow.flexgen.policy import TIERS, Policy, PolicyError, load_policy
-from jaxflow.flexgen.report import LinkRates, measure_link, report, totals
+from jaxflow.flexgen.report import LinkRates, measure_links, report, totals
 from jaxflow.flexgen.runtime import Runtime
 from jaxflow.flexgen.start import prepare, start
 from jaxflow.model.checkpoints.checkpoint import Checkpoint, open_checkpoint
@@ -80,7 +80,10 @@ def define_flags() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class OffloadBench:
-    """The inputs that all runs share."""
+    """The inputs that all runs share.
+
+    link, link_alone: rates of a device, while all devices of a run transfer, and while only one does.
+    """
 
     work: PlacementWorkload
     machine: Machine
@@ -88,6 +91,7 @@ class OffloadBench:
     engine: EngineConfig
     checkpoint: Checkpoint
     link: LinkRates
+    link_alone: LinkRates
 
     def config(self, policy: Policy, **settings: Any) -> OffloadConfig:
         """Return the offload settings of a policy under the limits of the tiers."""
@@ -106,7 +110,8 @@ def run() -> None:
         )
     names, percents = chosen(f.only), _percents(f.value_top_k_percents)
     engine = EngineConfig(model=f.model, load_format=f.load_format, dtype=f.dtype, block_size=f.block_size)
-    placeholder = _smallest(f.model, _stages(f.policies))
+    stages = _stages(f.policies)
+    placeholder = _smallest(f.model, stages)
     prepare(OffloadConfig(placeholder, gpu_memory_limit=f.gpu_mem, host_memory_limit=f.cpu_mem), engine)
     checkpoint = open_checkpoint(f.model, load_format=f.load_format)
     machine = load_machine(f.machine)
@@ -114,7 +119,9 @@ def run() -> None:
         checkpoint.name, checkpoint.model_config, resolve(engine, checkpoint.model_config).dtype
     )
     memory = placement.memory_from_flags(machine)
-    bench = OffloadBench(work, machine, memory, engine, checkpoint, measure_link(jax.devices()[0], f.link_mb))
+    devices = jax.devices()
+    links = [measure_links(devices[:number], f.link_mb) for number in (stages, 1)]
+    bench = OffloadBench(work, machine, memory, engine, checkpoint, *links)
     rows: list[dict[str, Any]] = []
     refused: dict[str, str] = {}
     for row in (
@@ -320,7 +327,8 @@ def _measured(bench: OffloadBench, name: str, runtime: Runtime, predicted: Any) 
     }
     paper = PAPER_TOKENS_PER_S.get(policy.model, {}).get(policy.weight_bits)
     power = {"clock_mhz": readings.clock_mhz, "watts": readings.watts}
-    named = {"name": name, "predicted": about, "paper_tokens_per_s": paper, **power}
+    alone = dataclasses.asdict(bench.link_alone)
+    named = {"name": name, "predicted": about, "paper_tokens_per_s": paper, "link_alone": alone, **power}
     return named | result | _bytes(bench, runtime)
 
 

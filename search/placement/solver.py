@@ -282,6 +282,7 @@ def link_bound(
         method="",
         host_to_device=machine.host_to_device,
         device_to_host=machine.device_to_host,
+        all_links_per_s=machine.all_links_per_s,
         **free,
     )
     return max((one.tokens_per_s for one in candidates(work, only_link, memory, options)), default=math.inf)

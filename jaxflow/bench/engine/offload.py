@@ -19,7 +19,7 @@ from jaxflow.cli.engine_flags import define_engine_flags, engine_config_from_fla
 from jaxflow.config import ConfigError, EngineConfig
 from jaxflow.flexgen import config as options
 from jaxflow.flexgen.config import OffloadConfig, offload_from_flags, random_prompts
-from jaxflow.flexgen.report import measure_link, report
+from jaxflow.flexgen.report import measure_links, report
 from jaxflow.llm import LLM
 from jaxflow.request import SamplingParams
 
@@ -77,7 +77,7 @@ def _run(config: EngineConfig, offload: OffloadConfig, progress: bool) -> dict[s
         )
         sampling = SamplingParams(temperature=0.0, max_tokens=policy.output_tokens, ignore_eos=True, seed=0)
         llm.generate(prompts, sampling, use_tqdm=progress)
-        found = report(llm.runtime, measure_link(llm.runtime.device, 16))
+        found = report(llm.runtime, measure_links(llm.runtime.devices, 16))
     keys = (
         "effective_block_size",
         "latency_s",

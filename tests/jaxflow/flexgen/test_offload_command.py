@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from collections import Counter
 
 import jax
 import msgspec
@@ -17,6 +18,7 @@ from jaxflow.flexgen.__main__ import main
 from jaxflow.flexgen.accounting import DoesNotFit
 from jaxflow.flexgen.config import random_prompts
 from jaxflow.flexgen.policy import save_policy
+from jaxflow.flexgen.report import measure_links
 from jaxflow.flexgen.runtime import Runtime
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.request import InvalidRequest, SamplingParams
@@ -40,6 +42,18 @@ def file(tmp_path):
         policy(MODEL, weights=HOST, kv=HOST, activations=HOST, gpu_batch_size=2), tmp_path / "policy.json"
     )
     return tmp_path / "policy.json"
+
+
+def test_the_links_of_all_devices_are_measured_at_once(monkeypatch):
+    """Each train of transfers has as many for each device, before the first is waited for."""
+    wait, trains = jax.block_until_ready, []
+    devices = jax.devices()[:3]
+    monkeypatch.setattr(jax, "block_until_ready", lambda made: trains.append(made) or wait(made))
+    rates = measure_links(devices, 1)
+    assert rates.down_bytes_per_s > 0 and rates.up_bytes_per_s > 0
+    for train in trains:
+        assert Counter(array.device for array in train) == dict.fromkeys(devices, len(train) // 3)
+    assert len(trains) > 2
 
 
 def test_prompts_of_a_file_get_the_engines_tokens(file, tmp_path, capsys):
@@ -350,6 +364,7 @@ def test_search_runs_given_policies_without_a_solver(tmp_path, capsys, monkeypat
         and small["tokens"] == 4
         and small["start_s"].keys() >= {"compile", "warm_up"}
     )
+    assert small["link_alone"].keys() <= small["link"].keys()
     assert "large" in capsys.readouterr().out
 
 
