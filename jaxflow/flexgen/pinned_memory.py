@@ -75,22 +75,27 @@ def check_views(mesh: Mesh) -> None:
             )
 
 
-def grow_pools(mesh: Mesh, size: int) -> None:
+def grow_pools(mesh: Mesh, size: int, stopped: threading.Event) -> int:
     """Let the pinned pools of a mesh's devices take `size` bytes together from the system.
 
+    Return the bytes that the pools gave; fewer if they cannot grow further, or from `stopped` on.
+
     The system gives about 1.5 GiB a second, so that a pool which grows later stops a run for seconds. The
-    pools keep the memory when the arrays are gone. Pools that cannot grow further stay as they are.
+    pools keep the memory when the arrays are gone.
     """
     struct = placed(mesh, jax.ShapeDtypeStruct((_PIECE_ROWS, mesh.size << 10), np.uint8), SHARDED)
     zeros = jnp.zeros(struct.shape, struct.dtype, device=struct.sharding)
     pinned, held = pinned_sharding(struct.sharding), []
     try:  # less two pieces, because regions may end in gaps below a piece
         for _ in range(size // zeros.nbytes - 2):
+            if stopped.is_set():
+                break
             held.append(jax.device_put(zeros, pinned))
         jax.block_until_ready(held)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
+    return len(held) * zeros.nbytes
 
 
 class PinnedPool:

@@ -6,8 +6,9 @@ import itertools
 import logging
 import os
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,8 @@ def start(
     mesh = geometries[0].mesh
     free_by_tier = _free_by_tier(mesh.devices.flat[0], disk)
     pools = 0 if free_by_tier["device"] is None else sum(one.mesh.size for one in geometries)
-    _check_fits(_accounts(geometries, placed, [0] * len(placed)), offload, free_by_tier, pools)
+    known = _accounts(geometries, placed, [0] * len(placed))  # without the programs' memory on devices
+    _check_fits(known, offload, free_by_tier, pools)
     resolved = resolve(config, checkpoint.model_config)
     kernels = choose_kernels(resolved, checkpoint.model_config)
     tell_kernels(kernels, {}, progress)  # without GEMM shapes, which are not known before the placement
@@ -94,16 +96,21 @@ def start(
         OffloadPrograms(geometry, Context(geometry.config, kernels, axis_of(geometry.mesh)))
         for geometry in geometries
     ]
-    with progress_of("Compiling", None, "program", shown=progress) as bar:
-        compiled = [
-            compile_programs(one, own, lambda _: bar.update())
-            for one, own in zip(programs, placed, strict=True)
-        ]
-    phases.ended("compile")
-    found = _accounts(geometries, placed, [one.working_bytes for one in compiled])
-    _check_fits(found, offload, free_by_tier, pools)
-    phases.tell(f"{_described(geometries[0])}\n{found.describe()}\n{_host_room(free_by_tier, pools)}")
     cpus = near_cpus(gpu_bus_ids(sum(one.mesh.size for one in geometries))) if on_gpu() else None
+    grows = pools > 0 and _POOL.free_bytes < known.total("host")
+    with _growing_pools(geometries, known, cpus) if grows else contextlib.nullcontext() as grown:
+        with progress_of("Compiling", None, "program", shown=progress) as bar:
+            compiled = [
+                compile_programs(one, own, lambda _: bar.update())
+                for one, own in zip(programs, placed, strict=True)
+            ]
+        phases.ended("compile")
+        found = _accounts(geometries, placed, [one.working_bytes for one in compiled])
+        _check_fits(found, offload, free_by_tier, pools)
+        phases.tell(f"{_described(geometries[0])}\n{found.describe()}\n{_host_room(free_by_tier, pools)}")
+        if grown is not None:
+            grown()
+            phases.ended("pin")
     limits = _limits(offload, free_by_tier, pools)
     tiers: list[Tiers] = []
 
@@ -117,9 +124,6 @@ def start(
                 folder = DiskFolder(disk) if disk is not None else None
                 tiers.append(Tiers(geometry.mesh, folder))
                 check_views(geometry.mesh)
-            if pools and _POOL.free_bytes < found.total("host"):
-                _grow_pools(geometries, found)
-                phases.ended("pin")
             # KV is reserved after the weights.
             most = len(placed) * max(map(_weight_bytes, placed))
             room = limits["host"] is None or most <= limits["host"]
@@ -262,11 +266,33 @@ def _weight_bytes(placed: PlacedWeights) -> int:
     return sum(placed.bytes_of(layer, tier) for layer in range(len(placed.layers)) for tier in TIERS)  # type: ignore[arg-type]
 
 
-def _grow_pools(geometries: Sequence[Geometry], found: Account) -> None:
-    """Let the pinned pools of all stages grow at the same time to what the account says."""
+@contextlib.contextmanager
+def _growing_pools(
+    geometries: Sequence[Geometry], found: Account, cpus: set[int] | None
+) -> Iterator[Callable[[], None]]:
+    """Let the pinned pools of all stages grow to the account's bytes during a `with` block, near `cpus`.
+
+    Yield a function that waits for them. A block that ends without it stops the growth.
+    """
+    stopped = threading.Event()
     with concurrent.futures.ThreadPoolExecutor(len(geometries), thread_name_prefix="pin") as threads:
-        meshes, sizes = [one.mesh for one in geometries], map(grown_bytes, found.pinned())
-        list(threads.map(grow_pools, meshes, sizes))
+        with bound(cpus):
+            growths = [
+                threads.submit(grow_pools, one.mesh, grown_bytes(size), stopped)
+                for one, size in zip(geometries, found.pinned(), strict=True)
+            ]
+
+        def wait() -> None:
+            for growth in growths:
+                growth.result()
+
+        try:
+            yield wait
+        finally:
+            stopped.set()
+            concurrent.futures.wait(growths)
+            held = sum(growth.result() for growth in growths if growth.exception() is None)
+            _POOL.take(min(held, found.total("host")))()  # kept for the next run of the process
 
 
 def _load(

@@ -1,5 +1,6 @@
 """Pinned pools that take their memory at the start, and the waits that show a pool which grows later."""
 
+import dataclasses
 import threading
 import time
 
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from offloaded import HOST, goldens, requests, run, runtime
 
-from jaxflow.flexgen import pinned_memory
+from jaxflow.flexgen import pinned_memory, start
 from jaxflow.flexgen.pinned_memory import PinnedPool, grow_pools
 from jaxflow.flexgen.pool_limits import grown_bytes, usable_bytes
 from jaxflow.flexgen.waits import Wait, Waits, added_waits
@@ -29,8 +30,8 @@ def test_a_pool_grows_by_pieces_that_are_held_together(monkeypatch, devices):
     monkeypatch.setattr(pinned_memory, "_PIECE_ROWS", 1)
     held, put, before = [], jax.device_put, len(jax.live_arrays())
     monkeypatch.setattr(jax, "device_put", lambda *a: held.append(len(jax.live_arrays())) or put(*a))
-    grow_pools(make_mesh(devices), 12 * devices * 1024 + 7)
-    assert len(held) == 10 and held == list(range(held[0], held[0] + 10))
+    size = grow_pools(make_mesh(devices), 12 * devices * 1024 + 7, threading.Event())
+    assert size == 10 * devices * 1024 and len(held) == 10 and held == list(range(held[0], held[0] + 10))
     assert len(jax.live_arrays()) == before
 
 
@@ -44,18 +45,19 @@ def test_a_pool_at_its_limit_stays_and_other_faults_are_raised(monkeypatch, faul
     monkeypatch.setattr(jax, "device_put", full)
     if fault.startswith("INTERNAL"):
         with pytest.raises(jax.errors.JaxRuntimeError, match="broken"):
-            grow_pools(make_mesh(1), 1 << 20)
+            grow_pools(make_mesh(1), 1 << 20, threading.Event())
     else:
-        grow_pools(make_mesh(1), 1 << 20)
+        assert grow_pools(make_mesh(1), 1 << 20, threading.Event()) == 0
 
 
 def test_the_pools_of_all_stages_grow_at_the_same_time_and_show_their_waits(tmp_path, monkeypatch):
     prompts, expected = goldens(MODEL, copies=2)
     both, asked, own = threading.Barrier(2, timeout=60), [], time.perf_counter
 
-    def grow(mesh, size):
+    def grow(mesh, size, _):
         both.wait()  # fails if one stage waits for the other
         asked.append((mesh.devices.flat[0].id, size))
+        return size
 
     known = {"device": 1 << 40, "host": 1 << 40, "disk": None}
     monkeypatch.setattr("jaxflow.flexgen.start._free_by_tier", lambda *_: known)
@@ -80,9 +82,10 @@ def test_the_pools_of_all_stages_grow_at_the_same_time_and_show_their_waits(tmp_
 def test_a_fault_of_one_stages_pool_ends_the_start(tmp_path, monkeypatch):
     known = {"device": 1 << 40, "host": 1 << 40, "disk": None}
 
-    def grow(mesh, _):
+    def grow(mesh, *_):
         if mesh.devices.flat[0].id == 1:
             raise MemoryError("pinned")
+        return 0
 
     monkeypatch.setattr("jaxflow.flexgen.start._free_by_tier", lambda *_: known)
     monkeypatch.setattr("jaxflow.flexgen.start.grow_pools", grow)
@@ -94,6 +97,31 @@ def test_a_fault_of_one_stages_pool_ends_the_start(tmp_path, monkeypatch):
     ):
         pass
     assert threading.active_count() <= before
+
+
+@pytest.mark.parametrize("fault", ["compile", "account"])
+def test_pools_grow_while_programs_compile_and_stop_with_a_refusal(tmp_path, monkeypatch, fault):
+    """The memory that they have by then counts as free for the next run of the process."""
+    known = {"device": 1 << 40, "host": 1 << 40, "disk": None}
+    grows, ended, pool, own = threading.Event(), [], PinnedPool(), start.compile_programs
+
+    def grow(mesh, size, stopped):
+        grows.set()
+        ended.append(stopped.wait(timeout=60))
+        return 1000
+
+    def compile_programs(*arguments):
+        assert grows.wait(timeout=60)
+        if fault == "compile":
+            raise ValueError("a program")
+        return dataclasses.replace(own(*arguments), working_bytes=1 << 41)
+
+    for name, value in (("grow_pools", grow), ("compile_programs", compile_programs), ("_POOL", pool)):
+        monkeypatch.setattr(start, name, value)
+    monkeypatch.setattr(start, "_free_by_tier", lambda *_: known)
+    with pytest.raises(ValueError), runtime(MODEL, tmp_path, kv=HOST):
+        pass
+    assert ended == [True] and pool.free_bytes == 1000
 
 
 @given(st.lists(st.integers(0, 10), min_size=1, max_size=5))
