@@ -112,6 +112,7 @@ def abstract_executor(devices: int, quantization: str | None, cache: str) -> Exe
         mock.patch.object(jax.sharding.Mesh, "local_devices", property(lambda mesh: [card] * devices)),
         mock.patch.object(jax.ShapeDtypeStruct, "nbytes", nbytes, create=True),
         mock.patch.object(executor_start, "stage_meshes", lambda size, stages: (mesh,)),
+        mock.patch.object(executor_start, "open_pools", lambda devices: None),
         mock.patch.object(type(checkpoint), "load", load),
         mock.patch.object(Executor, "allocate", allocate),
     ):
