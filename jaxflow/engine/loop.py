@@ -301,7 +301,8 @@ class Loop:
         read_before: reads the step before. It is called while the device runs the forward of this step, if
           the masks of this step need the tokens of that one.
         """
-        full, masked = self.admit(work), self.is_constrained(work)
+        full, rows = self.admit(work), self.constrained_rows(work)
+        masked = bool(rows)
         layout = self._choose(work, full or masked, masked)
         buffer, appends, targets = self.prepare(work, layout)
         self._counts["steps"] += 1
@@ -315,8 +316,7 @@ class Loop:
                 read_before()
             return self.masks(layout, rows)
 
-        rows = self.constrained_rows(work)
-        more = {"masks": late_masks} if rows else {}
+        more = {"masks": late_masks} if masked else {}
         pending = self.executor.run(layout, buffer, appends, full=full, targets=targets, **more)
         self.advances += 1
         enqueued_s = enqueued_s or time.monotonic()
@@ -336,11 +336,6 @@ class Loop:
         buffer, appends = pack(layout, work, self._slots)
         self._counts["prompt_tokens"] += sum(chunk.tokens for chunk in work.chunks)
         return buffer, appends, self._targets(layout, work)
-
-    def is_constrained(self, work: StepWork) -> bool:
-        """Return True if a sequence of the step has a constraint."""
-        constrained = self.scheduler.running.slots.constrained
-        return bool(constrained.any() and constrained[work.slots].any())
 
     def constrained_rows(self, work: StepWork) -> list[tuple[int, Sequence]]:
         """Return each row that draws a token of a constrained sequence, with the sequence."""
@@ -372,7 +367,7 @@ class Loop:
     def _choose(self, work: StepWork, full: bool, masked: bool) -> StepLayout:
         """Return the layout of the step: its own, or the next larger one that is ready.
 
-        full: a row needs the full or the masked sampler. masked: a row may need the masked one.
+        full: a row needs the full or the masked sampler. masked: a row needs the masked one.
         """
         own, executor = self._own_layout(work, full), self.executor
         if not executor.substitutes and not masked:

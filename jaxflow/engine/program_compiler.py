@@ -417,9 +417,10 @@ class ProgramCompiler:
 
     def masked(self, rows: int) -> DeferredProgram:
         """Return the masked sampler, which its first caller compiles."""
-        job = self._sampler_job(rows, "masked")
-        made = DeferredProgram(functools.partial(self._lower_and_compile, job, ()))
-        return self._masked.setdefault(rows, made)
+        if rows not in self._masked:
+            make = functools.partial(self._lower_and_compile, self._sampler_job(rows, "masked"), ())
+            self._masked.setdefault(rows, DeferredProgram(make))  # another thread may be as far
+        return self._masked[rows]
 
     def _compile(self, lowered: Any, options: dict[str, Any] | None = None) -> Any:
         if isinstance(lowered, LoweredStep):

@@ -194,7 +194,11 @@ class RankedLoop:
         """Enqueue a step of all ranks. Arguments: see `Loop._enqueue`."""
         own = [(rank, work) for rank, work in zip(self.ranks, works, strict=True) if work is not None]
         needs_full = [rank.admit(work) for rank, work in own]
-        masked = any(rank.is_constrained(work) for rank, work in own)
+        rows = [
+            [] if work is None else rank.constrained_rows(work)
+            for rank, work in zip(self.ranks, works, strict=True)
+        ]
+        masked = any(rows)
         layout = self._choose(
             [work for _, work in own],
             any(needs_full) or masked,
@@ -206,17 +210,13 @@ class RankedLoop:
             for rank, work in zip(self.ranks, works, strict=True)
         ]
         buffer, appends, targets = _together(layout, inputs)
-        rows = [
-            [] if work is None else rank.constrained_rows(work)
-            for rank, work in zip(self.ranks, works, strict=True)
-        ]
 
         def late_masks() -> np.ndarray:
             read_before()
             every = zip(self.ranks, rows, strict=True)
             return np.concatenate([rank.masks(layout, of_rank) for rank, of_rank in every])
 
-        more = {"masks": late_masks} if any(rows) else {}
+        more = {"masks": late_masks} if masked else {}
         pending = self.executor.run(layout, buffer, appends, full=any(needs_full), targets=targets, **more)
         self._counts[layout.plan] += 1
         self.advances += 1
